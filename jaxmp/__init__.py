@@ -108,7 +108,7 @@ __all__ = sorted([*_MODULES, *_MODULE_OF])
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'jaxmp' has no attribute {name!r}")
-    import_module("jaxmp.base.cache_keys")  # must be imported before the name is used under jit
+    import_module("jaxmp.base.cache_keys")  # a later import would make JAX compile jitted functions again
     if name in _MODULES:
         value: Any = import_module(_MODULES[name])
     else:

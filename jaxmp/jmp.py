@@ -1,8 +1,9 @@
-"""A replacement for jmp 0.0.4: write ``from jaxmp import jmp`` instead of ``import jmp``.
+"""A drop-in replacement for jmp 0.0.4.
 
-This module has the names of jmp and the code of jaxmp. You can pass its policies and loss scales to jaxmp
-(:func:`jaxmp.loss_scaling`, ``jaxmp.linen`` and so on) and to code that is written for jmp, such as Haiku's
-``hk.mixed_precision``. jaxmp also accepts the objects of the real jmp.
+Write ``from jaxmp import jmp`` instead of ``import jmp``. This module has the names of jmp and the code of jaxmp. You
+can pass its policies and loss scales to jaxmp (:func:`jaxmp.loss_scaling`, ``jaxmp.linen`` and so on). Code that is
+written for jmp, such as Haiku's ``hk.mixed_precision``, accepts them too. jaxmp also accepts the policies and loss
+scales of the real jmp.
 
 >>> from jaxmp import jmp
 >>> policy, loss_scale = jmp.get_policy("p=f32,c=f16,o=f32"), jmp.DynamicLossScale(jmp.half_dtype()(2**15))
@@ -31,21 +32,22 @@ Differences from jmp:
 - If you lower ``period`` to the counter or below, the scale grows at the next finite step. jmp restarts the count.
 - A ``min_loss_scale`` of 0 means float32's smallest normal number. jmp's scale can reach 0, and then all gradients are
   NaN.
-- A dynamic scale must be finite and at least its minimum. In jmp, a scale below the minimum *grows* to the minimum at
-  an overflow.
+- A dynamic scale must be finite and at least ``min_loss_scale``. In jmp, a scale below this minimum *grows* to the
+  minimum at an overflow.
 - Unscaling by more than 2^126 works. In jmp, the reciprocal of such a scale is flushed to 0, and so all gradients are
   0.
-- A static scale is stored as a Python float, and a tracer as the scale is an error. A scale of 0, as in jmp's tests, is
-  an error only when it is used.
-- A policy's dtypes must be floating. They are of type ``numpy.dtype``: they equal ``jnp.float16`` and so on, but you
-  cannot call them, and their hash differs.
-- Case and spaces in names are ignored. An unknown name raises a ValueError, as in jmp, and the error lists the known
-  names. A repeated key is an error. The names of presets (``mixed_float16``) are unknown here; use
-  :func:`jaxmp.get_policy` for them.
+- A static scale is stored as a Python float, and must not be a tracer. A static scale of 0, which jmp's tests have, is
+  an error only when the scale is used.
+- A policy's dtypes must be floating. Their type is ``numpy.dtype``: they equal ``jnp.float16`` and so on, but you
+  cannot call them, and their hashes differ from those of jmp's dtypes.
+- Case and spaces in the keys and dtypes of a policy are ignored. An unknown name raises a ValueError, as in jmp. The
+  error lists the known names. A repeated key is an error. The names of presets (``mixed_float16``) are unknown here;
+  use :func:`jaxmp.get_policy` for them.
 - NumPy scalars and ``jax.ShapeDtypeStruct`` are cast like arrays.
-- ``LossScale`` is the base class of all loss scales, not a Union (``typing.get_args`` returns nothing for it). You
-  write ``isinstance`` and annotations in the same way.
-- Of the fields of a dynamic scale, only the scale and the counter may be traced. ``adjust`` takes a bool, not an int.
+- ``LossScale`` is the base class of all loss scales, not a Union (``typing.get_args`` returns nothing for it).
+  ``isinstance`` and annotations work as in jmp.
+- The fields ``period``, ``factor`` and ``min_loss_scale`` of a dynamic scale must not be traced. ``adjust`` takes a
+  bool, not an int.
 - ``select_tree`` casts to the dtypes of its last argument. jmp raises an error if dtypes differ.
 """
 
@@ -84,8 +86,8 @@ __version__ = "0.0.4"  # the version of jmp with this interface
 
 T = TypeVar("T")
 
-# The names of dtypes in jmp; policies print the first one. Both jnp.float16 and its numpy.dtype are keys, because their
-# hashes differ.
+# The names of each dtype in jmp; policies print the first name. Both jnp.float16 and its numpy.dtype are keys, because
+# their hashes differ.
 dtype_to_names: dict[Any, tuple[str, ...]] = {
     key: names
     for dtype, names in (
@@ -101,7 +103,7 @@ dtype_to_names: dict[Any, tuple[str, ...]] = {
 class Policy(policies.Policy):
     """A :class:`jaxmp.Policy` that is printed in jmp's notation.
 
-    It equals any other policy with the same fields, also a :class:`jaxmp.Policy`.
+    The policy equals any other policy with the same fields, even a :class:`jaxmp.Policy`.
 
     >>> print(Policy("float32", jnp.float16, jnp.float32))
     p=full,c=f16,o=full
@@ -128,10 +130,10 @@ def get_policy(policy_name: str) -> Policy:
     Args:
       policy_name: entries ``KEY=DTYPE``, separated by commas. The keys are ``p`` or ``params`` (default: float32),
         ``c`` or ``compute`` (default: the params' dtype) and ``o`` or ``output`` (default: the compute dtype). A single
-        dtype without a key is used for all three.
+        dtype without a key is used for all three keys.
 
     Raises:
-      ValueError: a key or a dtype is unknown, or a key comes twice.
+      ValueError: a key or a dtype is unknown, or a key appears twice.
 
     >>> get_policy("half") == get_policy("p=half"), str(get_policy("c=bfloat16,o=full"))
     (True, 'p=full,c=bf16,o=full')
@@ -185,7 +187,7 @@ class _Widening(LossScale):
 
 @dataclasses.dataclass(frozen=True)
 class StaticLossScale(_Widening, loss_scale.StaticLossScale):
-    """A :class:`jaxmp.StaticLossScale`; a scale of 0 is an error only when used.
+    """A :class:`jaxmp.StaticLossScale` for which 0 is an error only when used.
 
     >>> StaticLossScale(2**15).scale(jnp.float16(3))
     Array(98304., dtype=float32)

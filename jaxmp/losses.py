@@ -1,33 +1,33 @@
-"""Cross-entropies of half-precision logits: computed in float32, stored in half precision.
+"""Cross-entropies that compute in float32 and store half-precision logits.
 
 The logits are the largest array of a language model's step: for 16 sequences of 1,024 tokens and 50,304 classes, they
-need 1.5 GiB in half precision. If JAX differentiates a float32 softmax, it stores a float32 copy, which needs twice as
-much.
+need 1.5 GiB in half precision (float16 or bfloat16). If JAX differentiates a float32 softmax, it stores a float32 copy
+of the logits, which needs twice as much memory.
 
-:func:`cross_entropy` stores the logits in their dtype, and two float32 numbers for each label: the largest logit, and
-the logarithm of the softmax's denominator relative to the largest logit. The backward pass computes the gradient from
-these arrays in float32 and casts it to the dtype of the logits.
+:func:`cross_entropy` stores the logits in their dtype, and two float32 numbers for each label. They are the largest
+logit, and the logarithm of the softmax's denominator relative to the largest logit. From the stored arrays, the
+backward pass computes the gradient in float32, and casts it to the dtype of the logits.
 
 :func:`projected_cross_entropy` also computes the logits, for one chunk of the tokens at a time. So only the logits of
-one chunk are in memory. The forward pass computes their gradient too, and the backward pass multiplies the gradient by
-the cotangent. So no product is computed twice.
+one chunk are in memory. The forward pass computes the gradients too, and the backward pass only multiplies them by the
+cotangent. So no product is computed twice.
 
-Both functions support a label to ignore, smoothed labels (Szegedy et al. 2015, arXiv 1512.00567) and a z-loss, which
-keeps the softmax's denominator near 1 (Chowdhery et al. 2022, PaLM, arXiv 2204.02311). For float64 logits they compute
-in float64.
+Both functions support a label to ignore, smoothed labels (Szegedy et al. 2015, arXiv 1512.00567) and a z-loss. The
+z-loss keeps the softmax's denominator near 1 (Chowdhery et al. 2022, PaLM, arXiv 2204.02311). For float64 logits, the
+functions compute in float64.
 
 Limits:
 
-- JAX cannot raise an error that depends on values. A label that is neither a class nor ignored makes the loss NaN.
+- JAX cannot raise an error that depends on values. So a label that is neither a class nor ignored makes the loss NaN.
 - The losses have reverse-mode derivatives only: ``jax.jvp`` and ``jax.linearize`` of a loss raise JAX's TypeError. You
   can apply ``jax.jvp`` and ``jax.grad`` to the gradient of a loss.
 - Do not call the projected loss inside of ``jax.checkpoint``. The checkpoint would compute the logits twice, or store
-  them if its policy stores products. Put only the blocks before the loss inside.
+  them if its policy stores products. Put only the blocks before the loss inside of the checkpoint.
 - If tokens are sharded over devices, each chunk has tokens of every device, and the weights' gradient is summed over
   the devices once for each chunk. So use few chunks.
-- In a checked ``jax.shard_map``, apply ``jax.lax.pcast(…, to="varying")`` to weights that do not vary, as for all
-  custom derivatives.
-- Mesh axes of explicit sharding work only with :func:`cross_entropy`.
+- In a ``jax.shard_map`` with ``check_vma=True``, apply ``jax.lax.pcast(…, to="varying")`` to weights that do not vary
+  over the mesh axes. All custom derivatives need this.
+- Explicit mesh axes work only with :func:`cross_entropy`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _IGNORED = -1
 
 
 class _Options(NamedTuple):
-    classes: int  # the first columns of the logits; the others are padding
+    classes: int  # the number of classes; later columns of the logits are padding
     label_smoothing: float
     z_loss: float
 
@@ -143,15 +143,15 @@ def projected_cross_entropy(
 ) -> jax.Array:
     """Return the mean cross-entropy of ``x @ weights.T + bias``, computed in chunks.
 
-    Only the logits of one chunk of tokens are in memory at a time. They are computed in the dtype of ``x``. The
+    Only the logits of one chunk of tokens are in memory at a time. The logits are computed in the dtype of ``x``. The
     gradients of a chunk are computed together with its logits. The gradients of ``weights`` and ``bias`` are summed
     over the chunks in float32. If you do not differentiate the loss, no gradient is computed.
 
     Args:
-      x: an array of shape (tokens, dim) in the compute dtype. A chunk takes tokens at equal distances, not consecutive
-        ones: with n chunks, every n-th token. So no token moves to another device if the tokens are sharded.
+      x: an array of shape (tokens, dim) in the compute dtype. With n chunks, a chunk takes every n-th token, and not
+        consecutive tokens. So no token moves to another device if the tokens are sharded.
       weights: an array of shape (vocabulary, dim), often the embeddings. It may have any floating dtype and is cast to
-        that of ``x``.
+        the dtype of ``x``.
       labels: an array of shape (tokens,) and any integer dtype. A label is at least 0 and less than ``classes``.
       bias: an array of shape (vocabulary,) and any floating dtype.
       classes: the number of classes. Rows of ``weights`` after the first ``classes`` rows are padding. By default there
@@ -167,7 +167,8 @@ def projected_cross_entropy(
 
     Raises:
       TypeError: ``x``, ``weights`` or ``bias`` is not floating, or the labels are not integers.
-      ValueError: the shapes do not match; ``classes`` or ``chunks`` is out of range; or as for :func:`cross_entropy`.
+      ValueError: the shapes do not match; ``classes`` or ``chunks`` is out of range; or :func:`cross_entropy` would
+        raise the error for the other options.
 
     >>> x, weights = jnp.eye(3, dtype=jnp.bfloat16), 2 * jnp.eye(4, 3)
     >>> projected_cross_entropy(x, weights, jnp.array([0, 1, 1]), classes=3, chunks=2).round(4)
@@ -192,7 +193,7 @@ def projected_cross_entropy(
         raise ValueError(f"chunks must be an integer of at least 1, got {chunks}")
     _check_options(labels, x.shape[:1], label_smoothing, z_loss)
     # Under autocast, `x` is float32 here, and autocast does not see the casts to float32 below. So `x` is cast to half
-    # precision, and the code below that must be float32 is marked.
+    # precision here, and code below that must be float32 is marked with `precision("float32")`.
     half = autocast_dtype() if x.dtype == jnp.float32 else None
     x = x if half is None else x.astype(half)
     dtypes = tuple(None if array is None else np.dtype(array.dtype) for array in (x, weights, bias))
@@ -242,8 +243,8 @@ def _projected_forward(
         x, labels = chunk
         logits = _logits(x, *layer)
         losses, denominators = _losses(logits, labels, options)
-        # The gradient is divided by the number of labels only at the end, and is as large as float16 allows. Otherwise
-        # the gradient of an unlikely class would underflow.
+        # The gradient is divided by the number of labels only at the end, and `_gradient_shift` makes it as large as
+        # float16 allows. Otherwise the gradient of an unlikely class would underflow.
         gradient = _gradient(logits, labels, denominators, options)
         by_bias = None if bias is None else by_bias + gradient.sum(0)
         with precision("float32"):
@@ -252,7 +253,7 @@ def _projected_forward(
         return (total + losses.sum(), by_weights, by_bias), jnp.dot(gradient, layer[0], preferred_element_type=wide)
 
     wide, layer = at_least_float32(x.dtype), _layer(weights, bias, x.dtype)
-    zeros = functools.partial(jnp.zeros_like, x, wide)  # zeros_like, because a shard_map must see that they vary as x
+    zeros = functools.partial(jnp.zeros_like, x, wide)  # in a shard_map, these vary over the axes of x
     start = (zeros(()), zeros(weights.shape), None if bias is None else zeros(bias.shape))
     (total, by_weights, by_bias), by_x = jax.lax.scan(add, start, _in_chunks(x, labels, chunks))
     count = _count(labels, wide)
@@ -288,7 +289,7 @@ def _layer(weights: jax.Array, bias: jax.Array | None, dtype: Any) -> tuple[jax.
 def _in_chunks(x: jax.Array, labels: jax.Array, chunks: int) -> tuple[jax.Array, jax.Array]:
     """Return ``x`` and ``labels`` with a leading axis of chunks.
 
-    A chunk has every n-th token, for n chunks. Tokens with an ignored label fill up the last chunks.
+    With n chunks, a chunk has every n-th token. Tokens with an ignored label fill up the last chunks.
     """
     missing = -len(x) % chunks
     x = jnp.pad(x, ((0, missing), (0, 0))).reshape(-1, chunks, x.shape[1])
@@ -310,7 +311,7 @@ def _losses(logits: jax.Array, labels: jax.Array, options: _Options) -> tuple[ja
     The largest logit is not added to the logarithm of the sum, because the addition would round the logarithm.
     """
     classes, smoothing, z_loss = options
-    with precision("float32"):  # autocast traces in float32, so it does not see the cast below
+    with precision("float32"):  # autocast traces this in float32, and does not see the cast below
         wide = logits.astype(at_least_float32(logits.dtype))
         of_classes = jnp.minimum(wide, _upper_bounds(wide, classes))
         largest = jax.lax.stop_gradient(of_classes.max(-1))
@@ -343,14 +344,14 @@ def _gradient(logits: jax.Array, labels: jax.Array, denominators: _Denominators,
         if smoothing:
             gradient -= jnp.where(columns < classes, smoothing / classes, 0)
         gradient *= jnp.where(labels < classes, 1, jnp.nan)
-        return jnp.where(labels == _IGNORED, is_label, gradient)  # is_label is 0 here; the gradient may be NaN
+        return jnp.where(labels == _IGNORED, is_label, gradient)  # an ignored token's is_label is 0
 
 
 def _gradient_shift(dtype: Any, options: _Options) -> float:
     """Return a power of two by which to multiply float16 gradients of logits.
 
-    It keeps small gradients from underflow. No gradient overflows, because each is at most 1, plus the z-loss's part
-    for the largest float16 logit. For other dtypes, return 1.
+    The multiplication keeps small gradients from underflow. No gradient overflows, because a gradient is at most 1,
+    plus the gradient of the z-loss for the largest float16 logit. For other dtypes, return 1.
     """
     if dtype != jnp.float16:
         return 1.0
@@ -361,7 +362,7 @@ def _gradient_shift(dtype: Any, options: _Options) -> float:
 def _upper_bounds(logits: jax.Array, classes: int) -> jax.Array:
     """Return inf for the columns of classes, and -inf for those of padding.
 
-    The minimum of a logit and this bound is then -inf for padding.
+    The minimum of a logit and its bound is then the logit for a class, and -inf for padding.
     """
     limits = jnp.where(jnp.arange(logits.shape[-1]) < classes, jnp.inf, -jnp.inf)
     return limits.astype(logits.dtype)

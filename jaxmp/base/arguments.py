@@ -8,7 +8,7 @@ import numpy as np
 
 
 def _kinds_of(cls: type) -> tuple[bool, bool]:
-    """Return whether ``cls`` is a class of Linen modules, and whether of NNX modules."""
+    """Return whether ``cls`` is a Linen module class, and whether it is an NNX one."""
     # The classes are compared by name, because importing Flax is slow.
     bases = {f"{base.__module__}.{base.__qualname__}" for base in cls.__mro__}
     return "flax.linen.module.Module" in bases, "flax.nnx.module.Module" in bases

@@ -1,4 +1,4 @@
-"""Find arrays that were deleted, because they were donated to an earlier step."""
+"""Find arrays that were deleted because they were donated to an earlier step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def require_not_deleted(state: Any, error: Exception | None = None) -> None:
 
     Args:
       state: a state, or any tree.
-      error: the error that JAX raised for the array, if any. It becomes the cause of the new error.
+      error: the error that JAX raised for the array, or None. The new error is raised from this error.
 
     Raises:
       RuntimeError: an array was donated. The message has the path of the array.

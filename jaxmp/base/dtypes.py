@@ -1,4 +1,7 @@
-"""The names, aliases and ranges of dtypes."""
+"""The names, aliases and ranges of dtypes.
+
+A half dtype is a floating dtype of at most 16 bits.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ _ALIASES = {
     **dict.fromkeys(("f8_e5m2", "e5m2"), "float8_e5m2"),
 }
 CASTABLE = frozenset(np.dtype(dtype) for dtype in (np.float32, np.float16, jnp.bfloat16))
-"""The dtypes that the engine casts from and to. It does not cast float64, complex numbers and float8."""
+"""The dtypes that the engine casts from and to. The engine does not cast float64, complex numbers and float8."""
 
 
 class UnknownDtypeError(ValueError):
@@ -98,7 +101,7 @@ def _numpy_dtype(dtype: Any) -> np.dtype | None:
 
     A string must be a full name, not ``"f8"`` or ``"c"``.
     """
-    if not isinstance(dtype, (str, type, np.dtype)):  # NumPy accepts arrays and other objects with a dtype
+    if not isinstance(dtype, (str, type, np.dtype)):  # NumPy would accept arrays and other objects with a dtype
         return None
     try:
         result = np.dtype(dtype)

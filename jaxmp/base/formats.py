@@ -59,7 +59,7 @@ def formats() -> tuple[Format, ...]:
     65504.0
     """
     rows = [format_of(getattr(jnp, name)) for name in dtypes.NAMES]
-    # NVIDIA A100 architecture whitepaper (2020): the range of float32, the precision of float16
+    # TensorFloat-32 has the range of float32 and the precision of float16 (NVIDIA A100 architecture whitepaper, 2020).
     rows.append(ieee_format("tensorfloat32", exponent_bits=8, mantissa_bits=10))
     return tuple(sorted(rows, key=lambda row: (-row.bits, -row.exponent_bits, -row.mantissa_bits)))
 
@@ -98,7 +98,7 @@ def format_of(dtype: np.typing.DTypeLike) -> Format:
 def ieee_format(name: str, exponent_bits: int, mantissa_bits: int) -> Format:
     """Return the format that IEEE 754 defines for these numbers of bits.
 
-    In such a format, the largest exponent field means infinity or NaN.
+    In an IEEE 754 format, the largest exponent field means infinity or NaN.
 
     >>> jaxmp.base.formats.ieee_format("binary16", 5, 10).largest
     65504.0

@@ -18,7 +18,7 @@ from jaxmp.base.dtypes import closest_names
 __all__ = ["Hardware", "align_dim", "assumed", "detect", "recommended_policy"]
 
 # Tensor cores by compute capability, from the CUDA programming guide and the architecture whitepapers (Volta, Turing,
-# Ampere, Ada, Hopper, Blackwell). mxfp8 is float8 with one scale per block of 32 (the OCP microscaling formats).
+# Ampere, Ada, Hopper, Blackwell). mxfp8 is float8 with one scale per block of 32 numbers (an OCP microscaling format).
 _SINCE = (
     ((7, 0), ("float16",)),
     ((7, 2), ("int8",)),
@@ -84,7 +84,7 @@ class Hardware:
       platform: ``"gpu"``, ``"tpu"``, ``"cpu"`` or another backend's name.
       compute_capability: NVIDIA's compute capability (``"9.0"``), or another backend's equivalent (``"gfx942"``), or
         None.
-      tensor_cores: the dtypes of the products that tensor cores compute (on a TPU: its matrix unit).
+      tensor_cores: the dtypes of the products that tensor cores compute (on a TPU: the matrix unit).
         ``"tensorfloat32"`` means float32 products at reduced precision, and ``"mxfp8"`` means block-scaled float8.
       peak_tflops: the vendor's peak TFLOP/s of dense products by dtype; empty if unknown. jaxmp does not measure these
         rates.
@@ -143,7 +143,7 @@ def detect(device: Any = None) -> Hardware:
 def assumed(name: str) -> Iterator[None]:
     """Trace the programs in this context for a GPU that need not be attached.
 
-    Use this context when you trace a program that you compile for a GPU that is not attached: float8 products and the
+    Use this context to trace a program for a GPU that is not attached. It is needed because float8 products and the
     update of a train step are traced differently for different devices. The tools of :mod:`jaxmp.inspect` enter the
     context if you pass a ``device``.
 

@@ -84,8 +84,8 @@ def zero_if_finite(leaf: ArrayLike) -> jax.Array:
     array = widen(jnp.asarray(leaf))
     if jnp.iscomplexobj(array):
         return zero_if_finite(array.real) + zero_if_finite(array.imag)
-    # The cast from float64 to float32 does not change 0 and NaN. The difference is used and not `array * 0`, for which
-    # XLA would keep an array of zeros as large as the largest leaf during the whole step.
+    # The cast from float64 to float32 does not change 0 and NaN. For `array * 0` instead of the difference, XLA would
+    # keep an array of zeros as large as the largest leaf during the whole step.
     return jnp.sum((array - array).astype(jnp.float32))
 
 
@@ -94,8 +94,8 @@ def sum_of_squares(tree: Any) -> jax.Array:
 
     The sum is a float32 scalar, or a float64 scalar if a leaf has 64-bit floats. Half-precision leaves are squared in
     float32. Leaves that are neither floating nor complex are ignored. The sum is finite only if every element and every
-    square is finite: 2e19 is finite in float32, but its square is not. As for :func:`all_finite`, XLA can fuse the sum
-    with the operations that compute the leaves, and sharded arrays need one all-reduce of a scalar.
+    square is finite: 2e19 is finite in float32, but its square is not. XLA can fuse the sum with the operations that
+    compute the leaves. Sharded arrays need one all-reduce of a scalar.
 
     >>> sum_of_squares({"a": jnp.array([3.0, 4.0]), "n": 5})
     Array(25., dtype=float32)
@@ -114,7 +114,7 @@ def _squared_magnitudes(array: jax.Array) -> jax.Array:
 def max_abs(tree: Any) -> jax.Array:
     """Return the largest magnitude of the elements of a tree, as a float32 scalar.
 
-    It is NaN if any element is NaN. Only floating and complex leaves count.
+    The result is NaN if any element is NaN. Only floating and complex leaves count.
 
     >>> max_abs([jnp.array([1.0, -3.0]), jnp.array(2.0)])
     Array(3., dtype=float32)
@@ -139,7 +139,7 @@ def select_tree(pred: ArrayLike, on_true: T, on_false: T) -> T:
 
     Raises:
       ValueError: the trees differ in structure.
-      TypeError: two leaves differ in shape, or the leaf of ``on_true`` is complex and that of ``on_false`` is not.
+      TypeError: two leaves differ in shape, or a leaf is complex in ``on_true`` but not in ``on_false``.
 
     >>> select_tree(jnp.array(False), {"a": jnp.ones(2)}, {"a": jnp.zeros(2)})["a"]
     Array([0., 0.], dtype=float32)
@@ -157,7 +157,7 @@ def select_tree(pred: ArrayLike, on_true: T, on_false: T) -> T:
                 f"a real leaf must stay real, got {new.dtype} for {old.dtype}; start with a complex leaf, or return "
                 "its real part"
             )
-        # `select` is used and not `jnp.where`, which broadcasts. PRNG keys have no `astype`, but equal dtypes.
+        # `jnp.where` would broadcast. PRNG keys have no `astype`, but their dtypes are equal.
         return jax.lax.select(jnp.asarray(pred), new if new.dtype == old.dtype else new.astype(old.dtype), old)
 
     return jax.tree.map(select_leaf, on_true, on_false)

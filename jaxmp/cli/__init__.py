@@ -1,6 +1,6 @@
 """The ``jaxmp`` command.
 
-Each subcommand has a file with its arguments and a function ``run``. The function's docstring is the help text.
+Each subcommand has a file with its arguments and a function ``run``. The docstring of ``run`` is the help text.
 """
 
 from __future__ import annotations

@@ -15,8 +15,7 @@ def run(options: argparse.Namespace) -> int:
     """Show the errors that policies cause in a function, layer by layer.
 
     The values and gradients of the function are compared with those of a reference run without policies. The function
-    may be a train step. With --policy, the function also runs under autocast. The exit code is 2 if an argument is
-    wrong.
+    may be a train step. With --policy, the compared run is under autocast. The exit code is 2 if an argument is wrong.
 
     Example:
       jaxmp compare train:loss_fn --args train:example --policy mixed_bfloat16

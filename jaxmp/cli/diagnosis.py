@@ -17,7 +17,7 @@ import jaxmp
 if TYPE_CHECKING:
     from jaxmp.base.hardware import Hardware
 
-# The oldest supported version (as in pyproject.toml) and the newest tested one (None: no limit).
+# For each package, the oldest supported version (as in pyproject.toml) and the newest tested version (None: no limit).
 SUPPORTED: dict[str, tuple[str, str | None]] = {
     "jax": ("0.10", "0.12"),
     "jaxlib": ("0.10", "0.12"),
@@ -33,7 +33,7 @@ _SETTINGS = {
     ),
     "jax_default_matmul_precision": (
         "it sets the precision of every product whose policy has no matmul_precision",
-        "unset JAX_DEFAULT_MATMUL_PRECISION and set it in the policy: Policy(..., matmul_precision=...)",
+        "unset JAX_DEFAULT_MATMUL_PRECISION and set the precision in the policy: Policy(..., matmul_precision=...)",
     ),
     "jax_debug_nans": (
         "a step that overflows raises an error, and loss scaling cannot skip it",
@@ -58,7 +58,7 @@ class Report:
     hardware: Hardware | None  # the first device; None if JAX cannot start
     devices: int  # the number of devices of this process
     trains: bool  # whether a mixed-precision training step ran on this machine and gave the right numbers
-    training: str  # a sentence about that step
+    training: str  # a sentence about this training step
     versions: dict[str, str | None]  # the version of each package; None if the package is missing
     findings: tuple[SetupProblem, ...]  # problems, and settings that affect training; empty if there are none
     float8: str = ""  # a sentence about mixed_float8 on the device
@@ -175,7 +175,7 @@ def _check_versions(versions: dict[str, str | None]) -> Iterator[SetupProblem]:
     jax, jaxlib = versions["jax"], versions["jaxlib"]
     if jax and jaxlib and jax != jaxlib:
         yield SetupProblem(
-            f"jax {jax} runs with jaxlib {jaxlib}", f'install the pair: pip install "jax=={jax}" "jaxlib=={jax}"'
+            f"jax {jax} runs with jaxlib {jaxlib}", f'install equal versions: pip install "jax=={jax}" "jaxlib=={jax}"'
         )
     for plugin in _PLUGINS:
         version = versions.get(plugin)

@@ -38,14 +38,14 @@ SHAPES = (
 )
 """A function that is traced, and the shapes of its arguments."""
 ARRAYS = (
-    _named("function", metavar="MODULE:FUNCTION", help="returns the loss, or a tuple that begins with it")
+    _named("function", metavar="MODULE:FUNCTION", help="returns the loss, or a tuple that begins with the loss")
     | _named("--args", metavar="MODULE:FUNCTION", help=_ARGUMENTS)
 )  # fmt: skip
 """A loss function that is run, and its arguments."""
-RUN = _named("run", metavar="RUN", help="the folder of the run to judge, usually the one in half precision")
+RUN = _named("run", metavar="RUN", help="the folder of the run to show, usually a run in half precision")
 DEVICE = _named("--device", metavar="NAME", help="a GPU that is not attached: h200, h100, a100, b200, l4, t4")
 TOPOLOGY = _named("--topology", metavar="1x2x4", help=_TOPOLOGY)
-POLICY = _named("--policy", help="run under autocast with this policy; default: run as written")
+POLICY = _named("--policy", help="run under autocast with this policy; default: run without autocast")
 OVERRIDE = _named("--override", metavar="KEY=LEVEL", help=_OVERRIDE, **_REPEATED)
 AUTOCAST = _named("--policy", default="mixed_bfloat16", help="autocast's policy; default: mixed_bfloat16") | OVERRIDE
 REFERENCE = _named(
@@ -54,16 +54,16 @@ REFERENCE = _named(
 LOSS_SCALE = _named(
     "--loss-scale", type=loss_scale, default=1.0, metavar="NUMBER", help="a constant loss scale; default: 1"
 )
-TUNED_POLICY = _named("--policy", default="mixed_bfloat16", help="a half policy; default: mixed_bfloat16")
+TUNED_POLICY = _named("--policy", default="mixed_bfloat16", help="a half-precision policy; default: mixed_bfloat16")
 TOLERANCE = _named(
     "--tolerance",
     type=float,
     metavar="NUMBER",
-    help="the largest error to allow; default: twice that of half-precision products alone",
+    help="the largest error to allow; default: twice the error of half-precision products alone",
 )
 SEEDS = _named("--seeds", type=int, default=1, metavar="N", help="the number of PRNG keys to measure with; default: 1")
 NO_OPERATIONS = _named(
-    "--no-operations", action="store_true", help="choose only whole modules, as overrides of apply_policy"
+    "--no-operations", action="store_true", help="choose modules, not single operations, as apply_policy needs"
 )
 SAVE = _named(
     "--save", metavar="FILE.toml", help="also write the policy to this file, which get_policy and --policy read"

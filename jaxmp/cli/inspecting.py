@@ -1,4 +1,4 @@
-"""Code that several commands share: they run a tool of :mod:`jaxmp.inspect` on a function."""
+"""Code for the commands that run a tool of :mod:`jaxmp.inspect` on a function."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ def under(policy: str | None, fun: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def of_shapes(options: argparse.Namespace, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Any:
-    """Return the report of ``make(function)`` on shapes from ``--arg`` or ``--args``."""
+    """Return the report of ``make(function)`` on shapes from ``--arg`` or ``--args``.
+
+    ``make`` returns the tool's function, which takes the arguments of ``function`` and returns the report.
+    """
     import jax
 
     from jaxmp.cli.loading import in_current_folder, load, usage_errors
@@ -49,7 +52,8 @@ def of_shapes(options: argparse.Namespace, make: Callable[[Callable[..., Any]], 
 def of_arrays(options: argparse.Namespace, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Any:
     """Return the report of ``make(function)`` on the arrays of ``--args``.
 
-    ``--args`` names a function that returns the arrays. Without ``--args``, the function has no arguments.
+    ``make`` is as in :func:`of_shapes`. ``--args`` names a function that returns the arrays. Without ``--args``,
+    ``function`` has no arguments.
     """
     from jaxmp.cli.loading import check_count, function, in_current_folder, usage_errors
 

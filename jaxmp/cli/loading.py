@@ -1,6 +1,6 @@
 """Load the functions and arguments that a command line names.
 
-:func:`load` imports modules, and traces the function that returns the arguments. It runs no function.
+:func:`load` imports modules. It traces the function that returns the arguments, and runs no function.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def load(name: str, shapes: Sequence[str] = (), example: str | None = None) -> L
       shapes: the positional arguments, each as a text such as ``"float32[8,16]"``. A dtype alone means a scalar, and
         ``"key[]"`` means a random key.
       example: a function without parameters that returns the positional arguments, as ``"module:function"``. It returns
-        a tuple, or the only argument. The arguments are pytrees of arrays or of ShapeDtypeStructs, which may have
-        shardings. The function is traced, not run.
+        a tuple of arguments, or the only argument. The arguments are pytrees of arrays or of ShapeDtypeStructs, which
+        may have shardings. The function is traced, not run.
 
     Raises:
       UsageError: one of the arguments is wrong, or both ``shapes`` and ``example`` are set.

@@ -12,7 +12,8 @@ ARGUMENTS = RUN | AGAINST | OUT
 def run(options: argparse.Namespace) -> int:
     """Write a page on a run: verdict, loss, loss scale, underflow, precision, memory.
 
-    The page is one HTML file, which loads nothing from a network. The exit code is 2 if a folder is not that of a run.
+    The page is one HTML file, which loads nothing from a network. The exit code is 2 if a folder is not the folder of
+    a run.
 
     Example:
       jaxmp report runs/half --against runs/float32

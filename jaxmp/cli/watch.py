@@ -20,8 +20,9 @@ _BLOCKS = " ▁▂▃▄▅▆▇█"
 def run(options: argparse.Namespace) -> int:
     """Show a run as it trains: loss, loss scale, skipped steps, vanishing gradients.
 
-    The run must have been started with --watch N. On a terminal the table is updated until the run ends. In a pipe or
-    a file, and with --plot, it is printed once. The exit code is 2 if the folder is not that of such a run.
+    The training script must have been started with --watch N. On a terminal the table is updated until the run ends.
+    In a pipe or a file, and with --plot, the table is printed once. The exit code is 2 if the folder is not the folder
+    of a run with --watch.
     """
     title, rows = watched(Path(options.run))
     plot(options, lambda plots: plots.training(options.run))
@@ -40,7 +41,7 @@ def watched(folder: Path) -> tuple[str, list[dict[str, Any]]]:
     """Return a line about the last step of a run, and the rows of its watched steps.
 
     Raises:
-      UsageError: ``folder`` is not that of a run, or the run was started without ``--watch``.
+      UsageError: ``folder`` is not the folder of a run, or the run was started without ``--watch``.
     """
     from jaxmp.cli.loading import usage_errors
     from jaxmp.inspect.watch_files import metrics, read
@@ -57,8 +58,9 @@ def watched(folder: Path) -> tuple[str, list[dict[str, Any]]]:
 def picture(columns: int, title: str, rows: list[dict[str, Any]]) -> Any:
     """Return a table of the share of gradients that vanish in each tensor.
 
-    A row has the share in the last watched step, and a bar for each of the recent watched steps. A gradient vanishes if
-    it is not 0, but becomes 0 when it is multiplied by the step's loss scale and rounded to ``dtype`` of the row.
+    A row of the table has the share in the last watched step, and a bar for each of the recent watched steps. A
+    gradient vanishes if it is not 0, but becomes 0 when it is multiplied by the loss scale of the step and rounded to
+    the dtype in the caption.
     """
     from rich.table import Table
     from rich.text import Text

@@ -14,7 +14,7 @@ from flax.linen import module as _module
 def children_of(module: Any) -> Mapping[str | None, Any]:
     """Return the submodules and variables of a module by name.
 
-    The value of a variable is the name of its collection.
+    The name of a variable maps to the name of its collection.
     """
     children: Mapping[str | None, Any] = module._state.children
     return children
@@ -27,9 +27,9 @@ def mutable_collection(module: nn.Module, name: str) -> Any:
 
 
 def is_checked(module: nn.Module) -> bool:
-    """Return whether Linen only tests that the module's ``setup`` runs.
+    """Return whether Linen is only validating the module's ``setup``.
 
-    The module has no variables in this test.
+    During this validation, the module has no variables.
     """
     return module.scope is not None and isinstance(module.scope.root, _module.TestScope)
 
@@ -41,7 +41,7 @@ def is_watched() -> bool:
 
 @contextlib.contextmanager
 def unlisted() -> Iterator[None]:
-    """Hide calls from ``nn.tabulate`` inside of this context."""
+    """Hide the method calls inside of this context from ``nn.tabulate``."""
     context = _module._context
     table, context.call_info_stack = context.call_info_stack, []
     try:
@@ -50,7 +50,7 @@ def unlisted() -> Iterator[None]:
         context.call_info_stack = table
 
 
-_Object: Any = object  # typed as Any, because `super()` in `Hooks` is the author's class
+_Object: Any = object  # typed as Any, because `super()` in `Hooks` is the user's module class
 
 
 class Hooks(_Object):
@@ -61,12 +61,12 @@ class Hooks(_Object):
         raise NotImplementedError
 
     def jaxmp_register(self) -> None:
-        """Run before the scopes of submodules exist."""
+        """Run when submodules are registered, before their scopes exist."""
         raise NotImplementedError
 
     def _call_wrapped_method(self, fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        # Linen calls all methods here, except those of transformed classes. This includes a `BaseClass.method` that is
-        # passed to `apply`.
+        # Linen calls every method through this one, even a `BaseClass.method` that is passed to `apply`. Only methods
+        # of transformed classes are called in another way.
         call = functools.partial(super()._call_wrapped_method, fun, args, kwargs)
         return self.jaxmp_call(call, _module.wrap_method_once(fun), args, kwargs, fun.__name__)
 

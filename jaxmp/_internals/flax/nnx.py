@@ -11,7 +11,7 @@ OWN = "_pytree__"
 def has_int_keys(node: Any) -> bool:
     """Return whether the attributes of an object are the elements of a list.
 
-    Their names are then the indices.
+    The attribute names are then the indices of the list.
     """
     return bool(node._pytree__has_int_keys)
 
@@ -22,5 +22,5 @@ def is_pytree_class(cls: Any) -> bool:
 
 
 def check_may_change(node: Any) -> None:
-    """Raise Flax's TraceContextError for an object of an outer transformation."""
+    """Raise Flax's TraceContextError if an outer transformation made ``node``."""
     node._check_valid_context(lambda: f"Cannot mutate {type(node).__name__} from a different trace level")

@@ -1,4 +1,4 @@
-"""Calls of functions of NNX objects, as pure functions of arrays.
+"""Turn calls of functions of NNX objects into calls of pure functions of arrays.
 
 The pure function also returns the values that were written to the objects.
 """
@@ -23,10 +23,11 @@ class ArrayCall(NamedTuple):
     """A call of a function of NNX objects, in the form of a pure function of arrays.
 
     Attributes:
-      pure: a function that returns the results, and the values that were written to the arguments.
+      pure: a function that returns two values: the results of the call, and the new values of the changed objects.
       arguments: the arguments of ``pure``.
-      write: a function that takes both results of ``pure``, changes the objects, and returns the function's results.
-      key: everything that ``pure`` depends on besides the function and ``arguments``.
+      write: a function that takes the two values from ``pure``, changes the objects, and returns the results of the
+        call.
+      key: a hashable key of everything that ``pure`` depends on besides the called function and ``arguments``.
     """
 
     pure: Callable[..., Any]
@@ -38,10 +39,10 @@ class ArrayCall(NamedTuple):
 def of_arrays(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> ArrayCall:
     """Return a call of ``fun`` as a pure function of arrays.
 
-    Its ``write`` changes the NNX objects as NNX's own transforms do. If ``fun`` writes to an object that was created
-    outside of the current transformation, NNX raises its error.
+    Its ``write`` changes the NNX objects in the same way as NNX's transforms. If ``fun`` writes to an object that was
+    created outside of the current transformation, NNX raises a TraceContextError.
     """
-    # The steps of nnx.update_context: split outside, merge inside, split inside, merge outside.
+    # The code follows the steps of nnx.update_context: split outside, merge inside, split inside, merge outside.
     plain, objects, fill, tree = _parted((args, kwargs), lambda node: True)
     refs = RefMap()
     graphdef, state = nnx.flatten(objects, ref_index=refs, graph=True)
@@ -75,12 +76,13 @@ def of_arrays(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Changes:
-    """The changes of a traced function to its objects, apart from arrays.
+    """The changes that a traced function made to NNX objects, apart from arrays.
 
     Attributes:
-      structure: the structure of its arguments after the call; None if only Variables have changed.
-      indices: for each leaf of the arguments, its number before the call; None if the call created it.
-      new_structure: the structure of the new objects among its results; None if there are none.
+      structure: the structure of the function's arguments after the call; None if only Variables have changed.
+      indices: for each leaf of the arguments after the call, its number before the call; None if the call created the
+        leaf.
+      new_structure: the structure of the new objects among the results; None if there are no new objects.
       fill: a function that inserts the new objects into the other results.
     """
 
@@ -90,7 +92,7 @@ class _Changes:
     fill: Callable[..., Any]
 
     def carry_out(self, outside: IndexMap, results: Any, new_objects: list[Any], written: dict[int, Any]) -> Any:
-        """Change the objects of a call, and return its results."""
+        """Change the objects of a call, and return the call's results."""
         known: Any = outside
         if self.structure is None:
             for n, value in written.items():
@@ -113,8 +115,12 @@ class _Changes:
 def _parted(tree: Any, may_change: Callable[[Any], bool]) -> tuple[dict[int, Any], dict[int, Any], Any, Any]:
     """Split a tree into parts.
 
-    Return the leaves that are not NNX objects, the objects that may change, a function that rebuilds the tree from
-    both, and the structure of the tree.
+    Return four values:
+
+    - the leaves that are not NNX objects
+    - the NNX objects that may change
+    - a function that rebuilds the tree from these leaves and objects
+    - the structure of the tree
     """
     leaves, structure = jax.tree.flatten(tree, is_leaf=is_node)
     plain, objects, fixed = dict[int, Any](), dict[int, Any](), dict[int, Any]()
@@ -144,7 +150,7 @@ def _may_change(node: Any) -> bool:
 
 
 def _check_may_change(node: Any) -> None:
-    """Raise Flax's TraceContextError for a ``node`` of an outer transformation."""
+    """Raise Flax's TraceContextError if an outer transformation made ``node``."""
     if is_variable(node):
         node.set_raw_value(node.get_raw_value())
     elif isinstance(node, nnx.Pytree):
@@ -163,5 +169,5 @@ def _arrays_of(leaf: Any) -> list[Any]:
 
 
 def _is_new(leaf: Any, before: list[Any]) -> bool:
-    """Return whether a leaf has other arrays than ``before``."""
+    """Return whether a leaf has other arrays than ``before``, compared by identity."""
     return any([new is not old for new, old in itertools.zip_longest(_arrays_of(leaf), before)])

@@ -29,7 +29,7 @@ def _instances_of(*classes: type) -> Callable[[Any], bool]:
 
 
 is_object = _instances_of(nnx.Pytree, nnx.Variable, nnx.State, nnx.GraphDef)
-"""Return whether a value is an object of NNX, even if JAX could flatten it."""
+"""Return whether a value is an object of NNX. Some of these objects are also pytrees for JAX."""
 is_node = _instances_of(nnx.Pytree, nnx.Variable)
 """Return whether a value is a Variable or a module, which NNX's transforms take and change."""
 is_variable = _instances_of(nnx.Variable)
@@ -64,13 +64,13 @@ def items(node: Any) -> Iterator[tuple[str, Any]]:
                 yield _tree.path_name(path), value
 
 
-# The most common attributes, which contain no Variables. (Each dtype has its own class.)
+# The types of the most common attributes, which contain no Variables. (Each dtype has its own class.)
 PLAIN = frozenset({type(None), bool, int, float, str, types.FunctionType, *map(type, CASTABLE)})
 _LEAVES = PLAIN | {nnx.Param}
 
 
 def own(node: Any) -> Iterator[Any]:
-    """Yield the values in a module and in its containers.
+    """Yield the values in a module and in the module's containers.
 
     A submodule is yielded, but the values in it are not.
     """
@@ -81,7 +81,7 @@ def own(node: Any) -> Iterator[Any]:
 
 
 def own_variables(node: Any) -> list[nnx.Variable[Any]]:
-    """Return the Variables that belong to a module itself."""
+    """Return the Variables of a module, without those of its submodules."""
     return [value for value in own(node) if is_variable(value)]
 
 
@@ -96,7 +96,7 @@ def modules_in(root: Any) -> Iterator[tuple[tuple[str, ...], nnx.Module]]:
     visited = set[int]()
     while stack:
         path, node = stack.pop()
-        # Flax's `node_dict` sorts and wraps all attributes, including those without Variables.
+        # Read most objects directly: Flax's `node_dict` would sort and wrap even the attributes without Variables.
         is_plain = is_pytree(node) and not has_int_keys(node)
         impl = None if is_plain else nnx.graphlib.get_node_impl(node)
         if id(node) in visited or not (is_plain or impl):
@@ -111,7 +111,7 @@ def modules_in(root: Any) -> Iterator[tuple[tuple[str, ...], nnx.Module]]:
 
 
 def change_own(node: Any, change: Callable[[nnx.Variable[Any]], nnx.Variable[Any]]) -> None:
-    """Replace each of a module's own Variables by ``change(variable)``."""
+    """Replace each Variable that is not in a submodule by ``change(variable)``."""
     containers = [value for value in own(node) if isinstance(value, nnx.Pytree) and not is_module(value)]
     for container in (node, *containers):
         for name, value in list(items(container)):

@@ -1,9 +1,14 @@
-"""Rebuild equations with other bodies.
+"""Rebuild equations, with Python functions in place of their inner jaxprs.
 
-A body here is a Python function of flat values. Equations are rebuilt with JAX's public functions, from the parameters
-of the equation. Only ``remat2`` is bound directly, because its parameter ``differentiated`` has no public equivalent.
-The names of some parameters are private: ``jvp_jaxpr_fun``, ``fwd_jaxpr_thunk``, ``bwd`` and ``out_trees`` of custom
-rules, ``newly_manual_axes`` of shard_map, ``compiler_options_kvs`` of jit. Tests check them on every version of JAX.
+The jaxprs in an equation are its bodies. This module calls JAX's public functions with the parameters of the equation
+and the new bodies. Only ``remat2`` is bound directly, because its parameter ``differentiated`` has no public
+equivalent. The module reads these private names:
+
+- ``jvp_jaxpr_fun``, ``fwd_jaxpr_thunk``, ``bwd`` and ``out_trees`` of custom derivative rules
+- ``newly_manual_axes`` of shard_map
+- ``compiler_options_kvs`` of jit
+
+Tests check these names on every supported version of JAX.
 """
 
 from __future__ import annotations
@@ -34,11 +39,11 @@ BodyFunction = Callable[..., list[Any]]
 
 
 class RuleEvaluation(NamedTuple):
-    """The evaluation of custom derivative rules."""
+    """Functions that trace and evaluate custom derivative rules."""
 
-    # A function of an open jaxpr with its constants, its operands, and the requested dtypes of its results (or None).
+    # The arguments are: an open jaxpr and its constants, the operands, and for each result the requested dtype or None.
     evaluate: Callable[[Opened, Arrays, Sequence[Any]], list[Any]]
-    tracing: Callable[[], contextlib.AbstractContextManager[None]]  # a context in which the author's rule is traced
+    tracing: Callable[[], contextlib.AbstractContextManager[None]]  # a context in which the user's rule is traced
 
 
 UNCHANGED_RULES = RuleEvaluation(lambda body, args, _: evaluate(*body, args), contextlib.nullcontext)
@@ -46,17 +51,17 @@ UNCHANGED_RULES = RuleEvaluation(lambda body, args, _: evaluate(*body, args), co
 
 
 def rebuilt(eqn: Any, bodies: Bodies, functions: Sequence[BodyFunction], rule: RuleEvaluation) -> BodyFunction:
-    """Return ``eqn`` with other bodies, as a function of its flat operands.
+    """Return ``eqn`` with other bodies, as a function of its operands.
 
     Args:
       eqn: an equation that :func:`jaxmp._internals.jax.equations.bodies_of` knows.
       bodies: the bodies of ``eqn``, from ``bodies_of``.
-      functions: for each body, a function from its flat inputs (constants first) to a list of its results.
-      rule: the evaluation of the derivative rules of custom_jvp and custom_vjp.
+      functions: for each body, a function that takes the body's inputs (constants first) and returns a list of results.
+      rule: the functions that evaluate the derivative rules of custom_jvp and custom_vjp.
 
     Returns:
-      A function of the operands. The carries among them must have the dtypes that the body returns. For ``jit`` the
-      function is jitted.
+      A function of the operands. The carries among the operands must have the dtypes that the body returns. For ``jit``
+      the function is jitted.
     """
     params, name = eqn.params, eqn.primitive.name
     if name in _OPENED:
@@ -79,7 +84,7 @@ def bind_equation(eqn: Any, operands: Arrays, params: Any) -> list[Any]:
 def linear_solve(eqn: Any, evaluate: Callable[..., list[Any]], operands: Arrays) -> list[Any]:
     """Apply a ``custom_linear_solve`` to operands of other dtypes.
 
-    ``evaluate`` evaluates the jaxprs of the solver.
+    ``evaluate`` takes a jaxpr of the solver with its constants, the operands and the dtypes of the results.
     """
     jaxprs, consts, rhs = eqn.params["jaxprs"], {}, list(operands)
     for name, length in eqn.params["const_lengths"]._asdict().items():
@@ -107,7 +112,7 @@ def linear_solve(eqn: Any, evaluate: Callable[..., list[Any]], operands: Arrays)
 def params_in_dtype(eqn: Any, dtype: np.dtype, is_exact: bool) -> dict[str, Any]:
     """Return an equation's parameters for another dtype.
 
-    If ``is_exact`` is true, float32 products are at the highest precision.
+    If ``is_exact`` is true, the parameters request the highest precision for float32 products.
     """
     params = dict(eqn.params)
     if params.get("preferred_element_type") is not None:
@@ -115,7 +120,7 @@ def params_in_dtype(eqn: Any, dtype: np.dtype, is_exact: bool) -> dict[str, Any]
     if params.get("update_jaxpr") is not None:
         params["update_jaxpr"] = in_dtype_of_scatter(params["update_jaxpr"], dtype)
     if eqn.primitive.name in PRODUCTS:
-        # A precision or an algorithm (jax.lax.DotAlgorithmPreset) is valid only for its original dtypes.
+        # A precision or an algorithm (jax.lax.DotAlgorithmPreset) is valid only for the product's original dtypes.
         if dtype != np.float32:
             params["precision"] = None
         elif is_exact and not asks_for_highest(params["precision"]):
@@ -144,9 +149,9 @@ def _compiled_as(params: Any) -> dict[str, Any]:
 
 def _rebuilt_jit(params: Any, function: BodyFunction) -> BodyFunction:
     options = {"keep_unused": params["keep_unused"], **_compiled_as(params)}
-    if params["inline"] is not False and getattr(params["inline"], "name", "") != "AUTO":  # an enum from 0.11.2 on
+    if params["inline"] is not False and getattr(params["inline"], "name", "") != "AUTO":  # an enum from JAX 0.11.2 on
         options["inline"] = params["inline"]
-    # A tuple, like the shardings of results.
+    # The function returns a tuple, because the shardings of its results are a tuple.
     return jax.jit(renamed(lambda *args: tuple(function(*args)), params["name"]), **options)
 
 
@@ -155,10 +160,7 @@ def _is_unspecified(sharding: Any) -> bool:
 
 
 def renamed(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Return ``function`` under another name.
-
-    Compiled programs and profiles show the name.
-    """
+    """Return ``function`` under another name, for compiled programs and profiles."""
 
     def call(*args: Any) -> Any:
         return function(*args)
@@ -203,7 +205,7 @@ def _rebuilt_scan(params: Any, bodies: Bodies, functions: Sequence[BodyFunction]
         results = functions[0](*consts, *carry, *xs)
         return results[: bodies.carry], results[bodies.carry :]
 
-    # A symbolic length of `jax.export` is known only from the scanned arrays.
+    # If `jax.export` makes the length symbolic, `jax.lax.scan` must read it from the scanned arrays.
     length = None if xs else params["length"]
     carry, ys = jax.lax.scan(body, list(init), list(xs), length, params["reverse"], params["unroll"])
     return [*carry, *ys]
@@ -221,7 +223,7 @@ def _while(params: Any, bodies: Bodies, functions: Sequence[BodyFunction], *oper
         return functions[1](*body_consts, *carry)
 
     def turn_of_examples(carry: Arrays) -> list[Any]:
-        """Change only the examples that still run.
+        """Run one iteration, and keep its results only for the examples that still run.
 
         JAX's lowering of a batched condition does the same.
         """
@@ -240,15 +242,15 @@ def _while(params: Any, bodies: Bodies, functions: Sequence[BodyFunction], *oper
 
 def _cond(params: Any, bodies: Bodies, functions: Sequence[BodyFunction], *operands: Any) -> list[Any]:
     index, *args = operands
-    if platforms := params.get("branches_platforms"):  # a branch for other devices may not compile for this one
+    if platforms := params.get("branches_platforms"):  # a branch for another device may not compile here
         named = {name: function for names, function in zip(platforms, functions, strict=True) for name in names or ()}
         default = functions[platforms.index(None)] if None in platforms else None
         return jax.lax.platform_dependent(*args, default=default, **named)
     return jax.lax.switch(index, list(functions), *args)
 
 
-# The body takes the place of these equations. Under checkpoint, JAX then removes the unread equations of a `remat_opt`
-# one by one.
+# Each of these equations is replaced by its body. JAX can then remove the unread equations of a `remat_opt` body under
+# checkpoint one by one.
 _OPENED = ("closed_call", "call", "remat_opt", "eval_jaxpr")
 _REBUILT = {
     "composite": _composite,
@@ -262,12 +264,12 @@ _REBUILT = {
 def _remat(eqn: Any, function: BodyFunction, *operands: Any) -> list[Any]:
     """Bind a remat with the parameters of ``eqn``.
 
-    One of these, ``differentiated``, decides whether XLA may merge the recomputation.
+    The parameter ``differentiated`` decides whether XLA may merge the recomputation with the original computation.
     """
     jaxpr, consts = opened(jax.make_jaxpr(lambda *args: function(*args))(*operands))
     prevent_cse = eqn.params["prevent_cse"]
     if isinstance(prevent_cse, tuple):
-        more = len(operands) - len(prevent_cse)  # operands that `eqn` does not have
+        more = len(operands) - len(prevent_cse)  # the number of operands that `eqn` does not have
         prevent_cse = (*(False,) * len(consts), *prevent_cse, *(False,) * more)
     if jaxpr.constvars:
         jaxpr = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
@@ -278,7 +280,7 @@ def _remat(eqn: Any, function: BodyFunction, *operands: Any) -> list[Any]:
 def _evaluate_rule(rule: RuleEvaluation, traced: Opened, args: Arrays, dtypes: Sequence[Any]) -> list[Any]:
     """Evaluate a traced derivative rule.
 
-    From JAX 0.11 on, its constants are its first arguments.
+    From JAX 0.11 on, the constants of the rule are the first arguments of its jaxpr.
     """
     jaxpr, consts = traced
     if jaxpr.constvars:
@@ -330,8 +332,9 @@ def _custom_vjp(eqn: Any, function: BodyFunction, rule: RuleEvaluation, *operand
         if symbolic:
             perturbed[:] = [arg.perturbed for arg in args]
             args = tuple(arg.value for arg in args)
-        jaxpr = forward()  # must come before `out_trees`, which it fills
-        _, residual_tree, forwarded = params["out_trees"]()  # positions among the operands, constants included
+        jaxpr = forward()  # call `forward` first, because this call fills `out_trees`
+        # `forwarded` has positions among the operands of `eqn`, including the constants.
+        _, residual_tree, forwarded = params["out_trees"]()
         saved = residual_tree.num_leaves - sum(position is not None for position in forwarded)
         results = jax.eval_shape(lambda *args: function(*consts, *args), *args)
         out = _evaluate_rule(rule, jaxpr, args, [*[None] * saved, *(result.dtype for result in results)])
@@ -354,7 +357,7 @@ def _custom_vjp(eqn: Any, function: BodyFunction, rule: RuleEvaluation, *operand
         def flat(*args: Any) -> list[Any]:
             filled = dict(zip(floating, args, strict=True))
             result = params["bwd"].call_wrapped(*[filled.get(n, value) for n, value in enumerate(operands)])
-            cts = result[0] if isinstance(result, tuple) else result  # from 0.11 on, the second result is a log
+            cts = result[0] if isinstance(result, tuple) else result  # from JAX 0.11 on, a log is the second result
             present[:] = [isinstance(ct, (jax.Array, np.ndarray)) for ct in cts]
             return [ct for ct, here in zip(cts, present, strict=True) if here]
 

@@ -1,6 +1,6 @@
 """A cast whose transpose the caller defines.
 
-JAX's custom rules offer no such cast.
+JAX's custom derivative rules cannot define such a cast.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ _cast = Primitive("cast_with_transpose")
 
 
 def cast_with_transpose(tangent: Any, dtype: Any, transpose: Callable[[Any], Any]) -> Any:
-    """Cast ``tangent`` to ``dtype``; ``transpose`` must cast its cotangent back."""
+    """Cast ``tangent`` to ``dtype``, and use ``transpose`` in the backward pass.
+
+    ``transpose`` takes the cotangent of the result, and returns it in the dtype of ``tangent``.
+    """
     return _cast.bind(tangent, dtype=dtype, transpose=transpose)
 
 

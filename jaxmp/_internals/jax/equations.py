@@ -1,4 +1,8 @@
-"""Read bodies, constants and parameters of equations in every version of JAX."""
+"""Read bodies, constants and parameters of equations in every version of JAX.
+
+The bodies of an equation are the jaxprs in it. An open jaxpr is a ``Jaxpr``, without its constants; a ``ClosedJaxpr``
+includes the constants.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +22,20 @@ Opened = tuple[Any, list[Any]]
 
 
 RESHARDS = frozenset({"reshard", "mesh_cast"})
-"""Primitives that change only an array's sharding type."""
+"""Primitives that change only the sharding in an array's type."""
 
 
 class Bodies(NamedTuple):
     """The jaxprs in an equation, and the roles of its operands.
 
-    ``kind`` is ``"call"`` (the operands and results are those of the body), ``"scan"``, ``"while"`` (with two jaxprs:
-    condition and body) or ``"cond"`` (with a jaxpr for each branch). A loop has these operands, in this order:
+    ``kind`` is one of these:
+
+    - ``"call"``: the operands and results of the equation are those of the body
+    - ``"scan"``
+    - ``"while"``, with two jaxprs: the condition and the body
+    - ``"cond"``, with a jaxpr for each branch
+
+    A loop has these operands, in this order:
 
     - the constants of its condition; ``consts`` is their number
     - the constants of its body, which end at the index ``start``
@@ -50,7 +60,8 @@ _CALLS = {
     "remat2": "jaxpr",
     "shard_map": "jaxpr",
     "composite": "call_jaxpr",
-    # The forward rule of a custom_vjp with `optimize_remat`, and (from JAX 0.12 on) its remainder under checkpoint.
+    # The forward rule of a custom_vjp with `optimize_remat`, and (from JAX 0.12 on) the part of it that remains under
+    # checkpoint.
     "remat_opt": "fwd_jaxpr",
     "eval_jaxpr": "call_jaxpr",
 }
@@ -63,7 +74,7 @@ def bodies_of(eqn: Any) -> Bodies | None:
     """
     name, params = eqn.primitive.name, eqn.params
     if name in _CALLS:
-        # `composite` called its body `jaxpr` before 0.12.
+        # Before JAX 0.12, this parameter of `composite` was named `jaxpr`.
         return Bodies("call", (params[_CALLS[name]] if _CALLS[name] in params else params["jaxpr"],))
     if name == "scan":
         if "ft_in" in params:  # from 0.11 on
@@ -81,9 +92,9 @@ def bodies_of(eqn: Any) -> Bodies | None:
 
 
 def opened(jaxpr: Any) -> Opened:
-    """Return an open or closed jaxpr as the open one and its constants.
+    """Return an open or closed jaxpr as the open jaxpr and its constants.
 
-    From JAX 0.11 on, both have the same class.
+    From JAX 0.11 on, open and closed jaxprs have the same class.
     """
     return getattr(jaxpr, "jaxpr", jaxpr), list(getattr(jaxpr, "consts", ()))
 
@@ -94,13 +105,13 @@ def is_literal(atom: Any) -> bool:
 
 
 _ELEMENTS = 2**16
-"""Larger constants are treated as weights and not read, because reading them would wait for the device."""
+"""Constants of more elements count as weights and are not read, because a read would wait for the device."""
 
 
 def elements_of(constant: Any) -> np.ndarray | None:
     """Return the elements of a constant, or None.
 
-    It is None if the constant is large, traced, on another host, or does not consist of numbers.
+    The result is None if the constant is large, traced, on another host, or does not consist of numbers.
     """
     if isinstance(constant, jax.Array) and (isinstance(constant, core.Tracer) or not constant.is_fully_addressable):
         return None
@@ -125,7 +136,7 @@ def _extremes(data: bytes, dtype: np.dtype) -> tuple[float, float]:
     ``data`` are the bytes of the array.
     """
     magnitudes = np.abs(np.frombuffer(data, dtype).astype(np.float32))
-    finite = magnitudes[np.isfinite(magnitudes) & (magnitudes > 0)]  # every format has 0, infinity and NaN
+    finite = magnitudes[np.isfinite(magnitudes) & (magnitudes > 0)]  # 0, infinity and NaN fit in float16
     return (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
 
 
@@ -135,9 +146,9 @@ def evaluate(jaxpr: Any, consts: list[Any], args: Any) -> list[Any]:
 
 
 def asks_for_highest(precision: Any) -> bool:
-    """Return whether the ``precision`` of a product asks for true float32.
+    """Return whether the ``precision`` of a product requests full float32.
 
-    The precision of either operand may ask for it.
+    ``precision`` may be a pair, with an entry for each operand. A request in one entry is enough.
     """
     parts = precision if isinstance(precision, tuple) else (precision,)
     return any(
@@ -146,10 +157,10 @@ def asks_for_highest(precision: Any) -> bool:
 
 
 def asks_for_what_is_missing(params: dict[str, Any]) -> bool:
-    """Return whether a product asks for an algorithm that the backend lacks.
+    """Return whether a product requests an algorithm that the backend lacks.
 
-    JAX's attention tries the algorithm and catches the backend's error. While the attention is traced, no error is
-    raised, so the program keeps an algorithm that fails later.
+    JAX's attention tries the algorithm and catches the backend's error. While the attention is traced, the backend
+    raises no error, so the traced program contains an algorithm that fails when it is compiled.
     """
     return params.get("precision") is jax.lax.DotAlgorithmPreset.F16_F16_F32 and jax.default_backend() == "cpu"
 
@@ -157,7 +168,7 @@ def asks_for_what_is_missing(params: dict[str, Any]) -> bool:
 def names_a_dtype(eqn: Any) -> bool:
     """Return whether a parameter fixes the dtype of a result.
 
-    Examples are ``out_dtype`` of ``mul``, and the function that a scatter applies.
+    Examples are ``out_dtype`` of ``mul``, and an update function of several operations in a scatter.
     """
     update = eqn.params.get("update_jaxpr")
     return eqn.params.get("out_dtype") is not None or (update is not None and len(update.eqns) > 1)
@@ -166,7 +177,7 @@ def names_a_dtype(eqn: Any) -> bool:
 def in_dtype_of_scatter(jaxpr: Any, dtype: Any) -> Any | None:
     """Return the update function of a scatter in another dtype, or None.
 
-    It is None if the function has several operations.
+    The result is None if the function has several operations.
     """
     if len(jaxpr.eqns) > 1:
         return None
@@ -191,7 +202,7 @@ def size_of(shape: Sequence[Any]) -> int:
 def shape_of(aval: Any) -> jax.ShapeDtypeStruct:
     """Return a ``ShapeDtypeStruct`` of an abstract value, for tracing.
 
-    It has the sharding of the value if the mesh has Explicit axes.
+    The struct has the sharding of the value if the mesh has Explicit axes.
     """
     sharding = aval.sharding if aval.sharding.mesh.explicit_axes else None
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)

@@ -1,4 +1,8 @@
-"""Find values that are equal for all iterations or examples, or do not change."""
+"""Find values that are the same in all iterations of a loop or for all examples.
+
+An example is one element of the axis over which a ``jax.vmap`` maps. The argument ``are_same`` of the functions here
+tells for each operand whether it is equal for all examples.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +20,15 @@ from jaxmp._internals.jax.equations import Bodies, bodies_of, evaluate, is_liter
 def hoisted(
     fun: Callable[..., Any], fixed: Any, args: tuple[Any, ...], is_kept: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Return ``fun`` as a function of ``args``, with its invariant part computed now.
+    """Return ``fun`` as a function of ``args``, and compute its invariant part now.
 
-    The invariant part depends only on ``fixed``, so it is computed once, before a loop over ``args``. The search for it
-    includes the bodies of calls, scans and recomputations, but not custom derivative rules.
+    The invariant part depends only on ``fixed``, so it can be computed once, before a loop over ``args``. Invariant
+    parts of calls, scans and recomputations are included, but not those of custom derivative rules.
 
     Args:
       fun: a function of arrays.
-      fixed: the argument that is the same in each iteration. The hoisted part is not differentiated with respect to it.
+      fixed: the argument that is the same in each iteration. The invariant part is not differentiated with respect to
+        ``fixed``.
       args: arguments with the shapes of one iteration.
       is_kept: a policy for ``jax.checkpoint``.
     """
@@ -31,7 +36,7 @@ def hoisted(
     (jaxpr, consts), known = opened(closed), jax.tree.leaves(fixed)
     varies = [n >= len(known) for n in range(len(jaxpr.invars))]
     before, turn, *_ = partial_eval_jaxpr_custom(jaxpr, varies, True, True, True, is_kept)
-    # Effects such as prints stay in each iteration.
+    # Equations without results have effects, such as prints. Each iteration must run these effects.
     before = before.replace(eqns=[eqn for eqn in before.eqns if eqn.outvars])
     before, turn = (dce_jaxpr(body, [True] * len(body.outvars), True)[0] for body in (before, turn))
     results, tree = evaluate(before, consts, known), jax.tree.structure(shapes)
@@ -45,7 +50,7 @@ _ONE_BY_ONE = frozenset({"optimization_barrier", "device_put"})  # each result i
 def same_results(eqn: Any, are_same: Sequence[bool]) -> list[bool]:
     """Return which results of an equation are equal for all examples."""
     bodies = bodies_of(eqn)
-    if eqn.primitive.name in ("axis_index", "shard_map"):  # differs between devices
+    if eqn.primitive.name in ("axis_index", "shard_map"):  # the results differ between devices
         return [False] * len(eqn.outvars)
     if eqn.primitive.name in _ONE_BY_ONE:
         return list(are_same)
@@ -53,7 +58,7 @@ def same_results(eqn: Any, are_same: Sequence[bool]) -> list[bool]:
         return [all(are_same)] * len(eqn.outvars)
     if bodies.kind == "while":
         return list(same_inside(bodies, are_same)[1][-bodies.carry :])
-    if bodies.kind == "cond" and not are_same[0]:  # the index
+    if bodies.kind == "cond" and not are_same[0]:  # examples may take different branches
         return [False] * len(eqn.outvars)
     return [
         all(answers) for answers in zip(*map(_same_ends, bodies.jaxprs, same_inside(bodies, are_same)), strict=True)
@@ -61,9 +66,9 @@ def same_results(eqn: Any, are_same: Sequence[bool]) -> list[bool]:
 
 
 def same_inside(bodies: Bodies, are_same: Sequence[bool]) -> list[Sequence[bool]]:
-    """Return which operands of each loop body or branch are equal for all examples of a ``jax.vmap``.
+    """Return which operands of each loop body or branch are equal for all examples.
 
-    For a loop, these are the operands that examples share in all iterations.
+    An operand of a loop body must be equal for all examples in all iterations.
     """
     if bodies.kind == "while":
         first, rest = are_same[: bodies.consts], are_same[bodies.consts :]
@@ -110,7 +115,7 @@ def _same_ends(body: Any, are_same: Sequence[bool]) -> list[bool]:
 
 
 def same_in_turns(bodies: Bodies, are_same: Sequence[bool]) -> list[bool]:
-    """Return which operands of a loop's body are equal for all examples throughout."""
+    """Return which operands of a loop body all examples share in all iterations."""
     before, now, start = list[bool](), list(are_same), bodies.start - bodies.consts
     while now != before:
         before, ends = now, _same_ends(bodies.jaxprs[-1], now)
@@ -142,11 +147,11 @@ _NEVER_PASSED_ON = frozenset({"shard_map", "custom_jvp_call", "custom_vjp_call",
 
 
 def unchanged(bodies: Bodies) -> Collection[int]:
-    """Return the numbers of a scan's carries that no iteration changes."""
+    """Return the positions of a scan's carries that no iteration changes."""
     if bodies.kind != "scan":
         return ()
     jaxpr, _ = opened(bodies.jaxprs[0])
-    if (numbers := _UNCHANGED.get(jaxpr)) is None:  # called for each operand
+    if (numbers := _UNCHANGED.get(jaxpr)) is None:  # cached, because callers ask for each operand
         ends = enumerate(passed_on(jaxpr)[: bodies.carry])
         numbers = _UNCHANGED[jaxpr] = frozenset(n for n, operand in ends if operand == bodies.start + n)
     return numbers
@@ -157,7 +162,7 @@ _UNCHANGED: Any = weakref.WeakKeyDictionary()
 
 def _operands_passed_on(eqn: Any) -> list[int | None]:
     bodies = bodies_of(eqn)
-    # The body of a `shard_map` has parts of arrays, and a custom rule may give an identity another derivative.
+    # The body of a `shard_map` has parts of the arrays. A custom rule may give an identity function another derivative.
     if bodies is None or eqn.primitive.name in _NEVER_PASSED_ON:
         return [None] * len(eqn.outvars)
     ends = [passed_on(body) for body in (bodies.jaxprs if bodies.kind == "cond" else bodies.jaxprs[-1:])]

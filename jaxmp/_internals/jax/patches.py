@@ -1,12 +1,13 @@
 """Replacements of JAX's attention, special functions and loops during tracing.
 
-``jax.nn.dot_product_attention`` chooses its implementation during tracing, by the dtypes of its operands, and cuDNN
-supports only half operands. So the operands must be cast before the call, not in the finished program. A function of
-``jax.scipy.special`` or ``jax.scipy.stats`` is traced to polynomials and series, which cannot be recognised later. So
-while the engine traces a function, these names are replaced by functions that cast first, or that add a scope.
+``jax.nn.dot_product_attention`` chooses its implementation during tracing, by the dtypes of its operands. cuDNN
+supports only half precision (float16 or bfloat16). So the operands must be cast before the call, not in the finished
+program. A function of ``jax.scipy.special`` or ``jax.scipy.stats`` is traced to polynomials and series, which cannot be
+recognised later. So while the engine traces a function, wrappers replace these functions of JAX. The wrapper of the
+attention casts the operands first. The wrappers of special functions add a named scope.
 
 A loop's body must return the carry in its initial dtypes, but a module under a policy may return another dtype. Only
-the loop knows the carry, so the replaced loop casts it.
+the loop knows the initial carry, so a wrapper of the loop casts the new carry.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from jaxmp.base.dtypes import is_castable
 _deciding: ContextVar[tuple[Callable[[], np.dtype | None], str] | None] = ContextVar("jaxmp_stand_ins", default=None)
 _keeps_carries: ContextVar[bool] = ContextVar("jaxmp_keeps_carries", default=False)
 _lock = threading.Lock()
-_originals: list[tuple[dict[str, Any], dict[str, Any]]] = []  # the dicts of modules, and their replaced functions
+_originals: list[tuple[dict[str, Any], dict[str, Any]]] = []  # the dicts of modules, and the functions to restore
 _depth = 0
 
 
@@ -40,12 +41,14 @@ _depth = 0
 def stand_ins(key: Any, dtype: Callable[[], np.dtype | None], scope: str) -> Iterator[None]:
     """Replace JAX's attention and special functions in this context.
 
-    Float32 calls of ``jax.nn.dot_product_attention`` run in half with cuDNN, where cuDNN has a kernel. A call with
-    ``implementation="xla"`` does not change. Special functions run in a scope. Other threads see JAX's functions.
+    Float32 calls of ``jax.nn.dot_product_attention`` run in half precision with cuDNN, where cuDNN has a kernel. A call
+    with ``implementation="xla"`` does not change. Special functions run in a named scope. In other threads, JAX's
+    functions behave as usual.
 
     Args:
       key: a hashable key of everything that ``dtype`` depends on.
-      dtype: a function that returns the dtype for a call of the attention, or None for no change.
+      dtype: a function that returns the half-precision dtype for a call of the attention, or None to leave the call in
+        float32.
       scope: the name of the scope around special functions.
     """
     token = _deciding.set((dtype, scope))
@@ -60,8 +63,8 @@ def stand_ins(key: Any, dtype: Callable[[], np.dtype | None], scope: str) -> Ite
 def keeping_carries() -> Iterator[None]:
     """Make JAX's loops cast each new carry to the dtypes of the old carry.
 
-    ``jax.lax.scan``, ``while_loop`` and ``fori_loop`` cast only where JAX would otherwise raise an error. Other threads
-    see JAX's functions.
+    ``jax.lax.scan``, ``while_loop`` and ``fori_loop`` cast only where JAX would otherwise raise an error. In other
+    threads, JAX's functions behave as usual.
     """
     token = _keeps_carries.set(True)
     try:
@@ -75,7 +78,7 @@ def keeping_carries() -> Iterator[None]:
 def _replacing() -> Iterator[None]:
     """Replace JAX's functions in this context.
 
-    If several contexts overlap, the last one to end restores the functions.
+    If several contexts overlap, the last context to end restores the functions.
     """
     global _depth
     with _lock:
@@ -100,7 +103,7 @@ def _replacing() -> Iterator[None]:
 def with_cudnn(version: tuple[int, int, int]) -> Iterator[None]:
     """Make JAX assume this version of cuDNN in this context.
 
-    JAX reads the library's version when it traces a fused attention, but it does not need the library to compile one.
+    JAX reads the version of cuDNN when it traces a fused attention, but can compile the attention without cuDNN.
     """
     from jax._src.cudnn import fused_attention_stablehlo as fused  # later versions may move this module
 
@@ -150,9 +153,9 @@ def _loop(original: Any) -> Any:
 
 
 def _keeping_carry(body: Callable[..., Any], position: int, is_scan: bool) -> Callable[..., Any]:
-    """Return ``body`` with its new carry in the dtypes of the old one.
+    """Return ``body`` with its new carry in the dtypes of the old carry.
 
-    The old carry is the argument at ``position``.
+    The old carry is the argument of ``body`` at ``position``.
     """
 
     @functools.wraps(body)
@@ -204,7 +207,7 @@ def _attention(original: Any) -> Any:
         half = deciding[0]() if deciding else None
         if half is None:
             return original(*operands, *args, **kwargs)
-        arrays = [operand.astype(half) for operand in operands]  # a cast saves no residual
+        arrays = [operand.astype(half) for operand in operands]  # the backward pass of a cast stores no array
         more, options = jax.tree.map(functools.partial(_cast_bias, half), (args, kwargs))
         fused = functools.partial(original, *arrays, *more, **{**options, "implementation": "cudnn"})
         if implementation is None:
@@ -219,7 +222,7 @@ def _attention(original: Any) -> Any:
 
 
 def _cast_bias(half: np.dtype, leaf: Any) -> Any:
-    """Return a float32 ``leaf`` in half, clipped to the range of half."""
+    """Return a float32 ``leaf`` in ``half``, clipped to the range of this dtype."""
     if getattr(leaf, "dtype", None) != np.float32:
         return leaf
     info = jnp.finfo(half)

@@ -18,8 +18,9 @@ class TracedProgram:
 
     Args:
       fun: a function.
-      args: its arguments, which are not stored.
-      write: a function that converts the results of ``fun`` into the results of a call.
+      args: the arguments of ``fun``; they are not stored.
+      write: a function that turns the results of ``fun`` into the results of a call, such as ``write`` of ``ArrayCall``
+        in ``_internals/flax/nnx_calls.py``; None to return the results of ``fun``.
 
     Attributes:
       jaxpr: an open jaxpr and its constants.
@@ -50,7 +51,7 @@ class TracedProgram:
     def result_count(self) -> int:
         """Return the number of arrays that are results of the function.
 
-        The program also returns the arrays that the function wrote to its arguments.
+        The program also returns the arrays that the function wrote to its arguments. These arrays are not counted.
         """
         results, _written = jax.tree.unflatten(self._tree, self._leaves)
         return sum(leaf is _ARRAY for leaf in jax.tree.leaves(results))
@@ -58,7 +59,7 @@ class TracedProgram:
     def unflatten(self, results: Sequence[Any]) -> Any:
         """Return the results of a call from the arrays that the program returned.
 
-        Arrays that the function wrote to its arguments are written to them.
+        If the function wrote arrays to its arguments, also write these arrays to the caller's arguments.
         """
         arrays = iter(results)
         filled = jax.tree.unflatten(self._tree, [next(arrays) if leaf is _ARRAY else leaf for leaf in self._leaves])

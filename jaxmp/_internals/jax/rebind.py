@@ -13,8 +13,8 @@ from jax._src import source_info_util
 def in_place_of(eqn: Any) -> Iterator[None]:
     """Bind operations with the source, the scopes and the context of ``eqn``.
 
-    The scopes of ``eqn`` are nested in those of the code around, as in :func:`jax.core.eval_jaxpr`. Its context is,
-    for example, the mesh on which it was traced.
+    The scopes of ``eqn`` are nested in the scopes of the running code, as in :func:`jax.core.eval_jaxpr`. The context
+    of ``eqn`` includes, for example, the mesh on which it was traced.
     """
     info = eqn.source_info
     scopes = source_info_util.current_name_stack() + info.name_stack

@@ -1,17 +1,17 @@
-"""Casts of repeated values whose cotangents are summed in float32.
+"""Cast and broadcast values so that their cotangents are summed in float32.
 
-A bias is added to every row, and its derivative sums over the rows. If the cast to half comes before the broadcast,
-that sum is in half precision. If the cast comes after the broadcast, XLA does not recognise the bias of a matrix
-product, and writes the product's result twice. So this module has a linear operation that does both. Forward, it casts
-and repeats a value. Backward, it widens and sums the cotangents. Under ``jax.vmap`` a weight is also repeated for the
-batch of the activations that it is combined with. So these activations are operands of the operation too, although
-they do not change its result.
+A bias is added to every row, and its derivative sums over the rows. If the cast to half precision (float16 or bfloat16)
+comes before the broadcast, the sum is in half precision. If the cast comes after the broadcast, XLA does not recognise
+the bias of a matrix product, and writes the product's result twice. So this module has a linear operation that casts
+and broadcasts. In the backward pass, the operation casts the cotangents to float32 and sums them. Under ``jax.vmap``, a
+weight is also repeated for each example of the activations that it is combined with. So these activations are operands
+of the operation, although they do not change its result.
 
-The operation rounds the cotangent to its half precision before it widens it. Otherwise XLA would drop both casts, and
-store and sum the unrounded cotangent in float32. The additional rounding is free, because the kernel that computes the
-cotangent also computes the sum.
+In the backward pass, the operation first rounds the cotangent to half precision. Otherwise XLA would remove the cast to
+half precision and the cast back to float32, and would store the unrounded cotangent in float32. The additional rounding
+is free, because the kernel that computes the cotangent also computes the sum.
 
-The operation also repeats a half activation that is repeated so often that half cannot represent the sum of its
+The operation also broadcasts a half-precision activation, if half precision cannot represent the sum of its many
 cotangents.
 """
 
@@ -37,25 +37,32 @@ from jaxmp.base.dtypes import is_castable
 
 _cast = Primitive("cast_repeated")
 MAX_TERMS = 64
-"""The maximum number of terms of a half sum: in bfloat16 its error is about 1 %, and 256 + 1 is 256."""
+"""The maximum number of terms in a half-precision sum.
+
+In bfloat16, a sum of 64 terms has an error of about 1 %, and 256 + 1 is rounded to 256.
+"""
 _SCATTERED = frozenset({"scatter-max", "scatter-min"})
 REPEATS = frozenset({"broadcast_in_dim", "gather", "dynamic_slice", "tile", *_SCATTERED})
-"""Primitives that repeat an operand, look up its rows, or take extremes of updates, which may be equal."""
+"""Primitives that repeat an operand, look up its rows, or scatter by maximum or minimum (see :func:`must_widen`)."""
 _ADDS_UP = BROADCAST | REPEATS
 
 
 def must_widen(eqn: Any, atom: Any, value: Any, examples: Examples) -> bool:
     """Return whether the cotangents of an operand must be summed in float32.
 
-    Their sum is long if the value is repeated or looked up often, or if all examples of a ``jax.vmap`` read it together
-    with values that differ between examples. The derivative of an extreme of updates divides by the number of equal
-    updates, which it counts in their dtype.
+    The sum has many terms if the value is repeated or looked up often. The same is true if all examples of a
+    ``jax.vmap`` read the value together with values that differ between examples. The derivative of a scatter by
+    maximum or minimum divides by the number of equal updates, which it counts in the dtype of the updates. So many
+    updates need float32 too.
     """
     return _is_long(eqn, value.shape) or (eqn.primitive.name not in _SCATTERED and examples.meets_batched(atom, value))
 
 
 def sums_half(eqn: Any) -> bool:
-    """Return whether an operand that is half as written needs a float32 gradient sum."""
+    """Return whether a half-precision operand needs a float32 gradient sum.
+
+    The dtypes are those in ``eqn``, before autocast changes them.
+    """
     avals = [atom.aval for atom in eqn.invars if not is_literal(atom)]
     return any([is_castable(aval) and aval.dtype.itemsize == 2 and _is_long(eqn, aval.shape) for aval in avals])
 
@@ -63,18 +70,18 @@ def sums_half(eqn: Any) -> bool:
 def read_often(eqn: Any, place: int) -> bool:
     """Return whether more than ``MAX_TERMS`` cotangents add up in an operand.
 
-    The cotangents of one element are counted, over all iterations of a loop, all uses in an iteration, and all
-    repetitions of a use.
+    ``place`` is the position of the operand. The cotangents of one element of the operand are counted, over all
+    iterations of a loop, all equations that read the element, and all repetitions in such an equation.
     """
     return _summed_cotangents(eqn, place) > MAX_TERMS
 
 
 def _summed_cotangents(eqn: Any, place: int) -> float:
-    """Return how many cotangents add up in an element of an operand."""
+    """Return how many cotangents add up in an element of the operand at ``place``."""
     bodies = bodies_of(eqn)
     if bodies is None:
         return _repeats(eqn, eqn.invars[place].aval.shape) if eqn.primitive.name in _ADDS_UP else 1
-    # Scanned elements and changing carries differ between iterations; a while loop has no cotangents.
+    # The cotangents of scanned elements and changing carries are not summed over iterations. A while loop has none.
     varies = bodies.kind == "scan" and place >= bodies.start and place - bodies.start not in unchanged(bodies)
     if bodies.kind == "while" or varies:
         return 1
@@ -86,7 +93,8 @@ def _summed_cotangents(eqn: Any, place: int) -> float:
 def _summed_cotangents_in(jaxpr: Any, var: Any) -> float:
     """Return how many cotangents add up in an element of a variable.
 
-    The number is the sum of :func:`_summed_cotangents` over the equations that read the variable or a moved copy of it.
+    The number is the sum of :func:`_summed_cotangents` over the equations that read the variable. A result of an
+    operation of ``PICKS`` counts as the variable.
     """
     readers: Any = _READERS.get(jaxpr)
     if readers is None:
@@ -108,7 +116,10 @@ _READERS: Any = weakref.WeakKeyDictionary()
 
 
 def _repeats(eqn: Any, shape: Any) -> float:
-    """Return how many times at most an equation of ``_ADDS_UP`` reads one element."""
+    """Return the maximum number of times that an equation reads one element.
+
+    The equation has a primitive of ``_ADDS_UP``.
+    """
     if eqn.primitive.name in _SCATTERED:
         return size_of(eqn.invars[1].aval.shape[:-1])
     if eqn.primitive.name == "gather":
@@ -118,7 +129,7 @@ def _repeats(eqn: Any, shape: Any) -> float:
 
 
 def _is_long(eqn: Any, shape: Any) -> bool:
-    """Return whether more than ``MAX_TERMS`` cotangents add up in an element.
+    """Return whether an equation sums over ``MAX_TERMS`` cotangents in an element.
 
     ``shape`` is the shape of the operand.
     """
@@ -126,7 +137,7 @@ def _is_long(eqn: Any, shape: Any) -> bool:
 
 
 def summed_in_float32(eqn: Any, operands: Sequence[Any]) -> list[Any]:
-    """Bind an equation of ``REPEATS`` so that cotangents are summed in float32."""
+    """Bind an equation of ``REPEATS``, and sum the cotangents in float32."""
     value, float32 = operands[0], np.dtype(np.float32)
     if value.dtype.itemsize != 2:
         return bind_equation(eqn, operands, _params(eqn, value.dtype))
@@ -154,8 +165,8 @@ def cast_repeated(value: Any, dtype: np.dtype, aval: Any, like: Sequence[Any]) -
       value: a floating array.
       dtype: a floating dtype.
       aval: a type with the shape of the result, and its sharding on a mesh with Explicit axes.
-      like: other operands of the reader. If a ``jax.vmap`` maps over one of these, the result is repeated for each
-        example.
+      like: the other operands of the equation that reads the result. If a ``jax.vmap`` maps over one of them, the
+        result is repeated for each example.
     """
     axes = tuple(range(aval.ndim - value.ndim, aval.ndim))
     sharding = aval.sharding if has_explicit_axes(value) else None

@@ -1,4 +1,8 @@
-"""Find loops that run until a value computed by products converges."""
+"""Find while loops that run until a computed value converges.
+
+A product is a matrix product or a convolution. The condition of such a loop reads a value that each iteration
+recomputes from products, such as a residual or an error estimate.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +19,14 @@ from jaxmp._internals.jax.walk import PRODUCTS, equations, interpreted
 
 
 class _ProductOrigin(enum.IntEnum):
-    """The dependence of a value in an iteration on products."""
+    """The way in which a value in an iteration depends on products."""
 
     FIXED = 0
-    """None, or only through integers, such as a token or a count."""
+    """The value does not depend on products, or only through integers, such as a token or a count."""
     SUM = 1
-    """A carry, or a carry to which the iteration adds something, such as time plus a step."""
+    """The value is a carry that depends on products, or such a carry plus something, such as time plus a step."""
     ANEW = 2
-    """Recomputed in the iteration: a residual, a step, an error estimate."""
+    """The iteration recomputes the value from products. Examples are a residual, a step and an error estimate."""
 
 
 FIXED, SUM, ANEW = _ProductOrigin
@@ -33,18 +37,21 @@ _BOUNDS = frozenset({"max", "min", "clamp", "concatenate", "pad"})
 def is_search(bodies: Bodies) -> bool:
     """Return whether a while loop runs until a computed value converges.
 
-    This is so if the condition reads a value that each iteration recomputes from a product, such as a residual. A carry
-    to which each iteration adds, such as time, is not recomputed.
+    The result is true if the condition reads a value that each iteration recomputes from a product, such as a residual.
+    A carry to which each iteration adds something, such as time, does not count as recomputed.
     """
     condition, turn = (opened(jaxpr)[0] for jaxpr in bodies.jaxprs)
-    carry = _of_carry(turn, bodies, [FIXED] * bodies.carry)  # ANEW if it depends on a product in any iteration
+    carry = _of_carry(turn, bodies, [FIXED] * bodies.carry)  # ANEW: depends on a product in any iteration
     sums = [SUM if origin is ANEW else FIXED for origin in carry]  # assume that these carries are sums
     carry = _of_carry(turn, bodies, sums)
     return _origins(condition, [*[FIXED] * bodies.consts, *carry])[0] is ANEW
 
 
 def _of_carry(turn: Any, bodies: Bodies, carry: list[_ProductOrigin]) -> list[_ProductOrigin]:
-    """Return the origins of the carry, iterated until none rises."""
+    """Return the highest origin of each carry over all iterations.
+
+    An origin is a :class:`_ProductOrigin`.
+    """
     consts = [FIXED] * (bodies.start - bodies.consts)
     while True:
         results = _origins(turn, [*consts, *carry])

@@ -26,8 +26,8 @@ def current_names() -> Names:
 def scopes_and_transforms(eqn: Any) -> tuple[Names, tuple[str, ...]]:
     """Return the scopes around an equation, and the transformations that made it.
 
-    A transformation is, for example, ``"jvp"``. JAX lists the scopes of code that is recomputed under checkpoint twice,
-    once inside of the transpose. This function returns them once.
+    A transformation is, for example, ``"jvp"``. If code is recomputed under checkpoint, JAX lists its scopes again
+    inside of the transpose. This function returns each scope once.
     """
     names: Names = ()
     part: list[str] = []
@@ -52,8 +52,8 @@ def _scopes(stack: Any) -> Names:
 def source_of(eqn: Any) -> str:
     """Return the file and line of an equation, as ``"package/module.py:12"``.
 
-    They are those of the innermost frame outside of JAX and jaxmp. Without such a frame, the text is empty. The path
-    begins at the outermost package of the file, so that it is the same on every machine.
+    The result names the innermost stack frame outside of JAX and jaxmp; without such a frame, the result is empty. The
+    path begins at the outermost package of the file, so that the path is the same on every machine.
     """
     return next(_sources(eqn), "")
 
@@ -61,7 +61,7 @@ def source_of(eqn: Any) -> str:
 def user_source_of(eqn: Any) -> str:
     """Return the user's file and line of an equation.
 
-    This is :func:`source_of` without the frames of installed libraries.
+    The search is that of :func:`source_of`, but skips the frames of installed libraries.
     """
     return next(_sources(eqn, _is_users), "")
 
@@ -77,14 +77,14 @@ def _sources(eqn: Any, is_meant: Callable[[str], bool] | None = None) -> Iterato
 
 
 def _is_users(file: str) -> bool:
-    """Return whether a file is not part of an installed library."""
+    """Return whether a file belongs to the user, not to an installed library."""
     return not _INSTALLED.intersection(Path(file).parts)
 
 
 def source_among(places: list[tuple[str, int]]) -> str:
     """Return the user's innermost file and line among ``places``.
 
-    An XLA program names these files and lines, innermost first.
+    ``places`` are the files and lines that an XLA program names for an operation, innermost first.
     """
     users = (f"{_from_package(file)}:{line}" for file, line in places if _is_users(file))
     return next(users, "")

@@ -48,14 +48,14 @@ def is_batched(value: Any, batch: Any) -> bool:
 
 
 def is_staged(value: Any) -> bool:
-    """Return whether a value is traced in a program that may be batched later."""
+    """Return whether a value is traced into a program that may be batched later."""
     return isinstance(value, core.Tracer) and hasattr(value._trace, "frame")
 
 
 def trace_context() -> Any:
     """Return the key of JAX's trace caches.
 
-    It contains the configuration, the mesh and the precision of products.
+    The key contains the configuration, the mesh and the default precision of products.
     """
     return config.trace_context()
 
@@ -63,7 +63,7 @@ def trace_context() -> Any:
 def shows_what_varies() -> bool:
     """Return whether types show the mesh axes over which a value varies.
 
-    The answer depends on the ``shard_map`` that is traced.
+    Types show these axes while a ``shard_map`` with ``check_vma=True`` is traced.
     """
     return bool(config._check_vma.value)
 
@@ -71,7 +71,7 @@ def shows_what_varies() -> bool:
 def manual_axes(value: Any) -> tuple[str, ...]:
     """Return the mesh axes over which ``value`` may vary.
 
-    These are axes of the ``shard_map`` that is traced.
+    The axes belong to the ``shard_map`` that is being traced.
     """
     axes = jax.sharding.get_abstract_mesh().manual_axes
     if shows_what_varies():
@@ -82,8 +82,8 @@ def manual_axes(value: Any) -> tuple[str, ...]:
 def may_be_skipped() -> bool:
     """Return whether some shards of a ``shard_map`` may skip the traced code.
 
-    They may skip code in a branch or a loop, which JAX records as the purpose of a trace. The length of a ``fori_loop``
-    is assumed to differ between shards.
+    Shards may skip the code of a branch or a loop. JAX records a branch or a loop as the purpose of a
+    trace. The length of a ``fori_loop`` is assumed to differ between shards.
     """
     traced = (getattr(getattr(trace, "frame", None), "debug_info", None) for trace in traces_around())
     around = (getattr(info, "traced_for", "") for info in traced)

@@ -1,7 +1,8 @@
 """Find the values of a program under ``jax.vmap`` that all examples share.
 
-A program shows only which of its own arguments are batched. The bodies of its equations are traced for one example, so
-their arguments are classified by the operands outside.
+An example is one element of the axis over which a ``jax.vmap`` maps. JAX shows only which arguments of the outermost
+program are batched. The bodies of the program's equations are traced for one example. So an argument of a body is
+classified by the operand that the equation passes to it.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ class Examples:
     def __init__(self, jaxpr: Any, args: Sequence[Any], consts: Sequence[Any], same: Same | None = None) -> None:
         """Classify the arguments and constants of a jaxpr.
 
-        ``same`` describes them if the jaxpr is a body of another program.
+        Pass ``same`` only if the jaxpr is a body of another program. It says for each ``jax.vmap`` which of the
+        arguments and constants all examples share. Otherwise JAX's traces give this information.
         """
         self._batches = batches_around() if same is None else []
         if same is None:
@@ -54,16 +56,17 @@ class Examples:
         return [is_literal(atom) or atom in same for same in self._same]
 
     def meets_batched(self, atom: Any, value: Any) -> bool:
-        """Return whether a value is shared, but its equation also reads batched values."""
+        """Return whether the current equation combines a shared value with batched ones."""
         if not self.others:
             return False
         pairs = zip(self.same, self._who_share(atom, value), strict=True)
         return any([is_batched and False in same for same, is_batched in pairs])
 
     def repeated(self, bodies: Bodies | None) -> Collection[int]:
-        """Return the shared operands that JAX repeats for each example.
+        """Return the positions of the shared operands that JAX repeats for each example.
 
-        JAX repeats a carry if an iteration makes it batched, and all operands of branches with a batched index.
+        JAX repeats a carry that an iteration makes batched. If the index of a conditional is batched, JAX repeats all
+        operands of the branches.
         """
         if bodies is None or bodies.kind == "while":  # a while loop has no cotangents
             return ()

@@ -1,4 +1,4 @@
-"""Walk a jaxpr with everything nested in it, and walk graphs."""
+"""Walk a jaxpr and the jaxprs nested in it, and walk graphs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def interpreted(
       literal: a function that returns the array or fact of a literal.
 
     Returns:
-      The arrays or facts of its results.
+      The arrays or facts of the jaxpr's results.
     """
     env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
 
@@ -45,7 +45,7 @@ def interpreted(
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
-    """Yield every equation of a jaxpr, and of the jaxprs inside.
+    """Yield every equation of a jaxpr and of the jaxprs nested in it.
 
     The jaxpr may be open or closed.
     """
@@ -87,7 +87,7 @@ def walk(start: Iterable[T], follow: Callable[[T], Iterable[T]]) -> dict[T, None
 def cycles(nodes: Sequence[T], inputs_of: Callable[[T], Iterable[T]]) -> list[list[T]]:
     """Return the cycles of a graph.
 
-    These are its strongly connected components of more than one node.
+    A cycle here is a strongly connected component of more than one node.
     """
     from scipy.sparse import coo_array, csgraph
 
@@ -110,10 +110,10 @@ def nearest_ends(
 ) -> dict[T, T | None]:
     """Return for each node the nearest node for which ``is_end`` is true.
 
-    The search follows ``beside``. For the nodes in ``known``, it returns the ends given there.
+    ``beside`` returns the neighbours of a node. For a node in ``known``, the result is the end that is given there.
     """
     ends = dict(known or {})
-    for node in (*nodes, *nodes):  # twice, because of cycles
+    for node in (*nodes, *nodes):  # twice, because a cycle refers to later nodes
         for other in beside(node):
             if is_end(other) or other in ends:
                 ends.setdefault(node, other if is_end(other) else ends[other])
