@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, TypeVar
 
 import flax.linen as nn
-import jax
 from flax.core import Scope, lift
 from flax.linen.transforms import decorator_lift_transform
 
@@ -147,12 +146,14 @@ class _Policied(Hooks):
             run.copy = weakref.ref(self)
             run.decide(self)  # before the submodules get scopes
             return call()
+        if name == "setup":  # of a bound model: no method of it runs
+            return call()
         check, _engine_check.value = _engine_check.value, None
         creates_params = self.is_initializing() or (
             self.is_mutable_collection("params") and not self.variables.get("params")
         )
-        bare_variables = _bare_variables(self, method, args, kwargs) if creates_params and name != "setup" else None
-        if not (creates_params or check or name == "setup"):
+        bare_variables = _bare_variables(self, method, args, kwargs) if creates_params else None
+        if not (creates_params or check):
             check = ProductsCheck(self.jaxmp_root.policies.root)
             lifted = functools.partial(_through_engine, self.jaxmp_root, check)
             call = functools.partial(decorator_lift_transform(lifted, method), self, *args, **kwargs)
@@ -188,20 +189,6 @@ class _Policied(Hooks):
     @functools.wraps(nn.Module.init_with_output)
     def init_with_output(self, *args: Any, method: Any = None, **kwargs: Any) -> Any:
         return super().init_with_output(*args, method=_as_one_run(method), **kwargs)
-
-    def clone(self, **kwargs: Any) -> Any:
-        with _returns_views.replaced(False):
-            return super().clone(**kwargs)
-
-    # `model.bind(variables).encoder(x)` calls a submodule while no method of the root runs. So the attribute `encoder`
-    # is returned as a root with the same policies.
-    def __getattribute__(self, name: str) -> Any:
-        value = super().__getattribute__(name)
-        return value if is_running() or policies_off.value else _view(self, name, value)
-
-    def __getattr__(self, name: str) -> Any:
-        value = super().__getattr__(name)
-        return value if is_running() or policies_off.value else _view(self, name, value)
 
     def __copy__(self) -> Any:
         copy: Any = object.__new__(type(self))  # a bound module stays bound
@@ -310,8 +297,7 @@ def _base(cls: Any) -> Any:
 def _author_fields(module: Any) -> dict[str, Any]:
     """Return the fields of a module with the values that the author set."""
     names = [field.name for field in dataclasses.fields(module) if field.init]
-    with _returns_views.replaced(False):
-        fields = {name: getattr(module, name) for name in names if name not in ("parent", "name")}
+    fields = {name: getattr(module, name) for name in names if name not in ("parent", "name")}
     return {**fields, **replaced_fields(module)}
 
 
@@ -361,25 +347,3 @@ class _ThreadValue(threading.local):
 
 # While the engine traces a run, the check that gets the run's list of modules that are not half precision; else None.
 _engine_check = _ThreadValue(None)
-# True if reading a submodule of a bound module returns the submodule under the policies.
-_returns_views = _ThreadValue(True)
-
-
-def _view(parent: Any, name: str, value: Any) -> Any:
-    """Return the attribute ``name`` of ``parent``, a bound module under policies.
-
-    Modules in ``value`` get the policies of ``parent``, unless they have policies already. Other values are unchanged.
-    """
-    if not isinstance(value, (nn.Module, list, tuple, Mapping)) or name.startswith("_") or name == "parent":
-        return value
-    if parent.scope is None or not _returns_views.value:
-        return value
-
-    def view(child: Any) -> Any:
-        if not isinstance(child, nn.Module) or isinstance(child, _Policied) or child.scope is None:
-            return child
-        prefix = parent.jaxmp_root.prefix + child.path[len(parent.path) :]
-        root = dataclasses.replace(parent.jaxmp_root, prefix=prefix)
-        return _with_root(child, root, child.scope.rewound())
-
-    return jax.tree.map(view, value, is_leaf=lambda leaf: isinstance(leaf, nn.Module))

@@ -15,7 +15,6 @@ from flax.core import Scope
 
 from jaxmp.engine.overrides import Level
 from jaxmp.engine.rules import Rules
-from jaxmp.policy.patterns import Path
 from jaxmp.policy.policy_map import PolicyMap
 
 ROOT_FLAG = "jaxmp_root"  # the hash of the innermost root that the scope belongs to
@@ -29,14 +28,11 @@ class Root:
 
     Attributes:
       policies: the policy of the root and its overrides for modules.
-      prefix: the path of the root in the model to which the user applied the policies. The path is empty, except for a
-        submodule of a bound model, such as ``model.bind(variables).encoder``.
       autocast: whether the root runs under autocast, which does not change fields and params.
       operations: the overrides for operations under autocast.
     """
 
     policies: PolicyMap
-    prefix: Path = ()
     autocast: bool = False
     operations: tuple[tuple[str, Level], ...] = ()
 

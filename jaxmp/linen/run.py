@@ -132,7 +132,7 @@ def running(run: RootRun) -> Iterator[RootRun]:
         if outer.token == outer_token and outer.covers(run.path):
             below = run.path[len(outer.path) :]
             outer.nested.append(below)
-            outer.classes.setdefault(outer.prefix + below, type(run.module))
+            outer.classes.setdefault(below, type(run.module))
     first = not _running.runs
     _running.runs.append(run)
     try:
@@ -170,9 +170,10 @@ class RootRun:
         root.mark(module)
         self.module, self.path, self.token, self.method = module, module.path, hash(root), method
         self.copy: Any = lambda: None  # a weak reference to the module's copy in the engine's trace
-        self.policies, self.prefix, self.make_variables = root.policies, root.prefix, make_variables
+        self.policies, self.make_variables = root.policies, make_variables
         self.autocast, self.operations = root.autocast, root.operations
-        self.variables = self._foresee() if make_variables else module.variables
+        # a copy, because the run may change the variables
+        self.variables = self._foresee() if make_variables else jax.tree.map(lambda leaf: leaf, module.variables)
         self.classes: dict[Path, type] = {}
         self.decisions: dict[Path, _LinenDecision] = {}
         self.shapes: dict[Any, Any] = {}  # the shapes of initial values, by initializer and arguments
@@ -223,7 +224,7 @@ class RootRun:
         """
         scope: Any = new_scope or module.scope
         path = scope.path[len(self.path) :]
-        self.classes.setdefault(self.prefix + path, type(module))
+        self.classes.setdefault(path, type(module))
         decision = vars(module).get(_DECISION)
         if decision is None:
             decision = self._decide(module, path)
@@ -235,7 +236,7 @@ class RootRun:
 
     def _decide(self, module: Any, path: Path) -> _LinenDecision:
         """Make the decision for ``module``, and set its dtype fields."""
-        policy, pattern = self.policies.resolve(self.prefix + path, self._classes_around(module, path))
+        policy, pattern = self.policies.resolve(path, self._classes_around(module, path))
         is_overridden = pattern is not None
         mode: Mode = "autocast"
         dtypes: dict[str, np.dtype] = {}
@@ -243,7 +244,7 @@ class RootRun:
             mode, dtypes = self._fill_fields(module, path, policy, is_overridden)
         if not self.autocast and is_bridge(type(module)):
             self.nested.append(path)
-            require_policy_in_bridge(module, self.prefix + path)
+            require_policy_in_bridge(module, path)
         trace_initializers_once(module, self.shapes, is_wide=mode == "float32")
         keeps_params = self.autocast or is_bridge(type(module))
         return _LinenDecision(
@@ -251,7 +252,7 @@ class RootRun:
             mode=mode,
             override=level_of(policy) if self.autocast and is_overridden else None,
             not_half=reason_not_half(policy, dtypes.get("dtype", policy.compute_dtype), pattern, self.operations),
-            key=hash((policy, pattern, self.prefix + path if self.by_path else None)),
+            key=hash((policy, pattern, path if self.by_path else None)),
             param_dtype=None if keeps_params else dtypes.get("param_dtype", policy.param_dtype),
         )
 
@@ -284,9 +285,8 @@ class RootRun:
             return self.classes
         around: dict[Path, tuple[type, ...]] = {}
         while True:
-            at = self.prefix + path
-            first = around.get(at) or ((self.classes[at],) if at in self.classes else ())
-            around[at] = (*first, type(module))
+            first = around.get(path) or ((self.classes[path],) if path in self.classes else ())
+            around[path] = (*first, type(module))
             module = module.parent
             if not isinstance(module, nn.Module) or _running.run_of(module) is not self:
                 break
@@ -343,16 +343,12 @@ class RootRun:
         if parent is not None:
             return handed_out(result, treatment, parent, arguments)
         if self.method is not None and (module is self.module or module is self.copy()):
-            result = handed_out(result, treatment, None, arguments) if self.prefix else result
             return self.cast_output(result)  # Linen captures the cast result as an intermediate
         return result
 
     def cast_output(self, result: Any) -> Any:
-        """Cast the result of the root to the policy's output dtype.
-
-        Under autocast, and in a submodule of a bound model, nothing is cast.
-        """
-        return result if self.prefix or self.autocast else self.decisions[()].policy.cast_to_output(result)
+        """Cast the result of the root to the policy's output dtype, except under autocast."""
+        return result if self.autocast else self.decisions[()].policy.cast_to_output(result)
 
     def _decide_children(self, module: nn.Module) -> None:
         """Make the decisions for the submodules of ``module`` before they are called.
@@ -376,8 +372,7 @@ class RootRun:
             store_params(self.module, self._param_dtype, self.variables or {}, self.make_variables)
             if self.method != "__call__":
                 return  # a pattern may match a module whose variables this method did not initialise
-        if self.method != "setup" and not self.prefix:
-            self._check()
+        self._check()
 
     def _param_dtype(self, path: Path) -> np.dtype | None:
         """Return the param dtype of the innermost module around the param at ``path``.
