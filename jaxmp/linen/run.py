@@ -35,7 +35,7 @@ from jaxmp.engine.module_border import Mode, Treatment, handed_out, is_floating,
 from jaxmp.engine.overrides import level_of
 from jaxmp.linen.bridge import is_bridge, require_policy_in_bridge
 from jaxmp.linen.fields import fill_dtypes
-from jaxmp.linen.initializers import trace_initializers_once
+from jaxmp.linen.initializers import run_initializers_in_float32
 from jaxmp.linen.root import OUTER_FLAG, POLICY_FLAG, ROOT_FLAG, Root, set_flag
 from jaxmp.linen.variables import (
     PARAMS,
@@ -142,7 +142,6 @@ def running(run: RootRun) -> Iterator[RootRun]:
         run.finish()
     finally:
         _running.runs.remove(run)
-        run.shapes.clear()  # breaks a reference cycle through initializers that refer to their module
 
 
 def _intercept(next_fun: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
@@ -176,7 +175,6 @@ class RootRun:
         self.variables = self._foresee() if make_variables else jax.tree.map(lambda leaf: leaf, module.variables)
         self.classes: dict[Path, type] = {}
         self.decisions: dict[Path, _LinenDecision] = {}
-        self.shapes: dict[Any, Any] = {}  # the shapes of initial values, by initializer and arguments
         self.defaults: dict[type, dict[str, Any]] = {}  # the defaults of the fields, by class
         self.called: dict[Path, Reason | None] = {}  # why each called module is not half precision, or None
         self.not_half: list[NotHalf] = []  # filled at the end of an outermost run that called every module
@@ -245,7 +243,7 @@ class RootRun:
         if not self.autocast and is_bridge(type(module)):
             self.nested.append(path)
             require_policy_in_bridge(module, path)
-        trace_initializers_once(module, self.shapes, is_wide=mode == "float32")
+        run_initializers_in_float32(module, is_wide=mode == "float32")
         keeps_params = self.autocast or is_bridge(type(module))
         return _LinenDecision(
             policy=policy,
