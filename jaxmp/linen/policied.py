@@ -8,28 +8,27 @@ Linen creates for one ``init`` or ``apply``, never on the user's objects.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import inspect
-import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import flax.linen as nn
 from flax.core import Scope, lift
 from flax.linen.transforms import decorator_lift_transform
 
-from jaxmp._internals.flax.linen import Hooks, is_checked, is_watched, unlisted
+from jaxmp._internals.flax.linen import Hooks, is_checked, unlisted
 from jaxmp.base.arguments import require_order
 from jaxmp.base.cache_keys import policies_off
+from jaxmp.base.donation import require_not_deleted
 from jaxmp.engine.autocast import computed
 from jaxmp.engine.half_check import ProductsCheck
-from jaxmp.engine.module_border import autocast_map, is_running_in, remembered, wrong_model
+from jaxmp.engine.module_border import autocast_map, wrong_model
 from jaxmp.linen.fields import replaced_fields
 from jaxmp.linen.root import Root
-from jaxmp.linen.run import RootRun, is_running, run_with_root, running
+from jaxmp.linen.run import RootRun, run_with_root, running
 from jaxmp.linen.variables import Variables
 from jaxmp.policy.policy_map import PolicyMap
 
@@ -148,12 +147,12 @@ class _Policied(Hooks):
             return call()
         if name == "setup":  # of a bound model: no method of it runs
             return call()
-        check, _engine_check.value = _engine_check.value, None
         creates_params = self.is_initializing() or (
             self.is_mutable_collection("params") and not self.variables.get("params")
         )
         bare_variables = _bare_variables(self, method, args, kwargs) if creates_params else None
-        if not (creates_params or check):
+        check = None
+        if not creates_params:
             check = ProductsCheck(self.jaxmp_root.policies.root)
             lifted = functools.partial(_through_engine, self.jaxmp_root, check)
             call = functools.partial(decorator_lift_transform(lifted, method), self, *args, **kwargs)
@@ -168,23 +167,9 @@ class _Policied(Hooks):
             self.jaxmp_root.mark(self)
 
     @functools.wraps(nn.Module.apply)
-    def apply(self, variables: Any, *args: Any, rngs: Any = None, method: Any = None, **kwargs: Any) -> Any:
-        bare = functools.partial(super().apply, method=_as_one_run(method))
-        if policies_off.value:
-            return bare(variables, *args, rngs=rngs, **kwargs)
-        if not variables.get("params"):  # this call initialises them
-            return bare(variables, *args, rngs=rngs, **kwargs)
-        check = ProductsCheck(self.jaxmp_root.policies.root)
-
-        def pure(variables: Any, args: Any, rngs: Any, kwargs: Any) -> Any:
-            with _engine_check.replaced(check):
-                return bare(variables, *args, rngs=rngs, **kwargs)
-
-        call, rules = (variables, args, rngs, kwargs), self.jaxmp_root.rules(check.decided)
-        if is_watched():
-            return computed(pure, rules, call, {})
-        key = self, method, is_running() or is_running_in("nnx")
-        return remembered(type(self).jaxmp_programs, key, pure, rules, call)
+    def apply(self, variables: Any, *args: Any, method: Any = None, **kwargs: Any) -> Any:
+        require_not_deleted(variables)
+        return super().apply(variables, *args, method=_as_one_run(method), **kwargs)
 
     @functools.wraps(nn.Module.init_with_output)
     def init_with_output(self, *args: Any, method: Any = None, **kwargs: Any) -> Any:
@@ -275,7 +260,6 @@ def _make_class(base: Any, root: Root) -> Any:
     # constructor of another class.
     class Policied(_Policied, base):
         jaxmp_root = root
-        jaxmp_programs: ClassVar[dict[Any, Any]] = {}
         __hash__ = base.__hash__
 
     # Linen names submodules after their class, so the class keeps its name.
@@ -327,23 +311,3 @@ def _bare_variables(module: Any, method: Callable[..., Any], args: Any, kwargs: 
         return bare.variables()
 
     return make
-
-
-class _ThreadValue(threading.local):
-    """A value that is separate in each thread."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    @contextlib.contextmanager
-    def replaced(self, value: Any) -> Iterator[None]:
-        """Replace the value inside of the context."""
-        before, self.value = self.value, value
-        try:
-            yield
-        finally:
-            self.value = before
-
-
-# While the engine traces a run, the check that gets the run's list of modules that are not half precision; else None.
-_engine_check = _ThreadValue(None)
