@@ -16,7 +16,6 @@ import dataclasses
 import functools
 import itertools
 import threading
-import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -50,7 +49,6 @@ from jaxmp.linen.variables import (
 from jaxmp.policy.patterns import Path, is_class_pattern
 from jaxmp.policy.policies import Policy
 
-_NO_MODULES = (type(None), bool, int, float, str, type, types.FunctionType, np.dtype)  # these contain no modules
 _DECISION = "_jaxmp_decision"  # the attribute of a module that stores its decision
 
 
@@ -304,9 +302,8 @@ class RootRun:
         """Call a method of a module of this run, under the module's decision."""
         decision = self.decide(module)
         if method == "setup":
-            next_fun(*args, **kwargs)
-            return self._decide_children(module)
-        self._decide_children(module)
+            return next_fun(*args, **kwargs)
+        self._decide_fields(module)
         path = module.path[len(self.path) :]
         self.called.setdefault(path, decision.not_half)
 
@@ -348,17 +345,14 @@ class RootRun:
         """Cast the result of the root to the policy's output dtype, except under autocast."""
         return result if self.autocast else self.decisions[()].policy.cast_to_output(result)
 
-    def _decide_children(self, module: nn.Module) -> None:
-        """Make the decisions for the submodules of ``module`` before they are called.
+    def _decide_fields(self, module: nn.Module) -> None:
+        """Make the decisions for the submodules in the fields of ``module`` before they are called.
 
-        The module may read a submodule's dtype fields, or call a submodule's method that Linen does not intercept.
+        The module may read a submodule's dtype fields, or call a submodule's method that Linen does not intercept, such
+        as ``initialize_carry`` of a recurrent cell.
         """
-        # In the engine's trace ``module`` is a copy. Linen has bound the copy's submodules, but has not registered them
-        # as children, so they are read from the fields.
-        attributes = [vars(module).get(name) for name in self._defaults_of(module) if name not in ("parent", "name")]
-        attributes = [value for value in attributes if not isinstance(value, _NO_MODULES)]
-        in_fields = jax.tree.leaves(attributes, is_leaf=lambda leaf: isinstance(leaf, nn.Module))
-        for child in (*children_of(module).values(), *in_fields):
+        fields = [vars(module).get(name) for name in self._defaults_of(module) if name not in ("parent", "name")]
+        for child in jax.tree.leaves(fields, is_leaf=lambda leaf: isinstance(leaf, nn.Module)):
             if isinstance(child, nn.Module) and not hasattr(child, "jaxmp_root") and _running.run_of(child) is self:
                 self.decide(child)
 
