@@ -175,11 +175,6 @@ class _Policied(Hooks):
     def init_with_output(self, *args: Any, method: Any = None, **kwargs: Any) -> Any:
         return super().init_with_output(*args, method=_as_one_run(method), **kwargs)
 
-    def __copy__(self) -> Any:
-        copy: Any = object.__new__(type(self))  # a bound module stays bound
-        vars(copy).update(vars(self))
-        return copy
-
     def __reduce__(self) -> Any:
         return _rebuild, (_base(type(self)), _author_fields(self), self.jaxmp_root, self.name)
 
@@ -222,39 +217,9 @@ def _as_one_run(method: Any) -> Any:
     return method if is_method or hasattr(method, "method_handler_wrapped") else _entrance(method, None)
 
 
+@functools.cache
 def _policied_class(base: Any, root: Root) -> Any:
-    """Return the subclass of ``base`` under the policies of ``root``.
-
-    The class is created once and returned again for equal roots.
-    """
-    known = _classes_of(base)
-    return known.get(root) or known.setdefault(root, _make_class(base, root))
-
-
-class _Classes(dict[Root, Any]):
-    """The subclasses of the class ``base`` under policies, by their roots.
-
-    If ``base`` is pickled by value, its pickle does not contain these subclasses.
-    """
-
-    def __init__(self, base: Any) -> None:
-        super().__init__()
-        self.base = base
-
-    def __reduce__(self) -> Any:
-        return _classes_of, (self.base,)
-
-
-def _classes_of(base: Any) -> _Classes:
-    """Return the subclasses of ``base`` under policies, by their roots."""
-    if "_jaxmp_classes" not in vars(base):
-        base._jaxmp_classes = _Classes(base)  # a global cache would keep every class alive
-    known: _Classes = vars(base)["_jaxmp_classes"]
-    return known
-
-
-def _make_class(base: Any, root: Root) -> Any:
-    """Create the subclass of ``base`` under the policies of ``root``."""
+    """Return the subclass of ``base`` under the policies of ``root``."""
 
     # The root is an attribute of the class and not a field: lifted transforms pass the fields of a module to the
     # constructor of another class.

@@ -77,19 +77,6 @@ def test_a_class_that_is_not_in_a_file_is_pickled_by_value_also_after_a_call():
         assert pickle.loads(cloudpickle.dumps(module)).apply(variables, X).shape == (2, 3)
 
 
-def test_a_copy_of_a_bound_model_is_bound():
-    class Parent(nn.Module):
-        def setup(self):
-            self.layer = nn.Dense(3)
-
-        def __call__(self, x):
-            return self.layer(x)
-
-    model = apply_policy(Parent(), "mixed_float16")
-    variables = model.init(jax.random.key(0), X)
-    same_bits(copy.copy(model.bind(variables))(X), model.apply(variables, X))
-
-
 def test_models_under_different_policies_are_different():
     models = [apply_policy(MLP(), policy) for policy in ("mixed_float16", "mixed_bfloat16", "float32")]
     assert len({MLP(), *models}) == 4
