@@ -14,10 +14,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -130,7 +129,7 @@ def running(run: RootRun) -> Iterator[RootRun]:
         if outer.token == outer_token and outer.covers(run.path):
             below = run.path[len(outer.path) :]
             outer.nested.append(below)
-            outer.classes.setdefault(below, type(run.module))
+            outer.classes.setdefault(below, (type(run.module),))
     first = not _running.runs
     _running.runs.append(run)
     try:
@@ -171,16 +170,16 @@ class RootRun:
         self.autocast, self.operations = root.autocast, root.operations
         # a copy, because the run may change the variables
         self.variables = self._foresee() if make_variables else jax.tree.map(lambda leaf: leaf, module.variables)
-        self.classes: dict[Path, type] = {}
+        self.classes: dict[Path, tuple[type, ...]] = {}  # modules that share a scope have one path
         self.decisions: dict[Path, _LinenDecision] = {}
         self.defaults: dict[type, dict[str, Any]] = {}  # the defaults of the fields, by class
         self.called: dict[Path, Reason | None] = {}  # why each called module is not half precision, or None
         self.not_half: list[NotHalf] = []  # filled at the end of an outermost run that called every module
-        self.nested: list[Path] = []  # the paths of roots and bridges below this root
+        self.nested: list[Path] = []  # the paths of roots below this root
+        self.bridges: list[Path] = []  # the paths of nnx.bridge.ToLinen modules
         config: Any = jax.config
         self.ambient_precision = config.jax_default_matmul_precision
-        kinds = [is_class_pattern(pattern) for pattern in root.policies.patterns]
-        self.by_class, self.by_path = any(kinds), not all(kinds)
+        self.by_path = not all(map(is_class_pattern, root.policies.patterns))
 
     def covers(self, path: Path) -> bool:
         """Return whether ``path`` is the root's path or a path below it."""
@@ -220,7 +219,8 @@ class RootRun:
         """
         scope: Any = new_scope or module.scope
         path = scope.path[len(self.path) :]
-        self.classes.setdefault(path, type(module))
+        if type(module) not in self.classes.get(path, ()):
+            self.classes[path] = (*self.classes.get(path, ()), type(module))
         decision = vars(module).get(_DECISION)
         if decision is None:
             decision = self._decide(module, path)
@@ -232,15 +232,16 @@ class RootRun:
 
     def _decide(self, module: Any, path: Path) -> _LinenDecision:
         """Make the decision for ``module``, and set its dtype fields."""
-        policy, pattern = self.policies.resolve(path, self._classes_around(module, path))
+        policy, pattern = self.policies.resolve(path, self.classes)
         is_overridden = pattern is not None
         mode: Mode = "autocast"
         dtypes: dict[str, np.dtype] = {}
         if not self.autocast:
             mode, dtypes = self._fill_fields(module, path, policy, is_overridden)
-        if not self.autocast and is_bridge(type(module)):
-            self.nested.append(path)
-            require_policy_in_bridge(module, path)
+        if is_bridge(type(module)):
+            self.bridges.append(path)
+            if not self.autocast:
+                require_policy_in_bridge(module, path)
         run_initializers_in_float32(module, is_wide=mode == "float32")
         keeps_params = self.autocast or is_bridge(type(module))
         return _LinenDecision(
@@ -271,23 +272,6 @@ class RootRun:
         if owns_params or (is_overridden and not is_parent):
             return "float32", dtypes
         return None, dtypes
-
-    def _classes_around(self, module: Any, path: Path) -> Mapping[Path, type | tuple[type, ...]]:
-        """Return the classes of ``module`` and of the modules around it, by path.
-
-        Modules that share a scope have one path with several classes.
-        """
-        if not self.by_class:
-            return self.classes
-        around: dict[Path, tuple[type, ...]] = {}
-        while True:
-            first = around.get(path) or ((self.classes[path],) if path in self.classes else ())
-            around[path] = (*first, type(module))
-            module = module.parent
-            if not isinstance(module, nn.Module) or _running.run_of(module) is not self:
-                break
-            path = module.path[len(self.path) :]
-        return {**self.classes, **around}
 
     def _defaults_of(self, module: Any) -> dict[str, Any]:
         """Return the fields of a module and their defaults."""
@@ -383,18 +367,17 @@ class RootRun:
         If every module of the model ran, record the modules that do not compute in half precision.
         """
         variables = {name: nn.unbox(collection) for name, collection in self.module.variables.items()}
-        bridges = [path for path, cls in self.classes.items() if is_bridge(cls)]
-        paths = {}
-        for name, collection in variables.items():
-            paths[name] = [_outside(bridges, path) for path, _ in leaves(collection)]
-        owners = {path[:-1] for path in paths.get(PARAMS, ())}
-        owners = {path for path in owners if not any(path[: len(nested)] == nested for nested in self.nested)}
-        self.policies.check(self.classes, [*itertools.chain(*paths.values())], owners <= self.classes.keys())
-        is_whole = not self.nested and owners <= self.called.keys()
+        paths = [path for collection in variables.values() for path, _ in leaves(collection)]
+        paths = [path for path in paths if not _is_below(path, self.bridges)]
+        owners = {path[:-1] for path, _ in leaves(variables.get(PARAMS, {}))}
+        owners = {path for path in owners if not _is_below(path, [*self.nested, *self.bridges])}
+        first_classes = {path: classes[0] for path, classes in self.classes.items()}
+        self.policies.check(first_classes, paths, owners <= self.classes.keys())
+        is_whole = not self.nested and not self.bridges and owners <= self.called.keys()
         is_outermost = len(_running.runs) == 1 and not is_running_in("nnx")
         if is_half(self.policies.root.compute_dtype) and is_whole and is_outermost:
             params = leaves(variables.get(PARAMS, {}))
-            matrices = {_outside(bridges, path)[:-1] for path, leaf in params if len(getattr(leaf, "shape", ())) >= 2}
+            matrices = {path[:-1] for path, leaf in params if len(getattr(leaf, "shape", ())) >= 2}
             self._note_not_half(matrices)
 
     def _note_not_half(self, matrices: set[Path]) -> None:
@@ -404,19 +387,13 @@ class RootRun:
         """
         for path, reason in self.called.items():
             if reason is not None:
-                has_matrix = path in matrices and not issubclass(self.classes[path], nn.Embed)
+                has_matrix = path in matrices and not any(issubclass(cls, nn.Embed) for cls in self.classes[path])
                 self.not_half.append(NotHalf("/".join(path) or type(self.module).__name__, reason, has_matrix))
 
 
-def _outside(bridges: Iterable[Path], path: Path) -> Path:
-    """Return a variable's path, without the part that lies inside of a bridge.
-
-    ``bridges`` are the paths of the modules of the class ``nnx.bridge.ToLinen``.
-    """
-    for bridge in bridges:
-        if path[: len(bridge)] == bridge:
-            return (*bridge, path[-1])
-    return path
+def _is_below(path: Path, modules: list[Path]) -> bool:
+    """Return whether ``path`` is the path of one of ``modules``, or lies below one."""
+    return any(path[: len(module)] == module for module in modules)
 
 
 def _push(scope: Any, module: Any, name: Any = None, *args: Any, **kwargs: Any) -> Scope:
