@@ -438,6 +438,6 @@ class TrainStep:
         placed_batch = batch if self._plan is None else self._plan.batch(batch, self.options.accumulate_steps)
         rng = None if state.rng is None else jax.random.split(state.rng)[1]
         loss, grads, _, _ = jax.jit(self.placed_gradients)(state, placed_batch, rng)
-        scale = get_loss_scale(state.opt_state)
+        scale = get_loss_scale(state.opt_state).loss_scale
         text = explanation(loss, grads, scale, state.params, placed_batch, self._stuck_runs.limit)
         return NonFiniteTrainingError(text, batch)
