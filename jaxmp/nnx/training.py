@@ -224,5 +224,6 @@ def _require_unchanged(params: Any, ends: list[int | None]) -> None:
         if ends[n] != n:
             raise ValueError(
                 "a train step's loss function must not write to trained Variables, got a write to "
-                f"{path_name(path)!r}, as by nnx.WeightNorm;\nwrite your own step with jaxmp.nnx.value_and_grad and optimizer.update(model, grads)"
+                f"{path_name(path)!r}, as by nnx.WeightNorm;\n"
+                "write your own step with jaxmp.nnx.value_and_grad and optimizer.update(model, grads)"
             )
