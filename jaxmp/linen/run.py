@@ -271,7 +271,7 @@ class RootRun:
             return "written", dtypes
         if owns_params or (is_overridden and not is_parent):
             return "float32", dtypes
-        return None, dtypes
+        return "inputs", dtypes
 
     def _defaults_of(self, module: Any) -> dict[str, Any]:
         """Return the fields of a module and their defaults."""
