@@ -172,7 +172,6 @@ class RootRun:
         self.variables = self._foresee() if make_variables else jax.tree.map(lambda leaf: leaf, module.variables)
         self.classes: dict[Path, tuple[type, ...]] = {}  # modules that share a scope have one path
         self.decisions: dict[Path, _LinenDecision] = {}
-        self.defaults: dict[type, dict[str, Any]] = {}  # the defaults of the fields, by class
         self.called: dict[Path, Reason | None] = {}  # why each called module is not half precision, or None
         self.not_half: list[NotHalf] = []  # filled at the end of an outermost run that called every module
         self.nested: list[Path] = []  # the paths of roots below this root
@@ -263,7 +262,7 @@ class RootRun:
         # The dtype of a container stays None, so that each submodule gets its own dtype. A recurrent cell has
         # submodules too, but it computes in one dtype.
         is_container = is_parent and not owns_params and not isinstance(module, nn.RNNCellBase)
-        defaults = self._defaults_of(module)
+        defaults = {field.name: field.default for field in dataclasses.fields(module)}
         dtypes = fill_dtypes(module, defaults, policy, is_overridden, is_container)
         if isinstance(module, nn.MultiHeadDotProductAttention) and module.dtype is None and not module.decode:
             return "float32", dtypes  # else the softmax would be half precision; with ``decode`` it stays so
@@ -272,13 +271,6 @@ class RootRun:
         if owns_params or (is_overridden and not is_parent):
             return "float32", dtypes
         return "inputs", dtypes
-
-    def _defaults_of(self, module: Any) -> dict[str, Any]:
-        """Return the fields of a module and their defaults."""
-        cls = type(module)
-        if cls not in self.defaults:
-            self.defaults[cls] = {field.name: field.default for field in dataclasses.fields(cls)}
-        return self.defaults[cls]
 
     # --- calls ---
 
@@ -335,8 +327,9 @@ class RootRun:
         The module may read a submodule's dtype fields, or call a submodule's method that Linen does not intercept, such
         as ``initialize_carry`` of a recurrent cell.
         """
-        fields = [vars(module).get(name) for name in self._defaults_of(module) if name not in ("parent", "name")]
-        for child in jax.tree.leaves(fields, is_leaf=lambda leaf: isinstance(leaf, nn.Module)):
+        names = [field.name for field in dataclasses.fields(module) if field.name not in ("parent", "name")]
+        values = [vars(module).get(name) for name in names]
+        for child in jax.tree.leaves(values, is_leaf=lambda leaf: isinstance(leaf, nn.Module)):
             if isinstance(child, nn.Module) and not hasattr(child, "jaxmp_root") and _running.run_of(child) is self:
                 self.decide(child)
 
