@@ -34,7 +34,7 @@ from jaxmp.engine.overrides import level_of
 from jaxmp.linen.bridge import is_bridge, require_policy_in_bridge
 from jaxmp.linen.fields import fill_dtypes
 from jaxmp.linen.initializers import run_initializers_in_float32
-from jaxmp.linen.root import OUTER_FLAG, POLICY_FLAG, ROOT_FLAG, Root, set_flag
+from jaxmp.linen.root import POLICY_FLAG, ROOTS_FLAG, Root, set_flag
 from jaxmp.linen.variables import (
     PARAMS,
     Variables,
@@ -92,10 +92,10 @@ class _Running(threading.local):
 
     def run_of(self, module: nn.Module) -> RootRun | None:
         """Return the innermost active run of the root that ``module`` belongs to."""
-        if module.scope is None or ROOT_FLAG not in module.scope.flags:
+        if module.scope is None or ROOTS_FLAG not in module.scope.flags:
             return None
-        token, path = module.scope.flags[ROOT_FLAG], module.path
-        return next((run for run in reversed(self.runs) if run.token == token and run.covers(path)), None)
+        roots, path = module.scope.flags[ROOTS_FLAG], module.path
+        return next((run for run in reversed(self.runs) if run.roots == roots and run.covers(path)), None)
 
     @contextlib.contextmanager
     def method(self, call: _LinenCall) -> Iterator[None]:
@@ -124,9 +124,8 @@ def run_with_root(module: nn.Module) -> RootRun | None:
 @contextlib.contextmanager
 def running(run: RootRun) -> Iterator[RootRun]:
     """Make ``run`` active inside of the context, and finish it at the end."""
-    outer_token = run.module.scope.flags.get(OUTER_FLAG)
     for outer in _running.runs:
-        if outer.token == outer_token and outer.covers(run.path):
+        if outer.roots == run.roots[:-1] and outer.covers(run.path):
             below = run.path[len(outer.path) :]
             outer.nested.append(below)
             outer.classes.setdefault(below, (type(run.module),))
@@ -164,7 +163,8 @@ class RootRun:
         self, module: Any, root: Root, make_variables: Callable[[], Variables] | None, method: str | None
     ) -> None:
         root.mark(module)
-        self.module, self.path, self.token, self.method = module, module.path, hash(root), method
+        self.module, self.path, self.method = module, module.path, method
+        self.roots: tuple[int, ...] = module.scope.flags[ROOTS_FLAG]  # the hashes of the roots around, and of this one
         self.copy: Any = lambda: None  # a weak reference to the module's copy in the engine's trace
         self.policies, self.make_variables = root.policies, make_variables
         self.autocast, self.operations = root.autocast, root.operations
