@@ -35,7 +35,7 @@ from jaxmp.policy.patterns import OPERATIONS, checked_overrides, pattern_text
 from jaxmp.policy.policies import Policy
 from jaxmp.policy.policy_map import PolicyMap
 
-Mode = Literal["written", "float32", "autocast"] | None
+Mode = Literal["written", "float32", "inputs", "autocast"]
 
 # --- policies ---
 
@@ -122,8 +122,8 @@ class Treatment:
     Attributes:
       policy: the policy of the module.
       mode: ``"written"`` if the module computes in the dtype of its ``dtype`` field; ``"float32"`` if it is traced in
-        float32 and the engine decides; ``"autocast"`` if autocast decides on the whole model; None if it is traced in
-        the dtypes of its inputs and the engine decides.
+        float32 and the engine decides; ``"inputs"`` if it is traced in the dtypes of its inputs and the engine
+        decides; ``"autocast"`` if autocast decides on the whole model.
       override: the level of the override that covers the module under autocast, if any.
       not_half: the reason why the module does not compute in half; None if it does.
     """
@@ -141,10 +141,10 @@ class Treatment:
     def called_by(self, caller: Treatment | None) -> Treatment:
         """Return how the module is computed when a module with ``caller`` calls it.
 
-        A module whose mode is None is traced in float32 if its caller is traced in float32. Otherwise half results of
-        its submodules would be widened permanently.
+        A module in the mode ``"inputs"`` is traced in float32 if its caller is traced in float32. Otherwise half
+        results of its submodules would be widened permanently.
         """
-        is_given_float32 = self.mode is None and caller is not None and caller.is_float32
+        is_given_float32 = self.mode == "inputs" and caller is not None and caller.is_float32
         return dataclasses.replace(self, mode="float32") if is_given_float32 else self
 
     def mark(self) -> contextlib.AbstractContextManager[None]:

@@ -1,4 +1,4 @@
-"""Trace initializers of Linen modules once, and in float32 where needed.
+"""Run initializers of Linen modules in float32 where needed.
 
 JAX cannot run some initializers in half precision, such as the orthogonal one.
 """
@@ -18,48 +18,23 @@ from jaxmp.base import trees as _tree
 from jaxmp.base.dtypes import is_half
 from jaxmp.engine.classes import Class, classify
 from jaxmp.engine.module_border import widen_for_float32_code
-from jaxmp.linen.variables import PARAMS
 
 
-def trace_initializers_once(module: Any, shapes: dict[Any, Any], is_wide: bool) -> None:
-    """Replace ``module.param`` by a function that traces equal initializers once.
-
-    If a param exists, Flax traces its initializer only to compare shapes. Equal initializers with equal arguments give
-    equal shapes, so one trace is enough for all of them.
+def run_initializers_in_float32(module: Any, is_wide: bool) -> None:
+    """Replace ``module.param`` by a function that runs initializers in float32 where needed.
 
     Args:
       module: a module that is bound to a scope.
-      shapes: the shapes that are known so far, by initializer and arguments.
       is_wide: whether half-precision params are cast to float32, because the module is traced in float32.
     """
     make = type(module).param
     reference = weakref.ref(module)  # a strong reference to the module would be a cycle, which keeps tracers alive
 
     def param(name: str, init_fn: Any, *args: Any, **kwargs: Any) -> Any:
-        bound: Any = reference()
-        is_there = bound.has_variable(PARAMS, name)
-        init = functools.partial(_init_once, shapes, init_fn) if is_there else functools.partial(_init, init_fn)
-        value = make(bound, name, init, *args, **kwargs)
+        value = make(reference(), name, functools.partial(_init, init_fn), *args, **kwargs)
         return jax.tree.map(widen_for_float32_code, value) if is_wide else value
 
     object.__setattr__(module, "param", param)
-
-
-def _init_once(shapes: dict[Any, Any], init_fn: Callable[..., Any], key: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call an initializer, or return uninitialised arrays if its shapes are known.
-
-    ``shapes`` has the shapes of earlier calls, by initializer and arguments.
-    """
-    call = init_fn, args, (*kwargs.items(),)
-    try:
-        avals = shapes.get(call)
-    except TypeError:  # an argument has no hash
-        return _init(init_fn, key, *args, **kwargs)
-    if avals is not None:
-        return jax.tree.map(lambda aval: jax.lax.empty(aval.shape, aval.dtype), avals)
-    value = _init(init_fn, key, *args, **kwargs)
-    shapes[call] = jax.tree.map(jax.typeof, value)
-    return value
 
 
 def _init(init_fn: Callable[..., Any], key: Any, *args: Any, **kwargs: Any) -> Any:

@@ -8,29 +8,27 @@ Linen creates for one ``init`` or ``apply``, never on the user's objects.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import inspect
-import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import flax.linen as nn
-import jax
 from flax.core import Scope, lift
 from flax.linen.transforms import decorator_lift_transform
 
-from jaxmp._internals.flax.linen import Hooks, is_checked, is_watched, unlisted
+from jaxmp._internals.flax.linen import Hooks, is_checked, unlisted
 from jaxmp.base.arguments import require_order
 from jaxmp.base.cache_keys import policies_off
+from jaxmp.base.donation import require_not_deleted
 from jaxmp.engine.autocast import computed
 from jaxmp.engine.half_check import ProductsCheck
-from jaxmp.engine.module_border import autocast_map, is_running_in, remembered, wrong_model
+from jaxmp.engine.module_border import autocast_map, wrong_model
 from jaxmp.linen.fields import replaced_fields
 from jaxmp.linen.root import Root
-from jaxmp.linen.run import RootRun, is_running, run_with_root, running
+from jaxmp.linen.run import RootRun, run_with_root, running
 from jaxmp.linen.variables import Variables
 from jaxmp.policy.policy_map import PolicyMap
 
@@ -147,12 +145,14 @@ class _Policied(Hooks):
             run.copy = weakref.ref(self)
             run.decide(self)  # before the submodules get scopes
             return call()
-        check, _engine_check.value = _engine_check.value, None
+        if name == "setup":  # of a bound model: no method of it runs
+            return call()
         creates_params = self.is_initializing() or (
             self.is_mutable_collection("params") and not self.variables.get("params")
         )
-        bare_variables = _bare_variables(self, method, args, kwargs) if creates_params and name != "setup" else None
-        if not (creates_params or check or name == "setup"):
+        bare_variables = _bare_variables(self, method, args, kwargs) if creates_params else None
+        check = None
+        if not creates_params:
             check = ProductsCheck(self.jaxmp_root.policies.root)
             lifted = functools.partial(_through_engine, self.jaxmp_root, check)
             call = functools.partial(decorator_lift_transform(lifted, method), self, *args, **kwargs)
@@ -167,46 +167,13 @@ class _Policied(Hooks):
             self.jaxmp_root.mark(self)
 
     @functools.wraps(nn.Module.apply)
-    def apply(self, variables: Any, *args: Any, rngs: Any = None, method: Any = None, **kwargs: Any) -> Any:
-        bare = functools.partial(super().apply, method=_as_one_run(method))
-        if policies_off.value:
-            return bare(variables, *args, rngs=rngs, **kwargs)
-        if not variables.get("params"):  # this call initialises them
-            return bare(variables, *args, rngs=rngs, **kwargs)
-        check = ProductsCheck(self.jaxmp_root.policies.root)
-
-        def pure(variables: Any, args: Any, rngs: Any, kwargs: Any) -> Any:
-            with _engine_check.replaced(check):
-                return bare(variables, *args, rngs=rngs, **kwargs)
-
-        call, rules = (variables, args, rngs, kwargs), self.jaxmp_root.rules(check.decided)
-        if is_watched():
-            return computed(pure, rules, call, {})
-        key = self, method, is_running() or is_running_in("nnx")
-        return remembered(type(self).jaxmp_programs, key, pure, rules, call)
+    def apply(self, variables: Any, *args: Any, method: Any = None, **kwargs: Any) -> Any:
+        require_not_deleted(variables)
+        return super().apply(variables, *args, method=_as_one_run(method), **kwargs)
 
     @functools.wraps(nn.Module.init_with_output)
     def init_with_output(self, *args: Any, method: Any = None, **kwargs: Any) -> Any:
         return super().init_with_output(*args, method=_as_one_run(method), **kwargs)
-
-    def clone(self, **kwargs: Any) -> Any:
-        with _returns_views.replaced(False):
-            return super().clone(**kwargs)
-
-    # `model.bind(variables).encoder(x)` calls a submodule while no method of the root runs. So the attribute `encoder`
-    # is returned as a root with the same policies.
-    def __getattribute__(self, name: str) -> Any:
-        value = super().__getattribute__(name)
-        return value if is_running() or policies_off.value else _view(self, name, value)
-
-    def __getattr__(self, name: str) -> Any:
-        value = super().__getattr__(name)
-        return value if is_running() or policies_off.value else _view(self, name, value)
-
-    def __copy__(self) -> Any:
-        copy: Any = object.__new__(type(self))  # a bound module stays bound
-        vars(copy).update(vars(self))
-        return copy
 
     def __reduce__(self) -> Any:
         return _rebuild, (_base(type(self)), _author_fields(self), self.jaxmp_root, self.name)
@@ -250,45 +217,14 @@ def _as_one_run(method: Any) -> Any:
     return method if is_method or hasattr(method, "method_handler_wrapped") else _entrance(method, None)
 
 
+@functools.cache
 def _policied_class(base: Any, root: Root) -> Any:
-    """Return the subclass of ``base`` under the policies of ``root``.
-
-    The class is created once and returned again for equal roots.
-    """
-    known = _classes_of(base)
-    return known.get(root) or known.setdefault(root, _make_class(base, root))
-
-
-class _Classes(dict[Root, Any]):
-    """The subclasses of the class ``base`` under policies, by their roots.
-
-    If ``base`` is pickled by value, its pickle does not contain these subclasses.
-    """
-
-    def __init__(self, base: Any) -> None:
-        super().__init__()
-        self.base = base
-
-    def __reduce__(self) -> Any:
-        return _classes_of, (self.base,)
-
-
-def _classes_of(base: Any) -> _Classes:
-    """Return the subclasses of ``base`` under policies, by their roots."""
-    if "_jaxmp_classes" not in vars(base):
-        base._jaxmp_classes = _Classes(base)  # a global cache would keep every class alive
-    known: _Classes = vars(base)["_jaxmp_classes"]
-    return known
-
-
-def _make_class(base: Any, root: Root) -> Any:
-    """Create the subclass of ``base`` under the policies of ``root``."""
+    """Return the subclass of ``base`` under the policies of ``root``."""
 
     # The root is an attribute of the class and not a field: lifted transforms pass the fields of a module to the
     # constructor of another class.
     class Policied(_Policied, base):
         jaxmp_root = root
-        jaxmp_programs: ClassVar[dict[Any, Any]] = {}
         __hash__ = base.__hash__
 
     # Linen names submodules after their class, so the class keeps its name.
@@ -310,8 +246,7 @@ def _base(cls: Any) -> Any:
 def _author_fields(module: Any) -> dict[str, Any]:
     """Return the fields of a module with the values that the author set."""
     names = [field.name for field in dataclasses.fields(module) if field.init]
-    with _returns_views.replaced(False):
-        fields = {name: getattr(module, name) for name in names if name not in ("parent", "name")}
+    fields = {name: getattr(module, name) for name in names if name not in ("parent", "name")}
     return {**fields, **replaced_fields(module)}
 
 
@@ -341,45 +276,3 @@ def _bare_variables(module: Any, method: Callable[..., Any], args: Any, kwargs: 
         return bare.variables()
 
     return make
-
-
-class _ThreadValue(threading.local):
-    """A value that is separate in each thread."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    @contextlib.contextmanager
-    def replaced(self, value: Any) -> Iterator[None]:
-        """Replace the value inside of the context."""
-        before, self.value = self.value, value
-        try:
-            yield
-        finally:
-            self.value = before
-
-
-# While the engine traces a run, the check that gets the run's list of modules that are not half precision; else None.
-_engine_check = _ThreadValue(None)
-# True if reading a submodule of a bound module returns the submodule under the policies.
-_returns_views = _ThreadValue(True)
-
-
-def _view(parent: Any, name: str, value: Any) -> Any:
-    """Return the attribute ``name`` of ``parent``, a bound module under policies.
-
-    Modules in ``value`` get the policies of ``parent``, unless they have policies already. Other values are unchanged.
-    """
-    if not isinstance(value, (nn.Module, list, tuple, Mapping)) or name.startswith("_") or name == "parent":
-        return value
-    if parent.scope is None or not _returns_views.value:
-        return value
-
-    def view(child: Any) -> Any:
-        if not isinstance(child, nn.Module) or isinstance(child, _Policied) or child.scope is None:
-            return child
-        prefix = parent.jaxmp_root.prefix + child.path[len(parent.path) :]
-        root = dataclasses.replace(parent.jaxmp_root, prefix=prefix)
-        return _with_root(child, root, child.scope.rewound())
-
-    return jax.tree.map(view, value, is_leaf=lambda leaf: isinstance(leaf, nn.Module))

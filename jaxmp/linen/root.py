@@ -7,7 +7,7 @@ is created below this scope, even in lifted transforms. The flags are part of th
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import flax.linen as nn
@@ -15,11 +15,9 @@ from flax.core import Scope
 
 from jaxmp.engine.overrides import Level
 from jaxmp.engine.rules import Rules
-from jaxmp.policy.patterns import Path
 from jaxmp.policy.policy_map import PolicyMap
 
-ROOT_FLAG = "jaxmp_root"  # the hash of the innermost root that the scope belongs to
-OUTER_FLAG = "jaxmp_outer"  # the hash of the next root around the innermost one, if there is one
+ROOTS_FLAG = "jaxmp_roots"  # the hashes of the roots around the scope, outermost first
 POLICY_FLAG = "jaxmp_policy"  # keeps nn.jit from sharing a trace between modules of different policies
 
 
@@ -29,14 +27,11 @@ class Root:
 
     Attributes:
       policies: the policy of the root and its overrides for modules.
-      prefix: the path of the root in the model to which the user applied the policies. The path is empty, except for a
-        submodule of a bound model, such as ``model.bind(variables).encoder``.
       autocast: whether the root runs under autocast, which does not change fields and params.
       operations: the overrides for operations under autocast.
     """
 
     policies: PolicyMap
-    prefix: Path = ()
     autocast: bool = False
     operations: tuple[tuple[str, Level], ...] = ()
 
@@ -52,17 +47,17 @@ class Root:
         return Rules(self.policies.compute_dtype, dict(self.operations), float8=recipe, decided=decided)
 
     def mark(self, module: nn.Module) -> None:
-        """Set the flag of this root on the scope of ``module``.
+        """Add this root to the flag of the scope of ``module``.
 
         Scopes that are created below this scope inherit the flag.
         """
         scope: Any = module.scope
-        if scope.flags.get(ROOT_FLAG, hash(self)) != hash(self):
-            set_flag(scope, OUTER_FLAG, scope.flags[ROOT_FLAG])
-        set_flag(scope, ROOT_FLAG, hash(self))
+        roots = scope.flags.get(ROOTS_FLAG, ())
+        if roots[-1:] != (hash(self),):
+            set_flag(scope, ROOTS_FLAG, (*roots, hash(self)))
 
 
-def set_flag(scope: Scope, name: str, value: int) -> None:
+def set_flag(scope: Scope, name: str, value: Hashable) -> None:
     """Set a flag of a scope; scopes that are created below it later inherit the flag."""
     if scope.flags.get(name) != value:
         scope.flags = scope.flags.copy({name: value})

@@ -14,11 +14,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import itertools
 import threading
-import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -35,8 +33,8 @@ from jaxmp.engine.module_border import Mode, Treatment, handed_out, is_floating,
 from jaxmp.engine.overrides import level_of
 from jaxmp.linen.bridge import is_bridge, require_policy_in_bridge
 from jaxmp.linen.fields import fill_dtypes
-from jaxmp.linen.initializers import trace_initializers_once
-from jaxmp.linen.root import OUTER_FLAG, POLICY_FLAG, ROOT_FLAG, Root, set_flag
+from jaxmp.linen.initializers import run_initializers_in_float32
+from jaxmp.linen.root import POLICY_FLAG, ROOTS_FLAG, Root, set_flag
 from jaxmp.linen.variables import (
     PARAMS,
     Variables,
@@ -50,7 +48,6 @@ from jaxmp.linen.variables import (
 from jaxmp.policy.patterns import Path, is_class_pattern
 from jaxmp.policy.policies import Policy
 
-_NO_MODULES = (type(None), bool, int, float, str, type, types.FunctionType, np.dtype)  # these contain no modules
 _DECISION = "_jaxmp_decision"  # the attribute of a module that stores its decision
 
 
@@ -95,10 +92,10 @@ class _Running(threading.local):
 
     def run_of(self, module: nn.Module) -> RootRun | None:
         """Return the innermost active run of the root that ``module`` belongs to."""
-        if module.scope is None or ROOT_FLAG not in module.scope.flags:
+        if module.scope is None or ROOTS_FLAG not in module.scope.flags:
             return None
-        token, path = module.scope.flags[ROOT_FLAG], module.path
-        return next((run for run in reversed(self.runs) if run.token == token and run.covers(path)), None)
+        roots, path = module.scope.flags[ROOTS_FLAG], module.path
+        return next((run for run in reversed(self.runs) if run.roots == roots and run.covers(path)), None)
 
     @contextlib.contextmanager
     def method(self, call: _LinenCall) -> Iterator[None]:
@@ -127,12 +124,11 @@ def run_with_root(module: nn.Module) -> RootRun | None:
 @contextlib.contextmanager
 def running(run: RootRun) -> Iterator[RootRun]:
     """Make ``run`` active inside of the context, and finish it at the end."""
-    outer_token = run.module.scope.flags.get(OUTER_FLAG)
     for outer in _running.runs:
-        if outer.token == outer_token and outer.covers(run.path):
+        if outer.roots == run.roots[:-1] and outer.covers(run.path):
             below = run.path[len(outer.path) :]
             outer.nested.append(below)
-            outer.classes.setdefault(outer.prefix + below, type(run.module))
+            outer.classes.setdefault(below, (type(run.module),))
     first = not _running.runs
     _running.runs.append(run)
     try:
@@ -142,7 +138,6 @@ def running(run: RootRun) -> Iterator[RootRun]:
         run.finish()
     finally:
         _running.runs.remove(run)
-        run.shapes.clear()  # breaks a reference cycle through initializers that refer to their module
 
 
 def _intercept(next_fun: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
@@ -168,22 +163,22 @@ class RootRun:
         self, module: Any, root: Root, make_variables: Callable[[], Variables] | None, method: str | None
     ) -> None:
         root.mark(module)
-        self.module, self.path, self.token, self.method = module, module.path, hash(root), method
+        self.module, self.path, self.method = module, module.path, method
+        self.roots: tuple[int, ...] = module.scope.flags[ROOTS_FLAG]  # the hashes of the roots around, and of this one
         self.copy: Any = lambda: None  # a weak reference to the module's copy in the engine's trace
-        self.policies, self.prefix, self.make_variables = root.policies, root.prefix, make_variables
+        self.policies, self.make_variables = root.policies, make_variables
         self.autocast, self.operations = root.autocast, root.operations
-        self.variables = self._foresee() if make_variables else module.variables
-        self.classes: dict[Path, type] = {}
+        # a copy, because the run may change the variables
+        self.variables = self._foresee() if make_variables else jax.tree.map(lambda leaf: leaf, module.variables)
+        self.classes: dict[Path, tuple[type, ...]] = {}  # modules that share a scope have one path
         self.decisions: dict[Path, _LinenDecision] = {}
-        self.shapes: dict[Any, Any] = {}  # the shapes of initial values, by initializer and arguments
-        self.defaults: dict[type, dict[str, Any]] = {}  # the defaults of the fields, by class
         self.called: dict[Path, Reason | None] = {}  # why each called module is not half precision, or None
         self.not_half: list[NotHalf] = []  # filled at the end of an outermost run that called every module
-        self.nested: list[Path] = []  # the paths of roots and bridges below this root
+        self.nested: list[Path] = []  # the paths of roots below this root
+        self.bridges: list[Path] = []  # the paths of nnx.bridge.ToLinen modules
         config: Any = jax.config
         self.ambient_precision = config.jax_default_matmul_precision
-        kinds = [is_class_pattern(pattern) for pattern in root.policies.patterns]
-        self.by_class, self.by_path = any(kinds), not all(kinds)
+        self.by_path = not all(map(is_class_pattern, root.policies.patterns))
 
     def covers(self, path: Path) -> bool:
         """Return whether ``path`` is the root's path or a path below it."""
@@ -223,7 +218,8 @@ class RootRun:
         """
         scope: Any = new_scope or module.scope
         path = scope.path[len(self.path) :]
-        self.classes.setdefault(self.prefix + path, type(module))
+        if type(module) not in self.classes.get(path, ()):
+            self.classes[path] = (*self.classes.get(path, ()), type(module))
         decision = vars(module).get(_DECISION)
         if decision is None:
             decision = self._decide(module, path)
@@ -235,23 +231,24 @@ class RootRun:
 
     def _decide(self, module: Any, path: Path) -> _LinenDecision:
         """Make the decision for ``module``, and set its dtype fields."""
-        policy, pattern = self.policies.resolve(self.prefix + path, self._classes_around(module, path))
+        policy, pattern = self.policies.resolve(path, self.classes)
         is_overridden = pattern is not None
         mode: Mode = "autocast"
         dtypes: dict[str, np.dtype] = {}
         if not self.autocast:
             mode, dtypes = self._fill_fields(module, path, policy, is_overridden)
-        if not self.autocast and is_bridge(type(module)):
-            self.nested.append(path)
-            require_policy_in_bridge(module, self.prefix + path)
-        trace_initializers_once(module, self.shapes, is_wide=mode == "float32")
+        if is_bridge(type(module)):
+            self.bridges.append(path)
+            if not self.autocast:
+                require_policy_in_bridge(module, path)
+        run_initializers_in_float32(module, is_wide=mode == "float32")
         keeps_params = self.autocast or is_bridge(type(module))
         return _LinenDecision(
             policy=policy,
             mode=mode,
             override=level_of(policy) if self.autocast and is_overridden else None,
             not_half=reason_not_half(policy, dtypes.get("dtype", policy.compute_dtype), pattern, self.operations),
-            key=hash((policy, pattern, self.prefix + path if self.by_path else None)),
+            key=hash((policy, pattern, path if self.by_path else None)),
             param_dtype=None if keeps_params else dtypes.get("param_dtype", policy.param_dtype),
         )
 
@@ -265,7 +262,7 @@ class RootRun:
         # The dtype of a container stays None, so that each submodule gets its own dtype. A recurrent cell has
         # submodules too, but it computes in one dtype.
         is_container = is_parent and not owns_params and not isinstance(module, nn.RNNCellBase)
-        defaults = self._defaults_of(module)
+        defaults = {field.name: field.default for field in dataclasses.fields(module)}
         dtypes = fill_dtypes(module, defaults, policy, is_overridden, is_container)
         if isinstance(module, nn.MultiHeadDotProductAttention) and module.dtype is None and not module.decode:
             return "float32", dtypes  # else the softmax would be half precision; with ``decode`` it stays so
@@ -273,32 +270,7 @@ class RootRun:
             return "written", dtypes
         if owns_params or (is_overridden and not is_parent):
             return "float32", dtypes
-        return None, dtypes
-
-    def _classes_around(self, module: Any, path: Path) -> Mapping[Path, type | tuple[type, ...]]:
-        """Return the classes of ``module`` and of the modules around it, by path.
-
-        Modules that share a scope have one path with several classes.
-        """
-        if not self.by_class:
-            return self.classes
-        around: dict[Path, tuple[type, ...]] = {}
-        while True:
-            at = self.prefix + path
-            first = around.get(at) or ((self.classes[at],) if at in self.classes else ())
-            around[at] = (*first, type(module))
-            module = module.parent
-            if not isinstance(module, nn.Module) or _running.run_of(module) is not self:
-                break
-            path = module.path[len(self.path) :]
-        return {**self.classes, **around}
-
-    def _defaults_of(self, module: Any) -> dict[str, Any]:
-        """Return the fields of a module and their defaults."""
-        cls = type(module)
-        if cls not in self.defaults:
-            self.defaults[cls] = {field.name: field.default for field in dataclasses.fields(cls)}
-        return self.defaults[cls]
+        return "inputs", dtypes
 
     # --- calls ---
 
@@ -306,9 +278,8 @@ class RootRun:
         """Call a method of a module of this run, under the module's decision."""
         decision = self.decide(module)
         if method == "setup":
-            next_fun(*args, **kwargs)
-            return self._decide_children(module)
-        self._decide_children(module)
+            return next_fun(*args, **kwargs)
+        self._decide_fields(module)
         path = module.path[len(self.path) :]
         self.called.setdefault(path, decision.not_half)
 
@@ -343,28 +314,22 @@ class RootRun:
         if parent is not None:
             return handed_out(result, treatment, parent, arguments)
         if self.method is not None and (module is self.module or module is self.copy()):
-            result = handed_out(result, treatment, None, arguments) if self.prefix else result
             return self.cast_output(result)  # Linen captures the cast result as an intermediate
         return result
 
     def cast_output(self, result: Any) -> Any:
-        """Cast the result of the root to the policy's output dtype.
+        """Cast the result of the root to the policy's output dtype, except under autocast."""
+        return result if self.autocast else self.decisions[()].policy.cast_to_output(result)
 
-        Under autocast, and in a submodule of a bound model, nothing is cast.
+    def _decide_fields(self, module: nn.Module) -> None:
+        """Make the decisions for the submodules in the fields of ``module`` before they are called.
+
+        The module may read a submodule's dtype fields, or call a submodule's method that Linen does not intercept, such
+        as ``initialize_carry`` of a recurrent cell.
         """
-        return result if self.prefix or self.autocast else self.decisions[()].policy.cast_to_output(result)
-
-    def _decide_children(self, module: nn.Module) -> None:
-        """Make the decisions for the submodules of ``module`` before they are called.
-
-        The module may read a submodule's dtype fields, or call a submodule's method that Linen does not intercept.
-        """
-        # In the engine's trace ``module`` is a copy. Linen has bound the copy's submodules, but has not registered them
-        # as children, so they are read from the fields.
-        attributes = [vars(module).get(name) for name in self._defaults_of(module) if name not in ("parent", "name")]
-        attributes = [value for value in attributes if not isinstance(value, _NO_MODULES)]
-        in_fields = jax.tree.leaves(attributes, is_leaf=lambda leaf: isinstance(leaf, nn.Module))
-        for child in (*children_of(module).values(), *in_fields):
+        names = [field.name for field in dataclasses.fields(module) if field.name not in ("parent", "name")]
+        values = [vars(module).get(name) for name in names]
+        for child in jax.tree.leaves(values, is_leaf=lambda leaf: isinstance(leaf, nn.Module)):
             if isinstance(child, nn.Module) and not hasattr(child, "jaxmp_root") and _running.run_of(child) is self:
                 self.decide(child)
 
@@ -376,8 +341,7 @@ class RootRun:
             store_params(self.module, self._param_dtype, self.variables or {}, self.make_variables)
             if self.method != "__call__":
                 return  # a pattern may match a module whose variables this method did not initialise
-        if self.method != "setup" and not self.prefix:
-            self._check()
+        self._check()
 
     def _param_dtype(self, path: Path) -> np.dtype | None:
         """Return the param dtype of the innermost module around the param at ``path``.
@@ -396,18 +360,17 @@ class RootRun:
         If every module of the model ran, record the modules that do not compute in half precision.
         """
         variables = {name: nn.unbox(collection) for name, collection in self.module.variables.items()}
-        bridges = [path for path, cls in self.classes.items() if is_bridge(cls)]
-        paths = {}
-        for name, collection in variables.items():
-            paths[name] = [_outside(bridges, path) for path, _ in leaves(collection)]
-        owners = {path[:-1] for path in paths.get(PARAMS, ())}
-        owners = {path for path in owners if not any(path[: len(nested)] == nested for nested in self.nested)}
-        self.policies.check(self.classes, [*itertools.chain(*paths.values())], owners <= self.classes.keys())
-        is_whole = not self.nested and owners <= self.called.keys()
+        paths = [path for collection in variables.values() for path, _ in leaves(collection)]
+        paths = [path for path in paths if not _is_below(path, self.bridges)]
+        owners = {path[:-1] for path, _ in leaves(variables.get(PARAMS, {}))}
+        owners = {path for path in owners if not _is_below(path, [*self.nested, *self.bridges])}
+        first_classes = {path: classes[0] for path, classes in self.classes.items()}
+        self.policies.check(first_classes, paths, owners <= self.classes.keys())
+        is_whole = not self.nested and not self.bridges and owners <= self.called.keys()
         is_outermost = len(_running.runs) == 1 and not is_running_in("nnx")
         if is_half(self.policies.root.compute_dtype) and is_whole and is_outermost:
             params = leaves(variables.get(PARAMS, {}))
-            matrices = {_outside(bridges, path)[:-1] for path, leaf in params if len(getattr(leaf, "shape", ())) >= 2}
+            matrices = {path[:-1] for path, leaf in params if len(getattr(leaf, "shape", ())) >= 2}
             self._note_not_half(matrices)
 
     def _note_not_half(self, matrices: set[Path]) -> None:
@@ -417,19 +380,13 @@ class RootRun:
         """
         for path, reason in self.called.items():
             if reason is not None:
-                has_matrix = path in matrices and not issubclass(self.classes[path], nn.Embed)
+                has_matrix = path in matrices and not any(issubclass(cls, nn.Embed) for cls in self.classes[path])
                 self.not_half.append(NotHalf("/".join(path) or type(self.module).__name__, reason, has_matrix))
 
 
-def _outside(bridges: Iterable[Path], path: Path) -> Path:
-    """Return a variable's path, without the part that lies inside of a bridge.
-
-    ``bridges`` are the paths of the modules of the class ``nnx.bridge.ToLinen``.
-    """
-    for bridge in bridges:
-        if path[: len(bridge)] == bridge:
-            return (*bridge, path[-1])
-    return path
+def _is_below(path: Path, modules: list[Path]) -> bool:
+    """Return whether ``path`` is the path of one of ``modules``, or lies below one."""
+    return any(path[: len(module)] == module for module in modules)
 
 
 def _push(scope: Any, module: Any, name: Any = None, *args: Any, **kwargs: Any) -> Scope:

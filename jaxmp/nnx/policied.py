@@ -162,7 +162,7 @@ def _decide(
     overridden = pattern is not None
     filled = [name for name in node.dtypes if not by_autocast and node.is_filled(name, overridden)]
     author_dtype = None if by_autocast or "dtype" in filled else node.dtypes.get("dtype")
-    mode: Mode = None
+    mode: Mode = "inputs"
     if by_autocast:
         mode = "autocast"
     elif node.is_attention():

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxmp._internals.flax.nnx_variables import PLAIN, items, modules_in
 from jaxmp._internals.jax.invariants import passed_on
 from jaxmp.base.trees import path_name
 from jaxmp.nnx.optimizer import Optimizer, require_model, require_optimizer
@@ -200,7 +199,11 @@ def _of_arrays(loss_fn: Callable[[Any, Any], Any]) -> train_step.LossFn:
         loss, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
         require_loss(loss, "return loss, or (loss, metrics), in this order")
         if graphdef != form.graphdef:
-            raise _changed_form(nnx.merge(form.graphdef, params, *before), nnx.merge(graphdef, after, *untrained))
+            raise ValueError(
+                "a loss function may change only the values of a model's Variables, but it added, removed or changed\n"
+                "other attributes. Call model.train() or model.eval() before the step, store changing values in\n"
+                "Variables, and remove added Variables: nnx.pop(model, nnx.Intermediate)."
+            )
         arrays = zip(jax.tree.leaves(after), jax.tree.leaves(params), strict=True)
         if any(new is not old for new, old in arrays):
             # nnx.remat and nnx.scan return all their inputs as new arrays. Only a traced program shows which of them
@@ -217,33 +220,10 @@ def _require_unchanged(params: Any, ends: list[int | None]) -> None:
 
     ``ends`` has an entry for each param after the call: the number of the equal param before the call, or None.
     """
-    for n, name in enumerate(_leaf_names(params)):
+    for n, (path, _) in enumerate(jax.tree.leaves_with_path(params)):
         if ends[n] != n:
             raise ValueError(
-                f"a train step's loss function must not write to trained Variables, got a write to {name!r}, as by "
-                "nnx.WeightNorm;\nwrite your own step with jaxmp.nnx.value_and_grad and optimizer.update(model, grads)"
+                "a train step's loss function must not write to trained Variables, got a write to "
+                f"{path_name(path)!r}, as by nnx.WeightNorm;\n"
+                "write your own step with jaxmp.nnx.value_and_grad and optimizer.update(model, grads)"
             )
-
-
-def _changed_form(before: Any, after: Any) -> ValueError:
-    """Return the error for a loss function that changes more than Variables' values."""
-    old, new = ({*_leaf_names(nnx.as_pure(nnx.state(model, graph=True)))} for model in (before, after))
-    was, now = _attributes(before), _attributes(after)
-    changed = {name for name in was.keys() | now.keys() if was.get(name, ...) != now.get(name, ...)}
-    names = sorted((old ^ new) | changed)
-    shown = ", ".join(map(repr, names[:4])) or "an attribute that is not an array"
-    return ValueError(
-        "a loss function may change only the values of a model's Variables, but it added, removed or changed\n"
-        f"{shown}{', …' if names[4:] else ''}. Call model.train() or model.eval() before the step, store\n"
-        "changing values in Variables, and remove added Variables: nnx.pop(model, nnx.Intermediate)."
-    )
-
-
-def _attributes(model: Any) -> dict[str, Any]:
-    """Return attributes that are numbers, strings or functions, by path."""
-    attributes = [((*path, name), value) for path, node in modules_in(model) for name, value in items(node)]
-    return {"/".join(path): value for path, value in attributes if type(value) in PLAIN}
-
-
-def _leaf_names(*states: Any) -> list[str]:
-    return [path_name(path) for state in states for path, _ in jax.tree.leaves_with_path(state)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,15 +11,31 @@ import jax.numpy as jnp
 from jaxmp.base.trees import select_tree, widen
 
 
+class Gradients(NamedTuple):
+    """The results of a loss function, with its gradients.
+
+    Attributes:
+      loss: the true loss.
+      grads: the gradients of the scaled loss, or their sum over microbatches.
+      model_state: the new model state.
+      metrics: the metrics of the loss function.
+      records: the additional metrics of :meth:`jaxmp.TrainStep.differentiate`.
+    """
+
+    loss: Any
+    grads: Any
+    model_state: Any
+    metrics: Any
+    records: Any
+
+
 def accumulated(
-    differentiate: Callable[..., Any], params: Any, model_state: Any, inputs: tuple[Any, Any], count: int
-) -> tuple[Any, Any, Any, Any, Any]:
+    differentiate: Callable[..., Gradients], params: Any, model_state: Any, inputs: tuple[Any, Any], count: int
+) -> Gradients:
     """Differentiate the loss of each microbatch, and sum the gradients in float32.
 
     Args:
-      differentiate: a function that takes ``(model_state, batch, rng)`` of a microbatch, and returns its loss,
-        gradients, new model state, metrics, and records (the additional metrics of
-        :meth:`jaxmp.TrainStep.differentiate`).
+      differentiate: a function of ``(model_state, batch, rng)`` of a microbatch.
       params: a tree with the structure of the gradients.
       model_state: the model state of the first microbatch.
       inputs: the microbatches and their keys, stacked along axis 0.
@@ -32,15 +48,15 @@ def accumulated(
 
     def add(carry: Any, batch_and_rng: Any) -> Any:
         total, model_state = carry
-        loss, grads, new_model_state, metrics, records = differentiate(model_state, *batch_and_rng)
-        total = jax.tree.map(jnp.add, total, widen(grads))
-        in_old_dtypes = select_tree(True, new_model_state, model_state)
-        return (total, in_old_dtypes), (loss, metrics, records)
+        new = differentiate(model_state, *batch_and_rng)
+        total = jax.tree.map(jnp.add, total, widen(new.grads))
+        in_old_dtypes = select_tree(True, new.model_state, model_state)
+        return (total, in_old_dtypes), (new.loss, new.metrics, new.records)
 
     zeros = jax.tree.map(jnp.zeros_like, widen(params))
     # The scan needs the length if neither the batch nor the keys have arrays.
     (total, model_state), (losses, metrics, records) = jax.lax.scan(add, (zeros, model_state), inputs, length=count)
-    return _mean(losses), total, model_state, _mean(metrics), records
+    return Gradients(_mean(losses), total, model_state, _mean(metrics), records)
 
 
 def _mean(stacked: Any) -> Any:

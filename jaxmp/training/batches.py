@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxmp.base import trees as _tree
-from jaxmp.sharding.specs import as_tuple
 
 
 def require_examples(batch: Any) -> None:
@@ -31,8 +29,7 @@ def microbatches(batch: Any, n: int) -> Any:
     Leaves of shape (batch, …) become (n, batch / n, …). Example i goes into microbatch i % n. Scalars are repeated.
 
     Raises:
-      ValueError: leaves have different numbers of examples; ``n`` does not divide the number of examples; or, on mesh
-        axes of type Explicit, the number of devices does not divide the size of a microbatch.
+      ValueError: leaves have different numbers of examples, or ``n`` does not divide the number of examples.
     """
     arrays = [(path, leaf) for path, leaf in jax.tree.leaves_with_path(batch) if jnp.ndim(leaf) and jnp.size(leaf)]
     lengths = [(path, len(leaf)) for path, leaf in arrays]
@@ -55,19 +52,6 @@ def microbatches(batch: Any, n: int) -> Any:
                 f"accumulate_steps must divide the batch, got {n} for {examples} examples in {where}; use a batch of "
                 f"{n * (examples // n + 1)}, say"
             )
-        devices = _devices_along_rows(leaf)
-        if examples // n % devices:
-            parts = n * devices
-            raise ValueError(
-                f"the {devices} devices of a batch must divide each microbatch, got accumulate_steps={n} for "
-                f"{examples} examples in {where}; use a batch of {parts * (examples // parts + 1)}, say"
-            )
         return jnp.moveaxis(leaf.reshape(examples // n, n, *leaf.shape[1:]), 1, 0)
 
     return jax.tree.map_with_path(split, batch)
-
-
-def _devices_along_rows(leaf: jax.Array) -> int:
-    """Return the number of devices along axis 0, according to the array's type."""
-    sharding = jax.typeof(leaf).sharding
-    return math.prod(sharding.mesh.shape[name] for name in as_tuple(sharding.spec[0])) if sharding.spec else 1

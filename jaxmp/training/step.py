@@ -30,7 +30,7 @@ from jaxmp.sharding.gathered_loss import Gathered, GatheredParams
 from jaxmp.sharding.mesh_plan import Sharding, on_auto_axes
 from jaxmp.sharding.mesh_types import typed
 from jaxmp.sharding.placement import at_home, each_once, home_of, is_traced, placed_by_specs
-from jaxmp.training.accumulation import accumulated
+from jaxmp.training.accumulation import Gradients, accumulated
 from jaxmp.training.batches import microbatches, require_examples
 from jaxmp.training.loss_function import (
     OWN_METRICS,
@@ -342,17 +342,14 @@ class TrainStep:
         """
         require_examples(batch)
         if self.options.accumulate_steps > 1:
-            return self._accumulated_gradients(state, batch, rng)
-        self._warn_if_unscaled(state, batch, rng)
-        loss, grads, model_state, metrics, records = self._differentiate(
-            self.options.loss_fn, state, state.model_state, batch, rng
-        )
-        return loss, grads, model_state, {**metrics, **records}
+            result = self._accumulated_gradients(state, batch, rng)
+        else:
+            self._warn_if_unscaled(state, batch, rng)
+            result = self._differentiate(self.options.loss_fn, state, state.model_state, batch, rng)
+        return result.loss, result.grads, result.model_state, {**result.metrics, **result.records}
 
-    def _accumulated_gradients(
-        self, state: TrainState, batch: Any, rng: Any
-    ) -> tuple[jax.Array, Any, Any, dict[str, Any]]:
-        """Compute :meth:`gradients` in a scan over microbatches."""
+    def _accumulated_gradients(self, state: TrainState, batch: Any, rng: Any) -> Gradients:
+        """Compute the gradients of a batch in a scan over microbatches."""
         count = self.options.accumulate_steps
         inputs = microbatches(batch, count), None if rng is None else jax.random.split(rng, count)
         first_inputs = jax.tree.map(lambda leaf: leaf[0], inputs)
@@ -360,16 +357,14 @@ class TrainStep:
         loss_fn, learned = self._loss_of_microbatch(state, first_inputs)
         gathered = self.options.gathered
 
-        def differentiate(model_state: Any, batch: Any, rng: Any) -> Any:
+        def differentiate(model_state: Any, batch: Any, rng: Any) -> Gradients:
             return self._differentiate(loss_fn, state.replace(params=learned), model_state, batch, rng)
 
-        loss, total, model_state, metrics, records = accumulated(
-            differentiate, learned, state.model_state, inputs, count
-        )
+        result = accumulated(differentiate, learned, state.model_state, inputs, count)
+        total = result.grads
         if gathered is not None and self.options.reduces_once:
             total = gathered.reduced(*total)
-        grads = jax.tree.map(lambda leaf: leaf / count, total)
-        return loss, grads, model_state, {**metrics, **records}
+        return result._replace(grads=jax.tree.map(lambda leaf: leaf / count, total))
 
     def _loss_of_microbatch(self, state: TrainState, first_inputs: tuple[Any, Any]) -> tuple[LossFn, Any]:
         """Return the loss function of a microbatch, and the tree to differentiate.
@@ -394,17 +389,14 @@ class TrainStep:
             return loss_fn, state.params
         return hoisted(loss_fn, state.params, other_args, REMAT["float8"]), state.params
 
-    def _differentiate(self, loss_fn: LossFn, state: TrainState, model_state: Any, batch: Any, rng: Any) -> Any:
-        """Return the loss, gradients, model state, metrics and records of a microbatch.
-
-        The records are those of :meth:`differentiate`.
-        """
+    def _differentiate(self, loss_fn: LossFn, state: TrainState, model_state: Any, batch: Any, rng: Any) -> Gradients:
+        """Return the gradients of a microbatch, and the other results."""
 
         def loss_of_params(params: Any) -> Any:
             return loss_fn(params, model_state, batch, rng)
 
         (loss, (new_model_state, metrics)), grads, records = self.differentiate(loss_of_params, state)
-        return loss, grads, require_same_structure(new_model_state, model_state), metrics, records
+        return Gradients(loss, grads, require_same_structure(new_model_state, model_state), metrics, records)
 
     def differentiate(self, loss_fn: Callable[[Any], Any], state: TrainState) -> tuple[Any, Any, dict[str, Any]]:
         """Return the results of ``loss_fn``, its scaled gradients, and records.
@@ -438,6 +430,6 @@ class TrainStep:
         placed_batch = batch if self._plan is None else self._plan.batch(batch, self.options.accumulate_steps)
         rng = None if state.rng is None else jax.random.split(state.rng)[1]
         loss, grads, _, _ = jax.jit(self.placed_gradients)(state, placed_batch, rng)
-        scale = get_loss_scale(state.opt_state)
+        scale = get_loss_scale(state.opt_state).loss_scale
         text = explanation(loss, grads, scale, state.params, placed_batch, self._stuck_runs.limit)
         return NonFiniteTrainingError(text, batch)

@@ -11,8 +11,6 @@ import numpy as np
 
 from jaxmp.base import trees as _tree
 from jaxmp.base.donation import is_deleted
-from jaxmp.optim.loss_scale import LossScale
-from jaxmp.optim.scaled_grad import global_norm
 from jaxmp.sharding.placement import is_traced
 
 _LAG = 4  # the number of steps after which a report is read if there are several processes
@@ -78,7 +76,7 @@ def _read_now(array: jax.Array) -> np.ndarray:
         return np.asarray(array)
 
 
-def explanation(loss: Any, grads: Any, loss_scale: LossScale, params: Any, batch: Any, skips: int) -> str:
+def explanation(loss: Any, grads: Any, scale: Any, params: Any, batch: Any, skips: int) -> str:
     """Return the message of the error that ends a stuck run.
 
     The message names the arrays that are not finite, and the remedy.
@@ -86,21 +84,16 @@ def explanation(loss: Any, grads: Any, loss_scale: LossScale, params: Any, batch
     Args:
       loss: the true loss of the step.
       grads: the gradients of the scaled loss.
-      loss_scale: the loss scale of the step.
+      scale: the factor of the loss in this step.
       params: the params of the step.
       batch: the batch of the step.
       skips: the number of steps that were skipped in a row.
     """
     parts = _non_finite_parts(loss, grads, params, batch)
-    if not _tree.non_finite(grads) and not np.isfinite(global_norm(loss_scale.unscale(_tree.widen(grads)))):
-        parts.append(
-            "the norm of the gradients, although each gradient is finite: the sum of squares exceeds float32's "
-            "largest number, 3.4e38; make the loss smaller (e.g. a mean in place of a sum)"
-        )
-    listed = "; ".join(parts) or "no gradient, so it must be the optimizer's updates"
+    listed = "; ".join(parts) or "no gradient, so it must be the gradients' norm or the optimizer's updates"
     return (
-        f"{skips} steps in a row were skipped at loss scale {float(loss_scale.loss_scale):g}, "
-        f"{_why_scale_stays(loss_scale)}; not finite now: {listed}. Look for NaN in the data, lower the learning rate, "
+        f"{skips} steps in a row were skipped at loss scale {float(scale):g}, which did not fall; not finite now: "
+        f"{listed}. Look for NaN in the data, lower the learning rate, "
         "or compute the modules of these params in float32 (by overrides). To find the operation, call "
         "jaxmp.inspect.first_nonfinite(step)(state, batch)"
     )
@@ -120,16 +113,6 @@ def _non_finite_parts(loss: Any, grads: Any, params: Any, batch: Any) -> list[st
         if names:
             parts.append(f"{of_leaves} {_listed(names)}" if names[0] else of_array)
     return parts
-
-
-def _why_scale_stays(loss_scale: LossScale) -> str:
-    lowest = getattr(loss_scale, "min_loss_scale", None)
-    if lowest is None or float(loss_scale.loss_scale) <= float(lowest):
-        return "which cannot fall"
-    return (
-        "which did not fall, because a transform around loss_scaling dropped the gradients (write "
-        "e.g. jaxmp.loss_scaling(optax.apply_if_finite(…), loss_scale))"
-    )
 
 
 def _listed(names: list[str]) -> str:

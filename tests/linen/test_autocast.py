@@ -146,13 +146,11 @@ def test_dropout_masks_are_those_of_the_bare_module():
     assert model_products(model, data(3, 4)) == ["float32", "float16", "float16"]
 
 
-def test_bound_modules_and_their_submodules_run_under_autocast():
+def test_bound_modules_run_under_autocast():
     model = autocast(Tied(), "mixed_float16", {"embed": "float32"})
     bound = model.bind(model.init(rngs(), IDS))
     same_bits(bound(IDS), bound(IDS))
     assert products(bound, IDS) == ["float16", "float32"]
-    assert products(lambda x: bound.hidden(x), data(1, 4)) == ["float16"]
-    assert products(lambda x: bound.embed.attend(x), data(1, 4)) == ["float32"]
 
 
 def test_a_module_under_autocast_can_be_cloned_copied_and_tabulated():

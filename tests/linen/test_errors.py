@@ -14,7 +14,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from linen_zoo import MLP, Linear, Tied, data, model_products, numbers, products, quick_jit, rngs, shapes, zeros
+from linen_zoo import MLP, Linear, data, model_products, numbers, products, quick_jit, rngs, shapes, zeros
 
 import jaxmp
 from jaxmp.linen import apply_policy
@@ -93,12 +93,6 @@ class BodyAndHead(nn.Module):
 
     def logits(self, x):
         return self.head(x)
-
-
-def test_a_pattern_is_checked_against_the_whole_model_and_not_a_submodule_of_a_bound_model():
-    model = apply_policy(Tied(), "mixed_float16", {"hidden": "float32"})
-    bound = model.bind(zeros(shapes(Tied(), jnp.array([1]))))
-    assert jax.eval_shape(bound.embed.attend, X).dtype == jnp.float16
 
 
 def test_patterns_of_a_root_in_a_bare_parent_are_checked_and_outer_patterns_may_match_a_nested_root():

@@ -77,19 +77,6 @@ def test_a_class_that_is_not_in_a_file_is_pickled_by_value_also_after_a_call():
         assert pickle.loads(cloudpickle.dumps(module)).apply(variables, X).shape == (2, 3)
 
 
-def test_a_copy_of_a_bound_model_is_bound():
-    class Parent(nn.Module):
-        def setup(self):
-            self.layer = nn.Dense(3)
-
-        def __call__(self, x):
-            return self.layer(x)
-
-    model = apply_policy(Parent(), "mixed_float16")
-    variables = model.init(jax.random.key(0), X)
-    same_bits(copy.copy(model.bind(variables))(X), model.apply(variables, X))
-
-
 def test_models_under_different_policies_are_different():
     models = [apply_policy(MLP(), policy) for policy in ("mixed_float16", "mixed_bfloat16", "float32")]
     assert len({MLP(), *models}) == 4
@@ -343,11 +330,11 @@ def test_a_policy_can_be_applied_to_a_bound_model():
     variables = Tied().init(rngs(), jnp.array([1]))
     bound = Tied().bind(variables)
     assert bound.hidden(X).dtype == jnp.float32
-    same_bits(apply_policy(bound, "float16").hidden(X), Tied("float16").bind(variables).hidden(X))
     same_bits(
         apply_policy(bound, "mixed_float16")(jnp.array([1])),
         apply_policy(Tied(), "mixed_float16").apply(variables, jnp.array([1])),
     )
+    assert apply_policy(bound.hidden, "float16")(X).dtype == jnp.float16
 
 
 def test_params_that_apply_creates_are_stored_in_the_param_dtype():

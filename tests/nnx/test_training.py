@@ -586,15 +586,10 @@ def test_a_loss_function_that_changes_more_than_values_of_variables_raises():
         return loss
 
     model, optimizer = setup(mlp())
-    with pytest.raises(
-        ValueError, match=r"added, removed or changed\n'seen'\. Call .*\n.*remove added Variables: nnx.pop\(model"
-    ):
-        make_train_step(sows)(model, optimizer, ROWS)
+    for changes in (sows, counts, lists):
+        with pytest.raises(ValueError, match=r"added, removed or changed\nother attributes\. .*\n.*: nnx.pop\(model"):
+            make_train_step(changes)(model, optimizer, ROWS)
     make_train_step(pops)(model, optimizer, ROWS)
-    with pytest.raises(ValueError, match=r"changed\n'calls'\. .* store\nchanging values in Variables"):
-        make_train_step(counts)(model, optimizer, ROWS)
-    with pytest.raises(ValueError, match=r"an attribute that is not an array\. .* store\nchanging values in Var"):
-        make_train_step(lists)(model, optimizer, ROWS)
     with pytest.raises(ValueError, match="got a write to 'layers/0/bias'"):
         make_train_step(reshapes)(model, optimizer, ROWS)
 
@@ -626,9 +621,7 @@ def test_a_loss_function_that_sets_the_mode_of_the_model_raises():
     model = apply_policy(nnx.Sequential(mlp(), nnx.Dropout(0.5, rngs=rngs())), "mixed_bfloat16")
     optimizer, step = Optimizer(model, optax.sgd(0.1)), make_train_step(trains)
     model.eval()
-    with pytest.raises(
-        ValueError, match=r"changed\n'layers/1/deterministic'\. Call model.train\(\) or model.eval\(\) before the step,"
-    ):
+    with pytest.raises(ValueError, match=r"Call model.train\(\) or model.eval\(\) before the step,"):
         step(model, optimizer, ROWS)
     model.train()
     assert np.isfinite(step(model, optimizer, ROWS)["loss"])

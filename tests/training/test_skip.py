@@ -142,7 +142,7 @@ def test_with_a_scale_that_cannot_fall_the_run_stops_soon_after_the_limit(scale)
     state = TrainState.create(params=params, tx=loss_scaling(optax.sgd(0.1), scale))
     at, text = fails_within(step, state, batch, 12)
     assert 5 <= at <= 8
-    assert f"5 steps in a row were skipped at loss scale {float(scale.loss_scale):g}, which cannot fall" in text
+    assert f"5 steps in a row were skipped at loss scale {float(scale.loss_scale):g}, which did not fall" in text
     assert "the loss (nan); gradients of 'hidden/b', 'hidden/w', 'out/w'; batch entries 'x'. Look for NaN in" in text
 
 
@@ -186,24 +186,20 @@ def test_only_the_non_finite_params_are_named():
     assert "not finite now: gradients of 'out/w'. Look" in text
 
 
-def test_gradients_that_are_finite_while_their_norm_is_not_are_reported_as_such():
+def test_a_run_stops_if_only_the_norm_of_the_gradients_is_not_finite():
     step = make_train_step(lambda p, s, b, r: (1e20 * jnp.sum(p["w"]), s), max_consecutive_skips=2)
     tx = loss_scaling(optax.sgd(1e-20), DynamicLossScale(4.0))
     params = {"w": jnp.ones(2)}
     at, text = fails_within(step, TrainState.create(params=params, tx=tx), 1.0, 9)
-    assert 4 <= at <= 7 and "2 steps in a row were skipped at loss scale 1, which cannot fall" in text
-    assert (
-        "not finite now: the norm of the gradients, although each gradient is finite: the sum of squares exceeds"
-        in text
-    )
-    assert "make the loss smaller (e.g. a mean in place of a sum). Look for" in text
+    assert 4 <= at <= 7
+    assert "not finite now: no gradient, so it must be the gradients' norm or the optimizer's updates. Look" in text
 
 
 def test_updates_that_are_not_finite_and_long_lists_of_params_are_reported():
     step = make_train_step(lambda p, s, b, r: (sum(p), s), max_consecutive_skips=2)
     tx = loss_scaling(optax.scale(jnp.inf), jaxmp.NoOpLossScale(), check_updates=True)
     state = TrainState.create(params=(jnp.ones(()),) * 10, tx=tx)
-    assert "no gradient, so it must be the optimizer's updates" in fails_within(step, state, 1.0, 9)[1]
+    assert "the gradients' norm or the optimizer's updates" in fails_within(step, state, 1.0, 9)[1]
     step = make_train_step(lambda p, s, b, r: (sum(p) * jnp.nan, s), max_consecutive_skips=2)
     state = TrainState.create(params=(jnp.ones(()),) * 10, tx=optax.sgd(0.1))
     assert "gradients of '0', '1', '2', '3', '4', '5', '6', '7', …." in fails_within(step, state, 1.0, 9)[1]
@@ -216,10 +212,7 @@ def test_a_run_stops_if_multi_steps_hide_bad_microbatches_from_the_scale():
     tx = optax.MultiSteps(tx, 2, should_skip_update_fn=optax.skip_not_finite).gradient_transformation()
     step = make_train_step(train_loss, max_consecutive_skips=3)
     at, text = fails_within(step, TrainState.create(params=params, tx=standard(tx)), batch, 9)
-    assert (
-        at <= 6
-        and "at loss scale 1.67772e+07, which did not fall, because a transform around loss_scaling drop" in text
-    )
+    assert at <= 6 and "at loss scale 1.67772e+07, which did not fall" in text
 
 
 def test_two_runs_and_after_an_error_a_third_run_share_a_step():

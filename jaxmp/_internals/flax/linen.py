@@ -34,11 +34,6 @@ def is_checked(module: nn.Module) -> bool:
     return module.scope is not None and isinstance(module.scope.root, _module.TestScope)
 
 
-def is_watched() -> bool:
-    """Return whether ``nn.tabulate`` or an interceptor observes method calls."""
-    return bool(_module._context.call_info_stack) or bool(_module._global_interceptor_stack)
-
-
 @contextlib.contextmanager
 def unlisted() -> Iterator[None]:
     """Hide the method calls inside of this context from ``nn.tabulate``."""
