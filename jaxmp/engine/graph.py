@@ -23,8 +23,8 @@ from jaxmp._internals.jax.walk import PRODUCTS
 from jaxmp.base.dtypes import is_castable, range_of
 from jaxmp.engine import float8_products
 from jaxmp.engine.classes import AMPLIFIERS, CLEAR, FULL, HALF, JOIN, KEPT, SOURCE, STRICT, Kind, Rule, State
-from jaxmp.engine.marks import DECIDED, WITH_RULE, Region, is_widened, ours, region_of
-from jaxmp.engine.rules import Decision, Rules
+from jaxmp.engine.marks import DECIDED, WITH_RULE, Region, ours, region_of
+from jaxmp.engine.rules import Rules
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -95,20 +95,6 @@ class Node:
 
 _STATES = {HALF: State.HALF, FULL: State.FLOAT32, STRICT: State.BEYOND_HALF}
 _UNMARKED = Region()
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class Form:
-    """The properties of an equation without its operands.
-
-    The equations of equal layers share one form.
-    """
-
-    operation: object  # the same object for equal primitives with equal parameters
-    bodies: Bodies | None
-    are_floats: list[bool]  # whether the engine may change the dtype of each result
-    is_one_by_one: bool  # whether each result depends only on the operand at its position, as in barriers and sort
-    decisions: dict[Any, Decision] = dataclasses.field(default_factory=dict)  # keyed by marks and constants
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -183,9 +169,6 @@ def shape_read(user: Node, operand: Node) -> tuple[int, ...]:
     return operand.shape
 
 
-_aval_of = operator.attrgetter("aval")
-
-
 def build(jaxpr: Any, consts: list[Any], rules: Rules, names: Names = (), in_rule: bool = False) -> Graph:
     """Return the graph of an open jaxpr and its constants.
 
@@ -222,10 +205,8 @@ class _Builder:
         self.nodes: list[Node] = []
         self.steps: list[Step] = []
         self.region = Region()
-        self.marks: Any = ()  # the parts of the scopes that affect decisions
         self.loop, self.last_loop = 0, 0
         self.numbers: dict[Any, Any] = {}
-        self.forms: dict[Any, Form] = {}
 
     def value(self, node: Node | None, key: Any = None, is_fixed: bool = False) -> _Value:
         """Return the value of a node, with a number that is equal for equal keys.
@@ -258,12 +239,7 @@ class _Builder:
 
     def literal(self, atom: Any) -> _Value:
         value = np.asarray(atom.val)
-        key = value.dtype, value.tobytes()
-        if type(first := self.numbers.get(key)) is not Node:
-            return self.value(self.source(atom.aval, value), key, is_fixed=True)
-        node = self.node(SOURCE, "source", atom.aval, ())
-        node.const, node.is_constant, node.same, node.origin = first.const, True, first, first
-        return node, first, True
+        return self.value(self.source(atom.aval, value), (value.dtype, value.tobytes()), is_fixed=True)
 
     def body(self, jaxpr: Any, consts: list[Any], inputs: Sequence[_Value], names: Names) -> tuple[Body, list[_Value]]:
         literal, env = self.literal, dict[Any, _Value](zip(jaxpr.invars, inputs, strict=True))
@@ -274,9 +250,7 @@ class _Builder:
         for eqn in jaxpr.eqns:
             if eqn.source_info.name_stack is not stack:  # consecutive equations often share a scope
                 stack, scopes = eqn.source_info.name_stack, (*names, *names_of(eqn))
-                marks = ours(scopes)
-                self.region = region_of(marks)
-                self.marks = scopes if self.rules.overrides else (is_widened(scopes), *marks)
+                self.region = region_of(ours(scopes))
             values = [literal(atom) if type(atom) is Literal else env[atom] for atom in eqn.invars]
             step, results = self.step(eqn, values, scopes)
             env.update(zip(eqn.outvars, results, strict=True))
@@ -285,28 +259,19 @@ class _Builder:
         has_floats = any(node is not None for node, *_ in env.values())
         return Body(jaxpr, consts, steps, [node for node, *_ in ends], has_floats), ends
 
-    def form(self, eqn: Any) -> Form:
-        """Return the form of an equation."""
-        operation: Any = (eqn.primitive.name, *eqn.params.values())
-        key: Any = (operation, *map(_aval_of, eqn.invars), *map(_aval_of, eqn.outvars))
+    def operation(self, eqn: Any) -> object:
+        """Return the same object for equal primitives with equal parameters."""
         try:
-            if (known := self.forms.get(key)) is not None:
-                return known
-            operation = self.numbers.setdefault(operation, object())
-        except TypeError:  # the parameters are not hashable, so no other equation shares the form
-            operation = key = object()
-        are_floats = [is_castable(var.aval) for var in eqn.outvars]
-        is_one_by_one = len(eqn.outvars) == len(eqn.invars) > 1
-        self.forms[key] = form = Form(operation, bodies_of(eqn), are_floats, is_one_by_one)
-        return form
+            return self.numbers.setdefault((eqn.primitive.name, *eqn.params.values()), object())
+        except TypeError:  # the parameters are not hashable
+            return object()
 
     def step(self, eqn: Any, values: Sequence[_Value], names: Names) -> tuple[Step, list[_Value]]:
-        form = self.form(eqn)
         operands, numbers, fixed = zip(*values, strict=True) if values else ((), (), ())
-        bodies = None if DECIDED in self.marks else form.bodies
+        bodies = None if DECIDED in names else bodies_of(eqn)
         step = Step(eqn, names, operands, (), region=self.region, bodies=bodies)
         if bodies is None:
-            results = self.leaf(step, form, numbers, fixed)
+            results = self.leaf(step, numbers, fixed)
         else:
             enter = {"call": self.enter_call, "cond": self.enter_cond}.get(bodies.kind, self.enter_loop)
             results = enter(step, bodies, values)
@@ -322,10 +287,9 @@ class _Builder:
 
     def inner(self, step: Step, jaxpr: Any, values: Sequence[_Value]) -> list[_Value]:
         names = (*step.names, WITH_RULE) if step.eqn.primitive.name.startswith("custom_") else step.names
-        marks = self.marks
         body, results = self.body(*opened(jaxpr), values, names)
         step.inner = (*step.inner, body)
-        self.region, self.marks = step.region, marks
+        self.region = step.region
         return results
 
     def enter_call(self, step: Step, bodies: Bodies, values: Sequence[_Value]) -> list[_Value]:
@@ -390,30 +354,29 @@ class _Builder:
         if join is not None and join.half and largest > range_of(join.half)[1]:
             join.raise_to(State.BEYOND_HALF, Rule.RANGE)
 
-    def leaf(self, step: Step, form: Form, numbers: Sequence[Any], fixed: Sequence[bool]) -> list[_Value]:
+    def leaf(self, step: Step, numbers: Sequence[Any], fixed: Sequence[bool]) -> list[_Value]:
         nodes: list[Node | None] = []
         eqn, results, name, operands = step.eqn, [], step.eqn.primitive.name, step.operands
+        operation = self.operation(eqn)
         inputs: Any = operands if None not in operands else [node for node in operands if node is not None]
         constants = [node.const for node in inputs if node.const is not None]
-        known = (self.marks, *constants)
-        if (decision := form.decisions.get(known)) is None:
-            decision = form.decisions[known] = self.rules.kind_of(eqn, constants, step.names)
-        kind, step.reason, requested = decision
+        kind, step.reason, requested = self.rules.kind_of(eqn, constants, step.names)
         step.kind, step.nodes, is_moved = kind, nodes, kind is CLEAR
         step.float8 = float8_products.float8_question(step, self.rules) if name in PRODUCTS else None
         is_fixed = all(fixed)
-        for position, is_float in enumerate(form.are_floats):
+        is_one_by_one = is_moved and len(eqn.outvars) == len(eqn.invars) > 1  # such as a barrier or a sort
+        for position, var in enumerate(eqn.outvars):
             node: Any = None
-            if is_float:
-                moved = operands[position : position + 1] if is_moved and form.is_one_by_one else None
-                reads = inputs if moved is None else [operand for operand in moved if operand is not None]
-                node = self.node(kind, name, eqn.outvars[position].aval, reads, requested)
+            if is_castable(var.aval):
+                moved = operands[position : position + 1] if is_one_by_one else inputs
+                reads = [operand for operand in moved if operand is not None]
+                node = self.node(kind, name, var.aval, reads, requested)
                 if step.node is None:
                     step.node = node
                 node.step = step
             same: Any = node or object()
             if not eqn.effects:
-                same = self.numbers.setdefault((position, form.operation, *numbers), same)
+                same = self.numbers.setdefault((position, operation, *numbers), same)
             if node is not None:
                 node.same = same
                 node.origin = _origin_of(node)
