@@ -17,7 +17,7 @@ import numpy as np
 from jaxmp.base.arguments import printed
 from jaxmp.base.dtypes import CASTABLE, closest_names, is_half
 from jaxmp.engine.classes import Class, classify, path_and_operation, primitives_of
-from jaxmp.policy.patterns import EVERY, OPERATIONS, checked_overrides, is_class_pattern, pattern_text
+from jaxmp.policy.patterns import EVERY, OPERATIONS, checked_overrides
 from jaxmp.policy.policies import Policy
 from jaxmp.policy.policy_map import PolicyMap, get_policy
 
@@ -48,24 +48,15 @@ def policy_and_exceptions(policy: Any, overrides: Mapping[str, Any] | None = Non
         )
     exceptions = checked_overrides(overrides)
     for pattern, exception, _ in policies.rules:
-        if is_class_pattern(pattern):
-            half = policies.compute_dtype.name
-            remedy = "float32" if half == "float32" else f"mixed_{half}"
-            raise TypeError(
-                f"a function under autocast has no modules, so its policy has no overrides by class, got {policy!r} "
-                f"with one for {pattern_text(pattern)!r}; use {remedy!r} (autocast keeps norms in float32 by itself), "
-                "or jaxmp.linen.apply_policy or jaxmp.nnx.apply_policy on the model"
-            )
         exceptions.setdefault(pattern, exception)
     root, on_paths = policies.root, (value for key, value in exceptions.items() if not str(key).startswith(OPERATIONS))
     of_half = next((policy for policy in map(_policy_of, on_paths) if policy and is_half(policy.compute_dtype)), None)
     if root.compute_dtype != np.float32:
         return root, levels_of(exceptions, root.compute_dtype)
-    default = level_of(root) if not exceptions else _checked_level_of(root)
     if of_half is not None:
         root = dataclasses.replace(of_half, param_dtype=root.param_dtype, output_dtype=root.output_dtype)
     levels = levels_of(exceptions, root.compute_dtype)
-    return root, {**levels, EVERY: levels.get(EVERY, default)} if levels else {}
+    return root, {**levels, EVERY: levels.get(EVERY, level_of(root))} if levels else {}
 
 
 def levels_of(overrides: Mapping[Any, Any], half: np.dtype | None) -> dict[str, Level]:
@@ -123,7 +114,7 @@ def _level_of_value(value: Any, half: np.dtype | None, is_operation: bool) -> Le
     if policy is not None and policy.compute_dtype in (np.float32, half):
         if is_operation and policy.compute_dtype == half and policy.float8 is None:
             return "half"
-        return _checked_level_of(policy)
+        return level_of(policy)
     dtypes = " or ".join(dict.fromkeys(["float32", *([half.name] if half is not None else [])]))
     raise ValueError(
         f"an override must be 'float32', 'tensorfloat32', 'half' (the policy's compute dtype) or a policy that "
@@ -155,26 +146,13 @@ def checked_level(level: Any) -> str:
 
 
 def level_of(policy: Policy) -> Level:
-    """Return the level at which a policy computes."""
-    if policy.compute_dtype != np.float32:
-        return policy
-    return "float32" if policy.matmul_precision in _HIGHEST else "tensorfloat32"
-
-
-_HIGHEST = ("highest", "float32")
-
-
-def _checked_level_of(policy: Policy) -> Level:
-    """Return the level of a policy, or raise an error if no level describes it.
+    """Return the level at which a policy computes.
 
     The levels describe only two precisions of float32 products: the highest, and JAX's default.
     """
-    if policy.compute_dtype == np.float32 and policy.matmul_precision not in (*_HIGHEST, "tensorfloat32", None):
-        raise ValueError(
-            "with overrides, a float32 policy must be 'float32' or 'tensorfloat32', got a policy with "
-            f"matmul_precision={policy.matmul_precision!r}; use 'float32', or 'tensorfloat32', which is JAX's default"
-        )
-    return level_of(policy)
+    if policy.compute_dtype != np.float32:
+        return policy
+    return "tensorfloat32" if policy.matmul_precision in ("tensorfloat32", None) else "float32"
 
 
 def primitives_named_by(key: str) -> frozenset[str]:
@@ -192,16 +170,10 @@ def primitives_named_by(key: str) -> frozenset[str]:
     classes = [cls.value for cls in Class]
     if kind == "class" and name in classes:
         return primitives_of(Class(name))
-    known = {"primitive": sorted(name for cls in Class for name in primitives_of(cls)), "class": classes}.get(kind)
-    if known is None:
-        raise UnknownOperationError(
-            f"an override must be a path, 'primitive:<name>' or 'class:<name>', such as 'primitive:exp' or "
-            f"'class:accumulation', got {key!r}; write one of these"
-        )
-    if name == "*":
-        raise UnknownOperationError(f"the override of all operations is {EVERY!r}, got {key!r}; write {EVERY!r}")
-    remedy = "jax.make_jaxpr(fun)(*args) shows the primitives of a function"
-    if kind == "class":
+    if kind == "primitive":
+        known = sorted(name for cls in Class for name in primitives_of(cls))
+        remedy = "jax.make_jaxpr(fun)(*args) shows the primitives of a function"
+    else:
         known = [cls.value for cls in Class if cls not in FIXED]
         remedy = "these are all; cast_plan(fun, policy)(*args) shows the class of each operation (see docs/autocast.md)"
     raise UnknownOperationError(
