@@ -29,12 +29,13 @@ from jaxmp._internals.jax.repeated_casts import (
     summed_in_float32,
     sums_half,
 )
-from jaxmp._internals.jax.traces import is_staged, is_tracing
+from jaxmp._internals.jax.traces import is_staged, is_tracing, may_be_skipped
 from jaxmp._internals.jax.vmap_sharing import Examples, Same, same_in_bodies
 from jaxmp.base.dtypes import is_castable
 from jaxmp.engine.casts import read_in
 from jaxmp.engine.classes import KEPT
 from jaxmp.engine.decide import decide
+from jaxmp.engine.float8_products import choose_float8, emit_float8
 from jaxmp.engine.graph import Body, Graph, Node, Step, build
 from jaxmp.engine.marks import OF_POLICY, WITH_RULE, ours
 from jaxmp.engine.rules import Rules
@@ -57,6 +58,7 @@ def evaluated(graph: Graph, rules: Rules, args: Sequence[Any], dtypes: Sequence[
         if node is not None:
             node.dtype = np.dtype(jax.typeof(value).dtype)
     decide(graph, dtypes, force)
+    choose_float8(graph)
     body = graph.body
     changed = {node for node in graph.nodes if node.deferred_cast is not None or node.dtype != node.written}
     for step in graph.steps:
@@ -181,8 +183,8 @@ class _Evaluation:
             return [self.cast_by_author(step, node, values[0], operands[0])]
         if step.bodies is not None:
             return self.results_of_bodies(step, values, operands)
-        if step.float8:
-            results, step.operand_types = step.float8.emit(operands)
+        if step.float8 is not None:
+            results, step.operand_types = emit_float8(step, step.float8, operands)
             return results
         is_repeat = node is not None and eqn.primitive.name in REPEATS
         if is_repeat and must_widen(eqn, eqn.invars[0], operands[0], self.examples):
@@ -322,7 +324,7 @@ def _result_of_equal_step(
 def _stands(step: Step, changed: set[Node]) -> bool:
     """Return whether an equation is emitted unchanged, with its bodies."""
     node, params = step.node, step.eqn.params
-    if not changed.isdisjoint(step.operands) or not changed.isdisjoint(step.nodes) or step.float8:
+    if not changed.isdisjoint(step.operands) or not changed.isdisjoint(step.nodes) or step.float8 is not None:
         return False
     if "precision" in params and asks_for_what_is_missing(params):
         return False
@@ -401,6 +403,6 @@ def _decisions(step: Step) -> Any:
         (node.compute, node.dtype, node.deferred_cast) for node in step.nodes if node is not None
     )
     shared = tuple(operand is not None and (operand.is_cast_once, operand.deferred_cast) for operand in step.operands)
-    decisions = (*decisions, step.stands, *(step.float8.decision if step.float8 else ()))
+    decisions = (*decisions, step.stands, step.float8, step.float8 is not None and may_be_skipped())
     # `_wants` is part of the key, because the dtypes of comparisons also depend on constants.
     return (decisions, shared, tuple(_wants(step)), tuple(tuple(map(_decisions, body.steps)) for body in step.inner))

@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import operator
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,10 +21,10 @@ from jaxmp._internals.jax.primitives import EXTREMES
 from jaxmp._internals.jax.sources import Names, names_of
 from jaxmp._internals.jax.walk import PRODUCTS
 from jaxmp.base.dtypes import is_castable, range_of
-from jaxmp.engine import float8_products
 from jaxmp.engine.classes import AMPLIFIERS, CLEAR, FULL, HALF, JOIN, KEPT, SOURCE, STRICT, Kind, Rule, State
 from jaxmp.engine.marks import DECIDED, WITH_RULE, Region, ours, region_of
 from jaxmp.engine.rules import Rules
+from jaxmp.policy.float8 import Float8
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -97,6 +97,14 @@ _STATES = {HALF: State.HALF, FULL: State.FLOAT32, STRICT: State.BEYOND_HALF}
 _UNMARKED = Region()
 
 
+class Float8Product(NamedTuple):
+    """How a float8 product is emitted."""
+
+    weight: str  # the operand that is the weight, "lhs" or "rhs"
+    recipe: Float8
+    is_fused: bool  # whether XLA may fuse the operations that read the result into the product
+
+
 @dataclasses.dataclass(slots=True, eq=False)
 class Step:
     """An equation with its nodes, its bodies, and notes for emitting it."""
@@ -108,7 +116,9 @@ class Step:
     kind: Kind = KEPT
     reason: str = ""
     region: Region = _UNMARKED
-    float8: float8_products.Float8Question | None = None  # for a product in code with a float8 recipe
+    recipe: Float8 | None = None  # the recipe of the code around a product
+    float8: Float8Product | None = None  # set for a float8 product by jaxmp.engine.float8_products
+    no_float8: str = ""  # for another half product with a recipe, the reason why it is not float8
     bodies: Bodies | None = None
     inner: Sequence[Body] = ()
     unchanged: Collection[int] = ()  # for a scan, the numbers of the carries that no iteration changes
@@ -362,7 +372,7 @@ class _Builder:
         constants = [node.const for node in inputs if node.const is not None]
         kind, step.reason, requested = self.rules.kind_of(eqn, constants, step.names)
         step.kind, step.nodes, is_moved = kind, nodes, kind is CLEAR
-        step.float8 = float8_products.float8_question(step, self.rules) if name in PRODUCTS else None
+        step.recipe = self.rules.recipe_of(name, step.names) if name in PRODUCTS else None
         is_fixed = all(fixed)
         is_one_by_one = is_moved and len(eqn.outvars) == len(eqn.invars) > 1  # such as a barrier or a sort
         for position, var in enumerate(eqn.outvars):

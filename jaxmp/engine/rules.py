@@ -21,7 +21,9 @@ from jaxmp.base.dtypes import CASTABLE, closest_names, is_castable, is_other_flo
 from jaxmp.engine.classes import Class, Kind, classify, path_and_operation
 from jaxmp.engine.marks import DECIDED, SPECIAL, is_widened, path_of, region_of
 from jaxmp.engine.overrides import Level
+from jaxmp.policy.float8 import Float8, get_recipe
 from jaxmp.policy.patterns import EVERY, OPERATIONS, matches
+from jaxmp.policy.policies import Policy
 
 _NO_SCOPES = "none: the function has no scopes; use jax.named_scope, or jaxmp.nnx.autocast for an NNX model"
 
@@ -56,7 +58,7 @@ class Rules:
     half: np.dtype | None
     overrides: dict[str, Level] = dataclasses.field(default_factory=dict)
     programs: dict[Any, Any] | None = dataclasses.field(default_factory=dict)
-    float8: Any = None
+    float8: Float8 | None = None
     decided: Callable[[Any], object] = id
 
     def __post_init__(self) -> None:
@@ -147,6 +149,16 @@ class Rules:
         if region.is_policy or not isinstance(level, str):
             return None  # under a policy the rules decide
         return level, f"override {keys[0]!r}"
+
+    def recipe_of(self, name: str, names: Names) -> Float8 | None:
+        """Return the recipe of float8 products for a product in these scopes."""
+        if DECIDED in names:
+            return None
+        if recipe := region_of(names).recipe:
+            return get_recipe(recipe)
+        levels = [self.overrides[key] for key in self.keys_of(name, names)]
+        policies = [level for level in levels if isinstance(level, Policy)]
+        return policies[0].float8 if policies else self.float8
 
     def keys_of(self, name: str, names: Names) -> list[str]:
         """Return the overrides of a primitive in these scopes.
