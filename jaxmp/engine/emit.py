@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -62,7 +62,7 @@ def evaluated(graph: Graph, rules: Rules, args: Sequence[Any], dtypes: Sequence[
     body = graph.body
     changed = {node for node in graph.nodes if node.deferred_cast is not None or node.dtype != node.written}
     for step in graph.steps:
-        step.stands = _stands(step, changed)
+        step.is_unchanged = _is_unchanged(step, changed)
     evaluation = _Evaluation(rules, body, args)
     results = evaluation.results() if graph.changes else evaluate(body.jaxpr, body.consts, args)
     return [
@@ -78,6 +78,13 @@ def _derived(rules: Rules, step: Step, jaxpr: Opened, args: Sequence[Any], dtype
     """
     graph = build(*jaxpr, rules, (*step.names, WITH_RULE), in_rule=step.eqn.primitive.name == "custom_vjp_call")
     return evaluated(graph, rules, args, dtypes, force=True)
+
+
+class _Repeat(NamedTuple):
+    """An equation that may repeat (broadcast) an operand, and the values of all its operands."""
+
+    step: Step
+    operands: Sequence[Any]
 
 
 class _Evaluation:
@@ -104,9 +111,9 @@ class _Evaluation:
             if self.is_noted:
                 self.casts = step.casts = []
             values = self.read(eqn.invars)
-            stands = step.stands and not self.examples.are_many
+            is_unchanged = step.is_unchanged and not self.examples.are_many
             with in_place_of(eqn):
-                results = bind_equation(eqn, values, eqn.params) if stands else self.results_of(step, values)
+                results = bind_equation(eqn, values, eqn.params) if is_unchanged else self.results_of(step, values)
             for var, value in zip(eqn.outvars, results, strict=True):
                 self.env[var] = value
             if eqn.primitive.name == _CAST and _is_widening(step):
@@ -118,20 +125,17 @@ class _Evaluation:
         """Return the values of atoms."""
         return [atom.val if type(atom) is Literal else self.env[atom] for atom in atoms]
 
-    def read_as(self, value: Any, atom: Any, node: Node, dtype: np.dtype, met: Any = ()) -> Any:
-        """Return ``value`` in ``dtype``.
-
-        ``met`` has a step that may repeat (broadcast) the value, and the operands of the step. If no step may repeat
-        the value, ``met`` is empty.
-        """
+    def read_as(self, value: Any, atom: Any, node: Node, dtype: np.dtype, repeat: _Repeat | None = None) -> Any:
+        """Return ``value`` in ``dtype`` for an equation, which may be a ``repeat``."""
         if type(atom) is Literal:
             return np.asarray(value).astype(dtype)
-        is_summed = bool(met) and dtype.itemsize == 2 and must_widen(met[0].eqn, atom, value, self.examples)
+        is_half = dtype.itemsize == 2
+        is_summed = repeat is not None and is_half and must_widen(repeat.step.eqn, atom, value, self.examples)
         if node.deferred_cast is None and value.dtype == dtype and not isinstance(value, np.ndarray) and not is_summed:
             return value
         if atom in self.narrow and self.narrow[atom][1].value_dtype == dtype:
             narrow, node = self.narrow[atom]
-            return self.read_as(self.read([narrow])[0], narrow, node, dtype, met)
+            return self.read_as(self.read([narrow])[0], narrow, node, dtype, repeat)
         # A weight is cast at each use, so that its cotangents are summed in float32; other values are cast once.
         # A cast to float32 is made at each use, so that XLA stores the half value and no shared float32 copy.
         is_shared = node.is_cast_once and dtype.itemsize <= node.value_dtype.itemsize
@@ -139,8 +143,9 @@ class _Evaluation:
             if (atom, dtype) not in self.shared:
                 self.shared[atom, dtype] = self.cast(value, dtype, node)
             return self.shared[atom, dtype]
-        if node.deferred_cast in (None, dtype) and (is_summed or (met and dtype.itemsize < value.dtype.itemsize)):
-            return self.repeated(value, dtype, met[0], _met(met[0], met[1], self.examples.others, node))
+        is_narrowed = dtype.itemsize < value.dtype.itemsize
+        if repeat is not None and node.deferred_cast in (None, dtype) and (is_summed or is_narrowed):
+            return self.repeated(value, dtype, repeat.step, _batched_operands(repeat, self.examples.others, node))
         return self.cast(value, dtype, node)
 
     def cast(self, value: Any, dtype: np.dtype, node: Node | None = None) -> Any:
@@ -211,8 +216,8 @@ class _Evaluation:
         operands = list(values)
         for n, (node, dtype) in enumerate(zip(step.operands, _wants(step), strict=True)):
             if node is not None and dtype is not None:
-                met = (step, values) if n in repeats else ()
-                operands[n] = self.read_as(values[n], eqn.invars[n], node, dtype, met)
+                repeat = _Repeat(step, values) if n in repeats else None
+                operands[n] = self.read_as(values[n], eqn.invars[n], node, dtype, repeat)
         return operands
 
     def cast_by_author(self, step: Step, node: Node, value: Any, operand: Any) -> Any:
@@ -265,14 +270,17 @@ def _over_turns(step: Step) -> list[tuple[int, np.dtype]]:
     return [(place, operand.dtype) for place, operand in halves if read_often(step.eqn, place)]
 
 
-def _met(step: Step, operands: Sequence[Any], others: Sequence[Any], node: Node) -> Sequence[Any]:
-    """Return the operands of ``step`` over which a ``jax.vmap`` maps.
+def _batched_operands(repeat: _Repeat, others: Sequence[Any], node: Node) -> Sequence[Any]:
+    """Return the operands over which a ``jax.vmap`` maps.
 
-    If there are none and ``node`` is a weight, return an activation over which a later ``jax.vmap`` may map.
+    ``others`` are the operands over which a ``jax.vmap`` maps already. If there are none and ``node`` is a weight,
+    return an activation over which a later ``jax.vmap`` may map.
     """
-    # Operands in a derivative rule may be tangents, and primal values must not depend on tangents.
-    if others or node.is_cast_once or WITH_RULE in step.names:
-        return () if WITH_RULE in step.names else others
+    step, operands = repeat
+    if WITH_RULE in step.names:  # operands may be tangents, and primal values must not depend on tangents
+        return ()
+    if others or node.is_cast_once:
+        return others
     pairs = zip(operands, step.operands, strict=True)
     return [value for value, operand in pairs if operand and operand.is_cast_once and is_staged(value)][:1]
 
@@ -321,7 +329,7 @@ def _result_of_equal_step(
     return program
 
 
-def _stands(step: Step, changed: set[Node]) -> bool:
+def _is_unchanged(step: Step, changed: set[Node]) -> bool:
     """Return whether an equation is emitted unchanged, with its bodies."""
     node, params = step.node, step.eqn.params
     if not changed.isdisjoint(step.operands) or not changed.isdisjoint(step.nodes) or step.float8 is not None:
@@ -331,8 +339,9 @@ def _stands(step: Step, changed: set[Node]) -> bool:
     if step.bodies is None:
         return node is None or (node.compute is None and (node.dtype.itemsize > 2 or not sums_half(step.eqn)))
     # Derivative rules are decided when they run.
-    can_stand = step.eqn.primitive.name not in _WITH_RULES or step.region.level == "written"
-    return can_stand and not _over_turns(step) and all(inner.stands for body in step.inner for inner in body.steps)
+    has_rule = step.eqn.primitive.name in _WITH_RULES and step.region.level != "written"
+    inside = (inner for body in step.inner for inner in body.steps)
+    return not has_rule and not _over_turns(step) and all(inner.is_unchanged for inner in inside)
 
 
 def _is_widening(step: Step) -> bool:
@@ -403,6 +412,6 @@ def _decisions(step: Step) -> Any:
         (node.compute, node.dtype, node.deferred_cast) for node in step.nodes if node is not None
     )
     shared = tuple(operand is not None and (operand.is_cast_once, operand.deferred_cast) for operand in step.operands)
-    decisions = (*decisions, step.stands, step.float8, step.float8 is not None and may_be_skipped())
+    decisions = (*decisions, step.is_unchanged, step.float8, step.float8 is not None and may_be_skipped())
     # `_wants` is part of the key, because the dtypes of comparisons also depend on constants.
     return (decisions, shared, tuple(_wants(step)), tuple(tuple(map(_decisions, body.steps)) for body in step.inner))

@@ -55,7 +55,7 @@ class Node:
     before_product: bool = False  # whether a product or a half result depends on it
     activation_of: int = 0  # the number of the last product from which it is computed elementwise; 0 if none
     has_half_copy: bool = False  # whether it is also read in half
-    is_seen: bool = False  # whether it is a float32 result, or its small differences decide integers or bools
+    needs_float32: bool = False  # whether it is a float32 result, or its small differences decide integers or bools
     is_rounded: bool = False  # whether it is a softmax that is stored in half for products
     state: State = State.UNDECIDED
     rule: Rule | None = None  # the rule that raised the state
@@ -122,7 +122,7 @@ class Step:
     bodies: Bodies | None = None
     inner: Sequence[Body] = ()
     unchanged: Collection[int] = ()  # for a scan, the numbers of the carries that no iteration changes
-    stands: bool = False  # whether it is emitted unchanged
+    is_unchanged: bool = False  # whether it is emitted unchanged
     operand_types: Sequence[Any] = ()  # the types of its operands after casts; empty if it is unchanged
     casts: Sequence[int] = ()  # the bytes of each cast that is added for it
     node: Node | None = None  # the node of the first floating result
@@ -394,7 +394,7 @@ class _Builder:
             results.append((node, same, is_fixed))
         if step.node is None:
             for operand in inputs if inputs and _tells_apart(name, inputs) else ():
-                operand.is_seen = True
+                operand.needs_float32 = True
         elif is_moved and len(inputs) == 1:
             step.node.const = inputs[0].const
             step.node.is_looked_up = name == "gather" and not fixed[1]

@@ -30,7 +30,7 @@ class OperationPattern:
 def find_patterns(graph: Graph) -> list[OperationPattern]:
     """Return the patterns of a decided graph, and mark softmaxes to store in half."""
     patterns = list[OperationPattern]()
-    results = [node for node in graph.nodes if node.is_seen]
+    results = [node for node in graph.nodes if node.needs_float32]
     returned = walk(results, lambda node: node.inputs if node.kind is CLEAR else ())
     for node in graph.nodes:
         if node.state >= State.FLOAT32 and node.inputs and node.name in _RECOGNISED:
