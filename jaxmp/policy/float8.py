@@ -23,7 +23,6 @@ _CHOICES = {
     "gradient": (FORWARD_FORMAT, _E5M2),
     "weight_gradient": ("float8", "compute"),
     "accumulate": ("fast", "precise", "fast_forward"),
-    "keep": ("float8", "compute"),
 }
 _DIVISOR = 16  # divides each dimension of a float8 product, because XLA copies and pads operands of other sizes
 _VARIABLE = "JAXMP_FLOAT8"
@@ -46,8 +45,6 @@ class Float8:
       min_dim: the minimum size of both dimensions of a weight. Products with smaller weights are not float8.
       min_tokens: the minimum number of rows (tokens) that a product multiplies by the weight. Smaller products are not
         float8.
-      keep: the dtype in which operands are stored for the backward pass: ``"float8"``, or ``"compute"`` for the
-        policy's compute dtype. With ``"compute"``, the backward pass quantises the operands again.
 
     Raises:
       ValueError: an attribute has a value that is not listed above, or a size is not a positive integer.
@@ -61,7 +58,6 @@ class Float8:
     accumulate: str = "fast_forward"
     min_dim: int = 1536
     min_tokens: int = 1024
-    keep: str = "float8"
 
     def __post_init__(self) -> None:
         with contextlib.suppress(ValueError):

@@ -121,8 +121,6 @@ class _Product:
         def rule(operands: Any, tangents: Any) -> Any:
             operands = [_opened(operand, FORWARD_FORMAT) for operand in operands]
             result = self._forward(*operands)
-            if self.recipe.keep == "compute":
-                operands = [(value, None, scale) for value, _, scale in operands]
             nonzero = [None if isinstance(value, SymbolicZero) else value for value, _, _ in tangents]
             if nonzero == [None, None]:
                 return result, jnp.zeros_like(result)
@@ -151,32 +149,22 @@ class _Product:
         The tangent is a sum. Each operand whose tangent is not None adds the product of its tangent and the other
         operand.
         """
-        in_float8: list[Any] = []
-        in_compute: list[Any] = []
+        parts_in_float8: list[Any] = []
+        parts: list[Any] = []
         for side, tangent in enumerate(tangents):
             if tangent is None:
                 continue
             is_exact = self.recipe.weight_gradient == "compute" and self.weight == ("lhs", "rhs")[side]
-            other = self._other_factor(operands[1 - side], is_exact)
+            value, in_float8, scale = operands[1 - side]
+            other = value.astype(_COMPUTE) if is_exact else _dequantised(value, in_float8, scale)
             tangent = tangent.astype(_COMPUTE)
             lhs, rhs = (tangent, other) if side == 0 else (other, tangent)
             part = self._dot(lhs, rhs, not is_exact and self.recipe.accumulate != "fast")
-            (in_compute if is_exact else in_float8).append(part)
-        parts = []
-        if in_float8:
-            total = functools.reduce(jnp.add, in_float8)
+            (parts if is_exact else parts_in_float8).append(part)
+        if parts_in_float8:
+            total = functools.reduce(jnp.add, parts_in_float8)
             parts.append(cast_with_transpose(total, self.dtype, self._transpose))
-        if in_compute:
-            parts.append(functools.reduce(jnp.add, in_compute))
         return functools.reduce(jnp.add, [part.astype(self.dtype) for part in parts])
-
-    def _other_factor(self, operand: Any, is_exact: bool) -> Any:
-        """Return the operand that a tangent is multiplied by, in the compute dtype."""
-        value, in_float8, scale = operand
-        if is_exact:
-            return value.astype(_COMPUTE)
-        in_float8 = _cast(value, scale, FORWARD_FORMAT) if in_float8 is None else in_float8
-        return _dequantised(value, in_float8, scale)
 
 
 def quantised(value: Any, dtype: str, is_own: bool = False) -> tuple[Any, Any, Any]:

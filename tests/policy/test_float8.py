@@ -25,7 +25,7 @@ class TestRecipe:
         for recipe, text in (
             (Float8(), "float8"),
             (Float8(min_dim=1024), "float8(min_dim=1024)"),
-            (Float8(gradient="e4m3", keep="compute"), "float8(gradient=float8_e4m3fn,keep=compute)"),
+            (Float8(gradient="e4m3", accumulate="fast"), "float8(gradient=float8_e4m3fn,accumulate=fast)"),
         ):
             assert str(recipe) == text and float8.get_recipe(text) == recipe and float8.get_recipe("None") is None
             assert float8.get_recipe(text.replace(",", " , ").upper()) == recipe
@@ -35,7 +35,7 @@ class TestRecipe:
             ("gradient", "int8", "'float8_e4m3fn' or 'float8_e5m2', got 'int8'"),
             ("weight_gradient", "bf16", "'float8' or 'compute', got 'bf16'"),
             ("accumulate", "quick", "got 'quick'; nearest: "),
-            ("keep", None, "got None"),
+            ("accumulate", None, "got None"),
             ("min_dim", 0, "got 0; it is the minimum size"),
             ("min_tokens", 2.5, "got 2.5"),
             ("min_dim", True, "got True"),
@@ -89,15 +89,15 @@ class TestPolicy:
         custom = Policy("f32", "bf16", "f32", matmul_precision="highest", float8="float8(min_dim=1024, gradient=e4m3)")
         assert str(custom).endswith(",matmul_precision=highest,float8(gradient=float8_e4m3fn,min_dim=1024)")
         assert get_policy(str(custom)) == custom == get_policy(str(custom).replace(",", " , "))
-        assert get_policy("c=bf16,float8(min_dim=1024,keep=compute),o=f32").output_dtype == np.float32
+        assert get_policy("c=bf16,float8(min_dim=1024,accumulate=fast),o=f32").output_dtype == np.float32
         assert str(jaxmp.jmp.Policy("f32", "bf16", "f32", float8="float8")) == "p=full,c=bf16,o=full,float8"
 
     def test_policy_maps_have_float8_settings(self):
         policies = PolicyMap(
-            "mixed_float8", {"**/head": "mixed_bfloat16", "**/up": "c=bf16,float8(min_dim=1,keep=compute)"}
+            "mixed_float8", {"**/head": "mixed_bfloat16", "**/up": "c=bf16,float8(min_dim=1,accumulate=fast)"}
         )
         assert policies.float8 == Float8() and policies.resolve(("head",))[0].float8 is None
-        assert policies.resolve(("up",))[0].float8 == Float8(min_dim=1, keep="compute")
+        assert policies.resolve(("up",))[0].float8 == Float8(min_dim=1, accumulate="fast")
         assert get_policy(str(policies)) == policies
         assert str(PolicyMap("mixed_float8", {"head": "half"}).resolve(("head",))[0]) == str(get_policy("mixed_float8"))
 
