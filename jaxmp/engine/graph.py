@@ -143,7 +143,6 @@ class Body:
     consts: list[Any]
     steps: list[Step]
     results: list[Node | None]
-    has_floats: bool
     wanted: dict[Any, set[np.dtype | None]] | None = None
     casts: list[int] = dataclasses.field(default_factory=list)  # the bytes of each cast that is added for its results
 
@@ -256,18 +255,16 @@ class _Builder:
         for var, value in zip(jaxpr.constvars, consts, strict=True):
             env[var] = self.value(self.source(var.aval, value), id(value), is_fixed=True)
 
-        steps, stack, scopes = list[Step](), None, names
+        steps = list[Step]()
         for eqn in jaxpr.eqns:
-            if eqn.source_info.name_stack is not stack:  # consecutive equations often share a scope
-                stack, scopes = eqn.source_info.name_stack, (*names, *names_of(eqn))
-                self.region = region_of(ours(scopes))
+            scopes = (*names, *names_of(eqn))
+            self.region = region_of(ours(scopes))
             values = [literal(atom) if type(atom) is Literal else env[atom] for atom in eqn.invars]
             step, results = self.step(eqn, values, scopes)
             env.update(zip(eqn.outvars, results, strict=True))
             steps.append(step)
         ends = [self.literal(atom) if is_literal(atom) else env[atom] for atom in jaxpr.outvars]
-        has_floats = any(node is not None for node, *_ in env.values())
-        return Body(jaxpr, consts, steps, [node for node, *_ in ends], has_floats), ends
+        return Body(jaxpr, consts, steps, [node for node, *_ in ends]), ends
 
     def operation(self, eqn: Any) -> object:
         """Return the same object for equal primitives with equal parameters."""
@@ -285,8 +282,6 @@ class _Builder:
         else:
             enter = {"call": self.enter_call, "cond": self.enter_cond}.get(bodies.kind, self.enter_loop)
             results = enter(step, bodies, values)
-            if not any(body.has_floats for body in step.inner):
-                step.bodies, step.reason = None, "no floating value inside"  # masks and indices: emitted unchanged
             if all(fixed):
                 results = [(node, number, True) for node, number, _ in results]
             step.nodes = [node for node, *_ in results]
