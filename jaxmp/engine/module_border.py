@@ -26,12 +26,11 @@ from jaxmp.base import trees as _tree
 from jaxmp.base.donation import require_not_deleted
 from jaxmp.base.dtypes import CASTABLE, is_half
 from jaxmp.engine.autocast import computed
-from jaxmp.engine.classes import path_and_operation
 from jaxmp.engine.half_check import Reason
 from jaxmp.engine.marks import computing, mark_of, widened
 from jaxmp.engine.overrides import Level, levels_of
 from jaxmp.engine.rules import Rules
-from jaxmp.policy.patterns import OPERATIONS, checked_overrides, pattern_text
+from jaxmp.policy.patterns import OPERATIONS, checked_overrides, path_and_primitive, pattern_text
 from jaxmp.policy.policies import Policy
 from jaxmp.policy.policy_map import PolicyMap
 
@@ -64,7 +63,7 @@ def autocast_map(policy: Any, overrides: Mapping[Any, Any] | None) -> tuple[Poli
 
 
 def _names_operations(key: Any) -> bool:
-    return isinstance(key, str) and (key.startswith(OPERATIONS) or bool(path_and_operation(key)[1]))
+    return isinstance(key, str) and (key.startswith(OPERATIONS) or bool(path_and_primitive(key)[1]))
 
 
 def wrong_model(value: Any, library: str, function: str) -> TypeError:
@@ -222,7 +221,7 @@ def remembered(programs: dict[Any, Any], key: Any, fun: Callable[..., Any], rule
     does outside of ``jit``.
 
     Args:
-      programs: the programs of earlier calls; the oldest ones are dropped.
+      programs: the programs of earlier calls, which are dropped if they become too many.
       key: everything that ``fun`` depends on besides its arguments, compared by ``==``.
       fun: a pure function.
       rules: the rules for the operations of ``fun``.

@@ -16,8 +16,8 @@ import numpy as np
 
 from jaxmp.base.arguments import printed
 from jaxmp.base.dtypes import CASTABLE, closest_names, is_half
-from jaxmp.engine.classes import Class, classify, path_and_operation, primitives_of
-from jaxmp.policy.patterns import EVERY, OPERATIONS, checked_overrides
+from jaxmp.engine.classes import Class, classify, primitives_of
+from jaxmp.policy.patterns import EVERY, OPERATIONS, checked_overrides, path_and_primitive
 from jaxmp.policy.policies import Policy
 from jaxmp.policy.policy_map import PolicyMap, get_policy
 
@@ -53,10 +53,11 @@ def policy_and_exceptions(policy: Any, overrides: Mapping[str, Any] | None = Non
     of_half = next((policy for policy in map(_policy_of, on_paths) if policy and is_half(policy.compute_dtype)), None)
     if root.compute_dtype != np.float32:
         return root, levels_of(exceptions, root.compute_dtype)
+    default = level_of(root)
     if of_half is not None:
         root = dataclasses.replace(of_half, param_dtype=root.param_dtype, output_dtype=root.output_dtype)
     levels = levels_of(exceptions, root.compute_dtype)
-    return root, {**levels, EVERY: levels.get(EVERY, level_of(root))} if levels else {}
+    return root, {**levels, EVERY: levels.get(EVERY, default)} if levels else {}
 
 
 def levels_of(overrides: Mapping[Any, Any], half: np.dtype | None) -> dict[str, Level]:
@@ -77,11 +78,13 @@ def levels_of(overrides: Mapping[Any, Any], half: np.dtype | None) -> dict[str, 
     for key, value in overrides.items():
         if not isinstance(key, str) or key.startswith("type:"):
             raise TypeError(
-                f"an override of autocast must be a path such as '**/head', 'primitive:<name>' or 'class:<name>', got "
-                f"{printed(key)}; for classes of modules use jaxmp.linen.autocast or jaxmp.nnx.autocast"
+                "a function under autocast has no modules, so its overrides are for paths such as '**/head', for "
+                f"'primitive:<name>' or for 'class:<name>', got {printed(key)}; for classes of modules use "
+                "jaxmp.linen.autocast or jaxmp.nnx.autocast"
             )
-        _, primitive = path_and_operation(key)
-        is_operation = bool(primitive) or key.startswith(OPERATIONS)
+        _, primitive = path_and_primitive(key)
+        operation = f"primitive:{primitive}" if primitive else key
+        is_operation = operation.startswith(OPERATIONS)
         levels[key] = _level_of_value(value, half, is_operation)
         if levels[key] == "half" and half == np.float32:
             raise ValueError(
@@ -93,12 +96,7 @@ def levels_of(overrides: Mapping[Any, Any], half: np.dtype | None) -> dict[str, 
                 f"{key!r} stays float32, because few of its kernels exist in half precision, got 'half'; leave out the "
                 "override, or write 'primitive:<name>' for one primitive"
             )
-        names_operations = key.startswith(OPERATIONS) and key != EVERY  # also with an unknown name
-        named: Any = ()
-        if primitive:
-            named = primitives_named_by(f"primitive:{primitive}")
-        elif names_operations:
-            named = primitives_named_by(key)
+        named = primitives_named_by(operation) if is_operation and operation != EVERY else ()
         if fixed := sorted(name for name in named if classify(name) in FIXED):
             raise ValueError(
                 f"an override must name operations that compute, got {key!r}: {', '.join(fixed[:3])} "

@@ -18,11 +18,11 @@ from jaxmp._internals.jax.equations import asks_for_highest, names_a_dtype
 from jaxmp._internals.jax.primitives import PICKS
 from jaxmp._internals.jax.sources import Names
 from jaxmp.base.dtypes import CASTABLE, closest_names, is_castable, is_other_float, range_of
-from jaxmp.engine.classes import Class, Kind, classify, path_and_operation
+from jaxmp.engine.classes import Class, Kind, classify
 from jaxmp.engine.marks import DECIDED, SPECIAL, is_widened, path_of, region_of
 from jaxmp.engine.overrides import Level
 from jaxmp.policy.float8 import Float8, get_recipe
-from jaxmp.policy.patterns import EVERY, OPERATIONS, matches
+from jaxmp.policy.patterns import EVERY, OPERATIONS, matches, path_and_primitive
 from jaxmp.policy.policies import Policy
 
 _NO_SCOPES = "none: the function has no scopes; use jax.named_scope, or jaxmp.nnx.autocast for an NNX model"
@@ -77,7 +77,7 @@ class Rules:
             if key in {name for _, name in self.visited}:
                 what = f"key: 'primitive:{key}'"
             elif key in self.paths:
-                primitive = path_and_operation(key)[1]
+                primitive = path_and_primitive(key)[1]
                 visited = {(names, f":{name}" if primitive else "") for names, name in self.visited if names}
                 known = sorted(glob.escape("/".join(names)) + name for names, name in visited)
                 what = f"paths: {closest_names(key, known) or _NO_SCOPES}"
@@ -176,7 +176,7 @@ class Rules:
     def _find_path_rules(self, path: Names, name: str) -> list[str]:
         keys = []
         for key in self.paths:
-            pattern, primitive = path_and_operation(key)
+            pattern, primitive = path_and_primitive(key)
             is_below = any(matches(pattern, path[:end], None) for end in range(len(path) + 1))
             if is_below and primitive in ("", name):
                 keys.append(key)

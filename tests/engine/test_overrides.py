@@ -265,7 +265,7 @@ def test_invalid_overrides_raise():
         ({"**/head": "float16"}, ValueError, "or a policy that computes in float32 or bfloat16, got 'float16'"),
         ({"**/head": "O2"}, ValueError, "got 'O2'"),
         ({"**/head": "policy;nonsense"}, ValueError, "got 'policy;nonsense'; write one of these"),
-        ({jnp.tanh: "half"}, TypeError, "an override of autocast must be a path such as '**/head'"),
+        ({jnp.tanh: "half"}, TypeError, "so its overrides are for paths such as '**/head'"),
         ({"type:Dense": "half"}, TypeError, "for classes of modules use jaxmp.linen.autocast or jaxmp.nnx.autocast"),
     ):
         with pytest.raises(error, match=re.escape(text)):
@@ -413,13 +413,15 @@ def test_the_rules_decide_under_a_policy_on_a_path_but_not_under_half(override, 
     assert {row.result for row in plan.rows if row.primitive == "dot_general"} == {"bfloat16"}
 
 
-def test_a_scope_may_have_a_colon_in_its_name():
+def test_a_question_mark_stands_for_a_colon_in_the_name_of_a_scope():
     def fun(w, x):
         with jax.named_scope("stage:1"):
             return jnp.sum(jnp.tanh(x @ w))
 
     x = jnp.ones((4, 4))
-    plan = jaxmp.cast_plan(fun, "mixed_bfloat16", {"stage:1": "float32"})(x, x)
+    plan = jaxmp.cast_plan(fun, "mixed_bfloat16", {"stage?1": "float32"})(x, x)
     assert {row.result for row in plan.rows if row.path} == {"float32"}
-    plan = jaxmp.cast_plan(fun, "mixed_bfloat16", {"stage:1:dot_general": "float32"})(x, x)
+    plan = jaxmp.cast_plan(fun, "mixed_bfloat16", {"stage?1:dot_general": "float32"})(x, x)
     assert [row.result for row in plan.rows if row.primitive == "dot_general"] == ["float32"]
+    with pytest.raises(UnknownOperationError, match="'primitive:1' names a primitive that does not exist"):
+        jaxmp.cast_plan(fun, "mixed_bfloat16", {"stage:1": "float32"})
