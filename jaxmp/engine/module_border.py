@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
-import threading
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -241,15 +240,11 @@ def remembered(programs: dict[Any, Any], key: Any, fun: Callable[..., Any], rule
         hash(program_key)
     except TypeError:  # an argument or a field has no hash
         return computed(fun, rules, args, {})
-    program = programs.get(program_key) or TracedProgram(lambda *args: computed(fun, rules, args, {}), args)
-    with _lock:
-        programs.pop(program_key, None)  # moves the latest program to the end
+    program = programs.get(program_key)
+    if program is None:
+        program = TracedProgram(lambda *args: computed(fun, rules, args, {}), args)
+        if len(programs) >= 64:
+            programs.clear()
         programs[program_key] = program
-        if len(programs) > _REMEMBERED:
-            del programs[next(iter(programs))]
     jaxpr, consts = program.jaxpr
     return program.unflatten(evaluate(jaxpr, consts, operands))
-
-
-_REMEMBERED = 64
-_lock = threading.RLock()  # re-entrant, because comparing keys may run the author's code, which may call a model
