@@ -129,13 +129,13 @@ def get_recipe(recipe: Any) -> Float8 | None:
 def refusal(lhs: Any, rhs: Any, dimension_numbers: Any, recipe: Float8, *, weight: str = "rhs") -> str | None:
     """Return why a product of these shapes is not float8; None if it is float8.
 
-    Examples are ``"768 < 1536"`` (a dimension of the weight is below ``min_dim``), ``"50257 % 16"`` (a dimension is not
-    divisible by 16) and ``"batched"``.
+    Examples are ``"768 < 1536"`` (a dimension of the weight is below ``min_dim``) and ``"50257 % 16"`` (a dimension is
+    not divisible by 16).
 
     Args:
       lhs: an array or a shape.
       rhs: an array or a shape.
-      dimension_numbers: as ``jax.lax.dot_general`` takes them.
+      dimension_numbers: as ``jax.lax.dot_general`` takes them, without batch dimensions.
       recipe: the recipe with the minimum sizes.
       weight: the operand that is the weight, ``"lhs"`` or ``"rhs"``. The number of tokens is the product of the other
         operand's dimensions that are not contracted.
@@ -144,9 +144,7 @@ def refusal(lhs: Any, rhs: Any, dimension_numbers: Any, recipe: Float8, *, weigh
     >>> refusal(lhs, rhs, (((2,), (0,)), ((), ())), jaxmp.Float8())
     '768 < 1536'
     """
-    contracting, batch = dimension_numbers
-    if any(batch):
-        return "batched"
+    contracting, _ = dimension_numbers
     inner = math.prod(lhs.shape[axis] for axis in contracting[0])
     left = math.prod(size for axis, size in enumerate(lhs.shape) if axis not in contracting[0])
     right = math.prod(size for axis, size in enumerate(rhs.shape) if axis not in contracting[1])

@@ -38,7 +38,6 @@ def dot_general(
     dimension_numbers: Any,
     recipe: Float8,
     *,
-    preferred_element_type: Any = None,
     weight: str | None = None,
     is_fused: bool = False,
 ) -> jax.Array:
@@ -54,7 +53,6 @@ def dot_general(
       rhs: the other operand.
       dimension_numbers: as ``jax.lax.dot_general`` takes them. They may have batch dimensions.
       recipe: the recipe, which sets the formats, the accumulation and the residuals.
-      preferred_element_type: the dtype of the result; by default the dtype of the operands.
       weight: the operand to which ``recipe.weight_gradient`` applies, ``"lhs"`` or ``"rhs"``; None if neither is a
         weight.
       is_fused: whether XLA may fuse the operation that reads the result into the product's kernel. XLA crashes if it
@@ -66,12 +64,11 @@ def dot_general(
     """
     contracting, batch = dimension_numbers
     dimensions = tuple(map(tuple, contracting)), tuple(map(tuple, batch))
-    dtype = jnp.result_type(lhs, rhs) if preferred_element_type is None else preferred_element_type
     with jax.named_scope(f"jaxmp.float8({recipe})"):
         # The operands are quantised outside of the product, so that a weight is quantised once for several products.
         is_own = may_be_skipped()
         operands = quantised(lhs, FORWARD_FORMAT, is_own), quantised(rhs, FORWARD_FORMAT, is_own)
-        return _product(dimensions, recipe, np.dtype(dtype), weight, is_fused, is_own)(*operands)
+        return _product(dimensions, recipe, jnp.result_type(lhs, rhs), weight, is_fused, is_own)(*operands)
 
 
 def recipe_of(eqn: Any) -> Float8 | None:
