@@ -194,11 +194,10 @@ class _Evaluation:
         is_repeat = node is not None and eqn.primitive.name in REPEATS
         if is_repeat and must_widen(eqn, eqn.invars[0], operands[0], self.examples):
             return summed_in_float32(eqn, operands)
-        dtype = None if node is None else node.compute
-        if dtype is not None and node and eqn.primitive.name == "custom_linear_solve" and dtype != node.written:
-            return linear_solve(eqn, functools.partial(_derived, self.rules, step), operands)
-        params = eqn.params
-        if dtype is not None and node is not None:
+        dtype, params = None if node is None else node.compute, eqn.params
+        if node is not None and dtype is not None:
+            if eqn.primitive.name == "custom_linear_solve" and dtype != node.written:
+                return linear_solve(eqn, functools.partial(_derived, self.rules, step), operands)
             is_exact = node.requested != "tensorfloat32" and step.region.asked_by != OF_POLICY
             params = params_in_dtype(eqn, dtype, is_exact)
         if "precision" in params and asks_for_what_is_missing(params):
@@ -368,7 +367,7 @@ def _wants(step: Step) -> list[np.dtype | None]:
         return [None if operand is None else operand.written for operand in operands]
     if name == _CAST and (node.kind is KEPT or _is_widening(step)):  # the cast may read any dtype
         return [None if operand is None else operand.deferred_cast for operand in operands]
-    return [None if operand is None else node.compute or read_in(node, operand) for operand in operands]
+    return [None if operand is None else read_in(node, operand) for operand in operands]
 
 
 def _wants_of_bodies(step: Step, bodies: Bodies) -> list[np.dtype | None]:

@@ -328,9 +328,14 @@ class _Builder:
                 self.check_range(join)
         new_nodes = (*carry, *results, *itertools.chain(*conditions))
         key = ("turns", *map(step.eqn.params.get, ("length", "reverse")), *(number for _, number, _ in new_nodes))
-        changed = [self.value(node, (n, *key)) for n, (node, *_) in enumerate(carry) if n not in step.unchanged]
-        ends = iter([(node, ("turns", number), False) for node, number, _ in (*changed, *results[bodies.carry :])])
-        return [*(value if n in step.unchanged else next(ends) for n, value in enumerate(carry)), *ends]
+        ends = list[_Value]()
+        for n, value in enumerate([*carry, *results[bodies.carry :]]):
+            if n in step.unchanged:
+                ends.append(value)
+                continue
+            node, number, _ = self.value(value[0], (n, *key)) if n < bodies.carry else value
+            ends.append((node, ("turns", number), False))
+        return ends
 
     def enter_cond(self, step: Step, bodies: Bodies, values: Sequence[_Value]) -> list[_Value]:
         columns = zip(*(self.inner(step, branch, values[1:]) for branch in bodies.jaxprs), strict=True)

@@ -95,11 +95,7 @@ def _normalisation(node: Node) -> OperationPattern | None:
 
 def _readers_past_offsets(node: Node) -> list[Node]:
     """Return readers of a value, also those after offsets, scales, bounds or masks."""
-    readers = readers_of(node)
-    for reader in readers:
-        if reader.name in _PASSED and len(readers) < 64:
-            readers += [user for user in readers_of(reader) if user not in readers]
-    return readers
+    return [*walk(readers_of(node), lambda reader: readers_of(reader) if reader.name in _PASSED else ())]
 
 
 _RECOGNISED: dict[str, Callable[[Node], OperationPattern | None]] = {
