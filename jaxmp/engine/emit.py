@@ -95,7 +95,6 @@ class _Evaluation:
 
     def __init__(self, rules: Rules, body: Body, args: Any, same: Same | None = None) -> None:
         self.rules, self.body = rules, body
-        self.is_noted = rules.programs is None  # whether to record casts and dtypes for a plan
         self.examples = Examples(body.jaxpr, args, body.consts, same)
         self.env = dict(zip((*body.jaxpr.invars, *body.jaxpr.constvars), (*args, *body.consts), strict=True))
         self.casts = body.casts = list[int]()  # the casts for the current step, and at the end for the results
@@ -108,8 +107,7 @@ class _Evaluation:
         """Return the results of the body in the dtypes of their nodes."""
         for step in self.body.steps:
             eqn = step.eqn
-            if self.is_noted:
-                self.casts = step.casts = []
+            self.casts = step.casts = list[int]()
             values = self.read(eqn.invars)
             is_unchanged = step.is_unchanged and not self.examples.are_many
             with in_place_of(eqn):
@@ -159,8 +157,7 @@ class _Evaluation:
             return np.asarray(value).astype(dtype)
         if value.dtype == dtype:
             return value
-        if self.is_noted:
-            self.casts.append(value.size * dtype.itemsize)
+        self.casts.append(value.size * dtype.itemsize)
         return jax.lax.convert_element_type(value, dtype)
 
     def repeated(self, value: Any, dtype: np.dtype, step: Step, like: Sequence[Any]) -> Any:
@@ -171,7 +168,7 @@ class _Evaluation:
         aval = step.eqn.outvars[0].aval if step.eqn.primitive.name in BROADCAST else jax.typeof(value)
         if value.shape == aval.shape and (not like or has_explicit_axes(value)):
             return self.cast(value, dtype)
-        if self.is_noted and value.dtype != dtype:
+        if value.dtype != dtype:
             self.casts.append(value.size * dtype.itemsize)
         return cast_repeated(value, dtype, aval, like)
 
@@ -182,8 +179,7 @@ class _Evaluation:
         """
         eqn, node = step.eqn, step.node
         operands = self.operands_of(step, values)
-        if self.is_noted:
-            step.operand_types = [jax.typeof(operand) for operand in operands]
+        step.operand_types = [jax.typeof(operand) for operand in operands]
         if eqn.primitive.name == _CAST and node is not None and node.kind is not KEPT:
             return [self.cast_by_author(step, node, values[0], operands[0])]
         if step.bodies is not None:
@@ -224,7 +220,7 @@ class _Evaluation:
 
         ``operand`` is ``value`` in the dtype that the cast reads.
         """
-        if self.is_noted and not _is_widening(step):
+        if not _is_widening(step):
             step.operand_types = [jax.typeof(value)]
         result = self.cast(operand, node.dtype)
         if step.eqn.invars[0].aval.dtype != step.eqn.outvars[0].aval.dtype:

@@ -224,7 +224,7 @@ def cast_plan(
     @functools.wraps(fun)
     def planned(*args: Any, **kwargs: Any) -> CastPlan:
         check_backend(one_policy)
-        # With `programs=None`, emitting the program records the casts and dtypes of each equation.
+        # With `programs=None`, each equation is emitted, which records its casts and dtypes.
         rules = Rules(one_policy.compute_dtype, exceptions, None, one_policy.float8)
         program, operands = traced(fun, args, kwargs, rules)
         if not all(isinstance(size, int) for operand in operands for size in operand.shape):
