@@ -93,7 +93,7 @@ def _find_products(graph: Graph, nodes: Sequence[Node], named: Sequence[Node], h
     products = [node for node in nodes if node.kind is HALF]
     for node in walk([*products, *written, *halves], users_of):
         node.after_product = True
-    for node in named:  # such an outer product is, for example, the gradient of a weight for one example
+    for node in named:  # an outer product, as in Mamba's state, or in the gradient of a weight for one example
         if node.kind is INFER and any(operand.after_product for operand in node.inputs):
             assert node.step is not None
             node.kind, node.state, node.step.reason = HALF, State.HALF, "product"
