@@ -67,7 +67,7 @@ def _amplified_operands(step: Step, name: str, quantised: Collection[Node | None
         return () if is_quantised else _floats(step)[: AMPLIFIERS[name]]
     if name in _ORDERINGS:
         pairs = zip(_floats(step), _floats(step)[::-1], strict=True)
-        return [place for place, other in pairs if _is_scale_of(step, place, other)]
+        return [operand for operand, other in pairs if _is_compared_with_positions(step, operand, other)]
     if name in (_CAST, _SEARCH):
         dtype = step.eqn.outvars[0].aval.dtype
         is_index = dtype.kind in "iu" and dtype.name not in _QUANTISED
@@ -86,14 +86,17 @@ def _is_quantised(rounded: Node, quantised: Collection[Node | None]) -> bool:
     return any(reader.name in PRODUCTS or reader in quantised for reader in after)
 
 
-def _is_scale_of(step: Step, place: Node, other: Node) -> bool:
-    """Return whether ``place`` is compared with an array of positions or a table."""
-    if place is other or other.after_product:
+def _is_compared_with_positions(step: Step, operand: Node, other: Node) -> bool:
+    """Return whether ``other`` is an array of positions or a table."""
+    if operand is other or other.after_product:
         return False
-    if other.is_constant and other.const is None:  # computed from integers: an array of positions, or one bound
-        return size_of(other.origin.shape) > 1
-    size = size_of(step.eqn.outvars[0].aval.shape)
-    is_table = 1 < size_of(other.origin.shape) < size and size_of(place.origin.shape) < size
+    entries = size_of(other.origin.shape)
+    is_computed_from_integers = other.is_constant and other.const is None
+    if is_computed_from_integers:
+        return entries > 1  # a single one is a bound
+    # Each value is compared with each entry of a table, so the result is larger than both.
+    compared = size_of(step.eqn.outvars[0].aval.shape)
+    is_table = 1 < entries < compared and size_of(operand.origin.shape) < compared
     return is_table or other.is_looked_up
 
 

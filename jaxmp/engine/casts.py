@@ -71,7 +71,7 @@ def move_casts(nodes: Sequence[Node]) -> None:
     weight, each reader casts the weight instead.
     """
     for node in reversed(nodes):
-        is_moved = node.kind is CLEAR and node.name in MONOTONE and len(node.inputs) == 1 and not node.is_seen
+        is_moved = node.kind is CLEAR and node.name in MONOTONE and len(node.inputs) == 1 and not node.needs_float32
         if not is_moved or node.dtype != _FLOAT32:
             continue
         wanted = {read_in(user, node) for user in node.users}

@@ -12,7 +12,6 @@ import fnmatch
 import re
 
 from jaxmp._internals.jax.walk import PRODUCTS
-from jaxmp.policy.patterns import path_and_primitive
 
 
 class Class(enum.StrEnum):
@@ -228,18 +227,6 @@ def classify(name: str) -> Class | None:
     <Class.HALF: 'half'>
     """
     return _CLASSES.get(name) or (Class.OPAQUE if _OPAQUE.match(name) else None)
-
-
-def path_and_operation(key: str) -> tuple[str, str]:
-    """Split an override's key into a path and an operation, which may be empty.
-
-    A name after a colon that is not a primitive belongs to the path, because a scope may be called ``stage:1``.
-
-    >>> path_and_operation("encoder/flow:add"), path_and_operation("encoder/stage:1")
-    (('encoder/flow', 'add'), ('encoder/stage:1', ''))
-    """
-    path, name = path_and_primitive(key)
-    return (path, name) if classify(name) is not None else (key, "")
 
 
 def primitives_of(cls: Class) -> frozenset[str]:

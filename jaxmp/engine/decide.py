@@ -30,7 +30,7 @@ RAISERS = (raise_amplified, raise_cancelled, decide_loops)
 _FLOAT32 = np.dtype(np.float32)
 _ELEMENTWISE = primitives_of(Class.POINTWISE) | primitives_of(Class.INFER) | primitives_of(Class.WIDEST)
 # A nonlinearity before a product reads a float32 activation in half. These operations are not nonlinearities.
-_NOT_NONLINEAR = frozenset({"add", "sub", "mul", "div", "select_n"})
+_NO_NONLINEARITIES = frozenset({"add", "sub", "mul", "div", "select_n"})
 _CAST = "convert_element_type"
 
 
@@ -78,7 +78,7 @@ def _note_results(graph: Graph, dtypes: Sequence[Any]) -> None:
         if node is not None and dtype is not None and dtype.itemsize == 2 and node not in graph.wanted:
             graph.wanted.append(node)
         elif node is not None and dtype is not None:
-            node.is_seen = True
+            node.needs_float32 = True
 
 
 def _find_products(graph: Graph, nodes: Sequence[Node], named: Sequence[Node], halves: Sequence[Node]) -> None:
@@ -93,7 +93,7 @@ def _find_products(graph: Graph, nodes: Sequence[Node], named: Sequence[Node], h
     products = [node for node in nodes if node.kind is HALF]
     for node in walk([*products, *written, *halves], users_of):
         node.after_product = True
-    for node in named:  # such an outer product is, for example, the gradient of a weight for one example
+    for node in named:  # an outer product, as in Mamba's state, or in the gradient of a weight for one example
         if node.kind is INFER and any(operand.after_product for operand in node.inputs):
             assert node.step is not None
             node.kind, node.state, node.step.reason = HALF, State.HALF, "product"
@@ -158,7 +158,7 @@ def _find_half_copies(operands: Sequence[Node], nodes: Sequence[Node]) -> None:
     starts = [
         operand
         for node in nodes
-        if node in heading and node.name not in _NOT_NONLINEAR
+        if node in heading and node.name not in _NO_NONLINEARITIES
         for operand in node.inputs
         if operand.activation_of and _is_elementwise(node, operand)
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -29,12 +29,13 @@ from jaxmp._internals.jax.repeated_casts import (
     summed_in_float32,
     sums_half,
 )
-from jaxmp._internals.jax.traces import is_staged, is_tracing
+from jaxmp._internals.jax.traces import is_staged, is_tracing, may_be_skipped
 from jaxmp._internals.jax.vmap_sharing import Examples, Same, same_in_bodies
 from jaxmp.base.dtypes import is_castable
 from jaxmp.engine.casts import read_in
 from jaxmp.engine.classes import KEPT
 from jaxmp.engine.decide import decide
+from jaxmp.engine.float8_products import choose_float8, emit_float8
 from jaxmp.engine.graph import Body, Graph, Node, Step, build
 from jaxmp.engine.marks import OF_POLICY, WITH_RULE, ours
 from jaxmp.engine.rules import Rules
@@ -57,10 +58,11 @@ def evaluated(graph: Graph, rules: Rules, args: Sequence[Any], dtypes: Sequence[
         if node is not None:
             node.dtype = np.dtype(jax.typeof(value).dtype)
     decide(graph, dtypes, force)
+    choose_float8(graph)
     body = graph.body
     changed = {node for node in graph.nodes if node.deferred_cast is not None or node.dtype != node.written}
     for step in graph.steps:
-        step.stands = _stands(step, changed)
+        step.is_unchanged = _is_unchanged(step, changed)
     evaluation = _Evaluation(rules, body, args)
     results = evaluation.results() if graph.changes else evaluate(body.jaxpr, body.consts, args)
     return [
@@ -78,6 +80,13 @@ def _derived(rules: Rules, step: Step, jaxpr: Opened, args: Sequence[Any], dtype
     return evaluated(graph, rules, args, dtypes, force=True)
 
 
+class _Repeat(NamedTuple):
+    """An equation that may repeat (broadcast) an operand, and the values of all its operands."""
+
+    step: Step
+    operands: Sequence[Any]
+
+
 class _Evaluation:
     """An evaluation of a body, with its values and their casts.
 
@@ -86,7 +95,6 @@ class _Evaluation:
 
     def __init__(self, rules: Rules, body: Body, args: Any, same: Same | None = None) -> None:
         self.rules, self.body = rules, body
-        self.is_noted = rules.programs is None  # whether to record casts and dtypes for a plan
         self.examples = Examples(body.jaxpr, args, body.consts, same)
         self.env = dict(zip((*body.jaxpr.invars, *body.jaxpr.constvars), (*args, *body.consts), strict=True))
         self.casts = body.casts = list[int]()  # the casts for the current step, and at the end for the results
@@ -99,12 +107,11 @@ class _Evaluation:
         """Return the results of the body in the dtypes of their nodes."""
         for step in self.body.steps:
             eqn = step.eqn
-            if self.is_noted:
-                self.casts = step.casts = []
+            self.casts = step.casts = list[int]()
             values = self.read(eqn.invars)
-            stands = step.stands and not self.examples.are_many
+            is_unchanged = step.is_unchanged and not self.examples.are_many
             with in_place_of(eqn):
-                results = bind_equation(eqn, values, eqn.params) if stands else self.results_of(step, values)
+                results = bind_equation(eqn, values, eqn.params) if is_unchanged else self.results_of(step, values)
             for var, value in zip(eqn.outvars, results, strict=True):
                 self.env[var] = value
             if eqn.primitive.name == _CAST and _is_widening(step):
@@ -116,20 +123,17 @@ class _Evaluation:
         """Return the values of atoms."""
         return [atom.val if type(atom) is Literal else self.env[atom] for atom in atoms]
 
-    def read_as(self, value: Any, atom: Any, node: Node, dtype: np.dtype, met: Any = ()) -> Any:
-        """Return ``value`` in ``dtype``.
-
-        ``met`` has a step that may repeat (broadcast) the value, and the operands of the step. If no step may repeat
-        the value, ``met`` is empty.
-        """
+    def read_as(self, value: Any, atom: Any, node: Node, dtype: np.dtype, repeat: _Repeat | None = None) -> Any:
+        """Return ``value`` in ``dtype`` for an equation, which may be a ``repeat``."""
         if type(atom) is Literal:
             return np.asarray(value).astype(dtype)
-        is_summed = bool(met) and dtype.itemsize == 2 and must_widen(met[0].eqn, atom, value, self.examples)
+        is_half = dtype.itemsize == 2
+        is_summed = repeat is not None and is_half and must_widen(repeat.step.eqn, atom, value, self.examples)
         if node.deferred_cast is None and value.dtype == dtype and not isinstance(value, np.ndarray) and not is_summed:
             return value
         if atom in self.narrow and self.narrow[atom][1].value_dtype == dtype:
             narrow, node = self.narrow[atom]
-            return self.read_as(self.read([narrow])[0], narrow, node, dtype, met)
+            return self.read_as(self.read([narrow])[0], narrow, node, dtype, repeat)
         # A weight is cast at each use, so that its cotangents are summed in float32; other values are cast once.
         # A cast to float32 is made at each use, so that XLA stores the half value and no shared float32 copy.
         is_shared = node.is_cast_once and dtype.itemsize <= node.value_dtype.itemsize
@@ -137,8 +141,9 @@ class _Evaluation:
             if (atom, dtype) not in self.shared:
                 self.shared[atom, dtype] = self.cast(value, dtype, node)
             return self.shared[atom, dtype]
-        if node.deferred_cast in (None, dtype) and (is_summed or (met and dtype.itemsize < value.dtype.itemsize)):
-            return self.repeated(value, dtype, met[0], _met(met[0], met[1], self.examples.others, node))
+        is_narrowed = dtype.itemsize < value.dtype.itemsize
+        if repeat is not None and node.deferred_cast in (None, dtype) and (is_summed or is_narrowed):
+            return self.repeated(value, dtype, repeat.step, _batched_operands(repeat, self.examples.others, node))
         return self.cast(value, dtype, node)
 
     def cast(self, value: Any, dtype: np.dtype, node: Node | None = None) -> Any:
@@ -152,8 +157,7 @@ class _Evaluation:
             return np.asarray(value).astype(dtype)
         if value.dtype == dtype:
             return value
-        if self.is_noted:
-            self.casts.append(value.size * dtype.itemsize)
+        self.casts.append(value.size * dtype.itemsize)
         return jax.lax.convert_element_type(value, dtype)
 
     def repeated(self, value: Any, dtype: np.dtype, step: Step, like: Sequence[Any]) -> Any:
@@ -164,7 +168,7 @@ class _Evaluation:
         aval = step.eqn.outvars[0].aval if step.eqn.primitive.name in BROADCAST else jax.typeof(value)
         if value.shape == aval.shape and (not like or has_explicit_axes(value)):
             return self.cast(value, dtype)
-        if self.is_noted and value.dtype != dtype:
+        if value.dtype != dtype:
             self.casts.append(value.size * dtype.itemsize)
         return cast_repeated(value, dtype, aval, like)
 
@@ -175,23 +179,21 @@ class _Evaluation:
         """
         eqn, node = step.eqn, step.node
         operands = self.operands_of(step, values)
-        if self.is_noted:
-            step.operand_types = [jax.typeof(operand) for operand in operands]
+        step.operand_types = [jax.typeof(operand) for operand in operands]
         if eqn.primitive.name == _CAST and node is not None and node.kind is not KEPT:
             return [self.cast_by_author(step, node, values[0], operands[0])]
         if step.bodies is not None:
             return self.results_of_bodies(step, values, operands)
-        if step.float8:
-            results, step.operand_types = step.float8.emit(operands)
+        if step.float8 is not None:
+            results, step.operand_types = emit_float8(step, step.float8, operands)
             return results
         is_repeat = node is not None and eqn.primitive.name in REPEATS
         if is_repeat and must_widen(eqn, eqn.invars[0], operands[0], self.examples):
             return summed_in_float32(eqn, operands)
-        dtype = None if node is None else node.compute
-        if dtype is not None and node and eqn.primitive.name == "custom_linear_solve" and dtype != node.written:
-            return linear_solve(eqn, functools.partial(_derived, self.rules, step), operands)
-        params = eqn.params
-        if dtype is not None and node is not None:
+        dtype, params = None if node is None else node.compute, eqn.params
+        if node is not None and dtype is not None:
+            if eqn.primitive.name == "custom_linear_solve" and dtype != node.written:
+                return linear_solve(eqn, functools.partial(_derived, self.rules, step), operands)
             is_exact = node.requested != "tensorfloat32" and step.region.asked_by != OF_POLICY
             params = params_in_dtype(eqn, dtype, is_exact)
         if "precision" in params and asks_for_what_is_missing(params):
@@ -209,8 +211,8 @@ class _Evaluation:
         operands = list(values)
         for n, (node, dtype) in enumerate(zip(step.operands, _wants(step), strict=True)):
             if node is not None and dtype is not None:
-                met = (step, values) if n in repeats else ()
-                operands[n] = self.read_as(values[n], eqn.invars[n], node, dtype, met)
+                repeat = _Repeat(step, values) if n in repeats else None
+                operands[n] = self.read_as(values[n], eqn.invars[n], node, dtype, repeat)
         return operands
 
     def cast_by_author(self, step: Step, node: Node, value: Any, operand: Any) -> Any:
@@ -218,7 +220,7 @@ class _Evaluation:
 
         ``operand`` is ``value`` in the dtype that the cast reads.
         """
-        if self.is_noted and not _is_widening(step):
+        if not _is_widening(step):
             step.operand_types = [jax.typeof(value)]
         result = self.cast(operand, node.dtype)
         if step.eqn.invars[0].aval.dtype != step.eqn.outvars[0].aval.dtype:
@@ -263,14 +265,17 @@ def _over_turns(step: Step) -> list[tuple[int, np.dtype]]:
     return [(place, operand.dtype) for place, operand in halves if read_often(step.eqn, place)]
 
 
-def _met(step: Step, operands: Sequence[Any], others: Sequence[Any], node: Node) -> Sequence[Any]:
-    """Return the operands of ``step`` over which a ``jax.vmap`` maps.
+def _batched_operands(repeat: _Repeat, others: Sequence[Any], node: Node) -> Sequence[Any]:
+    """Return the operands over which a ``jax.vmap`` maps.
 
-    If there are none and ``node`` is a weight, return an activation over which a later ``jax.vmap`` may map.
+    ``others`` are the operands over which a ``jax.vmap`` maps already. If there are none and ``node`` is a weight,
+    return an activation over which a later ``jax.vmap`` may map.
     """
-    # Operands in a derivative rule may be tangents, and primal values must not depend on tangents.
-    if others or node.is_cast_once or WITH_RULE in step.names:
-        return () if WITH_RULE in step.names else others
+    step, operands = repeat
+    if WITH_RULE in step.names:  # operands may be tangents, and primal values must not depend on tangents
+        return ()
+    if others or node.is_cast_once:
+        return others
     pairs = zip(operands, step.operands, strict=True)
     return [value for value, operand in pairs if operand and operand.is_cast_once and is_staged(value)][:1]
 
@@ -319,18 +324,19 @@ def _result_of_equal_step(
     return program
 
 
-def _stands(step: Step, changed: set[Node]) -> bool:
+def _is_unchanged(step: Step, changed: set[Node]) -> bool:
     """Return whether an equation is emitted unchanged, with its bodies."""
     node, params = step.node, step.eqn.params
-    if not changed.isdisjoint(step.operands) or not changed.isdisjoint(step.nodes) or step.float8:
+    if not changed.isdisjoint(step.operands) or not changed.isdisjoint(step.nodes) or step.float8 is not None:
         return False
     if "precision" in params and asks_for_what_is_missing(params):
         return False
     if step.bodies is None:
         return node is None or (node.compute is None and (node.dtype.itemsize > 2 or not sums_half(step.eqn)))
     # Derivative rules are decided when they run.
-    can_stand = step.eqn.primitive.name not in _WITH_RULES or step.region.level == "written"
-    return can_stand and not _over_turns(step) and all(inner.stands for body in step.inner for inner in body.steps)
+    has_rule = step.eqn.primitive.name in _WITH_RULES and step.region.level != "written"
+    inside = (inner for body in step.inner for inner in body.steps)
+    return not has_rule and not _over_turns(step) and all(inner.is_unchanged for inner in inside)
 
 
 def _is_widening(step: Step) -> bool:
@@ -357,7 +363,7 @@ def _wants(step: Step) -> list[np.dtype | None]:
         return [None if operand is None else operand.written for operand in operands]
     if name == _CAST and (node.kind is KEPT or _is_widening(step)):  # the cast may read any dtype
         return [None if operand is None else operand.deferred_cast for operand in operands]
-    return [None if operand is None else node.compute or read_in(node, operand) for operand in operands]
+    return [None if operand is None else read_in(node, operand) for operand in operands]
 
 
 def _wants_of_bodies(step: Step, bodies: Bodies) -> list[np.dtype | None]:
@@ -401,6 +407,6 @@ def _decisions(step: Step) -> Any:
         (node.compute, node.dtype, node.deferred_cast) for node in step.nodes if node is not None
     )
     shared = tuple(operand is not None and (operand.is_cast_once, operand.deferred_cast) for operand in step.operands)
-    decisions = (*decisions, step.stands, *(step.float8.decision if step.float8 else ()))
+    decisions = (*decisions, step.is_unchanged, step.float8, step.float8 is not None and may_be_skipped())
     # `_wants` is part of the key, because the dtypes of comparisons also depend on constants.
     return (decisions, shared, tuple(_wants(step)), tuple(tuple(map(_decisions, body.steps)) for body in step.inner))

@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import operator
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,10 +21,10 @@ from jaxmp._internals.jax.primitives import EXTREMES
 from jaxmp._internals.jax.sources import Names, names_of
 from jaxmp._internals.jax.walk import PRODUCTS
 from jaxmp.base.dtypes import is_castable, range_of
-from jaxmp.engine import float8_products
 from jaxmp.engine.classes import AMPLIFIERS, CLEAR, FULL, HALF, JOIN, KEPT, SOURCE, STRICT, Kind, Rule, State
-from jaxmp.engine.marks import DECIDED, WITH_RULE, Region, is_widened, ours, region_of
-from jaxmp.engine.rules import Decision, Rules
+from jaxmp.engine.marks import DECIDED, WITH_RULE, Region, ours, region_of
+from jaxmp.engine.rules import Rules
+from jaxmp.policy.float8 import Float8
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -55,7 +55,7 @@ class Node:
     before_product: bool = False  # whether a product or a half result depends on it
     activation_of: int = 0  # the number of the last product from which it is computed elementwise; 0 if none
     has_half_copy: bool = False  # whether it is also read in half
-    is_seen: bool = False  # whether it is a float32 result, or its small differences decide integers or bools
+    needs_float32: bool = False  # whether it is a float32 result, or its small differences decide integers or bools
     is_rounded: bool = False  # whether it is a softmax that is stored in half for products
     state: State = State.UNDECIDED
     rule: Rule | None = None  # the rule that raised the state
@@ -97,18 +97,12 @@ _STATES = {HALF: State.HALF, FULL: State.FLOAT32, STRICT: State.BEYOND_HALF}
 _UNMARKED = Region()
 
 
-@dataclasses.dataclass(slots=True, eq=False)
-class Form:
-    """The properties of an equation without its operands.
+class Float8Product(NamedTuple):
+    """How a float8 product is emitted."""
 
-    The equations of equal layers share one form.
-    """
-
-    operation: object  # the same object for equal primitives with equal parameters
-    bodies: Bodies | None
-    are_floats: list[bool]  # whether the engine may change the dtype of each result
-    is_one_by_one: bool  # whether each result depends only on the operand at its position, as in barriers and sort
-    decisions: dict[Any, Decision] = dataclasses.field(default_factory=dict)  # keyed by marks and constants
+    weight: str  # the operand that is the weight, "lhs" or "rhs"
+    recipe: Float8
+    is_fused: bool  # whether XLA may fuse the operations that read the result into the product
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -122,11 +116,13 @@ class Step:
     kind: Kind = KEPT
     reason: str = ""
     region: Region = _UNMARKED
-    float8: float8_products.Float8Question | None = None  # for a product in code with a float8 recipe
+    recipe: Float8 | None = None  # the recipe of the code around a product
+    float8: Float8Product | None = None  # set for a float8 product by jaxmp.engine.float8_products
+    no_float8: str = ""  # for another half product with a recipe, the reason why it is not float8
     bodies: Bodies | None = None
     inner: Sequence[Body] = ()
     unchanged: Collection[int] = ()  # for a scan, the numbers of the carries that no iteration changes
-    stands: bool = False  # whether it is emitted unchanged
+    is_unchanged: bool = False  # whether it is emitted unchanged
     operand_types: Sequence[Any] = ()  # the types of its operands after casts; empty if it is unchanged
     casts: Sequence[int] = ()  # the bytes of each cast that is added for it
     node: Node | None = None  # the node of the first floating result
@@ -147,7 +143,6 @@ class Body:
     consts: list[Any]
     steps: list[Step]
     results: list[Node | None]
-    has_floats: bool
     wanted: dict[Any, set[np.dtype | None]] | None = None
     casts: list[int] = dataclasses.field(default_factory=list)  # the bytes of each cast that is added for its results
 
@@ -181,9 +176,6 @@ def shape_read(user: Node, operand: Node) -> tuple[int, ...]:
             if node is operand:
                 return tuple(atom.aval.shape)
     return operand.shape
-
-
-_aval_of = operator.attrgetter("aval")
 
 
 def build(jaxpr: Any, consts: list[Any], rules: Rules, names: Names = (), in_rule: bool = False) -> Graph:
@@ -222,10 +214,8 @@ class _Builder:
         self.nodes: list[Node] = []
         self.steps: list[Step] = []
         self.region = Region()
-        self.marks: Any = ()  # the parts of the scopes that affect decisions
         self.loop, self.last_loop = 0, 0
         self.numbers: dict[Any, Any] = {}
-        self.forms: dict[Any, Form] = {}
 
     def value(self, node: Node | None, key: Any = None, is_fixed: bool = False) -> _Value:
         """Return the value of a node, with a number that is equal for equal keys.
@@ -258,60 +248,40 @@ class _Builder:
 
     def literal(self, atom: Any) -> _Value:
         value = np.asarray(atom.val)
-        key = value.dtype, value.tobytes()
-        if type(first := self.numbers.get(key)) is not Node:
-            return self.value(self.source(atom.aval, value), key, is_fixed=True)
-        node = self.node(SOURCE, "source", atom.aval, ())
-        node.const, node.is_constant, node.same, node.origin = first.const, True, first, first
-        return node, first, True
+        return self.value(self.source(atom.aval, value), (value.dtype, value.tobytes()), is_fixed=True)
 
     def body(self, jaxpr: Any, consts: list[Any], inputs: Sequence[_Value], names: Names) -> tuple[Body, list[_Value]]:
         literal, env = self.literal, dict[Any, _Value](zip(jaxpr.invars, inputs, strict=True))
         for var, value in zip(jaxpr.constvars, consts, strict=True):
             env[var] = self.value(self.source(var.aval, value), id(value), is_fixed=True)
 
-        steps, stack, scopes = list[Step](), None, names
+        steps = list[Step]()
         for eqn in jaxpr.eqns:
-            if eqn.source_info.name_stack is not stack:  # consecutive equations often share a scope
-                stack, scopes = eqn.source_info.name_stack, (*names, *names_of(eqn))
-                marks = ours(scopes)
-                self.region = region_of(marks)
-                self.marks = scopes if self.rules.overrides else (is_widened(scopes), *marks)
+            scopes = (*names, *names_of(eqn))
+            self.region = region_of(ours(scopes))
             values = [literal(atom) if type(atom) is Literal else env[atom] for atom in eqn.invars]
             step, results = self.step(eqn, values, scopes)
             env.update(zip(eqn.outvars, results, strict=True))
             steps.append(step)
         ends = [self.literal(atom) if is_literal(atom) else env[atom] for atom in jaxpr.outvars]
-        has_floats = any(node is not None for node, *_ in env.values())
-        return Body(jaxpr, consts, steps, [node for node, *_ in ends], has_floats), ends
+        return Body(jaxpr, consts, steps, [node for node, *_ in ends]), ends
 
-    def form(self, eqn: Any) -> Form:
-        """Return the form of an equation."""
-        operation: Any = (eqn.primitive.name, *eqn.params.values())
-        key: Any = (operation, *map(_aval_of, eqn.invars), *map(_aval_of, eqn.outvars))
+    def operation(self, eqn: Any) -> object:
+        """Return the same object for equal primitives with equal parameters."""
         try:
-            if (known := self.forms.get(key)) is not None:
-                return known
-            operation = self.numbers.setdefault(operation, object())
-        except TypeError:  # the parameters are not hashable, so no other equation shares the form
-            operation = key = object()
-        are_floats = [is_castable(var.aval) for var in eqn.outvars]
-        is_one_by_one = len(eqn.outvars) == len(eqn.invars) > 1
-        self.forms[key] = form = Form(operation, bodies_of(eqn), are_floats, is_one_by_one)
-        return form
+            return self.numbers.setdefault((eqn.primitive.name, *eqn.params.values()), object())
+        except TypeError:  # the parameters are not hashable
+            return object()
 
     def step(self, eqn: Any, values: Sequence[_Value], names: Names) -> tuple[Step, list[_Value]]:
-        form = self.form(eqn)
         operands, numbers, fixed = zip(*values, strict=True) if values else ((), (), ())
-        bodies = None if DECIDED in self.marks else form.bodies
+        bodies = None if DECIDED in names else bodies_of(eqn)
         step = Step(eqn, names, operands, (), region=self.region, bodies=bodies)
         if bodies is None:
-            results = self.leaf(step, form, numbers, fixed)
+            results = self.leaf(step, numbers, fixed)
         else:
             enter = {"call": self.enter_call, "cond": self.enter_cond}.get(bodies.kind, self.enter_loop)
             results = enter(step, bodies, values)
-            if not any(body.has_floats for body in step.inner):
-                step.bodies, step.reason = None, "no floating value inside"  # masks and indices: emitted unchanged
             if all(fixed):
                 results = [(node, number, True) for node, number, _ in results]
             step.nodes = [node for node, *_ in results]
@@ -322,10 +292,9 @@ class _Builder:
 
     def inner(self, step: Step, jaxpr: Any, values: Sequence[_Value]) -> list[_Value]:
         names = (*step.names, WITH_RULE) if step.eqn.primitive.name.startswith("custom_") else step.names
-        marks = self.marks
         body, results = self.body(*opened(jaxpr), values, names)
         step.inner = (*step.inner, body)
-        self.region, self.marks = step.region, marks
+        self.region = step.region
         return results
 
     def enter_call(self, step: Step, bodies: Bodies, values: Sequence[_Value]) -> list[_Value]:
@@ -359,9 +328,14 @@ class _Builder:
                 self.check_range(join)
         new_nodes = (*carry, *results, *itertools.chain(*conditions))
         key = ("turns", *map(step.eqn.params.get, ("length", "reverse")), *(number for _, number, _ in new_nodes))
-        changed = [self.value(node, (n, *key)) for n, (node, *_) in enumerate(carry) if n not in step.unchanged]
-        ends = iter([(node, ("turns", number), False) for node, number, _ in (*changed, *results[bodies.carry :])])
-        return [*(value if n in step.unchanged else next(ends) for n, value in enumerate(carry)), *ends]
+        ends = list[_Value]()
+        for n, value in enumerate([*carry, *results[bodies.carry :]]):
+            if n in step.unchanged:
+                ends.append(value)
+                continue
+            node, number, _ = self.value(value[0], (n, *key)) if n < bodies.carry else value
+            ends.append((node, ("turns", number), False))
+        return ends
 
     def enter_cond(self, step: Step, bodies: Bodies, values: Sequence[_Value]) -> list[_Value]:
         columns = zip(*(self.inner(step, branch, values[1:]) for branch in bodies.jaxprs), strict=True)
@@ -390,30 +364,29 @@ class _Builder:
         if join is not None and join.half and largest > range_of(join.half)[1]:
             join.raise_to(State.BEYOND_HALF, Rule.RANGE)
 
-    def leaf(self, step: Step, form: Form, numbers: Sequence[Any], fixed: Sequence[bool]) -> list[_Value]:
+    def leaf(self, step: Step, numbers: Sequence[Any], fixed: Sequence[bool]) -> list[_Value]:
         nodes: list[Node | None] = []
         eqn, results, name, operands = step.eqn, [], step.eqn.primitive.name, step.operands
+        operation = self.operation(eqn)
         inputs: Any = operands if None not in operands else [node for node in operands if node is not None]
         constants = [node.const for node in inputs if node.const is not None]
-        known = (self.marks, *constants)
-        if (decision := form.decisions.get(known)) is None:
-            decision = form.decisions[known] = self.rules.kind_of(eqn, constants, step.names)
-        kind, step.reason, requested = decision
+        kind, step.reason, requested = self.rules.kind_of(eqn, constants, step.names)
         step.kind, step.nodes, is_moved = kind, nodes, kind is CLEAR
-        step.float8 = float8_products.float8_question(step, self.rules) if name in PRODUCTS else None
+        step.recipe = self.rules.recipe_of(name, step.names) if name in PRODUCTS else None
         is_fixed = all(fixed)
-        for position, is_float in enumerate(form.are_floats):
+        is_one_by_one = is_moved and len(eqn.outvars) == len(eqn.invars) > 1  # such as a barrier or a sort
+        for position, var in enumerate(eqn.outvars):
             node: Any = None
-            if is_float:
-                moved = operands[position : position + 1] if is_moved and form.is_one_by_one else None
-                reads = inputs if moved is None else [operand for operand in moved if operand is not None]
-                node = self.node(kind, name, eqn.outvars[position].aval, reads, requested)
+            if is_castable(var.aval):
+                moved = operands[position : position + 1] if is_one_by_one else inputs
+                reads = [operand for operand in moved if operand is not None]
+                node = self.node(kind, name, var.aval, reads, requested)
                 if step.node is None:
                     step.node = node
                 node.step = step
             same: Any = node or object()
             if not eqn.effects:
-                same = self.numbers.setdefault((position, form.operation, *numbers), same)
+                same = self.numbers.setdefault((position, operation, *numbers), same)
             if node is not None:
                 node.same = same
                 node.origin = _origin_of(node)
@@ -421,7 +394,7 @@ class _Builder:
             results.append((node, same, is_fixed))
         if step.node is None:
             for operand in inputs if inputs and _tells_apart(name, inputs) else ():
-                operand.is_seen = True
+                operand.needs_float32 = True
         elif is_moved and len(inputs) == 1:
             step.node.const = inputs[0].const
             step.node.is_looked_up = name == "gather" and not fixed[1]

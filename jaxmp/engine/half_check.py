@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmp._internals.jax.walk import PRODUCTS, equations, jaxprs_in
+from jaxmp._internals.jax.walk import PRODUCTS
 from jaxmp.base.dtypes import is_half
 from jaxmp.engine.classes import Class, classify
 from jaxmp.engine.graph import Graph, Step
@@ -106,29 +106,25 @@ class ProductsCheck:
 
 def _has_no_half_product(graph: Graph) -> bool:
     """Return whether marks or overrides cover products, but no product is half."""
-    products = [(step, step.eqn) for step in graph.steps if step.eqn.primitive.name in PRODUCTS]
-    if any(_is_half_product(*product) for product in products):
-        return False
-    closed = [step for step in graph.steps if step.bodies is None]  # equations that the engine does not look into
-    inside = [(step, eqn) for step in closed for jaxpr in jaxprs_in(step.eqn) for eqn in equations(jaxpr)]
-    products += [(step, eqn) for step, eqn in inside if eqn.primitive.name in PRODUCTS]
-    are_asked = any(step.region.level or (step.node and step.node.requested) for step, _ in products)
-    are_half = any(_is_half_product(*product) for product in products) or any(
-        _may_multiply(step.eqn) for step in closed
-    )
-    return are_asked and not are_half
+    products = [step for step in graph.steps if step.eqn.primitive.name in PRODUCTS]
+    are_covered = any(step.region.level or (step.node and step.node.requested) for step in products)
+    return are_covered and not any(map(_is_half_product, products)) and not any(map(_may_multiply, graph.steps))
 
 
-def _is_half_product(step: Step, eqn: Any) -> bool:
+def _is_half_product(step: Step) -> bool:
     """Return whether a product has half operands or a half result, or is float8."""
-    compute = step.node.compute if step.node is not None and eqn is step.eqn else None
-    return _is_narrow(compute) if compute is not None else any(map(_is_narrow_array, (*eqn.invars, *eqn.outvars)))
+    if step.node is not None and step.node.compute is not None:
+        return _is_narrow(step.node.compute)
+    return any(map(_is_narrow_array, (*step.eqn.invars, *step.eqn.outvars)))
 
 
-def _may_multiply(eqn: Any) -> bool:
-    """Return whether an unknown kernel, such as cuDNN's, reads several half arrays."""
-    is_unknown = classify(eqn.primitive.name) in (Class.OPAQUE, None)
-    return is_unknown and sum(map(_is_narrow_array, eqn.invars)) > 1
+def _may_multiply(step: Step) -> bool:
+    """Return whether an equation that the engine does not look into reads several half arrays.
+
+    An example is a kernel of cuDNN.
+    """
+    is_closed = step.bodies is None and classify(step.eqn.primitive.name) in (Class.OPAQUE, Class.RECURSE, None)
+    return is_closed and sum(map(_is_narrow_array, step.eqn.invars)) > 1
 
 
 def _is_narrow_array(atom: Any) -> bool:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
-import threading
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -26,12 +25,11 @@ from jaxmp.base import trees as _tree
 from jaxmp.base.donation import require_not_deleted
 from jaxmp.base.dtypes import CASTABLE, is_half
 from jaxmp.engine.autocast import computed
-from jaxmp.engine.classes import path_and_operation
 from jaxmp.engine.half_check import Reason
 from jaxmp.engine.marks import computing, mark_of, widened
 from jaxmp.engine.overrides import Level, levels_of
 from jaxmp.engine.rules import Rules
-from jaxmp.policy.patterns import OPERATIONS, checked_overrides, pattern_text
+from jaxmp.policy.patterns import OPERATIONS, checked_overrides, path_and_primitive, pattern_text
 from jaxmp.policy.policies import Policy
 from jaxmp.policy.policy_map import PolicyMap
 
@@ -64,7 +62,7 @@ def autocast_map(policy: Any, overrides: Mapping[Any, Any] | None) -> tuple[Poli
 
 
 def _names_operations(key: Any) -> bool:
-    return isinstance(key, str) and (key.startswith(OPERATIONS) or bool(path_and_operation(key)[1]))
+    return isinstance(key, str) and (key.startswith(OPERATIONS) or bool(path_and_primitive(key)[1]))
 
 
 def wrong_model(value: Any, library: str, function: str) -> TypeError:
@@ -222,7 +220,7 @@ def remembered(programs: dict[Any, Any], key: Any, fun: Callable[..., Any], rule
     does outside of ``jit``.
 
     Args:
-      programs: the programs of earlier calls; the oldest ones are dropped.
+      programs: the programs of earlier calls, which are dropped if they become too many.
       key: everything that ``fun`` depends on besides its arguments, compared by ``==``.
       fun: a pure function.
       rules: the rules for the operations of ``fun``.
@@ -242,15 +240,11 @@ def remembered(programs: dict[Any, Any], key: Any, fun: Callable[..., Any], rule
         hash(program_key)
     except TypeError:  # an argument or a field has no hash
         return computed(fun, rules, args, {})
-    program = programs.get(program_key) or TracedProgram(lambda *args: computed(fun, rules, args, {}), args)
-    with _lock:
-        programs.pop(program_key, None)  # moves the latest program to the end
+    program = programs.get(program_key)
+    if program is None:
+        program = TracedProgram(lambda *args: computed(fun, rules, args, {}), args)
+        if len(programs) >= 64:
+            programs.clear()
         programs[program_key] = program
-        if len(programs) > _REMEMBERED:
-            del programs[next(iter(programs))]
     jaxpr, consts = program.jaxpr
     return program.unflatten(evaluate(jaxpr, consts, operands))
-
-
-_REMEMBERED = 64
-_lock = threading.RLock()  # re-entrant, because comparing keys may run the author's code, which may call a model

@@ -30,7 +30,7 @@ class OperationPattern:
 def find_patterns(graph: Graph) -> list[OperationPattern]:
     """Return the patterns of a decided graph, and mark softmaxes to store in half."""
     patterns = list[OperationPattern]()
-    results = [node for node in graph.nodes if node.is_seen]
+    results = [node for node in graph.nodes if node.needs_float32]
     returned = walk(results, lambda node: node.inputs if node.kind is CLEAR else ())
     for node in graph.nodes:
         if node.state >= State.FLOAT32 and node.inputs and node.name in _RECOGNISED:
@@ -95,11 +95,7 @@ def _normalisation(node: Node) -> OperationPattern | None:
 
 def _readers_past_offsets(node: Node) -> list[Node]:
     """Return readers of a value, also those after offsets, scales, bounds or masks."""
-    readers = readers_of(node)
-    for reader in readers:
-        if reader.name in _PASSED and len(readers) < 64:
-            readers += [user for user in readers_of(reader) if user not in readers]
-    return readers
+    return [*walk(readers_of(node), lambda reader: readers_of(reader) if reader.name in _PASSED else ())]
 
 
 _RECOGNISED: dict[str, Callable[[Node], OperationPattern | None]] = {

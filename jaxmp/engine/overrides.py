@@ -16,8 +16,8 @@ import numpy as np
 
 from jaxmp.base.arguments import printed
 from jaxmp.base.dtypes import CASTABLE, closest_names, is_half
-from jaxmp.engine.classes import Class, classify, path_and_operation, primitives_of
-from jaxmp.policy.patterns import EVERY, OPERATIONS, checked_overrides, is_class_pattern, pattern_text
+from jaxmp.engine.classes import Class, classify, primitives_of
+from jaxmp.policy.patterns import EVERY, OPERATIONS, checked_overrides, path_and_primitive
 from jaxmp.policy.policies import Policy
 from jaxmp.policy.policy_map import PolicyMap, get_policy
 
@@ -48,20 +48,12 @@ def policy_and_exceptions(policy: Any, overrides: Mapping[str, Any] | None = Non
         )
     exceptions = checked_overrides(overrides)
     for pattern, exception, _ in policies.rules:
-        if is_class_pattern(pattern):
-            half = policies.compute_dtype.name
-            remedy = "float32" if half == "float32" else f"mixed_{half}"
-            raise TypeError(
-                f"a function under autocast has no modules, so its policy has no overrides by class, got {policy!r} "
-                f"with one for {pattern_text(pattern)!r}; use {remedy!r} (autocast keeps norms in float32 by itself), "
-                "or jaxmp.linen.apply_policy or jaxmp.nnx.apply_policy on the model"
-            )
         exceptions.setdefault(pattern, exception)
     root, on_paths = policies.root, (value for key, value in exceptions.items() if not str(key).startswith(OPERATIONS))
     of_half = next((policy for policy in map(_policy_of, on_paths) if policy and is_half(policy.compute_dtype)), None)
     if root.compute_dtype != np.float32:
         return root, levels_of(exceptions, root.compute_dtype)
-    default = level_of(root) if not exceptions else _checked_level_of(root)
+    default = level_of(root)
     if of_half is not None:
         root = dataclasses.replace(of_half, param_dtype=root.param_dtype, output_dtype=root.output_dtype)
     levels = levels_of(exceptions, root.compute_dtype)
@@ -86,11 +78,13 @@ def levels_of(overrides: Mapping[Any, Any], half: np.dtype | None) -> dict[str, 
     for key, value in overrides.items():
         if not isinstance(key, str) or key.startswith("type:"):
             raise TypeError(
-                f"an override of autocast must be a path such as '**/head', 'primitive:<name>' or 'class:<name>', got "
-                f"{printed(key)}; for classes of modules use jaxmp.linen.autocast or jaxmp.nnx.autocast"
+                "a function under autocast has no modules, so its overrides are for paths such as '**/head', for "
+                f"'primitive:<name>' or for 'class:<name>', got {printed(key)}; for classes of modules use "
+                "jaxmp.linen.autocast or jaxmp.nnx.autocast"
             )
-        _, primitive = path_and_operation(key)
-        is_operation = bool(primitive) or key.startswith(OPERATIONS)
+        _, primitive = path_and_primitive(key)
+        operation = f"primitive:{primitive}" if primitive else key
+        is_operation = operation.startswith(OPERATIONS)
         levels[key] = _level_of_value(value, half, is_operation)
         if levels[key] == "half" and half == np.float32:
             raise ValueError(
@@ -102,12 +96,7 @@ def levels_of(overrides: Mapping[Any, Any], half: np.dtype | None) -> dict[str, 
                 f"{key!r} stays float32, because few of its kernels exist in half precision, got 'half'; leave out the "
                 "override, or write 'primitive:<name>' for one primitive"
             )
-        names_operations = key.startswith(OPERATIONS) and key != EVERY  # also with an unknown name
-        named: Any = ()
-        if primitive:
-            named = primitives_named_by(f"primitive:{primitive}")
-        elif names_operations:
-            named = primitives_named_by(key)
+        named = primitives_named_by(operation) if is_operation and operation != EVERY else ()
         if fixed := sorted(name for name in named if classify(name) in FIXED):
             raise ValueError(
                 f"an override must name operations that compute, got {key!r}: {', '.join(fixed[:3])} "
@@ -123,7 +112,7 @@ def _level_of_value(value: Any, half: np.dtype | None, is_operation: bool) -> Le
     if policy is not None and policy.compute_dtype in (np.float32, half):
         if is_operation and policy.compute_dtype == half and policy.float8 is None:
             return "half"
-        return _checked_level_of(policy)
+        return level_of(policy)
     dtypes = " or ".join(dict.fromkeys(["float32", *([half.name] if half is not None else [])]))
     raise ValueError(
         f"an override must be 'float32', 'tensorfloat32', 'half' (the policy's compute dtype) or a policy that "
@@ -155,26 +144,13 @@ def checked_level(level: Any) -> str:
 
 
 def level_of(policy: Policy) -> Level:
-    """Return the level at which a policy computes."""
-    if policy.compute_dtype != np.float32:
-        return policy
-    return "float32" if policy.matmul_precision in _HIGHEST else "tensorfloat32"
-
-
-_HIGHEST = ("highest", "float32")
-
-
-def _checked_level_of(policy: Policy) -> Level:
-    """Return the level of a policy, or raise an error if no level describes it.
+    """Return the level at which a policy computes.
 
     The levels describe only two precisions of float32 products: the highest, and JAX's default.
     """
-    if policy.compute_dtype == np.float32 and policy.matmul_precision not in (*_HIGHEST, "tensorfloat32", None):
-        raise ValueError(
-            "with overrides, a float32 policy must be 'float32' or 'tensorfloat32', got a policy with "
-            f"matmul_precision={policy.matmul_precision!r}; use 'float32', or 'tensorfloat32', which is JAX's default"
-        )
-    return level_of(policy)
+    if policy.compute_dtype != np.float32:
+        return policy
+    return "tensorfloat32" if policy.matmul_precision in ("tensorfloat32", None) else "float32"
 
 
 def primitives_named_by(key: str) -> frozenset[str]:
@@ -192,16 +168,10 @@ def primitives_named_by(key: str) -> frozenset[str]:
     classes = [cls.value for cls in Class]
     if kind == "class" and name in classes:
         return primitives_of(Class(name))
-    known = {"primitive": sorted(name for cls in Class for name in primitives_of(cls)), "class": classes}.get(kind)
-    if known is None:
-        raise UnknownOperationError(
-            f"an override must be a path, 'primitive:<name>' or 'class:<name>', such as 'primitive:exp' or "
-            f"'class:accumulation', got {key!r}; write one of these"
-        )
-    if name == "*":
-        raise UnknownOperationError(f"the override of all operations is {EVERY!r}, got {key!r}; write {EVERY!r}")
-    remedy = "jax.make_jaxpr(fun)(*args) shows the primitives of a function"
-    if kind == "class":
+    if kind == "primitive":
+        known = sorted(name for cls in Class for name in primitives_of(cls))
+        remedy = "jax.make_jaxpr(fun)(*args) shows the primitives of a function"
+    else:
         known = [cls.value for cls in Class if cls not in FIXED]
         remedy = "these are all; cast_plan(fun, policy)(*args) shows the class of each operation (see docs/autocast.md)"
     raise UnknownOperationError(

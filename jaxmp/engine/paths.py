@@ -18,8 +18,6 @@ OFFSETS = SUMS | SCALES | BOUNDS
 
 def readers_of(node: Node) -> list[Node]:
     """Return the operations that compute with a value or with a moved copy of it."""
-    if not any(user.kind is CLEAR for user in node.users):
-        return list(dict.fromkeys(node.users))
     after = walk(node.users, lambda user: user.users if user.kind is CLEAR else ())
     return [user for user in after if user.kind is not CLEAR]
 

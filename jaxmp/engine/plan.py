@@ -224,7 +224,7 @@ def cast_plan(
     @functools.wraps(fun)
     def planned(*args: Any, **kwargs: Any) -> CastPlan:
         check_backend(one_policy)
-        # With `programs=None`, emitting the program records the casts and dtypes of each equation.
+        # With `programs=None`, each equation is emitted, which records its casts and dtypes.
         rules = Rules(one_policy.compute_dtype, exceptions, None, one_policy.float8)
         program, operands = traced(fun, args, kwargs, rules)
         if not all(isinstance(size, int) for operand in operands for size in operand.shape):
@@ -262,7 +262,7 @@ def _rows(
             cls=str(classify(name) or "unknown"),
             operands=tuple(map(name_of, step.operand_types or (atom.aval for atom in eqn.invars))),
             result=", ".join(name_of(n or var.aval) for n, var in itertools.zip_longest(step.nodes, eqn.outvars)),
-            why=reasons.of(step) + (step.float8.why if step.float8 is not None else ""),
+            why=reasons.of(step) + _why_float8(step),
             source=source_of(eqn),
             flops=flops or 0,
             casts=len(casts),
@@ -282,6 +282,12 @@ def _rows(
             )
         if step.bodies is None:
             numbers_of_nodes |= dict.fromkeys(filter(None, step.nodes), last)
+
+
+def _why_float8(step: Step) -> str:
+    if step.float8 is not None:
+        return "; float8"
+    return f"; no float8: {step.no_float8}" if step.no_float8 else ""
 
 
 def _inside(step: Step) -> Iterator[Step]:

@@ -18,10 +18,12 @@ from jaxmp._internals.jax.equations import asks_for_highest, names_a_dtype
 from jaxmp._internals.jax.primitives import PICKS
 from jaxmp._internals.jax.sources import Names
 from jaxmp.base.dtypes import CASTABLE, closest_names, is_castable, is_other_float, range_of
-from jaxmp.engine.classes import Class, Kind, classify, path_and_operation
+from jaxmp.engine.classes import Class, Kind, classify
 from jaxmp.engine.marks import DECIDED, SPECIAL, is_widened, path_of, region_of
 from jaxmp.engine.overrides import Level
-from jaxmp.policy.patterns import EVERY, OPERATIONS, matches
+from jaxmp.policy.float8 import Float8, get_recipe
+from jaxmp.policy.patterns import EVERY, OPERATIONS, matches, path_and_primitive
+from jaxmp.policy.policies import Policy
 
 _NO_SCOPES = "none: the function has no scopes; use jax.named_scope, or jaxmp.nnx.autocast for an NNX model"
 
@@ -56,7 +58,7 @@ class Rules:
     half: np.dtype | None
     overrides: dict[str, Level] = dataclasses.field(default_factory=dict)
     programs: dict[Any, Any] | None = dataclasses.field(default_factory=dict)
-    float8: Any = None
+    float8: Float8 | None = None
     decided: Callable[[Any], object] = id
 
     def __post_init__(self) -> None:
@@ -75,7 +77,7 @@ class Rules:
             if key in {name for _, name in self.visited}:
                 what = f"key: 'primitive:{key}'"
             elif key in self.paths:
-                primitive = path_and_operation(key)[1]
+                primitive = path_and_primitive(key)[1]
                 visited = {(names, f":{name}" if primitive else "") for names, name in self.visited if names}
                 known = sorted(glob.escape("/".join(names)) + name for names, name in visited)
                 what = f"paths: {closest_names(key, known) or _NO_SCOPES}"
@@ -148,6 +150,16 @@ class Rules:
             return None  # under a policy the rules decide
         return level, f"override {keys[0]!r}"
 
+    def recipe_of(self, name: str, names: Names) -> Float8 | None:
+        """Return the recipe of float8 products for a product in these scopes."""
+        if DECIDED in names:
+            return None
+        if recipe := region_of(names).recipe:
+            return get_recipe(recipe)
+        levels = [self.overrides[key] for key in self.keys_of(name, names)]
+        policies = [level for level in levels if isinstance(level, Policy)]
+        return policies[0].float8 if policies else self.float8
+
     def keys_of(self, name: str, names: Names) -> list[str]:
         """Return the overrides of a primitive in these scopes.
 
@@ -164,7 +176,7 @@ class Rules:
     def _find_path_rules(self, path: Names, name: str) -> list[str]:
         keys = []
         for key in self.paths:
-            pattern, primitive = path_and_operation(key)
+            pattern, primitive = path_and_primitive(key)
             is_below = any(matches(pattern, path[:end], None) for end in range(len(path) + 1))
             if is_below and primitive in ("", name):
                 keys.append(key)

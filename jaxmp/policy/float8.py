@@ -23,7 +23,6 @@ _CHOICES = {
     "gradient": (FORWARD_FORMAT, _E5M2),
     "weight_gradient": ("float8", "compute"),
     "accumulate": ("fast", "precise", "fast_forward"),
-    "keep": ("float8", "compute"),
 }
 _DIVISOR = 16  # divides each dimension of a float8 product, because XLA copies and pads operands of other sizes
 _VARIABLE = "JAXMP_FLOAT8"
@@ -46,8 +45,6 @@ class Float8:
       min_dim: the minimum size of both dimensions of a weight. Products with smaller weights are not float8.
       min_tokens: the minimum number of rows (tokens) that a product multiplies by the weight. Smaller products are not
         float8.
-      keep: the dtype in which operands are stored for the backward pass: ``"float8"``, or ``"compute"`` for the
-        policy's compute dtype. With ``"compute"``, the backward pass quantises the operands again.
 
     Raises:
       ValueError: an attribute has a value that is not listed above, or a size is not a positive integer.
@@ -61,7 +58,6 @@ class Float8:
     accumulate: str = "fast_forward"
     min_dim: int = 1536
     min_tokens: int = 1024
-    keep: str = "float8"
 
     def __post_init__(self) -> None:
         with contextlib.suppress(ValueError):
@@ -133,13 +129,13 @@ def get_recipe(recipe: Any) -> Float8 | None:
 def refusal(lhs: Any, rhs: Any, dimension_numbers: Any, recipe: Float8, *, weight: str = "rhs") -> str | None:
     """Return why a product of these shapes is not float8; None if it is float8.
 
-    Examples are ``"768 < 1536"`` (a dimension of the weight is below ``min_dim``), ``"50257 % 16"`` (a dimension is not
-    divisible by 16) and ``"batched"``.
+    Examples are ``"768 < 1536"`` (a dimension of the weight is below ``min_dim``) and ``"50257 % 16"`` (a dimension is
+    not divisible by 16).
 
     Args:
       lhs: an array or a shape.
       rhs: an array or a shape.
-      dimension_numbers: as ``jax.lax.dot_general`` takes them.
+      dimension_numbers: as ``jax.lax.dot_general`` takes them, without batch dimensions.
       recipe: the recipe with the minimum sizes.
       weight: the operand that is the weight, ``"lhs"`` or ``"rhs"``. The number of tokens is the product of the other
         operand's dimensions that are not contracted.
@@ -148,9 +144,7 @@ def refusal(lhs: Any, rhs: Any, dimension_numbers: Any, recipe: Float8, *, weigh
     >>> refusal(lhs, rhs, (((2,), (0,)), ((), ())), jaxmp.Float8())
     '768 < 1536'
     """
-    contracting, batch = dimension_numbers
-    if any(batch):
-        return "batched"
+    contracting, _ = dimension_numbers
     inner = math.prod(lhs.shape[axis] for axis in contracting[0])
     left = math.prod(size for axis, size in enumerate(lhs.shape) if axis not in contracting[0])
     right = math.prod(size for axis, size in enumerate(rhs.shape) if axis not in contracting[1])

@@ -38,7 +38,6 @@ def dot_general(
     dimension_numbers: Any,
     recipe: Float8,
     *,
-    preferred_element_type: Any = None,
     weight: str | None = None,
     is_fused: bool = False,
 ) -> jax.Array:
@@ -54,7 +53,6 @@ def dot_general(
       rhs: the other operand.
       dimension_numbers: as ``jax.lax.dot_general`` takes them. They may have batch dimensions.
       recipe: the recipe, which sets the formats, the accumulation and the residuals.
-      preferred_element_type: the dtype of the result; by default the dtype of the operands.
       weight: the operand to which ``recipe.weight_gradient`` applies, ``"lhs"`` or ``"rhs"``; None if neither is a
         weight.
       is_fused: whether XLA may fuse the operation that reads the result into the product's kernel. XLA crashes if it
@@ -66,12 +64,11 @@ def dot_general(
     """
     contracting, batch = dimension_numbers
     dimensions = tuple(map(tuple, contracting)), tuple(map(tuple, batch))
-    dtype = jnp.result_type(lhs, rhs) if preferred_element_type is None else preferred_element_type
     with jax.named_scope(f"jaxmp.float8({recipe})"):
         # The operands are quantised outside of the product, so that a weight is quantised once for several products.
         is_own = may_be_skipped()
         operands = quantised(lhs, FORWARD_FORMAT, is_own), quantised(rhs, FORWARD_FORMAT, is_own)
-        return _product(dimensions, recipe, np.dtype(dtype), weight, is_fused, is_own)(*operands)
+        return _product(dimensions, recipe, jnp.result_type(lhs, rhs), weight, is_fused, is_own)(*operands)
 
 
 def recipe_of(eqn: Any) -> Float8 | None:
@@ -121,8 +118,6 @@ class _Product:
         def rule(operands: Any, tangents: Any) -> Any:
             operands = [_opened(operand, FORWARD_FORMAT) for operand in operands]
             result = self._forward(*operands)
-            if self.recipe.keep == "compute":
-                operands = [(value, None, scale) for value, _, scale in operands]
             nonzero = [None if isinstance(value, SymbolicZero) else value for value, _, _ in tangents]
             if nonzero == [None, None]:
                 return result, jnp.zeros_like(result)
@@ -151,32 +146,22 @@ class _Product:
         The tangent is a sum. Each operand whose tangent is not None adds the product of its tangent and the other
         operand.
         """
-        in_float8: list[Any] = []
-        in_compute: list[Any] = []
+        parts_in_float8: list[Any] = []
+        parts: list[Any] = []
         for side, tangent in enumerate(tangents):
             if tangent is None:
                 continue
             is_exact = self.recipe.weight_gradient == "compute" and self.weight == ("lhs", "rhs")[side]
-            other = self._other_factor(operands[1 - side], is_exact)
+            value, in_float8, scale = operands[1 - side]
+            other = value.astype(_COMPUTE) if is_exact else _dequantised(value, in_float8, scale)
             tangent = tangent.astype(_COMPUTE)
             lhs, rhs = (tangent, other) if side == 0 else (other, tangent)
             part = self._dot(lhs, rhs, not is_exact and self.recipe.accumulate != "fast")
-            (in_compute if is_exact else in_float8).append(part)
-        parts = []
-        if in_float8:
-            total = functools.reduce(jnp.add, in_float8)
+            (parts if is_exact else parts_in_float8).append(part)
+        if parts_in_float8:
+            total = functools.reduce(jnp.add, parts_in_float8)
             parts.append(cast_with_transpose(total, self.dtype, self._transpose))
-        if in_compute:
-            parts.append(functools.reduce(jnp.add, in_compute))
         return functools.reduce(jnp.add, [part.astype(self.dtype) for part in parts])
-
-    def _other_factor(self, operand: Any, is_exact: bool) -> Any:
-        """Return the operand that a tangent is multiplied by, in the compute dtype."""
-        value, in_float8, scale = operand
-        if is_exact:
-            return value.astype(_COMPUTE)
-        in_float8 = _cast(value, scale, FORWARD_FORMAT) if in_float8 is None else in_float8
-        return _dequantised(value, in_float8, scale)
 
 
 def quantised(value: Any, dtype: str, is_own: bool = False) -> tuple[Any, Any, Any]:

@@ -71,11 +71,10 @@ class Policy:
         for name in ("param_dtype", "compute_dtype", "output_dtype"):
             dtype = canonical_dtype(getattr(self, name))
             if dtype.itemsize == 1:
-                needs = "a float8 product needs a scale for each operand, and a cast has none"
-                remedy = "use bfloat16, with float8='float8' for such products"
-                if not dtype.name.startswith("float8"):
-                    needs, remedy = "jaxmp computes no products in it", "use bfloat16 or float16"
-                raise ValueError(f"a policy's dtypes have 16 bits or more, got {name}={dtype.name}: {needs}; {remedy}")
+                raise ValueError(
+                    f"a policy's dtypes have 16 bits or more, got {name}={dtype.name}; use bfloat16 or float16 (for "
+                    "float8 products, 'mixed_float8')"
+                )
             object.__setattr__(self, name, dtype)
         if self.matmul_precision is not None:
             try:

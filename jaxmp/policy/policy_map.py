@@ -168,7 +168,6 @@ class PolicyMap:
                 if complete:
                     raise _unmatched(pattern, "classes", {cls.__name__ for cls in modules.values()})
             elif not any(matches(pattern, path, None) for path in paths):  # a match may be a module not in `modules`
-                _require_no_variable(pattern, variables)
                 raise _unmatched(pattern, "paths", {"/".join(path) for path in paths.union(modules)})
 
     def __str__(self) -> str:
@@ -191,20 +190,6 @@ def _unmatched(pattern: Pattern, kind: str, known: set[str]) -> ValueError:
     return ValueError(
         f"every pattern of a policy must match a module, but {text!r} matched none; nearest {kind}: {near}"
     )
-
-
-def _require_no_variable(pattern: Pattern, variables: Collection[Path]) -> None:
-    """Raise a ValueError if a pattern matches a variable.
-
-    An override cannot cover a single variable, which always has the policy of its module.
-    """
-    for path in variables:
-        if matches(pattern, path, None):
-            owner = "/".join(path[:-1]) or "**"
-            raise ValueError(
-                f"every pattern of a policy must match a module, but {pattern!r} matched the variable "
-                f"{'/'.join(path)!r}, which has the policy of its module; write {owner!r}"
-            )
 
 
 def _below(pattern: Pattern, root: str) -> Pattern:

@@ -90,7 +90,7 @@ class TestNumbers:
         for recipe in (
             RECIPE,
             Float8(gradient="e4m3", accumulate="fast"),
-            Float8(accumulate="precise", keep="compute"),
+            Float8(accumulate="precise"),
         ):
             _, (dx, dw) = with_cotangents(functools.partial(dot, recipe=recipe), (x, w), g)
             rounded = by_hand(g, E4M3 if recipe.gradient == "float8_e4m3fn" else E5M2)
@@ -113,7 +113,6 @@ class TestNumbers:
         result, (dx, dw) = with_cotangents(dot, (x, w), g)
         assert result.dtype == jnp.float32 and off(result, by_hand(x) @ by_hand(w)) < 1e-6
         assert dx.dtype == dw.dtype == jnp.float32 and off(dw, by_hand(x).T @ by_hand(g, E5M2)) < ROUNDED
-        assert jax.eval_shape(functools.partial(dot, preferred_element_type=jnp.bfloat16), x, w).dtype == jnp.bfloat16
 
     @pytest.mark.once
     def test_any_dimension_numbers_work(self):
@@ -251,7 +250,7 @@ class TestTransformations:
 
     @pytest.mark.parametrize(
         ("forward_over", "recipe"),
-        [(False, RECIPE), (True, Float8(keep="compute")), (True, Float8(weight_gradient="compute"))],
+        [(False, RECIPE), (True, RECIPE), (True, Float8(weight_gradient="compute"))],
         ids=str,
     )
     def test_second_derivatives_match_float64_up_to_rounding(self, forward_over, recipe, operands):

@@ -226,6 +226,7 @@ def test_a_float32_function_may_have_products_of_another_precision():
         ("tensorfloat32", {"head": "float32"}, [None, None, HIGHEST]),
         ("params=float32,compute=float32,output=float32", {"head": "float32"}, [None, None, HIGHEST]),
         ("float32", {"head": "bfloat16", "class:half": "tensorfloat32"}, [None] * 3),
+        ("params=float32,matmul_precision=high", {"head": "tensorfloat32"}, [HIGHEST, HIGHEST, None]),
     ):
         assert precisions(jaxmp.autocast(model, policy, overrides)) == expected
 
@@ -264,12 +265,7 @@ def test_invalid_overrides_raise():
         ({"**/head": "float16"}, ValueError, "or a policy that computes in float32 or bfloat16, got 'float16'"),
         ({"**/head": "O2"}, ValueError, "got 'O2'"),
         ({"**/head": "policy;nonsense"}, ValueError, "got 'policy;nonsense'; write one of these"),
-        (
-            {"**/head": "params=float32,compute=float32,matmul_precision=high"},
-            ValueError,
-            "must be 'float32' or 'tensorfloat32', got a policy with matmul_precision='high'",
-        ),
-        ({jnp.tanh: "half"}, TypeError, "an override of autocast must be a path such as '**/head'"),
+        ({jnp.tanh: "half"}, TypeError, "so its overrides are for paths such as '**/head'"),
         ({"type:Dense": "half"}, TypeError, "for classes of modules use jaxmp.linen.autocast or jaxmp.nnx.autocast"),
     ):
         with pytest.raises(error, match=re.escape(text)):
@@ -280,13 +276,10 @@ def test_overrides_of_unknown_operations_raise_before_the_call():
     for key, text in (
         ("primitive:expp", "'primitive:expp' names a primitive that does not exist; the nearest: 'exp'"),
         ("primitive:scatter_add", "the nearest: 'scatter-add',"),
-        ("primitive:*", "all operations is 'class:*', got 'primitive:*'; write 'class:"),
         ("class:accumulate", "names a class that does not exist; the nearest: 'accumulation',"),
     ):
         with pytest.raises(UnknownOperationError, match=re.escape(text)):
             half(model, overrides={key: "half"})
-    with pytest.raises(UnknownOperationError, match=r"an override must be a path, 'primitive.*got ''"):
-        primitives_named_by("")
 
 
 def test_the_error_for_an_unknown_class_lists_the_known_classes():
@@ -321,7 +314,7 @@ def test_invalid_policies_raise():
             "O2",
             None,
             TypeError,
-            "so its policy has no overrides by class, got 'O2' with one for 'type:*BatchNorm'; use 'mixed_float16'",
+            "got 'type:*BatchNorm'; for classes of modules use jaxmp.linen.autocast or jaxmp.nnx.autocast",
         ),
         ("mixed_bf61", None, ValueError, "unknown policy 'mixed_bf61'"),
         (
@@ -420,13 +413,15 @@ def test_the_rules_decide_under_a_policy_on_a_path_but_not_under_half(override, 
     assert {row.result for row in plan.rows if row.primitive == "dot_general"} == {"bfloat16"}
 
 
-def test_a_scope_may_have_a_colon_in_its_name():
+def test_a_question_mark_stands_for_a_colon_in_the_name_of_a_scope():
     def fun(w, x):
         with jax.named_scope("stage:1"):
             return jnp.sum(jnp.tanh(x @ w))
 
     x = jnp.ones((4, 4))
-    plan = jaxmp.cast_plan(fun, "mixed_bfloat16", {"stage:1": "float32"})(x, x)
+    plan = jaxmp.cast_plan(fun, "mixed_bfloat16", {"stage?1": "float32"})(x, x)
     assert {row.result for row in plan.rows if row.path} == {"float32"}
-    plan = jaxmp.cast_plan(fun, "mixed_bfloat16", {"stage:1:dot_general": "float32"})(x, x)
+    plan = jaxmp.cast_plan(fun, "mixed_bfloat16", {"stage?1:dot_general": "float32"})(x, x)
     assert [row.result for row in plan.rows if row.primitive == "dot_general"] == ["float32"]
+    with pytest.raises(UnknownOperationError, match="'primitive:1' names a primitive that does not exist"):
+        jaxmp.cast_plan(fun, "mixed_bfloat16", {"stage:1": "float32"})

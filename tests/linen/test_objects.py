@@ -29,8 +29,6 @@ from linen_zoo import (
     shapes,
 )
 
-from jaxmp.engine import module_border
-from jaxmp.engine.rules import Rules
 from jaxmp.linen import apply_policy
 
 pytestmark = pytest.mark.once
@@ -217,29 +215,6 @@ def test_two_threads_trace_under_two_policies_at_once():
     for thread in threads:
         thread.join()
     assert dtypes == {"mixed_float16": ["float16"], "mixed_bfloat16": ["bfloat16"]}
-
-
-def test_two_threads_can_drop_the_oldest_cached_program_at_once():
-    threads = []
-
-    class Programs(dict):
-        def __iter__(self):  # `remembered` iterates to find the oldest program
-            oldest = next(super().__iter__())
-            if not threads:
-                threads.append(threading.Thread(target=call, args=(65,)))
-                threads[0].start()
-                threads[0].join(timeout=0.2)
-            yield oldest
-
-    programs = Programs()
-
-    def call(key):
-        module_border.remembered(programs, key, lambda: None, Rules(None), ())
-
-    for key in range(65):
-        call(key)
-    threads[0].join()
-    assert {key for key, *_ in dict(programs)} == {*range(2, 66)}
 
 
 # --- classes of any kind ----------------------------------------------------------------------------------------------

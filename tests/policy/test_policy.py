@@ -201,7 +201,7 @@ def test_the_output_dtype_can_be_changed():
         ("BF16", r"could mean two policies; write 'mixed_bfloat16' .*, or 'bfloat16'"),
         ("mixed_float16; a float32", r"'pattern -> policy', each pattern once, got 'a float32'"),
         ("mixed_float16; a -> float32; a -> float16", "each pattern once, got 'a -> float16'"),
-        ("float8_e4m3fn", "16 bits or more, got param_dtype=float8_e4m3fn: a float8 product needs a scale"),
+        ("float8_e4m3fn", "16 bits or more, got param_dtype=float8_e4m3fn; use bfloat16 or float16"),
     ],
 )
 def test_the_error_for_an_unreadable_policy_names_readable_ones(text, said):
@@ -215,17 +215,12 @@ def test_the_error_for_an_unreadable_policy_names_readable_ones(text, said):
         (
             lambda: get_policy(jnp.float8_e5m2),
             ValueError,
-            "got param_dtype=float8_e5m2: a float8 product needs a scale",
+            "got param_dtype=float8_e5m2; use bfloat16 or float16",
         ),
         (
             lambda: Policy("float32", "e4m3", "float32"),
             ValueError,
-            "compute_dtype=float8_.*needs a scale.*use bfloat16",
-        ),
-        (
-            lambda: Policy("float32", jnp.float4_e2m1fn, "float32"),
-            ValueError,
-            "compute_dtype=float4_e2m1fn: jaxmp computes no products in it; use bfloat16 or float16$",
+            "compute_dtype=float8_.*use bfloat16 or float16 .*'mixed_float8'",
         ),
         (
             lambda: PolicyMap("float32", {"**/head": "half"}),
@@ -326,10 +321,8 @@ def test_a_pattern_that_matches_nothing_raises_with_the_nearest_paths_or_classes
     ):
         check("type:LayerNorm")
     check("type:LayerNorm", complete=False)
-    with pytest.raises(ValueError, match=r"'\*/bias' matched the variable 'decoder/bias', .* write 'decoder'"):
+    with pytest.raises(ValueError, match=r"'\*/bias' matched none; nearest paths: "):
         check("*/bias")
-    with pytest.raises(ValueError, match=r"'bias' matched the variable 'bias', .* write '\*\*'"):
-        PolicyMap("mixed_float16", {"bias": "float32"}).check({(): object}, [("bias",)])
     with pytest.raises(ValueError, match="matched none"):
         check("encodr", complete=False)
     with pytest.raises(ValueError, match="nearest paths: none, the model has no submodules"):
