@@ -79,7 +79,7 @@ class ProgramRun:
                     raise _AllLookedAt
 
         with contextlib.suppress(_AllLookedAt):
-            stepping.step_through(self._jaxpr, self._consts, self.inputs, visit, wanted)
+            stepping.step_through(self._jaxpr, self._consts, self.inputs, visit)
 
     def origin(self, at: stepping.At) -> Origin:
         """Return the origin of a failure.
