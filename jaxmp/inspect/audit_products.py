@@ -57,14 +57,14 @@ class Product:
     phase: str
 
 
-def product_of(value: Value, ran: str | None, device: Hardware, weights: Sequence[int]) -> Product:
+def product_of(value: Value, ran: str | None, device: Hardware, weight: int) -> Product:
     """Return the product that computes a value.
 
     Args:
       value: the result of the product.
       ran: as in :class:`Product`.
       device: the hardware that determines ``bound``.
-      weights: the positions of the operands that may be the product's weight.
+      weight: the position of the operand that is the product's weight.
     """
     place, (left, right) = value.at, value.inputs[:2]
     operands = multiplied(left), multiplied(right)
@@ -83,7 +83,7 @@ def product_of(value: Value, ran: str | None, device: Hardware, weights: Sequenc
         count=place.count,
         bytes=size,
         bound=_bound_by(flops, size, widest(operands), place.eqn.params.get("precision"), device),
-        aligned=not unaligned(value, weights),
+        aligned=not unaligned(value, weight),
         phase=place.phase,
     )
 
@@ -112,7 +112,7 @@ def products_in_kernels(values: Values, device: Hardware) -> Iterator[Product]:
                     for number, atom in enumerate(eqn.invars):
                         reads.append((number, Value(atom.aval, "argument"), same_turn))
                     value = Value(eqn.outvars[0].aval, eqn.primitive.name, place=place_in_kernel, reads=reads)
-                    yield product_of(value, None, device, [1])
+                    yield product_of(value, None, device, 1)
 
 
 def widest(dtypes: Collection[str]) -> str:

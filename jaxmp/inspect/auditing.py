@@ -233,17 +233,17 @@ def _audit_of(
     """
     values = values_of(getattr(trace, "traced", trace).jaxpr)  # nnx.jit wraps the trace of jax.jit
     arguments = arguments_of(jitted, inputs)
-    weights = weights_in(values, arguments)
+    weight = weights_in(values, arguments)
     ran = {} if program is None else dtypes_that_ran(program, values.all)
     products = []
     for value in values.all:
         if value.name in PRODUCTS:
-            products.append((value, product_of(value, ran.get(value), device, weights(value))))
+            products.append((value, product_of(value, ran.get(value), device, weight(value))))
     audited = Audited(
         values=values,
         products=products,
         arguments=arguments,
-        weights=weights,
+        weight=weight,
         policy=policy,
         is_loss_scaled=is_loss_scaled(inputs),
         repeated=None if program is None else CastsInLoops(program),

@@ -218,7 +218,7 @@ ENTRY %main (x: f32[8,8]) -> f32[8,8] {
     product = dataclasses.replace(report.products[0], operands=("bfloat16", "bfloat16"))
     for on_cpu, kinds in ((False, ["compiled-otherwise"]), (True, [])):
         arguments = [Leaf(each, "unknown", "", False, None) for each in values.arguments]
-        seen = Audited(values, [(value, product)], arguments, lambda each: [1], None, None, None, on_cpu, ())
+        seen = Audited(values, [(value, product)], arguments, lambda each: 1, None, None, None, on_cpu, ())
         assert [each.kind for each in findings(seen)] == kinds
 
 

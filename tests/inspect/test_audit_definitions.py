@@ -59,8 +59,8 @@ def test_the_batch_is_no_output_feature_and_a_weight_is_one_wherever_it_comes_fr
     assert features(lambda x, w: x @ w, seven, shape(16, 16, dtype=BF16)) == []
     assert features(lambda x, w: x @ w, eight, shape(16, 13, dtype=BF16)) == [UNALIGNED]
     assert features(lambda x, w: jnp.tanh(x @ w) @ w, seven, shape(16, 16, dtype=BF16)) == []
-    # Of two arrays of which one is normalised, nothing tells: what is aligned either way is clean.
-    assert features(lambda w, x: normalised(w) @ x, shape(16, 16), shape(16, 7, dtype=BF16)) == []
+    # Of two arrays, the second operand counts as the weight.
+    assert features(lambda w, x: normalised(w) @ x, shape(16, 16), shape(16, 13, dtype=BF16)) == [UNALIGNED]
     assert features(lambda x, w: normalised(x) @ w, shape(7, 16), shape(16, 16, dtype=BF16)) == []
     # Params that are a tree, or called so, tell.
     first = {"w": shape(13, 16)}

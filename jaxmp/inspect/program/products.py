@@ -92,7 +92,7 @@ def unaligned_products(audited: Audited) -> Faults:
     total = sum(work(product) for _, product in audited.products)
     for value, product in audited.products:
         size = min(np.dtype(name).itemsize for name in product.operands)
-        dims = unaligned(value, audited.weights(value))
+        dims = unaligned(value, audited.weight(value))
         if product.phase != "backward" and size <= 2 and dims and work(product) > 0.01 * total:
             step = 16 // size
             names = " and ".join(f"{name} {number}" for name, number in dims.items())
