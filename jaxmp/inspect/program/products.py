@@ -13,7 +13,7 @@ import numpy as np
 from jaxmp.engine.marks import region_of
 from jaxmp.inspect.program.equation_places import EquationPlace
 from jaxmp.inspect.program.evidence import Audited, Fault, Faults
-from jaxmp.inspect.program.values import Value, is_move_or_cast
+from jaxmp.inspect.program.values import Value
 from jaxmp.inspect.program.weight_operands import unaligned
 
 _FLOAT32_LEVELS = frozenset({"float32", "tensorfloat32"})
@@ -37,29 +37,10 @@ def float32_products(audited: Audited) -> Faults:
             continue
         yield Fault(
             place,
-            f"a product of float32 operands{_promotions(value)}, although the policy is {half}",
+            f"a product of float32 operands, although the policy is {half}",
             f"cast both operands to {half}, or ask for float32: an override of this path, jaxmp.precision('float32') "
             "or precision='highest'",
         )
-
-
-def _promotions(product: Value) -> str:
-    """Return a phrase that says how many operands JAX promoted from half."""
-    sources = [_half_source(operand) for operand in product.inputs[:2]]
-    promoted = [source.dtype.name for source in sources if source.is_half]
-    return f" of which JAX promoted {len(promoted)} from {promoted[0]}" if promoted else ""
-
-
-def _half_source(value: Value) -> Value:
-    """Return the last half value before a value's moves and casts.
-
-    If there is no half value, return the value before all moves (such as reshapes) and casts.
-    """
-    while is_move_or_cast(value) and len(value.inputs) == 1:
-        value = value.inputs[0]
-        if value.is_half:
-            break
-    return value
 
 
 def mixed_products(audited: Audited) -> Faults:
