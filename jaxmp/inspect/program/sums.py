@@ -10,7 +10,6 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from jaxmp._internals.jax.equations import opened
 from jaxmp.inspect.program.equation_places import turns_of
 from jaxmp.inspect.program.evidence import EXACT, Audited, Fault, Faults
 from jaxmp.inspect.program.values import JOIN, TURN, TURNS, Value, Values, is_move_or_cast, is_zero, leading_to
@@ -44,15 +43,11 @@ def _of_terms(count: int, dtype: str) -> str:
 def terms(value: Value) -> int:
     """Return how many terms each element of a sum has; 0 if the value is not a sum."""
     params, name = value.at.eqn.params, value.name
-    if name in ("reduce", "reduce_window"):
-        body = opened(params["jaxpr"])[0]
-        if {eqn.primitive.name for eqn in body.eqns} != {"add"}:
-            return 0
-    if name in ("reduce_sum", "reduce"):
-        return math.prod(value.inputs[0].shape[axis] for axis in params.get("axes", params.get("dimensions")))
+    if name == "reduce_sum":
+        return math.prod(value.inputs[0].shape[axis] for axis in params["axes"])
     if name == "cumsum":
         return int(value.inputs[0].shape[params["axis"]])
-    if name in ("reduce_window_sum", "reduce_window"):
+    if name == "reduce_window_sum":
         return math.prod(params["window_dimensions"])
     if name in _SCATTERS and not params["unique_indices"]:
         batching = getattr(params["dimension_numbers"], "scatter_indices_batching_dims", ())
