@@ -44,7 +44,7 @@ class RecordedProgram:
       returned: the paths and slots of values that scopes return, in program order.
       passed_in: the paths and slots of values that are passed into scopes, in program order.
       forward: the arrays of the values in ``returned`` and ``passed_in``, by slot.
-      backward: the gradients with respect to the values in ``forward``, by slot. Values in while loops have none.
+      backward: the gradients with respect to the values in ``forward``, by slot.
       results: the floating results to compare: the loss, or all results if there is no loss.
       gradients: the gradients of arguments, by the index of the argument's leaf.
       products: the path and the compute dtype of each product in the forward pass.
@@ -146,10 +146,7 @@ def _run_with_taps(
 
 
 class _ValueTaps(Taps):
-    """Taps that record whole values, and their gradients in float32 or wider.
-
-    For a value in a while loop, the record is that of the last iteration.
-    """
+    """Taps that record whole values, and their gradients in float32 or wider."""
 
     def record(self, value: jax.Array) -> jax.Array:
         return value

@@ -184,10 +184,10 @@ def is_whole(eqn: Any) -> bool:
 def is_whole_with_rules(eqn: Any) -> bool:
     """Return whether an equation counts as one operation under differentiation.
 
-    This is true for the equations of :func:`is_whole`, and for calls of functions with custom derivative rules. If the
-    bodies of such functions were evaluated instead, JAX would ignore the rules.
+    This is true for the equations of :func:`is_whole`, for while loops, and for calls of functions with custom
+    derivative rules. If the bodies of such functions were evaluated instead, JAX would ignore the rules.
     """
-    return is_whole(eqn) or eqn.primitive.name.startswith("custom_")
+    return is_whole(eqn) or eqn.primitive.name == "while" or eqn.primitive.name.startswith("custom_")
 
 
 def turns_of(eqn: Any) -> tuple[int | None, ...]:
