@@ -215,7 +215,7 @@ ENTRY %main (x: f32[8,8]) -> f32[8,8] {
     assert not CastsInLoops(program)(value)
     product = dataclasses.replace(report.products[0], operands=("bfloat16", "bfloat16"))
     for on_cpu, kinds in ((False, ["compiled-otherwise"]), (True, [])):
-        arguments = [Leaf(each, "unknown", "", False, None) for each in values.arguments]
+        arguments = [Leaf(each, "batch", "", False, None) for each in values.arguments]
         seen = Audited(values, [(value, product)], arguments, lambda each: 1, None, None, None, on_cpu, ())
         assert [each.kind for each in findings(seen)] == kinds
 

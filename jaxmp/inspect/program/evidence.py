@@ -68,7 +68,7 @@ class Audited:
     Attributes:
       values: the values of the program.
       products: the result of each product as a value, and the product's row in the audit.
-      arguments: the arrays among the arguments, with the kinds of :func:`jaxmp.inspect.memory` or ``"unknown"``.
+      arguments: the arrays among the arguments, with the kinds of :func:`jaxmp.inspect.memory`.
       weight: a function that returns which operand of a product is its weight (see ``weight_operands.py``).
       policy: the declared policy, or None.
       is_loss_scaled: whether an argument contains a loss scale other than ``NoOpLossScale``; None if no argument

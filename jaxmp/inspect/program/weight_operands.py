@@ -23,7 +23,7 @@ def weights_in(values: Values, arguments: Sequence[Leaf]) -> Callable[[Value], i
     def is_data(value: Value) -> int:
         if value.name != "argument" or not value.shape or value.dtype == "V":  # a scalar or a random key is no data
             return 0
-        return int(arguments[value.position].kind not in ("params", "optimizer", "model_state", "unknown"))
+        return int(arguments[value.position].kind not in ("params", "optimizer", "model_state"))
 
     depends_on_data = made_of(values, is_data)
 
