@@ -140,12 +140,7 @@ def _fates(name: str, first: int, rows: int) -> tuple[np.ndarray, np.ndarray, np
 
 
 def _counted_dtype(dtype: Any) -> str:
-    try:
-        name = dtypes.canonical_dtype(dtype).name
-    except dtypes.UnknownDtypeError:
-        raise
-    except ValueError:  # an integer dtype; the message of this error is about policies
-        name = np.dtype(dtype).name
+    name = dtypes.canonical_dtype(dtype).name
     if name not in _NAMES:
         raise ValueError(f"values are counted for {', '.join(_NAMES)}, got {name}; use one of these")
     return name
