@@ -70,24 +70,12 @@ def _key(value: Value) -> tuple[int, ...]:
 
 
 def _sum_of_squares(total: Value) -> list[Value]:
-    """Return the squares and their sum, or the product that computes both.
+    """Return the squares and their sum.
 
     The list is empty if ``total`` is not a sum of squares.
     """
-    if _is_dot_of_itself(total):
-        return [total]
     if total.place and terms(total):
         for square in origins(total.inputs[0], is_move_or_cast):
             if _is_square(square):
                 return [square, total]
     return []
-
-
-def _is_dot_of_itself(value: Value) -> bool:
-    """Return whether a product sums the squares of one array."""
-    if value.name != "dot_general":
-        return False
-    (left, right), (batch, _) = value.at.eqn.params["dimension_numbers"]
-    has_all_axes = left == right and len(left) + len(batch) == len(value.inputs[0].shape)
-    left_origins, right_origins = (set(origins(operand, is_move_or_cast)) for operand in value.inputs[:2])
-    return has_all_axes and left_origins == right_origins
