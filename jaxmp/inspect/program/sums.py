@@ -62,13 +62,11 @@ class _Sum(NamedTuple):
     Attributes:
       sign: -1 if the carry is subtracted, else 1.
       terms: the number of terms.
-      dtype: the half dtype to which the sum is rounded; None if the sum is never rounded to half.
       last: the last addition; None if there are no terms.
     """
 
     sign: int = 1
     terms: int = 0
-    dtype: str | None = None
     last: Value | None = None
 
 
@@ -77,7 +75,7 @@ _Sums = Mapping[Value, _Sum]
 
 
 def carried_sums(values: Values) -> Iterator[tuple[Value, int, str]]:
-    """Yield the sums that loops carry and round to half in every iteration.
+    """Yield the sums that loops carry in half.
 
     Each item has the last addition, the number of terms and the dtype. For nested loops, the numbers of iterations are
     multiplied. A while loop counts as one iteration, because the number of its iterations is unknown. Two kinds of
@@ -98,11 +96,11 @@ def carried_sums(values: Values) -> Iterator[tuple[Value, int, str]]:
             of_loop = carries[value.key]
             carry = of_loop[value.position] if value.position < len(of_loop) else None
             in_turn = sums.get(carry) if carry else None
-            if carry and in_turn and in_turn.last and in_turn.dtype and carry in live and carry not in compensated:
-                yield in_turn.last, in_turn.terms * (turns or 1), in_turn.dtype
+            is_sum = in_turn and in_turn.last and carry in live and carry not in compensated
+            if carry and carry.is_half and is_sum:
+                yield in_turn.last, in_turn.terms * (turns or 1), carry.dtype.name
             sums = _after_all_turns(sums, of_loop, in_turn, turns or 1)
-        half = value.dtype.name if value.is_half else None
-        sums_of[value] = {carry: total._replace(dtype=total.dtype or half) for carry, total in sums.items()}
+        sums_of[value] = sums
 
 
 def _after_all_turns(sums: _Sums, carries: list[Value], in_turn: _Sum | None, turns: int) -> _Sums:
