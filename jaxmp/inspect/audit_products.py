@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ import numpy as np
 from jaxmp._internals.jax.equations import asks_for_highest
 from jaxmp.base.hardware import Hardware
 from jaxmp.engine.flops import flops_of
-from jaxmp.inspect.program.products import multiplied, work
+from jaxmp.inspect.program.products import multiplied, widest, work
 from jaxmp.inspect.program.values import Value
 from jaxmp.inspect.program.weight_operands import unaligned
 
@@ -92,11 +92,6 @@ def _bound_by(flops: int, size: int, dtype: str, precision: Any, device: Hardwar
     if rate is None or device.peak_bandwidth is None:
         return None
     return "arithmetic" if flops / (rate * 1e12) >= size / device.peak_bandwidth else "bytes"
-
-
-def widest(dtypes: Collection[str]) -> str:
-    """Return the widest dtype: the compute dtype of a product with these operands."""
-    return max(dtypes, key=lambda name: np.dtype(name).itemsize)
 
 
 def shares_of_flops(products: Sequence[Product]) -> dict[str, float]:

@@ -14,13 +14,13 @@ from jaxmp.base import hardware, tables
 from jaxmp.base.dtypes import closest_names
 from jaxmp.inspect.audit_arguments import arguments_of, is_loss_scaled, sent_over_batch_axes
 from jaxmp.inspect.audit_compiled import CastsInLoops, dtypes_that_ran
-from jaxmp.inspect.audit_products import Product, product_of, shares_of_flops, widest
+from jaxmp.inspect.audit_products import Product, product_of, shares_of_flops
 from jaxmp.inspect.compiled import hlo
 from jaxmp.inspect.memory_plan import Memory, of_call
 from jaxmp.inspect.program import compiling
 from jaxmp.inspect.program.evidence import Audited
 from jaxmp.inspect.program.findings import FINDERS, Finding, findings
-from jaxmp.inspect.program.products import work
+from jaxmp.inspect.program.products import widest, work
 from jaxmp.inspect.program.reading_values import values_of
 from jaxmp.inspect.program.weight_operands import weights_in
 from jaxmp.policy.patterns import matches

@@ -15,7 +15,7 @@ from jaxmp.base.trees import widen
 from jaxmp.inspect.program.borders import AtBorder, passed_in, returned
 from jaxmp.inspect.program.calls import AS_WRITTEN, differentiated, loss_and_rest, named, with_leaves
 from jaxmp.inspect.program.equation_places import Key, is_whole_with_rules, program_of
-from jaxmp.inspect.program.products import multiplied
+from jaxmp.inspect.program.products import multiplied, widest
 from jaxmp.inspect.program.reading_values import values_of
 from jaxmp.inspect.program.recorded_evaluation import evaluate_and_record
 from jaxmp.inspect.program.values import Value, leading_to
@@ -116,7 +116,9 @@ def run_and_record(
             n: Gradient(paths[n], _as_float64(gradient) / loss_scale, str(gradient.dtype))
             for n, gradient in zip(numbers, grads, strict=True)
         },
-        products=[(value.at.path, _dtype_of_product(value)) for value in values.all if value.name in PRODUCTS],
+        products=[
+            (value.at.path, widest(map(multiplied, value.inputs[:2]))) for value in values.all if value.name in PRODUCTS
+        ],
     )
 
 
@@ -176,8 +178,3 @@ def _arrays_by_slot(records: dict[Key, dict[int, Any]], scale: float = 1.0) -> d
 
 def _as_float64(value: Any) -> np.ndarray:
     return np.asarray(value).astype(np.float64)
-
-
-def _dtype_of_product(product: Value) -> str:
-    """Return the compute dtype of a product: the wider dtype of its operands."""
-    return max(map(multiplied, product.inputs[:2]), key=lambda name: np.dtype(name).itemsize)

@@ -5,6 +5,7 @@ A product is a matrix product or a convolution. "Half" means half precision: flo
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax.numpy as jnp
@@ -115,6 +116,11 @@ def multiplied(operand: Value) -> str:
             if factor.is_cast and factor.inputs[0].dtype.name.startswith("float8"):
                 return factor.inputs[0].dtype.name
     return operand.dtype.name
+
+
+def widest(dtypes: Iterable[str]) -> str:
+    """Return the widest dtype: the compute dtype of a product with these operands."""
+    return max(dtypes, key=lambda name: np.dtype(name).itemsize)
 
 
 def _asks_for_float32(place: EquationPlace) -> bool:
