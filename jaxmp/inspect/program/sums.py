@@ -26,7 +26,7 @@ def half_sums(audited: Audited) -> Faults:
     for value in audited.values.all:
         operands.update(value.inputs)
     for value in audited.values.all:
-        if not value.is_half or not value.place or not (value.reader or value in operands):
+        if not value.is_half or not value.place or value not in operands:
             continue  # nothing reads some sums, such as the count of ties in the derivative of a maximum
         count, dtype = terms(value), value.dtype.name
         if count > EXACT[dtype]:
@@ -96,8 +96,8 @@ def carried_sums(values: Values) -> Iterator[tuple[Value, int, str]]:
             of_loop = carries[value.key]
             carry = of_loop[value.position] if value.position < len(of_loop) else None
             in_turn = sums.get(carry) if carry else None
-            is_sum = in_turn and in_turn.last and carry in live and carry not in compensated
-            if carry and carry.is_half and is_sum:
+            is_uncompensated = carry in live and carry not in compensated
+            if carry and carry.is_half and is_uncompensated and in_turn and in_turn.last:
                 yield in_turn.last, in_turn.terms * (turns or 1), carry.dtype.name
             sums = _after_all_turns(sums, of_loop, in_turn, turns or 1)
         sums_of[value] = sums
