@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import enum
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -21,10 +20,6 @@ class Failure(NamedTuple):
     name: str
     bad: set[int]  # the positions of the results that are not finite
     while_turn: int  # the iteration of the innermost while loop; -1 outside of while loops
-
-
-class _AllLookedAt(Exception):
-    """Ends a run when the origins of all wanted failures are known."""
 
 
 class ProgramRun:
@@ -53,17 +48,14 @@ class ProgramRun:
         self.results, self.branches = stepping.step_through(jaxpr, consts, inputs, visit)
 
     def look_at(self, wanted: set[stepping.At]) -> None:
-        """Run the program again until the origins of all wanted failures are known."""
+        """Run the program again to find the origins of the wanted failures."""
 
         def visit(moment: stepping.Moment, eqn: Any, operands: list[Any], results: list[Any], flags: list[Any]) -> None:
             at = moment.key, moment.turns
             if at in wanted and at not in self.origins and _numbers_of_bad(flags):
                 self.origins[at] = origin_of(eqn.primitive.name, operands, results)
-                if wanted <= self.origins.keys():
-                    raise _AllLookedAt
 
-        with contextlib.suppress(_AllLookedAt):
-            stepping.step_through(self._jaxpr, self._consts, self.inputs, visit)
+        stepping.step_through(self._jaxpr, self._consts, self.inputs, visit)
 
     def origin(self, at: stepping.At) -> Origin:
         """Return the origin of a failure.
