@@ -75,9 +75,9 @@ def counts_of(x: jax.Array) -> Counts:
 @jax.jit  # tensors of the same shape are traced once
 def _record(x: jax.Array) -> Counts:
     magnitude = _magnitude(x).reshape(-1)
-    exponent, fraction = _exponents_and_mantissas(magnitude)
+    exponent, mantissa = _exponents_and_mantissas(magnitude)
     is_finite, is_zero = magnitude < _INFINITE, magnitude == 0
-    index = (exponent - LOWEST) * CLASSES + sum((fraction >= start).astype(jnp.int32) for start in STARTS[1:])
+    index = (exponent - LOWEST) * CLASSES + sum((mantissa >= start).astype(jnp.int32) for start in STARTS[1:])
     index = jnp.where(is_finite, jnp.where(is_zero, ZERO, index), NOT_FINITE)
     copies = 1 << min((x.size >> 12).bit_length(), _COPIES.bit_length() - 1)
     counters = lax.platform_dependent(
@@ -130,9 +130,9 @@ def _exponents_and_mantissas(magnitude: jax.Array) -> tuple[jax.Array, jax.Array
     """
     leading = lax.clz(magnitude)
     below = magnitude < 1 << MANTISSA
-    fraction = jnp.where(below, magnitude << (leading - 8), magnitude) & ((1 << MANTISSA) - 1)
+    mantissa = jnp.where(below, magnitude << (leading - 8), magnitude) & ((1 << MANTISSA) - 1)
     exponent = jnp.where(below, -118 - leading.astype(jnp.int32), (magnitude >> MANTISSA).astype(jnp.int32) - 127)
-    return exponent, fraction
+    return exponent, mantissa
 
 
 def packed(counts: Counts, *movement: jax.Array) -> jax.Array:
@@ -170,16 +170,16 @@ def distance_moved(update: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax
       the norm of all weights (float32).
     """
     update, weight = update.reshape(-1), weight.reshape(-1)
-    step, (size, fraction) = _magnitude(update), _exponents_and_mantissas(_magnitude(weight))
+    step, (size, mantissa) = _magnitude(update), _exponents_and_mantissas(_magnitude(weight))
     exponent = jnp.where(step == 0, -1000, _exponents_and_mantissas(step)[0])
     finite = (step < _INFINITE) & (size < 128)
     lost = []
     for name in dtypes.NAMES:
         layout = layout_of(name)
         border = start_of_ones(layout.mantissa_bits + 1)
-        rounded = size + (fraction >= border).astype(jnp.int32) if border is not None else size
+        rounded = size + (mantissa >= border).astype(jnp.int32) if border is not None else size
         ulp = jnp.maximum(rounded, layout.min_exponent) - layout.mantissa_bits
-        fits = (size < layout.max_exponent) | ((size == layout.max_exponent) & (fraction < layout.overflow))
+        fits = (size < layout.max_exponent) | ((size == layout.max_exponent) & (mantissa < layout.overflow))
         lost.append((finite & fits & (exponent < ulp - 1)).sum(dtype=jnp.uint32))
     norms = [jnp.linalg.norm(x.astype(jnp.float32)) for x in (update, weight)]
     return jnp.stack(lost), jnp.stack(norms)
