@@ -33,21 +33,14 @@ def is_loss_scaled(args: Any) -> bool | None:
 def arguments_of(jitted: Any, inputs: tuple[Any, ...]) -> list[Leaf]:
     """Return the leaves of an audited call's arguments, with their kinds.
 
-    The kinds are those of :func:`jaxmp.inspect.memory`, or ``"unknown"``. A leaf is recognised if the type or the name
-    of its argument determines a kind except ``"other"``. The kinds of unrecognised leaves depend on the whole call:
-
-    - If the params or another part of the state are recognised, all unrecognised leaves are the batch.
-    - If nothing is recognised, and the first argument is an array or the only argument, all kinds are unknown. But if
-      the first argument is the only array in the call, this array is the batch.
-    - In all other calls, an unrecognised first argument is the params, and unrecognised later arguments are the batch.
+    The kinds are those of :func:`jaxmp.inspect.memory`. A leaf is recognised if the type or the name of its argument
+    determines a kind except ``"other"``. Unrecognised leaves of the first argument are the params if the argument is a
+    pytree and no other leaf belongs to a state. All other unrecognised leaves are the batch.
     """
     leaves = list(leaves_of(inputs, names_of_arguments(jitted)))
-    is_array = hasattr(inputs[0], "dtype") if inputs else False
     recognised = {leaf.kind for leaf in leaves if leaf.is_recognised} - {"other"}
-    if not recognised and (is_array or not inputs[1:]):
-        kind = "batch" if is_array and len(leaves) == 1 else "unknown"
-        return [leaf._replace(kind=kind) for leaf in leaves]
-    if recognised <= {"batch"}:
+    is_array_first = bool(inputs) and hasattr(inputs[0], "dtype")
+    if recognised == {"batch"} or not (recognised or is_array_first):
         return leaves
     return [leaf if leaf.is_recognised else leaf._replace(kind="batch") for leaf in leaves]
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxmp._internals.jax.walk import PRODUCTS
-from jaxmp.inspect.audit_products import widest
 from jaxmp.inspect.compiled import hlo
 from jaxmp.inspect.compiled.kernels import product_kind
+from jaxmp.inspect.program.products import widest
 from jaxmp.inspect.program.values import Value
 
 _ScopesAndPass = tuple[frozenset[str], bool]

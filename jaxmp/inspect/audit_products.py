@@ -5,18 +5,16 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from jaxmp._internals.jax.equations import asks_for_highest
-from jaxmp._internals.jax.walk import PRODUCTS, equations, jaxprs_in
 from jaxmp.base.hardware import Hardware
 from jaxmp.engine.flops import flops_of
-from jaxmp.inspect.program.products import multiplied, work
-from jaxmp.inspect.program.reading_values import same_turn
-from jaxmp.inspect.program.values import Read, Value, Values
+from jaxmp.inspect.program.products import multiplied, widest, work
+from jaxmp.inspect.program.values import Value
 from jaxmp.inspect.program.weight_operands import unaligned
 
 
@@ -57,14 +55,14 @@ class Product:
     phase: str
 
 
-def product_of(value: Value, ran: str | None, device: Hardware, weights: Sequence[int]) -> Product:
+def product_of(value: Value, ran: str | None, device: Hardware, weight: int) -> Product:
     """Return the product that computes a value.
 
     Args:
       value: the result of the product.
       ran: as in :class:`Product`.
       device: the hardware that determines ``bound``.
-      weights: the positions of the operands that may be the product's weight.
+      weight: the position of the operand that is the product's weight.
     """
     place, (left, right) = value.at, value.inputs[:2]
     operands = multiplied(left), multiplied(right)
@@ -83,7 +81,7 @@ def product_of(value: Value, ran: str | None, device: Hardware, weights: Sequenc
         count=place.count,
         bytes=size,
         bound=_bound_by(flops, size, widest(operands), place.eqn.params.get("precision"), device),
-        aligned=not unaligned(value, weights),
+        aligned=not unaligned(value, weight),
         phase=place.phase,
     )
 
@@ -94,30 +92,6 @@ def _bound_by(flops: int, size: int, dtype: str, precision: Any, device: Hardwar
     if rate is None or device.peak_bandwidth is None:
         return None
     return "arithmetic" if flops / (rate * 1e12) >= size / device.peak_bandwidth else "bytes"
-
-
-def products_in_kernels(values: Values, device: Hardware) -> Iterator[Product]:
-    """Yield the products inside kernels and solvers.
-
-    The ``count`` of these products is None, because the number of executions is unknown.
-    """
-    for place in values.places.values():
-        if place.bodies is not None:
-            continue
-        for jaxpr in jaxprs_in(place.eqn):
-            for eqn in equations(jaxpr):
-                if eqn.primitive.name in PRODUCTS:
-                    place_in_kernel = dataclasses.replace(place, eqn=eqn, turns=(*place.turns, None))
-                    reads: list[Read] = []
-                    for number, atom in enumerate(eqn.invars):
-                        reads.append((number, Value(atom.aval, "argument"), same_turn))
-                    value = Value(eqn.outvars[0].aval, eqn.primitive.name, place=place_in_kernel, reads=reads)
-                    yield product_of(value, None, device, [1])
-
-
-def widest(dtypes: Collection[str]) -> str:
-    """Return the widest dtype: the compute dtype of a product with these operands."""
-    return max(dtypes, key=lambda name: np.dtype(name).itemsize)
 
 
 def shares_of_flops(products: Sequence[Product]) -> dict[str, float]:

@@ -14,13 +14,13 @@ from jaxmp.base import hardware, tables
 from jaxmp.base.dtypes import closest_names
 from jaxmp.inspect.audit_arguments import arguments_of, is_loss_scaled, sent_over_batch_axes
 from jaxmp.inspect.audit_compiled import CastsInLoops, dtypes_that_ran
-from jaxmp.inspect.audit_products import Product, product_of, products_in_kernels, shares_of_flops, widest
+from jaxmp.inspect.audit_products import Product, product_of, shares_of_flops
 from jaxmp.inspect.compiled import hlo
 from jaxmp.inspect.memory_plan import Memory, of_call
 from jaxmp.inspect.program import compiling
 from jaxmp.inspect.program.evidence import Audited
 from jaxmp.inspect.program.findings import FINDERS, Finding, findings
-from jaxmp.inspect.program.products import work
+from jaxmp.inspect.program.products import widest, work
 from jaxmp.inspect.program.reading_values import values_of
 from jaxmp.inspect.program.weight_operands import weights_in
 from jaxmp.policy.patterns import matches
@@ -233,24 +233,24 @@ def _audit_of(
     """
     values = values_of(getattr(trace, "traced", trace).jaxpr)  # nnx.jit wraps the trace of jax.jit
     arguments = arguments_of(jitted, inputs)
-    weights = weights_in(values, arguments)
+    weight = weights_in(values, arguments)
     ran = {} if program is None else dtypes_that_ran(program, values.all)
     products = []
     for value in values.all:
         if value.name in PRODUCTS:
-            products.append((value, product_of(value, ran.get(value), device, weights(value))))
+            products.append((value, product_of(value, ran.get(value), device, weight(value))))
     audited = Audited(
         values=values,
         products=products,
         arguments=arguments,
-        weights=weights,
+        weight=weight,
         policy=policy,
         is_loss_scaled=is_loss_scaled(inputs),
         repeated=None if program is None else CastsInLoops(program),
         on_cpu=device.platform == "cpu",
         sent=() if memory is None else tuple(sent_over_batch_axes(memory.collectives.rows, arguments)),
     )
-    all_products = (*(product for _, product in products), *products_in_kernels(values, device))
+    all_products = tuple(product for _, product in products)
     flops = shares_of_flops(all_products)
     half = sum(share for dtype, share in flops.items() if np.dtype(dtype).itemsize <= 2)
     return Audit(all_products, flops, half if flops else None, memory, findings(audited))

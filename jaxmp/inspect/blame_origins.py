@@ -33,14 +33,6 @@ def _is_zero(x: Any) -> Any:
     return x == 0
 
 
-def _has_magnitude_one(x: Any) -> Any:
-    return np.abs(x) == 1
-
-
-def _is_not_positive(x: Any) -> Any:
-    return x <= 0
-
-
 def _is_minus_one(x: Any) -> Any:
     return x == -1
 
@@ -58,10 +50,6 @@ _IS_POLE: dict[str, Callable[..., Any]] = {
     "log2": _is_zero,
     "rsqrt": _is_zero,
     "integer_pow": _is_zero,
-    "atanh": _has_magnitude_one,
-    "erf_inv": _has_magnitude_one,
-    "lgamma": _is_not_positive,
-    "digamma": _is_not_positive,
     "div": _divides_by_zero,
     "pow": _has_base_zero,
     "log1p": _is_minus_one,

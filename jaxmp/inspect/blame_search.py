@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import enum
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxmp.inspect.blame_origins import Origin, on_host, origin_of, where_nan
 from jaxmp.inspect.program import stepping
 from jaxmp.inspect.program.values import Turns, Value
-
-_FLAGS_AT_ONCE = 4096
-"""The number of operations whose flags are fetched from the device together, because separate fetches are slow.
-
-A flag tells whether a result is finite.
-"""
 
 
 class Failure(NamedTuple):
@@ -28,10 +20,6 @@ class Failure(NamedTuple):
     name: str
     bad: set[int]  # the positions of the results that are not finite
     while_turn: int  # the iteration of the innermost while loop; -1 outside of while loops
-
-
-class _AllLookedAt(Exception):
-    """Ends a run when the origins of all wanted failures are known."""
 
 
 class ProgramRun:
@@ -50,36 +38,24 @@ class ProgramRun:
         self._jaxpr, self._consts, self.inputs = jaxpr, consts, inputs
         self.failures: dict[stepping.At, Failure] = {}
         self.origins: dict[stepping.At, Origin] = {}
-        pending: list[tuple[stepping.Moment, str, list[Any]]] = []
 
         def visit(moment: stepping.Moment, eqn: Any, operands: list[Any], results: list[Any], flags: list[Any]) -> None:
-            pending.append((moment, eqn.primitive.name, flags))
-            if len(pending) == _FLAGS_AT_ONCE:
-                self._add_failures(pending)
-                pending.clear()
-
-        self.results, self.branches = stepping.step_through(jaxpr, consts, inputs, visit)
-        self._add_failures(pending)
-
-    def _add_failures(self, pending: list[tuple[stepping.Moment, str, list[Any]]]) -> None:
-        all_flags = jax.device_get([flags for _, _, flags in pending])
-        for (moment, name, _), flags in zip(pending, all_flags, strict=True):
             bad = _numbers_of_bad(flags)
             if bad:
-                self.failures.setdefault((moment.key, moment.turns), Failure(name, bad, moment.while_turn))
+                failure = Failure(eqn.primitive.name, bad, moment.while_turn)
+                self.failures.setdefault((moment.key, moment.turns), failure)
+
+        self.results, self.branches = stepping.step_through(jaxpr, consts, inputs, visit)
 
     def look_at(self, wanted: set[stepping.At]) -> None:
-        """Run the program again until the origins of all wanted failures are known."""
+        """Run the program again to find the origins of the wanted failures."""
 
         def visit(moment: stepping.Moment, eqn: Any, operands: list[Any], results: list[Any], flags: list[Any]) -> None:
             at = moment.key, moment.turns
             if at in wanted and at not in self.origins and _numbers_of_bad(flags):
                 self.origins[at] = origin_of(eqn.primitive.name, operands, results)
-                if wanted <= self.origins.keys():
-                    raise _AllLookedAt
 
-        with contextlib.suppress(_AllLookedAt):
-            stepping.step_through(self._jaxpr, self._consts, self.inputs, visit, wanted)
+        stepping.step_through(self._jaxpr, self._consts, self.inputs, visit)
 
     def origin(self, at: stepping.At) -> Origin:
         """Return the origin of a failure.

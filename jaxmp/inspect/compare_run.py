@@ -15,7 +15,7 @@ from jaxmp.base.trees import widen
 from jaxmp.inspect.program.borders import AtBorder, passed_in, returned
 from jaxmp.inspect.program.calls import AS_WRITTEN, differentiated, loss_and_rest, named, with_leaves
 from jaxmp.inspect.program.equation_places import Key, is_whole_with_rules, program_of
-from jaxmp.inspect.program.products import multiplied
+from jaxmp.inspect.program.products import multiplied, widest
 from jaxmp.inspect.program.reading_values import values_of
 from jaxmp.inspect.program.recorded_evaluation import evaluate_and_record
 from jaxmp.inspect.program.values import Value, leading_to
@@ -44,7 +44,7 @@ class RecordedProgram:
       returned: the paths and slots of values that scopes return, in program order.
       passed_in: the paths and slots of values that are passed into scopes, in program order.
       forward: the arrays of the values in ``returned`` and ``passed_in``, by slot.
-      backward: the gradients with respect to the values in ``forward``, by slot. Values in while loops have none.
+      backward: the gradients with respect to the values in ``forward``, by slot.
       results: the floating results to compare: the loss, or all results if there is no loss.
       gradients: the gradients of arguments, by the index of the argument's leaf.
       products: the path and the compute dtype of each product in the forward pass.
@@ -116,7 +116,9 @@ def run_and_record(
             n: Gradient(paths[n], _as_float64(gradient) / loss_scale, str(gradient.dtype))
             for n, gradient in zip(numbers, grads, strict=True)
         },
-        products=[(value.at.path, _dtype_of_product(value)) for value in values.all if value.name in PRODUCTS],
+        products=[
+            (value.at.path, widest(map(multiplied, value.inputs[:2]))) for value in values.all if value.name in PRODUCTS
+        ],
     )
 
 
@@ -146,10 +148,7 @@ def _run_with_taps(
 
 
 class _ValueTaps(Taps):
-    """Taps that record whole values, and their gradients in float32 or wider.
-
-    For a value in a while loop, the record is that of the last iteration.
-    """
+    """Taps that record whole values, and their gradients in float32 or wider."""
 
     def record(self, value: jax.Array) -> jax.Array:
         return value
@@ -179,8 +178,3 @@ def _arrays_by_slot(records: dict[Key, dict[int, Any]], scale: float = 1.0) -> d
 
 def _as_float64(value: Any) -> np.ndarray:
     return np.asarray(value).astype(np.float64)
-
-
-def _dtype_of_product(product: Value) -> str:
-    """Return the compute dtype of a product: the wider dtype of its operands."""
-    return max(map(multiplied, product.inputs[:2]), key=lambda name: np.dtype(name).itemsize)

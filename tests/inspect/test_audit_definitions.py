@@ -59,8 +59,8 @@ def test_the_batch_is_no_output_feature_and_a_weight_is_one_wherever_it_comes_fr
     assert features(lambda x, w: x @ w, seven, shape(16, 16, dtype=BF16)) == []
     assert features(lambda x, w: x @ w, eight, shape(16, 13, dtype=BF16)) == [UNALIGNED]
     assert features(lambda x, w: jnp.tanh(x @ w) @ w, seven, shape(16, 16, dtype=BF16)) == []
-    # Of two arrays of which one is normalised, nothing tells: what is aligned either way is clean.
-    assert features(lambda w, x: normalised(w) @ x, shape(16, 16), shape(16, 7, dtype=BF16)) == []
+    # Of two arrays, the second operand counts as the weight.
+    assert features(lambda w, x: normalised(w) @ x, shape(16, 16), shape(16, 13, dtype=BF16)) == [UNALIGNED]
     assert features(lambda x, w: normalised(x) @ w, shape(7, 16), shape(16, 16, dtype=BF16)) == []
     # Params that are a tree, or called so, tell.
     first = {"w": shape(13, 16)}
@@ -95,24 +95,10 @@ def test_in_a_shard_map_the_same_is_a_weight() -> None:
 
 @pytest.mark.once
 def test_a_sum_is_one_however_it_is_written() -> None:
-
-    def reduced(x: Any, combine: Any = jax.lax.add) -> Any:
-        return jax.lax.reduce(x, jnp.zeros((), BF16), combine, (0,))
-
-    assert found(reduced, shape(4096, 16, dtype=BF16)) == ["half-sum"]
-    assert found(lambda x: reduced(x, jax.lax.max), shape(4096, 16, dtype=BF16)) == []
-
     def pool(x: Any) -> Any:
-        return jax.lax.reduce_window(x, jnp.zeros((), BF16), jax.lax.add, (20, 20), (20, 20), "VALID")
+        return nn.avg_pool(x[None, :, :, None], (20, 20), (20, 20))
 
     assert found(pool, shape(40, 40, dtype=BF16)) == ["half-sum"]
-
-    def norm(x: Any, dtype: Any = None) -> Any:
-        squares = jnp.einsum("bd,bd->b", x, x, preferred_element_type=dtype)
-        return x / jnp.sqrt(squares[:, None] / 16 + 1e-3).astype(BF16)
-
-    assert found(norm, shape(64, 16, dtype=BF16)) == ["half-exponential"]
-    assert found(lambda x: norm(x, F32), shape(64, 16, dtype=BF16)) == []
 
 
 ROUND_TRIPS = {
@@ -410,7 +396,6 @@ UNSCALED = {
 SCALED = {
     "of an array": (of_scale(lambda loss, s: loss * s[0]), PARAMS, X, shape(1)),
     "an exponent": (of_scale(lambda loss, s: loss * 2.0**s), PARAMS, X, SCALAR),
-    "a quotient": (jax.grad(lambda p, x: mean(p, x) / (1 / 1024)), PARAMS, X),
     "of a shard_map": (jax.grad(lambda p, x: shared(p, x) * 1024), PARAMS, X),
     "a constant": (jax.grad(lambda p, x: mean(p, x) * 1024), PARAMS, X),
     "of each example": (

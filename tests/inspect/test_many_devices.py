@@ -186,8 +186,8 @@ def test_what_does_not_fit_is_refused():
             r"slices × hosts × GPUs per host, .* got '8 GPUs'; write '1x1x8' for one host of eight GPUs",
         ),
         (
-            (1.0, 2.0),  # on no mesh
-            {"topology": "0x1x8"},
+            (WEIGHTS, X),
+            {"device": "h200", "topology": "0x1x8"},
             r"GPUs per host, 1 or more of each .* got '0x1x8'; write '1x1x8' for one host of eight GPUs",
         ),
     ):

@@ -230,21 +230,20 @@ def test_an_nnx_module_that_is_called_twice_in_a_row_has_the_values_of_both_call
     assert set(found.activations) == {"dense"}
 
 
-def test_a_while_loop_has_one_record_for_all_turns():
+def test_values_in_a_while_loop_are_not_counted():
     def loss_fn(params, x):
         def turn(carry):
             with jax.named_scope("inner"):
                 y = carry[1] * 2
             return carry[0] + 1, y + 1
 
-        found = jax.lax.while_loop(lambda carry: carry[0] < 3, turn, (0, jax.lax.stop_gradient(x)))[1]
+        with jax.named_scope("loop"):
+            found = jax.lax.while_loop(lambda carry: carry[0] < 3, turn, (0, jax.lax.stop_gradient(x)))[1]
         return jnp.sum(found @ params["w"])
 
     found = numerics(loss_fn)({"w": jnp.ones((8, 2))}, np.ones((6, 8), np.float32))
-    inner = found.activations["inner"]
-    assert (inner.count, inner.amin, inner.amax, inner.by_turn) == (144, 2, 14, None)
-    assert inner.mean_abs == pytest.approx((2 + 6 + 14) / 3)
-    assert "inner" not in found.activation_gradients
+    assert found.activations.keys() == {"loop"}
+    assert found.activations["loop"].amax == 15
 
 
 def test_a_branch_that_is_not_taken_has_no_values():

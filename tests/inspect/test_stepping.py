@@ -93,7 +93,7 @@ def test_on_a_mesh_with_explicit_axes():
     assert (blame.primitive, blame.kind, blame.operands[0].high) == ("exp", "overflow", 100)
 
 
-@pytest.mark.parametrize(("turns", "reverse"), [(10, False), (200, True)])  # a call for each operation, one program
+@pytest.mark.parametrize(("turns", "reverse"), [(10, False), (100, True)])
 def test_the_operation_that_fails_in_a_turn_of_a_scan_is_found_with_its_operands(turns, reverse):
     """log(0) of row 7; before it a jitted call, so that keys have depth."""
 
@@ -111,32 +111,3 @@ def test_the_operation_that_fails_in_a_turn_of_a_scan_is_found_with_its_operands
     assert blame.turn == 7
     assert (blame.operands[0].low, blame.operands[0].high) == (0, 1)
     assert first_nonfinite(loss)(jnp.ones((turns, 3))) is None
-
-
-def test_a_long_scan_has_the_results_and_flags_of_its_turns_alone(monkeypatch):
-    def fun(x, key):
-        def turn(carry, inputs):
-            n, key = inputs
-            carry = jnp.where(n == 70, carry / 0, carry * 0.9 + jax.random.uniform(key))
-            return jnp.where(jnp.isfinite(carry), carry, 0.0), (carry, n)
-
-        return jax.lax.scan(turn, x, (jnp.arange(100), jax.random.split(key, 100)))
-
-    def failures(*args):
-        jaxpr, consts, _ = program_of(fun, *args)
-        found = set()
-
-        def visit(moment, eqn, operands, results, flags):
-            if any(flag is not None and flag != 0 for flag in flags):
-                found.add((moment.key, moment.turns, eqn.primitive.name))
-
-        results, _ = stepping.step_through(jaxpr, consts, jax.tree.leaves(args), visit)
-        return found, results
-
-    args = jnp.ones(()), jax.random.key(0)
-    found, results = failures(*args)
-    monkeypatch.setattr(stepping, "_LONG", 1000)
-    found_by_steps, results_by_steps = failures(*args)
-    assert found == found_by_steps and {turns for _, turns, _ in found} == set((turn,) for turn in range(100))
-    for result, wanted in zip(results, results_by_steps, strict=True):
-        np.testing.assert_array_equal(result, wanted)

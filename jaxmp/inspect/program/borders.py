@@ -22,7 +22,7 @@ class AtBorder(NamedTuple):
       key: the key of the equation that computes the value.
       position: the position of the value among the results of the equation.
       path: the path of the scope. If nested scopes return the same value, there is an ``AtBorder`` for each scope.
-      turns: the number of iterations of each loop around the equation, outermost first; None for a while loop.
+      turns: the number of iterations of each scan around the equation, outermost first.
     """
 
     key: Key
@@ -35,9 +35,9 @@ def returned(jaxpr: Any, roots: Sequence[bool] | None = None) -> list[AtBorder]:
     """Return the values that are computed inside a scope and used outside the scope.
 
     The values are in program order. ``jit`` and ``checkpoint`` are not scopes: a value in their body has the key of the
-    equation in the body. The result of a loop or a conditional has the key of the loop or the conditional. Two kinds of
-    values are left out: values in the condition of a while loop, and values inside an equation that counts as one
-    operation (:func:`jaxmp.inspect.program.equation_places.is_whole_with_rules`).
+    equation in the body. The result of a loop or a conditional has the key of the loop or the conditional. Values
+    inside an equation that counts as one operation are left out, such as values in a while loop
+    (:func:`jaxmp.inspect.program.equation_places.is_whole_with_rules`).
 
     Args:
       jaxpr: an open jaxpr.

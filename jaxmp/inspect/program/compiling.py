@@ -100,7 +100,6 @@ def trace_of_call(
     jitted, args = call_of(fun, args)
     mesh = targets.mesh_of(args)
     if topology is not None:
-        targets.check_topology(topology)
         _check_topology_fits(topology, device, mesh)
     if device is not None and compiles:
         target = targets.target_of(device)

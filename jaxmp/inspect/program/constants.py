@@ -77,7 +77,7 @@ def _largest_integer(value: Value) -> int:
             (source,) = source.inputs
     if source.name == "iota":
         return int(source.shape[source.at.eqn.params["dimension"]]) - 1
-    integers = source.const
+    integers = constant(source) if source.name == "constant" else None
     if integers is None or not jnp.issubdtype(integers.dtype, jnp.integer) or integers.size < 2:
         return 0
     is_exact = np.array_equal(rounded_to(value.dtype, integers), integers)

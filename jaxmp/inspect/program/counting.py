@@ -7,7 +7,6 @@ loss scale. A mantissa is the integer of the 23 bits after the leading 1. Its fr
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -75,14 +74,10 @@ def counts_of(x: jax.Array) -> Counts:
 
 @jax.jit  # tensors of the same shape are traced once
 def _record(x: jax.Array) -> Counts:
-    """Count the values in one pass, and reduce their magnitudes in another pass.
-
-    More passes would need more kernels, and so more time to compile.
-    """
     magnitude = _magnitude(x).reshape(-1)
-    exponent, fraction = _exponents_and_mantissas(magnitude)
+    exponent, mantissa = _exponents_and_mantissas(magnitude)
     is_finite, is_zero = magnitude < _INFINITE, magnitude == 0
-    index = (exponent - LOWEST) * CLASSES + sum((fraction >= start).astype(jnp.int32) for start in STARTS[1:])
+    index = (exponent - LOWEST) * CLASSES + sum((mantissa >= start).astype(jnp.int32) for start in STARTS[1:])
     index = jnp.where(is_finite, jnp.where(is_zero, ZERO, index), NOT_FINITE)
     copies = 1 << min((x.size >> 12).bit_length(), _COPIES.bit_length() - 1)
     counters = lax.platform_dependent(
@@ -91,9 +86,8 @@ def _record(x: jax.Array) -> Counts:
     # Magnitudes below 1 are summed separately, so that neither sum overflows and small values are not lost.
     finite = jnp.where(magnitude < _INFINITE, magnitude, 0)
     value = lax.bitcast_convert_type(finite, jnp.float32)
-    limits = finite, jnp.where(finite > 0, ~finite, 0)
-    parts = jnp.where(value < 1, value * 2.0**64, 0), jnp.where(value < 1, 0, value * 2.0**-64)
-    limits, _, (small, large) = _reduced(limits, (), parts)
+    limits = [finite.max(initial=0), jnp.where(finite > 0, ~finite, 0).max(initial=0)]
+    small, large = jnp.where(value < 1, value * 2.0**64, 0).sum(), jnp.where(value < 1, 0, value * 2.0**-64).sum()
     size = max(x.size, 1)
     mean = small / size * jnp.float32(2.0**-64) + large / size * jnp.float32(2.0**64)
     return Counts(counters, jnp.stack(limits), mean)
@@ -108,36 +102,6 @@ def _counted(copies: int, index: jax.Array) -> jax.Array:
     spread = index if copies == 1 else index * copies + jnp.arange(index.size) % copies
     counters = jnp.zeros(copies * COUNTERS, jnp.uint32).at[spread].add(jnp.uint32(1), mode="promise_in_bounds")
     return counters.reshape(COUNTERS, copies).sum(1, dtype=jnp.uint32)
-
-
-def _reduced(maxima: Sequence[jax.Array], counts: Sequence[jax.Array], sums: Sequence[jax.Array]) -> Any:
-    """Return the maxima of some vectors and the sums of others, in one pass.
-
-    The vectors in ``counts`` are integers. The sums of the floating vectors in ``sums`` are corrected by their rounding
-    errors, because uncorrected errors would add up over a million numbers.
-    """
-    first, then = len(maxima), len(maxima) + len(counts)
-
-    def combined(left: Any, right: Any) -> tuple[Any, ...]:
-        results = [jnp.maximum(left[n], right[n]) for n in range(first)]
-        results += [left[n] + right[n] for n in range(first, then)]
-        for n in range(then, len(left), 2):
-            results += _two_sum(left[n], left[n + 1], right[n], right[n + 1])
-        return tuple(results)
-
-    operands = [*maxima, *counts]
-    for x in sums:
-        operands += [x, jnp.zeros_like(x)]
-    zeros = tuple(jnp.zeros((), x.dtype) for x in operands)
-    out = lax.reduce(tuple(operands), zeros, combined, (0,))
-    return out[:first], out[first:then], [out[n] + out[n + 1] for n in range(then, len(out), 2)]
-
-
-def _two_sum(left: Any, left_error: Any, right: Any, right_error: Any) -> tuple[Any, Any]:
-    """Return a sum and the total rounding error so far (Knuth's TwoSum)."""
-    total = left + right
-    part = total - left
-    return total, left_error + right_error + ((left - (total - part)) + (right - part))
 
 
 def _magnitude(x: jax.Array) -> jax.Array:
@@ -166,9 +130,9 @@ def _exponents_and_mantissas(magnitude: jax.Array) -> tuple[jax.Array, jax.Array
     """
     leading = lax.clz(magnitude)
     below = magnitude < 1 << MANTISSA
-    fraction = jnp.where(below, magnitude << (leading - 8), magnitude) & ((1 << MANTISSA) - 1)
+    mantissa = jnp.where(below, magnitude << (leading - 8), magnitude) & ((1 << MANTISSA) - 1)
     exponent = jnp.where(below, -118 - leading.astype(jnp.int32), (magnitude >> MANTISSA).astype(jnp.int32) - 127)
-    return exponent, fraction
+    return exponent, mantissa
 
 
 def packed(counts: Counts, *movement: jax.Array) -> jax.Array:
@@ -206,20 +170,19 @@ def distance_moved(update: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax
       the norm of all weights (float32).
     """
     update, weight = update.reshape(-1), weight.reshape(-1)
-    step, (size, fraction) = _magnitude(update), _exponents_and_mantissas(_magnitude(weight))
+    step, (size, mantissa) = _magnitude(update), _exponents_and_mantissas(_magnitude(weight))
     exponent = jnp.where(step == 0, -1000, _exponents_and_mantissas(step)[0])
     finite = (step < _INFINITE) & (size < 128)
     lost = []
     for name in dtypes.NAMES:
         layout = layout_of(name)
         border = start_of_ones(layout.mantissa_bits + 1)
-        rounded = size + (fraction >= border).astype(jnp.int32) if border is not None else size
+        rounded = size + (mantissa >= border).astype(jnp.int32) if border is not None else size
         ulp = jnp.maximum(rounded, layout.min_exponent) - layout.mantissa_bits
-        fits = (size < layout.max_exponent) | ((size == layout.max_exponent) & (fraction < layout.overflow))
-        lost.append((finite & fits & (exponent < ulp - 1)).astype(jnp.uint32))
-    squares = [jnp.square(x.astype(jnp.float32)) for x in (update, weight)]
-    _, counts, sums = _reduced((), lost, squares)
-    return jnp.stack(counts), jnp.sqrt(jnp.stack(sums))
+        fits = (size < layout.max_exponent) | ((size == layout.max_exponent) & (mantissa < layout.overflow))
+        lost.append((finite & fits & (exponent < ulp - 1)).sum(dtype=jnp.uint32))
+    norms = [jnp.linalg.norm(x.astype(jnp.float32)) for x in (update, weight)]
+    return jnp.stack(lost), jnp.stack(norms)
 
 
 class Layout(NamedTuple):

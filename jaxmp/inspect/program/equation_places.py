@@ -13,7 +13,7 @@ import jax
 
 from jaxmp._internals.jax import equations
 from jaxmp._internals.jax.equations import Bodies, bodies_of
-from jaxmp._internals.jax.sources import Names, scopes_and_transforms, source_of, user_source_of
+from jaxmp._internals.jax.sources import Names, scopes_and_transforms, user_source_of
 from jaxmp._internals.jax.walk import interpreted
 from jaxmp.nnx import run as nnx_run
 
@@ -33,7 +33,7 @@ class EquationPlace:
       eqn: the equation.
       names: the scopes around the equation, including jaxmp's own scopes (``"jaxmp.…"``).
       source: the user's file and line, such as ``"package/module.py:12"``. If JAX does not know this line, the source
-        is that of the equation around this one, or else a line of a library, or else empty.
+        is that of the equation around this one, or else empty.
       phase: ``"forward"``, ``"backward"`` (transposed by ``jax.grad``, or recomputed for the transpose) or ``"update"``
         (computed from gradients).
       turns: the number of iterations of each loop around the equation, outermost first; None for a while loop, whose
@@ -131,7 +131,7 @@ def _collect(jaxpr: Any, around: _Around, inputs: Sequence[bool], collected: lis
             key=(*around.key, next(numbers)),
             eqn=eqn,
             names=(*around.names, *names),
-            source=user_source_of(eqn) or around.source or source_of(eqn),
+            source=user_source_of(eqn) or around.source,
             phase=_phase(around.phase, transforms, any(operands)),
             turns=around.turns,
             bodies=bodies_of(eqn),
@@ -184,10 +184,10 @@ def is_whole(eqn: Any) -> bool:
 def is_whole_with_rules(eqn: Any) -> bool:
     """Return whether an equation counts as one operation under differentiation.
 
-    This is true for the equations of :func:`is_whole`, and for calls of functions with custom derivative rules. If the
-    bodies of such functions were evaluated instead, JAX would ignore the rules.
+    This is true for the equations of :func:`is_whole`, for while loops, and for calls of functions with custom
+    derivative rules. If the bodies of such functions were evaluated instead, JAX would ignore the rules.
     """
-    return is_whole(eqn) or eqn.primitive.name.startswith("custom_")
+    return is_whole(eqn) or eqn.primitive.name == "while" or eqn.primitive.name.startswith("custom_")
 
 
 def turns_of(eqn: Any) -> tuple[int | None, ...]:

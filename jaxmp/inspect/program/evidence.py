@@ -68,8 +68,8 @@ class Audited:
     Attributes:
       values: the values of the program.
       products: the result of each product as a value, and the product's row in the audit.
-      arguments: the arrays among the arguments, with the kinds of :func:`jaxmp.inspect.memory` or ``"unknown"``.
-      weights: a function that returns which operands of a product may be its weight (see ``weight_operands.py``).
+      arguments: the arrays among the arguments, with the kinds of :func:`jaxmp.inspect.memory`.
+      weight: a function that returns which operand of a product is its weight (see ``weight_operands.py``).
       policy: the declared policy, or None.
       is_loss_scaled: whether an argument contains a loss scale other than ``NoOpLossScale``; None if no argument
         contains a loss scale.
@@ -82,7 +82,7 @@ class Audited:
     values: Values
     products: list[tuple[Value, Any]]
     arguments: Sequence[Leaf]
-    weights: Callable[[Value], list[int]]
+    weight: Callable[[Value], int]
     policy: Any
     is_loss_scaled: bool | None
     repeated: Callable[[Value], bool] | None

@@ -26,7 +26,7 @@ def half_exponentials(audited: Audited) -> Faults:
         if place is None:
             continue
         if value.name in _EXPONENTIAL and value.is_half:
-            if (place.path, place.source) in error_functions and _is_bell(value):
+            if value.name == "exp" and (place.path, place.source) in error_functions:
                 continue  # the derivative of erf
             what = f"{value.name} in {value.dtype.name}, which loses the range or the digits that it needs"
             yield Fault(place, what, "cast to float32 before it")
@@ -36,14 +36,6 @@ def half_exponentials(audited: Audited) -> Faults:
                     what = f"the variance under a {value.name} is computed in {part.dtype.name}"
                     yield Fault(part.at, what, "compute the statistics of a norm in float32")
                     break
-
-
-def _is_bell(value: Value) -> bool:
-    """Return whether a value is exp(-x²), as in the derivative of erf."""
-    if value.name != "exp":
-        return False
-    negated = value.inputs[0]
-    return negated.name == "neg" and _is_square(negated.inputs[0])
 
 
 def _is_square(value: Value) -> bool:
@@ -78,24 +70,12 @@ def _key(value: Value) -> tuple[int, ...]:
 
 
 def _sum_of_squares(total: Value) -> list[Value]:
-    """Return the squares and their sum, or the product that computes both.
+    """Return the squares and their sum.
 
     The list is empty if ``total`` is not a sum of squares.
     """
-    if _is_dot_of_itself(total):
-        return [total]
     if total.place and terms(total):
         for square in origins(total.inputs[0], is_move_or_cast):
             if _is_square(square):
                 return [square, total]
     return []
-
-
-def _is_dot_of_itself(value: Value) -> bool:
-    """Return whether a product sums the squares of one array."""
-    if value.name != "dot_general":
-        return False
-    (left, right), (batch, _) = value.at.eqn.params["dimension_numbers"]
-    has_all_axes = left == right and len(left) + len(batch) == len(value.inputs[0].shape)
-    left_origins, right_origins = (set(origins(operand, is_move_or_cast)) for operand in value.inputs[:2])
-    return has_all_axes and left_origins == right_origins

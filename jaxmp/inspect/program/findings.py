@@ -70,19 +70,9 @@ def findings(audited: Audited) -> tuple[Finding, ...]:
 
     If several findings share their kind, path and source, only the first is returned.
     """
-    path_of_source: dict[str, str] = {}
-    for place in audited.values.places.values():
-        if place.path:
-            path_of_source.setdefault(place.source, place.path)
     unique: dict[tuple[str, str, str], Finding] = {}
     for kind, find in FINDERS.items():
         for where, what, remedy in find(audited):
-            if isinstance(where, EquationPlace):
-                source = where.source
-                # JAX may move an equation out of a loop, and so out of its scope. Another equation of the same source
-                # line may still be in the scope.
-                path = where.path or (path_of_source.get(source, "") if source else "")
-            else:
-                path, source = where
+            path, source = (where.path, where.source) if isinstance(where, EquationPlace) else where
             unique.setdefault((kind, path, source), Finding(kind, path, source, what, remedy))
     return tuple(unique.values())

@@ -111,19 +111,16 @@ def _is_loss_scale(seed: Value, audited: Audited) -> bool:
     A loss scale is a constant power of two of at least 8, or is computed from scalar arguments that are not params.
     """
     floats = [operand for operand in seed.inputs if operand.is_float]
-    if seed.name not in ("mul", "div") or any(math.prod(operand.shape) != 1 for operand in floats):
+    if seed.name != "mul" or any(math.prod(operand.shape) != 1 for operand in floats):
         return False
-    if seed.name == "div":
-        return any(_is_constant_scale(divisor, is_divisor=True) for divisor in floats[1:])
     return any(_is_constant_scale(factor) or _is_scale_of_arguments(factor, audited) for factor in floats)
 
 
-def _is_constant_scale(value: Value, is_divisor: bool = False) -> bool:
+def _is_constant_scale(value: Value) -> bool:
     number = constant(value)
-    if number is None or not number.any():
+    if number is None:
         return False
     factor = abs(float(number.reshape(())))
-    factor = 1 / factor if is_divisor else factor
     return factor >= 8 and math.frexp(factor)[0] == 0.5
 
 

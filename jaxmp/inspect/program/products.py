@@ -5,6 +5,7 @@ A product is a matrix product or a convolution. "Half" means half precision: flo
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ import numpy as np
 from jaxmp.engine.marks import region_of
 from jaxmp.inspect.program.equation_places import EquationPlace
 from jaxmp.inspect.program.evidence import Audited, Fault, Faults
-from jaxmp.inspect.program.values import Value, is_move_or_cast
+from jaxmp.inspect.program.values import Value
 from jaxmp.inspect.program.weight_operands import unaligned
 
 _FLOAT32_LEVELS = frozenset({"float32", "tensorfloat32"})
@@ -37,29 +38,10 @@ def float32_products(audited: Audited) -> Faults:
             continue
         yield Fault(
             place,
-            f"a product of float32 operands{_promotions(value)}, although the policy is {half}",
+            f"a product of float32 operands, although the policy is {half}",
             f"cast both operands to {half}, or ask for float32: an override of this path, jaxmp.precision('float32') "
             "or precision='highest'",
         )
-
-
-def _promotions(product: Value) -> str:
-    """Return a phrase that says how many operands JAX promoted from half."""
-    sources = [_half_source(operand) for operand in product.inputs[:2]]
-    promoted = [source.dtype.name for source in sources if source.is_half]
-    return f" of which JAX promoted {len(promoted)} from {promoted[0]}" if promoted else ""
-
-
-def _half_source(value: Value) -> Value:
-    """Return the last half value before a value's moves and casts.
-
-    If there is no half value, return the value before all moves (such as reshapes) and casts.
-    """
-    while is_move_or_cast(value) and len(value.inputs) == 1:
-        value = value.inputs[0]
-        if value.is_half:
-            break
-    return value
 
 
 def mixed_products(audited: Audited) -> Faults:
@@ -92,7 +74,7 @@ def unaligned_products(audited: Audited) -> Faults:
     total = sum(work(product) for _, product in audited.products)
     for value, product in audited.products:
         size = min(np.dtype(name).itemsize for name in product.operands)
-        dims = unaligned(value, audited.weights(value))
+        dims = unaligned(value, audited.weight(value))
         if product.phase != "backward" and size <= 2 and dims and work(product) > 0.01 * total:
             step = 16 // size
             names = " and ".join(f"{name} {number}" for name, number in dims.items())
@@ -134,6 +116,11 @@ def multiplied(operand: Value) -> str:
             if factor.is_cast and factor.inputs[0].dtype.name.startswith("float8"):
                 return factor.inputs[0].dtype.name
     return operand.dtype.name
+
+
+def widest(dtypes: Iterable[str]) -> str:
+    """Return the widest dtype: the compute dtype of a product with these operands."""
+    return max(dtypes, key=lambda name: np.dtype(name).itemsize)
 
 
 def _asks_for_float32(place: EquationPlace) -> bool:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxmp._internals.jax.equations import Bodies, elements_of, opened
+from jaxmp._internals.jax.equations import Bodies, opened
 from jaxmp._internals.jax.walk import interpreted
 from jaxmp.inspect.program.equation_places import EquationPlace, Key, equation_places
 from jaxmp.inspect.program.values import (
@@ -96,12 +96,8 @@ def _maps_across(scan: Scan | None) -> _TurnMaps:
     )
 
 
-def _constant(aval: Any, number: Any) -> Value:
-    return Value(aval, "constant", constant=number, const=elements_of(number))
-
-
 def _literal(atom: Any) -> Value:
-    return _constant(atom.aval, np.asarray(atom.val))
+    return Value(atom.aval, "constant", constant=np.asarray(atom.val))
 
 
 class _Reader:
@@ -118,7 +114,9 @@ class _Reader:
 
     def body(self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Value], key: Key, loops: _Loops) -> list[Value]:
         """Read the equations of a body and return its results."""
-        constants = [self.add(_constant(var.aval, const)) for var, const in zip(jaxpr.constvars, consts, strict=True)]
+        constants = []
+        for var, const in zip(jaxpr.constvars, consts, strict=True):
+            constants.append(self.add(Value(var.aval, "constant", constant=const)))
         numbers = itertools.count()
 
         def equation(eqn: Any, operands: list[Value]) -> list[Value]:

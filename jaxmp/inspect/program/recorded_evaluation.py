@@ -35,9 +35,9 @@ def evaluate_and_record(
     """Return the results of an open jaxpr, and the records by equation key.
 
     A record from the body of a scan has a leading axis of iterations. In nested scans, the record has such an axis for
-    each scan. Records from the iterations of a while loop are merged. Records from a branch that was not taken are
-    zeros. You can differentiate the results, because ``checkpoint`` and custom derivative rules are kept. A function
-    with such a rule counts as one operation.
+    each scan. Records from a branch that was not taken are zeros. You can differentiate the results, because
+    ``checkpoint`` and custom derivative rules are kept. A function with such a rule counts as one operation, and so
+    does a while loop.
 
     Args:
       jaxpr: an open jaxpr.
@@ -46,7 +46,7 @@ def evaluate_and_record(
       taps: an object whose method ``at`` is called for each operation. A loop or a conditional also counts as an
         operation.
       sinks: pytrees of arrays for ``taps.at``, by equation key. The arrays have the same leading axes as the records of
-        the equation. Equations in while loops have no sinks, because ``jax.grad`` does not support while loops.
+        the equation.
     """
     results, records = _RecordedEvaluation(taps).body(jaxpr, consts, args, (), dict(sinks or {}))
     for n, var in enumerate(jaxpr.outvars):
@@ -107,8 +107,6 @@ class _RecordedEvaluation:
             plain, more = values[: len(jaxpr.invars)], values[len(jaxpr.invars) :]
             return self.body(jaxpr, consts, plain, (*key, index), jax.tree.unflatten(tree, more))
 
-        if bodies.kind == "while":
-            return self.loop(eqn, bodies, operands, key)
         shapes: Records = {}  # all branches must return the same structure, so each returns the records of all
         if bodies.kind == "cond":
             for index in range(len(bodies.jaxprs)):
@@ -129,31 +127,6 @@ class _RecordedEvaluation:
         out = rebuilt(eqn, bodies, functions, UNCHANGED_RULES)(*operands, *sinks_inside)
         stop = len(eqn.outvars)
         return list(out[:stop]), jax.tree.unflatten(structure, out[stop:])
-
-    def loop(self, eqn: Any, bodies: Bodies, operands: list[Any], key: Key) -> tuple[list[Any], Records]:
-        """Evaluate a while loop that also carries the records of its body."""
-        condition, step = (equations.opened(jaxpr) for jaxpr in bodies.jaxprs)
-        consts = operands[bodies.consts : bodies.start]
-
-        def turn(*carry: Any) -> tuple[list[Any], Records]:
-            return self.body(*step, [*consts, *carry], (*key, 1), {})
-
-        init = operands[bodies.start :]
-        start, tree = jax.tree.flatten(_zeros(jax.eval_shape(lambda *carry: turn(*carry)[1], *init)))
-        size = len(init)
-
-        def goes_on(*values: Any) -> list[Any]:
-            return equations.evaluate(*condition, values[: bodies.consts + size])
-
-        def one_turn(*values: Any) -> list[Any]:
-            carry, old = values[len(consts) : len(consts) + size], values[len(consts) + size :]
-            results, new = turn(*carry)
-            before = jax.tree.unflatten(tree, old)
-            merged = {place: self.taps.merged(before[place], record) for place, record in new.items()}
-            return [*results, *jax.tree.leaves(merged)]
-
-        out = rebuilt(eqn, bodies, [goes_on, one_turn], UNCHANGED_RULES)(*operands, *start)
-        return list(out[:size]), jax.tree.unflatten(tree, out[size:])
 
 
 def _zeros(records: Any) -> Any:

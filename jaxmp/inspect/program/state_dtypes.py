@@ -47,18 +47,14 @@ def _dtype_fault(value: Value, path: tuple[str, ...], expected: np.dtype, rule: 
 def strong_float64(audited: Audited) -> Faults:
     """Find where float64 enters a program that has half-precision products.
 
-    Weakly typed float64 values are left out.
+    Weakly typed float64 values are left out, and so is the backward pass: the derivative of each cast back from float64
+    is a cast to float64.
     """
     if not audited.has_half_products:
         return
-    phases = set[str]()
     for value in audited.values.all:
-        if not _enters_float64(value):
+        if not _enters_float64(value) or (value.place and value.place.phase == "backward"):
             continue
-        phase = value.place.phase if value.place else "forward"
-        if phase == "backward" and "forward" in phases:  # the derivative of the cast back from float64
-            continue
-        phases.add(phase)
         yield Fault(
             computed_at(value),
             "float64 in a program with half products",

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -91,13 +91,13 @@ class Statistics:
         """
         name, shift = _counted_dtype(dtype), exponent_of(loss_scale)
         first = self._first + shift
-        vanished, below, beyond = _fates(name, first, len(self._fine))
+        fates = _fates(name, first, len(self._fine))
         not_finite = self.count - self.zeros - int(self._fine.sum())
         return dataclasses.replace(
             self,
-            below_normal=int(self._fine[below].sum()),
-            vanished=int(self._fine[vanished].sum()),
-            overflow=not_finite + int(self._fine[beyond].sum()),
+            below_normal=int(self._fine[fates.subnormal].sum()),
+            vanished=int(self._fine[fates.vanished].sum()),
+            overflow=not_finite + int(self._fine[fates.overflow].sum()),
             amax=math.ldexp(self.amax, shift),
             amin=math.ldexp(self.amin, shift),
             mean_abs=math.ldexp(self.mean_abs, shift),
@@ -121,13 +121,20 @@ class Statistics:
         return self._lost[_counted_dtype(dtype)]
 
 
-@functools.lru_cache(4096)
-def _fates(name: str, first: int, rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return which values vanish, become subnormal, or overflow in a format.
+class _Fates(NamedTuple):
+    """The values that vanish, become subnormal, or overflow in a format: three boolean arrays.
 
-    The result is three boolean arrays. The rows of each array are ``rows`` exponents, the first of which is ``first``.
-    The columns are the ranges of mantissas that start at ``STARTS``.
+    The rows of each array are exponents. The columns are the ranges of mantissas that start at ``STARTS``.
     """
+
+    vanished: np.ndarray
+    subnormal: np.ndarray
+    overflow: np.ndarray
+
+
+@functools.lru_cache(4096)
+def _fates(name: str, first: int, rows: int) -> _Fates:
+    """Return the fates of values with ``rows`` exponents, the first of which is ``first``."""
     layout = layout_of(name)
     smallest = layout.min_exponent - layout.mantissa_bits
     exponents, starts = np.arange(first, first + rows)[:, None], np.array(STARTS)
@@ -136,16 +143,11 @@ def _fates(name: str, first: int, rows: int) -> tuple[np.ndarray, np.ndarray, np
     rounds_up = (exponents == layout.min_exponent - 1) & (starts >= (1 << MANTISSA if up is None else up))
     normal = (exponents >= layout.min_exponent) | rounds_up
     beyond = (exponents > layout.max_exponent) | ((exponents == layout.max_exponent) & (starts >= layout.overflow))
-    return vanished, ~vanished & ~normal, beyond
+    return _Fates(vanished, ~vanished & ~normal, beyond)
 
 
 def _counted_dtype(dtype: Any) -> str:
-    try:
-        name = dtypes.canonical_dtype(dtype).name
-    except dtypes.UnknownDtypeError:
-        raise
-    except ValueError:  # an integer dtype; the message of this error is about policies
-        name = np.dtype(dtype).name
+    name = dtypes.canonical_dtype(dtype).name
     if name not in _NAMES:
         raise ValueError(f"values are counted for {', '.join(_NAMES)}, got {name}; use one of these")
     return name
@@ -203,7 +205,7 @@ def from_record(counts: Counts, dtype: Any, size: int, scale_exponent: int, turn
     return Statistics(
         count=int(counters.sum()),
         zeros=int(counters[ZERO]),
-        below_normal=int(fine[first:stop][_fates(name, first + LOWEST, stop - first)[1]].sum()),
+        below_normal=int(fine[first:stop][_fates(name, first + LOWEST, stop - first).subnormal].sum()),
         vanished=0,
         overflow=int(counters[NOT_FINITE]),
         amax=math.ldexp(_float(largest), -scale_exponent),

@@ -5,17 +5,13 @@ The flag of a floating result is 0 if all elements are finite, else NaN.
 Each equation is compiled separately, and equal equations share a compiled program, so only distinct equations take
 compile time. In one program with the flags of all equations, XLA would recompute long chains of operations for each
 flag.
-
-A long scan without loops or branches in its body runs as one program, because separate calls from the host would take
-most of the time. This program returns the flags of all equations in all iterations. Barriers between the equations keep
-XLA from fusing them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -27,14 +23,10 @@ from jax.sharding import Mesh, NamedSharding
 from jaxmp._internals.jax.bodies import bind_equation
 from jaxmp._internals.jax.equations import Bodies, bodies_of, is_literal, opened
 from jaxmp._internals.jax.rebind import in_place_of
-from jaxmp._internals.jax.walk import interpreted
 from jaxmp.base.trees import zero_if_finite
 from jaxmp.inspect.program.calls import AS_WRITTEN, is_inexact
 from jaxmp.inspect.program.equation_places import Key, is_whole
 from jaxmp.inspect.program.targets import mesh_of
-
-_LONG = 64
-"""The minimum length of a scan that runs as one program. Compiling a shorter scan takes longer than separate calls."""
 
 
 class Moment(NamedTuple):
@@ -62,20 +54,14 @@ Branches = dict[At, set[int]]
 """The branches that each conditional took, by key and iterations. A conditional in a while loop may take several."""
 
 
-def step_through(
-    jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], visit: Visit, wanted: Collection[At] = ()
-) -> tuple[list[Any], Branches]:
+def step_through(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], visit: Visit) -> tuple[list[Any], Branches]:
     """Run an open jaxpr; return its results and the branches of conditionals.
 
     After each operation, ``visit`` is called with the moment, the equation, its operands, its results, and a flag for
     each result. The flag is None for results that are not floating.
-
-    A long scan runs as one program. For such a scan, ``visit`` is called only for operations with a non-finite result
-    in some iteration, and gets empty lists of operands and results. But in the iterations in ``wanted``, ``visit`` is
-    called for all operations, with operands and results.
     """
     mesh = mesh_of((*consts, *args))
-    stepping = _Stepping(visit, wanted, waits=mesh is not None)
+    stepping = _Stepping(visit, waits=mesh is not None)
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
         return stepping.body(jaxpr, consts, args, Moment()), stepping.branches
 
@@ -83,9 +69,8 @@ def step_through(
 class _Stepping:
     """A run of a program one equation at a time."""
 
-    def __init__(self, visit: Visit, wanted: Collection[At], waits: bool) -> None:
+    def __init__(self, visit: Visit, waits: bool) -> None:
         self.visit = visit
-        self.wanted = wanted
         self.waits = waits
         self.branches: Branches = {}
         self.compiled: dict[Key, Callable[..., Any]] = {}
@@ -149,8 +134,6 @@ class _Stepping:
         jaxpr, consts = opened(bodies.jaxprs[0])
         stop = bodies.start + bodies.carry
         fixed, carry, inputs = operands[: bodies.start], operands[bodies.start : stop], operands[stop:]
-        if length >= _LONG and not self.waits and _is_straight(jaxpr):
-            return self.long_scan(eqn, bodies, operands, moment)
         stacks: list[Any] | None = None
         for turn in _turns_in_order(eqn):
             now = moment._replace(turns=(*moment.turns, turn)).inside(0)
@@ -159,113 +142,11 @@ class _Stepping:
             stacks = _stored(_repeated(outputs, length) if stacks is None else stacks, outputs, turn)
         return [*carry, *(stacks or [])]
 
-    def long_scan(self, eqn: Any, bodies: Bodies, operands: list[Any], moment: Moment) -> list[Any]:
-        """Run a scan as one program, then the wanted iterations equation by equation."""
-        loop = _flagged_scan(Operation(eqn))
-        carry, outputs, flags, carries = loop(operands)
-        failing = [
-            (operation, of_all_turns)
-            for operation, of_all_turns in zip(loop.operations, flags, strict=True)
-            if any(flag is not None and np.any(flag) for flag in of_all_turns)
-        ]
-        wanted_turns = self._wanted_turns(moment)
-        jaxpr, consts = opened(bodies.jaxprs[0])
-        fixed, inputs = operands[: bodies.start], operands[bodies.start + bodies.carry :]
-        for turn in _turns_in_order(eqn):
-            now = moment._replace(turns=(*moment.turns, turn)).inside(0)
-            if turn in wanted_turns:
-                self.body(jaxpr, consts, [*fixed, *_elements(carries, turn), *_elements(inputs, turn)], now)
-                continue
-            for (numbers, inner), of_all_turns in failing:
-                of_turn = [None if flag is None else flag[turn] for flag in of_all_turns]
-                self.visit(now._replace(key=(*now.key, *numbers)), inner, [], [], of_turn)
-        return [*carry, *outputs]
-
-    def _wanted_turns(self, moment: Moment) -> set[int]:
-        """Return the iterations of a scan that contain an operation in ``wanted``."""
-        depth = len(moment.turns)
-        turns = set[int]()
-        for key, turns_around in self.wanted:
-            is_inside = key[: len(moment.key)] == moment.key and len(turns_around) > depth
-            if is_inside and turns_around[:depth] == moment.turns:
-                turns.add(turns_around[depth])
-        return turns
-
 
 def _turns_in_order(scan: Any) -> range:
     """Return the indices of the iterations of a scan in execution order."""
     turns = range(scan.params["length"])
     return turns[::-1] if scan.params["reverse"] else turns
-
-
-class _FlaggedScan:
-    """A scan as one compiled program that also returns flags.
-
-    The program returns the flags of all equations in all iterations.
-
-    Attributes:
-      operations: the equations of an iteration, each with its key relative to the body.
-    """
-
-    def __init__(self, eqn: Any) -> None:
-        bodies = bodies_of(eqn)
-        assert bodies is not None
-        self.bodies = bodies
-        self.params = {"length": eqn.params["length"], "reverse": eqn.params["reverse"]}
-        self.operations: list[tuple[Key, Any]] = []
-        self.compiled = jax.jit(self._scan, compiler_options=AS_WRITTEN)
-
-    def __call__(self, operands: list[Any]) -> tuple[list[Any], list[Any], list[list[Any]], list[Any]]:
-        """Return the last carry, outputs, flags, and the carry before each iteration."""
-        carry, (outputs, flags, carries) = self.compiled(*operands)
-        return carry, outputs, jax.device_get(flags), carries
-
-    def _scan(self, *operands: Any) -> Any:
-        bodies = self.bodies
-        stop = bodies.start + bodies.carry
-        fixed, first, inputs = operands[: bodies.start], operands[bodies.start : stop], operands[stop:]
-        jaxpr, consts = opened(bodies.jaxprs[0])
-
-        def turn(carry: list[Any], elements: list[Any]) -> Any:
-            self.operations = []
-            flags: list[list[Any]] = []
-            results = self._body(jaxpr, consts, [*fixed, *carry, *elements], (), flags)
-            return results[: bodies.carry], (results[bodies.carry :], flags, carry)
-
-        return lax.scan(turn, list(first), list(inputs), **self.params)
-
-    def _body(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], around: Key, flags: list[list[Any]]) -> Any:
-        numbers = iter(range(len(jaxpr.eqns)))
-
-        def equation(eqn: Any, operands: list[Any]) -> Any:
-            key = (*around, next(numbers))
-            bodies = bodies_of(eqn)
-            if bodies is not None and not is_whole(eqn):
-                return self._body(*opened(bodies.jaxprs[0]), operands, (*key, 0), flags)
-            with in_place_of(eqn):
-                results = bind_equation(eqn, operands, eqn.params)
-            results = [lax.optimization_barrier(result) if is_inexact(result) else result for result in results]
-            self.operations.append((key, eqn))
-            flags.append(_flags_of(results))
-            return results
-
-        return interpreted(jaxpr, consts, args, equation)
-
-
-@functools.lru_cache(maxsize=64)
-def _flagged_scan(operation: Operation) -> _FlaggedScan:
-    return _FlaggedScan(operation.eqn)
-
-
-def _is_straight(jaxpr: Any) -> bool:
-    """Return whether a body has no loops and no branches."""
-    for eqn in jaxpr.eqns:
-        bodies = bodies_of(eqn)
-        if bodies is None or is_whole(eqn):
-            continue
-        if bodies.kind != "call" or not _is_straight(opened(bodies.jaxprs[0])[0]):
-            return False
-    return True
 
 
 def _unused_after(jaxpr: Any) -> list[list[Any]]:

@@ -10,7 +10,6 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from jaxmp._internals.jax.equations import opened
 from jaxmp.inspect.program.equation_places import turns_of
 from jaxmp.inspect.program.evidence import EXACT, Audited, Fault, Faults
 from jaxmp.inspect.program.values import JOIN, TURN, TURNS, Value, Values, is_move_or_cast, is_zero, leading_to
@@ -27,7 +26,7 @@ def half_sums(audited: Audited) -> Faults:
     for value in audited.values.all:
         operands.update(value.inputs)
     for value in audited.values.all:
-        if not value.is_half or not value.place or not (value.reader or value in operands):
+        if not value.is_half or not value.place or value not in operands:
             continue  # nothing reads some sums, such as the count of ties in the derivative of a maximum
         count, dtype = terms(value), value.dtype.name
         if count > EXACT[dtype]:
@@ -44,15 +43,11 @@ def _of_terms(count: int, dtype: str) -> str:
 def terms(value: Value) -> int:
     """Return how many terms each element of a sum has; 0 if the value is not a sum."""
     params, name = value.at.eqn.params, value.name
-    if name in ("reduce", "reduce_window"):
-        body = opened(params["jaxpr"])[0]
-        if {eqn.primitive.name for eqn in body.eqns} != {"add"}:
-            return 0
-    if name in ("reduce_sum", "reduce"):
-        return math.prod(value.inputs[0].shape[axis] for axis in params.get("axes", params.get("dimensions")))
+    if name == "reduce_sum":
+        return math.prod(value.inputs[0].shape[axis] for axis in params["axes"])
     if name == "cumsum":
         return int(value.inputs[0].shape[params["axis"]])
-    if name in ("reduce_window_sum", "reduce_window"):
+    if name == "reduce_window_sum":
         return math.prod(params["window_dimensions"])
     if name in _SCATTERS and not params["unique_indices"]:
         batching = getattr(params["dimension_numbers"], "scatter_indices_batching_dims", ())
@@ -67,13 +62,11 @@ class _Sum(NamedTuple):
     Attributes:
       sign: -1 if the carry is subtracted, else 1.
       terms: the number of terms.
-      dtype: the half dtype to which the sum is rounded; None if the sum is never rounded to half.
       last: the last addition; None if there are no terms.
     """
 
     sign: int = 1
     terms: int = 0
-    dtype: str | None = None
     last: Value | None = None
 
 
@@ -82,7 +75,7 @@ _Sums = Mapping[Value, _Sum]
 
 
 def carried_sums(values: Values) -> Iterator[tuple[Value, int, str]]:
-    """Yield the sums that loops carry and round to half in every iteration.
+    """Yield the sums that loops carry in half.
 
     Each item has the last addition, the number of terms and the dtype. For nested loops, the numbers of iterations are
     multiplied. A while loop counts as one iteration, because the number of its iterations is unknown. Two kinds of
@@ -103,11 +96,11 @@ def carried_sums(values: Values) -> Iterator[tuple[Value, int, str]]:
             of_loop = carries[value.key]
             carry = of_loop[value.position] if value.position < len(of_loop) else None
             in_turn = sums.get(carry) if carry else None
-            if carry and in_turn and in_turn.last and in_turn.dtype and carry in live and carry not in compensated:
-                yield in_turn.last, in_turn.terms * (turns or 1), in_turn.dtype
+            is_uncompensated = carry in live and carry not in compensated
+            if carry and carry.is_half and is_uncompensated and in_turn and in_turn.last:
+                yield in_turn.last, in_turn.terms * (turns or 1), carry.dtype.name
             sums = _after_all_turns(sums, of_loop, in_turn, turns or 1)
-        half = value.dtype.name if value.is_half else None
-        sums_of[value] = {carry: total._replace(dtype=total.dtype or half) for carry, total in sums.items()}
+        sums_of[value] = sums
 
 
 def _after_all_turns(sums: _Sums, carries: list[Value], in_turn: _Sum | None, turns: int) -> _Sums:

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmp._internals.jax.equations import elements_of
 from jaxmp._internals.jax.primitives import COMBINES, PICKS
 from jaxmp.inspect.program.equation_places import EquationPlace, Key
 
@@ -66,7 +67,6 @@ class Value:
       scans: the scans around the value, outermost first.
       loops: the keys of the loop bodies around the value, outermost first.
       constant: the number or array of a constant; None if it is unknown.
-      const: the constant as a NumPy array; None if the array is large.
       reads: the operands. The number of an operand is its position. For the result of a conditional, the number is that
         of the branch, and the index of the conditional comes after all branches. For a carry, 0 is the initial carry,
         and 1 is the carry from an iteration.
@@ -81,7 +81,6 @@ class Value:
     scans: tuple[Scan, ...] = ()
     loops: tuple[Key, ...] = ()
     constant: Any = None
-    const: Any = None
     reads: list[Read] = dataclasses.field(default_factory=list)
     reader: EquationPlace | None = None
 
@@ -243,13 +242,13 @@ def made_of(values: Values, mark: Callable[[Value], int]) -> dict[Value, int]:
 
 
 def constant(value: Value) -> Any:
-    """Return the elements of a constant, before its moves and casts.
+    """Return the elements of a constant, before its moves and casts, as a NumPy array.
 
-    Return None for other values.
+    Return None for large constants and for other values.
     """
-    while value.const is None and is_move_or_cast(value) and len(value.reads) == 1:
+    while is_move_or_cast(value) and len(value.reads) == 1:
         (value,) = value.inputs
-    return value.const
+    return None if value.constant is None else elements_of(value.constant)
 
 
 def is_zero(value: Value) -> bool:

@@ -5,95 +5,48 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from jaxmp._internals.jax.walk import PRODUCTS
 from jaxmp.inspect.memory_kinds import Leaf
-from jaxmp.inspect.program.values import JOIN, Value, Values, is_move_or_cast, made_of, origins
-
-# Marks of a value that depends on params or other state, on the batch, on arguments of unknown kind, or on a product.
-_WEIGHT, _DATA, _UNKNOWN, _PRODUCT = 1, 2, 4, 8
+from jaxmp.inspect.program.values import Value, Values, made_of
 
 
-def weights_in(values: Values, arguments: Sequence[Leaf]) -> Callable[[Value], list[int]]:
-    """Return a function that says which operands of a product may be its weight.
+def weights_in(values: Values, arguments: Sequence[Leaf]) -> Callable[[Value], int]:
+    """Return a function that says which operand of a product is its weight, 0 or 1.
 
-    The returned function returns ``[0]``, ``[1]``, or ``[0, 1]`` if either operand may be the weight.
+    The weight is the operand that does not depend on data. If this is true of both operands or of neither, the second
+    operand counts as the weight.
 
     Args:
       values: the values of the program.
       arguments: the arrays among the arguments, with their kinds.
     """
 
-    def mark(value: Value) -> int:
-        if value.name in PRODUCTS:
-            return _PRODUCT
-        if value.name != "argument" or not value.shape or value.dtype == "V":  # a scalar or a random key gets no mark
+    def is_data(value: Value) -> int:
+        if value.name != "argument" or not value.shape or value.dtype == "V":  # a scalar or a random key is no data
             return 0
-        kind = arguments[value.position].kind
-        if kind == "unknown":
-            return _UNKNOWN
-        return _WEIGHT if kind in ("params", "optimizer", "model_state") else _DATA
+        return int(arguments[value.position].kind not in ("params", "optimizer", "model_state"))
 
-    marks = made_of(values, mark)
+    depends_on_data = made_of(values, is_data)
 
-    def weights(product: Value) -> list[int]:
-        left, right = product.inputs[:2]
-        return _weights(product, marks.get(left, 0), marks.get(right, 0))
+    def weight(product: Value) -> int:
+        left, right = (depends_on_data.get(operand, 0) for operand in product.inputs[:2])
+        return 0 if right and not left else 1
 
-    return weights
+    return weight
 
 
-def _weights(product: Value, left: int, right: int) -> list[int]:
-    """Return the positions of the operands that may be the weight.
-
-    ``left`` and ``right`` are the marks of the operands.
-    """
-    ranks = _rank(left), _rank(right)
-    if ranks[0] != ranks[1]:
-        return [1] if ranks[1] < ranks[0] else [0]
-    are_plain = all(map(_is_stored, product.inputs[:2]))
-    # The left operand is a constant, and the right one an argument of unknown kind. Either may be the weight.
-    is_constant_first = right & _UNKNOWN > left & _UNKNOWN
-    if ranks[0] != 1 or (are_plain and not is_constant_first):
-        return [1]
-    if left & _PRODUCT != right & _PRODUCT:
-        return [1] if left & _PRODUCT else [0]
-    return [1] if left & _PRODUCT else [0, 1]
-
-
-def _rank(marks: int) -> int:
-    """Return the rank of an operand; the operand with the lower rank is the weight.
-
-    An operand that depends on the batch has rank 2. Other operands have rank 0 if they depend on params or other state,
-    else rank 1.
-    """
-    if marks & _DATA:
-        return 2
-    return 0 if marks & _WEIGHT else 1
-
-
-def _is_stored(value: Value) -> bool:
-    """Return whether a value is an argument or a constant, possibly moved or cast."""
-
-    def goes_on(source: Value) -> bool:
-        return is_move_or_cast(source) or source.name == JOIN
-
-    return all(origin.name in ("argument", "constant") for origin in origins(value, goes_on))
-
-
-def unaligned(product: Value, weights: Sequence[int]) -> dict[str, int]:
+def unaligned(product: Value, weight: int) -> dict[str, int]:
     """Return the dimensions of a product that are not multiples of 16 bytes, by name.
 
-    Only the contracted dimension and the output features of the weight are checked, not the batch dimensions. If either
-    operand may be the weight (``weights`` has both), the output features that are better aligned are checked. A
-    dimension of 1 is ignored, because such a product is not a matrix product. Up to four input channels of a
-    convolution are ignored too, because the first convolution of a model often has so few.
+    Only the contracted dimension and the output features of the weight (operand ``weight``) are checked, not the batch
+    dimensions. A dimension of 1 is ignored, because such a product is not a matrix product. Up to four input channels
+    of a convolution are ignored too, because the first convolution of a model often has so few.
     """
     left, right = product.inputs[:2]
     step = max(16 // min(left.dtype.itemsize, right.dtype.itemsize), 1)
     if product.name == "conv_general_dilated":
         dims = _dims_of_convolution(product)
     elif product.name == "dot_general":
-        dims = _dims_of_dot(product, weights, step)
+        dims = _dims_of_dot(product, weight)
     else:
         dims = _dims_of_ragged_dot(product)
     return {name: size for name, size in dims.items() if size % step and size > 1}
@@ -110,19 +63,12 @@ def _dims_of_convolution(product: Value) -> dict[str, int]:
     return dims
 
 
-def _dims_of_dot(product: Value, weights: Sequence[int], step: int) -> dict[str, int]:
+def _dims_of_dot(product: Value, weight: int) -> dict[str, int]:
     contracted, batch = product.at.eqn.params["dimension_numbers"]
-    features = []
-    for operand in weights:
-        shape, used = product.inputs[operand].shape, (*contracted[operand], *batch[operand])
-        features.append(math.prod(size for axis, size in enumerate(shape) if axis not in used))
-
-    def remainder(size: int) -> int:
-        return size % step
-
+    shape, used = product.inputs[weight].shape, (*contracted[weight], *batch[weight])
     return {
-        "contracted dimension": math.prod(product.inputs[0].shape[axis] for axis in contracted[0]),
-        "output features": min(features, key=remainder),
+        "contracted dimension": math.prod(shape[axis] for axis in contracted[weight]),
+        "output features": math.prod(size for axis, size in enumerate(shape) if axis not in used),
     }
 
 
