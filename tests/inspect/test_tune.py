@@ -198,13 +198,16 @@ def test_a_result_with_few_products_in_half_says_so():
     assert "few products are left in half" in str(dataclasses.replace(tuned, half_flops=0.1))
 
 
+def test_a_tolerance_below_the_floor_leaves_no_products_in_half():
+    tuned = tune(_loss(None, None), "mixed_bfloat16", tolerance=1e-9)(_params(), X)
+    assert tuned.half_flops == 0 and "few products are left in half" in str(tuned)
+
+
 def test_wrong_arguments_raise():
     loss_fn, params = _loss(None, None), _params()
     for policy in ("float32", "O2"):
         with pytest.raises(ValueError, match="one half policy"):
             tune(loss_fn, policy)
-    with pytest.raises(ValueError, match="the error if only the operands of products are half"):
-        tune(loss_fn, "mixed_bfloat16", tolerance=1e-9)(params, X)
     with pytest.raises(ValueError, match="tolerance must be a finite number that is not negative, got -1"):
         tune(loss_fn, "mixed_bfloat16", tolerance=-1)
     with pytest.raises(ValueError, match="float32 is not finite on batch 1"):
