@@ -41,7 +41,7 @@ class Memory(tables.Shown):
       peak: the peak memory in bytes: arguments, results that do not reuse the memory of arguments, and temporaries.
       by_kind: the bytes at the peak by kind; their sum is ``peak``. ``activations`` are computed in the forward pass
         and read after that pass. ``temporaries`` are all other buffers of the compiler, and the gaps between buffers.
-        ``other`` are counters, random keys, and results that are not a new state.
+        ``other`` are counters, random keys, and results that do not reuse the memory of arguments.
       by_dtype: the bytes at the peak by dtype; their sum is ``peak``. ``"unassigned"`` are bytes without a known array.
       at_peak: the arrays in memory at the peak, largest first, according to the compiler's schedule.
       batch: the size of axis 0 of the batch, on all devices together; None if there is no batch.
