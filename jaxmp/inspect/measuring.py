@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -19,7 +18,7 @@ from jaxmp.base.trees import is_float_array
 from jaxmp.engine.autocast import autocast
 from jaxmp.inspect.counting_step import CountingStep, updates_of
 from jaxmp.inspect.numerics_records import TENSORS, StepRecords, gradients_and_records, records_of_step
-from jaxmp.inspect.program import statistics
+from jaxmp.inspect.program import nnx_models, statistics
 from jaxmp.inspect.program.calls import is_step, require_own_settings, step_call
 from jaxmp.inspect.program.statistics import Statistics
 from jaxmp.optim.checks import require_loss
@@ -224,9 +223,4 @@ class _TreeForm:
 
 
 def _form_and_arrays(params: Any) -> tuple[Any, Any]:
-    if "flax.nnx" in sys.modules:
-        from jaxmp.inspect.program import nnx_models
-
-        if nnx_models.is_module(params):
-            return nnx_models.split_model(params)
-    return _TreeForm(), params
+    return nnx_models.split_model(params) if nnx_models.is_module(params) else (_TreeForm(), params)

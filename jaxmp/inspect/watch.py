@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,6 +13,7 @@ from jaxmp.inspect.measuring import Numerics, numerics, read_records
 from jaxmp.inspect.numerics_records import TENSORS, StepRecords
 from jaxmp.inspect.program.calls import require_own_settings
 from jaxmp.inspect.program.statistics import merged_statistics
+from jaxmp.nnx.training import TrainStep as NNXTrainStep
 from jaxmp.training.step import TrainStep
 
 
@@ -62,10 +62,9 @@ class Watch:
         self._unread: dict[int, tuple[StepRecords, Any]] = {}
         self._plain_step = loss_fn
         self.counting: CountingStep | None = None
-        nnx_training = sys.modules.get("jaxmp.nnx.training")
-        if nnx_training and isinstance(loss_fn, nnx_training.TrainStep):
+        if isinstance(loss_fn, NNXTrainStep):
             self.counting = CountingStep(loss_fn.of_trees)
-            self._watched_step = nnx_training.TrainStep(self.counting)
+            self._watched_step = NNXTrainStep(self.counting)
         elif isinstance(loss_fn, TrainStep):
             self._watched_step = self.counting = CountingStep(loss_fn)
         else:
