@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import dataclasses
 import json
@@ -124,15 +123,12 @@ def _read_seed(folder: Path) -> Run:
             (train if cells["split"] == "train" else test).append(_row(cells))
     if not train:
         raise ValueError(f"a report needs a training step, but {folder / 'metrics.csv'} has none")
-    watched: list[dict[str, Any]] = []
-    with contextlib.suppress(FileNotFoundError, ValueError):
-        watched = watch_files.read(folder)
     return Run(
         name=folder.resolve().name,
         train=train,
         test=test,
         summary=_json(folder / "summary.json") or {},
-        watched=watched,
+        watched=watch_files.read(folder) if (folder / watch_files.FILE).is_file() else [],
         plan=_json(folder / "plan.json"),
         memory=_json(folder / "memory.json"),
     )
