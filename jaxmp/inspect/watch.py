@@ -61,6 +61,7 @@ class Watch:
         self._steps: dict[int, Numerics] = {}
         self._unread: dict[int, tuple[StepRecords, Any]] = {}
         self._plain_step = loss_fn
+        self._watched_step: Callable[..., Any]
         self.counting: CountingStep | None = None
         if isinstance(loss_fn, NNXTrainStep):
             self.counting = CountingStep(loss_fn.of_trees)
