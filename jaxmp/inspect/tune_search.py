@@ -8,26 +8,13 @@ the loss and the gradients, relative to float32 (``Measurement`` in ``tune_measu
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from jaxmp.inspect.tune_measure import Candidate
 
 Chosen = frozenset[Candidate]
-
-
-class Evaluator(Protocol):
-    """The part of a measurement that the search uses.
-
-    :class:`jaxmp.inspect.tune_measure.Measurement` implements this protocol.
-    """
-
-    def error(self, overrides: Any) -> float:
-        """Return the error under overrides."""
-
-    def overrides(self, candidates: Sequence[Candidate], chosen: Any) -> dict[str, str]:
-        """Return the overrides that give float32 to the chosen candidates."""
 
 
 @dataclass
@@ -55,7 +42,12 @@ class Result:
 
 
 def search(
-    candidates: Sequence[Candidate], evaluator: Evaluator, tolerance: float, *, operations: bool = True, spent: int = 0
+    candidates: Sequence[Candidate],
+    measure: Callable[[Chosen], float],
+    tolerance: float,
+    *,
+    operations: bool = True,
+    spent: int = 0,
 ) -> Result:
     """Search for a small choice of candidates whose error is within the tolerance.
 
@@ -75,13 +67,13 @@ def search(
 
     Args:
       candidates: the modules and scopes with half operations, children before parents.
-      evaluator: measures errors.
+      measure: a function that measures the error of a choice.
       tolerance: the largest allowed error.
       operations: whether to try single operations.
       spent: the number of evaluations before the search. These evaluations count towards the limit.
     """
     progress = _progress(len(candidates))
-    run = _Search(candidates, evaluator, tolerance, spent, progress)
+    run = _Search(candidates, measure, tolerance, spent, progress)
     try:
         with progress:
             run.modules()
@@ -100,9 +92,14 @@ class _BudgetSpent(Exception):
 
 class _Search:
     def __init__(
-        self, candidates: Sequence[Candidate], evaluator: Evaluator, tolerance: float, spent: int, progress: Any
+        self,
+        candidates: Sequence[Candidate],
+        measure: Callable[[Chosen], float],
+        tolerance: float,
+        spent: int,
+        progress: Any,
     ) -> None:
-        self.candidates, self.evaluator, self.tolerance = candidates, evaluator, tolerance
+        self.candidates, self.measure, self.tolerance = candidates, measure, tolerance
         self.result = Result(candidates)
         self.errors: dict[Chosen, float] = {}
         self.left = 2 * len(candidates) + 10 - spent
@@ -119,7 +116,7 @@ class _Search:
             if self.left < 1:
                 raise _BudgetSpent
             self.left -= 1
-            self.errors[chosen] = self.evaluator.error(self.evaluator.overrides(self.candidates, chosen))
+            self.errors[chosen] = self.measure(chosen)
             self.progress.advance(self.task)
             if self.errors[chosen] < self.result.error > self.tolerance:
                 self.accept(chosen)

@@ -18,7 +18,7 @@ from jaxmp.inspect.comparing import loss_of
 from jaxmp.inspect.measuring import numerics
 from jaxmp.inspect.program.calls import is_step, require_arguments_not_deleted, step_call
 from jaxmp.inspect.tune_measure import Measurement, candidates_of, with_folded_keys, without_policies
-from jaxmp.inspect.tune_search import Result, search
+from jaxmp.inspect.tune_search import Chosen, Result, search
 from jaxmp.policy.policies import Policy
 from jaxmp.policy.policy_files import write_policy
 from jaxmp.policy.policy_map import PolicyMap, get_policy
@@ -225,7 +225,11 @@ def tune(
         if not np.isfinite(floor):
             raise ValueError("tune compares with float32, but the float32 gradient is zero; tune other params or data")
         candidates = candidates_of(plain, args, half)
-        result = search(candidates, measurement, allowed, operations=operations, spent=measurement.evaluations)
+
+        def error_of(chosen: Chosen) -> float:
+            return measurement.error(measurement.overrides(candidates, chosen))
+
+        result = search(candidates, error_of, allowed, operations=operations, spent=measurement.evaluations)
         return _tuned(result, half, floor, allowed, scale, measurement)
 
     return run

@@ -225,12 +225,9 @@ class _Additive:
         self.alone = alone
         self.count = 0
 
-    def error(self, halves):
+    def error(self, chosen):
         self.count += 1
-        return math.sqrt(sum(self.alone[candidate] ** 2 for candidate in halves))
-
-    def overrides(self, candidates, chosen):
-        return [candidate for candidate in candidates if candidate not in chosen]
+        return math.sqrt(sum(error**2 for candidate, error in self.alone.items() if candidate not in chosen))
 
 
 @settings(max_examples=50, deadline=None)
@@ -238,24 +235,24 @@ class _Additive:
 def test_the_search_meets_the_tolerance_with_no_candidate_to_spare(sizes, tolerance):
     candidates = [Candidate(f"layer_{n}", n) for n in range(len(sizes))]
     errors = _Additive(dict(zip(candidates, sizes, strict=True)))
-    result = search(candidates, errors, tolerance)
+    result = search(candidates, errors.error, tolerance)
     evaluations, limit = errors.count, 2 * len(candidates) + 10
     assert evaluations <= limit
-    assert result.error <= tolerance and result.error == errors.error(errors.overrides(candidates, result.chosen))
+    assert result.error <= tolerance and result.error == errors.error(result.chosen)
     for candidate in result.chosen if evaluations < limit else ():
-        assert errors.error(errors.overrides(candidates, result.chosen - {candidate})) > tolerance
+        assert errors.error(result.chosen - {candidate}) > tolerance
 
 
 def test_an_interrupt_returns_the_best_choice_so_far():
     candidates = [Candidate("layer_0", 1), Candidate("layer_1", 1)]
 
     class Interrupted(_Additive):
-        def error(self, halves):
+        def error(self, chosen):
             if self.count == 3:
                 raise KeyboardInterrupt
-            return super().error(halves)
+            return super().error(chosen)
 
-    result = search(candidates, Interrupted({candidates[0]: 3.0, candidates[1]: 4.0}), 2.0)
+    result = search(candidates, Interrupted({candidates[0]: 3.0, candidates[1]: 4.0}).error, 2.0)
     assert result.interrupted and result.chosen == frozenset(candidates) and result.error == 0
 
 
