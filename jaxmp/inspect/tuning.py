@@ -169,9 +169,9 @@ def tune(
       to get the best result so far.
 
     Raises:
-      ValueError: the policy does not compute in half precision, or has overrides; the tolerance is negative; the
-        float32 loss or gradients are not finite, or all gradients are zero; no module or named scope has an operation
-        in half precision; or ``seeds`` is more than 1, but no argument has a typed PRNG key.
+      ValueError: the policy does not compute in half precision, or has overrides; the float32 loss or gradients are not
+        finite, or all gradients are zero; no module or named scope has an operation in half precision; or ``seeds`` is
+        more than 1, but no argument has a typed PRNG key.
       TypeError: the first result of ``fun`` is not a floating scalar; or ``batches`` are not tuples.
       RuntimeError: an argument was donated to an earlier step.
 
@@ -189,10 +189,6 @@ def tune(
     ({'flow:add': 'float32'}, True)
     """
     half = _half_policy(policy)
-    if tolerance is not None and not 0 <= tolerance < np.inf:
-        raise ValueError(f"tolerance must be a finite number that is not negative, got {tolerance}")
-    if seeds < 1:
-        raise ValueError(f"seeds is the number of measurements, at least 1, got {seeds}")
 
     def run(*args: Any, batches: Sequence[tuple[Any, ...]] | None = None) -> Tuned:
         more_batches = _checked_batches(batches)

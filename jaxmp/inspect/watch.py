@@ -38,7 +38,7 @@ class Watch:
         ``jaxmp.inspect.roofline`` and other tools.
 
     Raises:
-      ValueError: ``every`` is less than 1; or ``policy`` or ``tx`` is set for a train step.
+      ValueError: ``policy`` or ``tx`` is set for a train step.
 
     >>> watch = Watch(lambda params, x: jnp.sum(x * params), every=100)
     >>> for step in range(1, 201):
@@ -55,8 +55,6 @@ class Watch:
     """
 
     def __init__(self, loss_fn: Callable[..., Any], *, every: int, policy: Any = None, tx: Any = None) -> None:
-        if every < 1:
-            raise ValueError(f"every must be at least 1, got {every}; every=100 costs little")
         self.every = every
         self._steps: dict[int, Numerics] = {}
         self._unread: dict[int, tuple[StepRecords, Any]] = {}

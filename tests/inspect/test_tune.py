@@ -88,8 +88,6 @@ def test_seeds_measure_with_other_keys_and_compile_once():
     assert three.floor > one.floor  # the largest of three
     with pytest.raises(ValueError, match="typed PRNG keys among the arguments, got none"):
         tune(_loss(None, None), "mixed_bfloat16", seeds=2)(_params(), X)
-    with pytest.raises(ValueError, match="at least 1, got 0"):
-        tune(loss_fn, "mixed_bfloat16", seeds=0)
 
 
 class Flow(nn.Module):
@@ -208,8 +206,6 @@ def test_wrong_arguments_raise():
     for policy in ("float32", "O2"):
         with pytest.raises(ValueError, match="one half policy"):
             tune(loss_fn, policy)
-    with pytest.raises(ValueError, match="tolerance must be a finite number that is not negative, got -1"):
-        tune(loss_fn, "mixed_bfloat16", tolerance=-1)
     with pytest.raises(ValueError, match="float32 is not finite on batch 1"):
         tune(loss_fn, "mixed_bfloat16")(params, X, batches=[(X * np.inf,)])
     with pytest.raises(TypeError, match="batches are tuples"):
