@@ -13,10 +13,10 @@ FILE = "watch.jsonl"
 _COLUMNS = ("step", "split", "loss", "grad_norm", "loss_scale", "skipped")
 
 
-def metrics(folder: Path) -> list[dict[str, str]]:
-    """Return the rows of a run's ``metrics.csv`` that are training steps.
+def metrics(folder: Path, split: str = "train") -> list[dict[str, str]]:
+    """Return the rows of a run's ``metrics.csv`` that have a split, ``"train"`` or ``"test"``.
 
-    A row that is still being written is left out.
+    A training step that is still being written is left out.
 
     Raises:
       FileNotFoundError: the folder has no ``metrics.csv``.
@@ -33,7 +33,7 @@ def metrics(folder: Path) -> list[dict[str, str]]:
                 f"the metrics.csv of a run has the columns {', '.join(_COLUMNS)}, but {file} has no "
                 f"{', '.join(missing)}; pass the folder of --run-dir"
             )
-        return [row for row in rows if row["split"] == "train" and row["skipped"]]
+        return [row for row in rows if row["split"] == split and (row["skipped"] or split == "test")]
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
