@@ -123,8 +123,8 @@ class Tuned(tables.Shown):
         return self._title(), _COLUMNS, cells, notes
 
     def _title(self) -> str:
-        if self.interrupted and not self.met:
-            return "Interrupted before the tolerance was met"
+        if self.interrupted:
+            return "Interrupted: this is the best result so far, and fewer overrides may be enough"
         if not self.met:
             return "Tolerance not met with every module in float32: the error comes from code outside of all modules"
         if not self.overrides:

@@ -194,6 +194,7 @@ def test_a_result_with_few_products_in_half_says_so():
     tuned = tune(_loss(None, None), "mixed_bfloat16")(_params(), X)
     assert "few products" not in str(tuned)
     assert "few products are left in half" in str(dataclasses.replace(tuned, half_flops=0.1))
+    assert str(dataclasses.replace(tuned, interrupted=True)).startswith("Interrupted: this is the best result so far")
 
 
 def test_a_tolerance_below_the_floor_leaves_no_products_in_half():
