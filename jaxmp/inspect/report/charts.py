@@ -133,8 +133,7 @@ def svg(page: Any) -> str:
     text = file.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", text, count=1, flags=re.DOTALL)
-    text = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1, flags=re.DOTALL)
+    text = re.sub(r' (?:width|height)="[^"]*"', "", text, count=2)  # those of the whole figure come first
     for dark in ("#000000", "#222222", "#6b6b6b", "#6B6B6B"):
         text = text.replace(dark, "currentColor")
     return text.replace("#e6e6e6", _GREY + "44").replace("#bbbbbb", _GREY)
