@@ -8,7 +8,6 @@ import re
 
 from jaxmp.inspect.compiled.hlo import WRITES_INTO, Array, HloProgram, Instruction, bytes_of_element, dtype_name
 
-_PRODUCTS = {"dot": "dot", "convolution": "convolution"}
 _LIBRARIES = {"__cublas": "dot", "__cudnn$conv": "convolution", "__cudnn$fmha": "attention"}
 """The kinds of products, by the prefix of a library call's name."""
 _PICKS = frozenset({"slice", "dynamic-slice", "gather"})
@@ -37,11 +36,10 @@ def product_kind(instruction: Instruction) -> str | None:
 
     The kind is ``"dot"``, ``"convolution"`` or ``"attention"``.
     """
-    if instruction.opcode != "custom-call":
-        return _PRODUCTS.get(instruction.opcode)
-    target = instruction.target
+    if instruction.opcode in ("dot", "convolution"):
+        return instruction.opcode
     for start, kind in _LIBRARIES.items():
-        if target.startswith(start):
+        if instruction.target.startswith(start):
             return kind
     return None
 
