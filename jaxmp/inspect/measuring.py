@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -19,7 +18,7 @@ from jaxmp.base.trees import is_float_array
 from jaxmp.engine.autocast import autocast
 from jaxmp.inspect.counting_step import CountingStep, updates_of
 from jaxmp.inspect.numerics_records import TENSORS, StepRecords, gradients_and_records, records_of_step
-from jaxmp.inspect.program import statistics
+from jaxmp.inspect.program import nnx_models, statistics
 from jaxmp.inspect.program.calls import is_step, require_own_settings, step_call
 from jaxmp.inspect.program.statistics import Statistics
 from jaxmp.optim.checks import require_loss
@@ -183,11 +182,11 @@ def _counting_program(loss_fn: Callable[..., Any], policy: Any, tx: Any) -> Call
     """
 
     @jax.jit
-    def count(form: Any, params: Any, args: Any, opt_state: Any, scale: jax.Array) -> StepRecords:
-        arrays, fill = form.params_and_rebuild(params)
+    def count(model: Any, params: Any, args: Any, opt_state: Any, scale: jax.Array) -> StepRecords:
+        arrays, rebuild = (params, None) if model is None else model.params_and_rebuild(params)
 
         def loss_of(params: Any, *args: Any) -> jax.Array:
-            result = loss_fn(fill(params), *args)
+            result = loss_fn(params if rebuild is None else rebuild(params), *args)
             loss = result[0] if isinstance(result, tuple) and result else result
             return jnp.asarray(require_loss(loss, "return the loss, or a tuple that begins with it"))
 
@@ -207,26 +206,10 @@ def _counting_program(loss_fn: Callable[..., Any], policy: Any, tx: Any) -> Call
             updates = updates_of(tx, jax.tree.map(unscaled, grads), state, arrays, loss)
         return records_of_step(loss, arrays, grads, updates, activations)
 
-    return lambda params, args, opt_state, scale: count(*_form_and_arrays(params), args, opt_state, scale)
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class _TreeForm:
-    """The conversion between params and arrays, for params that are a tree of arrays.
-
-    :mod:`jaxmp.inspect.program.nnx_models` has the corresponding class for NNX models.
-    """
-
-    def params_and_rebuild(self, params: Any) -> tuple[Any, Callable[[Any], Any]]:
-        """Return the arrays, and a function that rebuilds the params from arrays."""
-        return params, lambda params: params
-
-
-def _form_and_arrays(params: Any) -> tuple[Any, Any]:
-    if "flax.nnx" in sys.modules:
-        from jaxmp.inspect.program import nnx_models
-
+    def count_call(params: Any, args: Any, opt_state: Any, scale: Any) -> StepRecords:
+        model = None
         if nnx_models.is_module(params):
-            return nnx_models.split_model(params)
-    return _TreeForm(), params
+            model, params = nnx_models.split_model(params)
+        return count(model, params, args, opt_state, scale)
+
+    return count_call

@@ -6,9 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+
+from jaxmp.base.trees import path_name
 from jaxmp.inspect.compiled import memory_of_hlo
 from jaxmp.inspect.compiled.hlo import Array, HloProgram, dtype_name
-from jaxmp.inspect.memory_kinds import Leaf, leaves_of
+from jaxmp.inspect.memory_kinds import Leaf
 
 
 @dataclass(frozen=True)
@@ -50,12 +53,12 @@ def arguments_in_memory(compiled: Any, program: HloProgram, leaves: Sequence[Lea
 def results_in_memory(compiled: Any, program: HloProgram) -> Iterator[ArrayInMemory]:
     """Yield the results of a compiled program that are not written into arguments."""
     *_, root = program.computations[program.entry].values()
-    names = [(leaf.kind, leaf.path) for leaf in leaves_of((compiled.out_info,), [], unknown="other")]
-    if len(names) != len(root.arrays):  # JAX removes results that are unchanged arguments
-        names = [("other", "result")] * len(root.arrays)
-    for number, (array, (kind, path)) in enumerate(zip(root.arrays, names, strict=True)):
+    paths = [path_name(path) for path, _ in jax.tree.leaves_with_path(compiled.out_info)]
+    if len(paths) != len(root.arrays):  # JAX removes results that are unchanged arguments
+        paths = ["result"] * len(root.arrays)
+    for number, (array, path) in enumerate(zip(root.arrays, paths, strict=True)):
         if number not in program.aliases:
-            yield _in_memory(array, kind, path)
+            yield _in_memory(array, "other", path)
 
 
 def temporaries_in_memory(program: HloProgram, size: int) -> tuple[list[ArrayInMemory], int]:

@@ -1,46 +1,18 @@
-"""Find the largest batch that fits into memory, with few compilations."""
+"""Find the largest batch that fits into memory."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-_PROBES_ON_A_LINE = 8
-"""The number of known peaks up to which the next size is guessed from a line. Later, the search halves the interval."""
-
-
-class _Search:
-    """A search for the largest batch whose peak memory is at most ``limit``.
-
-    A ``number`` is the batch size divided by the ``step`` of :func:`largest_multiple_that_fits`.
-
-    The search guesses a number from the line through two known peaks, because the memory of most programs is linear in
-    the batch size. Each guess needs a compilation.
-    """
-
-    def __init__(self, peak_of: Callable[[int], int], limit: int) -> None:
-        self._peak_of = peak_of
-        self._limit = limit
-        self.peaks = {0: 0}
-
-    def fits(self, number: int) -> bool:
-        if number not in self.peaks:
-            self.peaks[number] = self._peak_of(number)
-        return self.peaks[number] <= self._limit
-
-    def guess(self, low: int, first: int, second: int) -> int | None:
-        """Return the number at which the line through two peaks reaches the limit.
-
-        Return None if the line does not rise.
-        """
-        slope = (self.peaks[second] - self.peaks[first]) / (second - first)
-        return low + int((self._limit - self.peaks[low]) / slope) if slope > 0 else None
-
 
 def largest_multiple_that_fits(peak_of: Callable[[int], int], limit: int, step: int, start: int) -> int:
     """Return the largest batch that fits, a multiple of ``step``; 0 if nothing fits.
 
+    The search doubles the size until it does not fit, and then narrows the interval. The memory of most programs is
+    linear in the batch size, so every other size is where the line through both ends of the interval reaches the limit.
+
     Args:
-      peak_of: a function from batch size to peak in bytes.
+      peak_of: a function from batch size to peak in bytes. Each call needs a compilation.
       limit: the limit in bytes.
       step: all batch sizes are multiples of this number.
       start: the batch size to try after ``step``.
@@ -48,33 +20,26 @@ def largest_multiple_that_fits(peak_of: Callable[[int], int], limit: int, step: 
     Raises:
       ValueError: the peak does not depend on the batch size.
     """
-    search = _Search(lambda number: peak_of(number * step), limit)
-    if not search.fits(1):
+    low, high = step, max(2, -(-start // step)) * step
+    low_peak = first_peak = peak_of(low)
+    if low_peak > limit:
         return 0
-    low, high = _bracket(search, step, max(2, -(-start // step)))
-    while high - low > 1:
-        middle = (low + high) // 2
-        if len(search.peaks) <= _PROBES_ON_A_LINE:
-            guess = search.guess(low, low, high) or middle
-            middle = min(max(low + 1, guess + (guess == low)), high - 1)
-        if search.fits(middle):
-            low = middle
-        else:
-            high = middle
-    return low * step
-
-
-def _bracket(search: _Search, step: int, number: int) -> tuple[int, int]:
-    """Return a number that fits and a larger number that does not fit."""
-    low = 1
-    while search.fits(number):
-        low = number
-        if search.peaks[1] == search.peaks[low] or low * step > 2**40:
+    while (high_peak := peak_of(high)) <= limit:
+        if high_peak == first_peak:
             raise ValueError(
-                f"largest_batch needs memory that depends on the batch, got the same peak for {step} and {low * step} "
+                f"largest_batch needs memory that depends on the batch, got the same peak for {step} and {high} "
                 "examples; pass the batch after the params"
             )
-        first, second = sorted(size for size in search.peaks if size)[-2:]
-        guess = search.guess(low, first, second) or 2 * low
-        number = min(max(low + 1, guess), 256 * low)  # a line through two almost equal peaks may lead too far
-    return low, number
+        low, low_peak, high = high, high_peak, 2 * high
+    is_on_line = True
+    while high - low > step:
+        share = (limit - low_peak) / (high_peak - low_peak) if is_on_line else 0.5
+        is_on_line = not is_on_line
+        steps = (high - low) // step
+        middle = low + min(max(int(share * steps), 1), steps - 1) * step
+        peak = peak_of(middle)
+        if peak <= limit:
+            low, low_peak = middle, peak
+        else:
+            high, high_peak = middle, peak
+    return low

@@ -52,78 +52,59 @@ class Leaf(NamedTuple):
     path_in_state: tuple[str, ...] | None
 
 
-def leaves_of(args: Sequence[Any], names: Sequence[str], unknown: str = "") -> Iterator[Leaf]:
-    """Yield the leaves of arguments with their kinds and paths.
+def leaves_of(args: Sequence[Any], names: Sequence[str]) -> Iterator[Leaf]:
+    """Yield the leaves of a call's arguments with their kinds and paths.
+
+    The unrecognised leaves of the first argument are the params, and those of a later argument are the batch. But if a
+    part of the later argument is recognised by its type, its other leaves are the params.
 
     Args:
-      args: the arguments of a call, or its results.
+      args: the arguments of the call.
       names: the names of the arguments, if known.
-      unknown: the kind of unrecognised leaves. Set ``unknown`` if ``args`` are results. Flax's collections are then not
-        recognised either, because a collection of params among the results may contain gradients. Leave ``unknown``
-        empty for arguments. The unrecognised leaves of the first argument are then the params, and those of a later
-        argument are the batch. But if a part of the later argument is recognised, its other leaves are the params.
     """
-
-    def kind_of(node: Any, path: Sequence[Any] = ()) -> str | None:
-        return None if unknown and isinstance(node, Mapping) else _kind_in(node, path)
-
-    def is_recognised(node: Any) -> bool:
-        return kind_of(node) is not None
-
     for position, arg in enumerate(args):
         name = names[position] if position < len(names) else ""
-        nodes = jax.tree.leaves_with_path(arg, is_leaf=is_recognised)
-        by_position = "batch" if position and not any(is_recognised(node) for _, node in nodes) else "params"
+        nodes = jax.tree.leaves_with_path(arg, is_leaf=_is_state)
+        by_position = "batch" if position and not any(_is_state(node) for _, node in nodes) else "params"
+        prefix = [jax.tree_util.DictKey(name)] if name else []
         for path, node in nodes:
             for inner, leaf in jax.tree.leaves_with_path(node):
-                recognised = kind_of(node, inner) or _KIND_OF_NAME.get(name)
-                kind = recognised or unknown or by_position
-                if jnp.issubdtype(getattr(leaf, "dtype", np.float32), jax.dtypes.prng_key):
-                    kind = "other"
-                prefix = [jax.tree_util.DictKey(name)] if name else []
-                full_path = path_name((*prefix, *path, *inner))
-                yield Leaf(leaf, kind, full_path, recognised is not None, _path_in_state(node, path, inner))
+                recognised, path_in_state = _KIND_OF_NAME.get(name), None
+                if _is_state(node):
+                    recognised, path_in_state = _kind_and_path_in_state(node, path, inner)
+                is_key = jnp.issubdtype(getattr(leaf, "dtype", np.float32), jax.dtypes.prng_key)
+                kind = "other" if is_key else recognised or by_position
+                yield Leaf(leaf, kind, path_name((*prefix, *path, *inner)), recognised is not None, path_in_state)
 
 
-def _kind_in(node: Any, path: Sequence[Any]) -> str | None:
-    """Return the kind of the leaf at ``path`` in a node.
-
-    Return None if the type of the node is unknown. For a train state or Flax's collections, return ``"params"`` if the
-    path is empty.
-    """
-    field = str(getattr(path[0], "name", getattr(path[0], "key", ""))) if path else "params"
-    if isinstance(node, nnx.Param):
-        return "params"
-    if isinstance(node, nnx.Variable):
-        return "optimizer" if type(node).__name__.startswith("Opt") else "model_state"
-    if isinstance(node, nnx.Optimizer) or _is_state_of_optimizer(node):
-        return "optimizer"
+def _is_state(node: Any) -> bool:
+    """Return whether the type of a node determines the kinds of its leaves."""
     is_collections = isinstance(node, Mapping) and ("params" in node or "batch_stats" in node)
     is_train_state = hasattr(node, "params") and hasattr(node, "opt_state")  # jaxmp's or Flax's train state
-    if is_collections or (is_train_state and not isinstance(node, Mapping)):
-        return _KIND_OF_NAME.get(field, "model_state")
-    return None
+    is_of_nnx = isinstance(node, (nnx.Variable, nnx.Optimizer))
+    return is_collections or is_train_state or is_of_nnx or _is_state_of_optimizer(node)
 
 
-def _path_in_state(node: Any, path: Sequence[Any], inner: Sequence[Any]) -> tuple[str, ...] | None:
-    """Return the path of a leaf in the params, the optimizer state or the statistics.
+def _kind_and_path_in_state(node: Any, path: Sequence[Any], inner: Sequence[Any]) -> tuple[str, tuple[str, ...] | None]:
+    """Return the kind of a leaf, and its path in the params, the optimizer state or the statistics.
 
-    The node is at ``path`` in the argument, and the leaf is at ``inner`` in the node. Return None for a leaf outside of
-    the params, the optimizer state and the statistics.
+    The node is at ``path`` in the argument, and the leaf is at ``inner`` in the node. The second result is None for a
+    leaf outside of the params, the optimizer state and the statistics.
     """
-    kind = _kind_in(node, inner)
-    if isinstance(node, (nnx.Param, nnx.BatchStat)):
-        return _names(path)
-    if isinstance(node, (nnx.Variable, nnx.Optimizer)) or _is_state_of_optimizer(node):
-        return _names((*path, *inner)) if kind == "optimizer" else None
-    if kind is None:
-        return None
+    if isinstance(node, nnx.Param):
+        return "params", _names(path)
+    is_variable = isinstance(node, nnx.Variable)
+    if is_variable and not type(node).__name__.startswith("Opt"):
+        return "model_state", _names(path) if isinstance(node, nnx.BatchStat) else None
+    if is_variable or isinstance(node, nnx.Optimizer) or _is_state_of_optimizer(node):
+        return "optimizer", _names((*path, *inner))
     field, *names = _names(inner)  # here the node is a train state or Flax's collections
+    kind = _KIND_OF_NAME.get(field, "model_state")
     is_cache = field == "model_state" and names[:1] == ["cache"]
     if is_cache or field not in ("params", "opt_state", "model_state", "batch_stats"):
-        return None
+        return kind, None
     has_collections = field != "opt_state" and names[:1] in (["params"], ["batch_stats"])
-    return tuple(names[1:] if has_collections else names)
+    return kind, tuple(names[1:] if has_collections else names)
 
 
 def _names(path: Sequence[Any]) -> tuple[str, ...]:

@@ -41,7 +41,7 @@ class Memory(tables.Shown):
       peak: the peak memory in bytes: arguments, results that do not reuse the memory of arguments, and temporaries.
       by_kind: the bytes at the peak by kind; their sum is ``peak``. ``activations`` are computed in the forward pass
         and read after that pass. ``temporaries`` are all other buffers of the compiler, and the gaps between buffers.
-        ``other`` are counters, random keys, and results that are not a new state.
+        ``other`` are counters, random keys, and results that do not reuse the memory of arguments.
       by_dtype: the bytes at the peak by dtype; their sum is ``peak``. ``"unassigned"`` are bytes without a known array.
       at_peak: the arrays in memory at the peak, largest first, according to the compiler's schedule.
       batch: the size of axis 0 of the batch, on all devices together; None if there is no batch.
@@ -70,8 +70,8 @@ class Memory(tables.Shown):
 
         The result is the size of axis 0, on all devices together; 0 if nothing fits. To try a size, this method changes
         axis 0 of the batch's first array, and of all arrays of the batch whose axis 0 has the same size. Each size
-        needs a compilation, so only a few sizes are tried. The result, and the next larger size (which does not fit),
-        are always tried. If the memory does not always grow with the batch size, a still larger batch may fit.
+        needs a compilation. The result, and the next larger size (which does not fit), are always tried. If the memory
+        does not always grow with the batch size, a still larger batch may fit.
 
         Args:
           limit: the limit in bytes, such as :attr:`jaxmp.inspect.program.targets.Target.memory_bytes`.
@@ -80,14 +80,8 @@ class Memory(tables.Shown):
             the number of parts.
 
         Raises:
-          ValueError: there is no batch, the peak does not depend on the batch size, or ``multiple_of`` is not a
-            positive integer.
+          ValueError: there is no batch, or the peak does not depend on the batch size.
         """
-        if not isinstance(multiple_of, (int, np.integer)) or multiple_of < 1:
-            raise ValueError(
-                f"multiple_of must be a positive integer, got {multiple_of!r}; leave it out, or pass the number of "
-                "microbatches, or 8 for tensor cores"
-            )
         if self.batch is None:
             raise ValueError(
                 "largest_batch scales axis 0 of the batch, but no argument is a batch; pass the batch after the params "
@@ -97,7 +91,7 @@ class Memory(tables.Shown):
         def peak_of(size: int) -> int:
             return self.peak if size == self.batch else self._peak_with(size)
 
-        step = math.lcm(int(multiple_of), self._parts)
+        step = math.lcm(multiple_of, self._parts)
         return memory_batch.largest_multiple_that_fits(peak_of, limit, step, self.batch)
 
     def _shown(self) -> Any:

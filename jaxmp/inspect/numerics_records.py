@@ -7,9 +7,8 @@ a module or a named scope returns.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -55,29 +54,16 @@ TensorRecords = list[tuple[RecordedTensor, jax.Array]]
 """Tensors with their records. A record has a leading axis for each loop around its tensor, except while loops."""
 
 
-@jax.tree_util.register_pytree_node_class
-@dataclasses.dataclass
-class StepRecords:
-    """All records of a step, in one array.
-
-    A separate transfer of each record to the host would take longer than the counting itself.
+class StepRecords(NamedTuple):
+    """All records of a step.
 
     Attributes:
-      numbers: the loss and the packed records, concatenated in float32.
-      groups: for each group of records, their tensors and the number of float32 values in one record.
+      loss: the loss.
+      groups: groups of tensors, each with its packed records. Axis 0 of the records has one entry for each tensor.
     """
 
-    numbers: jax.Array
-    groups: tuple[tuple[tuple[RecordedTensor, ...], int], ...]
-
-    def tree_flatten(self) -> Any:
-        """See JAX's pytrees."""
-        return (self.numbers,), self.groups
-
-    @classmethod
-    def tree_unflatten(cls, groups: Any, numbers: Any) -> StepRecords:
-        """See JAX's pytrees."""
-        return cls(numbers[0], groups)
+    loss: jax.Array
+    groups: list[tuple[tuple[RecordedTensor, ...], jax.Array]]
 
     def read(self, exponent: int) -> tuple[float, dict[str, dict[str, Statistics]]]:
         """Return the loss, and the statistics by kind and path.
@@ -85,15 +71,12 @@ class StepRecords:
         Args:
           exponent: the binary logarithm of the loss scale.
         """
-        numbers = np.asarray(self.numbers)
-        stop = 1
+        loss, groups = jax.device_get(self)
         parts: dict[str, list[tuple[RecordedTensor, Statistics]]] = {kind: [] for kind in TENSORS}
-        for tensors, size in self.groups:
-            for tensor in tensors:
-                shape = (*tensor.turns, size)
-                start, stop = stop, stop + math.prod(shape)
-                parts[tensor.kind].append((tensor, _statistics(tensor, numbers[start:stop].reshape(shape), exponent)))
-        return float(numbers[0]), {kind: _by_path(parts[kind]) for kind in TENSORS}
+        for tensors, records in groups:
+            for tensor, record in zip(tensors, records, strict=True):
+                parts[tensor.kind].append((tensor, _statistics(tensor, record, exponent)))
+        return float(loss), {kind: _by_path(parts[kind]) for kind in TENSORS}
 
 
 def _statistics(tensor: RecordedTensor, packed: np.ndarray, exponent: int) -> Statistics:
@@ -125,16 +108,14 @@ def records_of_step(loss: Any, params: Any, grads: Any, updates: Any, activation
       updates: the updates of the params; None without an optimizer.
       activations: the records of activations and of their gradients. They may have a leading axis of microbatches.
     """
-    numbers, groups = [jnp.reshape(loss, 1)], []
+    groups = []
     for kind, tree in (("weights", params), ("gradients", grads), ("updates", updates)):
-        for tensors, packed in _records_of_tree(kind, tree, params):
-            groups.append((tensors, packed.shape[-1]))
-            numbers.append(packed.reshape(-1))
+        groups += _records_of_tree(kind, tree, params)
     for tensor, packed in activations:
         has_microbatches = packed.ndim > len(tensor.turns) + 1
-        groups.append(((tensor,) * (packed.shape[0] if has_microbatches else 1), counting.SIZE))
-        numbers.append(packed.reshape(-1))
-    return StepRecords(jnp.concatenate(numbers), tuple(groups))
+        by_microbatch = packed if has_microbatches else packed[None]
+        groups.append(((tensor,) * len(by_microbatch), by_microbatch))
+    return StepRecords(loss, groups)
 
 
 def _records_of_tree(kind: str, tree: Any, params: Any) -> list[tuple[tuple[RecordedTensor, ...], jax.Array]]:

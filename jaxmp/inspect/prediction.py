@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from jaxmp.base import hardware, tables
 from jaxmp.inspect.compiled.hlo import (
     COLLECTIVES,
-    CONTROL,
     NO_KERNEL,
     HloProgram,
     Instruction,
@@ -133,8 +132,8 @@ def roofline(fun: Callable[..., Any], *, device: str | None = None) -> Callable[
 
     Nothing is executed. The time of a kernel is the sum of the time of its products, the time of its bytes, and the
     time of a launch. Products are assumed to run at a fixed share of the peak FLOP/s, and bytes to move at a fixed
-    share of the bandwidth. Kernels are assumed to run one after the other. A conditional counts as its slowest branch.
-    A loop of unknown length counts as one iteration, so its predicted time is too short.
+    share of the bandwidth. Kernels are assumed to run one after the other. All branches of a conditional count, so its
+    predicted time is too long. A loop of unknown length counts as one iteration, so its predicted time is too short.
 
     The prediction is based on the roofline model of Williams, Waterman, Patterson, "Roofline: an insightful visual
     performance model for multicore architectures", CACM 2009. That model takes the maximum of the times of products
@@ -172,7 +171,7 @@ def _hardware(device: str | None) -> hardware.Hardware:
 
 def of_program(program: HloProgram, device: hardware.Hardware) -> Roofline:
     """Return the prediction for a compiled program on ``device``."""
-    kernels = sorted(_kernels(program, program.entry, 1, device), key=lambda kernel: -kernel.milliseconds)
+    kernels = sorted(_kernels(program, device), key=lambda kernel: -kernel.milliseconds)
     total = sum(kernel.milliseconds for kernel in kernels)
     at_peak = 1e3 * sum(kernel.flops / _rate(kernel.dtype, device) for kernel in kernels if not kernel.recomputed)
     return Roofline(device.name, total, tuple(kernels), at_peak / total if total else 0.0, tuple(_uncounted(program)))
@@ -191,21 +190,10 @@ def _uncounted(program: HloProgram) -> list[str]:
     return sorted(names)
 
 
-def _kernels(program: HloProgram, computation: str, times: int, device: hardware.Hardware) -> Iterator[Kernel]:
-    for instruction in program.computations.get(computation, {}).values():
-        if instruction.opcode in CONTROL:
-            times_of_bodies = times if instruction.trips is None else times * instruction.trips
-            bodies = [list(_kernels(program, name, times_of_bodies, device)) for name in program.bodies(instruction)]
-            if instruction.opcode == "conditional":
-                bodies = [max(bodies, key=_milliseconds)]
-            for body in bodies:
-                yield from body
-        elif instruction.opcode not in NO_KERNEL and not is_end(instruction.opcode):
+def _kernels(program: HloProgram, device: hardware.Hardware) -> Iterator[Kernel]:
+    for computation, instruction, times in program.instructions_by_run(into_fusions=False, repeat_loops=True):
+        if instruction.opcode not in NO_KERNEL and not is_end(instruction.opcode):
             yield _kernel(program, computation, instruction, times, device)
-
-
-def _milliseconds(kernels: Sequence[Kernel]) -> float:
-    return sum(kernel.milliseconds for kernel in kernels)
 
 
 def _kernel(

@@ -8,26 +8,13 @@ the loss and the gradients, relative to float32 (``Measurement`` in ``tune_measu
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from jaxmp.inspect.tune_measure import Candidate
 
 Chosen = frozenset[Candidate]
-
-
-class Evaluator(Protocol):
-    """The part of a measurement that the search uses.
-
-    :class:`jaxmp.inspect.tune_measure.Measurement` implements this protocol.
-    """
-
-    def error(self, overrides: Any) -> float:
-        """Return the error under overrides."""
-
-    def overrides(self, candidates: Sequence[Candidate], chosen: Any) -> dict[str, str]:
-        """Return the overrides that give float32 to the chosen candidates."""
 
 
 @dataclass
@@ -55,18 +42,23 @@ class Result:
 
 
 def search(
-    candidates: Sequence[Candidate], evaluator: Evaluator, tolerance: float, *, operations: bool = True, spent: int = 0
+    candidates: Sequence[Candidate],
+    measure: Callable[[Chosen], float],
+    tolerance: float,
+    *,
+    operations: bool = True,
+    spent: int = 0,
 ) -> Result:
     """Search for a small choice of candidates whose error is within the tolerance.
 
-    1. If the error without overrides is infinite, the search finds the candidates that overflow, by bisection, and
+    1. If the tolerance is not met with all candidates in float32, the search ends.
+    2. If the error without overrides is infinite, the search finds the candidates that overflow, by bisection, and
        chooses them.
-    2. For each other candidate, it measures the error with this candidate and the overflowing candidates in float32. It
+    3. For each other candidate, it measures the error with this candidate and the overflowing candidates in float32. It
        sorts the other candidates by this error.
-    3. It adds candidates to the choice in this order until the tolerance is met. The number of added candidates is
-       found by bisection.
-    4. It removes each of the added candidates from the choice if the tolerance is met without this candidate. The
-       candidates with the most FLOPs are tried first.
+    4. It adds candidates to the choice in this order until the tolerance is met. It then removes each of the added
+       candidates from the choice if the tolerance is met without this candidate. The candidates with the most FLOPs are
+       tried first.
     5. It replaces each module in the choice by the module's operations if the tolerance is still met. It then removes
        operations from the choice as in step 4.
 
@@ -75,13 +67,13 @@ def search(
 
     Args:
       candidates: the modules and scopes with half operations, children before parents.
-      evaluator: measures errors.
+      measure: a function that measures the error of a choice.
       tolerance: the largest allowed error.
       operations: whether to try single operations.
       spent: the number of evaluations before the search. These evaluations count towards the limit.
     """
     progress = _progress(len(candidates))
-    run = _Search(candidates, evaluator, tolerance, spent, progress)
+    run = _Search(candidates, measure, tolerance, spent, progress)
     try:
         with progress:
             run.modules()
@@ -100,9 +92,14 @@ class _BudgetSpent(Exception):
 
 class _Search:
     def __init__(
-        self, candidates: Sequence[Candidate], evaluator: Evaluator, tolerance: float, spent: int, progress: Any
+        self,
+        candidates: Sequence[Candidate],
+        measure: Callable[[Chosen], float],
+        tolerance: float,
+        spent: int,
+        progress: Any,
     ) -> None:
-        self.candidates, self.evaluator, self.tolerance = candidates, evaluator, tolerance
+        self.candidates, self.measure, self.tolerance = candidates, measure, tolerance
         self.result = Result(candidates)
         self.errors: dict[Chosen, float] = {}
         self.left = 2 * len(candidates) + 10 - spent
@@ -110,18 +107,18 @@ class _Search:
         self.task = progress.add_task("tuning", total=self.left)
 
     def error_of(self, chosen: Chosen) -> float:
-        """Return the error of a choice, and accept the choice if it is the best so far.
+        """Return the error of a choice, and accept the choice if it has the smallest error so far.
 
-        The error of each choice is measured only once.
+        Once an accepted choice meets the tolerance, only :meth:`accept` replaces it. The error of each choice is
+        measured only once.
         """
         if chosen not in self.errors:
             if self.left < 1:
                 raise _BudgetSpent
             self.left -= 1
-            self.errors[chosen] = self.evaluator.error(self.evaluator.overrides(self.candidates, chosen))
+            self.errors[chosen] = self.measure(chosen)
             self.progress.advance(self.task)
-            is_smaller = len(chosen) < len(self.result.chosen) and self.errors[chosen] <= self.tolerance
-            if is_smaller or self.errors[chosen] < self.result.error > self.tolerance:
+            if self.errors[chosen] < self.result.error > self.tolerance:
                 self.accept(chosen)
         return self.errors[chosen]
 
@@ -134,38 +131,26 @@ class _Search:
     def modules(self) -> None:
         """Choose modules: steps 1 to 4 of :func:`search`."""
         self.result.error_before = self.error_of(frozenset())
-        if self.meets(frozenset()):
+        if self.meets(frozenset()) or not self.meets(frozenset(self.candidates)):
             return
         overflowing = self.overflowing()
-        order = [*overflowing, *self.most_helpful(overflowing)]
-        too_few, enough = max(len(overflowing) - 1, 0), max(len(overflowing), 1)
-        while not self.meets(frozenset(order[:enough])):
-            if enough == len(order):
-                return
-            too_few, enough = enough, min(2 * enough, len(order))
-        while enough - too_few > 1:
-            middle = (too_few + enough) // 2
-            if self.meets(frozenset(order[:middle])):
-                enough = middle
-            else:
-                too_few = middle
-        chosen = frozenset(order[:enough])
+        chosen, added = frozenset(overflowing), list[Candidate]()
+        if not self.meets(chosen):
+            for candidate in self.most_helpful(overflowing):
+                chosen |= {candidate}
+                added.append(candidate)
+                if self.meets(chosen):
+                    break
         self.accept(chosen)
-        self.take_back(chosen, order[len(overflowing) : enough - 1])  # the last added candidate is needed
+        self.take_back(chosen, added[:-1])  # the last added candidate is needed
 
     def overflowing(self) -> list[Candidate]:
-        """Return the candidates that must be float32 for a finite error.
-
-        The list may be incomplete, because the bisection stops after about ``len(candidates) / 2`` evaluations.
-        """
+        """Return the candidates that must be float32 for a finite error."""
         overflowing: list[Candidate] = []
-        most = max(len(self.candidates) // 2, 1)
-        while math.isinf(self.error_of(frozenset(overflowing))) and len(self.errors) <= most:
+        while math.isinf(self.error_of(frozenset(overflowing))):
             # With the first `finite` candidates in half precision, the error is finite. With the first `infinite`
             # candidates in half precision, the error is infinite.
             finite, infinite = 0, len(self.candidates)
-            if math.isinf(self.error_of(frozenset(self.candidates))):
-                break
             while infinite - finite > 1:
                 middle = (finite + infinite) // 2
                 if math.isinf(self.error_of(frozenset([*overflowing, *self.candidates[middle:]]))):
@@ -176,14 +161,8 @@ class _Search:
         return overflowing
 
     def most_helpful(self, overflowing: Sequence[Candidate]) -> list[Candidate]:
-        """Return the candidates that do not overflow, the most helpful first.
-
-        If the error with the overflowing candidates in float32 meets the tolerance or is infinite, the other candidates
-        are not measured and not sorted.
-        """
+        """Return the candidates that do not overflow, the most helpful first."""
         finite = [candidate for candidate in self.candidates if candidate not in overflowing]
-        if not self.tolerance < self.error_of(frozenset(overflowing)) < math.inf:
-            return finite
         for candidate in finite:
             self.result.errors[candidate] = self.error_of(frozenset([*overflowing, candidate]))
         return sorted(finite, key=lambda candidate: _usefulness(candidate, self.result.errors, self.tolerance))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,6 +13,7 @@ from jaxmp.inspect.measuring import Numerics, numerics, read_records
 from jaxmp.inspect.numerics_records import TENSORS, StepRecords
 from jaxmp.inspect.program.calls import require_own_settings
 from jaxmp.inspect.program.statistics import merged_statistics
+from jaxmp.nnx.training import TrainStep as NNXTrainStep
 from jaxmp.training.step import TrainStep
 
 
@@ -38,7 +38,7 @@ class Watch:
         ``jaxmp.inspect.roofline`` and other tools.
 
     Raises:
-      ValueError: ``every`` is less than 1; or ``policy`` or ``tx`` is set for a train step.
+      ValueError: ``policy`` or ``tx`` is set for a train step.
 
     >>> watch = Watch(lambda params, x: jnp.sum(x * params), every=100)
     >>> for step in range(1, 201):
@@ -55,17 +55,15 @@ class Watch:
     """
 
     def __init__(self, loss_fn: Callable[..., Any], *, every: int, policy: Any = None, tx: Any = None) -> None:
-        if every < 1:
-            raise ValueError(f"every must be at least 1, got {every}; every=100 costs little")
         self.every = every
         self._steps: dict[int, Numerics] = {}
         self._unread: dict[int, tuple[StepRecords, Any]] = {}
         self._plain_step = loss_fn
+        self._watched_step: Callable[..., Any]
         self.counting: CountingStep | None = None
-        nnx_training = sys.modules.get("jaxmp.nnx.training")
-        if nnx_training and isinstance(loss_fn, nnx_training.TrainStep):
+        if isinstance(loss_fn, NNXTrainStep):
             self.counting = CountingStep(loss_fn.of_trees)
-            self._watched_step = nnx_training.TrainStep(self.counting)
+            self._watched_step = NNXTrainStep(self.counting)
         elif isinstance(loss_fn, TrainStep):
             self._watched_step = self.counting = CountingStep(loss_fn)
         else:

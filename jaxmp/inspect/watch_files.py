@@ -13,10 +13,10 @@ FILE = "watch.jsonl"
 _COLUMNS = ("step", "split", "loss", "grad_norm", "loss_scale", "skipped")
 
 
-def metrics(folder: Path) -> list[dict[str, str]]:
-    """Return the rows of a run's ``metrics.csv`` that are training steps.
+def metrics(folder: Path, split: str = "train") -> list[dict[str, str]]:
+    """Return the rows of a run's ``metrics.csv`` that have a split, ``"train"`` or ``"test"``.
 
-    A row that is still being written is left out.
+    A training step that is still being written is left out.
 
     Raises:
       FileNotFoundError: the folder has no ``metrics.csv``.
@@ -33,7 +33,7 @@ def metrics(folder: Path) -> list[dict[str, str]]:
                 f"the metrics.csv of a run has the columns {', '.join(_COLUMNS)}, but {file} has no "
                 f"{', '.join(missing)}; pass the folder of --run-dir"
             )
-        return [row for row in rows if row["split"] == "train" and row["skipped"]]
+        return [row for row in rows if row["split"] == split and (row["skipped"] or split == "test")]
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
@@ -43,7 +43,6 @@ def read(folder: Path) -> list[dict[str, Any]]:
 
     Raises:
       FileNotFoundError: the run is not watched, or no watched step is written yet.
-      ValueError: the file was written by another program.
     """
     file = folder / FILE
     if not file.is_file():
@@ -54,6 +53,4 @@ def read(folder: Path) -> list[dict[str, Any]]:
     for text in file.read_text().splitlines():
         with contextlib.suppress(ValueError):  # the run was killed while it wrote the line, or writes it now
             rows.append(json.loads(text))
-    if any(not isinstance(row, dict) or "vanished" not in row for row in rows):
-        raise ValueError(f"{file} has lines that are not watched steps; pass the folder of a run with --watch N")
     return rows

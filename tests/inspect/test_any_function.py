@@ -150,13 +150,8 @@ def test_the_search_goes_on_over_a_dip() -> None:
         assert len(sizes) <= 20
 
 
-def test_a_batch_is_a_multiple_of_a_positive_integer() -> None:
+def test_a_batch_is_a_multiple_of_an_integer() -> None:
     found = memory(lambda params, batch: batch @ params)(shape(4), shape(32, 4))
-    for wrong in (0, -2, 2.5):
-        with pytest.raises(
-            ValueError, match=r"multiple_of must be a positive integer, got .*; leave it out, or pass the num"
-        ):
-            found.largest_batch(10**6, multiple_of=wrong)
     assert found.largest_batch(10_000, multiple_of=np.int64(8)) % 8 == 0
 
 

@@ -121,10 +121,6 @@ def test_the_command_says_what_it_needs(tmp_path, capsys):
     assert capsys.readouterr().out == "no step yet; no step was watched yet\n"
     assert cli.main(["watch", str(tmp_path), "--plot", str(tmp_path / "it.png")]) == 2
     assert "a heat map needs a watched step" in capsys.readouterr().err
-    for lines in ("{}", "[1]"):
-        (tmp_path / FILE).write_text(lines)
-        assert cli.main(["watch", str(tmp_path)]) == 2
-        assert f"{FILE} has lines that are not watched steps; pass the folder" in capsys.readouterr().err
     (tmp_path / "metrics.csv").write_text("epoch,split,loss\n1,train,2\n")  # another program's
     assert cli.main(["watch", str(tmp_path)]) == 2
     assert "metrics.csv has no step, grad_norm, loss_scale, skipped; pass the folder" in capsys.readouterr().err
@@ -222,8 +218,6 @@ def test_watch_keeps_every_nth_step():
     assert [found is not None for found in seen] == [False, False, True, False, False, True, False]
     assert {step: found.loss_scale for step, found in watch.steps.items()} == {3: 8.0, 6: 64.0}
     assert watch.shares("gradients") == {"": [1.0, 0.0]}
-    with pytest.raises(ValueError, match="every must be at least 1, got 0"):
-        Watch(lambda params: params, every=0)
 
 
 def loss_fn(params, model_state, batch, rng):

@@ -109,17 +109,11 @@ def test_a_heat_map_has_the_shares_of_each_tensor_by_step(watched, tmp_path):
     np.testing.assert_array_equal(heat(page.axes[1]), 100 * np.array(zeros))
 
 
-def test_the_cells_of_a_large_heat_map_have_no_border_that_hides_them(watched, tmp_path):
-    row, widths = json.loads(line(2, watched.steps[2], {})), {}
-    for size, share in ((2, 0.0), (61, 0.5)):
-        for shares in (row["vanished"], row["zeros"]):
-            shares["gradients"] = {f"layer_{n}": share for n in range(size)}
-        (tmp_path / FILE).write_text(json.dumps(row))
-        page = plots.underflow(tmp_path, "gradients")
-        assert page.get_suptitle().startswith("The gradients of layer_0" if share else "No gradients vanish in float16")
-        (cells,) = page.axes[0].collections
-        widths[size] = float(np.max(cells.get_linewidth()))
-    assert widths == {2: 0.2, 61: 0}
+def test_without_underflow_the_title_of_a_heat_map_says_so(watched, tmp_path):
+    row = json.loads(line(2, watched.steps[2], {}))
+    row["vanished"]["gradients"] = row["zeros"]["gradients"] = {"layer": 0.0}
+    (tmp_path / FILE).write_text(json.dumps(row))
+    assert plots.underflow(tmp_path, "gradients").get_suptitle() == "No gradients vanish in float16"
 
 
 def test_each_picture_says_what_it_needs(watched, tmp_path):

@@ -13,17 +13,6 @@ from typing import NamedTuple
 
 from jaxmp._internals.jax.sources import source_among
 
-_DTYPES = {
-    0.25: "s2 u2",
-    0.5: "s4 u4 f4e2m1fn",
-    1: "pred s8 u8 f8e5m2 f8e4m3 f8e4m3fn f8e4m3b11fnuz f8e5m2fnuz f8e4m3fnuz f8e3m4 f8e8m0fnu",
-    2: "f16 bf16 s16 u16",
-    4: "f32 s32 u32",
-    8: "f64 s64 u64 c64",
-    16: "c128",
-}
-BYTES = {name: size for size, names in _DTYPES.items() for name in names.split()}
-"""The size of an element in bytes, by XLA's name of its dtype."""
 COLLECTIVES = frozenset({"all-gather", "reduce-scatter", "all-reduce", "all-to-all", "ragged-all-to-all"})
 COLLECTIVES |= {"collective-permute", "collective-broadcast"}
 CONTROL = frozenset({"while", "conditional", "call"})
@@ -64,8 +53,8 @@ class Array(NamedTuple):
 
     @property
     def bytes(self) -> float:
-        """Return the size in bytes; raise a KeyError if the dtype is unknown."""
-        return BYTES[self.dtype] * math.prod(self.shape)
+        """Return the size in bytes."""
+        return bytes_of_element(self.dtype) * math.prod(self.shape)
 
 
 def parse_arrays(shape: str) -> list[Array]:
@@ -75,6 +64,16 @@ def parse_arrays(shape: str) -> list[Array]:
     ['bf16[2,3]', 'pred[]']
     """
     return [Array(dtype, tuple(int(n) for n in sizes.split(",") if n)) for dtype, sizes in _ARRAY.findall(shape)]
+
+
+def bytes_of_element(dtype: str) -> float:
+    """Return the size of an element in bytes, for a dtype in XLA's notation.
+
+    >>> bytes_of_element("bf16"), bytes_of_element("f8e4m3fn"), bytes_of_element("s4"), bytes_of_element("pred")
+    (2.0, 1.0, 0.5, 1.0)
+    """
+    bits = re.search(r"\d+", dtype)
+    return int(bits[0]) / 8 if bits else 1.0
 
 
 def dtype_name(dtype: str) -> str:

@@ -6,9 +6,8 @@ import dataclasses
 import math
 import re
 
-from jaxmp.inspect.compiled.hlo import BYTES, WRITES_INTO, Array, HloProgram, Instruction, dtype_name
+from jaxmp.inspect.compiled.hlo import WRITES_INTO, Array, HloProgram, Instruction, bytes_of_element, dtype_name
 
-_PRODUCTS = {"dot": "dot", "convolution": "convolution"}
 _LIBRARIES = {"__cublas": "dot", "__cudnn$conv": "convolution", "__cudnn$fmha": "attention"}
 """The kinds of products, by the prefix of a library call's name."""
 _PICKS = frozenset({"slice", "dynamic-slice", "gather"})
@@ -37,11 +36,10 @@ def product_kind(instruction: Instruction) -> str | None:
 
     The kind is ``"dot"``, ``"convolution"`` or ``"attention"``.
     """
-    if instruction.opcode != "custom-call":
-        return _PRODUCTS.get(instruction.opcode)
-    target = instruction.target
+    if instruction.opcode in ("dot", "convolution"):
+        return instruction.opcode
     for start, kind in _LIBRARIES.items():
-        if target.startswith(start):
+        if instruction.target.startswith(start):
             return kind
     return None
 
@@ -67,7 +65,7 @@ def products_of(
         flops = _dot_flops(instruction, operands)
     else:
         flops = _convolution_flops(instruction, operands)
-    dtype = dtype_name(max((operand.dtype for operand in operands[:2]), key=BYTES.__getitem__))
+    dtype = dtype_name(max((operand.dtype for operand in operands[:2]), key=bytes_of_element))
     may_round = dtype == "float32" and not re.search(r"highest|HIGHEST", instruction.text)
     return [KernelProduct(kind, "tensorfloat32" if may_round else dtype, flops)]
 

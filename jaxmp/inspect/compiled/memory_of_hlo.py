@@ -60,7 +60,7 @@ def buffers_at_peak(program: HloProgram, computation: str = "") -> list[Buffer]:
     for buffer in results[instructions[-1].name] if instructions else []:
         if buffer is not None and buffer.end == len(instructions) - 1:
             buffer.end = buffer.start - 1  # written into a donated parameter
-    _reuse_buffers(program, computation, results, buffers)
+    _reuse_buffers(program, computation, results)
     moments = [list(inner_peaks.get(position, [])) for position in range(len(instructions))]
     for buffer in buffers:
         for position in range(buffer.start, buffer.end + 1):
@@ -110,40 +110,31 @@ def _is_written(program: HloProgram, loop: Instruction, number: int) -> bool:
     return not (is_element and result.index == number)
 
 
-def _reuse_buffers(program: HloProgram, computation: str, results: _Results, buffers: list[Buffer]) -> None:
+def _reuse_buffers(program: HloProgram, computation: str, results: _Results) -> None:
     """End buffers one instruction early if a kernel reuses them for its result.
 
-    A loop fusion (an elementwise kernel) reuses a buffer only if the instruction that creates it is an operand of the
-    fusion. The buffers of tuple elements, such as the result of a cuBLAS product, are not reused. A kernel that updates
-    an operand in place, or a product that adds to an operand, always reuses the buffer of this operand.
+    A kernel that updates an operand in place, or a product that adds to an operand, always reuses the buffer of this
+    operand. A loop fusion (an elementwise kernel) reuses a buffer of the same size as its result, but only if the
+    instruction that creates the buffer is an operand of the fusion. The buffers of tuple elements, such as the result
+    of a cuBLAS product, are not reused.
     """
-    instructions = list(program.computations[computation].values())
-    positions = {instruction.name: position for position, instruction in enumerate(instructions)}
-    new_at: dict[int, list[Buffer]] = {}
-    for buffer in buffers:
-        new_at.setdefault(buffer.start, []).append(buffer)
-    for position, instruction in enumerate(instructions):
+    positions = {name: position for position, name in enumerate(program.computations[computation])}
+    for instruction in program.computations[computation].values():
+        position = positions[instruction.name]
         for operand, _ in written_into(program, computation, instruction).values():
-            for written in results.get(instruction.operands[operand], []):
-                if written is not None and written.end == position:
-                    written.end = position - 1
-        if instruction.opcode == "fusion" and "kind=kLoop" in instruction.text:
-            free = [
-                buffer
-                for name in instruction.operands
-                for buffer in results.get(name, [])
-                if buffer and buffer.start == positions[name] and buffer.end == position
-            ]
-            _end_early(free, new_at.get(position, []), position)
-
-
-def _end_early(free: list[Buffer], new: list[Buffer], position: int) -> None:
-    """For each new buffer, end one free buffer of the same size early."""
-    for buffer in new:
-        same_size = [other for other in free if other.bytes == buffer.bytes]
-        if same_size:
-            free.remove(same_size[0])
-            same_size[0].end = position - 1
+            for buffer in results.get(instruction.operands[operand], []):
+                if buffer is not None and buffer.end == position:
+                    buffer.end = position - 1
+        if instruction.opcode != "fusion" or "kind=kLoop" not in instruction.text:
+            continue
+        new_sizes = [buffer.bytes for buffer in results[instruction.name] if buffer is not None]
+        for name in instruction.operands:
+            for buffer in results.get(name, []):
+                if buffer is None or buffer.start != positions[name] or buffer.end != position:
+                    continue
+                if buffer.bytes in new_sizes:
+                    new_sizes.remove(buffer.bytes)
+                    buffer.end = position - 1
 
 
 def _bytes_of(buffer: Buffer) -> float:

@@ -2,8 +2,8 @@
 
 1. Consecutive operations of one scope and one dtype form a box (`_boxes`). Paths of scopes are shortened until there
    are few boxes.
-2. Each box is placed below the boxes whose results it reads (`_positions`). A long graph continues in the next column.
-3. Boxes, arrows and casts are drawn.
+2. The boxes are drawn in program order, one below the other. A long graph continues in the next column.
+3. Arrows lead to each box from the boxes whose results it reads.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _FLOAT8 = "#C7A6DB"
 _CAST = "#B3123F"
 _ARROW = "#8A8A8A"
 _EDGE = "#777777"
-_WIDTH, _HEIGHT = 2.4, 0.6
-"""The size of a box, relative to the distance between boxes in a column."""
+_WIDTH, _HEIGHT, _COLUMN_WIDTH = 2.4, 0.6, 5.0
+"""The size of a box and of a column, relative to the distance between boxes in a column."""
 _WORDS = {
     "dot_general": "product",
     "conv_general_dilated": "convolution",
@@ -45,12 +45,6 @@ class _Box(NamedTuple):
     dtype: str
     rows: list[Operation]
     reads: set[int]  # the numbers of the boxes whose results this box reads
-
-
-class _Position(NamedTuple):
-    x: float
-    y: int
-    column: int
 
 
 def casts(plan: CastPlan) -> Any:
@@ -71,17 +65,18 @@ def casts(plan: CastPlan) -> Any:
     '100% of the FLOPs of products are half; autocast adds 4 casts'
     """
     boxes = _boxes(plan.rows)
-    positions, height = _positions(boxes)
-    right = max(position.x for position in positions) + 1.5
+    columns = -(-len(boxes) // _BOXES_IN_A_COLUMN)
+    height = -(-len(boxes) // columns)
+    right = _COLUMN_WIDTH * columns - 1.2
     page = figure(max(8.0, 1.2 + 0.95 * right), 1.3 + 0.8 * height)
     axes = page.add_subplot()
     axes.axis("off")
     axes.set_xlim(-1.9, right)
     axes.set_ylim(height - 0.4, -0.7)
     for number, box in enumerate(boxes):
-        _draw_arrows(axes, number, boxes, positions)
-        _draw_box(axes, number, box, positions[number])
-        _draw_casts(axes, box, positions[number])
+        _draw_arrows(axes, number, boxes, height)
+        _draw_box(axes, number, box, *_position(number, height))
+        _draw_casts(axes, box, *_position(number, height))
     _draw_legend(page, boxes)
     set_title(page, _summary(plan))
     return page
@@ -163,84 +158,41 @@ def _boxes_of(rows: Sequence[Operation], groups: Sequence[_Group]) -> list[_Box]
     return boxes
 
 
-def _positions(boxes: Sequence[_Box]) -> tuple[list[_Position], int]:
-    """Return the positions of boxes, and the height of a column.
-
-    A box is below all boxes that it reads. If possible, it is directly below the last of these boxes.
-    """
-    layers = _layers(boxes)
-    lanes = _lanes(boxes, layers)
-    layer_count = max(layers) + 1
-    columns = -(-layer_count // _BOXES_IN_A_COLUMN)
-    height = -(-layer_count // columns)
-    starts = [0.0]
-    for column in range(columns):
-        width = 1 + max(lane for lane, layer in zip(lanes, layers, strict=True) if layer // height == column)
-        starts.append(starts[-1] + 3.0 * width + 1.2)
-    positions = [
-        _Position(starts[layer // height] + 3.0 * lane, layer % height, layer // height)
-        for layer, lane in zip(layers, lanes, strict=True)
-    ]
-    return positions, height
+def _position(number: int, height: int) -> tuple[float, int]:
+    """Return the centre of a box, in a picture with ``height`` boxes in a column."""
+    column, y = divmod(number, height)
+    return _COLUMN_WIDTH * column, y
 
 
-def _layers(boxes: Sequence[_Box]) -> list[int]:
-    layers: list[int] = []
-    for box in boxes:
-        layers.append(1 + max((layers[n] for n in box.reads), default=-1))
-    for number, box in enumerate(boxes):
-        if not box.reads:  # the box is placed just above its first reader, not at the top
-            readers = [layers[m] for m, other in enumerate(boxes) if number in other.reads]
-            layers[number] = max(0, min(readers, default=0) - 1)
-    return layers
-
-
-def _lanes(boxes: Sequence[_Box], layers: Sequence[int]) -> list[int]:
-    """Return the horizontal position of each box.
-
-    A box takes the free position nearest to the last box that it reads.
-    """
-    lanes = [0] * len(boxes)
-    taken: set[tuple[int, int]] = set()
-    for number in sorted(range(len(boxes)), key=lambda n: (not boxes[n].reads, layers[n])):
-        reads, layer = boxes[number].reads, layers[number]
-        wanted = lanes[max(reads, key=lambda n: layers[n])] if reads else 0
-        free = [lane for lane in range(len(boxes)) if (layer, lane) not in taken]
-        lanes[number] = min(free, key=lambda lane: abs(lane - wanted))
-        taken.add((layer, lanes[number]))
-    return lanes
-
-
-def _draw_arrows(axes: Any, number: int, boxes: Sequence[_Box], positions: Sequence[_Position]) -> None:
+def _draw_arrows(axes: Any, number: int, boxes: Sequence[_Box], height: int) -> None:
     """Draw the arrows to a box.
 
     If the box reads boxes in other columns, one short arrow has their numbers as its label.
     """
-    to = positions[number]
+    x, y = _position(number, height)
     in_other_columns = []
     for source in sorted(boxes[number].reads):
-        start = positions[source]
-        if start.column != to.column:
+        if source // height != number // height:
             in_other_columns.append(str(source + 1))
             continue
         dtypes = boxes[source].dtype, boxes[number].dtype
         is_cast = all(dtypes) and dtypes[0] != dtypes[1]
-        is_hidden = to.y - start.y > 1 and start.x == to.x  # the arrow goes around the boxes in between
         look: dict[str, Any] = {
             "color": _CAST if is_cast else _ARROW,
             "linewidth": 1.6 if is_cast else 0.9,
             "zorder": 1,
         }
-        if is_hidden:
-            side = _WIDTH / 2
-            _draw_arrow(axes, (start.x + side, start.y), (to.x + side, to.y), bow=-0.35, **look)
+        distance = number - source
+        if distance > 1:  # the arrow goes around the boxes in between
+            side = x + _WIDTH / 2
+            _draw_arrow(axes, (side, y - distance), (side, y), bow=-0.35, **look)
         else:
-            _draw_arrow(axes, (start.x, start.y + _HEIGHT / 2), (to.x, to.y - _HEIGHT / 2), **look)
+            _draw_arrow(axes, (x, y - 1 + _HEIGHT / 2), (x, y - _HEIGHT / 2), **look)
     if in_other_columns:
-        left = to.x - _WIDTH / 2
-        _draw_arrow(axes, (left - 0.35, to.y), (left, to.y), color=_ARROW, linewidth=0.9)
+        left = x - _WIDTH / 2
+        _draw_arrow(axes, (left - 0.35, y), (left, y), color=_ARROW, linewidth=0.9)
         label = f"from {', '.join(in_other_columns)}"
-        axes.text(left - 0.4, to.y, label, ha="right", va="center", fontsize=7.5, color=GREY, style="italic")
+        axes.text(left - 0.4, y, label, ha="right", va="center", fontsize=7.5, color=GREY, style="italic")
 
 
 def _draw_arrow(
@@ -262,8 +214,7 @@ def _shares_of_dtypes(box: _Box) -> dict[str, float]:
     return {name: count / len(box.rows) for name, count in counts.most_common()}
 
 
-def _draw_box(axes: Any, number: int, box: _Box, position: _Position) -> None:
-    x, y, _ = position
+def _draw_box(axes: Any, number: int, box: _Box, x: float, y: int) -> None:
     left = x - _WIDTH / 2
     drawn_share = 0.0
     for dtype, share in _shares_of_dtypes(box).items():
@@ -278,10 +229,10 @@ def _draw_box(axes: Any, number: int, box: _Box, position: _Position) -> None:
     axes.text(x, y + 0.13, _contents(box), fontsize=7, **center)
 
 
-def _draw_casts(axes: Any, box: _Box, position: _Position) -> None:
+def _draw_casts(axes: Any, box: _Box, x: float, y: int) -> None:
     count = sum(row.casts for row in box.rows)
     if count:
-        left, top = position.x - _WIDTH / 2, position.y - _HEIGHT / 2
+        left, top = x - _WIDTH / 2, y - _HEIGHT / 2
         label = f"{count}: {tables.short(sum(row.cast_bytes for row in box.rows))}B"
         axes.plot([left], [top], "D", color=_CAST, markersize=5, zorder=5, clip_on=False)
         axes.text(left + 0.1, top - 0.03, label, ha="left", va="bottom", fontsize=6.5, color=_CAST, zorder=5)

@@ -15,9 +15,6 @@ from jaxmp.inspect.plots.drawing import BLUE, RED, figure, label_rows, percent, 
 from jaxmp.inspect.watch import Watch, line
 from jaxmp.inspect.watch_files import metrics, read
 
-_MAX_BORDERED = 60
-"""The number of rows or columns of a heat map above which white borders would hide the cells."""
-
 
 def underflow(run: Watch | str | Path, kind: str = "activation_gradients", dtype: Any = "float16") -> Any:
     """Draw the share of values that underflow, as a heat map of layers and steps.
@@ -121,10 +118,7 @@ def draw_heat(page: Any, rows: Sequence[Mapping[str, Any]], kind: str) -> None:
     style(right, "was already 0", "step", grid="")
     for axes, share in ((left, "vanished"), (right, "zeros")):
         shares = np.array([[row[share][kind].get(path, np.nan) for row in rows] for path in paths])
-        border = 0.2 if max(shares.shape) <= _MAX_BORDERED else 0
-        image = axes.pcolormesh(
-            100 * shares, cmap="magma_r", vmin=0, vmax=100, edgecolors="white", linewidth=border, rasterized=True
-        )
+        image = axes.pcolormesh(100 * shares, cmap="magma_r", vmin=0, vmax=100, rasterized=True)
         shown = range(0, len(rows), -(-len(rows) // 8))
         axes.set_xticks([n + 0.5 for n in shown], [f"{rows[n]['step']}" for n in shown])
     label_rows(left, paths, 0.5)

@@ -16,6 +16,7 @@ from jaxmp.inspect.plots.runs import draw_heat, heat_height
 from jaxmp.inspect.report.reading import Row, Run
 
 _POINTS = 800
+"""The largest number of marks, and of points of a band."""
 _GREY = "#888888"
 _BLUE = "#3D8FD1"  # can be read on light and on dark pages
 
@@ -81,9 +82,8 @@ def scales(run: Run) -> str:
 def underflow(run: Run) -> str:
     """Draw the share of activation gradients that become 0, by layer and step."""
     kind = "activation_gradients"
-    rows = run.watched[:: max(1, len(run.watched) // 200)]
-    page = figure(9, heat_height(rows, kind))
-    draw_heat(page, rows, kind)
+    page = figure(9, heat_height(run.watched, kind))
+    draw_heat(page, run.watched, kind)
     return svg(page)
 
 
@@ -133,24 +133,14 @@ def svg(page: Any) -> str:
     text = file.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", text, count=1, flags=re.DOTALL)
-    text = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1, flags=re.DOTALL)
+    text = re.sub(r' (?:width|height)="[^"]*"', "", text, count=2)  # those of the whole figure come first
     for dark in ("#000000", "#222222", "#6b6b6b", "#6B6B6B"):
         text = text.replace(dark, "currentColor")
     return text.replace("#e6e6e6", _GREY + "44").replace("#bbbbbb", _GREY)
 
 
 def _line(axes: Any, points: Sequence[tuple[int, float]], color: str) -> None:
-    """Draw a line through the smallest and the largest value of each span of steps.
-
-    All points together are split into at most ``_POINTS`` spans.
-    """
+    """Draw a line through the finite values. In the SVG, matplotlib leaves out points that change no pixel."""
     points = [(step, value) for step, value in points if math.isfinite(value)]
-    length = max(1, math.ceil(len(points) / _POINTS))
-    extremes: list[tuple[int, float]] = []
-    for start in range(0, len(points), length):
-        span = points[start : start + length]
-        smallest, largest = min(span, key=lambda point: point[1]), max(span, key=lambda point: point[1])
-        extremes += sorted({smallest, largest})
-    steps, values = [step for step, _ in extremes], [number for _, number in extremes]
+    steps, values = [step for step, _ in points], [value for _, value in points]
     axes.plot(steps, values, color=color, linewidth=1.3, marker="o" if len(steps) == 1 else None)

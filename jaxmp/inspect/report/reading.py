@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import csv
 import dataclasses
 import json
 import math
@@ -116,23 +114,15 @@ def read_run(folder: Path) -> Run:
 
 
 def _read_seed(folder: Path) -> Run:
-    watch_files.metrics(folder)  # checks the columns
-    train: list[Row] = []
-    test: list[Row] = []
-    with (folder / "metrics.csv").open() as file:
-        for cells in csv.DictReader(file):
-            (train if cells["split"] == "train" else test).append(_row(cells))
+    train = [_row(cells) for cells in watch_files.metrics(folder, "train")]
     if not train:
         raise ValueError(f"a report needs a training step, but {folder / 'metrics.csv'} has none")
-    watched: list[dict[str, Any]] = []
-    with contextlib.suppress(FileNotFoundError, ValueError):
-        watched = watch_files.read(folder)
     return Run(
         name=folder.resolve().name,
         train=train,
-        test=test,
+        test=[_row(cells) for cells in watch_files.metrics(folder, "test")],
         summary=_json(folder / "summary.json") or {},
-        watched=watched,
+        watched=watch_files.read(folder) if (folder / watch_files.FILE).is_file() else [],
         plan=_json(folder / "plan.json"),
         memory=_json(folder / "memory.json"),
     )
