@@ -160,9 +160,6 @@ class _ValueTaps(Taps):
         zeros: jax.Array = widen(jnp.zeros((*turns, *aval.shape), aval.dtype))
         return zeros
 
-    def merge(self, old: jax.Array, new: jax.Array) -> jax.Array:
-        return new
-
 
 def _paths_and_slots(borders: Sequence[AtBorder]) -> list[tuple[str, Slot]]:
     return [(border.path, (border.key, border.position)) for border in borders]

@@ -113,8 +113,8 @@ def numerics(
 
     The returned function, ``(params, *args, opt_state=None, loss_scale=loss_scale) -> Numerics``, differentiates the
     loss once and does not change its arguments. The function is compiled once for each set of shapes, and copies
-    about 20 kB per tensor to the host. All iterations of a ``jax.lax.while_loop`` are counted together. Values inside a
-    function with a custom derivative rule are not counted.
+    about 20 kB per tensor to the host. Values inside of a ``jax.lax.while_loop``, or of a function with a custom
+    derivative rule, are not counted.
 
     Args:
       loss_fn: ``loss_fn(params, *args)``, which returns the loss (a floating scalar), or a tuple whose first element is

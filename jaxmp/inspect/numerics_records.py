@@ -38,7 +38,7 @@ class RecordedTensor:
       path: the path of the param, or of the module or scope that returns the activation.
       dtype: the dtype of the tensor.
       size: the number of values in one iteration of the loops around the tensor.
-      turns: the number of iterations of each loop around the tensor, outermost first, without while loops.
+      turns: the number of iterations of each scan around the tensor, outermost first.
       number: the position of the param among all params; 0 for activations and their gradients.
     """
 
@@ -51,7 +51,7 @@ class RecordedTensor:
 
 
 TensorRecords = list[tuple[RecordedTensor, jax.Array]]
-"""Tensors with their records. A record has a leading axis for each loop around its tensor, except while loops."""
+"""Tensors with their records. A record has a leading axis for each scan around its tensor."""
 
 
 class StepRecords(NamedTuple):
@@ -189,15 +189,11 @@ class _CountingTaps(Taps):
     def sink(self, aval: Any, turns: tuple[int, ...]) -> jax.Array:
         return jnp.zeros((*turns, counting.SIZE))
 
-    def merge(self, old: Counts, new: Counts) -> Counts:
-        return old.added(new)
-
     def named(self, kind: str, records: Mapping[Key, Any]) -> TensorRecords:
         """Pair each record with a description of its tensor, of kind ``kind``."""
         tensors = []
         for border, aval in self.borders:
             record = records.get(border.key, {}).get(border.position)
             if record is not None:
-                turns = tuple(turn for turn in border.turns if turn is not None)
-                tensors.append((RecordedTensor(kind, border.path, aval.dtype, aval.size, turns), record))
+                tensors.append((RecordedTensor(kind, border.path, aval.dtype, aval.size, border.turns), record))
         return tensors

@@ -68,24 +68,11 @@ class Taps(ABC):
         ``turns`` has the number of iterations of each scan around the value.
         """
 
-    @abstractmethod
-    def merge(self, old: Any, new: Any) -> Any:
-        """Merge two records of a value in a while loop.
-
-        ``new`` is the record of the current iteration. ``old`` is the merged record of the earlier iterations, or zeros
-        in the first iteration.
-        """
-
     def sinks(self) -> dict[Key, dict[int, jax.Array]]:
-        """Return the sinks by the key of an equation and the position of its result.
-
-        Values in while loops have no sinks, because JAX does not differentiate while loops in reverse mode.
-        """
+        """Return the sinks by the key of an equation and the position of its result."""
         sinks: dict[Key, dict[int, jax.Array]] = {}
         for border, aval in self.borders:
-            turns = tuple(turn for turn in border.turns if turn is not None)
-            if len(turns) == len(border.turns):
-                sinks.setdefault(border.key, {})[border.position] = self.sink(aval, turns)
+            sinks.setdefault(border.key, {})[border.position] = self.sink(aval, border.turns)
         return sinks
 
     def at(self, key: Key, results: list[Any], sinks: Mapping[int, Any] | None) -> tuple[list[Any], Any]:
@@ -106,10 +93,3 @@ class Taps(ABC):
         for position, sink in (sinks or {}).items():
             tapped[position] = _tap(self.record_cotangent, results[position], sink)
         return tapped, records
-
-    def merged(self, old: Any, new: Any) -> Any:
-        """Apply :meth:`merge` to each recorded result of an equation in a while loop.
-
-        ``old`` and ``new`` have the records by position.
-        """
-        return {position: self.merge(old[position], new[position]) for position in new}

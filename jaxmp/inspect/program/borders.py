@@ -28,7 +28,7 @@ class AtBorder(NamedTuple):
     key: Key
     position: int
     path: str
-    turns: tuple[int | None, ...]
+    turns: tuple[int, ...]
 
 
 def returned(jaxpr: Any, roots: Sequence[bool] | None = None) -> list[AtBorder]:
@@ -45,7 +45,7 @@ def returned(jaxpr: Any, roots: Sequence[bool] | None = None) -> list[AtBorder]:
         False, such as new statistics, are left out.
     """
     return [
-        AtBorder(place.key, position, path, place.turns)
+        AtBorder(place.key, position, path, _scan_lengths(place))
         for place, position, readers in _read_floats(jaxpr, roots)
         for path in paths_left(place.names, readers)
     ]
@@ -61,8 +61,13 @@ def passed_in(jaxpr: Any, roots: Sequence[bool] | None = None) -> list[AtBorder]
     for place, position, readers in _read_floats(jaxpr, roots):
         is_read_inside = any(enters_scope(place.names, names) for names in readers)
         if is_read_inside and not paths_left(place.names, readers):
-            values.append(AtBorder(place.key, position, place.path, place.turns))
+            values.append(AtBorder(place.key, position, place.path, _scan_lengths(place)))
     return values
+
+
+def _scan_lengths(place: EquationPlace) -> tuple[int, ...]:
+    """Return the number of iterations of each scan around an equation, outermost first."""
+    return tuple(turn for turn in place.turns if turn is not None)
 
 
 def _read_floats(jaxpr: Any, roots: Sequence[bool] | None) -> Iterator[tuple[EquationPlace, int, list[Names]]]:

@@ -50,18 +50,13 @@ class Counts(NamedTuple):
       counters: uint32 (…, n), the number of values for each exponent and range of mantissas, then the number of zeros,
         then the number of values that are not finite.
       limits: uint32 (…, 2), the bits of the largest magnitude, and the inverted bits of the smallest nonzero magnitude.
-        Because of the inversion, records merge both limits by a maximum.
+        Because of the inversion, both limits are computed by a maximum.
       mean: float32 (…), the mean of the magnitudes; values that are not finite count as 0.
     """
 
     counters: jax.Array
     limits: jax.Array
     mean: jax.Array
-
-    def added(self, other: Counts) -> Counts:
-        """Return the record of two arrays; its ``mean`` is the sum of both means."""
-        limits = jnp.maximum(self.limits, other.limits)
-        return Counts(self.counters + other.counters, limits, self.mean + other.mean)
 
 
 def counts_of(x: jax.Array) -> Counts:
