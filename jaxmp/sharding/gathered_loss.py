@@ -200,7 +200,7 @@ class _Rewriting:
         if is_copying(eqn):
             return [(use.copies(eqn.outvars[0].aval.dtype), False)]
         values, is_common = [value for value, _ in operands], all(known for _, known in operands)
-        if len(uses) == 1 and goes_by_rows(eqn, position):
+        if len(uses) == 1 and goes_by_rows(eqn, position, self.plan):
             repeats_rows = name == "gather" and eqn.outvars[0].aval.size > eqn.invars[position].aval.size
             if not is_common or repeats_rows:
                 return [as_value(use, product_by_rows(eqn, position, use, values), is_common)]
