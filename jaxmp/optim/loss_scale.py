@@ -17,7 +17,6 @@ device does not wait for the host, and a new value of S does not recompile the s
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Self, TypeVar
 
@@ -83,31 +82,20 @@ class LossScale:
     def unscale(self, tree: T) -> T:
         """Divide ``tree`` by S.
 
-        The division is exact if S is a power of two and the results are normal numbers. Half-precision leaves become
-        float32, because small gradients would become 0 in float16. Wider leaves keep their dtype. Integers, bools, keys
-        and everything else are unchanged.
+        The division is exact if S is a power of two and the results are normal numbers. If S is above 2^126, the
+        results are NaN, so that :func:`jaxmp.loss_scaling` skips the step. Half-precision leaves become float32,
+        because small gradients would become 0 in float16. Wider leaves keep their dtype. Integers, bools, keys and
+        everything else are unchanged.
         """
-
-        @functools.cache
-        def factors(dtype: np.dtype) -> tuple[jax.Array, ...]:
-            return tuple(factor.astype(dtype) for factor in self._inverse(np.finfo(dtype).dtype))
 
         def divide(x: jax.Array) -> jax.Array:
             wide = at_least_float32(x.dtype)
-            return functools.reduce(jnp.multiply, factors(wide), x.astype(wide))
+            scale = _untrained(self.loss_scale, np.finfo(wide).dtype)
+            # The reciprocal of a scale above 2**126 is subnormal, and a device may flush it to zero.
+            inverse = jnp.where(scale <= 2.0**126, 1 / scale, jnp.nan)
+            return x.astype(wide) * inverse.astype(wide)
 
         return _map_inexact(divide, tree)
-
-    def _inverse(self, dtype: np.dtype) -> tuple[jax.Array, ...]:
-        """Return one or two factors whose product is 1 / S."""
-        scale = _untrained(self.loss_scale, dtype)
-        ceiling = getattr(self, "max_loss_scale", self.loss_scale)
-        if isinstance(ceiling, float) and ceiling <= 2.0**126:
-            return (1 / scale,)
-        # The reciprocal of a scale above 2**126 is subnormal and may be flushed to zero. The barrier keeps XLA from
-        # multiplying the two factors.
-        second = jax.lax.optimization_barrier(jnp.where(scale > 2.0**126, 2.0**-64, 1.0).astype(scale.dtype))
-        return 1 / (scale * second), second
 
     def is_stuck(self, before: LossScale) -> jax.Array:
         """Return whether the scale did not fall in a non-finite step.
