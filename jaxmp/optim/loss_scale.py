@@ -346,17 +346,10 @@ def as_loss_scale(x: Any) -> LossScale:
     """Return a loss scale of jaxmp unchanged, and convert a loss scale of jmp.
 
     Raises:
-      TypeError: ``x`` is not a loss scale of jaxmp or jmp, or is not a pytree.
-      ValueError: the scale is not a positive scalar; or a number in a loss scale of jmp is outside its range, such as
-        a scale below its minimum.
+      TypeError: ``x`` is not a loss scale of jaxmp or jmp.
+      ValueError: a number in a loss scale of jmp is outside its range, such as a scale below its minimum.
     """
     if isinstance(x, LossScale):
-        if jax.tree_util.all_leaves([x]):
-            raise TypeError(
-                f"a loss scale must be a pytree, got the class {type(x).__name__}; write "
-                "@dataclasses.dataclass(frozen=True) above it"
-            )
-        _require_scalar(x)
         return x
     name = type(x).__name__ if type(x).__module__.split(".")[0] == "jmp" else None
     if name == "NoOpLossScale":
@@ -369,19 +362,6 @@ def as_loss_scale(x: Any) -> LossScale:
         f"a loss scale must be one of jaxmp's or jmp's, got {printed(x)}; write jaxmp.loss_scaling(tx, "
         "jaxmp.DynamicLossScale())"
     )
-
-
-def _require_scalar(x: LossScale) -> None:
-    """Raise a ValueError if a number in ``x`` is no scalar, or the scale is invalid."""
-    for name in {"loss_scale": None, **getattr(x, "_leaves", {})}:
-        if np.ndim(getattr(x, name)):
-            raise ValueError(
-                f"{name} of a loss scale must be a scalar, got the shape {np.shape(getattr(x, name))}; use jax.vmap "
-                "to train several models at once"
-            )
-    if is_concrete(x.loss_scale):
-        with jax.transfer_guard_device_to_host("allow"):
-            require("loss_scale", x.loss_scale)
 
 
 def _map_inexact(fun: Callable[[jax.Array], jax.Array], tree: T) -> T:

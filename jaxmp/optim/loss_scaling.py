@@ -74,8 +74,8 @@ def loss_scaling(
       RuntimeError: the state or the params were donated to an earlier step.
       TypeError: ``inner`` is not an optimizer; ``loss_scale`` is not a loss scale; or ``update`` got a state that does
         not come from ``init``.
-      ValueError: the scale is not a positive scalar; ``inner`` already has a loss scale; ``inner`` has
-        ``low_precision`` inside another transform; or an update does not have the shape of its param.
+      ValueError: ``inner`` already has a loss scale; ``inner`` has ``low_precision`` inside another transform; or an
+        update does not have the shape of its param.
 
     >>> tx = loss_scaling(optax.sgd(0.1), jaxmp.DynamicLossScale(loss_scale=2.0**10))
     >>> params = {"w": jnp.array([2.0])}
@@ -88,7 +88,6 @@ def loss_scaling(
     Array([1.6], dtype=float32)
     """
     require_flag("grad_norm", grad_norm, "to clip, put optax.clip_by_global_norm(1.0) inside loss_scaling")
-    require_flag("check_updates", check_updates, "pass True to test the updates beside the gradients")
     transform = _ScalingTransform(as_optimizer(inner), as_loss_scale(loss_scale), axis_name, grad_norm, check_updates)
     tx = LossScaling(transform.init, transform.update)
     tx.inner, tx.step = transform.inner, transform.step

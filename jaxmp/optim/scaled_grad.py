@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxmp.base.arguments import require_flag
 from jaxmp.base.trees import is_float_array, sum_of_squares, widen
 from jaxmp.optim.checks import described, require_loss
 from jaxmp.optim.loss_scale import LossScale
@@ -163,7 +162,6 @@ def scaled_value_and_grad(
 
 def scaled_loss(fun: Callable[..., Any], loss_scale: LossScale, has_aux: bool) -> Callable[..., Any]:
     """Return a version of ``fun`` that returns ``(scaled loss, (true loss, aux))``."""
-    require_flag("has_aux", has_aux, "pass has_aux=True for a function that returns (loss, aux)")
 
     def scaled_fun(*args: Any, **kwargs: Any) -> tuple[jax.Array, Any]:
         result = fun(*args, **kwargs)
