@@ -27,7 +27,6 @@ from jaxmp.optim.stored_moments import (
     is_blocks,
     leaves_of_state,
     readable_with_scales,
-    state_names,
 )
 
 Rounding = Literal["stochastic", "kahan", "nearest"]
@@ -139,8 +138,8 @@ class _LowPrecisionTransform:
             raise ValueError(BEHIND_LOW_PRECISION)
         if self.moments != "float32" and not any(leaf.is_moment for leaf in leaves_of_state(state)):
             raise ValueError(
-                f"moments={self.moments!r} needs an optimizer with known moments, got the state "
-                f"{state_names(state)}; leave moments out"
+                f"moments={self.moments!r} needs an optimizer with known moments, such as optax.adam, and found none; "
+                "leave moments out"
             )
         return self.wrap(state, weights)
 

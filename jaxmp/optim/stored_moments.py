@@ -162,12 +162,6 @@ def leaves_of_state(state: Any) -> list[StateLeaf]:
     return leaves
 
 
-def state_names(state: Any) -> str:
-    """Return the names of the namedtuple types in an optimizer's state, for an error."""
-    nodes = jax.tree.leaves(state, is_leaf=lambda node: hasattr(node, "_fields") and node is not state)
-    return ", ".join(dict.fromkeys(type(node).__name__ for node in [state, *nodes] if hasattr(node, "_fields")))
-
-
 def is_blocks(leaf: Any) -> bool:
     """Return whether a leaf is stored in float8 blocks."""
     return isinstance(leaf, Float8Blocks)
