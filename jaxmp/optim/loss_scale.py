@@ -333,13 +333,14 @@ class HeadroomLossScale(ScaleState, LossScale):
         finite, largest = _flag(grads_finite), _untrained(grad_max, jnp.float32)
         scale, running = _untrained(self.loss_scale, jnp.float32), _untrained(self.running_max, jnp.float32)
         limit = float(jnp.finfo(self.dtype).max) / 2**self.headroom
-        is_informative = finite & (largest > 0) & (largest < jnp.inf)
-        followed = jnp.maximum(jnp.where(is_informative, largest, 0), running * 2 ** (-1 / self.period))
-        fitting = _floor_to_power_of_two(limit / jnp.maximum(followed, TINY))
-        new_scale = jnp.where(is_informative, jnp.minimum(fitting, 2 * scale), jnp.where(finite, scale, scale / 2))
+        has_gradients = (largest > 0) & (largest < jnp.inf)  # a finite step without them changes nothing
+        followed = jnp.maximum(largest, running * 2 ** (-1 / self.period))
+        fitting = jnp.minimum(_floor_to_power_of_two(limit / jnp.maximum(followed, TINY)), 2 * scale)
+        new_scale = jnp.where(finite, jnp.where(has_gradients, fitting, scale), scale / 2)
         new_scale = jnp.clip(new_scale, self.min_loss_scale, self.max_loss_scale)
-        without_maximum = jnp.where(finite, running, jnp.maximum(running, limit / new_scale))
-        return self._with(loss_scale=new_scale, running_max=jnp.where(is_informative, followed, without_maximum))
+        raised = jnp.maximum(running, limit / new_scale)  # so that the scale does not grow in the next steps
+        new_max = jnp.where(finite, jnp.where(has_gradients, followed, running), raised)
+        return self._with(loss_scale=new_scale, running_max=new_max)
 
 
 def as_loss_scale(x: Any) -> LossScale:
