@@ -23,7 +23,8 @@ from jaxmp.sharding.weight_products import computed_wide, may_be_wide
 from jaxmp.sharding.weights import RewrittenValue, Use, weight_of
 
 _FLOAT32 = np.dtype(np.float32)
-LOOSE_PRODUCTS = PRODUCTS - {"ragged_dot_general"}
+WIDE_PRODUCTS = PRODUCTS - {"ragged_dot_general"}
+"""The products whose derivatives :func:`computed_wide` sums in float32."""
 # Classes of operations that sum the cotangents of operands in the operands' dtype. Unknown primitives (None) may do so.
 _SUMS = frozenset({Class.HALF, Class.ACCUMULATION, Class.LINALG, Class.RECURSE, None})
 # Classes of operations that may compute half weights in float32. The engine casts the operands of these classes too.
@@ -67,7 +68,7 @@ def computed_whole(
 def _is_widened(eqn: Any, are_all_common: bool) -> bool:
     """Return whether an equation of weights is computed in float32."""
     name = eqn.primitive.name
-    is_always_wide = name in LOOSE_PRODUCTS or name in _ALWAYS_WIDE
+    is_always_wide = name in WIDE_PRODUCTS or name in _ALWAYS_WIDE
     return (is_always_wide or (are_all_common and classify(name) in _MAY_BE_WIDE)) and may_be_wide(eqn)
 
 
