@@ -93,7 +93,7 @@ class EnteredBodies:
         use, gather = self._uses[position], self._gathers[position]
         source = use.source
         if gather is _Gather.CARRY:
-            return read_whole(use, self._eqn, position + len(self._index))
+            return read_whole(use, self._eqn, position)
         if gather is _Gather.STACK:
             return use.read(source.sum_dtype)
         if gather is _Gather.SLICES and source.is_gathered:
