@@ -153,13 +153,14 @@ class _LowPrecisionTransform:
         count = jnp.zeros((), jnp.int32) if before is None else before.count
         compensation = None
         if self.rounding == "kahan":
-            compensation = jax.tree.map(lambda leaf: jnp.zeros_like(leaf) if _is_bfloat16(leaf) else None, weights)
-            if before is not None and before.compensation is not None:
 
-                def keep(_: Any, new: Any, old: Any) -> Any:
-                    return new if new is None or old is None else old
+            def lost(weight: Any, old: Any = None) -> Any:
+                if not _is_bfloat16(weight):
+                    return None
+                return jnp.zeros_like(weight) if old is None else old
 
-                compensation = jax.tree.map(keep, weights, compensation, before.compensation)
+            stored = [] if before is None or before.compensation is None else [before.compensation]
+            compensation = jax.tree.map(lost, weights, *stored)
         return LowPrecisionState(count, self._encoded(inner_state, inner_state, count), compensation)
 
     def update(
