@@ -17,7 +17,6 @@ device does not wait for the host, and a new value of S does not recompile the s
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Self, TypeVar
 
@@ -83,31 +82,20 @@ class LossScale:
     def unscale(self, tree: T) -> T:
         """Divide ``tree`` by S.
 
-        The division is exact if S is a power of two and the results are normal numbers. Half-precision leaves become
-        float32, because small gradients would become 0 in float16. Wider leaves keep their dtype. Integers, bools, keys
-        and everything else are unchanged.
+        The division is exact if S is a power of two and the results are normal numbers. If S is above 2^126, the
+        results are NaN, so that :func:`jaxmp.loss_scaling` skips the step. Half-precision leaves become float32,
+        because small gradients would become 0 in float16. Wider leaves keep their dtype. Integers, bools, keys and
+        everything else are unchanged.
         """
-
-        @functools.cache
-        def factors(dtype: np.dtype) -> tuple[jax.Array, ...]:
-            return tuple(factor.astype(dtype) for factor in self._inverse(np.finfo(dtype).dtype))
 
         def divide(x: jax.Array) -> jax.Array:
             wide = at_least_float32(x.dtype)
-            return functools.reduce(jnp.multiply, factors(wide), x.astype(wide))
+            scale = _untrained(self.loss_scale, np.finfo(wide).dtype)
+            # The reciprocal of a scale above 2**126 is subnormal, and a device may flush it to zero.
+            inverse = jnp.where(scale <= 2.0**126, 1 / scale, jnp.nan)
+            return x.astype(wide) * inverse.astype(wide)
 
         return _map_inexact(divide, tree)
-
-    def _inverse(self, dtype: np.dtype) -> tuple[jax.Array, ...]:
-        """Return one or two factors whose product is 1 / S."""
-        scale = _untrained(self.loss_scale, dtype)
-        ceiling = getattr(self, "max_loss_scale", self.loss_scale)
-        if isinstance(ceiling, float) and ceiling <= 2.0**126:
-            return (1 / scale,)
-        # The reciprocal of a scale above 2**126 is subnormal and may be flushed to zero. The barrier keeps XLA from
-        # multiplying the two factors.
-        second = jax.lax.optimization_barrier(jnp.where(scale > 2.0**126, 2.0**-64, 1.0).astype(scale.dtype))
-        return 1 / (scale * second), second
 
     def is_stuck(self, before: LossScale) -> jax.Array:
         """Return whether the scale did not fall in a non-finite step.
@@ -345,30 +333,24 @@ class HeadroomLossScale(ScaleState, LossScale):
         finite, largest = _flag(grads_finite), _untrained(grad_max, jnp.float32)
         scale, running = _untrained(self.loss_scale, jnp.float32), _untrained(self.running_max, jnp.float32)
         limit = float(jnp.finfo(self.dtype).max) / 2**self.headroom
-        is_informative = finite & (largest > 0) & (largest < jnp.inf)
-        followed = jnp.maximum(jnp.where(is_informative, largest, 0), running * 2 ** (-1 / self.period))
-        fitting = _floor_to_power_of_two(limit / jnp.maximum(followed, TINY))
-        new_scale = jnp.where(is_informative, jnp.minimum(fitting, 2 * scale), jnp.where(finite, scale, scale / 2))
+        has_gradients = (largest > 0) & (largest < jnp.inf)  # a finite step without them changes nothing
+        followed = jnp.maximum(largest, running * 2 ** (-1 / self.period))
+        fitting = jnp.minimum(_floor_to_power_of_two(limit / jnp.maximum(followed, TINY)), 2 * scale)
+        new_scale = jnp.where(finite, jnp.where(has_gradients, fitting, scale), scale / 2)
         new_scale = jnp.clip(new_scale, self.min_loss_scale, self.max_loss_scale)
-        without_maximum = jnp.where(finite, running, jnp.maximum(running, limit / new_scale))
-        return self._with(loss_scale=new_scale, running_max=jnp.where(is_informative, followed, without_maximum))
+        raised = jnp.maximum(running, limit / new_scale)  # so that the scale does not grow in the next steps
+        new_max = jnp.where(finite, jnp.where(has_gradients, followed, running), raised)
+        return self._with(loss_scale=new_scale, running_max=new_max)
 
 
 def as_loss_scale(x: Any) -> LossScale:
     """Return a loss scale of jaxmp unchanged, and convert a loss scale of jmp.
 
     Raises:
-      TypeError: ``x`` is not a loss scale of jaxmp or jmp, or is not a pytree.
-      ValueError: the scale is not a positive scalar; or a number in a loss scale of jmp is outside its range, such as
-        a scale below its minimum.
+      TypeError: ``x`` is not a loss scale of jaxmp or jmp.
+      ValueError: a number in a loss scale of jmp is outside its range, such as a scale below its minimum.
     """
     if isinstance(x, LossScale):
-        if jax.tree_util.all_leaves([x]):
-            raise TypeError(
-                f"a loss scale must be a pytree, got the class {type(x).__name__}; write "
-                "@dataclasses.dataclass(frozen=True) above it"
-            )
-        _require_scalar(x)
         return x
     name = type(x).__name__ if type(x).__module__.split(".")[0] == "jmp" else None
     if name == "NoOpLossScale":
@@ -381,19 +363,6 @@ def as_loss_scale(x: Any) -> LossScale:
         f"a loss scale must be one of jaxmp's or jmp's, got {printed(x)}; write jaxmp.loss_scaling(tx, "
         "jaxmp.DynamicLossScale())"
     )
-
-
-def _require_scalar(x: LossScale) -> None:
-    """Raise a ValueError if a number in ``x`` is no scalar, or the scale is invalid."""
-    for name in {"loss_scale": None, **getattr(x, "_leaves", {})}:
-        if np.ndim(getattr(x, name)):
-            raise ValueError(
-                f"{name} of a loss scale must be a scalar, got the shape {np.shape(getattr(x, name))}; use jax.vmap "
-                "to train several models at once"
-            )
-    if is_concrete(x.loss_scale):
-        with jax.transfer_guard_device_to_host("allow"):
-            require("loss_scale", x.loss_scale)
 
 
 def _map_inexact(fun: Callable[[jax.Array], jax.Array], tree: T) -> T:

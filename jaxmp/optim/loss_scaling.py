@@ -74,8 +74,8 @@ def loss_scaling(
       RuntimeError: the state or the params were donated to an earlier step.
       TypeError: ``inner`` is not an optimizer; ``loss_scale`` is not a loss scale; or ``update`` got a state that does
         not come from ``init``.
-      ValueError: the scale is not a positive scalar; ``inner`` already has a loss scale; ``inner`` has
-        ``low_precision`` inside another transform; or an update does not have the shape of its param.
+      ValueError: ``inner`` already has a loss scale; ``inner`` has ``low_precision`` inside another transform; or an
+        update does not have the shape of its param.
 
     >>> tx = loss_scaling(optax.sgd(0.1), jaxmp.DynamicLossScale(loss_scale=2.0**10))
     >>> params = {"w": jnp.array([2.0])}
@@ -88,7 +88,6 @@ def loss_scaling(
     Array([1.6], dtype=float32)
     """
     require_flag("grad_norm", grad_norm, "to clip, put optax.clip_by_global_norm(1.0) inside loss_scaling")
-    require_flag("check_updates", check_updates, "pass True to test the updates beside the gradients")
     transform = _ScalingTransform(as_optimizer(inner), as_loss_scale(loss_scale), axis_name, grad_norm, check_updates)
     tx = LossScaling(transform.init, transform.update)
     tx.inner, tx.step = transform.inner, transform.step
@@ -241,22 +240,32 @@ def take_step(
       The updates (or the derived arrays), the new state, and an int32: 1 if the step was skipped, else 0. In a skipped
       step, only the loss scale, the counters and the gradient norm in the state change.
     """
-    is_outermost = isinstance(tx, LossScaling)
-    if is_outermost:
-        result, new_state = tx.step(grads, opt_state, params, derived, **extra_args)
-    else:
-        # Clipping by value, before loss_scaling in a chain, would make infinities finite. Clipping keeps NaN.
-        result, new_state = tx.update(nan_if_infinite(grads), opt_state, params, **extra_args)
+    if not isinstance(tx, LossScaling):
+        return _take_step_around(tx, grads, opt_state, params, extra_args, derived)
+    result, new_state = tx.step(grads, opt_state, params, derived, **extra_args)
+    return result, new_state, new_state.skipped - opt_state.skipped
+
+
+def _take_step_around(
+    tx: optax.GradientTransformationExtraArgs,
+    grads: Any,
+    opt_state: Any,
+    params: Any,
+    extra_args: Mapping[str, Any],
+    derived: Derived | None,
+) -> tuple[Any, Any, jax.Array]:
+    """Take one step of an optimizer with other transforms around ``loss_scaling``.
+
+    Such a transform may drop non-finite gradients itself (MultiSteps), so that ``loss_scaling`` counts no skip. Or its
+    state may change in a step that ``loss_scaling`` skips.
+    """
+    # Clipping by value, before loss_scaling in a chain, would make infinities finite. Clipping keeps NaN.
+    result, new_state = tx.update(nan_if_infinite(grads), opt_state, params, **extra_args)
     skipped = get_loss_scaling_state(new_state).skipped - get_loss_scaling_state(opt_state).skipped
-    if not is_outermost:
-        # A transform around loss_scaling may drop non-finite gradients itself (MultiSteps), so that loss_scaling counts
-        # no skip. Or the state of that transform may change in a step that loss_scaling skips.
-        finite = jnp.isfinite(global_norm(grads))
-        skipped = jnp.maximum(skipped, 1 - finite.astype(jnp.int32))
-        new_state = _keep_scale(skipped == 0, new_state, opt_state)
-        if derived is not None:
-            result = select_tree(skipped == 0, derived.compute(result), derived.old)
-    return result, new_state, skipped
+    skipped = jnp.maximum(skipped, 1 - jnp.isfinite(global_norm(grads)).astype(jnp.int32))
+    if derived is not None:
+        result = select_tree(skipped == 0, derived.compute(result), derived.old)
+    return result, _keep_scale(skipped == 0, new_state, opt_state), skipped
 
 
 def _computed_where(pred: jax.Array, make: Callable[[], T], otherwise: T) -> T:

@@ -27,7 +27,6 @@ from jaxmp.optim.stored_moments import (
     is_blocks,
     leaves_of_state,
     readable_with_scales,
-    state_names,
 )
 
 Rounding = Literal["stochastic", "kahan", "nearest"]
@@ -139,8 +138,8 @@ class _LowPrecisionTransform:
             raise ValueError(BEHIND_LOW_PRECISION)
         if self.moments != "float32" and not any(leaf.is_moment for leaf in leaves_of_state(state)):
             raise ValueError(
-                f"moments={self.moments!r} needs an optimizer with known moments, got the state "
-                f"{state_names(state)}; leave moments out"
+                f"moments={self.moments!r} needs an optimizer with known moments, such as optax.adam, and found none; "
+                "leave moments out"
             )
         return self.wrap(state, weights)
 
@@ -154,13 +153,14 @@ class _LowPrecisionTransform:
         count = jnp.zeros((), jnp.int32) if before is None else before.count
         compensation = None
         if self.rounding == "kahan":
-            compensation = jax.tree.map(lambda leaf: jnp.zeros_like(leaf) if _is_bfloat16(leaf) else None, weights)
-            if before is not None and before.compensation is not None:
 
-                def keep(_: Any, new: Any, old: Any) -> Any:
-                    return new if new is None or old is None else old
+            def lost(weight: Any, old: Any = None) -> Any:
+                if not _is_bfloat16(weight):
+                    return None
+                return jnp.zeros_like(weight) if old is None else old
 
-                compensation = jax.tree.map(keep, weights, compensation, before.compensation)
+            stored = [] if before is None or before.compensation is None else [before.compensation]
+            compensation = jax.tree.map(lost, weights, *stored)
         return LowPrecisionState(count, self._encoded(inner_state, inner_state, count), compensation)
 
     def update(

@@ -10,11 +10,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxmp.base.arguments import require_flag
 from jaxmp.base.trees import is_float_array, sum_of_squares, widen
 from jaxmp.optim.checks import described, require_loss
 from jaxmp.optim.loss_scale import LossScale
-from jaxmp.optim.scaling_state import at_hand
+from jaxmp.optim.scaling_state import usable_loss_scale
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -36,7 +35,7 @@ def scale_loss(loss: jax.Array, opt_state: optax.OptState) -> jax.Array:
     >>> jax.grad(lambda params: scale_loss(jnp.sum(params), opt_state))(jnp.ones(2))
     Array([8., 8.], dtype=float32)
     """
-    return at_hand(opt_state).scale(_float32_loss(loss))
+    return usable_loss_scale(opt_state).scale(_float32_loss(loss))
 
 
 def unscale(grads: T, opt_state: optax.OptState) -> T:
@@ -53,7 +52,7 @@ def unscale(grads: T, opt_state: optax.OptState) -> T:
     >>> unscale({"w": jnp.array([8.0, 4.0], jnp.float16)}, opt_state)
     {'w': Array([1. , 0.5], dtype=float32)}
     """
-    return true_gradients(grads, at_hand(opt_state))
+    return true_gradients(grads, usable_loss_scale(opt_state))
 
 
 def true_gradients(grads: Any, loss_scale: LossScale) -> Any:
@@ -133,7 +132,7 @@ def value_and_grad(
     >>> value_and_grad(jnp.sum, opt_state)(jnp.ones(2))
     (Array(2., dtype=float32), Array([1., 1.], dtype=float32))
     """
-    loss_scale = at_hand(opt_state)
+    loss_scale = usable_loss_scale(opt_state)
     scaled = scaled_value_and_grad(fun, loss_scale, argnums, has_aux)
 
     @functools.wraps(fun)
@@ -163,7 +162,6 @@ def scaled_value_and_grad(
 
 def scaled_loss(fun: Callable[..., Any], loss_scale: LossScale, has_aux: bool) -> Callable[..., Any]:
     """Return a version of ``fun`` that returns ``(scaled loss, (true loss, aux))``."""
-    require_flag("has_aux", has_aux, "pass has_aux=True for a function that returns (loss, aux)")
 
     def scaled_fun(*args: Any, **kwargs: Any) -> tuple[jax.Array, Any]:
         result = fun(*args, **kwargs)

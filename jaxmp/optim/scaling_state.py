@@ -115,7 +115,7 @@ def get_loss_scale(opt_state: optax.OptState) -> LossScale:
     return get_loss_scaling_state(opt_state).loss_scale
 
 
-def at_hand(opt_state: optax.OptState) -> LossScale:
+def usable_loss_scale(opt_state: optax.OptState) -> LossScale:
     """Return the loss scale in a state that was not donated.
 
     Raises:

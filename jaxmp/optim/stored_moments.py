@@ -5,7 +5,6 @@ Moments in 8 bits have a scale for each block, as in Dettmers et al. 2022, arXiv
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import flax.struct
@@ -13,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import PartitionSpec
 
 from jaxmp.base.trees import path_name, widen
 from jaxmp.optim.stochastic_rounding import LARGEST, SMALLEST, Draw, stochastic_bfloat16, stochastic_float8
@@ -108,7 +106,7 @@ def _block_scales(leaf: jax.Array, block: int) -> jax.Array:
     devices, but the largest magnitude may differ in its last bit. (Depending on the program, XLA rounds a product and a
     sum once or twice.) So the scale is a power of two.
     """
-    largest = jnp.max(jnp.abs(_in_blocks(leaf, block)), axis=-1)
+    largest = jnp.max(jnp.abs(leaf.reshape(*leaf.shape[:-1], -1, block)), axis=-1)
     exponents = jax.lax.bitcast_convert_type(largest, jnp.uint32) & jnp.uint32(0x7F800000)
     above = jnp.minimum(2 * jax.lax.bitcast_convert_type(exponents, jnp.float32), jnp.finfo(jnp.float32).max)
     return jnp.where(jnp.isfinite(largest), above, largest)
@@ -131,43 +129,7 @@ def readable_with_scales(stored: Any, new: Any, block: int) -> tuple[Any, list[A
 def _scale_of_each_number(scales: jax.Array, like: jax.Array) -> jax.Array:
     """Return the scale of each value of an array, from the scales of its blocks."""
     block = like.shape[-1] // scales.shape[-1]
-    return _merged(jnp.broadcast_to(scales[..., None], (*scales.shape, block)), like)
-
-
-def _in_blocks(array: jax.Array, block: int) -> jax.Array:
-    """Split the last axis of ``array`` into an axis of blocks and an axis of values.
-
-    The axis of blocks is split over the same devices as the last axis, if each device gets only whole blocks.
-    """
-    sizes = (*array.shape[:-1], array.shape[-1] // block, block)
-    place = _place_in_blocks(array, sizes[-2])
-    if place is None:
-        return jax.lax.reshape(array, sizes)
-    array = jax.sharding.reshard(array, place)
-    return jax.lax.reshape(array, sizes, out_sharding=place.update(spec=PartitionSpec(*place.spec, None)))
-
-
-def _merged(blocks: jax.Array, like: jax.Array) -> jax.Array:
-    """Return ``blocks`` in the shape and sharding of ``like``."""
-    place = _place_in_blocks(like, blocks.shape[-2])
-    if place is None:
-        return jax.lax.reshape(blocks, like.shape)
-    return jax.sharding.reshard(jax.lax.reshape(blocks, like.shape, out_sharding=place), jax.typeof(like).sharding)
-
-
-def _place_in_blocks(array: jax.Array, blocks: int) -> Any:
-    """Return a sharding of ``array`` that gives each device only whole blocks.
-
-    Return None if ``array`` is not split along mesh axes of type Explicit.
-    """
-    place = jax.typeof(array).sharding
-    if not any(place.spec):
-        return None
-    spec: list[Any] = [*place.spec, *[None] * (array.ndim - len(place.spec))]
-    *leading, last = spec
-    names: tuple[str, ...] = (last,) if isinstance(last, str) else last or ()
-    devices = math.prod(place.mesh.shape[name] for name in names)
-    return place.update(spec=PartitionSpec(*leading, None if blocks % devices else last))
+    return jnp.broadcast_to(scales[..., None], (*scales.shape, block)).reshape(like.shape)
 
 
 def decoded(state: Any) -> Any:
@@ -198,12 +160,6 @@ def leaves_of_state(state: Any) -> list[StateLeaf]:
             field = path_name(inner_path[:1]) if is_known(node) and leaf.dtype == jnp.float32 else None
             leaves.append(StateLeaf(path_name((*path, *inner_path)), field in (*signed, *second), field in second))
     return leaves
-
-
-def state_names(state: Any) -> str:
-    """Return the names of the namedtuple types in an optimizer's state, for an error."""
-    nodes = jax.tree.leaves(state, is_leaf=lambda node: hasattr(node, "_fields") and node is not state)
-    return ", ".join(dict.fromkeys(type(node).__name__ for node in [state, *nodes] if hasattr(node, "_fields")))
 
 
 def is_blocks(leaf: Any) -> bool:

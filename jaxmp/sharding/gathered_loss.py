@@ -47,7 +47,7 @@ from jaxmp.sharding.specs import require_specs, specs_in
 from jaxmp.sharding.weight_products import computed_wide, float8_row_product, goes_by_rows, may_be_wide, product_by_rows
 from jaxmp.sharding.weight_readers import dtypes_read, has_one_reader, is_copying, only_moves_or_casts
 from jaxmp.sharding.weights import RewrittenValue, Source, Use, as_value, results_as_arrays
-from jaxmp.sharding.whole_weights import LOOSE_PRODUCTS, computed_whole, equations_inside
+from jaxmp.sharding.whole_weights import WIDE_PRODUCTS, computed_whole, equations_inside
 
 _FLOAT32 = np.dtype(np.float32)
 
@@ -184,7 +184,10 @@ class _Rewriting:
             return True
         if self.plan.reduce_dtype != _FLOAT32 or all(is_common for _, is_common in operands):
             return False
-        return _may_sum_examples(eqn, operands) or (is_entered(eqn) and _has_loose_products(eqn))
+        if is_entered(eqn):
+            return any(map(_is_product_without_batch_axes, equations_inside(eqn)))
+        is_of_activations = not any(is_common for _, is_common in operands[:2])
+        return is_of_activations and _is_product_without_batch_axes(eqn)
 
     def _rewritten(self, eqn: Any, operands: Sequence[RewrittenValue]) -> list[RewrittenValue]:
         """Return the results of an equation for which :meth:`_is_rewritten` is true."""
@@ -200,7 +203,7 @@ class _Rewriting:
         if is_copying(eqn):
             return [(use.copies(eqn.outvars[0].aval.dtype), False)]
         values, is_common = [value for value, _ in operands], all(known for _, known in operands)
-        if len(uses) == 1 and goes_by_rows(eqn, position):
+        if len(uses) == 1 and goes_by_rows(eqn, position, self.plan):
             repeats_rows = name == "gather" and eqn.outvars[0].aval.size > eqn.invars[position].aval.size
             if not is_common or repeats_rows:
                 return [as_value(use, product_by_rows(eqn, position, use, values), is_common)]
@@ -223,29 +226,13 @@ class _Rewriting:
         return EnteredBodies(self.results, eqn, bodies, operands).results()
 
 
-def _may_sum_examples(eqn: Any, operands: Sequence[RewrittenValue]) -> bool:
-    """Return whether the derivative of an equation may sum over examples.
+def _is_product_without_batch_axes(eqn: Any) -> bool:
+    """Return whether an equation is a half product without batch dimensions.
 
-    It may sum over examples if the equation is a loose product of two activations, see :func:`_is_loose_product`.
-    """
-    return _is_loose_product(eqn) and not any(is_common for _, is_common in operands[:2])
-
-
-def _has_loose_products(eqn: Any) -> bool:
-    """Return whether a body of an equation has a loose product.
-
-    See :func:`_is_loose_product`.
-    """
-    return any(map(_is_loose_product, equations_inside(eqn)))
-
-
-def _is_loose_product(eqn: Any) -> bool:
-    """Return whether an equation is a loose product.
-
-    A loose product has a half operand and no batch dimensions, so its derivative may sum over examples in half.
+    The derivative of such a product may sum over examples in half.
     """
     name = eqn.primitive.name
-    if name not in LOOSE_PRODUCTS or not may_be_wide(eqn):
+    if name not in WIDE_PRODUCTS or not may_be_wide(eqn):
         return False
     return name != "dot_general" or not eqn.params["dimension_numbers"][1][0]
 

@@ -20,15 +20,12 @@ def settled(state: Any) -> Any:
     the params. Each array occurs once, because a buffer can be donated only once.
     """
     home = home_of(state.params)
-    ids: set[int] = set()
 
     def settle(leaf: Any) -> Any:
-        is_repeated = id(leaf) in ids
-        ids.add(id(leaf))
-        leaf = jnp.array(leaf, jnp.asarray(leaf).dtype, copy=is_repeated)
+        leaf = jnp.asarray(leaf, jnp.asarray(leaf).dtype)
         return leaf if home is None or isinstance(leaf, jax.core.Tracer) else at_home(leaf, home)
 
-    return jax.tree.map(settle, state)
+    return jax.tree.map(settle, each_once(state))
 
 
 def each_once(state: Any) -> Any:
@@ -36,11 +33,8 @@ def each_once(state: Any) -> Any:
 
     Repeated arrays, such as those of a target network, are copied.
     """
-    leaves, structure = jax.tree.flatten(state)
-    if len({*map(id, leaves)}) == len(leaves):  # the usual case
-        return state
     ids: set[int] = set()
-    return jax.tree.unflatten(structure, [copied_if_seen(leaf, ids) for leaf in leaves])
+    return jax.tree.map(lambda leaf: copied_if_seen(leaf, ids), state)
 
 
 def copied_if_seen(leaf: Any, ids: set[int]) -> Any:

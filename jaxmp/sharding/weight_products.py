@@ -8,7 +8,6 @@ bfloat16.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -30,9 +29,9 @@ _FLOAT32 = np.dtype(np.float32)
 _BY_ROWS = frozenset({("dot_general", 0), ("dot_general", 1), ("gather", 0), ("conv_general_dilated", 1)})
 
 
-def goes_by_rows(eqn: Any, position: int) -> bool:
+def goes_by_rows(eqn: Any, position: int, plan: Plan) -> bool:
     """Return whether :func:`product_by_rows` supports a weight at ``position``."""
-    return (eqn.primitive.name, position) in _BY_ROWS
+    return (eqn.primitive.name, position) in _BY_ROWS and _rows_of(eqn, position, plan) is not None
 
 
 def product_by_rows(eqn: Any, position: int, use: Use, values: Sequence[Any]) -> Any:
@@ -58,25 +57,24 @@ class _RowProduct:
     def result(self, operands: Sequence[Any]) -> Any:
         """Return the result for the other operands."""
         source = self.use.source
-        dims = _rows_of(self.eqn, self.position, source.plan)
         half, tap = source.gathered()
         is_stored = not (source.gathers_again and source.plan.is_split(source.spec))
 
         @jax.custom_vjp
-        def by_rows(target: Any, weight: Any, param: Any, *arrays: Any) -> Any:
+        def by_rows(tap: Any, weight: Any, param: Any, *arrays: Any) -> Any:
             return self._computed(weight, arrays)
 
-        def forward(target: Any, weight: Any, param: Any, *arrays: Any) -> tuple[Any, Any]:
+        def forward(tap: Any, weight: Any, param: Any, *arrays: Any) -> tuple[Any, Any]:
             return self._computed(weight, arrays), (weight if is_stored else param, arrays)
 
         def backward(residuals: Any, cotangent: Any) -> tuple[Any, ...]:
             stored, arrays = residuals
             weight = stored if is_stored else source.gathered_again(stored)
             of_arrays = self._cotangents_of_operands(weight, arrays, cotangent)
-            return self._gradient(dims, cotangent, arrays), None, None, *of_arrays
+            return self._cotangent_of_tap(cotangent, arrays), None, None, *of_arrays
 
         by_rows.defvjp(forward, backward)
-        return by_rows(source.param if dims is None else tap, half, None if is_stored else source.param, *operands)
+        return by_rows(tap, half, None if is_stored else source.param, *operands)
 
     @property
     def _is_lookup(self) -> bool:
@@ -92,27 +90,22 @@ class _RowProduct:
         weight = self.use.cast(self.use.moved(half), dtype)
         return self._bind(weight, operands, self.eqn.params).astype(self.eqn.outvars[0].aval.dtype)
 
-    def _gradient(self, dims: tuple[int, int] | None, cotangent: Any, operands: Sequence[Any]) -> Any:
-        """Return the gradient of the tap, or of the param if the rows are not split."""
+    def _cotangent_of_tap(self, cotangent: Any, operands: Sequence[Any]) -> Any:
         source, plan = self.use.source, self.use.source.plan
-        if dims is None:  # one sum over the rows of all devices
-            of_weight = self._cotangent_of_weight(True, cotangent, *operands)
-            return plan.put(of_weight, source.spec).astype(source.param.dtype)
-        of_rows = functools.partial(self._cotangent_of_weight, False)
-        return plan.of_parts(plan.over_rows(of_rows, dims, (cotangent, *operands)), source.spec)
+        dims = _rows_of(self.eqn, self.position, plan)
+        assert dims is not None  # see goes_by_rows
+        parts = plan.over_rows(self._cotangent_of_weight, dims, (cotangent, *operands))
+        return plan.of_parts(parts, source.spec)
 
-    def _cotangent_of_weight(self, is_whole: bool, cotangent: Any, *operands: Any) -> Any:
-        """Return the cotangent of the weight, summed over the rows of ``operands``.
-
-        With ``is_whole``, ``operands`` have the rows of all devices.
-        """
+    def _cotangent_of_weight(self, cotangent: Any, *operands: Any) -> Any:
+        """Return the cotangent of the weight, summed over the rows of ``operands``."""
         aval, source = self.eqn.invars[self.position].aval, self.use.source
         dtype = source.sum_dtype if self._is_lookup else aval.dtype
         params = anywhere(self.eqn.params)
         weight_type = jax.ShapeDtypeStruct(aval.shape, dtype)
         pull = jax.linear_transpose(lambda weight: self._bind(weight, operands, params), weight_type)
         cotangent = cotangent.astype(dtype) if self._is_lookup else cotangent
-        return self.use.moved_back(_summed_in(source.sum_dtype, lambda part: pull(part)[0], cotangent, is_whole))
+        return self.use.moved_back(_summed_in(source.sum_dtype, lambda part: pull(part)[0], cotangent))
 
     def _cotangents_of_operands(self, half: Any, operands: Sequence[Any], cotangent: Any) -> list[Any]:
         """Return the other operands' cotangents, None for operands that are not floats."""
@@ -241,12 +234,12 @@ def _of_matrices(eqn: Any, operands: Sequence[Any], dtype: np.dtype) -> Any:
     return bind_equation(eqn, matrices, params)[0].reshape(shape)
 
 
-def _summed_in(dtype: np.dtype, fun: Callable[..., Any], cotangent: Any, is_whole: bool = False) -> Any:
+def _summed_in(dtype: np.dtype, fun: Callable[..., Any], cotangent: Any, widens_convolutions: bool = False) -> Any:
     """Return ``fun(cotangent)`` in ``dtype``.
 
     ``fun`` is the transpose of a product of half operands. The matrix products in ``fun`` have results in ``dtype``.
-    The convolutions have half results, because cuDNN offers no others. If ``is_whole`` is true, a convolution sums over
-    the rows of all devices. Such a convolution is split by XLA, and computed in ``dtype``.
+    The convolutions have half results, because cuDNN offers no others. With ``widens_convolutions``, their operands are
+    cast to ``dtype`` too, because XLA splits a convolution over all rows and sums its parts in the result's dtype.
     """
     jaxpr, consts = opened(jax.make_jaxpr(fun)(cotangent))
 
@@ -254,7 +247,7 @@ def _summed_in(dtype: np.dtype, fun: Callable[..., Any], cotangent: Any, is_whol
         name = eqn.primitive.name
         if name == "convert_element_type":
             return operands
-        if name == "conv_general_dilated" and is_whole:
+        if name == "conv_general_dilated" and widens_convolutions:
             operands = [value.astype(dtype) for value in operands]
         elif name != "dot_general":
             return bind_equation(eqn, operands, eqn.params)
@@ -301,7 +294,7 @@ def computed_wide(eqn: Any, operands: Sequence[Any]) -> list[Any]:
                 return bind_equation(eqn, [*halves[:n], value, *halves[n + 1 :]], anywhere(eqn.params))[0]
 
             pull = jax.linear_transpose(computed, avals[n])
-            return _summed_in(dtypes[n], lambda part: pull(part)[0], half_cotangent, is_whole=True)
+            return _summed_in(dtypes[n], lambda part: pull(part)[0], half_cotangent, widens_convolutions=True)
 
         return tuple(map(of_operand, range(len(halves))))
 

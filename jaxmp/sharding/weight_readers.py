@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmp._internals.jax.equations import Bodies, bodies_of, is_literal, opened
+from jaxmp._internals.jax.equations import bodies_of, is_literal, opened
 from jaxmp._internals.jax.sources import Names, names_of
 from jaxmp.engine.marks import DECIDED, region_of
 from jaxmp.sharding.mesh_plan import COPIES
@@ -60,32 +60,49 @@ def _dtypes_and_results(jaxpr: Any, var: Any, scopes: Names = ()) -> tuple[set[A
         if eqn is None:
             results.add(position)
             continue
-        dtype, passed_on = _read_by(eqn, position, (*scopes, *names_of(eqn)))
-        dtypes |= dtype
-        for moved in passed_on:
+        scopes_of_eqn = (*scopes, *names_of(eqn))
+        body = _entered_body(eqn, position)
+        if body is not None:
+            inner_dtypes, inner_results = _dtypes_and_results(body, body.invars[position], scopes_of_eqn)
+            dtypes |= inner_dtypes
+            followed = [eqn.outvars[n] for n in inner_results]
+        elif _is_undecided_lookup(eqn, position, scopes_of_eqn):
+            dtypes.add(None)
+            continue
+        elif _is_lookup(eqn, position) or eqn.primitive.name == "dynamic_slice" or is_copying(eqn):
+            followed = eqn.outvars
+        else:
+            is_repeated_cast = eqn.primitive.name == "cast_repeated"
+            dtypes.add(np.dtype(eqn.params["dtype"] if is_repeated_cast else eqn.invars[position].aval.dtype))
+            continue
+        for moved in followed:
             more_dtypes, more_results = _dtypes_and_results(jaxpr, moved, scopes)
             dtypes |= more_dtypes
             results |= more_results
     return dtypes, results
 
 
-def _read_by(eqn: Any, position: int, scopes: Names) -> tuple[set[Any], list[Any]]:
-    """Return the dtypes in which an equation reads a weight.
+def _is_lookup(eqn: Any, position: int) -> bool:
+    """Return whether an equation looks up rows of its operand at ``position``."""
+    return bool(eqn.primitive.name == "gather" and position == 0)
 
-    Also return the results that the caller must follow to their readers, such as the results of a lookup.
+
+def _is_undecided_lookup(eqn: Any, position: int, scopes: Names) -> bool:
+    """Return whether an equation is a lookup whose dtype autocast left unchanged."""
+    return _is_lookup(eqn, position) and DECIDED in scopes and region_of(scopes).level is None
+
+
+def _entered_body(eqn: Any, position: int) -> Any | None:
+    """Return the body of a call or a scan that the operand at ``position`` enters, or None.
+
+    In a scan, the operand is not part of the carry: it is the same in all iterations, or each iteration reads a slice.
     """
-    is_lookup = eqn.primitive.name == "gather" and position == 0
-    if is_lookup and DECIDED in scopes and region_of(scopes).level is None:
-        return {None}, []
-    if is_lookup or eqn.primitive.name == "dynamic_slice" or is_copying(eqn):
-        return set(), eqn.outvars
     bodies = bodies_of(eqn)
-    if bodies is not None and (bodies.kind == "call" or _enters_scan(bodies, position)):
-        inner, _ = opened(bodies.jaxprs[0])
-        dtypes, results = _dtypes_and_results(inner, inner.invars[position], scopes)
-        return dtypes, [eqn.outvars[n] for n in results]
-    operand = eqn.invars[position].aval.dtype
-    return {np.dtype(eqn.params["dtype"] if eqn.primitive.name == "cast_repeated" else operand)}, []
+    if bodies is None or bodies.kind not in ("call", "scan"):
+        return None
+    if bodies.kind == "scan" and bodies.start <= position < bodies.start + bodies.carry:
+        return None
+    return opened(bodies.jaxprs[0])[0]
 
 
 def _readers(jaxpr: Any, var: Any) -> list[tuple[Any, int]]:
@@ -107,11 +124,3 @@ def _readers(jaxpr: Any, var: Any) -> list[tuple[Any, int]]:
         if not is_literal(atom) and atom in moved:
             readers.append((None, n))
     return readers
-
-
-def _enters_scan(bodies: Bodies, position: int) -> bool:
-    """Return whether an operand enters a scan, but not as part of its carry.
-
-    Such an operand is the same in all iterations, or each iteration reads a slice of it.
-    """
-    return bodies.kind == "scan" and not bodies.start <= position < bodies.start + bodies.carry

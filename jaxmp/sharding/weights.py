@@ -7,7 +7,6 @@ reshape.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -79,20 +78,18 @@ class Use:
 
     def followed(self, eqn: Any) -> list[Use]:
         """Return the results of an equation that only moves or casts the weight."""
+        if eqn.primitive.name == "name":
+            return [self]  # JAX cannot transpose checkpoint_name
         if eqn.primitive.name == "convert_element_type":
             new = np.dtype(eqn.params["new_dtype"])
             is_rounding = new.itemsize < (self.rounded or self.source.sum_dtype).itemsize
             return [dataclasses.replace(self, rounded=new) if is_rounding else self]
         return [dataclasses.replace(self, moves=(*self.moves, (eqn, number))) for number, _ in enumerate(eqn.outvars)]
 
-    def moved(self, value: Any, is_named: bool = True) -> Any:
-        """Return ``value`` after the moves of the weight.
-
-        If ``is_named`` is false, ``checkpoint_name`` is skipped.
-        """
+    def moved(self, value: Any) -> Any:
+        """Return ``value`` after the moves of the weight."""
         for eqn, number in self.moves:
-            if is_named or eqn.primitive.name != "name":
-                value = bind_equation(eqn, [value], anywhere(eqn.params))[number]
+            value = bind_equation(eqn, [value], anywhere(eqn.params))[number]
         return value
 
     def cast(self, value: Any, dtype: Any) -> Any:
@@ -104,8 +101,7 @@ class Use:
         if not self.moves:
             return cotangent
         weight_type = jax.ShapeDtypeStruct(self.source.param.shape, cotangent.dtype)
-        moved = functools.partial(self.moved, is_named=False)  # JAX cannot transpose checkpoint_name
-        return jax.linear_transpose(moved, weight_type)(cotangent)[0]
+        return jax.linear_transpose(self.moved, weight_type)(cotangent)[0]
 
     def read(self, dtype: Any, shape: Sequence[int] | None = None) -> Any:
         """Return the weight as an array, broadcast to ``shape`` if that is not None.

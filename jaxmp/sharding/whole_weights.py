@@ -23,12 +23,13 @@ from jaxmp.sharding.weight_products import computed_wide, may_be_wide
 from jaxmp.sharding.weights import RewrittenValue, Use, weight_of
 
 _FLOAT32 = np.dtype(np.float32)
-LOOSE_PRODUCTS = PRODUCTS - {"ragged_dot_general"}
+WIDE_PRODUCTS = PRODUCTS - {"ragged_dot_general"}
+"""The products whose derivatives :func:`computed_wide` sums in float32."""
 # Classes of operations that sum the cotangents of operands in the operands' dtype. Unknown primitives (None) may do so.
 _SUMS = frozenset({Class.HALF, Class.ACCUMULATION, Class.LINALG, Class.RECURSE, None})
 # Classes of operations that may compute half weights in float32. The engine casts the operands of these classes too.
 _MAY_BE_WIDE = frozenset({Class.CLEAR, Class.WIDEST, Class.INFER, Class.POINTWISE, Class.ACCUMULATION})
-_FILLS = frozenset({"pad"})  # the cotangent of the fill value is a sum
+_ALWAYS_WIDE = frozenset({"gather", "pad"})  # the cotangents of a lookup and of a fill value are sums
 _ACCUMULATES = frozenset({"add_any", "scatter-add", "scatter-sub", "scatter-mul"})  # these sum operands, not cotangents
 
 
@@ -67,8 +68,8 @@ def computed_whole(
 def _is_widened(eqn: Any, are_all_common: bool) -> bool:
     """Return whether an equation of weights is computed in float32."""
     name = eqn.primitive.name
-    is_of_weights = are_all_common and (name in LOOSE_PRODUCTS or classify(name) in _MAY_BE_WIDE)
-    return (is_of_weights or name in _FILLS) and may_be_wide(eqn)
+    is_always_wide = name in WIDE_PRODUCTS or name in _ALWAYS_WIDE
+    return (is_always_wide or (are_all_common and classify(name) in _MAY_BE_WIDE)) and may_be_wide(eqn)
 
 
 def read_whole(use: Use, eqn: Any, position: int, is_wide: bool = False) -> Any:

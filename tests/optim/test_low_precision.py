@@ -254,8 +254,9 @@ def test_an_nnx_optimizer_keeps_blocks():
     assert model.kernel[...].dtype == jnp.bfloat16 and np.any(np.asarray(model.kernel[...]) != before)
 
 
-def test_blocks_are_sharded_like_their_param():
-    mesh = jax.make_mesh((4,), ("fsdp",), axis_types=(jax.sharding.AxisType.Explicit,))
+@pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
+def test_blocks_are_sharded_like_their_param(kind):
+    mesh = jax.make_mesh((4,), ("fsdp",), axis_types=(kind,))
     tx = jaxmp.loss_scaling(jaxmp.low_precision(optax.adam(1e-3), moments="float8", block=16), jaxmp.NoOpLossScale())
     specs = {"rows": P("fsdp"), "columns": P(None, "fsdp"), "few": P(None, "fsdp")}
 
@@ -263,8 +264,7 @@ def test_blocks_are_sharded_like_their_param():
         return {name: jnp.ones((8, 32 if name == "few" else 64), jnp.bfloat16) for name in specs}
 
     def loss_fn(params, model_state, batch, key):
-        whole = jaxmp.sharding.gather(params, specs, "bfloat16")
-        products = [batch @ whole[name] for name in specs]
+        products = [batch @ params[name] for name in specs]
         return sum(jnp.mean(product.astype(jnp.float32)) for product in products), model_state
 
     state = jaxmp.TrainState.create_sharded(make_params, tx, Sharding(mesh, specs))
@@ -274,13 +274,19 @@ def test_blocks_are_sharded_like_their_param():
     assert moments["columns"].codes.sharding.spec == moments["few"].codes.sharding.spec == P(None, "fsdp")
     assert moments["columns"].scales.sharding.spec == P(None, "fsdp")
     assert moments["few"].scales.sharding.spec == P()  # four devices cannot share two blocks
-    step = jaxmp.make_train_step(loss_fn)
-    with jax.set_mesh(mesh):
-        batch = jax.device_put(jnp.ones((8, 8), jnp.bfloat16), P("fsdp"))
-        for _ in range(2):
-            state, _ = step(state, batch)
+    step = jaxmp.make_train_step(loss_fn, sharding=Sharding(mesh, specs))
+    for _ in range(2):
+        state, _ = step(state, jnp.ones((8, 8), jnp.bfloat16))
     assert compiled_once(step)
     assert jax.tree.map(lambda leaf: leaf.sharding, state) == places
+
+
+def test_a_device_with_part_of_a_block_on_explicit_axes_is_jaxs_error():
+    with jax.set_mesh(jax.make_mesh((4,), ("fsdp",), axis_types=(jax.sharding.AxisType.Explicit,))):
+        params = jax.device_put(jnp.ones((8, 32), jnp.bfloat16), P(None, "fsdp"))
+        tx = jaxmp.low_precision(optax.adam(1e-3), moments="float8", block=16)
+        with pytest.raises(Exception, match="specify the sharding of the output"):
+            tx.init(params)
 
 
 @pytest.mark.once
@@ -302,7 +308,7 @@ def test_a_mistake_is_refused():
         (lambda: sgd.init({"w": jnp.ones(4, jnp.float8_e4m3fn)}), "'w' of float8_e4m3fn, which loses"),
         (
             lambda: jaxmp.low_precision(optax.sgd(0.1), moments="float8").init(weights),
-            r"needs an optimizer with known moments, got .*; leave moments out",
+            r"needs an optimizer with known moments, .*; leave moments out",
         ),
         (lambda: sgd.update(weights, sgd.init(weights)), "rounds params, got none"),
         (lambda: jaxmp.low_precision(adam).update(weights, adam.init(weights), weights), own),

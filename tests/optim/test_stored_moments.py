@@ -63,7 +63,7 @@ def test_moments_whose_difference_is_used_stay_float32():
     """With rounded moments, the variance nu - mu² of a centred RMSProp may be negative, and params NaN."""
     weights = {"w": jnp.ones((4, 4))}
     tx = optax.rmsprop(1e-3, centered=True)
-    with pytest.raises(ValueError, match=r"known moments, got the state ScaleByRStdDevState.*leave moments out"):
+    with pytest.raises(ValueError, match=r"known moments.*leave moments out"):
         jax.eval_shape(jaxmp.low_precision(tx, moments="bfloat16").init, weights)
     both = jax.eval_shape(jaxmp.low_precision(optax.chain(tx, optax.trace(0.9)), moments="bfloat16").init, weights)
     assert both.inner_state[0][0].nu["w"].dtype == jnp.float32
