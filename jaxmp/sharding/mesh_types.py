@@ -21,7 +21,7 @@ from jaxmp._internals.jax.bodies import RuleEvaluation, bind_equation, rebuilt
 from jaxmp._internals.jax.equations import RESHARDS, bodies_of, opened
 from jaxmp._internals.jax.program import TracedProgram, arrays_in, is_array
 from jaxmp._internals.jax.rebind import in_place_of
-from jaxmp._internals.jax.walk import interpreted
+from jaxmp._internals.jax.walk import interpreted, is_jaxpr
 from jaxmp.sharding.specs import Mesh
 
 AnyLossFn = Callable[..., Any]
@@ -122,7 +122,7 @@ def _bind_without_types(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
 
     If its parameters state a sharding of the result, the result gets a constraint.
     """
-    params = dict(eqn.params)
+    params = jax.tree.map(_without_types, dict(eqn.params), is_leaf=is_jaxpr)
     for key in _SHARDING_PARAMS:
         if _names_explicit_axes(params.get(key)):
             sharding = params[key]
@@ -132,6 +132,17 @@ def _bind_without_types(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
             )
             return [_placed(result, sharding) for result in results]
     return bind_equation(eqn, operands, params)
+
+
+def _without_types(param: Any) -> Any:
+    """Return a parameter of an equation, without types of Explicit axes.
+
+    Only closed jaxprs have such types.
+    """
+    if not hasattr(param, "in_avals") or not any(_names_explicit_axes(aval.sharding) for aval in param.in_avals):
+        return param
+    shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in param.in_avals]
+    return jax.make_jaxpr(functools.partial(_evaluated_body, param))(*shapes)
 
 
 def _names_explicit_axes(sharding: Any) -> bool:
