@@ -175,16 +175,6 @@ def function_name(eqn: Any) -> str:
     return str(getattr(jaxpr.debug_info, "func_name", "") or eqn.primitive.name)
 
 
-def _composite(params: Any, bodies: Bodies, functions: Sequence[BodyFunction], *operands: Any) -> list[Any]:
-    attributes = {name: jax.tree.unflatten(tree, leaves) for name, leaves, tree in params["attributes"]}
-
-    def decomposition(*args: Any, **_: Any) -> list[Any]:
-        return functions[0](*args)
-
-    composite = jax.lax.composite(decomposition, name=params["name"], version=params["version"])
-    return list(composite(*operands, **attributes))
-
-
 def _shard_map(params: Any, bodies: Bodies, functions: Sequence[BodyFunction], *operands: Any) -> list[Any]:
     mapped = jax.shard_map(
         lambda *args: tuple(functions[0](*args)),
@@ -253,7 +243,6 @@ def _cond(params: Any, bodies: Bodies, functions: Sequence[BodyFunction], *opera
 # checkpoint one by one.
 _OPENED = ("closed_call", "call", "remat_opt", "eval_jaxpr")
 _REBUILT = {
-    "composite": _composite,
     "shard_map": _shard_map,
     "scan": _rebuilt_scan,
     "while": _while,

@@ -59,7 +59,6 @@ _CALLS = {
     "custom_vjp_call": "call_jaxpr",
     "remat2": "jaxpr",
     "shard_map": "jaxpr",
-    "composite": "call_jaxpr",
     # The forward rule of a custom_vjp with `optimize_remat`, and (from JAX 0.12 on) the part of it that remains under
     # checkpoint.
     "remat_opt": "fwd_jaxpr",
@@ -74,8 +73,7 @@ def bodies_of(eqn: Any) -> Bodies | None:
     """
     name, params = eqn.primitive.name, eqn.params
     if name in _CALLS:
-        # Before JAX 0.12, this parameter of `composite` was named `jaxpr`.
-        return Bodies("call", (params[_CALLS[name]] if _CALLS[name] in params else params["jaxpr"],))
+        return Bodies("call", (params[_CALLS[name]],))
     if name == "scan":
         if "ft_in" in params:  # from 0.11 on
             consts, carry, _ = (len(part) for part in params["ft_in"].unpack())
