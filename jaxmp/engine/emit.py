@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmp._internals.jax.bodies import RuleEvaluation, bind_equation, linear_solve, params_in_dtype, rebuilt
+from jaxmp._internals.jax.bodies import RuleEvaluation, bind_equation, params_in_dtype, rebuilt
 from jaxmp._internals.jax.equations import (
     Bodies,
     Literal,
@@ -70,7 +70,7 @@ def evaluated(graph: Graph, rules: Rules, args: Sequence[Any], dtypes: Sequence[
 
 
 def _derived(rules: Rules, step: Step, jaxpr: Opened, args: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
-    """Evaluate a derivative rule or a part of a solver.
+    """Evaluate a derivative rule.
 
     ``dtypes`` has the requested dtype of each result, or None.
     """
@@ -188,8 +188,6 @@ class _Evaluation:
         if is_repeat and must_widen(eqn, eqn.invars[0], operands[0], self.examples):
             return summed_in_float32(eqn, operands)
         dtype = None if node is None else node.compute
-        if dtype is not None and node and eqn.primitive.name == "custom_linear_solve" and dtype != node.written:
-            return linear_solve(eqn, functools.partial(_derived, self.rules, step), operands)
         params = eqn.params
         if dtype is not None and node is not None:
             is_exact = node.requested != "tensorfloat32" and step.region.asked_by != OF_POLICY

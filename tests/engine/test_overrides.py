@@ -164,12 +164,17 @@ def test_factorisations_below_a_half_path_stay_float32_unless_named():
     assert np.isfinite(jaxmp.autocast(fun, "mixed_bfloat16", {"**/head": "half"})(W))
 
 
-def test_the_products_of_a_solver_are_half_if_an_override_names_it():
-    def fun(b):
-        return jax.lax.custom_linear_solve(lambda x: 2 * x, b, lambda _, b: b @ (W / 2))
+def test_a_custom_linear_solve_keeps_its_dtypes():
+    def solved(b):
+        return jax.lax.custom_linear_solve(lambda x: 2 * x, b, lambda _, b: b @ (W / 2).astype(b.dtype))
 
-    assert products(half(fun), X) == ["float32"]
-    assert products(half(fun, overrides={"primitive:custom_linear_solve": "half"}), X) == ["bfloat16"]
+    def written_half(b):
+        return solved(b.astype(jnp.bfloat16))
+
+    for overrides in ({}, {"primitive:custom_linear_solve": "half"}):
+        assert products(half(solved, overrides=overrides), X) == ["float32"]
+    assert products(half(written_half), X) == ["bfloat16"]
+    assert np.isfinite(half(written_half)(X)).all()
 
 
 # -- policies --------------------------------------------------------------------------------------------------------

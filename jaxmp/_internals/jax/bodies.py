@@ -81,34 +81,6 @@ def bind_equation(eqn: Any, operands: Arrays, params: Any) -> list[Any]:
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
-def linear_solve(eqn: Any, evaluate: Callable[..., list[Any]], operands: Arrays) -> list[Any]:
-    """Apply a ``custom_linear_solve`` to operands of other dtypes.
-
-    ``evaluate`` takes a jaxpr of the solver with its constants, the operands and the dtypes of the results.
-    """
-    jaxprs, consts, rhs = eqn.params["jaxprs"], {}, list(operands)
-    for name, length in eqn.params["const_lengths"]._asdict().items():
-        consts[name], rhs = rhs[:length], rhs[length:]  # the right-hand sides are the last operands
-    size, has_more = len(rhs), len(eqn.outvars) > len(rhs)
-
-    def body(name: str, args: Arrays) -> list[Any]:
-        jaxpr = opened(getattr(jaxprs, name))
-        more = [None] * (len(jaxpr[0].outvars) - size)
-        return evaluate(jaxpr, [*consts[name], *args], [*(value.dtype for value in rhs), *more])
-
-    def solved(name: str) -> Any:
-        def solve(_: Any, values: Arrays) -> Any:
-            out = body(name, values)
-            return (out[:size], out[size:]) if has_more else out
-
-        return solve if getattr(jaxprs, name) is not None else None
-
-    out = jax.lax.custom_linear_solve(
-        lambda values: body("matvec", values), rhs, solved("solve"), solved("transpose_solve"), has_aux=has_more
-    )
-    return [*out[0], *out[1]] if has_more else list(out)
-
-
 def params_in_dtype(eqn: Any, dtype: np.dtype, is_exact: bool) -> dict[str, Any]:
     """Return an equation's parameters for another dtype.
 

@@ -166,9 +166,12 @@ def asks_for_what_is_missing(params: dict[str, Any]) -> bool:
 def names_a_dtype(eqn: Any) -> bool:
     """Return whether a parameter fixes the dtype of a result.
 
-    Examples are ``out_dtype`` of ``mul``, and an update function of several operations in a scatter.
+    Examples are ``out_dtype`` of ``mul``, an update function of several operations in a scatter, and the parts of a
+    half-precision solver, which are jaxprs.
     """
     update = eqn.params.get("update_jaxpr")
+    if eqn.primitive.name == "custom_linear_solve" and any(var.aval.dtype.itemsize < 4 for var in eqn.outvars):
+        return True
     return eqn.params.get("out_dtype") is not None or (update is not None and len(update.eqns) > 1)
 
 
