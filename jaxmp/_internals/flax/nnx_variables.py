@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jaxmp._internals.flax.nnx import OWN, has_int_keys
+from jaxmp._internals.flax.nnx import OWN
 from jaxmp.base import trees as _tree
 from jaxmp.base.dtypes import CASTABLE
 
@@ -86,28 +86,14 @@ def own_variables(node: Any) -> list[nnx.Variable[Any]]:
 
 
 def modules_in(root: Any) -> Iterator[tuple[tuple[str, ...], nnx.Module]]:
-    """Yield ``root`` and the modules below it with their paths, parents first.
+    """Yield ``root`` and the modules below it with their paths, parents last.
 
     A module that appears several times is yielded once.
 
     Paths are those of ``nnx.iter_modules``, with indices as strings.
     """
-    stack: list[tuple[tuple[str, ...], Any]] = [((), root)]
-    visited = set[int]()
-    while stack:
-        path, node = stack.pop()
-        # Read most objects directly: Flax's `node_dict` would sort and wrap even the attributes without Variables.
-        is_plain = is_pytree(node) and not has_int_keys(node)
-        impl = None if is_plain else nnx.graphlib.get_node_impl(node)
-        if id(node) in visited or not (is_plain or impl):
-            continue
-        visited.add(id(node))
-        if _is_any_module(node):
-            yield path, node
-        within: dict[Any, Any] = vars(node) if impl is None else impl.node_dict(node)
-        below = [item for item in within.items() if type(item[1]) not in _LEAVES]
-        below = sorted([item for item in below if not item[0].startswith(OWN)]) if is_plain else below
-        stack += [((*path, str(key)), child) for key, child in reversed(below)]
+    for path, module in nnx.iter_modules(root, graph=True):
+        yield tuple(map(str, path)), module
 
 
 def change_own(node: Any, change: Callable[[nnx.Variable[Any]], nnx.Variable[Any]]) -> None:
