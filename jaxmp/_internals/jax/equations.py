@@ -7,7 +7,6 @@ includes the constants.
 from __future__ import annotations
 
 import collections
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -124,16 +123,9 @@ def extremes_of(constant: Any) -> tuple[float, float] | None:
     Only finite magnitudes count. The result is None if :func:`elements_of` returns None.
     """
     elements = elements_of(constant)
-    return None if elements is None else _extremes(elements.tobytes(), elements.dtype)
-
-
-@functools.lru_cache(maxsize=128)  # a program repeats the same constants
-def _extremes(data: bytes, dtype: np.dtype) -> tuple[float, float]:
-    """Return the smallest nonzero and the largest finite magnitude of an array.
-
-    ``data`` are the bytes of the array.
-    """
-    magnitudes = np.abs(np.frombuffer(data, dtype).astype(np.float32))
+    if elements is None:
+        return None
+    magnitudes = np.abs(elements.astype(np.float32))
     finite = magnitudes[np.isfinite(magnitudes) & (magnitudes > 0)]  # 0, infinity and NaN fit in float16
     return (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
 
