@@ -45,7 +45,7 @@ from jax.sharding import PartitionSpec
 from jaxmp.base.dtypes import at_least_float32
 from jaxmp.engine.marks import precision
 from jaxmp.engine.trace import autocast_dtype
-from jaxmp.sharding.mesh_plan import Plan, on_auto_axes, spread
+from jaxmp.sharding.mesh_plan import Plan, on_auto_axes, plan_being_traced
 
 __all__ = ["cross_entropy", "projected_cross_entropy"]
 
@@ -94,8 +94,9 @@ def cross_entropy(
 
     Raises:
       TypeError: the logits are not floating, or the labels are not integers.
-      ValueError: the shapes do not match; ``label_smoothing`` is outside of [0, 1); ``z_loss`` is negative, or not a
-        Python or NumPy number; or ``ignore_index`` is outside of int32 (int64 for 64-bit labels).
+      ValueError: the shapes do not match; ``label_smoothing`` is outside of [0, 1); or ``z_loss`` is negative, or not a
+        Python or NumPy number.
+      OverflowError: ``ignore_index`` is outside of int32 (int64 for 64-bit labels).
 
     >>> logits = jnp.array([[2.0, 0.0, 0.0], [0.0, 0.0, 0.0]], jnp.bfloat16)
     >>> cross_entropy(logits, jnp.array([0, -100]), ignore_index=-100).round(4)
@@ -199,7 +200,7 @@ def projected_cross_entropy(
     dtypes = tuple(None if array is None else np.dtype(array.dtype) for array in (x, weights, bias))
     options = _Options(classes, label_smoothing, z_loss)
     labels = _targets(labels, classes, ignore_index)
-    if (plan := spread()) is not None and len(x) % plan.devices == 0:
+    if (plan := plan_being_traced()) is not None and len(x) % plan.devices == 0:
         spread_loss = functools.partial(_mean_over_devices, plan, options, chunks, dtypes)
         return on_auto_axes(spread_loss, PartitionSpec())(x, weights, bias, labels)
     return _projected(x, weights, bias, labels, options, min(chunks, max(len(x), 1)), dtypes)
@@ -374,9 +375,6 @@ def _targets(labels: jax.Array, classes: int, ignore_index: int | None) -> jax.A
     An invalid label later makes the loss NaN.
     """
     wide = labels.astype(jnp.int64 if labels.dtype.itemsize == 8 else jnp.int32)
-    limits = jnp.iinfo(wide.dtype)
-    if ignore_index is not None and not limits.min <= ignore_index <= limits.max:
-        raise ValueError(f"ignore_index must be in the range of {wide.dtype.name}, got {ignore_index}; write e.g. -100")
     targets = jnp.where((wide >= 0) & (wide < classes), wide, classes)
     return jnp.where(wide == ignore_index, _IGNORED, targets).astype(jnp.int32)
 

@@ -303,7 +303,7 @@ FUSED = {"x": jnp.ones((4, 3)), "weights": jnp.ones((6, 3)), "labels": np.zeros(
         (LOGITS, {"label_smoothing": 1.0}, ValueError, "less than 1, got 1.0"),
         (LOGITS, {"label_smoothing": -0.1}, ValueError, "at least 0 .*got -0.1"),
         (LOGITS, {"z_loss": np.nan}, ValueError, "at least 0, got nan"),
-        (LOGITS, {"ignore_index": 2**40}, ValueError, "in the range of int32, got"),
+        (LOGITS, {"ignore_index": 2**40}, OverflowError, "overflow"),
         (FUSED, {"x": jnp.ones((4, 5))}, ValueError, r"\(4, 5\) and \(6, 3\).*transpose"),
         (FUSED, {"x": jnp.ones((2, 2, 3))}, ValueError, r"\(2, 2, 3\).*reshape x"),
         (FUSED, {"x": jnp.ones((4, 0)), "weights": jnp.ones((6, 0))}, ValueError, r"\(4, 0\) and \(6, 0\)"),

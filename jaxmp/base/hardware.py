@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import operator
 import re
 import types
 from collections.abc import Iterator
@@ -189,29 +188,12 @@ def align_dim(n: int, divisor: int = 8) -> int:
     Use a divisor of 8 for 16-bit operands and 16 for 8-bit ones. A divisor of 64 is most efficient on an A100 and later
     (NVIDIA, "Matrix Multiplication Background User's Guide").
 
-    Raises:
-      TypeError: ``n`` or ``divisor`` is not an integer.
-      ValueError: ``n`` or ``divisor`` is not positive.
-
     >>> jaxmp.hardware.align_dim(50257)
     50264
     >>> jaxmp.hardware.align_dim(50257, 64)
     50304
     """
-    n, divisor = _positive("n", n), _positive("divisor", divisor)
     return -(-n // divisor) * divisor
-
-
-def _positive(what: str, value: Any) -> int:
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(
-            f"align_dim takes integers, got {what}={value!r} of type {type(value).__name__}; write int({value!r}) if "
-            "you mean this size"
-        )
-    number = operator.index(value)
-    if number <= 0:
-        raise ValueError(f"align_dim takes positive sizes, got {what}={number}; a dimension has at least one entry")
-    return number
 
 
 def _parse_capability(capability: Any) -> tuple[int, int] | None:

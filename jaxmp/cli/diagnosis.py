@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import platform
-import re
 import shutil
 from collections.abc import Iterator
 from importlib import metadata
@@ -17,14 +16,7 @@ import jaxmp
 if TYPE_CHECKING:
     from jaxmp.base.hardware import Hardware
 
-# For each package, the oldest supported version (as in pyproject.toml) and the newest tested version (None: no limit).
-SUPPORTED: dict[str, tuple[str, str | None]] = {
-    "jax": ("0.10", "0.12"),
-    "jaxlib": ("0.10", "0.12"),
-    "flax": ("0.12.8", "0.12"),
-    "optax": ("0.2.8", None),
-    "numpy": ("2.0", None),
-}
+_PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
 _PLUGINS = ("jax-cuda12-plugin", "jax-cuda12-pjrt", "jax-cuda13-plugin", "jax-cuda13-pjrt")
 _SETTINGS = {
     "jax_enable_x64": (
@@ -61,13 +53,11 @@ class Report:
     training: str  # a sentence about this training step
     versions: dict[str, str | None]  # the version of each package; None if the package is missing
     findings: tuple[SetupProblem, ...]  # problems, and settings that affect training; empty if there are none
-    float8: str = ""  # a sentence about mixed_float8 on the device
 
 
 def diagnose() -> Report:
-    """Check the packages, the settings and the device, and train one step."""
-    versions = _versions()
-    findings = [*_check_versions(versions), *_check_platforms()]
+    """Check the settings and the device, and train one step."""
+    versions, findings = _versions(), _check_platforms()
     try:
         import jax
 
@@ -76,24 +66,16 @@ def diagnose() -> Report:
         remedy = "see the whole error with: python -c 'import jax; jax.devices()'; a fresh environment often helps"
         findings.append(SetupProblem(f"JAX does not start: {_summary(error)}", remedy))
         return Report(None, 0, False, "not tried: JAX does not start", versions, tuple(findings))
-    findings += [*_check_driver(hardware.platform, versions), *_check_settings()]
-    trains, training, failures = _try_training(hardware.recommended_policy)
-    return Report(hardware, devices, trains, training, versions, (*findings, *failures), float8_on(hardware))
-
-
-def float8_on(device: Hardware) -> str:
-    """Return a sentence about the policy mixed_float8 on a device.
-
-    >>> float8_on(jaxmp.hardware.detect("a100"))
-    'NVIDIA A100-SXM4-80GB has no float8 products: mixed_float8 computes in bfloat16 there'
-    """
-    if "float8_e4m3fn" not in device.tensor_cores:
-        return f"{device.name} has no float8 products: mixed_float8 computes in bfloat16 there"
-    least = jaxmp.Float8().min_dim
-    return (
-        f"mixed_float8 computes products in float8 if their weights have at least {least:,} × {least:,} entries; "
-        "compare its speed with mixed_bfloat16. The policy 'auto' never means mixed_float8"
-    )
+    findings += [*_check_driver(hardware.platform), *_check_settings()]
+    policy = "mixed_bfloat16" if hardware.recommended_policy == "float32" else hardware.recommended_policy
+    try:
+        train_one_step(policy)
+    except Exception as error:  # any error is reported as a finding
+        remedy = f'see where: python -c "import jaxmp.cli.diagnosis; jaxmp.cli.diagnosis.train_one_step({policy!r})"'
+        findings.append(SetupProblem(f"one training step under {policy} fails: {_summary(error)}", remedy))
+        return Report(hardware, devices, False, "does not work", versions, tuple(findings))
+    training = f"works: one step under {policy}, with loss scaling, gave the right numbers"
+    return Report(hardware, devices, True, training, versions, tuple(findings))
 
 
 def train_one_step(policy: str) -> None:
@@ -131,95 +113,39 @@ def train_one_step(policy: str) -> None:
         )
 
 
-def _try_training(recommended: str) -> tuple[bool, str, list[SetupProblem]]:
-    half = "mixed_bfloat16" if recommended == "float32" else recommended
-    failures = []
-    for policy in dict.fromkeys((half, recommended)):
-        try:
-            train_one_step(policy)
-        except Exception as error:  # any error is reported as a finding
-            traceback = f'python -c "import jaxmp.cli.diagnosis; jaxmp.cli.diagnosis.train_one_step({policy!r})"'
-            failures.append(
-                SetupProblem(f"one training step under {policy} fails: {_summary(error)}", f"see where: {traceback}")
-            )
-        else:
-            return True, f"works: one step under {policy}, with loss scaling, gave the right numbers", failures
-    return False, "does not work", failures[:1]
-
-
 def _versions() -> dict[str, str | None]:
     versions: dict[str, str | None] = {"python": platform.python_version(), "jaxmp": jaxmp.__version__}
-    for package in (*SUPPORTED, *_PLUGINS):
+    for package in (*_PACKAGES, *_PLUGINS):
         try:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
-            if package in SUPPORTED:
+            if package in _PACKAGES:
                 versions[package] = None
     return versions
 
 
-def _check_versions(versions: dict[str, str | None]) -> Iterator[SetupProblem]:
-    for package, (oldest, newest) in SUPPORTED.items():
-        version = versions[package]
-        if version is None:
-            yield SetupProblem(f"{package} is not installed", f'pip install "{package}>={oldest}"')
-        elif _release(version) < _release(oldest):
-            yield SetupProblem(
-                f"{package} {version} is older than jaxmp supports ({oldest})", f'pip install "{package}>={oldest}"'
-            )
-        elif newest is not None and _release(version)[:2] > _release(newest):
-            yield SetupProblem(
-                f"{package} {version} is newer than jaxmp was tested with ({newest})",
-                f'if something fails: pip install "{package}=={newest}.*"',
-            )
-    jax, jaxlib = versions["jax"], versions["jaxlib"]
-    if jax and jaxlib and jax != jaxlib:
-        yield SetupProblem(
-            f"jax {jax} runs with jaxlib {jaxlib}", f'install equal versions: pip install "jax=={jax}" "jaxlib=={jax}"'
-        )
-    for plugin in _PLUGINS:
-        version = versions.get(plugin)
-        if version and jaxlib and version != jaxlib:
-            yield SetupProblem(
-                f"{plugin} {version} does not match jaxlib {jaxlib}: JAX ignores a plugin of another version",
-                f'pip install "jax[{plugin.split("-")[1]}]=={jax}"',
-            )
+def _check_platforms() -> list[SetupProblem]:
+    forced = os.environ.get("JAX_PLATFORMS")
+    if not forced:
+        return []
+    problem = f"JAX_PLATFORMS={forced} is set: JAX uses no other kind of device"
+    return [SetupProblem(problem, "unset JAX_PLATFORMS, unless you want this")]
 
 
-def _check_platforms() -> Iterator[SetupProblem]:
-    if forced := os.environ.get("JAX_PLATFORMS"):
-        yield SetupProblem(
-            f"JAX_PLATFORMS={forced} is set: JAX uses no other kind of device",
-            "unset JAX_PLATFORMS, unless you want this",
-        )
-
-
-def _check_driver(platform: str, versions: dict[str, str | None]) -> Iterator[SetupProblem]:
+def _check_driver(platform: str) -> list[SetupProblem]:
     """Report an NVIDIA GPU that JAX does not use.
 
     If JAX_PLATFORMS is set, nothing is reported here, because :func:`_check_platforms` reports the variable.
     """
     if platform != "cpu" or os.environ.get("JAX_PLATFORMS") or not nvidia_driver():
-        return
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None and visible.strip() in ("", "-1"):
-        yield SetupProblem(
-            f"CUDA_VISIBLE_DEVICES={visible!r} hides the NVIDIA GPU, and JAX runs on the CPU",
-            "unset CUDA_VISIBLE_DEVICES, or name a device: CUDA_VISIBLE_DEVICES=0",
+        return []
+    return [
+        SetupProblem(
+            "an NVIDIA driver is installed, but JAX runs on the CPU",
+            'pip install "jax[cuda13]", or if JAX has CUDA support, see why with: JAX_PLATFORMS=cuda python -c '
+            "'import jax; jax.devices()' (often CUDA_VISIBLE_DEVICES, or a driver too old for the plugin's CUDA)",
         )
-    elif any(plugin in versions for plugin in _PLUGINS):
-        yield SetupProblem(
-            "an NVIDIA driver and JAX's CUDA plugin are installed, but JAX runs on the CPU",
-            "see why with: JAX_PLATFORMS=cuda python -c 'import jax; jax.devices()' (often a driver too old for the "
-            "plugin's CUDA, or CUDA libraries on LD_LIBRARY_PATH that hide the plugin's own)",
-        )
-    else:
-        jax = versions["jax"]
-        yield SetupProblem(
-            "an NVIDIA driver is installed, but JAX has no CUDA support: it runs on the CPU",
-            f'pip install "jax[cuda13]=={jax}" (for a GPU below compute capability 7.5, or a driver older than 580: '
-            f'"jax[cuda12]=={jax}")',
-        )
+    ]
 
 
 def _check_settings() -> Iterator[SetupProblem]:
@@ -233,12 +159,6 @@ def _check_settings() -> Iterator[SetupProblem]:
 def nvidia_driver() -> bool:
     """Return whether this machine or container has an NVIDIA driver."""
     return Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi") is not None
-
-
-def _release(version: str) -> tuple[int, ...]:
-    """Return the leading numbers of a version: (0, 12, 0) for ``"0.12.0.dev1"``."""
-    match = re.match(r"\d+(\.\d+)*", version)
-    return tuple(int(part) for part in match[0].split(".")) if match else ()
 
 
 def _summary(error: Exception) -> str:

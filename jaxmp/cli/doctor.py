@@ -26,7 +26,6 @@ def run(options: argparse.Namespace) -> int:
     rows = [("Device", "none: JAX does not start")]
     if report.hardware is not None:
         rows = _describe(report.hardware, report.devices)
-        rows.append(("Float8", report.float8))
     rows.append(("Training", report.training))
     rows.append(("Versions", ", ".join(f"{name} {version or 'missing'}" for name, version in report.versions.items())))
     for number, finding in enumerate(report.findings, 1):

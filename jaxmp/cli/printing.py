@@ -84,9 +84,7 @@ def print_rich(terminal: Any, renderable: Any) -> None:
     """Print an object of the package rich, without spaces at the ends of lines."""
     with terminal.capture() as capture:
         terminal.print(renderable)
-    text = "\n".join(line.rstrip() for line in capture.get().splitlines())
-    encoding = sys.stdout.encoding or "utf-8"  # ASCII and the code pages of Windows have no "→"
-    print(text.encode(encoding, errors="replace").decode(encoding), flush=True)
+    print("\n".join(line.rstrip() for line in capture.get().splitlines()), flush=True)
 
 
 def print_pairs(rows: Sequence[tuple[str, str]]) -> None:

@@ -118,6 +118,8 @@ _TABLE: dict[Class, tuple[str, ...]] = {
         "reduce_sum reduce_prod cumsum cumprod cumlogsumexp reduce_window_sum select_and_scatter_add",
         # updates with equal indices are summed, as in the gradient of an embedding: 4096 ones sum to 256 in bfloat16
         "scatter-add scatter-sub scatter-mul",
+        # the derivative counts equal updates: 4096 equal messages count as 256 in bfloat16
+        "scatter-min scatter-max",
         # sums the cotangents of a value with many uses, in a chain of additions
         "add_any",
         # sums over devices
@@ -137,7 +139,7 @@ _TABLE: dict[Class, tuple[str, ...]] = {
     Class.WIDEST: (
         "add mul div rem max min atan2 clamp select_n",
         "eq ne lt le gt ge eq_to le_to lt_to",
-        "concatenate stack pad dynamic_update_slice scatter scatter-min scatter-max ragged_all_to_all",
+        "concatenate stack pad dynamic_update_slice scatter ragged_all_to_all",
         # the derivative of max pooling, which picks tangents without a sum
         "select_and_gather_add",
     ),

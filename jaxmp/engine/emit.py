@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxmp._internals.jax.bodies import RuleEvaluation, bind_equation, linear_solve, params_in_dtype, rebuilt
+from jaxmp._internals.jax.bodies import RuleEvaluation, bind_equation, params_in_dtype, rebuilt
 from jaxmp._internals.jax.equations import (
     Bodies,
     Literal,
@@ -72,7 +72,7 @@ def evaluated(graph: Graph, rules: Rules, args: Sequence[Any], dtypes: Sequence[
 
 
 def _derived(rules: Rules, step: Step, jaxpr: Opened, args: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
-    """Evaluate a derivative rule or a part of a solver.
+    """Evaluate a derivative rule.
 
     ``dtypes`` has the requested dtype of each result, or None.
     """
@@ -190,10 +190,9 @@ class _Evaluation:
         is_repeat = node is not None and eqn.primitive.name in REPEATS
         if is_repeat and must_widen(eqn, eqn.invars[0], operands[0], self.examples):
             return summed_in_float32(eqn, operands)
-        dtype, params = None if node is None else node.compute, eqn.params
-        if node is not None and dtype is not None:
-            if eqn.primitive.name == "custom_linear_solve" and dtype != node.written:
-                return linear_solve(eqn, functools.partial(_derived, self.rules, step), operands)
+        dtype = None if node is None else node.compute
+        params = eqn.params
+        if dtype is not None and node is not None:
             is_exact = node.requested != "tensorfloat32" and step.region.asked_by != OF_POLICY
             params = params_in_dtype(eqn, dtype, is_exact)
         if "precision" in params and asks_for_what_is_missing(params):

@@ -40,7 +40,7 @@ def groups_of(text: str) -> Groups:
     if match := _WRITTEN.search(text):
         raise ValueError(
             "groups of devices must be in one of XLA's notations {{0,1},…}, [2,4]<=[8] or mesh['x'=8], got "
-            f"{match[0]}; use a JAX version that jaxmp is tested with (jaxmp doctor)"
+            f"{match[0]}; use a JAX version that the README lists"
         )
     return []
 

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, PartitionSpec, get_abstract_mesh
 from jaxmp._internals.jax.traces import manual_axes, shows_what_varies
 from jaxmp.base import trees as _tree
 from jaxmp.base.dtypes import canonical_dtype
-from jaxmp.sharding.mesh_plan import reduced_in, spread, to_reduce_in
+from jaxmp.sharding.mesh_plan import plan_being_traced, reduced_in, to_reduce_in
 from jaxmp.sharding.specs import (
     as_tuple,
     axes_in_spec,
@@ -68,7 +68,7 @@ def gather(tree: Any, specs: Any, dtype: Any, *, reduce_dtype: Any = "float32", 
             "gather needs a mesh, and none is set; call the step inside of jax.set_mesh(mesh), or gather inside "
             "jax.shard_map"
         )
-    if spread() is not None:
+    if plan_being_traced() is not None:
         raise ValueError(
             "make_train_step(sharding=) already gathers weights, got gather in its loss function; remove gather"
         )

@@ -338,7 +338,7 @@ def on_auto_axes(fun: Callable[..., Any], out: Any) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def while_tracing(plan: Plan) -> Iterator[None]:
-    """Make :func:`spread` return this plan in the context."""
+    """Make :func:`plan_being_traced` return this plan in the context."""
     token = _tracing.set(plan)
     try:
         yield
@@ -346,6 +346,6 @@ def while_tracing(plan: Plan) -> Iterator[None]:
         _tracing.reset(token)
 
 
-def spread() -> Plan | None:
+def plan_being_traced() -> Plan | None:
     """Return the plan of the loss that is being traced, or None."""
     return _tracing.get()

@@ -40,19 +40,6 @@ def healthy(monkeypatch):
     monkeypatch.setattr(diagnosis, "train_one_step", lambda policy: None)
 
 
-def versions_are(monkeypatch, **versions):
-    """Every package has the oldest supported version, but for those named."""
-    found = {name: oldest for name, (oldest, _) in diagnosis.SUPPORTED.items()}
-    found |= {name.replace("_", "-"): version for name, version in versions.items()}
-
-    def version(package):
-        if found.get(package) is None:
-            raise diagnosis.metadata.PackageNotFoundError(package)
-        return found[package]
-
-    monkeypatch.setattr(diagnosis.metadata, "version", version)
-
-
 def problems():
     return [finding.problem for finding in diagnosis.diagnose().findings]
 
@@ -178,17 +165,6 @@ def test_doctor_exits_with_1_when_training_fails_and_says_how_to_see_more(health
     assert "jaxmp.cli.diagnosis.train_one_step('mixed_bfloat16')" in out and "long trace" not in out
 
 
-def test_a_device_that_trains_in_float32_only_trains_and_is_told_what_failed(healthy, monkeypatch):
-    def fails(policy):
-        if policy != "float32":
-            raise TypeError()
-
-    monkeypatch.setattr(diagnosis, "train_one_step", fails)
-    report = diagnosis.diagnose()
-    assert report.trains and "works: one step under float32" in report.training
-    assert report.findings[0].problem == "one training step under mixed_bfloat16 fails: TypeError"
-
-
 def test_doctor_as_json_has_the_device_the_versions_and_what_to_fix(healthy, monkeypatch, capsys):
     monkeypatch.setattr(hardware.jax, "local_devices", lambda: [H200])
     assert main(["doctor", "--json"]) == 0
@@ -198,8 +174,6 @@ def test_doctor_as_json_has_the_device_the_versions_and_what_to_fix(healthy, mon
     assert report["hardware"]["peak_tflops"]["bfloat16"] == 989.4
     assert report["hardware"]["recommended_policy"] == "mixed_bfloat16"
     assert (report["trains"], report["findings"]) == (True, [])
-    assert "weights have at least 1,536 × 1,536 entries" in report["float8"]
-    assert "has no float8 products" in diagnosis.float8_on(hardware.detect("a100"))
     assert {"python", "jaxmp", "jax", "jaxlib", "flax", "optax", "numpy"} <= set(report["versions"])
 
 
@@ -216,49 +190,18 @@ def test_doctor_on_a_gpu_loses_no_word_at_any_width(healthy, monkeypatch, capsys
 
 
 @pytest.mark.once
-def test_doctor_tells_of_a_gpu_that_jax_does_not_use(healthy, monkeypatch):
+def test_doctor_reports_an_nvidia_gpu_that_jax_does_not_use(healthy, monkeypatch):
     monkeypatch.setattr(diagnosis, "nvidia_driver", lambda: True)
-    versions_are(monkeypatch, jax="0.11.2", jaxlib="0.11.2")
     (finding,) = diagnosis.diagnose().findings
-    assert finding.problem == "an NVIDIA driver is installed, but JAX has no CUDA support: it runs on the CPU"
-    assert finding.remedy.startswith('pip install "jax[cuda13]==0.11.2" (for a GPU below compute capability 7.5')
-
-    versions_are(monkeypatch, jax="0.11.2", jaxlib="0.11.2", jax_cuda13_plugin="0.11.2")
-    (finding,) = diagnosis.diagnose().findings
-    assert finding.problem.startswith("an NVIDIA driver and JAX's CUDA plugin are installed, but JAX runs on the CPU")
-    assert "JAX_PLATFORMS=cuda python -c" in finding.remedy
-
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    (finding,) = diagnosis.diagnose().findings
-    assert finding.problem == "CUDA_VISIBLE_DEVICES='' hides the NVIDIA GPU, and JAX runs on the CPU"
+    assert finding.problem == "an NVIDIA driver is installed, but JAX runs on the CPU"
+    assert finding.remedy.startswith('pip install "jax[cuda13]"') and "JAX_PLATFORMS=cuda python -c" in finding.remedy
 
     monkeypatch.setattr(hardware.jax, "local_devices", lambda: [H200])
     assert diagnosis.diagnose().findings == ()
 
 
 @pytest.mark.once
-def test_doctor_tells_of_versions_that_do_not_go_together(healthy, monkeypatch):
-    versions_are(monkeypatch)
-    assert problems() == []
-    versions_are(monkeypatch, flax=None)
-    assert problems() == ["flax is not installed"]
-    versions_are(monkeypatch, optax="0.2.7")
-    assert problems() == ["optax 0.2.7 is older than jaxmp supports (0.2.8)"]
-    versions_are(monkeypatch, jax="0.9.2", jaxlib="0.9.2")
-    assert problems()[0] == "jax 0.9.2 is older than jaxmp supports (0.10)"
-    versions_are(monkeypatch, jax="0.13.0.dev7", jaxlib="0.13.0.dev7")
-    assert problems()[0] == "jax 0.13.0.dev7 is newer than jaxmp was tested with (0.12)"
-    versions_are(monkeypatch, jax="0.12.0.1", jaxlib="0.11.2")
-    assert problems() == ["jax 0.12.0.1 runs with jaxlib 0.11.2"]
-    versions_are(monkeypatch, jax="0.11.2", jaxlib="0.11.2", jax_cuda12_plugin="0.11.1")
-    (finding,) = diagnosis.diagnose().findings
-    assert finding.problem.startswith("jax-cuda12-plugin 0.11.1 does not match jaxlib 0.11.2")
-    assert finding.remedy == 'pip install "jax[cuda12]==0.11.2"'
-
-
-@pytest.mark.once
 def test_doctor_tells_of_settings_that_change_what_a_policy_means(healthy, monkeypatch):
-    versions_are(monkeypatch)
     with jax.enable_x64(True):
         assert problems() == [
             "jax_enable_x64 is True: new arrays are float64, which the fast units for half precision do not multiply"
@@ -295,16 +238,6 @@ def test_doctor_exits_with_1_when_a_package_is_missing(missing, text):
     assert text in out
 
 
-def test_the_supported_versions_are_those_of_the_package_and_of_the_pins():
+def test_the_package_installs_the_command():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    floors = dict(requirement.split(">=") for requirement in project["dependencies"])
-    for package, (oldest, _) in diagnosis.SUPPORTED.items():
-        assert floors.get(package, oldest) == oldest
-    assert set(floors) - set(diagnosis.SUPPORTED) == {"rich", "scipy"}
-    assert diagnosis.SUPPORTED["jax"] == diagnosis.SUPPORTED["jaxlib"]
     assert project["scripts"] == {"jaxmp": "jaxmp.cli:main"}
-    pins = re.findall(r"^(\w+)==([\d.]+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
-    for package, (oldest, newest) in diagnosis.SUPPORTED.items():
-        pinned = [diagnosis._release(version) for name, version in pins if name == package]
-        assert min(pinned) >= diagnosis._release(oldest)
-        assert newest is None or max(pinned)[:2] == diagnosis._release(newest)

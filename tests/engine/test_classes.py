@@ -303,4 +303,5 @@ def test_long_half_accumulations_are_wrong():
 
 def test_sets_of_primitives_are_subsets_of_their_classes():
     assert primitives_of(Class.CLEAR) | {"convert_element_type"} >= MONOTONE
-    assert primitives_of(Class.WIDEST) >= COMBINES
+    # An accumulation only in its derivative, which counts equal updates.
+    assert primitives_of(Class.WIDEST) | {"scatter-min", "scatter-max"} >= COMBINES

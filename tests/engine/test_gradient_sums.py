@@ -559,11 +559,10 @@ def test_equal_messages_in_a_segment_extreme_are_counted_in_float32():
         assert {eqn.outvars[0].aval.dtype.name for eqn in counts} == {"float32"}, name
 
 
-def test_extremes_of_few_messages_are_half():
+def test_extremes_of_few_messages_are_float32_too():
     fun = jaxmp.autocast(lambda w, x: largest_of_messages(x @ w) @ w, "mixed_bfloat16")
-    for edges, dtype in ((64, "bfloat16"), (65, "float32")):
-        eqns = equations(jax.make_jaxpr(fun)(jnp.eye(8), jnp.ones((edges, 8))))
-        assert [eqn.outvars[0].aval.dtype.name for eqn in eqns if eqn.primitive.name == "scatter-max"] == [dtype]
+    eqns = equations(jax.make_jaxpr(fun)(jnp.eye(8), jnp.ones((2, 8))))
+    assert [eqn.outvars[0].aval.dtype.name for eqn in eqns if eqn.primitive.name == "scatter-max"] == ["float32"]
 
 
 TRANSFORMED = [

@@ -164,12 +164,17 @@ def test_factorisations_below_a_half_path_stay_float32_unless_named():
     assert np.isfinite(jaxmp.autocast(fun, "mixed_bfloat16", {"**/head": "half"})(W))
 
 
-def test_the_products_of_a_solver_are_half_if_an_override_names_it():
-    def fun(b):
-        return jax.lax.custom_linear_solve(lambda x: 2 * x, b, lambda _, b: b @ (W / 2))
+def test_a_custom_linear_solve_keeps_its_dtypes():
+    def solved(b):
+        return jax.lax.custom_linear_solve(lambda x: 2 * x, b, lambda _, b: b @ (W / 2).astype(b.dtype))
 
-    assert products(half(fun), X) == ["float32"]
-    assert products(half(fun, overrides={"primitive:custom_linear_solve": "half"}), X) == ["bfloat16"]
+    def written_half(b):
+        return solved(b.astype(jnp.bfloat16))
+
+    for overrides in ({}, {"primitive:custom_linear_solve": "half"}):
+        assert products(half(solved, overrides=overrides), X) == ["float32"]
+    assert products(half(written_half), X) == ["bfloat16"]
+    assert np.isfinite(half(written_half)(X)).all()
 
 
 # -- policies --------------------------------------------------------------------------------------------------------
@@ -380,25 +385,15 @@ def test_autocast_as_a_context_manager_or_decorator_raises_with_a_remedy():
             jaxmp.autocast(*args)
 
 
-def notes_of(fun, *args):
-    with pytest.raises((jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError)) as raised:
-        fun(*args)
-    return [note for note in getattr(raised.value, "__notes__", ()) if note.startswith("jaxmp")]
-
-
-def test_errors_of_traced_values_get_a_note_about_tracing():
+def test_errors_of_traced_values_are_those_of_jax():
     x = jnp.ones((3, 3))
     for fun in (
         lambda x: x * float(jnp.sum(x @ x)),
         lambda x: x if x.sum() > 0 else -x,
         lambda x: jnp.asarray(np.sort(np.asarray(x))),
     ):
-        half = jaxmp.autocast(fun, "mixed_bfloat16")
-        for call in (half, jaxmp.autocast(half, "mixed_bfloat16"), jax.vmap(half)):
-            (note,) = notes_of(call, x)
-            assert note.startswith("jaxmp traces the function, as jax.jit does")
-        for call in (jax.jit(half), jaxmp.autocast(jax.jit(fun), "mixed_bfloat16")):
-            assert notes_of(call, x) == []
+        with pytest.raises((jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError)):
+            half(fun)(x)
 
 
 @pytest.mark.parametrize(("override", "dtype"), [("mixed_bfloat16", "float32"), ("half", "bfloat16")])

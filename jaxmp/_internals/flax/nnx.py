@@ -8,14 +8,6 @@ OWN = "_pytree__"
 """The prefix of the attributes in which NNX keeps its own data about an object."""
 
 
-def has_int_keys(node: Any) -> bool:
-    """Return whether the attributes of an object are the elements of a list.
-
-    The attribute names are then the indices of the list.
-    """
-    return bool(node._pytree__has_int_keys)
-
-
 def is_pytree_class(cls: Any) -> bool:
     """Return whether instances of a class are pytrees for JAX."""
     return bool(cls._pytree__is_pytree)

@@ -16,7 +16,7 @@ from flax.errors import TraceContextError
 from flax.nnx.graphlib import IndexMap, NoUpdate, RefMap
 
 from jaxmp._internals.flax.nnx import check_may_change
-from jaxmp._internals.flax.nnx_variables import is_node, is_variable
+from jaxmp._internals.flax.nnx_variables import is_node
 
 
 class ArrayCall(NamedTuple):
@@ -51,7 +51,7 @@ def of_arrays(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     def pure(plain: dict[int, Any], values: list[Any]) -> Any:
         inside = IndexMap()
         copies = nnx.unflatten(graphdef, values, index_ref=inside)
-        arrays = {index: _arrays_of(node) for index, node in inside.items() if is_variable(node)}
+        arrays = {index: _arrays_of(node) for index, node in inside.items() if isinstance(node, nnx.Variable)}
         args, kwargs = fill(plain, copies)
         results, new_objects, fill_results, _ = _parted(fun(*args, **kwargs), _may_change)
 
@@ -151,7 +151,7 @@ def _may_change(node: Any) -> bool:
 
 def _check_may_change(node: Any) -> None:
     """Raise Flax's TraceContextError if an outer transformation made ``node``."""
-    if is_variable(node):
+    if isinstance(node, nnx.Variable):
         node.set_raw_value(node.get_raw_value())
     elif isinstance(node, nnx.Pytree):
         check_may_change(node)
@@ -159,7 +159,7 @@ def _check_may_change(node: Any) -> None:
 
 def value_of(leaf: Any) -> Any:
     """Return the value of a Variable, or any other leaf itself."""
-    return leaf.get_raw_value() if is_variable(leaf) else leaf
+    return leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
 
 
 def _arrays_of(leaf: Any) -> list[Any]:

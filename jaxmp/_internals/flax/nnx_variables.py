@@ -10,32 +10,22 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jaxmp._internals.flax.nnx import OWN, has_int_keys
+from jaxmp._internals.flax.nnx import OWN
 from jaxmp.base import trees as _tree
 from jaxmp.base.dtypes import CASTABLE
 
 
-def _instances_of(*classes: type) -> Callable[[Any], bool]:
-    """Return an ``isinstance`` that caches its answer for each type."""
-    known: dict[type, bool] = {}
+def is_object(value: Any) -> bool:
+    """Return whether a value is an object of NNX.
 
-    def is_instance(node: Any) -> bool:
-        kind = type(node.aval) if isinstance(node, jax.core.Tracer) else type(node)
-        if kind not in known:
-            known[kind] = isinstance(node, classes)
-        return known[kind]
-
-    return is_instance
+    Some of these objects are also pytrees for JAX.
+    """
+    return isinstance(value, (nnx.Pytree, nnx.Variable, nnx.State, nnx.GraphDef))
 
 
-is_object = _instances_of(nnx.Pytree, nnx.Variable, nnx.State, nnx.GraphDef)
-"""Return whether a value is an object of NNX. Some of these objects are also pytrees for JAX."""
-is_node = _instances_of(nnx.Pytree, nnx.Variable)
-"""Return whether a value is a Variable or a module, which NNX's transforms take and change."""
-is_variable = _instances_of(nnx.Variable)
-is_pytree = _instances_of(nnx.Pytree)
-"""Return whether a value is a module or another object of NNX with attributes."""
-_is_any_module = _instances_of(nnx.Module)
+def is_node(value: Any) -> bool:
+    """Return whether a value is a Variable or a module, which NNX's transforms take and change."""
+    return isinstance(value, (nnx.Pytree, nnx.Variable))
 
 
 @functools.cache
@@ -51,12 +41,12 @@ def is_module(node: Any) -> bool:
     Flax counts some containers as modules.
     """
     cls: Any = type(node)
-    return _is_any_module(node) and not is_container_class(cls)
+    return isinstance(node, nnx.Module) and not is_container_class(cls)
 
 
 def items(node: Any) -> Iterator[tuple[str, Any]]:
     """Yield the names and values in a module, or in a container of NNX or JAX."""
-    if is_pytree(node):
+    if isinstance(node, nnx.Pytree):
         yield from ((str(name), value) for name, value in vars(node).items() if not name.startswith(OWN))
     elif not is_object(node):
         for path, value in jax.tree.leaves_with_path(node, is_leaf=lambda leaf: leaf is not node):
@@ -66,7 +56,6 @@ def items(node: Any) -> Iterator[tuple[str, Any]]:
 
 # The types of the most common attributes, which contain no Variables. (Each dtype has its own class.)
 PLAIN = frozenset({type(None), bool, int, float, str, types.FunctionType, *map(type, CASTABLE)})
-_LEAVES = PLAIN | {nnx.Param}
 
 
 def own(node: Any) -> Iterator[Any]:
@@ -76,38 +65,24 @@ def own(node: Any) -> Iterator[Any]:
     """
     for _, value in items(node):
         yield value
-        if type(value) not in _LEAVES and not is_module(value):
+        if not is_module(value):
             yield from own(value)
 
 
 def own_variables(node: Any) -> list[nnx.Variable[Any]]:
     """Return the Variables of a module, without those of its submodules."""
-    return [value for value in own(node) if is_variable(value)]
+    return [value for value in own(node) if isinstance(value, nnx.Variable)]
 
 
 def modules_in(root: Any) -> Iterator[tuple[tuple[str, ...], nnx.Module]]:
-    """Yield ``root`` and the modules below it with their paths, parents first.
+    """Yield ``root`` and the modules below it with their paths, parents last.
 
     A module that appears several times is yielded once.
 
     Paths are those of ``nnx.iter_modules``, with indices as strings.
     """
-    stack: list[tuple[tuple[str, ...], Any]] = [((), root)]
-    visited = set[int]()
-    while stack:
-        path, node = stack.pop()
-        # Read most objects directly: Flax's `node_dict` would sort and wrap even the attributes without Variables.
-        is_plain = is_pytree(node) and not has_int_keys(node)
-        impl = None if is_plain else nnx.graphlib.get_node_impl(node)
-        if id(node) in visited or not (is_plain or impl):
-            continue
-        visited.add(id(node))
-        if _is_any_module(node):
-            yield path, node
-        within: dict[Any, Any] = vars(node) if impl is None else impl.node_dict(node)
-        below = [item for item in within.items() if type(item[1]) not in _LEAVES]
-        below = sorted([item for item in below if not item[0].startswith(OWN)]) if is_plain else below
-        stack += [((*path, str(key)), child) for key, child in reversed(below)]
+    for path, module in nnx.iter_modules(root, graph=True):
+        yield tuple(map(str, path)), module
 
 
 def change_own(node: Any, change: Callable[[nnx.Variable[Any]], nnx.Variable[Any]]) -> None:

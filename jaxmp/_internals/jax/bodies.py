@@ -81,34 +81,6 @@ def bind_equation(eqn: Any, operands: Arrays, params: Any) -> list[Any]:
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
-def linear_solve(eqn: Any, evaluate: Callable[..., list[Any]], operands: Arrays) -> list[Any]:
-    """Apply a ``custom_linear_solve`` to operands of other dtypes.
-
-    ``evaluate`` takes a jaxpr of the solver with its constants, the operands and the dtypes of the results.
-    """
-    jaxprs, consts, rhs = eqn.params["jaxprs"], {}, list(operands)
-    for name, length in eqn.params["const_lengths"]._asdict().items():
-        consts[name], rhs = rhs[:length], rhs[length:]  # the right-hand sides are the last operands
-    size, has_more = len(rhs), len(eqn.outvars) > len(rhs)
-
-    def body(name: str, args: Arrays) -> list[Any]:
-        jaxpr = opened(getattr(jaxprs, name))
-        more = [None] * (len(jaxpr[0].outvars) - size)
-        return evaluate(jaxpr, [*consts[name], *args], [*(value.dtype for value in rhs), *more])
-
-    def solved(name: str) -> Any:
-        def solve(_: Any, values: Arrays) -> Any:
-            out = body(name, values)
-            return (out[:size], out[size:]) if has_more else out
-
-        return solve if getattr(jaxprs, name) is not None else None
-
-    out = jax.lax.custom_linear_solve(
-        lambda values: body("matvec", values), rhs, solved("solve"), solved("transpose_solve"), has_aux=has_more
-    )
-    return [*out[0], *out[1]] if has_more else list(out)
-
-
 def params_in_dtype(eqn: Any, dtype: np.dtype, is_exact: bool) -> dict[str, Any]:
     """Return an equation's parameters for another dtype.
 
@@ -173,16 +145,6 @@ def function_name(eqn: Any) -> str:
     """Return the name of a function with a custom derivative rule."""
     jaxpr, _ = opened(eqn.params["call_jaxpr"])
     return str(getattr(jaxpr.debug_info, "func_name", "") or eqn.primitive.name)
-
-
-def _composite(params: Any, bodies: Bodies, functions: Sequence[BodyFunction], *operands: Any) -> list[Any]:
-    attributes = {name: jax.tree.unflatten(tree, leaves) for name, leaves, tree in params["attributes"]}
-
-    def decomposition(*args: Any, **_: Any) -> list[Any]:
-        return functions[0](*args)
-
-    composite = jax.lax.composite(decomposition, name=params["name"], version=params["version"])
-    return list(composite(*operands, **attributes))
 
 
 def _shard_map(params: Any, bodies: Bodies, functions: Sequence[BodyFunction], *operands: Any) -> list[Any]:
@@ -253,7 +215,6 @@ def _cond(params: Any, bodies: Bodies, functions: Sequence[BodyFunction], *opera
 # checkpoint one by one.
 _OPENED = ("closed_call", "call", "remat_opt", "eval_jaxpr")
 _REBUILT = {
-    "composite": _composite,
     "shard_map": _shard_map,
     "scan": _rebuilt_scan,
     "while": _while,

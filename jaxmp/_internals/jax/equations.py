@@ -7,7 +7,6 @@ includes the constants.
 from __future__ import annotations
 
 import collections
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -59,7 +58,6 @@ _CALLS = {
     "custom_vjp_call": "call_jaxpr",
     "remat2": "jaxpr",
     "shard_map": "jaxpr",
-    "composite": "call_jaxpr",
     # The forward rule of a custom_vjp with `optimize_remat`, and (from JAX 0.12 on) the part of it that remains under
     # checkpoint.
     "remat_opt": "fwd_jaxpr",
@@ -74,8 +72,7 @@ def bodies_of(eqn: Any) -> Bodies | None:
     """
     name, params = eqn.primitive.name, eqn.params
     if name in _CALLS:
-        # Before JAX 0.12, this parameter of `composite` was named `jaxpr`.
-        return Bodies("call", (params[_CALLS[name]] if _CALLS[name] in params else params["jaxpr"],))
+        return Bodies("call", (params[_CALLS[name]],))
     if name == "scan":
         if "ft_in" in params:  # from 0.11 on
             consts, carry, _ = (len(part) for part in params["ft_in"].unpack())
@@ -126,16 +123,9 @@ def extremes_of(constant: Any) -> tuple[float, float] | None:
     Only finite magnitudes count. The result is None if :func:`elements_of` returns None.
     """
     elements = elements_of(constant)
-    return None if elements is None else _extremes(elements.tobytes(), elements.dtype)
-
-
-@functools.lru_cache(maxsize=128)  # a program repeats the same constants
-def _extremes(data: bytes, dtype: np.dtype) -> tuple[float, float]:
-    """Return the smallest nonzero and the largest finite magnitude of an array.
-
-    ``data`` are the bytes of the array.
-    """
-    magnitudes = np.abs(np.frombuffer(data, dtype).astype(np.float32))
+    if elements is None:
+        return None
+    magnitudes = np.abs(elements.astype(np.float32))
     finite = magnitudes[np.isfinite(magnitudes) & (magnitudes > 0)]  # 0, infinity and NaN fit in float16
     return (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
 
@@ -168,9 +158,12 @@ def asks_for_what_is_missing(params: dict[str, Any]) -> bool:
 def names_a_dtype(eqn: Any) -> bool:
     """Return whether a parameter fixes the dtype of a result.
 
-    Examples are ``out_dtype`` of ``mul``, and an update function of several operations in a scatter.
+    Examples are ``out_dtype`` of ``mul``, an update function of several operations in a scatter, and the parts of a
+    half-precision solver, which are jaxprs.
     """
     update = eqn.params.get("update_jaxpr")
+    if eqn.primitive.name == "custom_linear_solve" and any(var.aval.dtype.itemsize < 4 for var in eqn.outvars):
+        return True
     return eqn.params.get("out_dtype") is not None or (update is not None and len(update.eqns) > 1)
 
 

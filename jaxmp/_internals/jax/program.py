@@ -10,7 +10,6 @@ import jax
 import numpy as np
 
 from jaxmp._internals.jax.equations import opened
-from jaxmp._internals.jax.traces import is_tracing
 
 
 class TracedProgram:
@@ -38,13 +37,7 @@ class TracedProgram:
             self._leaves = [_ARRAY if is_array(leaf) else leaf for leaf in results]
             return arrays_in(results)
 
-        is_outermost = not is_tracing()
-        try:
-            self.jaxpr = opened(jax.make_jaxpr(flat)(*itertools.compress(leaves, are_traced)))
-        except _ERRORS_OF_TRACED_VALUES as error:
-            if is_outermost and f" at {__file__}:" in str(error):  # JAX's message names `flat`, not the user's function
-                error.add_note("jaxmp traces the function, as jax.jit does, so its arrays have no values yet")
-            raise
+        self.jaxpr = opened(jax.make_jaxpr(flat)(*itertools.compress(leaves, are_traced)))
         self._write = write
 
     @property
@@ -67,11 +60,6 @@ class TracedProgram:
 
 
 _ARRAY = object()
-_ERRORS_OF_TRACED_VALUES = (
-    jax.errors.ConcretizationTypeError,
-    jax.errors.TracerArrayConversionError,
-    jax.errors.TracerIntegerConversionError,
-)
 
 
 def arrays_in(leaves: Sequence[Any]) -> list[Any]:

@@ -28,7 +28,7 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from jaxmp._internals.jax.bodies import bind_equation, params_in_dtype
+from jaxmp._internals.jax.bodies import bind_equation
 from jaxmp._internals.jax.equations import bodies_of, has_explicit_axes, is_literal, opened, size_of
 from jaxmp._internals.jax.invariants import unchanged
 from jaxmp._internals.jax.primitives import BROADCAST, PICKS
@@ -41,9 +41,8 @@ MAX_TERMS = 64
 
 In bfloat16, a sum of 64 terms has an error of about 1 %, and 256 + 1 is rounded to 256.
 """
-_SCATTERED = frozenset({"scatter-max", "scatter-min"})
-REPEATS = frozenset({"broadcast_in_dim", "gather", "dynamic_slice", "tile", *_SCATTERED})
-"""Primitives that repeat an operand, look up its rows, or scatter by maximum or minimum (see :func:`must_widen`)."""
+REPEATS = frozenset({"broadcast_in_dim", "gather", "dynamic_slice", "tile"})
+"""Primitives that repeat an operand or look up its rows."""
 _ADDS_UP = BROADCAST | REPEATS
 
 
@@ -51,11 +50,9 @@ def must_widen(eqn: Any, atom: Any, value: Any, examples: Examples) -> bool:
     """Return whether the cotangents of an operand must be summed in float32.
 
     The sum has many terms if the value is repeated or looked up often. The same is true if all examples of a
-    ``jax.vmap`` read the value together with values that differ between examples. The derivative of a scatter by
-    maximum or minimum divides by the number of equal updates, which it counts in the dtype of the updates. So many
-    updates need float32 too.
+    ``jax.vmap`` read the value together with values that differ between examples.
     """
-    return _is_long(eqn, value.shape) or (eqn.primitive.name not in _SCATTERED and examples.meets_batched(atom, value))
+    return _is_long(eqn, value.shape) or examples.meets_batched(atom, value)
 
 
 def sums_half(eqn: Any) -> bool:
@@ -120,8 +117,6 @@ def _repeats(eqn: Any, shape: Any) -> float:
 
     The equation has a primitive of ``_ADDS_UP``.
     """
-    if eqn.primitive.name in _SCATTERED:
-        return size_of(eqn.invars[1].aval.shape[:-1])
     if eqn.primitive.name == "gather":
         batch = eqn.params["dimension_numbers"].start_indices_batching_dims
         return size_of([size for axis, size in enumerate(eqn.invars[1].aval.shape[:-1]) if axis not in batch])
@@ -140,22 +135,12 @@ def summed_in_float32(eqn: Any, operands: Sequence[Any]) -> list[Any]:
     """Bind an equation of ``REPEATS``, and sum the cotangents in float32."""
     value, float32 = operands[0], np.dtype(np.float32)
     if value.dtype.itemsize != 2:
-        return bind_equation(eqn, operands, _params(eqn, value.dtype))
+        return bind_equation(eqn, operands, eqn.params)
     if eqn.primitive.name == "broadcast_in_dim" and not has_explicit_axes(value):
         params = {"dtype": value.dtype, "axes": eqn.params["broadcast_dimensions"], "shape": eqn.params["shape"]}
         return [_cast.bind(value, **params, sharding=None)]
-    wide = [  # indices keep their dtype
-        jax.lax.convert_element_type(operand, float32) if operand.dtype == value.dtype else operand
-        for operand in operands
-    ]
-    (result,) = bind_equation(eqn, wide, _params(eqn, float32))
+    (result,) = bind_equation(eqn, [jax.lax.convert_element_type(value, float32), *operands[1:]], eqn.params)
     return [jax.lax.convert_element_type(result, value.dtype)]
-
-
-def _params(eqn: Any, dtype: np.dtype) -> Any:
-    """Return the parameters of an equation on operands of ``dtype``."""
-    is_other = eqn.primitive.name in _SCATTERED and eqn.outvars[0].aval.dtype != dtype
-    return params_in_dtype(eqn, dtype, False) if is_other else eqn.params
 
 
 def cast_repeated(value: Any, dtype: np.dtype, aval: Any, like: Sequence[Any]) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +54,7 @@ def source_of(eqn: Any) -> str:
     The result names the innermost stack frame outside of JAX and jaxmp; without such a frame, the result is empty. The
     path begins at the outermost package of the file, so that the path is the same on every machine.
     """
-    return next(_sources(eqn), "")
+    return next((_shown(*place) for place in _places(eqn)), "")
 
 
 def user_source_of(eqn: Any) -> str:
@@ -63,17 +62,17 @@ def user_source_of(eqn: Any) -> str:
 
     The search is that of :func:`source_of`, but skips the frames of installed libraries.
     """
-    return next(_sources(eqn, _is_users), "")
+    return source_among(_places(eqn))
 
 
-def _sources(eqn: Any, is_meant: Callable[[str], bool] | None = None) -> Iterator[str]:
-    """Yield the files and lines of an equation, innermost first.
+def _places(eqn: Any) -> list[tuple[str, int]]:
+    """Return the files and lines of an equation, innermost first."""
+    frames = source_info_util.user_frames(eqn.source_info.traceback)
+    return [(frame.file_name, frame.start_line) for frame in frames]
 
-    ``is_meant`` selects files. Without it, all files count.
-    """
-    for frame in source_info_util.user_frames(eqn.source_info.traceback):
-        if is_meant is None or is_meant(frame.file_name):
-            yield f"{_from_package(frame.file_name)}:{frame.start_line}"
+
+def _shown(file: str, line: int) -> str:
+    return f"{_from_package(file)}:{line}"
 
 
 def _is_users(file: str) -> bool:
@@ -84,10 +83,9 @@ def _is_users(file: str) -> bool:
 def source_among(places: list[tuple[str, int]]) -> str:
     """Return the user's innermost file and line among ``places``.
 
-    ``places`` are the files and lines that an XLA program names for an operation, innermost first.
+    ``places`` are the files and lines that a program names for an operation, innermost first.
     """
-    users = (f"{_from_package(file)}:{line}" for file, line in places if _is_users(file))
-    return next(users, "")
+    return next((_shown(file, line) for file, line in places if _is_users(file)), "")
 
 
 @functools.cache
