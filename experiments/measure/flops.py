@@ -32,8 +32,8 @@ def count(fun: Callable[..., Any], *args: Any) -> dict[str, int]:
       loop counts once, because the number of iterations is unknown.
     - Kernels that hide their products (Pallas, cuDNN) count nothing.
     - If the operands have two dtypes, the wider one counts.
-    - Float32 is ``tensorfloat32`` at precision ``high`` and ``float32`` at ``highest``. Without a precision it is the
-      device's default.
+    - A product of float32 arrays counts as ``tensorfloat32`` at precision ``high``, and as ``float32`` at ``highest``.
+      If the product sets no precision, the default of the device decides.
 
     Args:
       fun: a function that JAX can trace. It may be jitted.

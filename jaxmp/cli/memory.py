@@ -17,7 +17,7 @@ def run(options: argparse.Namespace) -> int:
     The function is compiled, not run. --device compiles for a GPU that is not attached, and needs pip install
     'jaxmp[compile-only]'. --topology compiles for several such GPUs, and the report shows the memory and the traffic
     of each GPU. The shapes from --args must then have shardings on a jax.sharding.AbstractMesh. With --policy, the
-    function runs under autocast, and no argument is donated. The exit code is 2 if an argument is wrong.
+    function is compiled under autocast, and no argument is donated. The exit code is 2 if an argument is wrong.
 
     Example:
       jaxmp memory train:step --args train:shapes --device h200 --topology 1x1x8

@@ -241,8 +241,8 @@ def _draw_casts(axes: Any, box: _Box, x: float, y: int) -> None:
 def _contents(box: _Box) -> str:
     """Name the computations of a box.
 
-    Products come first. The patterns of the box follow, such as softmax. If the box has no patterns, its other
-    primitives follow.
+    Matrix products and convolutions come first. The patterns of the box follow, such as softmax. If the box has no
+    patterns, its other primitives follow.
     """
     counts = collections.Counter(_WORDS.get(row.primitive, row.primitive) for row in box.rows if row.cls != "clear")
     products = [name for name in counts if name in ("product", "convolution")]

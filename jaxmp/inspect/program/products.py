@@ -134,7 +134,8 @@ def _asks_for_float32(place: EquationPlace) -> bool:
 def _half_of(audited: Audited, place: EquationPlace) -> str | None:
     """Return the half compute dtype of the policy at an equation, or None.
 
-    Return None too if several policies match the equation and one of them computes in float32.
+    The result is None if there is no policy, if the policy computes in float32, or if one of several matching policies
+    computes in float32.
     """
     if audited.policy is None:
         half = region_of(place.names).half
