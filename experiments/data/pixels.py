@@ -55,8 +55,8 @@ def statistics(images: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]
 def as_input(images: jax.Array, pixels: Pixels) -> jax.Array:
     """Return images, uint8 (batch, height, width, channels), as the input of a model.
 
-    Resizing is bilinear between pixel centres, with antialiasing if images become smaller. Images are
-    normalised before they are resized, because resizing usually makes them larger. The result is the same, because the weights of the
+    Resizing is bilinear between pixel centres, with antialiasing if images become smaller. Images are normalised before
+    they are resized, because resizing usually makes them larger. The result is the same, because the weights of the
     interpolation sum to 1.
     """
     x = images.astype(jnp.float32) / 255

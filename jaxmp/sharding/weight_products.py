@@ -267,8 +267,8 @@ def may_be_wide(eqn: Any) -> bool:
 def computed_wide(eqn: Any, operands: Sequence[Any]) -> list[Any]:
     """Return the float32 results of an equation of half operands.
 
-    Cotangents are summed in float32. A product itself is still computed in half, but the products of its derivative
-    have float32 results.
+    In the forward pass, a product is computed in half, and its result is cast to float32. In the backward pass, the
+    products that compute the cotangents have float32 results.
     """
     avals, name = [atom.aval for atom in eqn.invars], eqn.primitive.name
     dtypes = [at_least_float32(aval.dtype) for aval in avals]

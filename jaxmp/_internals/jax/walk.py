@@ -110,7 +110,7 @@ def nearest_ends(
 ) -> dict[T, T | None]:
     """Return for each node the nearest node for which ``is_end`` is true.
 
-    ``beside`` returns the neighbours of a node. For a node in ``known``, the result is the end that is given there.
+    ``beside`` returns the neighbours of a node. ``known`` has the results of some nodes, which are returned unchanged.
     """
     ends = dict(known or {})
     for node in (*nodes, *nodes):  # twice, because a cycle refers to later nodes

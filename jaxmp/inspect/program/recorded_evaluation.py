@@ -1,7 +1,8 @@
 """Evaluate a program, and record results of its equations.
 
 Equations in loops and branches are included. A ``Taps`` object (see ``jaxmp/inspect/taps.py``) makes the records.
-A sink is an extra array whose gradient is the record of a result's cotangent.
+To record the cotangent of a result, the program gets an extra argument, called a sink. The gradient of the sink is the
+record.
 """
 
 from __future__ import annotations
