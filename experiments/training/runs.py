@@ -158,7 +158,7 @@ class Run:
     def _watched(self, state: jaxmp.TrainState, batch: Batch) -> Any:
         """Run the next step, watched if its number is a multiple of ``--watch``.
 
-        The first watched step and the first unwatched step include compilation, so their time does not count as training.
+        The first watched step and the first unwatched step include compilation, so their time is not training time.
         """
         assert self._watch is not None
         every = self._config.watch
