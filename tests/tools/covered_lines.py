@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import json
 import subprocess
+import tempfile
 from pathlib import Path
 
 import coverage
@@ -21,18 +23,15 @@ from experiments.report.marked_text import write_marked
 README = Path(__file__).parents[1] / "README.md"
 
 
-def shares(data: Path, root: Path) -> tuple[int, int, int, int]:
-    """Return the number of lines that ran, of all lines, of branches that ran, and of all branches."""
-    measured = coverage.Coverage(data_file=data, branch=True, include=str(root / "jaxmp" / "*"))
+def totals(data: Path) -> dict[str, int]:
+    """Return the totals of the report that coverage writes as JSON."""
+    measured = coverage.Coverage(data_file=data)
     measured.load()
-    lines_run = lines = branches_run = branches = 0
-    for file in measured.get_data().measured_files():
-        numbers = measured._analyze(file).numbers
-        lines_run += numbers.n_executed
-        lines += numbers.n_statements
-        branches_run += numbers.n_executed_branches
-        branches += numbers.n_branches
-    return lines_run, lines, branches_run, branches
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "coverage.json"
+        measured.json_report(outfile=str(report), ignore_errors=True)  # the data names an HTML template too
+        found: dict[str, int] = json.loads(report.read_text())["totals"]
+    return found
 
 
 def main() -> None:
@@ -44,11 +43,12 @@ def main() -> None:
     )
     options = parser.parse_args()
     root = options.data.resolve().parent
-    lines_run, lines, branches_run, branches = shares(options.data, root)
+    found = totals(options.data)
+    lines, branches = found["num_statements"], found["num_branches"]
     commit = subprocess.check_output(["git", "-C", root, "rev-parse", "--short", "HEAD"], text=True).strip()
     text = (
-        f"At commit {commit}, the tests run {lines_run / lines:.1%} of the {lines:,} lines and "
-        f"{branches_run / branches:.1%} of the {branches:,} branches\nof the library "
+        f"At commit {commit}, the tests run {found['covered_lines'] / lines:.1%} of the {lines:,} lines and "
+        f"{found['covered_branches'] / branches:.1%} of the {branches:,} branches\nof the library "
         f"(measured on {datetime.date.today()})."
     )
     name = "coverage" if options.record == "now" else "earlier coverage"

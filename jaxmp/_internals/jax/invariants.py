@@ -50,14 +50,14 @@ _ONE_BY_ONE = frozenset({"optimization_barrier", "device_put"})  # each result i
 def same_results(eqn: Any, are_same: Sequence[bool]) -> list[bool]:
     """Return which results of an equation are equal for all examples."""
     bodies = bodies_of(eqn)
-    # The results of axis_index and shard_map differ between devices. A while loop has no cotangents, so a precise
-    # answer is not needed.
-    if eqn.primitive.name in ("axis_index", "shard_map", "while"):
+    if eqn.primitive.name in ("axis_index", "shard_map"):  # the results differ between devices
         return [False] * len(eqn.outvars)
     if eqn.primitive.name in _ONE_BY_ONE:
         return list(are_same)
     if bodies is None:
         return [all(are_same)] * len(eqn.outvars)
+    if bodies.kind == "while":
+        return list(same_inside(bodies, are_same)[1][-bodies.carry :])
     if bodies.kind == "cond" and not are_same[0]:  # examples may take different branches
         return [False] * len(eqn.outvars)
     return [
@@ -71,8 +71,12 @@ def same_inside(bodies: Bodies, are_same: Sequence[bool]) -> list[Sequence[bool]
     An operand of a loop body must be equal for all examples in all iterations.
     """
     if bodies.kind == "while":
-        carry = [False] * bodies.carry
-        return [[*are_same[: bodies.consts], *carry], [*are_same[bodies.consts : bodies.start], *carry]]
+        first, rest = are_same[: bodies.consts], are_same[bodies.consts :]
+        turned = same_in_turns(bodies, rest)
+        carry = turned[len(rest) - bodies.carry :]
+        if not all(_same_ends(bodies.jaxprs[0], [*first, *carry])):  # examples differ in their number of iterations
+            carry = [False] * bodies.carry
+        return [[*first, *carry], [*rest[: -bodies.carry], *carry]]
     if bodies.kind == "scan":
         return [same_in_turns(bodies, are_same)]
     if bodies.kind == "cond":  # with a batched index, each example runs all branches
