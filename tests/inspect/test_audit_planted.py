@@ -413,11 +413,15 @@ def test_a_cast_that_the_compiler_leaves_in_a_loop_is_found() -> None:
     def hoisted(w: Any, x: Any, flags: Any) -> Any:
         return jax.lax.scan(lambda carry, _: (carry @ w.astype(BF16), None), x, flags)[0]
 
+    def looked_up(table: Any, x: Any, ids: Any) -> Any:
+        return jax.lax.scan(lambda carry, row: (carry + table[row].astype(BF16), None), x, ids)[0]
+
     args = shape(16, 16), shape(8, 16, dtype=BF16), shape(4, dtype=bool)
     found = audit(fun, "mixed_bfloat16")(*args).findings
     assert [(each.kind, each.source.rpartition("/")[2]) for each in found] == [("cast-in-loop", line_of(fun))]
     assert audit(fun, "mixed_bfloat16", compile=False)(*args).findings == ()
     assert audit(hoisted, "mixed_bfloat16")(*args).findings == ()
+    assert audit(looked_up, "mixed_bfloat16")(*args[:2], shape(4, 8, dtype=jnp.int32)).findings == ()
 
 
 def test_every_kind_is_planted_or_has_a_test_of_its_own() -> None:

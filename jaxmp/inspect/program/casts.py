@@ -99,12 +99,17 @@ def casts_in_loops(audited: Audited) -> Faults:
 def _is_invariant(value: Value) -> bool:
     """Return whether a cast in a loop casts a value from outside the loop.
 
-    Moves inside the loop may lie between the value and the cast. Casts of constants do not count.
+    Moves inside the loop may lie between the value and the cast, unless they pick other elements in each iteration (such
+    as rows of an embedding). Casts of constants do not count.
     """
     loop = value.loops[-1]
 
+    def picks_anew(move: Value) -> bool:
+        return any(not operand.is_float and loop in operand.loops for operand in move.inputs)
+
     def goes_on(origin: Value) -> bool:
-        return origin.is_move and origin.name not in (TURN, JOIN) and loop in origin.loops
+        is_move = origin.is_move and origin.name not in (TURN, JOIN)
+        return is_move and loop in origin.loops and not picks_anew(origin)
 
     for origin in origins(value.inputs[0], goes_on):
         if loop in origin.loops or constant(origin) is not None:
