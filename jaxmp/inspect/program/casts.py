@@ -99,7 +99,7 @@ def casts_in_loops(audited: Audited) -> Faults:
 def _is_invariant(value: Value) -> bool:
     """Return whether a cast in a loop casts a value from outside the loop.
 
-    Moves inside the loop may lie between the value and the cast, unless they pick other elements in each iteration (such
+    Moves inside the loop may lie between the value and the cast, unless they pick new elements in each iteration (such
     as rows of an embedding). Casts of constants do not count.
     """
     loop = value.loops[-1]
