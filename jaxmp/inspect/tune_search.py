@@ -29,7 +29,7 @@ class Result:
       errors: for each candidate, the error with the candidate and all overflowing candidates in float32. Empty if the
         search did not need these errors.
       operations: the operations that the search tried to choose in place of their module or scope.
-      interrupted: whether Ctrl-C ended the search.
+      interrupted: whether Ctrl-C or the limit of evaluations ended the search.
     """
 
     candidates: Sequence[Candidate]
@@ -56,9 +56,9 @@ def search(
        chooses them.
     3. For each other candidate, it measures the error with this candidate and the overflowing candidates in float32. It
        sorts the other candidates by this error.
-    4. It adds candidates to the choice in this order until the tolerance is met. It then removes each of the added
-       candidates from the choice if the tolerance is met without this candidate. The candidates with the most FLOPs are
-       tried first.
+    4. It adds candidates to the choice in this order, as few as meet the tolerance. Their number is found by bisection.
+       It then removes each of the added candidates from the choice if the tolerance is met without this candidate. The
+       candidates with the most FLOPs are tried first.
     5. It replaces each module in the choice by the module's operations if the tolerance is still met. It then removes
        operations from the choice as in step 4.
 
@@ -79,9 +79,7 @@ def search(
             run.modules()
             if operations:
                 run.operations()
-    except _BudgetSpent:
-        pass
-    except KeyboardInterrupt:
+    except (_BudgetSpent, KeyboardInterrupt):
         run.result.interrupted = True
     return run.result
 
@@ -134,15 +132,20 @@ class _Search:
         if self.meets(frozenset()) or not self.meets(frozenset(self.candidates)):
             return
         overflowing = self.overflowing()
-        chosen, added = frozenset(overflowing), list[Candidate]()
-        if not self.meets(chosen):
-            for candidate in self.most_helpful(overflowing):
-                chosen |= {candidate}
-                added.append(candidate)
-                if self.meets(chosen):
-                    break
+        if self.meets(frozenset(overflowing)):
+            self.accept(frozenset(overflowing))
+            return
+        order = self.most_helpful(overflowing)
+        too_few, enough = 0, len(order)
+        while enough - too_few > 1:
+            middle = (too_few + enough) // 2
+            if self.meets(frozenset([*overflowing, *order[:middle]])):
+                enough = middle
+            else:
+                too_few = middle
+        chosen = frozenset([*overflowing, *order[:enough]])
         self.accept(chosen)
-        self.take_back(chosen, added[:-1])  # the last added candidate is needed
+        self.take_back(chosen, order[: enough - 1])  # the last of these candidates is needed
 
     def overflowing(self) -> list[Candidate]:
         """Return the candidates that must be float32 for a finite error."""

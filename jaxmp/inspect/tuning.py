@@ -68,7 +68,7 @@ class Tuned(tables.Shown):
         computations are in float32.
       tolerance: the largest allowed error.
       met: whether ``error`` is at most ``tolerance``.
-      interrupted: whether Ctrl-C ended the search.
+      interrupted: whether Ctrl-C or the limit of measurements ended the search, so that fewer overrides may be enough.
       half_flops: the share of the products' FLOPs in half precision with the overrides, from 0 to 1.
       loss_scale: a good initial loss scale for float16; None for bfloat16.
       rows: the modules, scopes and operations that the search could switch to float32; those in float32 come first.
@@ -144,11 +144,11 @@ def tune(
     """Find the modules and operations that need float32 under a half policy.
 
     The reference is ``fun`` in float32, without policies and autocast. The search runs ``fun`` under
-    :func:`jaxmp.autocast` with ``policy``. It first measures the error with each module alone in float32. It then
-    switches modules to float32, the most helpful first, until the error is within the tolerance. Modules that turn out
-    not to need float32 go back to half precision (float16 or bfloat16). For each remaining module, the search finally
-    tries whether float32 for single operations is enough. There are at most ``2 * len(rows) + 10`` measurements of the
-    error, and each compiles the function once.
+    :func:`jaxmp.autocast` with ``policy``. It first switches the modules in which values overflow to float32. If the
+    error is still above the tolerance, it measures each other module alone in float32, and switches as few as needed,
+    the most helpful first. Modules that turn out not to need float32 go back to half precision (float16 or bfloat16).
+    For each remaining module, the search finally tries whether float32 for single operations is enough. There are at
+    most ``2 * len(rows) + 10`` measurements of the error, and each compiles the function once.
 
     Args:
       fun: a function that returns the loss, or a tuple whose first element is the loss. It may also be a train
