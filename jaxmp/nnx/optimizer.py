@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import json
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, ParamSpec, TypeVar, overload
@@ -12,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from flax.errors import TraceContextError
 
 from jaxmp._internals.flax.nnx_calls import value_of
 from jaxmp._internals.flax.nnx_variables import is_module, is_node, is_object
@@ -38,9 +41,9 @@ _Object: Any = nnx.Optimizer  # hides its type parameters
 class Optimizer(_Object):
     """An ``nnx.Optimizer`` with a loss scale, which skips non-finite steps.
 
-    Pass the gradients of :func:`value_and_grad` to ``update``. If their norm is not finite, the step is skipped. Then
-    :func:`value_and_grad` has already restored what the loss function wrote to the model, such as batch statistics, and
-    to other modules that you passed to the loss function. Random number generators are not restored. The attribute
+    Pass the gradients of :func:`value_and_grad` to ``update``. If their norm is not finite, the step is skipped: every
+    Variable of the model, including batch statistics, gets back its value from before the step. Other modules that you
+    pass to the loss function are restored in the same way. Random number generators are not restored. The attribute
     ``step`` counts all steps, and ``skipped`` counts the skipped steps.
 
     Args:
@@ -95,6 +98,7 @@ class Optimizer(_Object):
         require_outermost(tx, self.opt_state)
         self._needs_policy = needs_policy(model)
         self._structure: Any = jax.tree.structure(nnx.as_pure(params))
+        self._before: Any = nnx.data(None)
         self._skipped, self._stuck = (nnx.OptState(jnp.zeros((), jnp.int32)) for _ in range(2))
         # Arrays of the model that are also in the optimizer's state or in the average are copied there. Otherwise two
         # results of jax.device_put could share a buffer, and a step would donate this buffer twice.
@@ -127,6 +131,13 @@ class Optimizer(_Object):
         averages = jax.tree.map(lambda ema, param: ema.astype(param.dtype), self.ema, params)
         average_model: M = nnx.merge(graphdef, averages, untrained)
         return average_model
+
+    def _remember(self, values: dict[str, Any]) -> None:
+        """Store old values of Variables, for :meth:`update` to restore in a skipped step.
+
+        :func:`value_and_grad` passes the Variables that the loss function has changed.
+        """
+        self._before = nnx.data({**values, **(self._before or {})})
 
     def update(self, model: Any, grads: Any, /, **kwargs: Any) -> Any:
         """Update the model, or skip the step if the gradient norm is not finite.
@@ -162,6 +173,9 @@ class Optimizer(_Object):
         _set(self.opt_state, opt_state)
         self.step[...] += 1
         self._skipped[...] += skipped
+        if self._before is not None:
+            _put_back(skipped == 0, model, self._before)
+            self._before = nnx.data(None)
         return updates
 
     def _require_structure(self, params: Any) -> None:
@@ -229,24 +243,35 @@ def _require_some(params: Any, model: Any, wrt: Any) -> None:
     raise ValueError(f"wrt={got} matches no Variable of the model; its kinds of Variables: {kinds}")
 
 
-def _flat_state(models: Any) -> list[tuple[Any, Any]]:
-    """Return the Variables and arrays of ``models`` with their paths, without random number generators."""
-    return list(nnx.to_flat_state(nnx.state(models, nnx.Not(nnx.RngState), graph=True)))
+def _values(model: Any) -> dict[str, Any]:
+    """Return the arrays of ``model`` by path, without random number generators."""
+    leaves = nnx.to_flat_state(nnx.state(model, nnx.Not(nnx.RngState)))
+    return {_path_text(path): value_of(leaf) for path, leaf in leaves}
 
 
-def _restore_unless(finite: jax.Array, models: Any, before: dict[Any, Any]) -> None:
-    """Set what has changed in ``models`` to its value ``before``, unless ``finite``."""
+def _path_text(path: Any) -> str:
+    return json.dumps(path, default=str)
+
+
+def _changed(model: Any, before: dict[str, Any]) -> dict[str, Any]:
+    """Return the entries of ``before`` whose values have changed."""
+    now = _values(model)
+    return {name: value for name, value in before.items() if name in now and now[name] is not value}
+
+
+def _put_back(finite: jax.Array, model: Any, before: dict[str, Any]) -> None:
+    """Set Variables back to the values ``before``, unless ``finite`` is true."""
     arrays = []
-    for path, leaf in _flat_state(models):
-        old, new = before.get(path), value_of(leaf)
-        if new is old or not _is_alike(new, old):
-            continue  # the loss function has created the array or changed its shape, as for an intermediate
+    for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Not(nnx.RngState))):
+        old, new = before.get(_path_text(path)), value_of(leaf)
+        if _path_text(path) not in before or not _is_alike(new, old):
+            continue  # the step has created the array or changed its shape, for example of an intermediate
         value = _tree.select_tree(finite, new, old)
         if isinstance(leaf, nnx.Variable):
             leaf.set_raw_value(value)
         else:
             arrays.append((path, value))
-    nnx.update(models, nnx.from_flat_state(arrays))
+    nnx.update(model, nnx.from_flat_state(arrays))
 
 
 def _is_alike(new: Any, old: Any) -> bool:
@@ -284,8 +309,8 @@ def value_and_grad(
     """Return a function that computes the true loss and gradients.
 
     Use it in place of ``nnx.value_and_grad`` in your own step. The returned function scales the loss and unscales the
-    gradients, as :func:`jaxmp.value_and_grad` does. If the norm of the gradients is not finite, it also undoes the
-    writes of the loss function to the model, such as new batch statistics.
+    gradients, as :func:`jaxmp.value_and_grad` does. If the step is skipped, ``optimizer.update`` undoes the writes of
+    the loss function to the model, such as new batch statistics.
 
     Args:
       loss_fn: a function that returns the loss, or ``(loss, aux)`` with ``has_aux``.
@@ -328,10 +353,12 @@ def value_and_grad(
         require_policy(trained, optimizer)
         other_args = [arg for arg in (*args, *kwargs.values()) if arg is not trained]
         models = [trained, *(leaf for leaf in jax.tree.leaves(other_args, is_leaf=_is_module) if _is_module(leaf))]
-        before = {path: value_of(leaf) for path, leaf in _flat_state(models)}
+        before = [_values(model) for model in models]
         (_, (loss, aux)), scaled_grads = gradient(*args, **kwargs)
         grads = true_gradients(scaled_grads, optimizer.loss_scale)
-        _restore_unless(jnp.isfinite(global_norm(nnx.as_pure(grads))), models, before)
+        for model, values in zip(models, before, strict=True):
+            if changed := _changed(model, values):
+                _keep(model, changed, grads, optimizer, is_trained=model is trained)
         return ((loss, aux) if has_aux else loss), grads
 
     return unscaled
@@ -339,3 +366,15 @@ def value_and_grad(
 
 def _is_module(node: Any) -> bool:
     return isinstance(node, nnx.Module)
+
+
+def _keep(model: Any, changed: dict[str, Any], grads: Any, optimizer: Optimizer, *, is_trained: bool) -> None:
+    """Restore the values ``changed`` of ``model`` if the step is skipped.
+
+    ``optimizer.update`` restores the values of the trained model. This function restores the values of other models.
+    """
+    if is_trained:
+        # NNX raises this error inside of a loop or a transformed function that does not take the optimizer.
+        with contextlib.suppress(TraceContextError):
+            return optimizer._remember(changed)
+    _put_back(jnp.isfinite(global_norm(nnx.as_pure(grads))), model, changed)

@@ -105,15 +105,14 @@ def test_a_skipped_step_changes_only_the_rng_counts_of_the_model():
     assert int(optimizer.skipped) == 1
 
 
-def test_an_overflow_in_the_updates_skips_the_step_and_keeps_the_finite_statistics():
+def test_an_overflow_in_the_updates_restores_the_statistics():
     overflow = optax.stateless(lambda updates, _: jax.tree.map(lambda u: u * jnp.inf, updates))
     model = Net(rngs())
     tx = jaxmp.loss_scaling(overflow, jaxmp.DynamicLossScale(2.0**10), check_updates=True)
     optimizer = Optimizer(model, tx)
-    before = jax.tree.map(np.asarray, values(model, nnx.Param))
+    before = jax.tree.map(np.asarray, values(model))
     assert np.isfinite(nnx.jit(train)(model, optimizer, X))
-    same_bits(values(model, nnx.Param), before)
-    assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(values(model, nnx.BatchStat)))
+    same_bits(values(model), before)
     assert int(optimizer.skipped) == 1
 
 
@@ -141,15 +140,12 @@ def test_a_skipped_step_changes_nothing_if_gradients_and_update_are_jitted_separ
         assert (bits(values(model)) == bits(before)) == (x is BAD)
 
 
-def test_each_bad_microbatch_restores_the_statistics_and_the_step_is_skipped():
+def test_a_skipped_step_of_several_microbatches_restores_the_values_before_the_first():
     model, optimizer = setup()
-    params, grads = jax.tree.map(np.asarray, values(model, nnx.Param)), []
-    for x in (X, BAD, X):
-        before = jax.tree.map(np.asarray, values(model))
-        grads.append(jitted_gradients(model, optimizer, x)[1])
-        assert (bits(values(model)) == bits(before)) == (x is BAD)
+    before = jax.tree.map(np.asarray, values(model))
+    grads = [jitted_gradients(model, optimizer, x)[1] for x in (X, BAD, X)]
     jitted_update(model, optimizer, jax.tree.map(lambda *leaves: sum(leaves) / 3, *grads))
-    same_bits(values(model, nnx.Param), params)
+    same_bits(values(model), before)
     assert int(optimizer.skipped) == 1
 
 
