@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -39,6 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     By default, ``argv`` comes from ``sys.argv``.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal may lack arrows and other characters
     parser = _parser()
     options = parser.parse_args(argv)
     if options.command is None:

@@ -96,6 +96,11 @@ def levels_of(overrides: Mapping[Any, Any], half: np.dtype | None) -> dict[str, 
                 f"{key!r} stays float32, because few of its kernels exist in half precision, got 'half'; leave out the "
                 "override, or write 'primitive:<name>' for one primitive"
             )
+        if primitive == "custom_linear_solve" or key == "primitive:custom_linear_solve":
+            raise ValueError(
+                f"{key!r} keeps the dtypes of its author, got {value!r}; leave out the override, and cast the operands "
+                "of the solver instead"
+            )
         named = primitives_named_by(operation) if is_operation and operation != EVERY else ()
         if fixed := sorted(name for name in named if classify(name) in FIXED):
             raise ValueError(

@@ -187,8 +187,6 @@ class Rules:
 
         Overrides of its path or its class do not count.
         """
-        if name == "custom_linear_solve":  # its jaxprs are in the original dtypes
-            return False
         keys = self.keys_of(name, names)
         return any(key.endswith(f":{name}") and self.overrides[key] == "half" for key in keys)
 

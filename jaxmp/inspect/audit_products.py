@@ -5,16 +5,18 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from jaxmp._internals.jax.equations import asks_for_highest
+from jaxmp._internals.jax.walk import PRODUCTS, equations, jaxprs_in
 from jaxmp.base.hardware import Hardware
 from jaxmp.engine.flops import flops_of
 from jaxmp.inspect.program.products import multiplied, widest, work
-from jaxmp.inspect.program.values import Value
+from jaxmp.inspect.program.reading_values import same_turn
+from jaxmp.inspect.program.values import Read, Value, Values
 from jaxmp.inspect.program.weight_operands import unaligned
 
 
@@ -92,6 +94,25 @@ def _bound_by(flops: int, size: int, dtype: str, precision: Any, device: Hardwar
     if rate is None or device.peak_bandwidth is None:
         return None
     return "arithmetic" if flops / (rate * 1e12) >= size / device.peak_bandwidth else "bytes"
+
+
+def products_in_kernels(values: Values, device: Hardware) -> Iterator[Product]:
+    """Yield the products inside kernels, solvers and other equations that are not opened.
+
+    The ``count`` of these products is None, because the number of executions is unknown.
+    """
+    for place in values.places.values():
+        if place.bodies is not None:
+            continue
+        for jaxpr in jaxprs_in(place.eqn):
+            for eqn in equations(jaxpr):
+                if eqn.primitive.name in PRODUCTS:
+                    place_in_kernel = dataclasses.replace(place, eqn=eqn, turns=(*place.turns, None))
+                    reads: list[Read] = []
+                    for number, atom in enumerate(eqn.invars):
+                        reads.append((number, Value(atom.aval, "argument"), same_turn))
+                    value = Value(eqn.outvars[0].aval, eqn.primitive.name, place=place_in_kernel, reads=reads)
+                    yield product_of(value, None, device, 1)
 
 
 def shares_of_flops(products: Sequence[Product]) -> dict[str, float]:

@@ -14,7 +14,7 @@ from jaxmp.base import hardware, tables
 from jaxmp.base.dtypes import closest_names
 from jaxmp.inspect.audit_arguments import arguments_of, is_loss_scaled, sent_over_batch_axes
 from jaxmp.inspect.audit_compiled import CastsInLoops, dtypes_that_ran
-from jaxmp.inspect.audit_products import Product, product_of, shares_of_flops
+from jaxmp.inspect.audit_products import Product, product_of, products_in_kernels, shares_of_flops
 from jaxmp.inspect.compiled import hlo
 from jaxmp.inspect.memory_plan import Memory, of_call
 from jaxmp.inspect.program import compiling
@@ -250,7 +250,7 @@ def _audit_of(
         on_cpu=device.platform == "cpu",
         sent=() if memory is None else tuple(sent_over_batch_axes(memory.collectives.rows, arguments)),
     )
-    all_products = tuple(product for _, product in products)
+    all_products = (*(product for _, product in products), *products_in_kernels(values, device))
     flops = shares_of_flops(all_products)
     half = sum(share for dtype, share in flops.items() if np.dtype(dtype).itemsize <= 2)
     return Audit(all_products, flops, half if flops else None, memory, findings(audited))

@@ -25,6 +25,7 @@ from jaxmp.inspect.memory_kinds import Leaf, batch_axes, leaves_of, sharding_on_
 from jaxmp.inspect.program import compiling, targets
 from jaxmp.inspect.program.calls import names_of_arguments
 from jaxmp.inspect.traffic import Collectives, collectives, ideal_wire
+from jaxmp.training.step import TrainStep
 
 KINDS = ("params", "optimizer", "model_state", "batch", "activations", "temporaries", "other")
 _SHOWN = 20
@@ -75,9 +76,8 @@ class Memory(tables.Shown):
 
         Args:
           limit: the limit in bytes, such as :attr:`jaxmp.inspect.program.targets.Target.memory_bytes`.
-          multiple_of: the result is a multiple of this number. Pass the number of microbatches of a step that
-            accumulates gradients, or 8 for tensor cores. If devices split the batch, the result is also a multiple of
-            the number of parts.
+          multiple_of: the result is a multiple of this number, such as 8 for tensor cores. The result is also a
+            multiple of the number of parts into which devices and microbatches split the batch.
 
         Raises:
           ValueError: there is no batch, or the peak does not depend on the batch size.
@@ -196,6 +196,7 @@ def of_call(
 
     params = [leaf.value for leaf in leaves if leaf.kind == "params" and "ema_params" not in leaf.path.split("/")]
     axes = batch_axes(batch)
+    microbatches = call.options.accumulate_steps if isinstance(call, TrainStep) else 1
     has_ideal = bool(params and axes) and all(map(sharding_on_mesh, params))
     peak, by_kind, by_dtype, arrays = _measured(compiled, program, leaves)
     return Memory(
@@ -210,7 +211,7 @@ def of_call(
         ideal_wire=ideal_wire(params, axes) if has_ideal else None,
         params=sum(math.prod(np.shape(leaf)) for leaf in params),
         _peak_with=peak_with,
-        _parts=math.prod(axes.values()),
+        _parts=math.prod(axes.values()) * microbatches,
     )
 
 

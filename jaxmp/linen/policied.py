@@ -68,7 +68,7 @@ def apply_policy(module: M, policy: Any, overrides: Mapping[Any, Any] | None = N
 
     Raises:
       TypeError: ``module`` is not an instance of a Linen module.
-      ValueError: a pattern matched no module; an ``nnx.bridge.ToLinen`` wraps an NNX module without a policy; or the
+      ValueError: a pattern matched no module; an ``nnx.bridge.ToLinen`` wraps a class without a policy; or the
         half policy has no effect, because overrides or dtypes keep every product in float32 (checked in a call that
         runs all modules). A ValueError is raised when the module runs, because its submodules do not exist earlier.
 
@@ -101,7 +101,7 @@ def autocast(module: M, policy: Any, overrides: Mapping[Any, Any] | None = None)
       TypeError: ``module`` is not an instance of a Linen module.
       ValueError: the policy does not compute in half precision; an override computes neither in the policy's half dtype
         nor in float32; an override names an unknown primitive or class. Raised when the module runs: a pattern matched
-        no module and no variable; an override matched no operation; or overrides of modules, of ``"class:half"`` or of
+        no module; an override matched no operation; or overrides of modules, of ``"class:half"`` or of
         ``"class:*"`` keep every product in float32. (Overrides of primitives, such as ``{"primitive:dot_general":
         "float32"}``, may keep every product in float32.)
 

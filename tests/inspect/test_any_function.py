@@ -155,6 +155,15 @@ def test_a_batch_is_a_multiple_of_an_integer() -> None:
     assert found.largest_batch(10_000, multiple_of=np.int64(8)) % 8 == 0
 
 
+def test_a_batch_is_a_multiple_of_the_microbatches() -> None:
+    def loss_fn(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
+        return jnp.mean(batch @ params["w"]), model_state
+
+    state = jaxmp.TrainState.create(params={"w": jnp.ones((4, 64))}, tx=optax.sgd(0.1))
+    step = jaxmp.make_train_step(loss_fn, accumulate_steps=4)
+    assert memory(step)(state, jnp.ones((32, 4))).largest_batch(50_000) % 4 == 0
+
+
 def test_params_of_a_split_nnx_model_are_found_by_their_paths() -> None:
     class Half(nnx.Module):
         def __init__(self) -> None:

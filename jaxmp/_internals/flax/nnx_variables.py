@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,7 +11,6 @@ from flax import nnx
 
 from jaxmp._internals.flax.nnx import OWN
 from jaxmp.base import trees as _tree
-from jaxmp.base.dtypes import CASTABLE
 
 
 def is_object(value: Any) -> bool:
@@ -52,10 +50,6 @@ def items(node: Any) -> Iterator[tuple[str, Any]]:
         for path, value in jax.tree.leaves_with_path(node, is_leaf=lambda leaf: leaf is not node):
             if path:
                 yield _tree.path_name(path), value
-
-
-# The types of the most common attributes, which contain no Variables. (Each dtype has its own class.)
-PLAIN = frozenset({type(None), bool, int, float, str, types.FunctionType, *map(type, CASTABLE)})
 
 
 def own(node: Any) -> Iterator[Any]:

@@ -26,7 +26,7 @@ def half_exponentials(audited: Audited) -> Faults:
         if place is None:
             continue
         if value.name in _EXPONENTIAL and value.is_half:
-            if value.name == "exp" and (place.path, place.source) in error_functions:
+            if (place.path, place.source) in error_functions and _is_bell(value):
                 continue  # the derivative of erf
             what = f"{value.name} in {value.dtype.name}, which loses the range or the digits that it needs"
             yield Fault(place, what, "cast to float32 before it")
@@ -36,6 +36,14 @@ def half_exponentials(audited: Audited) -> Faults:
                     what = f"the variance under a {value.name} is computed in {part.dtype.name}"
                     yield Fault(part.at, what, "compute the statistics of a norm in float32")
                     break
+
+
+def _is_bell(value: Value) -> bool:
+    """Return whether a value is exp(-x²), as in the derivative of erf."""
+    if value.name != "exp":
+        return False
+    negated = value.inputs[0]
+    return negated.name == "neg" and _is_square(negated.inputs[0])
 
 
 def _is_square(value: Value) -> bool:
