@@ -85,6 +85,11 @@ def test_params_in_place_of_the_function_that_makes_them_are_refused():
         jaxmp.TrainState.create_sharded({"w": EXAMPLES}, tx_of(), Sharding(mesh_of(), {"w": P("fsdp")}))
 
 
+def test_a_sharding_needs_a_mesh():
+    with pytest.raises(TypeError, match=r"mesh must be a jax\.sharding\.Mesh, got 4; make it with"):
+        Sharding(4, {})
+
+
 def test_a_mesh_alone_is_no_sharding():
     with pytest.raises(TypeError, match=r"sharding must be a jaxmp.sharding.Sharding\(mesh, specs\), got Mesh"):
         jaxmp.make_train_step(loss_fn, sharding=mesh_of())

@@ -63,6 +63,11 @@ BAD_ARGUMENTS = {
         TypeError,
         "takes (params, model_state, batch, rng), got one of (params, batch)",
     ),
+    "an NNX loss": (
+        lambda: make_train_step(lambda model, batch: model),
+        TypeError,
+        "for an NNX model use jaxmp.nnx.make_train_step",
+    ),
     "a keyword more": (
         lambda: make_eval_step(lambda p, s, b, r, *, train: (p, s)),
         TypeError,

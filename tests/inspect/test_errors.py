@@ -1,0 +1,71 @@
+"""Errors of the inspect tools about wrong arguments, and the texts of rare results."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxmp.inspect import audit, record, tune
+from jaxmp.inspect.plots.drawing import percent
+from jaxmp.inspect.report.page import write_report
+
+pytestmark = pytest.mark.once
+X = jnp.ones((4, 4))
+
+
+def loss_fn(w: Any, x: Any) -> Any:
+    with jax.named_scope("layer"):
+        return jnp.mean((x @ w) ** 2)
+
+
+def logged(folder: Any, *args: Any) -> None:
+    with record(folder) as run:
+        run.log(*args)
+
+
+def reported_without_steps(folder: Any) -> None:
+    with record(folder):
+        pass
+    write_report(folder)
+
+
+MISTAKES = {
+    "an unknown split": (lambda folder: logged(folder, 1, {"loss": 1.0}, "valid"), ValueError, "'train' or 'test'"),
+    "no metrics": (lambda folder: logged(folder, 1, {}), ValueError, "a 'loss' or an 'accuracy', got none"),
+    "a run without steps": (reported_without_steps, ValueError, "needs a training step"),
+    "memory of a program that was not compiled": (
+        lambda folder: audit(loss_fn, "mixed_bfloat16", compile=False)(X, X).check(max_bytes=1),
+        ValueError,
+        "max_bytes needs a compiled program",
+    ),
+    "batches of arrays": (
+        lambda folder: tune(loss_fn, "mixed_bfloat16")(X, X, batches=[X]),
+        TypeError,
+        "write [(batch,)]",
+    ),
+    "a policy file without its ending": (
+        lambda folder: tune(loss_fn, "mixed_bfloat16", tolerance=1.0)(X, X).save(folder / "policy.txt"),
+        ValueError,
+        "must end in .toml",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_wrong_argument_is_refused(mistake, tmp_path):
+    call, kind, phrase = MISTAKES[mistake]
+    with pytest.raises(kind, match=re.escape(phrase)):
+        call(tmp_path)
+
+
+def test_an_audit_that_was_not_compiled_does_not_know_what_ran():
+    shown = str(audit(jax.grad(loss_fn), "mixed_bfloat16", compile=False)(X, X))
+    assert "peak memory" not in shown and "?" in shown
+
+
+def test_a_share_is_shown_as_0_or_100_percent_only_if_it_is_exact():
+    assert [percent(share) for share in (0, 0.0004, 0.5, 0.9996, 1)] == ["0%", "<0.1%", "50.0%", ">99.9%", "100%"]
