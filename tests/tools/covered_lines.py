@@ -1,6 +1,6 @@
 """Record how much of the library the tests run, in tests/README.md.
 
-    python -m pytest -m "not slow" --cov=jaxmp --cov-branch
+    python -m pytest --cov=jaxmp --cov-branch
     python tests/tools/covered_lines.py .coverage --record now
 
 The first command needs pytest-cov. It writes the file .coverage, which the second command reads. Processes that the
