@@ -117,7 +117,7 @@ def attention_flops(program: HloProgram) -> dict[str, int]:
 
 
 def traffic(program: HloProgram) -> tuple[float, float]:
-    """Return two sums of bytes, read plus written.
+    """Return two totals of memory traffic. Each total adds the bytes read and the bytes written.
 
     The first sum covers all kernels other than products. The second sum covers the kernels among these that only change
     a layout.

@@ -23,7 +23,7 @@ POLICY_FLAG = "jaxmp_policy"  # keeps nn.jit from sharing a trace between module
 
 @dataclasses.dataclass(frozen=True)
 class Root:
-    """The policies of a root.
+    """The policies of a root: a module to which the user applied them.
 
     Attributes:
       policies: the policy of the root and its overrides for modules.

@@ -21,24 +21,33 @@ NAME = "<script>document.title = 'injected'</script>"
 VISIBLE = "[...document.querySelectorAll('#plan tbody tr')].filter((row) => !row.hidden)"
 
 
-@pytest.fixture(scope="module")
-def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of 10,000 steps with a plan of 5,000 rows, beside a second run."""
-    folders = [tmp_path_factory.mktemp("half") / NAME.replace("/", " "), tmp_path_factory.mktemp("full") / "float32"]
+def report_of(folder: Path, steps: int, operations_of_plan: int) -> Path:
+    """Write the page of a run with a plan, beside a second run."""
+    folders = [folder / "half" / NAME.replace("/", " "), folder / "float32"]
     for folder in folders:
-        folder.mkdir()
-        rows = "".join(f"{n},train,{1 / (n + 1)},,{n},1024,{n % 100 == 0:d}\n" for n in range(10_000))
+        folder.mkdir(parents=True)
+        rows = "".join(f"{n},train,{1 / (n + 1)},,{n},1024,{n % 100 == 0:d}\n" for n in range(steps))
         (folder / "metrics.csv").write_text("step,split,loss,accuracy,grad_norm,loss_scale,skipped\n" + rows)
     operations = [
         {"path": f"Net/block_{n % 24}/attention", "primitive": "dot_general", "operands": ["float16", "float16"],
          "result": "float16", "flops": (n * 7919) % 5_000 * 10**6, "why": "product", "source": f"model.py:{n}"}
-        for n in range(4_999)
+        for n in range(operations_of_plan - 1)
     ]  # fmt: skip
     operations.append({**operations[0], "path": NAME, "why": NAME})
     (folders[0] / "plan.json").write_text(json.dumps({"rows": operations}))
     sizes = {"params": 3 * 2**20, "activations": 9 * 2**20, "batch": 0}
     (folders[0] / "memory.json").write_text(json.dumps({"device": "cpu", "peak": 12 * 2**20, "by_kind": sizes}))
     return write_report(folders[0], folders[1:])
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return report_of(tmp_path_factory.mktemp("large"), 10_000, 5_000)
+
+
+@pytest.fixture(scope="module")
+def small_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return report_of(tmp_path_factory.mktemp("small"), 100, 50)
 
 
 @pytest.fixture(scope="module")
@@ -62,8 +71,8 @@ def test_the_page_is_small_opens_fast_and_asks_no_network(tab, page: Path) -> No
     assert not {"Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded"} & tab.events.keys()
 
 
-def test_html_in_names_is_text(tab, page: Path) -> None:
-    tab.open(page)
+def test_html_in_names_is_text(tab, small_page: Path) -> None:
+    tab.open(small_page)
     assert tab.value("document.scripts.length") == 1 and "jaxmp report" in tab.value("document.title")
     assert tab.value("document.querySelector('#plan tbody tr:last-child td').textContent") == NAME
     assert tab.value("document.querySelector('h1').textContent").startswith("<script>")
@@ -90,12 +99,12 @@ def test_the_table_sorts_by_number_and_by_text_and_searches(tab, page: Path) -> 
     assert tab.value(f"{VISIBLE}.every((row) => row.textContent.includes('block_7/'))")
 
 
-def test_both_themes_are_readable_and_a_narrow_page_does_not_scroll_sideways(tab, page: Path) -> None:
+def test_both_themes_are_readable_and_a_narrow_page_does_not_scroll_sideways(tab, small_page: Path) -> None:
     brightness = """['color', 'backgroundColor'].map((name) => getComputedStyle(document.body)[name]
       .match(/\\d+/g).slice(0, 3).reduce((sum, part) => sum + Number(part), 0) / 765)"""
     for theme in ("light", "dark"):
         for width in (1100, 360):
-            tab.open(page, width, theme)
+            tab.open(small_page, width, theme)
             ink, paper = tab.value(brightness)
             assert abs(ink - paper) > 0.7 and (paper > ink) == (theme == "light")
             assert tab.value("document.documentElement.scrollWidth") <= width
@@ -104,8 +113,8 @@ def test_both_themes_are_readable_and_a_narrow_page_does_not_scroll_sideways(tab
             )
 
 
-def test_print_shows_the_whole_table_in_dark_ink(tab, page: Path) -> None:
-    tab.open(page, theme="dark")
+def test_print_shows_the_whole_table_in_dark_ink(tab, small_page: Path) -> None:
+    tab.open(small_page, theme="dark")
     tab.media("print", "light")
     assert tab.value("getComputedStyle(document.getElementById('search')).display") == "none"
     assert tab.value("[...document.querySelectorAll('.scroll')].every((box) => box.scrollHeight <= box.clientHeight)")

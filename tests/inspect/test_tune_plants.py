@@ -113,7 +113,9 @@ SLOW = (
     cumulative_sum, chebyshev_polynomial, cosine_by_doubling_the_angle,
     inverse_by_determinants, gate_with_large_logits, moving_average,
 )  # fmt: skip
-PLANTS = [*QUICK, *(pytest.param(plant, marks=pytest.mark.slow("eleven more plants")) for plant in SLOW)]
+PLANTS = [(plant, half) for plant in QUICK for half in HALVES]
+for number, slow_plant in enumerate(SLOW):
+    PLANTS.append(pytest.param(slow_plant, HALVES[number % 2], marks=pytest.mark.slow("eleven more plants")))
 
 
 def _loss(*layers):
@@ -132,8 +134,7 @@ def _params(count):
     return [jax.random.normal(key, (16, 16)) / 4 for key in jax.random.split(jax.random.key(0), count)]
 
 
-@pytest.mark.parametrize("half", HALVES)
-@pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)
+@pytest.mark.parametrize(("plant", "half"), PLANTS)
 def test_the_planted_operation_is_found_and_no_other(plant, half):
     tuned = tune(_loss(layer, plant, layer), half)(_params(3), X)
     operations = [row.path for row in tuned.rows if row.path.startswith("layer_1:")]
@@ -150,15 +151,8 @@ def test_without_a_plant_nothing_is_found(half):
 
 
 @pytest.mark.slow("measures all choices of modules")
-@pytest.mark.parametrize(
-    ("layers", "half"),
-    [
-        ((layer, growth_by_factors_near_one, layer, variance_by_moments, layer), "mixed_float16"),
-        ((offset_positions, layer, residual_flow, layer, polynomial_by_horner), "mixed_bfloat16"),
-    ],
-    ids=["float16", "bfloat16"],
-)
-def test_no_choice_of_as_few_modules_has_much_more_in_half(layers, half):
+def test_no_choice_of_as_few_modules_has_much_more_in_half():
+    half, layers = "mixed_float16", (layer, growth_by_factors_near_one, layer, variance_by_moments, layer)
     loss_fn, args = _loss(*layers), (_params(5), X)
     whole, tuned = tune(loss_fn, half, operations=False)(*args), tune(loss_fn, half)(*args)
     policy = get_policy(half)

@@ -211,8 +211,8 @@ def _cond(params: Any, bodies: Bodies, functions: Sequence[BodyFunction], *opera
     return jax.lax.switch(index, list(functions), *args)
 
 
-# Each of these equations is replaced by its body. JAX can then remove the unread equations of a `remat_opt` body under
-# checkpoint one by one.
+# Each of these equations is replaced by its body. Under checkpoint, JAX can then remove single equations of a
+# `remat_opt` body if nothing reads their results.
 _OPENED = ("closed_call", "call", "remat_opt", "eval_jaxpr")
 _REBUILT = {
     "shard_map": _shard_map,
