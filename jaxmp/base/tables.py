@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -109,6 +110,15 @@ def short(number: float) -> str:
     """
     power = next((n for n in range(5, 0, -1) if number >= 0.9995 * 1000**n), 0)
     return f"{number / 1000**power:.3g}{' kMGTP'[power]}".strip()
+
+
+def without_numbers(path: str) -> str:
+    """Return a path with ``*`` in place of each number, so that the layers of a stack have the same path.
+
+    >>> without_numbers("Net/Block_11/Dense_0")
+    'Net/Block_*/Dense_*'
+    """
+    return re.sub(r"\d+", "*", path)
 
 
 def counts(numbers: Mapping[str, int]) -> str:

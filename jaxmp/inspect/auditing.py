@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ from jaxmp.inspect.program.weight_operands import weights_in
 from jaxmp.policy.patterns import matches
 from jaxmp.policy.policy_map import get_policy
 
-_COLUMNS = ("path", "source", "phase", "dtypes", "ran", "FLOP", "bound by", "aligned")
+_COLUMNS = ("path", "source", "phase", "dtypes", "ran", "FLOP", "bound by", "aligned", "products")
 
 
 class AuditError(AssertionError):
@@ -36,6 +36,8 @@ class AuditError(AssertionError):
 @dataclasses.dataclass(frozen=True)
 class Audit(tables.Shown):
     """The result of :func:`audit`.
+
+    In the printed table, equal products of several layers share a row: a ``*`` replaces the numbers in their paths.
 
     Attributes:
       products: the matrix products and convolutions, in program order.
@@ -135,10 +137,25 @@ class Audit(tables.Shown):
             if self.memory.devices > 1:
                 notes.append(self.memory.sent)
         notes += map(str, self.findings) if self.findings else ["no findings"]
-        return title, _COLUMNS, [_cells(product) for product in self.products], notes
+        return title, _COLUMNS, _rows(self.products), notes
 
     def _shares(self) -> str:
         return ", ".join(f"{dtype} {share:.1%}" for dtype, share in self.flops.items())
+
+
+def _rows(products: Iterable[Product]) -> list[tuple[Any, ...]]:
+    """Return the rows of the table.
+
+    Products share a row if they differ only in the numbers of their paths, such as those of equal layers.
+    """
+    paths: dict[tuple[str, ...], list[str]] = {}
+    for product in products:
+        paths.setdefault((tables.without_numbers(product.path), *_cells(product)), []).append(product.path)
+    rows = []
+    for (pattern, *cells), paths_of_row in paths.items():
+        path = paths_of_row[0] if len(set(paths_of_row)) == 1 else pattern
+        rows.append((path, *cells, len(paths_of_row)))
+    return rows
 
 
 def _cells(product: Product) -> tuple[str, ...]:
@@ -149,7 +166,6 @@ def _cells(product: Product) -> tuple[str, ...]:
     if product.count != 1:
         flops += f" × {product.count or '?'}"
     return (
-        product.path,
         product.source,
         product.phase,
         dtypes,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -32,6 +32,9 @@ class Numerics(tables.Shown):
     The mappings go from path to :class:`Statistics`, in program order. The magnitudes of gradients do not include the
     loss scale. But ``below_normal`` and ``overflow`` of gradients are the counts of the scaled gradients, as in
     training. Values that underflowed to 0 during the computation are counted in ``zeros``.
+
+    The printed table has one row for tensors whose paths differ only in numbers, such as those of equal layers. The row
+    shows the tensor that would lose the most values in float16. :meth:`rows` returns all tensors.
 
     Attributes:
       loss: the loss.
@@ -76,16 +79,31 @@ class Numerics(tables.Shown):
         title = f"loss {self.loss:.6g} at loss scale {self.loss_scale:g}; "
         title += f"recommended for float16: {self.recommended_scale():g}"
         rows: list[tuple[Any, ...]] = []
-        last_kind = ""
-        for kind, path, tensor in self.rows():
-            if kind != last_kind:
-                rows.append((kind, *[""] * (len(_COLUMNS) - 1)))
-                last_kind = kind
-            rows.append((f"  {path}", *_cells(tensor)))
+        for kind in TENSORS:
+            tensors: Mapping[str, Statistics] = getattr(self, kind)
+            if tensors:
+                rows.append((kind.replace("_", " "), *[""] * (len(_COLUMNS) - 1)))
+            for paths in _similar_paths(tensors):
+                worst = max(paths, key=lambda path: _lost_in_float16(tensors[path]))
+                shown = worst if len(paths) == 1 else f"{worst} (worst of {len(paths)})"
+                rows.append((f"  {shown}", *_cells(tensors[worst])))
         return title, _COLUMNS, rows, ()
 
 
 _COLUMNS = ("path", "values", "dtype", "zeros", "not\nfinite", "mean", "amax", "ratio", "0 in\nfloat16")
+
+
+def _similar_paths(paths: Iterable[str]) -> Iterable[list[str]]:
+    """Return groups of paths that differ only in their numbers."""
+    groups: dict[str, list[str]] = {}
+    for path in paths:
+        groups.setdefault(tables.without_numbers(path), []).append(path)
+    return groups.values()
+
+
+def _lost_in_float16(tensor: Statistics) -> tuple[int, float]:
+    """Return the number of non-finite values, and the share of values that a cast to float16 changes to 0."""
+    return tensor.overflow, tensor.under("float16").vanished / max(tensor.count, 1)
 
 
 def _cells(tensor: Statistics) -> tuple[Any, ...]:
@@ -98,7 +116,7 @@ def _cells(tensor: Statistics) -> tuple[Any, ...]:
         f"{tensor.mean_abs:.1e}",
         f"{tensor.amax:.1e}",
         "" if tensor.ratio is None else f"{tensor.ratio:.1e}",
-        f"{tensor.under('float16').vanished / count:.1%}",
+        f"{_lost_in_float16(tensor)[1]:.1%}",
     )
 
 

@@ -288,6 +288,16 @@ def test_text_table_and_json(found):
     assert sum(there["weights"]["w"]["histogram"].values()) == 64
 
 
+def test_the_table_shows_the_worst_of_equal_layers():
+    def loss_fn(weights):
+        return sum(jnp.sum(w * factor) for w, factor in zip(weights.values(), (1.0, 1e-9, 1e-3), strict=True))
+
+    found = numerics(loss_fn)({f"layer_{number}": jnp.ones(4) for number in range(3)})
+    rows = str(found).split("\ngradients\n")[1].splitlines()
+    assert len(rows) == 1 and rows[0].startswith("  layer_1 (worst of 3)") and rows[0].endswith("100.0%")
+    assert found.gradients["layer_0"].amax == 1
+
+
 @pytest.mark.once
 def test_the_table_reads_at_80_columns():
     def loss_fn(params, x):
