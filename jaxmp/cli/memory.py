@@ -14,9 +14,9 @@ ARGUMENTS = SHAPES | DEVICE | TOPOLOGY | POLICY | PLOT
 def run(options: argparse.Namespace) -> int:
     """Show the memory of a function or train step, by kind and dtype.
 
-    The function is compiled, not run. --device compiles for a GPU that is not attached, and needs pip install
-    'jaxmp[compile-only]'. --topology compiles for several such GPUs, and the report shows the memory and the traffic
-    of each GPU. The shapes from --args must then have shardings on a jax.sharding.AbstractMesh. With --policy, the
+    The function is compiled, not run. --device compiles for a GPU that is not attached, and needs pip install -e
+    '.[compile-only]'. --topology compiles for several such GPUs, and the report shows the memory and the traffic of
+    each GPU. The shapes from --args must then have shardings on a jax.sharding.AbstractMesh. With --policy, the
     function is compiled under autocast, and no argument is donated. The exit code is 2 if an argument is wrong.
 
     Example:

@@ -26,7 +26,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 from jaxmp._internals.jax.patches import with_cudnn as with_cudnn
 from jaxmp.base import hardware
 
-INSTALL = "pip install -e '.[experiments,compile-only]'"
+INSTALL = "pip install -e '.[compile-only]'"
 PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
 CUDA = Path("/usr/local/cuda")
 COMPILER_OPTIONS = {"xla_gpu_enable_triton_gemm": False}
