@@ -208,9 +208,8 @@ def report(results: dict[str, list[Outcome]], folder: Path, seconds: float, data
     where = environment()
     cores = bool(jaxmp.hardware.detect().tensor_cores)
     tables = [table for task, outcomes in results.items() for table in comparison_report.tables(task, outcomes, cores)]
-    sentences = [comparison_report.sentence(task, outcomes, METRICS[task]) for task, outcomes in results.items()]
-    conclusion = f"{'; '.join(sentences)}."
-    conclusion = conclusion[0].upper() + conclusion[1:]
+    conclusions = [comparison_report.conclusion(task, outcomes, METRICS[task]) for task, outcomes in results.items()]
+    conclusion = " ".join(conclusions)
     picture(results, METRICS, folder / "compare.png", f"{where['device']}, {where['date'][:10]}")
 
     lines = ["# Comparison", "", conclusion, "", "![comparison](compare.png)", ""]

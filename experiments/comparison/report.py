@@ -127,35 +127,37 @@ def as_json(outcome: Outcome, baseline: Outcome, tensor_cores: bool) -> dict[str
     }
 
 
-def sentence(title: str, outcomes: list[Outcome], metric: str) -> str:
-    """Return a sentence on the held-out results of a task."""
+def conclusion(title: str, outcomes: list[Outcome], metric: str) -> str:
+    """Return sentences on the held-out results of a task."""
     baseline, *others = outcomes
     worse, near, failed = _verdicts(outcomes, metric)
     deltas = {id(o): _loss_of_quality(o, baseline, metric) for o in worse + near}
-    unit = "" if metric == "loss" else " points"
-    shown = f"{mean(baseline, 'loss'):.2f}" if metric == "loss" else f"{100 * mean(baseline, 'accuracy'):.1f} %"
-    side = "above" if metric == "loss" else "below"
-    parts = []
-    if worse:
-        gaps = _range([deltas[id(o)] for o in worse], ".2f")
-        seen = [100 * o.zero_activations for o in worse if not math.isnan(o.zero_activations)]
-        ends = "ends" if len(worse) == 1 else "end"
-        its = "its" if len(worse) == 1 else "their"
-        why = f" ({_range(seen, '.0f')} % of {its} activation gradients became zero)" if seen else ""
-        parts.append(
-            f"{_and([_spoken(o) for o in worse])} {ends} {gaps}{unit} {side} float32's held-out {metric} of {shown}"
-            f"{why}"
+    if metric == "loss":
+        unit, side, least, digits, reached = "", "above", 0.001, ".3f", f"{mean(baseline, 'loss'):.2f}"
+    else:
+        unit, side, least, digits, reached = (
+            " points",
+            "below",
+            0.01,
+            ".2f",
+            f"{100 * mean(baseline, 'accuracy'):.1f} %",
         )
+    sentences = [f"On {title}, float32 ends at a held-out {metric} of {reached}."]
+    if worse:
+        ends, whose = ("ends", "its") if len(worse) == 1 else ("end", "their")
+        gaps = _range([deltas[id(o)] for o in worse], ".2f")
+        sentences.append(f"{_and([_spoken(o) for o in worse])} {ends} {gaps}{unit} {side} it.")
+        zeros = [100 * o.zero_activations for o in worse if not math.isnan(o.zero_activations)]
+        if zeros:
+            sentences.append(f"{_range(zeros, '.0f')} % of {whose} activation gradients became zero.")
     if near:
-        everyone = len(near) == len(others) > 1
-        who = "everything else" if everyone else _and([_spoken(o) for o in near])
-        what = "it" if worse else f"float32's held-out {metric} of {shown}"
-        most = max(abs(deltas[id(o)]) for o in near)
-        bound = f"{max(most, 0.001):.3f}" if metric == "loss" else f"{max(most, 0.01):.2f}"
-        parts.append(f"{who} {'ends' if everyone or len(near) == 1 else 'end'} within {bound}{unit} of {what}")
+        is_everyone = len(near) == len(others) > 1
+        who = "All other policies" if is_everyone else _and([_spoken(o) for o in near])
+        largest = max(least, *(abs(deltas[id(o)]) for o in near))
+        sentences.append(f"{who} {'ends' if len(near) == 1 else 'end'} within {largest:{digits}}{unit} of it.")
     if failed:
-        parts.append(f"{_and([_spoken(o) for o in failed])} did not stay finite")
-    return f"on {title} {', '.join(parts) or f'float32 ends at a held-out {metric} of {shown}'}"
+        sentences.append(f"{_and([_spoken(o) for o in failed])} did not stay finite.")
+    return " ".join(sentences)
 
 
 def takeaway(results: dict[str, list[Outcome]], metrics: dict[str, str], tensor_cores: bool) -> str:
