@@ -10,7 +10,7 @@ NAME ?= loss_scaling
 SMALL := $(filter-out 0,$(SMOKE))
 MINUTES ?= $(if $(SMALL),0,9)
 WORKERS := $(shell getconf _NPROCESSORS_ONLN)
-# In CI, up to three failed tests run once more and are named at the end, so that a stalled machine fails no change.
+# In CI, up to three failed tests run once more, because a machine may stall. The summary names these tests.
 AGAIN := $(if $(CI),--reruns 1 --max-suite-reruns 3 --rerun-show-tracebacks)
 PYTEST := -m pytest -q -n $(WORKERS) --maxprocesses 8 --dist worksteal $(AGAIN)
 SOURCES := jaxmp experiments tests notebooks docs .ci
@@ -21,7 +21,7 @@ export MPLCONFIGDIR := $(CURDIR)/.cache/matplotlib
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
 
-demo: .venv/installed ## train on real data under five precisions and show what each did: about 3 minutes after set-up
+demo: .venv/installed ## train on real data under five precisions and compare the results: about 3 minutes after set-up
 	@$(PY) -m experiments.compare --demo --report $(ARGS)
 
 test: .venv/installed ## the tests, about 6 minutes the first time on two cores: make test ARGS="tests/cli -x"
@@ -40,17 +40,17 @@ benchmark: .venv/installed ## run a benchmark of experiments/benchmarks: make be
 	  { echo 'error: NAME is a benchmark of experiments/benchmarks/README.md, got $(NAME)' >&2; exit 2; }
 	@$(PY) -m experiments.benchmarks.$(NAME) $(ARGS)
 
-# The command as it was typed. gpu.py prints it at the end, so that you can continue with it.
+# MAKE_GPU is the command as you typed it. gpu.py prints it at the end, so that you can continue with it.
 gpu: export MAKE_GPU = make gpu $(strip $(foreach name,MINUTES SMOKE PYTHON ARGS,\
   $(if $(filter command environment,$(origin $(name))),$(name)='$(subst ','\'',$($(name)))')))
-gpu: ## measure what needs a GPU, for some minutes; repeat to continue: make gpu MINUTES=9 [SMOKE=1] [ARGS="--list"]
+gpu: ## run the benchmarks that need a GPU; repeat the command to continue: make gpu MINUTES=9 [SMOKE=1] [ARGS="--list"]
 	@python=$${PYTHON:-python3}; \
 	if [ -d build/wheelhouse ] && $$python -c 'import jax' 2>/dev/null; then \
 	  wheels=$$($$python .ci/wheels.py) || exit 1; export PYTHONPATH="$$wheels$${PYTHONPATH:+:$$PYTHONPATH}"; \
 	else $(SELF) --no-print-directory .venv/installed && python=$(PY); fi && \
 	$$python -m experiments.benchmarks.gpu --minutes $(MINUTES) $(if $(SMALL),--smoke) $(ARGS)
 
-wheelhouse: .venv/installed ## download into build/wheelhouse what `make gpu` needs without a network [WHEEL_PYTHON=3.12]
+wheelhouse: .venv/installed ## download the packages of `make gpu` for a machine without a network [WHEEL_PYTHON=3.12]
 	@.ci/wheelhouse.sh $(PY)
 
 notebook: .venv/installed ## run notebooks/quickstart.ipynb and save its outputs in it
@@ -105,7 +105,7 @@ clean: ## remove the environments and everything that was built; runs and data s
 	rm -rf .venv .venv-newest .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
-# If PYTHON is given and has another version than .venv, .venv is made again. setup.sh refuses a PYTHON that cannot run.
+# If PYTHON names another version than .venv has, .venv is created again. setup.sh refuses a PYTHON that cannot run.
 ifdef PYTHON
 ifneq ($(firstword $(shell .ci/pythons.sh "$(PYTHON)")),$(shell [ ! -x $(PY) ] || $(PY) -c $(VERSION) 2>&1))
 .PHONY: .venv/installed

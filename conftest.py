@@ -7,7 +7,7 @@ import pytest
 
 @pytest.fixture(autouse=True, scope="session")
 def names_in_examples(doctest_namespace):
-    """``jaxmp``, ``jax`` and its usual companions, by their usual names."""
+    """Add ``jaxmp``, ``jax`` and related libraries to the names of the examples."""
     import flax.linen as nn
     import jax
     import jax.numpy as jnp

@@ -1,6 +1,6 @@
 #!/bin/sh
-# dist.sh PYTHON: builds the sdist and the wheel in dist/. Then it installs only the wheel into an empty environment, and runs
-# the README's example and `jaxmp doctor` with it, outside of the repository's root.
+# dist.sh PYTHON: builds the sdist and the wheel in dist/. Then it installs only the wheel into an empty environment.
+# There it runs the README's example and `jaxmp doctor`, from a folder that is not the root of the repository.
 set -eu
 root=$(cd "$(dirname "$0")/.." && pwd)
 cd "$root"

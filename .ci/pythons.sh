@@ -1,7 +1,8 @@
 #!/bin/sh
-# pythons.sh [PYTHON]: prints "VERSION PATH" of the default Python, and on a second line of the newest Python. Only Pythons
-# count that jaxmp supports and that can make virtual environments. The default is PYTHON if it is given, else python3 if
-# it counts, else the newest. Nothing is printed if no Python counts, or PYTHON does not.
+# pythons.sh [PYTHON]: prints a line "VERSION PATH" for the default Python, and then such a line for the newest Python.
+# A Python is usable if jaxmp supports it and it can make virtual environments. Others are ignored. The default is
+# PYTHON if it is given, else python3 if it is usable, else the newest. If there is no usable Python, or PYTHON is
+# given but not usable, nothing is printed.
 # Each candidate is run, because a command on PATH can be a shim that fails.
 probe='
 import sys, ensurepip, venv

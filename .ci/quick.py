@@ -2,12 +2,12 @@
 
 The tests of a changed file are, from near to far:
 
-1. the tests with its name, and then those of its folder, because the folders of `tests/` mirror the code;
-2. the tests that import the file, and the tests (by name and folder) of the files that import it;
-3. the same for the files that import those, and so on.
+1. the tests with the file's name, and then the tests of its folder, because the folders of `tests/` mirror the code;
+2. the tests that import the file, and the tests of the other files that import it (by name and folder, as in 1);
+3. step 2 for the files that import those files, and so on.
 
-The nearest tests are printed until there are BUDGET tests, which take about two minutes on two cores. Among tests that
-are equally near, those come first that import fewer files. Three kinds always run: changed tests, tests with the name
+The nearest tests are printed until there are BUDGET tests, which take about two minutes on two cores. If tests are
+equally near, the tests that import fewer files come first. Three kinds always run: changed tests, tests with the name
 of a changed file, and the tests of CORE.
 """
 
@@ -24,7 +24,8 @@ from pathlib import Path
 CORE = ["tests/test_import.py", "tests/policy/test_policy.py", "tests/training/test_step.py"]
 BUDGET = 300  # test functions; one with all of its parameters takes 0.6 s of a core on average
 ROOTS = ("jaxmp", "experiments", "tests")
-# Pattern of files that are not modules -> their tests. Tests that name such a file in a string are found without it.
+# Patterns of files that are not modules, each with the tests of these files. Tests that name such a file in a string
+# are found without this table.
 ALSO = {
     r"experiments/results|README": ["experiments/report"],
     r".*\.(md|ipynb)$": ["docs", "properties/test_table.py"],
@@ -111,7 +112,10 @@ def dotted(node: ast.AST) -> str | None:
 
 @functools.cache
 def mirrored(name: str) -> tuple[tuple[str, bool], ...]:
-    """Return the tests with a file's name, with True, and those of its folders, with False."""
+    """Return the tests with a file's name and those of its folders.
+
+    A test comes with True if it has the file's name, and with False otherwise.
+    """
     path = Path(name)
     if path.parts[0] == "tests":
         return ((name, True),) if path.name.startswith("test_") else ()
@@ -129,10 +133,11 @@ def mirrored(name: str) -> tuple[tuple[str, bool], ...]:
 
 
 def near(changed: list[str], imports: Imports) -> dict[str, tuple[int, int]]:
-    """Return how far each test is from the changed files, as (distance, number of imports between).
+    """Return how far each test is from the changed files.
 
-    The distance is 0 for a test with the name of a changed file, 1 for a test of its folder, 2 and 3 for tests of the
-    files that import it (by name and by folder), and so on.
+    The result is a distance, and the number of imports between the test and a changed file. The distance is 0 for a
+    test with the name of a changed file, and 1 for a test of its folder. For the tests of the files that import it, the
+    distance is 2 by name and 3 by folder, and so on.
     """
     distances: dict[str, int] = {}
     for name in changed:

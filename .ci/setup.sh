@@ -1,8 +1,8 @@
 #!/bin/sh
-# setup.sh DIR default|newest [pins]: makes an environment in DIR with jaxmp (editable) and the packages of the experiments
-# and the tests, in the versions of constraints.txt. With "newest", it also installs the CUDA plugin that compiles for an
-# absent GPU, if wheels exist for this machine. With "pins", it ignores constraints.txt and installs the newest versions.
-# PYTHON=... names the default Python.
+# setup.sh DIR default|newest [pins]: makes an environment in DIR, with the default or the newest Python. It installs
+# jaxmp (editable) and the packages of the experiments and the tests, in the versions of constraints.txt. With
+# "newest", it also installs the CUDA plugin that compiles for an absent GPU, if wheels exist for this machine. With
+# "pins", it ignores constraints.txt and installs the newest versions. PYTHON=... names the default Python.
 set -eu
 dir=$1 which=$2 pins=${3:-}
 found=$("$(dirname "$0")/pythons.sh" "${PYTHON:-}")

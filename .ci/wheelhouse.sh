@@ -1,7 +1,7 @@
 #!/bin/sh
-# wheelhouse.sh PYTHON: downloads into build/wheelhouse the wheels that the benchmarks need on a machine that has JAX and torch
-# but no network. These are the packages of wheelhouse.txt, in the versions of constraints.txt, for Linux on x86-64.
-# WHEEL_PYTHON=3.12 is the Python version of that machine.
+# wheelhouse.sh PYTHON: downloads wheels into build/wheelhouse. The benchmarks need them on a machine that has JAX and
+# torch but no network. The wheels are those of the packages in wheelhouse.txt, in the versions of constraints.txt, for
+# Linux on x86-64. Set WHEEL_PYTHON to the Python version of that machine. The default is 3.12.
 set -eu
 python=$1 version=${WHEEL_PYTHON:-3.12}
 out=build/wheelhouse here=$(dirname "$0")

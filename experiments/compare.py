@@ -50,7 +50,7 @@ TASKS = {
     "gpt2": Task(language_modeling, {"model": "gpt2"}),
     "bert": Task(masked_lm, {}),
 }
-# The metric of each task in the picture and in the sentence.
+# The metric that the picture and the conclusion show for each task.
 METRICS = {name: "accuracy" if name in data.IMAGES else "loss" for name in TASKS}
 _DEMO_POLICIES = ("mixed_float16@none", "mixed_float16@dynamic", "mixed_bfloat16", "float16@none")
 
@@ -60,8 +60,8 @@ class Config:
     """Flags of the comparison."""
 
     task: Literal[tuple(TASKS)] = "digits"
-    """pysource: next-token prediction by a small model. gpt2, bert: the transformers, on a text that
-    --flags dataset=PATH can set. All others: image classification."""
+    """The task. pysource is next-token prediction by a small model. gpt2 and bert train a transformer on the text of
+    --flags dataset=PATH, by default pysource. All other tasks are image classification."""
     flags: Annotated[
         tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="FLAG[=VALUE] ...")
     ] = ()
@@ -79,15 +79,15 @@ class Config:
     batch_size: int = 0
     """Examples per step; 0 for the task's default."""
     override: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="PATTERN=POLICY")] = ()
-    """Another policy for the modules whose path matches, in all variants but float32."""
+    """Another policy for the modules whose path matches PATTERN, in all variants but float32."""
     remat: str = "none"
     """Recomputation in the backward pass, in all variants: none, full, dots or dots_no_batch; gpt2 and bert also have
     attention."""
     rounds: int = 7
     """Rounds of timing."""
     demo: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Compare float32, mixed_float16 with and without loss scaling, mixed_bfloat16 and float16 on digits and
-    pysource."""
+    """Compare five variants on digits and on pysource: float32, mixed_float16 with loss scaling, mixed_float16 without
+    it, mixed_bfloat16, and float16 without loss scaling."""
     report: Annotated[
         tuple[Path, ...] | None, tyro.conf.arg(metavar="[FILE]", help_behavior_hint="(default: none)")
     ] = None
@@ -204,7 +204,7 @@ def page_files(config: Config, folder: Path) -> list[Path]:
 
 
 def report(results: dict[str, list[Outcome]], folder: Path, seconds: float, data: list[str]) -> None:
-    """Print and write the tables and a conclusion, with the picture and numbers."""
+    """Print the tables and a conclusion, and write them with the picture and figures."""
     where = environment()
     cores = bool(jaxmp.hardware.detect().tensor_cores)
     tables = [table for task, outcomes in results.items() for table in comparison_report.tables(task, outcomes, cores)]

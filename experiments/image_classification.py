@@ -49,7 +49,8 @@ class ImageFlags:
     dataset: Literal[tuple(IMAGES)] = "digits"
     """The images. All data sets but the digits are downloaded, or built from files below --data-dir."""
     model: Literal["cnn", "resnet18", "resnet50"] = "cnn"
-    """The network. A ResNet has the stem for small images up to 64 pixels, and the stem for large images above."""
+    """The network. A ResNet has its stem for small images if they have at most 64 pixels a side, and otherwise its
+    usual stem."""
     api: Literal["linen", "nnx"] = "linen"
     """The Flax API of the network. nnx has only cnn and resnet18."""
     epochs: int = 20

@@ -56,14 +56,14 @@ class ModelFlags:
     """The model, and the text that it writes at the end."""
 
     model: Literal["next_token", "gpt2"] = "next_token"
-    """next_token has one hidden layer, a context of 4 pairs of bytes, and Adam. Of the sizes below, it takes only
-    --context and --vocabulary. gpt2 is the transformer."""
+    """The model. next_token has one hidden layer and a context of 4 pairs of bytes, and trains with Adam. Its only
+    size flags are --context and --vocabulary. gpt2 is the transformer."""
     size: Annotated[
         Size | None, tyro.conf.arg(metavar="{124M,355M,774M,1558M,1.3B,1.8B,7B}", help_behavior_hint="(default: none)")
     ] = None
     """Sizes of gpt2 by number of params. A size sets --layers, --heads, --width and --context, unless you set them.
-    124M to 1558M are the published sizes. 1.3B has 24 layers of width 2048, 1.8B has 8 of 4096, and 7B has 32 of 4096,
-    all three with a context of 2048."""
+    124M to 1558M are the published sizes. 1.3B has 24 layers of width 2048. 1.8B has 8 layers of width 4096. 7B has 32
+    layers of width 4096. These three have a context of 2048."""
     sample_tokens: int = 200
     """Tokens of the sample that gpt2 writes at the end; 0 for no sample."""
     prompt: Annotated[str, tyro.conf.arg(metavar="TEXT", help_behavior_hint="(default: an empty line)")] = ""
@@ -144,7 +144,7 @@ def prepare(config: Config) -> Experiment:
 
 
 def load(config: Config) -> tokens.Text:
-    """Return the text of the flags, on the device.
+    """Load the text that the flags name onto the device.
 
     The flags must come from :func:`settled`.
     """

@@ -25,17 +25,18 @@ Differences from jmp:
 - A dynamic scale keeps every field through ``jit`` and ``scan``. In jmp, it loses ``min_loss_scale`` (jmp#44).
 - A scale is always float32. In jmp, ``adjust`` raises an error for a float16 scale, although jmp's README uses such a
   scale (jmp#47).
-- ``scale`` and ``unscale`` return half-precision leaves in float32. In float16, a loss of 2 times a scale of 2^15 would
-  be infinite, and small unscaled gradients would become 0. In jmp, JAX's type promotion applies, so a float16 leaf
-  stays float16 if the scale is float16 or a Python number.
+- ``scale`` and ``unscale`` return half-precision leaves in float32. In float16, a loss of 2 would be infinite after it
+  is multiplied by a scale of 2^15. Small unscaled gradients would become 0. In jmp, JAX's type promotion applies, so a
+  float16 leaf stays float16 if the scale is float16 or a Python number.
 - ``scale`` and ``unscale`` do not change integers, bools and keys. jmp makes them floating or raises an error.
-- If you lower ``period`` to the counter or below, the scale grows at the next finite step. jmp restarts the count.
+- If you lower ``period`` to the value of ``counter`` or below, the scale grows at the next finite step. In jmp, the
+  count restarts.
 - A ``min_loss_scale`` of 0 means float32's smallest normal number. jmp's scale can reach 0, and then all gradients are
   NaN.
 - A dynamic scale must be finite and at least ``min_loss_scale``. In jmp, a scale below this minimum *grows* to the
   minimum at an overflow.
-- Unscaling by more than 2^126 works. In jmp, the reciprocal of such a scale is flushed to 0, and so all gradients are
-  0.
+- Unscaling by more than 2^126 gives NaN, so that the step is skipped. In jmp, the reciprocal of such a scale is
+  flushed to 0, and so all gradients are 0.
 - A static scale is stored as a Python float, and must not be a tracer. A static scale of 0, which jmp's tests have, is
   an error only when the scale is used.
 - A policy's dtypes must be floating. Their type is ``numpy.dtype``: they equal ``jnp.float16`` and so on, but you
@@ -187,7 +188,7 @@ class _Widening(LossScale):
 
 @dataclasses.dataclass(frozen=True)
 class StaticLossScale(_Widening, loss_scale.StaticLossScale):
-    """A :class:`jaxmp.StaticLossScale` for which 0 is an error only when used.
+    """A :class:`jaxmp.StaticLossScale` that rejects 0 only when it is used.
 
     >>> StaticLossScale(2**15).scale(jnp.float16(3))
     Array(98304., dtype=float32)

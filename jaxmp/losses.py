@@ -4,9 +4,10 @@ The logits are the largest array of a language model's step: for 16 sequences of
 need 1.5 GiB in half precision (float16 or bfloat16). If JAX differentiates a float32 softmax, it stores a float32 copy
 of the logits, which needs twice as much memory.
 
-:func:`cross_entropy` stores the logits in their dtype, and two float32 numbers for each label. They are the largest
-logit, and the logarithm of the softmax's denominator relative to the largest logit. From the stored arrays, the
-backward pass computes the gradient in float32, and casts it to the dtype of the logits.
+:func:`cross_entropy` stores the logits in their dtype, and two float32 numbers for each label. The first number is the
+largest logit. The second number is the logarithm of the softmax's denominator after the largest logit is subtracted
+from all logits. The backward pass computes the gradient from the stored arrays in float32, and casts it to the dtype
+of the logits.
 
 :func:`projected_cross_entropy` also computes the logits, for one chunk of the tokens at a time. So only the logits of
 one chunk are in memory. The forward pass computes the gradients too, and the backward pass only multiplies them by the
@@ -23,8 +24,8 @@ Limits:
   can apply ``jax.jvp`` and ``jax.grad`` to the gradient of a loss.
 - Do not call the projected loss inside of ``jax.checkpoint``. The checkpoint would compute the logits twice, or store
   them if its policy stores products. Put only the blocks before the loss inside of the checkpoint.
-- If tokens are sharded over devices, each chunk has tokens of every device, and the weights' gradient is summed over
-  the devices once for each chunk. So use few chunks.
+- If tokens are sharded over devices, each chunk has tokens of every device. The devices then sum the weights' gradient
+  once for each chunk. So use few chunks.
 - In a ``jax.shard_map`` with ``check_vma=True``, apply ``jax.lax.pcast(…, to="varying")`` to weights that do not vary
   over the mesh axes. All custom derivatives need this.
 - Explicit mesh axes work only with :func:`cross_entropy`.
@@ -168,8 +169,8 @@ def projected_cross_entropy(
 
     Raises:
       TypeError: ``x``, ``weights`` or ``bias`` is not floating, or the labels are not integers.
-      ValueError: the shapes do not match; ``classes`` or ``chunks`` is out of range; or :func:`cross_entropy` would
-        raise the error for the other options.
+      ValueError: the shapes do not match; ``classes`` or ``chunks`` is out of range; or another option has a value
+        that :func:`cross_entropy` does not take.
 
     >>> x, weights = jnp.eye(3, dtype=jnp.bfloat16), 2 * jnp.eye(4, 3)
     >>> projected_cross_entropy(x, weights, jnp.array([0, 1, 1]), classes=3, chunks=2).round(4)
@@ -302,8 +303,8 @@ def _count(labels: jax.Array, dtype: Any) -> jax.Array:
     return jnp.maximum((labels != _IGNORED).sum(), 1).astype(dtype)
 
 
-# The functions below must not create constants of the size of the logits. If a checkpoint differentiates the loop over
-# chunks, JAX moves loop-invariant values out of the loop and would store them.
+# The functions below must not create constants that are as large as the logits. If a checkpoint differentiates the
+# loop over chunks, JAX moves loop-invariant values out of the loop and would store them.
 
 
 def _losses(logits: jax.Array, labels: jax.Array, options: _Options) -> tuple[jax.Array, _Denominators]:
@@ -351,8 +352,8 @@ def _gradient(logits: jax.Array, labels: jax.Array, denominators: _Denominators,
 def _gradient_shift(dtype: Any, options: _Options) -> float:
     """Return a power of two by which to multiply float16 gradients of logits.
 
-    The multiplication keeps small gradients from underflow. No gradient overflows, because a gradient is at most 1,
-    plus the gradient of the z-loss for the largest float16 logit. For other dtypes, return 1.
+    The multiplication keeps small gradients from underflow. The power is so small that no gradient overflows: the
+    largest gradient is 1, plus the gradient of the z-loss for the largest float16 logit. For other dtypes, return 1.
     """
     if dtype != jnp.float16:
         return 1.0

@@ -42,8 +42,9 @@ TIME_GOAL, MEMORY_GOAL = 1.01, 1.02
 COLUMNS = ("step", "ms", "quartiles", "time ratio", "quartiles of the ratio", "compiled MiB", "memory ratio")
 PROGRAM_COLUMNS = ("program", "products by operand dtypes", "casts", "round trips")
 INTRO = (
-    "A ratio is the time of a step over the time by hand in the same round, median over the rounds. `by hand, again` "
-    "is the step by hand compiled a second time. Memory is arguments, results and temporaries of the compiled step."
+    "A ratio is the time of a step divided by the time by hand in the same round. The median over the rounds is "
+    "shown. `by hand, again` is the step by hand, compiled a second time. Memory is the arguments, results and "
+    "temporaries of the compiled step."
 )
 
 
@@ -52,7 +53,7 @@ class Config(records.Sized):
     """Flags of the benchmark."""
 
     models: tuple[Literal["gpt2", "bert", "resnet", "lstm"], ...] = ("gpt2", "bert", "resnet", "lstm")
-    """Models to time. Of the size flags, a ResNet has only --batch-size and --layers (blocks per stage)."""
+    """Models to time. A ResNet's only size flags are --batch-size and --layers (blocks per stage)."""
     policy: Literal["mixed_bfloat16", "mixed_float16"] = "mixed_bfloat16"
     """The policy of autocast. Its compute dtype is also the dtype of the model by hand."""
 

@@ -140,7 +140,10 @@ def main(config: Config) -> dict[str, Any]:
         folder = records.folder_of("call_cost", config, rounds=2)
     with one_core(), Progress("call cost", config.rounds) as progress:
         rows = measure(config, progress)
-    intro = "On one core. A ratio is the time over that of plain JAX in the same round, median over the rounds."
+    intro = (
+        "Everything runs on one core. A ratio is the time divided by the time of plain JAX in the same round. The "
+        "median over the rounds is shown."
+    )
     title = "What a call of a train step costs"
     records.record(folder, "call_cost", title, environment(), [table(rows)], {"results": rows}, [intro])
     return rows

@@ -9,9 +9,14 @@ python -m experiments.benchmarks.float8 --device h200 --run-dir experiments/resu
 - block, step: two blocks and a train step of GPT-2, in float8 only where the policy's defaults expect a speed-up.
 
 A way is a format with a kind of accumulation. The way `float8` accumulates precisely only in the backward pass. All
-parts have 16,384 tokens. Each way is compared with bfloat16 by the same route. The routes are a policy on the model,
-jaxmp.autocast (blocks only), and torch.compile with torchao and Transformer Engine, whose heads are 64 wide. A speed-up
-is the time in bfloat16 over the time of the way in the same round, median over the rounds.
+parts have 16,384 tokens. Each way is compared with bfloat16 by the same route:
+
+- jaxmp: a policy on the model.
+- autocast: jaxmp.autocast, for blocks only.
+- torch: torch.compile with torchao or Transformer Engine. Its heads are 64 wide.
+
+A speed-up is the time in bfloat16 divided by the time of the way in the same round. The median over the rounds is
+shown.
 
 With --device all programs of jaxmp are compiled for a GPU that is not attached, and nothing is run. The run folder
 keeps the results, and the same command continues from there. On one GPU, run a command for each of --routes, because

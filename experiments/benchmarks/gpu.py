@@ -93,7 +93,7 @@ class Piece:
 
     @property
     def done(self) -> str:
-        """Return the state of a successful piece with the installed packages."""
+        """Return the state of a successful piece: done, and the packages that it lacked."""
         return f"done, without {', '.join(self.missing)}" if self.missing else "done"
 
 

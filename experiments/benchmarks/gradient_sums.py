@@ -4,17 +4,21 @@ A shared param is used by hundreds of rows, tokens, pixels or iterations, and it
 
 python -m experiments.benchmarks.gradient_sums --run-dir experiments/results/gradient_sums
 
-A sum in half precision stops growing when the next term is less than half a unit in the last place: after 256 equal
-terms in bfloat16, after 2048 in float16. In each case a product reads the output of a layer. The weights of the loss
-are positive, and the tokens follow Zipf's law, so that sums grow as they do with real data. The compared ways are
-jaxmp's policies (Linen, NNX), jaxmp.autocast, Flax with `dtype=` by hand, and PyTorch under its autocast if PyTorch is
-installed.
+A sum in half precision stops growing when the next term is less than half a unit in the last place. With equal terms
+this happens after 256 terms in bfloat16, and after 2048 terms in float16. In each case a product reads the output of a
+layer. The weights of the loss are positive, and the tokens follow Zipf's law, so that sums grow as they do with real
+data. Four ways are compared:
+
+- jaxmp's policies, in Linen and in NNX
+- jaxmp.autocast
+- Flax with `dtype=` by hand
+- PyTorch under its autocast, if PyTorch is installed
 
 The error is the relative L2 error of one param's gradient. The reference is the gradient in float64 with unrounded
-operands. "Rounding alone" is the error of a gradient summed in float64 whose operands, results and cotangents are
-rounded to half precision before the sum. No way of summing can have a smaller error. Every program runs compiled,
-without excess precision, and operation by operation. The cases sum over several axes, because XLA's CPU backend sums
-half arrays over a single axis in float32. The run folder holds gradient_sums.md, .json and .png.
+operands. "Rounding alone" is the error of a gradient that is summed in float64. Before the sum, its operands, results
+and cotangents are rounded to half precision. No way of summing can have a smaller error. Every JAX program runs twice:
+compiled without excess precision, and operation by operation. The cases sum over several axes, because XLA's CPU
+backend sums half arrays over a single axis in float32. The run folder holds gradient_sums.md, .json and .png.
 """
 
 from __future__ import annotations

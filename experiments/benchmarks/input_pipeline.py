@@ -96,8 +96,9 @@ def main(config: Config) -> dict[str, Any]:
         rows.append((name, f"{rates[1]:,.0f}", spread(rates, ",.0f"), f"{row['ms']:.3g}", share))
     tables = [Table(f"{STORED[0]}×{STORED[1]} to {size}×{size}, batches of {config.batch_size}", COLUMNS, rows)]
     intro = (
-        f"Of {config.examples:,} images: shuffled, cropped (±{config.shift} pixels), mirrored, normalised, resized. "
-        f"Share: the time per batch over the time in which a model that takes {config.consumer:,.0f} images/s uses it."
+        f"{config.examples:,} images are shuffled, cropped (±{config.shift} pixels), mirrored, normalised and "
+        "resized. Share: the time to prepare a batch, divided by the time in which a model uses the batch. The "
+        f"model takes {config.consumer:,.0f} images/s."
     )
     result = {"config": dataclasses.asdict(config), "size": size, "variants": variants}
     title = "Images a second of the input pipeline"

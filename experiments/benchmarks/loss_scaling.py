@@ -48,8 +48,8 @@ SIZES = {
 """The sizes on a GPU, and on other devices."""
 COLUMNS = ("step", "ms", "quartiles", "ratio", "quartiles of the ratio", "adds", "adds ms")
 INTRO = (
-    "A ratio is the time of a step over the time without scaling in the same round, median over the rounds. "
-    "`no scaling, again` is the step without scaling compiled a second time."
+    "A ratio is the time of a step divided by the time without scaling in the same round. The median over the rounds "
+    "is shown. `no scaling, again` is the step without scaling, compiled a second time."
 )
 
 

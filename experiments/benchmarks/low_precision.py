@@ -5,10 +5,10 @@ The updates are compared with updates in float32.
 python -m experiments.benchmarks.low_precision --device h200 --run-dir experiments/results/low_precision
 
 The update is AdamW's update of a matrix with a float32 gradient; its state is donated. A ratio is the time of an update
-over the time of the float32 update in the same round, median over the rounds. `step MiB` is the peak memory of a train
-step of GPT-2, which is compiled on a GPU or for a GPU. The GPT-2 has 24 layers of width 2048 in a loop and 8×2048
-tokens, and the backward pass recomputes every layer. With --device nothing is run. The run folder holds
-low_precision.md and low_precision.json.
+divided by the time of the float32 update in the same round. The median over the rounds is shown. `step MiB` is the
+peak memory of a train step of GPT-2, which is compiled on a GPU or for a GPU. The GPT-2 has 24 layers of width 2048 in
+a loop and 8×2048 tokens, and the backward pass recomputes every layer. With --device nothing is run. The run folder
+holds low_precision.md and low_precision.json.
 """
 
 from __future__ import annotations

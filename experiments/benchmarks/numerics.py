@@ -4,10 +4,10 @@ python -m experiments.benchmarks.numerics --batch 2 --context 256
 
 python -m experiments.benchmarks.numerics --policy mixed_bfloat16 --batch 16 --context 1024 --device h200
 
-A plain step and a watched step are compiled and then take turns. A ratio is the time over the time of the plain step in
-the same round, median over the rounds. The watched step also trains, so it takes the place of a plain step. The cost of
-watching is the additional time of the watched step and the time to read its counts. `1 of 100 watched` is this cost in
-percent of the training time if one step in a hundred is watched.
+A plain step and a watched step are compiled and then take turns. A ratio is the time of a step divided by the time of
+the plain step in the same round. The median over the rounds is shown. The watched step also trains, so it takes the
+place of a plain step. The cost of watching is the additional time of the watched step and the time to read its counts.
+`1 of 100 watched` is this cost in percent of the training time if one step in a hundred is watched.
 
 With --device nothing is run. Both steps are compiled for a GPU that is not attached, and jaxmp.inspect.roofline
 predicts their times. The prediction leaves out the time that counters on the GPU wait for each other. The run folder

@@ -6,8 +6,13 @@ python -m experiments.benchmarks.tune --run-dir experiments/results/tune
 
 The models are small and untrained, with random data. The error is the one that tune uses: the larger of the error of
 the loss and the error of all gradients together, relative to float32. Three errors without tune are measured for
-comparison: under autocast's rules, with every operation in half precision, and with every operation in half precision
-except norms and softmaxes. The run folder holds tune.md and tune.json.
+comparison:
+
+- under autocast's rules
+- with every operation in half precision
+- with every operation in half precision except norms and softmaxes
+
+The run folder holds tune.md and tune.json.
 """
 
 from __future__ import annotations

@@ -59,7 +59,9 @@ class Task:
     preset: dict[str, Any]
 
     def flags(self, given: Iterable[Iterable[str]], reserved: Set[str], owner: str) -> Any:
-        """Return the preset changed by the flags in ``given``, as in ``model=resnet18``.
+        """Return the preset flags, changed by the flags in ``given``.
+
+        An example of a flag in ``given`` is ``model=resnet18``.
 
         Raises:
           ValueError: a flag is ``reserved``. The error says that the ``owner`` sets this flag.
@@ -110,7 +112,7 @@ class Outcome:
       failure: the reason why training stopped early, or empty.
       milliseconds: the time of a step, one figure per round (see :func:`experiments.measure.timing.interleaved`).
       step_bytes: the memory of the compiled step; None if the compiler does not say.
-      device_bytes: the device's peak; None if the device does not count its memory.
+      device_bytes: the device's peak memory; None if the device does not count its memory.
       device_bytes_is_bound: whether an earlier variant had the same peak, so that ``device_bytes`` is an upper bound.
       flops: the FLOPs of a step's products, by dtype.
       zero_activations: the share of the activations' gradients that became zero
@@ -235,7 +237,7 @@ def start(experiment: Experiment, baseline: Experiment, seed: int) -> jaxmp.Trai
 def init_params(experiment: Experiment, baseline: Experiment, seed: int) -> Any:
     """Return the baseline's params in this experiment's param dtypes.
 
-    Params that are drawn in half precision would be other numbers than the baseline's.
+    Params drawn in half precision would differ from the baseline's.
     """
     shapes = jax.eval_shape(experiment.init_params, seed)
     return _cast_like(baseline.init_params(seed), shapes)

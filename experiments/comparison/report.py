@@ -27,9 +27,9 @@ RULE_COLUMNS = (
 NOTES = {
     "result": "Mean ± standard deviation over the seeds. Δ: mean difference to float32 with the same seeds, in loss "
     "and in points of accuracy. Zero gradients: the share of entries that are exactly zero here and not zero in "
-    "float32, for one batch, at float32's final params, with this variant's final loss scale. Activations are the "
-    "outputs of layers (– for NNX models, where they cannot be seen). Skipped: skipped steps in all runs. Final scale: "
-    "with the first seed.",
+    "float32. They are counted for one batch at float32's final params, with this variant's final loss scale. "
+    "Activations are the outputs of layers (– for NNX models, where they cannot be seen). Skipped: skipped steps in "
+    "all runs. Final scale: with the first seed.",
     "cost": "Time: median and quartiles of steps after warm-up, with all variants taking turns in one process. "
     "Step MiB: peak memory of the compiled step (arguments, results and temporaries). Device MiB: the peak that the "
     "device reports; ≤ if an earlier variant had the same peak, – if the device does not count its memory.",

@@ -23,7 +23,7 @@ from experiments.data.errors import DataError
 Split = tuple[np.ndarray, np.ndarray]  # uint8 (n, height, width, channels) and int64 (n,)
 
 CIFAR10_BATCHES = {"train": tuple(f"data_batch_{i}" for i in range(1, 6)), "test": ("test_batch",)}
-_IDX_IMAGES, _IDX_LABELS = 0x0803, 0x0801  # unsigned bytes, of 3 dimensions and of 1
+_IDX_IMAGES, _IDX_LABELS = 0x0803, 0x0801  # magic numbers of unsigned-byte arrays with 3 axes and with 1
 
 
 def mnist_split(images: Path, labels: Path) -> Split:
@@ -146,7 +146,7 @@ def _names_the_damaged(path: Path) -> Iterator[None]:
     except (EOFError, OSError, zlib.error, lzma.LZMAError, tarfile.TarError) as error:
         if (
             isinstance(error, OSError) and error.errno is not None
-        ):  # an error of the disk; an error of a decompressor has no number
+        ):  # an error of the disk; a decompressor's error has no errno
             raise
         raise DataError(
             f"{path} is damaged or was cut short ({' '.join(str(error).split())}); download it again"

@@ -160,8 +160,8 @@ def absent(folder: Path) -> DataError:
 def words_of(text: str) -> Sequence[str]:
     """Split a text into the words that are encoded one by one.
 
-    A word is a run of letters, of digits or of other characters, with the space before it, or a run of white space.
-    English contractions such as ``'ll`` are separate words.
+    A word is a run of letters, a run of digits, or a run of other characters, together with a space before it. Other
+    runs of white space are words too. English contractions such as ``'ll`` are separate words.
     """
     return (_ascii() if text.isascii() else _unicode()).findall(text)
 

@@ -61,7 +61,7 @@ def read(dataset: str, data_dir: Path | None) -> Corpus:
         train = [document for i, document in enumerate(documents) if i % 10 != 9]
     count = "1 file" if len(documents) == 1 else f"{len(documents)} files"
     size = sum(map(len, documents))
-    # Only the name of the folder, so that a run can be resumed after its text has moved.
+    # Use only the name of the folder, so that a run can be resumed after its text has moved.
     return Corpus(train, test, f"{path.resolve().name}: {count}, {size} bytes, sha256 {digest(documents)[:12]}")
 
 

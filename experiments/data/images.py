@@ -1,8 +1,8 @@
 """Make batches of labelled images on the device.
 
-The images are shuffled, augmented, normalised and resized under jit. With ``place``, a function that
-:mod:`experiments.data.text` describes, a batch is on several devices, and each process sends only the images for its
-devices.
+The images are shuffled, augmented, normalised and resized under jit. ``place`` is a function that
+:mod:`experiments.data.text` describes. With ``place``, a batch is on several devices, and each process sends only the
+images for its devices.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Images(NamedTuple):
 
 
 def hold(columns: Columns, share: float = DEVICE_SHARE) -> Images:
-    """Put a split on the device if it takes at most a share of its memory.
+    """Put a split on the device if it takes at most a share of the device's memory.
 
     The split comes from :func:`experiments.data.read`.
     """

@@ -75,7 +75,7 @@ def find(name: str, root: Path) -> tuple[Found | None, list[str]]:
 
 
 def parsed(name: str, paths: Mapping[str, str | Path], origin: str) -> Found:
-    """Return the images in the archives at ``paths``, keyed by their published names."""
+    """Return the images in archives. ``paths`` maps their published names to files."""
 
     def read(split: str) -> archives.Split:
         if name == "cifar10":

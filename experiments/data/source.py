@@ -44,7 +44,8 @@ def _pysource(**kwargs: Any) -> tfds.core.DatasetBuilder:
 
 
 Builders = dict[str, Callable[..., "tfds.core.DatasetBuilder"]]
-# The data sets with an `image`, uint8 (height, width, channels), and a `label`, which the scripts offer.
+# The data sets of images that the scripts offer. An example has an `image`, uint8 (height, width, channels), and a
+# `label`.
 IMAGES: Builders = {"digits": _digits, **{name: functools.partial(_stock, name) for name in CLASSES}}
 BUILDERS: Builders = {**IMAGES, "pysource": _pysource}
 _ORIGIN = "origin.json"  # a file in the folder of a data set that says what it was prepared from
@@ -107,7 +108,7 @@ def _prepared(name: str, data_dir: str | os.PathLike[str] | None) -> Iterator[tf
         with _quiet():
             nowhere = (
                 root / ".nothing"
-            )  # a builder reads its folder, which may be damaged, so use one that does not exist
+            )  # a builder reads its folder, which may be damaged, so use a folder that does not exist
             final = root / Path(BUILDERS[name](data_dir=nowhere).data_dir).relative_to(nowhere)
             if not final.is_dir():
                 _prepare(name, root, final)

@@ -139,7 +139,7 @@ def load(dataset: str, data_dir: Path | None, kind: Kind, vocabulary: int) -> Te
         tokenizer = bpe.BPE(*files)
     train, test = (_tokens(split, tokenizer, folder / "tokens") for split in (documents.train, documents.test))
     per_token = sum(map(len, documents.test)) / max(1, len(test))
-    # Without the tokenizer's name, so that runs of earlier versions, which had only pairs, can be resumed.
+    # For pairs, leave out the tokenizer's name. Earlier versions had only pairs, so their runs can then be resumed.
     origin = documents.origin if kind == "pairs" else f"{documents.origin}, {tokenizer.name}"
     return Text(jnp.asarray(train), jnp.asarray(test), tokenizer, per_token, origin)
 

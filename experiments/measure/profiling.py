@@ -11,9 +11,9 @@ from typing import Any
 
 import jax
 
-# Kernels without tensor cores. The first two lines are kernels whose names only look like products: fusions of XLA and
-# Inductor, which are named after their operations, and helpers that lay out, convert or sum operands. The last line is
-# float32 products without tensor cores.
+# Kernels without tensor cores. Names in the first two lines may look like names of products. They belong to fusions,
+# which XLA and Inductor name after their operations, and to helpers that lay out, convert or sum operands. The last
+# line has float32 products without tensor cores.
 _PLAIN = re.compile(
     r"^(loop|input|wrapped|fusion|reduce|copy|scatter|select|triton_(poi|red|per|softmax))_"
     r"|convert|transpose|layout|nhwctonchw|nchwtonhwc|dot_do_o|splitk_?reduce|layer_?norm|softmax"

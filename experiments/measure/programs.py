@@ -117,10 +117,10 @@ def attention_flops(program: HloProgram) -> dict[str, int]:
 
 
 def traffic(program: HloProgram) -> tuple[float, float]:
-    """Return two totals of memory traffic. Each total adds the bytes read and the bytes written.
+    """Return two totals of memory traffic.
 
-    The first sum covers all kernels other than products. The second sum covers the kernels among these that only change
-    a layout.
+    Each total adds the bytes read and the bytes written. The first total covers all kernels other than products. The
+    second total covers only those kernels that do nothing but change a layout.
     """
     total = layout = 0.0
     for computation, instruction, times in program.instructions_by_run(into_fusions=False, repeat_loops=True):

@@ -36,8 +36,9 @@ def measure(model: GPT2, target: str, topology: str, sizes: dict[str, int], way:
       target: a name in :data:`jaxmp.inspect.program.targets.TARGETS`.
       topology: the cluster, as in ``"1x2x4"``.
       sizes: the sizes of the mesh axes by name. Params are split along the axis ``"fsdp"``, the batch along all axes.
-      way: ``"linen"`` and ``"nnx"`` are jaxmp's train step under a policy, ``"autocast"`` is jaxmp's train step of the
-        Linen model under autocast, and ``"hand"`` is the program by hand in :mod:`experiments.models.stacked`.
+      way: ``"linen"`` and ``"nnx"`` are jaxmp's train step of that model under a policy. ``"autocast"`` is jaxmp's
+        train step of the Linen model under autocast. ``"hand"`` is the program by hand in
+        :mod:`experiments.models.stacked`.
     """
     axes, kind = tuple(sizes), AxisType.Explicit if way == "hand" else AxisType.Auto
     mesh = jax.sharding.AbstractMesh(tuple(sizes.values()), axes, (kind,) * len(axes))
@@ -67,7 +68,7 @@ def measure(model: GPT2, target: str, topology: str, sizes: dict[str, int], way:
         "wire": plan.collectives.wire, "ideal": plan.ideal_wire,
         "wide_gathers": sum(row.count for row in wide if row.bytes > 1e6),
         "sent": {" ".join(key): wire for key, wire in plan.collectives.totals.items()},
-        # Round trips are left out. A bias is added in float32, so that its gradient is summed in float32, and therefore
+        # Round trips are left out. A bias is added in float32, so that its gradient is summed in float32. Therefore
         # the cotangent is cast to float32 and back.
         "findings": [str(finding) for finding in audited.findings if finding.kind != "round-trip"],
     }  # fmt: skip
@@ -76,7 +77,7 @@ def measure(model: GPT2, target: str, topology: str, sizes: dict[str, int], way:
 def _program(model: GPT2, way: Way, axes: tuple[str, ...]) -> tuple[Any, str, Callable[[Any], Callable[..., Any]]]:
     """Return the params' shapes, the name of their stacked part, and the loss.
 
-    The loss is a function from the params' specs to the loss function.
+    The third result is a function that takes the specs of the params and returns the loss function.
     """
     if way == "hand":
         shapes = jax.eval_shape(lambda: stacked.make_params(model))

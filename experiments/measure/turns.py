@@ -22,7 +22,7 @@ from experiments.measure import timing
 
 OUT_OF_MEMORY = "out of memory"
 LACKS = "not installed: "
-"""The beginning of the error of a row that needs a missing package. Once it is installed, the row is measured."""
+"""The text with which a row's error begins if a package is missing. Once it is installed, the row is measured."""
 
 
 @dataclasses.dataclass

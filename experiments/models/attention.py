@@ -57,9 +57,9 @@ def attention(
     """Return scaled dot-product attention (Vaswani et al. 2017, arXiv 1706.03762).
 
     On a GPU, cuDNN computes attention if the inputs are in half precision, or if :func:`jaxmp.autocast` casts them to
-    it. Otherwise there are two products in the dtype of the inputs and a softmax in float32. If cuDNN has no kernel
-    (for an old GPU, or if the head width is not a multiple of 8), a warning gives the reason, and the slower products
-    are used.
+    half precision. Otherwise there are two products in the dtype of the inputs and a softmax in float32. cuDNN has no
+    kernel for an old GPU, or if the head width is not a multiple of 8. A warning then gives the reason, and the slower
+    products are used.
 
     Args:
       q: queries, (batch, tokens, heads, head width), of a floating dtype.

@@ -170,7 +170,7 @@ class LSTM(nn.Module):
 
 
 def build(case: Workload, dtype: Any = None) -> nn.Module:
-    """Return a workload's model by hand.
+    """Return the model of a workload, with ``dtype`` on every module.
 
     The vocabulary is padded to a multiple of 64 for speed. The padding is treated like other tokens.
     """

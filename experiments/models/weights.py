@@ -60,11 +60,11 @@ class Published(NamedTuple):
 
     Attributes:
       model: makes the model from the shapes of the tensors and the number of layers.
-      leaf: returns the tensors of a param from its path.
-      canonical: returns the name that ``leaf`` uses from a name in a file.
-      layer: a pattern for the beginning of the names of a layer's tensors. Its group is the number of the layer.
-      tied: tensors that must be equal to another tensor, and the name of that tensor.
-      unused: a pattern for the full names of tensors that the models do not use.
+      leaf: takes the path of a param, and returns its published tensors.
+      canonical: takes a tensor's name in a file, and returns the name that ``leaf`` uses for the tensor.
+      layer: a pattern that matches the start of the name of a layer's tensor. Its group is the number of the layer.
+      tied: the names of tensors that must be equal to another tensor, each with the name of that other tensor.
+      unused: a pattern that matches the full name of a tensor that the models do not use.
       positions: the module of the position embeddings.
 
     >>> model = GPT2(vocabulary=50, sequence=8, layers=1, heads=2, width=16)
@@ -137,7 +137,7 @@ class Published(NamedTuple):
             )
         for name, shape in wanted.items():
             if shapes[name] != shape:
-                raise ValueError(f"{name} must have shape {shape} to fit the other weights, got  {shapes[name]}")
+                raise ValueError(f"{name} must have shape {shape} to fit the other weights, got {shapes[name]}")
         params = {path: self.leaf(path).read(tensors, param.shape) for path, param in expected.items()}
         return traverse_util.unflatten_dict(params, sep="/")
 

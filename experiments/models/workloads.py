@@ -176,8 +176,8 @@ def workload(name: str, sizes: Sizes | None = None, remat: Any = "none", **chang
       **changes: changed fields of ``sizes``. A value of 0 does not change the field.
 
     Raises:
-      ValueError: the name or ``remat`` is unknown, a model that is not a transformer has a ``remat``, or the width is
-        not a multiple of 64, the width of a head (not for ResNets).
+      ValueError: the name or ``remat`` is unknown, or a model that is not a transformer has a ``remat``. Except for
+        ResNets, the width must also be a multiple of 64, the width of a head.
     """
     if name not in (*NAMES, "lstm"):
         raise ValueError(f"a workload must be one of {', '.join(NAMES)}, lstm, got {name!r}")

@@ -70,8 +70,8 @@ def main(config: Config) -> None:
 def keep(run: Path, kept: Path) -> None:
     """Copy the files that the page reads, without data that it does not show.
 
-    The copy leaves out the list of arrays in the memory plan. It also leaves out the shares of all kinds of tensors
-    except the kind that the heat map shows.
+    The copy leaves out the list of arrays in the memory plan. Its watch.jsonl has shares only for the kind of tensors
+    that the heat map shows.
     """
     kept.mkdir(parents=True, exist_ok=True)
     for name in ("metrics.csv", "summary.json", "plan.json"):

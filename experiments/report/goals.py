@@ -9,7 +9,7 @@ class Goal(NamedTuple):
     """A figure and the limit that it should reach.
 
     Attributes:
-      key: the name of the figure in code. A measured figure and a compiled one have the same key.
+      key: the name of the figure in code. The figure has the same key whether it was measured or found by compiling.
       name: the name of the figure in words.
       value: the figure; None if it was not measured.
       limit: the limit; None if the figure is only shown and has no goal.
@@ -26,7 +26,7 @@ class Goal(NamedTuple):
 
     @property
     def met(self) -> bool:
-        """Return whether the figure reaches the limit. Neither may be None."""
+        """Return whether the figure reaches the limit. Both must be numbers."""
         return self.value >= self.limit if self.least else self.value <= self.limit
 
     def sentence(self) -> str:

@@ -104,7 +104,10 @@ def of_training(folder: Path, smoke: bool) -> Iterator[Picture]:
     )
     last = watch.steps[config.steps]
     figure = plots.exponents(last, loss_scale=last.recommended_scale())
-    text = f"{trained}. The last step: tensors by kind, gradients with the recommended loss scale (grey: without)."
+    text = (
+        f"{trained}. Values of the last step, by kind of tensor. Gradients are drawn with the recommended loss scale, "
+        "and in grey without it."
+    )
     yield Picture("exponents", figure, text)
 
 
@@ -193,13 +196,14 @@ def memory_text(case: Workload, plans: dict[str, Memory]) -> Iterator[str]:
     yield (
         "*A widely quoted breakdown* says 9.36 GB in float32 and 6.04 GB in mixed precision. It is not a "
         f"measurement of this project, and we have not found its source. Its figures follow from {1e3 * rest:.0f}M "
-        f"params and {full} GB of activations: {rest * 16 + full:.2f} GB with 4 + 4 + 8 bytes per param for "
-        f"params, gradients and Adam's state, and {rest * 12 + half:.2f} GB with 2 + 2 + 8 bytes and half the "
-        "activations. The table differs in three ways. Its params stay float32 under the mixed policy, because "
-        "they are the master weights. The half copies of them that the backward pass reads count as activations. "
-        "And it shows one moment: gradients are among the temporaries, and not all of them are alive together "
-        f"with the activations. So mixed precision saves {saved:.0%} here, not {1 - 6.04 / 9.36:.0%}, and "
-        f"{1 - left:.0%} of the activations. The rest of the saving comes from remat (`attention`: everything "
+        f"params and {full} GB of activations. With 4 + 4 + 8 bytes per param for params, gradients and Adam's state, "
+        f"this is {rest * 16 + full:.2f} GB. With 2 + 2 + 8 bytes and half the activations, it is "
+        f"{rest * 12 + half:.2f} GB. The table differs in three ways. Its params stay float32 under the mixed policy, "
+        "because they are the master weights. The half copies of them that the backward pass reads count as "
+        "activations. The table shows a single moment: gradients are among the temporaries, and not all gradients "
+        f"are alive together with the activations. So mixed precision saves {saved:.0%} of the memory here, not "
+        f"{1 - 6.04 / 9.36:.0%}. It saves {1 - left:.0%} of the activations. The rest of the saving comes from remat "
+        "(`attention`: everything "
         "except attention is recomputed). The batch was chosen so that float32 has about as many activations as "
         "the breakdown."
     )

@@ -78,12 +78,12 @@ class Panel:
       title: the title above the panel.
       x: the label of the x axis.
       bars: the figure of each row, by the row's name. A row whose figure is None has no bar.
-      dots: by the name of a kind of dots, the figure of each row. Three quartiles in place of a figure are drawn as a
-        dot at the median, on a line from the first to the last.
+      dots: for each kind of dots, the figure of each row, by the row's name. A row may have three quartiles in place
+        of a figure. They are drawn as a dot at the median, on a line from the first quartile to the last.
       colors: the colours of the bars; None makes all of them blue.
-      line: a figure to compare the others with, drawn as a vertical line, and its name.
-      form: the format specification of the figures beside the bars, and beside the dots if there is only one kind of
-        dots. An empty string leaves the figures out.
+      line: a figure to compare the others with, and its name. It is drawn as a vertical line.
+      form: the format specification of the figures beside the bars. Dots have figures beside them only if there is a
+        single kind of dots. An empty string leaves all figures out.
       log: whether the x axis is logarithmic.
     """
 
@@ -174,7 +174,7 @@ def curves(rows: list[dict[str, Any]], path: Path, title: str) -> None:
     page = figure(10.5, 3.2)
     for axes, name in zip(page.subplots(1, 3), ("loss", "accuracy", "loss_scale"), strict=True):
         style(axes, name if name != "loss_scale" else "loss scale; vertical lines: skipped steps", "step")
-        points = [(row["step"], row[name]) for row in train if name in row]  # without accuracy if the loss is fused
+        points = [(row["step"], row[name]) for row in train if name in row]  # no accuracy if the loss is fused
         if points:
             axes.plot(*zip(*points, strict=True), color=COLORS[2], linewidth=1.2, label="training")
         if name == "loss_scale":

@@ -74,10 +74,11 @@ def predictions(results: Sequence[dict[str, Any]]) -> list[Table]:
     pairs, ties = list(itertools.combinations(timed, 2)), reversed_pairs(timed)
     far = [pair for pair in pairs if apart(*pair) > largest]
     notes = [
-        f"{len(pairs) - len(ties)} of {len(pairs)} pairs are ordered as measured; of those whose predictions differ by "
-        f"more than the largest error, {largest:.1%}, {len(set(far) - set(ties))} of {len(far)}"
+        f"{len(pairs) - len(ties)} of {len(pairs)} pairs are ordered as measured. Of the {len(far)} pairs "
+        f"whose predictions differ by more than the largest error ({largest:.1%}), {len(set(far) - set(ties))} are "
+        "ordered as measured."
     ]
     if ties:
         named = "; ".join(f"{first.name} and {other.name} ({apart(first, other):.1%})" for first, other in ties)
-        notes.append(f"not ordered, by how much the predictions differ: {named}")
+        notes.append(f"pairs in another order than measured, with the difference of their predictions: {named}")
     return [Table("Predicted and measured", ("step", "measured ms", "predicted ms", "error"), rows, notes=tuple(notes))]

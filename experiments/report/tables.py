@@ -25,7 +25,7 @@ class Table:
     notes: tuple[str, ...] = ()
 
     def show(self, console: rich.console.Console) -> None:
-        """Prints the table."""
+        """Print the table."""
         table = rich.table.Table(title=self.title, title_justify="left", title_style="bold", header_style="bold")
         for i, column in enumerate(self.columns):
             table.add_column(column, justify="left" if i < self.left else "right")

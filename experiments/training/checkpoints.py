@@ -1,10 +1,10 @@
 """Write checkpoints with Orbax, in the background and atomically.
 
 Each file has a checksum. A checkpoint is a folder named by its step. Its item ``state`` holds the arrays of a
-:class:`jaxmp.TrainState` by their paths. The arrays of the loss scale have the prefix ``loss_scale/``, because a loss
-scale of another class starts fresh on resume. The item ``about`` holds everything else that a run needs. Orbax renames
-a folder to its step once it is complete, so a folder left by a killed process is not mistaken for a checkpoint.
-Checksums detect files that are damaged later (:mod:`experiments.training.checksums`).
+:class:`jaxmp.TrainState` by their paths. The arrays of the loss scale have the prefix ``loss_scale/``. They are left
+out if a run resumes with a loss scale of another class, which starts fresh. The item ``about`` holds everything else
+that a run needs. Orbax renames a folder to its step once it is complete, so a folder left by a killed process is not
+mistaken for a checkpoint. Checksums detect files that are damaged later (:mod:`experiments.training.checksums`).
 
 Several processes write a checkpoint together into a shared folder. Each process writes the arrays on its devices. The
 first process also removes unfinished checkpoints, and adds the checksums when all processes have written. A checkpoint
@@ -39,7 +39,7 @@ from jaxmp.optim.scaling_state import LossScalingState
 _UNFINISHED = ".orbax-checkpoint-tmp"  # in the name of a folder while Orbax writes it
 _LOSS_SCALE = "loss_scale/"
 _UNWRITABLE = "[]\\"  # special characters of the glob with which Orbax looks for its files
-_MERGED = "state/manifest.ocdbt"  # the file of the arrays that Orbax writes last and reads first
+_MERGED = "state/manifest.ocdbt"  # Orbax writes this file of the arrays last, and reads it first
 
 
 class CheckpointError(ValueError):
@@ -71,7 +71,8 @@ class Checkpoint:
     def _read(self, places: dict[str, jax.sharding.Sharding]) -> dict[str, Any]:
         """Read the arrays onto the host; arrays in ``places`` get the sharding there."""
         targets = {
-            # If the target is a NumPy array, the result is one too. This view has the shape, but only one number.
+            # For a NumPy array as target, Orbax returns a NumPy array. This target is a view of a single number, so it
+            # needs no memory.
             name: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=places[name])
             if name in places
             else np.broadcast_to(np.zeros((), shape.dtype), shape.shape)
@@ -90,9 +91,9 @@ class Checkpoint:
     ) -> jaxmp.TrainState:
         """Return the saved state, bit for bit, with the shardings of the fresh ``state``.
 
-        The policy may differ if the dtypes are the same. A loss scale of the same class continues from its saved value
-        with the parameters of ``state``, and counters that were not saved start fresh. A loss scale of another class
-        starts fresh.
+        The policy may differ if the dtypes are the same. A loss scale of the same class continues from its saved
+        value, with the parameters of the loss scale in ``state``. Counters that were not saved start fresh. A loss
+        scale of another class starts fresh.
 
         Args:
           state: a fresh state of the same model and optimizer. The new arrays get the shardings of its arrays.
@@ -201,7 +202,7 @@ class Checkpoints:
             with self._held, self._failures_as_one_line():
                 self._manager.close()
         except OSError:
-            if kind is None:  # else the error that ended the run is raised
+            if kind is None:  # otherwise Python raises the error that ended the run
                 raise
 
     def save(self, step: int, state: jaxmp.TrainState, about: dict[str, Any]) -> None:

@@ -62,8 +62,8 @@ class PrecisionFlags:
     opt_level: Annotated[Literal["O0", "O1", "O2", "O3"] | None, tyro.conf.arg(metavar="{O0,O1,O2,O3}")] = None
     """Apex's name for a policy together with its loss scale, in place of --policy; O1 is --autocast in float16."""
     override: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="PATTERN=POLICY")] = ()
-    """Another policy for the modules whose path matches, as in '**/Dense_1=float32'. Under autocast, paths begin with
-    the model's name."""
+    """Another policy for the modules whose path matches PATTERN, as in '**/Dense_1=float32'. Under autocast, paths
+    begin with the model's name."""
     low_precision: Literal["none", "nearest", "kahan", "stochastic", "bfloat16", "float8"] = "none"
     """A way to round bfloat16 params (--policy bfloat16_sr), so that they learn without float32 copies. bfloat16 and
     float8 round stochastically and also store the optimizer's moments in that format."""
@@ -94,8 +94,8 @@ class EvaluationFlags:
     ema: float = 0.0
     """Decay of a moving average of the params, for example 0.99. The average is used to evaluate. 0 for no average."""
     watch: int = 0
-    """Steps between watched steps; 0 for none. A watched step trains as usual and also counts the values of weights,
-    activations and gradients. The counts are in watch.jsonl, and jaxmp watch RUN shows them."""
+    """Steps between watched steps; 0 for none. A watched step trains as usual. It also counts the values of weights,
+    activations and gradients by magnitude. The counts are in watch.jsonl, and jaxmp watch RUN shows them."""
     tensorboard: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Also write the metrics and the counts of --watch for TensorBoard, with the SummaryWriter of torch or
     tensorboardX."""
@@ -113,9 +113,9 @@ class CheckpointFlags:
     resume: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Continue from the last checkpoint in --run-dir, or in the newest run of this experiment below runs/. The result
     is the same, bit for bit, as without the stop. Give the flags with which the run began. You may change the number of
-    steps (a finished run then trains further), the policy (if the params keep their dtype), the loss scale, and flags
-    that do not affect training. A loss scale of the same kind (static, dynamic or headroom) continues from its value.
-    The data must be the same, but may be in another folder."""
+    steps; a finished run then trains further. You may change the policy if the params keep their dtype. You may also
+    change the loss scale, and flags that do not affect training. A loss scale of the same kind (static, dynamic or
+    headroom) continues from its value. The data must be the same, but may be in another folder."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -134,8 +134,9 @@ class DeviceFlags:
     process_id: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")] = None
     """Number of this process, from 0. (default: see --coordinator)"""
     stall_seconds: int = 40
-    """With several processes: a process that makes no step for this number of seconds says where it hangs and ends,
-    because the others wait for it. Compiling, evaluating and saving may take 20 times as long. 0 for no limit."""
+    """Largest number of seconds for a step, if there are several processes. A process that takes longer prints where
+    it hangs, and ends, because the others wait for it. Compiling, evaluating and saving may take 20 times as long. 0
+    for no limit."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -219,9 +220,9 @@ def parse(config_type: type[C], description: str, args: Sequence[str] | None = N
 
 
 def _groups(config_type: Any) -> dict[str, type]:
-    """Return the base classes ``…Flags`` of a class by their titles in ``--help``.
+    """Return the ``…Flags`` base classes of a class, by their titles in ``--help``.
 
-    The result is empty if a field of the class is in none of them.
+    The result is empty if one of the class's fields is in no such base class.
     """
     classes = [base for base in config_type.__mro__ if base.__name__.endswith("Flags")]
     names = {field.name for base in classes for field in dataclasses.fields(base)}
@@ -254,8 +255,8 @@ def plain_warnings() -> None:
 def plain_threads() -> None:
     """Silence the tracebacks of tensorstore's threads.
 
-    There is one traceback for each array that cannot be written, and no code can catch it. The error itself is raised
-    when the run waits for the checkpoint.
+    These threads print a traceback for each array that cannot be written, and no code can catch their exceptions. The
+    error itself is raised when the run waits for the checkpoint.
     """
     report = sys.unraisablehook
 
@@ -272,7 +273,7 @@ def main(config_type: type[C], train: Callable[[C], Any], description: str) -> N
     plain_warnings()
     plain_threads()
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a terminal may lack letters of a sample
+        if isinstance(stream, io.TextIOWrapper):  # the terminal's encoding may lack letters of a sample
             stream.reconfigure(errors="replace")
     keep_freed_memory()
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(GPU_SHARE))  # read when JAX first looks for a device

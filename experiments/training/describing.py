@@ -13,8 +13,8 @@ def describe(experiment: Experiment, state: jaxmp.TrainState, batch: Batch, fold
     """Write ``plan.json`` and ``memory.json`` of a step that has run.
 
     The plan is autocast's cast plan, or else the audit of the step. The memory comes from the program that the step has
-    already compiled. On a mesh the step would be compiled again, so there is no ``memory.json``. An error is only a
-    warning.
+    already compiled. On a mesh the step would be compiled again, so there is no ``memory.json``. If a file cannot be
+    made, there is only a warning.
     """
 
     def plan() -> str:

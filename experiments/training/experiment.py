@@ -17,7 +17,7 @@ Batch = dict[str, jax.Array]
 
 
 class Closing(NamedTuple):
-    """Numbers and texts by name that a run adds to its summary."""
+    """Named numbers and texts that a run adds to its summary."""
 
     numbers: dict[str, float]
     texts: dict[str, str]

@@ -99,7 +99,7 @@ def check(config: Any) -> None:
     cli.require("--image-size", config.image_size, 0)
     cli.require("--weight-decay", config.weight_decay, 0)
     if config.model == "cnn" and config.image_size == 1:
-        raise ValueError("--model cnn halves its images: --image-size must be at least 2, or 0 for theirs, got 1")
+        raise ValueError("--model cnn halves its images: --image-size must be at least 2, or 0 for their size, got 1")
     if config.api == "nnx" and config.model == "resnet50":
         raise ValueError("--api nnx has cnn and resnet18, got --model resnet50; use --api linen")
     if config.api == "nnx" and config.override and (config.autocast or config.opt_level == "O1"):

@@ -21,11 +21,11 @@ _ROWS = ("data", "fsdp")  # axes over which a batch is split
 def read(text: str | None) -> Mesh | None:
     """Return the mesh of all devices that ``text`` describes.
 
-    The result is None without the flag and with a single process. Without the flag, several processes have the mesh
-    ``data=N`` of all devices.
+    Without the flag, ``text`` is None. The result is then None for a single process, and the mesh ``data=N`` of all
+    devices for several processes.
 
     Raises:
-      ValueError: ``text`` does not describe a mesh, or the mesh does not have the number of devices.
+      ValueError: ``text`` does not describe a mesh, or its numbers do not multiply to the number of devices.
     """
     if text is None and not processes.several():
         return None
@@ -55,7 +55,7 @@ def placing(config: Any) -> tuple[Mesh | None, Any]:
     Both results are None for one device.
 
     Raises:
-      ValueError: the mesh does not have the number of devices, or the devices do not divide a batch.
+      ValueError: the mesh does not fit the number of devices, or a batch cannot be split evenly over the devices.
     """
     devices = read(config.mesh)
     require_rows(devices, config.batch_size, config.accumulate)
@@ -65,8 +65,8 @@ def placing(config: Any) -> tuple[Mesh | None, Any]:
 def sharding(mesh: Mesh | None, params: Any, rules: Mapping[str, PartitionSpec] | None = None) -> Sharding | None:
     """Return the sharding of ``params``, arrays or shapes, on the mesh.
 
-    The result is None for one device. ``rules`` maps patterns of params to their specs if the axis ``tensor`` is larger
-    than 1.
+    The result is None for one device. ``rules`` maps patterns of params to their specs. It is used only if the axis
+    ``tensor`` is larger than 1.
     """
     if mesh is None:
         return None
@@ -74,7 +74,7 @@ def sharding(mesh: Mesh | None, params: Any, rules: Mapping[str, PartitionSpec] 
 
 
 def require_rows(mesh: Mesh | None, batch_size: int, accumulate: int) -> None:
-    """Check that the devices divide a microbatch.
+    """Check that a microbatch can be split evenly over the devices.
 
     Raises:
       ValueError: the devices do not divide a microbatch.
@@ -90,7 +90,7 @@ def require_rows(mesh: Mesh | None, batch_size: int, accumulate: int) -> None:
 def require_no_tensor(mesh: Mesh | None, model: str) -> None:
     """Check that the axis ``tensor`` is 1.
 
-    Models without rules that split their products need this.
+    Call it for models that have no rules to split their products.
 
     Raises:
       ValueError: the axis is larger than 1.
@@ -133,8 +133,8 @@ def place(tree: Any, specs: Any, mesh: Mesh) -> Any:
 def gathered(loss_fn: Callable[..., Any], sharding: Sharding | None) -> Callable[..., Any]:
     """Return ``loss_fn`` for sharded params.
 
-    The returned function first gathers the params over all axes but ``tensor``. Otherwise XLA moves activations between
-    the devices in place of weights, which is about ten times as many bytes.
+    The returned function first gathers the params over all axes but ``tensor``. Otherwise XLA moves activations
+    instead of weights between the devices, about ten times as many bytes.
     """
     if sharding is None:
         return loss_fn

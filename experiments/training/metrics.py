@@ -16,8 +16,8 @@ def accuracy(logits: jax.Array, labels: jax.Array, where: jax.Array | None = Non
     """Return the share of examples whose label has the largest logit.
 
     The result is a float32 scalar. If n logits are tied for the largest, the example counts 1/n, the chance of a
-    correct guess. Logits in half precision are tied more often than in float32, and argmax, which takes the first one,
-    would bias the result.
+    correct guess. Logits are tied more often in half precision than in float32. argmax takes the first of the tied
+    logits, which would bias the result.
 
     Args:
       logits: float32 (batch, classes).

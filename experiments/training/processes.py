@@ -79,8 +79,8 @@ def start(config: Any) -> None:
             "all again with --resume",
             file=sys.stderr,
         )
-    # Here JAX exchanges the devices of all processes. Later, the others would wait while the first process prepares
-    # data.
+    # In this call, JAX exchanges the devices of all processes. If the call came later, the other processes would wait
+    # in it while the first process prepares data.
     jax.devices()
 
 
@@ -260,7 +260,7 @@ class Watchdog:
         threading.Thread(target=self._run, name="watchdog", daemon=True).start()
 
     def alive(self, times: int = 1) -> None:
-        """Restart the timer. The next call may take ``times`` as long as a step."""
+        """Restart the timer. The next call must come within ``times * seconds``."""
         limit = times * self._seconds
         faulthandler.dump_traceback_later(limit + 2, exit=True)
         self._deadline = time.monotonic() + limit
@@ -298,7 +298,7 @@ def watch(seconds: int) -> None:
 def alive(times: int = 1) -> None:
     """Restart the timer of the watchdog, if there is one.
 
-    The next call may take ``times`` as long as a step.
+    The next call must come within ``times`` times the limit of a step.
     """
     if _watchdog:
         _watchdog.alive(times)

@@ -193,7 +193,7 @@ class Run:
                 self.save(self.state)
             elif processes.several():
                 self._checkpoints.check()
-        if self._step > self._start + 1:  # the second step may compile too, for the shardings that the first returned
+        if self._step > self._start + 1:  # the second step may compile too, because the first may change shardings
             processes.alive()
 
     @property

@@ -27,7 +27,7 @@ from experiments.training.experiment import Batch, Closing, Experiment
 from experiments.training.precision import Precision, read_low_precision, read_overrides, split_overrides
 from jaxmp.sharding import Sharding
 
-_ROOM_TO_EVALUATE = 4096  # the number of tokens in a batch of the evaluation, which keeps the logits of all of them
+_ROOM_TO_EVALUATE = 4096  # tokens per evaluation batch; their logits are in memory together
 _HINT = tyro.conf.arg(help_behavior_hint="(default: depends on model and device)")
 Number = Annotated[int | None, _HINT, tyro.conf.arg(metavar="INT")]
 Real = Annotated[float | None, _HINT, tyro.conf.arg(metavar="FLOAT")]
@@ -57,7 +57,7 @@ class TextFlags:
 
     dataset: Annotated[str, tyro.conf.arg(metavar="pysource|PATH")] = "pysource"
     """The text: pysource (the source code of Python's standard library), or the path of a text file or folder. The last
-    tenth of a file is held out. Of a folder, the .txt, .py and .md files are read, and every tenth file is held out."""
+    tenth of a file is held out. In a folder, .txt, .py and .md files are read, and every tenth file is held out."""
     tokens: Kind = "auto"
     """The tokens: bytes; pairs (of bytes); bpe (GPT-2's byte pairs, which need encoder.json and vocab.bpe in --data-dir
     or in gpt2_bpe there); or auto, which is bpe if its files exist, else bytes."""
@@ -70,8 +70,8 @@ class TextFlags:
     context: Number = None
     """Tokens that the model sees."""
     vocabulary: Number = None
-    """Size of the vocabulary. With --tokens pairs it is the number of tokens. With other tokens it must be at least
-    their number."""
+    """Size of the vocabulary. With --tokens pairs it is the number of tokens. With other --tokens it must be at least
+    the number of different tokens."""
     steps: Number = None
     """Steps to train."""
     batch_size: Annotated[
@@ -191,7 +191,7 @@ class Task(NamedTuple):
       remat: the remat of the step.
       weights: reads and writes the published format of the weights; None if there is none.
       closing: makes further numbers and texts for the summary from the model, params and held-out metrics.
-      tensor: the specs with which the axis ``tensor`` of a mesh splits params, by patterns of their paths.
+      tensor: the specs that split params over the mesh axis ``tensor``, keyed by patterns of the params' paths.
     """
 
     model: nn.Module
@@ -207,7 +207,7 @@ class Task(NamedTuple):
 
 
 def split_products(first: Sequence[str], second: Sequence[str], embeddings: Sequence[str]) -> dict[str, PartitionSpec]:
-    """Return the specs with which the axis ``tensor`` splits pairs of layers.
+    """Return the specs that split pairs of layers over the mesh axis ``tensor``.
 
     The first layer is split by columns, the second by rows.
 
@@ -228,8 +228,8 @@ def split_products(first: Sequence[str], second: Sequence[str], embeddings: Sequ
 class Setup:
     """A task under its precision, on a mesh or on one device.
 
-    A setup has everything that an experiment needs, except the train step and the evaluation step, which a script
-    makes.
+    A setup has everything that an experiment needs except its two steps. The script makes the train step and the
+    evaluation step.
 
     Attributes:
       config: the flags, from :func:`settled`.

@@ -15,7 +15,10 @@ def _kinds_of(cls: type) -> tuple[bool, bool]:
 
 
 def require_order(model: Any, policy: Any, call: str) -> None:
-    """Raise a TypeError if the model and the policy of a ``call`` are swapped."""
+    """Raise a TypeError if a model and a policy were passed in the wrong order.
+
+    ``call`` is the name of the called function, for the error message.
+    """
     if model is not None and any(_kinds_of(type(policy))) and not any(_kinds_of(type(model))):
         raise TypeError(
             f"{call} takes (model, policy), got ({_printed_argument(model)}, {_printed_argument(policy)}), which are "
@@ -49,7 +52,7 @@ def require_whole_number(name: str, value: Any, least: int = 1) -> None:
 def require_function(fun: Any, name: str) -> None:
     """Raise a TypeError if ``fun`` is not a function of arrays.
 
-    ``name`` is the name of the function of jaxmp that was called, for the error message.
+    ``name`` is the name of the called function of jaxmp, for the error message.
     """
     is_class = isinstance(fun, type)
     is_linen, is_nnx = _kinds_of(fun if is_class else type(fun))

@@ -1,9 +1,9 @@
 """Context managers that extend the keys of JAX's own trace caches.
 
 When such a context manager is created, JAX extends all keys. Functions that were jitted earlier are then traced and
-compiled again. To do this only once, jaxmp creates all its context managers in this module. The module is imported when
-you first use a name of the package, such as ``jaxmp.get_policy``. An import from a submodule, such as ``from
-jaxmp.optim.loss_scale import …``, does not create them.
+compiled again. So that this happens only once, jaxmp creates all its context managers in this module. The module is
+imported when you first use a name of the package, such as ``jaxmp.get_policy``. An import from a submodule, such as
+``from jaxmp.optim.loss_scale import …``, does not create them.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import jax
 decided: Any = jax.make_user_context(default_value=None)
 """The engine's settings while it traces a function. JAX traces inner jitted functions again for other settings."""
 float32_caller: Any = jax.make_user_context(default_value=None)
-"""The class of the NNX module that is calling, if it is traced in float32; otherwise None.
+"""The class of the calling NNX module, if that module is traced in float32; otherwise None.
 
 A jitted function that such a module calls is traced separately, because it must return float32.
 """
 policies_off: Any = jax.make_user_context(default_value=False)
-"""True while policies and autocast change nothing in the code that is traced."""
+"""True while policies and autocast are switched off, so that the traced code stays unchanged."""
 assumed_hardware: Any = jax.make_user_context(default_value=None)
 """The short name of the GPU to compile for; None for the attached device."""

@@ -24,7 +24,7 @@ _ALIASES = {
     **dict.fromkeys(("f8_e5m2", "e5m2"), "float8_e5m2"),
 }
 CASTABLE = frozenset(np.dtype(dtype) for dtype in (np.float32, np.float16, jnp.bfloat16))
-"""The dtypes that the engine casts from and to. The engine does not cast float64, complex numbers and float8."""
+"""The dtypes that the engine (``jaxmp.engine``) casts. It never casts float64, complex numbers and float8."""
 
 
 class UnknownDtypeError(ValueError):
@@ -33,7 +33,7 @@ class UnknownDtypeError(ValueError):
 
 def is_castable(aval: Any) -> bool:
     """Return whether the engine may change the dtype of a value."""
-    # The dtype of a reference (a mutable array) must not change, because all code that reads or writes it relies on it.
+    # The dtype of a reference (a mutable array) must not change, because its readers and writers rely on it.
     return getattr(aval, "dtype", None) in CASTABLE and not hasattr(aval, "inner_aval")
 
 
@@ -44,7 +44,10 @@ def name_of(typed: Any) -> str:
 
 @functools.cache
 def is_other_float(dtype: Any) -> bool:
-    """Return whether the engine never casts a dtype: float64, complex or float8."""
+    """Return whether ``dtype`` is one that the engine never casts.
+
+    These dtypes are float64, complex numbers and float8.
+    """
     return dtype is not None and dtype not in CASTABLE and bool(jnp.issubdtype(dtype, np.inexact))
 
 
@@ -59,12 +62,12 @@ def half_dtype() -> np.dtype:
 def canonical_dtype(dtype: Any) -> np.dtype:
     """Return the floating NumPy dtype of a name, an alias or any dtype-like object.
 
-    Names ignore case and surrounding space: ``"float16"``, ``"f16"``, ``"fp16"``, ``" BF16 "``, ``"half"`` (see
-    :func:`half_dtype`), ``"full"`` (float32).
+    Names may be in upper or lower case, and may have spaces around them, as in ``" BF16 "``. Aliases are, for example,
+    ``"f16"`` and ``"fp16"``. ``"full"`` means float32. :func:`half_dtype` says what ``"half"`` means.
 
     Raises:
-      UnknownDtypeError: the name is unknown (the error lists the nearest known names), or it is ``"float8"``, which
-        could mean two dtypes.
+      UnknownDtypeError: the name is unknown, or it is ``"float8"``, which could mean two dtypes. For an unknown name,
+        the error lists the nearest known names.
       ValueError: the dtype is not floating.
 
     >>> canonical_dtype("bf16")

@@ -29,11 +29,11 @@ _SINCE = (
 _TURING_WITHOUT = re.compile(r"\bGTX 16\d\d|\bMX[45]\d0\b|\bT(4|5|6|10|12|20)00\b|\bT550\b")
 
 _COLUMNS = (("float32",), ("tensorfloat32",), ("float16", "bfloat16"), ("float8_e4m3fn", "float8_e5m2"), ("int8",))
-# Peak rates by device kind: TFLOP/s for the dtypes of _COLUMNS (int8: TOP/s), then the memory's GB/s. The rates are for
-# dense operands (no structured sparsity) and float32 accumulation. A device kind must match exactly, because a MIG
-# slice or a laptop GPU has other rates. The numbers are the vendors' nominal rates, written down from memory. A few
-# were compared with third-party pages, but none with a datasheet. Use them for orientation only. To compute
-# utilisation, measure the peak of the real device.
+# Peak rates by device kind. The first numbers of a row are the TFLOP/s for the dtypes of _COLUMNS (TOP/s for int8).
+# The last number is the memory bandwidth in GB/s. The rates are for dense operands (no structured sparsity) and
+# float32 accumulation. A device kind must match exactly, because a MIG slice or a laptop GPU has other rates. The
+# numbers are the vendors' nominal rates, written down from memory. A few were compared with third-party pages, but
+# none with a datasheet. Use them for orientation only. To compute utilisation, measure the peak of the real device.
 _PEAKS: dict[str, tuple[float | None, ...]] = {
     "Tesla V100-SXM2-16GB": (15.7, None, 125, None, None, 900),
     "Tesla V100-SXM2-32GB": (15.7, None, 125, None, None, 900),
@@ -83,7 +83,7 @@ class Hardware:
       platform: ``"gpu"``, ``"tpu"``, ``"cpu"`` or another backend's name.
       compute_capability: NVIDIA's compute capability (``"9.0"``), or another backend's equivalent (``"gfx942"``), or
         None.
-      tensor_cores: the dtypes of the products that tensor cores compute (on a TPU: the matrix unit).
+      tensor_cores: the dtypes in which tensor cores compute products; on a TPU, those of the matrix unit.
         ``"tensorfloat32"`` means float32 products at reduced precision, and ``"mxfp8"`` means block-scaled float8.
       peak_tflops: the vendor's peak TFLOP/s of dense products by dtype; empty if unknown. jaxmp does not measure these
         rates.
@@ -105,9 +105,9 @@ class Hardware:
 def detect(device: Any = None) -> Hardware:
     """Return the fast dtypes of ``device`` and the policy to train with on it.
 
-    ``device`` is a JAX device, or the name of a GPU in :data:`GPUS`. The default is the device of :func:`assumed`;
-    outside of such a context, it is the first local device. For a JAX device that jaxmp does not know, the policy is
-    float32, which works everywhere.
+    ``device`` is a JAX device, or the name of a GPU in :data:`GPUS`. The default is the first local device. Inside
+    the context :func:`assumed`, the default is the GPU of that context. For a JAX device that jaxmp does not know, the
+    policy is float32, which works everywhere.
 
     Raises:
       RuntimeError: you pass no device, and JAX's backend cannot start.
@@ -142,8 +142,8 @@ def detect(device: Any = None) -> Hardware:
 def assumed(name: str) -> Iterator[None]:
     """Trace the programs in this context for a GPU that need not be attached.
 
-    Use this context to trace a program for a GPU that is not attached. It is needed because float8 products and the
-    update of a train step are traced differently for different devices. The tools of :mod:`jaxmp.inspect` enter the
+    The context is needed because float8 products and the update of a train step are traced differently for different
+    devices. The tools of :mod:`jaxmp.inspect` enter the
     context if you pass a ``device``.
 
     Raises:

@@ -71,7 +71,7 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], aft
 
 
 _SHORT = 13
-"""The length of the longest cell that is not wrapped: ``"float8_e4m3fn"``."""
+"""The maximum length of the cells in a column that is never wrapped. It is the length of ``"float8_e4m3fn"``."""
 
 
 def _are_numbers(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[bool]:

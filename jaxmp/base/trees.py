@@ -84,8 +84,8 @@ def zero_if_finite(leaf: ArrayLike) -> jax.Array:
     array = widen(jnp.asarray(leaf))
     if jnp.iscomplexobj(array):
         return zero_if_finite(array.real) + zero_if_finite(array.imag)
-    # The cast from float64 to float32 does not change 0 and NaN. For `array * 0` instead of the difference, XLA would
-    # keep an array of zeros as large as the largest leaf during the whole step.
+    # The cast from float64 to float32 does not change 0 and NaN. In place of the difference, `array * 0` would
+    # waste memory: XLA would keep an array of zeros, as large as the largest leaf, during the whole step.
     return jnp.sum((array - array).astype(jnp.float32))
 
 

@@ -142,8 +142,9 @@ def _check_driver(platform: str) -> list[SetupProblem]:
     return [
         SetupProblem(
             "an NVIDIA driver is installed, but JAX runs on the CPU",
-            'pip install "jax[cuda13]", or if JAX has CUDA support, see why with: JAX_PLATFORMS=cuda python -c '
-            "'import jax; jax.devices()' (often CUDA_VISIBLE_DEVICES, or a driver too old for the plugin's CUDA)",
+            'pip install "jax[cuda13]". If JAX has CUDA support already, see the error with: JAX_PLATFORMS=cuda '
+            "python -c 'import jax; jax.devices()'. Often the cause is CUDA_VISIBLE_DEVICES, or a driver that is too "
+            "old for the plugin's CUDA",
         )
     ]
 

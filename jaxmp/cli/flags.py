@@ -63,13 +63,13 @@ TOLERANCE = _named(
 )
 SEEDS = _named("--seeds", type=int, default=1, metavar="N", help="the number of PRNG keys to measure with; default: 1")
 NO_OPERATIONS = _named(
-    "--no-operations", action="store_true", help="choose modules, not single operations, as apply_policy needs"
+    "--no-operations", action="store_true", help="choose only modules, not single operations; apply_policy needs this"
 )
 SAVE = _named(
     "--save", metavar="FILE.toml", help="also write the policy to this file, which get_policy and --policy read"
 )
 AGAINST = _named(
-    "--against", metavar="RUN", help="a run to compare with; repeat for more, with a float32 run first", **_REPEATED
+    "--against", metavar="RUN", help="a run to compare with; repeat for more runs, a float32 run first", **_REPEATED
 )
 OUT = _named("--out", metavar="FILE.html", help="default: report.html in the run's folder")
 NO_GRAD = _named("--no-grad", action="store_true", help="check only the results, not the gradients")

@@ -32,7 +32,7 @@ _READ_BY_ACTIVATION = PRODUCTS | {"reduce_sum"}
 
 
 def raise_amplified(graph: Graph) -> None:
-    """Make operands of amplifiers float32, and the values that a search back finds."""
+    """Make values float32 if a search back from an amplifier finds them."""
     quantised = {operand for step in graph.steps if _is_quantising(step) for operand in step.operands}
     for step in graph.steps:
         name = step.eqn.primitive.name
@@ -93,7 +93,7 @@ def _is_compared_with_positions(step: Step, operand: Node, other: Node) -> bool:
     entries = size_of(other.origin.shape)
     is_computed_from_integers = other.is_constant and other.const is None
     if is_computed_from_integers:
-        return entries > 1  # a single one is a bound
+        return entries > 1  # a single number is a bound
     # Each value is compared with each entry of a table, so the result is larger than both.
     compared = size_of(step.eqn.outvars[0].aval.shape)
     is_table = 1 < entries < compared and size_of(operand.origin.shape) < compared
@@ -105,7 +105,7 @@ def _back_to_products(node: Node) -> Sequence[Node]:
 
 
 def _keepers_of_range(node: Node) -> Sequence[Node]:
-    """Return operands of ``node`` that a root or logarithm of ``node`` amplifies.
+    """Return operands whose errors a root or logarithm of ``node`` amplifies.
 
     Examples of ``node`` are ``1 - x²`` and ``x² + eps``.
     """

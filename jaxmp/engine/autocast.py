@@ -34,22 +34,31 @@ def autocast(fun: F, policy: Any = None, overrides: Mapping[str, Any] | None = N
     ``"bfloat16"``, results are half.) You can use ``jit``, ``grad``, ``vmap`` and JAX's other transformations inside of
     ``fun`` and around the returned function. The method follows TensorFlow's ``auto_mixed_precision`` graph pass.
 
-    As under NNX's transforms, ``fun`` may change NNX objects that are its arguments (statistics, counts, metrics). As
-    under ``jax.jit``, it cannot change objects that it closes over.
+    ``fun`` may change NNX objects that are its arguments, for example batch statistics, as under NNX's transforms. It
+    cannot change objects that it closes over, as under ``jax.jit``.
 
     Args:
       fun: any function of arrays in pytrees that JAX can trace. Other arguments (Python numbers, strings, None,
         functions) are passed on unchanged.
       policy: any policy of :func:`jaxmp.get_policy`. Under a policy that computes in float32, such as ``"auto"`` on a
-        CPU, ``fun`` runs in float32 with the policy's ``matmul_precision``, and its results are cast to the output
-        dtype. The patterns of a PolicyMap count as overrides.
-      overrides: a mapping from key to level. A key is ``"**/head"`` (a path of modules or scopes, and everything below
-        it), ``"**/head:exp"`` (an operation at a path), ``"primitive:exp"`` or ``"class:accumulation"``. A level is
-        ``"float32"``, ``"tensorfloat32"`` (float32 with JAX's default products), ``"half"``, or a float32 or half
-        policy. If the level of a path is a half policy, the rules decide for each operation below the path. With the
-        level ``"half"``, all operations below the path are half, except linear algebra. An override of a path wins over
-        an override of a primitive or class. A region marked with :func:`jaxmp.precision` wins over all overrides. If
-        ``policy`` computes in float32, the level of a path may still be a half policy.
+        CPU, ``fun`` runs in float32 with the policy's ``matmul_precision``. Its results are cast to the output dtype.
+        The patterns of a PolicyMap count as overrides.
+      overrides: a mapping from key to level. An override of a path wins over an override of a primitive or class. A
+        region marked with :func:`jaxmp.precision` wins over all overrides. The keys are:
+
+        - ``"**/head"``: a path of modules or scopes, and everything below it
+        - ``"**/head:exp"``: an operation at a path
+        - ``"primitive:exp"``
+        - ``"class:accumulation"``
+
+        The levels are:
+
+        - ``"float32"``
+        - ``"tensorfloat32"``: float32 with JAX's default precision of products
+        - ``"half"``: all operations below the path are half, except linear algebra
+        - a float32 policy
+        - a half policy: the rules decide for each operation below the path. This level is allowed even if ``policy``
+          computes in float32
 
     Returns:
       A function with the same parameters. Call it under ``jit``, because without ``jit`` it is traced again in every
@@ -58,8 +67,8 @@ def autocast(fun: F, policy: Any = None, overrides: Mapping[str, Any] | None = N
     Raises:
       ValueError: the policy computes in float64, or in float16 on a TPU; an override has an unknown level, primitive or
         class (``UnknownOperationError``), or an override matched nothing in a call (``UnmatchedOverrideError``).
-      TypeError: ``fun`` is a Linen module, a class of modules, or not a function; ``policy`` is missing; a key of the
-        overrides, or a pattern of the PolicyMap, is a class of modules; or, in a call, an argument is a
+      TypeError: ``fun`` is a Linen module, a class of modules, or not a function; ``policy`` is missing; or a key of
+        the overrides or a pattern of the PolicyMap is a class of modules. A call raises it if an argument is a
         ShapeDtypeStruct.
 
     >>> def loss(w, x):
@@ -97,7 +106,7 @@ def computed(fun: Callable[..., Any], rules: Rules, args: Any, kwargs: Any, poli
     """Return the results of one call of ``fun`` under ``rules``.
 
     Args:
-      fun: a function. Code of modules in the function has marks (see :mod:`jaxmp.engine.marks`).
+      fun: a function. If it calls modules under a policy, their code has marks (see :mod:`jaxmp.engine.marks`).
       rules: the rules for the operations.
       args, kwargs: the arguments.
       policy: the policy if :func:`autocast` wraps the function; None for a model. With None, operations are decided
@@ -107,7 +116,7 @@ def computed(fun: Callable[..., Any], rules: Rules, args: Any, kwargs: Any, poli
     if shapes := [leaf for leaf in operands if isinstance(leaf, jax.ShapeDtypeStruct)]:
         raise TypeError(
             f"a function under autocast takes arrays, got {shapes[0]}; for shapes use jaxmp.cast_plan(fun, policy), "
-            "or jax.eval_shape, jax.make_jaxpr or jit(...).lower around it"
+            "or jax.eval_shape, jax.make_jaxpr or jit(...).lower around the function"
         )
     with jax.named_scope(DECIDED):
         graph, dtypes = build(*program.jaxpr, rules), result_dtypes(program, policy)

@@ -61,7 +61,7 @@ def _terms(total: Node) -> list[Node]:
 
 
 def _vectors(value: Node) -> Vectors | None:
-    """Return the two vectors whose elementwise products ``value`` sums, or None.
+    """Return two vectors if ``value`` sums their elementwise products, else None.
 
     Constant factors are left out.
     """
@@ -86,7 +86,7 @@ def _factors(value: Node) -> Vectors | None:
 
 
 def _squared_vector(value: Node) -> Node | None:
-    """Return the vector whose squares ``value`` sums, or None.
+    """Return a vector if ``value`` is the sum of its squares, else None.
 
     A Gram matrix does not count, because it also sums products of different vectors.
     """
@@ -102,7 +102,7 @@ def _squared_vector(value: Node) -> Node | None:
 
 
 def _distances(total: Node) -> Iterator[Node]:
-    """Yield products in a sum that also has the squared norm of one factor."""
+    """Yield products in a sum, if another term is the squared norm of a factor."""
     terms = _terms(total)
     squared = {vector for term in terms if (vector := _squared_vector(term)) is not None}
     for term in terms:
@@ -130,7 +130,7 @@ def _moments(total: Node) -> Iterator[Node]:
 def _are_same(product: Node, sums: Vectors) -> bool:
     """Return whether ``sums`` are the sums of the two factors of ``product``.
 
-    ``product`` and both sums may have the same weights.
+    ``product`` and both sums may be weighted, if all three have the same weights.
     """
     vectors = _vectors(product)
     if vectors is None:

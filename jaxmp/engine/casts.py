@@ -37,7 +37,7 @@ def put_casts_off(nodes: Sequence[Node]) -> list[Node]:
     float32.
 
     Returns:
-      The operands of all casts to half in the author's code, also those that are not weights.
+      The operands of all casts to half in the author's code, including operands that are not weights.
     """
     cast: list[Node] = []
     for node in nodes:

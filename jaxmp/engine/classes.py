@@ -20,7 +20,7 @@ class Class(enum.StrEnum):
     HALF = "half"
     """Matrix products and convolutions: half operands, float32 accumulation, half result."""
     POINTWISE = "pointwise"
-    """Float32, because it overflows half, amplifies its argument's rounding, or is a series with many roundings."""
+    """Float32, because it overflows in half, amplifies the rounding error of its argument, or rounds many times."""
     ACCUMULATION = "accumulation"
     """Float32, because errors grow with the number of terms. A sum of ones stops at 256 in bfloat16."""
     LINALG = "linalg"
@@ -32,7 +32,10 @@ class Class(enum.StrEnum):
     CLEAR = "clear"
     """Moves, selects or orders data without rounding. The operands and the readers decide the dtype."""
     RECURSE = "recurse"
-    """Has a body, whose equations are decided one by one. A body that jaxmp cannot rebuild keeps its dtypes."""
+    """Has a body (an inner jaxpr), whose equations are decided one by one.
+
+    A body that jaxmp cannot rebuild keeps its dtypes.
+    """
     OPAQUE = "opaque"
     """Keeps its original dtypes, because its meaning or its code depends on them."""
 
@@ -47,7 +50,7 @@ class Kind(enum.Enum):
     FULL = "float32"
     """Computed in float32."""
     STRICT = "beyond half"
-    """Computed in float32; half precision cannot represent its value, such as a mask's ``finfo.min``."""
+    """Computed in float32; half precision cannot represent one of its constants, such as a mask's ``finfo.min``."""
     INFER = "infer"
     """Decided by its neighbours."""
     CLEAR = "moves"
@@ -104,9 +107,9 @@ _TABLE: dict[Class, tuple[str, ...]] = {
         "rsqrt sqrt cbrt",
         # if terms cancel, mostly rounding errors remain
         "sub",
-        # an argument of 1000 rounded to bfloat16 is up to 2 radians off, and a float32 phase is often that large
+        # in bfloat16 an argument of 1000 is off by up to 2 radians, and phases of this size are common in float32
         "sin cos",
-        # well conditioned, but float32 like similar functions, because these functions take little time
+        # well conditioned; float32 like the similar functions above, because the cost is small
         "asinh atan",
         # series and continued fractions of tens of terms
         "lgamma digamma polygamma zeta igamma igammac igamma_grad_a regularized_incomplete_beta",

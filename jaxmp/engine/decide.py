@@ -41,8 +41,8 @@ def decide(graph: Graph, dtypes: Sequence[Any], force: bool = False) -> None:
       graph: the graph. The ``dtype`` of a source may differ from its original dtype.
       dtypes: for each result, its requested dtype or None. A result that is requested in half counts as read by a
         product.
-      force: whether to decide even if the graph has no product, as for a derivative rule, which belongs to a larger
-        program.
+      force: whether to decide even if the graph has no product. A derivative rule needs this, because it belongs to a
+        larger program.
     """
     _note_results(graph, dtypes)
     nodes = [node for node in graph.nodes if node.kind is not SOURCE]
@@ -84,8 +84,8 @@ def _note_results(graph: Graph, dtypes: Sequence[Any]) -> None:
 def _find_products(graph: Graph, nodes: Sequence[Node], named: Sequence[Node], halves: Sequence[Node]) -> None:
     """Mark values that depend on a product, and values on which a product depends.
 
-    Half arguments and half results count as products here. An outer product that depends on a product becomes a
-    product.
+    Half arguments and half results count as products here. Before this step, an outer product counts as an
+    elementwise multiplication. If it depends on a product, it becomes a product.
     """
     written = [
         node for node in named if node.kind is KEPT and all(operand.written.itemsize == 2 for operand in node.inputs)
@@ -147,7 +147,7 @@ def _find_activations(nodes: Sequence[Node]) -> None:
 
 
 def _find_half_copies(operands: Sequence[Node], nodes: Sequence[Node]) -> None:
-    """Mark values that some operations read in half, even if they are float32."""
+    """Mark values that some operations read in half, even if the values are float32."""
     for node in walk(operands, _moved_from):
         node.has_half_copy = True
 
@@ -215,8 +215,8 @@ def _state_key(node: Node) -> State:
 def _drags(operand: Node) -> bool:
     """Return whether a float32 operand makes its reader float32.
 
-    A float32 operand with a half copy does not, because its reader may read the copy. An operand beyond half always
-    does.
+    An operand with a half copy does not make its reader float32, because the reader may read the copy. An operand that
+    half precision cannot represent always makes its reader float32.
     """
     return operand.state is State.BEYOND_HALF or (operand.state is State.FLOAT32 and not operand.has_half_copy)
 

@@ -124,7 +124,10 @@ class _Evaluation:
         return [atom.val if type(atom) is Literal else self.env[atom] for atom in atoms]
 
     def read_as(self, value: Any, atom: Any, node: Node, dtype: np.dtype, repeat: _Repeat | None = None) -> Any:
-        """Return ``value`` in ``dtype`` for an equation, which may be a ``repeat``."""
+        """Return ``value`` in ``dtype`` for an equation that reads it.
+
+        Pass the equation as ``repeat`` if it may repeat the value.
+        """
         if type(atom) is Literal:
             return np.asarray(value).astype(dtype)
         is_half = dtype.itemsize == 2
@@ -265,10 +268,10 @@ def _over_turns(step: Step) -> list[tuple[int, np.dtype]]:
 
 
 def _batched_operands(repeat: _Repeat, others: Sequence[Any], node: Node) -> Sequence[Any]:
-    """Return the operands over which a ``jax.vmap`` maps.
+    """Return operands over which a ``jax.vmap`` maps, or may map later.
 
-    ``others`` are the operands over which a ``jax.vmap`` maps already. If there are none and ``node`` is a weight,
-    return an activation over which a later ``jax.vmap`` may map.
+    ``others`` are the operands over which a ``jax.vmap`` maps now. If there are none and ``node`` is a weight, return
+    an activation over which a later ``jax.vmap`` may map.
     """
     step, operands = repeat
     if WITH_RULE in step.names:  # operands may be tangents, and primal values must not depend on tangents
@@ -339,7 +342,7 @@ def _is_unchanged(step: Step, changed: set[Node]) -> bool:
 
 
 def _is_widening(step: Step) -> bool:
-    """Return whether an equation casts to float32 a value that is now half."""
+    """Return whether an equation casts a value that is now half to float32."""
     node, operand = step.node, step.operands[0] if step.eqn.primitive.name == _CAST else None
     return node is not None and operand is not None and operand.value_dtype.itemsize < node.dtype.itemsize
 
@@ -391,7 +394,7 @@ def _half_wanted(body: Body, position: int) -> np.dtype | None:
     if body.wanted is None:
         body.wanted = {}
         for step in body.steps:
-            # A value that the author casts to half may be half earlier.
+            # A value that the author casts to half may already be half before this cast.
             wants = [step.node.dtype] if step.eqn.primitive.name == _CAST and step.node else _wants(step)
             for atom, dtype in zip(step.eqn.invars, wants, strict=True):
                 if not is_literal(atom):

@@ -1,4 +1,4 @@
-"""Choose the products that are computed in float8: large products of a weight.
+"""Choose the products that are computed in float8: large products with a weight.
 
 A recipe has the settings of float8 products. The choice is made after the engine has decided which products are half.
 """
@@ -24,7 +24,7 @@ _MASKING = _MOVES | {"select_n"}
 def choose_float8(graph: Graph) -> None:
     """Choose the float8 products of a decided graph.
 
-    For every other half product, note why it is not float8.
+    For each remaining half product, note why it is not float8.
     """
     for step in graph.steps:
         if step.recipe is None or step.node is None:
@@ -43,10 +43,10 @@ def emit_float8(step: Step, product: Float8Product, operands: Sequence[Any]) -> 
 
 
 def _is_fused(product: Node) -> bool:
-    """Return whether XLA may fuse an addition to the result into the product.
+    """Return whether XLA may fuse readers of the result into the product.
 
-    XLA must not fuse if a half GELU reads the result (see ``float8_product.dot_general``). If the result leaves this
-    program, a GELU outside may read the result, so XLA must not fuse either.
+    XLA must not fuse if a half GELU reads the result (see ``float8_product.dot_general``). XLA must not fuse either if
+    the result leaves this program, because a GELU outside may read it.
     """
 
     def follow(node: Node) -> list[Node]:
@@ -59,7 +59,8 @@ def _is_fused(product: Node) -> bool:
 def _weight_or_reason(step: Step, node: Node, recipe: float8.Float8) -> tuple[str, str]:
     """Return the weight of a float8 product, or the reason why it is not float8.
 
-    The weight is ``"lhs"`` or ``"rhs"``. The other text is empty. Both are empty for a product that is not half.
+    The result is a pair of texts: the weight (``"lhs"`` or ``"rhs"``) and the reason. One of the two texts is empty.
+    Both are empty for a product that is not half.
     """
     eqn = step.eqn
     operands = [operand for operand in step.operands if operand is not None]
@@ -94,14 +95,14 @@ def _weight_or_reason(step: Step, node: Node, recipe: float8.Float8) -> tuple[st
 
 
 def _weight_and_sources(node: Node) -> set[Node]:
-    """Return a weight ``node`` and all values from which it is moved or cast.
+    """Return ``node`` and all values of which it is a moved or cast copy.
 
-    If ``node`` is computed or has looked-up rows, it is not a weight, and the set is empty.
+    If ``node`` is computed, or consists of looked-up rows, it is not a weight, and the set is empty.
     """
 
     def is_moved(value: Node) -> bool:
-        # A value computed from integers (which has no inputs here) is not a weight. Looked-up rows are not a weight
-        # either, because they belong to an example.
+        # A value that is computed from integers has no inputs here, and is not a weight. Looked-up rows are not a
+        # weight either, because they belong to an example.
         return bool(value.inputs) and value.name in _MOVES and not (value.is_looked_up and _has_rows(value))
 
     path = {*walk([node], lambda value: value.inputs if value.name in _MOVES else ())}

@@ -118,7 +118,7 @@ class Step:
     region: Region = _UNMARKED
     recipe: Float8 | None = None  # the recipe of the code around a product
     float8: Float8Product | None = None  # set for a float8 product by jaxmp.engine.float8_products
-    no_float8: str = ""  # for another half product with a recipe, the reason why it is not float8
+    no_float8: str = ""  # the reason why a half product with a recipe is not float8
     bodies: Bodies | None = None
     inner: Sequence[Body] = ()
     unchanged: Collection[int] = ()  # for a scan, the numbers of the carries that no iteration changes
@@ -151,12 +151,13 @@ class Body:
 class Graph:
     """A program and its nodes in topological order.
 
-    The order has one exception: the value that a loop's body returns for a carry comes after the carry, which reads it.
+    The order has one exception: a carry comes before the value that the loop's body returns for the carry, although
+    the carry reads this value.
     """
 
     nodes: list[Node]
     body: Body
-    steps: list[Step]  # all equations; equations inside of a body come before the equation around it
+    steps: list[Step]  # all equations; equations inside of a body come before the equation around the body
     sources: list[Node | None]
     patterns: list[Any] = dataclasses.field(default_factory=list)  # see jaxmp.engine.operation_patterns
     wanted: Collection[Node] = ()  # the results that are requested in half
@@ -205,7 +206,7 @@ def _origin_of(node: Node) -> Node:
 
 
 _Value = tuple[Node | None, Any, bool]
-"""A value while the graph is built: its node, its number (equal for equal values), and whether it is constant."""
+"""A value while the graph is built: its node, its number, and whether it is constant. Equal values share a number."""
 
 
 class _Builder:

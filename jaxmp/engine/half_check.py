@@ -1,4 +1,7 @@
-"""Check that a half policy (compute in float16 or bfloat16) changes a product."""
+"""Check that a half policy changes a product.
+
+A half policy computes in float16 or bfloat16.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +44,8 @@ def reason_not_half(
       policy: the policy of the module.
       computes: the dtype in which the module computes: the policy's, or the author's.
       pattern: the override that sets the module's policy, if any.
-      operations: the overrides of operations. Only an override that covers every product counts, and only without a
-        pattern.
+      operations: the overrides of operations. An override counts only if it covers every product and ``pattern`` is
+        None.
     """
     if not is_half(computes):
         is_written = computes != policy.compute_dtype
@@ -72,9 +75,10 @@ class NotHalf(NamedTuple):
 class ProductsCheck:
     """A check that a half policy changes a product in a call of a whole model.
 
-    If no product changes, the check raises a ValueError. The check needs two things, in any order: the engine passes
-    the program of the call to :meth:`decided`, and the adapter of Linen or NNX passes the modules that are not half to
-    :meth:`ran`.
+    If no product changes, the check raises a ValueError. The check needs two inputs, in any order:
+
+    - The engine passes the program of the call to :meth:`decided`.
+    - The adapter of Linen or NNX passes the modules that are not half to :meth:`ran`.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -119,9 +123,9 @@ def _is_half_product(step: Step) -> bool:
 
 
 def _may_multiply(step: Step) -> bool:
-    """Return whether an equation that the engine does not look into reads several half arrays.
+    """Return whether an opaque equation reads several half arrays.
 
-    An example is a kernel of cuDNN.
+    The engine does not look into an opaque equation, such as a kernel of cuDNN.
     """
     is_closed = step.bodies is None and classify(step.eqn.primitive.name) in (Class.OPAQUE, Class.RECURSE, None)
     return is_closed and sum(map(_is_narrow_array, step.eqn.invars)) > 1

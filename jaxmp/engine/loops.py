@@ -1,6 +1,6 @@
 """Decide which carries are half, and which loops have float32 products.
 
-The carry of a loop over a stack of layers is a residual stream, in half precision. Every other carry stays float32:
+The carry of a loop over a stack of layers is a residual stream, and is half. Every other carry stays float32:
 recurrent states, integrators, optimizers, running sums. A sum in bfloat16 would lose terms that are less than a 256th
 of the sum. A cycle is a group of values in a loop that depend on each other through a carry.
 """

@@ -36,7 +36,7 @@ class Region(NamedTuple):
     asked_by: str = ""  # the source of the level, in words
     products: str = ""  # the matmul_precision of the module's policy, for derivative rules that are traced later
     recipe: str = ""  # the recipe of float8 products as text; "none" for half products, empty for the program's recipe
-    is_policy: bool = False  # whether an override is a half policy: the rules decide, without other overrides
+    is_policy: bool = False  # whether the level is a half policy; then the rules decide, and no override counts
 
 
 def precision(level: str) -> contextlib.AbstractContextManager[None]:
@@ -65,7 +65,7 @@ def precision(level: str) -> contextlib.AbstractContextManager[None]:
 
 
 def mark_of(level: Level) -> contextlib.AbstractContextManager[None]:
-    """Mark code with a level."""
+    """Return a context that marks the code in it with a level."""
     text = level if isinstance(level, str) else f"policy;recipe={level.float8}"
     return jax.named_scope(f"jaxmp.precision({text})")
 
@@ -73,7 +73,7 @@ def mark_of(level: Level) -> contextlib.AbstractContextManager[None]:
 def computing(
     dtype: np.dtype | None, products: str | None = None, recipe: Any = None
 ) -> contextlib.AbstractContextManager[None]:
-    """Mark a module's code with its policy's compute dtype.
+    """Return a context that marks a module's code with its policy's compute dtype.
 
     With the dtype None, the code computes in its original dtypes.
     """

@@ -84,7 +84,10 @@ def full_class_name(value: Any) -> str:
 
 
 def is_running_in(library: str) -> bool:
-    """Return whether a run of ``jaxmp.linen`` or ``jaxmp.nnx`` is active."""
+    """Return whether a method of a module under a policy is running.
+
+    ``library`` is the library of the module, ``"linen"`` or ``"nnx"``.
+    """
     run = sys.modules.get(f"jaxmp.{library}.run")
     return run is not None and run.is_running()
 
@@ -93,7 +96,7 @@ def is_running_in(library: str) -> bool:
 
 
 def is_floating(dtype: Any) -> bool:
-    """Return whether a policy may replace ``dtype``: a floating dtype or None."""
+    """Return whether ``dtype`` is floating or None, so that a policy may replace it."""
     try:
         return dtype is None or bool(jnp.issubdtype(np.dtype(dtype), jnp.floating))
     except TypeError:
@@ -103,7 +106,7 @@ def is_floating(dtype: Any) -> bool:
 def is_default(dtype: Any, default: Any) -> bool:
     """Return whether ``dtype`` is the ``default`` of its field.
 
-    A field without a default counts as one with the default None.
+    If a field has no default, its default counts as None.
     """
     if dtype is None or default is None or default is dataclasses.MISSING:
         return dtype is None
@@ -119,9 +122,13 @@ class Treatment:
 
     Attributes:
       policy: the policy of the module.
-      mode: ``"written"`` if the module computes in the dtype of its ``dtype`` field; ``"float32"`` if it is traced in
-        float32 and the engine decides; ``"inputs"`` if it is traced in the dtypes of its inputs and the engine
-        decides; ``"autocast"`` if autocast decides on the whole model.
+      mode: one of these:
+
+        - ``"written"``: the module computes in the dtype of its ``dtype`` field
+        - ``"float32"``: the module is traced in float32, and the engine decides
+        - ``"inputs"``: the module is traced in the dtypes of its inputs, and the engine decides
+        - ``"autocast"``: autocast decides on the whole model
+
       override: the level of the override that covers the module under autocast, if any.
       not_half: the reason why the module does not compute in half; None if it does.
     """
@@ -137,7 +144,7 @@ class Treatment:
         return self.mode == "float32"
 
     def called_by(self, caller: Treatment | None) -> Treatment:
-        """Return how the module is computed when a module with ``caller`` calls it.
+        """Return the treatment in a call by a module with the treatment ``caller``.
 
         A module in the mode ``"inputs"`` is traced in float32 if its caller is traced in float32. Otherwise half
         results of its submodules would be widened permanently.

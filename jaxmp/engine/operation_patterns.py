@@ -47,7 +47,10 @@ def find_patterns(graph: Graph) -> list[OperationPattern]:
 
 
 def _exponential(value: Node) -> Node | None:
-    """Return the exponential in ``value``, perhaps masked or weighted, or None."""
+    """Return the exponential in ``value``, or None.
+
+    ``value`` may be the exponential after a mask or a multiplication.
+    """
     value = value.origin
     operands = [operand.origin for operand in value.inputs] if value.name in ("select_n", "mul") else [value]
     return next((operand for operand in operands if operand.name in _EXPONENTIALS), None)
@@ -63,7 +66,7 @@ def _softmax(node: Node) -> OperationPattern | None:
 
 
 def _differences(value: Node) -> list[Node]:
-    """List the operand of a value if that operand is a difference, else nothing."""
+    """Return a list of the first operand if it is a difference, else an empty list."""
     base = value.inputs[0].origin
     return [base] if base.name == "sub" else []
 

@@ -64,8 +64,7 @@ def levels_of(overrides: Mapping[Any, Any], half: np.dtype | None) -> dict[str, 
     """Return the level of each override.
 
     Args:
-      overrides: a mapping from ``"**/head"`` (a path of modules or scopes), ``"**/head:exp"`` (an operation there),
-        ``"primitive:exp"`` or ``"class:accumulation"`` to one of ``LEVELS``, or to a policy that computes at a level.
+      overrides: a mapping from key to value, as the docstring of this module describes them.
       half: the compute dtype of the policy.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Find the readers of a value, and the value that it is a constant multiple of."""
+"""Find the readers of a value, and search back past its constant factors."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def readers_of(node: Node) -> list[Node]:
 
 
 def multiple_of(node: Node, through: Collection[str] = SCALES) -> Node:
-    """Return the value that ``node`` is a multiple of.
+    """Return the value from which ``node`` differs only by constant factors.
 
-    The search goes back through moves of data, and through operations named in ``through`` whose other operands are
-    constants.
+    The search goes back through moves of data, and through operations named in ``through``. All other operands of such
+    an operation must be constants.
     """
     while True:
         node = node.origin

@@ -44,11 +44,11 @@ class PlanRow:
     Attributes:
       path: the path of modules or name scopes, which you can use as the key of an override; empty outside of scopes.
       primitive: the name of JAX's primitive.
-      cls: autocast's class of the primitive (``"half"``, ``"accumulation"``, …); ``"recurse"`` for an equation with
-        bodies, whose equations follow in the next rows; or ``"unknown"``.
+      cls: autocast's class of the primitive, such as ``"half"`` or ``"accumulation"``; ``"unknown"`` if there is none.
+        After a row of the class ``"recurse"``, the equations of its bodies follow.
       operands: the dtypes of its operands, after casts.
       result: the dtype of its result; the dtypes of several results are joined by commas.
-      why: the rule, the neighbour or the pattern that decided.
+      why: the reason for the dtypes: a rule, a neighbour or a pattern.
       source: the user's file and line, ``"package/module.py:12"`` (without a package, the file name); empty if unknown.
       flops: the floating-point operations, over all trips of the loops around it (see :mod:`jaxmp.engine.flops`).
       casts: the number of casts that are added for it. A shared cast counts only for its first reader. A postponed
@@ -100,8 +100,9 @@ class Summary:
       operations: the number of rows of each class.
       groups: the number of float32 patterns by name (``"softmax"``, ``"normalisation"``, …).
       full_products: the products that stay float32, as (path or source, why); see :class:`PlanRow`.
-      float8: in code with a float8 recipe, the number of ``"float8"`` products, and the number of half products for
-        each reason against float8 (``"no float8: 768 < 1536"``).
+      float8: the numbers of products in code with a float8 recipe. The key ``"float8"`` has the number of float8
+        products. The other keys are reasons, such as ``"no float8: 768 < 1536"``, with the number of half products
+        that are not float8 for this reason.
       unknown: the names of primitives that autocast does not know; they keep their dtypes.
       uncounted: the names of primitives with unknown FLOPs, such as kernels and solvers. The totals leave these out.
       unknown_trips: the number of while loops. Their trips are known only at run time.
@@ -156,8 +157,7 @@ class CastPlan(tables.Shown):
     Attributes:
       policy: the policy, as text.
       overrides: the overrides.
-      rows: one row for each equation. The rows of the body of a loop or function follow the row of its equation. If
-        autocast adds a broadcast before the cast of a weight, the broadcast has its own row.
+      rows: one row for each equation. The rows of a loop's or function's body follow the row of the loop or function.
       summary: the totals.
     """
 
@@ -201,7 +201,8 @@ def cast_plan(
 
     Raises:
       ValueError: as for :func:`jaxmp.autocast`, including overrides that match nothing.
-      TypeError: as for :func:`jaxmp.autocast`; or an override makes an operation half that JAX has only in float32.
+      TypeError: as for :func:`jaxmp.autocast`; or an override makes an operation half, but JAX has this operation only
+        in float32.
 
     >>> def loss(w, x):
     ...     return jax.nn.logsumexp(x @ w)
@@ -291,7 +292,7 @@ def _why_float8(step: Step) -> str:
 
 
 def _inside(step: Step) -> Iterator[Step]:
-    """Yield the equations in the bodies of an equation, even if not decided."""
+    """Yield the equations in the bodies of an equation, decided or not."""
     if step.bodies is not None:
         yield from (inner for body in step.inner for inner in body.steps)
     elif classify(step.eqn.primitive.name) in (Class.RECURSE, Class.LINALG):

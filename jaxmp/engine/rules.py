@@ -51,7 +51,7 @@ class Rules:
       overrides: the levels of paths, primitives and classes, from :func:`jaxmp.engine.overrides.levels_of`. The first
         path that matches wins, as in a PolicyMap. A path with a primitive matches only that primitive.
       programs: a cache of rewritten parts of the program; None to rewrite each part again.
-      float8: the recipe of float8 products of code outside of marked modules; None for half products.
+      float8: the recipe for float8 products in code outside of marked modules; None for half products.
       decided: a function that receives the decided graph.
     """
 
@@ -93,8 +93,8 @@ class Rules:
 
         Args:
           eqn: the equation.
-          constants: for each constant operand, its smallest magnitude except 0, and its largest.
-          names: the scopes around it.
+          constants: for each constant operand, its smallest nonzero magnitude and its largest magnitude.
+          names: the scopes around the equation.
         """
         name, cls = eqn.primitive.name, classify(eqn.primitive.name)
         if DECIDED in names:
@@ -138,9 +138,9 @@ class Rules:
         return self._kind_by_constants(name, constants, half)
 
     def request_of(self, name: str, names: Names) -> tuple[str, str] | None:
-        """Return the requested level of a primitive in these scopes, or None.
+        """Return the requested level of a primitive in these scopes, and its source.
 
-        The second result names the region or the override that requests it.
+        The source is a text that names the region or the override. Return None if there is no request.
         """
         region, keys = region_of(names), self.keys_of(name, names)
         if region.level is not None:
@@ -151,7 +151,7 @@ class Rules:
         return level, f"override {keys[0]!r}"
 
     def recipe_of(self, name: str, names: Names) -> Float8 | None:
-        """Return the recipe of float8 products for a product in these scopes."""
+        """Return the float8 recipe for a product in these scopes, or None."""
         if DECIDED in names:
             return None
         if recipe := region_of(names).recipe:

@@ -33,9 +33,14 @@ def is_loss_scaled(args: Any) -> bool | None:
 def arguments_of(jitted: Any, inputs: tuple[Any, ...]) -> list[Leaf]:
     """Return the leaves of an audited call's arguments, with their kinds.
 
-    The kinds are those of :func:`jaxmp.inspect.memory`. A leaf is recognised if the type or the name of its argument
-    determines a kind except ``"other"``. Unrecognised leaves of the first argument are the params if the argument is a
-    pytree and no other leaf belongs to a state. All other unrecognised leaves are the batch.
+    A leaf is recognised if its type, or the name of its argument, determines its kind. The kinds of recognised leaves
+    are those of :func:`jaxmp.inspect.memory`. An unrecognised leaf usually belongs to the batch. In two cases, it also
+    has its kind in :func:`jaxmp.inspect.memory`:
+
+    - The only recognised leaves are the batch.
+    - No leaf is recognised, and the first argument is not a single array.
+
+    Leaves that are recognised as ``"other"`` are ignored in both cases.
     """
     leaves = list(leaves_of(inputs, names_of_arguments(jitted)))
     recognised = {leaf.kind for leaf in leaves if leaf.is_recognised} - {"other"}
@@ -49,8 +54,8 @@ def sent_over_batch_axes(rows: Sequence[Collective], arguments: Sequence[Leaf]) 
     """Yield the collectives over mesh axes that split the batch.
 
     Collectives whose axes are unknown are included. If no axis splits the batch, all collectives are included. A
-    :class:`Sent` also has the bytes of weights. A sent array counts as a weight if its size is that of an argument
-    other than the batch, or of one index of axis 0 of such an argument (one layer of stacked weights).
+    :class:`Sent` also has the bytes of weights. A sent array counts as a weight if it has the size of an argument
+    other than the batch, or the size of one layer of this argument. (Axis 0 of stacked weights is the layer.)
     """
     axes_of_batch = set(batch_axes(leaf.value for leaf in arguments if leaf.kind == "batch"))
     shardings = [sharding_on_mesh(leaf.value) for leaf in arguments]

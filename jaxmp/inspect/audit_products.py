@@ -97,9 +97,10 @@ def _bound_by(flops: int, size: int, dtype: str, precision: Any, device: Hardwar
 
 
 def products_in_kernels(values: Values, device: Hardware) -> Iterator[Product]:
-    """Yield the products inside kernels, solvers and other equations that are not opened.
+    """Yield the products inside equations that count as one operation.
 
-    The ``count`` of these products is None, because the number of executions is unknown.
+    Examples of these equations are kernels and solvers. The ``count`` of these products is None, because the number of
+    executions is unknown.
     """
     for place in values.places.values():
         if place.bodies is not None:

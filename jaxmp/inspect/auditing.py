@@ -43,7 +43,7 @@ class Audit(tables.Shown):
       products: the matrix products and convolutions, in program order.
       flops: for each compute dtype, its share of the products' FLOPs. A loop with an unknown number of iterations
         counts as one iteration.
-      half_flops: the share of the products' FLOPs whose compute dtype has 16 bits or fewer; None if there are no
+      half_flops: the share of the products' FLOPs in compute dtypes of 16 bits or fewer; None if there are no
         products.
       memory: the result of :func:`jaxmp.inspect.memory`; None if nothing was compiled.
       findings: the precision problems.
@@ -207,7 +207,7 @@ def audit(
 
     Raises:
       ValueError: the policy, device or topology is unknown, or the arguments do not fit the topology.
-      ModuleNotFoundError: the packages that compile for a GPU that is not attached are not installed.
+      ModuleNotFoundError: the GPU ``device`` is not attached, and the packages that compile for it are missing.
 
     >>> shapes = jax.ShapeDtypeStruct((16, 32), jnp.float32), jax.ShapeDtypeStruct((32, 8), jnp.float32)
     >>> half_product = jaxmp.autocast(jnp.matmul, "mixed_float16")

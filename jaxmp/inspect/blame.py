@@ -87,8 +87,8 @@ def first_nonfinite(fun: Any, *, grad: bool = True, loss_scale: Any = 1.0) -> Ca
     """Find the operation that made the first infinity or NaN.
 
     ``fun`` and its derivative run one operation at a time, also inside loops. The search starts at the non-finite
-    results and goes back through non-finite values. So an infinity that makes no result infinite or NaN is not blamed,
-    such as a mask of ``-inf`` before a softmax. If there are several suspects, the first in this order is blamed:
+    results and goes back through non-finite values. Some infinities do not reach a result, such as a mask of ``-inf``
+    before a softmax. They are not blamed. If there are several suspects, the first in this order is blamed:
 
     1. an argument or constant that contains NaN, or an operation that computes an infinity or NaN from finite numbers;
     2. an infinite argument;
@@ -104,8 +104,8 @@ def first_nonfinite(fun: Any, *, grad: bool = True, loss_scale: Any = 1.0) -> Ca
       loss_scale: the factor by which the loss is multiplied before the differentiation.
 
     Returns:
-      A function of ``fun``'s arguments that returns a :class:`Blame`, or None if everything is finite. In this run, XLA
-      keeps every rounding to half precision (float16 or bfloat16) that the traced program has.
+      A function of ``fun``'s arguments that returns a :class:`Blame`, or None if everything is finite. When this
+      function runs ``fun``, XLA keeps every rounding to half precision (float16 or bfloat16) of the traced program.
 
     Raises:
       ValueError: ``loss_scale`` is not a positive finite number, or is set for a train step.
@@ -223,7 +223,7 @@ def _blame_in(fun: Callable[..., Any], args: Sequence[Any], paths: Sequence[str]
     if suspect is None:
         return None
     if suspect.rank is Rank.CONSTANT and not bad_losses_and_gradients:
-        return None  # an infinite constant is intended if it is returned as another result, such as a mask
+        return None  # infinite constants that `fun` returns beside the loss are intended, such as a mask
     value = suspect.value
     if value.name == "argument":
         return _blame_of_input(run.inputs[value.position], paths[value.position])

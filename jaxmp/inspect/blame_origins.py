@@ -81,8 +81,8 @@ class Origin(NamedTuple):
     infinite or NaN element counts for the whole array.
 
     Attributes:
-      through: for each operand, whether the operand and a result are infinite or NaN at the same element (for an
-        operation that is not elementwise: at any elements).
+      through: for each operand, whether the operand and a result are both infinite or NaN at the same element. If the
+        operation is not elementwise, the elements may be different.
       is_born: whether finite operands gave an infinity or NaN.
       is_nan: whether finite operands gave NaN.
       is_pole: whether finite operands at a pole of the function gave an infinity or NaN.

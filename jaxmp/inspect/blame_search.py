@@ -109,10 +109,10 @@ class Suspect(NamedTuple):
 def first_suspect(starts: Sequence[Value], run: ProgramRun, early: set[Value]) -> Suspect | None:
     """Return the suspect to blame for values that are not finite, or None.
 
-    Only another run of the program can tell the origin of a failure (an operation with non-finite results). So the
-    earliest failures are examined first. The search ends when a suspect comes before all failures with unknown origins;
-    usually one more run is enough. All failures of ``select_n`` are examined, because the search must not follow an
-    infinity that is not selected.
+    A failure is an operation with non-finite results. The program must run again to find the origins of failures. To
+    save runs, only the earliest failures are examined at first. The search ends when a suspect comes before all
+    failures with unknown origins; usually one more run is enough. All failures of ``select_n`` are examined, because
+    the search must not follow an infinity that is not selected.
 
     Args:
       starts: the values that are not finite.

@@ -59,9 +59,11 @@ def matched_pairs(half: RecordedProgram, full: RecordedProgram) -> tuple[list[Pa
     If several values in a program have the same path and shape, they are matched in program order.
 
     Returns:
-      Three items: the pairs of values that scopes return, in program order; the pairs of values that are passed into
-      scopes, in program order; and the paths of scopes that return more values of a shape in one program than in the
-      other.
+      Three items:
+
+      - the pairs of values that scopes return, in program order;
+      - the pairs of values that are passed into scopes, in program order;
+      - the paths of scopes that return more values of some shape in one program than in the other.
     """
     returned, unmatched = _match(half, full, half.returned, full.returned)
     passed_in, _ = _match(half, full, half.passed_in, full.passed_in)

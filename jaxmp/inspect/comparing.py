@@ -60,8 +60,8 @@ class Comparison(tables.Shown):
       worst: the row with the largest relative error. Gradients of arguments are left out if they consist of rounding
         errors in any precision, such as the gradient of a bias before a batch norm.
       total: one row for the result and all gradients of arguments together.
-      unmatched: the paths of scopes whose values have no row, because the policies change how many values of a shape
-        these scopes return.
+      unmatched: the paths of scopes that have values without a row. These values have no row because, under the
+        policies, the scope returns more or fewer values of their shape.
     """
 
     dtype: str
@@ -112,8 +112,8 @@ def compare(
       reference: the dtype of the reference run. ``"float32"`` casts half arguments to float32 and uses true float32
         products, not TensorFloat-32. ``"float64"`` traces under ``jax.enable_x64`` and casts floating arguments to
         float64. (Random numbers differ in float64, so turn dropout off.)
-      grad: whether to compare gradients too, with respect to all values that scopes return, and to the first argument
-        that has floating arrays.
+      grad: whether to compare gradients too. These are the gradients with respect to all values that scopes return,
+        and with respect to the first argument that has floating arrays.
       loss_scale: the factor by which the loss is multiplied before the differentiation. The gradients in the rows are
         divided by this factor.
 

@@ -16,7 +16,7 @@ from jaxmp.training.state import TrainState
 from jaxmp.training.step import Metrics, S, TrainStep
 
 _RECORDS = "jaxmp.inspect"
-"""The key of the records among the metrics of a step."""
+"""The key under which a step's metrics contain the records."""
 
 
 class CountingStep(TrainStep):

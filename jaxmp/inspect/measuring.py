@@ -57,9 +57,9 @@ class Numerics(tables.Shown):
     def recommended_scale(self, dtype: Any = "float16") -> float:
         """Return the loss scale with which the fewest gradients become 0 in a dtype.
 
-        The gradients are those of activations and of params. The scale is a power of two from 1 to 2^24, with which
-        four times the largest gradient is still finite. If several scales are equally good, the smallest is returned.
-        If no such scale exists, the result is 1.
+        The gradients are those of activations and of params. The scale is a power of two from 1 to 2^24. Under this
+        scale, four times the largest gradient is still finite. If several scales are equally good, the smallest is
+        returned. If four times the largest gradient overflows even at scale 1, the result is 1.
         """
         gradients = [*self.activation_gradients.values(), *self.gradients.values()]
         if not gradients:

@@ -8,8 +8,8 @@ from collections.abc import Callable
 def largest_multiple_that_fits(peak_of: Callable[[int], int], limit: int, step: int, start: int) -> int:
     """Return the largest batch that fits, a multiple of ``step``; 0 if nothing fits.
 
-    The search doubles the size until it does not fit, and then narrows the interval. The memory of most programs is
-    linear in the batch size, so every other size is where the line through both ends of the interval reaches the limit.
+    The search doubles the size until it does not fit. It then narrows the interval, by linear interpolation and by
+    bisection in turns. (The memory of most programs is linear in the batch size.)
 
     Args:
       peak_of: a function from batch size to peak in bytes. Each call needs a compilation.

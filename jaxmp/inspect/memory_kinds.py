@@ -55,8 +55,9 @@ class Leaf(NamedTuple):
 def leaves_of(args: Sequence[Any], names: Sequence[str]) -> Iterator[Leaf]:
     """Yield the leaves of a call's arguments with their kinds and paths.
 
-    The unrecognised leaves of the first argument are the params, and those of a later argument are the batch. But if a
-    part of the later argument is recognised by its type, its other leaves are the params.
+    The unrecognised leaves of the first argument are the params, and those of a later argument are the batch. There is
+    one exception: if a part of a later argument is recognised by its type, the unrecognised leaves of this argument
+    are the params. Typed random keys are always ``"other"``.
 
     Args:
       args: the arguments of the call.

@@ -71,8 +71,8 @@ class Memory(tables.Shown):
 
         The result is the size of axis 0, on all devices together; 0 if nothing fits. To try a size, this method changes
         axis 0 of the batch's first array, and of all arrays of the batch whose axis 0 has the same size. Each size
-        needs a compilation. The result, and the next larger size (which does not fit), are always tried. If the memory
-        does not always grow with the batch size, a still larger batch may fit.
+        needs a compilation. The method always tries the result, and also the next larger size, which does not fit. If
+        the memory does not always grow with the batch size, a still larger batch may fit.
 
         Args:
           limit: the limit in bytes, such as :attr:`jaxmp.inspect.program.targets.Target.memory_bytes`.
@@ -150,7 +150,7 @@ def memory(fun: Callable[..., Any], *, device: str | None = None, topology: str 
     Raises:
       ValueError: ``device`` is unknown; the topology is malformed or does not fit the mesh; the arguments are not on a
         mesh; or the compiler does not report the memory.
-      ModuleNotFoundError: the packages that compile for a GPU that is not attached are missing.
+      ModuleNotFoundError: the GPU ``device`` is not attached, and the packages that compile for it are missing.
 
     >>> shapes = jax.ShapeDtypeStruct((8, 4), jnp.float32), jax.ShapeDtypeStruct((2, 8), jnp.float32)
     >>> plan = jaxmp.inspect.memory(lambda params, batch: (batch @ params).sum())(*shapes)

@@ -100,7 +100,7 @@ class Roofline(tables.Shown):
             notes.append(f"… and {len(self.kernels) - _SHOWN} more")
         if self.uncounted:
             names = ", ".join(self.uncounted)
-            notes.append(f"take longer than predicted, because only their bytes are counted: {names}")
+            notes.append(f"these take longer than predicted, because only their bytes are counted: {names}")
         times = dict.fromkeys(LIMITS, 0.0)
         for kernel in self.kernels:
             times[kernel.bound] += kernel.milliseconds
@@ -131,9 +131,10 @@ def roofline(fun: Callable[..., Any], *, device: str | None = None) -> Callable[
     """Return a function that predicts the time of a call of ``fun``.
 
     Nothing is executed. The time of a kernel is the sum of the time of its products, the time of its bytes, and the
-    time of a launch. Products are assumed to run at a fixed share of the peak FLOP/s, and bytes to move at a fixed
-    share of the bandwidth. Kernels are assumed to run one after the other. All branches of a conditional count, so its
-    predicted time is too long. A loop of unknown length counts as one iteration, so its predicted time is too short.
+    time of a launch. Products are assumed to run at a fixed share of the peak FLOP/s. Bytes are assumed to move at a
+    fixed share of the bandwidth. Kernels are assumed to run one after the other. All branches of a conditional count,
+    so its predicted time is too long. A loop of unknown length counts as one iteration, so its predicted time is too
+    short.
 
     The prediction is based on the roofline model of Williams, Waterman, Patterson, "Roofline: an insightful visual
     performance model for multicore architectures", CACM 2009. That model takes the maximum of the times of products

@@ -56,9 +56,9 @@ def search(
        chooses them.
     3. For each other candidate, it measures the error with this candidate and the overflowing candidates in float32. It
        sorts the other candidates by this error.
-    4. It adds candidates to the choice in this order, as few as meet the tolerance. Their number is found by bisection.
-       It then removes each of the added candidates from the choice if the tolerance is met without this candidate. The
-       candidates with the most FLOPs are tried first.
+    4. It adds candidates to the choice in this order until the tolerance is met. Bisection finds the smallest number
+       that is enough. It then removes each added candidate from the choice if the tolerance is met without this
+       candidate. The candidates with the most FLOPs are tried first.
     5. It replaces each module in the choice by the module's operations if the tolerance is still met. It then removes
        operations from the choice as in step 4.
 

@@ -126,7 +126,7 @@ class Tuned(tables.Shown):
         if self.interrupted:
             return "Interrupted: this is the best result so far, and fewer overrides may be enough"
         if not self.met:
-            return "Tolerance not met with every module in float32: the error comes from code outside of all modules"
+            return "Tolerance not met, even with all modules in float32: the error comes from code outside of modules"
         if not self.overrides:
             return "Nothing needs float32: no override is needed"
         names = ", ".join(row.path for row in self.rows if row.is_float32)
@@ -144,11 +144,12 @@ def tune(
     """Find the modules and operations that need float32 under a half policy.
 
     The reference is ``fun`` in float32, without policies and autocast. The search runs ``fun`` under
-    :func:`jaxmp.autocast` with ``policy``. It first switches the modules in which values overflow to float32. If the
-    error is still above the tolerance, it measures each other module alone in float32, and switches as few as needed,
-    the most helpful first. Modules that turn out not to need float32 go back to half precision (float16 or bfloat16).
-    For each remaining module, the search finally tries whether float32 for single operations is enough. There are at
-    most ``2 * len(rows) + 10`` measurements of the error, and each compiles the function once.
+    :func:`jaxmp.autocast` with ``policy``. It first switches modules to float32 if values overflow in them. If the
+    error is still above the tolerance, it tries each other module in float32, one at a time. It then switches the most
+    helpful modules, as few as needed. Modules that turn out not to need float32 go back to half precision (float16 or
+    bfloat16). For each module that stays in float32, the search finally tries whether float32 is enough for single
+    operations of the module. There are at most ``2 * len(rows) + 10`` measurements of the error, and each compiles the
+    function once.
 
     Args:
       fun: a function that returns the loss, or a tuple whose first element is the loss. It may also be a train

@@ -145,7 +145,7 @@ def _zero_shares(step: Numerics, kind: str) -> dict[str, float]:
 
 
 def _exponents(step: Numerics, kind: str, dtype: Any) -> dict[int, int]:
-    """Return the number of values of all tensors of a kind, by binary exponent.
+    """Count the values of all tensors of a kind, by binary exponent.
 
     Gradients are first multiplied by the loss scale of the step.
     """
@@ -157,9 +157,10 @@ def _exponents(step: Numerics, kind: str, dtype: Any) -> dict[int, int]:
 def line(step: int, numerics: Numerics, metrics: Mapping[str, float], dtype: Any = "float16") -> str:
     """Return a watched step as a line of JSON.
 
-    The line has the metrics, the loss scale, the recommended loss scale, the dtype, the number of values that are not
-    finite, and:
+    The line has:
 
+    - the number of the step, the metrics, the loss scale, the recommended loss scale, and the dtype;
+    - ``not_finite``: the number of values that are not finite;
     - ``vanished``: by kind and path, the share of values that become 0 in ``dtype``;
     - ``zeros``: by kind and path, the share of values that are 0;
     - ``exponents``: by kind, the number of values for each binary exponent;

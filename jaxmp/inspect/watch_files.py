@@ -14,7 +14,7 @@ _COLUMNS = ("step", "split", "loss", "grad_norm", "loss_scale", "skipped")
 
 
 def metrics(folder: Path, split: str = "train") -> list[dict[str, str]]:
-    """Return the rows of a run's ``metrics.csv`` that have a split, ``"train"`` or ``"test"``.
+    """Return the rows of a split, ``"train"`` or ``"test"``, from ``metrics.csv``.
 
     A training step that is still being written is left out.
 
@@ -51,6 +51,6 @@ def read(folder: Path) -> list[dict[str, Any]]:
         )
     rows = []
     for text in file.read_text().splitlines():
-        with contextlib.suppress(ValueError):  # the run was killed while it wrote the line, or writes it now
+        with contextlib.suppress(ValueError):  # the run was killed while it wrote the line, or is writing it now
             rows.append(json.loads(text))
     return rows

@@ -16,7 +16,7 @@ def is_bridge(cls: type) -> bool:
 def require_policy_in_bridge(module: Any, path: Path) -> None:
     """Raise a ValueError if the ``ToLinen`` at ``path`` wraps a class of NNX modules.
 
-    A function that creates the NNX module may apply a policy to it. Whether it does is not checked.
+    A function that creates the NNX module may apply a policy to it. This case is not checked.
     """
     if not isinstance(module.nnx_class, type):
         return

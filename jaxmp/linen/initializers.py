@@ -21,7 +21,7 @@ from jaxmp.engine.module_border import widen_for_float32_code
 
 
 def run_initializers_in_float32(module: Any, is_wide: bool) -> None:
-    """Replace ``module.param`` by a function that runs initializers in float32 where needed.
+    """Replace ``module.param`` so that initializers run in float32 where needed.
 
     Args:
       module: a module that is bound to a scope.

@@ -100,10 +100,10 @@ def autocast(module: M, policy: Any, overrides: Mapping[Any, Any] | None = None)
     Raises:
       TypeError: ``module`` is not an instance of a Linen module.
       ValueError: the policy does not compute in half precision; an override computes neither in the policy's half dtype
-        nor in float32; an override names an unknown primitive or class. Raised when the module runs: a pattern matched
-        no module; an override matched no operation; or overrides of modules, of ``"class:half"`` or of
-        ``"class:*"`` keep every product in float32. (Overrides of primitives, such as ``{"primitive:dot_general":
-        "float32"}``, may keep every product in float32.)
+        nor in float32; an override names an unknown primitive or class. These errors are raised when the module
+        runs: a pattern matched no module; an override matched no operation; or overrides of modules, of
+        ``"class:half"`` or of ``"class:*"`` keep every product in float32. (Overrides of primitives, such as
+        ``{"primitive:dot_general": "float32"}``, may keep every product in float32.)
 
     >>> model = autocast(nn.Dense(2), "mixed_bfloat16")
     >>> variables = model.init(jax.random.key(0), jnp.ones((1, 3)))
@@ -145,7 +145,7 @@ class _Policied(Hooks):
             run.copy = weakref.ref(self)
             run.decide(self)  # before the submodules get scopes
             return call()
-        if name == "setup":  # of a bound model: no method of it runs
+        if name == "setup":  # Linen sets up a bound model, and no other method runs
             return call()
         creates_params = self.is_initializing() or (
             self.is_mutable_collection("params") and not self.variables.get("params")
@@ -180,7 +180,10 @@ class _Policied(Hooks):
 
 
 def _through_engine(root: Root, check: ProductsCheck, fun: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``fun``, a function of a scope, as one that ``jaxmp.engine`` rewrites."""
+    """Return a version of ``fun`` that ``jaxmp.engine`` rewrites.
+
+    ``fun`` is a function of a Linen scope.
+    """
 
     def run(scope_of: Any, repack: Any, variables: Any, rngs: Any, *args: Any, **kwargs: Any) -> Any:
         def pure(variables: Any, rngs: Any, args: Any, kwargs: Any) -> Any:

@@ -5,8 +5,9 @@ its return. During the run, a method interceptor handles every method call of th
 flag in a module's scope shows to which root the module belongs (see ``jaxmp/linen/root.py``).
 
 The decision for a module says how the module computes. Making the decision also sets the ``dtype`` and ``param_dtype``
-fields, before the first method of the module runs. While a method runs, a scope on JAX's name stack (a mark) tells
-``jaxmp.engine`` whether to keep the dtypes of the module's code or to choose the dtype of each operation.
+fields, before the first method of the module runs. While a method runs, JAX's name stack has a scope that is called a
+mark. The mark tells ``jaxmp.engine`` whether to keep the dtypes of the module's code or to choose the dtype of each
+operation.
 """
 
 from __future__ import annotations
@@ -164,7 +165,7 @@ class RootRun:
     ) -> None:
         root.mark(module)
         self.module, self.path, self.method = module, module.path, method
-        self.roots: tuple[int, ...] = module.scope.flags[ROOTS_FLAG]  # the hashes of the roots around, and of this one
+        self.roots: tuple[int, ...] = module.scope.flags[ROOTS_FLAG]  # the hashes of the outer roots and this root
         self.copy: Any = lambda: None  # a weak reference to the module's copy in the engine's trace
         self.policies, self.make_variables = root.policies, make_variables
         self.autocast, self.operations = root.autocast, root.operations
@@ -265,7 +266,7 @@ class RootRun:
         defaults = {field.name: field.default for field in dataclasses.fields(module)}
         dtypes = fill_dtypes(module, defaults, policy, is_overridden, is_container)
         if isinstance(module, nn.MultiHeadDotProductAttention) and module.dtype is None and not module.decode:
-            return "float32", dtypes  # else the softmax would be half precision; with ``decode`` it stays so
+            return "float32", dtypes  # else the softmax would be half precision, as with ``decode``
         if is_bridge(type(module)) or ("dtype" in defaults and is_floating(module.dtype)):
             return "written", dtypes
         if owns_params or (is_overridden and not is_parent):
@@ -318,11 +319,11 @@ class RootRun:
         return result
 
     def cast_output(self, result: Any) -> Any:
-        """Cast the result of the root to the policy's output dtype, except under autocast."""
+        """Cast the root's result to the policy's output dtype, except under autocast."""
         return result if self.autocast else self.decisions[()].policy.cast_to_output(result)
 
     def _decide_fields(self, module: nn.Module) -> None:
-        """Make the decisions for the submodules in the fields of ``module`` before they are called.
+        """Decide for the submodules in fields of ``module``, before they are called.
 
         The module may read a submodule's dtype fields, or call a submodule's method that Linen does not intercept, such
         as ``initialize_carry`` of a recurrent cell.

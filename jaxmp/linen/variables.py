@@ -25,7 +25,7 @@ _ACTIVATIONS = (*_COMPUTED, "perturbations")
 
 
 def leaves(collection: Any) -> Iterator[tuple[Path, Any]]:
-    """Yield every leaf of ``collection`` with its path, as strings."""
+    """Yield every leaf of ``collection`` with its path, a tuple of strings."""
     for keys, leaf in jax.tree.leaves_with_path(collection):
         yield _path_of_keys(keys), leaf
 
@@ -79,8 +79,8 @@ def store_params(
 ) -> None:
     """Cast the initialised params of ``module`` and its submodules to their dtypes.
 
-    A param that was rounded to fewer bits than its param dtype, for example in ``nn.map_variables``, is initialised
-    again without policies.
+    A module may have rounded a param to fewer bits than the param dtype has, for example in ``nn.map_variables``. Such
+    a param is initialised again without policies.
 
     Args:
       module: a module that is bound to a scope.

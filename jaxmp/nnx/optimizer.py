@@ -100,8 +100,9 @@ class Optimizer(_Object):
         self._structure: Any = jax.tree.structure(nnx.as_pure(params))
         self._before: Any = nnx.data(None)
         self._skipped, self._stuck = (nnx.OptState(jnp.zeros((), jnp.int32)) for _ in range(2))
-        # Arrays of the model that are also in the optimizer's state or in the average are copied there. Otherwise two
-        # results of jax.device_put could share a buffer, and a step would donate this buffer twice.
+        # If an array of the model is also in the optimizer's state or in the average, the state or the average gets a
+        # copy. Otherwise two results of jax.device_put could share a buffer, and a step would donate this buffer
+        # twice.
         arrays_of_model = {*map(id, jax.tree.leaves(nnx.as_pure(params)))}
         own_arrays = nnx.as_pure(self.opt_state), _tree.widen(nnx.as_pure(params)) if ema else None
         opt_state, average = jax.tree.map(lambda leaf: copied_if_seen(leaf, arrays_of_model), own_arrays)
@@ -265,7 +266,7 @@ def _put_back(finite: jax.Array, model: Any, before: dict[str, Any]) -> None:
     for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Not(nnx.RngState))):
         old, new = before.get(_path_text(path)), value_of(leaf)
         if _path_text(path) not in before or not _is_alike(new, old):
-            continue  # the step has created the array or changed its shape, for example of an intermediate
+            continue  # the step has created the array or changed its shape, for example that of an intermediate
         value = _tree.select_tree(finite, new, old)
         if isinstance(leaf, nnx.Variable):
             leaf.set_raw_value(value)

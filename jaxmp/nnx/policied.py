@@ -100,9 +100,9 @@ def autocast(model: M, policy: Any, overrides: Mapping[Any, Any] | None = None) 
       TypeError: ``model`` is not an NNX module.
       ValueError: a pattern matched no module and no Variable; the policy does not compute in half precision; an
         override computes neither in the policy's half dtype nor in float32; an override names an unknown primitive or
-        class. Raised when the model is called: an override matched no operation; or overrides of modules, of
-        ``"class:half"`` or of ``"class:*"`` keep every product in float32. (Overrides of primitives, such as
-        ``{"primitive:dot_general": "float32"}``, may keep every product in float32.)
+        class. These errors are raised when the model is called: an override matched no operation; or overrides of
+        modules, of ``"class:half"`` or of ``"class:*"`` keep every product in float32. (Overrides of primitives, such
+        as ``{"primitive:dot_general": "float32"}``, may keep every product in float32.)
 
     >>> model = autocast(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), "mixed_bfloat16")
     >>> products = jax.make_jaxpr(lambda x: model(x))(jnp.ones((1, 3)))

@@ -30,8 +30,10 @@ def needs_policy(model: Any) -> bool:
 def require_policy(model: Any, optimizer: Any) -> None:
     """Raise a ValueError if ``model`` has no policy, but should have one.
 
-    ``model`` should have a policy in two cases: ``model`` has a copy under a policy, or the model that ``optimizer``
-    was created with is under a policy or has a copy under a policy.
+    ``model`` should have a policy in two cases:
+
+    - ``model`` has a copy under a policy.
+    - The optimizer was created with a model that is under a policy or has a copy under a policy.
     """
     if not is_module(model) or not (optimizer._needs_policy or needs_policy(model)):
         return

@@ -77,7 +77,7 @@ class NnxDecision(Treatment):
         call of the inner module would look like a call of the outer module's copy in a transform.
       operations: the overrides for operations under autocast.
       half: for a root under a half policy, the policy and the modules that do not compute in half precision; None if
-        all modules do.
+        all modules compute in half precision.
     """
 
     is_root: bool
@@ -158,7 +158,7 @@ def _entrance(name: str, method: Any) -> Callable[..., Any]:
 
 
 def _dtype_of_cache(module: Any) -> Any:
-    """Return the dtype of a module's cache, or None for its method's default."""
+    """Return the dtype of a module's cache, or None for ``init_cache``'s default."""
     decision: NnxDecision = type(module).jaxmp_decision
     if decision.is_float32:
         return decision.policy.compute_dtype
@@ -390,7 +390,8 @@ def _half_variables_widened(modules: list[Any]) -> Iterator[None]:
 def _dtypes_kept(module: Any, decision: NnxDecision) -> Iterator[None]:
     """Keep the dtypes of a module's Variables when a method writes to them.
 
-    At the end of the context, a value that the method has written is cast to the dtype of the old value. Exceptions:
+    At the end of the context, a value that the method has written is cast to the dtype of the old value. There are
+    three exceptions:
 
     - Params that existed before are not cast. New Params of a module without a ``dtype`` attribute are cast to the
       param dtype.

@@ -183,7 +183,7 @@ def state_of(model: Any, optimizer: Optimizer) -> _State:
 
 
 def _of_arrays(loss_fn: Callable[[Any, Any], Any]) -> train_step.LossFn:
-    """Return ``loss_fn``, a function of a model, as a function of the model's arrays."""
+    """Turn a loss function of a model into a function of the model's arrays."""
     loss_function.require_arguments(loss_fn, "model, batch")
 
     def run(form: _Form, params: Any, untrained: Any, batch: Any) -> tuple[Any, Any, list[Any]]:
@@ -206,8 +206,8 @@ def _of_arrays(loss_fn: Callable[[Any, Any], Any]) -> train_step.LossFn:
             )
         arrays = zip(jax.tree.leaves(after), jax.tree.leaves(params), strict=True)
         if any(new is not old for new, old in arrays):
-            # nnx.remat and nnx.scan return all their inputs as new arrays. Only a traced program shows which of them
-            # are equal to the old ones.
+            # nnx.remat and nnx.scan return all their inputs as new arrays. Only a traced program shows which new
+            # arrays are equal to the old arrays.
             ends = passed_on(jax.make_jaxpr(lambda params: run(form, params, before, batch)[2][0])(params))
             _require_unchanged(params, ends)
         return loss, (form, *untrained), metrics

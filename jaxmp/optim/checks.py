@@ -31,7 +31,7 @@ def as_optimizer(tx: Any) -> optax.GradientTransformationExtraArgs:
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return tx
 
-    # optax.contrib.sam accepts only the extra argument grad_fn=. Others, such as the loss, are dropped.
+    # optax.contrib.sam accepts only the extra argument grad_fn=. Other arguments, such as the loss, are dropped.
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
         known_args = {name: value for name, value in extra_args.items() if name in parameters}
         return tx.update(updates, state, params, **known_args)

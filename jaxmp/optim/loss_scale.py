@@ -98,7 +98,7 @@ class LossScale:
         return _map_inexact(divide, tree)
 
     def is_stuck(self, before: LossScale) -> jax.Array:
-        """Return whether the scale did not fall in a non-finite step.
+        """Return whether the scale failed to fall in a non-finite step.
 
         ``before`` is the loss scale at the beginning of that step.
         """
@@ -170,8 +170,8 @@ class DynamicLossScale(ScaleState, LossScale):
     scale by ``backoff`` and restarts the count of finite steps. The scale never falls below ``min_loss_scale``. If
     growth would exceed ``max_loss_scale``, the scale does not grow, so a power of two stays a power of two. torch's
     GradScaler has no bounds, and its scale can reach 0. As long as no bound is reached, a DynamicLossScale and a
-    GradScaler with the same parameters have the same scales (bit for bit if float32 holds ``factor`` and ``backoff``
-    exactly).
+    GradScaler with the same parameters have the same scales. They are equal bit for bit if float32 represents
+    ``factor`` and ``backoff`` exactly.
 
     If ``hysteresis`` is h > 1, the first h - 1 non-finite steps do not change the scale. The h-th non-finite step and
     all later ones multiply the scale by ``backoff``. The count of non-finite steps restarts after ``period`` finite
@@ -271,15 +271,15 @@ class HeadroomLossScale(ScaleState, LossScale):
 
     The class stores a running maximum of the true gradients' absolute values. A larger gradient raises the maximum at
     once. Otherwise the maximum decays: in ``period`` steps, it halves. The scale is the largest power of two for which
-    ``running_max * scale`` is at most the largest number of ``dtype`` divided by ``2**headroom``. So a step overflows
-    only if a gradient is more than ``2**headroom`` times the running maximum. (:class:`DynamicLossScale` finds the
-    limit only by overflowing from time to time.) In one step, the scale at most doubles.
+    ``running_max * scale * 2**headroom`` does not exceed the largest number of ``dtype``. So a step overflows only if
+    a gradient is more than ``2**headroom`` times the running maximum. (:class:`DynamicLossScale` finds the limit only
+    by overflowing from time to time.) In one step, the scale at most doubles.
 
     A non-finite step halves the scale, and raises the running maximum to the value that fits the new scale. So the
-    scale can grow again only after ``period`` steps. The maximum must rise because the overflow may be in the gradient
-    of an activation, but only the gradients of params are measured. A step whose gradients are all zero changes
-    nothing. The method is similar to the LogMax scaling of OpenSeq2Seq (Kuchaiev et al. 2018, arXiv 1805.10387), but a
-    zero gradient does not make the scale NaN.
+    scale can grow again only after ``period`` steps. The maximum must rise for this reason: it measures only the
+    gradients of params, but the overflow may be in the gradient of an activation. A step whose gradients are all zero
+    changes nothing. The method is similar to the LogMax scaling of OpenSeq2Seq (Kuchaiev et al. 2018, arXiv
+    1805.10387), but a zero gradient does not make the scale NaN.
 
     Attributes:
       headroom: the base-2 logarithm of the margin before overflow, 0 or more.

@@ -259,7 +259,7 @@ def _take_step_around(
     Such a transform may drop non-finite gradients itself (MultiSteps), so that ``loss_scaling`` counts no skip. Or its
     state may change in a step that ``loss_scaling`` skips.
     """
-    # Clipping by value, before loss_scaling in a chain, would make infinities finite. Clipping keeps NaN.
+    # If the chain clips by value before loss_scaling, clipping would make infinities finite. But clipping keeps NaN.
     result, new_state = tx.update(nan_if_infinite(grads), opt_state, params, **extra_args)
     skipped = get_loss_scaling_state(new_state).skipped - get_loss_scaling_state(opt_state).skipped
     skipped = jnp.maximum(skipped, 1 - jnp.isfinite(global_norm(grads)).astype(jnp.int32))

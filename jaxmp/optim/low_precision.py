@@ -69,10 +69,10 @@ def low_precision(
     no PRNG key is needed, and the bits are the same on any number of devices and after a resume.
 
     Moments are recognised by the types of optax's states. ``print(tx)`` shows how each moment is stored. With
-    ``moments="bfloat16"`` or ``"float8"``, moments are rounded stochastically. (Rounded to nearest, a second moment
-    with a decay of 0.999 would never fall.) ``"float8"`` stores float8_e4m3fn numbers with one float32 scale for each
-    block of ``block`` values. It stores the square roots of second moments. If the block size does not divide a
-    moment's last axis, the moment stays float32.
+    ``moments="bfloat16"`` or ``"float8"``, moments are rounded stochastically. (With rounding to nearest, a second
+    moment with a decay of 0.999 would never fall.) ``"float8"`` stores float8_e4m3fn numbers with one float32 scale
+    for each block of ``block`` values. It stores the square roots of second moments. If the block size does not divide
+    a moment's last axis, the moment stays float32.
 
     Args:
       inner: any optax transform.
@@ -146,7 +146,7 @@ class _LowPrecisionTransform:
     def wrap(
         self, inner_state: Any, weights: optax.Params, before: LowPrecisionState | None = None
     ) -> LowPrecisionState:
-        """Return the state of ``low_precision`` for the state of the wrapped optimizer.
+        """Wrap the state of the inner optimizer in a state of ``low_precision``.
 
         If ``before`` is not None, its count and compensation are kept.
         """
@@ -228,7 +228,7 @@ class _LowPrecisionTransform:
         ):
             draw = Draw(self.seed, count, path)
             if not is_moment or self.moments == "float32":
-                encoded.append(in_dtype_of(leaf, old_leaf))  # back from float32
+                encoded.append(in_dtype_of(leaf, old_leaf))  # the update computed it in float32
             elif not leaf.size:
                 encoded.append(leaf)
             elif self.moments == "bfloat16":
@@ -275,7 +275,7 @@ def rounds_params(opt_state: Any) -> bool:
 
 
 def with_compensation(weights: Any, opt_state: Any) -> Any:
-    """Add Kahan's compensation to the params that are now float32."""
+    """Add Kahan's compensation to the params that were cast to float32."""
     if not isinstance(opt_state, LowPrecisionState) or opt_state.compensation is None:
         return weights
 

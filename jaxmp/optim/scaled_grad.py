@@ -27,7 +27,7 @@ def scale_loss(loss: jax.Array, opt_state: optax.OptState) -> jax.Array:
     before you do anything else with them. :func:`value_and_grad` does both steps for you.
 
     Raises:
-      TypeError: the loss is not floating, or float16.
+      TypeError: the loss is float16, in which the scaled loss may overflow.
       ValueError: ``opt_state`` has no loss scale, or several.
       RuntimeError: ``opt_state`` was donated to an earlier step.
 

@@ -19,7 +19,7 @@ def stochastic_bfloat16(values: jax.Array, bits: jax.Array) -> jax.Array:
     """
     words = jax.lax.bitcast_convert_type(values, jnp.uint32) + bits
     rounded = jax.lax.bitcast_convert_type(words & jnp.uint32(0xFFFF0000), jnp.float32)
-    # Adding the bits could turn a NaN into a finite number. Then the step would not be skipped.
+    # Adding the random bits could turn a NaN into a finite number. Then the step would not be skipped.
     return jnp.where(jnp.isfinite(values), rounded, values).astype(jnp.bfloat16)
 
 

@@ -16,7 +16,7 @@ import optax
 from jaxmp.base.trees import path_name, widen
 from jaxmp.optim.stochastic_rounding import LARGEST, SMALLEST, Draw, stochastic_bfloat16, stochastic_float8
 
-# Fields of optax's states that are moments. AMSGrad's maximum of the second moments is left out, because stochastic
+# The fields with moments in optax's states. AMSGrad's maximum of the second moments is left out, because stochastic
 # rounding would raise it. The moments of a centred RMSProp are left out, because stochastic rounding could make the
 # variance nu - mu² negative.
 _SIGNED: dict[type, tuple[str, ...]] = {
@@ -139,7 +139,7 @@ def decoded(state: Any) -> Any:
 
 
 class StateLeaf(NamedTuple):
-    """The path of a leaf of a state, and whether the leaf is a (second) moment."""
+    """A leaf of a state: its path, and whether it is a moment or a second moment."""
 
     path: str
     is_moment: bool

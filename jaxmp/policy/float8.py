@@ -1,4 +1,4 @@
-"""Recipes (the settings of float8 products), and the products that they cover."""
+"""The settings of float8 products (a recipe), and the products that they cover."""
 
 from __future__ import annotations
 
@@ -37,10 +37,11 @@ class Float8:
     al., "FP8 Formats for Deep Learning", arXiv:2209.05433. The object is frozen and hashable.
 
     Attributes:
-      gradient: the format of the gradient of a product's result: float8_e5m2, which has more range, or float8_e4m3fn.
+      gradient: the format of the gradient with respect to a product's result: float8_e5m2, which has more range, or
+        float8_e4m3fn.
       weight_gradient: the dtype of the product that computes the weight's gradient: ``"float8"``, or ``"compute"`` for
         the policy's compute dtype.
-      accumulate: the accumulation of Hopper's tensor cores: ``"fast"`` (about 14 bits), ``"precise"`` (float32), or
+      accumulate: how precisely Hopper's tensor cores sum: ``"fast"`` (about 14 bits), ``"precise"`` (float32), or
         ``"fast_forward"`` (fast in the forward pass, precise in the backward pass).
       min_dim: the minimum size of both dimensions of a weight. Products with smaller weights are not float8.
       min_tokens: the minimum number of rows (tokens) that a product multiplies by the weight. Smaller products are not

@@ -44,15 +44,15 @@ def dot_general(
     """Compute ``jax.lax.dot_general`` and its derivatives in float8.
 
     The examples of a ``jax.vmap`` share one scale, and so do the shards of an array. In a branch or a loop of a
-    ``shard_map`` each shard has its own scale. A NaN in an operand makes its row of the result NaN, and an infinity
-    makes the whole result NaN. Derivatives treat the quantisation as the identity. The residuals are float8 arrays,
-    named :data:`RESIDUALS`. If you differentiate without ``jax.jit``, the operands are stored too.
+    ``shard_map`` each shard has its own scale. A NaN in an operand makes only those results NaN that are computed from
+    it. An infinity makes the whole result NaN. Derivatives treat the quantisation as the identity. The residuals are
+    float8 arrays, named :data:`RESIDUALS`. If you differentiate without ``jax.jit``, the operands are stored too.
 
     Args:
       lhs: a floating array, bfloat16 under a policy.
       rhs: the other operand.
       dimension_numbers: as ``jax.lax.dot_general`` takes them. They may have batch dimensions.
-      recipe: the recipe, which sets the formats, the accumulation and the residuals.
+      recipe: the settings of the product: the formats, the accumulation and the residuals.
       weight: the operand to which ``recipe.weight_gradient`` applies, ``"lhs"`` or ``"rhs"``; None if neither is a
         weight.
       is_fused: whether XLA may fuse the operation that reads the result into the product's kernel. XLA crashes if it
@@ -134,7 +134,7 @@ class _Product:
     def _forward(self, lhs: Any, rhs: Any) -> Any:
         out = _COMPUTE if self.dtype == _COMPUTE else jnp.float32
         result = self._dot(_dequantised(*lhs), _dequantised(*rhs), self.recipe.accumulate == "precise", out)
-        # Without the barrier XLA fuses a GELU into the product, and crashes on a float8 GELU_AUX.
+        # Without the barrier, XLA fuses a later GELU into the product (as GELU_AUX), and crashes in float8.
         return (result if self.is_fused else jax.lax.optimization_barrier(result)).astype(self.dtype)
 
     def _transpose(self, cotangent: Any) -> Any:
@@ -143,7 +143,7 @@ class _Product:
     def _tangent(self, tangents: Any, operands: Any) -> Any:
         """Return the tangent of the result.
 
-        The tangent is a sum. Each operand whose tangent is not None adds the product of its tangent and the other
+        The tangent is a sum. Each operand that has a tangent adds one term: the product of this tangent and the other
         operand.
         """
         parts_in_float8: list[Any] = []
@@ -167,7 +167,7 @@ class _Product:
 def quantised(value: Any, dtype: str, is_own: bool = False) -> tuple[Any, Any, Any]:
     """Return ``value``, the bits of its quantised float8 array, and the scale.
 
-    All shards have the same scale. If ``is_own``, each shard has a separate scale.
+    If ``is_own`` is true, each shard has its own scale. Otherwise all shards have the same scale.
     """
     scale = checkpoint_name(_scale(value, dtype, is_own), RESIDUALS)
     # JAX rounds a named float8 residual again, as if e4m3fn had infinities, so 256 would become infinite. JAX does not

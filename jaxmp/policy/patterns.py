@@ -11,13 +11,18 @@ from jaxmp.base.arguments import printed
 
 Path = tuple[str, ...]
 Pattern = str | type
-"""A glob on the module path; or ``"type:"`` and a glob on the names of a class and its bases; or a module class."""
+"""A pattern is one of these:
+
+- a glob on the module path
+- ``"type:"``, followed by a glob on the names of a module's class and its base classes
+- a module class
+"""
 
 
 OPERATIONS = ("primitive:", "class:")
 """The prefixes of override keys that mean operations, not modules."""
 EVERY = "class:*"
-"""The override key that covers every operation that no other key covers."""
+"""The override key for all operations that no other key covers."""
 
 
 def check_pattern(pattern: Any) -> Pattern:
@@ -59,7 +64,7 @@ def checked_overrides(overrides: Any) -> dict[Any, Any]:
     """Return overrides as a dict from patterns to policies; None gives an empty dict.
 
     Raises:
-      TypeError: ``overrides`` are not a mapping.
+      TypeError: ``overrides`` is not a mapping.
     """
     if overrides is not None and not isinstance(overrides, Mapping):
         raise TypeError(

@@ -3,7 +3,7 @@
 A file has three keys:
 
 - ``policy``: a text that ``get_policy`` reads.
-- ``loss_scale`` (optional): a number for you, the loss scale to use. jaxmp does not read this key.
+- ``loss_scale`` (optional): the loss scale to use, as a note for you. jaxmp does not read this key.
 - ``overrides`` (optional): a table from pattern to policy. The first pattern that matches wins.
 """
 

@@ -51,9 +51,10 @@ class PolicyMap:
       default: the policy of modules that no pattern matches. If ``default`` is a PolicyMap, its overrides are tried
         after ``overrides``.
       overrides: a mapping from pattern to policy. Patterns are tried in order. A pattern covers the modules that it
-        matches and everything below them. A string is a glob on the module path below the root: ``*`` matches inside of
-        one name, ``**`` matches zero or more names (``"**/BatchNorm_*"``, ``"encoder/layer_0"``). ``"type:*Norm"`` is a
-        glob on the names of the module's class and its base classes. A class as a pattern matches its instances.
+        matches and everything below them. A string such as ``"encoder/layer_0"`` or ``"**/BatchNorm_*"`` is a glob on
+        the module path below the root. In it, ``*`` matches inside of one name, and ``**`` matches zero or more names.
+        ``"type:*Norm"`` is a glob on the names of the module's class and its base classes. A class as a pattern
+        matches its instances.
       strict: whether a pattern that matches nothing in the model is an error (see :meth:`check`).
 
     Raises:
@@ -83,27 +84,27 @@ class PolicyMap:
 
     @property
     def param_dtype(self) -> np.dtype:
-        """Return the param dtype of the root."""
+        """Return the param dtype of the root module's policy."""
         return self.root.param_dtype
 
     @property
     def compute_dtype(self) -> np.dtype:
-        """Return the compute dtype of the root."""
+        """Return the compute dtype of the root module's policy."""
         return self.root.compute_dtype
 
     @property
     def output_dtype(self) -> np.dtype:
-        """Return the output dtype of the root."""
+        """Return the output dtype of the root module's policy."""
         return self.root.output_dtype
 
     @property
     def matmul_precision(self) -> str | None:
-        """Return the ``matmul_precision`` of the root."""
+        """Return the ``matmul_precision`` of the root module's policy."""
         return self.root.matmul_precision
 
     @property
     def float8(self) -> Float8 | None:
-        """Return the float8 settings of the root."""
+        """Return the float8 settings of the root module's policy."""
         return self.root.float8
 
     @property
@@ -130,10 +131,10 @@ class PolicyMap:
         return self.root, None
 
     def below(self, root: str) -> PolicyMap:
-        """Return a copy whose patterns do not begin with the name ``root``.
+        """Return a copy without the name ``root`` at the front of its patterns.
 
-        ``root`` is the name of the model. :mod:`jaxmp.inspect` and cast plans print it in front of Linen paths, so
-        ``Net/head`` means ``head``.
+        ``root`` is the name of the model. :mod:`jaxmp.inspect` and cast plans print it in front of Linen paths, so a
+        pattern ``Net/head`` means ``head``.
         """
         below = PolicyMap(self.root)
         rules = tuple(rule._replace(pattern=_below(rule.pattern, root)) for rule in self.rules)
@@ -144,7 +145,7 @@ class PolicyMap:
         """Raise an error if a pattern is for operations, or matches nothing in a model.
 
         Args:
-          modules: the classes of the modules that are known, by path.
+          modules: the classes of the known modules, by path.
           variables: the paths of the model's variables. The last name of a path is the variable; the names before it
             are modules.
           complete: whether every module with variables is in ``modules``. If not, class patterns are not checked,
@@ -214,7 +215,7 @@ PolicyName = Literal[
     "O0",
     "O3",
 ]
-"""The presets that are one policy for a whole model."""
+"""The names of the presets that are a single :class:`Policy`, not a :class:`PolicyMap`."""
 
 
 @overload
@@ -230,11 +231,18 @@ def get_policy(policy: object) -> Policy | PolicyMap: ...
 def get_policy(policy: Any) -> Policy | PolicyMap:
     """Return the policy that a text, a dtype or an object describes.
 
-    The presets are ``float32`` (= ``O0``), ``tensorfloat32``, ``mixed_float16`` (= ``mixed_fp16`` = ``16-mixed``),
-    ``mixed_bfloat16`` (= ``mixed_bf16`` = ``bf16-mixed``), ``mixed_float8``, ``float16`` (= ``O3``), ``bfloat16``,
-    ``bfloat16_sr`` (bfloat16 for :func:`jaxmp.low_precision`, with norms in float32) and ``O2`` (mixed_float16 with
-    norms in float32). The preset ``float32`` sets ``matmul_precision="highest"``, so its products are true float32 on a
-    GPU too. The text ``"params=float32,compute=float32"`` keeps JAX's default precision.
+    The presets are:
+
+    - ``float32`` (= ``O0``) and ``tensorfloat32``
+    - ``mixed_float16`` (= ``mixed_fp16`` = ``16-mixed``)
+    - ``mixed_bfloat16`` (= ``mixed_bf16`` = ``bf16-mixed``)
+    - ``mixed_float8``
+    - ``float16`` (= ``O3``) and ``bfloat16``
+    - ``bfloat16_sr``: bfloat16 for :func:`jaxmp.low_precision`, with norms in float32
+    - ``O2``: mixed_float16 with norms in float32
+
+    The preset ``float32`` sets ``matmul_precision="highest"``, so its products are true float32 on a GPU too. The text
+    ``"params=float32,compute=float32"`` keeps JAX's default precision.
 
     Args:
       policy: one of the following; case and spaces are ignored:

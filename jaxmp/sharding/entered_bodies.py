@@ -1,7 +1,7 @@
 """Gather weights in the bodies of remats, scans and branches.
 
-:class:`_Gather` lists the places where such a weight is gathered. ``gathered_loss.py`` defines weights, taps and common
-values. ``weights.py`` has :class:`Source` and :class:`Use`.
+:class:`_Gather` lists the places where a weight in a body is gathered. ``gathered_loss.py`` defines weights, taps and
+common values. ``weights.py`` has :class:`Source` and :class:`Use`.
 """
 
 from __future__ import annotations

@@ -31,9 +31,12 @@ def gather(tree: Any, specs: Any, dtype: Any, *, reduce_dtype: Any = "float32", 
     dtype of the weight. Call ``gather`` in each layer, where the weights are used, so that no device holds all weights
     at once. In the body of a scan over layers, pass the specs of one layer.
 
-    The implementation depends on the current mesh: ``reshard`` for axes of type Explicit, collectives inside
-    ``shard_map``, and two sharding constraints for axes of type Auto. On Auto axes, XLA sums gradients only in the
-    dtype in which they are computed. So pass ``reduce_dtype=dtype`` there, or create the mesh with Explicit axes.
+    The implementation depends on the current mesh:
+
+    - On axes of type Explicit, ``gather`` calls ``reshard``.
+    - Inside ``shard_map``, ``gather`` calls collectives.
+    - On axes of type Auto, ``gather`` sets two sharding constraints. XLA then sums gradients only in the dtype in
+      which they are computed. So pass ``reduce_dtype=dtype``, or create the mesh with Explicit axes.
 
     Args:
       tree: the weights. Leaves that are not split over ``axes`` keep their dtype. In ``shard_map``, the gradients of
@@ -52,8 +55,8 @@ def gather(tree: Any, specs: Any, dtype: Any, *, reduce_dtype: Any = "float32", 
       ValueError: no mesh is set, or it lacks an axis; ``reduce_dtype`` differs from ``dtype`` on axes of type Auto; the
         specs do not have the structure of ``tree``, or do not fit its shapes; a dtype is not floating, or gradients
         cannot be summed in it; ``gather`` is called in the loss function of a ``make_train_step(sharding=)``, which
-        already gathers; in ``shard_map``, an entry of a spec lists another mesh axis after one of ``axes``, such as
-        ``("fsdp", "tensor")``, or ``check_vma=False`` is set.
+        already gathers; ``shard_map`` has ``check_vma=False``; or, in ``shard_map``, an entry of a spec lists another
+        mesh axis after one of ``axes``, such as ``("fsdp", "tensor")``.
 
     >>> mesh = jax.make_mesh((jax.device_count(),), ("fsdp",), axis_types=(jax.sharding.AxisType.Explicit,))
     >>> with jax.set_mesh(mesh):

@@ -177,7 +177,7 @@ class Plan:
         return jax.tree.map_with_path(placed, batch)
 
     def _require_divided(self, path: Any, leaf: Any, microbatches: int) -> None:
-        """Raise a ValueError unless the devices divide each microbatch of a leaf."""
+        """Raise a ValueError unless each microbatch of a leaf can be split evenly."""
         if np.ndim(leaf) == 0:
             return
         examples, parts = np.shape(leaf)[0], self.devices * microbatches
@@ -241,7 +241,7 @@ class Plan:
         return tap(param)
 
     def zeros(self, param: Any, spec: PartitionSpec) -> Any:
-        """Return the zeros of a tap."""
+        """Return the zeros (devices, …) of the tap of ``param``."""
         return self.of_parts(jnp.zeros((self.devices, *param.shape), at_least_float32(param.dtype)), spec)
 
     def of_parts(self, parts: Any, spec: PartitionSpec) -> Any:
@@ -300,7 +300,7 @@ class Plan:
 
 
 def to_reduce_in(dtype: Any) -> np.dtype:
-    """Return ``dtype`` as the dtype of sums over devices.
+    """Return ``dtype`` as a NumPy dtype, if gradients can be summed in it.
 
     Raises:
       ValueError: ``dtype`` is not float32, bfloat16 or float16.

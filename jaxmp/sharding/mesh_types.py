@@ -80,7 +80,7 @@ def typed(loss_fn: AnyLossFn, mesh: Mesh, batch_axes: Sequence[str]) -> AnyLossF
 
 
 def _evaluated(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-    """Evaluate on Auto axes an open jaxpr that was traced on Explicit axes."""
+    """Evaluate an open jaxpr on Auto axes; it was traced on Explicit axes."""
 
     def equation(eqn: Any, operands: list[Any]) -> list[Any]:
         with in_place_of(eqn):

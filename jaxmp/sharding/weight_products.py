@@ -127,7 +127,7 @@ def float8_row_product(eqn: Any, recipe: Any, values: Sequence[Any]) -> Any | No
     """Return a float8 product whose weight gradient is summed by rows.
 
     In the backward pass, each device sums over its own rows in float32. Return None if both operands are weights, or if
-    the devices divide no axis of the other operand.
+    no axis of the other operand can be split over the devices.
     """
     product = next(inner for inner in equations(eqn.params["call_jaxpr"]) if inner.primitive.name == "dot_general")
     sides = [side for side in (0, 1) if isinstance(values[3 * side], Use)]
@@ -196,8 +196,8 @@ def _float8_gradient(product: Any, side: int, use: Use, recipe: Any) -> Callable
 def _rows_of(eqn: Any, position: int, plan: Plan) -> tuple[int, int] | None:
     """Return the batch axis in the result and in the operand that is not the weight.
 
-    The batch axis is the first axis that the result shares with this operand and that the devices divide. Return None
-    if there is no such axis.
+    The batch axis is the first shared axis of the result and this operand whose size is divisible by the number of
+    devices. Return None if there is no such axis.
     """
     name, params = eqn.primitive.name, eqn.params
     shape = eqn.invars[1 - position].aval.shape
@@ -238,8 +238,9 @@ def _summed_in(dtype: np.dtype, fun: Callable[..., Any], cotangent: Any, widens_
     """Return ``fun(cotangent)`` in ``dtype``.
 
     ``fun`` is the transpose of a product of half operands. The matrix products in ``fun`` have results in ``dtype``.
-    The convolutions have half results, because cuDNN offers no others. With ``widens_convolutions``, their operands are
-    cast to ``dtype`` too, because XLA splits a convolution over all rows and sums its parts in the result's dtype.
+    The convolutions have half results, because cuDNN offers no others. With ``widens_convolutions``, the operands of
+    convolutions are cast to ``dtype``, and so the results are also in ``dtype``. (XLA splits a convolution over all
+    rows, and sums the parts in the dtype of the result.)
     """
     jaxpr, consts = opened(jax.make_jaxpr(fun)(cotangent))
 

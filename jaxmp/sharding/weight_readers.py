@@ -93,9 +93,10 @@ def _is_undecided_lookup(eqn: Any, position: int, scopes: Names) -> bool:
 
 
 def _entered_body(eqn: Any, position: int) -> Any | None:
-    """Return the body of a call or a scan that the operand at ``position`` enters, or None.
+    """Return the body of a call or a scan that an operand enters, or None.
 
-    In a scan, the operand is not part of the carry: it is the same in all iterations, or each iteration reads a slice.
+    The operand is the one at ``position``. In a scan, it is not part of the carry: it is the same in all iterations,
+    or each iteration reads a slice.
     """
     bodies = bodies_of(eqn)
     if bodies is None or bodies.kind not in ("call", "scan"):

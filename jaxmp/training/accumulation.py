@@ -35,7 +35,7 @@ def accumulated(
     """Differentiate the loss of each microbatch, and sum the gradients in float32.
 
     Args:
-      differentiate: a function of ``(model_state, batch, rng)`` of a microbatch.
+      differentiate: a function of ``(model_state, batch, rng)`` that returns the :class:`Gradients` of a microbatch.
       params: a tree with the structure of the gradients.
       model_state: the model state of the first microbatch.
       inputs: the microbatches and their keys, stacked along axis 0.

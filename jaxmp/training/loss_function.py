@@ -68,7 +68,7 @@ def checked(loss_fn: LossFn) -> LossFn:
 
 
 def as_key(rng: Any) -> Any:
-    """Return the key of ``rng`` if it is an integer seed, or else ``rng`` itself."""
+    """Return a key made from ``rng`` if it is an integer seed, else ``rng`` itself."""
     is_seed = isinstance(rng, (int, np.integer)) and not isinstance(rng, bool)
     return jax.random.key(rng) if is_seed else rng
 
@@ -93,9 +93,10 @@ def require_arguments(loss_fn: Any, names: str) -> None:
 
 
 def under_policy(loss_fn: LossFn, policy: Any, overrides: Mapping[str, str] | None) -> LossFn:
-    """Return ``loss_fn`` checked and under the policy.
+    """Return a version of ``loss_fn`` that is checked and runs under the policy.
 
-    The loss function runs under autocast, unless the policy is None, or is float32 and has no overrides.
+    The loss function runs under autocast, with two exceptions. There is no autocast if the policy is None, or if it is
+    float32 and has no overrides.
     """
     loss_fn = checked(loss_fn)
     override_of = checked_overrides(overrides)
@@ -153,7 +154,7 @@ def require_same_structure(new: Any, old: Any) -> Any:
 
     Raises:
       ValueError: ``new`` has another structure than ``old``, or a leaf has another shape.
-      TypeError: a cast to the old dtype would truncate a leaf, such as a complex one to real.
+      TypeError: a cast of a leaf to its old dtype would lose information, for example from complex to real.
     """
     rule = "the loss function must return a model state like its argument"
     after: Any = jax.tree.structure(new)

@@ -202,10 +202,9 @@ class TrainState(flax.struct.PyTreeNode):
 
         Compute the gradients with :func:`jaxmp.value_and_grad`.
 
-        If the step is skipped, the params, the optimizer's state (except the loss scale and the counters),
-        ``model_state`` and the moving average stay the same, bit for bit. The fields in ``changes`` are set even if the
-        step is skipped. ``extra_args`` are passed to the optimizer's update, for example ``{"value": loss}`` for
-        ``optax.contrib.reduce_on_plateau``.
+        A skipped step changes only the loss scale, the counters, the gradient norm in the optimizer's state, and the
+        fields in ``changes``. Everything else stays the same, bit for bit. ``extra_args`` are passed to the
+        optimizer's update, for example ``{"value": loss}`` for ``optax.contrib.reduce_on_plateau``.
 
         Raises:
           ValueError: ``ema_decay`` is set and the state has no moving average, or the new ``model_state`` has another

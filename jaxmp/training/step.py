@@ -65,9 +65,13 @@ def make_train_step(
     loss scale, the counters and the rng change. The step is compiled once for each set of shapes. The host waits for
     the device only after a skipped step.
 
-    ``metrics`` has ``loss`` (without the loss scale, float32), ``grad_norm`` (without the loss scale), ``loss_scale``
-    (of this step), ``skipped`` (bool), and the metrics that the loss function returns. The new state has the same
-    sharding as the old state.
+    The new state has the same sharding as the old state. ``metrics`` has these entries:
+
+    - ``loss``: the loss without the loss scale, in float32.
+    - ``grad_norm``: the global norm of the gradients without the loss scale.
+    - ``loss_scale``: the loss scale of this step.
+    - ``skipped``: a bool, true if the step was skipped.
+    - The metrics that the loss function returns.
 
     Args:
       loss_fn: ``loss_fn(params, model_state, batch, rng)``, which returns ``(loss, new_model_state)`` or ``(loss,
@@ -86,8 +90,8 @@ def make_train_step(
       max_consecutive_skips: the number of skipped steps in a row after which an error ends the run. A step counts only
         if the loss scale could not fall in it.
       sharding: a :class:`jaxmp.sharding.Sharding`. The state and the batch are placed on its mesh. Each weight is
-        gathered when the loss function uses it, in the dtype in which it is used (half precision under a half-precision
-        policy).
+        gathered when the loss function uses it. The gathered weight has the dtype in which the loss function uses it:
+        half precision under a half-precision policy.
 
     Raises:
       ValueError: an argument is out of range, or contradicts another; the batch has no examples, or is not divisible by
@@ -187,7 +191,7 @@ class TrainStep:
     batch and updates the state. A subclass may add metrics by overriding ``differentiate``.
 
     Attributes:
-      options: the options. To make the same step of a subclass, pass them to its constructor.
+      options: the options of the step. To make the same step with a subclass, pass them to the subclass.
       jitted: the program of the last call, a jitted function of ``(state, batch)`` for ``jax.make_jaxpr`` and AOT
         compilation. If the state is on a mesh, the new state gets the same shardings.
     """
@@ -370,8 +374,8 @@ class TrainStep:
         """Return the loss function of a microbatch, and the tree to differentiate.
 
         The tree is usually the params. If gradients are reduced once per step, the tree also has the taps of
-        :class:`GatheredParams`, zeros whose cotangents are the gradients of the gathered weights. Operations that
-        depend only on the params are moved out of the loop over microbatches, unless each microbatch gathers the
+        :class:`GatheredParams`. Taps are zeros whose cotangents are the gradients of the gathered weights. Operations
+        that depend only on the params are moved out of the loop over microbatches, unless each microbatch gathers the
         weights itself.
         """
         other_args = (state.model_state, *first_inputs)

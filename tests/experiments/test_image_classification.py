@@ -129,7 +129,7 @@ def test_flags_that_do_not_fit_together_or_the_data_set_are_an_error(data_dir):
     for flags, message in [
         ({"api": "nnx", "model": "resnet50"}, "--api nnx has cnn and resnet18, got --model resnet50; use --api linen"),
         ({"image_size": -1}, "--image-size must be at least 0, got -1"),
-        ({"model": "cnn", "image_size": 1}, "--model cnn .* --image-size must be at least 2, or 0 for theirs, got 1"),
+        ({"model": "cnn", "image_size": 1}, "--model cnn .* must be at least 2, or 0 for their size, got 1"),
         ({"weight_decay": -0.1}, r"--weight-decay must be at least 0, got -0\.1"),
     ]:
         with pytest.raises(ValueError, match=message):

@@ -1,4 +1,4 @@
-"""The cases of the tables of functions under autocast: a function, its inputs, and the allowed error."""
+"""Cases for tests of autocast: a function, its inputs, and the allowed error."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ def steps(count: float, why: str) -> Tolerance:
 
 
 def of_largest(count: float, why: str) -> Tolerance:
-    """Allow ``count`` units of the largest number, for sums whose terms may cancel, and products."""
+    """Allow ``count`` units of the largest number.
+
+    Use it for products, and for sums whose terms may cancel.
+    """
     return Tolerance(count, why, "largest")
 
 

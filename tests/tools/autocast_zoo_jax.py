@@ -146,12 +146,12 @@ def activations() -> Iterator[Case]:
         ("elu", jax.nn.elu, A, ROUNDED),
         ("celu", jax.nn.celu, A, ROUNDED),
         ("selu", jax.nn.selu, A, steps(2, "the constant, and the product")),
-        ("gelu", jax.nn.gelu, A, of_largest(1, "1 + tanh cancels in the tail: four roundings of what is added to one")),
+        ("gelu", jax.nn.gelu, A, of_largest(1, "1 + tanh cancels in the tail, and the tanh has four rounding errors")),
         (
             "gelu exact",
             lambda x: jax.nn.gelu(x, approximate=False),
             A,
-            of_largest(1, "erfc of the rounded argument: x²·2⁻⁹ of a tail that is small"),
+            of_largest(1, "erfc of the rounded argument: a relative error of x²·2⁻⁹ in the small tail"),
         ),
         ("glu", jax.nn.glu, A, steps(2, chain)),
         ("hard_sigmoid", jax.nn.hard_sigmoid, WIDE, steps(1, chain)),
@@ -242,7 +242,7 @@ def sums() -> Iterator[Case]:
         "E[x²] - E[x]²",
         lambda x: (x * x).mean(-1) - x.mean(-1) ** 2,
         (normal(3, 100),),
-        Tolerance(0.6, "float32 throughout; the difference cancels by 1000, which float32 has in reserve"),
+        Tolerance(0.6, "float32 throughout; cancellation multiplies its error by 1000, which is still small"),
     )
     yield Case("sum of products", dot, (A, B), of_largest(0.76, "each product rounded, summed in float32"))
     yield Case("cosine similarity", cosine, (A, B), of_largest(0.76, "products rounded"))

@@ -39,7 +39,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", type=Path, help="the coverage data, at the root of the checkout that was measured")
     parser.add_argument(
-        "--record", choices=("now", "earlier"), required=True, help="whether the tests are earlier ones"
+        "--record", choices=("now", "earlier"), required=True, help="whether the tests are today's or earlier ones"
     )
     options = parser.parse_args()
     root = options.data.resolve().parent

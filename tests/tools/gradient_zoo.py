@@ -168,7 +168,7 @@ def lookup(ids: Any, table: Any, kernel: Any) -> Any:
 
 
 def relative_positions(x: Any, table: Any, kernel: Any) -> Any:
-    """Look up a bias by the distance of each two positions, and add it for each example."""
+    """Look up a bias by the distance of two positions, and add it for each example."""
     q, places = x @ kernel, np.arange(x.shape[1])
     distances = np.abs(places[:, None] - places)
     return (q @ q.mT + table[distances]) @ q
@@ -426,7 +426,7 @@ def nnx_function(case: Case, policy: str | None = None, **dtypes: Any) -> Functi
     rest, run = drawn(rest, **dtypes), case.method or (lambda model, x: model(x))
 
     def apply(params: Any, x: Any) -> Any:
-        copies = jax.tree.map(lambda leaf: leaf + 0 if is_float(leaf) else leaf, rest)  # which the model may change
+        copies = jax.tree.map(lambda leaf: leaf + 0 if is_float(leaf) else leaf, rest)  # the model may change them
         return run(nnx.merge(graph, params, copies), x)
 
     return Function(apply, drawn(params, **dtypes), in_dtype(case.x, **dtypes))

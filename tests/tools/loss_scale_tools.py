@@ -28,7 +28,7 @@ ALL = [
 def follow(scale: Any, flags: jax.Array, grad_max: jax.Array) -> tuple[Any, Any]:
     """Return the last loss scale, and the loss scales after each step, stacked.
 
-    JAX compiles it once for each structure of the scale and number of steps.
+    JAX compiles this function once for each structure of the scale and each number of steps.
     """
 
     def body(scale: Any, step: Any) -> tuple[Any, Any]:

@@ -117,7 +117,7 @@ def after_five(steps, states, batch):
 
 
 def wire(step, state, batch, mesh):
-    """Return the dtypes in which weights are gathered (by shape), and in which gradients are reduced."""
+    """Return the dtypes of gathered weights, by shape, and of reduced gradients."""
     with jax.set_mesh(mesh):
         program = jax.make_jaxpr(step._step)(state, batch)
     gathers, reductions = {}, set()

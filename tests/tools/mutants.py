@@ -3,10 +3,10 @@
     python tests/tools/mutants.py . .coverage --out mutants.json
 
 The file .coverage is written by `pytest --cov=jaxmp --cov-context=test --junitxml=junit.xml`. A mutant is a copy of the
-library with one change: of an operator, a comparison, a condition or a number, in the engine, loss scaling, the train
-step or an adapter. Each mutant is tested with the quickest tests that run the changed line, and then with more of these
-tests, first those of the mutant's folder. A mutant is found if a test fails or does not end in time. With --mutants,
-the mutants that an earlier run found are not tested again.
+library with one changed operator, comparison, condition or number. The change is in the engine, loss scaling, the
+train step or an adapter. Each mutant is tested with the quickest tests that run the changed line. Then come more tests
+that run this line, first those of the mutant's folder. A mutant is found if a test fails or does not end in time. With
+--mutants, the mutants that an earlier run found are not tested again.
 """
 
 from __future__ import annotations

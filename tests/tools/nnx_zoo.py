@@ -28,7 +28,10 @@ def call(model: Any, *args: Any) -> Any:
 
 
 def outcome(model: Any, *args: Any, call: Callable[..., Any] = call) -> Any:
-    """Return the widened outputs of ``model``, the gradients of the sum of their squares, and the model's arrays."""
+    """Return the float32 outputs, the gradients and the arrays of ``model``.
+
+    The gradients are those of the sum of squares of the outputs.
+    """
 
     def loss_fn(model: Any) -> Any:
         out = widen(call(model, *args))

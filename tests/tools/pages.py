@@ -1,7 +1,7 @@
 """Run the Python blocks of a Markdown page, and compare what they print with the page.
 
-All blocks in tabs of one title (`=== "NNX"`) share their names, and so do all blocks outside of tabs. A block
-```` ```text title="prints" ```` has the output of the Python block before it. In it, `...` stands for any text.
+All blocks in tabs with the same title (`=== "NNX"`) share their variables. All blocks outside of tabs share theirs. A
+block ```` ```text title="prints" ```` has the output of the Python block before it. In it, `...` stands for any text.
 """
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ def _tab(text: str, position: int, indent: str) -> str:
 
 
 def run(page: Path, tab: str) -> None:
-    """Run the blocks in the tabs of one title, or with "" the blocks outside of tabs.
+    """Run the blocks in the tabs with one title.
+
+    If ``tab`` is empty, run the blocks outside of tabs.
 
     Raises:
       AssertionError: a block does not print what the page shows.

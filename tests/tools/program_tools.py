@@ -64,7 +64,7 @@ def half_sums(jaxpr: Any, least: int = 257) -> list[Sum]:
         # A sum over an axis or over iterations adds many cotangents, even if its own dtype is float32.
         summed = summed or place.adds_up(atom)
         todo += [(*source, summed) for source in place.sources(atom)]
-    # Of a chain of additions, only the last one has all terms.
+    # In a chain of additions, only the last one has all terms.
     longest = max((item.terms for item in sums if item.primitive == "add_any"), default=0)
     return [item for item in sums if item.terms >= (longest if item.primitive == "add_any" else least) >= least]
 
@@ -84,7 +84,10 @@ class _Place:
         self._bodies: dict[int, list[_Place]] = {}
 
     def bodies(self, eqn: Any) -> list[_Place]:
-        """Return the bodies of ``eqn``, for a while loop only the body that computes the carries."""
+        """Return the bodies of ``eqn``.
+
+        For a while loop, return only the body that computes the carries.
+        """
         if id(eqn) not in self._bodies:
             bodies = bodies_of(eqn)
             jaxprs = () if bodies is None else bodies.jaxprs[-1:] if bodies.kind == "while" else bodies.jaxprs

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-# A run, as pairs of a bool and a number: so many steps in a row are finite or not.
+# A run as pairs of a bool and a number: whether the next steps are finite, and the number of these steps.
 Pattern = list[tuple[bool, int]]
 
 

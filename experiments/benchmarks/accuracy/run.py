@@ -4,11 +4,11 @@ The accuracy or loss of each model is compared with the same model in float32. R
 
 python -m experiments.benchmarks.accuracy --tasks gpt2 --policies float32 --seeds 0 --run-dir runs/accuracy
 
-With the same seed, all policies of a task start from the same params and see the same examples in the same order, for
-the same number of steps. The difference to float32 is taken for each seed. The policy float32 has products in float32,
-not in tensorfloat32. O3 is float16 throughout without a loss scale, and the policy bfloat16 is bfloat16 throughout.
-Goals, over three seeds: at most 0.5 points of accuracy lost (aim 0.1) on images, and a loss at most 0.5 % higher on
-text.
+With the same seed, all policies of a task start from the same params. They see the same examples in the same order,
+for the same number of steps. The difference to float32 is taken for each seed. The policy float32 has products in
+float32, not in tensorfloat32. O3 is float16 throughout without a loss scale, and the policy bfloat16 is bfloat16
+throughout. The goals are for the mean over three seeds. On images, the accuracy may fall by at most 0.5 points (the
+aim is 0.1). On text, the loss may be at most 0.5 % higher.
 
 Every finished run is saved in the run folder, so several commands can share the work by task, policy and seed. The
 report shows all runs in the folder. If --minutes are up in the middle of a run, a checkpoint is saved, and the next

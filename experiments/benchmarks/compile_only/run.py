@@ -65,7 +65,7 @@ class Config(records.Small):
     """Blocks of a transformer; 0 for 12. With another number nothing is compared with torch."""
     topology: Annotated[tuple[str, ...], tyro.conf.arg(metavar="1x2x4", help_behavior_hint="")] = ()
     """Clusters to compile for: slices x hosts x GPUs per host. --sizes, --ways and --mesh have an effect only with
-    --topology, and --models, --variants and --layers only without it."""
+    --topology. --models, --variants and --layers have an effect only without it."""
     sizes: tuple[language_modeling.Size, ...] = ("124M", "355M", "774M", "1558M", "7B")
     """Sizes of GPT-2 by number of params. Each GPU has 8 sequences of 1,024 tokens; with 7B, 2 sequences of 2,048."""
     ways: tuple[Way, ...] = ("linen",)

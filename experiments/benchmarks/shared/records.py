@@ -71,7 +71,7 @@ class Small(Config):
 class Absent(Config):
     """The flag of benchmarks that can compile for a GPU that is not attached."""
 
-    device: Annotated[str | None, tyro.conf.arg(metavar="GPU", help_behavior_hint="(default: run on this one)")] = None
+    device: Annotated[str | None, tyro.conf.arg(metavar="GPU", help_behavior_hint="(default: this device)")] = None
     """Compile for a GPU that is not attached, for example h200, and run nothing."""
 
 

@@ -41,10 +41,15 @@ def describe(case: Workload, row: Row, which: Pass, prepared: Prepared, seconds:
       seconds: how long the step runs to measure its energy; 0 to measure no energy.
 
     Returns:
-      ``compile_seconds``, ``compiled_bytes``, ``peak`` (bytes on the GPU), ``joules`` per call, ``tensor_time`` (the
-      share of the kernels' time in tensor-core kernels), ``kernels`` (the longest kernels, ms per call), ``flops`` by
-      dtype, and ``tensor_flops`` (the share of FLOPs in tensor-core dtypes). Figures that the device cannot measure are
-      None.
+      A dictionary. Figures that the device cannot measure are None.
+
+      - ``compile_seconds``, ``compiled_bytes``: see :class:`experiments.measure.turns.Prepared`
+      - ``peak``: the peak bytes on the GPU
+      - ``joules``: the energy of a call
+      - ``tensor_time``: the share of the kernels' time in tensor-core kernels
+      - ``kernels``: the longest kernels, in milliseconds per call
+      - ``flops``: the FLOPs by dtype
+      - ``tensor_flops``: the share of FLOPs in tensor-core dtypes
     """
 
     def run() -> Any:

@@ -19,16 +19,17 @@ COLUMNS = (
     "of the ceiling", "FLOPs on tensor cores", "time in tensor-core kernels", "J per call", "compile s")  # fmt: skip
 TITLES = {"train": "the train step", "forward": "the forward pass alone"}
 EXPLANATION = (
-    "A ratio of times is the time of a row over the time of torch.compile's fastest half-precision row in the same "
-    "round, median over the rounds. Each peak is measured in a separate process, by the allocator of JAX or torch. "
-    "torch's peak begins after the row was compiled and run once, so it leaves out the search for kernels. JAX's peak "
-    "is of the whole process and includes XLA's search for kernels, because it cannot be reset. Program MiB is the "
-    "memory that XLA plans for the program, without the search. If the device does not count its memory, program MiB "
-    "takes the place of the peak, marked c. Of the ceiling: the model's FLOPs (three times those of the forward pass) "
-    "per second, relative to the fastest product of the row's dtype on this device. FLOPs on tensor cores: the share "
-    "of a step's product FLOPs in dtypes that tensor cores multiply. Time in tensor-core kernels: the share of a "
-    "trace's kernel time in kernels whose names say that they use tensor cores. Rows share XLA's choice of kernels, so "
-    "most of the search is in the compile time of the first row."
+    "A ratio of times is the time of a row divided by the time of torch.compile's fastest half-precision row in the "
+    "same round. The median over the rounds is shown. Each peak is measured in a separate process, by the allocator "
+    "of JAX or torch. torch's peak begins after the row was compiled and run once, so it leaves out the search for "
+    "kernels. JAX's peak is of the whole process and includes XLA's search for kernels, because it cannot be reset. "
+    "Program MiB is the memory that XLA plans for the program, without the search. If the device does not count its "
+    "memory, program MiB takes the place of the peak, marked c. Of the ceiling: the model's FLOPs per second, "
+    "relative to the fastest product of the row's dtype on this device. The model's FLOPs are three times those of "
+    "the forward pass. FLOPs on tensor cores: the share of a step's product FLOPs in dtypes that tensor cores "
+    "multiply. Time in tensor-core kernels: the share of a trace's kernel time in kernels whose names say that they "
+    "use tensor cores. Rows share XLA's choice of kernels, so most of the search is in the compile time of the first "
+    "row."
 )
 
 

@@ -23,7 +23,8 @@ class Results:
     Attributes:
       about: the model, the environment, and the setting of the run.
       alone: the figures of each row from its separate process, by row.
-      turns: by pass, the sets of rounds in which rows took turns, the newest last. Each set maps rows to their figures.
+      turns: for each pass, the sets of rounds in which rows took turns, the newest last. Each set maps rows to their
+        figures.
       ceiling: the speed of the device's fastest products.
     """
 
@@ -74,7 +75,7 @@ class Results:
     def ratio(self, which: Pass, row: str, other: str) -> tuple[float, float, float] | None:
         """Return the quartiles of the ratio of two rows' times in the same round.
 
-        The newest rounds that have both rows count.
+        The times are those of the newest rounds with both rows.
         """
         for turns in reversed(self.turns.get(which, [])):
             times, others = (turns.get(name, {}) for name in (row, other))

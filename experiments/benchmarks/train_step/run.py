@@ -7,8 +7,8 @@ python -m experiments.benchmarks.train_step --run-dir runs/train_step
 The models are ResNet-50 (256×224×224), BERT-Base (64×512) and GPT-2 (16×1024). A step is forward, backward, clipping,
 AdamW and loss scaling. The forward pass is also measured alone. First, a separate process measures the compile time,
 peak memory, energy and profile of each row. Then all rows of a model take turns in one process. They are warmed up,
-each turn ends by waiting for the last call, and every state is donated. A ratio is the time of a row over the time of
-another row in the same round, median over the rounds.
+each turn ends by waiting for the last call, and every state is donated. A ratio is the time of a row divided by the
+time of another row in the same round. The median over the rounds is shown.
 
 torch is optional. Rows whose library is not installed say so. The run folder keeps the results, and the same command
 continues from there with the same device, versions, rounds and turn lengths. Rows that failed are tried again. The run

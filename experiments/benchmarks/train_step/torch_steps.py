@@ -1,8 +1,14 @@
 """Build the rows of benchmarks.train_step that run in torch.
 
-The rows have torch's fastest settings for one GPU: fused AdamW, gradients set to None, clipping by foreach, scaled
-dot-product attention, channels-last images, cuDNN's search for convolutions, inputs that stay on the device, and
-torch.compile around model and loss. This module needs torch.
+The rows have torch's fastest settings for one GPU:
+
+- fused AdamW, gradients set to None, and clipping by foreach
+- scaled dot-product attention
+- channels-last images, and cuDNN's search for convolutions
+- inputs that stay on the device
+- torch.compile around model and loss
+
+This module needs torch.
 """
 
 from __future__ import annotations

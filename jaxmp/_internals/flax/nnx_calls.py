@@ -1,4 +1,4 @@
-"""Turn calls of functions of NNX objects into calls of pure functions of arrays.
+"""Turn functions that take NNX objects into pure functions of arrays.
 
 The pure function also returns the values that were written to the objects.
 """
@@ -20,7 +20,7 @@ from jaxmp._internals.flax.nnx_variables import is_node
 
 
 class ArrayCall(NamedTuple):
-    """A call of a function of NNX objects, in the form of a pure function of arrays.
+    """A call with NNX objects, in the form of a pure function of arrays.
 
     Attributes:
       pure: a function that returns two values: the results of the call, and the new values of the changed objects.
@@ -113,7 +113,7 @@ class _Changes:
 
 
 def _parted(tree: Any, may_change: Callable[[Any], bool]) -> tuple[dict[int, Any], dict[int, Any], Any, Any]:
-    """Split a tree into parts.
+    """Split a tree into NNX objects and other leaves.
 
     Return four values:
 

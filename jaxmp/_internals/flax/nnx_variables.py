@@ -22,7 +22,10 @@ def is_object(value: Any) -> bool:
 
 
 def is_node(value: Any) -> bool:
-    """Return whether a value is a Variable or a module, which NNX's transforms take and change."""
+    """Return whether a value is a Variable or a module.
+
+    NNX's transforms take these objects as arguments, and change them.
+    """
     return isinstance(value, (nnx.Pytree, nnx.Variable))
 
 

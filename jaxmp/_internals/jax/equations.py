@@ -58,8 +58,8 @@ _CALLS = {
     "custom_vjp_call": "call_jaxpr",
     "remat2": "jaxpr",
     "shard_map": "jaxpr",
-    # The forward rule of a custom_vjp with `optimize_remat`, and (from JAX 0.12 on) the part of it that remains under
-    # checkpoint.
+    # The forward rule of a custom_vjp with `optimize_remat`. From JAX 0.12 on, the primitive also holds the part of
+    # this rule that remains under checkpoint.
     "remat_opt": "fwd_jaxpr",
     "eval_jaxpr": "call_jaxpr",
 }
@@ -102,7 +102,7 @@ def is_literal(atom: Any) -> bool:
 
 
 _ELEMENTS = 2**16
-"""Constants of more elements count as weights and are not read, because a read would wait for the device."""
+"""Constants with more elements than this count as weights. They are not read: a read would wait for the device."""
 
 
 def elements_of(constant: Any) -> np.ndarray | None:
@@ -158,8 +158,11 @@ def asks_for_what_is_missing(params: dict[str, Any]) -> bool:
 def names_a_dtype(eqn: Any) -> bool:
     """Return whether a parameter fixes the dtype of a result.
 
-    Examples are ``out_dtype`` of ``mul``, an update function of several operations in a scatter, and the parts of a
-    half-precision solver, which are jaxprs.
+    Such parameters are, for example:
+
+    - ``out_dtype`` of ``mul``
+    - the update function of a scatter, if it has several operations
+    - the jaxprs of a half-precision solver
     """
     update = eqn.params.get("update_jaxpr")
     if eqn.primitive.name == "custom_linear_solve" and any(var.aval.dtype.itemsize < 4 for var in eqn.outvars):

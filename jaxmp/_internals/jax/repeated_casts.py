@@ -4,7 +4,7 @@ A bias is added to every row, and its derivative sums over the rows. If the cast
 comes before the broadcast, the sum is in half precision. If the cast comes after the broadcast, XLA does not recognise
 the bias of a matrix product, and writes the product's result twice. So this module has a linear operation that casts
 and broadcasts. In the backward pass, the operation casts the cotangents to float32 and sums them. Under ``jax.vmap``, a
-weight is also repeated for each example of the activations that it is combined with. So these activations are operands
+weight is also repeated for each example of the activations with which it is combined. So the activations are operands
 of the operation, although they do not change its result.
 
 In the backward pass, the operation first rounds the cotangent to half precision. Otherwise XLA would remove the cast to
@@ -67,8 +67,8 @@ def sums_half(eqn: Any) -> bool:
 def read_often(eqn: Any, place: int) -> bool:
     """Return whether more than ``MAX_TERMS`` cotangents add up in an operand.
 
-    ``place`` is the position of the operand. The cotangents of one element of the operand are counted, over all
-    iterations of a loop, all equations that read the element, and all repetitions in such an equation.
+    ``place`` is the position of the operand. The count is for one element of the operand. It covers all iterations of
+    a loop, all equations that read the element, and all repetitions in these equations.
     """
     return _summed_cotangents(eqn, place) > MAX_TERMS
 
@@ -78,7 +78,8 @@ def _summed_cotangents(eqn: Any, place: int) -> float:
     bodies = bodies_of(eqn)
     if bodies is None:
         return _repeats(eqn, eqn.invars[place].aval.shape) if eqn.primitive.name in _ADDS_UP else 1
-    # The cotangents of scanned elements and changing carries are not summed over iterations. A while loop has none.
+    # The cotangents of scanned elements and changing carries are not summed over iterations. A while loop has no
+    # cotangents.
     varies = bodies.kind == "scan" and place >= bodies.start and place - bodies.start not in unchanged(bodies)
     if bodies.kind == "while" or varies:
         return 1
@@ -90,8 +91,8 @@ def _summed_cotangents(eqn: Any, place: int) -> float:
 def _summed_cotangents_in(jaxpr: Any, var: Any) -> float:
     """Return how many cotangents add up in an element of a variable.
 
-    The number is the sum of :func:`_summed_cotangents` over the equations that read the variable. A result of an
-    operation of ``PICKS`` counts as the variable.
+    The number is the sum of :func:`_summed_cotangents` over the equations that read the variable. If an operation of
+    ``PICKS`` moves the variable, the equations that read the moved value count too.
     """
     readers: Any = _READERS.get(jaxpr)
     if readers is None:
@@ -124,7 +125,7 @@ def _repeats(eqn: Any, shape: Any) -> float:
 
 
 def _is_long(eqn: Any, shape: Any) -> bool:
-    """Return whether an equation sums over ``MAX_TERMS`` cotangents in an element.
+    """Return whether more than ``MAX_TERMS`` cotangents are summed in an element.
 
     ``shape`` is the shape of the operand.
     """

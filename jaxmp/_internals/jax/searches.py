@@ -1,7 +1,7 @@
 """Find while loops that run until a computed value converges.
 
-A product is a matrix product or a convolution. The condition of such a loop reads a value that each iteration
-recomputes from products, such as a residual or an error estimate.
+The condition of such a loop reads a value that each iteration recomputes from products, such as a residual or an error
+estimate. A product is a matrix product or a convolution.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class _ProductOrigin(enum.IntEnum):
     FIXED = 0
     """The value does not depend on products, or only through integers, such as a token or a count."""
     SUM = 1
-    """The value is a carry that depends on products, or such a carry plus something, such as time plus a step."""
+    """The value is a carry that depends on products, or a sum with such a carry. Example: time plus a step."""
     ANEW = 2
     """The iteration recomputes the value from products. Examples are a residual, a step and an error estimate."""
 

@@ -27,7 +27,8 @@ def interpreted(
       jaxpr: an open jaxpr.
       consts: the arrays or facts of its constants.
       args: the arrays or facts of its arguments.
-      equation: a function from an equation and the arrays or facts of its operands to those of its results.
+      equation: a function that takes an equation and the arrays or facts of its operands. It returns the arrays or
+        facts of the equation's results.
       literal: a function that returns the array or fact of a literal.
 
     Returns:

@@ -117,7 +117,7 @@ class Instruction:
 
     @property
     def index(self) -> int | None:
-        """Return the index of the tuple element that is read; else None."""
+        """Return the index of the tuple element to read; None for other instructions."""
         return _number_in(self.text, _INDEX)
 
     @property
@@ -233,10 +233,10 @@ class HloProgram:
         ]  # fmt: skip
 
     def made_by(self, instruction: Instruction) -> Instruction:
-        """Return the instruction that has JAX's name of a kernel.
+        """Return the instruction that has JAX's name for a kernel.
 
-        Usually it is the kernel's own instruction. For a fusion without a name from JAX, it is the last instruction
-        inside the fusion that has such a name.
+        Usually this is the kernel's own instruction. If the kernel is a fusion without a name from JAX, it is the last
+        instruction inside the fusion that has a name from JAX.
         """
         if instruction.op_name or instruction.opcode != "fusion":
             return instruction
@@ -314,7 +314,7 @@ def is_end(opcode: str) -> bool:
 
 
 def _facts(text: str) -> dict[str, int]:
-    """Return the numbers in a line of a table of source lines, by name."""
+    """Return the numbers by name from one row of a table of source lines."""
     return {key: int(number) for key, number in _FACT.findall(text)}
 
 

@@ -88,8 +88,8 @@ def _dot_flops(instruction: Instruction, operands: list[Array]) -> int:
 def _convolution_flops(instruction: Instruction, operands: list[Array]) -> int:
     """Return the FLOPs of a convolution, or of its derivative in cuDNN.
 
-    A derivative has the FLOPs of the forward convolution. Each element of the forward result is a sum over all weights
-    of one output feature.
+    A derivative has as many FLOPs as the forward convolution. Each element of the forward result is a sum over all
+    weights of one output feature.
     """
     text = instruction.text
     outputs, kernel = instruction.arrays[0].shape, operands[1].shape
@@ -99,7 +99,7 @@ def _convolution_flops(instruction: Instruction, operands: list[Array]) -> int:
         outputs, kernel = kernel, outputs
     labels = re.search(r"dim_labels=\w+_(\w+)->", text)
     features = kernel[labels[1].index("o")] if labels else 1
-    dilated = re.search(r"lhs_dilate=([\dx]+)", text)  # counts the zeros inserted between inputs
+    dilated = re.search(r"lhs_dilate=([\dx]+)", text)  # zeros inserted between inputs do not count
     zeros = math.prod(int(n) for n in dilated[1].split("x")) if dilated else 1
     return 2 * math.prod(outputs) * math.prod(kernel) // max(features, 1) // zeros
 

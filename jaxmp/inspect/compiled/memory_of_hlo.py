@@ -114,9 +114,9 @@ def _reuse_buffers(program: HloProgram, computation: str, results: _Results) -> 
     """End buffers one instruction early if a kernel reuses them for its result.
 
     A kernel that updates an operand in place, or a product that adds to an operand, always reuses the buffer of this
-    operand. A loop fusion (an elementwise kernel) reuses a buffer of the same size as its result, but only if the
-    instruction that creates the buffer is an operand of the fusion. The buffers of tuple elements, such as the result
-    of a cuBLAS product, are not reused.
+    operand. A loop fusion is an elementwise kernel. It reuses a buffer of the same size as its result, but only if the
+    instruction that creates the buffer is an operand of the fusion. The buffers of tuple elements are not reused, such
+    as the result of a cuBLAS product.
     """
     positions = {name: position for position, name in enumerate(program.computations[computation])}
     for instruction in program.computations[computation].values():

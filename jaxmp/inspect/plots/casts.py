@@ -167,7 +167,7 @@ def _position(number: int, height: int) -> tuple[float, int]:
 def _draw_arrows(axes: Any, number: int, boxes: Sequence[_Box], height: int) -> None:
     """Draw the arrows to a box.
 
-    If the box reads boxes in other columns, one short arrow has their numbers as its label.
+    If the box reads results of boxes in other columns, the numbers of these boxes are written at one short arrow.
     """
     x, y = _position(number, height)
     in_other_columns = []

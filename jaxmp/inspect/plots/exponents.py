@@ -102,7 +102,7 @@ def _tensors(counted: Any, dtype: Any, loss_scale: float) -> list[_Tensor]:
 def _limits(tensors: Sequence[_Tensor], form: Any) -> tuple[int, int]:
     """Return the exponents at the left and right border of the picture.
 
-    All visible bars and the format's range, up to 2^20, are between the borders.
+    All visible bars are between the borders. So is the range of the format, but only up to 2^20.
     """
     low, high = _smallest_exponent(form) - 4, min(form.max_exponent, 20) + 2
     for tensor in tensors:

@@ -41,8 +41,8 @@ def returned(jaxpr: Any, roots: Sequence[bool] | None = None) -> list[AtBorder]:
 
     Args:
       jaxpr: an open jaxpr.
-      roots: a boolean for each result of the program; None means all True. Values that affect only results with
-        False, such as new statistics, are left out.
+      roots: a boolean for each result of the program; None means all True. Values are left out if they affect only
+        results that are False here, such as new statistics.
     """
     return [
         AtBorder(place.key, position, path, _scan_lengths(place))

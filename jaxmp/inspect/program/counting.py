@@ -21,11 +21,12 @@ LOWEST = -149
 EXPONENTS = 277
 MANTISSA = 23
 _INFINITE = 0x7F800000
-# A format rounds a number up to the next power of two if its fraction is 1 - 2^-k or more. Just below the smallest
-# normal number, k is the number of mantissa bits of the format. At the largest exponent, k is larger by 1, and such a
-# number overflows. In float8_e4m3fn, whose last mantissa is NaN, numbers overflow above the fraction 0.8125. Ties go to
-# the even neighbour, so exactly 1 - 2^-k rounds up, but exactly 0.8125 does not overflow. The first entry, a mantissa
-# of 1, separates 0.5 times the smallest subnormal, which rounds to 0, from larger numbers, which do not.
+# A format rounds a number up to the next power of two if the number's fraction is 1 - 2^-k or more. Just below the
+# smallest normal number, k is the number of mantissa bits of the format. At the largest exponent, k is larger by 1,
+# and a number that is rounded up overflows. In float8_e4m3fn, the last mantissa is NaN, so numbers overflow above the
+# fraction 0.8125. Ties go to the even neighbour, so exactly 1 - 2^-k rounds up, but exactly 0.8125 does not overflow.
+# The first entry is a mantissa of 1, because 0.5 times the smallest subnormal has a mantissa of 0 and rounds to 0.
+# Larger numbers with the same exponent do not round to 0.
 _BORDERS = (1, *(round((1 - 2.0**-k) * 2**MANTISSA) for k in (2, 3, 7, 8, 10, 11, 23)))
 _ABOVE_E4M3 = round(0.8125 * 2**MANTISSA) + 1
 STARTS = tuple(sorted({0, *_BORDERS, _ABOVE_E4M3}))
@@ -143,9 +144,9 @@ def packed(counts: Counts, *movement: jax.Array) -> jax.Array:
 
 
 def unpacked(vector: np.ndarray) -> tuple[Any, ...]:
-    """Return the arguments of :func:`packed` from its results.
+    """Invert :func:`packed`: return the arguments that gave ``vector``.
 
-    ``vector`` has a result of :func:`packed` along its last axis. Leading axes are kept.
+    The last axis of ``vector`` is a result of :func:`packed`. Leading axes are kept.
     """
     size = (vector.shape[-1] - (1 if vector.shape[-1] == SIZE else 3)) // 2
     low, high, floats = np.split(vector, [size, 2 * size], axis=-1)
@@ -159,10 +160,10 @@ def distance_moved(update: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax
     """Return how far updates move their weights.
 
     Returns:
-      First, for each format in ``dtypes.NAMES``, the number of updates (uint32) that are too small to change their
-      weight. Such an update is less than 0.5 ulp. (An ulp is the distance from the weight, rounded to the format, to
-      the next larger number.) Weights that overflow in the format are not counted. Second, the norm of all updates and
-      the norm of all weights (float32).
+      Two arrays. The first array (uint32) has a number for each format in ``dtypes.NAMES``: how many updates are too
+      small to change their weight. Such an update is less than 0.5 ulp. (Round the weight to the format. An ulp is the
+      distance from the rounded weight to the next larger number.) Weights that overflow in the format are not counted.
+      The second array (float32) has the norm of all updates and the norm of all weights.
     """
     update, weight = update.reshape(-1), weight.reshape(-1)
     step, (size, mantissa) = _magnitude(update), _exponents_and_mantissas(_magnitude(weight))

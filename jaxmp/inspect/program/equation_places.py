@@ -33,7 +33,7 @@ class EquationPlace:
       eqn: the equation.
       names: the scopes around the equation, including jaxmp's own scopes (``"jaxmp.…"``).
       source: the user's file and line, such as ``"package/module.py:12"``. If JAX does not know this line, the source
-        is that of the equation around this one, or else empty.
+        is the line of the equation around this equation. It is empty if that line is unknown too.
       phase: ``"forward"``, ``"backward"`` (transposed by ``jax.grad``, or recomputed for the transpose) or ``"update"``
         (computed from gradients).
       turns: the number of iterations of each loop around the equation, outermost first; None for a while loop, whose
@@ -120,8 +120,8 @@ class _Around(NamedTuple):
 def _collect(jaxpr: Any, around: _Around, inputs: Sequence[bool], collected: list[EquationPlace]) -> list[bool]:
     """Collect the places of a body.
 
-    ``inputs`` tells which inputs of the body are computed from gradients. The returned list tells which results of the
-    body are.
+    ``inputs`` tells which inputs of the body are computed from gradients. The returned list tells the same about the
+    results of the body.
     """
     numbers = itertools.count()
 
@@ -166,7 +166,7 @@ def _collect_bodies(
         turns = (*place.turns, *turns_of(place.eqn))
         inside = _Around((*place.key, index), place.names, place.source, place.phase, turns)
         if is_call and place.phase != "backward":
-            # Not every equation of a call that reads gradients is an update, so each equation gets its own phase.
+            # A call that reads gradients may have equations that read none, so each equation gets its own phase.
             results = _collect(body, inside._replace(phase=phase_around), operands, collected)
             continue
         from_body = _collect(body, inside, [False] * len(body.invars), collected)

@@ -1,4 +1,4 @@
-"""The facts about a program in which the finders of an audit search for problems.
+"""The facts about a program that the finders of an audit use.
 
 Each function in ``FINDERS`` (see ``findings.py``) is a finder, and finds the problems of one kind.
 """

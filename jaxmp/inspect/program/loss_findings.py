@@ -16,7 +16,11 @@ from jaxmp.inspect.program.values import Value, computed_at, constant, leading_t
 _SCALING = frozenset({"mul", "div", "neg", "convert_element_type", "copy", "reduce_precision", "broadcast_in_dim"})
 _SCALING |= {"reshape", "transpose", "squeeze"}
 _SEED, _SCALED = 1, 2
-"""Bits of a mark: the value depends on the cotangent of the loss, and on this cotangent times a loss scale."""
+"""The two bits of a mark.
+
+The first bit means that the value depends on the cotangent of the loss. The second bit means that the value depends on
+this cotangent times a loss scale.
+"""
 
 
 def half_losses(audited: Audited) -> Faults:

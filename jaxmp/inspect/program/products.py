@@ -94,7 +94,7 @@ def compiled_otherwise(audited: Audited) -> Faults:
         yield Fault(
             value.at,
             f"written in {product.operands[0]} and compiled to {product.ran}",
-            "check whether the device's library has a kernel (alignment, dtypes of operands and result, layout)",
+            "check whether the device's library has a kernel for these dtypes, this alignment and this layout",
         )
 
 

@@ -65,11 +65,12 @@ class _TurnMaps(NamedTuple):
     Each map takes an iteration of a value, and returns the iterations of an operand that the value reads.
 
     Attributes:
-      at_end: for the last carry, read outside the loop: to the last iteration.
-      in_all: for the stacked outputs, read outside the loop: to all iterations.
-      outside: for a constant or a scanned array, read in the loop: to outside the loop.
-      at_start: for the initial carry: from the first iteration to outside the loop; from other iterations to nothing.
-      before: for a carry: from each iteration to the iteration before; from the first iteration to nothing.
+      at_end: for the last carry. Outside the loop, it reads the last iteration.
+      in_all: for a stacked output. Outside the loop, it reads all iterations.
+      outside: for a constant or a scanned element. In the loop, it reads a value outside the loop.
+      at_start: for a carry in the loop. In the first iteration, it reads the initial carry, outside the loop. In other
+        iterations, it reads nothing.
+      before: for a carry in the loop. It reads the iteration before. In the first iteration, it reads nothing.
     """
 
     at_end: TurnMap
@@ -82,7 +83,8 @@ class _TurnMaps(NamedTuple):
 def _maps_across(scan: Scan | None) -> _TurnMaps:
     """Return the maps of iterations for a loop.
 
-    ``scan`` is None for a while loop. It counts as one iteration, because the number of its iterations is unknown.
+    ``scan`` is None for a while loop. A while loop counts as one iteration, because the number of its iterations is
+    unknown.
     """
     if scan is None:
         return _TurnMaps(*[same_turn] * 5)

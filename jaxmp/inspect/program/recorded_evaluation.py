@@ -108,7 +108,7 @@ class _RecordedEvaluation:
             plain, more = values[: len(jaxpr.invars)], values[len(jaxpr.invars) :]
             return self.body(jaxpr, consts, plain, (*key, index), jax.tree.unflatten(tree, more))
 
-        shapes: Records = {}  # all branches must return the same structure, so each returns the records of all
+        shapes: Records = {}  # branches must have equal structures, so each returns the records of all branches
         if bodies.kind == "cond":
             for index in range(len(bodies.jaxprs)):
                 _, of_branch = jax.eval_shape(functools.partial(body, index), *operands[1:], *sinks_inside)

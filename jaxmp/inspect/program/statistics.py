@@ -73,9 +73,9 @@ class Statistics:
     def under(self, dtype: Any, loss_scale: float = 1.0) -> Statistics:
         """Return the statistics of the values times ``loss_scale``, in another dtype.
 
-        Values are rounded to nearest, ties to even, and the counts are exact. ``zeros`` counts values that were 0
-        before, ``vanished`` those that become 0, and ``overflow`` those that are not finite after rounding. ``amax``,
-        ``amin``, ``mean_abs`` and ``histogram`` are those of the scaled values before rounding.
+        Values are rounded to nearest, ties to even, and the counts are exact. ``zeros`` counts values that were
+        already 0. ``vanished`` counts values that become 0. ``overflow`` counts values that are not finite after
+        rounding. ``amax``, ``amin``, ``mean_abs`` and ``histogram`` describe the scaled values before rounding.
 
         Args:
           dtype: float32, bfloat16, float16, float8_e4m3fn or float8_e5m2, or an alias of these.
@@ -110,14 +110,17 @@ class Statistics:
     def lost(self, dtype: Any) -> int:
         """Return how many updates are less than 0.5 ulp of their weight in ``dtype``.
 
-        Such an update does not change its weight if ``dtype`` is the dtype of their sum. An ulp is the distance from
-        the weight, rounded to ``dtype``, to the next larger number in ``dtype``. Updates of 0 are included.
+        If the new weight is computed in ``dtype``, such an update does not change the weight. To compute an ulp, the
+        weight is rounded to ``dtype``. The ulp is the distance from the rounded weight to the next larger number in
+        ``dtype``. Updates of 0 are included.
 
         Raises:
-          ValueError: the values are not updates, or ``dtype`` is none of the dtypes that :meth:`under` accepts.
+          ValueError: the values are not updates, or :meth:`under` does not accept ``dtype``.
         """
         if self._lost is None:
-            raise ValueError("lost() is for updates, and these are not updates; use Numerics.updates with tx")
+            raise ValueError(
+                "lost() is for updates, and these are not updates; use the updates of numerics(loss_fn, tx=optimizer)"
+            )
         return self._lost[_counted_dtype(dtype)]
 
 
@@ -134,7 +137,7 @@ class _Fates(NamedTuple):
 
 @functools.lru_cache(4096)
 def _fates(name: str, first: int, rows: int) -> _Fates:
-    """Return the fates of values with ``rows`` exponents, the first of which is ``first``."""
+    """Return the fates of values at ``rows`` exponents, from ``first`` on."""
     layout = layout_of(name)
     smallest = layout.min_exponent - layout.mantissa_bits
     exponents, starts = np.arange(first, first + rows)[:, None], np.array(STARTS)

@@ -43,7 +43,10 @@ class Moment(NamedTuple):
     while_turn: int = -1
 
     def inside(self, number: int) -> Moment:
-        """Return the moment of body ``number``, or of equation ``number`` in a body."""
+        """Return a moment with ``number`` at the end of the key.
+
+        ``number`` is the index of a body in an equation, or of an equation in a body.
+        """
         return self._replace(key=(*self.key, number))
 
 
@@ -166,7 +169,7 @@ def _unused_after(jaxpr: Any) -> list[list[Any]]:
 
 
 class Operation:
-    """An equation that equals all with the same primitive, params and context."""
+    """An equation, equal to others with the same primitive, params and context."""
 
     def __init__(self, eqn: Any) -> None:
         self.eqn = eqn

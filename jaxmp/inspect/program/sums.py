@@ -71,16 +71,16 @@ class _Sum(NamedTuple):
 
 
 _Sums = Mapping[Value, _Sum]
-"""For each carry from which a value is computed, the value as the sum of the carry and terms."""
+"""A value as the sum of a carry and terms, for each carry from which it is computed."""
 
 
 def carried_sums(values: Values) -> Iterator[tuple[Value, int, str]]:
     """Yield the sums that loops carry in half.
 
     Each item has the last addition, the number of terms and the dtype. For nested loops, the numbers of iterations are
-    multiplied. A while loop counts as one iteration, because the number of its iterations is unknown. Two kinds of
-    carries are left out: carries that are multiplied by a factor (a decay), and carries that the program subtracts from
-    their sum to compensate the rounding error (Kahan's sum).
+    multiplied. A while loop counts as one iteration, because the number of its iterations is unknown. Carries that are
+    multiplied by a factor (a decay) are left out. Compensated sums (Kahan's sum) are also left out: there, the program
+    subtracts the carry from the sum to find the rounding error.
     """
     sums_of: dict[Value, _Sums] = {}
     carries: dict[tuple[int, ...], list[Value]] = {}
@@ -155,7 +155,7 @@ def _plus(sums: _Sums, addition: Value, count: int) -> _Sums:
 def _added_terms(value: Value) -> int:
     """Return 1 if a value adds to the same elements in each iteration, else 0.
 
-    The result is 0 for zeros, and for an array of zeros in which each iteration writes to other elements.
+    The result is 0 for zeros, and for an array of zeros if the iterations write to different elements of it.
     """
     while (value.is_move and len(value.inputs) == 1) or value.is_cast:
         (value,) = value.inputs
@@ -165,7 +165,7 @@ def _added_terms(value: Value) -> int:
 
 
 def _is_elsewhere(write: Value) -> bool:
-    """Return whether each iteration writes to other elements.
+    """Return whether the iterations of a loop write to different elements.
 
     The answer is a guess: True if the indices depend on values in a loop, but not on arguments or random bits.
     """

@@ -161,7 +161,7 @@ def missing() -> str | None:
 
 
 def device_of(description: str) -> Any:
-    """Return a device for a text of :meth:`Target.text`.
+    """Return a device for a description from :meth:`Target.text`.
 
     The errors are those of :func:`devices_of`.
     """

@@ -25,7 +25,7 @@ Turns = tuple[int, ...]
 A while loop has no index. It counts as one iteration, because the number of its iterations is unknown.
 """
 TurnMap = Callable[[Turns], list[Turns]]
-"""A function from an iteration of a value to the iterations of an operand that are read in this iteration."""
+"""A function that takes an iteration of a value, and returns the iterations of an operand that the value reads."""
 Read = tuple[int, "Value", TurnMap]
 """An operand of a value: a number (see ``Value.reads``), the operand, and the map of iterations."""
 # The names of values that no primitive computes. The attribute `name` of `Value` explains them.
@@ -61,8 +61,8 @@ class Value:
         outside a loop that the body reads.
       key: the key of the equation that computes the value; for a carry or an input in a loop body, the key of the loop;
         for arguments and constants, ``()``.
-      place: the equation, if it is a single operation; None for arguments, constants, and carries, inputs and results
-        of loops and conditionals.
+      place: the equation, if it is a single operation. None for arguments and constants, and for the carries, inputs
+        and results of loops and conditionals.
       position: the position among the results or the arguments; -1 for a carry or an input in a loop body.
       scans: the scans around the value, outermost first.
       loops: the keys of the loop bodies around the value, outermost first.
@@ -189,7 +189,7 @@ class Values:
 
 
 def leading_to(values: Sequence[Value]) -> set[Value]:
-    """Return these values and all values on which they depend."""
+    """Return ``values`` and all values on which they depend."""
     sources, stack = set(values), list(values)
     while stack:
         for _, value, _ in stack.pop().reads:
@@ -244,7 +244,7 @@ def made_of(values: Values, mark: Callable[[Value], int]) -> dict[Value, int]:
 def constant(value: Value) -> Any:
     """Return the elements of a constant, before its moves and casts, as a NumPy array.
 
-    Return None for large constants and for other values.
+    Return None for large constants, and for values that are not constants.
     """
     while is_move_or_cast(value) and len(value.reads) == 1:
         (value,) = value.inputs

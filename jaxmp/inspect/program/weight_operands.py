@@ -1,4 +1,4 @@
-"""Find the weights of products, and dimensions that tensor cores need aligned."""
+"""Find the weights of products, and dimensions not aligned for tensor cores."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def weights_in(values: Values, arguments: Sequence[Leaf]) -> Callable[[Value], i
     """
 
     def is_data(value: Value) -> int:
-        if value.name != "argument" or not value.shape or value.dtype == "V":  # a scalar or a random key is no data
+        if value.name != "argument" or not value.shape or value.dtype == "V":  # scalars and random keys are not data
             return 0
         return int(arguments[value.position].kind not in ("params", "optimizer", "model_state"))
 

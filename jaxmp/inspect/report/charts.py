@@ -16,7 +16,7 @@ from jaxmp.inspect.plots.runs import draw_heat, heat_height
 from jaxmp.inspect.report.reading import Row, Run
 
 _POINTS = 800
-"""The largest number of marks, and of points of a band."""
+"""The largest number of points in a band. A chart has fewer than twice as many crosses for skipped steps."""
 _GREY = "#888888"
 _BLUE = "#3D8FD1"  # can be read on light and on dark pages
 
@@ -133,7 +133,7 @@ def svg(page: Any) -> str:
     text = file.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    text = re.sub(r' (?:width|height)="[^"]*"', "", text, count=2)  # those of the whole figure come first
+    text = re.sub(r' (?:width|height)="[^"]*"', "", text, count=2)  # the size of the figure comes first
     for dark in ("#000000", "#222222", "#6b6b6b", "#6B6B6B"):
         text = text.replace(dark, "currentColor")
     return text.replace("#e6e6e6", _GREY + "44").replace("#bbbbbb", _GREY)

@@ -90,9 +90,10 @@ def test_recorded_times_are_compared_with_predicted_times_and_pairs_are_counted(
         ("gpt2, hand_tf32", "103.7", "93.3", "-10.0%"), ("gpt2, hand_fp32", "331.7", "331.7", "+0.0%"),
     ]  # fmt: skip
     assert found.notes == (
-        "5 of 6 pairs are ordered as measured; of those whose predictions differ by more than the largest error, "
-        "10.0%, 5 of 5",
-        "not ordered, by how much the predictions differ: gpt2, hand_fp16 and gpt2, hand_bf16 (3.0%)",
+        "5 of 6 pairs are ordered as measured. Of the 5 pairs whose predictions differ by more than the largest error "
+        "(10.0%), 5 are ordered as measured.",
+        "pairs in another order than measured, with the difference of their predictions: "
+        "gpt2, hand_fp16 and gpt2, hand_bf16 (3.0%)",
     )
     assert predictions.predictions([{**rows, "full": False}]) == []
 

@@ -52,7 +52,7 @@ def test_the_table_of_memory_adds_up_and_the_breakdown_beside_it_is_its_own_sum(
     assert "| float32 | 1.00 | 2.00 | 4.00 | 0.10 | 0.01 | 7.11 | 100% |" in text
     assert "| mixed_bfloat16 | 1.00 | 2.00 | 2.00 | 0.10 | 0.01 | 5.11 | 72% |" in text
     assert (
-        "and 6.04 GB with 2 + 2 + 8 bytes and half the activations" in text
-        and "saves 28% here" in text
-        and "and 50% of the activations" in text
+        "With 2 + 2 + 8 bytes and half the activations, it is 6.04 GB." in text
+        and "saves 28% of the memory here" in text
+        and "It saves 50% of the activations." in text
     )
