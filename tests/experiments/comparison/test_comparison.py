@@ -130,8 +130,8 @@ def test_a_table_is_the_same_on_the_terminal_and_in_markdown():
 def test_the_conclusion_says_which_policies_are_worse_by_how_much_and_why_or_not_finite():
     scaled = outcome(loss_scale="dynamic")
     assert comparison_report.conclusion("pysource", [BASELINE, WORSE, scaled], "loss") == (
-        "On pysource, float32 ends at a held-out loss of 2.10. mixed_float16 without scaling ends 0.50 above it. 77 % of "
-        "its activation gradients became zero. mixed_float16 with dynamic scaling ends within 0.001 of it."
+        "On pysource, float32 ends at a held-out loss of 2.10. mixed_float16 without scaling ends 0.50 above it. "
+        "77 % of its activation gradients became zero. mixed_float16 with dynamic scaling ends within 0.001 of it."
     )
 
     bf16 = outcome("mixed_bfloat16", flops={"bfloat16": 1}, test=[{"loss": 2.0, "accuracy": 0.501}] * 2)
