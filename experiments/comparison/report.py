@@ -133,15 +133,11 @@ def conclusion(title: str, outcomes: list[Outcome], metric: str) -> str:
     worse, near, failed = _verdicts(outcomes, metric)
     deltas = {id(o): _loss_of_quality(o, baseline, metric) for o in worse + near}
     if metric == "loss":
-        unit, side, least, digits, reached = "", "above", 0.001, ".3f", f"{mean(baseline, 'loss'):.2f}"
+        reached = f"{mean(baseline, 'loss'):.2f}"
+        unit, side, least, digits = "", "above", 0.001, ".3f"
     else:
-        unit, side, least, digits, reached = (
-            " points",
-            "below",
-            0.01,
-            ".2f",
-            f"{100 * mean(baseline, 'accuracy'):.1f} %",
-        )
+        reached = f"{100 * mean(baseline, 'accuracy'):.1f} %"
+        unit, side, least, digits = " points", "below", 0.01, ".2f"
     sentences = [f"On {title}, float32 ends at a held-out {metric} of {reached}."]
     if worse:
         ends, whose = ("ends", "its") if len(worse) == 1 else ("end", "their")
