@@ -49,7 +49,7 @@ class ImageFlags:
     dataset: Literal[tuple(IMAGES)] = "digits"
     """The images. All data sets but the digits are downloaded, or built from files below --data-dir."""
     model: Literal["cnn", "resnet18", "resnet50"] = "cnn"
-    """The network. A ResNet has its stem for small images if they have at most 64 pixels a side, and otherwise its
+    """The network. A ResNet has its stem for small images if their height is at most 64 pixels, and otherwise its
     usual stem."""
     api: Literal["linen", "nnx"] = "linen"
     """The Flax API of the network. nnx has only cnn and resnet18."""

@@ -24,8 +24,9 @@ Limits:
   can apply ``jax.jvp`` and ``jax.grad`` to the gradient of a loss.
 - Do not call the projected loss inside of ``jax.checkpoint``. The checkpoint would compute the logits twice, or store
   them if its policy stores products. Put only the blocks before the loss inside of the checkpoint.
-- If tokens are sharded over devices, each chunk has tokens of every device. The devices then sum the weights' gradient
-  once for each chunk. So use few chunks.
+- In a step of your own that shards the tokens over devices, each chunk has tokens of every device. The devices then
+  sum the weights' gradient once for each chunk, so use few chunks. Under ``make_train_step(sharding=…)``, they sum the
+  gradient once, if the number of devices divides the number of tokens.
 - In a ``jax.shard_map`` with ``check_vma=True``, apply ``jax.lax.pcast(…, to="varying")`` to weights that do not vary
   over the mesh axes. All custom derivatives need this.
 - Explicit mesh axes work only with :func:`cross_entropy`.

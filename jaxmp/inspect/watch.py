@@ -166,7 +166,8 @@ def line(step: int, numerics: Numerics, metrics: Mapping[str, float], dtype: Any
     - ``exponents``: by kind, the number of values for each binary exponent;
     - ``ratio``: by path, the norm of a param's update divided by the norm of the param.
 
-    For ``vanished`` and ``exponents``, gradients are first multiplied by the loss scale.
+    For ``vanished`` and ``exponents``, gradients are first multiplied by the loss scale. The weights are left out of
+    ``vanished``, ``zeros`` and ``exponents``.
     """
     kinds = [kind for kind in TENSORS if kind != "weights"]
     row = {
