@@ -108,7 +108,8 @@ def _backward(geometry: _Geometry, winner: jax.Array, cotangent: jax.Array) -> t
         for down, right in itertools.product(range(reach), repeat=2):
             row, column = ((np.arange(size) + padding) % stride for size in (height, width))
             row, column = row[:, None] + down * stride, column + right * stride
-            # The position of each input element in its window, or _NOWHERE if the window does not cover the element.
+            # In this shift, each input element belongs to one window. `here` is its position there, or _NOWHERE if the
+            # window does not cover the element.
             here = np.where((row < window) & (column < window), row * window + column, _NOWHERE).astype(np.uint8)
             shifts = (padding - down * stride, padding - right * stride)
             won = _over(winner, shifts, geometry, _OUTSIDE) == here[..., None]

@@ -125,7 +125,7 @@ def _keepers_of_digits(node: Node) -> Sequence[Node]:
         return computed if len(computed) == 1 else ()
     is_choice = node.name in BOUNDS or node.name == "select_n"
     if is_choice or node.name in SUMS:
-        # If a product reads the result, a choice is an activation, and a sum is a residual stream: the search ends.
+        # The search ends at a choice or a sum that a product reads: an activation, or a residual stream.
         is_activation = is_choice or len(computed) > 1
         is_read = any(reader.name in _READ_BY_ACTIVATION for reader in readers_of(node))
         return () if is_activation and is_read else computed
