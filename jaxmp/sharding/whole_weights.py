@@ -27,7 +27,7 @@ WIDE_PRODUCTS = PRODUCTS - {"ragged_dot_general"}
 """The products whose derivatives :func:`computed_wide` sums in float32."""
 # Classes of operations that sum the cotangents of operands in the operands' dtype. Unknown primitives (None) may do so.
 _SUMS = frozenset({Class.HALF, Class.ACCUMULATION, Class.LINALG, Class.RECURSE, None})
-# Classes of operations that may compute half weights in float32. The engine casts the operands of these classes too.
+# Classes of operations that run in float32 if all their operands are weights, even half ones.
 _MAY_BE_WIDE = frozenset({Class.CLEAR, Class.WIDEST, Class.INFER, Class.POINTWISE, Class.ACCUMULATION})
 _ALWAYS_WIDE = frozenset({"gather", "pad"})  # the cotangents of a lookup and of a fill value are sums
 _ACCUMULATES = frozenset({"add_any", "scatter-add", "scatter-sub", "scatter-mul"})  # these sum operands, not cotangents
@@ -58,7 +58,7 @@ def computed_whole(
     results = computed_wide(eqn, arrays) if is_wide else bind_equation(eqn, arrays, eqn.params)
     values = list[RewrittenValue]()
     for var, result, is_common in zip(eqn.outvars, results, are_common, strict=True):
-        if is_common and is_float_array(result):  # in float32, so that cotangents are summed in float32
+        if is_common and is_float_array(result):  # kept in float32, as are the sums of its cotangents
             values.append((weight_of(first_use.source, result, var.aval.dtype), True))
         else:
             values.append((result.astype(var.aval.dtype) if is_wide else result, is_common))
