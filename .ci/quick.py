@@ -135,9 +135,9 @@ def mirrored(name: str) -> tuple[tuple[str, bool], ...]:
 def near(changed: list[str], imports: Imports) -> dict[str, tuple[int, int]]:
     """Return how far each test is from the changed files.
 
-    The result is a distance, and the number of imports between the test and a changed file. The distance is 0 for a
-    test with the name of a changed file, and 1 for a test of its folder. For the tests of the files that import it, the
-    distance is 2 by name and 3 by folder, and so on.
+    For each test, the result has a distance, and the number of imports between the test and a changed file. The
+    distance is 0 for a test with the name of a changed file, and 1 for a test of its folder. For the tests of the files
+    that import it, the distance is 2 by name and 3 by folder, and so on.
     """
     distances: dict[str, int] = {}
     for name in changed:

@@ -204,12 +204,13 @@ def page_files(config: Config, folder: Path) -> list[Path]:
 
 
 def report(results: dict[str, list[Outcome]], folder: Path, seconds: float, data: list[str]) -> None:
-    """Print the tables and a conclusion, and write them with the picture and figures."""
+    """Print the tables and a conclusion, and write them with the picture and the numbers."""
     where = environment()
     cores = bool(jaxmp.hardware.detect().tensor_cores)
     tables = [table for task, outcomes in results.items() for table in comparison_report.tables(task, outcomes, cores)]
-    conclusions = [comparison_report.conclusion(task, outcomes, METRICS[task]) for task, outcomes in results.items()]
-    conclusion = " ".join(conclusions)
+    conclusion = " ".join(
+        comparison_report.conclusion(task, outcomes, METRICS[task]) for task, outcomes in results.items()
+    )
     picture(results, METRICS, folder / "compare.png", f"{where['device']}, {where['date'][:10]}")
 
     lines = ["# Comparison", "", conclusion, "", "![comparison](compare.png)", ""]

@@ -13,7 +13,7 @@ parts have 16,384 tokens. Each way is compared with bfloat16 by the same route:
 
 - jaxmp: a policy on the model.
 - autocast: jaxmp.autocast, for blocks only.
-- torch: torch.compile with torchao or Transformer Engine. Its heads are 64 wide.
+- torch: torch.compile with torchao or Transformer Engine. The model has attention heads of width 64 here.
 
 A speed-up is the time in bfloat16 divided by the time of the way in the same round. The median over the rounds is
 shown.

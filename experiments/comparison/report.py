@@ -1,4 +1,4 @@
-"""The report of a comparison: tables, an acceptance rule, and a sentence."""
+"""The report of a comparison: tables, an acceptance rule, and a conclusion."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ RULE_COLUMNS = (
 
 NOTES = {
     "result": "Mean ± standard deviation over the seeds. Δ: mean difference to float32 with the same seeds, in loss "
-    "and in points of accuracy. Zero gradients: the share of entries that are exactly zero here and not zero in "
-    "float32. They are counted for one batch at float32's final params, with this variant's final loss scale. "
-    "Activations are the outputs of layers (– for NNX models, where they cannot be seen). Skipped: skipped steps in "
+    "and in points of accuracy. Zero gradients: of the entries that are not zero in float32, the share that is "
+    "exactly zero here. They are counted for one batch at float32's final params, with this variant's final loss "
+    "scale. Activations are the outputs of layers (– for NNX models, where they cannot be seen). Skipped: skipped steps in "
     "all runs. Final scale: with the first seed.",
     "cost": "Time: median and quartiles of steps after warm-up, with all variants taking turns in one process. "
     "Step MiB: peak memory of the compiled step (arguments, results and temporaries). Device MiB: the peak that the "
@@ -130,6 +130,8 @@ def as_json(outcome: Outcome, baseline: Outcome, tensor_cores: bool) -> dict[str
 def conclusion(title: str, outcomes: list[Outcome], metric: str) -> str:
     """Return sentences on the held-out results of a task."""
     baseline, *others = outcomes
+    if not math.isfinite(mean(baseline, metric)):
+        return f"On {title}, float32 itself did not stay finite."
     worse, near, failed = _verdicts(outcomes, metric)
     deltas = {id(o): _loss_of_quality(o, baseline, metric) for o in worse + near}
     if metric == "loss":
@@ -142,15 +144,15 @@ def conclusion(title: str, outcomes: list[Outcome], metric: str) -> str:
     if worse:
         ends, whose = ("ends", "its") if len(worse) == 1 else ("end", "their")
         gaps = _range([deltas[id(o)] for o in worse], ".2f")
-        sentences.append(f"{_and([_spoken(o) for o in worse])} {ends} {gaps}{unit} {side} it.")
+        sentences.append(f"{_and([_spoken(o) for o in worse])} {ends} {gaps}{unit} {side} float32.")
         zeros = [100 * o.zero_activations for o in worse if not math.isnan(o.zero_activations)]
         if zeros:
             sentences.append(f"{_range(zeros, '.0f')} % of {whose} activation gradients became zero.")
     if near:
         is_everyone = len(near) == len(others) > 1
-        who = "All other policies" if is_everyone else _and([_spoken(o) for o in near])
+        who = "All other variants" if is_everyone else _and([_spoken(o) for o in near])
         largest = max(least, *(abs(deltas[id(o)]) for o in near))
-        sentences.append(f"{who} {'ends' if len(near) == 1 else 'end'} within {largest:{digits}}{unit} of it.")
+        sentences.append(f"{who} {'ends' if len(near) == 1 else 'end'} within {largest:{digits}}{unit} of float32.")
     if failed:
         sentences.append(f"{_and([_spoken(o) for o in failed])} did not stay finite.")
     return " ".join(sentences)
@@ -222,6 +224,11 @@ def _deviation(outcome: Outcome, metric: str) -> float:
     return float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
 
 
+def _signed(value: float, digits: int) -> str:
+    """Return a number with its sign, but zero without a minus."""
+    return f"{round(value, digits) + 0.0:+.{digits}f}"
+
+
 def _and(parts: list[str]) -> str:
     return " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)
 
@@ -233,8 +240,8 @@ def _result(outcome: Outcome, baseline: Outcome) -> tuple[str, ...]:
         outcome.loss_scale,
         deviating([test["loss"] for test in outcome.test], ".3f"),
         deviating([100 * test["accuracy"] for test in outcome.test], ".2f"),
-        "" if is_baseline else f"{difference(outcome, baseline, 'loss'):+.3f}",
-        "" if is_baseline else f"{100 * difference(outcome, baseline, 'accuracy'):+.2f}",
+        "" if is_baseline else _signed(difference(outcome, baseline, "loss"), 3),
+        "" if is_baseline else _signed(100 * difference(outcome, baseline, "accuracy"), 2),
         "" if is_baseline else _share(outcome.zero_activations),
         "" if is_baseline else _share(outcome.zero_params),
         str(sum(outcome.skipped)),

@@ -24,7 +24,10 @@ _ALIASES = {
     **dict.fromkeys(("f8_e5m2", "e5m2"), "float8_e5m2"),
 }
 CASTABLE = frozenset(np.dtype(dtype) for dtype in (np.float32, np.float16, jnp.bfloat16))
-"""The dtypes that the engine (``jaxmp.engine``) casts. It never casts float64, complex numbers and float8."""
+"""The dtypes that the engine (``jaxmp.engine``) casts from and to.
+
+It never casts float64, complex numbers or float8.
+"""
 
 
 class UnknownDtypeError(ValueError):

@@ -143,8 +143,7 @@ def assumed(name: str) -> Iterator[None]:
     """Trace the programs in this context for a GPU that need not be attached.
 
     The context is needed because float8 products and the update of a train step are traced differently for different
-    devices. The tools of :mod:`jaxmp.inspect` enter the
-    context if you pass a ``device``.
+    devices. The tools of :mod:`jaxmp.inspect` enter the context if you pass a ``device``.
 
     Raises:
       ValueError: the name is unknown.

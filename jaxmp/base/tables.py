@@ -113,12 +113,22 @@ def short(number: float) -> str:
 
 
 def without_numbers(path: str) -> str:
-    """Return a path with ``*`` in place of each number, so that the layers of a stack have the same path.
+    """Return a path with ``*`` in place of each number. It is the same for all layers of a stack.
 
     >>> without_numbers("Net/Block_11/Dense_0")
     'Net/Block_*/Dense_*'
     """
     return re.sub(r"\d+", "*", path)
+
+
+def common_path(paths: Sequence[str]) -> str:
+    """Return one path for paths that differ only in numbers, with ``*`` in place of the numbers that differ.
+
+    >>> common_path(["Net/Block_0/Dense_1", "Net/Block_11/Dense_1"])
+    'Net/Block_*/Dense_1'
+    """
+    parts = zip(*(re.split(r"(\d+)", path) for path in paths), strict=True)
+    return "".join(part[0] if len(set(part)) == 1 else "*" for part in parts)
 
 
 def counts(numbers: Mapping[str, int]) -> str:

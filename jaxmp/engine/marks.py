@@ -36,7 +36,7 @@ class Region(NamedTuple):
     asked_by: str = ""  # the source of the level, in words
     products: str = ""  # the matmul_precision of the module's policy, for derivative rules that are traced later
     recipe: str = ""  # the recipe of float8 products as text; "none" for half products, empty for the program's recipe
-    is_policy: bool = False  # whether the level is a half policy; then the rules decide, and no override counts
+    is_policy: bool = False  # whether the innermost mark is a half policy: the rules decide, without overrides
 
 
 def precision(level: str) -> contextlib.AbstractContextManager[None]:

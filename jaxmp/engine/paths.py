@@ -23,10 +23,10 @@ def readers_of(node: Node) -> list[Node]:
 
 
 def multiple_of(node: Node, through: Collection[str] = SCALES) -> Node:
-    """Return the value from which ``node`` differs only by constant factors.
+    """Return the value from which ``node`` is computed with constants only.
 
-    The search goes back through moves of data, and through operations named in ``through``. All other operands of such
-    an operation must be constants.
+    The search goes back through moves of data, and through the operations in ``through``: by default, multiplications
+    by constant factors. All other operands of these operations must be constants.
     """
     while True:
         node = node.origin

@@ -34,13 +34,13 @@ def arguments_of(jitted: Any, inputs: tuple[Any, ...]) -> list[Leaf]:
     """Return the leaves of an audited call's arguments, with their kinds.
 
     A leaf is recognised if its type, or the name of its argument, determines its kind. The kinds of recognised leaves
-    are those of :func:`jaxmp.inspect.memory`. An unrecognised leaf usually belongs to the batch. In two cases, it also
-    has its kind in :func:`jaxmp.inspect.memory`:
+    are those of :func:`jaxmp.inspect.memory`. An unrecognised leaf is part of the batch, with two exceptions. It keeps
+    the kind that :func:`jaxmp.inspect.memory` gives it if:
 
-    - The only recognised leaves are the batch.
-    - No leaf is recognised, and the first argument is not a single array.
+    - the only recognised leaves are the batch; or
+    - no leaf is recognised, and the first argument is not a single array.
 
-    Leaves that are recognised as ``"other"`` are ignored in both cases.
+    Leaves that are recognised as ``"other"`` do not count here.
     """
     leaves = list(leaves_of(inputs, names_of_arguments(jitted)))
     recognised = {leaf.kind for leaf in leaves if leaf.is_recognised} - {"other"}

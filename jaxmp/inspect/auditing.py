@@ -37,7 +37,8 @@ class AuditError(AssertionError):
 class Audit(tables.Shown):
     """The result of :func:`audit`.
 
-    In the printed table, equal products of several layers share a row: a ``*`` replaces the numbers in their paths.
+    In the printed table, products share a row if all other columns are equal and their paths differ only in numbers. A
+    ``*`` stands for the numbers that differ.
 
     Attributes:
       products: the matrix products and convolutions, in program order.
@@ -146,16 +147,12 @@ class Audit(tables.Shown):
 def _rows(products: Iterable[Product]) -> list[tuple[Any, ...]]:
     """Return the rows of the table.
 
-    Products share a row if they differ only in the numbers of their paths, such as those of equal layers.
+    Products share a row if their other columns are equal and their paths differ only in numbers.
     """
-    paths: dict[tuple[str, ...], list[str]] = {}
+    paths_by_row: dict[tuple[str, ...], list[str]] = {}
     for product in products:
-        paths.setdefault((tables.without_numbers(product.path), *_cells(product)), []).append(product.path)
-    rows = []
-    for (pattern, *cells), paths_of_row in paths.items():
-        path = paths_of_row[0] if len(set(paths_of_row)) == 1 else pattern
-        rows.append((path, *cells, len(paths_of_row)))
-    return rows
+        paths_by_row.setdefault((tables.without_numbers(product.path), *_cells(product)), []).append(product.path)
+    return [(tables.common_path(paths), *cells, len(paths)) for (_, *cells), paths in paths_by_row.items()]
 
 
 def _cells(product: Product) -> tuple[str, ...]:

@@ -33,8 +33,9 @@ class Numerics(tables.Shown):
     loss scale. But ``below_normal`` and ``overflow`` of gradients are the counts of the scaled gradients, as in
     training. Values that underflowed to 0 during the computation are counted in ``zeros``.
 
-    The printed table has one row for tensors whose paths differ only in numbers, such as those of equal layers. The row
-    shows the tensor that would lose the most values in float16. :meth:`rows` returns all tensors.
+    In the printed table, tensors share a row if they have the same size and dtype and their paths differ only in
+    numbers. The row shows the worst tensor in float16: the one with the most values that are not finite, or else with
+    the most values that become 0. :meth:`rows` returns all tensors.
 
     Attributes:
       loss: the loss.
@@ -83,8 +84,8 @@ class Numerics(tables.Shown):
             tensors: Mapping[str, Statistics] = getattr(self, kind)
             if tensors:
                 rows.append((kind.replace("_", " "), *[""] * (len(_COLUMNS) - 1)))
-            for paths in _similar_paths(tensors):
-                worst = max(paths, key=lambda path: _lost_in_float16(tensors[path]))
+            for paths in _similar_tensors(tensors):
+                worst = max(paths, key=lambda path: _harm_in_float16(tensors[path]))
                 shown = worst if len(paths) == 1 else f"{worst} (worst of {len(paths)})"
                 rows.append((f"  {shown}", *_cells(tensors[worst])))
         return title, _COLUMNS, rows, ()
@@ -93,17 +94,18 @@ class Numerics(tables.Shown):
 _COLUMNS = ("path", "values", "dtype", "zeros", "not\nfinite", "mean", "amax", "ratio", "0 in\nfloat16")
 
 
-def _similar_paths(paths: Iterable[str]) -> Iterable[list[str]]:
-    """Return groups of paths that differ only in their numbers."""
-    groups: dict[str, list[str]] = {}
-    for path in paths:
-        groups.setdefault(tables.without_numbers(path), []).append(path)
+def _similar_tensors(tensors: Mapping[str, Statistics]) -> Iterable[list[str]]:
+    """Return groups of paths that differ only in numbers, and whose tensors have the same size and dtype."""
+    groups: dict[tuple[str, int, str], list[str]] = {}
+    for path, tensor in tensors.items():
+        groups.setdefault((tables.without_numbers(path), tensor.count, tensor.dtype), []).append(path)
     return groups.values()
 
 
-def _lost_in_float16(tensor: Statistics) -> tuple[int, float]:
-    """Return the number of non-finite values, and the share of values that a cast to float16 changes to 0."""
-    return tensor.overflow, tensor.under("float16").vanished / max(tensor.count, 1)
+def _harm_in_float16(tensor: Statistics) -> tuple[int, int]:
+    """Return the numbers of values that are not finite in float16, and that become 0."""
+    half = tensor.under("float16")
+    return half.overflow, half.vanished
 
 
 def _cells(tensor: Statistics) -> tuple[Any, ...]:
@@ -116,7 +118,7 @@ def _cells(tensor: Statistics) -> tuple[Any, ...]:
         f"{tensor.mean_abs:.1e}",
         f"{tensor.amax:.1e}",
         "" if tensor.ratio is None else f"{tensor.ratio:.1e}",
-        f"{_lost_in_float16(tensor)[1]:.1%}",
+        f"{tensor.under('float16').vanished / count:.1%}",
     )
 
 

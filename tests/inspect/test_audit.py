@@ -200,14 +200,15 @@ def test_it_is_shown_as_text_a_table_and_json() -> None:
 def test_equal_layers_share_a_row_of_the_printed_table() -> None:
     def fun(x: Any, weights: Any) -> Any:
         for number, w in enumerate(weights):
-            with jax.named_scope(f"layer_{number}"):
+            with jax.named_scope(f"layer_{number}/dense_1"):
                 x = x @ w
         return x
 
     report = audit(fun, compile=False)(shape(8, 8), [shape(8, 8)] * 3 + [shape(8, 16)])
     first, second = (line.split() for line in str(report).splitlines()[2:4])
-    assert (first[0], first[-1]) == ("layer_*", "3") and (second[0], second[-1]) == ("layer_3", "1")
-    assert [product.path for product in report.products] == [f"layer_{number}" for number in range(4)]
+    assert (first[0], first[-1]) == ("layer_*/dense_1", "3")
+    assert (second[0], second[-1]) == ("layer_3/dense_1", "1")  # it has other FLOPs
+    assert [product.path for product in report.products] == [f"layer_{number}/dense_1" for number in range(4)]
 
 
 def test_the_dtype_that_ran_is_read_from_the_compiled_program() -> None:

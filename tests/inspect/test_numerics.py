@@ -288,14 +288,22 @@ def test_text_table_and_json(found):
     assert sum(there["weights"]["w"]["histogram"].values()) == 64
 
 
-def test_the_table_shows_the_worst_of_equal_layers():
-    def loss_fn(weights):
-        return sum(jnp.sum(w * factor) for w, factor in zip(weights.values(), (1.0, 1e-9, 1e-3), strict=True))
+@pytest.mark.parametrize(
+    ("factors", "worst"),
+    [((1.0, 1e-9, 1e-3), 1), ((1.0, 1e-9, 1e6), 2), ((jnp.nan, 1e-9, 1e-3), 0)],
+    ids=["vanishes", "overflows", "is not a number"],
+)
+def test_the_table_shows_the_layer_that_float16_would_harm_most(factors, worst):
+    weights = {f"layer_{number}": jnp.ones(4) for number in range(3)}
 
-    found = numerics(loss_fn)({f"layer_{number}": jnp.ones(4) for number in range(3)})
-    rows = str(found).split("\ngradients\n")[1].splitlines()
-    assert len(rows) == 1 and rows[0].startswith("  layer_1 (worst of 3)") and rows[0].endswith("100.0%")
-    assert found.gradients["layer_0"].amax == 1
+    def loss_fn(weights):
+        layers = sum(jnp.sum(w * factor) for w, factor in zip(weights["layers"].values(), factors, strict=True))
+        return layers + jnp.sum(weights["layer_3"])
+
+    found = numerics(loss_fn)({"layers": weights, "layer_3": jnp.ones(8)})
+    rows = [line.split("  ")[1] for line in str(found).split("\ngradients\n")[1].splitlines()]
+    assert rows == ["layer_3", f"layers/layer_{worst} (worst of 3)"]
+    assert len(found.gradients) == 4
 
 
 @pytest.mark.once

@@ -21,9 +21,9 @@ NAME = "<script>document.title = 'injected'</script>"
 VISIBLE = "[...document.querySelectorAll('#plan tbody tr')].filter((row) => !row.hidden)"
 
 
-def report_of(folder: Path, steps: int, operations_of_plan: int) -> Path:
+def report_of(root: Path, steps: int, operations_of_plan: int) -> Path:
     """Write the page of a run with a plan, beside a second run."""
-    folders = [folder / "half" / NAME.replace("/", " "), folder / "float32"]
+    folders = [root / "half" / NAME.replace("/", " "), root / "float32"]
     for folder in folders:
         folder.mkdir(parents=True)
         rows = "".join(f"{n},train,{1 / (n + 1)},,{n},1024,{n % 100 == 0:d}\n" for n in range(steps))

@@ -28,8 +28,11 @@ ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "tests" / "README.md"
 
 
-CHECKS = ("lint", "types", "test", "slow", "newest")
-"""The targets that `make check` runs."""
+def checks() -> list[str]:
+    """Return the targets that `make check` runs."""
+    line = re.search(r"^check: (.*?) ##", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert line, "the Makefile has no target `check`"
+    return line[1].split()
 
 
 @contextlib.contextmanager
@@ -38,8 +41,10 @@ def fresh_clone() -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as folder:
         clone = Path(folder) / "jaxmp"
         subprocess.run(["git", "clone", "--quiet", ROOT, clone], check=True)
-        for environment in (".venv", ".venv-newest"):
-            (clone / environment).symlink_to(ROOT / environment)
+        for name in (".venv", ".venv-newest"):
+            if not (ROOT / name / "installed").exists():
+                raise SystemExit(f"error: {name} is not installed; run make {name}/installed first")
+            (clone / name).symlink_to(ROOT / name)
         for name in ("pyproject.toml", "constraints.txt", ".ci/setup.sh"):
             os.utime(clone / name, (0, 0))  # older than the environments, so make does not install the clone in them
         yield clone
@@ -48,6 +53,7 @@ def fresh_clone() -> Iterator[Path]:
 def timed(target: str, clone: Path) -> tuple[str, float, float]:
     """Run a target of make; return the last lines of pytest, the elapsed seconds and the CPU seconds."""
     environment = os.environ | {"PYTHONPATH": str(clone)}
+    environment.pop("PYTHON", None)  # with another version, make would install the environment again
     start, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(["make", target], cwd=clone, env=environment, capture_output=True, text=True)
     seconds, after = time.monotonic() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -60,7 +66,8 @@ def timed(target: str, clone: Path) -> tuple[str, float, float]:
 
 def row(name: str, result: str, seconds: float, cpu: float) -> str:
     """Return a row of the table, and print it."""
-    text = f"| {name} | {result} | {seconds // 60:.0f}:{seconds % 60:02.0f} | {cpu:.0f} |\n"
+    minutes, rest = divmod(round(seconds), 60)
+    text = f"| {name} | {result} | {minutes}:{rest:02} | {cpu:.0f} |\n"
     print(text, end="", flush=True)
     return text
 
@@ -74,10 +81,13 @@ def main() -> None:
     rows = []
     if options.check:
         marker, first, introduction = "times of check", "target", "The targets of `make check`, in one fresh clone"
+        seconds_of_all, cpu_of_all = 0.0, 0.0
         with fresh_clone() as clone:
-            figures = [timed(target, clone) for target in CHECKS]
-        rows = [row(f"`make {target}`", *figure) for target, figure in zip(CHECKS, figures, strict=True)]
-        rows.append(row("all", "", sum(figure[1] for figure in figures), sum(figure[2] for figure in figures)))
+            for target in checks():
+                result, seconds, cpu = timed(target, clone)
+                rows.append(row(f"`make {target}`", result, seconds, cpu))
+                seconds_of_all, cpu_of_all = seconds_of_all + seconds, cpu_of_all + cpu
+        rows.append(row("all", "", seconds_of_all, cpu_of_all))
     else:
         marker, first, introduction = "times", "run", "Each run is in a fresh clone without compiled programs"
         for number in range(1, options.runs + 1):

@@ -130,22 +130,24 @@ def test_a_table_is_the_same_on_the_terminal_and_in_markdown():
 def test_the_conclusion_says_which_policies_are_worse_by_how_much_and_why_or_not_finite():
     scaled = outcome(loss_scale="dynamic")
     assert comparison_report.conclusion("pysource", [BASELINE, WORSE, scaled], "loss") == (
-        "On pysource, float32 ends at a held-out loss of 2.10. mixed_float16 without scaling ends 0.50 above it. "
-        "77 % of its activation gradients became zero. mixed_float16 with dynamic scaling ends within 0.001 of it."
+        "On pysource, float32 ends at a held-out loss of 2.10. mixed_float16 without scaling ends 0.50 above float32. "
+        "77 % of its activation gradients became zero. mixed_float16 with dynamic scaling ends within 0.001 of float32."
     )
 
     bf16 = outcome("mixed_bfloat16", flops={"bfloat16": 1}, test=[{"loss": 2.0, "accuracy": 0.501}] * 2)
     assert comparison_report.conclusion("digits", [BASELINE, bf16], "accuracy") == (
-        "On digits, float32 ends at a held-out accuracy of 51.0 %. mixed_bfloat16 ends within 0.90 points of it."
+        "On digits, float32 ends at a held-out accuracy of 51.0 %. mixed_bfloat16 ends within 0.90 points of float32."
     )
 
     others = [outcome(loss_scale="dynamic"), outcome("mixed_bfloat16")]
     assert comparison_report.conclusion("digits", [BASELINE, *others], "accuracy").endswith(
-        " All other policies end within 0.01 points of it."
+        " All other variants end within 0.01 points of float32."
     )
 
     conclusion = comparison_report.conclusion("pysource", [BASELINE, GOOD, LOST], "loss")
-    assert conclusion.endswith("ends within 0.001 of it. float16 without scaling did not stay finite.")
+    assert conclusion.endswith("ends within 0.001 of float32. float16 without scaling did not stay finite.")
+    conclusion = comparison_report.conclusion("pysource", [LOST, GOOD], "loss")
+    assert conclusion == "On pysource, float32 itself did not stay finite."
     # A difference within the spread of the seeds is not called worse.
     noisy = outcome("float32", flops={}, test=[{"loss": 1.0, "accuracy": 0.5}, {"loss": 3.0, "accuracy": 0.5}])
     assert "above" not in comparison_report.conclusion("pysource", [noisy, WORSE], "loss")

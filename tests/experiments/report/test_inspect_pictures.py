@@ -14,7 +14,6 @@ from jaxmp.inspect import Memory
 pytestmark = [pytest.mark.once, pytest.mark.usefixtures("standard_promotion")]
 
 
-GROUPS = ("training", "compare", "scale", "plan", "memory")
 PICTURES = ("underflow", "exponents", "errors", "loss_scale", "casts", "memory")
 
 
@@ -23,7 +22,7 @@ def test_the_script_draws_in_small(tmp_path, capsys, monkeypatch):
     sources = str(Path(sysconfig.get_path("stdlib"), "asyncio"))  # reading the whole library takes 15 seconds
     small = functools.partial(inspect_pictures.language_model, dataset=sources)
     monkeypatch.setattr(inspect_pictures, "language_model", small)
-    inspect_pictures.main(inspect_pictures.Config(pictures=GROUPS, smoke=True, run_dir=tmp_path))
+    inspect_pictures.main(inspect_pictures.Config(smoke=True, run_dir=tmp_path))
     assert {file.stem for file in tmp_path.glob("*.png")} == {f"inspect_{picture}" for picture in PICTURES}
     shown = capsys.readouterr().out
     assert all(f"](inspect_{picture}.png)" in shown for picture in PICTURES) and "jax 0." in shown
