@@ -28,8 +28,8 @@ NOTES = {
     "result": "Mean ± standard deviation over the seeds. Δ: mean difference to float32 with the same seeds, in loss "
     "and in points of accuracy. Zero gradients: of the entries that are not zero in float32, the share that is "
     "exactly zero here. They are counted for one batch at float32's final params, with this variant's final loss "
-    "scale. Activations are the outputs of layers (– for NNX models, where they cannot be seen). Skipped: skipped steps in "
-    "all runs. Final scale: with the first seed.",
+    "scale. Activations are the outputs of layers (– for NNX models, where they cannot be seen). Skipped: skipped "
+    "steps in all runs. Final scale: with the first seed.",
     "cost": "Time: median and quartiles of steps after warm-up, with all variants taking turns in one process. "
     "Step MiB: peak memory of the compiled step (arguments, results and temporaries). Device MiB: the peak that the "
     "device reports; ≤ if an earlier variant had the same peak, – if the device does not count its memory.",
