@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 
-from jaxmp.cli.flags import DEVICE, POLICY, SHAPES, TOPOLOGY
+from jaxmp.cli.flags import DEVICE, EXPECTED_POLICY, SHAPES, TOPOLOGY
 from jaxmp.cli.inspecting import of_shapes, where
 from jaxmp.cli.printing import show
 
-ARGUMENTS = SHAPES | DEVICE | TOPOLOGY | POLICY
+ARGUMENTS = SHAPES | DEVICE | TOPOLOGY | EXPECTED_POLICY
 
 
 def run(options: argparse.Namespace) -> int:

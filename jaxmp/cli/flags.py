@@ -46,6 +46,7 @@ RUN = _named("run", metavar="RUN", help="the folder of the run to show, usually 
 DEVICE = _named("--device", metavar="NAME", help="a GPU that is not attached: h200, h100, a100, b200, l4, t4")
 TOPOLOGY = _named("--topology", metavar="1x2x4", help=_TOPOLOGY)
 POLICY = _named("--policy", help="run under autocast with this policy; default: run without autocast")
+EXPECTED_POLICY = _named("--policy", help="the policy that the program should follow; the program does not change")
 OVERRIDE = _named("--override", metavar="KEY=LEVEL", help=_OVERRIDE, **_REPEATED)
 AUTOCAST = _named("--policy", default="mixed_bfloat16", help="autocast's policy; default: mixed_bfloat16") | OVERRIDE
 REFERENCE = _named(

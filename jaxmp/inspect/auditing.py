@@ -137,7 +137,7 @@ class Audit(tables.Shown):
             notes.append(f"peak memory: {tables.short(self.memory.peak)}B")
             if self.memory.devices > 1:
                 notes.append(self.memory.sent)
-        notes += map(str, self.findings) if self.findings else ["no findings"]
+        notes += _lines(self.findings) if self.findings else ["no findings"]
         return title, _COLUMNS, _rows(self.products), notes
 
     def _shares(self) -> str:
@@ -153,6 +153,19 @@ def _rows(products: Iterable[Product]) -> list[tuple[Any, ...]]:
     for product in products:
         paths_by_row.setdefault((tables.without_numbers(product.path), *_cells(product)), []).append(product.path)
     return [(tables.common_path(paths), *cells, len(paths)) for (_, *cells), paths in paths_by_row.items()]
+
+
+def _lines(findings: Iterable[Finding]) -> list[str]:
+    """Return the lines of the findings. Findings share a line if they differ only in the numbers of their paths."""
+    similar: dict[Finding, list[str]] = {}
+    for finding in findings:
+        pattern = dataclasses.replace(finding, path=tables.without_numbers(finding.path))
+        similar.setdefault(pattern, []).append(finding.path)
+    lines = []
+    for finding, paths in similar.items():
+        line = str(dataclasses.replace(finding, path=tables.common_path(paths)))
+        lines.append(line if len(paths) == 1 else f"{line} ({len(paths)} times)")
+    return lines
 
 
 def _cells(product: Product) -> tuple[str, ...]:

@@ -59,7 +59,8 @@ class Comparison(tables.Shown):
         ``entered`` is the path of the module around this code. The path is empty for code outside of all scopes.
       worst: the row with the largest relative error. Gradients of arguments are left out if they consist of rounding
         errors in any precision, such as the gradient of a bias before a batch norm.
-      total: one row for the result and all gradients of arguments together.
+      total: one row for the result and all gradients of arguments together, as one vector. Its largest elements
+        dominate the error, often those of the result.
       unmatched: the paths of scopes that have values without a row. These values have no row because, under the
         policies, the scope returns more or fewer values of their shape.
     """
@@ -74,7 +75,7 @@ class Comparison(tables.Shown):
 
     def _shown(self) -> Any:
         where = "nowhere" if self.entered is None else f"in {self.entered or 'code outside of all scopes'}"
-        worst = f"{self.worst.relative_error:.2e} in {self.worst.path or 'the result'}"
+        worst = f"{self.worst.relative_error:.2e} in {self.worst.path or 'the result'}, {self.worst.phase}"
         cells = []
         for row in (*self.rows, dataclasses.replace(self.total, path="total")):
             _, _, _, *numbers = dataclasses.astuple(row)

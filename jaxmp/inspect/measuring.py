@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -34,8 +35,8 @@ class Numerics(tables.Shown):
     training. Values that underflowed to 0 during the computation are counted in ``zeros``.
 
     In the printed table, tensors share a row if they have the same size and dtype and their paths differ only in
-    numbers. The row shows the worst tensor in float16: the one with the most values that are not finite, or else with
-    the most values that become 0. :meth:`rows` returns all tensors.
+    numbers. The row shows the worst tensor in float16: the first one that overflows, or else the one with the most
+    values that become 0. For gradients, the loss scale of the step counts. :meth:`rows` returns all tensors.
 
     Attributes:
       loss: the loss.
@@ -77,17 +78,19 @@ class Numerics(tables.Shown):
                 yield kind.replace("_", " "), path, tensor
 
     def _shown(self) -> Any:
-        title = f"loss {self.loss:.6g} at loss scale {self.loss_scale:g}; "
-        title += f"recommended for float16: {self.recommended_scale():g}"
+        title = f"loss {self.loss:.6g} at loss scale {self.loss_scale:g}"
+        if math.isfinite(self.loss):
+            title += f"; recommended for float16: {self.recommended_scale():g}"
         rows: list[tuple[Any, ...]] = []
         for kind in TENSORS:
             tensors: Mapping[str, Statistics] = getattr(self, kind)
             if tensors:
                 rows.append((kind.replace("_", " "), *[""] * (len(_COLUMNS) - 1)))
+            scale = self.loss_scale if kind.endswith("gradients") else 1.0
             for paths in _similar_tensors(tensors):
-                worst = max(paths, key=lambda path: _harm_in_float16(tensors[path]))
+                worst = max(paths, key=lambda path: _harm_in_float16(tensors[path], scale))
                 shown = worst if len(paths) == 1 else f"{worst} (worst of {len(paths)})"
-                rows.append((f"  {shown}", *_cells(tensors[worst])))
+                rows.append((f"  {shown}", *_cells(tensors[worst], scale)))
         return title, _COLUMNS, rows, ()
 
 
@@ -102,23 +105,24 @@ def _similar_tensors(tensors: Mapping[str, Statistics]) -> Iterable[list[str]]:
     return groups.values()
 
 
-def _harm_in_float16(tensor: Statistics) -> tuple[int, int]:
-    """Return the numbers of values that are not finite in float16, and that become 0."""
-    half = tensor.under("float16")
-    return half.overflow, half.vanished
+def _harm_in_float16(tensor: Statistics, scale: float) -> tuple[bool, int, float]:
+    """Return whether a tensor overflows in float16, how many of its values become 0, and its largest magnitude."""
+    half = tensor.under("float16", scale)
+    return (True, 0, 0.0) if half.overflow else (False, half.vanished, tensor.amax)
 
 
-def _cells(tensor: Statistics) -> tuple[Any, ...]:
+def _cells(tensor: Statistics, scale: float) -> tuple[Any, ...]:
     count = max(tensor.count, 1)
+    has_finite = tensor.overflow < tensor.count
     return (
         tables.short(tensor.count),
         tensor.dtype,
         f"{tensor.zeros / count:.1%}",
         tensor.overflow,
-        f"{tensor.mean_abs:.1e}",
-        f"{tensor.amax:.1e}",
+        f"{tensor.mean_abs:.1e}" if has_finite else "nan",
+        f"{tensor.amax:.1e}" if has_finite else "nan",
         "" if tensor.ratio is None else f"{tensor.ratio:.1e}",
-        f"{tensor.under('float16').vanished / count:.1%}",
+        f"{tensor.under('float16', scale).vanished / count:.1%}",
     )
 
 

@@ -211,6 +211,19 @@ def test_equal_layers_share_a_row_of_the_printed_table() -> None:
     assert [product.path for product in report.products] == [f"layer_{number}/dense_1" for number in range(4)]
 
 
+def test_equal_findings_share_a_line() -> None:
+    def fun(x: Any, w: Any) -> Any:
+        for number in range(3):
+            with jax.named_scope(f"layer_{number}"):
+                x = jnp.exp(x)
+        return x @ w
+
+    report = audit(fun, compile=False)(*HALF)
+    (line,) = (line for line in str(report).splitlines() if "half-exponential" in line)
+    assert line.startswith("half-exponential: layer_* (") and line.endswith(" (3 times)")
+    assert len(report.findings) == 3
+
+
 def test_the_dtype_that_ran_is_read_from_the_compiled_program() -> None:
     def fun(x: Any, w: Any) -> Any:
         with jax.named_scope("loop"):

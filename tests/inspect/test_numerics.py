@@ -290,8 +290,8 @@ def test_text_table_and_json(found):
 
 @pytest.mark.parametrize(
     ("factors", "worst"),
-    [((1.0, 1e-9, 1e-3), 1), ((1.0, 1e-9, 1e6), 2), ((jnp.nan, 1e-9, 1e-3), 0)],
-    ids=["vanishes", "overflows", "is not a number"],
+    [((1.0, 1e-9, 1e-3), 1), ((1.0, 1e-9, 1e6), 2), ((1.0, 1e6, jnp.nan), 1), ((1.0, 2.0, 1.0), 1)],
+    ids=["vanishes", "overflows", "overflows first", "is largest"],
 )
 def test_the_table_shows_the_layer_that_float16_would_harm_most(factors, worst):
     weights = {f"layer_{number}": jnp.ones(4) for number in range(3)}
@@ -304,6 +304,15 @@ def test_the_table_shows_the_layer_that_float16_would_harm_most(factors, worst):
     rows = [line.split("  ")[1] for line in str(found).split("\ngradients\n")[1].splitlines()]
     assert rows == ["layer_3", f"layers/layer_{worst} (worst of 3)"]
     assert len(found.gradients) == 4
+
+
+def test_the_table_counts_gradients_under_the_loss_scale_of_the_step():
+    def loss_fn(w):
+        return 1e-9 * jnp.sum(w)
+
+    for scale, share in ((1.0, "100.0%"), (2.0**10, "0.0%")):
+        text = str(numerics(loss_fn, loss_scale=scale)(jnp.ones(4)))
+        assert text.split("\ngradients\n")[1].splitlines()[0].endswith(share)
 
 
 @pytest.mark.once
