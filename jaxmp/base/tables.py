@@ -6,10 +6,12 @@ import dataclasses
 import itertools
 import json
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
+
+T = TypeVar("T")
 
 
 class Shown:
@@ -110,6 +112,18 @@ def short(number: float) -> str:
     """
     power = next((n for n in range(5, 0, -1) if number >= 0.9995 * 1000**n), 0)
     return f"{number / 1000**power:.3g}{' kMGTP'[power]}".strip()
+
+
+def grouped(items: Iterable[T], key: Callable[[T], Hashable]) -> list[list[T]]:
+    """Return groups of items with equal keys, in the order of their first items.
+
+    >>> grouped(["a1", "b1", "a2"], lambda name: name[0])
+    [['a1', 'a2'], ['b1']]
+    """
+    groups: dict[Hashable, list[T]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return list(groups.values())
 
 
 def without_numbers(path: str) -> str:

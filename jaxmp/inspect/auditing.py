@@ -149,22 +149,28 @@ def _rows(products: Iterable[Product]) -> list[tuple[Any, ...]]:
 
     Products share a row if their other columns are equal and their paths differ only in numbers.
     """
-    paths_by_row: dict[tuple[str, ...], list[str]] = {}
-    for product in products:
-        paths_by_row.setdefault((tables.without_numbers(product.path), *_cells(product)), []).append(product.path)
-    return [(tables.common_path(paths), *cells, len(paths)) for (_, *cells), paths in paths_by_row.items()]
+
+    def key(product: Product) -> tuple[str, ...]:
+        return tables.without_numbers(product.path), *_cells(product)
+
+    rows = []
+    for group in tables.grouped(products, key):
+        path = tables.common_path([product.path for product in group])
+        rows.append((path, *_cells(group[0]), len(group)))
+    return rows
 
 
 def _lines(findings: Iterable[Finding]) -> list[str]:
     """Return the lines of the findings. Findings share a line if they differ only in the numbers of their paths."""
-    similar: dict[Finding, list[str]] = {}
-    for finding in findings:
-        pattern = dataclasses.replace(finding, path=tables.without_numbers(finding.path))
-        similar.setdefault(pattern, []).append(finding.path)
+
+    def key(finding: Finding) -> Finding:
+        return dataclasses.replace(finding, path=tables.without_numbers(finding.path))
+
     lines = []
-    for finding, paths in similar.items():
-        line = str(dataclasses.replace(finding, path=tables.common_path(paths)))
-        lines.append(line if len(paths) == 1 else f"{line} ({len(paths)} times)")
+    for group in tables.grouped(findings, key):
+        path = tables.common_path([finding.path for finding in group])
+        line = str(dataclasses.replace(group[0], path=path))
+        lines.append(line if len(group) == 1 else f"{line} ({len(group)} times)")
     return lines
 
 

@@ -46,6 +46,9 @@ _COLUMNS = ("path", "phase", "dtype", "relative\nerror", "mean\n|difference|", "
 class Comparison(tables.Shown):
     """The effect of policies on a function's numbers.
 
+    The printed table has one row for all rows of the same phase and dtype whose paths differ only in numbers, such as
+    those of equal layers. It is the row with the largest relative error.
+
     Attributes:
       dtype: the most common half dtype (float16 or bfloat16) of the function's products; ``"float32"`` if no product is
         half.
@@ -77,9 +80,12 @@ class Comparison(tables.Shown):
         where = "nowhere" if self.entered is None else f"in {self.entered or 'code outside of all scopes'}"
         worst = f"{self.worst.relative_error:.2e} in {self.worst.path or 'the result'}, {self.worst.phase}"
         cells = []
-        for row in (*self.rows, dataclasses.replace(self.total, path="total")):
-            _, _, _, *numbers = dataclasses.astuple(row)
-            cells.append((row.path or "result", row.phase, row.dtype, *(f"{number:.2e}" for number in numbers)))
+        for group in tables.grouped((*self.rows, dataclasses.replace(self.total, path="total")), _kind_of_layer):
+            worst_of_group = max(group, key=lambda row: np.nan_to_num(row.relative_error, nan=np.inf))
+            _, _, _, *numbers = dataclasses.astuple(worst_of_group)
+            path = worst_of_group.path or "result"
+            path = path if len(group) == 1 else f"{path} (worst of {len(group)})"
+            cells.append((path, worst_of_group.phase, worst_of_group.dtype, *(f"{number:.2e}" for number in numbers)))
         notes = []
         if self.unmatched:
             scopes = ", ".join(self.unmatched)
@@ -87,6 +93,11 @@ class Comparison(tables.Shown):
         if not self.is_changed:
             notes.append("No policy, region or autocast changes a product here; both runs have only the code's casts.")
         return f"The error enters {where}; worst: {worst}", _COLUMNS, cells, notes
+
+
+def _kind_of_layer(row: ComparedRow) -> tuple[str, str, str]:
+    """Return a key that is equal for rows of equal layers."""
+    return tables.without_numbers(row.path), row.phase, row.dtype
 
 
 def compare(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -87,22 +87,20 @@ class Numerics(tables.Shown):
             if tensors:
                 rows.append((kind.replace("_", " "), *[""] * (len(_COLUMNS) - 1)))
             scale = self.loss_scale if kind.endswith("gradients") else 1.0
-            for paths in _similar_tensors(tensors):
-                worst = max(paths, key=lambda path: _harm_in_float16(tensors[path], scale))
-                shown = worst if len(paths) == 1 else f"{worst} (worst of {len(paths)})"
-                rows.append((f"  {shown}", *_cells(tensors[worst], scale)))
+            for group in tables.grouped(tensors.items(), _kind_of_layer):
+                path, tensor = max(group, key=lambda pair: _harm_in_float16(pair[1], scale))
+                shown = path if len(group) == 1 else f"{path} (worst of {len(group)})"
+                rows.append((f"  {shown}", *_cells(tensor, scale)))
         return title, _COLUMNS, rows, ()
 
 
 _COLUMNS = ("path", "values", "dtype", "zeros", "not\nfinite", "mean", "amax", "ratio", "0 in\nfloat16")
 
 
-def _similar_tensors(tensors: Mapping[str, Statistics]) -> Iterable[list[str]]:
-    """Return groups of paths that differ only in numbers, and whose tensors have the same size and dtype."""
-    groups: dict[tuple[str, int, str], list[str]] = {}
-    for path, tensor in tensors.items():
-        groups.setdefault((tables.without_numbers(path), tensor.count, tensor.dtype), []).append(path)
-    return groups.values()
+def _kind_of_layer(path_and_tensor: tuple[str, Statistics]) -> tuple[str, int, str]:
+    """Return a key that is equal for tensors of equal layers."""
+    path, tensor = path_and_tensor
+    return tables.without_numbers(path), tensor.count, tensor.dtype
 
 
 def _harm_in_float16(tensor: Statistics, scale: float) -> tuple[bool, int, float]:

@@ -37,6 +37,9 @@ _DOES_NOT_COMPILE = 2**62
 class Memory(tables.Shown):
     """The memory and the communication of a compiled program on each device.
 
+    The printed table has the arrays in memory at the peak. Arrays of the same shape and kind share a row if their paths
+    differ only in numbers, such as those of equal layers.
+
     Attributes:
       device: the kind of the device.
       peak: the peak memory in bytes: arguments, results that do not reuse the memory of arguments, and temporaries.
@@ -108,10 +111,13 @@ class Memory(tables.Shown):
         if self.devices > 1:
             lines.append(self.sent)
         rows = []
-        for array in self.at_peak[:_SHOWN]:
-            shape = ",".join(map(str, array.shape))
-            rows.append((number(array.bytes), array.kind, f"{array.dtype}[{shape}]", array.path, array.source))
-        return "\n".join(lines), (unit, "kind", "array", "path", "source"), rows, ()
+        groups = tables.grouped(self.at_peak, _kind_of_array)
+        groups.sort(key=_bytes_of, reverse=True)
+        for group in groups[:_SHOWN]:
+            _, kind, shape, source = _kind_of_array(group[0])
+            path = tables.common_path([array.path for array in group])
+            rows.append((number(_bytes_of(group)), len(group), kind, shape, path, source))
+        return "\n".join(lines), (unit, "arrays", "kind", "shape", "path", "source"), rows, ()
 
     @property
     def sent(self) -> str:
@@ -124,6 +130,16 @@ class Memory(tables.Shown):
             per_param = f", {wire / self.params:.2f} bytes per param (ideal {self.ideal_wire / self.params:.2f})"
         parts = (f"{' '.join(key)} {tables.short(size)}B" for key, size in self.collectives.totals.items())
         return f"sent by each device: {tables.short(wire)}B{per_param}: {', '.join(parts)}".removesuffix(": ")
+
+
+def _kind_of_array(array: ArrayInMemory) -> tuple[str, str, str, str]:
+    """Return a key that is equal for the arrays of equal layers."""
+    shape = ",".join(map(str, array.shape))
+    return tables.without_numbers(array.path), array.kind, f"{array.dtype}[{shape}]", array.source
+
+
+def _bytes_of(arrays: Sequence[ArrayInMemory]) -> int:
+    return sum(array.bytes for array in arrays)
 
 
 def memory(fun: Callable[..., Any], *, device: str | None = None, topology: str | None = None) -> Callable[..., Memory]:

@@ -183,7 +183,7 @@ def test_compare_trains_two_steps_and_leaves_tables_numbers_and_picture(tmp_path
     assert (folder / "compare.png").stat().st_size < 300_000
 
     result = json.loads((folder / "compare.json").read_text())
-    assert result["conclusion"].startswith("On cifar10 ") and result["conclusion"].endswith(conclusion.strip()[-20:])
+    assert result["conclusion"].startswith("On cifar10, ") and result["conclusion"].endswith(conclusion.strip()[-20:])
     outcomes = result["tasks"]["cifar10"]
     assert [(o["policy"], o["loss_scale"]) for o in outcomes] == [("float32", "none"), ("mixed_float16", "dynamic")]
     for outcome in outcomes:

@@ -239,6 +239,21 @@ def test_a_wrong_reference_and_functions_without_a_loss_or_floating_results_are_
         compare(lambda x: (x @ x).astype(jnp.int32), "mixed_bfloat16", grad=False)(jnp.ones((4, 4)))
 
 
+def test_the_table_shows_the_worst_of_equal_layers():
+    def fun(x, w):
+        for number, factor in enumerate((1.0, 1e-3, 1.0)):
+            with jax.named_scope(f"layer_{number}"):
+                x = jnp.sin(factor * (x @ w))
+        return jnp.sum(x)
+
+    comparison = compare(fun, "mixed_bfloat16", grad=False)(X, W["a"])
+    errors = {row.path: row.relative_error for row in comparison.rows if row.path}
+    worst = max(errors, key=errors.get)
+    rows = [line for line in str(comparison).splitlines() if line.startswith("layer_")]
+    assert len(errors) == 3 and len(rows) == 1
+    assert rows[0].startswith(f"{worst} (worst of 3) ") and f"{errors[worst]:.2e}" in rows[0]
+
+
 @pytest.mark.once
 def test_as_text_json_and_table():
     comparison = compare(_chain(_exact, "a"), "mixed_bfloat16", grad=False)(W, X)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -269,6 +270,13 @@ def test_it_is_shown_as_text_a_table_and_json():
     assert found.table().row_count <= 20
     plain = json.loads(found.to_json())
     assert plain["peak"] == found.peak and plain["by_kind"] == found.by_kind and "_peak_with" not in plain
+
+
+def test_arrays_of_equal_layers_share_a_row():
+    params = {f"layer_{number}": shape(64, 64) for number in range(3)}
+    found = memory(lambda params, batch: functools.reduce(jnp.matmul, params.values(), batch))(params, shape(8, 64))
+    (row,) = (line for line in str(found).splitlines() if "layer_" in line)
+    assert row.split() == ["48.0", "3", "params", "float32[64,64]", "params/layer_*"]
 
 
 def test_the_command_prints_it_and_says_in_one_line_what_is_wrong(capsys):

@@ -28,6 +28,9 @@ ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "tests" / "README.md"
 
 
+FAILED = "failed"
+
+
 def checks() -> list[str]:
     """Return the targets that `make check` runs."""
     line = re.search(r"^check: (.*?) ##", (ROOT / "Makefile").read_text(), re.MULTILINE)
@@ -59,8 +62,10 @@ def timed(target: str, clone: Path) -> tuple[str, float, float]:
     seconds, after = time.monotonic() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     if done.returncode:
-        raise SystemExit(f"make {target} failed:\n{done.stdout}\n{done.stderr}")
-    results = [re.sub(r" in .*", "", line.strip("= ")) for line in done.stdout.splitlines() if " passed" in line]
+        print(f"make {target} failed:\n{done.stdout}\n{done.stderr}", flush=True)
+        return FAILED, seconds, cpu
+    summaries = [line.strip("= ") for line in done.stdout.splitlines() if re.search(r"\d passed", line)]
+    results = [re.sub(r" in .*", "", summary) for summary in summaries]
     return "; ".join(results) or "passed", seconds, cpu
 
 
@@ -93,6 +98,8 @@ def main() -> None:
         for number in range(1, options.runs + 1):
             with fresh_clone() as clone:
                 rows.append(row(str(number), *timed("test", clone)))
+    if any(FAILED in text for text in rows):
+        raise SystemExit("error: a target failed, so the table is not written")
     versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("jax", "flax", "optax", "pytest"))
     table = (
         f"{introduction}, on {os.cpu_count()} cores, without the time to install the environment "

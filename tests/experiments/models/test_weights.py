@@ -153,7 +153,7 @@ def test_weights_and_files_that_are_not_a_models_are_refused_by_name(tmp_path):
         ({"h.0.ln_3.bias": np.ones(16)}, r"GPT2 has no place for h\.0\.ln_3\.bias; leave them out if that is right"),
         (
             {"h.0.mlp.c_fc.weight": np.ones((64, 16))},
-            r"h\.0\.mlp\.c_fc\.weight must have shape \(16, 64\) to fit the other weights, got  \(64, 16\)",
+            r"h\.0\.mlp\.c_fc\.weight must have shape \(16, 64\) to fit the other weights, got \(64, 16\)",
         ),
         (
             {"lm_head.weight": np.ones((41, 16))},
