@@ -127,7 +127,9 @@ def grouped(items: Iterable[T], key: Callable[[T], Hashable]) -> list[list[T]]:
 
 
 def without_numbers(path: str) -> str:
-    """Return a path with ``*`` in place of each number. It is the same for all layers of a stack.
+    """Return a path with ``*`` in place of each number.
+
+    The result is the same for all layers of a stack.
 
     >>> without_numbers("Net/Block_11/Dense_0")
     'Net/Block_*/Dense_*'
@@ -136,7 +138,9 @@ def without_numbers(path: str) -> str:
 
 
 def common_path(paths: Sequence[str]) -> str:
-    """Return one path for paths that differ only in numbers, with ``*`` in place of the numbers that differ.
+    """Return one path for paths that differ only in numbers.
+
+    A ``*`` stands for numbers that differ.
 
     >>> common_path(["Net/Block_0/Dense_1", "Net/Block_11/Dense_1"])
     'Net/Block_*/Dense_1'

@@ -161,7 +161,10 @@ def _rows(products: Iterable[Product]) -> list[tuple[Any, ...]]:
 
 
 def _lines(findings: Iterable[Finding]) -> list[str]:
-    """Return the lines of the findings. Findings share a line if they differ only in the numbers of their paths."""
+    """Return the lines of the findings.
+
+    Findings share a line if they differ only in the numbers of their paths.
+    """
 
     def key(finding: Finding) -> Finding:
         return dataclasses.replace(finding, path=tables.without_numbers(finding.path))

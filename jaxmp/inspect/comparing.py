@@ -80,7 +80,7 @@ class Comparison(tables.Shown):
         where = "nowhere" if self.entered is None else f"in {self.entered or 'code outside of all scopes'}"
         worst = f"{self.worst.relative_error:.2e} in {self.worst.path or 'the result'}, {self.worst.phase}"
         cells = []
-        for group in tables.grouped((*self.rows, dataclasses.replace(self.total, path="total")), _kind_of_layer):
+        for group in tables.grouped((*self.rows, dataclasses.replace(self.total, path="total")), _key_of_row):
             worst_of_group = max(group, key=lambda row: np.nan_to_num(row.relative_error, nan=np.inf))
             _, _, _, *numbers = dataclasses.astuple(worst_of_group)
             path = worst_of_group.path or "result"
@@ -95,7 +95,7 @@ class Comparison(tables.Shown):
         return f"The error enters {where}; worst: {worst}", _COLUMNS, cells, notes
 
 
-def _kind_of_layer(row: ComparedRow) -> tuple[str, str, str]:
+def _key_of_row(row: ComparedRow) -> tuple[str, str, str]:
     """Return a key that is equal for rows of equal layers."""
     return tables.without_numbers(row.path), row.phase, row.dtype
 

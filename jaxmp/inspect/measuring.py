@@ -87,7 +87,7 @@ class Numerics(tables.Shown):
             if tensors:
                 rows.append((kind.replace("_", " "), *[""] * (len(_COLUMNS) - 1)))
             scale = self.loss_scale if kind.endswith("gradients") else 1.0
-            for group in tables.grouped(tensors.items(), _kind_of_layer):
+            for group in tables.grouped(tensors.items(), _key_of_tensor):
                 path, tensor = max(group, key=lambda pair: _harm_in_float16(pair[1], scale))
                 shown = path if len(group) == 1 else f"{path} (worst of {len(group)})"
                 rows.append((f"  {shown}", *_cells(tensor, scale)))
@@ -97,14 +97,17 @@ class Numerics(tables.Shown):
 _COLUMNS = ("path", "values", "dtype", "zeros", "not\nfinite", "mean", "amax", "ratio", "0 in\nfloat16")
 
 
-def _kind_of_layer(path_and_tensor: tuple[str, Statistics]) -> tuple[str, int, str]:
+def _key_of_tensor(path_and_tensor: tuple[str, Statistics]) -> tuple[str, int, str]:
     """Return a key that is equal for tensors of equal layers."""
     path, tensor = path_and_tensor
     return tables.without_numbers(path), tensor.count, tensor.dtype
 
 
 def _harm_in_float16(tensor: Statistics, scale: float) -> tuple[bool, int, float]:
-    """Return whether a tensor overflows in float16, how many of its values become 0, and its largest magnitude."""
+    """Return a key that is larger the more float16 would harm a tensor.
+
+    The keys of all tensors that overflow are equal. So ``max`` returns the first of them.
+    """
     half = tensor.under("float16", scale)
     return (True, 0, 0.0) if half.overflow else (False, half.vanished, tensor.amax)
 

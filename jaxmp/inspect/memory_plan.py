@@ -111,10 +111,10 @@ class Memory(tables.Shown):
         if self.devices > 1:
             lines.append(self.sent)
         rows = []
-        groups = tables.grouped(self.at_peak, _kind_of_array)
+        groups = tables.grouped(self.at_peak, _key_of_array)
         groups.sort(key=_bytes_of, reverse=True)
         for group in groups[:_SHOWN]:
-            _, kind, shape, source = _kind_of_array(group[0])
+            _, kind, shape, source = _key_of_array(group[0])
             path = tables.common_path([array.path for array in group])
             rows.append((number(_bytes_of(group)), len(group), kind, shape, path, source))
         return "\n".join(lines), (unit, "arrays", "kind", "shape", "path", "source"), rows, ()
@@ -132,7 +132,7 @@ class Memory(tables.Shown):
         return f"sent by each device: {tables.short(wire)}B{per_param}: {', '.join(parts)}".removesuffix(": ")
 
 
-def _kind_of_array(array: ArrayInMemory) -> tuple[str, str, str, str]:
+def _key_of_array(array: ArrayInMemory) -> tuple[str, str, str, str]:
     """Return a key that is equal for the arrays of equal layers."""
     shape = ",".join(map(str, array.shape))
     return tables.without_numbers(array.path), array.kind, f"{array.dtype}[{shape}]", array.source

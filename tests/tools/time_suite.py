@@ -3,7 +3,7 @@
     python tests/tools/time_suite.py --runs 3
     python tests/tools/time_suite.py --check
 
-Each clone uses the environment of this checkout and has no compiled programs. Leave the machine idle meanwhile.
+Each clone uses the environments of this checkout and has no compiled programs. Leave the machine idle meanwhile.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ def checks() -> list[str]:
 
 
 @contextlib.contextmanager
-def fresh_clone() -> Iterator[Path]:
-    """Make a clone that uses the environments of this checkout."""
+def fresh_clone(*environments: str) -> Iterator[Path]:
+    """Make a clone that uses the named environments of this checkout."""
     with tempfile.TemporaryDirectory() as folder:
         clone = Path(folder) / "jaxmp"
         subprocess.run(["git", "clone", "--quiet", ROOT, clone], check=True)
-        for name in (".venv", ".venv-newest"):
+        for name in environments:
             if not (ROOT / name / "installed").exists():
                 raise SystemExit(f"error: {name} is not installed; run make {name}/installed first")
             (clone / name).symlink_to(ROOT / name)
@@ -71,8 +71,8 @@ def timed(target: str, clone: Path) -> tuple[str, float, float]:
 
 def row(name: str, result: str, seconds: float, cpu: float) -> str:
     """Return a row of the table, and print it."""
-    minutes, rest = divmod(round(seconds), 60)
-    text = f"| {name} | {result} | {minutes}:{rest:02} | {cpu:.0f} |\n"
+    whole_seconds = round(seconds)
+    text = f"| {name} | {result} | {whole_seconds // 60}:{whole_seconds % 60:02} | {cpu:.0f} |\n"
     print(text, end="", flush=True)
     return text
 
@@ -87,7 +87,7 @@ def main() -> None:
     if options.check:
         marker, first, introduction = "times of check", "target", "The targets of `make check`, in one fresh clone"
         seconds_of_all, cpu_of_all = 0.0, 0.0
-        with fresh_clone() as clone:
+        with fresh_clone(".venv", ".venv-newest") as clone:
             for target in checks():
                 result, seconds, cpu = timed(target, clone)
                 rows.append(row(f"`make {target}`", result, seconds, cpu))
@@ -96,7 +96,7 @@ def main() -> None:
     else:
         marker, first, introduction = "times", "run", "Each run is in a fresh clone without compiled programs"
         for number in range(1, options.runs + 1):
-            with fresh_clone() as clone:
+            with fresh_clone(".venv") as clone:
                 rows.append(row(str(number), *timed("test", clone)))
     if any(FAILED in text for text in rows):
         raise SystemExit("error: a target failed, so the table is not written")
