@@ -59,19 +59,21 @@ _IS_POLE: dict[str, Callable[..., Any]] = {
 
 @dataclass(frozen=True)
 class Range:
-    """The dtype and shape of an operand, with its smallest and largest value.
+    """The dtype and shape of an operand, with its smallest and largest value and its number of NaN elements.
 
-    NaN elements are ignored. If all elements are NaN, ``low`` and ``high`` are NaN. For a complex
-    operand, ``low`` and ``high`` are magnitudes.
+    NaN elements are ignored in ``low`` and ``high``. If all elements are NaN, ``low`` and ``high`` are NaN. For a
+    complex operand, ``low`` and ``high`` are magnitudes.
     """
 
     dtype: str
     shape: tuple[int, ...]
     low: float
     high: float
+    nans: int
 
     def __str__(self) -> str:
-        return f"{self.dtype}[{','.join(map(str, self.shape))}] in [{self.low:.4g}, {self.high:.4g}]"
+        text = f"{self.dtype}[{','.join(map(str, self.shape))}] in [{self.low:.4g}, {self.high:.4g}]"
+        return f"{text} and {self.nans:,} NaN" if self.nans else text
 
 
 class Origin(NamedTuple):
@@ -169,9 +171,10 @@ def ranges_of(operands: Sequence[Any]) -> tuple[Range, ...]:
             continue
         numbers = np.abs(operand) if np.iscomplexobj(operand) else np.asarray(operand, np.float64)
         is_known = ~np.isnan(numbers)
+        nans = int(numbers.size - is_known.sum())
         low = numbers.min(where=is_known, initial=np.inf) if is_known.any() else np.nan
         high = numbers.max(where=is_known, initial=-np.inf) if is_known.any() else np.nan
-        ranges.append(Range(str(operand.dtype), operand.shape, float(low), float(high)))
+        ranges.append(Range(str(operand.dtype), operand.shape, float(low), float(high), nans))
     return tuple(ranges)
 
 

@@ -214,7 +214,9 @@ def test_bad_data_and_bad_weights():
     for bad in jnp.nan, jnp.inf:
         blame = check(find(params, {**batch, "x": batch["x"].at[1, 2].set(bad)}), "", "input", "input", path="batch/x")
         assert str(blame).startswith("First non-finite value: the input 'batch/x'")
-    check(find({"layer": {"kernel": X.at[0].set(jnp.nan)}}, batch), "", "input", "input", path="params/layer/kernel")
+    blame = find({"layer": {"kernel": X.at[0].set(jnp.nan)}}, batch)
+    check(blame, "", "input", "input", path="params/layer/kernel")
+    assert blame.operands[0].nans == 1 and "and 1 NaN" in str(blame)
     # What came in goes before what overflows as well.
     both = first_nonfinite(lambda x, y: jnp.exp(x).sum() + y.sum())
     check(both(X, X.at[0].set(jnp.nan)), "", "input", "input", path="y")
