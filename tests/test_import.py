@@ -82,9 +82,19 @@ def test_dir_of_an_adapter_has_what_the_docs_name_of_it_and_no_more():
 
 
 @functools.cache
-def parsed(file: Path, text: str) -> list[ast.AST]:
-    """All nodes of a file."""
-    return list(ast.walk(ast.parse(text, file)))
+def import_statements(file: Path, text: str) -> list[tuple[ast.Import | ast.ImportFrom, bool]]:
+    """All imports of a file, each with whether it runs when the file is imported."""
+    found = []
+
+    def collect(node: ast.AST, at_once: bool) -> None:
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            found.append((node, at_once))
+        for inner in ast.iter_child_nodes(node):
+            if isinstance(inner, (ast.stmt, ast.ExceptHandler, ast.match_case)):  # no expression has an import
+                collect(inner, at_once and not runs_later(node))
+
+    collect(ast.parse(text, file), True)
+    return found
 
 
 def imports(roots: list[Path], at_once: bool = False) -> dict[str, set[str]]:
@@ -101,12 +111,12 @@ def imports(roots: list[Path], at_once: bool = False) -> dict[str, set[str]]:
             files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
     found: dict[str, set[str]] = {name: set() for name in files}
     for name, file in files.items():
-        nodes = parsed(file, file.read_text())
-        late = {inner for node in nodes if runs_later(node) for inner in ast.walk(node)} if at_once else ()
-        for node in nodes:
-            if isinstance(node, ast.Import) and node not in late:
+        for node, runs_at_once in import_statements(file, file.read_text()):
+            if at_once and not runs_at_once:
+                continue
+            if isinstance(node, ast.Import):
                 found[name] |= {alias.name for alias in node.names}
-            elif isinstance(node, ast.ImportFrom) and node not in late:
+            else:
                 assert not node.level, f"{file} has a relative import"
                 whole = {f"{node.module}.{alias.name}" for alias in node.names}
                 # `from package import module` is of the module; a name of the package is of the package's own file
@@ -265,6 +275,7 @@ def test_every_benchmark_helps_with_jax_flax_optax_rich_and_tyro_only():
     helps([f"experiments.benchmarks.{name}" for name in sorted(names)])
 
 
+@pytest.mark.slow("starts a process, to check the slow test above")
 def test_what_these_five_do_not_require_cannot_be_imported_there():
     with pytest.raises(subprocess.CalledProcessError) as error:
         helps(["matplotlib"])
