@@ -26,23 +26,33 @@ def python(code: str) -> str:
     return done.stdout.strip()
 
 
-def test_importing_jaxmp_imports_nothing_that_it_does_without_and_policies_hardware_and_autocast_work_without_flax():
+TIMED_IMPORT = "import jax, time; t = time.process_time(); import jaxmp; print(time.process_time() - t)\n"
+
+
+@pytest.fixture(scope="module")
+def imported() -> list[str]:
+    """Return the processor time of an import of jaxmp, and what is loaded and missing then."""
     for_later = {"flax", "matplotlib", "tensorflow", "tensorflow_datasets", "jmp", "rich"}
     code = (
         "jaxmp.get_policy('auto'); jaxmp.hardware.detect(); autocast = jaxmp.autocast(jax.numpy.vdot, 'mixed_bfloat16')"
     )
     found = python(
-        f"import jaxmp, sys; print({for_later} & {{*sys.modules}})\n"
-        f"import jax; {code}; jax.jit(autocast)(1., 2.); print('flax' in sys.modules)\n"
+        f"{TIMED_IMPORT}import sys; print({for_later} & {{*sys.modules}})\n"
+        f"{code}; jax.jit(autocast)(1., 2.); print('flax' in sys.modules)\n"
         "print([name for name in dir(jaxmp) if not hasattr(jaxmp, name)])"
     )
-    assert found.split() == ["set()", "False", "[]"]  # nothing, no Flax, and then no name that is missing
+    return found.split()
 
 
-def test_importing_jaxmp_adds_at_most_a_tenth_of_a_second_to_importing_jax():
+def test_importing_jaxmp_imports_nothing_that_it_does_without_and_policies_hardware_and_autocast_work_without_flax(
+    imported,
+):
+    assert imported[1:] == ["set()", "False", "[]"]  # nothing, no Flax, and then no name that is missing
+
+
+def test_importing_jaxmp_adds_at_most_a_tenth_of_a_second_to_importing_jax(imported):
     # processor time, so that a busy machine counts little; the first run may still be writing bytecode
-    code = "import jax, time; t = time.process_time(); import jaxmp; print(time.process_time() - t)"
-    assert any(float(python(code)) <= 0.1 for _ in range(3))
+    assert float(imported[0]) <= 0.1 or any(float(python(TIMED_IMPORT)) <= 0.1 for _ in range(2))
 
 
 @pytest.mark.slow("a process of its own that compiles")
