@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -18,9 +18,9 @@ def is_private(name: str) -> bool:
     return name.startswith("_") and not name.endswith("__")
 
 
-def own_names(tree: ast.AST) -> Iterator[str]:
-    """The names that a file defines, of whatever kind."""
-    for node in ast.walk(tree):
+def own_names(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    """The names that a file with these nodes defines, of whatever kind."""
+    for node in nodes:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             yield node.name
         elif isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Store):
@@ -29,11 +29,12 @@ def own_names(tree: ast.AST) -> Iterator[str]:
 
 def foreign_names(folder: Path) -> dict[str, set[str]]:
     """By file, the private attributes and modules of other packages that it uses."""
-    trees = {path.relative_to(folder).as_posix(): ast.parse(path.read_text()) for path in folder.rglob("*.py")}
-    own = {name for tree in trees.values() for name in own_names(tree)} | OF_PYTHON
+    files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*.py")}
+    nodes = {name: [*ast.walk(ast.parse(path.read_text()))] for name, path in files.items()}
+    own = {name for of_file in nodes.values() for name in own_names(of_file)} | OF_PYTHON
     found: dict[str, set[str]] = {}
-    for path, tree in trees.items():
-        for node in ast.walk(tree):
+    for path, of_file in nodes.items():
+        for node in of_file:
             names = [node.attr] if isinstance(node, ast.Attribute) else []
             if isinstance(node, (ast.Import, ast.ImportFrom)):
                 module = getattr(node, "module", None) or ""
@@ -55,13 +56,14 @@ def test_inspect_uses_and_overrides_no_private_name_of_a_train_step():
     private = set[str]()
     for path in ("training/step.py", "nnx/training.py"):
         classes = {getattr(node, "name", ""): node for node in ast.parse((ROOT / "jaxmp" / path).read_text()).body}
-        private.update(name for name in own_names(classes["TrainStep"]) if is_private(name))
+        private.update(name for name in own_names(ast.walk(classes["TrainStep"])) if is_private(name))
     private -= {"_"}
     assert len(private) > 10
     for path in (ROOT / "jaxmp" / "inspect").rglob("*.py"):
-        tree = ast.parse(path.read_text())
-        used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-        overridden = {name for cls in ast.walk(tree) if isinstance(cls, ast.ClassDef) for name in own_names(cls)}
+        nodes = [*ast.walk(ast.parse(path.read_text()))]
+        used = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+        classes = [node for node in nodes if isinstance(node, ast.ClassDef)]
+        overridden = {name for cls in classes for name in own_names(ast.walk(cls))}
         assert (path.name, (used | overridden) & private) == (path.name, set())
 
 

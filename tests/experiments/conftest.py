@@ -1,11 +1,14 @@
-"""The tests of the experiments that the newest Python runs too, and a shared folder of data."""
+"""The tests of the experiments that the newest Python runs too, a shared folder of data, and runs without pictures."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from experiments.report import plots
 
 HERE = Path(__file__).parent
 NEWEST = (
@@ -35,3 +38,11 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "data"
     folder.mkdir(exist_ok=True)
     return folder
+
+
+@pytest.fixture(scope="module")
+def empty_curves() -> Iterator[None]:
+    """Make runs write an empty curves.png, because drawing takes longer than training. `test_runs.py` has real ones."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plots, "curves", lambda rows, path, title: path.touch())
+        yield

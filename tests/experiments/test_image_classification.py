@@ -24,7 +24,7 @@ from experiments.training import cli
 
 
 @pytest.fixture(scope="module")
-def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def image_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write folders of ten classes with four images each. Each class has a colour."""
     root = tmp_path_factory.mktemp("images")
     for split, (label, name), i in itertools.product(("train", "test"), enumerate(stock.CLASSES["cifar10"]), range(4)):
@@ -57,15 +57,15 @@ def tiny_networks(monkeypatch):
     monkeypatch.setattr(nnx_models, "resnet18", nnx)
 
 
-def config(data_dir: Path, **flags) -> image_classification.Config:
-    recipe = {"dataset": "cifar10", "model": "resnet18", "image_size": 8, "batch_size": 10, "data_dir": data_dir}
+def config(image_dir: Path, **flags) -> image_classification.Config:
+    recipe = {"dataset": "cifar10", "model": "resnet18", "image_size": 8, "batch_size": 10, "data_dir": image_dir}
     return image_classification.Config(**{**recipe, **flags})
 
 
 @pytest.mark.parametrize(("api", "policy"), [("linen", "float32"), ("nnx", "mixed_bfloat16")])
-def test_a_residual_network_learns_in_either_api_and_its_statistics_move(api, policy, data_dir):
+def test_a_residual_network_learns_in_either_api_and_its_statistics_move(api, policy, image_dir):
     flags = {"optimizer": "sgd", "learning_rate": 0.05, "schedule": "cosine", "flip": True, "shift": 2, "steps": 12}
-    experiment = image_classification.prepare(config(data_dir, api=api, policy=policy, **flags))
+    experiment = image_classification.prepare(config(image_dir, api=api, policy=policy, **flags))
     state = experiment.init(0)
     before = jax.device_get(state.model_state)
     losses = []
@@ -79,8 +79,8 @@ def test_a_residual_network_learns_in_either_api_and_its_statistics_move(api, po
     assert compiled_once(experiment.step)
 
 
-def test_evaluation_uses_the_running_statistics_and_leaves_them(data_dir):
-    experiment = image_classification.prepare(config(data_dir, steps=2))
+def test_evaluation_uses_the_running_statistics_and_leaves_them(image_dir):
+    experiment = image_classification.prepare(config(image_dir, steps=2))
     state = experiment.init(0)
     batch = next(iter(experiment.test_batches()))
     one = experiment.eval_step(state, {name: leaf[:1] for name, leaf in batch.items()})
@@ -92,12 +92,12 @@ def test_evaluation_uses_the_running_statistics_and_leaves_them(data_dir):
     assert experiment.evaluate(state).keys() == {"loss", "accuracy"}
 
 
-def test_digits_stay_between_0_and_1_and_other_sets_are_normalised(data_dir):
+def test_digits_stay_between_0_and_1_and_other_sets_are_normalised(image_dir, data_dir):
     digits = image_classification.prepare(config(data_dir, dataset="digits", model="cnn", image_size=0))
     batch = next(digits.train_batches(0))["image"]
     assert float(batch.min()) == 0 and 0.9 < float(batch.max()) <= 1
     batch = next(
-        image_classification.prepare(config(data_dir, model="cnn", image_size=0, batch_size=40)).train_batches(0)
+        image_classification.prepare(config(image_dir, model="cnn", image_size=0, batch_size=40)).train_batches(0)
     )
     np.testing.assert_allclose(batch["image"].mean((0, 1, 2)), 0, atol=1e-4)
 
@@ -118,14 +118,14 @@ def test_every_registered_set_of_images_is_a_choice():
         assert set(data.IMAGES) <= set(typing.get_args(typing.get_type_hints(script.Config)[flag]))
 
 
-def test_an_override_gets_its_input_unrounded(data_dir):
+def test_an_override_gets_its_input_unrounded(image_dir):
     flags = {"model": "cnn", "policy": "mixed_float16"}
     for override, dtype in (((), "float16"), (("**/Conv_0=float32",), "float32")):
-        experiment = image_classification.prepare(config(data_dir, override=override, **flags))
+        experiment = image_classification.prepare(config(image_dir, override=override, **flags))
         assert next(experiment.train_batches(0))["image"].dtype == dtype
 
 
-def test_flags_that_do_not_fit_together_or_the_data_set_are_an_error(data_dir):
+def test_flags_that_do_not_fit_together_or_the_data_set_are_an_error(image_dir):
     for flags, message in [
         ({"api": "nnx", "model": "resnet50"}, "--api nnx has cnn and resnet18, got --model resnet50; use --api linen"),
         ({"image_size": -1}, "--image-size must be at least 0, got -1"),
@@ -133,18 +133,18 @@ def test_flags_that_do_not_fit_together_or_the_data_set_are_an_error(data_dir):
         ({"weight_decay": -0.1}, r"--weight-decay must be at least 0, got -0\.1"),
     ]:
         with pytest.raises(ValueError, match=message):
-            image_classification.prepare(config(data_dir, **flags))
+            image_classification.prepare(config(image_dir, **flags))
 
     message = "a batch must fit in the set's 40 examples, got --batch-size 41"
     with pytest.raises(data.DataError, match=message):
-        image_classification.prepare(config(data_dir, batch_size=41))
+        image_classification.prepare(config(image_dir, batch_size=41))
     with pytest.raises(data.DataError, match=message):
-        compare.prepare(compare.Config(task="cifar10", batch_size=41, data_dir=data_dir))
+        compare.prepare(compare.Config(task="cifar10", batch_size=41, data_dir=image_dir))
 
 
 @pytest.mark.parametrize(("api", "model", "least"), [("linen", "cnn", 2), ("nnx", "resnet18", 1)])
-def test_the_least_image_size_makes_a_network(api, model, least, data_dir):
-    experiment = image_classification.prepare(config(data_dir, api=api, model=model, image_size=least))
+def test_the_least_image_size_makes_a_network(api, model, least, image_dir):
+    experiment = image_classification.prepare(config(image_dir, api=api, model=model, image_size=least))
     batch = next(iter(experiment.test_batches()))
     assert batch["image"].shape[1:3] == (least, least)
     state = jax.eval_shape(lambda: experiment.init(0))
@@ -158,23 +158,25 @@ def test_the_cosine_rises_and_falls_to_zero_and_adamw_is_as_it_was():
     grads = {"w": np.full(3, 0.5, np.float32)}
     cosine = image_classification.Config(optimizer="sgd", learning_rate=1.0, schedule="cosine", weight_decay=0.0)
     tx = image_classification.optimizer(cosine, 40)
-    state, sizes = tx.init(params), []
-    for _ in range(41):
+
+    def step(state, _):
         updates, state = tx.update(grads, state, params)
-        sizes.append(float(-updates["w"][0]))
+        return state, -updates["w"][0]
+
+    sizes = np.asarray(jax.lax.scan(step, tx.init(params), length=41)[1])
     assert sizes[0] == 0 and 1 <= np.argmax(sizes) <= 12 and sizes[-1] == pytest.approx(0, abs=1e-6)
     ours, theirs = image_classification.optimizer(image_classification.Config(), 10), optax.adamw(1e-3)
     updates = [tx.update(grads, tx.init(params), params)[0]["w"] for tx in (ours, theirs)]
     np.testing.assert_array_equal(*updates)
 
 
-def test_compare_trains_two_steps_and_leaves_tables_numbers_and_picture(tmp_path, data_dir, capsys):
+def test_compare_trains_two_steps_and_leaves_tables_numbers_and_picture(tmp_path, image_dir, capsys):
     """The networks have running statistics."""
     folder = tmp_path / "run"
     flags = (("model=resnet18", "image-size=8", "flip", "shift=1", "optimizer=sgd"),)
     chosen = compare.Config(
         task="cifar10", policies=("mixed_float16",), loss_scales=("dynamic",), seeds=(0, 1), steps=2, batch_size=10,
-        rounds=2, flags=flags, data_dir=data_dir, run_dir=folder,
+        rounds=2, flags=flags, data_dir=image_dir, run_dir=folder,
     )  # fmt: skip
     compare.main(chosen)
     assert sorted(path.name for path in folder.iterdir()) == ["compare.json", "compare.md", "compare.png"]
@@ -231,9 +233,9 @@ def test_invalid_flags_of_the_input_pipeline_are_an_error(capsys):
 
 
 @pytest.mark.slow("trains a network")
-def test_image_classification_trains_two_steps_in_nnx_on_a_folder_of_images(tmp_path, data_dir):
+def test_image_classification_trains_two_steps_in_nnx_on_a_folder_of_images(tmp_path, image_dir):
     flags = ["--dataset", "cifar10", "--api", "nnx", "--image-size", "12", "--flip", "--policy", "mixed_float16"]
-    flags += ["--steps", "2", "--batch-size", "10", "--checkpoint-every", "0", "--data-dir", str(data_dir)]
+    flags += ["--steps", "2", "--batch-size", "10", "--checkpoint-every", "0", "--data-dir", str(image_dir)]
     with jax.numpy_dtype_promotion("standard"):  # optax's Adam
         image_classification.train(
             cli.parse(image_classification.Config, "", [*flags, "--run-dir", str(tmp_path / "run")])

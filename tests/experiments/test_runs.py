@@ -5,13 +5,14 @@ from __future__ import annotations
 import csv
 import dataclasses
 import json
+import sys
 import sysconfig
 from pathlib import Path
 
 import jax
 import pytest
 from places import ROOT
-from run_tools import start, train
+from run_tools import main, start
 
 from experiments import image_classification, language_modeling
 from experiments.benchmarks import loss_scaling
@@ -35,15 +36,19 @@ def read_run(folder: Path) -> tuple[dict, dict, list[dict[str, str]]]:
     return config, summary, rows
 
 
-def test_image_classification_trains_two_steps_with_every_flag(tmp_path, data_dir):
+def test_image_classification_trains_two_steps_with_every_flag(tmp_path, data_dir, monkeypatch, capsys):
     flags = ["--opt-level", "O2", "--loss-scale", "dynamic:1024,period=1", "--override", "**/Dense_1=float32"]
     flags += ["--remat", "dots", "--accumulate", "2", "--ema", "0.5", "--seed", "3", "--shift", "1"]
     flags += ["--steps", "2", "--batch-size", "32", "--evaluate-every", "1", "--data-dir", str(data_dir)]
-    done = train("image_classification", *flags, cwd=tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "__main__", image_classification)  # as under `python -m`
+    with jax.numpy_dtype_promotion("standard"):  # optax's Adam
+        main(monkeypatch, image_classification.Config, image_classification.train, *flags)
+    shown = capsys.readouterr()
     (folder,) = (tmp_path / "runs").iterdir()
     assert folder.name.startswith("image_classification-")
-    assert str(folder.relative_to(tmp_path)) in done.stdout.replace("\n", "") and "held-out accuracy" in done.stdout
-    assert "2/2" in done.stderr and "input wait" in done.stderr and "\x1b" not in done.stderr
+    assert str(folder.relative_to(tmp_path)) in shown.out.replace("\n", "") and "held-out accuracy" in shown.out
+    assert "2/2" in shown.err and "input wait" in shown.err and "\x1b" not in shown.err
 
     config, summary, rows = read_run(folder)
     assert config["config"]["override"] == ["**/Dense_1=float32"] and config["config"]["seed"] == 3
@@ -210,6 +215,7 @@ def test_a_variant_that_fails_has_an_error_in_its_row_and_the_others_are_timed(t
     config = loss_scaling.Config(models=("mlp",), rounds=2, block_ms=1, batch_size=2, layers=1, width=8)
     variants = {"no scaling": loss_scaling.VARIANTS["no scaling"], "jmp": breaks}
     monkeypatch.setattr(loss_scaling, "VARIANTS", variants)
+    monkeypatch.setattr(loss_scaling.plots, "panels", lambda *_: None)
     with jax.numpy_dtype_promotion("standard"):  # optax's Adam
         (result,) = loss_scaling.main(dataclasses.replace(config, run_dir=tmp_path / "one"))
         variants["no scaling"] = breaks

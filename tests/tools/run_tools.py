@@ -1,13 +1,19 @@
-"""Run a script of the experiments in a subprocess."""
+"""Run a script of the experiments, in a subprocess or in this process."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import pytest
 from places import ROOT
+
+from experiments.training import cli
 
 
 def start(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -22,3 +28,13 @@ def train(module: str, *flags: str, cwd: Path) -> subprocess.CompletedProcess[st
     done = start("-m", f"experiments.{module}", *flags, cwd=cwd)
     assert done.returncode == 0, done.stderr
     return done
+
+
+def main(monkeypatch: pytest.MonkeyPatch, config_type: type, train: Callable[[Any], Any], *flags: str) -> None:
+    """Call ``cli.main`` as a process does that has the flags in its command line, and restore what it changes."""
+    monkeypatch.setattr(sys, "argv", [sys.argv[0], *flags])
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
+    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
+    monkeypatch.setattr(cli, "keep_freed_memory", lambda: None)  # would be for all later tests
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "")
+    cli.main(config_type, train, "")

@@ -75,6 +75,7 @@ def test_an_override_leaves_its_module_in_float32(prepare):
     }
 
 
+@pytest.mark.usefixtures("empty_curves")
 def test_a_run_names_it_in_its_summary(tmp_path, data_dir):
     flags = {**SMALL[image_classification], "checkpoint_every": 0, "run_dir": tmp_path}
     image_classification.train(image_classification.Config(data_dir=data_dir, **flags, **O1))

@@ -23,6 +23,8 @@ from experiments import image_classification, language_modeling
 from experiments.report import json_files
 from experiments.training import checkpoints, loop, runs
 
+pytestmark = pytest.mark.usefixtures("empty_curves")
+
 
 def stopped(folder: Path, after: int) -> Path:
     """Make a finished run look as if it was killed after the checkpoint of a step, while it wrote a later row."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
 import subprocess
 import sys
@@ -11,6 +10,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+from run_tools import main
 
 import jaxmp
 from experiments import compare, data, image_classification, language_modeling, masked_lm
@@ -199,14 +199,10 @@ def test_an_interrupted_script_ends_with_one_line_and_code_130():
     assert (done.returncode, done.stderr) == (130, "error: interrupted\n")
 
 
-def test_an_output_that_cannot_be_written_is_one_line():
-    program = (
-        "import dataclasses; from experiments.training import cli\n"
-        "@dataclasses.dataclass\n"
-        "class Config: steps: int = 1\n"
-        "cli.main(Config, print, '')"
-    )
-    env = {**os.environ, "PYTHONUNBUFFERED": ""}
-    with open("/dev/full", "w") as full:
-        done = subprocess.run([sys.executable, "-c", program], env=env, stdout=full, stderr=subprocess.PIPE, text=True)
-    assert (done.returncode, done.stderr) == (1, "error: the output cannot be written: No space left on device\n")
+def test_an_output_that_cannot_be_written_is_one_line(monkeypatch, capsys):
+    with open("/dev/full", "w") as full:  # closing it fails if the output is still to be written there
+        monkeypatch.setattr(sys, "stdout", full)
+        with pytest.raises(SystemExit) as end:
+            main(monkeypatch, cli.PrecisionFlags, print)
+    assert end.value.code == 1
+    assert capsys.readouterr().err == "error: the output cannot be written: No space left on device\n"
