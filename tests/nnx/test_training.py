@@ -26,7 +26,7 @@ from jaxmp.nnx import Optimizer, apply_policy, make_train_step, value_and_grad
 
 ROWS = {"x": data(8, 6), "y": data(8, 3, seed=5)}
 BAD = {**ROWS, "x": jnp.asarray(np.where(np.arange(8)[:, None] == 3, np.inf, ROWS["x"]))}
-ADAM, SGD = optax.adam(1e-2), optax.sgd(0.1)
+MOMENTUM, SGD = optax.sgd(0.1, momentum=0.9), optax.sgd(0.1)
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +47,7 @@ def mlp(seed: int = 0, **dtypes: Any) -> nnx.Sequential:
 def setup(model: Any = None, policy: str = "mixed_float16", scale: Any = None, tx: Any = None, **kwargs: Any) -> Any:
     model = apply_policy(Net() if model is None else model, policy)
     loss_scale = scale or jaxmp.DynamicLossScale(2.0**10)
-    return model, Optimizer(model, tx or ADAM, loss_scale=loss_scale, **kwargs)
+    return model, Optimizer(model, tx or MOMENTUM, loss_scale=loss_scale, **kwargs)
 
 
 step_of_loss = make_train_step(loss_fn)  # compiles once for all equal models with the same optimizer
@@ -201,7 +201,8 @@ def test_the_program_recomputes_the_values_that_remat_names():
         model, optimizer = setup(mlp(), "float32", tx=optax.sgd(0.1))
         step = make_train_step(loss_fn, remat=remat)
         texts[remat] = step.lower(model, optimizer, ROWS).as_text()
-        texts[remat, "params"] = [step(model, optimizer, ROWS), values(model)][1]
+        if remat != "dots":
+            texts[remat, "params"] = [step(model, optimizer, ROWS), values(model)][1]
     tanhs = {remat: texts[remat].count("tanh") for remat in ("none", "full", "dots")}
     assert tanhs["none"] < tanhs["dots"] == tanhs["full"]  # the backward pass computes activations again
     products = {remat: texts[remat].count("dot_general") for remat in ("none", "full", "dots")}
