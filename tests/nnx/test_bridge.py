@@ -318,7 +318,8 @@ def test_an_override_of_autocast_matches_a_wrapped_module_but_no_module_inside_i
         with pytest.raises(ValueError, match="every pattern of a policy must match a module"):
             jaxmp.nnx.autocast(nnx_model, "mixed_bfloat16", {pattern: "float32"})
         with pytest.raises(ValueError, match="every pattern of a policy must match a module"):
-            jax.eval_shape(jaxmp.linen.autocast(linen_model, "mixed_bfloat16", {pattern: "float32"}).apply, variables, X)
+            model = jaxmp.linen.autocast(linen_model, "mixed_bfloat16", {pattern: "float32"})
+            jax.eval_shape(model.apply, variables, X)
 
 
 @pytest.mark.once

@@ -48,7 +48,8 @@ def test_linen_and_nnx_give_the_same_outputs_gradients_and_statistics():
     policy = "O2"
     linen = jaxmp.linen.apply_policy(Linen(), policy)
     shapes = jax.eval_shape(linen.init, jax.random.key(0), IMAGE)
-    variables = {"params": numbers(shapes["params"]), "batch_stats": {"norm": {"mean": jnp.ones(8), "var": jnp.ones(8)}}}
+    ones = jax.tree.map(lambda leaf: jnp.ones(leaf.shape), shapes["batch_stats"])
+    variables = {"params": numbers(shapes["params"]), "batch_stats": ones}
     bare = drawn(lambda: Nnx(rngs()))
     nnx.update(bare, variables["params"])
     model = jaxmp.nnx.apply_policy(bare, policy)
