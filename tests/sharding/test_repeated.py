@@ -53,8 +53,11 @@ SPELLINGS = {
 }
 
 
-# One of each kind: repeated by an operation, moved, multiplied, looked up, added up, and in a body.
-USUAL = ("tile", "class token", "scatter", "product", "lookup", "running sum", "turns", "computed again")
+# One of each kind: repeated by an operation, moved, broadcast, multiplied, looked up, added up, and in a body.
+USUAL = (
+    *("tile", "class token", "padding value", "scatter", "product"),
+    *("lookup", "running sum", "turns", "computed again"),
+)
 
 
 def loss_in(dtype):
