@@ -14,6 +14,8 @@ import optax
 import pytest
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
+from linen_zoo import numbers
+from nnx_zoo import drawn
 
 import jaxmp
 from experiments.measure import programs
@@ -251,7 +253,7 @@ class NNXHead(nnx.Module):
 
 @functools.cache
 def initialised(model, rows):
-    return jax.jit(functools.partial(nn.Module.init, model))(jax.random.key(0), jnp.ones((rows, 16)))
+    return numbers(jax.eval_shape(functools.partial(nn.Module.init, model), jax.random.key(0), jnp.ones((rows, 16))))
 
 
 def linen_loss(model):
@@ -260,7 +262,7 @@ def linen_loss(model):
 
 
 def nnx_loss(make):
-    model = make(NNX(nnx.Rngs(0)))
+    model = make(drawn(lambda: NNX(nnx.Rngs(0))))
     graphdef, params = nnx.split(model)
     return lambda params, x: jnp.mean(nnx.merge(graphdef, params)(x) ** 2), params
 

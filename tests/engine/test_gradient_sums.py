@@ -291,10 +291,10 @@ def halves_in_turn(names: Any) -> list[tuple[Any, str]]:
 def test_repeated_values_computed_from_params_have_float32_gradient_sums(name, half):
     rng = np.random.default_rng(0)
     params = {param: jnp.asarray(rng.uniform(size=(8, 8)), jnp.float32) for param in ("w", "left", "right")}
-    args = {**params, "v": jnp.full(8, 0.5)}, jnp.asarray(rng.uniform(size=(2, 32, 64, 8)), jnp.float32)
+    args = {**params, "v": jnp.full(8, 0.5)}, jnp.asarray(rng.uniform(size=(2, 16, 32, 8)), jnp.float32)
 
     def fun(p, x):
-        return COMPUTED[name](p, x) / 4096
+        return COMPUTED[name](p, x) / 1024
 
     gradients = [jax.grad(jaxmp.autocast(fun, f"mixed_{half}")), jaxmp.autocast(jax.grad(fun), f"mixed_{half}")]
     number = list(COMPUTED).index(name)
@@ -416,7 +416,7 @@ def test_params_under_an_outer_vmap_have_float32_gradient_sums(half):
 @pytest.mark.parametrize(("name", "half"), halves_in_turn(COMPUTED_FOR_ALL))
 def test_shared_values_under_an_outer_vmap_have_float32_gradient_sums(name, half):
     number = list(COMPUTED_FOR_ALL).index(name)
-    check_mapped_from_outside(COMPUTED_FOR_ALL[name], number // 2 % 2 == 1, half, False, number % 3 == 0)
+    check_mapped_from_outside(COMPUTED_FOR_ALL[name], number // 2 % 2 == 1, half, False, number % 6 == 0)
 
 
 DERIVATIVES = {
@@ -568,7 +568,6 @@ def test_extremes_of_few_messages_are_float32_too():
 TRANSFORMED = [
     ("Linen: MLP", "jit", "autocast"),
     ("NNX: CNN", "vmap over examples", "apply_policy"),
-    ("Linen: NextToken", "vmap over examples", "autocast"),
     ("Linen: norm by hand", "checkpoint", "apply_policy"),
     ("NNX: lookup", "scan over microbatches", "autocast"),
     ("Linen: MLP", "scan over microbatches", "apply_policy"),

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from gradient_zoo import drawn
 from jax.sharding import Mesh, PartitionSpec
 
 import jaxmp
@@ -55,12 +56,12 @@ class InNNX(nnx.Module):
 
 def linen_model(policy: str) -> tuple[Apply, Any]:
     model = jaxmp.linen.apply_policy(InLinen(), policy)
-    return model.apply, jax.jit(model.init)(jax.random.key(0), IDS)
+    return model.apply, drawn(jax.eval_shape(model.init, jax.random.key(0), IDS))
 
 
 def nnx_model(policy: str) -> tuple[Apply, Any]:
-    graphdef, params = nnx.split(jaxmp.nnx.apply_policy(InNNX(), policy))
-    return lambda params, ids: nnx.merge(graphdef, params)(ids), nnx.as_pure(params)
+    graphdef, params = nnx.split(nnx.eval_shape(lambda: jaxmp.nnx.apply_policy(InNNX(), policy)))
+    return lambda params, ids: nnx.merge(graphdef, params)(ids), drawn(nnx.as_pure(params))
 
 
 @pytest.mark.parametrize(("make", "policy"), [(linen_model, "mixed_bfloat16"), (nnx_model, "mixed_float16")])

@@ -117,15 +117,8 @@ def nnx_program(name: str) -> tuple[Loss, Any, Any]:
     return loss, drawn(params), drawn(state)
 
 
-def haiku_attention(x: jax.Array) -> jax.Array:
-    y = hk.LayerNorm(-1, True, True)(x)
-    attention = hk.MultiHeadAttention(2, 8, w_init=hk.initializers.VarianceScaling(), model_size=16)
-    return x + attention(y, y, y, mask=CAUSAL)
-
-
 HAIKU: dict[str, tuple[Callable[..., jax.Array], Any]] = {
     "BatchNorm": (lambda x: hk.Linear(3)(jax.nn.relu(hk.BatchNorm(True, True, 0.9)(hk.Conv2D(8, 3)(x), True))), IMAGES),
-    "attention": (haiku_attention, SEQUENCE),
 }
 
 

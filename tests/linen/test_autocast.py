@@ -171,7 +171,7 @@ def test_invalid_overrides_are_errors():
     ):
         model = autocast(MLP(), "mixed_float16", overrides)
         with pytest.raises(ValueError, match=text):
-            model.apply(MLP().init(rngs(), data(2, 5)), data(2, 5))
+            jax.eval_shape(model.apply, shapes(MLP(), data(2, 5)), data(2, 5))
     with pytest.raises(
         ValueError, match=r"here float16\), but the override for '\*\*/head' computes in bfloat16; write"
     ):
@@ -189,11 +189,11 @@ def test_a_model_under_autocast_whose_products_all_stay_float32_raises_and_names
     model = jaxmp.linen.autocast(MLP(), "mixed_bfloat16", {nn.Dense: "float32"})
     text = r"every product stays as it was: Dense_0 \(override 'type:Dense'\), Dense_1 .*\.\nDrop the override"
     with pytest.raises(ValueError, match=text):
-        model.apply(MLP().init(rngs(), data(2, 4)), data(2, 4))
+        jax.eval_shape(model.apply, shapes(MLP(), data(2, 4)), data(2, 4))
     for key, level in (("class:half", "float32"), ("class:half", "tensorfloat32"), ("class:*", "float32")):
         model = jaxmp.linen.autocast(MLP(), "mixed_bfloat16", {key: level})
         with pytest.raises(ValueError, match=re.escape(f"Dense_1 (override {key!r}).\nDrop the override")):
-            model.apply(MLP().init(rngs(), data(2, 4)), data(2, 4))
+            jax.eval_shape(model.apply, shapes(MLP(), data(2, 4)), data(2, 4))
         for half in ("Dense_0", "primitive:dot_general"):
             model = jaxmp.linen.autocast(MLP(), "mixed_bfloat16", {key: level, half: "half"})
             assert model_products(model, data(2, 4))[0] == "bfloat16"

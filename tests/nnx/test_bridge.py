@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from flax import nnx
 from flax.nnx import bridge
-from linen_zoo import data, products, quick_jit, same_bits
-from nnx_zoo import compiled, model_products, values
+from linen_zoo import data, numbers, products, quick_jit, same_bits
+from nnx_zoo import compiled, drawn, model_products, values
 
 import jaxmp
 
@@ -62,13 +62,17 @@ def usual_promotion():
         yield
 
 
-def to_nnx(module=None):
+def wrapped_linen(module=None):
     return bridge.ToNNX(Linen() if module is None else module, rngs=nnx.Rngs(0, dropout=1)).lazy_init(X)
+
+
+def to_nnx(module=None):
+    return drawn(lambda: wrapped_linen(module))
 
 
 class AroundLinen(nnx.Module):
     def __init__(self, linen=None):
-        self.first, self.wrapped = nnx.Linear(5, 5, rngs=nnx.Rngs(2)), to_nnx(linen)
+        self.first, self.wrapped = nnx.Linear(5, 5, rngs=nnx.Rngs(2)), wrapped_linen(linen)
 
     def __call__(self, x, **options):
         return self.wrapped(self.first(x), **options)
@@ -80,6 +84,17 @@ class AroundNnx(nn.Module):
     @nn.compact
     def __call__(self, x, **options):
         return bridge.ToLinen(self.make, name="wrapped")(nn.Dense(5, name="first")(x), **options)
+
+
+def around_linen(linen=None):
+    return drawn(lambda: AroundLinen(linen))
+
+
+def drawn_variables(model):
+    """Return variables of a Linen model: NumPy draws the params, and the statistics are one."""
+    shapes = jax.eval_shape(model.init, rngs(), X)
+    stats = jax.tree.map(lambda leaf: np.ones(leaf.shape, leaf.dtype), shapes["batch_stats"])
+    return {"params": numbers(shapes["params"]), "batch_stats": stats}
 
 
 def linen_variables(model):
@@ -130,7 +145,7 @@ HALF, WIDE = "bfloat16", "float32"
 
 @pytest.mark.once
 def test_a_policy_on_an_nnx_model_around_a_linen_module_raises_with_the_remedy():
-    for make, policy, at in ((to_nnx, "mixed_bfloat16", ""), (AroundLinen, "float32", "'wrapped', ")):
+    for make, policy, at in ((to_nnx, "mixed_bfloat16", ""), (around_linen, "float32", "'wrapped', ")):
         with pytest.raises(ValueError, match=r"a policy does not reach into nnx\.bridge\.ToNNX") as error:
             jaxmp.nnx.apply_policy(make(), policy, {"wrapped": "float32"})
         rule, _, remedy = str(error.value).splitlines()
@@ -144,7 +159,7 @@ def test_a_policy_on_an_nnx_model_around_a_linen_module_raises_with_the_remedy()
 
 def says_to_wrap(make: Any, wrap: Any, at: Any) -> None:
     """Assert that each call of a Linen model around an NNX module raises the error with the remedy."""
-    model, variables = jaxmp.linen.apply_policy(wrap(make), "mixed_bfloat16"), wrap(make).init(rngs(), X)
+    model, variables = jaxmp.linen.apply_policy(wrap(make), "mixed_bfloat16"), drawn_variables(wrap(make))
     for call in (
         lambda: model.init(rngs(), X),
         lambda: model.apply(variables, X),
@@ -162,7 +177,7 @@ def test_a_policy_on_a_linen_model_around_an_nnx_module_raises_with_the_remedy()
     for wrap, at in ((bridge.ToLinen, ""), (AroundNnx, "'wrapped', ")):
         says_to_wrap(Nnx, wrap, at)
     model = jaxmp.linen.apply_policy(AroundNnx(lambda rngs: Nnx(rngs)), "mixed_bfloat16")
-    assert products(model.apply, AroundNnx().init(rngs(), X), X) == [HALF, *[WIDE] * 4]
+    assert products(model.apply, drawn_variables(AroundNnx()), X) == [HALF, *[WIDE] * 4]
 
 
 # --- a module under a policy, then wrapped ----------------------------------------------------------------------------
@@ -185,8 +200,8 @@ def test_an_nnx_module_under_a_policy_computes_the_same_inside_a_bridge(policy, 
     def make(rngs):
         return jaxmp.nnx.apply_policy(Nnx(rngs), policy, overrides)
 
-    linen, model = bridge.ToLinen(make), make(nnx.Rngs(0))
-    variables = linen.init(rngs(), X)
+    linen, model = bridge.ToLinen(make), drawn(lambda: make(nnx.Rngs(0)))
+    variables = drawn_variables(linen)
     assert dtypes(variables) == dtypes(linen_variables(model))
     for collection in variables.values():
         nnx.update(model, collection)
@@ -199,27 +214,28 @@ def test_an_nnx_module_under_a_policy_computes_the_same_inside_a_bridge(policy, 
 @pytest.mark.parametrize("adapter", ["apply_policy", "autocast"])
 def test_a_wrapped_module_keeps_its_policy_inside_a_model_under_another_policy(adapter):
     linen = jaxmp.linen.apply_policy(Linen(), "float16", {"b": "float32"})
-    model = getattr(jaxmp.nnx, adapter)(AroundLinen(linen), "mixed_bfloat16", {"first": "float32"})
+    model = getattr(jaxmp.nnx, adapter)(around_linen(linen), "mixed_bfloat16", {"first": "float32"})
     assert model_products(model, X) == [WIDE, "float16", "float16", WIDE, WIDE]
     assert {leaf.dtype.name for leaf in jax.tree.leaves(values(model.wrapped, nnx.Param))} == {"float16", WIDE}
-    inner = linen.apply(linen_variables(model.wrapped), model.first(X))
-    np.testing.assert_allclose(model(X), inner, rtol=1e-2, atol=1e-2)
+    out, first = compiled(lambda model: (model(X), model.first(X)), model)
+    inner = quick_jit(linen.apply)(linen_variables(model.wrapped), first)
+    np.testing.assert_allclose(out, inner, rtol=1e-2, atol=1e-2)
 
     def make(rngs):
         return jaxmp.nnx.apply_policy(Nnx(rngs), "float16", {"b": "float32"})
 
     model = getattr(jaxmp.linen, adapter)(AroundNnx(make), "mixed_bfloat16", {"first": "float32"})
-    variables = model.init(rngs(), X)
+    variables = drawn_variables(model)
     assert variables["params"]["wrapped"]["a"]["kernel"].dtype == jnp.float16
     assert products(model.apply, variables, X) == [WIDE, "float16", "float16", WIDE, WIDE]
-    copy = pickle.loads(pickle.dumps(jaxmp.nnx.apply_policy(AroundLinen(linen), "mixed_bfloat16")))
+    copy = pickle.loads(pickle.dumps(jaxmp.nnx.apply_policy(around_linen(linen), "mixed_bfloat16")))
     assert model_products(copy, X) == [HALF, "float16", "float16", WIDE, WIDE]
 
 
 def test_statistics_of_a_wrapped_linen_module_stay_float32_and_dropout_keeps_its_mask():
-    model, bare, before = jaxmp.nnx.autocast(AroundLinen(), "mixed_bfloat16"), AroundLinen(), AroundLinen()
-    run = nnx.jit(lambda model, x: model(x, train=True, mutable=["batch_stats", "intermediates"]))
-    results = [run(m, X) for m in (bare, model)]
+    model, bare, before = jaxmp.nnx.autocast(around_linen(), "mixed_bfloat16"), around_linen(), around_linen()
+    options = {"train": True, "mutable": ["batch_stats", "intermediates"]}
+    results = nnx.jit(lambda bare, model, x: [m(x, **options) for m in (bare, model)])(bare, model, X)
     np.testing.assert_allclose(results[1], results[0], rtol=0.1, atol=0.1)
     stats, want = (values(m, nnx.BatchStat) for m in (model, bare))
     for got, wanted, old in zip(*map(jax.tree.leaves, (stats, want, values(before, nnx.BatchStat))), strict=True):
@@ -231,9 +247,13 @@ def test_statistics_of_a_wrapped_linen_module_stay_float32_and_dropout_keeps_its
 def test_statistics_of_a_wrapped_nnx_module_stay_float32_and_dropout_keeps_its_mask():
     bare = bridge.ToLinen(Nnx)
     model = bridge.ToLinen(lambda rngs: jaxmp.nnx.apply_policy(Nnx(rngs), "mixed_bfloat16"))
-    variables = bare.init(rngs(), X)
-    same_bits(model.init(rngs(), X), variables)
-    results = [m.apply(variables, X, train=True, rngs=rngs(), mutable=["batch_stats"]) for m in (model, bare)]
+    got, variables = quick_jit(lambda: [m.init(rngs(), X) for m in (model, bare)])()
+    same_bits(got, variables)
+
+    def both(variables):
+        return [m.apply(variables, X, train=True, rngs=rngs(), mutable=["batch_stats"]) for m in (model, bare)]
+
+    results = quick_jit(both)(variables)
     assert dtypes(results[0]) == dtypes(results[1])
     for got, want in zip(*map(jax.tree.leaves, results), strict=True):
         np.testing.assert_allclose(got, want, rtol=0.1, atol=0.1)
@@ -252,15 +272,21 @@ class Two(nn.Module):
 
 def test_autocast_of_a_model_with_a_bridge_rounds_the_operands_of_products():
     bridged = to_nnx(Two())
-    a, b = (values(bridged, nnx.Param)[name]["kernel"].astype(HALF) for name in ("a", "b"))
-    hidden = jnp.tanh(jnp.dot(X.astype(HALF), a))
-    want = jnp.dot(hidden, b).astype(WIDE)
     nnx_model = jaxmp.nnx.autocast(bridged, "mixed_bfloat16")
     function = jaxmp.autocast(lambda model, x: model(x), "mixed_bfloat16")
-    for got in (nnx_model(X), function(bridged, X)):
+
+    def results(models):
+        nnx_model, bridged = models
+        a, b = (values(bridged, nnx.Param)[name]["kernel"].astype(HALF) for name in ("a", "b"))
+        hidden = jnp.tanh(jnp.dot(X.astype(HALF), a))
+        want = jnp.dot(hidden, b).astype(WIDE)
+        return [nnx_model(X), function(bridged, X)], want, bridged(X)
+
+    both, want, in_float32 = compiled(results, (nnx_model, bridged))
+    for got in both:
         assert got.dtype == jnp.float32
         np.testing.assert_allclose(got, want, rtol=2**-7, atol=2**-7)
-        assert np.any(got != bridged(X))
+        assert np.any(got != in_float32)
 
 
 def test_a_bridged_model_under_autocast_computes_as_the_module_under_autocast():
@@ -270,8 +296,9 @@ def test_a_bridged_model_under_autocast_computes_as_the_module_under_autocast():
     same_bits(out, want)
     same_bits(grads, want_grads)
 
-    linen, model = jaxmp.linen.autocast(bridge.ToLinen(Nnx), policy), jaxmp.nnx.autocast(Nnx(nnx.Rngs(0)), policy)
-    variables = linen.init(rngs(), X)
+    linen = jaxmp.linen.autocast(bridge.ToLinen(Nnx), policy)
+    model = jaxmp.nnx.autocast(drawn(lambda: Nnx(nnx.Rngs(0))), policy)
+    variables = drawn_variables(linen)
     for collection in variables.values():
         nnx.update(model, collection)
     (out, grads), (want, want_grads) = of_linen(linen, variables), of_nnx(model)
@@ -280,8 +307,8 @@ def test_a_bridged_model_under_autocast_computes_as_the_module_under_autocast():
 
 
 def test_an_override_of_autocast_matches_a_wrapped_module_but_no_module_inside_it():
-    nnx_model, linen_model = AroundLinen(), AroundNnx()
-    variables = linen_model.init(rngs(), X)
+    nnx_model, linen_model = around_linen(), AroundNnx()
+    variables = drawn_variables(linen_model)
     for pattern, bridged in (("wrapped", True), ("type:To*", True), ("first", False)):
         want = [HALF, *[WIDE] * 4] if bridged else [WIDE, *[HALF] * 4]
         assert model_products(jaxmp.nnx.autocast(nnx_model, "mixed_bfloat16", {pattern: "float32"}), X) == want
@@ -291,13 +318,14 @@ def test_an_override_of_autocast_matches_a_wrapped_module_but_no_module_inside_i
         with pytest.raises(ValueError, match="every pattern of a policy must match a module"):
             jaxmp.nnx.autocast(nnx_model, "mixed_bfloat16", {pattern: "float32"})
         with pytest.raises(ValueError, match="every pattern of a policy must match a module"):
-            jaxmp.linen.autocast(linen_model, "mixed_bfloat16", {pattern: "float32"}).apply(variables, X)
+            model = jaxmp.linen.autocast(linen_model, "mixed_bfloat16", {pattern: "float32"})
+            jax.eval_shape(model.apply, variables, X)
 
 
 @pytest.mark.once
 def test_overrides_that_keep_every_product_of_a_model_with_a_bridge_in_float32_raise_in_nnx():
     text = r"every product stays as it was: first \(override '\*\*'\), wrapped \(override '\*\*'\)"
     with pytest.raises(ValueError, match=text):
-        jaxmp.nnx.autocast(AroundLinen(), "mixed_bfloat16", {"**": "float32"})(X)
+        model_products(jaxmp.nnx.autocast(around_linen(), "mixed_bfloat16", {"**": "float32"}), X)
     model = jaxmp.linen.autocast(AroundNnx(), "mixed_bfloat16", {"**": "float32"})
-    assert products(model.apply, AroundNnx().init(rngs(), X), X) == [WIDE] * 5
+    assert products(model.apply, drawn_variables(AroundNnx()), X) == [WIDE] * 5

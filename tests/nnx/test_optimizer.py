@@ -22,7 +22,7 @@ pytestmark = pytest.mark.once
 
 X, TARGET = data(4, 8), data(4, 8, seed=8)
 BAD = jnp.asarray(np.where(np.arange(4)[:, None] == 1, np.nan, X))
-ADAM = optax.adam(1e-2)
+MOMENTUM = optax.sgd(0.1, momentum=0.9)
 
 
 class Net(nnx.Module):
@@ -77,7 +77,7 @@ jitted_update = nnx.jit(lambda model, optimizer, grads: optimizer.update(model, 
 def setup(tx: Any = None, policy: str = "mixed_float16", scale: Any = 2.0**10, **kwargs: Any) -> tuple[Any, Any]:
     model = apply_policy(Net(rngs()), policy)
     loss_scale = jaxmp.DynamicLossScale(loss_scale=scale)
-    return model, Optimizer(model, ADAM if tx is None else tx, loss_scale=loss_scale, **kwargs)
+    return model, Optimizer(model, MOMENTUM if tx is None else tx, loss_scale=loss_scale, **kwargs)
 
 
 def small(scale: Any = 4.0) -> tuple[Any, Any]:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from linen_zoo import data, same_bits
-from nnx_zoo import Net, Scale, model_products, outcome, rngs, values
+from nnx_zoo import Net, Scale, compiled, drawn, model_products, outcome, rngs, values
 
 import jaxmp
 from jaxmp.nnx import apply_policy, autocast
@@ -213,7 +213,7 @@ def test_a_pattern_without_a_match_and_an_argument_that_is_not_a_module_raise_at
 
 @pytest.mark.once
 def test_the_error_for_a_half_policy_without_half_products_names_the_modules_and_the_override():
-    model = nnx.Sequential(nnx.Linear(8, 8, dtype=jnp.float32, rngs=rngs()), nnx.LayerNorm(8, rngs=rngs()))
+    model = nnx.Sequential(nnx.Linear(8, 8, dtype=jnp.float32, rngs=rngs()), nnx.PReLU())
     under = apply_policy(model, "mixed_float16")
     calls = [lambda: under(VECTORS), lambda: nnx.jit(lambda model: model(VECTORS))(under)]
     calls += [lambda: nnx.grad(lambda model: model(VECTORS).sum())(under), lambda: jax.vmap(under)(VECTORS[None])]
@@ -306,13 +306,14 @@ def test_half_products_are_searched_in_the_traced_program():
         def attend(_, x):
             return jax.nn.softmax(x @ x.T) @ x
 
-        model = under(Layers(rngs(), attend), "mixed_bfloat16", {nnx.LayerNorm: "float32"})
+        model = under(drawn(lambda: Layers(rngs(), attend)), "mixed_bfloat16", {nnx.LayerNorm: "float32"})
         assert model_products(model, VECTORS) == half  # norms are not products, also with stacked Params
 
         def project(layers, x):
             return layers["linear"](x)
 
-        model = under(Layers(rngs(), project, nnx.Linear), "mixed_bfloat16", {nnx.Linear: "float32"})
+        model = drawn(lambda: Layers(rngs(), project, nnx.Linear))
+        model = under(model, "mixed_bfloat16", {nnx.Linear: "float32"})
         text = r"stays as it was: layers/linear \(override 'type:Linear'\)\.\nDrop the override, or narrow"
         with jax.numpy_dtype_promotion("standard"), pytest.raises(ValueError, match=text):
             model(VECTORS)
@@ -418,9 +419,10 @@ def test_a_fourier_transform_runs_under_autocast_or_a_float32_override():
     for run in (lambda model, x: model(x), nnx.jit(lambda model, x: model(x))):
         with pytest.raises(ValueError, match="RFFT input must be float32 or float64, got float16"):  # JAX's own
             run(model, x)
-    want = bare(x)
-    np.testing.assert_allclose(apply_policy(bare, "mixed_float16", {"spectrum": "float32"})(x), want, atol=1e-2)
-    np.testing.assert_allclose(jaxmp.nnx.autocast(bare, "mixed_float16")(x), want, atol=1e-2)
+    overridden, auto = apply_policy(bare, "mixed_float16", {"spectrum": "float32"}), autocast(bare, "mixed_float16")
+    want, *results = compiled(lambda models: [model(x) for model in models], [bare, overridden, auto])
+    for got in results:
+        np.testing.assert_allclose(got, want, atol=1e-2)
 
 
 class Decoder(nnx.Module):
@@ -475,4 +477,6 @@ def test_a_cache_is_float32_under_a_float32_policy_and_under_autocast():
     for model in (apply_policy(Decoder(rngs()), "float32"), jaxmp.nnx.autocast(Decoder(rngs()), "mixed_bfloat16")):
         model.init_cache(2, 4)
         assert [layer.cached_value.dtype.name for layer in model.layers] == ["float32"] * 2
-        decoded(model, x)
+        with jax.numpy_dtype_promotion("standard"):
+            out = nnx.eval_shape(lambda model, x: model(x, decode=True), model, x[:, :1])
+        assert out.dtype == jnp.float32

@@ -26,7 +26,7 @@ from jaxmp.nnx import Optimizer, apply_policy, make_train_step, value_and_grad
 
 ROWS = {"x": data(8, 6), "y": data(8, 3, seed=5)}
 BAD = {**ROWS, "x": jnp.asarray(np.where(np.arange(8)[:, None] == 3, np.inf, ROWS["x"]))}
-ADAM, SGD = optax.adam(1e-2), optax.sgd(0.1)
+MOMENTUM, SGD = optax.sgd(0.1, momentum=0.9), optax.sgd(0.1)
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +47,7 @@ def mlp(seed: int = 0, **dtypes: Any) -> nnx.Sequential:
 def setup(model: Any = None, policy: str = "mixed_float16", scale: Any = None, tx: Any = None, **kwargs: Any) -> Any:
     model = apply_policy(Net() if model is None else model, policy)
     loss_scale = scale or jaxmp.DynamicLossScale(2.0**10)
-    return model, Optimizer(model, tx or ADAM, loss_scale=loss_scale, **kwargs)
+    return model, Optimizer(model, tx or MOMENTUM, loss_scale=loss_scale, **kwargs)
 
 
 step_of_loss = make_train_step(loss_fn)  # compiles once for all equal models with the same optimizer
@@ -201,7 +201,8 @@ def test_the_program_recomputes_the_values_that_remat_names():
         model, optimizer = setup(mlp(), "float32", tx=optax.sgd(0.1))
         step = make_train_step(loss_fn, remat=remat)
         texts[remat] = step.lower(model, optimizer, ROWS).as_text()
-        texts[remat, "params"] = [step(model, optimizer, ROWS), values(model)][1]
+        if remat != "dots":
+            texts[remat, "params"] = [step(model, optimizer, ROWS), values(model)][1]
     tanhs = {remat: texts[remat].count("tanh") for remat in ("none", "full", "dots")}
     assert tanhs["none"] < tanhs["dots"] == tanhs["full"]  # the backward pass computes activations again
     products = {remat: texts[remat].count("dot_general") for remat in ("none", "full", "dots")}
@@ -313,8 +314,13 @@ def test_a_sharded_batch_beside_a_replicated_model_compiles_once():
 
 def test_the_arrays_of_an_optimizer_are_not_those_of_the_model():
     """Two results of ``jax.device_put`` of one array may share a buffer, and a step would donate it twice."""
+
+    def update(grads: Any, first_params: Any, params: Any = None) -> Any:
+        return jax.tree.map(lambda grad: -0.1 * grad, grads), first_params
+
     model = mlp()
-    optimizer = jaxmp.nnx.Optimizer(model, optax.contrib.dog(), ema=True)
+    keeps_first_params = optax.GradientTransformation(lambda params: params, update)  # as optax.contrib.dog does
+    optimizer = jaxmp.nnx.Optimizer(model, keeps_first_params, ema=True)
     of_model, of_optimizer = (jax.tree.leaves(nnx.as_pure(nnx.state(node))) for node in (model, optimizer))
     assert not {*map(id, of_model)} & {*map(id, of_optimizer)}
     replicated = NamedSharding(jax.make_mesh((4,), ("data",)), PartitionSpec())
@@ -442,6 +448,9 @@ def test_invalid_arguments_are_errors():
         make_train_step(loss_fn, accumulate=2)
 
 
+jitted_loss = nnx.jit(loss_fn)
+
+
 @nnx.jit
 def own_step(model: Any, optimizer: Any, batch: Any) -> jax.Array:
     """Take a step that is written as in the guide."""
@@ -476,7 +485,7 @@ def test_training_the_original_model_in_place_of_its_copy_raises(step, adapter):
         with pytest.raises(ValueError, match="training needs the model that apply_policy or autocast returned"):
             step(net, optimizer, ROWS)
         same_bits(host(values(net)), before)
-        loss_in_half = nnx.jit(loss_fn)(model, ROWS)
+        loss_in_half = jitted_loss(model, ROWS)
         assert float(step(model, optimizer, ROWS)) == pytest.approx(float(loss_in_half), rel=1e-3)
         before = host(values(net))
 

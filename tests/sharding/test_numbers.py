@@ -12,6 +12,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from linen_zoo import numbers, zeros
 from mesh_steps import (
     BATCH,
     MODEL,
@@ -30,6 +31,7 @@ from mesh_steps import (
     tx_of,
     untyped,
 )
+from nnx_zoo import drawn
 
 import jaxmp
 from jaxmp import sharding
@@ -142,8 +144,8 @@ class TestNumbers:
             return jnp.mean(logits**2), new
 
         images = np.random.default_rng(0).normal(size=(BATCH, 4, 4, 3)).astype(np.float32)
-        variables = jax.jit(Net().init)(jax.random.key(0), images)
-        params, rest = variables["params"], {"batch_stats": variables["batch_stats"]}
+        shapes = jax.eval_shape(Net().init, jax.random.key(0), images)
+        params, rest = numbers(shapes["params"]), {"batch_stats": zeros(shapes["batch_stats"])}
         mesh = mesh_of()
         specs = specs_of(lambda: params, mesh)
         states = [jaxmp.TrainState.create(params=params, tx=tx_of(), model_state=rest) for _ in range(2)]
@@ -166,7 +168,7 @@ class TestNumbers:
                 return self.head(self.norm(self.embed(ids)))
 
         def made():
-            model = Net(nnx.Rngs(0))
+            model = drawn(lambda: Net(nnx.Rngs(0)))
             return model, jaxmp.nnx.Optimizer(model, optax.sgd(0.5), loss_scale=jaxmp.DynamicLossScale())
 
         def loss_fn(model, batch):
@@ -351,10 +353,20 @@ class TestNumbers:
         assert flops[P("data", "seq")] < 0.8 * flops[P("data")]
 
     def test_half_policies_stay_near_one_device(self):
-        mesh, start = mesh_of(), stacked_params()
-        specs = specs_of(stacked_params, mesh, stacked=["layers", "bias"])
-        steps, states = pair(stacked_params, stacked_loss, mesh, specs, {"policy": "mixed_bfloat16"})
-        states = [step(state, tokens())[0] for step, state in zip(steps, states, strict=True)]
+        def make_params():
+            rng = np.random.default_rng(0)
+            shapes = {"up": (WIDTH, 2 * WIDTH), "down": (2 * WIDTH, WIDTH)}
+            return {name: jnp.asarray(rng.normal(size=size) / 6, jnp.float32) for name, size in shapes.items()}
+
+        def loss_fn(params, model_state, batch, rng):
+            return jnp.mean((jnp.tanh(batch @ params["up"]) @ params["down"]) ** 2), model_state
+
+        mesh, start = mesh_of(), make_params()
+        batch = np.random.default_rng(1).normal(size=(BATCH, WIDTH)).astype(np.float32)
+        specs = specs_of(make_params, mesh)
+        assert specs["up"] != P() != specs["down"]
+        steps, states = pair(make_params, loss_fn, mesh, specs, {"policy": "mixed_bfloat16"})
+        states = [step(state, batch)[0] for step, state in zip(steps, states, strict=True)]
         moved = [jax.tree.map(lambda a, b: np.asarray(a) - np.asarray(b), state.params, start) for state in states]
         for a, b in zip(*map(jax.tree.leaves, moved), strict=True):
             assert np.linalg.norm(a - b) <= 0.02 * np.linalg.norm(a)

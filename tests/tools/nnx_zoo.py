@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from linen_zoo import products, quick_jit, same_bits
+from linen_zoo import numbers, products, quick_jit, same_bits
 
 from jaxmp.base.trees import widen
 
@@ -21,6 +21,23 @@ def rngs(seed: int = 0) -> nnx.Rngs:
 def values(node: Any, *filters: Any) -> Any:
     """Return the arrays of ``node`` without its random number generators."""
     return nnx.as_pure(nnx.state(node, nnx.All(nnx.Not(nnx.RngState), *filters)))
+
+
+def drawn(make: Callable[[], Any]) -> Any:
+    """Return the module that ``make`` creates, with Params that NumPy draws, because JAX would compile for each shape.
+
+    Statistics are one, and each stream of random numbers has the key of seed zero.
+    """
+    model = nnx.eval_shape(make)
+    params, stats, keys, counts = nnx.state(model, nnx.Param, nnx.BatchStat, nnx.RngKey, nnx.RngCount)
+    nnx.update(
+        model,
+        numbers(params),
+        jax.tree.map(lambda leaf: jnp.asarray(np.ones(leaf.shape, leaf.dtype)), stats),
+        jax.tree.map(lambda leaf: jax.random.key(0), keys),
+        jax.tree.map(lambda leaf: jnp.asarray(np.zeros(leaf.shape, leaf.dtype)), counts),
+    )
+    return model
 
 
 def call(model: Any, *args: Any) -> Any:
