@@ -36,7 +36,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return jnp.mean(model.apply({"params": params}, batch) ** 2), model_state
 
     tx = jaxmp.loss_scaling(optax.sgd(0.1), jaxmp.DynamicLossScale(2.0**20))
-    state = jaxmp.TrainState.create(params=model.init(jax.random.key(0), X)["params"], tx=tx)
+    state = jaxmp.TrainState.create(params=jax.jit(model.init)(jax.random.key(0), X)["params"], tx=tx)
     step = jaxmp.make_train_step(loss_fn, donate=False)
     watch = Watch(step, every=10)
     with record(folder) as run:
