@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from linen_zoo import numbers
 from rich.console import Console
 
 import jaxmp
@@ -161,7 +162,7 @@ def test_linen_calls_of_one_module_are_rows_of_their_own():
             return nn.remat(_Block)(name="block")(layer(layer(x)))[0]
 
     model = Model()
-    params = jax.jit(model.init)(jax.random.key(0), X)
+    params = numbers(jax.eval_shape(model.init, jax.random.key(0), X))
     comparison = compare(lambda params, x: jnp.mean(model.apply(params, x) ** 2), "mixed_bfloat16")(params, X)
     forward = [row.path for row in comparison.rows if row.phase == "forward"]
     assert forward.count("Model/layer") == 2 and comparison.entered is None

@@ -237,9 +237,9 @@ def check_counts(found, before, after, metrics):
     ids=["half", "accumulated"],
 )
 def test_a_watched_step_trains_as_the_plain_one_and_counts_what_it_computes(policy, options):
-    ends = []
+    ends, (step, _, batch) = [], problem(policy, **options)
     for every in (2, 100):
-        step, state, batch = problem(policy, **options)
+        _, state, _ = problem(policy, **options)
         watch = Watch(step, every=every)
         for n in range(1, 4):
             before = jax.tree.map(np.array, state.params)
@@ -254,11 +254,11 @@ def test_a_watched_step_trains_as_the_plain_one_and_counts_what_it_computes(poli
 
 
 def test_a_watched_step_of_nnx_changes_model_and_optimizer():
-    ends = []
+    ends, step = [], jaxmp.nnx.make_train_step(lambda model, x: jnp.mean(model(x) ** 2))
     for every in (1, 100):
         model = jaxmp.nnx.apply_policy(nnx.Linear(4, 2, rngs=nnx.Rngs(0)), "mixed_bfloat16")
         optimizer = jaxmp.nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
-        watch = Watch(jaxmp.nnx.make_train_step(lambda model, x: jnp.mean(model(x) ** 2)), every=every)
+        watch = Watch(step, every=every)
         for n in (1, 2):
             metrics = watch(n, model, optimizer, jnp.ones((4, 4)))
         ends.append((model.kernel[...], metrics))

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from linen_zoo import numbers
 
 import jaxmp
 from jaxmp.inspect.program.borders import returned
@@ -39,7 +40,7 @@ class Net(nn.Module):
 
 @pytest.fixture(scope="module")
 def net():
-    variables = jax.jit(Net().init)(jax.random.key(0), X)
+    variables = numbers(jax.eval_shape(Net().init, jax.random.key(0), X))
 
     def loss(params):
         y, state = Net().apply({**variables, "params": params}, X, mutable=["batch_stats"])

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from linen_zoo import numbers
 
 import jaxmp
 from jaxmp.cli import main
@@ -30,13 +31,13 @@ X = np.random.default_rng(0).normal(size=(8, 4)).astype("float32")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of 30 steps in float16, with a plan, memory, and watched steps."""
     folder = tmp_path_factory.mktemp("runs") / "half <b>"
-    model = jaxmp.linen.apply_policy(nn.Dense(2), "mixed_float16")
+    model = jaxmp.linen.apply_policy(nn.Dense(2, use_bias=False), "mixed_float16")
 
     def loss_fn(params, model_state, batch, rng):
         return jnp.mean(model.apply({"params": params}, batch) ** 2), model_state
 
     tx = jaxmp.loss_scaling(optax.sgd(0.1), jaxmp.DynamicLossScale(2.0**20))
-    state = jaxmp.TrainState.create(params=model.init(jax.random.key(0), X)["params"], tx=tx)
+    state = jaxmp.TrainState.create(params=numbers(jax.eval_shape(model.init, jax.random.key(0), X))["params"], tx=tx)
     step = jaxmp.make_train_step(loss_fn, donate=False)
     watch = Watch(step, every=10)
     with record(folder) as run:

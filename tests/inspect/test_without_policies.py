@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from linen_zoo import numbers, quick_jit
 from optimizer_tools import bits
 
 import jaxmp
@@ -36,7 +37,8 @@ def _by_hand(half):
         a, b = (np.asarray(each, np.float64) for each in (a, b))
         return np.linalg.norm(a - b) / np.linalg.norm(b)
 
-    sides = [jax.value_and_grad(loss_of, has_aux=True)(jnp.asarray(W), dtype) for dtype in (half, jnp.float32)]
+    both = quick_jit(jax.value_and_grad(loss_of, has_aux=True), static_argnums=1)
+    sides = [both(W, jnp.dtype(dtype)) for dtype in (half, "float32")]
     (((loss, y), grad), ((exact, z), other)) = sides
     return error(y, z), error(loss, exact), error(grad, other)
 
@@ -194,7 +196,7 @@ def test_a_policy_is_added_to_those_that_the_function_has():
 def test_params_that_are_stored_in_half_are_widened_in_the_reference():
     policy = "float16"
     model = jaxmp.linen.apply_policy(nn.Embed(8, 4), policy)
-    params = jax.jit(model.init)(jax.random.key(0), jnp.arange(8))["params"]
+    params = numbers(jax.eval_shape(model.init, jax.random.key(0), jnp.arange(8)))["params"]
     found = compare(lambda params, i: jnp.sum(model.apply({"params": params}, i).astype(jnp.float32) ** 2))
     assert params["embedding"].dtype == policy
     rows = found(params, jnp.arange(8)).rows
@@ -211,7 +213,7 @@ class Casting(nn.Module):
 
 def test_what_the_author_cast_stays_in_the_reference():
     for model in (Casting(), nn.Dense(4, dtype=jnp.bfloat16)):
-        params = jax.jit(model.init)(jax.random.key(0), X)["params"]
+        params = numbers(jax.eval_shape(model.init, jax.random.key(0), X))["params"]
         under = jaxmp.linen.apply_policy(model, "mixed_bfloat16")
         found = compare(lambda params, x, under=under: under.apply({"params": params}, x), grad=False)(params, X)
         assert not found.is_changed and found.rows[0].dtype == "bfloat16"
@@ -353,7 +355,7 @@ class Energy(nn.Module):
 
 def test_an_overflow_between_two_layers_enters_in_the_module_around():
     model = Energy()
-    params = jax.jit(model.init)(jax.random.key(0), X)["params"]
+    params = numbers(jax.eval_shape(model.init, jax.random.key(0), X))["params"]
     under = jaxmp.linen.apply_policy(model, "mixed_float16")
     found = compare(lambda params, x: jnp.sum(under.apply({"params": params}, x)), grad=False)(params, X)
     first, second = (row.relative_error for row in found.rows[:2])
@@ -370,7 +372,7 @@ class Normed(nn.Module):
 
 def test_the_dtype_of_a_row_is_what_the_module_computes_in():
     model = jaxmp.linen.apply_policy(Normed(), "mixed_float16")
-    params = jax.jit(model.init)(jax.random.key(0), X)["params"]
+    params = numbers(jax.eval_shape(model.init, jax.random.key(0), X))["params"]
     found = compare(lambda params, x: jnp.sum(model.apply({"params": params}, x)), grad=False)(params, X)
     dtypes = {row.path: row.dtype for row in found.rows}
     assert dtypes["Normed/dense"] == "float16" and dtypes["Normed/norm"] == "float32"
@@ -387,7 +389,7 @@ def test_the_path_that_a_tool_prints_is_what_an_override_takes():
         def __call__(self, x):
             return nn.Dense(4, name="head")(nn.Dense(8, name="energy")(x))
 
-    variables = jax.jit(Two().init)(jax.random.key(0), X)
+    variables = numbers(jax.eval_shape(Two().init, jax.random.key(0), X))
 
     def applied(model):
         return lambda variables, x: model.apply(variables, x)

@@ -141,14 +141,17 @@ KINDS = {
 def test_an_optimizer_takes_its_usual_step_and_skips_a_bad_step_completely(name):
     plain, params, grads, extra = problem_of(name)
     tx = loss_scaling(plain, DynamicLossScale(2.0**10))
-    expected, expected_state = jax.jit(lambda: plain.update(grads, plain.init(params), params, **extra))()
+
+    @jax.jit
+    def started():
+        return plain.update(grads, plain.init(params), params, **extra), tx.init(params)
 
     @jax.jit
     def update(grads, state):
         same = {"grad": grads} if "grad" in extra else {}
         return tx.update(grads, state, params, **extra | same)
 
-    before = tx.init(params)
+    (expected, expected_state), before = started()
     updates, after = update(grads, before)
     assert after.last_finite and jax.tree.structure(updates) == jax.tree.structure(expected)
     for got, want in zip(jax.tree.leaves(updates), jax.tree.leaves(expected), strict=True):

@@ -50,7 +50,8 @@ def test_operands_of_two_dtypes_give_a_result_of_the_widest(api):
 
     overrides = {api.part.format(1): "float32", api.part.format(2): "mixed_bfloat16"}
     with standard_promotion(), jax.default_matmul_precision("highest"):
-        got = pure(mixed(api.Calls([api.dense() for _ in range(3)], fun), "mixed_float16", overrides), X)
+        model = mixed(api.Calls([api.dense() for _ in range(3)], fun), "mixed_float16", overrides)
+        got = pure(model, X, abstract=True)
         want = pure(api.Calls([api.dense(dtype=dtype) for dtype in ("float16", "float32", "bfloat16")], fun), X)
         inside.clear()
         same_bits(*quick_jit(lambda params: (got.apply(params, X), want.apply(params, X)))(want.params))
@@ -65,7 +66,7 @@ def test_a_float64_part_computes_the_same_under_a_policy(api):
     with jax.enable_x64(True), standard_promotion():
         x = jnp.linspace(0, 1, 8, dtype="float64").reshape(2, 4)
         bare = api.Calls([api.dense(dtype="float64", param_dtype="float64"), api.dense()], fun)
-        got, want = pure(mixed(bare, "p=f32,c=f16,o=f64"), x), pure(bare, x)
+        got, want = pure(mixed(bare, "p=f32,c=f16,o=f64"), x, abstract=True), pure(bare, x)
         assert {leaf.dtype.name for leaf in jax.tree.leaves(got.params)} == {"float32", "float64"}
         assert products(got.apply, got.params, x) == ["float64", "float16"]
         same_bits(*quick_jit(lambda params: (got.apply(params, x)[0], want.apply(params, x)[0]))(want.params))
@@ -144,7 +145,7 @@ def test_a_custom_derivative_sees_the_policys_dtype_forward_and_backward(api, ki
     """The rule is traced in float32, as its author wrote it, and computed under the policy, as under autocast."""
     seen, half, make = [], HALVES[policy], getattr(api, kind)
     product = product_with_a_derivative_of_its_own(seen)
-    got, bare = pure(mixed(make(product), policy), X), pure(make(product), X)
+    got, bare = pure(mixed(make(product), policy), X, abstract=True), pure(make(product), X)
     gradient, exact = (jax.grad(each.loss(X)) for each in (got, bare))
     assert set(products(gradient, bare.params)) == {half}
     assert {name for name, *_ in seen} == {"forward", "backward"}
@@ -163,7 +164,7 @@ def test_derivatives_of_jaxs_own_custom_rules_are_half_where_products_are(api, p
     def fun(w, x):
         return jax.nn.relu(x @ w) + jax.nn.gelu(x @ w) + jax.nn.softmax(x @ w) + jax.nn.logsumexp(x @ w)
 
-    got, bare = (pure(model, X) for model in (mixed(api.Own(fun), policy), api.Own(fun)))
+    got, bare = pure(mixed(api.Own(fun), policy), X, abstract=True), pure(api.Own(fun), X)
     gradients = [jax.grad(each.loss(X)) for each in (got, bare)]
     assert set(products(gradients[0], bare.params)) == {HALVES[policy]}
     is_close(*(quick_jit(gradient)(bare.params) for gradient in gradients), policy)
@@ -207,7 +208,7 @@ def test_recomputed_values_have_the_dtypes_and_bits_of_the_forward_pass(api, pol
 
         return mixed(api.Calls(parts, lambda a, b, x: b(remat(block)(a, x))), policy)
 
-    plain, again = pure(model(lambda fun: fun), X), pure(model(api.remat), X)
+    plain, again = pure(model(lambda fun: fun), X), pure(model(api.remat), X, abstract=True)
     half = HALVES[policy]
     gradient, gradient_again = (jax.grad(each.loss(X)) for each in (plain, again))
     once, twice = products(gradient, plain.params), products(gradient_again, plain.params)

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx
-from linen_zoo import HALVES, data, products, quick_jit, rngs, same_bits, standard_promotion
-from optimizer_tools import standard
+from linen_zoo import HALVES, data, numbers, products, quick_jit, rngs, same_bits, standard_promotion
 from properties_zoo import NNX, SEQUENCE, Linen, X, each_api, mixed, pure
 
 import jaxmp
@@ -79,8 +78,8 @@ def linen_training(traces):
         out, model_state = model.apply({"params": params, **model_state}, batch, mutable=["batch_stats"])
         return jnp.mean((out - 1) ** 2), model_state
 
-    variables = quick_jit(model.init)(rngs(), X)
-    tx = jaxmp.loss_scaling(standard(optax.adam(1e-2)), jaxmp.DynamicLossScale(period=3))
+    variables = numbers(jax.eval_shape(model.init, rngs(), X))
+    tx = jaxmp.loss_scaling(optax.sgd(0.01, momentum=0.9), jaxmp.DynamicLossScale(period=3))
     state = jaxmp.TrainState.create(params=variables.pop("params"), tx=tx, model_state=variables)
     return jaxmp.make_train_step(loss), state
 
@@ -89,7 +88,7 @@ def nnx_training(traces):
     rngs = nnx.Rngs(0)
     model = mixed(nnx.Sequential(nnx.Linear(4, 4, rngs=rngs), nnx.BatchNorm(4, rngs=rngs)), "mixed_float16")
     scale = jaxmp.DynamicLossScale(period=3)
-    optimizer = jaxmp.nnx.Optimizer(model, standard(optax.adam(1e-2)), loss_scale=scale)
+    optimizer = jaxmp.nnx.Optimizer(model, optax.sgd(0.01, momentum=0.9), loss_scale=scale)
 
     @nnx.jit
     def update(model, optimizer, x):
@@ -188,7 +187,8 @@ CARRIES = [
 @pytest.mark.parametrize(("api", "cell"), [(Linen, "own"), (NNX, "own"), (Linen, "LSTMCell"), (NNX, "SimpleCell")])
 def test_a_carry_keeps_its_dtype_under_any_policy_and_products_have_the_policys(api, cell):
     model = (LinenLoop if api is Linen else NNXLoop)(cell)
-    for policy, dtype in CARRIES:
+    # Library cells: a half carry of another dtype than the products, which are half once and float32 once.
+    for policy, dtype in CARRIES if cell == "own" else CARRIES[1::2]:
         state = jnp.zeros((2, 4), dtype)
         carry = (state, state) if "LSTM" in cell else state
         with standard_promotion():

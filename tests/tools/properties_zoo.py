@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
-from linen_zoo import data, float32, quick_jit, rngs
+from linen_zoo import data, float32, numbers, rngs
 
 import jaxmp
 
@@ -39,15 +39,12 @@ def pure(model: Any, *args: Any, abstract: bool = False) -> Pure:
     If ``abstract`` is set, the params of a Linen model are only shapes and dtypes.
     """
     if isinstance(model, nn.Module):
-        variables = (jax.eval_shape if abstract else _called)(quick_jit(model.init), rngs(), *args)
+        shapes = jax.eval_shape(model.init, rngs(), *args)
+        variables = shapes if abstract else numbers(shapes)
         rest = {name: value for name, value in variables.items() if name != "params"}
         return Pure(lambda params, *args: model.apply({"params": params, **rest}, *args), variables.get("params", {}))
     graph, params, rest = nnx.split(model, nnx.Param, ...)
     return Pure(lambda params, *args: nnx.merge(graph, params, rest)(*args), params)
-
-
-def _called(fun: Callable[..., Any], *args: Any) -> Any:
-    return fun(*args)
 
 
 def mixed(model: Any, policy: Any, overrides: Any = None) -> Any:

@@ -139,7 +139,7 @@ def sharded_state(layout, kind=AxisType.Auto):
     params = {"hidden": {"w": rng.normal(size=(4, 8)), "b": np.zeros(8)}, "out": {"w": rng.normal(size=(8, 2))}}
     batch = {"x": rng.normal(size=(16, 4)), "y": rng.normal(size=(16, 2))}
     params, batch = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), (params, batch))
-    tx = loss_scaling(standard(optax.adam(1e-2)), DynamicLossScale())
+    tx = loss_scaling(optax.sgd(0.1, momentum=0.9), DynamicLossScale())
 
     def create(params):
         return TrainState.create(params=params, tx=tx, model_state={"n": jnp.zeros(())}, rng=0, ema=True)
@@ -205,7 +205,7 @@ def per_example(params, model_state, batch, rng):
     return loss, {"n": model_state["n"] + 1, "mean": jnp.mean(hidden, 0)}, {"draw": jax.random.uniform(rng)}
 
 
-TX = loss_scaling(standard(optax.adam(1e-2)), DynamicLossScale())
+TX = loss_scaling(optax.sgd(0.01, momentum=0.9), DynamicLossScale())
 
 
 @functools.cache
@@ -239,7 +239,7 @@ def placed_problem(n, mesh, layout):
     return state, create(params), jax.device_put(batch, NamedSharding(mesh, PartitionSpec("d"))), batch
 
 
-@pytest.mark.parametrize(("layout", "n"), [("sharded", 4), ("uncommitted", 1), ("numpy", 4), ("explicit", 1)])
+@pytest.mark.parametrize(("layout", "n"), [("sharded", 4), ("uncommitted", 1), ("numpy", 1), ("explicit", 1)])
 def test_a_state_comes_back_in_the_shardings_it_came_with_and_is_compiled_for_once(layout, n, compilations):
     kind = AxisType.Explicit if layout == "explicit" else AxisType.Auto
     mesh = jax.make_mesh((2,), ("d",), axis_types=(kind,), devices=jax.devices()[2:])
