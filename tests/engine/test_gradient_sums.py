@@ -224,7 +224,10 @@ GROUPS["what people write"] = [
 ]
 GROUPS["language models"] = [("Linen: GPT2", "autocast"), ("Linen: GPT2 with remat", "apply_policy")]
 SLOW = pytest.mark.slow("whole models and many recurrent cells")
-EACH = [pytest.param(group, marks=[SLOW] * (group in ("other cells", "models", "language models"))) for group in GROUPS]
+EACH = [
+    pytest.param(group, marks=[SLOW] * (group in ("cells", "other cells", "models", "language models")))
+    for group in GROUPS
+]
 
 
 @pytest.mark.parametrize("group", EACH)

@@ -62,7 +62,10 @@ def config(image_dir: Path, **flags) -> image_classification.Config:
     return image_classification.Config(**{**recipe, **flags})
 
 
-@pytest.mark.parametrize(("api", "policy"), [("linen", "float32"), ("nnx", "mixed_bfloat16")])
+@pytest.mark.parametrize(
+    ("api", "policy"),
+    [pytest.param("linen", "float32", marks=pytest.mark.slow("trains a network")), ("nnx", "mixed_bfloat16")],
+)
 def test_a_residual_network_learns_in_either_api_and_its_statistics_move(api, policy, image_dir):
     flags = {"optimizer": "sgd", "learning_rate": 0.05, "schedule": "cosine", "flip": True, "shift": 2, "steps": 12}
     experiment = image_classification.prepare(config(image_dir, api=api, policy=policy, **flags))

@@ -66,7 +66,12 @@ def test_bert_learns_a_text_and_shows_its_guesses(config, experiment):
     [
         (masked_lm, {"opt_level": "O2", "accumulate": 2, "remat": "full"}, "float16"),
         pytest.param(masked_lm, {"opt_level": "O1"}, "float16", marks=pytest.mark.slow("the same transformer")),
-        (language_modeling, {"policy": "bfloat16", "remat": "dots_saveable"}, "bfloat16"),
+        pytest.param(
+            language_modeling,
+            {"policy": "bfloat16", "remat": "dots_saveable"},
+            "bfloat16",
+            marks=pytest.mark.slow("the same transformer"),
+        ),
     ],
     ids=["bert-O2", "bert-O1", "gpt2-dots"],
 )

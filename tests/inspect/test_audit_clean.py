@@ -26,7 +26,7 @@ SMALL = {"vocabulary": 512, "sequence": 64, "heads": 2, "width": 32}
 LINEN = {
     "mlp": (lambda: models.MLP(layers=2, width=512, classes=16), FEATURES),
     "cnn": (lambda: models.CNN(classes=16), BATCHES["images"]),
-    "resnet": (lambda: models.ResNet((1,), "basic", classes=16, width=16), BATCHES["images"]),
+    "resnet": (lambda: models.ResNet((1, 1), "basic", classes=16, width=16), BATCHES["images"]),
     "gpt2-remat": (lambda: models.GPT2(layers=1, remat="full", **SMALL), BATCHES["tokens"]),
     "bert": (lambda: models.BERT(layers=1, **SMALL), BATCHES["tokens"]),
 }

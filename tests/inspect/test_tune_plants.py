@@ -13,7 +13,7 @@ from jaxmp.inspect import tune
 from jaxmp.inspect.tune_measure import Measurement, candidates_of
 from jaxmp.policy.policy_map import get_policy
 
-pytestmark = pytest.mark.once
+pytestmark = pytest.mark.slow("searches a model for each plant; test_tune.py has one plant")
 
 X = np.random.default_rng(0).normal(size=(32, 16)).astype("float32")
 
@@ -106,17 +106,15 @@ def offset_positions(x, w):
     return (64.0 + layer(x, w)) * 3.0 + -192.0
 
 
-# Each slow plant is tested in one half dtype, because their rounding errors differ only in size.
-SLOW = (
+# Each plant is tested in one half dtype, because their rounding errors differ only in size.
+PLANTS = (
     (polynomial_by_horner, "mixed_bfloat16"), (residual_flow, "mixed_float16"),
     (growth_by_factors_near_one, "mixed_bfloat16"), (variance_by_moments, "mixed_float16"),
     (squared_distance_by_squares, "mixed_bfloat16"), (cumulative_sum, "mixed_float16"),
     (chebyshev_polynomial, "mixed_bfloat16"), (cosine_by_doubling_the_angle, "mixed_float16"),
     (inverse_by_determinants, "mixed_bfloat16"), (gate_with_large_logits, "mixed_float16"),
-    (moving_average, "mixed_bfloat16"),
+    (moving_average, "mixed_bfloat16"), (offset_positions, "mixed_float16"),
 )  # fmt: skip
-PLANTS = [(offset_positions, "mixed_float16")]
-PLANTS += [pytest.param(plant, half, marks=pytest.mark.slow("eleven more plants")) for plant, half in SLOW]
 
 
 def _loss(*layers):
@@ -150,7 +148,6 @@ def test_without_a_plant_nothing_is_found():
     assert "Nothing needs float32" in str(tuned)
 
 
-@pytest.mark.slow("measures all choices of modules")
 def test_no_choice_of_as_few_modules_has_much_more_in_half():
     half, layers = "mixed_float16", (layer, growth_by_factors_near_one, layer, variance_by_moments, layer)
     loss_fn, args = _loss(*layers), (_params(5), X)

@@ -175,6 +175,7 @@ def trained(state, loss_fn, batches):
     return state
 
 
+@pytest.mark.slow("trains five steps")
 def test_after_five_steps_in_float32_params_are_those_of_one_device():
     mesh, batches = mesh_of(), [a_batch() * n for n in (1, 2, 3, 4, 5)]
     tx = jaxmp.loss_scaling(optax.adam(1e-3), jaxmp.DynamicLossScale())

@@ -109,6 +109,7 @@ def names(records):
     return [(record["policy"], record["seed"]) for record in records]
 
 
+@pytest.mark.slow("a whole run of a benchmark")
 def test_runs_in_pieces_give_the_same_report_as_one_command(line, tmp_path, capsys):
     whole = accuracy.main(smoke(tmp_path / "whole"))
     accuracy.main(smoke(tmp_path / "pieces", policies=("bfloat16",), seeds=(1,)))

@@ -87,6 +87,7 @@ def test_a_piece_that_fails_is_reported_at_the_end_and_the_others_still_run(on, 
     assert states(tmp_path / "run") == {"first": "done", "second": "done"}
 
 
+@pytest.mark.slow("stops processes")
 def test_a_piece_that_runs_over_the_minutes_is_stopped_and_the_next_command_continues(
     on, tmp_path, capsys, monkeypatch
 ):
@@ -242,6 +243,7 @@ def wheels():
     return module
 
 
+@pytest.mark.slow("installs a package")
 def test_missing_packages_are_taken_from_a_wheelhouse_for_the_same_python(wheels, tmp_path, monkeypatch):
     house = [tmp_path / f"{name}-1.0-py3-none-any.whl" for name in ("numpy", "no_such_package", "markdown_it_py")]
     assert wheels.lacking(house) == [house[1]]

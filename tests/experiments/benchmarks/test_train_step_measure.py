@@ -86,6 +86,7 @@ row.wait()
 """
 
 
+@pytest.mark.slow("kills a process")
 def test_a_row_does_not_outlive_the_run_that_was_killed():
     imports = 1  # the run is killed before the row may measure
     program = _RUN.format(row=_ROW.format(imports=imports))

@@ -66,6 +66,7 @@ def test_a_run_writes_tables_a_picture_and_all_figures(quick, tmp_path, capsys):
     assert (tmp_path / "train_step.png").stat().st_size > 5000
 
 
+@pytest.mark.slow("a whole run of a benchmark")
 def test_rows_without_their_library_say_so(quick, monkeypatch, tmp_path):
     find_spec = importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *_: None if name == "torch" else find_spec(name))

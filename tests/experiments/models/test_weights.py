@@ -74,6 +74,7 @@ def errors(kind: str, run: Run, model: Any) -> dict[str, float]:
     }
 
 
+@pytest.mark.slow("runs the models of another library")
 # In units of the compute dtype's rounding error, through two blocks and back. In float32 the largest error is that of
 # the norms' variance, which Flax computes as E[x²] - E[x]². In half precision the variance is float32 too.
 @pytest.mark.parametrize(("kind", "policy"), [("bert", "float32"), ("gpt2", "mixed_float16")])
