@@ -93,7 +93,7 @@ def test_dir_of_an_adapter_has_what_the_docs_name_of_it_and_no_more():
 
 @functools.cache
 def import_statements(file: Path, text: str) -> list[tuple[ast.Import | ast.ImportFrom, bool]]:
-    """All imports of a file, each with whether it runs when the file is imported."""
+    """Return each import of a file, and whether it runs when the file is imported."""
     found = []
 
     def collect(node: ast.AST, at_once: bool) -> None:

@@ -19,7 +19,7 @@ def is_private(name: str) -> bool:
 
 
 def own_names(nodes: Iterable[ast.AST]) -> Iterator[str]:
-    """The names that a file with these nodes defines, of whatever kind."""
+    """Yield the names of any kind that these nodes define."""
     for node in nodes:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             yield node.name

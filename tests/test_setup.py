@@ -29,8 +29,11 @@ def project(tmp_path):
 def make(project: Path, *arguments: str, target: str = "doctor") -> subprocess.CompletedProcess[str]:
     # not what a make that runs these tests was told
     env = {name: value for name, value in os.environ.items() if name != "PYTHON" and not name.startswith("MAKE")}
-    env["PATH"] = "/usr/bin:/bin"  # without version managers, all of whose Pythons would be started
-    return subprocess.run(["make", target, *arguments], cwd=project, env=env, capture_output=True, text=True)
+    # On a PATH with version managers, pythons.sh would start each of their Pythons.
+    env["PATH"] = os.defpath
+    return subprocess.run(
+        [shutil.which("make"), target, *arguments], cwd=project, env=env, capture_output=True, text=True
+    )
 
 
 def test_an_environment_of_the_python_that_is_named_or_of_none_is_kept(project):

@@ -72,7 +72,10 @@ class Range:
     nans: int
 
     def __str__(self) -> str:
-        text = f"{self.dtype}[{','.join(map(str, self.shape))}] in [{self.low:.4g}, {self.high:.4g}]"
+        text = f"{self.dtype}[{','.join(map(str, self.shape))}]"
+        if np.isnan(self.low):
+            return f"{text} of NaN"
+        text += f" in [{self.low:.4g}, {self.high:.4g}]"
         return f"{text} and {self.nans:,} NaN" if self.nans else text
 
 

@@ -15,7 +15,7 @@ import pytest
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 from linen_zoo import numbers
-from nnx_zoo import drawn
+from nnx_zoo import module_with_numbers
 
 import jaxmp
 from experiments.measure import programs
@@ -262,7 +262,7 @@ def linen_loss(model):
 
 
 def nnx_loss(make):
-    model = make(drawn(lambda: NNX(nnx.Rngs(0))))
+    model = make(module_with_numbers(lambda: NNX(nnx.Rngs(0))))
     graphdef, params = nnx.split(model)
     return lambda params, x: jnp.mean(nnx.merge(graphdef, params)(x) ** 2), params
 

@@ -73,7 +73,7 @@ def error(got: list[Any], want: list[np.ndarray], half: Any, of: str) -> float:
     return max((ulps(a, b, half, of) for a, b in zip(floats(got), floats(want), strict=True)), default=0.0)
 
 
-USUAL = ("softmaxes", "sums")
+USUAL = ("float32_functions", "softmaxes", "sums")
 SLOW = pytest.mark.slow("compiles a program of many functions in half and in float64")
 EACH = [pytest.param(part, marks=[SLOW] * (part not in USUAL)) for part in PARTS]
 

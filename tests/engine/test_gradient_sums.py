@@ -281,7 +281,7 @@ COMPUTED = {
     "vector added to all pixels": lambda p, x: jnp.sum((x @ p["w"] + p["v"] @ p["w"]) @ p["w"]),
     "a row of each image": lambda p, x: jnp.sum(x @ p["w"] * jnp.tanh(x.mean((1, 2)) @ p["w"])[:, None, None] @ p["w"]),
     "a number": lambda p, x: jnp.sum((p["w"][0] @ p["w"] @ p["v"]) * jnp.tanh(x @ p["w"]) @ p["w"]),
-    "table looked up": lambda p, x: jnp.sum((p["w"] @ p["w"])[jnp.arange(4096) % 8] @ p["w"]),
+    "table looked up": lambda p, x: jnp.sum((p["w"] @ p["w"])[jnp.arange(1024) % 8] @ p["w"]),
 }
 
 
@@ -304,7 +304,7 @@ def test_repeated_values_computed_from_params_have_float32_gradient_sums(name, h
     program = compiled(gradients[number // 2 % 2]).trace(*args)
     assert not half_sums(program.jaxpr)
     assert not half_sums(jax.make_jaxpr(gradients[1 - number // 2 % 2])(*args))
-    if number % 2 == 0:
+    if number in (0, 3, 4):
         true = compiled(jax.grad(fun))(*args)
         assert not wrong_params(program.lower().compile()(*args), true, half)
 
@@ -419,7 +419,7 @@ def test_params_under_an_outer_vmap_have_float32_gradient_sums(half):
 @pytest.mark.parametrize(("name", "half"), halves_in_turn(COMPUTED_FOR_ALL))
 def test_shared_values_under_an_outer_vmap_have_float32_gradient_sums(name, half):
     number = list(COMPUTED_FOR_ALL).index(name)
-    check_mapped_from_outside(COMPUTED_FOR_ALL[name], number // 2 % 2 == 1, half, False, number % 6 == 0)
+    check_mapped_from_outside(COMPUTED_FOR_ALL[name], number // 2 % 2 == 1, half, False, number % 5 == 0)
 
 
 DERIVATIVES = {

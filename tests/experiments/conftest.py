@@ -1,4 +1,4 @@
-"""The tests of the experiments that the newest Python runs too, a shared folder of data, and runs without pictures."""
+"""Choose the tests for the newest Python, share a folder of data, and let runs skip their pictures."""
 
 from __future__ import annotations
 

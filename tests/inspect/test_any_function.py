@@ -161,7 +161,8 @@ def test_a_batch_is_a_multiple_of_the_microbatches() -> None:
 
     state = jaxmp.TrainState.create(params={"w": jnp.ones((4, 64))}, tx=optax.sgd(0.1))
     step = jaxmp.make_train_step(loss_fn, accumulate_steps=4)
-    assert memory(step)(state, jnp.ones((32, 4))).largest_batch(12_000) % 4 == 0
+    size = memory(step)(state, jnp.ones((32, 4))).largest_batch(12_000)
+    assert size > 4 and size % 4 == 0
 
 
 def test_params_of_a_split_nnx_model_are_found_by_their_paths() -> None:

@@ -216,7 +216,8 @@ def test_bad_data_and_bad_weights():
         assert str(blame).startswith("First non-finite value: the input 'batch/x'")
     blame = find({"layer": {"kernel": X.at[0].set(jnp.nan)}}, batch)
     check(blame, "", "input", "input", path="params/layer/kernel")
-    assert blame.operands[0].nans == 1 and "and 1 NaN" in str(blame)
+    assert blame.operands[0].nans == 1 and "float32[3] in [2, 100] and 1 NaN" in str(blame)
+    assert "float32[3] of NaN" in str(find({"layer": {"kernel": X * jnp.nan}}, batch))
     # What came in goes before what overflows as well.
     both = first_nonfinite(lambda x, y: jnp.exp(x).sum() + y.sum())
     check(both(X, X.at[0].set(jnp.nan)), "", "input", "input", path="y")

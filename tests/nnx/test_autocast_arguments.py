@@ -65,7 +65,9 @@ TRANSFORMS: dict[str, Callable[[Any], Callable[..., Any]]] = {
     "nothing": lambda loss: loss,
     "nnx.jit without updates of the graph": lambda loss: nnx.jit(loss, graph_updates=False),
     "nnx.remat": lambda loss: nnx.jit(nnx.remat(loss)),
-    "nnx.grad of a filter": lambda loss: nnx.jit(nnx.grad(loss, argnums=nnx.DiffState(0, nnx.PathContains("first")))),
+    "nnx.value_and_grad of a filter": lambda loss: nnx.jit(
+        nnx.value_and_grad(loss, argnums=nnx.DiffState(0, nnx.PathContains("first")))
+    ),
     "value_and_grad": by_optimizer,
     "nnx.scan": in_a_scan,
 }

@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 from flax.nnx import bridge
 from linen_zoo import data, numbers, products, quick_jit, same_bits
-from nnx_zoo import compiled, drawn, model_products, values
+from nnx_zoo import compiled, model_products, module_with_numbers, values
 
 import jaxmp
 
@@ -67,7 +67,7 @@ def wrapped_linen(module=None):
 
 
 def to_nnx(module=None):
-    return drawn(lambda: wrapped_linen(module))
+    return module_with_numbers(lambda: wrapped_linen(module))
 
 
 class AroundLinen(nnx.Module):
@@ -87,10 +87,10 @@ class AroundNnx(nn.Module):
 
 
 def around_linen(linen=None):
-    return drawn(lambda: AroundLinen(linen))
+    return module_with_numbers(lambda: AroundLinen(linen))
 
 
-def drawn_variables(model):
+def variables_with_numbers(model):
     """Return variables of a Linen model: NumPy draws the params, and the statistics are one."""
     shapes = jax.eval_shape(model.init, rngs(), X)
     stats = jax.tree.map(lambda leaf: np.ones(leaf.shape, leaf.dtype), shapes["batch_stats"])
@@ -159,7 +159,7 @@ def test_a_policy_on_an_nnx_model_around_a_linen_module_raises_with_the_remedy()
 
 def says_to_wrap(make: Any, wrap: Any, at: Any) -> None:
     """Assert that each call of a Linen model around an NNX module raises the error with the remedy."""
-    model, variables = jaxmp.linen.apply_policy(wrap(make), "mixed_bfloat16"), drawn_variables(wrap(make))
+    model, variables = jaxmp.linen.apply_policy(wrap(make), "mixed_bfloat16"), variables_with_numbers(wrap(make))
     for call in (
         lambda: model.init(rngs(), X),
         lambda: model.apply(variables, X),
@@ -177,7 +177,7 @@ def test_a_policy_on_a_linen_model_around_an_nnx_module_raises_with_the_remedy()
     for wrap, at in ((bridge.ToLinen, ""), (AroundNnx, "'wrapped', ")):
         says_to_wrap(Nnx, wrap, at)
     model = jaxmp.linen.apply_policy(AroundNnx(lambda rngs: Nnx(rngs)), "mixed_bfloat16")
-    assert products(model.apply, drawn_variables(AroundNnx()), X) == [HALF, *[WIDE] * 4]
+    assert products(model.apply, variables_with_numbers(AroundNnx()), X) == [HALF, *[WIDE] * 4]
 
 
 # --- a module under a policy, then wrapped ----------------------------------------------------------------------------
@@ -200,8 +200,8 @@ def test_an_nnx_module_under_a_policy_computes_the_same_inside_a_bridge(policy, 
     def make(rngs):
         return jaxmp.nnx.apply_policy(Nnx(rngs), policy, overrides)
 
-    linen, model = bridge.ToLinen(make), drawn(lambda: make(nnx.Rngs(0)))
-    variables = drawn_variables(linen)
+    linen, model = bridge.ToLinen(make), module_with_numbers(lambda: make(nnx.Rngs(0)))
+    variables = variables_with_numbers(linen)
     assert dtypes(variables) == dtypes(linen_variables(model))
     for collection in variables.values():
         nnx.update(model, collection)
@@ -225,7 +225,7 @@ def test_a_wrapped_module_keeps_its_policy_inside_a_model_under_another_policy(a
         return jaxmp.nnx.apply_policy(Nnx(rngs), "float16", {"b": "float32"})
 
     model = getattr(jaxmp.linen, adapter)(AroundNnx(make), "mixed_bfloat16", {"first": "float32"})
-    variables = drawn_variables(model)
+    variables = variables_with_numbers(model)
     assert variables["params"]["wrapped"]["a"]["kernel"].dtype == jnp.float16
     assert products(model.apply, variables, X) == [WIDE, "float16", "float16", WIDE, WIDE]
     copy = pickle.loads(pickle.dumps(jaxmp.nnx.apply_policy(around_linen(linen), "mixed_bfloat16")))
@@ -241,7 +241,7 @@ def test_statistics_of_a_wrapped_linen_module_stay_float32_and_dropout_keeps_its
     for got, wanted, old in zip(*map(jax.tree.leaves, (stats, want, values(before, nnx.BatchStat))), strict=True):
         assert got.dtype == jnp.float32
         assert np.any(got != old)
-        np.testing.assert_allclose(got, wanted, rtol=0.02, atol=0.01)
+        np.testing.assert_allclose(np.asarray(got - old), np.asarray(wanted - old), rtol=0.05, atol=2e-4)
 
 
 def test_statistics_of_a_wrapped_nnx_module_stay_float32_and_dropout_keeps_its_mask():
@@ -297,8 +297,8 @@ def test_a_bridged_model_under_autocast_computes_as_the_module_under_autocast():
     same_bits(grads, want_grads)
 
     linen = jaxmp.linen.autocast(bridge.ToLinen(Nnx), policy)
-    model = jaxmp.nnx.autocast(drawn(lambda: Nnx(nnx.Rngs(0))), policy)
-    variables = drawn_variables(linen)
+    model = jaxmp.nnx.autocast(module_with_numbers(lambda: Nnx(nnx.Rngs(0))), policy)
+    variables = variables_with_numbers(linen)
     for collection in variables.values():
         nnx.update(model, collection)
     (out, grads), (want, want_grads) = of_linen(linen, variables), of_nnx(model)
@@ -308,7 +308,7 @@ def test_a_bridged_model_under_autocast_computes_as_the_module_under_autocast():
 
 def test_an_override_of_autocast_matches_a_wrapped_module_but_no_module_inside_it():
     nnx_model, linen_model = around_linen(), AroundNnx()
-    variables = drawn_variables(linen_model)
+    variables = variables_with_numbers(linen_model)
     for pattern, bridged in (("wrapped", True), ("type:To*", True), ("first", False)):
         want = [HALF, *[WIDE] * 4] if bridged else [WIDE, *[HALF] * 4]
         assert model_products(jaxmp.nnx.autocast(nnx_model, "mixed_bfloat16", {pattern: "float32"}), X) == want
@@ -328,4 +328,4 @@ def test_overrides_that_keep_every_product_of_a_model_with_a_bridge_in_float32_r
     with pytest.raises(ValueError, match=text):
         model_products(jaxmp.nnx.autocast(around_linen(), "mixed_bfloat16", {"**": "float32"}), X)
     model = jaxmp.linen.autocast(AroundNnx(), "mixed_bfloat16", {"**": "float32"})
-    assert products(model.apply, drawn_variables(AroundNnx()), X) == [WIDE] * 5
+    assert products(model.apply, variables_with_numbers(AroundNnx()), X) == [WIDE] * 5

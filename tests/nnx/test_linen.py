@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from linen_zoo import data, numbers, quick_jit, same_bits
-from nnx_zoo import compiled, drawn, rngs, values
+from nnx_zoo import compiled, module_with_numbers, rngs, values
 
 import jaxmp
 
@@ -44,13 +44,13 @@ def usual_promotion():
         yield
 
 
-def test_linen_and_nnx_give_the_same_outputs_gradients_and_statistics():
-    policy = "O2"
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "O2"])
+def test_linen_and_nnx_give_the_same_outputs_gradients_and_statistics(policy):
     linen = jaxmp.linen.apply_policy(Linen(), policy)
     shapes = jax.eval_shape(linen.init, jax.random.key(0), IMAGE)
-    ones = jax.tree.map(lambda leaf: jnp.ones(leaf.shape), shapes["batch_stats"])
+    ones = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), shapes["batch_stats"])
     variables = {"params": numbers(shapes["params"]), "batch_stats": ones}
-    bare = drawn(lambda: Nnx(rngs()))
+    bare = module_with_numbers(lambda: Nnx(rngs()))
     nnx.update(bare, variables["params"])
     model = jaxmp.nnx.apply_policy(bare, policy)
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from linen_zoo import data, same_bits
-from nnx_zoo import Net, Scale, compiled, drawn, model_products, outcome, rngs, values
+from nnx_zoo import Net, Scale, compiled, model_products, module_with_numbers, outcome, rngs, values
 
 import jaxmp
 from jaxmp.nnx import apply_policy, autocast
@@ -306,13 +306,13 @@ def test_half_products_are_searched_in_the_traced_program():
         def attend(_, x):
             return jax.nn.softmax(x @ x.T) @ x
 
-        model = under(drawn(lambda: Layers(rngs(), attend)), "mixed_bfloat16", {nnx.LayerNorm: "float32"})
+        model = under(module_with_numbers(lambda: Layers(rngs(), attend)), "mixed_bfloat16", {nnx.LayerNorm: "float32"})
         assert model_products(model, VECTORS) == half  # norms are not products, also with stacked Params
 
         def project(layers, x):
             return layers["linear"](x)
 
-        model = drawn(lambda: Layers(rngs(), project, nnx.Linear))
+        model = module_with_numbers(lambda: Layers(rngs(), project, nnx.Linear))
         model = under(model, "mixed_bfloat16", {nnx.Linear: "float32"})
         text = r"stays as it was: layers/linear \(override 'type:Linear'\)\.\nDrop the override, or narrow"
         with jax.numpy_dtype_promotion("standard"), pytest.raises(ValueError, match=text):

@@ -31,7 +31,7 @@ from mesh_steps import (
     tx_of,
     untyped,
 )
-from nnx_zoo import drawn
+from nnx_zoo import module_with_numbers
 
 import jaxmp
 from jaxmp import sharding
@@ -41,6 +41,12 @@ from jaxmp.sharding.specs import specs_in
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+
+
+def moved_nearly_alike(states, start):
+    moved = [jax.tree.map(lambda a, b: np.asarray(a) - np.asarray(b), state.params, start) for state in states]
+    for a, b in zip(*map(jax.tree.leaves, moved), strict=True):
+        assert np.linalg.norm(a - b) <= 0.02 * np.linalg.norm(a)
 
 
 class TestNumbers:
@@ -168,7 +174,7 @@ class TestNumbers:
                 return self.head(self.norm(self.embed(ids)))
 
         def made():
-            model = drawn(lambda: Net(nnx.Rngs(0)))
+            model = module_with_numbers(lambda: Net(nnx.Rngs(0)))
             return model, jaxmp.nnx.Optimizer(model, optax.sgd(0.5), loss_scale=jaxmp.DynamicLossScale())
 
         def loss_fn(model, batch):
@@ -352,6 +358,14 @@ class TestNumbers:
             flops[spec] = jax.jit(step).lower(state, batch).compile().cost_analysis()["flops"]
         assert flops[P("data", "seq")] < 0.8 * flops[P("data")]
 
+    @pytest.mark.slow("compiles a loop over layers on two meshes")
+    def test_layers_in_a_scan_stay_near_one_device_under_a_half_policy(self):
+        mesh, start = mesh_of(), stacked_params()
+        specs = specs_of(stacked_params, mesh, stacked=["layers", "bias"])
+        steps, states = pair(stacked_params, stacked_loss, mesh, specs, {"policy": "mixed_bfloat16"})
+        states = [step(state, tokens())[0] for step, state in zip(steps, states, strict=True)]
+        moved_nearly_alike(states, start)
+
     def test_half_policies_stay_near_one_device(self):
         def make_params():
             rng = np.random.default_rng(0)
@@ -367,9 +381,7 @@ class TestNumbers:
         assert specs["up"] != P() != specs["down"]
         steps, states = pair(make_params, loss_fn, mesh, specs, {"policy": "mixed_bfloat16"})
         states = [step(state, batch)[0] for step, state in zip(steps, states, strict=True)]
-        moved = [jax.tree.map(lambda a, b: np.asarray(a) - np.asarray(b), state.params, start) for state in states]
-        for a, b in zip(*map(jax.tree.leaves, moved), strict=True):
-            assert np.linalg.norm(a - b) <= 0.02 * np.linalg.norm(a)
+        moved_nearly_alike(states, start)
 
     def test_activations_as_large_as_a_weight_are_none(self):
         """A param for each example, and a norm whose scale is a slice of a larger one."""

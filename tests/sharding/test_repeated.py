@@ -53,11 +53,13 @@ SPELLINGS = {
 }
 
 
-# One of each kind: repeated by an operation, moved, broadcast, multiplied, looked up, added up, and in a body.
+# The most usual spelling of each kind.
 USUAL = (
-    *("tile", "class token", "padding value", "scatter", "product"),
-    *("lookup", "running sum", "turns", "computed again"),
-)
+    "broadcast", "twice",  # repeated by an operation
+    "class token", "padding value", "scatter",  # moved to a place among other values
+    "product", "lookup", "running sum",
+    "turns", "computed again",  # in the body of a loop or of a remat
+)  # fmt: skip
 
 
 def loss_in(dtype):

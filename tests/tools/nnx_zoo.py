@@ -23,12 +23,12 @@ def values(node: Any, *filters: Any) -> Any:
     return nnx.as_pure(nnx.state(node, nnx.All(nnx.Not(nnx.RngState), *filters)))
 
 
-def drawn(make: Callable[[], Any]) -> Any:
-    """Return the module that ``make`` creates, with Params that NumPy draws, because JAX would compile for each shape.
+def module_with_numbers(make: Callable[[], Any]) -> Any:
+    """Return the module that ``make`` creates, with Params that NumPy draws.
 
     Statistics are one, and each stream of random numbers has the key of seed zero.
     """
-    model = nnx.eval_shape(make)
+    model = nnx.eval_shape(make)  # JAX's initializers would compile for each shape
     params, stats, keys, counts = nnx.state(model, nnx.Param, nnx.BatchStat, nnx.RngKey, nnx.RngCount)
     nnx.update(
         model,

@@ -30,11 +30,13 @@ def train(module: str, *flags: str, cwd: Path) -> subprocess.CompletedProcess[st
     return done
 
 
-def main(monkeypatch: pytest.MonkeyPatch, config_type: type, train: Callable[[Any], Any], *flags: str) -> None:
-    """Call ``cli.main`` as a process does that has the flags in its command line, and restore what it changes."""
+def run_main(monkeypatch: pytest.MonkeyPatch, config_type: type, script: Callable[[Any], Any], *flags: str) -> None:
+    """Call ``cli.main`` as a process with these flags in its command line does."""
     monkeypatch.setattr(sys, "argv", [sys.argv[0], *flags])
+    monkeypatch.setenv("TERM", "dumb")
+    # cli.main sets these; monkeypatch restores them.
     monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
     monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
-    monkeypatch.setattr(cli, "keep_freed_memory", lambda: None)  # would be for all later tests
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "")
-    cli.main(config_type, train, "")
+    monkeypatch.setattr(cli, "keep_freed_memory", lambda: None)  # It would change the allocator of all later tests.
+    cli.main(config_type, script, "")

@@ -41,7 +41,7 @@ def initial() -> Any:
 
 
 def new_state(loss_scale: Any = None) -> jaxmp.TrainState:
-    variables = jax.tree.map(jnp.copy, dict(initial()))
+    variables = dict(initial())
     tx = jaxmp.loss_scaling(optax.sgd(0.3, momentum=0.9), loss_scale or jaxmp.DynamicLossScale(2.0**10))
     return jaxmp.TrainState.create(params=variables.pop("params"), tx=tx, model_state=variables, ema=True)
 

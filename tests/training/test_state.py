@@ -139,7 +139,7 @@ def sharded_state(layout, kind=AxisType.Auto):
     params = {"hidden": {"w": rng.normal(size=(4, 8)), "b": np.zeros(8)}, "out": {"w": rng.normal(size=(8, 2))}}
     batch = {"x": rng.normal(size=(16, 4)), "y": rng.normal(size=(16, 2))}
     params, batch = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), (params, batch))
-    tx = loss_scaling(optax.sgd(0.1, momentum=0.9), DynamicLossScale())
+    tx = loss_scaling(standard(optax.adam(1e-2)), DynamicLossScale())
 
     def create(params):
         return TrainState.create(params=params, tx=tx, model_state={"n": jnp.zeros(())}, rng=0, ema=True)

@@ -27,29 +27,30 @@ def count(tree: Any) -> int:
 
 
 @functools.cache
-def shapes(model: models.ResNet, size: int) -> tuple[int, dict[str, tuple[int, ...]]]:
-    """Return the number of params, and the shapes of the outputs of every convolution and block."""
+def variables_of(model: models.ResNet, size: int) -> Any:
+    """Return the shapes of the params, and of the outputs of every convolution and block."""
     init = functools.partial(model.init, capture_intermediates=True)
-    variables = jax.eval_shape(init, jax.random.key(0), jnp.zeros((1, size, size, 3)))
-    leaves = jax.tree_util.tree_leaves_with_path(variables["intermediates"])
-    return count(variables["params"]), {
-        "/".join(str(key.key) for key in path[:-2]): leaf.shape for path, leaf in leaves
-    }
+    return jax.eval_shape(init, jax.random.key(0), jnp.zeros((1, size, size, 3)))
+
+
+def output_shapes(model: models.ResNet, size: int) -> dict[str, tuple[int, ...]]:
+    leaves = jax.tree_util.tree_leaves_with_path(variables_of(model, size)["intermediates"])
+    return {"/".join(str(key.key) for key in path[:-2]): leaf.shape for path, leaf in leaves}
 
 
 def test_residual_networks_have_the_published_number_of_params():
     for model, params in [(models.resnet18(1000), 11_689_512), (models.resnet50(1000), 25_557_032)]:
-        assert shapes(model, 224)[0] == params
+        assert count(variables_of(model, 224)["params"]) == params
     model = nnx.eval_shape(lambda: nnx_models.resnet18(3, 1000, rngs=nnx.Rngs(0)))
     assert count(nnx.state(model, nnx.Param)) == 11_689_512
 
 
 def test_the_stem_for_large_images_divides_them_by_4_and_the_stride_of_a_bottleneck_is_in_its_3x3():
-    large, small = shapes(models.resnet18(1000), 224)[1], shapes(models.resnet18(small_images=True), 32)[1]
+    large, small = output_shapes(models.resnet18(1000), 224), output_shapes(models.resnet18(small_images=True), 32)
     assert large["Conv_0"][1:3] == (112, 112) and large["Block_0"][1:3] == (56, 56)
     assert small["Conv_0"][1:3] == small["Block_0"][1:3] == (32, 32)
     assert large["Block_7"][1:] == (7, 7, 512) and small["Block_7"][1:] == (4, 4, 512)
-    found = shapes(models.resnet50(1000), 224)[1]
+    found = output_shapes(models.resnet50(1000), 224)
     assert found["Block_3/Conv_0"][1:] == (56, 56, 128) and found["Block_3/Conv_1"][1:] == (28, 28, 128)
     assert found["Block_3"][1:] == (28, 28, 512)
 
@@ -115,7 +116,8 @@ def statistics_of(model: Any) -> list[np.ndarray]:
     ]
 
 
-@pytest.mark.parametrize(("name", "train"), [("small", True), pytest.param("large", False, marks=SLOW)])
+@pytest.mark.slow("compiles two networks")
+@pytest.mark.parametrize(("name", "train"), [("small", True), ("large", False)])
 def test_with_the_same_weights_both_apis_give_the_same_logits_and_statistics(name, train):
     linen, variables, model = same_model(name, name == "large")
     apply = jax.jit(functools.partial(linen.apply, train=train, mutable=["batch_stats"]))

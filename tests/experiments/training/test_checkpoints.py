@@ -88,14 +88,14 @@ def test_a_state_may_be_donated_while_it_is_written(tmp_path):
     experiment = prepare(Config(ballast=1_000_000))
     with jax.numpy_dtype_promotion("standard"), Checkpoints(tmp_path, keep=3) as manager:
         now, batches = experiment.init(0), experiment.train_batches(0)
-        copies = {}
+        saved = {}
         for step in (1, 2, 3):
-            copies[step] = leaf_bits(now)
+            saved[step] = leaf_bits(now)
             manager.save(step, now, ABOUT)
             for _ in range(5):
                 now, _ = experiment.step(now, next(batches))
-    for step, copy in copies.items():
-        assert leaf_bits(read(tmp_path, step).restore(now, ABOUT["precision"])) == copy
+    for step, bits_at_step in saved.items():
+        assert leaf_bits(read(tmp_path, step).restore(now, ABOUT["precision"])) == bits_at_step
 
 
 def test_the_last_checkpoints_are_kept_and_the_next_run_removes_an_unfinished_one(tmp_path):

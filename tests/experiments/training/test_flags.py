@@ -10,7 +10,7 @@ import warnings
 from pathlib import Path
 
 import pytest
-from run_tools import main
+from run_tools import run_main
 
 import jaxmp
 from experiments import compare, data, image_classification, language_modeling, masked_lm
@@ -203,6 +203,6 @@ def test_an_output_that_cannot_be_written_is_one_line(monkeypatch, capsys):
     with open("/dev/full", "w") as full:  # closing it fails if the output is still to be written there
         monkeypatch.setattr(sys, "stdout", full)
         with pytest.raises(SystemExit) as end:
-            main(monkeypatch, cli.PrecisionFlags, print)
+            run_main(monkeypatch, cli.PrecisionFlags, print)
     assert end.value.code == 1
     assert capsys.readouterr().err == "error: the output cannot be written: No space left on device\n"
