@@ -59,10 +59,15 @@ _IS_POLE: dict[str, Callable[..., Any]] = {
 
 @dataclass(frozen=True)
 class Range:
-    """The dtype and shape of an operand, with its smallest and largest value and its number of NaN elements.
+    """The dtype, shape and values of an operand.
 
-    NaN elements are ignored in ``low`` and ``high``. If all elements are NaN, ``low`` and ``high`` are NaN. For a
-    complex operand, ``low`` and ``high`` are magnitudes.
+    Attributes:
+      dtype: the name of the dtype.
+      shape: the shape.
+      low: the smallest value, or the smallest magnitude of a complex operand. NaN elements are ignored. If all elements
+        are NaN, it is NaN.
+      high: the largest value or magnitude, likewise.
+      nans: the number of NaN elements.
     """
 
     dtype: str

@@ -42,7 +42,10 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def empty_curves() -> Iterator[None]:
-    """Make runs write an empty curves.png, because drawing takes longer than training. `test_runs.py` has real ones."""
+    """Make runs write an empty curves.png, because drawing takes longer than training.
+
+    `test_runs.py` tests the real picture.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plots, "curves", lambda rows, path, title: path.touch())
         yield

@@ -39,7 +39,7 @@ def image_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def promotion_as_users_have_it():
-    """Flax's BatchNorm needs this in half precision. Set it in all threads, because compare compiles in several."""
+    """Allow dtype promotion in all threads, because BatchNorm mixes dtypes and compare compiles in several threads."""
     jax.config.update("jax_numpy_dtype_promotion", "standard")
     yield
     jax.config.update("jax_numpy_dtype_promotion", "strict")

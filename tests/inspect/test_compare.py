@@ -23,7 +23,7 @@ def _exact(x):
 
 
 def _chain(planted, at):
-    """Four layers, one of which goes through ``planted``."""
+    """Return a loss of four layers. The layer ``at`` is followed by ``planted``."""
 
     def loss(params, x):
         for name in "abcd":

@@ -86,7 +86,7 @@ def test_products_have_path_phase_turns_and_the_users_line(net):
         "Dense_0", "CheckpointDense_0", "shared", "shared", "blocks/Dense_0",
     ]  # fmt: skip
     backward = [place for place in found if place.phase == "backward"]
-    # Two for each; the first layer's input has no gradient; a product of what is computed again may come on top.
+    # Each has two products, but the first layer's input has no gradient. Recomputed products may be added.
     assert {place.path for place in backward} == {place.path for place in forward}
     assert {place.count for place in found if "blocks" in place.path} == {3}
     assert [place.key for place in equation_places(jaxpr)] == sorted(place.key for place in equation_places(jaxpr))

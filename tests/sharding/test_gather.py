@@ -16,7 +16,7 @@ import jaxmp
 from jaxmp import sharding
 from jaxmp.sharding import Sharding
 
-pytestmark = pytest.mark.usefixtures("standard_promotion")  # optax's Adam mixes dtypes by itself
+pytestmark = pytest.mark.usefixtures("standard_promotion")  # optax's Adam mixes dtypes
 
 
 def reshards(jaxpr):
