@@ -12,6 +12,8 @@ MINUTES ?= $(if $(SMALL),0,9)
 WORKERS := $(shell getconf _NPROCESSORS_ONLN)
 # In CI, up to three failed tests run once more, because a machine may stall. The summary names these tests.
 AGAIN := $(if $(CI),--reruns 1 --max-suite-reruns 3 --rerun-show-tracebacks)
+# The newest environment also has the compiler for an absent GPU.
+ON_NEWEST := absent_gpu or not (slow or once)
 PYTEST := -m pytest -q -n $(WORKERS) --maxprocesses 8 --dist worksteal $(AGAIN)
 SOURCES := jaxmp experiments tests notebooks docs .ci
 export PYTHON
@@ -25,7 +27,7 @@ demo: .venv/installed ## train on real data under five precisions and compare th
 	@$(PY) -m experiments.compare --demo --report $(ARGS)
 
 test: .venv/installed ## the tests, about 6 minutes the first time on two cores: make test ARGS="tests/cli -x"
-	$(PY) $(PYTEST) -m "not slow" $(ARGS)
+	$(PY) $(PYTEST) -m "not slow and not absent_gpu" $(ARGS)
 
 check: lint types test slow newest ## everything that a change must pass: about 20 minutes on two cores
 
@@ -67,23 +69,21 @@ format: .venv/installed ## fix and format the code with ruff
 	$(PY) -m ruff check --fix $(SOURCES)
 	$(PY) -m ruff format $(SOURCES)
 
-types: .venv/installed ## check the types of the library with mypy
+types: .venv/installed ## check the types of the library and of a user's program with mypy
 	$(PY) -m mypy
 
-slow: .venv/installed ## only the slow tests: notebooks, killed processes, compilations for an absent GPU
+slow: .venv/installed ## only the slow tests: notebooks, real models, killed processes
 	$(PY) $(PYTEST) -m slow $(ARGS)
 
-newest: .venv/installed ## the tests on the newest Python and JAX that this machine offers
+newest: .venv/installed ## the tests on the newest Python and JAX of this machine, and those that compile for an absent GPU
 	@newest=$$(.ci/pythons.sh "$$PYTHON" | tail -n 1); \
 	current=$$($(PY) -c $(VERSION)); \
 	if [ "$${newest%% *}" = "$$current" ]; then \
 	  echo "No supported Python newer than $$current on this machine: the tests ran on $$current only"; \
 	else \
 	  $(SELF) --no-print-directory .venv-newest/installed && \
-	  echo ".venv-newest/bin/python $(PYTEST) -m 'not slow and not once' --cases 1 $(or $(ARGS),tests)" && \
-	  .venv-newest/bin/python $(PYTEST) -m "not slow and not once" --cases 1 $(or $(ARGS),tests) && \
-	  .venv-newest/bin/python $(PYTEST) -m slow tests/engine/test_float8_compiled.py tests/inspect/test_memory.py \
-	    tests/inspect/test_roofline.py; \
+	  echo ".venv-newest/bin/python $(PYTEST) -m '$(ON_NEWEST)' --cases 1 $(or $(ARGS),tests)" && \
+	  .venv-newest/bin/python $(PYTEST) -m "$(ON_NEWEST)" --cases 1 $(or $(ARGS),tests); \
 	fi
 
 docs: .venv/installed ## build the site in build/site

@@ -18,6 +18,7 @@ from jaxmp.optim.checks import require_loss
 from jaxmp.sharding.mesh_plan import Sharding
 from jaxmp.training import loss_function
 from jaxmp.training import step as train_step
+from jaxmp.training.state import TrainState
 
 
 def make_train_step(
@@ -142,7 +143,7 @@ class _Form:
     wrt: Any
 
 
-class _State(train_step.TrainState):
+class _State(TrainState):
     """The train state of an NNX model.
 
     ``model_state`` is a tuple of a :class:`_Form`, the state of the random number generators, and the other Variables
@@ -182,7 +183,7 @@ def state_of(model: Any, optimizer: Optimizer) -> _State:
     )
 
 
-def _of_arrays(loss_fn: Callable[[Any, Any], Any]) -> train_step.LossFn:
+def _of_arrays(loss_fn: Callable[[Any, Any], Any]) -> loss_function.LossFn:
     """Turn a loss function of a model into a function of the model's arrays."""
     loss_function.require_arguments(loss_fn, "model, batch")
 

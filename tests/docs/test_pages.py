@@ -18,8 +18,12 @@ PAGES = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
 PARTS = sorted({(page, block.tab) for page in PAGES if page not in ELSEWHERE for block in blocks(DOCS / page)})
 
 
-@pytest.mark.slow("all programs of the site")
-@pytest.mark.parametrize(("page", "tab"), PARTS, ids=lambda part: part or "page")
+def case(page: str, tab: str) -> object:
+    slow = pytest.mark.slow("all programs of the site")
+    return pytest.param(page, tab, marks=pytest.mark.absent_gpu if page == "tools/roofline.md" else slow)
+
+
+@pytest.mark.parametrize(("page", "tab"), [case(*part) for part in PARTS], ids=lambda part: part or "page")
 def test_the_code_of_a_page_runs(page: str, tab: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for block in blocks(DOCS / page):

@@ -21,10 +21,7 @@ from jaxmp.sharding import Sharding
 from jaxmp.training import loss_function
 
 RECIPE = Float8()
-pytestmark = [
-    pytest.mark.slow("compiles for a GPU that this machine does not have"),
-    pytest.mark.skipif(targets.missing() is not None, reason="the packages that compile for a GPU are not installed"),
-]
+pytestmark = pytest.mark.absent_gpu
 T, K, N = 4096, 2048, 8192
 
 

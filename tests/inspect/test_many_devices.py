@@ -20,12 +20,6 @@ from jaxmp.inspect.program import targets
 pytestmark = pytest.mark.usefixtures("standard_promotion")  # optax's Adam mixes dtypes by itself
 
 
-def compiles(test):
-    """For what compiles for a GPU that is not there."""
-    missing = pytest.mark.skipif(targets.missing() is not None, reason="what compiles for a GPU is not installed")
-    return pytest.mark.slow("compiles for an absent GPU")(missing(test))
-
-
 MESH = jax.sharding.AbstractMesh((8,), ("fsdp",), axis_types=(AxisType.Explicit,))
 IN, OUT, BATCH = 512, 1024, 4096
 PARAMS = 3 * IN * OUT
@@ -50,7 +44,7 @@ def gathered_wide(params, specs, dtype):
 
 
 class TestMemory:
-    @compiles
+    @pytest.mark.absent_gpu
     def test_it_is_of_each_device_and_says_what_that_sends(self):
         plan = memory(jax.value_and_grad(loss), device="h200", topology="1x1x8")(WEIGHTS, X)
         assert (plan.devices, plan.params, plan.batch) == (8, PARAMS, BATCH)
@@ -68,7 +62,7 @@ class TestMemory:
         plain = json.loads(plan.to_json())
         assert plain["devices"] == 8 and {row["axis"] for row in plain["collectives"]["rows"]} == {"fsdp"}
 
-    @compiles
+    @pytest.mark.absent_gpu
     def test_two_hosts_are_the_same_program_in_either_spelling(self):
         one, two = (
             memory(jax.grad(loss), device="h200", topology=topology)(WEIGHTS, X) for topology in (None, "2 hosts x 4")
@@ -88,7 +82,7 @@ class TestMemory:
         largest = plan.largest_batch(2 * plan.peak)
         assert largest > BATCH and largest % 4 == 0
 
-    @compiles
+    @pytest.mark.absent_gpu
     def test_a_train_step_is_planned_with_its_state_where_it_stays(self):
         def loss_fn(params, model_state, batch, rng):
             return loss(params, batch), model_state
@@ -102,7 +96,7 @@ class TestMemory:
         assert plan.params == PARAMS and plan.ideal_wire == 7 * PARAMS  # the average is none of them
         assert plan.by_kind["params"] == 2 * 4 * PARAMS // 8 and plan.by_kind["optimizer"] < 2 * 4 * PARAMS // 8 + 100
 
-    @compiles
+    @pytest.mark.absent_gpu
     def test_a_mesh_of_one_device_is_one_device(self):
         mesh = jax.sharding.AbstractMesh((1,), ("fsdp",), axis_types=(AxisType.Explicit,))
         weights = {name: placed(P(), *leaf.shape, mesh=mesh) for name, leaf in WEIGHTS.items()}
@@ -117,7 +111,7 @@ def kinds(report):
     return {each.kind for each in report.findings} & {"float32-gather", "activation-gather", "gradient-all-reduce"}
 
 
-@compiles
+@pytest.mark.absent_gpu
 class TestAudit:
     def test_gathers_in_half_and_sums_that_are_scattered_are_clean(self):
         report = audit(jax.grad(loss), "mixed_bfloat16", device="h200", topology="1x1x8")(WEIGHTS, X)
@@ -196,7 +190,7 @@ def test_what_does_not_fit_is_refused():
                 tool(loss, **options)(*args)
 
 
-@compiles
+@pytest.mark.absent_gpu
 def test_a_topology_that_does_not_fit_the_mesh_is_refused():
     fits = r"must have as many GPUs as the mesh, got '1x2x2' with 4 and a mesh with 8 \(fsdp=8\); change one of them"
     with pytest.raises(ValueError, match=fits):
@@ -237,7 +231,7 @@ class TestCommand:
     def run(self, command, *flags, args="shapes"):
         return main([command, "sharded_program:step", "--args", f"sharded_program:{args}", *flags])
 
-    @compiles
+    @pytest.mark.absent_gpu
     def test_shapes_on_a_mesh_come_from_a_function(self, capsys):
         assert self.run("memory", "--device", "h200", "--topology", "1x1x8", "--json") == 0
         plan = json.loads(capsys.readouterr().out)

@@ -11,6 +11,7 @@ import sys
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import nnx
@@ -225,6 +226,15 @@ def test_the_largest_batch_fits_and_one_more_does_not():
     assert found.largest_batch(1000) == 0
 
 
+def test_int64_of_numpy_counts_as_int32_which_jax_computes():
+    def loss(params, batch):
+        return jnp.mean((batch["x"] @ params) * batch["y"].astype(F32))
+
+    found = memory(loss)(shape(4), {"x": np.ones((8, 4), "float32"), "y": np.arange(8)})
+    assert found.by_kind["batch"] == 8 * 4 * 4 + 8 * 4
+    assert found.largest_batch(10_000) > 8
+
+
 def test_the_search_compiles_few_sizes_and_trusts_no_line():
     compiled = []
 
@@ -292,10 +302,9 @@ def test_the_command_prints_it_and_says_in_one_line_what_is_wrong(capsys):
         assert error.startswith("jaxmp memory: error: ") and said in error and error.count("\n") == 1
 
 
-@pytest.mark.slow("compiles for an absent GPU")
+@pytest.mark.absent_gpu
 @pytest.mark.parametrize("name", targets.TARGETS)
 def test_for_each_described_gpu_it_is_what_the_compiler_reports(name):
-    pytest.importorskip("jax_cuda13_plugin")
     fun = jax.jit(lambda w, x: jnp.tanh(jnp.tanh(x @ w) @ w.T).sum())  # of few kernels
     args = shape(16, 32), shape(8, 16)
     found = memory(fun, device=name)(*args)
@@ -307,10 +316,9 @@ def test_for_each_described_gpu_it_is_what_the_compiler_reports(name):
     assert found.device == target.name
 
 
-@pytest.mark.slow("compiles for an absent GPU")
+@pytest.mark.absent_gpu
 @pytest.mark.parametrize("platforms", [None, "cuda"])
 def test_a_described_gpu_needs_neither_cudnn_nor_a_platform_that_is_named(platforms):
-    pytest.importorskip("jax_cuda13_plugin")
     code = (
         "import jax, jax.numpy as jnp, sys\n"
         "if sys.argv[1:]: jnp.ones(3).sum()\n"  # JAX looked for its plugins, and left out the one that misses cuDNN

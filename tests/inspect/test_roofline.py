@@ -138,9 +138,8 @@ def test_the_command_says_in_one_line_what_is_wrong(capsys):
     assert error.startswith("jaxmp roofline: error: a roofline needs") and error.count("\n") == 1
 
 
-@pytest.mark.slow("compiles for an absent GPU")
+@pytest.mark.absent_gpu
 def test_a_step_is_predicted_for_a_gpu_that_is_not_there_and_half_is_faster():
-    pytest.importorskip("jax_cuda13_plugin")
 
     def loss(params, batch):
         return jnp.mean((jnp.tanh(batch @ params) @ params).astype(jnp.float32) ** 2)

@@ -6,32 +6,29 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from mesh_steps import tx_of
 from stacked_layers import BATCH, WIDTH, loss_on, make_params, shape
 
 import jaxmp
-from experiments.models import nnx as nnx_models
 from experiments.models.gpt2 import GPT2
 from jaxmp import sharding
 from jaxmp.inspect import memory
-from jaxmp.inspect.program import compiling, targets
+from jaxmp.inspect.program import compiling
 from jaxmp.sharding import Sharding
 from jaxmp.sharding.specs import specs_in
 
 pytestmark = [
     pytest.mark.usefixtures("standard_promotion"),
-    pytest.mark.slow("compiles for GPUs that are not there"),
-    pytest.mark.skipif(targets.missing() is not None, reason="the packages that compile for a GPU are not installed"),
+    pytest.mark.absent_gpu,
 ]
 
 
 class TestForEightGPUs:
     """Compiled for H200s that are not there."""
 
-    @pytest.mark.parametrize(("how", "loop"), [("linen", True), ("autocast", False), ("nnx", True)])
+    @pytest.mark.parametrize(("how", "loop"), [("linen", True), ("autocast", False)])
     def test_what_a_device_sends_is_the_least(self, how, loop):
         mesh = jax.sharding.AbstractMesh((8,), ("fsdp",), (AxisType.Auto,))
         vocabulary, sequence, width = 2048, 64, 256
@@ -40,23 +37,14 @@ class TestForEightGPUs:
         def placed(leaf, spec):
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
 
-        if how == "nnx":
-            sizes = (vocabulary, sequence, 1 + loop, width, 4, loop)
-            abstract = nnx.eval_shape(lambda: nnx_models.GPT2(*sizes, rngs=nnx.Rngs(0)))
-            graphdef, shapes = nnx.split(jaxmp.nnx.apply_policy(abstract, "mixed_bfloat16"))
-            shapes = nnx.as_pure(shapes)
+        model = GPT2(vocabulary, sequence, 1 + loop, 4, width, "full" if loop else "none", loop)
+        shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, sequence), jnp.int32))["params"]
+        own = model if how == "autocast" else jaxmp.linen.apply_policy(model, "mixed_bfloat16")
 
-            def loss_fn(params, model_state, batch, rng):
-                return nnx.merge(graphdef, params).loss(*batch), model_state
-        else:
-            model = GPT2(vocabulary, sequence, 1 + loop, 4, width, "full" if loop else "none", loop)
-            shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, sequence), jnp.int32))["params"]
-            own = model if how == "autocast" else jaxmp.linen.apply_policy(model, "mixed_bfloat16")
+        def loss_fn(params, model_state, batch, rng):
+            return own.apply({"params": params}, *batch, method="loss"), model_state
 
-            def loss_fn(params, model_state, batch, rng):
-                return own.apply({"params": params}, *batch, method="loss"), model_state
-
-        stacked = ["blocks" if how == "nnx" else "h_0"] if loop else None
+        stacked = ["h_0"] if loop else None
         specs = sharding.fsdp_specs(shapes, mesh, min_size=8192, stacked=stacked)
         policy = {"policy": "mixed_bfloat16"} if how == "autocast" else {}
         step = jaxmp.make_train_step(loss_fn, sharding=Sharding(mesh, specs), **policy)
@@ -144,21 +132,18 @@ def step_and_shapes():
 class TestGatherForEightGPUs:
     """Compiled for H200s that are not there, where half collectives stay half."""
 
-    def test_weights_cross_the_wire_in_half_and_gradients_in_float32(self, step_and_shapes):
+    def test_weights_travel_in_half_gradients_in_float32_and_memory_is_that_of_one_device(self, step_and_shapes):
         step, (state, batch) = step_and_shapes
-        found = jaxmp.inspect.collectives(compiling.compiled(step, (state, batch), "h200", "1x2x4"))
+        plan = memory(step, device="h200", topology="1x2x4")(state, batch)
         weights = sum(leaf.size for name, leaf in state.params.items() if name != "bias")
-        moved = {(row.kind, row.dtype): 0.0 for row in found.rows}
-        for row in found.rows:
+        moved = {(row.kind, row.dtype): 0.0 for row in plan.collectives.rows}
+        for row in plan.collectives.rows:
             moved[row.kind, row.dtype] += row.wire
             assert row.axis == "fsdp"
         assert set(moved) == {("all-gather", "bfloat16"), ("reduce-scatter", "float32"), ("all-reduce", "float32")}
         assert moved["reduce-scatter", "float32"] == 4 * weights * 7 / 8
         assert moved["all-gather", "bfloat16"] <= 2 * 2 * weights * 7 / 8
 
-    def test_memory_is_that_of_one_device(self, step_and_shapes):
-        step, (state, batch) = step_and_shapes
-        plan = memory(step, device="h200")(state, batch)
         held = sharding.describe(state, jax.tree.map(lambda leaf: leaf.sharding.spec, state), batch.sharding.mesh)
         assert sum(plan.by_kind.values()) == plan.peak
         kinds = plan.by_kind["params"] + plan.by_kind["optimizer"]

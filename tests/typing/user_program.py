@@ -1,4 +1,4 @@
-"""A user's program, for type checkers: tests/typing/test_types.py has mypy and basedpyright read it, and runs it."""
+"""A user's program, for type checkers: mypy (`make types`) and basedpyright read it, and test_types.py runs it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, assert_type
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import optax  # type: ignore[import-untyped]
+import optax
 from flax import nnx
 
 import jaxmp

@@ -265,8 +265,10 @@ def _placed(tree: Any, sharding_of: Callable[[Any], Sharding]) -> Any:
     def placed(leaf: Any) -> Any:
         if not hasattr(leaf, "dtype"):
             return leaf
+        # JAX computes NumPy's int64 in int32, unless jax_enable_x64 is set.
+        dtype = jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
         is_weak = bool(getattr(leaf, "weak_type", False))
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding_of(leaf), weak_type=is_weak)
+        return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding_of(leaf), weak_type=is_weak)
 
     return jax.tree.map(placed, tree)
 

@@ -8,7 +8,6 @@ import jax
 import pytest
 
 from experiments.benchmarks import low_precision
-from jaxmp.inspect.program import targets
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")  # optax's Adam mixes dtypes by itself
 SMALL = {"smoke": True, "rows": 8, "rounds": 2, "block_ms": 0.1}
@@ -36,15 +35,15 @@ def test_every_way_to_store_is_timed_and_some_steps_are_compiled(tmp_path, capsy
     assert "| stochastic | bfloat16 | 6.00 |" in text and "/ float32" in capsys.readouterr().out
 
 
+@pytest.mark.absent_gpu
 def test_on_a_gpu_an_update_moves_no_more_bytes_than_needed(monkeypatch, tmp_path):
-    if reason := targets.missing():
-        pytest.skip(reason)
     monkeypatch.setattr(low_precision, "step_mib", lambda config, variant: {"float8": 40.0}.get(variant[1], 100.0))
     rows = low_precision.main(low_precision.Config(device="h200", rows=1024, run_dir=tmp_path))
-    moved = {" ".join(variant): round(row["moved"], 1) for variant, row in rows.items()}
+    moved = {" ".join(variant): row["moved"] for variant, row in rows.items()}
     # Bytes per param: the gradient 4, the param 2 + 2, and each moment for its reads and writes. float8 reads the
     # gradient and the codes once more, and has a scale for each 256 params.
-    assert [moved[f"stochastic {moments}"] for moments in ("float32", "bfloat16", "float8")] == [24, 16, 18.2]
+    stochastic = [moved[f"stochastic {moments}"] for moments in ("float32", "bfloat16", "float8")]
+    assert stochastic == pytest.approx([24, 16, 18.2], abs=0.1)
     assert max(row["temporary"] for row in rows.values()) < 0.1
     assert "ms" not in rows[low_precision.REFERENCE]
     text = (tmp_path / "low_precision.md").read_text()
