@@ -12,8 +12,8 @@ MINUTES ?= $(if $(SMALL),0,9)
 WORKERS := $(shell getconf _NPROCESSORS_ONLN)
 # In CI, up to three failed tests run once more, because a machine may stall. The summary names these tests.
 AGAIN := $(if $(CI),--reruns 1 --max-suite-reruns 3 --rerun-show-tracebacks)
-# The newest environment also has the compiler for an absent GPU.
-ON_NEWEST := absent_gpu or not (slow or once)
+# Tests with the mark absent_gpu run on the newest Python only, because only its environment has their compiler.
+MARKS_OF_NEWEST := absent_gpu or not (slow or once)
 PYTEST := -m pytest -q -n $(WORKERS) --maxprocesses 8 --dist worksteal $(AGAIN)
 SOURCES := jaxmp experiments tests notebooks docs .ci
 export PYTHON
@@ -80,10 +80,11 @@ newest: .venv/installed ## the tests on the newest Python and JAX of this machin
 	current=$$($(PY) -c $(VERSION)); \
 	if [ "$${newest%% *}" = "$$current" ]; then \
 	  echo "No supported Python newer than $$current on this machine: the tests ran on $$current only"; \
+	  $(PY) $(PYTEST) -m absent_gpu $(or $(ARGS),tests); \
 	else \
 	  $(SELF) --no-print-directory .venv-newest/installed && \
-	  echo ".venv-newest/bin/python $(PYTEST) -m '$(ON_NEWEST)' --cases 1 $(or $(ARGS),tests)" && \
-	  .venv-newest/bin/python $(PYTEST) -m "$(ON_NEWEST)" --cases 1 $(or $(ARGS),tests); \
+	  echo ".venv-newest/bin/python $(PYTEST) -m '$(MARKS_OF_NEWEST)' --cases 1 $(or $(ARGS),tests)" && \
+	  .venv-newest/bin/python $(PYTEST) -m "$(MARKS_OF_NEWEST)" --cases 1 $(or $(ARGS),tests); \
 	fi
 
 docs: .venv/installed ## build the site in build/site

@@ -85,33 +85,29 @@ def pytest_configure(config: pytest.Config) -> None:
 
 # Tests of up to a minute each: begun last, one of them would run alone, and two workers would run what a module shares.
 LONG = (
-    "test_notebooks", "test_several_processes", "test_checkpoints_kill", "test_runs", "test_audit_clean",
-    "test_image_classification", "test_processes",
+    "test_several_processes", "test_notebooks", "test_inspect_pictures", "test_checkpoints_kill", "test_runs",
+    "test_language_modeling", "test_eight_gpus", "test_audit_clean", "test_image_classification", "test_processes",
 )  # fmt: skip
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add ``--cases N``: the newest Python runs the first N cases of each test, as the default one runs all.
 
-    Of the tests with the mark ``absent_gpu``, it runs all cases, because the default one runs none.
+    Of the tests with the mark ``absent_gpu``, it runs all cases, because they run nowhere else.
     """
     parser.addoption("--cases", type=int, default=None, help="run at most so many cases of each parametrised test")
 
 
-def _why_nothing_compiles_for_a_gpu() -> str | None:
-    from jaxmp.inspect.program import targets
-
-    return targets.missing()
-
-
 @pytest.hookimpl(trylast=True)  # after marks are looked at
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Begin with the longest files, skip what cannot be compiled here, and leave out cases beyond ``--cases``."""
-    items.sort(key=lambda item: not item.path.name.startswith(LONG))
-    for_absent_gpu = [item for item in items if item.get_closest_marker("absent_gpu")]
-    if for_absent_gpu and (reason := _why_nothing_compiles_for_a_gpu()):
-        for item in for_absent_gpu:
-            item.add_marker(pytest.mark.skip(reason))
+    """Begin with the longest files, skip tests whose compiler is missing, and leave out cases beyond ``--cases``."""
+    from jaxmp.inspect.program import targets
+
+    items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
+    if reason := targets.missing():
+        for item in items:
+            if item.get_closest_marker("absent_gpu"):
+                item.add_marker(pytest.mark.skip(reason))
     most = config.getoption("--cases")
     if most is None:
         return
@@ -120,7 +116,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         test = item.nodeid.partition("[")[0]
         counts[test] += 1
-        is_kept = counts[test] <= most or item in for_absent_gpu
+        is_kept = counts[test] <= most or item.get_closest_marker("absent_gpu")
         (kept if is_kept else left_out).append(item)
     config.hook.pytest_deselected(items=left_out)
     items[:] = kept

@@ -239,8 +239,8 @@ def _resized(leaf: Leaf, size: int | None, new_size: int) -> Any:
     value = leaf.value
     if leaf.kind != "batch" or np.shape(value)[:1] != (size,):
         return value
-    dtype = jax.dtypes.canonicalize_dtype(value.dtype, allow_extended_dtype=True)  # JAX computes NumPy's int64 in int32
-    return jax.ShapeDtypeStruct((new_size, *value.shape[1:]), dtype, sharding=sharding_on_mesh(value))
+    shape = (new_size, *value.shape[1:])
+    return jax.ShapeDtypeStruct(shape, targets.dtype_in_jax(value), sharding=sharding_on_mesh(value))
 
 
 def _peak(stats: Any) -> int:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import jax
 import pytest
-from pages import blocks, run
+from _pytest.mark import ParameterSet
+from pages import PACKAGES, blocks, run
 from places import ROOT
 
 DOCS = ROOT / "docs"
@@ -18,12 +19,13 @@ PAGES = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
 PARTS = sorted({(page, block.tab) for page in PAGES if page not in ELSEWHERE for block in blocks(DOCS / page)})
 
 
-def case(page: str, tab: str) -> object:
+def marked(page: str, tab: str) -> ParameterSet:
+    compiles = any(block.tab == tab and block.needs == PACKAGES["compile-only"] for block in blocks(DOCS / page))
     slow = pytest.mark.slow("all programs of the site")
-    return pytest.param(page, tab, marks=pytest.mark.absent_gpu if page == "tools/roofline.md" else slow)
+    return pytest.param(page, tab, marks=pytest.mark.absent_gpu if compiles else slow)
 
 
-@pytest.mark.parametrize(("page", "tab"), [case(*part) for part in PARTS], ids=lambda part: part or "page")
+@pytest.mark.parametrize(("page", "tab"), [marked(*part) for part in PARTS], ids=lambda part: part or "page")
 def test_the_code_of_a_page_runs(page: str, tab: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for block in blocks(DOCS / page):

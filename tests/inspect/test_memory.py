@@ -226,13 +226,14 @@ def test_the_largest_batch_fits_and_one_more_does_not():
     assert found.largest_batch(1000) == 0
 
 
-def test_int64_of_numpy_counts_as_int32_which_jax_computes():
+def test_int64_of_numpy_is_int32_as_in_jax_and_gives_no_warning():
     def loss(params, batch):
         return jnp.mean((batch["x"] @ params) * batch["y"].astype(F32))
 
     found = memory(loss)(shape(4), {"x": np.ones((8, 4), "float32"), "y": np.arange(8)})
     assert found.by_kind["batch"] == 8 * 4 * 4 + 8 * 4
-    assert found.largest_batch(10_000) > 8
+    assert found.largest_batch(10_000) > 8  # compiles for other shapes of the batch
+    assert targets.on(jax.devices()[0], np.arange(8)).dtype == np.int32
 
 
 def test_the_search_compiles_few_sizes_and_trusts_no_line():

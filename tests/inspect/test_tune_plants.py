@@ -45,12 +45,6 @@ def variance_by_moments(x, w):
     return jnp.tile(squares / 4 + -(total * total / 16), 4)
 
 
-def squared_distance_by_squares(x, w):
-    y = layer(x, w) + 8
-    z = jnp.roll(y, 1, axis=1)
-    return y * y + z * z + -2 * y * z
-
-
 def cumulative_sum(x, w):
     y = layer(x, w) + 8
     total, sums = y[:, 0], []
@@ -58,6 +52,11 @@ def cumulative_sum(x, w):
         sums.append(total + -8.0 * n)
         total = total + y[:, n % 16]
     return jnp.stack(sums, 1)
+
+
+def gate_with_large_logits(x, w):
+    y = layer(x, w)
+    return jax.nn.sigmoid(20 * (y + 20.0) + -400.0) * y
 
 
 def chebyshev_polynomial(x, w):
@@ -68,13 +67,6 @@ def chebyshev_polynomial(x, w):
     return value
 
 
-def cosine_by_doubling_the_angle(x, w):
-    cosine = 1.0 + -0.005 * (layer(x, w) + 1)
-    for _ in range(4):
-        cosine = 2 * cosine * cosine + -1.0
-    return cosine
-
-
 def inverse_by_determinants(x, w):
     a, b, c, d = jnp.split(0.02 * layer(x, w), 4, axis=1)
     a, b, c, d = 1 + a, 0.95 + b, 0.95 + c, 1 + d
@@ -82,38 +74,12 @@ def inverse_by_determinants(x, w):
     return jnp.concatenate([a * one_over, -b * one_over, -c * one_over, d * one_over], 1)
 
 
-def gate_with_large_logits(x, w):
-    y = layer(x, w)
-    return jax.nn.sigmoid(20 * (y + 20.0) + -400.0) * y
-
-
-def moving_average(x, w):
-    y = mean = x @ w
-    for n in range(12):
-        mean = 0.99 * mean + 0.01 * jnp.tanh((1 + n) * y)
-    return mean
-
-
-def polynomial_by_horner(x, w):
-    y = 1.0 + 0.3 * layer(x, w)
-    value = y
-    for coefficient in (-5.0, 10.0, -10.0, 5.0):
-        value = (value + coefficient) * y
-    return 50 * (value + -1.0)
-
-
-def offset_positions(x, w):
-    return (64.0 + layer(x, w)) * 3.0 + -192.0
-
-
 # Each plant is tested in one half dtype, because their rounding errors differ only in size.
 PLANTS = (
-    (polynomial_by_horner, "mixed_bfloat16"), (residual_flow, "mixed_float16"),
-    (growth_by_factors_near_one, "mixed_bfloat16"), (variance_by_moments, "mixed_float16"),
-    (squared_distance_by_squares, "mixed_bfloat16"), (cumulative_sum, "mixed_float16"),
-    (chebyshev_polynomial, "mixed_bfloat16"), (cosine_by_doubling_the_angle, "mixed_float16"),
-    (inverse_by_determinants, "mixed_bfloat16"), (gate_with_large_logits, "mixed_float16"),
-    (moving_average, "mixed_bfloat16"), (offset_positions, "mixed_float16"),
+    (residual_flow, "mixed_float16"), (growth_by_factors_near_one, "mixed_bfloat16"),
+    (variance_by_moments, "mixed_float16"), (cumulative_sum, "mixed_float16"),
+    (gate_with_large_logits, "mixed_float16"), (chebyshev_polynomial, "mixed_bfloat16"),
+    (inverse_by_determinants, "mixed_bfloat16"),
 )  # fmt: skip
 
 
@@ -149,8 +115,8 @@ def test_without_a_plant_nothing_is_found():
 
 
 def test_no_choice_of_as_few_modules_has_much_more_in_half():
-    half, layers = "mixed_float16", (layer, growth_by_factors_near_one, layer, variance_by_moments, layer)
-    loss_fn, args = _loss(*layers), (_params(5), X)
+    half, layers = "mixed_float16", (layer, growth_by_factors_near_one, variance_by_moments, layer)
+    loss_fn, args = _loss(*layers), (_params(4), X)
     whole, tuned = tune(loss_fn, half, operations=False)(*args), tune(loss_fn, half)(*args)
     policy = get_policy(half)
     measurement = Measurement(loss_fn, [args], policy, whole.loss_scale or 1.0)

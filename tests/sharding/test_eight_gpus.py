@@ -39,10 +39,10 @@ class TestForEightGPUs:
 
         model = GPT2(vocabulary, sequence, 1 + loop, 4, width, "full" if loop else "none", loop)
         shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, sequence), jnp.int32))["params"]
-        own = model if how == "autocast" else jaxmp.linen.apply_policy(model, "mixed_bfloat16")
+        policied = model if how == "autocast" else jaxmp.linen.apply_policy(model, "mixed_bfloat16")
 
         def loss_fn(params, model_state, batch, rng):
-            return own.apply({"params": params}, *batch, method="loss"), model_state
+            return policied.apply({"params": params}, *batch, method="loss"), model_state
 
         stacked = ["h_0"] if loop else None
         specs = sharding.fsdp_specs(shapes, mesh, min_size=8192, stacked=stacked)
@@ -129,12 +129,17 @@ def step_and_shapes():
     return jaxmp.make_train_step(loss_fn), (jax.tree.map(placed, shapes, specs), batch)
 
 
+@pytest.fixture(scope="module")
+def plan(step_and_shapes):
+    step, args = step_and_shapes
+    return memory(step, device="h200", topology="1x2x4")(*args)
+
+
 class TestGatherForEightGPUs:
     """Compiled for H200s that are not there, where half collectives stay half."""
 
-    def test_weights_travel_in_half_gradients_in_float32_and_memory_is_that_of_one_device(self, step_and_shapes):
-        step, (state, batch) = step_and_shapes
-        plan = memory(step, device="h200", topology="1x2x4")(state, batch)
+    def test_weights_cross_the_wire_in_half_and_gradients_in_float32(self, plan, step_and_shapes):
+        _, (state, _) = step_and_shapes
         weights = sum(leaf.size for name, leaf in state.params.items() if name != "bias")
         moved = {(row.kind, row.dtype): 0.0 for row in plan.collectives.rows}
         for row in plan.collectives.rows:
@@ -144,10 +149,13 @@ class TestGatherForEightGPUs:
         assert moved["reduce-scatter", "float32"] == 4 * weights * 7 / 8
         assert moved["all-gather", "bfloat16"] <= 2 * 2 * weights * 7 / 8
 
-        held = sharding.describe(state, jax.tree.map(lambda leaf: leaf.sharding.spec, state), batch.sharding.mesh)
+    def test_memory_is_that_of_one_device(self, plan, step_and_shapes):
+        _, (state, batch) = step_and_shapes
+        specs = jax.tree.map(lambda leaf: leaf.sharding.spec, state)
+        stored = sharding.describe(state, specs, batch.sharding.mesh)
         assert sum(plan.by_kind.values()) == plan.peak
         kinds = plan.by_kind["params"] + plan.by_kind["optimizer"]
-        assert abs(kinds - held.bytes) < 100  # the key and the counters are of other kinds
+        assert abs(kinds - stored.bytes) < 100  # the key and the counters are of other kinds
         assert plan.by_kind["batch"] == 4 * BATCH * WIDTH
 
     def test_a_topology_that_does_not_fit_is_refused(self, step_and_shapes):

@@ -1,5 +1,9 @@
 """A user's program, for type checkers: mypy (`make types`) and basedpyright read it, and test_types.py runs it."""
 
+# The flags of mypy --strict that a file can set:
+# mypy: disallow-any-generics, disallow-subclassing-any, disallow-untyped-calls, disallow-untyped-decorators
+# mypy: disallow-untyped-defs, extra-checks, no-implicit-reexport, strict-equality, warn-return-any
+
 from __future__ import annotations
 
 from typing import Any, assert_type

@@ -265,12 +265,18 @@ def _placed(tree: Any, sharding_of: Callable[[Any], Sharding]) -> Any:
     def placed(leaf: Any) -> Any:
         if not hasattr(leaf, "dtype"):
             return leaf
-        # JAX computes NumPy's int64 in int32, unless jax_enable_x64 is set.
-        dtype = jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
         is_weak = bool(getattr(leaf, "weak_type", False))
-        return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding_of(leaf), weak_type=is_weak)
+        return jax.ShapeDtypeStruct(leaf.shape, dtype_in_jax(leaf), sharding=sharding_of(leaf), weak_type=is_weak)
 
     return jax.tree.map(placed, tree)
+
+
+def dtype_in_jax(leaf: Any) -> Any:
+    """Return the dtype in which JAX computes with an array: int32 for NumPy's int64, unless jax_enable_x64 is set.
+
+    A ShapeDtypeStruct with int64 would be a warning of JAX 0.12.
+    """
+    return jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
 
 
 def mesh_of(tree: Any) -> Any:

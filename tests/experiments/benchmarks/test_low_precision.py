@@ -10,18 +10,18 @@ import pytest
 from experiments.benchmarks import low_precision
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")  # optax's Adam mixes dtypes by itself
+SOME = (*low_precision.VARIANTS[:4], ("kahan", "bfloat16"), ("nearest", "float8"))
 SMALL = {"smoke": True, "rows": 8, "rounds": 2, "block_ms": 0.1}
 
 
 @pytest.mark.slow("a whole run of a benchmark")
 def test_every_way_to_store_is_timed_and_some_steps_are_compiled(tmp_path, capsys, monkeypatch):
     config = low_precision.Config(run_dir=tmp_path, **SMALL)
-    some = (*low_precision.VARIANTS[:4], ("kahan", "bfloat16"), ("nearest", "float8"))
-    monkeypatch.setattr(low_precision, "VARIANTS", some)
+    monkeypatch.setattr(low_precision, "VARIANTS", SOME)
     compiled = low_precision.step_mib(config, low_precision.REFERENCE)  # each takes seconds, so compile only one
     monkeypatch.setattr(low_precision, "step_mib", lambda *_: compiled)
     rows = low_precision.main(config)
-    assert list(rows) == list(some)
+    assert list(rows) == list(SOME)
     kept = {" ".join(variant): round(row["kept"], 1) for variant, row in rows.items()}
     assert kept["float32 float32"] == 12 and kept["kahan bfloat16"] == 8
     assert [kept[f"stochastic {moments}"] for moments in ("float32", "bfloat16", "float8")] == [10, 6, 4]
@@ -38,6 +38,7 @@ def test_every_way_to_store_is_timed_and_some_steps_are_compiled(tmp_path, capsy
 @pytest.mark.absent_gpu
 def test_on_a_gpu_an_update_moves_no_more_bytes_than_needed(monkeypatch, tmp_path):
     monkeypatch.setattr(low_precision, "step_mib", lambda config, variant: {"float8": 40.0}.get(variant[1], 100.0))
+    monkeypatch.setattr(low_precision, "VARIANTS", SOME)
     rows = low_precision.main(low_precision.Config(device="h200", rows=1024, run_dir=tmp_path))
     moved = {" ".join(variant): row["moved"] for variant, row in rows.items()}
     # Bytes per param: the gradient 4, the param 2 + 2, and each moment for its reads and writes. float8 reads the

@@ -22,8 +22,6 @@ def test_the_script_draws_in_small(tmp_path, capsys, monkeypatch):
     sources = str(Path(sysconfig.get_path("stdlib"), "asyncio"))  # reading the whole library takes 15 seconds
     small = functools.partial(inspect_pictures.language_model, dataset=sources)
     monkeypatch.setattr(inspect_pictures, "language_model", small)
-    two_rows = {name: inspect_pictures.ROWS[name] for name in ("float32", "mixed_bfloat16")}
-    monkeypatch.setattr(inspect_pictures, "ROWS", two_rows)
     inspect_pictures.main(inspect_pictures.Config(smoke=True, run_dir=tmp_path))
     assert {file.stem for file in tmp_path.glob("*.png")} == {f"inspect_{picture}" for picture in PICTURES}
     shown = capsys.readouterr().out
