@@ -52,6 +52,16 @@ def test_a_post_norm_stream_is_carried_in_half():
     assert carries(half(fun), X, jnp.stack([W] * 2)) == ["bfloat16"]
 
 
+def test_a_stream_through_convolutions_is_carried_in_half():
+    def fun(image, kernels):
+        def body(x, kernel):
+            return x + jax.nn.relu(jax.lax.conv(x, kernel, (1, 1), "SAME")), None
+
+        return jax.lax.conv(jax.lax.scan(body, image, kernels)[0], kernels[0], (1, 1), "SAME")
+
+    assert carries(half(fun), normal(0, 1, 2, 4, 4), normal(1, 3, 2, 2, 3, 3)) == ["bfloat16"]
+
+
 @pytest.mark.parametrize("is_in_a_loop", [False, True])
 def test_rows_of_a_table_start_a_half_residual_stream(is_in_a_loop):
     def loss(table, ids):

@@ -56,6 +56,25 @@ def test_an_override_reaches_a_module_without_a_dtype_attribute():
     assert model_products(model, IMAGE) == ["float16"] * 3 + ["bfloat16", "float16"]
 
 
+def test_an_override_reaches_a_module_without_params():
+    class Softmax(nnx.Module):
+        def __call__(self, x: Any) -> Any:
+            operands.append(x.dtype.name)
+            return jax.nn.softmax(x)
+
+    class Classifier(nnx.Module):
+        def __init__(self) -> None:
+            self.layer, self.softmax = nnx.Linear(8, 8, rngs=rngs()), Softmax()
+
+        def __call__(self, x: Any) -> Any:
+            return self.softmax(self.layer(x))
+
+    operands: list[str] = []
+    for overrides in ({}, {"softmax": "float32"}):
+        jax.eval_shape(apply_policy(Classifier(), "mixed_bfloat16", overrides), VECTORS)
+    assert operands == ["bfloat16", "float32"]
+
+
 @pytest.mark.once
 def test_new_values_reach_the_copy_and_new_modules_and_variables_need_the_policy_again():
     put = apply_policy
