@@ -268,7 +268,7 @@ def record(rows: list[dict[str, Any]], tried: str, seed: int) -> None:
     table = (
         f"The tests found {len(rows) - len(survivors)} of {len(rows)} mutants (seed {seed}, {datetime.date.today()}). "
         f"Each mutant was tested only\nwith the {tried}. "
-        "`tools/survivors.txt` lists the mutants\nthat were not found.\n\n"
+        "`tools/survivors.txt` lists the mutants\nthat were not found, and says why.\n\n"
         "| folder | found |\n|---|---:|\n" + "".join(cells)
     )
     write_marked(README, "mutants", "python tests/tools/mutants.py --record now", table)
