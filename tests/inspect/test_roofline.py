@@ -140,7 +140,6 @@ def test_the_command_says_in_one_line_what_is_wrong(capsys):
 
 @pytest.mark.absent_gpu
 def test_a_step_is_predicted_for_a_gpu_that_is_not_there_and_half_is_faster():
-
     def loss(params, batch):
         return jnp.mean((jnp.tanh(batch @ params) @ params).astype(jnp.float32) ** 2)
 
