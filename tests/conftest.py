@@ -1,4 +1,4 @@
-"""The conditions of every test: four host devices, strict dtype promotion, property tests that repeat exactly."""
+"""Set the conditions of every test: four CPU devices, strict dtype promotion, the same random examples."""
 
 from __future__ import annotations
 
@@ -91,16 +91,19 @@ LONG = (
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add ``--cases N``: the newest Python runs the first N cases of each test, as the default one runs all.
+    """Add ``--cases N``, for the newest Python: run only the first N cases of each test.
 
-    Of the tests with the mark ``absent_gpu``, it runs all cases, because they run nowhere else.
+    The default Python runs all cases. Tests with the mark ``absent_gpu`` keep all cases, because they run nowhere else.
     """
     parser.addoption("--cases", type=int, default=None, help="run at most so many cases of each parametrised test")
 
 
 @pytest.hookimpl(trylast=True)  # after marks are looked at
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Begin with the longest files, skip tests whose compiler is missing, and leave out cases beyond ``--cases``."""
+    """Begin with the longest files, and leave out cases beyond ``--cases``.
+
+    Tests that compile for an absent GPU are skipped if their compiler is missing.
+    """
     from jaxmp.inspect.program import targets
 
     items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))

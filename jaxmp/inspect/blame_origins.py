@@ -66,7 +66,7 @@ class Range:
       shape: the shape.
       low: the smallest value, or the smallest magnitude of a complex operand. NaN elements are ignored. If all elements
         are NaN, it is NaN.
-      high: the largest value or magnitude, likewise.
+      high: the largest value or magnitude.
       nans: the number of NaN elements.
     """
 

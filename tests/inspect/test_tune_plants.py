@@ -1,4 +1,4 @@
-"""tune finds planted operations that no rule of autocast keeps in float32, and keeps most FLOPs in half."""
+"""tune finds planted operations that autocast leaves in half, and keeps most FLOPs in half."""
 
 from __future__ import annotations
 

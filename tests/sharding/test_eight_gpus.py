@@ -87,7 +87,7 @@ class TestForEightGPUs:
         assert sum(size for _, size in gathered) == 2 * len(names) * 2 * width**2
 
     def test_over_an_axis_that_splits_products_go_sums_of_activations_alone(self):
-        """A layer split by its columns and one by its rows: no weight, no gradient, no activation is gathered there."""
+        """One layer is split by its columns, one by its rows: nothing is gathered over the axis ``tensor``."""
         mesh = jax.sharding.AbstractMesh((4, 2), ("fsdp", "tensor"), (AxisType.Auto,) * 2)
         width = 128
         rules = {"*/up": P("fsdp", "tensor"), "*/down": P("tensor", "fsdp")}

@@ -1,4 +1,7 @@
-"""A user's program, for type checkers: mypy (`make types`) and basedpyright read it, and test_types.py runs it."""
+"""A user's program for type checkers.
+
+mypy reads it in `make types`. test_types.py runs it, and lets basedpyright read it.
+"""
 
 # The flags of mypy --strict that a file can set:
 # mypy: disallow-any-generics, disallow-subclassing-any, disallow-untyped-calls, disallow-untyped-decorators

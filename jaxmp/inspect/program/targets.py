@@ -272,9 +272,9 @@ def _placed(tree: Any, sharding_of: Callable[[Any], Sharding]) -> Any:
 
 
 def dtype_in_jax(leaf: Any) -> Any:
-    """Return the dtype in which JAX computes with an array: int32 for NumPy's int64, unless jax_enable_x64 is set.
+    """Return the dtype in which JAX computes with an array.
 
-    A ShapeDtypeStruct with int64 would be a warning of JAX 0.12.
+    It is int32 for NumPy's int64, unless jax_enable_x64 is set. JAX 0.12 warns of a ShapeDtypeStruct with int64.
     """
     return jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
 
