@@ -45,7 +45,7 @@ CUT = 124
 """The exit code of `timeout` when it has ended a command."""
 
 STEP_ROWS = (
-    "jaxmp-bf16", "hand-bf16", "compile-bf16", "jaxmp-fp16", "jaxmp-fp16-unscaled", "compile-fp16", "jaxmp-bf16-remat",
+    "jaxmp-bf16", "hand-bf16", "compile-bf16", "jaxmp-fp16", "jaxmp-fp16-constant", "compile-fp16", "jaxmp-bf16-remat",
     "autocast-bf16", "unprepared-bf16", "jaxmp-tf32", "jaxmp-fp32", "hand-fp32")  # fmt: skip
 """The rows of jaxmp, by hand and torch.compile that the goals in the README's table need."""
 FORWARD_ROWS = ("jaxmp-bf16", "hand-bf16", "autocast-bf16", "compile-bf16", "jaxmp-tf32", "jaxmp-fp32")
@@ -84,6 +84,8 @@ class Piece:
         flags = [*self.flags, *(self.smoke if small else ())]
         flags += ["--minutes", f"{minutes:.2f}"] if self.limited and minutes else []
         folder = run_dir / (self.folder or self.name)
+        if folder.is_relative_to(ROOT):
+            folder = folder.relative_to(ROOT)  # results record the command, and should not name this machine's folders
         return [sys.executable, "-m", f"experiments.benchmarks.{self.benchmark}", *flags, "--run-dir", str(folder)]
 
     @property

@@ -31,7 +31,7 @@ from experiments.report.tables import Table, deviating
 MODELS = {"resnet50": "ResNet-50, 256×224×224", "bert": "BERT-Base, 64×512", "gpt2": "GPT-2 124M, 16×1024"}
 TASKS = {"resnet50": "images", "bert": "bert", "gpt2": "gpt2"}
 COMPILED, TYPED = "ᶜ", "ʳ"
-_GOALS = "The goal of each figure is in brackets; ✓ means that the figure meets it."
+_GOALS = "The goal of each figure is in brackets; ✓ means that the figure meets it, and ✗ that it does not."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,7 +196,7 @@ ROWS = (
     Row("speed-up over float32 without tensor cores", goal("over_fp32")),
     Row("speed-up over TF32", goal("over_tf32")),
     Row("memory saved, relative to float32", goal("saved", ".0%")),
-    Row("step time of fp16 with dynamic scaling, relative to no scaling", goal("scaling")),
+    Row("step time of fp16 with dynamic scaling, relative to a constant scale", goal("scaling")),
     Row("step time of autocast, relative to code by hand", goal("autocast_by_hand")),
     Row("step time of autocast, relative to a policy", goal("autocast")),
     Row("FLOPs of products in half on tensor cores", goal("half", ".1%")),
@@ -263,7 +263,7 @@ def lines(results: Path, root: Path) -> tuple[list[str], list[str]]:
         ]
     if len(table) - 2 < len(ROWS):  # the first two lines are headings
         shown += [
-            "jaxmp's step times and accuracies on a GPU have not been measured yet. `make gpu` measures them.",
+            "Missing step times and accuracies have not been measured on a GPU yet. `make gpu` measures them.",
             "",
         ]
     return shown, [f"{note}\n" for note in notes]

@@ -194,11 +194,12 @@ def test_the_benchmark_times_every_variant_and_writes_what_it_found(tmp_path, ca
     (model,) = result["results"]
     assert model["model"] == "mlp, 1 layers of 8, batch 2"
     losses = [row["loss"] for row in model["variants"].values()]
-    assert len(losses) == len(model["variants"]) == 7
+    assert len(losses) == len(model["variants"]) == 8
     assert losses == pytest.approx([losses[0]] * len(losses), rel=0.2)  # all variants trained in the same way
     assert all(len(row["milliseconds"]) == 2 for row in model["variants"].values())
     for label in (
         "no scaling",
+        "constant scale",
         "jaxmp.loss_scaling",
         "jmp.DynamicLossScale",
         "flax DynamicScale",

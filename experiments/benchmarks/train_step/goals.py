@@ -87,7 +87,12 @@ def goals(results: Results) -> list[Goal]:
         over("fp32", "fp32 without tensor cores", limits.over_fp32),
         over("tf32", "TF32", limits.over_tf32),
         Goal("saved", "memory saved against float32 by hand", less, limits.saved, least=True, form=".2f"),
-        Goal("scaling", "fp16 with dynamic scaling / without", time("jaxmp-fp16", "jaxmp-fp16-unscaled"), SCALING),
+        Goal(
+            "scaling",
+            "fp16 with dynamic scaling / with a constant scale",
+            time("jaxmp-fp16", "jaxmp-fp16-constant"),
+            SCALING,
+        ),
         Goal("autocast_by_hand", f"{autocast} the same code by hand", time(plain, "hand-bf16"), AUTOCAST),
         Goal("autocast", f"{autocast} the same model with a policy", time(auto, "jaxmp-bf16"), AUTOCAST),
         Goal("half", "share of FLOPs on tensor cores in half", half, TENSOR_FLOPS, least=True),

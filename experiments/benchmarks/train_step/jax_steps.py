@@ -56,7 +56,8 @@ def train_step(case: Workload, row: Row) -> tuple[Start, Step]:
         explicit = row.library == "jaxmp"
         loss_fn = case.loss_fn(jaxmp.linen.apply_policy(case.model, POLICIES[row.precision]) if explicit else None)
         if row.precision == "fp16" and not row.scaled:
-            return scaled_steps.no_scaling(loss_fn, tx, case.init)
+            make_step = scaled_steps.with_constant_scale if row.constant_scale else scaled_steps.no_scaling
+            return make_step(loss_fn, tx, case.init)
         if row.scaled:
             tx = jaxmp.loss_scaling(tx, jaxmp.DynamicLossScale())
         return _made(loss_fn, tx, case.init, None if explicit else POLICIES[row.precision])

@@ -27,6 +27,7 @@ class Row:
       library: the library whose mixed precision is used.
       precision: the precision of products; fp32 is without tensor cores.
       scaled: whether the loss has a dynamic scale.
+      constant_scale: whether the loss has a constant scale. Only a float16 row of jaxmp may have one.
       remat: the part of a transformer's blocks that is recomputed in the backward pass.
       forward: whether the forward pass is measured too; False if another row has the same forward pass.
       mode: the mode of torch.compile.
@@ -36,6 +37,7 @@ class Row:
     library: Library
     precision: Precision
     scaled: bool = False
+    constant_scale: bool = False
     remat: str = "none"
     forward: bool = True
     mode: str = "default"
@@ -59,6 +61,8 @@ ROWS: dict[str, Row] = {
     "jaxmp-bf16": Row("jaxmp, bf16", "jaxmp", "bf16"),
     "jaxmp-fp16": Row("jaxmp, fp16, dynamic scaling", "jaxmp", "fp16", scaled=True),
     "jaxmp-fp16-unscaled": Row("jaxmp, fp16, no scaling", "jaxmp", "fp16", forward=False),
+    "jaxmp-fp16-constant": Row("jaxmp, fp16, constant scale, unchecked", "jaxmp", "fp16", constant_scale=True,
+                               forward=False),
     "jaxmp-bf16-remat": Row("jaxmp, bf16, remat of all but attention", "jaxmp", "bf16", remat="attention",
                             forward=False),
     "jaxmp-bf16-remat-dots": Row("jaxmp, bf16, remat of all but products", "jaxmp", "bf16", remat="dots",

@@ -259,6 +259,10 @@ def test_every_piece_has_flags_that_its_benchmark_takes(tmp_path):
         takes(piece, small, tmp_path)
 
 
+def test_commands_name_a_run_folder_in_the_project_by_its_relative_path():
+    assert gpu.PIECES[0].command(gpu.ROOT / "runs" / "gpu", True, 0.0)[-2:] == ["--run-dir", "runs/gpu/check-gpt2"]
+
+
 def takes(piece, small, tmp_path):
     module = f"experiments.benchmarks.{piece.benchmark}"
     package = importlib.import_module(module)
