@@ -51,7 +51,7 @@ COLUMNS = ("step", "ms", "quartiles", "ratio", "quartiles of the ratio", "adds",
 INTRO = (
     "A ratio is the time of a step divided by the time without scaling in the same round. The median over the rounds "
     "is shown. `no scaling, again` is the step without scaling, compiled a second time. On a GPU, compare with "
-    "`constant scale`: without a scale, most float16 gradients are zero or subnormal, and their products need less power."
+    "`constant scale`: without a scale, most float16 gradients are zero or subnormal, so products need less power."
 )
 
 
