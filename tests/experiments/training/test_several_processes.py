@@ -86,7 +86,9 @@ def hanging(alone: Job, folder: Path) -> Job:
 
 
 @pytest.mark.slow("kills processes of a job")
-def test_a_job_that_is_killed_and_stopped_ends_bit_for_bit_like_an_undisturbed_job(alone, hanging, folder, tmp_path):
+def test_a_job_that_is_killed_and_stopped_has_the_steps_of_an_undisturbed_job_bit_for_bit(
+    alone, hanging, folder, tmp_path
+):
     run = tmp_path / "killed"
 
     job = Job(folder, arguments(folder, str(run), steps=AMPLE))
@@ -94,24 +96,18 @@ def test_a_job_that_is_killed_and_stopped_ends_bit_for_bit_like_an_undisturbed_j
     job.send(0, signal.SIGKILL)
     killed, other = job.end()
     assert killed == -signal.SIGKILL and other not in (0, None)
+    saved, written = checkpoints.steps(run / "checkpoints")[-1], steps(run)
 
     job = Job(folder, arguments(folder, str(run), "--resume", steps=AMPLE))
-    begun = steps(run)
-    job.wait_for(lambda: steps(run) > begun + 2)
+    job.wait_for(lambda: steps(run) > max(STEPS, written))
     job.send(1, signal.SIGTERM)
     assert job.end() == [0, 0], [job.output(n) for n in range(2)]
     said = re.search(r"stopped by SIGTERM after step (\d+), which is saved; .* --resume --run-dir (\S+)", job.said(0))
-    assert said and int(said[1]) == last(run).step and said[2] == str(run)
-    assert len(losses(run)) == int(said[1]) and not (run / "summary.json").exists()
-
-    end = max(STEPS, int(said[1]) + 1)  # on a busy machine it may have trained many steps
-    job = Job(folder, arguments(folder, str(run), "--resume", steps=end))
-    assert job.end() == [0, 0], [job.output(n) for n in range(2)]
-    assert f"resuming {run} at step {said[1]}" in job.said(0)
-    assert last(run).step == end and not saving(run)
+    assert said and int(said[1]) == last(run).step == len(losses(run)) and said[2] == str(run)
+    assert f"resuming {run} at step {saved}" in job.said(0)
+    assert not saving(run) and not (run / "summary.json").exists()
     one, other = (checkpoints.read(each / "checkpoints", STEPS) for each in (folder / "alone", run))
     assert bits(one) == bits(other) and rows(folder / "alone")[:STEPS] == rows(run)[:STEPS]
-    assert end > STEPS or rows(folder / "alone") == rows(run)
 
 
 @pytest.mark.slow("waits until a process is taken for hung")
