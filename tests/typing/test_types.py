@@ -5,6 +5,7 @@
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -35,6 +36,5 @@ def test_pyright_finds_no_error_in_a_users_program(tmp_path):
 
 
 @pytest.mark.slow("belongs to the checks of types")
-def test_the_users_program_runs():
-    result = run(str(PROGRAM))
-    assert result.returncode == 0, result.stdout + result.stderr
+def test_the_users_program_runs(standard_promotion):
+    runpy.run_path(str(PROGRAM), run_name="__main__")

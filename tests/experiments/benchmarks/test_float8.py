@@ -29,13 +29,13 @@ def in_float8(part, size, way, tokens=64):
 
 @pytest.mark.slow("a part of a benchmark")
 def test_the_products_of_weights_are_float8_and_those_of_bfloat16_are_not(emulated):
-    for part, expected in (("layer", 3), ("step", 12)):
-        assert in_float8(part, 64, float8.DEFAULT) == expected and in_float8(part, 64, float8.HALF) == 0
+    assert in_float8("step", 64, float8.DEFAULT) == 12
+    assert in_float8("layer", 64, float8.DEFAULT) == 3 and in_float8("layer", 64, float8.HALF) == 0
 
 
 @pytest.mark.slow("traces a block of a large model")
-def test_by_default_a_small_step_has_no_float8_products_and_a_large_block_has_only_float8(emulated):
-    assert in_float8("step", "124M", float8.DEFAULT, float8.TOKENS) == 0
+def test_by_default_a_small_block_has_no_float8_products_and_a_large_block_has_only_float8(emulated):
+    assert in_float8("block", 768, float8.DEFAULT, float8.TOKENS) == 0
     assert in_float8("block", 2048, float8.DEFAULT, float8.TOKENS) == 24
     assert in_float8("layer", 768, float8.DEFAULT, float8.TOKENS) == 3  # at any size
 
