@@ -54,19 +54,6 @@ def cumulative_sum(x, w):
     return jnp.stack(sums, 1)
 
 
-def gate_with_large_logits(x, w):
-    y = layer(x, w)
-    return jax.nn.sigmoid(20 * (y + 20.0) + -400.0) * y
-
-
-def chebyshev_polynomial(x, w):
-    y = 0.95 + 0.05 * layer(x, w)
-    last, value = jnp.ones_like(y), y
-    for _ in range(8):
-        last, value = value, 2 * y * value + -last
-    return value
-
-
 def inverse_by_determinants(x, w):
     a, b, c, d = jnp.split(0.02 * layer(x, w), 4, axis=1)
     a, b, c, d = 1 + a, 0.95 + b, 0.95 + c, 1 + d
@@ -76,11 +63,12 @@ def inverse_by_determinants(x, w):
 
 # Each plant is tested in one half dtype, because their rounding errors differ only in size.
 PLANTS = (
-    (residual_flow, "mixed_float16"), (growth_by_factors_near_one, "mixed_bfloat16"),
-    (variance_by_moments, "mixed_float16"), (cumulative_sum, "mixed_float16"),
-    (gate_with_large_logits, "mixed_float16"), (chebyshev_polynomial, "mixed_bfloat16"),
+    (residual_flow, "mixed_float16"),
+    (growth_by_factors_near_one, "mixed_bfloat16"),
+    (variance_by_moments, "mixed_float16"),
+    (cumulative_sum, "mixed_float16"),
     (inverse_by_determinants, "mixed_bfloat16"),
-)  # fmt: skip
+)
 
 
 def _loss(*layers):
