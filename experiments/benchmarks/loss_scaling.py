@@ -50,8 +50,8 @@ SIZES = {
 COLUMNS = ("step", "ms", "quartiles", "ratio", "quartiles of the ratio", "adds", "adds ms")
 INTRO = (
     "A ratio is the time of a step divided by the time without scaling in the same round. The median over the rounds "
-    "is shown. `no scaling, again` is the step without scaling, compiled a second time. On a GPU, compare with "
-    "`constant scale`: without a scale, most float16 gradients are zero or subnormal, so products need less power."
+    "is shown. `no scaling, again` is the step without scaling, compiled a second time. The scale of `constant scale` "
+    "never changes, and nothing is checked."
 )
 
 

@@ -32,6 +32,7 @@ MODELS = {"resnet50": "ResNet-50, 256×224×224", "bert": "BERT-Base, 64×512", 
 TASKS = {"resnet50": "images", "bert": "bert", "gpt2": "gpt2"}
 COMPILED, TYPED = "ᶜ", "ʳ"
 _GOALS = "The goal of each figure is in brackets; ✓ means that the figure meets it, and ✗ that it does not."
+_EMPTY = "An empty cell has not been measured on a GPU yet; `make gpu` measures it."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,6 +218,10 @@ def _filled_table(sources: Sources) -> list[str]:
     return [line for line in markdown.splitlines() if line.startswith("|")]
 
 
+def _has_empty_cells(table: list[str]) -> bool:
+    return any("|  |" in line for line in table[2:])  # the first two lines are headings
+
+
 def filled(results: Path) -> list[str]:
     """Return the filled rows in Markdown, and the meaning of their marks."""
     table = _filled_table(Sources(results))
@@ -226,7 +231,8 @@ def filled(results: Path) -> list[str]:
         TYPED: "relative to a peak that was measured once on an H200",
     }
     marks = "; ".join(f"{mark} means: {note}" for mark, note in notes.items() if mark in text)
-    return [*table, "", f"{_GOALS} {marks}." if marks else _GOALS, ""]
+    sentences = [_GOALS, *([_EMPTY] if _has_empty_cells(table) else []), *([f"{marks}."] if marks else [])]
+    return [*table, "", " ".join(sentences), ""]
 
 
 def lines(results: Path, root: Path) -> tuple[list[str], list[str]]:
@@ -243,7 +249,9 @@ def lines(results: Path, root: Path) -> tuple[list[str], list[str]]:
     shares = list[str]()
     if TYPED in text:
         peaks = ", ".join(
-            f"{MODELS[model].split(',')[0]} {batch.torch:,} and {batch.float32:,}" for model, batch in RECORDED.items()
+            f"{name.split(',')[0]} {RECORDED[model].torch:,} and {RECORDED[model].float32:,}"
+            for column, (model, name) in enumerate(MODELS.items(), 2)  # after an empty text and the row's name
+            if any(TYPED in line.split("|")[column] for line in table)
         )
         notes.insert(
             0,
@@ -261,9 +269,8 @@ def lines(results: Path, root: Path) -> tuple[list[str], list[str]]:
             f"If float32 is compiled too, without cuDNN's workspaces, the memory saved is {', '.join(shares)}.",
             "",
         ]
+    if _has_empty_cells(table):
+        shown += [_EMPTY, ""]
     if len(table) - 2 < len(ROWS):  # the first two lines are headings
-        shown += [
-            "Missing step times and accuracies have not been measured on a GPU yet. `make gpu` measures them.",
-            "",
-        ]
+        shown += ["Rows without any figure are left out; `make gpu` measures them on a GPU.", ""]
     return shown, [f"{note}\n" for note in notes]

@@ -13,8 +13,9 @@ from experiments.report import plots
 HERE = Path(__file__).parent
 NEWEST = (
     "models/test_attention.py",
+    "test_runs.py::test_image_classification_trains_two_steps",
     "test_runs.py::test_language_modeling_trains_two_steps",
-    "test_masked_lm.py::test_products_are_in_half",
+    "test_masked_lm.py::test_products_are_in_half_and_the_loss_is_in_float32",
 )
 
 

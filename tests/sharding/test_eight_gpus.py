@@ -82,6 +82,7 @@ class TestForEightGPUs:
         gathered = [(row.dtype, row.bytes) for row in rows for _ in range(row.count) if row.kind == "all-gather"]
         assert {dtype for dtype, _ in gathered} == {"bfloat16"}
         assert {row.dtype for row in rows if row.kind == "reduce-scatter"} == {"float32"}
+        assert not [row for row in rows if row.kind != "all-gather" and row.dtype == "bfloat16"]
         assert sum(size for _, size in gathered) == 2 * len(names) * 2 * width**2
 
     def test_over_an_axis_that_splits_products_go_sums_of_activations_alone(self):

@@ -5,7 +5,6 @@
 
 import json
 import os
-import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -36,5 +35,6 @@ def test_pyright_finds_no_error_in_a_users_program(tmp_path):
 
 
 @pytest.mark.slow("belongs to the checks of types")
-def test_the_users_program_runs(standard_promotion):
-    runpy.run_path(str(PROGRAM), run_name="__main__")
+def test_the_users_program_runs():
+    result = run(str(PROGRAM))
+    assert result.returncode == 0, result.stdout + result.stderr

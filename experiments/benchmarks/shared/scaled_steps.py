@@ -45,19 +45,15 @@ def with_constant_scale(
 ) -> tuple[Start, Step]:
     """Return a step whose scale never changes, without checks for non-finite values.
 
-    Compare dynamic scaling with this step, not with a step without a scale. Most float16 gradients without a scale are
-    zero or subnormal. Products of such numbers need less power, so a GPU at its power limit computes them faster.
+    On a GPU, compare dynamic scaling with this step, not with a step without a scale. Without a scale, float16
+    gradients can be zero or subnormal, and a GPU at its power limit may multiply such numbers faster.
     """
 
     def scaled_loss_fn(*args: Any) -> tuple[jax.Array, Any]:
         loss, model_state = loss_fn(*args)
         return loss * scale, model_state
 
-    def unscale(grads: Any, state: optax.EmptyState, params: Any = None) -> tuple[Any, optax.EmptyState]:
-        return jax.tree.map(lambda grad: grad / scale, grads), state
-
-    unscaled = optax.GradientTransformation(lambda params: optax.EmptyState(), unscale)
-    start, scaled_step = no_scaling(scaled_loss_fn, optax.chain(unscaled, tx), init)
+    start, scaled_step = no_scaling(scaled_loss_fn, optax.chain(optax.scale(1 / scale), tx), init)
 
     def step(state: Any, batch: Any) -> Any:
         state, loss = scaled_step(state, batch)

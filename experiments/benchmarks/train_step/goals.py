@@ -89,7 +89,7 @@ def goals(results: Results) -> list[Goal]:
         Goal("saved", "memory saved against float32 by hand", less, limits.saved, least=True, form=".2f"),
         Goal(
             "scaling",
-            "fp16 with dynamic scaling / with a constant scale",
+            "fp16 with dynamic scaling / with a constant scale, unchecked",
             time("jaxmp-fp16", "jaxmp-fp16-constant"),
             SCALING,
         ),

@@ -14,6 +14,7 @@ import pytest
 from benchmark_tools import SMALL, drawn, once
 
 import jaxmp
+from experiments.benchmarks.shared import scaled_steps
 from experiments.benchmarks.train_step import jax_steps
 from experiments.benchmarks.train_step import run as train_step
 from experiments.benchmarks.train_step.rows import ROWS, Row, rows_of
@@ -131,10 +132,23 @@ def test_the_logits_of_the_forward_pass_have_the_padding_of_the_vocabulary_in_ev
         assert (logits.shape, logits.dtype) == ((2, 8, 128), half)
 
 
-def test_the_rows_of_jaxmp_are_steps_of_make_train_step_but_those_without_scaling_in_fp16():
+def test_the_rows_of_jaxmp_are_steps_of_make_train_step_but_those_without_dynamic_scaling_in_fp16():
     for key in (key for key in ROWS if ROWS[key].library in ("jaxmp", "autocast")):
         _, step = jax_steps.train_step(workload("gpt2", SMALL["gpt2"]), ROWS[key])
         assert isinstance(step, jax_steps.Made) == (key not in ("jaxmp-fp16-unscaled", "jaxmp-fp16-constant")), key
+
+
+def test_a_step_with_a_constant_scale_computes_what_a_step_without_scaling_computes():
+    def loss_fn(params, model_state, batch, rng):
+        return jnp.mean((batch @ params) ** 2), model_state
+
+    batch, results = np.arange(6, dtype=np.float32).reshape(2, 3), []
+    for make in (scaled_steps.no_scaling, scaled_steps.with_constant_scale):
+        start, step = make(loss_fn, optax.sgd(0.1), lambda key: (jnp.ones(3), None))
+        (params, *_), loss = step(start(), batch)
+        results.append((np.asarray(params), float(loss)))
+    np.testing.assert_array_equal(results[0][0], results[1][0])
+    assert results[0][1] == results[1][1] and not np.array_equal(results[0][0], np.ones(3))
 
 
 @pytest.mark.parametrize("made", [True, False])

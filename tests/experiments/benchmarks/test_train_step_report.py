@@ -47,7 +47,7 @@ def test_goals_are_met_or_not_with_their_figures_against_the_faster_dtype_of_the
         "the goal at least 10",
         "met: speed-up over the same step in TF32 is 3.20, the goal at least 3.2",
         "met: memory saved against float32 by hand is 0.82, the goal at least 0.75",
-        "NOT MET: fp16 with dynamic scaling / with a constant scale is 1.033, the goal at most 1.005",
+        "NOT MET: fp16 with dynamic scaling / with a constant scale, unchecked is 1.033, the goal at most 1.005",
         "met: autocast of the float32 model, bf16 / the same code by hand is 1.003, the goal at most 1.01",
         "NOT MET: autocast of the float32 model, bf16 / the same model with a policy is 1.017, the goal at most 1.01",
         "NOT MET: share of FLOPs on tensor cores in half is 0.985, the goal at least 0.99",

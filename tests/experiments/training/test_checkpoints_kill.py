@@ -26,7 +26,18 @@ class Process:
         self._process = context.Process(target=train_in_step, args=(childs, config, cache), daemon=True)
         self._process.start()
         childs.close()
+        self._resumes = config.resume
         self._folder = run_folders.checkpoints_folder(config.run_dir)
+
+    def first_step(self) -> int:
+        """Let the run begin its first step, and return the number of that step.
+
+        A resumed run reads its first batch again before that, to compare the data.
+        """
+        while (step := self._next()) == 1 and self._resumes:
+            self._pipe.send(None)
+        self._pipe.send(None)
+        return step
 
     def train_to(self, step: int) -> None:
         """Let the run begin ``step`` and no later step. After the last step, let it end."""
@@ -73,18 +84,28 @@ def test_a_run_killed_twice_ends_bit_for_bit_like_an_undisturbed_run(tmp_path):
     folder = run_folders.checkpoints_folder(killed.run_dir)
     Process(alone, cache).end()
 
-    run = Process(killed, cache)
-    run.train_to(7)
-    run.train_into_a_save()
-    run.kill()
-    assert checkpoints.unfinished(folder) and checkpoints.steps(folder)
+    def start() -> Process:
+        """Begin the run, or continue it from its last checkpoint."""
+        saved = checkpoints.steps(folder)
+        run = Process(dataclasses.replace(killed, resume=bool(saved)), cache)
+        assert run.first_step() == (saved[-1] if saved else 0) + 1
+        return run
 
-    run = Process(dataclasses.replace(killed, resume=True), cache)
-    run.train_to(16)
+    for step in (2, 8, 14, 20, 26):  # a save may end just before the kill
+        run = start()
+        run.train_to(step)
+        run.train_into_a_save()
+        run.kill()
+        if checkpoints.unfinished(folder):
+            break
+    assert checkpoints.unfinished(folder)
+
+    run = start()
+    run.train_to(step + 2)
     run.train_out_of_a_save()
     run.kill()
+    start().end()
 
-    Process(dataclasses.replace(killed, resume=True), cache).end()
     one, other = last(alone.run_dir), last(killed.run_dir)
     assert one.step == other.step == STEPS and one.about["batches"] == other.about["batches"] == STEPS
     assert bits(one) == bits(other)
