@@ -143,9 +143,10 @@ def test_language_modeling_trains_two_steps_and_warns_without_a_loss_scale(tmp_p
 
 @pytest.mark.slow("a process of its own, whose files may not grow")
 def test_a_full_disk_is_one_line_with_the_folder_and_what_to_do(tmp_path, data_dir):
-    """Files are limited to 50 kB, as if the disk were full."""
+    """Files are limited to 50 kB, as if the disk were full. No compiled program is kept, because it may be larger."""
     code = """
-import resource, sys
+import os, resource, sys
+os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
 from experiments import data, image_classification as script
 from experiments.training import cli
 hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
