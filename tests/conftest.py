@@ -135,6 +135,6 @@ def no_module_pays_for_those_before():
 
 @pytest.fixture(scope="module")
 def standard_promotion():
-    """For a module of tests of what mixes dtypes by itself, as optax's Adam and Flax's norms do."""
+    """Allow JAX's standard dtype promotion in a module, because optax's Adam and Flax's norms need it."""
     with jax.numpy_dtype_promotion("standard"):
         yield

@@ -65,7 +65,7 @@ class Piece:
       smoke: the flags that make the benchmark small, added to ``flags``.
       folder: the piece's folder inside the run folder. Pieces with the same folder are reported together.
       result: the name of the result's files NAME.md, NAME.json and NAME.png; empty if there are none.
-      wants: packages without which the piece fails or leaves out a part.
+      wants: packages that the piece needs to measure everything.
       limited: whether the benchmark takes ``--minutes``.
     """
 

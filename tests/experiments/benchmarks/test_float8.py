@@ -11,7 +11,7 @@ import pytest
 import jaxmp
 from experiments.benchmarks import float8
 
-pytestmark = pytest.mark.usefixtures("standard_promotion")  # optax's Adam mixes dtypes by itself
+pytestmark = pytest.mark.usefixtures("standard_promotion")  # optax's Adam needs it
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
 
 
