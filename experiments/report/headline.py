@@ -31,8 +31,8 @@ from experiments.report.tables import Table, deviating
 MODELS = {"resnet50": "ResNet-50, 256×224×224", "bert": "BERT-Base, 64×512", "gpt2": "GPT-2 124M, 16×1024"}
 TASKS = {"resnet50": "images", "bert": "bert", "gpt2": "gpt2"}
 COMPILED, TYPED = "ᶜ", "ʳ"
-_GOALS = "The goal of each figure is in brackets; ✓ means that the figure meets it, and ✗ that it does not."
-_EMPTY = "An empty cell has not been measured on a GPU yet; `make gpu` measures it."
+_GOALS = "The goal of each figure is in brackets. ✓ means that the figure meets its goal, ✗ that it does not."
+_EMPTY = "`make gpu` measures the empty cells."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,8 +230,10 @@ def filled(results: Path) -> list[str]:
         COMPILED: "compiled for an H200; no GPU was used",
         TYPED: "relative to a peak that was measured once on an H200",
     }
-    marks = "; ".join(f"{mark} means: {note}" for mark, note in notes.items() if mark in text)
-    sentences = [_GOALS, *([_EMPTY] if _has_empty_cells(table) else []), *([f"{marks}."] if marks else [])]
+    sentences = [_GOALS]
+    if _has_empty_cells(table):
+        sentences.append(_EMPTY)
+    sentences += [f"{mark} {note}." for mark, note in notes.items() if mark in text]
     return [*table, "", " ".join(sentences), ""]
 
 

@@ -72,14 +72,9 @@ def cost_of_scaling(results: Path) -> str:
     for file in sorted(results.glob("loss_scaling*/loss_scaling.md")):
         parts = sections(file)
         device = facts(next(iter(parts.values()))).split(";")[0]
-        for heading, text in parts.items():
-            for row in _rows(text):
-                if row[0] == "jaxmp.loss_scaling":
-                    costs.append((float(row[5].split()[0]), heading.removesuffix(": ms a step")))
-    (least, small), (most, large) = min(costs), max(costs)
-    return (
-        f"Loss scaling changes the time of a step by {least:+.1f} % ({small}) to {most:+.1f} % ({large}), on {device}."
-    )
+        for text in parts.values():
+            costs += [float(row[5].split()[0]) for row in _rows(text) if row[0] == "jaxmp.loss_scaling"]
+    return f"On {device}, loss scaling changes the time of a step by {min(costs):+.1f} % to {max(costs):+.1f} %."
 
 
 _WITH_SCALING = ("jaxmp.loss_scaling", "jmp.DynamicLossScale", "flax DynamicScale", "no scaling, again")

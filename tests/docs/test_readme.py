@@ -10,7 +10,7 @@ import pytest
 from pages import blocks
 from places import ROOT
 
-pytestmark = [pytest.mark.once, pytest.mark.slow("runs the code of the docs")]
+pytestmark = pytest.mark.once
 
 README = ROOT / "README.md"
 
@@ -25,6 +25,7 @@ def readme() -> dict[str, Any]:
     return scope
 
 
+@pytest.mark.slow("runs the code of the docs")
 def test_the_examples_of_the_readme_run_and_learn(readme):
     _, nnx = blocks(README)
     scope = dict(readme)
