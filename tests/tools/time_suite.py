@@ -26,8 +26,6 @@ from experiments.report.marked_text import write_marked
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "tests" / "README.md"
-
-
 FAILED = "failed"
 
 
@@ -69,6 +67,13 @@ def timed(target: str, clone: Path) -> tuple[str, float, float]:
     return "; ".join(results) or "passed", seconds, cpu
 
 
+def processor() -> str:
+    """Return the name of the CPU, or of its architecture where the system does not say more."""
+    cpuinfo = Path("/proc/cpuinfo")
+    name = re.search(r"^model name\s*: (.+)$", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.exists() else None
+    return name[1] if name else platform.processor() or platform.machine()
+
+
 def row(name: str, result: str, seconds: float, cpu: float) -> str:
     """Return a row of the table, and print it."""
     whole_seconds = round(seconds)
@@ -102,7 +107,7 @@ def main() -> None:
         raise SystemExit("error: a target failed, so the table is not written")
     versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("jax", "flax", "optax", "pytest"))
     table = (
-        f"{introduction}, on {os.cpu_count()} cores, without the time to install the environment "
+        f"{introduction}, on {os.cpu_count()} cores ({processor()}), without the time to install the environment "
         f"(Python {platform.python_version()}, {versions}, {datetime.date.today()}):\n\n"
         f"| {first} | result | min:s | CPU s |\n|---:|---|---:|---:|\n" + "".join(rows)
     )
