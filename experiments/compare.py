@@ -204,7 +204,7 @@ def page_files(config: Config, folder: Path) -> list[Path]:
 
 
 def report(results: dict[str, list[Outcome]], folder: Path, seconds: float, data: list[str]) -> None:
-    """Print the tables and a conclusion, and write them with the picture and the numbers."""
+    """Print and write the tables and a conclusion, and write the picture and numbers."""
     where = environment()
     cores = bool(jaxmp.hardware.detect().tensor_cores)
     tables = [table for task, outcomes in results.items() for table in comparison_report.tables(task, outcomes, cores)]

@@ -27,7 +27,7 @@ from experiments.report.progress import Progress
 from experiments.training import loop
 from experiments.training.describing import describe
 from experiments.training.experiment import Experiment
-from experiments.training.metrics import Late
+from experiments.training.metrics import PendingMetrics
 from experiments.training.precision import read_low_precision
 from jaxmp.inspect import record
 
@@ -58,10 +58,10 @@ class Task:
     script: ModuleType
     preset: dict[str, Any]
 
-    def flags(self, given: Iterable[Iterable[str]], reserved: Set[str], owner: str) -> Any:
-        """Return the preset flags, changed by the flags in ``given``.
+    def flags(self, changes: Iterable[Iterable[str]], reserved: Set[str], owner: str) -> Any:
+        """Return the preset flags, changed by the flags in ``changes``.
 
-        An example of a flag in ``given`` is ``model=resnet18``.
+        An example of such a flag is ``model=resnet18``.
 
         Raises:
           ValueError: a flag is ``reserved``. The error says that the ``owner`` sets this flag.
@@ -70,7 +70,7 @@ class Task:
         flags = tyro.cli(
             self.script.Config,
             prog=f"python -m {self.script.__name__}",  # so that errors point to the --help of this script
-            args=[f"--{flag.lstrip('-')}" for texts in given for flag in texts],
+            args=[f"--{flag.lstrip('-')}" for texts in changes for flag in texts],
             default=preset,
             config=(tyro.conf.OmitArgPrefixes,),
         )
@@ -258,7 +258,7 @@ def train(
     """
     state = start(experiment, baseline, seed)
     title = f"{title}: {outcome.label}, seed {seed}"
-    curve, late = [], Late()
+    curve, pending = [], PendingMetrics()
 
     def read(old: Iterable[tuple[int, dict[str, float]]]) -> None:
         for step, metrics in old:
@@ -275,12 +275,12 @@ def train(
                 state, metrics = experiment.step(state, batch)
                 if folder and step == 1:
                     describe(experiment, state, batch, folder)
-                read(late.push(step, metrics))
-            read(late.drain())
+                read(pending.push(step, metrics))
+            read(pending.drain())
             test = experiment.evaluate(state)
         except FloatingPointError as error:  # jaxmp.NonFiniteTrainingError
             outcome.failure = str(error)
-            read(late.drain())
+            read(pending.drain())
             progress.advance(experiment.steps - len(curve), "stopped: not finite", title)
             test = dict.fromkeys(("loss", "accuracy"), math.nan)
         if recorded:

@@ -67,24 +67,24 @@ def main(config: Config) -> None:
         keep(folder / name, KEPT / name)
 
 
-def keep(run: Path, kept: Path) -> None:
+def keep(run: Path, folder: Path) -> None:
     """Copy the files that the page reads, without data that it does not show.
 
     The copy leaves out the list of arrays in the memory plan. Its watch.jsonl has shares only for the kind of tensors
     that the heat map shows.
     """
-    kept.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     for name in ("metrics.csv", "summary.json", "plan.json"):
-        shutil.copy(run / name, kept / name)
+        shutil.copy(run / name, folder / name)
     if (run / FILE).is_file():
         rows = [json.loads(line) for line in (run / FILE).read_text().splitlines()]
         for row in rows:
             for shares in ("vanished", "zeros"):
                 row[shares] = {_SHOWN: row[shares][_SHOWN]}
-        (kept / FILE).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        (folder / FILE).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     memory = json.loads((run / "memory.json").read_text())
     shown = {name: memory[name] for name in ("device", "peak", "by_kind")}
-    (kept / "memory.json").write_text(json.dumps(shown, indent=1) + "\n")
+    (folder / "memory.json").write_text(json.dumps(shown, indent=1) + "\n")
 
 
 if __name__ == "__main__":

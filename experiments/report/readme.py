@@ -22,6 +22,7 @@ import re
 import sys
 from pathlib import Path
 
+from experiments.benchmarks.compile_only.sharded import ABOUT
 from experiments.benchmarks.gradient_sums import NOTE, sentence
 from experiments.benchmarks.tune import NOTE as TUNE_NOTE
 from experiments.report import headline, predictions
@@ -122,6 +123,9 @@ def measured_block(root: Path = ROOT) -> str:
             "",
             f"{sentence(sums.data)} [Why, and other cases](docs/gradient_sums.md).",
             "",
+            "![Errors of the gradients of params, by case and method]"
+            f"({sums.path.with_suffix('.png').relative_to(root)})",
+            "",
         ]
         lines += folded(MEASURED, [sums.line(root)])
     lines += ["## On a GPU, against PyTorch and float32", ""]
@@ -133,6 +137,8 @@ def measured_block(root: Path = ROOT) -> str:
         "`make demo` trains a language model on Python's source code (pysource) and a classifier of digits (digits).",
         "",
         conclusion,
+        "",
+        "![Held-out loss and test accuracy under five precisions](experiments/results/demo/compare.png)",
         "",
         "The results for pysource:",
         "",
@@ -205,7 +211,7 @@ def sharding_block(root: Path = ROOT) -> str:
         how = f"{row['gpus']} ({row['topology']})"
         lines.append(f"| {how} | {row['peak'] / 2**30:.1f} | {row['wire'] / 1e9:.1f} | {', '.join(cards) or 'none'} |")
     parts = sections(source.path.with_suffix(".md"))
-    details = [table(parts["Each GPU"]), "", source.data["about"], "", source.line(root)]
+    details = [table(parts["Each GPU"]), "", ABOUT, "", source.line(root)]
     lines += ["", *folded("All sizes and adapters, and how they were compiled", details)]
     return "\n".join(lines).replace("](experiments/", "](../experiments/")
 

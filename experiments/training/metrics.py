@@ -30,7 +30,7 @@ def accuracy(logits: jax.Array, labels: jax.Array, where: jax.Array | None = Non
     return jnp.where(chosen[:, 0] == largest[:, 0], 1 / ties, 0).mean(where=where)
 
 
-class Late:
+class PendingMetrics:
     """A queue of metrics on the device, which are read as floats some steps later."""
 
     def __init__(self) -> None:

@@ -30,7 +30,7 @@ from experiments.report.progress import Progress
 from experiments.training import cli, processes
 from experiments.training.describing import describe
 from experiments.training.experiment import Batch, Experiment
-from experiments.training.metrics import Late
+from experiments.training.metrics import PendingMetrics
 from experiments.training.run_folders import checkpoints_folder
 from experiments.training.watching import Watching, tensorboard
 from jaxmp.inspect.watch_files import FILE
@@ -104,7 +104,7 @@ class Run:
         if self._watch:
             self.experiment = dataclasses.replace(experiment, step=self._watched)
         self._board = tensorboard(folder, self._start) if config.tensorboard and self._writes else None
-        self._late = Late()
+        self._pending = PendingMetrics()
         self._progress = Progress(name, experiment.steps, self._start)
         self._skipped = int(sum(row.get("skipped", 0) for row in self._rows))
         self._started = time.perf_counter()
@@ -128,7 +128,7 @@ class Run:
         if processes.several() and kind is not None and not issubclass(kind, FloatingPointError):
             return  # other processes may be gone, and reading or writing would wait for them
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # the error that ended the run is raised instead
-            self._read(self._late.drain())  # the last steps of a run that was stopped
+            self._read(self._pending.drain())  # the last steps of a run that was stopped
             if self._watch:
                 self._watch.write(self._board)
         if self._writes:
@@ -183,7 +183,7 @@ class Run:
             self._paused_s = 0.0  # the first step may have been watched, which counts as a pause
         if self._watch:
             self._watch.log(self._step, metrics, self._board)
-        self._read(self._late.push(self._step, metrics))
+        self._read(self._pending.push(self._step, metrics))
         if self._due(self._config.evaluate_every):
             self.log_evaluation(self.state)
         if self._checkpoints is not None:
@@ -233,7 +233,7 @@ class Run:
 
     @contextmanager
     def _pause(self) -> Iterator[None]:
-        self._read(self._late.drain())
+        self._read(self._pending.drain())
         started = time.perf_counter()
         processes.alive(processes.LONG)
         yield
@@ -244,7 +244,7 @@ class Run:
     def finish(self) -> None:
         """Write the curves and the summary."""
         state = self.state
-        self._read(self._late.drain())
+        self._read(self._pending.drain())
         processes.alive(processes.LONG)
         seconds = time.perf_counter() - self._started - self._paused_s
         timed = self._step - self._start - 1  # the first step compiles

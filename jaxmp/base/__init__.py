@@ -1,1 +1,1 @@
-"""Dtypes, number formats, tables, hardware and pytrees, which all other folders use."""
+"""Dtypes, number formats, tables, hardware and pytrees for all other folders."""

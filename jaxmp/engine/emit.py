@@ -81,7 +81,7 @@ def _derived(rules: Rules, step: Step, jaxpr: Opened, args: Sequence[Any], dtype
 
 
 class _Repeat(NamedTuple):
-    """An equation that may repeat (broadcast) an operand, and the values of all its operands."""
+    """An equation that may broadcast an operand, and the values of its operands."""
 
     step: Step
     operands: Sequence[Any]

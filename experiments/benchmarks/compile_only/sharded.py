@@ -91,6 +91,6 @@ def main(config: Any) -> list[dict[str, Any]]:
             has.get(name, find, progress, size=size)
     rows = sorted(map(kept.read, folder.glob("*-*.json")), key=_order)
     where = kept.joined([row["environment"] for row in rows])
-    data = {"smoke": config.smoke, "rows": rows, "about": ABOUT}
+    data = {"smoke": config.smoke, "rows": rows}
     records.record(folder, "sharded", "Train steps compiled for many GPUs", where, [table(rows)], data, [ABOUT])
     return rows

@@ -39,7 +39,10 @@ _WORDS = {
 
 
 class _Box(NamedTuple):
-    """Consecutive operations of one scope, and of one dtype if ``dtype`` is not empty."""
+    """Consecutive operations of one scope.
+
+    They also have one dtype, unless ``dtype`` is empty.
+    """
 
     path: str
     dtype: str

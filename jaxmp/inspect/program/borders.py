@@ -66,7 +66,10 @@ def passed_in(jaxpr: Any, roots: Sequence[bool] | None = None) -> list[AtBorder]
 
 
 def _scan_lengths(place: EquationPlace) -> tuple[int, ...]:
-    """Return the number of iterations of each scan around an equation, outermost first."""
+    """Return the number of iterations of each scan around an equation.
+
+    The outermost scan comes first.
+    """
     return tuple(turn for turn in place.turns if turn is not None)
 
 

@@ -125,9 +125,9 @@ class Statistics:
 
 
 class _Fates(NamedTuple):
-    """The values that vanish, become subnormal, or overflow in a format: three boolean arrays.
+    """The values that vanish, become subnormal, or overflow in a format.
 
-    The rows of each array are exponents. The columns are the ranges of mantissas that start at ``STARTS``.
+    The rows of each boolean array are exponents. The columns are the ranges of mantissas that start at ``STARTS``.
     """
 
     vanished: np.ndarray

@@ -242,9 +242,9 @@ def made_of(values: Values, mark: Callable[[Value], int]) -> dict[Value, int]:
 
 
 def constant(value: Value) -> Any:
-    """Return the elements of a constant, before its moves and casts, as a NumPy array.
+    """Return the elements of a constant as a NumPy array.
 
-    Return None for large constants, and for values that are not constants.
+    The elements are those before its moves and casts. Return None for large constants and for other values.
     """
     while is_move_or_cast(value) and len(value.reads) == 1:
         (value,) = value.inputs

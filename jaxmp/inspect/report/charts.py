@@ -140,7 +140,10 @@ def svg(page: Any) -> str:
 
 
 def _line(axes: Any, points: Sequence[tuple[int, float]], color: str) -> None:
-    """Draw a line through the finite values. In the SVG, matplotlib leaves out points that change no pixel."""
+    """Draw a line through the finite values.
+
+    In the SVG, matplotlib leaves out points that change no pixel.
+    """
     points = [(step, value) for step, value in points if math.isfinite(value)]
     steps, values = [step for step, _ in points], [value for _, value in points]
     axes.plot(steps, values, color=color, linewidth=1.3, marker="o" if len(steps) == 1 else None)

@@ -196,7 +196,7 @@ def test_accuracy_counts_a_tie_of_n_as_one_nth():
 
 
 def test_metrics_come_out_in_order_some_steps_late_and_none_is_lost():
-    late, came = metrics.Late(), []
+    late, came = metrics.PendingMetrics(), []
     for step in range(20):
         new = list(late.push(step, {"loss": jnp.float32(step)}))
         assert all(old <= step - 8 for old, _ in new)
