@@ -1,4 +1,4 @@
-"""Choose the tests for the newest Python, share a folder of data, and let runs skip their pictures."""
+"""Choose the tests for the newest Python, share data, and skip pictures."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ NEWEST = (
 
 @pytest.hookimpl(tryfirst=True)  # before pytest reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark all other tests ``once``, because they call the library, whose tests run on both versions of Python."""
+    """Mark all tests but those of ``NEWEST`` to run ``once``.
+
+    They call the library, whose own tests run on both versions of Python.
+    """
     for item in items:
         if HERE in item.path.parents:
             name = f"{item.path.relative_to(HERE).as_posix()}::{item.name}"
@@ -40,7 +43,7 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def empty_curves() -> Iterator[None]:
-    """Make runs write an empty curves.png, because drawing takes longer than training.
+    """Let runs write an empty curves.png; drawing takes longer than training.
 
     `test_runs.py` tests the real picture.
     """

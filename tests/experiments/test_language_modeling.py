@@ -1,4 +1,4 @@
-"""GPT-2 on any text: training, resuming, the sample at the end, and the defaults of the flags."""
+"""GPT-2 on any text: training, resuming, sampling, and defaults of flags."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def test_gpt2_learns_a_text_writes_in_its_words_and_goes_on_bit_for_bit_when_it_
     assert any(word in text for word in (" to", " be", "the", "not", "whe"))
     assert done["test_loss"] < 2.2 < 4 < float(rows(config.run_dir)[0][2])
     assert done["test_perplexity"] == pytest.approx(math.exp(done["test_loss"]))
-    held = tokens.load(config.dataset, config.data_dir, "auto", 2048)
-    assert done["test_bits_per_byte"] == pytest.approx(done["test_loss"] / math.log(2) / held.bytes_per_token)
+    corpus = tokens.load(config.dataset, config.data_dir, "auto", 2048)
+    assert done["test_bits_per_byte"] == pytest.approx(done["test_loss"] / math.log(2) / corpus.bytes_per_token)
     assert done["examples_are"] == "tokens" and done["data"].endswith(", bytes") and done["examples_per_s"] > 0
     flags = json.loads((config.run_dir / "config.json").read_text())["config"]
     assert (flags["schedule"], flags["clip"], flags["weight_decay"]) == ("cosine", 1.0, 0.1)
@@ -188,7 +188,10 @@ def test_only_matrices_decay_long_gradients_are_clipped_and_the_schedule_rises_a
 
 
 def counting(params, window):
-    """The next token is the sum of the last two tokens modulo 7. Tokens before the window count as 0."""
+    """Predict the sum of the last two tokens modulo 7.
+
+    Tokens before the window count as 0.
+    """
     before = jnp.pad(window, ((0, 0), (1, 0)))[:, :-1]
     return params * jax.nn.one_hot((window + before) % 7, 7)
 

@@ -1,4 +1,4 @@
-"""BERT from scratch: masked tokens, learning, and the predictions shown at the end."""
+"""BERT from scratch: masked tokens, training, and the predictions shown."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def test_batches_depend_on_the_seed_and_their_number_and_those_to_evaluate_on_ar
     assert 0.08 < chosen.mean() < 0.22
     assert set(np.asarray(first["tokens"])[chosen].tolist()) > {257}  # [MASK] and random tokens
     assert set(np.asarray(first["targets"])[chosen].tolist()) <= set(b"abcdefgh")
-    for one, other in zip(experiment.test_batches(), experiment.test_batches(), strict=True):
-        np.testing.assert_array_equal(one["tokens"], other["tokens"])
+    for batch, repeated in zip(experiment.test_batches(), experiment.test_batches(), strict=True):
+        np.testing.assert_array_equal(batch["tokens"], repeated["tokens"])
 
 
 @pytest.mark.slow("trains 140 steps")
@@ -89,22 +89,22 @@ def test_under_autocast_an_override_may_be_a_path_of_training_or_of_evaluation(c
 @pytest.mark.slow("compiles a model twice")
 def test_every_guess_has_the_same_weight_in_microbatches_and_in_an_evaluation(config):
     plain = dataclasses.replace(config, policy="float32", context=4, ema=0.0, test_batches=4)
-    whole, single = (masked_lm.prepare(dataclasses.replace(plain, batch_size=n)) for n in (4, 1))
+    batched, single = (masked_lm.prepare(dataclasses.replace(plain, batch_size=n)) for n in (4, 1))
     rng = np.random.default_rng(0)
-    shapes = jax.eval_shape(whole.init_params, 0)
+    shapes = jax.eval_shape(batched.init_params, 0)
     params = jax.tree.map(lambda leaf: 0.3 * rng.standard_normal(leaf.shape).astype(leaf.dtype), shapes)
-    loss_fn = jax.jit(lambda batch: whole.loss_fn(params, None, batch, None)[0], compiler_options=SOON)
+    loss_fn = jax.jit(lambda batch: batched.loss_fn(params, None, batch, None)[0], compiler_options=SOON)
 
-    batch = jax.tree.map(np.asarray, next(whole.train_batches(0)))
+    batch = jax.tree.map(np.asarray, next(batched.train_batches(0)))
     guesses = (batch["targets"] != IGNORE).sum(1)
     assert 0 in guesses and len(set(guesses.tolist())) > 1  # including a microbatch without predictions
     parts = [loss_fn({name: leaf[i : i + 1] for name, leaf in batch.items()}) for i in range(4)]
     np.testing.assert_allclose(np.mean(parts), loss_fn(batch), rtol=1e-5)
 
-    held = jax.tree.map(lambda *leaves: np.concatenate(leaves), *single.test_batches())
-    assert 0 in (held["targets"] != IGNORE).sum(1)
-    found = single.evaluate(single.create(params))
-    assert found["loss"] == pytest.approx(float(loss_fn(held)), rel=1e-5) and 0 <= found["accuracy"] <= 1
+    test_batch = jax.tree.map(lambda *leaves: np.concatenate(leaves), *single.test_batches())
+    assert 0 in (test_batch["targets"] != IGNORE).sum(1)
+    metrics = single.evaluate(single.create(params))
+    assert metrics["loss"] == pytest.approx(float(loss_fn(test_batch)), rel=1e-5) and 0 <= metrics["accuracy"] <= 1
 
 
 def test_predictions_are_in_brackets_with_the_right_token_if_wrong_and_there_must_be_some(config):

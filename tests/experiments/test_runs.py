@@ -143,7 +143,10 @@ def test_language_modeling_trains_two_steps_and_warns_without_a_loss_scale(tmp_p
 
 @pytest.mark.slow("a process of its own, whose files may not grow")
 def test_a_full_disk_is_one_line_with_the_folder_and_what_to_do(tmp_path, data_dir):
-    """Files are limited to 50 kB, as if the disk were full. No compiled program is kept, because it may be larger."""
+    """Limit files to 50 kB, as if the disk were full.
+
+    Compiled programs may be larger, so they are not cached.
+    """
     code = """
 import os, resource, sys
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
@@ -232,19 +235,22 @@ def test_a_variant_that_fails_has_an_error_in_its_row_and_the_others_are_timed(t
 
 def test_the_cost_of_loss_scaling_of_a_model_that_was_measured_is_kept(tmp_path, monkeypatch, capsys):
     def measured(name, *_):
-        asked.append(name)
-        if len(asked) == 2:  # the time was up
+        measured_models.append(name)
+        if len(measured_models) == 2:  # the time was up
             return None
         row = {"milliseconds": [2.0, 2.0], "ms": (2.0,) * 3, "ratio": (1.0,) * 3}
         return {"model": f"{name}, batch 1", "policy": "half", "variants": {"no scaling": row}}
 
-    asked = []
+    measured_models = []
     monkeypatch.setattr(loss_scaling, "measure", measured)
     monkeypatch.setattr(loss_scaling.plots, "panels", lambda *_: None)
     config = loss_scaling.Config(layers=1, width=64, vocabulary=64, batch_size=1, sequence=8, run_dir=tmp_path)
-    assert [each["model"] for each in loss_scaling.main(config)] == ["mlp, batch 1"]
-    assert [each["model"] for each in loss_scaling.main(config)] == ["mlp, batch 1", "gpt2, batch 1"]
-    assert asked == ["mlp", "gpt2", "gpt2"] and "## gpt2, batch 1: ms" in (tmp_path / "loss_scaling.md").read_text()
+    assert [result["model"] for result in loss_scaling.main(config)] == ["mlp, batch 1"]
+    assert [result["model"] for result in loss_scaling.main(config)] == ["mlp, batch 1", "gpt2, batch 1"]
+    assert (
+        measured_models == ["mlp", "gpt2", "gpt2"]
+        and "## gpt2, batch 1: ms" in (tmp_path / "loss_scaling.md").read_text()
+    )
     with pytest.raises(SystemExit, match="2"):
         loss_scaling.main(dataclasses.replace(config, rounds=3))
     assert "rounds is 20 there and 3 here; use the device" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""A model without faults has no findings: under each policy, by policy and by autocast, in each form of it."""
+"""Models without faults have no findings, by policy, by autocast and in steps."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ LINEN = {
     "gpt2-remat": (lambda: models.GPT2(layers=1, remat="full", **SMALL), BATCHES["tokens"]),
     "bert": (lambda: models.BERT(layers=1, **SMALL), BATCHES["tokens"]),
 }
-UNDER = {"policy": jaxmp.linen.apply_policy, "autocast": jaxmp.linen.autocast}
+APPLY = {"policy": jaxmp.linen.apply_policy, "autocast": jaxmp.linen.autocast}
 AUTOCAST, POLICY, STEP = ("autocast", "mixed_bfloat16"), ("policy", "mixed_float16"), ("step", "mixed_float16")
-# Each model in one form, each form with several.
-EACH = {"mlp": AUTOCAST, "cnn": STEP, "resnet": POLICY, "gpt2-remat": AUTOCAST, "bert": POLICY}
+# Each model is tested in one form; each form is tested with several models.
+FORMS = {"mlp": AUTOCAST, "cnn": STEP, "resnet": POLICY, "gpt2-remat": AUTOCAST, "bert": POLICY}
 
 
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
@@ -70,18 +70,20 @@ def assert_clean(report: Audit, half: str) -> None:
 
 
 SLOW = pytest.mark.slow("traces a large model; each form has a smaller one")
-CASES = [pytest.param(*each, marks=[SLOW] * (each[0] in ("bert", "gpt2-remat")), id=each[0]) for each in EACH.items()]
+CASES = [
+    pytest.param(name, form, marks=[SLOW] * (name in ("bert", "gpt2-remat")), id=name) for name, form in FORMS.items()
+]
 
 
 @pytest.mark.parametrize(("name", "form"), CASES)
 def test_linen_models_are_clean(name: str, form: tuple[str, str]) -> None:
-    (under, policy), (build, batch) = form, LINEN[name]
-    model = build() if under == "step" else UNDER[under](build(), policy)
+    (method, policy), (build, batch) = form, LINEN[name]
+    model = build() if method == "step" else APPLY[method](build(), policy)
     state, half = linen_state(model, batch, policy), policy.removeprefix("mixed_")
-    loss_fn = linen_loss(model, name, of_method=hasattr(model, "loss") and under != "policy")
-    options = {"policy": policy} if under == "step" else {}
+    loss_fn = linen_loss(model, name, of_method=hasattr(model, "loss") and method != "policy")
+    options = {"policy": policy} if method == "step" else {}
     step = jaxmp.make_train_step(loss_fn, **options)
-    if under != "autocast":  # a step has the gradients and the loss in it
+    if method != "autocast":  # a step contains the loss and its gradients
         assert_clean(audit(step, policy, compile=False)(state, batch), half)
         return
 
@@ -100,13 +102,13 @@ NNX = {
 }
 
 
-@pytest.mark.parametrize(("under", "policy"), [("autocast", "mixed_float16"), ("policy", "mixed_bfloat16")])
-def test_a_model_of_nnx_is_clean(under: str, policy: str) -> None:
-    put = jaxmp.nnx.apply_policy if under == "policy" else jaxmp.nnx.autocast
+@pytest.mark.parametrize(("method", "policy"), [("autocast", "mixed_float16"), ("policy", "mixed_bfloat16")])
+def test_a_model_of_nnx_is_clean(method: str, policy: str) -> None:
+    apply = jaxmp.nnx.apply_policy if method == "policy" else jaxmp.nnx.autocast
     scale = jaxmp.DynamicLossScale() if policy == "mixed_float16" else None
 
     def create() -> Any:
-        model = put(NNX[under](), policy)
+        model = apply(NNX[method](), policy)
         return model, jaxmp.nnx.Optimizer(model, optax.adamw(1e-3), loss_scale=scale)
 
     model, optimizer = nnx.eval_shape(create)
@@ -121,7 +123,7 @@ def test_a_model_of_nnx_is_clean(under: str, policy: str) -> None:
         return loss
 
     batch = BATCHES["images"]
-    if under == "autocast":
+    if method == "autocast":
         assert_clean(audit(loss_fn, policy, compile=False)(model, batch), half)
         assert_clean(audit(step, policy, compile=False)(model, optimizer, batch), half)
     assert_clean(audit(jaxmp.nnx.make_train_step(loss_fn), policy, compile=False)(model, optimizer, batch), half)

@@ -1,4 +1,4 @@
-"""The definitions of weight, sum, loss, move, integer and loss scale, at the borders of each."""
+"""Edge cases of the audit's definitions, such as weight, sum and loss scale."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ def shape(*sizes: int, dtype: Any = F32) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(sizes, dtype)
 
 
-def found(fun: Any, *args: Any, policy: str = "mixed_bfloat16") -> list[str]:
-    return [each.kind for each in audit(fun, policy, compile=False)(*args).findings]
+def finding_kinds(fun: Any, *args: Any, policy: str = "mixed_bfloat16") -> list[str]:
+    return [finding.kind for finding in audit(fun, policy, compile=False)(*args).findings]
 
 
 UNALIGNED = "output features 13: not a multiple of 8, which tensor cores need for bfloat16"
 
 
-def found_in(cases: dict[str, Any], policy: str = "mixed_bfloat16") -> dict[str, list[str]]:
-    """By its name the kinds that are found in each function of a table, which its arguments follow."""
-    return {name: found(fun, *args, policy=policy) for name, (fun, *args) in cases.items()}
+def kinds_by_name(cases: dict[str, Any], policy: str = "mixed_bfloat16") -> dict[str, list[str]]:
+    """Return the kinds of findings in each case: a function and its arguments."""
+    return {name: finding_kinds(fun, *args, policy=policy) for name, (fun, *args) in cases.items()}
 
 
 def all_are(kinds: list[str], *tables: dict[str, Any]) -> dict[str, list[str]]:
@@ -41,7 +41,7 @@ def all_are(kinds: list[str], *tables: dict[str, Any]) -> dict[str, list[str]]:
 
 
 def features(fun: Any, *args: Any) -> list[str]:
-    return [each.what for each in audit(fun, "mixed_bfloat16", compile=False)(*args).findings]
+    return [finding.what for finding in audit(fun, "mixed_bfloat16", compile=False)(*args).findings]
 
 
 def normalised(x: Any) -> Any:
@@ -50,19 +50,19 @@ def normalised(x: Any) -> Any:
 
 @pytest.mark.once
 def test_the_batch_is_no_output_feature_and_a_weight_is_one_wherever_it_comes_from() -> None:
-    whole, narrow = jnp.ones((16, 16), BF16), jnp.ones((16, 13), BF16)
+    wide, narrow = jnp.ones((16, 16), BF16), jnp.ones((16, 13), BF16)
     seven, eight = shape(7, 16, dtype=BF16), shape(8, 16, dtype=BF16)
-    assert features(lambda x: x @ whole, seven) == []
+    assert features(lambda x: x @ wide, seven) == []
     assert features(lambda x: x @ narrow, eight) == [UNALIGNED]
-    assert features(lambda x: whole @ x, shape(16, 7, dtype=BF16)) == []
-    assert features(lambda x: jnp.tanh(x @ whole) @ narrow, seven) == [UNALIGNED]
+    assert features(lambda x: wide @ x, shape(16, 7, dtype=BF16)) == []
+    assert features(lambda x: jnp.tanh(x @ wide) @ narrow, seven) == [UNALIGNED]
     assert features(lambda x, w: x @ w, seven, shape(16, 16, dtype=BF16)) == []
     assert features(lambda x, w: x @ w, eight, shape(16, 13, dtype=BF16)) == [UNALIGNED]
     assert features(lambda x, w: jnp.tanh(x @ w) @ w, seven, shape(16, 16, dtype=BF16)) == []
-    # Of two arrays, the second operand counts as the weight.
+    # If neither operand is known to be a weight, the second one counts as the weight.
     assert features(lambda w, x: normalised(w) @ x, shape(16, 16), shape(16, 13, dtype=BF16)) == [UNALIGNED]
     assert features(lambda x, w: normalised(x) @ w, shape(7, 16), shape(16, 16, dtype=BF16)) == []
-    # Params that are a tree, or called so, tell.
+    # A tree of params, or an argument named params, is known to be weights.
     first = {"w": shape(13, 16)}
     assert features(lambda p, x: normalised(p["w"]) @ x, first, shape(16, 8, dtype=BF16)) == [UNALIGNED]
     assert features(lambda p, x: x @ normalised(p["w"]).T, first, seven) == [UNALIGNED]
@@ -98,7 +98,7 @@ def test_a_sum_is_one_however_it_is_written() -> None:
     def pool(x: Any) -> Any:
         return nn.avg_pool(x[None, :, :, None], (20, 20), (20, 20))
 
-    assert found(pool, shape(40, 40, dtype=BF16)) == ["half-sum"]
+    assert finding_kinds(pool, shape(40, 40, dtype=BF16)) == ["half-sum"]
 
 
 ROUND_TRIPS = {
@@ -114,8 +114,8 @@ def test_a_round_trip_goes_through_all_that_only_moves() -> None:
     h = shape(64, 16, dtype=BF16)
     moved = {name: (lambda h, move=move: move(h).astype(BF16), h) for name, move in ROUND_TRIPS.items()}
     changed = {name: (lambda h, move=move: jnp.cos(move(h)).astype(BF16), h) for name, move in ROUND_TRIPS.items()}
-    assert found_in(moved) == all_are(["round-trip"], ROUND_TRIPS)
-    assert found_in(changed) == all_are([], ROUND_TRIPS)
+    assert kinds_by_name(moved) == all_are(["round-trip"], ROUND_TRIPS)
+    assert kinds_by_name(changed) == all_are([], ROUND_TRIPS)
 
 
 def test_the_derivative_of_what_is_computed_in_float32_is_no_round_trip() -> None:
@@ -126,9 +126,10 @@ def test_the_derivative_of_what_is_computed_in_float32_is_no_round_trip() -> Non
     params = {"w": shape(16, 16), "v": shape(16, 16), "b": shape(16)}
     for between in (lambda y, p: y + p["b"], lambda y, p: y + 1.0, lambda y, p: y + jnp.sum(y, 0)):
         grad = jax.grad(lambda p, x, between=between: loss(p, x, between))
-        assert found(grad, params, shape(8, 16)) == []
-        assert found(jax.grad(jax.checkpoint(lambda p, x, f=between: loss(p, x, f))), params, shape(8, 16)) == []
-    assert found(jax.grad(lambda p, x: loss(p, x, lambda y, p: y)), params, shape(8, 16)) == ["round-trip"]
+        assert finding_kinds(grad, params, shape(8, 16)) == []
+        remat = jax.grad(jax.checkpoint(lambda p, x, between=between: loss(p, x, between)))
+        assert finding_kinds(remat, params, shape(8, 16)) == []
+    assert finding_kinds(jax.grad(lambda p, x: loss(p, x, lambda y, p: y)), params, shape(8, 16)) == ["round-trip"]
 
     @jax.custom_vjp
     def custom(h: Any) -> Any:
@@ -141,7 +142,7 @@ def test_the_derivative_of_what_is_computed_in_float32_is_no_round_trip() -> Non
         h = custom(h)
         return jnp.mean(h.astype(F32) ** 2)
 
-    assert found(jax.grad(ruled), params, shape(8, 16)) == ["round-trip"]
+    assert finding_kinds(jax.grad(ruled), params, shape(8, 16)) == ["round-trip"]
 
 
 @pytest.mark.once
@@ -150,37 +151,37 @@ def test_what_a_loop_adds_up_in_float32_is_no_round_trip() -> None:
         total = jax.lax.fori_loop(0, 3, lambda _, z: z + h.astype(F32), jnp.zeros(h.shape, F32))
         return total.astype(BF16)
 
-    assert found(fun, shape(64, 16, dtype=BF16)) == []
+    assert finding_kinds(fun, shape(64, 16, dtype=BF16)) == []
 
 
 @pytest.mark.once
 def test_a_carry_of_an_engine_s_module_is_no_round_trip() -> None:
-    cell = nn.RNN(nn.SimpleCell(16))  # whose carry begins in float32
+    cell = nn.RNN(nn.SimpleCell(16))  # its carry begins in float32
     model, x = jaxmp.linen.apply_policy(cell, "mixed_bfloat16"), shape(2, 8, 16)
-    assert found(model.apply, jax.eval_shape(cell.init, jax.random.key(0), x), x) == []
+    assert finding_kinds(model.apply, jax.eval_shape(cell.init, jax.random.key(0), x), x) == []
 
-    def own(h: Any) -> Any:
+    def hand_written(h: Any) -> Any:
         return jax.lax.fori_loop(0, 3, lambda _, z: jnp.tanh(z.astype(BF16)).astype(F32), h.astype(F32))
 
-    assert found(own, shape(8, 16, dtype=BF16)) == ["round-trip"]
+    assert finding_kinds(hand_written, shape(8, 16, dtype=BF16)) == ["round-trip"]
 
 
 @pytest.mark.once
 def test_what_nothing_reads_is_no_sum() -> None:
     def loss(p: Any, x: Any) -> Any:
         y = x @ p["w"]
-        top = jnp.max(y, axis=1, keepdims=True).astype(F32)  # whose derivative counts ties, and is not asked for
+        top = jnp.max(y, axis=1, keepdims=True).astype(F32)  # its derivative counts ties, but nothing reads it
         return jnp.mean((y.astype(F32) - jax.lax.stop_gradient(top)) ** 2)
 
     grad = jax.grad(jaxmp.autocast(loss, "mixed_bfloat16"))
-    assert found(grad, {"w": shape(16, 512)}, shape(8, 16)) == []
+    assert finding_kinds(grad, {"w": shape(16, 512)}, shape(8, 16)) == []
 
 
-MASKED = {
+OVERFLOWING = {
     "a bias": lambda s, m: s + jnp.where(m, 0.0, -1e9),
     "float32 scores": lambda s, m: jnp.where(m, s.astype(F32) * 0.1, -1e30).astype(F16),
 }
-HELD = {
+HARMLESS = {
     "an infinity": lambda s, m: s + jnp.where(m, 0.0, -jnp.inf),
     "in float32": lambda s, m: jax.nn.softmax(s.astype(F32) + jnp.where(m, 0.0, -1e9)).astype(F16),
     "a factor": lambda s, m: (s.astype(F32) * jnp.where(m, 1e-3, 1e9)).astype(F16),
@@ -191,8 +192,8 @@ HELD = {
 @pytest.mark.once
 def test_a_mask_whose_number_half_makes_infinite_is_found_however_it_is_written() -> None:
     args = shape(4, 8, 8, dtype=F16), shape(8, 8, dtype=jnp.bool_)
-    kinds = found_in({name: (fun, *args) for name, fun in {**MASKED, **HELD}.items()}, "mixed_float16")
-    assert kinds == {**all_are(["overflowing-constant"], MASKED), **all_are([], HELD)}
+    kinds = kinds_by_name({name: (fun, *args) for name, fun in {**OVERFLOWING, **HARMLESS}.items()}, "mixed_float16")
+    assert kinds == {**all_are(["overflowing-constant"], OVERFLOWING), **all_are([], HARMLESS)}
 
 
 @pytest.mark.once
@@ -202,23 +203,23 @@ def test_an_iota_and_constant_integers_are_found_beyond_what_half_counts() -> No
 
 
 def check_integers(dtype: Any, limit: int) -> None:
-    several = {
+    integers_by_case = {
         "an iota": lambda n: jnp.arange(n)[:, None].astype(dtype),
         "an iota in half": lambda n: jax.lax.iota(dtype, n),
         "a constant": lambda n: jnp.asarray(np.arange(n)).reshape(-1, 1).astype(dtype),
         "by way of float32": lambda n: jnp.asarray(np.arange(n)).astype(F32).astype(dtype),
     }
-    for name, integers in several.items():
+    for name, integers in integers_by_case.items():
         for n, kinds in ((limit + 1, []), (limit + 2, ["inexact-integers"])):
-            assert found(lambda integers=integers, n=n: integers(n)) == kinds, (name, n)
-    assert found(lambda: jnp.asarray(np.arange(0, 4 * limit, 4)).astype(dtype)) == []
-    assert found(lambda: (jnp.arange(4 * limit) / limit).astype(dtype)) == []
+            assert finding_kinds(lambda integers=integers, n=n: integers(n)) == kinds, (name, n)
+    assert finding_kinds(lambda: jnp.asarray(np.arange(0, 4 * limit, 4)).astype(dtype)) == []
+    assert finding_kinds(lambda: (jnp.arange(4 * limit) / limit).astype(dtype)) == []
     mask = np.triu(np.full((8, 8), -1e4, np.float32), 1)
-    assert found(lambda h: h + jnp.asarray(mask).astype(dtype), shape(8, 8, dtype=dtype)) == []
+    assert finding_kinds(lambda h: h + jnp.asarray(mask).astype(dtype), shape(8, 8, dtype=dtype)) == []
 
 
 def after(eps: float) -> dict[str, Any]:
-    """Return what divides by a sum with an epsilon, or takes its root or logarithm."""
+    """Return functions of a sum with an epsilon: quotients, roots and a logarithm."""
     return {
         "div": lambda x: x / (jnp.abs(x) + eps),
         "of a mean": lambda x: x / (jnp.mean(jnp.abs(x), 1, keepdims=True) + eps),
@@ -233,11 +234,11 @@ def test_an_epsilon_that_tracing_rounded_to_0_is_found_by_what_it_protects() -> 
     args = (shape(8, 8, dtype=F16),)
 
     def kinds(fun: Any, *args: Any) -> list[str]:
-        return [kind for kind in found(fun, *args, policy="mixed_float16") if kind != "half-exponential"]
+        return [kind for kind in finding_kinds(fun, *args, policy="mixed_float16") if kind != "half-exponential"]
 
     for fun in after(1e-8).values():
         assert kinds(fun, *args) == ["vanishing-constant"]
-        assert kinds(fun, shape(8, 8, dtype=BF16)) == []  # which has it
+        assert kinds(fun, shape(8, 8, dtype=BF16)) == []  # bfloat16 can represent it
     for fun in after(1e-4).values():
         assert kinds(fun, *args) == []
     for fun in (lambda x: jnp.sqrt(jax.nn.relu(x)) + sum([x, x]), lambda x: x * 0.999 + 1.0):
@@ -248,16 +249,16 @@ def test_an_epsilon_that_tracing_rounded_to_0_is_found_by_what_it_protects() -> 
 @pytest.mark.once
 def test_a_constant_that_a_cast_makes_1_is_shown_as_its_distance() -> None:
     report = audit(lambda x: x * jnp.full(8, 1 - 1e-7).astype(F16), compile=False)(shape(8, 8, dtype=F16))
-    assert [each.what for each in report.findings] == ["the constant 1 - 1e-07 is 1 in float16"]
+    assert [finding.what for finding in report.findings] == ["the constant 1 - 1e-07 is 1 in float16"]
 
 
 ZEROS, ROWS, scan = jnp.zeros(16, BF16), shape(4096, 16, dtype=BF16), jax.lax.scan
 
 
 def compensated(x: Any) -> Any:
-    def turn(carry: Any, each: Any) -> Any:
+    def turn(carry: Any, row: Any) -> Any:
         total, lost = carry
-        term = each - lost
+        term = row - lost
         new = total + term
         return (new, (new - total) - term), None
 
@@ -265,8 +266,8 @@ def compensated(x: Any) -> Any:
 
 
 def gradient(body: Any) -> Any:
-    """Sums of the result of a loop; weights of which each turn reads some."""
-    return jax.grad(lambda w, x: scan(lambda c, each: (body(c, w, each), None), ZEROS, x)[0].astype(F32).sum())
+    """Return the gradient, by the weights, of a loop whose turns apply ``body``."""
+    return jax.grad(lambda w, x: scan(lambda c, element: (body(c, w, element), None), ZEROS, x)[0].astype(F32).sum())
 
 
 def descent(p: Any, x: Any) -> Any:
@@ -333,11 +334,11 @@ UNCARRIED = {
 
 
 def test_a_sum_is_one_if_a_loop_carries_it() -> None:
-    assert found_in(CARRIED) == all_are(["half-sum"], CARRIED)
+    assert kinds_by_name(CARRIED) == all_are(["half-sum"], CARRIED)
 
 
 def test_what_a_loop_carries_in_float32_or_for_few_turns_or_without_adding_is_no_sum() -> None:
-    assert found_in(UNCARRIED) == all_are([], UNCARRIED)
+    assert kinds_by_name(UNCARRIED) == all_are([], UNCARRIED)
 
 
 @pytest.mark.once
@@ -353,11 +354,11 @@ def test_what_is_made_to_lose_nothing_is_no_half_sum() -> None:
         return lambda p, x: scan(turn, (p, tx.init(p)), x)[0][0]
 
     for how in ("kahan", "stochastic"):
-        assert found(fit(how), shape(16, dtype=BF16), ROWS) == []
+        assert finding_kinds(fit(how), shape(16, dtype=BF16), ROWS) == []
     model, x = nn.RNN(nn.GRUCell(16)), shape(8, 512, 16)  # a weight's gradient over 512 turns
-    under = jaxmp.linen.apply_policy(model, "mixed_bfloat16")
-    loss = jax.grad(lambda variables, x: jnp.mean(under.apply(variables, x).astype(F32) ** 2))
-    assert found(loss, jax.eval_shape(model.init, jax.random.key(0), x), x) == []
+    half_model = jaxmp.linen.apply_policy(model, "mixed_bfloat16")
+    loss = jax.grad(lambda variables, x: jnp.mean(half_model.apply(variables, x).astype(F32) ** 2))
+    assert finding_kinds(loss, jax.eval_shape(model.init, jax.random.key(0), x), x) == []
 
 
 PARAMS, X, SCALAR = {"w": shape(16, 16)}, shape(8, 16), shape()
@@ -377,8 +378,10 @@ def of_scale(scaled: Any) -> Any:
 
 def shared(p: Any, x: Any) -> Any:
     mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
-    each = jax.shard_map(lambda p, x: jax.lax.pmean(mean(p, x), "d"), mesh=mesh, in_specs=(P(), P("d")), out_specs=P())
-    return each(p, x)
+    mean_over_devices = jax.shard_map(
+        lambda p, x: jax.lax.pmean(mean(p, x), "d"), mesh=mesh, in_specs=(P(), P("d")), out_specs=P()
+    )
+    return mean_over_devices(p, x)
 
 
 UNSCALED = {
@@ -406,9 +409,9 @@ SCALED = {
 
 @pytest.mark.once
 def test_what_is_no_loss_scale_leaves_float16_unscaled() -> None:
-    last = {name: kinds[-1:] for name, kinds in found_in(UNSCALED, "mixed_float16").items()}
+    last = {name: kinds[-1:] for name, kinds in kinds_by_name(UNSCALED, "mixed_float16").items()}
     assert last == all_are(["unscaled-float16"], UNSCALED)
 
 
 def test_a_loss_scale_is_one_however_it_is_written() -> None:
-    assert found_in(SCALED, "mixed_float16") == all_are([], SCALED)
+    assert kinds_by_name(SCALED, "mixed_float16") == all_are([], SCALED)

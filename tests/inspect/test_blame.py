@@ -1,4 +1,4 @@
-"""Planted failures, and what the blame says of each."""
+"""The blame of planted non-finite values."""
 
 import functools
 import inspect
@@ -34,8 +34,8 @@ def line_of(fun, marker="BAD"):
 
 def check(blame, primitive, kind, phase="forward", path="", turn=None, scaled_only=False, source=None):
     assert blame is not None
-    found = (blame.primitive, blame.kind, blame.phase, blame.path, blame.turn, blame.scaled_only)
-    assert found == (primitive, kind, phase, path, turn, scaled_only)
+    fields = (blame.primitive, blame.kind, blame.phase, blame.path, blame.turn, blame.scaled_only)
+    assert fields == (primitive, kind, phase, path, turn, scaled_only)
     if source is not None:
         assert blame.source.endswith(f"{FILE}:{source}")
     return blame
@@ -56,7 +56,7 @@ def test_an_overflow_is_blamed_where_it_first_is():
         return (a - jnp.exp(2 * x)).sum()
 
     check(first_nonfinite(subtracted)(X), "exp", "overflow", source=line_of(subtracted))
-    # Not where remat computes it again.
+    # The forward pass is blamed, not the recomputation by remat.
     check(first_nonfinite(jax.checkpoint(lambda x: jnp.exp(x).sum()))(X), "exp", "overflow")
 
 
@@ -160,10 +160,10 @@ def test_masks_of_infinity_are_meant():
 
     assert first_nonfinite(attention)(X) is None
     assert first_nonfinite(lambda x: (attention(x), jnp.where(mask, x, -jnp.inf)))(X) is None
-    # And where all is masked, what makes NaN of the mask.
+    # If everything is masked, the operation that turns the mask into NaN is blamed.
     blame = first_nonfinite(lambda x: jax.nn.softmax(jnp.where(mask & False, x, -jnp.inf))[0])(X)
     check(blame, "sub", "invalid")
-    # Behind a mask, the overflow, not the mask.
+    # If an overflow follows a mask, the overflow is blamed.
     blame = first_nonfinite(lambda x: jnp.exp(jnp.where(mask, x, -jnp.inf)).sum())(X)
     check(blame, "exp", "overflow")
     blame = first_nonfinite(lambda x, mask: jnp.exp(x + mask).sum())(X, jnp.array([0.0, -jnp.inf, 0.0]))
@@ -218,9 +218,9 @@ def test_bad_data_and_bad_weights():
     check(blame, "", "input", "input", path="params/layer/kernel")
     assert blame.operands[0].nans == 1 and "float32[3] in [2, 100] and 1 NaN" in str(blame)
     assert "float32[3] of NaN" in str(find({"layer": {"kernel": X * jnp.nan}}, batch))
-    # What came in goes before what overflows as well.
-    both = first_nonfinite(lambda x, y: jnp.exp(x).sum() + y.sum())
-    check(both(X, X.at[0].set(jnp.nan)), "", "input", "input", path="y")
+    # A non-finite input is blamed before an overflow.
+    find_in_sum = first_nonfinite(lambda x, y: jnp.exp(x).sum() + y.sum())
+    check(find_in_sum(X, X.at[0].set(jnp.nan)), "", "input", "input", path="y")
 
 
 def test_a_constant_is_blamed_where_nothing_else_explains_the_loss():

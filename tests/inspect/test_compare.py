@@ -1,4 +1,4 @@
-"""Planted errors, and where a comparison says that they enter; its numbers beside NumPy's."""
+"""Comparisons of functions with planted errors, and their numbers against NumPy."""
 
 import io
 import json
@@ -194,11 +194,11 @@ def test_rows_are_what_numpy_computes():
         cotangent.relative_error, np.linalg.norm(2 * half - 2 * exact) / np.linalg.norm(2 * exact), rtol=1e-6
     )
     gradient = 2 * X.astype(np.float64).T @ exact
-    own = jax.jit(jax.grad(jaxmp.autocast(loss, "mixed_bfloat16")))(W, X)["a"]
-    together = np.concatenate([[np.sum(exact**2)], gradient.ravel(), np.zeros(3 * 64)])
-    wrong = np.concatenate([[np.sum(half**2)], np.asarray(own, np.float64).ravel(), np.zeros(3 * 64)])
-    error = np.linalg.norm(wrong - together) / np.linalg.norm(together)
-    np.testing.assert_allclose(comparison.total.relative_error, error, rtol=1e-3)  # compiled apart
+    half_gradient = jax.jit(jax.grad(jaxmp.autocast(loss, "mixed_bfloat16")))(W, X)["a"]
+    exact_values = np.concatenate([[np.sum(exact**2)], gradient.ravel(), np.zeros(3 * 64)])
+    half_values = np.concatenate([[np.sum(half**2)], np.asarray(half_gradient, np.float64).ravel(), np.zeros(3 * 64)])
+    error = np.linalg.norm(half_values - exact_values) / np.linalg.norm(exact_values)
+    np.testing.assert_allclose(comparison.total.relative_error, error, rtol=1e-3)  # compiled separately
 
 
 def test_scopes_in_a_loops_condition_or_a_shard_map_have_no_rows_and_those_around_have():

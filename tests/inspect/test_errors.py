@@ -1,4 +1,4 @@
-"""Errors of the inspect tools about wrong arguments, and the texts of rare results."""
+"""Errors of the inspect tools about wrong arguments, and rare results as text."""
 
 from __future__ import annotations
 

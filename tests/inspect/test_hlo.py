@@ -1,4 +1,4 @@
-"""Facts from XLA's programs for GPUs: kernels, attentions, products in loops, memory."""
+"""Kernels, products, traffic and memory, read from XLA's programs for GPUs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from experiments.measure import programs
 from jaxmp.inspect.compiled import hlo, memory_of_hlo
 
-# A scheduled program as XLA compiles for GPUs, cut down: a loop of four products that read slices of their operand, a
+# A shortened program, as XLA schedules it for GPUs. It has a loop of four products that read slices of their operand, a
 # fused attention forward and backward, a transpose and a reduction.
 TEXT = """HloModule jit_step, is_scheduled=true
 
@@ -114,8 +114,8 @@ ENTRY %main (x: bf16[4,8,16], i: s32[], y: bf16[1,8,16]) -> bf16[1,8,16] {
 
 
 def test_attention_has_two_products_forward_and_five_backward():
-    one = 2 * (2 * 8 * 4 * 16) * 8
-    assert programs.attention_flops(PROGRAM) == {"bfloat16": 7 * one}
+    product_flops = 2 * (2 * 8 * 4 * 16) * 8
+    assert programs.attention_flops(PROGRAM) == {"bfloat16": 7 * product_flops}
     assert programs.products(PROGRAM) == Counter({"dot bf16×bf16": 1, "attention bf16×bf16": 2})
 
 
@@ -125,8 +125,10 @@ def test_a_program_without_loops_has_a_kernel_for_each_of_its_operations():
 
 
 def test_the_peak_lists_what_is_alive_at_once_with_the_code_that_made_it():
-    # The loop's buffers are smaller; parameters, constants and what is returned do not count.
-    assert [(each.bytes, str(each.array), each.maker.name) for each in memory_of_hlo.buffers_at_peak(PROGRAM)] == [
+    # The loop's buffers are smaller. Parameters, constants and results do not count.
+    assert [
+        (buffer.bytes, str(buffer.array), buffer.maker.name) for buffer in memory_of_hlo.buffers_at_peak(PROGRAM)
+    ] == [
         (2048, "bf16[2,4,8,16]", "fmha.1"),
         (256, "f32[2,4,8]", "fmha.1"),
     ]

@@ -1,4 +1,4 @@
-"""Programs for many GPUs that are not there: the memory of each, what each sends, and what is wrong with that."""
+"""Memory, traffic and audits of programs for many GPUs that are not attached."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jaxmp.cli import main
 from jaxmp.inspect import audit, memory
 from jaxmp.inspect.program import targets
 
-pytestmark = pytest.mark.usefixtures("standard_promotion")  # optax's Adam mixes dtypes by itself
+pytestmark = pytest.mark.usefixtures("standard_promotion")  # optax's Adam mixes dtypes
 
 
 MESH = jax.sharding.AbstractMesh((8,), ("fsdp",), axis_types=(AxisType.Explicit,))
@@ -52,7 +52,7 @@ class TestMemory:
         assert plan.ideal_wire == 8 * PARAMS * 7 / 8 == jaxmp.inspect.ideal_wire(WEIGHTS)
         totals = plan.collectives.totals
         assert totals["reduce-scatter", "float32", "fsdp"] == 4 * PARAMS * 7 / 8
-        assert totals["all-gather", "bfloat16", "fsdp"] == 2 * PARAMS * 7 / 8  # the backward pass has them still
+        assert totals["all-gather", "bfloat16", "fsdp"] == 2 * PARAMS * 7 / 8  # the backward pass reuses them
         assert plan.collectives.wire == sum(totals.values())
         title, *lines = str(plan).splitlines()
         assert title.endswith("MiB at the peak on each of 8 NVIDIA H200 141GB HBM3e, batch of 4096")
@@ -64,12 +64,14 @@ class TestMemory:
 
     @pytest.mark.absent_gpu
     def test_two_hosts_are_the_same_program_in_either_spelling(self):
-        one, two = (
+        default_plan, two_host_plan = (
             memory(jax.grad(loss), device="h200", topology=topology)(WEIGHTS, X) for topology in (None, "2 hosts x 4")
         )
-        assert one == two
-        devices = [targets.devices_of(targets.TARGETS["h200"].text(), each) for each in ("1x2x4", "2 hosts x 4")]
-        assert len({str(each) for each in devices}) == 1
+        assert default_plan == two_host_plan
+        clusters = [
+            targets.devices_of(targets.TARGETS["h200"].text(), topology) for topology in ("1x2x4", "2 hosts x 4")
+        ]
+        assert len({str(devices) for devices in clusters}) == 1
 
     def test_the_largest_batch_is_split_over_all_devices(self):
         mesh = jax.make_mesh((4,), ("fsdp",), axis_types=(AxisType.Explicit,))
@@ -93,7 +95,7 @@ class TestMemory:
         specs = sharding.fsdp_specs(state, MESH)
         state = jax.tree.map(lambda leaf, spec: placed(spec, *leaf.shape, dtype=leaf.dtype), state, specs)
         plan = memory(jaxmp.make_train_step(loss_fn, ema_decay=0.9), device="h200")(state, X)
-        assert plan.params == PARAMS and plan.ideal_wire == 7 * PARAMS  # the average is none of them
+        assert plan.params == PARAMS and plan.ideal_wire == 7 * PARAMS  # the average of the params does not count
         assert plan.by_kind["params"] == 2 * 4 * PARAMS // 8 and plan.by_kind["optimizer"] < 2 * 4 * PARAMS // 8 + 100
 
     @pytest.mark.absent_gpu
@@ -108,7 +110,11 @@ class TestMemory:
 
 
 def kinds(report):
-    return {each.kind for each in report.findings} & {"float32-gather", "activation-gather", "gradient-all-reduce"}
+    return {finding.kind for finding in report.findings} & {
+        "float32-gather",
+        "activation-gather",
+        "gradient-all-reduce",
+    }
 
 
 @pytest.mark.absent_gpu
@@ -120,10 +126,10 @@ class TestAudit:
 
     def test_a_weight_that_is_cast_after_it_is_gathered(self):
         report = audit(jax.grad(lambda params, batch: loss(params, batch, gathered_wide)), device="h200")(WEIGHTS, X)
-        found = [each for each in report.findings if each.kind == "float32-gather"]
-        assert found and "gathered in float32 in a program with half products: " in found[0].what
-        assert "MB of float32 over fsdp, 1 time a call" in found[0].what
-        assert found[0].remedy.startswith("gather them with jaxmp.sharding.gather")
+        gathers = [finding for finding in report.findings if finding.kind == "float32-gather"]
+        assert gathers and "gathered in float32 in a program with half products: " in gathers[0].what
+        assert "MB of float32 over fsdp, 1 time a call" in gathers[0].what
+        assert gathers[0].remedy.startswith("gather them with jaxmp.sharding.gather")
 
     def test_it_is_none_in_a_program_of_float32(self):
         def wide(params, batch):
@@ -135,24 +141,30 @@ class TestAudit:
 
     def test_activations_that_travel_in_place_of_weights(self):
         def fun(params, batch):
-            whole = jax.sharding.reshard(batch, P())
-            return jnp.einsum("bi,io->bo", whole, params["up"].astype("bfloat16"), out_sharding=P(None, None)).sum()
+            gathered_batch = jax.sharding.reshard(batch, P())
+            return jnp.einsum(
+                "bi,io->bo", gathered_batch, params["up"].astype("bfloat16"), out_sharding=P(None, None)
+            ).sum()
 
         weights = {"up": placed(P("fsdp"), IN, OUT)}
-        (found,) = [each for each in audit(fun, device="h200")(weights, X).findings if each.kind == "activation-gather"]
-        assert "4.19MB of bfloat16 over fsdp, 1 time a call" in found.what
+        (gather,) = [
+            finding for finding in audit(fun, device="h200")(weights, X).findings if finding.kind == "activation-gather"
+        ]
+        assert "4.19MB of bfloat16 over fsdp, 1 time a call" in gather.what
 
     def test_a_gradient_that_every_device_sums_whole(self):
         def gradients(params, batch):
-            return jax.tree.map(lambda leaf: jax.sharding.reshard(leaf, P()), jax.grad(loss_whole)(params, batch))
+            return jax.tree.map(
+                lambda leaf: jax.sharding.reshard(leaf, P()), jax.grad(loss_of_whole_weights)(params, batch)
+            )
 
-        def loss_whole(params, batch):
+        def loss_of_whole_weights(params, batch):
             return loss(params, batch, gathered_wide)
 
         report = audit(jax.jit(gradients), device="h200")(WEIGHTS, X)
-        (found,) = [each for each in report.findings if each.kind == "gradient-all-reduce"]
-        assert "are summed whole on every device: 3.15MB of bfloat16 over fsdp" in found.what
-        assert "test_many_devices.py" in found.source
+        (all_reduce,) = [finding for finding in report.findings if finding.kind == "gradient-all-reduce"]
+        assert "are summed whole on every device: 3.15MB of bfloat16 over fsdp" in all_reduce.what
+        assert "test_many_devices.py" in all_reduce.source
 
 
 def test_a_cpu_which_sends_half_as_float32_has_no_findings_of_it():

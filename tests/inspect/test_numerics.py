@@ -1,4 +1,4 @@
-"""A step's records against what NumPy counts in arrays that are computed another way."""
+"""The numerics of a step, against NumPy's counts of separately computed arrays."""
 
 import io
 import json
@@ -23,20 +23,24 @@ pytestmark = pytest.mark.once
 X = np.random.default_rng(0).normal(size=(6, 8)).astype(np.float32)
 
 
-def same(found, x):
+def same(statistics, x):
     """Return whether the statistics are those of an array, the mean to float32."""
     expected = statistics_of(x)
     names = ("count", "zeros", "overflow", "below_normal", "amax", "amin", "histogram")
-    np.testing.assert_allclose(found.mean_abs, expected.mean_abs, rtol=1e-5)
+    np.testing.assert_allclose(statistics.mean_abs, expected.mean_abs, rtol=1e-5)
     wide = np.asarray(x, np.float64)
-    assert (found.count, found.zeros) == (wide.size, int((wide == 0).sum()))
-    assert [getattr(found, name) for name in names] == [getattr(expected, name) for name in names]
-    half, there = found.under("float16", 8), expected.under("float16", 8)
-    return (half.vanished, half.below_normal, half.overflow) == (there.vanished, there.below_normal, there.overflow)
+    assert (statistics.count, statistics.zeros) == (wide.size, int((wide == 0).sum()))
+    assert [getattr(statistics, name) for name in names] == [getattr(expected, name) for name in names]
+    half, expected_half = statistics.under("float16", 8), expected.under("float16", 8)
+    names = ("vanished", "below_normal", "overflow")
+    return [getattr(half, name) for name in names] == [getattr(expected_half, name) for name in names]
 
 
 def mlp(params, x, extra=(0.0, 0.0)):
-    """Two layers in scopes, with something to be added to what each returns: its gradient is that of the activation."""
+    """Return a loss of two layers in scopes; ``extra`` is added to their results.
+
+    So the gradients of ``extra`` are the gradients of the activations.
+    """
     with jax.named_scope("one"):
         y = x @ params["w"]
     y = y + extra[0]
@@ -61,26 +65,26 @@ def params():
 
 
 @pytest.fixture(scope="module")
-def found(params):
+def step_numerics(params):
     return numerics(mlp, tx=optax.sgd(2.0))(params, X)
 
 
-def test_all_kinds_are_those_of_a_float32_step(params, found):
+def test_all_kinds_are_those_of_a_float32_step(params, step_numerics):
     extra = jnp.zeros((6, 8)), jnp.zeros((6, 8))
     loss, (grads, inner) = jax.jit(jax.value_and_grad(mlp, (0, 2)))(params, X, extra)
-    assert found.loss == pytest.approx(float(loss), rel=1e-6)
-    assert set(found.weights) == set(found.gradients) == set(found.updates) == {"w", "v"}
+    assert step_numerics.loss == pytest.approx(float(loss), rel=1e-6)
+    assert set(step_numerics.weights) == set(step_numerics.gradients) == set(step_numerics.updates) == {"w", "v"}
     for name in params:
-        assert same(found.weights[name], params[name])
-        assert same(found.gradients[name], grads[name])
-        assert same(found.updates[name], -2 * grads[name])
+        assert same(step_numerics.weights[name], params[name])
+        assert same(step_numerics.gradients[name], grads[name])
+        assert same(step_numerics.updates[name], -2 * grads[name])
         norms = np.linalg.norm(2 * grads[name]) / np.linalg.norm(params[name])
-        assert found.updates[name].ratio == pytest.approx(norms, rel=1e-5)
-    assert list(found.activations) == list(found.activation_gradients) == ["one", "two"]
-    assert same(found.activations["one"], jax.jit(jnp.matmul)(X, params["w"]))
-    assert found.activations["one"].by_turn is None
+        assert step_numerics.updates[name].ratio == pytest.approx(norms, rel=1e-5)
+    assert list(step_numerics.activations) == list(step_numerics.activation_gradients) == ["one", "two"]
+    assert same(step_numerics.activations["one"], jax.jit(jnp.matmul)(X, params["w"]))
+    assert step_numerics.activations["one"].by_turn is None
     for name, gradient in zip(("one", "two"), inner, strict=True):
-        assert same(found.activation_gradients[name], gradient)
+        assert same(step_numerics.activation_gradients[name], gradient)
 
 
 def test_gradients_are_without_the_scale_and_vanish_in_half_as_they_do_with_it(params):
@@ -90,18 +94,18 @@ def test_gradients_are_without_the_scale_and_vanish_in_half_as_they_do_with_it(p
         return 1e-7 * jnp.sum(y.astype(jnp.float32) * params["v"][:6])
 
     for scale in (1.0, 2.0**15):
-        found = numerics(loss_fn, loss_scale=scale)(params, X)
+        step_numerics = numerics(loss_fn, loss_scale=scale)(params, X)
         cotangent = (np.float32(1e-7 * scale) * np.asarray(params["v"][:6])).astype(np.float16)
-        there = found.activation_gradients["half"]
-        assert there.zeros == (cotangent == 0).sum() and there.dtype == "float16"
-        assert there.below_normal == ((cotangent != 0) & (abs(cotangent) < 2**-14)).sum()
-        assert there.amax == pytest.approx(abs(cotangent.astype(np.float64)).max() / scale)
-        assert found.loss_scale == scale and (there.zeros > 0) == (scale == 1.0)
+        half_gradients = step_numerics.activation_gradients["half"]
+        assert half_gradients.zeros == (cotangent == 0).sum() and half_gradients.dtype == "float16"
+        assert half_gradients.below_normal == ((cotangent != 0) & (abs(cotangent) < 2**-14)).sum()
+        assert half_gradients.amax == pytest.approx(abs(cotangent.astype(np.float64)).max() / scale)
+        assert step_numerics.loss_scale == scale and (half_gradients.zeros > 0) == (scale == 1.0)
 
 
-def test_updates_that_would_be_lost_in_half(params, found):
+def test_updates_that_would_be_lost_in_half(params, step_numerics):
     grads = jax.jit(jax.grad(mlp))(params, X)
-    for name, update in found.updates.items():
+    for name, update in step_numerics.updates.items():
         weight = np.asarray(params[name].astype(jnp.bfloat16), np.float64)
         ulp = 2.0 ** (np.floor(np.log2(abs(weight))) - 7)
         assert update.lost("bfloat16") == (abs(2 * np.asarray(grads[name], np.float64)) < ulp / 2).sum() > 0
@@ -111,16 +115,16 @@ def test_updates_that_would_be_lost_in_half(params, found):
 @pytest.mark.once
 def test_an_optimizer_in_loss_scaling_gets_gradients_of_its_own_scale():
     tx = jaxmp.loss_scaling(optax.sgd(2.0), jaxmp.DynamicLossScale())
-    found = numerics(quadratic_loss, tx=tx, loss_scale=4.0)(W, X)
-    assert same(found.updates[""], -2 * W)
+    step_numerics = numerics(quadratic_loss, tx=tx, loss_scale=4.0)(W, X)
+    assert same(step_numerics.updates[""], -2 * W)
 
 
 @pytest.mark.once
 def test_an_optimizer_goes_on_from_a_state_of_it():
     tx = optax.sgd(1e-2, momentum=0.9)
     _, state = jax.jit(lambda grads: tx.update(grads, tx.init(grads)))(W)
-    found = numerics(quadratic_loss, tx=tx)(W, X, opt_state=state)
-    np.testing.assert_allclose(found.updates[""].mean_abs, 1e-2 * 1.9 * abs(W).mean(), rtol=1e-5)
+    step_numerics = numerics(quadratic_loss, tx=tx)(W, X, opt_state=state)
+    np.testing.assert_allclose(step_numerics.updates[""].mean_abs, 1e-2 * 1.9 * abs(W).mean(), rtol=1e-5)
 
 
 class Block(nn.Module):
@@ -137,7 +141,10 @@ class Layers(nn.Module):
 
 
 def written_out(extra, kernels, x):
-    """The loss of Layers and what each dense layer returns; the gradient of ``extra`` is that of the activation."""
+    """Return the loss of ``Layers`` and the dense layers' results, without a loop.
+
+    The gradients of ``extra`` are the gradients of the dense layers' results.
+    """
     returned = []
     for kernel, added in zip(kernels, extra, strict=True):
         returned.append(jnp.tanh(x) @ kernel + added)
@@ -148,22 +155,22 @@ def written_out(extra, kernels, x):
 def test_the_turns_of_a_scan_are_the_layers_of_the_model_written_out():
     model = Layers()
     params = numbers(jax.eval_shape(model.init, jax.random.key(0), X))["params"]
-    found = numerics(lambda params, x: jnp.mean(model.apply({"params": params}, x) ** 2))(params, X)
+    step_numerics = numerics(lambda params, x: jnp.mean(model.apply({"params": params}, x) ** 2))(params, X)
     kernels = params["blocks"]["dense"]["kernel"]
     gradients, activations = jax.jit(jax.grad(written_out, has_aux=True))(np.zeros((2, 6, 8), np.float32), kernels, X)
-    path = next(path for path in found.activations if path.endswith("blocks/dense") or path.endswith("dense"))
+    path = next(path for path in step_numerics.activations if path.endswith("dense"))
     for kind, layers in (("activations", activations), ("activation_gradients", gradients)):
-        both, turns = getattr(found, kind)[path], getattr(found, kind)[path].by_turn
+        all_turns, turns = getattr(step_numerics, kind)[path], getattr(step_numerics, kind)[path].by_turn
         assert len(turns) == 2
         for turn, layer in zip(turns, map(statistics_of, layers), strict=True):
             np.testing.assert_allclose(
                 [turn.amax, turn.amin, turn.mean_abs], [layer.amax, layer.amin, layer.mean_abs], rtol=1e-4
             )
             assert turn.count == layer.count
-        assert both.count == sum(turn.count for turn in turns)
-        assert both.amax == max(turn.amax for turn in turns)
-        assert both.under("float16", 4).by_turn == tuple(turn.under("float16", 4) for turn in turns)
-    assert found.weights["blocks/dense/kernel"].count == 2 * 64
+        assert all_turns.count == sum(turn.count for turn in turns)
+        assert all_turns.amax == max(turn.amax for turn in turns)
+        assert all_turns.under("float16", 4).by_turn == tuple(turn.under("float16", 4) for turn in turns)
+    assert step_numerics.weights["blocks/dense/kernel"].count == 2 * 64
 
 
 def test_a_module_that_is_called_twice_has_the_values_of_both_calls():
@@ -174,13 +181,13 @@ def test_a_module_that_is_called_twice_has_the_values_of_both_calls():
             return dense(jnp.tanh(dense(x)))
 
     params = numbers(jax.eval_shape(Twice().init, jax.random.key(0), X))["params"]
-    found = numerics(lambda params, x: jnp.sum(Twice().apply({"params": params}, x)))(params, X)
+    step_numerics = numerics(lambda params, x: jnp.sum(Twice().apply({"params": params}, x)))(params, X)
     first = X @ np.asarray(params["dense"]["kernel"])
     second = np.tanh(first) @ params["dense"]["kernel"]
-    there = found.activations["Twice/dense"]
-    assert there.count == 96
-    np.testing.assert_allclose(there.mean_abs, abs(np.concatenate([first, second])).mean(), rtol=1e-5)
-    assert found.activation_gradients["Twice/dense"].count == 96
+    activations = step_numerics.activations["Twice/dense"]
+    assert activations.count == 96
+    np.testing.assert_allclose(activations.mean_abs, abs(np.concatenate([first, second])).mean(), rtol=1e-5)
+    assert step_numerics.activation_gradients["Twice/dense"].count == 96
 
 
 def test_under_a_policy_activations_have_its_dtype():
@@ -190,11 +197,11 @@ def test_under_a_policy_activations_have_its_dtype():
     def loss_fn(params, x):
         return 1e-4 * jnp.mean(model.apply({"params": params}, x) ** 2), {"more": x}
 
-    found = numerics(loss_fn, policy="mixed_bfloat16")(params, X)
+    step_numerics = numerics(loss_fn, policy="mixed_bfloat16")(params, X)
     path = "Sequential/layers_0"
-    assert found.activations[path].dtype == found.activation_gradients[path].dtype == "bfloat16"
+    assert step_numerics.activations[path].dtype == step_numerics.activation_gradients[path].dtype == "bfloat16"
     kernel = "layers_0/kernel"
-    assert found.weights[kernel].dtype == found.gradients[kernel].dtype == "float32"
+    assert step_numerics.weights[kernel].dtype == step_numerics.gradients[kernel].dtype == "float32"
 
 
 def test_an_nnx_model_has_the_paths_of_its_modules():
@@ -208,14 +215,14 @@ def test_an_nnx_model_has_the_paths_of_its_modules():
 
     model = Model(nnx.Rngs(0))
     classes, mean = [type(module) for _, module in nnx.iter_modules(model)], np.asarray(model.norm.mean[...])
-    found = numerics(lambda model, x: jnp.mean(model(x) ** 3), tx=optax.sgd(0.1))(model, X)
-    assert set(found.weights) == set(found.updates) == {"layers/0/kernel", "norm/scale"}
+    step_numerics = numerics(lambda model, x: jnp.mean(model(x) ** 3), tx=optax.sgd(0.1))(model, X)
+    assert set(step_numerics.weights) == set(step_numerics.updates) == {"layers/0/kernel", "norm/scale"}
     first = jax.jit(model.layers[0])(X)
     both = np.concatenate([first, jax.jit(model.layers[0])(np.tanh(first))])
-    activation, size = found.activations["layers/0"], abs(both)
+    activation, size = step_numerics.activations["layers/0"], abs(both)
     sizes = [activation.mean_abs, activation.amax, activation.amin]
     np.testing.assert_allclose(sizes, [size.mean(), size.max(), size.min()], rtol=1e-4)
-    assert found.activations["layers/0"].count == found.activation_gradients["layers/0"].count == 96
+    assert step_numerics.activations["layers/0"].count == step_numerics.activation_gradients["layers/0"].count == 96
     assert [type(module) for _, module in nnx.iter_modules(model)] == classes
     np.testing.assert_array_equal(model.norm.mean[...], mean)
 
@@ -229,11 +236,11 @@ def test_an_nnx_module_that_is_called_twice_in_a_row_has_the_values_of_both_call
             return self.dense(self.dense(x))
 
     model = jaxmp.nnx.apply_policy(Twice(nnx.Rngs(0)), "mixed_bfloat16")
-    model(X)  # a program that is remembered has no calls by number
-    found = numerics(lambda model, x: jnp.sum(model(x) ** 2) + jnp.sum(model(x)))(model, X)
-    for there in (found.activations["dense"], found.activation_gradients["dense"]):
-        assert there.count == 4 * 48
-    assert set(found.activations) == {"dense"}
+    model(X)  # a cached program does not number its calls
+    step_numerics = numerics(lambda model, x: jnp.sum(model(x) ** 2) + jnp.sum(model(x)))(model, X)
+    for statistics in (step_numerics.activations["dense"], step_numerics.activation_gradients["dense"]):
+        assert statistics.count == 4 * 48
+    assert set(step_numerics.activations) == {"dense"}
 
 
 def test_values_in_a_while_loop_are_not_counted():
@@ -244,54 +251,54 @@ def test_values_in_a_while_loop_are_not_counted():
             return carry[0] + 1, y + 1
 
         with jax.named_scope("loop"):
-            found = jax.lax.while_loop(lambda carry: carry[0] < 3, turn, (0, jax.lax.stop_gradient(x)))[1]
-        return jnp.sum(found @ params["w"])
+            doubled = jax.lax.while_loop(lambda carry: carry[0] < 3, turn, (0, jax.lax.stop_gradient(x)))[1]
+        return jnp.sum(doubled @ params["w"])
 
-    found = numerics(loss_fn)({"w": jnp.ones((8, 2))}, np.ones((6, 8), np.float32))
-    assert found.activations.keys() == {"loop"}
-    assert found.activations["loop"].amax == 15
+    step_numerics = numerics(loss_fn)({"w": jnp.ones((8, 2))}, np.ones((6, 8), np.float32))
+    assert step_numerics.activations.keys() == {"loop"}
+    assert step_numerics.activations["loop"].amax == 15
 
 
 def test_a_branch_that_is_not_taken_has_no_values():
     def loss_fn(params, x):
-        def one(y):
+        def times_three(y):
             with jax.named_scope("one"):
                 y = y * 3
             return y + 1
 
-        def two(y):
+        def times_five(y):
             with jax.named_scope("two"):
                 y = y * 5
             return y - 1
 
-        return jnp.sum(jax.lax.cond(x[0, 0] > 0, one, two, x * params))
+        return jnp.sum(jax.lax.cond(x[0, 0] > 0, times_three, times_five, x * params))
 
-    found = numerics(loss_fn)(jnp.float32(1.0), jnp.ones((2, 2)))
-    assert (found.activations["one"].count, found.activations["two"].count) == (4, 0)
-    assert (found.activation_gradients["one"].amax, found.activation_gradients["two"].count) == (1, 0)
+    step_numerics = numerics(loss_fn)(jnp.float32(1.0), jnp.ones((2, 2)))
+    assert (step_numerics.activations["one"].count, step_numerics.activations["two"].count) == (4, 0)
+    assert (step_numerics.activation_gradients["one"].amax, step_numerics.activation_gradients["two"].count) == (1, 0)
 
 
-def test_recommended_scale_loses_fewest_gradients_and_keeps_two_binary_orders(found):
-    gradients = [*found.activation_gradients.values(), *found.gradients.values()]
-    largest = max(each.amax for each in gradients)
+def test_recommended_scale_loses_fewest_gradients_and_keeps_two_binary_orders(step_numerics):
+    gradients = [*step_numerics.activation_gradients.values(), *step_numerics.gradients.values()]
+    largest = max(gradient.amax for gradient in gradients)
 
     def lost(scale):
-        return sum(each.under("float16", scale).vanished for each in gradients)
+        return sum(gradient.under("float16", scale).vanished for gradient in gradients)
 
-    scale = found.recommended_scale("float16")
+    scale = step_numerics.recommended_scale("float16")
     possible = [2.0**n for n in range(25) if largest * 2.0**n * 4 <= 65504]
-    assert scale == min(possible, key=lambda each: (lost(each), each))
+    assert scale == min(possible, key=lambda candidate: (lost(candidate), candidate))
     assert scale > 1 and lost(scale) < lost(1) and lost(scale / 2) > lost(scale)
-    assert found.recommended_scale("bfloat16") == 1
+    assert step_numerics.recommended_scale("bfloat16") == 1
 
 
-def test_text_table_and_json(found):
-    text = str(found)
+def test_text_table_and_json(step_numerics):
+    text = str(step_numerics)
     assert "\nactivation gradients\n  " in text and "at loss scale 1;" in text
-    assert found.table().row_count == len(list(found.rows())) + 5  # and a line for each kind
-    there = json.loads(found.to_json())
-    assert there["gradients"]["w"]["count"] == 64 and "_fine" not in there["gradients"]["w"]
-    assert sum(there["weights"]["w"]["histogram"].values()) == 64
+    assert step_numerics.table().row_count == len(list(step_numerics.rows())) + 5  # one more line for each kind
+    fields = json.loads(step_numerics.to_json())
+    assert fields["gradients"]["w"]["count"] == 64 and "_fine" not in fields["gradients"]["w"]
+    assert sum(fields["weights"]["w"]["histogram"].values()) == 64
 
 
 @pytest.mark.parametrize(
@@ -306,10 +313,10 @@ def test_the_table_shows_the_layer_that_float16_would_harm_most(factors, worst):
         layers = sum(jnp.sum(w * factor) for w, factor in zip(weights["layers"].values(), factors, strict=True))
         return layers + jnp.sum(weights["layer_3"])
 
-    found = numerics(loss_fn)({"layers": weights, "layer_3": jnp.ones(8)})
-    rows = [line.split("  ")[1] for line in str(found).split("\ngradients\n")[1].splitlines()]
+    step_numerics = numerics(loss_fn)({"layers": weights, "layer_3": jnp.ones(8)})
+    rows = [line.split("  ")[1] for line in str(step_numerics).split("\ngradients\n")[1].splitlines()]
     assert rows == ["layer_3", f"layers/layer_{worst} (worst of 3)"]
-    assert len(found.gradients) == 4
+    assert len(step_numerics.gradients) == 4
 
 
 def test_the_table_counts_gradients_under_the_loss_scale_of_the_step():
@@ -328,15 +335,17 @@ def test_the_table_reads_at_80_columns():
             return jnp.mean((x @ params["transformer_block_0"]["feed_forward_hidden"]["kernel"]) ** 2)
 
     params = {"transformer_block_0": {"feed_forward_hidden": {"kernel": jnp.ones((4, 4))}}}
-    found = numerics(loss_fn, tx=optax.sgd(1e-3))(params, jnp.ones((2, 4)))
+    step_numerics = numerics(loss_fn, tx=optax.sgd(1e-3))(params, jnp.ones((2, 4)))
     console = Console(width=80, file=io.StringIO())
-    console.print(found.table())
+    console.print(step_numerics.table())
     lines = console.file.getvalue().splitlines()
     assert max(map(len, lines)) <= 80
     rows = [line for line in lines if "float32 0.0%" in line]
-    assert len(rows) == 7 and all(len(re.findall(r"\d\.\de[+-]\d\d ", row)) >= 2 for row in rows)  # none is folded
+    assert len(rows) == 7
+    for row in rows:
+        assert len(re.findall(r"\d\.\de[+-]\d\d ", row)) >= 2  # no number is wrapped
     assert len(lines) <= 3 + 5 + 3 * len(rows)
-    heads = [line for line in str(found).splitlines()[2:] if not line.startswith("  ")]
+    heads = [line for line in str(step_numerics).splitlines()[2:] if not line.startswith("  ")]
     assert heads == ["weights", "activations", "activation gradients", "gradients", "updates"]
 
 

@@ -1,4 +1,4 @@
-"""Counts against NumPy's of the values themselves, cast by ml_dtypes and NumPy."""
+"""Counts of values in other formats, against NumPy with casts of ml_dtypes."""
 
 import dataclasses
 import math
@@ -11,19 +11,19 @@ import pytest
 from hypothesis import given, settings
 
 from jaxmp.base import dtypes, formats
-from jaxmp.inspect.program import counting, statistics
-from jaxmp.inspect.program.statistics import statistics_of
+from jaxmp.inspect.program import counting
+from jaxmp.inspect.program.statistics import merged_statistics, statistics_of
 
 pytestmark = pytest.mark.once
 
 FORMATS = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
-# Sizes at once, so that the record of each is compiled once.
+# All arrays have this size, so the counting of each dtype is compiled once.
 SIZE = 256
 
 
 @st.composite
 def numbers(draw, dtype):
-    """Bit patterns, half of them next to powers of two and to what rounds up to one, where formats round."""
+    """Draw bit patterns, half of them close to powers of two, where formats round."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     bits, mantissa = 8 * np.dtype(dtype).itemsize, formats.format_of(dtype).mantissa_bits
     steps = [0, 1, -1, 2, -2, *(sign * (1 << k) for k in range(mantissa) for sign in (1, -1))]
@@ -35,62 +35,69 @@ def numbers(draw, dtype):
 
 
 def rounded(wide, dtype):
-    """A float64 array in ``dtype``, as float64; ml_dtypes rounds it to float32 on the way to bfloat16."""
+    """Round a float64 array to ``dtype``, and return float64.
+
+    ml_dtypes would round to float32 before it rounds to bfloat16.
+    """
     if dtype != ml_dtypes.bfloat16:
         return wide.astype(dtype).astype(np.float64)
     form = formats.format_of(dtype)
     exponent = np.maximum(np.frexp(wide)[1] - 1, form.min_exponent)
-    there = np.ldexp(np.rint(np.ldexp(wide, form.mantissa_bits - exponent)), exponent - form.mantissa_bits)
-    return np.where(abs(there) > form.largest, np.inf, there)
+    result = np.ldexp(np.rint(np.ldexp(wide, form.mantissa_bits - exponent)), exponent - form.mantissa_bits)
+    return np.where(abs(result) > form.largest, np.inf, result)
 
 
 def oracle(x, dtype, scale=1.0):
-    """The counts of a NumPy array times a power of two in ``dtype``, in float64."""
+    """Return the counts of an array times ``scale`` in ``dtype``, by NumPy."""
     with np.errstate(over="ignore", invalid="ignore"):
         wide = x.astype(np.float64)
-        there = rounded(wide * scale, dtype)
-    finite = np.isfinite(there)
+        converted = rounded(wide * scale, dtype)
+    finite = np.isfinite(converted)
     return {
         "count": x.size,
         "zeros": int((wide == 0).sum()),
-        "vanished": int(((wide != 0) & (there == 0)).sum()),
-        "below_normal": int((finite & (there != 0) & (abs(there) < formats.format_of(dtype).smallest_normal)).sum()),
+        "vanished": int(((wide != 0) & (converted == 0)).sum()),
+        "below_normal": int(
+            (finite & (converted != 0) & (abs(converted) < formats.format_of(dtype).smallest_normal)).sum()
+        ),
         "overflow": int((~finite).sum()),
     }
 
 
-def counts(found):
-    return {name: getattr(found, name) for name in ("count", "zeros", "vanished", "below_normal", "overflow")}
+def counts(statistics):
+    return {name: getattr(statistics, name) for name in ("count", "zeros", "vanished", "below_normal", "overflow")}
 
 
-def check_sizes(found, x):
-    """The histogram and the sizes are those of the finite values."""
+def check_sizes(statistics, x):
+    """Check that the histogram and the sizes are those of the finite values."""
     with np.errstate(invalid="ignore"):
         wide = abs(x.astype(np.float64))
     wide = wide[np.isfinite(wide)]
-    there = wide[wide != 0]
-    exponents, n = np.unique(np.floor(np.log2(there)).astype(int) if len(there) else [], return_counts=True)
-    assert found.histogram == dict(zip(exponents.tolist(), n.tolist(), strict=True))
-    assert found.amax == (wide.max() if len(wide) else 0)
-    assert found.amin == (there.min() if len(there) else 0)
-    normal = np.where(wide < 2.0**-126, 0, wide)  # a device may flush the others
-    lower, upper = (each.mean() if len(wide) else 0.0 for each in (normal, wide))
-    assert lower * (1 - 1e-6) <= found.mean_abs <= upper * (1 + 1e-6)
+    nonzero = wide[wide != 0]
+    exponents, n = np.unique(np.floor(np.log2(nonzero)).astype(int) if len(nonzero) else [], return_counts=True)
+    assert statistics.histogram == dict(zip(exponents.tolist(), n.tolist(), strict=True))
+    assert statistics.amax == (wide.max() if len(wide) else 0)
+    assert statistics.amin == (nonzero.min() if len(nonzero) else 0)
+    without_subnormal = np.where(wide < 2.0**-126, 0, wide)  # a device may flush subnormals to zero
+    lower, upper = (sizes.mean() if len(wide) else 0.0 for sizes in (without_subnormal, wide))
+    assert lower * (1 - 1e-6) <= statistics.mean_abs <= upper * (1 + 1e-6)
 
 
-@pytest.mark.parametrize("own", [np.float32, np.float16, ml_dtypes.bfloat16], ids=lambda own: np.dtype(own).name)
+@pytest.mark.parametrize(
+    "stored_dtype", [np.float32, np.float16, ml_dtypes.bfloat16], ids=lambda dtype: np.dtype(dtype).name
+)
 @settings(max_examples=20, deadline=None)
 @given(data=st.data())
-def test_what_another_format_and_scale_make_of_values_and_their_sizes_are_counted_exactly(own, data):
-    x = data.draw(numbers(own))
-    found = statistics_of(x)
-    check_sizes(found, x)
-    assert counts(found) == oracle(x, own) | {"vanished": 0}
+def test_what_another_format_and_scale_make_of_values_and_their_sizes_are_counted_exactly(stored_dtype, data):
+    x = data.draw(numbers(stored_dtype))
+    statistics = statistics_of(x)
+    check_sizes(statistics, x)
+    assert counts(statistics) == oracle(x, stored_dtype) | {"vanished": 0}
     for name in FORMATS:
         exponent = data.draw(st.integers(-40, 40))
         dtype = jnp.dtype(name)
-        assert counts(found.under(name, 2.0**exponent)) == oracle(x, dtype, 2.0**exponent), (name, exponent)
-        assert counts(found.under(name)) == oracle(x, dtype)
+        assert counts(statistics.under(name, 2.0**exponent)) == oracle(x, dtype, 2.0**exponent), (name, exponent)
+        assert counts(statistics.under(name)) == oracle(x, dtype)
 
 
 def test_the_borders_at_which_float16_and_float8_round_to_nothing_or_to_infinity():
@@ -101,35 +108,39 @@ def test_the_borders_at_which_float16_and_float8_round_to_nothing_or_to_infinity
 
 
 def test_a_scale_moves_sizes_and_the_histogram():
-    found = statistics_of(np.float32([0.75, -3, 0])).under("float16", 8)
-    assert (found.amax, found.amin, found.mean_abs, found.histogram) == (24, 6, 10, {2: 1, 4: 1})
-    assert found.dtype == "float16" and found.under("float16", 1 / 8).histogram == {-1: 1, 1: 1}
+    statistics = statistics_of(np.float32([0.75, -3, 0])).under("float16", 8)
+    assert (statistics.amax, statistics.amin, statistics.mean_abs, statistics.histogram) == (24, 6, 10, {2: 1, 4: 1})
+    assert statistics.dtype == "float16" and statistics.under("float16", 1 / 8).histogram == {-1: 1, 1: 1}
 
 
 def test_a_mean_of_many_numbers_is_exact_to_float32():
     x = np.random.default_rng(0).exponential(size=300_001).astype(np.float32)
-    found = statistics_of(x)
-    np.testing.assert_allclose(found.mean_abs, x.astype(np.float64).mean(), rtol=1e-6)
-    assert found.count == x.size == sum(found.histogram.values()) + found.zeros
-    for size in (1e38, 2e-38):  # whose sum neither overflows nor vanishes
-        found = statistics_of(np.full(5000, size, np.float32))
-        np.testing.assert_allclose(found.mean_abs, size, rtol=1e-6)
+    statistics = statistics_of(x)
+    np.testing.assert_allclose(statistics.mean_abs, x.astype(np.float64).mean(), rtol=1e-6)
+    assert statistics.count == x.size == sum(statistics.histogram.values()) + statistics.zeros
+    for size in (1e38, 2e-38):  # the sum neither overflows nor underflows
+        statistics = statistics_of(np.full(5000, size, np.float32))
+        np.testing.assert_allclose(statistics.mean_abs, size, rtol=1e-6)
 
 
 def test_no_values_have_no_sizes():
     for x, count in ((np.zeros((0, 3), np.float32), 0), (np.zeros(4, np.float32), 4), (np.float32([np.nan] * 2), 2)):
-        found = statistics_of(x)
-        assert (found.count, found.amax, found.amin, found.mean_abs, found.histogram) == (count, 0, 0, 0, {})
-        assert found.under("float16", 4).vanished == 0
+        statistics = statistics_of(x)
+        assert (statistics.count, statistics.histogram) == (count, {})
+        assert (statistics.amax, statistics.amin, statistics.mean_abs) == (0, 0, 0)
+        assert statistics.under("float16", 4).vanished == 0
 
 
 def test_a_record_that_went_through_a_cotangent_is_the_same_also_beyond_what_a_float32_holds():
     values = np.float32([0, 1e-45, 2e-39, -3e-8, 0.1, 7, -65520, 1e38, np.inf, np.nan])
-    most = jnp.full(counting.COUNTERS, 2**32 - 3, jnp.uint32)
-    for there in counting.counts_of(values), counting.Counts(most, jnp.uint32([2**31 + 1, 7]), jnp.float32(0.1)):
-        back = counting.unpacked(np.asarray(counting.packed(there)))[0]
-        for one, other in zip(there, back, strict=True):
-            np.testing.assert_array_equal(one, other)
+    nearly_full = jnp.full(counting.COUNTERS, 2**32 - 3, jnp.uint32)
+    for sent_counts in (
+        counting.counts_of(values),
+        counting.Counts(nearly_full, jnp.uint32([2**31 + 1, 7]), jnp.float32(0.1)),
+    ):
+        unpacked_counts = counting.unpacked(np.asarray(counting.packed(sent_counts)))[0]
+        for expected, actual in zip(sent_counts, unpacked_counts, strict=True):
+            np.testing.assert_array_equal(expected, actual)
 
 
 @settings(max_examples=15, deadline=None)
@@ -144,32 +155,32 @@ def test_lost_updates_are_below_half_the_spacing_of_their_weight(data):
     for name in FORMATS:
         dtype, form = jnp.dtype(name), formats.format_of(name)
         with np.errstate(all="ignore"):
-            there = abs(weight.astype(dtype).astype(np.float64))
-            exponent = np.maximum(np.floor(np.log2(there, where=there > 0, out=np.full(SIZE, -2000.0))), -2000)
+            magnitude = abs(weight.astype(dtype).astype(np.float64))
+            exponent = np.maximum(np.floor(np.log2(magnitude, where=magnitude > 0, out=np.full(SIZE, -2000.0))), -2000)
             ulp = 2.0 ** (np.maximum(exponent, form.min_exponent) - form.mantissa_bits)
-            expected = np.isfinite(there) & (abs(update.astype(np.float64)) < ulp / 2)
+            expected = np.isfinite(magnitude) & (abs(update.astype(np.float64)) < ulp / 2)
         assert lost[dtypes.NAMES.index(name)] == expected.sum(), name
 
 
 def test_statistics_of_several_tensors_are_those_of_all_values():
     parts = [np.float32([1, 2, 0]), np.float32([1e-9, np.inf]), np.float32([])]
-    found, whole = (
-        statistics.merged_statistics([statistics_of(part) for part in parts]),
+    merged, expected = (
+        merged_statistics([statistics_of(part) for part in parts]),
         statistics_of(np.concatenate(parts)),
     )
-    np.testing.assert_allclose(found.mean_abs, whole.mean_abs, rtol=1e-6)
-    found = dataclasses.replace(found, mean_abs=whole.mean_abs)
-    assert (found, found.under("float16")) == (whole, whole.under("float16"))
+    np.testing.assert_allclose(merged.mean_abs, expected.mean_abs, rtol=1e-6)
+    merged = dataclasses.replace(merged, mean_abs=expected.mean_abs)
+    assert (merged, merged.under("float16")) == (expected, expected.under("float16"))
 
 
 def test_other_dtypes_and_scales_that_are_no_power_of_two_are_refused():
-    found = statistics_of(np.float32([1]))
-    wanted = "values are counted for float32, bfloat16, float16, float8_e4m3fn, float8_e5m2, got float64; use one of"
-    for dtype, text in (("float64", wanted), (jnp.int32, "must be floating, got int32")):
-        with pytest.raises(ValueError, match=text):
-            found.under(dtype)
+    statistics = statistics_of(np.float32([1]))
+    message = "values are counted for float32, bfloat16, float16, float8_e4m3fn, float8_e5m2, got float64; use one of"
+    for dtype, phrase in (("float64", message), (jnp.int32, "must be floating, got int32")):
+        with pytest.raises(ValueError, match=phrase):
+            statistics.under(dtype)
     for scale in (3.0, 0.0, -2.0, math.inf, math.nan):
         with pytest.raises(ValueError, match="loss_scale must be a power of two here"):
-            found.under("float16", scale)
+            statistics.under("float16", scale)
     with pytest.raises(ValueError, match="these are not updates"):
-        found.lost("float16")
+        statistics.lost("float16")

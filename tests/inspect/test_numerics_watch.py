@@ -1,4 +1,4 @@
-"""Watching a run, the command line, and the picture that float16 needs its scale for."""
+"""Watching a run: its steps, its files, the commands and TensorBoard."""
 
 import csv
 import dataclasses
@@ -24,17 +24,16 @@ from jaxmp.inspect import Watch
 from jaxmp.inspect.watch_files import FILE, read
 from jaxmp.inspect.watch_files import metrics as metrics_of
 
-# Optax's own Adam needs promotion. What a watched step evaluates and counts is in test_program.py and test_numerics.py.
+# Optax's Adam needs promotion. The values and counts of a watched step are in test_program.py and test_numerics.py.
 pytestmark = [pytest.mark.once, pytest.mark.usefixtures("standard_promotion")]
 
 
 BOARDS = []
-SOURCES = Path(sysconfig.get_path("stdlib"), "asyncio")  # the whole library is read for 15 seconds
-TEXTS = Path(sysconfig.get_path("stdlib"), "concurrent")  # and this one at once
+TEXTS = Path(sysconfig.get_path("stdlib"), "concurrent")  # a small package, because reading is slow
 
 
 class Board:
-    """A SummaryWriter that keeps what it is given."""
+    """A SummaryWriter that keeps its scalars in memory."""
 
     def __init__(self, folder, purge_step=None):
         self.folder, self.purge_step, self.scalars, self.closed = folder, purge_step, {}, False
@@ -70,11 +69,8 @@ def settings(folder, **changes):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A run of the script that shows why float16 needs a loss scale, in float32, on sources of the standard library.
-
-    Its summary, folder and settings.
-    """
-    BOARDS.clear()  # of this fixture in an earlier turn of the module
+    """Train a language model in float32, and return its summary, folder and settings."""
+    BOARDS.clear()  # they may hold the boards of an earlier use of this fixture
     folder = tmp_path_factory.mktemp("watched")
     config = settings(folder)
     with pytest.MonkeyPatch.context() as patch:
@@ -98,12 +94,12 @@ def test_the_command_says_what_it_needs(tmp_path, capsys):
     (tmp_path / "metrics.csv").write_text("step,split,loss,grad_norm,loss_scale,skipped\n")
     assert cli.main(["watch", str(tmp_path)]) == 2
     assert f"has no {FILE}: train with e.g. --watch 100" in capsys.readouterr().err
-    (tmp_path / FILE).write_text("")  # the first such step is to come
+    (tmp_path / FILE).write_text("")  # before the first watched step
     assert cli.main(["watch", str(tmp_path)]) == 0
     assert capsys.readouterr().out == "no step yet; no step was watched yet\n"
     assert cli.main(["watch", str(tmp_path), "--plot", str(tmp_path / "it.png")]) == 2
     assert "a heat map needs a watched step" in capsys.readouterr().err
-    (tmp_path / "metrics.csv").write_text("epoch,split,loss\n1,train,2\n")  # another program's
+    (tmp_path / "metrics.csv").write_text("epoch,split,loss\n1,train,2\n")  # of another program
     assert cli.main(["watch", str(tmp_path)]) == 2
     assert "metrics.csv has no step, grad_norm, loss_scale, skipped; pass the folder" in capsys.readouterr().err
 
@@ -123,11 +119,11 @@ def test_the_bars_of_one_step_are_under_those_of_another_at_80_columns():
 def test_a_resumed_run_keeps_the_lines_up_to_its_checkpoint(tmp_path):
     step = jaxmp.make_train_step(lambda params, model_state, batch, rng: (params**2, model_state))
     first, second = (f'{{"step": {n}, "vanished": {{}}}}\n' for n in (2, 4))
-    for last in (second, second[:10], second[:4]):  # the last ones of a process that was killed
+    for last in (second, second[:10], second[:4]):  # the last line of a process that was killed
         (tmp_path / FILE).write_text(first + last)
         watching.Watching(step, language_modeling.Config(watch=2), tmp_path, 3)
         assert (tmp_path / FILE).read_text() == first
-    (tmp_path / FILE).write_text(first + second[:4])  # one that is being written
+    (tmp_path / FILE).write_text(first + second[:4])  # a line that is being written
     assert read(tmp_path) == [json.loads(first)]
 
 
@@ -151,9 +147,9 @@ def test_whoever_watches_reads_each_step_at_once_and_nothing_of_an_earlier_run(t
         for batch in zip(run.batches(), range(8), strict=False):
             run.state, metrics = step(run.state, batch)
             run.log(metrics)
-        run._read(run._late.drain())
-        found = [(row["step"], row["loss_scale"]) for row in metrics_of(tmp_path)]
-    assert found == [(str(n), str(2**24)) for n in range(1, 9)]
+        run._read(run._pending.drain())
+        logged_scales = [(row["step"], row["loss_scale"]) for row in metrics_of(tmp_path)]
+    assert logged_scales == [(str(n), str(2**24)) for n in range(1, 9)]
 
 
 def test_the_command_shows_a_run(tmp_path, capsys):
@@ -189,21 +185,21 @@ def test_the_time_of_a_run_whose_first_step_is_watched_is_that_of_its_steps(tmp_
             run.state, metrics = run.experiment.step(run.state, batch)
             run.log(metrics)
             pauses.append(run._paused_s)
-        run._read(run._late.drain())
-    assert pauses[0] == 0 < pauses[1] == pauses[3]  # the plain one compiles next
+        run._read(run._pending.drain())
+    assert pauses[0] == 0 < pauses[1] == pauses[3]  # the step that is not watched compiles next
     assert all(row["input_wait"] < 1 for row in run._rows[1:])
 
 
 def test_watch_keeps_every_nth_step():
     watch = Watch(lambda params, x: 2e-10 * jnp.sum(params * x), every=3)
-    seen = [watch(step, jnp.float32(1), jnp.ones(4), loss_scale=2.0**step) for step in range(1, 8)]
-    assert [found is not None for found in seen] == [False, False, True, False, False, True, False]
-    assert {step: found.loss_scale for step, found in watch.steps.items()} == {3: 8.0, 6: 64.0}
+    returned = [watch(step, jnp.float32(1), jnp.ones(4), loss_scale=2.0**step) for step in range(1, 8)]
+    assert [step_numerics is not None for step_numerics in returned] == [False, False, True, False, False, True, False]
+    assert {step: step_numerics.loss_scale for step, step_numerics in watch.steps.items()} == {3: 8.0, 6: 64.0}
     assert watch.shares("gradients") == {"": [1.0, 0.0]}
 
 
 def loss_fn(params, model_state, batch, rng):
-    """Two layers in scopes, in half where a policy says so, with noise."""
+    """Return the loss of two layers in scopes, with noise on the inputs."""
     x = batch["x"] + 0.1 * jax.random.normal(rng, batch["x"].shape)
     with jax.named_scope("one"):
         y = jnp.tanh(x @ params["w"])
@@ -219,13 +215,13 @@ def problem(policy, **options):
     return jaxmp.make_train_step(loss_fn, policy=policy, **options), state, {"x": jnp.array(x), "y": jnp.array(y)}
 
 
-def check_counts(found, before, after, metrics):
-    assert (found.loss, found.loss_scale) == (float(metrics["loss"]), 2.0**8)
-    assert list(found.activations) == list(found.activation_gradients) == ["one", "two"]
-    assert found.activations["one"].count == found.activation_gradients["two"].count == 64
-    norms = [found.gradients[name].mean_abs for name in ("w", "v")]
-    assert norms[0] > 0 and found.weights["w"].amax == abs(before["w"]).max()
-    for name, update in found.updates.items():
+def check_counts(step_numerics, before, after, metrics):
+    assert (step_numerics.loss, step_numerics.loss_scale) == (float(metrics["loss"]), 2.0**8)
+    assert list(step_numerics.activations) == list(step_numerics.activation_gradients) == ["one", "two"]
+    assert step_numerics.activations["one"].count == step_numerics.activation_gradients["two"].count == 64
+    norms = [step_numerics.gradients[name].mean_abs for name in ("w", "v")]
+    assert norms[0] > 0 and step_numerics.weights["w"].amax == abs(before["w"]).max()
+    for name, update in step_numerics.updates.items():
         moved = np.asarray(after.params[name]) - before[name]
         np.testing.assert_allclose(update.mean_abs, abs(moved).mean(), rtol=1e-4)
         np.testing.assert_allclose(update.ratio, np.linalg.norm(moved) / np.linalg.norm(before[name]), rtol=1e-4)
@@ -249,8 +245,8 @@ def test_a_watched_step_trains_as_the_plain_one_and_counts_what_it_computes(poli
         ends.append((state.params, state.opt_state, metrics))
         assert list(watch.steps) == ([2] if every == 2 else [])
         assert set(metrics) == {"loss", "grad_norm", "loss_scale", "skipped", "size"}
-    for one, other in zip(jax.tree.leaves(ends[0]), jax.tree.leaves(ends[1]), strict=True):
-        np.testing.assert_array_equal(one, other)
+    for watched_leaf, plain_leaf in zip(jax.tree.leaves(ends[0]), jax.tree.leaves(ends[1]), strict=True):
+        np.testing.assert_array_equal(watched_leaf, plain_leaf)
 
 
 def test_a_watched_step_of_nnx_changes_model_and_optimizer():
@@ -262,9 +258,11 @@ def test_a_watched_step_of_nnx_changes_model_and_optimizer():
         for n in (1, 2):
             metrics = watch(n, model, optimizer, jnp.ones((4, 4)))
         ends.append((model.kernel[...], metrics))
-        assert [found.loss for found in watch.steps.values()][1:] == ([float(metrics["loss"])] if every == 1 else [])
-    for one, other in zip(jax.tree.leaves(ends[0]), jax.tree.leaves(ends[1]), strict=True):
-        np.testing.assert_array_equal(one, other)
+        assert [step_numerics.loss for step_numerics in watch.steps.values()][1:] == (
+            [float(metrics["loss"])] if every == 1 else []
+        )
+    for watched_leaf, plain_leaf in zip(jax.tree.leaves(ends[0]), jax.tree.leaves(ends[1]), strict=True):
+        np.testing.assert_array_equal(watched_leaf, plain_leaf)
 
 
 def test_the_command_counts_a_function(tmp_path, monkeypatch, capsys):
@@ -295,8 +293,11 @@ def test_tensorboard_gets_the_metrics_of_each_step_and_what_was_counted(run):
         for name in names:
             assert board.scalars[f"{row['split']}/{name}", int(row["step"])] == pytest.approx(float(row[name]), 1e-6)
     lines = read(folder)
-    expected = {(f"{kind}/{what}/{path}", line["step"]): share for line in lines for what in ("vanished", "zeros")
-                for kind, shares in line[what].items() for path, share in shares.items()}  # fmt: skip
+    expected = {}
+    for line in lines:
+        for fate in ("vanished", "zeros"):
+            for kind, shares in line[fate].items():
+                expected |= {(f"{kind}/{fate}/{path}", line["step"]): share for path, share in shares.items()}
     written = {key: value for key, value in board.scalars.items() if not key[0].startswith(("train/", "test/"))}
     assert written == expected and len({step for _, step in expected}) == 2
 
@@ -316,10 +317,10 @@ def test_tensorboard_reads_what_was_written(tmp_path):
     board.add_scalar("gradients/zeros/Dense_0/kernel", 0.25, 7)
     board.close()
     (file,) = (tmp_path / "tensorboard").iterdir()
-    data, found = file.read_bytes(), []
+    data, events = file.read_bytes(), []
     while data:  # records of TensorFlow: length, its checksum, an event, its checksum
         size = int.from_bytes(data[:8], "little")
         event = event_pb2.Event.FromString(data[12 : 12 + size])
-        found += [(event.step, value.tag, value.simple_value) for value in event.summary.value]
+        events += [(event.step, value.tag, value.simple_value) for value in event.summary.value]
         data = data[16 + size :]
-    assert found == [(7, "gradients/zeros/Dense_0/kernel", 0.25)]
+    assert events == [(7, "gradients/zeros/Dense_0/kernel", 0.25)]

@@ -1,4 +1,4 @@
-"""Pictures: what is drawn is what was found, and the titles say what is to be seen."""
+"""The plots show the measured values, and their titles state the result."""
 
 import dataclasses
 import json
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.once
 
 
 def bars(axes):
-    """Left edge to width times height of its rectangles that have a size."""
+    """Return the rectangles whose area is not zero."""
     return [patch for patch in axes.patches if patch.get_width() * patch.get_height()]
 
 
@@ -32,10 +32,10 @@ X = np.float32([2.0**-30, 2.0**-25, 1.5 * 2.0**-25, 2.0**-20, 2.0**-3, 3.0, 2.0*
 
 
 def test_a_histogram_has_a_bar_of_the_right_height_and_colour_for_each_exponent():
-    found = statistics_of(X)
-    page = plots.exponents(found)
+    statistics = statistics_of(X)
+    page = plots.exponents(statistics)
     drawn = {bar.get_x(): (bar.get_height(), bar.get_facecolor()) for bar in bars(page.axes[0])}
-    assert {e: height for e, (height, _) in drawn.items()} == {e: 12.5 * n for e, n in found.histogram.items()}
+    assert {e: height for e, (height, _) in drawn.items()} == {e: 12.5 * n for e, n in statistics.histogram.items()}
     assert drawn[-25][0] == 25.0
     colors = [drawn[e][1] for e in (-30, -20, -3, 17)]
     assert len({*colors}) == 4 and drawn[1][1] == drawn[-3][1]
@@ -44,15 +44,15 @@ def test_a_histogram_has_a_bar_of_the_right_height_and_colour_for_each_exponent(
 
 
 def test_a_loss_scale_moves_the_bars_and_leaves_the_line_of_what_was():
-    found = statistics_of(X[:5])
-    page = plots.exponents({"a": found}, "bfloat16", loss_scale=8)
+    statistics = statistics_of(X[:5])
+    page = plots.exponents({"a": statistics}, "bfloat16", loss_scale=8)
     assert [text.get_text() for text in page.axes[0].get_legend().get_texts()] == ["without the loss scale"]
-    assert sorted(bar.get_x() for bar in bars(page.axes[0])) == [e + 3 for e in sorted(found.histogram)]
+    assert sorted(bar.get_x() for bar in bars(page.axes[0])) == [e + 3 for e in sorted(statistics.histogram)]
     (line,) = [line for line in page.axes[0].lines if len(line.get_xdata()) > 2]
     before = {x: y for x, y in zip(line.get_xdata(), line.get_ydata(), strict=True) if y}
-    assert before == {e: 100 * count / 5 for e, count in found.histogram.items()}
+    assert before == {e: 100 * count / 5 for e, count in statistics.histogram.items()}
     assert page.get_suptitle() == "Nothing becomes 0 in bfloat16"
-    page = plots.exponents(statistics_of(X[:0]), loss_scale=8)  # of no values
+    page = plots.exponents(statistics_of(X[:0]), loss_scale=8)  # without values
     assert not bars(page.axes[0]) and page.get_suptitle() == "Nothing becomes 0 in float16"
 
 
@@ -71,8 +71,8 @@ def test_the_ranges_of_the_formats_are_drawn_where_they_are():
 
 
 def test_a_step_is_drawn_by_kind_and_only_its_gradients_are_scaled():
-    found = numerics(lambda w, x: 1e-9 * jnp.sum(x @ w))(jnp.ones((4, 2)), jnp.ones((3, 4)))
-    page = plots.exponents(found, loss_scale=4)
+    step_numerics = numerics(lambda w, x: 1e-9 * jnp.sum(x @ w))(jnp.ones((4, 2)), jnp.ones((3, 4)))
+    page = plots.exponents(step_numerics, loss_scale=4)
     names = [axes.get_ylabel() for axes in page.axes[:-1]]
     assert names == ["weights", "gradients"]
     weights, gradients = ([bar.get_x() for bar in bars(axes)] for axes in page.axes[:2])
@@ -102,7 +102,7 @@ def test_a_heat_map_has_the_shares_of_each_tensor_by_step(watched, tmp_path):
     assert [text.get_text() for text in page.axes[0].get_yticklabels()] == ["a", "b"]
     assert [text.get_text() for text in page.axes[0].get_xticklabels()] == ["2", "4", "6"]
     assert page.get_suptitle() == "The gradients of b vanish most in float16: 100% at step 2"
-    rows = [line(step, found, {}) for step, found in watched.steps.items()]
+    rows = [line(step, step_numerics, {}) for step, step_numerics in watched.steps.items()]
     (tmp_path / FILE).write_text("\n".join(rows))
     np.testing.assert_array_equal(heat(plots.underflow(tmp_path, "gradients").axes[0]), heat(page.axes[0]))
     zeros = [[row["zeros"]["gradients"][path] for row in map(json.loads, rows)] for path in shares]
@@ -136,12 +136,14 @@ def test_each_picture_says_what_it_needs(watched, tmp_path):
 
 @pytest.fixture
 def run(watched, tmp_path):
-    """A run's folder."""
+    """Write the files of a run, and return its folder."""
     rows = [f"{row['step']},train,1,2,{row['loss_scale']},{int(row['skipped'])}" for row in STEPS]
     (tmp_path / "metrics.csv").write_text(
         "\n".join(["step,split,loss,grad_norm,loss_scale,skipped", *rows, "9,test,,,,"])
     )
-    (tmp_path / FILE).write_text("\n".join(line(step, found, {}) for step, found in watched.steps.items()))
+    (tmp_path / FILE).write_text(
+        "\n".join(line(step, step_numerics, {}) for step, step_numerics in watched.steps.items())
+    )
     return tmp_path
 
 
@@ -168,7 +170,7 @@ def test_a_timeline_has_the_scale_of_each_step_and_marks_those_that_were_skipped
     assert plots.loss_scale(STEPS[:4]).get_suptitle() == "0 of 4 steps were skipped; the loss scale stayed at 2^15"
     assert plots.loss_scale(run).get_suptitle() == page.get_suptitle()
     (alone,) = plots.loss_scale(STEPS[:1]).axes[0].lines
-    assert alone.get_marker() == "o" and scale.get_marker() == "None"  # one point makes no line
+    assert alone.get_marker() == "o" and scale.get_marker() == "None"  # a line needs two points
 
 
 def mlp(params, x):
@@ -182,22 +184,22 @@ PARAMS = {"one": np.linspace(-1, 1, 64, dtype=np.float32).reshape(8, 8), "two": 
 
 
 def test_errors_are_drawn_where_their_scopes_stand():
-    found = compare(mlp, "mixed_bfloat16")(PARAMS, jnp.linspace(0, 1, 32).reshape(4, 8))
-    page = plots.errors(found)
+    comparison = compare(mlp, "mixed_bfloat16")(PARAMS, jnp.linspace(0, 1, 32).reshape(4, 8))
+    page = plots.errors(comparison)
     scopes, arguments = page.axes
     labels = [text.get_text() for text in scopes.get_yticklabels()]
     assert labels == ["one", "two", "the result"]
     drawn = {(row.get_label(), labels[int(y)]): x
              for row in scopes.lines[1:] for x, y in zip(row.get_xdata(), row.get_ydata(), strict=True)}  # fmt: skip
     phases = {"forward": "forward", "backward": "gradient"}
-    rows = [row for row in found.rows if row.path in ("one", "two", "")]
+    rows = [row for row in comparison.rows if row.path in ("one", "two", "")]
     assert drawn == {(phases[row.phase], row.path or "the result"): row.relative_error for row in rows}
-    assert sorted(arguments.lines[1].get_xdata()) == sorted(r.relative_error for r in found.rows[-2:])
-    assert scopes.lines[0].get_xdata()[0] == 2.0**-8  # of bfloat16
+    assert sorted(arguments.lines[1].get_xdata()) == sorted(r.relative_error for r in comparison.rows[-2:])
+    assert scopes.lines[0].get_xdata()[0] == 2.0**-8  # the rounding error of bfloat16
     assert page.get_suptitle().startswith("The error enters nowhere at once; largest: ")
-    found = compare(lambda x: jnp.exp(x), "mixed_float16", grad=False)(jnp.ones(3))
-    (axes,) = plots.errors(found).axes  # without the line of a half dtype that nothing has
-    assert {row.dtype for row in found.rows} == {"float32"} and not axes.lines and axes.get_legend() is None
+    comparison = compare(lambda x: jnp.exp(x), "mixed_float16", grad=False)(jnp.ones(3))
+    (axes,) = plots.errors(comparison).axes  # no half dtype, so no line for its precision
+    assert {row.dtype for row in comparison.rows} == {"float32"} and not axes.lines and axes.get_legend() is None
 
 
 def plan_of(peak, **kinds):
@@ -216,7 +218,7 @@ def test_memory_is_drawn_by_kind_and_dtype():
     mixed = dataclasses.replace(plans["half"], by_dtype={"bfloat16": 40 * mib, "float32": 21 * mib})
     drawn = bars(plots.memory({"mixed": mixed}).axes[1])
     first, last = (bar.get_facecolor() for bar in sorted(drawn, key=lambda bar: bar.get_x()))
-    assert last == bars(page.axes[1])[0].get_facecolor() != first  # float32 is blue, whatever is larger
+    assert last == bars(page.axes[1])[0].get_facecolor() != first  # float32 has the same colour, also if it is smaller
     small = memory(lambda params, batch: (batch @ params).sum())(jnp.ones((8, 4)), jnp.ones((2, 8)))
     assert plots.memory({"it": small}).get_suptitle() == f"it needs {small.peak / 1024:,.2f} KiB on {small.device}"
     assert plots.memory({"a": plans["half"], "b": plans["float32"]}).get_suptitle().startswith("Nothing needs less")
@@ -275,10 +277,12 @@ def test_float8_has_its_own_colour_and_is_narrower_than_float32():
         return x @ narrow.astype(jnp.float32)
 
     page = plots.casts(jaxmp.cast_plan(scaled, "mixed_bfloat16")(jnp.ones((4, 4)), jnp.ones((4, 4))))
-    legend = {text.get_text(): patch.get_facecolor() for legend in page.legends
-              for text, patch in zip(legend.get_texts(), legend.legend_handles, strict=True)
-              if text.get_text().startswith("computed")}  # fmt: skip
-    assert set(legend) >= {"computed in float32", "computed in float8_e4m3fn"} and len(set(legend.values())) == 3
+    colours = {}
+    for legend in page.legends:
+        for text, patch in zip(legend.get_texts(), legend.legend_handles, strict=True):
+            if text.get_text().startswith("computed"):
+                colours[text.get_text()] = patch.get_facecolor()
+    assert set(colours) >= {"computed in float32", "computed in float8_e4m3fn"} and len(set(colours.values())) == 3
 
 
 def test_the_commands_write_a_picture(tmp_path, monkeypatch):

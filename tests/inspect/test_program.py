@@ -1,4 +1,4 @@
-"""Where equations stand, what scopes return, and programs that are evaluated with what their bodies compute."""
+"""Places of equations, results of scopes, and evaluation with records."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxmp.inspect.program.borders import returned
 from jaxmp.inspect.program.equation_places import equation_places, is_whole_with_rules, program_of
 from jaxmp.inspect.program.recorded_evaluation import evaluate_and_record
 
-pytestmark = pytest.mark.usefixtures("standard_promotion")  # Flax's own norms need it
+pytestmark = pytest.mark.usefixtures("standard_promotion")  # Flax's norms need it
 X = np.random.default_rng(0).normal(size=(2, 4)).astype(np.float32)
 
 
@@ -26,7 +26,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """A norm with statistics, a layer that is computed again, one that is called twice, and a loop of layers."""
+    """A norm, a layer with remat, a layer that is called twice, and a loop of layers."""
 
     @nn.compact
     def __call__(self, x):
@@ -50,45 +50,48 @@ def net():
 
 
 def largest(*arrays):
-    return [jnp.max(jnp.abs(each.astype(jnp.float32))) for each in arrays if jnp.issubdtype(each.dtype, jnp.floating)]
+    return [
+        jnp.max(jnp.abs(array.astype(jnp.float32))) for array in arrays if jnp.issubdtype(array.dtype, jnp.floating)
+    ]
 
 
 class Largest:
-    """Records the largest magnitudes, and adds what is given to the first result."""
+    """Record the largest magnitudes, and add the sink to the first result."""
 
-    def at(self, key, results, given):
-        if given is not None:
-            results = [results[0] + given.astype(results[0].dtype), *results[1:]]
+    def at(self, key, results, sink):
+        if sink is not None:
+            results = [results[0] + sink.astype(results[0].dtype), *results[1:]]
         return results, largest(*results) or None
 
 
 def test_a_module_returns_what_it_hands_out_call_by_call_and_statistics_are_no_result(net):
     loss, variables = net
     jaxpr, *_ = program_of(jaxmp.autocast(loss, "mixed_bfloat16"), variables["params"])
-    found = returned(jaxpr, [True] + [False] * (len(jaxpr.outvars) - 1))
+    values = returned(jaxpr, [True] + [False] * (len(jaxpr.outvars) - 1))
     once = ["Dense_0", "BatchNorm_0", "CheckpointDense_0", "shared", "shared"]
-    assert [(each.path, each.turns) for each in found] == [
+    assert [(value.path, value.turns) for value in values] == [
         *((f"Net/{name}", ()) for name in once), ("Net", ()), ("Net/blocks/Dense_0", (3,)),
         ("Net/blocks/LayerNorm_0", (3,)), ("Net/blocks", (3,)),
     ]  # fmt: skip
-    # The running mean and variance, where they count: returned by the norm as well.
-    assert [each.path for each in returned(jaxpr)].count("Net/BatchNorm_0") > 1
+    # If all results count, the norm also returns its running mean and variance.
+    assert [value.path for value in returned(jaxpr)].count("Net/BatchNorm_0") > 1
 
 
 def test_products_have_path_phase_turns_and_the_users_line(net):
     loss, variables = net
     jaxpr, *_ = program_of(jax.value_and_grad(loss, has_aux=True), variables["params"])
-    found = [place for place in equation_places(jaxpr) if place.eqn.primitive.name == "dot_general"]
-    known = [place for place in found if "Checkpoint" not in place.path]  # whose caller JAX has forgotten
+    products = [place for place in equation_places(jaxpr) if place.eqn.primitive.name == "dot_general"]
+    # JAX does not know the caller of a Checkpoint module.
+    known = [place for place in products if "Checkpoint" not in place.path]
     assert {place.source.partition(":")[0] for place in known} == {"test_program.py"}
-    forward = [place for place in found if place.phase == "forward"]
+    forward = [place for place in products if place.phase == "forward"]
     assert [place.path.removeprefix("Net/") for place in forward] == [
         "Dense_0", "CheckpointDense_0", "shared", "shared", "blocks/Dense_0",
     ]  # fmt: skip
-    backward = [place for place in found if place.phase == "backward"]
+    backward = [place for place in products if place.phase == "backward"]
     # Each has two products, but the first layer's input has no gradient. Recomputed products may be added.
     assert {place.path for place in backward} == {place.path for place in forward}
-    assert {place.count for place in found if "blocks" in place.path} == {3}
+    assert {place.count for place in products if "blocks" in place.path} == {3}
     assert [place.key for place in equation_places(jaxpr)] == sorted(place.key for place in equation_places(jaxpr))
 
 
@@ -99,11 +102,11 @@ def test_a_train_step_has_an_update_after_its_backward_pass(net):
         params=variables["params"], tx=tx, model_state={"batch_stats": variables["batch_stats"]}
     )
     step = jaxmp.make_train_step(lambda params, model_state, batch, rng: loss(params))
-    found = equation_places(program_of(step, state, X)[0])
-    phases = {place.eqn.primitive.name: place.phase for place in found}
+    places = equation_places(program_of(step, state, X)[0])
+    phases = {place.eqn.primitive.name: place.phase for place in places}
     assert phases["sqrt"] == "update"  # Adam's
-    assert {place.phase for place in found if place.path} == {"forward", "backward"}
-    assert {place.phase for place in found if place.eqn.primitive.name == "dot_general"} == {"forward", "backward"}
+    assert {place.phase for place in places if place.path} == {"forward", "backward"}
+    assert {place.phase for place in places if place.eqn.primitive.name == "dot_general"} == {"forward", "backward"}
 
 
 def test_an_evaluated_program_computes_what_it_did_and_records_every_operation(net):
@@ -114,38 +117,40 @@ def test_an_evaluated_program_computes_what_it_did_and_records_every_operation(n
     results, records = jax.jit(lambda *args: evaluate_and_record(jaxpr, consts, args, Largest()))(
         *jax.tree.leaves(params)
     )
-    found = jax.tree.unflatten(tree, results)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-2, atol=1e-3), found, jax.jit(fun)(params))
+    evaluated = jax.tree.unflatten(tree, results)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-2, atol=1e-3), evaluated, jax.jit(fun)(params))
     by_key = {place.key: place for place in equation_places(jaxpr)}
-    assert all(each.shape == by_key[key].turns for key, record in records.items() for each in record)
+    for key, magnitudes in records.items():
+        for magnitude in magnitudes:
+            assert magnitude.shape == by_key[key].turns
     ruled = {place.key for place in by_key.values() if place.bodies is not None and is_whole_with_rules(place.eqn)}
-    operations = {
-        place.key for place in by_key.values()
-        if (place.bodies is None or place.key in ruled)
-        and not any(place.key[:stop] in ruled for stop in range(len(place.key)))
-        and any(jnp.issubdtype(v.aval.dtype, jnp.floating) for v in place.eqn.outvars)
-    }  # fmt: skip
-    assert operations <= records.keys()
+    for place in by_key.values():
+        is_operation = place.bodies is None or place.key in ruled
+        is_inside_ruled = any(place.key[:stop] in ruled for stop in range(len(place.key)))
+        has_floating_result = any(jnp.issubdtype(v.aval.dtype, jnp.floating) for v in place.eqn.outvars)
+        if is_operation and not is_inside_ruled and has_floating_result:
+            assert place.key in records
 
 
 def test_what_is_given_reaches_each_turn_and_its_gradient_is_the_cotangent(net):
     loss, variables = net
     jaxpr, consts, _ = program_of(loss, variables["params"])
     leaves, by_key = jax.tree.leaves(variables["params"]), {place.key: place for place in equation_places(jaxpr)}
-    found = returned(jaxpr, [True] + [False] * (len(jaxpr.outvars) - 1))
-    zeros = {
-        each.key: jnp.zeros((*each.turns, *by_key[each.key].eqn.outvars[each.position].aval.shape)) for each in found
+    values = returned(jaxpr, [True] + [False] * (len(jaxpr.outvars) - 1))
+    zero_sinks = {
+        value.key: jnp.zeros((*value.turns, *by_key[value.key].eqn.outvars[value.position].aval.shape))
+        for value in values
     }
-    gradients = jax.jit(jax.grad(lambda given: evaluate_and_record(jaxpr, consts, leaves, Largest(), given)[0][0]))(
-        zeros
+    gradients = jax.jit(jax.grad(lambda sinks: evaluate_and_record(jaxpr, consts, leaves, Largest(), sinks)[0][0]))(
+        zero_sinks
     )
     out = jax.jit(lambda params: Net().apply({**variables, "params": params}, X, mutable=["batch_stats"])[0])
     expected = 2 * (out(variables["params"]) - 1) / X.size
-    whole = next(each.key for each in found if each.path == "Net")
-    blocks = next(each.key for each in found if each.path == "Net/blocks")
-    np.testing.assert_allclose(gradients[whole], expected, rtol=1e-5)
-    np.testing.assert_allclose(gradients[blocks][-1], expected, rtol=1e-5)  # what the last turn returns is the result
-    assert np.abs(np.asarray(gradients[blocks])).max((1, 2)).min() > 0
+    net_key = next(value.key for value in values if value.path == "Net")
+    blocks_key = next(value.key for value in values if value.path == "Net/blocks")
+    np.testing.assert_allclose(gradients[net_key], expected, rtol=1e-5)
+    np.testing.assert_allclose(gradients[blocks_key][-1], expected, rtol=1e-5)  # the last turn returns the result
+    assert np.abs(np.asarray(gradients[blocks_key])).max((1, 2)).min() > 0
 
 
 @pytest.mark.parametrize("sign", [1, -1])
@@ -166,5 +171,5 @@ def test_a_branch_that_was_not_taken_records_zeros_and_a_while_loop_is_one_opera
     for _ in range(5):
         value = np.exp(-value)
     assert named["while"] == [pytest.approx(value, rel=1e-6)]
-    (exp,) = named["exp"]  # not that of the loop
+    (exp,) = named["exp"]  # the exp of the loop is not recorded
     assert (exp == 0, named["sin"][0] == 0) == ((True, False) if sign < 0 else (False, True))

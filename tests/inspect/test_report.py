@@ -1,4 +1,4 @@
-"""The page of a run: its record, its sections, its verdict, and what must never be in it."""
+"""The page of a run: its record, its sections, its verdict and its safety."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ X = np.random.default_rng(0).normal(size=(8, 4)).astype("float32")
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of 30 steps in float16, with a plan, memory, and watched steps."""
+    """Record 30 steps in float16, with a plan, memory and watched steps."""
     folder = tmp_path_factory.mktemp("runs") / "half <b>"
     model = jaxmp.linen.apply_policy(nn.Dense(2, use_bias=False), "mixed_float16")
 

@@ -62,12 +62,12 @@ def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
 def test_the_page_is_small_opens_fast_and_asks_no_network(tab, page: Path) -> None:
     assert page.stat().st_size < 2e6
     milliseconds = []
-    for _ in range(3):  # a busy machine may delay one
+    for _ in range(3):  # a busy machine may delay a load
         tab.open(page)
         milliseconds.append(tab.value("performance.getEntriesByType('navigation')[0].loadEventEnd"))
     assert min(milliseconds) < 1000
-    asked = {event["request"]["url"].split(":")[0] for event in tab.events["Network.requestWillBeSent"]}
-    assert asked <= {"file", "data"} and len(tab.events["Network.requestWillBeSent"]) <= 2
+    schemes = {event["request"]["url"].split(":")[0] for event in tab.events["Network.requestWillBeSent"]}
+    assert schemes <= {"file", "data"} and len(tab.events["Network.requestWillBeSent"]) <= 2
     assert not {"Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded"} & tab.events.keys()
 
 

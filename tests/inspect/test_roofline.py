@@ -1,4 +1,4 @@
-"""Times are predicted from FLOPs, bytes and launches, which are counted from shapes."""
+"""Predictions of times from FLOPs, bytes and launches."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from jaxmp.inspect.program import targets
 
 module = importlib.import_module("jaxmp.inspect.prediction")
 
-# As XLA compiles for GPUs: a float32 product that may be TF32 and one that may not, a half one with a bias and a
-# workspace, a causal attention, a convolution and its two derivatives, a loop of three turns, an update in place.
+# A program as XLA compiles it for GPUs. It has a float32 product that may run in TF32 and one that may not, a half
+# product with a workspace, a causal attention, a convolution and its two derivatives, a loop of three turns, and an
+# update in place.
 TEXT = """HloModule jit_step, is_scheduled=true
 
 %update (p0: f32[1000,64], p1: f32[4,64], p2: s32[4,1]) -> f32[1000,64] {
@@ -61,9 +62,9 @@ H200 = module._hardware("h200")
 
 
 def test_flops_and_bytes_are_those_of_the_shapes():
-    found = {kernel.name: kernel for kernel in module.of_program(hlo.HloProgram(TEXT), H200).kernels}
+    kernels = {kernel.name: kernel for kernel in module.of_program(hlo.HloProgram(TEXT), H200).kernels}
     dot, conv = 2 * 256 * 128 * 512, 2 * (8 * 12 * 12 * 24) * (3 * 3 * 16)
-    flops = {name: (kernel.flops, kernel.dtype) for name, kernel in found.items() if kernel.flops}
+    flops = {name: (kernel.flops, kernel.dtype) for name, kernel in kernels.items() if kernel.flops}
     assert flops == {
         "tf32": (dot, "tensorfloat32"),
         "fp32": (dot, "float32"),
@@ -73,26 +74,26 @@ def test_flops_and_bytes_are_those_of_the_shapes():
         "dx": (conv, "bfloat16"),
         "dk": (conv, "bfloat16"),
     }
-    assert found["tf32"].bytes == 4 * (256 * 128 + 128 * 512 + 256 * 512)  # without the workspace
-    assert found["turn"].count == 3 and found["turn"].bytes == 3 * 2 * 4 * 256 * 512
-    assert found["embedding"].bytes == 3 * 4 * 64 * 4 + 4 * 4  # rows read, the table's read and written, indices
-    assert found["tf32"].path == "Net/dense" and not found["tf32"].recomputed and found["fp32"].recomputed
+    assert kernels["tf32"].bytes == 4 * (256 * 128 + 128 * 512 + 256 * 512)  # without the workspace
+    assert kernels["turn"].count == 3 and kernels["turn"].bytes == 3 * 2 * 4 * 256 * 512
+    assert kernels["embedding"].bytes == 3 * 4 * 64 * 4 + 4 * 4  # the update, the rows read and written; the indices
+    assert kernels["tf32"].path == "Net/dense" and not kernels["tf32"].recomputed and kernels["fp32"].recomputed
 
 
 def test_the_time_is_that_of_arithmetic_bytes_and_launches():
-    found = module.of_program(hlo.HloProgram(TEXT), H200)
-    kernels = {kernel.name: kernel for kernel in found.kernels}
-    assert found.milliseconds == pytest.approx(sum(kernel.milliseconds for kernel in found.kernels))
-    assert [each.milliseconds for each in found.kernels] == sorted(
-        (k.milliseconds for k in found.kernels), reverse=True
+    roofline = module.of_program(hlo.HloProgram(TEXT), H200)
+    kernels = {kernel.name: kernel for kernel in roofline.kernels}
+    assert roofline.milliseconds == pytest.approx(sum(kernel.milliseconds for kernel in roofline.kernels))
+    assert [kernel.milliseconds for kernel in roofline.kernels] == sorted(
+        (k.milliseconds for k in roofline.kernels), reverse=True
     )
     fp32 = kernels["fp32"]
     seconds = fp32.flops / (0.8 * 67e12) + fp32.bytes / (0.9 * 4.8e12) + 2e-6
     assert fp32.milliseconds == pytest.approx(1e3 * seconds)
     assert kernels["embedding"].bound == "launch"
     peaks = {"tensorfloat32": 494.7e12, "bfloat16": 989.4e12}
-    least = sum(k.flops / peaks[k.dtype] for k in found.kernels if k.flops and not k.recomputed)
-    assert found.model_flop_utilisation == pytest.approx(1e3 * least / found.milliseconds)
+    least = sum(k.flops / peaks[k.dtype] for k in roofline.kernels if k.flops and not k.recomputed)
+    assert roofline.model_flop_utilisation == pytest.approx(1e3 * least / roofline.milliseconds)
 
 
 def test_large_products_are_bound_by_arithmetic_and_moves_by_bytes():
@@ -121,15 +122,18 @@ def test_every_described_gpu_has_peak_rates():
 
 
 def test_it_is_shown_as_text_a_table_and_json():
-    found = module.of_program(hlo.HloProgram(TEXT), H200)
-    lines = str(found).splitlines()
-    assert lines[0].endswith(f"ms predicted on NVIDIA H200, model FLOP utilisation {found.model_flop_utilisation:.1%}")
+    roofline = module.of_program(hlo.HloProgram(TEXT), H200)
+    lines = str(roofline).splitlines()
+    assert lines[0].endswith(
+        f"ms predicted on NVIDIA H200, model FLOP utilisation {roofline.model_flop_utilisation:.1%}"
+    )
     assert lines[-2].startswith("bound by: arithmetic ")
     assert lines[-1] == "measured errors are up to 12%, so do not rank times that differ by less"
-    other = module.of_program(hlo.HloProgram(TEXT), module._hardware("a100"))  # of which nothing is on record
-    assert str(other).splitlines()[-1].startswith("bound by: arithmetic ")
-    assert found.table().row_count == len(found.kernels)
-    assert json.loads(found.to_json())["kernels"][0]["name"] == found.kernels[0].name
+    # No measured errors are known for an A100.
+    a100_roofline = module.of_program(hlo.HloProgram(TEXT), module._hardware("a100"))
+    assert str(a100_roofline).splitlines()[-1].startswith("bound by: arithmetic ")
+    assert roofline.table().row_count == len(roofline.kernels)
+    assert json.loads(roofline.to_json())["kernels"][0]["name"] == roofline.kernels[0].name
 
 
 def test_the_command_says_in_one_line_what_is_wrong(capsys):
@@ -146,16 +150,16 @@ def test_a_step_is_predicted_for_a_gpu_that_is_not_there_and_half_is_faster():
     times = {}
     for dtype in (jnp.float32, jnp.bfloat16):
         args = jax.ShapeDtypeStruct((4096, 4096), dtype), jax.ShapeDtypeStruct((8192, 4096), dtype)
-        found = jaxmp.inspect.roofline(jax.grad(loss), device="h200")(*args)
-        products = [kernel for kernel in found.kernels if kernel.flops]
+        roofline = jaxmp.inspect.roofline(jax.grad(loss), device="h200")(*args)
+        products = [kernel for kernel in roofline.kernels if kernel.flops]
         assert sum(kernel.flops for kernel in products) == 5 * 2 * 8192 * 4096**2
         assert all("test_roofline.py:" in kernel.source for kernel in products)
-        times[dtype] = found.milliseconds
+        times[dtype] = roofline.milliseconds
     assert times[jnp.bfloat16] < 0.7 * times[jnp.float32]
 
 
 def test_what_is_not_counted_is_named():
-    others = TEXT.replace(
+    text = TEXT.replace(
         "  ROOT %end",
         """  %solved = f32[256,128]{1,0} custom-call(%a), custom_call_target="cusolver_geqrf_ffi"
   %triton = f32[256,128]{1,0} custom-call(%a), custom_call_target="__gpu$xla.gpu.triton"
@@ -164,9 +168,9 @@ def test_what_is_not_counted_is_named():
   ROOT %end""",
     )
     assert module.of_program(hlo.HloProgram(TEXT), H200).uncounted == ()
-    found = module.of_program(hlo.HloProgram(others), H200)
-    assert found.uncounted == ("__gpu$xla.gpu.triton", "all-reduce", "cusolver_geqrf_ffi")
+    roofline = module.of_program(hlo.HloProgram(text), H200)
+    assert roofline.uncounted == ("__gpu$xla.gpu.triton", "all-reduce", "cusolver_geqrf_ffi")
     assert "take longer than predicted, because only their bytes are counted: __gpu$xla.gpu.triton, all-reduce" in str(
-        found
+        roofline
     )
-    assert json.loads(found.to_json())["uncounted"] == list(found.uncounted)
+    assert json.loads(roofline.to_json())["uncounted"] == list(roofline.uncounted)

@@ -1,4 +1,4 @@
-"""A program that runs one equation at a time returns what it returns as a whole, and compiles each operation once."""
+"""Programs that run one equation at a time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxmp.inspect.program.equation_places import program_of
 
 
 def stepped(fun, *args):
-    """The results, and the moments of all operations."""
+    """Return the results, the moments of all operations, and the branches taken."""
     moments = []
     jaxpr, consts, structure = program_of(fun, *args)
     results, branches = stepping.step_through(
@@ -25,7 +25,7 @@ def stepped(fun, *args):
 
 
 def loops(x, key):
-    """Scans in both directions, within each other, of keys and of no turns; a while loop and branches in them."""
+    """Return results of nested scans, a while loop, branches, keys and an empty scan."""
 
     def outer(carry, inputs):
         row, key = inputs
@@ -43,8 +43,8 @@ def test_results_are_those_of_the_whole_program():
     x, key = jnp.arange(12.0).reshape(4, 3), jax.random.key(0)
     results, moments, branches = stepped(loops, x, key)
     expected = jax.jit(loops)(x, key)
-    for result, wanted in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(result, wanted, rtol=1e-6)
+    for result, expected_result in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(result, expected_result, rtol=1e-6)
     assert {(0, 2), (3, 0)} < {moment.turns for moment in moments}
     assert {moment.while_turn for moment in moments} == {-1, 0, 1, 2}  # the condition runs once more
     assert sorted(turns for _, turns in branches) == [(0,), (1,), (2,), (3,)]
@@ -73,7 +73,7 @@ def test_a_compiled_operation_is_one_equation_and_a_flag():
 
 def test_a_flag_tells_infinities_and_nan_from_large_numbers():
     for dtype in ("float16", "float32", "float8_e4m3fn", "float8_e5m2", "complex64"):
-        values = np.full(300, jnp.finfo(dtype).max, dtype)  # whose sum would overflow
+        values = np.full(300, jnp.finfo(dtype).max, dtype)  # their sum would overflow
         assert stepping.is_finite(jnp.array(values)) and stepping.is_finite(jnp.array(-values))
         assert stepping.is_finite(jnp.array(values[:0]))
         for bad in (np.nan, np.inf, -np.inf):
@@ -95,7 +95,7 @@ def test_on_a_mesh_with_explicit_axes():
 
 @pytest.mark.parametrize(("turns", "reverse"), [(10, False), (100, True)])
 def test_the_operation_that_fails_in_a_turn_of_a_scan_is_found_with_its_operands(turns, reverse):
-    """log(0) of row 7; before it a jitted call, so that keys have depth."""
+    """Row 7 fails with log(0). A jitted call before it makes the keys nested."""
 
     def loss(x):
         def turn(carry, row):

@@ -1,4 +1,4 @@
-"""The bytes that devices send each other, read from a compiled step, against the least possible."""
+"""The bytes that devices send in a compiled step, and the ideal number of bytes."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def test_collectives_of_a_gather_and_its_gradient_by_layer():
     with jax.set_mesh(mesh):
         batch = jax.device_put(a_batch(), P("fsdp"))
         step = jaxmp.make_train_step(loss_on(SPECS, "float32"))
-        found = jaxmp.inspect.collectives(step.lower(state, batch).compile())
+        collectives = jaxmp.inspect.collectives(step.lower(state, batch).compile())
     weight = 4 * WIDTH * 2 * WIDTH
-    gathers = [row for row in found.rows if row.kind == "all-gather" and row.bytes == weight]
+    gathers = [row for row in collectives.rows if row.kind == "all-gather" and row.bytes == weight]
     assert sum(row.count for row in gathers) == 2 * LAYERS  # once for two weights in each turn: the result is kept
-    assert {(row.dtype, row.axis) for row in found.rows} == {("float32", "fsdp")}
+    assert {(row.dtype, row.axis) for row in collectives.rows} == {("float32", "fsdp")}
     assert sum(row.wire for row in gathers) == 2 * LAYERS * weight * 3 / 4
-    assert f"{found.wire:,.0f} bytes sent by each device" in str(found)
+    assert f"{collectives.wire:,.0f} bytes sent by each device" in str(collectives)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""tune finds planted operations that autocast leaves in half, and keeps most FLOPs in half."""
+"""tune finds planted operations and keeps most FLOPs in half."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def layer(x, w):
     return jnp.tanh(x @ w)
 
 
-# -- the plants: sums and products in half between products. Differences are written as sums, so no rule applies.
+# -- the plants: sums and products in half, between matrix products. Differences are written as sums, so that no rule of
+# autocast applies.
 
 
 def residual_flow(x, w):
@@ -105,17 +106,17 @@ def test_without_a_plant_nothing_is_found():
 def test_no_choice_of_as_few_modules_has_much_more_in_half():
     half, layers = "mixed_float16", (layer, growth_by_factors_near_one, layer)
     loss_fn, args = _loss(*layers), (_params(3), X)
-    whole, tuned = tune(loss_fn, half, operations=False)(*args), tune(loss_fn, half)(*args)
+    module_tuned, operation_tuned = tune(loss_fn, half, operations=False)(*args), tune(loss_fn, half)(*args)
     policy = get_policy(half)
-    measurement = Measurement(loss_fn, [args], policy, whole.loss_scale or 1.0)
+    measurement = Measurement(loss_fn, [args], policy, module_tuned.loss_scale or 1.0)
     candidates = candidates_of(loss_fn, args, policy)
     best = 0.0
-    few = sum(row.is_float32 for row in whole.rows)
-    choices = itertools.chain(*(itertools.combinations(candidates, count) for count in range(few + 1)))
+    count_in_float32 = sum(row.is_float32 for row in module_tuned.rows)
+    choices = itertools.chain(*(itertools.combinations(candidates, count) for count in range(count_in_float32 + 1)))
     for chosen in choices:
         overrides = measurement.overrides(candidates, chosen)
         share = measurement.half_flops(overrides)
-        if share > best and measurement.error(overrides) <= whole.tolerance:
+        if share > best and measurement.error(overrides) <= module_tuned.tolerance:
             best = share
-    assert whole.met and tuned.met and best > 0
-    assert whole.half_flops >= 0.95 * best and tuned.half_flops >= 0.95 * best
+    assert module_tuned.met and operation_tuned.met and best > 0
+    assert module_tuned.half_flops >= 0.95 * best and operation_tuned.half_flops >= 0.95 * best

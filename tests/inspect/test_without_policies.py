@@ -1,4 +1,4 @@
-"""The tools on models under policies, and on train steps, beside casts by hand and NumPy."""
+"""The tools on models under policies and on train steps, against NumPy."""
 
 import functools
 
@@ -27,20 +27,20 @@ BATCH = {"x": X, "y": Y}
 
 @functools.cache
 def _by_hand(half):
-    """The relative errors of the layer, of the loss and of the kernel's gradient, in casts by hand."""
+    """Return the errors of the layer, the loss and the gradient with casts by hand."""
 
     def loss_of(w, dtype):
         y = (jnp.asarray(X, dtype) @ w.astype(dtype)).astype(jnp.float32)
         return jnp.mean((y - Y) ** 2), y
 
     def error(a, b):
-        a, b = (np.asarray(each, np.float64) for each in (a, b))
+        a, b = (np.asarray(array, np.float64) for array in (a, b))
         return np.linalg.norm(a - b) / np.linalg.norm(b)
 
-    both = quick_jit(jax.value_and_grad(loss_of, has_aux=True), static_argnums=1)
-    sides = [both(W, jnp.dtype(dtype)) for dtype in (half, "float32")]
-    (((loss, y), grad), ((exact, z), other)) = sides
-    return error(y, z), error(loss, exact), error(grad, other)
+    loss_and_gradient = quick_jit(jax.value_and_grad(loss_of, has_aux=True), static_argnums=1)
+    (half_loss, half_output), half_gradient = loss_and_gradient(W, jnp.dtype(half))
+    (loss, output), gradient = loss_and_gradient(W, jnp.dtype("float32"))
+    return error(half_output, output), error(half_loss, loss), error(half_gradient, gradient)
 
 
 class Net(nn.Module):
@@ -147,7 +147,7 @@ def _nnx_step(policy):
     return jaxmp.nnx.make_train_step(_nnx_loss), (model, optimizer, BATCH)
 
 
-# A step with a loss scale is in float16; that of NNX and its loss function are in the test of every tool.
+# The step with a loss scale is in float16. The step of NNX is in test_every_tool_takes_a_step.
 WAYS = {
     _linen_autocast: "mixed_bfloat16",
     _region: "mixed_float16",
@@ -164,31 +164,32 @@ WAYS = {
 @pytest.mark.parametrize(("way", "policy"), WAYS.items())
 def test_a_function_under_a_policy_is_compared_with_itself_without(way, policy):
     fun, args = way(policy)
-    found = compare(fun)(*args)
+    comparison = compare(fun)(*args)
     half = policy.removeprefix("mixed_")
     layer, loss, gradient = _by_hand(half)
-    result = next(row for row in found.rows if row.path == "")
+    result = next(row for row in comparison.rows if row.path == "")
     np.testing.assert_allclose(result.relative_error, loss, rtol=1e-2, atol=3e-7)
-    kernel = next(row for row in found.rows if "kernel" in row.path)
+    kernel = next(row for row in comparison.rows if "kernel" in row.path)
     # Under autocast and with a loss scale the cotangent may be rounded too.
     assert 0.3 * gradient < kernel.relative_error < 2 * gradient + 2.0 ** (-9 if half == "bfloat16" else -12)
-    returned = [row for row in found.rows if row.phase == "forward" and row.path.endswith("layer")]
+    returned = [row for row in comparison.rows if row.phase == "forward" and row.path.endswith("layer")]
     for row in returned:
         assert row.dtype == half and 0.7 * layer < row.relative_error < 1.3 * layer
     assert returned or way in (_nnx_jitted_before,)
-    assert found.is_changed and found.dtype == half and "No policy" not in str(found)
+    assert comparison.is_changed and comparison.dtype == half and "No policy" not in str(comparison)
 
 
 def test_a_function_without_a_policy_is_said_to_have_none():
-    found = compare(_loss_fn(Net()))(PARAMS, None, BATCH, None)
-    assert not found.is_changed and found.dtype == "float32" and found.worst.relative_error < 1e-6
-    assert "No policy, region or autocast changes a product here" in str(found)
+    comparison = compare(_loss_fn(Net()))(PARAMS, None, BATCH, None)
+    assert not comparison.is_changed and comparison.dtype == "float32" and comparison.worst.relative_error < 1e-6
+    assert "No policy, region or autocast changes a product here" in str(comparison)
 
 
 def test_a_policy_is_added_to_those_that_the_function_has():
     fun = _loss_fn(Net())
-    added, own = compare(fun, "mixed_bfloat16")(PARAMS, None, BATCH, None), compare(*[_autocast("mixed_bfloat16")[0]])
-    assert added.rows == own(PARAMS, None, BATCH, None).rows
+    added = compare(fun, "mixed_bfloat16")(PARAMS, None, BATCH, None)
+    under_autocast, _ = _autocast("mixed_bfloat16")
+    assert added.rows == compare(under_autocast)(PARAMS, None, BATCH, None).rows
     with pytest.raises(ValueError, match="overrides need a policy"):
         compare(fun, overrides={"**/layer": "float32"})
 
@@ -197,11 +198,11 @@ def test_params_that_are_stored_in_half_are_widened_in_the_reference():
     policy = "float16"
     model = jaxmp.linen.apply_policy(nn.Embed(8, 4), policy)
     params = numbers(jax.eval_shape(model.init, jax.random.key(0), jnp.arange(8)))["params"]
-    found = compare(lambda params, i: jnp.sum(model.apply({"params": params}, i).astype(jnp.float32) ** 2))
+    compare_embedding = compare(lambda params, i: jnp.sum(model.apply({"params": params}, i).astype(jnp.float32) ** 2))
     assert params["embedding"].dtype == policy
-    rows = found(params, jnp.arange(8)).rows
+    rows = compare_embedding(params, jnp.arange(8)).rows
     gradient = next(row for row in rows if "embedding" in row.path)
-    assert gradient.relative_error < jnp.finfo(policy).eps  # of equal values: only the gradient's own rounding
+    assert gradient.relative_error < jnp.finfo(policy).eps  # the values are equal, so only the gradient is rounded
 
 
 class Casting(nn.Module):
@@ -214,9 +215,11 @@ class Casting(nn.Module):
 def test_what_the_author_cast_stays_in_the_reference():
     for model in (Casting(), nn.Dense(4, dtype=jnp.bfloat16)):
         params = numbers(jax.eval_shape(model.init, jax.random.key(0), X))["params"]
-        under = jaxmp.linen.apply_policy(model, "mixed_bfloat16")
-        found = compare(lambda params, x, under=under: under.apply({"params": params}, x), grad=False)(params, X)
-        assert not found.is_changed and found.rows[0].dtype == "bfloat16"
+        half_model = jaxmp.linen.apply_policy(model, "mixed_bfloat16")
+        comparison = compare(
+            lambda params, x, half_model=half_model: half_model.apply({"params": params}, x), grad=False
+        )(params, X)
+        assert not comparison.is_changed and comparison.rows[0].dtype == "bfloat16"
 
 
 def test_policies_are_back_after_a_comparison_also_if_it_fails():
@@ -224,8 +227,8 @@ def test_policies_are_back_after_a_comparison_also_if_it_fails():
     model = jaxmp.nnx.apply_policy(NNXNet(), "mixed_float16")
 
     def products():
-        of_linen = jax.make_jaxpr(linen)(PARAMS, None, BATCH, None)
-        return [of_linen, jax.make_jaxpr(lambda x: model(x))(X)]
+        linen_jaxpr = jax.make_jaxpr(linen)(PARAMS, None, BATCH, None)
+        return [linen_jaxpr, jax.make_jaxpr(lambda x: model(x))(X)]
 
     before = [str(jaxpr) for jaxpr in products()]
 
@@ -247,16 +250,16 @@ def test_policies_are_back_after_a_comparison_also_if_it_fails():
 def test_every_tool_takes_a_step(way):
     fun, args = way("mixed_float16")
     exact, before = 2 * X.T @ (X @ W - Y) / Y.size, bits(args)
-    found = numerics(fun)(*args)
-    (kernel,) = found.gradients.values()
-    assert found.loss_scale == 2.0**10
+    step_numerics = numerics(fun)(*args)
+    (kernel,) = step_numerics.gradients.values()
+    assert step_numerics.loss_scale == 2.0**10
     np.testing.assert_allclose(kernel.amax, np.max(np.abs(exact)), rtol=5e-3)
-    np.testing.assert_allclose(found.loss, np.mean((X @ W - Y) ** 2), rtol=5e-3)
+    np.testing.assert_allclose(step_numerics.loss, np.mean((X @ W - Y) ** 2), rtol=5e-3)
     assert first_nonfinite(fun)(*args) is None
     assert {product.operands for product in audit(fun, compile=False)(*args).products} == {("float16", "float16")}
     assert memory(fun)(*args).peak > X.nbytes
     compare(fun)(*args)
-    assert bits(args) == before  # nothing was donated, and no step was taken
+    assert bits(args) == before  # nothing was donated or updated
 
 
 def test_settings_that_a_step_has_itself_are_refused():
@@ -285,7 +288,7 @@ def test_a_step_with_a_mesh_is_refused_with_what_to_compare():
 
 
 class ScannedNet(nnx.Module):
-    """Layers in a scan, whose modules are copies, and a Linen layer."""
+    """Layers in a scan, which copies its modules, and a Linen layer."""
 
     def __init__(self, linen):
         make = nnx.vmap(lambda key: nnx.Linear(8, 8, rngs=nnx.Rngs(key)), in_axes=0, out_axes=0)
@@ -322,11 +325,11 @@ def test_transformed_modules_are_without_policies_too(library):
         half = ScannedNet(jaxmp.linen.apply_policy(nn.Dense(4), "mixed_bfloat16"))
         model = jaxmp.nnx.apply_policy(half, "mixed_bfloat16")
         fun, args, exact = nnx.jit(lambda model, x: model(x)), (model, X), nnx.jit(lambda bare, x: bare(x))(bare, X)
-    found = compare(fun, grad=False)(*args)
-    (result,) = [row for row in found.rows if row.path == ""]
+    comparison = compare(fun, grad=False)(*args)
+    (result,) = [row for row in comparison.rows if row.path == ""]
     expected = np.linalg.norm(fun(*args) - exact) / np.linalg.norm(exact)
     np.testing.assert_allclose(result.relative_error, expected, rtol=1e-3)
-    assert expected > 2**-10 and found.is_changed
+    assert expected > 2**-10 and comparison.is_changed
 
 
 def test_a_loss_scale_keeps_small_gradients_and_the_rows_are_without_it():
@@ -337,13 +340,13 @@ def test_a_loss_scale_keeps_small_gradients_and_the_rows_are_without_it():
 
     unscaled = compare(loss_fn, "mixed_float16")(jnp.asarray(W), X)
     scaled = compare(loss_fn, "mixed_float16", loss_scale=2.0**15)(jnp.asarray(W), X)
-    errors = [found.rows[-1].relative_error for found in (unscaled, scaled)]
+    errors = [comparison.rows[-1].relative_error for comparison in (unscaled, scaled)]
     assert errors[0] > 0.05 and errors[1] < 2e-3
     assert scaled.rows[-1].mean_absolute_difference < 1e-9
 
 
 class Energy(nn.Module):
-    """Overflows in float16 between its two layers."""
+    """A model that overflows in float16 between its two layers."""
 
     @nn.compact
     def __call__(self, x):
@@ -356,10 +359,10 @@ class Energy(nn.Module):
 def test_an_overflow_between_two_layers_enters_in_the_module_around():
     model = Energy()
     params = numbers(jax.eval_shape(model.init, jax.random.key(0), X))["params"]
-    under = jaxmp.linen.apply_policy(model, "mixed_float16")
-    found = compare(lambda params, x: jnp.sum(under.apply({"params": params}, x)), grad=False)(params, X)
-    first, second = (row.relative_error for row in found.rows[:2])
-    assert first < 1e-3 and second > 0.01 and found.entered == "Energy"
+    half_model = jaxmp.linen.apply_policy(model, "mixed_float16")
+    comparison = compare(lambda params, x: jnp.sum(half_model.apply({"params": params}, x)), grad=False)(params, X)
+    first, second = (row.relative_error for row in comparison.rows[:2])
+    assert first < 1e-3 and second > 0.01 and comparison.entered == "Energy"
 
 
 class Normed(nn.Module):
@@ -373,14 +376,14 @@ class Normed(nn.Module):
 def test_the_dtype_of_a_row_is_what_the_module_computes_in():
     model = jaxmp.linen.apply_policy(Normed(), "mixed_float16")
     params = numbers(jax.eval_shape(model.init, jax.random.key(0), X))["params"]
-    found = compare(lambda params, x: jnp.sum(model.apply({"params": params}, x)), grad=False)(params, X)
-    dtypes = {row.path: row.dtype for row in found.rows}
+    comparison = compare(lambda params, x: jnp.sum(model.apply({"params": params}, x)), grad=False)(params, X)
+    dtypes = {row.path: row.dtype for row in comparison.rows}
     assert dtypes["Normed/dense"] == "float16" and dtypes["Normed/norm"] == "float32"
     assert dtypes["Normed/head"] == "float32" and dtypes["Normed"] == "float16, float32"
 
 
-def _paths_in_float32(found):
-    return {product.path for product in found.products if product.operands == ("float32", "float32")}
+def _paths_in_float32(report):
+    return {product.path for product in report.products if product.operands == ("float32", "float32")}
 
 
 def test_the_path_that_a_tool_prints_is_what_an_override_takes():
@@ -394,10 +397,10 @@ def test_the_path_that_a_tool_prints_is_what_an_override_takes():
     def applied(model):
         return lambda variables, x: model.apply(variables, x)
 
-    def paths(fun):
+    def audited(fun):
         return audit(fun, compile=False)(variables, X)
 
-    path = paths(applied(Two())).products[0].path
+    path = audited(applied(Two())).products[0].path
     assert path == "Two/energy"
     overrides = {path: "float32"}
     for fun in (
@@ -407,6 +410,6 @@ def test_the_path_that_a_tool_prints_is_what_an_override_takes():
         applied(jaxmp.linen.autocast(Two(), "mixed_bfloat16", overrides)),
         jaxmp.autocast(applied(Two()), "mixed_bfloat16", overrides),
     ):
-        assert _paths_in_float32(paths(fun)) == {path}
+        assert _paths_in_float32(audited(fun)) == {path}
     with pytest.raises(ValueError, match="'enrgy' matched none; nearest paths: 'energy'"):
         jaxmp.linen.apply_policy(Two(), "mixed_bfloat16", {"Two/enrgy": "float32"}).apply(variables, X)

@@ -1,4 +1,4 @@
-"""The accuracy benchmark: runs in pieces and after interruptions, goals, tables and errors."""
+"""The accuracy benchmark: interrupted runs, goals, tables and errors."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ FLOAT32, HALF = ("float32", "none"), ("mixed_bfloat16", "none")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LineConfig(cli.Training):
-    """Its flags."""
+    """The flags of the task."""
 
     dataset: str = "line"
-    """Its name."""
+    """The name of the task."""
     steps: int = 4
     """Steps to train."""
     batch_size: int = 8
     """Examples a step."""
     learning_rate: float = 0.1
-    """The optimizer's."""
+    """The learning rate of the optimizer."""
     slope: float = 2.0
     """The data to learn; NaN breaks the training."""
 
@@ -111,7 +111,7 @@ def names(records):
 
 @pytest.mark.slow("a whole run of a benchmark")
 def test_runs_in_pieces_give_the_same_report_as_one_command(line, tmp_path, capsys):
-    whole = accuracy.main(smoke(tmp_path / "whole"))
+    complete = accuracy.main(smoke(tmp_path / "whole"))
     accuracy.main(smoke(tmp_path / "pieces", policies=("bfloat16",), seeds=(1,)))
     assert "open: bfloat16 has no seed in common with float32" in capsys.readouterr().out
     accuracy.main(smoke(tmp_path / "pieces", policies=("float32",)))
@@ -121,14 +121,14 @@ def test_runs_in_pieces_give_the_same_report_as_one_command(line, tmp_path, caps
 
     assert line == [("float32", "none"), ("bfloat16", "none")]  # the baseline's params, and the missing run
     assert (tmp_path / "pieces/images-float32-seed1.json").stat().st_mtime_ns == before
-    assert names(pieces) == names(whole) == [(p, seed) for p in ("float32", "bfloat16") for seed in (0, 1)]
-    for own, other in zip(pieces, whole, strict=True):
-        for what in ("final", "train", "test", "setting", "step_bytes", "steps"):
-            assert own[what] == other[what]
+    assert names(pieces) == names(complete) == [(p, seed) for p in ("float32", "bfloat16") for seed in (0, 1)]
+    for piece_record, complete_record in zip(pieces, complete, strict=True):
+        for key in ("final", "train", "test", "setting", "step_bytes", "steps"):
+            assert piece_record[key] == complete_record[key]
     written = json.loads((tmp_path / "pieces/accuracy.json").read_text())
-    assert names(written["runs"]) == names(whole)
-    assert whole[0]["test"]["step"] == [2, 4] and whole[0]["train"]["step"] == [1, 2, 3, 4]
-    assert whole[0]["final"]["loss"] == pytest.approx(whole[0]["test"]["loss"][-1], rel=1e-5)
+    assert names(written["runs"]) == names(complete)
+    assert complete[0]["test"]["step"] == [2, 4] and complete[0]["train"]["step"] == [1, 2, 3, 4]
+    assert complete[0]["final"]["loss"] == pytest.approx(complete[0]["test"]["loss"][-1], rel=1e-5)
 
 
 def test_runs_finished_before_an_interruption_are_reported_and_only_the_others_are_trained(line, tmp_path, monkeypatch):
@@ -145,9 +145,9 @@ def test_runs_finished_before_an_interruption_are_reported_and_only_the_others_a
             accuracy.main(config)
     assert names(json.loads((tmp_path / "cut/accuracy.json").read_text())["runs"]) == [("float32", 0)]
     resumed = accuracy.main(config)
-    whole = accuracy.main(smoke(tmp_path / "whole", seeds=(0,)))
-    assert [run["final"] for run in resumed] == [run["final"] for run in whole]
-    assert [run["train"] for run in resumed] == [run["train"] for run in whole]
+    uninterrupted = accuracy.main(smoke(tmp_path / "whole", seeds=(0,)))
+    assert [run["final"] for run in resumed] == [run["final"] for run in uninterrupted]
+    assert [run["train"] for run in resumed] == [run["train"] for run in uninterrupted]
 
 
 def test_when_the_minutes_are_up_a_checkpoint_is_saved_and_the_next_command_continues(
@@ -156,12 +156,12 @@ def test_when_the_minutes_are_up_a_checkpoint_is_saved_and_the_next_command_cont
     class Clock(kept.Clock):
         def late(self, seconds=0.0):
             calls.append(seconds)
-            self.unfinished = len(calls) >= 9  # in the second run of four steps, after its first step
+            self.unfinished = len(calls) >= 9  # after the first step of the second run
             return self.unfinished
 
     calls = []
     config = smoke(tmp_path / "cut", seeds=(0,), minutes=8.0, steps=4)
-    whole = accuracy.main(smoke(tmp_path / "whole", seeds=(0,), steps=4))
+    uninterrupted = accuracy.main(smoke(tmp_path / "whole", seeds=(0,), steps=4))
     assert kept.UNFINISHED not in capsys.readouterr().out
     with monkeypatch.context() as patched:
         patched.setattr(accuracy.kept, "Clock", Clock)
@@ -170,11 +170,11 @@ def test_when_the_minutes_are_up_a_checkpoint_is_saved_and_the_next_command_cont
     assert list((tmp_path / "cut").rglob("checkpoints"))
     resumed = accuracy.main(dataclasses.replace(config, minutes=0.0))
     assert kept.UNFINISHED not in capsys.readouterr().out and not list(tmp_path.rglob("checkpoints"))
-    assert [run["final"] for run in resumed] == [run["final"] for run in whole]
+    assert [run["final"] for run in resumed] == [run["final"] for run in uninterrupted]
 
 
 def test_without_orbax_an_interrupted_run_starts_again_and_finished_runs_stay(line, tmp_path, capsys, monkeypatch):
-    whole = accuracy.main(smoke(tmp_path / "whole", seeds=(0,), steps=4))
+    uninterrupted = accuracy.main(smoke(tmp_path / "whole", seeds=(0,), steps=4))
     assert "note: " not in capsys.readouterr().out
     config = smoke(tmp_path / "cut", seeds=(0,), minutes=8.0, steps=4)
     for name in [name for name in sys.modules if name.partition(".")[0] == "orbax"] + [CHECKPOINTS, "orbax"]:
@@ -183,7 +183,7 @@ def test_without_orbax_an_interrupted_run_starts_again_and_finished_runs_stay(li
 
     def late(self, seconds=0.0):
         calls.append(seconds)
-        self.unfinished = len(calls) >= 9  # in the second run of four steps, after its first step
+        self.unfinished = len(calls) >= 9  # after the first step of the second run
         return self.unfinished
 
     with monkeypatch.context() as patched:
@@ -200,7 +200,7 @@ def test_without_orbax_an_interrupted_run_starts_again_and_finished_runs_stay(li
     (tmp_path / "cut/images-bfloat16-seed0/checkpoints/1").mkdir(parents=True)  # from a machine with Orbax
     resumed = accuracy.main(config)
     assert kept.UNFINISHED not in capsys.readouterr().out and first.stat().st_mtime_ns == written
-    assert [(run["final"], run["train"]) for run in resumed] == [(run["final"], run["train"]) for run in whole]
+    assert [(run["final"], run["train"]) for run in resumed] == [(run["final"], run["train"]) for run in uninterrupted]
     accuracy.main(config)
     assert "Orbax" not in capsys.readouterr().out  # nothing is left to interrupt
 
@@ -278,7 +278,7 @@ def test_the_flags_of_every_task_are_flags_of_its_script_and_say_whether_the_run
         assert [run.task for run in runs] == [task for task in accuracy.TASKS for _ in range(per_task)]
         assert len({run.name for run in runs}) == len(runs)
 
-    for changes, whole in [
+    for changes, is_full_size in [
         ({}, True),
         ({"data_dir": Path("elsewhere")}, True),
         ({"steps": 5}, False),
@@ -286,7 +286,7 @@ def test_the_flags_of_every_task_are_flags_of_its_script_and_say_whether_the_run
         ({"smoke": True}, False),
     ]:
         run = accuracy.plan(accuracy.Config(tasks=("gpt2",), **changes))[0]
-        assert run.setting["whole"] is whole
+        assert run.setting["whole"] is is_full_size
 
 
 def test_policies_are_read_as_compare_reads_them_and_float32_is_trained_only_if_asked_for():
@@ -302,7 +302,7 @@ def test_policies_are_read_as_compare_reads_them_and_float32_is_trained_only_if_
     flags = [
         task.prepare(LineConfig(low_precision="kahan"), policy, "none") for policy in (*low, "autocast:mixed_float16")
     ]
-    assert [(each.policy, each.low_precision, each.autocast) for each in flags] == [
+    assert [(config.policy, config.low_precision, config.autocast) for config in flags] == [
         ("bfloat16_sr", "nearest", False), ("bfloat16_sr", "float8", False), ("mixed_float16", "kahan", True)
     ]  # fmt: skip
 
@@ -390,8 +390,8 @@ def test_images_may_lose_half_a_point_of_accuracy_seed_by_seed():
         ),
     ]:
         baseline = images("float32", [0.8, 0.82, 0.81])
-        own = images("any", accuracies)
-        assert accuracy_report.goal("images", "any", own, baseline) == (met, text)
+        records = images("any", accuracies)
+        assert accuracy_report.goal("images", "any", records, baseline) == (met, text)
 
 
 def test_text_may_gain_half_a_percent_of_loss_and_less_in_float8_or_without_float32_copies():
@@ -400,21 +400,21 @@ def test_text_may_gain_half_a_percent_of_loss_and_less_in_float8_or_without_floa
         ([3.0, 4.0, 5.09], False, "NOT MET: any is +0.60 ± 1.04 % of the loss from float32 over 3 seeds, "),
         ([3.0, 4.02], None, "open: any is +0.25 ± 0.35 % of the loss from float32 over 2 seeds, of 3 that are needed"),
     ]:
-        found = accuracy_report.goal("gpt2", "any", texts(losses), texts([3.0, 4.0, 5.0]))
-        assert found[0] is met and found[1].startswith(start) and found[1].endswith(", the goal at most 0.5 gained")
+        is_met, text = accuracy_report.goal("gpt2", "any", texts(losses), texts([3.0, 4.0, 5.0]))
+        assert is_met is met and text.startswith(start) and text.endswith(", the goal at most 0.5 gained")
 
-    found = [
+    verdicts = [
         accuracy_report.goal("gpt2", "bfloat16_sr+any", texts(losses), texts([3.0, 4.0, 5.0]))
         for losses in ([3.0, 4.0, 5.01], [3.0, 4.0, 5.02])
     ]
-    assert [met for met, _ in found] == [True, False]
-    assert found[1][1].endswith("0.13 ± 0.23 % of the loss from float32 over 3 seeds, the goal at most 0.1 gained")
+    assert [met for met, _ in verdicts] == [True, False]
+    assert verdicts[1][1].endswith("0.13 ± 0.23 % of the loss from float32 over 3 seeds, the goal at most 0.1 gained")
 
     for losses, met in [([3.0, 4.0, 5.04], "met"), ([3.0, 4.0, 5.05], "NOT MET")]:
-        own, baseline = texts(losses), texts([3.0, 4.0, 5.0])
-        found = {("float32", "none"): texts([2.0, 2.0, 2.0]), ("mixed_float8", "none"): own}
-        assert "from float32" in accuracy_report.goals("gpt2", found)["mixed_float8"][1]
-        _, text = accuracy_report.goals("gpt2", {**found, ("mixed_bfloat16", "none"): baseline})["mixed_float8"]
+        float8, baseline = texts(losses), texts([3.0, 4.0, 5.0])
+        variants = {("float32", "none"): texts([2.0, 2.0, 2.0]), ("mixed_float8", "none"): float8}
+        assert "from float32" in accuracy_report.goals("gpt2", variants)["mixed_float8"][1]
+        _, text = accuracy_report.goals("gpt2", {**variants, ("mixed_bfloat16", "none"): baseline})["mixed_float8"]
         assert text.startswith(f"{met}: ") and "from mixed_bfloat16 over 3 seeds, the goal at most 0.3 gained" in text
 
 

@@ -1,4 +1,4 @@
-"""The benchmarks of autocast and of the first step run on plain code, and the code of docs/autocast.md runs."""
+"""The benchmarks of autocast and of the first step, and docs/autocast.md."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_the_benchmark_of_steps_writes_times_memory_and_programs_of_every_varian
 
 @pytest.fixture
 def measured_here(monkeypatch):
-    """Each model is measured in this process: a new one takes seconds to import JAX."""
+    """Measure models in this process; a new one takes seconds to import JAX."""
 
     def runs(commands):
         for name, command in commands.items():
@@ -165,6 +165,10 @@ def measured_here(monkeypatch):
     monkeypatch.setattr(first_step.processes, "in_processes", runs)
 
 
+def processor_seconds(row):
+    return [sum(run["processor"].values()) for run in row["runs"]]
+
+
 @pytest.mark.slow("a whole run of a benchmark")
 def test_the_benchmark_of_the_first_step_compares_each_way_with_half_by_hand(measured_here, tmp_path):
     with jax.numpy_dtype_promotion("standard"):  # Flax's norms
@@ -172,9 +176,9 @@ def test_the_benchmark_of_the_first_step_compares_each_way_with_half_by_hand(mea
     rows = {row["model"]: row for row in json.loads((tmp_path / "first_step.json").read_text())["models"]}
     assert list(rows) == [f"{api}, {way}" for api in first_step.APIS for way in first_step.WAYS]
     for name, row in rows.items():
-        by_hands = rows[name.split(",")[0] + ", by hand"]["runs"]
-        totals, others = ([sum(run["processor"].values()) for run in runs] for runs in (row["runs"], by_hands))
-        ratios = [total / other for total, other in zip(totals, others, strict=True)]
+        by_hand_row = rows[name.split(",")[0] + ", by hand"]
+        totals, by_hand_totals = processor_seconds(row), processor_seconds(by_hand_row)
+        ratios = [total / by_hand for total, by_hand in zip(totals, by_hand_totals, strict=True)]
         assert row["ratio"][1] == pytest.approx(np.median(ratios))
         assert all(run["wall"][stage] > 0 for run in row["runs"] for stage in first_step.STAGES)
     text = (tmp_path / "first_step.md").read_text()
@@ -220,7 +224,7 @@ def test_the_code_of_the_page_runs_as_printed(capsys):
         exec(compile(block, "docs/autocast.md", "exec"), scope)
     printed = capsys.readouterr().out
     assert len(blocks) == 3 and printed.startswith("float32 float32\n")
-    assert re.findall(r"^# (\[\(.*)", "".join(blocks), re.MULTILINE)[0] in printed  # what is float8
+    assert re.findall(r"^# (\[\(.*)", "".join(blocks), re.MULTILINE)[0] in printed  # the float8 products
     assert "dot_general" in printed  # the plan
 
 

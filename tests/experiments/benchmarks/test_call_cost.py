@@ -1,4 +1,4 @@
-"""The benchmark call_cost times the same step in every variant, and says whether the goal is met."""
+"""The benchmark call_cost: every variant trains alike, and the goal is judged."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def test_every_variant_trains_to_the_same_params():
             state, _ = step(state, batch)
         params = state[0] if label == call_cost.REFERENCE else state.params
         ends[label] = jax.tree.leaves(params)
-    for own in ends.values():
-        for leaf, expected in zip(own, ends[call_cost.REFERENCE], strict=True):
+    for leaves in ends.values():
+        for leaf, expected in zip(leaves, ends[call_cost.REFERENCE], strict=True):
             np.testing.assert_allclose(leaf, expected, rtol=1e-5, atol=1e-6)
 
 

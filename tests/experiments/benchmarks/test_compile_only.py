@@ -1,4 +1,4 @@
-"""Steps are compiled for a GPU that is not attached and compared with the goals, and errors say what to do."""
+"""Steps compiled for a GPU that is not attached: goals, tables and errors."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def result_of(full=True, **rows):
 
 def test_goals_have_figures_products_that_differ_and_the_cost_of_scaling():
     mib = 2**20
-    found = result_of(
+    result = result_of(
         hand_fp32={"peak": 40_000 * mib}, jaxmp_bf16={"peak": 7_000 * mib}, jaxmp_bf16_remat={"peak": 5_500 * mib}
     )
-    assert report.notes(found) == [
+    assert report.notes(result) == [
         "met: peak memory / torch.compile's is 0.809, the goal at most 0.82",
         "NOT MET: peak memory with remat / torch.compile's is 0.636, the goal at most 0.62",
         "met: memory saved against float32 by hand as measured is 81.48%, the goal at least 75%",
@@ -49,12 +49,12 @@ def test_goals_have_figures_products_that_differ_and_the_cost_of_scaling():
         "met: jaxmp_bf16: share of FLOPs on tensor cores in half is 100.00%, the goal at least 99%",
     ]
 
-    found = result_of(
+    result = result_of(
         full=False,
         jaxmp_bf16={"half": 0.98},
         autocast_bf16={"peak": 1.03 * 2**31, "launches": 1210, "products": {"dot bf16×bf16": 1, "dot f32×f32": 1}},
     )
-    assert report.notes(found) == [
+    assert report.notes(result) == [
         "NOT MET: jaxmp_bf16: share of FLOPs on tensor cores in half is 98.00%, the goal at least 99%",
         "met: autocast_bf16: share of FLOPs on tensor cores in half is 100.00%, the goal at least 99%",
         "NOT MET: peak memory under autocast / with a policy is 1.030, the goal at most 1.02",
@@ -75,27 +75,27 @@ def test_the_table_has_a_predicted_time_for_each_variant_and_no_torch_below_full
     )  # fmt: skip
     assert small.rows[1][3] == ""
 
-    found = result_of(hand_bf16={"predicted": 34.5}, jaxmp_bf16={"predicted": 34.44})
-    assert [row[9:11] for row in report.table(found).rows] == [("34.5", "33.6 (+2.7%)"), ("34.4", "")]
-    found["full"] = False
-    assert report.table(found).rows[0][9:11] == ("34.5", "")
+    result = result_of(hand_bf16={"predicted": 34.5}, jaxmp_bf16={"predicted": 34.44})
+    assert [row[9:11] for row in report.table(result).rows] == [("34.5", "33.6 (+2.7%)"), ("34.4", "")]
+    result["full"] = False
+    assert report.table(result).rows[0][9:11] == ("34.5", "")
 
 
 def test_recorded_times_are_compared_with_predicted_times_and_pairs_are_counted():
-    rows = result_of(hand_fp16={"predicted": 34.0}, hand_bf16={"predicted": 33.0}, hand_tf32={"predicted": 93.33},
+    result = result_of(hand_fp16={"predicted": 34.0}, hand_bf16={"predicted": 33.0}, hand_tf32={"predicted": 93.33},
                      jaxmp_bf16={"predicted": 30.0}, hand_fp32={"predicted": 331.7})  # fmt: skip
-    (found,) = predictions.predictions([rows])
-    assert found.rows == [
+    (table,) = predictions.predictions([result])
+    assert table.rows == [
         ("gpt2, hand_fp16", "32.6", "34.0", "+4.3%"), ("gpt2, hand_bf16", "33.6", "33.0", "-1.8%"),
         ("gpt2, hand_tf32", "103.7", "93.3", "-10.0%"), ("gpt2, hand_fp32", "331.7", "331.7", "+0.0%"),
     ]  # fmt: skip
-    assert found.notes == (
+    assert table.notes == (
         "5 of 6 pairs are ordered as measured. Of the 5 pairs whose predictions differ by more than the largest error "
         "(10.0%), 5 are ordered as measured.",
         "pairs in another order than measured, with the difference of their predictions: "
         "gpt2, hand_fp16 and gpt2, hand_bf16 (3.0%)",
     )
-    assert predictions.predictions([{**rows, "full": False}]) == []
+    assert predictions.predictions([{**result, "full": False}]) == []
 
 
 # Targets.
@@ -216,23 +216,23 @@ def test_sizes_split_over_many_gpus_make_a_table_and_the_next_command_continues(
 
 @pytest.fixture
 def compiles(monkeypatch):
-    """Replace compiling; return the rows that were asked for, and the environment."""
-    asked, now = [], {}
+    """Replace compiling; return the compiled rows and the changed environment."""
+    compiled_rows, now = [], {}
     environment = compile_only.environment
 
     def measure(case, row, target):
-        asked.append((case.name, row.label))
-        return {**ROW, "label": row.label, "peak": 2**31 + len(asked)}
+        compiled_rows.append((case.name, row.label))
+        return {**ROW, "label": row.label, "peak": 2**31 + len(compiled_rows)}
 
     monkeypatch.setattr(compile_only, "measure", measure)
     monkeypatch.setattr(compile_only, "environment", lambda **about: {**environment(**about), **now})
     monkeypatch.setattr(targets, "device_of", lambda _: None)
     monkeypatch.setattr(report.plots, "panels", lambda *_: None)
-    return asked, now
+    return compiled_rows, now
 
 
 def test_existing_results_are_not_compiled_again_and_all_commands_are_recorded(compiles, tmp_path):
-    asked, now = compiles
+    compiled_rows, now = compiles
     config = compile_only.Config(models=("gpt2",), variants=("jaxmp-bf16",), smoke=True, run_dir=tmp_path)
     now |= {"date": "2026-11-20 10:00", "command": "first"}
     compile_only.main(config)
@@ -243,15 +243,15 @@ def test_existing_results_are_not_compiled_again_and_all_commands_are_recorded(c
         ("bert", ["jaxmp-bf16", "hand-fp32"]),
         ("gpt2", ["jaxmp-bf16", "hand-fp32"]),
     ]
-    assert len(asked) == 4 and asked[0] == ("gpt2", "jaxmp, bf16")
-    found, text = json.loads((tmp_path / "compile_only.json").read_text()), (tmp_path / "compile_only.md").read_text()
-    assert found["results"] == results and set(found["environment"]["command"].split("; ")) == {"first", "second"}
-    assert found["environment"]["date"] == "2026-11-20 11:00" and "- date: 2026-11-20 11:00\n" in text
+    assert len(compiled_rows) == 4 and compiled_rows[0] == ("gpt2", "jaxmp, bf16")
+    written, text = json.loads((tmp_path / "compile_only.json").read_text()), (tmp_path / "compile_only.md").read_text()
+    assert written["results"] == results and set(written["environment"]["command"].split("; ")) == {"first", "second"}
+    assert written["environment"]["date"] == "2026-11-20 11:00" and "- date: 2026-11-20 11:00\n" in text
 
 
 def test_a_folder_has_results_of_one_gpu_with_the_same_versions_and_sizes(compiles, tmp_path, capsys):
     fact = "versions"
-    asked, now = compiles
+    compiled_rows, now = compiles
     config = compile_only.Config(models=("gpt2",), variants=("jaxmp-bf16",), smoke=True, run_dir=tmp_path)
     compile_only.main(config)
     capsys.readouterr()
@@ -263,7 +263,7 @@ def test_a_folder_has_results_of_one_gpu_with_the_same_versions_and_sizes(compil
         compile_only.main(config)
     said = capsys.readouterr().err
     assert f"gpt2-jaxmp-bf16.json {fact} is " in said and "there and others here; use the device" in said
-    assert len(asked) == 1
+    assert len(compiled_rows) == 1
 
 
 def test_every_variant_is_a_row_and_remat_is_of_transformers_only():

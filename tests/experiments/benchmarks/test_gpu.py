@@ -38,8 +38,8 @@ class Noon(datetime.date):
 
 
 def pieces(monkeypatch, **scripts):
-    """Make pieces that each run a line of Python, in which ``folder`` is the run folder."""
-    made = tuple(gpu.Piece(name, f"a {name}", name, (), (), wants=(), limited=False) for name in scripts)
+    """Make pieces that run a line of Python, with the run folder as ``folder``."""
+    fake_pieces = tuple(gpu.Piece(name, f"a {name}", name, (), (), wants=(), limited=False) for name in scripts)
 
     def command(piece, run_dir, small, minutes):
         folder = run_dir / piece.name
@@ -48,8 +48,8 @@ def pieces(monkeypatch, **scripts):
         return [sys.executable, "-I", "-S", "-c", f"{begin}\n{scripts[piece.name]}"]  # it starts at once
 
     monkeypatch.setattr(gpu.Piece, "command", command)
-    monkeypatch.setattr(gpu, "PIECES", made)
-    return made
+    monkeypatch.setattr(gpu, "PIECES", fake_pieces)
+    return fake_pieces
 
 
 def states(folder):
@@ -98,7 +98,7 @@ def test_a_piece_that_runs_over_the_minutes_is_stopped_and_the_next_command_cont
     now, limits, follow = [0.0], {}, gpu._follow
 
     def follows(command, log, seconds):
-        """With a fake clock, every piece takes a minute or all the time that is left, so the test ends sooner."""
+        """Advance a fake clock by a minute, or by all the time left if cut."""
         limits[log.stem] = seconds
         code, unfinished = follow(command, log, 2.0 if seconds and log.stem == "slow" else seconds)
         now[0] += seconds if code == gpu.CUT else 60.0
@@ -118,10 +118,12 @@ def test_a_piece_that_runs_over_the_minutes_is_stopped_and_the_next_command_cont
 
 def test_a_piece_that_lacked_a_package_says_so_and_runs_again_once_it_is_installed(on, tmp_path, capsys, monkeypatch):
     on()
-    made = pieces(monkeypatch, one="print('measured')", two="pass")
+    fake_pieces = pieces(monkeypatch, one="print('measured')", two="pass")
     wants = [("json", "no_such_package"), ("json",)]
-    made = tuple(dataclasses.replace(piece, wants=own) for piece, own in zip(made, wants, strict=True))
-    monkeypatch.setattr(gpu, "PIECES", made)
+    fake_pieces = tuple(
+        dataclasses.replace(piece, wants=packages) for piece, packages in zip(fake_pieces, wants, strict=True)
+    )
+    monkeypatch.setattr(gpu, "PIECES", fake_pieces)
     config = gpu.Config(smoke=True, minutes=0, run_dir=tmp_path / "run")
     gpu.main(config)
     out = capsys.readouterr().out
@@ -172,8 +174,8 @@ def test_the_command_to_continue_is_the_one_that_was_typed(on, tmp_path, capsys,
     gpu.main(gpu.Config(smoke=True, minutes=0, run_dir=tmp_path / "run"))
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("to do: ")]
     start, command = line.split("; continue with: ")
-    first, *others = shlex.split(command)
-    assert start == "to do: one" and [first, *sorted(others)] == ["make", *sorted(["gpu", *typed])]
+    program, *arguments = shlex.split(command)
+    assert start == "to do: one" and [program, *sorted(arguments)] == ["make", *sorted(["gpu", *typed])]
 
 
 def test_results_are_copied_to_a_dated_folder_and_the_readme_is_written_after_each_piece(
@@ -184,8 +186,8 @@ def test_results_are_copied_to_a_dated_folder_and_the_readme_is_written_after_ea
         "[(folder / f'one.{kind}').write_text('x') for kind in ('md', 'json')]; (folder / 'alone-one.json').touch()"
     )
     part = "(folder / 'two.md').write_text('a part'); sys.exit('no such kernel')"
-    made = pieces(monkeypatch, one=writes, two=part, three="sys.exit(1)")
-    monkeypatch.setattr(gpu, "PIECES", tuple(dataclasses.replace(piece, result=piece.name) for piece in made))
+    fake_pieces = pieces(monkeypatch, one=writes, two=part, three="sys.exit(1)")
+    monkeypatch.setattr(gpu, "PIECES", tuple(dataclasses.replace(piece, result=piece.name) for piece in fake_pieces))
     ran, run = [], subprocess.run
     monkeypatch.setattr(gpu.subprocess, "run", lambda command, **flags: ran.append(command) or run(["true"]))
     monkeypatch.setattr(gpu, "datetime", types.SimpleNamespace(date=Noon))  # the date may change while the test runs

@@ -1,4 +1,4 @@
-"""The benchmark of gradient sums: its comparisons, its tables and picture, and the page that shows them."""
+"""The benchmark of gradient sums: comparisons, tables, picture and sentence."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def test_the_bias_has_the_sums_of_the_weights_of_the_loss_and_rounding_alone_rou
 def test_every_way_computes_the_function_of_the_float64_reference(name):
     case = CASES[name]
     want = gradient_sums.float64_gradient(case, None)
-    whole = {name: jnp.asarray(value) for name, value in case.params.items()}
+    float32_params = {name: jnp.asarray(value) for name, value in case.params.items()}
     in_float32 = jax.grad(lambda params: gradient_sums.loss_of(case, case.fun(lambda y: y, case.x, **params)))
-    assert gradient_sums.error(np.asarray(in_float32(whole)[case.param], np.float64), want) < 1e-4
+    assert gradient_sums.error(np.asarray(in_float32(float32_params)[case.param], np.float64), want) < 1e-4
     for way in JAX_WAYS:
         gradient, params = gradient_sums.half_gradient(case, way, "bfloat16")
         shapes = jax.eval_shape(gradient, params, case.x)
@@ -74,8 +74,8 @@ def test_a_run_writes_tables_a_picture_and_the_sentence_of_the_readme(tmp_path, 
     assert names == [("embedding", "bfloat16"), ("scale of a norm by hand", "bfloat16")]
     for result in run["results"]:
         assert [way for way in result["ways"] if way in JAX_WAYS] == list(JAX_WAYS)
-        assert all(0 <= found["error"] == max(found["compiled"], found["by operation"]) < 0.1
-                   for way, found in result["ways"].items() if way in JAX_WAYS)  # fmt: skip
+        assert all(0 <= errors["error"] == max(errors["compiled"], errors["by operation"]) < 0.1
+                   for way, errors in result["ways"].items() if way in JAX_WAYS)  # fmt: skip
     by_hand, autocast = (run["results"][0]["ways"][way]["error"] for way in (BY_HAND, AUTOCAST))
     assert by_hand > 4 * autocast
     markdown, printed = (tmp_path / "gradient_sums.md").read_text(), capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Every way to store params and moments has figures, and on a GPU no update moves more bytes than needed."""
+"""The benchmark of low precision: memory, and the bytes that an update moves."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from experiments.benchmarks import low_precision
 
-pytestmark = pytest.mark.usefixtures("standard_promotion")  # optax's Adam mixes dtypes by itself
+pytestmark = pytest.mark.usefixtures("standard_promotion")  # optax's Adam mixes dtypes
 SOME = (*low_precision.VARIANTS[:4], ("kahan", "bfloat16"), ("nearest", "float8"))
 SMALL = {"smoke": True, "rows": 8, "rounds": 2, "block_ms": 0.1}
 
@@ -22,9 +22,9 @@ def test_every_way_to_store_is_timed_and_some_steps_are_compiled(tmp_path, capsy
     monkeypatch.setattr(low_precision, "step_mib", lambda *_: compiled)
     rows = low_precision.main(config)
     assert list(rows) == list(SOME)
-    kept = {" ".join(variant): round(row["kept"], 1) for variant, row in rows.items()}
-    assert kept["float32 float32"] == 12 and kept["kahan bfloat16"] == 8
-    assert [kept[f"stochastic {moments}"] for moments in ("float32", "bfloat16", "float8")] == [10, 6, 4]
+    bytes_per_param = {" ".join(variant): round(row["kept"], 1) for variant, row in rows.items()}
+    assert bytes_per_param["float32 float32"] == 12 and bytes_per_param["kahan bfloat16"] == 8
+    assert [bytes_per_param[f"stochastic {moments}"] for moments in ("float32", "bfloat16", "float8")] == [10, 6, 4]
     assert rows[low_precision.REFERENCE]["ratio"] == 1 and all(row["ms"] > 0 for row in rows.values())
     steps = [row["step"] for row in rows.values() if "step" in row]
     assert len(steps) == 4 and min(steps) > 0

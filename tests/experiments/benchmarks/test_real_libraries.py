@@ -1,4 +1,4 @@
-"""The benchmark of real libraries: its two simple ways to compute in half precision, and its table."""
+"""The benchmark of real libraries: simulated half precision, and the table."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_the_table_has_programs_and_the_libraries_that_are_not_installed(monkeyp
 
 
 def test_a_stopped_run_continues_and_a_finished_run_starts_again(monkeypatch, tmp_path):
-    two = [registry.Program("optax", name, lambda: None) for name in ("first", "second")]
+    programs = [registry.Program("optax", name, lambda: None) for name in ("first", "second")]
     measured = []
 
     def measure(program, halves):
@@ -89,7 +89,7 @@ def test_a_stopped_run_continues_and_a_finished_run_starts_again(monkeypatch, tm
         return [{**row, **errors, "verdict": ""}]
 
     monkeypatch.setattr(run, "FAMILIES", ())
-    monkeypatch.setattr(run, "PROGRAMS", two)
+    monkeypatch.setattr(run, "PROGRAMS", programs)
     monkeypatch.setattr(run, "measure", measure)
     config = run.Config(run_dir=tmp_path / "run", halves=("bfloat16",))
     with pytest.raises(KeyboardInterrupt):

@@ -23,11 +23,14 @@ CASE, ROW = workload("gpt2", SMOKE["gpt2"]), Row("none", "jaxmp", "bf16")
 
 @pytest.fixture
 def steps(monkeypatch):
-    """Replace the train steps by steps whose temporaries grow with the batch; return the steps asked for."""
-    asked = []
+    """Replace the train steps by small ones; return the requests for them.
+
+    The temporaries of the small steps grow with the batch.
+    """
+    requests = []
 
     def train_step(case, row):
-        asked.append((case.name, row.precision, row.remat, row.scaled, case.sizes.batch_size))
+        requests.append((case.name, row.precision, row.remat, row.scaled, case.sizes.batch_size))
 
         def step(state, batch):
             x = batch["inputs"].astype(jnp.float32) * state
@@ -39,12 +42,12 @@ def steps(monkeypatch):
 
     monkeypatch.setattr(jax_steps, "train_step", train_step)
     monkeypatch.setattr(remat.plots, "panels", lambda *_: None)
-    return asked
+    return requests
 
 
 @pytest.fixture
 def quick(monkeypatch):
-    """Steps that need 1 kB per sequence, without compiling."""
+    """Make steps need 1 kB per sequence, without compiling."""
     monkeypatch.setattr(remat, "step_bytes", lambda case, row, device=None: 1000 * case.sizes.batch_size)
     monkeypatch.setattr(remat.plots, "panels", lambda *_: None)
 
@@ -54,7 +57,7 @@ def smoke(folder, **changes):
     return remat.Config(**{**flags, "run_dir": folder, **changes})
 
 
-def test_every_kind_of_remat_has_its_memory_and_the_report_has_the_device(steps, tmp_path, capsys):
+def test_every_kind_of_remat_has_its_memory_and_the_report_has_the_device(steps, tmp_path):
     (group,) = remat.main(smoke(tmp_path))
     assert list(group["rows"]) == ["none", "attention"] and group["policy"] == "mixed_float16"
     assert steps == [("gpt2", "fp16", kind, True, 2) for kind in group["rows"]]
@@ -62,7 +65,7 @@ def test_every_kind_of_remat_has_its_memory_and_the_report_has_the_device(steps,
     assert "largest" not in group["rows"]["none"]
     result, text = json.loads((tmp_path / "remat.json").read_text()), (tmp_path / "remat.md").read_text()
     for name in ("device", "versions", "date", "command"):
-        assert f"- {name}: {result['environment'][name]}" in text and f"- {name}: " in capsys.readouterr().out + text
+        assert f"- {name}: {result['environment'][name]}" in text
     assert "SMOKE TEST, no result: GPT-2, 2 layers of 64, 2×32, mixed_float16" in text
     assert result["groups"] == [group]
 
@@ -82,9 +85,9 @@ def test_the_same_command_continues_and_compiles_nothing_twice(steps, tmp_path, 
     assert remat.main(smoke(tmp_path, minutes=1e-9)) == [] and not steps
     assert "not everything is measured: the same command continues from here" in capsys.readouterr().out
     remat.main(smoke(tmp_path, remats=("none",)))
-    whole = remat.main(smoke(tmp_path))
-    assert [asked[2] for asked in steps] == ["none", "attention"]
-    assert remat.main(smoke(tmp_path)) == whole and len(steps) == 2
+    groups = remat.main(smoke(tmp_path))
+    assert [request[2] for request in steps] == ["none", "attention"]
+    assert remat.main(smoke(tmp_path)) == groups and len(steps) == 2
 
 
 def test_a_run_continues_only_with_the_same_setting(quick, tmp_path, monkeypatch, capsys):
@@ -122,14 +125,17 @@ NO_MEMORY = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while 
 
 @pytest.fixture
 def compiler(steps, monkeypatch):
-    """Replace XLA by a compiler that reports ``needs(batch)`` bytes, or raises it; None reports nothing."""
+    """Replace XLA by a compiler that reports ``needs(batch)`` bytes.
+
+    If ``needs`` returns an exception, the compiler raises it. If it returns None, nothing is reported.
+    """
     sizes = ("argument_size_in_bytes", "output_size_in_bytes", "alias_size_in_bytes", "temp_size_in_bytes")
 
     def says(needs):
         def compiled(step, args, device):
-            if isinstance(found := needs(jax.tree.leaves(args[1])[0].shape[0]), Exception):
-                raise found
-            stats = None if found is None else dict.fromkeys(sizes, 0) | {"temp_size_in_bytes": found}
+            if isinstance(outcome := needs(jax.tree.leaves(args[1])[0].shape[0]), Exception):
+                raise outcome
+            stats = None if outcome is None else dict.fromkeys(sizes, 0) | {"temp_size_in_bytes": outcome}
             return types.SimpleNamespace(memory_analysis=lambda: stats and types.SimpleNamespace(**stats))
 
         monkeypatch.setattr(remat.memory, "compiled", compiled)

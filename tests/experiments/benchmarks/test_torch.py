@@ -1,4 +1,4 @@
-"""The models in torch equal the models of the experiments: the same params, the same loss, the same steps."""
+"""The models in torch equal those of the experiments: params, losses, steps."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ LEAVES = {"kernel": "weight", "embedding": "weight", "scale": "weight", "mean": 
 
 def converted(variables):
     """Convert params and running statistics of the model by hand to torch's model."""
-    found = {}
+    weights = {}
     for key, value in flax.traverse_util.flatten_dict(variables, sep="/").items():
         new = key
-        for pattern in ("4", None):  # those of a shortcut come first
+        for pattern in ("4", None):  # the names of shortcuts come first
             for regex, replacement in NAMES_IN_TORCH.items():
                 if pattern is None or pattern in regex:
                     new = re.sub(regex, replacement, new)
@@ -49,12 +49,12 @@ def converted(variables):
         array = np.array(value)
         if leaf == "kernel":
             array = array.transpose(3, 2, 0, 1) if array.ndim == 4 else array.T
-        found[".".join([*path, LEAVES.get(leaf, leaf)])] = torch.from_numpy(array.copy())
-    return found
+        weights[".".join([*path, LEAVES.get(leaf, leaf)])] = torch.from_numpy(array.copy())
+    return weights
 
 
 def both(name):
-    """Return a small workload's model and variables by hand, and the same model in torch."""
+    """Return a small workload, its model by hand, variables, and torch's model."""
     case = workload(name, SMALL[name])
     model = by_hand.build(case)
     params, state = drawn(case, model)

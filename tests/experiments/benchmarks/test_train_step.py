@@ -1,4 +1,4 @@
-"""The rows of the train step benchmark have the same models in the precision of their name; its flags."""
+"""The rows of the train step benchmark: models, precisions and flags."""
 
 from __future__ import annotations
 
@@ -151,8 +151,8 @@ def test_a_step_with_a_constant_scale_computes_what_a_step_without_scaling_compu
     assert results[0][1] == results[1][1] and not np.array_equal(results[0][0], np.ones(3))
 
 
-@pytest.mark.parametrize("made", [True, False])
-def test_a_turn_is_the_call_that_a_user_makes_and_is_compiled_once(made, monkeypatch):
+@pytest.mark.parametrize("is_train_step", [True, False])
+def test_a_turn_is_the_call_that_a_user_makes_and_is_compiled_once(is_train_step, monkeypatch):
     def loss_fn(params, model_state, batch, rng=None):
         return jnp.mean((params["w"] - batch) ** 2), model_state
 
@@ -164,9 +164,9 @@ def test_a_turn_is_the_call_that_a_user_makes_and_is_compiled_once(made, monkeyp
     kind = TrainStep
     call = kind.__call__
     monkeypatch.setattr(kind, "__call__", lambda self, *args: called.append(1) or call(self, *args))
-    state = jaxmp.TrainState.create(params={"w": jnp.ones(3)}, tx=optax.sgd(0.1)) if made else jnp.ones(3)
-    own = jax_steps.Made(jaxmp.make_train_step(loss_fn)) if made else step
-    monkeypatch.setattr(jax_steps, "train_step", lambda case, row: (lambda: state, own))
+    state = jaxmp.TrainState.create(params={"w": jnp.ones(3)}, tx=optax.sgd(0.1)) if is_train_step else jnp.ones(3)
+    row_step = jax_steps.Made(jaxmp.make_train_step(loss_fn)) if is_train_step else step
+    monkeypatch.setattr(jax_steps, "train_step", lambda case, row: (lambda: state, row_step))
     prepared = jax_steps.prepare(workload("gpt2", SMALL["gpt2"]), ROWS["jaxmp-bf16"], "train", jnp.zeros(3))
     assert not called and prepared.compile_seconds > 0 and prepared.compiled_bytes > 0
 
@@ -178,7 +178,7 @@ def test_a_turn_is_the_call_that_a_user_makes_and_is_compiled_once(made, monkeyp
         losses = [prepared.loss(), prepared.loss()]
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
-    assert losses == pytest.approx([1.0, (1 - 0.2 / 3) ** 2]) and len(called) == (2 if made else 0)
+    assert losses == pytest.approx([1.0, (1 - 0.2 / 3) ** 2]) and len(called) == (2 if is_train_step else 0)
     assert not compiled
 
 

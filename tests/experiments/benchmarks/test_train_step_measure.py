@@ -1,4 +1,4 @@
-"""How a row of the benchmark of train steps is measured: its energy, its process, its memory."""
+"""How a row of the train step benchmark is measured: energy, process, memory."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def test_each_row_is_measured_in_a_new_process_in_order(tmp_path):
         return command(f"print('noise'); print(json.dumps(dict(said={text!r})))")
 
     commands = {"a": says("A"), "b": command("sys.exit('no room')"), "c": says("C"), "d": says("D")}
-    found = {}
+    results = {}
     for name, measured in (rows := processes.in_processes(commands)):
         if name == "d":
             rows.close()  # the last process is not waited for, so it is killed
             break
-        found[name] = measured()
-    assert found == {
+        results[name] = measured()
+    assert results == {
         "a": {"said": "A"},
         "b": {"error": "its process ended with code 1: no room"},
         "c": {"said": "C"},
@@ -56,11 +56,14 @@ def test_each_row_is_measured_in_a_new_process_in_order(tmp_path):
 
 def test_a_process_that_hangs_is_killed_and_the_next_row_is_measured(monkeypatch):
     monkeypatch.setattr(processes, "PATIENCE", 0.5)
-    hangs = "import sys, time; sys.stdin.readline(); time.sleep(0 if sys.argv[1:] else 999); print('{}')"
-    commands = {"a": [sys.executable, "-S", "-c", hangs]}
+    program = "import sys, time; sys.stdin.readline(); time.sleep({seconds}); print('{{}}')"
+    commands = {
+        row: [sys.executable, "-S", "-c", program.format(seconds=seconds)] for row, seconds in (("a", 999), ("b", 0))
+    }
     started = time.monotonic()
     assert [find() for _, find in processes.in_processes(commands)] == [
-        {"error": "its process had not ended after 0.5 s"}
+        {"error": "its process had not ended after 0.5 s"},
+        {},
     ]
     assert time.monotonic() - started < 500
 
@@ -75,7 +78,7 @@ _ROW = """
 import time
 from experiments.measure import processes
 print("ready", flush=True)
-time.sleep({imports})
+time.sleep(1)  # the run is killed before the row may measure
 processes.answer(lambda: print("measuring", flush=True) or time.sleep(999))
 """
 _RUN = """
@@ -88,15 +91,13 @@ row.wait()
 
 @pytest.mark.slow("kills a process")
 def test_a_row_does_not_outlive_the_run_that_was_killed():
-    imports = 1  # the run is killed before the row may measure
-    program = _RUN.format(row=_ROW.format(imports=imports))
+    program = _RUN.format(row=_ROW)
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as run:
         assert run.stdout.readline() == "ready\n"
-        assert imports or run.stdout.readline() == "measuring\n"
         run.kill()
         started = time.monotonic()
-        rest = run.stdout.read()  # ends only when the row has ended too, because it has the same pipe
-        assert rest in ("", "measuring\n")
+        output = run.stdout.read()  # ends with the row too: both write to the same pipe
+        assert output in ("", "measuring\n")
     assert time.monotonic() - started < 500
 
 
@@ -117,15 +118,15 @@ def test_a_row_that_fails_says_why_and_the_others_are_still_timed(monkeypatch):
         return fails() if row.library == "flax" else Prepared(lambda: None, lambda: 2.5, 1.0)
 
     monkeypatch.setattr(measure, "prepare", prepare)
-    monkeypatch.setattr("gc.collect", lambda: 0)  # each would take seconds
+    monkeypatch.setattr("gc.collect", lambda: 0)  # a real one takes seconds
     rows = {key: ROWS[key] for key in ("jaxmp-bf16", "hand-bf16", "hand-fp32", "flax-fp16")}
     prepared, errors = measure.prepare_all(workload("gpt2"), rows, "train", Progress("rows", 4))
     assert errors == {"flax-fp16": "OSError: libcudart.so: cannot open"}
     prepared["hand-bf16"].turn = prepared["hand-fp32"].loss = fails
-    found = turns.together(prepared, rounds=2, block_ms=0.1)
-    assert list(found) == ["jaxmp-bf16", "hand-bf16", "hand-fp32"]
-    assert len(found["jaxmp-bf16"]["milliseconds"]) == 2 and found["jaxmp-bf16"]["loss"] == 2.5
-    assert found["hand-bf16"] == found["hand-fp32"] == {"error": "OSError: libcudart.so: cannot open"}
+    figures = turns.together(prepared, rounds=2, block_ms=0.1)
+    assert list(figures) == ["jaxmp-bf16", "hand-bf16", "hand-fp32"]
+    assert len(figures["jaxmp-bf16"]["milliseconds"]) == 2 and figures["jaxmp-bf16"]["loss"] == 2.5
+    assert figures["hand-bf16"] == figures["hand-fp32"] == {"error": "OSError: libcudart.so: cannot open"}
 
 
 def test_programs_are_cached_in_a_folder_only_inside_the_context(tmp_path, monkeypatch):
@@ -134,9 +135,9 @@ def test_programs_are_cached_in_a_folder_only_inside_the_context(tmp_path, monke
     jax.jit(lambda x: x + 1)(1.0)
     with turns.caches_in(tmp_path):
         jax.jit(lambda x: x + 2)(1.0)
-    kept = set((tmp_path / "jax").iterdir())
+    cached = set((tmp_path / "jax").iterdir())
     jax.jit(lambda x: x + 3)(1.0)
-    assert kept and set((tmp_path / "jax").iterdir()) == kept
+    assert cached and set((tmp_path / "jax").iterdir()) == cached
 
 
 def test_a_row_that_runs_out_of_memory_says_so(monkeypatch):
@@ -144,9 +145,9 @@ def test_a_row_that_runs_out_of_memory_says_so(monkeypatch):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory allocating 3 bytes")
 
     monkeypatch.setattr(measure, "prepare", no_room)
-    monkeypatch.setattr("gc.collect", lambda: 0)  # each would take seconds
-    found = measure.alone(workload("gpt2"), ROWS["jaxmp-bf16"], ("train", "forward"), 0.0)
-    assert found == {"train": {"error": "out of memory"}, "forward": {"error": "out of memory"}}
+    monkeypatch.setattr("gc.collect", lambda: 0)  # a real one takes seconds
+    figures = measure.alone(workload("gpt2"), ROWS["jaxmp-bf16"], ("train", "forward"), 0.0)
+    assert figures == {"train": {"error": "out of memory"}, "forward": {"error": "out of memory"}}
     rows = {"hand-fp32": ROWS["hand-fp32"]}
     prepared, errors = measure.prepare_all(workload("gpt2"), rows, "train", Progress("rows", 1))
     assert prepared == {} and errors == {"hand-fp32": "out of memory"}

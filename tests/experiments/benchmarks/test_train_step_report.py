@@ -26,8 +26,8 @@ def results_of(**rows):
     }
     rows = {name.replace("_", "-"): value for name, value in rows.items()}
     turns = {name: {"milliseconds": [ms, ms, ms]} for name, (ms, _) in rows.items()}
-    found = {"tensor_flops": 0.995, "flops": {"float16": 985, "tensorfloat32": 10, "float32": 5}}
-    alone = {name: {"train": {"peak": mib * 2**20, **found}} for name, (_, mib) in rows.items()}
+    flop_shares = {"tensor_flops": 0.995, "flops": {"float16": 985, "tensorfloat32": 10, "float32": 5}}
+    alone = {name: {"train": {"peak": mib * 2**20, **flop_shares}} for name, (_, mib) in rows.items()}
     return report.Results({**about, "model_flops": 2e12}, alone, {"train": [turns]}, {"best": {"bf16": 400.0}})
 
 
@@ -79,8 +79,9 @@ def test_a_row_that_failed_or_whose_loss_is_not_finite_says_why_and_has_no_figur
     (row,) = [row for row in table.rows if row[0] == "JAX by hand, fp32"]
     assert row[1:] == ("out of memory; the largest batch that fits is 8",)
     assert len({line.count("|") for line in table.markdown().splitlines() if line.startswith("|")}) == 1  # filled
-    (own,) = [row for row in table.rows if row[0] == "jaxmp, bf16"]
-    assert own[1] == "30" and own[4] == f"{1000 * 1000 / 30:,.0f}" and own[5] == "70.0" and own[9] == "99.5%"
+    (jaxmp_row,) = [row for row in table.rows if row[0] == "jaxmp, bf16"]
+    tokens_per_s = f"{1000 * 1000 / 30:,.0f}"
+    assert (jaxmp_row[1], jaxmp_row[4], jaxmp_row[5], jaxmp_row[9]) == ("30", tokens_per_s, "70.0", "99.5%")
 
     results = results_of(jaxmp_fp16=(20, 70), jaxmp_bf16=(30, 70), compile_bf16=(33, 100))
     results.turns["train"][0]["jaxmp-fp16"]["loss"] = "nan"  # nan is a string in JSON
@@ -100,8 +101,8 @@ def test_a_row_that_failed_beside_others_has_the_figures_of_the_rounds_in_which_
     assert "ms" not in results.figures("train", "jaxmp-bf16")
     for order in ([results.turns["train"][0], worked], [worked, results.turns["train"][0]]):
         results.turns["train"][:] = order
-        found = results.figures("train", "jaxmp-bf16")
-        assert found["ms"] == (30, 30, 30) and "error" not in found
+        figures = results.figures("train", "jaxmp-bf16")
+        assert figures["ms"] == (30, 30, 30) and "error" not in figures
 
 
 def test_the_report_has_the_device_versions_and_commands_of_all_results_in_its_folder(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""Runs of the train step benchmark: complete, interrupted and resumed, and its sweeps."""
+"""Runs of the train step benchmark: complete, interrupted, resumed, sweeps."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("standard_promotion")  # optax's own Adam n
 
 @pytest.fixture
 def quick(monkeypatch):
-    """Steps that do nothing, and a few small products."""
+    """Replace the steps by empty ones, and measure ceilings with small products."""
 
     def prepare(case, row, which):
         if row.library == "flax":
@@ -34,7 +34,7 @@ def quick(monkeypatch):
         return Prepared(lambda: None, (lambda: 2.5) if which == "train" else None, 1.5, 2**20)
 
     monkeypatch.setattr(measure, "prepare", prepare)
-    monkeypatch.setattr("gc.collect", lambda: 0)  # seconds each beside the other tests
+    monkeypatch.setattr("gc.collect", lambda: 0)  # a real one takes seconds
     monkeypatch.setattr(train_step_config, "SMOKE", SMALL)
     monkeypatch.setattr(train_step.ceiling, "SMOKE_SHAPES", ((8, 8, 8),))
 
@@ -81,8 +81,11 @@ def test_rows_without_their_library_say_so(quick, monkeypatch, tmp_path):
 
 @pytest.fixture
 def rows_alone(quick, monkeypatch, tmp_path):
-    """A run as on a GPU, in which the figures of each row's process can be set; return the rows that started."""
-    started, finds, now = [], {}, [0.0]
+    """Replace the processes of rows; return the started rows and their figures.
+
+    The benchmark runs as on a GPU, and tests may set the figures of each row.
+    """
+    started, fake_figures, now = [], {}, [0.0]
 
     def in_processes(commands):
         for key, command in commands.items():
@@ -93,7 +96,7 @@ def rows_alone(quick, monkeypatch, tmp_path):
             def measured(key=key, model=model, passes=passes):
                 started.append((model, key))
                 now[0] += 60.0
-                return finds.get(key) or {name: {"joules": 1} for name in passes}
+                return fake_figures.get(key) or {name: {"joules": 1} for name in passes}
 
             yield key, measured
 
@@ -103,7 +106,7 @@ def rows_alone(quick, monkeypatch, tmp_path):
     monkeypatch.setattr(kept.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(report.plots, "panels", lambda *_: None)
     monkeypatch.setattr(train_step_config, "FULL", SMALL)
-    return started, finds
+    return started, fake_figures
 
 
 CUT = train_step.Config(
@@ -146,24 +149,24 @@ def test_every_row_of_every_model_is_alone_before_rows_take_turns_and_each_model
 
 
 def test_rows_that_failed_are_tried_again_those_without_figures_first(rows_alone, monkeypatch, tmp_path):
-    started, finds = rows_alone
-    finds["jaxmp-bf16"] = {"error": "its process ended with code 1: no room"}
+    started, fake_figures = rows_alone
+    fake_figures["jaxmp-bf16"] = {"error": "its process ended with code 1: no room"}
     config = dataclasses.replace(WHOLE, run_dir=tmp_path)
     failed = train_step.main(dataclasses.replace(config, rows=("jaxmp-bf16",)))
     assert failed["gpt2"].figures("train", "jaxmp-bf16")["error"].endswith("no room")
-    finds.clear()
+    fake_figures.clear()
     results = train_step.main(config)
     assert started == [("gpt2", "jaxmp-bf16"), ("gpt2", "hand-bf16"), ("gpt2", "jaxmp-bf16")]
-    found = results["gpt2"].figures("train", "jaxmp-bf16")
-    assert "error" not in found and found["joules"] == 1
+    figures = results["gpt2"].figures("train", "jaxmp-bf16")
+    assert "error" not in figures and figures["joules"] == 1
     assert "error" not in json.loads((tmp_path / "alone-gpt2-jaxmp-bf16.json").read_text())
     (file,) = tmp_path.glob("together-*")
     for why, again in (("RuntimeError: no kernel", True), ("out of memory", False)):
         there = json.loads(file.read_text())
         there["rows"]["hand-bf16"] = {"error": f"{why} beside the other rows"}
         file.write_text(json.dumps(there))
-        found = train_step.main(config)["gpt2"].figures("train", "hand-bf16")
-        assert ("ms" in found) == again and ("error" in found) != again
+        figures = train_step.main(config)["gpt2"].figures("train", "hand-bf16")
+        assert ("ms" in figures) == again and ("error" in figures) != again
         for second in tmp_path.glob("together-*-again.json"):
             second.unlink()
 
@@ -283,7 +286,7 @@ def test_the_sweeps_say_where_half_precision_is_faster(quick, tmp_path, capsys, 
 def test_an_interrupted_sweep_continues_with_the_missing_widths(quick, tmp_path, capsys, monkeypatch):
     timed = []
 
-    class Late(kept.Clock):
+    class ExpiredClock(kept.Clock):
         def late(self, seconds=0.0):
             self.unfinished = bool(timed)
             return self.unfinished
@@ -297,12 +300,12 @@ def test_an_interrupted_sweep_continues_with_the_missing_widths(quick, tmp_path,
         smoke=True, models=("gpt2",), rows=("jaxmp-bf16",), look="width", run_dir=tmp_path, minutes=5
     )
     with monkeypatch.context() as patched:
-        patched.setattr(looks.kept, "Clock", Late)
-        found = train_step.main(config)
-        assert len(found["gpt2"]["points"]) == len(timed) == 1
+        patched.setattr(looks.kept, "Clock", ExpiredClock)
+        results = train_step.main(config)
+        assert len(results["gpt2"]["points"]) == len(timed) == 1
     assert capsys.readouterr().out.endswith(f"{kept.UNFINISHED}\n")
-    found = train_step.main(config)
-    assert [point["value"] for point in found["gpt2"]["points"]] == ["128", "64"] and len(timed) == 2
+    results = train_step.main(config)
+    assert [point["value"] for point in results["gpt2"]["points"]] == ["128", "64"] and len(timed) == 2
     assert kept.UNFINISHED not in capsys.readouterr().out
     with pytest.raises(SystemExit, match="2"):
         train_step.main(dataclasses.replace(config, rounds=3))
@@ -330,7 +333,7 @@ def test_rows_that_failed_have_an_error_in_place_of_gains_and_times(quick, tmp_p
     together = turns.together
 
     def breaks(prepared, *args):
-        return {key: broken if key == "jaxmp-fp16" else each for key, each in together(prepared, *args).items()}
+        return {key: broken if key == "jaxmp-fp16" else row for key, row in together(prepared, *args).items()}
 
     monkeypatch.setattr(turns, "together", breaks)
     monkeypatch.setattr(looks.processes, "busy_cores", contextlib.nullcontext)
@@ -338,15 +341,15 @@ def test_rows_that_failed_have_an_error_in_place_of_gains_and_times(quick, tmp_p
     train_step.main(dataclasses.replace(config, look="width"))
     train_step.main(dataclasses.replace(config, look="busy"))
     for name in ("width", "busy"):
-        found = json.loads((tmp_path / f"train_step_{name}.json").read_text())["models"]["gpt2"]
-        for point in found["points"]:
+        model = json.loads((tmp_path / f"train_step_{name}.json").read_text())["models"]["gpt2"]
+        for point in model["points"]:
             assert set(point["milliseconds"]) == {"jaxmp-tf32"}
             assert point["errors"] == {"jaxmp-fp16": why}
         assert why in (tmp_path / f"train_step_{name}.md").read_text()
 
 
 def test_the_step_is_timed_with_idle_cores_and_with_busy_ones_in_turn(quick, tmp_path, monkeypatch):
-    seen, working = [], []
+    busy_counts, working = [], []
     together, busy_cores = turns.together, looks.processes.busy_cores
 
     @contextlib.contextmanager
@@ -359,15 +362,15 @@ def test_the_step_is_timed_with_idle_cores_and_with_busy_ones_in_turn(quick, tmp
     monkeypatch.setattr(
         turns,
         "together",
-        lambda *args: seen.append(sum(each.poll() is None for each in working)) or together(*args),
+        lambda *args: busy_counts.append(sum(process.poll() is None for process in working)) or together(*args),
     )
     train_step.main(
         train_step.Config(smoke=True, models=("bert",), rows=("jaxmp-bf16",), look="busy", run_dir=tmp_path)
     )
-    assert seen == [0, 1, 0, 1] and all(each.poll() is not None for each in working)
-    found = json.loads((tmp_path / "train_step_busy.json").read_text())["models"]["bert"]
-    assert [point["value"] for point in found["points"]] == ["idle", "busy"]
-    assert [len(point["milliseconds"]["jaxmp-bf16"]) for point in found["points"]] == [2, 2]
+    assert busy_counts == [0, 1, 0, 1] and all(process.poll() is not None for process in working)
+    model = json.loads((tmp_path / "train_step_busy.json").read_text())["models"]["bert"]
+    assert [point["value"] for point in model["points"]] == ["idle", "busy"]
+    assert [len(point["milliseconds"]["jaxmp-bf16"]) for point in model["points"]] == [2, 2]
     assert "× on busy cores" in (tmp_path / "train_step_busy.md").read_text()
 
 

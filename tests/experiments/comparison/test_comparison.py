@@ -1,4 +1,4 @@
-"""A comparison of known numbers: the acceptance rule, the tables, the sentence, the picture."""
+"""A comparison of known numbers: rule, tables, conclusion and picture."""
 
 from __future__ import annotations
 
@@ -139,8 +139,8 @@ def test_the_conclusion_says_which_policies_are_worse_by_how_much_and_why_or_not
         "On digits, float32 ends at a held-out accuracy of 51.0 %. mixed_bfloat16 ends within 0.90 points of float32."
     )
 
-    others = [outcome(loss_scale="dynamic"), outcome("mixed_bfloat16")]
-    assert comparison_report.conclusion("digits", [BASELINE, *others], "accuracy").endswith(
+    variants = [outcome(loss_scale="dynamic"), outcome("mixed_bfloat16")]
+    assert comparison_report.conclusion("digits", [BASELINE, *variants], "accuracy").endswith(
         " All other variants end within 0.01 points of float32."
     )
 
@@ -181,8 +181,8 @@ def test_the_progress_bar_shows_whole_fields_on_one_line_of_the_terminal(monkeyp
 
 
 def test_variants_cross_float16_with_the_loss_scales_and_the_demo_has_five():
-    found = compare.variants(("mixed_float16", "mixed_bfloat16", "O3@static:8", "float32"), ("none", "dynamic"))
-    assert found == [
+    variants = compare.variants(("mixed_float16", "mixed_bfloat16", "O3@static:8", "float32"), ("none", "dynamic"))
+    assert variants == [
         ("float32", "none"),
         ("mixed_float16", "none"),
         ("mixed_float16", "dynamic"),
@@ -223,11 +223,11 @@ def test_the_demo_has_a_page_for_each_task_and_a_page_is_one_file_in_a_folder(tm
 
 def test_a_task_takes_the_flags_of_its_script_except_those_that_the_comparison_sets():
     for task in ["gpt2", "bert"]:
-        found = compare.task_flags(
+        config = compare.task_flags(
             compare.Config(task=task, flags=(("dataset=some.txt",),), steps=7, remat="attention")
         )
-        assert (found.dataset, found.steps, found.remat) == ("some.txt", 7, "attention")
-        assert getattr(found, "model", "bert") == task
+        assert (config.dataset, config.steps, config.remat) == ("some.txt", 7, "attention")
+        assert getattr(config, "model", "bert") == task
 
     for task, flag in [
         ("cifar10", "dataset=digits"),  # the default of the script
@@ -235,9 +235,10 @@ def test_a_task_takes_the_flags_of_its_script_except_those_that_the_comparison_s
         ("gpt2", "model=next_token"),
         ("bert", "override=head=float32"),
         ("digits", "steps=3"),
-        ("digits", "keep=1"),
+        ("digits", "--keep=1"),
+        ("digits", "resume"),
     ]:
-        name = flag.partition("=")[0]
+        name = flag.lstrip("-").partition("=")[0]
         with pytest.raises(ValueError, match=f"--flags sets the task's flags, but --{name} is set by the comparison"):
             compare.task_flags(compare.Config(task=task, flags=((flag,),)))
 
@@ -269,9 +270,9 @@ def test_training_that_stops_counts_as_nan_and_the_comparison_continues():
         batch_size=1,
         precision={},
     )
-    found = Outcome("float16", "static:8")
+    stopped_outcome = Outcome("float16", "static:8")
     with Progress("", 10) as progress:
-        train(experiment, experiment, 0, found, progress, "")
-    assert found.failure == "gradients of 'w'"
-    assert found.curves == [[5.0, 5.0]] and math.isnan(found.test[0]["loss"])
-    assert (found.skipped, found.final_scale) == ([0], [8.0])
+        train(experiment, experiment, 0, stopped_outcome, progress, "")
+    assert stopped_outcome.failure == "gradients of 'w'"
+    assert stopped_outcome.curves == [[5.0, 5.0]] and math.isnan(stopped_outcome.test[0]["loss"])
+    assert (stopped_outcome.skipped, stopped_outcome.final_scale) == ([0], [8.0])

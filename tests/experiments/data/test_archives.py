@@ -1,4 +1,4 @@
-"""Damaged, empty or malicious archives: the error names the file, and nothing is left behind."""
+"""Damaged, empty or malicious archives: the error names the file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The data sets: their content, their folders, and that batches can be reproduced exactly."""
+"""The data sets: content, folders, and batches that can be reproduced."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def pysource(data_dir: Path) -> dict[str, data.source.Columns]:
 def test_digits_are_scikit_learns_and_every_fifth_of_a_class_is_for_the_test(digits):
     original = load_digits()
     expected: dict[str, list[int]] = {"train": [], "test": []}
-    seen: collections.Counter[int] = collections.Counter()
+    counts: collections.Counter[int] = collections.Counter()
     for i, label in enumerate(original.target.tolist()):
-        seen[label] += 1
-        expected["test" if seen[label] % 5 == 0 else "train"].append(i)
+        counts[label] += 1
+        expected["test" if counts[label] % 5 == 0 else "train"].append(i)
     assert len(expected["train"]) + len(expected["test"]) == 1797
     for split, rows in expected.items():
         np.testing.assert_array_equal(digits[split]["label"], original.target[rows])
@@ -93,8 +93,8 @@ def test_two_processes_may_prepare_at_once_in_a_home_that_is_new_and_empty(tmp_p
     outputs = [process.communicate()[0].strip() for process in running]
     assert [process.returncode for process in running] == [0, 0]
     assert outputs[0] == outputs[1] != ""
-    kept = tmp_path / ".cache" / "jaxmp" / "data"
-    assert [path.name for path in kept.iterdir()] == ["digits"]
+    data_folder = tmp_path / ".cache" / "jaxmp" / "data"
+    assert [path.name for path in data_folder.iterdir()] == ["digits"]
 
 
 def test_an_unknown_set_a_folder_that_cannot_be_written_and_what_is_too_large_are_errors(tmp_path, monkeypatch):

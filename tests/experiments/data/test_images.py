@@ -55,8 +55,8 @@ def test_batches_on_several_devices_are_those_on_one_bit_for_bit():
 
 def test_batches_from_the_middle_on_are_those_that_would_have_come():
     split = on_host(random_columns(10))
-    whole = itertools.islice(images.epochs(split, 3, 1, shift=1, flip=True), 5, 9)
-    assert_same_batches(whole, itertools.islice(images.epochs(split, 3, 1, shift=1, start=5, flip=True), 4))
+    expected = itertools.islice(images.epochs(split, 3, 1, shift=1, flip=True), 5, 9)
+    assert_same_batches(expected, itertools.islice(images.epochs(split, 3, 1, shift=1, start=5, flip=True), 4))
 
 
 def test_a_split_that_takes_more_than_its_share_of_the_device_stays_on_the_host(monkeypatch):
@@ -94,7 +94,10 @@ def test_statistics_are_those_of_float64_and_normalise():
 
 
 def bilinear(image: np.ndarray, size: int) -> np.ndarray:
-    """Resize in float64 between pixel centres, with a repeated border, one output pixel at a time."""
+    """Resize in float64, one output pixel at a time.
+
+    The function interpolates between pixel centres, and repeats the border.
+    """
     height = image.shape[0]
     result = np.zeros((size, size, image.shape[2]))
     for row, column in itertools.product(range(size), repeat=2):
@@ -140,5 +143,5 @@ def test_half_of_the_images_are_mirrored_and_flips_and_shifts_differ():
 
     columns = {"image": np.tile(np.arange(36, dtype=np.uint8).reshape(1, 6, 6, 1), (8, 1, 1, 1)), "label": np.zeros(8)}
     batches = images.epochs(images.on_device(columns), 4, 0, shift=2, flip=True)
-    seen = [np.asarray(next(batches)["image"]) for _ in range(2)]
-    assert len({image.tobytes() for batch in seen for image in batch}) > 5
+    image_batches = [np.asarray(next(batches)["image"]) for _ in range(2)]
+    assert len({image.tobytes() for batch in image_batches for image in batch}) > 5

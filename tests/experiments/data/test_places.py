@@ -1,4 +1,4 @@
-"""Where files of TFDS's data sets are found, and that files that cannot be used are never ignored silently."""
+"""Where the files of data sets may be, and errors for unusable files."""
 
 from __future__ import annotations
 
@@ -102,9 +102,10 @@ def test_a_folder_with_val_in_place_of_test_is_named(tmp_path):
 
 
 def test_numbered_classes_are_mnists_where_the_folder_has_no_name(tmp_path):
-    for split, number in ((split, number) for split in ("train", "test") for number in range(10)):
-        (tmp_path / split / str(number)).mkdir(parents=True)
-        Image.new("L", (28, 28), number).save(tmp_path / split / str(number) / "a.png")
+    for split in ("train", "test"):
+        for number in range(10):
+            (tmp_path / split / str(number)).mkdir(parents=True)
+            Image.new("L", (28, 28), number).save(tmp_path / split / str(number) / "a.png")
     message = refusal("fashion_mnist", tmp_path)
     assert "but 0, 1, 2, 3, 4, 5, 6, 7, 8, 9 is not one of them" in message
     assert f"or move them to {tmp_path / 'fashion_mnist'}, where numbers are allowed too" in message
@@ -120,8 +121,8 @@ def test_files_that_cannot_be_used_are_reported_before_a_download(tmp_path, monk
             return {name: tmp_path / name for name in urls}
 
     write_mnist(tmp_path)
-    found, passed_over = places.find("mnist", tmp_path)
-    assert found is None and len(passed_over) == 1
+    source, passed_over = places.find("mnist", tmp_path)
+    assert source is None and len(passed_over) == 1
     stock.download("mnist", tmp_path, Manager(), passed_over)
     assert f"note: not taken: {passed_over[0]}\ndownloading mnist from" in capsys.readouterr().err
 

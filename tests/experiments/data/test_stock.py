@@ -1,4 +1,4 @@
-"""MNIST, Fashion-MNIST and CIFAR-10 from archives, from folders of images and from a download."""
+"""MNIST, Fashion-MNIST and CIFAR-10 from archives, folders and downloads."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def test_files_that_could_be_either_sets_are_taken_by_their_checksum_only(tmp_pa
     written = write_mnist(tmp_path / "downloads" / "manual")
     with pytest.raises(data.DataError, match="mnist is not in"):
         data.read("mnist", tmp_path)
-    own = {}
+    url_infos = {}
     for name in MNIST_FILES:
         checksum = hashlib.sha256((tmp_path / "downloads" / "manual" / name).read_bytes()).hexdigest()
-        own[f"https://example.org/{name}"] = UrlInfo(0, checksum, name)
+        url_infos[f"https://example.org/{name}"] = UrlInfo(0, checksum, name)
     mnist, fashion_mnist = (tfds.builder_cls(name) for name in ("mnist", "fashion_mnist"))
     monkeypatch.setattr(fashion_mnist, "url_infos", fashion_mnist.url_infos)  # else it would be inherited
-    monkeypatch.setattr(mnist, "url_infos", own)
+    monkeypatch.setattr(mnist, "url_infos", url_infos)
     assert_read("mnist", tmp_path, written)
     assert data.origin("mnist", tmp_path).endswith("archives, checksum as registered in tensorflow-datasets")
     with pytest.raises(data.DataError, match="fashion_mnist is not in"):
@@ -101,16 +101,16 @@ def test_errors_in_images_are_named_and_nothing_is_left_behind(tmp_path):
     folder = tmp_path / "downloads" / "manual" / "cifar10"
     write_folder(folder, stock.CLASSES["cifar10"])
     bad, wide, only = (folder / name for name in ("test/dog/0000.png", "train/ship/0001.png", "test/frog/0000.png"))
-    whole = bad.read_bytes()
+    content = bad.read_bytes()
     truncate(bad)
     with pytest.raises(data.DataError, match=rf"{bad} is damaged or not an image \(.*\); replace it"):
         data.read("cifar10", tmp_path)
-    bad.write_bytes(whole)
-    whole = wide.read_bytes()
+    bad.write_bytes(content)
+    content = wide.read_bytes()
     Image.new("RGB", (40, 32)).save(wide)
     with pytest.raises(data.DataError, match=rf"images must be 32×32, got 40×32 in {wide}; resize them"):
         data.read("cifar10", tmp_path)
-    wide.write_bytes(whole)
+    wide.write_bytes(content)
     only.unlink()
     with pytest.raises(data.DataError, match=r"every class must have images .*, but there are none in .*test/frog"):
         data.read("cifar10", tmp_path)

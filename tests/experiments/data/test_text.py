@@ -32,7 +32,10 @@ def written(token: bytes) -> str:
 
 
 def put_bpe(folder, names=bpe.FILES[0]):
-    """Write a byte-pair encoding of ten merges in GPT-2's format. Its numbers are not in the order of the bytes."""
+    """Write a byte-pair encoding of ten merges in GPT-2's format.
+
+    The numbers of its tokens are not in the order of the bytes.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     known = [bytes([byte]) for byte in reversed(range(256))] + MERGES
     numbers = {written(token): number for number, token in enumerate(known)} | {bpe.END: len(known)}
@@ -57,9 +60,9 @@ def nothing_remembered():
 
 def test_the_last_tenth_of_a_file_is_held_out_and_a_missing_file_is_an_error(tmp_path):
     (tmp_path / "a.log").write_bytes(bytes(range(100)))
-    found = corpus.read(str(tmp_path / "a.log"), None)
-    assert found.train == [bytes(range(90))] and found.test == [bytes(range(90, 100))]
-    assert found.origin.startswith("a.log: 1 file, 100 bytes, sha256 ")
+    documents = corpus.read(str(tmp_path / "a.log"), None)
+    assert documents.train == [bytes(range(90))] and documents.test == [bytes(range(90, 100))]
+    assert documents.origin.startswith("a.log: 1 file, 100 bytes, sha256 ")
 
     with pytest.raises(data.DataError, match=r"--dataset is pysource, or the path of a text file .* there is no .*/a"):
         corpus.read(str(tmp_path / "a"), None)
@@ -76,15 +79,15 @@ def test_of_a_folder_every_tenth_file_is_held_out_and_of_few_the_end_of_each(tmp
     (tmp_path / "books" / "0" / "00.bin").write_text("no text")
     (tmp_path / "books" / "0" / "empty.txt").write_text("")
     names = sorted((i % 3, i) for i in range(21))
-    found = corpus.read(str(tmp_path / "books"), None)
-    assert found.test == [f"document {i}".encode() for _, i in names[9::10]]
-    assert len(found.train) == 19 and not {*found.test} & {*found.train}
-    assert corpus.digest(found.train) != corpus.digest([b"".join(found.train)])
+    documents = corpus.read(str(tmp_path / "books"), None)
+    assert documents.test == [f"document {i}".encode() for _, i in names[9::10]]
+    assert len(documents.train) == 19 and not {*documents.test} & {*documents.train}
+    assert corpus.digest(documents.train) != corpus.digest([b"".join(documents.train)])
     (tmp_path / "few").mkdir()
     for name in ("a.py", "b.md"):
         (tmp_path / "few" / name).write_text(name * 10)
-    found = corpus.read(str(tmp_path / "few"), None)
-    assert found.train == [b"a.py" * 9, b"b.md" * 9] and found.test == [b"a.py", b"b.md"]
+    documents = corpus.read(str(tmp_path / "few"), None)
+    assert documents.train == [b"a.py" * 9, b"b.md" * 9] and documents.test == [b"a.py", b"b.md"]
 
 
 # --- tokenizers -----------------------------------------------------------------------------------------------------
@@ -95,10 +98,10 @@ def test_pairs_are_ranks_of_byte_pairs_and_rare_pairs_share_the_last():
     counts = collections.Counter(pairs)
     ranked = sorted(counts, key=lambda pair: (-counts[pair], pair))
     vocabulary = {pair: rank for rank, pair in enumerate(ranked[:2])}
-    made = tokens.Pairs(PAIRS, vocabulary=3)
-    whole = [token for document in PAIRS for token in made.encode(document).tolist()]
-    assert whole == [vocabulary.get(pair, 2) for pair in pairs] == [0, 0, 0, 2, 0, 0, 1, 1]
-    assert made.encode(b"cdefzz").tolist() == [2, 1, 2]
+    tokenizer = tokens.Pairs(PAIRS, vocabulary=3)
+    encoded = [token for document in PAIRS for token in tokenizer.encode(document).tolist()]
+    assert encoded == [vocabulary.get(pair, 2) for pair in pairs] == [0, 0, 0, 2, 0, 0, 1, 1]
+    assert tokenizer.encode(b"cdefzz").tolist() == [2, 1, 2]
     for vocabulary in (1, 2**16 + 1):
         with pytest.raises(data.DataError, match=f"2 to 65536 tokens, got --vocabulary {vocabulary}"):
             tokens.Pairs(PAIRS, vocabulary)
@@ -126,9 +129,9 @@ def test_text_is_cut_into_words_as_gpt2_does():
 def merged(word: bytes) -> list[bytes]:
     """Merge one pair at a time: the first in the list, at its leftmost position."""
     parts = [bytes([byte]) for byte in word]
-    while found := [pair for pair in SPLITS if pair in set(itertools.pairwise(parts))]:
-        i = list(itertools.pairwise(parts)).index(found[0])
-        parts[i : i + 2] = [found[0][0] + found[0][1]]
+    while candidates := [pair for pair in SPLITS if pair in set(itertools.pairwise(parts))]:
+        i = list(itertools.pairwise(parts)).index(candidates[0])
+        parts[i : i + 2] = [candidates[0][0] + candidates[0][1]]
     return parts
 
 
@@ -190,8 +193,8 @@ def test_a_vocabulary_that_the_merges_do_not_make_is_refused_unless_in_angle_bra
             bpe.BPE(vocabulary, merges)
     put_bpe(tmp_path)
     vocabulary.write_text(json.dumps(json.loads(vocabulary.read_text()) | {"<|中 1|>": 267}))
-    made = bpe.BPE(vocabulary, merges)
-    assert made.size == 268 and made.decode([267]) == "<|中 1|>"
+    encoding = bpe.BPE(vocabulary, merges)
+    assert encoding.size == 268 and encoding.decode([267]) == "<|中 1|>"
 
 
 def test_a_long_word_is_merged_in_a_time_that_grows_as_it_does(encoding, monkeypatch):
@@ -221,11 +224,11 @@ def books(tmp_path):
 
 
 def test_a_token_ends_every_document_and_auto_is_bytes_where_gpt2s_files_are_not(books, tmp_path):
-    held = tokens.load(books, tmp_path / "data", "auto", 0)
+    loaded = tokens.load(books, tmp_path / "data", "auto", 0)
     document = b"the 9\n\n" * 3
-    assert held.test.tolist() == [*document, 256] and held.test.dtype == np.uint16
-    assert np.asarray(held.train).tolist().count(256) == 9
-    assert held.bytes_per_token == pytest.approx(21 / 22) and held.origin.endswith(", bytes")
+    assert loaded.test.tolist() == [*document, 256] and loaded.test.dtype == np.uint16
+    assert np.asarray(loaded.train).tolist().count(256) == 9
+    assert loaded.bytes_per_token == pytest.approx(21 / 22) and loaded.origin.endswith(", bytes")
     assert not (tmp_path / "data" / "tokens").exists()
 
 
@@ -233,18 +236,18 @@ def test_tokens_of_gpt2_are_cached_and_a_damaged_file_is_written_again(books, tm
     first = tokens.load(books, tmp_path / "data", "auto", 0)
     ours, _ = encoding
     assert first.test.tolist() == [*ours.encode(b"the 9\n\n" * 3).tolist(), ours.end]
-    kept = sorted((tmp_path / "data" / "tokens").iterdir())
-    assert len(kept) == 2 and {path.suffix for path in kept} == {".npy"}
+    cached = sorted((tmp_path / "data" / "tokens").iterdir())
+    assert len(cached) == 2 and {path.suffix for path in cached} == {".npy"}
 
     tokens.load.cache_clear()
-    whole = kept[0].read_bytes()
-    kept[0].write_bytes(whole[:-1])
+    content = cached[0].read_bytes()
+    cached[0].write_bytes(content[:-1])
     again = tokens.load(books, tmp_path / "data", "bpe", 0)
-    assert kept[0].read_bytes() == whole
+    assert cached[0].read_bytes() == content
     np.testing.assert_array_equal(first.train, again.train)
 
     tokens.load.cache_clear()
-    monkeypatch.setattr(bpe.BPE, "encode", lambda *_: pytest.fail("what is kept was encoded again"))
+    monkeypatch.setattr(bpe.BPE, "encode", lambda *_: pytest.fail("cached tokens were encoded again"))
     np.testing.assert_array_equal(first.test, tokens.load(books, tmp_path / "data", "auto", 0).test)
     monkeypatch.undo()
     tokens.load.cache_clear()
@@ -260,37 +263,36 @@ def test_a_data_folder_that_cannot_be_written_is_a_note_and_no_error(books, tmp_
 
 
 def test_sequences_are_cut_from_the_text_and_go_on_where_they_stopped():
-    held = jnp.arange(50, dtype=jnp.uint16)
-    batches = text.sequences(held, 5, 8, seed=3)
+    token_ids = jnp.arange(50, dtype=jnp.uint16)
+    batches = text.sequences(token_ids, 5, 8, seed=3)
     first, second = next(batches), next(batches)
     assert first.dtype == np.int32 and first.shape == (8, 5)
     np.testing.assert_array_equal(first, first[:, :1] + np.arange(5))
-    np.testing.assert_array_equal(second, next(text.sequences(held, 5, 8, seed=3, start=1)))
+    np.testing.assert_array_equal(second, next(text.sequences(token_ids, 5, 8, seed=3, start=1)))
     assert not np.array_equal(first, second)
-    spread = np.concatenate(list(text.spread_sequences(held, 5, 2, 2)))
+    spread = np.concatenate(list(text.spread_sequences(token_ids, 5, 2, 2)))
     np.testing.assert_array_equal(spread[:, 0], [0, 15, 30, 45])
     with pytest.raises(data.DataError, match="shorter than the text of 50 tokens, got --context 50"):
-        next(text.sequences(held, 51, 1, seed=0))
+        next(text.sequences(token_ids, 51, 1, seed=0))
 
 
 def test_on_several_devices_the_batches_are_the_same_and_each_device_has_rows_of_its_own():
-    held, devices = jnp.arange(50, dtype=jnp.uint16), mesh.read("data=2,fsdp=2")
-    asked = []
+    token_ids, devices = jnp.arange(50, dtype=jnp.uint16), mesh.read("data=2,fsdp=2")
+    row_slices = []
 
     def place(shape, rows):
-        return mesh.spread(devices, shape, lambda own: asked.append(own) or rows(own))
+        return mesh.spread(devices, shape, lambda row_slice: row_slices.append(row_slice) or rows(row_slice))
 
     for a, b in itertools.islice(
-        zip(text.windows(held, 4, 8, 3, 5), text.windows(held, 4, 8, 3, 5, place=place), strict=False), 2
+        zip(text.windows(token_ids, 4, 8, 3, 5), text.windows(token_ids, 4, 8, 3, 5, place=place), strict=False), 2
     ):
         for name in ("context", "target"):
             np.testing.assert_array_equal(a[name], b[name])
             assert a[name].dtype == b[name].dtype and b[name].addressable_shards[0].data.shape[0] == 2
-    assert {(own.start, own.stop) for own in asked} == {(0, 2), (2, 4), (4, 6), (6, 8)}
-    for a, b in zip(text.spread(held, 4, 3, 2), text.spread(held, 4, 3, 2, place=place), strict=True):
-        np.testing.assert_array_equal(
-            a["context"], b["context"]
-        )  # four devices do not divide three rows, so each has all rows
+    assert {(row_slice.start, row_slice.stop) for row_slice in row_slices} == {(0, 2), (2, 4), (4, 6), (6, 8)}
+    for a, b in zip(text.spread(token_ids, 4, 3, 2), text.spread(token_ids, 4, 3, 2, place=place), strict=True):
+        # Four devices do not divide three rows, so each device has all rows.
+        np.testing.assert_array_equal(a["context"], b["context"])
 
 
 # --- masking --------------------------------------------------------------------------------------------------------

@@ -38,9 +38,9 @@ def test_a_traces_kernels_are_those_in_the_streams_of_gpus():
     kernels = [Event("nvjet_hsh", 2e6), Event("loop_add", 1e6), Event("nvjet_hsh", 1e6)]
     lines = [Named("Stream #7(Compute)", 0, 0, kernels), Named("XLA Ops", 0, 0, [Event("dot.3", 9e6)])]
     planes = [Named("/device:GPU:0", 0, lines, 0), Named("/host:CPU", 0, lines, 0)]
-    found = profiling.kernels_of(types.SimpleNamespace(planes=planes))
-    assert found == {"nvjet_hsh": 3.0, "loop_add": 1.0}
-    assert profiling.tensor_core_share(found) == 0.75
+    kernel_ms = profiling.kernels_of(types.SimpleNamespace(planes=planes))
+    assert kernel_ms == {"nvjet_hsh": 3.0, "loop_add": 1.0}
+    assert profiling.tensor_core_share(kernel_ms) == 0.75
 
 
 def test_a_trace_of_a_cpu_has_no_kernels_and_no_share():
@@ -50,7 +50,7 @@ def test_a_trace_of_a_cpu_has_no_kernels_and_no_share():
 
 
 class NVML:
-    """A fake library of the driver. GPUs 3 and GPU-1234 have a counter, GPU-old has none."""
+    """A fake NVML. GPUs 3 and GPU-1234 have a counter, GPU-old has none."""
 
     def nvmlInit_v2(self):
         return 0

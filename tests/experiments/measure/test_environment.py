@@ -1,4 +1,4 @@
-"""Where a result comes from."""
+"""The environment that a result records."""
 
 from experiments.measure.environment import environment
 

@@ -1,4 +1,4 @@
-"""Measurements compared with counts by hand: FLOPs, vanished gradients, accuracy, memory, time."""
+"""Measurements compared with counts by hand: FLOPs, gradients, memory, time."""
 
 from __future__ import annotations
 
@@ -55,9 +55,8 @@ def test_the_gradient_of_a_strided_convolution_counts_no_zeros_between_its_cotan
     x, w = jnp.ones((2, 12, 12, 4)), jnp.ones((3, 3, 4, 8))
     side = (12 - 3) // stride + 1
     forward = 2 * (2 * side * side * 8) * (3 * 3 * 4)
-    pairs = (
-        12 * 3 // stride
-    )  # pairs of a position in the image and a tap that reads a cotangent or its padding, along each axis
+    # Along each axis: pairs of a position in the image and a tap that reads a cotangent or its padding.
+    pairs = 12 * 3 // stride
     assert flops.count(loss, x, w) == {"float32": forward}
     assert flops.count(jax.grad(loss, 1), x, w) == {"float32": 2 * forward}
     assert flops.count(jax.grad(loss, 0), x, w) == {"float32": forward + 2 * (2 * 4 * 8) * pairs**2}
@@ -184,7 +183,8 @@ def test_gradients_of_activations_vanish_as_counted_by_hand(scale, lost):
     params, activations = all_gradients("mixed_float16", jaxmp.StaticLossScale(scale))
     assert [(layer.shape, layer.dtype) for layer in activations] == [((5, 3), jnp.float16), ((5, 4), jnp.float16)]
     np.testing.assert_array_equal(activations[1], np.tile(np.asarray(scale * SLOPES, np.float16), (5, 1)))
-    # The 15 of the inner layer are sums of slopes and survive; of the 20 of the outer, 5 rows lose the small ones.
+    # The 15 gradients of the inner layer are sums of slopes, and none vanishes. The outer layer has 5 rows of 4
+    # gradients, and the smallest of each row vanish.
     assert gradients.zero_share(reference[1], activations) == 5 * lost / 35
     assert params["Dense_0"]["kernel"].dtype == jnp.float32
     assert gradients.zero_share(reference[0]["Dense_0"], params["Dense_0"]) == lost / 4
@@ -196,13 +196,13 @@ def test_accuracy_counts_a_tie_of_n_as_one_nth():
 
 
 def test_metrics_come_out_in_order_some_steps_late_and_none_is_lost():
-    late, came = metrics.PendingMetrics(), []
+    pending, logged = metrics.PendingMetrics(), []
     for step in range(20):
-        new = list(late.push(step, {"loss": jnp.float32(step)}))
+        new = list(pending.push(step, {"loss": jnp.float32(step)}))
         assert all(old <= step - 8 for old, _ in new)
-        came += new
-    came += list(late.drain())
-    assert came == [(step, {"loss": float(step)}) for step in range(20)]
+        logged += new
+    logged += list(pending.drain())
+    assert logged == [(step, {"loss": float(step)}) for step in range(20)]
 
 
 def test_the_memory_of_a_compiled_function_is_arguments_results_and_temporaries():
@@ -216,7 +216,7 @@ def test_timing_takes_turns_in_an_order_that_rotates_and_drops_the_warm_up():
     times = timing.interleaved({name: functools.partial(order.append, name) for name in "abc"}, rounds=3, block_ms=0)
     rounds = ["".join(order[i : i + 3]) for i in range(0, len(order), 3)]
     assert rounds == ["bca", "cab", "abc", "bca", "cab"]  # two rounds warm up
-    assert {name: len(own) for name, own in times.items()} == {"a": 3, "b": 3, "c": 3}
+    assert {name: len(milliseconds) for name, milliseconds in times.items()} == {"a": 3, "b": 3, "c": 3}
 
 
 def test_a_function_that_fails_has_no_more_turns_and_the_others_go_on():
@@ -230,7 +230,7 @@ def test_a_function_that_fails_has_no_more_turns_and_the_others_go_on():
 
     functions = {"a": lambda: calls.append("a"), "b": fails, "c": lambda: calls.append("c")}
     times = timing.interleaved(functions, rounds=4, block_ms=0, failed=errors.__setitem__)
-    assert list(times) == ["a", "c"] and all(len(own) == 4 for own in times.values())
+    assert list(times) == ["a", "c"] and all(len(milliseconds) == 4 for milliseconds in times.values())
     assert list(errors) == ["b"] and str(errors["b"]) == "no room" and calls.count("b") == 4
     with pytest.raises(MemoryError, match="no room"):
         calls.clear()

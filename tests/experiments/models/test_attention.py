@@ -1,4 +1,4 @@
-"""The experiments' attention compared with the plain formula in float64, and when cuDNN computes it."""
+"""The experiments' attention compared with float64, and its use of cuDNN."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def formula(q: Any, k: Any, v: Any, causal: bool, mask: Any) -> np.ndarray:
     q, k, v = (np.asarray(array, np.float64) for array in (q, k, v))
     out = np.zeros(q.shape)
     for batch, query, head in np.ndindex(*q.shape[:3]):
-        seen = [i for i in range(k.shape[1]) if (not causal or i <= query) and (mask is None or mask[batch, i])]
-        scores = np.exp(k[batch, seen, head] @ q[batch, query, head] / np.sqrt(q.shape[-1]))
-        out[batch, query, head] = scores @ v[batch, seen, head] / scores.sum()
+        visible = [i for i in range(k.shape[1]) if (not causal or i <= query) and (mask is None or mask[batch, i])]
+        scores = np.exp(k[batch, visible, head] @ q[batch, query, head] / np.sqrt(q.shape[-1]))
+        out[batch, query, head] = scores @ v[batch, visible, head] / scores.sum()
     return out
 
 
@@ -52,7 +52,7 @@ def test_a_query_that_may_see_no_key_gets_the_mean_of_the_values_and_finite_grad
 
 
 class Kernel:
-    """Replace ``jax.nn.dot_product_attention``. With cuDNN it accepts only half-precision inputs."""
+    """Replace ``jax.nn.dot_product_attention``; accept only half precision."""
 
     def __init__(self) -> None:
         self.calls: list[dict[str, Any]] = []

@@ -1,4 +1,4 @@
-"""The experiments' ResNets, and that the NNX models compute the same as the Linen models."""
+"""The experiments' ResNets, and NNX models that compute the same as Linen's."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def count(tree: Any) -> int:
 
 @functools.cache
 def variables_of(model: models.ResNet, size: int) -> Any:
-    """Return the shapes of the params, and of the outputs of every convolution and block."""
+    """Return the shapes of the params and of the outputs of all layers."""
     init = functools.partial(model.init, capture_intermediates=True)
     return jax.eval_shape(init, jax.random.key(0), jnp.zeros((1, size, size, 3)))
 
@@ -50,9 +50,9 @@ def test_the_stem_for_large_images_divides_them_by_4_and_the_stride_of_a_bottlen
     assert large["Conv_0"][1:3] == (112, 112) and large["Block_0"][1:3] == (56, 56)
     assert small["Conv_0"][1:3] == small["Block_0"][1:3] == (32, 32)
     assert large["Block_7"][1:] == (7, 7, 512) and small["Block_7"][1:] == (4, 4, 512)
-    found = output_shapes(models.resnet50(1000), 224)
-    assert found["Block_3/Conv_0"][1:] == (56, 56, 128) and found["Block_3/Conv_1"][1:] == (28, 28, 128)
-    assert found["Block_3"][1:] == (28, 28, 512)
+    resnet50 = output_shapes(models.resnet50(1000), 224)
+    assert resnet50["Block_3/Conv_0"][1:] == (56, 56, 128) and resnet50["Block_3/Conv_1"][1:] == (28, 28, 128)
+    assert resnet50["Block_3"][1:] == (28, 28, 512)
 
 
 def test_a_fresh_block_is_its_shortcut():
@@ -110,10 +110,14 @@ def same_model(name: str, large: bool = False) -> tuple[Any, Any, Any]:
 
 def statistics_of(model: Any) -> list[np.ndarray]:
     """Return means and variances in the order of Linen's names."""
-    blocks = [norm for block in model.blocks for norm in (block.norm1, block.norm2, getattr(block, "norm3", None))]
-    return [
-        np.asarray(leaf[...]) for norm in (model.norm, *blocks) if norm is not None for leaf in (norm.mean, norm.var)
-    ]
+    norms = [model.norm]
+    for block in model.blocks:
+        norms += [block.norm1, block.norm2, getattr(block, "norm3", None)]
+    statistics = []
+    for norm in norms:
+        if norm is not None:
+            statistics += [np.asarray(norm.mean[...]), np.asarray(norm.var[...])]
+    return statistics
 
 
 @pytest.mark.slow("compiles two networks")
@@ -173,14 +177,15 @@ def test_gpt2_in_nnx_as_a_loop_is_its_layers_one_after_the_other():
     tokens = np.random.default_rng(0).integers(0, 32, (2, 9))
 
     @nnx.jit
-    def of(model: nnx_models.GPT2) -> Any:
+    def loss_and_gradients(model: nnx_models.GPT2) -> Any:
         loss, gradients = nnx.value_and_grad(lambda model: model.loss(tokens[:, :-1], tokens[:, 1:]))(model)
         return loss, nnx.as_pure(gradients)
 
-    (loss, gradients), (own, found) = of(layers), of(loop)
-    np.testing.assert_allclose(own, loss, rtol=1e-6)
+    (loss, gradients), (loop_loss, loop_gradients) = loss_and_gradients(layers), loss_and_gradients(loop)
+    np.testing.assert_allclose(loop_loss, loss, rtol=1e-6)
     logits = nnx.jit(nnx_models.GPT2.__call__)(layers, tokens[:, :-1])
     np.testing.assert_allclose(jaxmp.losses.cross_entropy(logits, tokens[:, 1:]).mean(), loss, rtol=1e-6)
     stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *(gradients["blocks"][n] for n in range(2)))
-    for leaf, expected in zip(jax.tree.leaves(found), jax.tree.leaves({**gradients, "blocks": stacked}), strict=True):
+    stacked_gradients = {**gradients, "blocks": stacked}
+    for leaf, expected in zip(jax.tree.leaves(loop_gradients), jax.tree.leaves(stacked_gradients), strict=True):
         np.testing.assert_allclose(leaf, expected, atol=1e-6 * np.abs(expected).max() + 1e-9)

@@ -37,7 +37,7 @@ X = np.concatenate([np.linspace(-12, 12, 2001), [-1e4, 1e4]])
 
 
 def naive_gelu(x, approximate):
-    """GELU in float64 without the cancellation of ``jax.nn.gelu`` below -5."""
+    """Compute GELU in float64, without the cancellation of ``jax.nn.gelu`` below -5."""
     if approximate:
         return x * jax.nn.sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))
     return x * jax.scipy.special.erfc(-x / math.sqrt(2)) / 2
@@ -104,7 +104,10 @@ def flax_max_pool(x, window=3, stride=2, padding=1):
 
 
 def numbers(shape, dtype, low=-3, high=4, seed=0):
-    """Return a few different numbers, so that windows have ties and sums are exact in every dtype."""
+    """Return a few different integers, so that windows have ties.
+
+    Their sums are exact in every dtype.
+    """
     return jnp.asarray(np.random.default_rng(seed).integers(low, high, shape), dtype)
 
 

@@ -1,4 +1,4 @@
-"""GPT-2 and BERT: shapes, visible tokens, half products everywhere, and recomputation of blocks."""
+"""GPT-2 and BERT: shapes, visible tokens, half products and remat."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TARGETS = np.random.default_rng(1).integers(0, 41, (2, 8)).astype(np.int32)
 SOON = {"xla_backend_optimization_level": 0}  # compiles faster
 
 
-def made(model: Any) -> Any:
+def random_variables(model: Any) -> Any:
     """Return random variables, without compiling the model's initialisation."""
     rng = np.random.default_rng(2)
     shapes = jax.eval_shape(model.init, jax.random.key(0), TOKENS)
@@ -46,8 +46,8 @@ def equations(jaxpr: Any) -> Iterator[Any]:
 
 def products(jaxpr: Any) -> Iterator[tuple[str, str]]:
     """Return the dtypes of the operands of every product."""
-    found = (eqn.invars for eqn in equations(jaxpr) if eqn.primitive.name == "dot_general")
-    return ((left.aval.dtype.name, right.aval.dtype.name) for left, right in found)
+    operands = (eqn.invars for eqn in equations(jaxpr) if eqn.primitive.name == "dot_general")
+    return ((left.aval.dtype.name, right.aval.dtype.name) for left, right in operands)
 
 
 def test_they_have_the_published_number_of_params():
@@ -58,18 +58,18 @@ def test_they_have_the_published_number_of_params():
 
 def test_the_loss_is_the_cross_entropy_of_the_logits_and_pads_have_no_part_in_it():
     model = BERT(*ONE_LAYER)
-    params = made(model)["params"]
+    params = random_variables(model)["params"]
     logits = np.asarray(jax.jit(model.apply, compiler_options=SOON)({"params": params}, TOKENS), np.float64)
     assert logits.shape == (2, 8, 41)
     labels = np.where(np.arange(8) % 3 == 0, -7, TARGETS)
     losses = np.log(np.exp(logits).sum(-1)) - np.take_along_axis(logits, np.maximum(labels, 0)[..., None], -1)[..., 0]
-    found, gradients = jax.jit(
+    loss, gradients = jax.jit(
         jax.value_and_grad(
             lambda params: model.apply({"params": params}, TOKENS, labels, method="loss", ignore_index=-7)
         ),
         compiler_options=SOON,
     )(params)
-    assert float(found) == pytest.approx(losses[labels >= 0].mean(), rel=1e-5)
+    assert float(loss) == pytest.approx(losses[labels >= 0].mean(), rel=1e-5)
     rows = gradients["word_embeddings"]["embedding"]
     assert rows.shape == (64, 16) and not rows[41:].any() and rows[:41].any(axis=1).all()
 
@@ -77,42 +77,44 @@ def test_the_loss_is_the_cross_entropy_of_the_logits_and_pads_have_no_part_in_it
 def test_params_start_with_gpt2s_deviations():
     params = jax.jit(GPT2(41, 8, 1, 2, 64).init, compiler_options=SOON)(jax.random.key(0), TOKENS)["params"]
     block = params["h_0"]
-    found = [block["attn"][name]["kernel"].std() for name in ("c_attn", "c_proj")]
-    found += [block["mlp"][name]["kernel"].std() for name in ("c_fc", "c_proj")]
-    np.testing.assert_allclose(found, 0.02 * np.array([1, 0.5**0.5, 1, 0.5**0.5]), rtol=0.05)
+    deviations = [block["attn"][name]["kernel"].std() for name in ("c_attn", "c_proj")]
+    deviations += [block["mlp"][name]["kernel"].std() for name in ("c_fc", "c_proj")]
+    np.testing.assert_allclose(deviations, 0.02 * np.array([1, 0.5**0.5, 1, 0.5**0.5]), rtol=0.05)
     np.testing.assert_allclose(params["wte"]["embedding"].std(), 0.02, rtol=0.05)
 
 
 @pytest.mark.slow("compiles a model twice")
 def test_blocks_in_a_loop_with_remat_compute_what_they_do_one_by_one_without():
-    params = made(GPT2(*SIZES))["params"]
-    own = {name: leaf for name, leaf in params.items() if not name.startswith("h_")}
-    own["h_0"] = {"block": jax.tree.map(lambda *leaves: jnp.stack(leaves), params["h_0"], params["h_1"])}
+    params = random_variables(GPT2(*SIZES))["params"]
+    loop_params = {name: leaf for name, leaf in params.items() if not name.startswith("h_")}
+    loop_params["h_0"] = {"block": jax.tree.map(lambda *leaves: jnp.stack(leaves), params["h_0"], params["h_1"])}
     loop = GPT2(*SIZES, remat="attention", loop=True)
     shapes = jax.eval_shape(loop.init, jax.random.key(0), TOKENS)["params"]
-    assert jax.tree.map(jnp.shape, own) == jax.tree.map(lambda leaf: leaf.shape, shapes)
-    found, want = (
+    assert jax.tree.map(jnp.shape, loop_params) == jax.tree.map(lambda leaf: leaf.shape, shapes)
+    looped, expected = (
         jax.jit(jax.value_and_grad(loss_of(model)), compiler_options=SOON)(values)
-        for model, values in ((loop, own), (GPT2(*SIZES), params))
+        for model, values in ((loop, loop_params), (GPT2(*SIZES), params))
     )
-    assert float(found[0]) == pytest.approx(float(want[0]), rel=1e-6)
-    kernels = [want[1][f"h_{i}"]["mlp"]["c_fc"]["kernel"] for i in range(2)]
-    np.testing.assert_allclose(found[1]["h_0"]["block"]["mlp"]["c_fc"]["kernel"], kernels, rtol=1e-4, atol=1e-6)
+    assert float(looped[0]) == pytest.approx(float(expected[0]), rel=1e-6)
+    kernels = [expected[1][f"h_{i}"]["mlp"]["c_fc"]["kernel"] for i in range(2)]
+    np.testing.assert_allclose(looped[1]["h_0"]["block"]["mlp"]["c_fc"]["kernel"], kernels, rtol=1e-4, atol=1e-6)
 
 
 def test_a_loop_over_blocks_stores_what_has_the_tokens_width_in_half():
     plain = GPT2(*SIZES[:4], width=32, loop=True)
-    model, params = jaxmp.linen.apply_policy(plain, "mixed_bfloat16"), made(plain)["params"]
+    model, params = jaxmp.linen.apply_policy(plain, "mixed_bfloat16"), random_variables(plain)["params"]
     with jax.numpy_dtype_promotion("standard"):  # Flax's LayerNorm needs this in half precision
         program = jax.make_jaxpr(jax.grad(loss_of(model)))(params)
     loops = (eqn for eqn in equations(program.jaxpr) if eqn.primitive.name == "scan")
-    stored = [var.aval for loop in loops for var in loop.outvars if var.aval.shape == (2, 16, 32)]
-    assert len(stored) > 4 and {each.dtype.name for each in stored} == {"bfloat16"}
+    stored = []
+    for loop in loops:
+        stored += [var.aval for var in loop.outvars if var.aval.shape == (2, 16, 32)]
+    assert len(stored) > 4 and {aval.dtype.name for aval in stored} == {"bfloat16"}
 
 
 def test_bert_sees_everything_but_what_is_masked():
     model = BERT(*ONE_LAYER)
-    variables, mask = made(model), np.arange(8) < np.array([[8], [5]])
+    variables, mask = random_variables(model), np.arange(8) < np.array([[8], [5]])
     apply = jax.jit(lambda tokens: model.apply(variables, tokens, mask=mask), compiler_options=SOON)
     before, last, masked = (apply(tokens) for tokens in (TOKENS, changed(0, 7), changed(1, 7)))
     assert not np.array_equal(before[0, 0], last[0, 0])
@@ -125,8 +127,8 @@ def changed(row: int, column: int) -> np.ndarray:
     return tokens
 
 
-# The products that a block recomputes, counted by hand: c_proj and c_fc, in BERT also the last one, whose sum is
-# normalised; the two products of attention; and all products.
+# The number of products that a block recomputes, counted by hand. With "attention": c_proj and c_fc, in BERT also the
+# last product, whose sum is normalised. With "dots": the two products of attention. With "full": all products.
 AGAIN = {GPT2: {"attention": 2, "dots": 2, "full": 5}, BERT: {"attention": 3, "dots": 2, "full": 6}}
 
 
@@ -134,7 +136,7 @@ AGAIN = {GPT2: {"attention": 2, "dots": 2, "full": 5}, BERT: {"attention": 3, "d
 def test_remat_computes_again_what_it_says():
     for kind in KINDS:
         plain = kind(*SIZES)
-        params = made(plain)["params"]
+        params = random_variables(plain)["params"]
         count = len(list(products(jax.make_jaxpr(jax.grad(loss_of(plain)))(params).jaxpr)))
         for remat, again in AGAIN[kind].items():
             step = jax.make_jaxpr(jax.grad(loss_of(plain.clone(remat=remat))))(params)
@@ -167,11 +169,11 @@ def test_the_benchmarks_models_have_float32_losses_and_gradients_like_their_para
     case = workloads.workload(name, workloads.SMOKE[name])
     params, model_state = jax.eval_shape(case.init, jax.random.key(0))
     half_params = policy.startswith("p=f16")
-    own = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float16), params) if half_params else params
+    cast_params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float16), params) if half_params else params
     loss_fn = case.loss_fn(jaxmp.linen.apply_policy(case.model, policy))
     with jax.numpy_dtype_promotion("standard"):
         (loss, _), gradients = jax.eval_shape(
-            jax.value_and_grad(loss_fn, has_aux=True), own, model_state, case.batch, None
+            jax.value_and_grad(loss_fn, has_aux=True), cast_params, model_state, case.batch, None
         )
     assert (loss.shape, loss.dtype) == ((), np.dtype(np.float32)), policy
-    assert jax.tree.map(lambda x: x.dtype, gradients) == jax.tree.map(lambda x: x.dtype, own)
+    assert jax.tree.map(lambda x: x.dtype, gradients) == jax.tree.map(lambda x: x.dtype, cast_params)

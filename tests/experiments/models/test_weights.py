@@ -1,4 +1,4 @@
-"""Published weights: with them the models compute the same as transformers in float64."""
+"""Published weights, with which the models agree with transformers in float64."""
 
 from __future__ import annotations
 
@@ -42,7 +42,10 @@ def published(kind: str) -> Run:
 
 
 def errors(kind: str, run: Run, model: Any) -> dict[str, float]:
-    """The largest errors of hidden state, loss and gradients, relative to the largest value of the array or module."""
+    """Return the largest errors of hidden state, loss and gradients.
+
+    They are relative to the largest value of the array or of its module.
+    """
     files = KINDS[kind][1]
     inputs = part(run, "inputs")
     targets = inputs.pop("targets")
@@ -55,12 +58,12 @@ def errors(kind: str, run: Run, model: Any) -> dict[str, float]:
         return model.apply({"params": params}, **inputs, method="hidden"), *jax.value_and_grad(loss)(params)
 
     with jax.numpy_dtype_promotion("standard"):  # Flax's LayerNorm needs this in half precision
-        *found, gradients = outputs(files.load(part(run, "weights")))
-    assert {array.dtype for array in (*found, *jax.tree.leaves(gradients))} == {np.dtype(np.float32)}
-    own = dict(zip(("hidden", "loss"), found, strict=True)) | files.tensors(gradients, vocabulary=SIZES[0])
+        hidden, loss, gradients = outputs(files.load(part(run, "weights")))
+    assert {array.dtype for array in (hidden, loss, *jax.tree.leaves(gradients))} == {np.dtype(np.float32)}
+    computed = {"hidden": hidden, "loss": loss} | files.tensors(gradients, vocabulary=SIZES[0])
     expected = {name: run[name] for name in ("hidden", "loss")}
     expected |= {name.removeprefix("transformer."): value for name, value in part(run, "gradients").items()}
-    assert own.keys() == expected.keys()
+    assert computed.keys() == expected.keys()
     # The error of a bias is relative to its kernel, because its gradient is a sum whose terms may cancel. The gradient
     # of the keys' bias is zero in exact numbers.
     scale: dict[str, float] = {}
@@ -68,9 +71,9 @@ def errors(kind: str, run: Run, model: Any) -> dict[str, float]:
         module = name.rpartition(".")[0] or name
         scale[module] = max(scale.get(module, 0.0), float(abs(value).max()))
     return {
-        name: float(abs(np.asarray(own[name], np.float64) - expected[name]).max())
+        name: float(abs(np.asarray(computed[name], np.float64) - expected[name]).max())
         / scale[name.rpartition(".")[0] or name]
-        for name in own
+        for name in computed
     }
 
 
@@ -84,9 +87,10 @@ def test_hidden_states_and_gradients_are_those_of_transformers_in_float64_to_rou
     if policy != "float32":
         model = jaxmp.linen.apply_policy(model, policy)
     with jax.default_matmul_precision("highest"):
-        found = errors(kind, recorded(kind), model)
-    assert max(found.values()) < (64 if policy == "float32" else 32) * eps, max(found, key=found.__getitem__)
-    assert found["hidden"] < 8 * eps and found["loss"] < 2 * eps
+        largest_errors = errors(kind, recorded(kind), model)
+    worst = max(largest_errors, key=largest_errors.__getitem__)
+    assert largest_errors[worst] < (64 if policy == "float32" else 32) * eps, worst
+    assert largest_errors["hidden"] < 8 * eps and largest_errors["loss"] < 2 * eps
 
 
 def test_a_round_trip_through_a_file_changes_no_bit(tmp_path):
@@ -107,9 +111,9 @@ def test_a_round_trip_through_a_file_changes_no_bit(tmp_path):
 def test_the_params_are_those_that_the_model_makes_and_rows_beyond_the_vocabulary_are_zeros():
     for kind in KINDS:
         model, files = KINDS[kind]
-        made = jax.eval_shape(model(*SIZES).init, jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
+        shapes = jax.eval_shape(model(*SIZES).init, jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
         loaded = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), files.load(published(kind)))
-        assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), made) == jax.tree.map(
+        assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), shapes) == jax.tree.map(
             lambda leaf: (leaf.shape, leaf.dtype), loaded
         )
 
@@ -178,27 +182,25 @@ def test_weights_and_files_that_are_not_a_models_are_refused_by_name(tmp_path):
 
 @pytest.mark.slow("trains with the weights of another library")
 def test_a_script_begins_with_the_weights_of_a_file_and_writes_such_a_file(tmp_path):
-    kind, script = "bert", masked_lm
-    model, files = KINDS[kind]
+    model, files = KINDS["bert"]
     (tmp_path / "text.txt").write_text("to be or not to be, that is the question\n" * 100)
     vocabulary = 258  # including [MASK]
     start = jax.jit(model(vocabulary, 24, 1, 2, 16).init)(jax.random.key(7), jnp.zeros((1, 2), jnp.int32))["params"]
     files.save(start, tmp_path / "in.safetensors", vocabulary=vocabulary)
-    more = {"model": "gpt2", "sample_tokens": 0} if kind == "gpt2" else {}
-    config = script.Config(
+    config = masked_lm.Config(
         dataset=str(tmp_path / "text.txt"), data_dir=tmp_path / "data", tokens="bytes", layers=1, heads=2, width=16,
         context=12, batch_size=4, steps=1, test_batches=1, policy="O2", weights=tmp_path / "in.safetensors",
-        save_weights=tmp_path / "out.safetensors", **more,
+        save_weights=tmp_path / "out.safetensors",
     )  # fmt: skip
     with jax.numpy_dtype_promotion("standard"):
-        experiment = script.prepare(config)
+        experiment = masked_lm.prepare(config)
         state = experiment.init(3)
         expected = files.load_for(state.params, tmp_path / "in.safetensors")
         assert same(state.params, jax.tree.map(lambda array, param: array.astype(param.dtype), expected, state.params))
         experiment.closing(state, {"loss": 1.0})
         assert same(files.load(tmp_path / "out.safetensors"), jax.tree.map(np.float32, state.params))
         with pytest.raises(ValueError, match=r"must have the size of --weights, got .* for .*; give its --layers"):
-            script.prepare(dataclasses.replace(config, width=32))
+            masked_lm.prepare(dataclasses.replace(config, width=32))
 
 
 def test_transformers_itself_agrees_and_reads_what_is_saved(tmp_path):
@@ -210,8 +212,8 @@ def test_transformers_itself_agrees_and_reads_what_is_saved(tmp_path):
         run = record_transformers.record(kind, layers=3)
         model, files = KINDS[kind]
         with jax.default_matmul_precision("highest"):
-            found = errors(kind, run, model(41, 12, 3, 2, 16))
-        assert max(found.values()) < 128 * 2.0**-23
+            largest_errors = errors(kind, run, model(41, 12, 3, 2, 16))
+        assert max(largest_errors.values()) < 128 * 2.0**-23
         theirs = record_transformers.published(kind, layers=3)
         theirs.config.save_pretrained(tmp_path)
         files.save(files.load(part(run, "weights")), tmp_path / "model.safetensors", vocabulary=41)

@@ -1,4 +1,4 @@
-"""The pictures of docs/inspect.md: the script runs at small size, and writes only between its markers."""
+"""The pictures of docs/inspect.md: the script, the page and its table."""
 
 import functools
 import sysconfig

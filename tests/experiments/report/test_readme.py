@@ -1,4 +1,4 @@
-"""The README's figures are those of experiments/results, and its main table says how they were measured."""
+"""The README's figures, its main table, and how they were measured."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def test_the_readme_and_the_pages_have_what_the_script_writes(page):
 
 def test_the_error_that_roofline_states_is_the_largest_on_record_and_orders_all_pairs_beyond_it():
     source = headline.newest(readme.ROOT / "experiments" / "results", "compile_only", lambda run: True)
-    found = predictions.on_record(source.data["results"])
-    assert len(found) == len(predictions.TIMES)
-    largest = max(abs(each.error) for each in found)
+    records = predictions.on_record(source.data["results"])
+    assert len(records) == len(predictions.TIMES)
+    largest = max(abs(record.error) for record in records)
     assert prediction.ERROR - 0.01 < largest <= prediction.ERROR
-    ties = predictions.reversed_pairs(found)
+    ties = predictions.reversed_pairs(records)
     assert all(predictions.apart(*pair) <= prediction.ERROR for pair in ties)
 
 
@@ -68,12 +68,12 @@ def cells(results):
     lines, provenance = headline.lines(results, results.parent)
     table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
     assert table[0][1:] == list(headline.MODELS.values())
-    found = {row[0]: dict(zip(headline.MODELS, row[1:], strict=True)) for row in table[2:]}
-    return found, "\n".join([*lines, *provenance])
+    rows = {row[0]: dict(zip(headline.MODELS, row[1:], strict=True)) for row in table[2:]}
+    return rows, "\n".join([*lines, *provenance])
 
 
 def train_step(folder, sizes=FULL, environment=GPU, only=(), together=(), losses=None):
-    """Write a result of GPT-2's train step, in which torch.compile takes 30 ms and 8,000 MiB."""
+    """Write a result of GPT-2's train step: torch.compile takes 30 ms, 8,000 MiB."""
     about = {
         "model": "gpt2", "text": "GPT-2", "sizes": dataclasses.asdict(sizes["gpt2"]), "items": 1, "unit": "tokens",
         "model_flops": 1, "measured": "2026-11-21", "environment": environment, "setting": {"smoke": False},
@@ -88,8 +88,8 @@ def train_step(folder, sizes=FULL, environment=GPU, only=(), together=(), losses
     folder.mkdir(parents=True)
     rows = {key: row for key, row in rows.items() if not only or key in only}
     for key, (_, mib) in rows.items():
-        found = {"compile_seconds": 1.0, "peak": mib * MIB, "flops": {"bfloat16": 995, "float32": 5}}
-        write_json(folder / f"alone-gpt2-{key}.json", {**about, "row": key, "train": found})
+        figures = {"compile_seconds": 1.0, "peak": mib * MIB, "flops": {"bfloat16": 995, "float32": 5}}
+        write_json(folder / f"alone-gpt2-{key}.json", {**about, "row": key, "train": figures})
     losses = losses or {}
     for i, keys in enumerate(together or (tuple(rows),)):
         times = {
@@ -102,7 +102,7 @@ def train_step(folder, sizes=FULL, environment=GPU, only=(), together=(), losses
 
 
 def compiled(folder, name="bert", full=True):
-    """Write a result of a model compiled for an H200 that is not attached, and of a small ResNet-50."""
+    """Write results compiled for an H200: of a model and of a small ResNet-50."""
     variants = {
         "jaxmp-bf16": {"label": "jaxmp, bf16", "peak": 11_000 * MIB, "half": 0.998},
         "jaxmp-bf16-remat": {"peak": 9_000 * MIB, "half": 1.0},
@@ -117,20 +117,23 @@ def compiled(folder, name="bert", full=True):
 
 
 def accuracy(folder, smoke=False):
-    """Write a result of images with three seeds, in float32 and in half precision, and of a text run that failed."""
+    """Write an accuracy result, in float32 and in half precision.
+
+    Images have three seeds, and a run of GPT-2 failed.
+    """
     folder.mkdir(parents=True)
-    found = {
+    accuracies = {
         ("images", "float32", "none"): [0.80, 0.81, 0.82],
         ("images", "mixed_float16", "dynamic"): [0.80, 0.82, 0.82],
         ("images", "mixed_bfloat16", "none"): [0.81],
     }
-    found |= {("bert", "float32", "none"): [0.5] * 3, ("bert", "mixed_bfloat16", "none"): [0.5] * 3}
-    found |= {("gpt2", "float32", "none"): [0.5], ("gpt2", "mixed_bfloat16", "none"): ["nan"]}
+    accuracies |= {("bert", "float32", "none"): [0.5] * 3, ("bert", "mixed_bfloat16", "none"): [0.5] * 3}
+    accuracies |= {("gpt2", "float32", "none"): [0.5], ("gpt2", "mixed_bfloat16", "none"): ["nan"]}
     runs = [  # the runs of bert have other sizes
         {"task": task, "policy": policy, "loss_scale": scale, "seed": seed,
          "setting": {"whole": not smoke and task != "bert"}, "failure": "it stopped" if value == "nan" else "",
          "final": {"accuracy": value, "loss": value}}
-        for (task, policy, scale), values in found.items()
+        for (task, policy, scale), values in accuracies.items()
         for seed, value in enumerate(values)
     ]  # fmt: skip
     write_json(folder / "accuracy.json", {"environment": GPU, "runs": runs})
@@ -146,14 +149,14 @@ def remat(folder, sizes=FULL):
 
 
 def test_without_any_result_there_is_no_row_and_the_page_names_the_command(tmp_path):
-    found, text = cells(tmp_path)
-    assert found == {} and "`make gpu` measures" in text
+    table, text = cells(tmp_path)
+    assert table == {} and "`make gpu` measures" in text
 
 
 def test_a_measured_step_gives_ratios_with_their_goals_and_says_where(tmp_path):
     train_step(tmp_path / "results" / "train_step-2026")
-    found, text = cells(tmp_path / "results")
-    gpt2 = {name: row["gpt2"] for name, row in found.items() if row["gpt2"]}
+    table, text = cells(tmp_path / "results")
+    gpt2 = {name: row["gpt2"] for name, row in table.items() if row["gpt2"]}
     assert gpt2 == {
         "step time, relative to torch.compile AMP": "✓ 0.900 (≤ 0.93)",
         "peak memory, relative to torch.compile AMP": "✓ 0.750 (≤ 0.82)",
@@ -167,21 +170,21 @@ def test_a_measured_step_gives_ratios_with_their_goals_and_says_where(tmp_path):
         "step time of autocast, relative to a policy": "✓ 1.000 (≤ 1.01)",
         "FLOPs of products in half on tensor cores": "✓ 99.5% (≥ 99%)",
     }
-    assert not any(row["bert"] for row in found.values() if row["bert"] != "–")
+    assert not any(row["bert"] for row in table.values() if row["bert"] != "–")
     assert "[train_step-2026](results/train_step-2026/train_step.md): 1 × H200 (gpu); jax 1; 2026-11-21; " in text
     assert "`python -m some`" in text
 
 
 def test_compiled_steps_fill_the_rows_of_memory_and_are_marked(tmp_path):
     compiled(tmp_path / "compile_only")
-    found, text = cells(tmp_path)
-    assert {name: row["bert"] for name, row in found.items() if row["bert"]} == {
+    table, text = cells(tmp_path)
+    assert {name: row["bert"] for name, row in table.items() if row["bert"]} == {
         "peak memory, relative to torch.compile AMP": "✓ 0.789ᶜʳ (≤ 0.82)",
         "peak memory with remat, relative to torch.compile AMP": "✗ 0.646ᶜʳ (≤ 0.62)",
         "memory saved, relative to float32": "✓ 79%ᶜʳ (≥ 70%)",
         "FLOPs of products in half on tensor cores": "✓ 99.8%ᶜ (≥ 99%)",
     }
-    assert not any(row["resnet50"].strip("–") for row in found.values())
+    assert not any(row["resnet50"].strip("–") for row in table.values())
     assert "ᶜ compiled for an H200; no GPU was used" in text and "compiled for H200 on a CPU, not run; jax 1" in text
     assert "ʳ relative to peaks that were measured once on one H200 with torch 2.11.0+cu130" in text
     assert "BERT-Base 13,938 and 51,175" in text
@@ -190,18 +193,18 @@ def test_compiled_steps_fill_the_rows_of_memory_and_are_marked(tmp_path):
 def test_compiled_peaks_are_compared_with_measured_peaks_if_there_are_any(tmp_path):
     compiled(tmp_path / "compile_only", "gpt2")
     train_step(tmp_path / "train_step", only=("compile-bf16", "compile-fp16", "hand-fp32"))
-    found, text = cells(tmp_path)
-    assert found["peak memory, relative to torch.compile AMP"]["gpt2"] == "✗ 1.375ᶜ (≤ 0.82)"  # 11,000 / 8,000 MiB
-    assert found["peak memory with remat, relative to torch.compile AMP"]["gpt2"] == "✗ 1.125ᶜ (≤ 0.62)"
-    assert found["memory saved, relative to float32"]["gpt2"] == "✗ 72%ᶜ (≥ 75%)"  # relative to 40,000 MiB
+    table, text = cells(tmp_path)
+    assert table["peak memory, relative to torch.compile AMP"]["gpt2"] == "✗ 1.375ᶜ (≤ 0.82)"  # 11,000 / 8,000 MiB
+    assert table["peak memory with remat, relative to torch.compile AMP"]["gpt2"] == "✗ 1.125ᶜ (≤ 0.62)"
+    assert table["memory saved, relative to float32"]["gpt2"] == "✗ 72%ᶜ (≥ 75%)"  # relative to 40,000 MiB
     assert "ᶜ compiled for an H200; no GPU was used" in text and "recorded peaks" not in text
 
 
 def test_measured_figures_take_precedence_over_compiled_ones_and_a_peak_needs_no_time(tmp_path):
     compiled(tmp_path / "compile_only", "gpt2")
     train_step(tmp_path / "train_step", together=(("compile-bf16",),))
-    found, _ = cells(tmp_path)
-    assert {name: row["gpt2"] for name, row in found.items() if row["gpt2"]} == {
+    table, _ = cells(tmp_path)
+    assert {name: row["gpt2"] for name, row in table.items() if row["gpt2"]} == {
         "peak memory, relative to torch.compile AMP": "✓ 0.750 (≤ 0.82)",
         "peak memory with remat, relative to torch.compile AMP": "✗ 0.625 (≤ 0.62)",
         "memory saved, relative to float32": "✓ 85% (≥ 75%)",
@@ -211,27 +214,27 @@ def test_measured_figures_take_precedence_over_compiled_ones_and_a_peak_needs_no
 
 def test_times_of_rows_that_took_no_turns_together_or_whose_loss_is_not_finite_give_no_ratio(tmp_path):
     train_step(tmp_path / "train_step", together=(("jaxmp-bf16", "jaxmp-tf32"), ("compile-bf16", "autocast-bf16")))
-    found, _ = cells(tmp_path)
-    assert "step time, relative to torch.compile AMP" not in found
-    assert "step time of autocast, relative to a policy" not in found
-    assert found["speed-up over TF32"]["gpt2"] == "✗ 3.00 (≥ 3.2)"
+    table, _ = cells(tmp_path)
+    assert "step time, relative to torch.compile AMP" not in table
+    assert "step time of autocast, relative to a policy" not in table
+    assert table["speed-up over TF32"]["gpt2"] == "✗ 3.00 (≥ 3.2)"
     train_step(tmp_path / "other" / "train_step", losses={"jaxmp-fp16": float("nan"), "jaxmp-bf16": 2.5})
-    found, _ = cells(tmp_path / "other")
-    assert "step time of fp16 with dynamic scaling, relative to a constant scale" not in found
-    assert found["step time, relative to torch.compile AMP"]["gpt2"] == "✓ 0.900 (≤ 0.93)"
+    table, _ = cells(tmp_path / "other")
+    assert "step time of fp16 with dynamic scaling, relative to a constant scale" not in table
+    assert table["step time, relative to torch.compile AMP"]["gpt2"] == "✓ 0.900 (≤ 0.93)"
 
 
 def test_accuracies_and_largest_batches_are_of_their_benchmarks(tmp_path):
     accuracy(tmp_path / "accuracy-1")
     remat(tmp_path / "remat_h200")
-    found, text = cells(tmp_path)
-    assert found["accuracy of mixed_float16, relative to float32"]["resnet50"] == "✓ +0.33 ± 0.58 points"
-    assert found["accuracy of mixed_bfloat16, relative to float32"]["gpt2"] == "✗ stopped"
-    assert found["accuracy of mixed_bfloat16, relative to float32"]["bert"] == ""
+    table, text = cells(tmp_path)
+    assert table["accuracy of mixed_float16, relative to float32"]["resnet50"] == "✓ +0.33 ± 0.58 points"
+    assert table["accuracy of mixed_bfloat16, relative to float32"]["gpt2"] == "✗ stopped"
+    assert table["accuracy of mixed_bfloat16, relative to float32"]["bert"] == ""
     assert (
-        found["accuracy of mixed_bfloat16, relative to float32"]["resnet50"] == "+1.00 points, 1 of 3 seeds"
+        table["accuracy of mixed_bfloat16, relative to float32"]["resnet50"] == "+1.00 points, 1 of 3 seeds"
     )  # open: no mark
-    assert found["largest batch, without → with remat"] == {"resnet50": "–", "bert": "700 → 1200ᶜ", "gpt2": ""}
+    assert table["largest batch, without → with remat"] == {"resnet50": "–", "bert": "700 → 1200ᶜ", "gpt2": ""}
     assert "`make gpu` measures" in text  # a figure is missing
 
 
@@ -261,10 +264,10 @@ def test_the_block_has_the_table_in_front_and_links_to_all_else(tmp_path):
     sums = results / "gradient_sums"
     sums.mkdir()
     ways = {way: {"error": 0.5 if "hand" in way else 1e-4, "worst": 0.5} for way in gradient_sums.WAYS}
-    found = {"case": "embedding", "text": "8 tokens", "half": "bfloat16", "rounding": 0.0, "ways": ways}
-    write_json(sums / "gradient_sums.json", {"environment": GPU, "smoke": False, "results": [found]})
+    result = {"case": "embedding", "text": "8 tokens", "half": "bfloat16", "rounding": 0.0, "ways": ways}
+    write_json(sums / "gradient_sums.json", {"environment": GPU, "smoke": False, "results": [result]})
     title = "# Errors\n\n" + facts
-    (sums / "gradient_sums.md").write_text(f"{title}\n{gradient_sums.table([found], 'bfloat16').markdown()}")
+    (sums / "gradient_sums.md").write_text(f"{title}\n{gradient_sums.table([result], 'bfloat16').markdown()}")
     scaling = results / "loss_scaling"
     scaling.mkdir()
     costs = (

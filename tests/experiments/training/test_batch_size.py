@@ -1,4 +1,4 @@
-"""The largest batch that fits is found from the memory of compiled steps, in few compilations."""
+"""The search for the largest batch, from the memory of compiled steps."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ def affine(base: float, slope: float):
 
 
 def bent(batch: int) -> int:
-    """Return bytes that are above the line for a batch of one, and on a steeper line from 100 on."""
+    """Return bytes on a line that is steeper from a batch of 100 on.
+
+    A batch of one needs more than the line says.
+    """
     return 500 + 90 * batch + (4000 if batch == 1 else 0) + 40 * max(0, batch - 100)
 
 
@@ -48,12 +51,12 @@ def test_the_largest_batch_that_fits_is_found_in_five_compilations(least, multip
             compiled.append(batch)
             return needs(batch)
 
-        found = largest_batch(counted, limit, least=least, multiple=multiple)
+        largest = largest_batch(counted, limit, least=least, multiple=multiple)
         best = max(size for size in sizes if needs(size) <= limit)
         assert len(compiled) == len(set(compiled)) <= 5
-        assert found[:3] == (found.batch, needs(found.batch), limit) and found.bytes <= limit
-        assert found.batch in sizes
-        assert found.batch == best if needs not in (bent, stairs) else found.batch >= 0.85 * best
+        assert largest[:3] == (largest.batch, needs(largest.batch), limit) and largest.bytes <= limit
+        assert largest.batch in sizes
+        assert largest.batch == best if needs not in (bent, stairs) else largest.batch >= 0.85 * best
 
 
 def test_a_step_without_room_to_be_compiled_is_halved_and_not_taken_for_a_point_of_the_line():
@@ -65,11 +68,11 @@ def test_a_step_without_room_to_be_compiled_is_halved_and_not_taken_for_a_point_
             compiled.append(batch)
             return needs(batch) if batch <= room else batch_size.NO_ROOM
 
-        found = largest_batch(counted, 16_000)
-        assert found.batch >= 0.85 * (room if room < 8 else room // 8 * 8) and found.bytes == needs(found.batch)
+        largest = largest_batch(counted, 16_000)
+        assert largest.batch >= 0.85 * (room if room < 8 else room // 8 * 8) and largest.bytes == needs(largest.batch)
         assert len(compiled) == len(set(compiled)) <= 12
         too_large = min(batch for batch in compiled if batch > room)
-        assert str(found).endswith(f"({too_large} would need more than there is)")
+        assert str(largest).endswith(f"({too_large} would need more than there is)")
 
 
 def test_a_batch_is_at_most_the_largest_useful_one_and_the_result_is_printed():
@@ -77,12 +80,11 @@ def test_a_batch_is_at_most_the_largest_useful_one_and_the_result_is_printed():
     assert largest_batch(affine(0, 1), 10**9, most=5).batch == 5
     assert largest_batch(affine(7, 0), 10**9, most=64).batch in (16, 32, 64)
 
-    found = largest_batch(affine(0, 10**7), 2 * 10**9)
-    assert str(found) == "200, whose step needs 2.00 GB of 2.00 GB (208 would need 2.08 GB)"
+    largest = largest_batch(affine(0, 10**7), 2 * 10**9)
+    assert str(largest) == "200, whose step needs 2.00 GB of 2.00 GB (208 would need 2.08 GB)"
     tried = {1: 10, 1000: 10**10, 200: 3 * 10**9}
-    assert str(found._replace(tried=tried)).endswith(
-        "(200 would need 3.00 GB)"
-    )  # the smaller number, not the first in the text
+    # The smallest batch that does not fit, not the first in the dict.
+    assert str(largest._replace(tried=tried)).endswith("(200 would need 3.00 GB)")
 
 
 def test_bytes_are_read_with_their_unit_or_an_error():

@@ -1,4 +1,4 @@
-"""A checkpoint restores the whole state, detects all kinds of damage, and refuses another policy or model."""
+"""Checkpoints restore the whole state, and detect damage and other models."""
 
 from __future__ import annotations
 
@@ -46,9 +46,12 @@ def state(
     )
 
 
-def same(one: Any, other: Any) -> bool:
-    """Return whether all leaves are equal bit for bit. The functions of two states may differ."""
-    return leaf_bits(one) == leaf_bits(other)
+def same(left: Any, right: Any) -> bool:
+    """Return whether all leaves are equal bit for bit.
+
+    The functions of the two states may differ.
+    """
+    return leaf_bits(left) == leaf_bits(right)
 
 
 def save(folder: Path, state: jaxmp.TrainState, *steps: int, keep: int = 3) -> None:
@@ -107,7 +110,7 @@ def test_the_last_checkpoints_are_kept_and_the_next_run_removes_an_unfinished_on
     assert checkpoints.steps(tmp_path) == [1, 2] and not checkpoints.unfinished(tmp_path)
 
 
-# --- what cannot be written ----------------------------------------------------------------------------------------
+# --- failed writes ---------------------------------------------------------------------------------------------------
 
 
 def test_a_path_in_which_orbax_cannot_find_what_it_wrote_is_refused(tmp_path, monkeypatch):
@@ -164,7 +167,7 @@ def test_the_error_that_ended_a_run_comes_before_that_of_a_checkpoint(tmp_path, 
 
 
 def damages(content: bytes) -> Iterator[bytes | None]:
-    """A file's content, damaged: truncated, emptied, with a byte flipped, and None for a missing file."""
+    """Yield damaged versions of a file's content, and None for a missing file."""
     yield None
     if content:
         yield b""
@@ -176,7 +179,7 @@ def damages(content: bytes) -> Iterator[bytes | None]:
 
 def test_a_file_of_a_checkpoint_that_is_damaged_in_any_way_is_noticed_or_does_not_matter(tmp_path):
     save(tmp_path, state(seed=1), 4)
-    whole = bits(read_last(tmp_path))
+    undamaged = bits(read_last(tmp_path))
     files = sorted(path for path in (tmp_path / "4").rglob("*") if path.is_file())
     assert len(files) > 8
     noticed = dict.fromkeys(files, 0)
@@ -193,9 +196,9 @@ def test_a_file_of_a_checkpoint_that_is_damaged_in_any_way_is_noticed_or_does_no
                 assert str(error).startswith(f"the checkpoint {tmp_path / '4'} is damaged: ")
                 noticed[file] += 1
             else:
-                assert bits(checkpoint) == whole and checkpoint.about["metrics_bytes"] == 7
+                assert bits(checkpoint) == undamaged and checkpoint.about["metrics_bytes"] == 7
         file.write_bytes(content)
-    assert bits(read_last(tmp_path)) == whole
+    assert bits(read_last(tmp_path)) == undamaged
     assert all(noticed[file] == 8 for file in files if file.parent != tmp_path / "4" and file.stat().st_size > 3)
 
 

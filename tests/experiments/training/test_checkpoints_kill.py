@@ -1,4 +1,4 @@
-"""A run that is killed, even while it saves, ends with the same state as an undisturbed run."""
+"""A run that is killed, even while it saves, ends like an undisturbed run."""
 
 from __future__ import annotations
 
@@ -106,9 +106,9 @@ def test_a_run_killed_twice_ends_bit_for_bit_like_an_undisturbed_run(tmp_path):
     run.kill()
     start().end()
 
-    one, other = last(alone.run_dir), last(killed.run_dir)
-    assert one.step == other.step == STEPS and one.about["batches"] == other.about["batches"] == STEPS
-    assert bits(one) == bits(other)
-    assert one.leaves["opt_state/skipped"] > 0 and one.leaves["params/hidden"].any()
+    expected, resumed = last(alone.run_dir), last(killed.run_dir)
+    assert expected.step == resumed.step == STEPS and expected.about["batches"] == resumed.about["batches"] == STEPS
+    assert bits(expected) == bits(resumed)
+    assert expected.leaves["opt_state/skipped"] > 0 and expected.leaves["params/hidden"].any()
     assert rows(alone.run_dir) == rows(killed.run_dir)
     assert not checkpoints.unfinished(folder)

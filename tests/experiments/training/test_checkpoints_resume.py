@@ -1,4 +1,4 @@
-"""--resume: a stopped run ends with the same state as an undisturbed run, and errors say why it cannot resume."""
+"""--resume: a stopped run ends like an undisturbed run, or an error says why."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ pytestmark = pytest.mark.usefixtures("empty_curves")
 
 
 def stopped(folder: Path, after: int) -> Path:
-    """Make a finished run look as if it was killed after the checkpoint of a step, while it wrote a later row."""
+    """Make a finished run look as if it was killed after the checkpoint of a step.
+
+    The run was writing a later row of its metrics.
+    """
     for step in checkpoints.steps(folder / "checkpoints"):
         if step > after:
             shutil.rmtree(folder / "checkpoints" / str(step))
@@ -48,23 +51,23 @@ def ends_with(config: Any, train: Callable[[Any], Any], message: str, capsys: py
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, dict[str, Any]]:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, dict[str, Any]]:
     """Return an undisturbed run of 8 steps, and its summary."""
     config = Config(run_dir=tmp_path_factory.mktemp("runs") / "whole", keep=9)
     return config, train(config)
 
 
 @pytest.fixture
-def run(whole, tmp_path) -> Config:
-    """Return the flags to resume that run, which looks as if it was killed after step 4."""
-    shutil.copytree(whole[0].run_dir, tmp_path / "run")
-    return dataclasses.replace(whole[0], run_dir=stopped(tmp_path / "run", after=4), resume=True)
+def run(undisturbed, tmp_path) -> Config:
+    """Return the flags to resume that run, as if it was killed after step 4."""
+    shutil.copytree(undisturbed[0].run_dir, tmp_path / "run")
+    return dataclasses.replace(undisturbed[0], run_dir=stopped(tmp_path / "run", after=4), resume=True)
 
 
 # --- the same, bit for bit -------------------------------------------------------------------------------------------
 
 
-def test_a_resumed_run_ends_where_the_other_ends_with_its_metrics_and_summary(whole, run, monkeypatch, capsys):
+def test_a_resumed_run_ends_where_the_other_ends_with_its_metrics_and_summary(undisturbed, run, monkeypatch, capsys):
     shown = []
 
     class Progress(runs.Progress):
@@ -79,20 +82,20 @@ def test_a_resumed_run_ends_where_the_other_ends_with_its_metrics_and_summary(wh
     assert shown == [(NAME, 8, 4)]
     said = capsys.readouterr().err
     assert f"warning: {half} was not finished when its process ended, and is ignored" in said and not half.exists()
-    assert bits(last(run.run_dir)) == bits(last(whole[0].run_dir))
-    assert rows(run.run_dir) == rows(whole[0].run_dir)
+    assert bits(last(run.run_dir)) == bits(last(undisturbed[0].run_dir))
+    assert rows(run.run_dir) == rows(undisturbed[0].run_dir)
     assert [row[:2] for row in rows(run.run_dir)] == [
         ["1", "train"], ["2", "train"], ["3", "train"], ["3", "test"], ["4", "train"], ["5", "train"], ["6", "train"],
         ["6", "test"], ["7", "train"], ["8", "train"], ["8", "test"],
     ]  # fmt: skip
-    assert summary["resumed_at_step"] == 4 and "resumed_at_step" not in whole[1]
+    assert summary["resumed_at_step"] == 4 and "resumed_at_step" not in undisturbed[1]
     same = ("test_loss", "test_accuracy", "steps", "skipped", "loss_scale", "policy", "loss_scale_rule")
-    assert [summary[name] for name in same] == [whole[1][name] for name in same]
+    assert [summary[name] for name in same] == [undisturbed[1][name] for name in same]
     assert summary["skipped"] > 0 and json.loads((run.run_dir / "summary.json").read_text())["steps"] == 8
     assert f"resuming {run.run_dir} at step 4" in said
 
 
-def test_sigterm_saves_the_current_step_and_the_run_resumes_from_there(whole, tmp_path, capsys):
+def test_sigterm_saves_the_current_step_and_the_run_resumes_from_there(undisturbed, tmp_path, capsys):
     def terminated(config: Config) -> Any:
         experiment = prepare(config)
 
@@ -106,7 +109,7 @@ def test_sigterm_saves_the_current_step_and_the_run_resumes_from_there(whole, tm
         return dataclasses.replace(experiment, train_batches=train_batches)
 
     before = signal.getsignal(signal.SIGTERM)
-    config = dataclasses.replace(whole[0], run_dir=tmp_path / "a run")
+    config = dataclasses.replace(undisturbed[0], run_dir=tmp_path / "a run")
     with jax.numpy_dtype_promotion("standard"):
         assert loop.train(NAME, config, terminated) == {}
     assert signal.getsignal(signal.SIGTERM) is before
@@ -115,11 +118,12 @@ def test_sigterm_saves_the_current_step_and_the_run_resumes_from_there(whole, tm
     said = "stopped by SIGTERM after step 3, which is saved; to continue, run the same command with --resume --run-dir "
     assert f"{said}'{config.run_dir}'\n" in capsys.readouterr().out
     assert train(dataclasses.replace(config, resume=True))["resumed_at_step"] == 3
-    assert bits(last(config.run_dir)) == bits(last(whole[0].run_dir)) and rows(config.run_dir) == rows(whole[0].run_dir)
+    assert bits(last(config.run_dir)) == bits(last(undisturbed[0].run_dir))
+    assert rows(config.run_dir) == rows(undisturbed[0].run_dir)
 
 
-def test_a_finished_run_says_so_and_is_left_alone(whole, capsys):
-    config, summary = whole
+def test_a_finished_run_says_so_and_is_left_alone(undisturbed, capsys):
+    config, summary = undisturbed
     before = {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in config.run_dir.rglob("*")}
     again = train(dataclasses.replace(config, resume=True))
     assert again == json.loads(json.dumps(json_files.strict_json(summary)))
@@ -128,11 +132,11 @@ def test_a_finished_run_says_so_and_is_left_alone(whole, capsys):
 
 
 @pytest.mark.slow("trains twice")
-def test_a_finished_run_trains_on_when_steps_are_raised(whole, tmp_path):
-    config = dataclasses.replace(whole[0], run_dir=tmp_path / "run", steps=5)
+def test_a_finished_run_trains_on_when_steps_are_raised(undisturbed, tmp_path):
+    config = dataclasses.replace(undisturbed[0], run_dir=tmp_path / "run", steps=5)
     train(config)
     train(dataclasses.replace(config, steps=8, resume=True, evaluate_every=4, checkpoint_every=3, keep=2))
-    assert bits(last(config.run_dir)) == bits(last(whole[0].run_dir))
+    assert bits(last(config.run_dir)) == bits(last(undisturbed[0].run_dir))
     assert checkpoints.steps(config.run_dir / "checkpoints") == [6, 8]
     tests = [row[0] for row in rows(config.run_dir) if row[1] == "test"]
     assert tests == ["3", "5", "8"]  # the evaluation at the old end
@@ -151,10 +155,10 @@ def test_a_script_resumes_bit_for_bit(tmp_path, data_dir):
         shutil.copytree(tmp_path / "whole", tmp_path / "run")
         stopped(tmp_path / "run", after=8)
         image_classification.train(dataclasses.replace(config, run_dir=tmp_path / "run", resume=True))
-    one, other = last(tmp_path / "whole"), last(tmp_path / "run")
-    assert one.step == other.step == 10 and bits(one) == bits(other)
-    assert one.leaves["opt_state/skipped"] > 0
-    assert any(name.startswith("ema_params/") for name in one.leaves)
+    expected, resumed = last(tmp_path / "whole"), last(tmp_path / "run")
+    assert expected.step == resumed.step == 10 and bits(expected) == bits(resumed)
+    assert expected.leaves["opt_state/skipped"] > 0
+    assert any(name.startswith("ema_params/") for name in expected.leaves)
     assert rows(tmp_path / "whole") == rows(tmp_path / "run")
 
 
@@ -197,20 +201,23 @@ def test_flags_that_a_resumed_run_must_keep_are_checked(run, capsys):
     ends_with(config, language_modeling.train, "a run of language_modeling, but", capsys)
 
 
-def test_the_number_of_steps_may_not_change_under_a_schedule(whole, tmp_path, capsys):
+def test_the_number_of_steps_may_not_change_under_a_schedule(undisturbed, tmp_path, capsys):
     """Under a schedule, the learning rate depends on the number of steps."""
-    config = dataclasses.replace(whole[0], schedule="cosine", run_dir=tmp_path / "run", steps=4)
+    config = dataclasses.replace(undisturbed[0], schedule="cosine", run_dir=tmp_path / "run", steps=4)
     train(config)
     message = "--steps was 4 and is 8 now; resume with --steps 4, or start another run"
     ends_with(dataclasses.replace(config, steps=8, resume=True), train, message, capsys)
 
 
 @pytest.mark.slow("trains twice")
-def test_a_run_resumes_under_another_policy_with_the_same_params_and_loss_scale(whole, run):
+def test_a_run_resumes_under_another_policy_with_the_same_params_and_loss_scale(undisturbed, run):
     config = dataclasses.replace(run, policy="mixed_bfloat16", loss_scale="dynamic:loss_scale=8,period=3", remat="full")
     assert train(config)["policy"] == str(jaxmp.get_policy("mixed_bfloat16"))
-    one, other = ([row for row in rows(folder) if row[1] == "train"] for folder in (run.run_dir, whole[0].run_dir))
-    assert one[:4] == other[:4] and one[4][5] == other[4][5] != "8" and one[4:] != other[4:]
+    resumed_rows, undisturbed_rows = (
+        [row for row in rows(folder) if row[1] == "train"] for folder in (run.run_dir, undisturbed[0].run_dir)
+    )
+    assert resumed_rows[:4] == undisturbed_rows[:4] and resumed_rows[4:] != undisturbed_rows[4:]
+    assert resumed_rows[4][5] == undisturbed_rows[4][5] != "8"
 
 
 def test_a_folder_without_a_run_or_without_a_checkpoint_is_an_error(run, tmp_path, capsys):
@@ -234,7 +241,7 @@ def test_a_new_run_does_not_begin_in_a_folder_with_a_finished_run_or_where_no_ch
 
 
 def test_other_data_are_refused_wherever_they_lie(run, capsys):
-    """The folder may differ. The origin of the examples and the first examples must be the same."""
+    """Compare the origin and the first examples; the folder may differ."""
 
     def train_on(origin: str, shift: int) -> Callable[[Config], Any]:
         def other(config: Config) -> Any:
@@ -273,7 +280,9 @@ def test_a_second_process_in_the_folder_is_refused_and_may_train_when_the_first_
     assert train(dataclasses.replace(run, steps=5))["steps"] == 5
 
 
-def test_a_run_that_can_no_longer_be_written_ends_with_one_line_and_can_be_resumed(whole, run, monkeypatch, capsys):
+def test_a_run_that_can_no_longer_be_written_ends_with_one_line_and_can_be_resumed(
+    undisturbed, run, monkeypatch, capsys
+):
     def fail(*_: Any) -> None:
         raise OSError("no space left")
 
@@ -288,32 +297,32 @@ def test_a_run_that_can_no_longer_be_written_ends_with_one_line_and_can_be_resum
     )
     monkeypatch.undo()
     train(run)
-    assert bits(last(run.run_dir)) == bits(last(whole[0].run_dir))
+    assert bits(last(run.run_dir)) == bits(last(undisturbed[0].run_dir))
 
 
-def test_a_damaged_summary_is_an_error_and_can_be_written_again(whole, tmp_path, capsys):
-    config = dataclasses.replace(whole[0], run_dir=tmp_path / "run", resume=True)
-    shutil.copytree(whole[0].run_dir, config.run_dir)
+def test_a_damaged_summary_is_an_error_and_can_be_written_again(undisturbed, tmp_path, capsys):
+    config = dataclasses.replace(undisturbed[0], run_dir=tmp_path / "run", resume=True)
+    shutil.copytree(undisturbed[0].run_dir, config.run_dir)
     path = config.run_dir / "summary.json"
     for content in (b"{}", b"{", b"[]", b"\xff"):
         path.write_bytes(content)
         ends_with(config, train, f"{path} is not a summary of a run (", capsys)
     stopped(config.run_dir, after=8)  # as if the run was killed before it wrote the summary
-    assert train(config)["test_loss"] == whole[1]["test_loss"] and (config.run_dir / "summary.md").is_file()
-    assert rows(config.run_dir) == rows(whole[0].run_dir)
+    assert train(config)["test_loss"] == undisturbed[1]["test_loss"] and (config.run_dir / "summary.md").is_file()
+    assert rows(config.run_dir) == rows(undisturbed[0].run_dir)
 
 
 def test_metrics_that_are_something_else_or_were_cut_off_are_an_error(run, capsys):
     metrics = run.run_dir / "metrics.csv"
-    whole = metrics.read_bytes()
+    content = metrics.read_bytes()
     for garbage in (b"\xff", b"a,b\nx,y\n", b"step,split,loss\n1\n", b"step,split\n1,train,2,3\n"):
-        metrics.write_bytes(garbage * len(whole))
+        metrics.write_bytes(garbage * len(content))
         ends_with(run, train, f"continues after its metrics, but {metrics} has something else (", capsys)
-    metrics.write_bytes(whole[:90])
+    metrics.write_bytes(content[:90])
     ends_with(run, train, f"bytes of its metrics, but {metrics} has fewer; put the file back, or start another", capsys)
 
 
-def test_a_damaged_checkpoint_is_named_and_the_offered_remedy_works(whole, run, capsys):
+def test_a_damaged_checkpoint_is_named_and_the_offered_remedy_works(undisturbed, run, capsys):
     file = max((run.run_dir / "checkpoints" / "4" / "state" / "d").iterdir(), key=lambda file: file.stat().st_size)
     file.write_bytes(bytes([file.read_bytes()[0] ^ 1]) + file.read_bytes()[1:])
     damaged = run.run_dir / "checkpoints" / "4"
@@ -324,7 +333,8 @@ def test_a_damaged_checkpoint_is_named_and_the_offered_remedy_works(whole, run, 
     )
     subprocess.run(offer.split(": ")[1], shell=True, check=True)
     train(run)
-    assert bits(last(run.run_dir)) == bits(last(whole[0].run_dir)) and rows(run.run_dir) == rows(whole[0].run_dir)
+    assert bits(last(run.run_dir)) == bits(last(undisturbed[0].run_dir))
+    assert rows(run.run_dir) == rows(undisturbed[0].run_dir)
 
 
 # --- without checkpoints ---------------------------------------------------------------------------------------------

@@ -32,9 +32,9 @@ def test_a_policy_or_an_opt_level_brings_its_loss_scale():
         ("auto", "auto", "O3", "float16", jaxmp.NoOpLossScale),
         ("auto", "headroom", "O3", "float16", jaxmp.HeadroomLossScale),
     ]:
-        chosen, found, text = read_policy(policy, loss_scale, opt_level)
+        chosen, chosen_scale, text = read_policy(policy, loss_scale, opt_level)
         assert chosen == jaxmp.get_policy(expected)
-        assert type(found) is scale
+        assert type(chosen_scale) is scale
         assert type(read_loss_scale(text)) is scale
 
 

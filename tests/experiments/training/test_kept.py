@@ -1,4 +1,4 @@
-"""A benchmark keeps its results in a run folder, with the device and versions of each."""
+"""Results that a benchmark keeps in a run folder, with device and versions."""
 
 from __future__ import annotations
 
@@ -41,25 +41,25 @@ def test_settings_that_differ_are_refused_and_environments_are_joined(tmp_path):
 
 
 def test_existing_results_are_not_measured_again_unless_they_failed(tmp_path):
-    asked = []
+    measured = []
 
-    def find(**found):
-        return lambda: asked.append(found) or found
+    def measure(**figures):
+        return lambda: measured.append(figures) or figures
 
-    has = kept.Kept(tmp_path, 0, WHERE)
-    assert has.get("a", find(error="no room"))["error"] == "no room"
-    assert has.get("a", find(ms=1))["ms"] == has.get("a", find(ms=2))["ms"] == 1 and len(asked) == 2
-    assert has.get("b", lambda: None) is None and not has.read("b")  # there was no time left
+    results = kept.Kept(tmp_path, 0, WHERE)
+    assert results.get("a", measure(error="no room"))["error"] == "no room"
+    assert results.get("a", measure(ms=1))["ms"] == results.get("a", measure(ms=2))["ms"] == 1 and len(measured) == 2
+    assert results.get("b", lambda: None) is None and not results.read("b")  # there was no time left
     with pytest.raises(ValueError, match="width is None there and 64 here"):
-        has.get("a", find(ms=3), width=64)
-    assert len(has.environments) == 3 and json.loads((tmp_path / "a.json").read_text())["environment"] == WHERE
+        results.get("a", measure(ms=3), width=64)
+    assert len(results.environments) == 3 and json.loads((tmp_path / "a.json").read_text())["environment"] == WHERE
 
 
 def test_without_time_earlier_results_stay_and_the_command_says_that_something_is_left(tmp_path, capsys):
     kept.Kept(tmp_path, 0, WHERE).save("a", {"error": "no room"})
-    has = kept.Kept(tmp_path, 1e-9, WHERE)
-    assert has.get("a", lambda: {"ms": 1})["error"] == "no room" and has.get("b", lambda: {"ms": 1}) is None
-    has.end()
+    results = kept.Kept(tmp_path, 1e-9, WHERE)
+    assert results.get("a", lambda: {"ms": 1})["error"] == "no room" and results.get("b", lambda: {"ms": 1}) is None
+    results.end()
     assert capsys.readouterr().out == f"{kept.UNFINISHED}\n"
 
 
@@ -79,8 +79,8 @@ def test_a_row_that_lacked_a_package_is_measured_once_it_is_installed(tmp_path, 
     with pytest.raises(ModuleNotFoundError) as error:
         importlib.import_module("no_such_package.within")
     lacking = {"rows": {"jmp": {"error": turns.reason(error.value)}, "own": {"ms": 1}}}
-    has, finds = kept.Kept(tmp_path, 0, WHERE), [lacking, {"rows": {"jmp": {"ms": 2}, "own": {"ms": 1}}}]
-    assert [has.get("a", lambda: finds.pop(0)) for _ in range(2)] == [lacking] * 2 and len(finds) == 1
+    results, outcomes = kept.Kept(tmp_path, 0, WHERE), [lacking, {"rows": {"jmp": {"ms": 2}, "own": {"ms": 1}}}]
+    assert [results.get("a", lambda: outcomes.pop(0)) for _ in range(2)] == [lacking] * 2 and len(outcomes) == 1
     (tmp_path / "no_such_package.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
-    assert [has.get("a", lambda: finds.pop(0))["rows"]["jmp"] for _ in range(2)] == [{"ms": 2}] * 2
+    assert [results.get("a", lambda: outcomes.pop(0))["rows"]["jmp"] for _ in range(2)] == [{"ms": 2}] * 2

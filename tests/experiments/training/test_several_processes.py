@@ -1,4 +1,4 @@
-"""Two processes with two devices each train like one process, resume after a kill, and stop together."""
+"""Two processes train like one process, resume after a kill, stop together."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def test_two_processes_learn_what_one_learns(alone, folder, tmp_path):
         language_modeling.train(cli.parse(language_modeling.Config, "", arguments(folder, str(tmp_path), steps=8)))
     np.testing.assert_allclose(losses(folder / "alone")[:8], losses(tmp_path), rtol=2e-3)
     assert last(folder / "alone").leaves["opt_state/skipped"] > 0
-    one, two = (json.loads((run / "config.json").read_text()) for run in (tmp_path, folder / "alone"))
-    assert one["precision"] == two["precision"]
+    single_config, job_config = (json.loads((run / "config.json").read_text()) for run in (tmp_path, folder / "alone"))
+    assert single_config["precision"] == job_config["precision"]
 
 
 @pytest.mark.slow("trains in two processes")
@@ -74,14 +74,17 @@ def test_a_checkpoint_of_two_processes_is_restored_bit_for_bit_on_any_number_of_
     assert len(kernel.sharding.device_set) == devices
     assert kernel.addressable_shards[0].data.size == kernel.size // devices
     assert jax.tree.map(lambda x: x.sharding, restored) == jax.tree.map(lambda x: x.sharding, fresh)
-    found, _ = checkpoints._split(restored)
-    for name, leaf in found.items():
+    leaves, _ = checkpoints._split(restored)
+    for name, leaf in leaves.items():
         assert np.asarray(checkpoints._data(leaf)).tobytes() == checkpoint.leaves[name].tobytes(), name
 
 
 @pytest.fixture(scope="module")
 def hanging(alone: Job, folder: Path) -> Job:
-    """Start a job that hangs. It starts before the longest test, because it takes long until the watchdog ends it."""
+    """Start a job that hangs.
+
+    It starts before the longest test, because the watchdog ends it only after a while.
+    """
     return Job(folder, arguments(folder, "hangs", "--stall-seconds", "20"), hang_at=12)
 
 
@@ -107,8 +110,8 @@ def test_a_job_that_is_killed_and_stopped_has_the_steps_of_an_undisturbed_job_bi
     assert said and int(said[1]) == last(run).step == len(losses(run)) and said[2] == str(run)
     assert f"resuming {run} at step {saved}" in job.said(0)
     assert not saving(run) and not (run / "summary.json").exists()
-    one, other = (checkpoints.read(each / "checkpoints", STEPS) for each in (folder / "alone", run))
-    assert bits(one) == bits(other) and rows(folder / "alone")[:STEPS] == rows(run)[:STEPS]
+    expected, resumed = (checkpoints.read(run_folder / "checkpoints", STEPS) for run_folder in (folder / "alone", run))
+    assert bits(expected) == bits(resumed) and rows(folder / "alone")[:STEPS] == rows(run)[:STEPS]
 
 
 @pytest.mark.slow("waits until a process is taken for hung")
@@ -136,21 +139,21 @@ def test_bad_input_is_one_error_on_every_process_and_none_hangs(folder):
         "folder": "all processes must see the folder of the run, but ",
     }
     for number in range(2):
-        found: dict[str, Any] = json.loads(job.said(number).split("found ")[1].splitlines()[0])
-        assert found.keys() == expected.keys()
+        errors: dict[str, Any] = json.loads(job.said(number).split("found ")[1].splitlines()[0])
+        assert errors.keys() == expected.keys()
         for name, text in expected.items():
-            assert text in found[name], (name, found[name])
+            assert text in errors[name], (name, errors[name])
     assert job.errors() == ["error: the same on both"] * 2
 
 
 def test_invalid_flags_of_processes_are_an_error_and_a_single_process_under_slurm_is_allowed(monkeypatch):
-    for given, message in [
+    for settings, message in [
         ({"coordinator": "a:1"}, "--coordinator, --processes and --process-id go together, got a:1, None and None; gi"),
         ({"coordinator": "a", "processes": 2, "process_id": 0}, "--coordinator is HOST:PORT of process 0, got 'a'; wr"),
         ({"coordinator": "a:1", "processes": 2, "process_id": 2}, "counts from 0 to one less .* got 2 of 2 processes"),
     ]:
         with pytest.raises(ValueError, match=message):
-            processes.start(language_modeling.Config(**given))
+            processes.start(language_modeling.Config(**settings))
 
     for name in processes._SLURM:
         monkeypatch.setenv(name, "1")
