@@ -1,4 +1,4 @@
-"""Set the conditions of every test: four CPU devices, strict dtype promotion, the same random examples."""
+"""Set up every test: four CPU devices, strict promotion, fixed random examples."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import threading
 from importlib import metadata
 from pathlib import Path
 
-# Read by JAX when it is first imported, so set before anything imports it. Subprocesses inherit both.
+# JAX reads these variables when it is first imported, so they are set before. Subprocesses inherit them.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Programs run once on little data: LLVM need not optimise them, nor take them in 32 parts, nor MLIR emit each fusion
-# (later jaxlibs have no other emitter). So compiling takes a tenth of the time.
+# Each program runs once on little data, so compilation is made quick: without LLVM's optimisations, without 32 parts
+# and, in jaxlib 0.10, without MLIR's emitters of fusions. It then takes a tenth of the time.
 os.environ["XLA_FLAGS"] = " ".join(
     (
         os.environ.get("XLA_FLAGS", ""),
@@ -21,20 +21,20 @@ os.environ["XLA_FLAGS"] = " ".join(
         "--xla_backend_optimization_level=0",
         "--xla_llvm_disable_expensive_passes=true",
         "--xla_cpu_parallel_codegen_split_count=1",
-        # Devices wait for each other in a collective: after 40 s, of a machine that stalls say, XLA ends the process.
+        # By default, XLA ends a process whose devices wait for 40 s in a collective. A busy machine may need longer.
         "--xla_cpu_collective_call_warn_stuck_timeout_seconds=300",
         "--xla_cpu_collective_call_terminate_timeout_seconds=600",
         "--xla_cpu_use_fusion_emitters=false" if metadata.version("jaxlib").startswith("0.10.") else "",
     )
 ).strip()
 
-# What was compiled once is read by the other workers, by the processes that tests start, and by every later run.
+# Other workers, processes that tests start, and later runs read the programs that are compiled here.
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(Path(__file__).parent.parent / ".cache" / "compiled")
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 os.environ["JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES"] = "none"
 
-# Each operation is lowered with the place in a file that wrote it, and without the nine calls around that.
+# A lowered operation records the line that wrote it, but not the nine calls around that line.
 os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "1"
 
 import hypothesis
@@ -45,17 +45,17 @@ from jax._src.interpreters import mlir
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
-# A first call compiles, so deadlines would measure XLA, and a busy machine draws slowly; derandomized, so that a red
-# run is red again.
+# Deadlines would measure XLA, because a first call compiles. A busy machine draws examples slowly. The examples are
+# always the same, so that a failing run fails again.
 hypothesis.settings.register_profile(
     "jaxmp", deadline=None, derandomize=True, max_examples=30, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("jaxmp")
-# It would draw numbers of the code of ours that is imported by then, too: others after other tests, or another change.
+# Hypothesis would also draw the constants of our imported modules, which depend on the tests that ran before.
 assert callable(providers._get_local_constants)
 providers._get_local_constants = providers.Constants
 
-# A context of MLIR takes half of the time to lower a small program: ten programs share one, as in later JAX.
+# An MLIR context takes half of the time to lower a small program. So ten programs share one, as in later JAX.
 _contexts = threading.local()
 
 
@@ -69,21 +69,25 @@ def _shared_context(make=mlir.make_ir_context):
 if jax.__version__.startswith("0.10."):
     mlir.make_ir_context = _shared_context
 
-# Tracing makes many objects that live: looking through them every 700 is in vain.
+# Tracing creates many objects that stay alive. A collection after every 700 objects would find little garbage.
 gc.set_threshold(20_000)
 
-# What tests share. `record_*.py` are run by hand, where a library to compare with is installed.
+# This folder has no tests. Its scripts `record_*.py` are run by hand, because they need other libraries.
 collect_ignore = ["tools"]
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Remove compiled programs of earlier runs above a gigabyte; a whole run leaves a tenth of that."""
+    """Remove the compiled programs of earlier runs if they exceed a gigabyte.
+
+    A run of all tests leaves a tenth of that.
+    """
     compiled, is_worker = Path(os.environ["JAX_COMPILATION_CACHE_DIR"]), hasattr(config, "workerinput")
     if not is_worker and sum(path.stat().st_size for path in compiled.glob("*-cache")) > 1e9:
         shutil.rmtree(compiled, ignore_errors=True)
 
 
-# Tests of up to a minute each: begun last, one of them would run alone, and two workers would run what a module shares.
+# Tests that take up to a minute each. They begin first, so that no worker runs one alone at the end, and no two workers
+# set up the same module.
 LONG = (
     "test_several_processes", "test_notebooks", "test_inspect_pictures", "test_checkpoints_kill", "test_runs",
     "test_language_modeling", "test_eight_gpus", "test_audit_clean", "test_image_classification", "test_processes",
@@ -91,14 +95,14 @@ LONG = (
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add ``--cases N``, for the newest Python: run only the first N cases of each test.
+    """Add ``--cases N``, which runs only the first N cases of each test.
 
     The default Python runs all cases. Tests with the mark ``absent_gpu`` keep all cases, because they run nowhere else.
     """
     parser.addoption("--cases", type=int, default=None, help="run at most so many cases of each parametrised test")
 
 
-@pytest.hookimpl(trylast=True)  # after marks are looked at
+@pytest.hookimpl(trylast=True)  # after pytest has selected tests by their marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Begin with the longest files, and leave out cases beyond ``--cases``.
 
@@ -115,19 +119,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if most is None:
         return
     counts: collections.Counter[str] = collections.Counter()
-    kept, left_out = [], []
+    selected, left_out = [], []
     for item in items:
         test = item.nodeid.partition("[")[0]
         counts[test] += 1
         is_kept = counts[test] <= most or item.get_closest_marker("absent_gpu")
-        (kept if is_kept else left_out).append(item)
+        (selected if is_kept else left_out).append(item)
     config.hook.pytest_deselected(items=left_out)
-    items[:] = kept
+    items[:] = selected
 
 
 @pytest.fixture(autouse=True, scope="module")
 def no_module_pays_for_those_before():
-    """Freeze the objects that JAX has cached by now: to look through them again and again took minutes of the suite."""
+    """Freeze the objects that JAX has cached, so that later collections skip them.
+
+    Collecting them again and again took minutes of the suite.
+    """
     yield
     gc.collect()
     gc.freeze()
@@ -135,6 +142,6 @@ def no_module_pays_for_those_before():
 
 @pytest.fixture(scope="module")
 def standard_promotion():
-    """Allow JAX's standard dtype promotion in a module, because optax's Adam and Flax's norms need it."""
+    """Allow JAX's standard dtype promotion, which optax's Adam and Flax's norms need."""
     with jax.numpy_dtype_promotion("standard"):
         yield

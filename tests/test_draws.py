@@ -10,15 +10,15 @@ import pytest
 
 
 def drawn():
-    seen = []
+    examples = []
 
     @hypothesis.settings(max_examples=300)
     @hypothesis.given(st.floats(), st.integers())
     def draws(x, n):
-        seen.append(repr((x, n)))
+        examples.append(repr((x, n)))
 
     draws()
-    return seen
+    return examples
 
 
 @pytest.mark.once

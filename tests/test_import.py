@@ -31,33 +31,33 @@ TIMED_IMPORT = "import jax, time; t = time.process_time(); import jaxmp; print(t
 
 @pytest.fixture(scope="module")
 def imported() -> list[str]:
-    """Return the processor time of an import of jaxmp, and what is loaded and missing then."""
+    """Return the CPU time of importing jaxmp, and the names loaded and missing."""
     for_later = {"flax", "matplotlib", "tensorflow", "tensorflow_datasets", "jmp", "rich"}
     code = (
         "jaxmp.get_policy('auto'); jaxmp.hardware.detect(); autocast = jaxmp.autocast(jax.numpy.vdot, 'mixed_bfloat16')"
     )
-    found = python(
+    output = python(
         f"{TIMED_IMPORT}import sys; print({for_later} & {{*sys.modules}})\n"
         f"{code}; jax.jit(autocast)(1., 2.); print('flax' in sys.modules)\n"
         "print([name for name in dir(jaxmp) if not hasattr(jaxmp, name)])"
     )
-    return found.split()
+    return output.split()
 
 
 def test_importing_jaxmp_imports_nothing_that_it_does_without_and_policies_hardware_and_autocast_work_without_flax(
     imported,
 ):
-    assert imported[1:] == ["set()", "False", "[]"]  # nothing, no Flax, and then no name that is missing
+    assert imported[1:] == ["set()", "False", "[]"]  # no optional package, no Flax, no missing name
 
 
 def test_importing_jaxmp_adds_at_most_a_tenth_of_a_second_to_importing_jax(imported):
-    # processor time, so that a busy machine counts little; the first run may still be writing bytecode
+    # CPU time depends little on other processes; the first run may still write bytecode
     assert float(imported[0]) <= 0.1 or any(float(python(TIMED_IMPORT)) <= 0.1 for _ in range(2))
 
 
 @pytest.mark.slow("a process of its own that compiles")
 def test_no_part_of_jaxmp_that_is_loaded_later_has_what_was_jitted_before_compiled_again():
-    found = python(
+    output = python(
         "import jax, jaxmp; from flax import nnx; traced = []\n"
         "own = jax.jit(lambda x: traced.append('own') or x)\n"
         "half = jax.jit(jaxmp.autocast(lambda w: traced.append('half') or w @ w, 'mixed_bfloat16'))\n"
@@ -67,15 +67,14 @@ def test_no_part_of_jaxmp_that_is_loaded_later_has_what_was_jitted_before_compil
         "net = jaxmp.nnx.apply_policy(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), 'mixed_bfloat16')\n"
         "net(eye), own(eye), half(eye), print(*traced)"
     )
-    assert found == "own half"
+    assert output == "own half"
 
 
 def test_what_a_type_checker_sees_is_what_there_is():
     source = (ROOT / "jaxmp" / "__init__.py").read_text()
-    seen = {
-        alias.asname for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom) for alias in node.names
-    }
-    assert seen - {None} == {*jaxmp.__all__}
+    imports_from = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)]
+    names = {alias.asname for node in imports_from for alias in node.names}
+    assert names - {None} == {*jaxmp.__all__}
 
 
 def test_a_name_that_is_none_is_pythons_error():
@@ -94,74 +93,78 @@ def test_dir_of_an_adapter_has_what_the_docs_name_of_it_and_no_more():
 @functools.cache
 def import_statements(file: Path, text: str) -> list[tuple[ast.Import | ast.ImportFrom, bool]]:
     """Return each import of a file, and whether it runs when the file is imported."""
-    found = []
+    statements = []
 
     def collect(node: ast.AST, at_once: bool) -> None:
         if isinstance(node, (ast.Import, ast.ImportFrom)):
-            found.append((node, at_once))
+            statements.append((node, at_once))
         for inner in ast.iter_child_nodes(node):
             if isinstance(inner, (ast.stmt, ast.ExceptHandler, ast.match_case)):  # no expression has an import
                 collect(inner, at_once and not runs_later(node))
 
     collect(ast.parse(text, file), True)
-    return found
+    return statements
 
 
 def imports(roots: list[Path], at_once: bool = False) -> dict[str, set[str]]:
-    """Module to the modules of ours that its file imports, also inside functions and for a type checker.
+    """Map each module under ``roots`` to the modules under ``roots`` it imports.
 
-    ``at_once`` has what runs when the file is imported: nothing of these two, but of an import of ``package.one`` the
-    package's own file too. In the package that runs already, and may import ``package.one`` itself if nothing that this
-    needs takes a name from the package, or imports it from outside.
+    By default, imports inside functions and for type checkers count too. With ``at_once``, only imports that run when
+    the file is imported count. An import of ``package.one`` then also counts as an import of ``package``, unless the
+    importing module is itself in ``package``, because the package's file is already running.
     """
     files = {}
     for root in roots:
         for file in root.rglob("*.py"):
             parts = file.relative_to(root.parent).with_suffix("").parts
             files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
-    found: dict[str, set[str]] = {name: set() for name in files}
+    graph: dict[str, set[str]] = {name: set() for name in files}
     for name, file in files.items():
         for node, runs_at_once in import_statements(file, file.read_text()):
             if at_once and not runs_at_once:
                 continue
             if isinstance(node, ast.Import):
-                found[name] |= {alias.name for alias in node.names}
+                graph[name] |= {alias.name for alias in node.names}
             else:
                 assert not node.level, f"{file} has a relative import"
-                whole = {f"{node.module}.{alias.name}" for alias in node.names}
-                # `from package import module` is of the module; a name of the package is of the package's own file
-                found[name] |= {each if each in files else node.module for each in whole}
+                full_names = {f"{node.module}.{alias.name}" for alias in node.names}
+                # `from package import x` imports the module x, or a name in the package's own file
+                graph[name] |= {full_name if full_name in files else node.module for full_name in full_names}
         if at_once:
-            found[name] |= set().union(*map(packages, found[name])) - packages(name)
-    return {name: {each for each in own if each in files and each != name} for name, own in found.items()}
+            graph[name] |= set().union(*map(packages, graph[name])) - packages(name)
+        graph[name] = (graph[name] & files.keys()) - {name}
+    return graph
 
 
 def runs_later(node: ast.AST) -> bool:
-    """Return whether importing a file skips the node: a function, or code for type checkers."""
+    """Return whether the node is a function or code for type checkers only."""
     return isinstance(node, ast.FunctionDef) or (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))
 
 
 def packages(name: str) -> set[str]:
-    """The packages that a module lies in."""
+    """Return the packages that contain a module."""
     parts = name.split(".")
     return {".".join(parts[:end]) for end in range(1, len(parts))}
 
 
-def circles(graph: dict[str, set[str]]) -> list[list[str]]:
-    """The modules that import each other, however far around."""
+def import_cycles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Return the sets of modules that import each other, also indirectly."""
     reached = {}
     for name in graph:
         reached[name], new = set(), graph[name]
         while new:
             reached[name] |= new
-            new = set().union(*(graph[each] for each in new)) - reached[name]
-    found = {tuple(sorted(each for each in reached[name] if name in reached[each])) for name in graph}
-    return [list(each) for each in sorted(found) if each]
+            new = set().union(*(graph[module] for module in new)) - reached[name]
+    cycles = set()
+    for name in graph:
+        if name in reached[name]:
+            cycles.add(tuple(sorted(module for module in reached[name] if name in reached[module])))
+    return [list(cycle) for cycle in sorted(cycles)]
 
 
 def test_no_files_import_each_other_in_a_circle():
     for at_once in (False, True):
-        assert circles(imports([ROOT / "jaxmp", ROOT / "experiments"], at_once)) == []
+        assert import_cycles(imports([ROOT / "jaxmp", ROOT / "experiments"], at_once)) == []
 
 
 def test_in_the_library_only_its_room_for_them_imports_jaxs_internals():
@@ -171,7 +174,7 @@ def test_in_the_library_only_its_room_for_them_imports_jaxs_internals():
 
 
 ROOMS = ("base", "_internals", "policy", "engine", "optim", "sharding", "training", "linen", "nnx", "inspect", "cli")
-"""The folders of the library. One imports those before it, and no other."""
+"""The folders of the library. Each imports only those before it."""
 
 
 def room_of(module: str) -> str:
@@ -180,8 +183,12 @@ def room_of(module: str) -> str:
 
 def test_a_folder_of_the_library_imports_only_those_before_it():
     graph = imports([ROOT / "jaxmp"])
-    arrows = {(name, used) for name, all_used in graph.items() for used in all_used if room_of(name) in ROOMS}
-    assert {room_of(name) for name, used in arrows if room_of(used) not in ROOMS} <= {"cli"}  # which is a user
+    arrows = set()
+    for name, all_used in graph.items():
+        if room_of(name) in ROOMS:
+            arrows |= {(name, used) for used in all_used}
+    users = {room_of(name) for name, used in arrows if room_of(used) not in ROOMS}
+    assert users <= {"cli"}  # cli uses the whole library
     arrows = {(name, used) for name, used in arrows if room_of(used) in ROOMS}
     upward = {(name, used) for name, used in arrows if ROOMS.index(room_of(used)) > ROOMS.index(room_of(name))}
     assert not upward
@@ -206,7 +213,7 @@ def test_a_circle_is_found_wherever_its_imports_stand(tmp_path):
         "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from package.one import name"
     )
     (package / "four.py").write_text("import package.one")
-    assert circles(imports([package])) == [["package.one", "package.three", "package.two"]]
+    assert import_cycles(imports([package])) == [["package.one", "package.three", "package.two"]]
 
 
 def test_a_package_may_import_its_own_files_if_these_need_neither_it_nor_what_imports_it(tmp_path):
@@ -224,7 +231,7 @@ def test_a_package_may_import_its_own_files_if_these_need_neither_it_nor_what_im
         for name, text in files.items():
             (tmp_path / name).parent.mkdir(exist_ok=True)
             (tmp_path / name).write_text(text)
-        assert circles(imports([tmp_path / "package", tmp_path / "outer"], at_once=True)) == expected
+        assert import_cycles(imports([tmp_path / "package", tmp_path / "outer"], at_once=True)) == expected
 
 
 def not_required(*names: str) -> set[str]:
@@ -236,18 +243,19 @@ def not_required(*names: str) -> set[str]:
         if (key := (canonicalize_name(requirement.name), *sorted(extras))) in distributions:
             continue
         distributions.add(key)
-        with contextlib.suppress(metadata.PackageNotFoundError):  # of another platform, or an extra's that nobody has
+        # A requirement may be absent: it is for another platform, or of an extra that is not installed.
+        with contextlib.suppress(metadata.PackageNotFoundError):
             for text in metadata.requires(requirement.name) or []:
                 other = Requirement(text)
                 if not other.marker or any(other.marker.evaluate({"extra": extra}) for extra in extras):
                     new.add(other)
-    found = {name for name, *_ in distributions}
+    installed = {name for name, *_ in distributions}
     tops = metadata.packages_distributions()
-    return {top for top, owners in tops.items() if not found & {canonicalize_name(owner) for owner in owners}}
+    return {top for top, owners in tops.items() if not installed & {canonicalize_name(owner) for owner in owners}}
 
 
 def helps(names: list[str]) -> None:
-    """Runs the modules with --help where nothing else is installed."""
+    """Run the modules with --help where nothing else is installed."""
     hidden = not_required("jaxmp", "jax", "flax", "optax", "rich", "tyro")
     code = f"""
 import contextlib, io, runpy, sys

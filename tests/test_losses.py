@@ -17,7 +17,7 @@ OPTIONS = ("ignore_index", "label_smoothing", "z_loss")
 cross_entropy = jax.jit(losses.cross_entropy, static_argnames=OPTIONS)
 projected_cross_entropy = jax.jit(losses.projected_cross_entropy, static_argnames=("classes", "chunks", *OPTIONS))
 
-SOON = {"xla_backend_optimization_level": 0}  # compiled sooner
+SOON = {"xla_backend_optimization_level": 0}  # compiles faster
 TOKENS, DIM, ROWS, CLASSES = 37, 8, 24, 21
 ALL = {"ignore_index": -100, "label_smoothing": 0.1, "z_loss": 1e-2}
 
@@ -31,30 +31,30 @@ LABELS[3:7] = -100
 
 
 def naive(logits, labels, ignore_index=None, label_smoothing=0.0, z_loss=0.0):
-    """By the definition, in the dtype of the logits."""
+    """Compute the loss by its definition, in the dtype of the logits."""
     log_softmax = jax.nn.log_softmax(logits)
     count = logits.shape[-1]
     targets = (1 - label_smoothing) * jax.nn.one_hot(labels, count, dtype=logits.dtype) + label_smoothing / count
-    each = -(targets * log_softmax).sum(-1) + z_loss * jax.nn.logsumexp(logits, axis=-1) ** 2
-    return each if ignore_index is None else jnp.where(labels == ignore_index, 0, each)
+    per_token = -(targets * log_softmax).sum(-1) + z_loss * jax.nn.logsumexp(logits, axis=-1) ** 2
+    return per_token if ignore_index is None else jnp.where(labels == ignore_index, 0, per_token)
 
 
 def naive_mean(x, weights, bias, labels, dtype, ignore_index=-100, **options):
-    """In float64, of logits that are rounded where a layer in that dtype rounds."""
+    """Compute the mean loss of logits rounded like those of a layer in ``dtype``."""
     logits = rounded(x @ rounded(weights, dtype).T, dtype) + rounded(bias, dtype)
-    each = naive(rounded(logits, dtype)[:, :CLASSES], labels, ignore_index, **options)
-    return each.sum() / (labels != ignore_index).sum().astype(jnp.float64)
+    per_token = naive(rounded(logits, dtype)[:, :CLASSES], labels, ignore_index, **options)
+    return per_token.sum() / (labels != ignore_index).sum().astype(jnp.float64)
 
 
 def rounded(values, dtype):
-    """Rounded, if the dtype is half, with the derivative of the identity."""
+    """Round to a half dtype, with the derivative of the identity."""
     if dtype == jnp.float32:
         return values
     return values + jax.lax.stop_gradient(values.astype(dtype).astype(values.dtype) - values)
 
 
 def error(got, want):
-    """The largest error, in parts of the largest number."""
+    """Return the largest error, relative to the largest number."""
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
     assert got.shape == want.shape
     return np.abs(got - want).max() / np.abs(want).max()
@@ -111,12 +111,12 @@ def test_large_and_infinite_logits_are_no_trouble():
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_losses_and_gradients_of_large_logits_are_as_exact_as_those_of_small_ones(fused):
-    def loss(logits):  # x is 1, and the weights the logits
+    def loss(logits):  # x is 1, so the weights are the logits
         if fused:
             return projected_cross_entropy(jnp.ones((1, 1)), logits[:, None], jnp.array([0]), label_smoothing=0.1)
         return cross_entropy(logits, 0, label_smoothing=0.1)
 
-    add = np.float32([0.0, 0.0, -16.0])  # which float32 has of 1e8, too
+    add = np.float32([0.0, 0.0, -16.0])  # 1e8 - 16 is exact in float32
     gradient = jax.jit(jax.value_and_grad(loss))
     got, want = (gradient(size + add) for size in (1e8, 0))
     np.testing.assert_allclose(got[0], want[0], rtol=1e-6)
@@ -125,8 +125,8 @@ def test_losses_and_gradients_of_large_logits_are_as_exact_as_those_of_small_one
 
 def test_the_gradient_keeps_the_half_logits_and_two_float32_for_each_label():
     logits = jax.ShapeDtypeStruct((TOKENS, CLASSES), jnp.bfloat16)
-    kept = jax.eval_shape(lambda z: jax.vjp(lambda z: cross_entropy(z, LABELS, **ALL), z)[1], logits)
-    shapes = sorted((leaf.dtype.name, leaf.shape) for leaf in jax.tree.leaves(kept))
+    residuals = jax.eval_shape(lambda z: jax.vjp(lambda z: cross_entropy(z, LABELS, **ALL), z)[1], logits)
+    shapes = sorted((leaf.dtype.name, leaf.shape) for leaf in jax.tree.leaves(residuals))
     labels = ("int32", (TOKENS,))
     assert shapes == sorted([("bfloat16", logits.shape), *2 * [("float32", (TOKENS,))], labels])
 
@@ -149,7 +149,7 @@ def test_the_fused_loss_and_its_gradients_are_those_of_float64(dtype, options):
         want, exact = jax.jit(exactly, compiler_options=SOON)(*wide)
     eps = float(jnp.finfo(dtype).eps)
     assert float(loss) == pytest.approx(float(want), rel=1e-6 if dtype == jnp.float32 else eps / 8)
-    # One rounding of the logits' gradient, one of that of x; and XLA may round the logits less often than it is told.
+    # The gradients of the logits and of x are rounded once each. XLA may skip roundings of the logits.
     for gradient, want, ulps in zip(gradients, exact, (1.5, 1, 0.5), strict=True):
         assert error(gradient, want) <= max(ulps * eps, 1e-6)
     assert not any(np.asarray(gradient)[CLASSES:].any() for gradient in gradients[1:])
@@ -164,9 +164,9 @@ def test_the_number_of_chunks_changes_nothing_but_rounding():
 
         return jax.tree.leaves(jax.value_and_grad(loss, (0, 1))(x, weights))
 
-    whole, *parts = jax.jit(lambda *args: [gradient(*args, chunks) for chunks in (1, 3, TOKENS + 1)])(x, weights)
+    unchunked, *parts = jax.jit(lambda *args: [gradient(*args, chunks) for chunks in (1, 3, TOKENS + 1)])(x, weights)
     for part in parts:
-        assert max(error(a, b) for a, b in zip(part, whole, strict=True)) < 1e-6
+        assert max(error(a, b) for a, b in zip(part, unchunked, strict=True)) < 1e-6
 
 
 def test_rows_beyond_the_classes_have_no_part_in_the_loss():
@@ -178,7 +178,7 @@ def test_rows_beyond_the_classes_have_no_part_in_the_loss():
 
 
 def test_the_gradient_of_an_unlikely_class_does_not_vanish_in_float16_however_many_tokens_there_are():
-    tokens = 8192  # 1.2e-4 over that is less than float16 has
+    tokens = 8192  # 1.2e-4 / 8192 underflows in float16
     x, labels = np.ones((tokens, 1), np.float16), np.zeros(tokens, np.int32)
 
     def loss(weights):
@@ -193,9 +193,10 @@ def test_the_gradient_of_an_unlikely_class_does_not_vanish_in_float16_however_ma
     funs = loss, jaxmp.autocast(of_float32, "mixed_float16"), by_hand
     gradients = jax.jit(lambda weights: [jax.grad(fun)(weights)[1, 0] for fun in funs])
     for likely in (9.0, 20.0):  # the other class has a probability of 1.2e-4 or 2.1e-9
-        *found, lost = gradients(np.float32([[likely], [0.0]]))
-        assert [float(each) for each in found] == pytest.approx([1 / (1 + np.exp(likely))] * 2, rel=1e-3)
-        assert lost == 0
+        *kept_gradients, lost_gradient = gradients(np.float32([[likely], [0.0]]))
+        expected = 1 / (1 + np.exp(likely))
+        assert [float(gradient) for gradient in kept_gradients] == pytest.approx([expected] * 2, rel=1e-3)
+        assert lost_gradient == 0
 
 
 def test_no_logits_make_float16_gradients_overflow():
@@ -294,7 +295,7 @@ FUSED = {"x": jnp.ones((4, 3)), "weights": jnp.ones((6, 3)), "labels": np.zeros(
 
 
 @pytest.mark.parametrize(
-    ("given", "changes", "error", "said"),
+    ("inputs", "changes", "error", "phrase"),
     [
         (LOGITS, {"logits": np.ones((2, 3), int)}, TypeError, "logits must have a floating dtype, got int"),
         (LOGITS, {"logits": jnp.ones(()), "labels": np.zeros((), int)}, ValueError, r"classes\), got the shape \(\)"),
@@ -321,11 +322,11 @@ FUSED = {"x": jnp.ones((4, 3)), "weights": jnp.ones((6, 3)), "labels": np.zeros(
         (FUSED, {"z_loss": -1}, ValueError, "a Python number .*add the z-loss yourself"),
     ],
 )
-def test_what_no_loss_can_be_computed_of_is_refused(given, changes, error, said):
-    fun = losses.cross_entropy if given is LOGITS else losses.projected_cross_entropy
-    options = {**given, **changes}
-    args = [options.pop(name) for name in given]
-    with pytest.raises(error, match=said):
+def test_what_no_loss_can_be_computed_of_is_refused(inputs, changes, error, phrase):
+    fun = losses.cross_entropy if inputs is LOGITS else losses.projected_cross_entropy
+    options = {**inputs, **changes}
+    args = [options.pop(name) for name in inputs]
+    with pytest.raises(error, match=phrase):
         fun(*args, **options)
 
 

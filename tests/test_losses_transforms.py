@@ -1,4 +1,4 @@
-"""The cross-entropies under JAX's transformations, under autocast and policies, and on several devices."""
+"""Cross-entropies under JAX's transformations, autocast and policies."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def fused(x, weights):
 
 
 def all_of(funs, *args):
-    """The results of several functions; one program, as it compiles sooner."""
+    """Return the results of several functions, compiled as one program."""
     return jax.jit(lambda *args: [fun(*args) for fun in funs])(*args)
 
 
@@ -47,7 +47,7 @@ def assert_close(got, want, tolerance=1e-5):
 
 
 def equations(jaxpr):
-    """Those of a jaxpr and of all in it."""
+    """Yield the equations of a jaxpr and of the jaxprs inside it."""
     for eqn in jaxpr.eqns:
         yield eqn
         for param in jax.tree.leaves(eqn.params, is_leaf=lambda leaf: hasattr(leaf, "eqns") or hasattr(leaf, "jaxpr")):
@@ -109,7 +109,8 @@ def test_a_checkpoint_keeps_no_constant_of_the_size_of_a_chunk_s_logits():
     jaxpr = jax.make_jaxpr(jax.grad(jax.checkpoint(loss), (0, 1)))(x, weights).jaxpr
     scans = [eqn for eqn in equations(jaxpr) if eqn.primitive.name == "scan"]
     assert len(scans) == 2
-    assert not [var for eqn in scans for var in eqn.invars if getattr(var.aval, "shape", ()) == (16, 30)]
+    shapes = {getattr(var.aval, "shape", ()) for eqn in scans for var in eqn.invars}
+    assert (16, 30) not in shapes
 
 
 def test_float64_stays_float64():
@@ -136,7 +137,7 @@ LAYER = RNG.normal(size=(DIM, DIM)).astype(np.float32)
 
 
 def of_float32(loss, half=None):
-    """A model written in float32; or by hand in half, up to the loss."""
+    """Return a model in float32, or in the half dtype by hand up to the loss."""
 
     def run(layer, weights):
         if half is None:
@@ -158,10 +159,11 @@ def test_the_fused_loss_under_autocast_multiplies_half_and_sums_in_float32():
     autocast = jaxmp.autocast(of_float32(fused), "mixed_bfloat16")
     jaxpr = jax.make_jaxpr(jax.grad(autocast, (0, 1)))(LAYER, WEIGHTS).jaxpr
     products = [eqn for eqn in equations(jaxpr) if eqn.primitive.name == "dot_general"]
-    found = [tuple(var.aval.dtype.name for var in (*eqn.invars, *eqn.outvars)) for eqn in products]
+    dtypes = [tuple(var.aval.dtype.name for var in (*eqn.invars, *eqn.outvars)) for eqn in products]
     half, summed = ("bfloat16",) * 3, ("bfloat16", "bfloat16", "float32")
-    # forward: the layer, the logits, the gradients of x and of the weights; backward: that of the layer
-    assert sorted(found) == sorted([half, half, summed, summed, half])
+    # The forward pass computes the layer, the logits, and the gradients of x and of the weights.
+    # The backward pass computes the gradient of the layer.
+    assert sorted(dtypes) == sorted([half, half, summed, summed, half])
 
 
 @pytest.mark.once
@@ -177,8 +179,8 @@ def test_the_fused_loss_respects_a_float32_region():
 @pytest.mark.once
 def test_cross_entropy_under_autocast_keeps_the_half_logits():
     autocast = jaxmp.autocast(of_float32(stored), "mixed_bfloat16")
-    kept = jax.tree.leaves(jax.eval_shape(lambda *args: jax.vjp(autocast, *args)[1], LAYER, WEIGHTS))
-    logits = [leaf.dtype.name for leaf in kept if leaf.shape == (TOKENS, CLASSES)]
+    residuals = jax.tree.leaves(jax.eval_shape(lambda *args: jax.vjp(autocast, *args)[1], LAYER, WEIGHTS))
+    logits = [leaf.dtype.name for leaf in residuals if leaf.shape == (TOKENS, CLASSES)]
     assert logits == ["bfloat16"]
     gradients = [jax.value_and_grad(fun) for fun in (autocast, of_float32(stored))]
     assert_close(*all_of(gradients, LAYER, WEIGHTS), tolerance=2e-2)

@@ -1,4 +1,4 @@
-"""Private names of other packages stand in few files, where a new version of JAX or Flax is looked for first."""
+"""Private names of JAX and Flax are used in few files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from places import ROOT
 
 pytestmark = pytest.mark.once
 
-OF_PYTHON = {"_replace", "_fields", "_asdict", "_slotnames"}  # of named tuples, and what copyreg goes by
+OF_PYTHON = {"_replace", "_fields", "_asdict", "_slotnames"}  # of named tuples and copyreg
 
 
 def is_private(name: str) -> bool:
@@ -28,11 +28,11 @@ def own_names(nodes: Iterable[ast.AST]) -> Iterator[str]:
 
 
 def foreign_names(folder: Path) -> dict[str, set[str]]:
-    """By file, the private attributes and modules of other packages that it uses."""
+    """Return, by file, the private names of other packages that it uses."""
     files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*.py")}
     nodes = {name: [*ast.walk(ast.parse(path.read_text()))] for name, path in files.items()}
-    own = {name for of_file in nodes.values() for name in own_names(of_file)} | OF_PYTHON
-    found: dict[str, set[str]] = {}
+    our_names = {name for of_file in nodes.values() for name in own_names(of_file)} | OF_PYTHON
+    foreign: dict[str, set[str]] = {}
     for path, of_file in nodes.items():
         for node in of_file:
             names = [node.attr] if isinstance(node, ast.Attribute) else []
@@ -40,15 +40,15 @@ def foreign_names(folder: Path) -> dict[str, set[str]]:
                 module = getattr(node, "module", None) or ""
                 names = [part for alias in node.names for part in f"{module}.{alias.name}".split(".")]
                 names = [] if names[0] in ("jaxmp", "__future__") else names
-            if private := {name for name in names if is_private(name)} - own:
-                found.setdefault(path, set()).update(private)
-    return found
+            if private := {name for name in names if is_private(name)} - our_names:
+                foreign.setdefault(path, set()).update(private)
+    return foreign
 
 
 def test_private_names_of_jax_and_flax_stand_in_the_rooms_for_them():
-    found = foreign_names(ROOT / "jaxmp")
-    rooms = {path for path in found if path.startswith("_internals/")}
-    assert {path: found[path] for path in found.keys() - rooms} == {}
+    foreign = foreign_names(ROOT / "jaxmp")
+    rooms = {path for path in foreign if path.startswith("_internals/")}
+    assert {path: foreign[path] for path in foreign.keys() - rooms} == {}
     assert {"_internals/flax/linen.py", "_internals/flax/nnx.py"} <= rooms and len(rooms) > 2
 
 

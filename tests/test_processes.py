@@ -1,4 +1,4 @@
-"""Two processes of two CPU devices each: one state, one scale, the same skips and the same error at the same step."""
+"""Two processes share one state, and skip and fail at the same steps."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ SCRIPT = Path(__file__).parent / "tools" / "two_processes.py"
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory):
-    """The results of each process; the second one waits 20 ms before each step of the last loop."""
+    """Return the results of both processes; the second one is slower."""
     root, folder = Path(__file__).parents[1], tmp_path_factory.mktemp("both")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}
-    files = [folder / str(n) for n in range(2)]  # stdout is gloo's, too
+    files = [folder / str(n) for n in range(2)]  # gloo also writes to stdout
     with held_port() as port:
         command = [sys.executable, str(SCRIPT), f"127.0.0.1:{port.getsockname()[1]}"]
         processes = [
@@ -32,19 +32,19 @@ def both(tmp_path_factory):
         finally:
             for process in processes:
                 process.kill()
-    for process, said in zip(processes, errors, strict=True):
-        assert process.returncode == 0, said[-4000:]
+    for process, text in zip(processes, errors, strict=True):
+        assert process.returncode == 0, text[-4000:]
     return [json.loads(file.read_text()) for file in files]
 
 
 def test_a_state_is_made_on_the_devices_of_both(both):
-    assert [found["home"] for found in both] == [1, 1]
+    assert [results["home"] for results in both] == [1, 1]
 
 
 def test_a_bad_row_on_one_skips_the_step_on_both(both):
-    for found in both:
-        assert found["scales"] == [256.0, 256.0, 128.0]
-        assert found["skips"] == [False, True, False]
+    for results in both:
+        assert results["scales"] == [256.0, 256.0, 128.0]
+        assert results["skips"] == [False, True, False]
     assert both[0]["losses"] == both[1]["losses"]
 
 

@@ -1,4 +1,4 @@
-"""make quick: the tests that it chooses for what changed."""
+"""make quick chooses the tests for the changed files."""
 
 from __future__ import annotations
 

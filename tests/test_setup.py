@@ -16,7 +16,7 @@ pytestmark = pytest.mark.once
 
 @pytest.fixture
 def project(tmp_path):
-    """The Makefile and an environment of this Python that is ready."""
+    """Return a folder with the Makefile and an environment that is ready."""
     shutil.copytree(ROOT / ".ci", tmp_path / ".ci")
     for name in ("pyproject.toml", "constraints.txt", "Makefile"):
         shutil.copy(ROOT / name, tmp_path)
@@ -27,7 +27,7 @@ def project(tmp_path):
 
 
 def make(project: Path, *arguments: str, target: str = "doctor") -> subprocess.CompletedProcess[str]:
-    # not what a make that runs these tests was told
+    # without the settings of a make that runs these tests
     env = {name: value for name, value in os.environ.items() if name != "PYTHON" and not name.startswith("MAKE")}
     # On a PATH with version managers, pythons.sh would start each of their Pythons.
     env["PATH"] = os.defpath
@@ -57,8 +57,8 @@ def test_a_python_that_is_none_is_an_error_also_where_an_environment_is(project)
 
 
 def test_what_is_small_has_no_limit_unless_one_is_given(project):
-    for given, flags in ((["SMOKE=0"], "--minutes 9 "), (["SMOKE=1", "MINUTES=5"], "--minutes 5 --smoke")):
-        shown = make(project, "--dry-run", *given, target="gpu").stdout
+    for variables, flags in ((["SMOKE=0"], "--minutes 9 "), (["SMOKE=1", "MINUTES=5"], "--minutes 5 --smoke")):
+        shown = make(project, "--dry-run", *variables, target="gpu").stdout
         assert f"-m experiments.benchmarks.gpu {flags}" in shown and ("--smoke" in shown) == ("--smoke" in flags)
     assert "--minutes 0 --smoke" in make(project, "--dry-run", "SMOKE=1", target="gpu").stdout
 

@@ -33,9 +33,9 @@ def test_tensor_cores_and_policy_follow_the_compute_capability():
         **dict.fromkeys(("8.9", "9.0", "9.0a"), (HOPPER, "mixed_bfloat16")),
         **dict.fromkeys(("10.0", "10.3", "12.0", "12.1"), (BLACKWELL, "mixed_bfloat16")),
     }
-    found = {capability: detect(gpu(capability=capability)) for capability in expected}
-    assert {name: (each.tensor_cores, each.recommended_policy) for name, each in found.items()} == expected
-    assert all(each.compute_capability == name for name, each in found.items())
+    detected = {capability: detect(gpu(capability=capability)) for capability in expected}
+    assert {name: (device.tensor_cores, device.recommended_policy) for name, device in detected.items()} == expected
+    assert all(device.compute_capability == name for name, device in detected.items())
     assert all(recommended_policy(gpu(capability=name)) == policy for name, (_, policy) in expected.items())
 
 
@@ -46,25 +46,25 @@ def test_float16_is_recommended_with_the_loss_scale_it_needs_and_bfloat16_withou
 
 def test_turing_parts_without_tensor_cores_are_known_by_name():
     for name in ("NVIDIA GeForce GTX 1650", "NVIDIA T1000", "Quadro T2000", "NVIDIA GeForce MX450"):
-        found = detect(gpu(name, "7.5"))
-        assert (found.tensor_cores, found.recommended_policy) == ((), "float32")
-        assert found.reason == f"{name} has no tensor cores: half precision would save memory, but no time"
+        device = detect(gpu(name, "7.5"))
+        assert (device.tensor_cores, device.recommended_policy) == ((), "float32")
+        assert device.reason == f"{name} has no tensor cores: half precision would save memory, but no time"
     for name in ("Tesla T4", "NVIDIA TITAN RTX", "Quadro RTX 5000", "NVIDIA GeForce RTX 2060"):
         assert detect(gpu(name, "7.5")).tensor_cores == TURING
 
 
 def test_an_unknown_device_gets_float32_and_is_told_why():
     capabilities = ("gfx942", "gfx942:sramecc+:xnack-", None, "", "9", object())
-    others = [
+    other_devices = [
         gpu("Apple M3", None, platform="METAL"),
         types.SimpleNamespace(device_kind="NPU", platform="neuron"),
         types.SimpleNamespace(device_kind=None, platform=None),
     ]
-    for device in (*(gpu("mystery", capability) for capability in capabilities), *others):
-        found = detect(device)
-        assert found.recommended_policy == "float32"
-        assert "jaxmp does not know which dtypes are fast" in found.reason
-        assert (found.tensor_cores, found.peak_tflops, found.peak_bandwidth) == ((), {}, None)
+    for device in (*(gpu("mystery", capability) for capability in capabilities), *other_devices):
+        detected = detect(device)
+        assert detected.recommended_policy == "float32"
+        assert "jaxmp does not know which dtypes are fast" in detected.reason
+        assert (detected.tensor_cores, detected.peak_tflops, detected.peak_bandwidth) == ((), {}, None)
 
 
 def test_what_another_backend_calls_its_capability_is_reported_as_it_is():
@@ -73,12 +73,12 @@ def test_what_another_backend_calls_its_capability_is_reported_as_it_is():
 
 
 def test_the_cpu_of_this_machine_gets_float32():
-    found = detect()
-    assert found == detect(jax.devices("cpu")[0])
-    assert (found.platform, found.compute_capability, found.tensor_cores) == ("cpu", None, ())
-    assert found.recommended_policy == recommended_policy() == "float32"
-    assert found.reason == "a CPU computes half precision more slowly than float32"
-    assert hash(found) == hash(detect())
+    detected = detect()
+    assert detected == detect(jax.devices("cpu")[0])
+    assert (detected.platform, detected.compute_capability, detected.tensor_cores) == ("cpu", None, ())
+    assert detected.recommended_policy == recommended_policy() == "float32"
+    assert detected.reason == "a CPU computes half precision more slowly than float32"
+    assert hash(detected) == hash(detect())
 
 
 def test_tpus_train_in_bfloat16_whether_or_not_their_generation_is_known():
@@ -102,10 +102,10 @@ def test_peak_rates_are_the_datasheets_for_the_whole_device_only():
 def test_every_known_device_multiplies_faster_in_fewer_bits():
     order = ("float32", "tensorfloat32", "float16", "bfloat16", "float8_e4m3fn", "int8")
     for name in hardware._PEAKS:
-        found = detect(gpu(name, None, "tpu") if name.startswith("TPU") else gpu(name, "9.0"))
-        known = [found.peak_tflops[dtype] for dtype in order if dtype in found.peak_tflops]
+        device = detect(gpu(name, None, "tpu") if name.startswith("TPU") else gpu(name, "9.0"))
+        known = [device.peak_tflops[dtype] for dtype in order if dtype in device.peak_tflops]
         assert known and known == sorted(known), name
-        assert 1e11 < found.peak_bandwidth < 1e13, name
+        assert 1e11 < device.peak_bandwidth < 1e13, name
 
 
 def test_the_recommended_policy_is_one_that_get_policy_reads():

@@ -165,7 +165,7 @@ def test_finiteness_and_largest_magnitude_agree_with_numpy(lists):
     leaves = [jnp.asarray(array) for array in arrays]
     assert bool(trees.all_finite(leaves)) == np.isfinite(flat).all()
     largest = np.abs(flat).max()
-    tiny = np.finfo(np.float32).tiny  # a CPU may flush what is smaller
+    tiny = np.finfo(np.float32).tiny  # a CPU may flush smaller numbers to 0
     np.testing.assert_allclose(trees.max_abs(leaves), largest if np.isnan(largest) or largest >= tiny else 0, atol=tiny)
 
 
@@ -213,7 +213,7 @@ def test_selection_keeps_the_dtypes_of_what_is_kept():
 
 
 def test_selection_passes_on_the_same_object_and_what_nobody_looks_at():
-    marker = object()  # no array at all
+    marker = object()  # not an array
     assert trees.select_tree(jnp.array(True), {"a": marker}, {"a": marker})["a"] is marker
 
 

@@ -22,7 +22,7 @@ H200 = types.SimpleNamespace(device_kind="NVIDIA H200", platform="gpu", compute_
 
 
 def run(*arguments, python="from jaxmp.cli import main; sys.exit(main(sys.argv[1:]))", **environment):
-    """The command in a process of its own: exit code, output, errors."""
+    """Run ``jaxmp`` in a new process; return its exit code, output and errors."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error", **environment}
     env = {name: value for name, value in env.items() if value is not None}
     done = subprocess.run(
@@ -33,7 +33,7 @@ def run(*arguments, python="from jaxmp.cli import main; sys.exit(main(sys.argv[1
 
 @pytest.fixture
 def healthy(monkeypatch):
-    """A machine with nothing to fix, whatever this one has."""
+    """Remove everything that doctor could report about this machine."""
     for variable in ("JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES", "COLUMNS"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr(diagnosis, "nvidia_driver", lambda: False)
@@ -222,7 +222,7 @@ def test_doctor_tells_of_settings_that_change_what_a_policy_means(healthy, monke
 def test_doctor_exits_with_1_when_jax_does_not_start():
     forced = "nonsense"
     code, out, err = run("doctor", JAX_PLATFORMS=forced)
-    assert (code, "jaxmp/" in err) == (1, False)  # JAX itself logs what fails in a plugin that is installed
+    assert (code, "jaxmp/" in err) == (1, False)  # JAX itself logs failures of installed plugins
     assert "none: JAX does not start" in out and f"JAX_PLATFORMS={forced} is set" in out
 
 

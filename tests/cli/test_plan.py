@@ -25,7 +25,7 @@ def loss(params, x):
 def example():
     return {"w": jnp.zeros((1 << 20, 1 << 20))}, jnp.zeros((4, 1 << 20))
 
-def one():
+def matrix():
     return jnp.zeros((4, 4))
 
 def kernel(x, params):
@@ -63,7 +63,7 @@ def no_data():
 def of_seed(seed):
     return jnp.zeros((4, 4))
 
-given = doubles()
+arrays = doubles()
 
 class Model:
     @staticmethod
@@ -79,7 +79,7 @@ Layer = nnx.Linear
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    """A folder with a module of the user's, which is the current one."""
+    """Change to a folder with modules of a user."""
     (tmp_path / "plan_cli_module.py").write_text(MODULE)
     (tmp_path / "plan_cli_broken.py").write_text("import plan_cli_absent\n")
     (tmp_path / "plan_cli_crash.py").write_text("1 / 0\n")
@@ -90,7 +90,7 @@ def here(tmp_path, monkeypatch):
 
 
 def error(capsys, *arguments) -> str:
-    """The one line that ``jaxmp plan`` stops with."""
+    """Assert that ``jaxmp plan`` stops with a one-line error, and return it."""
     assert main(["plan", *arguments]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("jaxmp plan: error: ") and err.count("\n") == 1
@@ -138,7 +138,7 @@ def test_a_module_of_the_current_folder_with_a_pytree_of_arguments_that_are_neve
     assert f"FLOPs of products: {2 * 4 << 40}, 100.0 % in half precision" in out
     assert "head | product | plan_cli_module.py:6" in out
     assert str(here) not in out and str(here) not in sys.path
-    assert main(["plan", "plan_cli_module:square", "--args", "plan_cli_module:one"]) == 0
+    assert main(["plan", "plan_cli_module:square", "--args", "plan_cli_module:matrix"]) == 0
     assert main(["plan", "plan_cli_module:Model.apply", "--arg", "f32[4, 4]"]) == 0
     assert main(["plan", "plan_cli_module:dropout", "--arg", "key[]", "--arg", "bf16[4,4]"]) == 0
 
@@ -162,8 +162,8 @@ def test_what_does_not_exist_is_told_with_the_nearest(here, capsys):
     assert error(capsys, "nowhere.at.all:f").startswith("there is no module 'nowhere' in the current folder")
     assert error(capsys, "jax.numpy:matmull").startswith("'jax.numpy' has no 'matmull'; nearest: 'matmul'")
     assert error(capsys, "jax.numpy:pi") == "a function is needed, got jax.numpy:pi of type 'float'"
-    tuples = "a function is needed, got plan_cli_module:given of type 'tuple'"
-    assert error(capsys, "plan_cli_module:square", "--args", "plan_cli_module:given") == tuples
+    tuples = "a function is needed, got plan_cli_module:arrays of type 'tuple'"
+    assert error(capsys, "plan_cli_module:square", "--args", "plan_cli_module:arrays") == tuples
     rule = "write a function as MODULE:FUNCTION, such as jax.numpy:matmul, got"
     for name in ("matmul", "jax.numpy", ":f", "jax.numpy:", "plan_cli_module.py", "sub/other.py:f", "./sub:f"):
         assert error(capsys, name) == f"{rule} {name!r}"
@@ -182,13 +182,13 @@ def test_wrong_arguments_are_named_with_pythons_own_error(here, capsys):
         text = error(capsys, f"plan_cli_module:{function}", "--arg", "float32[8]")
         assert text.startswith(f"plan_cli_module:{function} takes ({takes}), got 1 from --arg or --args: missing")
         assert text.endswith(f"argument: {missing!r}")
-    assert error(capsys, "plan_cli_module:one", "--arg", "float32[8]").endswith("too many positional arguments")
-    text = error(capsys, "plan_cli_module:square", "--arg", "f32[4,4]", "--args", "plan_cli_module:one")
+    assert error(capsys, "plan_cli_module:matrix", "--arg", "float32[8]").endswith("too many positional arguments")
+    text = error(capsys, "plan_cli_module:square", "--arg", "f32[4,4]", "--args", "plan_cli_module:matrix")
     assert text == "the arguments come from --arg or from --args, got both"
 
 
 def test_errors_of_the_users_code_pass_as_they_are(here):
-    """With Python's traceback, which has the line."""
+    """Show Python's traceback, which names the line."""
     for arguments, kind, phrase in (
         (("jax.numpy:matmul", "--arg", "float32[8]", "--arg", "float32[9]"), TypeError, "dot_general"),
         (("plan_cli_module:fails", "--arg", "float32[8]"), RuntimeError, "second line"),
@@ -234,6 +234,6 @@ def test_policies_and_overrides_are_refused_as_autocast_refuses_them(capsys):
 
 
 def test_the_text_is_the_one_that_is_kept(monkeypatch, capsys):
-    monkeypatch.chdir(TOOLS)  # as the lines are those of a file there
+    monkeypatch.chdir(TOOLS)  # the plan names lines of a file in that folder
     assert main(["plan", "plan_block:loss", "--args", "plan_block:example", "--override", "**/head=float32"]) == 0
     assert capsys.readouterr().out == (TOOLS / "plan_block.txt").read_text()

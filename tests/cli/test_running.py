@@ -1,4 +1,4 @@
-"""``jaxmp blame`` and ``jaxmp compare``, and ``--policy`` of ``jaxmp memory`` and ``jaxmp roofline``."""
+"""``jaxmp blame`` and ``compare``; ``--policy`` of ``memory`` and ``roofline``."""
 
 import json
 
@@ -28,7 +28,7 @@ def state():
 
 trained = jaxmp.make_train_step(lambda params, model_state, batch, rng: (loss(params, batch), model_state))
 
-def one():
+def vector():
     return jnp.ones(3)
 
 def text():
@@ -40,7 +40,7 @@ def shapes():
 def of_seed(seed):
     return good()
 
-made = good()
+arrays = good()
 
 def broken():
     raise OSError("no file")
@@ -63,27 +63,29 @@ def test_blame(capsys):
     assert _main("blame", "bad") == 1
     assert "forward overflow in exp 'layer' (planted_for_running.py:6)" in capsys.readouterr().out
     assert _main("blame", "good", "--policy", "mixed_float16", "--loss-scale", "1e9", "--json") == 1
-    found = json.loads(capsys.readouterr().out)
-    assert found["scaled_only"] and found["phase"] == "backward"
+    report = json.loads(capsys.readouterr().out)
+    assert report["scaled_only"] and report["phase"] == "backward"
 
 
 def test_compare(capsys):
     assert _main("compare", "good", "--policy", "mixed_float16", "--json") == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["entered"] is None and found["rows"][0]["path"] == "layer"
+    report = json.loads(capsys.readouterr().out)
+    assert report["entered"] is None and report["rows"][0]["path"] == "layer"
     assert _main("compare", "good", "--no-grad", "--reference", "float64") == 0
     assert capsys.readouterr().out.startswith("The error enters nowhere")
 
 
 def test_memory_and_roofline_of_a_function_under_a_policy(monkeypatch):
-    seen = []
+    functions = []
     for command in ("memory", "roofline"):
-        monkeypatch.setattr(f"jaxmp.inspect.{command}", lambda fun, **where: seen.append(fun) or (lambda *args: fun))
+        monkeypatch.setattr(
+            f"jaxmp.inspect.{command}", lambda fun, **where: functions.append(fun) or (lambda *args: fun)
+        )
         monkeypatch.setattr(f"jaxmp.cli.{command}.show", lambda *args: None)
         assert _main(command, "good", "--policy", "mixed_float16") == 0
         assert _main(command, "good") == 0
     args = {"w": jnp.ones((8, 8))}, jnp.ones((2, 8))
-    assert [audit(fun, compile=False)(*args).products[0].operands[0] for fun in seen] == ["float16", "float32"] * 2
+    assert [audit(fun, compile=False)(*args).products[0].operands[0] for fun in functions] == ["float16", "float32"] * 2
 
 
 def test_a_train_step_has_its_policy_already(capsys):
@@ -97,8 +99,8 @@ def test_a_train_step_has_its_policy_already(capsys):
 
 def test_what_is_wrong_with_the_arguments(capsys):
     for arguments, text in (
-        (("blame", "one"), "loss takes (params, x), got 1 from --arg or --args: missing a required argument: 'x'"),
-        (("compare", "made"), "a function is needed, got planted_for_running:made of type 'tuple'"),
+        (("blame", "vector"), "loss takes (params, x), got 1 from --arg or --args: missing a required argument: 'x'"),
+        (("compare", "arrays"), "a function is needed, got planted_for_running:arrays of type 'tuple'"),
         (
             ("compare", "good", "--override", "layer"),
             "an --override must be KEY=LEVEL, such as '**/head=float32', got 'layer'",

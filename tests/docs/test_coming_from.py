@@ -1,8 +1,8 @@
-"""docs/coming_from.md: what it says to write runs, so does what one knows where the library is, and they agree.
+"""The code in docs/coming_from.md runs, and both columns agree.
 
-Each section is run on stand-ins for the reader's model, optimizer and data, and what is seen of both blocks is compared
-with the same expectation, computed naively. In a block an empty line separates what is set up from what each step
-repeats; growth intervals of 2000 steps are 2 here.
+Each section runs on stand-ins for the reader's model, optimizer and data. The results of both columns are compared
+with the same naive computation. The left column runs only where its library is installed. In a block, an empty line
+separates the setup from the code of each step. Growth intervals of 2000 steps are 2 here.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ def known_torch(code: Code) -> Any:
 
 def write_torch(code: Code) -> Any:
     scope = jax_program()
-    seen = train(code, scope, lambda: scope["opt_state"].loss_scale.loss_scale)
+    results = train(code, scope, lambda: scope["opt_state"].loss_scale.loss_scale)
     assert products(scope) == {"float16"}
     assert scope["params"]["kernel"].dtype == jnp.float32
-    return seen
+    return results
 
 
 TORCH_STATE = {"scale": 1024.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2, "_growth_tracker": 1}
@@ -104,7 +104,7 @@ def known_apex(code: Code) -> Any:
     scope["optimizer"] = torch.optim.SGD(model.parameters(), LEARNING_RATE)
     run(code.set_up, scope)
     loss_scale = amp.state_dict()["loss_scaler0"]["loss_scale"]
-    run(code.step, scope)  # makes the master weights
+    run(code.step, scope)  # creates the master weights
     params = {str(param.dtype).removeprefix("torch.") for param in amp.master_params(scope["optimizer"])}
     output = scope["model"](scope["x"])
     return params, str(output.dtype).removeprefix("torch."), loss_scale
@@ -119,7 +119,7 @@ def write_apex(code: Code) -> Any:
 
     scope |= {"loss_fn": loss_fn, "params": variables["params"]}
     model = run(code.set_up, scope)["model"]
-    if not code.step:  # the params are not float32 any more
+    if not code.step:  # the params are no longer float32
         variables = model.init(jax.random.key(0), X)
         scope["params"] = variables["params"]
     assert {str(leaf.dtype) for leaf in jax.tree.leaves(variables["params"]["layers_1"])} == {"float32"}
@@ -173,7 +173,7 @@ def known_accelerate(code: Code) -> Any:
 
     scope = torch_program() | {"Accelerator": Accelerator}
     run(code.set_up, scope)
-    scaled = scope["accelerator"].scaler is not None  # without a GPU it trains in float32, and skips nothing
+    scaled = scope["accelerator"].scaler is not None  # without a GPU, it trains in float32 and skips no step
     batches = [scope["x"] if finite else scope["x"] * float("inf") for finite in FINITE if finite or scaled]
     skipped = [run(code.step, scope | {"x": x})["skipped"] for x in batches]
     assert not scaled or skipped == [not finite for finite in FINITE]
@@ -201,7 +201,7 @@ def write_accelerate(code: Code) -> Any:
 
 
 def either_jmp(code: Code) -> Any:
-    """The objects by themselves, and where jaxmp takes them."""
+    """Use jmp's objects alone, and pass them to jaxmp."""
     scope = run(code.set_up, jax_program())
     policy, loss_scale = scope["policy"], dataclasses.replace(scope["loss_scale"], period=2)
     cast = policy.cast_to_compute({"x": jnp.ones(2), "ids": jnp.arange(2)})
@@ -249,7 +249,7 @@ def write_flax_state(code: Code) -> Any:
 
 
 def in_training(steps: int) -> Scope:
-    """Adam after some steps of plain optax."""
+    """Return a scope in which Adam has taken ``steps`` steps of plain optax."""
     scope = jax_program() | {"tx": optax.adam(0.01)}
     scope["opt_state"] = scope["tx"].init(scope["params"])
     for _ in range(steps):
@@ -307,7 +307,7 @@ def expected_wrapper() -> Any:
 
 
 class Row(NamedTuple):
-    """The packages of the left column, functions that run each column, and the expected result."""
+    """The packages of the left column, a runner per column, and the result."""
 
     needs: tuple[str, ...]
     known: Callable[[Code], Any]
@@ -351,11 +351,14 @@ TABLE = read_page()
 
 
 def runs_here(needs: tuple[str, ...]) -> bool:
-    """Return whether the libraries are installed; Apex's amp, which its newer releases lack, runs on GPUs only."""
+    """Return whether the libraries are installed and can run on this machine.
+
+    Newer releases of Apex have no amp, and amp runs on GPUs only.
+    """
     try:
         if not all(importlib.util.find_spec(name) for name in needs):
             return False
-    except ModuleNotFoundError:  # the package around it is not there
+    except ModuleNotFoundError:  # its parent package is not installed
         return False
     return "apex.amp" not in needs or import_module("torch").cuda.is_available()
 
@@ -367,9 +370,9 @@ def test_every_row_of_the_table_is_run() -> None:
 @pytest.mark.parametrize("name", ROWS)
 def test_what_to_write_does_what_the_table_says(name: str) -> None:
     row, (known, write) = ROWS[name], TABLE[name]
-    with jax.numpy_dtype_promotion("standard"):  # as the reader has it; flax and optax are not strict about dtypes
+    with jax.numpy_dtype_promotion("standard"):  # the reader's default, which flax and optax need
         assert row.write(write) == row.expected()
-        if runs_here(row.needs):  # and what the reader knows does the same
+        if runs_here(row.needs):  # the left column has the same result
             assert row.known(known) == row.expected()
 
 

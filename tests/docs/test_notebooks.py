@@ -1,4 +1,4 @@
-"""Every notebook runs from the first cell to the last, and is stored with the pictures that it draws."""
+"""Every notebook runs, and is stored with the pictures that it draws."""
 
 from __future__ import annotations
 
@@ -60,4 +60,4 @@ def test_a_stored_notebook_is_small_and_names_no_path_of_a_machine():
         assert len(text) < 300_000
         here = (str(ROOT), str(Path.home()), sys.prefix, sys.base_prefix, "site-packages")
         assert not [place for place in here if place in text]
-        assert not re.search(r"[\w-]+/[\w-]+\.py:\d+", text)  # as warnings and tracebacks name a file and a line
+        assert not re.search(r"[\w-]+/[\w-]+\.py:\d+", text)  # warnings and tracebacks name a file and a line

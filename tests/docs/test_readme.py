@@ -1,4 +1,4 @@
-"""The code of the README runs as printed and learns; the first pages stay short, and links lead somewhere."""
+"""The README's code runs and learns; first pages stay short; links work."""
 
 from __future__ import annotations
 
@@ -50,5 +50,5 @@ def test_every_link_between_pages_leads_somewhere():
     ]
     for page in pages:
         for link in re.findall(r"\]\(([^)#\s]+)\)", page.read_text()):
-            found = (page.parent / link).exists() or (ROOT / link).exists()  # the site has a copy of the notebooks
-            assert link.startswith("http") or found, f"{page}: {link}"
+            exists = (page.parent / link).exists() or (ROOT / link).exists()  # the site has a copy of the notebooks
+            assert link.startswith("http") or exists, f"{page}: {link}"

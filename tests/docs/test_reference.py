@@ -1,4 +1,4 @@
-"""Every public name has a docstring, and the site has a page for every public module."""
+"""Every public name has a docstring, and every public module has a page."""
 
 from __future__ import annotations
 

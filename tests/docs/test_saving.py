@@ -1,4 +1,4 @@
-"""The recipe of docs/saving.md runs as printed, and what it says of keys, dtypes and loss scales holds."""
+"""The code of docs/saving.md runs, and its statements about saving are true."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TEXT = (ROOT / "docs" / "saving.md").read_text()
 
 @pytest.fixture(scope="module")
 def scope(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The names of the page, once all of its code has run."""
+    """Run all code of the page, and return its names."""
     scope: dict[str, Any] = {}
     with pytest.MonkeyPatch.context() as patch, jax.numpy_dtype_promotion("standard"):
         patch.chdir(tmp_path_factory.mktemp("saving"))
@@ -56,7 +56,7 @@ def test_the_policy_comes_back_from_its_text(scope):
 
 @dataclasses.dataclass(frozen=True)
 class Named(jaxmp.LossScale):
-    """A loss scale of a user's, with text and a bool in it."""
+    """A user's loss scale that contains text and a bool."""
 
     loss_scale: float
     name: str

@@ -1,4 +1,4 @@
-"""The page on many devices runs as it is written, on four."""
+"""The code of docs/sharding.md runs on several devices."""
 
 from __future__ import annotations
 

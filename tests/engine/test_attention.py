@@ -59,8 +59,8 @@ def test_a_jitted_call_is_traced_separately_inside_and_outside_of_autocast(calls
         (jitted, "float32"),
         (half(jitted), "bfloat16"),
     ):
-        found = str(jax.make_jaxpr(fun)(QUERY))
-        assert ("bf16" in found) == (dtype == "bfloat16")
+        program = str(jax.make_jaxpr(fun)(QUERY))
+        assert ("bf16" in program) == (dtype == "bfloat16")
 
 
 def in_region(q):

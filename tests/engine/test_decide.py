@@ -92,7 +92,7 @@ def test_a_residual_stream_stays_half_and_its_norms_compute_in_float32():
         return layer_norm(x) @ w
 
     streams = [dtype for name, dtype in operations(half(fun), X, W) if name == "add"]
-    # the epsilon of a norm before each of the three sums, and the epsilon of the last norm
+    # The epsilon of a norm precedes each of the three sums. The epsilon of the last norm follows them.
     assert streams == ["float32", "bfloat16"] * 3 + ["float32"]
     assert set(dtypes_of("reduce_sum", half(fun), X, W)) == {"float32"}
     assert set(dtypes_of("sub", half(fun), X, W)) == {"float32"}
@@ -106,8 +106,8 @@ def test_a_stream_after_its_norm_is_half_as_in_a_post_norm_block():
         return x @ w
 
     sums = [dtype for name, dtype in operations(half(fun), X, W) if name == "add"]
-    assert sums.count("bfloat16") == 2 * 3  # two additions in each gelu, and the addition to the stream
-    assert sums.count("float32") == 2  # the epsilons
+    assert sums.count("bfloat16") == 2 * 3  # Two additions in each gelu, and the addition to the stream.
+    assert sums.count("float32") == 2  # The epsilons.
 
 
 def test_a_stream_of_batch_norms_and_activations_is_half():
@@ -121,7 +121,7 @@ def test_a_stream_of_batch_norms_and_activations_is_half():
         return x @ w
 
     assert products(half(fun), X, W) == ["bfloat16"] * 4
-    # each operand of a product was rounded once
+    # Each operand of a product was rounded once.
     casts = [
         (eqn.invars[0].aval.dtype.name, eqn.params["new_dtype"].name)
         for eqn in jax.make_jaxpr(half(fun))(X, W).eqns

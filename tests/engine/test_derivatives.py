@@ -410,7 +410,7 @@ def test_a_jitted_function_inside_and_outside_of_a_rule_has_two_programs(is_rule
 
 
 def test_a_jitted_function_has_a_program_for_each_dtype_of_its_operands():
-    """The derivative of ``clip`` compares float32 operands in the loop, later half ones."""
+    """Differentiate ``clip`` for float32 operands in a loop, and for half ones later."""
     w = normal(2, 8, 8, scale=0.3)
 
     def turns(body, start):

@@ -285,5 +285,6 @@ def test_the_documentation_has_these_tables():
     cells = re.findall(r"^\| ([^|`]+) \| ([^|`]+) \| ([^|`]+) \|$", page, re.MULTILINE)
     tables = {name: (half.split("; "), full.split("; ")) for name, half, full in cells if name in TABLES}
     for name, table in TABLES.items():
-        parts = [[operation for operation, dtype in table.items() if dtype == each] for each in (HALF, FULL)]
-        assert tables[name] == tuple(parts)
+        half = [operation for operation, dtype in table.items() if dtype == HALF]
+        full = [operation for operation, dtype in table.items() if dtype == FULL]
+        assert tables[name] == (half, full)

@@ -1,4 +1,4 @@
-"""Products of weights are float8 under a float8 policy, in each API and transformation."""
+"""Products of weights are float8 under a float8 policy, whatever the API."""
 
 from __future__ import annotations
 
@@ -175,10 +175,10 @@ class TestWhichProducts:
             return jnp.tanh(x[:, :8]) @ small, layer(layer(x, large), large), jnp.tanh(x) @ jnp.tanh(x).T
 
         args = [shape(16, 16), shape(8, 16), shape(16, 16)]
-        found = plan(fun, *args, policy=SMALL)
-        assert found.summary.float8 == {"float8": 2, "no float8: 8 < 16": 1, "no float8: two activations": 1}
+        cast_plan = plan(fun, *args, policy=SMALL)
+        assert cast_plan.summary.float8 == {"float8": 2, "no float8: 8 < 16": 1, "no float8: two activations": 1}
         told = "products in float8: 2 of 4, no float8: 8 < 16 (1), no float8: two activations (1)"
-        assert told in str(found).splitlines() and '"float8": 2' in found.to_json()
+        assert told in str(cast_plan).splitlines() and '"float8": 2' in cast_plan.to_json()
         assert "in float8" not in str(plan(fun, *args)) and plan(fun, *args).summary.float8 == {}
 
     def test_a_float32_region_is_not_float8(self):
@@ -427,13 +427,13 @@ class TestTransformations:
 
     def test_shards_have_one_scale(self):
         mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
-        whole, split = PartitionSpec(), PartitionSpec("data")
+        replicated, split = PartitionSpec(), PartitionSpec("data")
         x = np.asarray(normal(0, 64, 16)) * np.repeat(np.float32([1, 4, 16, 64]), 16)[:, None]
         fun = jaxmp.autocast(mlp, SMALL)
-        mapped = jax.shard_map(fun, mesh=mesh, in_specs=(whole, split), out_specs=split)
+        mapped = jax.shard_map(fun, mesh=mesh, in_specs=(replicated, split), out_specs=split)
         expected = compiled(hand_mlp)(MLP, x)
         np.testing.assert_array_equal(compiled(mapped)(MLP, x), expected)
-        outer = jaxmp.autocast(jax.shard_map(mlp, mesh=mesh, in_specs=(whole, split), out_specs=split), SMALL)
+        outer = jaxmp.autocast(jax.shard_map(mlp, mesh=mesh, in_specs=(replicated, split), out_specs=split), SMALL)
         np.testing.assert_array_equal(compiled(outer)(MLP, x), expected)
         placed = jax.device_put(x, jax.NamedSharding(mesh, split))
         np.testing.assert_array_equal(compiled(fun)(MLP, placed), expected)
@@ -508,7 +508,7 @@ class TestAccumulation:
     def test_a_weight_is_cast_once_per_step_without_changing_a_bit(self, route, remat, monkeypatch):
         loss, params = self.loss_and_params(route)
         tx = jaxmp.loss_scaling(optax.sgd(0.1), jaxmp.NoOpLossScale())
-        x, found, casts = normal(0, 2 * 48, 16), [], []
+        x, outcomes, casts = normal(0, 2 * 48, 16), [], []
         for once in (True, False):
             if not once:
                 monkeypatch.setattr(train_step, "hoisted", lambda fun, *_: fun)
@@ -518,13 +518,13 @@ class TestAccumulation:
             state = jaxmp.TrainState.create(params=params, tx=tx)
             casts.append(casts_to_e4m3(jax.make_jaxpr(step.jitted)(state, x)))
             if route == "flat":
-                found.append(step(state, x))
+                outcomes.append(step(state, x))
         weights = 2 if route == "flat" else 3
         assert casts[0] == {False: weights, True: 0}
         assert casts[1][True] >= weights and casts[1][False] == 0
         if route == "flat":
-            jax.tree.map(np.testing.assert_array_equal, found[0][0].params, found[1][0].params)
-            assert found[0][1]["loss"] == found[1][1]["loss"] and not found[0][1]["skipped"]
+            jax.tree.map(np.testing.assert_array_equal, outcomes[0][0].params, outcomes[1][0].params)
+            assert outcomes[0][1]["loss"] == outcomes[1][1]["loss"] and not outcomes[0][1]["skipped"]
 
 
 def test_the_policy_of_an_inner_autocast_decides_on_float8():
@@ -609,7 +609,7 @@ class TestForTheH200:
     @staticmethod
     @functools.cache
     def compiled(policy):
-        """Compile a train step of a block that is 2048 wide, with a batch of 8 sequences of 2048 tokens."""
+        """Compile a train step of a block of width 2048, for 8 sequences of 2048 tokens."""
         x = shape(16384, 2048, dtype="bfloat16")
         with attention.implementation("cudnn"), jax.numpy_dtype_promotion("standard"):
             params = jax.eval_shape(BlockLoss().init, jax.random.key(0), x)

@@ -71,9 +71,9 @@ def both_gradients(x, w, g, recipe=RECIPE):
 class TestForAnH200:
     @pytest.mark.parametrize("recipe", [RECIPE, Float8(accumulate="fast", gradient="e4m3")], ids=str)
     def test_a_product_with_its_gradients_is_three_float8_calls_and_at_most_16_kernels(self, recipe):
-        found = program(functools.partial(both_gradients, recipe=recipe), shape(T, K), shape(K, N), shape(T, N))
-        assert calls(found) == (3, 3)
-        assert kernels(found) <= 16
+        hlo_program = program(functools.partial(both_gradients, recipe=recipe), shape(T, K), shape(K, N), shape(T, N))
+        assert calls(hlo_program) == (3, 3)
+        assert kernels(hlo_program) <= 16
 
     def test_three_dimensions_and_transposed_weights_are_float8(self):
         def turned(x, w, g):
@@ -108,9 +108,9 @@ class TestForAnH200:
         batch = {"x": placed(jax.ShapeDtypeStruct((4096, 256), jnp.float32)),
                  "g": placed(jax.ShapeDtypeStruct((4096, 512), jnp.float32))}  # fmt: skip
         step = jaxmp.make_train_step(given_gradient, policy=policy, sharding=Sharding(mesh, specs))
-        made = compiling.compiled(step, (state, batch), "h200")
-        assert calls(HloProgram(made.as_text())) == (2, 2)
-        rows = jaxmp.inspect.collectives(made).rows
+        executable = compiling.compiled(step, (state, batch), "h200")
+        assert calls(HloProgram(executable.as_text())) == (2, 2)
+        rows = jaxmp.inspect.collectives(executable).rows
         assert [row.dtype for row in rows if row.kind == "reduce-scatter"] == ["float32"]
         assert [row.dtype for row in rows if row.kind == "all-gather"] == ["bfloat16"]
 
@@ -132,8 +132,8 @@ class TestForAnH200:
 
             return jnp.sum(jax.lax.scan(layer, x, (up, down))[0].astype(jnp.float32))
 
-        found = program(jax.grad(loss, (0, 1, 2)), shape(2048, 1024), shape(3, 1024, 4096), shape(3, 4096, 1024))
-        in_float8, in_all = calls(found)
+        hlo_program = program(jax.grad(loss, (0, 1, 2)), shape(2048, 1024), shape(3, 1024, 4096), shape(3, 4096, 1024))
+        in_float8, in_all = calls(hlo_program)
         assert in_float8 == in_all >= 6
 
     def test_the_scale_that_dequantises_is_the_one_that_quantised(self):

@@ -165,11 +165,11 @@ class TestNumbers:
             assert not np.any(of[0]) and not np.any(of[1])
 
     def test_what_is_not_finite_stays_so(self):
-        whole = {"x": drawn(16, 32), "w": drawn(32, 48, seed=1), "gradient": drawn(16, 48, seed=2)}
+        arrays = {"x": drawn(16, 32), "w": drawn(32, 48, seed=1), "gradient": drawn(16, 48, seed=2)}
         expected = {"x": [False, True, False], "w": [False, False, True], "gradient": [True, False, False]}
-        for where in whole:
+        for where in arrays:
             for bad in (np.nan, np.inf, -np.inf):
-                values = whole | {where: whole[where].at[3, 5].set(bad)}
+                values = arrays | {where: arrays[where].at[3, 5].set(bad)}
                 result, of = with_cotangents(dot, (values["x"], values["w"]), values["gradient"])
                 is_finite = [bool(np.all(np.isfinite(exact(value)))) for value in (result, *of)]
                 assert is_finite == expected[where], (where, bad)
@@ -185,7 +185,7 @@ class TestTransformations:
     def test_the_examples_of_a_vmap_share_a_scale(self, operands):
         _, w, _ = operands
         xs = drawn(3, 48, 64, spread=1.5)
-        whole = by_hand(xs)
+        rounded_xs = by_hand(xs)
         ws = drawn(3, 64, 32, seed=5)
 
         def all_of(xs, w, ws):
@@ -193,7 +193,7 @@ class TestTransformations:
             return jax.vmap(dot, (0, None))(xs, w), jax.vmap(dot)(xs, ws), nested.reshape(3, 48, 32)
 
         for result, wanted in zip(jax.jit(all_of)(xs, w, ws), (by_hand(w), by_hand(ws), by_hand(w)), strict=True):
-            assert off(result, whole @ wanted) < ROUNDED
+            assert off(result, rounded_xs @ wanted) < ROUNDED
 
     def test_gradients_of_a_vmap_and_a_vmap_of_gradients_share_scales(self, operands):
         _, w, _ = operands
@@ -202,8 +202,8 @@ class TestTransformations:
 
         of_all = jax.jit(lambda x, w, g: jax.vjp(jax.vmap(dot, (0, None)), x, w)[1](g)[1])
         assert off(of_all(xs, w, gs), wanted.sum(0)) < 0.02  # XLA's CPU sums some products in bfloat16
-        each = jax.vmap(lambda x, g: jax.vjp(dot, x, w)[1](g)[1])
-        assert off(jax.jit(each)(xs, gs), wanted) < ROUNDED
+        per_example = jax.vmap(lambda x, g: jax.vjp(dot, x, w)[1](g)[1])
+        assert off(jax.jit(per_example)(xs, gs), wanted) < ROUNDED
 
     def test_a_scan_over_layers_equals_a_python_loop(self):
         x, ws = drawn(32, 32), drawn(3, 32, 32, seed=1, spread=0.0) / 8
@@ -287,7 +287,7 @@ class TestTransformations:
 
         def precisions(accumulate):
             fun = functools.partial(loss, recipe=Float8(accumulate=accumulate))
-            programs = [str(jax.make_jaxpr(each)(x, w)) for each in (fun, jax.grad(fun))]
+            programs = [str(jax.make_jaxpr(function)(x, w)) for function in (fun, jax.grad(fun))]
             return [sorted(re.findall(r"precision=\(?\w*\.?(DEFAULT|HIGHEST)", program)) for program in programs]
 
         assert precisions("fast") == [["DEFAULT"], ["DEFAULT", "DEFAULT"]]
@@ -303,7 +303,9 @@ class TestShards:
         wanted = of_both(x, w, g)
         for spec in (P("d"), P(None, "d")):
             specs = spec, P(), P("d")
-            placed = [jax.device_put(each, NamedSharding(mesh, at)) for each, at in zip(operands, specs, strict=True)]
+            placed = [
+                jax.device_put(operand, NamedSharding(mesh, at)) for operand, at in zip(operands, specs, strict=True)
+            ]
             for got, want in zip(of_both(*placed), wanted, strict=True):
                 assert off(got, exact(want)) < ROUNDED
 
@@ -335,7 +337,7 @@ class TestShards:
     def test_a_product_on_a_single_shard_uses_the_scale_of_that_shard(self, kind, check, operands):
         x, w, g = operands
         x = np.asarray(x) * np.repeat(np.asarray([1, 3, 5, 7], x.dtype), 12)[:, None]
-        w, g = (np.pad(each, ((0, 0), (0, 32))) for each in (w, g))
+        w, g = (np.pad(operand, ((0, 0), (0, 32))) for operand in (w, g))
         mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
 
         @functools.partial(jax.shard_map, mesh=mesh, in_specs=(P("d"), P()), out_specs=P("d"), check_vma=check)
@@ -368,7 +370,7 @@ class TestShards:
         x, w, g = operands
         mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Explicit,))
         with jax.set_mesh(mesh):
-            placed = [jax.device_put(each, spec) for each, spec in ((x, P("d")), (w, P()), (g, P("d")))]
+            placed = [jax.device_put(operand, spec) for operand, spec in ((x, P("d")), (w, P()), (g, P("d")))]
             y, (dx, _) = with_cotangents(dot, placed[:2], placed[2])
             assert jax.typeof(y).sharding.spec == P("d", None)
             assert off(dx, by_hand(g, E5M2) @ by_hand(w).T) < ROUNDED
@@ -394,7 +396,9 @@ class TestTrainSteps:
         mesh, specs = jax.make_mesh((4,), ("fsdp",), axis_types=(kind,)), {"w": P(None, "fsdp")}
         # Each device alone would have a different scale.
         sizes = np.repeat(np.array([1.0, 3.0, 11.0, 50.0], np.float32), 12)[:, None]
-        x, g = (np.asarray((each * sizes).astype(jnp.bfloat16), np.float32) for each in map(np.float32, operands[::2]))
+        x, g = (
+            np.asarray((operand * sizes).astype(jnp.bfloat16), np.float32) for operand in map(np.float32, operands[::2])
+        )
         tx = jaxmp.loss_scaling(optax.sgd(1.0), jaxmp.NoOpLossScale())
         state = jaxmp.TrainState.create_sharded(lambda: {"w": jnp.zeros((32, 64))}, tx, Sharding(mesh, specs))
         policy = SMALL.format(weight_gradient)

@@ -53,9 +53,9 @@ def test_flops_in_a_scan_count_each_trip():
     def fun(w, x):
         return lax.scan(lambda x, _: (lax.scan(lambda x, _: (x @ w, None), x, None, 3)[0], None), x, None, 5)[0]
 
-    found = plan(fun, shape(4, 4), shape(2, 4))
-    assert found.summary.flops == found.summary.half_flops == 3 * 5 * 2 * 2 * 4 * 4
-    assert found.summary.half_share == 1
+    cast_plan = plan(fun, shape(4, 4), shape(2, 4))
+    assert cast_plan.summary.flops == cast_plan.summary.half_flops == 3 * 5 * 2 * 2 * 4 * 4
+    assert cast_plan.summary.half_share == 1
 
 
 def test_flops_of_complex_numbers_are_not_half():
@@ -64,6 +64,6 @@ def test_flops_of_complex_numbers_are_not_half():
 
 
 def test_operations_without_a_formula_are_listed():
-    found = plan(lambda x: jnp.linalg.cholesky(x @ x.T), shape(4, 4))
-    assert found.summary.uncounted == ("cholesky",)
-    assert "FLOPs not counted: cholesky" in str(found)
+    cast_plan = plan(lambda x: jnp.linalg.cholesky(x @ x.T), shape(4, 4))
+    assert cast_plan.summary.uncounted == ("cholesky",)
+    assert "FLOPs not counted: cholesky" in str(cast_plan)

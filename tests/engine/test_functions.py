@@ -65,7 +65,7 @@ def floats(leaves: list[Any]) -> list[Any]:
     return [leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating)]
 
 
-def others(leaves: list[Any]) -> list[list[Any]]:
+def integers(leaves: list[Any]) -> list[list[Any]]:
     return [leaf.tolist() for leaf in leaves if not jnp.issubdtype(leaf.dtype, jnp.floating)]
 
 
@@ -83,10 +83,10 @@ def test_errors_between_two_products_stay_within_the_table(part: str) -> None:
     wrong = []
     for case, half, got in in_half(between_products, table(part).values()):
         want, allowed = reference(part)[case.name], case.tolerance
-        found = error(got, want, half, allowed.of)
-        if not found <= allowed.ulps:
-            wrong.append(f"{case.name} in {half.__name__}: {found:.3g} ulp, {allowed.ulps} allowed")
-        if {leaf.dtype.name for leaf in floats(got)} > {"float32"} or others(got) != others(want):
+        largest_error = error(got, want, half, allowed.of)
+        if not largest_error <= allowed.ulps:
+            wrong.append(f"{case.name} in {half.__name__}: {largest_error:.3g} ulp, {allowed.ulps} allowed")
+        if {leaf.dtype.name for leaf in floats(got)} > {"float32"} or integers(got) != integers(want):
             wrong.append(f"{case.name} in {half.__name__}: other dtypes or other integers")
     assert not wrong, "\n".join(wrong)
 
@@ -114,9 +114,9 @@ RETURNED = ("softmaxes", "optax_losses")
 def test_results_that_no_product_reads_have_float32_accuracy(part: str) -> None:
     wrong = []
     for case, half, got in in_half(after_a_product, (case for case, _ in without_a_product(part).values())):
-        found = error(got, reference(part)[case.name], np.float32, "largest")
-        if not found <= FLOAT32_ULPS:
-            wrong.append(f"{case.name} in {half.__name__}: {found:.3g} ulp of float32")
+        largest_error = error(got, reference(part)[case.name], np.float32, "largest")
+        if not largest_error <= FLOAT32_ULPS:
+            wrong.append(f"{case.name} in {half.__name__}: {largest_error:.3g} ulp of float32")
     assert not wrong, "\n".join(wrong)
 
 
@@ -143,9 +143,11 @@ def test_gradients_between_two_products_match_float64(part: str) -> None:
             for leaves in (got, want[case.name])
         )
         cosine = a @ b / (np.linalg.norm(a) * np.linalg.norm(b))
-        found = np.abs(a - b).max() / np.abs(b).max() / float(jnp.finfo(half).eps)
-        if not (cosine >= GRADIENT_COSINE[half] and found <= GRADIENT_EPSILONS):
-            wrong.append(f"{case.name} in {half.__name__}: cosine {cosine:.7f}, {found:.3g} epsilons of the largest")
+        largest_error = np.abs(a - b).max() / np.abs(b).max() / float(jnp.finfo(half).eps)
+        if not (cosine >= GRADIENT_COSINE[half] and largest_error <= GRADIENT_EPSILONS):
+            wrong.append(
+                f"{case.name} in {half.__name__}: cosine {cosine:.7f}, {largest_error:.3g} epsilons of the largest"
+            )
     assert not wrong, "\n".join(wrong)
 
 

@@ -106,7 +106,8 @@ def wrong_params(got: Any, true: Any, half: str) -> set[str]:
 # --- half_sums finds the half sums of gradients -----------------------------------------------------------------------
 
 
-def found(fun: Any, *args: Any, least: int = 257) -> list[tuple[str, str, float]]:
+def sums_of(fun: Any, *args: Any, least: int = 257) -> list[tuple[str, str, float]]:
+    """Return the half sums in the gradient of ``fun``, without their scopes."""
     return [row[:3] for row in half_sums(jax.make_jaxpr(jax.grad(fun))(*args), least)]
 
 
@@ -124,9 +125,9 @@ def test_half_sums_finds_the_sums_of_flax_with_half_dtypes():
     for name, sums in BY_HAND.items():
         _, half = half_of_case(name, "apply_policy")
         apply, *arguments = CASES[name](dtype=half)
-        assert found(loss(apply), *arguments) == [(primitive, half, terms) for primitive, terms in sums], name
+        assert sums_of(loss(apply), *arguments) == [(primitive, half, terms) for primitive, terms in sums], name
         apply, *arguments = CASES[name]()
-        assert found(loss(apply), *arguments) == [], name
+        assert sums_of(loss(apply), *arguments) == [], name
 
 
 def in_half(x: Any) -> Any:
@@ -151,8 +152,9 @@ TURNS = {
 def test_half_sums_finds_a_weight_that_is_cast_before_a_loop():
     xs = jnp.zeros((300, 2, 4), jnp.bfloat16)
     for name, turn in TURNS.items():
-        assert found(lambda w, turn=turn: in_a_loop(w, xs, True, turn), jnp.eye(4)) == [("scan", "bfloat16", 300)], name
-        assert found(lambda w, turn=turn: in_a_loop(w, xs, False, turn), jnp.eye(4)) == [], name
+        cast_outside = sums_of(lambda w, turn=turn: in_a_loop(w, xs, True, turn), jnp.eye(4))
+        assert cast_outside == [("scan", "bfloat16", 300)], name
+        assert sums_of(lambda w, turn=turn: in_a_loop(w, xs, False, turn), jnp.eye(4)) == [], name
 
 
 def test_half_sums_ignores_residual_streams():
@@ -161,8 +163,9 @@ def test_half_sums_ignores_residual_streams():
         return jnp.sum(lax.scan(lambda x, _: (body(x), None), x, None, 300)[0].astype(w.dtype))
 
     for body in (lambda x: x + jnp.tanh(x), jax.checkpoint(lambda x: x + jnp.tanh(x)), lambda x: 2 * x + jnp.sin(x)):
-        assert found(lambda w, body=body: streamed(w, body), jnp.ones(4)) == []
-        assert found(lambda w, body=body: streamed(in_half(w), body), jnp.ones(4)) == [("reduce_sum", "bfloat16", 300)]
+        assert sums_of(lambda w, body=body: streamed(w, body), jnp.ones(4)) == []
+        cast_before = sums_of(lambda w, body=body: streamed(in_half(w), body), jnp.ones(4))
+        assert cast_before == [("reduce_sum", "bfloat16", 300)]
 
 
 def test_half_sums_looks_through_moves_casts_branches_and_rules():
@@ -173,16 +176,16 @@ def test_half_sums_looks_through_moves_casts_branches_and_rules():
     def repeat(w):
         return jnp.sin(jnp.broadcast_to(w, (300, 4)))
 
-    w, one = jnp.ones(4), [("reduce_sum", "bfloat16", 300)]
-    assert found(lambda w: used(w, lambda w: repeat(w[::-1].reshape(2, 2).T.reshape(4))), w) == one
-    assert found(lambda w: used(w, lambda w: repeat(w.astype(jnp.float32).astype(jnp.bfloat16))), w) == one
-    assert found(lambda w: used(w, lambda w: lax.cond(w[0] > 0, repeat, lambda w: 2 * repeat(w), w)), w) == one
-    assert found(lambda w: used(w, lambda w: zoo.doubled(repeat(w))), w) == one
-    assert found(lambda w: used(w, lambda w: repeat(w) * -0.5), w) == one
-    assert found(lambda w: used(w, lambda w: jnp.sin(jnp.cumsum(jnp.pad(w, (0, 300))))), w)[0][0] == "cumsum"
-    assert found(lambda w: used(w, jnp.sin, 270), w) == [("add_any", "bfloat16", 270)]
-    assert found(lambda w: used(w, jnp.sin, 200), w) == []
-    assert found(lambda w: used(w, jnp.sin, 200), w, least=2) == [("add_any", "bfloat16", 200)]
+    w, expected = jnp.ones(4), [("reduce_sum", "bfloat16", 300)]
+    assert sums_of(lambda w: used(w, lambda w: repeat(w[::-1].reshape(2, 2).T.reshape(4))), w) == expected
+    assert sums_of(lambda w: used(w, lambda w: repeat(w.astype(jnp.float32).astype(jnp.bfloat16))), w) == expected
+    assert sums_of(lambda w: used(w, lambda w: lax.cond(w[0] > 0, repeat, lambda w: 2 * repeat(w), w)), w) == expected
+    assert sums_of(lambda w: used(w, lambda w: zoo.doubled(repeat(w))), w) == expected
+    assert sums_of(lambda w: used(w, lambda w: repeat(w) * -0.5), w) == expected
+    assert sums_of(lambda w: used(w, lambda w: jnp.sin(jnp.cumsum(jnp.pad(w, (0, 300))))), w)[0][0] == "cumsum"
+    assert sums_of(lambda w: used(w, jnp.sin, 270), w) == [("add_any", "bfloat16", 270)]
+    assert sums_of(lambda w: used(w, jnp.sin, 200), w) == []
+    assert sums_of(lambda w: used(w, jnp.sin, 200), w, least=2) == [("add_any", "bfloat16", 200)]
 
 
 def test_half_sums_names_an_operation_that_it_does_not_know():
@@ -431,7 +434,8 @@ DERIVATIVES = {
 
 @pytest.mark.parametrize(("name", "half"), halves_in_turn(DERIVATIVES))
 def test_per_example_derivatives_have_float32_gradient_sums(name, half):
-    def fun(p, x):  # a network whose value and derivatives the loss reads at each point, as for a differential equation
+    # The loss reads the network's value and derivatives at each point, as for a differential equation.
+    def fun(p, x):
         return jnp.mean(jnp.tanh(jnp.tanh(x @ p["w"] + p["v"]) @ p["w"] + p["v"] @ p["w"]) @ p["w"])
 
     def gradient(fun):
@@ -448,7 +452,7 @@ def test_per_example_derivatives_have_float32_gradient_sums(name, half):
     args = params, jnp.asarray(rng.uniform(size=(64, 64, 8)), jnp.float32)
     program = gradient(jaxmp.autocast(fun, f"mixed_{half}"))
     assert not half_sums(jax.make_jaxpr(program)(*args))
-    if name == "of the second order":  # compiles slowly, and the sums were checked above
+    if name == "of the second order":  # It compiles slowly, and the sums were checked above.
         return
     true = compiled(gradient(fun))(*args)
     assert not wrong_params(compiled(program)(*args), true, half)

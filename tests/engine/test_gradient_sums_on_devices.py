@@ -1,4 +1,4 @@
-"""Gradients of shared params in a ``shard_map`` are summed over devices in float32."""
+"""Gradients of shared params are summed over devices in float32."""
 
 from __future__ import annotations
 

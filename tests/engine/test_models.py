@@ -1,4 +1,4 @@
-"""Models of Flax, Haiku and Optax compute in half under autocast, and match float32."""
+"""Models of Flax, Haiku and Optax under autocast match float32."""
 
 from __future__ import annotations
 

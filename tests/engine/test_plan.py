@@ -31,23 +31,23 @@ def test_the_rows_of_an_mlp_with_a_softmax():
         ("", "div", "widest", (full, full), full, "softmax: follows float32: exp", 8, 0),
     ]
     keys = ("path", "primitive", "cls", "operands", "result", "why", "flops", "cast_bytes")
-    found = [tuple(getattr(row, key) for key in keys) for row in rows(mlp, *MLP)]
-    assert [row[1] for row in found] == [row[1] for row in expected]
+    actual = [tuple(getattr(row, key) for key in keys) for row in rows(mlp, *MLP)]
+    assert [row[1] for row in actual] == [row[1] for row in expected]
     for number, row in enumerate(expected):
-        assert found[number] == row
+        assert actual[number] == row
 
 
 def test_a_flax_layer_norm_is_a_normalisation_at_its_path():
     model = linen.Sequential([linen.Dense(8, use_bias=False), linen.LayerNorm(), linen.Dense(8, use_bias=False)])
     params = jax.eval_shape(model.init, jax.random.key(0), shape(4, 8))
-    found = rows(model.apply, params, shape(4, 8))
-    products = [row for row in found if row.primitive == "dot_general"]
+    plan_rows = rows(model.apply, params, shape(4, 8))
+    products = [row for row in plan_rows if row.primitive == "dot_general"]
     assert [row.path.rpartition("/")[2] for row in products] == ["layers_0", "layers_2"]
     assert all(row.result == "bfloat16" for row in products)
-    (root,) = (row for row in found if row.primitive == "rsqrt")
+    (root,) = (row for row in plan_rows if row.primitive == "rsqrt")
     assert root.path.endswith("layers_1") and root.operands == ("float32",)
     assert root.why == "normalisation: pointwise is float32"
-    assert all(row.result == "float32" for row in found if row.primitive == "reduce_sum")
+    assert all(row.result == "float32" for row in plan_rows if row.primitive == "reduce_sum")
 
 
 def test_sources_are_lines_of_the_users_files():
@@ -75,9 +75,9 @@ def test_reasons_name_the_rule_or_neighbour():
         scaled = y * lax.broadcast_in_dim(root, (4, 4), (0,))
         return (scaled @ w + g) * g, lax.exp(masked), g * g
 
-    found = rows(fun, shape(4, 4), shape(4, 4), shape(4, 4), shape(4, 4, dtype=bool), policy="mixed_float16")
+    plan_rows = rows(fun, shape(4, 4), shape(4, 4), shape(4, 4), shape(4, 4, dtype=bool), policy="mixed_float16")
     why = collections.defaultdict(list)
-    for row in found:
+    for row in plan_rows:
         why[row.primitive].append(row.why)
     assert why["select_n"] == ["a constant beyond float16's largest number"]
     after = ["follows float32: broadcast_in_dim", "leads to no product", "no product before it"]
@@ -95,12 +95,12 @@ def test_rows_of_a_body_follow_the_row_of_its_equation():
 
         return lax.scan(step, (x, 0.0), None, length=5)
 
-    found = rows(fun, shape(4, 4), shape(4, 4))
+    plan_rows = rows(fun, shape(4, 4), shape(4, 4))
     scan, cond, product = (
-        next(row for row in found if row.primitive == name) for name in ("scan", "cond", "dot_general")
+        next(row for row in plan_rows if row.primitive == name) for name in ("scan", "cond", "dot_general")
     )
     assert (scan.cls, scan.depth, cond.depth, product.depth) == ("recurse", 0, 1, 2)
-    assert found.index(scan) < found.index(cond) < found.index(product)
+    assert plan_rows.index(scan) < plan_rows.index(cond) < plan_rows.index(product)
     assert scan.result == "float32, float32, float32" and "5 trips" in scan.why
     assert "a state in float32" in scan.why
     assert product.flops == 5 * 2 * 4 * 4 * 4
@@ -110,10 +110,10 @@ def test_a_while_loop_counts_one_trip():
     def fun(w, x):
         return lax.while_loop(lambda x: x[0, 0] < 9, lambda x: x @ w, x)
 
-    found = plan(fun, shape(4, 4), shape(4, 4))
-    assert found.summary.product_flops == 2 * 4 * 4 * 4
-    assert found.summary.unknown_trips == 1
-    assert "loops of unknown trips, counted as one trip each: 1" in str(found)
+    cast_plan = plan(fun, shape(4, 4), shape(4, 4))
+    assert cast_plan.summary.product_flops == 2 * 4 * 4 * 4
+    assert cast_plan.summary.unknown_trips == 1
+    assert "loops of unknown trips, counted as one trip each: 1" in str(cast_plan)
 
 
 def test_a_plan_shows_the_value_of_a_function_with_a_custom_rule():
@@ -123,29 +123,29 @@ def test_a_plan_shows_the_value_of_a_function_with_a_custom_rule():
 
 
 def test_a_plan_without_products_says_so():
-    found = plan(lambda x: jnp.sum(lax.exp(x)) + 1, shape(8))
-    assert {row.why for row in found.rows} == {"no product in half: nothing changes"}
-    assert (found.summary.changes, found.summary.casts, found.summary.half_flops) == (False, 0, 0)
-    assert str(found).endswith("no product in half: nothing changes")
+    cast_plan = plan(lambda x: jnp.sum(lax.exp(x)) + 1, shape(8))
+    assert {row.why for row in cast_plan.rows} == {"no product in half: nothing changes"}
+    assert (cast_plan.summary.changes, cast_plan.summary.casts, cast_plan.summary.half_flops) == (False, 0, 0)
+    assert str(cast_plan).endswith("no product in half: nothing changes")
     text = str(plan(lambda x: x, shape(8)))
     assert "operations: none\nFLOPs: 0, 0.0 % in half precision\n" in text
 
 
 def test_a_model_under_a_policy_has_no_further_product_and_nothing_unknown():
     model = jaxmp.nnx.apply_policy(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), "mixed_bfloat16")
-    found = plan(lambda x: model(x).sum(), shape(4, 8))
-    assert (found.summary.unknown, found.summary.uncounted) == ((), ())
-    assert str(found).endswith("no further product in half: nothing changes")
+    cast_plan = plan(lambda x: model(x).sum(), shape(4, 8))
+    assert (cast_plan.summary.unknown, cast_plan.summary.uncounted) == ((), ())
+    assert str(cast_plan).endswith("no further product in half: nothing changes")
 
 
 def test_a_plan_shows_the_decisions_of_an_inner_autocast():
     inner = jaxmp.autocast(lambda x, w: lax.scan(lambda x, _: (x @ w, None), x, None, length=3)[0], "mixed_float16")
-    found = plan(lambda x, w: inner(x, w) @ w, shape(4, 4), shape(4, 4))
-    products = [row for row in found.rows if row.primitive == "dot_general"]
+    cast_plan = plan(lambda x, w: inner(x, w) @ w, shape(4, 4), shape(4, 4))
+    products = [row for row in cast_plan.rows if row.primitive == "dot_general"]
     assert [row.operands[0] for row in products] == ["float16", "bfloat16"]
     assert products[0].why == "decided by the autocast inside"
     assert [row.flops for row in products] == [3 * 128, 128]
-    assert found.summary.half_product_flops == found.summary.product_flops == 4 * 128
+    assert cast_plan.summary.half_product_flops == cast_plan.summary.product_flops == 4 * 128
 
 
 def test_an_unknown_primitive_is_reported():
@@ -153,8 +153,8 @@ def test_an_unknown_primitive_is_reported():
 
     mystery = Primitive("mystery")
     mystery.def_abstract_eval(lambda x: x)
-    found = plan(lambda x, w: mystery.bind(x @ w), shape(4, 4), shape(4, 4))
-    assert found.rows[1].cls == "unknown" and found.rows[1].operands == ("float32",)
-    assert found.rows[1].why == "an unknown primitive keeps its dtypes"
-    assert (found.summary.unknown, found.summary.uncounted) == (("mystery",), ("mystery",))
-    assert "unknown primitives, which keep their dtypes: mystery" in str(found)
+    cast_plan = plan(lambda x, w: mystery.bind(x @ w), shape(4, 4), shape(4, 4))
+    assert cast_plan.rows[1].cls == "unknown" and cast_plan.rows[1].operands == ("float32",)
+    assert cast_plan.rows[1].why == "an unknown primitive keeps its dtypes"
+    assert (cast_plan.summary.unknown, cast_plan.summary.uncounted) == (("mystery",), ("mystery",))
+    assert "unknown primitives, which keep their dtypes: mystery" in str(cast_plan)

@@ -143,10 +143,10 @@ def emitted(fun, policy, args):
     return collections.Counter(row for row in operations if "float" in str(row)), casts
 
 
-def casts_by_author(fun, args, found):
+def casts_by_author(fun, args, cast_plan):
     """Return the bytes of the author's casts that are not postponed."""
     written = [leaf for leaf in leaves(jax.make_jaxpr(fun)(*args)) if leaf[0].primitive.name == "convert_element_type"]
-    shown = [row for row in found.rows if row.primitive == "convert_element_type"]
+    shown = [row for row in cast_plan.rows if row.primitive == "convert_element_type"]
     return [
         eqn.outvars[0].aval.size * jnp.dtype(row.result).itemsize * trips
         for (eqn, trips), row in zip(written, shown, strict=True)
@@ -158,10 +158,10 @@ def casts_by_author(fun, args, found):
 def test_the_plan_matches_the_emitted_program(name, policy):
     args = ARGS.get(name, (shape(4, 8), shape(8, 8)))
     operations, casts = emitted(FUNCTIONS[name], policy, args)
-    found = plan(FUNCTIONS[name], *args, policy=policy)
+    cast_plan = plan(FUNCTIONS[name], *args, policy=policy)
     half = {"mixed_bfloat16": "bfloat16", "float16": "float16"}[policy]
     said = collections.Counter()
-    for row in found.rows:
+    for row in cast_plan.rows:
         if row.cls != "recurse" and row.primitive != "convert_element_type":
             result = row.result
             if "rounded once" in row.why:  # autocast emits the rounding as a separate cast
@@ -170,9 +170,9 @@ def test_the_plan_matches_the_emitted_program(name, policy):
             if "float" in f"{row.operands} {result}":
                 said[row.primitive, row.operands, tuple(result.split(", "))] += 1
     assert said == operations
-    by_author = casts_by_author(FUNCTIONS[name], args, found)
-    assert found.summary.casts == len(casts) - len(by_author)
-    assert found.summary.cast_bytes == sum(casts) - sum(by_author)
+    by_author = casts_by_author(FUNCTIONS[name], args, cast_plan)
+    assert cast_plan.summary.casts == len(casts) - len(by_author)
+    assert cast_plan.summary.cast_bytes == sum(casts) - sum(by_author)
 
 
 def test_casts_count_the_bytes_they_write_and_shared_casts_count_once():
@@ -202,9 +202,9 @@ def test_a_postponed_cast_counts_for_its_readers():
         half = w.astype("bfloat16")
         return (x @ half.astype("float32") @ w, half[0], half[1])
 
-    found = rows(fun, shape(4, 8), shape(8, 8))
-    assert (found[0].operands, found[0].result, found[0].casts) == (("float32",), "float32", 0)
-    assert found[0].why == "put off to each operation that reads it"
+    plan_rows = rows(fun, shape(4, 8), shape(8, 8))
+    assert (plan_rows[0].operands, plan_rows[0].result, plan_rows[0].casts) == (("float32",), "float32", 0)
+    assert plan_rows[0].why == "put off to each operation that reads it"
     assert plan(fun, shape(4, 8), shape(8, 8)).summary.casts == 7  # the widened value; x and w; w; three results
 
 
@@ -236,8 +236,8 @@ PATTERNS = {
 
 
 def test_a_plan_names_float32_patterns():
-    found = {name: plan(fun, shape(4, 8), shape(8, 8)).summary.groups for name, fun in PATTERNS.items()}
-    assert found == {name: {name: 1} for name in PATTERNS}
+    groups = {name: plan(fun, shape(4, 8), shape(8, 8)).summary.groups for name, fun in PATTERNS.items()}
+    assert groups == {name: {name: 1} for name in PATTERNS}
 
 
 def test_the_documentation_names_all_patterns():

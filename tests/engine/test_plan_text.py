@@ -26,9 +26,9 @@ pytestmark = pytest.mark.once
 
 
 def test_the_text_of_a_transformer_block_equals_the_stored_text():
-    found = plan(plan_block.loss, *plan_block.example(), overrides={"**/head": "float32"})
-    assert f"{found}\n" == (TOOLS / "plan_block.txt").read_text()
-    assert not re.search(r"0x[0-9a-f]+|\s/\w", str(found))  # no id, no absolute path
+    cast_plan = plan(plan_block.loss, *plan_block.example(), overrides={"**/head": "float32"})
+    assert f"{cast_plan}\n" == (TOOLS / "plan_block.txt").read_text()
+    assert not re.search(r"0x[0-9a-f]+|\s/\w", str(cast_plan))  # no id, no absolute path
 
 
 @pytest.mark.slow("starts a process")
@@ -54,23 +54,23 @@ def test_one_change_of_precision_changes_its_line_and_the_totals():
 
 
 def test_json_has_all_data_of_the_plan():
-    found = plan(looped, shape(4, 8), shape(8, 8))
-    read = json.loads(found.to_json())
+    cast_plan = plan(looped, shape(4, 8), shape(8, 8))
+    read = json.loads(cast_plan.to_json())
     assert set(read) == {"policy", "overrides", "rows", "summary"}
     restored = [
         PlanRow(**{**row, "operands": tuple(row["operands"]), "reads": tuple(row["reads"])}) for row in read["rows"]
     ]
-    assert tuple(restored) == found.rows
-    assert read["summary"] == json.loads(json.dumps(vars(found.summary)))
+    assert tuple(restored) == cast_plan.rows
+    assert read["summary"] == json.loads(json.dumps(vars(cast_plan.summary)))
     assert read["policy"] == str(jaxmp.get_policy("mixed_bfloat16"))
 
 
 def test_rich_prints_a_table_with_every_row_and_the_totals():
-    found = plan(mlp, *MLP)
+    cast_plan = plan(mlp, *MLP)
     console = Console(width=200, record=True, file=io.StringIO())
-    console.print(found)
+    console.print(cast_plan)
     text = console.export_text()
-    assert all(row.primitive in text for row in found.rows)
+    assert all(row.primitive in text for row in cast_plan.rows)
     assert "groups in float32: 1 softmax" in text and "softmax: pointwise is float32" in text
 
 
@@ -79,8 +79,8 @@ def test_rich_prints_a_table_with_every_row_and_the_totals():
 
 def test_nothing_is_executed():
     huge = shape(1 << 20, 1 << 20)  # 4 TB
-    found = plan(lambda x: x @ x, huge)
-    assert found.summary.product_flops == 2 * 2**60
+    cast_plan = plan(lambda x: x @ x, huge)
+    assert cast_plan.summary.product_flops == 2 * 2**60
 
 
 def test_a_plan_takes_arrays_python_values_and_keywords():
@@ -88,8 +88,8 @@ def test_a_plan_takes_arrays_python_values_and_keywords():
         assert transpose is True and name == "w"
         return x @ w.T
 
-    found = jaxmp.cast_plan(fun, "mixed_float16")(np.ones((2, 3), np.float32), True, w=jnp.ones((4, 3)), name="w")
-    assert found.rows[-1].operands == ("float16", "float16")
+    cast_plan = jaxmp.cast_plan(fun, "mixed_float16")(np.ones((2, 3), np.float32), True, w=jnp.ones((4, 3)), name="w")
+    assert cast_plan.rows[-1].operands == ("float16", "float16")
 
 
 def test_a_plan_gives_overrides_and_regions_as_reasons():
@@ -99,11 +99,11 @@ def test_a_plan_gives_overrides_and_regions_as_reasons():
         with jaxmp.precision("float32"):
             return y @ w
 
-    found = plan(fun, shape(4, 8), shape(8, 8), overrides={"primitive:exp": "half"})
-    exp, last = found.rows[1:]
+    cast_plan = plan(fun, shape(4, 8), shape(8, 8), overrides={"primitive:exp": "half"})
+    exp, last = cast_plan.rows[1:]
     assert (exp.path, exp.operands, exp.why) == ("a", ("bfloat16",), "override 'primitive:exp'")
     assert (last.path, last.operands, last.why) == ("", ("float32",) * 2, "region jaxmp.precision('float32')")
-    assert "override 'primitive:exp': half" in str(found)
+    assert "override 'primitive:exp': half" in str(cast_plan)
 
 
 def test_errors_are_those_of_autocast():

@@ -15,7 +15,7 @@ END, MOST = 5.0, 256
 
 
 def gradient_errors(loss, policy, params):
-    """Return the relative errors of two gradients: autocast's, and with half products.
+    """Return the relative errors of two gradients: autocast's and half products'.
 
     The exact gradient is that of float32. With half products, all other operations are float32.
     """

@@ -1,4 +1,4 @@
-"""jaxmp.jmp against the real jmp: one surface, the same numbers, and each of jmp's defects shown in jmp and mended."""
+"""jaxmp.jmp has jmp's names and numbers, and mends jmp's defects."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TRUE, FALSE = jnp.bool_(True), jnp.bool_(False)
 
 @pytest.fixture
 def jmps_promotion():
-    """Allow the promotions of jmp itself: it multiplies int32 by bool and float16 by float32."""
+    """Allow dtype promotion, because jmp multiplies arrays of different dtypes."""
     with jax.numpy_dtype_promotion("standard"):
         yield
 
@@ -70,7 +70,7 @@ def test_a_string_means_what_it_means_to_jmp_and_is_written_as_jmp_writes_it():
         ours, theirs = jmp.get_policy(text), real.get_policy(text)
         assert dtypes(ours) == dtypes(theirs)
         assert str(ours) == str(theirs)
-        assert ours.matmul_precision is None  # jaxmp.get_policy's float32 is true float32, jmp's is JAX's own
+        assert ours.matmul_precision is None  # jaxmp.get_policy sets a precision for float32, jmp does not
         assert type(ours) is jmp.Policy
         for read in (jmp.get_policy(str(ours)), jaxmp.get_policy(str(ours))):
             assert dtypes(read) == dtypes(ours)
@@ -79,15 +79,15 @@ def test_a_string_means_what_it_means_to_jmp_and_is_written_as_jmp_writes_it():
 
 
 def test_what_jmp_cannot_read_is_refused_as_jmp_does_and_with_what_can_be_read():
-    for text, said in (
+    for text, phrase in (
         ("mixed_float16", "Unknown dtype 'mixed_float16'"),
         ("", "Unknown dtype ''"),
         ("c=f17", "Unknown dtype 'f17'"),
         ("z=f16", "Unknown key 'z'"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=phrase):
             real.get_policy(text)
-        with pytest.raises(ValueError, match=f"{said}.*known (names|keys), nearest first: "):
+        with pytest.raises(ValueError, match=f"{phrase}.*known (names|keys), nearest first: "):
             jmp.get_policy(text)
     with pytest.raises(ValueError, match=r"A policy of jmp has no rules, got 'c=f16; a -> f32'; use jaxmp\.get_policy"):
         jmp.get_policy("c=f16; a -> f32")
@@ -171,7 +171,7 @@ def follow(scale: Any, flags: jax.Array) -> Any:
 
 
 def training(module: Any, policy: str, scale: Any, steps: int = 12) -> Any:
-    """A training step as jmp's users write it, with an input that overflows float16 now and then."""
+    """Train as jmp's users do; every fifth input overflows float16."""
     policy = module.get_policy(policy)
 
     @jax.jit
@@ -210,15 +210,15 @@ def test_a_step_written_for_jmp_gives_the_same_bits(kind, jmps_promotion):
 
 def test_loss_scales_are_kept_whole():
     for scale in (jmp.StaticLossScale(3), jmp.DynamicLossScale(2.0**70, 3, 7, 4, 0.5)):
-        for kept in (
+        for copied in (
             pickle.loads(pickle.dumps(scale)),
             copy.deepcopy(scale),
             dataclasses.replace(scale),
             flax.serialization.from_state_dict(scale, flax.serialization.to_state_dict(scale)),
             jax.jit(lambda scale: scale)(scale),
         ):
-            assert kept == scale and type(kept) is type(scale)
-            assert jax.tree.structure(kept) == jax.tree.structure(scale)
+            assert copied == scale and type(copied) is type(scale)
+            assert jax.tree.structure(copied) == jax.tree.structure(scale)
 
 
 def test_selection_asks_for_a_boolean_scalar_and_says_what_came():
@@ -315,7 +315,12 @@ def test_a_static_scale_of_zero_can_be_made_but_not_used():
     for zero in (0, 0.0, np.float32(0), jnp.float32(0)):
         scale = jmp.StaticLossScale(zero)
         assert not jax.tree.leaves(scale)
-        for use in (scale.scale, scale.unscale, jax.jit(scale.scale), lambda x, own=scale: as_loss_scale(own).scale(x)):
+        for use in (
+            scale.scale,
+            scale.unscale,
+            jax.jit(scale.scale),
+            lambda x, scale=scale: as_loss_scale(scale).scale(x),
+        ):
             with pytest.raises(ValueError, match=r"loss_scale must be positive and finite.*, got 0"):
                 use(jnp.ones(2))
     with pytest.raises(ZeroDivisionError):
@@ -334,6 +339,6 @@ def test_any_other_scale_that_is_none_is_refused():
 
 def test_integer_arrays_are_warned_about_at_the_callers_line_as_in_jmp():
     for module in (real, jmp):
-        with pytest.warns(UserWarning, match="Expected floating type for loss_scale, got int32") as seen:
+        with pytest.warns(UserWarning, match="Expected floating type for loss_scale, got int32") as caught:
             module.DynamicLossScale(jnp.int32(2))
-    assert seen[0].filename == __file__
+    assert caught[0].filename == __file__

@@ -1,4 +1,4 @@
-"""Objects of the real jmp where jaxmp takes its own, and jaxmp's where Haiku and other users of jmp take jmp's."""
+"""jaxmp accepts jmp's objects, and users of jmp accept jaxmp's."""
 
 from __future__ import annotations
 
@@ -83,12 +83,12 @@ def test_a_loss_scale_of_jmps_is_taken_by_the_optimizer_the_train_state_and_the_
             scaled = jax.tree.map(lambda x, factor=factor: x * jnp.asarray(factor, x.dtype), batch)
             state, more = step(state, scaled)
             metrics.append(more)
-        kept = jaxmp.get_loss_scale(state.opt_state)
-        return state.params, kept.loss_scale, metrics[2]["skipped"], state.skipped
+        final_scale = jaxmp.get_loss_scale(state.opt_state)
+        return state.params, final_scale.loss_scale, metrics[2]["skipped"], state.skipped
 
     got = run(getattr(module, name)(*arguments))
-    own = {"max_loss_scale": np.finfo(np.float32).max} if name == "DynamicLossScale" else {}  # jmp has none
-    assert same_bits(got, run(getattr(jaxmp, name)(*arguments, **own)))
+    limits = {"max_loss_scale": np.finfo(np.float32).max} if name == "DynamicLossScale" else {}  # jmp has none
+    assert same_bits(got, run(getattr(jaxmp, name)(*arguments, **limits)))
     assert got[2] and got[3] == 1
 
 
@@ -105,7 +105,10 @@ def test_a_loss_scale_of_jmps_scales_a_loss_through_the_state():
 
 
 def linear(policy: Any, kind: type[hk.Module] = hk.Linear) -> tuple[Any, jax.Array, Any]:
-    """Params, output and gradients of a Haiku network whose modules of ``kind`` have ``policy``."""
+    """Return params, output and gradients of a Haiku network under ``policy``.
+
+    Only its modules of ``kind`` have the policy.
+    """
 
     def forward(x: jax.Array) -> jax.Array:
         return hk.Sequential([hk.Linear(8), jnp.tanh, hk.Linear(2)])(x)
@@ -142,11 +145,11 @@ def test_haiku_gives_the_same_bits_under_a_policy_of_jaxmps_as_under_jmps(policy
 
 def test_haikus_set_get_current_and_clear_take_a_policy_of_jaxmps():
     policy = jaxmp.get_policy("mixed_float16")
-    seen = []
+    calls = []
 
     class Layer(hk.Module):
         def __call__(self, x: jax.Array) -> jax.Array:
-            seen.append((hk.mixed_precision.current_policy(), x.dtype))
+            calls.append((hk.mixed_precision.current_policy(), x.dtype))
             return x @ hk.get_parameter("w", [3, 2], init=hk.initializers.RandomNormal())
 
     network = hk.transform(lambda x: Layer()(x))
@@ -158,7 +161,7 @@ def test_haikus_set_get_current_and_clear_take_a_policy_of_jaxmps():
     finally:
         hk.mixed_precision.clear_policy(Layer)
     assert hk.mixed_precision.get_policy(Layer) is None
-    assert seen == [(policy, F16)] * 2
+    assert calls == [(policy, F16)] * 2
     assert params["layer"]["w"].dtype == out.dtype == F32
     half = X.astype(jnp.float16) @ params["layer"]["w"].astype(jnp.float16)
     np.testing.assert_array_equal(out, half.astype(jnp.float32))
@@ -182,7 +185,7 @@ def test_batch_norm_in_haiku_keeps_float32_params_and_state():
 
 
 class Trainer:
-    """Code that never heard of jaxmp: it uses what jmp's README documents, and ``dataclasses``."""
+    """A trainer that knows only jmp's documented attributes, and ``dataclasses``."""
 
     def __init__(self, policy: Any, loss_scale: Any) -> None:
         self.policy = dataclasses.replace(policy, output_dtype=jnp.float32)

@@ -1,4 +1,4 @@
-"""jmp's own tests and Haiku's of its mixed precision, as they lie in the installed packages, run on jaxmp.jmp."""
+"""jaxmp.jmp passes the tests of jmp and of Haiku's mixed precision."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from jaxmp import jmp
 private = types.ModuleType("jmp._src")
 private.loss_scale = private.policy = jmp
 sys.modules.update({"jmp": jmp, "jmp._src": private})
-found = []
+results = []
 for file in sys.argv[1:]:
     spec = importlib.util.spec_from_file_location("suite", file)
     suite = sys.modules["suite"] = importlib.util.module_from_spec(spec)
@@ -32,8 +32,8 @@ for file in sys.argv[1:]:
     assert suite.jmp is jmp
     result = unittest.TextTestRunner().run(unittest.defaultTestLoader.loadTestsFromModule(suite))
     bad = [str(test) for test, _ in result.failures + result.errors + result.skipped]
-    found.append({"run": result.testsRun, "bad": bad, "imported": sys.modules["jmp"] is jmp})
-print(json.dumps(found))
+    results.append({"run": result.testsRun, "bad": bad, "imported": sys.modules["jmp"] is jmp})
+print(json.dumps(results))
 """
 SUITES = {
     ("jmp", "_src/loss_scale_test.py"): 25,

@@ -1,4 +1,4 @@
-"""Tests of jaxmp.linen.autocast: variables, overrides by path and by class, and errors."""
+"""Tests of jaxmp.linen.autocast: variables, overrides and errors."""
 
 from __future__ import annotations
 

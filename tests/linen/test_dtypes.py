@@ -1,4 +1,4 @@
-"""Linen's own layers under a policy compute the same as layers with ``dtype=`` set by hand."""
+"""Linen layers under a policy compute the same as with ``dtype=`` by hand."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ NORMS = {
 
 
 def norm_is_as_by_hand(norm: Any) -> None:
-    """Assert that a norm between two layers computes the same as with ``dtype=`` set by hand."""
+    """Assert that a norm between layers computes the same as by hand."""
 
     def make(**hand: Any) -> nn.Module:
         return nn.Sequential([nn.Dense(4, **hand), norm(**hand), nn.Dense(3, **hand)])

@@ -26,7 +26,7 @@ X = data(2, 4)
 
 
 def message(model: nn.Module, *args: Any, error: type[Exception] = ValueError) -> str:
-    """Return the error of tracing ``model``, which is the same from ``init`` as from ``apply``."""
+    """Return the error of ``model``, the same from ``init`` and ``apply``."""
     args = args or (X,)
     bare = shapes(MLP(), X) if isinstance(model, MLP) else None
     with pytest.raises(error) as raised:
@@ -103,7 +103,7 @@ def test_patterns_of_a_root_in_a_bare_parent_are_checked_and_outer_patterns_may_
 
 
 def refusal(model: nn.Module, *args: Any) -> str:
-    """Return the error of ``apply`` for a half policy that leaves all products in float32."""
+    """Return the error for a half policy that leaves all products in float32."""
     args = args or (X,)
     variables = zeros(shapes(model, *args))
     with pytest.raises(ValueError, match="every product stays as it was") as raised:

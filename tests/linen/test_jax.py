@@ -1,4 +1,4 @@
-"""JAX's transformations around a model under a policy and inside its modules; memory after a trace."""
+"""JAX's transformations work around and inside a model under a policy."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ INSIDE = {
 
 
 def product_is_half_inside(inside: str) -> None:
-    """Assert that products inside a transformation are half, in the forward and backward pass."""
+    """Assert that products inside a transformation are half in both passes."""
     mixed = inside in ("lax.fori_loop", "jax.grad")
 
     class Own(nn.Module):
@@ -65,7 +65,7 @@ def test_a_product_of_input_and_param_is_half_inside():
 
 
 def maps_and_loops_give_the_bits_of_calls(inputs: str) -> None:
-    """Assert that a model gives the same results in maps and loops as in single calls."""
+    """Assert that maps and loops give the same results as single calls."""
     model, batches = apply_policy(MLP(), "mixed_float16"), of_dtype(data(3, 2, 4), inputs)
 
     @quick_jit

@@ -1,4 +1,4 @@
-"""A module under a policy as an object: equality, hashes, copies, nesting, threads, classes."""
+"""A module under a policy behaves like a module: equality, copies, threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Modules without a dtype field, inputs that must not be rounded, and variables under a policy."""
+"""Params, inputs and variables of modules without a dtype field."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ class PytreeParams(nn.Module):
             return {"w": normal(key, shape), "steps": jnp.zeros((), jnp.int32), "rest": [jnp.ones(3), None]}
 
         tree = self.param("tree", init, (4, 3))
-        x, w, rest, b = half(self.hand, x, tree["w"], tree["rest"][0], self.param("b", normal, (3,)))
-        return x @ w + rest + b + tree["steps"].astype(b.dtype)
+        x, w, offset, b = half(self.hand, x, tree["w"], tree["rest"][0], self.param("b", normal, (3,)))
+        return x @ w + offset + b + tree["steps"].astype(b.dtype)
 
 
 class Partitioned(nn.Module):
@@ -127,7 +127,7 @@ def test_a_module_without_a_dtype_field_computes_as_under_autocast():
 
 
 def errs_by_rounding(bare: nn.Module, x: Any, policy: str) -> None:
-    """Assert that outputs and gradients under a policy are close to those of the bare model."""
+    """Assert that a policy changes outputs and gradients only a little."""
     model, variables = apply_policy(bare, policy), numbers(shapes(bare, x))
 
     @quick_jit
@@ -170,7 +170,7 @@ def test_operations_of_lax_take_inputs_of_any_dtype_beside_params():
 
 
 def loop_gives_what_a_call_gives(how: Any) -> None:
-    """Assert that values above the range of float16 stay finite in a loop of a float32 model."""
+    """Assert that values above float16's range stay finite in a float32 loop."""
 
     class Square(nn.Module):
         @nn.compact
@@ -498,7 +498,7 @@ def test_a_product_beside_a_submodule_is_half_also_for_a_strongly_typed_input():
 
 
 class Halves(nn.Module):
-    """Two layers with the same initializer, and a param whose shape comes from an array."""
+    """Layers with a common initializer, and a param shaped like an array."""
 
     kernel_init: Any
 
@@ -535,7 +535,7 @@ def test_an_initializer_that_reads_the_module_or_the_input_leaks_no_tracer():
 
 
 def test_classes_of_modules_below_the_root_are_freed_after_the_call():
-    def made():
+    def local_class():
         class Local(nn.Module):
             @nn.compact
             def __call__(self, x):
@@ -546,7 +546,7 @@ def test_classes_of_modules_below_the_root_are_freed_after_the_call():
         jax.eval_shape(lambda variables: model.apply(variables, X), variables)
         return weakref.ref(Local)
 
-    classes = [made() for _ in range(2)]
+    classes = [local_class() for _ in range(2)]
     gc.collect()
     assert [reference() for reference in classes] == [None] * 2
 

@@ -1,4 +1,4 @@
-"""Overrides by path and by class, presets, Flax's residual network, and the precision of products."""
+"""Policies of Linen modules: overrides, presets, and precision of products."""
 
 from __future__ import annotations
 
@@ -42,7 +42,10 @@ def promotion():
 
 
 def trained(model: nn.Module) -> Any:
-    """Return a function from variables to the training output, new statistics and evaluation output."""
+    """Return a function from variables to training and evaluation outputs.
+
+    It also returns the new statistics.
+    """
 
     def apply(variables: Any) -> Any:
         out, state = model.apply(variables, IMAGE, mutable=["batch_stats"])
@@ -59,7 +62,7 @@ def resnet() -> Any:
 
 
 def dtypes_in(model: nn.Module, variables: Any) -> tuple[list[str], set[str]]:
-    """Return the operand dtypes of the products in ``model``, and the dtypes of its BatchNorms' results."""
+    """Return the dtypes of product operands and of BatchNorm results."""
 
     def norms(module: nn.Module, _: str) -> bool:
         return isinstance(module, nn.BatchNorm)

@@ -1,4 +1,4 @@
-"""Lifted transforms under a policy, compared with ``dtype=`` and casts that are written by hand."""
+"""Lifted transforms under a policy compute the same as casts by hand."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ X = data(2, 4)
 
 
 class Block(nn.Module):
-    """A module that keeps the shape of its input; ``hand`` is the dtype if it is set by hand."""
+    """A module that keeps its input's shape; ``hand`` is a dtype set by hand."""
 
     hand: Any = None
     rate: float = 0.0
@@ -46,7 +46,7 @@ class Block(nn.Module):
 
 
 class Step(nn.Module):
-    """A block as the body of a loop. With a dtype set by hand, it must cast the carry back."""
+    """A loop body. With a dtype set by hand, it must cast the carry back."""
 
     hand: Any = None
     rate: float = 0.0
@@ -157,7 +157,7 @@ NOT_DIFFERENTIABLE = ("while_loop",)
 
 
 def transformed_model_is_as_by_hand(name: Any, policy: Any) -> None:
-    """Assert that a model of the table computes the same as with ``dtype=`` set by hand."""
+    """Assert that a model of the table computes the same as by hand."""
     make, half = MODELS[name], HALVES[policy]
     model, by_hand = apply_policy(make(), policy), make(hand=half)
     variables = same_computation(model.init, make().init, rngs(), X)

@@ -1,4 +1,4 @@
-"""A module under a policy works wherever the bare module does: methods, collections, binding, tools."""
+"""A module under a policy works wherever the bare module does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of jaxmp.nnx.autocast: results, Variables, overrides, paths on the name stack, and errors."""
+"""Tests of jaxmp.nnx.autocast: results, Variables, overrides and errors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ X = data(2, 6, 6, 3)
 
 
 def products_of(model: Any, *args: Any) -> list[tuple[str, str]]:
-    """Return the scopes and the operand dtype of every product in a call of ``model``."""
+    """Return the scopes and operand dtype of every product of ``model``."""
     graphdef, state = nnx.split(model)
     jaxpr = jax.make_jaxpr(lambda state: nnx.merge(graphdef, state)(*args))(state)
     products = (eqn for eqn in equations(jaxpr) if eqn.primitive.name in PRODUCTS)

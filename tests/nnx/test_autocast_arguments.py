@@ -24,7 +24,7 @@ X = BATCHES[0]
 
 
 class Net(nnx.Module):
-    """A module that stores statistics, its last dropout mask, and the number of its calls."""
+    """A module that stores statistics, a dropout mask, and a count of calls."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.first, self.head = nnx.Linear(8, 8, rngs=rngs), nnx.Linear(8, 4, rngs=rngs)

@@ -1,4 +1,4 @@
-"""A policy does not reach into ``nnx.bridge``: a wrapped module needs a policy of its own."""
+"""A module that ``nnx.bridge`` wraps needs a policy of its own."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ X = data(6, 5)
 
 
 class Linen(nn.Module):
-    """A model with a float32 layer, a module without a dtype field, statistics and dropout."""
+    """A model with float32 and dtype-less layers, statistics and dropout."""
 
     @nn.compact
     def __call__(self, x, train=False):
@@ -91,7 +91,7 @@ def around_linen(linen=None):
 
 
 def variables_with_numbers(model):
-    """Return variables of a Linen model: NumPy draws the params, and the statistics are one."""
+    """Return a Linen model's variables: params from NumPy, statistics of one."""
     shapes = jax.eval_shape(model.init, rngs(), X)
     stats = jax.tree.map(lambda leaf: np.ones(leaf.shape, leaf.dtype), shapes["batch_stats"])
     return {"params": numbers(shapes["params"]), "batch_stats": stats}
@@ -158,7 +158,7 @@ def test_a_policy_on_an_nnx_model_around_a_linen_module_raises_with_the_remedy()
 
 
 def says_to_wrap(make: Any, wrap: Any, at: Any) -> None:
-    """Assert that each call of a Linen model around an NNX module raises the error with the remedy."""
+    """Assert that a Linen model around an NNX module raises the error."""
     model, variables = jaxmp.linen.apply_policy(wrap(make), "mixed_bfloat16"), variables_with_numbers(wrap(make))
     for call in (
         lambda: model.init(rngs(), X),

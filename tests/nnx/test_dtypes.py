@@ -1,4 +1,4 @@
-"""NNX's layers and modules without a dtype compute the same as with ``dtype=`` set by hand."""
+"""NNX modules under a policy compute the same as with ``dtype=`` by hand."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_a_model_of_all_kinds_of_modules_computes_the_same_as_with_dtype_set_by_
 
 
 def loop_gives_what_a_call_gives(how: Any) -> None:
-    """Assert that values above the range of float16 stay finite in a loop of a float32 model."""
+    """Assert that values above float16's range stay finite in a float32 loop."""
 
     class Square(nnx.Module):
         def __init__(self) -> None:
@@ -140,7 +140,7 @@ def test_a_pure_half_policy_casts_params_and_the_original_model_keeps_its_params
 
 
 class Mixer(nnx.Module):
-    """A module with a Param and submodules, so autocast's rules decide the dtypes of its inputs."""
+    """A module with a Param and submodules; autocast's rules cast its inputs."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.gain = nnx.Param(jax.random.normal(rngs.params(), (8,)))

@@ -1,4 +1,4 @@
-"""A Linen model and an NNX model with the same weights give the same numbers under the same policy."""
+"""Linen and NNX models with equal weights and policies give equal numbers."""
 
 from __future__ import annotations
 

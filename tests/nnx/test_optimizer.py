@@ -1,4 +1,4 @@
-"""Tests of jaxmp.nnx.Optimizer and value_and_grad: loss scaling and skipped steps."""
+"""jaxmp.nnx.Optimizer and value_and_grad scale losses and skip steps."""
 
 from __future__ import annotations
 

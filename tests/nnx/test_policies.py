@@ -1,4 +1,4 @@
-"""Policies of NNX modules: overrides, dtypes that the author set, nesting, and errors."""
+"""Policies of NNX modules: overrides, explicit dtypes, nesting and errors."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_a_default_dtype_that_a_parent_passes_on_is_replaced_and_another_dtype_i
 
 
 class WithoutSelf(nnx.Module):
-    """A module whose method reads a property, a static method, a class method and a nested class."""
+    """A module whose method reads all kinds of class attributes."""
 
     class Factor:
         value = 2
@@ -395,7 +395,10 @@ def test_a_root_inside_a_root_of_the_same_class_and_policy_stays_a_root():
 
 
 class Tree(nnx.Module):
-    """A module with a Param and a submodule of its own class; autocast's rules decide its dtypes."""
+    """A module with a Param and a submodule of the same class.
+
+    Autocast's rules decide its dtypes.
+    """
 
     def __init__(self, depth: int, rngs: nnx.Rngs) -> None:
         self.kernel = nnx.Param(jax.random.normal(rngs.params(), (8, 8)))

@@ -1,4 +1,4 @@
-"""Tests of jaxmp.nnx.make_train_step: loops by hand, the step for Linen, skipped steps, and errors."""
+"""jaxmp.nnx.make_train_step gives the results of loops written by hand."""
 
 from __future__ import annotations
 
@@ -316,7 +316,7 @@ def test_a_sharded_batch_beside_a_replicated_model_compiles_once():
 
 
 def test_the_arrays_of_an_optimizer_are_not_those_of_the_model():
-    """Two results of ``jax.device_put`` of one array may share a buffer, and a step would donate it twice."""
+    """Donate a buffer once, though two ``jax.device_put`` results may share it."""
 
     def update(grads: Any, first_params: Any, params: Any = None) -> Any:
         return jax.tree.map(lambda grad: -0.1 * grad, grads), first_params
@@ -470,12 +470,12 @@ def flax_step(model: Any, optimizer: Any, batch: Any) -> jax.Array:
     return loss
 
 
-def made_step(*args: Any) -> jax.Array:
+def ready_step(*args: Any) -> jax.Array:
     return step_of_loss(*args)["loss"]
 
 
 @pytest.mark.parametrize(
-    ("step", "adapter"), [(made_step, apply_policy), (own_step, jaxmp.nnx.autocast), (flax_step, apply_policy)]
+    ("step", "adapter"), [(ready_step, apply_policy), (own_step, jaxmp.nnx.autocast), (flax_step, apply_policy)]
 )
 def test_training_the_original_model_in_place_of_its_copy_raises(step, adapter):
     net = mlp()
@@ -498,7 +498,7 @@ def test_the_original_of_an_evaluation_copy_trains_under_an_explicit_float32_pol
     apply_policy(net, "bfloat16")
     model = apply_policy(net, "float32")
     for trained in (model, twin):
-        made_step(trained, Optimizer(trained, optax.sgd(0.1)), ROWS)
+        ready_step(trained, Optimizer(trained, optax.sgd(0.1)), ROWS)
     close(values(net), values(twin))
 
 

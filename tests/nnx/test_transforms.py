@@ -1,4 +1,4 @@
-"""NNX's transforms, split and merge, copies and pickles of a model under a policy."""
+"""NNX's transforms, split, merge, copies and pickles keep the policy."""
 
 from __future__ import annotations
 
@@ -64,9 +64,9 @@ def test_jit_compiles_once_for_models_under_equal_policies():
 def test_split_and_merge_keep_the_policy_and_the_tree_of_the_bare_model():
     bare = Net(rngs())
     model, twin = model_and_twin()
-    graphdef, params, others = nnx.split(model, nnx.Param, ...)
+    graphdef, params, other_state = nnx.split(model, nnx.Param, ...)
     assert jax.tree.structure(nnx.as_pure(params)) == jax.tree.structure(values(bare, nnx.Param))
-    merged = nnx.merge(graphdef, params, others)
+    merged = nnx.merge(graphdef, params, other_state)
     same_bits(merged(IMAGE), twin(IMAGE))
     assert merged.again is merged.layers[0]
 
@@ -135,7 +135,7 @@ def test_in_a_scan_over_layers_products_are_half_and_the_carry_keeps_its_dtype()
 
 
 class Looped(nnx.Module):
-    """A layer whose result is in the carry of a loop, and a head that is called in the loop."""
+    """A layer whose result is a loop's carry, and a head inside the loop."""
 
     def __init__(self, rngs: nnx.Rngs, loop: str = "scan") -> None:
         self.loop, self.layer, self.head = loop, nnx.Linear(8, 8, rngs=rngs), nnx.Linear(8, 5, rngs=rngs)

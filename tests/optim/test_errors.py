@@ -224,9 +224,9 @@ def test_a_bad_number_of_a_loss_scale_is_named(make, rows):
 
 def test_an_integer_array_becomes_float32_with_jmps_warning():
     for name in ("loss_scale", "min_loss_scale"):
-        with pytest.warns(UserWarning, match=f"Expected floating type for {name}, got int32: it becomes") as seen:
+        with pytest.warns(UserWarning, match=f"Expected floating type for {name}, got int32: it becomes") as caught:
             scale = DynamicLossScale(**{name: jnp.int32(2)})
-        assert seen[0].filename == __file__
+        assert caught[0].filename == __file__
         assert scale.loss_scale.dtype == jnp.float32 and float(getattr(scale, name)) == 2
 
 

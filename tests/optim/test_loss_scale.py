@@ -1,4 +1,4 @@
-"""Loss scales grow and back off like those of torch (recorded), a model in plain Python, Keras and jmp."""
+"""Loss scales grow and back off like those of torch, Keras and jmp."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.once
 
 
 def plain_model(flags: list[bool], scale: float, counter: int, rule: dict[str, Any]) -> list[tuple[float, int]]:
-    """Return scale and counter after each step, computed in plain Python on float32 numbers."""
+    """Return the scale and counter after each step, in plain Python."""
     with np.errstate(over="ignore"):
         result, value, left = [], np.float32(scale), rule.get("hysteresis", 1)
         for finite in flags:

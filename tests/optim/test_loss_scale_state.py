@@ -1,4 +1,4 @@
-"""Loss scales are pytrees: copies, serialization, transformations, and conversion from jmp."""
+"""Loss scales are pytrees: copy, serialize, transform and convert them."""
 
 from __future__ import annotations
 
@@ -97,18 +97,18 @@ def test_a_replaced_hysteresis_starts_its_countdown_or_ends_it() -> None:
 
 
 def test_a_scale_can_be_made_from_traced_and_abstract_leaves() -> None:
-    made = jax.jit(lambda x: DynamicLossScale(x * 2, counter=jnp.int32(1)))(jnp.float16(16))
-    assert_same(made, DynamicLossScale(32.0, counter=1))
+    scale = jax.jit(lambda x: DynamicLossScale(x * 2, counter=jnp.int32(1)))(jnp.float16(16))
+    assert_same(scale, DynamicLossScale(32.0, counter=1))
     abstract = jax.ShapeDtypeStruct((), jnp.float32)
     assert DynamicLossScale(abstract).loss_scale is abstract
     assert jax.eval_shape(DynamicLossScale).counter.dtype == jnp.int32
 
 
 def test_python_numbers_and_half_arrays_become_float32_without_a_warning() -> None:
-    for scale in (2**15, 2.0**15, np.float64(2**15), jnp.float16(2**15), np.float32(2**15), True):
-        made = DynamicLossScale(scale)
-        assert made.loss_scale.dtype == jnp.float32 and not made.loss_scale.weak_type
-        assert_same(made.adjust(True), dataclasses.replace(made, counter=1))
+    for number in (2**15, 2.0**15, np.float64(2**15), jnp.float16(2**15), np.float32(2**15), True):
+        scale = DynamicLossScale(number)
+        assert scale.loss_scale.dtype == jnp.float32 and not scale.loss_scale.weak_type
+        assert_same(scale.adjust(True), dataclasses.replace(scale, counter=1))
 
 
 def test_jmps_loss_scales_are_read() -> None:

@@ -30,7 +30,7 @@ class WithFunction(LossScale):
     """A loss scale that also has a tree, a name and a function."""
 
     loss_scale: Any = 2.0**10
-    seen: Any = dataclasses.field(default_factory=lambda: {"bad": 0})
+    counts: Any = dataclasses.field(default_factory=lambda: {"bad": 0})
     name: str = "mine"
     step: Callable[[Any], Any] = lambda x: x / 2
 
@@ -38,8 +38,8 @@ class WithFunction(LossScale):
 
     def adjust(self, grads_finite: Any, grad_max: Any = None) -> WithFunction:
         scale = jnp.where(grads_finite, self.loss_scale, self.step(self.loss_scale))
-        bad = self.seen["bad"] + jnp.where(grads_finite, 0, 1)
-        return dataclasses.replace(self, loss_scale=scale, seen={"bad": bad})
+        bad = self.counts["bad"] + jnp.where(grads_finite, 0, 1)
+        return dataclasses.replace(self, loss_scale=scale, counts={"bad": bad})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,8 +105,8 @@ def test_a_train_step_with_a_custom_scale_compiles_once_and_skips(make):
     state = TrainState.create(params=params, tx=loss_scaling(optax.sgd(0.1), make()))
     bad = {**batch, "x": batch["x"] * jnp.nan}
     scales = []
-    for each in (batch, bad, batch, bad):
-        state, metrics = step(state, each)
+    for next_batch in (batch, bad, batch, bad):
+        state, metrics = step(state, next_batch)
         scales.append(float(metrics["loss_scale"]))
     assert scales == [2.0**10, 2.0**10, 2.0**9, 2.0**9] and state.skipped == 2
     assert compiled_once(step)
@@ -163,7 +163,7 @@ def test_fields_may_be_trees_names_and_functions():
     tx = loss_scaling(optax.sgd(0.1), WithFunction(step=jnp.negative))
     _, state = jax.jit(tx.update)(jnp.full(2, jnp.inf), tx.init(jnp.ones(2)), jnp.ones(2))
     assert (state.loss_scale.loss_scale, state.loss_scale.name, state.loss_scale.step) == (-1024, "mine", jnp.negative)
-    assert state.loss_scale.seen["bad"] == 1
+    assert state.loss_scale.counts["bad"] == 1
 
 
 def test_a_custom_scale_that_never_changes_stops_a_stuck_run():

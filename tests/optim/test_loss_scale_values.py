@@ -1,4 +1,4 @@
-"""Loss scales multiply and divide trees of arrays, and the headroom scale follows the gradients."""
+"""Loss scales multiply and divide trees; HeadroomLossScale follows gradients."""
 
 from __future__ import annotations
 

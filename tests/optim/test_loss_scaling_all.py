@@ -73,12 +73,12 @@ ONLY = {"sam": {}, "sophia": {"obj_fn": objective}}  # optimizers that do not ig
 
 
 def factories():
-    found = {}
+    by_name = {}
     for module in (optax, optax.contrib):
         for name, make in inspect.getmembers(module, inspect.isfunction):
             if not name.startswith("_") and "GradientTransformation" in str(inspect.signature(make).return_annotation):
-                found.setdefault(name, make)
-    return found
+                by_name.setdefault(name, make)
+    return by_name
 
 
 FACTORIES = factories()
@@ -88,12 +88,16 @@ def make(name):
     if name in SPECIAL:
         return SPECIAL[name](FACTORIES[name])
     parameters = inspect.signature(FACTORIES[name]).parameters.values()
-    needed = [each.name for each in parameters if each.default is each.empty and each.kind is not each.VAR_KEYWORD]
-    return FACTORIES[name](**{each: USUAL[each] for each in needed})
+    needed = [
+        parameter.name
+        for parameter in parameters
+        if parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
+    ]
+    return FACTORIES[name](**{argument: USUAL[argument] for argument in needed})
 
 
 def problem_of(name):
-    """Return the optimizer, params and gradients for it, and the extra arguments of its update."""
+    """Return an optimizer, its params, gradients and extra update arguments."""
     params, grads = OWN.get(name, (PARAMS, GRADS))
     extra = ONLY.get(name, {"value": jnp.float32(2), "grad": grads, "value_fn": objective})
     return standard(make(name)), params, grads, extra
@@ -116,8 +120,10 @@ def test_every_optimizer_has_the_updates_and_state_that_it_has_without_loss_scal
             updates, state = tx.update(grads, tx.init(params), params, **extra)
             return (updates, state.inner_state), plain.update(grads, plain.init(params), params, **extra)
 
-        found, wanted = (jax.tree.map(lambda leaf: leaf.shape, each) for each in jax.eval_shape(both))
-        assert found == wanted, name
+        scaled_shapes, plain_shapes = (
+            jax.tree.map(lambda leaf: leaf.shape, results) for results in jax.eval_shape(both)
+        )
+        assert scaled_shapes == plain_shapes, name
 
 
 KINDS = {

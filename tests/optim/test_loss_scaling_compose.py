@@ -23,7 +23,7 @@ def gradients(params, state, batch):
 
 
 def run(tx, pattern, params, batch, **extra):
-    """Take steps with finite gradients (True) or with a NaN in one of them (False); return params and state."""
+    """Take steps with finite (True) or NaN (False) gradients; return params, state."""
     state = tx.init(params)
     for good in pattern:
         grads = gradients(params, state, batch)
@@ -35,7 +35,7 @@ def run(tx, pattern, params, batch, **extra):
 
 
 def compiled(tx):
-    """Return ``tx`` with a jitted update; without it, a lax.cond would be compiled in each step."""
+    """Return ``tx`` with a jitted update, so that no step compiles a lax.cond."""
     return optax.GradientTransformationExtraArgs(tx.init, jax.jit(tx.update))
 
 
@@ -210,7 +210,7 @@ def test_a_line_search_sees_true_values_and_gradients():
     params = plain_params = {"w": jnp.array([1.0, -2.0, 3.0])}
     tx, plain = loss_scaling(standard(optax.lbfgs()), DynamicLossScale()), standard(optax.lbfgs())
     state, plain_state = tx.init(params), plain.init(params)
-    update, plain_update = (jax.jit(functools.partial(each.update, value_fn=squares)) for each in (tx, plain))
+    update, plain_update = (jax.jit(functools.partial(optimizer.update, value_fn=squares)) for optimizer in (tx, plain))
     for _ in range(2):
         value, grad = value_and_grad(squares, state)(params)
         updates, state = update(grad, state, params, value=value, grad=grad)

@@ -1,4 +1,4 @@
-"""Loss scaling under jit, scan, vmap and on several devices: one program, no host, one reduction."""
+"""Loss scaling works under jit, scan, vmap and on several devices."""
 
 from __future__ import annotations
 
@@ -83,11 +83,11 @@ def test_a_scan_over_steps_equals_the_steps():
     step = jax.jit(make_step(tx))
     batches = [batch, with_nan(batch), batch, batch]
     one_by_one, state = params, tx.init(params)
-    for each in batches:
-        one_by_one, state, _ = step(one_by_one, state, each)
+    for next_batch in batches:
+        one_by_one, state, _ = step(one_by_one, state, next_batch)
 
-    def body(carry, each):
-        params, state, loss = make_step(tx)(*carry, each)
+    def body(carry, next_batch):
+        params, state, loss = make_step(tx)(*carry, next_batch)
         return (params, state), loss
 
     stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *batches)
@@ -195,7 +195,7 @@ def test_gradients_averaged_by_shard_map_keep_a_replicated_state():
 
 
 def sharded_problem(layout):
-    """Return params that are replicated or sharded over axis 0, and a batch that is sharded over examples."""
+    """Return replicated or sharded params, and a batch sharded over examples."""
     mesh = mesh_of_four()
     sharded, replicated = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("d",), ()))
     shapes = ((4, 8), (8, 2), (16, 4), (16, 2))
@@ -210,8 +210,7 @@ def test_the_update_of_sharded_params_adds_one_all_reduce_and_gathers_nothing():
     plain = optax.sgd(1e-2, momentum=0.9)
     wrapped = [loss_scaling(plain, scale) for scale in (DynamicLossScale(), jaxmp.HeadroomLossScale())]
     counts = [
-        collectives(jax.jit(each.update).lower(params, each.init(params), params).compile())
-        for each in (plain, *wrapped)
+        collectives(jax.jit(tx.update).lower(params, tx.init(params), params).compile()) for tx in (plain, *wrapped)
     ]
     none = dict.fromkeys(COLLECTIVES, 0)
     # HeadroomLossScale needs a maximum beside the sum of squares, and so a second instruction.
@@ -241,13 +240,13 @@ def test_a_sharded_step_equals_that_of_one_device_and_keeps_its_shardings():
     step = jax.jit(make_step(tx))
     state, lone_params, lone_batch = tx.init(params), *jax.device_get((params, batch))
     lone_state = tx.init(lone_params)
-    for each, lone_each in (
+    for next_batch, next_lone_batch in (
         (batch, lone_batch),
         (with_nan(batch), jax.device_get(with_nan(batch))),
         (batch, lone_batch),
     ):
-        new, state, _ = step(params, state, each)
-        lone_params, lone_state, _ = step(lone_params, lone_state, lone_each)
+        new, state, _ = step(params, state, next_batch)
+        lone_params, lone_state, _ = step(lone_params, lone_state, next_lone_batch)
         for before, after in zip(jax.tree.leaves(params), jax.tree.leaves(new), strict=True):
             assert after.sharding.is_equivalent_to(before.sharding, after.ndim)
         moment = state.inner_state[0].trace

@@ -1,4 +1,4 @@
-"""A power-of-two scale changes no bit of training in float32, and half gradients lose nothing that float32 keeps."""
+"""Power-of-two scales are exact; half gradients keep what float32 ones keep."""
 
 from __future__ import annotations
 
@@ -58,7 +58,10 @@ def test_a_scale_that_is_no_power_of_two_agrees_to_rounding():
 
 
 def test_small_float16_gradients_do_not_underflow_adams_second_moment():
-    """In float16, the square of 1e-4 is 0. Adam then divides by epsilon, and the update is -1.01 and not -0.001."""
+    """Keep the squares of small gradients, which are 0 in float16.
+
+    With a square of 0, Adam would divide by epsilon, and the update would be -1.01 instead of -0.001.
+    """
     true = np.full(3, 1e-4, np.float32)
     params = np.ones(3, np.float16)
     naive = standard(optax.adam(1e-3))
@@ -95,16 +98,16 @@ def test_the_inner_state_is_float32_for_half_params(make, dtype):
 
 def test_the_inner_transform_sees_float32_params_and_gradients():
     """Otherwise weight decay would be rounded to half precision."""
-    seen = []
+    dtypes = []
 
     def update(updates, state, params=None):
-        seen.extend(leaf.dtype for leaf in jax.tree.leaves((updates, params)))
+        dtypes.extend(leaf.dtype for leaf in jax.tree.leaves((updates, params)))
         return jax.tree.map(lambda g, p: g + 0.1 * p, updates, params), state
 
     params = jnp.array([1.0009765625], jnp.float16)
     tx = loss_scaling(optax.GradientTransformation(lambda params: (), update), DynamicLossScale())
     updates, _ = tx.update(jnp.zeros(1, jnp.float16), tx.init(params), params)
-    assert set(seen) == {jnp.dtype("float32")} and updates == jnp.float32(0.1) * jnp.float32(1.0009765625)
+    assert set(dtypes) == {jnp.dtype("float32")} and updates == jnp.float32(0.1) * jnp.float32(1.0009765625)
 
 
 def test_clipping_sees_true_gradients():
@@ -119,7 +122,7 @@ def test_clipping_sees_true_gradients():
 
 
 def test_a_gradient_penalty_is_that_of_the_true_loss():
-    """Only the total loss is scaled, so the penalty in it is computed from true gradients."""
+    """Scale only the total loss, so the penalty in it uses true gradients."""
     params, batch = problem()
 
     def penalized(params):

@@ -1,4 +1,4 @@
-"""jaxmp.low_precision: bfloat16 params that learn, with moments in fewer bits, in train states and optimizers."""
+"""jaxmp.low_precision trains bfloat16 params, with moments in fewer bits."""
 
 from __future__ import annotations
 
@@ -144,16 +144,16 @@ def test_params_and_state_have_the_same_bits_on_any_devices():
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    found = []
+    runs = []
     for devices, spec in [(1, P()), (4, P(None, "data"))]:
         auto = (jax.sharding.AxisType.Auto,)
         mesh = jax.make_mesh((devices,), ("data",), axis_types=auto, devices=jax.devices()[:devices])
-        params, own = (jax.device_put(each, NamedSharding(mesh, spec)) for each in (weights, grads))
+        params, placed_grads = (jax.device_put(array, NamedSharding(mesh, spec)) for array in (weights, grads))
         params, state = params.astype(jnp.bfloat16), jax.jit(tx.init)(params.astype(jnp.bfloat16))
         for _ in range(2):
-            params, state = step(params, state, own)
-        found.append([np.asarray(leaf).tobytes() for leaf in jax.tree.leaves((params, state))])
-    assert all(each == found[0] for each in found)
+            params, state = step(params, state, placed_grads)
+        runs.append([np.asarray(leaf).tobytes() for leaf in jax.tree.leaves((params, state))])
+    assert all(run == runs[0] for run in runs)
 
 
 def test_with_tx_goes_from_float32_to_low_precision_and_back():
@@ -301,7 +301,7 @@ def test_a_mistake_is_refused():
     adam, weights = optax.adam(0.1), {"w": jnp.ones(4, jnp.bfloat16)}
     sgd = jaxmp.low_precision(optax.sgd(0.1))
     kahan = jaxmp.low_precision(adam, rounding="kahan")
-    own = r"rounding='stochastic'\) needs the state of its own init, got one of"
+    foreign_state = r"rounding='stochastic'\) needs the state of its own init, got one of"
     for call, phrase in (
         (lambda: jaxmp.low_precision(adam, rounding="stochastics"), "rounding must be one of .*, got 'stochastics'"),
         (lambda: jaxmp.low_precision(adam, moments="int8"), "moments must be one of .*, got 'int8'"),
@@ -318,8 +318,8 @@ def test_a_mistake_is_refused():
             r"needs an optimizer with known moments, .*; leave moments out",
         ),
         (lambda: sgd.update(weights, sgd.init(weights)), "rounds params, got none"),
-        (lambda: jaxmp.low_precision(adam).update(weights, adam.init(weights), weights), own),
-        (lambda: jaxmp.low_precision(adam).update(weights, kahan.init(weights), weights), own),
+        (lambda: jaxmp.low_precision(adam).update(weights, adam.init(weights), weights), foreign_state),
+        (lambda: jaxmp.low_precision(adam).update(weights, kahan.init(weights), weights), foreign_state),
     ):
         with pytest.raises(ValueError, match=phrase):
             call()

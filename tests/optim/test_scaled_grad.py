@@ -1,4 +1,4 @@
-"""The results of value_and_grad do not contain the loss scale: all gradients are true gradients."""
+"""value_and_grad returns true gradients, without the loss scale."""
 
 from __future__ import annotations
 
@@ -79,7 +79,10 @@ def test_gradients_of_several_losses_are_added_and_logged_as_they_are():
 
 @pytest.mark.parametrize("by_train_step", [False, True])
 def test_clipping_before_loss_scaling_does_not_hide_an_overflow(by_train_step):
-    """In float16, the gradient 8 times the scale 2**15 is infinite, and clipping by value would make it 1."""
+    """Keep an infinite gradient infinite.
+
+    In float16, the gradient 8 times the scale 2**15 is infinite. Clipping by value would make it 1.
+    """
     tx = optax.chain(optax.clip(1.0), loss_scaling(optax.sgd(0.5), SCALED))
     params = {"w": jnp.ones(2)}
 

@@ -109,7 +109,7 @@ def test_the_returned_loss_and_gradients_are_float32():
 
 
 def test_a_bfloat16_loss_is_not_rounded_again_by_its_scale():
-    """The product of 1.0078125 and a scale of 3 is exact in float32, but not in bfloat16."""
+    """Multiply in float32: 1.0078125 times a scale of 3 is not exact in bfloat16."""
     state = loss_scaling(optax.sgd(0.1), jaxmp.StaticLossScale(3.0)).init(jnp.ones(1))
     assert jaxmp.scale_loss(jnp.array(1.0078125, jnp.bfloat16), state) == 3.0234375
 
@@ -144,7 +144,7 @@ def test_a_wrapped_state_has_the_structure_that_updates_keep():
 
 
 def test_the_headroom_scale_follows_the_largest_gradient_and_skips_nothing_in_steady_state():
-    """If float16 gradients vary by less than the headroom, no step overflows, and the scale stays high."""
+    """Let float16 gradients vary by less than the headroom: no step overflows."""
     tx = loss_scaling(optax.sgd(0.1), jaxmp.HeadroomLossScale(headroom=4, period=4))
     update = jax.jit(tx.update)
     state, rng = tx.init(jnp.ones(3)), np.random.default_rng(0)
@@ -207,5 +207,7 @@ def test_a_restored_state_needs_no_second_compilation():
     _, state = update(grads, tx.init(params), params)
     traces = []
     counted = jax.jit(lambda *args: traces.append(1) or tx.update(*args))
-    ends = [counted(grads, each, params) for each in (state, restored(state, "pickle"), restored(state, "flax bytes"))]
+    ends = [
+        counted(grads, start, params) for start in (state, restored(state, "pickle"), restored(state, "flax bytes"))
+    ]
     assert len(traces) == 1 and bits(ends[0]) == bits(ends[1]) == bits(ends[2])

@@ -1,4 +1,4 @@
-"""Stochastic rounding is unbiased, and no two seeds, updates or params share random bits."""
+"""Stochastic rounding is unbiased; seeds, updates and params differ in bits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def draws(value, half=0):
 
 
 def is_unbiased(values, exact):
-    """Return whether the values are two neighbours, and their mean is within three standard errors."""
+    """Return whether the mean of rounded values is within 3 standard errors."""
     values = np.asarray(values).astype(np.float64)
     low, high = values.min(), values.max()
     p = (exact - low) / (high - low)
@@ -29,25 +29,25 @@ def is_unbiased(values, exact):
 @pytest.mark.once
 def test_bfloat16_is_unbiased():
     for value in (1.001, -0.3, 3e-39, -1e-40, 1e30):
-        found = stochastic_bfloat16(*draws(value))
-        assert is_unbiased(found, float(np.float32(value))), value
-        assert np.all(np.sign(np.asarray(found, np.float64)) * np.sign(value) >= 0)
+        rounded = stochastic_bfloat16(*draws(value))
+        assert is_unbiased(rounded, float(np.float32(value))), value
+        assert np.all(np.sign(np.asarray(rounded, np.float64)) * np.sign(value) >= 0)
 
 
 @pytest.mark.once
 def test_float8_is_unbiased_and_on_its_grid():
     for value in (300.3, -1.03, 0.01, -0.003, 0.0011, 447.9):
-        found = stochastic_float8(*draws(value, 1))
-        np.testing.assert_array_equal(found, found.astype(jnp.float8_e4m3fn).astype(jnp.float32))
-        assert is_unbiased(found, float(np.float32(value))), value
+        rounded = stochastic_float8(*draws(value, 1))
+        np.testing.assert_array_equal(rounded, rounded.astype(jnp.float8_e4m3fn).astype(jnp.float32))
+        assert is_unbiased(rounded, float(np.float32(value))), value
 
 
 def test_numbers_that_need_no_rounding_stay():
     exact = jnp.asarray([0.0, -0.0, 1.0, -2.5, 2.0**-130, np.inf, -np.inf, np.nan], jnp.float32)
     most = jnp.full(exact.shape, 0xFFFF, jnp.uint32)
-    found = np.asarray(stochastic_bfloat16(exact, most).astype(jnp.float32))
-    np.testing.assert_array_equal(found, np.asarray(exact))
-    assert np.signbit(found[1])
+    rounded = np.asarray(stochastic_bfloat16(exact, most).astype(jnp.float32))
+    np.testing.assert_array_equal(rounded, np.asarray(exact))
+    assert np.signbit(rounded[1])
     grid = jnp.asarray([0.0, 448.0, -448.0, 2.0**-9, 1.125], jnp.float32)
     np.testing.assert_array_equal(stochastic_float8(grid, most[:5]), grid)
 
@@ -55,8 +55,8 @@ def test_numbers_that_need_no_rounding_stay():
 def test_a_nan_stays_a_nan_whatever_its_bits():
     words = jnp.asarray([0x7FFFFFFF, 0x7F800001, 0xFFFFFFFF], jnp.uint32)
     nans = jax.lax.bitcast_convert_type(words, jnp.float32)
-    found = stochastic_bfloat16(nans, jnp.full(3, 0xFFFF, jnp.uint32))
-    assert np.isnan(np.asarray(found, np.float32)).all()
+    rounded = stochastic_bfloat16(nans, jnp.full(3, 0xFFFF, jnp.uint32))
+    assert np.isnan(np.asarray(rounded, np.float32)).all()
 
 
 @pytest.mark.once

@@ -60,7 +60,7 @@ def test_moments_of_optax_are_known():
 
 
 def test_moments_whose_difference_is_used_stay_float32():
-    """With rounded moments, the variance nu - mu² of a centred RMSProp may be negative, and params NaN."""
+    """Avoid NaN: with rounded moments, the variance nu - mu² may be negative."""
     weights = {"w": jnp.ones((4, 4))}
     tx = optax.rmsprop(1e-3, centered=True)
     with pytest.raises(ValueError, match=r"known moments.*leave moments out"):
@@ -92,14 +92,14 @@ def test_str_describes_an_optimizer_that_needs_other_params():
 def test_flax_writes_and_reads_blocks():
     tx, weights = jaxmp.low_precision(optax.adam(1e-3), moments="float8", block=2), {"w": jnp.ones((2, 4))}
     _, state = jax.jit(tx.update)(weights, jax.jit(tx.init)(weights), weights)
-    found = flax.serialization.from_bytes(jax.jit(tx.init)(weights), flax.serialization.to_bytes(state))
-    assert jax.tree.structure(found) == jax.tree.structure(state)
-    jax.tree.map(np.testing.assert_array_equal, found, state)
+    restored = flax.serialization.from_bytes(jax.jit(tx.init)(weights), flax.serialization.to_bytes(state))
+    assert jax.tree.structure(restored) == jax.tree.structure(state)
+    jax.tree.map(np.testing.assert_array_equal, restored, state)
 
 
 @functools.partial(jax.jit, static_argnames=("squared", "block", "name"))
 def stored_and_read(values, squared, block=None, name="mu"):
-    """Store a moment in blocks of float8, or in bfloat16 without ``block``, and read it."""
+    """Store a moment as float8 blocks, or as bfloat16 without ``block``; read it."""
     draw = Draw(0, jnp.int32(0), name)
     stored = as_float8_blocks(values, squared, block, draw) if block else in_bfloat16(values, squared, draw)
     return stored_moments.decoded({name: stored})[name]
@@ -108,8 +108,8 @@ def stored_and_read(values, squared, block=None, name="mu"):
 def test_a_positive_second_moment_never_becomes_0():
     values = jnp.asarray([[1e-36, 1e-12, 1e-6, 1.0], [0.0, 1e-36, 1e-37, 2e-38]], jnp.float32)
     for block in (None, 4):
-        found = stored_and_read(values, True, block, "nu")
-        assert np.all((np.asarray(found) > 0) == (np.asarray(values) > 0)), block
+        decoded = stored_and_read(values, True, block, "nu")
+        assert np.all((np.asarray(decoded) > 0) == (np.asarray(values) > 0)), block
 
 
 def test_codes_are_as_exact_as_their_format():
@@ -135,19 +135,19 @@ def test_codes_are_those_of_the_new_moments():
         _, exact = exactly(grads, state.inner_state)
         _, state = update(grads, state, weights)
         for name, root in (("mu", np.asarray), ("nu", np.sqrt)):
-            want, found = (getattr(each[1][0], name)["w"] for each in (exact, state.inner_state))
+            want, stored = (getattr(inner_state[1][0], name)["w"] for inner_state in (exact, state.inner_state))
             above = 2.0 ** (1 + np.floor(np.log2(np.abs(want).reshape(8, 4, block).max(-1))))
-            np.testing.assert_array_equal(found.scales, above)
+            np.testing.assert_array_equal(stored.scales, above)
             want = np.abs(root(want)).reshape(8, 4, block) / root(above)[..., None] * 448
-            codes = np.abs(np.asarray(found.codes, np.float32).reshape(want.shape))
+            codes = np.abs(np.asarray(stored.codes, np.float32).reshape(want.shape))
             step = np.maximum(2.0 ** np.floor(np.log2(np.maximum(codes, 2.0**-6)) - 3), 2.0**-9)
             assert np.all(np.abs(codes - want) <= 2 * step)
 
 
 def test_a_block_with_a_non_finite_number_is_not_finite():
     for bad, squared in ((np.inf, False), (np.nan, False), (np.inf, True), (np.nan, True)):
-        found = stored_and_read(jnp.ones((2, 16)).at[0, 3].set(bad), squared, 16)
-        assert not np.isfinite(found[0]).any() and np.isfinite(found[1]).all()
+        decoded = stored_and_read(jnp.ones((2, 16)).at[0, 3].set(bad), squared, 16)
+        assert not np.isfinite(decoded[0]).any() and np.isfinite(decoded[1]).all()
 
 
 def test_the_size_of_the_state_per_param():

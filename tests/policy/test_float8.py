@@ -1,4 +1,4 @@
-"""The settings of float8 products, policies with such settings, and devices with float8 products."""
+"""Settings of float8 products, policies with them, and devices for them."""
 
 from __future__ import annotations
 

@@ -183,7 +183,7 @@ def test_the_output_dtype_can_be_changed():
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "phrase"),
     [
         ("mixed_flaot16", r"unknown policy 'mixed_flaot16'; known policies, nearest first: 'mixed_float16', "),
         ("", "unknown policy ''"),
@@ -204,13 +204,13 @@ def test_the_output_dtype_can_be_changed():
         ("float8_e4m3fn", "16 bits or more, got param_dtype=float8_e4m3fn; use bfloat16 or float16"),
     ],
 )
-def test_the_error_for_an_unreadable_policy_names_readable_ones(text, said):
-    with pytest.raises(ValueError, match=said):
+def test_the_error_for_an_unreadable_policy_names_readable_ones(text, phrase):
+    with pytest.raises(ValueError, match=phrase):
         get_policy(text)
 
 
 @pytest.mark.parametrize(
-    ("call", "error", "said"),
+    ("call", "error", "phrase"),
     [
         (
             lambda: get_policy(jnp.float8_e5m2),
@@ -234,8 +234,8 @@ def test_the_error_for_an_unreadable_policy_names_readable_ones(text, said):
         ),
     ],
 )
-def test_the_error_for_an_invalid_policy_or_map_says_why(call, error, said):
-    with pytest.raises(error, match=said):
+def test_the_error_for_an_invalid_policy_or_map_says_why(call, error, phrase):
+    with pytest.raises(error, match=phrase):
         call()
 
 

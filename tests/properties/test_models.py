@@ -1,4 +1,4 @@
-"""Linen and NNX models have properties 1 to 9 of mixed precision, which tests/README.md lists."""
+"""Linen and NNX models have properties 1 to 9 of tests/README.md."""
 
 from __future__ import annotations
 
@@ -75,12 +75,14 @@ def test_a_float64_part_computes_the_same_under_a_policy(api):
 @pytest.mark.once
 @each_api
 def test_integers_bools_and_keys_pass_unchanged(api):
-    others = {"ids": jnp.arange(3), "mask": jnp.array([True]), "key": jax.random.key(0), "n": 3, "none": None}
-    apply, params = pure(mixed(api.Calls([api.dense()], lambda part, x, rest: (part(x), rest)), "float16"), X, others)
-    _, passed = apply(params, X, others)
+    extras = {"ids": jnp.arange(3), "mask": jnp.array([True]), "key": jax.random.key(0), "n": 3, "none": None}
+    apply, params = pure(
+        mixed(api.Calls([api.dense()], lambda part, x, unchanged: (part(x), unchanged)), "float16"), X, extras
+    )
+    _, passed = apply(params, X, extras)
     assert passed["n"] == 3 and passed["none"] is None
     for name in ("ids", "mask", "key"):
-        assert passed[name].dtype == others[name].dtype and (passed[name] == others[name]).all()
+        assert passed[name].dtype == extras[name].dtype and (passed[name] == extras[name]).all()
 
 
 # --- 6, 7, 8 and 9: nesting, derivatives, pytrees, recomputation ------------------------------------------------------
@@ -106,9 +108,9 @@ def test_a_nested_policy_ends_with_its_model_also_after_an_exception(api):
     model = mixed(api.Calls([api.dense(), inner, failing, api.dense()], fun), "mixed_float16")
     apply, params = pure(model, X)
     with standard_promotion():
-        found = products(apply, params, X)
+        dtypes = products(apply, params, X)
     # The products of `failing` are dead code.
-    assert [name for name in found if name != "float32"] == ["float16", "bfloat16", "float16"]
+    assert [name for name in dtypes if name != "float32"] == ["float16", "bfloat16", "float16"]
     with pytest.raises(RuntimeError, match="the user's own"):
         failing.init(rngs(), X) if api is Linen else failing(X)
     assert jax.config.jax_default_matmul_precision is None
@@ -117,20 +119,23 @@ def test_a_nested_policy_ends_with_its_model_also_after_an_exception(api):
     assert products(*pure(api.dense(), X), X) == ["float32"]
 
 
-def product_with_a_derivative_of_its_own(seen):
-    """Return a product whose derivative rule records its dtypes and doubles the gradient of ``w``."""
+def product_with_a_derivative_of_its_own(records):
+    """Return a product whose derivative rule records its dtypes.
+
+    The rule doubles the gradient of ``w``.
+    """
 
     @jax.custom_vjp
     def product(w, x):
         return x @ w
 
     def forward(w, x):
-        seen.append(("forward", w.dtype.name, x.dtype.name))
+        records.append(("forward", w.dtype.name, x.dtype.name))
         return product(w, x), (w, x)
 
     def backward(residuals, cotangent):
         w, x = residuals
-        seen.append(("backward", w.dtype.name, x.dtype.name, cotangent.dtype.name))
+        records.append(("backward", w.dtype.name, x.dtype.name, cotangent.dtype.name))
         return 2 * (x.T @ cotangent), cotangent @ w.T
 
     product.defvjp(forward, backward)
@@ -142,13 +147,13 @@ def product_with_a_derivative_of_its_own(seen):
     ("api", "kind", "policy"), [(NNX, "Own", "mixed_bfloat16"), (Linen, "Beside", "mixed_float16")]
 )
 def test_a_custom_derivative_sees_the_policys_dtype_forward_and_backward(api, kind, policy):
-    """The rule is traced in float32, as its author wrote it, and computed under the policy, as under autocast."""
-    seen, half, make = [], HALVES[policy], getattr(api, kind)
-    product = product_with_a_derivative_of_its_own(seen)
+    """Trace the rule in float32, as written, and compute it under the policy."""
+    records, half, make = [], HALVES[policy], getattr(api, kind)
+    product = product_with_a_derivative_of_its_own(records)
     got, bare = pure(mixed(make(product), policy), X, abstract=True), pure(make(product), X)
-    gradient, exact = (jax.grad(each.loss(X)) for each in (got, bare))
+    gradient, exact = (jax.grad(pure_model.loss(X)) for pure_model in (got, bare))
     assert set(products(gradient, bare.params)) == {half}
-    assert {name for name, *_ in seen} == {"forward", "backward"}
+    assert {name for name, *_ in records} == {"forward", "backward"}
     is_close(quick_jit(gradient)(bare.params), quick_jit(exact)(bare.params), policy)
 
 
@@ -165,7 +170,7 @@ def test_derivatives_of_jaxs_own_custom_rules_are_half_where_products_are(api, p
         return jax.nn.relu(x @ w) + jax.nn.gelu(x @ w) + jax.nn.softmax(x @ w) + jax.nn.logsumexp(x @ w)
 
     got, bare = pure(mixed(api.Own(fun), policy), X, abstract=True), pure(api.Own(fun), X)
-    gradients = [jax.grad(each.loss(X)) for each in (got, bare)]
+    gradients = [jax.grad(pure_model.loss(X)) for pure_model in (got, bare)]
     assert set(products(gradients[0], bare.params)) == {HALVES[policy]}
     is_close(*(quick_jit(gradient)(bare.params) for gradient in gradients), policy)
 
@@ -174,27 +179,27 @@ class Pair(NamedTuple):
     """A pytree type of the user."""
 
     x: Any
-    rest: Any
+    extra: Any
 
 
 @pytest.mark.once
 @each_api
 def test_pytrees_keep_their_structure(api):
-    seen = []
+    traced_dtypes = []
 
     def fun(w, inputs):
-        seen.append(jax.tree.map(lambda leaf: getattr(leaf, "dtype", leaf), inputs))
-        return Pair([inputs.x["a"] @ w, {"ids": inputs.rest[1]}], (None, 2, inputs.x["a"]))
+        traced_dtypes.append(jax.tree.map(lambda leaf: getattr(leaf, "dtype", leaf), inputs))
+        return Pair([inputs.x["a"] @ w, {"ids": inputs.extra[1]}], (None, 2, inputs.x["a"]))
 
     inputs = Pair({"a": X, "b": [X[0], X[1].astype(jnp.bfloat16)]}, (None, jnp.arange(3), 2.5))
     apply, params = pure(mixed(api.Own(fun), "p=f32,c=f16,o=bf16"), inputs)
     out = apply(params, inputs)
-    half, whole, brain = (jnp.dtype(name) for name in ("float16", "int32", "bfloat16"))
+    float16, int32, bfloat16 = (jnp.dtype(name) for name in ("float16", "int32", "bfloat16"))
     float32 = jnp.dtype("float32")  # the code of a module without a dtype field is traced in float32
-    assert seen[-1] == Pair({"a": float32, "b": [float32, float32]}, (None, whole, 2.5))
+    assert traced_dtypes[-1] == Pair({"a": float32, "b": [float32, float32]}, (None, int32, 2.5))
     dtypes = jax.tree.map(lambda leaf: getattr(leaf, "dtype", leaf), out)
-    assert dtypes == Pair([brain, {"ids": whole}], (None, 2, brain))
-    same_bits(out.x[0], (X.astype(half) @ jax.tree.leaves(params)[0].astype(half)).astype(brain))
+    assert dtypes == Pair([bfloat16, {"ids": int32}], (None, 2, bfloat16))
+    same_bits(out.x[0], (X.astype(float16) @ jax.tree.leaves(params)[0].astype(float16)).astype(bfloat16))
 
 
 @pytest.mark.once
@@ -203,14 +208,14 @@ def test_recomputed_values_have_the_dtypes_and_bits_of_the_forward_pass(api, pol
     def model(remat):
         parts = [api.dense(), api.dense(dtype="float32")]
 
-        def block(own, x):
-            return jnp.tanh(own(jnp.tanh(x)))
+        def block(layer, x):
+            return jnp.tanh(layer(jnp.tanh(x)))
 
         return mixed(api.Calls(parts, lambda a, b, x: b(remat(block)(a, x))), policy)
 
     plain, again = pure(model(lambda fun: fun), X), pure(model(api.remat), X, abstract=True)
     half = HALVES[policy]
-    gradient, gradient_again = (jax.grad(each.loss(X)) for each in (plain, again))
+    gradient, gradient_again = (jax.grad(pure_model.loss(X)) for pure_model in (plain, again))
     once, twice = products(gradient, plain.params), products(gradient_again, plain.params)
     assert products(again.apply, plain.params, X) == [half, "float32"]
     assert (twice.count(half), twice.count("float32")) == (once.count(half) + 1, once.count("float32"))

@@ -1,4 +1,4 @@
-"""Linen and NNX models have properties 10 to 13 of mixed precision, which tests/README.md lists."""
+"""Linen and NNX models have properties 10 to 13 of tests/README.md."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ pytestmark = pytest.mark.once
 
 @each_api
 def test_an_evaluation_before_or_inside_the_loss_changes_no_bit_of_the_gradients(api):
-    own = api.Own(lambda w, x: jnp.tanh(x @ w))
-    model = mixed(api.Calls([own, api.dense()], lambda a, b, x: b(a(x))), "mixed_float16")
+    layer = api.Own(lambda w, x: jnp.tanh(x @ w))
+    model = mixed(api.Calls([layer, api.dense()], lambda a, b, x: b(a(x))), "mixed_float16")
     apply, params = pure(model, X)
 
     def loss(params, target):
@@ -50,7 +50,7 @@ def test_an_evaluation_of_an_nnx_model_leaves_its_variables_alone():
     rngs = nnx.Rngs(0)
     model = mixed(nnx.Sequential(nnx.Linear(4, 4, rngs=rngs), nnx.BatchNorm(4, rngs=rngs)), "mixed_float16")
     before = jax.tree.map(jnp.copy, nnx.state(model))
-    own = variables(model)
+    model_variables = variables(model)
 
     @nnx.jit
     def gradient(model, x):
@@ -62,7 +62,7 @@ def test_an_evaluation_of_an_nnx_model_leaves_its_variables_alone():
         model(X), nnx.jit(lambda model: model(X))(model)
         model.train()
         same_bits(nnx.state(model), before)
-        assert variables(model) == own
+        assert variables(model) == model_variables
         same_bits(gradient(model, X), first)
 
 
@@ -148,7 +148,7 @@ class NNXCell(nnx.Module):
 
 
 class LinenLoop(nn.Module):
-    """An RNN of one of Linen's cells, or a scan of LinenCell, which starts from an argument."""
+    """An RNN of a Linen cell, or a scan of LinenCell, with the carry as argument."""
 
     cell: str
 
@@ -192,15 +192,15 @@ def test_a_carry_keeps_its_dtype_under_any_policy_and_products_have_the_policys(
         state = jnp.zeros((2, 4), dtype)
         carry = (state, state) if "LSTM" in cell else state
         with standard_promotion():
-            each = pure(mixed(model, policy), carry, SEQUENCE, abstract=True)
-            jaxpr = jax.make_jaxpr(each.apply)(each.params, carry, SEQUENCE)
+            pure_model = pure(mixed(model, policy), carry, SEQUENCE, abstract=True)
+            jaxpr = jax.make_jaxpr(pure_model.apply)(pure_model.params, carry, SEQUENCE)
             (loop,) = (eqn for eqn in equations(jaxpr) if eqn.primitive.name == "scan")
             carries = [var.aval.dtype.name for var in loop.outvars if var.aval.shape == state.shape]
             # The carry of a cell without a dtype field may also be in the compute dtype.
             half = jaxmp.get_policy(policy).compute_dtype.name
             assert carries == [dtype] * len(jax.tree.leaves(carry)) or (cell == "own" and carries == [half])
-            gradient = jax.grad(each.loss(carry, SEQUENCE))
-            assert set(products(gradient, each.params)) == {half}
+            gradient = jax.grad(pure_model.loss(carry, SEQUENCE))
+            assert set(products(gradient, pure_model.params)) == {half}
 
 
 @pytest.mark.parametrize(("api", "policy"), [(Linen, "mixed_bfloat16"), (NNX, "mixed_float16")])

@@ -1,4 +1,4 @@
-"""The train step and NNX have properties 14 to 26 of loss scaling, which tests/README.md lists."""
+"""The train step and NNX have properties 14 to 26 of tests/README.md."""
 
 from __future__ import annotations
 
@@ -120,9 +120,9 @@ def test_a_scaled_nnx_run_that_clips_has_the_params_gradients_and_optimizer_stat
 
 @each_api
 def test_a_gradient_penalty_through_a_model_is_that_of_the_true_loss_in_the_policys_dtype(api):
-    def slope(each, params):
+    def slope(pure_model, params):
         """Return a penalty on the gradient with respect to the input."""
-        along = jax.grad(lambda x: jnp.sum(each.apply(params, x).astype(jnp.float32)))(X)
+        along = jax.grad(lambda x: jnp.sum(pure_model.apply(params, x).astype(jnp.float32)))(X)
         return jnp.mean((jnp.sqrt(jnp.sum(along**2, 1)) - 1) ** 2)
 
     def fun(w, x):
@@ -156,15 +156,15 @@ def test_with_accumulation_only_full_batches_count_and_a_bad_microbatch_skips_th
     step = make_train_step(
         lambda params, _, batch, rng: (loss_fn(params, batch), None), accumulate_steps=4, donate=False
     )
-    seen = []
+    history = []
     for position in (None, None, None, 5, None):  # the bad example, which is in one microbatch
-        each = batch if position is None else {**batch, "x": batch["x"].at[position].set(jnp.inf)}
+        next_batch = batch if position is None else {**batch, "x": batch["x"].at[position].set(jnp.inf)}
         before = state
-        state, metrics = step(state, each)
+        state, metrics = step(state, next_batch)
         scale = state.opt_state.loss_scale
-        seen.append((int(scale.counter), float(scale.loss_scale), int(state.skipped)))
+        history.append((int(scale.counter), float(scale.loss_scale), int(state.skipped)))
         assert same_bits(state.params, before.params) == bool(metrics["skipped"]) == (position is not None)
-    assert seen == [(1, 2.0**15, 0), (2, 2.0**15, 0), (0, 2.0**16, 0), (0, 2.0**15, 1), (1, 2.0**15, 1)]
+    assert history == [(1, 2.0**15, 0), (2, 2.0**15, 0), (0, 2.0**16, 0), (0, 2.0**15, 1), (1, 2.0**15, 1)]
 
 
 def test_an_nnx_optimizer_around_multi_steps_applies_full_windows_only():
@@ -217,11 +217,11 @@ def test_an_nnx_run_that_was_saved_goes_on_bit_for_bit():
 
 def test_an_infinity_on_one_device_makes_an_nnx_step_skip_on_every_device():
     mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
-    split, whole = NamedSharding(mesh, PartitionSpec("d")), NamedSharding(mesh, PartitionSpec())
+    split, replicated = NamedSharding(mesh, PartitionSpec("d")), NamedSharding(mesh, PartitionSpec())
     model, optimizer, step = nnx_run(model=nnx.Linear(4, 2, rngs=nnx.Rngs(0)))
     with standard_promotion():
         for thing in (model, optimizer):
-            nnx.update(thing, jax.device_put(nnx.state(thing), whole))
+            nnx.update(thing, jax.device_put(nnx.state(thing), replicated))
         before, x = bits(nnx.state(model)), jax.device_put(jnp.ones((8, 4)), split)
         step(model, optimizer, jax.device_put(x.at[5, 1].set(jnp.inf), split))
         for shard in model.kernel[...].addressable_shards:

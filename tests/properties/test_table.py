@@ -16,10 +16,10 @@ LATER = "comes with autocast"
 
 
 def rows() -> dict[int, tuple[str, str, str]]:
-    """Return the cells of each row by its number: the property, other tests, and tests of autocast."""
+    """Return by number the cells of each row: property, tests, autocast tests."""
     section = (TESTS / "README.md").read_text().partition("## The map of properties")[2]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"]
-    return {int(number): tuple(rest) for number, *rest in cells[2:]}
+    return {int(number): tuple(texts) for number, *texts in cells[2:]}
 
 
 def named(text: str) -> list[tuple[str, str]]:
@@ -29,11 +29,12 @@ def named(text: str) -> list[tuple[str, str]]:
 
 @functools.cache
 def collected_from(file: str) -> set[str]:
-    """Return the names that pytest collects in a file: functions, and names that begin with Test."""
+    """Return the names of the tests that pytest collects in a file."""
     body = ast.parse((TESTS / file).read_text()).body
     functions = {node.name for node in body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")}
-    classes = {getattr(target, "id", "") for node in body if isinstance(node, ast.Assign) for target in node.targets}
-    return functions | {name for name in classes if name.startswith("Test")}
+    assignments = [node for node in body if isinstance(node, ast.Assign)]
+    names = {getattr(target, "id", "") for node in assignments for target in node.targets}
+    return functions | {name for name in names if name.startswith("Test")}
 
 
 def test_the_table_has_26_properties_in_order_and_tests_of_autocast_up_to_13():
@@ -49,7 +50,7 @@ def test_every_property_has_tests_that_exist():
     for number, (_, explicit, autocast) in rows().items():
         assert named(explicit), f"property {number} has no test in the third column"
         assert explicit.count("`") == 2 * len(named(explicit)), "text in backticks must be file.py::name"
-        missing += [each for each in named(explicit + autocast) if each[1] not in collected_from(each[0])]
+        missing += [test for test in named(explicit + autocast) if test[1] not in collected_from(test[0])]
     assert not missing
 
 

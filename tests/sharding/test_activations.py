@@ -1,4 +1,4 @@
-"""Values that mix weights with arrays of examples are activations; their gradients are those of one device."""
+"""Values computed from weights and examples are activations."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ PAIRS = {
 
 @on_both_axes
 def test_products_of_computed_weights_sum_in_float32_and_round_once(kind):
-    """Sums of integers: bfloat16 has no sum of a device above 256, float32 has each of them."""
+    """Use integers, whose sums float32 represents exactly and bfloat16 does not."""
 
     def loss_fn(params, model_state, batch, rng):
         total = 0.0
@@ -71,10 +71,10 @@ def test_products_of_computed_weights_sum_in_float32_and_round_once(kind):
     params = {name: np.ones((4, 4), np.float32) for name in PAIRS}
     batch = np.random.default_rng(0).integers(1, 10, (512, 4)).astype(np.float32)
     exact = np.broadcast_to(batch.sum(0)[:, None], (4, 4))
-    once = exact.astype(jnp.bfloat16).astype(np.float32)
+    rounded_once = exact.astype(jnp.bfloat16).astype(np.float32)
     mesh = mesh_of(kind)
     step, state = step_on(mesh, loss_fn, params)
-    with jax.set_mesh(mesh):  # in the program: a CPU widens half sums over devices
+    with jax.set_mesh(mesh):  # look at the program, because a CPU widens half sums over devices
         products = [
             eqn for eqn in equations(jax.make_jaxpr(step._step)(state, batch)) if eqn.primitive.name in PRODUCTS
         ]
@@ -83,13 +83,13 @@ def test_products_of_computed_weights_sum_in_float32_and_round_once(kind):
     gradients = gradients_of(step, state, batch)
     for spelling, how in PAIRS.items():
         if how != "a matrix of the batch":
-            np.testing.assert_array_equal(gradients[spelling], once, err_msg=spelling)
+            np.testing.assert_array_equal(gradients[spelling], rounded_once, err_msg=spelling)
         np.testing.assert_allclose(gradients[spelling], exact, rtol=2**-8, err_msg=spelling)
 
 
 @pytest.mark.parametrize(("rows", "kind"), [(16, AxisType.Explicit), (32, AxisType.Auto)])
 def test_activations_of_the_shape_of_a_weight_are_activations_whatever_the_batch(rows, kind):
-    """A param for each example, in front of an activation that has a derivative of its own."""
+    """Multiply each example by its own param, before a custom derivative."""
 
     def loss_in(dtype):
         def loss_fn(params, model_state, batch, rng):
@@ -108,7 +108,7 @@ def test_activations_of_the_shape_of_a_weight_are_activations_whatever_the_batch
 
 
 def test_a_learned_start_of_what_a_loop_changes_by_the_examples_trains():
-    """A recurrent state, and weights that each turn learns."""
+    """Train a recurrent state, and weights that each iteration updates."""
 
     def loss_in(dtype):
         def loss_fn(params, model_state, batch, rng):

@@ -1,4 +1,4 @@
-"""Weights are gathered in half where they are used, once a pass, and gradients are reduced in the dtype asked for."""
+"""Weights are gathered in half, and gradients are reduced in ``reduce_dtype``."""
 
 from __future__ import annotations
 
@@ -86,11 +86,11 @@ WAYS = {
 
 def loss_of_ways(params, model_state, batch, rng):
     results = [way(batch.astype(HALF), params[name], batch) for name, way in WAYS.items()]
-    return sum(jnp.mean(each.astype("float32") ** 2) for each in results), model_state
+    return sum(jnp.mean(result.astype("float32") ** 2) for result in results), model_state
 
 
 def step_of_ways(kind):
-    """A step whose weights pass through other code, its state, its batch and its mesh."""
+    """Return a train step for WAYS, its state, its batch and its mesh."""
     mesh, rng = mesh_of(kind), np.random.default_rng(0)
     params = {name: (rng.normal(size=(4, WIDE, WIDE)) / WIDE**0.5).astype(np.float32) for name in WAYS}
     on_mesh = Sharding(mesh, dict.fromkeys(WAYS, P(None, "fsdp")))
@@ -100,7 +100,7 @@ def step_of_ways(kind):
 
 
 class TestDtypes:
-    """In the program: a CPU widens half collectives."""
+    """Look at traced programs, because a CPU widens half-precision collectives."""
 
     @pytest.mark.parametrize(("how", "reduce_dtype"), [("linen", "float32"), ("autocast", "bfloat16")])
     def test_weights_are_gathered_in_half_and_gradients_reduced_as_asked(self, how, reduce_dtype):
@@ -112,7 +112,8 @@ class TestDtypes:
         else:
             step = jaxmp.make_train_step(net_loss(Net()), policy="mixed_bfloat16", **options)
         state = jax.eval_shape(lambda: jaxmp.TrainState.create_sharded(net_params, tx_of(), Sharding(mesh, specs)))
-        gathers, reductions = wire(step, state, tokens(12), mesh)  # activations have shapes of their own
+        batch = tokens(12)  # so no activation has the shape of a weight
+        gathers, reductions = wire(step, state, batch, mesh)
         shapes = {leaf.shape for leaf, spec in zip(jax.tree.leaves(state.params), specs_in(specs), strict=True) if spec}
         layers = {(WIDTH, 4 * WIDTH), (4 * WIDTH, WIDTH), (WIDTH, VOCABULARY)}
         assert shapes == layers | {(VOCABULARY, WIDTH)}
@@ -132,13 +133,13 @@ class TestDtypes:
 
     @BOTH
     def test_a_weight_that_passes_through_other_code_is_one_still(self, kind):
-        """Each device sums its rows of the gradient in float32, not in the dtype of the product."""
+        """Check that each device sums its rows in float32, although products are half."""
         step, state, batch, mesh = step_of_ways(kind)
         with jax.set_mesh(mesh):
             program = jax.make_jaxpr(step._step)(state, batch)
         products = [eqn for eqn in equations(program) if eqn.primitive.name == "dot_general"]
         of_weights = [eqn.outvars[0].aval for eqn in products if set(eqn.outvars[0].aval.shape) == {WIDE}]
-        assert len(of_weights) == 2 * len(WAYS) - 1  # one product at an index
+        assert len(of_weights) == 2 * len(WAYS) - 1  # the loop over an index has only one product
         assert {aval.dtype.name for aval in of_weights} == {"float32"}
 
     @pytest.mark.slow("compiles a large program; the same in the program")
@@ -153,16 +154,19 @@ class TestDtypes:
 
     @pytest.mark.parametrize("kind", [AUTO, pytest.param(EXPLICIT, marks=SLOW)])
     def test_weights_of_several_uses_are_gathered_once_in_a_pass(self, kind):
-        """Once for all passes if the gradients of microbatches are reduced once; weights are told by their shapes."""
+        """Count the gathers of each weight, which is recognised by its shape.
+
+        With ``reduce="once"``, a weight is gathered once for both passes of all microbatches.
+        """
 
         def layer(x, w):
             return jnp.sin(jnp.tanh(x @ w))
 
         @jax.custom_vjp
-        def own(x):
+        def double(x):
             return 2 * x
 
-        own.defvjp(lambda x: (own(x), None), lambda _, cotangent: (2 * cotangent,))
+        double.defvjp(lambda x: (double(x), None), lambda _, cotangent: (2 * cotangent,))
         jitted, again = jax.jit(layer), jax.checkpoint(layer)
         twice = jax.jit(lambda x, w: jitted(jitted(x, w), w))
 
@@ -193,7 +197,7 @@ class TestDtypes:
             ),
             "a loop over layers": (lambda x, w: jax.lax.scan(lambda x, w: (twice(x, w), None), x, w)[0], 2),
             "each example": (applied_twice(jax.vmap(jitted, (0, None))), 2),
-            "around code of its own": (applied_twice(lambda x, w: own(jitted(own(x), w))), 2),
+            "around code of its own": (applied_twice(lambda x, w: double(jitted(double(x), w))), 2),
             "tied": (lambda x, w: jnp.sin(w[jnp.arange(len(x))]) @ w.T, 1),  # a lookup has no gradient of the table
             "linen": (applied_twice(of_linen), 2),
             "nnx": (applied_twice(of_nnx), 2),
@@ -224,12 +228,12 @@ class TestDtypes:
                 program = jax.make_jaxpr(step._step)(state, batch)
             moved = [eqn for eqn in equations(program) if eqn.primitive.name == "sharding_constraint"]
             moved = [eqn.outvars[0].aval for eqn in moved if not any(where(eqn))]
-            found = {
-                name: [aval.dtype.name for aval in moved if aval.shape == (size if reduce == "once" else size[-2:])]
-                for name, size in shapes.items()
-            }
-            expected = {name: (1 if reduce == "once" else count) * ["bfloat16"] for name, (_, count) in uses.items()}
-            assert found == expected, (microbatches, reduce)
+            gathered, expected = {}, {}
+            for name, size in shapes.items():
+                gathered_shape = size if reduce == "once" else size[-2:]
+                gathered[name] = [aval.dtype.name for aval in moved if aval.shape == gathered_shape]
+                expected[name] = (1 if reduce == "once" else uses[name][1]) * ["bfloat16"]
+            assert gathered == expected, (microbatches, reduce)
 
     def test_autocast_gathers_a_weight_of_two_uses_once_in_a_pass(self):
         def loss_fn(params, model_state, x, rng):
@@ -250,11 +254,11 @@ class TestDtypes:
 
     @pytest.mark.parametrize("kind", [AUTO, pytest.param(EXPLICIT, marks=SLOW)])
     def test_sums_of_gradients_are_those_of_float32(self, kind):
-        """Sums of integers: bfloat16 does not have all integers above 256, but has the sum of each device."""
+        """Use integers: bfloat16 represents the sums of a device, but not of all."""
         eye = np.eye(4, dtype=np.float32)
 
         def looped(turn, x, weight, half, turns=2):
-            """The sum of the products with what is carried."""
+            """Return the sum of the products of ``x`` with a carried weight."""
 
             def added(carry, _):
                 total, weight = carry
@@ -295,7 +299,7 @@ class TestDtypes:
         def loss_of(half):
             def loss_fn(params, model_state, batch, rng):
                 results = [way(params[name], batch.astype(half)) for name, way in ways(half, jnp.zeros((4, 4))).items()]
-                return sum(jnp.sum(each.astype("float32")) for each in results), model_state
+                return sum(jnp.sum(result.astype("float32")) for result in results), model_state
 
             return loss_fn
 
@@ -311,7 +315,7 @@ class TestDtypes:
             assert exact[name].max() > 257, name
 
     def test_rows_looked_up_for_each_example_are_no_weights(self):
-        """Positions and types of tokens, spread over the batch as the models of transformers do."""
+        """Broadcast positions and types over the batch, as models of transformers do."""
 
         def loss_of(half):
             def loss_fn(params, model_state, batch, rng):

@@ -1,4 +1,4 @@
-"""Train steps on a mesh, compiled for eight H200s that are not there."""
+"""Train steps on a mesh, compiled for eight absent H200s."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = [
 
 
 class TestForEightGPUs:
-    """Compiled for H200s that are not there."""
+    """Compile train steps with a Sharding."""
 
     def test_what_a_device_sends_is_the_least(self):
         mesh = jax.sharding.AbstractMesh((8,), ("fsdp",), (AxisType.Auto,))
@@ -48,18 +48,21 @@ class TestForEightGPUs:
         state = jax.eval_shape(lambda params: jaxmp.TrainState.create(params=params, tx=tx), shapes)
         state = jax.tree.map(placed, state, sharding.fsdp_specs(state, mesh, min_size=8192, stacked=["h_0"]))
         batch = 2 * (placed(jax.ShapeDtypeStruct((16, sequence), "int32"), P("fsdp")),)
-        found = jaxmp.inspect.collectives(compiling.compiled(step, (state, batch), "h200"))
+        collectives = jaxmp.inspect.collectives(compiling.compiled(step, (state, batch), "h200"))
         split = sum(leaf.size for leaf, spec in zip(jax.tree.leaves(shapes), specs_in(specs), strict=True) if spec)
-        gathers = [row for row in found.rows if row.kind == "all-gather"]
+        gathers = [row for row in collectives.rows if row.kind == "all-gather"]
         assert {row.dtype for row in gathers} == {"bfloat16"}
-        assert found.wire <= 1.02 * 7.00 * sum(leaf.size for leaf in jax.tree.leaves(shapes))
-        reduced = [row for row in found.rows if row.kind == "reduce-scatter"]
+        assert collectives.wire <= 1.02 * 7.00 * sum(leaf.size for leaf in jax.tree.leaves(shapes))
+        reduced = [row for row in collectives.rows if row.kind == "reduce-scatter"]
         assert {row.dtype for row in reduced} == {"float32"}
         # Positions are summed over the batch, too.
         assert 4 * split <= sum(row.bytes for row in reduced) <= 4 * (split + sequence * width)
 
     def test_a_weight_of_several_uses_is_gathered_once_in_a_pass(self):
-        """Bare, in a call, in a call of a call; XLA keeps none of the forward pass for the backward pass."""
+        """Use each weight in a product, in a call, and in a call of a call.
+
+        XLA does not keep gathered weights for the backward pass, so it gathers them again.
+        """
         mesh, width, names = jax.sharding.AbstractMesh((8,), ("fsdp",), (AxisType.Explicit,)), 256, "ab"
         layer = jax.jit(lambda x, w: jnp.tanh(x @ w))
 
@@ -79,14 +82,20 @@ class TestForEightGPUs:
         step = jaxmp.make_train_step(loss_fn, sharding=Sharding(mesh, specs.params), policy="mixed_bfloat16")
         rows = jaxmp.inspect.collectives(compiling.compiled(step, (state, batch), "h200")).rows
         # XLA may put several arrays into one gather.
-        gathered = [(row.dtype, row.bytes) for row in rows for _ in range(row.count) if row.kind == "all-gather"]
+        gathered = []
+        for row in rows:
+            if row.kind == "all-gather":
+                gathered += [(row.dtype, row.bytes)] * row.count
         assert {dtype for dtype, _ in gathered} == {"bfloat16"}
         assert {row.dtype for row in rows if row.kind == "reduce-scatter"} == {"float32"}
         assert not [row for row in rows if row.kind != "all-gather" and row.dtype == "bfloat16"]
         assert sum(size for _, size in gathered) == 2 * len(names) * 2 * width**2
 
     def test_over_an_axis_that_splits_products_go_sums_of_activations_alone(self):
-        """One layer is split by its columns, one by its rows: nothing is gathered over the axis ``tensor``."""
+        """Split one layer by its columns and the next one by its rows.
+
+        Then nothing is gathered over the axis ``tensor``.
+        """
         mesh = jax.sharding.AbstractMesh((4, 2), ("fsdp", "tensor"), (AxisType.Auto,) * 2)
         width = 128
         rules = {"*/up": P("fsdp", "tensor"), "*/down": P("tensor", "fsdp")}
@@ -107,8 +116,8 @@ class TestForEightGPUs:
         state = jax.tree.map(placed, state, specs)
         batch = placed(jax.ShapeDtypeStruct((256, width), "float32"), P("fsdp"))
         step = jaxmp.make_train_step(loss_fn, sharding=Sharding(mesh, specs.params), policy="mixed_bfloat16")
-        found = jaxmp.inspect.collectives(compiling.compiled(step, (state, batch), "h200"))
-        large = [row for row in found.rows if row.bytes > 1000]
+        collectives = jaxmp.inspect.collectives(compiling.compiled(step, (state, batch), "h200"))
+        large = [row for row in collectives.rows if row.bytes > 1000]
         assert {row.kind for row in large if "tensor" in row.axis} == {"all-reduce"}
         assert sum(row.wire for row in large if row.axis == "fsdp") <= 1.01 * jaxmp.inspect.ideal_wire(state.params)
 
@@ -135,7 +144,7 @@ def plan(step_and_shapes):
 
 
 class TestGatherForEightGPUs:
-    """Compiled for H200s that are not there, where half collectives stay half."""
+    """Compile train steps that call ``gather``; half collectives stay half on a GPU."""
 
     def test_weights_cross_the_wire_in_half_and_gradients_in_float32(self, plan, step_and_shapes):
         _, (state, _) = step_and_shapes
@@ -154,7 +163,7 @@ class TestGatherForEightGPUs:
         stored = sharding.describe(state, specs, batch.sharding.mesh)
         assert sum(plan.by_kind.values()) == plan.peak
         kinds = plan.by_kind["params"] + plan.by_kind["optimizer"]
-        assert abs(kinds - stored.bytes) < 100  # the key and the counters are of other kinds
+        assert abs(kinds - stored.bytes) < 100  # the key and the counters belong to other kinds
         assert plan.by_kind["batch"] == 4 * BATCH * WIDTH
 
     def test_a_topology_that_does_not_fit_is_refused(self, step_and_shapes):

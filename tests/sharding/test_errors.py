@@ -1,4 +1,4 @@
-"""Train steps on a mesh refuse what they cannot do, and say what to write."""
+"""Errors of train steps on a mesh, and what they tell the user to write."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def of_two_types():
 
 
 def sums_in_half(kind):
-    """A loss with a shard_map, whose transpose sums the cotangents of the weight."""
+    """Return a step whose ``shard_map`` sums cotangents of the weight in half."""
     mesh = mesh_of(kind)
 
     def loss(params, model_state, batch, rng):
@@ -140,7 +140,7 @@ def test_a_derivative_of_its_own_in_half_is_refused_unless_gradients_are_reduced
     def product(x, w):
         return x @ w
 
-    product.defvjp(lambda x, w: (x @ w, (x, w)), lambda kept, ct: (ct @ kept[1].T, kept[0].T @ ct))
+    product.defvjp(lambda x, w: (x @ w, (x, w)), lambda operands, ct: (ct @ operands[1].T, operands[0].T @ ct))
 
     def loss_fn(params, model_state, batch, rng):
         half = product(batch.astype("bfloat16"), params["w"].astype("bfloat16"))
@@ -168,7 +168,7 @@ def test_a_state_that_lies_elsewhere_is_refused_with_both_places():
 
 @pytest.mark.parametrize("has_specs", [False, True])
 def test_types_that_the_loss_leaves_open_are_jaxs_error_and_each_way_out_of_it_trains(has_specs):
-    """Dropout of Flax makes a mask that lies on no axis."""
+    """Use Flax's dropout, whose mask is not split over any axis."""
 
     def loss_fn(params, model_state, batch, rng):
         dropped = nn.Dropout(0.5).apply({}, batch @ params["w"], deterministic=False, rngs={"dropout": rng})
@@ -211,5 +211,5 @@ def test_a_jit_of_the_users_own_knows_the_mesh_by_the_state_or_by_what_is_around
     with jax.set_mesh(mesh):
         assert jax.jit(loss)(a_state(), EXAMPLES) == expected
     states = jax.jit(lambda state: jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), state))(placed)
-    found = jax.jit(jax.vmap(loss, (0, None)))(states, EXAMPLES)
-    np.testing.assert_allclose(found, [expected] * 2, rtol=1e-6)
+    losses = jax.jit(jax.vmap(loss, (0, None)))(states, EXAMPLES)
+    np.testing.assert_allclose(losses, [expected] * 2, rtol=1e-6)

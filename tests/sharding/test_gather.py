@@ -1,4 +1,4 @@
-"""Gathers in half, whose gradients are reduced in float32, and a training that is built on them."""
+"""Gathers in half with gradients reduced in float32, and training with them."""
 
 from __future__ import annotations
 
@@ -20,15 +20,18 @@ pytestmark = pytest.mark.usefixtures("standard_promotion")  # optax's Adam mixes
 
 
 def reshards(jaxpr):
-    """The dtypes of all reshards of a program that move data, bodies too."""
-    found = []
+    """Return the dtype and the result type of each reshard, also in bodies.
+
+    Reshards of scalars are left out.
+    """
+    moves = []
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "reshard" and eqn.invars[0].aval.ndim:
-            found.append((eqn.invars[0].aval.dtype.name, str(eqn.outvars[0].aval)))
+            moves.append((eqn.invars[0].aval.dtype.name, str(eqn.outvars[0].aval)))
         for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda leaf: hasattr(leaf, "eqns")):
             inner = getattr(value, "jaxpr", value)
-            found += reshards(inner) if hasattr(inner, "eqns") else []
-    return found
+            moves += reshards(inner) if hasattr(inner, "eqns") else []
+    return moves
 
 
 @pytest.mark.parametrize("reduce_dtype", ["float32", "bfloat16"])
@@ -39,9 +42,9 @@ def test_weights_travel_in_half_and_gradients_in_what_was_asked(reduce_dtype):
     with jax.set_mesh(mesh):
         batch = jax.device_put(a_batch(), P("fsdp"))
         program = jax.make_jaxpr(jax.grad(lambda params: loss_fn(params, None, batch, None)[0]))(state.params)
-    found = reshards(program.jaxpr)
-    gathered = [dtype for dtype, to in found if "R:fsdp" in to]
-    scattered = [dtype for dtype, to in found if "@fsdp" in to]
+    moves = reshards(program.jaxpr)
+    gathered = [dtype for dtype, to in moves if "R:fsdp" in to]
+    scattered = [dtype for dtype, to in moves if "@fsdp" in to]
     assert set(gathered) == {"bfloat16"} and len(gathered) >= 2
     assert scattered == [reduce_dtype] * 2
 
@@ -76,8 +79,8 @@ def test_gradients_are_those_of_one_device(route, sizes, gradients_on_one_device
             params = jax.tree.map(lambda leaf, spec: jax.device_put(leaf, NamedSharding(mesh, spec)), params, SPECS)
             batch = jax.device_put(batch, P(axes))
             fun = jax.grad(lambda params, batch: loss_fn(params, None, batch, None)[0])
-        found = jax.jit(fun)(params, batch)
-    for name, leaf in found.items():
+        gradients = jax.jit(fun)(params, batch)
+    for name, leaf in gradients.items():
         assert leaf.dtype == jnp.float32
         error = np.linalg.norm(np.asarray(leaf) - np.asarray(expected[name])) / np.linalg.norm(expected[name])
         assert error < 0.01, (name, error)
@@ -102,8 +105,8 @@ def test_small_and_integer_leaves_are_left_alone():
     with jax.set_mesh(mesh_of()):
         tree = {"small": jnp.ones(3), "count": jnp.zeros((4,), jnp.int32)}
         specs = {"small": P(), "count": P("fsdp")}
-        found = jax.jit(lambda tree: sharding.gather(tree, specs, "bfloat16"))(tree)
-    assert (found["small"].dtype, found["count"].dtype) == (jnp.float32, jnp.int32)
+        gathered = jax.jit(lambda tree: sharding.gather(tree, specs, "bfloat16"))(tree)
+    assert (gathered["small"].dtype, gathered["count"].dtype) == (jnp.float32, jnp.int32)
 
 
 @pytest.mark.parametrize("place", [P(), P(None, "fsdp")])
@@ -114,9 +117,9 @@ def test_a_weight_that_lies_elsewhere_gets_its_gradient_there(place):
         def loss(w):
             return jnp.sum(x @ sharding.gather({"w": w}, {"w": P("fsdp")}, "bf16", axes="fsdp")["w"].astype("f4"))
 
-        found = jax.jit(jax.grad(loss))(w)
-    assert found.sharding.is_equivalent_to(w.sharding, 2)
-    np.testing.assert_array_equal(np.asarray(found), 8.0)
+        gradient = jax.jit(jax.grad(loss))(w)
+    assert gradient.sharding.is_equivalent_to(w.sharding, 2)
+    np.testing.assert_array_equal(np.asarray(gradient), 8.0)
 
 
 SPLIT, ALIKE = P("fsdp"), P()
@@ -188,5 +191,5 @@ def test_after_five_steps_in_float32_params_are_those_of_one_device():
         alone = trained(alone, loss_on(WHOLE, "float32"), batches)
     for name, leaf in split.params.items():
         assert leaf.sharding.spec == SPECS[name] or leaf.sharding.is_fully_replicated
-        own, other = np.asarray(leaf), np.asarray(alone.params[name])
-        assert np.linalg.norm(own - other) / max(np.linalg.norm(other), 1e-3) < 2e-6, name
+        sharded, single = np.asarray(leaf), np.asarray(alone.params[name])
+        assert np.linalg.norm(sharded - single) / max(np.linalg.norm(single), 1e-3) < 2e-6, name

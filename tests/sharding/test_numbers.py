@@ -1,4 +1,4 @@
-"""Train steps on a mesh have the numbers of one device, and their gradients are exact where they are sums."""
+"""Train steps on a mesh compute the same numbers as on one device."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def moved_nearly_alike(states, start):
 
 
 class TestNumbers:
-    """In float32 those of one device."""
+    """Compare the params with those of a train step on one device."""
 
     def require_one_devices(self, mesh, specs, model=MODEL, more=(), **options):
-        """A small GPT-2; each param lies where its spec says."""
+        """Train on one device and on the mesh; compare params and check their specs."""
         steps, states = pair(lambda: linen_params(model), untyped(linen_loss(model)), mesh, specs, more, **options)
-        one, many = after_five(steps, states, tokens())
-        assert differences(one.params, many.params) <= 2e-6
-        for leaf, spec in zip(jax.tree.leaves(many.params), specs_in(specs), strict=True):
+        single_state, sharded_state = after_five(steps, states, tokens())
+        assert differences(single_state.params, sharded_state.params) <= 2e-6
+        for leaf, spec in zip(jax.tree.leaves(sharded_state.params), specs_in(specs), strict=True):
             assert leaf.sharding.is_equivalent_to(NamedSharding(mesh, spec), leaf.ndim)
 
     @pytest.mark.slow("compiles two steps of a model; layers in a scan are a small one")
@@ -92,8 +92,8 @@ class TestNumbers:
         specs = specs_of(stacked_params, mesh, stacked=["layers", "bias"])
         assert specs["layers"]["up"] == P(None, None, "fsdp") and specs["bias"] == P()
         steps, states = pair(stacked_params, stacked_loss, mesh, specs, {"accumulate_steps": 2}, reduce="once")
-        one, many = after_five(steps, states, tokens())
-        assert differences(one.params, many.params) <= 2e-6
+        single_state, sharded_state = after_five(steps, states, tokens())
+        assert differences(single_state.params, sharded_state.params) <= 2e-6
 
     @pytest.mark.parametrize(("kind", "up"), [(EXPLICIT, P(("fsdp", "tensor"))), (AUTO, P(None, "tensor"))])
     def test_a_dense_layer_split_over_a_third_axis(self, kind, up):
@@ -105,18 +105,19 @@ class TestNumbers:
         def loss_fn(params, model_state, batch, rng):
             return jnp.mean((jnp.tanh(batch @ params["up"]) @ params["down"] * factors) ** 2), model_state
 
-        factors = np.linspace(1, 2, WIDTH, dtype=np.float32)  # a constant lies on no axis
+        factors = np.linspace(1, 2, WIDTH, dtype=np.float32)  # a constant is not split over any axis
         mesh = mesh_of(kind, data=2, fsdp=1, tensor=2) if kind is EXPLICIT else mesh_of(kind, fsdp=2, tensor=2)
         steps, states = pair(make_params, loss_fn, mesh, {"up": up, "down": P("tensor", "fsdp")})
-        one, many = after_five(steps, states, np.random.default_rng(1).normal(size=(BATCH, WIDTH)).astype(np.float32))
-        assert differences(one.params, many.params) <= 2e-6
+        batch = np.random.default_rng(1).normal(size=(BATCH, WIDTH)).astype(np.float32)
+        single_state, sharded_state = after_five(steps, states, batch)
+        assert differences(single_state.params, sharded_state.params) <= 2e-6
 
     @pytest.mark.parametrize(
         ("kind", "reduce"),
         [(AUTO, "once"), pytest.param(EXPLICIT, "each", marks=pytest.mark.slow("the same for another type of axes"))],
     )
     def test_a_weight_of_many_uses(self, kind, reduce):
-        """Side by side, in calls of calls, in loops, computed again, for each example, in a branch."""
+        """Use a weight in nested calls, loops, a remat, a vmap and a branch."""
         jitted, again = jax.jit(lambda x, w: jnp.tanh(x @ w)), jax.checkpoint(lambda x, w: jnp.sin(x @ w))
 
         def loss_fn(params, model_state, x, rng):
@@ -134,8 +135,8 @@ class TestNumbers:
         batch = np.random.default_rng(1).normal(size=(BATCH, 16)).astype(np.float32)
         mesh, twice = mesh_of(kind), {"accumulate_steps": 2}
         steps, states = pair(make_params, loss_fn, mesh, {"w": P("fsdp")}, twice, reduce=reduce)
-        one, many = after_five(steps, states, batch)
-        assert differences(one.params, many.params) <= 2e-6
+        single_state, sharded_state = after_five(steps, states, batch)
+        assert differences(single_state.params, sharded_state.params) <= 2e-6
 
     def test_convolutions_and_statistics_of_the_whole_batch(self):
         class Net(nn.Module):
@@ -151,15 +152,16 @@ class TestNumbers:
 
         images = np.random.default_rng(0).normal(size=(BATCH, 4, 4, 3)).astype(np.float32)
         shapes = jax.eval_shape(Net().init, jax.random.key(0), images)
-        params, rest = numbers(shapes["params"]), {"batch_stats": zeros(shapes["batch_stats"])}
+        params, model_state = numbers(shapes["params"]), {"batch_stats": zeros(shapes["batch_stats"])}
         mesh = mesh_of()
         specs = specs_of(lambda: params, mesh)
-        states = [jaxmp.TrainState.create(params=params, tx=tx_of(), model_state=rest) for _ in range(2)]
+        states = [jaxmp.TrainState.create(params=params, tx=tx_of(), model_state=model_state) for _ in range(2)]
         steps = [
             jaxmp.make_train_step(loss_fn, donate=False, **more) for more in ({}, {"sharding": Sharding(mesh, specs)})
         ]
-        one, many = after_five(steps, states, images)
-        assert differences((one.params, one.model_state), (many.params, many.model_state)) <= 2e-6
+        single_state, sharded_state = after_five(steps, states, images)
+        expected, actual = ((state.params, state.model_state) for state in (single_state, sharded_state))
+        assert differences(expected, actual) <= 2e-6
 
     def test_nnx(self):
         mesh = mesh_of()
@@ -173,7 +175,7 @@ class TestNumbers:
             def __call__(self, ids):
                 return self.head(self.norm(self.embed(ids)))
 
-        def made():
+        def model_and_optimizer():
             model = module_with_numbers(lambda: Net(nnx.Rngs(0)))
             return model, jaxmp.nnx.Optimizer(model, optax.sgd(0.5), loss_scale=jaxmp.DynamicLossScale())
 
@@ -181,18 +183,21 @@ class TestNumbers:
             return jnp.mean(jaxmp.losses.cross_entropy(model(batch[:, :-1]), batch[:, 1:]))
 
         specs = sharding.fsdp_specs(nnx.eval_shape(lambda: nnx.state(Net(nnx.Rngs(0)), nnx.Param)), mesh, min_size=512)
-        found = []
+        trained_params = []
         for options in ({}, {"sharding": Sharding(mesh, specs)}):
-            (model, optimizer), step = made(), jaxmp.nnx.make_train_step(loss_fn, **options)
+            (model, optimizer), step = model_and_optimizer(), jaxmp.nnx.make_train_step(loss_fn, **options)
             for _ in range(5):
                 step(model, optimizer, tokens())
-            found.append(nnx.as_pure(nnx.state(model, nnx.Param)))
-        assert differences(*found) <= 2e-6
-        split = [leaf for leaf in jax.tree.leaves(found[1]) if not leaf.sharding.is_fully_replicated]
+            trained_params.append(nnx.as_pure(nnx.state(model, nnx.Param)))
+        assert differences(*trained_params) <= 2e-6
+        split = [leaf for leaf in jax.tree.leaves(trained_params[1]) if not leaf.sharding.is_fully_replicated]
         assert len(split) == 2
 
     def test_what_is_made_of_weights_is_a_weight(self):
-        """A low-rank update: the gradient of its product is that of a weight, summed over all rows first."""
+        """Add a low-rank update to a weight.
+
+        The gradient of the update is the gradient of a weight, so it is summed over all rows first.
+        """
 
         def make_params():
             rng = np.random.default_rng(0)
@@ -205,21 +210,24 @@ class TestNumbers:
         mesh = mesh_of()
         steps, states = pair(make_params, loss_fn, mesh, specs_of(make_params, mesh))
         batch = np.random.default_rng(1).normal(size=(BATCH, WIDTH)).astype(np.float32)
-        one, many = after_five(steps, states, batch)
-        assert differences(one.params, many.params) <= 2e-6
+        single_state, sharded_state = after_five(steps, states, batch)
+        assert differences(single_state.params, sharded_state.params) <= 2e-6
 
     @pytest.mark.parametrize("how", ["float64", "a derivative and an optimizer"])
     def test_explicit_axes(self, how):
-        """JAX types the loss and the author's derivatives, but neither the step's derivatives nor the optimizer."""
+        """Use float64, or a custom derivative and an optimizer with products.
+
+        JAX types the loss and the custom derivative, but neither the step's derivatives nor the optimizer.
+        """
 
         @jax.custom_vjp
         def product(x, w):
             return x @ w
 
-        def backward(kept, ct):
-            x, w = kept
-            whole = P() if jax.sharding.get_abstract_mesh().explicit_axes else None
-            return ct @ w.T, jnp.matmul(x.T, ct, out_sharding=whole)
+        def backward(operands, ct):
+            x, w = operands
+            replicated = P() if jax.sharding.get_abstract_mesh().explicit_axes else None
+            return ct @ w.T, jnp.matmul(x.T, ct, out_sharding=replicated)
 
         product.defvjp(lambda x, w: (x @ w, (x, w)), backward)
 
@@ -238,12 +246,12 @@ class TestNumbers:
             shapes = {"up": (WIDTH, 2 * WIDTH), "down": (2 * WIDTH, WIDTH)}
             params = {name: rng.normal(size=size).astype(dtype) / 6 for name, size in shapes.items()}
             batch = rng.normal(size=(BATCH, WIDTH)).astype(dtype)
-            one = jaxmp.TrainState.create(params=jax.tree.map(jnp.array, params), tx=tx)
-            many = jaxmp.TrainState.create_sharded(lambda: params, tx, Sharding(mesh, specs))
-            one, _ = jaxmp.make_train_step(loss_fn)(one, batch)
-            many, _ = jaxmp.make_train_step(loss_fn, sharding=Sharding(mesh, specs))(many, batch)
-        assert differences(one.params, many.params) <= (1e-14 if how == "float64" else 2e-6)
-        assert all(many.params[name].sharding == NamedSharding(mesh, spec) for name, spec in specs.items())
+            single_state = jaxmp.TrainState.create(params=jax.tree.map(jnp.array, params), tx=tx)
+            sharded_state = jaxmp.TrainState.create_sharded(lambda: params, tx, Sharding(mesh, specs))
+            single_state, _ = jaxmp.make_train_step(loss_fn)(single_state, batch)
+            sharded_state, _ = jaxmp.make_train_step(loss_fn, sharding=Sharding(mesh, specs))(sharded_state, batch)
+        assert differences(single_state.params, sharded_state.params) <= (1e-14 if how == "float64" else 2e-6)
+        assert all(sharded_state.params[name].sharding == NamedSharding(mesh, spec) for name, spec in specs.items())
 
     @pytest.mark.parametrize(
         ("dtype", "spec", "microbatches", "reduce"),
@@ -254,7 +262,7 @@ class TestNumbers:
         ],
     )
     def test_lookups_and_sums_on_explicit_axes_in_jaxs_own_spelling(self, dtype, spec, microbatches, reduce):
-        """The gradient, the loss, a metric and an evaluation; integers, which bfloat16 sums wrongly from 257 on."""
+        """Use integers, which bfloat16 does not sum exactly above 256."""
 
         def loss_fn(params, model_state, batch, rng):
             table, w = params["table"].astype(dtype), params["w"].astype(dtype)
@@ -277,9 +285,9 @@ class TestNumbers:
         step = jaxmp.make_train_step(loss_fn, sharding=on_mesh, donate=False, accumulate_steps=microbatches)
         new, metrics = step(state, batch)
         np.testing.assert_allclose(metrics["loss"], loss / scale, rtol=1e-6)
-        found = jaxmp.make_eval_step(loss_fn)(state, batch)
-        np.testing.assert_allclose(found["loss"], loss, rtol=1e-6)
-        assert found["largest"] == metrics["largest"] == 1
+        evaluation = jaxmp.make_eval_step(loss_fn)(state, batch)
+        np.testing.assert_allclose(evaluation["loss"], loss, rtol=1e-6)
+        assert evaluation["largest"] == metrics["largest"] == 1
         for name, leaf in new.params.items():
             assert leaf.sharding.is_equivalent_to(NamedSharding(mesh, on_mesh.specs[name]), leaf.ndim)
             np.testing.assert_array_equal(params[name] - np.asarray(leaf), gradient[name], err_msg=name)
@@ -304,7 +312,7 @@ class TestNumbers:
 
     @pytest.mark.slow("the same without a mesh is in training")
     def test_a_run_that_diverges_says_so(self):
-        """The error, the search for its first operation, and the program of a step need no mesh to be set."""
+        """Get the error, its first operation and the program without ``jax.set_mesh``."""
 
         def loss_fn(params, model_state, batch, rng):
             return jnp.mean(jnp.log(batch @ params["w"])), model_state
@@ -326,24 +334,25 @@ class TestNumbers:
 
     @pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
     def test_the_examples_of_a_batch_that_is_on_no_mesh_are_split_in_every_program(self, kind):
-        """As by a call, which puts them: the products of a device are those of its own examples."""
+        """Lower steps for an unsharded batch: each device computes its own examples."""
 
         def loss_fn(params, model_state, batch, rng):
-            seen.append(jax.typeof(batch).sharding.spec)
+            batch_specs.append(jax.typeof(batch).sharding.spec)
             return jnp.mean((batch @ params["w"]) ** 2), model_state
 
-        seen, mesh, specs = [], mesh_of(kind, data=4), {"w": P()}
+        batch_specs, mesh, specs = [], mesh_of(kind, data=4), {"w": P()}
         state = jaxmp.TrainState.create_sharded(lambda: {"w": jnp.ones((WIDTH, WIDTH))}, tx_of(), Sharding(mesh, specs))
         step = jaxmp.make_train_step(loss_fn, sharding=Sharding(mesh, specs))
         batch = np.ones((BATCH, WIDTH), np.float32)
         typed = jax.ShapeDtypeStruct(batch.shape, batch.dtype)
         programs = [step.lower(state, typed), step.jitted.lower(state, batch), jax.jit(step).lower(state, batch)]
         if kind is EXPLICIT:
-            assert set(seen) == {P("data", None)}
+            assert set(batch_specs) == {P("data", None)}
             return
         for program in (step.lower(state, batch), *programs):
             moved = jaxmp.inspect.collectives(program.compile())
-            assert {row.kind for row in moved.rows} == {"all-reduce"}  # of the gradient and the mean, not of examples
+            # The gradient and the mean are reduced. Examples are not moved.
+            assert {row.kind for row in moved.rows} == {"all-reduce"}
 
     def test_sequences_that_are_split_stay_so_in_a_jit_around_a_step(self):
         def loss_fn(params, model_state, batch, rng):
@@ -384,7 +393,7 @@ class TestNumbers:
         moved_nearly_alike(states, start)
 
     def test_activations_as_large_as_a_weight_are_none(self):
-        """A param for each example, and a norm whose scale is a slice of a larger one."""
+        """Use a param per example, and a norm whose scale is a slice of a larger param."""
 
         def loss_fn(params, model_state, batch, rng):
             h = batch @ params["w"][0]
@@ -396,8 +405,8 @@ class TestNumbers:
         params = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), params)
         mesh, specs = mesh_of(EXPLICIT), {"w": P(None, None, "fsdp"), "each": P()}
         steps, states = pair(lambda: params, loss_fn, mesh, specs)
-        one, many = after_five(steps, states, rng.normal(size=(BATCH, WIDTH)).astype(np.float32))
-        assert differences(one.params, many.params) <= 2e-6
+        single_state, sharded_state = after_five(steps, states, rng.normal(size=(BATCH, WIDTH)).astype(np.float32))
+        assert differences(single_state.params, sharded_state.params) <= 2e-6
 
     def test_weights_that_are_named_and_printed_and_carries_that_begin_with_zeros(self, capfd):
         def loss_fn(params, model_state, batch, rng):
@@ -413,9 +422,10 @@ class TestNumbers:
         rng = np.random.default_rng(0)
         params = {"w": jnp.asarray(rng.normal(size=(WIDTH, WIDTH)) / WIDTH**0.5, jnp.float32)}
         steps, states = pair(lambda: params, untyped(loss_fn), mesh_of(AUTO), {"w": P("fsdp")})
-        one, many = after_five(steps, states, rng.normal(size=(BATCH, WIDTH)).astype(np.float32))
+        single_state, sharded_state = after_five(steps, states, rng.normal(size=(BATCH, WIDTH)).astype(np.float32))
         jax.effects_barrier()
-        assert differences(one.params, many.params) <= 2e-6 and capfd.readouterr().out.count("the mean is") == 10
+        assert differences(single_state.params, sharded_state.params) <= 2e-6
+        assert capfd.readouterr().out.count("the mean is") == 10
 
     def test_an_infinity_in_one_shard_skips_the_step_on_all(self):
         mesh = mesh_of()
@@ -430,7 +440,7 @@ class TestNumbers:
         batch[-1, 0] = np.inf
         state, _ = step(state, np.ones((BATCH, WIDTH), np.float32))
         after, metrics = step(state, batch)
-        scales = [float(jaxmp.get_loss_scale(each.opt_state).loss_scale) for each in (state, after)]
+        scales = [float(jaxmp.get_loss_scale(snapshot.opt_state).loss_scale) for snapshot in (state, after)]
         assert metrics["skipped"] and scales[1] == scales[0] / 2
-        kept = [(each.params, each.opt_state.inner_state) for each in (state, after)]
-        jax.tree.map(np.testing.assert_array_equal, *kept)
+        params_and_optimizer = [(snapshot.params, snapshot.opt_state.inner_state) for snapshot in (state, after)]
+        jax.tree.map(np.testing.assert_array_equal, *params_and_optimizer)

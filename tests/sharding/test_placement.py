@@ -1,4 +1,4 @@
-"""States that are made where they lie."""
+"""States that are created with their sharding, not moved to it later."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from stacked_layers import LAYERS, SPECS, WIDTH, make_params, mesh_of
 import jaxmp
 from jaxmp.sharding import Sharding
 
-pytestmark = pytest.mark.usefixtures("standard_promotion")  # optax's Adam mixes dtypes by itself
+pytestmark = pytest.mark.usefixtures("standard_promotion")  # optax's Adam mixes dtypes
 
 
 def test_a_state_has_shapes_without_being_made():
@@ -33,11 +33,11 @@ def test_a_state_is_that_of_one_device_in_its_place():
     tx = jaxmp.loss_scaling(optax.adam(1e-3), jaxmp.DynamicLossScale())
     state = jaxmp.TrainState.create_sharded(make_params, tx, Sharding(mesh, SPECS), **fields)
     alone = jaxmp.TrainState.create(params=make_params(), tx=tx, **fields)
-    for (path, leaf), other in zip(jax.tree.leaves_with_path(state), jax.tree.leaves(alone), strict=True):
+    for (path, leaf), expected in zip(jax.tree.leaves_with_path(state), jax.tree.leaves(alone), strict=True):
         assert leaf.sharding.mesh.shape == mesh.shape, path
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            leaf, other = jax.random.key_data(leaf), jax.random.key_data(other)
-        np.testing.assert_array_equal(np.asarray(leaf), np.asarray(other), err_msg=str(path))
+            leaf, expected = jax.random.key_data(leaf), jax.random.key_data(expected)
+        np.testing.assert_array_equal(np.asarray(leaf), np.asarray(expected), err_msg=str(path))
     inner = state.opt_state.inner_state[0]
     for tree in (state.params, state.ema_params, inner.mu, inner.nu):
         assert tree["up"].addressable_shards[0].data.shape == (LAYERS, WIDTH, 2 * WIDTH // 4)

@@ -1,4 +1,4 @@
-"""The gradient of a half weight repeated over the rows of a batch is summed in float32, over all devices."""
+"""The gradient of a half weight repeated over rows is summed in float32."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ SPELLINGS = {
     "scaled": lambda w, x: x * (2 * tiled(2 * w, x) + w[0]),
     "product": lambda w, x: x * (tiled(w, x)[:, :2] @ EYE.astype(x.dtype))[:, :1],
     "a call of its own": lambda w, x: x * jax.nn.relu(tiled(w, x)),
-    "twice": lambda w, x: sum(x * each for each in [tiled(w, x)] * 2),
+    "twice": lambda w, x: sum(x * repeated for repeated in [tiled(w, x)] * 2),
     "running sum": lambda w, x: x * jnp.cumsum(jnp.eye(len(x), 1, dtype=x.dtype) * w, 0),
     "slice": lambda w, x: x * jax.lax.dynamic_slice(tiled(w, x), (x[0, 0].astype(int), 0), x.shape),
-    "turns": lambda w, x: jax.lax.scan(lambda _, each: (None, each[0] * each[1]), None, (x, tiled(w, x)))[1],
+    "turns": lambda w, x: jax.lax.scan(lambda _, pair: (None, pair[0] * pair[1]), None, (x, tiled(w, x)))[1],
     "branch": lambda w, x: jax.lax.cond(jnp.sum(x) > 0, lambda w: x * tiled(w, x), lambda w: x, w),
     "computed again": lambda w, x: jax.checkpoint(lambda w, x: x * tiled(w, x))(w, x),
 }
@@ -63,12 +63,15 @@ USUAL = (
 
 
 def loss_in(dtype):
-    """The sum of all, each of a param of its own: of integers, which bfloat16 does not hold from 257 on."""
+    """Return a loss that sums the results of all spellings, each with its own param.
+
+    The gradients are integers, which bfloat16 does not represent exactly above 256.
+    """
 
     def loss_fn(params, model_state, batch, rng):
         x = jnp.asarray(batch, dtype)
         results = [SPELLINGS[name](param.astype(dtype), x) for name, param in params.items()]
-        return sum(jnp.sum(each.astype(jnp.float32)) for each in results), model_state
+        return sum(jnp.sum(result.astype(jnp.float32)) for result in results), model_state
 
     return loss_fn
 
@@ -88,7 +91,7 @@ def test_the_gradient_of_a_repeated_weight_is_exact(names, kind, steps, reduce):
     params = {name: jnp.ones(FEATURES) for name in names}
     parts = [batch[n::steps] for n in range(steps)]
     gradient = jax.jit(jax.grad(lambda params, batch: loss_in(np.float32)(params, None, batch, None)[0]))
-    exact = jax.tree.map(lambda *each: np.mean(each, axis=0), *(gradient(params, part) for part in parts))
+    exact = jax.tree.map(lambda *gradients: np.mean(gradients, axis=0), *(gradient(params, part) for part in parts))
     mesh, specs = mesh_of(kind), {name: P("fsdp" if n % 2 else None) for n, name in enumerate(names)}
     on_mesh = Sharding(mesh, specs, reduce=reduce)
     state = jaxmp.TrainState.create_sharded(lambda: params, optax.sgd(1.0), on_mesh)

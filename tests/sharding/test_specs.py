@@ -1,4 +1,4 @@
-"""Specs: which axes are split, what a device holds then, and what does not fit."""
+"""Specs: the axes that are split, the bytes on a device, and the errors."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from stacked_layers import SPECS, make_params, mesh_of, shape
 import jaxmp
 from jaxmp import sharding
 
-pytestmark = pytest.mark.usefixtures("standard_promotion")  # optax's Adam mixes dtypes by itself
+pytestmark = pytest.mark.usefixtures("standard_promotion")  # optax's Adam mixes dtypes
 
 
 def test_the_largest_axis_that_divides_is_split_and_of_two_as_large_the_first():
     shapes = {"a": shape(512, 1024), "b": shape(1024, 512), "c": shape(510, 1026), "d": shape(2, 300, 1022)}
-    found = sharding.fsdp_specs({**shapes, "e": shape(512, 512)}, mesh_of())
-    assert found == {"a": P(None, "fsdp"), "b": P("fsdp"), "c": P(), "d": P(None, "fsdp"), "e": P("fsdp")}
+    specs = sharding.fsdp_specs({**shapes, "e": shape(512, 512)}, mesh_of())
+    assert specs == {"a": P(None, "fsdp"), "b": P("fsdp"), "c": P(), "d": P(None, "fsdp"), "e": P("fsdp")}
 
 
 def test_small_leaves_stay_whole():
@@ -31,10 +31,10 @@ def test_small_leaves_stay_whole():
 
 def test_axis_0_of_stacked_leaves_is_layers():
     shapes = {"blocks": {"w": shape(1024, 64, 128), "b": shape(1024, 128)}, "head": shape(1024, 64)}
-    found = sharding.fsdp_specs(shapes, mesh_of(), min_size=8192, stacked=["blocks"])
-    assert found == {"blocks": {"w": P(None, None, "fsdp"), "b": P()}, "head": P("fsdp")}
-    one = sharding.fsdp_specs({"blocks": shape(512, 256, 256)}, mesh_of(), stacked="blocks")
-    assert one == {"blocks": P(None, "fsdp")}
+    specs = sharding.fsdp_specs(shapes, mesh_of(), min_size=8192, stacked=["blocks"])
+    assert specs == {"blocks": {"w": P(None, None, "fsdp"), "b": P()}, "head": P("fsdp")}
+    specs_of_blocks = sharding.fsdp_specs({"blocks": shape(512, 256, 256)}, mesh_of(), stacked="blocks")
+    assert specs_of_blocks == {"blocks": P(None, "fsdp")}
 
 
 def test_a_rule_is_the_whole_spec_of_all_below_and_the_first_wins():
@@ -51,9 +51,9 @@ def test_optimizer_and_average_follow_the_params():
     shapes = jax.eval_shape(
         lambda: jaxmp.TrainState.create(params=make_params(), tx=optax.adafactor(1e-3), ema=True, rng=0)
     )
-    found = sharding.fsdp_specs(shapes, mesh_of(), min_size=1024, stacked=["**"])
-    assert found.params == found.ema_params == SPECS
-    leaves = jax.tree.leaves_with_path(found.opt_state, is_leaf=lambda leaf: isinstance(leaf, P))
+    specs = sharding.fsdp_specs(shapes, mesh_of(), min_size=1024, stacked=["**"])
+    assert specs.params == specs.ema_params == SPECS
+    leaves = jax.tree.leaves_with_path(specs.opt_state, is_leaf=lambda leaf: isinstance(leaf, P))
     factored = [spec for path, spec in leaves if "v_row" in jax.tree_util.keystr(path)]
     assert factored and set(factored) == {P()}
     adam = jax.eval_shape(lambda: jaxmp.TrainState.create(params=make_params(), tx=optax.adam(1e-3)))
@@ -82,16 +82,17 @@ def test_described_bytes_are_those_that_a_device_holds():
     mesh = mesh_of(AxisType.Auto, fsdp=2, tensor=2)
     shapes = {"a": shape(16, 8), "b": shape(16, 8, dtype="bfloat16"), "c": shape(3)}
     specs = {"a": P("fsdp", "tensor"), "b": P(("fsdp", "tensor")), "c": P()}
-    found = sharding.describe(shapes, specs, mesh)
+    description = sharding.describe(shapes, specs, mesh)
     arrays = jax.tree.map(
         lambda leaf, spec: jax.device_put(jnp.zeros(leaf.shape, leaf.dtype), NamedSharding(mesh, spec)),
         shapes,
         specs,
     )
-    held = {name: array.addressable_shards[0].data.nbytes for name, array in arrays.items()}
-    assert {row.path: row.bytes for row in found.rows} == held
-    assert found.bytes == sum(held.values())
-    assert [row.path for row in found.replicated] == ["c"]
-    assert "12 in 1 leaves that every device holds whole" in str(found) and "P('fsdp', 'tensor')" in str(found)
+    bytes_on_device = {name: array.addressable_shards[0].data.nbytes for name, array in arrays.items()}
+    assert {row.path: row.bytes for row in description.rows} == bytes_on_device
+    assert description.bytes == sum(bytes_on_device.values())
+    assert [row.path for row in description.replicated] == ["c"]
+    text = str(description)
+    assert "12 in 1 leaves that every device holds whole" in text and "P('fsdp', 'tensor')" in text
     with pytest.raises(ValueError, match="got none for 'a'"):
         sharding.describe({"a": shape(4)}, {"b": P()}, mesh_of())

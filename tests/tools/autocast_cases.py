@@ -31,7 +31,7 @@ ONE_STEP = Tolerance(1, "one operation in half precision: half a unit by roundin
 
 
 def steps(count: float, why: str) -> Tolerance:
-    """Allow ``count`` units for successive half-precision operations without cancellation."""
+    """Allow ``count`` units for successive half operations without cancellation."""
     return Tolerance(count, why)
 
 
@@ -49,7 +49,10 @@ LOGISTIC = of_largest(1.2, "exp(-x) overflows in float16, so the result below -1
 
 
 class Case(NamedTuple):
-    """A function of ``inputs``, which are results of a product, and of ``plain`` arguments, which are not."""
+    """A function of ``inputs`` and ``plain`` arguments, and its allowed error.
+
+    Only the ``inputs`` are results of a product.
+    """
 
     name: str
     fun: Callable[..., Any]

@@ -54,7 +54,7 @@ def operations(fun: Any, *args: Any) -> list[tuple[str, str]]:
 
 
 def dtypes_of(name: str, fun: Any, *args: Any) -> list[str]:
-    """Return the result dtypes of the primitive called ``name`` in the traced ``fun``, in order."""
+    """Return the result dtypes of the primitive ``name`` in the traced ``fun``."""
     return [dtype for primitive, dtype in operations(fun, *args) if primitive == name]
 
 
@@ -78,7 +78,10 @@ def cosine(a: Any, b: Any) -> float:
 
 
 def normal(seed: int, *shape: int, scale: float = 1.0) -> jax.Array:
-    """Return normal float32 numbers, drawn by NumPy because JAX would compile for each shape."""
+    """Return normal float32 numbers.
+
+    NumPy draws them, because JAX would compile for each shape.
+    """
     return jnp.asarray(np.float32(scale) * np.random.default_rng(seed).standard_normal(shape, np.float32))
 
 

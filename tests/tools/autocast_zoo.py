@@ -1,4 +1,4 @@
-"""Functions that users write between two matrix products, and the allowed error of each under autocast.
+"""Functions between two matrix products, and their allowed errors.
 
 Each function is computed between two products that only permute numbers, which is exact in every dtype. So its inputs
 are known exactly, and the whole error comes from the function. Both bfloat16 and float16 represent all inputs."""
@@ -38,7 +38,7 @@ from flax import nnx
 
 
 def optax_losses() -> Iterator[Case]:
-    """Yield optax's losses, whose results are float32 and are rounded once if a product reads them."""
+    """Yield optax's losses, whose float32 results a product rounds once."""
     logits, other = WIDE, normal(5, seed=1)
     ending = of_largest(
         1.1, "a loss per example, whose last difference, square or sum may be half where a product reads it"
@@ -93,7 +93,10 @@ def optax_losses() -> Iterator[Case]:
 
 
 def drawn(tree: Any) -> Any:
-    """Return random params: scales, biases and variances near 1, and kernels that keep the variance."""
+    """Return random params.
+
+    Scales, biases and variances are near 1, and kernels keep the variance.
+    """
     rng = np.random.default_rng(0)
 
     def draw(x: Any) -> Any:
@@ -121,7 +124,10 @@ def nnx_layer(make: Callable[[nnx.Rngs], Any]) -> Callable[..., Any]:
 
 
 def in_dtype_of(tree: Any, args: tuple[Any, ...]) -> Any:
-    """Return ``tree`` with its floats in the dtype of the first argument (float64 for the reference)."""
+    """Return ``tree`` with its floats in the dtype of the first argument.
+
+    This dtype is float64 for the reference.
+    """
     dtype = args[0].dtype
     return jax.tree.map(
         lambda x: jnp.asarray(x, dtype) if isinstance(x, np.ndarray) and x.dtype == np.float32 else x, tree
@@ -231,7 +237,7 @@ PARTS: dict[str, Callable[[], Iterator[Case]]] = {
 
 @functools.cache
 def table(part: str) -> dict[str, Case]:
-    """Return the cases of a part by name, with the standard promotion that Flax's layers need."""
+    """Return the cases of a part by name, with JAX's standard dtype promotion."""
     with jax.numpy_dtype_promotion("standard"):
         return {case.name: case for case in PARTS[part]()}
 
@@ -242,14 +248,20 @@ def enter(x: Any) -> Any:
 
 
 def leave(y: Any) -> Any:
-    """Return ``y`` after an exact product has read it; integers and bools are returned as they are."""
+    """Return ``y`` after an exact product has read it.
+
+    Integers and bools are returned as they are.
+    """
     if not jnp.issubdtype(y.dtype, jnp.floating):
         return y
     return (in_rows(y) @ reversal(y))[:, ::-1].reshape(y.shape)
 
 
 def in_rows(x: Any) -> Any:
-    """Return ``x`` as a matrix, with rows of 64 if possible, so that ``reversal(x)`` is small."""
+    """Return ``x`` as a matrix, with rows of 64 if possible.
+
+    Then ``reversal(x)`` is small.
+    """
     return x.reshape(-1, 64) if x.size > 64 and x.size % 64 == 0 else x.reshape(1, -1)
 
 
@@ -264,7 +276,7 @@ def after_a_product(case: Case) -> Callable[..., Any]:
 
 
 def between_products(case: Case) -> Callable[..., Any]:
-    """Return the case's function with inputs from a product and results that a product reads."""
+    """Return the case's function between two products."""
     return lambda *args: jax.tree.map(leave, after_a_product(case)(*args))
 
 
@@ -300,7 +312,10 @@ def arguments(case: Case) -> tuple[np.ndarray, ...]:
 
 
 def ulps(got: Any, want: np.ndarray, half: Any, of: str = "each") -> float:
-    """Return the largest error of ``got``, in units in the last place of ``want`` in ``half``."""
+    """Return the largest error of ``got``, in units in the last place.
+
+    The units are those of ``want`` in the dtype ``half``.
+    """
     info = jnp.finfo(half)
     size = np.abs(want) if of == "each" else np.abs(want).max(keepdims=True)
     exponent = np.floor(np.log2(np.maximum(size, float(info.smallest_normal))))

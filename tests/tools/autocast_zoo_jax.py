@@ -195,7 +195,7 @@ def softmaxes() -> Iterator[Case]:
 
 
 def sums() -> Iterator[Case]:
-    """Yield sums and products over axes, and moments and norms that are computed from them."""
+    """Yield sums and products over axes, and moments and norms computed from them."""
     far = normal(1, 100)
     for name, fun, x in (
         ("sum", lambda x: x.sum(-1), A),

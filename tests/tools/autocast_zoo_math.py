@@ -37,7 +37,7 @@ from jax import lax
 
 
 def looked_up(name: str, fun: Any) -> Any:
-    """Return a call of a ``jax.scipy`` function by its name in the module, as users write it.
+    """Return a call of a ``jax.scipy`` function by its name in the module.
 
     The name is looked up at each call, because autocast replaces the function in the module while it traces.
     """

@@ -26,7 +26,10 @@ def once(fun, *args):
 
 
 def drawn(case, model):
-    """Return random variables, because errors at scales of 1 and biases of 0 would not show."""
+    """Return random variables.
+
+    With scales of 1 and biases of 0, some errors would not show.
+    """
     shapes = jax.eval_shape(functools.partial(by_hand.init, case, model), jax.random.key(0))
     rng = np.random.default_rng(1)
 

@@ -1,4 +1,4 @@
-"""A small experiment whose state has every part that a state can have, and processes that tests can kill."""
+"""A small experiment with a complete state, and processes that tests can kill."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ DIGITS = sklearn.datasets.load_digits()
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(cli.Training):
-    """Flags of the experiment; its loss scale grows every 2 steps, so that some steps are skipped."""
+    """Flags of the experiment, whose loss scale grows every 2 steps.
+
+    So some steps are skipped.
+    """
 
     policy: str = "mixed_float16"
     loss_scale: str = "dynamic:loss_scale=65536,period=2"
@@ -93,7 +96,10 @@ def _task(
 
 
 def prepare(config: Config) -> Experiment:
-    """Return the experiment on real digits; a batch depends only on the seed and the step."""
+    """Return the experiment on real digits.
+
+    A batch depends only on the seed and the step.
+    """
     cli.check(config)
     names = ("policy", "loss_scale", "learning_rate", "width", "ballast", "accumulate", "ema")
     image, label = jnp.asarray(DIGITS.data / 16, jnp.float32), jnp.asarray(DIGITS.target, jnp.int32)
@@ -113,7 +119,7 @@ def prepare(config: Config) -> Experiment:
 
 
 def train(config: Config) -> dict[str, Any]:
-    """Run the experiment with JAX's standard dtype promotion, which optax's Adam needs."""
+    """Run the experiment with JAX's standard dtype promotion, for optax's Adam."""
     with jax.numpy_dtype_promotion("standard"):
         return loop.train(NAME, config, prepare)
 
@@ -136,7 +142,7 @@ def rows(folder: Path) -> list[list[str]]:
 
 
 def processes() -> Any:
-    """Return a multiprocessing context whose processes start with all modules imported."""
+    """Return a context whose processes start with all modules imported."""
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # the fork server imports this module from there
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["checkpoint_tools"])

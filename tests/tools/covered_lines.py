@@ -30,8 +30,8 @@ def totals(data: Path) -> dict[str, int]:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "coverage.json"
         measured.json_report(outfile=str(report), ignore_errors=True)  # the data names an HTML template too
-        found: dict[str, int] = json.loads(report.read_text())["totals"]
-    return found
+        coverage_totals: dict[str, int] = json.loads(report.read_text())["totals"]
+    return coverage_totals
 
 
 def main() -> None:
@@ -43,12 +43,12 @@ def main() -> None:
     )
     options = parser.parse_args()
     root = options.data.resolve().parent
-    found = totals(options.data)
-    lines, branches = found["num_statements"], found["num_branches"]
+    coverage_totals = totals(options.data)
+    lines, branches = coverage_totals["num_statements"], coverage_totals["num_branches"]
     commit = subprocess.check_output(["git", "-C", root, "rev-parse", "--short", "HEAD"], text=True).strip()
     text = (
-        f"At commit {commit}, the tests run {found['covered_lines'] / lines:.1%} of the {lines:,} lines and "
-        f"{found['covered_branches'] / branches:.1%} of the {branches:,} branches\nof the library "
+        f"At commit {commit}, the tests run {coverage_totals['covered_lines'] / lines:.1%} of the {lines:,} lines and "
+        f"{coverage_totals['covered_branches'] / branches:.1%} of the {branches:,} branches\nof the library "
         f"(measured on {datetime.date.today()})."
     )
     name = "coverage" if options.record == "now" else "earlier coverage"

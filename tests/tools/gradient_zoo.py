@@ -1,4 +1,4 @@
-"""Linen and NNX models whose params are used for hundreds of rows, tokens, pixels or iterations."""
+"""Linen and NNX models that use a param for hundreds of rows or iterations."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def normal(scale: float = 1, shape: tuple[int, ...] = ()) -> np.ndarray:
 
 
 def tokens(*shape: int, vocabulary: int = 40, seed: int = 0) -> np.ndarray:
-    """Return random tokens by Zipf's law, as in a text: a quarter of them are the same token."""
+    """Return random tokens by Zipf's law: a quarter of them are the same token."""
     shares = 1 / np.arange(1, vocabulary + 1)
     return np.random.default_rng(seed).choice(vocabulary, size=shape, p=shares / shares.sum()).astype(np.int32)
 
@@ -175,7 +175,7 @@ def relative_positions(x: Any, table: Any, kernel: Any) -> Any:
 
 
 def cumulated(x: Any, steps: Any, kernel: Any) -> Any:
-    """Add growing thresholds, each of which is a sum of params."""
+    """Add growing thresholds, which are sums of params."""
     return jnp.reshape(x @ kernel, (-1, 300, 4)) + jnp.cumsum(steps, axis=0)
 
 
@@ -255,7 +255,7 @@ WRITTEN: dict[str, tuple[Callable[..., Any], np.ndarray, dict[str, tuple[int, ..
 
 
 class LinenOwn(nn.Module):
-    """A function of an input and named params as a Linen module without a ``dtype`` field."""
+    """A function of an input and named params, as a Linen module without ``dtype``."""
 
     fun: Callable[..., Any]
     shapes: Any
@@ -270,10 +270,10 @@ class NNXOwn(nnx.Module):
 
     def __init__(self, fun: Callable[..., Any], shapes: Any) -> None:
         self.fun = fun
-        self.own = nnx.Dict({name: nnx.Param(jnp.zeros(shape)) for name, shape in shapes})
+        self.named_params = nnx.Dict({name: nnx.Param(jnp.zeros(shape)) for name, shape in shapes})
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return self.fun(x, **{name: param[...] for name, param in self.own.items()})
+        return self.fun(x, **{name: param[...] for name, param in self.named_params.items()})
 
 
 def written(module: Any) -> dict[str, Case]:
@@ -289,7 +289,7 @@ def written(module: Any) -> dict[str, Case]:
 
 
 class Stack(nn.Module):
-    """Layers in ``nn.scan``, which have their own params or share the params of one layer."""
+    """Layers in ``nn.scan``, with params per layer or shared params."""
 
     shared: bool
     turns: int
@@ -422,11 +422,12 @@ def nnx_function(case: Case, policy: str | None = None, **dtypes: Any) -> Functi
         model = case.make(**dtypes) if policy is None else jaxmp.nnx.apply_policy(case.make(**dtypes), policy)
         return nnx.split(model, nnx.Param, ...)
 
-    graph, params, rest = jax.eval_shape(parts)
-    rest, run = drawn(rest, **dtypes), case.method or (lambda model, x: model(x))
+    graph, params, other_variables = jax.eval_shape(parts)
+    other_variables, run = drawn(other_variables, **dtypes), case.method or (lambda model, x: model(x))
 
     def apply(params: Any, x: Any) -> Any:
-        copies = jax.tree.map(lambda leaf: leaf + 0 if is_float(leaf) else leaf, rest)  # the model may change them
+        # The model may change them.
+        copies = jax.tree.map(lambda leaf: leaf + 0 if is_float(leaf) else leaf, other_variables)
         return run(nnx.merge(graph, params, copies), x)
 
     return Function(apply, drawn(params, **dtypes), in_dtype(case.x, **dtypes))
@@ -442,7 +443,10 @@ def in_dtype(tree: Any, dtype: Any = np.float32, **_: Any) -> Any:
 
 
 def drawn(tree: Any, dtype: Any = np.float32, **_: Any) -> Any:
-    """Return random params: scales and biases near 1, and kernels that keep the variance."""
+    """Return random params.
+
+    Scales and biases are near 1, and kernels keep the variance.
+    """
     rng = np.random.default_rng(0)
 
     def draw(x: Any) -> Any:
@@ -474,7 +478,7 @@ TRANSFORMS: dict[str, Callable[[Any, Any, Any], Any]] = {
 
 
 def loss(fun: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """Return a loss: a weighted sum of the results, after a product that reverses their rows.
+    """Return a weighted sum of the results, after a product that reverses rows.
 
     Five sixths of the weights are positive. So the mean of the cotangents is not zero, as with many losses, and sums
     of cotangents grow.

@@ -1,8 +1,9 @@
-"""Kill a job of two processes many times, and check that its last state is that of a job without kills.
+"""Kill a job of two processes many times, and check its last state.
 
     PYTHONPATH=.:tests/tools JAX_PLATFORMS=cpu python tests/tools/kill_processes.py 20
 
-The kills alternate between the two processes, and between training and saving. The states must be equal bit for bit.
+The kills alternate between the two processes, and between training and saving. The last state must equal that of a job
+without kills, bit for bit.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ def main(kills: int) -> None:
         run, cases = folder / "killed", itertools.cycle(itertools.product((0, 1), (False, True)))
 
         def begin(run: str, steps: int, *more: str) -> Job:
-            own = ["--run-dir", str(folder / run), "--mesh", "fsdp=4", "--steps", str(steps)]
-            return Job(folder, [*flags(folder), *own, *more], heartbeat_s=processes.HEARTBEAT_S)
+            run_flags = ["--run-dir", str(folder / run), "--mesh", "fsdp=4", "--steps", str(steps)]
+            return Job(folder, [*flags(folder), *run_flags, *more], heartbeat_s=processes.HEARTBEAT_S)
 
         def done() -> int:
             return max(checkpoints.steps(run / "checkpoints"), default=0)

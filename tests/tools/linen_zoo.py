@@ -1,4 +1,4 @@
-"""Linen models in the style of users, and the oracle: the same models with ``dtype=`` written by hand."""
+"""Linen models as users write them, and the same models with dtypes by hand."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ quick_jit = functools.partial(
 
 
 def data(*shape: int, seed: int = 7) -> jax.Array:
-    """Return normal float32 numbers, most of which are not exact in half precision.
+    """Return normal float32 numbers, most of them not exact in half precision.
 
     NumPy draws them, because JAX would compile for each shape.
     """
@@ -95,15 +95,15 @@ def dtypes_of(tree: Any) -> set[str]:
 
 
 def float32(tree: Any) -> Any:
-    """Return ``tree`` with its floating arrays in float32, as a policy returns a model's outputs."""
+    """Return ``tree`` with its floating arrays in float32."""
     return jax.tree.map(lambda x: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
 
 
 def loss_of(model: nn.Module, *args: Any, **kwargs: Any) -> Callable[..., Any]:
-    """Return a loss of params and other collections: the sum of squares of the outputs, and the outputs."""
+    """Return a loss: the sum of squares of the outputs, which it returns too."""
 
-    def loss(params: Any, rest: Any) -> tuple[jax.Array, Any]:
-        out = float32(model.apply({"params": params, **rest}, *args, rngs=rngs(1), **kwargs))
+    def loss(params: Any, other_variables: Any) -> tuple[jax.Array, Any]:
+        out = float32(model.apply({"params": params, **other_variables}, *args, rngs=rngs(1), **kwargs))
         return sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(out) if leaf.dtype == jnp.float32), out
 
     return loss
@@ -114,7 +114,7 @@ def split(variables: Any) -> tuple[Any, Any]:
 
 
 def gives_the_same_bits(model: nn.Module, by_hand: nn.Module, variables: Any, *args: Any, **kwargs: Any) -> None:
-    """Assert that the outputs of two models are equal bit for bit, and their gradients are close."""
+    """Assert that two models have bitwise equal outputs, and close gradients."""
     run = [quick_jit(jax.grad(loss_of(m, *args, **kwargs), has_aux=True)) for m in (model, by_hand)]
     got, want = (fun(*split(variables)) for fun in run)
     same_bits(got[1], want[1])
@@ -124,7 +124,7 @@ def gives_the_same_bits(model: nn.Module, by_hand: nn.Module, variables: Any, *a
 
 
 def is_as_by_hand(model: nn.Module, by_hand: nn.Module, variables: Any, *args: Any, **kwargs: Any) -> None:
-    """Assert that ``model`` is the same computation as ``by_hand``, and that it has gradients."""
+    """Assert that ``model`` computes the same as ``by_hand``, and has gradients."""
     losses = [loss_of(m, *args, **kwargs) for m in (model, by_hand)]
     same_computation(*losses, *split(variables))
     jax.eval_shape(jax.grad(losses[0], has_aux=True, allow_int=True), *split(variables))
@@ -158,7 +158,7 @@ _HALVES = (np.dtype("float16"), np.dtype(jnp.bfloat16))
 
 @dataclasses.dataclass(frozen=True)
 class _Cast:
-    """A value cast to half; the cast is moved behind the operations that move the value."""
+    """A value cast to half, where the cast comes after operations that move it."""
 
     dtype: str
     value: str
@@ -205,8 +205,8 @@ def computation(jaxpr: Any, inputs: Any = None) -> list[Any]:
                 ]
             params = {name: _param(value) for name, value in sorted(eqn.params.items()) if name != "weak_type"}
             moved = operands[0] if name in PICKS and operands and isinstance(operands[0], _Cast) else None
-            whole = _digest(name, [moved.value, *operands[1:]] if moved else operands, params)
-            results = [f"{whole}.{index}" for index in range(len(eqn.outvars))]
+            digest = _digest(name, [moved.value, *operands[1:]] if moved else operands, params)
+            results = [f"{digest}.{index}" for index in range(len(eqn.outvars))]
             results = [_Cast(moved.dtype, result) for result in results] if moved else results
         known.update(zip(eqn.outvars, results, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
@@ -295,7 +295,7 @@ class Tied(nn.Module):
 
 
 class Linear(nn.Module):
-    """A layer without a ``dtype`` field; if ``hand`` is set, with casts written by hand."""
+    """A layer without a ``dtype`` field, with casts by hand if ``hand`` is set."""
 
     features: int = 3
     hand: Any = None

@@ -1,4 +1,4 @@
-"""Loss scales of each class, recorded runs of torch, and many steps of a loss scale in one program."""
+"""Loss scales of each class, recorded runs of torch, and many steps at once."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def run(scale: Any, flags: Any, grad_max: Any = 1.0) -> Any:
 
 
 def assert_same(a: Any, b: Any) -> None:
-    """Assert that two trees have the same structure (including static fields), leaves and dtypes."""
+    """Assert that two trees have equal structure, static fields, leaves and dtypes."""
     assert jax.tree.structure(a) == jax.tree.structure(b)
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
         assert x.dtype == y.dtype

@@ -1,4 +1,4 @@
-"""Models, states and specs for tests of train steps on a mesh, and the distance between two states."""
+"""Models, states and specs for tests of train steps on a mesh."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def linen_loss(model=MODEL):
 
 
 def untyped(loss_fn):
-    """Return ``loss_fn`` with Explicit axes turned into Auto axes, as JAX users write it."""
+    """Return ``loss_fn`` with Explicit axes turned into Auto axes."""
 
     def run(*args):
         if not jax.sharding.get_abstract_mesh().explicit_axes:
@@ -68,7 +68,7 @@ def stacked_params():
 
 
 def stacked_loss(params, model_state, batch, rng):
-    """Compute a loss with layers in a scan, a transposed weight, and a table that is read by lookup and product."""
+    """Compute a loss with scanned layers, a transposed weight and a shared table."""
 
     def layer(x, params):
         weights, bias = params
@@ -91,17 +91,17 @@ def specs_of(make_params, mesh, **options):
 def pair(make_params, loss_fn, mesh, specs, step_options=(), **options):
     """Return a step on one device and a step on the mesh, and the two states."""
     common = {"donate": False, **dict(step_options)}
-    one = jaxmp.TrainState.create(params=make_params(), tx=tx_of())
-    many = jaxmp.TrainState.create_sharded(make_params, tx_of(), Sharding(mesh, specs))
+    single_state = jaxmp.TrainState.create(params=make_params(), tx=tx_of())
+    sharded_state = jaxmp.TrainState.create_sharded(make_params, tx_of(), Sharding(mesh, specs))
     steps = (
         jaxmp.make_train_step(loss_fn, **common),
         jaxmp.make_train_step(loss_fn, sharding=Sharding(mesh, specs, **options), **common),
     )
-    return steps, (one, many)
+    return steps, (single_state, sharded_state)
 
 
-def differences(one, many):
-    leaves = zip(jax.tree.leaves(one), jax.tree.leaves(many), strict=True)
+def differences(expected, actual):
+    leaves = zip(jax.tree.leaves(expected), jax.tree.leaves(actual), strict=True)
     pairs = [(np.asarray(a, np.float64), np.asarray(b, np.float64)) for a, b in leaves]
     return max(np.abs(a - b).max() / np.abs(a).max() for a, b in pairs)
 

@@ -1,4 +1,4 @@
-"""Measure the tests: change the library at random places, and count the changes that fail a test.
+"""Change the library at random places, and count the changes that fail a test.
 
     python tests/tools/mutants.py . .coverage --out mutants.json
 
@@ -71,7 +71,7 @@ def sites(file: Path) -> Iterator[Mutant]:
 
 
 def _message(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield the nodes in errors and f-strings, which are not mutated because they are texts."""
+    """Yield the nodes in errors and f-strings, which are texts and not mutated."""
     if isinstance(node, (ast.Raise, ast.JoinedStr)):
         yield from ast.walk(node)
 
@@ -101,7 +101,7 @@ def _changes(node: ast.AST, source: str) -> Iterator[tuple[int, int, str]]:
 
 
 def draw(root: Path, count: int, seed: int) -> list[Mutant]:
-    """Return ``count`` mutants of the folders, drawn at random, with paths relative to ``root``."""
+    """Return ``count`` random mutants of the folders, with paths below ``root``."""
     mutants = []
     for folder in FOLDERS:
         for file in sorted((root / folder).rglob("*.py")):
@@ -124,7 +124,10 @@ def tests_by_line(coverage_file: Path) -> dict[tuple[str, int], set[str]]:
 
 
 def seconds_by_test(junit: Path) -> dict[str, float]:
-    """Return the seconds of each test, from pytest's XML report; infinity for a test that failed."""
+    """Return the seconds of each test from pytest's XML report, or infinity.
+
+    Failed tests have infinity.
+    """
     import xml.etree.ElementTree as ElementTree
 
     seconds = {}
@@ -136,7 +139,10 @@ def seconds_by_test(junit: Path) -> dict[str, float]:
 
 
 def more_tests(mutant: Mutant, tests: list[str], seconds: dict[str, float], most: float) -> list[str]:
-    """Return tests that take at most ``most`` seconds together, first those of the mutant's folder."""
+    """Return tests that take at most ``most`` seconds in all.
+
+    The tests of the mutant's folder come first.
+    """
     folder = f"tests/{mutant.file.split('/')[1]}/"
     chosen, total = [], 0.0
     for test in sorted(tests, key=lambda test: (not test.startswith(folder), seconds.get(test, 9.0))):
@@ -246,7 +252,10 @@ def main() -> None:
 
 
 def record(rows: list[dict[str, Any]], tried: str, seed: int) -> None:
-    """Write the number of mutants found in each folder into tests/README.md, and the survivors into a file."""
+    """Write the number of mutants found in each folder into tests/README.md.
+
+    The survivors go into a file.
+    """
     all_by_folder, found_by_folder = collections.Counter(), collections.Counter()
     survivors = []
     whys = {}  # the reasons that people wrote below earlier survivors
@@ -275,7 +284,7 @@ def record(rows: list[dict[str, Any]], tried: str, seed: int) -> None:
 
 
 def record_earlier(rows: list[dict[str, Any]], count: int, root: Path) -> None:
-    """Write the number of mutants that ``count`` earlier tests found into tests/README.md."""
+    """Write the number of mutants that earlier tests found into tests/README.md."""
     commit = subprocess.check_output(["git", "-C", root, "rev-parse", "--short", "HEAD"], text=True).strip()
     all_by_folder = collections.Counter(row["mutant"][0].split("/")[1] for row in rows)
     found_by_folder = collections.Counter(row["mutant"][0].split("/")[1] for row in rows if row["found"])

@@ -1,4 +1,4 @@
-"""NNX models in the style of users, and the oracle: the same models with ``dtype=`` written by hand."""
+"""NNX models as users write them, and the same models with dtypes by hand."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def outcome(model: Any, *args: Any, call: Callable[..., Any] = call) -> Any:
 
 
 def compiled(fun: Callable[[Any], Any], model: Any) -> Any:
-    """Call ``fun`` with ``model`` under ``quick_jit``, and keep what it writes to the model."""
+    """Call ``fun`` with ``model`` under ``quick_jit``, and update the model."""
     graph, state = nnx.split(model)
 
     def run(state: Any) -> Any:
@@ -78,7 +78,7 @@ def outcomes(models: Any, *args: Any, call: Callable[..., Any] = call) -> list[A
 
 
 def is_as_by_hand(model: Any, by_hand: Any, *args: Any, call: Callable[..., Any] = call) -> None:
-    """Assert that two models give bit for bit the same outputs, and close gradients and statistics."""
+    """Assert that two models have equal outputs, and close gradients and statistics."""
     got, want = outcomes((model, by_hand), *args, call=call)
     same_bits(got[0], want[0])
     is_close(got, want)
@@ -94,14 +94,17 @@ def is_close(got: Any, want: Any) -> None:
 
 
 def model_products(model: Any, *args: Any, call: Callable[..., Any] = call) -> list[str]:
-    """Return the operand dtypes of all products in a call of ``model``, which does not change."""
+    """Return the operand dtypes of all products in a call of ``model``.
+
+    The model does not change.
+    """
     graphdef, state = nnx.split(model)
     with jax.numpy_dtype_promotion("standard"):
         return products(lambda state: call(nnx.merge(graphdef, state), *args), state)
 
 
 class Scale(nnx.Module):
-    """A module without a ``dtype`` that uses Params directly and in a list, and writes a statistic."""
+    """A module without a ``dtype`` that has a list of Params and a statistic."""
 
     def __init__(self, features: int, rngs: nnx.Rngs) -> None:
         self.kernel = nnx.Param(jax.random.normal(rngs.params(), (features, features)))
@@ -132,7 +135,7 @@ class ScaleByHand(Scale):
 
 
 class Net(nnx.Module):
-    """An image classifier with dropout, a list of layers, a module without ``dtype`` and a shared layer."""
+    """An image classifier with dropout, :class:`Scale` and a shared layer."""
 
     def __init__(self, rngs: nnx.Rngs, dtype: Any = None) -> None:
         self.conv = nnx.Conv(3, 8, (3, 3), rngs=rngs, dtype=dtype)

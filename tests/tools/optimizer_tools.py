@@ -1,4 +1,4 @@
-"""A small problem for tests of optimizers and train steps, and bitwise comparison."""
+"""A small problem for tests of optimizers and steps, and bitwise comparison."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import optax
 
 
 def standard(tx: Any) -> optax.GradientTransformationExtraArgs:
-    """Return ``tx`` under JAX's standard dtype promotion, which Adam's bias correction needs.
+    """Return ``tx`` under JAX's standard dtype promotion, which Adam needs.
 
     The code of jaxmp around it keeps strict promotion.
     """
@@ -47,7 +47,7 @@ def same_bits(a: Any, b: Any) -> bool:
 
 
 def problem(seed: int = 0, dtype: Any = jnp.float32) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the params of a network of two layers, and a batch of 8 examples with 3 inputs and 2 targets."""
+    """Return the params of a network of two layers, and a batch of 8 examples."""
     rng = np.random.default_rng(seed)
     params = {
         "hidden": {"w": rng.normal(size=(3, 4)), "b": np.zeros(4)},
@@ -63,7 +63,7 @@ def loss_fn(params: Any, batch: Any) -> jax.Array:
 
 
 def train_loss(params: Any, model_state: Any, batch: Any, rng: Any) -> tuple[jax.Array, Any]:
-    """Compute ``loss_fn`` with the arguments and results of a train step's loss function."""
+    """Compute ``loss_fn`` with the signature of a train step's loss function."""
     return loss_fn(params, batch), model_state
 
 

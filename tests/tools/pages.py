@@ -1,4 +1,4 @@
-"""Run the Python blocks of a Markdown page, and compare what they print with the page.
+"""Run the Python blocks of a Markdown page, and compare their output with it.
 
 All blocks in tabs with the same title (`=== "NNX"`) share their variables. All blocks outside of tabs share theirs. A
 block ```` ```text title="prints" ```` has the output of the Python block before it. In it, `...` stands for any text.

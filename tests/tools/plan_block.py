@@ -63,7 +63,7 @@ def loss(layers, head, x, labels):
 
 
 def example():
-    """Return arguments: three layers of width 16, two sequences of eight tokens, a vocabulary of 32."""
+    """Return the params of three layers of width 16, and two sequences of tokens."""
     shapes = {"norm": (16,), "up": (16, 64), "down": (64, 16)}
     shapes |= dict.fromkeys(("query", "key", "value", "out"), (16, 16))
     layers = {name: jnp.zeros((3, *shape)) for name, shape in shapes.items()}

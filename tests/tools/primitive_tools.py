@@ -35,7 +35,7 @@ SKIPPED = {
 
 @functools.cache
 def installed_primitives() -> Mapping[str, str]:
-    """Return each primitive's name, with the first module (alphabetically) that has it.
+    """Return each primitive's name, with the alphabetically first module that has it.
 
     The call takes seconds and imports hundreds of modules. The modules of ``SKIPPED`` are left out for the reasons that
     it gives. Modules that cannot be imported are left out too, because no program in this process can have their

@@ -1,4 +1,4 @@
-"""A script in which two processes make each mistake in turn, and print the error messages."""
+"""Make each mistake in two processes, and print the error messages."""
 
 from __future__ import annotations
 

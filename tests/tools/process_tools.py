@@ -1,4 +1,4 @@
-"""Run a script of the experiments in several processes with CPU devices, which a test may kill.
+"""Run a script of the experiments in several processes, which a test may kill.
 
 The processes communicate by gloo.
 """
@@ -28,7 +28,10 @@ HEARTBEAT_S = 60
 
 
 def flags(folder: Path) -> list[str]:
-    """Return the flags of a small GPT-2 that sometimes skips a step; write its text into ``folder``."""
+    """Return the flags of a small GPT-2, and write its text into ``folder``.
+
+    The GPT-2 sometimes skips a step.
+    """
     text = folder / "text.txt"
     if not text.exists():
         text.write_text("".join(f"{n} times {n % 7} is {n * (n % 7)}.\n" for n in range(2000)))
@@ -76,7 +79,7 @@ class Job:
             self.processes[-1].start()
 
     def wait_for(self, happened: Callable[[], Any]) -> None:
-        """Wait until ``happened()`` is true, and assert that all processes live until then."""
+        """Wait until ``happened()`` is true, while all processes must be alive."""
         try:
             while not happened():
                 assert time.monotonic() < self._started + PATIENCE_S, "the condition does not become true"
@@ -128,7 +131,9 @@ def _below(output: Path) -> Path:
 def run_script(
     module: str, arguments: list[str], output: Path, devices: int, cache: Path, hang_at: int | None, heartbeat_s: int
 ) -> None:
-    """Run a script as from a shell, with its output in a file; if asked, hang before a batch.
+    """Run a script as from a shell, with its output in a file.
+
+    With ``hang_at``, it hangs before this batch.
 
     The texts of gloo, gRPC and XLA go into another file, because they may come from any thread in the middle of a line.
     """

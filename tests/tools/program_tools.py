@@ -44,20 +44,24 @@ class Sum(NamedTuple):
 
 
 def half_sums(jaxpr: Any, least: int = 257) -> list[Sum]:
-    """Return the half-precision sums of at least ``least`` terms behind the results of ``jaxpr``.
+    """Return the half sums of at least ``least`` terms behind ``jaxpr``'s results.
 
     An addition of two cotangents of an activation, as in a residual stream, is not a sum over the uses of a param. So
     an ``add_any`` behind a sum over rows or iterations does not count.
     """
     place = _Place(opened(jaxpr)[0])
     sums: dict[Sum, None] = {}
-    seen: set[Any] = set()
+    visited: set[Any] = set()
     todo = [(place, atom, False) for atom in place.jaxpr.outvars]
     while todo:
         place, atom, summed = todo.pop()
-        if is_literal(atom) or not jnp.issubdtype(atom.aval.dtype, jnp.floating) or (id(place), atom, summed) in seen:
+        if (
+            is_literal(atom)
+            or not jnp.issubdtype(atom.aval.dtype, jnp.floating)
+            or (id(place), atom, summed) in visited
+        ):
             continue
-        seen.add((id(place), atom, summed))
+        visited.add((id(place), atom, summed))
         for half_sum in place.sums(atom):
             if not (summed and half_sum.primitive == "add_any"):
                 sums[half_sum] = None
@@ -70,14 +74,14 @@ def half_sums(jaxpr: Any, least: int = 257) -> list[Sum]:
 
 
 class _Place:
-    """A jaxpr with its context: the equation whose body it is, and that equation's place.
+    """A jaxpr, the equation whose body it is, and that equation's place.
 
     The outermost jaxpr has no context.
     """
 
     def __init__(self, jaxpr: Any, eqn: Any = None, around: _Place | None = None) -> None:
         self.jaxpr, self.eqn, self.around = jaxpr, eqn, around
-        self.made = {var: (eqn, index) for eqn in jaxpr.eqns for index, var in enumerate(eqn.outvars)}
+        self.definitions = {var: (eqn, index) for eqn in jaxpr.eqns for index, var in enumerate(eqn.outvars)}
         self.index = {var: index for index, var in enumerate(jaxpr.invars)}
         read = [atom for eqn in [*jaxpr.eqns, jaxpr] for atom in {*_variables(_read(eqn))}]
         self.readers = Counter(read)
@@ -99,9 +103,9 @@ class _Place:
 
         The list is empty if an operation computes ``var``.
         """
-        if var not in self.made:
+        if var not in self.definitions:
             return self._outside(var)
-        eqn, index = self.made[var]
+        eqn, index = self.definitions[var]
         if bodies := self.bodies(eqn):
             return [(body, body.jaxpr.outvars[index]) for body in bodies]
         name = eqn.primitive.name
@@ -126,9 +130,9 @@ class _Place:
 
     def sums(self, var: Any) -> Iterator[Sum]:
         """Yield the half-precision sum whose result is ``var``, if there is one."""
-        if var not in self.made:
+        if var not in self.definitions:
             return
-        eqn, index = self.made[var]
+        eqn, index = self.definitions[var]
         terms, dtype = _terms(self, eqn), var.aval.dtype
         if (cycle := self._accumulation(eqn, index)) is not None:
             terms = eqn.params.get("length", math.inf)
@@ -138,7 +142,7 @@ class _Place:
 
     def adds_up(self, var: Any) -> bool:
         """Return whether ``var`` is a sum over an axis or over the iterations of a loop."""
-        eqn, index = self.made.get(var, (None, 0))
+        eqn, index = self.definitions.get(var, (None, 0))
         if eqn is None:
             return False
         return eqn.primitive.name in SUMS - {"add_any", "add"} or self._accumulation(eqn, index) is not None
@@ -159,21 +163,21 @@ class _Place:
         cycle = body._cycle(body.jaxpr.outvars[index], body, goal, set())
         return None if cycle is None or not any(is_sum for _, is_sum in cycle) else [atom for atom, _ in cycle]
 
-    def _cycle(self, atom: Any, end: _Place, goal: Any, seen: set[Any]) -> list[tuple[Any, bool]] | None:
-        """Return the values from ``goal`` in ``end`` to ``atom``, and whether each is a sum.
+    def _cycle(self, atom: Any, end: _Place, goal: Any, visited: set[Any]) -> list[tuple[Any, bool]] | None:
+        """Return the values from ``goal`` in ``end`` to ``atom``, and which are sums.
 
         Return None if another operation than a move or a sum is between them, or a value has several readers.
         """
-        if is_literal(atom) or self.readers[atom] != 1 or (id(self), atom) in seen:
+        if is_literal(atom) or self.readers[atom] != 1 or (id(self), atom) in visited:
             return None
-        seen.add((id(self), atom))
+        visited.add((id(self), atom))
         if self is end and atom in self.index:
             return [(atom, False)] if atom is goal else None
-        eqn, _ = self.made.get(atom, (None, 0))
+        eqn, _ = self.definitions.get(atom, (None, 0))
         if eqn is not None and eqn.primitive.name not in MOVES | SUMS and not self.bodies(eqn):
             return None
         for place, source in self.sources(atom):
-            if (cycle := place._cycle(source, end, goal, seen)) is not None:
+            if (cycle := place._cycle(source, end, goal, visited)) is not None:
                 return [(atom, eqn is not None and eqn.primitive.name in SUMS), *cycle]
         return None
 
@@ -187,7 +191,7 @@ def _variables(atoms: list[Any]) -> Iterator[Any]:
 
 
 def _terms(place: _Place, eqn: Any) -> float | None:
-    """Return the number of terms in each element of a sum, or None if ``eqn`` is not a sum."""
+    """Return the number of terms in each element of a sum, or None for no sum."""
     name, params, operand = eqn.primitive.name, eqn.params, eqn.invars[0].aval if eqn.invars else None
     if name == "reduce_sum":
         return math.prod(operand.shape[axis] for axis in params["axes"])
@@ -208,9 +212,9 @@ def _operands(place: _Place, eqn: Any) -> int:
     count, additions = 0, [eqn]
     while additions:
         for atom in additions.pop().invars:
-            made = None if is_literal(atom) else place.made.get(atom, (None,))[0]
-            if made is not None and made.primitive.name == "add_any":
-                additions.append(made)
+            equation = None if is_literal(atom) else place.definitions.get(atom, (None,))[0]
+            if equation is not None and equation.primitive.name == "add_any":
+                additions.append(equation)
             else:
                 count += 1
     return count

@@ -1,4 +1,4 @@
-"""Small models in Linen and in NNX, under a policy or with dtypes by hand, as functions of their params."""
+"""Small Linen and NNX models as functions of their params."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Pure(NamedTuple):
     params: Any
 
     def loss(self, *args: Any) -> Callable[[Any], jax.Array]:
-        """Return a function of the params: the float32 sum of squares of the outputs for ``args``."""
+        """Return a loss of the params: the float32 sum of squares of the outputs."""
 
         def loss(params: Any) -> jax.Array:
             return sum((jnp.sum(out**2) for out in jax.tree.leaves(float32(self.apply(params, *args)))), jnp.zeros(()))
@@ -41,10 +41,12 @@ def pure(model: Any, *args: Any, abstract: bool = False) -> Pure:
     if isinstance(model, nn.Module):
         shapes = jax.eval_shape(model.init, rngs(), *args)
         variables = shapes if abstract else numbers(shapes)
-        rest = {name: value for name, value in variables.items() if name != "params"}
-        return Pure(lambda params, *args: model.apply({"params": params, **rest}, *args), variables.get("params", {}))
-    graph, params, rest = nnx.split(model, nnx.Param, ...)
-    return Pure(lambda params, *args: nnx.merge(graph, params, rest)(*args), params)
+        other_variables = {name: value for name, value in variables.items() if name != "params"}
+        return Pure(
+            lambda params, *args: model.apply({"params": params, **other_variables}, *args), variables.get("params", {})
+        )
+    graph, params, other_variables = nnx.split(model, nnx.Param, ...)
+    return Pure(lambda params, *args: nnx.merge(graph, params, other_variables)(*args), params)
 
 
 def mixed(model: Any, policy: Any, overrides: Any = None) -> Any:

@@ -39,7 +39,7 @@ class Code(NamedTuple):
 
 
 def read_page() -> dict[str, tuple[Code, Code]]:
-    """Return two blocks for each heading of the page: the reader's code, and the code for jaxmp."""
+    """Return the reader's code and the code for jaxmp, for each heading of the page."""
     sections = re.split(r"^## (.+)$", PAGE.read_text(), flags=re.MULTILINE)
     texts = dict(zip(sections[1::2], sections[2::2], strict=True))
     pairs = {name: re.findall(r"```python\n(.*?)\n```", text, re.DOTALL) for name, text in texts.items()}
@@ -47,7 +47,7 @@ def read_page() -> dict[str, tuple[Code, Code]]:
 
 
 def read_block(text: str) -> Code:
-    """Return the code of a block, with short growth intervals in place of 2000 and 2001."""
+    """Return the code of a block, with 2000 and 2001 replaced by short intervals."""
     text = text.replace("2000", "2").replace("2001", "3")
     set_up, _, step = text.partition("\n\n")
     return Code(text, "") if re.fullmatch(r"(import|from) .*", set_up) else Code(set_up, step)
@@ -79,7 +79,7 @@ def expected_scales(start: float, period: int = 2, count: int = 0) -> list[float
 
 
 def expected_params(max_norm: float) -> list[float]:
-    """Return weights and bias of the linear regression after the finite steps, computed by hand in float64."""
+    """Return the linear regression's params after the finite steps, in float64."""
     weight, bias = WEIGHT.astype(np.float64), BIAS.astype(np.float64)
     for _ in range(sum(FINITE)):
         error = 2 * (X @ weight + bias - Y) / Y.size
@@ -107,7 +107,7 @@ def jax_program(model: nn.Module | None = None) -> Scope:
 
 
 def train(code: Code, scope: Scope, loss_scale: Callable[[], Any]) -> Scope:
-    """Run the steps of a block; return the loss scale after each step and the last params."""
+    """Run a block's steps; return the loss scale after each step and the params."""
     batches = [scope["x"] if finite else scope["x"] * float("inf") for finite in FINITE]
     run(code.set_up, scope)
     scales = []

@@ -6,7 +6,7 @@ from typing import Any
 
 
 def compiled_once(jitted: Any) -> bool:
-    """Return whether at most one program was compiled for a jitted function or a train step.
+    """Return whether a jitted function or train step was compiled at most once.
 
     In a process that has called 8,192 programs, JAX no longer counts. Then the result is always True. A process that
     runs half of all tests reaches this number near its end.

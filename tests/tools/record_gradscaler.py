@@ -55,7 +55,7 @@ RUNS: dict[str, tuple[dict[str, float], Pattern]] = {
 
 
 def record(arguments: dict[str, float], pattern: Pattern) -> dict[str, object]:
-    """Return the scaler's state at the start, and the scale and growth tracker after each step."""
+    """Return the first state, and the scale and growth tracker after each step."""
     scaler = torch.amp.GradScaler("cpu", **arguments)
     param = torch.zeros(1, requires_grad=True)
     optimizer = torch.optim.SGD([param], lr=1.0)
@@ -73,7 +73,10 @@ def record(arguments: dict[str, float], pattern: Pattern) -> dict[str, object]:
 
 
 def runs(values: list[float], stride: int = 0) -> list[list[float]]:
-    """Split ``values`` into runs whose neighbours differ by ``stride``; return [first value, length] of each."""
+    """Split ``values`` into runs whose neighbours differ by ``stride``.
+
+    Return the first value and the length of each run.
+    """
     pairs: list[list[float]] = []
     for value in values:
         if pairs and value == pairs[-1][0] + stride * pairs[-1][1]:

@@ -1,4 +1,4 @@
-"""Record what GPT-2 and BERT of transformers compute in float64, as the oracle for tests of our models.
+"""Record what GPT-2 and BERT of transformers compute in float64.
 
 Run it by hand in an environment with torch and transformers: ``python tests/tools/record_transformers.py`` writes
 transformers_models.npz beside this file. The tests only read that file.
@@ -16,7 +16,10 @@ VOCABULARY, LENGTH, WIDTH, HEADS = 41, 12, 16, 2  # with 41 words, our models pa
 
 
 def published(kind: str, layers: int = 2) -> torch.nn.Module:
-    """Return a small model of transformers with random float64 weights and without dropout."""
+    """Return a small model of transformers with random float64 weights.
+
+    The model has no dropout.
+    """
     if kind == "gpt2":
         config = transformers.GPT2Config(
             vocab_size=VOCABULARY, n_positions=LENGTH, n_embd=WIDTH, n_layer=layers, n_head=HEADS,
@@ -41,7 +44,7 @@ def published(kind: str, layers: int = 2) -> torch.nn.Module:
 
 
 def record(kind: str, layers: int = 2) -> dict[str, np.ndarray]:
-    """Return weights and inputs by name, and the last hidden state, logits, loss and gradients."""
+    """Return weights, inputs, last hidden state, logits, loss and gradients by name."""
     model = published(kind, layers)
     rng = np.random.default_rng(1)
     inputs = {"tokens": rng.integers(0, VOCABULARY, (3, LENGTH))}

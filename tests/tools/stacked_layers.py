@@ -1,4 +1,4 @@
-"""Stacked layers, their specs and a loss that gathers them one at a time, for tests of jaxmp.sharding."""
+"""Stacked layers, their specs, and a loss that gathers one layer at a time."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def loss_on(specs, dtype="bfloat16", **options):
 
     def loss_fn(params, model_state, batch, rng):
         def layer(x, params):
-            whole = sharding.gather(params, of_layer, dtype, **options)
-            h = (x.astype(dtype) @ whole["up"].astype(dtype)).astype(jnp.float32) + whole["bias"]
-            return (jax.nn.gelu(h).astype(dtype) @ whole["down"].astype(dtype)).astype(jnp.float32), None
+            gathered = sharding.gather(params, of_layer, dtype, **options)
+            h = (x.astype(dtype) @ gathered["up"].astype(dtype)).astype(jnp.float32) + gathered["bias"]
+            return (jax.nn.gelu(h).astype(dtype) @ gathered["down"].astype(dtype)).astype(jnp.float32), None
 
         x, _ = jax.lax.scan(layer, batch, params)
         return jnp.mean(x**2), model_state

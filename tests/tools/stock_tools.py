@@ -1,4 +1,4 @@
-"""Write small files in the formats of the stock data sets, and compare what is read from them."""
+"""Write small files in the formats of the stock data sets, and compare examples."""
 
 from __future__ import annotations
 

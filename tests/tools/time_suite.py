@@ -52,7 +52,7 @@ def fresh_clone(*environments: str) -> Iterator[Path]:
 
 
 def timed(target: str, clone: Path) -> tuple[str, float, float]:
-    """Run a target of make; return the last lines of pytest, the elapsed seconds and the CPU seconds."""
+    """Run a target of make; return pytest's last lines, and elapsed and CPU seconds."""
     environment = os.environ | {"PYTHONPATH": str(clone)}
     environment.pop("PYTHON", None)  # with another version, make would install the environment again
     start, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -68,7 +68,7 @@ def timed(target: str, clone: Path) -> tuple[str, float, float]:
 
 
 def processor() -> str:
-    """Return the name of the CPU, or of its architecture where the system does not say more."""
+    """Return the name of the CPU, or of its architecture if the name is unknown."""
     cpuinfo = Path("/proc/cpuinfo")
     name = re.search(r"^model name\s*: (.+)$", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.exists() else None
     return name[1] if name else platform.processor() or platform.machine()
@@ -83,7 +83,7 @@ def row(name: str, result: str, seconds: float, cpu: float) -> str:
 
 
 def main() -> None:
-    """Time `make test` several times, or all targets of `make check` once, and write the table."""
+    """Time `make test` several times, or `make check` once, and write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=3, help="how often to run make test")
     parser.add_argument("--check", action="store_true", help="time the targets of make check instead")

@@ -1,4 +1,4 @@
-"""Train as one of two processes with two CPU devices each, and write results to a JSON file.
+"""Train as one of two processes, and write results to a JSON file.
 
 tests/test_processes.py runs this script.
 """
@@ -43,19 +43,19 @@ def main(coordinator: str, process: int, lag: float, output: Path) -> None:
     specs, tx = {"a": P("fsdp"), "b": P("fsdp")}, jaxmp.loss_scaling(optax.adam(1e-2), jaxmp.DynamicLossScale(2.0**8))
 
     def loss_fn(params, model_state, batch, rng):
-        whole = sharding.gather(params, specs, "float16")
-        hidden = jnp.tanh((batch.astype("float16") @ whole["a"]).astype("float32"))
-        return jnp.mean((hidden.astype("float16") @ whole["b"]).astype("float32") ** 2), model_state
+        gathered = sharding.gather(params, specs, "float16")
+        hidden = jnp.tanh((batch.astype("float16") @ gathered["a"]).astype("float32"))
+        return jnp.mean((hidden.astype("float16") @ gathered["b"]).astype("float32") ** 2), model_state
 
     good, bad = rng.normal(size=(8, 16)).astype(np.float32), np.full((8, 16), np.inf, np.float32)
     one_bad = good.copy()
     one_bad[-1, 0] = np.inf  # this row belongs to the second process
-    found: dict[str, object] = {"process": process}
+    results: dict[str, object] = {"process": process}
     with jax.set_mesh(mesh):
         params = {name: spread(array) for name, array in weights.items()}
         state = jaxmp.TrainState.create(params=params, tx=tx, rng=0)
-        found["home"] = len({str(leaf.sharding.mesh) for leaf in jax.tree.leaves(state)})
-        made = jaxmp.TrainState.create_sharded(
+        results["home"] = len({str(leaf.sharding.mesh) for leaf in jax.tree.leaves(state)})
+        created_state = jaxmp.TrainState.create_sharded(
             lambda: jax.tree.map(jnp.asarray, weights), tx, Sharding(mesh, specs), rng=0
         )
         step = jaxmp.make_train_step(loss_fn, max_consecutive_skips=5)
@@ -65,16 +65,16 @@ def main(coordinator: str, process: int, lag: float, output: Path) -> None:
             scales.append(float(metrics["loss_scale"]))
             skips.append(bool(metrics["skipped"]))
             losses.append(float(metrics["loss"]))
-        found |= {"scales": scales, "skips": skips, "losses": [loss for loss in losses if np.isfinite(loss)]}
-        made, _ = step(made, spread(good))
+        results |= {"scales": scales, "skips": skips, "losses": [loss for loss in losses if np.isfinite(loss)]}
+        created_state, _ = step(created_state, spread(good))
         try:
             for n in range(60):
                 time.sleep(lag * process)
                 state, _ = step(state, spread(bad))
-                found["last"] = n
+                results["last"] = n
         except jaxmp.NonFiniteTrainingError as error:
-            found["error"] = str(error)
-    output.write_text(json.dumps(found))
+            results["error"] = str(error)
+    output.write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

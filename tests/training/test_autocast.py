@@ -1,4 +1,4 @@
-"""Train and evaluation steps with ``policy=`` run the loss function under autocast."""
+"""Steps with ``policy=`` run the loss function under autocast."""
 
 from __future__ import annotations
 
@@ -69,8 +69,11 @@ def test_a_float32_policy_means_no_autocast():
 def test_a_float32_policy_brings_the_precision_of_its_products():
     for policy, expected in (("float32", {"HIGHEST"}), ("tensorfloat32", {"HIGH"}), ("O0", {"HIGHEST"}), (None, set())):
         program = jax.make_jaxpr(jaxmp.make_eval_step(loss_fn, policy=policy))(new_state(), BATCH)
-        named = (eqn.params["precision"] for eqn in equations(program) if eqn.primitive.name == "dot_general")
-        assert {part.name for precision in named if precision is not None for part in precision} == expected
+        products = [eqn for eqn in equations(program) if eqn.primitive.name == "dot_general"]
+        precisions = set()
+        for eqn in products:
+            precisions |= {part.name for part in eqn.params["precision"] or ()}
+        assert precisions == expected
 
 
 @pytest.mark.parametrize("policy", ["mixed_float16", "bfloat16"])
@@ -176,12 +179,13 @@ def test_an_override_that_matches_nothing_raises_when_the_step_is_traced():
 def test_a_model_under_its_own_autocast_keeps_its_policy():
     model = jaxmp.linen.autocast(NET, "mixed_float16", {"head": "float32"})
 
-    def own(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
+    def loss_under_autocast(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
         logits, model_state = model.apply({"params": params, **model_state}, batch["x"], mutable=["batch_stats"])
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean(), model_state
 
     steps = [
-        jaxmp.make_train_step(own, ema_decay=0.9, donate=False, policy=policy) for policy in (None, "mixed_float16")
+        jaxmp.make_train_step(loss_under_autocast, ema_decay=0.9, donate=False, policy=policy)
+        for policy in (None, "mixed_float16")
     ]
     same_computation(*(step.jitted for step in steps), new_state(), BATCH)
     assert dtypes_in(steps[1]) == {"float16", "float32"}

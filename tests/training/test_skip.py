@@ -1,4 +1,4 @@
-"""A bad batch changes nothing in a Linen model, and training that cannot go on says why."""
+"""A bad batch changes no Linen model; training that cannot go on says why."""
 
 from __future__ import annotations
 
@@ -113,8 +113,8 @@ def test_apply_gradients_skips_completely_but_sets_the_given_fields():
     @jax.jit
     def applied(state, grads):
         fields = {"model_state": {"n": jnp.ones(())}, "ema_decay": 0.9}
-        kept = state.apply_gradients(grads=grads)
-        assert kept.model_state is state.model_state and kept.ema_params is state.ema_params
+        without_fields = state.apply_gradients(grads=grads)
+        assert without_fields.model_state is state.model_state and without_fields.ema_params is state.ema_params
         bad = jax.tree.map(lambda p: p * jnp.nan, grads)
         skipped = state.apply_gradients(grads=bad, rng=jax.random.key(1), **fields)
         return skipped, state.apply_gradients(grads=grads, **fields)
@@ -130,7 +130,7 @@ def test_apply_gradients_skips_completely_but_sets_the_given_fields():
 
 
 def fails_within(step, state, batch, steps):
-    """Take ``steps`` steps; return the number of the step that raised the error, and the error's text."""
+    """Take ``steps`` steps; return the number of the failing step and its error."""
     for i in range(steps):
         try:
             state, metrics = step(state, batch)
@@ -214,7 +214,7 @@ def test_updates_that_are_not_finite_and_long_lists_of_params_are_reported():
 
 
 def test_a_run_stops_if_multi_steps_hide_bad_microbatches_from_the_scale():
-    """Every step is skipped, but the scale does not fall, because loss_scaling does not see the bad gradients."""
+    """Skip every step at the same scale: loss_scaling sees no bad gradients."""
     params, batch = problem(dtype=jnp.float16)
     tx = loss_scaling(standard(optax.sgd(0.1)), DynamicLossScale(2.0**24))
     tx = optax.MultiSteps(tx, 2, should_skip_update_fn=optax.skip_not_finite).gradient_transformation()
@@ -247,10 +247,10 @@ def test_a_cpu_branches_where_other_devices_select_and_both_compute_the_same():
         bad = {**batch, "x": batch["x"] * jnp.nan}
         selecting = linen_run()[1]
         branching = state
-        for given in (batch, bad, batch):
-            branching, _ = step(branching, given)
+        for next_batch in (batch, bad, batch):
+            branching, _ = step(branching, next_batch)
             with jaxmp.hardware.assumed("h200"):
-                state, _ = selecting(state, given)
+                state, _ = selecting(state, next_batch)
         assert "cond[" in str(jax.make_jaxpr(step.jitted)(state, batch))
         with jaxmp.hardware.assumed("h200"):
             assert "cond[" not in str(jax.make_jaxpr(selecting.jitted)(state, batch))
@@ -262,23 +262,25 @@ def test_a_cpu_branches_where_other_devices_select_and_both_compute_the_same():
 
 def test_effects_of_an_optimizer_happen_in_skipped_steps_too():
     params, batch = problem()
-    seen = []
+    norms_finite = []
 
-    def told(updates, state, params=None):
-        jax.debug.callback(lambda norm: seen.append(bool(np.isfinite(norm))), jaxmp.base.trees.sum_of_squares(updates))
+    def record_norm(updates, state, params=None):
+        jax.debug.callback(
+            lambda norm: norms_finite.append(bool(np.isfinite(norm))), jaxmp.base.trees.sum_of_squares(updates)
+        )
         return updates, state
 
-    tx = optax.chain(optax.GradientTransformation(lambda params: (), told), standard(optax.sgd(0.1)))
+    tx = optax.chain(optax.GradientTransformation(lambda params: (), record_norm), standard(optax.sgd(0.1)))
     state = TrainState.create(params=params, tx=loss_scaling(tx, DynamicLossScale()))
     step = make_train_step(train_loss, donate=False)
-    for given in (batch, {**batch, "x": batch["x"] * jnp.nan}, batch):
-        state, _ = step(state, given)
+    for next_batch in (batch, {**batch, "x": batch["x"] * jnp.nan}, batch):
+        state, _ = step(state, next_batch)
     jax.effects_barrier()
-    assert seen == [True, False, True] and state.skipped == 1
+    assert norms_finite == [True, False, True] and state.skipped == 1
 
 
 def test_an_example_of_a_vmap_skips_alone():
-    """Under vmap, JAX turns the branch by ``skipped`` into a select."""
+    """Take steps under vmap, where the branch on ``skipped`` becomes a select."""
     params, batch = problem()
     state = TrainState.create(params=params, tx=loss_scaling(standard(optax.adam(1e-2)), DynamicLossScale()))
     step = make_train_step(train_loss, donate=False)
@@ -286,10 +288,10 @@ def test_an_example_of_a_vmap_skips_alone():
     both, metrics = jax.jit(jax.vmap(step.jitted, in_axes=(None, 0)))(state, batches)[:2]
     good, _ = step(state, batch)
     assert metrics["skipped"].tolist() == [False, True]
-    for n, one in enumerate((good, state)):
-        wanted = jax.tree.leaves(contents(one))
-        for found, leaf in zip(jax.tree.leaves(contents(both)), wanted, strict=True):
-            np.testing.assert_allclose(found[n], leaf, rtol=1e-6, atol=1e-7)
+    for n, expected in enumerate((good, state)):
+        wanted = jax.tree.leaves(contents(expected))
+        for batched, leaf in zip(jax.tree.leaves(contents(both)), wanted, strict=True):
+            np.testing.assert_allclose(batched[n], leaf, rtol=1e-6, atol=1e-7)
 
 
 def test_a_report_is_read_when_it_is_finished_and_not_before():

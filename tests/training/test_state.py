@@ -52,15 +52,15 @@ def test_a_bare_optimizer_is_wrapped_so_that_it_skips_and_scales_nothing():
 @pytest.mark.once
 def test_a_subclass_may_have_fields_of_its_own():
     class WithCounts(TrainState):
-        seen: Any = None
+        examples: Any = None
         name: str = flax.struct.field(pytree_node=False, default="")
 
     params, batch = problem()
-    state = WithCounts.create(params=params, tx=sgd(), seen=jnp.zeros(()), name="run")
+    state = WithCounts.create(params=params, tx=sgd(), examples=jnp.zeros(()), name="run")
     state, _ = make_train_step(train_loss)(state, batch)
-    assert type(state) is WithCounts and state.name == "run" and state.seen == 0
-    state = state.apply_gradients(grads=jax.tree.map(jnp.ones_like, params), seen=state.seen + 8)
-    assert state.seen == 8 and state.step == 2
+    assert type(state) is WithCounts and state.name == "run" and state.examples == 0
+    state = state.apply_gradients(grads=jax.tree.map(jnp.ones_like, params), examples=state.examples + 8)
+    assert state.examples == 8 and state.step == 2
 
 
 @pytest.mark.once
@@ -109,14 +109,14 @@ def test_a_state_saved_in_mid_run_continues_bit_for_bit():
         lambda p, s, b, r: (train_loss(p, s, b, r)[0], {"n": s["n"] + 1}), ema_decay=0.9, donate=False
     )
     bad = {**batch, "x": batch["x"] * jnp.inf}
-    for each in (batch, bad, batch):
-        state, _ = step(state, each)
+    for next_batch in (batch, bad, batch):
+        state, _ = step(state, next_batch)
     blank = TrainState.create(
         params=jax.tree.map(jnp.zeros_like, params), tx=state.tx, model_state={"n": jnp.ones(())}, rng=1, ema=True
     )
     end = state
-    for each in (bad, batch, batch):
-        end, _ = step(end, each)
+    for next_batch in (bad, batch, batch):
+        end, _ = step(end, next_batch)
     assert end.skipped == 2
     for copy in (
         flax.serialization.from_state_dict(blank, flax.serialization.to_state_dict(state)),
@@ -124,8 +124,8 @@ def test_a_state_saved_in_mid_run_continues_bit_for_bit():
         jax.tree.unflatten(jax.tree.structure(blank), pickle.loads(pickle.dumps(jax.tree.leaves(state)))),
     ):
         assert bits(copy) == bits(state) and copy.opt_state.loss_scale.period == 2
-        for each in (bad, batch, batch):
-            copy, _ = step(copy, each)
+        for next_batch in (bad, batch, batch):
+            copy, _ = step(copy, next_batch)
         assert bits(copy) == bits(end)
 
 
@@ -150,17 +150,17 @@ def sharded_state(layout, kind=AxisType.Auto):
 
 @pytest.fixture
 def compilations():
-    """A list with one entry for each program that XLA has compiled since the last ``clear``."""
-    seen: list[str] = []
+    """Yield a list that gets an entry for each program that XLA compiles."""
+    programs: list[str] = []
     active = [True]
 
     def listen(event, duration, **kwargs):
         if active[0] and event == "/jax/core/compile/backend_compile_duration":
-            seen.append(event)
+            programs.append(event)
 
     jax.monitoring.register_event_duration_secs_listener(listen)
-    yield seen
-    active[0] = False  # a listener cannot be removed by a public function
+    yield programs
+    active[0] = False  # no public function removes a listener
 
 
 def test_sharded_params_and_batches_are_compiled_for_once_and_stay_where_they_are(compilations):
@@ -177,8 +177,8 @@ def test_sharded_params_and_batches_are_compiled_for_once_and_stay_where_they_ar
         for before, after in zip(*(jax.tree.leaves(getattr(s, name)) for s in (state, third)), strict=True):
             assert after.sharding.is_equivalent_to(before.sharding, after.ndim)
     assert [float(s.data) for s in third.opt_state.loss_scale.loss_scale.addressable_shards] == [2.0**14] * 4
-    for each in (lone_batch, jax.device_get(bad), lone_batch):
-        lone, _ = step(lone, each)
+    for next_batch in (lone_batch, jax.device_get(bad), lone_batch):
+        lone, _ = step(lone, next_batch)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-7), third.params, lone.params)
     assert third.skipped == lone.skipped == 1
 
@@ -196,7 +196,7 @@ def test_microbatches_of_a_sharded_batch_stay_where_they_are(kind):
 
 
 def per_example(params, model_state, batch, rng):
-    """A loss that uses one row of params for each example.
+    """Return a loss that uses one row of params for each example.
 
     Without out_shardings, XLA would leave the gradients of these rows sharded like the batch.
     """
@@ -210,12 +210,12 @@ TX = loss_scaling(optax.sgd(0.01, momentum=0.9), DynamicLossScale())
 
 @functools.cache
 def alone(n):
-    """Return a step with n microbatches for a state on one device, which all layouts share."""
+    """Return a step with n microbatches for a state on one device."""
     return make_train_step(per_example, accumulate_steps=n, ema_decay=0.9, donate=False)
 
 
 def placed_problem(n, mesh, layout):
-    """Return a state in a layout, an equal state on one device, and the batch for each.
+    """Return a state in a layout, an equal one on one device, and their batches.
 
     ``n`` is the number of microbatches.
     """
@@ -244,9 +244,9 @@ def test_a_state_comes_back_in_the_shardings_it_came_with_and_is_compiled_for_on
     kind = AxisType.Explicit if layout == "explicit" else AxisType.Auto
     mesh = jax.make_mesh((2,), ("d",), axis_types=(kind,), devices=jax.devices()[2:])
     state, lone, batch, lone_batch = placed_problem(n, mesh, layout)
-    own = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(state)]
+    shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(state)]
     on_all = NamedSharding(mesh, PartitionSpec())
-    expected = [sharding if isinstance(sharding, NamedSharding) else on_all for sharding in own]
+    expected = [sharding if isinstance(sharding, NamedSharding) else on_all for sharding in shardings]
     traces = []
 
     def loss(*args):
@@ -269,7 +269,7 @@ def test_a_state_comes_back_in_the_shardings_it_came_with_and_is_compiled_for_on
     for _ in range(2):
         lone, lone_metrics = alone(n)(lone, lone_batch)
     for name in ("params", "ema_params", "model_state", "opt_state"):
-        pairs = (getattr(each, name) for each in (state, lone))
+        pairs = (getattr(end_state, name) for end_state in (state, lone))
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), *pairs)
     np.testing.assert_allclose(metrics["draw"], lone_metrics["draw"])
 
@@ -291,12 +291,12 @@ def test_a_state_on_one_device_moves_to_the_mesh_of_a_later_batch(compilations):
 
 
 def on_meshes_of(count):
-    """Yield a state and a batch of the same problem for each of several meshes, which share no device."""
+    """Yield a state and a batch for each of several meshes without common devices."""
     params, batch = problem()
     for n in range(count):
         mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,), devices=jax.devices()[2 * n : 2 * n + 2])
-        whole, split = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), ("d",)))
-        yield TrainState.create(params=jax.device_put(params, whole), tx=sgd()), jax.device_put(batch, split)
+        replicated, split = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), ("d",)))
+        yield TrainState.create(params=jax.device_put(params, replicated), tx=sgd()), jax.device_put(batch, split)
 
 
 def test_a_call_on_another_mesh_that_fails_changes_nothing_for_the_next():
@@ -315,11 +315,11 @@ def test_threads_whose_states_lie_on_different_meshes_can_share_a_step():
     placed = step._placed_state
 
     def placed_while_another_thread_takes_a_step(*args):
-        step._placed_state, found = placed, placed(*args)
+        step._placed_state, placed_state = placed, placed(*args)
         thread = threading.Thread(target=lambda: ends.append(step(other, other_batch)[0]))
         thread.start()
         thread.join()
-        return found
+        return placed_state
 
     step._placed_state = placed_while_another_thread_takes_a_step
     ends.append(step(state, batch)[0])

@@ -1,4 +1,4 @@
-"""Train steps give the results of loops written by hand: losses, gradients, moving average, metrics."""
+"""Train steps give the results of loops written by hand."""
 
 from __future__ import annotations
 
@@ -79,11 +79,11 @@ def test_without_donation_the_old_state_can_still_be_used():
 @pytest.mark.once
 def test_microbatches_give_the_gradient_of_the_whole_batch():
     params, batch = problem()
-    whole, metrics = make_train_step(train_loss, donate=False)(fresh(params), batch)
+    unsplit, metrics = make_train_step(train_loss, donate=False)(fresh(params), batch)
     split, split_metrics = make_train_step(train_loss, accumulate_steps=4)(fresh(params), batch)
     for name in ("loss", "grad_norm"):
         np.testing.assert_allclose(split_metrics[name], metrics[name], rtol=1e-6)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7), split.params, whole.params)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7), split.params, unsplit.params)
     assert split.opt_state.loss_scale.counter == 1  # the scale counts batches, not microbatches
     assert split.step == 1
 
@@ -125,7 +125,7 @@ def test_inputs_of_any_dtype_train_a_float32_head_in_microbatches_too(steps, inp
 
 @pytest.mark.once
 def test_half_gradients_are_accumulated_in_float32():
-    """In float16, 2048 + 1 is 2048. So a half accumulator would lose three of the four examples."""
+    """Accumulate 2048 + 1 + 1 + 1, which is 2048 in float16."""
 
     def loss(params, model_state, batch, rng):
         return jnp.mean((batch * params).astype(jnp.float32)), model_state
@@ -139,8 +139,8 @@ def test_half_gradients_are_accumulated_in_float32():
 @pytest.mark.once
 def test_microbatches_take_every_nth_example_in_order_and_see_the_model_state_of_the_one_before():
     def loss(params, model_state, batch, rng):
-        seen = model_state["seen"].at[model_state["count"]].set(batch["i"])
-        state = {"seen": seen, "count": model_state["count"] + 1}
+        indices = model_state["seen"].at[model_state["count"]].set(batch["i"])
+        state = {"seen": indices, "count": model_state["count"] + 1}
         return params * jnp.mean(batch["x"] * batch["temperature"]), state, {"first": batch["i"][0], "both": batch["i"]}
 
     model_state = {"seen": jnp.zeros((3, 2), jnp.int32), "count": jnp.zeros((), jnp.int32)}
@@ -217,11 +217,11 @@ def test_the_rng_may_be_none_a_number_or_a_key_and_advances():
     step = make_train_step(loss, donate=False)
 
     def draws(rng):
-        state, seen = TrainState.create(params=jnp.ones(()), tx=tx, rng=rng), []
+        state, drawn = TrainState.create(params=jnp.ones(()), tx=tx, rng=rng), []
         for _ in range(3):
             state, metrics = step(state, jnp.ones(1))
-            seen.append(float(metrics["draw"]) if "draw" in metrics else None)
-        return seen, state.rng
+            drawn.append(float(metrics["draw"]) if "draw" in metrics else None)
+        return drawn, state.rng
 
     assert draws(None) == ([None] * 3, None)
     typed, _ = draws(jax.random.key(3))
@@ -243,11 +243,11 @@ def test_the_metrics_are_the_true_loss_the_scale_used_and_the_users_own():
 
     state = fresh(params, DynamicLossScale(2.0**10, period=1))
     step = make_train_step(loss)
-    seen = []
-    for each in (batch, batch, {**batch, "y": batch["y"] * jnp.inf}, batch):
-        state, metrics = step(state, each)
-        seen.append((float(metrics["loss_scale"]), bool(metrics["skipped"])))
-    assert seen == [(2.0**10, False), (2.0**11, False), (2.0**12, True), (2.0**11, False)]
+    reported = []
+    for next_batch in (batch, batch, {**batch, "y": batch["y"] * jnp.inf}, batch):
+        state, metrics = step(state, next_batch)
+        reported.append((float(metrics["loss_scale"]), bool(metrics["skipped"])))
+    assert reported == [(2.0**10, False), (2.0**11, False), (2.0**12, True), (2.0**11, False)]
     assert set(metrics) == {"loss", "grad_norm", "loss_scale", "skipped", "accuracy", "per_class", "nested"}
     assert metrics["accuracy"] == metrics["loss"] * 2 and metrics["per_class"].dtype == jnp.int32
     assert metrics["skipped"].dtype == jnp.bool_ and metrics["loss_scale"].dtype == jnp.float32

@@ -1,4 +1,4 @@
-"""The public names have types that a user's checker understands, and the program that it reads runs.
+"""A user's type checker accepts the public names, and the program runs.
 
 `make types` reads the same program with mypy.
 """

@@ -34,7 +34,7 @@ class Classifier(nn.Module):
 
 
 class Network(nnx.Module):
-    """The same in NNX."""
+    """A model in NNX."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.hidden = nnx.Linear(8, 16, rngs=rngs)
