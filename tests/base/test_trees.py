@@ -21,38 +21,6 @@ HALF = [jnp.float16, jnp.bfloat16]
 # ---- cast and widen
 
 
-def test_cast_touches_floating_arrays_of_every_kind_and_nothing_else():
-    key = jax.random.key(0)
-    mixed = {
-        "jax": jnp.ones(2),
-        "numpy": np.ones(2),
-        "numpy_scalar": np.float32(1.5),
-        "half": jnp.ones(2, jnp.bfloat16),
-        "struct": jax.ShapeDtypeStruct((3,), jnp.float32),
-        "int": jnp.arange(2),
-        "bool": jnp.array(True),
-        "complex": jnp.array(1j),
-        "key": key,
-        "none": None,
-        "float": 0.1,
-        "name": "text",
-    }
-    got = trees.cast(mixed, jnp.float16)
-    for name in ("jax", "numpy", "numpy_scalar", "half", "struct"):
-        assert got[name].dtype == jnp.float16
-    for name in ("int", "bool", "complex", "key", "none", "float", "name"):
-        assert got[name] is mixed[name]
-    assert isinstance(got["numpy"], np.ndarray) and isinstance(got["numpy_scalar"], np.float16)
-    assert got["struct"].shape == (3,)
-
-
-def test_casting_to_the_dtype_a_leaf_has_is_no_operation():
-    mixed = {"a": jnp.ones(2, jnp.float16), "b": np.ones(2, np.float16), "c": jax.ShapeDtypeStruct((), jnp.float16)}
-    got = trees.cast(mixed, jnp.float16)
-    assert all(got[name] is mixed[name] for name in mixed)
-    assert not jax.make_jaxpr(lambda x: trees.cast(x, jnp.float16))(mixed["a"]).eqns
-
-
 def test_cast_rounds_to_nearest_even_and_overflows_to_infinity():
     x = np.array([1 + 2**-11, 1 + 3 * 2**-11, 65519.0, 65520.0, 2.0**-25, -(2.0**-24), np.nan], np.float32)
     with np.errstate(over="ignore"):

@@ -222,5 +222,11 @@ def test_a_line_search_sees_true_values_and_gradients():
 
 
 def test_an_inner_transform_without_extra_arguments_gets_none():
+    def update(updates, state, params=None):
+        return jax.tree.map(lambda update: -0.1 * update, updates), state
+
+    plain = optax.GradientTransformation(lambda params: optax.EmptyState(), update)
     params, batch = problem()
-    run(loss_scaling(optax.sgd(0.1), DynamicLossScale()), [True], params, batch, value=1.0, anything="else")
+    stepped, _ = run(loss_scaling(plain, DynamicLossScale()), [True], params, batch, value=1.0, anything="else")
+    expected, _ = run(loss_scaling(optax.sgd(0.1), DynamicLossScale()), [True], params, batch)
+    assert same_bits(stepped, expected)

@@ -316,9 +316,7 @@ def test_a_pattern_that_matches_nothing_raises_with_the_nearest_paths_or_classes
         check(pattern)
     with pytest.raises(ValueError, match=r"'encodr' matched none; nearest paths: 'encoder', 'decoder', "):
         check("encodr")
-    with pytest.raises(
-        ValueError, match=r"'type:LayerNorm' matched none; nearest classes: 'Norm', 'BatchNorm'|'BatchNorm'"
-    ):
+    with pytest.raises(ValueError, match=r"'type:LayerNorm' matched none; nearest classes: 'Norm', 'BatchNorm'"):
         check("type:LayerNorm")
     check("type:LayerNorm", complete=False)
     with pytest.raises(ValueError, match=r"'\*/bias' matched none; nearest paths: "):
@@ -364,9 +362,9 @@ def test_floating_arrays_of_every_kind_are_cast_and_nothing_else():
 def test_a_cast_to_the_same_dtype_is_not_an_operation():
     policy = get_policy("p=f32,c=f16,o=bf16")
     for cast, dtype in ((policy.cast_to_param, F32), (policy.cast_to_compute, F16), (policy.cast_to_output, BF16)):
-        x = jnp.ones(3, dtype)
-        assert cast(x) is x
-        assert not jax.make_jaxpr(cast)(x).eqns
+        for x in (jnp.ones(3, dtype), np.ones(3, dtype), jax.ShapeDtypeStruct((3,), dtype)):
+            assert cast(x) is x
+        assert not jax.make_jaxpr(cast)(jnp.ones(3, dtype)).eqns
 
 
 def test_casts_can_be_differentiated_and_batched():

@@ -198,7 +198,7 @@ class TestDtypes:
             "a loop over layers": (lambda x, w: jax.lax.scan(lambda x, w: (twice(x, w), None), x, w)[0], 2),
             "each example": (applied_twice(jax.vmap(jitted, (0, None))), 2),
             "around code of its own": (applied_twice(lambda x, w: double(jitted(double(x), w))), 2),
-            "tied": (lambda x, w: jnp.sin(w[jnp.arange(len(x))]) @ w.T, 1),  # a lookup has no gradient of the table
+            "tied": (lambda x, w: jnp.sin(w[jnp.arange(len(x))]) @ w.T, 1),
             "linen": (applied_twice(of_linen), 2),
             "nnx": (applied_twice(of_nnx), 2),
         }
