@@ -16,6 +16,9 @@ AGAIN := $(if $(CI),--reruns 1 --max-suite-reruns 3 --rerun-show-tracebacks)
 MARKS_OF_NEWEST := absent_gpu or not (slow or once)
 PYTEST := -m pytest -q -n $(WORKERS) --maxprocesses 8 --dist worksteal $(AGAIN)
 SOURCES := jaxmp experiments tests notebooks docs .ci
+ifneq ($(filter tests/% %.py,$(MAKECMDGOALS)),)
+$(error Write make test ARGS="$(filter tests/% %.py,$(MAKECMDGOALS))")
+endif
 export PYTHON
 export PYTHONDONTWRITEBYTECODE := # unset: the tests start a hundred processes, which reuse the bytecode on disk
 export MPLCONFIGDIR := $(CURDIR)/.cache/matplotlib
@@ -26,12 +29,12 @@ help: ## show this list
 demo: .venv/installed ## train on real data under five precisions and compare the results: about 3 minutes after set-up
 	@$(PY) -m experiments.compare --demo --report $(ARGS)
 
-test: .venv/installed ## the tests, about 6 minutes the first time on two cores: make test ARGS="tests/cli -x"
+test: .venv/installed ## the tests, 2 to 6 minutes on two cores the first time: make test ARGS="tests/cli -x"
 	$(PY) $(PYTEST) -m "not slow and not absent_gpu" $(ARGS)
 
-check: lint types test slow newest ## everything that a change must pass: about 20 minutes on two cores
+check: lint types test slow newest ## everything that a change must pass: 8 to 20 minutes on two cores
 
-quick: .venv/installed ## the tests that cover your changes since main: about two minutes
+quick: .venv/installed ## the tests that cover your changes since main, in a third of the time
 	@tests=$$($(PY) .ci/quick.py) && $(PY) $(PYTEST) $$tests $(ARGS)
 
 compare: .venv/installed ## train one task under several policies: make compare ARGS="--help"

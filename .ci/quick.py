@@ -6,7 +6,7 @@ The tests of a changed file are, from near to far:
 2. the tests that import the file, and the tests of the other files that import it (by name and folder, as in 1);
 3. step 2 for the files that import those files, and so on.
 
-The nearest tests are printed until there are BUDGET tests, which take about two minutes on two cores. If tests are
+The nearest tests are printed until there are BUDGET tests, about a third of the time of all. If tests are
 equally near, the tests that import fewer files come first. Three kinds always run: changed tests, tests with the name
 of a changed file, and the tests of CORE.
 """
@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 CORE = ["tests/test_import.py", "tests/policy/test_policy.py", "tests/training/test_step.py"]
-BUDGET = 300  # test functions; one with all of its parameters takes 0.6 s of a core on average
+BUDGET = 300  # test functions, each with all of its parameters
 ROOTS = ("jaxmp", "experiments", "tests")
 # Patterns of files that are not modules, each with the tests of these files. Tests that name such a file in a string
 # are found without this table.
@@ -193,7 +193,8 @@ if __name__ == "__main__":
     main, changed = differing()
     taken, left = chosen(changed, Imports())
     examples = [name for name in changed if re.match(r"jaxmp/.*\.py", name) and Path(name).exists()]
-    print(f"{len(changed)} files differ from {main}", file=sys.stderr)
+    files = "1 file differs" if len(changed) == 1 else f"{len(changed)} files differ"
+    print(f"{files} from {main}", file=sys.stderr)
     if left:
         print(f"{len(left)} more test files use the changed files indirectly; make test runs them too", file=sys.stderr)
     print(*sorted(taken + examples), sep="\n")

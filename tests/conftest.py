@@ -12,8 +12,8 @@ from pathlib import Path
 
 # JAX reads these variables when it is first imported, so they are set before. Subprocesses inherit them.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Each program runs once on little data, so compilation is made quick: without LLVM's optimisations, without 32 parts
-# and, in jaxlib 0.10, without MLIR's emitters of fusions. It then takes a tenth of the time.
+# Each program runs once on little data. So LLVM does not optimise it, XLA does not split it into 32 parts, and jaxlib
+# 0.10 does not use MLIR's emitters of fusions. Compilation then takes a tenth of the time.
 os.environ["XLA_FLAGS"] = " ".join(
     (
         os.environ.get("XLA_FLAGS", ""),
@@ -77,12 +77,18 @@ collect_ignore = ["tools"]
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Remove the compiled programs of earlier runs if they exceed a gigabyte.
+    """Refuse missing files of tests, and limit the size of the kept compiled programs.
 
-    A run of all tests leaves a tenth of that.
+    Compiled programs of earlier runs are removed if they exceed a gigabyte. A run of all tests leaves a tenth of that.
     """
-    compiled, is_worker = Path(os.environ["JAX_COMPILATION_CACHE_DIR"]), hasattr(config, "workerinput")
-    if not is_worker and sum(path.stat().st_size for path in compiled.glob("*-cache")) > 1e9:
+    if hasattr(config, "workerinput"):  # a worker of pytest-xdist
+        return
+    for argument in config.args:
+        path = argument.partition("::")[0]
+        if not (config.invocation_params.dir / path).exists():  # pytest-xdist would only say that no tests ran
+            raise pytest.UsageError(f"no such file or folder of tests: {path}")
+    compiled = Path(os.environ["JAX_COMPILATION_CACHE_DIR"])
+    if sum(path.stat().st_size for path in compiled.glob("*-cache")) > 1e9:
         shutil.rmtree(compiled, ignore_errors=True)
 
 

@@ -17,7 +17,7 @@ SCRIPT = Path(__file__).parent / "tools" / "two_processes.py"
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory):
-    """Return the results of both processes; the second one is slower."""
+    """Return the results of both processes. The second waits 20 ms in each step."""
     root, folder = Path(__file__).parents[1], tmp_path_factory.mktemp("both")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}
     files = [folder / str(n) for n in range(2)]  # gloo also writes to stdout

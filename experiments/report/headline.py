@@ -271,8 +271,6 @@ def lines(results: Path, root: Path) -> tuple[list[str], list[str]]:
             f"If float32 is compiled too, without cuDNN's workspaces, the memory saved is {', '.join(shares)}.",
             "",
         ]
-    if _has_empty_cells(table):
-        shown += [_EMPTY, ""]
-    if len(table) - 2 < len(ROWS):  # the first two lines are headings
-        shown += ["Rows without any figure are left out; `make gpu` measures them on a GPU.", ""]
+    if len(table) - 2 < len(ROWS) or _has_empty_cells(table):  # the first two lines are headings
+        shown += ["`make gpu` measures the empty cells, and the rows that are left out because no figure is known.", ""]
     return shown, [f"{note}\n" for note in notes]

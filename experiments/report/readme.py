@@ -75,7 +75,10 @@ def cost_of_scaling(results: Path) -> str:
         device = facts(next(iter(parts.values()))).split(";")[0]
         for text in parts.values():
             costs += [float(row[5].split()[0]) for row in _rows(text) if row[0] == "jaxmp.loss_scaling"]
-    return f"On {device}, loss scaling changes the time of a step by {min(costs):+.1f} % to {max(costs):+.1f} %."
+    return (
+        f"Loss scaling changes the time of a step by {min(costs):+.1f} % to {max(costs):+.1f} %, most with small "
+        f"batches, on {device}."
+    )
 
 
 _WITH_SCALING = ("jaxmp.loss_scaling", "jmp.DynamicLossScale", "flax DynamicScale", "no scaling, again")

@@ -87,7 +87,7 @@ def _is_state(node: Any) -> bool:
 
 
 def _kind_and_path_in_state(node: Any, path: Sequence[Any], inner: Sequence[Any]) -> tuple[str, tuple[str, ...] | None]:
-    """Return the kind of a leaf, and its path in the values of that kind.
+    """Return the kind of a leaf, and its path in the params, state or statistics.
 
     The node is at ``path`` in the argument, and the leaf is at ``inner`` in the node. The second result is None for a
     leaf outside of the params, the optimizer state and the statistics.

@@ -105,7 +105,7 @@ class _Search:
         self.task = progress.add_task("tuning", total=self.left)
 
     def error_of(self, chosen: Chosen) -> float:
-        """Return the error of a choice, and accept it if it is the smallest so far.
+        """Return the error of a choice; accept the choice if its error is the smallest.
 
         Once an accepted choice meets the tolerance, only :meth:`accept` replaces it. The error of each choice is
         measured only once.

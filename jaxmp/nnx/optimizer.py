@@ -128,9 +128,10 @@ class Optimizer(_Object):
         if self.ema is None:
             raise ValueError("ema_model needs a moving average: jaxmp.nnx.Optimizer(model, tx, ema=True)")
         graphdef, *states = nnx.split(model, self.wrt, ..., graph=True)
-        params, untrained = jax.tree.map(jnp.copy, nnx.as_pure(states))  # a donating step must not delete them
-        averages = jax.tree.map(lambda ema, param: ema.astype(param.dtype), self.ema, params)
-        average_model: M = nnx.merge(graphdef, averages, untrained)
+        params, untrained = nnx.as_pure(states)
+        # The copies remain when a later step donates the arrays of the model and the optimizer.
+        averages = jax.tree.map(lambda ema, param: jnp.array(ema, param.dtype), self.ema, params)
+        average_model: M = nnx.merge(graphdef, averages, jax.tree.map(jnp.copy, untrained))
         return average_model
 
     def _remember(self, values: dict[str, Any]) -> None:

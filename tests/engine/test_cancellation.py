@@ -69,13 +69,13 @@ def test_distances_are_float32_in_every_spelling(spelling, policy):
     def fun(x):
         return DISTANCES[spelling](x @ W)
 
-    x = (5 + normal(0, 32, 8)).astype(HALVES[policy]).astype(jnp.float32)  # Rounding a term causes an error of 30 %.
+    x = (5 + normal(0, 32, 8)).astype(HALVES[policy]).astype(jnp.float32)  # rounding a term causes an error of 30 %
     np.testing.assert_allclose(*both(fun, policy, x), rtol=1e-5, atol=2e-4)
     assert jaxmp.cast_plan(fun, policy)(x).summary.groups["cancellation"] >= 1
 
 
 def test_distances_that_are_computed_again_are_float32_each_time():
-    def costs(x, y):  # Sinkhorn's algorithm in ott-jax computes the costs in each iteration.
+    def costs(x, y):  # Sinkhorn's algorithm in ott-jax computes the costs in each iteration
         return jnp.sum(x**2, -1)[:, None] + jnp.sum(y**2, -1) - 2 * x @ y.T
 
     def fun(x, w):

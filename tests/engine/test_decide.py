@@ -106,8 +106,8 @@ def test_a_stream_after_its_norm_is_half_as_in_a_post_norm_block():
         return x @ w
 
     sums = [dtype for name, dtype in operations(half(fun), X, W) if name == "add"]
-    assert sums.count("bfloat16") == 2 * 3  # Two additions in each gelu, and the addition to the stream.
-    assert sums.count("float32") == 2  # The epsilons.
+    assert sums.count("bfloat16") == 2 * 3  # two additions in each gelu, and the addition to the stream
+    assert sums.count("float32") == 2  # the epsilons
 
 
 def test_a_stream_of_batch_norms_and_activations_is_half():

@@ -452,7 +452,7 @@ def test_per_example_derivatives_have_float32_gradient_sums(name, half):
     args = params, jnp.asarray(rng.uniform(size=(64, 64, 8)), jnp.float32)
     program = gradient(jaxmp.autocast(fun, f"mixed_{half}"))
     assert not half_sums(jax.make_jaxpr(program)(*args))
-    if name == "of the second order":  # It compiles slowly, and the sums were checked above.
+    if name == "of the second order":  # compiles slowly, and the sums were checked above
         return
     true = compiled(gradient(fun))(*args)
     assert not wrong_params(compiled(program)(*args), true, half)

@@ -32,7 +32,7 @@ UNALIGNED = "output features 13: not a multiple of 8, which tensor cores need fo
 
 
 def kinds_by_name(cases: dict[str, Any], policy: str = "mixed_bfloat16") -> dict[str, list[str]]:
-    """Return the kinds of findings in each case: a function and its arguments."""
+    """Return the kinds of findings by name. A case is a function with arguments."""
     return {name: finding_kinds(fun, *args, policy=policy) for name, (fun, *args) in cases.items()}
 
 
@@ -266,7 +266,7 @@ def compensated(x: Any) -> Any:
 
 
 def gradient(body: Any) -> Any:
-    """Return the gradient, by the weights, of a loop whose turns apply ``body``."""
+    """Return the gradient of a loop over ``body`` with respect to the weights."""
     return jax.grad(lambda w, x: scan(lambda c, element: (body(c, w, element), None), ZEROS, x)[0].astype(F32).sum())
 
 

@@ -249,12 +249,17 @@ def test_the_search_compiles_few_sizes_and_trusts_no_line():
         return known
 
     plan = memory(lambda params, batch: batch @ params)(shape(4), shape(32, 4))
+
+    def with_a_dip(n):
+        return 1000 + 100 * n - (900 if 33 <= n < 50 else 0)
+
     for limit, bytes_of in (
         (20_000, lambda n: 1000 + 100 * n),
         (20_000, lambda n: 1000 + 100 * n + (5000 if n > 77 else 0)),
         (20_000, lambda n: 1000 + n * n),
         (20_000, lambda n: 1000 + 256 * (n // 16) * 16),
-        (4_500, lambda n: 1000 + 100 * n - (900 if 33 <= n < 50 else 0)),
+        (4_500, with_a_dip),
+        (5_000, with_a_dip),
     ):
         compiled.clear()
         case = type(plan)("cpu", bytes_of(32), {}, {}, (), 32, peak(bytes_of))

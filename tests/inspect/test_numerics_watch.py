@@ -24,7 +24,7 @@ from jaxmp.inspect import Watch
 from jaxmp.inspect.watch_files import FILE, read
 from jaxmp.inspect.watch_files import metrics as metrics_of
 
-# Optax's Adam needs promotion. The values and counts of a watched step are in test_program.py and test_numerics.py.
+# Optax's Adam needs promotion. test_program.py and test_numerics.py test the values and counts of a watched step.
 pytestmark = [pytest.mark.once, pytest.mark.usefixtures("standard_promotion")]
 
 

@@ -56,7 +56,7 @@ def largest(*arrays):
 
 
 class Largest:
-    """Record the largest magnitudes, and add the sink to the first result."""
+    """Taps that record the largest magnitudes, and add the sink to the first result."""
 
     def at(self, key, results, sink):
         if sink is not None:

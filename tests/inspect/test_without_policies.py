@@ -27,7 +27,7 @@ BATCH = {"x": X, "y": Y}
 
 @functools.cache
 def _by_hand(half):
-    """Return the errors of the layer, the loss and the gradient with casts by hand."""
+    """Return the relative errors of layer, loss and gradient with casts by hand."""
 
     def loss_of(w, dtype):
         y = (jnp.asarray(X, dtype) @ w.astype(dtype)).astype(jnp.float32)

@@ -167,6 +167,19 @@ def test_the_moving_average_is_float32_and_steps_do_not_delete_the_model_with_it
 
 
 @pytest.mark.once
+def test_later_steps_do_not_delete_the_averages_and_statistics_of_an_average_model():
+    """Train under float32 params, whose averages need no cast that would copy them."""
+    model, optimizer = setup(NNXNet(), "mixed_float16", ema=True)
+    step = make_train_step(loss_fn, ema_decay=0.75)
+    step(model, optimizer, ROWS)
+    average_model = optimizer.ema_model(model)
+    average_model.eval()
+    expected = average_model(ROWS["x"])
+    step(model, optimizer, ROWS)
+    same_bits(average_model(ROWS["x"]), expected)
+
+
+@pytest.mark.once
 def test_only_the_variables_that_wrt_selects_are_trained_and_averaged():
     base = nnx.Linear(6, 3, rngs=rngs())
     model = apply_policy(nnx.LoRA(6, 2, 3, base_module=base, rngs=rngs()), "mixed_bfloat16")
@@ -316,7 +329,7 @@ def test_a_sharded_batch_beside_a_replicated_model_compiles_once():
 
 
 def test_the_arrays_of_an_optimizer_are_not_those_of_the_model():
-    """Donate a buffer once, though two ``jax.device_put`` results may share it."""
+    """Copy arrays: two results of ``jax.device_put`` may share a donated buffer."""
 
     def update(grads: Any, first_params: Any, params: Any = None) -> Any:
         return jax.tree.map(lambda grad: -0.1 * grad, grads), first_params

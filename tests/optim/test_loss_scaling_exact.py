@@ -1,4 +1,4 @@
-"""Power-of-two scales are exact; half gradients keep what float32 ones keep."""
+"""Power-of-two scales change no bit; half gradients are treated as float32 ones."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def test_gradients_of_several_losses_are_added_and_logged_as_they_are():
 
 @pytest.mark.parametrize("by_train_step", [False, True])
 def test_clipping_before_loss_scaling_does_not_hide_an_overflow(by_train_step):
-    """Keep an infinite gradient infinite.
+    """Skip a step whose infinite gradient clipping would hide.
 
     In float16, the gradient 8 times the scale 2**15 is infinite. Clipping by value would make it 1.
     """

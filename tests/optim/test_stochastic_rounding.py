@@ -1,4 +1,4 @@
-"""Stochastic rounding is unbiased; seeds, updates and params differ in bits."""
+"""Stochastic rounding is unbiased; seeds, updates and params have their own bits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def draws(value, half=0):
 
 
 def is_unbiased(values, exact):
-    """Return whether the mean of rounded values is within 3 standard errors."""
+    """Return whether two values occur, and their mean is within 3 standard errors."""
     values = np.asarray(values).astype(np.float64)
     low, high = values.min(), values.max()
     p = (exact - low) / (high - low)

@@ -60,7 +60,7 @@ def test_moments_of_optax_are_known():
 
 
 def test_moments_whose_difference_is_used_stay_float32():
-    """Avoid NaN: with rounded moments, the variance nu - mu² may be negative."""
+    """Keep a centred RMSProp's moments: if rounded, nu - mu² may be negative."""
     weights = {"w": jnp.ones((4, 4))}
     tx = optax.rmsprop(1e-3, centered=True)
     with pytest.raises(ValueError, match=r"known moments.*leave moments out"):

@@ -133,7 +133,7 @@ class TestDtypes:
 
     @BOTH
     def test_a_weight_that_passes_through_other_code_is_one_still(self, kind):
-        """Check that each device sums its rows in float32, although products are half."""
+        """Check that each device sums its rows of the gradient in float32."""
         step, state, batch, mesh = step_of_ways(kind)
         with jax.set_mesh(mesh):
             program = jax.make_jaxpr(step._step)(state, batch)
@@ -254,7 +254,7 @@ class TestDtypes:
 
     @pytest.mark.parametrize("kind", [AUTO, pytest.param(EXPLICIT, marks=SLOW)])
     def test_sums_of_gradients_are_those_of_float32(self, kind):
-        """Use integers: bfloat16 represents the sums of a device, but not of all."""
+        """Use integers: bfloat16 holds each device's sum, but not the total."""
         eye = np.eye(4, dtype=np.float32)
 
         def looped(turn, x, weight, half, turns=2):

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("standard_promotion")  # optax's Adam mixes
 
 
 def reshards(jaxpr):
-    """Return the dtype and the result type of each reshard, also in bodies.
+    """Return each reshard's operand dtype and result type, also those in bodies.
 
     Reshards of scalars are left out.
     """

@@ -1,9 +1,10 @@
 """Record how much of the library the tests run, in tests/README.md.
 
-    python -m pytest --cov=jaxmp --cov-branch
-    python tests/tools/covered_lines.py .coverage --record now
+    .venv/bin/python -m pip install pytest-cov
+    .venv/bin/python -m pytest --cov=jaxmp --cov-branch
+    .venv/bin/python tests/tools/covered_lines.py .coverage --record now
 
-The first command needs pytest-cov. It writes the file .coverage, which the second command reads. Processes that the
+The second command writes the file .coverage, which the third command reads. Processes that the
 tests start are not measured.
 """
 

@@ -100,7 +100,10 @@ def float32(tree: Any) -> Any:
 
 
 def loss_of(model: nn.Module, *args: Any, **kwargs: Any) -> Callable[..., Any]:
-    """Return a loss: the sum of squares of the outputs, which it returns too."""
+    """Return a function of the variables that returns a loss and the outputs.
+
+    The loss is the sum of squares of the outputs.
+    """
 
     def loss(params: Any, other_variables: Any) -> tuple[jax.Array, Any]:
         out = float32(model.apply({"params": params, **other_variables}, *args, rngs=rngs(1), **kwargs))

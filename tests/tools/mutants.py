@@ -1,8 +1,10 @@
 """Change the library at random places, and count the changes that fail a test.
 
-    python tests/tools/mutants.py . .coverage --out mutants.json
+    .venv/bin/python -m pip install pytest-cov
+    .venv/bin/python -m pytest --cov=jaxmp --cov-context=test --junitxml=junit.xml
+    .venv/bin/python tests/tools/mutants.py . .coverage --out mutants.json
 
-The file .coverage is written by `pytest --cov=jaxmp --cov-context=test --junitxml=junit.xml`. A mutant is a copy of the
+The second command writes .coverage and junit.xml. A mutant is a copy of the
 library with one changed operator, comparison, condition or number. The change is in the engine, loss scaling, the
 train step or an adapter. Each mutant is tested with the quickest tests that run the changed line. Then come more tests
 that run this line, first those of the mutant's folder. A mutant is found if a test fails or does not end in time. With
@@ -124,9 +126,9 @@ def tests_by_line(coverage_file: Path) -> dict[tuple[str, int], set[str]]:
 
 
 def seconds_by_test(junit: Path) -> dict[str, float]:
-    """Return the seconds of each test from pytest's XML report, or infinity.
+    """Return the seconds of each test in pytest's XML report.
 
-    Failed tests have infinity.
+    A failed test has infinity.
     """
     import xml.etree.ElementTree as ElementTree
 
@@ -245,7 +247,7 @@ def main() -> None:
         record_earlier(rows, len(seconds), root)
     if options.record == "now":
         tried = (
-            f"{effort['tests']} quickest tests that run its line, and then with more of these tests for "
+            f"{effort['tests']} quickest tests that run its line. If they passed, more of these tests ran for "
             f"{effort['seconds']:g} seconds"
         )
         record(rows, tried, options.seed)
@@ -276,7 +278,7 @@ def record(rows: list[dict[str, Any]], tried: str, seed: int) -> None:
     ]
     table = (
         f"The tests found {len(rows) - len(survivors)} of {len(rows)} mutants (seed {seed}, {datetime.date.today()}). "
-        f"Each mutant was tested only\nwith the {tried}. "
+        f"Each mutant was tested\nwith the {tried}. "
         "`tools/survivors.txt` lists the mutants\nthat were not found, and says why.\n\n"
         "| folder | found |\n|---|---:|\n" + "".join(cells)
     )

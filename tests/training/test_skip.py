@@ -1,4 +1,4 @@
-"""A bad batch changes no Linen model; training that cannot go on says why."""
+"""A bad batch does not change a Linen model; a run that cannot go on says why."""
 
 from __future__ import annotations
 
@@ -214,7 +214,7 @@ def test_updates_that_are_not_finite_and_long_lists_of_params_are_reported():
 
 
 def test_a_run_stops_if_multi_steps_hide_bad_microbatches_from_the_scale():
-    """Skip every step at the same scale: loss_scaling sees no bad gradients."""
+    """Stop a run whose scale cannot fall, because MultiSteps hides bad gradients."""
     params, batch = problem(dtype=jnp.float16)
     tx = loss_scaling(standard(optax.sgd(0.1)), DynamicLossScale(2.0**24))
     tx = optax.MultiSteps(tx, 2, should_skip_update_fn=optax.skip_not_finite).gradient_transformation()

@@ -24,11 +24,12 @@ PEAKS, WIRE = {"1558M": 5.7, "7B": 16.8}, 1.02
 COLUMNS = ("params", "by", "GPUs", "batch", "peak GiB", "state GiB", "sent GB", "B/param", "ideal", "sent by kind")
 ABOUT = (
     "Compiled, not run: forward, backward, clipping and AdamW of GPT-2. The blocks are a loop, and the backward pass "
-    "recomputes each block. `by`: hand is experiments/models/stacked.py. All others are `make_train_step(sharding=)`: "
-    "of the Linen or the NNX model under a policy, or of the Linen model under autocast. All figures are per GPU. "
-    "`peak`: arguments, temporaries, and results that do not reuse an argument's memory, without the memory of "
-    "CUDA and NCCL themselves. `state`: params and optimizer state in float32. `sent`: bytes sent in a step with ring "
-    "algorithms. `ideal`: weights gathered twice in 16 bits, gradients reduced once in float32."
+    "recomputes each block. `by` says how the step was written. Linen and NNX: `make_train_step(sharding=)` with a "
+    "model under a policy; autocast: the same with the Linen model under autocast; hand: "
+    "experiments/models/stacked.py. All figures are per GPU. `peak`: arguments, temporaries, and results that do not "
+    "reuse an argument's memory, without the memory of CUDA and NCCL themselves. `state`: params and optimizer state "
+    "in float32. `sent`: bytes sent in a step with ring algorithms. `ideal`: weights gathered twice in 16 bits, "
+    "gradients reduced once in float32."
 )
 NAMES: dict[Way, str] = {"linen": "Linen", "autocast": "autocast", "nnx": "NNX", "hand": "hand"}
 

@@ -244,7 +244,7 @@ def made_of(values: Values, mark: Callable[[Value], int]) -> dict[Value, int]:
 def constant(value: Value) -> Any:
     """Return the elements of a constant as a NumPy array.
 
-    The elements are those before its moves and casts. Return None for large constants and for other values.
+    The elements are those before its moves and casts. Return None for a value that is large or not constant.
     """
     while is_move_or_cast(value) and len(value.reads) == 1:
         (value,) = value.inputs

@@ -42,7 +42,7 @@ class LineConfig(cli.Training):
     """The flags of the task."""
 
     dataset: str = "line"
-    """The name of the task."""
+    """The name of the data set."""
     steps: int = 4
     """Steps to train."""
     batch_size: int = 8

@@ -155,7 +155,7 @@ def test_the_benchmark_of_steps_writes_times_memory_and_programs_of_every_varian
 
 @pytest.fixture
 def measured_here(monkeypatch):
-    """Measure models in this process; a new one takes seconds to import JAX."""
+    """Measure models in this process; another takes seconds to import JAX."""
 
     def runs(commands):
         for name, command in commands.items():

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("standard_promotion")  # optax's own Adam n
 
 @pytest.fixture
 def quick(monkeypatch):
-    """Replace the steps by empty ones, and measure ceilings with small products."""
+    """Replace the steps by empty ones, and the ceiling's products by small ones."""
 
     def prepare(case, row, which):
         if row.library == "flax":
@@ -81,9 +81,9 @@ def test_rows_without_their_library_say_so(quick, monkeypatch, tmp_path):
 
 @pytest.fixture
 def rows_alone(quick, monkeypatch, tmp_path):
-    """Replace the processes of rows; return the started rows and their figures.
+    """Replace the processes of rows, as on a GPU.
 
-    The benchmark runs as on a GPU, and tests may set the figures of each row.
+    Return the rows that started, and the figures that tests may set for each row.
     """
     started, fake_figures, now = [], {}, [0.0]
 

@@ -184,7 +184,7 @@ def test_gradients_of_activations_vanish_as_counted_by_hand(scale, lost):
     assert [(layer.shape, layer.dtype) for layer in activations] == [((5, 3), jnp.float16), ((5, 4), jnp.float16)]
     np.testing.assert_array_equal(activations[1], np.tile(np.asarray(scale * SLOPES, np.float16), (5, 1)))
     # The 15 gradients of the inner layer are sums of slopes, and none vanishes. The outer layer has 5 rows of 4
-    # gradients, and the smallest of each row vanish.
+    # gradients, and the ``lost`` smallest of each row vanish.
     assert gradients.zero_share(reference[1], activations) == 5 * lost / 35
     assert params["Dense_0"]["kernel"].dtype == jnp.float32
     assert gradients.zero_share(reference[0]["Dense_0"], params["Dense_0"]) == lost / 4
