@@ -129,8 +129,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         test = item.nodeid.partition("[")[0]
         counts[test] += 1
-        is_kept = counts[test] <= most or item.get_closest_marker("absent_gpu")
-        (selected if is_kept else left_out).append(item)
+        is_selected = counts[test] <= most or item.get_closest_marker("absent_gpu")
+        (selected if is_selected else left_out).append(item)
     config.hook.pytest_deselected(items=left_out)
     items[:] = selected
 

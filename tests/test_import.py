@@ -70,7 +70,7 @@ def test_no_part_of_jaxmp_that_is_loaded_later_has_what_was_jitted_before_compil
     assert output == "own half"
 
 
-def test_what_a_type_checker_sees_is_what_there_is():
+def test_a_type_checker_sees_the_names_of_all():
     source = (ROOT / "jaxmp" / "__init__.py").read_text()
     imports_from = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)]
     names = {alias.asname for node in imports_from for alias in node.names}
@@ -162,7 +162,7 @@ def import_cycles(graph: dict[str, set[str]]) -> list[list[str]]:
     return [list(cycle) for cycle in sorted(cycles)]
 
 
-def test_no_files_import_each_other_in_a_circle():
+def test_no_files_import_each_other_in_a_cycle():
     for at_once in (False, True):
         assert import_cycles(imports([ROOT / "jaxmp", ROOT / "experiments"], at_once)) == []
 
@@ -203,7 +203,7 @@ def test_the_root_shows_the_folders_and_little_else():
     assert entries == {*ROOMS, *files}
 
 
-def test_a_circle_is_found_wherever_its_imports_stand(tmp_path):
+def test_a_cycle_is_found_wherever_its_imports_stand(tmp_path):
     package = tmp_path / "package"
     package.mkdir()
     (package / "__init__.py").touch()
@@ -294,7 +294,7 @@ def test_every_benchmark_helps_with_jax_flax_optax_rich_and_tyro_only():
 
 
 @pytest.mark.slow("starts a process, to check the slow test above")
-def test_what_these_five_do_not_require_cannot_be_imported_there():
+def test_a_package_that_these_five_do_not_require_cannot_be_imported_there():
     with pytest.raises(subprocess.CalledProcessError) as error:
         helps(["matplotlib"])
     assert "No module named matplotlib" in error.value.stderr

@@ -266,7 +266,7 @@ def test_labels_of_every_integer_dtype_mean_the_same():
         np.testing.assert_array_equal(cross_entropy(logits, labels.astype(dtype), ignore_index=127), want)
 
 
-def test_what_is_neither_a_class_nor_ignored_makes_the_loss_nan():
+def test_a_label_that_is_neither_a_class_nor_ignored_makes_the_loss_nan():
     x, weights = normal(1, 3, DIM), normal(2, ROWS, DIM)
     for label in (-100, -1, CLASSES, 2**31 - 1):
         labels = np.array([1, label, 2])
@@ -322,7 +322,7 @@ FUSED = {"x": jnp.ones((4, 3)), "weights": jnp.ones((6, 3)), "labels": np.zeros(
         (FUSED, {"z_loss": -1}, ValueError, "a Python number .*add the z-loss yourself"),
     ],
 )
-def test_what_no_loss_can_be_computed_of_is_refused(inputs, changes, error, phrase):
+def test_invalid_inputs_and_options_are_refused(inputs, changes, error, phrase):
     fun = losses.cross_entropy if inputs is LOGITS else losses.projected_cross_entropy
     options = {**inputs, **changes}
     args = [options.pop(name) for name in inputs]

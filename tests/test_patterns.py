@@ -80,7 +80,7 @@ def test_a_class_written_as_text_is_the_pattern_on_its_name():
     ]
 
 
-def test_what_is_no_pattern_is_refused():
+def test_an_object_that_is_not_a_pattern_is_refused():
     for pattern in (3, None, ("a", "b"), BatchNorm(), re.compile("a")):
         with pytest.raises(TypeError, match="a pattern must be a glob on the module path"):
             check_pattern(pattern)

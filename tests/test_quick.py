@@ -52,7 +52,7 @@ def test_every_file_of_the_library_has_tests_beside_those_that_always_run(import
 
 
 @pytest.mark.parametrize("changed", ["jaxmp/base/dtypes.py", "jaxmp/__init__.py", "conftest.py", "tests/conftest.py"])
-def test_of_what_everything_imports_the_nearest_tests_run_up_to_the_budget(imports, changed):
+def test_the_nearest_tests_of_a_file_that_all_import_run_up_to_the_budget(imports, changed):
     taken, left = quick.chosen([changed], imports)
     tests = re.findall(r"^def test_", "".join((ROOT / test).read_text() for test in taken), re.MULTILINE)
     assert quick.BUDGET * 0.9 < len(tests) <= quick.BUDGET and len(left) > 50

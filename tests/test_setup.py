@@ -56,7 +56,7 @@ def test_a_python_that_is_none_is_an_error_also_where_an_environment_is(project)
     assert "and /nonexistent is not one." in done.stderr and not done.stdout
 
 
-def test_what_is_small_has_no_limit_unless_one_is_given(project):
+def test_a_smoke_run_has_no_limit_unless_minutes_are_given(project):
     for variables, flags in ((["SMOKE=0"], "--minutes 9 "), (["SMOKE=1", "MINUTES=5"], "--minutes 5 --smoke")):
         shown = make(project, "--dry-run", *variables, target="gpu").stdout
         assert f"-m experiments.benchmarks.gpu {flags}" in shown and ("--smoke" in shown) == ("--smoke" in flags)

@@ -67,7 +67,7 @@ def test_an_unknown_device_gets_float32_and_is_told_why():
         assert (detected.tensor_cores, detected.peak_tflops, detected.peak_bandwidth) == ((), {}, None)
 
 
-def test_what_another_backend_calls_its_capability_is_reported_as_it_is():
+def test_the_capability_of_another_backend_is_reported_unchanged():
     assert detect(gpu("AMD Instinct MI300X", "gfx942")).compute_capability == "gfx942"
     assert detect(types.SimpleNamespace(device_kind="NPU", platform="neuron")).compute_capability is None
 

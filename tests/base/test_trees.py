@@ -92,7 +92,7 @@ def test_the_largest_and_smallest_finite_numbers_are_finite():
     assert trees.all_finite(jnp.array(3e38 + 3e38j))
 
 
-def test_what_has_no_infinities_is_finite():
+def test_trees_without_floating_elements_are_finite():
     for empty in ({}, None, [], jnp.zeros((0, 3)), {"n": jnp.arange(3), "k": jax.random.key(0), "b": True, "s": "x"}):
         assert trees.all_finite(empty)
         assert trees.all_finite(empty).shape == ()

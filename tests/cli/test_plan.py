@@ -143,7 +143,7 @@ def test_a_module_of_the_current_folder_with_a_pytree_of_arguments_that_are_neve
     assert main(["plan", "plan_cli_module:dropout", "--arg", "key[]", "--arg", "bf16[4,4]"]) == 0
 
 
-def test_dtypes_and_shapes(capsys):
+def test_an_argument_may_be_any_dtype_and_shape(capsys):
     for text in ("float32", "float32[]", "int32[3]", "bool[2,2]", "uint8[1]", "float16[0,3]"):
         function = "jax.numpy:negative" if "bool" not in text else "jax.numpy:logical_not"
         assert main(["plan", function, "--arg", text]) == 0
@@ -151,13 +151,13 @@ def test_dtypes_and_shapes(capsys):
         assert re.search(rf"^\w+ +{dtype} -> {dtype} ", capsys.readouterr().out, re.MULTILINE)
 
 
-def test_a_shape_that_is_none_is_told(capsys):
+def test_an_invalid_shape_is_an_error(capsys):
     for text in ("float32[", "float32[8,]", "float32[8 16]", "[8]", "float32[-1]", "float32[a]", ""):
         expected = f"an --arg must be a dtype and a shape, such as float32[8,16] or int32[], got {text!r}"
         assert error(capsys, "jax.numpy:negative", "--arg", text) == expected
 
 
-def test_what_does_not_exist_is_told_with_the_nearest(here, capsys):
+def test_a_missing_name_is_an_error_with_the_nearest_name(here, capsys):
     assert error(capsys, "jax.numpi:matmul").startswith("there is no module 'jax.numpi' in the current folder")
     assert error(capsys, "nowhere.at.all:f").startswith("there is no module 'nowhere' in the current folder")
     assert error(capsys, "jax.numpy:matmull").startswith("'jax.numpy' has no 'matmull'; nearest: 'matmul'")

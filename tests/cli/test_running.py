@@ -57,20 +57,20 @@ def _main(command, example, *more):
     return main([command, "planted_for_running:loss", "--args", f"planted_for_running:{example}", *more])
 
 
-def test_blame(capsys):
+def test_blame_names_the_operation_and_ends_with_1(capsys):
     assert _main("blame", "good") == 0
     assert capsys.readouterr().out == "All values are finite.\n"
     assert _main("blame", "bad") == 1
     assert "forward overflow in exp 'layer' (planted_for_running.py:6)" in capsys.readouterr().out
     assert _main("blame", "good", "--policy", "mixed_float16", "--loss-scale", "1e9", "--json") == 1
-    report = json.loads(capsys.readouterr().out)
-    assert report["scaled_only"] and report["phase"] == "backward"
+    blame = json.loads(capsys.readouterr().out)
+    assert blame["scaled_only"] and blame["phase"] == "backward"
 
 
-def test_compare(capsys):
+def test_compare_names_the_module_in_which_the_error_enters(capsys):
     assert _main("compare", "good", "--policy", "mixed_float16", "--json") == 0
-    report = json.loads(capsys.readouterr().out)
-    assert report["entered"] is None and report["rows"][0]["path"] == "layer"
+    comparison = json.loads(capsys.readouterr().out)
+    assert comparison["entered"] is None and comparison["rows"][0]["path"] == "layer"
     assert _main("compare", "good", "--no-grad", "--reference", "float64") == 0
     assert capsys.readouterr().out.startswith("The error enters nowhere")
 
@@ -97,7 +97,7 @@ def test_a_train_step_has_its_policy_already(capsys):
         assert "write make_train_step(loss_fn, policy=…), or name the loss function instead of the step" in error
 
 
-def test_what_is_wrong_with_the_arguments(capsys):
+def test_wrong_arguments_are_named(capsys):
     for arguments, text in (
         (("blame", "vector"), "loss takes (params, x), got 1 from --arg or --args: missing a required argument: 'x'"),
         (("compare", "arrays"), "a function is needed, got planted_for_running:arrays of type 'tuple'"),
@@ -121,7 +121,7 @@ def test_errors_of_the_users_code_pass_as_they_are():
             _main(command, example)
 
 
-def test_tune(capsys):
+def test_tune_saves_a_policy(capsys):
     assert _main("tune", "good", "--no-operations", "--save", "policy.toml") == 0
     assert "Nothing needs float32" in capsys.readouterr().out
     with open("policy.toml") as file:

@@ -368,7 +368,7 @@ def test_every_row_of_the_table_is_run() -> None:
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_what_to_write_does_what_the_table_says(name: str) -> None:
+def test_the_code_to_write_does_what_the_table_says(name: str) -> None:
     row, (known, write) = ROWS[name], TABLE[name]
     with jax.numpy_dtype_promotion("standard"):  # the reader's default, which flax and optax need
         assert row.write(write) == row.expected()

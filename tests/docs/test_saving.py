@@ -140,7 +140,7 @@ def test_params_that_pass_the_largest_number_of_float16_are_refused(scope):
         scope["from_dict"](saved, scope["text"], fresh)
 
 
-def test_what_the_page_says_of_typed_keys_and_of_other_loss_scales_is_so(scope):
+def test_typed_keys_and_other_loss_scales_behave_as_the_page_says(scope):
     with pytest.raises(TypeError, match="JAX array with PRNGKey dtype cannot be converted to a NumPy array"):
         flax.serialization.to_bytes(scope["state"])
     plain = scope["without_key"](scope["state"])

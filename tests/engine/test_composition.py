@@ -204,7 +204,7 @@ def test_shardings_of_arguments_are_kept():
     assert jax.jit(half(lambda x: jnp.tanh(x @ W) * x))(x).sharding == x.sharding
 
 
-def test_collectives_under_vmap():
+def test_collectives_work_under_vmap():
     fun = half(lambda row: jax.lax.pmean(row @ W, "batch"))
     assert jnp.allclose(jax.vmap(fun, axis_name="batch")(X)[0], (X @ W).mean(0), atol=0.02)
 

@@ -352,7 +352,7 @@ class TestNumbers:
         assert 1e-4 < 1 - cosine(ours, exact) < 1e-2
         assert 1 - cosine(half, exact) < 1e-4
 
-    def test_what_is_not_finite_stays_so(self):
+    def test_non_finite_values_stay_non_finite(self):
         step = jaxmp.make_train_step(lambda p, s, batch, r: (loss_of(mlp)(p, batch), s), policy=SMALL, donate=False)
         state = jaxmp.TrainState.create(params=MLP, tx=optax.sgd(0.1))
         for bad in (np.nan, np.inf):
@@ -375,7 +375,7 @@ class TestTransformations:
         assert 1 - cosine(*gradients) < 1e-4
 
     @pytest.mark.parametrize("inside", [False, True], ids=["autocast of scan", "scan of autocast"])
-    def test_scan_over_layers(self, inside):
+    def test_a_scan_over_layers_equals_its_unrolled_loop(self, inside):
         weights = normal(1, 3, 16, 16, scale=0.25)
 
         def scanned(layer):

@@ -164,7 +164,7 @@ class TestNumbers:
             assert result.shape == (rows, 16) and not np.any(result)
             assert not np.any(of[0]) and not np.any(of[1])
 
-    def test_what_is_not_finite_stays_so(self):
+    def test_non_finite_values_stay_non_finite(self):
         arrays = {"x": drawn(16, 32), "w": drawn(32, 48, seed=1), "gradient": drawn(16, 48, seed=2)}
         expected = {"x": [False, True, False], "w": [False, False, True], "gradient": [True, False, False]}
         for where in arrays:

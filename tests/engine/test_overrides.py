@@ -84,7 +84,7 @@ def test_a_path_applies_to_the_gradient():
         assert sorted(products(gradient, W)) == ["bfloat16"] * 5 + ["float32"] * 3
 
 
-def test_primitives_and_classes():
+def test_an_override_may_name_a_primitive_or_a_class():
     assert set(dtypes_of("exp", half(model), X, W)) == {"float32"}
     for level in ("half", "HALF", " half "):  # case and spaces are ignored, as in the names of policies
         assert set(dtypes_of("exp", half(model, overrides={"primitive:exp": level}), X, W)) == {"bfloat16"}

@@ -66,8 +66,8 @@ def test_gpt2_learns_a_text_writes_in_its_words_and_goes_on_bit_for_bit_when_it_
     assert any(word in text for word in (" to", " be", "the", "not", "whe"))
     assert done["test_loss"] < 2.2 < 4 < float(rows(config.run_dir)[0][2])
     assert done["test_perplexity"] == pytest.approx(math.exp(done["test_loss"]))
-    corpus = tokens.load(config.dataset, config.data_dir, "auto", 2048)
-    assert done["test_bits_per_byte"] == pytest.approx(done["test_loss"] / math.log(2) / corpus.bytes_per_token)
+    text_tokens = tokens.load(config.dataset, config.data_dir, "auto", 2048)
+    assert done["test_bits_per_byte"] == pytest.approx(done["test_loss"] / math.log(2) / text_tokens.bytes_per_token)
     assert done["examples_are"] == "tokens" and done["data"].endswith(", bytes") and done["examples_per_s"] > 0
     flags = json.loads((config.run_dir / "config.json").read_text())["config"]
     assert (flags["schedule"], flags["clip"], flags["weight_decay"]) == ("cosine", 1.0, 0.1)

@@ -36,7 +36,7 @@ class Model(nnx.Module):
         return self.head(self.block(x))
 
 
-def test_what_a_donating_step_has_had_is_told():
+def test_an_error_names_the_arguments_that_an_earlier_step_donated():
     tx = jaxmp.loss_scaling(optax.sgd(0.1), jaxmp.DynamicLossScale())
     params, x = {"w": jnp.ones((2, 1))}, jnp.ones((4, 2))
     state = jaxmp.TrainState.create(params=params, tx=tx)

@@ -44,7 +44,7 @@ def linen_loss(model: Any, name: str, of_method: bool = False) -> Any:
     def loss_fn(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
         variables = {"params": params, **model_state}
         if of_method:
-            return model.apply(variables, batch["x"], batch["y"], method="loss"), model_state
+            return model.apply(variables, batch["x"], batch["y"], form_name="loss"), model_state
         if name in ("gpt2-remat", "bert", "mlp"):
             return cross_entropy(model.apply(variables, batch["x"]), batch["y"]), model_state
         logits, new = model.apply(variables, batch["x"], train=True, mutable=["batch_stats"])
@@ -77,13 +77,13 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "form"), CASES)
 def test_linen_models_are_clean(name: str, form: tuple[str, str]) -> None:
-    (method, policy), (build, batch) = form, LINEN[name]
-    model = build() if method == "step" else APPLY[method](build(), policy)
+    (form_name, policy), (build, batch) = form, LINEN[name]
+    model = build() if form_name == "step" else APPLY[form_name](build(), policy)
     state, half = linen_state(model, batch, policy), policy.removeprefix("mixed_")
-    loss_fn = linen_loss(model, name, of_method=hasattr(model, "loss") and method != "policy")
-    options = {"policy": policy} if method == "step" else {}
+    loss_fn = linen_loss(model, name, of_method=hasattr(model, "loss") and form_name != "policy")
+    options = {"policy": policy} if form_name == "step" else {}
     step = jaxmp.make_train_step(loss_fn, **options)
-    if method != "autocast":  # a step contains the loss and its gradients
+    if form_name != "autocast":  # a step contains the loss and its gradients
         assert_clean(audit(step, policy, compile=False)(state, batch), half)
         return
 
@@ -102,13 +102,13 @@ NNX = {
 }
 
 
-@pytest.mark.parametrize(("method", "policy"), [("autocast", "mixed_float16"), ("policy", "mixed_bfloat16")])
-def test_a_model_of_nnx_is_clean(method: str, policy: str) -> None:
-    apply = jaxmp.nnx.apply_policy if method == "policy" else jaxmp.nnx.autocast
+@pytest.mark.parametrize(("form_name", "policy"), [("autocast", "mixed_float16"), ("policy", "mixed_bfloat16")])
+def test_a_model_of_nnx_is_clean(form_name: str, policy: str) -> None:
+    apply = jaxmp.nnx.apply_policy if form_name == "policy" else jaxmp.nnx.autocast
     scale = jaxmp.DynamicLossScale() if policy == "mixed_float16" else None
 
     def create() -> Any:
-        model = apply(NNX[method](), policy)
+        model = apply(NNX[form_name](), policy)
         return model, jaxmp.nnx.Optimizer(model, optax.adamw(1e-3), loss_scale=scale)
 
     model, optimizer = nnx.eval_shape(create)
@@ -123,7 +123,7 @@ def test_a_model_of_nnx_is_clean(method: str, policy: str) -> None:
         return loss
 
     batch = BATCHES["images"]
-    if method == "autocast":
+    if form_name == "autocast":
         assert_clean(audit(loss_fn, policy, compile=False)(model, batch), half)
         assert_clean(audit(step, policy, compile=False)(model, optimizer, batch), half)
     assert_clean(audit(jaxmp.nnx.make_train_step(loss_fn), policy, compile=False)(model, optimizer, batch), half)

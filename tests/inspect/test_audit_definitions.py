@@ -50,12 +50,12 @@ def normalised(x: Any) -> Any:
 
 @pytest.mark.once
 def test_the_batch_is_no_output_feature_and_a_weight_is_one_wherever_it_comes_from() -> None:
-    wide, narrow = jnp.ones((16, 16), BF16), jnp.ones((16, 13), BF16)
+    aligned, unaligned = jnp.ones((16, 16), BF16), jnp.ones((16, 13), BF16)
     seven, eight = shape(7, 16, dtype=BF16), shape(8, 16, dtype=BF16)
-    assert features(lambda x: x @ wide, seven) == []
-    assert features(lambda x: x @ narrow, eight) == [UNALIGNED]
-    assert features(lambda x: wide @ x, shape(16, 7, dtype=BF16)) == []
-    assert features(lambda x: jnp.tanh(x @ wide) @ narrow, seven) == [UNALIGNED]
+    assert features(lambda x: x @ aligned, seven) == []
+    assert features(lambda x: x @ unaligned, eight) == [UNALIGNED]
+    assert features(lambda x: aligned @ x, shape(16, 7, dtype=BF16)) == []
+    assert features(lambda x: jnp.tanh(x @ aligned) @ unaligned, seven) == [UNALIGNED]
     assert features(lambda x, w: x @ w, seven, shape(16, 16, dtype=BF16)) == []
     assert features(lambda x, w: x @ w, eight, shape(16, 13, dtype=BF16)) == [UNALIGNED]
     assert features(lambda x, w: jnp.tanh(x @ w) @ w, seven, shape(16, 16, dtype=BF16)) == []
@@ -146,7 +146,7 @@ def test_the_derivative_of_what_is_computed_in_float32_is_no_round_trip() -> Non
 
 
 @pytest.mark.once
-def test_what_a_loop_adds_up_in_float32_is_no_round_trip() -> None:
+def test_a_float32_sum_in_a_loop_is_not_a_round_trip() -> None:
     def fun(h: Any) -> Any:
         total = jax.lax.fori_loop(0, 3, lambda _, z: z + h.astype(F32), jnp.zeros(h.shape, F32))
         return total.astype(BF16)
@@ -167,7 +167,7 @@ def test_a_carry_of_an_engine_s_module_is_no_round_trip() -> None:
 
 
 @pytest.mark.once
-def test_what_nothing_reads_is_no_sum() -> None:
+def test_a_sum_that_nothing_reads_is_not_found() -> None:
     def loss(p: Any, x: Any) -> Any:
         y = x @ p["w"]
         top = jnp.max(y, axis=1, keepdims=True).astype(F32)  # its derivative counts ties, but nothing reads it
@@ -337,12 +337,12 @@ def test_a_sum_is_one_if_a_loop_carries_it() -> None:
     assert kinds_by_name(CARRIED) == all_are(["half-sum"], CARRIED)
 
 
-def test_what_a_loop_carries_in_float32_or_for_few_turns_or_without_adding_is_no_sum() -> None:
+def test_a_carry_in_float32_or_for_few_turns_or_without_adding_is_not_a_sum() -> None:
     assert kinds_by_name(UNCARRIED) == all_are([], UNCARRIED)
 
 
 @pytest.mark.once
-def test_what_is_made_to_lose_nothing_is_no_half_sum() -> None:
+def test_sums_that_lose_nothing_in_half_are_not_found() -> None:
     def fit(how: Any) -> Any:
         tx = jaxmp.low_precision(optax.sgd(0.1), rounding=how)
         gradient = jax.grad(lambda p, x: jnp.sum((x * p).astype(F32) ** 2))
@@ -408,7 +408,7 @@ SCALED = {
 
 
 @pytest.mark.once
-def test_what_is_no_loss_scale_leaves_float16_unscaled() -> None:
+def test_a_factor_that_is_not_a_loss_scale_leaves_float16_unscaled() -> None:
     last = {name: kinds[-1:] for name, kinds in kinds_by_name(UNSCALED, "mixed_float16").items()}
     assert last == all_are(["unscaled-float16"], UNSCALED)
 

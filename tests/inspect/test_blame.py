@@ -93,7 +93,7 @@ def test_a_layer_overflows_in_float16_by_policy():
     check(blame, "dot_general", "overflow", path="Model/layer2")
 
 
-def test_what_fails_in_the_forward_pass_is_told_by_its_operands():
+def test_the_operands_of_an_operation_tell_how_it_fails_in_the_forward_pass():
     for fun, x, primitive, kind in (
         (lambda x: (1 / x).sum(), [0.0, 1.0], "div", "division by zero"),
         (lambda x: (x / x).sum(), [0.0, 1.0], "div", "invalid"),
@@ -119,7 +119,7 @@ def test_what_fails_in_the_forward_pass_is_told_by_its_operands():
         check(first_nonfinite(fun)(jnp.array(x)), primitive, kind)
 
 
-def test_what_fails_in_the_derivative_alone():
+def test_an_operation_that_fails_only_in_the_derivative_is_blamed():
     for fun, values, primitive, kind in (
         (lambda x: jnp.sqrt(x).sum(), [0.0, 1.0], "div", "division by zero"),
         (lambda x: jnp.linalg.norm(x), [0.0, 0.0], "div", "division by zero"),
@@ -170,7 +170,7 @@ def test_masks_of_infinity_are_meant():
     check(blame, "exp", "overflow")
 
 
-def test_what_a_selection_leaves_out_is_not_blamed():
+def test_values_that_a_selection_leaves_out_are_not_blamed():
     def fun(x):
         hidden = jnp.exp(x)  # overflows in the last element
         return jnp.where(x < 50, jnp.where(x < 1.5, hidden, jnp.sqrt(-x)), 0.0) + jnp.where(x < 50, hidden, 1.0)
@@ -306,7 +306,7 @@ def test_the_backward_rule_of_a_custom_vjp():
     check(first_nonfinite(lambda x: 2 * total(x))(X), "div", "division by zero", phase="backward")
 
 
-def test_an_nnx_model():
+def test_an_operation_of_an_nnx_model_is_blamed():
     class Model(nnx.Module):
         def __init__(self):
             self.layer = nnx.Linear(3, 3, rngs=nnx.Rngs(0))

@@ -90,7 +90,7 @@ APART = """%start = ((bf16[4,8,16], s32[], bf16[1,8,16]), bf16[1,8,16], u32[]) f
   ROOT %done = bf16[1,8,16]{2,1,0} fusion-done(%start)"""
 
 
-def test_of_what_a_fusion_picks_from_only_the_part_that_it_picks_is_read():
+def test_a_fusion_reads_only_the_part_that_it_picks_from_an_operand():
     text = """HloModule pick, is_scheduled=true
 
 %pick (p: bf16[4,8,16], i: s32[], y: bf16[1,8,16]) -> bf16[1,8,16] {

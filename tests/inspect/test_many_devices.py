@@ -174,7 +174,7 @@ def test_a_cpu_which_sends_half_as_float32_has_no_findings_of_it():
     assert ("all-gather", "float32", "fsdp") in report.memory.collectives.totals and not kinds(report)
 
 
-def test_what_does_not_fit_is_refused():
+def test_arguments_that_contradict_a_topology_are_refused():
     for args, options, message in (
         (
             (jax.ShapeDtypeStruct((8, 8), "float32"), jax.ShapeDtypeStruct((8, 8), "float32")),
@@ -251,7 +251,7 @@ class TestCommand:
         assert self.run("audit", "--device", "h200", "--topology", "2 hosts x 4") == 0
         assert "bytes per param (ideal 7.00): reduce-scatter float32 fsdp" in capsys.readouterr().out
 
-    def test_what_is_wrong_is_one_line(self, capsys):
+    def test_an_error_is_one_line(self, capsys):
         for flags, message in (
             (("--topology", "1x1x8"), "got '1x1x8' without one"),
             (("--device", "h200", "--topology", "many"), "got 'many'"),

@@ -82,7 +82,7 @@ def test_the_peak_is_the_compilers_and_the_kinds_of_a_train_step_sum_to_it():
     assert (kernel.bytes, kernel.dtype, kernel.shape, kernel.kind) == (2048, "float32", (16, 32), "params")
 
 
-def test_what_is_donated_counts_once():
+def test_a_donated_argument_counts_once():
     def update(params, batch):
         return params - gradients(params, batch)[1]
 
@@ -102,7 +102,7 @@ def test_by_position_the_first_argument_is_the_params_and_activations_are_what_t
     assert forward.by_kind["activations"] == 0
 
 
-def test_what_a_scan_keeps_for_its_backward_pass_are_activations():
+def test_values_that_a_scan_keeps_for_its_backward_pass_are_activations():
     def layer(h, w):
         return jnp.tanh(h @ w) * jnp.sin(h), None
 
@@ -197,7 +197,7 @@ def test_python_values_among_the_arguments_stay_what_they_are():
     assert [memory(fun)(x, x, train).by_kind["params"] for train in (True, False)] == [64, 0]
 
 
-def test_of_nnx_model_and_optimizer_are_known():
+def test_the_memory_of_nnx_models_and_optimizers_has_their_kinds():
     model = nnx.Linear(16, 4, rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.sgd(0.1, momentum=0.9), wrt=nnx.Param)
 

@@ -88,7 +88,7 @@ def check_sizes(statistics, x):
 )
 @settings(max_examples=20, deadline=None)
 @given(data=st.data())
-def test_what_another_format_and_scale_make_of_values_and_their_sizes_are_counted_exactly(stored_dtype, data):
+def test_values_and_their_sizes_in_another_format_and_scale_are_counted_exactly(stored_dtype, data):
     x = data.draw(numbers(stored_dtype))
     statistics = statistics_of(x)
     check_sizes(statistics, x)

@@ -295,9 +295,9 @@ def test_tensorboard_gets_the_metrics_of_each_step_and_what_was_counted(run):
     lines = read(folder)
     expected = {}
     for line in lines:
-        for fate in ("vanished", "zeros"):
-            for kind, shares in line[fate].items():
-                expected |= {(f"{kind}/{fate}/{path}", line["step"]): share for path, share in shares.items()}
+        for share_name in ("vanished", "zeros"):
+            for kind, shares in line[share_name].items():
+                expected |= {(f"{kind}/{share_name}/{path}", line["step"]): share for path, share in shares.items()}
     written = {key: value for key, value in board.scalars.items() if not key[0].startswith(("train/", "test/"))}
     assert written == expected and len({step for _, step in expected}) == 2
 

@@ -132,7 +132,7 @@ def test_an_evaluated_program_computes_what_it_did_and_records_every_operation(n
             assert place.key in records
 
 
-def test_what_is_given_reaches_each_turn_and_its_gradient_is_the_cotangent(net):
+def test_a_sink_reaches_each_turn_and_its_gradient_is_the_cotangent(net):
     loss, variables = net
     jaxpr, consts, _ = program_of(loss, variables["params"])
     leaves, by_key = jax.tree.leaves(variables["params"]), {place.key: place for place in equation_places(jaxpr)}

@@ -158,7 +158,7 @@ def test_a_step_is_predicted_for_a_gpu_that_is_not_there_and_half_is_faster():
     assert times[jnp.bfloat16] < 0.7 * times[jnp.float32]
 
 
-def test_what_is_not_counted_is_named():
+def test_operations_that_are_not_counted_are_named():
     text = TEXT.replace(
         "  ROOT %end",
         """  %solved = f32[256,128]{1,0} custom-call(%a), custom_call_target="cusolver_geqrf_ffi"

@@ -59,7 +59,7 @@ def test_groups_are_read_in_each_notation_of_xla():
         traffic_groups.groups_of("all-reduce(%x), replica_groups=<4x2>, to_apply=%add")
 
 
-def test_axes_of_groups():
+def test_groups_of_devices_are_named_by_their_mesh_axes():
     mesh = mesh_of(data=2, fsdp=2)
     assert traffic_groups.axis_of([[0, 1], [2, 3]], mesh) == "fsdp"
     assert traffic_groups.axis_of([[0, 2], [1, 3]], mesh) == "data"

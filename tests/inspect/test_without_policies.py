@@ -212,7 +212,7 @@ class Casting(nn.Module):
         return (x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)).astype(jnp.float32)
 
 
-def test_what_the_author_cast_stays_in_the_reference():
+def test_the_authors_casts_stay_in_the_reference():
     for model in (Casting(), nn.Dense(4, dtype=jnp.bfloat16)):
         params = numbers(jax.eval_shape(model.init, jax.random.key(0), X))["params"]
         half_model = jaxmp.linen.apply_policy(model, "mixed_bfloat16")

@@ -78,7 +78,7 @@ def test_a_string_means_what_it_means_to_jmp_and_is_written_as_jmp_writes_it():
         assert dtypes(jaxmp.get_policy(ours)) == dtypes(ours)
 
 
-def test_what_jmp_cannot_read_is_refused_as_jmp_does_and_with_what_can_be_read():
+def test_text_that_jmp_cannot_read_is_refused_with_the_forms_that_can_be_read():
     for text, phrase in (
         ("mixed_float16", "Unknown dtype 'mixed_float16'"),
         ("", "Unknown dtype ''"),

@@ -71,7 +71,7 @@ def test_a_step_gives_the_same_numbers_as_value_and_grad_and_update():
 
     for batch in (ROWS, BAD, ROWS):
         metrics = step_of_loss(model, optimizer, batch)
-        np.testing.assert_allclose(metrics["loss"], own_step(twin, twin_optimizer, batch), rtol=1e-3)
+        np.testing.assert_allclose(metrics["loss"], hand_written_step(twin, twin_optimizer, batch), rtol=1e-3)
     close(values(model), values(twin), rtol=2e-3, atol=1e-4)
     counts = [nnx.as_pure(nnx.state(node, nnx.RngCount)) for node in (model, twin)]
     assert bits(counts[0]) == bits(counts[1])
@@ -144,7 +144,7 @@ def test_a_loss_function_that_writes_to_a_trained_param_raises_and_works_in_a_st
     for accumulate_steps in (1, 2):
         with pytest.raises(ValueError, match=message):
             make_train_step(loss_fn, accumulate_steps=accumulate_steps)(model, optimizer, ROWS)
-    losses = [float(own_step(model, optimizer, ROWS)) for _ in range(3)]
+    losses = [float(hand_written_step(model, optimizer, ROWS)) for _ in range(3)]
     assert losses[2] < losses[0]
 
 
@@ -468,7 +468,7 @@ jitted_loss = nnx.jit(loss_fn)
 
 
 @nnx.jit
-def own_step(model: Any, optimizer: Any, batch: Any) -> jax.Array:
+def hand_written_step(model: Any, optimizer: Any, batch: Any) -> jax.Array:
     """Take a step that is written as in the guide."""
     loss, grads = value_and_grad(loss_fn, optimizer)(model, batch)
     optimizer.update(model, grads)
@@ -483,12 +483,13 @@ def flax_step(model: Any, optimizer: Any, batch: Any) -> jax.Array:
     return loss
 
 
-def ready_step(*args: Any) -> jax.Array:
+def jaxmp_step(*args: Any) -> jax.Array:
     return step_of_loss(*args)["loss"]
 
 
 @pytest.mark.parametrize(
-    ("step", "adapter"), [(ready_step, apply_policy), (own_step, jaxmp.nnx.autocast), (flax_step, apply_policy)]
+    ("step", "adapter"),
+    [(jaxmp_step, apply_policy), (hand_written_step, jaxmp.nnx.autocast), (flax_step, apply_policy)],
 )
 def test_training_the_original_model_in_place_of_its_copy_raises(step, adapter):
     net = mlp()
@@ -511,7 +512,7 @@ def test_the_original_of_an_evaluation_copy_trains_under_an_explicit_float32_pol
     apply_policy(net, "bfloat16")
     model = apply_policy(net, "float32")
     for trained in (model, twin):
-        ready_step(trained, Optimizer(trained, optax.sgd(0.1)), ROWS)
+        jaxmp_step(trained, Optimizer(trained, optax.sgd(0.1)), ROWS)
     close(values(net), values(twin))
 
 

@@ -77,7 +77,7 @@ def test_factors_that_float32_cannot_hold_give_torchs_scales_up_to_rounding() ->
     np.testing.assert_allclose(states.loss_scale, scales, rtol=1.2e-7 * len(flags))
 
 
-def test_where_torchs_scale_falls_to_zero_ours_stays_normal_and_grows_again() -> None:
+def test_the_scale_stays_normal_and_grows_again_although_torchs_falls_to_zero() -> None:
     start, flags, scales, _ = recorded("backoff to nothing")
     states = run(DynamicLossScale.from_torch(start), flags)
     assert scales[-1] == 0

@@ -105,8 +105,8 @@ def test_a_train_step_with_a_custom_scale_compiles_once_and_skips(make):
     state = TrainState.create(params=params, tx=loss_scaling(optax.sgd(0.1), make()))
     bad = {**batch, "x": batch["x"] * jnp.nan}
     scales = []
-    for next_batch in (batch, bad, batch, bad):
-        state, metrics = step(state, next_batch)
+    for step_batch in (batch, bad, batch, bad):
+        state, metrics = step(state, step_batch)
         scales.append(float(metrics["loss_scale"]))
     assert scales == [2.0**10, 2.0**10, 2.0**9, 2.0**9] and state.skipped == 2
     assert compiled_once(step)

@@ -83,11 +83,11 @@ def test_a_scan_over_steps_equals_the_steps():
     step = jax.jit(make_step(tx))
     batches = [batch, with_nan(batch), batch, batch]
     one_by_one, state = params, tx.init(params)
-    for next_batch in batches:
-        one_by_one, state, _ = step(one_by_one, state, next_batch)
+    for step_batch in batches:
+        one_by_one, state, _ = step(one_by_one, state, step_batch)
 
-    def body(carry, next_batch):
-        params, state, loss = make_step(tx)(*carry, next_batch)
+    def body(carry, step_batch):
+        params, state, loss = make_step(tx)(*carry, step_batch)
         return (params, state), loss
 
     stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *batches)
@@ -238,23 +238,23 @@ def test_a_sharded_step_equals_that_of_one_device_and_keeps_its_shardings():
     params, batch = sharded_problem("sharded")
     tx = loss_scaling(optax.sgd(1e-2, momentum=0.9), DynamicLossScale())
     step = jax.jit(make_step(tx))
-    state, lone_params, lone_batch = tx.init(params), *jax.device_get((params, batch))
-    lone_state = tx.init(lone_params)
-    for next_batch, next_lone_batch in (
-        (batch, lone_batch),
+    state, single_params, single_batch = tx.init(params), *jax.device_get((params, batch))
+    single_state = tx.init(single_params)
+    for step_batch, single_step_batch in (
+        (batch, single_batch),
         (with_nan(batch), jax.device_get(with_nan(batch))),
-        (batch, lone_batch),
+        (batch, single_batch),
     ):
-        new, state, _ = step(params, state, next_batch)
-        lone_params, lone_state, _ = step(lone_params, lone_state, next_lone_batch)
+        new, state, _ = step(params, state, step_batch)
+        single_params, single_state, _ = step(single_params, single_state, single_step_batch)
         for before, after in zip(jax.tree.leaves(params), jax.tree.leaves(new), strict=True):
             assert after.sharding.is_equivalent_to(before.sharding, after.ndim)
         moment = state.inner_state[0].trace
         jax.tree.map(lambda m, p: np.testing.assert_equal(m.sharding.spec, p.sharding.spec), moment, new)
         shards = [float(shard.data) for shard in state.loss_scale.loss_scale.addressable_shards]
-        assert shards == [float(lone_state.loss_scale.loss_scale)] * 4
+        assert shards == [float(single_state.loss_scale.loss_scale)] * 4
         params = new
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), params, lone_params)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), params, single_params)
     assert state.skipped == 1
 
 

@@ -301,7 +301,7 @@ def test_a_mistake_is_refused():
     adam, weights = optax.adam(0.1), {"w": jnp.ones(4, jnp.bfloat16)}
     sgd = jaxmp.low_precision(optax.sgd(0.1))
     kahan = jaxmp.low_precision(adam, rounding="kahan")
-    foreign_state = r"rounding='stochastic'\) needs the state of its own init, got one of"
+    state_message = r"rounding='stochastic'\) needs the state of its own init, got one of"
     for call, phrase in (
         (lambda: jaxmp.low_precision(adam, rounding="stochastics"), "rounding must be one of .*, got 'stochastics'"),
         (lambda: jaxmp.low_precision(adam, moments="int8"), "moments must be one of .*, got 'int8'"),
@@ -318,8 +318,8 @@ def test_a_mistake_is_refused():
             r"needs an optimizer with known moments, .*; leave moments out",
         ),
         (lambda: sgd.update(weights, sgd.init(weights)), "rounds params, got none"),
-        (lambda: jaxmp.low_precision(adam).update(weights, adam.init(weights), weights), foreign_state),
-        (lambda: jaxmp.low_precision(adam).update(weights, kahan.init(weights), weights), foreign_state),
+        (lambda: jaxmp.low_precision(adam).update(weights, adam.init(weights), weights), state_message),
+        (lambda: jaxmp.low_precision(adam).update(weights, kahan.init(weights), weights), state_message),
     ):
         with pytest.raises(ValueError, match=phrase):
             call()

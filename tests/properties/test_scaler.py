@@ -158,9 +158,9 @@ def test_with_accumulation_only_full_batches_count_and_a_bad_microbatch_skips_th
     )
     history = []
     for position in (None, None, None, 5, None):  # the bad example, which is in one microbatch
-        next_batch = batch if position is None else {**batch, "x": batch["x"].at[position].set(jnp.inf)}
+        step_batch = batch if position is None else {**batch, "x": batch["x"].at[position].set(jnp.inf)}
         before = state
-        state, metrics = step(state, next_batch)
+        state, metrics = step(state, step_batch)
         scale = state.opt_state.loss_scale
         history.append((int(scale.counter), float(scale.loss_scale), int(state.skipped)))
         assert same_bits(state.params, before.params) == bool(metrics["skipped"]) == (position is not None)

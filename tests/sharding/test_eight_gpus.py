@@ -28,7 +28,7 @@ pytestmark = [
 class TestForEightGPUs:
     """Compile train steps with a Sharding."""
 
-    def test_what_a_device_sends_is_the_least(self):
+    def test_a_device_sends_as_few_bytes_as_possible(self):
         mesh = jax.sharding.AbstractMesh((8,), ("fsdp",), (AxisType.Auto,))
         vocabulary, sequence, width = 2048, 64, 256
         tx = jaxmp.loss_scaling(optax.sgd(1e-3), jaxmp.NoOpLossScale())

@@ -165,7 +165,7 @@ def of_two_types():
         ),
     ],
 )
-def test_what_cannot_be_gathered_is_refused(call, said):
+def test_invalid_gathers_are_refused(call, said):
     with pytest.raises(ValueError, match=said):
         call()
 
@@ -187,9 +187,9 @@ def test_after_five_steps_in_float32_params_are_those_of_one_device():
         on_mesh = [jax.device_put(batch, P("fsdp")) for batch in batches]
         split = trained(split, loss_on(SPECS, "float32"), on_mesh)
     with jax.default_matmul_precision("highest"), jax.set_mesh(jax.make_mesh((1,), ("fsdp",))):
-        alone = jaxmp.TrainState.create(params=make_params(), tx=tx)
-        alone = trained(alone, loss_on(WHOLE, "float32"), batches)
+        single_state = jaxmp.TrainState.create(params=make_params(), tx=tx)
+        single_state = trained(single_state, loss_on(WHOLE, "float32"), batches)
     for name, leaf in split.params.items():
         assert leaf.sharding.spec == SPECS[name] or leaf.sharding.is_fully_replicated
-        sharded, single = np.asarray(leaf), np.asarray(alone.params[name])
+        sharded, single = np.asarray(leaf), np.asarray(single_state.params[name])
         assert np.linalg.norm(sharded - single) / max(np.linalg.norm(single), 1e-3) < 2e-6, name

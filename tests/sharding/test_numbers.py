@@ -61,13 +61,13 @@ class TestNumbers:
             assert leaf.sharding.is_equivalent_to(NamedSharding(mesh, spec), leaf.ndim)
 
     @pytest.mark.slow("compiles two steps of a model; layers in a scan are a small one")
-    def test_linen(self):
+    def test_a_linen_model_has_the_numbers_of_one_device(self):
         mesh = mesh_of(EXPLICIT)
         specs, more = specs_of(linen_params, mesh), {"accumulate_steps": 2, "remat": "dots"}
         self.require_one_devices(mesh, specs, more=more)
 
     @pytest.mark.slow("compiles two steps of a model; layers in a scan are a small one")
-    def test_looped_blocks(self):
+    def test_looped_blocks_have_the_numbers_of_one_device(self):
         model = MODEL.clone(layers=2, loop=True, remat="full")
         mesh = mesh_of(data=2, fsdp=2)
         specs = specs_of(lambda: linen_params(model), mesh, stacked=["h_0"])
@@ -163,7 +163,7 @@ class TestNumbers:
         expected, actual = ((state.params, state.model_state) for state in (single_state, sharded_state))
         assert differences(expected, actual) <= 2e-6
 
-    def test_nnx(self):
+    def test_an_nnx_model_has_the_numbers_of_one_device(self):
         mesh = mesh_of()
 
         class Net(nnx.Module):
@@ -193,7 +193,7 @@ class TestNumbers:
         split = [leaf for leaf in jax.tree.leaves(trained_params[1]) if not leaf.sharding.is_fully_replicated]
         assert len(split) == 2
 
-    def test_what_is_made_of_weights_is_a_weight(self):
+    def test_a_sum_of_a_weight_and_a_low_rank_update_is_a_weight(self):
         """Add a low-rank update to a weight.
 
         The gradient of the update is the gradient of a weight, so it is summed over all rows first.
@@ -214,7 +214,7 @@ class TestNumbers:
         assert differences(single_state.params, sharded_state.params) <= 2e-6
 
     @pytest.mark.parametrize("how", ["float64", "a derivative and an optimizer"])
-    def test_explicit_axes(self, how):
+    def test_explicit_axes_have_the_numbers_of_one_device(self, how):
         """Use float64, or a custom derivative and an optimizer with products.
 
         JAX types the loss and the custom derivative, but neither the step's derivatives nor the optimizer.

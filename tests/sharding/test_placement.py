@@ -32,8 +32,8 @@ def test_a_state_is_that_of_one_device_in_its_place():
     }
     tx = jaxmp.loss_scaling(optax.adam(1e-3), jaxmp.DynamicLossScale())
     state = jaxmp.TrainState.create_sharded(make_params, tx, Sharding(mesh, SPECS), **fields)
-    alone = jaxmp.TrainState.create(params=make_params(), tx=tx, **fields)
-    for (path, leaf), expected in zip(jax.tree.leaves_with_path(state), jax.tree.leaves(alone), strict=True):
+    single_state = jaxmp.TrainState.create(params=make_params(), tx=tx, **fields)
+    for (path, leaf), expected in zip(jax.tree.leaves_with_path(state), jax.tree.leaves(single_state), strict=True):
         assert leaf.sharding.mesh.shape == mesh.shape, path
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             leaf, expected = jax.random.key_data(leaf), jax.random.key_data(expected)

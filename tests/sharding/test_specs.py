@@ -73,7 +73,7 @@ def test_optimizer_and_average_follow_the_params():
         ({"rules": {"**/kernel": P("fsdp")}}, r"got size 6 over 4 devices of 'fsdp' in 'dense/kernel'"),
     ],
 )
-def test_what_does_not_fit_is_refused(options, said):
+def test_invalid_options_are_refused(options, said):
     with pytest.raises(ValueError, match=said):
         sharding.fsdp_specs({"dense": {"kernel": shape(6, 512)}}, mesh_of(), **options)
 

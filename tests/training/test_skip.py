@@ -247,10 +247,10 @@ def test_a_cpu_branches_where_other_devices_select_and_both_compute_the_same():
         bad = {**batch, "x": batch["x"] * jnp.nan}
         selecting = linen_run()[1]
         branching = state
-        for next_batch in (batch, bad, batch):
-            branching, _ = step(branching, next_batch)
+        for step_batch in (batch, bad, batch):
+            branching, _ = step(branching, step_batch)
             with jaxmp.hardware.assumed("h200"):
-                state, _ = selecting(state, next_batch)
+                state, _ = selecting(state, step_batch)
         assert "cond[" in str(jax.make_jaxpr(step.jitted)(state, batch))
         with jaxmp.hardware.assumed("h200"):
             assert "cond[" not in str(jax.make_jaxpr(selecting.jitted)(state, batch))
@@ -273,8 +273,8 @@ def test_effects_of_an_optimizer_happen_in_skipped_steps_too():
     tx = optax.chain(optax.GradientTransformation(lambda params: (), record_norm), standard(optax.sgd(0.1)))
     state = TrainState.create(params=params, tx=loss_scaling(tx, DynamicLossScale()))
     step = make_train_step(train_loss, donate=False)
-    for next_batch in (batch, {**batch, "x": batch["x"] * jnp.nan}, batch):
-        state, _ = step(state, next_batch)
+    for step_batch in (batch, {**batch, "x": batch["x"] * jnp.nan}, batch):
+        state, _ = step(state, step_batch)
     jax.effects_barrier()
     assert norms_finite == [True, False, True] and state.skipped == 1
 

@@ -109,14 +109,14 @@ def test_a_state_saved_in_mid_run_continues_bit_for_bit():
         lambda p, s, b, r: (train_loss(p, s, b, r)[0], {"n": s["n"] + 1}), ema_decay=0.9, donate=False
     )
     bad = {**batch, "x": batch["x"] * jnp.inf}
-    for next_batch in (batch, bad, batch):
-        state, _ = step(state, next_batch)
+    for step_batch in (batch, bad, batch):
+        state, _ = step(state, step_batch)
     blank = TrainState.create(
         params=jax.tree.map(jnp.zeros_like, params), tx=state.tx, model_state={"n": jnp.ones(())}, rng=1, ema=True
     )
     end = state
-    for next_batch in (bad, batch, batch):
-        end, _ = step(end, next_batch)
+    for step_batch in (bad, batch, batch):
+        end, _ = step(end, step_batch)
     assert end.skipped == 2
     for copy in (
         flax.serialization.from_state_dict(blank, flax.serialization.to_state_dict(state)),
@@ -124,8 +124,8 @@ def test_a_state_saved_in_mid_run_continues_bit_for_bit():
         jax.tree.unflatten(jax.tree.structure(blank), pickle.loads(pickle.dumps(jax.tree.leaves(state)))),
     ):
         assert bits(copy) == bits(state) and copy.opt_state.loss_scale.period == 2
-        for next_batch in (bad, batch, batch):
-            copy, _ = step(copy, next_batch)
+        for step_batch in (bad, batch, batch):
+            copy, _ = step(copy, step_batch)
         assert bits(copy) == bits(end)
 
 
@@ -164,7 +164,7 @@ def compilations():
 
 
 def test_sharded_params_and_batches_are_compiled_for_once_and_stay_where_they_are(compilations):
-    state, batch, lone, lone_batch = sharded_state("sharded")
+    state, batch, single_state, single_batch = sharded_state("sharded")
     step = make_train_step(train_loss, ema_decay=0.9, donate=False)
     bad = {**batch, "x": batch["x"].at[3, 0].set(jnp.inf)}
     compilations.clear()
@@ -177,21 +177,21 @@ def test_sharded_params_and_batches_are_compiled_for_once_and_stay_where_they_ar
         for before, after in zip(*(jax.tree.leaves(getattr(s, name)) for s in (state, third)), strict=True):
             assert after.sharding.is_equivalent_to(before.sharding, after.ndim)
     assert [float(s.data) for s in third.opt_state.loss_scale.loss_scale.addressable_shards] == [2.0**14] * 4
-    for next_batch in (lone_batch, jax.device_get(bad), lone_batch):
-        lone, _ = step(lone, next_batch)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-7), third.params, lone.params)
-    assert third.skipped == lone.skipped == 1
+    for step_batch in (single_batch, jax.device_get(bad), single_batch):
+        single_state, _ = step(single_state, step_batch)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-7), third.params, single_state.params)
+    assert third.skipped == single_state.skipped == 1
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_microbatches_of_a_sharded_batch_stay_where_they_are(kind):
-    state, batch, lone, lone_batch = sharded_state("replicated", kind)
+    state, batch, single_state, single_batch = sharded_state("replicated", kind)
     step = make_train_step(train_loss, accumulate_steps=4, ema_decay=0.9, donate=False)
     text = step.lower(state, batch).compile().as_text()
     moved = re.findall(r" (all-gather|all-to-all|collective-permute)(?:-start)?\(", text)
     assert not moved and re.search(r" all-reduce(?:-start)?\(", text)
     new, _ = step(state, batch)
-    expected, _ = step(lone, lone_batch)
+    expected, _ = step(single_state, single_batch)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-7), new.params, expected.params)
 
 
@@ -209,7 +209,7 @@ TX = loss_scaling(optax.sgd(0.01, momentum=0.9), DynamicLossScale())
 
 
 @functools.cache
-def alone(n):
+def single_step(n):
     """Return a step with n microbatches for a state on one device."""
     return make_train_step(per_example, accumulate_steps=n, ema_decay=0.9, donate=False)
 
@@ -243,7 +243,7 @@ def placed_problem(n, mesh, layout):
 def test_a_state_comes_back_in_the_shardings_it_came_with_and_is_compiled_for_once(layout, n, compilations):
     kind = AxisType.Explicit if layout == "explicit" else AxisType.Auto
     mesh = jax.make_mesh((2,), ("d",), axis_types=(kind,), devices=jax.devices()[2:])
-    state, lone, batch, lone_batch = placed_problem(n, mesh, layout)
+    state, single_state, batch, single_batch = placed_problem(n, mesh, layout)
     shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(state)]
     on_all = NamedSharding(mesh, PartitionSpec())
     expected = [sharding if isinstance(sharding, NamedSharding) else on_all for sharding in shardings]
@@ -267,25 +267,25 @@ def test_a_state_comes_back_in_the_shardings_it_came_with_and_is_compiled_for_on
     arrays = jax.tree.leaves((state.params, state.ema_params, state.opt_state.inner_state))
     assert memory.alias_size_in_bytes >= sum(leaf.addressable_shards[0].data.nbytes for leaf in arrays)
     for _ in range(2):
-        lone, lone_metrics = alone(n)(lone, lone_batch)
+        single_state, single_metrics = single_step(n)(single_state, single_batch)
     for name in ("params", "ema_params", "model_state", "opt_state"):
-        pairs = (getattr(end_state, name) for end_state in (state, lone))
+        pairs = (getattr(end_state, name) for end_state in (state, single_state))
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), *pairs)
-    np.testing.assert_allclose(metrics["draw"], lone_metrics["draw"])
+    np.testing.assert_allclose(metrics["draw"], single_metrics["draw"])
 
 
 def test_a_state_on_one_device_moves_to_the_mesh_of_a_later_batch(compilations):
     mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
-    _, state, batch, lone_batch = placed_problem(1, mesh, "uncommitted")
+    _, state, batch, single_batch = placed_problem(1, mesh, "uncommitted")
     step = make_train_step(per_example, ema_decay=0.9, donate=False)
     compilations.clear()
-    first, _ = step(state, lone_batch)
+    first, _ = step(state, single_batch)
     assert {len(leaf.sharding.device_set) for leaf in jax.tree.leaves(first)} == {1}
     second, _ = step(first, batch)
     third, _ = step(second, batch)
     for leaf in jax.tree.leaves((second, third)):
         assert leaf.sharding.is_fully_replicated and len(leaf.sharding.device_set) == 4
-    again, _ = step(step(first, lone_batch)[0], lone_batch)  # another run on one device, in between
+    again, _ = step(step(first, single_batch)[0], single_batch)  # another run on one device, in between
     assert len(compilations) == 2
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), third.params, again.params)
 

@@ -243,8 +243,8 @@ def test_the_metrics_are_the_true_loss_the_scale_used_and_the_users_own():
     state = fresh(params, DynamicLossScale(2.0**10, period=1))
     step = make_train_step(loss)
     reported = []
-    for next_batch in (batch, batch, {**batch, "y": batch["y"] * jnp.inf}, batch):
-        state, metrics = step(state, next_batch)
+    for step_batch in (batch, batch, {**batch, "y": batch["y"] * jnp.inf}, batch):
+        state, metrics = step(state, step_batch)
         reported.append((float(metrics["loss_scale"]), bool(metrics["skipped"])))
     assert reported == [(2.0**10, False), (2.0**11, False), (2.0**12, True), (2.0**11, False)]
     assert set(metrics) == {"loss", "grad_norm", "loss_scale", "skipped", "accuracy", "per_class", "nested"}

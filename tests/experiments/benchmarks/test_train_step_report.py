@@ -26,8 +26,8 @@ def results_of(**rows):
     }
     rows = {name.replace("_", "-"): value for name, value in rows.items()}
     turns = {name: {"milliseconds": [ms, ms, ms]} for name, (ms, _) in rows.items()}
-    flop_shares = {"tensor_flops": 0.995, "flops": {"float16": 985, "tensorfloat32": 10, "float32": 5}}
-    alone = {name: {"train": {"peak": mib * 2**20, **flop_shares}} for name, (_, mib) in rows.items()}
+    flop_figures = {"tensor_flops": 0.995, "flops": {"float16": 985, "tensorfloat32": 10, "float32": 5}}
+    alone = {name: {"train": {"peak": mib * 2**20, **flop_figures}} for name, (_, mib) in rows.items()}
     return report.Results({**about, "model_flops": 2e12}, alone, {"train": [turns]}, {"best": {"bf16": 400.0}})
 
 

@@ -72,7 +72,7 @@ def test_the_last_tenth_of_a_file_is_held_out_and_a_missing_file_is_an_error(tmp
         corpus.read(str(tmp_path), None)
 
 
-def test_of_a_folder_every_tenth_file_is_held_out_and_of_few_the_end_of_each(tmp_path):
+def test_every_tenth_file_of_a_folder_is_held_out_or_the_end_of_each_of_few_files(tmp_path):
     for i in range(21):
         (tmp_path / "books" / f"{i % 3}").mkdir(parents=True, exist_ok=True)
         (tmp_path / "books" / f"{i % 3}" / f"{i:02}.txt").write_text(f"document {i}")
@@ -224,35 +224,35 @@ def books(tmp_path):
 
 
 def test_a_token_ends_every_document_and_auto_is_bytes_where_gpt2s_files_are_not(books, tmp_path):
-    loaded = tokens.load(books, tmp_path / "data", "auto", 0)
+    text_tokens = tokens.load(books, tmp_path / "data", "auto", 0)
     document = b"the 9\n\n" * 3
-    assert loaded.test.tolist() == [*document, 256] and loaded.test.dtype == np.uint16
-    assert np.asarray(loaded.train).tolist().count(256) == 9
-    assert loaded.bytes_per_token == pytest.approx(21 / 22) and loaded.origin.endswith(", bytes")
+    assert text_tokens.test.tolist() == [*document, 256] and text_tokens.test.dtype == np.uint16
+    assert np.asarray(text_tokens.train).tolist().count(256) == 9
+    assert text_tokens.bytes_per_token == pytest.approx(21 / 22) and text_tokens.origin.endswith(", bytes")
     assert not (tmp_path / "data" / "tokens").exists()
 
 
 def test_tokens_of_gpt2_are_cached_and_a_damaged_file_is_written_again(books, tmp_path, encoding, monkeypatch):
-    first = tokens.load(books, tmp_path / "data", "auto", 0)
+    first_tokens = tokens.load(books, tmp_path / "data", "auto", 0)
     ours, _ = encoding
-    assert first.test.tolist() == [*ours.encode(b"the 9\n\n" * 3).tolist(), ours.end]
+    assert first_tokens.test.tolist() == [*ours.encode(b"the 9\n\n" * 3).tolist(), ours.end]
     cached = sorted((tmp_path / "data" / "tokens").iterdir())
     assert len(cached) == 2 and {path.suffix for path in cached} == {".npy"}
 
     tokens.load.cache_clear()
     content = cached[0].read_bytes()
     cached[0].write_bytes(content[:-1])
-    again = tokens.load(books, tmp_path / "data", "bpe", 0)
+    second_tokens = tokens.load(books, tmp_path / "data", "bpe", 0)
     assert cached[0].read_bytes() == content
-    np.testing.assert_array_equal(first.train, again.train)
+    np.testing.assert_array_equal(first_tokens.train, second_tokens.train)
 
     tokens.load.cache_clear()
     monkeypatch.setattr(bpe.BPE, "encode", lambda *_: pytest.fail("cached tokens were encoded again"))
-    np.testing.assert_array_equal(first.test, tokens.load(books, tmp_path / "data", "auto", 0).test)
+    np.testing.assert_array_equal(first_tokens.test, tokens.load(books, tmp_path / "data", "auto", 0).test)
     monkeypatch.undo()
     tokens.load.cache_clear()
     (tmp_path / "books" / "9.txt").write_text("another text")
-    assert tokens.load(books, tmp_path / "data", "auto", 0).test.tolist() != first.test.tolist()
+    assert tokens.load(books, tmp_path / "data", "auto", 0).test.tolist() != first_tokens.test.tolist()
 
 
 def test_a_data_folder_that_cannot_be_written_is_a_note_and_no_error(books, tmp_path, encoding, capsys):

@@ -270,12 +270,13 @@ def test_the_block_has_the_table_in_front_and_links_to_all_else(tmp_path):
     (sums / "gradient_sums.md").write_text(f"{title}\n{gradient_sums.table([result], 'bfloat16').markdown()}")
     scaling = results / "loss_scaling"
     scaling.mkdir()
-    costs = (
+    table_start = (
         "| step | ms | q | r | q | adds |\n| --- | --- | --- | --- | --- | --- |\n| jaxmp.loss_scaling | 1 | 1 | 1 | 1 "
     )
     (scaling / "loss_scaling.md").write_text(
         f"# What loss scaling adds to a train step\n\n{facts}\n"
-        f"## mlp, batch 8: ms a step\n\n{costs}| +0.50 % |\n\n## mlp, batch 64: ms a step\n\n{costs}| -0.10 % |\n"
+        f"## mlp, batch 8: ms a step\n\n{table_start}| +0.50 % |\n\n"
+        f"## mlp, batch 64: ms a step\n\n{table_start}| -0.10 % |\n"
     )
     first = readme.block(tmp_path)
     assert f"of a step by -0.1 % to +0.5 %, most with small batches, on {GPU['device']}." in first
