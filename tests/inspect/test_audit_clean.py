@@ -44,7 +44,7 @@ def linen_loss(model: Any, name: str, of_method: bool = False) -> Any:
     def loss_fn(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
         variables = {"params": params, **model_state}
         if of_method:
-            return model.apply(variables, batch["x"], batch["y"], form_name="loss"), model_state
+            return model.apply(variables, batch["x"], batch["y"], method="loss"), model_state
         if name in ("gpt2-remat", "bert", "mlp"):
             return cross_entropy(model.apply(variables, batch["x"]), batch["y"]), model_state
         logits, new = model.apply(variables, batch["x"], train=True, mutable=["batch_stats"])
