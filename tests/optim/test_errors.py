@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from error_tools import refused
 from flax import nnx
 from loss_scale_tools import TRACES
 from optimizer_tools import standard
@@ -23,17 +24,6 @@ SGD = optax.sgd(0.1)
 
 def tx_of(inner=None):
     return loss_scaling(inner or optax.sgd(0.1), DynamicLossScale())
-
-
-def refused(call, kind, *phrases, what=""):
-    """Assert that a call raises an error with these phrases and at most three lines."""
-    with pytest.raises(kind) as caught:
-        call()
-        pytest.fail(f"not refused: {what}")
-    message = str(caught.value)
-    for phrase in phrases:
-        assert phrase in message, what
-    assert len(message) <= 3 * 120, what
 
 
 def state():

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from error_tools import refused
 from flax import linen
 from flax.training import train_state as flax_train_state
 from jax.sharding import AxisType, NamedSharding
@@ -24,18 +25,6 @@ pytestmark = pytest.mark.once
 def state_of(params=1.0, **fields):
     tx = loss_scaling(optax.sgd(0.1), DynamicLossScale())
     return TrainState.create(params=jax.tree.map(jnp.asarray, params), tx=tx, **fields)
-
-
-def refused(call, kind, *phrases, what=""):
-    """Assert that a call raises an error with these phrases and at most three lines."""
-    with pytest.raises(kind) as caught:
-        call()
-        pytest.fail(f"not refused: {what}")
-    assert type(caught.value) is kind, what
-    message = str(caught.value)
-    for phrase in phrases:
-        assert phrase in message, what
-    assert len(message) <= 3 * 120, what
 
 
 def scales_for_two(params):
