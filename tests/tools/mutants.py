@@ -262,16 +262,16 @@ def record(rows: list[dict[str, Any]], tried: str, seed: int) -> None:
     survivors = []
     whys = {}  # the reasons that people wrote below earlier survivors
     for entry in SURVIVORS.read_text().split("\n\n"):
-        _, before, after, *why = entry.strip().splitlines()
-        whys[f"{before}\n{after}\n"] = "".join(f"{line}\n" for line in why)
+        place, before, after, *why = entry.strip().splitlines()
+        whys[place.partition(":")[0], before, after] = "".join(f"{line}\n" for line in why)
     for row in rows:
         file, line, before, after = row["mutant"]
         folder = "/".join(file.split("/")[:2])
         all_by_folder[folder] += 1
         found_by_folder[folder] += bool(row["found"])
         if not row["found"]:
-            change = f"  {before.strip()}\n  {after.strip()}\n"
-            survivors.append(f"{file}:{line}\n{change}{whys.get(change, '')}")
+            old, new = f"  {before.strip()}", f"  {after.strip()}"
+            survivors.append(f"{file}:{line}\n{old}\n{new}\n{whys.get((file, old, new), '')}")
     SURVIVORS.write_text("\n".join(sorted(survivors)))
     cells = [
         f"| `{folder}` | {found_by_folder[folder]} of {all_by_folder[folder]} |\n" for folder in sorted(all_by_folder)
