@@ -7,7 +7,8 @@ import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from stacked_layers import LAYERS, SPECS, WIDTH, a_batch, loss_on, make_params, mesh_of
+from meshes import explicit_mesh
+from stacked_layers import LAYERS, SPECS, WIDTH, a_batch, loss_on, make_params
 
 import jaxmp
 from jaxmp.inspect import traffic_groups
@@ -15,7 +16,7 @@ from jaxmp.sharding import Sharding
 
 
 def test_collectives_of_a_gather_and_its_gradient_by_layer():
-    mesh = mesh_of()
+    mesh = explicit_mesh()
     state = jaxmp.TrainState.create_sharded(make_params, optax.sgd(0.1), Sharding(mesh, SPECS))
     with jax.set_mesh(mesh):
         batch = jax.device_put(a_batch(), P("fsdp"))
@@ -60,7 +61,7 @@ def test_groups_are_read_in_each_notation_of_xla():
 
 
 def test_groups_of_devices_are_named_by_their_mesh_axes():
-    mesh = mesh_of(data=2, fsdp=2)
+    mesh = explicit_mesh(data=2, fsdp=2)
     assert traffic_groups.axis_of([[0, 1], [2, 3]], mesh) == "fsdp"
     assert traffic_groups.axis_of([[0, 2], [1, 3]], mesh) == "data"
     assert traffic_groups.axis_of([[0, 1, 2, 3]], mesh) == "data+fsdp"

@@ -16,7 +16,6 @@ from mesh_steps import (
     LAYERS,
     VOCABULARY,
     WIDTH,
-    mesh_of,
     specs_of,
     stacked_loss,
     stacked_params,
@@ -26,6 +25,7 @@ from mesh_steps import (
     where,
     wire,
 )
+from meshes import mesh_of
 
 import jaxmp
 from jaxmp._internals.jax.walk import equations

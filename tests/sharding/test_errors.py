@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from mesh_steps import BATCH, WIDTH, mesh_of, tx_of, untyped
+from mesh_steps import BATCH, WIDTH, tx_of, untyped
+from meshes import mesh_of, mesh_of_two_types
 
 import jaxmp
 from jaxmp import sharding
@@ -38,10 +39,6 @@ def sharded_state(mesh):
     return jaxmp.TrainState.create_sharded(lambda: {"w": jnp.ones((WIDTH, WIDTH))}, tx_of(), on_mesh)
 
 
-def of_two_types():
-    return jax.make_mesh((2, 2), ("data", "fsdp"), axis_types=(AxisType.Auto, AxisType.Explicit))
-
-
 def sums_in_half(kind):
     """Return a step whose ``shard_map`` sums cotangents of the weight in half."""
     mesh = mesh_of(kind)
@@ -67,7 +64,7 @@ def gathers_itself(params, model_state, batch, rng):
     ("make", "said"),
     [
         (lambda: step_of(mesh_of(x=4)), "'data' or 'fsdp' for the batch, got x=4"),
-        (lambda: step_of(of_two_types()), "all of type Explicit, got 'data' of type Auto"),
+        (lambda: step_of(mesh_of_two_types()), "all of type Explicit, got 'data' of type Auto"),
         (lambda: Sharding(mesh_of(), {}, reduce="twice"), "'each' or 'once', got 'twice'"),
         (lambda: jaxmp.make_train_step(loss_fn, sharding=Sharding(mesh_of(), {}, reduce="once")), "accumulate_steps=1"),
         (lambda: step_of(reduce_dtype="float64"), "be float32, bfloat16 or float16, got"),

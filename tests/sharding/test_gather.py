@@ -9,8 +9,9 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from meshes import explicit_mesh, mesh_of, mesh_of_two_types
 from recompiles import compiled_once
-from stacked_layers import SPECS, WHOLE, a_batch, loss_on, make_params, mesh_of
+from stacked_layers import SPECS, WHOLE, a_batch, loss_on, make_params
 
 import jaxmp
 from jaxmp import sharding
@@ -36,7 +37,7 @@ def reshards(jaxpr):
 
 @pytest.mark.parametrize("reduce_dtype", ["float32", "bfloat16"])
 def test_weights_travel_in_half_and_gradients_in_what_was_asked(reduce_dtype):
-    mesh = mesh_of()
+    mesh = explicit_mesh()
     state = jaxmp.TrainState.create_sharded(make_params, optax.sgd(0.1), Sharding(mesh, SPECS))
     loss_fn = loss_on(SPECS, reduce_dtype=reduce_dtype)
     with jax.set_mesh(mesh):
@@ -87,7 +88,7 @@ def test_gradients_are_those_of_one_device(route, sizes, gradients_on_one_device
 
 
 def test_in_shard_map_small_leaves_are_summed_in_float32_too():
-    mesh, specs = mesh_of(AxisType.Auto), {"bias": P()}
+    mesh, specs = mesh_of(), {"bias": P()}
 
     def gradient(params, batch):
         def loss(params):
@@ -102,7 +103,7 @@ def test_in_shard_map_small_leaves_are_summed_in_float32_too():
 
 
 def test_small_and_integer_leaves_are_left_alone():
-    with jax.set_mesh(mesh_of()):
+    with jax.set_mesh(explicit_mesh()):
         tree = {"small": jnp.ones(3), "count": jnp.zeros((4,), jnp.int32)}
         specs = {"small": P(), "count": P("fsdp")}
         gathered = jax.jit(lambda tree: sharding.gather(tree, specs, "bfloat16"))(tree)
@@ -111,7 +112,7 @@ def test_small_and_integer_leaves_are_left_alone():
 
 @pytest.mark.parametrize("place", [P(), P(None, "fsdp")])
 def test_a_weight_that_lies_elsewhere_gets_its_gradient_there(place):
-    with jax.set_mesh(mesh_of()):
+    with jax.set_mesh(explicit_mesh()):
         w, x = jax.device_put(jnp.ones((8, 8)), place), jax.device_put(jnp.ones((8, 8)), P("fsdp"))
 
         def loss(w):
@@ -137,30 +138,26 @@ def in_shard_map(mesh, spec=SPLIT, to=ALIKE, **options):
     jax.shard_map(gathered, mesh=mesh, in_specs=({"a": spec},), out_specs={"a": to}, **options)({"a": jnp.ones(8)})
 
 
-def of_two_types():
-    return jax.make_mesh((2, 2), ("data", "fsdp"), axis_types=(AxisType.Auto, AxisType.Explicit))
-
-
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (lambda: gather_of_a(mesh_of(), dtype="int8"), "must be floating, got int8"),
-        (lambda: gather_of_a(mesh_of(), P(("fsdp", "tensor"))), "which has the axes 'fsdp', got 'tensor'"),
-        (lambda: gather_of_a(mesh_of(data=4)), "axes must be in the mesh, which has the axes 'data', got 'fsdp'"),
+        (lambda: gather_of_a(explicit_mesh(), dtype="int8"), "must be floating, got int8"),
+        (lambda: gather_of_a(explicit_mesh(), P(("fsdp", "tensor"))), "which has the axes 'fsdp', got 'tensor'"),
+        (lambda: gather_of_a(explicit_mesh(data=4)), "axes must be in the mesh, which has the axes 'data', got 'fsdp'"),
         (
-            lambda: gather_of_a(mesh_of(AxisType.Auto)),
+            lambda: gather_of_a(mesh_of()),
             "got reduce_dtype 'float32' for 'a' gathered in 'bfloat16'; create the mesh with axis_types=.*Explicit",
         ),
         (
-            lambda: gather_of_a(of_two_types(), axes=("data", "fsdp")),
+            lambda: gather_of_a(mesh_of_two_types(), axes=("data", "fsdp")),
             "have the same type, got 'data' of type Auto, 'fsdp'",
         ),
-        (lambda: gather_of_a(mesh_of(), axes=()), "have the same type, got none"),
-        (lambda: gather_of_a(mesh_of(), reduce_dtype="float64"), "bfloat16 or float16, got .*'float64'; write"),
+        (lambda: gather_of_a(explicit_mesh(), axes=()), "have the same type, got none"),
+        (lambda: gather_of_a(explicit_mesh(), reduce_dtype="float64"), "bfloat16 or float16, got .*'float64'; write"),
         (lambda: sharding.gather({"a": jnp.ones(4)}, {"a": P("fsdp")}, "bfloat16"), "needs a mesh, and none is set"),
-        (lambda: in_shard_map(mesh_of(AxisType.Auto), check_vma=False), "check_vma=False.* hides this; remove"),
+        (lambda: in_shard_map(mesh_of(), check_vma=False), "check_vma=False.* hides this; remove"),
         (
-            lambda: in_shard_map(mesh_of(AxisType.Auto, fsdp=2, tensor=2), P(("fsdp", "tensor")), P("tensor")),
+            lambda: in_shard_map(mesh_of(fsdp=2, tensor=2), P(("fsdp", "tensor")), P("tensor")),
             "must be the last ones .* for 'a' .* put fsdp last",
         ),
     ],
@@ -180,7 +177,7 @@ def trained(state, loss_fn, batches):
 
 @pytest.mark.slow("trains five steps")
 def test_after_five_steps_in_float32_params_are_those_of_one_device():
-    mesh, batches = mesh_of(), [a_batch() * n for n in (1, 2, 3, 4, 5)]
+    mesh, batches = explicit_mesh(), [a_batch() * n for n in (1, 2, 3, 4, 5)]
     tx = jaxmp.loss_scaling(optax.adam(1e-3), jaxmp.DynamicLossScale())
     split = jaxmp.TrainState.create_sharded(make_params, tx, Sharding(mesh, SPECS))
     with jax.default_matmul_precision("highest"), jax.set_mesh(mesh):

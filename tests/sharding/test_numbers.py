@@ -22,7 +22,6 @@ from mesh_steps import (
     differences,
     linen_loss,
     linen_params,
-    mesh_of,
     pair,
     specs_of,
     stacked_loss,
@@ -31,6 +30,7 @@ from mesh_steps import (
     tx_of,
     untyped,
 )
+from meshes import mesh_of
 from nnx_zoo import module_with_numbers
 
 import jaxmp

@@ -8,7 +8,8 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec as P
-from stacked_layers import LAYERS, SPECS, WIDTH, make_params, mesh_of
+from meshes import explicit_mesh
+from stacked_layers import LAYERS, SPECS, WIDTH, make_params
 
 import jaxmp
 from jaxmp.sharding import Sharding
@@ -18,13 +19,13 @@ pytestmark = pytest.mark.usefixtures("standard_promotion")  # optax's Adam mixes
 
 def test_a_state_has_shapes_without_being_made():
     state = jax.eval_shape(
-        lambda: jaxmp.TrainState.create_sharded(make_params, optax.sgd(1.0), Sharding(mesh_of(), SPECS))
+        lambda: jaxmp.TrainState.create_sharded(make_params, optax.sgd(1.0), Sharding(explicit_mesh(), SPECS))
     )
     assert jax.tree.map(jnp.shape, state.params) == jax.tree.map(jnp.shape, jax.eval_shape(make_params))
 
 
 def test_a_state_is_that_of_one_device_in_its_place():
-    mesh = mesh_of()
+    mesh = explicit_mesh()
     fields = {
         "rng": np.int64(1),
         "ema": np.bool_(True),
@@ -54,4 +55,4 @@ def test_a_state_is_that_of_one_device_in_its_place():
 )
 def test_specs_that_do_not_fit_are_refused(specs, said):
     with pytest.raises(ValueError, match=said):
-        jaxmp.TrainState.create_sharded(make_params, optax.sgd(1.0), Sharding(mesh_of(), specs))
+        jaxmp.TrainState.create_sharded(make_params, optax.sgd(1.0), Sharding(explicit_mesh(), specs))

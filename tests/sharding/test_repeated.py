@@ -9,7 +9,8 @@ import optax
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from mesh_steps import mesh_of, untyped
+from mesh_steps import untyped
+from meshes import mesh_of
 
 import jaxmp
 from jaxmp.sharding import Sharding

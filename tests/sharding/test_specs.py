@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from stacked_layers import SPECS, make_params, mesh_of, shape
+from meshes import mesh_of
+from stacked_layers import SPECS, make_params, shape
 
 import jaxmp
 from jaxmp import sharding
@@ -79,7 +80,7 @@ def test_invalid_options_are_refused(options, said):
 
 
 def test_described_bytes_are_those_that_a_device_holds():
-    mesh = mesh_of(AxisType.Auto, fsdp=2, tensor=2)
+    mesh = mesh_of(fsdp=2, tensor=2)
     shapes = {"a": shape(16, 8), "b": shape(16, 8, dtype="bfloat16"), "c": shape(3)}
     specs = {"a": P("fsdp", "tensor"), "b": P(("fsdp", "tensor")), "c": P()}
     description = sharding.describe(shapes, specs, mesh)

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from recompiles import compiled_once
 
@@ -20,11 +19,6 @@ from jaxmp.sharding import Sharding
 
 VOCABULARY, SEQUENCE, WIDTH, LAYERS, BATCH = 64, 8, 32, 3, 8
 MODEL = GPT2(vocabulary=VOCABULARY, sequence=SEQUENCE, layers=1, heads=2, width=WIDTH)
-
-
-def mesh_of(kind=AxisType.Auto, **sizes):
-    sizes = sizes or {"fsdp": 4}
-    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(kind,) * len(sizes))
 
 
 def tokens(n=BATCH):

@@ -7,17 +7,11 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jaxmp import sharding
 
 LAYERS, WIDTH, BATCH = 3, 64, 8
-
-
-def mesh_of(kind=AxisType.Explicit, **sizes):
-    sizes = sizes or {"fsdp": 4}
-    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(kind,) * len(sizes))
 
 
 def shape(*sizes, dtype="float32"):
