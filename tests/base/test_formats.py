@@ -48,7 +48,7 @@ def test_tensorfloat32_has_the_range_of_float32_and_the_precision_of_float16():
     assert 3.40e38 < tf32.largest < f32.largest
 
 
-def test_the_figures_users_know():
+def test_the_table_has_the_figures_that_users_know():
     rows = {row.name: row for row in formats()}
     assert rows["float16"].largest == 65504
     assert rows["float16"].smallest_subnormal == 2.0**-24

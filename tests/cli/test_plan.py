@@ -132,7 +132,7 @@ def test_a_terminal_gets_a_table_that_fits(capsys, monkeypatch):
         assert max(map(len, lines)) <= columns
 
 
-def test_a_module_of_the_current_folder_with_a_pytree_of_arguments_that_are_never_made(here, capsys):
+def test_a_module_of_the_current_folder_is_planned_without_making_its_arguments(here, capsys):
     assert main(["plan", "plan_cli_module:loss", "--args", "plan_cli_module:example"]) == 0
     out = capsys.readouterr().out
     assert f"FLOPs of products: {2 * 4 << 40}, 100.0 % in half precision" in out

@@ -75,7 +75,7 @@ def test_compare_names_the_module_in_which_the_error_enters(capsys):
     assert capsys.readouterr().out.startswith("The error enters nowhere")
 
 
-def test_memory_and_roofline_of_a_function_under_a_policy(monkeypatch):
+def test_memory_and_roofline_run_a_function_under_a_policy(monkeypatch):
     functions = []
     for command in ("memory", "roofline"):
         monkeypatch.setattr(

@@ -118,7 +118,7 @@ def test_arguments_that_are_not_arrays_stay_python_values():
     assert (result["name"], result["depth"], result["x"].shape) == ("tanh", 2, X.shape)
 
 
-def test_numpy_arguments_and_results_of_every_kind():
+def test_arguments_may_be_numpy_arrays_and_results_of_any_kind():
     result = half(lambda x: (x @ W, None, 3, "a", x > 0, x.astype(jnp.int32)))(np.asarray(X))
     assert result[1:4] == (None, 3, "a")
     assert (result[4].dtype, result[5].dtype) == (jnp.bool_, jnp.int32)
@@ -186,7 +186,7 @@ def sharded(body):
     return jax.shard_map(body, mesh=mesh(), in_specs=(spec, PartitionSpec()), out_specs=PartitionSpec())
 
 
-def test_shard_map_inside_and_around():
+def test_shard_map_may_be_inside_or_around():
     def body(x, w):
         return jax.lax.psum(jnp.sum(jax.nn.relu(x @ w) @ w), "batch")
 

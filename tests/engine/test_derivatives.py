@@ -235,7 +235,7 @@ def test_the_compiled_program_keeps_recomputations():
     assert count(jax.grad(half(fun))) == count(jax.grad(fun))
 
 
-def test_a_rule_in_a_loop_under_vmap():
+def test_a_rule_in_a_loop_has_accurate_gradients_under_vmap():
     product = recorded([])
 
     def fun(w):

@@ -16,7 +16,7 @@ def test_a_product_counts_two_flops_per_term():
     assert flops(lax.ragged_dot, shape(6, 8), shape(2, 8, 4), sizes) == [("ragged_dot_general", 2 * 6 * 8 * 4)]
 
 
-def test_flops_of_a_convolution():
+def test_flops_of_a_convolution_are_those_counted_by_hand():
     for image, kernel, options, expected in (
         # results 1 × 6 × 6 × 16, each of 3 × 3 × 8 terms
         ((1, 8, 8, 8), (3, 3, 8, 16), {}, 2 * 36 * 16 * 72),

@@ -14,7 +14,7 @@ from plan_tools import MLP, doubled, mlp, plan, rows, shape
 import jaxmp
 
 
-def test_the_rows_of_an_mlp_with_a_softmax():
+def test_the_rows_of_an_mlp_with_a_softmax_are_those_by_hand():
     half, full = "bfloat16", "float32"
     expected = [  # path, primitive, class, operands, result, why, FLOPs, bytes of casts
         ("hidden", "dot_general", "half", (half, half), half, "product", 2 * 4 * 8 * 16, 2 * (32 + 128)),

@@ -184,7 +184,7 @@ def chain(x):
     return x
 
 
-def test_the_first_failure_of_a_long_chain():
+def test_the_first_failure_of_a_long_chain_is_found():
     def loss(x):
         y = chain(x)
         return (chain(jnp.exp(10 * y)) / 1e3).sum()  # BAD
@@ -204,7 +204,7 @@ def test_an_infinite_argument_is_blamed_unless_finite_numbers_overflow_somewhere
     check(behind(x), "exp", "overflow")
 
 
-def test_bad_data_and_bad_weights():
+def test_bad_data_and_bad_weights_are_blamed_by_their_path():
     def loss(params, batch):
         return jnp.mean((batch["x"] @ params["layer"]["kernel"] - batch["y"]) ** 2)
 
@@ -230,7 +230,7 @@ def test_a_constant_is_blamed_where_nothing_else_explains_the_loss():
     assert first_nonfinite(lambda x: x * scales, grad=False)(X) is None
 
 
-def test_an_overflow_by_the_loss_scale_alone():
+def test_an_overflow_by_the_loss_scale_alone_is_named_as_such():
     def loss(x):
         return (x.astype(jnp.float16) * 300).astype(jnp.float32).sum()  # BAD
 
@@ -261,7 +261,7 @@ def test_the_turn_of_a_scan_is_the_index_into_the_scanned_arrays():
         check(first_nonfinite(function)(x), "div", "division by zero", "backward", turn=2)
 
 
-def test_scanned_layers_of_linen():
+def test_a_scanned_layer_of_linen_is_blamed():
     class Layer(nn.Module):
         @nn.compact
         def __call__(self, x, _):
@@ -281,7 +281,7 @@ def test_scanned_layers_of_linen():
     check(blame, "exp", "overflow", path="Model/layers", turn=2)
 
 
-def test_the_turn_of_a_while_loop():
+def test_the_turn_of_a_while_loop_is_found():
     def fun(x):
         return jax.lax.while_loop(lambda c: c[0] < 6, lambda c: (c[0] + 1, c[1] * c[1]), (0, x))[1]
 
@@ -289,7 +289,7 @@ def test_the_turn_of_a_while_loop():
     assert blame.operands[0].high == np.float32(1e32)
 
 
-def test_the_branch_that_was_taken():
+def test_the_branch_that_was_taken_is_blamed():
     def loss(x):
         return jax.lax.cond(x[0] > 0, lambda x: jnp.log(-x).sum(), lambda x: (x / 0).sum(), x)
 
@@ -297,7 +297,7 @@ def test_the_branch_that_was_taken():
     check(first_nonfinite(loss)(-X), "div", "division by zero")
 
 
-def test_the_backward_rule_of_a_custom_vjp():
+def test_the_backward_rule_of_a_custom_vjp_is_blamed():
     @jax.custom_vjp
     def total(x):
         return x.sum()
@@ -339,7 +339,7 @@ def test_the_error_of_a_train_step_has_what_first_nonfinite_needs():
     check(blame, "exp", "overflow", turn=0, source=line_of(_loss))
 
 
-def test_a_train_step_by_itself():
+def test_a_train_step_alone_is_enough_to_find_its_overflow():
     step = jaxmp.make_train_step(_loss)
     blame = first_nonfinite(step)(_state(jaxmp.StaticLossScale(2.0**10)), {"x": 28 * jnp.ones((2, 3))})
     check(blame, "mul", "overflow", phase="backward", scaled_only=True)
@@ -358,7 +358,7 @@ def test_a_function_without_a_loss_and_a_scale_that_is_none_are_refused():
             first_nonfinite(lambda x: jnp.sum(x), loss_scale=scale)
 
 
-def test_as_text_json_and_table():
+def test_a_blame_is_shown_as_text_json_and_a_table():
     blame = first_nonfinite(lambda x: jnp.exp(x).sum())(X)
     assert isinstance(blame, Blame)
     assert "operand 0    float32[3] in [1, 100]" in str(blame)

@@ -256,7 +256,7 @@ def test_the_table_shows_the_worst_of_equal_layers():
 
 
 @pytest.mark.once
-def test_as_text_json_and_table():
+def test_a_comparison_is_shown_as_text_json_and_a_table():
     comparison = compare(_chain(_exact, "a"), "mixed_bfloat16", grad=False)(W, X)
     assert str(comparison).startswith("The error enters nowhere; worst: ")
     rows = json.loads(comparison.to_json())["rows"]

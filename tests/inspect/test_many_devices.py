@@ -139,7 +139,7 @@ class TestAudit:
         assert not kinds(report) & {"float32-gather"}
         assert ("all-gather", "float32", "fsdp") in report.memory.collectives.totals
 
-    def test_activations_that_travel_in_place_of_weights(self):
+    def test_activations_gathered_in_place_of_weights_are_a_finding(self):
         def fun(params, batch):
             gathered_batch = jax.sharding.reshard(batch, P())
             return jnp.einsum(
@@ -152,7 +152,7 @@ class TestAudit:
         ]
         assert "4.19MB of bfloat16 over fsdp, 1 time a call" in gather.what
 
-    def test_a_gradient_that_every_device_sums_whole(self):
+    def test_a_gradient_summed_whole_on_every_device_is_a_finding(self):
         def gradients(params, batch):
             return jax.tree.map(
                 lambda leaf: jax.sharding.reshard(leaf, P()), jax.grad(loss_of_whole_weights)(params, batch)

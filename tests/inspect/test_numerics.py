@@ -103,7 +103,7 @@ def test_gradients_are_without_the_scale_and_vanish_in_half_as_they_do_with_it(p
         assert step_numerics.loss_scale == scale and (half_gradients.zeros > 0) == (scale == 1.0)
 
 
-def test_updates_that_would_be_lost_in_half(params, step_numerics):
+def test_updates_that_would_be_lost_in_half_are_counted(params, step_numerics):
     grads = jax.jit(jax.grad(mlp))(params, X)
     for name, update in step_numerics.updates.items():
         weight = np.asarray(params[name].astype(jnp.bfloat16), np.float64)
@@ -292,7 +292,7 @@ def test_recommended_scale_loses_fewest_gradients_and_keeps_two_binary_orders(st
     assert step_numerics.recommended_scale("bfloat16") == 1
 
 
-def test_text_table_and_json(step_numerics):
+def test_numerics_are_shown_as_text_table_and_json(step_numerics):
     text = str(step_numerics)
     assert "\nactivation gradients\n  " in text and "at loss scale 1;" in text
     assert step_numerics.table().row_count == len(list(step_numerics.rows())) + 5  # one more line for each kind

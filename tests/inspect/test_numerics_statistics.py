@@ -100,7 +100,7 @@ def test_values_and_their_sizes_in_another_format_and_scale_are_counted_exactly(
         assert counts(statistics.under(name)) == oracle(x, dtype)
 
 
-def test_the_borders_at_which_float16_and_float8_round_to_nothing_or_to_infinity():
+def test_float16_and_float8_round_to_nothing_or_to_infinity_at_their_borders():
     x = np.float32([2**-25, np.nextafter(np.float32(2**-25), 1), 65519.996, 65520, 2**-14 * (1 - 2**-11), 464, 465])
     half, e4m3 = statistics_of(x).under("float16"), statistics_of(x).under("float8_e4m3fn")
     assert (half.vanished, half.below_normal, half.overflow) == (1, 1, 1)

@@ -82,7 +82,7 @@ def test_a_flag_tells_infinities_and_nan_from_large_numbers():
     assert stepping.is_finite(jnp.arange(3)) and stepping.is_finite(jax.random.key(0))
 
 
-def test_on_a_mesh_with_explicit_axes():
+def test_an_operation_on_a_mesh_with_explicit_axes_is_blamed():
     mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Explicit,))
     x = jax.device_put(jnp.full((4, 2), 100.0), NamedSharding(mesh, P("data")))
 

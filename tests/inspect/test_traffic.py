@@ -15,7 +15,7 @@ from jaxmp.inspect import traffic_groups
 from jaxmp.sharding import Sharding
 
 
-def test_collectives_of_a_gather_and_its_gradient_by_layer():
+def test_collectives_of_a_gather_and_its_gradient_are_counted_by_layer():
     mesh = explicit_mesh()
     state = jaxmp.TrainState.create_sharded(make_params, optax.sgd(0.1), Sharding(mesh, SPECS))
     with jax.set_mesh(mesh):
@@ -38,7 +38,7 @@ def test_collectives_of_a_gather_and_its_gradient_by_layer():
         ({"fsdp": 4, "tensor": 2}, P("fsdp", "tensor"), ("fsdp",), 8 / 2 * 3 / 4),
     ],
 )
-def test_the_ideal_by_hand(sizes, spec, axes, expected):
+def test_the_ideal_traffic_is_the_one_by_hand(sizes, spec, axes, expected):
     mesh = jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes))
     leaf = jax.ShapeDtypeStruct((64, 64), "float32", sharding=NamedSharding(mesh, spec))
     assert jaxmp.inspect.ideal_wire([leaf, leaf], axes) == 2 * 64 * 64 * expected

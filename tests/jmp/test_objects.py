@@ -92,7 +92,7 @@ def test_a_loss_scale_of_jmps_is_taken_by_the_optimizer_the_train_state_and_the_
     assert got[2] and got[3] == 1
 
 
-def test_a_loss_scale_of_jmps_scales_a_loss_through_the_state():
+def test_a_loss_scale_of_jmp_scales_a_loss_through_the_state():
     for module in (real, jmp):
         params, _ = train_problem()
         for scale in (module.StaticLossScale(8), module.DynamicLossScale(jnp.float32(8.0))):

@@ -150,7 +150,7 @@ def test_a_block_with_a_non_finite_number_is_not_finite():
         assert not np.isfinite(decoded[0]).any() and np.isfinite(decoded[1]).all()
 
 
-def test_the_size_of_the_state_per_param():
+def test_stored_moments_need_fewer_bytes_per_param():
     weights = {"w": jnp.ones((256, 512), jnp.bfloat16)}
 
     def bytes_a_param(**options):

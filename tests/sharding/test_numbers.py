@@ -75,7 +75,7 @@ class TestNumbers:
         self.require_one_devices(mesh, specs, model)
 
     @pytest.mark.slow("compiles two steps of a model; a dense layer is a small one")
-    def test_products_split_over_an_axis_with_which_no_batch_is(self):
+    def test_products_split_over_an_axis_that_splits_no_batch_match_one_device(self):
         mesh = mesh_of(data=1, fsdp=2, tensor=2)
         rules = {
             "**/c_attn/kernel": P("fsdp", "tensor"),
@@ -87,7 +87,7 @@ class TestNumbers:
         specs = specs_of(linen_params, mesh, rules=rules)
         self.require_one_devices(mesh, specs, more={"accumulate_steps": 2}, reduce="once")
 
-    def test_layers_in_a_scan(self):
+    def test_stacked_layers_match_one_device(self):
         mesh = mesh_of(EXPLICIT, data=2, fsdp=2)
         specs = specs_of(stacked_params, mesh, stacked=["layers", "bias"])
         assert specs["layers"]["up"] == P(None, None, "fsdp") and specs["bias"] == P()
@@ -96,7 +96,7 @@ class TestNumbers:
         assert differences(single_state.params, sharded_state.params) <= 2e-6
 
     @pytest.mark.parametrize(("kind", "up"), [(EXPLICIT, P(("fsdp", "tensor"))), (AUTO, P(None, "tensor"))])
-    def test_a_dense_layer_split_over_a_third_axis(self, kind, up):
+    def test_a_dense_layer_split_over_a_third_axis_matches_one_device(self, kind, up):
         def make_params():
             rng = np.random.default_rng(0)
             shapes = {"up": (WIDTH, 2 * WIDTH), "down": (2 * WIDTH, WIDTH)}
@@ -116,7 +116,7 @@ class TestNumbers:
         ("kind", "reduce"),
         [(AUTO, "once"), pytest.param(EXPLICIT, "each", marks=pytest.mark.slow("the same for another type of axes"))],
     )
-    def test_a_weight_of_many_uses(self, kind, reduce):
+    def test_a_weight_of_many_uses_matches_one_device(self, kind, reduce):
         """Use a weight in nested calls, loops, a remat, a vmap and a branch."""
         jitted, again = jax.jit(lambda x, w: jnp.tanh(x @ w)), jax.checkpoint(lambda x, w: jnp.sin(x @ w))
 
@@ -138,7 +138,7 @@ class TestNumbers:
         single_state, sharded_state = after_five(steps, states, batch)
         assert differences(single_state.params, sharded_state.params) <= 2e-6
 
-    def test_convolutions_and_statistics_of_the_whole_batch(self):
+    def test_convolutions_and_batch_statistics_match_one_device(self):
         class Net(nn.Module):
             @nn.compact
             def __call__(self, x):
@@ -261,7 +261,7 @@ class TestNumbers:
             ("float32", P(), 1, "each"),
         ],
     )
-    def test_lookups_and_sums_on_explicit_axes_in_jaxs_own_spelling(self, dtype, spec, microbatches, reduce):
+    def test_lookups_and_sums_in_jaxs_spelling_for_explicit_axes_are_exact(self, dtype, spec, microbatches, reduce):
         """Use integers, which bfloat16 does not sum exactly above 256."""
 
         def loss_fn(params, model_state, batch, rng):
@@ -392,7 +392,7 @@ class TestNumbers:
         states = [step(state, batch)[0] for step, state in zip(steps, states, strict=True)]
         moved_nearly_alike(states, start)
 
-    def test_activations_as_large_as_a_weight_are_none(self):
+    def test_activations_as_large_as_a_weight_are_not_taken_for_weights(self):
         """Use a param per example, and a norm whose scale is a slice of a larger param."""
 
         def loss_fn(params, model_state, batch, rng):
@@ -408,7 +408,7 @@ class TestNumbers:
         single_state, sharded_state = after_five(steps, states, rng.normal(size=(BATCH, WIDTH)).astype(np.float32))
         assert differences(single_state.params, sharded_state.params) <= 2e-6
 
-    def test_weights_that_are_named_and_printed_and_carries_that_begin_with_zeros(self, capfd):
+    def test_named_and_printed_weights_match_one_device(self, capfd):
         def loss_fn(params, model_state, batch, rng):
             jax.debug.print("the mean is {}", jnp.mean(params["w"]))
             w = checkpoint_name(params["w"], "weight")
