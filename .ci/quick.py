@@ -69,20 +69,20 @@ class Imports:
                 yield from (self.named[word] for word in words & self.named.keys())
                 yield from (self.modules[word] for word in words & self.modules.keys())
         for text in map(dotted, self.nodes[name]):
-            first, _, rest = (text or "").partition(".")
-            if rest and first in bound:
-                yield from self.file(f"{bound[first] or first}.{rest}")
+            first, _, attributes = (text or "").partition(".")
+            if attributes and first in bound:
+                yield from self.file(f"{bound[first] or first}.{attributes}")
         if Path(name).name.startswith("test_"):
             beside = (str(folder / "conftest.py") for folder in Path(name).parents)
             yield from (conftest for conftest in beside if conftest in self.nodes)
 
     def file(self, name: str) -> list[str]:
         """Return the file that defines a dotted name, following re-exports; empty if it is not ours."""
-        module_name, _, rest = name.partition(".")
-        while rest and module_name in self.exports:
-            first, _, after = rest.partition(".")
+        module_name, _, inner_name = name.partition(".")
+        while inner_name and module_name in self.exports:
+            first, _, after = inner_name.partition(".")
             if f"{module_name}.{first}" in self.modules:
-                module_name, rest = f"{module_name}.{first}", after
+                module_name, inner_name = f"{module_name}.{first}", after
             elif first in self.exports[module_name]:
                 return self.file(f"{self.exports[module_name][first]}.{after}".rstrip("."))
             else:
@@ -120,15 +120,15 @@ def mirrored(name: str) -> tuple[tuple[str, bool], ...]:
     if path.parts[0] == "tests":
         return ((name, True),) if path.name.startswith("test_") else ()
     inside = path.relative_to(path.parts[0]) if path.parts[0] in ("jaxmp", ".ci") else path
-    own = inside.parent if path.stem in ("__init__", "__main__") else inside.with_suffix("")
+    mirrored_place = inside.parent if path.stem in ("__init__", "__main__") else inside.with_suffix("")
     paired = []
-    for place in (own, *own.parents):
+    for place in (mirrored_place, *mirrored_place.parents):
         if place.parts not in ((), ("experiments",), ("experiments", "benchmarks")):
             tests = [
                 *Path("tests", place).rglob("test_*.py"),
                 *Path("tests", place.parent).glob(f"test_{place.name}*.py"),
             ]
-            paired += [(str(test), place == own) for test in tests]
+            paired += [(str(test), place == mirrored_place) for test in tests]
     return tuple(paired)
 
 

@@ -272,5 +272,5 @@ def lines(results: Path, root: Path) -> tuple[list[str], list[str]]:
             "",
         ]
     if len(table) - 2 < len(ROWS) or _has_empty_cells(table):  # the first two lines are headings
-        shown += ["`make gpu` measures the empty cells, and the rows that are left out because no figure is known.", ""]
+        shown += [f"{_EMPTY} It also measures rows without any figure, which are not shown.", ""]
     return shown, [f"{note}\n" for note in notes]

@@ -343,4 +343,5 @@ def test_integer_arrays_are_warned_about_as_in_jmp_but_at_the_callers_line():
         with pytest.warns(UserWarning, match="Expected floating type for loss_scale, got int32") as caught:
             module.DynamicLossScale(jnp.int32(2))
         warnings[module] = caught[0]
-    assert warnings[jmp].filename == __file__ != warnings[real].filename
+    assert warnings[jmp].filename == __file__
+    assert warnings[real].filename != __file__

@@ -16,6 +16,7 @@ from optimizer_tools import standard
 
 import jaxmp
 from jaxmp import DynamicLossScale, HeadroomLossScale, StaticLossScale, loss_scaling, value_and_grad
+from jaxmp.base.dtypes import UnknownDtypeError
 
 pytestmark = pytest.mark.once
 
@@ -194,7 +195,6 @@ BAD_FIELDS_OF_HEADROOM = [
     ({"loss_scale": 1000.0}, "loss_scale must be a power of two, got 1000.0: HeadroomLossScale has no other"),
     ({"min_loss_scale": 3}, "min_loss_scale must be a power of two, got 3.0"),
     ({"max_loss_scale": 65504.0}, "max_loss_scale must be a power of two"),
-    ({"dtype": "flaot16"}, "unknown dtype 'flaot16'"),
 ]
 BAD_FIELDS_OF_STATIC = [({"loss_scale": 0.0}, "positive and finite"), ({"loss_scale": None}, "positive and finite")]
 
@@ -210,6 +210,10 @@ BAD_FIELDS_OF_STATIC = [({"loss_scale": 0.0}, "positive and finite"), ({"loss_sc
 def test_a_bad_number_of_a_loss_scale_is_named(make, rows):
     for arguments, phrase in rows:
         refused(lambda arguments=arguments: make(**arguments), ValueError, phrase, what=arguments)
+
+
+def test_an_unknown_dtype_of_a_loss_scale_is_named():
+    refused(lambda: HeadroomLossScale(dtype="flaot16"), UnknownDtypeError, "unknown dtype 'flaot16'")
 
 
 def test_an_integer_array_becomes_float32_with_jmps_warning():

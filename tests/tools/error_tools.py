@@ -10,6 +10,7 @@ def refused(call, kind, *phrases, what=""):
     with pytest.raises(kind) as caught:
         call()
         pytest.fail(f"not refused: {what}")
+    assert type(caught.value) is kind, what
     message = str(caught.value)
     for phrase in phrases:
         assert phrase in message, what
