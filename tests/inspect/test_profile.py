@@ -251,7 +251,7 @@ def _gpu_trace():
 
 
 def test_the_kernels_of_a_gpu_are_joined_to_their_instructions(monkeypatch):
-    monkeypatch.setattr(kernel_rows, "live_modules", lambda names: [("jit_step", 7, GPU_PROGRAM), ("jit_step", 8, "")])
+    monkeypatch.setattr(kernel_rows, "live_modules", lambda names: [("jit_step", 7, GPU_PROGRAM)])
     rows = kernel_rows.rows_of(events_of(_gpu_trace()), steps=2)
     shown = {row.instruction: (row.kind, row.path, row.phase, row.calls, row.milliseconds) for row in rows}
     assert shown == {
@@ -263,7 +263,18 @@ def test_the_kernels_of_a_gpu_are_joined_to_their_instructions(monkeypatch):
         "update.4": (kinds.UPDATE, "", "update", 1, pytest.approx(0.25)),
         "MemcpyH2D": (kinds.MOVE, "", "", 1, pytest.approx(0.25)),
     }
+    assert rows == kernel_rows.rows_of(events_of(_gpu_trace()), 2, GPU_PROGRAM)
     assert rows[0].kernel == "nvjet_hsh_256x128" and rows[0].flops == 2 * 512**3 and rows[0].size == "512×512×512"
+
+
+def test_kernels_of_a_program_that_is_not_known_for_certain_stay_without_a_path(monkeypatch):
+    larger = GPU_PROGRAM.replace("512", "1024")
+    monkeypatch.setattr(
+        kernel_rows, "live_modules", lambda names: [("jit_step", 1, GPU_PROGRAM), ("jit_step", 2, larger)]
+    )
+    rows = kernel_rows.rows_of(events_of(_gpu_trace()), steps=2)
+    assert {(row.path, row.flops, row.bytes) for row in rows} == {("", 0, None)}
+    assert sum(row.milliseconds for row in rows) == pytest.approx(4)
 
 
 def _measured(**changes):

@@ -51,6 +51,10 @@ class ProfileRow:
     source: str
 
 
+_Key = tuple[str, int]
+"""The name and the id of a compiled program."""
+
+
 @dataclasses.dataclass
 class _Launches:
     """All executions of one instruction in a trace."""
@@ -96,14 +100,15 @@ class _Program:
         return "forward" if "jvp(" in op_name else "update"
 
 
-def rows_of(events: Sequence[Event], steps: int) -> list[ProfileRow]:
+def rows_of(events: Sequence[Event], steps: int, text: str = "") -> list[ProfileRow]:
     """Return a row for each instruction, slowest first.
 
     Args:
       events: the kernels of ``steps`` calls.
       steps: the number of calls.
+      text: the HLO text of the call's program; empty if the call is not a single program.
     """
-    programs = _programs_of(events)
+    programs = _programs_of(events, text)
     kernels = [event for event in events if not _only_runs_others(event, programs)]
     launches: dict[tuple[str, int, str], _Launches] = {}
     for event, milliseconds in zip(kernels, busy_times(kernels), strict=True):
@@ -116,17 +121,48 @@ def rows_of(events: Sequence[Event], steps: int) -> list[ProfileRow]:
     return sorted(rows, key=lambda row: -row.milliseconds)
 
 
-def _programs_of(events: Sequence[Event]) -> dict[tuple[str, int], _Program]:
-    """Return the programs of the kernels, by name and id."""
-    wanted = {(event.module, event.program_id) for event in events}
+def _programs_of(events: Sequence[Event], text: str) -> dict[_Key, _Program]:
+    """Return the programs of the kernels, by name and id.
+
+    Kernels of the profiled call are recognised by the name of its program. Other programs must have all instructions of
+    their kernels. If several programs have them, the id in the trace decides, or else the program stays unknown. The id
+    alone does not suffice, because a program from JAX's compilation cache has another id in the trace.
+    """
+    instructions: dict[_Key, set[str]] = {}
+    for event in events:
+        if event.instruction:
+            instructions.setdefault((event.module, event.program_id), set()).add(event.instruction)
     programs = {}
-    for name, program_id, text in live_modules({name for name, _ in wanted}):
-        if (name, program_id) in wanted:
-            programs[name, program_id] = _Program(HloProgram(text))
+    call = _Program(HloProgram(text)) if text else None
+    unknown = {}
+    for key, wanted in instructions.items():
+        if call is not None and call.hlo.name == key[0] and wanted & set(call.instructions):
+            programs[key] = call
+        else:
+            unknown[key] = wanted
+    return programs | _live_programs(unknown)
+
+
+def _live_programs(instructions: dict[_Key, set[str]]) -> dict[_Key, _Program]:
+    """Return the programs of this process that have the instructions, by name and id."""
+    modules = live_modules({name for name, _ in instructions}) if instructions else []
+    programs = {}
+    for (name, program_id), wanted in instructions.items():
+        alike: dict[str, _Program] = {}
+        with_id: dict[str, _Program] = {}
+        for other_name, number, text in modules:
+            program = _Program(HloProgram(text)) if other_name == name else None
+            if program is not None and wanted <= set(program.instructions):
+                alike[text] = program
+                if number == program_id:
+                    with_id[text] = program
+        matches = with_id or alike
+        if len(matches) == 1:
+            (programs[name, program_id],) = matches.values()
     return programs
 
 
-def _only_runs_others(event: Event, programs: dict[tuple[str, int], _Program]) -> bool:
+def _only_runs_others(event: Event, programs: dict[_Key, _Program]) -> bool:
     """Return whether an event is a loop or a branch, whose kernels have events of their own."""
     program = programs.get((event.module, event.program_id))
     found = program.instructions.get(event.instruction) if program else None

@@ -20,6 +20,7 @@ from jaxmp.inspect._profile.repeated_call import RepeatedCall
 from jaxmp.inspect._profile.sentences import Measured, sentences_of
 from jaxmp.inspect._profile.trace import traced
 from jaxmp.inspect._profile.traced_dtypes import with_traced_dtypes
+from jaxmp.inspect.program import compiling
 from jaxmp.inspect.program.calls import is_step
 
 _SECONDS = {"gpu": 1.0}
@@ -155,9 +156,11 @@ def _profile_of(call: RepeatedCall, steps: int) -> Profile:
             "of a function that runs operations of JAX"
         )
     device = hardware.detect()
-    rows = [_as_on_device(row, device) for row in rows_of(events, steps)]
-    if device.platform == "cpu" and (is_step(call.fun) or hasattr(call.fun, "trace")):
-        rows = with_traced_dtypes(rows, call.fun, call.args)
+    trace = compiling.trace_of_call(call.fun, call.args) if is_step(call.fun) or hasattr(call.fun, "trace") else None
+    text = "" if trace is None else str(compiling.compiled_of(trace).as_text())
+    rows = [_as_on_device(row, device) for row in rows_of(events, steps, text)]
+    if trace is not None and device.platform == "cpu":
+        rows = with_traced_dtypes(rows, trace)
     ceilings = measure_ceilings(sorted({row.dtype for row in rows if row.dtype}))
     rows = [_with_share(row, ceilings) for row in rows]
     groups = dict.fromkeys(kinds.KINDS, 0.0)

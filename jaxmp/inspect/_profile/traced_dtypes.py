@@ -7,13 +7,12 @@ that a layer in float32 is visible there too.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from jaxmp._internals.jax.walk import PRODUCTS
 from jaxmp.inspect._profile import kinds
 from jaxmp.inspect._profile.kernel_rows import ProfileRow
-from jaxmp.inspect.program import compiling
 from jaxmp.inspect.program.products import multiplied, widest
 from jaxmp.inspect.program.reading_values import values_of
 
@@ -21,12 +20,16 @@ _PathAndPass = tuple[str, bool]
 """The path of a product, and whether it is in the backward pass."""
 
 
-def with_traced_dtypes(rows: Sequence[ProfileRow], fun: Callable[..., Any], args: Sequence[Any]) -> list[ProfileRow]:
-    """Return the rows with the dtypes of the traced program ``fun(*args)``.
+def with_traced_dtypes(rows: Sequence[ProfileRow], trace: Any) -> list[ProfileRow]:
+    """Return the rows with the dtypes of the traced program.
 
     A row keeps its dtype if the products with its path and pass have several dtypes.
+
+    Args:
+      rows: the rows of the compiled program.
+      trace: a result of :func:`jaxmp.inspect.program.compiling.trace_of_call`.
     """
-    traced = _traced_dtypes(fun, args)
+    traced = _traced_dtypes(trace)
     return [_with_dtype(row, traced.get((row.path, _is_backward(row)), set())) for row in rows]
 
 
@@ -34,8 +37,7 @@ def _is_backward(row: ProfileRow) -> bool:
     return row.phase in ("backward", "recomputed")
 
 
-def _traced_dtypes(fun: Callable[..., Any], args: Sequence[Any]) -> dict[_PathAndPass, set[str]]:
-    trace = compiling.trace_of_call(fun, args)
+def _traced_dtypes(trace: Any) -> dict[_PathAndPass, set[str]]:
     dtypes: dict[_PathAndPass, set[str]] = {}
     for value in values_of(getattr(trace, "traced", trace).jaxpr).all:  # nnx.jit wraps the trace of jax.jit
         if value.name in PRODUCTS:
