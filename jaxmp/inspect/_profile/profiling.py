@@ -140,14 +140,14 @@ def profile(fun: Callable[..., Any], *, steps: int = 5) -> Callable[..., Profile
 
 def _profile_of(call: RepeatedCall, steps: int) -> Profile:
     for _ in range(2):
-        jax.block_until_ready(call())
+        call.wait(call())
     with power.monitor() as gpu:
         timed = _timed(call, steps)
 
     def run_steps() -> None:
         for _ in range(steps):
             result = call()
-        jax.block_until_ready(result)
+        call.wait(result)
 
     events = traced(run_steps)
     if not events:
@@ -209,7 +209,7 @@ def _timed(call: RepeatedCall, steps: int) -> _Timed:
         round_started = time.perf_counter()
         for _ in range(steps):
             result = call()
-        jax.block_until_ready(result)
+        call.wait(result)
         times.append(1e3 * (time.perf_counter() - round_started) / steps)
     drawing = 1e3 * (call.seconds_to_draw - drawn_before) / (len(times) * steps)
     return _Timed(statistics.median(times), drawing)

@@ -51,6 +51,10 @@ class RepeatedCall:
         self.args = _replace_donated(self.args, result)
         return result
 
+    def wait(self, result: Any) -> None:
+        """Wait until the device has computed the result of the last call, and the models that the call changed."""
+        jax.block_until_ready(jax.tree.map(_arrays_of, (result, self.args), is_leaf=_is_nnx))
+
     def _draw(self, number: int, arg: Any) -> Any:
         if number not in self._iterators:
             return arg
@@ -73,6 +77,10 @@ def _copied(arg: Any) -> Any:
 
 def _is_nnx(node: Any) -> bool:
     return isinstance(node, nnx.Pytree)
+
+
+def _arrays_of(leaf: Any) -> Any:
+    return nnx.as_pure(nnx.state(leaf)) if _is_nnx(leaf) else leaf
 
 
 def _copied_leaf(leaf: Any) -> Any:
