@@ -22,7 +22,9 @@ from jaxmp.inspect._profile import kernel_rows, kinds
 from jaxmp.inspect._profile.ceilings import Ceilings
 from jaxmp.inspect._profile.power import PowerReading
 from jaxmp.inspect._profile.sentences import Measured, sentences_of
-from jaxmp.inspect._profile.trace import events_of
+from jaxmp.inspect._profile.trace import Event, events_of
+from jaxmp.inspect.compiled.hlo import NO_KERNEL, HloProgram, is_end
+from jaxmp.inspect.program import compiling
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -343,3 +345,24 @@ def test_the_command_prints_the_profile(tmp_path, monkeypatch, capsys):
     assert "half products" in capsys.readouterr().out and (tmp_path / "p.png").stat().st_size > 1000
     assert main([*command, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["groups"]["float32 products"] > 0
+
+
+@pytest.mark.absent_gpu
+def test_every_kernel_that_xla_compiles_for_a_gpu_has_a_kind_and_every_product_a_path():
+    step, state, _ = _step()
+    shapes = jax.eval_shape(lambda: state), jax.ShapeDtypeStruct((4096, 256), jnp.float32)
+    text = str(compiling.compiled(step, shapes, "h200").as_text())
+    program = HloProgram(text)
+    events = []
+    for _, instruction, _ in program.instructions_by_run(into_fusions=False):
+        if instruction.opcode not in NO_KERNEL and not is_end(instruction.opcode):
+            start = float(len(events))
+            events.append(Event(instruction.name, instruction.name, program.name, 1, start, start + 1))
+    rows = kernel_rows.rows_of(events, 1, text)
+    assert len(rows) == len(events) > 10
+    assert kinds.OTHER not in {row.kind for row in rows}
+    products = [row for row in rows if row.kind == kinds.HALF]
+    assert len(products) == 5 and all(row.flops and row.size for row in products)
+    assert {(row.path, row.phase) for row in products} == {
+        ("Net/encoder", "forward"), ("Net/head", "forward"), ("Net/encoder", "backward"), ("Net/head", "backward")
+    }  # fmt: skip
