@@ -16,6 +16,7 @@ from jaxmp.inspect.audit_arguments import arguments_of, is_loss_scaled, sent_ove
 from jaxmp.inspect.audit_compiled import CastsInLoops, dtypes_that_ran
 from jaxmp.inspect.audit_products import Product, product_of, products_in_kernels, shares_of_flops
 from jaxmp.inspect.compiled import hlo
+from jaxmp.inspect.inspection import tool
 from jaxmp.inspect.memory_plan import Memory, of_call
 from jaxmp.inspect.program import compiling
 from jaxmp.inspect.program.evidence import Audited
@@ -207,6 +208,7 @@ def _is_allowed(finding: Finding, kind: str, pattern: str) -> bool:
     return any(matches(pattern, path[:stop], None) for stop in range(len(path) + 1))
 
 
+@tool
 def audit(
     fun: Callable[..., Any],
     policy: Any = None,

@@ -13,6 +13,7 @@ from jaxmp.base import tables
 from jaxmp.base.trees import widen
 from jaxmp.inspect.blame_origins import Range, failure_kind, on_host, ranges_of
 from jaxmp.inspect.blame_search import ProgramRun, Rank, first_suspect
+from jaxmp.inspect.inspection import tool
 from jaxmp.inspect.program import stepping
 from jaxmp.inspect.program.calls import (
     StepCall,
@@ -83,6 +84,7 @@ class Blame(tables.Shown):
         return f"First non-finite value: {self.summary()}", ("field", "value"), rows, ()
 
 
+@tool
 def first_nonfinite(fun: Any, *, grad: bool = True, loss_scale: Any = 1.0) -> Callable[..., Blame | None]:
     """Find the operation that made the first infinity or NaN.
 

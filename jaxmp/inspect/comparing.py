@@ -27,6 +27,7 @@ from jaxmp.inspect.compare_rows import (
     total_row,
 )
 from jaxmp.inspect.compare_run import RecordedProgram, run_and_record
+from jaxmp.inspect.inspection import tool
 from jaxmp.inspect.program.calls import (
     StepCall,
     argument_paths,
@@ -100,6 +101,7 @@ def _key_of_row(row: ComparedRow) -> tuple[str, str, str]:
     return tables.without_numbers(row.path), row.phase, row.dtype
 
 
+@tool
 def compare(
     fun: Callable[..., Any],
     policy: Any = None,

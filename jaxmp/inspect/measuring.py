@@ -18,6 +18,7 @@ from jaxmp.base.donation import require_not_deleted
 from jaxmp.base.trees import is_float_array
 from jaxmp.engine.autocast import autocast
 from jaxmp.inspect.counting_step import CountingStep, updates_of
+from jaxmp.inspect.inspection import tool
 from jaxmp.inspect.numerics_records import TENSORS, StepRecords, gradients_and_records, records_of_step
 from jaxmp.inspect.program import nnx_models, statistics
 from jaxmp.inspect.program.calls import is_step, require_own_settings, step_call
@@ -127,6 +128,7 @@ def _cells(tensor: Statistics, scale: float) -> tuple[Any, ...]:
     )
 
 
+@tool
 def numerics(
     loss_fn: Callable[..., Any],
     *,

@@ -15,6 +15,7 @@ import numpy as np
 from jaxmp.base import tables
 from jaxmp.inspect import memory_batch
 from jaxmp.inspect.compiled.hlo import HloProgram
+from jaxmp.inspect.inspection import tool
 from jaxmp.inspect.memory_arrays import (
     ArrayInMemory,
     arguments_in_memory,
@@ -142,6 +143,7 @@ def _bytes_of(arrays: Sequence[ArrayInMemory]) -> int:
     return sum(array.bytes for array in arrays)
 
 
+@tool
 def memory(fun: Callable[..., Any], *, device: str | None = None, topology: str | None = None) -> Callable[..., Memory]:
     """Return a function that computes the memory of a call of ``fun``.
 

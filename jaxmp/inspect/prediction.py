@@ -20,6 +20,7 @@ from jaxmp.inspect.compiled.hlo import (
     path_in_name,
 )
 from jaxmp.inspect.compiled.kernels import moved_bytes, products_of
+from jaxmp.inspect.inspection import tool
 from jaxmp.inspect.program import compiling, targets
 
 ACHIEVED = {"dot": 0.8, "convolution": 0.5, "attention": 0.45}
@@ -127,6 +128,7 @@ _COLUMNS = ("ms", "launches", "bound by", "dtype", "FLOP", "bytes", "path", "sou
 _SHOWN = 20
 
 
+@tool
 def roofline(fun: Callable[..., Any], *, device: str | None = None) -> Callable[..., Roofline]:
     """Return a function that predicts the time of a call of ``fun``.
 

@@ -15,6 +15,7 @@ from jaxmp.base import tables, versions
 from jaxmp.base.dtypes import is_half
 from jaxmp.inspect.blame import first_nonfinite
 from jaxmp.inspect.comparing import loss_of
+from jaxmp.inspect.inspection import tool
 from jaxmp.inspect.measuring import numerics
 from jaxmp.inspect.program.calls import is_step, require_arguments_not_deleted, step_call
 from jaxmp.inspect.tune_measure import Measurement, candidates_of, with_folded_keys, without_policies
@@ -133,6 +134,7 @@ class Tuned(tables.Shown):
         return f"These need float32: {names}"
 
 
+@tool
 def tune(
     fun: Callable[..., Any],
     policy: Any,

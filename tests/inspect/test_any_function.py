@@ -172,3 +172,21 @@ def test_an_argument_that_is_no_array_is_kept_out_of_the_compiled_program_too() 
     report = audit(fun)(*args, "a")
     assert len(report.products) == 1 and report.memory.peak == memory(lambda w, x: fun(w, x, "a"))(*args).peak
     assert len(audit(fun)(*args, "b").products) == 0
+
+
+@pytest.mark.parametrize("name", ["audit", "numerics", "first_nonfinite", "compare", "memory", "roofline", "profile"])
+def test_a_tool_that_is_called_in_the_wrong_way_says_how_to_call_it(name):
+    tool = getattr(jaxmp.inspect, name)
+
+    def loss_fn(w, x):
+        return jnp.mean(x @ w)
+
+    inspection = tool(loss_fn)
+    assert repr(inspection) == f"<{name} of loss_fn: call it with the arguments of loss_fn, {name}(loss_fn)(...)>"
+    with pytest.raises(AttributeError, match=rf"has no 'findings'; write {name}\(loss_fn\)\(...\).findings"):
+        inspection.findings  # noqa: B018
+    w, x = jnp.ones((2, 2)), jnp.ones((3, 2))
+    with pytest.raises(TypeError, match=rf"{name} takes a function, got .*; write {name}\(fun\)\(arguments of fun\)"):
+        tool(loss_fn(w, x))
+    with pytest.raises(TypeError, match=rf"{name} takes a function without its arguments, got 3 more"):
+        tool(loss_fn, w, x, x)

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 
 _WIDTHS = {"gpu": 8192, "cpu": 512}
 """The width of the square matrices that are multiplied, by backend."""
-_COPIED_BYTES = {"gpu": 2**29, "cpu": 2**26}
-"""The bytes of the copied array: larger than the caches of the backend's devices."""
+_COPIED_BYTES = 2**29
+"""The bytes of the copied array: larger than the caches of all GPUs."""
 _CALLS = {"gpu": 10, "cpu": 1}
 """The calls in a row that are timed together, so that the host's part of a call does not count."""
 _ROUNDS = 3
@@ -26,7 +26,8 @@ class Ceilings:
 
     Attributes:
       flops: the FLOP/s of a large matrix product, by dtype.
-      bandwidth: the bytes per second that a copy reads and writes; None if the device has no memory left for a copy.
+      bandwidth: the bytes per second that a copy reads and writes; None if the device has no memory left for a copy,
+        and for a CPU, whose caches hold the arrays of most kernels.
     """
 
     flops: dict[str, float]
@@ -57,7 +58,7 @@ def measure_ceilings(dtypes: Iterable[str]) -> Ceilings:
         speed = _product_speed(device, dtype)
         if speed is not None:
             flops[dtype] = speed
-    return Ceilings(flops, _copy_speed(device))
+    return Ceilings(flops, None if device.platform == "cpu" else _copy_speed(device))
 
 
 @functools.lru_cache
@@ -82,13 +83,11 @@ def _product_speed(device: jax.Device, dtype: str) -> float | None:
 
 @functools.lru_cache
 def _copy_speed(device: jax.Device) -> float | None:
-    size = _COPIED_BYTES.get(device.platform, 2**26)
-
     def make_operands() -> list[jax.Array]:
-        return [jnp.ones(size // 4, jnp.float32)]
+        return [jnp.ones(_COPIED_BYTES // 4, jnp.float32)]
 
     seconds = _seconds(device, jnp.copy, make_operands)
-    return None if seconds is None else 2 * size / seconds
+    return None if seconds is None else 2 * _COPIED_BYTES / seconds
 
 
 def _seconds(device: jax.Device, fun: Callable[..., jax.Array], make_operands: Callable[[], list[Any]]) -> float | None:

@@ -9,7 +9,8 @@ from jaxmp.inspect.compiled.kernels import KernelProduct
 
 HALF, FLOAT32, ATTENTION, CONVOLUTION = "half products", "float32 products", "attention", "convolutions"
 REDUCTION, ELEMENTWISE, CAST, MOVE = "reductions", "elementwise", "casts", "copies and layout"
-COLLECTIVE, UPDATE, OTHER, WAITING = "collectives", "optimizer and finite check", "other", "waiting"
+COLLECTIVE, CALLBACK, UPDATE = "collectives", "callbacks to Python", "optimizer and finite check"
+OTHER, WAITING = "other", "waiting"
 KINDS = (
     HALF,
     FLOAT32,
@@ -20,12 +21,15 @@ KINDS = (
     CAST,
     MOVE,
     COLLECTIVE,
+    CALLBACK,
     UPDATE,
     OTHER,
     WAITING,
 )
 """All kinds. ``"half products"`` have operands of at most 16 bits. ``"waiting"`` is the time without any kernel."""
 PRODUCTS = (HALF, FLOAT32, ATTENTION, CONVOLUTION)
+BOUND_BY_BYTES = (REDUCTION, ELEMENTWISE, CAST, MOVE, UPDATE)
+"""Kinds of kernels whose time is mostly that of their bytes."""
 
 _NOTHING = frozenset({"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "iota"})
 _MOVES = frozenset({"copy", "transpose", "reshape", "reverse", "broadcast", "slice", "concatenate", "pad", "gather"})
@@ -50,6 +54,8 @@ def kind_of(program: HloProgram, instruction: Instruction, products: Sequence[Ke
     opcodes = {inner.opcode for inner in inside} - _NOTHING
     if any(opcode.removesuffix("-start") in COLLECTIVES for opcode in opcodes):
         return COLLECTIVE
+    if any(is_callback(inner) for inner in inside):
+        return CALLBACK
     if phase == "update":
         return UPDATE
     if opcodes & _UNKNOWN:
@@ -61,6 +67,11 @@ def kind_of(program: HloProgram, instruction: Instruction, products: Sequence[Ke
     if opcodes <= _MOVES | _CASTS:
         return CAST
     return ELEMENTWISE
+
+
+def is_callback(instruction: Instruction) -> bool:
+    """Return whether an instruction calls a Python function, as ``jax.pure_callback`` does."""
+    return "callback" in instruction.target
 
 
 def _kind_of_product(product: KernelProduct) -> str:

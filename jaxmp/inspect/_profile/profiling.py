@@ -8,8 +8,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import jax
-
 from jaxmp.base import hardware, tables
 from jaxmp.base.arguments import require_whole_number
 from jaxmp.inspect._profile import kinds, power
@@ -20,12 +18,12 @@ from jaxmp.inspect._profile.repeated_call import RepeatedCall
 from jaxmp.inspect._profile.sentences import Measured, sentences_of
 from jaxmp.inspect._profile.trace import traced
 from jaxmp.inspect._profile.traced_dtypes import with_traced_dtypes
+from jaxmp.inspect.compiled.hlo import HloProgram
+from jaxmp.inspect.inspection import tool
 from jaxmp.inspect.program import compiling
-from jaxmp.inspect.program.calls import is_step
 
-_SECONDS = {"gpu": 1.0}
-"""The seconds for which the calls are timed, by backend: a GPU updates its power about ten times a second."""
-_LEAST_SECONDS = 0.2
+_SECONDS = 1.0
+"""The seconds for which calls are timed on a GPU, which updates its power about ten times a second."""
 _LEAST_ROUNDS = 3
 _SHOWN = 20
 
@@ -38,13 +36,14 @@ class Profile(tables.Shown):
 
     Attributes:
       device: the name of the device.
-      milliseconds: the time of a call, measured without a trace: the median over rounds of several calls in a row.
+      milliseconds: the time of a call. On a GPU, it is the median over rounds of several calls, without the profiler.
+        On a CPU, the calls under the profiler are timed.
       busy: the share of the time in which the device ran a kernel.
       tensor_core_time: the milliseconds in kernels with products whose dtype the device's tensor cores multiply.
       groups: the milliseconds by kind: ``"half products"`` (at most 16 bits), ``"float32 products"``, ``"attention"``,
         ``"convolutions"``, ``"reductions"``, ``"elementwise"``, ``"casts"``, ``"copies and layout"``,
-        ``"collectives"``, ``"optimizer and finite check"`` (the update of a train step), ``"other"``, and
-        ``"waiting"`` (no kernel runs). They add up to ``milliseconds``.
+        ``"collectives"``, ``"callbacks to Python"``, ``"optimizer and finite check"`` (the update of a train step),
+        ``"other"``, and ``"waiting"`` (no kernel runs). They add up to ``milliseconds``.
       rows: the kernels by instruction of the compiled program, slowest first.
       sentences: the reasons why the call takes this time.
       ceilings: the fastest product by dtype and the fastest copy, measured on this device.
@@ -67,10 +66,10 @@ class Profile(tables.Shown):
             title += f" at {self.power.watts:.0f} W and {self.power.sm_clock:.0f} MHz"
         layers = tables.grouped(self.rows, _same_layer)
         layers.sort(key=lambda rows: -sum(row.milliseconds for row in rows))
-        notes = [f"… and {len(layers) - _SHOWN} more"] if len(layers) > _SHOWN else []
         groups = [f"{kind} {time:.3g} ms" for kind, time in self.groups.items() if time]
-        notes += [f"by kind: {', '.join(groups)}", *self.sentences]
-        return title, _COLUMNS, [_cells(rows, self.milliseconds) for rows in layers[:_SHOWN]], notes
+        lines = [title, *self.sentences, f"by kind: {', '.join(groups)}"]
+        notes = [f"… and {len(layers) - _SHOWN} more"] if len(layers) > _SHOWN else []
+        return "\n".join(lines), _COLUMNS, [_cells(rows, self.milliseconds) for rows in layers[:_SHOWN]], notes
 
 
 _COLUMNS = ("ms", "share", "kind", "dtype", "size", "path", "phase", "calls", "of the\nceiling")
@@ -103,13 +102,14 @@ def _percent_of_ceiling(share: float) -> str:
     return ">100%" if share > 1 else f"{share:.0%}"
 
 
+@tool
 def profile(fun: Callable[..., Any], *, steps: int = 5) -> Callable[..., Profile]:
     """Return a function that measures where the time of a call of ``fun`` goes.
 
-    The returned function runs the call on copies of its arguments: twice to warm up, then timed, then ``steps`` times
-    under JAX's profiler. Each kernel is joined to the instruction of the compiled program that launched it, and so to
-    a path, a phase and a kind of work. The sentences of the report say why half precision is not faster here. A train
-    step or another function that donates a state continues with the state that it returns.
+    The returned function runs the call on copies of its arguments: twice to warm up, for a second to measure the time
+    (on a GPU), and ``steps`` times under JAX's profiler. Each kernel is joined to the instruction of the compiled
+    program that launched it, and so to a path, a phase and a kind of work. The sentences of the report say why half
+    precision is not faster here. A function that donates a state continues with the state that it returns.
 
     Args:
       fun: a train step, a jitted function, or a Python function. A Python function runs as it is, without ``jax.jit``,
@@ -141,25 +141,23 @@ def profile(fun: Callable[..., Any], *, steps: int = 5) -> Callable[..., Profile
 def _profile_of(call: RepeatedCall, steps: int) -> Profile:
     for _ in range(2):
         call.wait(call())
+    device = hardware.detect()
+    is_cpu = device.platform == "cpu"
     with power.monitor() as gpu:
-        timed = _timed(call, steps)
-
-    def run_steps() -> None:
-        for _ in range(steps):
-            result = call()
-        call.wait(result)
-
-    events = traced(run_steps)
+        timed = None if is_cpu else _timed(call, steps)
+    in_trace: list[_Timed] = []
+    events = traced(lambda: in_trace.append(_round(call, steps)))
     if not events:
         raise ValueError(
-            f"the trace of {jax.local_devices()[0].device_kind} has no kernels; profile reads traces of GPUs and CPUs, "
-            "of a function that runs operations of JAX"
+            f"the trace of {device.name} has no kernels; profile reads traces of GPUs and CPUs, of a function that "
+            "runs operations of JAX"
         )
-    device = hardware.detect()
-    trace = compiling.trace_of_call(call.fun, call.args) if is_step(call.fun) or hasattr(call.fun, "trace") else None
+    # On a CPU, the program is the same with and without a trace. A GPU runs CUDA graphs only without a trace.
+    timed = timed or in_trace[0]
+    trace = None if call.is_python else compiling.trace_of_call(call.fun, call.args)
     text = "" if trace is None else str(compiling.compiled_of(trace).as_text())
     rows = [_as_on_device(row, device) for row in rows_of(events, steps, text)]
-    if trace is not None and device.platform == "cpu":
+    if trace is not None and is_cpu:
         rows = with_traced_dtypes(rows, trace)
     ceilings = measure_ceilings(sorted({row.dtype for row in rows if row.dtype}))
     rows = [_with_share(row, ceilings) for row in rows]
@@ -174,10 +172,14 @@ def _profile_of(call: RepeatedCall, steps: int) -> Profile:
         busy=running / milliseconds,
         groups=groups,
         rows=rows,
-        programs=len({(event.module, event.program_id) for event in events}),
-        drawing=timed.drawing,
         ceilings=ceilings,
         power=gpu.result(),
+        is_cpu=is_cpu,
+        is_python=call.is_python,
+        has_program_dtypes=trace is not None or not is_cpu,
+        copied=call.copied,
+        drawing=timed.drawing,
+        callbacks=_callbacks_in(text),
     )
     return Profile(
         device=device.name,
@@ -192,27 +194,41 @@ def _profile_of(call: RepeatedCall, steps: int) -> Profile:
     )
 
 
+def _callbacks_in(text: str) -> list[str]:
+    """Return the paths of the calls of Python in a compiled program."""
+    paths = []
+    for instructions in HloProgram(text).computations.values() if text else ():
+        for instruction in instructions.values():
+            if kinds.is_callback(instruction):
+                paths.append("/".join(filter(None, (instruction.path, instruction.op_name.rpartition("/")[2]))))
+    return list(dict.fromkeys(paths))
+
+
 class _Timed(NamedTuple):
-    """The median milliseconds of a call, and the milliseconds in which it draws a batch."""
+    """The milliseconds of a call, and the milliseconds in which it draws a batch."""
 
     milliseconds: float
     drawing: float
 
 
 def _timed(call: RepeatedCall, steps: int) -> _Timed:
-    """Time calls without a trace."""
-    seconds = _SECONDS.get(jax.default_backend(), _LEAST_SECONDS)
-    times = list[float]()
+    """Return the median times of rounds of ``steps`` calls."""
+    rounds = list[_Timed]()
+    started = time.perf_counter()
+    while len(rounds) < _LEAST_ROUNDS or time.perf_counter() - started < _SECONDS:
+        rounds.append(_round(call, steps))
+    return _Timed(*map(statistics.median, zip(*rounds, strict=True)))
+
+
+def _round(call: RepeatedCall, steps: int) -> _Timed:
+    """Run ``steps`` calls in a row, wait for the last one, and return the times of a call."""
     drawn_before = call.seconds_to_draw
     started = time.perf_counter()
-    while len(times) < _LEAST_ROUNDS or time.perf_counter() - started < seconds:
-        round_started = time.perf_counter()
-        for _ in range(steps):
-            result = call()
-        call.wait(result)
-        times.append(1e3 * (time.perf_counter() - round_started) / steps)
-    drawing = 1e3 * (call.seconds_to_draw - drawn_before) / (len(times) * steps)
-    return _Timed(statistics.median(times), drawing)
+    for _ in range(steps):
+        result = call()
+    call.wait(result)
+    seconds = time.perf_counter() - started
+    return _Timed(1e3 * seconds / steps, 1e3 * (call.seconds_to_draw - drawn_before) / steps)
 
 
 def _as_on_device(row: ProfileRow, device: hardware.Hardware) -> ProfileRow:

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from jaxmp.base.donation import is_deleted
@@ -26,11 +27,13 @@ class RepeatedCall:
       seconds_to_draw: the seconds that all calls took to draw batches.
 
     Raises:
-      TypeError: an argument is donated, and no result can replace it.
+      TypeError: an argument is donated, and no result can replace it; or an argument is a loader of batches that is
+        not an iterator.
     """
 
     def __init__(self, fun: Callable[..., Any], args: Sequence[Any]) -> None:
         self.seconds_to_draw = 0.0
+        _refuse_loaders(args)
         self._iterators = {number: arg for number, arg in enumerate(args) if isinstance(arg, Iterator)}
         args = [self._draw(number, arg) for number, arg in enumerate(args)]
         if is_step(fun):
@@ -51,6 +54,16 @@ class RepeatedCall:
         self.args = _replace_donated(self.args, result)
         return result
 
+    @property
+    def is_python(self) -> bool:
+        """Return whether the function is a Python function, which runs without ``jax.jit``."""
+        return not is_step(self.fun) and not hasattr(self.fun, "trace")
+
+    @property
+    def copied(self) -> list[int]:
+        """Return the numbers of the arguments with NumPy arrays, which each call copies to the device."""
+        return [number for number, arg in enumerate(self.args) if any(map(_is_on_host, jax.tree.leaves(arg)))]
+
     def wait(self, result: Any) -> None:
         """Wait until the device has computed the result of the last call, and the models that the call changed."""
         jax.block_until_ready(jax.tree.map(_arrays_of, (result, self.args), is_leaf=_is_nnx))
@@ -68,6 +81,21 @@ class RepeatedCall:
             ) from None
         self.seconds_to_draw += time.perf_counter() - started
         return batch
+
+
+def _refuse_loaders(args: Sequence[Any]) -> None:
+    """Raise a TypeError for a loader of batches, as of torch or grain, that was passed without ``iter``."""
+    for number, arg in enumerate(args):
+        is_iterable = hasattr(arg, "__iter__") and not hasattr(arg, "shape") and not isinstance(arg, (str, Iterator))
+        if is_iterable and jax.tree_util.all_leaves([arg]):
+            raise TypeError(
+                f"argument {number} is a {type(arg).__name__}, not a batch; write iter(...) around it, and each call "
+                "draws the next batch"
+            )
+
+
+def _is_on_host(leaf: Any) -> bool:
+    return isinstance(leaf, np.ndarray) and leaf.size > 1
 
 
 def _copied(arg: Any) -> Any:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 from jaxmp.base import tables
 from jaxmp.inspect._profile import kinds
@@ -15,9 +15,11 @@ _NOTABLE = 0.10
 """The share of the time from which a kind of work is worth a sentence."""
 _NOTABLE_PRODUCTS = 0.02
 """The share of the time from which products are worth a sentence."""
+_NOTABLE_PART = 0.03
+"""The share of the time from which a kind of work is named among the others."""
 _SMALL = 128
 """The smallest size at which a product can use a GPU well: the tiles of its kernels have this width."""
-_SLOW = 0.3
+_SLOW = 0.2
 """The share of a large product's FLOP/s below which a small product is slow."""
 _GAP_BETWEEN_KERNELS = 0.02
 """The milliseconds up to which a wait belongs to the launch of the next kernel, not to other work of the host."""
@@ -25,7 +27,8 @@ _NAMED = 3
 """The number of paths that a sentence names."""
 
 
-class Measured(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Measured:
     """The measurements that the sentences read; see :class:`jaxmp.inspect.Profile`.
 
     Attributes:
@@ -33,20 +36,33 @@ class Measured(NamedTuple):
       busy: the share of the time in which a kernel runs.
       groups: the milliseconds by kind.
       rows: the rows by instruction.
-      programs: the number of compiled programs that a call runs.
-      drawing: the milliseconds that the host takes to draw a batch.
       ceilings: the fastest products and copy of the device.
       power: the power reading, or None.
+      is_cpu: whether the device is a CPU.
+      is_python: whether the function is a Python function, which runs without ``jax.jit``.
+      has_program_dtypes: whether the dtypes of products are those that the program asks for. On a CPU, the dtypes of a
+        Python function's products are those in which the CPU computes.
+      copied: the numbers of the arguments with NumPy arrays, which each call copies to the device.
+      drawing: the milliseconds that the host takes to draw a batch.
+      callbacks: the paths of the program's calls of Python.
     """
 
     milliseconds: float
     busy: float
     groups: Mapping[str, float]
     rows: Sequence[ProfileRow]
-    programs: int
-    drawing: float
     ceilings: Ceilings
-    power: PowerReading | None
+    power: PowerReading | None = None
+    is_cpu: bool = False
+    is_python: bool = False
+    has_program_dtypes: bool = True
+    copied: Sequence[int] = ()
+    drawing: float = 0.0
+    callbacks: Sequence[str] = ()
+
+    def share(self, *names: str) -> float:
+        """Return the share of the time in kinds of work."""
+        return sum(self.groups.get(name, 0.0) for name in names) / self.milliseconds
 
 
 def sentences_of(measured: Measured) -> tuple[str, ...]:
@@ -54,6 +70,7 @@ def sentences_of(measured: Measured) -> tuple[str, ...]:
     return (
         *_on_products(measured),
         *_on_waiting(measured),
+        *_on_callbacks(measured),
         *_on_float32(measured),
         *_on_small_products(measured),
         *_on_other_kinds(measured),
@@ -61,49 +78,83 @@ def sentences_of(measured: Measured) -> tuple[str, ...]:
     )
 
 
-def _share(measured: Measured, *names: str) -> float:
-    return sum(measured.groups.get(name, 0.0) for name in names) / measured.milliseconds
-
-
 def _on_products(measured: Measured) -> list[str]:
-    products = _share(measured, *kinds.PRODUCTS)
-    memory_bound = measured.busy - products
-    text = f"{products:.0%} of the time is in products, convolutions and attention, which half precision makes faster."
-    if memory_bound >= _NOTABLE:
-        text += f" {memory_bound:.0%} is in other kernels: the bytes that they move limit most of them."
-    return [text]
+    products = measured.share(*kinds.PRODUCTS)
+    device = (
+        "a CPU computes them more slowly in half precision than in float32"
+        if measured.is_cpu
+        else "half precision makes these faster"
+    )
+    lines = [f"{products:.0%} of the time is in products, convolutions and attention: {device}."]
+    parts = []
+    for kind, milliseconds in sorted(measured.groups.items(), key=lambda item: -item[1]):
+        if kind in kinds.BOUND_BY_BYTES and milliseconds >= _NOTABLE_PART * measured.milliseconds:
+            parts.append(f"{kind} {milliseconds / measured.milliseconds:.0%}")
+    if measured.share(*kinds.BOUND_BY_BYTES) >= _NOTABLE:
+        lines.append(f"The bytes that they move limit most other kernels: {', '.join(parts) or 'all small'}.")
+    return lines
 
 
 def _on_waiting(measured: Measured) -> list[str]:
     waiting = 1 - measured.busy
     if waiting < _NOTABLE:
         return []
+    return [
+        f"The device waits {waiting:.0%} of the time: {_reason_to_wait(measured, waiting * measured.milliseconds)}."
+    ]
+
+
+def _reason_to_wait(measured: Measured, milliseconds: float) -> str:
     launches = sum(row.calls for row in measured.rows)
-    gap = waiting * measured.milliseconds / max(launches, 1)
-    if measured.drawing >= waiting * measured.milliseconds / 2:
-        reason = (
+    if measured.drawing >= milliseconds / 2:
+        return (
             f"the iterator takes {measured.drawing:.3g} ms for each batch. Prepare batches in other processes, before "
             "they are needed"
         )
-    elif measured.programs > 1:
-        reason = (
-            f"a call runs {measured.programs} compiled programs, and Python between them. Put the whole step in one "
-            "jax.jit"
+    if measured.is_python:
+        return (
+            f"between the {_executions(measured.rows):.0f} programs that a call runs, Python computes, reads values "
+            "(as float(loss) does) or waits for data. Put the whole step in one jax.jit, and read values rarely"
         )
-    elif gap < _GAP_BETWEEN_KERNELS:
-        reason = (
-            f"it pauses {1e3 * gap:.2g} µs at each of {launches:.0f} kernels, which are short. Use a larger batch or "
-            "fewer, larger layers"
+    if measured.callbacks:
+        return f"the program calls Python in {_listed(measured.callbacks)}"
+    if measured.copied:
+        arguments = ", ".join(map(str, measured.copied))
+        return f"each call copies the NumPy arrays of argument {arguments} to the device. Use jax.device_put before"
+    if milliseconds / max(launches, 1) < _GAP_BETWEEN_KERNELS:
+        return (
+            f"it pauses {1e3 * milliseconds / launches:.2g} µs at each of {launches:.0f} kernels, which are short. Use "
+            "a larger batch, or fewer and larger layers"
         )
-    else:
-        reason = "look for callbacks, values that Python reads, and arrays that each call copies to the device"
-    return [f"The device waits {waiting:.0%} of the time: {reason}."]
+    reason = (
+        "the host takes longer to start a call than the device to run it. Use a larger batch, or take several steps in "
+        "one program with jax.lax.scan"
+    )
+    return reason + (". Or other processes use this CPU" if measured.is_cpu else "")
+
+
+def _executions(rows: Sequence[ProfileRow]) -> float:
+    """Return how many programs a call runs.
+
+    Each execution of a program runs most of its instructions once, and those in loops more often.
+    """
+    calls: dict[str, float] = {}
+    for row in rows:
+        calls[row.program] = min(row.calls, calls.get(row.program, row.calls))
+    return max(sum(calls.values()), 1.0)
+
+
+def _on_callbacks(measured: Measured) -> list[str]:
+    share = measured.share(kinds.CALLBACK)
+    if share < _NOTABLE_PRODUCTS:
+        return []
+    return [f"{share:.0%} of the time is in Python functions that the program calls: {_listed(measured.callbacks)}."]
 
 
 def _on_float32(measured: Measured) -> list[str]:
     wide = [row for row in measured.rows if row.dtype and not kinds.is_half(row.dtype)]
     share = sum(row.milliseconds for row in wide) / measured.milliseconds
-    if share < _NOTABLE_PRODUCTS:
+    if share < _NOTABLE_PRODUCTS or not measured.has_program_dtypes:
         return []
     if not any(row.dtype and kinds.is_half(row.dtype) for row in measured.rows):
         return [f"All products run in float32, {share:.0%} of the time: no policy and no autocast is in effect."]
@@ -119,7 +170,7 @@ def _on_small_products(measured: Measured) -> list[str]:
     longest = max(slow, key=lambda row: row.milliseconds)
     return [
         f"{share:.0%} of the time is in products that are too small for this device: {_paths(slow)}. {longest.size} "
-        f"(rows×terms×columns) runs at {speeds[longest]:.1%} of the speed of a large product."
+        f"(rows×terms×columns) runs at {100 * (speeds[longest] or 0):.2g}% of the speed of a large product."
     ]
 
 
@@ -134,22 +185,17 @@ def _relative_speed(row: ProfileRow, ceilings: Ceilings) -> float | None:
 
 
 _ADVICE = {
-    kinds.CAST: "audit shows casts that repeat or undo each other",
-    kinds.MOVE: "they only change layouts; keep the axes of activations in one order",
-    kinds.COLLECTIVE: "collectives shows what the devices send each other",
-    kinds.UPDATE: "it moves the params and their moments, whatever the precision of the products",
-    kinds.OTHER: "these are kernels of libraries, sorts and random numbers",
+    kinds.CAST: "Casts: audit shows those that repeat or undo each other.",
+    kinds.MOVE: "Copies and layout: they compute nothing; keep the axes of activations in one order.",
+    kinds.COLLECTIVE: "Collectives: jaxmp.inspect.collectives shows what the devices send each other.",
+    kinds.UPDATE: "Optimizer and finite check: their time does not depend on the batch, so a larger batch hides them.",
+    kinds.OTHER: "Other: kernels of libraries, sorts and random numbers.",
 }
 """What a reader can do about a kind of work that takes a notable share of the time."""
 
 
 def _on_other_kinds(measured: Measured) -> list[str]:
-    lines = []
-    for kind, advice in _ADVICE.items():
-        share = _share(measured, kind)
-        if share >= _NOTABLE:
-            lines.append(f"{share:.0%} of the time is in {kind}: {advice}.")
-    return lines
+    return [advice for kind, advice in _ADVICE.items() if measured.share(kind) >= _NOTABLE]
 
 
 def _on_power(measured: Measured) -> list[str]:
@@ -170,10 +216,12 @@ def _on_power(measured: Measured) -> list[str]:
 def _paths(rows: Sequence[ProfileRow]) -> str:
     """Return the paths of rows, those with the most time first, with one path for equal layers."""
     times: dict[str, float] = {}
-    groups = tables.grouped(rows, lambda row: tables.without_numbers(row.path))
-    for group in groups:
+    for group in tables.grouped(rows, lambda row: tables.without_numbers(row.path)):
         path = tables.common_path([row.path for row in group]) or "no named scope"
         times[path] = sum(row.milliseconds for row in group)
-    paths = sorted(times, key=lambda path: -times[path])
-    rest = len(paths) - _NAMED
-    return ", ".join(paths[:_NAMED]) + (f" and {rest} more" if rest > 0 else "")
+    return _listed(sorted(times, key=lambda path: -times[path]))
+
+
+def _listed(names: Sequence[str]) -> str:
+    rest = len(names) - _NAMED
+    return ", ".join(names[:_NAMED]) + (f" and {rest} more" if rest > 0 else "")

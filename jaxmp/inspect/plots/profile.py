@@ -34,6 +34,7 @@ _COLORS = {
     kinds.CAST: BLACK,
     kinds.MOVE: BROWN,
     kinds.COLLECTIVE: "#4B0082",
+    kinds.CALLBACK: "#7F3C8D",
     kinds.UPDATE: "#B8B200",
     kinds.OTHER: GREY,
     kinds.WAITING: LIGHT,

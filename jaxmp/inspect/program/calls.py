@@ -55,6 +55,9 @@ def step_call(fun: Any, args: Sequence[Any]) -> StepCall:
       TypeError: a train step does not accept the arguments.
       RuntimeError: the state was donated to an earlier step.
     """
+    names = "(model, optimizer, batch)" if isinstance(fun, NNXTrainStep) else "(state, batch)"
+    if len(args) != names.count(",") + 1:
+        raise TypeError(f"a train step takes {names}, got {len(args)} argument{'s' * (len(args) != 1)}")
     if isinstance(fun, NNXTrainStep):
         model = [nnx_models.scoped_copy(arg) if nnx_models.is_module(arg) else arg for arg in args[:1]]
         call = StepCall(fun.of_trees, state_of(*model, *args[1:2]), *args[2:])
