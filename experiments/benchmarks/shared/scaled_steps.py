@@ -22,6 +22,13 @@ from experiments.models.workloads import LossFn
 Init = Callable[[Any], tuple[Any, Any]]
 Start = Callable[[], Any]
 Step = Callable[[Any, Any], tuple[Any, jax.Array]]
+LEARNING_RATE = 1e-10
+"""The learning rate of every timed step, torch's too.
+
+A step must not train: on a batch that a model knows by heart, gradients are zeros, and a GPU computes faster on zeros,
+because it needs less power. With this rate the loss stays where it begins. It is not 0, so that no compiler can leave
+out the update.
+"""
 
 
 def no_scaling(loss_fn: LossFn, tx: optax.GradientTransformation, init: Init) -> tuple[Start, Step]:
