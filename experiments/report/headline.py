@@ -174,7 +174,8 @@ def accuracy(policy: str, loss_scale: str) -> Callable[[Sources, str], str]:
         runs = sources.accuracy.data["runs"] if sources.accuracy else []
         runs = [{**run, "final": {k: float(v) for k, v in run["final"].items()}} for run in runs if _whole(run)]
         variants = accuracy_report.by_variant(runs).get(TASKS[model], {})
-        runs, baseline = (variants.get(key, []) for key in ((policy, loss_scale), accuracy_report.BASELINE))
+        reference = accuracy_report.reference_of(variants)
+        runs, baseline = (variants.get(key, []) for key in ((policy, loss_scale), reference))
         differences = accuracy_report.differences(TASKS[model], runs, baseline)
         if not differences:
             return ""
