@@ -24,6 +24,7 @@ import hashlib
 import itertools
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -82,14 +83,14 @@ class Measurement:
         Every row of every model is first measured alone, because this process keeps GPU memory once rows have taken
         turns in it.
         """
-        progress.advance(0, "matrix products", "ceilings")
-        self.has.get("ceiling", lambda: ceiling.ceilings(self.config.smoke))
         for case in self.cases:
             self._alone(case, progress)
         turns = list(itertools.product(self.cases, self.config.passes))
         turns.sort(key=lambda turn: bool(self.has.read(self._turns(*turn)[1])))  # second tries last
         for case, which in turns:
             self._together(case, which, progress)
+        progress.advance(0, "matrix products", "ceilings")
+        self.has.get("ceiling", lambda: ceiling.ceilings(self.config.smoke))
 
     def _alone(self, case: Workload, progress: Progress) -> None:
         rows = self.rows[case]
@@ -107,7 +108,11 @@ class Measurement:
             progress.advance(0, f"{rows[key].label}, alone", case.name)
             known = self._known(case, key)
             known.pop("error", None)
-            self._save(f"alone-{case.name}-{key}", case, {"row": key, **known, **find()})
+            started = time.perf_counter()
+            figures = find()
+            if "train" in figures:
+                figures["train"]["wall_seconds"] = time.perf_counter() - started
+            self._save(f"alone-{case.name}-{key}", case, {"row": key, **known, **figures})
             progress.advance(1, f"{rows[key].label}, alone", case.name)
 
     def _turns(self, case: Workload, which: Pass) -> tuple[dict[str, Row], str]:
