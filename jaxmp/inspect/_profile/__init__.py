@@ -1,0 +1,1 @@
+"""Code of :func:`jaxmp.inspect.profile`."""
