@@ -25,14 +25,14 @@ def of_call(turn: Callable[[], Any], seconds: float) -> dict[str, Any]:
       seconds: how long to repeat the call; 0 to measure nothing.
 
     Returns:
-      ``joules`` of a call, and ``power``, the fields of a :class:`jaxmp.inspect.PowerReading`. Both are None if nothing
-      can be read.
+      ``joules`` of a call, and ``power``, the fields of a :class:`jaxmp.inspect._profile.power.PowerReading`. Both are
+      None if nothing can be read.
     """
     reading, calls = None, 0
     if seconds:
         started = time.perf_counter()
         with power.monitor() as monitor:
-            while time.perf_counter() - started < seconds:
+            while not calls or time.perf_counter() - started < seconds:
                 for _ in range(CALLS):
                     result = turn()
                 jax.block_until_ready(result)

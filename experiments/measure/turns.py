@@ -63,17 +63,19 @@ def not_judged(rows: Mapping[str, dict[str, Any]]) -> dict[str, str]:
     judged by :func:`broken` alone.
     """
     reasons = {name: why for name, row in rows.items() if (why := broken(row))}
-    losses = {
-        name: (float(row["loss_before"]), float(row["loss"]))
-        for name, row in rows.items()
-        if name not in reasons and row.get("loss_before") is not None and "loss" in row
-    }
-    typical = statistics.median(after for _, after in losses.values()) if losses else 0.0
-    for name, (before, after) in losses.items():
-        if not abs(after - before) <= MOVED * abs(before):
+    losses = dict[str, float]()
+    for name, row in rows.items():
+        if name in reasons or row.get("loss_before") is None or "loss" not in row:
+            continue
+        before, after = float(row["loss_before"]), float(row["loss"])
+        if abs(after - before) <= MOVED * abs(before):
+            losses[name] = after
+        else:
             reasons[name] = f"not judged: its loss moved from {before:.4g} to {after:.4g} while it was timed"
-        elif abs(after - typical) > APART * abs(typical):
-            reasons[name] = f"not judged: its loss is {after:.4g}, and that of the other rows is {typical:.4g}"
+    typical = statistics.median(losses.values()) if losses else 0.0
+    for name, loss in losses.items():
+        if abs(loss - typical) > APART * abs(typical):
+            reasons[name] = f"not judged: its loss is {loss:.4g}, and that of the other rows is {typical:.4g}"
     return reasons
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import re
 
 import flax.traverse_util
@@ -17,7 +18,7 @@ import jaxmp
 from experiments.benchmarks.shared import scaled_steps
 from experiments.benchmarks.train_step import jax_steps
 from experiments.benchmarks.train_step import run as train_step
-from experiments.benchmarks.train_step.rows import ROWS, Row, rows_of
+from experiments.benchmarks.train_step.rows import CHUNKS, ROWS, Row, rows_of
 from experiments.measure import flops
 from experiments.models import by_hand
 from experiments.models.workloads import NAMES, workload
@@ -123,6 +124,31 @@ def test_a_row_multiplies_in_the_precision_of_its_name(key, monkeypatch):
     assert more > 1.05 if row.remat != "none" else more == pytest.approx(1, abs=0.02)
 
 
+def test_a_row_splits_the_cross_entropy_into_its_chunks():
+    case = workload("gpt2", SMALL["gpt2"])
+    loops = []
+    for key in CHUNKS:
+        start, step = jax_steps.train_step(case, ROWS[key])
+        program = str(jax.make_jaxpr(step.train)(jax.eval_shape(start), case.batch))
+        loops += [int(length) for length in re.findall(r"length=(\d+)", program)]
+    assert loops == [1, 2, 4, 8]
+
+
+def test_the_constant_scale_is_that_with_which_the_dynamic_scale_begins():
+    constant = inspect.signature(scaled_steps.with_constant_scale).parameters["scale"].default
+    assert constant == jaxmp.DynamicLossScale().loss_scale
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.slow("compiles a step")
+def test_a_steps_loss_stays_where_it_begins(name):
+    case = workload(name, SMALL[name])
+    prepared = jax_steps.prepare(case, ROWS["hand-bf16"], "train", case.random_batch())
+    losses = [prepared.loss() for _ in range(20)]
+    assert losses == pytest.approx([losses[0]] * 20, rel=1e-4)
+    assert losses[0] == pytest.approx(np.log(case.sizes.vocabulary), rel=0.3)
+
+
 def test_the_logits_of_the_forward_pass_have_the_padding_of_the_vocabulary_in_every_row():
     for name, key in [("bert", "autocast-fp16"), ("gpt2", "jaxmp-bf16"), ("gpt2", "hand-tf32")]:
         case = workload(name, dataclasses.replace(SMALL[name], vocabulary=97))
@@ -202,7 +228,7 @@ def test_steps_of_peers_give_a_state_for_the_next_one():
 
 def test_rows_are_chosen_by_name_and_know_what_they_need(monkeypatch):
     assert list(rows_of("gpt2", ("hand-fp16", "jaxmp-bf16"))) == ["jaxmp-bf16", "hand-fp16"]
-    assert set(rows_of("gpt2")) - set(rows_of("resnet50")) == {key for key in ROWS if "remat" in key}
+    assert set(rows_of("gpt2")) - set(rows_of("resnet50")) == {key for key in ROWS if re.search("remat|chunk", key)}
     with pytest.raises(ValueError, match=r"--rows must be among jaxmp-bf16, .*; got fp8"):
         rows_of("gpt2", ("fp8",))
 
