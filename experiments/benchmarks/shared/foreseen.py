@@ -38,6 +38,7 @@ def save(results: Path, device: str, piece: str, seconds: float) -> None:
     recorded = json.loads(file.read_text()) if file.exists() else {}
     date = f"{datetime.date.today():%Y-%m-%d}"
     recorded.setdefault(device, {})[piece] = {"seconds": round(seconds, 1), "date": date}
+    results.mkdir(parents=True, exist_ok=True)
     write_json(file, recorded)
 
 
