@@ -105,7 +105,10 @@ def measure(name: str, config: Config, progress: Progress) -> dict[str, Any]:
     def ready(variant: Any) -> Prepared:
         start, step = variant(loss_fn, optax.adamw(scaled_steps.LEARNING_RATE), init)
         state = start()
-        turn = timing.turn(jax.jit(step, donate_argnums=0).lower(state, batch).compile(), state, batch)
+        compiled = jax.jit(step, donate_argnums=0).lower(state, batch).compile()
+        if variant is scaled_steps.with_constant_scale:
+            state = scaled_steps.settled(start, compiled, batch)
+        turn = timing.turn(compiled, state, batch)
         return Prepared(turn, lambda: float(turn()[1]))
 
     make = {label: functools.partial(ready, variant) for label, variant in VARIANTS.items()}

@@ -120,6 +120,8 @@ def prepare(case: Workload, row: Row, which: Pass, batch: Any) -> Prepared:
     started = time.perf_counter()
     compiled = jitted.lower(*args).compile()  # the call reuses this program
     seconds = time.perf_counter() - started
+    if which == "train" and row.constant_scale:
+        args = (scaled_steps.settled(start, compiled, batch), batch)
     turn = timing.turn(call, *args) if which == "train" else functools.partial(compiled, *args)
     loss = (lambda: float(turn()[1])) if which == "train" else None
     return Prepared(turn, loss, seconds, memory.of_compiled(compiled))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import re
 
 import flax.traverse_util
@@ -134,9 +133,27 @@ def test_a_row_splits_the_cross_entropy_into_its_chunks():
     assert loops == [1, 2, 4, 8]
 
 
-def test_the_constant_scale_is_that_with_which_the_dynamic_scale_begins():
-    constant = inspect.signature(scaled_steps.with_constant_scale).parameters["scale"].default
-    assert constant == jaxmp.DynamicLossScale().loss_scale
+def test_the_constant_scale_is_the_first_of_the_dynamic_scale_with_finite_gradients():
+    def loss_fn(params, model_state, batch, rng):
+        return jnp.mean((batch @ params).astype(jnp.float16)).astype(jnp.float32), model_state
+
+    assert jaxmp.DynamicLossScale().loss_scale == scaled_steps.INITIAL_SCALE
+    args = loss_fn, optax.sgd(1e-10), lambda key: (jnp.ones(3), None)
+    batch = np.full((1, 3), 16, np.float32)  # the scaled gradients are 16 times the scale, cast to float16
+    half = jax.jit(lambda state, batch: step(state, batch.astype(jnp.float16)))
+
+    def with_half_gradients(params, model_state, batch, rng):
+        return loss_fn(params.astype(jnp.float16), model_state, batch, rng)
+
+    start, step = scaled_steps.with_constant_scale(with_half_gradients, *args[1:])
+    *_, scale = scaled_steps.settled(start, half, batch)
+    dynamic_start, dynamic_step = scaled_steps.with_jaxmp(with_half_gradients, *args[1:])
+    state = dynamic_start()
+    for _ in range(5):
+        state, _ = dynamic_step(state, batch.astype(np.float16))
+    assert scale == jaxmp.get_loss_scale(state[1]).loss_scale == 2**11
+    with pytest.raises(FloatingPointError, match="even without a scale"):
+        scaled_steps.settled(start, half, np.full((1, 3), np.inf, np.float32))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -146,7 +163,7 @@ def test_a_steps_loss_stays_where_it_begins(name):
     prepared = jax_steps.prepare(case, ROWS["hand-bf16"], "train", case.random_batch())
     losses = [prepared.loss() for _ in range(20)]
     assert losses == pytest.approx([losses[0]] * 20, rel=1e-4)
-    assert losses[0] == pytest.approx(np.log(case.sizes.vocabulary), rel=0.3)
+    assert losses[0] == pytest.approx(np.log(case.sizes.vocabulary), rel=0.5)
 
 
 def test_the_logits_of_the_forward_pass_have_the_padding_of_the_vocabulary_in_every_row():
