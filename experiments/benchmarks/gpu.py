@@ -255,7 +255,7 @@ def device_name(here: dict[str, Any]) -> str:
 
 
 def foreseen_seconds(pieces: Iterable[Piece], device: str | None = None) -> dict[str, Seconds]:
-    """Return the seconds of each piece on a device; pieces of which nothing is known are left out.
+    """Return the seconds of each piece on a device; pieces without a record or an estimate are left out.
 
     The seconds are those that an earlier run recorded, or an estimate from recorded train steps. If ``device`` is None,
     the newest records count.

@@ -170,9 +170,13 @@ def goals(task: str, variants: Variants) -> dict[str, tuple[bool | None, str]]:
 
 
 def savings(task: str, variants: Variants) -> list[Goal]:
-    """Return the goals of ResNet-50's time and memory in half precision, relative to float32."""
+    """Return the goals of ResNet-50's time and memory in half precision, relative to float32.
+
+    They apply to the task's preset only.
+    """
     baseline = variants.get(BASELINE, [])
-    if METRICS[task] != "accuracy" or not baseline:
+    is_preset = bool(baseline) and all(run["setting"].get("whole") for run in baseline)
+    if METRICS[task] != "accuracy" or not is_preset:
         return []
     judged = list[Goal]()
     for variant in HALF:

@@ -1,4 +1,7 @@
-"""The seconds that a piece of `make gpu` takes: recorded by earlier runs, or estimated from their rows."""
+"""Foresee the seconds of each piece of `make gpu`.
+
+The seconds are those that earlier runs recorded, or an estimate from the rows of earlier runs.
+"""
 
 from __future__ import annotations
 
@@ -103,9 +106,8 @@ class Rows:
         """Return the milliseconds of a step, of this row or of code by hand in the same precision."""
         if ms := self._rows.get((model, key), {}).get("ms"):
             return float(ms[1])
-        precision = ROWS[key].precision
-        others = (f"{name}-hand-{precision}" for name in (model, "gpt2"))
-        return next((TIMES[name] for name in others if name in TIMES), 0.0)
+        by_hand = (f"{name}-hand-{ROWS[key].precision}" for name in (model, "gpt2"))
+        return next((TIMES[name] for name in by_hand if name in TIMES), 0.0)
 
     def overhead(self, model: str, key: str) -> float:
         """Return the seconds of a row in its process besides compilation."""
