@@ -126,8 +126,11 @@ class Piece:
         return f"done, without {', '.join(self.missing)}" if self.missing else "done"
 
 
-def _steps(kind: str, title: str, rows: tuple[str, ...], model: str, rounds: int = ROUNDS) -> Piece:
-    flags = ("--models", model, "--rows", *rows, "--passes", "train", "--rounds", str(rounds))
+def _steps(
+    kind: str, title: str, rows: tuple[str, ...], model: str, rounds: int = ROUNDS, ceilings: bool = True
+) -> Piece:
+    flags: tuple[str, ...] = ("--models", model, "--rows", *rows, "--passes", "train", "--rounds", str(rounds))
+    flags += () if ceilings else ("--no-ceilings",)  # so that the most valuable pieces are short
     piece = _of_train_step(f"{kind}-{model}", f"{MODELS[model]}'s train step: {title}", flags)
     return dataclasses.replace(piece, model=model, rows=rows, rounds=rounds)
 
@@ -168,8 +171,9 @@ _TINY = ("--layers", "1", "--width", "64", "--vocabulary", "64", "--rounds", "2"
 _BRIEF = ("--smoke", "--rounds", "2", "--block-ms", "1")
 # A piece that compares variants of a model's step, such as chunks-gpt2, has rows that differ in an option of `Row`.
 PIECES = (
-    *(_steps("step", "bf16 at two settings, by hand and torch.compile", STEP_ROWS, model) for model in MODELS),
-    *(_steps("fp16", "fp16 with a dynamic and a constant scale", FP16_ROWS, model) for model in MODELS),
+    *(_steps("step", "bf16 at two settings, by hand and torch.compile", STEP_ROWS, model, ceilings=False)
+      for model in MODELS),
+    *(_steps("fp16", "fp16 with a dynamic and a constant scale", FP16_ROWS, model, ceilings=False) for model in MODELS),
     *(_steps("autocast", "autocast, a policy and code by hand", AUTOCAST_ROWS, model) for model in MODELS),
     *(_steps("tf32", "bf16 and TF32", TF32_ROWS, model, SLOW_ROUNDS) for model in MODELS),
     *(_steps("fp32", "bf16 and fp32", FP32_ROWS, model, SLOW_ROUNDS) for model in MODELS),
@@ -311,6 +315,7 @@ class Run:
         self.config, self.folder = config, folder
         self.has = kept.Kept(folder, config.minutes, here, smoke=config.smoke)
         self._here = here
+        self.has_results = False
         self._ends = time.monotonic() + 60 * config.minutes
         self.has.require_alike("gpu.json")
         self._about = self.has.read("gpu") or {"pieces": {}, "results": {}}
@@ -378,7 +383,7 @@ class Run:
         self.has.save("gpu", {name: self._about[name] for name in ("pieces", "results")})
 
     def _publish(self, piece: Piece) -> None:
-        """Copy a result, complete or not, and update the README's tables."""
+        """Copy a result, complete or not."""
         files = list((self.folder / (piece.folder or piece.name)).glob(f"{piece.result}.*"))
         if not files:
             return
@@ -387,12 +392,16 @@ class Run:
         target.mkdir(parents=True, exist_ok=True)
         for file in files:
             shutil.copyfile(file, target / file.name)
+        self._keep(piece, self.of(piece)["state"], 0.0, self.of(piece)["reason"])
+        self.has_results = True
         print(f"== the result is in {target}", flush=True)
+
+    def write_readme(self) -> str:
+        """Update the README's tables if results were copied. Return why they were not written, or an empty string."""
+        if not self.has_results:
+            return ""
         done = _captured([sys.executable, "-m", "experiments.report.readme"])
-        state, why = (self.of(piece)[name] for name in ("state", "reason"))
-        if done.returncode:
-            state, why = "failed", f"the README's tables were not written: {_last_word(done.stderr)}"
-        self._keep(piece, state, 0.0, why)
+        return f"the README's tables were not written: {_last_word(done.stderr)}" if done.returncode else ""
 
     def table(self, pieces: list[Piece]) -> Table:
         """Return a table with a row for each piece.
@@ -491,6 +500,7 @@ def _run(run: Run, pieces: list[Piece], here: dict[str, Any]) -> None:
         waiting.remove(piece)
         if not waiting and config.minutes:  # pieces that were cut have another turn
             waiting = [piece for piece in run.left(pieces) if run.of(piece)["state"] == "begun"]
+    readme_error = run.write_readme()  # once, because it takes seconds
     print()
     run.table(pieces).show(terminal())
     if left := [piece.name for piece in run.left(pieces)]:
@@ -500,6 +510,8 @@ def _run(run: Run, pieces: list[Piece], here: dict[str, Any]) -> None:
     print(f"written to {run.folder}; compiled programs: {caches.size(cache) / 2**20:.0f} MiB in {cache}")
     if failed := [piece.name for piece in pieces if run.of(piece)["state"] == "failed"]:
         cli.fail(f"{', '.join(failed)} failed: the reasons and the logs are in the table", 1)
+    if readme_error:
+        cli.fail(readme_error, 1)
 
 
 if __name__ == "__main__":

@@ -20,9 +20,9 @@ FILE = "gpu_seconds.json"
 """The file in experiments/results with the seconds of each piece, by device. Runs write it."""
 WARM_UP = 2
 """The rounds before those that are timed."""
-START, AGAIN = 10.0, 6.0
-"""The seconds of a row besides compilation, and the seconds to prepare it again for the turns, where no run recorded
-them."""
+PIECE, START, AGAIN = 10.0, 10.0, 6.0
+"""The seconds of a piece besides its rows; of a row besides its compilation; and to prepare a row again for the turns.
+They are used where no run recorded the seconds."""
 
 
 class Seconds(NamedTuple):
@@ -127,7 +127,7 @@ class Rows:
           block_ms: the target duration of a turn in milliseconds.
           steps: the steps that the piece trains with each row.
         """
-        seconds = 0.0
+        seconds = PIECE
         for key in rows_of(model, tuple(keys)):
             if key not in known or not rounds:
                 compiling = self.compile_seconds(model, key)

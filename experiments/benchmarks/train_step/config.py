@@ -24,6 +24,8 @@ class Config(records.Timed, records.Pieces, records.Small):
     """The train step, the forward pass alone, or both."""
     energy_s: float = 1.5
     """Seconds for which a row runs to measure its energy; 0 to measure no energy."""
+    ceilings: bool = True
+    """Measure the fastest products of the device too, once for each run folder."""
     batch_size: int = 0
     """Examples per step; 0 for 256 (resnet50), 64 (bert) and 16 (gpt2)."""
     look: Annotated[Literal["", "width", "depth", "busy"], tyro.conf.arg(metavar="{width,depth,busy}")] = ""

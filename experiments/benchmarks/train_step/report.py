@@ -36,6 +36,10 @@ EXPLANATION = (
 )
 
 
+SECONDS = (
+    "The seconds that each measurement took. Start: imports and the start of the device in the row's process, and its "
+    "end. Preparing is mostly compilation."
+)
 POWER = (
     "While the row repeats alone. Means over the samples; the highest temperature. Clocks lowered by: the share of "
     "samples in which the power limit or the temperature lowered the clocks. Time follows energy at the power limit."
@@ -107,6 +111,31 @@ def power_table(results: Results, which: Pass) -> Table | None:
     return Table(title, POWER_COLUMNS, rows, notes=(POWER,)) if rows else None
 
 
+def seconds_table(results: Results, which: Pass) -> Table | None:
+    """Return a table with the seconds that each row took to measure, by part.
+
+    The result is None if no row has them.
+    """
+    parts, rows = dict[str, None](), []
+    seconds = {key: results.figures(which, key).get("seconds") for key in rows_of(results.about["model"])}
+    measured = {key: laps for key, laps in seconds.items() if laps}
+    for laps in measured.values():
+        parts |= dict.fromkeys(laps)
+    for key, laps in measured.items():
+        figures = results.figures(which, key)
+        wall = figures.get("wall_seconds")
+        cells = (cell(laps.get(part), ".1f") for part in parts)
+        start = wall and wall - sum(laps.values())
+        rows.append((ROWS[key].label, cell(wall, ".1f"), cell(start, ".1f"), *cells))
+    for rounds in results.rounds:
+        if rounds["pass"] == which and rounds.get("seconds"):
+            laps = rounds["seconds"]
+            text = f"{len(rounds['rows'])} rows in turn, getting ready and timing"
+            rows.append((text, cell(sum(laps.values()), ".1f"), "", cell(laps.get("preparing"), ".1f")))
+    title = titled(f"{results.about['text']}: {TITLES[which]}, seconds", results.about["setting"]["smoke"])
+    return Table(title, ("row", "all", "start", *parts), rows, notes=(SECONDS,)) if rows else None
+
+
 def kernels_table(results: Results, which: Pass) -> Table | None:
     """Return a table with the milliseconds of each group of kernels, in a row for each of ``ROWS``.
 
@@ -143,14 +172,15 @@ def write(folder: Path) -> dict[str, Results]:
     for name, of_model in results.items():
         passes = of_model.passes()
         for which in passes:
-            more = (kernels_table(of_model, which), power_table(of_model, which))
+            more = (make(of_model, which) for make in (kernels_table, power_table, seconds_table))
             tables += [table(of_model, which), *(extra for extra in more if extra)]
         about = {key: of_model.about[key] for key in ("text", "sizes", "items", "unit", "model_flops", "environment")}
         figures = {which: {key: of_model.figures(which, key) for key in rows_of(name)} for which in passes}
         models[name] = {**about, "goals": train_step_goals.sentences(of_model), **figures, "turns": of_model.turns}
         models[name]["rounds"] = of_model.rounds
     grid = list(zip(*map(pictures, results.values()), strict=True))
-    text, data = [EXPLANATION, ceiling.sentence(ceilings)], {"ceiling": ceilings, "models": models}
+    text = [EXPLANATION, *([ceiling.sentence(ceilings)] if ceilings else [])]
+    data = {"ceiling": ceilings, "models": models}
     title, shows = "A train step in mixed precision", "milliseconds and peak memory of a train step"
     records.record(folder, "train_step", title, where, tables, data, text, shows, grid)
     return results

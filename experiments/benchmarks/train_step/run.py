@@ -89,8 +89,9 @@ class Measurement:
         turns.sort(key=lambda turn: bool(self.has.read(self._turns(*turn)[1])))  # second tries last
         for case, which in turns:
             self._together(case, which, progress)
-        progress.advance(0, "matrix products", "ceilings")
-        self.has.get("ceiling", lambda: ceiling.ceilings(self.config.smoke))
+        if self.config.ceilings:
+            progress.advance(0, "matrix products", "ceilings")
+            self.has.get("ceiling", lambda: ceiling.ceilings(self.config.smoke))
 
     def _alone(self, case: Workload, progress: Progress) -> None:
         rows = self.rows[case]
@@ -141,7 +142,7 @@ class Measurement:
         def tell(i: int) -> None:
             progress.advance(0, f"timing, in turn: round {max(i, 0) + 1} of {rounds}", case.name)
 
-        with power.monitor() as monitor:
+        with power.monitor(interval=0.1) as monitor:  # rarely, so that it does not disturb the timing
             figures = turns.together(prepared, rounds, block_ms, tell)
         watch.lap("timing")
         reading = monitor.result()

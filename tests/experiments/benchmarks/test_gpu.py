@@ -229,9 +229,7 @@ def test_the_command_to_continue_is_the_one_that_was_typed(on, tmp_path, capsys,
     assert start == "to do: one" and [program, *sorted(arguments)] == ["make", *sorted(["gpu", *typed])]
 
 
-def test_results_are_copied_to_a_dated_folder_and_the_readme_is_written_after_each_piece(
-    on, tmp_path, monkeypatch, capsys
-):
+def test_results_are_copied_to_a_dated_folder_and_the_readme_is_written_at_the_end(on, tmp_path, monkeypatch, capsys):
     on(backend="gpu", device="1 × NVIDIA H100 80GB HBM3 (gpu)")
     writes = (
         "[(folder / f'one.{kind}').write_text('x') for kind in ('md', 'json')]; (folder / 'alone-one.json').touch()"
@@ -249,9 +247,21 @@ def test_results_are_copied_to_a_dated_folder_and_the_readme_is_written_after_ea
     assert sorted(file.name for file in folder.iterdir()) == ["one.json", "one.md"]
     (folder,) = (tmp_path / "results").glob("two-*")
     assert [file.name for file in folder.iterdir()] == ["two.md"]
-    assert ran == [[sys.executable, "-m", "experiments.report.readme"]] * 2
+    assert ran == [[sys.executable, "-m", "experiments.report.readme"]]
     assert states(tmp_path / "run") == {"one": "done", "two": "failed", "three": "failed"}
     assert "no such kernel (exit code 1; " in capsys.readouterr().out
+
+
+def test_a_readme_that_cannot_be_written_is_an_error_after_all_pieces(on, tmp_path, monkeypatch, capsys):
+    on(backend="gpu")
+    (piece,) = pieces(monkeypatch, one="(folder / 'one.md').write_text('x')")
+    monkeypatch.setattr(gpu, "PIECES", (dataclasses.replace(piece, result="one"),))
+    done = subprocess.CompletedProcess([], 1, "", "error: a result is damaged\n")
+    monkeypatch.setattr(gpu, "_captured", lambda command: done)
+    with pytest.raises(SystemExit, match="1"):
+        gpu.main(gpu.Config(minutes=0, run_dir=tmp_path / "run"))
+    assert capsys.readouterr().err == "error: the README's tables were not written: error: a result is damaged\n"
+    assert states(tmp_path / "run") == {"one": "done"}
 
 
 def test_a_folder_has_pieces_of_one_device_and_of_full_size_only_on_a_gpu(on, tmp_path, capsys, monkeypatch):

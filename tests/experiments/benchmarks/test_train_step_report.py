@@ -106,6 +106,19 @@ def test_kernels_are_shown_by_group_and_power_beside_the_clocks():
     assert watts.rows == [("jaxmp, bf16", "25.7", "690", "700", "1500", "1980", "power limit 83%", "61")]
 
 
+def test_the_seconds_of_each_row_are_shown_by_part():
+    results = results_of(jaxmp_bf16=(30, 70), hand_bf16=(31, 70))
+    assert report.seconds_table(results, "train") is None
+    figures = {"seconds": {"preparing": 12.0, "energy": 1.5}, "wall_seconds": 20.0}
+    results.alone["jaxmp-bf16"]["train"] |= figures
+    results.rounds.append({"pass": "train", "seconds": {"preparing": 8.0, "timing": 4.0}, "rows": ["jaxmp-bf16"] * 2})
+    table = report.seconds_table(results, "train")
+    assert table.columns == ("row", "all", "start", "preparing", "energy")
+    row, turns = table.rows
+    assert row == ("jaxmp, bf16", "20.0", "6.5", "12.0", "1.5")
+    assert turns == ("2 rows in turn, getting ready and timing", "12.0", "", "8.0")
+
+
 def test_a_ratio_is_of_the_newest_rounds_that_have_both_rows_and_torch_is_its_fastest_row():
     results = results_of(jaxmp_bf16=(30, 70), compile_bf16=(40, 80))
     results.turns["train"] += [{"jaxmp-bf16": {"milliseconds": [20, 20, 20]}}]
