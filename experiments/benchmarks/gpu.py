@@ -5,11 +5,11 @@ The most valuable pieces come first.
 python -m experiments.benchmarks.gpu --minutes 9
 
 The pieces are runs of the other benchmarks; --list prints them with the seconds that they take. When the minutes are
-up, no piece starts. A piece that does not fit in the time left waits for the next command, if a later piece fits. A
-piece that is still running after its time is stopped, and keeps what it has measured. The same command continues on the
-same kind of device with the same versions, and tries failed pieces again at the end. Each kind of device has its own
-run folder. The results of each piece are copied to experiments/results/NAME-DATE-DEVICE, and the README's tables are
-updated. The run folder has the logs, and the compiled programs in cache/.
+up, no piece starts. A piece that is still running after its time is stopped, and keeps what it has measured. The same
+command continues on the same kind of device with the same versions, and tries failed pieces again at the end. In the
+last command on a machine, --whole prefers pieces that fit in the time left. Each kind of device has its own run folder.
+The results of each piece are copied to experiments/results/NAME-DATE-DEVICE, and the README's tables are updated. The
+run folder has the logs, and the compiled programs in cache/.
 """
 
 from __future__ import annotations
@@ -225,6 +225,9 @@ class Config(records.Small):
     """Minutes for this command; 0 for no limit. Run the command again to continue."""
     pieces: Annotated[tuple[str, ...], tyro.conf.arg(metavar="PIECE [PIECE ...]", help_behavior_hint="")] = ()
     """Pieces to run, in the order in which --list prints them. (default: all)"""
+    whole: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Prefer pieces that are foreseen to fit in the time left, also if they are less valuable. Use it in the last
+    command on a machine."""
     list: tyro.conf.FlagCreatePairsOff[bool] = False
     """Print the pieces, their seconds and their commands, and exit."""
     run_dir: cli.Folder = None
@@ -341,8 +344,8 @@ class Run:
         return (self._ends - time.monotonic()) / 60 if self.config.minutes else 0.0
 
     def pick(self, pieces: list[Piece]) -> Piece:
-        """Return the first piece that is foreseen to fit in the time left, or else the first piece."""
-        if not self.config.minutes:
+        """Return the first piece; with ``--whole``, the first that is foreseen to fit in the time left, if any does."""
+        if not (self.config.whole and self.config.minutes):
             return pieces[0]
         seconds = foreseen_seconds(PIECES, self._here["device"])
         room = (1 - TO_REPORT) * 60 * self.minutes_left

@@ -135,15 +135,18 @@ def test_a_piece_has_four_minutes_and_another_turn_after_the_others(on, tmp_path
     assert states(tmp_path / "run") == {"long": "done", "short": "done"}
 
 
-def test_a_piece_that_does_not_fit_waits_for_the_next_command_if_another_fits(on, tmp_path, monkeypatch):
+def test_in_the_last_command_a_piece_that_fits_runs_before_those_that_do_not(on, tmp_path, monkeypatch):
     on()
     pieces(monkeypatch, first="", second="", third="")
     for piece, seconds in (("first", 500), ("second", 200), ("third", 50)):
         foreseen.save(gpu.RESULTS, HERE["device"], piece, seconds)
     ran = []
     monkeypatch.setattr(gpu, "_follow", lambda command, log, *_: ran.append(log.stem) or (0, False))
-    gpu.main(gpu.Config(smoke=True, minutes=2.0, run_dir=tmp_path / "run"))
+    gpu.main(gpu.Config(smoke=True, minutes=2.0, whole=True, run_dir=tmp_path / "whole"))
     assert ran == ["third", "first", "second"]  # if nothing fits, the first piece keeps what it measures in time
+    ran.clear()
+    gpu.main(gpu.Config(smoke=True, minutes=2.0, run_dir=tmp_path / "run"))
+    assert ran == ["first", "second", "third"]
 
 
 def test_all_pieces_keep_their_programs_in_one_folder_and_their_seconds_in_the_results(
