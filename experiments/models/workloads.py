@@ -58,7 +58,7 @@ FULL = {
 }
 """The full sizes, which are usual in benchmarks."""
 SMOKE = {
-    "resnet50": Sizes(2, 32, layers=1, width=8, vocabulary=10),
+    "resnet50": Sizes(8, 32, layers=1, width=8, vocabulary=1000),
     "bert": Sizes(2, 32, layers=2, width=64, vocabulary=1000),
     "gpt2": Sizes(2, 32, layers=2, width=64, vocabulary=1000),
 }
