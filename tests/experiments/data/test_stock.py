@@ -73,7 +73,7 @@ def test_cifar10_is_read_from_a_folder_of_class_folders(place, suffix, tmp_path)
     }
     assert_read("cifar10", tmp_path, expected)
     assert data.origin("cifar10", tmp_path) == (
-        f"cifar10/3.0.2: image files in {(tmp_path / place).resolve()}: their pixels may differ from the original's"
+        f"cifar10/3.0.2: image files in the folder {(tmp_path / place).resolve().name}: their pixels may differ from the original's"
     )
 
 
