@@ -49,6 +49,8 @@ LEAST = 1.0
 """The minutes that must be left for a piece to start, because compiling takes about a minute."""
 MOST = 4.0
 """The minutes after which a piece leaves the rest to a later turn, so that the other pieces have turns too."""
+SLOWER = 1.5
+"""How much longer than ``MOST`` a piece may take that was foreseen to take less."""
 TO_REPORT = 0.1
 """The share of a piece's minutes that is left for writing its results."""
 CUT = 124
@@ -352,9 +354,14 @@ class Run:
         fitting = (piece for piece in pieces if piece.name in seconds and seconds[piece.name].seconds <= room)
         return next(fitting, pieces[0])
 
+    def most(self, piece: Piece) -> float:
+        """Return the minutes that a piece may take in a turn."""
+        seconds = foreseen_seconds(PIECES, self._here["device"]).get(piece.name)
+        return MOST * SLOWER if seconds and seconds.seconds <= 60 * MOST else MOST
+
     def run(self, piece: Piece) -> None:
         """Run a piece until it ends or its minutes are up, and save its state."""
-        minutes = min(MOST, self.minutes_left)
+        minutes = min(self.most(piece), self.minutes_left)
         command = piece.command(self.folder, self.config.smoke, (1 - TO_REPORT) * minutes)
         most = f"at most {minutes:.1f} minutes" if minutes else "no limit"
         print(f"\n== {piece.name}: {piece.title} ({most})\n$ {shlex.join(['python', *command[1:]])}", flush=True)
