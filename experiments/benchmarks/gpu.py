@@ -37,7 +37,7 @@ from experiments.benchmarks.accuracy.report import SEEDS
 from experiments.benchmarks.accuracy.run import BRIEF_STEPS
 from experiments.benchmarks.shared import foreseen, records
 from experiments.benchmarks.shared.foreseen import Seconds
-from experiments.benchmarks.train_step.rows import CHUNKS
+from experiments.benchmarks.train_step.rows import CHUNKS, ROWS
 from experiments.measure import caches
 from experiments.report.tables import Table, terminal
 from experiments.training import cli, kept
@@ -134,7 +134,8 @@ def _steps(
     flags: tuple[str, ...] = ("--models", model, "--rows", *rows, "--passes", "train", "--rounds", str(rounds))
     flags += () if ceilings else ("--no-ceilings",)  # so that the most valuable pieces are short
     piece = _of_train_step(f"{kind}-{model}", f"{MODELS[model]}'s train step: {title}", flags)
-    return dataclasses.replace(piece, model=model, rows=rows, rounds=rounds)
+    wants = (*(["torch"] if any(ROWS[row].torch for row in rows) else []), "pynvml", "matplotlib")
+    return dataclasses.replace(piece, model=model, rows=rows, rounds=rounds, wants=wants)
 
 
 def _of_train_step(
