@@ -101,13 +101,26 @@ _NAMES = {
     "jaxmp.training.stuck_runs": ("NonFiniteTrainingError",),
 }
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
+_ELSEWHERE = {
+    "apply_policy": "jaxmp.linen.apply_policy or jaxmp.nnx.apply_policy",
+    "audit": "jaxmp.inspect.audit",
+    "cross_entropy": "jaxmp.losses.cross_entropy",
+    "checkpoint": "make_train_step(remat=...), or jax.checkpoint",
+    "fsdp_specs": "jaxmp.sharding.fsdp_specs",
+    "GradScaler": "jaxmp.loss_scaling(tx, jaxmp.DynamicLossScale())",
+    "Optimizer": "jaxmp.nnx.Optimizer",
+    "profile": "jaxmp.inspect.profile",
+    "Sharding": "jaxmp.sharding.Sharding",
+}
+"""What to write in place of a name that other libraries, or other modules of jaxmp, have."""
 
 __all__ = sorted([*_MODULES, *_MODULE_OF])
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
-        raise AttributeError(f"module 'jaxmp' has no attribute {name!r}")
+        remedy = f"; write {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
+        raise AttributeError(f"module 'jaxmp' has no attribute {name!r}{remedy}")
     import_module("jaxmp.base.cache_keys")  # a later import would make JAX compile jitted functions again
     if name in _MODULES:
         value: Any = import_module(_MODULES[name])

@@ -82,6 +82,19 @@ def test_a_name_that_is_none_is_pythons_error():
         jaxmp.no_such_name  # noqa: B018
 
 
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("apply_policy", "write jaxmp.linen.apply_policy or jaxmp.nnx.apply_policy"),
+        ("GradScaler", r"write jaxmp.loss_scaling\(tx, jaxmp.DynamicLossScale\(\)\)"),
+        ("checkpoint", r"write make_train_step\(remat=...\)"),
+    ],
+)
+def test_the_error_for_a_name_of_another_library_or_module_says_what_to_write(name, remedy):
+    with pytest.raises(AttributeError, match=remedy):
+        getattr(jaxmp, name)
+
+
 def test_dir_of_an_adapter_has_what_the_docs_name_of_it_and_no_more():
     files = (ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md"))
     text = "".join(file.read_text() for file in files)

@@ -114,6 +114,17 @@ def short(number: float) -> str:
     return f"{number / 1000**power:.3g}{' kMGTP'[power]}".strip()
 
 
+def byte_text(size: float) -> str:
+    """Return a number of bytes with three digits and a unit that is a power of 1,024.
+
+    >>> byte_text(1536), byte_text(7.5e9)
+    ('1.5 KiB', '6.98 GiB')
+    """
+    units = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+    power = next((n for n in range(len(units) - 1, 0, -1) if size >= 0.9995 * 1024**n), 0)
+    return f"{size / 1024**power:.3g} {units[power]}"
+
+
 def grouped(items: Iterable[T], key: Callable[[T], Hashable]) -> list[list[T]]:
     """Return groups of items with equal keys, in the order of their first items.
 

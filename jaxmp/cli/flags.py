@@ -42,6 +42,11 @@ ARRAYS = (
     | _named("--args", metavar="MODULE:FUNCTION", help=_ARGUMENTS)
 )  # fmt: skip
 """A loss function that is run, and its arguments."""
+CALL = (
+    _named("function", metavar="MODULE:FUNCTION", help="a train step or any other function; it is run")
+    | _named("--args", metavar="MODULE:FUNCTION", help=_ARGUMENTS)
+)  # fmt: skip
+"""A function that is run, and its arguments."""
 RUN = _named("run", metavar="RUN", help="the folder of the run to show, usually a run in half precision")
 DEVICE = _named("--device", metavar="NAME", help="a GPU that is not attached: h200, h100, a100, b200, l4, t4")
 TOPOLOGY = _named("--topology", metavar="1x2x4", help=_TOPOLOGY)
@@ -73,6 +78,7 @@ AGAINST = _named(
     "--against", metavar="RUN", help="a run to compare with; repeat for more runs, a float32 run first", **_REPEATED
 )
 OUT = _named("--out", metavar="FILE.html", help="default: report.html in the run's folder")
+STEPS = _named("--steps", type=int, default=5, metavar="N", help="the number of calls under the profiler; default: 5")
 NO_GRAD = _named("--no-grad", action="store_true", help="check only the results, not the gradients")
 PLOT = _named("--plot", metavar="FILE", help="also write a picture: .png, .pdf or .svg; needs matplotlib")
 JSON = _named("--json", action="store_true", help="print JSON, for programs")

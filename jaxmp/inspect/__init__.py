@@ -5,6 +5,8 @@ The tools report precision, underflow, rounding errors, the first infinity or Na
 """
 
 from jaxmp.base.formats import formats
+from jaxmp.inspect._profile.kernel_rows import ProfileRow
+from jaxmp.inspect._profile.profiling import Profile, profile
 from jaxmp.inspect.audit_products import Product
 from jaxmp.inspect.auditing import Audit, AuditError, audit
 from jaxmp.inspect.blame import Blame, first_nonfinite
@@ -30,6 +32,8 @@ __all__ = [
     "Memory",
     "Numerics",
     "Product",
+    "Profile",
+    "ProfileRow",
     "Record",
     "Roofline",
     "Statistics",
@@ -43,6 +47,7 @@ __all__ = [
     "ideal_wire",
     "memory",
     "numerics",
+    "profile",
     "record",
     "roofline",
     "tune",

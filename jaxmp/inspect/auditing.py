@@ -66,14 +66,15 @@ class Audit(tables.Shown):
         """Raise an error if the precision is wrong; call this method in your tests.
 
         Args:
-          min_half_flops: the minimum of ``half_flops``; ignored if the program has no products.
+          min_half_flops: the minimum of ``half_flops``, a share from 0 to 1. With 0, a program may have no products.
           allow: the findings to accept: a kind of finding, or a list. Each item of the list is a kind, or a pair
             ``(kind, glob)``. A pair accepts findings of this kind in modules and scopes whose path matches the glob.
           max_bytes: the maximum number of bytes at the memory peak.
 
         Raises:
           AuditError: the audit found a problem. The message has one line for each problem, with the remedy.
-          ValueError: a kind is unknown, or ``max_bytes`` is set and nothing was compiled.
+          ValueError: a kind is unknown, ``min_half_flops`` is not a share, or ``max_bytes`` is set and nothing was
+            compiled.
 
         >>> half = jax.ShapeDtypeStruct((8, 8), jnp.bfloat16)
         >>> jaxmp.inspect.audit(jnp.matmul, compile=False)(half, half).check()
@@ -106,8 +107,12 @@ class Audit(tables.Shown):
         return not_allowed
 
     def _faults_of_flops(self, min_half_flops: float) -> list[str]:
-        if self.half_flops is None or self.half_flops >= min_half_flops:
+        if not 0 <= min_half_flops <= 1:
+            raise ValueError(f"min_half_flops is a share from 0 to 1, got {min_half_flops}; write e.g. 0.99 for 99 %")
+        if (self.half_flops or 0.0) >= min_half_flops:
             return []
+        if self.half_flops is None:
+            return ["half_flops: the program has no products, so none is in half; write min_half_flops=0 to allow this"]
         wide = [product for product in self.products if np.dtype(widest(product.operands)).itemsize > 2]
         largest = sorted(wide, key=work, reverse=True)[:3]
         names = [f"{product.path or '(no scope)'} ({product.source or 'no line known'})" for product in largest]
@@ -123,7 +128,7 @@ class Audit(tables.Shown):
         if self.memory.peak <= max_bytes:
             return []
         return [
-            f"memory: {tables.short(self.memory.peak)}B at the peak, more than {tables.short(max_bytes)}B; "
+            f"memory: {tables.byte_text(self.memory.peak)} at the peak, more than {tables.byte_text(max_bytes)}; "
             "use a smaller batch, remat, or a half policy"
         ]
 
@@ -134,7 +139,7 @@ class Audit(tables.Shown):
             title += f": {self._shares()}"
         notes = [""]
         if self.memory is not None:
-            notes.append(f"peak memory: {tables.short(self.memory.peak)}B")
+            notes.append(f"peak memory: {tables.byte_text(self.memory.peak)}")
             if self.memory.devices > 1:
                 notes.append(self.memory.sent)
         notes += _lines(self.findings) if self.findings else ["no findings"]

@@ -113,7 +113,7 @@ def value_and_grad(
     Args:
       fun: a function that returns the loss, a floating scalar, or ``(loss, aux)`` with ``has_aux``.
       opt_state: the state of an optimizer that :func:`loss_scaling` wraps. Other transforms, such as ``optax.chain``,
-        may be around it.
+        may be around it, but no transform with a state may follow it.
       argnums: the arguments to differentiate, as for ``jax.value_and_grad``.
       has_aux: whether ``fun`` returns ``(loss, aux)``.
 
@@ -123,7 +123,8 @@ def value_and_grad(
       NaN. Pass the gradients to ``tx.update``, which skips the step if one of them is NaN.
 
     Raises:
-      ValueError: ``opt_state`` has no loss scale, or several.
+      ValueError: ``opt_state`` has no loss scale, or several; or a transform with a state follows ``loss_scaling``,
+        which would move the params in a skipped step.
       TypeError: the loss is not a floating scalar, or is float16 (the scaled loss would overflow); an argument to
         differentiate has leaves that are not floating; ``argnums`` are not integers.
       RuntimeError: ``opt_state`` was donated to an earlier step.

@@ -102,6 +102,33 @@ def get_loss_scaling_state(opt_state: optax.OptState) -> LossScalingState:
     return scalings[0]
 
 
+def _require_last(opt_state: optax.OptState) -> None:
+    """Raise a ValueError if a transform with a state follows ``loss_scaling`` in an ``optax.chain``.
+
+    In a skipped step, such a transform still moves the params, for example by Adam's momentum. Only a train step of
+    jaxmp, which knows the whole update, restores the params.
+    """
+    for chain in jax.tree.leaves(opt_state, is_leaf=_is_chain_of_scaling):
+        if not _is_chain_of_scaling(chain):
+            continue
+        position = next(n for n, state in enumerate(chain) if isinstance(state, LossScalingState))
+        following = jax.tree.leaves(chain[position + 1 :], is_leaf=_has_fields)
+        names = [type(state).__name__ for state in following if jax.tree.leaves(state)]
+        if names:
+            raise ValueError(
+                f"loss_scaling must be last in an optax.chain, got {names[0]} after it, which does not skip steps; "
+                "write loss_scaling(optax.chain(...), loss_scale)"
+            )
+
+
+def _has_fields(node: Any) -> bool:
+    return hasattr(node, "_fields")
+
+
+def _is_chain_of_scaling(node: Any) -> bool:
+    return type(node) is tuple and any(isinstance(state, LossScalingState) for state in node)
+
+
 def get_loss_scale(opt_state: optax.OptState) -> LossScale:
     """Return the loss scale in an optimizer's state, at any depth.
 
@@ -116,13 +143,14 @@ def get_loss_scale(opt_state: optax.OptState) -> LossScale:
 
 
 def usable_loss_scale(opt_state: optax.OptState) -> LossScale:
-    """Return the loss scale in a state that was not donated.
+    """Return the loss scale in a state that was not donated, for a step that is not a train step of jaxmp.
 
     Raises:
-      ValueError: ``opt_state`` has no loss scale, or several.
+      ValueError: ``opt_state`` has no loss scale, or several; or a transform with a state follows ``loss_scaling``.
       RuntimeError: ``opt_state`` was donated to an earlier step.
     """
     loss_scale = get_loss_scale(opt_state)
+    _require_last(opt_state)
     require_not_deleted(loss_scale)
     return loss_scale
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Literal, NamedTuple, overload
 
@@ -248,15 +249,15 @@ def get_policy(policy: Any) -> Policy | PolicyMap:
       policy: one of the following; case and spaces are ignored:
 
         - the name of a preset, or ``"auto"`` for the attached device;
-        - a dtype, for params, compute and output;
+        - a dtype that is not half precision, such as ``jnp.float32``, for params, compute and output;
         - a text in jmp's long or short form, such as ``"p=f32,c=bf16"``. A missing compute dtype is that of the params,
           and a missing output dtype is the compute dtype;
-        - the name of a TOML file that :func:`jaxmp.inspect.tune` has saved;
+        - the name or the path of a TOML file that :func:`jaxmp.inspect.tune` has saved;
         - a Policy, a PolicyMap, or any object with jmp's three attributes.
 
     Raises:
-      ValueError: the name, a key or a dtype is unknown; the name is ambiguous, such as ``"fp16"`` and ``"bf16"``; or
-        the name is ``"O1"``, Apex's name for autocast (use :func:`jaxmp.autocast`).
+      ValueError: the name, a key or a dtype is unknown; the name is ambiguous, such as ``"fp16"``, ``"bf16"`` and
+        ``jnp.bfloat16``; or the name is ``"O1"``, Apex's name for autocast (use :func:`jaxmp.autocast`).
       TypeError: the object is none of the above.
       FileNotFoundError: there is no such TOML file.
 
@@ -265,8 +266,8 @@ def get_policy(policy: Any) -> Policy | PolicyMap:
     """
     if isinstance(policy, (Policy, PolicyMap)):
         return policy
-    if isinstance(policy, str):
-        return _parse_policy(policy)
+    if isinstance(policy, (str, os.PathLike)):
+        return _parse_policy(os.fspath(policy))
     if all(hasattr(policy, name) for name in ("param_dtype", "compute_dtype", "output_dtype")):
         return Policy(policy.param_dtype, policy.compute_dtype, policy.output_dtype)
     try:
@@ -276,6 +277,8 @@ def get_policy(policy: Any) -> Policy | PolicyMap:
             "a policy must be the name of a preset, a text such as 'params=float32,compute=float16,output=float32', a "
             f"Policy or a PolicyMap, got {printed(policy)}; presets: {', '.join(PRESETS)}"
         ) from None
+    if dtype.itemsize == 2:  # torch.autocast takes a dtype, and means the compute dtype
+        raise _ambiguous(f"the dtype {dtype.name}", dtype.name)
     return _of_dtype(dtype)
 
 
@@ -334,11 +337,15 @@ def _require_clear_name(name: str, text: str) -> None:
             "jaxmp.nnx.autocast(model, 'mixed_float16') or jaxmp.autocast(fun, 'mixed_float16')"
         )
     if name in AMBIGUOUS:
-        half = canonical_dtype(name).name
-        raise ValueError(
-            f"{text!r} could mean two policies; write 'mixed_{half}' for float32 params with {half} compute, or "
-            f"{half!r} for params in {half} too"
-        )
+        raise _ambiguous(repr(text), canonical_dtype(name).name)
+
+
+def _ambiguous(text: str, half: str) -> ValueError:
+    """Return the error for a name or a dtype that could mean two policies."""
+    return ValueError(
+        f"{text} could mean two policies; write 'mixed_{half}' for float32 params with {half} compute, or {half!r} for "
+        f"params in {half} too"
+    )
 
 
 def _nearest_presets(name: str) -> list[str]:

@@ -37,7 +37,7 @@ def test_the_examples_of_the_readme_run_and_learn(readme):
 
 def test_the_first_pages_stay_short():
     assert README.stat().st_size <= 6144 and (ROOT / "CONTRIBUTING.md").stat().st_size <= 3000
-    assert len((ROOT / "CHANGELOG.md").read_text().splitlines()) <= 40
+    assert len((ROOT / "CHANGELOG.md").read_text().splitlines()) <= 50
 
 
 def test_every_link_between_pages_leads_somewhere():

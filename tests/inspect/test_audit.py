@@ -172,10 +172,19 @@ def test_check_lists_each_fault_with_its_remedy() -> None:
     ):
         wide.check()
     wide.check(min_half_flops=0)
-    with pytest.raises(AuditError, match=r"memory: 2kB at the peak, more than 1kB; use a smaller batch"):
-        dataclasses.replace(report, memory=types.SimpleNamespace(peak=2000)).check(
-            allow=["half-exponential"], max_bytes=1000
+    with pytest.raises(AuditError, match=r"memory: 2 KiB at the peak, more than 1 KiB; use a smaller batch"):
+        dataclasses.replace(report, memory=types.SimpleNamespace(peak=2048)).check(
+            allow=["half-exponential"], max_bytes=1024, min_half_flops=0
         )
+    with pytest.raises(ValueError, match="min_half_flops is a share from 0 to 1, got 99; write"):
+        wide.check(min_half_flops=99)
+
+
+def test_a_program_without_products_fails_a_check_that_asks_for_half_products():
+    report = audit(jnp.sin, compile=False)(shape(8))
+    with pytest.raises(AuditError, match="half_flops: the program has no products"):
+        report.check(min_half_flops=0.99)
+    report.check(min_half_flops=0)
 
 
 def test_it_is_shown_as_text_a_table_and_json() -> None:

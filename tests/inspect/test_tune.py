@@ -261,7 +261,7 @@ def test_an_interrupt_returns_the_best_choice_so_far():
 def test_policy_files_are_read_back_and_say_what_is_wrong(tmp_path: Path) -> None:
     file = tmp_path / "policy.toml"
     file.write_text('policy = "mixed_bfloat16"\n[overrides]\n"**/head" = "float32"\n')
-    assert jaxmp.get_policy(str(file)) == jaxmp.PolicyMap("mixed_bfloat16", {"**/head": "float32"})
+    assert jaxmp.get_policy(file) == jaxmp.PolicyMap("mixed_bfloat16", {"**/head": "float32"})
     file.write_text('policy = "mixed_bfloat16"\n')
     assert jaxmp.get_policy(str(file)) == jaxmp.get_policy("mixed_bfloat16")
     for text, words in [

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from autocast_tools import in_turn
+from jax.experimental.jet import jet
 from linen_zoo import (
     HALVES,
     Linear,
@@ -332,3 +333,18 @@ def test_nn_jit_shares_its_trace_between_siblings_under_one_policy():
     traces.clear()
     products(model.apply, variables, X.astype(jnp.float16))
     assert traces == [("JitCounted_0",)]
+
+
+def test_taylor_series_of_each_example_are_close_to_float32():
+    model, x = nn.Sequential([nn.Dense(16), nn.tanh, nn.Dense(1)]), data(128, 8)
+    variables = model.init(jax.random.key(0), x)
+
+    def second_derivatives(model):
+        def of_example(x):
+            _, (_, second) = jet(lambda x: model.apply(variables, x), (x,), ((jnp.ones_like(x), jnp.zeros_like(x)),))
+            return second
+
+        return np.asarray(jax.vmap(of_example)(x))
+
+    exact, result = second_derivatives(model), second_derivatives(apply_policy(model, "mixed_float16"))
+    assert 0 < np.linalg.norm(result - exact) / np.linalg.norm(exact) < 0.02

@@ -68,6 +68,11 @@ MISTAKES = {
             ValueError,
             "one loss scale, got 2; put one loss_scaling around the whole optimizer",
         ),
+        "followed by Adam": (
+            lambda: value_and_grad(jnp.sum, optax.chain(tx_of(), optax.adam(0.1)).init(jnp.ones(2))),
+            ValueError,
+            "loss_scaling must be last in an optax.chain, got ScaleByAdamState after it",
+        ),
         "the optimizer as its state": (
             lambda: value_and_grad(jnp.sum, tx_of()),
             ValueError,

@@ -218,6 +218,11 @@ def test_the_error_for_an_unreadable_policy_names_readable_ones(text, phrase):
             "got param_dtype=float8_e5m2; use bfloat16 or float16",
         ),
         (
+            lambda: get_policy(jnp.bfloat16),  # as torch.autocast(dtype=torch.bfloat16)
+            ValueError,
+            "the dtype bfloat16 could mean two policies; write 'mixed_bfloat16' .*, or 'bfloat16' for params",
+        ),
+        (
             lambda: Policy("float32", "e4m3", "float32"),
             ValueError,
             "compute_dtype=float8_.*use bfloat16 or float16 .*'mixed_float8'",

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.experimental import jet
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -32,3 +33,4 @@ _cast.def_abstract_eval(lambda tangent, dtype, transpose: tangent.update(dtype=d
 ad.deflinear2(_cast, lambda cotangent, tangent, dtype, transpose: [transpose(cotangent)])
 batching.defvectorized(_cast)
 mlir.register_lowering(_cast, mlir.lower_fun(_of, multiple_results=False))
+jet.deflinear(_cast)

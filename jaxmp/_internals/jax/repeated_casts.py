@@ -25,6 +25,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import jet
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -201,6 +202,13 @@ def _batch(operands: Any, batched: Any, *, shape: Any, axes: Any, sharding: Any,
     return _cast.bind(value, *like, shape=(size, *shape), axes=axes, sharding=sharding, **params), 0
 
 
+def _series(operands: Any, series: Any, **params: Any) -> tuple[Any, list[Any]]:
+    """Return the result and the terms of its Taylor series. The operation is linear in the value."""
+    value, *like = operands
+    terms = [_cast.bind(term, *like, **params) for term in series[0]]
+    return _cast.bind(value, *like, **params), terms
+
+
 def _result_type(aval: Any, *_: Any, dtype: np.dtype, shape: Any, sharding: Any, **__: Any) -> Any:
     there = {} if sharding is None else {"sharding": sharding}
     return aval.update(dtype=dtype, shape=shape, weak_type=False, **there)
@@ -212,3 +220,5 @@ ad.primitive_jvps[_cast] = _derivative
 ad.primitive_transposes[_cast] = _backward
 mlir.register_lowering(_cast, mlir.lower_fun(_forward, multiple_results=False))
 batching.primitive_batchers[_cast] = _batch
+_jet_rules: Any = jet.jet_rules
+_jet_rules[_cast] = _series

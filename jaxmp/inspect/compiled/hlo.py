@@ -176,6 +176,7 @@ class HloProgram:
     The text may come from the lowered program or from the optimised program.
 
     Attributes:
+      name: the name of the program, such as ``"jit_step"``.
       computations: a dict from the name of each computation to a dict of its instructions by name.
       entry: the name of the computation that runs first.
       aliases: a dict from the number of a result to the number of the parameter whose buffer the result reuses.
@@ -190,6 +191,7 @@ class HloProgram:
         self.entry = ""
         self._frames: dict[str, dict[int, str]] = {}
         header, *lines = text.splitlines() or [""]
+        self.name = header.removeprefix("HloModule ").partition(",")[0].strip()
         partitions = re.search(r"num_partitions=(\d+)", header)
         self.partitions = int(partitions[1]) if partitions else 1
         aliases = header.partition("input_output_alias={")[2].partition("entry_computation_layout")[0]

@@ -24,11 +24,13 @@ class KernelProduct:
       dtype: the operands' dtype; ``"tensorfloat32"`` if float32 operands may be rounded to it.
       flops: the FLOPs of one execution; a multiply-add is 2. For causal attention, only 50 % of the scores
         are counted, because kernels skip the masked scores.
+      size: the rows, terms and columns of a matrix product, without its batch dimensions; empty for other kinds.
     """
 
     kind: str
     dtype: str
     flops: int
+    size: tuple[int, ...] = ()
 
 
 def product_kind(instruction: Instruction) -> str | None:
@@ -59,15 +61,18 @@ def products_of(
         return []
     known = program.computations[computation]
     operands = [known[name].arrays[0] for name in instruction.operands if name in known and known[name].arrays]
+    size: tuple[int, ...] = ()
     if kind == "attention":
         flops = _attention_flops(instruction, operands, masked)
     elif kind == "dot":
-        flops = _dot_flops(instruction, operands)
+        terms = _dot_terms(instruction, operands)
+        flops = 2 * math.prod(instruction.arrays[0].shape) * terms
+        size = _dot_size(instruction, operands, terms)
     else:
         flops = _convolution_flops(instruction, operands)
     dtype = dtype_name(max((operand.dtype for operand in operands[:2]), key=bytes_of_element))
     may_round = dtype == "float32" and not re.search(r"highest|HIGHEST", instruction.text)
-    return [KernelProduct(kind, "tensorfloat32" if may_round else dtype, flops)]
+    return [KernelProduct(kind, "tensorfloat32" if may_round else dtype, flops, size)]
 
 
 def _attention_flops(instruction: Instruction, operands: list[Array], masked: bool) -> int:
@@ -78,11 +83,21 @@ def _attention_flops(instruction: Instruction, operands: list[Array], masked: bo
     return products * 2 * math.prod(query) * key[1] // (2 if is_triangle else 1)
 
 
-def _dot_flops(instruction: Instruction, operands: list[Array]) -> int:
+def _dot_terms(instruction: Instruction, operands: list[Array]) -> int:
+    """Return the number of terms in each sum of a matrix product."""
     match = re.search(r'lhs_contracting_dim(?:ension)?s"?[=:][\[{]([^\]}]*)[\]}]', instruction.text)
     axes = re.findall(r"\d+", match[1]) if match else []
-    terms = math.prod(operands[0].shape[int(axis)] for axis in axes)
-    return 2 * math.prod(instruction.arrays[0].shape) * terms
+    return math.prod(operands[0].shape[int(axis)] for axis in axes)
+
+
+def _dot_size(instruction: Instruction, operands: list[Array], terms: int) -> tuple[int, ...]:
+    """Return the rows, terms and columns of a matrix product, without its batch dimensions."""
+    # With a batch of b products, the left operand has b × rows × terms elements, and so on.
+    batch_rows = math.prod(operands[0].shape) // max(terms, 1)
+    batch_columns = math.prod(operands[1].shape) // max(terms, 1)
+    results = math.prod(instruction.arrays[0].shape)
+    batch = max(batch_rows * batch_columns // max(results, 1), 1)
+    return batch_rows // batch, terms, batch_columns // batch
 
 
 def _convolution_flops(instruction: Instruction, operands: list[Array]) -> int:

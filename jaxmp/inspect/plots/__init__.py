@@ -9,6 +9,7 @@ from jaxmp.inspect.plots.casts import casts
 from jaxmp.inspect.plots.errors import errors
 from jaxmp.inspect.plots.exponents import exponents
 from jaxmp.inspect.plots.memory import memory
+from jaxmp.inspect.plots.profile import profile
 from jaxmp.inspect.plots.runs import loss_scale, training, underflow
 
-__all__ = ["casts", "errors", "exponents", "loss_scale", "memory", "training", "underflow"]
+__all__ = ["casts", "errors", "exponents", "loss_scale", "memory", "profile", "training", "underflow"]

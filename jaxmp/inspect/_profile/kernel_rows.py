@@ -1,0 +1,206 @@
+"""Join the kernels of a trace with the instructions that launched them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from jaxmp._internals.jax.executables import live_modules
+from jaxmp.inspect._profile import kinds
+from jaxmp.inspect._profile.trace import Event, busy_times
+from jaxmp.inspect.compiled.hlo import CONTROL, HloProgram, path_in_name
+from jaxmp.inspect.compiled.kernels import moved_bytes, products_of
+
+
+@dataclasses.dataclass(frozen=True)
+class ProfileRow:
+    """The kernels that one instruction of a compiled program launches.
+
+    Attributes:
+      kernel: the name of the kernel that took the most time.
+      kind: one of :data:`jaxmp.inspect._profile.kinds.KINDS`, such as ``"half products"``.
+      path: the names of the modules and scopes around the instruction, joined by ``/``.
+      phase: ``"forward"``, ``"backward"``, ``"recomputed"`` (under ``jax.checkpoint``) or ``"update"``; empty for a
+        program without gradients.
+      calls: the number of executions of the instruction in one call of the function.
+      milliseconds: the time of all executions in one call of the function. Kernels that run at the same time share it.
+      dtype: the dtype of the product with the most FLOPs; empty without a product.
+      size: the sizes of a matrix product, such as ``"64×512×64"`` (rows, terms, columns); empty otherwise.
+      flops: the FLOPs of the products in all executions; a multiply-add is 2.
+      bytes: the bytes that all executions read and write; None if the instruction is unknown.
+      ceiling_share: the speed relative to the fastest product or copy of this device, whichever limits the kernel;
+        None if it is unknown.
+      program: the name of the compiled program.
+      instruction: the name of the instruction in the compiled program.
+      source: the file and line in the user's code.
+    """
+
+    kernel: str
+    kind: str
+    path: str
+    phase: str
+    calls: float
+    milliseconds: float
+    dtype: str
+    size: str
+    flops: int
+    bytes: int | None
+    ceiling_share: float | None
+    program: str
+    instruction: str
+    source: str
+
+
+_Key = tuple[str, int]
+"""The name and the id of a compiled program."""
+
+
+@dataclasses.dataclass
+class _Launches:
+    """All executions of one instruction in a trace."""
+
+    milliseconds: float = 0.0
+    by_kernel: dict[str, list[float]] = dataclasses.field(default_factory=dict)
+
+    def add(self, kernel: str, milliseconds: float) -> None:
+        self.milliseconds += milliseconds
+        self.by_kernel.setdefault(kernel, []).append(milliseconds)
+
+    @property
+    def longest(self) -> str:
+        """Return the name of the kernel with the most time."""
+        return max(self.by_kernel, key=lambda kernel: sum(self.by_kernel[kernel]))
+
+    @property
+    def count(self) -> int:
+        """Return the number of executions: a library call may launch several kernels in each."""
+        return len(self.by_kernel[self.longest])
+
+
+class _Program:
+    """A compiled program whose kernels are in a trace."""
+
+    def __init__(self, hlo: HloProgram) -> None:
+        self.hlo = hlo
+        self.instructions = {
+            name: (computation, instruction)
+            for computation, instructions in hlo.computations.items()
+            for name, instruction in instructions.items()
+        }
+        self.has_gradients = any("transpose(" in found.op_name for _, found in self.instructions.values())
+
+    def phase(self, op_name: str) -> str:
+        """Return the phase of an operation, by its name in JAX."""
+        if not self.has_gradients or not op_name:
+            return ""
+        if "rematted_computation" in op_name:
+            return "recomputed"
+        if "transpose(" in op_name:
+            return "backward"
+        return "forward" if "jvp(" in op_name else "update"
+
+
+def rows_of(events: Sequence[Event], steps: int, text: str = "") -> list[ProfileRow]:
+    """Return a row for each instruction, slowest first.
+
+    Args:
+      events: the kernels of ``steps`` calls.
+      steps: the number of calls.
+      text: the HLO text of the call's program; empty if the call is not a single program.
+    """
+    programs = _programs_of(events, text)
+    kernels = [event for event in events if not _only_runs_others(event, programs)]
+    launches: dict[tuple[str, int, str], _Launches] = {}
+    for event, milliseconds in zip(kernels, busy_times(kernels), strict=True):
+        key = event.module, event.program_id, event.instruction or event.kernel
+        launches.setdefault(key, _Launches()).add(event.kernel, milliseconds)
+    rows = []
+    for (module, program_id, instruction), of_instruction in launches.items():
+        program = programs.get((module, program_id))
+        rows.append(_row(program, module, instruction, of_instruction, steps))
+    return sorted(rows, key=lambda row: -row.milliseconds)
+
+
+def _programs_of(events: Sequence[Event], text: str) -> dict[_Key, _Program]:
+    """Return the programs of the kernels, by name and id.
+
+    Kernels of the profiled call are recognised by the name of its program. Other programs must have all instructions of
+    their kernels. If several programs have them, the id in the trace decides, or else the program stays unknown. The id
+    alone does not suffice, because a program from JAX's compilation cache has another id in the trace.
+    """
+    instructions: dict[_Key, set[str]] = {}
+    for event in events:
+        if event.instruction:
+            instructions.setdefault((event.module, event.program_id), set()).add(event.instruction)
+    programs = {}
+    call = _Program(HloProgram(text)) if text else None
+    unknown = {}
+    for key, wanted in instructions.items():
+        if call is not None and call.hlo.name == key[0] and wanted & set(call.instructions):
+            programs[key] = call
+        else:
+            unknown[key] = wanted
+    return programs | _live_programs(unknown)
+
+
+def _live_programs(instructions: dict[_Key, set[str]]) -> dict[_Key, _Program]:
+    """Return the programs of this process that have the instructions, by name and id."""
+    modules = live_modules({name for name, _ in instructions}) if instructions else []
+    programs = {}
+    for (name, program_id), wanted in instructions.items():
+        alike: dict[str, _Program] = {}
+        with_id: dict[str, _Program] = {}
+        for other_name, number, text in modules:
+            program = _Program(HloProgram(text)) if other_name == name else None
+            if program is not None and wanted <= set(program.instructions):
+                alike[text] = program
+                if number == program_id:
+                    with_id[text] = program
+        matches = with_id or alike
+        if len(matches) == 1:
+            (programs[name, program_id],) = matches.values()
+    return programs
+
+
+def _only_runs_others(event: Event, programs: dict[_Key, _Program]) -> bool:
+    """Return whether an event is a loop or a branch, whose kernels have events of their own."""
+    program = programs.get((event.module, event.program_id))
+    found = program.instructions.get(event.instruction) if program else None
+    return found is not None and found[1].opcode in CONTROL
+
+
+def _row(program: _Program | None, module: str, name: str, launches: _Launches, steps: int) -> ProfileRow:
+    row = ProfileRow(
+        kernel=launches.longest,
+        kind=kinds.MOVE if name.startswith(("Memcpy", "Memset")) else kinds.OTHER,
+        path="",
+        phase="",
+        calls=launches.count / steps,
+        milliseconds=launches.milliseconds / steps,
+        dtype="",
+        size="",
+        flops=0,
+        bytes=None,
+        ceiling_share=None,
+        program=module,
+        instruction=name,
+        source="",
+    )
+    if program is None or name not in program.instructions:
+        return row
+    computation, instruction = program.instructions[name]
+    origin = program.hlo.made_by(instruction)
+    phase = program.phase(origin.op_name)
+    products = products_of(program.hlo, computation, instruction)
+    largest = max(products, key=lambda product: product.flops, default=None)
+    return dataclasses.replace(
+        row,
+        kind=kinds.kind_of(program.hlo, instruction, products, phase),
+        path=path_in_name(origin.op_name),
+        phase=phase,
+        dtype=largest.dtype if largest else "",
+        size="×".join(map(str, largest.size)) if largest else "",
+        flops=round(row.calls * sum(product.flops for product in products)),
+        bytes=round(row.calls * moved_bytes(program.hlo, computation, instruction)),
+        source=program.hlo.source(origin),
+    )

@@ -1,0 +1,80 @@
+"""The kinds of kernels: what a kernel spends its time on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jaxmp.inspect.compiled.hlo import COLLECTIVES, HloProgram, Instruction
+from jaxmp.inspect.compiled.kernels import KernelProduct
+
+HALF, FLOAT32, ATTENTION, CONVOLUTION = "half products", "float32 products", "attention", "convolutions"
+REDUCTION, ELEMENTWISE, CAST, MOVE = "reductions", "elementwise", "casts", "copies and layout"
+COLLECTIVE, UPDATE, OTHER, WAITING = "collectives", "optimizer and finite check", "other", "waiting"
+KINDS = (
+    HALF,
+    FLOAT32,
+    ATTENTION,
+    CONVOLUTION,
+    REDUCTION,
+    ELEMENTWISE,
+    CAST,
+    MOVE,
+    COLLECTIVE,
+    UPDATE,
+    OTHER,
+    WAITING,
+)
+"""All kinds. ``"half products"`` have operands of at most 16 bits. ``"waiting"`` is the time without any kernel."""
+PRODUCTS = (HALF, FLOAT32, ATTENTION, CONVOLUTION)
+
+_NOTHING = frozenset({"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "iota"})
+_MOVES = frozenset({"copy", "transpose", "reshape", "reverse", "broadcast", "slice", "concatenate", "pad", "gather"})
+_MOVES |= {"dynamic-slice", "dynamic-update-slice", "copy-start", "slice-start"}
+_CASTS = frozenset({"convert", "reduce-precision", "bitcast-convert"})
+_REDUCTIONS = frozenset({"reduce", "reduce-window", "scatter", "select-and-scatter"})
+_UNKNOWN = frozenset({"custom-call", "sort", "rng", "rng-bit-generator", "fft", "infeed", "outfeed"})
+
+
+def kind_of(program: HloProgram, instruction: Instruction, products: Sequence[KernelProduct], phase: str) -> str:
+    """Return the kind of a kernel, one of :data:`KINDS`.
+
+    Args:
+      program: the compiled program.
+      instruction: the instruction that launches the kernel.
+      products: the products in the kernel.
+      phase: the phase of the kernel; ``"update"`` for the update of a train step.
+    """
+    if products:
+        return _kind_of_product(max(products, key=lambda product: product.flops))
+    inside = [inner for _, inner in program.inside(instruction)] if instruction.opcode == "fusion" else [instruction]
+    opcodes = {inner.opcode for inner in inside} - _NOTHING
+    if any(opcode.removesuffix("-start") in COLLECTIVES for opcode in opcodes):
+        return COLLECTIVE
+    if phase == "update":
+        return UPDATE
+    if opcodes & _UNKNOWN:
+        return OTHER
+    if opcodes & _REDUCTIONS:
+        return REDUCTION
+    if opcodes <= _MOVES:
+        return MOVE
+    if opcodes <= _MOVES | _CASTS:
+        return CAST
+    return ELEMENTWISE
+
+
+def _kind_of_product(product: KernelProduct) -> str:
+    if product.kind != "dot":
+        return ATTENTION if product.kind == "attention" else CONVOLUTION
+    return HALF if is_half(product.dtype) else FLOAT32
+
+
+def is_half(dtype: str) -> bool:
+    """Return whether a dtype has at most 16 bits.
+
+    >>> is_half("bfloat16"), is_half("float8_e4m3fn"), is_half("tensorfloat32")
+    (True, True, False)
+    """
+    if dtype == "tensorfloat32":
+        return False
+    return dtype.startswith(("bfloat16", "float16", "float8", "float4", "int8", "uint8", "int4", "uint4"))

@@ -1,0 +1,227 @@
+"""Measure where the time of a call goes on the attached device."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxmp.base import hardware, tables
+from jaxmp.base.arguments import require_whole_number
+from jaxmp.inspect._profile import kinds, power
+from jaxmp.inspect._profile.ceilings import Ceilings, measure_ceilings
+from jaxmp.inspect._profile.kernel_rows import ProfileRow, rows_of
+from jaxmp.inspect._profile.power import PowerReading
+from jaxmp.inspect._profile.repeated_call import RepeatedCall
+from jaxmp.inspect._profile.sentences import Measured, sentences_of
+from jaxmp.inspect._profile.trace import traced
+from jaxmp.inspect._profile.traced_dtypes import with_traced_dtypes
+from jaxmp.inspect.program import compiling
+from jaxmp.inspect.program.calls import is_step
+
+_SECONDS = {"gpu": 1.0}
+"""The seconds for which the calls are timed, by backend: a GPU updates its power about ten times a second."""
+_LEAST_SECONDS = 0.2
+_LEAST_ROUNDS = 3
+_SHOWN = 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Profile(tables.Shown):
+    """Where the time of a call went on a device.
+
+    The printed table has one row for equal layers, with ``*`` in place of their numbers.
+
+    Attributes:
+      device: the name of the device.
+      milliseconds: the time of a call, measured without a trace: the median over rounds of several calls in a row.
+      busy: the share of the time in which the device ran a kernel.
+      tensor_core_time: the milliseconds in kernels with products whose dtype the device's tensor cores multiply.
+      groups: the milliseconds by kind: ``"half products"`` (at most 16 bits), ``"float32 products"``, ``"attention"``,
+        ``"convolutions"``, ``"reductions"``, ``"elementwise"``, ``"casts"``, ``"copies and layout"``,
+        ``"collectives"``, ``"optimizer and finite check"`` (the update of a train step), ``"other"``, and
+        ``"waiting"`` (no kernel runs). They add up to ``milliseconds``.
+      rows: the kernels by instruction of the compiled program, slowest first.
+      sentences: the reasons why the call takes this time.
+      ceilings: the fastest product by dtype and the fastest copy, measured on this device.
+      power: the power, clocks and throttling; None without an NVIDIA GPU or the package nvidia-ml-py.
+    """
+
+    device: str
+    milliseconds: float
+    busy: float
+    tensor_core_time: float
+    groups: dict[str, float]
+    rows: tuple[ProfileRow, ...]
+    sentences: tuple[str, ...]
+    ceilings: Ceilings
+    power: PowerReading | None
+
+    def _shown(self) -> Any:
+        title = f"{self.milliseconds:.3g} ms a call on {self.device}, which is busy {self.busy:.0%} of the time"
+        if self.power is not None:
+            title += f" at {self.power.watts:.0f} W and {self.power.sm_clock:.0f} MHz"
+        layers = tables.grouped(self.rows, _same_layer)
+        layers.sort(key=lambda rows: -sum(row.milliseconds for row in rows))
+        notes = [f"… and {len(layers) - _SHOWN} more"] if len(layers) > _SHOWN else []
+        groups = [f"{kind} {time:.3g} ms" for kind, time in self.groups.items() if time]
+        notes += [f"by kind: {', '.join(groups)}", *self.sentences]
+        return title, _COLUMNS, [_cells(rows, self.milliseconds) for rows in layers[:_SHOWN]], notes
+
+
+_COLUMNS = ("ms", "share", "kind", "dtype", "size", "path", "phase", "calls", "of the\nceiling")
+
+
+def _same_layer(row: ProfileRow) -> tuple[str, ...]:
+    return row.kind, row.dtype, row.size, tables.without_numbers(row.path), row.phase
+
+
+def _cells(rows: Sequence[ProfileRow], total: float) -> tuple[Any, ...]:
+    first = rows[0]
+    milliseconds = sum(row.milliseconds for row in rows)
+    # The share of the sum: the time at the ceilings, divided by the measured time.
+    at_ceiling = sum(row.milliseconds * (row.ceiling_share or 0.0) for row in rows)
+    return (
+        f"{milliseconds:.3f}",
+        f"{milliseconds / total:.1%}",
+        first.kind,
+        first.dtype,
+        first.size,
+        tables.common_path([row.path for row in rows]),
+        first.phase,
+        f"{sum(row.calls for row in rows):g}",
+        _percent_of_ceiling(at_ceiling / milliseconds) if at_ceiling else "",
+    )
+
+
+def _percent_of_ceiling(share: float) -> str:
+    """Return a share as text. A kernel whose operands are in a cache is faster than a copy in memory."""
+    return ">100%" if share > 1 else f"{share:.0%}"
+
+
+def profile(fun: Callable[..., Any], *, steps: int = 5) -> Callable[..., Profile]:
+    """Return a function that measures where the time of a call of ``fun`` goes.
+
+    The returned function runs the call on copies of its arguments: twice to warm up, then timed, then ``steps`` times
+    under JAX's profiler. Each kernel is joined to the instruction of the compiled program that launched it, and so to
+    a path, a phase and a kind of work. The sentences of the report say why half precision is not faster here. A train
+    step or another function that donates a state continues with the state that it returns.
+
+    Args:
+      fun: a train step, a jitted function, or a Python function. A Python function runs as it is, without ``jax.jit``,
+        so that the report shows what it costs. Pass an iterator in place of a batch, and each call draws the next
+        batch: the time that this takes is a part of the measured time.
+      steps: the number of calls under the profiler.
+
+    Returns:
+      A function of ``fun``'s arguments that returns a :class:`Profile`.
+
+    Raises:
+      ValueError: ``steps`` is not a positive integer, an iterator ended, or the trace has no kernels (the device is
+        neither a GPU nor a CPU, or the function runs no program).
+      TypeError: an argument is donated, and no result can replace it.
+
+    >>> step = jax.jit(lambda w, x: w - jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w))
+    >>> measured = profile(step)(jnp.ones((64, 64)), jnp.ones((256, 64)))
+    >>> measured.sentences[-1]
+    'All products run in float32, ...: no policy and no autocast is in effect.'
+    """
+    require_whole_number("steps", steps)
+
+    def measure(*args: Any) -> Profile:
+        return _profile_of(RepeatedCall(fun, args), steps)
+
+    return measure
+
+
+def _profile_of(call: RepeatedCall, steps: int) -> Profile:
+    for _ in range(2):
+        call.wait(call())
+    with power.monitor() as gpu:
+        timed = _timed(call, steps)
+
+    def run_steps() -> None:
+        for _ in range(steps):
+            result = call()
+        call.wait(result)
+
+    events = traced(run_steps)
+    if not events:
+        raise ValueError(
+            f"the trace of {jax.local_devices()[0].device_kind} has no kernels; profile reads traces of GPUs and CPUs, "
+            "of a function that runs operations of JAX"
+        )
+    device = hardware.detect()
+    trace = compiling.trace_of_call(call.fun, call.args) if is_step(call.fun) or hasattr(call.fun, "trace") else None
+    text = "" if trace is None else str(compiling.compiled_of(trace).as_text())
+    rows = [_as_on_device(row, device) for row in rows_of(events, steps, text)]
+    if trace is not None and device.platform == "cpu":
+        rows = with_traced_dtypes(rows, trace)
+    ceilings = measure_ceilings(sorted({row.dtype for row in rows if row.dtype}))
+    rows = [_with_share(row, ceilings) for row in rows]
+    groups = dict.fromkeys(kinds.KINDS, 0.0)
+    for row in rows:
+        groups[row.kind] += row.milliseconds
+    running = sum(groups.values())
+    milliseconds = max(timed.milliseconds, running)
+    groups[kinds.WAITING] = milliseconds - running
+    measured = Measured(
+        milliseconds=milliseconds,
+        busy=running / milliseconds,
+        groups=groups,
+        rows=rows,
+        programs=len({(event.module, event.program_id) for event in events}),
+        drawing=timed.drawing,
+        ceilings=ceilings,
+        power=gpu.result(),
+    )
+    return Profile(
+        device=device.name,
+        milliseconds=milliseconds,
+        busy=measured.busy,
+        tensor_core_time=sum(row.milliseconds for row in rows if row.dtype in device.tensor_cores),
+        groups=groups,
+        rows=tuple(rows),
+        sentences=sentences_of(measured),
+        ceilings=ceilings,
+        power=measured.power,
+    )
+
+
+class _Timed(NamedTuple):
+    """The median milliseconds of a call, and the milliseconds in which it draws a batch."""
+
+    milliseconds: float
+    drawing: float
+
+
+def _timed(call: RepeatedCall, steps: int) -> _Timed:
+    """Time calls without a trace."""
+    seconds = _SECONDS.get(jax.default_backend(), _LEAST_SECONDS)
+    times = list[float]()
+    drawn_before = call.seconds_to_draw
+    started = time.perf_counter()
+    while len(times) < _LEAST_ROUNDS or time.perf_counter() - started < seconds:
+        round_started = time.perf_counter()
+        for _ in range(steps):
+            result = call()
+        call.wait(result)
+        times.append(1e3 * (time.perf_counter() - round_started) / steps)
+    drawing = 1e3 * (call.seconds_to_draw - drawn_before) / (len(times) * steps)
+    return _Timed(statistics.median(times), drawing)
+
+
+def _as_on_device(row: ProfileRow, device: hardware.Hardware) -> ProfileRow:
+    """Return a row in which float32 products are TensorFloat-32 only if the device has such products."""
+    if row.dtype != "tensorfloat32" or "tensorfloat32" in device.tensor_cores:
+        return row
+    return dataclasses.replace(row, dtype="float32")
+
+
+def _with_share(row: ProfileRow, ceilings: Ceilings) -> ProfileRow:
+    share = ceilings.share(row.milliseconds, row.dtype, row.flops, row.bytes)
+    return dataclasses.replace(row, ceiling_share=share)

@@ -1,0 +1,368 @@
+"""Where the time of a call goes: planted causes, a trace of a GPU, and repeated calls."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import time
+from types import SimpleNamespace
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jaxmp
+from jaxmp.inspect import profile
+from jaxmp.inspect._profile import kernel_rows, kinds
+from jaxmp.inspect._profile.ceilings import Ceilings
+from jaxmp.inspect._profile.power import PowerReading
+from jaxmp.inspect._profile.sentences import Measured, sentences_of
+from jaxmp.inspect._profile.trace import Event, events_of
+from jaxmp.inspect.compiled.hlo import NO_KERNEL, HloProgram, is_end
+from jaxmp.inspect.program import compiling
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+
+class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.relu(nn.Dense(256, name="encoder")(x))
+        return nn.Dense(128, name="head")(x)
+
+
+def _step(policy="mixed_bfloat16", overrides=None):
+    model = jaxmp.linen.apply_policy(Net(), policy, overrides)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(128, 256)), jnp.float32)
+
+    def loss_fn(params, model_state, batch, rng):
+        return jnp.mean(model.apply({"params": params}, batch) ** 2), model_state
+
+    params = model.init(jax.random.key(0), x)["params"]
+    state = jaxmp.TrainState.create(params=params, tx=optax.adam(1e-3))
+    return jaxmp.make_train_step(loss_fn), state, x
+
+
+def _sentence(measured, start):
+    (sentence,) = [sentence for sentence in measured.sentences if start in sentence]
+    return sentence
+
+
+@pytest.fixture(scope="module")
+def half_step():
+    step, state, x = _step(overrides={"**/head": "float32"})
+    return SimpleNamespace(measured=profile(step)(state, x), state=state)
+
+
+def test_the_float32_layer_of_a_half_model_is_named(half_step):
+    assert _sentence(half_step.measured, "float32 products").endswith("Net/head.")
+
+
+def test_the_times_by_kind_add_up_to_the_time_of_the_call(half_step):
+    measured = half_step.measured
+    assert sum(measured.groups.values()) == pytest.approx(measured.milliseconds)
+    assert tuple(measured.groups) == kinds.KINDS
+    by_kind = sum(row.milliseconds for row in measured.rows if row.kind == kinds.HALF)
+    assert measured.groups[kinds.HALF] == pytest.approx(by_kind)
+    assert 0 < measured.busy <= 1 and measured.tensor_core_time == 0  # a CPU has no tensor cores
+
+
+def test_each_product_has_its_path_phase_size_and_flops(half_step):
+    products = {(row.path, row.phase, row.size): row for row in half_step.measured.rows if row.size}
+    sizes = {
+        ("Net/encoder", "forward", "128×256×256"): "bfloat16",
+        ("Net/head", "forward", "128×256×128"): "float32",
+        ("Net/head", "backward", "128×128×256"): "float32",
+    }
+    for key, dtype in sizes.items():
+        row = products[key]
+        rows, terms, columns = map(int, row.size.split("×"))
+        assert (row.dtype, row.calls, row.flops) == (dtype, 1, 2 * rows * terms * columns)
+        assert row.bytes >= 2 * rows * columns and row.ceiling_share > 0
+    assert any(row.kind == kinds.UPDATE and row.phase == "update" for row in half_step.measured.rows)
+
+
+def test_the_state_that_the_step_donates_is_still_there(half_step):
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(half_step.state))
+    assert int(half_step.state.step) == 0
+
+
+def test_a_profile_prints_equal_layers_in_one_row_and_is_json_and_a_picture(half_step):
+    text = str(half_step.measured)
+    assert "ms a call on cpu" in text and "by kind: half products" in text and "Net/encoder" in text
+    assert len(json.loads(half_step.measured.to_json())["rows"]) == len(half_step.measured.rows)
+    assert half_step.measured.table().row_count <= 20
+    picture = jaxmp.inspect.plots.profile({"float32": half_step.measured, "half": half_step.measured})
+    assert "Nothing is faster than float32" in picture.get_suptitle()
+
+
+def test_a_model_without_a_policy_is_said_to_run_in_float32():
+    step, state, x = _step("float32")
+    assert "no policy" in _sentence(profile(step, steps=2)(state, x), "All products run in float32")
+
+
+def test_tiny_products_are_named_with_their_size():
+    def fun(x, w):
+        def body(x, _):
+            with jax.named_scope("cell"):
+                return jnp.tanh(x @ w), None
+
+        return jax.lax.scan(body, x, None, length=50)[0]
+
+    measured = profile(jax.jit(fun), steps=2)(jnp.ones((4, 8)), jnp.ones((8, 8)))
+    sentence = _sentence(measured, "too small for this device")
+    assert "cell" in sentence and "4×8×8" in sentence
+    (product,) = [row for row in measured.rows if row.size == "4×8×8"]
+    assert product.calls == 50
+
+
+def test_a_slow_iterator_of_batches_is_named():
+    def batches():
+        for _ in itertools.count():
+            time.sleep(0.02)
+            yield jnp.ones((64, 64))
+
+    measured = profile(jax.jit(lambda w, x: x @ w), steps=2)(jnp.ones((64, 64)), batches())
+    assert "the iterator takes" in _sentence(measured, "The device waits")
+    assert measured.milliseconds > 20
+
+
+def test_a_python_function_runs_as_it_is_and_its_programs_are_counted():
+    calls = []
+
+    def own_step(w, x):
+        calls.append(1)
+        grads = jax.jit(jax.grad(lambda w: jnp.mean((x @ w) ** 2)))(w)
+        time.sleep(0.005)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, w, grads)
+
+    measured = profile(own_step, steps=2)(jnp.ones((32, 32)), jnp.ones((32, 32)))
+    assert len(calls) > 4
+    assert "compiled programs, and Python between them" in _sentence(measured, "The device waits")
+    assert len({row.program for row in measured.rows}) > 1
+
+
+def test_programs_with_one_name_are_told_apart():
+    def product(width):
+        def step(x):
+            return x @ x
+
+        return jax.jit(step), jnp.ones((width, width))
+
+    for width in (24, 40):
+        fun, x = product(width)
+        (row,) = [row for row in profile(fun, steps=1)(x).rows if row.size]
+        assert row.size == f"{width}×{width}×{width}"
+
+
+def test_the_step_of_an_nnx_model_is_profiled_and_the_model_stays_the_same():
+    model = jaxmp.nnx.apply_policy(nnx.Linear(64, 64, rngs=nnx.Rngs(0)), "mixed_bfloat16")
+    optimizer = jaxmp.nnx.Optimizer(model, optax.sgd(0.1))
+    before = np.asarray(model.kernel[...])
+    step = jaxmp.nnx.make_train_step(lambda model, x: jnp.mean(model(x) ** 2))
+    measured = profile(step, steps=1)(model, optimizer, jnp.ones((32, 64)))
+    assert measured.groups[kinds.HALF] > 0
+    np.testing.assert_array_equal(model.kernel[...], before)
+    assert int(optimizer.step[...]) == 0
+
+
+def test_a_jitted_function_may_change_a_copy_of_an_nnx_model():
+    model, x = nnx.Linear(64, 64, rngs=nnx.Rngs(0)), jnp.ones((32, 64))
+    before = np.asarray(model.kernel[...])
+
+    @nnx.jit
+    def own_step(model, x):
+        grads = nnx.grad(lambda model: jnp.mean(model(x) ** 2))(model)
+        nnx.update(model, jax.tree.map(lambda w, g: w - 0.1 * g, nnx.state(model, nnx.Param), grads))
+
+    assert profile(own_step, steps=1)(model, x).groups[kinds.FLOAT32] > 0
+    np.testing.assert_array_equal(model.kernel[...], before)
+
+
+def test_wrong_calls_are_refused():
+    donating = jax.jit(lambda params: params["w"] + 1, donate_argnums=0)
+    with pytest.raises(ValueError, match="steps"):
+        profile(jnp.sum, steps=0)
+    with pytest.raises(ValueError, match="iterator that ended"):
+        profile(jax.jit(jnp.sum))(iter([jnp.ones(3)]))
+    with pytest.raises(ValueError, match="no kernels"):
+        profile(lambda x: 1.0)(2.0)
+    with pytest.raises(TypeError, match="argument 0 is donated"):
+        profile(donating)({"w": jnp.ones(3)})
+
+
+# What XLA compiles for a GPU: a product of cuBLAS, an attention of cuDNN, casts, a copy, a sum and an update.
+GPU_PROGRAM = """HloModule jit_step, is_scheduled=true
+
+%cast (p: f32[512,512]) -> bf16[512,512] {
+  %p = f32[512,512]{1,0} parameter(0)
+  ROOT %convert = bf16[512,512]{1,0} convert(%p), metadata={op_name="jit(step)/jvp(Net)/dense/convert_element_type"}
+}
+
+%sum (q: bf16[512,512]) -> f32[512] {
+  %q = bf16[512,512]{1,0} parameter(0)
+  %wide = f32[512,512]{1,0} convert(%q)
+  ROOT %reduce = f32[512]{0} reduce(%wide, %wide), dimensions={0}, to_apply=%add
+}
+
+ENTRY %main (w: f32[512,512], x: bf16[512,512], y: bf16[2,64,4,32]) -> f32[] {
+  %w = f32[512,512]{1,0} parameter(0)
+  %x = bf16[512,512]{1,0} parameter(1)
+  %y = bf16[2,64,4,32]{3,2,1,0} parameter(2)
+  %convert_fusion = bf16[512,512]{1,0} fusion(%w), kind=kLoop, calls=%cast
+  %product.1 = (bf16[512,512]{1,0}, s8[4194304]{0}) custom-call(%x, %convert_fusion), custom_call_target="__cublas$lt$matmul", metadata={op_name="jit(step)/jvp(Net)/dense/dot_general"}, backend_config={"lhs_contracting_dimensions":["1"]}
+  %attention.2 = (bf16[2,4,64,32]{3,1,2,0}, u8[0]{0}) custom-call(%y, %y, %y), custom_call_target="__cudnn$fmhaSoftmaxBackward", metadata={op_name="jit(step)/transpose(jvp(Net))/attention/dot_product_attention"}
+  %copy.3 = bf16[512,512]{1,0} copy(%x)
+  %sum_fusion = f32[512]{0} fusion(%x), kind=kInput, calls=%sum, metadata={op_name="jit(step)/transpose(jvp(Net))/dense/reduce_sum"}
+  %update.4 = f32[512,512]{1,0} add(%w, %w), metadata={op_name="jit(step)/add"}
+  ROOT %end = f32[] constant(0)
+}
+"""  # noqa: E501
+
+
+def _gpu_trace():
+    """Return a trace of two steps on two GPUs: 4 ms of kernels in each step of the first GPU."""
+
+    def event(name, start, milliseconds, instruction="", **stats):
+        stats |= {"hlo_op": instruction, "hlo_module": "jit_step", "program_id": 7} if instruction else {}
+        return SimpleNamespace(name=name, start_ns=start * 1e6, duration_ns=milliseconds * 1e6, stats=stats.items())
+
+    kernels, copies = [], []
+    for start in (0.0, 10.0):
+        kernels += [
+            event("loop_convert_fusion", start, 0.25, "convert_fusion"),
+            event("nvjet_hsh_256x128", start + 0.25, 1.5, "outer::product.1"),
+            event("splitKreduce_kernel", start + 1.75, 0.25, "outer::product.1"),
+            event("cudnn_sm90_flash_bprop", start + 2, 1.0, "attention.2"),
+            event("input_reduce_fusion", start + 3, 0.5, "sum_fusion"),
+            event("loop_add_fusion", start + 3.5, 0.25, "update.4"),
+            event("MemcpyH2D", start + 3.75, 0.25),
+        ]
+        copies += [event("copy_kernel", start + 3, 0.5, "copy.3")]  # beside the sum, so both count half
+    streams = [("Stream #13(Compute)", kernels), ("Stream #14(Compute)", copies), ("XLA Ops", [event("dot", 0, 99)])]
+    gpu = SimpleNamespace(
+        name="/device:GPU:0", lines=[SimpleNamespace(name=name, events=events) for name, events in streams]
+    )
+    other = SimpleNamespace(name="/device:GPU:1", lines=[SimpleNamespace(name="Stream #1", events=kernels)])
+    return SimpleNamespace(planes=[other, gpu, SimpleNamespace(name="/host:CPU", lines=[])])
+
+
+def test_the_kernels_of_a_gpu_are_joined_to_their_instructions(monkeypatch):
+    monkeypatch.setattr(kernel_rows, "live_modules", lambda names: [("jit_step", 7, GPU_PROGRAM)])
+    rows = kernel_rows.rows_of(events_of(_gpu_trace()), steps=2)
+    shown = {row.instruction: (row.kind, row.path, row.phase, row.calls, row.milliseconds) for row in rows}
+    assert shown == {
+        "product.1": (kinds.HALF, "Net/dense", "forward", 1, pytest.approx(1.75)),
+        "attention.2": (kinds.ATTENTION, "Net/attention", "backward", 1, pytest.approx(1.0)),
+        "convert_fusion": (kinds.CAST, "Net/dense", "forward", 1, pytest.approx(0.25)),
+        "sum_fusion": (kinds.REDUCTION, "Net/dense", "backward", 1, pytest.approx(0.25)),
+        "copy.3": (kinds.MOVE, "", "", 1, pytest.approx(0.25)),
+        "update.4": (kinds.UPDATE, "", "update", 1, pytest.approx(0.25)),
+        "MemcpyH2D": (kinds.MOVE, "", "", 1, pytest.approx(0.25)),
+    }
+    assert rows == kernel_rows.rows_of(events_of(_gpu_trace()), 2, GPU_PROGRAM)
+    assert rows[0].kernel == "nvjet_hsh_256x128" and rows[0].flops == 2 * 512**3 and rows[0].size == "512×512×512"
+
+
+def test_kernels_of_a_program_that_is_not_known_for_certain_stay_without_a_path(monkeypatch):
+    larger = GPU_PROGRAM.replace("512", "1024")
+    monkeypatch.setattr(
+        kernel_rows, "live_modules", lambda names: [("jit_step", 1, GPU_PROGRAM), ("jit_step", 2, larger)]
+    )
+    rows = kernel_rows.rows_of(events_of(_gpu_trace()), steps=2)
+    assert {(row.path, row.flops, row.bytes) for row in rows} == {("", 0, None)}
+    assert sum(row.milliseconds for row in rows) == pytest.approx(4)
+
+
+def _measured(**changes):
+    """Return measurements of a call of 10 ms that has nothing to complain about."""
+    row = kernel_rows.ProfileRow(
+        kernel="nvjet", kind=kinds.HALF, path="Net/dense", phase="forward", calls=1.0, milliseconds=9.5,
+        dtype="bfloat16", size="8192×8192×8192", flops=2 * 8192**3, bytes=3 * 2 * 8192**2, ceiling_share=1.0,
+        program="jit_step", instruction="product", source="",
+    )  # fmt: skip
+    measured = Measured(
+        milliseconds=10.0,
+        busy=0.95,
+        groups={kinds.HALF: 9.5, kinds.WAITING: 0.5},
+        rows=[row],
+        programs=1,
+        drawing=0.0,
+        ceilings=Ceilings({"bfloat16": 700e12}, 4e12),
+        power=None,
+    )
+    return measured._replace(**changes)
+
+
+_READING = PowerReading(
+    seconds=1.0, watts=699.0, power_limit=700.0, joules=699.0, sm_clock=1410.0, max_sm_clock=1980.0,
+    throttled={"power limit": 0.8, "temperature": 0.01}, temperature=60.0,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "phrases"),
+    [
+        ({}, ["95% of the time is in products"]),
+        ({"power": _READING}, ["power limit of 700 W lowers the clocks 80% of the time, to 1410 of 1980 MHz"]),
+        ({"busy": 0.6}, ["The device waits 40% of the time: look for callbacks"]),
+        ({"busy": 0.6, "drawing": 3.0}, ["the iterator takes 3 ms for each batch"]),
+        ({"busy": 0.6, "programs": 12}, ["a call runs 12 compiled programs"]),
+        ({"groups": {kinds.HALF: 7.0, kinds.CAST: 2.5}}, ["25% is in other kernels", "25% of the time is in casts"]),
+        ({"groups": {kinds.HALF: 7.0, kinds.UPDATE: 2.5}}, ["25% of the time is in optimizer and finite check"]),
+    ],
+)
+def test_sentences_name_what_takes_the_time(changes, phrases):
+    sentences = " ".join(sentences_of(_measured(**changes)))
+    for phrase in phrases:
+        assert phrase in sentences
+    if not changes:
+        assert len(sentences_of(_measured())) == 1
+
+
+def test_a_wait_between_many_short_kernels_asks_for_a_larger_batch():
+    short = [dataclasses.replace(_measured().rows[0], calls=2000.0)]
+    (sentence,) = [text for text in sentences_of(_measured(busy=0.6, rows=short)) if "waits" in text]
+    assert "2 µs at each of 2000 kernels" in sentence and "larger batch" in sentence
+
+
+def test_the_command_prints_the_profile(tmp_path, monkeypatch, capsys):
+    from jaxmp.cli import main
+
+    (tmp_path / "planted_profile.py").write_text(
+        "import jax.numpy as jnp\n"
+        "def fun(w, x):\n    return x @ w\n"
+        "def args():\n    return jnp.ones((64, 64)), jnp.ones((64, 64))\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    command = ["profile", "planted_profile:fun", "--args", "planted_profile:args", "--steps", "1"]
+    assert main([*command, "--policy", "mixed_bfloat16", "--plot", "p.png"]) == 0
+    assert "half products" in capsys.readouterr().out and (tmp_path / "p.png").stat().st_size > 1000
+    assert main([*command, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["groups"]["float32 products"] > 0
+
+
+@pytest.mark.absent_gpu
+def test_every_kernel_that_xla_compiles_for_a_gpu_has_a_kind_and_every_product_a_path():
+    step, state, _ = _step()
+    shapes = jax.eval_shape(lambda: state), jax.ShapeDtypeStruct((4096, 256), jnp.float32)
+    text = str(compiling.compiled(step, shapes, "h200").as_text())
+    program = HloProgram(text)
+    events = []
+    for _, instruction, _ in program.instructions_by_run(into_fusions=False):
+        if instruction.opcode not in NO_KERNEL and not is_end(instruction.opcode):
+            start = float(len(events))
+            events.append(Event(instruction.name, instruction.name, program.name, 1, start, start + 1))
+    rows = kernel_rows.rows_of(events, 1, text)
+    assert len(rows) == len(events) > 10
+    assert kinds.OTHER not in {row.kind for row in rows}
+    products = [row for row in rows if row.kind == kinds.HALF]
+    assert len(products) == 5 and all(row.flops and row.size for row in products)
+    assert {(row.path, row.phase) for row in products} == {
+        ("Net/encoder", "forward"), ("Net/head", "forward"), ("Net/encoder", "backward"), ("Net/head", "backward")
+    }  # fmt: skip
