@@ -383,8 +383,8 @@ class Run:
             self._keep(piece, state, time.monotonic() - started, reason)
         seconds = self.of(piece)["seconds"]
         print(f"== {piece.name}: {state}{f', {reason}' if reason else ''}, after {seconds:.0f} s", flush=True)
-        if state == "done" and not self.config.smoke:
-            foreseen.save(RESULTS, self._here["device"], piece.name, seconds)
+        if not self.config.smoke:
+            self._record_seconds()
         if piece.result and not self.config.smoke:
             self._publish(piece)
 
@@ -392,6 +392,12 @@ class Run:
         seconds += self.of(piece)["seconds"]
         self._about["pieces"][piece.name] = {"state": state, "seconds": seconds, "reason": reason}
         self.has.save("gpu", {name: self._about[name] for name in ("pieces", "results")})
+
+    def _record_seconds(self) -> None:
+        """Record the seconds of all pieces that are done, because the run folder may be from another checkout."""
+        for name, of in self._about["pieces"].items():
+            if of["state"] == "done":
+                foreseen.save(RESULTS, self._here["device"], name, of["seconds"])
 
     def _publish(self, piece: Piece) -> None:
         """Copy a result, complete or not."""
