@@ -22,8 +22,9 @@ import optax
 import jaxmp
 from experiments.benchmarks.shared import records, scaled_steps
 from experiments.measure import timing
+from experiments.measure.caches import caches_in
 from experiments.measure.environment import environment
-from experiments.measure.turns import Prepared, caches_in, compared
+from experiments.measure.turns import Prepared, compared
 from experiments.models import MLP
 from experiments.models.workloads import Sizes, workload
 from experiments.report import plots
@@ -102,9 +103,12 @@ def measure(name: str, config: Config, progress: Progress) -> dict[str, Any]:
         return model.init(key, batch["inputs"])["params"], None
 
     def ready(variant: Any) -> Prepared:
-        start, step = variant(loss_fn, optax.adamw(3e-4), init)
+        start, step = variant(loss_fn, optax.adamw(scaled_steps.LEARNING_RATE), init)
         state = start()
-        turn = timing.turn(jax.jit(step, donate_argnums=0).lower(state, batch).compile(), state, batch)
+        compiled = jax.jit(step, donate_argnums=0).lower(state, batch).compile()
+        if variant is scaled_steps.with_constant_scale:
+            state = scaled_steps.settled(start, compiled, batch)
+        turn = timing.turn(compiled, state, batch)
         return Prepared(turn, lambda: float(turn()[1]))
 
     make = {label: functools.partial(ready, variant) for label, variant in VARIANTS.items()}

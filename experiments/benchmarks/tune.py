@@ -136,7 +136,7 @@ def problem(name: str, smoke: bool) -> tuple[Loss, tuple[Any, ...]]:
         return rng.standard_normal(shape).astype(np.float32)
 
     if name in ("BERT", "GPT-2"):
-        of_tokens = workload(name.lower().replace("-", ""), SMOKE["gpt2"])
+        of_tokens = workload(name.lower().replace("-", ""), SMOKE["gpt2"], vocabulary=96)
         params, _ = of_tokens.init(key)
         loss_fn = of_tokens.loss_fn()
         return lambda params, batch: loss_fn(params, {}, batch)[0], (params, of_tokens.random_batch())

@@ -139,7 +139,7 @@ def _images(name: str, folder: Path, is_named: bool) -> Found | None:
         raise DataError(f"{error}; {remedy}") from error
     if labels is None:
         return None
-    origin = f"image files in {folder}: their pixels may differ from the original's"
+    origin = f"image files in the folder {folder.name}: their pixels may differ from the original's"
     return Found(origin, lambda split: folders.files_of(folder, split, labels))
 
 

@@ -20,8 +20,8 @@ import jaxmp
 from experiments.measure import timing
 
 Shape = tuple[int, int, int]
-SHAPES: tuple[Shape, ...] = ((8192, 8192, 8192), (16384, 768, 3072), (16384, 4096, 4096))
-"""Rows, terms and columns of the products: a large cube, and layers of transformers of width 768 and 4096."""
+SHAPES: tuple[Shape, ...] = ((8192, 8192, 8192), (16384, 4096, 4096))
+"""Rows, terms and columns of the products: a large cube, and a layer of a transformer of width 4096."""
 SMOKE_SHAPES: tuple[Shape, ...] = ((256, 256, 256),)
 COPY_BYTES, SMOKE_COPY_BYTES = 2**31, 2**22
 KINDS: dict[str, tuple[Any, jax.lax.Precision]] = {

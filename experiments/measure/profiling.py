@@ -1,13 +1,13 @@
-"""The share of a step's kernel time on tensor cores, by kernel names in a trace."""
+"""The kernels of a step in a trace: their time by group, and the share on tensor cores."""
 
 from __future__ import annotations
 
 import collections
 import re
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -41,17 +41,29 @@ def uses_tensor_cores(kernel: str, precision: str = "half") -> bool:
     return _PRODUCT.search(kernel) is not None and says_so
 
 
-def tensor_core_share(kernels: Mapping[str, float], precision: str = "half") -> float | None:
+def tensor_core_share(kernels: Kernels, precision: str = "half") -> float | None:
     """Return the share of kernel time in tensor-core kernels.
 
     The result is None without kernels, as on a CPU.
     """
-    total = sum(kernels.values())
-    return sum(t for name, t in kernels.items() if uses_tensor_cores(name, precision)) / total if total else None
+    total = sum(kernel.ms for kernel in kernels.values())
+    on_tensor_cores = sum(kernel.ms for name, kernel in kernels.items() if uses_tensor_cores(name, precision))
+    return on_tensor_cores / total if total else None
 
 
-def of_jax(run: Callable[[], Any], calls: int = 3) -> dict[str, float]:
-    """Return the milliseconds per call of each kernel.
+class Kernel(NamedTuple):
+    """The milliseconds of a kernel per call of the profiled function, and how often it ran per call."""
+
+    ms: float
+    count: float
+
+
+Kernels = dict[str, Kernel]
+"""Kernels by their names."""
+
+
+def of_jax(run: Callable[[], Any], calls: int = 3) -> Kernels:
+    """Return the kernels of a call.
 
     The result is empty without a GPU. ``run`` must return JAX arrays.
     """
@@ -61,15 +73,16 @@ def of_jax(run: Callable[[], Any], calls: int = 3) -> dict[str, float]:
                 result = run()
             jax.block_until_ready(result)
         (file,) = Path(folder).rglob("*.xplane.pb")
-        return {name: t / calls for name, t in kernels_of(jax.profiler.ProfileData.from_file(str(file))).items()}
+        kernels = kernels_of(jax.profiler.ProfileData.from_file(str(file)))
+    return {name: Kernel(kernel.ms / calls, kernel.count / calls) for name, kernel in kernels.items()}
 
 
-def kernels_of(data: Any) -> dict[str, float]:
-    """Return the milliseconds of each kernel in a trace of JAX's profiler.
+def kernels_of(data: Any) -> Kernels:
+    """Return the kernels in a trace of JAX's profiler.
 
     The times come from the streams of the GPUs in the trace.
     """
-    times: collections.Counter[str] = collections.Counter()
+    times: collections.defaultdict[str, list[float]] = collections.defaultdict(list)
     for plane in data.planes:
         if not plane.name.startswith("/device:GPU"):
             continue
@@ -78,12 +91,12 @@ def kernels_of(data: Any) -> dict[str, float]:
                 "Stream"
             ):  # the other lines repeat the same times by module, operation and source line
                 for event in line.events:
-                    times[event.name] += event.duration_ns / 1e6
-    return dict(times)
+                    times[event.name].append(event.duration_ns / 1e6)
+    return {name: Kernel(sum(durations), len(durations)) for name, durations in times.items()}
 
 
-def of_torch(run: Callable[[], Any], calls: int = 3) -> dict[str, float]:
-    """Return the milliseconds per call of each kernel of a torch function.
+def of_torch(run: Callable[[], Any], calls: int = 3) -> Kernels:
+    """Return the kernels of a call of a torch function.
 
     The result is empty without a GPU.
     """
@@ -95,5 +108,70 @@ def of_torch(run: Callable[[], Any], calls: int = 3) -> dict[str, float]:
         for _ in range(calls):
             run()
         torch.cuda.synchronize()
-    times = {event.key: event.self_device_time_total / 1000 / calls for event in profile.key_averages()}
-    return {name: milliseconds for name, milliseconds in times.items() if milliseconds}
+    return {
+        event.key: Kernel(event.self_device_time_total / 1000 / calls, event.count / calls)
+        for event in profile.key_averages()
+        if event.self_device_time_total
+    }
+
+
+GROUPS = (
+    "products", "attention", "convolutions", "reductions", "elementwise", "copies and layout", "optimizer", "other",
+)  # fmt: skip
+"""The kinds of kernels that their names tell apart, for XLA and for torch."""
+_FUSION = r"^(loop|input|wrapped)_"
+_MOVES = r"(copy|transpose|concatenate|dynamic|update|slice|pad|broadcast|reverse|bitcast)"
+# The first pattern that a name has decides. The names of XLA's and Inductor's fusions may have words of libraries.
+_PATTERNS = tuple(
+    (kind, re.compile(pattern, re.IGNORECASE))
+    for kind, pattern in (
+        ("attention", r"sdpa|fmha|flash|attention"),
+        ("optimizer", r"multi_tensor_apply|adam"),
+        ("elementwise", r"^triton_(poi|for)_"),
+        ("reductions", r"^triton_(red|per)_"),
+        ("products", r"^triton_tem_|gemm_fusion"),
+        ("reductions", rf"{_FUSION}\w*reduce(?!_(window|precision))"),
+        ("copies and layout", rf"{_FUSION}({_MOVES}_)*{_MOVES}(_fusion)?(_\d+)?$"),
+        ("other", rf"{_FUSION}\w*scatter"),
+        ("elementwise", _FUSION),
+        ("copies and layout", r"memcpy|memset|^(copy|transpose)|nhwctonchw|nchwtonhwc|catarray|copy_kernel"),
+        ("convolutions", r"fprop|dgrad|wgrad|conv(?!ert)|winograd"),
+        ("products", r"nvjet|gemm|gemv|cutlass|xmma|matmul|cublas|splitk"),
+        ("reductions", r"reduce|norm|softmax|bn_(fw|bw)"),
+        ("elementwise", r"elementwise|vectorized|pointwise|fill"),
+    )
+)
+
+
+def group_of(kernel: str) -> str:
+    """Return the kind of a kernel in ``GROUPS``, judged by its name.
+
+    XLA names a fusion after its last operations, so a step of the optimizer in XLA counts as elementwise.
+
+    >>> [group_of(name) for name in ("nvjet_tst_256x128", "triton_poi_fused_convolution_relu_3", "input_reduce_fusion")]
+    ['products', 'elementwise', 'reductions']
+    """
+    return next((kind for kind, pattern in _PATTERNS if pattern.search(kernel)), "other")
+
+
+def summary(kernels: Kernels, longest: int = 40) -> dict[str, Any]:
+    """Return what results keep of a profile.
+
+    Returns:
+      ``kernel_ms`` and ``kernel_count``: the sums over all kernels. ``groups``: ``ms`` and ``count`` by kind.
+      ``kernels``: the name, milliseconds and count of the longest kernels. The result is empty without kernels.
+    """
+    if not kernels:
+        return {}
+    groups: dict[str, dict[str, float]] = {}
+    for name, kernel in kernels.items():
+        group = groups.setdefault(group_of(name), {"ms": 0.0, "count": 0.0})
+        group["ms"] += kernel.ms
+        group["count"] += kernel.count
+    by_time = sorted(kernels.items(), key=lambda item: item[1].ms, reverse=True)
+    return {
+        "kernel_ms": sum(kernel.ms for kernel in kernels.values()),
+        "kernel_count": sum(kernel.count for kernel in kernels.values()),
+        "groups": {kind: groups[kind] for kind in GROUPS if kind in groups},
+        "kernels": [[name, *kernel] for name, kernel in by_time[:longest]],
+    }

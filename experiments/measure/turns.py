@@ -5,18 +5,15 @@ If a function fails, the others are still timed.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import gc
 import math
-import os
+import statistics
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-from jax.experimental.compilation_cache import compilation_cache
 
 from experiments.measure import timing
 
@@ -54,6 +51,34 @@ def broken(figures: dict[str, Any]) -> str | None:
     return None if loss is None or math.isfinite(float(loss)) else f"not judged: its loss is {loss}"
 
 
+MOVED, APART = 0.01, 0.05
+"""How far a loss may move while a row is timed, and how far it may be from those of the other rows, as shares."""
+
+
+def not_judged(rows: Mapping[str, dict[str, Any]]) -> dict[str, str]:
+    """Return the reason for each row that must not be compared with the rows that took turns with it.
+
+    The time of a step depends on its numbers, because a GPU that computes on zeros needs less power and keeps higher
+    clocks. So rows are compared only if their losses are alike and did not move. Rows without ``loss_before`` are
+    judged by :func:`broken` alone.
+    """
+    reasons = {name: why for name, row in rows.items() if (why := broken(row))}
+    losses = dict[str, float]()
+    for name, row in rows.items():
+        if name in reasons or row.get("loss_before") is None or "loss" not in row:
+            continue
+        before, after = float(row["loss_before"]), float(row["loss"])
+        if abs(after - before) <= MOVED * abs(before):
+            losses[name] = after
+        else:
+            reasons[name] = f"not judged: its loss moved from {before:.4g} to {after:.4g} while it was timed"
+    typical = statistics.median(losses.values()) if losses else 0.0
+    for name, loss in losses.items():
+        if abs(loss - typical) > APART * abs(typical):
+            reasons[name] = f"not judged: its loss is {loss:.4g}, and that of the other rows is {typical:.4g}"
+    return reasons
+
+
 def reason(error: BaseException) -> str:
     """Return the reason why a row has no figures, in a few words."""
     text = str(error)
@@ -77,25 +102,29 @@ def together(
 ) -> dict[str, dict[str, Any]]:
     """Time all rows in turn.
 
-    Return the milliseconds of each row by round, and its final loss. A row that fails has an ``error`` instead and is
-    removed from ``prepared``. The others are still timed.
+    Return the milliseconds of each row by round, and its loss before and after. A row that fails has an ``error``
+    instead and is removed from ``prepared``. The others are still timed.
     """
-    names = list(prepared)
     turns = {name: row.turn for name, row in prepared.items()}
-    figures: dict[str, dict[str, Any]] = {}
+    figures: dict[str, dict[str, Any]] = {name: {} for name in prepared}
 
     def fails(name: str, error: Exception) -> None:
         figures[name] = {"error": failed(error)}
         del turns[name], prepared[name]  # frees its memory for the others
 
+    def save_losses(key: str) -> None:
+        for name, row in list(prepared.items()):
+            if row.loss:
+                try:
+                    figures[name][key] = row.loss()
+                except Exception as error:
+                    fails(name, error)
+
+    save_losses("loss_before")
     for name, times in timing.interleaved(turns, rounds, block_ms, after_round, fails).items():
-        figures[name] = {"milliseconds": times}
-        if loss := prepared[name].loss:
-            try:
-                figures[name]["loss"] = loss()
-            except Exception as error:
-                fails(name, error)
-    return {name: figures[name] for name in names}
+        figures[name]["milliseconds"] = times
+    save_losses("loss")
+    return figures
 
 
 def all_of(
@@ -145,21 +174,3 @@ def compared(
     if (first := next(iter(make))) in times:
         rows |= {name: rows[name] | row for name, row in timing.against(times, first).items()}
     return rows
-
-
-@contextlib.contextmanager
-def caches_in(folder: Path) -> Iterator[None]:
-    """Set the compilation caches of JAX and torch to ``folder``.
-
-    Another process then need not compile again.
-    """
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")
-    os.environ["TRITON_CACHE_DIR"] = str(folder / "triton")
-    jax.config.update("jax_compilation_cache_dir", str(folder / "jax"))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    compilation_cache.reset_cache()  # else JAX keeps the folder from its first compilation
-    try:
-        yield
-    finally:
-        jax.config.update("jax_compilation_cache_dir", None)
-        compilation_cache.reset_cache()

@@ -79,6 +79,7 @@ class BERT(nn.Module):
         token_types: jax.Array | None = None,
         mask: jax.Array | None = None,
         ignore_index: int | None = -100,
+        chunks: int = 16,
     ) -> jax.Array:
         """Return the mean cross-entropy of ``targets``, a float32 scalar.
 
@@ -90,6 +91,7 @@ class BERT(nn.Module):
           token_types: see :meth:`hidden`.
           mask: see :meth:`hidden`.
           ignore_index: the target of tokens that do not count; None if all count.
+          chunks: the number of chunks.
         """
         # The step has its peak memory here, so the head is recomputed, and the chunks of logits are small.
         head = nn.remat(lambda model, x: model._head(x))
@@ -97,7 +99,7 @@ class BERT(nn.Module):
             head(self, self._hidden(tokens, token_types, mask)),
             targets.reshape(-1),
             bias=self.decoder_bias,
-            chunks=16,
+            chunks=chunks,
             classes=self.vocabulary,
             ignore_index=ignore_index,
         )

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from experiments.models import attention
-from experiments.models.workloads import LossFn, Workload
+from experiments.models.workloads import LAST_SCALE, LossFn, Workload
 
 
 def attend(q: jax.Array, k: jax.Array, v: jax.Array, causal: bool) -> jax.Array:
@@ -121,7 +121,7 @@ class ResNet(nn.Module):
                 y = nn.relu(norm(name=f"norm1_{name}")(conv(width, (1, 1), name=f"conv1_{name}")(x)))
                 y = conv(width, (3, 3), stride, padding=1, name=f"conv2_{name}")(y)
                 y = conv(4 * width, (1, 1), name=f"conv3_{name}")(nn.relu(norm(name=f"norm2_{name}")(y)))
-                y = norm(name=f"norm3_{name}", scale_init=nn.initializers.zeros)(y)
+                y = norm(name=f"norm3_{name}", scale_init=nn.initializers.constant(LAST_SCALE))(y)
                 if x.shape != y.shape:
                     x = conv(4 * width, (1, 1), stride, name=f"conv4_{name}")(x)
                     x = norm(name=f"norm4_{name}")(x)

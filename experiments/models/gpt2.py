@@ -72,7 +72,9 @@ class GPT2(nn.Module):
         """Return the input of the output layer, (batch, sequence, width)."""
         return self._hidden(tokens).reshape(*tokens.shape, self.width)
 
-    def loss(self, tokens: jax.Array, targets: jax.Array, *, ignore_index: int | None = None) -> jax.Array:
+    def loss(
+        self, tokens: jax.Array, targets: jax.Array, *, ignore_index: int | None = None, chunks: int = 8
+    ) -> jax.Array:
         """Return the mean cross-entropy of ``targets``, a float32 scalar.
 
         The logits are computed in chunks. See :func:`jaxmp.losses.projected_cross_entropy`.
@@ -81,9 +83,11 @@ class GPT2(nn.Module):
           tokens: (batch, sequence).
           targets: (batch, sequence), the token that follows each token.
           ignore_index: the target of tokens that do not count; None if all count.
+          chunks: the number of chunks.
         """
         x = self._hidden(tokens)
-        return self.wte.cross_entropy(x, targets.reshape(-1), classes=self.vocabulary, ignore_index=ignore_index)
+        options = {"classes": self.vocabulary, "ignore_index": ignore_index, "chunks": chunks}
+        return self.wte.cross_entropy(x, targets.reshape(-1), **options)
 
     def _hidden(self, tokens: jax.Array) -> jax.Array:
         batch, sequence = tokens.shape

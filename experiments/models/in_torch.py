@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import jaxmp
-from experiments.models.workloads import Workload
+from experiments.models.workloads import LAST_SCALE, Workload
 
 
 class Attention(nn.Module):
@@ -102,7 +102,7 @@ class Bottleneck(nn.Module):
         self.conv1, self.norm1 = _conv(channels, width, 1), nn.BatchNorm2d(width)
         self.conv2, self.norm2 = _conv(width, width, 3, stride), nn.BatchNorm2d(width)
         self.conv3, self.norm3 = _conv(width, out, 1), nn.BatchNorm2d(out)
-        nn.init.zeros_(self.norm3.weight)
+        nn.init.constant_(self.norm3.weight, LAST_SCALE)
         self.shortcut = (
             nn.Sequential(_conv(channels, out, 1, stride), nn.BatchNorm2d(out))
             if stride > 1 or channels != out

@@ -19,12 +19,14 @@ class Block(nn.Module):
 
     Arrays are (batch, height, width, channels). ``basic`` has two 3×3 convolutions. ``bottleneck`` has convolutions of
     1×1, 3×3 and 1×1, and the result has four times ``width`` channels. The stride is in the 3×3 convolution (v1.5). The
-    scale of the last normalisation starts at zero, so the block starts as its shortcut (Goyal et al. 2017).
+    scale of the last normalisation starts at ``last_scale``. With zero, the block starts as its shortcut (Goyal et al.
+    2017).
     """
 
     kind: Literal["basic", "bottleneck"]
     width: int
     stride: int = 1
+    last_scale: float = 0.0
 
     @nn.compact
     def __call__(self, x: jax.Array, train: bool = False) -> jax.Array:
@@ -42,7 +44,7 @@ class Block(nn.Module):
             y = nn.relu(norm(conv(x, self.width, 1)))
             y = nn.relu(norm(conv(y, self.width, 3, self.stride)))
             y = conv(y, channels, 1)
-        y = norm(y, scale_init=nn.initializers.zeros)
+        y = norm(y, scale_init=nn.initializers.constant(self.last_scale))
         if x.shape != y.shape:
             x = norm(conv(x, channels, 1, self.stride))
         return nn.relu(x + y)
@@ -60,6 +62,7 @@ class ResNet(nn.Module):
       width: the channels of the stem and the width of the first stage.
       small_images: whether the stem is for images of about 32×32: a 3×3 convolution. If False, the stem is for images
         of about 224×224: a 7×7 convolution with stride 2 and max pooling with stride 2.
+      last_scale: the scale with which the last normalisation of each block starts.
     """
 
     stages: tuple[int, ...]
@@ -67,6 +70,7 @@ class ResNet(nn.Module):
     classes: int = 10
     width: int = 64
     small_images: bool = False
+    last_scale: float = 0.0
 
     @nn.compact
     def __call__(self, images: jax.Array, train: bool = False) -> jax.Array:
@@ -76,7 +80,8 @@ class ResNet(nn.Module):
             x = max_pool(x)
         for stage, blocks in enumerate(self.stages):
             for i in range(blocks):
-                x = Block(self.kind, self.width * 2**stage, stride=2 if stage and i == 0 else 1)(x, train)
+                stride = 2 if stage and i == 0 else 1
+                x = Block(self.kind, self.width * 2**stage, stride, self.last_scale)(x, train)
         return nn.Dense(self.classes)(x.mean(axis=(1, 2)))
 
 

@@ -13,6 +13,7 @@ import numpy as np
 from experiments.benchmarks.shared import records
 from experiments.comparison.outcomes import BASELINE, label
 from experiments.report import plots
+from experiments.report.goals import Goal, share
 from experiments.report.tables import Table, deviating, titled
 from experiments.training import kept
 
@@ -20,13 +21,19 @@ METRICS = {"images": "accuracy", "gpt2": "loss", "bert": "loss"}
 UNITS = {"accuracy": "points of accuracy", "loss": "% of the loss"}
 POINTS_LOST, POINTS_AIM, LOSS_PERCENT, LOW_PERCENT, FLOAT8_PERCENT, SEEDS = 0.5, 0.1, 0.5, 0.1, 0.3, 3
 BFLOAT16 = ("mixed_bfloat16", "none")  # the policy that float8 products are compared with
+TENSORFLOAT32 = ("tensorfloat32", "none")
+HALF = (BFLOAT16, ("mixed_float16", "dynamic"))
+TIME, MEMORY = 0.35, 0.50
+"""The limits of ResNet-50's time and memory in half precision, relative to float32."""
 COLUMNS = (
     "policy", "loss scale", "seeds", "accuracy %", "loss", "Δ", "minutes", "× faster", "memory", "memory saved",
     "skipped")  # fmt: skip
 NOTE = (
     "Accuracy and loss are of held-out data. All metrics are the mean ± standard deviation over the seeds. Δ: "
-    "difference to float32 with the same seed, {unit}. Minutes: training time without compilation and evaluation. "
-    "Memory: peak of the compiled step (arguments, results and temporaries). Skipped: skipped steps in all runs."
+    "difference to {reference} with the same seed, {unit}. Minutes: training time without compilation and evaluation. "
+    "A row without accuracy trained for a few hundred steps only. Its minutes are those of all steps at that speed. "
+    "Faster and memory saved: relative to float32. Memory: peak of the compiled step (arguments, results and "
+    "temporaries). Skipped: skipped steps in all runs."
 )
 _POINTS = 100  # the number of points of a training curve in a record; each is the mean over a span of steps
 
@@ -74,13 +81,27 @@ def by_variant(recorded: list[Record]) -> dict[str, Variants]:
     return tasks
 
 
+def complete(runs: list[Record]) -> list[Record]:
+    """Return the runs that trained all their steps, not only enough of them to be timed."""
+    return [run for run in runs if not run.get("brief")]
+
+
+def reference_of(variants: Variants) -> tuple[str, str]:
+    """Return the policy and the loss scale that accuracies are compared with.
+
+    The policy is float32. If float32 was only timed, the policy is tensorfloat32.
+    """
+    is_timed_only = not complete(variants.get(BASELINE, []))
+    return TENSORFLOAT32 if is_timed_only and complete(variants.get(TENSORFLOAT32, [])) else BASELINE
+
+
 def differences(task: str, runs: list[Record], baseline: list[Record]) -> list[float]:
-    """Return the difference to float32 of each seed.
+    """Return the difference to the baseline of each seed.
 
     The unit is points of accuracy, or % of the loss.
     """
-    reference = {run["seed"]: run["final"] for run in baseline}
-    pairs = [(run["final"], reference[run["seed"]]) for run in runs if run["seed"] in reference]
+    reference = {run["seed"]: run["final"] for run in complete(baseline)}
+    pairs = [(run["final"], reference[run["seed"]]) for run in complete(runs) if run["seed"] in reference]
     if METRICS[task] == "accuracy":
         return [100 * (run["accuracy"] - other["accuracy"]) for run, other in pairs]
     return [100 * (run["loss"] / other["loss"] - 1) for run, other in pairs]
@@ -129,48 +150,80 @@ def _most(name: str) -> float:
 
 
 def goals(task: str, variants: Variants) -> dict[str, tuple[bool | None, str]]:
-    """Judge every policy but float32 by :func:`goal`.
+    """Judge every policy but the reference by :func:`goal`.
 
-    Policies with float8 products are compared with mixed_bfloat16 if it was trained, all others with float32.
+    Policies with float8 products are compared with mixed_bfloat16 if it was trained, all others with
+    :func:`reference_of`.
     """
-    judged = {label(*variant): runs for variant, runs in variants.items() if variant != BASELINE}
+    reference = reference_of(variants)
+    judged = {
+        label(*variant): runs
+        for variant, runs in variants.items()
+        if variant not in (BASELINE, reference) and (complete(runs) or any(run["failure"] for run in runs))
+    }
     against = {
-        name: BFLOAT16 if _most(name) == FLOAT8_PERCENT and BFLOAT16 in variants else BASELINE for name in judged
+        name: BFLOAT16 if _most(name) == FLOAT8_PERCENT and BFLOAT16 in variants else reference for name in judged
     }
     return {
         name: goal(task, name, runs, variants.get(against[name], []), against[name][0]) for name, runs in judged.items()
     }
 
 
+def savings(task: str, variants: Variants) -> list[Goal]:
+    """Return the goals of ResNet-50's time and memory in half precision, relative to float32.
+
+    They apply to the task's preset only.
+    """
+    baseline = variants.get(BASELINE, [])
+    is_preset = bool(baseline) and all(run["setting"].get("whole") for run in baseline)
+    if METRICS[task] != "accuracy" or not is_preset:
+        return []
+    judged = list[Goal]()
+    for variant in HALF:
+        if runs := variants.get(variant):
+            name = label(*variant)
+            time = share(_mean(runs, "minutes"), _mean(baseline, "minutes"))
+            memory = share(_mean(runs, "step_bytes"), _mean(baseline, "step_bytes"))
+            judged.append(Goal("time", f"training time of {name} / float32", time, TIME))
+            judged.append(Goal("memory", f"memory of {name} / float32", memory, MEMORY))
+    return judged
+
+
+def _mean(runs: list[Record], name: str) -> float:
+    return statistics.fmean([math.nan if run[name] is None else run[name] for run in runs] or [math.nan])
+
+
 def table(task: str, variants: Variants) -> Table:
     """Return a table with a row for each policy, and the goals below."""
-    baseline = variants.get(BASELINE, [])
-    rows = [_row(task, *variant, runs, baseline) for variant, runs in variants.items()]
-    notes = [NOTE.format(unit=UNITS[METRICS[task]]), *(text for _, text in goals(task, variants).values())]
+    reference = reference_of(variants)
+    rows = [_row(task, *variant, runs, variants, variant == reference) for variant, runs in variants.items()]
+    notes = [NOTE.format(unit=UNITS[METRICS[task]], reference=reference[0])]
+    notes += [text for _, text in goals(task, variants).values()]
+    notes += [goal.sentence() for goal in savings(task, variants)]
     first = next(iter(variants.values()))
     what = f"{title(first)}, {first[0]['steps']} steps of {first[0]['batch_size']} {first[0]['unit']}"
     return Table(what, COLUMNS, rows, 2, tuple(notes))
 
 
-def _row(task: str, policy: str, loss_scale: str, runs: list[Record], baseline: list[Record]) -> tuple[str, ...]:
-    def mean(of: list[Record], name: str) -> float:
-        return statistics.fmean([math.nan if run[name] is None else run[name] for run in of] or [math.nan])
-
+def _row(
+    task: str, policy: str, loss_scale: str, runs: list[Record], variants: Variants, is_reference: bool
+) -> tuple[str, ...]:
     def shown(value: float, form: str, hidden: bool = False) -> str:
         return "" if hidden or math.isnan(value) else form.format(value)
 
-    minutes, bytes_, is_baseline = mean(runs, "minutes"), mean(runs, "step_bytes"), runs is baseline
+    baseline, reference = variants.get(BASELINE, []), variants.get(reference_of(variants), [])
+    minutes, bytes_, is_baseline = _mean(runs, "minutes"), _mean(runs, "step_bytes"), runs is baseline
     return (
         policy,
         loss_scale,
         str(len(runs)),
-        deviating([100 * run["final"]["accuracy"] for run in runs], ".2f"),
-        deviating([run["final"]["loss"] for run in runs], ".4f"),
-        "" if is_baseline else deviating(differences(task, runs, baseline), "+.2f"),
+        deviating([100 * run["final"]["accuracy"] for run in complete(runs)], ".2f"),
+        deviating([run["final"]["loss"] for run in complete(runs)], ".4f"),
+        "" if is_reference else deviating(differences(task, runs, reference), "+.2f"),
         shown(minutes, "{:.3g}"),
-        shown(mean(baseline, "minutes") / minutes if minutes else math.nan, "{:.2f}", is_baseline),
+        shown(_mean(baseline, "minutes") / minutes if minutes else math.nan, "{:.2f}", is_baseline),
         shown(bytes_ / 2**20, "{:.0f} MiB"),
-        shown(100 - 100 * bytes_ / mean(baseline, "step_bytes"), "{:.0f} %", is_baseline),
+        shown(100 - 100 * bytes_ / _mean(baseline, "step_bytes"), "{:.0f} %", is_baseline),
         str(sum(run["skipped"] for run in runs)),
     )
 
@@ -195,7 +248,7 @@ def pictures(task: str, variants: Variants) -> tuple[plots.Panel, plots.Panel]:
 
     Each figure is drawn as its mean and its range over the seeds.
     """
-    metric, baseline = METRICS[task], variants.get(BASELINE, [])
+    metric, baseline = METRICS[task], variants.get(reference_of(variants), [])
     held_out = {label(*variant): _range([run["final"][metric] for run in runs]) for variant, runs in variants.items()}
     far = {label(*variant): _range(differences(task, runs, baseline)) for variant, runs in variants.items()}
     most = min((_most(label(*variant)) for variant in variants if variant != BASELINE), default=LOSS_PERCENT)
@@ -204,7 +257,9 @@ def pictures(task: str, variants: Variants) -> tuple[plots.Panel, plots.Panel]:
     name, rows = title(next(iter(variants.values()))), dict.fromkeys(held_out)
     return (
         plots.Panel(name, f"held-out {metric}", rows, left, form=".4g"),
-        plots.Panel("", f"{UNITS[metric]} from float32", rows, right, line=(most, "goal"), form="+.2f"),
+        plots.Panel(
+            "", f"{UNITS[metric]} from {reference_of(variants)[0]}", rows, right, line=(most, "goal"), form="+.2f"
+        ),
     )
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.benchmarks.shared import records
-from experiments.benchmarks.train_step.goals import LIMITS, RECORDED, TENSOR_FLOPS
+from experiments.benchmarks.train_step.goals import LIMITS, MEMORY, RECORDED, TENSOR_FLOPS
 from experiments.measure import programs
 from experiments.report import plots
 from experiments.report.goals import Goal, saved, share
@@ -65,7 +65,7 @@ def goals(result: dict[str, Any], torch: float | None = None, float32: float | N
         torch, float32 = torch or recorded.torch * MIB, float32 or recorded.float32 * MIB
     against = "memory saved against float32 by hand as"
     judged = [
-        Goal("memory", "peak memory / torch.compile's", share(half, torch), limits.memory),
+        Goal("memory", "peak memory / torch.compile's", share(half, torch), MEMORY),
         Goal("remat_memory", "peak memory with remat / torch.compile's", share(remat, torch), limits.remat_memory),
         Goal("saved", f"{against} measured", saved(share(half, float32)), limits.saved, least=True, form=".2%"),
         # no limit: compiled peaks lack cuDNN's workspaces, which are known only on a GPU

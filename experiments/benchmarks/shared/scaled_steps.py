@@ -22,6 +22,13 @@ from experiments.models.workloads import LossFn
 Init = Callable[[Any], tuple[Any, Any]]
 Start = Callable[[], Any]
 Step = Callable[[Any, Any], tuple[Any, jax.Array]]
+LEARNING_RATE = 1e-10
+"""The learning rate of every timed step, torch's too.
+
+A step must not train: on a batch that a model knows by heart, gradients are zeros, and a GPU computes faster on zeros,
+because it needs less power. With this rate the loss stays where it begins. It is not 0, so that no compiler can leave
+out the update.
+"""
 
 
 def no_scaling(loss_fn: LossFn, tx: optax.GradientTransformation, init: Init) -> tuple[Start, Step]:
@@ -40,26 +47,59 @@ def no_scaling(loss_fn: LossFn, tx: optax.GradientTransformation, init: Init) ->
     return jax.jit(start), step
 
 
+INITIAL_SCALE = 2.0**15
+"""The scale with which jaxmp's and jmp's dynamic scales begin."""
+
+
 def with_constant_scale(
-    loss_fn: LossFn, tx: optax.GradientTransformation, init: Init, scale: float = 2.0**15
-) -> tuple[Start, Step]:
-    """Return a step whose scale never changes, without checks for non-finite values.
+    loss_fn: LossFn, tx: optax.GradientTransformation, init: Init
+) -> tuple[Callable[..., Any], Step]:
+    """Return a step with a scale that never changes, and without checks for non-finite values.
 
     On a GPU, compare dynamic scaling with this step, not with a step without a scale. Without a scale, float16
-    gradients can be zero or subnormal, and a GPU at its power limit may multiply such numbers faster.
+    gradients can be zero or subnormal, and a GPU at its power limit may multiply such numbers faster. ``start`` takes
+    the scale. See :func:`settled` for a scale with which gradients are finite.
     """
 
-    def scaled_loss_fn(*args: Any) -> tuple[jax.Array, Any]:
-        loss, model_state = loss_fn(*args)
-        return loss * scale, model_state
-
-    start, scaled_step = no_scaling(scaled_loss_fn, optax.chain(optax.scale(1 / scale), tx), init)
-
     def step(state: Any, batch: Any) -> Any:
-        state, loss = scaled_step(state, batch)
-        return state, loss / scale
+        params, opt_state, model_state, scale = state
+
+        def scaled_loss_fn(*args: Any) -> tuple[jax.Array, Any]:
+            loss, model_state = loss_fn(*args)
+            return loss * scale, model_state
+
+        gradients = jax.value_and_grad(scaled_loss_fn, has_aux=True)
+        (loss, model_state), grads = gradients(params, model_state, batch, None)
+        inverse = 1 / scale
+        grads = jax.tree.map(lambda grad: grad * inverse, grads)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state, model_state, scale), loss * inverse
+
+    inner_start, _ = no_scaling(loss_fn, tx, init)
+
+    def start(scale: float = INITIAL_SCALE) -> Any:
+        return (*inner_start(), jnp.float32(scale))
 
     return start, step
+
+
+def settled(start: Callable[[float], Any], step: Step, batch: Any) -> Any:
+    """Return a state of :func:`with_constant_scale` with the scale that a dynamic scale would find.
+
+    While a step is not finite, the scale is halved. So the row with a constant scale computes on the same numbers as
+    the row with a dynamic scale.
+
+    Raises:
+      FloatingPointError: the loss is not finite with any scale.
+    """
+    scale = INITIAL_SCALE
+    while scale >= 1:
+        state, _ = step(start(scale), batch)
+        state, loss = step(state, batch)  # not finite if the first step's gradients were not
+        if jnp.isfinite(loss):
+            return state
+        scale /= 2
+    raise FloatingPointError("the loss is not finite, even without a scale")
 
 
 def with_jaxmp(
@@ -106,7 +146,7 @@ def with_jmp(loss_fn: LossFn, tx: optax.GradientTransformation, init: Init) -> t
         loss_scale = loss_scale.adjust(finite)
         return (selected, (loss_scale.loss_scale, loss_scale.counter)), loss
 
-    return lambda: (inner_start(), (jnp.float32(2**15), jnp.int32(0))), step
+    return lambda: (inner_start(), (jnp.float32(INITIAL_SCALE), jnp.int32(0))), step
 
 
 def with_flax(loss_fn: LossFn, tx: optax.GradientTransformation, init: Init) -> tuple[Start, Step]:

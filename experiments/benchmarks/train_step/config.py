@@ -22,14 +22,16 @@ class Config(records.Timed, records.Pieces, records.Small):
     """Rows to measure; --list prints them. A ratio needs both of its rows in one command. (default: all)"""
     passes: tuple[Pass, ...] = ("train", "forward")
     """The train step, the forward pass alone, or both."""
-    energy_s: float = 2.0
+    energy_s: float = 1.5
     """Seconds for which a row runs to measure its energy; 0 to measure no energy."""
+    ceilings: bool = True
+    """Measure the fastest products of the device too, once for each run folder."""
     batch_size: int = 0
     """Examples per step; 0 for 256 (resnet50), 64 (bert) and 16 (gpt2)."""
-    look: Annotated[Literal["", "width", "depth", "busy", "run"], tyro.conf.arg(metavar="{width,depth,busy,run}")] = ""
+    look: Annotated[Literal["", "width", "depth", "busy"], tyro.conf.arg(metavar="{width,depth,busy}")] = ""
     """Measure something else in place of the table. width, depth: the train step of the transformers at several widths
     or depths, to find where half precision stops being faster. busy: the train step with idle host cores, and with a
-    busy process on every core. run: check that each row runs, in models of one block."""
+    busy process on every core."""
     report_only: tyro.conf.FlagCreatePairsOff[bool] = False
     """Measure nothing. Write the report of the results in --run-dir."""
     list: tyro.conf.FlagCreatePairsOff[bool] = False

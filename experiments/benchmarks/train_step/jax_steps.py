@@ -24,14 +24,14 @@ import optax
 
 import jaxmp
 from experiments.benchmarks.shared import scaled_steps
-from experiments.benchmarks.shared.scaled_steps import Init, Start, Step
+from experiments.benchmarks.shared.scaled_steps import LEARNING_RATE, Init, Start, Step
 from experiments.benchmarks.train_step.rows import Pass, Row
 from experiments.measure import flops, memory, timing
 from experiments.measure.turns import Prepared
 from experiments.models import attention, by_hand
 from experiments.models.workloads import LossFn, Workload, workload
 
-LEARNING_RATE, WEIGHT_DECAY, CLIP = 3e-4, 0.01, 1.0
+WEIGHT_DECAY, CLIP = 0.01, 1.0
 POLICIES = {"bf16": "mixed_bfloat16", "fp16": "mixed_float16", "tf32": "tensorfloat32", "fp32": "float32"}
 HALF = {"bf16": jnp.bfloat16, "fp16": jnp.float16}
 
@@ -52,7 +52,7 @@ def train_step(case: Workload, row: Row) -> tuple[Start, Step]:
     """
     tx = optimizer()
     if row.library in ("jaxmp", "autocast"):
-        case = workload(case.name, case.sizes, row.remat)
+        case = workload(case.name, case.sizes, row.remat, row.chunks)
         explicit = row.library == "jaxmp"
         loss_fn = case.loss_fn(jaxmp.linen.apply_policy(case.model, POLICIES[row.precision]) if explicit else None)
         if row.precision == "fp16" and not row.scaled:
@@ -120,6 +120,8 @@ def prepare(case: Workload, row: Row, which: Pass, batch: Any) -> Prepared:
     started = time.perf_counter()
     compiled = jitted.lower(*args).compile()  # the call reuses this program
     seconds = time.perf_counter() - started
+    if which == "train" and row.constant_scale:
+        args = (scaled_steps.settled(start, compiled, batch), batch)
     turn = timing.turn(call, *args) if which == "train" else functools.partial(compiled, *args)
     loss = (lambda: float(turn()[1])) if which == "train" else None
     return Prepared(turn, loss, seconds, memory.of_compiled(compiled))

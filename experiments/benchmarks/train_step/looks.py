@@ -1,4 +1,4 @@
-"""The measurements of ``--look``: widths, depths, a busy host, rows that run."""
+"""The measurements of ``--look``: widths, depths, a busy host."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from experiments.benchmarks.train_step import jax_steps, measure
 from experiments.benchmarks.train_step.config import Config, case_of
 from experiments.benchmarks.train_step.rows import PEERS, ROWS, rows_of
 from experiments.measure import processes, timing, turns
+from experiments.measure.caches import caches_in
 from experiments.measure.environment import environment
 from experiments.models.workloads import Name, Workload
 from experiments.report.progress import Progress
 from experiments.report.tables import Table
 from experiments.training import cli, kept
 
-VALUES = {"width": (1536, 1024, 768, 512, 256, 128, 64), "depth": (24, 12, 6, 3, 1), "busy": (0,), "run": (1,)}
+VALUES = {"width": (1536, 1024, 768, 512, 256, 128, 64), "depth": (24, 12, 6, 3, 1), "busy": (0,)}
 SMOKE_VALUES = {**VALUES, "width": (128, 64), "depth": (2, 1)}
-"""The widths or depths to measure; 0 for the model's own width. The look "run" checks rows at depth 1."""
+"""The widths or depths to measure; 0 for the model's own width."""
 BASE = "jaxmp-tf32"
 SWEEP_ROWS = ("jaxmp-bf16", "jaxmp-fp16", BASE)
 """Half precision, and JAX's default precision to compare with."""
@@ -52,7 +53,7 @@ def run(config: Config, folder: Path) -> dict[str, Any]:
     look, results = config.look, dict[Name, Any]()
     setting = {field: getattr(config, field) for field in ("rows", "rounds", "block_ms", "smoke")}
     has = kept.Kept(folder, config.minutes, environment(PEERS), **setting)
-    size = "layers" if look in ("depth", "run") else "width"
+    size = "layers" if look == "depth" else "width"
     cases = [
         (f"{look}-{model}-{value}", str(value), case_of(model, config, **{size: value}))
         for model in _models(config)
@@ -61,26 +62,17 @@ def run(config: Config, folder: Path) -> dict[str, Any]:
     with cli.bad_values_end_it():
         for record, _, case in cases:
             has.require_alike(f"{record}.json", sizes=dataclasses.asdict(case.sizes))
-    with turns.caches_in(folder / "cache"), Progress(look, len(cases)) as progress:
+    with caches_in(folder / "cache"), Progress(look, len(cases)) as progress:
         for record, value, case in cases:
             find = functools.partial(_points, case, config, value, progress)
             if measured := has.get(record, find, progress, sizes=dataclasses.asdict(case.sizes)):
-                whole = case if look == "run" else case_of(case.name, config)
-                about = {"axis": look, "text": whole.text, "points": []}
+                about = {"axis": look, "text": case_of(case.name, config).text, "points": []}
                 results.setdefault(case.name, about)["points"] += measured["points"]
     where = kept.joined(has.environments) if results else has.where
-    titles = {
-        "busy": f"A train step while {os.cpu_count()} cores are busy",
-        "run": "Rows that run in models of one block",
-    }
-    title = titles.get(look, f"Half precision by {look}")
+    title = f"A train step while {os.cpu_count()} cores are busy" if look == "busy" else f"Half precision by {look}"
     tables = [table(result) for result in results.values()]
     records.record(folder, f"train_step_{look}", title, where, tables, {"models": results})
     has.end()
-    errors = {name: point["errors"] for name, result in results.items() for point in result["points"]}
-    wrong = [f"{name}'s {row}" for name in errors for row, why in errors[name].items() if turns.LACKS not in why]
-    if look == "run" and wrong:
-        cli.fail(f"every row must run, but {', '.join(wrong)} did not; see above", 1)
     return results
 
 
@@ -89,7 +81,7 @@ def _points(case: Workload, config: Config, value: str, progress: Progress) -> d
 
     Idle and busy cores alternate in blocks of rounds.
     """
-    chosen = rows_of(case.name, config.rows or {"busy": BUSY_ROWS, "run": ()}.get(config.look, SWEEP_ROWS))
+    chosen = rows_of(case.name, config.rows or (BUSY_ROWS if config.look == "busy" else SWEEP_ROWS))
     errors = {key: f"{turns.LACKS}{row.missing}" for key, row in chosen.items() if row.missing}
     there = {key: row for key, row in chosen.items() if not row.missing}
     prepared, failed = measure.prepare_all(case, there, "train", progress)
@@ -104,7 +96,8 @@ def _points(case: Workload, config: Config, value: str, progress: Progress) -> d
                 timed = turns.together(prepared, -(-rounds // blocks), block_ms) if prepared else {}
             for key, row in timed.items():
                 times.setdefault(key, []).extend(row.get("milliseconds", []))
-                errors |= {key: why} if (why := row.get("error") or turns.broken(row)) else {}
+                errors |= {key: row["error"]} if "error" in row else {}
+            errors |= turns.not_judged(timed)
     prepared.clear()
     measure.start_anew(there.values())
     sound = {
@@ -131,7 +124,7 @@ def table(result: dict[str, Any]) -> Table:
         cells = (f"{times[key]:.4g}" if key in times else point["errors"].get(key, "") for key in keys)
         rows.append((point["value"], *cells))
     half = [key for key in keys if ROWS[key].precision in jax_steps.HALF]
-    notes = busy_notes(points) if axis == "busy" else [gain_note(points, key, axis) for key in half if axis != "run"]
+    notes = busy_notes(points) if axis == "busy" else [gain_note(points, key, axis) for key in half]
     columns = ("cores" if axis == "busy" else axis, *(f"{ROWS[key].label}, ms" for key in keys))
     return Table(f"{result['text']}: the train step, {axis}", columns, rows, notes=tuple(notes))
 
@@ -156,4 +149,4 @@ def gain_note(points: list[Point], key: str, axis: str) -> str:
 
 
 def _models(config: Config) -> list[Name]:
-    return [model for model in config.models if model != "resnet50" or config.look in ("busy", "run")]
+    return [model for model in config.models if model != "resnet50" or config.look == "busy"]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import collections
 import functools
 import gc
+import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -30,7 +30,7 @@ def start_anew(rows: Iterable[Row]) -> None:
         _torch_steps().start_anew()
 
 
-def describe(case: Workload, row: Row, which: Pass, prepared: Prepared, seconds: float = 3.0) -> dict[str, Any]:
+def describe(case: Workload, row: Row, which: Pass, prepared: Prepared, seconds: float) -> dict[str, Any]:
     """Measure everything about a step but its time.
 
     Args:
@@ -45,34 +45,55 @@ def describe(case: Workload, row: Row, which: Pass, prepared: Prepared, seconds:
 
       - ``compile_seconds``, ``compiled_bytes``: see :class:`experiments.measure.turns.Prepared`
       - ``peak``: the peak bytes on the GPU
-      - ``joules``: the energy of a call
+      - ``joules``, ``power``: see :func:`experiments.measure.energy.of_call`
       - ``tensor_time``: the share of the kernels' time in tensor-core kernels
-      - ``kernels``: the longest kernels, in milliseconds per call
+      - ``kernel_ms``, ``kernel_count``, ``groups``, ``kernels``: see :func:`experiments.measure.profiling.summary`
       - ``flops``: the FLOPs by dtype
       - ``tensor_flops``: the share of FLOPs in tensor-core dtypes
+      - ``seconds``: the seconds that the warm-up, the trace, the energy and the count of FLOPs took
     """
-
-    def run() -> Any:
-        return jax.block_until_ready(prepared.turn())
-
+    watch = Stopwatch()
     for _ in range(3):
-        run()
+        jax.block_until_ready(prepared.turn())
+    watch.lap("warm-up")
     peak = _torch_steps().peak() if row.torch else memory.device_peak()
-    read = energy.counter() if seconds and (jax.default_backend() == "gpu" or peak is not None) else None
-    kernels: dict[str, float] = {}
+    kernels: profiling.Kernels = {}
     if peak is not None:  # only a GPU counts its memory, and only a GPU has kernels to trace
         kernels = profiling.of_torch(prepared.turn) if row.torch else profiling.of_jax(prepared.turn)
+    watch.lap("trace")
+    used = energy.of_call(prepared.turn, 0.0 if peak is None else seconds)
+    watch.lap("energy")
     counted = jax_steps.step_flops(case, row) if which == "train" and not row.torch else {}
+    watch.lap("count of FLOPs")
     return {
         "compile_seconds": prepared.compile_seconds,
         "compiled_bytes": prepared.compiled_bytes,
         "peak": peak,
-        "joules": None if read is None else energy.joules(run, read, seconds),
+        **used,
         "tensor_time": profiling.tensor_core_share(kernels, row.precision),
-        "kernels": collections.Counter(kernels).most_common(12),
+        **profiling.summary(kernels),
         "flops": counted,
         "tensor_flops": flops.tensor_core_share(counted) if counted else None,
+        "seconds": watch.laps,
     }
+
+
+class Stopwatch:
+    """The seconds of the parts of a measurement.
+
+    Attributes:
+      laps: the seconds of each part, by its name.
+    """
+
+    def __init__(self) -> None:
+        self.laps: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def lap(self, name: str) -> None:
+        """Save the seconds since the last part ended."""
+        now = time.perf_counter()
+        self.laps[name] = self.laps.get(name, 0.0) + now - self._last
+        self._last = now
 
 
 def alone(case: Workload, row: Row, passes: Iterable[Pass], seconds: float) -> dict[str, Any]:
@@ -85,9 +106,12 @@ def alone(case: Workload, row: Row, passes: Iterable[Pass], seconds: float) -> d
         if which == "forward" and not row.forward:
             continue
         prepared: Prepared | None = None
+        watch = Stopwatch()
         try:
             prepared = prepare(case, row, which)
+            watch.lap("preparing")
             figures[which] = describe(case, row, which, prepared, seconds)
+            figures[which]["seconds"] = watch.laps | figures[which]["seconds"]
         except Exception as error:  # if a pass fails, the other pass is still measured
             figures[which] = {"error": failed(error)}
         prepared = None

@@ -8,7 +8,7 @@ from experiments.benchmarks.shared import records
 from experiments.benchmarks.train_step import goals as train_step_goals
 from experiments.benchmarks.train_step.results import Results, read
 from experiments.benchmarks.train_step.rows import ROWS, Pass, rows_of
-from experiments.measure import ceiling
+from experiments.measure import ceiling, profiling
 from experiments.report import plots
 from experiments.report.goals import share
 from experiments.report.tables import Table, cell, spread, titled
@@ -16,7 +16,9 @@ from experiments.training import kept
 
 COLUMNS = (
     "row", "ms", "quartiles", "/ torch.compile", "{unit}/s", "peak MiB", "/ torch.compile", "program MiB",
-    "of the ceiling", "FLOPs on tensor cores", "time in tensor-core kernels", "J per call", "compile s")  # fmt: skip
+    "of the ceiling", "FLOPs on tensor cores", "time in tensor-core kernels", "J per call", "loss",
+    "compile s")  # fmt: skip
+POWER_COLUMNS = ("row", "J per call", "W", "limit, W", "SM MHz", "highest MHz", "clocks lowered by", "°C")
 TITLES = {"train": "the train step", "forward": "the forward pass alone"}
 EXPLANATION = (
     "A ratio of times is the time of a row divided by the time of torch.compile's fastest half-precision row in the "
@@ -28,8 +30,23 @@ EXPLANATION = (
     "relative to the fastest product of the row's dtype on this device. The model's FLOPs are three times those of "
     "the forward pass. FLOPs on tensor cores: the share of a step's product FLOPs in dtypes that tensor cores "
     "multiply. Time in tensor-core kernels: the share of a trace's kernel time in kernels whose names say that they "
-    "use tensor cores. Rows share XLA's choice of kernels, so most of the search is in the compile time of the first "
-    "row."
+    "use tensor cores. The learning rate is almost 0, so that all rows compute on the same numbers. Loss: after "
+    "the timing. A row is not judged if its loss moved, or if it is not near those of the other rows. Rows share XLA's "
+    "choice of kernels, so most of the search is in the compile time of the first row."
+)
+
+
+SECONDS = (
+    "The seconds that each measurement took. Start: imports and the start of the device in the row's process, and its "
+    "end. Preparing is mostly compilation."
+)
+POWER = (
+    "While the row repeats alone. Means over the samples; the highest temperature. Clocks lowered by: the share of "
+    "samples in which the power limit or the temperature lowered the clocks. Time follows energy at the power limit."
+)
+KERNELS = (
+    "Milliseconds per call, from a trace of three calls, by the names of the kernels. XLA fuses the optimizer with "
+    "other elementwise code, so its optimizer counts as elementwise."
 )
 
 
@@ -53,7 +70,7 @@ def table(results: Results, which: Pass) -> Table:
 
 
 def _cells(results: Results, which: Pass, key: str) -> list[str]:
-    figures, reference = results.figures(which, key), results.reference(which)
+    figures, reference = results.figures(which, key), results.reference(which, key) or results.reference(which)
     ms = figures["ms"][1] if "ms" in figures else None
     ratio = results.ratio(which, key, reference) if reference else None
     memory, compiled = results.memory(which, key), figures.get("compiled_bytes")
@@ -70,8 +87,72 @@ def _cells(results: Results, which: Pass, key: str) -> list[str]:
         cell(figures.get("tensor_flops"), ".1%"),
         cell(figures.get("tensor_time"), ".1%"),
         cell(figures.get("joules"), ".3g"),
+        cell(figures.get("loss"), ".4g"),
         cell(figures.get("compile_seconds"), ".1f"),
     ]
+
+
+def power_table(results: Results, which: Pass) -> Table | None:
+    """Return a table with the power and the clocks of the GPU, in a row for each of ``ROWS``.
+
+    The result is None if they were not read.
+    """
+    rows = []
+    for key in rows_of(results.about["model"]):
+        figures = results.figures(which, key)
+        if power := figures.get("power"):
+            numbers = (power[name] for name in ("watts", "power_limit", "sm_clock", "max_sm_clock"))
+            lowered = ", ".join(f"{reason} {part:.0%}" for reason, part in power["throttled"].items())
+            energy = cell(figures["joules"], ".3g")
+            rows.append(
+                (ROWS[key].label, energy, *map("{:.0f}".format, numbers), lowered, f"{power['temperature']:.0f}")
+            )
+    title = titled(f"{results.about['text']}: {TITLES[which]}, power", results.about["setting"]["smoke"])
+    return Table(title, POWER_COLUMNS, rows, notes=(POWER,)) if rows else None
+
+
+def seconds_table(results: Results, which: Pass) -> Table | None:
+    """Return a table with the seconds that each row took to measure, by part.
+
+    The result is None if no row has them.
+    """
+    parts, rows = dict[str, None](), []
+    seconds = {key: results.figures(which, key).get("seconds") for key in rows_of(results.about["model"])}
+    measured = {key: laps for key, laps in seconds.items() if laps}
+    for laps in measured.values():
+        parts |= dict.fromkeys(laps)
+    for key, laps in measured.items():
+        figures = results.figures(which, key)
+        wall = figures.get("wall_seconds")
+        cells = (cell(laps.get(part), ".1f") for part in parts)
+        start = wall and wall - sum(laps.values())
+        rows.append((ROWS[key].label, cell(wall, ".1f"), cell(start, ".1f"), *cells))
+    for rounds in results.rounds:
+        if rounds["pass"] == which and rounds.get("seconds"):
+            laps = rounds["seconds"]
+            text = f"{len(rounds['rows'])} rows in turn, getting ready and timing"
+            rows.append((text, cell(sum(laps.values()), ".1f"), "", cell(laps.get("preparing"), ".1f")))
+    title = titled(f"{results.about['text']}: {TITLES[which]}, seconds", results.about["setting"]["smoke"])
+    return Table(title, ("row", "all", "start", *parts), rows, notes=(SECONDS,)) if rows else None
+
+
+def kernels_table(results: Results, which: Pass) -> Table | None:
+    """Return a table with the milliseconds of each group of kernels, in a row for each of ``ROWS``.
+
+    The result is None if no row has a trace.
+    """
+    groups = {
+        key: groups for key in rows_of(results.about["model"]) if (groups := results.figures(which, key).get("groups"))
+    }
+    if not groups:
+        return None
+    rows = []
+    for key, by_kind in groups.items():
+        figures = results.figures(which, key)
+        cells = (f"{by_kind[kind]['ms']:.2f}" if kind in by_kind else "–" for kind in profiling.GROUPS)
+        rows.append((ROWS[key].label, *cells, f"{figures['kernel_ms']:.2f}", f"{figures['kernel_count']:,.0f}"))
+    title = titled(f"{results.about['text']}: {TITLES[which]}, kernels by group", results.about["setting"]["smoke"])
+    return Table(title, ("row", *profiling.GROUPS, "all", "kernels"), rows, notes=(KERNELS,))
 
 
 def write(folder: Path) -> dict[str, Results]:
@@ -90,12 +171,16 @@ def write(folder: Path) -> dict[str, Results]:
     tables, models = [], {}
     for name, of_model in results.items():
         passes = of_model.passes()
-        tables += [table(of_model, which) for which in passes]
+        for which in passes:
+            more = (make(of_model, which) for make in (kernels_table, power_table, seconds_table))
+            tables += [table(of_model, which), *(extra for extra in more if extra)]
         about = {key: of_model.about[key] for key in ("text", "sizes", "items", "unit", "model_flops", "environment")}
         figures = {which: {key: of_model.figures(which, key) for key in rows_of(name)} for which in passes}
         models[name] = {**about, "goals": train_step_goals.sentences(of_model), **figures, "turns": of_model.turns}
+        models[name]["rounds"] = of_model.rounds
     grid = list(zip(*map(pictures, results.values()), strict=True))
-    text, data = [EXPLANATION, ceiling.sentence(ceilings)], {"ceiling": ceilings, "models": models}
+    text = [EXPLANATION, *([ceiling.sentence(ceilings)] if ceilings else [])]
+    data = {"ceiling": ceilings, "models": models}
     title, shows = "A train step in mixed precision", "milliseconds and peak memory of a train step"
     records.record(folder, "train_step", title, where, tables, data, text, shows, grid)
     return results

@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 from experiments.benchmarks.train_step.rows import ROWS, Pass
 from experiments.measure import timing
-from experiments.measure.turns import broken
+from experiments.measure.turns import broken, not_judged
 from experiments.models.workloads import NAMES
 from experiments.training import kept
 
@@ -26,12 +26,14 @@ class Results:
       turns: for each pass, the sets of rounds in which rows took turns, the newest last. Each set maps rows to their
         figures.
       ceiling: the speed of the device's fastest products.
+      rounds: for each set of rounds, its pass, its rows, its seconds, and the readings of the GPU.
     """
 
     about: dict[str, Any]
     alone: dict[str, dict[str, Any]]
     turns: dict[Pass, list[dict[str, dict[str, Any]]]]
     ceiling: dict[str, Any]
+    rounds: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
     def passes(self) -> list[Pass]:
         """Return the passes that have figures."""
@@ -52,8 +54,8 @@ class Results:
             # A later set of rounds without times must not replace times.
             if "milliseconds" in turn or "milliseconds" not in figures:
                 figures |= turn
-        if why := broken(figures):
-            figures["error"] = why
+                if why := not_judged(turns).get(row):
+                    figures["error"] = why
         if "milliseconds" in figures and "error" not in figures:
             figures["ms"] = timing.quartiles(figures["milliseconds"])
         return figures
@@ -78,9 +80,8 @@ class Results:
         The times are those of the newest rounds with both rows.
         """
         for turns in reversed(self.turns.get(which, [])):
-            times, others = (turns.get(name, {}) for name in (row, other))
-            a, b = times.get("milliseconds"), others.get("milliseconds")
-            if a and b and not broken(times) and not broken(others):
+            a, b = (turns.get(name, {}).get("milliseconds") for name in (row, other))
+            if a and b and not not_judged(turns).keys() & {row, other}:
                 return timing.ratio(a, b)
         return None
 
@@ -89,12 +90,15 @@ class Results:
         times = {row: self.figures(which, row)["ms"][1] for row in rows if "ms" in self.figures(which, row)}
         return min(times, key=times.__getitem__) if times else None
 
-    def reference(self, which: Pass) -> str | None:
+    def reference(self, which: Pass, row: str | None = None) -> str | None:
         """Return the fastest half-precision row of torch.compile.
 
-        The result is None if no such row has a time.
+        With ``row``, only rows that took turns with it count. The result is None if there is no such row with a time.
         """
-        return self.fastest(which, *REFERENCES)
+        if row is None:
+            return self.fastest(which, *REFERENCES)
+        ratios = {name: ratio[1] for name in REFERENCES if (ratio := self.ratio(which, row, name))}
+        return max(ratios, key=ratios.__getitem__) if ratios else None
 
     def utilisation(self, which: Pass, row: str) -> float | None:
         """Return the model's FLOPs per second as a share of the ceiling.
@@ -118,8 +122,11 @@ def read(folder: Path) -> dict[str, Results]:
         turns = [kept.read(file) for file in folder.glob(f"together-{name}-*.json")]
         if records := sorted(alone + turns, key=lambda record: record["measured"]):
             by_pass: dict[Pass, list[Any]] = {}
+            rounds = []
             for record in sorted(turns, key=lambda record: record["measured"]):
                 by_pass.setdefault(record["pass"], []).append(record["rows"])
+                about_rounds = {field: record.get(field) for field in ("pass", "seconds", "power")}
+                rounds.append({**about_rounds, "rows": list(record["rows"])})
             about = {**records[-1], "environment": kept.joined([record["environment"] for record in records])}
-            results[name] = Results(about, {record["row"]: record for record in alone}, by_pass, ceiling)
+            results[name] = Results(about, {record["row"]: record for record in alone}, by_pass, ceiling, rounds)
     return results

@@ -29,6 +29,7 @@ class Row:
       scaled: whether the loss has a dynamic scale.
       constant_scale: whether the loss has a constant scale. Only a float16 row of jaxmp may have one.
       remat: the part of a transformer's blocks that is recomputed in the backward pass.
+      chunks: the chunks of a transformer's cross-entropy; 0 for the model's default. Only a row of jaxmp may have some.
       forward: whether the forward pass is measured too; False if another row has the same forward pass.
       mode: the mode of torch.compile.
     """
@@ -39,6 +40,7 @@ class Row:
     scaled: bool = False
     constant_scale: bool = False
     remat: str = "none"
+    chunks: int = 0
     forward: bool = True
     mode: str = "default"
 
@@ -46,6 +48,11 @@ class Row:
     def torch(self) -> bool:
         """Return whether the row runs in torch."""
         return self.library in ("torch", "compile", "torchao", "transformer_engine")
+
+    @property
+    def transformers_only(self) -> bool:
+        """Return whether the row needs a transformer."""
+        return self.remat != "none" or self.chunks > 0
 
     @property
     def missing(self) -> str | None:
@@ -59,11 +66,15 @@ class Row:
 
 ROWS: dict[str, Row] = {
     "jaxmp-bf16": Row("jaxmp, bf16", "jaxmp", "bf16"),
+    "jaxmp-bf16-1chunk": Row("jaxmp, bf16, loss in 1 chunk", "jaxmp", "bf16", chunks=1, forward=False),
+    "jaxmp-bf16-2chunks": Row("jaxmp, bf16, loss in 2 chunks", "jaxmp", "bf16", chunks=2, forward=False),
+    "jaxmp-bf16-4chunks": Row("jaxmp, bf16, loss in 4 chunks", "jaxmp", "bf16", chunks=4, forward=False),
+    "jaxmp-bf16-8chunks": Row("jaxmp, bf16, loss in 8 chunks", "jaxmp", "bf16", chunks=8, forward=False),
     "jaxmp-fp16": Row("jaxmp, fp16, dynamic scaling", "jaxmp", "fp16", scaled=True),
     "jaxmp-fp16-unscaled": Row("jaxmp, fp16, no scaling", "jaxmp", "fp16", forward=False),
     "jaxmp-fp16-constant": Row("jaxmp, fp16, constant scale, unchecked", "jaxmp", "fp16", constant_scale=True,
                                forward=False),
-    "jaxmp-bf16-remat": Row("jaxmp, bf16, remat of all but attention", "jaxmp", "bf16", remat="attention",
+    "jaxmp-bf16-remat": Row("jaxmp, bf16, remat of all but attention", "jaxmp", "bf16", remat="attention", chunks=8,
                             forward=False),
     "jaxmp-bf16-remat-dots": Row("jaxmp, bf16, remat of all but products", "jaxmp", "bf16", remat="dots",
                                  forward=False),
@@ -91,6 +102,10 @@ ROWS: dict[str, Row] = {
     "compile-fp32": Row("torch.compile, fp32", "compile", "fp32"),
 }  # fmt: skip
 """Every row, by the name that ``--rows`` takes."""
+CHUNKS = ("jaxmp-bf16-1chunk", "jaxmp-bf16-2chunks", "jaxmp-bf16-4chunks", "jaxmp-bf16-8chunks")
+"""The rows that differ only in the chunks of the cross-entropy: fewer chunks take less time and more memory."""
+SETTINGS = ("jaxmp-bf16", *CHUNKS, "jaxmp-fp16")
+"""The rows of jaxmp without remat. A user of a transformer chooses the chunks."""
 
 
 def rows_of(
@@ -104,4 +119,4 @@ def rows_of(
       ValueError: a name is not in ``among``, the names that ``flag`` takes.
     """
     chosen = cli.chosen(flag, names, {name: row for name, row in ROWS.items() if name in among})
-    return {name: row for name, row in chosen.items() if row.remat == "none" or model != "resnet50"}
+    return {name: row for name, row in chosen.items() if model != "resnet50" or not row.transformers_only}

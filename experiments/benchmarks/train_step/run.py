@@ -24,6 +24,7 @@ import hashlib
 import itertools
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +35,13 @@ from experiments.benchmarks.train_step import jax_steps, looks, measure, report
 from experiments.benchmarks.train_step.config import Config, case_of
 from experiments.benchmarks.train_step.rows import PEERS, ROWS, Pass, Row, rows_of
 from experiments.measure import ceiling, processes, turns
+from experiments.measure.caches import caches_in
 from experiments.measure.environment import environment, require_gpu
 from experiments.models.workloads import Workload
 from experiments.report.progress import Progress
 from experiments.training import cli, kept
 from experiments.training.run_folders import run_folder
+from jaxmp.inspect._profile import power
 
 READY_SECONDS = 10.0
 """The seconds to prepare a row whose programs are in the compilation cache."""
@@ -60,8 +63,8 @@ class Measurement:
     def __init__(self, config: Config, folder: Path) -> None:
         self.config, self.folder = config, folder
         where = environment(PEERS)
-        lengths = {name: getattr(config, name) for name in ("rounds", "block_ms", "energy_s")}
-        self.has = kept.Kept(folder, config.minutes, where, smoke=config.smoke, **lengths)
+        self.has = kept.Kept(folder, config.minutes, where, smoke=config.smoke, energy_s=config.energy_s)
+        self.lengths = {"rounds": config.rounds, "block_ms": config.block_ms}
         self.cases = [case_of(name, config) for name in config.models]
         self.rows = {
             case: {key: row for key, row in rows_of(case.name, config.rows).items() if row.missing is None}
@@ -69,7 +72,10 @@ class Measurement:
         }
         self.has.require_alike("ceiling.json")
         for case in self.cases:
-            self.has.require_alike(f"*-{case.name}-*.json", sizes=dataclasses.asdict(case.sizes))
+            sizes = dataclasses.asdict(case.sizes)
+            self.has.require_alike(f"alone-{case.name}-*.json", sizes=sizes)
+            for which in config.passes:
+                self.has.require_alike(f"{self._turns(case, which)[1]}*.json", sizes=sizes, **self.lengths)
 
     def run(self, progress: Progress) -> None:
         """Measure what the flags ask for and the folder lacks.
@@ -77,14 +83,15 @@ class Measurement:
         Every row of every model is first measured alone, because this process keeps GPU memory once rows have taken
         turns in it.
         """
-        progress.advance(0, "matrix products", "ceilings")
-        self.has.get("ceiling", lambda: ceiling.ceilings(self.config.smoke))
         for case in self.cases:
             self._alone(case, progress)
         turns = list(itertools.product(self.cases, self.config.passes))
         turns.sort(key=lambda turn: bool(self.has.read(self._turns(*turn)[1])))  # second tries last
         for case, which in turns:
             self._together(case, which, progress)
+        if self.config.ceilings:
+            progress.advance(0, "matrix products", "ceilings")
+            self.has.get("ceiling", lambda: ceiling.ceilings(self.config.smoke))
 
     def _alone(self, case: Workload, progress: Progress) -> None:
         rows = self.rows[case]
@@ -102,7 +109,11 @@ class Measurement:
             progress.advance(0, f"{rows[key].label}, alone", case.name)
             known = self._known(case, key)
             known.pop("error", None)
-            self._save(f"alone-{case.name}-{key}", case, {"row": key, **known, **find()})
+            started = time.perf_counter()
+            figures = find()
+            if "train" in figures:
+                figures["train"]["wall_seconds"] = time.perf_counter() - started
+            self._save(f"alone-{case.name}-{key}", case, {"row": key, **known, **figures})
             progress.advance(1, f"{rows[key].label}, alone", case.name)
 
     def _turns(self, case: Workload, which: Pass) -> tuple[dict[str, Row], str]:
@@ -124,22 +135,28 @@ class Measurement:
         seconds = len(able) * (READY_SECONDS + rounds * block_ms / 1000)
         if not able or (tries and not _to_try_again(tries)) or self.has.clock.late(seconds):
             return
+        watch = measure.Stopwatch()
         prepared, errors = measure.prepare_all(case, able, which, progress)
+        watch.lap("preparing")
 
         def tell(i: int) -> None:
             progress.advance(0, f"timing, in turn: round {max(i, 0) + 1} of {rounds}", case.name)
 
-        figures = turns.together(prepared, rounds, block_ms, tell)
+        with power.monitor(interval=0.1) as monitor:  # rarely, so that it does not disturb the timing
+            figures = turns.together(prepared, rounds, block_ms, tell)
+        watch.lap("timing")
+        reading = monitor.result()
         prepared.clear()
         measure.start_anew(able.values())
         figures |= {key: {"error": f"{why} beside the other rows"} for key, why in errors.items()}
-        self._save(again if tries else name, case, {"pass": which, "rows": figures})
+        about = {"pass": which, "seconds": watch.laps, "power": reading and dataclasses.asdict(reading)}
+        self._save(again if tries else name, case, {**about, "rows": figures}, **self.lengths)
 
-    def _save(self, name: str, case: Workload, figures: dict[str, Any]) -> None:
+    def _save(self, name: str, case: Workload, figures: dict[str, Any], **setting: Any) -> None:
         sizes = dataclasses.asdict(case.sizes)
         about = {**case.facts, "sizes": sizes, "model_flops": jax_steps.model_flops(case)}
         about["measured"] = datetime.datetime.now().isoformat(timespec="seconds")
-        self.has.save(name, {**about, **figures}, sizes=sizes)
+        self.has.save(name, {**about, **figures}, sizes=sizes, **setting)
 
     def _known(self, case: Workload, key: str) -> dict[str, Any]:
         """Return the figures of a row from its separate process, by pass.
@@ -194,7 +211,7 @@ def measure_alone(config: Config) -> None:
     (name,), row = config.models, ROWS[config.alone]
     if row.torch:
         jax.config.update("jax_platforms", "cpu")  # so that only torch uses the GPU
-    with turns.caches_in((config.run_dir or Path("runs")) / "cache"):
+    with caches_in((config.run_dir or Path("runs")) / "cache"):
         processes.answer(lambda: measure.alone(case_of(name, config), row, config.passes, config.energy_s))
 
 
@@ -215,7 +232,7 @@ def main(config: Config) -> Any:
         return looks.run(config, folder)
     if measurement:
         total = sum(map(len, measurement.rows.values()))
-        with turns.caches_in(folder / "cache"), Progress("train step", total) as progress:
+        with caches_in(folder / "cache"), Progress("train step", total) as progress:
             measurement.run(progress)
     with cli.bad_values_end_it():
         results = report.write(folder)

@@ -21,7 +21,8 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import torch
 
-from experiments.benchmarks.train_step.jax_steps import CLIP, LEARNING_RATE, WEIGHT_DECAY
+from experiments.benchmarks.shared.scaled_steps import LEARNING_RATE
+from experiments.benchmarks.train_step.jax_steps import CLIP, WEIGHT_DECAY
 from experiments.benchmarks.train_step.rows import Pass, Row
 from experiments.measure.turns import Prepared
 from experiments.models import in_torch

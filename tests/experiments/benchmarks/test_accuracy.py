@@ -238,6 +238,29 @@ def test_every_policy_starts_from_the_params_of_float32_in_its_own_dtype(line, t
     assert not jnp.array_equal(jax.random.normal(jax.random.key(3), (2, 1), jnp.bfloat16), half)
 
 
+def test_a_brief_run_gives_time_and_memory_and_accuracies_are_compared_with_tensorfloat32(line, tmp_path, monkeypatch):
+    monkeypatch.setattr(accuracy, "BRIEF_STEPS", 2)
+    config = smoke(tmp_path, policies=("tensorfloat32", "mixed_bfloat16"), brief=("float32",), seeds=(0,))
+    float32, half, tf32 = accuracy.main(config)
+    assert [record["brief"] for record in (float32, tf32, half)] == [True, False, False]
+    assert float32["train"]["step"] == [1, 2] and tf32["train"]["step"] == [1, 2, 3, 4]
+    assert float32["minutes"] > 0 and np.isnan(float32["final"]["accuracy"]) and np.isfinite(tf32["final"]["accuracy"])
+    variants = accuracy_report.by_variant([float32, tf32, half])["images"]
+    assert accuracy_report.reference_of(variants) == ("tensorfloat32", "none")
+    rows = {row[0]: row for row in accuracy_report.table("images", variants).rows}
+    assert rows["float32"][3:6] == ("", "", "") and rows["tensorfloat32"][5] == ""
+    points = 100 * (half["final"]["accuracy"] - tf32["final"]["accuracy"])
+    assert rows["mixed_bfloat16"][5] == f"{points:+.2f}"
+    assert accuracy_report.savings("images", variants) == []  # the task is smaller than its preset
+    float32["setting"]["whole"] = True
+    time, memory = accuracy_report.savings("images", variants)
+    assert time.value == half["minutes"] / float32["minutes"]
+    assert memory.value == half["step_bytes"] / float32["step_bytes"]
+    assert "difference to tensorfloat32 with the same seed" in (tmp_path / "accuracy.md").read_text()
+    full = accuracy.main(dataclasses.replace(config, policies=("float32",), brief=()))
+    assert accuracy_report.reference_of(accuracy_report.by_variant(full)["images"]) == ("float32", "none")
+
+
 def test_training_that_stops_is_a_result_too(line, tmp_path):
     flags = (("slope=nan", "steps=40"),)
     records = accuracy.main(smoke(tmp_path, policies=("bfloat16",), seeds=(0,), flags=flags))

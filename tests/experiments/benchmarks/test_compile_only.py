@@ -42,8 +42,8 @@ def test_goals_have_figures_products_that_differ_and_the_cost_of_scaling():
         hand_fp32={"peak": 40_000 * mib}, jaxmp_bf16={"peak": 7_000 * mib}, jaxmp_bf16_remat={"peak": 5_500 * mib}
     )
     assert report.notes(result) == [
-        "met: peak memory / torch.compile's is 0.809, the goal at most 0.82",
-        "NOT MET: peak memory with remat / torch.compile's is 0.636, the goal at most 0.62",
+        "met: peak memory / torch.compile's is 0.809, the goal at most 1",
+        "NOT MET: peak memory with remat / torch.compile's is 0.636, the goal at most 0.45",
         "met: memory saved against float32 by hand as measured is 81.48%, the goal at least 75%",
         "memory saved against float32 by hand as compiled here is 82.50%",
         "met: jaxmp_bf16: share of FLOPs on tensor cores in half is 100.00%, the goal at least 99%",

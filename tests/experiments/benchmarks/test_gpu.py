@@ -19,6 +19,7 @@ import types
 import pytest
 
 from experiments.benchmarks import gpu
+from experiments.benchmarks.shared import foreseen
 from experiments.training import kept
 
 HERE = {"device": "1 × cpu", "versions": "Python 3.11", "backend": "cpu", "bytes": None}
@@ -97,10 +98,10 @@ def test_a_piece_that_runs_over_the_minutes_is_stopped_and_the_next_command_cont
     pieces(monkeypatch, part=part, slow=slow, last="pass")
     now, limits, follow = [0.0], {}, gpu._follow
 
-    def follows(command, log, seconds):
+    def follows(command, log, seconds, variables):
         """Advance a fake clock by a minute, or by all the time left if cut."""
         limits[log.stem] = seconds
-        code, unfinished = follow(command, log, 2.0 if seconds and log.stem == "slow" else seconds)
+        code, unfinished = follow(command, log, 2.0 if seconds and log.stem == "slow" else seconds, variables)
         now[0] += seconds if code == gpu.CUT else 60.0
         return code, unfinished
 
@@ -114,6 +115,60 @@ def test_a_piece_that_runs_over_the_minutes_is_stopped_and_the_next_command_cont
     assert states(tmp_path / "run") == {"part": "begun", "slow": "begun"} and limits == {"part": 240.0, "slow": 180.0}
     gpu.main(dataclasses.replace(config, minutes=0))
     assert states(tmp_path / "run") == {"part": "done", "slow": "done", "last": "done"}
+
+
+def test_a_piece_has_four_minutes_and_another_turn_after_the_others(on, tmp_path, monkeypatch):
+    on()
+    pieces(monkeypatch, long="", short="")
+    now, ran = [0.0], []
+
+    def follows(command, log, seconds, variables):
+        ran.append((log.stem, seconds))
+        now[0] += 240.0 if ran.count(("long", 240.0)) == 1 and log.stem == "long" else 30.0
+        return 0, log.stem == "long" and now[0] == 240.0  # the first turn of the long piece leaves something
+
+    monkeypatch.setattr(gpu, "_follow", follows)
+    for module in (gpu, kept):
+        monkeypatch.setattr(module, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+    foreseen.save(gpu.RESULTS, HERE["device"], "short", 200.0)  # it may take a little longer than foreseen
+    gpu.main(gpu.Config(smoke=True, minutes=12.0, run_dir=tmp_path / "run"))
+    assert ran == [("long", 240.0), ("short", 360.0), ("long", 240.0)]
+    assert states(tmp_path / "run") == {"long": "done", "short": "done"}
+
+
+def test_in_the_last_command_a_piece_that_fits_runs_before_those_that_do_not(on, tmp_path, monkeypatch):
+    on()
+    pieces(monkeypatch, first="", second="", third="")
+    for piece, seconds in (("first", 500), ("second", 200), ("third", 50)):
+        foreseen.save(gpu.RESULTS, HERE["device"], piece, seconds)
+    ran = []
+    monkeypatch.setattr(gpu, "_follow", lambda command, log, *_: ran.append(log.stem) or (0, False))
+    gpu.main(gpu.Config(smoke=True, minutes=2.0, whole=True, run_dir=tmp_path / "whole"))
+    assert ran == ["third", "first", "second"]  # if nothing fits, the first piece keeps what it measures in time
+    ran.clear()
+    gpu.main(gpu.Config(smoke=True, minutes=2.0, run_dir=tmp_path / "run"))
+    assert ran == ["first", "second", "third"]
+
+
+def test_all_pieces_keep_their_programs_in_one_folder_and_their_seconds_in_the_results(
+    on, tmp_path, monkeypatch, capsys
+):
+    on(backend="gpu", device="1 × NVIDIA H200 (gpu)")
+    monkeypatch.chdir(tmp_path)
+    say = "import os; folder.mkdir(exist_ok=True); print(os.environ['JAX_COMPILATION_CACHE_DIR'])"
+    pieces(monkeypatch, one=say, two=f"{say}; sys.exit(1)")
+    with pytest.raises(SystemExit, match="1"):
+        gpu.main(gpu.Config(minutes=0))
+    out = capsys.readouterr().out
+    folder = tmp_path / "runs" / "gpu" / "h200"
+    assert out.count(f"{folder}/cache/jax\n") == 2 and f"compiled programs: 0 MiB in {folder}/cache" in out
+    recorded = json.loads((tmp_path / "results" / "gpu_seconds.json").read_text())
+    assert list(recorded) == ["1 × NVIDIA H200 (gpu)"] and list(recorded["1 × NVIDIA H200 (gpu)"]) == ["one"]
+    monkeypatch.setattr(gpu, "PIECES", gpu.PIECES)
+    gpu.main(gpu.Config(list=True))
+    first, *_, second, _, _ = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"one: a one: \d+ s \(recorded on 1 × NVIDIA H200 \(gpu\), \d{4}-\d\d-\d\d\)", first)
+    assert second == "two: a two: not recorded yet"
 
 
 def test_a_piece_that_lacked_a_package_says_so_and_runs_again_once_it_is_installed(on, tmp_path, capsys, monkeypatch):
@@ -178,10 +233,8 @@ def test_the_command_to_continue_is_the_one_that_was_typed(on, tmp_path, capsys,
     assert start == "to do: one" and [program, *sorted(arguments)] == ["make", *sorted(["gpu", *typed])]
 
 
-def test_results_are_copied_to_a_dated_folder_and_the_readme_is_written_after_each_piece(
-    on, tmp_path, monkeypatch, capsys
-):
-    on(backend="gpu")
+def test_results_are_copied_to_a_dated_folder_and_the_readme_is_written_at_the_end(on, tmp_path, monkeypatch, capsys):
+    on(backend="gpu", device="1 × NVIDIA H100 80GB HBM3 (gpu)")
     writes = (
         "[(folder / f'one.{kind}').write_text('x') for kind in ('md', 'json')]; (folder / 'alone-one.json').touch()"
     )
@@ -191,16 +244,28 @@ def test_results_are_copied_to_a_dated_folder_and_the_readme_is_written_after_ea
     ran, run = [], subprocess.run
     monkeypatch.setattr(gpu.subprocess, "run", lambda command, **flags: ran.append(command) or run(["true"]))
     monkeypatch.setattr(gpu, "datetime", types.SimpleNamespace(date=Noon))  # the date may change while the test runs
-    (tmp_path / "results" / "one-20261122").mkdir(parents=True)  # from another run
+    (tmp_path / "results" / "one-20261122-h100-80gb-hbm3").mkdir(parents=True)  # from another run
     with pytest.raises(SystemExit, match="1"):
         gpu.main(gpu.Config(minutes=0, run_dir=tmp_path / "run"))
-    (folder,) = (tmp_path / "results").glob("one-*-2")
+    (folder,) = (tmp_path / "results").glob("one-20261122-h100-80gb-hbm3-2")
     assert sorted(file.name for file in folder.iterdir()) == ["one.json", "one.md"]
     (folder,) = (tmp_path / "results").glob("two-*")
     assert [file.name for file in folder.iterdir()] == ["two.md"]
-    assert ran == [[sys.executable, "-m", "experiments.report.readme"]] * 2
+    assert ran == [[sys.executable, "-m", "experiments.report.readme"]]
     assert states(tmp_path / "run") == {"one": "done", "two": "failed", "three": "failed"}
     assert "no such kernel (exit code 1; " in capsys.readouterr().out
+
+
+def test_a_readme_that_cannot_be_written_is_an_error_after_all_pieces(on, tmp_path, monkeypatch, capsys):
+    on(backend="gpu")
+    (piece,) = pieces(monkeypatch, one="(folder / 'one.md').write_text('x')")
+    monkeypatch.setattr(gpu, "PIECES", (dataclasses.replace(piece, result="one"),))
+    done = subprocess.CompletedProcess([], 1, "", "error: a result is damaged\n")
+    monkeypatch.setattr(gpu, "_captured", lambda command: done)
+    with pytest.raises(SystemExit, match="1"):
+        gpu.main(gpu.Config(minutes=0, run_dir=tmp_path / "run"))
+    assert capsys.readouterr().err == "error: the README's tables were not written: error: a result is damaged\n"
+    assert states(tmp_path / "run") == {"one": "done"}
 
 
 def test_a_folder_has_pieces_of_one_device_and_of_full_size_only_on_a_gpu(on, tmp_path, capsys, monkeypatch):
@@ -222,18 +287,20 @@ def test_a_folder_has_pieces_of_one_device_and_of_full_size_only_on_a_gpu(on, tm
 def test_pieces_are_listed_with_their_commands_and_missing_packages(capsys, monkeypatch, tmp_path):
     gpu.main(gpu.Config(list=True, pieces=("step-gpt2",)))
     title, command = capsys.readouterr().out.splitlines()
-    assert title == "step-gpt2: the train step of GPT-2, with its energy"
-    assert command.startswith("  python -m experiments.benchmarks.train_step --models gpt2 --rows jaxmp-bf16 hand-bf16")
+    assert re.match(r"step-gpt2: GPT-2's train step: bf16 at two settings, by hand and torch.compile: \d+ s \(", title)
+    assert command.startswith(
+        "  python -m experiments.benchmarks.train_step --models gpt2 --rows jaxmp-bf16 jaxmp-bf16-"
+    )
     with pytest.raises(SystemExit, match="2"):
         gpu.main(gpu.Config(list=True, pieces=("gpt2",)))
-    assert "--pieces must be among check-gpt2, check-bert, check-resnet50, step-gpt2, " in capsys.readouterr().err
+    assert "--pieces must be among step-bert, step-resnet50, step-gpt2, fp16-bert, " in capsys.readouterr().err
 
     monkeypatch.setattr(gpu.importlib.util, "find_spec", lambda name: None if name == "torch" else name)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    chosen = [piece for piece in gpu.PIECES if piece.name in ("step-gpt2", "accuracy-images", "remat")]
-    assert gpu.foreseen(chosen, HERE, small=True) == ["torch is not installed: wanted by step-gpt2"]
-    _, data, memory = gpu.foreseen(chosen, {**HERE, "bytes": 24 * 2**30}, small=False)
-    assert data == f"CIFAR-10 is not in {tmp_path}/jaxmp/data: accuracy-images must download it"
+    chosen = [piece for piece in gpu.PIECES if piece.name in ("step-gpt2", "images-bf16", "remat")]
+    assert gpu.warnings_of(chosen, HERE, small=True) == ["torch is not installed: wanted by step-gpt2"]
+    _, data, memory = gpu.warnings_of(chosen, {**HERE, "bytes": 24 * 2**30}, small=False)
+    assert data == f"CIFAR-10 is not in {tmp_path}/jaxmp/data: images-bf16 must download it"
     assert memory.startswith("the device gives JAX 24 GiB")
 
 
@@ -262,7 +329,7 @@ def test_every_piece_has_flags_that_its_benchmark_takes(tmp_path):
 
 
 def test_commands_name_a_run_folder_in_the_project_by_its_relative_path():
-    assert gpu.PIECES[0].command(gpu.ROOT / "runs" / "gpu", True, 0.0)[-2:] == ["--run-dir", "runs/gpu/check-gpt2"]
+    assert gpu.PIECES[0].command(gpu.ROOT / "runs" / "gpu", True, 0.0)[-2:] == ["--run-dir", "runs/gpu/train_step"]
 
 
 def takes(piece, small, tmp_path):
@@ -273,8 +340,6 @@ def takes(piece, small, tmp_path):
     config = gpu.cli.parse(script.Config, "", flags)
     assert config.run_dir == tmp_path / (piece.folder or piece.name)
     assert getattr(config, "minutes", 5.0) == 5.0 or not piece.limited
-    if piece.benchmark == "train_step" and small and not piece.name.startswith("check"):
-        assert config.rows == ("jaxmp-bf16", "jaxmp-tf32")
-    if piece.name.startswith("check"):
-        assert config.smoke and config.look == "run" and config.models == (piece.name.removeprefix("check-"),)
-        assert set(config.rows) == {*gpu.STEP_ROWS, *gpu.FORWARD_ROWS}
+    if piece.benchmark == "train_step" and piece.rows:
+        assert config.models == (piece.model,) and config.rows == piece.rows and config.rounds == piece.rounds
+        assert config.smoke == small

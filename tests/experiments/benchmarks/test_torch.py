@@ -88,6 +88,8 @@ def test_two_steps_with_the_same_weights_have_the_losses_of_the_models_by_hand(m
     batch = case.random_batch()
     monkeypatch.setattr(by_hand, "init", lambda *_: variables)
     monkeypatch.setattr(in_torch, "build", lambda _: theirs)
+    for steps in (jax_steps, torch_steps):
+        monkeypatch.setattr(steps, "LEARNING_RATE", 3e-4)  # with the benchmark's rate the second loss is the first
     with jax.numpy_dtype_promotion("standard"):  # optax's Adam
         init, step = jax_steps.train_step(case, ROWS["hand-fp32"])
         state, first = (jitted := jax.jit(step))(init(), batch)
@@ -112,7 +114,7 @@ def test_a_prepared_step_and_a_prepared_pass_take_turns_and_can_be_waited_for():
     row = Row("torch AMP, bf16", "torch", "bf16")
     step = torch_steps.prepare(case, row, "train", case.random_batch())
     result = jax.block_until_ready(step.turn())
-    assert step.loss() < float(result.value) and step.compile_seconds > 0
+    assert step.loss() == pytest.approx(float(result.value), rel=1e-4) and step.compile_seconds > 0
     logits = torch_steps.prepare(case, row, "forward", case.random_batch()).turn().value
     assert logits.shape == (2, 8, 64) and logits.dtype == torch.bfloat16
     assert torch_steps.peak() is None  # no GPU

@@ -17,7 +17,7 @@ import jaxmp
 from experiments.benchmarks.shared import scaled_steps
 from experiments.benchmarks.train_step import jax_steps
 from experiments.benchmarks.train_step import run as train_step
-from experiments.benchmarks.train_step.rows import ROWS, Row, rows_of
+from experiments.benchmarks.train_step.rows import CHUNKS, ROWS, Row, rows_of
 from experiments.measure import flops
 from experiments.models import by_hand
 from experiments.models.workloads import NAMES, workload
@@ -123,6 +123,49 @@ def test_a_row_multiplies_in_the_precision_of_its_name(key, monkeypatch):
     assert more > 1.05 if row.remat != "none" else more == pytest.approx(1, abs=0.02)
 
 
+def test_a_row_splits_the_cross_entropy_into_its_chunks():
+    case = workload("gpt2", SMALL["gpt2"])
+    loops = []
+    for key in CHUNKS:
+        start, step = jax_steps.train_step(case, ROWS[key])
+        program = str(jax.make_jaxpr(step.train)(jax.eval_shape(start), case.batch))
+        loops += [int(length) for length in re.findall(r"length=(\d+)", program)]
+    assert loops == [1, 2, 4, 8]
+
+
+def test_the_constant_scale_is_the_first_of_the_dynamic_scale_with_finite_gradients():
+    def loss_fn(params, model_state, batch, rng):
+        return jnp.mean((batch @ params).astype(jnp.float16)).astype(jnp.float32), model_state
+
+    assert jaxmp.DynamicLossScale().loss_scale == scaled_steps.INITIAL_SCALE
+    args = loss_fn, optax.sgd(1e-10), lambda key: (jnp.ones(3), None)
+    batch = np.full((1, 3), 16, np.float32)  # the scaled gradients are 16 times the scale, cast to float16
+    half = jax.jit(lambda state, batch: step(state, batch.astype(jnp.float16)))
+
+    def with_half_gradients(params, model_state, batch, rng):
+        return loss_fn(params.astype(jnp.float16), model_state, batch, rng)
+
+    start, step = scaled_steps.with_constant_scale(with_half_gradients, *args[1:])
+    *_, scale = scaled_steps.settled(start, half, batch)
+    dynamic_start, dynamic_step = scaled_steps.with_jaxmp(with_half_gradients, *args[1:])
+    state = dynamic_start()
+    for _ in range(5):
+        state, _ = dynamic_step(state, batch.astype(np.float16))
+    assert scale == jaxmp.get_loss_scale(state[1]).loss_scale == 2**11
+    with pytest.raises(FloatingPointError, match="even without a scale"):
+        scaled_steps.settled(start, half, np.full((1, 3), np.inf, np.float32))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.slow("compiles a step")
+def test_a_steps_loss_stays_where_it_begins(name):
+    case = workload(name, SMALL[name])
+    prepared = jax_steps.prepare(case, ROWS["hand-bf16"], "train", case.random_batch())
+    losses = [prepared.loss() for _ in range(20)]
+    assert losses == pytest.approx([losses[0]] * 20, rel=1e-4)
+    assert losses[0] == pytest.approx(np.log(case.sizes.vocabulary), rel=0.5)
+
+
 def test_the_logits_of_the_forward_pass_have_the_padding_of_the_vocabulary_in_every_row():
     for name, key in [("bert", "autocast-fp16"), ("gpt2", "jaxmp-bf16"), ("gpt2", "hand-tf32")]:
         case = workload(name, dataclasses.replace(SMALL[name], vocabulary=97))
@@ -202,7 +245,7 @@ def test_steps_of_peers_give_a_state_for_the_next_one():
 
 def test_rows_are_chosen_by_name_and_know_what_they_need(monkeypatch):
     assert list(rows_of("gpt2", ("hand-fp16", "jaxmp-bf16"))) == ["jaxmp-bf16", "hand-fp16"]
-    assert set(rows_of("gpt2")) - set(rows_of("resnet50")) == {key for key in ROWS if "remat" in key}
+    assert set(rows_of("gpt2")) - set(rows_of("resnet50")) == {key for key in ROWS if re.search("remat|chunk", key)}
     with pytest.raises(ValueError, match=r"--rows must be among jaxmp-bf16, .*; got fp8"):
         rows_of("gpt2", ("fp8",))
 

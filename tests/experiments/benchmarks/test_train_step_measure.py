@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import io
 import json
 import os
@@ -15,22 +17,27 @@ import pytest
 
 from experiments.benchmarks.train_step import measure
 from experiments.benchmarks.train_step.rows import ROWS
-from experiments.measure import processes, turns
+from experiments.measure import caches, energy, processes, profiling, turns
 from experiments.measure.turns import Prepared
 from experiments.models.workloads import workload
 from experiments.report.progress import Progress
+from jaxmp.inspect._profile import power
 
 
-def test_zero_seconds_measure_no_energy(monkeypatch):
+def test_a_row_is_described_by_its_kernels_and_its_energy_unless_that_takes_zero_seconds(monkeypatch):
     monkeypatch.setattr(measure.memory, "device_peak", lambda: 1)
-    monkeypatch.setattr(measure.profiling, "of_jax", lambda turn: {})
-    monkeypatch.setattr(measure.energy, "counter", lambda: lambda: 5.0)
+    kernels = {"nvjet": profiling.Kernel(2.0, 3), "loop_add": profiling.Kernel(1.0, 1)}
+    monkeypatch.setattr(measure.profiling, "of_jax", lambda turn: kernels)
+    monkeypatch.setattr(energy.power, "monitor", lambda: contextlib.nullcontext(types.SimpleNamespace(result=reading)))
+    reading = functools.partial(power.PowerReading, 2.0, 600.0, 700.0, 1200.0, 1500.0, 1980.0, {}, 60.0)
     prepared = Prepared(lambda: None, None, 1.0, 3)
-    described = [
-        measure.describe(workload("gpt2"), ROWS["hand-bf16"], "forward", prepared, seconds)["joules"]
-        for seconds in (0.0, 0.001)
-    ]
-    assert described == [None, 0.0]
+    without, measured = (
+        measure.describe(workload("gpt2"), ROWS["hand-bf16"], "forward", prepared, seconds) for seconds in (0.0, 1e-9)
+    )
+    assert (without["joules"], without["power"]) == (None, None)
+    assert measured["joules"] == 1200 / energy.CALLS and measured["power"]["watts"] == 600
+    assert (measured["kernel_ms"], measured["groups"]["products"]["ms"], measured["tensor_time"]) == (3, 2, 2 / 3)
+    assert list(measured["seconds"]) == ["warm-up", "trace", "energy", "count of FLOPs"]
 
 
 def test_each_row_is_measured_in_a_new_process_in_order(tmp_path):
@@ -133,11 +140,16 @@ def test_programs_are_cached_in_a_folder_only_inside_the_context(tmp_path, monke
     for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
         monkeypatch.setenv(name, "")
     jax.jit(lambda x: x + 1)(1.0)
-    with turns.caches_in(tmp_path):
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    with caches.caches_in(tmp_path):
         jax.jit(lambda x: x + 2)(1.0)
     cached = set((tmp_path / "jax").iterdir())
     jax.jit(lambda x: x + 3)(1.0)
     assert cached and set((tmp_path / "jax").iterdir()) == cached
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "all"))
+    with caches.caches_in(tmp_path / "one"):
+        assert jax.config.jax_compilation_cache_dir is None  # another process reads the variable when it starts
+    assert caches.size(tmp_path) == sum(file.stat().st_size for file in cached)
 
 
 def test_a_row_that_runs_out_of_memory_says_so(monkeypatch):

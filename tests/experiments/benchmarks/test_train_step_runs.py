@@ -372,28 +372,3 @@ def test_the_step_is_timed_with_idle_cores_and_with_busy_ones_in_turn(quick, tmp
     assert [point["value"] for point in model["points"]] == ["idle", "busy"]
     assert [len(point["milliseconds"]["jaxmp-bf16"]) for point in model["points"]] == [2, 2]
     assert "× on busy cores" in (tmp_path / "train_step_busy.md").read_text()
-
-
-def test_look_run_names_the_rows_that_fail_and_tries_them_again(quick, tmp_path, capsys, monkeypatch):
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *of: None if name == "torch" else find(name, *of))
-    names = ("jaxmp-bf16", "flax-fp16", "jaxmp-bf16-remat", "compile-bf16")
-    config = train_step.Config(smoke=True, rows=names, look="run", run_dir=tmp_path)
-    with pytest.raises(SystemExit, match="1"):
-        train_step.main(config)
-    wrong = ", ".join(f"{model}'s flax-fp16" for model in ("resnet50", "bert", "gpt2"))
-    out, err = capsys.readouterr()
-    assert (
-        err.endswith(f"error: every row must run, but {wrong} did not; see above\n") and "not installed: torch" in out
-    )
-    models = json.loads((tmp_path / "train_step_run.json").read_text())["models"]
-    able = {name: sorted(model["points"][0]["milliseconds"]) for name, model in models.items()}
-    both = ["jaxmp-bf16", "jaxmp-bf16-remat"]  # only transformers have remat
-    assert able == {"resnet50": ["jaxmp-bf16"], "bert": both, "gpt2": both}
-    assert models["resnet50"]["text"] == "ResNet of 1 blocks a stage, 2×32×32×3"
-    prepared = []
-    monkeypatch.setattr(measure, "prepare", lambda case, row, _: prepared.append(row.label) or Prepared(lambda: None))
-    train_step.main(config)
-    assert len(prepared) == 8 and "every row must run" not in capsys.readouterr().err
-    train_step.main(config)
-    assert len(prepared) == 8  # nothing is left to do

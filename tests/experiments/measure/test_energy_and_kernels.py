@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import types
 from collections import namedtuple
 
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from experiments.measure import energy, profiling
+from jaxmp.inspect._profile import power
 
 
 def test_kernels_with_tensor_cores_are_told_by_their_names():
@@ -35,53 +37,77 @@ def test_kernels_with_tensor_cores_are_told_by_their_names():
 
 def test_a_traces_kernels_are_those_in_the_streams_of_gpus():
     Named, Event = namedtuple("Named", "name planes lines events"), namedtuple("Event", "name duration_ns")
-    kernels = [Event("nvjet_hsh", 2e6), Event("loop_add", 1e6), Event("nvjet_hsh", 1e6)]
-    lines = [Named("Stream #7(Compute)", 0, 0, kernels), Named("XLA Ops", 0, 0, [Event("dot.3", 9e6)])]
+    events = [Event("nvjet_hsh", 2e6), Event("loop_add", 1e6), Event("nvjet_hsh", 1e6)]
+    lines = [Named("Stream #7(Compute)", 0, 0, events), Named("XLA Ops", 0, 0, [Event("dot.3", 9e6)])]
     planes = [Named("/device:GPU:0", 0, lines, 0), Named("/host:CPU", 0, lines, 0)]
-    kernel_ms = profiling.kernels_of(types.SimpleNamespace(planes=planes))
-    assert kernel_ms == {"nvjet_hsh": 3.0, "loop_add": 1.0}
-    assert profiling.tensor_core_share(kernel_ms) == 0.75
+    kernels = profiling.kernels_of(types.SimpleNamespace(planes=planes))
+    assert kernels == {"nvjet_hsh": (3.0, 2), "loop_add": (1.0, 1)}
+    assert profiling.tensor_core_share(kernels) == 0.75
 
 
 def test_a_trace_of_a_cpu_has_no_kernels_and_no_share():
     fun = jax.jit(lambda x: x @ x)
     assert profiling.of_jax(lambda: fun(jnp.ones((4, 4))), calls=1) == {}
-    assert profiling.tensor_core_share({}) is None
+    assert profiling.tensor_core_share({}) is None and profiling.summary({}) == {}
 
 
-class NVML:
-    """A fake NVML. GPUs 3 and GPU-1234 have a counter, GPU-old has none."""
+def test_kernels_of_both_libraries_are_grouped_by_their_names():
+    for kind, kernels in {
+        "products": (
+            "nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT", "gemm_fusion_dot_general_153", "ampere_sgemm_128x64_nn",
+            "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64", "triton_tem_fused_mm_3",
+            "void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16>",
+        ),
+        "attention": (
+            "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128",
+            "void pytorch_flash::flash_bwd_dot_do_o_kernel<...>",
+        ),
+        "convolutions": (
+            "sm80_xmma_fprop_implicit_gemm_tf32f32_tf32f32_f32_nhwckrsc_nhwc", "sm90_xmma_wgrad_implicit_gemm_bf16",
+            "void implicit_convolve_sgemm<float, float>",
+        ),
+        "reductions": (
+            "input_convert_reduce_fusion_8", "triton_red_fused__log_softmax_17", "void at::native::reduce_kernel<512>",
+            "triton_per_fused__to_copy_add_native_layer_norm_backward_view_9", "void cudnn::bn_fw_tr_1C11_kernel_NCHW",
+        ),
+        "elementwise": (
+            "loop_convert_fusion_7", "loop_multiply_fusion", "wrapped_add", "triton_poi_fused_convolution_relu_3",
+            "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<int>>",
+            "input_reduce_window_fusion",
+        ),
+        "copies and layout": (
+            "MemcpyD2D", "Memset (Device)", "loop_transpose_fusion_2", "wrapped_concatenate", "loop_slice_fusion",
+            "loop_dynamic_update_slice_fusion_4", "void cudnn::engines_precompiled::nchwToNhwcKernel<__half>",
+            "void at::native::unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda(...)>",
+        ),
+        "optimizer": (
+            "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedOptimizerTensorListMetadata<4>>",
+        ),
+        "other": ("fusion_810", "input_scatter_fusion"),
+    }.items():  # fmt: skip
+        assert {kernel: profiling.group_of(kernel) for kernel in kernels} == dict.fromkeys(kernels, kind)
 
-    def nvmlInit_v2(self):
-        return 0
 
-    def nvmlDeviceGetHandleByIndex_v2(self, index, handle):
-        handle._obj.value = index.value
-        return 0
-
-    def nvmlDeviceGetHandleByUUID(self, name, handle):
-        handle._obj.value = {b"GPU-1234": 1234, b"GPU-old": 99}.get(name)
-        return 0 if handle._obj.value else 6
-
-    def nvmlDeviceGetTotalEnergyConsumption(self, handle, millijoules):
-        millijoules._obj.value = {3: 2500, 1234: 7000}.get(handle.value, 0)
-        return 3 if handle.value == 99 else 0
+def test_the_groups_of_a_profile_add_up_to_all_kernels():
+    kernels = {f"nvjet_{i}": profiling.Kernel(float(i), 2) for i in range(50)} | {"fusion_1": profiling.Kernel(0.5, 1)}
+    summary = profiling.summary(kernels)
+    groups = summary["groups"]
+    assert groups == {"products": {"ms": sum(range(50)), "count": 100}, "other": {"ms": 0.5, "count": 1}}
+    assert summary["kernel_ms"] == sum(group["ms"] for group in groups.values())
+    assert summary["kernel_count"] == 101
+    assert len(summary["kernels"]) == 40 and summary["kernels"][0] == ["nvjet_49", 49.0, 2]
 
 
-def test_energy_is_what_the_counter_moved_read_in_joules_by_index_or_name(monkeypatch):
-    monkeypatch.setattr(energy.ctypes, "CDLL", lambda _: NVML())
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
-    assert energy.counter()() == 2.5
-    assert energy.counter("GPU-1234")() == 7.0
-    assert energy.counter("GPU-old") is None and energy.counter("GPU-none") is None
-
-    def missing(_):
-        raise OSError("no such file")
-
-    for library in (lambda _: types.SimpleNamespace(), missing):
-        monkeypatch.setattr(energy.ctypes, "CDLL", library)
-        assert energy.counter() is None
-
+def test_the_energy_of_a_call_is_that_of_the_counter_or_else_the_power_in_the_time(monkeypatch):
     calls = []
-    used = energy.joules(lambda: calls.append(1), lambda: 100.0 + 0.5 * len(calls), seconds=0.01)
-    assert used == pytest.approx(0.5) and calls
+    for joules, expected in ((1200.0, 1200.0), (None, 2.0 * 600.0)):
+        reading = power.PowerReading(2.0, 600.0, 700.0, joules, 1500.0, 1980.0, {"power limit": 0.5}, 60.0)
+        fake_monitor = types.SimpleNamespace(result=lambda reading=reading: reading)
+        monkeypatch.setattr(energy.power, "monitor", lambda fake=fake_monitor: contextlib.nullcontext(fake))
+        calls.clear()
+        measured = energy.of_call(lambda: calls.append(1), seconds=0.01)
+        assert calls and measured["joules"] == pytest.approx(expected / len(calls))
+        assert measured["power"]["throttled"] == {"power limit": 0.5}
+    monkeypatch.undo()
+    nothing = {"joules": None, "power": None}
+    assert energy.of_call(lambda: None, 0.0) == energy.of_call(lambda: None, 0.001) == nothing  # here is no GPU
