@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import collections
 import re
-import tempfile
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+
+from jaxmp.base.tables import grouped, without_numbers
+from jaxmp.inspect._profile import kernel_rows, trace
+from jaxmp.inspect._profile.trace import Event
 
 # Kernels without tensor cores. Names in the first two lines may look like names of products. They belong to fusions,
 # which XLA and Inductor name after their operations, and to helpers that lay out, convert or sum operands. The last
@@ -62,37 +64,57 @@ Kernels = dict[str, Kernel]
 """Kernels by their names."""
 
 
-def of_jax(run: Callable[[], Any], calls: int = 3) -> Kernels:
-    """Return the kernels of a call.
+def of_jax(run: Callable[[], Any], calls: int = 3) -> list[Event]:
+    """Return the executions of kernels in ``calls`` calls of ``run``, which must return JAX arrays."""
 
-    The result is empty without a GPU. ``run`` must return JAX arrays.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            for _ in range(calls):
-                result = run()
-            jax.block_until_ready(result)
-        (file,) = Path(folder).rglob("*.xplane.pb")
-        kernels = kernels_of(jax.profiler.ProfileData.from_file(str(file)))
-    return {name: Kernel(kernel.ms / calls, kernel.count / calls) for name, kernel in kernels.items()}
+    def run_calls() -> None:
+        for _ in range(calls):
+            result = run()
+        jax.block_until_ready(result)
+
+    return trace.traced(run_calls)
 
 
-def kernels_of(data: Any) -> Kernels:
-    """Return the kernels in a trace of JAX's profiler.
-
-    The times come from the streams of the GPUs in the trace.
-    """
+def by_name(events: Sequence[Event], calls: int = 3) -> Kernels:
+    """Return the kernels of ``calls`` calls."""
     times: collections.defaultdict[str, list[float]] = collections.defaultdict(list)
-    for plane in data.planes:
-        if not plane.name.startswith("/device:GPU"):
-            continue
-        for line in plane.lines:
-            if line.name.startswith(
-                "Stream"
-            ):  # the other lines repeat the same times by module, operation and source line
-                for event in line.events:
-                    times[event.name].append(event.duration_ns / 1e6)
-    return {name: Kernel(sum(durations), len(durations)) for name, durations in times.items()}
+    for event in events:
+        times[event.kernel].append(event.milliseconds / calls)
+    return {name: Kernel(sum(durations), len(durations) / calls) for name, durations in times.items()}
+
+
+def by_module(events: Sequence[Event], program: str, calls: int = 3, longest: int = 60) -> dict[str, Any]:
+    """Return the milliseconds of a call by kind of work, and by module.
+
+    Args:
+      events: the executions of kernels in ``calls`` calls.
+      program: the HLO text of the program.
+      calls: the number of calls.
+      longest: the number of modules to return.
+
+    Returns:
+      ``kinds``: the milliseconds by kind, as in :func:`jaxmp.inspect.profile`. ``modules``: the rows of the longest
+      modules, with one row for equal layers.
+    """
+    rows = kernel_rows.rows_of(events, calls, program)
+    kinds: collections.Counter[str] = collections.Counter()
+    for row in rows:
+        kinds[row.kind] += row.milliseconds
+    modules = []
+    for group in grouped(rows, lambda row: (row.kind, without_numbers(row.path), row.phase)):
+        modules.append(
+            {
+                "kind": group[0].kind,
+                "path": without_numbers(group[0].path),
+                "phase": group[0].phase,
+                "ms": sum(row.milliseconds for row in group),
+                "calls": sum(row.calls for row in group),
+                "flops": sum(row.flops for row in group),
+                "bytes": sum(row.bytes or 0 for row in group),
+            }
+        )
+    modules.sort(key=lambda module: -module["ms"])
+    return {"kinds": dict(kinds.most_common()), "modules": modules[:longest]}
 
 
 def of_torch(run: Callable[[], Any], calls: int = 3) -> Kernels:

@@ -124,7 +124,7 @@ def prepare(case: Workload, row: Row, which: Pass, batch: Any) -> Prepared:
         args = (scaled_steps.settled(start, compiled, batch), batch)
     turn = timing.turn(call, *args) if which == "train" else functools.partial(compiled, *args)
     loss = (lambda: float(turn()[1])) if which == "train" else None
-    return Prepared(turn, loss, seconds, memory.of_compiled(compiled))
+    return Prepared(turn, loss, seconds, memory.of_compiled(compiled), compiled.as_text)
 
 
 def step_flops(case: Workload, row: Row) -> dict[str, int]:

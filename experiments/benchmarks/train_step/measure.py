@@ -48,6 +48,7 @@ def describe(case: Workload, row: Row, which: Pass, prepared: Prepared, seconds:
       - ``joules``, ``power``: see :func:`experiments.measure.energy.of_call`
       - ``tensor_time``: the share of the kernels' time in tensor-core kernels
       - ``kernel_ms``, ``kernel_count``, ``groups``, ``kernels``: see :func:`experiments.measure.profiling.summary`
+      - ``kinds``, ``modules``: see :func:`experiments.measure.profiling.by_module`; only for JAX
       - ``flops``: the FLOPs by dtype
       - ``tensor_flops``: the share of FLOPs in tensor-core dtypes
       - ``seconds``: the seconds that the warm-up, the trace, the energy and the count of FLOPs took
@@ -58,8 +59,13 @@ def describe(case: Workload, row: Row, which: Pass, prepared: Prepared, seconds:
     watch.lap("warm-up")
     peak = _torch_steps().peak() if row.torch else memory.device_peak()
     kernels: profiling.Kernels = {}
-    if peak is not None:  # only a GPU counts its memory, and only a GPU has kernels to trace
-        kernels = profiling.of_torch(prepared.turn) if row.torch else profiling.of_jax(prepared.turn)
+    by_module: dict[str, Any] = {}
+    if peak is not None and row.torch:  # only a GPU counts its memory
+        kernels = profiling.of_torch(prepared.turn)
+    elif peak is not None:
+        events = profiling.of_jax(prepared.turn)
+        kernels = profiling.by_name(events)
+        by_module = profiling.by_module(events, prepared.program() if prepared.program else "")
     watch.lap("trace")
     used = energy.of_call(prepared.turn, 0.0 if peak is None else seconds)
     watch.lap("energy")
@@ -72,6 +78,7 @@ def describe(case: Workload, row: Row, which: Pass, prepared: Prepared, seconds:
         **used,
         "tensor_time": profiling.tensor_core_share(kernels, row.precision),
         **profiling.summary(kernels),
+        **by_module,
         "flops": counted,
         "tensor_flops": flops.tensor_core_share(counted) if counted else None,
         "seconds": watch.laps,

@@ -17,17 +17,19 @@ import pytest
 
 from experiments.benchmarks.train_step import measure
 from experiments.benchmarks.train_step.rows import ROWS
-from experiments.measure import caches, energy, processes, profiling, turns
+from experiments.measure import caches, energy, processes, turns
 from experiments.measure.turns import Prepared
 from experiments.models.workloads import workload
 from experiments.report.progress import Progress
 from jaxmp.inspect._profile import power
+from jaxmp.inspect._profile.trace import Event
 
 
 def test_a_row_is_described_by_its_kernels_and_its_energy_unless_that_takes_zero_seconds(monkeypatch):
     monkeypatch.setattr(measure.memory, "device_peak", lambda: 1)
-    kernels = {"nvjet": profiling.Kernel(2.0, 3), "loop_add": profiling.Kernel(1.0, 1)}
-    monkeypatch.setattr(measure.profiling, "of_jax", lambda turn: kernels)
+    ends = {"nvjet": 6.0, "loop_add": 3.0}  # milliseconds of three calls
+    events = [Event(name, name, "jit_step", 1, 0.0, end) for name, end in ends.items()]
+    monkeypatch.setattr(measure.profiling, "of_jax", lambda turn: events)
     monkeypatch.setattr(energy.power, "monitor", lambda: contextlib.nullcontext(types.SimpleNamespace(result=reading)))
     reading = functools.partial(power.PowerReading, 2.0, 600.0, 700.0, 1200.0, 1500.0, 1980.0, {}, 60.0)
     prepared = Prepared(lambda: None, None, 1.0, 3)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import types
-from collections import namedtuple
 
 import jax
 import jax.numpy as jnp
@@ -35,20 +34,25 @@ def test_kernels_with_tensor_cores_are_told_by_their_names():
         assert profiling.uses_tensor_cores(kernel, "fp32") == fp32, kernel
 
 
-def test_a_traces_kernels_are_those_in_the_streams_of_gpus():
-    Named, Event = namedtuple("Named", "name planes lines events"), namedtuple("Event", "name duration_ns")
-    events = [Event("nvjet_hsh", 2e6), Event("loop_add", 1e6), Event("nvjet_hsh", 1e6)]
-    lines = [Named("Stream #7(Compute)", 0, 0, events), Named("XLA Ops", 0, 0, [Event("dot.3", 9e6)])]
-    planes = [Named("/device:GPU:0", 0, lines, 0), Named("/host:CPU", 0, lines, 0)]
-    kernels = profiling.kernels_of(types.SimpleNamespace(planes=planes))
-    assert kernels == {"nvjet_hsh": (3.0, 2), "loop_add": (1.0, 1)}
-    assert profiling.tensor_core_share(kernels) == 0.75
+def test_kernels_are_summed_by_name_and_by_module():
+    fun = jax.jit(lambda x: jnp.sin(x) @ x)
+    x = jnp.ones((64, 64))
+    fun(x)
+    events = profiling.of_jax(lambda: fun(x), calls=2)
+    kernels = profiling.by_name(events, calls=2)
+    total = sum(kernel.ms for kernel in kernels.values())
+    assert total == pytest.approx(sum(event.milliseconds for event in events) / 2)
+    assert all(kernel.count == 1 for kernel in kernels.values())
+    by_module = profiling.by_module(events, fun.lower(x).compile().as_text(), calls=2)
+    assert by_module["kinds"]["float32 products"] > 0
+    (product,) = [module for module in by_module["modules"] if module["flops"]]
+    assert (product["flops"], product["calls"]) == (2 * 64**3, 1)
 
 
-def test_a_trace_of_a_cpu_has_no_kernels_and_no_share():
-    fun = jax.jit(lambda x: x @ x)
-    assert profiling.of_jax(lambda: fun(jnp.ones((4, 4))), calls=1) == {}
+def test_without_kernels_there_is_no_share_and_no_summary():
     assert profiling.tensor_core_share({}) is None and profiling.summary({}) == {}
+    kernels = {"nvjet_hsh": profiling.Kernel(3.0, 2), "loop_add": profiling.Kernel(1.0, 1)}
+    assert profiling.tensor_core_share(kernels) == 0.75
 
 
 def test_kernels_of_both_libraries_are_grouped_by_their_names():
