@@ -32,7 +32,8 @@ MODELS = {"resnet50": "ResNet-50, 256×224×224", "bert": "BERT-Base, 64×512", 
 TASKS = {"resnet50": "images", "bert": "bert", "gpt2": "gpt2"}
 COMPILED, TYPED = "ᶜ", "ʳ"
 _GOALS = "The goal of each figure is in brackets. ✓ means that the figure meets its goal, ✗ that it does not."
-_EMPTY = "`make gpu` measures the empty cells."
+_MISSING = "`make gpu` measures what is missing."
+NOT_MEASURED = "not measured"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +62,13 @@ class Row:
 
 
 def newest(results: Path, name: str, holds: Callable[[dict[str, Any]], bool]) -> Source | None:
-    """Return the newest ``results/NAME*/NAME.json`` that fits, or None.
+    """Return the newest result of :func:`all_of`, or None."""
+    candidates = all_of(results, name, holds)
+    return max(candidates, key=lambda source: (source.where["date"], str(source.path)), default=None)
+
+
+def all_of(results: Path, name: str, holds: Callable[[dict[str, Any]], bool]) -> list[Source]:
+    """Return the files ``results/NAME*/NAME.json`` that fit.
 
     A result fits if ``holds`` is true for it. ``holds`` leaves out smoke tests and runs of small models.
 
@@ -77,7 +84,7 @@ def newest(results: Path, name: str, holds: Callable[[dict[str, Any]], bool]) ->
         where = data.get("environment") or next((m["environment"] for m in data.get("models", {}).values()), None)
         if where and holds(data):
             candidates.append(Source(path, data, where))
-    return max(candidates, key=lambda source: (source.where["date"], str(source.path)), default=None)
+    return candidates
 
 
 def gradient_sums(results: Path) -> Source | None:
@@ -85,8 +92,18 @@ def gradient_sums(results: Path) -> Source | None:
     return newest(results, "gradient_sums", lambda run: not run["smoke"])
 
 
-def _full(model: Name, rows: dict[str, Any]) -> bool:
-    return rows["sizes"] == dataclasses.asdict(FULL[model])
+def full(model: Name, rows: dict[str, Any] | None) -> bool:
+    """Return whether the rows of a result are those of the model in its full size."""
+    return rows is not None and rows["sizes"] == dataclasses.asdict(FULL[model])
+
+
+def steps_of(source: Source | None, model: Name) -> Results:
+    """Return the measurements of a model's train step in full size, if the source has them."""
+    rows = source.data["models"].get(model) if source else None
+    if not rows or not full(model, rows):
+        return Results({"model": model}, {}, {}, {})
+    alone = {key: {"train": row} for key, row in rows.get("train", {}).items()}
+    return Results({"model": model}, alone, rows.get("turns", {}), {})
 
 
 def _whole(run: dict[str, Any]) -> bool:
@@ -101,30 +118,23 @@ class Sources:
     """
 
     def __init__(self, results: Path) -> None:
-        self.train_step = newest(results, "train_step", lambda data: any(_full(*m) for m in data["models"].items()))
+        self.train_step = newest(results, "train_step", lambda data: any(full(*m) for m in data["models"].items()))
         self.compiled = newest(results, "compile_only", lambda data: any(r["full"] for r in data["results"]))
         self.accuracy = newest(results, "accuracy", lambda data: any(_whole(run) for run in data["runs"]))
         self.remat = newest(
-            results, "remat", lambda data: any(_full(group["model"], group["setting"]) for group in data["groups"])
+            results, "remat", lambda data: any(full(group["model"], group["setting"]) for group in data["groups"])
         )
 
     def all(self) -> list[Source]:
         """Return the results that exist."""
         return [source for source in (self.train_step, self.compiled, self.remat, self.accuracy) if source]
 
-    def steps(self, model: str) -> Results:
-        """Return the measurements of a model's train step, if there are any."""
-        rows = self.train_step.data["models"].get(model) if self.train_step else None
-        rows = rows if rows and _full(model, rows) else {}
-        alone = {key: {"train": row} for key, row in rows.get("train", {}).items()}
-        return Results({"model": model}, alone, rows.get("turns", {}), {})
-
     def goals(self, model: str) -> dict[str, tuple[Goal, str]]:
         """Return a model's goals by key, each with the mark for its table cell.
 
         A measured figure has no mark. Where no figure was measured, the figure of the compiled step is used.
         """
-        steps = self.steps(model)
+        steps = steps_of(self.train_step, model)
         goals = {goal.key: (goal, "") for goal in train_step_goals.goals(steps)}
         torch, float32 = (steps.memory("train", key) for key in (steps.reference("train") or "", "hand-fp32"))
         typed = {key for key, peak in (("memory", torch), ("remat_memory", torch), ("saved", float32)) if not peak}
@@ -133,6 +143,14 @@ class Sources:
                 for goal in compile_only_report.goals(result, torch, float32):
                     if goal.key not in goals or goals[goal.key][0].value is None:
                         goals[goal.key] = goal, COMPILED + (TYPED if goal.key in typed else "")
+        return goals
+
+    def compiled_goals(self, model: str) -> dict[str, Goal]:
+        """Return the goals of a model's compiled step by key, relative to the recorded peaks."""
+        goals: dict[str, Goal] = {}
+        for result in self.compiled.data["results"] if self.compiled else []:
+            if result["name"] == model and result["full"]:
+                goals |= {goal.key: goal for goal in compile_only_report.goals(result)}
         return goals
 
 
@@ -157,7 +175,7 @@ def largest(sources: Sources, model: str) -> str:
     if model == "resnet50":
         return "–"
     for group in sources.remat.data["groups"] if sources.remat else []:
-        if (group["model"], group["policy"]) == (model, "mixed_bfloat16") and _full(model, group["setting"]):
+        if (group["model"], group["policy"]) == (model, "mixed_bfloat16") and full(model, group["setting"]):
             batches = [group["rows"].get(kind, {}).get("largest", {}).get("batch") for kind in ("none", "attention")]
             mark = COMPILED if "target" in group["setting"] else ""
             return f"{batches[0]} → {batches[1]}{mark}" if all(batches) else ""
@@ -214,28 +232,9 @@ def _filled_table(sources: Sources) -> list[str]:
     for row in ROWS:
         cells = [row.cell(sources, model) for model in MODELS]
         if not set(cells) <= {"", "–"}:
-            rows.append((row.name, *cells))
+            rows.append((row.name, *(cell or NOT_MEASURED for cell in cells)))
     markdown = Table("", ("", *MODELS.values()), rows).markdown()
     return [line for line in markdown.splitlines() if line.startswith("|")]
-
-
-def _has_empty_cells(table: list[str]) -> bool:
-    return any("|  |" in line for line in table[2:])  # the first two lines are headings
-
-
-def filled(results: Path) -> list[str]:
-    """Return the filled rows in Markdown, and the meaning of their marks."""
-    table = _filled_table(Sources(results))
-    text = "".join(table)
-    notes = {
-        COMPILED: "compiled for an H200; no GPU was used",
-        TYPED: "relative to a peak that was measured once on an H200",
-    }
-    sentences = [_GOALS]
-    if _has_empty_cells(table):
-        sentences.append(_EMPTY)
-    sentences += [f"{mark} {note}." for mark, note in notes.items() if mark in text]
-    return [*table, "", " ".join(sentences), ""]
 
 
 def lines(results: Path, root: Path) -> tuple[list[str], list[str]]:
@@ -272,6 +271,6 @@ def lines(results: Path, root: Path) -> tuple[list[str], list[str]]:
             f"If float32 is compiled too, without cuDNN's workspaces, the memory saved is {', '.join(shares)}.",
             "",
         ]
-    if len(table) - 2 < len(ROWS) or _has_empty_cells(table):  # the first two lines are headings
-        shown += [f"{_EMPTY} It also measures rows without any figure, which are not shown.", ""]
+    if len(table) - 2 < len(ROWS) or NOT_MEASURED in text:  # the first two lines are headings
+        shown += [f"{_MISSING} It also measures rows without any figure, which are not shown.", ""]
     return shown, [f"{note}\n" for note in notes]

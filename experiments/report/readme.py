@@ -4,8 +4,8 @@ The figures come from experiments/results, and are written between two markers i
 
 python -m experiments.report.readme
 
-- README.md: the errors of summed gradients, the filled rows of :mod:`experiments.report.headline`, and a sentence on
-  the cost of loss scaling
+- README.md: the errors of summed gradients, the tables of :mod:`experiments.report.step_tables`, and a sentence on the
+  cost of loss scaling
 - docs/measured.md: all results, with the device, versions, date and command of each
 - docs/gradient_sums.md: the errors of summed gradients
 - docs/sharding.md: models compiled for many GPUs
@@ -25,7 +25,7 @@ from pathlib import Path
 from experiments.benchmarks.compile_only.sharded import ABOUT
 from experiments.benchmarks.gradient_sums import NOTE, sentence
 from experiments.benchmarks.tune import NOTE as TUNE_NOTE
-from experiments.report import headline, predictions
+from experiments.report import headline, predictions, step_tables
 from experiments.report.marked_text import write_marked
 from jaxmp.inspect.program.targets import TARGETS
 
@@ -60,7 +60,8 @@ def block(root: Path = ROOT) -> str:
     lines = ["## Measured", ""]
     if sums := headline.gradient_sums(results):
         lines += [f"{sentence(sums.data)} [Why, and other cases](docs/gradient_sums.md).", ""]
-    lines += headline.filled(results)
+    lines += step_tables.measured(results)
+    lines += step_tables.compiled(results)
     lines += [cost_of_scaling(results), ""]
     lines += ["[All results](docs/measured.md), with devices, versions, dates and commands."]
     return "\n".join(lines)
@@ -132,6 +133,7 @@ def measured_block(root: Path = ROOT) -> str:
         ]
         lines += folded(MEASURED, [sums.line(root)])
     lines += ["## On a GPU, against PyTorch and float32", ""]
+    lines += step_tables.measured(results)
     shown, provenance = headline.lines(results, root)
     lines += [*shown, *folded(MEASURED, provenance)]
     lines += [

@@ -10,7 +10,7 @@ import pytest
 from experiments.benchmarks import gradient_sums
 from experiments.benchmarks.train_step import report as train_step_report
 from experiments.models.workloads import FULL, SMOKE
-from experiments.report import headline, predictions, readme
+from experiments.report import headline, predictions, readme, step_tables
 from experiments.report.json_files import write_json
 from experiments.report.marked_text import read_marked, write_marked
 from jaxmp.inspect import prediction
@@ -68,7 +68,11 @@ def cells(results):
     lines, provenance = headline.lines(results, results.parent)
     table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
     assert table[0][1:] == list(headline.MODELS.values())
-    rows = {row[0]: dict(zip(headline.MODELS, row[1:], strict=True)) for row in table[2:]}
+    rows = {}
+    for name, *texts in table[2:]:
+        assert "" not in texts
+        measured = ["" if text == headline.NOT_MEASURED else text for text in texts]
+        rows[name] = dict(zip(headline.MODELS, measured, strict=True))
     return rows, "\n".join([*lines, *provenance])
 
 
@@ -248,6 +252,43 @@ def test_the_newest_result_counts_and_small_ones_do_not(tmp_path):
         train_step(tmp_path / f"train_step-{day}", environment={**GPU, "date": f"2026-11-{day} 10:00 +0000"})
     (source,) = headline.Sources(tmp_path).all()
     assert source.path.parent.name == "train_step-24"
+
+
+def shown(lines):
+    """Return the texts of a table in Markdown, by row."""
+    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+    return {row[0]: row[1:] for row in (table[0], *table[2:])}
+
+
+def test_the_readme_compares_the_rows_of_one_run_on_each_device(tmp_path):
+    train_step(tmp_path / "train_step-20261121")
+    train_step(
+        tmp_path / "train_step-20261122", environment={**GPU, "date": "2026-11-22 10:00 +0000"}, only=("hand-bf16",)
+    )
+    h100 = {**GPU, "device": "1 × H100 (gpu)", "date": "2026-11-20 10:00 +0000"}
+    train_step(tmp_path / "train_step-20261120-h100", environment=h100, only=("jaxmp-bf16", "compile-bf16"))
+    lines = step_tables.measured(tmp_path)
+    assert lines[0].startswith("A train step on 1 × H100: step time · peak memory, relative to torch.compile AMP")
+    assert shown(lines) == {
+        "": ["GPT-2 124M, 16×1024"],
+        "jaxmp, bf16": ["0.90 · 0.75"],
+        "torch.compile AMP, bf16": ["31.0 ms · 7.8 GiB"],
+    }
+    # The newest result of the H200 lacks torch.compile, so it has no table.
+    assert not any("H200" in line for line in lines)
+
+
+def test_the_readme_shows_what_was_compiled_without_goals_and_without_empty_cells(tmp_path):
+    compiled(tmp_path / "compile_only")
+    assert step_tables.measured(tmp_path) == []
+    assert shown(step_tables.compiled(tmp_path)) == {
+        "": list(headline.MODELS.values()),
+        "peak memory, relative to torch.compile AMP": ["–", "0.79", "–"],
+        "peak memory with remat, relative to torch.compile AMP": ["–", "0.65", "–"],
+        "memory saved, relative to float32": ["–", "79%", "–"],
+        "FLOPs of products in half": ["–", "99.8%", "–"],
+    }
+    assert step_tables.compiled(tmp_path / "none") == []
 
 
 def test_the_block_has_the_table_in_front_and_links_to_all_else(tmp_path):

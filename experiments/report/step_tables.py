@@ -1,0 +1,101 @@
+"""Write the tables of train steps: those measured on GPUs, and those compiled for a GPU.
+
+All cells of a measured table come from one run on one device. A measured table has the step time and the peak memory of
+each row, relative to torch.compile in the same run.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from experiments.benchmarks.train_step.results import Results
+from experiments.benchmarks.train_step.rows import ROWS, SETTINGS
+from experiments.report.goals import share
+from experiments.report.headline import MODELS, Source, Sources, all_of, full, steps_of
+from experiments.report.tables import Table
+
+REFERENCE = "compile-bf16"
+SHOWN = (*SETTINGS, "jaxmp-bf16-remat", "autocast-bf16", "unprepared-bf16", "hand-bf16", REFERENCE)
+"""The rows of a measured table, in this order."""
+NOTHING = "–"
+COMPILED = {
+    "peak memory, relative to torch.compile AMP": ("memory", ".2f"),
+    "peak memory with remat, relative to torch.compile AMP": ("remat_memory", ".2f"),
+    "memory saved, relative to float32": ("saved", ".0%"),
+    "FLOPs of products in half": ("half", ".1%"),
+}
+"""The rows of the compiled table: the goal that has the figure, and its format."""
+
+
+def by_device(results: Path) -> dict[str, Source]:
+    """Return the newest measured train steps of each device, the newest device first."""
+    sources = all_of(results, "train_step", lambda data: any(full(*model) for model in data["models"].items()))
+    newest = {source.where["device"]: source for source in sorted(sources, key=lambda source: source.where["date"])}
+    return dict(sorted(newest.items(), key=lambda item: item[1].where["date"], reverse=True))
+
+
+def measured(results: Path) -> list[str]:
+    """Return a table for each device in Markdown, each after a sentence."""
+    lines = []
+    for device, source in by_device(results).items():
+        table = _measured_table(source)
+        if table:
+            name = device.removesuffix(" (gpu)")
+            lines += [
+                f"A train step on {name}: step time · peak memory, relative to torch.compile AMP in bfloat16 in the same "
+                "run.",
+                "",
+                *table,
+                "",
+            ]
+    return lines
+
+
+def _measured_table(source: Source) -> list[str]:
+    steps = {model: steps_of(source, model) for model in MODELS if full(model, source.data["models"].get(model))}
+    rows = []
+    for key in SHOWN:
+        cells = [_cell(steps[model], key) for model in steps]
+        if set(cells) != {NOTHING}:
+            rows.append((ROWS[key].label, *cells))
+    return _markdown([MODELS[model] for model in steps], rows) if rows else []
+
+
+def _cell(steps: Results, key: str) -> str:
+    """Return the step time and the peak memory of a row, relative to torch.compile."""
+    ratio = steps.ratio("train", key, REFERENCE)
+    memory = share(steps.memory("train", key), steps.memory("train", REFERENCE))
+    if ratio is None or memory is None:
+        return NOTHING
+    if key == REFERENCE:
+        milliseconds = steps.figures("train", key)["ms"][1]
+        return f"{milliseconds:.1f} ms · {(steps.memory('train', key) or 0) / 2**30:.1f} GiB"
+    return f"{ratio[1]:.2f} · {memory:.2f}"
+
+
+def compiled(results: Path) -> list[str]:
+    """Return a table of the newest compiled train steps in Markdown, after a sentence."""
+    sources = Sources(results)
+    rows = []
+    for name, (key, form) in COMPILED.items():
+        cells = [_compiled_cell(sources.compiled_goals(model), key, form) for model in MODELS]
+        if set(cells) != {NOTHING}:
+            rows.append((name, *cells))
+    if not rows:
+        return []
+    sentence = (
+        "Compiled for an H200, not run, by `python -m experiments.benchmarks.compile_only`. The peaks of torch.compile "
+        "and of float32 were measured once."
+    )
+    return [sentence, "", *_markdown(list(MODELS.values()), rows), ""]
+
+
+def _compiled_cell(goals: dict[str, Any], key: str, form: str) -> str:
+    goal = goals.get(key)
+    return NOTHING if goal is None or goal.value is None else f"{goal.value:{form}}"
+
+
+def _markdown(models: list[str], rows: list[tuple[str, ...]]) -> list[str]:
+    text = Table("", ("", *models), rows).markdown()
+    return [line for line in text.splitlines() if line.startswith("|")]
