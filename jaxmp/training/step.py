@@ -24,6 +24,7 @@ from jaxmp.base.arguments import require_flag, require_whole_number
 from jaxmp.base.donation import require_not_deleted
 from jaxmp.optim.checks import as_float
 from jaxmp.optim.loss_scale import NoOpLossScale
+from jaxmp.optim.loss_scaling import packed_grads
 from jaxmp.optim.scaled_grad import global_norm, scaled_value_and_grad
 from jaxmp.optim.scaling_state import get_loss_scale
 from jaxmp.sharding.gathered_loss import Gathered, GatheredParams
@@ -310,7 +311,8 @@ class TrainStep:
             loss, scaled_grads, model_state, metrics = self.placed_gradients(state, batch, step_rng)
             loss_scale = get_loss_scale(state.opt_state)
             scale = jnp.asarray(loss_scale.loss_scale, jnp.float32)
-            grads = loss_scale.unscale(_tree.widen(scaled_grads))
+            scaled_grads = packed_grads(state.tx, state.opt_state, _tree.widen(scaled_grads))
+            grads = loss_scale.unscale(scaled_grads)
             norm = global_norm(grads)
             new_state = self._updated(state, grads, model_state, loss, rng)
             skipped = new_state.skipped > state.skipped
