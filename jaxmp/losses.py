@@ -233,7 +233,7 @@ def _projected(x: Any, weights: Any, bias: Any, labels: Any, options: _Options, 
         x, labels = chunk
         return total + _losses(_logits(x, *layer), labels, options)[0].sum(), None
 
-    layer = _layer(weights, bias, x.dtype)
+    layer = _layer(weights, bias, x.dtype, options.classes)
     total, _ = jax.lax.scan(add, jnp.zeros_like(x, at_least_float32(x.dtype), ()), _in_chunks(x, labels, chunks))
     return total / _count(labels, total.dtype)
 
@@ -255,7 +255,7 @@ def _projected_forward(
         by_weights += jnp.dot(gradient.T, x, preferred_element_type=wide)
         return (total + losses.sum(), by_weights, by_bias), jnp.dot(gradient, layer[0], preferred_element_type=wide)
 
-    wide, layer = at_least_float32(x.dtype), _layer(weights, bias, x.dtype)
+    wide, layer = at_least_float32(x.dtype), _layer(weights, bias, x.dtype, options.classes)
     zeros = functools.partial(jnp.zeros_like, x, wide)  # in a shard_map, these vary over the axes of x
     start = (zeros(()), zeros(weights.shape), None if bias is None else zeros(bias.shape))
     (total, by_weights, by_bias), by_x = jax.lax.scan(add, start, _in_chunks(x, labels, chunks))
@@ -285,7 +285,16 @@ def _logits(x: jax.Array, matrix: jax.Array, bias: jax.Array | None) -> jax.Arra
     return logits if bias is None else logits + bias
 
 
-def _layer(weights: jax.Array, bias: jax.Array | None, dtype: Any) -> tuple[jax.Array, jax.Array | None]:
+def _layer(weights: jax.Array, bias: jax.Array | None, dtype: Any, classes: int) -> tuple[jax.Array, jax.Array | None]:
+    """Return the matrix and the bias of the logits in the compute dtype.
+
+    The bias of padding is -inf, so that no other operation has to leave out the logits of padding. (The product adds
+    the bias in its own kernel.)
+    """
+    rows = weights.shape[0]
+    if classes < rows:
+        bias = jnp.zeros(rows, dtype) if bias is None else bias.astype(dtype)
+        bias = jnp.where(jnp.arange(rows) < classes, bias, -jnp.inf)
     return weights.astype(dtype), None if bias is None else bias.astype(dtype)
 
 
@@ -316,9 +325,8 @@ def _losses(logits: jax.Array, labels: jax.Array, options: _Options) -> tuple[ja
     classes, smoothing, z_loss = options
     with precision("float32"):  # autocast traces this in float32, and does not see the cast below
         wide = logits.astype(at_least_float32(logits.dtype))
-        of_classes = jnp.minimum(wide, _upper_bounds(wide, classes))
-        largest = jax.lax.stop_gradient(of_classes.max(-1))
-        denominators = _Denominators(largest, jnp.log(jnp.exp(of_classes - largest[..., None]).sum(-1)))
+        largest = jax.lax.stop_gradient(wide.max(-1))
+        denominators = _Denominators(largest, jnp.log(jnp.exp(wide - largest[..., None]).sum(-1)))
         picked = jnp.take_along_axis(wide, labels[..., None], axis=-1, mode="clip")[..., 0]
         losses = denominators.logarithm - (1 - smoothing) * (picked - largest)
         if smoothing:
@@ -340,7 +348,7 @@ def _gradient(logits: jax.Array, labels: jax.Array, denominators: _Denominators,
         wide = logits.astype(largest.dtype)
         columns = jnp.arange(wide.shape[-1], dtype=labels.dtype)
         is_label = (columns == labels).astype(wide.dtype)
-        gradient = jnp.exp(jnp.minimum(wide, _upper_bounds(wide, classes)) - largest - logarithm)
+        gradient = jnp.exp(wide - largest - logarithm)
         if z_loss:
             gradient *= 1 + 2 * z_loss * (largest + logarithm)
         gradient -= (1 - smoothing) * is_label
@@ -360,15 +368,6 @@ def _gradient_shift(dtype: Any, options: _Options) -> float:
         return 1.0
     largest = float(jnp.finfo(dtype).max)
     return max(1.0, 2.0 ** math.floor(math.log2(largest / (1 + 2 * options.z_loss * largest))))
-
-
-def _upper_bounds(logits: jax.Array, classes: int) -> jax.Array:
-    """Return inf for the columns of classes, and -inf for those of padding.
-
-    The minimum of a logit and its bound is then the logit for a class, and -inf for padding.
-    """
-    limits = jnp.where(jnp.arange(logits.shape[-1]) < classes, jnp.inf, -jnp.inf)
-    return limits.astype(logits.dtype)
 
 
 def _targets(labels: jax.Array, classes: int, ignore_index: int | None) -> jax.Array:

@@ -253,7 +253,7 @@ def test_the_logits_never_exist_as_a_whole():
 
     full = temporaries(lambda x, weights: cross_entropy(x @ weights.astype(x.dtype).T, labels).mean())
     chunked = temporaries(lambda x, weights: projected_cross_entropy(x, weights, labels, chunks=8))
-    assert chunked < full / 5
+    assert chunked < full / 4
 
 
 # ---- labels

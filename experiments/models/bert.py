@@ -124,14 +124,14 @@ class Layer(transformer.Block):
     """
 
     def setup(self) -> None:
-        self.query_key_value = nn.Dense(3 * self.width, kernel_init=NORMAL)
+        self.query_key_value = transformer.Projections(3 * self.width, kernel_init=NORMAL)
         self.attention_output = nn.Dense(self.width, kernel_init=NORMAL)
         self.attention_norm = nn.LayerNorm(1e-12)
         self.intermediate = nn.Dense(4 * self.width, kernel_init=NORMAL)
         self.output = nn.Dense(self.width, kernel_init=NORMAL)
         self.output_norm = nn.LayerNorm(1e-12)
 
-    def before(self, x: jax.Array) -> jax.Array:
+    def before(self, x: jax.Array) -> tuple[jax.Array, ...]:
         return self.query_key_value(x)
 
     def after(self, x: jax.Array, attended: jax.Array) -> jax.Array:

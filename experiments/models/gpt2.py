@@ -113,7 +113,7 @@ class Block(transformer.Block):
         self.ln_1, self.ln_2 = transformer.LayerNorm(1e-5), transformer.LayerNorm(1e-5)
         self.attn, self.mlp = Attention(self.width, residual), MLP(self.width, residual)
 
-    def before(self, x: jax.Array) -> jax.Array:
+    def before(self, x: jax.Array) -> tuple[jax.Array, ...]:
         return self.attn.c_attn(self.ln_1(x))
 
     def after(self, x: jax.Array, attended: jax.Array) -> jax.Array:
@@ -151,7 +151,7 @@ class Attention(nn.Module):
     residual: nn.initializers.Initializer
 
     def setup(self) -> None:
-        self.c_attn = nn.Dense(3 * self.width, kernel_init=NORMAL)
+        self.c_attn = transformer.Projections(3 * self.width, kernel_init=NORMAL)
         self.c_proj = nn.Dense(self.width, kernel_init=self.residual)
 
 
