@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -26,6 +28,7 @@ class BERT(nn.Module):
       width: the width of the activations.
       remat: the part of each block that its backward pass recomputes. See
         :class:`experiments.models.transformer.Block`.
+      chunks: the number of chunks in which the loss computes the logits, or ``"auto"``.
 
     >>> model = BERT(vocabulary=50, sequence=8, layers=1, heads=2, width=16)
     >>> tokens = jnp.zeros((2, 8), jnp.int32)
@@ -40,6 +43,7 @@ class BERT(nn.Module):
     heads: int = 12
     width: int = 768
     remat: Remat = "none"
+    chunks: int | Literal["auto"] = 16
 
     def setup(self) -> None:
         rows = transformer.aligned(self.vocabulary)
@@ -91,13 +95,13 @@ class BERT(nn.Module):
           mask: see :meth:`hidden`.
           ignore_index: the target of tokens that do not count; None if all count.
         """
-        # The step has its peak memory here, so the head is recomputed, and the chunks of logits are small.
+        # The step has its peak memory here, so the head is recomputed.
         head = nn.remat(lambda model, x: model._head(x))
         return self.word_embeddings.cross_entropy(
             head(self, self._hidden(tokens, token_types, mask)),
             targets.reshape(-1),
             bias=self.decoder_bias,
-            chunks=16,
+            chunks=self.chunks,
             classes=self.vocabulary,
             ignore_index=ignore_index,
         )

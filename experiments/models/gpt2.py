@@ -5,6 +5,8 @@ Radford et al. 2019, "Language Models are Unsupervised Multitask Learners".
 
 from __future__ import annotations
 
+from typing import Literal
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -42,6 +44,7 @@ class GPT2(nn.Module):
         :class:`experiments.models.transformer.Block`.
       loop: whether the blocks are a loop over stacked params. The loop compiles as fast as a single block, but its
         params do not have the names of the published weights.
+      chunks: the number of chunks in which the loss computes the logits, or ``"auto"``.
 
     >>> model = GPT2(vocabulary=50, sequence=8, layers=1, heads=2, width=16)
     >>> tokens = jnp.zeros((2, 8), jnp.int32)
@@ -57,6 +60,7 @@ class GPT2(nn.Module):
     width: int = 768
     remat: Remat = "none"
     loop: bool = False
+    chunks: int | Literal["auto"] = 8
 
     def setup(self) -> None:
         self.wte = transformer.embed(transformer.aligned(self.vocabulary), self.width)
@@ -83,7 +87,9 @@ class GPT2(nn.Module):
           ignore_index: the target of tokens that do not count; None if all count.
         """
         x = self._hidden(tokens)
-        return self.wte.cross_entropy(x, targets.reshape(-1), classes=self.vocabulary, ignore_index=ignore_index)
+        return self.wte.cross_entropy(
+            x, targets.reshape(-1), classes=self.vocabulary, chunks=self.chunks, ignore_index=ignore_index
+        )
 
     def _hidden(self, tokens: jax.Array) -> jax.Array:
         batch, sequence = tokens.shape

@@ -158,6 +158,7 @@ def test_three_projections_are_those_of_a_single_dense_layer_in_one_product_back
 
 
 @pytest.mark.absent_gpu
+@pytest.mark.usefixtures("standard_promotion")  # Flax's norm
 def test_on_a_gpu_the_product_before_gelu_computes_it_and_q_k_and_v_are_not_sliced():
     case = workloads.workload("gpt2", layers=1, batch_size=8, length=512, vocabulary=512)
     model = jaxmp.linen.apply_policy(case.model, "mixed_bfloat16")
