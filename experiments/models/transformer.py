@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax.typing import PrecisionLike
 
 import jaxmp
 from experiments.models.attention import attention
@@ -57,30 +58,39 @@ class Projections(nn.Dense):
         kernel = self.param("kernel", self.kernel_init, (x.shape[-1], self.features), self.param_dtype)
         bias = self.param("bias", self.bias_init, (self.features,), self.param_dtype)
         (x,) = self.promote_dtype(x, dtype=self.dtype)
-        return _projected(x, kernel, bias, self.parts)
+        # The backward pass is traced outside of the context that sets the default precision.
+        precision = self.precision or jax.config.jax_default_matmul_precision
+        return _projected(x, kernel, bias, self.parts, precision)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _projected(x: jax.Array, kernel: jax.Array, bias: jax.Array, parts: int) -> tuple[jax.Array, ...]:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _projected(
+    x: jax.Array, kernel: jax.Array, bias: jax.Array, parts: int, precision: PrecisionLike
+) -> tuple[jax.Array, ...]:
     kernels, biases = jnp.split(kernel.astype(x.dtype), parts, axis=1), jnp.split(bias.astype(x.dtype), parts)
     results = []
     for kernel, bias in zip(kernels, biases, strict=True):
         # Without the barrier, XLA would merge the products into one and slice its result.
-        x, result = jax.lax.optimization_barrier((x, x @ kernel + bias))
+        x, result = jax.lax.optimization_barrier((x, jnp.dot(x, kernel, precision=precision) + bias))
         results.append(result)
     return tuple(results)
 
 
-def _projected_forward(x: jax.Array, kernel: jax.Array, bias: jax.Array, parts: int) -> tuple[Any, Any]:
-    return _projected(x, kernel, bias, parts), (x, kernel, bias)
+def _projected_forward(
+    x: jax.Array, kernel: jax.Array, bias: jax.Array, parts: int, precision: PrecisionLike
+) -> tuple[Any, Any]:
+    return _projected(x, kernel, bias, parts, precision), (x, kernel, bias)
 
 
-def _projected_backward(parts: int, residuals: Any, cotangents: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+def _projected_backward(
+    parts: int, precision: PrecisionLike, residuals: Any, cotangents: tuple[jax.Array, ...]
+) -> tuple[jax.Array, ...]:
     x, kernel, bias = residuals
     cotangent = jnp.concatenate(cotangents, axis=1)
-    by_kernel = (x.T @ cotangent).astype(kernel.dtype)
+    by_x = jnp.dot(cotangent, kernel.astype(x.dtype).T, precision=precision)
+    by_kernel = jnp.dot(x.T, cotangent, precision=precision).astype(kernel.dtype)
     by_bias = jnp.sum(cotangent, axis=0, dtype=at_least_float32(cotangent.dtype)).astype(bias.dtype)
-    return cotangent @ kernel.astype(x.dtype).T, by_kernel, by_bias
+    return by_x, by_kernel, by_bias
 
 
 _projected.defvjp(_projected_forward, _projected_backward)
