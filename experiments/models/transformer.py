@@ -67,6 +67,12 @@ class Projections(nn.Dense):
 def _projected(
     x: jax.Array, kernel: jax.Array, bias: jax.Array, parts: int, precision: PrecisionLike
 ) -> tuple[jax.Array, ...]:
+    return _products(x, kernel, bias, parts, precision)
+
+
+def _products(
+    x: jax.Array, kernel: jax.Array, bias: jax.Array, parts: int, precision: PrecisionLike
+) -> tuple[jax.Array, ...]:
     kernels, biases = jnp.split(kernel.astype(x.dtype), parts, axis=1), jnp.split(bias.astype(x.dtype), parts)
     results = []
     for kernel, bias in zip(kernels, biases, strict=True):
@@ -79,7 +85,8 @@ def _projected(
 def _projected_forward(
     x: jax.Array, kernel: jax.Array, bias: jax.Array, parts: int, precision: PrecisionLike
 ) -> tuple[Any, Any]:
-    return _projected(x, kernel, bias, parts, precision), (x, kernel, bias)
+    # A call of _projected would hide the products from policies of jax.checkpoint.
+    return _products(x, kernel, bias, parts, precision), (x, kernel, bias)
 
 
 def _projected_backward(
