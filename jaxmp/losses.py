@@ -218,11 +218,13 @@ def projected_cross_entropy(
 def _chunks_of(x: jax.Array, weights: jax.Array, chunks: int | Literal["auto"]) -> int:
     """Return the number of chunks of the tokens ``x``."""
     tokens = max(len(x), 1)
-    if chunks == "auto":
-        memory = hardware.detect().memory_bytes
-        needed = 2 * tokens * len(weights) * x.dtype.itemsize  # the logits and their gradient
-        chunks = _CHUNKS if memory is None else math.ceil(needed / (memory * _SHARE_OF_MEMORY))
-    return min(chunks, tokens)
+    if chunks != "auto":
+        return min(chunks, tokens)
+    memory = hardware.detect().memory_bytes
+    if memory is None:
+        return min(_CHUNKS, tokens)
+    needed = 2 * tokens * len(weights) * x.dtype.itemsize  # the logits and their gradient
+    return min(math.ceil(needed / (memory * _SHARE_OF_MEMORY)), tokens)
 
 
 def _mean_over_devices(
