@@ -17,6 +17,7 @@ from jaxmp.base.dtypes import at_least_float32
 from jaxmp.base.hardware import align_dim
 from jaxmp.losses import projected_cross_entropy
 from jaxmp.policy import float8_product
+from jaxmp.sharding.mesh_plan import plan_being_traced
 
 Remat = Literal["none", "attention", "dots", "float8", "full"]
 NORMAL = nn.initializers.normal(0.02)
@@ -46,14 +47,15 @@ class Projections(nn.Dense):
 
     In a narrow layer, the forward pass has a product for each array, because attention reads whole arrays and a slice
     would copy. The backward pass has the products of a single dense layer. In a wide layer, the copy costs little
-    beside the product, and the product may be float8.
+    beside the product, and the product may be float8. On a mesh, the layer also has a single product.
     """
 
     parts: int = 3
 
     @nn.compact
     def __call__(self, x: jax.Array) -> tuple[jax.Array, ...]:
-        if x.shape[-1] >= jaxmp.Float8().min_dim:
+        # A train step on a mesh sums the gradients of weights in single products over devices.
+        if x.shape[-1] >= jaxmp.Float8().min_dim or plan_being_traced() is not None:
             return tuple(jnp.split(super().__call__(x), self.parts, axis=-1))
         kernel = self.param("kernel", self.kernel_init, (x.shape[-1], self.features), self.param_dtype)
         bias = self.param("bias", self.bias_init, (self.features,), self.param_dtype)
