@@ -37,13 +37,14 @@ from __future__ import annotations
 import functools
 import math
 from numbers import Integral, Real
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from jaxmp.base import hardware
 from jaxmp.base.dtypes import at_least_float32
 from jaxmp.engine.marks import precision
 from jaxmp.engine.trace import autocast_dtype
@@ -52,6 +53,10 @@ from jaxmp.sharding.mesh_plan import Plan, on_auto_axes, plan_being_traced
 __all__ = ["cross_entropy", "projected_cross_entropy"]
 
 _IGNORED = -1
+_CHUNKS = 8
+"""The number of chunks with ``chunks="auto"`` on a device whose memory is unknown."""
+_SHARE_OF_MEMORY = 1 / 32
+"""The largest share of the device's memory for one chunk with ``chunks="auto"``."""
 
 
 class _Options(NamedTuple):
@@ -139,7 +144,7 @@ def projected_cross_entropy(
     *,
     bias: jax.Array | None = None,
     classes: int | None = None,
-    chunks: int = 8,
+    chunks: int | Literal["auto"] = 8,
     ignore_index: int | None = None,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
@@ -159,7 +164,9 @@ def projected_cross_entropy(
       bias: an array of shape (vocabulary,) and any floating dtype.
       classes: the number of classes. Rows of ``weights`` after the first ``classes`` rows are padding. By default there
         is no padding.
-      chunks: the number of chunks of tokens; the last chunk may have fewer tokens.
+      chunks: the number of chunks of tokens; the last chunk may have fewer tokens. More chunks need less memory, and
+        take more time. With ``"auto"``, a chunk is as large as possible such that its logits and their gradient take at
+        most 1/32 of the device's memory. (If the memory is unknown, as on a CPU, there are 8 chunks.)
       ignore_index: the label to ignore. Tokens with this label do not count in the mean. If all labels are ignored, the
         loss is 0.
       label_smoothing: as in :func:`cross_entropy`.
@@ -192,8 +199,8 @@ def projected_cross_entropy(
     classes = weights.shape[0] if classes is None else classes
     if not (_is(Integral, classes) and 1 <= classes <= weights.shape[0]):
         raise ValueError(f"classes must be an integer from 1 to {weights.shape[0]}, the rows of weights, got {classes}")
-    if not (_is(Integral, chunks) and chunks >= 1):
-        raise ValueError(f"chunks must be an integer of at least 1, got {chunks}")
+    if not (chunks == "auto" or (_is(Integral, chunks) and chunks >= 1)):
+        raise ValueError(f"chunks must be an integer of at least 1 or 'auto', got {chunks!r}; write chunks='auto'")
     _check_options(labels, x.shape[:1], label_smoothing, z_loss)
     # Under autocast, `x` is float32 here, and autocast does not see the casts to float32 below. So `x` is cast to half
     # precision here, and code below that must be float32 is marked with `precision("float32")`.
@@ -205,11 +212,23 @@ def projected_cross_entropy(
     if (plan := plan_being_traced()) is not None and len(x) % plan.devices == 0:
         spread_loss = functools.partial(_mean_over_devices, plan, options, chunks, dtypes)
         return on_auto_axes(spread_loss, PartitionSpec())(x, weights, bias, labels)
-    return _projected(x, weights, bias, labels, options, min(chunks, max(len(x), 1)), dtypes)
+    return _projected(x, weights, bias, labels, options, _chunks_of(x, weights, chunks), dtypes)
+
+
+def _chunks_of(x: jax.Array, weights: jax.Array, chunks: int | Literal["auto"]) -> int:
+    """Return the number of chunks of the tokens ``x``."""
+    tokens = max(len(x), 1)
+    if chunks != "auto":
+        return min(chunks, tokens)
+    memory = hardware.detect().memory_bytes
+    if memory is None:
+        return min(_CHUNKS, tokens)
+    needed = 2 * tokens * len(weights) * x.dtype.itemsize  # the logits and their gradient
+    return min(math.ceil(needed / (memory * _SHARE_OF_MEMORY)), tokens)
 
 
 def _mean_over_devices(
-    plan: Plan, options: _Options, chunks: int, dtypes: Any, x: Any, weights: Any, bias: Any, labels: Any
+    plan: Plan, options: _Options, chunks: Any, dtypes: Any, x: Any, weights: Any, bias: Any, labels: Any
 ) -> jax.Array:
     """Return the mean over tokens that a train step has split over devices.
 
@@ -219,7 +238,7 @@ def _mean_over_devices(
     weights, bias = plan.copies(weights), None if bias is None else plan.copies(bias)
 
     def mean(x: Any, weights: Any, bias: Any, labels: Any) -> jax.Array:
-        return _projected(x, weights, bias, labels, options, min(chunks, max(len(x), 1)), dtypes)
+        return _projected(x, weights, bias, labels, options, _chunks_of(x, weights, chunks), dtypes)
 
     means = jax.vmap(mean, in_axes=(0, 0, None if bias is None else 0, 0))(x, weights, bias, labels)
     with precision("float32"):
@@ -233,7 +252,7 @@ def _projected(x: Any, weights: Any, bias: Any, labels: Any, options: _Options, 
         x, labels = chunk
         return total + _losses(_logits(x, *layer), labels, options)[0].sum(), None
 
-    layer = _layer(weights, bias, x.dtype)
+    layer = _layer(weights, bias, x.dtype, options.classes)
     total, _ = jax.lax.scan(add, jnp.zeros_like(x, at_least_float32(x.dtype), ()), _in_chunks(x, labels, chunks))
     return total / _count(labels, total.dtype)
 
@@ -255,7 +274,7 @@ def _projected_forward(
         by_weights += jnp.dot(gradient.T, x, preferred_element_type=wide)
         return (total + losses.sum(), by_weights, by_bias), jnp.dot(gradient, layer[0], preferred_element_type=wide)
 
-    wide, layer = at_least_float32(x.dtype), _layer(weights, bias, x.dtype)
+    wide, layer = at_least_float32(x.dtype), _layer(weights, bias, x.dtype, options.classes)
     zeros = functools.partial(jnp.zeros_like, x, wide)  # in a shard_map, these vary over the axes of x
     start = (zeros(()), zeros(weights.shape), None if bias is None else zeros(bias.shape))
     (total, by_weights, by_bias), by_x = jax.lax.scan(add, start, _in_chunks(x, labels, chunks))
@@ -285,7 +304,16 @@ def _logits(x: jax.Array, matrix: jax.Array, bias: jax.Array | None) -> jax.Arra
     return logits if bias is None else logits + bias
 
 
-def _layer(weights: jax.Array, bias: jax.Array | None, dtype: Any) -> tuple[jax.Array, jax.Array | None]:
+def _layer(weights: jax.Array, bias: jax.Array | None, dtype: Any, classes: int) -> tuple[jax.Array, jax.Array | None]:
+    """Return the matrix and the bias of the logits in the compute dtype.
+
+    The bias of padding is -inf, so that no other operation has to leave out the logits of padding. (The product adds
+    the bias in its own kernel.)
+    """
+    rows = weights.shape[0]
+    if classes < rows:
+        bias = jnp.zeros(rows, dtype) if bias is None else bias.astype(dtype)
+        bias = jnp.where(jnp.arange(rows) < classes, bias, -jnp.inf)
     return weights.astype(dtype), None if bias is None else bias.astype(dtype)
 
 
@@ -316,9 +344,8 @@ def _losses(logits: jax.Array, labels: jax.Array, options: _Options) -> tuple[ja
     classes, smoothing, z_loss = options
     with precision("float32"):  # autocast traces this in float32, and does not see the cast below
         wide = logits.astype(at_least_float32(logits.dtype))
-        of_classes = jnp.minimum(wide, _upper_bounds(wide, classes))
-        largest = jax.lax.stop_gradient(of_classes.max(-1))
-        denominators = _Denominators(largest, jnp.log(jnp.exp(of_classes - largest[..., None]).sum(-1)))
+        largest = jax.lax.stop_gradient(wide.max(-1))
+        denominators = _Denominators(largest, jnp.log(jnp.exp(wide - largest[..., None]).sum(-1)))
         picked = jnp.take_along_axis(wide, labels[..., None], axis=-1, mode="clip")[..., 0]
         losses = denominators.logarithm - (1 - smoothing) * (picked - largest)
         if smoothing:
@@ -340,7 +367,7 @@ def _gradient(logits: jax.Array, labels: jax.Array, denominators: _Denominators,
         wide = logits.astype(largest.dtype)
         columns = jnp.arange(wide.shape[-1], dtype=labels.dtype)
         is_label = (columns == labels).astype(wide.dtype)
-        gradient = jnp.exp(jnp.minimum(wide, _upper_bounds(wide, classes)) - largest - logarithm)
+        gradient = jnp.exp(wide - largest - logarithm)
         if z_loss:
             gradient *= 1 + 2 * z_loss * (largest + logarithm)
         gradient -= (1 - smoothing) * is_label
@@ -360,15 +387,6 @@ def _gradient_shift(dtype: Any, options: _Options) -> float:
         return 1.0
     largest = float(jnp.finfo(dtype).max)
     return max(1.0, 2.0 ** math.floor(math.log2(largest / (1 + 2 * options.z_loss * largest))))
-
-
-def _upper_bounds(logits: jax.Array, classes: int) -> jax.Array:
-    """Return inf for the columns of classes, and -inf for those of padding.
-
-    The minimum of a logit and its bound is then the logit for a class, and -inf for padding.
-    """
-    limits = jnp.where(jnp.arange(logits.shape[-1]) < classes, jnp.inf, -jnp.inf)
-    return limits.astype(logits.dtype)
 
 
 def _targets(labels: jax.Array, classes: int, ignore_index: int | None) -> jax.Array:

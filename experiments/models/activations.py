@@ -21,8 +21,9 @@ def gelu(x: jax.Array, approximate: bool = True) -> jax.Array:
 
     Autodiff of ``jax.nn.gelu`` saves intermediate values, which take more memory than the input and may be float32.
     This function's gradient recomputes these values from the input. Value and gradient are computed in float32 and
-    rounded once. Under :func:`jaxmp.autocast`, a float32 input is saved in half precision. Only reverse mode is
-    supported: ``jax.jvp`` of this function raises a TypeError.
+    rounded once. On a GPU, the tanh form of a half-precision input is computed in the kernel of the product before it.
+    Under :func:`jaxmp.autocast`, a float32 input is saved in half precision. Only reverse mode is supported:
+    ``jax.jvp`` of this function raises a TypeError.
 
     Args:
       x: any shape, any floating dtype.
@@ -45,6 +46,9 @@ def gelu(x: jax.Array, approximate: bool = True) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _gelu(x: jax.Array, approximate: bool) -> jax.Array:
+    if approximate and x.dtype.itemsize == 2 and jaxmp.hardware.detect().platform == "gpu":
+        with jaxmp.precision("half"):  # XLA moves this formula in half precision, and no other, into the product
+            return jax.nn.gelu(x, approximate=True)
     with jaxmp.precision("float32"):
         wide = _widened(x)
         return (wide * _gate(wide, approximate)).astype(x.dtype)

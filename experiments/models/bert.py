@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -26,6 +28,7 @@ class BERT(nn.Module):
       width: the width of the activations.
       remat: the part of each block that its backward pass recomputes. See
         :class:`experiments.models.transformer.Block`.
+      chunks: the number of chunks in which the loss computes the logits, or ``"auto"``.
 
     >>> model = BERT(vocabulary=50, sequence=8, layers=1, heads=2, width=16)
     >>> tokens = jnp.zeros((2, 8), jnp.int32)
@@ -40,6 +43,7 @@ class BERT(nn.Module):
     heads: int = 12
     width: int = 768
     remat: Remat = "none"
+    chunks: int | Literal["auto"] = 16
 
     def setup(self) -> None:
         rows = transformer.aligned(self.vocabulary)
@@ -79,7 +83,6 @@ class BERT(nn.Module):
         token_types: jax.Array | None = None,
         mask: jax.Array | None = None,
         ignore_index: int | None = -100,
-        chunks: int = 16,
     ) -> jax.Array:
         """Return the mean cross-entropy of ``targets``, a float32 scalar.
 
@@ -91,15 +94,14 @@ class BERT(nn.Module):
           token_types: see :meth:`hidden`.
           mask: see :meth:`hidden`.
           ignore_index: the target of tokens that do not count; None if all count.
-          chunks: the number of chunks.
         """
-        # The step has its peak memory here, so the head is recomputed, and the chunks of logits are small.
+        # The step has its peak memory here, so the head is recomputed.
         head = nn.remat(lambda model, x: model._head(x))
         return self.word_embeddings.cross_entropy(
             head(self, self._hidden(tokens, token_types, mask)),
             targets.reshape(-1),
             bias=self.decoder_bias,
-            chunks=chunks,
+            chunks=self.chunks,
             classes=self.vocabulary,
             ignore_index=ignore_index,
         )
@@ -126,14 +128,14 @@ class Layer(transformer.Block):
     """
 
     def setup(self) -> None:
-        self.query_key_value = nn.Dense(3 * self.width, kernel_init=NORMAL)
+        self.query_key_value = transformer.Projections(3 * self.width, kernel_init=NORMAL)
         self.attention_output = nn.Dense(self.width, kernel_init=NORMAL)
         self.attention_norm = nn.LayerNorm(1e-12)
         self.intermediate = nn.Dense(4 * self.width, kernel_init=NORMAL)
         self.output = nn.Dense(self.width, kernel_init=NORMAL)
         self.output_norm = nn.LayerNorm(1e-12)
 
-    def before(self, x: jax.Array) -> jax.Array:
+    def before(self, x: jax.Array) -> tuple[jax.Array, ...]:
         return self.query_key_value(x)
 
     def after(self, x: jax.Array, attended: jax.Array) -> jax.Array:

@@ -5,6 +5,8 @@ Radford et al. 2019, "Language Models are Unsupervised Multitask Learners".
 
 from __future__ import annotations
 
+from typing import Literal
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -42,6 +44,7 @@ class GPT2(nn.Module):
         :class:`experiments.models.transformer.Block`.
       loop: whether the blocks are a loop over stacked params. The loop compiles as fast as a single block, but its
         params do not have the names of the published weights.
+      chunks: the number of chunks in which the loss computes the logits, or ``"auto"``.
 
     >>> model = GPT2(vocabulary=50, sequence=8, layers=1, heads=2, width=16)
     >>> tokens = jnp.zeros((2, 8), jnp.int32)
@@ -57,6 +60,7 @@ class GPT2(nn.Module):
     width: int = 768
     remat: Remat = "none"
     loop: bool = False
+    chunks: int | Literal["auto"] = 8
 
     def setup(self) -> None:
         self.wte = transformer.embed(transformer.aligned(self.vocabulary), self.width)
@@ -72,9 +76,7 @@ class GPT2(nn.Module):
         """Return the input of the output layer, (batch, sequence, width)."""
         return self._hidden(tokens).reshape(*tokens.shape, self.width)
 
-    def loss(
-        self, tokens: jax.Array, targets: jax.Array, *, ignore_index: int | None = None, chunks: int = 8
-    ) -> jax.Array:
+    def loss(self, tokens: jax.Array, targets: jax.Array, *, ignore_index: int | None = None) -> jax.Array:
         """Return the mean cross-entropy of ``targets``, a float32 scalar.
 
         The logits are computed in chunks. See :func:`jaxmp.losses.projected_cross_entropy`.
@@ -83,11 +85,11 @@ class GPT2(nn.Module):
           tokens: (batch, sequence).
           targets: (batch, sequence), the token that follows each token.
           ignore_index: the target of tokens that do not count; None if all count.
-          chunks: the number of chunks.
         """
         x = self._hidden(tokens)
-        options = {"classes": self.vocabulary, "ignore_index": ignore_index, "chunks": chunks}
-        return self.wte.cross_entropy(x, targets.reshape(-1), **options)
+        return self.wte.cross_entropy(
+            x, targets.reshape(-1), classes=self.vocabulary, chunks=self.chunks, ignore_index=ignore_index
+        )
 
     def _hidden(self, tokens: jax.Array) -> jax.Array:
         batch, sequence = tokens.shape
@@ -117,7 +119,7 @@ class Block(transformer.Block):
         self.ln_1, self.ln_2 = transformer.LayerNorm(1e-5), transformer.LayerNorm(1e-5)
         self.attn, self.mlp = Attention(self.width, residual), MLP(self.width, residual)
 
-    def before(self, x: jax.Array) -> jax.Array:
+    def before(self, x: jax.Array) -> tuple[jax.Array, ...]:
         return self.attn.c_attn(self.ln_1(x))
 
     def after(self, x: jax.Array, attended: jax.Array) -> jax.Array:
@@ -155,7 +157,7 @@ class Attention(nn.Module):
     residual: nn.initializers.Initializer
 
     def setup(self) -> None:
-        self.c_attn = nn.Dense(3 * self.width, kernel_init=NORMAL)
+        self.c_attn = transformer.Projections(3 * self.width, kernel_init=NORMAL)
         self.c_proj = nn.Dense(self.width, kernel_init=self.residual)
 
 

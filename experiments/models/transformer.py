@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax.typing import PrecisionLike
 
+import jaxmp
 from experiments.models.attention import attention
+from jaxmp.base.dtypes import at_least_float32
 from jaxmp.base.hardware import align_dim
 from jaxmp.losses import projected_cross_entropy
 from jaxmp.policy import float8_product
+from jaxmp.sharding.mesh_plan import plan_being_traced
 
 Remat = Literal["none", "attention", "dots", "float8", "full"]
 NORMAL = nn.initializers.normal(0.02)
@@ -35,6 +40,69 @@ class Embed(nn.Embed):
         """
         (x,) = self.promote_dtype(x, dtype=self.dtype)  # as `attend` does, because a norm may return float32
         return projected_cross_entropy(x, self.embedding, labels, **options)
+
+
+class Projections(nn.Dense):
+    """A dense layer that returns its features as ``parts`` arrays of equal width.
+
+    In a narrow layer, the forward pass has a product for each array, because attention reads whole arrays and a slice
+    would copy. The backward pass has the products of a single dense layer. In a wide layer, the copy costs little
+    beside the product, and the product may be float8. On a mesh, the layer also has a single product.
+    """
+
+    parts: int = 3
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, ...]:
+        # A train step on a mesh sums the gradients of weights in single products over devices.
+        if x.shape[-1] >= jaxmp.Float8().min_dim or plan_being_traced() is not None:
+            return tuple(jnp.split(super().__call__(x), self.parts, axis=-1))
+        kernel = self.param("kernel", self.kernel_init, (x.shape[-1], self.features), self.param_dtype)
+        bias = self.param("bias", self.bias_init, (self.features,), self.param_dtype)
+        (x,) = self.promote_dtype(x, dtype=self.dtype)
+        # The backward pass is traced outside of the context that sets the default precision.
+        precision = self.precision or jax.config.jax_default_matmul_precision
+        return _projected(x, kernel, bias, self.parts, precision)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _projected(
+    x: jax.Array, kernel: jax.Array, bias: jax.Array, parts: int, precision: PrecisionLike
+) -> tuple[jax.Array, ...]:
+    return _products(x, kernel, bias, parts, precision)
+
+
+def _products(
+    x: jax.Array, kernel: jax.Array, bias: jax.Array, parts: int, precision: PrecisionLike
+) -> tuple[jax.Array, ...]:
+    kernels, biases = jnp.split(kernel.astype(x.dtype), parts, axis=1), jnp.split(bias.astype(x.dtype), parts)
+    results = []
+    for kernel, bias in zip(kernels, biases, strict=True):
+        # Without the barrier, XLA would merge the products into one and slice its result.
+        x, result = jax.lax.optimization_barrier((x, jnp.dot(x, kernel, precision=precision) + bias))
+        results.append(result)
+    return tuple(results)
+
+
+def _projected_forward(
+    x: jax.Array, kernel: jax.Array, bias: jax.Array, parts: int, precision: PrecisionLike
+) -> tuple[Any, Any]:
+    # A call of _projected would hide the products from policies of jax.checkpoint.
+    return _products(x, kernel, bias, parts, precision), (x, kernel, bias)
+
+
+def _projected_backward(
+    parts: int, precision: PrecisionLike, residuals: Any, cotangents: tuple[jax.Array, ...]
+) -> tuple[jax.Array, ...]:
+    x, kernel, bias = residuals
+    cotangent = jnp.concatenate(cotangents, axis=1)
+    by_x = jnp.dot(cotangent, kernel.astype(x.dtype).T, precision=precision)
+    by_kernel = jnp.dot(x.T, cotangent, precision=precision).astype(kernel.dtype)
+    by_bias = jnp.sum(cotangent, axis=0, dtype=at_least_float32(cotangent.dtype)).astype(bias.dtype)
+    return by_x, by_kernel, by_bias
+
+
+_projected.defvjp(_projected_forward, _projected_backward)
 
 
 # With remat, the norm saves only its input, in half precision. Otherwise a loop over blocks would save three float32
@@ -74,8 +142,8 @@ class Block(nn.Module):
     remat: Remat = "none"
     causal = False
 
-    def before(self, x: jax.Array) -> jax.Array:
-        """Return queries, keys and values side by side, (tokens, 3 × width)."""
+    def before(self, x: jax.Array) -> tuple[jax.Array, ...]:
+        """Return queries, keys and values, (tokens, width) each."""
         raise NotImplementedError
 
     def after(self, x: jax.Array, attended: jax.Array) -> jax.Array:
@@ -90,9 +158,9 @@ class Block(nn.Module):
         if self.remat not in get_args(Remat):
             raise ValueError(f"remat must be one of {', '.join(get_args(Remat))}, got {self.remat!r}")
 
-        def attend(qkv: jax.Array) -> jax.Array:
+        def attend(projected: tuple[jax.Array, ...]) -> jax.Array:
             shape = (batch, -1, self.heads, self.width // self.heads)
-            q, k, v = (part.reshape(shape) for part in jnp.split(qkv, 3, axis=-1))
+            q, k, v = (part.reshape(shape) for part in projected)
             return attention(q, k, v, causal=self.causal, mask=mask).reshape(x.shape)
 
         kind = type(self)

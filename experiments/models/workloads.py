@@ -134,7 +134,8 @@ class Workload:
         if self.images:
             return ResNet(sizes.stages, "bottleneck", sizes.vocabulary, sizes.width, last_scale=LAST_SCALE)
         kind = {"gpt2": GPT2, "bert": BERT}[self.name]
-        return kind(sizes.vocabulary, sizes.length, sizes.layers, sizes.width // 64, sizes.width, self.remat)
+        options = {"chunks": self.chunks} if self.chunks else {}
+        return kind(sizes.vocabulary, sizes.length, sizes.layers, sizes.width // 64, sizes.width, self.remat, **options)
 
     def init(self, key: jax.Array) -> tuple[Any, Any]:
         """Return fresh float32 params, and the other variables (running statistics)."""
@@ -152,12 +153,11 @@ class Workload:
           model: the model under a policy with float32 output; None for the model without a policy.
         """
         used = self.model if model is None else model
-        options = {"chunks": self.chunks} if self.chunks else {}
 
         def loss_fn(params: Any, model_state: Any, batch: Any, rng: Any = None) -> tuple[jax.Array, Any]:
             variables = {"params": params, **model_state}
             if not self.images:
-                loss = used.apply(variables, batch["inputs"], batch["labels"], method="loss", **options)
+                loss = used.apply(variables, batch["inputs"], batch["labels"], method="loss")
                 return loss, model_state
             logits, model_state = used.apply(variables, batch["inputs"], train=True, mutable=[*model_state])
             return jaxmp.losses.cross_entropy(logits, batch["labels"]).mean(), model_state

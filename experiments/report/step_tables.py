@@ -41,14 +41,8 @@ def measured(results: Path) -> list[str]:
     for device, source in by_device(results).items():
         table = _measured_table(source)
         if table:
-            name = device.removesuffix(" (gpu)")
-            lines += [
-                f"A train step on {name}: step time · peak memory, relative to torch.compile AMP in bfloat16 in the same "
-                "run.",
-                "",
-                *table,
-                "",
-            ]
+            title = f"A train step on {device.removesuffix(' (gpu)')}: step time · peak memory, relative to"
+            lines += [f"{title} torch.compile AMP in bfloat16 in the same run.", "", *table, ""]
     return lines
 
 

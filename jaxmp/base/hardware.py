@@ -72,6 +72,15 @@ GPUS = {
     "t4": ("Tesla T4", "7.5"),
 }
 """The device kind and the compute capability of GPUs, by short name. The GPUs need not be attached."""
+_MEMORY_GIB = {
+    "NVIDIA H200": 141,
+    "NVIDIA H100 80GB HBM3": 79,
+    "NVIDIA A100-SXM4-80GB": 79,
+    "NVIDIA B200": 179,
+    "NVIDIA L4": 22,
+    "Tesla T4": 15,
+}
+"""The memory of the GPUs in :data:`GPUS`, as CUDA reports it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +97,7 @@ class Hardware:
       peak_tflops: the vendor's peak TFLOP/s of dense products by dtype; empty if unknown. jaxmp does not measure these
         rates.
       peak_bandwidth: the bytes per second of the device's memory; None if unknown.
+      memory_bytes: the bytes of the device's memory; None if unknown, as on a CPU.
       recommended_policy: a name that :func:`jaxmp.get_policy` reads.
       reason: the reason for the recommended policy, in one sentence.
     """
@@ -98,6 +108,7 @@ class Hardware:
     tensor_cores: tuple[str, ...]
     peak_tflops: dict[str, float] = dataclasses.field(hash=False)
     peak_bandwidth: float | None
+    memory_bytes: int | None
     recommended_policy: str
     reason: str
 
@@ -133,6 +144,7 @@ def detect(device: Any = None) -> Hardware:
         tensor_cores=cores,
         peak_tflops=tflops,
         peak_bandwidth=bandwidth,
+        memory_bytes=_memory(name, device),
         recommended_policy=policy,
         reason=reason,
     )
@@ -223,6 +235,23 @@ def _peaks(name: str, cores: tuple[str, ...]) -> tuple[dict[str, float], float |
             if rate is not None and (dtype == "float32" or dtype in cores):
                 tflops[dtype] = float(rate)
     return tflops, None if bandwidth is None else bandwidth * 1e9
+
+
+def _memory(name: str, device: Any) -> int | None:
+    """Return the bytes of a device's memory.
+
+    The number does not depend on what is allocated, nor on whether a known GPU is attached.
+    """
+    if name in _MEMORY_GIB:
+        return _MEMORY_GIB[name] * 2**30
+    if device.platform == "cpu":
+        return None
+    try:
+        statistics = device.memory_stats() or {}
+    except (AttributeError, RuntimeError):  # the device of another process, or one that is only described
+        return None
+    limit: int | None = statistics.get("bytes_limit")
+    return limit
 
 
 def _recommend(name: str, platform: str, capability: Any, cores: tuple[str, ...]) -> tuple[str, str]:

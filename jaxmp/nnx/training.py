@@ -32,6 +32,7 @@ def make_train_step(
     donate: bool = True,
     max_consecutive_skips: int = 25,
     sharding: Sharding | None = None,
+    compiler_options: Mapping[str, Any] | None = None,
 ) -> TrainStep:
     """Return a jitted train step, ``step(model, optimizer, batch) -> metrics``.
 
@@ -60,6 +61,7 @@ def make_train_step(
         from the model earlier may share this memory, and is then deleted. To keep it, copy its arrays, or pass False.
       max_consecutive_skips: the number of skipped steps in a row that ends the run with an error.
       sharding: a :class:`jaxmp.sharding.Sharding`, whose specs are ``fsdp_specs(nnx.state(model, nnx.Param), mesh)``.
+      compiler_options: options of XLA for this step, as in :func:`jaxmp.make_train_step`.
 
     Raises:
       TypeError: the model is not an NNX model; the optimizer is not a :class:`jaxmp.nnx.Optimizer`; or an error of
@@ -87,6 +89,7 @@ def make_train_step(
         donate=donate,
         max_consecutive_skips=max_consecutive_skips,
         sharding=sharding,
+        compiler_options=compiler_options,
     )
     return TrainStep(step, has_policy=policy is not None)
 

@@ -19,6 +19,7 @@ from jaxmp.base.arguments import require_whole_number
 from jaxmp.base.dtypes import closest_names
 from jaxmp.base.trees import is_float_array, path_name, widen
 from jaxmp.optim.checks import as_optimizer
+from jaxmp.optim.packed_tree import is_packed
 from jaxmp.optim.stochastic_rounding import Draw, stochastic_bfloat16
 from jaxmp.optim.stored_moments import (
     as_float8_blocks,
@@ -136,6 +137,11 @@ class _LowPrecisionTransform:
         state = self.inner.init(widen(weights))
         if rounds_params(state):
             raise ValueError(BEHIND_LOW_PRECISION)
+        if any(map(is_packed, jax.tree.leaves(state, is_leaf=is_packed))):
+            raise ValueError(
+                "low_precision stores the moments of each param on its own, but got pack_small in it; leave pack_small "
+                "out"
+            )
         if self.moments != "float32" and not any(leaf.is_moment for leaf in leaves_of_state(state)):
             raise ValueError(
                 f"moments={self.moments!r} needs an optimizer with known moments, such as optax.adam, and found none; "

@@ -22,6 +22,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxmp._internals.jax.traces import is_tracing
 from jaxmp.base import trees as _tree
 from jaxmp.base.dtypes import at_least_float32, canonical_dtype
+from jaxmp.optim.pack_small import require_packed_are_whole
 from jaxmp.sharding.placement import moved_to
 from jaxmp.sharding.specs import Mesh, as_tuple, axes_in_spec, fitting, following, require_specs, specs_in, without
 
@@ -146,9 +147,11 @@ class Plan:
         """Return the sharding of each leaf of a train state.
 
         Raises:
-          ValueError: the specs do not have the structure of the params, or do not fit their shapes.
+          ValueError: the specs do not have the structure of the params, or do not fit their shapes; or a spec splits a
+            param that ``pack_small`` packs.
         """
         require_specs(state.params, self.specs)
+        require_packed_are_whole(state.opt_state, state.params, specs_in(self.specs))
         for (path, leaf), spec in zip(jax.tree.leaves_with_path(state.params), specs_in(self.specs), strict=True):
             name = _tree.path_name(path)
             fitting(spec, name, name, tuple(leaf.shape), self.mesh)

@@ -20,10 +20,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxmp._internals.jax.invariants import hoisted
 from jaxmp._internals.jax.walk import product_dtypes
 from jaxmp.base import trees as _tree
-from jaxmp.base.arguments import require_flag, require_whole_number
+from jaxmp.base.arguments import printed, require_flag, require_whole_number
 from jaxmp.base.donation import require_not_deleted
 from jaxmp.optim.checks import as_float
 from jaxmp.optim.loss_scale import NoOpLossScale
+from jaxmp.optim.loss_scaling import packed_grads
 from jaxmp.optim.scaled_grad import global_norm, scaled_value_and_grad
 from jaxmp.optim.scaling_state import get_loss_scale
 from jaxmp.sharding.gathered_loss import Gathered, GatheredParams
@@ -58,6 +59,7 @@ def make_train_step(
     donate: bool = True,
     max_consecutive_skips: int = 25,
     sharding: Sharding | None = None,
+    compiler_options: Mapping[str, Any] | None = None,
 ) -> TrainStep:
     """Return a jitted train step, ``step(state, batch) -> (state, metrics)``.
 
@@ -92,6 +94,8 @@ def make_train_step(
       sharding: a :class:`jaxmp.sharding.Sharding`. The state and the batch are placed on its mesh. Each weight is
         gathered when the loss function uses it. The gathered weight has the dtype in which the loss function uses it:
         half precision under a half-precision policy.
+      compiler_options: options of XLA for this step, such as ``{"xla_gpu_enable_latency_hiding_scheduler": True}``, as
+        ``jax.jit`` takes them.
 
     Raises:
       ValueError: an argument is out of range, or contradicts another; the batch has no examples, or is not divisible by
@@ -100,7 +104,7 @@ def make_train_step(
         model state changes; ``sharding`` does not fit the state; the gradient of a param cannot be summed in the
         ``reduce_dtype`` of ``sharding``.
       TypeError: the loss function has other parameters or results; the loss is float16 or not a scalar; the state is
-        not a :class:`TrainState`.
+        not a :class:`TrainState`; ``compiler_options`` is not a dict.
       RuntimeError: the state was donated to an earlier step.
       NonFiniteTrainingError: ``max_consecutive_skips`` is reached. The error is raised some steps later and names the
         arrays that are not finite. To find the operation, use :func:`jaxmp.inspect.first_nonfinite`.
@@ -119,6 +123,11 @@ def make_train_step(
     require_whole_number("accumulate_steps", accumulate_steps)
     require_whole_number("max_consecutive_skips", max_consecutive_skips)
     require_flag("donate", donate, "pass donate=False to keep the states of earlier steps")
+    if compiler_options is not None and not isinstance(compiler_options, Mapping):
+        raise TypeError(
+            f"compiler_options must be a dict from names of XLA's options to values, got {printed(compiler_options)}; "
+            'write e.g. {"xla_gpu_enable_latency_hiding_scheduler": True}'
+        )
     decay = _checked_decay(ema_decay)
     loss_fn = under_policy(loss_fn, policy, overrides)
     gathered: Gathered | None = None
@@ -130,7 +139,16 @@ def make_train_step(
         loss_fn = gathered = Gathered(plan, typed(loss_fn, sharding.mesh, plan.axes), keeps_nothing)
         reduces_once = sharding.reduce == "once" and gathered.is_split
     loss_fn = with_remat(loss_fn, remat)
-    options = StepOptions(loss_fn, accumulate_steps, decay, donate, max_consecutive_skips, gathered, reduces_once)
+    options = StepOptions(
+        loss_fn,
+        accumulate_steps,
+        decay,
+        donate,
+        max_consecutive_skips,
+        gathered,
+        reduces_once,
+        None if compiler_options is None else dict(compiler_options),
+    )
     return TrainStep(options)
 
 
@@ -173,6 +191,7 @@ class StepOptions:
       loss_fn: the loss function with its policy, mesh and rematerialisation.
       gathered: the loss function that gathers its weights, before rematerialisation is applied; None without a mesh.
       reduces_once: whether the gradients are reduced once per step, and not once per microbatch.
+      compiler_options: the options of XLA; None for its defaults.
     """
 
     loss_fn: LossFn
@@ -182,6 +201,7 @@ class StepOptions:
     max_consecutive_skips: int
     gathered: Gathered | None
     reduces_once: bool
+    compiler_options: dict[str, Any] | None = None
 
 
 class TrainStep:
@@ -287,7 +307,12 @@ class TrainStep:
         Without fixed shardings XLA would shard a new state like the batch.
         """
         shardings = None if layout is None else jax.tree.unflatten(layout.structure, layout.shardings)
-        return jax.jit(self._step, donate_argnums=0 if self.options.donate else (), out_shardings=(shardings, None))
+        return jax.jit(
+            self._step,
+            donate_argnums=0 if self.options.donate else (),
+            out_shardings=(shardings, None),
+            compiler_options=self.options.compiler_options,
+        )
 
     def _on_mesh(self) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext() if self._plan is None else self._plan.set()
@@ -310,7 +335,8 @@ class TrainStep:
             loss, scaled_grads, model_state, metrics = self.placed_gradients(state, batch, step_rng)
             loss_scale = get_loss_scale(state.opt_state)
             scale = jnp.asarray(loss_scale.loss_scale, jnp.float32)
-            grads = loss_scale.unscale(_tree.widen(scaled_grads))
+            scaled_grads = packed_grads(state.tx, state.opt_state, _tree.widen(scaled_grads))
+            grads = loss_scale.unscale(scaled_grads)
             norm = global_norm(grads)
             new_state = self._updated(state, grads, model_state, loss, rng)
             skipped = new_state.skipped > state.skipped

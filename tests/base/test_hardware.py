@@ -9,6 +9,7 @@ import pytest
 import jaxmp
 from jaxmp import hardware
 from jaxmp.base.hardware import align_dim, detect, recommended_policy
+from jaxmp.inspect.program import targets
 
 pytestmark = pytest.mark.once
 
@@ -75,10 +76,19 @@ def test_the_capability_of_another_backend_is_reported_unchanged():
 def test_the_cpu_of_this_machine_gets_float32():
     detected = detect()
     assert detected == detect(jax.devices("cpu")[0])
+    assert detected.memory_bytes is None
     assert (detected.platform, detected.compute_capability, detected.tensor_cores) == ("cpu", None, ())
     assert detected.recommended_policy == recommended_policy() == "float32"
     assert detected.reason == "a CPU computes half precision more slowly than float32"
     assert hash(detected) == hash(detect())
+
+
+def test_the_memory_of_a_known_gpu_is_that_of_its_kind_and_of_another_device_its_limit():
+    assert detect("h200").memory_bytes == detect(gpu("NVIDIA H200", "9.0")).memory_bytes == 141 * 2**30
+    unknown = types.SimpleNamespace(device_kind="NPU", platform="neuron", memory_stats=lambda: {"bytes_limit": 2**30})
+    assert detect(unknown).memory_bytes == 2**30
+    for name in hardware.GPUS:
+        assert detect(name).memory_bytes == targets.target_of(name).memory_bytes
 
 
 def test_tpus_train_in_bfloat16_whether_or_not_their_generation_is_known():

@@ -39,6 +39,11 @@ BAD_ARGUMENTS = {
     "a flag for steps": (lambda: make_train_step(train_loss, accumulate_steps=True), ValueError, "got True"),
     "no skips": (lambda: make_train_step(train_loss, max_consecutive_skips=0), ValueError, "max_consecutive_skips"),
     "donate as text": (lambda: make_train_step(train_loss, donate="no"), TypeError, "donate must be True or False"),
+    "options as text": (
+        lambda: make_train_step(train_loss, compiler_options="xla_gpu_autotune_level=0"),
+        TypeError,
+        "compiler_options must be a dict",
+    ),
     "remat": (lambda: make_train_step(train_loss, remat="dot"), ValueError, "nearest first: 'dots'"),
     "overrides alone": (
         lambda: make_train_step(train_loss, overrides={"a": "float32"}),

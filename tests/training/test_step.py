@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
+from meshes import mesh_of
 from optimizer_tools import bits, loss_fn, problem, same_bits, standard, train_loss
 from recompiles import compiled_once
 
@@ -186,6 +188,33 @@ def test_the_moving_average_is_that_of_the_unrounded_params_in_float32():
     np.testing.assert_array_equal(np.asarray(state.params, np.float64), current)
     # A step of 2**-12 vanishes from the param 1, but not from its average.
     assert state.params[0] == 1 and state.ema_params[0] < 1
+
+
+@pytest.mark.parametrize("place", ["one device", "a mesh", "nnx"])
+def test_the_options_of_the_compiler_reach_xla_for_the_step_only(place):
+    params, batch = problem()
+    state = TrainState.create(params=params, tx=optax.sgd(0.1))
+    options = {"xla_backend_optimization_level": 0}
+    if place == "nnx":
+
+        def train(compiler_options):
+            model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+            step = jaxmp.nnx.make_train_step(
+                lambda model, batch: jnp.mean(model(batch["x"])), compiler_options=compiler_options
+            )
+            return step(model, jaxmp.nnx.Optimizer(model, optax.sgd(0.1)), batch)
+    else:
+        sharding = None
+        if place == "a mesh":
+            sharding = jaxmp.sharding.Sharding(mesh_of(data=4), jax.tree.map(lambda _: jax.P(), params))
+
+        def train(compiler_options):
+            step = make_train_step(train_loss, donate=False, sharding=sharding, compiler_options=compiler_options)
+            return step(state, batch)[1]
+
+    np.testing.assert_allclose(train(options)["loss"], train(None)["loss"], rtol=1e-6)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
+        train({"xla_no_such_option": 1})
 
 
 def test_an_evaluation_step_has_a_jitted_function_that_type_checkers_know():

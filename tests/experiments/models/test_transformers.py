@@ -6,13 +6,15 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jaxmp
-from experiments.models import BERT, GPT2, workloads
+from experiments.measure import memory
+from experiments.models import BERT, GPT2, transformer, workloads
 
 KINDS = (GPT2, BERT)
 SIZES = (41, 8, 2, 2, 16)  # vocabulary, sequence, layers, heads, width
@@ -129,7 +131,45 @@ def changed(row: int, column: int) -> np.ndarray:
 
 # The number of products that a block recomputes, counted by hand. With "attention": c_proj and c_fc, in BERT also the
 # last product, whose sum is normalised. With "dots": the two products of attention. With "full": all products.
-AGAIN = {GPT2: {"attention": 2, "dots": 2, "full": 5}, BERT: {"attention": 3, "dots": 2, "full": 6}}
+AGAIN = {GPT2: {"attention": 2, "dots": 2, "full": 7}, BERT: {"attention": 3, "dots": 2, "full": 8}}
+
+
+def test_three_projections_are_those_of_a_single_dense_layer_in_one_product_backward():
+    x = jax.random.normal(jax.random.key(0), (5, 16), jnp.bfloat16)
+    cotangents = tuple(jax.random.normal(jax.random.key(seed), (5, 4), jnp.bfloat16) for seed in (1, 2, 3))
+    dense = nn.Dense(12, dtype=jnp.bfloat16, bias_init=nn.initializers.normal(1))
+    layer = transformer.Projections(12, dtype=jnp.bfloat16)
+    params = dense.init(jax.random.key(4), x)
+    outputs, vjp = jax.vjp(layer.apply, params, x)
+    expected, vjp_of_dense = jax.vjp(lambda params, x: tuple(jnp.split(dense.apply(params, x), 3, axis=-1)), params, x)
+    for actual, wanted in zip(jax.tree.leaves(outputs), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(actual, wanted)
+    for actual, wanted in zip(jax.tree.leaves(vjp(cotangents)), jax.tree.leaves(vjp_of_dense(cotangents)), strict=True):
+        assert actual.dtype == wanted.dtype
+        np.testing.assert_allclose(np.float32(actual), np.float32(wanted), rtol=0.02, atol=0.02)
+
+    def loss(params, x):
+        return sum(jnp.sum(part.astype(jnp.float32)) for part in layer.apply(params, x))
+
+    assert len(list(products(jax.make_jaxpr(jax.grad(loss, (0, 1)))(params, x).jaxpr))) == 3 + 2
+    wide = jax.ShapeDtypeStruct((5, jaxmp.Float8().min_dim), jnp.bfloat16)
+    params = jax.eval_shape(layer.init, jax.random.key(4), wide)
+    assert len(list(products(jax.make_jaxpr(layer.apply)(params, wide).jaxpr))) == 1
+
+
+@pytest.mark.absent_gpu
+@pytest.mark.usefixtures("standard_promotion")  # Flax's norm
+def test_on_a_gpu_the_product_before_gelu_computes_it_and_q_k_and_v_are_not_sliced():
+    case = workloads.workload("gpt2", layers=1, batch_size=8, length=512, vocabulary=512)
+    model = jaxmp.linen.apply_policy(case.model, "mixed_bfloat16")
+    params, _ = jax.eval_shape(case.init, jax.random.key(0))
+
+    def gradients(params, batch):
+        return jax.grad(lambda params: case.loss_fn(model)(params, {}, batch)[0])(params)
+
+    text = memory.compiled(gradients, (params, case.batch), "h200").as_text()
+    assert text.count('"epilogue":"BIAS_GELU_AUX"') == 1
+    assert "bf16[4096,768]{1,0} slice(" not in text
 
 
 @pytest.mark.slow("traces a model under each kind of remat")
