@@ -68,6 +68,7 @@ SCALING_ROWS = ("jaxmp-fp16", "hand-fp16", "jmp-fp16", "flax-fp16")
 TORCH_ROWS = ("compile-bf16", "compile-fp16", "torch-bf16", "torch-fp16")
 FLOAT32_PEER_ROWS = ("jaxmp-tf32", "hand-tf32", "torch-tf32", "compile-tf32", "torch-fp32", "compile-fp32")
 CHUNKS_ROWS = (*CHUNKS, "compile-bf16")
+PACKED_ROWS = ("jaxmp-bf16", "jaxmp-bf16-packed", "jaxmp-fp16", "jaxmp-fp16-packed")
 FORWARD_ROWS = ("jaxmp-bf16", "hand-bf16", "autocast-bf16", "compile-bf16", "jaxmp-tf32", "jaxmp-fp32")
 ROUNDS, SLOW_ROUNDS = 15, 5
 """Rounds of timing, and rounds of the slow rows in float32."""
@@ -187,6 +188,7 @@ PIECES = (
     _images("tf32", "TF32, which accuracies are compared with", "--policies", "tensorfloat32"),
     *(_steps("chunks", "time and memory by the chunks of the cross-entropy", CHUNKS_ROWS, model)
       for model in ("bert", "gpt2")),
+    *(_steps("packed", "small params updated one by one and as one vector", PACKED_ROWS, model) for model in MODELS),
     Piece("float8", "the speed-up of float8 in products, blocks and steps", "float8", ("--routes", "jaxmp", "autocast"),
           _BRIEF, result="float8"),
     Piece("low_precision", "an update's bytes and time by the storage of params and moments", "low_precision", (),

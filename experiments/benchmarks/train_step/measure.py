@@ -65,7 +65,10 @@ def describe(case: Workload, row: Row, which: Pass, prepared: Prepared, seconds:
     elif peak is not None:
         events = profiling.of_jax(prepared.turn)
         kernels = profiling.by_name(events)
-        by_module = profiling.by_module(events, prepared.program() if prepared.program else "")
+        try:
+            by_module = profiling.by_module(events, prepared.program() if prepared.program else "")
+        except Exception as error:  # the time and the memory of the row do not depend on it
+            by_module = {"modules_error": failed(error)}
     watch.lap("trace")
     used = energy.of_call(prepared.turn, 0.0 if peak is None else seconds)
     watch.lap("energy")

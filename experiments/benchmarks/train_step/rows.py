@@ -30,6 +30,7 @@ class Row:
       constant_scale: whether the loss has a constant scale. Only a float16 row of jaxmp may have one.
       remat: the part of a transformer's blocks that is recomputed in the backward pass.
       chunks: the chunks of a transformer's cross-entropy; 0 for the model's default. Only a row of jaxmp may have some.
+      packed: whether small params are updated as one vector, by ``jaxmp.pack_small``. Only a row of jaxmp may do so.
       forward: whether the forward pass is measured too; False if another row has the same forward pass.
       mode: the mode of torch.compile.
     """
@@ -41,6 +42,7 @@ class Row:
     constant_scale: bool = False
     remat: str = "none"
     chunks: int = 0
+    packed: bool = False
     forward: bool = True
     mode: str = "default"
 
@@ -71,6 +73,9 @@ ROWS: dict[str, Row] = {
     "jaxmp-bf16-4chunks": Row("jaxmp, bf16, loss in 4 chunks", "jaxmp", "bf16", chunks=4, forward=False),
     "jaxmp-bf16-8chunks": Row("jaxmp, bf16, loss in 8 chunks", "jaxmp", "bf16", chunks=8, forward=False),
     "jaxmp-fp16": Row("jaxmp, fp16, dynamic scaling", "jaxmp", "fp16", scaled=True),
+    "jaxmp-bf16-packed": Row("jaxmp, bf16, small params packed", "jaxmp", "bf16", packed=True, forward=False),
+    "jaxmp-fp16-packed": Row("jaxmp, fp16, dynamic scaling, small params packed", "jaxmp", "fp16", scaled=True,
+                             packed=True, forward=False),
     "jaxmp-fp16-unscaled": Row("jaxmp, fp16, no scaling", "jaxmp", "fp16", forward=False),
     "jaxmp-fp16-constant": Row("jaxmp, fp16, constant scale, unchecked", "jaxmp", "fp16", constant_scale=True,
                                forward=False),
