@@ -349,7 +349,10 @@ class Run:
         return (self._ends - time.monotonic()) / 60 if self.config.minutes else 0.0
 
     def pick(self, pieces: list[Piece]) -> Piece:
-        """Return the first piece; with ``--whole``, the first that is foreseen to fit in the time left, if any does."""
+        """Return the next piece.
+
+        With ``--whole``, it is the first piece that is foreseen to fit in the time left, if any does.
+        """
         if not (self.config.whole and self.config.minutes):
             return pieces[0]
         seconds = foreseen_seconds(PIECES, self._here["device"])
@@ -416,7 +419,10 @@ class Run:
         print(f"== the result is in {target}", flush=True)
 
     def write_readme(self) -> str:
-        """Update the README's tables if results were copied. Return why they were not written, or an empty string."""
+        """Update the README's tables if results were copied.
+
+        Return why they were not written, or an empty text.
+        """
         if not self.has_results:
             return ""
         done = _captured([sys.executable, "-m", "experiments.report.readme"])

@@ -14,9 +14,10 @@ R = TypeVar("R")
 
 
 class Inspection(Generic[R]):
-    """A function that inspects a call of another function: the result of ``audit(fun)``, ``profile(fun)`` and others.
+    """A function that inspects a call of another function.
 
-    It takes the arguments of ``fun``, and returns the report of the tool.
+    ``audit(fun)``, ``profile(fun)`` and the other tools return it. It takes the arguments of ``fun``, and returns the
+    report of the tool.
 
     Args:
       name: the name of the tool.

@@ -87,7 +87,7 @@ class _Program:
             for computation, instructions in hlo.computations.items()
             for name, instruction in instructions.items()
         }
-        self.has_gradients = any("transpose(" in found.op_name for _, found in self.instructions.values())
+        self.has_gradients = any("transpose(" in known.op_name for _, known in self.instructions.values())
 
     def phase(self, op_name: str) -> str:
         """Return the phase of an operation, by its name in JAX."""
@@ -165,8 +165,10 @@ def _live_programs(instructions: dict[_Key, set[str]]) -> dict[_Key, _Program]:
 def _only_runs_others(event: Event, programs: dict[_Key, _Program]) -> bool:
     """Return whether an event is a loop or a branch, whose kernels have events of their own."""
     program = programs.get((event.module, event.program_id))
-    found = program.instructions.get(event.instruction) if program else None
-    return found is not None and found[1].opcode in CONTROL
+    if program is None or event.instruction not in program.instructions:
+        return False
+    _, instruction = program.instructions[event.instruction]
+    return instruction.opcode in CONTROL
 
 
 def _row(program: _Program | None, module: str, name: str, launches: _Launches, steps: int) -> ProfileRow:

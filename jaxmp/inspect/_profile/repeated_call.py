@@ -65,7 +65,7 @@ class RepeatedCall:
         return [number for number, arg in enumerate(self.args) if any(map(_is_on_host, jax.tree.leaves(arg)))]
 
     def wait(self, result: Any) -> None:
-        """Wait until the device has computed the result of the last call, and the models that the call changed."""
+        """Wait for the result of the last call, and for the models that it changed."""
         jax.block_until_ready(jax.tree.map(_arrays_of, (result, self.args), is_leaf=_is_nnx))
 
     def _draw(self, number: int, arg: Any) -> Any:
