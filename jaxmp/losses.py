@@ -166,7 +166,8 @@ def projected_cross_entropy(
         is no padding.
       chunks: the number of chunks of tokens; the last chunk may have fewer tokens. More chunks need less memory, and
         take more time. With ``"auto"``, a chunk is as large as possible such that its logits and their gradient take at
-        most 1/32 of the device's memory. (If the memory is unknown, as on a CPU, there are 8 chunks.)
+        most 1/32 of the device's memory. (If the memory is unknown, as on a CPU, there are 8 chunks.) Pass a number if
+        your own ``jax.jit`` splits the tokens over devices.
       ignore_index: the label to ignore. Tokens with this label do not count in the mean. If all labels are ignored, the
         loss is 0.
       label_smoothing: as in :func:`cross_entropy`.
@@ -307,13 +308,15 @@ def _logits(x: jax.Array, matrix: jax.Array, bias: jax.Array | None) -> jax.Arra
 def _layer(weights: jax.Array, bias: jax.Array | None, dtype: Any, classes: int) -> tuple[jax.Array, jax.Array | None]:
     """Return the matrix and the bias of the logits in the compute dtype.
 
-    The bias of padding is -inf, so that no other operation has to leave out the logits of padding. (The product adds
-    the bias in its own kernel.)
+    The logits of padding are 0 - inf, so that no other operation has to leave them out. (The product adds the bias in
+    its own kernel.) The weights of padding are zeroed, because a logit that overflows would be inf - inf.
     """
     rows = weights.shape[0]
     if classes < rows:
+        is_class = jnp.arange(rows) < classes
+        weights = jnp.where(is_class[:, None], weights, 0)
         bias = jnp.zeros(rows, dtype) if bias is None else bias.astype(dtype)
-        bias = jnp.where(jnp.arange(rows) < classes, bias, -jnp.inf)
+        bias = jnp.where(is_class, bias, -jnp.inf)
     return weights.astype(dtype), None if bias is None else bias.astype(dtype)
 
 

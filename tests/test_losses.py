@@ -354,3 +354,19 @@ def test_invalid_inputs_and_options_are_refused(inputs, changes, error, phrase):
 def test_a_z_loss_that_is_traced_is_refused_with_what_to_do():
     with pytest.raises(ValueError, match=r"z_loss must be a Python number .*add the z-loss yourself"):
         jax.eval_shape(lambda z: losses.cross_entropy(jnp.ones((2, 3)), jnp.zeros(2, int), z_loss=z), jnp.ones(()))
+
+
+def test_logits_of_padding_that_overflow_change_nothing():
+    x = jnp.full((2, 4), 200.0, jnp.float16)
+    weights = jnp.zeros((4, 4)).at[3].set(1000.0)  # the row of padding: its logits are infinite in float16
+    labels = jnp.array([0, 1])
+
+    def loss(x, weights, classes):
+        return projected_cross_entropy(x, weights, labels, classes=classes)
+
+    value, gradients = jax.value_and_grad(loss, (0, 1))(x, weights, 3)
+    expected, gradients_without = jax.value_and_grad(loss, (0, 1))(x, weights[:3], 3)
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+    np.testing.assert_allclose(gradients[0], gradients_without[0])
+    np.testing.assert_allclose(gradients[1][:3], gradients_without[1])
+    assert not np.any(gradients[1][3])

@@ -400,9 +400,9 @@ class Run:
 
     def _record_seconds(self) -> None:
         """Record the seconds of all pieces that are done, because the run folder may be from another checkout."""
-        for name, of in self._about["pieces"].items():
-            if of["state"] == "done":
-                foreseen.save(RESULTS, self._here["device"], name, of["seconds"])
+        for name, piece in self._about["pieces"].items():
+            if piece["state"] == "done":
+                foreseen.save(RESULTS, self._here["device"], name, piece["seconds"])
 
     def _publish(self, piece: Piece) -> None:
         """Copy a result, complete or not."""

@@ -21,7 +21,8 @@ def gelu(x: jax.Array, approximate: bool = True) -> jax.Array:
 
     Autodiff of ``jax.nn.gelu`` saves intermediate values, which take more memory than the input and may be float32.
     This function's gradient recomputes these values from the input. Value and gradient are computed in float32 and
-    rounded once. On a GPU, the tanh form of a half-precision input is computed in the kernel of the product before it.
+    rounded once, with one exception: on a GPU, the tanh form of a half-precision input is written in half precision,
+    because XLA then computes it in the kernel of the product before it.
     Under :func:`jaxmp.autocast`, a float32 input is saved in half precision. Only reverse mode is supported:
     ``jax.jvp`` of this function raises a TypeError.
 

@@ -16,9 +16,9 @@ ARGUMENTS = CALL | POLICY | STEPS | PLOT
 def run(options: argparse.Namespace) -> int:
     """Measure where the time of a function or train step goes on this device.
 
-    The function runs for about a second, then --steps times under JAX's profiler. The report ends with the reasons why
-    it is not faster. With --policy, the function is jitted and runs under autocast. The exit code is 2 if an argument
-    is wrong.
+    The function runs for about a second, then --steps times under JAX's profiler. The report begins with the reasons
+    why it is not faster. With --policy, the function is jitted and runs under autocast. The exit code is 2 if an
+    argument is wrong.
 
     Example:
       jaxmp profile train:step --args train:state_and_batch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 import time
@@ -22,7 +23,7 @@ from jaxmp.inspect._profile import kernel_rows, kinds
 from jaxmp.inspect._profile.ceilings import Ceilings
 from jaxmp.inspect._profile.power import PowerReading
 from jaxmp.inspect._profile.sentences import Measured, sentences_of
-from jaxmp.inspect._profile.trace import Event, events_of
+from jaxmp.inspect._profile.trace import Event, busy_times, events_of
 from jaxmp.inspect.compiled.hlo import NO_KERNEL, HloProgram, is_end
 from jaxmp.inspect.program import compiling
 
@@ -69,7 +70,9 @@ def test_the_times_by_kind_add_up_to_the_time_of_the_call(half_step):
     assert tuple(measured.groups) == kinds.KINDS
     by_kind = sum(row.milliseconds for row in measured.rows if row.kind == kinds.HALF)
     assert measured.groups[kinds.HALF] == pytest.approx(by_kind)
-    assert 0 < measured.busy <= 1 and measured.tensor_core_time == 0  # a CPU has no tensor cores
+    running = measured.milliseconds - measured.groups[kinds.WAITING]
+    assert running > 0 and measured.busy == pytest.approx(running / measured.milliseconds)
+    assert measured.tensor_core_time == 0  # a CPU has no tensor cores
 
 
 def test_each_product_has_its_path_phase_size_and_flops(half_step):
@@ -92,13 +95,22 @@ def test_the_state_that_the_step_donates_is_still_there(half_step):
     assert int(half_step.state.step) == 0
 
 
-def test_a_profile_prints_equal_layers_in_one_row_and_is_json_and_a_picture(half_step):
-    text = str(half_step.measured)
-    assert "ms a call on cpu" in text and "by kind: half products" in text and "Net/encoder" in text
+def test_a_profile_prints_its_reasons_first_and_is_json_and_a_picture(half_step):
+    lines = str(half_step.measured).splitlines()
+    assert "ms a call on cpu, busy" in lines[0] and lines[1] == half_step.measured.sentences[0]
+    assert any(line.startswith("by kind: half products") for line in lines)
     assert len(json.loads(half_step.measured.to_json())["rows"]) == len(half_step.measured.rows)
-    assert half_step.measured.table().row_count <= 20
     picture = jaxmp.inspect.plots.profile({"float32": half_step.measured, "half": half_step.measured})
     assert "Nothing is faster than float32" in picture.get_suptitle()
+
+
+def test_equal_layers_are_printed_in_one_row(half_step):
+    rows = [
+        dataclasses.replace(half_step.measured.rows[0], path=f"Net/block_{n}/dense", milliseconds=1.0, calls=1.0)
+        for n in range(30)
+    ]
+    table = dataclasses.replace(half_step.measured, rows=tuple(rows)).table()
+    assert table.row_count == 1
 
 
 def test_a_model_without_a_policy_is_said_to_run_in_float32():
@@ -222,6 +234,34 @@ def test_wrong_calls_are_refused():
         profile(donating)({"w": jnp.ones(3)})
 
 
+def test_two_donated_arguments_of_one_structure_get_their_own_results():
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params, average, x):
+        params = params - 0.1 * jax.grad(lambda w: jnp.mean((x @ w) ** 2))(params)
+        return params, 0.9 * average + 0.1 * params
+
+    params = jnp.ones((32, 32))
+    assert profile(step, steps=2)(params, jnp.zeros((32, 32)), jnp.ones((32, 32))).groups[kinds.FLOAT32] > 0
+    assert not params.is_deleted()
+
+
+def test_a_model_that_two_arguments_share_stays_one_model():
+    model = nnx.Linear(16, 16, rngs=nnx.Rngs(0))
+    are_one = []
+
+    def own_step(models, same, x):
+        are_one.append(models[0] is same)
+        return same(x)
+
+    profile(own_step, steps=1)([model], model, jnp.ones((4, 16)))
+    assert are_one and all(are_one)
+
+
+def test_a_kernel_without_a_duration_takes_no_time():
+    events = [Event("", "", "", 0, start, end) for start, end in [(1.0, 1.0), (2.0, 3.0), (8.0, 9.0)]]
+    assert busy_times(events) == [0.0, 1.0, 1.0]
+
+
 # What XLA compiles for a GPU: a product of cuBLAS, an attention of cuDNN, casts, a copy, a sum and an update.
 GPU_PROGRAM = """HloModule jit_step, is_scheduled=true
 
@@ -287,11 +327,12 @@ def test_the_kernels_of_a_gpu_are_joined_to_their_instructions(monkeypatch):
         "attention.2": (kinds.ATTENTION, "Net/attention", "backward", 1, pytest.approx(1.0)),
         "convert_fusion": (kinds.CAST, "Net/dense", "forward", 1, pytest.approx(0.25)),
         "sum_fusion": (kinds.REDUCTION, "Net/dense", "backward", 1, pytest.approx(0.25)),
-        "copy.3": (kinds.MOVE, "", "", 1, pytest.approx(0.25)),
+        "copy.3": (kinds.MOVE, "", "", 1, pytest.approx(0.25)),  # half of its duration, beside another kernel
         "update.4": (kinds.UPDATE, "", "update", 1, pytest.approx(0.25)),
         "MemcpyH2D": (kinds.MOVE, "", "", 1, pytest.approx(0.25)),
     }
     assert rows == kernel_rows.rows_of(events_of(_gpu_trace()), 2, GPU_PROGRAM)
+    assert {row.duration for row in rows if row.instruction in ("copy.3", "sum_fusion")} == {0.5}
     assert rows[0].kernel == "nvjet_hsh_256x128" and rows[0].flops == 2 * 512**3 and rows[0].size == "512×512×512"
 
 
@@ -308,7 +349,7 @@ def test_kernels_of_a_program_that_is_not_known_for_certain_stay_without_a_path(
 def _measured(**changes):
     """Return measurements of a call of 10 ms that has nothing to complain about."""
     row = kernel_rows.ProfileRow(
-        kernel="nvjet", kind=kinds.HALF, path="Net/dense", phase="forward", calls=1.0, milliseconds=9.5,
+        kernel="nvjet", kind=kinds.HALF, path="Net/dense", phase="forward", calls=1.0, milliseconds=9.5, duration=9.5,
         dtype="bfloat16", size="8192×8192×8192", flops=2 * 8192**3, bytes=3 * 2 * 8192**2, ceiling_share=1.0,
         program="jit_step", instruction="product", source="",
     )  # fmt: skip
@@ -336,13 +377,11 @@ _READING = PowerReading(
         ({"power": _READING}, ["power limit of 700 W lowers the clocks 80% of the time, to 1410 of 1980 MHz"]),
         ({"busy": 0.6}, ["The device waits 40% of the time: the host takes longer to start a call"]),
         ({"busy": 0.6, "drawing": 3.0}, ["the iterator takes 3 ms for each batch"]),
-        ({"busy": 0.6, "is_python": True}, ["between the 1 programs that a call runs, Python computes, reads values"]),
+        ({"busy": 0.6, "is_python": True}, ["Python computes, reads values (as float(loss) does), waits for data or"]),
         ({"busy": 0.6, "callbacks": ["log/pure_callback"]}, ["the program calls Python in log/pure_callback"]),
         ({"busy": 0.6, "copied": [1]}, ["each call copies the NumPy arrays of argument 1"]),
-        (
-            {"groups": {kinds.HALF: 7.0, kinds.CAST: 2.5}},
-            ["The bytes that they move limit most other kernels: casts 25%.", "Casts: audit shows"],
-        ),
+        ({"groups": {kinds.HALF: 7.0, kinds.CAST: 2.5}}, ["Other kernels: casts 25%.", "Casts: audit shows"]),
+        ({"groups": {kinds.HALF: 4.0, kinds.UNKNOWN: 5.0}}, ["50% of the time is in programs that could not be read"]),
         ({"groups": {kinds.HALF: 7.0, kinds.UPDATE: 2.5}}, ["Optimizer and finite check: their time does not depend"]),
     ],
 )
@@ -352,6 +391,17 @@ def test_sentences_name_what_takes_the_time(changes, phrases):
         assert phrase in sentences
     if not changes:
         assert len(sentences_of(_measured())) == 1
+
+
+@pytest.mark.parametrize(
+    ("share", "phrase"),
+    [(0.9, ", which the bytes that they move limit: casts 30%."), (0.1, ", many of them too short")],
+)
+def test_other_kernels_are_limited_by_bytes_only_if_they_are_fast(share, phrase):
+    product = _measured().rows[0]
+    cast = dataclasses.replace(product, kind=kinds.CAST, dtype="", size="", milliseconds=3.0, ceiling_share=share)
+    measured = _measured(rows=[product, cast], groups={kinds.HALF: 6.5, kinds.CAST: 3.0, kinds.WAITING: 0.5})
+    assert any(f"Other kernels{phrase}" in sentence for sentence in sentences_of(measured))
 
 
 def test_a_wait_between_many_short_kernels_asks_for_a_larger_batch():

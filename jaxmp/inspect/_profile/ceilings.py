@@ -50,7 +50,8 @@ class Ceilings:
 def measure_ceilings(dtypes: Iterable[str]) -> Ceilings:
     """Measure the products of ``dtypes`` and a copy, once for each device and process.
 
-    A product or copy for which the device has no memory left has no ceiling.
+    A product or copy for which the device has no memory left has no ceiling, and neither has a product of 8 bits, whose
+    speed depends on how its operands are scaled.
     """
     device = jax.local_devices()[0]
     flops = {}
@@ -63,11 +64,11 @@ def measure_ceilings(dtypes: Iterable[str]) -> Ceilings:
 
 @functools.lru_cache
 def _product_speed(device: jax.Device, dtype: str) -> float | None:
-    if not jnp.issubdtype("float32" if dtype == "tensorfloat32" else dtype, jnp.floating):
+    stored = jnp.dtype("float32" if dtype == "tensorfloat32" else dtype)
+    if not jnp.issubdtype(stored, jnp.floating) or stored.itemsize not in (2, 4):
         return None
     width = _WIDTHS.get(device.platform, 2048)
     precision = jax.lax.Precision.HIGHEST if dtype == "float32" else jax.lax.Precision.DEFAULT
-    stored = jnp.dtype("float32" if dtype == "tensorfloat32" else dtype)
 
     def multiply(a: jax.Array, b: jax.Array) -> jax.Array:
         return jnp.matmul(a, b, precision=precision, preferred_element_type=stored)

@@ -20,12 +20,16 @@ class ProfileRow:
       kernel: the name of the kernel that took the most time.
       kind: one of :data:`jaxmp.inspect._profile.kinds.KINDS`, such as ``"half products"``.
       path: the names of the modules and scopes around the instruction, joined by ``/``.
-      phase: ``"forward"``, ``"backward"``, ``"recomputed"`` (under ``jax.checkpoint``) or ``"update"``; empty for a
-        program without gradients.
+      phase: ``"forward"``, ``"backward"``, ``"recomputed"`` (under ``jax.checkpoint``) or ``"update"`` (after the
+        gradients, without a path). It is empty for programs without gradients, and for paths outside of the
+        differentiated function.
       calls: the number of executions of the instruction in one call of the function.
       milliseconds: the time of all executions in one call of the function. Kernels that run at the same time share it.
+      duration: the milliseconds from start to end of all executions. It is longer than ``milliseconds`` if other
+        kernels ran at the same time.
       dtype: the dtype of the product with the most FLOPs; empty without a product.
-      size: the sizes of a matrix product, such as ``"64×512×64"`` (rows, terms, columns); empty otherwise.
+      size: the sizes of a matrix product, such as ``"64×512×64"`` (rows, terms, columns), with the number of products
+        first for a batch of products; empty otherwise.
       flops: the FLOPs of the products in all executions; a multiply-add is 2.
       bytes: the bytes that all executions read and write; None if the instruction is unknown.
       ceiling_share: the speed relative to the fastest product or copy of this device, whichever limits the kernel;
@@ -41,6 +45,7 @@ class ProfileRow:
     phase: str
     calls: float
     milliseconds: float
+    duration: float
     dtype: str
     size: str
     flops: int
@@ -53,6 +58,8 @@ class ProfileRow:
 
 _Key = tuple[str, int]
 """The name and the id of a compiled program."""
+_ENOUGH = 0.9
+"""The share of a trace's instructions that the program of the profiled call must have."""
 
 
 @dataclasses.dataclass
@@ -62,9 +69,15 @@ class _Launches:
     milliseconds: float = 0.0
     by_kernel: dict[str, list[float]] = dataclasses.field(default_factory=dict)
 
-    def add(self, kernel: str, milliseconds: float) -> None:
+    def add(self, event: Event, milliseconds: float) -> None:
+        """Add an execution of a kernel, which had ``milliseconds`` for itself."""
         self.milliseconds += milliseconds
-        self.by_kernel.setdefault(kernel, []).append(milliseconds)
+        self.by_kernel.setdefault(event.kernel, []).append(event.milliseconds)
+
+    @property
+    def duration(self) -> float:
+        """Return the milliseconds from start to end of all kernels."""
+        return sum(map(sum, self.by_kernel.values()))
 
     @property
     def longest(self) -> str:
@@ -73,8 +86,11 @@ class _Launches:
 
     @property
     def count(self) -> int:
-        """Return the number of executions: a library call may launch several kernels in each."""
-        return len(self.by_kernel[self.longest])
+        """Return the number of executions.
+
+        A library call may launch several kernels in each execution, and one of them more than once.
+        """
+        return min(map(len, self.by_kernel.values()))
 
 
 class _Program:
@@ -90,14 +106,16 @@ class _Program:
         self.has_gradients = any("transpose(" in known.op_name for _, known in self.instructions.values())
 
     def phase(self, op_name: str) -> str:
-        """Return the phase of an operation, by its name in JAX."""
+        """Return the phase of an operation, by JAX's name of it; see :class:`ProfileRow`."""
         if not self.has_gradients or not op_name:
             return ""
         if "rematted_computation" in op_name:
             return "recomputed"
         if "transpose(" in op_name:
             return "backward"
-        return "forward" if "jvp(" in op_name else "update"
+        if "jvp(" in op_name:
+            return "forward"
+        return "" if path_in_name(op_name) else "update"
 
 
 def rows_of(events: Sequence[Event], steps: int, text: str = "") -> list[ProfileRow]:
@@ -113,7 +131,7 @@ def rows_of(events: Sequence[Event], steps: int, text: str = "") -> list[Profile
     launches: dict[tuple[str, int, str], _Launches] = {}
     for event, milliseconds in zip(kernels, busy_times(kernels), strict=True):
         key = event.module, event.program_id, event.instruction or event.kernel
-        launches.setdefault(key, _Launches()).add(event.kernel, milliseconds)
+        launches.setdefault(key, _Launches()).add(event, milliseconds)
     rows = []
     for (module, program_id, instruction), of_instruction in launches.items():
         program = programs.get((module, program_id))
@@ -124,46 +142,57 @@ def rows_of(events: Sequence[Event], steps: int, text: str = "") -> list[Profile
 def _programs_of(events: Sequence[Event], text: str) -> dict[_Key, _Program]:
     """Return the programs of the kernels, by name and id.
 
-    Kernels of the profiled call are recognised by the name of its program. Other programs must have all instructions of
-    their kernels. If several programs have them, the id in the trace decides, or else the program stays unknown. The id
-    alone does not suffice, because a program from JAX's compilation cache has another id in the trace.
+    A program must have the instructions of its kernels. The program of the profiled call may lack a tenth of them,
+    because libraries add some. If several other programs have them, the id in the trace decides, or else the program
+    stays unknown. The id alone does not suffice, because a program from JAX's compilation cache has another id in the
+    trace.
     """
     instructions: dict[_Key, set[str]] = {}
     for event in events:
         if event.instruction:
             instructions.setdefault((event.module, event.program_id), set()).add(event.instruction)
     programs = {}
-    call = _Program(HloProgram(text)) if text else None
     unknown = {}
-    for key, wanted in instructions.items():
-        if call is not None and call.hlo.name == key[0] and wanted & set(call.instructions):
+    call = _Program(HloProgram(text)) if text else None
+    for key, names in instructions.items():
+        if call is not None and call.hlo.name == key[0] and _share_in(call, names) >= _ENOUGH:
             programs[key] = call
         else:
-            unknown[key] = wanted
+            unknown[key] = names
     return programs | _live_programs(unknown)
+
+
+def _share_in(program: _Program, names: set[str]) -> float:
+    """Return the share of the names that are instructions of a program."""
+    return sum(name in program.instructions for name in names) / len(names)
 
 
 def _live_programs(instructions: dict[_Key, set[str]]) -> dict[_Key, _Program]:
     """Return the programs of this process that have the instructions, by name and id."""
     modules = live_modules({name for name, _ in instructions}) if instructions else []
+    parsed = {text: _Program(HloProgram(text)) for text in {text for _, _, text in modules}}
     programs = {}
-    for (name, program_id), wanted in instructions.items():
-        alike: dict[str, _Program] = {}
-        with_id: dict[str, _Program] = {}
+    for (name, program_id), names in instructions.items():
+        by_name: dict[str, _Program] = {}
+        by_id: dict[str, _Program] = {}
         for other_name, number, text in modules:
-            program = _Program(HloProgram(text)) if other_name == name else None
-            if program is not None and wanted <= set(program.instructions):
-                alike[text] = program
+            if other_name == name and _share_in(parsed[text], names) == 1:
+                by_name[text] = parsed[text]
                 if number == program_id:
-                    with_id[text] = program
-        matches = with_id or alike
+                    by_id[text] = parsed[text]
+        matches = by_id or by_name
         if len(matches) == 1:
             (programs[name, program_id],) = matches.values()
     return programs
 
 
 def _only_runs_others(event: Event, programs: dict[_Key, _Program]) -> bool:
-    """Return whether an event is a loop or a branch, whose kernels have events of their own."""
+    """Return whether an event is a loop or a branch on a CPU, whose kernels have events of their own.
+
+    On a GPU, the events of a loop are kernels with other names: the copies of its condition.
+    """
+    if event.kernel != event.instruction:
+        return False
     program = programs.get((event.module, event.program_id))
     if program is None or event.instruction not in program.instructions:
         return False
@@ -174,11 +203,12 @@ def _only_runs_others(event: Event, programs: dict[_Key, _Program]) -> bool:
 def _row(program: _Program | None, module: str, name: str, launches: _Launches, steps: int) -> ProfileRow:
     row = ProfileRow(
         kernel=launches.longest,
-        kind=kinds.MOVE if name.startswith(("Memcpy", "Memset")) else kinds.OTHER,
+        kind=kinds.MOVE if launches.longest.startswith(("Memcpy", "Memset")) else kinds.UNKNOWN,
         path="",
         phase="",
         calls=launches.count / steps,
         milliseconds=launches.milliseconds / steps,
+        duration=launches.duration / steps,
         dtype="",
         size="",
         flops=0,

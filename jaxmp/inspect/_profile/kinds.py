@@ -1,4 +1,4 @@
-"""The kinds of kernels: what a kernel spends its time on."""
+"""The kinds of kernels, by the operations that they compute."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jaxmp.inspect.compiled.kernels import KernelProduct
 HALF, FLOAT32, ATTENTION, CONVOLUTION = "half products", "float32 products", "attention", "convolutions"
 REDUCTION, ELEMENTWISE, CAST, MOVE = "reductions", "elementwise", "casts", "copies and layout"
 COLLECTIVE, CALLBACK, UPDATE = "collectives", "callbacks to Python", "optimizer and finite check"
-OTHER, WAITING = "other", "waiting"
+OTHER, UNKNOWN, WAITING = "other", "unknown programs", "waiting"
 KINDS = (
     HALF,
     FLOAT32,
@@ -24,9 +24,11 @@ KINDS = (
     CALLBACK,
     UPDATE,
     OTHER,
+    UNKNOWN,
     WAITING,
 )
-"""All kinds. ``"half products"`` have operands of at most 16 bits. ``"waiting"`` is the time without any kernel."""
+"""All kinds. ``"half products"`` have operands of at most 16 bits. ``"unknown programs"`` are kernels whose program
+could not be read. ``"waiting"`` is the time without any kernel."""
 PRODUCTS = (HALF, FLOAT32, ATTENTION, CONVOLUTION)
 BOUND_BY_BYTES = (REDUCTION, ELEMENTWISE, CAST, MOVE, UPDATE)
 """Kinds of kernels whose time is mostly that of their bytes."""
@@ -36,7 +38,7 @@ _MOVES = frozenset({"copy", "transpose", "reshape", "reverse", "broadcast", "sli
 _MOVES |= {"dynamic-slice", "dynamic-update-slice", "copy-start", "slice-start"}
 _CASTS = frozenset({"convert", "reduce-precision", "bitcast-convert"})
 _REDUCTIONS = frozenset({"reduce", "reduce-window", "scatter", "select-and-scatter"})
-_UNKNOWN = frozenset({"custom-call", "sort", "rng", "rng-bit-generator", "fft", "infeed", "outfeed"})
+_OTHER = frozenset({"custom-call", "sort", "rng", "rng-bit-generator", "fft", "infeed", "outfeed"})
 
 
 def kind_of(program: HloProgram, instruction: Instruction, products: Sequence[KernelProduct], phase: str) -> str:
@@ -58,7 +60,7 @@ def kind_of(program: HloProgram, instruction: Instruction, products: Sequence[Ke
         return CALLBACK
     if phase == "update":
         return UPDATE
-    if opcodes & _UNKNOWN:
+    if opcodes & _OTHER:
         return OTHER
     if opcodes & _REDUCTIONS:
         return REDUCTION

@@ -16,7 +16,6 @@ from typing import Any
 
 _REASONS = {
     0x004: "power limit",
-    0x008: "hardware slowdown",
     0x020: "temperature",
     0x040: "temperature",
     0x080: "power brake",
@@ -104,11 +103,12 @@ class Monitor:
         )
 
     def _take_samples(self, gpu: _Gpu) -> None:
-        self._samples.append(gpu.sample())
-        has_ended = False
-        while not has_ended:
-            has_ended = self._has_ended.wait(self._interval)
+        with contextlib.suppress(gpu.error):  # the samples until then are returned
             self._samples.append(gpu.sample())
+            has_ended = False
+            while not has_ended:
+                has_ended = self._has_ended.wait(self._interval)
+                self._samples.append(gpu.sample())
 
 
 class _Gpu:
@@ -120,6 +120,7 @@ class _Gpu:
 
     def __init__(self, nvml: Any, device: str) -> None:
         self._nvml = nvml
+        self.error: type[Exception] = nvml.NVMLError
         nvml.nvmlInit()
         if device.isdigit():
             self._handle = nvml.nvmlDeviceGetHandleByIndex(int(device))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -24,6 +25,7 @@ from jaxmp.inspect.program import compiling
 
 _SECONDS = 1.0
 """The seconds for which calls are timed on a GPU, which updates its power about ten times a second."""
+_ROUND_MILLISECONDS = 50.0
 _LEAST_ROUNDS = 3
 _SHOWN = 20
 
@@ -43,7 +45,7 @@ class Profile(tables.Shown):
       groups: the milliseconds by kind: ``"half products"`` (at most 16 bits), ``"float32 products"``, ``"attention"``,
         ``"convolutions"``, ``"reductions"``, ``"elementwise"``, ``"casts"``, ``"copies and layout"``,
         ``"collectives"``, ``"callbacks to Python"``, ``"optimizer and finite check"`` (the update of a train step),
-        ``"other"``, and ``"waiting"`` (no kernel runs). They add up to ``milliseconds``.
+        ``"other"``, ``"unknown programs"``, and ``"waiting"`` (no kernel runs). They add up to ``milliseconds``.
       rows: the kernels by instruction of the compiled program, slowest first.
       sentences: the reasons why the call takes this time.
       ceilings: the fastest product by dtype and the fastest copy, measured on this device.
@@ -61,7 +63,7 @@ class Profile(tables.Shown):
     power: PowerReading | None
 
     def _shown(self) -> Any:
-        title = f"{self.milliseconds:.3g} ms a call on {self.device}, which is busy {self.busy:.0%} of the time"
+        title = f"{self.milliseconds:.3g} ms a call on {self.device}, busy {self.busy:.0%} of the time"
         if self.power is not None:
             title += f" at {self.power.watts:.0f} W and {self.power.sm_clock:.0f} MHz"
         layers = tables.grouped(self.rows, _same_layer)
@@ -123,7 +125,8 @@ def profile(fun: Callable[..., Any], *, steps: int = 5) -> Callable[..., Profile
     Raises:
       ValueError: ``steps`` is not a positive integer, an iterator ended, or the trace has no kernels (the device is
         neither a GPU nor a CPU, or the function runs no program).
-      TypeError: an argument is donated, and no result can replace it.
+      TypeError: an argument is donated, and no result can replace it; or a loader of batches is not an iterator.
+      RuntimeError: another profile is running, or JAX's profiler cannot trace the GPU.
 
     >>> step = jax.jit(lambda w, x: w - jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w))
     >>> measured = profile(step)(jnp.ones((64, 64)), jnp.ones((256, 64)))
@@ -143,8 +146,11 @@ def _profile_of(call: RepeatedCall, steps: int) -> Profile:
         call.wait(call())
     device = hardware.detect()
     is_cpu = device.platform == "cpu"
-    with power.monitor() as gpu:
-        timed = None if is_cpu else _timed(call, steps)
+    timed = reading = None
+    if not is_cpu:
+        with power.monitor() as gpu:
+            timed = _timed(call, steps)
+        reading = gpu.result()
     in_trace: list[_Timed] = []
     events = traced(lambda: in_trace.append(_round(call, steps)))
     if not events:
@@ -173,7 +179,7 @@ def _profile_of(call: RepeatedCall, steps: int) -> Profile:
         groups=groups,
         rows=rows,
         ceilings=ceilings,
-        power=gpu.result(),
+        power=reading,
         is_cpu=is_cpu,
         is_python=call.is_python,
         has_program_dtypes=trace is not None or not is_cpu,
@@ -212,11 +218,16 @@ class _Timed(NamedTuple):
 
 
 def _timed(call: RepeatedCall, steps: int) -> _Timed:
-    """Return the median times of rounds of ``steps`` calls."""
+    """Return the median times of rounds of at least ``steps`` calls.
+
+    A round is so long that the start of its first call and the end of its last call do not count.
+    """
+    first = _round(call, steps)
+    calls = max(steps, math.ceil(_ROUND_MILLISECONDS / first.milliseconds))
     rounds = list[_Timed]()
     started = time.perf_counter()
     while len(rounds) < _LEAST_ROUNDS or time.perf_counter() - started < _SECONDS:
-        rounds.append(_round(call, steps))
+        rounds.append(_round(call, calls))
     return _Timed(*map(statistics.median, zip(*rounds, strict=True)))
 
 
@@ -239,5 +250,5 @@ def _as_on_device(row: ProfileRow, device: hardware.Hardware) -> ProfileRow:
 
 
 def _with_share(row: ProfileRow, ceilings: Ceilings) -> ProfileRow:
-    share = ceilings.share(row.milliseconds, row.dtype, row.flops, row.bytes)
+    share = ceilings.share(row.duration, row.dtype, row.flops, row.bytes)
     return dataclasses.replace(row, ceiling_share=share)

@@ -14,6 +14,9 @@ from flax import nnx
 from jaxmp.base.donation import is_deleted
 from jaxmp.inspect.program.calls import is_step, named, step_call
 
+_NOTABLE_COPY = 2**20
+"""The bytes of NumPy arrays from which their copy to the device may take a notable time."""
+
 
 class RepeatedCall:
     """The call ``fun(*args)``, on copies of the arguments.
@@ -42,7 +45,7 @@ class RepeatedCall:
             fun, args = call.step, [call.state, call.batch]
             self._iterators = {} if batches is None else {1: batches}
         self.fun = fun
-        self.args = [_copied(arg) for arg in args]
+        self.args = _copied(args)
         self._is_first = True
 
     def __call__(self) -> Any:
@@ -61,8 +64,9 @@ class RepeatedCall:
 
     @property
     def copied(self) -> list[int]:
-        """Return the numbers of the arguments with NumPy arrays, which each call copies to the device."""
-        return [number for number, arg in enumerate(self.args) if any(map(_is_on_host, jax.tree.leaves(arg)))]
+        """Return the numbers of the arguments with large NumPy arrays, which each call copies to the device."""
+        sizes = [sum(leaf.nbytes for leaf in jax.tree.leaves(arg) if isinstance(leaf, np.ndarray)) for arg in self.args]
+        return [number for number, size in enumerate(sizes) if size >= _NOTABLE_COPY]
 
     def wait(self, result: Any) -> None:
         """Wait for the result of the last call, and for the models that it changed."""
@@ -94,13 +98,17 @@ def _refuse_loaders(args: Sequence[Any]) -> None:
             )
 
 
-def _is_on_host(leaf: Any) -> bool:
-    return isinstance(leaf, np.ndarray) and leaf.size > 1
-
-
-def _copied(arg: Any) -> Any:
-    """Copy the arrays of an argument, and the NNX models in it."""
-    return jax.tree.map(_copied_leaf, arg, is_leaf=_is_nnx)
+def _copied(args: Sequence[Any]) -> list[Any]:
+    """Copy the arrays of the arguments, and the NNX models in them."""
+    models = [node for node in jax.tree.leaves(args, is_leaf=_is_nnx) if _is_nnx(node)]
+    if models:  # together, because arguments may share a model
+        graphdef, state = nnx.split(models, graph=True)
+        models = named(nnx.merge(graphdef, jax.tree.map(_copied_array, state)))
+    copies = iter(models)
+    return [
+        jax.tree.map(lambda leaf: next(copies) if _is_nnx(leaf) else _copied_array(leaf), arg, is_leaf=_is_nnx)
+        for arg in args
+    ]
 
 
 def _is_nnx(node: Any) -> bool:
@@ -111,10 +119,7 @@ def _arrays_of(leaf: Any) -> Any:
     return nnx.as_pure(nnx.state(leaf)) if _is_nnx(leaf) else leaf
 
 
-def _copied_leaf(leaf: Any) -> Any:
-    if _is_nnx(leaf):
-        graphdef, state = nnx.split(leaf, graph=True)
-        return named(nnx.merge(graphdef, jax.tree.map(_copied_leaf, state)))
+def _copied_array(leaf: Any) -> Any:
     return jnp.copy(leaf) if isinstance(leaf, jax.Array) else leaf
 
 
@@ -124,19 +129,19 @@ def _replace_donated(args: Sequence[Any], result: Any) -> list[Any]:
     A result can replace an argument if it has the same structure, shapes and dtypes. The results are the value that the
     function returned, and its elements if it is a tuple.
     """
-    results = [result, *result] if isinstance(result, (tuple, list)) else [result]
+    results = [*result, result] if isinstance(result, (tuple, list)) else [result]
     next_args = []
     for number, arg in enumerate(args):
         if not is_deleted(arg):
             next_args.append(arg)
             continue
-        replacement = next((part for part in results if _form(part) == _form(arg)), None)
-        if replacement is None:
+        place = next((place for place, part in enumerate(results) if _form(part) == _form(arg)), None)
+        if place is None:
             raise TypeError(
                 f"argument {number} is donated, and the function returns no value of its structure, so the call cannot "
                 "be repeated; profile the function without donation"
             )
-        next_args.append(replacement)
+        next_args.append(results.pop(place))  # a second argument of this structure gets the next result
     return next_args
 
 

@@ -19,6 +19,8 @@ _NOTABLE_PART = 0.03
 """The share of the time from which a kind of work is named among the others."""
 _SMALL = 128
 """The smallest size at which a product can use a GPU well: the tiles of its kernels have this width."""
+_FAST = 0.5
+"""The share of the device's bandwidth from which bytes limit a kernel."""
 _SLOW = 0.2
 """The share of a large product's FLOP/s below which a small product is slow."""
 _GAP_BETWEEN_KERNELS = 0.02
@@ -42,7 +44,7 @@ class Measured:
       is_python: whether the function is a Python function, which runs without ``jax.jit``.
       has_program_dtypes: whether the dtypes of products are those that the program asks for. On a CPU, the dtypes of a
         Python function's products are those in which the CPU computes.
-      copied: the numbers of the arguments with NumPy arrays, which each call copies to the device.
+      copied: the numbers of the arguments with large NumPy arrays, which each call copies to the device.
       drawing: the milliseconds that the host takes to draw a batch.
       callbacks: the paths of the program's calls of Python.
     """
@@ -79,20 +81,37 @@ def sentences_of(measured: Measured) -> tuple[str, ...]:
 
 
 def _on_products(measured: Measured) -> list[str]:
-    products = measured.share(*kinds.PRODUCTS)
+    unknown = measured.share(kinds.UNKNOWN)
+    lines = []
+    if unknown >= _NOTABLE:
+        lines.append(
+            f"{unknown:.0%} of the time is in programs that could not be read, so the other shares are too low."
+        )
     device = (
         "a CPU computes them more slowly in half precision than in float32"
         if measured.is_cpu
         else "half precision makes these faster"
     )
-    lines = [f"{products:.0%} of the time is in products, convolutions and attention: {device}."]
+    products = measured.share(*kinds.PRODUCTS)
+    lines.append(f"{products:.0%} of the time is in products, convolutions and attention: {device}.")
+    return lines + _on_bytes(measured)
+
+
+def _on_bytes(measured: Measured) -> list[str]:
+    """Return a sentence on the kernels that compute no products, and on what limits them."""
     parts = []
     for kind, milliseconds in sorted(measured.groups.items(), key=lambda item: -item[1]):
         if kind in kinds.BOUND_BY_BYTES and milliseconds >= _NOTABLE_PART * measured.milliseconds:
             parts.append(f"{kind} {milliseconds / measured.milliseconds:.0%}")
-    if measured.share(*kinds.BOUND_BY_BYTES) >= _NOTABLE:
-        lines.append(f"The bytes that they move limit most other kernels: {', '.join(parts) or 'all small'}.")
-    return lines
+    if not parts or measured.share(*kinds.BOUND_BY_BYTES) < _NOTABLE:
+        return []
+    rows = [row for row in measured.rows if row.kind in kinds.BOUND_BY_BYTES and row.ceiling_share is not None]
+    milliseconds = sum(row.milliseconds for row in rows)
+    reason = ""
+    if milliseconds:
+        speed = sum(row.milliseconds * min(row.ceiling_share or 0.0, 1.0) for row in rows) / milliseconds
+        reason = ", which the bytes that they move limit" if speed >= _FAST else ", many of them too short to be fast"
+    return [f"Other kernels{reason}: {', '.join(parts)}."]
 
 
 def _on_waiting(measured: Measured) -> list[str]:
@@ -106,21 +125,24 @@ def _on_waiting(measured: Measured) -> list[str]:
 
 def _reason_to_wait(measured: Measured, milliseconds: float) -> str:
     launches = sum(row.calls for row in measured.rows)
+    executions = _executions(measured.rows)
     if measured.drawing >= milliseconds / 2:
         return (
             f"the iterator takes {measured.drawing:.3g} ms for each batch. Prepare batches in other processes, before "
             "they are needed"
         )
-    if measured.is_python:
+    if measured.is_python and executions > 1:
         return (
-            f"between the {_executions(measured.rows):.0f} programs that a call runs, Python computes, reads values "
-            "(as float(loss) does) or waits for data. Put the whole step in one jax.jit, and read values rarely"
+            f"between the {executions:.0f} programs that a call runs, Python computes, reads values (as float(loss) "
+            "does) or waits for data. Put the whole step in one jax.jit, and read values rarely"
         )
     if measured.callbacks:
         return f"the program calls Python in {_listed(measured.callbacks)}"
     if measured.copied:
         arguments = ", ".join(map(str, measured.copied))
         return f"each call copies the NumPy arrays of argument {arguments} to the device. Use jax.device_put before"
+    if measured.is_python:
+        return "Python computes, reads values (as float(loss) does), waits for data or starts the program"
     if milliseconds / max(launches, 1) < _GAP_BETWEEN_KERNELS:
         return (
             f"it pauses {1e3 * milliseconds / launches:.2g} µs at each of {launches:.0f} kernels, which are short. Use "
@@ -140,7 +162,8 @@ def _executions(rows: Sequence[ProfileRow]) -> float:
     """
     calls: dict[str, float] = {}
     for row in rows:
-        calls[row.program] = min(row.calls, calls.get(row.program, row.calls))
+        if row.program:  # copies of arguments belong to no program
+            calls[row.program] = min(row.calls, calls.get(row.program, row.calls))
     return max(sum(calls.values()), 1.0)
 
 
@@ -156,9 +179,10 @@ def _on_float32(measured: Measured) -> list[str]:
     share = sum(row.milliseconds for row in wide) / measured.milliseconds
     if share < _NOTABLE_PRODUCTS or not measured.has_program_dtypes:
         return []
+    dtypes = " and ".join(sorted({row.dtype for row in wide}))
     if not any(row.dtype and kinds.is_half(row.dtype) for row in measured.rows):
-        return [f"All products run in float32, {share:.0%} of the time: no policy and no autocast is in effect."]
-    return [f"{share:.0%} of the time is in float32 products: {_paths(wide)}."]
+        return [f"All products run in {dtypes}, {share:.0%} of the time: no policy and no autocast is in effect."]
+    return [f"{share:.0%} of the time is in {dtypes} products: {_paths(wide)}."]
 
 
 def _on_small_products(measured: Measured) -> list[str]:
@@ -175,13 +199,17 @@ def _on_small_products(measured: Measured) -> list[str]:
 
 
 def _is_small(row: ProfileRow) -> bool:
+    """Return whether a row has single products of a small size.
+
+    A batch of small products, as in an attention of many heads, can use the whole device.
+    """
     sizes = [int(size) for size in row.size.split("×") if size]
-    return bool(sizes) and min(sizes) < _SMALL
+    return len(sizes) == 3 and min(sizes) < _SMALL
 
 
 def _relative_speed(row: ProfileRow, ceilings: Ceilings) -> float | None:
     """Return the FLOP/s of a product relative to a large product of its dtype; None if that is unknown."""
-    return ceilings.share(row.milliseconds, row.dtype, row.flops, moved=None)
+    return ceilings.share(row.duration, row.dtype, row.flops, moved=None)
 
 
 _ADVICE = {
@@ -191,7 +219,7 @@ _ADVICE = {
     kinds.UPDATE: "Optimizer and finite check: their time does not depend on the batch, so a larger batch hides them.",
     kinds.OTHER: "Other: kernels of libraries, sorts and random numbers.",
 }
-"""What a reader can do about a kind of work that takes a notable share of the time."""
+"""The advice for kinds of work that take a notable share of the time."""
 
 
 def _on_other_kinds(measured: Measured) -> list[str]:

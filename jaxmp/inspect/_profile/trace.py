@@ -43,6 +43,9 @@ def traced(run: Callable[[], Any]) -> list[Event]:
 
     Args:
       run: a function that returns after the device has finished.
+
+    Raises:
+      RuntimeError: another profile is running; or the profiler recorded no GPU, although a GPU is attached.
     """
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # tracing Python would slow down the host
@@ -52,7 +55,13 @@ def traced(run: Callable[[], Any]) -> list[Event]:
         with jax.profiler.trace(folder, profiler_options=options):
             run()
         (file,) = Path(folder).rglob("*.xplane.pb")
-        return events_of(jax.profiler.ProfileData.from_file(str(file)))
+        data = jax.profiler.ProfileData.from_file(str(file))
+        if jax.default_backend() == "gpu" and not _gpus_in(data):
+            raise RuntimeError(
+                "JAX's profiler recorded no GPU, so it could not use NVIDIA's library CUPTI; install nvidia-cuda-cupti "
+                "in the version of your CUDA, or allow all users to profile"
+            )
+        return events_of(data)
 
 
 def events_of(data: Any) -> list[Event]:
@@ -60,12 +69,21 @@ def events_of(data: Any) -> list[Event]:
 
     On a GPU, kernels are the events in its streams. On a CPU, kernels are the events with an HLO instruction.
     """
-    gpus = [plane for plane in data.planes if plane.name.startswith("/device:GPU")]
-    for gpu in sorted(gpus, key=lambda plane: int(plane.name.rpartition(":")[2])):
-        streams = (line for line in gpu.lines if line.name.startswith("Stream"))
-        if events := [_event(event, dict(event.stats)) for stream in streams for event in stream.events]:
+    gpus = _gpus_in(data)
+    for gpu in gpus:
+        events = []
+        for line in gpu.lines:
+            if line.name.startswith("Stream"):
+                events += [_event(event, dict(event.stats)) for event in line.events]
+        if events:
             return events
     return [] if gpus else _events_of_cpu(data.planes)
+
+
+def _gpus_in(data: Any) -> list[Any]:
+    """Return the GPUs in a trace, by number."""
+    gpus = [plane for plane in data.planes if plane.name.startswith("/device:GPU")]
+    return sorted(gpus, key=lambda plane: int(plane.name.rpartition(":")[2]))
 
 
 def _events_of_cpu(planes: Iterable[Any]) -> list[Event]:
@@ -101,13 +119,14 @@ def busy_times(events: list[Event]) -> list[float]:
     Kernels that run at the same time share that time equally, so the sum over all events is the time in which the
     device was busy.
 
-    >>> early, late = (Event("", "", "", 0, start, start + 2) for start in (0.0, 1.0))
-    >>> busy_times([early, late])
+    >>> first, second = (Event("", "", "", 0, start, start + 2) for start in (0.0, 1.0))
+    >>> busy_times([first, second])
     [1.5, 1.5]
     """
     shares = [0.0] * len(events)
-    borders = [(event.start, 1, number) for number, event in enumerate(events)]
-    borders += [(event.end, 0, number) for number, event in enumerate(events)]
+    timed = [(number, event) for number, event in enumerate(events) if event.end > event.start]
+    borders = [(event.start, 1, number) for number, event in timed]
+    borders += [(event.end, 0, number) for number, event in timed]
     running: set[int] = set()
     before = 0.0
     for time, is_start, number in sorted(borders):

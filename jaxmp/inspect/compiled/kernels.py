@@ -24,7 +24,8 @@ class KernelProduct:
       dtype: the operands' dtype; ``"tensorfloat32"`` if float32 operands may be rounded to it.
       flops: the FLOPs of one execution; a multiply-add is 2. For causal attention, only 50 % of the scores
         are counted, because kernels skip the masked scores.
-      size: the rows, terms and columns of a matrix product, without its batch dimensions; empty for other kinds.
+      size: the rows, terms and columns of a matrix product, after the number of products if there are several; empty
+        for other kinds.
     """
 
     kind: str
@@ -91,13 +92,14 @@ def _dot_terms(instruction: Instruction, operands: list[Array]) -> int:
 
 
 def _dot_size(instruction: Instruction, operands: list[Array], terms: int) -> tuple[int, ...]:
-    """Return the rows, terms and columns of a matrix product, without its batch dimensions."""
+    """Return the rows, terms and columns of a matrix product, after the number of products if there are several."""
     # With a batch of b products, the left operand has b × rows × terms elements, and so on.
     batch_rows = math.prod(operands[0].shape) // max(terms, 1)
     batch_columns = math.prod(operands[1].shape) // max(terms, 1)
     results = math.prod(instruction.arrays[0].shape)
     batch = max(batch_rows * batch_columns // max(results, 1), 1)
-    return batch_rows // batch, terms, batch_columns // batch
+    size = batch_rows // batch, terms, batch_columns // batch
+    return size if batch == 1 else (batch, *size)
 
 
 def _convolution_flops(instruction: Instruction, operands: list[Array]) -> int:

@@ -37,6 +37,7 @@ _COLORS = {
     kinds.CALLBACK: "#7F3C8D",
     kinds.UPDATE: "#B8B200",
     kinds.OTHER: GREY,
+    kinds.UNKNOWN: "#A9A9A9",
     kinds.WAITING: LIGHT,
 }
 _LABELLED = 0.05
