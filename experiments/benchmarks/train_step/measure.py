@@ -60,15 +60,11 @@ def describe(case: Workload, row: Row, which: Pass, prepared: Prepared, seconds:
     peak = _torch_steps().peak() if row.torch else memory.device_peak()
     kernels: profiling.Kernels = {}
     by_module: dict[str, Any] = {}
-    if peak is not None and row.torch:  # only a GPU counts its memory
-        kernels = profiling.of_torch(prepared.turn)
-    elif peak is not None:
-        events = profiling.of_jax(prepared.turn)
-        kernels = profiling.by_name(events)
+    if peak is not None:  # only a GPU counts its memory
         try:
-            by_module = profiling.by_module(events, prepared.program() if prepared.program else "")
-        except Exception as error:  # the time and the memory of the row do not depend on it
-            by_module = {"modules_error": failed(error)}
+            kernels, by_module = _trace_kernels(row, prepared)
+        except Exception as error:  # the time and the memory of the row do not depend on its kernels
+            by_module = {"kernels_error": failed(error)}
     watch.lap("trace")
     used = energy.of_call(prepared.turn, 0.0 if peak is None else seconds)
     watch.lap("energy")
@@ -86,6 +82,15 @@ def describe(case: Workload, row: Row, which: Pass, prepared: Prepared, seconds:
         "tensor_flops": flops.tensor_core_share(counted) if counted else None,
         "seconds": watch.laps,
     }
+
+
+def _trace_kernels(row: Row, prepared: Prepared) -> tuple[profiling.Kernels, dict[str, Any]]:
+    """Return the kernels of a call by name, and for JAX also by kind of work and module."""
+    if row.torch:
+        return profiling.of_torch(prepared.turn), {}
+    events = profiling.of_jax(prepared.turn)
+    program = prepared.program() if prepared.program else ""
+    return profiling.by_name(events), profiling.by_module(events, program)
 
 
 class Stopwatch:

@@ -13,12 +13,17 @@ from experiments.report import plots
 from experiments.report.goals import share
 from experiments.report.tables import Table, cell, spread, titled
 from experiments.training import kept
+from jaxmp.inspect._profile.kinds import KINDS
 
 COLUMNS = (
     "row", "ms", "quartiles", "/ torch.compile", "{unit}/s", "peak MiB", "/ torch.compile", "program MiB",
     "of the ceiling", "FLOPs on tensor cores", "time in tensor-core kernels", "J per call", "loss",
     "compile s")  # fmt: skip
 POWER_COLUMNS = ("row", "J per call", "W", "limit, W", "SM MHz", "highest MHz", "clocks lowered by", "°C")
+KINDS_NOTE = (
+    "Milliseconds per call, from the same trace. The compiled program tells the kinds apart, so these are more exact "
+    "than the names of kernels. The JSON file has the modules with the most time."
+)
 TITLES = {"train": "the train step", "forward": "the forward pass alone"}
 EXPLANATION = (
     "A ratio of times is the time of a row divided by the time of torch.compile's fastest half-precision row in the "
@@ -155,6 +160,22 @@ def kernels_table(results: Results, which: Pass) -> Table | None:
     return Table(title, ("row", *profiling.GROUPS, "all", "kernels"), rows, notes=(KERNELS,))
 
 
+def kinds_table(results: Results, which: Pass) -> Table | None:
+    """Return a table with the milliseconds of each kind of work, in a row for each row of JAX.
+
+    The kinds are those of :func:`jaxmp.inspect.profile`, which reads the compiled program. The result is None if no row
+    has a trace.
+    """
+    by_row = {key: results.figures(which, key).get("kinds") for key in rows_of(results.about["model"])}
+    by_row = {key: kinds for key, kinds in by_row.items() if kinds}
+    shown = [kind for kind in KINDS if any(kind in kinds for kinds in by_row.values())]
+    rows = []
+    for key, kinds in by_row.items():
+        rows.append((ROWS[key].label, *(f"{kinds[kind]:.2f}" if kind in kinds else "–" for kind in shown)))
+    title = titled(f"{results.about['text']}: {TITLES[which]}, by kind of work", results.about["setting"]["smoke"])
+    return Table(title, ("row", *shown), rows, notes=(KINDS_NOTE,)) if rows else None
+
+
 def write(folder: Path) -> dict[str, Results]:
     """Write train_step.md, .json and .png of a run folder, and print the tables.
 
@@ -172,7 +193,7 @@ def write(folder: Path) -> dict[str, Results]:
     for name, of_model in results.items():
         passes = of_model.passes()
         for which in passes:
-            more = (make(of_model, which) for make in (kernels_table, power_table, seconds_table))
+            more = (make(of_model, which) for make in (kernels_table, kinds_table, power_table, seconds_table))
             tables += [table(of_model, which), *(extra for extra in more if extra)]
         about = {key: of_model.about[key] for key in ("text", "sizes", "items", "unit", "model_flops", "environment")}
         figures = {which: {key: of_model.figures(which, key) for key in rows_of(name)} for which in passes}

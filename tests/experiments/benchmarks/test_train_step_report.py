@@ -106,6 +106,16 @@ def test_kernels_are_shown_by_group_and_power_beside_the_clocks():
     assert watts.rows == [("jaxmp, bf16", "25.7", "690", "700", "1500", "1980", "power limit 83%", "61")]
 
 
+def test_the_kinds_of_work_of_jax_are_shown_in_one_order():
+    results = results_of(jaxmp_bf16=(30, 70), hand_bf16=(31, 70), compile_bf16=(30, 80))
+    assert report.kinds_table(results, "train") is None
+    results.alone["jaxmp-bf16"]["train"] |= {"kinds": {"elementwise": 2.5, "half products": 20.0}}
+    results.alone["hand-bf16"]["train"] |= {"kinds": {"half products": 21.0, "casts": 0.25}}
+    table = report.kinds_table(results, "train")
+    assert table.columns == ("row", "half products", "elementwise", "casts")
+    assert table.rows == [("jaxmp, bf16", "20.00", "2.50", "–"), ("JAX by hand, bf16", "21.00", "–", "0.25")]
+
+
 def test_the_seconds_of_each_row_are_shown_by_part():
     results = results_of(jaxmp_bf16=(30, 70), hand_bf16=(31, 70))
     assert report.seconds_table(results, "train") is None
