@@ -327,7 +327,7 @@ def value_and_grad(
       NaN. Pass the gradients to ``optimizer.update``.
 
     Raises:
-      TypeError: ``optimizer`` is not a :class:`jaxmp.nnx.Optimizer`; the loss is not a floating scalar, or is float16
+      TypeError: ``optimizer`` is not a :class:`jaxmp.nnx.Optimizer`; the loss is not a floating scalar, or is half
         (the scaled loss would overflow); ``argnums`` are neither integers nor ``nnx.DiffState``.
 
     >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))

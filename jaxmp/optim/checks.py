@@ -39,6 +39,22 @@ def as_optimizer(tx: Any) -> optax.GradientTransformationExtraArgs:
     return optax.GradientTransformationExtraArgs(tx.init, update)
 
 
+_LINE_SEARCHES = optax.ScaleByZoomLinesearchState, optax.ScaleByBacktrackingLinesearchState
+
+
+def require_no_line_search(opt_state: optax.OptState) -> None:
+    """Raise a TypeError if an optimizer has a line search, such as ``optax.lbfgs``.
+
+    A line search computes the loss several times in a step, for other params and the same batch.
+    """
+    nodes = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, _LINE_SEARCHES))
+    if any(isinstance(node, _LINE_SEARCHES) for node in nodes):
+        raise TypeError(
+            "a train step computes the loss once, but the optimizer has a line search, as optax.lbfgs has; pass "
+            "linesearch=None, or write your own step with optax.value_and_grad_from_state"
+        )
+
+
 def require_loss(loss: Any, otherwise: str) -> Any:
     """Return ``loss`` if it is a floating scalar.
 

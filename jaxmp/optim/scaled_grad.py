@@ -27,7 +27,7 @@ def scale_loss(loss: jax.Array, opt_state: optax.OptState) -> jax.Array:
     before you do anything else with them. :func:`value_and_grad` does both steps for you.
 
     Raises:
-      TypeError: the loss is float16, in which the scaled loss may overflow.
+      TypeError: the loss is half precision: the scaled loss may overflow in float16, and bfloat16 has too few digits.
       ValueError: ``opt_state`` has no loss scale, or several.
       RuntimeError: ``opt_state`` was donated to an earlier step.
 
@@ -125,8 +125,8 @@ def value_and_grad(
     Raises:
       ValueError: ``opt_state`` has no loss scale, or several; or a transform with a state follows ``loss_scaling``,
         which would move the params in a skipped step.
-      TypeError: the loss is not a floating scalar, or is float16 (the scaled loss would overflow); an argument to
-        differentiate has leaves that are not floating; ``argnums`` are not integers.
+      TypeError: the loss is not a floating scalar, or is half precision; an argument to differentiate has leaves that
+        are not floating; ``argnums`` are not integers.
       RuntimeError: ``opt_state`` was donated to an earlier step.
 
     >>> opt_state = jaxmp.loss_scaling(optax.sgd(0.1), jaxmp.StaticLossScale(8.0)).init(jnp.ones(2))
@@ -182,9 +182,11 @@ def scaled_loss(fun: Callable[..., Any], loss_scale: LossScale, has_aux: bool) -
 
 def _float32_loss(loss: Any) -> jax.Array:
     loss = jnp.asarray(loss)
-    if loss.dtype == jnp.float16:
+    if loss.dtype.itemsize == 2:
+        is_float16 = loss.dtype == jnp.float16
+        reason = "in which the scaled loss may overflow" if is_float16 else "which has two to three digits"
         raise TypeError(
-            "a loss to be scaled must be float32, got float16, in which the scaled loss may overflow; compute it from "
-            "float32 values, e.g. logits.astype(jnp.float32)"
+            f"a loss must be float32, got {loss.dtype.name}, {reason}; compute it from float32 values, e.g. "
+            "logits.astype(jnp.float32)"
         )
     return widen(loss)

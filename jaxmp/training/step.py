@@ -22,7 +22,7 @@ from jaxmp._internals.jax.walk import product_dtypes
 from jaxmp.base import trees as _tree
 from jaxmp.base.arguments import printed, require_flag, require_whole_number
 from jaxmp.base.donation import require_not_deleted
-from jaxmp.optim.checks import as_float
+from jaxmp.optim.checks import as_float, require_no_line_search
 from jaxmp.optim.loss_scale import NoOpLossScale
 from jaxmp.optim.loss_scaling import packed_grads
 from jaxmp.optim.scaled_grad import global_norm, scaled_value_and_grad
@@ -103,7 +103,8 @@ def make_train_step(
         has no moving average, or the reverse; a metric has a reserved name, such as ``loss``; the structure of the
         model state changes; ``sharding`` does not fit the state; the gradient of a param cannot be summed in the
         ``reduce_dtype`` of ``sharding``.
-      TypeError: the loss function has other parameters or results; the loss is float16 or not a scalar; the state is
+      TypeError: the loss function has other parameters or results; the loss is half precision or not a scalar; the
+        optimizer has a line search; the state is
         not a :class:`TrainState`; ``compiler_options`` is not a dict.
       RuntimeError: the state was donated to an earlier step.
       NonFiniteTrainingError: ``max_consecutive_skips`` is reached. The error is raised some steps later and names the
@@ -325,6 +326,7 @@ class TrainStep:
         Return the new state and the metrics.
         """
         self.require_state(state)
+        require_no_line_search(state.opt_state)
         if self.options.ema_decay is None and state.ema_params is not None:
             raise ValueError(
                 "the state keeps a moving average that this step would never update; pass "
@@ -347,7 +349,7 @@ class TrainStep:
         """Return the state after one step of the optimizer with true gradients."""
 
         def updated(state: TrainState, grads: Any, model_state: Any, loss: Any, rng: Any) -> TrainState:
-            extra_args = {"value": loss}  # for optax's line searches and plateaus
+            extra_args = {"value": loss}  # for optax's plateaus
             return state.apply_gradients(
                 grads=grads, model_state=model_state, ema_decay=self.options.ema_decay, extra_args=extra_args, rng=rng
             )

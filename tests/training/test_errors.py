@@ -127,12 +127,19 @@ def test_a_wrong_result_of_a_loss_function_is_refused(make, policy):
         refused(functools.partial(step, state, 1.0), kind, phrase, what=what)
 
 
-def test_a_float16_loss_is_refused_by_the_step_and_taken_by_the_evaluation():
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_half_loss_is_refused_by_the_step_and_taken_by_the_evaluation(dtype):
     def loss(params, model_state, batch, rng):
-        return jnp.sum(params).astype(jnp.float16), model_state
+        return jnp.sum(params).astype(dtype), model_state
 
-    refused(lambda: make_train_step(loss)(state_of(), 1.0), TypeError, "got float16")
+    refused(lambda: make_train_step(loss)(state_of(), 1.0), TypeError, f"a loss must be float32, got {dtype}")
     assert make_eval_step(loss)(state_of(), 1.0)["loss"].dtype == jnp.float32
+
+
+@pytest.mark.parametrize("tx", [optax.lbfgs(), jaxmp.loss_scaling(optax.lbfgs(), DynamicLossScale())])
+def test_an_optimizer_with_a_line_search_is_refused(tx):
+    state = TrainState.create(params=jnp.ones(2), tx=tx)
+    refused(lambda: make_train_step(train_loss)(state, 1.0), TypeError, "the optimizer has a line search")
 
 
 STATES = {
