@@ -328,7 +328,7 @@ def value_and_grad(
 
     Raises:
       TypeError: ``optimizer`` is not a :class:`jaxmp.nnx.Optimizer`; the loss is not a floating scalar, or is half
-        (the scaled loss would overflow); ``argnums`` are neither integers nor ``nnx.DiffState``.
+        precision; ``argnums`` are neither integers nor ``nnx.DiffState``.
 
     >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
     >>> optimizer = jaxmp.nnx.Optimizer(model, optax.sgd(0.1), loss_scale=jaxmp.StaticLossScale(8.0))

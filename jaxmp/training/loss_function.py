@@ -24,8 +24,9 @@ from jaxmp.policy.float8_product import RESIDUALS
 from jaxmp.policy.patterns import checked_overrides
 from jaxmp.policy.policies import check_backend
 
-LossFn = Callable[[Any, Any, Any, Any], Any]
-"""``loss_fn(params, model_state, batch, rng)``; returns ``(loss, new_state)`` or ``(loss, new_state, metrics)``."""
+LossFn = Callable[..., Any]
+"""``loss_fn(params, batch)``, which returns ``loss`` or ``(loss, metrics)``; or
+``loss_fn(params, model_state, batch, rng)``, which returns ``(loss, new_state)`` or ``(loss, new_state, metrics)``."""
 OWN_METRICS = ("loss", "grad_norm", "loss_scale", "skipped")
 """The names of metrics that the step itself adds."""
 
@@ -40,11 +41,13 @@ REMAT: dict[str, Any] = {
 def checked(loss_fn: LossFn) -> LossFn:
     """Return ``loss_fn`` with its result checked.
 
-    The checked function returns ``(loss, (model_state, metrics))``.
+    The checked function takes ``(params, model_state, batch, rng)``, and returns ``(loss, (model_state, metrics))``.
 
     Raises:
-      TypeError: ``loss_fn`` is not a function, or does not take four arguments.
+      TypeError: ``loss_fn`` is not a function, or takes neither two nor four arguments.
     """
+    if _takes_params_and_batch(loss_fn):
+        loss_fn = _with_model_state(loss_fn)
     require_arguments(loss_fn, "params, model_state, batch, rng")
 
     def of_checked_result(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
@@ -65,6 +68,47 @@ def checked(loss_fn: LossFn) -> LossFn:
         return loss, (new_model_state, metrics)
 
     return of_checked_result
+
+
+def _takes_params_and_batch(loss_fn: Any) -> bool:
+    """Return whether a loss function takes ``(params, batch)``, and not four arguments."""
+    try:
+        signature = inspect.signature(loss_fn)
+    except (TypeError, ValueError):  # no function, or written in C
+        return False
+    names = list(signature.parameters)
+    if names[:1] == ["model"]:  # a loss function for NNX
+        return False
+    return _binds(signature, 2) and not _binds(signature, 4)
+
+
+def _binds(signature: inspect.Signature, count: int) -> bool:
+    try:
+        signature.bind(*range(count))
+    except TypeError:
+        return False
+    return True
+
+
+def _with_model_state(loss_fn: Callable[[Any, Any], Any]) -> LossFn:
+    """Return a loss function of ``(params, batch)`` as one of four arguments.
+
+    The new function raises a ValueError for a state that the loss function could not use.
+    """
+
+    def with_model_state(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
+        for name, value in {"model_state": model_state, "rng": rng}.items():
+            if value is not None:
+                raise ValueError(
+                    f"the train state has a {name}, which loss_fn(params, batch) cannot use; write def loss_fn(params, "
+                    f"model_state, batch, rng), or create the state without {name}="
+                )
+        result = loss_fn(params, batch)
+        loss, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
+        require_loss(loss, "return loss, or (loss, metrics)")
+        return loss, model_state, metrics
+
+    return with_model_state
 
 
 def as_key(rng: Any) -> Any:

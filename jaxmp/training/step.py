@@ -76,7 +76,8 @@ def make_train_step(
     - The metrics that the loss function returns.
 
     Args:
-      loss_fn: ``loss_fn(params, model_state, batch, rng)``, which returns ``(loss, new_model_state)`` or ``(loss,
+      loss_fn: ``loss_fn(params, batch)``, which returns ``loss`` or ``(loss, metrics)``. For batch statistics or random
+        numbers, ``loss_fn(params, model_state, batch, rng)``, which returns ``(loss, new_model_state)`` or ``(loss,
         new_model_state, metrics)``. The loss is a float32 scalar, and ``metrics`` is a dict.
       policy: a policy with which :func:`jaxmp.autocast` runs the loss function. Use it for a model that has no policy.
         Only the compute dtype is used: params, loss, model state and metrics keep their dtypes.
@@ -112,8 +113,8 @@ def make_train_step(
 
     The step warns once if the loss function has float16 products and the optimizer has no loss scale.
 
-    >>> def loss_fn(params, model_state, batch, rng):
-    ...     return jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2), model_state
+    >>> def loss_fn(params, batch):
+    ...     return jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2)
     >>> tx = jaxmp.loss_scaling(optax.sgd(0.1), jaxmp.DynamicLossScale())
     >>> state = jaxmp.TrainState.create(params={"w": jnp.zeros((2, 1))}, tx=tx)
     >>> step = make_train_step(loss_fn)

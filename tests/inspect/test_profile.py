@@ -118,6 +118,15 @@ def test_a_model_without_a_policy_is_said_to_run_in_float32():
     assert "no policy" in _sentence(profile(step, steps=2)(state, x), "All products run in float32")
 
 
+def test_the_products_of_an_attention_have_the_dtype_of_the_program():
+    model = jaxmp.linen.apply_policy(nn.MultiHeadDotProductAttention(4), "mixed_bfloat16")
+    x = jnp.ones((2, 32, 64))
+    variables = model.init(jax.random.key(0), x)
+    fun = jax.jit(jax.grad(lambda variables: jnp.mean(model.apply(variables, x) ** 2)))
+    measured = profile(fun, steps=1)(variables)
+    assert {row.dtype for row in measured.rows if row.size} == {"bfloat16"}
+
+
 def test_tiny_products_are_named_with_their_size():
     def fun(x, w):
         def body(x, _):

@@ -52,10 +52,10 @@ BAD_ARGUMENTS = {
     ),
     "no overrides": (lambda: make_train_step(train_loss, overrides=3), TypeError, "overrides must map patterns"),
     "no function": (lambda: make_train_step(3), TypeError, "write def loss_fn(params, model_state, batch, rng)"),
-    "two arguments": (
-        lambda: make_train_step(lambda params, batch: params),
+    "three arguments": (
+        lambda: make_train_step(lambda params, batch, rng: params),
         TypeError,
-        "takes (params, model_state, batch, rng), got one of (params, batch)",
+        "takes (params, model_state, batch, rng), got one of (params, batch, rng)",
     ),
     "an NNX loss": (
         lambda: make_train_step(lambda model, batch: model),
@@ -125,6 +125,14 @@ def test_a_wrong_result_of_a_loss_function_is_refused(make, policy):
     for what, (result, kind, phrase) in LOSSES.items():
         step = make(lambda p, s, b, r, result=result: result(p, s), policy=policy)
         refused(functools.partial(step, state, 1.0), kind, phrase, what=what)
+
+
+@pytest.mark.parametrize("field", [{"model_state": {"mean": jnp.zeros(())}}, {"rng": 0}])
+def test_a_loss_function_of_params_and_batch_needs_a_state_without_more(field):
+    state = TrainState.create(params=jnp.ones(()), tx=optax.sgd(0.1), **field)
+    (name,) = field
+    step = make_train_step(lambda params, batch: params * batch)
+    refused(lambda: step(state, 1.0), ValueError, f"the train state has a {name}, which loss_fn(params, batch) cannot")
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

@@ -47,6 +47,29 @@ def test_steps_equal_a_loop_written_by_hand_in_every_bit():
     assert (state.step, state.skipped) == (3, 0)
 
 
+@pytest.mark.parametrize("accumulate_steps", [1, 2])
+def test_a_loss_function_may_take_only_params_and_batch_and_return_only_the_loss(accumulate_steps):
+    params, batch = problem()
+
+    def loss_and_metrics(params, batch):
+        loss = loss_fn(params, batch)
+        return loss, {"double": 2 * loss}
+
+    def long_form(params, model_state, batch, rng):
+        loss, metrics = loss_and_metrics(params, batch)
+        return loss, model_state, metrics
+
+    options = {"accumulate_steps": accumulate_steps, "policy": "mixed_float16"}
+    states, results = [], []
+    for function in (long_form, loss_and_metrics, loss_fn):
+        state, metrics = make_train_step(function, **options)(fresh(params, DynamicLossScale()), batch)
+        states.append(state)
+        results.append(metrics)
+    assert same_bits(states[0].params, states[1].params) and same_bits(states[0].params, states[2].params)
+    assert same_bits(results[0], results[1]) and "double" not in results[2]
+    assert make_eval_step(loss_fn)(states[2], batch)["loss"] == loss_fn(states[2].params, batch)
+
+
 def test_steps_are_compiled_once_never_wait_and_reuse_the_memory_of_the_state():
     params, batch = problem()
     state = fresh(params, rng=0, ema=True, model_state={"n": jnp.zeros(())})

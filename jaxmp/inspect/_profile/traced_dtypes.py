@@ -7,7 +7,7 @@ that a layer in float32 is visible there too.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxmp._internals.jax.walk import PRODUCTS
@@ -23,18 +23,30 @@ _PathAndPass = tuple[str, bool]
 def with_traced_dtypes(rows: Sequence[ProfileRow], trace: Any) -> list[ProfileRow]:
     """Return the rows with the dtypes of the traced program.
 
-    A row keeps its dtype if the products with its path and pass have several dtypes.
+    The products of a row have its path, or a longer path if XLA dropped a scope, and its pass. If they have several
+    dtypes, the row keeps its own.
 
     Args:
       rows: the rows of the compiled program.
       trace: a result of :func:`jaxmp.inspect.program.compiling.trace_of_call`.
     """
     traced = _traced_dtypes(trace)
-    return [_with_dtype(row, traced.get((row.path, _is_backward(row)), set())) for row in rows]
+    return [_with_dtype(row, _dtypes_of(row, traced)) for row in rows]
 
 
-def _is_backward(row: ProfileRow) -> bool:
-    return row.phase in ("backward", "recomputed")
+def _dtypes_of(row: ProfileRow, traced: Mapping[_PathAndPass, set[str]]) -> set[str]:
+    is_backward = row.phase in ("backward", "recomputed")
+    dtypes = traced.get((row.path, is_backward))
+    if dtypes is not None:
+        return dtypes
+    below = [
+        dtypes for (path, of_pass), dtypes in traced.items() if of_pass == is_backward and _is_below(path, row.path)
+    ]
+    return set[str]().union(*below)
+
+
+def _is_below(path: str, scope: str) -> bool:
+    return path.startswith(f"{scope}/")
 
 
 def _traced_dtypes(trace: Any) -> dict[_PathAndPass, set[str]]:
