@@ -119,11 +119,16 @@ def test_a_model_without_a_policy_is_said_to_run_in_float32():
 
 
 def test_the_products_of_an_attention_have_the_dtype_of_the_program():
-    model = jaxmp.linen.apply_policy(nn.MultiHeadDotProductAttention(4), "mixed_bfloat16")
-    x = jnp.ones((2, 32, 64))
-    variables = model.init(jax.random.key(0), x)
-    fun = jax.jit(jax.grad(lambda variables: jnp.mean(model.apply(variables, x) ** 2)))
-    measured = profile(fun, steps=1)(variables)
+    class Layer(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return x + nn.MultiHeadDotProductAttention(4, name="attn")(nn.LayerNorm()(x))
+
+    model = jaxmp.linen.apply_policy(nn.Sequential([Layer(), Layer()]), "mixed_bfloat16")
+    x = jnp.ones((8, 128, 128))
+    state = jaxmp.TrainState.create(params=model.init(jax.random.key(0), x)["params"], tx=optax.sgd(0.1))
+    step = jaxmp.make_train_step(lambda params, x: jnp.mean(model.apply({"params": params}, x) ** 2))
+    measured = profile(step, steps=1)(state, x)
     assert {row.dtype for row in measured.rows if row.size} == {"bfloat16"}
 
 
