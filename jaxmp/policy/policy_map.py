@@ -270,6 +270,11 @@ def get_policy(policy: Any) -> Policy | PolicyMap:
         return _parse_policy(os.fspath(policy))
     if all(hasattr(policy, name) for name in ("param_dtype", "compute_dtype", "output_dtype")):
         return Policy(policy.param_dtype, policy.compute_dtype, policy.output_dtype)
+    if isinstance(policy, Mapping):
+        raise TypeError(
+            f"a policy comes before its overrides, got the overrides {printed(policy)} as the policy; write e.g. "
+            "('mixed_float16', {'**/head': 'float32'})"
+        )
     try:
         dtype = canonical_dtype(policy)
     except ValueError:
@@ -296,7 +301,10 @@ def _of_override(policy: Any, root: Policy, pattern: Pattern) -> Policy:
                 f"{root.compute_dtype.name}; for {pattern_text(pattern)!r} write a policy such as 'mixed_bfloat16'"
             )
         return root
-    result = get_policy(policy)
+    try:
+        result = get_policy(policy)
+    except ValueError as error:
+        raise ValueError(f"the override {pattern_text(pattern)!r}: {error}") from None
     if isinstance(result, PolicyMap):
         raise TypeError(
             f"an override must be a single policy, got the PolicyMap {result}; write its rules as overrides"

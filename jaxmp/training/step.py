@@ -451,7 +451,8 @@ class TrainStep:
             self._has_warned = True
             warnings.warn(
                 "the loss has float16 products and no loss scale, so small gradients become zero; write tx = "
-                "jaxmp.loss_scaling(tx, jaxmp.DynamicLossScale())",
+                "jaxmp.loss_scaling(tx, jaxmp.DynamicLossScale()), or for an NNX model jaxmp.nnx.Optimizer(model, tx, "
+                "loss_scale=jaxmp.DynamicLossScale())",
                 stacklevel=2,
             )
 

@@ -223,6 +223,16 @@ def test_the_error_for_an_unreadable_policy_names_readable_ones(text, phrase):
             "the dtype bfloat16 could mean two policies; write 'mixed_bfloat16' .*, or 'bfloat16' for params",
         ),
         (
+            lambda: get_policy({"**/head": "float32"}),
+            TypeError,
+            r"a policy comes before its overrides, got the overrides {'\*\*/head': 'float32'} as the policy",
+        ),
+        (
+            lambda: PolicyMap("mixed_float16", {"**/head": "flaot32"}),
+            ValueError,
+            r"the override '\*\*/head': unknown policy 'flaot32'; known policies, nearest first: 'float32'",
+        ),
+        (
             lambda: Policy("float32", "e4m3", "float32"),
             ValueError,
             "compute_dtype=float8_.*use bfloat16 or float16 .*'mixed_float8'",
