@@ -60,9 +60,12 @@ class Projections(nn.Dense):
         kernel = self.param("kernel", self.kernel_init, (x.shape[-1], self.features), self.param_dtype)
         bias = self.param("bias", self.bias_init, (self.features,), self.param_dtype)
         (x,) = self.promote_dtype(x, dtype=self.dtype)
+        # Under autocast, x is float32 here. A half operand makes the cotangents of the custom derivative half, too.
+        half = jaxmp.autocast_dtype() if x.dtype == jnp.float32 else None
         # The backward pass is traced outside of the context that sets the default precision.
         precision = self.precision or jax.config.jax_default_matmul_precision
-        return _projected(x, kernel, bias, self.parts, precision)
+        projected = _projected(x if half is None else x.astype(half), kernel, bias, self.parts, precision)
+        return tuple(part.astype(x.dtype) for part in projected)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))

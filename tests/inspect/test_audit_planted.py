@@ -306,10 +306,6 @@ def test_a_half_loss_is_found() -> None:
     for fun in (loss, jax.grad(loss), jax.value_and_grad(loss), jax.jit(jax.value_and_grad(loss))):
         findings = audit(fun, "mixed_bfloat16", compile=False)(PARAMS, X).findings
         assert [(finding.kind, finding.source.rpartition("/")[2]) for finding in findings] == expected
-    step = jaxmp.make_train_step(lambda params, state, batch, rng: (loss(params, batch), state))
-    state = jax.eval_shape(lambda: jaxmp.TrainState.create(params={"w": jnp.ones((16, 16))}, tx=optax.sgd(0.1)))
-    findings = audit(step, "mixed_bfloat16", compile=False)(state, X).findings
-    assert [(finding.kind, finding.source.rpartition("/")[2]) for finding in findings] == expected
 
 
 def test_state_in_half_is_found_by_its_name() -> None:

@@ -37,7 +37,7 @@ def test_kernels_with_tensor_cores_are_told_by_their_names():
 def test_kernels_are_summed_by_name_and_by_module():
     fun = jax.jit(lambda x: jnp.sin(x) @ x)
     x = jnp.ones((64, 64))
-    fun(x)
+    jax.block_until_ready(fun(x))
     events = profiling.of_jax(lambda: fun(x), calls=2)
     kernels = profiling.by_name(events, calls=2)
     total = sum(kernel.ms for kernel in kernels.values())
