@@ -583,7 +583,8 @@ def test_a_small_gpt2_trains_as_in_bfloat16():
             values.append(float(metrics["loss"]))
         return values
 
-    assert gpt2_products("nnx") == gpt2_products("linen") == [8, 16]
+    assert gpt2_products("nnx") == [8, 16]
+    assert gpt2_products("linen") == [6, 12]  # a narrow layer multiplies by the weights of q, k and v one at a time
     ours, half = losses(SMALL), losses("mixed_bfloat16")
     assert half[-1] < 0.5 * half[0] and abs(ours[-1] - half[-1]) < 0.05 * half[0]
     assert ours != half

@@ -29,7 +29,7 @@ def in_float8(part, size, way, tokens=64):
 
 @pytest.mark.slow("a part of a benchmark")
 def test_the_products_of_weights_are_float8_and_those_of_bfloat16_are_not(emulated):
-    assert in_float8("step", 64, float8.DEFAULT) == 12
+    assert in_float8("step", 64, float8.DEFAULT) == 9  # the three of q, k and v are narrower than `min_dim`
     assert in_float8("layer", 64, float8.DEFAULT) == 3 and in_float8("layer", 64, float8.HALF) == 0
 
 
