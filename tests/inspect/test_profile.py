@@ -430,7 +430,7 @@ def test_the_command_prints_the_profile(tmp_path, monkeypatch, capsys):
     (tmp_path / "planted_profile.py").write_text(
         "import jax.numpy as jnp\n"
         "def fun(w, x):\n    return x @ w\n"
-        "def args():\n    return jnp.ones((64, 64)), jnp.ones((64, 64))\n"
+        "def args():\n    return jnp.ones((512, 512)), jnp.ones((512, 512))\n"
     )
     monkeypatch.chdir(tmp_path)
     command = ["profile", "planted_profile:fun", "--args", "planted_profile:args", "--steps", "1"]
