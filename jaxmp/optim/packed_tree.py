@@ -27,7 +27,7 @@ class Group(NamedTuple):
 
 
 class InVector:
-    """The place of a packed leaf in :attr:`PackedTree.others`; a pytree without leaves."""
+    """The place of a packed leaf in :attr:`PackedTree.separate`; a pytree without leaves."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, InVector)
@@ -63,7 +63,7 @@ class Layout:
             return tree
         self._require_shapes(tree)
         leaves, structure = jax.tree.flatten(tree)
-        others = list(leaves)
+        separate = list(leaves)
         vectors = {}
         for group in self.groups:
             parts = [leaves[number] for number in group.members]
@@ -77,8 +77,8 @@ class Layout:
             dims = len(self.shapes[group.members[0]])
             vectors[group.name] = vector.reshape((1,) * (dims - 1) + vector.shape)
             for number in group.members:
-                others[number] = InVector()
-        return PackedTree(vectors, jax.tree.unflatten(structure, others), self)
+                separate[number] = InVector()
+        return PackedTree(vectors, jax.tree.unflatten(structure, separate), self)
 
     def _require_shapes(self, tree: Any) -> None:
         named = jax.tree.leaves_with_path(tree)
@@ -101,17 +101,17 @@ class PackedTree:
 
     Attributes:
       vectors: the vectors by the name of their group.
-      others: the tree with :class:`InVector` in place of the packed leaves.
+      separate: the tree of the leaves that are stored separately, with :class:`InVector` in place of packed leaves.
       layout: the places of the packed leaves in the vectors.
     """
 
     vectors: dict[str, Any]
-    others: Any
+    separate: Any
     layout: Layout = flax.struct.field(pytree_node=False)
 
     def places(self) -> tuple[list[Any], Any]:
         """Return the leaves of the tree, with InVector for packed leaves, and its structure."""
-        return jax.tree.flatten(self.others, is_leaf=lambda node: isinstance(node, InVector))
+        return jax.tree.flatten(self.separate, is_leaf=lambda node: isinstance(node, InVector))
 
     def unpacked(self) -> Any:
         """Return the tree with all of its leaves."""

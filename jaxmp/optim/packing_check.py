@@ -150,9 +150,9 @@ def _facts_of_packed(args: Any, formulas: dict[Hashable, int]) -> Any:
             facts.append(_Shared(symbol("array", number), np.ndim(node) == 0))
             continue
         vectors = {name: _Elements(_Leaf(name, 0), symbol("leaf", number)) for name in node.vectors}
-        others = jax.tree.leaves(node.others)
-        shared = [_Shared(symbol("other", number, n), np.ndim(leaf) == 0) for n, leaf in enumerate(others)]
-        facts.append(PackedTree(vectors, jax.tree.unflatten(jax.tree.structure(node.others), shared), node.layout))
+        separate = jax.tree.leaves(node.separate)
+        shared = [_Shared(symbol("other", number, n), np.ndim(leaf) == 0) for n, leaf in enumerate(separate)]
+        facts.append(PackedTree(vectors, jax.tree.unflatten(jax.tree.structure(node.separate), shared), node.layout))
     return structure.unflatten(facts)
 
 
@@ -181,10 +181,10 @@ def _require_equal(packed_result: Any, single_result: Any, of_packed: _Evaluatio
             pairs.append((of_packed.formula(node), of_single.formula(part)))
         else:
             leaves = jax.tree.leaves(part)
-            others, _ = node.places()
-            for other, leaf in zip(others, leaves, strict=True):
-                if not isinstance(other, InVector):
-                    pairs.append((of_packed.formula(other), of_single.formula(leaf)))
+            node_leaves, _ = node.places()
+            for node_leaf, leaf in zip(node_leaves, leaves, strict=True):
+                if not isinstance(node_leaf, InVector):
+                    pairs.append((of_packed.formula(node_leaf), of_single.formula(leaf)))
             for group in node.layout.groups:
                 of_vector = of_packed.formula_of(node.vectors[group.name], _Leaf(group.name, 0))
                 for place, number in enumerate(group.members):

@@ -161,7 +161,7 @@ def test_a_mesh_gives_the_params_of_one_device():
         assert specs["kernel"] != P() == specs["bias"]
         sharding = Sharding(mesh, specs)
         state = jaxmp.TrainState.create_sharded(lambda: params, tx, sharding)
-        assert state.opt_state.inner_state.inner_state[1][0].mu.others["kernel"].sharding.spec == specs["kernel"]
+        assert state.opt_state.inner_state.inner_state[1][0].mu.separate["kernel"].sharding.spec == specs["kernel"]
         state, _ = jaxmp.make_train_step(loss_fn, donate=False, sharding=sharding)(state, batch)
         assert_close(jax.device_get(state.params), jax.device_get(single.params))
 
