@@ -85,7 +85,9 @@ class BERT(Transformer):
         norm = functools.partial(nn.LayerNorm, epsilon=1e-12, dtype=self.dtype)
         gelu = functools.partial(nn.gelu, approximate=False)
         positions, types = _embed(self, self.sequence, "positions"), _embed(self, 2, "types")
-        x = embed(tokens) + positions(jnp.arange(tokens.shape[1])) + types(jnp.zeros_like(tokens))
+        # One look-up for all tokens, which have the type 0. With a look-up for each token, all gradients would be added
+        # to one row of the table, which takes longer than the rest of the step.
+        x = embed(tokens) + positions(jnp.arange(tokens.shape[1])) + types(jnp.zeros((), tokens.dtype))
         x = norm(name="norm")(x)
         for i in range(self.layers):
             y = Attention(self.heads, False, self.dtype, name=f"attention{i}")(x)

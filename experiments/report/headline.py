@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,10 @@ def steps_of(source: Source | None, model: Name) -> Results:
     return Results({"model": model}, alone, rows.get("turns", {}), {})
 
 
+def _has_steps_of(model: Name, data: dict[str, Any]) -> bool:
+    return full(model, data["models"].get(model))
+
+
 def _whole(run: dict[str, Any]) -> bool:
     return run["setting"].get("whole", False)
 
@@ -115,10 +120,13 @@ class Sources:
 
     Args:
       results: the folder of results.
+
+    Attributes:
+      train_steps: by model, the newest train steps that were measured on a device.
     """
 
     def __init__(self, results: Path) -> None:
-        self.train_step = newest(results, "train_step", lambda data: any(full(*m) for m in data["models"].items()))
+        self.train_steps = {model: newest(results, "train_step", partial(_has_steps_of, model)) for model in MODELS}
         self.compiled = newest(results, "compile_only", lambda data: any(r["full"] for r in data["results"]))
         self.accuracy = newest(results, "accuracy", lambda data: any(_whole(run) for run in data["runs"]))
         self.remat = newest(
@@ -126,15 +134,16 @@ class Sources:
         )
 
     def all(self) -> list[Source]:
-        """Return the results that exist."""
-        return [source for source in (self.train_step, self.compiled, self.remat, self.accuracy) if source]
+        """Return the results that exist, each once."""
+        found = (*self.train_steps.values(), self.compiled, self.remat, self.accuracy)
+        return list({source.path: source for source in found if source}.values())
 
     def goals(self, model: str) -> dict[str, tuple[Goal, str]]:
         """Return a model's goals by key, each with the mark for its table cell.
 
         A measured figure has no mark. Where no figure was measured, the figure of the compiled step is used.
         """
-        steps = steps_of(self.train_step, model)
+        steps = steps_of(self.train_steps[model], model)
         goals = {goal.key: (goal, "") for goal in train_step_goals.goals(steps)}
         torch, float32 = (steps.memory("train", key) for key in (steps.reference("train") or "", "hand-fp32"))
         typed = {key for key, peak in (("memory", torch), ("remat_memory", torch), ("saved", float32)) if not peak}

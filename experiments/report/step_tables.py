@@ -1,7 +1,7 @@
 """Write the tables of train steps: those measured on GPUs, and those compiled for a GPU.
 
-All cells of a measured table come from one run on one device. A measured table has the step time and the peak memory of
-each row, relative to torch.compile in the same run.
+All columns of a measured table come from one device, and all cells of a column from one run. A measured table has the
+step time and the peak memory of each row, relative to torch.compile in the same run.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ REFERENCE = "compile-bf16"
 SHOWN = (*SETTINGS, "jaxmp-bf16-remat", "autocast-bf16", "unprepared-bf16", "hand-bf16", REFERENCE)
 """The rows of a measured table, in this order."""
 NOTHING = "–"
+DOMINANT = 0.5
+"""The share of a step's kernel time from which a single kernel is named below the table."""
 COMPILED = {
     "peak memory, relative to torch.compile AMP": ("memory", ".2f"),
     "peak memory with remat, relative to torch.compile AMP": ("remat_memory", ".2f"),
@@ -28,26 +30,51 @@ COMPILED = {
 """The rows of the compiled table: the goal that has the figure, and its format."""
 
 
-def by_device(results: Path) -> dict[str, Source]:
-    """Return the newest measured train steps of each device, the newest device first."""
+def by_device(results: Path) -> dict[str, dict[str, Source]]:
+    """Return each device's newest measured train steps of each model, the newest device first."""
+    devices: dict[str, dict[str, Source]] = {}
     sources = all_of(results, "train_step", lambda data: any(full(*model) for model in data["models"].items()))
-    newest = {source.where["device"]: source for source in sorted(sources, key=lambda source: source.where["date"])}
-    return dict(sorted(newest.items(), key=lambda item: item[1].where["date"], reverse=True))
+    for source in sorted(sources, key=lambda source: source.where["date"], reverse=True):
+        by_model = devices.setdefault(source.where["device"], {})
+        for model in MODELS:
+            if full(model, source.data["models"].get(model)):
+                by_model.setdefault(model, source)
+    return devices
 
 
 def measured(results: Path) -> list[str]:
     """Return a table for each device in Markdown, each after a sentence."""
     lines = []
-    for device, source in by_device(results).items():
-        table = _measured_table(source)
+    for device, by_model in by_device(results).items():
+        table = _measured_table(by_model)
         if table:
             title = f"A train step on {device.removesuffix(' (gpu)')}: step time · peak memory, relative to"
             lines += [f"{title} torch.compile AMP in bfloat16 in the same run.", "", *table, ""]
+            lines += [line for note in _dominant_kernels(by_model) for line in (note, "")]
     return lines
 
 
-def _measured_table(source: Source) -> list[str]:
-    steps = {model: steps_of(source, model) for model in MODELS if full(model, source.data["models"].get(model))}
+def _dominant_kernels(by_model: dict[str, Source]) -> list[str]:
+    """Return a sentence for each row in which a single kernel takes most of the time."""
+    notes = []
+    for model, source in by_model.items():
+        steps = steps_of(source, model)
+        for key in SHOWN:
+            figures = steps.figures("train", key)
+            if not figures.get("kernel_ms"):
+                continue
+            name, milliseconds, _ = max(figures["kernels"], key=lambda kernel: kernel[1])
+            part = milliseconds / figures["kernel_ms"]
+            if part > DOMINANT:
+                title = MODELS[model].split(",")[0]
+                notes.append(
+                    f"{title}, {ROWS[key].label}: a single kernel, `{name}`, takes {part:.0%} of the kernels' time."
+                )
+    return notes
+
+
+def _measured_table(by_model: dict[str, Source]) -> list[str]:
+    steps = {model: steps_of(by_model[model], model) for model in MODELS if model in by_model}
     rows = []
     for key in SHOWN:
         cells = [_cell(steps[model], key) for model in steps]

@@ -76,10 +76,10 @@ def cells(results):
     return rows, "\n".join([*lines, *provenance])
 
 
-def train_step(folder, sizes=FULL, environment=GPU, only=(), together=(), losses=None):
-    """Write a result of GPT-2's train step: torch.compile takes 30 ms, 8,000 MiB."""
+def train_step(folder, sizes=FULL, environment=GPU, only=(), together=(), losses=None, model="gpt2"):
+    """Write a result of a model's train step: torch.compile takes 30 ms, 8,000 MiB."""
     about = {
-        "model": "gpt2", "text": "GPT-2", "sizes": dataclasses.asdict(sizes["gpt2"]), "items": 1, "unit": "tokens",
+        "model": model, "text": model, "sizes": dataclasses.asdict(sizes[model]), "items": 1, "unit": "tokens",
         "model_flops": 1, "measured": "2026-11-21", "environment": environment, "setting": {"smoke": False},
     }  # fmt: skip
     rows = {  # ms, MiB
@@ -93,7 +93,7 @@ def train_step(folder, sizes=FULL, environment=GPU, only=(), together=(), losses
     rows = {key: row for key, row in rows.items() if not only or key in only}
     for key, (_, mib) in rows.items():
         figures = {"compile_seconds": 1.0, "peak": mib * MIB, "flops": {"bfloat16": 995, "float32": 5}}
-        write_json(folder / f"alone-gpt2-{key}.json", {**about, "row": key, "train": figures})
+        write_json(folder / f"alone-{model}-{key}.json", {**about, "row": key, "train": figures})
     losses = losses or {}
     for i, keys in enumerate(together or (tuple(rows),)):
         times = {
@@ -101,7 +101,7 @@ def train_step(folder, sizes=FULL, environment=GPU, only=(), together=(), losses
             for key, (ms, _) in rows.items()
             if key in keys
         }
-        write_json(folder / f"together-gpt2-train-{i}.json", {**about, "pass": "train", "rows": times})
+        write_json(folder / f"together-{model}-train-{i}.json", {**about, "pass": "train", "rows": times})
     train_step_report.write(folder)
 
 
@@ -276,6 +276,21 @@ def test_the_readme_compares_the_rows_of_one_run_on_each_device(tmp_path):
     }
     # The newest result of the H200 lacks torch.compile, so it has no table.
     assert not any("H200" in line for line in lines)
+
+
+def test_each_model_has_a_column_from_the_newest_run_that_measured_it(tmp_path):
+    older = {**GPU, "date": "2026-11-20 10:00 +0000"}
+    train_step(tmp_path / "train_step-20261120", environment=older, only=("hand-bf16", "compile-bf16"))
+    train_step(tmp_path / "train_step-20261121", model="bert", only=("jaxmp-bf16", "compile-bf16"))
+    assert shown(step_tables.measured(tmp_path)) == {
+        "": ["BERT-Base, 64×512", "GPT-2 124M, 16×1024"],
+        "jaxmp, bf16": ["0.90 · 0.75", "–"],
+        "JAX by hand, bf16": ["–", "0.87 · 1.50"],
+        "torch.compile AMP, bf16": ["31.0 ms · 7.8 GiB", "31.0 ms · 7.8 GiB"],
+    }
+    table, text = cells(tmp_path)
+    assert table["step time, relative to torch.compile AMP"] == {"resnet50": "", "bert": "✓ 0.900 (≤ 0.93)", "gpt2": ""}
+    assert "[train_step-20261120](" in text and "[train_step-20261121](" in text
 
 
 def test_the_readme_shows_what_was_compiled_without_goals_and_without_empty_cells(tmp_path):
