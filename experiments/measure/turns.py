@@ -32,7 +32,8 @@ class Prepared:
       compile_seconds: the seconds to lower and compile the function, without making the model and its state. For torch,
         the seconds of the first call.
       compiled_bytes: the peak bytes of the program as planned by the compiler; None for torch.
-      program: returns the HLO text of the compiled program; None for torch.
+      joinable: compiles the function again so that a trace joins its kernels to instructions, and returns such a
+        ``turn`` and the HLO text of its program; None if that is not worth its time.
       about: further figures of the function.
     """
 
@@ -40,7 +41,7 @@ class Prepared:
     loss: Callable[[], float] | None = None
     compile_seconds: float = 0.0
     compiled_bytes: int | None = None
-    program: Callable[[], str] | None = None
+    joinable: Callable[[], tuple[Callable[[], Any], str]] | None = None
     about: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 

@@ -96,12 +96,16 @@ def _cell(steps: Results, key: str) -> str:
 
 
 def compiled(results: Path) -> list[str]:
-    """Return a table of the newest compiled train steps in Markdown, after a sentence."""
+    """Return a table of the newest compiled train steps in Markdown, after a sentence.
+
+    Figures that were measured on a device for all models are left out.
+    """
     sources = Sources(results)
     rows = []
     for name, (key, form) in COMPILED.items():
         cells = [_compiled_cell(sources.compiled_goals(model), key, form) for model in MODELS]
-        if set(cells) != {NOTHING}:
+        is_measured = all(_is_measured(sources, model, key) for model in MODELS)
+        if set(cells) != {NOTHING} and not is_measured:
             rows.append((name, *cells))
     if not rows:
         return []
@@ -110,6 +114,12 @@ def compiled(results: Path) -> list[str]:
         "and of float32 were measured once."
     )
     return [sentence, "", *_markdown(list(MODELS.values()), rows), ""]
+
+
+def _is_measured(sources: Sources, model: str, key: str) -> bool:
+    """Return whether a figure was measured, or does not exist for the model."""
+    goal, mark = sources.goals(model).get(key, (None, ""))
+    return goal is None or (goal.value is not None and not mark)
 
 
 def _compiled_cell(goals: dict[str, Any], key: str, form: str) -> str:

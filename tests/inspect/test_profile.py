@@ -19,7 +19,7 @@ from flax import nnx
 
 import jaxmp
 from jaxmp.inspect import profile
-from jaxmp.inspect._profile import kernel_rows, kinds
+from jaxmp.inspect._profile import kernel_rows, kinds, profiling
 from jaxmp.inspect._profile.ceilings import Ceilings
 from jaxmp.inspect._profile.power import PowerReading
 from jaxmp.inspect._profile.sentences import Measured, sentences_of
@@ -259,6 +259,45 @@ def test_two_donated_arguments_of_one_structure_get_their_own_results():
     assert not params.is_deleted()
 
 
+@functools.partial(jax.jit, static_argnums=1, donate_argnums=0)
+def _repeated(w, times, x):
+    for _ in range(times):
+        w = w - 0.1 * jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+    return w
+
+
+def _nnx_call():
+    model = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
+    return nnx.jit(lambda model, x: model(x)), (model, jnp.ones((32, 64)))
+
+
+def _nnx_step():
+    model = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
+    step = jaxmp.nnx.make_train_step(lambda model, x: jnp.mean(model(x) ** 2))
+    return step, (model, jaxmp.nnx.Optimizer(model, optax.sgd(0.1)), jnp.ones((32, 64)))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: (_repeated, (jnp.ones((64, 64)), 2, jnp.ones((32, 64)))),
+        lambda: (_step()[0], _step()[1:]),
+        _nnx_call,
+        _nnx_step,
+    ],
+    ids=["jit", "step", "nnx.jit", "nnx step"],
+)
+def test_for_a_gpu_the_kernels_of_a_second_program_without_cuda_graphs_are_traced(call, monkeypatch):
+    fun, args = call()
+    with jaxmp.hardware.assumed("h200"):
+        measured = profile(fun, steps=2)(*args)
+        assert measured.groups[kinds.UNKNOWN] == 0 and measured.tensor_core_time > 0
+        assert sum(measured.groups.values()) == pytest.approx(measured.milliseconds)
+        monkeypatch.setattr(profiling, "WITHOUT_CUDA_GRAPHS", {"xla_unknown_option": ""})
+        with pytest.raises(jax.errors.JaxRuntimeError, match="xla_unknown_option"):
+            profile(fun, steps=2)(*args)
+
+
 def test_a_model_that_two_arguments_share_stays_one_model():
     model = nnx.Linear(16, 16, rngs=nnx.Rngs(0))
     are_one = []
@@ -360,6 +399,18 @@ def test_kernels_of_a_program_that_is_not_known_for_certain_stay_without_a_path(
     assert sum(row.milliseconds for row in rows) == pytest.approx(4)
 
 
+def test_the_kernels_of_a_cuda_graph_are_unknown_and_the_others_are_not():
+    names = ["convert_fusion", "command_buffer_12", "command_buffer_12", "sum_fusion"]
+    events = [Event(f"kernel_{i}", name, "jit_step", 7, i, i + 1.0) for i, name in enumerate(names)]
+    rows = kernel_rows.rows_of(events, 1, GPU_PROGRAM)
+    kinds_of = {row.instruction: (row.kind, row.milliseconds) for row in rows}
+    assert kinds_of == {
+        "convert_fusion": (kinds.CAST, 1.0),
+        "command_buffer_12": (kinds.UNKNOWN, 2.0),
+        "sum_fusion": (kinds.REDUCTION, 1.0),
+    }
+
+
 def _measured(**changes):
     """Return measurements of a call of 10 ms that has nothing to complain about."""
     row = kernel_rows.ProfileRow(
@@ -396,6 +447,7 @@ _READING = PowerReading(
         ({"busy": 0.6, "copied": [1]}, ["each call copies the NumPy arrays of argument 1"]),
         ({"groups": {kinds.HALF: 7.0, kinds.CAST: 2.5}}, ["Other kernels: casts 25%.", "Casts: audit shows"]),
         ({"groups": {kinds.HALF: 4.0, kinds.UNKNOWN: 5.0}}, ["50% of the time is in programs that could not be read"]),
+        ({"groups": {kinds.HALF: 4.0, kinds.UNKNOWN: 5.0}, "has_graphs": True}, ["50% of the time is in CUDA graphs"]),
         ({"groups": {kinds.HALF: 7.0, kinds.UPDATE: 2.5}}, ["Optimizer and finite check: their time does not depend"]),
     ],
 )

@@ -137,7 +137,8 @@ class Rows:
             milliseconds = self.milliseconds(model, key)
             seconds += steps * milliseconds / 1000
             if rounds:
-                seconds += AGAIN + (rounds + WARM_UP) * max(block_ms, milliseconds) / 1000
+                turn = max(block_ms, milliseconds) + 2 * milliseconds  # see experiments.measure.timing
+                seconds += AGAIN + (rounds + WARM_UP) * turn / 1000
         return Seconds(seconds, "not recorded yet; an estimate from recorded rows")
 
 

@@ -30,6 +30,7 @@ from experiments.measure import flops, memory, timing
 from experiments.measure.turns import Prepared
 from experiments.models import attention, by_hand
 from experiments.models.workloads import LossFn, Workload, workload
+from jaxmp.inspect._profile.profiling import WITHOUT_CUDA_GRAPHS
 
 WEIGHT_DECAY, CLIP = 0.01, 1.0
 POLICIES = {"bf16": "mixed_bfloat16", "fp16": "mixed_float16", "tf32": "tensorfloat32", "fp32": "float32"}
@@ -62,7 +63,8 @@ def train_step(case: Workload, row: Row) -> tuple[Start, Step]:
             tx = jaxmp.pack_small(tx)
         if row.scaled:
             tx = jaxmp.loss_scaling(tx, jaxmp.DynamicLossScale())
-        return _made(loss_fn, tx, case.init, None if explicit else POLICIES[row.precision])
+        policy = None if explicit else POLICIES[row.precision]
+        return _made(loss_fn, tx, case.init, policy, row.compiler_options)
     model = _by_hand(case, row)
     loss_fn = by_hand.loss_fn_of(model)
     if row.library == "unprepared":
@@ -114,7 +116,10 @@ def prepare(case: Workload, row: Row, which: Pass, batch: Any) -> Prepared:
     if which == "train":
         start, step = train_step(case, row)
         args = (start(), batch)
-        call, jitted = (step, step.train) if isinstance(step, Made) else (jax.jit(step, donate_argnums=0),) * 2
+        if isinstance(step, Made):
+            call, jitted = step, step.train
+        else:
+            call = jitted = jax.jit(step, donate_argnums=0, compiler_options=row.compiler_options)
     else:
         start, fun = forward(case, row)
         args = (jax.jit(start)(), batch["inputs"])
@@ -126,7 +131,14 @@ def prepare(case: Workload, row: Row, which: Pass, batch: Any) -> Prepared:
         args = (scaled_steps.settled(start, compiled, batch), batch)
     turn = timing.turn(call, *args) if which == "train" else functools.partial(compiled, *args)
     loss = (lambda: float(turn()[1])) if which == "train" else None
-    return Prepared(turn, loss, seconds, memory.of_compiled(compiled), compiled.as_text)
+
+    def joinable() -> tuple[Callable[[], Any], str]:
+        args = (start(), batch)
+        program = jitted.lower(*args).compile(compiler_options=WITHOUT_CUDA_GRAPHS)
+        return timing.turn(program, *args), program.as_text()
+
+    is_joined = which == "train" and row.library == "jaxmp"  # of the other rows, the names of the kernels say enough
+    return Prepared(turn, loss, seconds, memory.of_compiled(compiled), joinable if is_joined else None)
 
 
 def step_flops(case: Workload, row: Row) -> dict[str, int]:
@@ -168,9 +180,19 @@ class Made:
         return state, metrics["loss"]
 
 
-def _made(loss_fn: LossFn, tx: optax.GradientTransformation, init: Init, policy: str | None) -> tuple[Start, Step]:
-    # A non-finite loss is an error of this row in the report, so it must not raise here.
-    train = jaxmp.make_train_step(loss_fn, policy=policy, max_consecutive_skips=sys.maxsize)
+def _made(
+    loss_fn: LossFn,
+    tx: optax.GradientTransformation,
+    init: Init,
+    policy: str | None,
+    compiler_options: dict[str, bool] | None = None,
+) -> tuple[Start, Step]:
+    train = jaxmp.make_train_step(
+        loss_fn,
+        policy=policy,
+        max_consecutive_skips=sys.maxsize,  # a non-finite loss is an error of this row, so it must not raise
+        compiler_options=compiler_options,
+    )
 
     def start() -> Any:
         params, model_state = jax.jit(init)(jax.random.key(0))

@@ -48,7 +48,7 @@ def describe(case: Workload, row: Row, which: Pass, prepared: Prepared, seconds:
       - ``joules``, ``power``: see :func:`experiments.measure.energy.of_call`
       - ``tensor_time``: the share of the kernels' time in tensor-core kernels
       - ``kernel_ms``, ``kernel_count``, ``groups``, ``kernels``: see :func:`experiments.measure.profiling.summary`
-      - ``kinds``, ``modules``: see :func:`experiments.measure.profiling.by_module`; only for JAX
+      - ``kinds``, ``modules``: see :func:`experiments.measure.profiling.by_module`; only for train steps of jaxmp
       - ``flops``: the FLOPs by dtype
       - ``tensor_flops``: the share of FLOPs in tensor-core dtypes
       - ``seconds``: the seconds that the warm-up, the trace, the energy and the count of FLOPs took
@@ -85,12 +85,16 @@ def describe(case: Workload, row: Row, which: Pass, prepared: Prepared, seconds:
 
 
 def _trace_kernels(row: Row, prepared: Prepared) -> tuple[profiling.Kernels, dict[str, Any]]:
-    """Return the kernels of a call by name, and for JAX also by kind of work and module."""
+    """Return the kernels of a call by name, and for some rows also by kind of work and module."""
     if row.torch:
         return profiling.of_torch(prepared.turn), {}
-    events = profiling.of_jax(prepared.turn)
-    program = prepared.program() if prepared.program else ""
-    return profiling.by_name(events), profiling.by_module(events, program)
+    kernels = profiling.by_name(profiling.of_jax(prepared.turn))
+    if prepared.joinable is None:
+        return kernels, {}
+    turn, program = prepared.joinable()
+    for _ in range(2):
+        jax.block_until_ready(turn())
+    return kernels, profiling.by_module(profiling.of_jax(turn), program)
 
 
 class Stopwatch:

@@ -13,7 +13,7 @@ from experiments.report import plots
 from experiments.report.goals import share
 from experiments.report.tables import Table, cell, spread, titled
 from experiments.training import kept
-from jaxmp.inspect._profile.kinds import KINDS
+from jaxmp.inspect._profile.kinds import KINDS, UNKNOWN
 
 COLUMNS = (
     "row", "ms", "quartiles", "/ torch.compile", "{unit}/s", "peak MiB", "/ torch.compile", "program MiB",
@@ -21,8 +21,8 @@ COLUMNS = (
     "compile s")  # fmt: skip
 POWER_COLUMNS = ("row", "J per call", "W", "limit, W", "SM MHz", "highest MHz", "clocks lowered by", "°C")
 KINDS_NOTE = (
-    "Milliseconds per call, from the same trace. The compiled program tells the kinds apart, so these are more exact "
-    "than the names of kernels. The JSON file has the modules with the most time."
+    "Milliseconds per call, from a trace of the same program without CUDA graphs. The compiled program tells the kinds "
+    "apart, so these are more exact than the names of kernels. The JSON file has the modules with the most time."
 )
 TITLES = {"train": "the train step", "forward": "the forward pass alone"}
 EXPLANATION = (
@@ -161,13 +161,16 @@ def kernels_table(results: Results, which: Pass) -> Table | None:
 
 
 def kinds_table(results: Results, which: Pass) -> Table | None:
-    """Return a table with the milliseconds of each kind of work, in a row for each row of JAX.
+    """Return a table with the milliseconds of each kind of work, in a row for each row of jaxmp.
 
-    The kinds are those of :func:`jaxmp.inspect.profile`, which reads the compiled program. The result is None if no row
-    has a trace.
+    The kinds are those of :func:`jaxmp.inspect.profile`, which reads the compiled program. Rows without a trace, and
+    rows most of whose kernels are of unknown kinds, are left out. The result is None if no row is left.
     """
-    by_row = {key: results.figures(which, key).get("kinds") for key in rows_of(results.about["model"])}
-    by_row = {key: kinds for key, kinds in by_row.items() if kinds}
+    by_row = {}
+    for key in rows_of(results.about["model"]):
+        kinds = results.figures(which, key).get("kinds")
+        if kinds and kinds.get(UNKNOWN, 0.0) < 0.5 * sum(kinds.values()):
+            by_row[key] = kinds
     shown = [kind for kind in KINDS if any(kind in kinds for kinds in by_row.values())]
     rows = []
     for key, kinds in by_row.items():

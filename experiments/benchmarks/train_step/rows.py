@@ -30,6 +30,8 @@ class Row:
       constant_scale: whether the loss has a constant scale. Only a float16 row of jaxmp may have one.
       remat: the part of a transformer's blocks that is recomputed in the backward pass.
       chunks: the chunks of a transformer's cross-entropy; 0 for the model's default. Only a row of jaxmp may have some.
+      triton: whether XLA may compute products in Triton. If it may, bias and activation are kernels of their own, also
+        where cuBLAS turns out to be faster and could have computed them with the product.
       packed: whether small params are updated as one vector, by ``jaxmp.pack_small``. Only a row of jaxmp may do so.
       forward: whether the forward pass is measured too; False if another row has the same forward pass.
       mode: the mode of torch.compile.
@@ -42,6 +44,7 @@ class Row:
     constant_scale: bool = False
     remat: str = "none"
     chunks: int = 0
+    triton: bool = True
     packed: bool = False
     forward: bool = True
     mode: str = "default"
@@ -50,6 +53,11 @@ class Row:
     def torch(self) -> bool:
         """Return whether the row runs in torch."""
         return self.library in ("torch", "compile", "torchao", "transformer_engine")
+
+    @property
+    def compiler_options(self) -> dict[str, bool]:
+        """Return the options of XLA."""
+        return {} if self.triton else {"xla_gpu_enable_triton_gemm": False}
 
     @property
     def transformers_only(self) -> bool:
@@ -76,6 +84,7 @@ ROWS: dict[str, Row] = {
     "jaxmp-bf16-packed": Row("jaxmp, bf16, small params packed", "jaxmp", "bf16", packed=True, forward=False),
     "jaxmp-fp16-packed": Row("jaxmp, fp16, dynamic scaling, small params packed", "jaxmp", "fp16", scaled=True,
                              packed=True, forward=False),
+    "jaxmp-bf16-cublas": Row("jaxmp, bf16, no product in Triton", "jaxmp", "bf16", triton=False, forward=False),
     "jaxmp-fp16-unscaled": Row("jaxmp, fp16, no scaling", "jaxmp", "fp16", forward=False),
     "jaxmp-fp16-constant": Row("jaxmp, fp16, constant scale, unchecked", "jaxmp", "fp16", constant_scale=True,
                                forward=False),
@@ -88,6 +97,7 @@ ROWS: dict[str, Row] = {
     "autocast-fp16": Row("jaxmp.autocast, fp16, dynamic scaling", "autocast", "fp16", scaled=True),
     "unprepared-bf16": Row("jaxmp.autocast of float32 code by hand, bf16", "unprepared", "bf16"),
     "hand-bf16": Row("JAX by hand, bf16", "hand", "bf16"),
+    "hand-bf16-cublas": Row("JAX by hand, bf16, no product in Triton", "hand", "bf16", triton=False, forward=False),
     "hand-fp16": Row("JAX by hand, fp16, no scaling", "hand", "fp16"),
     "jmp-fp16": Row("by hand, fp16, jmp.DynamicLossScale", "jmp", "fp16", scaled=True, forward=False),
     "flax-fp16": Row("by hand, fp16, flax DynamicScale", "flax", "fp16", scaled=True, forward=False),

@@ -132,7 +132,7 @@ class Measurement:
         again = f"{name}-again"  # a second file, because each try may have times that the other lacks
         tries = [record["rows"] for record in (self.has.read(name), self.has.read(again)) if record]
         rounds, block_ms = self.config.length
-        seconds = len(able) * (READY_SECONDS + rounds * block_ms / 1000)
+        seconds = len(able) * (READY_SECONDS + 2 * rounds * block_ms / 1000)
         if not able or (tries and not _to_try_again(tries)) or self.has.clock.late(seconds):
             return
         watch = measure.Stopwatch()

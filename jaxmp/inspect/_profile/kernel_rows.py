@@ -149,7 +149,7 @@ def _programs_of(events: Sequence[Event], text: str) -> dict[_Key, _Program]:
     """
     instructions: dict[_Key, set[str]] = {}
     for event in events:
-        if event.instruction:
+        if event.instruction and not event.is_in_graph:
             instructions.setdefault((event.module, event.program_id), set()).add(event.instruction)
     programs = {}
     unknown = {}

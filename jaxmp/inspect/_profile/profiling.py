@@ -28,6 +28,9 @@ _SECONDS = 1.0
 _ROUND_MILLISECONDS = 50.0
 _LEAST_ROUNDS = 3
 _SHOWN = 20
+WITHOUT_CUDA_GRAPHS = {"xla_gpu_enable_command_buffer": ""}
+"""The options of XLA for a program whose kernels a trace joins to instructions. XLA launches many kernels at once, as a
+CUDA graph, and a trace has only the name of the graph."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,8 +113,9 @@ def profile(fun: Callable[..., Any], *, steps: int = 5) -> Callable[..., Profile
 
     The returned function runs the call on copies of its arguments: twice to warm up, for a second to measure the time
     (on a GPU), and ``steps`` times under JAX's profiler. Each kernel is joined to the instruction of the compiled
-    program that launched it, and so to a path, a phase and a kind of work. The sentences of the report say why half
-    precision is not faster here. A function that donates a state continues with the state that it returns.
+    program that launched it, and so to a path, a phase and a kind of work. For this, a program for a GPU is compiled
+    again without CUDA graphs. The sentences of the report say why half precision is not faster here. A function that
+    donates a state continues with the state that it returns.
 
     Args:
       fun: a train step, a jitted function, or a Python function. A Python function runs as it is, without ``jax.jit``,
@@ -142,26 +146,29 @@ def profile(fun: Callable[..., Any], *, steps: int = 5) -> Callable[..., Profile
 
 
 def _profile_of(call: RepeatedCall, steps: int) -> Profile:
-    for _ in range(2):
-        call.wait(call())
+    _warm_up(call)
     device = hardware.detect()
     is_cpu = device.platform == "cpu"
+    trace = None if call.is_python else compiling.trace_of_call(call.fun, call.args)
     timed = reading = None
+    text = ""
     if not is_cpu:
         with power.monitor() as gpu:
             timed = _timed(call, steps)
         reading = gpu.result()
+        if trace is not None:
+            call.run, text = compiling.call_with_options(call.fun, call.args, WITHOUT_CUDA_GRAPHS)
+            _warm_up(call)
+    elif trace is not None:
+        text = str(compiling.compiled_of(trace).as_text())
     in_trace: list[_Timed] = []
-    events = traced(lambda: in_trace.append(_round(call, steps)))
+    events = traced(lambda: in_trace.append(_row(call, steps)))
     if not events:
         raise ValueError(
             f"the trace of {device.name} has no kernels; profile reads traces of GPUs and CPUs, of a function that "
             "runs operations of JAX"
         )
-    # On a CPU, the program is the same with and without a trace. A GPU runs CUDA graphs only without a trace.
-    timed = timed or in_trace[0]
-    trace = None if call.is_python else compiling.trace_of_call(call.fun, call.args)
-    text = "" if trace is None else str(compiling.compiled_of(trace).as_text())
+    timed = timed or in_trace[0].per_call(steps)  # on a CPU, the program is the same with and without a trace
     rows = [_as_on_device(row, device) for row in rows_of(events, steps, text)]
     if trace is not None and is_cpu:
         rows = with_traced_dtypes(rows, trace)
@@ -186,6 +193,7 @@ def _profile_of(call: RepeatedCall, steps: int) -> Profile:
         copied=call.copied,
         drawing=timed.drawing,
         callbacks=_callbacks_in(text),
+        has_graphs=any(event.is_in_graph for event in events),
     )
     return Profile(
         device=device.name,
@@ -210,36 +218,47 @@ def _callbacks_in(text: str) -> list[str]:
     return list(dict.fromkeys(paths))
 
 
+def _warm_up(call: RepeatedCall) -> None:
+    for _ in range(2):
+        call.wait(call())
+
+
 class _Timed(NamedTuple):
-    """The milliseconds of a call, and the milliseconds in which it draws a batch."""
+    """The milliseconds of calls, and the milliseconds in which they draw batches."""
 
     milliseconds: float
     drawing: float
 
+    def per_call(self, calls: int) -> _Timed:
+        """Return the times of a call."""
+        return _Timed(self.milliseconds / calls, self.drawing / calls)
+
 
 def _timed(call: RepeatedCall, steps: int) -> _Timed:
-    """Return the median times of rounds of at least ``steps`` calls.
+    """Return the median times of a call within a long row of calls.
 
-    A round is so long that the start of its first call and the end of its last call do not count.
+    The first call of a row starts late, because the device waits for the host's Python code. Later calls do not: the
+    host prepares them while the device computes. So a row of one call is subtracted from a longer row.
     """
-    first = _round(call, steps)
-    calls = max(steps, math.ceil(_ROUND_MILLISECONDS / first.milliseconds))
+    calls = max(steps, math.ceil(_ROUND_MILLISECONDS / _row(call, 1).milliseconds))
     rounds = list[_Timed]()
     started = time.perf_counter()
     while len(rounds) < _LEAST_ROUNDS or time.perf_counter() - started < _SECONDS:
-        rounds.append(_round(call, calls))
+        first, all_calls = _row(call, 1), _row(call, calls + 1)
+        later = _Timed(all_calls.milliseconds - first.milliseconds, all_calls.drawing - first.drawing)
+        rounds.append(later.per_call(calls))
     return _Timed(*map(statistics.median, zip(*rounds, strict=True)))
 
 
-def _round(call: RepeatedCall, steps: int) -> _Timed:
-    """Run ``steps`` calls in a row, wait for the last one, and return the times of a call."""
+def _row(call: RepeatedCall, calls: int) -> _Timed:
+    """Run calls in a row, wait for the last one, and return the times of all calls together."""
     drawn_before = call.seconds_to_draw
     started = time.perf_counter()
-    for _ in range(steps):
+    for _ in range(calls):
         result = call()
     call.wait(result)
     seconds = time.perf_counter() - started
-    return _Timed(1e3 * seconds / steps, 1e3 * (call.seconds_to_draw - drawn_before) / steps)
+    return _Timed(1e3 * seconds, 1e3 * (call.seconds_to_draw - drawn_before))
 
 
 def _as_on_device(row: ProfileRow, device: hardware.Hardware) -> ProfileRow:

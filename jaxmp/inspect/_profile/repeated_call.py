@@ -25,7 +25,8 @@ class RepeatedCall:
     arguments is a source of batches, from which each call draws the next one.
 
     Attributes:
-      fun: the function that runs: for a step of an NNX model, the same step as a function of a train state.
+      fun: the function: for a step of an NNX model, the same step as a function of a train state.
+      run: the function that a call runs: ``fun``, or the same program with other options of the compiler.
       args: the arguments of the next call.
       seconds_to_draw: the seconds that all calls took to draw batches.
 
@@ -44,7 +45,7 @@ class RepeatedCall:
             call = step_call(fun, args)
             fun, args = call.step, [call.state, call.batch]
             self._iterators = {} if batches is None else {1: batches}
-        self.fun = fun
+        self.fun = self.run = fun
         self.args = _copied(args)
         self._is_first = True
 
@@ -53,7 +54,7 @@ class RepeatedCall:
         if not self._is_first:  # the first batches were drawn with the arguments
             self.args = [self._draw(number, arg) for number, arg in enumerate(self.args)]
         self._is_first = False
-        result = self.fun(*self.args)
+        result = self.run(*self.args)
         self.args = _replace_donated(self.args, result)
         return result
 

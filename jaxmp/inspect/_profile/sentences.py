@@ -47,6 +47,7 @@ class Measured:
       copied: the numbers of the arguments with large NumPy arrays, which each call copies to the device.
       drawing: the milliseconds that the host takes to draw a batch.
       callbacks: the paths of the program's calls of Python.
+      has_graphs: whether kernels ran in CUDA graphs, so that their instructions are unknown.
     """
 
     milliseconds: float
@@ -61,6 +62,7 @@ class Measured:
     copied: Sequence[int] = ()
     drawing: float = 0.0
     callbacks: Sequence[str] = ()
+    has_graphs: bool = False
 
     def share(self, *names: str) -> float:
         """Return the share of the time in kinds of work."""
@@ -83,7 +85,13 @@ def sentences_of(measured: Measured) -> tuple[str, ...]:
 def _on_products(measured: Measured) -> list[str]:
     unknown = measured.share(kinds.UNKNOWN)
     lines = []
-    if unknown >= _NOTABLE:
+    if unknown >= _NOTABLE and measured.has_graphs:
+        lines.append(
+            f"{unknown:.0%} of the time is in CUDA graphs, whose kernels have no paths in a trace, so the other shares "
+            "are too low. Profile the jitted step, or set XLA_FLAGS=--xla_gpu_enable_command_buffer= before you start "
+            "Python."
+        )
+    elif unknown >= _NOTABLE:
         lines.append(
             f"{unknown:.0%} of the time is in programs that could not be read, so the other shares are too low."
         )

@@ -11,6 +11,9 @@ from typing import Any
 
 import jax
 
+_GRAPH = "command_buffer"
+"""XLA's name for a CUDA graph, before a number."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Event:
@@ -18,7 +21,8 @@ class Event:
 
     Attributes:
       kernel: the name of the kernel. On a CPU, it is the name of the instruction.
-      instruction: the name of the HLO instruction that launched the kernel; empty if the trace has none.
+      instruction: the name of the HLO instruction that launched the kernel; empty if the trace has none. All kernels
+        of a CUDA graph have the name of the graph.
       module: the name of the compiled program.
       program_id: the id of the compiled program; 0 if the trace has none.
       start: the time at which the kernel started, in milliseconds.
@@ -36,6 +40,11 @@ class Event:
     def milliseconds(self) -> float:
         """Return how long the kernel took."""
         return self.end - self.start
+
+    @property
+    def is_in_graph(self) -> bool:
+        """Return whether the kernel ran in a CUDA graph, whose kernels a trace does not join to instructions."""
+        return self.instruction.startswith(_GRAPH)
 
 
 def traced(run: Callable[[], Any]) -> list[Event]:

@@ -147,3 +147,26 @@ def compiled(
     The arguments and errors are those of :func:`trace_of_call`.
     """
     return compiled_of(trace_of_call(fun, args, device, topology=topology), device)
+
+
+def call_with_options(
+    fun: Callable[..., Any], args: Sequence[Any], compiler_options: Mapping[str, Any]
+) -> tuple[Callable[..., Any], str]:
+    """Compile the call ``fun(*args)`` for the attached device, with options of XLA.
+
+    Args:
+      fun: a train step or a jitted function.
+      args: the arguments of ``fun``.
+      compiler_options: the options of XLA by name.
+
+    Returns:
+      A function of the same arguments that runs the program, and the program's HLO text.
+    """
+    program = trace_of_call(fun, args).lower().compile(compiler_options=dict(compiler_options))
+
+    def run(*args: Any) -> Any:
+        jitted, arrays = call_of(fun, args)
+        static = jitted.static if isinstance(jitted, _WithStaticArguments) else {}
+        return program(*(array for number, array in enumerate(arrays) if number not in static))
+
+    return run, str(program.as_text())

@@ -9,6 +9,7 @@ import pytest
 from experiments.benchmarks import gpu
 from experiments.benchmarks.shared import foreseen
 from experiments.report.json_files import write_json
+from experiments.report.predictions import TIMES
 
 
 @pytest.fixture
@@ -31,21 +32,25 @@ def seconds(results, model, keys, known=(), rounds=8, steps=0):
     return None if estimate is None else estimate.seconds - foreseen.PIECE
 
 
+def turns(step):
+    """Return the seconds of 10 turns of a row whose step takes ``step`` seconds."""
+    return foreseen.AGAIN + 10 * (max(0.2, step) + 2 * step)
+
+
 def test_an_estimate_adds_up_the_compilation_the_measurement_and_the_turns_of_each_row(results):
-    ours = 72.0 + foreseen.AGAIN + 10 * 0.2
+    ours = 72.0 + turns(0.035)
     assert seconds(results, "gpt2", ["jaxmp-bf16"]) == pytest.approx(ours)
-    by_hand = 20.0 + foreseen.START + foreseen.AGAIN + 10 * 0.5  # a step takes longer than a turn should
+    by_hand = 20.0 + foreseen.START + turns(0.5)  # a step takes longer than a turn should
     assert seconds(results, "gpt2", ["jaxmp-bf16", "hand-bf16"]) == pytest.approx(ours + by_hand)
-    again = foreseen.AGAIN + 10 * 0.2
-    assert seconds(results, "gpt2", ["jaxmp-bf16"], known=["jaxmp-bf16"]) == pytest.approx(again)
+    assert seconds(results, "gpt2", ["jaxmp-bf16"], known=["jaxmp-bf16"]) == pytest.approx(turns(0.035))
 
 
 def test_a_row_without_a_record_takes_as_long_as_those_nearest_to_it(results):
-    of_bert = 60.0 + foreseen.START + foreseen.AGAIN + 10 * 0.2
+    of_bert = 60.0 + foreseen.START + turns(TIMES["bert-hand-bf16"] / 1000)
     assert seconds(results, "bert", ["jaxmp-bf16"]) == pytest.approx(of_bert)
-    median = 40.0 + foreseen.START + foreseen.AGAIN + 10 * 0.2
+    median = 40.0 + foreseen.START + turns(TIMES["gpt2-hand-bf16"] / 1000)
     assert seconds(results, "gpt2", ["jaxmp-bf16-2chunks"]) == pytest.approx(median)
-    torch = 30.0 + foreseen.START + foreseen.AGAIN + 10 * 0.2
+    torch = 30.0 + foreseen.START + turns(TIMES["gpt2-hand-fp16"] / 1000)
     assert seconds(results, "gpt2", ["compile-fp16"]) == pytest.approx(torch)
     assert seconds(results, "gpt2", ["hand-fp32"]) is None
 

@@ -238,14 +238,25 @@ def test_a_function_that_fails_has_no_more_turns_and_the_others_go_on():
     assert timing.interleaved({}, rounds=3) == {}
 
 
-def test_a_turn_of_timing_lasts_about_as_long_as_asked_and_quartiles_are_numpys(monkeypatch):
-    clock = iter(range(0, 10_000))
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: next(clock) / 1000)  # a turn seems to take 1 ms
+def test_a_turn_of_timing_lasts_about_as_long_as_asked_and_leaves_out_the_wait_for_its_first_call(monkeypatch):
+    clock = [0.0]
     calls: list[int] = []
-    times = timing.interleaved({"a": lambda: calls.append(1)}, rounds=2, block_ms=5)
-    assert len(calls) == 1 + 1 + 5 + 5
-    assert times["a"] == pytest.approx([1 / 5, 1 / 5])
 
+    def call():
+        calls.append(1)
+        clock[0] += 0.002
+
+    def wait(_):
+        clock[0] += 0.003  # once in each row of calls
+
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(timing.jax, "block_until_ready", wait)
+    times = timing.interleaved({"a": call}, rounds=2, block_ms=20)
+    assert len(calls) == 1 + 1 + 2 * (1 + 5)  # a call seems to take 2 + 3 ms at first
+    assert times["a"] == pytest.approx([2.0, 2.0])
+
+
+def test_quartiles_are_those_of_numpy():
     times = [5.0, 1.0, 2.0, 9.0, 4.0]
     assert timing.quartiles(times) == tuple(np.quantile(times, [0.25, 0.5, 0.75]))
     assert timing.quartiles([3.0]) == (3.0, 3.0, 3.0)
