@@ -4,10 +4,12 @@ An amplifier turns a small error of an operand into a large error of the result.
 becomes 300, which is another pixel, and a phase of 300.4 becomes noise. A search back from each amplifier finds the
 values that must be float32:
 
-- In general, the search goes back through moves, scales, offsets, bounds and products, because these operations keep
-  the low digits. The search ends at an activation.
+- In general, the search goes back through moves, scales, offsets, bounds, products and sums over an axis, because these
+  operations keep the low digits. The search ends at an activation.
 - From a factorisation or a solver, the search goes back to the nearest products, which are float32 too.
-- From a root or a logarithm, the search ends before the nearest product, which stays half. Example: ``1 - x²``.
+- From a root or a logarithm, the search ends before the nearest product, which stays half. Example: ``x² + eps``.
+
+The result of an amplifier is float32 too.
 """
 
 from __future__ import annotations
@@ -41,7 +43,16 @@ def raise_amplified(graph: Graph) -> None:
         elif name in _ROOTS_AND_LOGARITHMS:
             _raise(walk(_floats(step), _keepers_of_range), step, but=PRODUCTS)
         else:
-            _raise(walk(_amplified_operands(step, name, quantised), _keepers_of_digits), step)
+            amplified = _amplified_operands(step, name, quantised)
+            _raise(walk(amplified, _keepers_of_digits), step)
+            if amplified and step.node is not None:
+                _raise([step.node], step)
+    amplified_products = {
+        node.same: node for node in graph.nodes if node.name in PRODUCTS and node.rule is Rule.AMPLIFIED
+    }
+    for node in graph.nodes:  # the same products, computed again
+        if node.name in PRODUCTS and node.same in amplified_products:
+            node.raise_to(State.FLOAT32, Rule.AMPLIFIED, amplified_products[node.same].cause)
 
 
 def _raise(nodes: Iterable[Node], step: Step, but: Collection[str] = ()) -> None:
@@ -76,14 +87,28 @@ def _amplified_operands(step: Step, name: str, quantised: Collection[Node | None
 
 
 def _is_quantised(rounded: Node, quantised: Collection[Node | None]) -> bool:
-    """Return whether a rounded value becomes a small integer or feeds a product."""
+    """Return whether a rounded value becomes a small integer or feeds a product.
+
+    In ``x - floor(x)`` it does not: the difference has the low digits, and not the rounded value. But a straight-through
+    estimator, ``x + (round(x) - x)``, is the rounded value again.
+    """
+    value = rounded.inputs[0].origin
+    after_rounding = walk([rounded, *rounded.users], lambda node: node.users if node.kind is CLEAR else ())
+    fractions = {node for node in after_rounding if _sums(node, value)}
 
     def follow(node: Node) -> Sequence[Node]:
+        if node in fractions:
+            return [reader for reader in readers_of(node) if _sums(reader, value)]
         is_passed = node is rounded or node.kind in (CLEAR, JOIN) or node.name in _KEEP_QUANTISED
         return node.users if is_passed else ()
 
     after = walk([rounded, *rounded.users], follow)
     return any(reader.name in PRODUCTS or reader in quantised for reader in after)
+
+
+def _sums(node: Node, value: Node) -> bool:
+    """Return whether a node adds ``value`` to another value, or takes their difference."""
+    return node.name in SUMS and value in [operand.origin for operand in node.inputs]
 
 
 def _is_compared_with_positions(step: Step, operand: Node, other: Node) -> bool:
@@ -109,7 +134,7 @@ def _keepers_of_range(node: Node) -> Sequence[Node]:
 
     Examples of ``node`` are ``1 - x²`` and ``x² + eps``.
     """
-    if node.name in PRODUCTS:
+    if node.name in PRODUCTS or node.name == "reduce_sum":
         return ()
     return node.inputs if node.name in SQUARES else _keepers_of_digits(node)
 
@@ -118,7 +143,7 @@ def _keepers_of_digits(node: Node) -> Sequence[Node]:
     """Return the operands whose low digits the result of ``node`` keeps."""
     if node.name in EXTREMES or not node.after_product:
         return ()
-    if node.kind in (CLEAR, JOIN) or node.name in ("neg", _CAST):
+    if node.kind in (CLEAR, JOIN) or node.name in ("neg", "reduce_sum", _CAST):
         return node.inputs
     computed = [operand for operand in node.inputs if operand.after_product]
     if node.name in PRODUCTS or node.name in SCALES:

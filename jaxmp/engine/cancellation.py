@@ -1,20 +1,24 @@
 """Keep products in float32 if they sum squares, or cancel in a difference.
 
 ``|x|² + |y|² - 2xy``, ``E[x²] - E[x]²`` and ``1 - cos`` are small compared with their terms. If the terms came from
-products in half precision, the results would be mostly rounding error.
+products in half precision, the results would be mostly rounding error. The same holds for a constant minus any other
+product if an operation magnifies small differences, such as the root of ``1 - p²``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from jaxmp._internals.jax.primitives import SUMS
-from jaxmp._internals.jax.walk import PRODUCTS
-from jaxmp.engine.classes import INFER, Rule, State
-from jaxmp.engine.graph import Graph, Node, shape_read
-from jaxmp.engine.paths import OFFSETS, ROOTS, SCALES, SQUARES, multiple_of
+from jaxmp._internals.jax.walk import PRODUCTS, walk
+from jaxmp.engine.classes import CLEAR, INFER, JOIN, Rule, State
+from jaxmp.engine.graph import Graph, Node, Step, shape_read
+from jaxmp.engine.paths import BOUNDS, OFFSETS, ROOTS, SCALES, SQUARES, multiple_of
 
 Vectors = tuple[Node, Node]
+
+_MAGNIFY = ROOTS | {"cbrt", "log", "log2", "atan2"}
+"""Operations that turn a small error of a small operand into a large error. Divisions and powers do so too."""
 
 
 def raise_cancelled(graph: Graph) -> None:
@@ -29,6 +33,10 @@ def raise_cancelled(graph: Graph) -> None:
         if node.name in SUMS and not _is_part_of_sum(node):
             for product in (*_distances(node), *_moments(node), *_cosines(node)):
                 cancelled_in.setdefault(product.same, node)
+    for step in graph.steps:
+        for difference in _magnified_differences(step):
+            for product in _products_in(difference):
+                cancelled_in.setdefault(product.same, difference)
     for node in graph.nodes:  # also products that a loop or a derivative computes again
         if node.name in PRODUCTS and node.same in cancelled_in:
             node.raise_to(State.FLOAT32, Rule.CANCELLATION, cancelled_in[node.same])
@@ -149,10 +157,78 @@ def _are_same(product: Node, sums: Vectors) -> bool:
 
 def _cosines(total: Node) -> Iterator[Node]:
     """Yield products of unit vectors that are subtracted from a constant."""
+    if not _has_constant_term(total):
+        return
+    kept = walk(_terms(total), _kept_from)
+    is_normalised = any(node.name in ("mul", "div") and any(map(_is_norms, node.inputs)) for node in kept)
+    for node in kept:
+        if node.name in PRODUCTS and (is_normalised or all(map(_is_unit_vector, _vectors(node) or (node,)))):
+            yield node
+
+
+def _has_constant_term(total: Node) -> bool:
+    """Return whether one of the terms of a sum is a constant other than 0."""
     constants = [term for term in total.inputs if term.is_constant]
-    for term in _terms(total) if len(constants) == 1 else ():
-        if term.name in PRODUCTS and all(map(_is_unit_vector, _vectors(term) or (term,))):
-            yield term
+    return len(constants) == 1 and constants[0].const != (0.0, 0.0)
+
+
+def _magnified_differences(step: Step) -> list[Node]:
+    """Return differences of a constant and a value whose small errors a step magnifies.
+
+    Between the difference and the step may be scales and bounds, as in ``sqrt(max(1 - x², 0))``.
+    """
+    sums = [multiple_of(operand, SCALES | BOUNDS | {"select_n"}) for operand in _magnified_operands(step)]
+    return [total for total in sums if total.name == "sub" and _has_constant_term(total)]
+
+
+def _magnified_operands(step: Step) -> list[Node]:
+    operands = [operand for operand in step.operands if operand is not None]
+    name = step.eqn.primitive.name
+    if name == "div":
+        return operands[1:]
+    if name == "pow":
+        return operands[:1]
+    if name == "integer_pow":
+        return operands if step.eqn.params["y"] < 0 else []
+    return operands if name in _MAGNIFY else []
+
+
+def _products_in(total: Node) -> list[Node]:
+    """Return the products whose digits remain in a sum.
+
+    Between a product and the sum may be scales, squares, divisions by norms, bounds, selections and sums over a mask.
+    """
+    return [node for node in walk(_terms(total), _kept_from) if node.name in PRODUCTS]
+
+
+def _kept_from(node: Node) -> Sequence[Node]:
+    """Return the operands whose digits a value keeps."""
+    if node.kind in (CLEAR, JOIN):
+        return node.inputs
+    if node.name == "reduce_sum":  # over a mask, or of squares
+        masked = node.inputs[0].origin
+        return [masked] if masked.name == "select_n" or _is_scaled(masked) else ()
+    if node.name in SQUARES | BOUNDS | {"select_n", "neg"} or _is_scaled(node):
+        variables = [operand for operand in node.inputs if operand.after_product and not _is_norms(operand)]
+        return variables[:1] if len(set(variables)) == 1 else ()
+    return ()
+
+
+def _is_scaled(node: Node) -> bool:
+    """Return whether a value is another value times a scale, or divided by it, or a square."""
+    if node.name not in ("mul", "div"):
+        return False
+    first, second = node.inputs
+    scales = [operand.is_constant or not operand.after_product or _is_norms(operand) for operand in (first, second)]
+    return scales[1] or (node.name == "mul" and (scales[0] or first is second))
+
+
+def _is_norms(value: Node) -> bool:
+    """Return whether a value is a norm, or a product of norms."""
+    value = multiple_of(value, OFFSETS)
+    if value.name == "mul" or (value.name in PRODUCTS and value.kind is INFER):
+        return all(map(_is_norms, value.inputs))
+    return _is_norm(value)
 
 
 def _is_unit_vector(value: Node) -> bool:

@@ -124,14 +124,14 @@ def _is_repeated_by(user: Node, operand: Node) -> bool:
 def _find_activations(nodes: Sequence[Node]) -> None:
     """Give each activation the number of the last product before it.
 
-    An activation is computed from a product by elementwise operations and moves of data. A value that a loop
+    An activation is computed from a half product by elementwise operations and moves of data. A value that a loop
     accumulates in float32 is not an activation. A difference of activations of two products is not an activation
     either, so a sum with such a term is not a residual stream.
     """
     count = 0
     for node in nodes:
         operands: Sequence[Node] = ()
-        if node.kind is HALF or (node.rule is Rule.CARRY and node.name == "carry" and node.state is State.HALF):
+        if node.state is State.HALF and (node.kind is HALF or (node.rule is Rule.CARRY and node.name == "carry")):
             count += 1
             node.activation_of = count
         elif node.rule is Rule.CARRY:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from autocast_tools import both, compiled, half, in_turn, normal, operations, products
+from autocast_tools import HALVES, both, compiled, half, in_turn, normal, operations, products
 
 import jaxmp
 
@@ -41,6 +41,8 @@ COORDINATES = {
     "edges made here": (lambda p, r: jnp.histogram(p @ r, bins=300, range=(-30, 30))[0], POINTS, ROTATION),
     "compared with a table": (lambda p, e: (p @ ROTATION)[..., None] > e, POINTS, EDGES),
     "sin(exp(s) x b)": (lambda x, s: jnp.sin((x @ FREQUENCIES) * jnp.exp(s)), normal(5, 100, 3), normal(6, 16)),
+    "the cell of a sum": (lambda p, r: (10 * jnp.sum(p @ r, -1)).astype(jnp.int32), POINTS, ROTATION),
+    "the bin of a sum": (lambda p, e: jnp.searchsorted(e, jnp.sum(p @ ROTATION, -1)), POINTS, EDGES),
     "points on rays": (lambda t, r: jnp.sin(8 * (POINTS[0] + (POINTS[1] @ r) * t)), normal(5, 100, 1), ROTATION),
 }
 
@@ -50,6 +52,35 @@ def test_coordinates_and_phases_are_float32(spelling, policy):
     fun, *args = COORDINATES[spelling]
     jax.tree.map(np.testing.assert_array_equal, *both(fun, policy, *args))
     assert jaxmp.cast_plan(fun, policy)(*args).summary.groups["amplifier"] >= 1
+
+
+FRACTIONS = {
+    "%": lambda c: c % 1.0,
+    "rem": lambda c: jax.lax.rem(c, jnp.float32(1.0)),
+    "c - floor(c)": lambda c: c - jnp.floor(c),
+    "c - round(c)": lambda c: 0.5 + (c - jnp.round(c)),
+}
+
+
+@pytest.mark.parametrize(("spelling", "policy"), in_turn(FRACTIONS))
+def test_fractions_before_a_product_are_float32(spelling, policy):
+    def fun(points, rotation):
+        return FRACTIONS[spelling](20 * (points @ rotation)) @ jnp.ones((3, 1))
+
+    np.testing.assert_allclose(*both(fun, policy, POINTS, ROTATION), atol=0.02)
+
+
+def test_a_product_that_is_computed_again_for_a_fraction_is_float32_each_time():
+    assert products(half(lambda x: (x @ W - jnp.floor(x @ W)) @ W), normal(0, 4, 8)) == ["float32"] * 2 + ["bfloat16"]
+
+
+def test_what_is_computed_from_float32_products_is_float32():
+    def kernel(x, y):  # the sum of the two squares is no residual stream
+        squares = jnp.einsum("nd,nd->n", x, x)[:, None] + jnp.einsum("nd,nd->n", y, y)
+        return jnp.exp(-(squares - 2 * x @ y.T) / 8) @ jnp.ones((64, 1))
+
+    x = (9 + normal(0, 64, 8)).astype(jnp.bfloat16).astype(jnp.float32)
+    np.testing.assert_allclose(*both(lambda x: kernel(x @ W, x[::-1] @ W), "mixed_bfloat16", x), rtol=0.01)
 
 
 def rounded(x):

@@ -175,6 +175,43 @@ COSINES = {
 }
 
 
+SELECTIONS = {
+    "the largest": lambda c: c.max(-1),
+    "bounds": lambda c: jnp.clip(c, -1, 1),
+    "relu": jax.nn.relu,
+    "where": lambda c: jnp.where(jnp.eye(16) > 0, c, 0.0),
+    "the sum over a mask": lambda c: (c * jax.nn.one_hot(jnp.arange(16), 16)).sum(-1),
+    "a lookup of squares": lambda c: jnp.take_along_axis(c**2, jnp.arange(16)[:, None], -1),
+}
+COSINES |= {f"1 - {name}": (unit, lambda u, v, f=f: 1 - f(u @ v.T)) for name, f in SELECTIONS.items()}
+
+
+def as_given(x):
+    return x
+
+
+def over_norms(dot):
+    def cosine(x, y):
+        return dot(x, y) / (jnp.linalg.norm(x, axis=-1) * jnp.linalg.norm(y, axis=-1))
+
+    return cosine
+
+
+def of_pairs(x, y):
+    return jnp.einsum("nd,nd->n", x, y)
+
+
+# The cosine losses of BYOL and SimSiam, which divide by the norms after the product.
+COSINES |= {
+    "1 - einsum / norms": (as_given, lambda x, y: 1 - over_norms(of_pairs)(x, y)),
+    "1 - vdot / norms": (as_given, lambda x, y: 1 - over_norms(jax.vmap(jnp.vdot))(x, y)),
+    "2 - 2 einsum / norm / norm": (
+        as_given,
+        lambda x, y: 2 - 2 * of_pairs(x, y) / jnp.linalg.norm(x, axis=-1) / jnp.linalg.norm(y, axis=-1),
+    ),
+}
+
+
 @pytest.mark.parametrize(("spelling", "policy"), in_turn(COSINES))
 def test_cosines_near_1_are_float32(spelling, policy):
     normalised, read = COSINES[spelling]
@@ -200,6 +237,47 @@ def test_distances_of_nearby_unit_vectors_are_float32(distance, policy):
     assert jaxmp.cast_plan(distance, policy)(x).summary.groups.keys() & {"cancellation", "amplifier"}
 
 
+# -- a constant minus a product --------------------------------------------------------------------------------------
+
+# The results depend on the last digits of a product near 1.
+DIFFERENCES = {
+    "sqrt(1 - p**2)": lambda p: jnp.sqrt(1.001 - p**2),
+    "sqrt(max(1 - p, 0))": lambda p: jnp.sqrt(jnp.maximum(1.001 - p, 0)),
+    "rsqrt": lambda p: jax.lax.rsqrt(1.001 - p * p),
+    "log": lambda p: jnp.log(1.001 - p),
+    "log of a selection": lambda p: jnp.log(1.001 - jnp.where(jnp.eye(16) > 0, p, 0.0)),
+    "p / (1 - p)": lambda p: p / (1.001 - p),
+    "power": lambda p: (1.001 - p) ** -0.7,
+    "reciprocal of a square": lambda p: (1.001 - p) ** -2,
+    "atan2": lambda p: jnp.arctan2(1.001 - p, 1e-3),
+}
+
+
+@pytest.mark.parametrize(("spelling", "policy"), in_turn(DIFFERENCES))
+def test_a_constant_minus_a_product_is_float32_if_its_small_values_are_magnified(spelling, policy):
+    def fun(x, y):
+        return jnp.diagonal(DIFFERENCES[spelling](x @ y.T))
+
+    def rounded(x):
+        return x.astype(HALVES[policy]).astype(jnp.float32)
+
+    x = rounded(1 + 0.05 * X)
+    y = rounded(0.9995 * x / jnp.sum(x * x, -1, keepdims=True))  # so that the products of pairs are near 1
+    np.testing.assert_allclose(*both(fun, policy, x, y), rtol=1e-3)
+
+
+def test_the_margin_of_arcface_has_finite_gradients():
+    def loss(x, w):
+        cosines = unit(x @ W) @ unit(w).T
+        sines = jnp.sqrt(1 - cosines**2 + 1e-6)
+        margin = cosines * jnp.cos(0.5) - sines * jnp.sin(0.5)
+        return -jnp.mean(jax.nn.log_softmax(30 * jnp.where(jnp.eye(16) > 0, margin, cosines)).diagonal())
+
+    x = (1 + 0.1 * X).astype(jnp.bfloat16).astype(jnp.float32)
+    gradients = compiled(jax.grad(lambda w: half(loss)(x, w)))(x)
+    np.testing.assert_allclose(gradients, compiled(jax.grad(lambda w: loss(x, w)))(x), rtol=0.02, atol=2e-3)
+
+
 def test_a_zero_or_nonfinite_scale_raises_no_error():
     for scale in (0.0, np.nan, np.inf):
         assert jax.eval_shape(half(lambda x, s=scale: 1 - (unit(x) @ unit(x).T) / s), X).shape == (16, 16)
@@ -216,6 +294,10 @@ STAY_HALF = {
     "logits with an argument": lambda x: unit(x) @ unit(W).T - x[:, :1],
     "a cosine less another": lambda x: unit(x) @ unit(W).T - unit(x) @ unit(2 + W).T,
     "1 less another product": lambda x: 1 - x @ W,
+    "1 less another product, in a softmax": lambda x: jax.nn.softmax(1 - x @ W),
+    "a squared error": lambda x: jnp.sqrt(jnp.mean((x @ W - jax.nn.one_hot(jnp.arange(4), 8)) ** 2)),
+    "a root of a product and a constant": lambda x: jnp.sqrt((x @ W) ** 2 + 1e-6),
+    "a gate": lambda x: (1 - jax.nn.sigmoid(x @ W)) / (1.5 - jnp.tanh(x @ W)),
     "distances from an identity": lambda x: ((x @ W).T @ (x @ W) - jnp.eye(8)) ** 2,
 }
 
