@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from jaxmp.training.state import TrainState as TrainState
     from jaxmp.training.step import make_train_step as make_train_step
     from jaxmp.training.stuck_runs import NonFiniteTrainingError as NonFiniteTrainingError
+    from jaxmp.training.stuck_runs import raise_if_stuck as raise_if_stuck
 
 __version__ = "0.1.0"
 
@@ -100,7 +101,10 @@ _NAMES = {
     "jaxmp.training.evaluation": ("make_eval_step",),
     "jaxmp.training.state": ("TrainState",),
     "jaxmp.training.step": ("make_train_step",),
-    "jaxmp.training.stuck_runs": ("NonFiniteTrainingError",),
+    "jaxmp.training.stuck_runs": (
+        "NonFiniteTrainingError",
+        "raise_if_stuck",
+    ),
 }
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
 _ELSEWHERE = {

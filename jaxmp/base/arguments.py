@@ -41,6 +41,18 @@ def require_flag(name: str, value: Any, remedy: str) -> None:
         raise TypeError(f"{name} must be True or False, got {printed(value)}; {remedy}")
 
 
+def require_no_policy(model: Any, has_policy: bool, call: str) -> None:
+    """Raise a ValueError if a model has a policy already.
+
+    ``call`` is the name of the called function. A second policy would drop the overrides of the first.
+    """
+    if has_policy:
+        raise ValueError(
+            f"{call} takes a model without a policy, got a {type(model).__name__} that has one;\n"
+            f"apply one policy, with all overrides, to the original model: {call}(model, policy, overrides)"
+        )
+
+
 def require_whole_number(name: str, value: Any, least: int = 1) -> None:
     """Raise a ValueError if a ``value`` is not an integer of at least ``least``."""
     if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < least:

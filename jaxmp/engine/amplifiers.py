@@ -89,7 +89,7 @@ def _amplified_operands(step: Step, name: str, quantised: Collection[Node | None
 def _is_quantised(rounded: Node, quantised: Collection[Node | None]) -> bool:
     """Return whether a rounded value becomes a small integer or feeds a product.
 
-    In ``x - floor(x)`` it does not: the difference has the low digits, and not the rounded value. But a straight-through
+    In ``x - floor(x)`` it does not: the difference has the low digits, and not the rounded value. A straight-through
     estimator, ``x + (round(x) - x)``, is the rounded value again.
     """
     value = rounded.inputs[0].origin

@@ -115,8 +115,11 @@ class Audit(tables.Shown):
         if self.half_flops is None:
             return ["half_flops: the program has no products, so none is in half; write min_half_flops=0 to allow this"]
         wide = [product for product in self.products if np.dtype(widest(product.operands)).itemsize > 2]
-        largest = sorted(wide, key=work, reverse=True)[:3]
-        names = [f"{product.path or '(no scope)'} ({product.source or 'no line known'})" for product in largest]
+        largest: dict[str, str] = {}
+        for product in sorted(wide, key=work, reverse=True):  # a layer has products in both passes
+            name = f"{product.path or '(no scope)'} ({product.source or 'no line known'})"
+            largest.setdefault(product.path or name, name)
+        names = list(largest.values())[:3]
         return [
             f"half_flops: {self.half_flops:.1%} of the products' FLOPs are in 16 bits or fewer, not "
             f"{min_half_flops:.1%} ({self._shares()}); the largest products in wider dtypes: {', '.join(names)}; cast "

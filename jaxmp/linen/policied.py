@@ -20,7 +20,7 @@ from flax.core import Scope, lift
 from flax.linen.transforms import decorator_lift_transform
 
 from jaxmp._internals.flax.linen import Hooks, is_checked, unlisted
-from jaxmp.base.arguments import require_order
+from jaxmp.base.arguments import require_no_policy, require_order
 from jaxmp.base.cache_keys import policies_off
 from jaxmp.base.donation import require_not_deleted
 from jaxmp.engine.autocast import computed
@@ -60,7 +60,7 @@ def apply_policy(module: M, policy: Any, overrides: Mapping[Any, Any] | None = N
     Python code cannot branch on values of arrays.
 
     Args:
-      module: any Linen module, which you may also nest in another. A new policy replaces an earlier one.
+      module: any Linen module, which you may also nest in another.
       policy: anything that :func:`jaxmp.get_policy` takes.
       overrides: a mapping from pattern to policy for parts of the module, see :class:`jaxmp.PolicyMap`. A path may
         begin with the name of ``module``, or with its class if it has no name, so ``Net/head`` means ``head``. The
@@ -68,9 +68,10 @@ def apply_policy(module: M, policy: Any, overrides: Mapping[Any, Any] | None = N
 
     Raises:
       TypeError: ``module`` is not an instance of a Linen module.
-      ValueError: a pattern matched no module; an ``nnx.bridge.ToLinen`` wraps a class without a policy; or the
-        half policy has no effect, because overrides or dtypes keep every product in float32 (checked in a call that
-        runs all modules). A ValueError is raised when the module runs, because its submodules do not exist earlier.
+      ValueError: ``module`` has a policy already. These errors are raised when the module runs, because its submodules
+        do not exist earlier: a pattern matched no module; an ``nnx.bridge.ToLinen`` wraps a class without a policy; or
+        the half policy has no effect, because overrides or dtypes keep every product in float32 (checked in a call that
+        runs all modules).
 
     >>> model = apply_policy(nn.Dense(2), "mixed_float16")
     >>> variables = model.init(jax.random.key(0), jnp.ones((1, 3)))
@@ -91,7 +92,7 @@ def autocast(module: M, policy: Any, overrides: Mapping[Any, Any] | None = None)
     autocast.
 
     Args:
-      module: any Linen module, which you may also nest in another. Autocast replaces an earlier policy.
+      module: any Linen module, which you may also nest in another.
       policy: any policy of :func:`jaxmp.get_policy` that computes in float16 or bfloat16.
       overrides: a mapping from pattern to ``"float32"``, to ``"half"``, or to a policy that computes in float32 or in
         the half dtype of ``policy``. Patterns for modules are those of :class:`jaxmp.PolicyMap`. Patterns for
@@ -99,11 +100,11 @@ def autocast(module: M, policy: Any, overrides: Mapping[Any, Any] | None = None)
 
     Raises:
       TypeError: ``module`` is not an instance of a Linen module.
-      ValueError: the policy does not compute in half precision; an override computes neither in the policy's half dtype
-        nor in float32; an override names an unknown primitive or class. These errors are raised when the module
-        runs: a pattern matched no module; an override matched no operation; or overrides of modules, of
-        ``"class:half"`` or of ``"class:*"`` keep every product in float32. (Overrides of primitives, such as
-        ``{"primitive:dot_general": "float32"}``, may keep every product in float32.)
+      ValueError: ``module`` has a policy already; the policy does not compute in half precision; an override computes
+        neither in the policy's half dtype nor in float32; an override names an unknown primitive or class. These errors
+        are raised when the module runs: a pattern matched no module; an override matched no operation; or overrides of
+        modules, of ``"class:half"`` or of ``"class:*"`` keep every product in float32. (Overrides of primitives, such
+        as ``{"primitive:dot_general": "float32"}``, may keep every product in float32.)
 
     >>> model = autocast(nn.Dense(2), "mixed_bfloat16")
     >>> variables = model.init(jax.random.key(0), jnp.ones((1, 3)))
@@ -122,6 +123,7 @@ def _under(module: M, root: Root, name: str) -> M:
     """
     if not isinstance(module, nn.Module):
         raise wrong_model(module, "linen", name)
+    require_no_policy(module, isinstance(module, _Policied), f"jaxmp.linen.{name}")
     root = dataclasses.replace(root, policies=root.policies.below(module.name or type(module).__name__))
     scope = module.scope.rewound() if module.scope else None
     return _with_root(module, root, scope)

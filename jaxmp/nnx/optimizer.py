@@ -23,6 +23,7 @@ from jaxmp.base.arguments import require_flag
 from jaxmp.engine.module_border import full_class_name
 from jaxmp.nnx.policy_check import needs_policy, require_policy
 from jaxmp.optim.checks import as_optimizer
+from jaxmp.optim.half_params import warn_if_updates_vanish
 from jaxmp.optim.loss_scale import LossScale, NoOpLossScale
 from jaxmp.optim.loss_scaling import loss_scaling, require_outermost, take_step
 from jaxmp.optim.scaled_grad import global_norm, scaled_loss, true_gradients
@@ -45,6 +46,8 @@ class Optimizer(_Object):
     Variable of the model, including batch statistics, gets back its value from before the step. Other modules that you
     pass to the loss function are restored in the same way. Random number generators are not restored. The attribute
     ``step`` counts all steps, and ``skipped`` counts the skipped steps.
+
+    The optimizer warns if it trains half-precision Variables and ``tx`` is not :func:`jaxmp.low_precision`.
 
     Args:
       model: the model, under a policy or not.
@@ -87,6 +90,7 @@ class Optimizer(_Object):
         require_flag("ema", ema, "pass ema=True, and the decay to make_train_step(ema_decay=0.999)")
         tx, params = as_optimizer(tx), nnx.state(model, wrt)
         _require_some(params, model, wrt)
+        warn_if_updates_vanish(tx, nnx.as_pure(params))
         shapes = jax.eval_shape(tx.init, params)
         is_scaled = has_loss_scale(shapes)
         if is_scaled and loss_scale is not None:

@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 
 from jaxmp._internals.flax.nnx_variables import cast_variable, change_own
-from jaxmp.base.arguments import require_order
+from jaxmp.base.arguments import require_no_policy, require_order
 from jaxmp.base.dtypes import is_half
 from jaxmp.engine.half_check import NotHalf, reason_not_half
 from jaxmp.engine.module_border import Mode, autocast_map, wrong_model
@@ -39,7 +39,7 @@ def apply_policy(model: M, policy: Any, overrides: Mapping[Any, Any] | None = No
     From then on use the copy: in the loss, in the optimizer, for ``eval()`` and ``train()``. A train step raises an
     error for the original ``model``. To train in float32 on purpose, use ``apply_policy(model, "float32")``. A module
     or Variable that you later add to the copy is missing in the original, and the reverse. So add all of them before
-    you apply the policy, or apply the policy again.
+    you apply the policy, or apply a policy to the new module first.
 
     The policy sets the attributes ``dtype`` and ``param_dtype``. A module with a ``dtype`` attribute, such as
     ``nnx.Linear``, then computes as Flax defines for this dtype. An attribute whose value you changed from the
@@ -59,16 +59,16 @@ def apply_policy(model: M, policy: Any, overrides: Mapping[Any, Any] | None = No
     stored dtype. The module's generator methods do too.
 
     Args:
-      model: any NNX module. It may be abstract (from ``nnx.eval_shape``). A new policy replaces an earlier one.
+      model: any NNX module. It may be abstract (from ``nnx.eval_shape``).
       policy: anything that :func:`jaxmp.get_policy` takes.
       overrides: a mapping from pattern to policy for parts of the model, see :class:`jaxmp.PolicyMap`. Paths are those
         of ``nnx.iter_modules``, such as ``encoder/layers/0``.
 
     Raises:
       TypeError: ``model`` is not an NNX module.
-      ValueError: a pattern matched no module; an ``nnx.bridge.ToNNX`` in the model wraps a Linen module without a
-        policy; or the half policy has no effect, because overrides or dtypes keep every product in float32 (checked in
-        the first call that runs the whole model).
+      ValueError: ``model`` has a policy already; a pattern matched no module; an ``nnx.bridge.ToNNX`` in the model
+        wraps a Linen module without a policy; or the half policy has no effect, because overrides or dtypes keep every
+        product in float32 (checked in the first call that runs the whole model).
 
     >>> model = apply_policy(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), "mixed_float16")
     >>> model.kernel[...].dtype, model(jnp.ones((1, 3))).dtype
@@ -89,7 +89,7 @@ def autocast(model: M, policy: Any, overrides: Mapping[Any, Any] | None = None) 
     method runs in float32, because it runs after the call of the method has returned.
 
     Args:
-      model: any NNX module. It may be abstract (from ``nnx.eval_shape``). Autocast replaces an earlier policy.
+      model: any NNX module. It may be abstract (from ``nnx.eval_shape``).
       policy: any policy that :func:`jaxmp.autocast` takes, or a PolicyMap such as ``"O2"``.
       overrides: a mapping from pattern to ``"float32"``, to ``"half"``, or to a policy that computes in float32 or in
         the half dtype of ``policy``. Patterns for modules are those of :class:`jaxmp.PolicyMap`, with the paths of
@@ -98,11 +98,11 @@ def autocast(model: M, policy: Any, overrides: Mapping[Any, Any] | None = None) 
 
     Raises:
       TypeError: ``model`` is not an NNX module.
-      ValueError: a pattern matched no module and no Variable; the policy does not compute in half precision; an
-        override computes neither in the policy's half dtype nor in float32; an override names an unknown primitive or
-        class. These errors are raised when the model is called: an override matched no operation; or overrides of
-        modules, of ``"class:half"`` or of ``"class:*"`` keep every product in float32. (Overrides of primitives, such
-        as ``{"primitive:dot_general": "float32"}``, may keep every product in float32.)
+      ValueError: ``model`` has a policy already; a pattern matched no module and no Variable; the policy does not
+        compute in half precision; an override computes neither in the policy's half dtype nor in float32; an override
+        names an unknown primitive or class. These errors are raised when the model is called: an override matched no
+        operation; or overrides of modules, of ``"class:half"`` or of ``"class:*"`` keep every product in float32.
+        (Overrides of primitives, such as ``{"primitive:dot_general": "float32"}``, may keep every product in float32.)
 
     >>> model = autocast(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), "mixed_bfloat16")
     >>> products = jax.make_jaxpr(lambda x: model(x))(jnp.ones((1, 3)))
@@ -122,6 +122,7 @@ def _under(model: M, policies: PolicyMap, by_autocast: bool, operations: tuple[t
     name = "autocast" if by_autocast else "apply_policy"
     if not isinstance(model, nnx.Module):
         raise wrong_model(model, "nnx", name)
+    require_no_policy(model, decision_of(model) is not None, f"jaxmp.nnx.{name}")
     copy = nnx.clone(model, variables=False, graph=True)
     graph = read_graph(copy)
     if not by_autocast:

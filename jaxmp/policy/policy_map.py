@@ -197,12 +197,15 @@ def _unmatched(pattern: Pattern, kind: str, known: set[str]) -> ValueError:
 def _below(pattern: Pattern, root: str) -> Pattern:
     """Return a pattern without the name of the model at its front.
 
-    The name may be followed by the name of a method, as in ``Net.encode/head``.
+    The name may be followed by the name of a method, as in ``Net.encode/head``. A pattern ``Net.head`` stays as it is
+    and matches nothing: it is probably a module's path in the spelling of torch.
     """
     if is_class_pattern(pattern):
         return pattern
     first, _, path = str(pattern).partition("/")
-    return (path or "**") if first == root or first.startswith(f"{root}.") else pattern
+    if first == root:
+        return path or "**"
+    return path if path and first.startswith(f"{root}.") else pattern
 
 
 PolicyName = Literal[

@@ -43,7 +43,7 @@ from jaxmp.base.dtypes import is_half
 from jaxmp.policy.float8_product import recipe_of
 from jaxmp.sharding.entered_bodies import EnteredBodies, is_entered
 from jaxmp.sharding.mesh_plan import Plan, while_tracing
-from jaxmp.sharding.specs import require_specs, specs_in
+from jaxmp.sharding.specs import specs_in
 from jaxmp.sharding.weight_products import computed_wide, float8_row_product, goes_by_rows, may_be_wide, product_by_rows
 from jaxmp.sharding.weight_readers import dtypes_read, has_one_reader, is_copying, only_moves_or_casts
 from jaxmp.sharding.weights import RewrittenValue, Source, Use, as_value, results_as_arrays
@@ -118,7 +118,7 @@ class Gathered:
           taps: the cotangents of the taps, which have a part for each device.
         """
         leaves, tree = jax.tree.flatten(gradients)
-        specs = specs_in(self.plan.specs)
+        specs = specs_in(self.plan.specs_for(gradients))
         floats = [n for n, leaf in enumerate(leaves) if _tree.is_float_array(leaf)]
         for n, parts in zip(floats, taps, strict=True):
             leaves[n] += self.plan.reduced(parts, specs[n]).astype(leaves[n].dtype)
@@ -126,13 +126,13 @@ class Gathered:
 
     def _uses(self, params: Any, other_args: tuple[Any, ...]) -> tuple[TracedProgram, list[Use]]:
         """Trace the loss; return its program, and a use of each floating param."""
-        require_specs(params, self.plan.specs)
+        specs = specs_in(self.plan.specs_for(params))
         with while_tracing(self.plan):
             program = TracedProgram(self.loss_fn, (params, *other_args))
         jaxpr, _ = program.jaxpr
         product_halves = {np.dtype(name) for name in product_dtypes(jaxpr) if is_half(np.dtype(name))}
         uses = []
-        leaves = zip(jax.tree.leaves_with_path(params), specs_in(self.plan.specs), jaxpr.invars, strict=False)
+        leaves = zip(jax.tree.leaves_with_path(params), specs, jaxpr.invars, strict=False)
         for (path, leaf), spec, var in leaves:
             if _tree.is_float_array(leaf):
                 dtype = self._gathered_in(jaxpr, var, leaf, spec, product_halves)

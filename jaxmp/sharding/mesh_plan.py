@@ -39,12 +39,14 @@ _tracing: ContextVar[Plan | None] = ContextVar("jaxmp_mesh_plan", default=None)
 class Sharding:
     """The layout of a train state over devices, and how gradients are summed.
 
-    Pass a sharding to :func:`jaxmp.make_train_step` and to :meth:`jaxmp.TrainState.create_sharded`.
+    Pass a sharding to :func:`jaxmp.make_train_step` and to :meth:`jaxmp.TrainState.create_sharded`. ``Sharding(mesh)``
+    is plain data parallelism, like torch's DDP: each device has a copy of the state and a part of the batch.
 
     Attributes:
       mesh: the mesh of devices. It has an axis ``"data"``, an axis ``"fsdp"``, or both. A batch is split over
         these axes.
-      specs: a ``PartitionSpec`` for each param, as :func:`jaxmp.sharding.fsdp_specs` returns them.
+      specs: a ``PartitionSpec`` for each param, as :func:`jaxmp.sharding.fsdp_specs` returns them. With None, no param
+        is split.
       reduce_dtype: the dtype in which gradients are summed over devices. Within a device, they are summed in float32.
       reduce: when gradients are summed over devices. ``"each"`` means after each microbatch. ``"once"`` means once per
         step, after the last microbatch. All weights are then also gathered only once, before the first microbatch.
@@ -64,7 +66,7 @@ class Sharding:
     """
 
     mesh: Mesh
-    specs: Any
+    specs: Any = None
     reduce_dtype: Any = dataclasses.field(default="float32", kw_only=True)
     reduce: Literal["each", "once"] = dataclasses.field(default="each", kw_only=True)
     regather: bool = dataclasses.field(default=True, kw_only=True)
@@ -150,16 +152,27 @@ class Plan:
           ValueError: the specs do not have the structure of the params, or do not fit their shapes; or a spec splits a
             param that ``pack_small`` packs.
         """
-        require_specs(state.params, self.specs)
-        require_packed_are_whole(state.opt_state, state.params, specs_in(self.specs))
-        for (path, leaf), spec in zip(jax.tree.leaves_with_path(state.params), specs_in(self.specs), strict=True):
+        specs = specs_in(self.specs_for(state.params))
+        require_packed_are_whole(state.opt_state, state.params, specs)
+        for (path, leaf), spec in zip(jax.tree.leaves_with_path(state.params), specs, strict=True):
             name = _tree.path_name(path)
             fitting(spec, name, name, tuple(leaf.shape), self.mesh)
         return jax.tree.map(lambda _, spec: NamedSharding(self.mesh, spec), state, self.specs_of(state))
 
     def specs_of(self, state: Any) -> Any:
         """Return the spec of each leaf of a train state."""
-        return following(state, state.params, self.specs, self.mesh)
+        return following(state, state.params, self.specs_for(state.params), self.mesh)
+
+    def specs_for(self, params: Any) -> Any:
+        """Return the spec of each param.
+
+        Raises:
+          ValueError: the specs do not have the structure of ``params``.
+        """
+        if self.specs is None:
+            return jax.tree.map(lambda _: PartitionSpec(), params)
+        require_specs(params, self.specs)
+        return self.specs
 
     def batch(self, batch: Any, microbatches: int) -> Any:
         """Return ``batch`` with its examples split over the devices.

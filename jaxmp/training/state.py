@@ -15,6 +15,7 @@ from jaxmp.base import trees as _tree
 from jaxmp.base.arguments import require_flag
 from jaxmp.base.donation import require_not_deleted
 from jaxmp.optim.checks import as_optimizer
+from jaxmp.optim.half_params import warn_if_updates_vanish
 from jaxmp.optim.loss_scale import NoOpLossScale
 from jaxmp.optim.loss_scaling import Derived, in_precision_of, loss_scaling, require_outermost, take_step
 from jaxmp.optim.low_precision import in_dtype_of, with_compensation
@@ -119,6 +120,8 @@ class TrainState(flax.struct.PyTreeNode):
     ) -> Self:
         """Create the state of a new run.
 
+        The call warns if ``tx`` updates half-precision params and is not :func:`jaxmp.low_precision`.
+
         Args:
           params: the params. The state uses these arrays, and the arrays of ``model_state`` and ``rng``, without a
             copy. A step that donates its state deletes them.
@@ -141,6 +144,7 @@ class TrainState(flax.struct.PyTreeNode):
         require_flag("ema", ema, "pass ema=True, and the decay to make_train_step(ema_decay=0.999)")
         require_params(params)
         require_not_deleted({"params": params, "model_state": model_state, "rng": rng})
+        warn_if_updates_vanish(tx, params)
         if not has_loss_scale(jax.eval_shape(tx.init, params)):
             tx = loss_scaling(tx, NoOpLossScale())
         opt_state = tx.init(params)

@@ -18,12 +18,10 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmp._internals.jax.invariants import hoisted
-from jaxmp._internals.jax.walk import product_dtypes
 from jaxmp.base import trees as _tree
 from jaxmp.base.arguments import printed, require_flag, require_whole_number
 from jaxmp.base.donation import require_not_deleted
 from jaxmp.optim.checks import as_float, require_no_line_search
-from jaxmp.optim.loss_scale import NoOpLossScale
 from jaxmp.optim.loss_scaling import packed_grads
 from jaxmp.optim.scaled_grad import global_norm, scaled_value_and_grad
 from jaxmp.optim.scaling_state import get_loss_scale
@@ -37,10 +35,12 @@ from jaxmp.training.loss_function import (
     OWN_METRICS,
     REMAT,
     LossFn,
+    computes_in_half,
     require_same_structure,
     under_policy,
     with_remat,
 )
+from jaxmp.training.product_check import mismatch_of_products
 from jaxmp.training.state import TrainState
 from jaxmp.training.stuck_runs import NonFiniteTrainingError, StuckRuns, explanation
 
@@ -109,15 +109,17 @@ def make_train_step(
         not a :class:`TrainState`; ``compiler_options`` is not a dict.
       RuntimeError: the state was donated to an earlier step.
       NonFiniteTrainingError: ``max_consecutive_skips`` is reached. The error is raised some steps later and names the
-        arrays that are not finite. To find the operation, use :func:`jaxmp.inspect.first_nonfinite`.
+        arrays that are not finite. To find the operation, use :func:`jaxmp.inspect.first_nonfinite`. If you call the
+        step inside your own ``jax.jit``, it cannot raise this error: call :func:`jaxmp.raise_if_stuck` in your loop.
 
-    The step warns once if the loss function has float16 products and the optimizer has no loss scale.
+    The first call warns if the loss function has float16 products and the optimizer has no loss scale. It also warns if
+    the step has a loss scale or a half-precision policy, but every product of the loss function is float32.
 
     >>> def loss_fn(params, batch):
     ...     return jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2)
     >>> tx = jaxmp.loss_scaling(optax.sgd(0.1), jaxmp.DynamicLossScale())
     >>> state = jaxmp.TrainState.create(params={"w": jnp.zeros((2, 1))}, tx=tx)
-    >>> step = make_train_step(loss_fn)
+    >>> step = make_train_step(loss_fn, policy="mixed_float16")
     >>> state, metrics = step(state, {"x": jnp.ones((4, 2)), "y": jnp.ones((4, 1))})
     >>> float(metrics["loss"]), float(metrics["loss_scale"]), int(state.step)
     (1.0, 32768.0, 1)
@@ -132,6 +134,7 @@ def make_train_step(
         )
     decay = _checked_decay(ema_decay)
     loss_fn = under_policy(loss_fn, policy, overrides)
+    expects_half = computes_in_half(policy, overrides)
     gathered: Gathered | None = None
     reduces_once = False
     if sharding is not None:
@@ -150,6 +153,7 @@ def make_train_step(
         gathered,
         reduces_once,
         None if compiler_options is None else dict(compiler_options),
+        expects_half,
     )
     return TrainStep(options)
 
@@ -194,6 +198,7 @@ class StepOptions:
       gathered: the loss function that gathers its weights, before rematerialisation is applied; None without a mesh.
       reduces_once: whether the gradients are reduced once per step, and not once per microbatch.
       compiler_options: the options of XLA; None for its defaults.
+      expects_half: whether the step has a half-precision policy.
     """
 
     loss_fn: LossFn
@@ -204,6 +209,7 @@ class StepOptions:
     gathered: Gathered | None
     reduces_once: bool
     compiler_options: dict[str, Any] | None = None
+    expects_half: bool = False
 
 
 class TrainStep:
@@ -221,7 +227,7 @@ class TrainStep:
     def __init__(self, options: StepOptions) -> None:
         self.options = options
         self._plan = None if options.gathered is None else options.gathered.plan
-        self._has_warned = False
+        self._has_checked_products = False
         self._stuck_runs = StuckRuns(options.max_consecutive_skips)
         self._planned_layout: _Layout | None = None
         self._program_with = functools.lru_cache(maxsize=8)(self._jit)
@@ -239,6 +245,8 @@ class TrainStep:
             placed, placed_batch = self.placed(state, batch)
             program = self.jitted = self.program_for(placed)
             with self._on_mesh():
+                if not self._has_checked_products:
+                    self._check_products(program.trace(placed, placed_batch), state)  # the call reuses this trace
                 new_state, metrics = program(placed, placed_batch)
         except (RuntimeError, ValueError) as error:
             require_not_deleted(state, error)
@@ -377,7 +385,6 @@ class TrainStep:
         if self.options.accumulate_steps > 1:
             result = self._accumulated_gradients(state, batch, rng)
         else:
-            self._warn_if_unscaled(state, batch, rng)
             result = self._differentiate(self.options.loss_fn, state, state.model_state, batch, rng)
         return result.loss, result.grads, result.model_state, {**result.metrics, **result.records}
 
@@ -386,7 +393,6 @@ class TrainStep:
         count = self.options.accumulate_steps
         inputs = microbatches(batch, count), None if rng is None else jax.random.split(rng, count)
         first_inputs = jax.tree.map(lambda leaf: leaf[0], inputs)
-        self._warn_if_unscaled(state, *first_inputs)
         loss_fn, learned = self._loss_of_microbatch(state, first_inputs)
         gathered = self.options.gathered
 
@@ -442,19 +448,12 @@ class TrainStep:
 
     # --- warnings and errors ---
 
-    def _warn_if_unscaled(self, state: TrainState, batch: Any, rng: Any) -> None:
-        """Warn once if the loss has float16 products and the optimizer has no loss scale."""
-        if self._has_warned or not isinstance(get_loss_scale(state.opt_state), NoOpLossScale):
-            return
-        program = jax.make_jaxpr(self.options.loss_fn)(state.params, state.model_state, batch, rng)
-        if "float16" in product_dtypes(program):
-            self._has_warned = True
-            warnings.warn(
-                "the loss has float16 products and no loss scale, so small gradients become zero; write tx = "
-                "jaxmp.loss_scaling(tx, jaxmp.DynamicLossScale()), or for an NNX model jaxmp.nnx.Optimizer(model, tx, "
-                "loss_scale=jaxmp.DynamicLossScale())",
-                stacklevel=2,
-            )
+    def _check_products(self, traced: jax.stages.Traced, state: TrainState) -> None:
+        """Warn if the products of the loss do not fit the loss scale or the policy."""
+        self._has_checked_products = True
+        message = mismatch_of_products(traced, get_loss_scale(state.opt_state), self.options.expects_half)
+        if message is not None:
+            warnings.warn(message, stacklevel=3)
 
     def _error(self, state: TrainState, batch: Any) -> NonFiniteTrainingError:
         """Return the error for a stuck run.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections import deque
 from typing import Any
 
@@ -10,8 +11,11 @@ import jax
 import numpy as np
 
 from jaxmp.base import trees as _tree
-from jaxmp.base.donation import is_deleted
+from jaxmp.base.arguments import require_whole_number
+from jaxmp.base.donation import is_deleted, require_not_deleted
+from jaxmp.optim.scaling_state import get_loss_scaling_state
 from jaxmp.sharding.placement import is_traced
+from jaxmp.training.state import TrainState
 
 _LAG = 4  # the number of steps after which a report is read if there are several processes
 
@@ -29,6 +33,56 @@ class NonFiniteTrainingError(FloatingPointError):
     def __init__(self, message: str, batch: Any = None) -> None:
         super().__init__(message)
         self.batch = batch
+
+
+def raise_if_stuck(state: Any, max_consecutive_skips: int = 25) -> None:
+    """Raise an error if a run skips every step and the loss scale cannot fall.
+
+    Call it in the loop of your own step, outside of ``jax.jit``, for example every 100 steps. A step of
+    :func:`jaxmp.make_train_step` does this check itself, unless you wrap the step in your own ``jax.jit``. The function
+    reads one number from the device, so it waits until the step that computes ``state`` is finished.
+
+    Args:
+      state: a :class:`jaxmp.TrainState`, a :class:`jaxmp.nnx.Optimizer`, or the state of an optimizer with
+        :func:`jaxmp.loss_scaling`.
+      max_consecutive_skips: the number of skipped steps in a row that is an error. A ``TrainState`` counts only the
+        steps in which the loss scale could not fall.
+
+    Raises:
+      NonFiniteTrainingError: the last ``max_consecutive_skips`` steps were skipped, and the loss scale cannot fall.
+      TypeError: the function is called inside ``jax.jit``.
+      ValueError: the optimizer's state has no loss scale, or several; or ``max_consecutive_skips`` is below 1.
+      RuntimeError: the state was donated to a step.
+
+    >>> tx = jaxmp.loss_scaling(optax.sgd(0.1), jaxmp.StaticLossScale(8.0))
+    >>> opt_state = tx.init(jnp.ones(2))
+    >>> for _ in range(3):
+    ...     _, opt_state = tx.update(jnp.full(2, jnp.nan), opt_state, jnp.ones(2))
+    >>> raise_if_stuck(opt_state)
+    >>> raise_if_stuck(opt_state, max_consecutive_skips=3)
+    Traceback (most recent call last):
+    jaxmp.training.stuck_runs.NonFiniteTrainingError: 3 steps in a row were skipped at loss scale 8, ...
+    """
+    require_whole_number("max_consecutive_skips", max_consecutive_skips)
+    scaling = get_loss_scaling_state(getattr(state, "opt_state", state))._replace(inner_state=None)
+    if "flax.nnx" in sys.modules:  # the arrays of an NNX optimizer are in Variables
+        scaling = sys.modules["flax.nnx"].as_pure(scaling)
+    is_train_state = isinstance(state, TrainState)
+    counter, scale = state.stuck if is_train_state else scaling.consecutive_skipped, scaling.loss_scale
+    if is_traced(counter):
+        raise TypeError(
+            "raise_if_stuck reads a number from the device, got a state inside jax.jit; call it outside, with the "
+            "state that the step returned"
+        )
+    require_not_deleted(counter)
+    count = int(_read_now(counter))
+    if count < max_consecutive_skips:
+        return
+    if is_train_state or scale.adjust(False, np.inf).is_stuck(scale):  # the state's counter includes this condition
+        raise NonFiniteTrainingError(
+            f"{count} steps in a row were skipped at loss scale {float(scale.loss_scale):g}, which did not fall. "
+            f"{_REMEDY}"
+        )
 
 
 class StuckRuns:
@@ -93,10 +147,14 @@ def explanation(loss: Any, grads: Any, scale: Any, params: Any, batch: Any, skip
     listed = "; ".join(parts) or "no gradient, so it must be the gradients' norm or the optimizer's updates"
     return (
         f"{skips} steps in a row were skipped at loss scale {float(scale):g}, which did not fall; not finite now: "
-        f"{listed}. Look for NaN in the data, lower the learning rate, "
-        "or compute the modules of these params in float32 (by overrides). To find the operation, call "
-        "jaxmp.inspect.first_nonfinite(step)(state, batch)"
+        f"{listed}. {_REMEDY}"
     )
+
+
+_REMEDY = (
+    "Look for NaN in the data, lower the learning rate, or compute modules in float32 (by overrides). To find the "
+    "operation, call jaxmp.inspect.first_nonfinite(step)(state, batch)"
+)
 
 
 def _non_finite_parts(loss: Any, grads: Any, params: Any, batch: Any) -> list[str]:

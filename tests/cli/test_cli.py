@@ -145,6 +145,7 @@ def test_doctor_trains_here_and_says_everything(capsys, monkeypatch):
         assert text in out
 
 
+@pytest.mark.filterwarnings("ignore:updates below")  # of the half params
 def test_the_step_that_doctor_trains_is_exact_and_one_with_wrong_numbers_is_told_apart(monkeypatch):
     for policy in ("float32", "mixed_float16", "bfloat16"):
         diagnosis.train_one_step(policy)

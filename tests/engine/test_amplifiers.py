@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from autocast_tools import HALVES, both, compiled, half, in_turn, normal, operations, products
+from autocast_tools import both, compiled, half, in_turn, normal, operations, products
 
 import jaxmp
 

@@ -172,6 +172,14 @@ def test_check_lists_each_fault_with_its_remedy() -> None:
     ):
         wide.check()
     wide.check(min_half_flops=0)
+
+    def layer(w, x):
+        with jax.named_scope("layer"):
+            return jnp.sum(x @ w)
+
+    both_passes = audit(jax.grad(layer, (0, 1)), compile=False)(shape(8, 8), shape(8, 8))
+    with pytest.raises(AuditError, match=r"in wider dtypes: layer \([^,]*\); cast"):
+        both_passes.check()
     with pytest.raises(AuditError, match=r"memory: 2 KiB at the peak, more than 1 KiB; use a smaller batch"):
         dataclasses.replace(report, memory=types.SimpleNamespace(peak=2048)).check(
             allow=["half-exponential"], max_bytes=1024, min_half_flops=0

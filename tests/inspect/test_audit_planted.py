@@ -308,6 +308,7 @@ def test_a_half_loss_is_found() -> None:
         assert [(finding.kind, finding.source.rpartition("/")[2]) for finding in findings] == expected
 
 
+@pytest.mark.filterwarnings("ignore:updates below")  # of the half params
 def test_state_in_half_is_found_by_its_name() -> None:
     def create() -> Any:
         return jaxmp.TrainState.create(
@@ -361,6 +362,7 @@ def test_averaged_params_and_caches_may_be_half_and_optimizer_state_outside_of_a
     assert [(finding.kind, finding.path) for finding in report.findings] == [("half-optimizer-state", "0/trace/w")]
 
 
+@pytest.mark.filterwarnings("ignore:updates below")  # of the half params
 def test_state_of_nnx_in_half_is_found_by_its_name() -> None:
     class Model(nnx.Module):
         def __init__(self) -> None:

@@ -480,8 +480,8 @@ def test_the_command_prints_the_profile(tmp_path, monkeypatch, capsys):
     from jaxmp.cli import main
 
     (tmp_path / "planted_profile.py").write_text(
-        "import jax.numpy as jnp\n"
-        "def fun(w, x):\n    return x @ w\n"
+        "import jax\nimport jax.numpy as jnp\n"
+        "@jax.jit\ndef fun(w, x):\n    return x @ w\n"
         "def args():\n    return jnp.ones((512, 512)), jnp.ones((512, 512))\n"
     )
     monkeypatch.chdir(tmp_path)

@@ -78,6 +78,7 @@ def test_a_run_with_metrics_alone_says_how_to_get_the_rest(tmp_path: Path) -> No
     text = write_report(_run(tmp_path, [1.0, 0.5])).read_text()
     for words in ("--watch 100", "run.plan(", "run.memory(", "Name a float32 run with --against"):
         assert words in text
+    assert "nan" not in text.split("<body>")[1]  # no accuracy was logged
 
 
 NAN = float("nan")

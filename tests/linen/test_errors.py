@@ -50,6 +50,7 @@ def test_a_pattern_that_matches_nothing_is_an_error_with_the_nearest_paths_or_cl
         "mlp/Dense_0": "'mlp/Dense_0' matched none",
         "dense_0": "'dense_0' matched none",
         "Dense_0/kernel": "'Dense_0/kernel' matched none; nearest paths: 'Dense_0', ",
+        "MLP.Dense_0": "'MLP.Dense_0' matched none; nearest paths: 'Dense_0', ",
     }.items():
         rules: dict[Any, str] = {"Dense_0": "float32", pattern: "float32"}
         assert text in message(apply_policy(MLP(), "mixed_float16", rules))

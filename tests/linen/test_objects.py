@@ -29,7 +29,7 @@ from linen_zoo import (
     shapes,
 )
 
-from jaxmp.linen import apply_policy
+from jaxmp.linen import apply_policy, autocast
 
 pytestmark = pytest.mark.once
 
@@ -45,7 +45,6 @@ COPIES = {
     "deepcopy": copy.deepcopy,
     "pickle": lambda model: pickle.loads(pickle.dumps(model)),
     "cloudpickle": lambda model: pickle.loads(cloudpickle.dumps(model)),
-    "apply_policy again": lambda model: apply_policy(model, "mixed_float16", {nn.Dense: "mixed_bfloat16"}),
 }
 
 
@@ -157,10 +156,13 @@ def test_a_pattern_of_the_outer_policy_does_not_cover_a_nested_model_with_a_poli
     assert model_products(model, X) == ["bfloat16", "bfloat16", "float32"]
 
 
-def test_a_second_policy_replaces_the_first():
-    model = apply_policy(apply_policy(MLP(), "mixed_float16"), "mixed_bfloat16")
-    assert set(model_products(model, X)) == {"bfloat16"}
-    assert model == apply_policy(MLP(), "mixed_bfloat16")
+@pytest.mark.parametrize("under", [apply_policy, autocast])
+def test_a_second_policy_is_refused_because_it_would_drop_the_overrides_of_the_first(under):
+    model = apply_policy(MLP(), "mixed_float16", {"Dense_1": "float32"})
+    with pytest.raises(
+        ValueError, match=f"jaxmp.linen.{under.__name__} takes a model without a policy, got a MLP that"
+    ):
+        under(model, "mixed_bfloat16")
 
 
 def test_a_module_that_two_modules_share_has_one_policy():

@@ -201,7 +201,8 @@ def test_without_a_loss_scale_non_finite_steps_are_skipped_and_nothing_is_scaled
 
 
 def test_half_params_are_updated_in_float32_and_rounded_once():
-    model, optimizer = setup(optax.sgd(0.5), policy="float16", scale=1.0)
+    with pytest.warns(UserWarning, match="updates below 1/4096 of a weight are lost"):
+        model, optimizer = setup(optax.sgd(0.5), policy="float16", scale=1.0)
     twin = apply_policy(Net(rngs()), "float16")
 
     def loss(model: Any) -> jax.Array:

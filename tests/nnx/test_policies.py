@@ -193,14 +193,13 @@ def test_properties_and_static_and_class_methods_work_as_before(under):
 
 
 @pytest.mark.once
-def test_a_second_policy_replaces_the_first():
-    model = apply_policy(apply_policy(Net(rngs()), "mixed_float16", {"norm": "float32"}), "mixed_bfloat16")
-    assert set(dtypes(model).values()) == {"bfloat16"}
-    assert model_products(model, IMAGE) == ["bfloat16"] * 5
-    linear = apply_policy(nnx.Linear(8, 8, dtype=jnp.float32, rngs=rngs()), "mixed_float16", {"**": "mixed_float16"})
-    assert apply_policy(linear, "float32").dtype == jnp.float32
-    with pytest.raises(ValueError, match="its own dtype=float32"):
-        apply_policy(linear, "mixed_float16")(VECTORS)
+@pytest.mark.parametrize("under", [apply_policy, autocast])
+def test_a_second_policy_is_refused_because_it_would_drop_the_overrides_of_the_first(under):
+    bare = Net(rngs())
+    model = apply_policy(bare, "mixed_float16", {"norm": "float32"})
+    with pytest.raises(ValueError, match=f"jaxmp.nnx.{under.__name__} takes a model without a policy, got a Net that"):
+        under(model, "mixed_bfloat16")
+    assert model_products(under(bare, "mixed_bfloat16"), IMAGE) == ["bfloat16"] * 5
 
 
 def test_a_submodule_with_a_policy_keeps_it_inside_another_model_and_alone():

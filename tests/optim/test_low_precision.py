@@ -226,7 +226,9 @@ def test_with_tx_keeps_the_norm_in_the_state():
 def test_with_tx_survives_a_step_that_donates():
     loss_fn, x, params = problem(jnp.bfloat16)
     tx = jaxmp.loss_scaling(optax.adam(1e-3), jaxmp.DynamicLossScale())
-    state = jaxmp.TrainState.create(params=params, tx=tx).with_tx(jaxmp.low_precision(optax.adam(1e-3)))
+    with pytest.warns(UserWarning, match=r"write tx = jaxmp.low_precision\(tx\)"):
+        state = jaxmp.TrainState.create(params=params, tx=tx)
+    state = state.with_tx(jaxmp.low_precision(optax.adam(1e-3)))
     state, _ = jaxmp.make_train_step(loss_fn)(state, x)
     assert float(state.tx.init(state.params).loss_scale.loss_scale) == 2.0**15
 

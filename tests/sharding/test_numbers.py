@@ -87,6 +87,15 @@ class TestNumbers:
         specs = specs_of(linen_params, mesh, rules=rules)
         self.require_one_devices(mesh, specs, more={"accumulate_steps": 2}, reduce="once")
 
+    @pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
+    def test_a_sharding_without_specs_is_data_parallelism_with_the_numbers_of_one_device(self, kind):
+        mesh = mesh_of(kind, data=4)
+        steps, states = pair(stacked_params, stacked_loss, mesh, None, {"accumulate_steps": 2})
+        single_state, sharded_state = after_five(steps, states, tokens())
+        assert differences(single_state.params, sharded_state.params) <= 2e-6
+        for leaf in jax.tree.leaves(sharded_state):
+            assert leaf.sharding.is_equivalent_to(NamedSharding(mesh, P()), leaf.ndim)
+
     def test_stacked_layers_match_one_device(self):
         mesh = mesh_of(EXPLICIT, data=2, fsdp=2)
         specs = specs_of(stacked_params, mesh, stacked=["layers", "bias"])

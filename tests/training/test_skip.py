@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from linen_zoo import numbers
 from optimizer_tools import bits, problem, same_bits, standard, train_loss
 from recompiles import compiled_once
@@ -171,6 +172,52 @@ def test_while_the_scale_can_fall_the_run_goes_on(scale):
     assert 13 <= at <= 16 and "3 steps in a row were skipped at loss scale 1," in text
 
 
+@pytest.mark.parametrize("kind", ["jitted step", "own step", "nnx"])
+def test_a_loop_around_a_step_that_cannot_raise_ends_a_stuck_run_itself(kind):
+    params, x, limit = {"w": jnp.ones(2)}, jnp.array([1.0, jnp.nan]), {"max_consecutive_skips": 3}
+    tx = loss_scaling(optax.sgd(0.1), jaxmp.StaticLossScale(8.0))
+
+    def loss_fn(params, x):
+        return jnp.sum(params["w"][...] * x)
+
+    if kind == "jitted step":
+        state, step = TrainState.create(params=params, tx=tx), jax.jit(make_train_step(loss_fn, **limit))
+    elif kind == "own step":
+        state = tx.init(params)
+    else:
+        model = nnx.Dict(w=nnx.Param(params["w"]))
+        state = jaxmp.nnx.Optimizer(model, tx)
+    for _ in range(3):
+        jaxmp.raise_if_stuck(state, **limit)
+        if kind == "jitted step":
+            state, _ = step(state, x)
+        elif kind == "own step":
+            _, state = tx.update(jaxmp.value_and_grad(loss_fn, state)(params, x)[1], state, params)
+        else:
+            state.update(model, jaxmp.nnx.value_and_grad(loss_fn, state)(model, x)[1])
+    with pytest.raises(
+        NonFiniteTrainingError, match="3 steps in a row were skipped at loss scale 8, which did not fall"
+    ):
+        jaxmp.raise_if_stuck(state, **limit)
+    jaxmp.raise_if_stuck(state)
+    if kind != "nnx":
+        with pytest.raises(TypeError, match="call it outside, with the state that the step returned"):
+            jax.jit(jaxmp.raise_if_stuck)(state)
+
+
+def test_a_stuck_run_needs_a_scale_that_cannot_fall():
+    tx = loss_scaling(optax.sgd(0.1), DynamicLossScale(8.0))
+    state = tx.init(jnp.ones(2))
+    for _ in range(2):
+        _, state = tx.update(jnp.full(2, jnp.nan), state, jnp.ones(2))
+    jaxmp.raise_if_stuck(state, max_consecutive_skips=2)
+    _, state = tx.update(jnp.full(2, jnp.nan), state, jnp.ones(2))
+    with pytest.raises(
+        NonFiniteTrainingError, match="3 steps in a row were skipped at loss scale 1, which did not fall"
+    ):
+        jaxmp.raise_if_stuck(state, max_consecutive_skips=2)
+
+
 def test_finite_steps_in_between_restart_the_count():
     params, batch = problem()
     step = make_train_step(train_loss, max_consecutive_skips=3)
@@ -213,6 +260,7 @@ def test_updates_that_are_not_finite_and_long_lists_of_params_are_reported():
     assert "gradients of '0', '1', '2', '3', '4', '5', '6', '7', …." in fails_within(step, state, 1.0, 9)[1]
 
 
+@pytest.mark.filterwarnings("ignore:updates below")  # of the half params
 def test_a_run_stops_if_multi_steps_hide_bad_microbatches_from_the_scale():
     """Stop a run whose scale cannot fall, because MultiSteps hides bad gradients."""
     params, batch = problem(dtype=jnp.float16)

@@ -6,6 +6,7 @@ import functools
 import pickle
 import re
 import threading
+import warnings
 from typing import Any
 
 import flax.serialization
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from optimizer_tools import bits, problem, same_bits, standard, train_loss
 from recompiles import compiled_once
@@ -416,3 +418,35 @@ def test_an_unknown_field_raises_pythons_error():
     for name in ("batch_stats", "loss_scale", "step"):
         with pytest.raises(TypeError, match=name):
             TrainState.create(params=jnp.ones(2), tx=optax.sgd(0.1), **{name: 1})
+
+
+@pytest.mark.parametrize("make", ["state", "nnx"])
+def test_half_params_that_a_plain_optimizer_updates_are_warned_of(make):
+    def warned(tx, dtype=jnp.bfloat16):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            if make == "state":
+                params = {"kernel": jnp.ones((3, 2), dtype), "bias": jnp.ones(2)}
+                TrainState.create(params=params, tx=tx)
+            else:
+                model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+                model.kernel.set_raw_value(jnp.ones((3, 2), dtype))
+                jaxmp.nnx.Optimizer(model, tx)
+        return [str(warning.message) for warning in caught]
+
+    def labels(params):
+        return jax.tree.map_with_path(
+            lambda path, _: "kernel" if "kernel" in jax.tree_util.keystr(path) else "bias", params
+        )
+
+    adam = standard(optax.adam(1e-3))
+    frozen = optax.multi_transform({"bias": adam, "kernel": optax.set_to_zero()}, labels)
+    for tx in (adam, loss_scaling(adam, DynamicLossScale())):
+        (message,) = warned(tx)
+        assert message.startswith(
+            "updates below 1/512 of a weight are lost, because params such as 'kernel' are bfloat16"
+        )
+        assert "write tx = jaxmp.low_precision(tx)" in message
+    assert len(warned(adam, jnp.float16)) == 1 and warned(adam, jnp.float32) == []
+    for tx in (jaxmp.low_precision(adam), frozen, loss_scaling(frozen, DynamicLossScale())):
+        assert warned(tx) == []

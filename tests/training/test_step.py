@@ -149,6 +149,7 @@ def test_inputs_of_any_dtype_train_a_float32_head_in_microbatches_too(steps, inp
 
 
 @pytest.mark.once
+@pytest.mark.filterwarnings("ignore:updates below")  # of the half params
 def test_half_gradients_are_accumulated_in_float32():
     """Accumulate 2048 + 1 + 1 + 1, which is 2048 in float16."""
 
@@ -192,6 +193,7 @@ def test_every_microbatch_has_its_own_random_numbers():
 
 
 @pytest.mark.once
+@pytest.mark.filterwarnings("ignore:updates below")  # of the half params
 def test_the_moving_average_is_that_of_the_unrounded_params_in_float32():
     params = jnp.array([1.0, -2.0], jnp.bfloat16)
     state = TrainState.create(params=params, tx=optax.sgd(2.0**-12), ema=True)
@@ -314,6 +316,7 @@ def test_the_metrics_have_the_scale_of_every_kind_of_loss_scale():
 
 
 @pytest.mark.once
+@pytest.mark.filterwarnings("ignore:updates below")  # of the half params
 def test_params_in_half_precision_stay_so_and_their_moments_are_float32():
     params, batch = problem(dtype=jnp.float16)
     tx = optax.sgd(0.1, momentum=0.9)
@@ -383,6 +386,50 @@ def test_the_warning_for_float16_products_without_a_scale_comes_once_and_only_wh
         assert warned(quiet[0], quiet[1] or DynamicLossScale()) == []
 
 
+@pytest.mark.parametrize("library", ["linen", "nnx"])
+def test_a_loss_scale_or_a_half_policy_without_half_products_is_warned_of_once(library):
+    x, traces = jnp.ones((4, 3)), []
+
+    def warned(policy_of_model=None, loss_scale=None, is_elementwise=False, **options):
+        if library == "linen":
+            model = nn.Dense(2) if policy_of_model is None else jaxmp.linen.apply_policy(nn.Dense(2), policy_of_model)
+            params = model.init(jax.random.key(0), x)["params"]
+            step = make_train_step(
+                lambda params, x: loss(lambda: model.apply({"params": params}, x), params), **options
+            )
+            tx = loss_scaling(optax.sgd(0.1), loss_scale or jaxmp.NoOpLossScale())
+            args = [TrainState.create(params=params, tx=tx)]
+        else:
+            model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+            model = model if policy_of_model is None else jaxmp.nnx.apply_policy(model, policy_of_model)
+            step = jaxmp.nnx.make_train_step(lambda model, x: loss(lambda: model(x), vars(model)), **options)
+            args = [model, jaxmp.nnx.Optimizer(model, optax.sgd(0.1), loss_scale=loss_scale)]
+
+        def loss(result, params):
+            traces.append(1)
+            return jnp.mean(params["bias"][...] if is_elementwise else result())
+
+        traces.clear()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(3):
+                result = step(*args, x)
+                args[:1] = result[:1] if library == "linen" else args[:1]
+        assert len(traces) == 1
+        return [str(warning.message) for warning in caught]
+
+    (scaled,) = warned(loss_scale=jaxmp.StaticLossScale(8.0))
+    assert scaled.startswith("the step has a loss scale, but every product of its loss is float32;")
+    assert "print(jaxmp.inspect.audit(step)(state, batch))" in scaled
+    (half,) = warned("float32", policy="mixed_bfloat16", accumulate_steps=2)
+    assert half.startswith("the step has a half-precision policy, but every product of its loss is float32;")
+    assert warned("mixed_float16", DynamicLossScale()) == []
+    assert warned(None, DynamicLossScale(), policy="mixed_float16") == []
+    assert warned(None, DynamicLossScale(), is_elementwise=True) == []
+    assert warned(None, policy="mixed_bfloat16", overrides={"primitive:dot_general": "float32"}) == []
+
+
+@pytest.mark.filterwarnings("ignore:updates below")  # of the half params
 def test_evaluation_changes_no_state_and_can_use_the_moving_average():
     params, batch = problem(dtype=jnp.bfloat16)
 

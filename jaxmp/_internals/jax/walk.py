@@ -7,8 +7,9 @@ from typing import Any, TypeVar
 
 import jax
 import numpy as np
+from jax.interpreters.partial_eval import dce_jaxpr
 
-from jaxmp._internals.jax.equations import is_literal
+from jaxmp._internals.jax.equations import is_literal, opened
 
 T = TypeVar("T", bound=Hashable)
 PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
@@ -71,6 +72,11 @@ def product_dtypes(jaxpr: Any) -> set[str]:
     """Return the names of the operand dtypes of all products in ``jaxpr``."""
     products = (eqn for eqn in equations(jaxpr) if eqn.primitive.name in PRODUCTS)
     return {var.aval.dtype.name for eqn in products for var in eqn.invars[:2]}
+
+
+def computing_only(jaxpr: Any, is_wanted: Sequence[bool]) -> Any:
+    """Return the open jaxpr that computes only the wanted results of ``jaxpr``."""
+    return dce_jaxpr(opened(jaxpr)[0], list(is_wanted), True)[0]
 
 
 def walk(start: Iterable[T], follow: Callable[[T], Iterable[T]]) -> dict[T, None]:

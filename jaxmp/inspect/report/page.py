@@ -94,13 +94,18 @@ def run_rows(runs: Sequence[Run]) -> list[tuple[str, ...]]:
             (
                 f"{run.name} ({len(run.seeds)} seeds)" if run.other_seeds else run.name,
                 _with_spread(run.final_losses, ".4g", ".2g"),
-                _with_spread(run.final_accuracies, ".2%", ".2%"),
+                _with_spread(run.final_accuracies, ".2%", ".2%") if _has_accuracy(run) else "",
                 str(run.skipped),
                 _milliseconds(milliseconds) if milliseconds else "",
                 f"{run.memory['peak'] / 2**20:,.1f}" if run.memory else "",
             )
         )
     return rows
+
+
+def _has_accuracy(run: Run) -> bool:
+    """Return whether a run recorded an accuracy."""
+    return any(math.isfinite(accuracy) for accuracy in run.final_accuracies)
 
 
 def _with_spread(values: Sequence[float], form: str, spread: str) -> str:

@@ -31,6 +31,7 @@ from experiments.training.experiment import Experiment
 from experiments.training.precision import compute_dtype, read_policy
 
 CHECKPOINTS = "experiments.training.checkpoints"
+pytestmark = pytest.mark.filterwarnings("ignore:updates below")  # the policy "bfloat16" has half params
 FLOAT32, HALF = ("float32", "none"), ("mixed_bfloat16", "none")
 
 

@@ -305,6 +305,7 @@ def test_a_loss_scale_with_a_further_counter_continues_and_starts_that_counter_f
     assert jaxmp.get_loss_scale(back.opt_state).loss_scale == 1027
 
 
+@pytest.mark.filterwarnings("ignore:updates below")  # of the half params
 def test_params_or_statistics_of_another_dtype_are_refused_with_both_policies_and_a_path(tmp_path):
     before, after = "bfloat16", "mixed_float16"
     dtypes = [jaxmp.get_policy(name).param_dtype for name in (before, after)]
@@ -321,6 +322,7 @@ def test_params_or_statistics_of_another_dtype_are_refused_with_both_policies_an
         read_last(tmp_path).restore(other, {"policy": before})
 
 
+@pytest.mark.filterwarnings("ignore:updates below")  # of the half params
 def test_an_override_that_gives_params_another_dtype_is_named(tmp_path):
     for then, now, policies, remedy in [
         (

@@ -179,6 +179,7 @@ def test_without_a_folder_it_is_the_newest_run_of_the_experiment(run, tmp_path, 
     assert [folder.name for folder in newest.parent.iterdir() if (folder / "summary.json").is_file()] == [newest.name]
 
 
+@pytest.mark.filterwarnings("ignore:updates below")  # of the half params
 def test_flags_that_a_resumed_run_must_keep_are_checked(run, capsys):
     where = f"{run.run_dir}"
     mixed, half = (jaxmp.get_policy(name) for name in ("mixed_float16", "float16"))
