@@ -57,6 +57,7 @@ CUT = 124
 """The exit code of `timeout` when it has ended a command."""
 
 MODELS = {"bert": "BERT", "gpt2": "GPT-2", "resnet50": "ResNet-50"}
+STEP_TITLE = "bf16 at two settings, by hand and torch.compile"
 STEP_ROWS = ("jaxmp-bf16", "jaxmp-bf16-2chunks", "jaxmp-bf16-remat", "hand-bf16", "compile-bf16")
 """The rows of the main goals. With two chunks, the steps of BERT and GPT-2 need a little less memory than those of
 torch.compile. With remat, they need the least."""
@@ -176,10 +177,10 @@ _TINY = ("--layers", "1", "--width", "64", "--vocabulary", "64", "--rounds", "2"
 _BRIEF = ("--smoke", "--rounds", "2", "--block-ms", "1")
 # A piece that compares variants of a model's step, such as chunks-gpt2, has rows that differ in an option of `Row`.
 PIECES = (
-    *(_steps("step", "bf16 at two settings, by hand and torch.compile", STEP_ROWS, model, ceilings=False)
-      for model in MODELS),
-    *(_steps("cublas", "bf16 with and without products in Triton", CUBLAS_ROWS, model, ceilings=False)
-      for model in ("bert", "gpt2")),
+    *(piece for model in ("bert", "gpt2") for piece in (
+        _steps("step", STEP_TITLE, STEP_ROWS, model, ceilings=False),
+        _steps("cublas", "bf16 with and without products in Triton", CUBLAS_ROWS, model, ceilings=False))),
+    _steps("step", STEP_TITLE, STEP_ROWS, "resnet50", ceilings=False),
     *(_steps("fp16", "fp16 with a dynamic and a constant scale", FP16_ROWS, model, ceilings=False) for model in MODELS),
     *(_steps("autocast", "autocast, a policy and code by hand", AUTOCAST_ROWS, model) for model in MODELS),
     *(_steps("tf32", "bf16 and TF32", TF32_ROWS, model, SLOW_ROUNDS) for model in MODELS),

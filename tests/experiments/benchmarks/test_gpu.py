@@ -293,7 +293,7 @@ def test_pieces_are_listed_with_their_commands_and_missing_packages(capsys, monk
     )
     with pytest.raises(SystemExit, match="2"):
         gpu.main(gpu.Config(list=True, pieces=("gpt2",)))
-    assert "--pieces must be among step-bert, step-gpt2, step-resnet50, cublas-bert, " in capsys.readouterr().err
+    assert "--pieces must be among step-bert, cublas-bert, step-gpt2, cublas-gpt2, " in capsys.readouterr().err
 
     monkeypatch.setattr(gpu.importlib.util, "find_spec", lambda name: None if name == "torch" else name)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
