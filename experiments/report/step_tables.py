@@ -60,17 +60,21 @@ def _dominant_kernels(by_model: dict[str, Source]) -> list[str]:
     for model, source in by_model.items():
         steps = steps_of(source, model)
         for key in SHOWN:
-            figures = steps.figures("train", key)
-            if not figures.get("kernel_ms"):
-                continue
-            name, milliseconds, _ = max(figures["kernels"], key=lambda kernel: kernel[1])
-            part = milliseconds / figures["kernel_ms"]
-            if part > DOMINANT:
-                title = MODELS[model].split(",")[0]
-                notes.append(
-                    f"{title}, {ROWS[key].label}: a single kernel, `{name}`, takes {part:.0%} of the kernels' time."
-                )
+            kernel = _dominant_kernel(steps, key)
+            if kernel:
+                row = f"{MODELS[model].split(',')[0]}, {ROWS[key].label}"
+                notes.append(f"{row} is not compared, because a single kernel takes most of its time: {kernel}.")
     return notes
+
+
+def _dominant_kernel(steps: Results, key: str) -> str:
+    """Return the kernel that takes most of a row's time, and its share; an empty text if there is none."""
+    figures = steps.figures("train", key)
+    if not figures.get("kernel_ms"):
+        return ""
+    name, milliseconds, _ = max(figures["kernels"], key=lambda kernel: kernel[1])
+    part = milliseconds / figures["kernel_ms"]
+    return f"`{name}`, {part:.0%}" if part > DOMINANT else ""
 
 
 def _measured_table(by_model: dict[str, Source]) -> list[str]:
@@ -84,7 +88,12 @@ def _measured_table(by_model: dict[str, Source]) -> list[str]:
 
 
 def _cell(steps: Results, key: str) -> str:
-    """Return the step time and the peak memory of a row, relative to torch.compile."""
+    """Return the step time and the peak memory of a row, relative to torch.compile.
+
+    A row with a dominant kernel is left out, because such a peer is easy to beat.
+    """
+    if _dominant_kernel(steps, key):
+        return NOTHING
     ratio = steps.ratio("train", key, REFERENCE)
     memory = share(steps.memory("train", key), steps.memory("train", REFERENCE))
     if ratio is None or memory is None:

@@ -9,7 +9,7 @@ values that must be float32:
 - From a factorisation or a solver, the search goes back to the nearest products, which are float32 too.
 - From a root or a logarithm, the search ends before the nearest product, which stays half. Example: ``x² + eps``.
 
-The result of an amplifier is float32 too.
+The result of a remainder is float32 too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jaxmp._internals.jax.primitives import EXTREMES, SUMS
 from jaxmp._internals.jax.walk import PRODUCTS, walk
 from jaxmp.engine.classes import AMPLIFIERS, CLEAR, INFER, JOIN, SOLVERS, Rule, State
 from jaxmp.engine.graph import Graph, Node, Step
-from jaxmp.engine.paths import BOUNDS, ROOTS, SCALES, SQUARES, readers_of
+from jaxmp.engine.paths import BOUNDS, ROOTS, SCALES, SQUARES, multiple_of, readers_of
 
 _ORDERINGS = frozenset({"lt", "le", "gt", "ge", "lt_to", "le_to"})  # not eq, which the derivative of max uses
 _SEARCH = "call_hi_primitive"  # jnp.searchsorted from JAX 0.12 on
@@ -45,7 +45,7 @@ def raise_amplified(graph: Graph) -> None:
         else:
             amplified = _amplified_operands(step, name, quantised)
             _raise(walk(amplified, _keepers_of_digits), step)
-            if amplified and step.node is not None:
+            if name == "rem" and amplified and step.node is not None:
                 _raise([step.node], step)
     amplified_products = {
         node.same: node for node in graph.nodes if node.name in PRODUCTS and node.rule is Rule.AMPLIFIED
@@ -89,12 +89,14 @@ def _amplified_operands(step: Step, name: str, quantised: Collection[Node | None
 def _is_quantised(rounded: Node, quantised: Collection[Node | None]) -> bool:
     """Return whether a rounded value becomes a small integer or feeds a product.
 
-    In ``x - floor(x)`` it does not: the difference has the low digits, and not the rounded value. A straight-through
-    estimator, ``x + (round(x) - x)``, is the rounded value again.
+    A fraction such as ``x - floor(x)`` is no rounded value. A straight-through estimator is one:
+    ``x + (round(x) - x)``.
     """
-    value = rounded.inputs[0].origin
-    after_rounding = walk([rounded, *rounded.users], lambda node: node.users if node.kind is CLEAR else ())
-    fractions = {node for node in after_rounding if _sums(node, value)}
+    value = multiple_of(rounded.inputs[0])
+    multiples = walk(
+        [rounded, *rounded.users], lambda node: node.users if node.kind is CLEAR or node.name in SCALES else ()
+    )
+    fractions = {node for node in multiples if _sums(node, value)}
 
     def follow(node: Node) -> Sequence[Node]:
         if node in fractions:
@@ -107,8 +109,8 @@ def _is_quantised(rounded: Node, quantised: Collection[Node | None]) -> bool:
 
 
 def _sums(node: Node, value: Node) -> bool:
-    """Return whether a node adds ``value`` to another value, or takes their difference."""
-    return node.name in SUMS and value in [operand.origin for operand in node.inputs]
+    """Return whether a node adds a multiple of ``value`` to another value, or takes their difference."""
+    return node.name in SUMS and value in [multiple_of(operand) for operand in node.inputs]
 
 
 def _is_compared_with_positions(step: Step, operand: Node, other: Node) -> bool:

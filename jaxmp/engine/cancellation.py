@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+
+from jaxmp._internals.jax.equations import is_literal
 from jaxmp._internals.jax.primitives import SUMS
 from jaxmp._internals.jax.walk import PRODUCTS, walk
 from jaxmp.engine.classes import CLEAR, INFER, JOIN, Rule, State
@@ -16,9 +19,15 @@ from jaxmp.engine.graph import Graph, Node, Step, shape_read
 from jaxmp.engine.paths import BOUNDS, OFFSETS, ROOTS, SCALES, SQUARES, multiple_of
 
 Vectors = tuple[Node, Node]
+Norms = dict[Node, set[Node]]
+"""Norms, and products of norms, each with the vectors whose norms they are."""
+
+_BETWEEN = SCALES | BOUNDS | {"select_n"}
 
 _MAGNIFY = ROOTS | {"cbrt", "log", "log2", "atan2"}
 """Operations that turn a small error of a small operand into a large error. Divisions and powers do so too."""
+_NO_EPSILON = 0.1
+"""The constant from which a difference can cancel. Smaller constants are added to avoid a division by zero."""
 
 
 def raise_cancelled(graph: Graph) -> None:
@@ -28,14 +37,15 @@ def raise_cancelled(graph: Graph) -> None:
     for node in graph.nodes:
         if node.is_half_product and _squared_vector(node) is not None:
             node.raise_to(State.FLOAT32, Rule.SQUARES)
+    norms = _norms(graph)
     cancelled_in: dict[Node, Node] = {}  # the sum in which a product cancels
     for node in graph.nodes:
         if node.name in SUMS and not _is_part_of_sum(node):
-            for product in (*_distances(node), *_moments(node), *_cosines(node)):
+            for product in (*_distances(node), *_moments(node), *_cosines(node, norms)):
                 cancelled_in.setdefault(product.same, node)
     for step in graph.steps:
         for difference in _magnified_differences(step):
-            for product in _products_in(difference):
+            for product in _products_in(difference, norms):
                 cancelled_in.setdefault(product.same, difference)
     for node in graph.nodes:  # also products that a loop or a derivative computes again
         if node.name in PRODUCTS and node.same in cancelled_in:
@@ -155,30 +165,49 @@ def _are_same(product: Node, sums: Vectors) -> bool:
     return False
 
 
-def _cosines(total: Node) -> Iterator[Node]:
+def _cosines(total: Node, norms: Norms) -> Iterator[Node]:
     """Yield products of unit vectors that are subtracted from a constant."""
     if not _has_constant_term(total):
         return
-    kept = walk(_terms(total), _kept_from)
-    is_normalised = any(node.name in ("mul", "div") and any(map(_is_norms, node.inputs)) for node in kept)
+    kept = walk(_terms(total), lambda node: _kept_from(node, norms))
+    normalised = {
+        vector for node in kept if node.name in ("mul", "div") for operand in node.inputs
+        for vector in norms.get(operand.origin, ())
+    }  # fmt: skip
     for node in kept:
-        if node.name in PRODUCTS and (is_normalised or all(map(_is_unit_vector, _vectors(node) or (node,)))):
-            yield node
+        if node.name in PRODUCTS:
+            vectors = _vectors(node) or (node,)
+            if all(_is_unit_vector(vector) or vector in normalised for vector in vectors):
+                yield node
 
 
 def _has_constant_term(total: Node) -> bool:
-    """Return whether one of the terms of a sum is a constant other than 0."""
-    constants = [term for term in total.inputs if term.is_constant]
-    return len(constants) == 1 and constants[0].const != (0.0, 0.0)
+    """Return whether one of the terms of a sum is a constant number that is no epsilon."""
+    constants = [term.origin for term in total.inputs if term.is_constant]
+    if len(constants) != 1:
+        return False
+    (constant,) = constants
+    return constant.shape == () and constant.const is not None and constant.const[1] >= _NO_EPSILON
 
 
 def _magnified_differences(step: Step) -> list[Node]:
     """Return differences of a constant and a value whose small errors a step magnifies.
 
-    Between the difference and the step may be scales and bounds, as in ``sqrt(max(1 - x², 0))``.
+    Between the difference and the step may be scales, bounds and an epsilon, as in ``sqrt(max(1 - x², 0) + 1e-6)``.
     """
-    sums = [multiple_of(operand, SCALES | BOUNDS | {"select_n"}) for operand in _magnified_operands(step)]
-    return [total for total in sums if total.name == "sub" and _has_constant_term(total)]
+    differences = []
+    for operand in _magnified_operands(step):
+        total = multiple_of(operand, _BETWEEN)
+        while total.name in SUMS:
+            if total.name == "sub" or any(term.origin.name == "neg" for term in total.inputs):
+                break
+            variables = [term for term in total.inputs if not term.is_constant]
+            if len(variables) != 1:
+                break
+            total = multiple_of(variables[0], _BETWEEN)  # without the epsilon
+        if total.name in SUMS and _has_constant_term(total):
+            differences.append(total)
+    return differences
 
 
 def _magnified_operands(step: Step) -> list[Node]:
@@ -187,59 +216,70 @@ def _magnified_operands(step: Step) -> list[Node]:
     if name == "div":
         return operands[1:]
     if name == "pow":
-        return operands[:1]
+        exponent = step.eqn.invars[1]
+        return operands[:1] if is_literal(exponent) and np.ndim(exponent.val) == 0 and exponent.val < 1 else []
     if name == "integer_pow":
         return operands if step.eqn.params["y"] < 0 else []
     return operands if name in _MAGNIFY else []
 
 
-def _products_in(total: Node) -> list[Node]:
+def _products_in(total: Node, norms: Norms) -> list[Node]:
     """Return the products whose digits remain in a sum.
 
     Between a product and the sum may be scales, squares, divisions by norms, bounds, selections and sums over a mask.
     """
-    return [node for node in walk(_terms(total), _kept_from) if node.name in PRODUCTS]
+    kept = walk(_terms(total), lambda node: _kept_from(node, norms))
+    return [node for node in kept if node.name in PRODUCTS]
 
 
-def _kept_from(node: Node) -> Sequence[Node]:
+def _kept_from(node: Node, norms: Norms) -> Sequence[Node]:
     """Return the operands whose digits a value keeps."""
     if node.kind in (CLEAR, JOIN):
         return node.inputs
     if node.name == "reduce_sum":  # over a mask, or of squares
         masked = node.inputs[0].origin
-        return [masked] if masked.name == "select_n" or _is_scaled(masked) else ()
-    if node.name in SQUARES | BOUNDS | {"select_n", "neg"} or _is_scaled(node):
-        variables = [operand for operand in node.inputs if operand.after_product and not _is_norms(operand)]
-        return variables[:1] if len(set(variables)) == 1 else ()
+        return [masked] if masked.name == "select_n" or _is_scaled(masked, norms) else ()
+    if node.name in SQUARES | BOUNDS | {"select_n", "neg"} or _is_scaled(node, norms):
+        variables = {operand for operand in node.inputs if operand.after_product and operand.origin not in norms}
+        return [*variables] if len(variables) == 1 else ()
     return ()
 
 
-def _is_scaled(node: Node) -> bool:
+def _is_scaled(node: Node, norms: Norms) -> bool:
     """Return whether a value is another value times a scale, or divided by it, or a square."""
     if node.name not in ("mul", "div"):
         return False
-    first, second = node.inputs
-    scales = [operand.is_constant or not operand.after_product or _is_norms(operand) for operand in (first, second)]
-    return scales[1] or (node.name == "mul" and (scales[0] or first is second))
+    first, second = (
+        operand.is_constant or not operand.after_product or operand.origin in norms for operand in node.inputs
+    )
+    is_square = node.name == "mul" and node.inputs[0] is node.inputs[1]
+    return second or is_square or (node.name == "mul" and first)
 
 
-def _is_norms(value: Node) -> bool:
-    """Return whether a value is a norm, or a product of norms."""
-    value = multiple_of(value, OFFSETS)
-    if value.name == "mul" or (value.name in PRODUCTS and value.kind is INFER):
-        return all(map(_is_norms, value.inputs))
-    return _is_norm(value)
+def _norms(graph: Graph) -> Norms:
+    """Return the norms of vectors, and products of norms, each with its vectors."""
+    norms: Norms = {}
+    for node in graph.nodes:
+        vector = _normed_vector(node)
+        value = multiple_of(node, OFFSETS)
+        is_product = value.name == "mul" or (value.name in PRODUCTS and value.kind is INFER)
+        factors = [multiple_of(operand, OFFSETS) for operand in value.inputs] if is_product else []
+        if vector is not None:
+            norms[node.origin] = {vector}
+        elif factors and all(factor in norms for factor in factors):
+            norms[node.origin] = set().union(*(norms[factor] for factor in factors))
+    return norms
 
 
 def _is_unit_vector(value: Node) -> bool:
     if value.name not in ("mul", "div"):
         return False
-    return any(_is_norm(operand) for operand in value.inputs)
+    return any(_normed_vector(operand) is not None for operand in value.inputs)
 
 
-def _is_norm(value: Node) -> bool:
-    """Return whether a value is the norm of a vector, or the inverse of a norm."""
+def _normed_vector(value: Node) -> Node | None:
+    """Return a vector if a value is its norm or the inverse of its norm, else None."""
     if value.name == "div" and value.inputs[0].is_constant:
         value = value.inputs[1]
     root = multiple_of(value, OFFSETS)
-    return root.name in ROOTS and _squared_vector(multiple_of(root.inputs[0], OFFSETS)) is not None
+    return _squared_vector(multiple_of(root.inputs[0], OFFSETS)) if root.name in ROOTS else None

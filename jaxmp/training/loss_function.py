@@ -14,14 +14,14 @@ import numpy as np
 
 from jaxmp.base.arguments import printed
 from jaxmp.base.cache_keys import policies_off
-from jaxmp.base.dtypes import closest_names, is_half
+from jaxmp.base.dtypes import closest_names
 from jaxmp.base.trees import path_name
 from jaxmp.engine.autocast import computed
 from jaxmp.engine.overrides import policy_and_exceptions
 from jaxmp.engine.rules import Rules
 from jaxmp.optim.checks import described, require_loss
 from jaxmp.policy.float8_product import RESIDUALS
-from jaxmp.policy.patterns import OPERATIONS, checked_overrides
+from jaxmp.policy.patterns import checked_overrides
 from jaxmp.policy.policies import check_backend
 from jaxmp.policy.policy_map import PolicyMap
 
@@ -137,14 +137,9 @@ def require_arguments(loss_fn: Any, names: str) -> None:
         raise TypeError(f"a loss function takes ({names}), got one of {takes}; {remedy}") from error
 
 
-def computes_in_half(policy: Any, overrides: Mapping[str, str] | None) -> bool:
-    """Return whether a policy makes the products of a loss function half precision.
-
-    Overrides of operations, such as ``"primitive:dot_general"``, may keep every product in float32.
-    """
-    if policy is None or any(str(key).startswith(OPERATIONS) for key in overrides or ()):
-        return False
-    return is_half(PolicyMap(policy).compute_dtype)
+def compute_dtype_of(policy: Any) -> np.dtype | None:
+    """Return the compute dtype of a policy; None without a policy."""
+    return None if policy is None else PolicyMap(policy).compute_dtype
 
 
 def under_policy(loss_fn: LossFn, policy: Any, overrides: Mapping[str, str] | None) -> LossFn:

@@ -5,43 +5,70 @@ A product is a matrix product or a convolution.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import jax
 import numpy as np
 
-from jaxmp._internals.jax.walk import computing_only, product_dtypes
+from jaxmp._internals.jax.sources import Names, names_of
+from jaxmp._internals.jax.walk import PRODUCTS, computing_only, jaxprs_in
+from jaxmp.base.dtypes import is_half
+from jaxmp.engine.marks import DECIDED, OF_POLICY, ours, region_of
 from jaxmp.optim.loss_scale import LossScale, NoOpLossScale
 
 
-def mismatch_of_products(traced: jax.stages.Traced, loss_scale: LossScale, expects_half: bool) -> str | None:
+def mismatch_of_products(traced: jax.stages.Traced, loss_scale: LossScale, policy_dtype: np.dtype | None) -> str | None:
     """Return a warning about the products of a step's loss, or None.
 
     Args:
       traced: the traced program of a train step, whose results are the new state and the metrics.
       loss_scale: the loss scale of the step.
-      expects_half: whether the step has a half-precision policy.
+      policy_dtype: the compute dtype of the step's policy; None without a policy.
     """
     has_loss_scale = not isinstance(loss_scale, NoOpLossScale)
-    dtypes = _products_of_loss(traced)
-    if "float16" in dtypes and not has_loss_scale:
+    products = _products_of_loss(traced)
+    dtypes = {operand.aval.dtype for product, _ in products for operand in product.invars[:2]}
+    if np.dtype(np.float16) in dtypes and not has_loss_scale:
         return (
             "the loss has float16 products and no loss scale, so small gradients become zero; write tx = "
             "jaxmp.loss_scaling(tx, jaxmp.DynamicLossScale()), or for an NNX model jaxmp.nnx.Optimizer(model, tx, "
             "loss_scale=jaxmp.DynamicLossScale())"
         )
-    is_wide = all(np.dtype(name).itemsize > 2 for name in dtypes)
-    if dtypes and is_wide and (has_loss_scale or expects_half):
-        cause = "a half-precision policy" if expects_half else "a loss scale"
+    if not dtypes or any(dtype.itemsize <= 2 for dtype in dtypes):
+        return None
+    wide = " or ".join(sorted(dtype.name for dtype in dtypes))
+    audit = "To see the products, write print(jaxmp.inspect.audit(step)(state, batch))"
+    if policy_dtype is None and has_loss_scale and not any(DECIDED in scopes for _, scopes in products):
         return (
-            f"the step has {cause}, but every product of its loss is {' or '.join(sorted(dtypes))}; in the loss, use "
-            "the model that apply_policy returned, under a half-precision policy. To see the products, write "
-            "print(jaxmp.inspect.audit(step)(state, batch)), for NNX audit(step)(model, optimizer, batch)"
+            f"the step has a loss scale, but every product of its loss is {wide}; in the loss, use the model that "
+            f"apply_policy returned. {audit}"
         )
-    return None
+    if policy_dtype is not None and is_half(policy_dtype) and all(_follows_model(scopes) for _, scopes in products):
+        return (
+            f"the step has a half-precision policy, but the policy of its model makes every product {wide}; remove "
+            f"one of the two policies. {audit}"
+        )
+    return None  # somebody asked for float32, or the rules of autocast decided so
 
 
-def _products_of_loss(traced: jax.stages.Traced) -> set[str]:
-    """Return the dtypes of the operands of all products that the loss depends on."""
+def _follows_model(scopes: Names) -> bool:
+    """Return whether the policy of a model, and nothing else, decides on an operation in these scopes."""
+    return region_of(ours(scopes)).asked_by == OF_POLICY
+
+
+def _products_of_loss(traced: jax.stages.Traced) -> list[tuple[Any, Names]]:
+    """Return the equations of all products that the loss depends on, with the scopes around them."""
     state, metrics = traced.out_info
     is_loss = {name: jax.tree.map(lambda _, name=name: name == "loss", value) for name, value in metrics.items()}
     is_wanted = jax.tree.leaves((jax.tree.map(lambda _: False, state), is_loss))
-    return product_dtypes(computing_only(traced.jaxpr, is_wanted))
+    return list(_products_in(computing_only(traced.jaxpr, is_wanted), ()))
+
+
+def _products_in(jaxpr: Any, around: Names) -> Iterator[tuple[Any, Names]]:
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        scopes = (*around, *names_of(eqn))
+        if eqn.primitive.name in PRODUCTS:
+            yield eqn, scopes
+        for inner in jaxprs_in(eqn):
+            yield from _products_in(inner, scopes)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmp._internals.jax.invariants import hoisted
@@ -35,7 +36,7 @@ from jaxmp.training.loss_function import (
     OWN_METRICS,
     REMAT,
     LossFn,
-    computes_in_half,
+    compute_dtype_of,
     require_same_structure,
     under_policy,
     with_remat,
@@ -113,7 +114,8 @@ def make_train_step(
         step inside your own ``jax.jit``, it cannot raise this error: call :func:`jaxmp.raise_if_stuck` in your loop.
 
     The first call warns if the loss function has float16 products and the optimizer has no loss scale. It also warns if
-    the step has a loss scale or a half-precision policy, but every product of the loss function is float32.
+    a step with a loss scale has no policy and only float32 products, or if a step with a half-precision policy has a
+    model whose own policy makes all products float32.
 
     >>> def loss_fn(params, batch):
     ...     return jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2)
@@ -134,7 +136,6 @@ def make_train_step(
         )
     decay = _checked_decay(ema_decay)
     loss_fn = under_policy(loss_fn, policy, overrides)
-    expects_half = computes_in_half(policy, overrides)
     gathered: Gathered | None = None
     reduces_once = False
     if sharding is not None:
@@ -153,7 +154,7 @@ def make_train_step(
         gathered,
         reduces_once,
         None if compiler_options is None else dict(compiler_options),
-        expects_half,
+        compute_dtype_of(policy),
     )
     return TrainStep(options)
 
@@ -198,7 +199,7 @@ class StepOptions:
       gathered: the loss function that gathers its weights, before rematerialisation is applied; None without a mesh.
       reduces_once: whether the gradients are reduced once per step, and not once per microbatch.
       compiler_options: the options of XLA; None for its defaults.
-      expects_half: whether the step has a half-precision policy.
+      policy_dtype: the compute dtype of the step's policy; None without a policy.
     """
 
     loss_fn: LossFn
@@ -209,7 +210,7 @@ class StepOptions:
     gathered: Gathered | None
     reduces_once: bool
     compiler_options: dict[str, Any] | None = None
-    expects_half: bool = False
+    policy_dtype: np.dtype | None = None
 
 
 class TrainStep:
@@ -451,7 +452,7 @@ class TrainStep:
     def _check_products(self, traced: jax.stages.Traced, state: TrainState) -> None:
         """Warn if the products of the loss do not fit the loss scale or the policy."""
         self._has_checked_products = True
-        message = mismatch_of_products(traced, get_loss_scale(state.opt_state), self.options.expects_half)
+        message = mismatch_of_products(traced, get_loss_scale(state.opt_state), self.options.policy_dtype)
         if message is not None:
             warnings.warn(message, stacklevel=3)
 

@@ -75,13 +75,14 @@ def raise_if_stuck(state: Any, max_consecutive_skips: int = 25) -> None:
             "state that the step returned"
         )
     require_not_deleted(counter)
-    count = int(_read_now(counter))
+    count = int(_read_now(counter).max())  # of the worst run, if the state holds several runs under vmap
     if count < max_consecutive_skips:
         return
-    if is_train_state or scale.adjust(False, np.inf).is_stuck(scale):  # the state's counter includes this condition
+    can_fall = not is_train_state and not np.all(scale.adjust(False, np.inf).is_stuck(scale))
+    if not can_fall:  # the counter of a train state includes this condition
         raise NonFiniteTrainingError(
-            f"{count} steps in a row were skipped at loss scale {float(scale.loss_scale):g}, which did not fall. "
-            f"{_REMEDY}"
+            f"{count} steps in a row were skipped at loss scale {float(np.min(scale.loss_scale)):g}, which did not "
+            f"fall. {_REMEDY}"
         )
 
 

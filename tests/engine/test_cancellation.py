@@ -190,6 +190,10 @@ def as_given(x):
     return x
 
 
+def rms(x):
+    return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
+
+
 def over_norms(dot):
     def cosine(x, y):
         return dot(x, y) / (jnp.linalg.norm(x, axis=-1) * jnp.linalg.norm(y, axis=-1))
@@ -250,6 +254,9 @@ DIFFERENCES = {
     "power": lambda p: (1.001 - p) ** -0.7,
     "reciprocal of a square": lambda p: (1.001 - p) ** -2,
     "atan2": lambda p: jnp.arctan2(1.001 - p, 1e-3),
+    "log with an epsilon": lambda p: jnp.log(1.001 - p + 1e-7),
+    "log(-p + 1)": lambda p: jnp.log(-p + 1.001),
+    "root with an epsilon": lambda p: jnp.sqrt(1.001 - p**2 + 1e-7),
 }
 
 
@@ -278,6 +285,23 @@ def test_the_margin_of_arcface_has_finite_gradients():
     np.testing.assert_allclose(gradients, compiled(jax.grad(lambda w: loss(x, w)))(x), rtol=0.02, atol=2e-3)
 
 
+def test_the_plan_of_a_long_chain_of_products_takes_little_time():
+    def transmittance(x):
+        rest = jnp.ones(16)
+        for i in range(1000):
+            rest = rest * (1 - jax.nn.sigmoid(x @ W[0] + i))
+        return jnp.mean(1 - rest)
+
+    def norm_to_a_power(x):
+        norm = jnp.linalg.norm(x @ W, axis=-1)
+        for _ in range(40):
+            norm = norm * norm
+        return 1 - norm
+
+    assert jaxmp.cast_plan(transmittance, "mixed_bfloat16")(X).rows
+    assert jaxmp.cast_plan(norm_to_a_power, "mixed_bfloat16")(X).rows
+
+
 def test_a_zero_or_nonfinite_scale_raises_no_error():
     for scale in (0.0, np.nan, np.inf):
         assert jax.eval_shape(half(lambda x, s=scale: 1 - (unit(x) @ unit(x).T) / s), X).shape == (16, 16)
@@ -298,6 +322,12 @@ STAY_HALF = {
     "a squared error": lambda x: jnp.sqrt(jnp.mean((x @ W - jax.nn.one_hot(jnp.arange(4), 8)) ** 2)),
     "a root of a product and a constant": lambda x: jnp.sqrt((x @ W) ** 2 + 1e-6),
     "a gate": lambda x: (1 - jax.nn.sigmoid(x @ W)) / (1.5 - jnp.tanh(x @ W)),
+    "a hinge loss to a power": lambda x: jnp.maximum(1 - x @ W, 0) ** 1.5,
+    "a hinge loss with a norm of the weight": lambda x: jax.nn.relu(1 - x @ W / jnp.linalg.norm(W)),
+    "a normalised product and positions": lambda x: rms(x @ W) + jnp.sin(jnp.arange(8.0)),
+    "a normalised product and a closed-over array": lambda x: unit(x @ W) - X[:4],
+    "features of linear attention": lambda x: jax.nn.relu(rms(x @ W)) + 1e-3,
+    "cosine scores with a mask": lambda x: 10 * unit(x) @ unit(x).T + jnp.where(jnp.tri(4) > 0, 0.0, -100.0),
     "distances from an identity": lambda x: ((x @ W).T @ (x @ W) - jnp.eye(8)) ** 2,
 }
 

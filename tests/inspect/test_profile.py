@@ -298,6 +298,13 @@ def test_for_a_gpu_the_kernels_of_a_second_program_without_cuda_graphs_are_trace
             profile(fun, steps=2)(*args)
 
 
+def test_for_a_gpu_batches_may_have_several_shapes():
+    batches = itertools.cycle([jnp.ones((32, 64)), jnp.ones((16, 64))])
+    with jaxmp.hardware.assumed("h200"):
+        measured = profile(jax.jit(lambda w, x: x @ w), steps=4)(jnp.ones((64, 64)), batches)
+    assert measured.milliseconds > 0
+
+
 def test_a_model_that_two_arguments_share_stays_one_model():
     model = nnx.Linear(16, 16, rngs=nnx.Rngs(0))
     are_one = []

@@ -422,7 +422,12 @@ def test_a_loss_scale_or_a_half_policy_without_half_products_is_warned_of_once(l
     assert scaled.startswith("the step has a loss scale, but every product of its loss is float32;")
     assert "print(jaxmp.inspect.audit(step)(state, batch))" in scaled
     (half,) = warned("float32", policy="mixed_bfloat16", accumulate_steps=2)
-    assert half.startswith("the step has a half-precision policy, but every product of its loss is float32;")
+    assert half.startswith(
+        "the step has a half-precision policy, but the policy of its model makes every product float32"
+    )
+    assert warned("float32", DynamicLossScale()) == []  # a baseline in float32
+    assert warned(None, DynamicLossScale(), policy="float32") == []
+    assert warned(None, policy="mixed_bfloat16", overrides={"**": "float32"}) == []
     assert warned("mixed_float16", DynamicLossScale()) == []
     assert warned(None, DynamicLossScale(), policy="mixed_float16") == []
     assert warned(None, DynamicLossScale(), is_elementwise=True) == []

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxmp._internals.jax.program import is_array
 from jaxmp._internals.jax.traces import static_arguments
@@ -160,13 +161,21 @@ def call_with_options(
       compiler_options: the options of XLA by name.
 
     Returns:
-      A function of the same arguments that runs the program, and the program's HLO text.
+      A function that runs the program, and the program's HLO text. The function takes the arguments of ``fun``. For
+      arguments of other shapes it compiles another program.
     """
-    program = trace_of_call(fun, args).lower().compile(compiler_options=dict(compiler_options))
+    programs: dict[Any, Any] = {}
+
+    def program_for(args: Sequence[Any]) -> Any:
+        leaves, structure = jax.tree.flatten(args)
+        key = structure, tuple((jnp.shape(leaf), getattr(leaf, "dtype", type(leaf))) for leaf in leaves)
+        if key not in programs:
+            programs[key] = trace_of_call(fun, args).lower().compile(compiler_options=dict(compiler_options))
+        return programs[key]
 
     def run(*args: Any) -> Any:
         jitted, arrays = call_of(fun, args)
         static = jitted.static if isinstance(jitted, _WithStaticArguments) else {}
-        return program(*(array for number, array in enumerate(arrays) if number not in static))
+        return program_for(args)(*(array for number, array in enumerate(arrays) if number not in static))
 
-    return run, str(program.as_text())
+    return run, str(program_for(args).as_text())
