@@ -166,14 +166,19 @@ def _are_same(product: Node, sums: Vectors) -> bool:
 
 
 def _cosines(total: Node, norms: Norms) -> Iterator[Node]:
-    """Yield products of unit vectors that are subtracted from a constant."""
+    """Yield products of unit vectors that are subtracted from a constant, or from the centres of bins."""
+    if total.name == "sub" and any(term.is_constant for term in total.inputs):
+        for term in _terms(total):
+            if term.name in PRODUCTS and all(map(_is_unit_vector, _vectors(term) or (term,))):
+                yield term
     if not _has_constant_term(total):
         return
     kept = walk(_terms(total), lambda node: _kept_from(node, norms))
-    normalised = {
-        vector for node in kept if node.name in ("mul", "div") for operand in node.inputs
-        for vector in norms.get(operand.origin, ())
-    }  # fmt: skip
+    normalised = set[Node]()
+    for node in kept:
+        if node.name in ("mul", "div"):
+            for operand in node.inputs:
+                normalised |= norms.get(operand.origin, set())
     for node in kept:
         if node.name in PRODUCTS:
             vectors = _vectors(node) or (node,)

@@ -205,6 +205,9 @@ def of_pairs(x, y):
     return jnp.einsum("nd,nd->n", x, y)
 
 
+CENTRES = jnp.linspace(-1, 1, 21)
+COSINES["a histogram loss"] = (unit, lambda u, v: jnp.maximum(1 - 10 * jnp.abs((u @ v.T)[..., None] - CENTRES), 0))
+
 # The cosine losses of BYOL and SimSiam, which divide by the norms after the product.
 COSINES |= {
     "1 - einsum / norms": (as_given, lambda x, y: 1 - over_norms(of_pairs)(x, y)),
