@@ -135,8 +135,8 @@ class Sources:
 
     def all(self) -> list[Source]:
         """Return the results that exist, each once."""
-        found = (*self.train_steps.values(), self.compiled, self.remat, self.accuracy)
-        return list({source.path: source for source in found if source}.values())
+        sources = (*self.train_steps.values(), self.compiled, self.remat, self.accuracy)
+        return list({source.path: source for source in sources if source}.values())
 
     def goals(self, model: str) -> dict[str, tuple[Goal, str]]:
         """Return a model's goals by key, each with the mark for its table cell.

@@ -173,13 +173,13 @@ def _cosines(total: Node, norms: Norms) -> Iterator[Node]:
                 yield term
     if not _has_constant_term(total):
         return
-    kept = walk(_terms(total), lambda node: _kept_from(node, norms))
+    values = walk(_terms(total), lambda node: _kept_from(node, norms))
     normalised = set[Node]()
-    for node in kept:
+    for node in values:
         if node.name in ("mul", "div"):
             for operand in node.inputs:
                 normalised |= norms.get(operand.origin, set())
-    for node in kept:
+    for node in values:
         if node.name in PRODUCTS:
             vectors = _vectors(node) or (node,)
             if all(_is_unit_vector(vector) or vector in normalised for vector in vectors):
@@ -187,7 +187,7 @@ def _cosines(total: Node, norms: Norms) -> Iterator[Node]:
 
 
 def _has_constant_term(total: Node) -> bool:
-    """Return whether one of the terms of a sum is a constant number that is no epsilon."""
+    """Return whether one of the terms of a sum is a constant number of at least ``_NO_EPSILON``."""
     constants = [term.origin for term in total.inputs if term.is_constant]
     if len(constants) != 1:
         return False
@@ -233,8 +233,8 @@ def _products_in(total: Node, norms: Norms) -> list[Node]:
 
     Between a product and the sum may be scales, squares, divisions by norms, bounds, selections and sums over a mask.
     """
-    kept = walk(_terms(total), lambda node: _kept_from(node, norms))
-    return [node for node in kept if node.name in PRODUCTS]
+    values = walk(_terms(total), lambda node: _kept_from(node, norms))
+    return [node for node in values if node.name in PRODUCTS]
 
 
 def _kept_from(node: Node, norms: Norms) -> Sequence[Node]:

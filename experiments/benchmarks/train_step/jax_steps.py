@@ -133,9 +133,9 @@ def prepare(case: Workload, row: Row, which: Pass, batch: Any) -> Prepared:
     loss = (lambda: float(turn()[1])) if which == "train" else None
 
     def joinable() -> tuple[Callable[[], Any], str]:
-        args = (start(), batch)
-        program = jitted.lower(*args).compile(compiler_options=WITHOUT_CUDA_GRAPHS)
-        return timing.turn(program, *args), program.as_text()
+        program = jitted.lower(start(), batch).compile(compiler_options=WITHOUT_CUDA_GRAPHS)
+        state = scaled_steps.settled(start, program, batch) if row.constant_scale else start()
+        return timing.turn(program, state, batch), program.as_text()
 
     is_joined = which == "train" and row.library == "jaxmp"  # of the other rows, the names of the kernels say enough
     return Prepared(turn, loss, seconds, memory.of_compiled(compiled), joinable if is_joined else None)
