@@ -288,8 +288,8 @@ def train(
             recorded.summary(**environment())
     outcome.test.append(test)
     outcome.curves.append(curve)
-    outcome.skipped.append(int(state.skipped))
-    outcome.final_scale.append(float(jaxmp.get_loss_scale(state.opt_state).loss_scale))
+    outcome.skipped.append(int(state.skipped_steps))
+    outcome.final_scale.append(float(state.loss_scale))
     return state
 
 

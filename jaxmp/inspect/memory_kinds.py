@@ -25,7 +25,7 @@ _KIND_OF_NAME = {
     "rng": "other",
     "key": "other",
     "step": "other",
-    "skipped": "other",
+    "skipped_steps": "other",
     "stuck": "other",
 }
 """The kinds of arguments and of a train state's fields, by name."""

@@ -45,7 +45,7 @@ class Optimizer(_Object):
     Pass the gradients of :func:`value_and_grad` to ``update``. If their norm is not finite, the step is skipped: every
     Variable of the model, including batch statistics, gets back its value from before the step. Other modules that you
     pass to the loss function are restored in the same way. Random number generators are not restored. The attribute
-    ``step`` counts all steps, and ``skipped`` counts the skipped steps.
+    ``step`` counts all steps, and ``skipped_steps`` counts the skipped steps.
 
     The optimizer warns if it trains half-precision Variables and ``tx`` is not :func:`jaxmp.low_precision`.
 
@@ -71,7 +71,7 @@ class Optimizer(_Object):
     ...     optimizer.update(model, grads)
     ...     return loss
     >>> loss = step(model, optimizer, jnp.full((4, 2), jnp.inf))
-    >>> int(optimizer.skipped), float(optimizer.loss_scale.loss_scale)
+    >>> int(optimizer.skipped_steps), float(optimizer.loss_scale)
     (1, 16384.0)
     """
 
@@ -103,7 +103,7 @@ class Optimizer(_Object):
         self._needs_policy = needs_policy(model)
         self._structure: Any = jax.tree.structure(nnx.as_pure(params))
         self._before: Any = nnx.data(None)
-        self._skipped, self._stuck = (nnx.OptState(jnp.zeros((), jnp.int32)) for _ in range(2))
+        self._skipped_steps, self._stuck = (nnx.OptState(jnp.zeros((), jnp.int32)) for _ in range(2))
         # If an array of the model is also in the optimizer's state or in the average, the state or the average gets a
         # copy. Otherwise two results of jax.device_put could share a buffer, and a step would donate this buffer
         # twice.
@@ -114,14 +114,21 @@ class Optimizer(_Object):
         self.ema: Any = nnx.data(average)
 
     @property
-    def loss_scale(self) -> LossScale:
-        """The loss scale that the next step will use."""
+    def loss_scale(self) -> jax.Array:
+        """The loss scale that the next step will use, a float32 scalar.
+
+        It is 1 if the optimizer has no loss scale. ``jaxmp.get_loss_scale(optimizer.opt_state)`` returns the object
+        with its settings.
+        """
+        return jnp.asarray(self._loss_scale_object().loss_scale, jnp.float32)
+
+    def _loss_scale_object(self) -> LossScale:
         return get_loss_scale(nnx.as_pure(self.opt_state))
 
     @property
-    def skipped(self) -> jax.Array:
+    def skipped_steps(self) -> jax.Array:
         """The number of skipped steps so far, an int32 scalar."""
-        return self._skipped[...]
+        return self._skipped_steps[...]
 
     def ema_model(self, model: M) -> M:
         """Return a copy of ``model`` with the moving averages as params, for evaluation.
@@ -178,7 +185,7 @@ class Optimizer(_Object):
         nnx.update(model, _tree.select_tree(skipped == 0, new_params, params))
         _set(self.opt_state, opt_state)
         self.step[...] += 1
-        self._skipped[...] += skipped
+        self._skipped_steps[...] += skipped
         if self._before is not None:
             _put_back(skipped == 0, model, self._before)
             self._before = nnx.data(None)
@@ -196,8 +203,8 @@ class Optimizer(_Object):
 
     def _take(self, state: TrainState) -> None:
         """Set this optimizer to the state that a train step returned."""
-        variables = self.opt_state, self.step, self._skipped, self._stuck
-        values = state.opt_state, state.step, state.skipped, state.stuck
+        variables = self.opt_state, self.step, self._skipped_steps, self._stuck
+        values = state.opt_state, state.step, state.skipped_steps, state.stuck
         _set(variables, values)
         if self.ema is not None:
             self.ema = nnx.data(state.ema_params)
@@ -348,7 +355,7 @@ def value_and_grad(
         for number in (numbers if is_list else [numbers])
     ]
     gradient = nnx.value_and_grad(
-        scaled_loss(loss_fn, optimizer.loss_scale, has_aux),
+        scaled_loss(loss_fn, optimizer._loss_scale_object(), has_aux),
         argnums=tuple(wanted) if is_list else wanted[0],
         has_aux=True,
     )
@@ -361,7 +368,7 @@ def value_and_grad(
         models = [trained, *(leaf for leaf in jax.tree.leaves(other_args, is_leaf=_is_module) if _is_module(leaf))]
         before = [_values(model) for model in models]
         (_, (loss, aux)), scaled_grads = gradient(*args, **kwargs)
-        grads = true_gradients(scaled_grads, optimizer.loss_scale)
+        grads = true_gradients(scaled_grads, optimizer._loss_scale_object())
         for model, values in zip(models, before, strict=True):
             if changed := _changed(model, values):
                 _keep(model, changed, grads, optimizer, is_trained=model is trained)

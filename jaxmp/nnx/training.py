@@ -74,7 +74,7 @@ def make_train_step(
     >>> optimizer = jaxmp.nnx.Optimizer(model, optax.sgd(0.1), loss_scale=jaxmp.DynamicLossScale())
     >>> step = jaxmp.nnx.make_train_step(lambda model, x: jnp.mean(model(x) ** 2), accumulate_steps=2)
     >>> losses = [float(step(model, optimizer, jnp.ones((4, 2)))["loss"]) for _ in range(3)]
-    >>> losses[2] < losses[0], int(optimizer.step[...]), int(optimizer.skipped)
+    >>> losses[2] < losses[0], int(optimizer.step[...]), int(optimizer.skipped_steps)
     (True, 3, 0)
     """
     if isinstance(sharding, Sharding):
@@ -174,7 +174,7 @@ def state_of(model: Any, optimizer: Optimizer) -> _State:
     optimizer._require_structure(params)
     return _State(
         step=optimizer.step.get_raw_value(),
-        skipped=optimizer._skipped.get_raw_value(),
+        skipped_steps=optimizer._skipped_steps.get_raw_value(),
         stuck=optimizer._stuck.get_raw_value(),
         params=params,
         opt_state=nnx.as_pure(optimizer.opt_state),

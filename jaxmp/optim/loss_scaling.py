@@ -198,7 +198,7 @@ class _ScalingTransform:
         return LossScalingState(
             inner_state=inner_state,
             loss_scale=state.loss_scale.adjust(finite, grad_max),
-            skipped=state.skipped + skipped,
+            skipped_steps=state.skipped_steps + skipped,
             consecutive_skipped=(state.consecutive_skipped + skipped) * skipped,
             grad_norm=jnp.sqrt(squares).astype(jnp.float32) if self.grad_norm else None,
         )
@@ -257,7 +257,7 @@ def take_step(
     if not isinstance(tx, LossScaling):
         return _take_step_around(tx, grads, opt_state, params, extra_args, derived)
     result, new_state = tx.step(grads, opt_state, params, derived, **extra_args)
-    return result, new_state, new_state.skipped - opt_state.skipped
+    return result, new_state, new_state.skipped_steps - opt_state.skipped_steps
 
 
 def _take_step_around(
@@ -275,7 +275,7 @@ def _take_step_around(
     """
     # If the chain clips by value before loss_scaling, clipping would make infinities finite. But clipping keeps NaN.
     result, new_state = tx.update(nan_if_infinite(grads), opt_state, params, **extra_args)
-    skipped = get_loss_scaling_state(new_state).skipped - get_loss_scaling_state(opt_state).skipped
+    skipped = get_loss_scaling_state(new_state).skipped_steps - get_loss_scaling_state(opt_state).skipped_steps
     skipped = jnp.maximum(skipped, 1 - jnp.isfinite(global_norm(grads)).astype(jnp.int32))
     if derived is not None:
         result = select_tree(skipped == 0, derived.compute(result), derived.old)

@@ -21,14 +21,14 @@ class LossScalingState(NamedTuple):
     Attributes:
       inner_state: the state of the wrapped optimizer after the last step that was not skipped.
       loss_scale: the loss scale of the next step.
-      skipped: the number of skipped steps so far, an int32 scalar.
+      skipped_steps: the number of skipped steps so far, an int32 scalar.
       consecutive_skipped: the number of skipped steps in a row, an int32 scalar.
       grad_norm: the global norm of the last gradients, a float32 scalar; None without ``grad_norm=True``.
     """
 
     inner_state: Any
     loss_scale: LossScale
-    skipped: jax.Array
+    skipped_steps: jax.Array
     consecutive_skipped: jax.Array
     grad_norm: jax.Array | None
 
@@ -59,7 +59,7 @@ def wrap_opt_state(opt_state: optax.OptState, loss_scale: LossScale, *, grad_nor
         inner_state=opt_state,
         # Copies, so that a donating step does not delete the arrays of the user's loss scale.
         loss_scale=jax.tree.map_with_path(_own_array, as_loss_scale(loss_scale)),
-        skipped=jnp.zeros((), jnp.int32),
+        skipped_steps=jnp.zeros((), jnp.int32),
         consecutive_skipped=jnp.zeros((), jnp.int32),
         grad_norm=jnp.zeros((), jnp.float32) if grad_norm else None,
     )

@@ -30,7 +30,7 @@ class TrainState(flax.struct.PyTreeNode):
 
     Attributes:
       step: the number of steps so far, including skipped ones, an int32 scalar.
-      skipped: the number of skipped steps, an int32 scalar.
+      skipped_steps: the number of skipped steps so far, an int32 scalar.
       stuck: the number of steps in a row that were skipped and in which the loss scale could not fall, an int32 scalar.
       params: the params, in their param dtype.
       opt_state: the state of ``tx``, including the loss scale.
@@ -42,7 +42,7 @@ class TrainState(flax.struct.PyTreeNode):
     """
 
     step: jax.Array
-    skipped: jax.Array
+    skipped_steps: jax.Array
     stuck: jax.Array
     params: Any
     opt_state: Any
@@ -55,6 +55,19 @@ class TrainState(flax.struct.PyTreeNode):
     if TYPE_CHECKING:  # Flax's method has no types, and strict checkers would complain in every subclass
 
         def __init_subclass__(cls, **kwargs: Any) -> None: ...
+
+    @property
+    def loss_scale(self) -> jax.Array:
+        """The loss scale that the next step will use, a float32 scalar.
+
+        It is 1 if the optimizer has no loss scale. :func:`jaxmp.get_loss_scale` returns the object with its settings.
+
+        Raises:
+          RuntimeError: the state was donated to an earlier step.
+        """
+        loss_scale = get_loss_scale(self.opt_state)
+        require_not_deleted(loss_scale)
+        return jnp.asarray(loss_scale.loss_scale, jnp.float32)
 
     @classmethod
     def create_sharded(
@@ -151,7 +164,7 @@ class TrainState(flax.struct.PyTreeNode):
         get_loss_scale(opt_state)  # raises if there are several
         require_outermost(tx, opt_state)
         state = cls(
-            **{name: jnp.zeros((), jnp.int32) for name in ("step", "skipped", "stuck")},
+            **{name: jnp.zeros((), jnp.int32) for name in ("step", "skipped_steps", "stuck")},
             params=params,
             opt_state=opt_state,
             model_state=model_state,
@@ -240,7 +253,7 @@ class TrainState(flax.struct.PyTreeNode):
         new_scale, scale = get_loss_scale(opt_state), get_loss_scale(self.opt_state)
         return self.replace(
             step=self.step + 1,
-            skipped=self.skipped + skipped,
+            skipped_steps=self.skipped_steps + skipped,
             stuck=jnp.where((skipped > 0) & new_scale.is_stuck(scale), self.stuck + 1, 0),
             opt_state=opt_state,
             **selected,

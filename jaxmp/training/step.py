@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -346,13 +345,12 @@ class TrainStep:
             rng, step_rng = (None, None) if state.rng is None else jax.random.split(state.rng)
             loss, scaled_grads, model_state, metrics = self.placed_gradients(state, batch, step_rng)
             loss_scale = get_loss_scale(state.opt_state)
-            scale = jnp.asarray(loss_scale.loss_scale, jnp.float32)
             scaled_grads = packed_grads(state.tx, state.opt_state, _tree.widen(scaled_grads))
             grads = loss_scale.unscale(scaled_grads)
             norm = global_norm(grads)
             new_state = self._updated(state, grads, model_state, loss, rng)
-            skipped = new_state.skipped > state.skipped
-        own_metrics = dict(zip(OWN_METRICS, (loss, norm, scale, skipped), strict=True))
+            skipped = new_state.skipped_steps > state.skipped_steps
+        own_metrics = dict(zip(OWN_METRICS, (loss, norm, state.loss_scale, skipped), strict=True))
         return new_state, {**own_metrics, **metrics}
 
     def _updated(self, state: TrainState, grads: Any, model_state: Any, loss: Any, rng: Any) -> TrainState:
@@ -464,6 +462,5 @@ class TrainStep:
         placed_batch = batch if self._plan is None else self._plan.batch(batch, self.options.accumulate_steps)
         rng = None if state.rng is None else jax.random.split(state.rng)[1]
         loss, grads, _, _ = jax.jit(self.placed_gradients)(state, placed_batch, rng)
-        scale = get_loss_scale(state.opt_state).loss_scale
-        text = explanation(loss, grads, scale, state.params, placed_batch, self._stuck_runs.limit)
+        text = explanation(loss, grads, state.loss_scale, state.params, placed_batch, self._stuck_runs.limit)
         return NonFiniteTrainingError(text, batch)

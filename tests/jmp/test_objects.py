@@ -84,7 +84,7 @@ def test_a_loss_scale_of_jmps_is_taken_by_the_optimizer_the_train_state_and_the_
             state, more = step(state, scaled)
             metrics.append(more)
         final_scale = jaxmp.get_loss_scale(state.opt_state)
-        return state.params, final_scale.loss_scale, metrics[2]["skipped"], state.skipped
+        return state.params, final_scale.loss_scale, metrics[2]["skipped"], state.skipped_steps
 
     got = run(getattr(module, name)(*arguments))
     limits = {"max_loss_scale": np.finfo(np.float32).max} if name == "DynamicLossScale" else {}  # jmp has none

@@ -131,11 +131,11 @@ def test_it_trains_with_loss_scaling_and_a_skipped_step_changes_nothing():
         return loss
 
     losses = [float(step(model, optimizer, X)) for _ in range(4)]
-    assert losses[-1] < losses[0] and int(optimizer.skipped) == 0
+    assert losses[-1] < losses[0] and int(optimizer.skipped_steps) == 0
     before = values(model)
     step(model, optimizer, X.at[0, 0, 0, 0].set(jnp.inf))
     same_bits(values(model), before)
-    assert int(optimizer.skipped) == 1 and float(optimizer.loss_scale.loss_scale) == 2.0**7
+    assert int(optimizer.skipped_steps) == 1 and float(optimizer.loss_scale) == 2.0**7
     assert traces == 1 and dtypes_of(values(model)) == {"float32"}
 
 

@@ -108,7 +108,7 @@ def test_a_train_step_with_a_custom_scale_compiles_once_and_skips(make):
     for step_batch in (batch, bad, batch, bad):
         state, metrics = step(state, step_batch)
         scales.append(float(metrics["loss_scale"]))
-    assert scales == [2.0**10, 2.0**10, 2.0**9, 2.0**9] and state.skipped == 2
+    assert scales == [2.0**10, 2.0**10, 2.0**9, 2.0**9] and state.skipped_steps == 2
     assert compiled_once(step)
     scanned, _ = jax.lax.scan(step, state, jax.tree.map(lambda x: jnp.stack([x, x]), bad))
     assert jaxmp.get_loss_scale(scanned.opt_state).loss_scale == 2.0**6
@@ -156,7 +156,7 @@ def test_an_nnx_optimizer_takes_a_custom_scale(make):
 
     for x in (jnp.ones((3, 2)), jnp.full((3, 2), jnp.nan), jnp.ones((3, 2))):
         step(model, optimizer, x)
-    assert optimizer.skipped == 1 and optimizer.loss_scale.loss_scale == (2.0**10 if make is Fixed else 2.0**9)
+    assert optimizer.skipped_steps == 1 and optimizer.loss_scale == (2.0**10 if make is Fixed else 2.0**9)
 
 
 def test_fields_may_be_trees_names_and_functions():
@@ -200,7 +200,7 @@ def test_a_scale_that_is_no_positive_scalar_trains_nothing():
     tx = loss_scaling(optax.sgd(0.1), Fixed(0.0))
     _, grads = jaxmp.value_and_grad(jnp.sum, tx.init(jnp.ones(2)))(jnp.ones(2))
     _, opt_state = tx.update(grads, tx.init(jnp.ones(2)))
-    assert opt_state.skipped == 1
+    assert opt_state.skipped_steps == 1
 
 
 def test_a_scale_that_starts_from_an_int_is_a_float():

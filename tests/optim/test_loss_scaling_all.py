@@ -168,7 +168,7 @@ def test_an_optimizer_takes_its_usual_step_and_skips_a_bad_step_completely(name)
     assert all((leaf == 0).all() and np.signbit(leaf).all() for leaf in jax.tree.leaves(updates))
     assert same_bits(optax.apply_updates(params, updates), params)
     assert same_bits(skipped.inner_state, after.inner_state)
-    assert (skipped.skipped, skipped.loss_scale.loss_scale) == (1, 2.0**9)
+    assert (skipped.skipped_steps, skipped.loss_scale.loss_scale) == (1, 2.0**9)
 
 
 def test_lookahead_trains_its_pair_of_params_on_gradients_of_one():

@@ -96,7 +96,7 @@ def test_around_multi_transform_one_loss_has_one_scale():
     )
     end, state = run(tx, [True, False, True], params, batch)
     assert same_bits(end, run(tx, [True, True], params, batch)[0])
-    assert get_loss_scale(state).loss_scale == 2.0**14 and state.skipped == 1
+    assert get_loss_scale(state).loss_scale == 2.0**14 and state.skipped_steps == 1
 
 
 def test_inside_multi_transform_every_loss_has_its_own_scale_and_the_whole_state_has_none():
@@ -164,7 +164,7 @@ def test_inside_multi_steps_that_skip_the_scale_does_not_see_a_bad_microbatch():
     tx = optax.MultiSteps(tx, 2, should_skip_update_fn=optax.skip_not_finite).gradient_transformation()
     tx = compiled(standard(tx))
     end, state = run(tx, [True, False, True], params, batch)
-    assert state.gradient_step == 1 and state.inner_opt_state.skipped == 0
+    assert state.gradient_step == 1 and state.inner_opt_state.skipped_steps == 0
     assert same_bits(end, run(tx, [True, True], params, batch)[0]) and not same_bits(end, params)
 
 
@@ -175,7 +175,7 @@ def test_inside_multi_steps_without_the_skip_nothing_bad_is_applied_but_optax_ne
     end, state = run(tx, [True, False] + [True] * 6, params, batch)
     assert same_bits(end, params)
     assert jnp.isnan(state.acc_grads["out"]["w"][-1, -1])
-    assert state.inner_opt_state.skipped == 4 and get_loss_scale(state).loss_scale == 2.0**11
+    assert state.inner_opt_state.skipped_steps == 4 and get_loss_scale(state).loss_scale == 2.0**11
 
 
 # ---- apply_if_finite
@@ -194,7 +194,9 @@ def test_inside_apply_if_finite_nothing_bad_is_applied_even_when_optax_gives_up(
     tx = compiled(standard(optax.apply_if_finite(loss_scaling(optax.adam(1e-2), DynamicLossScale()), 2)))
     end, state = run(tx, [True] + [False] * 4 + [True], params, batch)
     assert same_bits(end, run(tx, [True, True], params, batch)[0])
-    assert state.total_notfinite == 4 and state.inner_state.skipped == 2  # after 2, apply_if_finite lets bad steps pass
+    assert (
+        state.total_notfinite == 4 and state.inner_state.skipped_steps == 2
+    )  # after 2, apply_if_finite lets bad steps pass
     assert get_loss_scale(state).loss_scale == 2.0**13
 
 

@@ -73,7 +73,7 @@ def test_fifty_steps_with_skips_are_compiled_once_and_never_touch_the_host():
         for i in range(50):
             params, state, _ = step(params, state, bad if i % 11 == 10 else batch)
     assert compiled_once(step)
-    assert state.skipped == 4
+    assert state.skipped_steps == 4
     assert state.loss_scale.loss_scale == 2.0**15  # 4 backoffs, and growth once in each 10 steps
 
 
@@ -95,7 +95,7 @@ def test_a_scan_over_steps_equals_the_steps():
         (params, tx.init(params)), stacked
     )
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), scanned, one_by_one)
-    assert scanned_state.skipped == state.skipped == 1 and jnp.isnan(losses[1])
+    assert scanned_state.skipped_steps == state.skipped_steps == 1 and jnp.isnan(losses[1])
     assert jaxmp.get_loss_scale(scanned_state).loss_scale == jaxmp.get_loss_scale(state).loss_scale
 
 
@@ -108,7 +108,7 @@ def test_donating_the_state_leaves_the_optimizer_usable_for_a_second_run():
     for _ in range(2):
         state = tx.init(params)
         end, new_state, _ = step(params, state, batch)
-        assert state.skipped.is_deleted() and not new_state.skipped.is_deleted()
+        assert state.skipped_steps.is_deleted() and not new_state.skipped_steps.is_deleted()
         ends.append(end)
     assert same_bits(*ends) and compiled_once(step)
     assert loss_scale.loss_scale == 2.0**15  # the user's loss scale was not deleted
@@ -125,7 +125,7 @@ def test_under_vmap_only_the_bad_model_skips():
     batches = jax.tree.map(lambda x: np.stack([x] * 3), batch)
     batches["x"][1, 0, 0] = np.inf
     new, states, _ = jax.jit(jax.vmap(make_step(tx)))(members, states, batches)
-    np.testing.assert_array_equal(states.skipped, [0, 1, 0])
+    np.testing.assert_array_equal(states.skipped_steps, [0, 1, 0])
     np.testing.assert_array_equal(jaxmp.get_loss_scale(states).loss_scale, [2.0**15, 2.0**14, 2.0**15])
     for i, unchanged in enumerate([False, True, False]):
         member = [jax.tree.map(lambda x, i=i: x[i], tree) for tree in (members, new)]
@@ -159,7 +159,7 @@ def test_an_infinity_on_one_device_makes_every_device_skip_and_keep_the_same_sca
         mapped = jax.jit(jax.shard_map(update, mesh=mesh_of_four(), **specs))
     updates, state = mapped(bad, tx.init(params))
     assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(updates))
-    np.testing.assert_array_equal(state.skipped, [1] * 4)
+    np.testing.assert_array_equal(state.skipped_steps, [1] * 4)
     np.testing.assert_array_equal(jaxmp.get_loss_scale(state).loss_scale, [2.0**14] * 4)
 
     updates, state = mapped(grads, tx.init(params))
@@ -188,7 +188,7 @@ def test_gradients_averaged_by_shard_map_keep_a_replicated_state():
     )(params, tx_without_axis.init(params), batch)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4), got, expected)
     _, state = step(params, tx.init(params), with_nan(batch))
-    assert state.skipped == 1 and state.loss_scale.loss_scale == 2.0**14
+    assert state.skipped_steps == 1 and state.loss_scale.loss_scale == 2.0**14
 
 
 # ---- jit with sharded arrays
@@ -255,7 +255,7 @@ def test_a_sharded_step_equals_that_of_one_device_and_keeps_its_shardings():
         assert shards == [float(single_state.loss_scale.loss_scale)] * 4
         params = new
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), params, single_params)
-    assert state.skipped == 1
+    assert state.skipped_steps == 1
 
 
 def test_a_mesh_with_explicit_shardings_works_too():

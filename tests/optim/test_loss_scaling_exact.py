@@ -44,7 +44,7 @@ def test_scaled_and_unscaled_runs_agree_in_every_bit(name):
         assert same_bits(params, plain_params)
         assert same_bits(state.inner_state, plain_state)
         assert state.loss_scale.loss_scale == 2.0 ** (15 + (step + 1) // 2)
-    assert state.skipped == 0
+    assert state.skipped_steps == 0
 
 
 def test_a_scale_that_is_no_power_of_two_agrees_to_rounding():

@@ -42,7 +42,7 @@ def test_a_bad_step_changes_no_bit_of_params_or_state_and_the_scale_backs_off(ba
     assert same_bits(after.inner_state, before.inner_state)
     assert after.loss_scale.loss_scale == before.loss_scale.loss_scale / 2 == 2.0**14
     assert after.loss_scale.counter == 0 and before.loss_scale.counter == 1
-    assert (after.skipped, after.consecutive_skipped, after.last_finite) == (1, 1, False)
+    assert (after.skipped_steps, after.consecutive_skipped, after.last_finite) == (1, 1, False)
 
 
 @pytest.mark.parametrize("value", [-np.inf, np.nan])
@@ -55,9 +55,9 @@ def test_with_check_updates_non_finite_updates_skip_the_step(value):
     tx = loss_scaling(inner, DynamicLossScale(), check_updates=True)
     updates, state = tx.update({"w": jnp.array([-1.0, 1.0])}, tx.init(params), params)
     assert same_bits(optax.apply_updates(params, updates), params)
-    assert state.inner_state == 0 and state.skipped == 1 and state.loss_scale.loss_scale == 2.0**14
+    assert state.inner_state == 0 and state.skipped_steps == 1 and state.loss_scale.loss_scale == 2.0**14
     updates, state = tx.update({"w": jnp.array([-1.0, -1.0])}, state, params)
-    assert state.inner_state == 1 and state.skipped == 1
+    assert state.inner_state == 1 and state.skipped_steps == 1
 
 
 @pytest.mark.parametrize("make", [lambda: optax.clip_by_global_norm(1.0), lambda: optax.adam(1e-2)])
@@ -135,7 +135,7 @@ def test_adding_the_skipped_updates_changes_no_bit_of_other_dtypes(dtype):
     updates, state = tx.update(jnp.full(len(special), jnp.nan, dtype), tx.init(params), params)
     with jax.numpy_dtype_promotion("standard"):
         assert bits(optax.apply_updates(params, updates)) == bits(params)
-    assert state.skipped == 1
+    assert state.skipped_steps == 1
 
 
 def test_params_that_are_nan_or_infinite_do_not_change():
@@ -143,7 +143,7 @@ def test_params_that_are_nan_or_infinite_do_not_change():
     tx = loss_scaling(standard(optax.adamw(1e-2)), DynamicLossScale(), check_updates=True)
     updates, state = tx.update(jnp.ones(3), tx.init(params), params)  # the decay of NaN is NaN
     np.testing.assert_array_equal(optax.apply_updates(params, updates), params)
-    assert state.skipped == 1
+    assert state.skipped_steps == 1
 
 
 def test_the_scale_falls_until_float16_gradients_no_longer_overflow():
@@ -157,7 +157,7 @@ def test_the_scale_falls_until_float16_gradients_no_longer_overflow():
         scales.append(int(state.loss_scale.loss_scale))
         updates, state = tx.update(grads, state, params)
     assert scales == [2**15, 2**14, 2**13, 2**12, 2**12]  # 8 * 2**13 is 65536, float16's infinity
-    assert state.skipped == 3 and (updates["w"] == -(2.0**-7)).all()
+    assert state.skipped_steps == 3 and (updates["w"] == -(2.0**-7)).all()
 
 
 def test_two_losses_with_their_own_optimizers_skip_and_back_off_on_their_own():
@@ -166,7 +166,7 @@ def test_two_losses_with_their_own_optimizers_skip_and_back_off_on_their_own():
     states = [tx.init(params), tx.init(params)]
     _, _, good = run(tx, params, states[0], batch)
     _, new_params, bad = run(tx, params, states[1], batch, np.inf)
-    assert (good.skipped, bad.skipped) == (0, 1) and same_bits(new_params, params)
+    assert (good.skipped_steps, bad.skipped_steps) == (0, 1) and same_bits(new_params, params)
     assert (good.loss_scale.loss_scale, bad.loss_scale.loss_scale) == (2.0**15, 2.0**14)
 
 
@@ -177,7 +177,7 @@ def test_skipping_works_with_every_kind_of_loss_scale():
     for scale, after in zip(scales, expected, strict=True):
         tx = loss_scaling(standard(optax.adam(1e-2)), scale)
         _, new_params, state = run(tx, params, tx.init(params), batch, np.nan)
-        assert same_bits(new_params, params) and state.skipped == 1
+        assert same_bits(new_params, params) and state.skipped_steps == 1
         assert jaxmp.get_loss_scale(state).loss_scale == after
 
 
@@ -232,7 +232,7 @@ class AnySequenceOfSteps(RuleBasedStateMachine):
         assert same_bits(self.state.inner_state, self.plain_state)
         assert float(self.state.loss_scale.loss_scale) == self.scale
         assert int(self.state.loss_scale.counter) == self.counter
-        assert int(self.state.skipped) == self.skipped and int(self.state.consecutive_skipped) == self.consecutive
+        assert int(self.state.skipped_steps) == self.skipped and int(self.state.consecutive_skipped) == self.consecutive
 
 
 AnySequenceOfSteps.TestCase.settings = settings(max_examples=6, stateful_step_count=12)

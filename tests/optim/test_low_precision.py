@@ -129,7 +129,7 @@ def test_a_skipped_step_changes_neither_count_nor_moments_nor_params():
     update = jax.jit(tx.update)
     _, state = update(grads, jax.jit(tx.init)(weights), weights)
     updates, skipped = update({"w": grads["w"].at[0, 0].set(np.inf)}, state, weights)
-    assert int(skipped.skipped) == 1 and int(state.inner_state.count) == int(skipped.inner_state.count) == 1
+    assert int(skipped.skipped_steps) == 1 and int(state.inner_state.count) == int(skipped.inner_state.count) == 1
     jax.tree.map(np.testing.assert_array_equal, skipped.inner_state, state.inner_state)
     np.testing.assert_array_equal(optax.apply_updates(weights, updates)["w"], weights["w"])
 

@@ -36,9 +36,13 @@ def train(tx, params, state, batch, pattern):
 
 def test_the_state_is_a_named_tuple_of_the_documented_fields():
     state = loss_scaling(optax.sgd(0.1), DynamicLossScale()).init(jnp.ones(2))
-    fields = ("inner_state", "loss_scale", "skipped", "consecutive_skipped", "grad_norm")
+    fields = ("inner_state", "loss_scale", "skipped_steps", "consecutive_skipped", "grad_norm")
     assert state._fields == fields and isinstance(state, jaxmp.LossScalingState)
-    assert (state.skipped.dtype, state.consecutive_skipped.dtype, state.last_finite.dtype) == ("int32", "int32", "bool")
+    assert (state.skipped_steps.dtype, state.consecutive_skipped.dtype, state.last_finite.dtype) == (
+        "int32",
+        "int32",
+        "bool",
+    )
     assert state.last_finite
 
 
@@ -60,7 +64,7 @@ def test_the_scale_is_found_wherever_it_is_nested():
         assert get_loss_scale(state).loss_scale == scale.loss_scale
     assert not has_loss_scale(optax.adam(1e-3).init(params))
     wrapped = {"optimizer": [inner.init(params)], "step": 3}  # any tree may contain the state
-    assert get_loss_scaling_state(wrapped).skipped == 0
+    assert get_loss_scaling_state(wrapped).skipped_steps == 0
 
 
 def test_scaling_a_loss_by_hand_gives_the_results_of_value_and_grad():
@@ -145,11 +149,11 @@ def test_the_headroom_scale_follows_the_largest_gradient_and_skips_nothing_in_st
         true = jnp.asarray(rng.normal(size=3) * 0.01 * 2.0 ** rng.uniform(-1, 1), jnp.float32)
         scaled = (true * state.loss_scale.loss_scale).astype(jnp.float16)
         _, state = update(jaxmp.unscale(scaled, state), state)
-    assert state.skipped == 0
+    assert state.skipped_steps == 0
     assert 0.01 < state.loss_scale.running_max < 0.1
     assert 2.0**14 <= state.loss_scale.loss_scale <= 2.0**19
     _, state = update(jnp.full(3, jnp.inf, jnp.float16), state)
-    assert state.skipped == 1
+    assert state.skipped_steps == 1
 
 
 def test_loss_scales_of_jmp_are_accepted():
@@ -163,7 +167,7 @@ def test_loss_scales_of_jmp_are_accepted():
         state = tx.init(params)
         assert get_loss_scale(state).loss_scale == start
         _, state = train(tx, params, state, batch, [False])
-        assert get_loss_scale(state).loss_scale == after and state.skipped == 1
+        assert get_loss_scale(state).loss_scale == after and state.skipped_steps == 1
     assert get_loss_scale(state).period == 3
 
 

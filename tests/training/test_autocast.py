@@ -92,18 +92,18 @@ def test_under_autocast_the_state_stays_float32_and_one_program_is_compiled(kwar
         losses.append(float(metrics["loss"]))
     assert losses[-1] < losses[0] / 2
     assert dtypes_of((state.params, state.model_state, state.ema_params)) == {"float32"}
-    assert compiled_once(step) and int(state.skipped) == 0
+    assert compiled_once(step) and int(state.skipped_steps) == 0
 
 
 def test_a_skipped_step_changes_nothing_but_the_scale():
     step, state = make("mixed_float16"), new_state()
     state, _ = step(state, BATCH)
     after, metrics = step(state, {**BATCH, "x": BATCH["x"].at[0, 0].set(jnp.inf)})
-    assert bool(metrics["skipped"]) and int(after.skipped) == 1
+    assert bool(metrics["skipped"]) and int(after.skipped_steps) == 1
     for name in ("params", "model_state", "ema_params"):
         same_bits(getattr(after, name), getattr(state, name))
     same_bits(after.opt_state.inner_state, state.opt_state.inner_state)
-    assert float(jaxmp.get_loss_scale(after.opt_state).loss_scale) == 2.0**9
+    assert float(after.loss_scale) == 2.0**9
 
 
 def test_gradients_have_the_direction_of_float32_gradients():

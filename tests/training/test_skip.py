@@ -75,8 +75,8 @@ def test_a_batch_with_one_nan_in_mid_training_changes_no_bit_of_params_moments_s
         state, metrics = step(state, bad)
         assert bool(metrics["skipped"]) and same_bits(contents(state), untouched)
         assert not same_bits(state.rng, before.rng)
-        assert (state.step, state.skipped) == (2, 1)
-        assert state.opt_state.loss_scale.loss_scale == 2.0**14
+        assert (state.step, state.skipped_steps) == (2, 1)
+        assert state.loss_scale == 2.0**14
         assert jnp.isnan(metrics["loss"]) and metrics["loss_scale"] == 2.0**15
 
         # Except for the rng, the run continues as if the bad batch had not been there, bit for bit.
@@ -101,7 +101,7 @@ def test_with_multi_steps_a_bad_microbatch_leaves_the_statistics_alone_too(side)
         state, _ = step(state, batch)
         untouched = contents(state)
         state, metrics = step(state, bad)
-        assert bool(metrics["skipped"]) and state.skipped == 1 and same_bits(contents(state), untouched)
+        assert bool(metrics["skipped"]) and state.skipped_steps == 1 and same_bits(contents(state), untouched)
         state, metrics = step(state, batch)
         assert not bool(metrics["skipped"]) and not same_bits(state.params, untouched[0])
 
@@ -121,9 +121,9 @@ def test_apply_gradients_skips_completely_but_sets_the_given_fields():
         return skipped, state.apply_gradients(grads=grads, **fields)
 
     skipped, moved = applied(state, params)
-    assert same_bits(contents(skipped), contents(state)) and skipped.skipped == 1 and skipped.step == 1
+    assert same_bits(contents(skipped), contents(state)) and skipped.skipped_steps == 1 and skipped.step == 1
     assert same_bits(skipped.rng, jax.random.key(1))
-    assert moved.model_state["n"] == 1 and moved.skipped == 0
+    assert moved.model_state["n"] == 1 and moved.skipped_steps == 0
     assert not same_bits(moved.params, params) and not same_bits(moved.ema_params, params)
 
 
@@ -226,7 +226,7 @@ def test_finite_steps_in_between_restart_the_count():
     for i in range(24):
         state, metrics = step(state, batch if i % 3 == 2 else bad)
         jax.block_until_ready(metrics)
-    assert state.skipped == 16
+    assert state.skipped_steps == 16
 
 
 def test_only_the_non_finite_params_are_named():
@@ -285,7 +285,7 @@ def test_two_runs_and_after_an_error_a_third_run_share_a_step():
     for _ in range(2):
         third, metrics = step(third, bad)
     third, metrics = step(third, batch)
-    assert not metrics["skipped"] and third.skipped == 2
+    assert not metrics["skipped"] and third.skipped_steps == 2
     assert compiled_once(step)
 
 
@@ -302,7 +302,7 @@ def test_a_cpu_branches_where_other_devices_select_and_both_compute_the_same():
         assert "cond[" in str(jax.make_jaxpr(step.jitted)(state, batch))
         with jaxmp.hardware.assumed("h200"):
             assert "cond[" not in str(jax.make_jaxpr(selecting.jitted)(state, batch))
-    assert branching.skipped == state.skipped == 1
+    assert branching.skipped_steps == state.skipped_steps == 1
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), contents(branching), contents(state)
     )
@@ -324,7 +324,7 @@ def test_effects_of_an_optimizer_happen_in_skipped_steps_too():
     for step_batch in (batch, {**batch, "x": batch["x"] * jnp.nan}, batch):
         state, _ = step(state, step_batch)
     jax.effects_barrier()
-    assert norms_finite == [True, False, True] and state.skipped == 1
+    assert norms_finite == [True, False, True] and state.skipped_steps == 1
 
 
 def test_an_example_of_a_vmap_skips_alone():
@@ -378,7 +378,7 @@ def test_a_skipped_step_keeps_the_state_of_transforms_around_loss_scaling_too(ar
     before, _ = step(TrainState.create(params=params, tx=tx), batch)
     after, metrics = step(before, {**batch, "x": batch["x"] * jnp.nan})
     assert metrics["skipped"] and bits(after.params) == bits(before.params)
-    counters = {"loss_scale", "skipped", "consecutive_skipped"}
+    counters = {"loss_scale", "skipped_steps", "consecutive_skipped"}
     pairs = zip(*(jax.tree_util.tree_leaves_with_path(state.opt_state) for state in (before, after)), strict=True)
     changed = [path for (path, old), (_, new) in pairs if bits(old) != bits(new)]
     assert changed and all(counters & {getattr(key, "name", None) for key in path} for path in changed)

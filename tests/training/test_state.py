@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from error_tools import refused
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from optimizer_tools import bits, problem, same_bits, standard, train_loss
@@ -33,7 +34,7 @@ def sgd():
 def test_a_fresh_state_has_the_documented_fields():
     params, _ = problem()
     state = TrainState.create(apply_fn=len, params=params, tx=sgd(), model_state={"n": 1.0}, rng=0, ema=True)
-    assert (state.step, state.skipped) == (0, 0) and state.step.dtype == state.skipped.dtype == jnp.int32
+    assert (state.step, state.skipped_steps) == (0, 0) and state.step.dtype == state.skipped_steps.dtype == jnp.int32
     assert state.apply_fn is len and state.model_state["n"] == 1
     assert same_bits(state.params, params) and same_bits(state.ema_params, params)
     assert same_bits(state.rng, jax.random.key(0))
@@ -49,6 +50,17 @@ def test_a_bare_optimizer_is_wrapped_so_that_it_skips_and_scales_nothing():
     assert type(jaxmp.get_loss_scale(state.opt_state)) is jaxmp.NoOpLossScale
     new, metrics = make_train_step(train_loss, donate=False)(state, {**batch, "x": batch["x"] * jnp.nan})
     assert bool(metrics["skipped"]) and metrics["loss_scale"] == 1 and same_bits(new.params, state.params)
+
+
+@pytest.mark.once
+def test_a_state_has_its_next_loss_scale_and_its_count_of_skipped_steps():
+    params, batch = problem()
+    state = TrainState.create(params=params, tx=loss_scaling(standard(optax.sgd(0.1)), DynamicLossScale()))
+    assert (state.loss_scale, state.loss_scale.dtype, state.skipped_steps) == (2.0**15, jnp.float32, 0)
+    new, metrics = make_train_step(train_loss)(state, {**batch, "x": batch["x"] * jnp.nan})
+    assert (metrics["loss_scale"], new.loss_scale, new.skipped_steps) == (2.0**15, 2.0**14, 1)
+    assert TrainState.create(params=problem()[0], tx=optax.sgd(0.1)).loss_scale == 1
+    refused(lambda: state.loss_scale, RuntimeError, "'loss_scale' was donated to an earlier step")
 
 
 @pytest.mark.once
@@ -119,7 +131,7 @@ def test_a_state_saved_in_mid_run_continues_bit_for_bit():
     end = state
     for step_batch in (bad, batch, batch):
         end, _ = step(end, step_batch)
-    assert end.skipped == 2
+    assert end.skipped_steps == 2
     for copy in (
         flax.serialization.from_state_dict(blank, flax.serialization.to_state_dict(state)),
         flax.serialization.from_bytes(blank, flax.serialization.to_bytes(state)),
@@ -182,7 +194,7 @@ def test_sharded_params_and_batches_are_compiled_for_once_and_stay_where_they_ar
     for step_batch in (single_batch, jax.device_get(bad), single_batch):
         single_state, _ = step(single_state, step_batch)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-7), third.params, single_state.params)
-    assert third.skipped == single_state.skipped == 1
+    assert third.skipped_steps == single_state.skipped_steps == 1
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])

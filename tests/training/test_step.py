@@ -44,7 +44,7 @@ def test_steps_equal_a_loop_written_by_hand_in_every_bit():
         state, metrics = step(state, batch)
         assert bits((metrics["loss"], metrics["grad_norm"])) == bits((loss, norm))
     assert same_bits(state.params, by_hand) and same_bits(state.opt_state.inner_state, plain_state)
-    assert (state.step, state.skipped) == (3, 0)
+    assert (state.step, state.skipped_steps) == (3, 0)
 
 
 @pytest.mark.parametrize("accumulate_steps", [1, 2])
@@ -88,7 +88,7 @@ def test_steps_are_compiled_once_never_wait_and_reuse_the_memory_of_the_state():
     assert compiled_once(step) and len(traces) == 1
     arrays = jax.tree.leaves((first.params, first.opt_state.inner_state, first.ema_params, first.model_state))
     assert all(leaf.is_deleted() for leaf in arrays)
-    assert (state.step, state.skipped) == (10, 2) and state.model_state["n"] == 8
+    assert (state.step, state.skipped_steps) == (10, 2) and state.model_state["n"] == 8
     assert metrics["own"] == 1
 
 

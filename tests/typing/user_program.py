@@ -88,14 +88,15 @@ def train_linen() -> None:
     step = jaxmp.make_train_step(loss_fn)
     state, metrics = step(state, batch)
     assert_type(state, jaxmp.TrainState)
-    assert_type(state.skipped, jax.Array)
+    assert_type(state.skipped_steps, jax.Array)
+    assert_type(state.loss_scale, jax.Array)
     assert_type(metrics, dict[str, jax.Array])
     assert_type(metrics["largest"], jax.Array)
     assert_type(jaxmp.get_loss_scale(state.opt_state), jaxmp.LossScale)
 
     evaluate = jaxmp.make_eval_step(loss_fn)
     assert_type(evaluate(state, batch), dict[str, jax.Array])
-    print(f"loss {float(metrics['loss']):.3f}, skipped {int(state.skipped)}")
+    print(f"loss {float(metrics['loss']):.3f}, skipped {int(state.skipped_steps)}")
 
 
 class BestState(jaxmp.TrainState):
@@ -162,8 +163,8 @@ def train_nnx() -> None:
     assert_type(model, Network)
     optimizer = jaxmp.nnx.Optimizer(model, optax.adam(1e-3), loss_scale=jaxmp.DynamicLossScale(), ema=True)
     assert_type(optimizer, jaxmp.nnx.Optimizer)
-    assert_type(optimizer.skipped, jax.Array)
-    assert_type(optimizer.loss_scale, jaxmp.LossScale)
+    assert_type(optimizer.skipped_steps, jax.Array)
+    assert_type(optimizer.loss_scale, jax.Array)
     assert_type(optimizer.ema_model(model), Network)
 
     def loss_fn(model: Network, batch: Batch) -> jax.Array:

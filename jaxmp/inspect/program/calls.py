@@ -15,7 +15,6 @@ from jaxmp.inspect.program import nnx_models
 from jaxmp.nnx.training import TrainStep as NNXTrainStep
 from jaxmp.nnx.training import state_of
 from jaxmp.optim.checks import require_loss
-from jaxmp.optim.scaling_state import get_loss_scale
 from jaxmp.training.state import TrainState
 from jaxmp.training.step import TrainStep
 
@@ -38,7 +37,7 @@ class StepCall(NamedTuple):
     @property
     def loss_scale(self) -> float:
         """The loss scale of this step."""
-        return float(get_loss_scale(self.state.opt_state).loss_scale)
+        return float(self.state.loss_scale)
 
 
 def is_step(fun: Any) -> bool:

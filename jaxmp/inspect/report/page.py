@@ -95,7 +95,7 @@ def run_rows(runs: Sequence[Run]) -> list[tuple[str, ...]]:
                 f"{run.name} ({len(run.seeds)} seeds)" if run.other_seeds else run.name,
                 _with_spread(run.final_losses, ".4g", ".2g"),
                 _with_spread(run.final_accuracies, ".2%", ".2%") if _has_accuracy(run) else "",
-                str(run.skipped),
+                str(run.skipped_steps),
                 _milliseconds(milliseconds) if milliseconds else "",
                 f"{run.memory['peak'] / 2**20:,.1f}" if run.memory else "",
             )
@@ -121,7 +121,7 @@ def _milliseconds(number: float) -> str:
 def verdict(run: Run, references: Sequence[Run]) -> str:
     """Return a sentence that compares a run with the first reference run."""
     loss = statistics.fmean(run.final_losses)
-    steps = f"{sum(len(seed.train) for seed in run.seeds)} recorded steps, {run.skipped} of them skipped, "
+    steps = f"{sum(len(seed.train) for seed in run.seeds)} recorded steps, {run.skipped_steps} of them skipped, "
     steps += f"end at a loss of {loss:.4g}"
     if not references:
         return f"{steps}. Name a float32 run with --against to compare."

@@ -64,7 +64,7 @@ class Run:
         return [seed._final_accuracy for seed in self.seeds]
 
     @property
-    def skipped(self) -> int:
+    def skipped_steps(self) -> int:
         """Return the number of skipped steps of all seeds."""
         return sum(row.skipped for seed in self.seeds for row in seed.train)
 

@@ -281,14 +281,14 @@ def moved(loss_scale: Any, **changes: Any) -> Any:
 )
 def test_a_loss_scale_of_the_same_kind_continues_and_another_starts_fresh(before, after, goes_on, tmp_path):
     saved = state(moved(before), seed=1)
-    saved = saved.replace(stuck=jnp.int32(9), skipped=jnp.int32(11))
+    saved = saved.replace(stuck=jnp.int32(9), skipped_steps=jnp.int32(11))
     save(tmp_path, saved, 1)
     fresh = state(after)
     restored = read_last(tmp_path).restore(fresh, {"policy": "mixed_bfloat16"})
     assert jax.tree.structure(restored) == jax.tree.structure(fresh)  # the parameters are those of the new loss scale
     scale = jaxmp.get_loss_scale(restored.opt_state)
     assert same(scale, moved(before) if goes_on else after)
-    assert restored.skipped == 11 and restored.stuck == (9 if goes_on else 0)
+    assert restored.skipped_steps == 11 and restored.stuck == (9 if goes_on else 0)
     assert same(restored.params, saved.params)
     assert same(restored.opt_state[0].inner_state, saved.opt_state[0].inner_state)
 

@@ -109,6 +109,6 @@ def test_a_run_killed_twice_ends_bit_for_bit_like_an_undisturbed_run(tmp_path):
     expected, resumed = last(alone.run_dir), last(killed.run_dir)
     assert expected.step == resumed.step == STEPS and expected.about["batches"] == resumed.about["batches"] == STEPS
     assert bits(expected) == bits(resumed)
-    assert expected.leaves["opt_state/skipped"] > 0 and expected.leaves["params/hidden"].any()
+    assert expected.leaves["opt_state/skipped_steps"] > 0 and expected.leaves["params/hidden"].any()
     assert rows(alone.run_dir) == rows(killed.run_dir)
     assert not checkpoints.unfinished(folder)
