@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 
 from jaxmp.base.trees import path_name
+
+_REMEDY = (
+    "An earlier train step may have donated this array. Use the state that the step returned, or write "
+    "make_train_step(..., donate=False)"
+)
 
 
 def is_deleted(tree: Any) -> bool:
@@ -33,3 +40,18 @@ def require_not_deleted(state: Any, error: Exception | None = None) -> None:
             f"{path_name(deleted)!r} was donated to an earlier step, which deleted it; {remedy}, or write "
             "make_train_step(..., donate=False)"
         ) from error
+
+
+@contextlib.contextmanager
+def donation_note() -> Iterator[None]:
+    """Add a note to JAX's error for a deleted array.
+
+    Under ``jax.grad``, the array is inside of a tracer, where :func:`require_not_deleted` does not see it.
+    """
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        is_noted = _REMEDY in getattr(error, "__notes__", ())
+        if "has been deleted" in str(error) and not is_noted:
+            error.add_note(_REMEDY)
+        raise

@@ -15,6 +15,7 @@ import numpy as np
 from jaxmp._internals.jax.traces import is_tracing
 from jaxmp.base.arguments import printed, require_function
 from jaxmp.base.cache_keys import policies_off
+from jaxmp.base.donation import donation_note
 from jaxmp.engine.emit import evaluated
 from jaxmp.engine.graph import build
 from jaxmp.engine.marks import DECIDED, mark_of
@@ -92,7 +93,7 @@ def autocast(fun: F, policy: Any = None, overrides: Mapping[str, Any] | None = N
         if policies_off.value:
             return fun(*args, **kwargs)
         if one_policy.compute_dtype == np.float32 and not exceptions:
-            with mark_of(level_of(one_policy)), one_policy.matmul_context():
+            with donation_note(), mark_of(level_of(one_policy)), one_policy.matmul_context():
                 return one_policy.cast_to_output(fun(*args, **kwargs))
         check_backend(one_policy)
         rules = Rules(one_policy.compute_dtype, exceptions, {} if is_tracing() else programs, one_policy.float8)
@@ -112,13 +113,14 @@ def computed(fun: Callable[..., Any], rules: Rules, args: Any, kwargs: Any, poli
       policy: the policy if :func:`autocast` wraps the function; None for a model. With None, operations are decided
         even if the function has no product.
     """
-    program, operands = traced(fun, args, kwargs, rules)
+    with donation_note():
+        program, operands = traced(fun, args, kwargs, rules)
     if shapes := [leaf for leaf in operands if isinstance(leaf, jax.ShapeDtypeStruct)]:
         raise TypeError(
             f"a function under autocast takes arrays, got {shapes[0]}; for shapes use jaxmp.cast_plan(fun, policy), "
             "or jax.eval_shape, jax.make_jaxpr or jit(...).lower around the function"
         )
-    with jax.named_scope(DECIDED):
+    with donation_note(), jax.named_scope(DECIDED):
         graph, dtypes = build(*program.jaxpr, rules), result_dtypes(program, policy)
         results = evaluated(graph, rules, operands, dtypes, force=policy is None)
     rules.check()

@@ -123,7 +123,7 @@ def collectives(compiled: jax.stages.Compiled, program: hlo.HloProgram | None = 
       compiled: ``jax.jit(fun).lower(*args).compile()`` with arguments on a mesh.
       program: the parsed program, if you already have it.
 
-    >>> mesh = jax.make_mesh((jax.device_count(),), ("fsdp",))
+    >>> mesh = jax.make_mesh((jax.device_count(),), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
     >>> x = jax.device_put(jnp.ones((8, 4)), jax.NamedSharding(mesh, jax.P("fsdp")))
     >>> moved = collectives(jax.jit(jnp.sum).lower(x).compile())
     >>> [(row.kind, row.dtype, row.axis, row.bytes) for row in moved.rows]

@@ -20,6 +20,7 @@ from jaxmp._internals.flax.nnx_calls import value_of
 from jaxmp._internals.flax.nnx_variables import is_module, is_node, is_object
 from jaxmp.base import trees as _tree
 from jaxmp.base.arguments import require_flag
+from jaxmp.base.donation import donation_note
 from jaxmp.engine.module_border import full_class_name
 from jaxmp.nnx.policy_check import needs_policy, require_policy
 from jaxmp.optim.checks import as_optimizer
@@ -367,7 +368,8 @@ def value_and_grad(
         other_args = [arg for arg in (*args, *kwargs.values()) if arg is not trained]
         models = [trained, *(leaf for leaf in jax.tree.leaves(other_args, is_leaf=_is_module) if _is_module(leaf))]
         before = [_values(model) for model in models]
-        (_, (loss, aux)), scaled_grads = gradient(*args, **kwargs)
+        with donation_note():
+            (_, (loss, aux)), scaled_grads = gradient(*args, **kwargs)
         grads = true_gradients(scaled_grads, optimizer._loss_scale_object())
         for model, values in zip(models, before, strict=True):
             if changed := _changed(model, values):

@@ -153,6 +153,7 @@ class _State(TrainState):
     that are not trained. The generators advance in skipped steps too.
     """
 
+    _rng_remedy = None  # the model has its own random number generators
     _to_copy = (
         "before the step, copy the arrays that two models share: nnx.update(target, jax.tree.map(jnp.copy, "
         "nnx.state(model)))"

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxmp.base.donation import donation_note
 from jaxmp.base.trees import is_float_array, sum_of_squares, widen
 from jaxmp.optim.checks import described, require_loss
 from jaxmp.optim.loss_scale import LossScale
@@ -138,7 +139,8 @@ def value_and_grad(
 
     @functools.wraps(fun)
     def unscaled(*args: Any, **kwargs: Any) -> Any:
-        loss, grads = scaled(*args, **kwargs)
+        with donation_note():
+            loss, grads = scaled(*args, **kwargs)
         return loss, true_gradients(grads, loss_scale)
 
     return unscaled

@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxmp.base import trees as _tree
 from jaxmp.base.cache_keys import policies_off
+from jaxmp.base.donation import donation_note
 from jaxmp.base.dtypes import canonical_dtype
 from jaxmp.policy.float8 import Float8, get_recipe
 
@@ -99,15 +100,15 @@ class Policy:
 
     def cast_to_param(self, tree: T) -> T:
         """Cast the floating arrays of ``tree`` to the param dtype."""
-        return _tree.cast(tree, self.param_dtype)
+        return _cast(tree, self.param_dtype)
 
     def cast_to_compute(self, tree: T) -> T:
         """Cast the floating arrays of ``tree`` to the compute dtype."""
-        return _tree.cast(tree, self.compute_dtype)
+        return _cast(tree, self.compute_dtype)
 
     def cast_to_output(self, tree: T) -> T:
         """Cast the floating arrays of ``tree`` to the output dtype."""
-        return _tree.cast(tree, self.output_dtype)
+        return _cast(tree, self.output_dtype)
 
     def with_output_dtype(self, output_dtype: Any) -> Policy:
         """Return a copy of this policy with another output dtype."""
@@ -128,7 +129,7 @@ class Policy:
             if policies_off.value:
                 return fun(*args, **kwargs)
             args, kwargs = self.cast_to_compute((args, kwargs))
-            with self.matmul_context():
+            with donation_note(), self.matmul_context():
                 return self.cast_to_output(fun(*args, **kwargs))
 
         return cast(F, wrapped)
@@ -137,6 +138,11 @@ class Policy:
         text = f"params={self.param_dtype.name},compute={self.compute_dtype.name},output={self.output_dtype.name}"
         text += f",matmul_precision={self.matmul_precision}" if self.matmul_precision is not None else ""
         return text if self.float8 is None else f"{text},{self.float8}"
+
+
+def _cast(tree: T, dtype: np.dtype) -> T:
+    with donation_note():
+        return _tree.cast(tree, dtype)
 
 
 def check_backend(policy: Policy) -> None:

@@ -59,7 +59,7 @@ class Sharding:
       ValueError: the mesh has neither of the axes ``"data"`` and ``"fsdp"``, or their types differ; ``reduce_dtype`` is
         not float32, bfloat16 or float16; ``reduce`` is neither ``"each"`` nor ``"once"``.
 
-    >>> mesh = jax.make_mesh((jax.device_count(),), ("fsdp",))
+    >>> mesh = jax.make_mesh((jax.device_count(),), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
     >>> params = {"w": jnp.zeros((512, 512))}
     >>> sharding = Sharding(mesh, jaxmp.sharding.fsdp_specs(params, mesh))
     >>> state = jaxmp.TrainState.create_sharded(lambda: params, optax.sgd(0.1), sharding)

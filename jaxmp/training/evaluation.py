@@ -15,6 +15,7 @@ from jaxmp.base.donation import require_not_deleted
 from jaxmp.sharding.mesh_plan import BATCH_AXES, on_auto_axes
 from jaxmp.sharding.mesh_types import explicit_mesh_of, typed
 from jaxmp.training.batches import require_examples
+from jaxmp.training.error_notes import error_notes
 from jaxmp.training.loss_function import LossFn, under_policy
 from jaxmp.training.state import TrainState
 from jaxmp.training.step import Metrics, TrainStep
@@ -64,9 +65,10 @@ def make_eval_step(
 
         args, mesh = (params, state.model_state, batch, state.rng), explicit_mesh_of(params)
         if mesh is None:
-            return metrics_of(loss_fn, *args)
+            with error_notes(state):
+                return metrics_of(loss_fn, *args)
         typed_metrics = functools.partial(metrics_of, typed(loss_fn, mesh, BATCH_AXES))
-        with jax.sharding.use_abstract_mesh(mesh):
+        with error_notes(state), jax.sharding.use_abstract_mesh(mesh):
             return on_auto_axes(typed_metrics, PartitionSpec())(*args)
 
     return EvalStep(jitted)

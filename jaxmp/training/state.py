@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import flax.struct
 import jax
@@ -52,6 +52,11 @@ class TrainState(flax.struct.PyTreeNode):
     apply_fn: Callable[..., Any] | None = flax.struct.field(pytree_node=False)
     tx: optax.GradientTransformationExtraArgs = flax.struct.field(pytree_node=False)
 
+    _rng_remedy: ClassVar[str | None] = (
+        "The state was created without rng=, so the loss function gets no random key. Write TrainState.create(..., "
+        "rng=0), def loss_fn(params, model_state, batch, rng) and model.apply(..., rngs={'dropout': rng})"
+    )
+
     if TYPE_CHECKING:  # Flax's method has no types, and strict checkers would complain in every subclass
 
         def __init_subclass__(cls, **kwargs: Any) -> None: ...
@@ -91,7 +96,7 @@ class TrainState(flax.struct.PyTreeNode):
           TypeError: ``make_params`` is not a function.
           ValueError: the specs do not have the structure of the params, or do not fit their shapes.
 
-        >>> mesh = jax.make_mesh((jax.device_count(),), ("fsdp",))
+        >>> mesh = jax.make_mesh((jax.device_count(),), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
         >>> make_params = lambda: {"w": jax.random.normal(jax.random.key(0), (512, 512))}
         >>> specs = jaxmp.sharding.fsdp_specs(jax.eval_shape(make_params), mesh)
         >>> sharding = jaxmp.sharding.Sharding(mesh, specs)

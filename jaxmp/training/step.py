@@ -31,6 +31,7 @@ from jaxmp.sharding.mesh_types import typed
 from jaxmp.sharding.placement import at_home, each_once, home_of, is_traced, placed_by_specs
 from jaxmp.training.accumulation import Gradients, accumulated
 from jaxmp.training.batches import microbatches, require_examples
+from jaxmp.training.error_notes import error_notes
 from jaxmp.training.loss_function import (
     OWN_METRICS,
     REMAT,
@@ -341,7 +342,7 @@ class TrainStep:
                 "the state keeps a moving average that this step would never update; pass "
                 "make_train_step(ema_decay=0.999), say, or leave ema=True out"
             )
-        with self._on_mesh():  # a caller of ``jitted`` may not have set a mesh
+        with error_notes(state), self._on_mesh():  # a caller of ``jitted`` may not have set a mesh
             rng, step_rng = (None, None) if state.rng is None else jax.random.split(state.rng)
             loss, scaled_grads, model_state, metrics = self.placed_gradients(state, batch, step_rng)
             loss_scale = get_loss_scale(state.opt_state)

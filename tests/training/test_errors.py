@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from error_tools import refused
+from error_tools import noted, refused
 from flax import linen
 from flax.training import train_state as flax_train_state
 from jax.sharding import AxisType, NamedSharding
@@ -278,6 +278,61 @@ def test_a_state_that_was_donated_is_refused():
         lambda: TrainState.create(params=state.params, tx=state.tx), RuntimeError, "'params/hidden/", "was donated to"
     )
     step(new, problem()[1])
+
+
+class Dropout(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        return linen.Dropout(0.5, deterministic=False)(x)
+
+
+def drops(batch, rngs=None):
+    return Dropout().apply({}, batch, rngs=rngs).mean()
+
+
+LOSSES_WITHOUT_KEY = {
+    "a key of None": lambda p, s, b, rng: (p * drops(b, {"dropout": rng}), s),
+    "no key": lambda p, s, b, rng: (p * drops(b, rng), s),
+    "split": lambda p, s, b, rng: (p * drops(b, {"dropout": jax.random.split(rng)[0]}), s),
+    "noise": lambda p, s, b, rng: (p * jax.random.normal(rng), s),
+    "two arguments": lambda params, batch: params * drops(batch),
+}
+
+
+def test_a_missing_random_key_is_an_error_with_the_remedy():
+    for what, loss in LOSSES_WITHOUT_KEY.items():
+        for make in (make_train_step, make_eval_step):
+            noted(
+                functools.partial(make(loss), state_of(), jnp.ones((2, 3))),
+                "The state was created without rng=",
+                "TrainState.create(..., rng=0), def loss_fn(params, model_state, batch, rng)",
+                what=what,
+            )
+    step = make_train_step(LOSSES_WITHOUT_KEY["a key of None"])
+    assert jnp.isfinite(step(state_of(rng=0), jnp.ones((2, 3)))[1]["loss"])
+
+
+def test_params_that_were_donated_are_refused_with_the_remedy_under_grad_too():
+    policy, model = jaxmp.get_policy("mixed_bfloat16"), jaxmp.linen.apply_policy(linen.Dense(1), "mixed_bfloat16")
+    x = jnp.ones((2, 3))
+    params = model.init(jax.random.key(0), x)["params"]
+    state = state_of(params)
+    make_train_step(lambda params, batch: model.apply({"params": params}, batch).mean())(state, x)
+
+    def loss(params):
+        return (x @ params["kernel"]).mean()
+
+    calls = {
+        "a model": lambda: jax.grad(lambda params: model.apply({"params": params}, x).mean())(params),
+        "a bound model": lambda: model.bind({"params": params})(x),
+        "autocast": lambda: jax.grad(jaxmp.autocast(loss, policy))(params),
+        "autocast to float32": lambda: jax.grad(jaxmp.autocast(loss, "float32"))(params),
+        "value_and_grad": lambda: jaxmp.value_and_grad(loss, state_of().opt_state)(params),
+        "wrap": lambda: jax.grad(policy.wrap(loss))(params),
+        "a cast": lambda: jaxmp.get_policy("bfloat16").cast_to_param(params),
+    }
+    for what, call in calls.items():
+        noted(call, "write make_train_step(..., donate=False)", what=what)
 
 
 def test_the_rng_may_be_a_seed_or_any_kind_of_key():
