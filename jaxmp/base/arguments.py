@@ -41,16 +41,31 @@ def require_flag(name: str, value: Any, remedy: str) -> None:
         raise TypeError(f"{name} must be True or False, got {printed(value)}; {remedy}")
 
 
-def require_no_policy(model: Any, has_policy: bool, call: str) -> None:
+def require_no_policy(model: Any, has_policy: bool, call: str, is_submodule: bool = False) -> None:
     """Raise a ValueError if a model has a policy already.
 
-    ``call`` is the name of the called function. A second policy would drop the overrides of the first.
+    A second policy would drop the overrides of the first.
+
+    Args:
+      model: the model.
+      has_policy: whether it has a policy.
+      call: the name of the called function.
+      is_submodule: whether the policy was applied to a larger model that contains ``model``.
     """
-    if has_policy:
+    if not has_policy:
+        return
+    name = type(model).__name__
+    if is_submodule:
         raise ValueError(
-            f"{call} takes a model without a policy, got a {type(model).__name__} that has one;\n"
-            f"apply one policy, with all overrides, to the original model: {call}(model, policy, overrides)"
+            f"{call} takes a model without a policy, got a {name} with the policy of a larger model;\n"
+            "use it as it is, or name it in the overrides of the larger model:\n"
+            f"{call}(model, policy, {{'path/of/the/module': 'float32'}})"
         )
+    raise ValueError(
+        f"{call} takes a model without a policy, got a {name} that has one (clones and merged models keep it);\n"
+        "use it as it is, or apply one policy, with all overrides, to the original model:\n"
+        f"{call}(model, policy, overrides)"
+    )
 
 
 def require_whole_number(name: str, value: Any, least: int = 1) -> None:

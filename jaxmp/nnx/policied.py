@@ -122,7 +122,9 @@ def _under(model: M, policies: PolicyMap, by_autocast: bool, operations: tuple[t
     name = "autocast" if by_autocast else "apply_policy"
     if not isinstance(model, nnx.Module):
         raise wrong_model(model, "nnx", name)
-    require_no_policy(model, decision_of(model) is not None, f"jaxmp.nnx.{name}")
+    earlier = decision_of(model)
+    is_submodule = earlier is not None and not earlier.is_root
+    require_no_policy(model, earlier is not None, f"jaxmp.nnx.{name}", is_submodule)
     copy = nnx.clone(model, variables=False, graph=True)
     graph = read_graph(copy)
     if not by_autocast:

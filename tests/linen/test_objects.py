@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from error_tools import refused
 from linen_zoo import (
     MLP,
     Linear,
@@ -159,10 +160,13 @@ def test_a_pattern_of_the_outer_policy_does_not_cover_a_nested_model_with_a_poli
 @pytest.mark.parametrize("under", [apply_policy, autocast])
 def test_a_second_policy_is_refused_because_it_would_drop_the_overrides_of_the_first(under):
     model = apply_policy(MLP(), "mixed_float16", {"Dense_1": "float32"})
-    with pytest.raises(
-        ValueError, match=f"jaxmp.linen.{under.__name__} takes a model without a policy, got a MLP that"
-    ):
-        under(model, "mixed_bfloat16")
+    for whole in (model, model.clone()):
+        refused(
+            lambda whole=whole: under(whole, "mixed_bfloat16"),
+            ValueError,
+            f"jaxmp.linen.{under.__name__} takes a model without a policy, got a MLP that has one",
+            "use it as it is, or apply one policy, with all overrides, to the original model:",
+        )
 
 
 def test_a_module_that_two_modules_share_has_one_policy():

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from error_tools import refused
 from flax import nnx
 from linen_zoo import data, same_bits
 from nnx_zoo import Net, Scale, compiled, model_products, module_with_numbers, outcome, rngs, values
@@ -197,8 +198,19 @@ def test_properties_and_static_and_class_methods_work_as_before(under):
 def test_a_second_policy_is_refused_because_it_would_drop_the_overrides_of_the_first(under):
     bare = Net(rngs())
     model = apply_policy(bare, "mixed_float16", {"norm": "float32"})
-    with pytest.raises(ValueError, match=f"jaxmp.nnx.{under.__name__} takes a model without a policy, got a Net that"):
-        under(model, "mixed_bfloat16")
+    call = f"jaxmp.nnx.{under.__name__}"
+    for whole in (model, nnx.clone(model), nnx.merge(*nnx.split(model))):
+        refused(
+            lambda whole=whole: under(whole, "mixed_bfloat16"),
+            ValueError,
+            f"{call} takes a model without a policy, got a Net that has one (clones and merged models keep it)",
+            f"use it as it is, or apply one policy, with all overrides, to the original model:\n{call}(model, policy,",
+        )
+    refused(
+        lambda: under(model.layers[0], "mixed_bfloat16"),
+        ValueError,
+        "with the policy of a larger model;\nuse it as it is, or name it in the overrides of the larger model:\n",
+    )
     assert model_products(under(bare, "mixed_bfloat16"), IMAGE) == ["bfloat16"] * 5
 
 
