@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import jax
@@ -13,6 +12,7 @@ from jaxmp._internals.jax.equations import is_literal, opened
 from jaxmp._internals.jax.invariants import same_values
 from jaxmp.base.dtypes import is_half
 from jaxmp.base.trees import path_name, widen
+from jaxmp.base.user_warnings import warn_user
 from jaxmp.optim.loss_scaling import LossScaling
 from jaxmp.optim.low_precision import rounds_params
 from jaxmp.optim.pack_small import packed_as
@@ -30,11 +30,10 @@ def warn_if_updates_vanish(tx: optax.GradientTransformationExtraArgs, params: An
     for (path, leaf), is_updated in zip(leaves, _are_updated(tx, shapes), strict=True):
         if is_updated and is_half(leaf.dtype):
             smallest = round(4 / float(jnp.finfo(leaf.dtype).eps))
-            warnings.warn(
+            warn_user(
                 f"updates below 1/{smallest} of a weight are lost, because params such as {path_name(path)!r} are "
                 f"{leaf.dtype.name}; write tx = jaxmp.low_precision(tx) for bfloat16 params, or keep the params in "
                 "float32 with a policy such as 'mixed_bfloat16'",
-                stacklevel=3,
             )
             return
 

@@ -7,13 +7,13 @@ import dataclasses
 import math
 import os
 import re
-import warnings
 from typing import Any
 
 import numpy as np
 
 from jaxmp.base import hardware
 from jaxmp.base.dtypes import canonical_dtype, closest_names
+from jaxmp.base.user_warnings import warn_user
 
 FORWARD_FORMAT = "float8_e4m3fn"
 """The format of both operands in the forward pass. No GPU multiplies two operands in float8_e5m2."""
@@ -187,10 +187,9 @@ def available() -> str:
         return "native"
     if not _warned:
         _warned.append(device.name)
-        warnings.warn(
+        warn_user(
             f"float8 products need a GPU of compute capability 8.9 or more, got {device.name}: they are bfloat16 here. "
             f"Set {_VARIABLE}=emulate to compute them with casts, or trace in jaxmp.hardware.assumed('h200') to "
             "compile for another device",
-            stacklevel=2,
         )
     return "no"

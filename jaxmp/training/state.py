@@ -115,12 +115,13 @@ class TrainState(flax.struct.PyTreeNode):
             has_arrays = any(map(_is_array, jax.tree.leaves(value)))
             (arrays if has_arrays else static)[name] = value
 
+        @jax.jit  # the second call reuses the trace of the first, so that ``create`` warns once
         def make(arrays: Any) -> Any:
             return cls.create(params=make_params(), tx=tx, **static, **arrays)
 
-        shapes = jax.eval_shape(make, arrays)
-        shardings = jax.tree.leaves(sharding.plan().shardings(shapes))
         with sharding.plan().set():
+            shapes = jax.eval_shape(make, arrays)
+            shardings = jax.tree.leaves(sharding.plan().shardings(shapes))
             leaves = jax.jit(lambda arrays: jax.tree.leaves(make(arrays)), out_shardings=shardings)(arrays)
         return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
 
@@ -186,7 +187,8 @@ class TrainState(flax.struct.PyTreeNode):
 
         The optimizer's state and the loss scale are kept. The params keep their dtypes. To change their dtypes, first
         cast them: ``state.replace(params=policy.cast_to_param(state.params))``. If you cast a param to float32, its
-        Kahan compensation is added to it.
+        Kahan compensation is added to it. The call warns if ``tx`` updates half-precision params and is not
+        :func:`jaxmp.low_precision`.
 
         Raises:
           TypeError: ``tx`` is not an optimizer.
@@ -200,6 +202,7 @@ class TrainState(flax.struct.PyTreeNode):
             scale = jax.tree.map(jnp.copy, old.loss_scale)  # a step that donates this state must not delete it
             tx = loss_scaling(tx, scale, grad_norm=old.grad_norm is not None)
         params = with_compensation(self.params, old.inner_state)
+        warn_if_updates_vanish(tx, params)
         new = old._replace(inner_state=in_precision_of(tx, old.inner_state, params))
         fresh = jax.eval_shape(tx.init, params)
         wanted: Any = jax.tree.structure(fresh)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
@@ -21,6 +20,7 @@ from jaxmp._internals.jax.invariants import hoisted
 from jaxmp.base import trees as _tree
 from jaxmp.base.arguments import printed, require_flag, require_whole_number
 from jaxmp.base.donation import require_not_deleted
+from jaxmp.base.user_warnings import warn_user
 from jaxmp.optim.checks import as_float, require_no_line_search
 from jaxmp.optim.loss_scaling import packed_grads
 from jaxmp.optim.scaled_grad import global_norm, scaled_value_and_grad
@@ -453,7 +453,7 @@ class TrainStep:
         self._has_checked_products = True
         message = mismatch_of_products(traced, get_loss_scale(state.opt_state), self.options.policy_dtype)
         if message is not None:
-            warnings.warn(message, stacklevel=3)
+            warn_user(message)
 
     def _error(self, state: TrainState, batch: Any) -> NonFiniteTrainingError:
         """Return the error for a stuck run.

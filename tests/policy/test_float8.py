@@ -129,8 +129,9 @@ class TestDevice:
         monkeypatch.setattr(float8, "_warned", [])
 
     def test_a_device_without_float8_products_gives_one_warning(self):
-        with pytest.warns(UserWarning, match="got cpu: .* JAXMP_FLOAT8=emulate"):
+        with pytest.warns(UserWarning, match="got cpu: .* JAXMP_FLOAT8=emulate") as caught:
             assert float8.available() == "no"
+        assert caught[0].filename == __file__
         assert float8.available() == "no"  # a second warning would raise
 
     def test_an_environment_variable_turns_emulation_on(self, monkeypatch):

@@ -19,6 +19,7 @@ import pytest
 from error_tools import refused
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from meshes import mesh_of
 from optimizer_tools import bits, problem, same_bits, standard, train_loss
 from recompiles import compiled_once
 
@@ -432,18 +433,23 @@ def test_an_unknown_field_raises_pythons_error():
             TrainState.create(params=jnp.ones(2), tx=optax.sgd(0.1), **{name: 1})
 
 
-@pytest.mark.parametrize("make", ["state", "nnx"])
+@pytest.mark.parametrize("make", ["state", "with_tx", "sharded", "nnx"])
 def test_half_params_that_a_plain_optimizer_updates_are_warned_of(make):
     def warned(tx, dtype=jnp.bfloat16):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
+            params = {"kernel": jnp.ones((3, 2), dtype), "bias": jnp.ones(2)}
             if make == "state":
-                params = {"kernel": jnp.ones((3, 2), dtype), "bias": jnp.ones(2)}
                 TrainState.create(params=params, tx=tx)
+            elif make == "with_tx":
+                TrainState.create(params=jax.tree.map(jnp.float32, params), tx=tx).replace(params=params).with_tx(tx)
+            elif make == "sharded":
+                TrainState.create_sharded(lambda: params, tx, jaxmp.sharding.Sharding(mesh_of()))
             else:
                 model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
                 model.kernel.set_raw_value(jnp.ones((3, 2), dtype))
                 jaxmp.nnx.Optimizer(model, tx)
+        assert all(warning.filename == __file__ for warning in caught)
         return [str(warning.message) for warning in caught]
 
     def labels(params):

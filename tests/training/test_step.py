@@ -415,7 +415,7 @@ def test_a_loss_scale_or_a_half_policy_without_half_products_is_warned_of_once(l
             for _ in range(3):
                 result = step(*args, x)
                 args[:1] = result[:1] if library == "linen" else args[:1]
-        assert len(traces) == 1
+        assert len(traces) == 1 and all(warning.filename == __file__ for warning in caught)
         return [str(warning.message) for warning in caught]
 
     (scaled,) = warned(loss_scale=jaxmp.StaticLossScale(8.0))
