@@ -73,12 +73,12 @@ def start(config: Any) -> None:
             "start --processes of them, with the same --coordinator and --processes, each with its --process-id"
         ) from error
     watch(config.stall_seconds)
-    if first():
-        print(
-            f"note: {global_state.num_processes} processes; if one of them ends, all end within a minute. Then start "
-            "all again with --resume",
-            file=sys.stderr,
-        )
+    # Every process says this: when the first one is killed, JAX ends the others without running any more Python.
+    print(
+        f"note: process {global_state.process_id} of {global_state.num_processes}; if one of them ends, all end within "
+        "a minute. Then start all again with --resume",
+        file=sys.stderr,
+    )
     # In this call, JAX exchanges the devices of all processes. If the call came later, the other processes would wait
     # in it while the first process prepares data.
     jax.devices()

@@ -52,7 +52,7 @@ def test_two_processes_learn_what_one_learns(alone, folder, tmp_path):
 @pytest.mark.slow("trains in two processes")
 def test_the_first_process_alone_shows_and_writes(alone, folder):
     assert "held-out accuracy" in alone.said(0) and f"{STEPS}/{STEPS}" in alone.said(0)
-    assert not alone.said(1)
+    assert [line.split(";")[0] for line in alone.said(1).splitlines()] == ["note: process 1 of 2"]
     assert len(losses(folder / "alone")) == STEPS
     assert {path.name for path in (folder / "alone").iterdir()} == {
         ".lock", "checkpoints", "config.json", "curves.png", "metrics.csv", "summary.json", "summary.md",
@@ -99,6 +99,7 @@ def test_a_job_that_is_killed_and_stopped_has_the_steps_of_an_undisturbed_job_bi
     job.send(0, signal.SIGKILL)
     killed, other = job.end()
     assert killed == -signal.SIGKILL and other not in (0, None)
+    assert "Then start all again with --resume" in job.said(1)
     saved, written = checkpoints.steps(run / "checkpoints")[-1], steps(run)
     assert saved < STEPS  # otherwise the comparison below would say nothing about the resumed job
 
