@@ -15,9 +15,10 @@ ARGUMENTS = SHAPES | AUTOCAST | PLOT
 def run(options: argparse.Namespace) -> int:
     """Show autocast's decision for each operation of a function, and the reason.
 
-    The function is traced, not run. On a terminal the output is a table without sizes and sources. In a pipe or a
-    file it is the text of str(plan), which is the same on every machine. If you keep this text under version control,
-    a diff shows how a change affects the precision. The exit code is 2 if an argument is wrong.
+    The function is traced, not run. For a train step, the plan is that of its loss function, because autocast decides
+    nothing about gradients and the optimizer. On a terminal the output is a table without sizes and sources. In a pipe
+    or a file it is the text of str(plan), which is the same on every machine. If you keep this text under version
+    control, a diff shows how a change affects the precision. The exit code is 2 if an argument is wrong.
 
     Example:
       jaxmp plan jax.numpy:matmul --policy mixed_bfloat16 --arg float32[8,16] --arg float32[16,4]
@@ -32,7 +33,7 @@ def plan(
 ) -> Any:
     """Return the :class:`jaxmp.CastPlan` of a function on abstract arguments.
 
-    The function is traced, not run.
+    The function is traced, not run. The plan of a train step is that of its loss function.
 
     Args:
       function, shapes, example: as for :func:`jaxmp.cli.loading.load`.
@@ -49,12 +50,14 @@ def plan(
 
     from jaxmp.cli.loading import in_current_folder, levels, load, usage_errors
     from jaxmp.engine.plan import cast_plan
+    from jaxmp.inspect.program.calls import is_step, loss_of_step
 
     exceptions = levels(overrides)
     with in_current_folder():
         loaded = load(function, shapes, example)
+        planned_function = loss_of_step(loaded.function) if is_step(loaded.function) else loaded.function
         with usage_errors(ValueError, TypeError):
-            planned = cast_plan(loaded.function, policy, exceptions)
+            planned = cast_plan(planned_function, policy, exceptions)
         jax.eval_shape(loaded.function, *loaded.operands)  # raises the errors of the function itself
         with usage_errors(ValueError):
             return planned(*loaded.operands)

@@ -70,10 +70,32 @@ class Model:
     def apply(x):
         return x @ x
 
-import flax.linen as nn, flax.nnx as nnx
+import flax.linen as nn, flax.nnx as nnx, jaxmp, optax
 
 dense = nn.Dense(3)
 Layer = nnx.Linear
+
+def loss_of_step(params, model_state, batch, rng):
+    with jax.named_scope("head"):
+        return jnp.sum(batch @ params["w"]), model_state
+
+def state_and_batch():
+    tx = jaxmp.loss_scaling(optax.sgd(1e-3), jaxmp.DynamicLossScale())
+    params = {"w": jnp.zeros((4, 4))}
+    return jaxmp.TrainState.create(params=params, tx=tx, rng=0), jnp.zeros((8, 4))
+
+def loss_of_model(model, batch):
+    return jnp.sum(model(batch))
+
+def model_optimizer_and_batch():
+    model = nnx.Linear(4, 4, use_bias=False, rngs=nnx.Rngs(0))
+    return model, jaxmp.nnx.Optimizer(model, optax.sgd(1e-3)), jnp.zeros((8, 4))
+
+mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+step = jaxmp.make_train_step(loss_of_step)
+accumulating = jaxmp.make_train_step(loss_of_step, accumulate_steps=2)
+on_mesh = jaxmp.make_train_step(loss_of_step, sharding=jaxmp.sharding.Sharding(mesh))
+of_model = jaxmp.nnx.make_train_step(loss_of_model, policy="mixed_bfloat16")
 """
 
 
@@ -141,6 +163,15 @@ def test_a_module_of_the_current_folder_is_planned_without_making_its_arguments(
     assert main(["plan", "plan_cli_module:square", "--args", "plan_cli_module:matrix"]) == 0
     assert main(["plan", "plan_cli_module:Model.apply", "--arg", "f32[4, 4]"]) == 0
     assert main(["plan", "plan_cli_module:dropout", "--arg", "key[]", "--arg", "bf16[4,4]"]) == 0
+
+
+@pytest.mark.parametrize("step", ["step", "accumulating", "on_mesh", "of_model"])
+def test_the_plan_of_a_train_step_is_that_of_its_loss_function(here, capsys, step):
+    example = "model_optimizer_and_batch" if step == "of_model" else "state_and_batch"
+    assert main(["plan", f"plan_cli_module:{step}", "--args", f"plan_cli_module:{example}", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert len(plan["rows"]) < 10 and "dot_general" in [row["primitive"] for row in plan["rows"]]
+    assert plan["summary"]["product_flops"] == plan["summary"]["half_product_flops"] == 2 * 8 * 4 * 4
 
 
 def test_an_argument_may_be_any_dtype_and_shape(capsys):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -66,6 +66,21 @@ def step_call(fun: Any, args: Sequence[Any]) -> StepCall:
     require_not_deleted(call.state)
     state, batch = call.step.placed(call.state, call.batch)
     return call._replace(state=state, batch=batch)
+
+
+def loss_of_step(step: Any) -> Callable[..., Any]:
+    """Return the loss function of a train step, as a function of the step's arguments.
+
+    The loss function has the step's policy. It gathers no weights, also if the step is on a mesh.
+    """
+
+    def loss_fn(*args: Any) -> Any:
+        call = step_call(step, args)
+        options, state = call.step.options, call.state
+        loss_of_step = options.loss_fn if options.gathered is None else options.gathered.loss_fn
+        return loss_of_step(state.params, state.model_state, call.batch, call.rng)
+
+    return loss_fn
 
 
 def require_own_settings(**settings: Any) -> None:
