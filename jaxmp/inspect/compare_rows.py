@@ -26,9 +26,8 @@ class ComparedRow:
       path: the module or scope that returns the value; empty for the result of the function. For the gradient of an
         argument, the path of the argument.
       phase: ``"forward"`` for a value, ``"backward"`` for the gradient with respect to a value or an argument.
-      dtype: the compute dtype of the module or scope under the policies: the dtypes of its products' operands, joined
-        by commas. If the module or scope has no products, this is the dtype of the value before its last casts. For
-        the gradient of an argument, this is the dtype of the gradient.
+      dtype: the dtype of the value or of the gradient under the policies. A module may compute in another dtype than
+        that of the value it returns.
       relative_error: the L2 norm of the difference, divided by the L2 norm of the reference.
       mean_absolute_difference: the mean absolute difference of the elements.
       cosine: the cosine of the angle between the value and the reference, as vectors.
@@ -136,17 +135,16 @@ def rows_of_scopes(
 
     The gradients are with respect to the values that scopes return.
     """
-    dtypes = {pair.path: half.compute_dtype(pair.path, half.values[pair.half]) for pair in pairs}
     rows = []
     for pair in pairs:
         arrays = half.forward[pair.half], full.forward[pair.full]
-        rows.append(compared_row(pair.path, "forward", dtypes[pair.path], *arrays, finfo))
+        rows.append(compared_row(pair.path, "forward", half.values[pair.half].dtype.name, *arrays, finfo))
     for (value, of_half), (_, of_full) in zip(half.results, full.results, strict=True):
-        rows.append(compared_row("", "forward", half.compute_dtype("", value), of_half, of_full, finfo))
+        rows.append(compared_row("", "forward", value.dtype.name, of_half, of_full, finfo))
     for pair in reversed(pairs):
         if pair.full in full.backward:
             arrays = half.backward[pair.half], full.backward[pair.full]
-            rows.append(compared_row(pair.path, "backward", dtypes[pair.path], *arrays, finfo))
+            rows.append(compared_row(pair.path, "backward", half.values[pair.half].dtype.name, *arrays, finfo))
     return rows
 
 

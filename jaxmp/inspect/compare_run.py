@@ -47,7 +47,7 @@ class RecordedProgram:
       backward: the gradients with respect to the values in ``forward``, by slot.
       results: the floating results to compare: the loss, or all results if there is no loss.
       gradients: the gradients of arguments, by the index of the argument's leaf.
-      products: the path and the compute dtype of each product in the forward pass.
+      products: the compute dtype of each product in the forward pass.
     """
 
     values: dict[Slot, Value]
@@ -57,20 +57,7 @@ class RecordedProgram:
     backward: dict[Slot, np.ndarray]
     results: list[tuple[Value, np.ndarray]]
     gradients: dict[int, Gradient]
-    products: list[tuple[str, str]]
-
-    def compute_dtype(self, path: str, value: Value) -> str:
-        """Return the dtype in which a scope computes a value.
-
-        This is the compute dtype of the scope's products; several dtypes are joined by commas. If the scope has no
-        products, this is the dtype of the value before its last casts.
-        """
-        inside = {dtype for scope, dtype in self.products if path and (scope == path or scope.startswith(f"{path}/"))}
-        if inside:
-            return ", ".join(sorted(inside))
-        while value.is_cast:
-            (value,) = value.inputs
-        return value.dtype.name
+    products: list[str]
 
 
 def run_and_record(
@@ -116,9 +103,7 @@ def run_and_record(
             n: Gradient(paths[n], _as_float64(gradient) / loss_scale, str(gradient.dtype))
             for n, gradient in zip(numbers, grads, strict=True)
         },
-        products=[
-            (value.at.path, widest(map(multiplied, value.inputs[:2]))) for value in values.all if value.name in PRODUCTS
-        ],
+        products=[widest(map(multiplied, value.inputs[:2])) for value in values.all if value.name in PRODUCTS],
     )
 
 

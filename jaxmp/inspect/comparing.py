@@ -229,7 +229,7 @@ def _compared(half: RecordedProgram, full: RecordedProgram) -> Comparison:
         )
     return Comparison(
         dtype=dtype,
-        is_changed=_dtypes_of_products(half) != _dtypes_of_products(full),
+        is_changed=collections.Counter(half.products) != collections.Counter(full.products),
         rows=(*rows, *gradients.values()),
         entered=entered_in(half, full, [*returned, *passed_in], numbers, float(finfo.eps) / 2),
         worst=max(counted, key=_size_of_error),
@@ -242,13 +242,9 @@ def _size_of_error(row: ComparedRow) -> float:
     return float(np.nan_to_num(row.relative_error, nan=np.inf))
 
 
-def _dtypes_of_products(program: RecordedProgram) -> collections.Counter[str]:
-    return collections.Counter(dtype for _, dtype in program.products)
-
-
 def _half_dtype(program: RecordedProgram) -> str:
     """Return the most common half dtype of products; float32 if no product is half."""
-    for dtype, _ in _dtypes_of_products(program).most_common():
+    for dtype, _ in collections.Counter(program.products).most_common():
         if is_half(dtype):
             return dtype
     return "float32"

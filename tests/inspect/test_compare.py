@@ -201,6 +201,28 @@ def test_rows_are_what_numpy_computes():
     np.testing.assert_allclose(comparison.total.relative_error, error, rtol=1e-3)  # compiled separately
 
 
+def test_rows_have_the_dtypes_of_numerics():
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(2, name="head")(nn.Dense(4, name="body")(x))
+
+    x, plain = jnp.asarray(np.random.default_rng(0).normal(size=(8, 4)), "float32"), Net()
+    params = plain.init(jax.random.key(0), x)["params"]
+    policied = jaxmp.linen.apply_policy(plain, "mixed_bfloat16", {"**/body": "float32"})
+
+    def loss_of(model):
+        return lambda params, x: jnp.mean(model.apply({"params": params}, x))
+
+    for loss_fn in (loss_of(policied), jaxmp.autocast(loss_of(plain), "mixed_bfloat16")):
+        report = jaxmp.inspect.numerics(loss_fn)(params, x)
+        expected = {("forward", path): tensor.dtype for path, tensor in report.activations.items()}
+        expected |= {("backward", path): tensor.dtype for path, tensor in report.activation_gradients.items()}
+        dtypes = {(row.phase, row.path): row.dtype for row in compare(loss_fn)(params, x).rows}
+        assert {key: dtypes[key] for key in expected} == expected
+        assert dtypes["forward", "Net"] == "float32"  # the half result of the last layer is cast to float32
+
+
 def test_scopes_in_a_loops_condition_or_a_shard_map_have_no_rows_and_those_around_have():
     def norm(x):
         with jax.named_scope("norm"):
