@@ -25,6 +25,8 @@ SPECIAL = "jaxmp.special"
 OF_POLICY = "the policy of its module"
 WITH_RULE = "jaxmp.rule"
 """The scope of the body of a function with a custom derivative rule, and of the rule."""
+WIDE_SUMS = "jaxmp.wide_sums"
+"""The scope around casts that a step on a mesh adds, so that it sums the gradients of weights in float32."""
 _MARK = re.compile(r"jaxmp\.(precision|compute)\((\w+):?(\w*)(?:;recipe=(.*))?\)")
 
 

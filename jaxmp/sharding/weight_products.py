@@ -21,6 +21,7 @@ from jaxmp._internals.jax.equations import names_a_dtype, opened
 from jaxmp._internals.jax.walk import PRODUCTS, equations, interpreted
 from jaxmp.base import trees as _tree
 from jaxmp.base.dtypes import at_least_float32, is_half
+from jaxmp.engine.marks import WIDE_SUMS
 from jaxmp.policy import float8, float8_product
 from jaxmp.sharding.mesh_plan import Plan
 from jaxmp.sharding.weights import Use, anywhere
@@ -88,7 +89,9 @@ class _RowProduct:
         # A lookup selects rows of the gathered weight, and casts only these rows.
         dtype = half.dtype if self._is_lookup else self.eqn.invars[self.position].aval.dtype
         weight = self.use.cast(self.use.moved(half), dtype)
-        return self._bind(weight, operands, self.eqn.params).astype(self.eqn.outvars[0].aval.dtype)
+        result = self._bind(weight, operands, self.eqn.params)
+        with jax.named_scope(WIDE_SUMS):
+            return result.astype(self.eqn.outvars[0].aval.dtype)
 
     def _cotangent_of_tap(self, cotangent: Any, operands: Sequence[Any]) -> Any:
         source, plan = self.use.source, self.use.source.plan
@@ -273,13 +276,16 @@ def computed_wide(eqn: Any, operands: Sequence[Any]) -> list[Any]:
     """
     avals, name = [atom.aval for atom in eqn.invars], eqn.primitive.name
     dtypes = [at_least_float32(aval.dtype) for aval in avals]
-    operands = [jnp.asarray(value, dtype) for value, dtype in zip(operands, dtypes, strict=True)]
+    with jax.named_scope(WIDE_SUMS):
+        operands = [jnp.asarray(value, dtype) for value, dtype in zip(operands, dtypes, strict=True)]
     if name not in PRODUCTS:
         return bind_equation(eqn, operands, params_in_dtype(eqn, _FLOAT32, False))
 
     @jax.custom_vjp
     def product(*arrays: Any) -> Any:
-        return bind_equation(eqn, narrowed(arrays), eqn.params)[0].astype(dtypes[0])
+        result = bind_equation(eqn, narrowed(arrays), eqn.params)[0]
+        with jax.named_scope(WIDE_SUMS):
+            return result.astype(dtypes[0])
 
     def narrowed(arrays: Sequence[Any]) -> list[Any]:
         return [value.astype(aval.dtype) for value, aval in zip(arrays, avals, strict=True)]

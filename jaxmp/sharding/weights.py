@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec
 from jaxmp._internals.jax.bodies import bind_equation
 from jaxmp.base.dtypes import at_least_float32
 from jaxmp.base.trees import is_float_array
+from jaxmp.engine.marks import WIDE_SUMS
 from jaxmp.sharding.mesh_plan import Plan
 
 RewrittenValue = tuple[Any, bool]
@@ -94,7 +95,8 @@ class Use:
 
     def cast(self, value: Any, dtype: Any) -> Any:
         """Return ``value`` in ``dtype``, rounded as the author rounded the weight."""
-        return (value if self.rounded is None else value.astype(self.rounded)).astype(dtype)
+        with jax.named_scope(WIDE_SUMS):
+            return (value if self.rounded is None else value.astype(self.rounded)).astype(dtype)
 
     def moved_back(self, cotangent: Any) -> Any:
         """Return the cotangent of the weight from the cotangent of the moved weight."""
@@ -151,7 +153,8 @@ def weight_of(origin: Source, value: Any, dtype: np.dtype) -> Use:
       value: the value.
       dtype: the dtype of the value in the program.
     """
-    value = value.astype(at_least_float32(value.dtype))
+    with jax.named_scope(WIDE_SUMS):
+        value = value.astype(at_least_float32(value.dtype))
     source = Source(origin.plan, origin.name, value, PartitionSpec(), dtype, False, False, is_computed=True)
     return Use(source, rounded=dtype if dtype.itemsize < value.dtype.itemsize else None)
 

@@ -167,6 +167,23 @@ class TestAudit:
         assert "test_many_devices.py" in all_reduce.source
 
 
+def test_the_casts_that_a_step_on_a_mesh_adds_are_no_round_trips():
+    """The positions are the same for all examples, so their product is one of two weights."""
+    mesh = jax.make_mesh((4,), ("fsdp",), axis_types=(AxisType.Auto,))
+    params = {name: placed(P("fsdp"), 16, 16, mesh=mesh) for name in ("embedding", "positions", "kernel", "head")}
+
+    def loss_fn(params, batch):
+        x = params["embedding"][batch] @ params["kernel"]
+        x += params["positions"][jnp.arange(16)] @ params["kernel"]
+        return jnp.mean((x @ params["head"]) ** 2)
+
+    options = sharding.Sharding(mesh, {name: P("fsdp") for name in params})
+    step = jaxmp.make_train_step(loss_fn, policy="mixed_bfloat16", sharding=options)
+    state = jax.eval_shape(lambda params: jaxmp.TrainState.create(params=params, tx=optax.sgd(0.1)), params)
+    report = audit(step, "mixed_bfloat16", compile=False)(state, placed(P("fsdp"), 8, 16, dtype="int32", mesh=mesh))
+    assert report.half_flops == 1 and report.findings == ()
+
+
 def test_a_cpu_which_sends_half_as_float32_has_no_findings_of_it():
     mesh = jax.make_mesh((4,), ("fsdp",), axis_types=(AxisType.Explicit,))
     weights = {name: placed(P("fsdp"), *leaf.shape, mesh=mesh) for name, leaf in WEIGHTS.items()}
