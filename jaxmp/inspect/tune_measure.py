@@ -24,6 +24,7 @@ from jaxmp.engine.classes import classify
 from jaxmp.engine.overrides import FIXED
 from jaxmp.engine.plan import cast_plan
 from jaxmp.inspect.program.calls import AS_WRITTEN, differentiated, loss_and_rest, named, with_leaves
+from jaxmp.inspect.program.equation_places import CALL_SCOPE, equation_places, path_in, program_of
 from jaxmp.inspect.rounded_products import with_rounded_operands
 from jaxmp.policy.patterns import EVERY
 from jaxmp.policy.policies import Policy
@@ -84,16 +85,23 @@ def _is_key(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def candidates_of(plain: Callable[..., Any], args: Sequence[Any], half: Policy) -> list[Candidate]:
+def candidates_of(
+    plain: Callable[..., Any], args: Sequence[Any], half: Policy, *, modules_only: bool = False
+) -> list[Candidate]:
     """Return the modules and scopes with half operations, children before parents.
+
+    With ``modules_only``, a named scope in a module counts as a part of the module. Without any module, the named
+    scopes are the candidates.
 
     Raises:
       ValueError: no operation in a module or scope is half.
     """
+    modules = _paths_of_modules(plain, args) if modules_only else set()
     flops: dict[str, dict[str, int]] = {}
     for row in cast_plan(plain, half)(*named_copy(args)).rows:
-        if row.path and _HALF.intersection([*row.operands, *row.result.split(", ")]):
-            by_name = flops.setdefault(glob.escape(row.path), {})
+        key = _key_of_module(row.path, modules) if modules else glob.escape(row.path)
+        if key and _HALF.intersection([*row.operands, *row.result.split(", ")]):
+            by_name = flops.setdefault(key, {})
             if classify(row.primitive) not in (None, *FIXED):
                 by_name.setdefault(row.primitive, 0)
                 by_name[row.primitive] += row.flops if row.primitive in PRODUCTS else 0
@@ -106,6 +114,35 @@ def candidates_of(plain: Callable[..., Any], args: Sequence[Any], half: Policy) 
         operations = tuple(Candidate(f"{path}:{name}", count) for name, count in flops[path].items())
         candidates.append(Candidate(path, sum(flops[path].values()), operations))
     return candidates
+
+
+def _paths_of_modules(fun: Callable[..., Any], args: Sequence[Any]) -> set[str]:
+    """Return the paths of the modules that a function calls."""
+    jaxpr, _, _ = program_of(fun, *named_copy(args))
+    paths = set()
+    for place in equation_places(jaxpr):
+        for number, name in enumerate(place.names):
+            if name.startswith(CALL_SCOPE):
+                paths.add(path_in(place.names[:number]))
+    return paths
+
+
+def _key_of_module(path: str, modules: Collection[str]) -> str:
+    """Return an override's key for the innermost module around a path; empty if there is none.
+
+    A method of a Linen module has a scope such as ``"Model.encode"``, which is not the path of a module. The key of a
+    module that the method calls begins with ``"**"``.
+    """
+    while path and (path not in modules or "." in path.rpartition("/")[2]):
+        path = path.rpartition("/")[0]
+    names = path.split("/")
+    methods = [number for number, name in enumerate(names) if "." in name]
+    if not methods:
+        return glob.escape(path)
+    module, inside = names[methods[-1]].partition(".")[0], names[methods[-1] + 1 :]
+    if inside[0] == module:  # the method calls its module's __call__
+        inside = inside[1:]
+    return "**/" + glob.escape("/".join(inside)) if inside else ""
 
 
 class Measurement:

@@ -163,7 +163,7 @@ def tune(
         first measurement uses the unchanged arguments. Later measurements fold 1, 2, … into each typed PRNG key among
         the arguments.
       operations: whether single operations may have overrides. Pass False to get overrides for ``apply_policy``, which
-        allows overrides only of modules.
+        allows overrides only of modules. A named scope in a module then counts as a part of the module.
 
     Returns:
       A function of ``fun``'s arguments that returns :class:`Tuned`. You can pass more batches as ``batches=``, a list
@@ -173,8 +173,9 @@ def tune(
 
     Raises:
       ValueError: the policy does not compute in half precision, or has overrides; the float32 loss or gradients are not
-        finite, or all gradients are zero; no module or named scope has an operation in half precision; or ``seeds`` is
-        more than 1, but no argument has a typed PRNG key.
+        finite, or all gradients are zero; the tolerance is below the floor, and the error without overrides is above
+        the tolerance; no module or named scope has an operation in half precision; or ``seeds`` is more than 1, but no
+        argument has a typed PRNG key.
       TypeError: the first result of ``fun`` is not a floating scalar; or ``batches`` are not tuples.
       RuntimeError: an argument was donated to an earlier step.
 
@@ -223,7 +224,12 @@ def tune(
         allowed = _FLOORS_ALLOWED * floor if tolerance is None else tolerance
         if not np.isfinite(floor):
             raise ValueError("tune compares with float32, but the float32 gradient is zero; tune other params or data")
-        candidates = candidates_of(plain, args, half)
+        if tolerance is not None and tolerance < floor and measurement.error({}) > tolerance:
+            raise ValueError(
+                f"the tolerance is below the floor, got {tolerance:.2g} and a floor of {floor:.2g}, the error of half "
+                "operands of products alone; allow a larger error, or train in float32"
+            )
+        candidates = candidates_of(plain, args, half, modules_only=not operations)
 
         def error_of(chosen: Chosen) -> float:
             return measurement.error(measurement.overrides(candidates, chosen))

@@ -18,8 +18,9 @@ from hypothesis import given, settings
 
 import jaxmp
 from jaxmp.inspect import compare, tune
-from jaxmp.inspect.tune_measure import Candidate
+from jaxmp.inspect.tune_measure import Candidate, candidates_of
 from jaxmp.inspect.tune_search import search
+from jaxmp.policy.policy_map import get_policy
 
 pytestmark = pytest.mark.once
 
@@ -127,6 +128,44 @@ def test_a_train_step_is_tuned_and_its_overrides_help_the_model_under_a_policy(t
     assert after.total.relative_error < before.total.relative_error / 2
 
 
+class Attention(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        query = nn.Dense(16, name="query")(x)
+        scores = jnp.einsum("td,sd->ts", query, x)
+        with jax.named_scope("mixing"):
+            return jnp.einsum("ts,sd->td", nn.tanh(scores), x)
+
+
+class Encoder(nn.Module):
+    def setup(self):
+        self.attention = Attention()
+
+    def __call__(self, x):
+        return self.attention(x) @ jnp.eye(16)
+
+    def encode(self, x):
+        return self(x)
+
+
+@pytest.mark.parametrize("method", ["__call__", "encode"])
+def test_without_operations_all_candidates_are_modules_that_apply_policy_takes(method):
+    model, half = Encoder(), get_policy("mixed_bfloat16")
+    params = model.init(jax.random.key(0), X)["params"]
+
+    def loss_fn(params, x):
+        return jnp.mean(model.apply({"params": params}, x, method=method))
+
+    scopes = {candidate.path for candidate in candidates_of(loss_fn, (params, X), half)}
+    assert any(path.endswith("attention/td,sd->ts") for path in scopes)
+    paths = {candidate.path for candidate in candidates_of(loss_fn, (params, X), half, modules_only=True)}
+    prefix = "Encoder" if method == "__call__" else "**"
+    assert paths - {"Encoder"} == {f"{prefix}/attention", f"{prefix}/attention/query"}
+    for path in paths - {"Encoder"}:
+        policied = jaxmp.linen.apply_policy(model, half, {path: "float32"})
+        jax.eval_shape(lambda policied=policied: policied.apply({"params": params}, X, method=method))
+
+
 class NNXNet(nnx.Module):
     def __init__(self, rngs):
         self.encoder = nnx.Linear(16, 16, rngs=rngs)
@@ -203,9 +242,24 @@ def test_a_result_with_few_products_in_half_says_so():
     assert str(dataclasses.replace(tuned, interrupted=True)).startswith("Interrupted: this is the best result so far")
 
 
-def test_a_tolerance_below_the_floor_leaves_no_products_in_half():
-    tuned = tune(_loss(None, None), "mixed_bfloat16", tolerance=1e-9)(_params()[:1], X)
-    assert tuned.half_flops == 0 and "few products are left in half" in str(tuned)
+def test_a_tolerance_below_the_floor_is_an_error_that_states_the_floor():
+    loss_fn, args = _loss(None, None), (_params()[:1], X)
+    floor = tune(loss_fn, "mixed_bfloat16")(*args).floor
+    with pytest.raises(ValueError, match=f"below the floor, got 1e-09 and a floor of {floor:.2g}"):
+        tune(loss_fn, "mixed_bfloat16", tolerance=1e-9)(*args)
+
+
+def test_a_tolerance_below_the_floor_is_allowed_if_no_override_is_needed():
+    """Autocast keeps the product float32, and so its error is far below the floor."""
+
+    def loss_fn(params, x):
+        with jax.named_scope("layer"), jaxmp.precision("float32"):
+            x = x @ params
+        with jax.named_scope("head"):
+            return jnp.mean(x @ jnp.eye(16, dtype=x.dtype)) ** 2 + jnp.mean(x**2)
+
+    tuned = tune(loss_fn, "mixed_bfloat16", tolerance=1e-3)(_params()[0], X)
+    assert tuned.met and tuned.overrides == {} and tuned.error < tuned.tolerance < tuned.floor
 
 
 def test_wrong_arguments_raise():
