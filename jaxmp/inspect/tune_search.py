@@ -173,9 +173,9 @@ class _Search:
     def take_back(self, chosen: Chosen, some: Sequence[Candidate]) -> None:
         """Remove each of ``some`` from the choice if the tolerance is still met.
 
-        The candidates with the most FLOPs are tried first.
+        The candidates with the most FLOPs are tried first. Candidates with equal FLOPs are tried from last to first.
         """
-        for candidate in sorted(some, key=lambda candidate: (-candidate.flops, candidate.path)):
+        for candidate in sorted(reversed(some), key=lambda candidate: -candidate.flops):
             if self.meets(chosen - {candidate}):
                 chosen -= {candidate}
                 self.accept(chosen)

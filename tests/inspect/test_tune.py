@@ -299,6 +299,18 @@ def test_the_search_meets_the_tolerance_with_no_candidate_to_spare(sizes, tolera
         assert errors.error(result.chosen - {candidate}) > tolerance
 
 
+def test_of_two_layers_that_help_equally_the_first_is_chosen():
+    """Layer 3 reads the last value of layer 2, so float32 in either layer removes the error of this value."""
+    candidates = [Candidate(f"layer_{n}", 1) for n in range(4)]
+
+    def error_of(chosen):
+        paths = {candidate.path for candidate in chosen}
+        return math.hypot(0.0 if "layer_0" in paths else 3.0, 0.0 if {"layer_2", "layer_3"} & paths else 4.0)
+
+    result = search(candidates, error_of, 1.0)
+    assert {candidate.path for candidate in result.chosen} == {"layer_0", "layer_2"}
+
+
 def test_an_interrupt_returns_the_best_choice_so_far():
     candidates = [Candidate("layer_0", 1), Candidate("layer_1", 1)]
 
