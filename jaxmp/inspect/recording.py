@@ -41,6 +41,7 @@ class Record:
         self._writer = csv.DictWriter(self._file, COLUMNS, restval="", extrasaction="ignore")
         self._writer.writeheader()
         self._waiting: collections.deque[tuple[int, str, Mapping[str, Any]]] = collections.deque()
+        self._watches: dict[Watch, Any] = {}
 
     def log(self, step: int, metrics: Mapping[str, Any], split: str = "train") -> None:
         """Write the metrics of a step.
@@ -66,6 +67,7 @@ class Record:
         self._waiting.append((step, split, metrics))
         while len(self._waiting) > _WAITING:
             self._write_oldest()
+        self._write_watched(wait=False)
 
     def plan(self, plan: Any) -> None:
         """Write the result of :func:`jaxmp.cast_plan` or :func:`jaxmp.inspect.audit`.
@@ -79,15 +81,16 @@ class Record:
         (self.folder / "memory.json").write_text(plan.to_json())
 
     def watch(self, watch: Watch, dtype: Any = "float16") -> None:
-        """Write the counts of the watched steps, and remove these steps from the watch.
+        """Write the counts of all watched steps, also of steps that follow.
+
+        Call this method once, before or after the loop. The written steps are removed from ``watch.steps``.
 
         Args:
           watch: the watch of this training loop.
           dtype: the dtype for which underflow is counted.
         """
-        lines = [line(step, numerics, {}, dtype) for step, numerics in watch.take().items()]
-        with (self.folder / watch_files.FILE).open("a") as file:
-            file.writelines(f"{text}\n" for text in lines)
+        self._watches[watch] = dtype
+        self._write_watched(wait=True)
 
     def summary(self, **values: Any) -> None:
         """Add values to the summary, such as ``test_loss`` or ``ms_per_step``."""
@@ -95,10 +98,18 @@ class Record:
         _write_json(file, {**json.loads(file.read_text()), **values})
 
     def close(self) -> None:
-        """Write the metrics that still wait for the device, and close the file."""
+        """Write the metrics and counts that still wait for the device, and close the file."""
         while self._waiting:
             self._write_oldest()
+        self._write_watched(wait=True)
         self._file.close()
+
+    def _write_watched(self, wait: bool) -> None:
+        for watch, dtype in self._watches.items():
+            lines = [line(step, numerics, {}, dtype) for step, numerics in watch.take(wait).items()]
+            if lines:
+                with (self.folder / watch_files.FILE).open("a") as file:
+                    file.writelines(f"{text}\n" for text in lines)
 
     def _write_oldest(self) -> None:
         step, split, metrics = self._waiting.popleft()

@@ -17,6 +17,7 @@ from linen_zoo import numbers
 import jaxmp
 from jaxmp.cli import main
 from jaxmp.inspect import Watch, audit, memory, record, write_report
+from jaxmp.inspect.report import charts
 from jaxmp.inspect.report.page import verdict
 from jaxmp.inspect.report.reading import read_run
 
@@ -41,15 +42,13 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     step = jaxmp.make_train_step(loss_fn, donate=False)
     watch = Watch(step, every=10)
     with record(folder) as run:
+        run.watch(watch)
         run.plan(audit(step, "mixed_float16")(state, X))
         run.memory(memory(step)(state, X))
         for n in range(1, 31):
             state, metrics = watch(n, state, X)
             run.log(n, metrics)
-            if n == 20:
-                run.watch(watch)
         run.log(30, {"loss": metrics["loss"]}, "test")
-        run.watch(watch)
         run.summary(ms_per_step=2.0, policy="mixed_float16")
     return folder
 
@@ -72,6 +71,30 @@ def test_a_page_has_every_section_and_asks_no_network(recorded: Path) -> None:
     assert "half &lt;b&gt;" in text and "half <b>" not in text
     assert all("www.w3.org" in url for url in re.findall(r"https?://[\w./-]+", text))
     assert "src=" not in text and "@import" not in text
+
+
+def test_a_watch_may_be_recorded_before_or_after_the_loop(recorded: Path, tmp_path: Path) -> None:
+    assert [row["step"] for row in read_run(recorded).watched] == [10, 20, 30]
+    watch = Watch(lambda params, x: jnp.sum(x * params), every=2)
+    with record(tmp_path) as run:
+        for n in range(1, 7):
+            watch(n, jnp.float32(2), jnp.ones(3))
+            run.log(n, {"loss": 6.0})
+        assert list(watch.steps) == [2, 4, 6]
+        run.watch(watch)
+    assert [row["step"] for row in read_run(tmp_path).watched] == [2, 4, 6]
+
+
+def test_a_chart_fits_a_phone_and_its_ticks_are_plain_numbers(tmp_path: Path) -> None:
+    with record(tmp_path) as run:
+        for n in range(20):
+            run.log(n, {"loss": 1.0, "grad_norm": 1.5 + 0.05 * n})
+    text = write_report(tmp_path).read_text()
+    ticks = re.findall(r"<text[^>]*>(?:<tspan[^>]*>)?([^<]*)<", charts.scales(read_run(tmp_path)))
+    assert {"1.6", "2"} <= {*ticks} and not any("×" in tick or "mathdefault" in tick for tick in ticks)
+    (rule,) = re.findall(r"\bsvg \{([^}]*)\}", text)
+    assert "width: 100%" in rule and "min-width" not in rule
+    assert all(float(width) < 420 for width in re.findall(r'viewBox="0 0 ([\d.]+)', text))  # about one pixel each
 
 
 def test_a_run_with_metrics_alone_says_how_to_get_the_rest(tmp_path: Path) -> None:

@@ -114,7 +114,7 @@ def draw_heat(page: Any, rows: Sequence[Mapping[str, Any]], kind: str) -> None:
     """Draw the heat maps of watched steps into a figure or a part of one."""
     paths = list(dict.fromkeys(path for row in rows for path in row["vanished"][kind]))
     left, right = page.subplots(1, 2, sharey=True)
-    style(left, "becomes 0 under the loss scale", "step", grid="")
+    style(left, "becomes 0 under\nthe loss scale", "step", grid="")
     style(right, "was already 0", "step", grid="")
     for axes, share in ((left, "vanished"), (right, "zeros")):
         shares = np.array([[row[share][kind].get(path, np.nan) for row in rows] for path in paths])

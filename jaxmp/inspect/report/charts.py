@@ -17,6 +17,8 @@ from jaxmp.inspect.report.reading import Row, Run
 
 _POINTS = 800
 """The largest number of points in a band. A chart has fewer than twice as many crosses for skipped steps."""
+_WIDTH = 5.5
+"""The width of a chart in inches, at which its text is readable on a phone and on a wide screen."""
 _GREY = "#888888"
 _BLUE = "#3D8FD1"  # can be read on light and on dark pages
 
@@ -29,7 +31,7 @@ def losses(runs: Sequence[Run]) -> str:
     values: dict[str, Callable[[Row], float]] = {"loss": lambda row: row.loss}
     if any(math.isfinite(row.accuracy) for run in runs for row in (*run.train, *run.test)):
         values["accuracy"] = lambda row: row.accuracy
-    page = figure(9, 1 + 2.4 * len(values))
+    page = figure(_WIDTH, 1 + 2.4 * len(values))
     panels = page.subplots(len(values), 1, sharex=True, squeeze=False)[:, 0]
     colored = list(zip(runs, colors_of(runs), strict=True))
     for axes, (name, value) in zip(panels, values.items(), strict=True):
@@ -65,7 +67,7 @@ def _curve(axes: Any, run: Run, value: Callable[[Row], float], color: str) -> No
 
 def scales(run: Run) -> str:
     """Draw the loss scale, the skipped steps and the gradient norm of a run."""
-    page = figure(9, 4.6)
+    page = figure(_WIDTH, 4.6)
     above, below = page.subplots(2, 1, sharex=True)
     _line(above, [(row.step, row.loss_scale) for row in run.train], _BLUE)
     skipped = [row for row in run.train if row.skipped]
@@ -75,6 +77,7 @@ def scales(run: Run) -> str:
     style(above, "", "", "loss scale")
     _line(below, [(row.step, row.grad_norm) for row in run.train], COLORS[3])
     below.set_yscale("log")
+    _label_plainly(below.yaxis)
     style(below, "", "step", "gradient norm")
     return svg(page)
 
@@ -82,7 +85,7 @@ def scales(run: Run) -> str:
 def underflow(run: Run) -> str:
     """Draw the share of activation gradients that become 0, by layer and step."""
     kind = "activation_gradients"
-    page = figure(9, heat_height(run.watched, kind))
+    page = figure(_WIDTH, heat_height(run.watched, kind))
     draw_heat(page, run.watched, kind)
     return svg(page)
 
@@ -96,7 +99,7 @@ def exponents(run: Run) -> str:
     by_kind = {kind: counts for kind, counts in row["exponents"].items() if counts}
     limits = formats.format_of(dtypes.canonical_dtype(row["dtype"]))
     smallest = limits.min_exponent - limits.mantissa_bits
-    page = figure(9, 0.6 + 0.9 * len(by_kind))
+    page = figure(_WIDTH, 0.6 + 0.9 * len(by_kind))
     panels = page.subplots(len(by_kind), 1, sharex=True, squeeze=False)[:, 0]
     for axes, (kind, counts) in zip(panels, by_kind.items(), strict=True):
         total = sum(counts.values())
@@ -115,7 +118,7 @@ def exponents(run: Run) -> str:
 
 def memory(parts: dict[str, float]) -> str:
     """Draw the memory at the peak by kind, in MiB."""
-    page = figure(9, 0.4 * len(parts) + 0.8)
+    page = figure(_WIDTH, 0.4 * len(parts) + 0.8)
     axes = page.subplots()
     names = sorted((name for name in parts if parts[name]), key=lambda name: parts[name])
     axes.barh(names, [parts[name] / 2**20 for name in names], color=_BLUE)
@@ -137,6 +140,18 @@ def svg(page: Any) -> str:
     for dark in ("#000000", "#222222", "#6b6b6b", "#6B6B6B"):
         text = text.replace(dark, "currentColor")
     return text.replace("#e6e6e6", _GREY + "44").replace("#bbbbbb", _GREY)
+
+
+def _label_plainly(axis: Any) -> None:
+    """Label a logarithmic axis with numbers such as 1.7, without a power of ten."""
+    from matplotlib.ticker import LogFormatter
+
+    class PlainFormatter(LogFormatter):
+        def __call__(self, value: float, position: int | None = None) -> str:
+            return f"{value:g}" if super().__call__(value, position) else ""
+
+    axis.set_major_formatter(PlainFormatter())
+    axis.set_minor_formatter(PlainFormatter())
 
 
 def _line(axes: Any, points: Sequence[tuple[int, float]], color: str) -> None:
