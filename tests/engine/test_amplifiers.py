@@ -31,6 +31,17 @@ POINTS, ROTATION = 10 * normal(1, 1000, 3), jnp.linalg.qr(normal(2, 3, 3))[0]
 FREQUENCIES = 10 * normal(4, 3, 16)
 EDGES, THRESHOLDS = jnp.linspace(-30, 30, 600), jnp.linspace(-1, 1, 8)
 
+
+def projected(points, rotation):
+    x, y, depth = (points @ rotation.T).T
+    return jnp.round(500 * x / (depth + 60)), jnp.round(y * (1 / (depth + 60)) * 500)
+
+
+def scaled_to_one(points, rotation):
+    heights = points @ rotation[0]
+    return jnp.sin(1000 * (heights - heights[0]) / (heights[1] - heights[0]))
+
+
 COORDINATES = {
     "an affine warp": (warp, AFFINE),
     "round": (lambda p, r: jnp.round(20 * (p @ r.T)), POINTS, ROTATION),
@@ -43,6 +54,8 @@ COORDINATES = {
     "sin(exp(s) x b)": (lambda x, s: jnp.sin((x @ FREQUENCIES) * jnp.exp(s)), normal(5, 100, 3), normal(6, 16)),
     "the cell of a sum": (lambda p, r: (10 * jnp.sum(p @ r, -1)).astype(jnp.int32), POINTS, ROTATION),
     "the bin of a sum": (lambda p, e: jnp.searchsorted(e, jnp.sum(p @ ROTATION, -1)), POINTS, EDGES),
+    "a perspective division": (projected, POINTS, ROTATION),
+    "a range that becomes 0 to 1": (scaled_to_one, POINTS, ROTATION),
     "points on rays": (lambda t, r: jnp.sin(8 * (POINTS[0] + (POINTS[1] @ r) * t)), normal(5, 100, 1), ROTATION),
 }
 
