@@ -6,16 +6,19 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+PAPER = "paper"
+"""The library of programs that papers describe. These programs need JAX only."""
+
 Made = tuple[Callable[[Any], Any], Any]
 """A pair: a function of params that returns a loss, and the params."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A program of a library.
+    """A program of a library or of a paper.
 
     Attributes:
-      library: the name of its package on PyPI.
+      library: the name of its package on PyPI, or `PAPER`.
       name: a description of the program.
       make: imports the library, and makes the loss function and its params.
     """

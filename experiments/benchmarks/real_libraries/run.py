@@ -1,12 +1,12 @@
-"""Measure the errors of autocast in programs of real libraries.
+"""Measure the errors of autocast in programs of real libraries and of papers.
 
 python -m experiments.benchmarks.real_libraries --libraries diffrax flowjax
 
-Each program is a loss from a library's documentation or examples, at small size. Its value and gradient are computed in
-float32, under `jaxmp.autocast`, and by two simple rules, T and N. T rounds the operands of products to half precision
-and leaves everything else in float32. N rounds every value to half precision. An error is the relative L2 error
-compared with float32. The error of the gradient is over all params together. Each error is the median over five draws
-of the params, because the error of a single draw is random in programs with kinks.
+Each program is a loss from a library's documentation or examples, or a loss of a paper, at small size. Its value and
+gradient are computed in float32, under `jaxmp.autocast`, and by two simple rules, T and N. T rounds the operands of
+products to half precision and leaves everything else in float32. N rounds every value to half precision. An error is
+the relative L2 error compared with float32. The error of the gradient is over all params together. Each error is the
+median over five draws of the params, because the error of a single draw is random in programs with kinks.
 
 T has the error that half-precision products cannot avoid. If T has a large error, the program is ill-conditioned, and
 the table marks it. The table also has the share of FLOPs in half precision. Libraries that are not installed are left
@@ -31,7 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxmp
-from experiments.benchmarks.real_libraries.registry import PROGRAMS, Program
+from experiments.benchmarks.real_libraries.registry import PAPER, PROGRAMS, Program
 from experiments.benchmarks.real_libraries.simulated import half_everything, half_products
 from experiments.benchmarks.shared import records
 from experiments.measure.environment import environment
@@ -39,7 +39,7 @@ from experiments.report.json_files import write_json
 from experiments.report.tables import Table
 from experiments.training import cli
 
-FAMILIES = ("differential", "flows", "probability", "optimisation", "graphs", "agents", "networks")
+FAMILIES = ("differential", "flows", "probability", "optimisation", "graphs", "agents", "networks", "papers")
 DRAWS = 5
 COLUMNS = ("program", "half", "value", "T", "N", "gradient", "T", "N", "half FLOPs", "")
 ILL_CONDITIONED = 0.1
@@ -59,7 +59,7 @@ class Config(records.Config):
     """Flags of the benchmark."""
 
     libraries: tuple[str, ...] = ()
-    """Libraries to measure, by their names on PyPI. (default: all)"""
+    """Libraries to measure, by their names on PyPI, or paper for programs of papers. (default: all)"""
     programs: tuple[str, ...] = ()
     """Measure the programs whose names contain one of these texts. (default: all)"""
     halves: tuple[Literal["bfloat16", "float16"], ...] = ("bfloat16", "float16")
@@ -197,6 +197,8 @@ def _rows_of(part: Path, setting: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _is_installed(library: str) -> bool:
+    if library == PAPER:
+        return True
     try:
         importlib.metadata.version(library)
     except importlib.metadata.PackageNotFoundError:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import collections
+import importlib
 import importlib.metadata
 import json
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -100,6 +103,28 @@ def test_a_stopped_run_continues_and_a_finished_run_starts_again(monkeypatch, tm
     assert result["programs"][0]["N"] == [0.0, float("inf")]
     run.main(config)
     assert measured[3:] == ["first", "second"]
+
+
+for family in run.FAMILIES:
+    importlib.import_module(f"{run.__package__}.{family}")
+PAPERS = {program.name: program for program in registry.PROGRAMS if program.library == registry.PAPER}
+
+
+@pytest.mark.slow("compiles nine programs in three ways")
+@pytest.mark.parametrize("name", PAPERS)
+def test_programs_of_papers_meet_the_goal(monkeypatch, name):
+    monkeypatch.setattr(run, "half_everything", lambda fun, half: fun)  # the goal does not depend on it
+    for row in run.measure(PAPERS[name], ("bfloat16", "float16")):
+        assert np.isfinite(row["autocast"]).all()
+        assert row["verdict"] == ("ill-conditioned" if (name[:7], row["half"]) == ("ArcFace", "bfloat16") else "")
+
+
+def test_the_page_counts_the_programs():
+    libraries = collections.Counter(program.library for program in registry.PROGRAMS)
+    of_papers = libraries.pop(registry.PAPER)
+    page = " ".join((pathlib.Path(__file__).parents[3] / "docs" / "real_libraries.md").read_text().split())
+    assert f"{libraries.total()} loss functions" in page and f"{len(libraries)} JAX libraries" in page
+    assert f"{of_papers} loss functions of papers" in page
 
 
 VERDICTS = {
