@@ -41,8 +41,8 @@ def zero_share(reference: Any, grads: Any) -> float:
 def gradients(loss_fn: Callable[..., Any], state: jaxmp.TrainState, batch: Any) -> tuple[Any, list[jax.Array]]:
     """Return the gradients of the scaled loss for params and layer outputs.
 
-    A layer is a Linen module that calls no other module. The gradient of its output has the dtype of the output, as in
-    backpropagation. If this gradient is zero, it is zero for all earlier layers too.
+    A layer is a Linen module that calls no other module. The gradients of outputs between half layers have gone through
+    half precision. If such a gradient is zero, it is zero for all earlier layers too.
 
     Args:
       loss_fn: ``loss_fn(params, model_state, batch, rng) -> (loss, ...)`` of a Linen model. For an NNX model the list

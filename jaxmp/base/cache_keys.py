@@ -14,11 +14,6 @@ import jax
 
 decided: Any = jax.make_user_context(default_value=None)
 """The engine's settings while it traces a function. JAX traces inner jitted functions again for other settings."""
-float32_caller: Any = jax.make_user_context(default_value=None)
-"""The class of the calling NNX module, if that module is traced in float32; otherwise None.
-
-A jitted function that such a module calls is traced separately, because it must return float32.
-"""
 policies_off: Any = jax.make_user_context(default_value=False)
 """True while policies and autocast are switched off, so that the traced code stays unchanged."""
 assumed_hardware: Any = jax.make_user_context(default_value=None)

@@ -93,7 +93,7 @@ def autocast(fun: F, policy: Any = None, overrides: Mapping[str, Any] | None = N
         if policies_off.value:
             return fun(*args, **kwargs)
         if one_policy.compute_dtype == np.float32 and not exceptions:
-            with donation_note(), mark_of(level_of(one_policy)), one_policy.matmul_context():
+            with donation_note(), mark_of(str(level_of(one_policy))), one_policy.matmul_context():
                 return one_policy.cast_to_output(fun(*args, **kwargs))
         check_backend(one_policy)
         rules = Rules(one_policy.compute_dtype, exceptions, {} if is_tracing() else programs, one_policy.float8)

@@ -103,7 +103,7 @@ class ProductsCheck:
         if self._graph is None or self._modules is None:
             return
         graph, self._graph = self._graph, None  # release the graph, because derivative rules keep this object alive
-        if self._modules and _has_no_half_product(graph):
+        if self._modules and is_half(self._policy.compute_dtype) and _has_no_half_product(graph):
             modules = [module for module in self._modules if module.has_matrix] or self._modules
             raise ValueError(_unchanged(self._policy, modules))
 

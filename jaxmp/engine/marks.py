@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmp._internals.jax.sources import Names
-from jaxmp.engine.overrides import Level, checked_level
+from jaxmp.engine.overrides import checked_level
 
 DECIDED = "jaxmp.decided"
 """The scope around all operations that the engine has emitted; an outer engine does not change them."""
@@ -27,7 +27,7 @@ WITH_RULE = "jaxmp.rule"
 """The scope of the body of a function with a custom derivative rule, and of the rule."""
 WIDE_SUMS = "jaxmp.wide_sums"
 """The scope around casts that a step on a mesh adds, so that it sums the gradients of weights in float32."""
-_MARK = re.compile(r"jaxmp\.(precision|compute)\((\w+):?(\w*)(?:;recipe=(.*))?\)")
+_MARK = re.compile(r"jaxmp\.(precision|compute)\((\w+):?(\w*)(;override)?(?:;recipe=(.*))?\)")
 
 
 class Region(NamedTuple):
@@ -66,21 +66,22 @@ def precision(level: str) -> contextlib.AbstractContextManager[None]:
     return mark_of(checked_level(level))
 
 
-def mark_of(level: Level) -> contextlib.AbstractContextManager[None]:
+def mark_of(level: str) -> contextlib.AbstractContextManager[None]:
     """Return a context that marks the code in it with a level."""
-    text = level if isinstance(level, str) else f"policy;recipe={level.float8}"
-    return jax.named_scope(f"jaxmp.precision({text})")
+    return jax.named_scope(f"jaxmp.precision({level})")
 
 
 def computing(
-    dtype: np.dtype | None, products: str | None = None, recipe: Any = None
+    dtype: np.dtype | None, products: str | None = None, recipe: Any = None, is_override: bool = False
 ) -> contextlib.AbstractContextManager[None]:
     """Return a context that marks a module's code with its policy's compute dtype.
 
-    With the dtype None, the code computes in its original dtypes.
+    With the dtype None, the code computes in its original dtypes. If an override names the module, ``is_override`` is
+    true: overrides of operations then do not apply to its code.
     """
-    suffix = f";recipe={recipe}" if recipe else ""
-    return jax.named_scope(f"jaxmp.compute({'written' if dtype is None else dtype.name}:{products or ''}{suffix})")
+    name = "written" if dtype is None else dtype.name
+    suffix = (";override" if is_override else "") + (f";recipe={recipe}" if recipe else "")
+    return jax.named_scope(f"jaxmp.compute({name}:{products or ''}{suffix})")
 
 
 def widened(value: jax.Array) -> jax.Array:
@@ -101,18 +102,16 @@ def is_widened(names: Names) -> bool:
 def region_of(names: Names) -> Region:
     """Return the region of the innermost marks among some scopes."""
     marks = [mark.groups() for part in reversed(names) if (mark := _MARK.fullmatch(part))]
-    products = next((products for kind, _, products, _ in marks if kind == "compute"), "")
-    recipe = next((recipe or "none" for kind, *_, recipe in marks if kind == "compute" or recipe), "")
+    products = next((products for kind, _, products, *_ in marks if kind == "compute"), "")
+    recipe = next((recipe or "none" for kind, *_, recipe in marks if kind == "compute"), "")
     region = Region(products=products, recipe=recipe)
-    for kind, text, *_ in marks:
+    for kind, text, _, is_override, _ in marks:
         if kind == "precision" and region.level is None:
-            if text == "policy":
-                return region._replace(is_policy=True)
             region = region._replace(level=text, asked_by=f"region jaxmp.precision({text!r})")
         elif kind == "compute" and region.half is None:
             if text in ("written", "float32"):
                 return region if region.level else region._replace(level=text, asked_by=OF_POLICY)
-            region = region._replace(half=np.dtype(jnp.dtype(text)))
+            region = region._replace(half=np.dtype(jnp.dtype(text)), is_policy=bool(is_override))
     return region
 
 

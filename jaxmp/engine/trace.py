@@ -69,10 +69,10 @@ def autocast_dtype() -> np.dtype | None:
 def result_dtypes(program: TracedProgram, policy: Policy | None = None) -> list[Any]:
     """Return each result's dtype: the original, or the policy's half output dtype.
 
-    An integer or bool result has the dtype None.
+    An integer or bool result has the dtype None. So has a result that keeps the dtype in which it is computed.
     """
-    avals = [atom.aval for atom in program.jaxpr[0].outvars]
-    dtypes = [aval.dtype if is_castable(aval) else None for aval in avals]
+    results = zip(program.jaxpr[0].outvars, program.are_as_computed, strict=True)
+    dtypes = [None if as_computed or not is_castable(atom.aval) else atom.aval.dtype for atom, as_computed in results]
     if policy is not None and policy.output_dtype.itemsize == 2:
         dtypes[: program.result_count] = [dtype and policy.output_dtype for dtype in dtypes[: program.result_count]]
     return dtypes

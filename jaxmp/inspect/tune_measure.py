@@ -215,6 +215,15 @@ class Measurement:
         cast = autocast(self._plain, self._half, overrides)
         return self._largest_error(self._run(cast, self._all_args, self.loss_scale))
 
+    def error_of_half_products(self, candidates: Sequence[Candidate]) -> float:
+        """Return the error if all half operations except products are float32.
+
+        Products that autocast keeps in float32 stay float32.
+        """
+        operations = [operation for candidate in candidates for operation in candidate.operations]
+        chosen = [operation for operation in operations if operation.path.rpartition(":")[2] not in PRODUCTS]
+        return self.error(self.overrides(candidates, chosen))
+
     def _largest_error(self, results: Sequence[tuple[float, np.ndarray]]) -> float:
         errors = [0.0]
         for (loss, gradient), (true_loss, true_gradient) in zip(results, self._references, strict=True):

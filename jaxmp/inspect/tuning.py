@@ -56,12 +56,10 @@ class Tuned(tables.Shown):
     - the error of the loss, divided by the absolute value of the loss or by 1, whichever is larger;
     - the relative L2 error of all gradients together.
 
-    Overrides of named scopes and of operations (``"flow:add"``) need autocast: :func:`jaxmp.autocast`,
-    :func:`jaxmp.linen.autocast` or :func:`jaxmp.nnx.autocast`.
+    Overrides of named scopes need :func:`jaxmp.autocast` of a function, or ``make_train_step(policy=)``.
 
     Attributes:
-      policy: the policy with the overrides. Pass it to ``autocast`` or ``make_train_step(policy=)``. If all overrides
-        are of modules, you can also pass it to ``apply_policy``.
+      policy: the policy with the overrides. Pass it to ``apply_policy``, ``autocast`` or ``make_train_step(policy=)``.
       overrides: the policies by path; empty if no override is needed. The first override that matches a path applies.
       error: the error with the overrides.
       error_before: the error without overrides.
@@ -162,8 +160,8 @@ def tune(
       seeds: the number of measurements of each error, with different random numbers; the largest error counts. The
         first measurement uses the unchanged arguments. Later measurements fold 1, 2, … into each typed PRNG key among
         the arguments.
-      operations: whether single operations may have overrides. Pass False to get overrides for ``apply_policy``, which
-        allows overrides only of modules. A named scope in a module then counts as a part of the module.
+      operations: whether single operations may have overrides. Pass False to get overrides of modules only. A named
+        scope in a module then counts as a part of the module.
 
     Returns:
       A function of ``fun``'s arguments that returns :class:`Tuned`. You can pass more batches as ``batches=``, a list
@@ -173,9 +171,9 @@ def tune(
 
     Raises:
       ValueError: the policy does not compute in half precision, or has overrides; the float32 loss or gradients are not
-        finite, or all gradients are zero; the tolerance is below the floor, and the error without overrides is above
-        the tolerance; no module or named scope has an operation in half precision; or ``seeds`` is more than 1, but no
-        argument has a typed PRNG key.
+        finite, or all gradients are zero; the tolerance is below the error that remains if only the products that
+        autocast makes half are half; no module or named scope has an operation in half precision; or ``seeds`` is more
+        than 1, but no argument has a typed PRNG key.
       TypeError: the first result of ``fun`` is not a floating scalar; or ``batches`` are not tuples.
       RuntimeError: an argument was donated to an earlier step.
 
@@ -224,12 +222,14 @@ def tune(
         allowed = _FLOORS_ALLOWED * floor if tolerance is None else tolerance
         if not np.isfinite(floor):
             raise ValueError("tune compares with float32, but the float32 gradient is zero; tune other params or data")
-        if tolerance is not None and tolerance < floor and measurement.error({}) > tolerance:
-            raise ValueError(
-                f"the tolerance is below the floor, got {tolerance:.2g} and a floor of {floor:.2g}, the error of half "
-                "operands of products alone; allow a larger error, or train in float32"
-            )
         candidates = candidates_of(plain, args, half, modules_only=not operations)
+        if tolerance is not None and tolerance < floor:
+            least = measurement.error_of_half_products(candidates)
+            if tolerance < least:
+                raise ValueError(
+                    f"the tolerance is below the floor, got {tolerance:.2g} and a floor of {least:.2g}, the error of "
+                    "half products alone; allow a larger error, or train in float32"
+                )
 
         def error_of(chosen: Chosen) -> float:
             return measurement.error(measurement.overrides(candidates, chosen))

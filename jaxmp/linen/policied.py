@@ -1,36 +1,34 @@
 """Policies for Flax Linen modules, without changes to their code.
 
-:func:`apply_policy` returns an instance of a subclass of the module's class. The returned module is the root. If code
-outside of the root calls a method of the root, the method runs under the policies (see ``jaxmp/linen/run.py``). Names
-and scopes do not change, so the variables are those of the original module. Dtype fields are set on the clones that
-Linen creates for one ``init`` or ``apply``, never on the user's objects.
+:func:`apply_policy` returns an instance of a subclass of the module's class. The subclass only adds the policy, and a
+hook: if code outside of the model calls a method, ``jaxmp.engine`` rewrites the program of this call (``_run_model``).
+``jaxmp/linen/run.py`` handles the calls of the modules inside. Names and scopes do not change, so the variables are
+those of the original module.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
-import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import flax.linen as nn
-from flax.core import Scope, lift
+import jax
+from flax.core import lift
 from flax.linen.transforms import decorator_lift_transform
 
-from jaxmp._internals.flax.linen import Hooks, is_checked, unlisted
+from jaxmp._internals.flax.linen import Hooks, has_interceptors, is_checked
+from jaxmp._internals.jax.program import AsComputed
 from jaxmp.base.arguments import require_no_policy, require_order
 from jaxmp.base.cache_keys import policies_off
 from jaxmp.base.donation import require_not_deleted
 from jaxmp.engine.autocast import computed
+from jaxmp.engine.eager_calls import call_eagerly
 from jaxmp.engine.half_check import ProductsCheck
-from jaxmp.engine.module_border import autocast_map, wrong_model
-from jaxmp.linen.fields import replaced_fields
-from jaxmp.linen.root import Root
-from jaxmp.linen.run import RootRun, run_with_root, running
-from jaxmp.linen.variables import Variables
-from jaxmp.policy.policy_map import PolicyMap
+from jaxmp.engine.model_policy import ModelPolicy, wrong_model
+from jaxmp.linen.run import author_fields, current_run, running
+from jaxmp.linen.scopes import ACTIVATIONS, PARAMS, Root, add_root, without_roots
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -38,40 +36,43 @@ M = TypeVar("M", bound=nn.Module)
 def apply_policy(module: M, policy: Any, overrides: Mapping[Any, Any] | None = None) -> M:
     """Return ``module`` under a policy, with the same fields, methods and variables.
 
-    Params are stored in the param dtype. Every submodule computes in the compute dtype of its policy, and the result
-    of ``module`` is cast to the output dtype. The collections ``cache``, ``intermediates`` and ``perturbations`` have
-    the dtypes of the computed values. Batch statistics and all other collections keep their dtypes. Initializers that
-    JAX cannot run in half precision, such as the orthogonal one, run in float32.
+    A call of the model computes what :func:`jaxmp.autocast` of this call computes: products are half precision, and the
+    rules of docs/autocast.md decide every other operation. Params are initialised in float32 and stored in the param
+    dtype. The result is cast to the output dtype. Gradients of params are summed in float32.
 
-    The policy sets the fields ``dtype`` and ``param_dtype``. A module with a ``dtype`` field, such as ``nn.Dense``,
-    then computes as Flax defines for this dtype. A field whose value you changed from its default keeps your value,
-    unless an override matches the module. A submodule that already has a policy keeps its policy. Flax's attention
-    without a ``dtype`` has half-precision products and a float32 softmax. With ``decode=True``, its softmax is half
-    precision too.
+    A module whose author set a ``dtype`` is computed as Flax defines for this dtype. The author has set it if its value
+    differs from the default of the field. A ``param_dtype`` that the author set is kept, too. An override that matches
+    the module wins over both.
 
-    A module without a ``dtype`` field gets half-precision results from its layers. If the module has params of its own,
-    it is traced in float32, and the rules of :func:`jaxmp.autocast` decide the dtype of each operation. If the module
-    has no params of its own, each operation has the dtype of its inputs, so ``jnp.mean`` of a float16 array returns
-    float16.
+    While JAX traces the model, its code sees float32, as under autocast. So Python code that reads ``x.dtype`` sees
+    float32, and cannot branch on values of arrays. Outside of ``jax.jit``, ``apply`` compiles the call, and the next
+    call with the same shapes is quick.
 
-    Gradients of params are summed in float32. A loop's carry keeps the dtype of its initial value, because jaxmp
-    replaces ``jax.lax.scan`` and JAX's other loops while the model is traced. Write ``jax.lax.scan`` in full: a name
-    that you import with ``from jax.lax import scan`` is not replaced. The model is traced as under ``jax.jit``, so its
-    Python code cannot branch on values of arrays.
+    Caches are stored in the compute dtype. The collections ``intermediates`` and ``perturbations`` have the dtypes in
+    which their values are computed. Batch statistics and all other collections keep their dtypes.
 
     Args:
-      module: any Linen module, which you may also nest in another.
+      module: any Linen module, which you may also nest in another. A submodule that already has a policy keeps it.
       policy: anything that :func:`jaxmp.get_policy` takes.
-      overrides: a mapping from pattern to policy for parts of the module, see :class:`jaxmp.PolicyMap`. A path may
+      overrides: a mapping from key to level. Keys for modules are the patterns of :class:`jaxmp.PolicyMap`. A path may
         begin with the name of ``module``, or with its class if it has no name, so ``Net/head`` means ``head``. The
-        paths that :mod:`jaxmp.inspect` prints begin with this name.
+        paths that :mod:`jaxmp.inspect` prints begin with this name. Keys for operations are those of
+        :func:`jaxmp.autocast`, such as ``"primitive:exp"``. The levels are:
+
+        - ``"float32"`` and ``"tensorfloat32"``;
+        - ``"half"``, the compute dtype of ``policy``;
+        - any other policy;
+        - ``"written"``: the code of the module runs as it is written, in the compute dtype. A module with a ``dtype``
+          field gets this dtype. Any other module gets its arguments and params in this dtype. Use it for kernels of
+          your own.
 
     Raises:
       TypeError: ``module`` is not an instance of a Linen module.
-      ValueError: ``module`` has a policy already. These errors are raised when the module runs, because its submodules
-        do not exist earlier: a pattern matched no module; an ``nnx.bridge.ToLinen`` wraps a class without a policy; or
-        the half policy has no effect, because overrides or dtypes keep every product in float32 (checked in a call that
-        runs all modules).
+      ValueError: ``module`` has a policy already; an override of an operation has an unknown level, primitive or class.
+        These errors are raised when the module runs, because its submodules do not exist earlier: a pattern matched no
+        module; an override matched no operation; an ``nnx.bridge.ToLinen`` wraps a class without a policy; or the half
+        policy has no effect, because overrides or dtypes keep
+        every product in float32 (checked in a call that runs all modules).
 
     >>> model = apply_policy(nn.Dense(2), "mixed_float16")
     >>> variables = model.init(jax.random.key(0), jnp.ones((1, 3)))
@@ -82,29 +83,15 @@ def apply_policy(module: M, policy: Any, overrides: Mapping[Any, Any] | None = N
     [dtype('float16')]
     """
     require_order(module, policy, "jaxmp.linen.apply_policy")
-    return _under(module, Root(PolicyMap(policy, overrides)), "apply_policy")
+    return _under(module, policy, overrides, "apply_policy")
 
 
 def autocast(module: M, policy: Any, overrides: Mapping[Any, Any] | None = None) -> M:
-    """Return ``module`` under :func:`jaxmp.autocast`, with the same variables.
+    """Return ``module`` under a policy that casts neither params nor results.
 
-    Autocast decides the dtype of each operation, and no ``dtype`` field changes. Variables are initialised without
-    autocast.
-
-    Args:
-      module: any Linen module, which you may also nest in another.
-      policy: any policy of :func:`jaxmp.get_policy` that computes in float16 or bfloat16.
-      overrides: a mapping from pattern to ``"float32"``, to ``"half"``, or to a policy that computes in float32 or in
-        the half dtype of ``policy``. Patterns for modules are those of :class:`jaxmp.PolicyMap`. Patterns for
-        operations are the keys of :func:`jaxmp.autocast`, such as ``"primitive:exp"``.
-
-    Raises:
-      TypeError: ``module`` is not an instance of a Linen module.
-      ValueError: ``module`` has a policy already; the policy does not compute in half precision; an override computes
-        neither in the policy's half dtype nor in float32; an override names an unknown primitive or class. These errors
-        are raised when the module runs: a pattern matched no module; an override matched no operation; or overrides of
-        modules, of ``"class:half"`` or of ``"class:*"`` keep every product in float32. (Overrides of primitives, such
-        as ``{"primitive:dot_general": "float32"}``, may keep every product in float32.)
+    A call computes as under :func:`apply_policy`. Params keep the dtypes of their initializers, and the result keeps
+    its dtype. The arguments and the errors are those of :func:`apply_policy`. Autocast also reaches modules inside of
+    ``nnx.bridge``.
 
     >>> model = autocast(nn.Dense(2), "mixed_bfloat16")
     >>> variables = model.init(jax.random.key(0), jnp.ones((1, 3)))
@@ -112,76 +99,120 @@ def autocast(module: M, policy: Any, overrides: Mapping[Any, Any] | None = None)
     dtype('float32')
     """
     require_order(module, policy, "jaxmp.linen.autocast")
-    policies, operations = autocast_map(policy, overrides)
-    return _under(module, Root(policies, autocast=True, operations=tuple(operations.items())), "autocast")
+    return _under(module, policy, overrides, "autocast")
 
 
-def _under(module: M, root: Root, name: str) -> M:
-    """Return ``module`` under the policies of ``root``.
+def _under(module: M, policy: Any, overrides: Mapping[Any, Any] | None, name: str) -> M:
+    """Return ``module`` under a policy.
 
-    ``name`` is the name of the public function that the user called, for the error message.
+    ``name`` is the name of the public function that the user called.
     """
     if not isinstance(module, nn.Module):
         raise wrong_model(module, "linen", name)
     require_no_policy(module, isinstance(module, _Policied), f"jaxmp.linen.{name}")
-    root = dataclasses.replace(root, policies=root.policies.below(module.name or type(module).__name__))
-    scope = module.scope.rewound() if module.scope else None
-    return _with_root(module, root, scope)
+    model_policy = ModelPolicy.create(policy, overrides, stores=name == "apply_policy")
+    model_policy = model_policy.below(module.name or type(module).__name__)
+    scope = without_roots(module.scope) if module.scope else None
+    return cast(M, _rebuild(_base(type(module)), author_fields(module), model_policy, module.name, scope))
 
 
 class _Policied(Hooks):
-    """A mixin for the class of a root.
+    """A mixin for the class of a model under a policy."""
 
-    A run starts if code outside of the root calls a method of the root (see ``jaxmp/linen/run.py``).
-    """
-
-    jaxmp_root: Root
+    jaxmp_policy: ModelPolicy
 
     def jaxmp_call(
         self, call: Callable[[], Any], method: Callable[..., Any], args: Any, kwargs: Any, name: str | None
     ) -> Any:
-        """Return ``call()``; start a run if the call comes from outside of the root."""
-        if policies_off.value or self.scope is None or is_checked(self):
+        """Return ``call()``, the call of ``method``; a call from outside of the model runs under its policy."""
+        if policies_off.value or self.scope is None or is_checked(self) or name == "setup":
             return call()
-        if (run := run_with_root(self)) is not None:
-            run.copy = weakref.ref(self)
-            run.decide(self)  # before the submodules get scopes
+        run, root = current_run(), Root(self.jaxmp_policy, self.path)
+        add_root(self.scope, root)
+        if run is None:
+            return _run_model(self, root, method, args, kwargs, name)
+        if root in run.active:
             return call()
-        if name == "setup":  # Linen sets up a bound model, and no other method runs
-            return call()
-        creates_params = self.is_initializing() or (
-            self.is_mutable_collection("params") and not self.variables.get("params")
-        )
-        bare_variables = _bare_variables(self, method, args, kwargs) if creates_params else None
-        check = None
-        if not creates_params:
-            check = ProductsCheck(self.jaxmp_root.policies.root)
-            lifted = functools.partial(_through_engine, self.jaxmp_root, check)
-            call = functools.partial(decorator_lift_transform(lifted, method), self, *args, **kwargs)
-        with running(RootRun(self, self.jaxmp_root, bare_variables, name)) as run:
-            result = run.cast_output(call())
-        if check:
-            check.ran(run.not_half)
-        return result
+        with run.inside(root):  # a model inside of another
+            result = call()
+            run.check(root, self)
+        return _cast_output(root.policy, result)
 
     def jaxmp_register(self) -> None:
-        if not is_checked(self):
-            self.jaxmp_root.mark(self)
+        if self.scope is not None and not is_checked(self):
+            add_root(self.scope, Root(self.jaxmp_policy, self.path))
 
     @functools.wraps(nn.Module.apply)
-    def apply(self, variables: Any, *args: Any, method: Any = None, **kwargs: Any) -> Any:
+    def apply(
+        self,
+        variables: Any,
+        *args: Any,
+        rngs: Any = None,
+        method: Any = None,
+        mutable: Any = False,
+        capture_intermediates: Any = False,
+        **kwargs: Any,
+    ) -> Any:
         require_not_deleted(variables)
-        return super().apply(variables, *args, method=_as_one_run(method), **kwargs)
+        apply = functools.partial(
+            super().apply,
+            method=_as_one_run(method),
+            mutable=mutable,
+            capture_intermediates=capture_intermediates,
+        )
+
+        def fun(variables: Any, rngs: Any, args: Any, kwargs: Any) -> Any:
+            return apply(variables, *args, rngs=rngs, **kwargs)
+
+        if has_interceptors():  # they run in Python, in every call
+            return fun(variables, rngs, args, kwargs)
+        key = self, method, repr(mutable), capture_intermediates
+        return call_eagerly(fun, key, (variables, rngs, args, kwargs))
 
     @functools.wraps(nn.Module.init_with_output)
     def init_with_output(self, *args: Any, method: Any = None, **kwargs: Any) -> Any:
         return super().init_with_output(*args, method=_as_one_run(method), **kwargs)
 
+    @functools.wraps(nn.Module.tabulate)
+    def tabulate(self, *args: Any, **kwargs: Any) -> str:
+        return f"{super().tabulate(*args, **kwargs)}policy: {self.jaxmp_policy}\n"
+
+    def __repr__(self) -> str:
+        return f"{super().__repr__()}  # policy: {self.jaxmp_policy}"
+
     def __reduce__(self) -> Any:
-        return _rebuild, (_base(type(self)), _author_fields(self), self.jaxmp_root, self.name)
+        return _rebuild, (_base(type(self)), author_fields(self), self.jaxmp_policy, self.name)
 
 
-def _through_engine(root: Root, check: ProductsCheck, fun: Callable[..., Any]) -> Callable[..., Any]:
+def _run_model(module: Any, root: Root, method: Callable[..., Any], args: Any, kwargs: Any, name: str | None) -> Any:
+    """Call a method of a model under its policy.
+
+    A call that creates params runs in float32. Every other call is a program that the engine rewrites.
+    """
+    creates_params = module.is_initializing() or (
+        module.is_mutable_collection(PARAMS) and not module.variables.get(PARAMS)
+    )
+    check = ProductsCheck(root.policy.policies.root)
+
+    def through_engine(fun: Callable[..., Any]) -> Callable[..., Any]:
+        return _through_engine(root.policy, check, fun)
+
+    with running() as run, run.inside(root):
+        if creates_params:
+            result = method(module, *args, **kwargs)
+        else:
+            result = decorator_lift_transform(through_engine, method)(module, *args, **kwargs)
+        if not creates_params or name == "__call__":  # another method may not initialise every module
+            not_half = run.check(root, module)
+            check.ran([] if creates_params else not_half)
+    return _cast_output(root.policy, result)
+
+
+def _cast_output(policy: ModelPolicy, result: Any) -> Any:
+    return policy.policies.root.cast_to_output(result) if policy.stores else result
+
+
+def _through_engine(policy: ModelPolicy, check: ProductsCheck, fun: Callable[..., Any]) -> Callable[..., Any]:
     """Return a version of ``fun`` that ``jaxmp.engine`` rewrites.
 
     ``fun`` is a function of a Linen scope.
@@ -190,11 +221,20 @@ def _through_engine(root: Root, check: ProductsCheck, fun: Callable[..., Any]) -
     def run(scope_of: Any, repack: Any, variables: Any, rngs: Any, *args: Any, **kwargs: Any) -> Any:
         def pure(variables: Any, rngs: Any, args: Any, kwargs: Any) -> Any:
             scope = scope_of(variables, rngs)
-            return fun(scope, *args, **kwargs), repack(scope)
+            result = fun(scope, *args, **kwargs)
+            return result, jax.tree.map_with_path(_mark_activation, repack(scope))
 
-        return computed(pure, root.rules(check.decided), (variables, rngs, args, kwargs), {})
+        return computed(pure, policy.rules(check.decided), (variables, rngs, args, kwargs), {})
 
     return lift.pack(run, (True,), (True,), (True,), enable_kwargs=True)
+
+
+def _mark_activation(path: Any, leaf: Any) -> Any:
+    """Mark a variable that keeps the dtype in which it is computed.
+
+    In ``path``, the name of its collection follows two positions.
+    """
+    return AsComputed(leaf) if path[2].key in ACTIVATIONS else leaf
 
 
 # Linen wraps each method in a function with this code. A method with a lifted transform has another wrapper, and so
@@ -223,13 +263,13 @@ def _as_one_run(method: Any) -> Any:
 
 
 @functools.cache
-def _policied_class(base: Any, root: Root) -> Any:
-    """Return the subclass of ``base`` under the policies of ``root``."""
+def _policied_class(base: Any, policy: ModelPolicy) -> Any:
+    """Return the subclass of ``base`` for models under ``policy``."""
 
-    # The root is an attribute of the class and not a field: lifted transforms pass the fields of a module to the
+    # The policy is an attribute of the class and not a field: lifted transforms pass the fields of a module to the
     # constructor of another class.
     class Policied(_Policied, base):
-        jaxmp_root = root
+        jaxmp_policy = policy
         __hash__ = base.__hash__
 
     # Linen names submodules after their class, so the class keeps its name.
@@ -248,36 +288,6 @@ def _base(cls: Any) -> Any:
     return next(base for base in cls.__mro__ if not issubclass(base, Hooks))
 
 
-def _author_fields(module: Any) -> dict[str, Any]:
-    """Return the fields of a module with the values that the author set."""
-    names = [field.name for field in dataclasses.fields(module) if field.init]
-    fields = {name: getattr(module, name) for name in names if name not in ("parent", "name")}
-    return {**fields, **replaced_fields(module)}
-
-
-def _rebuild(base: Any, fields: dict[str, Any], root: Root, name: str | None, parent: Scope | None = None) -> Any:
-    """Create a module of the class ``base``, under the policies of ``root``."""
-    return _policied_class(base, root)(**fields, name=name, parent=parent)
-
-
-def _with_root(module: Any, root: Root, parent: Scope | None) -> Any:
-    """Return a copy of ``module`` under the policies of ``root``."""
-    return _rebuild(_base(type(module)), _author_fields(module), root, module.name, parent)
-
-
-def _bare_variables(module: Any, method: Callable[..., Any], args: Any, kwargs: Any) -> Callable[[], Variables]:
-    """Return a function that initialises the variables without policies.
-
-    The variables have the same initial values as in the run, because the function uses the path and the rngs of the
-    module's scope.
-    """
-    scope = module.scope
-    fields = _author_fields(module.clone(_deep_clone=True, _reset_names=True, name=None))  # the run changes the fields
-
-    def make() -> Variables:
-        bare = Scope({}, rngs=scope.rngs, mutable=scope.mutable, path=scope.path, flags={"initializing": True})
-        with unlisted():
-            method(_base(type(module))(**fields, parent=bare), *args, **kwargs)
-        return bare.variables()
-
-    return make
+def _rebuild(base: Any, fields: dict[str, Any], policy: ModelPolicy, name: str | None, parent: Any = None) -> Any:
+    """Create a module of the class ``base`` under a policy."""
+    return _policied_class(base, policy)(**fields, name=name, parent=parent)

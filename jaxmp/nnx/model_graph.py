@@ -10,13 +10,10 @@ import jax
 import numpy as np
 from flax import nnx
 
-from jaxmp._internals.flax.nnx_variables import is_module, items, modules_in, own_variables
-from jaxmp.engine.module_border import is_default, is_floating
+from jaxmp._internals.flax.nnx_variables import is_module, items, own_variables
+from jaxmp.engine.model_policy import is_default, is_floating
 from jaxmp.nnx.run import bare_class, decision_of
 from jaxmp.policy.patterns import Path
-
-_DTYPES = ("param_dtype", "dtype")
-_WRITE_PARAMS = (nnx.WeightNorm, nnx.SpectralNorm)  # these cast the Params of the wrapped layer to their ``dtype``
 
 
 @dataclasses.dataclass(eq=False)
@@ -27,50 +24,40 @@ class ModuleNode:
       module: the module.
       paths: all paths of the module; a shared module has several.
       around: the modules that contain this module, along its first path.
-      dtypes: the ``dtype`` and ``param_dtype`` attributes as the author set them, if they are floating or None.
     """
 
     module: Any
     paths: list[Path]
     around: list[ModuleNode]
-    dtypes: dict[str, Any]
 
-    def is_filled(self, name: str, overridden: bool) -> bool:
-        """Return whether a policy sets the attribute ``name``.
+    def set_by_author(self, name: str) -> np.dtype | None:
+        """Return the attribute ``name`` if it is a dtype that the author set, otherwise None.
 
-        A policy from an override always sets the attribute. Any other policy sets the attribute if it has its default
-        value. The default of a containing module counts too, because that module's constructor may have passed the
-        default on. The ``dtype`` of ``nnx.WeightNorm`` and ``nnx.SpectralNorm`` is never set, because these modules
-        cast the Params of the wrapped layer to it. The ``dtype`` of Flax's attention is not set if the author left it
-        None.
+        The author has not set it if it has the default of the constructor. The default of a containing module counts
+        too, because that module's constructor may have passed the default on.
         """
-        if name == "dtype" and (isinstance(self.module, _WRITE_PARAMS) or self.is_attention()):
-            return False
-        dtype = self.dtypes[name]
-        if overridden or is_default(dtype, _default(self.module, name)):
-            return True
+        dtype = vars(self.module).get(name)
+        if dtype is None or not is_floating(dtype) or self._is_default(name, dtype):
+            return None
         for outer in self.around:
-            default = _default(outer.module, name)
-            if default is None or not is_floating(default) or np.dtype(default) != np.dtype(dtype):
-                continue
-            if is_default(outer.dtypes.get(name, default), default):
-                return True
-        return False
+            outer_dtype = vars(outer.module).get(name, _default(outer.module, name))
+            is_passed_on = outer_dtype is not None and is_floating(outer_dtype) and np.dtype(outer_dtype) == dtype
+            if is_passed_on and outer._is_default(name, outer_dtype):
+                return None
+        return np.dtype(dtype)
 
-    def is_attention(self) -> bool:
-        """Return whether the module is Flax's attention, with its ``dtype`` left None."""
-        return isinstance(self.module, nnx.MultiHeadAttention) and self.dtypes.get("dtype") is None
-
-    def own_params(self) -> list[nnx.Param[Any]]:
-        """Return the Params that belong to the module and not to its submodules."""
-        return [var for var in own_variables(self.module) if isinstance(var, nnx.Param)]
+    def _is_default(self, name: str, dtype: Any) -> bool:
+        # If the author passes no dtype to an Embed, its constructor sets `dtype` to the `param_dtype`.
+        is_embed = name == "dtype" and isinstance(self.module, nnx.Embed)
+        return is_default(dtype, vars(self.module).get("param_dtype") if is_embed else _default(self.module, name))
 
     def has_matrix(self) -> bool:
         """Return whether a product may read a Param of the module.
 
         For a module that wraps a Linen module, the answer is always yes.
         """
-        leaves = jax.tree.leaves([var.get_raw_value() for var in self.own_params()])
+        params = [var for var in own_variables(self.module) if isinstance(var, nnx.Param)]
+        leaves = jax.tree.leaves([var.get_raw_value() for var in params])
         is_matrix = any(len(getattr(leaf, "shape", ())) >= 2 for leaf in leaves)
         return self.wraps_linen or (is_matrix and not isinstance(self.module, nnx.Embed))
 
@@ -81,12 +68,7 @@ class ModuleNode:
 
     def has_linen_policy(self) -> bool:
         """Return whether the wrapped Linen module has a policy."""
-        return hasattr(self.module.to_nnx__module, "jaxmp_root")
-
-    def is_parent(self) -> bool:
-        """Return whether a submodule has Variables, except those of random generators."""
-        below = [module for path, module in modules_in(self.module) if path and is_module(module)]
-        return any(not isinstance(var, nnx.RngState) for module in below for var in own_variables(module))
+        return hasattr(self.module.to_nnx__module, "jaxmp_policy")
 
 
 @dataclasses.dataclass
@@ -123,7 +105,7 @@ def read_graph(model: nnx.Module) -> ModuleGraph:
                 return
             if any(value is outer.module for outer in around):
                 return
-            node = nodes.setdefault(id(value), ModuleNode(value, [], around, _author_dtypes(value)))
+            node = nodes.setdefault(id(value), ModuleNode(value, [], around))
             node.paths.append(path)
             if node.wraps_linen:  # patterns do not match modules inside of the Linen module
                 if node.has_linen_policy():
@@ -136,20 +118,6 @@ def read_graph(model: nnx.Module) -> ModuleGraph:
     visit(model, (), [])
     graph.nodes.extend(nodes.values())
     return graph
-
-
-def _author_dtypes(module: nnx.Module) -> dict[str, Any]:
-    """Return the ``dtype`` and ``param_dtype`` of a module as the author set them.
-
-    Only floating dtypes and None are included.
-    """
-    decision = decision_of(module)
-    attributes = vars(module) | dict(decision.replaced if decision is not None else ())
-    dtypes = {name: attributes[name] for name in _DTYPES if name in attributes and is_floating(attributes[name])}
-    # If the author passes no dtype to an Embed, its constructor sets `dtype` to the `param_dtype`.
-    if isinstance(module, nnx.Embed) and dtypes.get("dtype") == dtypes.get("param_dtype"):
-        dtypes["dtype"] = None
-    return dtypes
 
 
 def _default(module: nnx.Module, name: str) -> Any:

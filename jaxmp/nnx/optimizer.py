@@ -21,7 +21,7 @@ from jaxmp._internals.flax.nnx_variables import is_module, is_node, is_object
 from jaxmp.base import trees as _tree
 from jaxmp.base.arguments import require_flag
 from jaxmp.base.donation import donation_note
-from jaxmp.engine.module_border import full_class_name
+from jaxmp.engine.model_policy import full_class_name
 from jaxmp.nnx.policy_check import needs_policy, require_policy
 from jaxmp.optim.checks import as_optimizer
 from jaxmp.optim.half_params import warn_if_updates_vanish

@@ -1,14 +1,14 @@
 """Policies for Flax NNX models, without changes to their code.
 
-:func:`apply_policy` returns a copy of a model that shares its Variables. The copied modules have new ``dtype``
-attributes, and their methods run under their policies (see ``jaxmp/nnx/run.py``). ``nnx.split``, ``nnx.merge`` and the
-transforms of NNX treat the copy like any model.
+:func:`apply_policy` returns a copy of a model that shares its Variables. The modules of the copy have subclasses of
+their classes, which add a decision and run the methods under it (see ``jaxmp/nnx/run.py``). ``nnx.split``,
+``nnx.merge`` and the transforms of NNX treat the copy like any model.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 import numpy as np
@@ -17,12 +17,11 @@ from flax import nnx
 from jaxmp._internals.flax.nnx_variables import cast_variable, change_own
 from jaxmp.base.arguments import require_no_policy, require_order
 from jaxmp.base.dtypes import is_half
-from jaxmp.engine.half_check import NotHalf, reason_not_half
-from jaxmp.engine.module_border import Mode, autocast_map, wrong_model
-from jaxmp.engine.overrides import Level, level_of
+from jaxmp.engine.half_check import NotHalf
+from jaxmp.engine.model_policy import ModelPolicy, Treatment, is_floating, wrong_model
 from jaxmp.nnx.model_graph import ModuleGraph, ModuleNode, read_graph
 from jaxmp.nnx.policy_check import note_copy
-from jaxmp.nnx.run import HalfPolicy, NnxDecision, bare_class, decision_of, policied_class
+from jaxmp.nnx.run import NnxDecision, bare_class, decision_of, policied_class
 from jaxmp.policy.patterns import Path
 from jaxmp.policy.policy_map import PolicyMap
 
@@ -32,43 +31,42 @@ M = TypeVar("M", bound=nnx.Module)
 def apply_policy(model: M, policy: Any, overrides: Mapping[Any, Any] | None = None) -> M:
     """Return ``model`` under a policy: a copy that shares its Variables.
 
-    Params are stored in the param dtype. Every module computes in the compute dtype of its policy, and the result of
-    the model is cast to the output dtype. Batch statistics and other Variables keep their dtypes. The copy shares all
-    Variables with ``model``, except Params that must be cast to the param dtype.
+    A call of the model computes what :func:`jaxmp.autocast` of this call computes: products are half precision, and the
+    rules of docs/autocast.md decide every other operation. Params are stored in the param dtype. The result is cast to
+    the output dtype. Gradients of Params are summed in float32. The copy shares all Variables with ``model``, except
+    Params that must be cast to the param dtype.
 
     From then on use the copy: in the loss, in the optimizer, for ``eval()`` and ``train()``. A train step raises an
     error for the original ``model``. To train in float32 on purpose, use ``apply_policy(model, "float32")``. A module
     or Variable that you later add to the copy is missing in the original, and the reverse. So add all of them before
     you apply the policy, or apply a policy to the new module first.
 
-    The policy sets the attributes ``dtype`` and ``param_dtype``. A module with a ``dtype`` attribute, such as
-    ``nnx.Linear``, then computes as Flax defines for this dtype. An attribute whose value you changed from the
-    constructor's default keeps your value, unless an override matches the module. A nested module that already has a
-    policy keeps its policy. Flax's attention without a ``dtype`` has half-precision products and a float32 softmax.
-    ``init_cache`` without a ``dtype`` creates a cache in the module's compute dtype.
+    A module whose author set a ``dtype`` is computed as Flax defines for this dtype. The author has set it if its value
+    differs from the default of the constructor. A ``param_dtype`` that the author set is kept, too. An override that
+    matches the module wins over both.
 
-    A module without a ``dtype`` attribute gets half-precision results from its layers. If the module has Params of its
-    own, it is traced in float32, and the rules of :func:`jaxmp.autocast` decide the dtype of each operation. If the
-    module has no Params of its own, each operation has the dtype of its inputs, so ``jnp.mean`` of a float16 array
-    returns float16.
+    While JAX traces the model, its code sees float32, as under autocast. So Python code that reads ``x.dtype`` sees
+    float32, and cannot branch on values of arrays. Outside of ``jax.jit``, a call is compiled, and the next call with
+    the same shapes is quick. Code outside of a module's methods reads the module's Params in their stored dtype. The
+    module's generator methods and operators, such as ``__add__``, do too.
 
-    Gradients of Params are summed in float32. A loop's carry keeps the dtype of its initial value, because jaxmp
-    replaces ``jax.lax.scan`` and JAX's other loops while the model is traced. Write ``jax.lax.scan`` in full: a name
-    that you import with ``from jax.lax import scan`` is not replaced. The model is traced as under ``jax.jit``, so its
-    Python code cannot branch on values of arrays. Code outside of a module's methods reads the module's Params in their
-    stored dtype. The module's generator methods do too.
+    A new cache has the compute dtype. Intermediates have the dtypes in which they are computed. Batch statistics and
+    other Variables keep their dtypes.
 
     Args:
-      model: any NNX module. It may be abstract (from ``nnx.eval_shape``).
+      model: any NNX module. It may be abstract (from ``nnx.eval_shape``). A nested module that already has a policy
+        keeps it.
       policy: anything that :func:`jaxmp.get_policy` takes.
-      overrides: a mapping from pattern to policy for parts of the model, see :class:`jaxmp.PolicyMap`. Paths are those
-        of ``nnx.iter_modules``, such as ``encoder/layers/0``.
+      overrides: a mapping from key to level, as in :func:`jaxmp.linen.apply_policy`. Paths are those of
+        ``nnx.iter_modules``, such as ``encoder/layers/0``.
 
     Raises:
       TypeError: ``model`` is not an NNX module.
-      ValueError: ``model`` has a policy already; a pattern matched no module; an ``nnx.bridge.ToNNX`` in the model
-        wraps a Linen module without a policy; or the half policy has no effect, because overrides or dtypes keep every
-        product in float32 (checked in the first call that runs the whole model).
+      ValueError: ``model`` has a policy already; a pattern matched no module; an override of an operation has an
+        unknown level, primitive or class; or an ``nnx.bridge.ToNNX`` in the model wraps a Linen module without a
+        policy. These errors are raised when the model is called: an override matched no operation; or the half policy
+        has no effect, because overrides or dtypes keep every product in float32 (checked in a call that runs the whole
+        model).
 
     >>> model = apply_policy(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), "mixed_float16")
     >>> model.kernel[...].dtype, model(jnp.ones((1, 3))).dtype
@@ -78,31 +76,14 @@ def apply_policy(model: M, policy: Any, overrides: Mapping[Any, Any] | None = No
     [dtype('float16')]
     """
     require_order(model, policy, "jaxmp.nnx.apply_policy")
-    return _under(model, PolicyMap(policy, overrides), by_autocast=False)
+    return _under(model, policy, overrides, "apply_policy")
 
 
 def autocast(model: M, policy: Any, overrides: Mapping[Any, Any] | None = None) -> M:
-    """Return ``model`` under autocast: a copy that shares its Variables.
+    """Return ``model`` under a policy that casts neither Params nor results: a copy that shares its Variables.
 
-    Attributes and Variables do not change. Autocast traces a whole call of the model and decides the dtype of each
-    operation. In the traced program, the path of each module is a scope on JAX's name stack. The body of a generator
-    method runs in float32, because it runs after the call of the method has returned.
-
-    Args:
-      model: any NNX module. It may be abstract (from ``nnx.eval_shape``).
-      policy: any policy that :func:`jaxmp.autocast` takes, or a PolicyMap such as ``"O2"``.
-      overrides: a mapping from pattern to ``"float32"``, to ``"half"``, or to a policy that computes in float32 or in
-        the half dtype of ``policy``. Patterns for modules are those of :class:`jaxmp.PolicyMap`, with the paths of
-        ``nnx.iter_modules`` (``encoder/layers/0``). Patterns for operations are the keys of :func:`jaxmp.autocast`,
-        such as ``"primitive:exp"``.
-
-    Raises:
-      TypeError: ``model`` is not an NNX module.
-      ValueError: ``model`` has a policy already; a pattern matched no module and no Variable; the policy does not
-        compute in half precision; an override computes neither in the policy's half dtype nor in float32; an override
-        names an unknown primitive or class. These errors are raised when the model is called: an override matched no
-        operation; or overrides of modules, of ``"class:half"`` or of ``"class:*"`` keep every product in float32.
-        (Overrides of primitives, such as ``{"primitive:dot_general": "float32"}``, may keep every product in float32.)
+    A call computes as under :func:`apply_policy`. Params keep their dtypes, and the result keeps its dtype. The
+    arguments and the errors are those of :func:`apply_policy`. Autocast also reaches modules inside of ``nnx.bridge``.
 
     >>> model = autocast(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), "mixed_bfloat16")
     >>> products = jax.make_jaxpr(lambda x: model(x))(jnp.ones((1, 3)))
@@ -110,29 +91,27 @@ def autocast(model: M, policy: Any, overrides: Mapping[Any, Any] | None = None) 
     [dtype(bfloat16)]
     """
     require_order(model, policy, "jaxmp.nnx.autocast")
-    policies, operations = autocast_map(policy, overrides)
-    return _under(model, policies, by_autocast=True, operations=tuple(operations.items()))
+    return _under(model, policy, overrides, "autocast")
 
 
-def _under(model: M, policies: PolicyMap, by_autocast: bool, operations: tuple[tuple[str, Level], ...] = ()) -> M:
-    """Return a copy of ``model`` under policies or under autocast.
+def _under(model: M, policy: Any, overrides: Mapping[Any, Any] | None, name: str) -> M:
+    """Return a copy of ``model`` under a policy.
 
-    The copy shares the Variables of ``model``.
+    The copy shares the Variables of ``model``. ``name`` is the name of the public function that the user called.
     """
-    name = "autocast" if by_autocast else "apply_policy"
     if not isinstance(model, nnx.Module):
         raise wrong_model(model, "nnx", name)
     earlier = decision_of(model)
     is_submodule = earlier is not None and not earlier.is_root
     require_no_policy(model, earlier is not None, f"jaxmp.nnx.{name}", is_submodule)
     copy = nnx.clone(model, variables=False, graph=True)
-    graph = read_graph(copy)
-    if not by_autocast:
+    graph, model_policy = read_graph(copy), ModelPolicy.create(policy, overrides, stores=name == "apply_policy")
+    if model_policy.stores:
         _require_policies_in_bridges(graph)
-    policies.check(graph.classes, graph.variables)
-    decisions = [_decide(policies, by_autocast, node, graph, operations) for node in graph.nodes]  # before any change
-    if is_half(policies.root.compute_dtype) and not graph.nested:
-        decisions[0] = dataclasses.replace(decisions[0], half=_policy_to_check(policies, graph, decisions))
+    model_policy.policies.check(graph.classes, graph.variables)
+    decisions = [_decide(model_policy, node, graph) for node in graph.nodes]  # before any change
+    if not graph.nested:
+        decisions[0] = dataclasses.replace(decisions[0], not_half=tuple(_not_half(graph, decisions)))
     casts: dict[int, nnx.Variable[Any]] = {}
     for node, decision in zip(graph.nodes, decisions, strict=True):
         _set_up(node, decision, graph, casts)
@@ -153,37 +132,34 @@ def _require_policies_in_bridges(graph: ModuleGraph) -> None:
         )
 
 
-def _decide(
-    policies: PolicyMap,
-    by_autocast: bool,
-    node: ModuleNode,
-    graph: ModuleGraph,
-    operations: tuple[tuple[str, Level], ...],
-) -> NnxDecision:
+def _decide(model_policy: ModelPolicy, node: ModuleNode, graph: ModuleGraph) -> NnxDecision:
     """Return the decision for the module of ``node``."""
-    policy, pattern = policies.resolve(_deciding_path(policies, node, graph), graph.classes)
-    overridden = pattern is not None
-    filled = [name for name in node.dtypes if not by_autocast and node.is_filled(name, overridden)]
-    author_dtype = None if by_autocast or "dtype" in filled else node.dtypes.get("dtype")
-    mode: Mode = "inputs"
-    if by_autocast:
-        mode = "autocast"
-    elif node.is_attention():
-        mode = "float32"  # in the mode "written", its derivative would have float32 products
-    elif "dtype" in node.dtypes or node.wraps_linen:
-        mode = "written"
-    elif node.own_params() or (overridden and not node.is_parent()):
-        mode = "float32"
-    computes = policy.compute_dtype if author_dtype is None else np.dtype(author_dtype)
+    classes = {path: (cls,) for path, cls in graph.classes.items()}
+    path = _deciding_path(model_policy.policies, node, graph)
+    treatment = model_policy.treatment(path, classes, node.set_by_author("dtype"), hasattr(node.module, "dtype"))
+    keeps_params = node.set_by_author("param_dtype") is not None and not treatment.is_overridden
+    keeps_params = keeps_params or node.wraps_linen
     return NnxDecision(
-        policy=policies.root if by_autocast else policy,
-        mode=mode,
-        override=level_of(policy) if by_autocast and overridden else None,
-        not_half=reason_not_half(policy, computes, pattern, operations),
+        model=model_policy,
+        treatment=treatment,
         is_root=node is graph.nodes[0],
-        replaced=tuple((name, node.dtypes[name]) for name in filled),
-        operations=operations,
+        replaced_dtype=(vars(node.module)["dtype"],) if _is_replaced(node.module, treatment) else (),
+        param_dtype=None if keeps_params or not model_policy.stores else treatment.policy.param_dtype,
     )
+
+
+def _is_replaced(module: Any, treatment: Treatment) -> bool:
+    """Return whether the policy replaces the ``dtype`` of a module.
+
+    The engine decides on code in float32. Code that runs as it is written gets the compute dtype, and Flax casts its
+    operands. ``nnx.WeightNorm`` and ``nnx.SpectralNorm`` would cast the Params of the wrapped layer to their ``dtype``.
+    """
+    dtype = vars(module).get("dtype", 0)
+    if not is_floating(dtype) or treatment.is_by_author:
+        return False
+    if treatment.written:
+        return not isinstance(module, (nnx.WeightNorm, nnx.SpectralNorm))
+    return dtype is not None and is_half(dtype)
 
 
 def _deciding_path(policies: PolicyMap, node: ModuleNode, graph: ModuleGraph) -> Path:
@@ -195,17 +171,12 @@ def _deciding_path(policies: PolicyMap, node: ModuleNode, graph: ModuleGraph) ->
     return min(node.paths, key=lambda path: order.index(policies.resolve(path, graph.classes)[1]))
 
 
-def _policy_to_check(policies: PolicyMap, graph: ModuleGraph, decisions: list[NnxDecision]) -> HalfPolicy | None:
-    """Return the policy and the modules that do not compute in half precision.
-
-    Return None if all modules compute in half precision.
-    """
-    not_half = []
+def _not_half(graph: ModuleGraph, decisions: list[NnxDecision]) -> Iterator[NotHalf]:
+    """Yield the modules that do not compute in half precision."""
     for node, decision in zip(graph.nodes, decisions, strict=True):
-        if decision.not_half is not None:
+        if decision.treatment.not_half is not None:
             name = "/".join(node.paths[0]) or bare_class(node.module).__name__
-            not_half.append(NotHalf(name, decision.not_half, node.has_matrix()))
-    return HalfPolicy(policies.root, tuple(not_half)) if not_half else None
+            yield NotHalf(name, decision.treatment.not_half, node.has_matrix())
 
 
 def _set_up(
@@ -218,14 +189,12 @@ def _set_up(
 
     ``casts`` has the Params that were cast for other modules, by the ids of the original Params.
     """
-    policy = decision.policy
-    dtypes = {"param_dtype": policy.param_dtype, "dtype": policy.compute_dtype}
-    fills = {name: dtypes[name] for name, _ in decision.replaced}
-    has_param_dtype = "param_dtype" in fills or "param_dtype" not in node.dtypes
-    if decision.mode != "autocast" and has_param_dtype and not node.wraps_linen:
-        _cast_params(node.module, policy.param_dtype, casts)
+    if decision.param_dtype is not None:
+        _cast_params(node.module, decision.param_dtype, casts)
+    if decision.replaced_dtype:
+        treatment = decision.treatment
+        vars(node.module)["dtype"] = treatment.policy.compute_dtype if treatment.written else np.dtype(np.float32)
     decision = dataclasses.replace(decision, level=_nesting_level(node, decision, graph))
-    vars(node.module).update(node.dtypes | fills)
     object.__setattr__(node.module, "__class__", policied_class(bare_class(node.module), decision))
 
 

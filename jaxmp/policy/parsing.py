@@ -20,6 +20,9 @@ def parse_fields(text: str) -> Policy:
     """
     fields: dict[str, Any] = {}
     for part in filter(None, re.split(r",(?![^(]*\))", text)):  # commas outside of parentheses
+        if part.lower() == "written":
+            fields["written"] = True
+            continue
         is_recipe = part.lower().startswith("float8")
         key, _, value = ("float8", "", part) if is_recipe else part.partition("=")
         if not value:

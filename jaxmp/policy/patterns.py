@@ -34,8 +34,8 @@ def check_pattern(pattern: Any) -> Pattern:
     """
     if isinstance(pattern, str) and pattern.startswith(OPERATIONS):
         raise ValueError(
-            f"a pattern of a policy must match modules, got {pattern!r}, which matches operations; pass it as an "
-            "override to jaxmp.autocast, jaxmp.linen.autocast or jaxmp.nnx.autocast"
+            f"a pattern of a PolicyMap must match modules, got {pattern!r}, which matches operations; pass it as an "
+            "override to apply_policy or autocast"
         )
     if isinstance(pattern, (str, type)):
         return pattern

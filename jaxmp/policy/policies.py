@@ -38,10 +38,12 @@ class Policy:
       float8: the settings of float8 products: a :class:`jaxmp.Float8`, its text (``"float8(min_dim=1024)"``), or None
         for no float8 products. ``apply_policy``, ``autocast`` and ``make_train_step`` use the settings. The methods
         ``cast_to_…`` ignore them.
+      written: whether the code of a module runs as it is written, on operands in the compute dtype, so that no rule of
+        autocast changes it. The override ``"written"`` of :func:`jaxmp.linen.apply_policy` sets this field.
 
     Raises:
       ValueError: a dtype is unknown, is not floating or has fewer than 16 bits; JAX does not know ``matmul_precision``;
-        or ``float8`` is set and the compute dtype is not bfloat16.
+        ``float8`` is set and the compute dtype is not bfloat16; or ``float8`` and ``written`` are both set.
 
     >>> policy = Policy("float32", "float16", "float32")
     >>> policy.cast_to_compute(jax.numpy.ones(3)).dtype
@@ -55,6 +57,7 @@ class Policy:
     output_dtype: np.dtype
     matmul_precision: str | None = dataclasses.field(default=None, kw_only=True)
     float8: Float8 | None = dataclasses.field(default=None, kw_only=True)
+    written: bool = dataclasses.field(default=False, kw_only=True)
 
     if TYPE_CHECKING:  # the fields are dtypes, but the arguments may be anything that names a dtype
 
@@ -66,6 +69,7 @@ class Policy:
             *,
             matmul_precision: str | None = None,
             float8: Float8 | str | None = None,
+            written: bool = False,
         ) -> None: ...
 
     def __post_init__(self) -> None:
@@ -90,6 +94,11 @@ class Policy:
             raise ValueError(
                 f"a policy with {self.float8} must have compute=bfloat16, got compute={self.compute_dtype.name}; write "
                 "e.g. 'mixed_float8', or float8=None"
+            )
+        if self.float8 is not None and self.written:
+            raise ValueError(
+                f"code that runs as it is written has no float8 products, got written=True and {self.float8}; drop one "
+                "of them"
             )
 
     def matmul_context(self) -> contextlib.AbstractContextManager[Any]:
@@ -137,6 +146,7 @@ class Policy:
     def __str__(self) -> str:
         text = f"params={self.param_dtype.name},compute={self.compute_dtype.name},output={self.output_dtype.name}"
         text += f",matmul_precision={self.matmul_precision}" if self.matmul_precision is not None else ""
+        text += ",written" if self.written else ""
         return text if self.float8 is None else f"{text},{self.float8}"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Literal, NamedTuple, overload
@@ -21,7 +22,6 @@ from jaxmp.policy.patterns import (
     checked_overrides,
     is_class_pattern,
     matches,
-    path_and_primitive,
     pattern_text,
 )
 from jaxmp.policy.policies import Policy
@@ -142,8 +142,10 @@ class PolicyMap:
         object.__setattr__(below, "rules", rules)
         return below
 
-    def check(self, modules: Mapping[Path, type], variables: Collection[Path], complete: bool = True) -> None:
-        """Raise an error if a pattern is for operations, or matches nothing in a model.
+    def check(
+        self, modules: Mapping[Path, type | tuple[type, ...]], variables: Collection[Path], complete: bool = True
+    ) -> None:
+        """Raise an error if a pattern matches nothing in a model.
 
         Args:
           modules: the classes of the known modules, by path.
@@ -159,16 +161,12 @@ class PolicyMap:
         for pattern, _, strict in self.rules:
             if any(matches(pattern, path, cls) for path, cls in modules.items()):
                 continue
-            if path_and_primitive(pattern)[1]:
-                raise ValueError(
-                    f"a pattern of a model's policy must match modules, got {pattern!r}, which matches operations.\n"
-                    "Use jaxmp.linen.autocast, jaxmp.nnx.autocast or jaxmp.autocast, or override the module."
-                )
             if not strict:
                 continue
             if is_class_pattern(pattern):
                 if complete:
-                    raise _unmatched(pattern, "classes", {cls.__name__ for cls in modules.values()})
+                    classes = itertools.chain(*(cls if isinstance(cls, tuple) else (cls,) for cls in modules.values()))
+                    raise _unmatched(pattern, "classes", {cls.__name__ for cls in classes})
             elif not any(matches(pattern, path, None) for path in paths):  # a match may be a module not in `modules`
                 raise _unmatched(pattern, "paths", {"/".join(path) for path in paths.union(modules)})
 
@@ -296,8 +294,14 @@ def _of_dtype(dtype: np.dtype) -> Policy | PolicyMap:
 
 
 def _of_override(policy: Any, root: Policy, pattern: Pattern) -> Policy:
-    """Return the policy that an override describes; ``"half"`` means ``root``."""
-    if isinstance(policy, str) and policy.strip().lower() == "half":
+    """Return the policy that an override describes.
+
+    ``"half"`` means ``root``, and ``"written"`` means ``root`` for code that runs as it is written.
+    """
+    level = policy.strip().lower() if isinstance(policy, str) else ""
+    if level == "written":
+        return dataclasses.replace(root, float8=None, written=True)
+    if level == "half":
         if not is_half(root.compute_dtype):
             raise ValueError(
                 f"'half' in overrides means the policy's compute dtype, but {root} computes in "

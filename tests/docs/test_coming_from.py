@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import linen_zoo
 import numpy as np
 import optax
 import pytest
@@ -157,10 +158,9 @@ def known_keras(code: Code) -> Any:
 def write_keras(code: Code) -> Any:
     scope = run(code.set_up, jax_program())
     variables = scope["model"].init(jax.random.key(0), X)
-    output, captured = scope["model"].apply(variables, X, capture_intermediates=True)
+    output = scope["model"].apply(variables, X)
     params = {str(leaf.dtype) for leaf in jax.tree.leaves(variables["params"])}
-    layers = captured["intermediates"]
-    computed = [str(layers[name]["__call__"][0].dtype) for name in ("layers_0", "layers_1")]
+    computed = linen_zoo.products(scope["model"].apply, variables, X)
     opt_state = scope["tx"].init(variables["params"])
     return params, computed, str(output.dtype), float(jaxmp.get_loss_scale(opt_state).loss_scale)
 

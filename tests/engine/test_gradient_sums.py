@@ -588,13 +588,9 @@ def test_transformed_models_have_float32_gradient_sums():
         assert not half_sums(jax.make_jaxpr(gradient)(*case()[1:])), (name, transform, way)
 
 
-@pytest.mark.parametrize(
-    "layers",
-    [(nn.Dense(8), nn.gelu, nn.Dense(8)), (nn.Dense(8), nn.LayerNorm(), nn.Dense(8))],
-    ids=["activation", "normalisation"],
-)
-def test_cotangents_are_rounded_to_half_before_their_sum_for_a_bias(layers):
+def test_half_cotangents_are_rounded_before_their_sum_for_a_bias():
     """Without the rounding, XLA would drop both casts and write float32 cotangents."""
+    layers = [nn.Dense(8), nn.gelu, nn.Dense(8), nn.gelu, nn.Dense(8)]  # the bias of the last is added in float32
     model = jaxmp.linen.apply_policy(nn.Sequential(layers), "mixed_bfloat16")
     params = jax.eval_shape(model.init, jax.random.key(0), X)
     names = [eqn.primitive.name for eqn in equations(jax.make_jaxpr(jax.grad(loss(model.apply)))(params, X))]

@@ -159,7 +159,7 @@ def test_a_module_under_autocast_can_be_cloned_copied_and_tabulated():
         assert model_products(copy, data(2, 5)) == ["float16", "float32"]
     console = {"force_terminal": False, "width": 120}
     bare = MLP().tabulate(rngs(), data(2, 5), console_kwargs=console)
-    assert model.tabulate(rngs(), data(2, 5), console_kwargs=console) == bare
+    assert model.tabulate(rngs(), data(2, 5), console_kwargs=console).startswith(bare)
 
 
 def test_invalid_overrides_are_errors():
@@ -171,17 +171,14 @@ def test_invalid_overrides_are_errors():
         model = autocast(MLP(), "mixed_float16", overrides)
         with pytest.raises(ValueError, match=text):
             jax.eval_shape(model.apply, shapes(MLP(), data(2, 5)), data(2, 5))
-    with pytest.raises(
-        ValueError, match=r"here float16\), but the override for '\*\*/head' computes in bfloat16; write"
-    ):
-        autocast(MLP(), "mixed_float16", {"**/head": "mixed_bfloat16"})
 
 
-def test_operations_are_overridden_under_autocast_and_refused_under_a_policy():
-    model = jaxmp.linen.autocast(MLP(), "mixed_bfloat16", {"primitive:dot_general": "float32", "Dense_0": "half"})
-    assert model_products(model, data(2, 4)) == ["bfloat16", "float32"]
-    with pytest.raises(ValueError, match=r"must match modules, got 'primitive:exp', which matches operations"):
-        apply_policy(MLP(), "mixed_bfloat16", {"primitive:exp": "float32"})
+def test_overrides_of_operations_and_other_half_dtypes_work_under_autocast_and_under_a_policy():
+    for under in (autocast, apply_policy):
+        model = under(MLP(), "mixed_bfloat16", {"primitive:dot_general": "float32", "Dense_0": "half"})
+        assert model_products(model, data(2, 4)) == ["bfloat16", "float32"]
+        model = under(MLP(), "mixed_bfloat16", {"Dense_0": "mixed_float16"})
+        assert model_products(model, data(2, 4)) == ["float16", "bfloat16"]
 
 
 def test_a_model_under_autocast_whose_products_all_stay_float32_raises_and_names_them():
@@ -198,5 +195,4 @@ def test_a_model_under_autocast_whose_products_all_stay_float32_raises_and_names
             assert model_products(model, data(2, 4))[0] == "bfloat16"
     with pytest.raises(TypeError, match=r"jaxmp\.linen\.autocast takes a flax\.linen\.Module, got the class MLP"):
         jaxmp.linen.autocast(MLP, "mixed_bfloat16")
-    with pytest.raises(ValueError, match="half compute dtype"):
-        jaxmp.linen.autocast(MLP(), "float32")
+    assert model_products(autocast(MLP(), "float32"), data(2, 4)) == ["float32", "float32"]

@@ -291,13 +291,13 @@ def test_autocast_of_a_model_with_a_bridge_rounds_the_operands_of_products():
 
 def test_a_bridged_model_under_autocast_computes_as_the_module_under_autocast():
     policy = "mixed_float16"
-    model, linen = jaxmp.nnx.autocast(to_nnx(), policy), jaxmp.linen.autocast(Linen(), policy)
+    model, linen = jaxmp.nnx.autocast(to_nnx(), policy), jaxmp.linen.autocast(Linen(), policy, {"exact": "half"})
     (out, grads), (want, want_grads) = of_nnx(model), of_linen(linen, linen_variables(model))
     same_bits(out, want)
     same_bits(grads, want_grads)
 
     linen = jaxmp.linen.autocast(bridge.ToLinen(Nnx), policy)
-    model = jaxmp.nnx.autocast(module_with_numbers(lambda: Nnx(nnx.Rngs(0))), policy)
+    model = jaxmp.nnx.autocast(module_with_numbers(lambda: Nnx(nnx.Rngs(0))), policy, {"exact": "half"})
     variables = variables_with_numbers(linen)
     for collection in variables.values():
         nnx.update(model, collection)

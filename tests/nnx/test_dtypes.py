@@ -1,4 +1,4 @@
-"""NNX modules under a policy compute the same as with ``dtype=`` by hand."""
+"""NNX modules as written compute the same as with ``dtype=`` by hand; under a policy, products are half."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autocast_tools import in_turn
 from flax import nnx
 from jax import lax
 from linen_zoo import HALVES, data, of_dtype, products, same_bits, standard_promotion
-from nnx_zoo import Net, Scale, ScaleByHand, is_as_by_hand, is_close, model_products, outcomes, rngs, values
+from nnx_zoo import Net, Scale, ScaleByHand, is_as_by_hand, is_close, model_products, outcomes, rngs, values, written
 
 from jaxmp._internals.jax.sources import names_of
 from jaxmp._internals.jax.walk import equations
@@ -59,9 +59,17 @@ CASES = [pytest.param(name, policy, "float32", marks=SLOW.get(name, ())) for nam
 @pytest.mark.parametrize(("name", "policy", "inputs"), CASES)
 def test_a_layer_gives_the_same_outputs_gradients_and_statistics_as_with_dtype_set_by_hand(name, policy, inputs):
     make, call = LAYERS[name]
-    model, by_hand = apply_policy(make(), policy), make(dtype=jnp.dtype(HALVES[policy]))
+    model, by_hand = written(make(), policy), make(dtype=jnp.dtype(HALVES[policy]))
     is_as_by_hand(model, by_hand, of_dtype(SEQUENCE, inputs), call=call)
     same_bits(values(model, nnx.BatchStat), values(by_hand, nnx.BatchStat))
+
+
+@pytest.mark.parametrize(("name", "policy", "inputs"), CASES)
+def test_under_a_policy_a_layer_has_half_products_and_is_close_to_dtype_set_by_hand(name, policy, inputs):
+    make, call = LAYERS[name]
+    model, by_hand, x = apply_policy(make(), policy), make(dtype=jnp.dtype(HALVES[policy])), of_dtype(SEQUENCE, inputs)
+    assert set(model_products(model, x, call=call)) == ({HALVES[policy]} if name != "BatchNorm" else set())
+    is_close(*outcomes((model, by_hand), x, call=call))
 
 
 def test_attention_has_half_products_and_a_float32_softmax():
@@ -86,7 +94,8 @@ def test_attention_has_half_products_and_a_float32_softmax():
 
 
 def test_a_model_of_all_kinds_of_modules_computes_the_same_as_with_dtype_set_by_hand():
-    is_as_by_hand(apply_policy(Net(rngs()), "mixed_float16"), Net(rngs(), jnp.dtype("float16")), IMAGE)
+    is_as_by_hand(written(Net(rngs()), "mixed_float16"), Net(rngs(), jnp.dtype("float16")), IMAGE)
+    is_close(*outcomes((apply_policy(Net(rngs()), "mixed_float16"), Net(rngs(), jnp.dtype("float16"))), IMAGE))
 
     model = apply_policy(Net(rngs()), "mixed_bfloat16")
     assert model_products(model, IMAGE) == ["bfloat16"] * 5  # conv, three linears, the kernel of Scale
@@ -184,7 +193,7 @@ class Owner(nnx.Module):
         return self.last(self.block(self.first(x)) * self.scale)
 
 
-def test_a_residual_between_half_layers_stays_half_though_a_parent_with_params_is_float32():
+def test_a_residual_between_half_layers_stays_half():
     model = apply_policy(Owner(), "mixed_bfloat16")
     with standard_promotion():  # LayerNorm adds half and float32 arrays
         program = jax.make_jaxpr(model)(SEQUENCE)

@@ -12,7 +12,7 @@ import pytest
 from error_tools import refused
 from flax import nnx
 from linen_zoo import data, same_bits
-from nnx_zoo import Net, Scale, compiled, model_products, module_with_numbers, outcome, rngs, values
+from nnx_zoo import Net, Scale, compiled, model_products, module_with_numbers, outcome, products_of, rngs, values
 
 import jaxmp
 from jaxmp.nnx import apply_policy, autocast
@@ -20,36 +20,41 @@ from jaxmp.nnx import apply_policy, autocast
 IMAGE, VECTORS = data(2, 5, 5, 3), data(4, 8)
 
 
-def dtypes(model: Any) -> dict[str, Any]:
-    """Return the dtype attributes of all modules, by path."""
-    modules = [("/".join(map(str, path)), module) for path, module in nnx.iter_modules(model)]
-    return {path: jnp.dtype(module.dtype).name for path, module in modules if hasattr(module, "dtype")}
-
-
 @pytest.mark.once
 def test_an_override_covers_the_modules_below_its_path_and_the_first_match_wins():
     model = apply_policy(
         Net(rngs()), "mixed_float16", {"layers/1": "mixed_bfloat16", "layers": "float32", "**/norm": "float32"}
     )
-    by_path = dtypes(model)  # layers/0 and again are one module, which is listed under one of these paths
-    assert by_path.pop("again", by_path.pop("layers/0", None)) == "float32"
-    assert by_path == {"conv": "float16", "layers/1": "bfloat16", "norm": "float32"}
+    assert products_of(model, IMAGE) == [  # layers/0 and again are one module
+        ("conv", "float16"),
+        ("again", "float32"),
+        ("layers/1", "bfloat16"),
+        ("scale", "float16"),
+        ("again", "float32"),
+    ]
+
+
+class ProductLayerNorm(nnx.LayerNorm):
+    """A norm with a product."""
+
+    def __call__(self, x: Any) -> Any:
+        return super().__call__(x @ jnp.diag(self.scale[...]))
 
 
 def test_an_override_by_class_covers_its_instances_and_o2_the_norms():
-    by_class = [{pattern: "float32"} for pattern in (nnx.BatchNorm, "type:*Norm")]
-    models = [apply_policy(Net(rngs()), "mixed_float16", overrides) for overrides in by_class]
-    for model in (*models, apply_policy(Net(rngs()), "O2")):
-        by_path = dtypes(model)
-        assert by_path.pop("norm") == "float32" and set(by_path.values()) == {"float16"}
+    overrides = [{pattern: "float32"} for pattern in (nnx.LayerNorm, "type:*Norm", "type:ProductLayer*")]
+    for policy, override in (*(("mixed_float16", override) for override in overrides), ("O2", None)):
+        model = nnx.Sequential(nnx.Linear(8, 8, rngs=rngs()), ProductLayerNorm(8, rngs=rngs()))
+        model = apply_policy(model, policy, override)
+        assert products_of(model, VECTORS) == [("layers/0", "float16"), ("layers/1", "float32")]
 
 
 @pytest.mark.once
 def test_a_shared_module_is_covered_by_a_pattern_on_either_path():
     for pattern in ("again", "layers/0"):
         model = apply_policy(Net(rngs()), "mixed_float16", {pattern: "float32"})
-        assert model.again is model.layers[0] and model.again.dtype == jnp.float32
-        assert model.layers[1].dtype == jnp.float16
+        assert model.again is model.layers[0]
+        assert model_products(model, IMAGE) == ["float16", "float32", "float16", "float16", "float32"]
 
 
 def test_an_override_reaches_a_module_without_a_dtype_attribute():
@@ -58,22 +63,19 @@ def test_an_override_reaches_a_module_without_a_dtype_attribute():
 
 
 def test_an_override_reaches_a_module_without_params():
-    class Softmax(nnx.Module):
+    class Scores(nnx.Module):
         def __call__(self, x: Any) -> Any:
-            operands.append(x.dtype.name)
-            return jax.nn.softmax(x)
+            return x @ x.T
 
-    class Classifier(nnx.Module):
+    class Attention(nnx.Module):
         def __init__(self) -> None:
-            self.layer, self.softmax = nnx.Linear(8, 8, rngs=rngs()), Softmax()
+            self.layer, self.scores = nnx.Linear(8, 8, rngs=rngs()), Scores()
 
         def __call__(self, x: Any) -> Any:
-            return self.softmax(self.layer(x))
+            return self.scores(self.layer(x))
 
-    operands: list[str] = []
-    for overrides in ({}, {"softmax": "float32"}):
-        jax.eval_shape(apply_policy(Classifier(), "mixed_bfloat16", overrides), VECTORS)
-    assert operands == ["bfloat16", "float32"]
+    for overrides, scores in (({}, "bfloat16"), ({"scores": "float32"}, "float32")):
+        assert model_products(apply_policy(Attention(), "mixed_bfloat16", overrides), VECTORS) == ["bfloat16", scores]
 
 
 @pytest.mark.once
@@ -124,16 +126,29 @@ def test_params_tied_across_modules_stay_tied():
 
 
 def test_a_dtype_that_differs_from_the_default_stays_unless_an_override_matches():
-    model = nnx.Sequential(nnx.Linear(8, 8, rngs=rngs()), nnx.Linear(8, 8, dtype=jnp.float32, rngs=rngs()))
-    assert dtypes(apply_policy(model, "mixed_float16")) == {"layers/0": "float16", "layers/1": "float32"}
-    assert set(dtypes(apply_policy(model, "mixed_float16", {"**": "mixed_float16"})).values()) == {"float16"}
+    for dtype in ("float32", "bfloat16"):
+        model = nnx.Sequential(nnx.Linear(8, 8, rngs=rngs()), nnx.Linear(8, 8, dtype=jnp.dtype(dtype), rngs=rngs()))
+        for under in (apply_policy, autocast):
+            assert model_products(under(model, "mixed_float16"), VECTORS) == ["float16", dtype]
+            overridden = under(model, "mixed_float16", {"**": "mixed_float16"})
+            assert model_products(overridden, VECTORS) == ["float16", "float16"]
+
+
+def test_a_layer_whose_author_set_a_half_dtype_gives_the_bits_of_flax():
+    layers = [nnx.Linear(8, 8, dtype=jnp.bfloat16, rngs=rngs()), nnx.LayerNorm(8, dtype=jnp.bfloat16, rngs=rngs())]
+    for layer in layers:
+        with jax.numpy_dtype_promotion("standard"):  # LayerNorm adds half and float32 arrays
+            got, want = compiled(
+                lambda models: [model(VECTORS) for model in models], (apply_policy(layer, "mixed_float16"), layer)
+            )
+        same_bits(got, want.astype("float32"))
 
 
 def test_a_param_dtype_that_differs_from_the_default_stays_unless_an_override_matches():
     model = nnx.Linear(8, 8, param_dtype=jnp.bfloat16, rngs=rngs())
     assert apply_policy(model, "mixed_float16").kernel.dtype == jnp.bfloat16
     overridden = apply_policy(model, "mixed_float16", {"**": "mixed_float16"})
-    assert overridden.kernel.dtype == overridden.param_dtype == jnp.float32
+    assert overridden.kernel.dtype == jnp.float32
 
 
 class HandedDown(nnx.Module):
@@ -159,6 +174,23 @@ def test_a_default_dtype_that_a_parent_passes_on_is_replaced_and_another_dtype_i
     assert model_products(apply_policy(HandedDown(rngs()), "mixed_float16"), VECTORS) == ["float16"] * 2
     by_hand = apply_policy(HandedDown(rngs(), jnp.bfloat16), "mixed_float16")
     assert model_products(by_hand, VECTORS) == ["bfloat16"] * 2
+
+
+class HalfByDefault(nnx.Module):
+    """A module that passes its default dtype, bfloat16, to its submodule."""
+
+    def __init__(self, rngs: nnx.Rngs, dtype: Any = jnp.bfloat16) -> None:
+        self.inner = nnx.Linear(8, 8, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.inner(x)
+
+
+def test_a_default_dtype_in_half_precision_is_replaced():
+    for policy, product in (("mixed_float16", "float16"), ("float32", "float32")):
+        bare = HalfByDefault(rngs())
+        assert model_products(apply_policy(bare, policy), VECTORS) == [product]
+        assert model_products(bare, VECTORS) == ["bfloat16"]
 
 
 class WithoutSelf(nnx.Module):
@@ -220,8 +252,9 @@ def test_a_submodule_with_a_policy_keeps_it_inside_another_model_and_alone():
     assert model_products(model, VECTORS) == ["bfloat16", "float16"]
 
     model = apply_policy(Net(rngs()), "mixed_float16")
-    assert model.layers[0](VECTORS).dtype == jnp.float16
-    assert apply_policy(nnx.Sequential(model.layers[0]), "mixed_bfloat16")(VECTORS).dtype == jnp.float32
+    assert model_products(model.layers[0], VECTORS) == ["float16"]
+    assert model.layers[0](VECTORS).dtype == jnp.float32
+    assert model_products(apply_policy(nnx.Sequential(model.layers[0]), "mixed_bfloat16"), VECTORS) == ["bfloat16"]
 
 
 @pytest.mark.once
@@ -446,16 +479,14 @@ class WithSpectrum(nnx.Module):
         return self.head(self.spectrum(x))
 
 
-def test_a_fourier_transform_runs_under_autocast_or_a_float32_override():
+def test_a_fourier_transform_runs_in_float32():
     bare, x = WithSpectrum(nnx.Rngs(0)), jnp.ones((2, 4))
-    model = apply_policy(bare, "mixed_float16")
-    for run in (lambda model, x: model(x), nnx.jit(lambda model, x: model(x))):
-        with pytest.raises(ValueError, match="RFFT input must be float32 or float64, got float16"):  # JAX's own
-            run(model, x)
-    overridden, auto = apply_policy(bare, "mixed_float16", {"spectrum": "float32"}), autocast(bare, "mixed_float16")
-    want, *results = compiled(lambda models: [model(x) for model in models], [bare, overridden, auto])
-    for got in results:
+    models = [bare, apply_policy(bare, "mixed_float16"), autocast(bare, "mixed_float16")]
+    want, *results = compiled(lambda models: [model(x) for model in models], models)
+    for model, got in zip(models[1:], results, strict=True):
+        assert model_products(model, x) == ["float16", "float16"]
         np.testing.assert_allclose(got, want, atol=1e-2)
+        np.testing.assert_allclose(model(x), want, atol=1e-2)
 
 
 class Decoder(nnx.Module):
@@ -498,8 +529,8 @@ def test_a_cache_that_is_created_under_a_policy_has_the_compute_dtype_of_its_lay
     np.testing.assert_allclose(decoded(model, x), at_once, atol=0.05)
     assert [int(layer.cache_index[...]) for layer in model.layers] == [4, 4]
     layer = model.layers[1]
-    layer.init_cache((2, 4, 8), dtype=jnp.float32)  # an explicit dtype is kept
-    assert layer.cached_key.dtype == "float32"
+    layer.init_cache((2, 4, 8))  # also if the layer is called directly
+    assert layer.cached_key.dtype == "bfloat16"
     with pytest.raises(TypeError, match="init_cache"):
         layer.init_cache()
 

@@ -15,7 +15,19 @@ import numpy as np
 import pytest
 from flax import nnx, struct
 from linen_zoo import data, products, same_bits
-from nnx_zoo import Net, Scale, is_as_by_hand, outcome, outcomes, rngs, values
+from nnx_zoo import (
+    Net,
+    Scale,
+    compiled,
+    is_as_by_hand,
+    is_close,
+    model_products,
+    outcome,
+    outcomes,
+    rngs,
+    values,
+    written,
+)
 
 from jaxmp.nnx import apply_policy, autocast
 
@@ -93,8 +105,14 @@ class Remat(Net):
         return self.again(nnx.remat(middle)(self, nnx.relu(self.norm(self.conv(x))).mean((1, 2))))
 
 
-def test_remat_of_a_function_of_self_computes_the_same_as_with_dtype_set_by_hand():
-    is_as_by_hand(apply_policy(Remat(rngs()), "mixed_float16"), Remat(rngs(), jnp.float16), IMAGE)
+def test_remat_of_a_function_of_self_as_written_computes_the_same_as_with_dtype_set_by_hand():
+    is_as_by_hand(written(Remat(rngs()), "mixed_float16"), Remat(rngs(), jnp.float16), IMAGE)
+
+
+def test_products_in_a_remat_of_a_function_of_self_are_half():
+    model, by_hand = apply_policy(Remat(rngs()), "mixed_float16"), Remat(rngs(), jnp.float16)
+    assert model_products(model, IMAGE) == ["float16"] * 5
+    is_close(*outcomes((model, by_hand), IMAGE))
 
 
 @nnx.split_rngs(splits=3)
@@ -158,15 +176,15 @@ def head_keeps_its_digits(loop: Any) -> None:
     model, (layer, head) = apply_policy(bare, "mixed_bfloat16", {"head": "float32"}), (bare.layer, bare.head)
 
     def half_layer(h):
-        kernel, bias = (param[...].astype("bfloat16") for param in (layer.kernel, layer.bias))
-        return (h.astype("bfloat16") @ kernel + bias).astype("float32")
+        return (h.astype("bfloat16") @ layer.kernel[...].astype("bfloat16")).astype("float32") + layer.bias[...]
 
     def float32_head(h):
         return np.asarray(h, np.float64) @ np.asarray(head.kernel[...], np.float64) + np.asarray(head.bias[...])
 
     first = half_layer(VECTORS)
     want = float32_head(first) if loop == "scan" else float32_head(first) + float32_head(half_layer(first))
-    np.testing.assert_allclose(model(VECTORS), want, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(compiled(lambda model: model(VECTORS), model), want, rtol=1e-5, atol=1e-5)
+    assert model_products(model, VECTORS) == ["bfloat16"] * (2 if loop == "scan" else 1) + ["float32"]
 
 
 def test_in_a_loop_a_float32_head_is_not_rounded_and_the_carry_keeps_its_dtype():
@@ -187,7 +205,7 @@ def test_vmap_over_stacked_modules_gives_the_same_results_as_single_modules():
     graphdef, state = nnx.split(apply_policy(Stack(rngs(), Scale), "mixed_float16").layers)
     for i in range(3):
         same_bits(out[i], nnx.merge(graphdef, jax.tree.map(lambda leaf, i=i: leaf[i], state))(VECTORS))
-    assert out.dtype == jnp.float16 and model.layers.mean[...].shape == (3, 8)
+    assert out.dtype == jnp.float32 and model.layers.mean[...].shape == (3, 8)
     assert model.layers.mean[...].dtype == jnp.float32
 
 
@@ -287,15 +305,18 @@ def test_a_model_and_its_original_have_separate_modes():
 def test_captured_values_have_the_dtypes_in_which_they_were_computed():
     class Sower(nnx.Module):
         def __init__(self, rngs: nnx.Rngs) -> None:
-            self.linear = nnx.Linear(8, 8, rngs=rngs)
+            self.first, self.last = nnx.Linear(8, 8, rngs=rngs), nnx.Linear(8, 8, rngs=rngs)
 
         def __call__(self, x: jax.Array) -> jax.Array:
-            y = self.linear(x)
-            self.sow(nnx.Intermediate, "hidden", y)
-            return y
+            hidden = self.first(x)
+            self.sow(nnx.Intermediate, "hidden", hidden)
+            out = self.last(hidden)
+            self.sow(nnx.Intermediate, "out", out)
+            return out
 
     _, captured = nnx.capture(apply_policy(Sower(rngs()), "mixed_float16"), nnx.Intermediate)(VECTORS)
-    assert [leaf.dtype.name for leaf in jax.tree.leaves(captured)] == ["float16"]
+    dtypes = jax.tree.map(lambda leaf: leaf.dtype.name, nnx.to_pure_dict(captured))
+    assert dtypes == {"hidden": ("float16",), "out": ("float32",)}  # only the result, which is float32, reads `out`
 
 
 def test_an_exception_in_a_model_leaves_no_state_behind():
@@ -336,9 +357,10 @@ def test_a_module_without_call_runs_under_its_policy():
     assert model.encode(VECTORS).dtype == model.decode(VECTORS).dtype == jnp.float32
     graphdef, state = nnx.split(model)
     assert products(lambda state: nnx.merge(graphdef, state).encode(VECTORS), state) == ["float16"] * 2
-    assert apply_policy(Coder(rngs()), "mixed_float16", {Coder: "mixed_bfloat16"}).linear.dtype == jnp.bfloat16
+    overridden = apply_policy(Coder(rngs()), "mixed_float16", {Coder: "mixed_bfloat16"})
     nested = apply_policy(nnx.Dict(coder=apply_policy(Coder(rngs()), "mixed_bfloat16")), "mixed_float16")
-    assert nested["coder"].linear.dtype == jnp.bfloat16
+    for coder in (overridden, nested["coder"]):
+        assert model_products(coder, VECTORS, call=lambda coder, x: coder.encode(x)) == ["bfloat16"] * 2
     assert model.steps == 1
 
 
@@ -405,7 +427,7 @@ def test_a_train_step_that_is_a_method_trains_the_params():
 def test_a_weight_norm_stores_the_kernel_in_float32():
     model = apply_policy(nnx.WeightNorm(nnx.Linear(8, 4, rngs=rngs()), rngs=rngs()), "mixed_float16")
     assert model(VECTORS).dtype == model.layer_instance.kernel.dtype == jnp.float32
-    assert model.layer_instance.dtype == jnp.float16
+    assert model_products(model, VECTORS) == ["float16"]
 
 
 def test_methods_of_a_mixin_and_partial_methods_run_under_the_policy():
@@ -442,7 +464,7 @@ def test_a_policy_covers_params_and_layers_in_a_registered_dataclass():
             return self.parts.layer(x) + self.parts.bias[...]
 
     model = apply_policy(Net(rngs()), "mixed_float16")
-    assert model.parts.layer.dtype == jnp.float16
+    assert model_products(model, VECTORS) == ["float16"]
     product = VECTORS.astype("float16") @ model.parts.layer.kernel[...].astype("float16")
-    same_bits(model(VECTORS), product.astype("float32") + model.parts.bias[...])
+    same_bits(compiled(lambda model: model(VECTORS), model), product.astype("float32") + model.parts.bias[...])
     assert apply_policy(Net(rngs()), "float16").parts.bias.dtype == jnp.float16

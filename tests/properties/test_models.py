@@ -39,29 +39,27 @@ def test_every_layer_computes_and_returns_in_the_dtypes_that_were_declared(api):
 
 @pytest.mark.once
 @each_api
-def test_operands_of_two_dtypes_give_a_result_of_the_widest(api):
+def test_the_code_of_a_model_sees_float32_whatever_the_dtypes_of_its_parts(api):
     inside = []
 
     def fun(half, full, brain, x):
         h, f, b = half(x), full(x), brain(x)
         results = [full(h), h + f, h * b, jnp.concatenate([h, b]), jnp.where(f > 0, h, f)]
-        inside.append([y.dtype.name for y in (h, f, b, *results)])
+        inside.extend(y.dtype.name for y in (h, f, b, *results))
         return results
 
     overrides = {api.part.format(1): "float32", api.part.format(2): "mixed_bfloat16"}
-    with standard_promotion(), jax.default_matmul_precision("highest"):
-        model = mixed(api.Calls([api.dense() for _ in range(3)], fun), "mixed_float16", overrides)
-        got = pure(model, X, abstract=True)
-        want = pure(api.Calls([api.dense(dtype=dtype) for dtype in ("float16", "float32", "bfloat16")], fun), X)
-        inside.clear()
-        same_bits(*quick_jit(lambda params: (got.apply(params, X), want.apply(params, X)))(want.params))
-    assert inside == [["float16", "float32", "bfloat16", *["float32"] * 5]] * 2
+    model = mixed(api.Calls([api.dense() for _ in range(3)], fun), "mixed_float16", overrides)
+    got = pure(model, X, abstract=True)
+    inside.clear()
+    assert products(got.apply, got.params, X.astype("float16")) == ["float16", "float32", "bfloat16", "float32"]
+    assert inside == ["float32"] * 8
 
 
 @each_api
 def test_a_float64_part_computes_the_same_under_a_policy(api):
     def fun(wide, other, x):
-        return wide(x), other(x)
+        return wide(x), other(x.astype("float32"))
 
     with jax.enable_x64(True), standard_promotion():
         x = jnp.linspace(0, 1, 8, dtype="float64").reshape(2, 4)
@@ -114,7 +112,7 @@ def test_a_nested_policy_ends_with_its_model_also_after_an_exception(api):
     with pytest.raises(RuntimeError, match="the user's own"):
         failing.init(rngs(), X) if api is Linen else failing(X)
     assert jax.config.jax_default_matmul_precision is None
-    assert (linen_run._running.runs, linen_run._running.frames) == ([], [])
+    assert linen_run.current_run() is None
     assert nnx_run._innermost.get() is None
     assert products(*pure(api.dense(), X), X) == ["float32"]
 

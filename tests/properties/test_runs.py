@@ -185,7 +185,7 @@ CARRIES = [
 
 
 @pytest.mark.parametrize(("api", "cell"), [(Linen, "own"), (NNX, "own"), (Linen, "LSTMCell"), (NNX, "SimpleCell")])
-def test_a_carry_keeps_its_dtype_under_any_policy_and_products_have_the_policys(api, cell):
+def test_a_loop_takes_a_carry_of_any_dtype_and_products_have_the_dtype_of_the_policy(api, cell):
     model = (LinenLoop if api is Linen else NNXLoop)(cell)
     # Library cells: the usual float32 carry, and a half carry beside float32 products.
     for policy, dtype in CARRIES if cell == "own" else CARRIES[::3]:
@@ -196,9 +196,10 @@ def test_a_carry_keeps_its_dtype_under_any_policy_and_products_have_the_policys(
             jaxpr = jax.make_jaxpr(pure_model.apply)(pure_model.params, carry, SEQUENCE)
             (loop,) = (eqn for eqn in equations(jaxpr) if eqn.primitive.name == "scan")
             carries = [var.aval.dtype.name for var in loop.outvars if var.aval.shape == state.shape]
-            # The carry of a cell without a dtype field may also be in the compute dtype.
+            # A carry that reaches only products may also be in the compute dtype.
             half = jaxmp.get_policy(policy).compute_dtype.name
-            assert carries == [dtype] * len(jax.tree.leaves(carry)) or (cell == "own" and carries == [half])
+            assert set(carries) <= {"float32", half}
+            assert jax.eval_shape(pure_model.apply, pure_model.params, carry, SEQUENCE)[1].dtype == jnp.float32
             gradient = jax.grad(pure_model.loss(carry, SEQUENCE))
             assert set(products(gradient, pure_model.params)) == {half}
 

@@ -16,8 +16,14 @@ from jax.interpreters import partial_eval
 
 from jaxmp._internals.jax.primitives import BROADCAST, PICKS
 from jaxmp._internals.jax.walk import PRODUCTS, equations
+from jaxmp.linen import apply_policy
 
 HALVES = {"mixed_float16": "float16", "mixed_bfloat16": "bfloat16"}
+
+
+def written(model: nn.Module, policy: str) -> nn.Module:
+    """Return a model whose code runs as it is written, in the compute dtype of a policy."""
+    return apply_policy(model, policy, {"**": "written"})
 
 
 def of_dtype(x: Any, dtype: str) -> Any:

@@ -11,7 +11,15 @@ import numpy as np
 from flax import nnx
 from linen_zoo import numbers, products, quick_jit, same_bits
 
+from jaxmp._internals.jax.sources import names_of
+from jaxmp._internals.jax.walk import PRODUCTS, equations
 from jaxmp.base.trees import widen
+from jaxmp.nnx import apply_policy
+
+
+def written(model: Any, policy: str) -> Any:
+    """Return a copy of a model whose code runs as it is written, in the compute dtype of a policy."""
+    return apply_policy(model, policy, {"**": "written"})
 
 
 def rngs(seed: int = 0) -> nnx.Rngs:
@@ -101,6 +109,18 @@ def model_products(model: Any, *args: Any, call: Callable[..., Any] = call) -> l
     graphdef, state = nnx.split(model)
     with jax.numpy_dtype_promotion("standard"):
         return products(lambda state: call(nnx.merge(graphdef, state), *args), state)
+
+
+def products_of(model: Any, *args: Any) -> list[tuple[str, str]]:
+    """Return the scope and operand dtype of every product in a call of ``model``."""
+    graphdef, state = nnx.split(model)
+    with jax.numpy_dtype_promotion("standard"):
+        jaxpr = jax.make_jaxpr(lambda state: nnx.merge(graphdef, state)(*args))(state)
+    products = (eqn for eqn in equations(jaxpr) if eqn.primitive.name in PRODUCTS)
+    return [
+        ("/".join(name for name in names_of(eqn) if not name.startswith("jaxmp.")), eqn.invars[0].aval.dtype.name)
+        for eqn in products
+    ]
 
 
 class Scale(nnx.Module):

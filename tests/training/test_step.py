@@ -125,8 +125,8 @@ class Squares(nn.Module):
 class Headed(nn.Module):
     @nn.compact
     def __call__(self, x):
-        body = nn.Dense(1, name="body")(x)
-        return body.astype("float32") + Squares(name="head")(x)
+        body = nn.Dense(1, name="body")(x.astype("float32"))
+        return body + Squares(name="head")(x)
 
 
 @pytest.mark.once

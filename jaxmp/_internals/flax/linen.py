@@ -2,28 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
 from flax.linen import module as _module
-
-
-def children_of(module: Any) -> Mapping[str | None, Any]:
-    """Return the submodules and variables of a module by name.
-
-    The name of a variable maps to the name of its collection.
-    """
-    children: Mapping[str | None, Any] = module._state.children
-    return children
-
-
-def mutable_collection(module: nn.Module, name: str) -> Any:
-    """Return a collection of variables of a module, to write to."""
-    scope: Any = module.scope
-    return scope._mutable_collection(name)
 
 
 def is_checked(module: nn.Module) -> bool:
@@ -34,15 +18,9 @@ def is_checked(module: nn.Module) -> bool:
     return module.scope is not None and isinstance(module.scope.root, _module.TestScope)
 
 
-@contextlib.contextmanager
-def unlisted() -> Iterator[None]:
-    """Hide the method calls inside of this context from ``nn.tabulate``."""
-    context = _module._context
-    table, context.call_info_stack = context.call_info_stack, []
-    try:
-        yield
-    finally:
-        context.call_info_stack = table
+def has_interceptors() -> bool:
+    """Return whether the code runs in an ``nn.intercept_methods``."""
+    return bool(_module._global_interceptor_stack)
 
 
 _Object: Any = object  # typed as Any, because `super()` in `Hooks` is the user's module class

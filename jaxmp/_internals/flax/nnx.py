@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
+
+from flax.nnx import reprlib
 
 OWN = "_pytree__"
 """The prefix of the attributes in which NNX keeps its own data about an object."""
@@ -16,3 +19,13 @@ def is_pytree_class(cls: Any) -> bool:
 def check_may_change(node: Any) -> None:
     """Raise Flax's TraceContextError if an outer transformation made ``node``."""
     node._check_valid_context(lambda: f"Cannot mutate {type(node).__name__} from a different trace level")
+
+
+def repr_with(bare: Any, name: str, value: str) -> Callable[[Any], Iterator[Any]]:
+    """Return a method for the repr of ``bare`` that shows one more attribute."""
+
+    def parts(self: Any) -> Iterator[Any]:
+        yield from bare.__nnx_repr__(self)
+        yield reprlib.Attr(name, value)
+
+    return parts

@@ -17,6 +17,7 @@ from flax.nnx.graphlib import IndexMap, NoUpdate, RefMap
 
 from jaxmp._internals.flax.nnx import check_may_change
 from jaxmp._internals.flax.nnx_variables import is_node
+from jaxmp._internals.jax.program import AsComputed
 
 
 class ArrayCall(NamedTuple):
@@ -62,10 +63,10 @@ def of_arrays(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
         written = {}
         for n, (index, (_, leaf)) in enumerate(zip(indices, after, strict=True)):
             if index is None or _is_new(leaf, arrays[index]):
-                written[n] = value_of(leaf)
+                written[n] = _marked(leaf)
         is_same = None not in indices and structure == graphdef.with_same_outer_index()
         changes = _Changes(None if is_same else structure, indices, new_structure, fill_results)
-        return (results, [value_of(leaf) for _, leaf in new_state], changes), written
+        return (results, [_marked(leaf) for _, leaf in new_state], changes), written
 
     def write(results: Any, written: dict[int, Any]) -> Any:
         results, new_objects, changes = results
@@ -160,6 +161,15 @@ def _check_may_change(node: Any) -> None:
 def value_of(leaf: Any) -> Any:
     """Return the value of a Variable, or any other leaf itself."""
     return leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
+
+
+def _marked(leaf: Any) -> Any:
+    """Return the value of a leaf for the results of a traced function.
+
+    Intermediates keep the dtypes in which they are computed.
+    """
+    value = value_of(leaf)
+    return jax.tree.map(AsComputed, value) if isinstance(leaf, nnx.Intermediate) else value
 
 
 def _arrays_of(leaf: Any) -> list[Any]:

@@ -1,20 +1,16 @@
-"""Replacements of JAX's attention, special functions and loops during tracing.
+"""Replacements of JAX's attention and special functions during tracing.
 
 ``jax.nn.dot_product_attention`` chooses its implementation during tracing, by the dtypes of its operands. cuDNN
 supports only half precision (float16 or bfloat16). So the operands must be cast before the call, not in the finished
 program. A function of ``jax.scipy.special`` or ``jax.scipy.stats`` is traced to polynomials and series, which cannot be
 recognised later. So while the engine traces a function, wrappers replace these functions of JAX. The wrapper of the
 attention casts the operands first. The wrappers of special functions add a named scope.
-
-A loop's body must return the carry in its initial dtypes, but a module under a policy may return another dtype. Only
-the loop knows the initial carry, so a wrapper of the loop casts the new carry.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import threading
 import types
 from collections.abc import Callable, Iterator
@@ -28,10 +24,8 @@ import jax.scipy.stats
 import numpy as np
 
 from jaxmp.base.cache_keys import decided
-from jaxmp.base.dtypes import is_castable
 
 _deciding: ContextVar[tuple[Callable[[], np.dtype | None], str] | None] = ContextVar("jaxmp_stand_ins", default=None)
-_keeps_carries: ContextVar[bool] = ContextVar("jaxmp_keeps_carries", default=False)
 _lock = threading.Lock()
 _originals: list[tuple[dict[str, Any], dict[str, Any]]] = []  # the dicts of modules, and the functions to restore
 _depth = 0
@@ -57,21 +51,6 @@ def stand_ins(key: Any, dtype: Callable[[], np.dtype | None], scope: str) -> Ite
             yield
     finally:
         _deciding.reset(token)
-
-
-@contextlib.contextmanager
-def keeping_carries() -> Iterator[None]:
-    """Make JAX's loops cast each new carry to the dtypes of the old carry.
-
-    ``jax.lax.scan``, ``while_loop`` and ``fori_loop`` cast only where JAX would otherwise raise an error. In other
-    threads, JAX's functions behave as usual.
-    """
-    token = _keeps_carries.set(True)
-    try:
-        with _replacing():
-            yield
-    finally:
-        _keeps_carries.reset(token)
 
 
 @contextlib.contextmanager
@@ -129,60 +108,7 @@ def _replaced() -> list[tuple[dict[str, Any], list[str], Callable[[Any], Any]]]:
         return [name for name, value in public if callable(value) and not isinstance(value, type)]
 
     special = [(vars(module), functions_in(module), _special) for module in (jax.scipy.special, *stats)]
-    return [(vars(jax.nn), ["dot_product_attention"], _attention), (vars(jax.lax), [*_BODIES], _loop), *special]
-
-
-_BODIES = {"scan": ("f", 0), "while_loop": ("body_fun", 0), "fori_loop": ("body_fun", 1)}
-"""For each loop, the parameter that holds its body, and the position of the carry among the body's arguments."""
-
-
-@functools.cache
-def _loop(original: Any) -> Any:
-    name, position = _BODIES[original.__name__]
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def loop(*args: Any, **kwargs: Any) -> Any:
-        if not _keeps_carries.get():
-            return original(*args, **kwargs)
-        call = signature.bind(*args, **kwargs)
-        call.arguments[name] = _keeping_carry(call.arguments[name], position, is_scan=original.__name__ == "scan")
-        return original(*call.args, **call.kwargs)
-
-    return loop
-
-
-def _keeping_carry(body: Callable[..., Any], position: int, is_scan: bool) -> Callable[..., Any]:
-    """Return ``body`` with its new carry in the dtypes of the old carry.
-
-    The old carry is the argument of ``body`` at ``position``.
-    """
-
-    @functools.wraps(body)
-    def run(*args: Any) -> Any:
-        structure: Any = jax.tree.structure(args[position])
-        old = jax.tree.leaves(args[position])  # read first, because the body may empty a container of Flax
-
-        def in_old_dtypes(carry: Any) -> Any:
-            if jax.tree.structure(carry) != structure:
-                return carry  # JAX raises an error
-            return jax.tree.unflatten(structure, map(_in_dtype_of, jax.tree.leaves(carry), old))
-
-        result = body(*args)
-        if not is_scan:
-            return in_old_dtypes(result)
-        if isinstance(result, (tuple, list)) and len(result) == 2:
-            return in_old_dtypes(result[0]), result[1]
-        return result  # JAX raises an error
-
-    return run
-
-
-def _in_dtype_of(new: Any, old: Any) -> Any:
-    new_type, old_type = jax.typeof(new), jax.typeof(old)
-    if not (is_castable(new_type) and is_castable(old_type)) or old_type.weak_type:  # JAX casts weak types itself
-        return new
-    return new if new_type.dtype == old_type.dtype else jax.lax.convert_element_type(new, old_type.dtype)
+    return [(vars(jax.nn), ["dot_product_attention"], _attention), *special]
 
 
 @functools.cache

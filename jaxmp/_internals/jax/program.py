@@ -12,6 +12,16 @@ import numpy as np
 from jaxmp._internals.jax.equations import opened
 
 
+class AsComputed:
+    """A result of a traced function that keeps the dtype in which it is computed.
+
+    Other results have the dtypes in which they are traced.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
 class TracedProgram:
     """The traced program of a function for the shapes of some arguments.
 
@@ -23,6 +33,7 @@ class TracedProgram:
 
     Attributes:
       jaxpr: an open jaxpr and its constants.
+      are_as_computed: for each result, whether it is marked by :class:`AsComputed`.
     """
 
     def __init__(self, fun: Callable[..., Any], args: tuple[Any, ...], write: Callable[..., Any] | None = None) -> None:
@@ -32,7 +43,10 @@ class TracedProgram:
         def flat(*operands: Any) -> list[Any]:
             arrays = iter(operands)
             filled = [next(arrays) if is_traced else leaf for leaf, is_traced in zip(leaves, are_traced, strict=True)]
-            results, self._tree = jax.tree.flatten(fun(*jax.tree.unflatten(tree, filled)))
+            marked, self._tree = jax.tree.flatten(fun(*jax.tree.unflatten(tree, filled)))
+            results = [leaf.value if isinstance(leaf, AsComputed) else leaf for leaf in marked]
+            pairs = zip(marked, results, strict=True)
+            self.are_as_computed = [isinstance(leaf, AsComputed) for leaf, result in pairs if is_array(result)]
             # Drop the tracers, which are invalid after the trace.
             self._leaves = [_ARRAY if is_array(leaf) else leaf for leaf in results]
             return arrays_in(results)

@@ -1,0 +1,230 @@
+"""The policy of a model, and how each of its modules is computed.
+
+The adapters of Linen and NNX share this code. A call of a model is traced in float32, and the engine decides the dtype
+of each operation. The calls of modules are scopes on JAX's name stack, with marks that name the dtypes of their
+policies. Half arrays that enter code of the model are widened to float32 by a cast that the engine ignores.
+
+Two kinds of modules run as they are written: those whose author set a ``dtype``, and those with the level
+``"written"``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmp.base import trees as _tree
+from jaxmp.base.dtypes import is_half
+from jaxmp.engine.half_check import Reason, reason_not_half
+from jaxmp.engine.marks import computing, widened
+from jaxmp.engine.overrides import Level, levels_of
+from jaxmp.engine.rules import Rules
+from jaxmp.policy.patterns import OPERATIONS, Path, checked_overrides, path_and_primitive
+from jaxmp.policy.policies import Policy
+from jaxmp.policy.policy_map import PolicyMap
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelPolicy:
+    """The policy of a model, with its overrides.
+
+    Attributes:
+      policies: the policy, and the overrides of modules.
+      operations: the overrides of operations, such as ``("primitive:exp", "half")``.
+      stores: whether params are stored in the param dtype, and results are cast to the output dtype. ``apply_policy``
+        does both, ``autocast`` does neither.
+    """
+
+    policies: PolicyMap
+    operations: tuple[tuple[str, Level], ...] = ()
+    stores: bool = True
+
+    @classmethod
+    def create(cls, policy: Any, overrides: Mapping[Any, Any] | None, stores: bool) -> ModelPolicy:
+        """Return the policy of a model from the arguments of ``apply_policy`` or ``autocast``."""
+        policy_map = PolicyMap(policy)
+        patterns = checked_overrides(overrides)
+        if any(_names_operations(rule.pattern) for rule in policy_map.rules):  # as in a file that tune has saved
+            patterns = {**{rule.pattern: rule.policy for rule in policy_map.rules}, **patterns}
+            policy_map = PolicyMap(policy_map.root)
+        operations = {key: patterns.pop(key) for key in [*patterns] if _names_operations(key)}
+        levels = levels_of(operations, policy_map.compute_dtype)
+        return cls(PolicyMap(policy_map, patterns), tuple(levels.items()), stores)
+
+    def below(self, name: str) -> ModelPolicy:
+        """Return a copy without the name of the model at the front of its patterns."""
+        return dataclasses.replace(self, policies=self.policies.below(name))
+
+    def __str__(self) -> str:
+        operations = [f"{key} -> {level}" for key, level in self.operations]
+        return "; ".join([str(self.policies), *operations])
+
+    def rules(self, decided: Callable[[Any], object]) -> Rules:
+        """Return the rules for a call of the model.
+
+        ``decided`` is a function that receives the decided graph.
+        """
+        root = self.policies.root
+        half = root.compute_dtype if is_half(root.compute_dtype) else None
+        return Rules(half, dict(self.operations), float8=root.float8, decided=decided)
+
+    def treatment(
+        self, path: Path, classes: Mapping[Path, tuple[type, ...]], author_dtype: np.dtype | None, has_dtype: bool
+    ) -> Treatment:
+        """Return how the module at ``path`` is computed.
+
+        Args:
+          path: the path of the module, from the model down.
+          classes: the classes of this module and of the modules above it, by path.
+          author_dtype: the ``dtype`` of the module, if its author set it.
+          has_dtype: whether the module has a ``dtype``.
+        """
+        policy, pattern = self.policies.resolve(path, classes)
+        is_by_author = author_dtype is not None and pattern is None
+        computes = author_dtype if is_by_author and author_dtype is not None else policy.compute_dtype
+        written: Literal["", "dtype", "operands"] = ""
+        if is_by_author or (policy.written and has_dtype):
+            written = "dtype"
+        elif policy.written:
+            written = "operands"
+        return Treatment(
+            policy=policy,
+            written=written,
+            is_by_author=is_by_author,
+            stores=self.stores,
+            is_overridden=pattern is not None,
+            not_half=reason_not_half(policy, computes, pattern, self.operations),
+        )
+
+
+def _names_operations(key: Any) -> bool:
+    return isinstance(key, str) and (key.startswith(OPERATIONS) or bool(path_and_primitive(key)[1]))
+
+
+VariableKind = Literal["param", "cache", "activation", "statistics"]
+"""The kind of a variable: how it is stored. Activations are intermediates and perturbations."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Treatment:
+    """How a module is computed.
+
+    Attributes:
+      policy: the policy of the module.
+      written: empty if the engine decides. Otherwise the code runs as it is written, and the text says who casts: Flax
+        casts to the ``"dtype"`` of the module, or jaxmp casts the ``"operands"``, which are arguments and params.
+      is_by_author: whether the author set the ``dtype`` of the module, and no override matches it.
+      stores: whether params are stored in the param dtype.
+      is_overridden: whether an override names the module, so that it wins over the author's dtypes.
+      not_half: the reason why the module does not compute in half precision; None if it does.
+    """
+
+    policy: Policy
+    written: Literal["", "dtype", "operands"]
+    is_by_author: bool
+    stores: bool
+    is_overridden: bool
+    not_half: Reason | None
+
+    def mark(self) -> contextlib.AbstractContextManager[None]:
+        """Return the scope in which the methods of the module run."""
+        dtype = None if self.written else self.policy.compute_dtype
+        return computing(dtype, self.policy.matmul_precision, self.policy.float8, self.is_overridden)
+
+    def products(self, caller: Treatment | None, ambient: str | None) -> contextlib.AbstractContextManager[Any]:
+        """Return a context that sets the policy's precision of products.
+
+        The context changes nothing if ``caller`` has the same precision, because the calling module may have set
+        another precision around this call. ``ambient`` is the precision if the policy has no ``matmul_precision``.
+        """
+        wanted = self.policy.matmul_precision
+        if wanted == (caller.policy.matmul_precision if caller else None):
+            return contextlib.nullcontext()
+        return jax.default_matmul_precision(wanted or ambient)
+
+    def for_code(self, value: Any, is_operand: bool = True) -> Any:
+        """Return a leaf for the code of the module.
+
+        Code that the engine decides gets half arrays in float32.
+        """
+        if not self.written:
+            return widen(value)
+        is_cast = is_operand and self.written == "operands" and _is_narrow_float(value)
+        return value.astype(self.policy.compute_dtype) if is_cast else value
+
+    def stored(self, value: Any, old: Any, kind: VariableKind) -> Any:
+        """Return a leaf that the module writes to a variable, in the dtype in which it is stored.
+
+        ``old`` is the value that the leaf replaces, or None.
+        """
+        if kind == "activation" or not _tree.is_float_array(value):
+            return value
+        if _tree.is_float_array(old):
+            return _tree.cast(value, old.dtype)
+        if not self.stores or self.written:
+            return value
+        if kind == "cache" and value.dtype == np.float32 and is_half(self.policy.compute_dtype):
+            return value.astype(self.policy.compute_dtype)
+        return value
+
+
+def widen(value: Any) -> Any:
+    """Return a half array in float32, by a cast that the engine ignores; return other leaves unchanged."""
+    return widened(jnp.asarray(value)) if _tree.is_float_array(value) and is_half(value.dtype) else value
+
+
+def _is_narrow_float(value: Any) -> bool:
+    return _tree.is_float_array(value) and value.dtype.itemsize <= 4
+
+
+# --- dtype fields ---
+
+
+TRACED = np.dtype(np.float32, metadata={"jaxmp": "float32 while the model is traced"})
+"""The float32 that replaces a ``dtype`` that the author has not set. Submodules often get their ``dtype`` from it. As
+it is an object of its own, they can be told from those whose author wrote ``dtype=jnp.float32``."""
+
+
+def is_floating(dtype: Any) -> bool:
+    """Return whether ``dtype`` is floating or None, so that a policy may replace it."""
+    try:
+        return dtype is None or bool(jnp.issubdtype(np.dtype(dtype), jnp.floating))
+    except TypeError:
+        return False
+
+
+def is_default(dtype: Any, default: Any) -> bool:
+    """Return whether ``dtype`` is the ``default`` of its field.
+
+    If a field has no default, its default counts as None.
+    """
+    if dtype is None or default is None or default is dataclasses.MISSING:
+        return dtype is None
+    return np.dtype(dtype) == np.dtype(default)
+
+
+# --- errors ---
+
+
+def wrong_model(value: Any, library: str, function: str) -> TypeError:
+    """Return the error for a ``value`` that is not a module instance."""
+    other = "nnx" if library == "linen" else "linen"
+    if isinstance(value, type):
+        came, remedy = f"the class {value.__name__}", f"create an instance: {value.__name__}(...)"
+    else:
+        came, remedy = full_class_name(value), f"jaxmp.{other}.{function} takes modules of flax.{other}"
+    return TypeError(f"jaxmp.{library}.{function} takes a flax.{library}.Module, got {came}; {remedy}")
+
+
+def full_class_name(value: Any) -> str:
+    """Return the full name of the class of ``value``.
+
+    Errors show it, because the repr of the value could print all of its arrays.
+    """
+    return f"{type(value).__module__}.{type(value).__qualname__}"

@@ -1,0 +1,119 @@
+"""Linen scopes under a policy.
+
+A flag of a scope names the policies around it. Linen copies the flags of a scope to every scope that is created below,
+even in lifted transforms, and they are part of the cache key of ``nn.jit``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+from flax.core import Scope
+
+from jaxmp.base import trees as _tree
+from jaxmp.engine.model_policy import ModelPolicy, Treatment, VariableKind
+from jaxmp.policy.patterns import Path, is_class_pattern
+
+_POLICIES = "jaxmp_policies"
+_PATH = "jaxmp_path"  # keeps nn.jit from sharing a trace between modules of different policies
+PARAMS = "params"
+_KINDS: dict[str, VariableKind] = {
+    PARAMS: "param",
+    "cache": "cache",
+    "intermediates": "activation",
+    "perturbations": "activation",
+}
+"""The kinds of collections that have rules of their own. All other collections hold statistics."""
+ACTIVATIONS = tuple(name for name, kind in _KINDS.items() if kind == "activation")
+
+
+class Root(NamedTuple):
+    """A module to which the user applied a policy: the policy, and the path of the module."""
+
+    policy: ModelPolicy
+    path: Path
+
+
+def roots_around(scope: Any) -> tuple[Root, ...]:
+    """Return the roots at a scope and above it, outermost first."""
+    roots: tuple[Root, ...] = scope.flags.get(_POLICIES, ())
+    return roots
+
+
+def add_root(scope: Any, root: Root) -> None:
+    """Make a scope, and the scopes that are created below it, belong to ``root``."""
+    if root not in roots_around(scope):
+        _set_flag(scope, _POLICIES, (*roots_around(scope), root))
+
+
+def without_roots(scope: Any) -> Scope:
+    """Return a copy of a scope that belongs to no root."""
+    copy: Any = scope.rewound()
+    copy.flags = copy.flags.copy({_POLICIES: ()})
+    return copy
+
+
+def convert_variables(scope: Any, treatment: Treatment, param_dtype: Any) -> None:
+    """Convert the variables that a module reads from ``scope`` and writes to it.
+
+    Args:
+      scope: the scope of the module.
+      treatment: how the module is computed.
+      param_dtype: the dtype in which new params are stored; None to store them as they are initialised.
+    """
+    scope.__class__ = _ConvertingScope
+    scope.jaxmp_treatment, scope.jaxmp_param_dtype = treatment, param_dtype
+
+
+class _ConvertingScope(Scope):
+    """The scope of a module under a policy.
+
+    The code of the module reads variables in the dtypes in which it is traced. They are stored in their own dtypes.
+    """
+
+    jaxmp_treatment: Treatment
+    jaxmp_param_dtype: Any
+
+    def param(self, *args: Any, **kwargs: Any) -> Any:
+        return self._for_code(PARAMS, super().param(*args, **kwargs))
+
+    def get_variable(self, col: str, name: str, default: Any = None) -> Any:
+        return self._for_code(col, super().get_variable(col, name, default))
+
+    def put_variable(self, col: str, name: str, value: Any) -> None:
+        old = super().get_variable(col, name)
+        super().put_variable(col, name, self._stored(col, name, value, old))
+
+    def push(self, name: Any = None, *args: Any, **kwargs: Any) -> Scope:
+        scope = super().push(name, *args, **kwargs)
+        if any(
+            not is_class_pattern(pattern) for root in roots_around(scope) for pattern in root.policy.policies.patterns
+        ):
+            _set_flag(scope, _PATH, scope.path)
+        return scope
+
+    def _for_code(self, col: str, value: Any) -> Any:
+        return jax.tree.map(lambda leaf: self.jaxmp_treatment.for_code(leaf, col == PARAMS), value)
+
+    def _stored(self, col: str, name: str, value: Any, old: Any) -> Any:
+        """Return the value of a variable in the dtypes in which it is stored."""
+        kind: VariableKind = _KINDS.get(col, "statistics")
+        structure: Any = jax.tree.structure
+        if old is not None and structure(value) == structure(old):
+            return jax.tree.map(lambda new, old: self.jaxmp_treatment.stored(new, old, kind), value, old)
+        if isinstance(value, Mapping) and col not in self.reservations.get(name, ()):
+            return value  # the variables of a submodule, which its own scope has converted
+        if kind == "param":
+            return value if self.jaxmp_param_dtype is None else _tree.cast(value, self.jaxmp_param_dtype)
+        return jax.tree.map(lambda new: self.jaxmp_treatment.stored(new, None, kind), value)
+
+
+def _has_path_patterns(policy: ModelPolicy) -> bool:
+    return not all(map(is_class_pattern, policy.policies.patterns))
+
+
+def _set_flag(scope: Any, name: str, value: Any) -> None:
+    if scope.flags.get(name) != value:
+        scope.flags = scope.flags.copy({name: value})
