@@ -156,14 +156,7 @@ def test_float8_operations_inside_a_layer_are_the_same_as_with_dtype_set_by_hand
         is_as_by_hand(written(make(), "mixed_bfloat16"), make(dtype="bfloat16"), shapes(make(), x), x)
 
 
-def _is_traced_in_half(fun):
-    try:
-        return bool(jax.eval_shape(fun, jax.ShapeDtypeStruct((4, 4), "float16")))
-    except TypeError:
-        return False
-
-
-def test_a_model_with_a_factorisation_after_a_layer_is_initialised_under_jit():
+def test_a_model_with_a_factorisation_after_a_layer_is_initialised_as_without_a_policy():
     class Factored(nn.Module):
         @nn.compact
         def __call__(self, x, scale):
@@ -172,12 +165,6 @@ def test_a_model_with_a_factorisation_after_a_layer_is_initialised_under_jit():
 
     x, bare = data(4, 4), Factored()
     model = apply_policy(bare, "mixed_float16")
-    try:
-        jax.eval_shape(model.apply, shapes(bare, x, scale=2), x, scale=2)
-    except TypeError:  # JAX 0.12 and later raise while tracing
-        with pytest.raises(TypeError, match="does not accept"):
-            model.init(jax.random.key(0), x, scale=2)
-        return
     got, want = jax.jit(lambda key: [m.init(key, x, scale=2) for m in (model, bare)])(jax.random.key(0))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), got, want)
 
@@ -205,11 +192,6 @@ def test_a_solver_after_a_layer_runs_in_float32_also_in_its_derivative_and_in_vm
 
     def run(weights):
         return model.apply({"params": {"layer": {"kernel": weights}}}, x)
-
-    if solver != "cg" and not _is_traced_in_half(jnp.linalg.inv):  # JAX 0.12 and later raise while tracing
-        with pytest.raises(TypeError, match="lu does not accept"):
-            run(weights)
-        return
 
     @quick_jit
     def together(weights):
