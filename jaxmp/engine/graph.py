@@ -233,6 +233,8 @@ class _Builder:
         dtype, half = aval.dtype, self.region.half or self.rules.half
         node = Node(kind, name, dtype, aval.shape, requested, half, self.loop, self.in_rule, dtype, inputs, [])
         node.state = _STATES.get(kind, State.UNDECIDED)
+        if kind is KEPT and self.region.level == "written" and dtype == np.float32:
+            node.state = State.FLOAT32  # the author's float32 counts for the rules about neighbours
         node.is_constant = kind is not SOURCE and kind is not JOIN and all([operand.is_constant for operand in inputs])
         for operand in inputs:
             operand.users.append(node)

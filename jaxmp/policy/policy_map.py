@@ -310,8 +310,9 @@ def _of_override(policy: Any, root: Policy, pattern: Pattern) -> Policy:
         return root
     try:
         result = get_policy(policy)
-    except ValueError as error:
-        raise ValueError(f"the override {pattern_text(pattern)!r}: {error}") from None
+    except (TypeError, ValueError) as error:
+        text = f"the override {pattern_text(pattern)!r}: {error};\nan override may also be 'half' or 'written'"
+        raise type(error)(text) from None
     if isinstance(result, PolicyMap):
         raise TypeError(
             f"an override must be a single policy, got the PolicyMap {result}; write its rules as overrides"

@@ -35,6 +35,12 @@ def mismatch_of_products(traced: jax.stages.Traced, loss_scale: LossScale, polic
             "jaxmp.loss_scaling(tx, jaxmp.DynamicLossScale()), or for an NNX model jaxmp.nnx.Optimizer(model, tx, "
             "loss_scale=jaxmp.DynamicLossScale())"
         )
+    halves = {dtype.name for dtype in dtypes if is_half(dtype)}
+    if policy_dtype is not None and is_half(policy_dtype) and halves and policy_dtype.name not in halves:
+        return (
+            f"the step has a policy for {policy_dtype.name}, but the policy of its model computes in "
+            f"{' and '.join(sorted(halves))}; remove one of the two policies"
+        )
     if not dtypes or any(dtype.itemsize <= 2 for dtype in dtypes):
         return None
     wide = " or ".join(sorted(dtype.name for dtype in dtypes))

@@ -33,6 +33,7 @@ from linen_zoo import (
     written,
 )
 
+from jaxmp._internals.jax.walk import equations
 from jaxmp.linen import apply_policy
 
 IMAGE, SEQUENCE, VECTOR = (2, 4, 4, 3), (2, 3, 4), (2, 6)
@@ -281,6 +282,14 @@ def test_a_dtype_that_the_author_set_stays():
     x = data(*VECTOR)
     model = apply_policy(nn.Sequential([nn.Dense(4), nn.Dense(3, dtype="float32")]), "mixed_bfloat16")
     assert model_products(model, x) == ["bfloat16", "float32"]
+
+
+def test_a_value_that_only_a_module_in_the_authors_float32_reads_is_not_rounded():
+    model = apply_policy(nn.Sequential([nn.Dense(4), nn.LayerNorm(dtype="float32"), nn.Dense(3)]), "mixed_bfloat16")
+    x = data(*VECTOR)
+    program = jax.make_jaxpr(model.apply)(shapes(model, x), x)
+    (bias, *_) = (eqn for eqn in equations(program) if eqn.primitive.name == "add")
+    assert bias.outvars[0].aval.dtype == jnp.float32
 
 
 def test_an_override_replaces_the_dtype_that_the_author_set():

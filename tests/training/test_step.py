@@ -425,6 +425,8 @@ def test_a_loss_scale_or_a_half_policy_without_half_products_is_warned_of_once(l
     assert half.startswith(
         "the step has a half-precision policy, but the policy of its model makes every product float32"
     )
+    (other,) = warned("mixed_float16", DynamicLossScale(), policy="mixed_bfloat16")
+    assert other.startswith("the step has a policy for bfloat16, but the policy of its model computes in float16;")
     assert warned("float32", DynamicLossScale()) == []  # a baseline in float32
     assert warned(None, DynamicLossScale(), policy="float32") == []
     assert warned(None, policy="mixed_bfloat16", overrides={"**": "float32"}) == []
