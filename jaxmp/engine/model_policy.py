@@ -75,7 +75,11 @@ class ModelPolicy:
         return Rules(half, dict(self.operations), float8=root.float8, decided=decided)
 
     def treatment(
-        self, path: Path, classes: Mapping[Path, tuple[type, ...]], author_dtype: np.dtype | None, has_dtype: bool
+        self,
+        path: Path,
+        classes: Mapping[Path, type | tuple[type, ...]],
+        author_dtype: np.dtype | None,
+        has_dtype: bool,
     ) -> Treatment:
         """Return how the module at ``path`` is computed.
 
@@ -206,10 +210,19 @@ def is_default(dtype: Any, default: Any) -> bool:
     """
     if dtype is None or default is None or default is dataclasses.MISSING:
         return dtype is None
-    return np.dtype(dtype) == np.dtype(default)
+    return is_floating(default) and np.dtype(dtype) == np.dtype(default)
 
 
 # --- errors ---
+
+
+def require_no_operations(policy: ModelPolicy, model: Any) -> None:
+    """Raise a ValueError if the policy of a model inside of another model has overrides of operations."""
+    if policy.operations:
+        raise ValueError(
+            f"overrides of operations hold for a whole call, got {policy.operations[0][0]!r} in the policy of a "
+            f"{type(model).__name__} inside of another model; pass them to apply_policy of the outer model"
+        )
 
 
 def wrong_model(value: Any, library: str, function: str) -> TypeError:

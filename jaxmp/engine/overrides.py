@@ -46,6 +46,10 @@ def policy_and_exceptions(policy: Any, overrides: Mapping[str, Any] | None = Non
             f"autocast must compute in float16, bfloat16 or float32, got {policies.compute_dtype.name}; "
             "use 'mixed_bfloat16' or 'mixed_float16'"
         )
+    if policies.root.written:
+        raise ValueError(
+            "'written' is a level for modules of a model, but jaxmp.autocast takes a function; use apply_policy"
+        )
     exceptions = checked_overrides(overrides)
     for pattern, exception, _ in policies.rules:
         exceptions.setdefault(pattern, exception)

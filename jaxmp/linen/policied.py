@@ -24,10 +24,11 @@ from jaxmp.base.arguments import require_no_policy, require_order
 from jaxmp.base.cache_keys import policies_off
 from jaxmp.base.donation import require_not_deleted
 from jaxmp.engine.autocast import computed
-from jaxmp.engine.eager_calls import call_eagerly
+from jaxmp.engine.eager_calls import call_eagerly, key_of
 from jaxmp.engine.half_check import ProductsCheck
-from jaxmp.engine.model_policy import ModelPolicy, wrong_model
-from jaxmp.linen.run import author_fields, current_run, running
+from jaxmp.engine.model_policy import ModelPolicy, require_no_operations, wrong_model
+from jaxmp.engine.rules import Rules
+from jaxmp.linen.run import author_fields, current_run, key_of_module, running
 from jaxmp.linen.scopes import ACTIVATIONS, PARAMS, Root, add_root, without_roots
 
 M = TypeVar("M", bound=nn.Module)
@@ -89,9 +90,9 @@ def apply_policy(module: M, policy: Any, overrides: Mapping[Any, Any] | None = N
 def autocast(module: M, policy: Any, overrides: Mapping[Any, Any] | None = None) -> M:
     """Return ``module`` under a policy that casts neither params nor results.
 
-    A call computes as under :func:`apply_policy`. Params keep the dtypes of their initializers, and the result keeps
-    its dtype. The arguments and the errors are those of :func:`apply_policy`. Autocast also reaches modules inside of
-    ``nnx.bridge``.
+    A call computes as under :func:`apply_policy`. Params keep the dtypes of their initializers. The result has the
+    dtype of the traced code, which is float32 in general. The arguments and the errors are those of
+    :func:`apply_policy`. Autocast also reaches modules inside of ``nnx.bridge``.
 
     >>> model = autocast(nn.Dense(2), "mixed_bfloat16")
     >>> variables = model.init(jax.random.key(0), jnp.ones((1, 3)))
@@ -133,6 +134,7 @@ class _Policied(Hooks):
             return _run_model(self, root, method, args, kwargs, name)
         if root in run.active:
             return call()
+        require_no_operations(self.jaxmp_policy, self)
         with run.inside(root):  # a model inside of another
             result = call()
             run.check(root, self)
@@ -166,8 +168,11 @@ class _Policied(Hooks):
 
         if has_interceptors():  # they run in Python, in every call
             return fun(variables, rngs, args, kwargs)
-        key = self, method, repr(mutable), capture_intermediates
-        return call_eagerly(fun, key, (variables, rngs, args, kwargs))
+
+        def make_key() -> Any:
+            return key_of((self, method, repr(mutable), capture_intermediates), key_of_module)
+
+        return call_eagerly(fun, make_key, (variables, rngs, args, kwargs))
 
     @functools.wraps(nn.Module.init_with_output)
     def init_with_output(self, *args: Any, method: Any = None, **kwargs: Any) -> Any:
@@ -194,8 +199,10 @@ def _run_model(module: Any, root: Root, method: Callable[..., Any], args: Any, k
     )
     check = ProductsCheck(root.policy.policies.root)
 
+    rules = root.policy.rules(check.decided)
+
     def through_engine(fun: Callable[..., Any]) -> Callable[..., Any]:
-        return _through_engine(root.policy, check, fun)
+        return _through_engine(rules, fun)
 
     with running() as run, run.inside(root):
         if creates_params:
@@ -204,6 +211,8 @@ def _run_model(module: Any, root: Root, method: Callable[..., Any], args: Any, k
             result = decorator_lift_transform(through_engine, method)(module, *args, **kwargs)
         if not creates_params or name == "__call__":  # another method may not initialise every module
             not_half = run.check(root, module)
+            if name == "__call__" and not creates_params:
+                rules.check()
             check.ran([] if creates_params else not_half)
     return _cast_output(root.policy, result)
 
@@ -212,21 +221,21 @@ def _cast_output(policy: ModelPolicy, result: Any) -> Any:
     return policy.policies.root.cast_to_output(result) if policy.stores else result
 
 
-def _through_engine(policy: ModelPolicy, check: ProductsCheck, fun: Callable[..., Any]) -> Callable[..., Any]:
+def _through_engine(rules: Rules, fun: Callable[..., Any]) -> Callable[..., Any]:
     """Return a version of ``fun`` that ``jaxmp.engine`` rewrites.
 
     ``fun`` is a function of a Linen scope.
     """
 
-    def run(scope_of: Any, repack: Any, variables: Any, rngs: Any, *args: Any, **kwargs: Any) -> Any:
+    def rewritten(scope_of: Any, repack: Any, variables: Any, rngs: Any, *args: Any, **kwargs: Any) -> Any:
         def pure(variables: Any, rngs: Any, args: Any, kwargs: Any) -> Any:
             scope = scope_of(variables, rngs)
             result = fun(scope, *args, **kwargs)
             return result, jax.tree.map_with_path(_mark_activation, repack(scope))
 
-        return computed(pure, policy.rules(check.decided), (variables, rngs, args, kwargs), {})
+        return computed(pure, rules, (variables, rngs, args, kwargs), {})
 
-    return lift.pack(run, (True,), (True,), (True,), enable_kwargs=True)
+    return lift.pack(rewritten, (True,), (True,), (True,), enable_kwargs=True)
 
 
 def _mark_activation(path: Any, leaf: Any) -> Any:

@@ -18,10 +18,11 @@ import numpy as np
 
 from jaxmp._internals.flax.linen import is_checked
 from jaxmp.base import trees as _tree
+from jaxmp.engine.eager_calls import key_of
 from jaxmp.engine.half_check import NotHalf, Reason
 from jaxmp.engine.model_policy import TRACED, Treatment, is_default, is_floating, widen
 from jaxmp.linen.bridge import is_bridge, require_policy_in_bridge
-from jaxmp.linen.scopes import PARAMS, Root, convert_variables, roots_around
+from jaxmp.linen.scopes import PARAMS, Root, converting, roots_around
 from jaxmp.policy.patterns import Path
 
 _REPLACED = "_jaxmp_replaced"  # the attribute with the ``dtype`` of a module that the policy replaced
@@ -32,6 +33,13 @@ def author_fields(module: Any) -> dict[str, Any]:
     names = [field.name for field in dataclasses.fields(module) if field.init]
     fields = {name: getattr(module, name) for name in names if name not in ("parent", "name")}
     return {**fields, **vars(module).get(_REPLACED, {})}
+
+
+def key_of_module(module: Any) -> Any:
+    """Return a key of a module and its fields; None if ``module`` is not a module."""
+    if not isinstance(module, nn.Module):
+        return None
+    return (type(module), module.name, key_of(author_fields(module), key_of_module))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -49,7 +57,7 @@ class _Call:
 
 
 @dataclasses.dataclass(eq=False)
-class _SeenModules:
+class _CalledModules:
     """The modules of a root that a run has called.
 
     Attributes:
@@ -66,15 +74,15 @@ class _SeenModules:
         The body of a lifted transform has copies of modules without the modules around them. There, the classes of
         recorded modules take their place.
         """
-        own: dict[Path, tuple[type, ...]] = {}
+        around: dict[Path, tuple[type, ...]] = {}
         while isinstance(module, nn.Module) and module.scope is not None and len(module.path) >= len(root.path):
             path = module.path[len(root.path) :]
-            own[path] = (*own.get(path, ()), type(module))
+            around[path] = (*around.get(path, ()), type(module))
             module = module.parent
-        for path, classes in own.items():
+        for path, classes in around.items():
             known = self.classes.get(path, ())
             self.classes[path] = (*known, *(cls for cls in classes if cls not in known))
-        return {**self.classes, **own}
+        return {**self.classes, **around}
 
 
 class Run:
@@ -83,13 +91,13 @@ class Run:
     def __init__(self) -> None:
         config: Any = jax.config
         self.ambient_precision: str | None = config.jax_default_matmul_precision
-        self.seen: dict[Root, _SeenModules] = {}
+        self.modules: dict[Root, _CalledModules] = {}
         self.active: list[Root] = []  # the roots whose methods are running, innermost last
         self.calls: list[_Call] = []  # the running methods, innermost last
 
-    def modules_of(self, root: Root) -> _SeenModules:
+    def modules_of(self, root: Root) -> _CalledModules:
         """Return the modules of a root that this run has called."""
-        return self.seen.setdefault(root, _SeenModules())
+        return self.modules.setdefault(root, _CalledModules())
 
     @contextlib.contextmanager
     def inside(self, root: Root) -> Iterator[None]:
@@ -106,14 +114,26 @@ class Run:
         root = self._root_of(module)
         if root is None:
             return method(*args, **kwargs)
-        treatment = self._prepare(module, root)
-        caller = self.calls[-1] if self.calls else None
-        if context.method_name == "setup" or (caller is not None and caller.is_of_same_module(module)):
-            return method(*args, **kwargs)
-        path = module.path[len(root.path) :]
-        self.modules_of(root).not_half.setdefault(path, treatment.not_half)
+        treatment, param_dtype = self._prepare(module, root)
+        with converting(module.scope, treatment, param_dtype):
+            return self._call_treated(module, root, treatment, method, args, kwargs, context.method_name)
 
-        if treatment.written or caller is None:
+    def _call_treated(
+        self,
+        module: Any,
+        root: Root,
+        treatment: Treatment,
+        method: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        name: str,
+    ) -> Any:
+        """Call a method of a module, and convert its arguments and its result."""
+        caller = self.calls[-1] if self.calls else None
+        if name == "setup" or (caller is not None and caller.is_of_same_module(module)):
+            return method(*args, **kwargs)
+        self.modules_of(root).not_half.setdefault(module.path[len(root.path) :], treatment.not_half)
+        if treatment.written or caller is None or caller.treatment.written:
             args, kwargs = jax.tree.map(treatment.for_code, (args, kwargs))
         products = treatment.products(caller.treatment if caller else None, self.ambient_precision)
         self.calls.append(_Call(module, module.path, treatment))
@@ -136,8 +156,8 @@ class Run:
         around = [root for root in inner if module.path[: len(root.path)] == root.path]
         return around[-1] if around else roots[-1]
 
-    def _prepare(self, module: Any, root: Root) -> Treatment:
-        """Return how a module is computed, and prepare its ``dtype`` and its scope."""
+    def _prepare(self, module: Any, root: Root) -> tuple[Treatment, Any]:
+        """Return how a module is computed, and the dtype of its new params; prepare its ``dtype``."""
         path = module.path[len(root.path) :]
         classes = self.modules_of(root).add(root, module)
         defaults = {field.name: field.default for field in dataclasses.fields(module)}
@@ -149,28 +169,27 @@ class Run:
         if is_bridge(type(module)) and treatment.stores:
             require_policy_in_bridge(module, path)
             keeps_params, treatment = True, dataclasses.replace(treatment, written="dtype")
-        convert_variables(module.scope, treatment, None if keeps_params else treatment.policy.param_dtype)
-        return treatment
+        return treatment, None if keeps_params else treatment.policy.param_dtype
 
     def check(self, root: Root, module: Any) -> list[NotHalf]:
         """Raise an error if a pattern matched nothing; return the modules that are not half.
 
         The list is empty if a module of the model did not run, or if there is another policy inside.
         """
-        seen = self.modules_of(root)
+        called = self.modules_of(root)
         depth = len(root.path)
-        nested = [other.path[depth:] for other in self.seen if other != root and other.path[:depth] == root.path]
-        bridges = [path for path, classes in seen.classes.items() if any(map(is_bridge, classes))]
+        nested = [other.path[depth:] for other in self.modules if other != root and other.path[:depth] == root.path]
+        bridges = [path for path, classes in called.classes.items() if any(map(is_bridge, classes))]
         paths = [path for name in module.variables for path in _paths(module.variables[name])]
         paths = [path for path in paths if not _is_below(path, bridges)]
         nested += bridges
         owners = {path[:-1] for path in _paths(module.variables.get(PARAMS, {})) if not _is_below(path, nested)}
-        root.policy.policies.check(seen.classes, paths, owners <= seen.classes.keys())
-        if nested or not owners <= seen.not_half.keys():
+        root.policy.policies.check(called.classes, paths, owners <= called.classes.keys())
+        if nested or not owners <= called.not_half.keys():
             return []
         return [
             NotHalf("/".join(path) or type(module).__name__, reason, path in owners)
-            for path, reason in seen.not_half.items()
+            for path, reason in called.not_half.items()
             if reason is not None
         ]
 

@@ -6,7 +6,8 @@ even in lifted transforms, and they are part of the cache key of ``nn.jit``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -55,16 +56,22 @@ def without_roots(scope: Any) -> Scope:
     return copy
 
 
-def convert_variables(scope: Any, treatment: Treatment, param_dtype: Any) -> None:
-    """Convert the variables that a module reads from ``scope`` and writes to it.
+@contextlib.contextmanager
+def converting(scope: Any, treatment: Treatment, param_dtype: Any) -> Iterator[None]:
+    """Convert the variables that a module reads from ``scope`` and writes to it, inside of the context.
 
     Args:
-      scope: the scope of the module.
+      scope: the scope of the module. Modules that share it may have other treatments.
       treatment: how the module is computed.
       param_dtype: the dtype in which new params are stored; None to store them as they are initialised.
     """
+    before = scope.__class__, vars(scope).get("jaxmp_treatment"), vars(scope).get("jaxmp_param_dtype")
     scope.__class__ = _ConvertingScope
     scope.jaxmp_treatment, scope.jaxmp_param_dtype = treatment, param_dtype
+    try:
+        yield
+    finally:
+        scope.__class__, scope.jaxmp_treatment, scope.jaxmp_param_dtype = before
 
 
 class _ConvertingScope(Scope):

@@ -18,7 +18,13 @@ from jaxmp._internals.flax.nnx_variables import cast_variable, change_own
 from jaxmp.base.arguments import require_no_policy, require_order
 from jaxmp.base.dtypes import is_half
 from jaxmp.engine.half_check import NotHalf
-from jaxmp.engine.model_policy import ModelPolicy, Treatment, is_floating, wrong_model
+from jaxmp.engine.model_policy import (
+    ModelPolicy,
+    Treatment,
+    is_floating,
+    require_no_operations,
+    wrong_model,
+)
 from jaxmp.nnx.model_graph import ModuleGraph, ModuleNode, read_graph
 from jaxmp.nnx.policy_check import note_copy
 from jaxmp.nnx.run import NnxDecision, bare_class, decision_of, policied_class
@@ -82,8 +88,9 @@ def apply_policy(model: M, policy: Any, overrides: Mapping[Any, Any] | None = No
 def autocast(model: M, policy: Any, overrides: Mapping[Any, Any] | None = None) -> M:
     """Return ``model`` under a policy that casts neither Params nor results: a copy that shares its Variables.
 
-    A call computes as under :func:`apply_policy`. Params keep their dtypes, and the result keeps its dtype. The
-    arguments and the errors are those of :func:`apply_policy`. Autocast also reaches modules inside of ``nnx.bridge``.
+    A call computes as under :func:`apply_policy`. Params keep their dtypes. The result has the dtype of the traced
+    code, which is float32 in general. The arguments and the errors are those of :func:`apply_policy`. Autocast also
+    reaches modules inside of ``nnx.bridge``.
 
     >>> model = autocast(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), "mixed_bfloat16")
     >>> products = jax.make_jaxpr(lambda x: model(x))(jnp.ones((1, 3)))
@@ -106,6 +113,10 @@ def _under(model: M, policy: Any, overrides: Mapping[Any, Any] | None, name: str
     require_no_policy(model, earlier is not None, f"jaxmp.nnx.{name}", is_submodule)
     copy = nnx.clone(model, variables=False, graph=True)
     graph, model_policy = read_graph(copy), ModelPolicy.create(policy, overrides, stores=name == "apply_policy")
+    for nested in graph.nested:
+        nested_decision = decision_of(nested)
+        if nested_decision is not None:
+            require_no_operations(nested_decision.model, nested)
     if model_policy.stores:
         _require_policies_in_bridges(graph)
     model_policy.policies.check(graph.classes, graph.variables)
@@ -134,9 +145,8 @@ def _require_policies_in_bridges(graph: ModuleGraph) -> None:
 
 def _decide(model_policy: ModelPolicy, node: ModuleNode, graph: ModuleGraph) -> NnxDecision:
     """Return the decision for the module of ``node``."""
-    classes = {path: (cls,) for path, cls in graph.classes.items()}
     path = _deciding_path(model_policy.policies, node, graph)
-    treatment = model_policy.treatment(path, classes, node.set_by_author("dtype"), hasattr(node.module, "dtype"))
+    treatment = model_policy.treatment(path, graph.classes, node.set_by_author("dtype"), _has_dtype(node.module))
     keeps_params = node.set_by_author("param_dtype") is not None and not treatment.is_overridden
     keeps_params = keeps_params or node.wraps_linen
     return NnxDecision(
@@ -148,15 +158,20 @@ def _decide(model_policy: ModelPolicy, node: ModuleNode, graph: ModuleGraph) -> 
     )
 
 
+def _has_dtype(module: Any) -> bool:
+    """Return whether a module has an attribute ``dtype`` for a floating dtype."""
+    return "dtype" in vars(module) and is_floating(vars(module)["dtype"])
+
+
 def _is_replaced(module: Any, treatment: Treatment) -> bool:
     """Return whether the policy replaces the ``dtype`` of a module.
 
     The engine decides on code in float32. Code that runs as it is written gets the compute dtype, and Flax casts its
     operands. ``nnx.WeightNorm`` and ``nnx.SpectralNorm`` would cast the Params of the wrapped layer to their ``dtype``.
     """
-    dtype = vars(module).get("dtype", 0)
-    if not is_floating(dtype) or treatment.is_by_author:
+    if not _has_dtype(module) or treatment.is_by_author:
         return False
+    dtype = vars(module)["dtype"]
     if treatment.written:
         return not isinstance(module, (nnx.WeightNorm, nnx.SpectralNorm))
     return dtype is not None and is_half(dtype)

@@ -193,6 +193,7 @@ def _run_model(module: Any, method: Any, args: Any, kwargs: Any) -> Any:
         with _with_author_dtypes([node for node, _ in run.paths.values()]):
             return _run_method(module, method, args, kwargs, run)
     check = ProductsCheck(decision.model.policies.root)
+    whole: list[bool] = []  # not empty if every module was called
 
     def fun(module: Any, args: Any, kwargs: Any) -> Any:  # the arguments are copies, which the trace may change
         run = _Run(ambient, {})
@@ -200,15 +201,21 @@ def _run_model(module: Any, method: Any, args: Any, kwargs: Any) -> Any:
         modules = dict(run.paths)  # without the copies that transforms make later
         with _variables_for_code([node for node, _ in modules.values()]):
             result = _run_method(module, method, args, kwargs, run)
-        check.ran(decision.not_half if run.called_all(modules) else ())
+        if run.called_all(modules):
+            whole.append(True)
+        check.ran(decision.not_half if whole else ())
         return result
 
-    call = of_arrays(fun, (module, args, kwargs), {})
+    of_call, arguments, write, key = of_arrays(fun, (module, args, kwargs), {})
 
     def pure(*arguments: Any) -> Any:
-        return computed(call.pure, decision.model.rules(check.decided), arguments, {})
+        rules = decision.model.rules(check.decided)
+        results = computed(of_call, rules, arguments, {})
+        if whole:
+            rules.check()
+        return results
 
-    return call.write(*call_eagerly(pure, (method, call.key, numbers.get() is None), call.arguments))
+    return write(*call_eagerly(pure, lambda: (method, key, numbers.get() is None), arguments))
 
 
 def _run_method(module: Any, method: Any, args: Any, kwargs: Any, new_run: _Run | None = None) -> Any:
@@ -239,7 +246,7 @@ def _run_method(module: Any, method: Any, args: Any, kwargs: Any, new_run: _Run 
         if treatment is None:
             return _in_call(call, bound, args, kwargs)
         caller_treatment = caller.treatment if caller else None
-        if treatment.written or caller is None:
+        if treatment.written or caller_treatment is None or caller_treatment.written:
             args, kwargs = _arrays(treatment.for_code, (args, kwargs))
         with treatment.mark(), treatment.products(caller_treatment, run.ambient_precision):
             result = _in_call(call, bound, args, kwargs)

@@ -311,7 +311,7 @@ def _of_override(policy: Any, root: Policy, pattern: Pattern) -> Policy:
     try:
         result = get_policy(policy)
     except (TypeError, ValueError) as error:
-        text = f"the override {pattern_text(pattern)!r}: {error};\nan override may also be 'half' or 'written'"
+        text = f"the override {pattern_text(pattern)!r}: {error}; an override may also be 'half' or 'written'"
         raise type(error)(text) from None
     if isinstance(result, PolicyMap):
         raise TypeError(

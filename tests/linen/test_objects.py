@@ -323,4 +323,4 @@ def test_a_policy_can_be_applied_to_a_bound_model():
 def test_params_that_apply_creates_are_stored_in_the_param_dtype():
     out, variables = apply_policy(Linear(), "mixed_float16").apply({}, X, rngs=rngs(), mutable=True)
     assert (out.dtype, dtypes_of(variables)) == (jnp.float32, {"float32"})
-    same_bits(variables, jax.jit(functools.partial(Linear().apply, mutable=True))({}, X, rngs=rngs())[1])
+    same_bits(variables, Linear().apply({}, X, rngs=rngs(), mutable=True)[1])

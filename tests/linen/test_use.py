@@ -25,6 +25,7 @@ from linen_zoo import (
     written,
 )
 
+import jaxmp
 from jaxmp.linen import apply_policy
 
 pytestmark = pytest.mark.once
@@ -220,3 +221,81 @@ def test_methods_have_the_signatures_of_the_bare_module_and_raise_its_errors_out
         assert inspect.signature(getattr(model, name)) == inspect.signature(getattr(Coder(), name))
     with pytest.raises(CallCompactUnboundModuleError):
         apply_policy(MLP(), "mixed_float16")(X)
+
+
+# --- calls outside of jit ---------------------------------------------------------------------------------------------
+
+
+def test_an_eager_call_is_traced_twice_and_then_compiled():
+    traces = []
+
+    class Net(nn.Module):
+        widths: Any
+
+        @nn.compact
+        def __call__(self, x, times=1.0):
+            traces.append(times)
+            for width in self.widths:
+                x = nn.relu(nn.Dense(width)(x))
+            return x * times
+
+    model = apply_policy(Net([4, 3]), "mixed_float16")
+    variables = model.init(rngs(), X)
+    traces.clear()
+    for times in (1.0, 1.0, 1.0, 1.0, 2.0, 2.0, 2.0):
+        model.apply(variables, X, times=times)
+    assert traces == [1.0, 1.0, 2.0, 2.0]
+
+
+def test_an_eager_call_sees_changes_of_an_object_in_a_field_and_the_types_of_fields():
+    class Config:
+        scale = 1.0
+
+    class Net(nn.Module):
+        config: Any
+
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(4)(x) * getattr(self.config, "scale", self.config)
+
+    config = Config()
+    model = apply_policy(Net(config), "mixed_float16")
+    variables = model.init(rngs(), X)
+    before = [model.apply(variables, X) for _ in range(3)]
+    config.scale = 2.0
+    same_bits(model.apply(variables, X), 2 * before[-1])
+    for scale in (2, 2.0, 3):
+        model = apply_policy(Net(scale), "mixed_float16")
+        for _ in range(3):
+            same_bits(model.apply(variables, X), float(scale) * before[-1])
+
+
+def test_an_override_of_an_operation_may_match_nothing_in_a_call_of_a_part():
+    model = apply_policy(Coder(), "mixed_float16", {"primitive:add_any": "float32"})
+    variables = shapes(Coder(), X)
+    jax.eval_shape(functools.partial(model.apply, method="encode"), variables, X)
+    with pytest.raises(jaxmp.UnmatchedOverrideError, match="'primitive:add_any' matched none"):
+        jax.eval_shape(model.apply, variables, X)
+
+
+def test_a_model_inside_of_another_may_not_override_operations():
+    inner = apply_policy(nn.Dense(4), "mixed_float16", {"primitive:dot_general": "float32"})
+    outer = apply_policy(nn.Sequential([inner, nn.Dense(3)]), "mixed_float16")
+    with pytest.raises(ValueError, match="overrides of operations hold for a whole call, got 'primitive:dot_general'"):
+        outer.init(rngs(), X)
+
+
+def test_modules_that_share_a_scope_keep_their_own_param_dtypes():
+    class Shares(nn.Module):
+        def setup(self):
+            self.inner = nn.Dense(4, param_dtype=jnp.float16)
+            nn.share_scope(self, self.inner)
+
+        @nn.compact
+        def __call__(self, x):
+            return self.inner(x) @ self.param("w", nn.initializers.ones, (4, 4))
+
+    params = shapes(apply_policy(Shares(), "bfloat16"), X)["params"]
+    assert {name: leaf.dtype.name for name, leaf in params.items()} == {
+        "kernel": "float16", "bias": "float16", "w": "bfloat16",
+    }  # fmt: skip

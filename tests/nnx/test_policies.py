@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import flax.linen as nn
@@ -544,3 +545,17 @@ def test_a_cache_is_float32_under_a_float32_policy_and_under_autocast():
         with jax.numpy_dtype_promotion("standard"):
             out = nnx.eval_shape(lambda model, x: model(x, decode=True), model, x[:, :1])
         assert out.dtype == jnp.float32
+
+
+def test_eager_calls_keep_no_model_alive():
+    def live_bytes() -> int:
+        gc.collect()
+        return sum(array.nbytes for array in jax.live_arrays())
+
+    x, before = jnp.ones((2, 64)), live_bytes()
+    model = apply_policy(nnx.Linear(64, 512, rngs=nnx.Rngs(0)), "mixed_bfloat16")
+    for _ in range(3):
+        model(x)
+    assert live_bytes() > before + 100_000
+    del model
+    assert live_bytes() < before + 10_000

@@ -52,14 +52,6 @@ def is_staged(value: Any) -> bool:
     return isinstance(value, core.Tracer) and hasattr(value._trace, "frame")
 
 
-def trace_context() -> Any:
-    """Return the key of JAX's trace caches.
-
-    The key contains the configuration, the mesh and the default precision of products.
-    """
-    return config.trace_context()
-
-
 def shows_what_varies() -> bool:
     """Return whether types show the mesh axes over which a value varies.
 
