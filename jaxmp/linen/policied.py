@@ -46,8 +46,8 @@ def apply_policy(module: M, policy: Any, overrides: Mapping[Any, Any] | None = N
     the module wins over both.
 
     While JAX traces the model, its code sees float32, as under autocast. So Python code that reads ``x.dtype`` sees
-    float32, and cannot branch on values of arrays. Outside of ``jax.jit``, ``apply`` compiles the call, and the next
-    call with the same shapes is quick.
+    float32, and cannot branch on values of arrays. Outside of ``jax.jit``, ``apply`` compiles the second call with the
+    same shapes, and later calls are quick.
 
     Caches are stored in the compute dtype. The collections ``intermediates`` and ``perturbations`` have the dtypes in
     which their values are computed. Batch statistics and all other collections keep their dtypes.

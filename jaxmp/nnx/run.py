@@ -193,7 +193,7 @@ def _run_model(module: Any, method: Any, args: Any, kwargs: Any) -> Any:
         with _with_author_dtypes([node for node, _ in run.paths.values()]):
             return _run_method(module, method, args, kwargs, run)
     check = ProductsCheck(decision.model.policies.root)
-    whole: list[bool] = []  # not empty if every module was called
+    complete_calls: list[_Run] = []  # the run, if it called every module
 
     def fun(module: Any, args: Any, kwargs: Any) -> Any:  # the arguments are copies, which the trace may change
         run = _Run(ambient, {})
@@ -202,8 +202,8 @@ def _run_model(module: Any, method: Any, args: Any, kwargs: Any) -> Any:
         with _variables_for_code([node for node, _ in modules.values()]):
             result = _run_method(module, method, args, kwargs, run)
         if run.called_all(modules):
-            whole.append(True)
-        check.ran(decision.not_half if whole else ())
+            complete_calls.append(run)
+        check.ran(decision.not_half if complete_calls else ())
         return result
 
     of_call, arguments, write, key = of_arrays(fun, (module, args, kwargs), {})
@@ -211,7 +211,7 @@ def _run_model(module: Any, method: Any, args: Any, kwargs: Any) -> Any:
     def pure(*arguments: Any) -> Any:
         rules = decision.model.rules(check.decided)
         results = computed(of_call, rules, arguments, {})
-        if whole:
+        if complete_calls:
             rules.check()
         return results
 
