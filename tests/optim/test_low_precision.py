@@ -134,10 +134,12 @@ def test_a_skipped_step_changes_neither_count_nor_moments_nor_params():
     np.testing.assert_array_equal(optax.apply_updates(weights, updates)["w"], weights["w"])
 
 
-def test_params_and_state_have_the_same_bits_on_any_devices():
+@pytest.mark.parametrize("rounding", ["stochastic", "kahan"])
+def test_params_and_state_have_the_same_bits_on_any_devices(rounding):
     rng = np.random.default_rng(0)
     weights, grads = (rng.normal(size=(8, 128)).astype(np.float32) for _ in range(2))
-    tx = jaxmp.low_precision(optax.adamw(1e-2), moments="float8", block=32)
+    tx = jaxmp.low_precision(optax.adamw(1e-2), rounding=rounding, moments="float8", block=32)
+    tx = jaxmp.loss_scaling(tx, jaxmp.DynamicLossScale())
 
     @jax.jit
     def step(params, state, grads):
