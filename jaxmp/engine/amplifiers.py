@@ -47,10 +47,15 @@ def raise_amplified(graph: Graph) -> None:
             _raise(walk(amplified, _keepers_of_digits), step)
             if name == "rem" and amplified and step.node is not None:
                 _raise([step.node], step)
+    _raise_equal_products(graph)
+
+
+def _raise_equal_products(graph: Graph) -> None:
+    """Make a product float32 if an equal product is float32 because of an amplifier."""
     amplified_products = {
         node.same: node for node in graph.nodes if node.name in PRODUCTS and node.rule is Rule.AMPLIFIED
     }
-    for node in graph.nodes:  # the same products, computed again
+    for node in graph.nodes:
         if node.name in PRODUCTS and node.same in amplified_products:
             node.raise_to(State.FLOAT32, Rule.AMPLIFIED, amplified_products[node.same].cause)
 

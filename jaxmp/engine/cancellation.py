@@ -34,9 +34,7 @@ def raise_cancelled(graph: Graph) -> None:
     """Make products float32 if they sum squares or cancel in a difference."""
     if not any(node.is_half_product for node in graph.nodes):
         return
-    for node in graph.nodes:
-        if node.is_half_product and _squared_vector(node) is not None:
-            node.raise_to(State.FLOAT32, Rule.SQUARES)
+    _raise_sums_of_squares(graph)
     norms = _norms(graph)
     cancelled_in: dict[Node, Node] = {}  # the sum in which a product cancels
     for node in graph.nodes:
@@ -50,6 +48,12 @@ def raise_cancelled(graph: Graph) -> None:
     for node in graph.nodes:  # also products that a loop or a derivative computes again
         if node.name in PRODUCTS and node.same in cancelled_in:
             node.raise_to(State.FLOAT32, Rule.CANCELLATION, cancelled_in[node.same])
+
+
+def _raise_sums_of_squares(graph: Graph) -> None:
+    for node in graph.nodes:
+        if node.is_half_product and _squared_vector(node) is not None:
+            node.raise_to(State.FLOAT32, Rule.SQUARES)
 
 
 def _is_part_of_sum(node: Node) -> bool:

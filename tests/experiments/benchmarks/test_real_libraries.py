@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.benchmarks.real_libraries import registry, run
+from experiments.benchmarks.real_libraries import collect, registry, run
 from experiments.benchmarks.real_libraries.simulated import half_everything, half_products
 
 X, W = jax.random.normal(jax.random.key(0), (4, 8)), jax.random.normal(jax.random.key(1), (8, 8))
@@ -63,9 +63,9 @@ def test_the_table_has_programs_and_the_libraries_that_are_not_installed(monkeyp
         registry.Program("optax", "old", failing),
         registry.Program("nobody-has-this", "a program", absent),
     ]
-    monkeypatch.setattr(run, "FAMILIES", ())
-    monkeypatch.setattr(run, "PROGRAMS", programs)
-    monkeypatch.setattr(run.importlib.metadata, "version", version)
+    monkeypatch.setattr(collect, "FAMILIES", ())
+    monkeypatch.setattr(collect, "PROGRAMS", programs)
+    monkeypatch.setattr(collect.importlib.metadata, "version", version)
     monkeypatch.chdir(tmp_path)
     result = run.main(run.Config(run_dir=tmp_path / "run", halves=("bfloat16",)))
     (row,) = result["programs"]
@@ -91,8 +91,8 @@ def test_a_stopped_run_continues_and_a_finished_run_starts_again(monkeypatch, tm
         row = {"library": program.library, "program": program.name, "half": "bfloat16", "half_share": 1.0}
         return [{**row, **errors, "verdict": ""}]
 
-    monkeypatch.setattr(run, "FAMILIES", ())
-    monkeypatch.setattr(run, "PROGRAMS", programs)
+    monkeypatch.setattr(collect, "FAMILIES", ())
+    monkeypatch.setattr(collect, "PROGRAMS", programs)
     monkeypatch.setattr(run, "measure", measure)
     config = run.Config(run_dir=tmp_path / "run", halves=("bfloat16",))
     with pytest.raises(KeyboardInterrupt):
@@ -105,7 +105,7 @@ def test_a_stopped_run_continues_and_a_finished_run_starts_again(monkeypatch, tm
     assert measured[3:] == ["first", "second"]
 
 
-for family in run.FAMILIES:
+for family in collect.FAMILIES:
     importlib.import_module(f"{run.__package__}.{family}")
 PAPERS = {program.name: program for program in registry.PROGRAMS if program.library == registry.PAPER}
 

@@ -1,0 +1,188 @@
+"""Measure what each rule of autocast contributes in programs of real libraries and of papers.
+
+python -m experiments.benchmarks.real_libraries.ablation --libraries diffrax flowjax
+
+The programs are those of `experiments.benchmarks.real_libraries`. Each rule of docs/autocast.md, and each case of a
+rule, is switched off alone. If the program changes, three figures are measured with the rule and without it:
+
+- the relative L2 error of the gradient, compared with float32 (the median over five draws of the params)
+- the bytes that the forward pass saves for the gradient
+- the share of FLOPs in half precision
+
+The error and the bytes are also measured without a graph, with the dtype of each operation decided on its own.
+
+A rule matters in a program if one of these holds without it: the error is more than 1 % and more than twice as large,
+or the forward pass saves at least a tenth more bytes. The run folder holds ablation.md and ablation.json.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+import jaxmp
+from experiments.benchmarks.real_libraries import collect
+from experiments.benchmarks.real_libraries.errors import DRAWS, draw_params, exact_results, median_errors
+from experiments.benchmarks.real_libraries.per_operation import autocast_each_operation
+from experiments.benchmarks.real_libraries.registry import Program
+from experiments.benchmarks.real_libraries.rule_switches import SWITCHES, Switch
+from experiments.benchmarks.real_libraries.simulated import half_products
+from experiments.benchmarks.shared import records
+from experiments.measure.environment import environment
+from experiments.report.tables import Table
+from experiments.training import cli
+from jaxmp._internals.jax.equations import is_literal
+
+WORSE, NOTICEABLE = 2.0, 0.01
+MORE_BYTES = 1.1
+RULE_COLUMNS = ("rule", "off", "changes", "error matters", "bytes matter", "programs in which it matters")
+PROGRAM_COLUMNS = ("program", "error", "half products", "each operation alone", "bytes", "each operation alone")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(collect.Config):
+    """Flags of the benchmark."""
+
+    half: Literal["bfloat16", "float16"] = "bfloat16"
+    """Half format."""
+
+
+def measure(program: Program, half: str) -> dict[str, Any]:
+    """Return the figures of a program: with all rules, without each rule that changes it, and without a graph."""
+    loss, params = program.make()
+    draws = [draw_params(params, seed) for seed in range(DRAWS)]
+    exact = exact_results(loss, draws)
+
+    def cast(loss: Callable[..., Any]) -> Callable[..., Any]:
+        return jaxmp.autocast(loss, f"mixed_{half}")
+
+    def figures_of_autocast() -> dict[str, Any]:
+        summary = jaxmp.cast_plan(loss, f"mixed_{half}")(params).summary
+        return {
+            "error": median_errors(jax.value_and_grad(cast(loss)), draws, exact)[1],
+            "bytes": saved_bytes(lambda params: jax.vjp(cast(loss), params)[1], params),
+            "half_share": summary.half_product_flops / summary.product_flops if summary.product_flops else 0.0,
+        }
+
+    def text() -> str:
+        return text_of(jax.value_and_grad(cast(loss)), params)
+
+    with_all = text()
+    without: dict[str, Any] = {}
+    for switch in _switches_that_change(SWITCHES, lambda: text() != with_all):
+        with switch.off():
+            without[switch.name] = figures_of_autocast()
+    gradient, dtype = jax.value_and_grad(loss), jnp.dtype(half)
+    forward = autocast_each_operation(lambda params: jax.vjp(loss, params)[1], dtype)
+    alone = median_errors(autocast_each_operation(gradient, dtype), draws, exact)[1]
+    return {
+        "library": program.library,
+        "program": program.name,
+        "all_rules": figures_of_autocast(),
+        "half_products": median_errors(half_products(gradient, dtype), draws, exact)[1],
+        "each_alone": {"error": alone, "bytes": saved_bytes(forward, params)},
+        "without": without,
+    }
+
+
+def _switches_that_change(switches: tuple[Switch, ...], is_changed: Callable[[], bool]) -> Iterator[Switch]:
+    """Yield the switches that change a program. The cases of a rule are tried if the rule changes the program."""
+    for switch in switches:
+        with switch.off():
+            changes = is_changed()
+        if changes:
+            yield switch
+            yield from _switches_that_change(switch.cases, is_changed)
+
+
+def text_of(fun: Callable[..., Any], params: Any) -> str:
+    """Return the program of ``fun`` as text, without the addresses of objects."""
+    return re.sub(r"0x[0-9a-f]+", "", str(jax.make_jaxpr(fun)(params)))
+
+
+def saved_bytes(vjp: Callable[..., Any], params: Any) -> int:
+    """Return the bytes that a forward pass saves for the gradient, without the params.
+
+    ``vjp`` is a function of the params. It returns the function that computes the gradient.
+    """
+    jaxpr = jax.make_jaxpr(vjp)(params).jaxpr
+    arguments = set(jaxpr.invars)
+    saved = {id(atom): atom.aval for atom in jaxpr.outvars if not is_literal(atom) and atom not in arguments}
+    return sum(aval.size * aval.dtype.itemsize for aval in saved.values())
+
+
+def _matters(row: dict[str, Any], rule: str) -> tuple[bool, bool]:
+    """Return whether a rule matters in a program, for the error and for the saved bytes."""
+    before, after = row["all_rules"], row["without"][rule]
+    error, most = after["error"], max(NOTICEABLE, WORSE * before["error"])
+    is_worse = not error <= most  # also if the error is NaN
+    return is_worse, after["bytes"] >= MORE_BYTES * before["bytes"]
+
+
+def _cells_of_rule(switch: Switch, name: str, rows: list[dict[str, Any]]) -> tuple[str, ...]:
+    changed = [row for row in rows if switch.name in row["without"]]
+    answers = [_matters(row, switch.name) for row in changed]
+    shown = []
+    for row, (is_worse, is_larger) in zip(changed, answers, strict=True):
+        before, after = row["all_rules"], row["without"][switch.name]
+        title = f"{row['library']}: {row['program']}"
+        if is_worse:
+            shown.append(f"{title} ({100 * before['error']:.2g} → {100 * after['error']:.2g} %)")
+        elif is_larger:
+            shown.append(f"{title} ({after['bytes'] / before['bytes']:.2f} × the bytes)")
+    counts = [len(changed), sum(worse for worse, _ in answers), sum(larger for _, larger in answers)]
+    return (switch.rule, name, *map(str, counts), "; ".join(shown))
+
+
+def _rule_rows(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
+    table = []
+    for switch in SWITCHES:
+        table.append(_cells_of_rule(switch, switch.name, rows))
+        table += [_cells_of_rule(case, f"{switch.name}: {case.name}", rows) for case in switch.cases]
+    return table
+
+
+def _cells_of_program(row: dict[str, Any]) -> tuple[str, ...]:
+    errors = [row["all_rules"]["error"], row["half_products"], row["each_alone"]["error"]]
+    title = f"{row['library']}: {row['program']}"
+    share = row["each_alone"]["bytes"] / max(row["all_rules"]["bytes"], 1)
+    return (title, *(f"{100 * error:.2g} %" for error in errors), str(row["all_rules"]["bytes"]), f"{share:.2f} ×")
+
+
+def main(config: Config) -> dict[str, Any]:
+    with cli.bad_values_end_it():
+        folder = records.folder_of("ablation", config)
+    setting = {"versions": environment()["versions"], "half": config.half}
+    collected = collect.collect(
+        folder,
+        config,
+        setting,
+        lambda program: [measure(program, config.half)],
+        lambda row: f"{' '.join(_cells_of_program(row))}; changed by: {', '.join(row['without'])}",
+    )
+    rows = collected.rows
+    tables = [
+        Table("Rules, each switched off alone", RULE_COLUMNS, _rule_rows(rows), 2, ()),
+        Table(
+            "Programs with all rules, and without a graph",
+            PROGRAM_COLUMNS,
+            list(map(_cells_of_program, rows)),
+            1,
+            collected.notes(),
+        ),
+    ]
+    data = {"programs": rows, "not_installed": collected.not_installed, "failed": collected.failed}
+    records.record(
+        folder, "ablation", "The rules of autocast, one by one", {**environment(), "half": config.half}, tables, data
+    )
+    (folder / collect.PART).unlink(missing_ok=True)
+    return data
+
+
+if __name__ == "__main__":
+    cli.main(Config, main, __doc__)

@@ -1,0 +1,158 @@
+"""The rules of autocast that the ablation switches off, one at a time.
+
+A switch replaces functions or tables of the engine for a while. The names in the table below are private names of the
+engine, so the table changes with the engine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+from jaxmp.engine import amplifiers, cancellation, decide, emit, graph, loops, operation_patterns, rules
+from jaxmp.engine.classes import AMPLIFIERS, Kind
+
+
+@dataclasses.dataclass(frozen=True)
+class Switch:
+    """A rule, or a case of a rule, that can be switched off.
+
+    Attributes:
+      rule: the number of the rule in docs/autocast.md.
+      name: a description of the rule or of the case.
+      replacements: modules of the engine, names in them, and what stands there while the rule is off.
+      cases: switches for the cases of the rule. They are tried if the rule as a whole changes a program.
+    """
+
+    rule: str
+    name: str
+    replacements: tuple[tuple[ModuleType, str, Any], ...]
+    cases: tuple[Switch, ...] = ()
+
+    @contextlib.contextmanager
+    def off(self) -> Iterator[None]:
+        """Switch the rule off in this context."""
+        with contextlib.ExitStack() as stack:
+            for module, name, replacement in self.replacements:
+                stack.enter_context(mock.patch.object(module, name, replacement))
+            yield
+
+
+class _Everything:
+    def __contains__(self, _: object) -> bool:
+        return True
+
+
+_NOTHING = frozenset[str]()
+_ALL_INTEGERS = frozenset(f"{sign}int{bits}" for sign in ("", "u") for bits in (2, 4, 8, 16, 32, 64))
+
+
+def _do_nothing(*_: Any, **__: Any) -> None:
+    return None
+
+
+def _no(*_: Any, **__: Any) -> bool:
+    return False
+
+
+def _yes(*_: Any, **__: Any) -> bool:
+    return True
+
+
+def _none(*_: Any, **__: Any) -> tuple[Any, ...]:
+    return ()
+
+
+def _without(*names: str) -> dict[str, int | None]:
+    return {name: count for name, count in AMPLIFIERS.items() if name not in names}
+
+
+def _infer_any_constant(*_: Any) -> Any:
+    return rules.Decision(Kind.INFER, "")
+
+
+def _raisers_without(rule: Any) -> tuple[Any, ...]:
+    return tuple(raiser for raiser in decide.RAISERS if raiser is not rule)
+
+
+def _casts_to_half(nodes: Any) -> list[Any]:
+    """Return the operands of the author's casts to half, and postpone no cast."""
+    is_cast = [node.name == "convert_element_type" and node.kind is Kind.KEPT for node in nodes]
+    halves = [node for node, cast in zip(nodes, is_cast, strict=True) if cast and node.written.itemsize == 2]
+    return [operand for node in halves for operand in node.inputs]
+
+
+def _stop_at_sums(node: Any) -> Any:
+    return () if node.name == "reduce_sum" else _keepers_of_digits(node)
+
+
+def _forget_rows(nodes: Any) -> None:
+    for node in nodes:
+        node.is_looked_up = False
+
+
+def _only_carries(node: Any) -> bool:
+    return node.name == "carry" and node.state is decide.State.HALF
+
+
+def _only_beyond_half(operand: Any) -> bool:
+    return operand.state is decide.State.BEYOND_HALF
+
+
+_keepers_of_digits = amplifiers._keepers_of_digits
+
+_AMPLIFIERS = (
+    Switch("10", "factorisations and solvers", ((amplifiers, "SOLVERS", _NOTHING),)),
+    Switch("10", "roots and logarithms", ((amplifiers, "_ROOTS_AND_LOGARITHMS", _NOTHING),)),
+    Switch("10", "sin, cos, tan", ((amplifiers, "AMPLIFIERS", _without("sin", "cos", "tan")),)),
+    Switch("10", "floor, ceil, round", ((amplifiers, "AMPLIFIERS", _without("floor", "ceil", "round")),)),
+    Switch("10", "remainder", ((amplifiers, "AMPLIFIERS", _without("rem")),)),
+    Switch(
+        "10",
+        "acos, acosh, asin, atanh, erf_inv, log1p",
+        ((amplifiers, "AMPLIFIERS", _without("acos", "acosh", "asin", "atanh", "erf_inv", "log1p")),),
+    ),
+    Switch("10", "casts to integers, searchsorted", ((amplifiers, "_QUANTISED", _ALL_INTEGERS),)),
+    Switch("10", "comparisons with positions", ((amplifiers, "_ORDERINGS", _NOTHING),)),
+    Switch("10", "equal products elsewhere", ((amplifiers, "_raise_equal_products", _do_nothing),)),
+    Switch("10", "the exception for quantisation", ((amplifiers, "_is_quantised", _no),)),
+    Switch("10", "back through quotients", ((amplifiers, "_is_quotient", _no),)),
+    Switch("10", "back through sums over an axis", ((amplifiers, "_keepers_of_digits", _stop_at_sums),)),
+)
+_CANCELLATION = (
+    Switch("11", "sums of squares", ((cancellation, "_raise_sums_of_squares", _do_nothing),)),
+    Switch("11", "distances", ((cancellation, "_distances", _none),)),
+    Switch("11", "moments", ((cancellation, "_moments", _none),)),
+    Switch("11", "cosines", ((cancellation, "_cosines", _none),)),
+    Switch("11", "magnified differences", ((cancellation, "_magnified_differences", _none),)),
+)
+_LOOPS = (
+    Switch("12", "all carries by their neighbours", ((loops, "_decide_carries", _do_nothing),)),
+    Switch("12", "stacks of layers", ((loops, "_goes_through_layers", _no),)),
+    Switch("12", "a weight is a matrix", ((loops, "_is_matrix", _yes),)),
+    Switch("12", "a weight is read once", ((loops, "_is_read_once", _yes),)),
+    Switch("12", "products decided by autocast", ((loops, "_may_be_half", _yes),)),
+    Switch("13", "searches", ((loops, "is_search", _no),)),
+)
+SWITCHES = (
+    Switch("3", "constants beyond half", ((rules.Rules, "_kind_by_constants", _infer_any_constant),)),
+    Switch("3", "joins of constants beyond half", ((graph._Builder, "check_range", _do_nothing),)),
+    Switch("4", "casts before moves", ((decide, "move_casts", _do_nothing),)),
+    Switch("5", "feeds only float32", ((decide, "readers_of", _none),)),
+    Switch("6", "follows float32", ((decide, "_drags", _only_beyond_half),)),
+    Switch("6", "nonlinearities read half", ((decide, "_NO_NONLINEARITIES", _Everything()),)),
+    Switch("6", "a softmax is stored in half", ((operation_patterns, "_is_logged", _yes),)),
+    Switch("7", "residual streams", ((decide, "is_stream", _only_carries),)),
+    Switch("7", "rows of a table", ((decide, "_find_looked_up", _forget_rows),)),
+    Switch("9", "differences are no activations", ((decide, "_is_difference_of_activations", _no),)),
+    Switch("10", "amplifiers", ((decide, "RAISERS", _raisers_without(decide.raise_amplified)),), _AMPLIFIERS),
+    Switch("11", "cancellation", ((decide, "RAISERS", _raisers_without(decide.raise_cancelled)),), _CANCELLATION),
+    Switch("12", "loops", ((decide, "RAISERS", _raisers_without(decide.decide_loops)),), _LOOPS),
+    Switch("14", "the author's casts of weights", ((decide, "put_casts_off", _casts_to_half),)),
+    Switch("14", "repeated weights", ((emit, "must_widen", _no),)),
+    Switch("14", "operands of all iterations", ((emit, "_over_turns", _none),)),
+)
