@@ -53,7 +53,10 @@ TOPOLOGY = _named("--topology", metavar="1x2x4", help=_TOPOLOGY)
 POLICY = _named("--policy", help="run under autocast with this policy; default: run without autocast")
 EXPECTED_POLICY = _named("--policy", help="the policy that the program should follow; the program does not change")
 OVERRIDE = _named("--override", metavar="KEY=LEVEL", help=_OVERRIDE, **_REPEATED)
-AUTOCAST = _named("--policy", default="mixed_bfloat16", help="autocast's policy; default: mixed_bfloat16") | OVERRIDE
+AUTOCAST = (
+    _named("--policy", help="autocast's policy; default: the policies of the models, or mixed_bfloat16 without any")
+    | OVERRIDE
+)
 REFERENCE = _named(
     "--reference", default="float32", help="the dtype of the run without policies: float32 (default) or float64"
 )

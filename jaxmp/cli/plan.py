@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,7 +30,11 @@ def run(options: argparse.Namespace) -> int:
 
 
 def plan(
-    function: str, policy: str, shapes: Sequence[str] = (), example: str | None = None, overrides: Sequence[str] = ()
+    function: str,
+    policy: str | None = None,
+    shapes: Sequence[str] = (),
+    example: str | None = None,
+    overrides: Sequence[str] = (),
 ) -> Any:
     """Return the :class:`jaxmp.CastPlan` of a function on abstract arguments.
 
@@ -37,7 +42,8 @@ def plan(
 
     Args:
       function, shapes, example: as for :func:`jaxmp.cli.loading.load`.
-      policy: the name of a policy.
+      policy: the name of a policy; None for the policies of the models that the function calls, or for mixed_bfloat16
+        if it calls none.
       overrides: the overrides of the policy, each as ``"KEY=LEVEL"``.
 
     Raises:
@@ -57,7 +63,10 @@ def plan(
         loaded = load(function, shapes, example)
         planned_function = loss_of_step(loaded.function) if is_step(loaded.function) else loaded.function
         with usage_errors(ValueError, TypeError):
-            planned = cast_plan(planned_function, policy, exceptions)
+            planned = cast_plan(planned_function, policy or "mixed_bfloat16", exceptions)
         jax.eval_shape(loaded.function, *loaded.operands)  # raises the errors of the function itself
+        if policy is None and not exceptions:
+            with contextlib.suppress(ValueError):  # no model under a policy
+                return cast_plan(planned_function)(*loaded.operands)
         with usage_errors(ValueError):
             return planned(*loaded.operands)

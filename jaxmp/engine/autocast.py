@@ -18,6 +18,7 @@ from jaxmp.base.cache_keys import policies_off
 from jaxmp.base.donation import donation_note
 from jaxmp.engine.emit import evaluated
 from jaxmp.engine.graph import build
+from jaxmp.engine.inner_graphs import around_emitted, is_collecting
 from jaxmp.engine.marks import DECIDED, mark_of
 from jaxmp.engine.overrides import level_of, policy_and_exceptions
 from jaxmp.engine.rules import Rules
@@ -120,8 +121,10 @@ def computed(fun: Callable[..., Any], rules: Rules, args: Any, kwargs: Any, poli
             f"a function under autocast takes arrays, got {shapes[0]}; for shapes use jaxmp.cast_plan(fun, policy), "
             "or jax.eval_shape, jax.make_jaxpr or jit(...).lower around the function"
         )
-    with donation_note(), jax.named_scope(DECIDED):
-        graph, dtypes = build(*program.jaxpr, rules), result_dtypes(program, policy)
+    if is_collecting():
+        rules.programs = None  # each equation is emitted, which records its casts and dtypes
+    graph, dtypes = build(*program.jaxpr, rules), result_dtypes(program, policy)
+    with donation_note(), jax.named_scope(DECIDED), around_emitted(graph):
         results = evaluated(graph, rules, operands, dtypes, force=policy is None)
     if policy is not None:  # the adapters check the overrides of a model, if every module ran
         rules.check()

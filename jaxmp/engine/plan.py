@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from jaxmp._internals.jax.equations import bodies_of, opened
-from jaxmp._internals.jax.sources import names_of, source_of
+from jaxmp._internals.jax.sources import names_of, scopes_and_transforms, source_of
 from jaxmp._internals.jax.walk import jaxprs_in, walk
 from jaxmp.base import tables
 from jaxmp.base.arguments import require_function
@@ -24,13 +24,14 @@ from jaxmp.base.dtypes import name_of
 from jaxmp.engine.classes import Class, Kind, classify
 from jaxmp.engine.emit import evaluated
 from jaxmp.engine.flops import flops_of
-from jaxmp.engine.graph import Node, Step, build
+from jaxmp.engine.graph import Graph, Node, Step, build
+from jaxmp.engine.inner_graphs import collecting_graphs, scope_in
 from jaxmp.engine.marks import path_of
 from jaxmp.engine.overrides import policy_and_exceptions
 from jaxmp.engine.reasons import Reasons
 from jaxmp.engine.rules import Rules
 from jaxmp.engine.trace import result_dtypes, traced
-from jaxmp.policy.policies import check_backend
+from jaxmp.policy.policies import Policy, check_backend
 
 _HALF = {"float16", "bfloat16", "float8_e4m3fn"}
 _HEADER = ("primitive", "operands -> result", "FLOPs", "casts", "class", "path", "why", "source")
@@ -155,7 +156,7 @@ class CastPlan(tables.Shown):
     primitives, dtypes, paths and reasons.
 
     Attributes:
-      policy: the policy, as text.
+      policy: the policy, as text; ``"the policies of its models"`` if the plan has no policy of its own.
       overrides: the overrides.
       rows: one row for each equation. The rows of a loop's or function's body follow the row of the loop or function.
       summary: the totals.
@@ -185,7 +186,7 @@ class CastPlan(tables.Shown):
 
 
 def cast_plan(
-    fun: Callable[..., Any], policy: Any, overrides: Mapping[str, str] | None = None
+    fun: Callable[..., Any], policy: Any = None, overrides: Mapping[str, str] | None = None
 ) -> Callable[..., CastPlan]:
     """Return a function that lists :func:`jaxmp.autocast`'s decisions for a call.
 
@@ -196,11 +197,13 @@ def cast_plan(
 
     Args:
       fun: any function that JAX can trace.
-      policy: as for :func:`jaxmp.autocast`, but ``"float32"`` needs overrides.
+      policy: as for :func:`jaxmp.autocast`, but ``"float32"`` needs overrides. None to plan only the models under a
+        policy, and the functions under autocast, that ``fun`` calls.
       overrides: as for :func:`jaxmp.autocast`.
 
     Raises:
-      ValueError: as for :func:`jaxmp.autocast`, including overrides that match nothing.
+      ValueError: as for :func:`jaxmp.autocast`, including overrides that match nothing. Or the policy is None, and
+        ``fun`` calls no model under a policy and no function under autocast.
       TypeError: as for :func:`jaxmp.autocast`; or an override makes an operation half, but JAX has this operation only
         in float32.
 
@@ -216,47 +219,103 @@ def cast_plan(
     {'logsumexp': 1}
     """
     require_function(fun, "cast_plan")
+    if policy is None and not overrides:
+        return _plan_of(fun, Rules(None, programs=None), None)
     one_policy, exceptions = policy_and_exceptions(policy, overrides)
     if one_policy.compute_dtype == np.float32 and not exceptions:
         raise ValueError(
             "cast_plan needs a policy with a half compute dtype, got float32 without overrides; use 'mixed_bfloat16'"
         )
 
+    # With `programs=None`, each equation is emitted, which records its casts and dtypes.
+    return _plan_of(fun, Rules(one_policy.compute_dtype, exceptions, None, one_policy.float8), one_policy)
+
+
+def _plan_of(fun: Callable[..., Any], rules: Rules, policy: Policy | None) -> Callable[..., CastPlan]:
+    """Return a function that plans a call of ``fun`` under ``rules``.
+
+    If ``policy`` is None, ``fun`` must call models under a policy or functions under autocast.
+    """
+
     @functools.wraps(fun)
     def planned(*args: Any, **kwargs: Any) -> CastPlan:
-        check_backend(one_policy)
-        # With `programs=None`, each equation is emitted, which records its casts and dtypes.
-        rules = Rules(one_policy.compute_dtype, exceptions, None, one_policy.float8)
-        program, operands = traced(fun, args, kwargs, rules)
+        if policy is not None:
+            check_backend(policy)
+        with collecting_graphs() as inner_graphs:
+            program, operands = traced(fun, args, kwargs, rules)
+        if policy is None and not inner_graphs:
+            raise ValueError(
+                "cast_plan needs a policy, because the function calls no model under a policy; "
+                "write cast_plan(fun, 'mixed_bfloat16')"
+            )
         if not all(isinstance(size, int) for operand in operands for size in operand.shape):
             raise ValueError("a plan needs all sizes to count FLOPs and bytes, but the shapes have a symbolic size")
-        graph, dtypes = build(*program.jaxpr, rules), result_dtypes(program, one_policy)
+        graph, dtypes = build(*program.jaxpr, rules), result_dtypes(program, policy)
         rules.check()
         jax.eval_shape(lambda *args: evaluated(graph, rules, args, dtypes), *operands)
-        overrides_as_text = {key: str(level) for key, level in rules.overrides.items()}
-        reasons, uncounted = Reasons(graph), set[str]()
-        rows = tuple(_rows(graph.body.steps, reasons, uncounted, {}, itertools.count()))
-        return CastPlan(str(one_policy), overrides_as_text, rows, _totals(rows, uncounted, reasons, graph.body.casts))
+        writer = _PlanWriter(inner_graphs)
+        rows = tuple(writer.rows_of_graph(graph))
+        title = "the policies of its models" if policy is None else str(policy)
+        overrides = {key: str(level) for key, level in rules.overrides.items()}
+        return CastPlan(title, overrides, rows, _totals(rows, writer, graph.body.casts))
 
     return planned
 
 
-def _rows(
-    steps: Iterable[Step],
-    reasons: Reasons,
-    uncounted: set[str],
-    numbers_of_nodes: dict[Node, int],
-    numbers: Iterator[int],
-) -> Iterator[PlanRow]:
-    """Yield a row for each equation, before the rows of its bodies."""
-    for step in steps:
-        number = last = next(numbers)
-        read = walk(filter(None, step.operands), lambda node: node.inputs if node.name in ("carry", "branches") else ())
+class _PlanWriter:
+    """Write the rows of a plan, and collect what the totals need.
+
+    Attributes:
+      inner_graphs: the graphs of autocast calls in the planned function, and of models under a policy.
+      reasons: the reasons of all graphs.
+      uncounted: the names of primitives with unknown FLOPs.
+    """
+
+    def __init__(self, inner_graphs: Mapping[str, Graph]) -> None:
+        self.inner_graphs = inner_graphs
+        self.reasons: list[Reasons] = []
+        self.uncounted: set[str] = set()
+        self._numbers = itertools.count()
+        self._last = -1
+        self._number_of: dict[Node, int] = {}
+        self._planned: set[str] = set()
+        self._transformed: set[str] = set()
+
+    def rows_of_graph(self, graph: Graph) -> Iterator[PlanRow]:
+        """Yield the rows of a decided graph."""
+        reasons = Reasons(graph)
+        self.reasons.append(reasons)
+        # A derivative or a `jax.vmap` changes the operations that an inner call emitted, so they keep their own rows.
+        self._transformed |= {scope_in(step.names) for step in graph.steps if scopes_and_transforms(step.eqn)[1]}
+        yield from self._rows(graph.body.steps, reasons)
+
+    def _rows(self, steps: Iterable[Step], reasons: Reasons) -> Iterator[PlanRow]:
+        """Yield a row for each equation, before the rows of its bodies.
+
+        In place of the operations that an inner autocast call emitted, yield the rows of its graph.
+        """
+        for step in steps:
+            scope = scope_in(step.names)
+            if scope not in self.inner_graphs or scope in self._transformed:
+                yield from self._rows_of_step(step, reasons)
+                continue
+            if scope not in self._planned:
+                self._planned.add(scope)
+                yield from self.rows_of_graph(self.inner_graphs[scope])
+            self._number(step)
+
+    def _number(self, step: Step) -> None:
+        """Remember that the last row computes the results of an equation."""
+        self._number_of |= dict.fromkeys(filter(None, step.nodes), self._last)
+
+    def _rows_of_step(self, step: Step, reasons: Reasons) -> Iterator[PlanRow]:
+        self._last = next(self._numbers)
         eqn, name = step.eqn, step.eqn.primitive.name
+        read = walk(filter(None, step.operands), lambda node: node.inputs if node.name in ("carry", "branches") else ())
         turns = eqn.params["length"] if name == "scan" else 1
         casts = [*step.casts, *(turns * size for body in step.inner for size in body.casts)]
         flops = 0 if bodies_of(eqn) is not None else flops_of(eqn)
-        uncounted |= {name} if flops is None else set()
+        self.uncounted |= {name} if flops is None else set()
         row = PlanRow(
             path="/".join(path_of(step.names)),
             primitive=name,
@@ -269,11 +328,11 @@ def _rows(
             casts=len(casts),
             cast_bytes=sum(casts),
             depth=0,
-            reads=tuple(sorted({numbers_of_nodes[node] for node in read if node in numbers_of_nodes})),
+            reads=tuple(sorted({self._number_of[node] for node in read if node in self._number_of})),
             pattern=reasons.pattern_of(step),
         )
         yield row
-        for last, inner in enumerate(_rows(_inside(step), reasons, uncounted, numbers_of_nodes, numbers), number + 1):  # noqa: B007
+        for inner in self._rows(_inside(step), reasons):
             yield dataclasses.replace(
                 inner,
                 source=inner.source or row.source,  # a JAX function from JAX's trace cache has no source line
@@ -282,7 +341,7 @@ def _rows(
                 depth=inner.depth + 1,
             )
         if step.bodies is None:
-            numbers_of_nodes |= dict.fromkeys(filter(None, step.nodes), last)
+            self._number(step)
 
 
 def _why_float8(step: Step) -> str:
@@ -300,17 +359,18 @@ def _inside(step: Step) -> Iterator[Step]:
             yield Step(eqn, (*step.names, *names_of(eqn)), step.operands, [], Kind.KEPT, step.reason)
 
 
-def _totals(rows: Sequence[PlanRow], uncounted: set[str], reasons: Reasons, of_results: Sequence[int]) -> Summary:
+def _totals(rows: Sequence[PlanRow], writer: _PlanWriter, of_results: Sequence[int]) -> Summary:
     """Return the totals of a plan.
 
     ``of_results`` are the bytes of the casts of the function's results.
     """
+    groups = Counter(group for reasons in writer.reasons for group in reasons.groups)
     half = [row for row in rows if _HALF >= {name for name in row.operands if "float" in name} != set()]
     full = [row for row in rows if row.cls == Class.HALF and "float32" in row.operands]
     counts = Counter(row.why.rpartition("; ")[2] for row in rows if row.cls == Class.HALF)
     flops, half_flops = (sum(row.flops for row in some) for some in (rows, half))
     return Summary(
-        changes=reasons.changed,
+        changes=any(reasons.changed for reasons in writer.reasons),
         flops=flops,
         half_flops=half_flops,
         product_flops=sum(row.flops for row in rows if row.cls == Class.HALF),
@@ -318,11 +378,11 @@ def _totals(rows: Sequence[PlanRow], uncounted: set[str], reasons: Reasons, of_r
         casts=sum(row.casts for row in rows) + len(of_results),
         cast_bytes=sum(row.cast_bytes for row in rows) + sum(of_results),
         operations=dict(sorted(Counter(row.cls for row in rows).items())),
-        groups=dict(sorted(Counter(reasons.groups).items())),
+        groups=dict(sorted(groups.items())),
         full_products=tuple((row.path or row.source or row.primitive, row.why) for row in full),
         float8={why: counts[why] for why in sorted(counts) if why == "float8" or why.startswith("no float8: ")},
         unknown=tuple(sorted({row.primitive for row in rows if row.cls == "unknown"})),
-        uncounted=tuple(sorted(uncounted)),
+        uncounted=tuple(sorted(writer.uncounted)),
         unknown_trips=sum(row.primitive == "while" for row in rows),
         half_share=half_flops / flops if flops else 0.0,
     )

@@ -7,6 +7,7 @@ import numpy as np
 from jaxmp._internals.jax.walk import nearest_ends
 from jaxmp.engine.classes import Class, Kind, Rule, State, classify
 from jaxmp.engine.graph import Graph, Node, Step
+from jaxmp.engine.marks import path_of
 
 _BY_RULE = {
     Rule.AMPLIFIED: "amplified by {}",
@@ -79,8 +80,8 @@ class Reasons:
             return "the result"
         if node.kind is Kind.SOURCE:
             return f"an argument in {node.dtype.name}"
-        scope = "/".join(self.scopes.get(node, ()))
-        return node.name if scope == "/".join(step.names) or not scope else f"{node.name} of {scope}"
+        scopes = path_of(self.scopes.get(node, ()))
+        return node.name if not scopes or scopes == path_of(step.names) else f"{node.name} of {'/'.join(scopes)}"
 
     def _of_bodies(self, step: Step) -> str:
         text = {

@@ -113,7 +113,7 @@ class Rules:
         half = region.half or self.half
         if region.level == "written" or (half is None and region.level is None):
             moves = name in PICKS
-            return Decision(Kind.CLEAR, "moves data") if moves else Decision(Kind.KEPT, "as its module is written")
+            return Decision(Kind.CLEAR, "moves data") if moves else Decision(Kind.KEPT, "as it is written")
         if cls is Class.RECURSE:
             return Decision(Kind.KEPT, "a body that autocast does not look into")
         if cls is Class.OPAQUE or names_a_dtype(eqn):

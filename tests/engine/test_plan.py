@@ -7,6 +7,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import pytest
 from flax import linen, nnx
 from jax import lax
 from plan_tools import MLP, doubled, mlp, plan, rows, shape
@@ -131,11 +132,22 @@ def test_a_plan_without_products_says_so():
     assert "operations: none\nFLOPs: 0, 0.0 % in half precision\n" in text
 
 
-def test_a_model_under_a_policy_has_no_further_product_and_nothing_unknown():
+def test_a_plan_shows_the_decisions_inside_of_a_model_under_a_policy():
     model = jaxmp.nnx.apply_policy(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), "mixed_bfloat16")
     cast_plan = plan(lambda x: model(x).sum(), shape(4, 8))
+    reasons = {row.primitive: row.why for row in cast_plan.rows}
+    assert (reasons["dot_general"], reasons["add"]) == ("product", "leads to no product")
     assert (cast_plan.summary.unknown, cast_plan.summary.uncounted) == ((), ())
-    assert str(cast_plan).endswith("no further product in half: nothing changes")
+    assert cast_plan.summary.changes and cast_plan.summary.casts == 3  # the input, the kernel, and the product
+
+
+def test_a_plan_without_a_policy_is_that_of_the_models():
+    model = jaxmp.nnx.apply_policy(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), "mixed_float16")
+    cast_plan = jaxmp.cast_plan(lambda x, w: model(x) @ w)(shape(4, 8), shape(4, 4))
+    products = [(row.operands[0], row.why) for row in cast_plan.rows if row.primitive == "dot_general"]
+    assert products == [("float16", "product"), ("float32", "as it is written")]
+    with pytest.raises(ValueError, match="calls no model under a policy; write cast_plan\\(fun, 'mixed_bfloat16'\\)"):
+        jaxmp.cast_plan(jnp.dot)(shape(4, 8), shape(8, 4))
 
 
 def test_a_plan_shows_the_decisions_of_an_inner_autocast():
@@ -143,9 +155,20 @@ def test_a_plan_shows_the_decisions_of_an_inner_autocast():
     cast_plan = plan(lambda x, w: inner(x, w) @ w, shape(4, 4), shape(4, 4))
     products = [row for row in cast_plan.rows if row.primitive == "dot_general"]
     assert [row.operands[0] for row in products] == ["float16", "bfloat16"]
-    assert products[0].why == "decided by the autocast inside"
+    assert [row.why for row in products] == ["product", "product"]
     assert [row.flops for row in products] == [3 * 128, 128]
+    assert products[1].reads == (cast_plan.rows.index(products[0]),)
     assert cast_plan.summary.half_product_flops == cast_plan.summary.product_flops == 4 * 128
+
+
+def test_a_plan_of_a_transformed_inner_autocast_counts_what_runs():
+    inner = jaxmp.autocast(lambda x, w: jnp.tanh(x @ w).sum(), "mixed_float16")
+    for transformed, count in ((jax.grad(inner), 2), (jax.vmap(inner, (0, None)), 1)):
+        cast_plan = plan(transformed, shape(4, 4, 4), shape(4, 4))
+        assert {row.why for row in cast_plan.rows if row.primitive == "dot_general"} == {
+            "decided by the autocast inside"
+        }
+        assert cast_plan.summary.product_flops == cast_plan.summary.half_product_flops == count * 512
 
 
 def test_an_unknown_primitive_is_reported():

@@ -9,7 +9,8 @@ rule, is switched off alone. If the program changes, three figures are measured 
 - the bytes that the forward pass saves for the gradient
 - the share of FLOPs in half precision
 
-The error and the bytes are also measured without a graph, with the dtype of each operation decided on its own.
+The error and the bytes are also measured without a graph, with the dtype of each operation decided on its own. For
+GPT-2, BERT and ResNet-50 at usual widths, only the bytes and the share are measured.
 
 A rule matters in a program if one of these holds without it: the error is more than 1 % and more than twice as large,
 or the forward pass saves at least a tenth more bytes. The run folder holds ablation.md and ablation.json.
@@ -18,6 +19,7 @@ or the forward pass saves at least a tenth more bytes. The run folder holds abla
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
@@ -34,6 +36,7 @@ from experiments.benchmarks.real_libraries.rule_switches import SWITCHES, Switch
 from experiments.benchmarks.real_libraries.simulated import half_products
 from experiments.benchmarks.shared import records
 from experiments.measure.environment import environment
+from experiments.models.workloads import Workload, workload
 from experiments.report.tables import Table
 from experiments.training import cli
 from jaxmp._internals.jax.equations import is_literal
@@ -53,10 +56,17 @@ class Config(collect.Config):
 
 
 def measure(program: Program, half: str) -> dict[str, Any]:
-    """Return the figures of a program: with all rules, without each rule that changes it, and without a graph."""
+    """Return the figures of a program: with all rules, without each rule that changes it, and without a graph.
+
+    If the params of the program are only shapes, the errors are NaN.
+    """
     loss, params = program.make()
-    draws = [draw_params(params, seed) for seed in range(DRAWS)]
+    is_computed = isinstance(jax.tree.leaves(params)[0], jax.Array)
+    draws = [draw_params(params, seed) for seed in range(DRAWS)] if is_computed else []
     exact = exact_results(loss, draws)
+
+    def error_of(gradient: Callable[..., Any]) -> float:
+        return median_errors(gradient, draws, exact)[1] if is_computed else math.nan
 
     def cast(loss: Callable[..., Any]) -> Callable[..., Any]:
         return jaxmp.autocast(loss, f"mixed_{half}")
@@ -64,7 +74,7 @@ def measure(program: Program, half: str) -> dict[str, Any]:
     def figures_of_autocast() -> dict[str, Any]:
         summary = jaxmp.cast_plan(loss, f"mixed_{half}")(params).summary
         return {
-            "error": median_errors(jax.value_and_grad(cast(loss)), draws, exact)[1],
+            "error": error_of(jax.value_and_grad(cast(loss))),
             "bytes": saved_bytes(lambda params: jax.vjp(cast(loss), params)[1], params),
             "half_share": summary.half_product_flops / summary.product_flops if summary.product_flops else 0.0,
         }
@@ -79,13 +89,16 @@ def measure(program: Program, half: str) -> dict[str, Any]:
             without[switch.name] = figures_of_autocast()
     gradient, dtype = jax.value_and_grad(loss), jnp.dtype(half)
     forward = autocast_each_operation(lambda params: jax.vjp(loss, params)[1], dtype)
-    alone = median_errors(autocast_each_operation(gradient, dtype), draws, exact)[1]
+    each_alone = {
+        "error": error_of(autocast_each_operation(gradient, dtype)),
+        "bytes": saved_bytes(forward, params),
+    }
     return {
         "library": program.library,
         "program": program.name,
         "all_rules": figures_of_autocast(),
-        "half_products": median_errors(half_products(gradient, dtype), draws, exact)[1],
-        "each_alone": {"error": alone, "bytes": saved_bytes(forward, params)},
+        "half_products": error_of(half_products(gradient, dtype)),
+        "each_alone": each_alone,
         "without": without,
     }
 
@@ -120,7 +133,7 @@ def _matters(row: dict[str, Any], rule: str) -> tuple[bool, bool]:
     """Return whether a rule matters in a program, for the error and for the saved bytes."""
     before, after = row["all_rules"], row["without"][rule]
     error, most = after["error"], max(NOTICEABLE, WORSE * before["error"])
-    is_worse = not error <= most  # also if the error is NaN
+    is_worse = not error <= most and not math.isnan(before["error"])  # also if the error without the rule is NaN
     return is_worse, after["bytes"] >= MORE_BYTES * before["bytes"]
 
 
@@ -154,6 +167,25 @@ def _cells_of_program(row: dict[str, Any]) -> tuple[str, ...]:
     return (title, *(f"{100 * error:.2g} %" for error in errors), str(row["all_rules"]["bytes"]), f"{share:.2f} ×")
 
 
+def _workloads() -> list[Program]:
+    """Return GPT-2, BERT and ResNet-50 at usual widths, with a sixth of the layers and of the vocabulary, and few examples."""
+
+    def program_of(work: Workload) -> Program:
+        def make() -> tuple[Callable[[Any], Any], Any]:
+            params, state = jax.eval_shape(work.init, jax.random.key(0))
+            state = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), state)
+            batch = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), work.batch)
+            return lambda params: work.loss_fn()(params, state, batch)[0], params
+
+        return Program("model", work.text, make)
+
+    return [
+        program_of(workload("gpt2", layers=2, batch_size=2, vocabulary=50257 // 6)),
+        program_of(workload("bert", layers=2, batch_size=2, vocabulary=30522 // 6)),
+        program_of(workload("resnet50", layers=1, batch_size=8)),
+    ]
+
+
 def main(config: Config) -> dict[str, Any]:
     with cli.bad_values_end_it():
         folder = records.folder_of("ablation", config)
@@ -164,6 +196,7 @@ def main(config: Config) -> dict[str, Any]:
         setting,
         lambda program: [measure(program, config.half)],
         lambda row: f"{' '.join(_cells_of_program(row))}; changed by: {', '.join(row['without'])}",
+        more=_workloads(),
     )
     rows = collected.rows
     tables = [
