@@ -79,6 +79,7 @@ class ModelPolicy:
         path: Path,
         classes: Mapping[Path, type | tuple[type, ...]],
         author_dtype: np.dtype | None,
+        author_param_dtype: np.dtype | None,
         has_dtype: bool,
     ) -> Treatment:
         """Return how the module at ``path`` is computed.
@@ -87,6 +88,7 @@ class ModelPolicy:
           path: the path of the module, from the model down.
           classes: the classes of this module and of the modules above it, by path.
           author_dtype: the ``dtype`` of the module, if its author set it.
+          author_param_dtype: the ``param_dtype`` of the module, if its author set it.
           has_dtype: whether the module has a ``dtype``.
         """
         policy, pattern = self.policies.resolve(path, classes)
@@ -97,12 +99,15 @@ class ModelPolicy:
             written = "dtype"
         elif policy.written:
             written = "operands"
+        is_stored = self.stores and (author_param_dtype is None or pattern is not None)
+        is_cached = self.stores and not written and is_half(policy.compute_dtype)
         return Treatment(
             policy=policy,
             written=written,
             is_by_author=is_by_author,
-            stores=self.stores,
             is_overridden=pattern is not None,
+            param_dtype=policy.param_dtype if is_stored else None,
+            cache_dtype=policy.compute_dtype if is_cached else None,
             not_half=reason_not_half(policy, computes, pattern, self.operations),
         )
 
@@ -111,8 +116,9 @@ def _names_operations(key: Any) -> bool:
     return isinstance(key, str) and (key.startswith(OPERATIONS) or bool(path_and_primitive(key)[1]))
 
 
-VariableKind = Literal["param", "cache", "activation", "statistics"]
-"""The kind of a variable: how it is stored. Activations are intermediates and perturbations."""
+VariableKind = Literal["param", "cache", "activation", "other"]
+"""The kind of a variable: how it is stored. Activations are intermediates and perturbations. Batch statistics are of
+the kind ``"other"``."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -124,16 +130,18 @@ class Treatment:
       written: empty if the engine decides. Otherwise the code runs as it is written, and the text says who casts: Flax
         casts to the ``"dtype"`` of the module, or jaxmp casts the ``"operands"``, which are arguments and params.
       is_by_author: whether the author set the ``dtype`` of the module, and no override matches it.
-      stores: whether params are stored in the param dtype.
       is_overridden: whether an override names the module, so that it wins over the author's dtypes.
+      param_dtype: the dtype in which new params are stored; None to store them as they are initialised.
+      cache_dtype: the dtype in which new float32 caches are stored; None to store them as they are created.
       not_half: the reason why the module does not compute in half precision; None if it does.
     """
 
     policy: Policy
     written: Literal["", "dtype", "operands"]
     is_by_author: bool
-    stores: bool
     is_overridden: bool
+    param_dtype: np.dtype | None
+    cache_dtype: np.dtype | None
     not_half: Reason | None
 
     def mark(self) -> contextlib.AbstractContextManager[None]:
@@ -162,19 +170,25 @@ class Treatment:
         is_cast = is_operand and self.written == "operands" and _is_narrow_float(value)
         return value.astype(self.policy.compute_dtype) if is_cast else value
 
-    def stored(self, value: Any, old: Any, kind: VariableKind) -> Any:
-        """Return a leaf that the module writes to a variable, in the dtype in which it is stored.
+    def for_storage(self, value: Any, old: Any, kind: VariableKind) -> Any:
+        """Return a value that the module writes to a variable, in the dtypes in which it is stored.
 
-        ``old`` is the value that the leaf replaces, or None.
+        ``old`` is the value that the variable had before, or None.
         """
+        structure: Any = jax.tree.structure
+        if old is not None and structure(value) == structure(old):
+            return jax.tree.map(lambda new, old: self._leaf_for_storage(new, old, kind), value, old)
+        return jax.tree.map(lambda new: self._leaf_for_storage(new, None, kind), value)
+
+    def _leaf_for_storage(self, value: Any, old: Any, kind: VariableKind) -> Any:
         if kind == "activation" or not _tree.is_float_array(value):
             return value
         if _tree.is_float_array(old):
             return _tree.cast(value, old.dtype)
-        if not self.stores or self.written:
-            return value
-        if kind == "cache" and value.dtype == np.float32 and is_half(self.policy.compute_dtype):
-            return value.astype(self.policy.compute_dtype)
+        if kind == "param" and self.param_dtype is not None:
+            return _tree.cast(value, self.param_dtype)
+        if kind == "cache" and self.cache_dtype is not None and value.dtype == np.float32:
+            return value.astype(self.cache_dtype)
         return value
 
 

@@ -114,8 +114,8 @@ class Run:
         root = self._root_of(module)
         if root is None:
             return method(*args, **kwargs)
-        treatment, param_dtype = self._prepare(module, root)
-        with converting(module.scope, treatment, param_dtype):
+        treatment = self._prepare(module, root)
+        with converting(module.scope, treatment):
             return self._call_treated(module, root, treatment, method, args, kwargs, context.method_name)
 
     def _call_treated(
@@ -156,20 +156,24 @@ class Run:
         around = [root for root in inner if module.path[: len(root.path)] == root.path]
         return around[-1] if around else roots[-1]
 
-    def _prepare(self, module: Any, root: Root) -> tuple[Treatment, Any]:
-        """Return how a module is computed, and the dtype of its new params; prepare its ``dtype``."""
+    def _prepare(self, module: Any, root: Root) -> Treatment:
+        """Return how a module is computed, and prepare its ``dtype``."""
         path = module.path[len(root.path) :]
         classes = self.modules_of(root).add(root, module)
         defaults = {field.name: field.default for field in dataclasses.fields(module)}
-        treatment = root.policy.treatment(path, classes, _set_by_author(module, "dtype", defaults), _has_dtype(module))
+        treatment = root.policy.treatment(
+            path,
+            classes,
+            author_dtype=_set_by_author(module, "dtype", defaults),
+            author_param_dtype=_set_by_author(module, "param_dtype", defaults),
+            has_dtype=_has_dtype(module),
+        )
         if not treatment.is_by_author:
             _replace_dtype(module, treatment)
-        author_param_dtype = _set_by_author(module, "param_dtype", defaults)
-        keeps_params = not treatment.stores or (author_param_dtype is not None and not treatment.is_overridden)
-        if is_bridge(type(module)) and treatment.stores:
+        if is_bridge(type(module)) and root.policy.stores:
             require_policy_in_bridge(module, path)
-            keeps_params, treatment = True, dataclasses.replace(treatment, written="dtype")
-        return treatment, None if keeps_params else treatment.policy.param_dtype
+            return dataclasses.replace(treatment, written="dtype", param_dtype=None, cache_dtype=None)
+        return treatment
 
     def check(self, root: Root, module: Any) -> list[NotHalf]:
         """Raise an error if a pattern matched nothing; return the modules that are not half.
@@ -202,8 +206,8 @@ def _has_dtype(module: Any) -> bool:
 def _set_by_author(module: Any, name: str, defaults: dict[str, Any]) -> np.dtype | None:
     """Return a dtype field if its author set it, otherwise None."""
     value = getattr(module, name) if name in defaults else None
-    is_open = value is None or value is TRACED or not is_floating(value) or is_default(value, defaults[name])
-    return None if is_open else np.dtype(value)
+    is_unset = value is None or value is TRACED or not is_floating(value) or is_default(value, defaults[name])
+    return None if is_unset else np.dtype(value)
 
 
 def _replace_dtype(module: Any, treatment: Treatment) -> None:

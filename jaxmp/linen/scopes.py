@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import jax
 from flax.core import Scope
 
-from jaxmp.base import trees as _tree
 from jaxmp.engine.model_policy import ModelPolicy, Treatment, VariableKind
 from jaxmp.policy.patterns import Path, is_class_pattern
 
@@ -26,7 +25,7 @@ _KINDS: dict[str, VariableKind] = {
     "intermediates": "activation",
     "perturbations": "activation",
 }
-"""The kinds of collections that have rules of their own. All other collections hold statistics."""
+"""The kinds of collections that have rules of their own."""
 ACTIVATIONS = tuple(name for name, kind in _KINDS.items() if kind == "activation")
 
 
@@ -57,21 +56,19 @@ def without_roots(scope: Any) -> Scope:
 
 
 @contextlib.contextmanager
-def converting(scope: Any, treatment: Treatment, param_dtype: Any) -> Iterator[None]:
+def converting(scope: Any, treatment: Treatment) -> Iterator[None]:
     """Convert the variables that a module reads from ``scope`` and writes to it, inside of the context.
 
     Args:
       scope: the scope of the module. Modules that share it may have other treatments.
       treatment: how the module is computed.
-      param_dtype: the dtype in which new params are stored; None to store them as they are initialised.
     """
-    before = scope.__class__, vars(scope).get("jaxmp_treatment"), vars(scope).get("jaxmp_param_dtype")
-    scope.__class__ = _ConvertingScope
-    scope.jaxmp_treatment, scope.jaxmp_param_dtype = treatment, param_dtype
+    before = scope.__class__, vars(scope).get("jaxmp_treatment")
+    scope.__class__, scope.jaxmp_treatment = _ConvertingScope, treatment
     try:
         yield
     finally:
-        scope.__class__, scope.jaxmp_treatment, scope.jaxmp_param_dtype = before
+        scope.__class__, scope.jaxmp_treatment = before
 
 
 class _ConvertingScope(Scope):
@@ -81,7 +78,6 @@ class _ConvertingScope(Scope):
     """
 
     jaxmp_treatment: Treatment
-    jaxmp_param_dtype: Any
 
     def param(self, *args: Any, **kwargs: Any) -> Any:
         return self._for_code(PARAMS, super().param(*args, **kwargs))
@@ -90,31 +86,20 @@ class _ConvertingScope(Scope):
         return self._for_code(col, super().get_variable(col, name, default))
 
     def put_variable(self, col: str, name: str, value: Any) -> None:
+        kind = _KINDS.get(col, "other")
+        if kind != "activation" and isinstance(value, Mapping) and col not in self.reservations.get(name, ()):
+            kind = "other"  # the variables of a submodule, whose own scope has converted the new ones
         old = super().get_variable(col, name)
-        super().put_variable(col, name, self._stored(col, name, value, old))
+        super().put_variable(col, name, self.jaxmp_treatment.for_storage(value, old, kind))
 
     def push(self, name: Any = None, *args: Any, **kwargs: Any) -> Scope:
         scope = super().push(name, *args, **kwargs)
-        if any(
-            not is_class_pattern(pattern) for root in roots_around(scope) for pattern in root.policy.policies.patterns
-        ):
+        if any(_has_path_patterns(root.policy) for root in roots_around(scope)):
             _set_flag(scope, _PATH, scope.path)
         return scope
 
     def _for_code(self, col: str, value: Any) -> Any:
         return jax.tree.map(lambda leaf: self.jaxmp_treatment.for_code(leaf, col == PARAMS), value)
-
-    def _stored(self, col: str, name: str, value: Any, old: Any) -> Any:
-        """Return the value of a variable in the dtypes in which it is stored."""
-        kind: VariableKind = _KINDS.get(col, "statistics")
-        structure: Any = jax.tree.structure
-        if old is not None and structure(value) == structure(old):
-            return jax.tree.map(lambda new, old: self.jaxmp_treatment.stored(new, old, kind), value, old)
-        if isinstance(value, Mapping) and col not in self.reservations.get(name, ()):
-            return value  # the variables of a submodule, which its own scope has converted
-        if kind == "param":
-            return value if self.jaxmp_param_dtype is None else _tree.cast(value, self.jaxmp_param_dtype)
-        return jax.tree.map(lambda new: self.jaxmp_treatment.stored(new, None, kind), value)
 
 
 def _has_path_patterns(policy: ModelPolicy) -> bool:

@@ -146,15 +146,20 @@ def _require_policies_in_bridges(graph: ModuleGraph) -> None:
 def _decide(model_policy: ModelPolicy, node: ModuleNode, graph: ModuleGraph) -> NnxDecision:
     """Return the decision for the module of ``node``."""
     path = _deciding_path(model_policy.policies, node, graph)
-    treatment = model_policy.treatment(path, graph.classes, node.set_by_author("dtype"), _has_dtype(node.module))
-    keeps_params = node.set_by_author("param_dtype") is not None and not treatment.is_overridden
-    keeps_params = keeps_params or node.wraps_linen
+    treatment = model_policy.treatment(
+        path,
+        graph.classes,
+        author_dtype=node.set_by_author("dtype"),
+        author_param_dtype=node.set_by_author("param_dtype"),
+        has_dtype=_has_dtype(node.module),
+    )
+    if node.wraps_linen:
+        treatment = dataclasses.replace(treatment, param_dtype=None)
     return NnxDecision(
         model=model_policy,
         treatment=treatment,
         is_root=node is graph.nodes[0],
         replaced_dtype=(vars(node.module)["dtype"],) if _is_replaced(node.module, treatment) else (),
-        param_dtype=None if keeps_params or not model_policy.stores else treatment.policy.param_dtype,
     )
 
 
@@ -204,10 +209,10 @@ def _set_up(
 
     ``casts`` has the Params that were cast for other modules, by the ids of the original Params.
     """
-    if decision.param_dtype is not None:
-        _cast_params(node.module, decision.param_dtype, casts)
+    treatment = decision.treatment
+    if treatment.param_dtype is not None:
+        _cast_params(node.module, treatment.param_dtype, casts)
     if decision.replaced_dtype:
-        treatment = decision.treatment
         vars(node.module)["dtype"] = treatment.policy.compute_dtype if treatment.written else np.dtype(np.float32)
     decision = dataclasses.replace(decision, level=_nesting_level(node, decision, graph))
     object.__setattr__(node.module, "__class__", policied_class(bare_class(node.module), decision))

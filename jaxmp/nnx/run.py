@@ -18,13 +18,11 @@ from contextvars import ContextVar
 from typing import Any
 
 import jax
-import numpy as np
 from flax import nnx
 
 from jaxmp._internals.flax.nnx import is_pytree_class, repr_with
 from jaxmp._internals.flax.nnx_calls import of_arrays
 from jaxmp._internals.flax.nnx_variables import is_module, is_object, modules_in, own_variables
-from jaxmp.base import trees as _tree
 from jaxmp.base.cache_keys import policies_off
 from jaxmp.engine.autocast import computed
 from jaxmp.engine.eager_calls import call_eagerly
@@ -44,7 +42,6 @@ class NnxDecision:
       treatment: how the methods of the module are computed.
       is_root: whether the policy was applied to this module itself. Its results are then cast to the output dtype.
       replaced_dtype: the ``dtype`` of the author, in a tuple, if the policy replaced it.
-      param_dtype: the dtype in which new Params are stored; None if the author or the initializer decides.
       level: a number that makes the classes of two nested modules differ if all else is equal. Without this number, a
         call of the inner module would look like a call of the outer module's copy in a transform.
       not_half: for a root, the modules that do not compute in half precision.
@@ -54,7 +51,6 @@ class NnxDecision:
     treatment: Treatment
     is_root: bool
     replaced_dtype: tuple[Any, ...]
-    param_dtype: np.dtype | None
     level: int = 0
     not_half: tuple[NotHalf, ...] = ()
 
@@ -317,23 +313,16 @@ def _variables_for_code(modules: list[Any]) -> Iterator[None]:
             now = var.get_raw_value()
             if id(var) in stored and now is read:
                 new = value
-            elif isinstance(var, nnx.Param) and id(var) not in stored:
-                new = now if decision.param_dtype is None else _tree.cast(now, decision.param_dtype)
             else:
-                new = _stored(decision.treatment, var, now, value)
+                new = decision.treatment.for_storage(now, value, _kind_of(var))
             if new is not now:
                 var.set_raw_value(new)
             stored[id(var)] = var, new, new
 
 
 _KINDS: dict[type, VariableKind] = {nnx.Param: "param", nnx.Cache: "cache", nnx.Intermediate: "activation"}
-"""The kinds of Variables that have rules of their own. All other Variables hold statistics."""
+"""The kinds of Variables that have rules of their own."""
 
 
-def _stored(treatment: Treatment, var: Any, new: Any, old: Any) -> Any:
-    """Return the value of a Variable in the dtypes in which it is stored."""
-    kind: VariableKind = next((kind for cls, kind in _KINDS.items() if isinstance(var, cls)), "statistics")
-    structure: Any = jax.tree.structure
-    if old is not None and structure(new) == structure(old):
-        return jax.tree.map(lambda new, old: treatment.stored(new, old, kind), new, old)
-    return jax.tree.map(lambda new: treatment.stored(new, None, kind), new)
+def _kind_of(var: nnx.Variable[Any]) -> VariableKind:
+    return next((kind for cls, kind in _KINDS.items() if isinstance(var, cls)), "other")
