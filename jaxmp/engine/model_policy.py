@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 import jax
@@ -73,6 +73,10 @@ class ModelPolicy:
         root = self.policies.root
         half = root.compute_dtype if is_half(root.compute_dtype) else None
         return Rules(half, dict(self.operations), float8=root.float8, decided=decided)
+
+    def cast_to_output(self, result: Any) -> Any:
+        """Return the result of the model in the output dtype."""
+        return self.policies.root.cast_to_output(result) if self.stores else result
 
     def treatment(
         self,
@@ -149,24 +153,13 @@ class Treatment:
         dtype = None if self.written else self.policy.compute_dtype
         return computing(dtype, self.policy.matmul_precision, self.policy.float8, self.is_overridden)
 
-    def products(self, caller: Treatment | None, ambient: str | None) -> contextlib.AbstractContextManager[Any]:
-        """Return a context that sets the policy's precision of products.
-
-        The context changes nothing if ``caller`` has the same precision, because the calling module may have set
-        another precision around this call. ``ambient`` is the precision if the policy has no ``matmul_precision``.
-        """
-        wanted = self.policy.matmul_precision
-        if wanted == (caller.policy.matmul_precision if caller else None):
-            return contextlib.nullcontext()
-        return jax.default_matmul_precision(wanted or ambient)
-
     def for_code(self, value: Any, is_operand: bool = True) -> Any:
         """Return a leaf for the code of the module.
 
         Code that the engine decides gets half arrays in float32.
         """
         if not self.written:
-            return widen(value)
+            return _widen(value)
         is_cast = is_operand and self.written == "operands" and _is_narrow_float(value)
         return value.astype(self.policy.compute_dtype) if is_cast else value
 
@@ -192,7 +185,81 @@ class Treatment:
         return value
 
 
-def widen(value: Any) -> Any:
+@dataclasses.dataclass(frozen=True, eq=False)
+class MethodCall:
+    """A running method of a module.
+
+    Attributes:
+      module: the module.
+      path: its path.
+      treatment: how the module is computed.
+      model: the policy of the model if the result of the call is cast as the model's result; None if it is not.
+    """
+
+    module: Any
+    path: Path
+    treatment: Treatment
+    model: ModelPolicy | None = None
+
+
+class CallStack:
+    """The running methods of a model.
+
+    Args:
+      map_arrays: a function that applies another function to all arrays of a tree, as ``jax.tree.map`` does.
+    """
+
+    def __init__(self, map_arrays: Callable[..., Any]) -> None:
+        config: Any = jax.config
+        self._ambient_precision: str | None = config.jax_default_matmul_precision
+        self._map_arrays = map_arrays
+        self._calls: list[MethodCall] = []
+
+    @property
+    def innermost(self) -> MethodCall | None:
+        """Return the innermost running method; None if code outside of the model runs."""
+        return self._calls[-1] if self._calls else None
+
+    @contextlib.contextmanager
+    def enter(self, call: MethodCall) -> Iterator[None]:
+        """Record that ``call`` is running in this context."""
+        self._calls.append(call)
+        try:
+            yield
+        finally:
+            self._calls.pop()
+
+    def run(self, call: MethodCall, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a method as the treatment of its module says.
+
+        Arrays are converted where they enter code of another kind: code that the engine decides reads half arrays in
+        float32, and code that runs as it is written reads the dtypes of its policy.
+        """
+        treatment = call.treatment
+        caller = self.innermost.treatment if self.innermost is not None else None
+        if treatment.written or caller is None or caller.written:
+            args, kwargs = self._map_arrays(treatment.for_code, (args, kwargs))
+        with treatment.mark(), self._matmul_context(treatment, caller), self.enter(call):
+            result = method(*args, **kwargs)
+        if call.model is not None:
+            result = self._map_arrays(call.model.cast_to_output, result)
+        if treatment.written and caller is not None and not caller.written:
+            return self._map_arrays(_widen, result)
+        return result
+
+    def _matmul_context(self, treatment: Treatment, caller: Treatment | None) -> contextlib.AbstractContextManager[Any]:
+        """Return a context that sets the policy's precision of products.
+
+        The context changes nothing if ``caller`` has the same precision, because the calling module may have set
+        another precision around this call.
+        """
+        wanted = treatment.policy.matmul_precision
+        if wanted == (caller.policy.matmul_precision if caller else None):
+            return contextlib.nullcontext()
+        return jax.default_matmul_precision(wanted or self._ambient_precision)
+
+
+def _widen(value: Any) -> Any:
     """Return a half array in float32, by a cast that the engine ignores; return other leaves unchanged."""
     return widened(jnp.asarray(value)) if _tree.is_float_array(value) and is_half(value.dtype) else value
 

@@ -130,15 +130,16 @@ class _Policied(Hooks):
             return call()
         run, root = current_run(), Root(self.jaxmp_policy, self.path)
         add_root(self.scope, root)
-        if run is None:
-            return _run_model(self, root, method, args, kwargs, name)
-        if root in run.active:
+        if run is not None and root in run.active:
             return call()
-        require_no_operations(self.jaxmp_policy, self)
-        with run.inside(root):  # a model inside of another
-            result = call()
-            run.check(root, self)
-        return _cast_output(root.policy, result)
+        if run is None:
+            result = _run_model(self, root, method, args, kwargs, name)
+        else:  # a model inside of another
+            require_no_operations(self.jaxmp_policy, self)
+            with run.inside(root):
+                result = call()
+                run.check(root, self)
+        return self.jaxmp_policy.cast_to_output(result)
 
     def jaxmp_register(self) -> None:
         if self.scope is not None and not is_checked(self):
@@ -214,11 +215,7 @@ def _run_model(module: Any, root: Root, method: Callable[..., Any], args: Any, k
             if name == "__call__" and not creates_params:
                 rules.check()
             check.ran([] if creates_params else not_half)
-    return _cast_output(root.policy, result)
-
-
-def _cast_output(policy: ModelPolicy, result: Any) -> Any:
-    return policy.policies.root.cast_to_output(result) if policy.stores else result
+    return result
 
 
 def _through_engine(rules: Rules, fun: Callable[..., Any]) -> Callable[..., Any]:

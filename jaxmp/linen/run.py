@@ -20,7 +20,7 @@ from jaxmp._internals.flax.linen import is_checked
 from jaxmp.base import trees as _tree
 from jaxmp.engine.eager_calls import key_of
 from jaxmp.engine.half_check import NotHalf, Reason
-from jaxmp.engine.model_policy import TRACED, Treatment, is_default, is_floating, widen
+from jaxmp.engine.model_policy import TRACED, CallStack, MethodCall, Treatment, is_default, is_floating
 from jaxmp.linen.bridge import is_bridge, require_policy_in_bridge
 from jaxmp.linen.scopes import PARAMS, Root, converting, roots_around
 from jaxmp.policy.patterns import Path
@@ -40,20 +40,6 @@ def key_of_module(module: Any) -> Any:
     if not isinstance(module, nn.Module):
         return None
     return (type(module), module.name, key_of(author_fields(module), key_of_module))
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Call:
-    """A running method of a module."""
-
-    module: nn.Module
-    path: Path
-    treatment: Treatment
-
-    def is_of_same_module(self, module: nn.Module) -> bool:
-        """Return whether ``module`` calls itself, as in a helper method or the body of a lifted transform."""
-        related = isinstance(module, type(self.module)) or isinstance(self.module, type(module))
-        return self.path == module.path and related
 
 
 @dataclasses.dataclass(eq=False)
@@ -89,11 +75,9 @@ class Run:
     """A call of a model under a policy, from the outside until it returns."""
 
     def __init__(self) -> None:
-        config: Any = jax.config
-        self.ambient_precision: str | None = config.jax_default_matmul_precision
         self.modules: dict[Root, _CalledModules] = {}
         self.active: list[Root] = []  # the roots whose methods are running, innermost last
-        self.calls: list[_Call] = []  # the running methods, innermost last
+        self.calls = CallStack(jax.tree.map)
 
     def modules_of(self, root: Root) -> _CalledModules:
         """Return the modules of a root that this run has called."""
@@ -116,35 +100,10 @@ class Run:
             return method(*args, **kwargs)
         treatment = self._prepare(module, root)
         with converting(module.scope, treatment):
-            return self._call_treated(module, root, treatment, method, args, kwargs, context.method_name)
-
-    def _call_treated(
-        self,
-        module: Any,
-        root: Root,
-        treatment: Treatment,
-        method: Callable[..., Any],
-        args: Any,
-        kwargs: Any,
-        name: str,
-    ) -> Any:
-        """Call a method of a module, and convert its arguments and its result."""
-        caller = self.calls[-1] if self.calls else None
-        if name == "setup" or (caller is not None and caller.is_of_same_module(module)):
-            return method(*args, **kwargs)
-        self.modules_of(root).not_half.setdefault(module.path[len(root.path) :], treatment.not_half)
-        if treatment.written or caller is None or caller.treatment.written:
-            args, kwargs = jax.tree.map(treatment.for_code, (args, kwargs))
-        products = treatment.products(caller.treatment if caller else None, self.ambient_precision)
-        self.calls.append(_Call(module, module.path, treatment))
-        try:
-            with treatment.mark(), products:
-                result = method(*args, **kwargs)
-        finally:
-            self.calls.pop()
-        if treatment.written and caller is not None and not caller.treatment.written:
-            return jax.tree.map(widen, result)
-        return result
+            if context.method_name == "setup" or _calls_itself(self.calls.innermost, module):
+                return method(*args, **kwargs)
+            self.modules_of(root).not_half.setdefault(module.path[len(root.path) :], treatment.not_half)
+            return self.calls.run(MethodCall(module, module.path, treatment), method, args, kwargs)
 
     def _root_of(self, module: Any) -> Root | None:
         """Return the innermost root around a module; None if the module is under no policy."""
@@ -196,6 +155,13 @@ class Run:
             for path, reason in called.not_half.items()
             if reason is not None
         ]
+
+
+def _calls_itself(caller: MethodCall | None, module: nn.Module) -> bool:
+    """Return whether a module calls itself, as in a helper method or the body of a lifted transform."""
+    if caller is None or caller.path != module.path:
+        return False
+    return isinstance(module, type(caller.module)) or isinstance(caller.module, type(module))
 
 
 def _has_dtype(module: Any) -> bool:

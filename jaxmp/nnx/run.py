@@ -13,9 +13,9 @@ import functools
 import inspect
 import itertools
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
@@ -27,7 +27,7 @@ from jaxmp.base.cache_keys import policies_off
 from jaxmp.engine.autocast import computed
 from jaxmp.engine.eager_calls import call_eagerly
 from jaxmp.engine.half_check import NotHalf, ProductsCheck
-from jaxmp.engine.model_policy import ModelPolicy, Treatment, VariableKind, widen
+from jaxmp.engine.model_policy import CallStack, MethodCall, ModelPolicy, Treatment, VariableKind
 from jaxmp.policy.patterns import Path
 
 
@@ -115,8 +115,8 @@ def _entrance(method: Any) -> Callable[..., Any]:
 
     @functools.wraps(getattr(method, "func", method), updated=())
     def enter(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _innermost.get() is not None:
-            return _run_method(self, method, args, kwargs)
+        if (run := _run.get()) is not None:
+            return run.call(self, method, args, kwargs)
         if (runs := numbers.get()) is None:
             return _run_model(self, method, args, kwargs)
         with jax.named_scope(f"jaxmp.run:{next(runs)}"):
@@ -130,76 +130,107 @@ numbers: ContextVar[Iterator[int] | None] = ContextVar("jaxmp_nnx_numbers", defa
 scope."""
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class _Run:
     """A call of a model, with the calls of modules inside of this call.
 
     If you call a module below a root directly, as in ``model.head(x)``, the module is the root of this run.
 
     Attributes:
-      ambient_precision: the precision of products outside of the run.
-      paths: the modules and their paths, by the ids of the modules. The dict keeps the modules alive.
-      calls: a counter of calls, which numbers their scopes.
-      called: the ids of the modules that were called.
+      modules: the modules of the model, without the copies that transforms make in the call.
     """
 
-    ambient_precision: str | None
-    paths: dict[int, tuple[Any, Path]]
-    calls: Iterator[int] = dataclasses.field(default_factory=itertools.count)
-    called: set[int] = dataclasses.field(default_factory=set)
+    def __init__(self, module: Any) -> None:
+        self._stack = CallStack(_map_arrays)
+        self._paths: dict[int, tuple[Any, Path]] = {}  # modules and their paths, by id; keeps the modules alive
+        self._called: set[int] = set()  # the ids of the modules that were called
+        self._numbers = itertools.count()  # numbers the scopes of calls
+        self._find_paths(module, ())
+        self.modules = [module for module, _ in self._paths.values()]
 
-    def called_all(self, modules: Mapping[int, tuple[Any, Path]]) -> bool:
+    def call(self, module: Any, method: Any, args: Any, kwargs: Any) -> Any:
+        """Call ``method`` of ``module``, as the decision for the module says.
+
+        If the module calls its own method, no scope is opened and nothing is cast.
+        """
+        bound = method.__get__(module, type(module))
+        caller = self._stack.innermost
+        if caller is not None and self._calls_itself(caller, module):
+            return bound(*args, **kwargs)
+        around = caller.path if caller is not None else ()
+        if id(module) not in self._paths:  # a copy that a transform has made
+            self._find_paths(module, (*around, type(module).__name__))
+        path = self._paths[id(module)][1]
+        self._called.add(id(module))
+        decision: NnxDecision = type(module).jaxmp_decision
+        call = MethodCall(module, path, decision.treatment, decision.model if decision.is_root else None)
+        with self._scope(path, around):
+            if policies_off.value:
+                with self._stack.enter(call):
+                    return bound(*args, **kwargs)
+            return self._stack.run(call, bound, args, kwargs)
+
+    def _calls_itself(self, caller: MethodCall, module: Any) -> bool:
+        """Return whether a module calls itself, as in a helper method or the body of a transform."""
+        is_copy = id(module) not in self._paths and type(module) is type(caller.module)
+        return module is caller.module or is_copy
+
+    def _scope(self, path: Path, around: Path) -> contextlib.AbstractContextManager[Any]:
+        """Return the scope of the module at ``path`` in the scope of the module at ``around``."""
+        scope = "/".join(path[len(around) :] if path[: len(around)] == around else path)
+        if not scope:
+            return contextlib.nullcontext()
+        return jax.named_scope(scope if numbers.get() is None else f"{scope}/jaxmp.call:{next(self._numbers)}")
+
+    def called_all(self) -> bool:
         """Return whether every module with Params was called.
 
         A transform calls copies of modules. A call of a copy counts as a call of the module.
         """
-        copies = {type(self.paths[key][0]) for key in self.called - modules.keys()}
-        for key, (module, _) in modules.items():
-            if key in self.called or type(module) in copies or not is_module(module):
+        of_model = {id(module) for module in self.modules}
+        classes_of_copies = {type(self._paths[key][0]) for key in self._called - of_model}
+        for module in self.modules:
+            if id(module) in self._called or type(module) in classes_of_copies or not is_module(module):
                 continue
             if any(isinstance(var, nnx.Param) for var in own_variables(module)):
                 return False
         return True
 
-    def find_paths(self, module: Any, path: Path) -> None:
+    def _find_paths(self, module: Any, path: Path) -> None:
         """Record the paths of a module and of the modules below it."""
-        self.paths.update((id(node), (node, (*path, *below))) for below, node in modules_in(module))
+        self._paths.update((id(node), (node, (*path, *below))) for below, node in modules_in(module))
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Call:
-    """A running method of an NNX module, and its run."""
-
-    run: _Run
-    module: Any
-    path: Path
-    treatment: Treatment | None
+_run: ContextVar[_Run | None] = ContextVar("jaxmp_nnx_run", default=None)
 
 
-_innermost: ContextVar[_Call | None] = ContextVar("jaxmp_nnx_call", default=None)
+@contextlib.contextmanager
+def _start_run(module: Any) -> Iterator[_Run]:
+    """Start a run, which lasts until the end of the context."""
+    run = _Run(module)
+    token = _run.set(run)
+    try:
+        yield run
+    finally:
+        _run.reset(token)
 
 
 def _run_model(module: Any, method: Any, args: Any, kwargs: Any) -> Any:
     """Call ``method`` of ``module`` as a program that the engine rewrites."""
-    config: Any = jax.config
-    decision, ambient = type(module).jaxmp_decision, config.jax_default_matmul_precision
     if policies_off.value:
-        run = _Run(ambient, {})
-        run.find_paths(module, ())
-        with _with_author_dtypes([node for node, _ in run.paths.values()]):
-            return _run_method(module, method, args, kwargs, run)
+        with _start_run(module) as run, _with_author_dtypes(run.modules):
+            return run.call(module, method, args, kwargs)
+    decision: NnxDecision = type(module).jaxmp_decision
     check = ProductsCheck(decision.model.policies.root)
-    complete_calls: list[_Run] = []  # the run, if it called every module
+    called_all = False
 
     def fun(module: Any, args: Any, kwargs: Any) -> Any:  # the arguments are copies, which the trace may change
-        run = _Run(ambient, {})
-        run.find_paths(module, ())
-        modules = dict(run.paths)  # without the copies that transforms make later
-        with _variables_for_code([node for node, _ in modules.values()]):
-            result = _run_method(module, method, args, kwargs, run)
-        if run.called_all(modules):
-            complete_calls.append(run)
-        check.ran(decision.not_half if complete_calls else ())
+        nonlocal called_all
+        with _start_run(module) as run:
+            before = _convert_for_code(run.modules)
+            result = run.call(module, method, args, kwargs)
+            _convert_for_storage(run.modules, before)
+        called_all = run.called_all()
+        check.ran(decision.not_half if called_all else ())
         return result
 
     of_call, arguments, write, key = of_arrays(fun, (module, args, kwargs), {})
@@ -207,62 +238,14 @@ def _run_model(module: Any, method: Any, args: Any, kwargs: Any) -> Any:
     def pure(*arguments: Any) -> Any:
         rules = decision.model.rules(check.decided)
         results = computed(of_call, rules, arguments, {})
-        if complete_calls:
+        if called_all:
             rules.check()
         return results
 
     return write(*call_eagerly(pure, lambda: (method, key, numbers.get() is None), arguments))
 
 
-def _run_method(module: Any, method: Any, args: Any, kwargs: Any, new_run: _Run | None = None) -> Any:
-    """Call a method of ``module`` in ``new_run``, or in the run of the calling method.
-
-    If the module calls its own method, no scope is opened and nothing is cast.
-    """
-    caller = _innermost.get() if new_run is None else None
-    run = caller.run if caller else new_run
-    assert run is not None
-    decision: NnxDecision = type(module).jaxmp_decision
-    bound = method.__get__(module, type(module))
-    known = run.paths.get(id(module))
-    if caller and (module is caller.module or (known is None and type(module) is type(caller.module))):
-        return bound(*args, **kwargs)
-    around = caller.path if caller else ()
-    if known is None:  # a copy that a transform has made
-        run.find_paths(module, (*around, type(module).__name__))
-        known = run.paths[id(module)]
-    path = known[1]
-    scope = "/".join(path[len(around) :] if path[: len(around)] == around else path)
-    if scope and numbers.get() is not None:
-        scope += f"/jaxmp.call:{next(run.calls)}"
-    run.called.add(id(module))
-    with jax.named_scope(scope) if scope else contextlib.nullcontext():
-        treatment = None if policies_off.value else decision.treatment
-        call = _Call(run, module, path, treatment)
-        if treatment is None:
-            return _in_call(call, bound, args, kwargs)
-        caller_treatment = caller.treatment if caller else None
-        if treatment.written or caller_treatment is None or caller_treatment.written:
-            args, kwargs = _arrays(treatment.for_code, (args, kwargs))
-        with treatment.mark(), treatment.products(caller_treatment, run.ambient_precision):
-            result = _in_call(call, bound, args, kwargs)
-        if decision.is_root and decision.model.stores:
-            result = _arrays(decision.model.policies.root.cast_to_output, result)
-        if treatment.written and caller_treatment is not None and not caller_treatment.written:
-            return _arrays(widen, result)
-        return result
-
-
-def _in_call(call: _Call, bound: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Run a method as the caller of all methods inside."""
-    token = _innermost.set(call)
-    try:
-        return bound(*args, **kwargs)
-    finally:
-        _innermost.reset(token)
-
-
-def _arrays(convert: Callable[[Any], Any], tree: Any) -> Any:
+def _map_arrays(convert: Callable[[Any], Any], tree: Any) -> Any:
     """Apply ``convert`` to the arrays of ``tree``.
 
     Arrays in modules and in other objects of NNX are unchanged.
@@ -286,38 +269,59 @@ def _with_author_dtypes(modules: list[Any]) -> Iterator[None]:
             attributes["dtype"] = dtype
 
 
-@contextlib.contextmanager
-def _variables_for_code(modules: list[Any]) -> Iterator[None]:
-    """Give Variables the dtypes in which the code of their modules is traced, inside of the context.
+class _Values(NamedTuple):
+    """The values of a Variable, which is kept alive so that no other Variable gets its id."""
 
-    At the end of the context, all Variables have the dtypes in which they are stored.
+    var: Any
+    stored: Any
+    for_code: Any
+
+
+def _convert_for_code(modules: list[Any]) -> dict[int, _Values]:
+    """Give Variables the dtypes in which the code of their modules is traced.
+
+    Return the values of the Variables by their ids. The first module of a shared Variable decides its dtype.
     """
-    stored: dict[int, tuple[Any, Any, Any]] = {}  # by id: the Variable, its stored value, and its value for the code
-    owners = [(module, decision) for module in modules if (decision := decision_of(module)) is not None]
-    for module, decision in owners:
+    values: dict[int, _Values] = {}
+    for module, treatment in _treatments(modules):
         for var in own_variables(module):
-            value, is_param = var.get_raw_value(), isinstance(var, nnx.Param)
-            if id(var) in stored:  # shared with an earlier module
+            if id(var) in values:
                 continue
-            for_code = functools.partial(decision.treatment.for_code, is_operand=is_param)
-            read = jax.tree.map(for_code, value)
-            if any(new is not old for new, old in zip(jax.tree.leaves(read), jax.tree.leaves(value), strict=True)):
-                var.set_raw_value(read)
+            stored = var.get_raw_value()
+            convert = functools.partial(treatment.for_code, is_operand=isinstance(var, nnx.Param))
+            for_code = jax.tree.map(convert, stored)
+            if any(new is not old for new, old in zip(*map(jax.tree.leaves, (for_code, stored)), strict=True)):
+                var.set_raw_value(for_code)
             else:
-                read = value
-            stored[id(var)] = var, value, read
-    yield
-    for module, decision in owners:
+                for_code = stored
+            values[id(var)] = _Values(var, stored, for_code)
+    return values
+
+
+def _convert_for_storage(modules: list[Any], before: dict[int, _Values]) -> None:
+    """Give Variables the dtypes in which they are stored, after the code of their modules has run.
+
+    ``before`` has the values of the Variables before the code ran. Values that it did not change are restored.
+    """
+    values = dict(before)
+    for module, treatment in _treatments(modules):
         for var in own_variables(module):
-            _, value, read = stored.get(id(var), (var, None, None))
-            now = var.get_raw_value()
-            if id(var) in stored and now is read:
-                new = value
+            value, old = var.get_raw_value(), values.get(id(var))
+            if old is not None and value is old.for_code:
+                new = old.stored
             else:
-                new = decision.treatment.for_storage(now, value, _kind_of(var))
-            if new is not now:
+                new = treatment.for_storage(value, old.stored if old is not None else None, _kind_of(var))
+            if new is not value:
                 var.set_raw_value(new)
-            stored[id(var)] = var, new, new
+            values[id(var)] = _Values(var, new, new)
+
+
+def _treatments(modules: list[Any]) -> Iterator[tuple[Any, Treatment]]:
+    """Yield the modules that are under a policy, with their treatments."""
+    for module in modules:
+        decision = decision_of(module)
+        if decision is not None:
+            yield module, decision.treatment
 
 
 _KINDS: dict[type, VariableKind] = {nnx.Param: "param", nnx.Cache: "cache", nnx.Intermediate: "activation"}

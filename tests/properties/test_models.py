@@ -113,7 +113,7 @@ def test_a_nested_policy_ends_with_its_model_also_after_an_exception(api):
         failing.init(rngs(), X) if api is Linen else failing(X)
     assert jax.config.jax_default_matmul_precision is None
     assert linen_run.current_run() is None
-    assert nnx_run._innermost.get() is None
+    assert nnx_run._run.get() is None
     assert products(*pure(api.dense(), X), X) == ["float32"]
 
 
