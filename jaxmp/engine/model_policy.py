@@ -271,11 +271,6 @@ def _is_narrow_float(value: Any) -> bool:
 # --- dtype fields ---
 
 
-TRACED = np.dtype(np.float32, metadata={"jaxmp": "float32 while the model is traced"})
-"""The float32 that replaces a ``dtype`` that the author has not set. Submodules often get their ``dtype`` from it. As
-it is an object of its own, they can be told from those whose author wrote ``dtype=jnp.float32``."""
-
-
 def is_floating(dtype: Any) -> bool:
     """Return whether ``dtype`` is floating or None, so that a policy may replace it."""
     try:

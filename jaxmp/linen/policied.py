@@ -28,8 +28,8 @@ from jaxmp.engine.eager_calls import call_eagerly, key_of
 from jaxmp.engine.half_check import ProductsCheck
 from jaxmp.engine.model_policy import ModelPolicy, require_no_operations, wrong_model
 from jaxmp.engine.rules import Rules
-from jaxmp.linen.run import author_fields, current_run, key_of_module, running
-from jaxmp.linen.scopes import ACTIVATIONS, PARAMS, Root, add_root, without_roots
+from jaxmp.linen.run import author_fields, current_run, key_of_module, start_run
+from jaxmp.linen.scopes import ACTIVATIONS, PARAMS, PoliciedModel, add_model, without_models
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -72,8 +72,8 @@ def apply_policy(module: M, policy: Any, overrides: Mapping[Any, Any] | None = N
       ValueError: ``module`` has a policy already; an override of an operation has an unknown level, primitive or class.
         These errors are raised when the module runs, because its submodules do not exist earlier: a pattern matched no
         module; an override matched no operation; an ``nnx.bridge.ToLinen`` wraps a class without a policy; or the half
-        policy has no effect, because overrides or dtypes keep
-        every product in float32 (checked in a call that runs all modules).
+        policy has no effect, because overrides or dtypes keep every product in float32 (checked in a call that runs all
+        modules).
 
     >>> model = apply_policy(nn.Dense(2), "mixed_float16")
     >>> variables = model.init(jax.random.key(0), jnp.ones((1, 3)))
@@ -83,8 +83,7 @@ def apply_policy(module: M, policy: Any, overrides: Mapping[Any, Any] | None = N
     >>> [eqn.outvars[0].aval.dtype for eqn in products.eqns if eqn.primitive.name == "dot_general"]
     [dtype('float16')]
     """
-    require_order(module, policy, "jaxmp.linen.apply_policy")
-    return _under(module, policy, overrides, "apply_policy")
+    return _apply(module, policy, overrides, "apply_policy")
 
 
 def autocast(module: M, policy: Any, overrides: Mapping[Any, Any] | None = None) -> M:
@@ -99,25 +98,25 @@ def autocast(module: M, policy: Any, overrides: Mapping[Any, Any] | None = None)
     >>> model.apply(variables, jnp.ones((1, 3))).dtype
     dtype('float32')
     """
-    require_order(module, policy, "jaxmp.linen.autocast")
-    return _under(module, policy, overrides, "autocast")
+    return _apply(module, policy, overrides, "autocast")
 
 
-def _under(module: M, policy: Any, overrides: Mapping[Any, Any] | None, name: str) -> M:
+def _apply(module: M, policy: Any, overrides: Mapping[Any, Any] | None, function: str) -> M:
     """Return ``module`` under a policy.
 
-    ``name`` is the name of the public function that the user called.
+    ``function`` is the name of the public function that the user called.
     """
+    require_order(module, policy, f"jaxmp.linen.{function}")
     if not isinstance(module, nn.Module):
-        raise wrong_model(module, "linen", name)
-    require_no_policy(module, isinstance(module, _Policied), f"jaxmp.linen.{name}")
-    model_policy = ModelPolicy.create(policy, overrides, stores=name == "apply_policy")
+        raise wrong_model(module, "linen", function)
+    require_no_policy(module, isinstance(module, _PolicyHooks), f"jaxmp.linen.{function}")
+    model_policy = ModelPolicy.create(policy, overrides, stores=function == "apply_policy")
     model_policy = model_policy.below(module.name or type(module).__name__)
-    scope = without_roots(module.scope) if module.scope else None
-    return cast(M, _rebuild(_base(type(module)), author_fields(module), model_policy, module.name, scope))
+    scope = without_models(module.scope) if module.scope else None
+    return cast(M, _rebuild(_bare_class(type(module)), author_fields(module), model_policy, module.name, scope))
 
 
-class _Policied(Hooks):
+class _PolicyHooks(Hooks):
     """A mixin for the class of a model under a policy."""
 
     jaxmp_policy: ModelPolicy
@@ -128,22 +127,22 @@ class _Policied(Hooks):
         """Return ``call()``, the call of ``method``; a call from outside of the model runs under its policy."""
         if policies_off.value or self.scope is None or is_checked(self) or name == "setup":
             return call()
-        run, root = current_run(), Root(self.jaxmp_policy, self.path)
-        add_root(self.scope, root)
-        if run is not None and root in run.active:
+        run, model = current_run(), PoliciedModel(self.jaxmp_policy, self.path)
+        add_model(self.scope, model)
+        if run is not None and model in run.active:
             return call()
         if run is None:
-            result = _run_model(self, root, method, args, kwargs, name)
+            result = _run_model(self, model, method, args, kwargs, name)
         else:  # a model inside of another
             require_no_operations(self.jaxmp_policy, self)
-            with run.inside(root):
+            with run.enter(model):
                 result = call()
-                run.check(root, self)
+                run.check_patterns(model, self)
         return self.jaxmp_policy.cast_to_output(result)
 
     def jaxmp_register(self) -> None:
         if self.scope is not None and not is_checked(self):
-            add_root(self.scope, Root(self.jaxmp_policy, self.path))
+            add_model(self.scope, PoliciedModel(self.jaxmp_policy, self.path))
 
     @functools.wraps(nn.Module.apply)
     def apply(
@@ -187,10 +186,12 @@ class _Policied(Hooks):
         return f"{super().__repr__()}  # policy: {self.jaxmp_policy}"
 
     def __reduce__(self) -> Any:
-        return _rebuild, (_base(type(self)), author_fields(self), self.jaxmp_policy, self.name)
+        return _rebuild, (_bare_class(type(self)), author_fields(self), self.jaxmp_policy, self.name)
 
 
-def _run_model(module: Any, root: Root, method: Callable[..., Any], args: Any, kwargs: Any, name: str | None) -> Any:
+def _run_model(
+    module: Any, model: PoliciedModel, method: Callable[..., Any], args: Any, kwargs: Any, name: str | None
+) -> Any:
     """Call a method of a model under its policy.
 
     A call that creates params runs in float32. Every other call is a program that the engine rewrites.
@@ -198,27 +199,23 @@ def _run_model(module: Any, root: Root, method: Callable[..., Any], args: Any, k
     creates_params = module.is_initializing() or (
         module.is_mutable_collection(PARAMS) and not module.variables.get(PARAMS)
     )
-    check = ProductsCheck(root.policy.policies.root)
-
-    rules = root.policy.rules(check.decided)
-
-    def through_engine(fun: Callable[..., Any]) -> Callable[..., Any]:
-        return _through_engine(rules, fun)
-
-    with running() as run, run.inside(root):
+    with start_run() as run, run.enter(model):
         if creates_params:
             result = method(module, *args, **kwargs)
-        else:
-            result = decorator_lift_transform(through_engine, method)(module, *args, **kwargs)
-        if not creates_params or name == "__call__":  # another method may not initialise every module
-            not_half = run.check(root, module)
-            if name == "__call__" and not creates_params:
-                rules.check()
-            check.ran([] if creates_params else not_half)
-    return result
+            if name == "__call__":  # another method may not initialise every module
+                run.check_patterns(model, module)
+            return result
+        check = ProductsCheck(model.policy.policies.root)
+        rules = model.policy.rules(check.decided)
+        result = decorator_lift_transform(_rewrite, method, rules)(module, *args, **kwargs)
+        run.check_patterns(model, module)
+        if name == "__call__":
+            rules.check()
+        check.ran(run.modules_not_half(model, module))
+        return result
 
 
-def _through_engine(rules: Rules, fun: Callable[..., Any]) -> Callable[..., Any]:
+def _rewrite(fun: Callable[..., Any], rules: Rules) -> Callable[..., Any]:
     """Return a version of ``fun`` that ``jaxmp.engine`` rewrites.
 
     ``fun`` is a function of a Linen scope.
@@ -248,8 +245,8 @@ def _mark_activation(path: Any, leaf: Any) -> Any:
 _WRAPPER = nn.Dense.__call__.__code__
 
 
-def _entrance(method: Callable[..., Any], name: str | None) -> Callable[..., Any]:
-    """Wrap ``method`` so that a call from outside of the root starts a run."""
+def _wrap(method: Callable[..., Any], name: str | None) -> Callable[..., Any]:
+    """Wrap ``method`` so that a call from outside of the model starts a run."""
 
     @functools.wraps(method)
     def enter(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -265,35 +262,35 @@ def _as_one_run(method: Any) -> Any:
     name of a method is returned unchanged.
     """
     is_method = method is None or isinstance(method, str) or inspect.ismethod(method)
-    return method if is_method or hasattr(method, "method_handler_wrapped") else _entrance(method, None)
+    return method if is_method or hasattr(method, "method_handler_wrapped") else _wrap(method, None)
 
 
 @functools.cache
-def _policied_class(base: Any, policy: ModelPolicy) -> Any:
-    """Return the subclass of ``base`` for models under ``policy``."""
+def _policied_class(bare: Any, policy: ModelPolicy) -> Any:
+    """Return the subclass of ``bare`` for models under ``policy``."""
 
     # The policy is an attribute of the class and not a field: lifted transforms pass the fields of a module to the
     # constructor of another class.
-    class Policied(_Policied, base):
+    class Model(_PolicyHooks, bare):
         jaxmp_policy = policy
-        __hash__ = base.__hash__
+        __hash__ = bare.__hash__
 
     # Linen names submodules after their class, so the class keeps its name.
-    Policied.__name__, Policied.__qualname__, Policied.__module__ = base.__name__, base.__qualname__, base.__module__
-    Policied.__doc__ = base.__doc__
-    for name in dir(base):
-        method = inspect.getattr_static(base, name)
+    Model.__name__, Model.__qualname__, Model.__module__ = bare.__name__, bare.__qualname__, bare.__module__
+    Model.__doc__ = bare.__doc__
+    for name in dir(bare):
+        method = inspect.getattr_static(bare, name)
         wrapped = inspect.isfunction(method) and hasattr(method, "method_handler_wrapped")
         if wrapped and method.__code__ is not _WRAPPER:
-            setattr(Policied, name, _entrance(method, name))
-    return Policied
+            setattr(Model, name, _wrap(method, name))
+    return Model
 
 
-def _base(cls: Any) -> Any:
+def _bare_class(cls: Any) -> Any:
     """Return the class that the author wrote, for a class with or without a policy."""
     return next(base for base in cls.__mro__ if not issubclass(base, Hooks))
 
 
-def _rebuild(base: Any, fields: dict[str, Any], policy: ModelPolicy, name: str | None, parent: Any = None) -> Any:
-    """Create a module of the class ``base`` under a policy."""
-    return _policied_class(base, policy)(**fields, name=name, parent=parent)
+def _rebuild(bare: Any, fields: dict[str, Any], policy: ModelPolicy, name: str | None, parent: Any = None) -> Any:
+    """Create a module of the class ``bare`` under a policy."""
+    return _policied_class(bare, policy)(**fields, name=name, parent=parent)

@@ -20,12 +20,15 @@ from jaxmp._internals.flax.linen import is_checked
 from jaxmp.base import trees as _tree
 from jaxmp.engine.eager_calls import key_of
 from jaxmp.engine.half_check import NotHalf, Reason
-from jaxmp.engine.model_policy import TRACED, CallStack, MethodCall, Treatment, is_default, is_floating
+from jaxmp.engine.model_policy import CallStack, MethodCall, Treatment, is_default, is_floating
 from jaxmp.linen.bridge import is_bridge, require_policy_in_bridge
-from jaxmp.linen.scopes import PARAMS, Root, converting, roots_around
+from jaxmp.linen.scopes import PARAMS, PoliciedModel, convert_variables, models_around
 from jaxmp.policy.patterns import Path
 
 _REPLACED = "_jaxmp_replaced"  # the attribute with the ``dtype`` of a module that the policy replaced
+_TRACED = np.dtype(np.float32, metadata={"jaxmp": "float32 while the model is traced"})
+"""The float32 that replaces a ``dtype`` that the author has not set. Submodules often get their ``dtype`` from it. As
+it is an object of its own, they can be told from those whose author wrote ``dtype=jnp.float32``."""
 
 
 def author_fields(module: Any) -> dict[str, Any]:
@@ -44,25 +47,25 @@ def key_of_module(module: Any) -> Any:
 
 @dataclasses.dataclass(eq=False)
 class _CalledModules:
-    """The modules of a root that a run has called.
+    """The modules of a model that a run has called, by their paths in the model.
 
     Attributes:
-      classes: the classes of the modules, by path below the root. Modules that share a scope have one path.
+      classes: the classes of the modules. Modules that share a scope have one path.
       not_half: the reason why each called module does not compute in half precision, or None.
     """
 
     classes: dict[Path, tuple[type, ...]] = dataclasses.field(default_factory=dict)
     not_half: dict[Path, Reason | None] = dataclasses.field(default_factory=dict)
 
-    def add(self, root: Root, module: Any) -> dict[Path, tuple[type, ...]]:
-        """Record a module; return its class and those of the modules that contain it, by path below the root.
+    def add(self, model: PoliciedModel, module: Any) -> dict[Path, tuple[type, ...]]:
+        """Record a module; return its class and those of the modules that contain it, by path in the model.
 
         The body of a lifted transform has copies of modules without the modules around them. There, the classes of
         recorded modules take their place.
         """
         around: dict[Path, tuple[type, ...]] = {}
-        while isinstance(module, nn.Module) and module.scope is not None and len(module.path) >= len(root.path):
-            path = module.path[len(root.path) :]
+        while isinstance(module, nn.Module) and module.scope is not None and len(module.path) >= len(model.path):
+            path = model.relative(module.path)
             around[path] = (*around.get(path, ()), type(module))
             module = module.parent
         for path, classes in around.items():
@@ -70,23 +73,27 @@ class _CalledModules:
             self.classes[path] = (*known, *(cls for cls in classes if cls not in known))
         return {**self.classes, **around}
 
+    def bridges(self) -> list[Path]:
+        """Return the paths of the modules that wrap an NNX module."""
+        return [path for path, classes in self.classes.items() if any(map(is_bridge, classes))]
+
 
 class Run:
-    """A call of a model under a policy, from the outside until it returns."""
+    """A call of a model under a policy, from the outside until it returns.
+
+    Attributes:
+      active: the models whose methods are running, innermost last.
+    """
 
     def __init__(self) -> None:
-        self.modules: dict[Root, _CalledModules] = {}
-        self.active: list[Root] = []  # the roots whose methods are running, innermost last
-        self.calls = CallStack(jax.tree.map)
-
-    def modules_of(self, root: Root) -> _CalledModules:
-        """Return the modules of a root that this run has called."""
-        return self.modules.setdefault(root, _CalledModules())
+        self.active: list[PoliciedModel] = []
+        self._stack = CallStack(jax.tree.map)
+        self._called: dict[PoliciedModel, _CalledModules] = {}
 
     @contextlib.contextmanager
-    def inside(self, root: Root) -> Iterator[None]:
-        """Record that a method of a root is running in this context."""
-        self.active.append(root)
+    def enter(self, model: PoliciedModel) -> Iterator[None]:
+        """Record that a method of a model is running in this context."""
+        self.active.append(model)
         try:
             yield
         finally:
@@ -95,66 +102,74 @@ class Run:
     def call(self, method: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
         """Call a method of a module, as its treatment says."""
         module = context.module
-        root = self._root_of(module)
-        if root is None:
+        model = self._model_of(module)
+        if model is None:
             return method(*args, **kwargs)
-        treatment = self._prepare(module, root)
-        with converting(module.scope, treatment):
-            if context.method_name == "setup" or _calls_itself(self.calls.innermost, module):
+        treatment = self._decide(module, model)
+        _replace_dtype(module, treatment)
+        with convert_variables(module.scope, treatment):
+            if context.method_name == "setup" or _calls_itself(self._stack.innermost, module):
                 return method(*args, **kwargs)
-            self.modules_of(root).not_half.setdefault(module.path[len(root.path) :], treatment.not_half)
-            return self.calls.run(MethodCall(module, module.path, treatment), method, args, kwargs)
+            self._called_modules(model).not_half.setdefault(model.relative(module.path), treatment.not_half)
+            return self._stack.run(MethodCall(module, module.path, treatment), method, args, kwargs)
 
-    def _root_of(self, module: Any) -> Root | None:
-        """Return the innermost root around a module; None if the module is under no policy."""
-        roots = roots_around(module.scope) if module.scope is not None and not is_checked(module) else ()
-        if not roots:
+    def _model_of(self, module: Any) -> PoliciedModel | None:
+        """Return the innermost model around a module; None if the module is under no policy."""
+        models = models_around(module.scope) if module.scope is not None and not is_checked(module) else ()
+        if not models:
             return None
         # A lifted transform creates the scopes of inner modules before a model inside of another has set its flag.
-        inner = self.active[self.active.index(roots[-1]) + 1 :] if roots[-1] in self.active else []
-        around = [root for root in inner if module.path[: len(root.path)] == root.path]
-        return around[-1] if around else roots[-1]
+        inner = self.active[self.active.index(models[-1]) + 1 :] if models[-1] in self.active else []
+        return next((model for model in reversed(inner) if model.contains(module.path)), models[-1])
 
-    def _prepare(self, module: Any, root: Root) -> Treatment:
-        """Return how a module is computed, and prepare its ``dtype``."""
-        path = module.path[len(root.path) :]
-        classes = self.modules_of(root).add(root, module)
-        defaults = {field.name: field.default for field in dataclasses.fields(module)}
-        treatment = root.policy.treatment(
+    def _decide(self, module: Any, model: PoliciedModel) -> Treatment:
+        """Return how a module of a model is computed."""
+        path = model.relative(module.path)
+        treatment = model.policy.treatment(
             path,
-            classes,
-            author_dtype=_set_by_author(module, "dtype", defaults),
-            author_param_dtype=_set_by_author(module, "param_dtype", defaults),
+            self._called_modules(model).add(model, module),
+            author_dtype=_author_dtype(module, "dtype"),
+            author_param_dtype=_author_dtype(module, "param_dtype"),
             has_dtype=_has_dtype(module),
         )
-        if not treatment.is_by_author:
-            _replace_dtype(module, treatment)
-        if is_bridge(type(module)) and root.policy.stores:
+        if is_bridge(type(module)) and model.policy.stores:
             require_policy_in_bridge(module, path)
             return dataclasses.replace(treatment, written="dtype", param_dtype=None, cache_dtype=None)
         return treatment
 
-    def check(self, root: Root, module: Any) -> list[NotHalf]:
-        """Raise an error if a pattern matched nothing; return the modules that are not half.
+    def check_patterns(self, model: PoliciedModel, module: Any) -> None:
+        """Raise a ValueError if a pattern of the policy matched nothing in the model.
+
+        ``module`` is the module of the model.
+        """
+        called = self._called_modules(model)
+        variables = [path for collection in module.variables.values() for path in _paths(collection)]
+        variables = [path for path in variables if not _is_below(path, called.bridges())]
+        inner = self._inner_models(model)
+        owners = {path for path in _owners_of_params(module) if not _is_below(path, inner)}
+        model.policy.policies.check(called.classes, variables, complete=owners <= called.classes.keys())
+
+    def modules_not_half(self, model: PoliciedModel, module: Any) -> list[NotHalf]:
+        """Return the modules that are not half.
 
         The list is empty if a module of the model did not run, or if there is another policy inside.
         """
-        called = self.modules_of(root)
-        depth = len(root.path)
-        nested = [other.path[depth:] for other in self.modules if other != root and other.path[:depth] == root.path]
-        bridges = [path for path, classes in called.classes.items() if any(map(is_bridge, classes))]
-        paths = [path for name in module.variables for path in _paths(module.variables[name])]
-        paths = [path for path in paths if not _is_below(path, bridges)]
-        nested += bridges
-        owners = {path[:-1] for path in _paths(module.variables.get(PARAMS, {})) if not _is_below(path, nested)}
-        root.policy.policies.check(called.classes, paths, owners <= called.classes.keys())
-        if nested or not owners <= called.not_half.keys():
+        not_half, owners = self._called_modules(model).not_half, _owners_of_params(module)
+        if self._inner_models(model) or not owners <= not_half.keys():
             return []
         return [
             NotHalf("/".join(path) or type(module).__name__, reason, path in owners)
-            for path, reason in called.not_half.items()
+            for path, reason in not_half.items()
             if reason is not None
         ]
+
+    def _called_modules(self, model: PoliciedModel) -> _CalledModules:
+        return self._called.setdefault(model, _CalledModules())
+
+    def _inner_models(self, model: PoliciedModel) -> list[Path]:
+        """Return the paths of the models inside of a model that have policies of their own, and of its bridges."""
+        inner = [other for other in self._called if other != model and model.contains(other.path)]
+        return [*(model.relative(other.path) for other in inner), *self._called_modules(model).bridges()]
 
 
 def _calls_itself(caller: MethodCall | None, module: nn.Module) -> bool:
@@ -169,10 +184,11 @@ def _has_dtype(module: Any) -> bool:
     return any(field.name == "dtype" for field in dataclasses.fields(module)) and is_floating(module.dtype)
 
 
-def _set_by_author(module: Any, name: str, defaults: dict[str, Any]) -> np.dtype | None:
-    """Return a dtype field if its author set it, otherwise None."""
+def _author_dtype(module: Any, name: str) -> np.dtype | None:
+    """Return the dtype in the field ``name`` if the author set it, otherwise None."""
+    defaults = {field.name: field.default for field in dataclasses.fields(module)}
     value = getattr(module, name) if name in defaults else None
-    is_unset = value is None or value is TRACED or not is_floating(value) or is_default(value, defaults[name])
+    is_unset = value is None or value is _TRACED or not is_floating(value) or is_default(value, defaults[name])
     return None if is_unset else np.dtype(value)
 
 
@@ -182,12 +198,17 @@ def _replace_dtype(module: Any, treatment: Treatment) -> None:
     The engine decides on code in float32. Code that runs as it is written gets the compute dtype, and Flax casts its
     operands.
     """
-    if not _has_dtype(module) or (module.dtype is None and not treatment.written):
+    if treatment.is_by_author or not _has_dtype(module) or (module.dtype is None and not treatment.written):
         return
-    dtype = treatment.policy.compute_dtype if treatment.written else TRACED
+    dtype = treatment.policy.compute_dtype if treatment.written else _TRACED
     if module.dtype is not dtype:
         vars(module).setdefault(_REPLACED, {}).setdefault("dtype", module.dtype)
         object.__setattr__(module, "dtype", dtype)
+
+
+def _owners_of_params(module: Any) -> set[Path]:
+    """Return the paths of the modules that have params, below ``module``."""
+    return {path[:-1] for path in _paths(module.variables.get(PARAMS, {}))}
 
 
 def _paths(collection: Any) -> list[Path]:
@@ -196,8 +217,9 @@ def _paths(collection: Any) -> list[Path]:
     return [tuple(_tree.path_name((key,)) for key in keys) for keys, _ in leaves]
 
 
-def _is_below(path: Path, roots: list[Path]) -> bool:
-    return any(path[: len(root)] == root for root in roots)
+def _is_below(path: Path, modules: list[Path]) -> bool:
+    """Return whether ``path`` is one of the paths in ``modules``, or is below one."""
+    return any(path[: len(module)] == module for module in modules)
 
 
 _run: ContextVar[Run | None] = ContextVar("jaxmp_linen_run", default=None)
@@ -209,7 +231,7 @@ def current_run() -> Run | None:
 
 
 @contextlib.contextmanager
-def running() -> Iterator[Run]:
+def start_run() -> Iterator[Run]:
     """Start a run, which lasts until the end of the context."""
     run = Run()
     token = _run.set(run)

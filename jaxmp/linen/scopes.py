@@ -1,7 +1,7 @@
 """Linen scopes under a policy.
 
-A flag of a scope names the policies around it. Linen copies the flags of a scope to every scope that is created below,
-even in lifted transforms, and they are part of the cache key of ``nn.jit``.
+A flag of a scope has the models under a policy around it. Linen copies the flags of a scope to every scope that is
+created below, even in lifted transforms, and they are part of the cache key of ``nn.jit``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from flax.core import Scope
 from jaxmp.engine.model_policy import ModelPolicy, Treatment, VariableKind
 from jaxmp.policy.patterns import Path, is_class_pattern
 
-_POLICIES = "jaxmp_policies"
+_MODELS = "jaxmp_models"
 _PATH = "jaxmp_path"  # keeps nn.jit from sharing a trace between modules of different policies
 PARAMS = "params"
 _KINDS: dict[str, VariableKind] = {
@@ -29,34 +29,47 @@ _KINDS: dict[str, VariableKind] = {
 ACTIVATIONS = tuple(name for name, kind in _KINDS.items() if kind == "activation")
 
 
-class Root(NamedTuple):
-    """A module to which the user applied a policy: the policy, and the path of the module."""
+class PoliciedModel(NamedTuple):
+    """A model under a policy: a module to which the user applied one.
+
+    Attributes:
+      policy: the policy.
+      path: the path of the module.
+    """
 
     policy: ModelPolicy
     path: Path
 
+    def contains(self, path: Path) -> bool:
+        """Return whether ``path`` is the path of the model or of a module inside."""
+        return path[: len(self.path)] == self.path
 
-def roots_around(scope: Any) -> tuple[Root, ...]:
-    """Return the roots at a scope and above it, outermost first."""
-    roots: tuple[Root, ...] = scope.flags.get(_POLICIES, ())
-    return roots
-
-
-def add_root(scope: Any, root: Root) -> None:
-    """Make a scope, and the scopes that are created below it, belong to ``root``."""
-    if root not in roots_around(scope):
-        _set_flag(scope, _POLICIES, (*roots_around(scope), root))
+    def relative(self, path: Path) -> Path:
+        """Return the path of a module in the model, from the model down."""
+        return path[len(self.path) :]
 
 
-def without_roots(scope: Any) -> Scope:
-    """Return a copy of a scope that belongs to no root."""
+def models_around(scope: Any) -> tuple[PoliciedModel, ...]:
+    """Return the models that a scope belongs to, outermost first."""
+    models: tuple[PoliciedModel, ...] = scope.flags.get(_MODELS, ())
+    return models
+
+
+def add_model(scope: Any, model: PoliciedModel) -> None:
+    """Make a scope, and the scopes that are created below it, belong to ``model``."""
+    if model not in models_around(scope):
+        _set_flag(scope, _MODELS, (*models_around(scope), model))
+
+
+def without_models(scope: Any) -> Scope:
+    """Return a copy of a scope that belongs to no model."""
     copy: Any = scope.rewound()
-    copy.flags = copy.flags.copy({_POLICIES: ()})
+    copy.flags = copy.flags.copy({_MODELS: ()})
     return copy
 
 
 @contextlib.contextmanager
-def converting(scope: Any, treatment: Treatment) -> Iterator[None]:
+def convert_variables(scope: Any, treatment: Treatment) -> Iterator[None]:
     """Convert the variables that a module reads from ``scope`` and writes to it, inside of the context.
 
     Args:
@@ -94,7 +107,7 @@ class _ConvertingScope(Scope):
 
     def push(self, name: Any = None, *args: Any, **kwargs: Any) -> Scope:
         scope = super().push(name, *args, **kwargs)
-        if any(_has_path_patterns(root.policy) for root in roots_around(scope)):
+        if any(_has_path_patterns(model.policy) for model in models_around(scope)):
             _set_flag(scope, _PATH, scope.path)
         return scope
 
