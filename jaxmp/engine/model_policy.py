@@ -57,6 +57,11 @@ class ModelPolicy:
         levels = levels_of(operations, policy_map.compute_dtype)
         return cls(PolicyMap(policy_map, patterns), tuple(levels.items()), stores)
 
+    @property
+    def default(self) -> Policy:
+        """Return the policy of the modules that no override matches."""
+        return self.policies.root
+
     def below(self, name: str) -> ModelPolicy:
         """Return a copy without the name of the model at the front of its patterns."""
         return dataclasses.replace(self, policies=self.policies.below(name))
@@ -70,13 +75,12 @@ class ModelPolicy:
 
         ``decided`` is a function that receives the decided graph.
         """
-        root = self.policies.root
-        half = root.compute_dtype if is_half(root.compute_dtype) else None
-        return Rules(half, dict(self.operations), float8=root.float8, decided=decided)
+        half = self.default.compute_dtype if is_half(self.default.compute_dtype) else None
+        return Rules(half, dict(self.operations), float8=self.default.float8, decided=decided)
 
     def cast_to_output(self, result: Any) -> Any:
         """Return the result of the model in the output dtype."""
-        return self.policies.root.cast_to_output(result) if self.stores else result
+        return self.default.cast_to_output(result) if self.stores else result
 
     def treatment(
         self,
@@ -96,22 +100,23 @@ class ModelPolicy:
           has_dtype: whether the module has a ``dtype``.
         """
         policy, pattern = self.policies.resolve(path, classes)
-        is_by_author = author_dtype is not None and pattern is None
-        computes = author_dtype if is_by_author and author_dtype is not None else policy.compute_dtype
+        if pattern is not None:  # an override wins over the author
+            author_dtype = author_param_dtype = None
         written: Literal["", "dtype", "operands"] = ""
-        if is_by_author or (policy.written and has_dtype):
+        if author_dtype is not None or (policy.written and has_dtype):
             written = "dtype"
         elif policy.written:
             written = "operands"
-        is_stored = self.stores and (author_param_dtype is None or pattern is not None)
-        is_cached = self.stores and not written and is_half(policy.compute_dtype)
+        computes = policy.compute_dtype if author_dtype is None else author_dtype
+        casts_params = self.stores and author_param_dtype is None
+        casts_caches = self.stores and not written and is_half(policy.compute_dtype)
         return Treatment(
             policy=policy,
             written=written,
-            is_by_author=is_by_author,
+            is_by_author=author_dtype is not None,
             is_overridden=pattern is not None,
-            param_dtype=policy.param_dtype if is_stored else None,
-            cache_dtype=policy.compute_dtype if is_cached else None,
+            param_dtype=policy.param_dtype if casts_params else None,
+            cache_dtype=policy.compute_dtype if casts_caches else None,
             not_half=reason_not_half(policy, computes, pattern, self.operations),
         )
 
@@ -153,7 +158,7 @@ class Treatment:
         dtype = None if self.written else self.policy.compute_dtype
         return computing(dtype, self.policy.matmul_precision, self.policy.float8, self.is_overridden)
 
-    def for_code(self, value: Any, is_operand: bool = True) -> Any:
+    def convert_for_code(self, value: Any, is_operand: bool = True) -> Any:
         """Return a leaf for the code of the module.
 
         Code that the engine decides gets half arrays in float32.
@@ -163,17 +168,17 @@ class Treatment:
         is_cast = is_operand and self.written == "operands" and _is_narrow_float(value)
         return value.astype(self.policy.compute_dtype) if is_cast else value
 
-    def for_storage(self, value: Any, old: Any, kind: VariableKind) -> Any:
+    def convert_for_storage(self, value: Any, old: Any, kind: VariableKind) -> Any:
         """Return a value that the module writes to a variable, in the dtypes in which it is stored.
 
         ``old`` is the value that the variable had before, or None.
         """
         structure: Any = jax.tree.structure
         if old is not None and structure(value) == structure(old):
-            return jax.tree.map(lambda new, old: self._leaf_for_storage(new, old, kind), value, old)
-        return jax.tree.map(lambda new: self._leaf_for_storage(new, None, kind), value)
+            return jax.tree.map(lambda new, old: self._convert_leaf(new, old, kind), value, old)
+        return jax.tree.map(lambda new: self._convert_leaf(new, None, kind), value)
 
-    def _leaf_for_storage(self, value: Any, old: Any, kind: VariableKind) -> Any:
+    def _convert_leaf(self, value: Any, old: Any, kind: VariableKind) -> Any:
         if kind == "activation" or not _tree.is_float_array(value):
             return value
         if _tree.is_float_array(old):
@@ -238,7 +243,7 @@ class CallStack:
         treatment = call.treatment
         caller = self.innermost.treatment if self.innermost is not None else None
         if treatment.written or caller is None or caller.written:
-            args, kwargs = self._map_arrays(treatment.for_code, (args, kwargs))
+            args, kwargs = self._map_arrays(treatment.convert_for_code, (args, kwargs))
         with treatment.mark(), self._matmul_context(treatment, caller), self.enter(call):
             result = method(*args, **kwargs)
         if call.model is not None:

@@ -205,7 +205,7 @@ def _run_model(
             if name == "__call__":  # another method may not initialise every module
                 run.check_patterns(model, module)
             return result
-        check = ProductsCheck(model.policy.policies.root)
+        check = ProductsCheck(model.policy.default)
         rules = model.policy.rules(check.decided)
         result = decorator_lift_transform(_rewrite, method, rules)(module, *args, **kwargs)
         run.check_patterns(model, module)

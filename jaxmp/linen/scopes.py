@@ -103,7 +103,7 @@ class _ConvertingScope(Scope):
         if kind != "activation" and isinstance(value, Mapping) and col not in self.reservations.get(name, ()):
             kind = "other"  # the variables of a submodule, whose own scope has converted the new ones
         old = super().get_variable(col, name)
-        super().put_variable(col, name, self.jaxmp_treatment.for_storage(value, old, kind))
+        super().put_variable(col, name, self.jaxmp_treatment.convert_for_storage(value, old, kind))
 
     def push(self, name: Any = None, *args: Any, **kwargs: Any) -> Scope:
         scope = super().push(name, *args, **kwargs)
@@ -112,7 +112,7 @@ class _ConvertingScope(Scope):
         return scope
 
     def _for_code(self, col: str, value: Any) -> Any:
-        return jax.tree.map(lambda leaf: self.jaxmp_treatment.for_code(leaf, col == PARAMS), value)
+        return jax.tree.map(lambda leaf: self.jaxmp_treatment.convert_for_code(leaf, col == PARAMS), value)
 
 
 def _has_path_patterns(policy: ModelPolicy) -> bool:

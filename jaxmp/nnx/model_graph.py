@@ -30,7 +30,7 @@ class ModuleNode:
     paths: list[Path]
     around: list[ModuleNode]
 
-    def set_by_author(self, name: str) -> np.dtype | None:
+    def author_dtype(self, name: str) -> np.dtype | None:
         """Return the attribute ``name`` if it is a dtype that the author set, otherwise None.
 
         The author has not set it if it has the default of the constructor. The default of a containing module counts

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 from flax import nnx
 
-from jaxmp._internals.flax.nnx_variables import cast_variable, change_own
+from jaxmp._internals.flax.nnx_variables import cast_variable, replace_variables
 from jaxmp.base.arguments import require_no_policy, require_order
 from jaxmp.base.dtypes import is_half
 from jaxmp.engine.half_check import NotHalf
@@ -81,8 +81,7 @@ def apply_policy(model: M, policy: Any, overrides: Mapping[Any, Any] | None = No
     >>> [eqn.outvars[0].aval.dtype for eqn in products.eqns if eqn.primitive.name == "dot_general"]
     [dtype('float16')]
     """
-    require_order(model, policy, "jaxmp.nnx.apply_policy")
-    return _under(model, policy, overrides, "apply_policy")
+    return _apply(model, policy, overrides, "apply_policy")
 
 
 def autocast(model: M, policy: Any, overrides: Mapping[Any, Any] | None = None) -> M:
@@ -97,32 +96,32 @@ def autocast(model: M, policy: Any, overrides: Mapping[Any, Any] | None = None) 
     >>> [eqn.outvars[0].aval.dtype for eqn in products.eqns if eqn.primitive.name == "dot_general"]
     [dtype(bfloat16)]
     """
-    require_order(model, policy, "jaxmp.nnx.autocast")
-    return _under(model, policy, overrides, "autocast")
+    return _apply(model, policy, overrides, "autocast")
 
 
-def _under(model: M, policy: Any, overrides: Mapping[Any, Any] | None, name: str) -> M:
+def _apply(model: M, policy: Any, overrides: Mapping[Any, Any] | None, function: str) -> M:
     """Return a copy of ``model`` under a policy.
 
-    The copy shares the Variables of ``model``. ``name`` is the name of the public function that the user called.
+    The copy shares the Variables of ``model``. ``function`` is the name of the public function that the user called.
     """
+    require_order(model, policy, f"jaxmp.nnx.{function}")
     if not isinstance(model, nnx.Module):
-        raise wrong_model(model, "nnx", name)
+        raise wrong_model(model, "nnx", function)
     earlier = decision_of(model)
     is_submodule = earlier is not None and not earlier.is_root
-    require_no_policy(model, earlier is not None, f"jaxmp.nnx.{name}", is_submodule)
+    require_no_policy(model, earlier is not None, f"jaxmp.nnx.{function}", is_submodule)
     copy = nnx.clone(model, variables=False, graph=True)
-    graph, model_policy = read_graph(copy), ModelPolicy.create(policy, overrides, stores=name == "apply_policy")
+    graph, model_policy = read_graph(copy), ModelPolicy.create(policy, overrides, stores=function == "apply_policy")
     for nested in graph.nested:
         nested_decision = decision_of(nested)
         if nested_decision is not None:
-            require_no_operations(nested_decision.model, nested)
+            require_no_operations(nested_decision.model_policy, nested)
     if model_policy.stores:
         _require_policies_in_bridges(graph)
     model_policy.policies.check(graph.classes, graph.variables)
     decisions = [_decide(model_policy, node, graph) for node in graph.nodes]  # before any change
     if not graph.nested:
-        decisions[0] = dataclasses.replace(decisions[0], not_half=tuple(_not_half(graph, decisions)))
+        decisions[0] = dataclasses.replace(decisions[0], not_half=tuple(_modules_not_half(graph, decisions)))
     casts: dict[int, nnx.Variable[Any]] = {}
     for node, decision in zip(graph.nodes, decisions, strict=True):
         _set_up(node, decision, graph, casts)
@@ -149,14 +148,14 @@ def _decide(model_policy: ModelPolicy, node: ModuleNode, graph: ModuleGraph) -> 
     treatment = model_policy.treatment(
         path,
         graph.classes,
-        author_dtype=node.set_by_author("dtype"),
-        author_param_dtype=node.set_by_author("param_dtype"),
+        author_dtype=node.author_dtype("dtype"),
+        author_param_dtype=node.author_dtype("param_dtype"),
         has_dtype=_has_dtype(node.module),
     )
     if node.wraps_linen:
         treatment = dataclasses.replace(treatment, param_dtype=None)
     return NnxDecision(
-        model=model_policy,
+        model_policy=model_policy,
         treatment=treatment,
         is_root=node is graph.nodes[0],
         replaced_dtype=(vars(node.module)["dtype"],) if _is_replaced(node.module, treatment) else (),
@@ -191,7 +190,7 @@ def _deciding_path(policies: PolicyMap, node: ModuleNode, graph: ModuleGraph) ->
     return min(node.paths, key=lambda path: order.index(policies.resolve(path, graph.classes)[1]))
 
 
-def _not_half(graph: ModuleGraph, decisions: list[NnxDecision]) -> Iterator[NotHalf]:
+def _modules_not_half(graph: ModuleGraph, decisions: list[NnxDecision]) -> Iterator[NotHalf]:
     """Yield the modules that do not compute in half precision."""
     for node, decision in zip(graph.nodes, decisions, strict=True):
         if decision.treatment.not_half is not None:
@@ -231,7 +230,7 @@ def _cast_params(module: nnx.Module, dtype: np.dtype, casts: dict[int, nnx.Varia
             casts[id(var)] = cast_variable(var, dtype)
         return casts[id(var)]
 
-    change_own(module, cast_once)
+    replace_variables(module, cast_once)
 
 
 def _nesting_level(node: ModuleNode, decision: NnxDecision, graph: ModuleGraph) -> int:

@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import inspect
 import itertools
+import operator
 import types
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -38,7 +39,7 @@ class NnxDecision:
     Equal modules of one class have equal decisions, as NNX's transforms require.
 
     Attributes:
-      model: the policy of the model.
+      model_policy: the policy of the model.
       treatment: how the methods of the module are computed.
       is_root: whether the policy was applied to this module itself. Its results are then cast to the output dtype.
       replaced_dtype: the ``dtype`` of the author, in a tuple, if the policy replaced it.
@@ -47,7 +48,7 @@ class NnxDecision:
       not_half: for a root, the modules that do not compute in half precision.
     """
 
-    model: ModelPolicy
+    model_policy: ModelPolicy
     treatment: Treatment
     is_root: bool
     replaced_dtype: tuple[Any, ...]
@@ -72,9 +73,9 @@ def policied_class(bare: Any, decision: NnxDecision) -> Any:
     def fill(namespace: dict[str, Any]) -> None:
         namespace |= {"jaxmp_decision": decision, "jaxmp_bare_class": bare, "__reduce__": _reduce}
         namespace |= {"__module__": bare.__module__, "__qualname__": bare.__qualname__, "__doc__": bare.__doc__}
-        namespace |= {name: _entrance(method) for name, method in _methods(bare)}
+        namespace |= {name: _wrap(method) for name, method in _methods(bare)}
         if decision.is_root:
-            namespace["__nnx_repr__"] = repr_with(bare, "policy", str(decision.model))
+            namespace["__nnx_repr__"] = repr_with(bare, "policy", str(decision.model_policy))
 
     return types.new_class(bare.__name__, (bare,), {"pytree": is_pytree_class(bare)}, fill)
 
@@ -110,7 +111,7 @@ def _is_generator(method: Any) -> bool:
     return inspect.isgeneratorfunction(inspect.unwrap(getattr(method, "func", method)))
 
 
-def _entrance(method: Any) -> Callable[..., Any]:
+def _wrap(method: Any) -> Callable[..., Any]:
     """Return a function that runs ``method`` under the decision for its module."""
 
     @functools.wraps(getattr(method, "func", method), updated=())
@@ -162,7 +163,7 @@ class _Run:
         path = self._paths[id(module)][1]
         self._called.add(id(module))
         decision: NnxDecision = type(module).jaxmp_decision
-        call = MethodCall(module, path, decision.treatment, decision.model if decision.is_root else None)
+        call = MethodCall(module, path, decision.treatment, decision.model_policy if decision.is_root else None)
         with self._scope(path, around):
             if policies_off.value:
                 with self._stack.enter(call):
@@ -220,7 +221,7 @@ def _run_model(module: Any, method: Any, args: Any, kwargs: Any) -> Any:
         with _start_run(module) as run, _with_author_dtypes(run.modules):
             return run.call(module, method, args, kwargs)
     decision: NnxDecision = type(module).jaxmp_decision
-    check = ProductsCheck(decision.model.policies.root)
+    check = ProductsCheck(decision.model_policy.default)
     called_all = False
 
     def fun(module: Any, args: Any, kwargs: Any) -> Any:  # the arguments are copies, which the trace may change
@@ -236,7 +237,7 @@ def _run_model(module: Any, method: Any, args: Any, kwargs: Any) -> Any:
     of_call, arguments, write, key = of_arrays(fun, (module, args, kwargs), {})
 
     def pure(*arguments: Any) -> Any:
-        rules = decision.model.rules(check.decided)
+        rules = decision.model_policy.rules(check.decided)
         results = computed(of_call, rules, arguments, {})
         if called_all:
             rules.check()
@@ -288,11 +289,11 @@ def _convert_for_code(modules: list[Any]) -> dict[int, _Values]:
             if id(var) in values:
                 continue
             stored = var.get_raw_value()
-            convert = functools.partial(treatment.for_code, is_operand=isinstance(var, nnx.Param))
+            convert = functools.partial(treatment.convert_for_code, is_operand=isinstance(var, nnx.Param))
             for_code = jax.tree.map(convert, stored)
-            if any(new is not old for new, old in zip(*map(jax.tree.leaves, (for_code, stored)), strict=True)):
+            if any(map(operator.is_not, jax.tree.leaves(for_code), jax.tree.leaves(stored))):
                 var.set_raw_value(for_code)
-            else:
+            else:  # keep the container, which the code may change in place
                 for_code = stored
             values[id(var)] = _Values(var, stored, for_code)
     return values
@@ -310,7 +311,7 @@ def _convert_for_storage(modules: list[Any], before: dict[int, _Values]) -> None
             if old is not None and value is old.for_code:
                 new = old.stored
             else:
-                new = treatment.for_storage(value, old.stored if old is not None else None, _kind_of(var))
+                new = treatment.convert_for_storage(value, old.stored if old is not None else None, _kind_of(var))
             if new is not value:
                 var.set_raw_value(new)
             values[id(var)] = _Values(var, new, new)

@@ -32,8 +32,8 @@ def is_node(value: Any) -> bool:
 @functools.cache
 def is_container_class(cls: Any) -> bool:
     """Return whether instances of ``cls`` are only containers, such as ``nnx.List``."""
-    holds = not issubclass(cls, nnx.Module) or issubclass(cls, (nnx.List, nnx.Dict))
-    return holds and not any("__call__" in vars(base) for base in cls.__mro__)
+    is_container = not issubclass(cls, nnx.Module) or issubclass(cls, (nnx.List, nnx.Dict))
+    return is_container and not any("__call__" in vars(base) for base in cls.__mro__)
 
 
 def is_module(node: Any) -> bool:
@@ -55,7 +55,7 @@ def items(node: Any) -> Iterator[tuple[str, Any]]:
                 yield _tree.path_name(path), value
 
 
-def own(node: Any) -> Iterator[Any]:
+def _values_in(node: Any) -> Iterator[Any]:
     """Yield the values in a module and in the module's containers.
 
     A submodule is yielded, but the values in it are not.
@@ -63,12 +63,12 @@ def own(node: Any) -> Iterator[Any]:
     for _, value in items(node):
         yield value
         if not is_module(value):
-            yield from own(value)
+            yield from _values_in(value)
 
 
 def own_variables(node: Any) -> list[nnx.Variable[Any]]:
     """Return the Variables of a module, without those of its submodules."""
-    return [value for value in own(node) if isinstance(value, nnx.Variable)]
+    return [value for value in _values_in(node) if isinstance(value, nnx.Variable)]
 
 
 def modules_in(root: Any) -> Iterator[tuple[tuple[str, ...], nnx.Module]]:
@@ -82,9 +82,9 @@ def modules_in(root: Any) -> Iterator[tuple[tuple[str, ...], nnx.Module]]:
         yield tuple(map(str, path)), module
 
 
-def change_own(node: Any, change: Callable[[nnx.Variable[Any]], nnx.Variable[Any]]) -> None:
-    """Replace each Variable that is not in a submodule by ``change(variable)``."""
-    containers = [value for value in own(node) if isinstance(value, nnx.Pytree) and not is_module(value)]
+def replace_variables(node: Any, change: Callable[[nnx.Variable[Any]], nnx.Variable[Any]]) -> None:
+    """Replace each Variable of a module by ``change(variable)``, except those of its submodules."""
+    containers = [value for value in _values_in(node) if isinstance(value, nnx.Pytree) and not is_module(value)]
     for container in (node, *containers):
         for name, value in list(items(container)):
             if isinstance(value, nnx.Variable):
