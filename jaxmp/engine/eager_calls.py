@@ -18,7 +18,7 @@ from jaxmp.base.donation import require_not_deleted
 
 _PLAIN: tuple[type, ...] = (type(None), bool, int, float, complex, str, bytes, type, np.dtype)
 _PLAIN += (enum.Enum, types.FunctionType, types.BuiltinFunctionType, type(jax.jit(len)), jax.custom_jvp, jax.custom_vjp)
-_called_once: set[int] = set()
+_earlier_calls: set[int] = set()
 """The hashes of the keys of earlier calls. A call is compiled when its key comes for the second time, because a number
 among its arguments may be another one in each call."""
 
@@ -73,18 +73,18 @@ def call_eagerly(fun: Callable[..., Any], make_key: Callable[[], Any], args: tup
     if is_tracing() or any(isinstance(leaf, (jax.core.Tracer, jax.ShapeDtypeStruct)) for leaf in operands):
         return fun(*args)
     require_not_deleted(args)
-    constants = tuple(None if is_array(leaf) else (leaf,) for leaf in leaves)
+    constants = tuple(None if is_array(leaf) else (leaf,) for leaf in leaves)  # None in the place of an array
     try:
-        key = make_key(), key_of([constant for constant in constants if constant is not None]), tree
-        number = hash((key, tuple((operand.shape, operand.dtype) for operand in operands)))
+        key = make_key(), key_of(constants), tree
+        hash_of_call = hash((key, tuple((operand.shape, operand.dtype) for operand in operands)))
     except TypeError:
         return fun(*args)
-    if number not in _called_once:
-        if len(_called_once) >= 4096:
-            _called_once.clear()
-        _called_once.add(number)
+    if hash_of_call not in _earlier_calls:
+        if len(_earlier_calls) >= 4096:
+            _earlier_calls.clear()
+        _earlier_calls.add(hash_of_call)
         return fun(*args)
-    results = _compiled(_StaticPart(key, tree, constants, fun), operands)
+    results = _call_compiled(_StaticPart(key, tree, constants, fun), operands)
     return jax.tree.map(_value_of, results, is_leaf=lambda leaf: isinstance(leaf, _Constant))
 
 
@@ -112,7 +112,7 @@ def _value_of(leaf: Any) -> Any:
 
 # Without excess precision, a compiled call rounds as the operations of the first call do.
 @functools.partial(jax.jit, static_argnums=0, compiler_options={"xla_allow_excess_precision": False})
-def _compiled(call: _StaticPart, operands: list[Any]) -> Any:
+def _call_compiled(call: _StaticPart, operands: list[Any]) -> Any:
     arrays = iter(operands)
     leaves = [next(arrays) if constant is None else constant[0] for constant in call.constants]
     results = call.fun(*jax.tree.unflatten(call.tree, leaves))

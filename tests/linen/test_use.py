@@ -270,6 +270,19 @@ def test_an_eager_call_sees_changes_of_an_object_in_a_field_and_the_types_of_fie
             same_bits(model.apply(variables, X), float(scale) * before[-1])
 
 
+def test_an_eager_call_tells_apart_the_orders_of_an_array_and_a_number():
+    class Difference(nn.Module):
+        @nn.compact
+        def __call__(self, a, b):
+            return nn.Dense(4)(X) * 0 + a - b
+
+    model, array = apply_policy(Difference(), "mixed_float16"), jnp.float32(10)
+    variables = model.init(rngs(), array, 2.0)
+    for args, result in (((2.0, array), -8), ((array, 2.0), 8)):
+        for _ in range(3):
+            assert float(model.apply(variables, *args)[0, 0]) == result
+
+
 def test_an_override_of_an_operation_may_match_nothing_in_a_call_of_a_part():
     model = apply_policy(Coder(), "mixed_float16", {"primitive:add_any": "float32"})
     variables = shapes(Coder(), X)
