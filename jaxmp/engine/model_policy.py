@@ -75,8 +75,8 @@ class ModelPolicy:
 
         ``decided`` is a function that receives the decided graph.
         """
-        half = self.default.compute_dtype if is_half(self.default.compute_dtype) else None
-        return Rules(half, dict(self.operations), float8=self.default.float8, decided=decided)
+        half = self.policies.compute_dtype if is_half(self.policies.compute_dtype) else None
+        return Rules(half, dict(self.operations), float8=self.policies.float8, decided=decided)
 
     def cast_to_output(self, result: Any) -> Any:
         """Return the result of the model in the output dtype."""
@@ -159,9 +159,10 @@ class Treatment:
         return computing(dtype, self.policy.matmul_precision, self.policy.float8, self.is_overridden)
 
     def convert_for_code(self, value: Any, is_operand: bool = True) -> Any:
-        """Return a leaf for the code of the module.
+        """Return a leaf in the dtype in which the code of the module reads it.
 
-        Code that the engine decides gets half arrays in float32.
+        Code that the engine decides reads half arrays in float32. ``is_operand`` says whether the leaf is an argument
+        or a param, which jaxmp casts for some code that runs as it is written.
         """
         if not self.written:
             return _widen(value)
@@ -198,13 +199,13 @@ class MethodCall:
       module: the module.
       path: its path.
       treatment: how the module is computed.
-      model: the policy of the model if the result of the call is cast as the model's result; None if it is not.
+      output: the policy with whose output dtype the call returns its result; None to return it as computed.
     """
 
     module: Any
     path: Path
     treatment: Treatment
-    model: ModelPolicy | None = None
+    output: ModelPolicy | None = None
 
 
 class CallStack:
@@ -246,8 +247,8 @@ class CallStack:
             args, kwargs = self._map_arrays(treatment.convert_for_code, (args, kwargs))
         with treatment.mark(), self._matmul_context(treatment, caller), self.enter(call):
             result = method(*args, **kwargs)
-        if call.model is not None:
-            result = self._map_arrays(call.model.cast_to_output, result)
+        if call.output is not None:
+            result = self._map_arrays(call.output.cast_to_output, result)
         if treatment.written and caller is not None and not caller.written:
             return self._map_arrays(_widen, result)
         return result

@@ -82,8 +82,8 @@ def traced(fun: Callable[..., Any], args: Any, kwargs: Any, rules: Rules) -> tup
     """Trace one call in its original dtypes, and return its program and arrays."""
     pure, arguments, write = lambda *call: (fun(*call[0], **call[1]), ()), (args, kwargs), lambda results, _: results
     if "flax.nnx" in sys.modules:  # arguments may be NNX objects, which must change as under NNX's own transforms
-        from jaxmp._internals.flax.nnx_calls import of_arrays
+        from jaxmp._internals.flax.nnx_calls import make_array_call
 
-        pure, arguments, write, _ = of_arrays(fun, args, kwargs)
+        pure, arguments, write, _ = make_array_call(fun, args, kwargs)
     with tracing(rules):
         return TracedProgram(pure, arguments, write), arrays_in(jax.tree.leaves(arguments))

@@ -111,7 +111,8 @@ def _apply(model: M, policy: Any, overrides: Mapping[Any, Any] | None, function:
     is_submodule = earlier is not None and not earlier.is_root
     require_no_policy(model, earlier is not None, f"jaxmp.nnx.{function}", is_submodule)
     copy = nnx.clone(model, variables=False, graph=True)
-    graph, model_policy = read_graph(copy), ModelPolicy.create(policy, overrides, stores=function == "apply_policy")
+    model_policy = ModelPolicy.create(policy, overrides, stores=function == "apply_policy")
+    graph = read_graph(copy)
     for nested in graph.nested:
         nested_decision = decision_of(nested)
         if nested_decision is not None:

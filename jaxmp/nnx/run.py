@@ -22,7 +22,7 @@ import jax
 from flax import nnx
 
 from jaxmp._internals.flax.nnx import is_pytree_class, repr_with
-from jaxmp._internals.flax.nnx_calls import of_arrays
+from jaxmp._internals.flax.nnx_calls import make_array_call
 from jaxmp._internals.flax.nnx_variables import is_module, is_object, modules_in, own_variables
 from jaxmp.base.cache_keys import policies_off
 from jaxmp.engine.autocast import computed
@@ -97,8 +97,7 @@ def _methods(bare: Any) -> Iterator[tuple[str, Any]]:
     """
     classes = [cls for cls in bare.__mro__ if cls not in nnx.Module.__mro__]
     for name in {name for cls in classes for name in vars(cls)}:
-        is_excluded = name != "__call__" if name.startswith("__") else hasattr(nnx.Module, name)
-        if is_excluded:
+        if name != "__call__" and (name.startswith("__") or hasattr(nnx.Module, name)):
             continue
         method = inspect.getattr_static(bare, name)
         is_descriptor = isinstance(method, (functools.partialmethod, functools.singledispatchmethod))
@@ -111,6 +110,11 @@ def _is_generator(method: Any) -> bool:
     return inspect.isgeneratorfunction(inspect.unwrap(getattr(method, "func", method)))
 
 
+run_numbers: ContextVar[Iterator[int] | None] = ContextVar("jaxmp_nnx_run_numbers", default=None)
+"""A counter of runs, set while a tool inspects a program. Each run, and each call in a run, then has a numbered
+scope."""
+
+
 def _wrap(method: Any) -> Callable[..., Any]:
     """Return a function that runs ``method`` under the decision for its module."""
 
@@ -118,7 +122,7 @@ def _wrap(method: Any) -> Callable[..., Any]:
     def enter(self: Any, *args: Any, **kwargs: Any) -> Any:
         if (run := _run.get()) is not None:
             return run.call(self, method, args, kwargs)
-        if (runs := numbers.get()) is None:
+        if (runs := run_numbers.get()) is None:
             return _run_model(self, method, args, kwargs)
         with jax.named_scope(f"jaxmp.run:{next(runs)}"):
             return _run_model(self, method, args, kwargs)
@@ -126,9 +130,35 @@ def _wrap(method: Any) -> Callable[..., Any]:
     return enter
 
 
-numbers: ContextVar[Iterator[int] | None] = ContextVar("jaxmp_nnx_numbers", default=None)
-"""A counter of runs, set while a tool inspects a program. Each run, and each call in a run, then has a numbered
-scope."""
+def _run_model(module: Any, method: Any, args: Any, kwargs: Any) -> Any:
+    """Call ``method`` of ``module`` as a program that the engine rewrites."""
+    if policies_off.value:
+        with _start_run(module) as run, _with_author_dtypes(run.modules):
+            return run.call(module, method, args, kwargs)
+    decision: NnxDecision = type(module).jaxmp_decision
+    check = ProductsCheck(decision.model_policy.default)
+    called_all = False
+
+    def fun(module: Any, args: Any, kwargs: Any) -> Any:  # the arguments are copies, which the trace may change
+        nonlocal called_all
+        with _start_run(module) as run:
+            before = _convert_for_code(run.modules)
+            result = run.call(module, method, args, kwargs)
+            _convert_for_storage(run.modules, before)
+        called_all = run.called_all()
+        check.ran(decision.not_half if called_all else ())
+        return result
+
+    of_call, arguments, write, key = make_array_call(fun, (module, args, kwargs), {})
+
+    def pure(*arguments: Any) -> Any:
+        rules = decision.model_policy.rules(check.decided)
+        results = computed(of_call, rules, arguments, {})
+        if called_all:
+            rules.check()
+        return results
+
+    return write(*call_eagerly(pure, lambda: (method, key, run_numbers.get() is None), arguments))
 
 
 class _Run:
@@ -180,7 +210,7 @@ class _Run:
         scope = "/".join(path[len(around) :] if path[: len(around)] == around else path)
         if not scope:
             return contextlib.nullcontext()
-        return jax.named_scope(scope if numbers.get() is None else f"{scope}/jaxmp.call:{next(self._numbers)}")
+        return jax.named_scope(scope if run_numbers.get() is None else f"{scope}/jaxmp.call:{next(self._numbers)}")
 
     def called_all(self) -> bool:
         """Return whether every module with Params was called.
@@ -213,37 +243,6 @@ def _start_run(module: Any) -> Iterator[_Run]:
         yield run
     finally:
         _run.reset(token)
-
-
-def _run_model(module: Any, method: Any, args: Any, kwargs: Any) -> Any:
-    """Call ``method`` of ``module`` as a program that the engine rewrites."""
-    if policies_off.value:
-        with _start_run(module) as run, _with_author_dtypes(run.modules):
-            return run.call(module, method, args, kwargs)
-    decision: NnxDecision = type(module).jaxmp_decision
-    check = ProductsCheck(decision.model_policy.default)
-    called_all = False
-
-    def fun(module: Any, args: Any, kwargs: Any) -> Any:  # the arguments are copies, which the trace may change
-        nonlocal called_all
-        with _start_run(module) as run:
-            before = _convert_for_code(run.modules)
-            result = run.call(module, method, args, kwargs)
-            _convert_for_storage(run.modules, before)
-        called_all = run.called_all()
-        check.ran(decision.not_half if called_all else ())
-        return result
-
-    of_call, arguments, write, key = of_arrays(fun, (module, args, kwargs), {})
-
-    def pure(*arguments: Any) -> Any:
-        rules = decision.model_policy.rules(check.decided)
-        results = computed(of_call, rules, arguments, {})
-        if called_all:
-            rules.check()
-        return results
-
-    return write(*call_eagerly(pure, lambda: (method, key, numbers.get() is None), arguments))
 
 
 def _map_arrays(convert: Callable[[Any], Any], tree: Any) -> Any:

@@ -37,14 +37,14 @@ class ArrayCall(NamedTuple):
     key: Any
 
 
-def of_arrays(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> ArrayCall:
+def make_array_call(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> ArrayCall:
     """Return a call of ``fun`` as a pure function of arrays.
 
     Its ``write`` changes the NNX objects in the same way as NNX's transforms. If ``fun`` writes to an object that was
     created outside of the current transformation, NNX raises a TraceContextError.
     """
     # The code follows the steps of nnx.update_context: split outside, merge inside, split inside, merge outside.
-    plain, objects, fill, tree = _parted((args, kwargs), lambda node: True)
+    plain, objects, fill, tree = _split((args, kwargs), lambda node: True)
     refs = RefMap()
     graphdef, state = nnx.flatten(objects, ref_index=refs, graph=True)
     outside = IndexMap.from_refmap(refs)
@@ -54,7 +54,7 @@ def of_arrays(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
         copies = nnx.unflatten(graphdef, values, index_ref=inside)
         arrays = {index: _arrays_of(node) for index, node in inside.items() if isinstance(node, nnx.Variable)}
         args, kwargs = fill(plain, copies)
-        results, new_objects, fill_results, _ = _parted(fun(*args, **kwargs), _may_change)
+        results, new_objects, fill_results, _ = _split(fun(*args, **kwargs), _may_change)
 
         maps: dict[str, Any] = {"ref_index": RefMap(), "ref_outer_index": RefMap.from_indexmap(inside), "graph": True}
         structure, after = nnx.flatten(copies, **maps)
@@ -62,11 +62,11 @@ def of_arrays(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
         indices = [maps["ref_outer_index"].get(leaf) for _, leaf in after]
         written = {}
         for n, (index, (_, leaf)) in enumerate(zip(indices, after, strict=True)):
-            if index is None or _is_new(leaf, arrays[index]):
-                written[n] = _marked(leaf)
+            if index is None or _has_changed(leaf, arrays[index]):
+                written[n] = _mark_intermediates(leaf)
         is_same = None not in indices and structure == graphdef.with_same_outer_index()
         changes = _Changes(None if is_same else structure, indices, new_structure, fill_results)
-        return (results, [_marked(leaf) for _, leaf in new_state], changes), written
+        return (results, [_mark_intermediates(leaf) for _, leaf in new_state], changes), written
 
     def write(results: Any, written: dict[int, Any]) -> Any:
         results, new_objects, changes = results
@@ -113,7 +113,7 @@ class _Changes:
         )
 
 
-def _parted(tree: Any, may_change: Callable[[Any], bool]) -> tuple[dict[int, Any], dict[int, Any], Any, Any]:
+def _split(tree: Any, may_change: Callable[[Any], bool]) -> tuple[dict[int, Any], dict[int, Any], Any, Any]:
     """Split a tree into NNX objects and other leaves.
 
     Return four values:
@@ -163,8 +163,8 @@ def value_of(leaf: Any) -> Any:
     return leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
 
 
-def _marked(leaf: Any) -> Any:
-    """Return the value of a leaf for the results of a traced function.
+def _mark_intermediates(leaf: Any) -> Any:
+    """Return the value of a leaf, for the results of a traced function.
 
     Intermediates keep the dtypes in which they are computed.
     """
@@ -178,6 +178,6 @@ def _arrays_of(leaf: Any) -> list[Any]:
     return [value] if isinstance(value, jax.core.Tracer) else jax.tree.leaves(value)
 
 
-def _is_new(leaf: Any, before: list[Any]) -> bool:
+def _has_changed(leaf: Any, before: list[Any]) -> bool:
     """Return whether a leaf has other arrays than ``before``, compared by identity."""
     return any([new is not old for new, old in itertools.zip_longest(_arrays_of(leaf), before)])

@@ -85,12 +85,12 @@ def program_of(fun: Callable[..., Any], *args: Any) -> tuple[Any, list[Any], Any
         with jax.named_scope(f"{CALL_SCOPE}{next(number)}"):
             return method(*args, **kwargs)
 
-    token = nnx_run.numbers.set(itertools.count())
+    token = nnx_run.run_numbers.set(itertools.count())
     try:
         with nn.intercept_methods(in_call_scope):
             closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
     finally:
-        nnx_run.numbers.reset(token)
+        nnx_run.run_numbers.reset(token)
     return *equations.opened(closed), jax.tree.structure(shapes)
 
 
