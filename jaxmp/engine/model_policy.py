@@ -107,13 +107,14 @@ class ModelPolicy:
             written = "dtype"
         elif policy.written:
             written = "operands"
+        dtype = policy.compute_dtype if written else np.dtype(np.float32)
         computes = policy.compute_dtype if author_dtype is None else author_dtype
         casts_params = self.stores and author_param_dtype is None
         casts_caches = self.stores and not written and is_half(policy.compute_dtype)
         return Treatment(
             policy=policy,
             written=written,
-            is_by_author=author_dtype is not None,
+            dtype=dtype if author_dtype is None else None,
             is_overridden=pattern is not None,
             param_dtype=policy.param_dtype if casts_params else None,
             cache_dtype=policy.compute_dtype if casts_caches else None,
@@ -138,7 +139,8 @@ class Treatment:
       policy: the policy of the module.
       written: empty if the engine decides. Otherwise the code runs as it is written, and the text says who casts: Flax
         casts to the ``"dtype"`` of the module, or jaxmp casts the ``"operands"``, which are arguments and params.
-      is_by_author: whether the author set the ``dtype`` of the module, and no override matches it.
+      dtype: the value that replaces the ``dtype`` of the module. It is float32 for code that the engine decides, and
+        the compute dtype for code that runs as it is written. None to keep the author's ``dtype``.
       is_overridden: whether an override names the module, so that it wins over the author's dtypes.
       param_dtype: the dtype in which new params are stored; None to store them as they are initialised.
       cache_dtype: the dtype in which new float32 caches are stored; None to store them as they are created.
@@ -147,7 +149,7 @@ class Treatment:
 
     policy: Policy
     written: Literal["", "dtype", "operands"]
-    is_by_author: bool
+    dtype: np.dtype | None
     is_overridden: bool
     param_dtype: np.dtype | None
     cache_dtype: np.dtype | None

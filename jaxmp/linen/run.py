@@ -145,7 +145,7 @@ class Run:
         called = self._called_modules(model)
         variables = [path for collection in module.variables.values() for path in _paths(collection)]
         variables = [path for path in variables if not _is_below(path, called.bridges())]
-        inner = self._inner_models(model)
+        inner = self._paths_of_inner_models(model)
         owners = {path for path in _owners_of_params(module) if not _is_below(path, inner)}
         model.policy.policies.check(called.classes, variables, complete=owners <= called.classes.keys())
 
@@ -155,7 +155,7 @@ class Run:
         The list is empty if a module of the model did not run, or if there is another policy inside.
         """
         not_half, owners = self._called_modules(model).not_half, _owners_of_params(module)
-        if self._inner_models(model) or not owners <= not_half.keys():
+        if self._paths_of_inner_models(model) or not owners <= not_half.keys():
             return []
         return [
             NotHalf("/".join(path) or type(module).__name__, reason, path in owners)
@@ -166,7 +166,7 @@ class Run:
     def _called_modules(self, model: PoliciedModel) -> _CalledModules:
         return self._called.setdefault(model, _CalledModules())
 
-    def _inner_models(self, model: PoliciedModel) -> list[Path]:
+    def _paths_of_inner_models(self, model: PoliciedModel) -> list[Path]:
         """Return the paths of the models inside of a model that have policies of their own, and of its bridges."""
         inner = [other for other in self._called if other != model and model.contains(other.path)]
         return [*(model.relative(other.path) for other in inner), *self._called_modules(model).bridges()]
@@ -193,14 +193,12 @@ def _author_dtype(module: Any, name: str) -> np.dtype | None:
 
 
 def _replace_dtype(module: Any, treatment: Treatment) -> None:
-    """Replace the ``dtype`` of a module that its author did not set, or that an override replaces.
-
-    The engine decides on code in float32. Code that runs as it is written gets the compute dtype, and Flax casts its
-    operands.
-    """
-    if treatment.is_by_author or not _has_dtype(module) or (module.dtype is None and not treatment.written):
+    """Replace the ``dtype`` of a module that its author did not set, or that an override replaces."""
+    if treatment.dtype is None or not _has_dtype(module):
         return
-    dtype = treatment.policy.compute_dtype if treatment.written else _TRACED
+    if module.dtype is None and not treatment.written:  # the code computes in the dtype of its operands, float32
+        return
+    dtype = treatment.dtype if treatment.written else _TRACED
     if module.dtype is not dtype:
         vars(module).setdefault(_REPLACED, {}).setdefault("dtype", module.dtype)
         object.__setattr__(module, "dtype", dtype)

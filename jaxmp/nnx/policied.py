@@ -125,7 +125,7 @@ def _apply(model: M, policy: Any, overrides: Mapping[Any, Any] | None, function:
         decisions[0] = dataclasses.replace(decisions[0], not_half=tuple(_modules_not_half(graph, decisions)))
     casts: dict[int, nnx.Variable[Any]] = {}
     for node, decision in zip(graph.nodes, decisions, strict=True):
-        _set_up(node, decision, graph, casts)
+        _apply_decision(node, decision, graph, casts)
     note_copy(model)
     return copy
 
@@ -171,14 +171,13 @@ def _has_dtype(module: Any) -> bool:
 def _is_replaced(module: Any, treatment: Treatment) -> bool:
     """Return whether the policy replaces the ``dtype`` of a module.
 
-    The engine decides on code in float32. Code that runs as it is written gets the compute dtype, and Flax casts its
-    operands. ``nnx.WeightNorm`` and ``nnx.SpectralNorm`` would cast the Params of the wrapped layer to their ``dtype``.
+    ``nnx.WeightNorm`` and ``nnx.SpectralNorm`` would cast the Params of the wrapped layer to their ``dtype``.
     """
-    if not _has_dtype(module) or treatment.is_by_author:
+    if treatment.dtype is None or not _has_dtype(module):
         return False
-    dtype = vars(module)["dtype"]
     if treatment.written:
         return not isinstance(module, (nnx.WeightNorm, nnx.SpectralNorm))
+    dtype = vars(module)["dtype"]
     return dtype is not None and is_half(dtype)
 
 
@@ -199,7 +198,7 @@ def _modules_not_half(graph: ModuleGraph, decisions: list[NnxDecision]) -> Itera
             yield NotHalf(name, decision.treatment.not_half, node.has_matrix())
 
 
-def _set_up(
+def _apply_decision(
     node: ModuleNode,
     decision: NnxDecision,
     graph: ModuleGraph,
@@ -209,11 +208,10 @@ def _set_up(
 
     ``casts`` has the Params that were cast for other modules, by the ids of the original Params.
     """
-    treatment = decision.treatment
-    if treatment.param_dtype is not None:
-        _cast_params(node.module, treatment.param_dtype, casts)
+    if decision.treatment.param_dtype is not None:
+        _cast_params(node.module, decision.treatment.param_dtype, casts)
     if decision.replaced_dtype:
-        vars(node.module)["dtype"] = treatment.policy.compute_dtype if treatment.written else np.dtype(np.float32)
+        vars(node.module)["dtype"] = decision.treatment.dtype
     decision = dataclasses.replace(decision, level=_nesting_level(node, decision, graph))
     object.__setattr__(node.module, "__class__", policied_class(bare_class(node.module), decision))
 
