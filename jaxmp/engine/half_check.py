@@ -72,40 +72,17 @@ class NotHalf(NamedTuple):
     has_matrix: bool
 
 
-class ProductsCheck:
-    """A check that a half policy changes a product in a call of a whole model.
+def require_half_product(graph: Graph, policy: Policy, modules: Sequence[NotHalf]) -> None:
+    """Raise a ValueError if a half policy changes no product in a call of a whole model.
 
-    If no product changes, the check raises a ValueError. The check needs two inputs, in any order:
-
-    - The engine passes the program of the call to :meth:`decided`.
-    - The adapter of Linen or NNX passes the modules that are not half to :meth:`ran`.
+    Args:
+      graph: the program of the call, after the engine has decided it.
+      policy: the policy of the model.
+      modules: the modules that are not half. If there are none, or after a call of only a part of the model, pass an
+        empty sequence, and no error is raised.
     """
-
-    def __init__(self, policy: Policy) -> None:
-        self._policy = policy
-        self._graph: Graph | None = None
-        self._modules: Sequence[NotHalf] | None = None
-
-    def decided(self, graph: Graph) -> None:
-        """Receive the program of the call after the engine has decided it."""
-        self._graph = graph
-        self._check()
-
-    def ran(self, modules: Sequence[NotHalf]) -> None:
-        """Receive the modules that are not half.
-
-        If ``modules`` is empty, no error is raised. It is empty after a call of only a part of the model.
-        """
-        self._modules = modules
-        self._check()
-
-    def _check(self) -> None:
-        if self._graph is None or self._modules is None:
-            return
-        graph, self._graph = self._graph, None  # release the graph, because derivative rules keep this object alive
-        if self._modules and is_half(self._policy.compute_dtype) and _has_no_half_product(graph):
-            modules = [module for module in self._modules if module.has_matrix] or self._modules
-            raise ValueError(_unchanged(self._policy, modules))
+    if modules and is_half(policy.compute_dtype) and _has_no_half_product(graph):
+        raise ValueError(_unchanged(policy, [module for module in modules if module.has_matrix] or modules))
 
 
 def _has_no_half_product(graph: Graph) -> bool:

@@ -27,7 +27,8 @@ from jaxmp._internals.flax.nnx_variables import is_module, is_object, modules_in
 from jaxmp.base.cache_keys import policies_off
 from jaxmp.engine.autocast import computed
 from jaxmp.engine.eager_calls import call_eagerly
-from jaxmp.engine.half_check import NotHalf, ProductsCheck
+from jaxmp.engine.graph import Graph
+from jaxmp.engine.half_check import NotHalf, require_half_product
 from jaxmp.engine.model_policy import CallStack, MethodCall, ModelPolicy, Treatment, VariableKind
 from jaxmp.policy.patterns import Path
 
@@ -136,7 +137,6 @@ def _run_model(module: Any, method: Any, args: Any, kwargs: Any) -> Any:
         with _start_run(module) as run, _with_author_dtypes(run.modules):
             return run.call(module, method, args, kwargs)
     decision: NnxDecision = type(module).jaxmp_decision
-    check = ProductsCheck(decision.model_policy.default)
     called_all = False
 
     def fun(module: Any, args: Any, kwargs: Any) -> Any:  # the arguments are copies, which the trace may change
@@ -146,15 +146,17 @@ def _run_model(module: Any, method: Any, args: Any, kwargs: Any) -> Any:
             result = run.call(module, method, args, kwargs)
             _convert_for_storage(run.modules, before)
         called_all = run.called_all()
-        check.ran(decision.not_half if called_all else ())
         return result
 
     of_call, arguments, write, key = make_array_call(fun, (module, args, kwargs), {})
 
     def pure(*arguments: Any) -> Any:
-        rules = decision.model_policy.rules(check.decided)
+        graphs: list[Graph] = []
+        rules = decision.model_policy.rules(graphs.append)
         results = computed(of_call, rules, arguments, {})
+        graph = graphs.pop()  # derivative rules keep `rules` alive, but not the graph
         if called_all:
+            require_half_product(graph, decision.model_policy.default, decision.not_half)
             rules.check()
         return results
 
