@@ -201,7 +201,7 @@ class MethodCall:
       module: the module.
       path: its path.
       treatment: how the module is computed.
-      output: the policy with whose output dtype the call returns its result; None to return it as computed.
+      output: the policy of the model if the result is cast to its output dtype; None to keep the dtype of the result.
     """
 
     module: Any

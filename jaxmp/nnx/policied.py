@@ -199,10 +199,7 @@ def _modules_not_half(graph: ModuleGraph, decisions: list[NnxDecision]) -> Itera
 
 
 def _apply_decision(
-    node: ModuleNode,
-    decision: NnxDecision,
-    graph: ModuleGraph,
-    casts: dict[int, nnx.Variable[Any]],
+    node: ModuleNode, decision: NnxDecision, graph: ModuleGraph, casts: dict[int, nnx.Variable[Any]]
 ) -> None:
     """Apply ``decision`` to the module of ``node``.
 
