@@ -154,7 +154,7 @@ def _blame_in_step(call: StepCall) -> Blame | None:
     def program_for(state: Any) -> Callable[..., Any]:
         def program(params: Any, model_state: Any, batch: Any) -> Any:
             step_state = state.replace(params=params, model_state=model_state)
-            loss, grads, *aux = call.step.placed_gradients(step_state, batch, rng)
+            loss, grads, *aux = call.step.update.gradients(step_state, batch, rng)
             return loss, aux, grads
 
         return program

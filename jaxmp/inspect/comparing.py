@@ -36,8 +36,8 @@ from jaxmp.inspect.program.calls import (
     require_own_settings,
     step_call,
 )
+from jaxmp.sharding.devices import DevicesOfMesh
 from jaxmp.training.state import TrainState
-from jaxmp.training.step import TrainStep
 
 _REFERENCES = ("float32", "float64")
 _COLUMNS = ("path", "phase", "dtype", "relative\nerror", "mean\n|difference|", "cosine", "ulps")
@@ -181,13 +181,11 @@ def compare(
     return run
 
 
-class _LossOnly(TrainStep):
-    """A train step that computes only its loss, which the caller differentiates."""
-
-    def differentiate(self, loss_fn: Callable[[Any], Any], state: TrainState) -> tuple[Any, Any, dict[str, Any]]:
-        loss, (model_state, metrics) = loss_fn(state.params)
-        zeros = jax.tree.map(jnp.zeros_like, state.params)
-        return (loss, (jax.lax.stop_gradient(model_state), metrics)), zeros, {}
+def _loss_without_gradients(loss_fn: Callable[[Any], Any], state: TrainState) -> tuple[Any, Any]:
+    """Return the results of a loss function, which the caller differentiates, and zeros in place of gradients."""
+    loss, (model_state, metrics) = loss_fn(state.params)
+    zeros = jax.tree.map(jnp.zeros_like, state.params)
+    return (loss, (jax.lax.stop_gradient(model_state), metrics)), zeros
 
 
 def loss_of(call: StepCall) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -196,16 +194,16 @@ def loss_of(call: StepCall) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     The loss function also takes a random key as the last argument. The default is the key of the step.
     """
     step, state, batch = call
-    if step.options.gathered is not None:
+    if isinstance(step.update.devices, DevicesOfMesh):
         raise ValueError(
             "compare takes a train step without a mesh, got one with sharding=; compare its loss function, "
             "compare(loss_fn)(params, model_state, batch, rng)"
         )
-    step_without_gradients = _LossOnly(step.options)
+    update = dataclasses.replace(step.update, differentiate=_loss_without_gradients)
 
     def loss_fn(params: Any, model_state: Any, batch: Any, rng: Any = call.rng) -> Any:
         step_state = state.replace(params=params, model_state=model_state)
-        return step_without_gradients.gradients(step_state, batch, rng)[0]
+        return update.gradients(step_state, batch, rng).loss
 
     return loss_fn, (state.params, state.model_state, batch)
 

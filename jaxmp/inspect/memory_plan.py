@@ -214,7 +214,7 @@ def of_call(
 
     params = [leaf.value for leaf in leaves if leaf.kind == "params" and "ema_params" not in leaf.path.split("/")]
     axes = batch_axes(batch)
-    microbatches = call.options.accumulate_steps if isinstance(call, TrainStep) else 1
+    microbatches = call.update.accumulate_steps if isinstance(call, TrainStep) else 1
     has_ideal = bool(params and axes) and all(map(sharding_on_mesh, params))
     peak, by_kind, by_dtype, arrays = _measured(compiled, program, leaves)
     return Memory(

@@ -62,8 +62,9 @@ class Watch:
         self._watched_step: Callable[..., Any]
         self.counting: CountingStep | None = None
         if isinstance(loss_fn, NNXTrainStep):
-            self.counting = CountingStep(loss_fn.of_trees)
-            self._watched_step = NNXTrainStep(self.counting)
+            counting: Any = CountingStep(loss_fn.of_trees)
+            self.counting = counting
+            self._watched_step = NNXTrainStep(counting)
         elif isinstance(loss_fn, TrainStep):
             self._watched_step = self.counting = CountingStep(loss_fn)
         else:

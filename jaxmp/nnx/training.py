@@ -19,6 +19,7 @@ from jaxmp.sharding.mesh_plan import Sharding
 from jaxmp.training import loss_function
 from jaxmp.training import step as train_step
 from jaxmp.training.state import TrainState
+from jaxmp.training.update import Metrics
 
 
 def make_train_step(
@@ -105,7 +106,7 @@ class TrainStep:
         self.of_trees = step
         self._has_policy = has_policy
 
-    def __call__(self, model: Any, optimizer: Optimizer, batch: Any) -> train_step.Metrics:
+    def __call__(self, model: Any, optimizer: Optimizer, batch: Any) -> Metrics:
         """Take one step; see :func:`make_train_step`."""
         state = jax.tree.map(_as_array, self._state_of(model, optimizer))
         state, metrics = self.of_trees(state, batch)

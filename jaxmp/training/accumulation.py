@@ -18,18 +18,16 @@ class Gradients(NamedTuple):
       loss: the true loss.
       grads: the gradients of the scaled loss, or their sum over microbatches.
       model_state: the new model state.
-      metrics: the metrics of the loss function.
-      records: the additional metrics of :meth:`jaxmp.TrainStep.differentiate`.
+      metrics: the metrics of the loss function; those of several microbatches are stacked.
     """
 
     loss: Any
     grads: Any
     model_state: Any
     metrics: Any
-    records: Any
 
 
-def accumulated(
+def accumulate(
     differentiate: Callable[..., Gradients], params: Any, model_state: Any, inputs: tuple[Any, Any], count: int
 ) -> Gradients:
     """Differentiate the loss of each microbatch, and sum the gradients in float32.
@@ -42,8 +40,8 @@ def accumulated(
       count: the number of microbatches.
 
     Returns:
-      The mean of the losses, the sum of the gradients, the model state after the last microbatch, the means of the
-      metrics, and the stacked records.
+      The mean of the losses, the sum of the gradients, the model state after the last microbatch, and the stacked
+      metrics.
     """
 
     def add(carry: Any, batch_and_rng: Any) -> Any:
@@ -51,13 +49,16 @@ def accumulated(
         new = differentiate(model_state, *batch_and_rng)
         total = jax.tree.map(jnp.add, total, widen(new.grads))
         in_old_dtypes = select_tree(True, new.model_state, model_state)
-        return (total, in_old_dtypes), (new.loss, new.metrics, new.records)
+        return (total, in_old_dtypes), (new.loss, new.metrics)
 
     zeros = jax.tree.map(jnp.zeros_like, widen(params))
     # The scan needs the length if neither the batch nor the keys have arrays.
-    (total, model_state), (losses, metrics, records) = jax.lax.scan(add, (zeros, model_state), inputs, length=count)
-    return Gradients(_mean(losses), total, model_state, _mean(metrics), records)
+    (total, model_state), (losses, metrics) = jax.lax.scan(add, (zeros, model_state), inputs, length=count)
+    return Gradients(average(losses, count), total, model_state, metrics)
 
 
-def _mean(stacked: Any) -> Any:
+def average(stacked: Any, count: int) -> Any:
+    """Return the mean over microbatches; with one microbatch, return ``stacked``, which then has no extra axis."""
+    if count == 1:
+        return stacked
     return jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0, dtype=jnp.float32), stacked)

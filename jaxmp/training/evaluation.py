@@ -18,7 +18,8 @@ from jaxmp.training.batches import require_examples
 from jaxmp.training.error_notes import error_notes
 from jaxmp.training.loss_function import LossFn, under_policy
 from jaxmp.training.state import TrainState
-from jaxmp.training.step import Metrics, TrainStep
+from jaxmp.training.step import TrainStep
+from jaxmp.training.update import Metrics
 
 
 def make_eval_step(

@@ -77,7 +77,7 @@ def test_products_of_computed_weights_sum_in_float32_and_round_once(kind):
     step, state = step_on(mesh, loss_fn, params)
     with jax.set_mesh(mesh):  # look at the program, because a CPU widens half sums over devices
         products = [
-            eqn for eqn in equations(jax.make_jaxpr(step._step)(state, batch)) if eqn.primitive.name in PRODUCTS
+            eqn for eqn in equations(jax.make_jaxpr(step.update)(state, batch)) if eqn.primitive.name in PRODUCTS
         ]
     dtypes = [eqn.outvars[0].aval.dtype.name for eqn in products if eqn.outvars[0].aval.shape == (4, 4)]
     assert len(dtypes) > len(PAIRS) and set(dtypes) == {"float32"}

@@ -136,7 +136,7 @@ class TestDtypes:
         """Check that each device sums its rows of the gradient in float32."""
         step, state, batch, mesh = step_of_ways(kind)
         with jax.set_mesh(mesh):
-            program = jax.make_jaxpr(step._step)(state, batch)
+            program = jax.make_jaxpr(step.update)(state, batch)
         products = [eqn for eqn in equations(program) if eqn.primitive.name == "dot_general"]
         of_weights = [eqn.outvars[0].aval for eqn in products if set(eqn.outvars[0].aval.shape) == {WIDE}]
         assert len(of_weights) == 2 * len(WAYS) - 1  # the loop over an index has only one product
@@ -225,7 +225,7 @@ class TestDtypes:
                 loss_fn, sharding=Sharding(mesh, specs, reduce=reduce), accumulate_steps=microbatches
             )
             with jax.set_mesh(mesh):
-                program = jax.make_jaxpr(step._step)(state, batch)
+                program = jax.make_jaxpr(step.update)(state, batch)
             moved = [eqn for eqn in equations(program) if eqn.primitive.name == "sharding_constraint"]
             moved = [eqn.outvars[0].aval for eqn in moved if not any(where(eqn))]
             gathered, expected = {}, {}
@@ -244,7 +244,7 @@ class TestDtypes:
         state = jaxmp.TrainState.create_sharded(lambda: {"w": jnp.ones((WIDTH, WIDTH))}, tx_of(), on_mesh)
         step = jaxmp.make_train_step(loss_fn, sharding=on_mesh, policy="mixed_bfloat16")
         with jax.set_mesh(mesh):
-            program = jax.make_jaxpr(step._step)(state, np.ones((BATCH, WIDTH), np.float32))
+            program = jax.make_jaxpr(step.update)(state, np.ones((BATCH, WIDTH), np.float32))
         moved = [
             eqn for eqn in equations(program) if eqn.primitive.name == "sharding_constraint" and not any(where(eqn))
         ]

@@ -113,7 +113,7 @@ def after_five(steps, states, batch):
 def wire(step, state, batch, mesh):
     """Return the dtypes of gathered weights, by shape, and of reduced gradients."""
     with jax.set_mesh(mesh):
-        program = jax.make_jaxpr(step._step)(state, batch)
+        program = jax.make_jaxpr(step.update)(state, batch)
     gathers, reductions = {}, set()
     for eqn in equations(program):
         if eqn.primitive.name == "sharding_constraint":

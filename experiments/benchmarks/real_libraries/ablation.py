@@ -43,6 +43,8 @@ from jaxmp._internals.jax.equations import is_literal
 
 WORSE, NOTICEABLE = 2.0, 0.01
 MORE_BYTES = 1.1
+MODEL = "model"
+"""The library of models at usual widths. Only their bytes are measured."""
 RULE_COLUMNS = ("rule", "off", "changes", "error matters", "bytes matter", "programs in which it matters")
 PROGRAM_COLUMNS = ("program", "error", "half products", "each operation alone", "bytes", "each operation alone")
 
@@ -129,35 +131,55 @@ def saved_bytes(vjp: Callable[..., Any], params: Any) -> int:
     return sum(aval.size * aval.dtype.itemsize for aval in saved.values())
 
 
-def _matters(row: dict[str, Any], rule: str) -> tuple[bool, bool]:
-    """Return whether a rule matters in a program, for the error and for the saved bytes."""
-    before, after = row["all_rules"], row["without"][rule]
-    error, most = after["error"], max(NOTICEABLE, WORSE * before["error"])
-    is_worse = not error <= most and not math.isnan(before["error"])  # also if the error without the rule is NaN
-    return is_worse, after["bytes"] >= MORE_BYTES * before["bytes"]
+def is_worse(before: float, after: float) -> bool:
+    """Return whether an error matters that was ``before`` with all rules.
+
+    A NaN after the change matters. A NaN before the change was not measured.
+    """
+    return not math.isnan(before) and not after <= max(NOTICEABLE, WORSE * before)
 
 
-def _cells_of_rule(switch: Switch, name: str, rows: list[dict[str, Any]]) -> tuple[str, ...]:
-    changed = [row for row in rows if switch.name in row["without"]]
-    answers = [_matters(row, switch.name) for row in changed]
-    shown = []
-    for row, (is_worse, is_larger) in zip(changed, answers, strict=True):
-        before, after = row["all_rules"], row["without"][switch.name]
-        title = f"{row['library']}: {row['program']}"
-        if is_worse:
-            shown.append(f"{title} ({100 * before['error']:.2g} → {100 * after['error']:.2g} %)")
-        elif is_larger:
-            shown.append(f"{title} ({after['bytes'] / before['bytes']:.2f} × the bytes)")
-    counts = [len(changed), sum(worse for worse, _ in answers), sum(larger for _, larger in answers)]
-    return (switch.rule, name, *map(str, counts), "; ".join(shown))
-
-
-def _rule_rows(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
+def rows_of_rules(rows: list[dict[str, Any]], examples: int | None = None) -> list[tuple[str, ...]]:
+    """Return the cells of the table of rules; ``examples`` is the largest number of programs to name."""
     table = []
     for switch in SWITCHES:
-        table.append(_cells_of_rule(switch, switch.name, rows))
-        table += [_cells_of_rule(case, f"{switch.name}: {case.name}", rows) for case in switch.cases]
+        table.append(_cells_of_rule(switch, switch.name, rows, examples))
+        table += [_cells_of_rule(case, f"{switch.name}: {case.name}", rows, examples) for case in switch.cases]
     return table
+
+
+def _cells_of_rule(switch: Switch, name: str, rows: list[dict[str, Any]], examples: int | None) -> tuple[str, ...]:
+    changed = [row for row in rows if switch.name in row["without"]]
+    by_error = [row for row in changed if _error_matters(row, switch)]
+    by_bytes = [row for row in changed if _bytes_matter(row, switch)]
+    shown = [_shown_error(row, switch) for row in sorted(by_error, key=lambda row: -_growth(row, switch))]
+    shown += [_shown_bytes(row, switch) for row in by_bytes if row not in by_error]
+    counts = [str(len(some)) for some in (changed, by_error, by_bytes)]
+    return (switch.rule, name, *counts, "; ".join(shown[:examples]))
+
+
+def _error_matters(row: dict[str, Any], switch: Switch) -> bool:
+    return is_worse(row["all_rules"]["error"], row["without"][switch.name]["error"])
+
+
+def _bytes_matter(row: dict[str, Any], switch: Switch) -> bool:
+    return bool(row["without"][switch.name]["bytes"] >= MORE_BYTES * row["all_rules"]["bytes"])
+
+
+def _growth(row: dict[str, Any], switch: Switch) -> float:
+    """Return by how much the error grows without a rule."""
+    error = row["without"][switch.name]["error"]
+    return math.inf if math.isnan(error) else error / max(row["all_rules"]["error"], NOTICEABLE)
+
+
+def _shown_error(row: dict[str, Any], switch: Switch) -> str:
+    before, after = row["all_rules"]["error"], row["without"][switch.name]["error"]
+    return f"{row['library']}: {row['program']} ({100 * before:.2g} % → {100 * after:.2g} %)"
+
+
+def _shown_bytes(row: dict[str, Any], switch: Switch) -> str:
+    share = row["without"][switch.name]["bytes"] / row["all_rules"]["bytes"]
+    return f"{row['library']}: {row['program']} ({share:.2f} times the bytes)"
 
 
 def _cells_of_program(row: dict[str, Any]) -> tuple[str, ...]:
@@ -168,7 +190,10 @@ def _cells_of_program(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _workloads() -> list[Program]:
-    """Return GPT-2, BERT and ResNet-50 at usual widths, with a sixth of the layers and of the vocabulary, and few examples."""
+    """Return GPT-2, BERT and ResNet-50 at usual widths, with few layers and examples.
+
+    The vocabularies are as much smaller as the number of layers, so that the logits have their usual share.
+    """
 
     def program_of(work: Workload) -> Program:
         def make() -> tuple[Callable[[Any], Any], Any]:
@@ -177,7 +202,7 @@ def _workloads() -> list[Program]:
             batch = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), work.batch)
             return lambda params: work.loss_fn()(params, state, batch)[0], params
 
-        return Program("model", work.text, make)
+        return Program(MODEL, work.text, make)
 
     return [
         program_of(workload("gpt2", layers=2, batch_size=2, vocabulary=50257 // 6)),
@@ -200,7 +225,7 @@ def main(config: Config) -> dict[str, Any]:
     )
     rows = collected.rows
     tables = [
-        Table("Rules, each switched off alone", RULE_COLUMNS, _rule_rows(rows), 2, ()),
+        Table("Rules, each switched off alone", RULE_COLUMNS, rows_of_rules(rows), 2, ()),
         Table(
             "Programs with all rules, and without a graph",
             PROGRAM_COLUMNS,

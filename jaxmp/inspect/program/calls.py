@@ -64,7 +64,7 @@ def step_call(fun: Any, args: Sequence[Any]) -> StepCall:
         call = StepCall(fun, *args)
     call.step.require_state(call.state)
     require_not_deleted(call.state)
-    state, batch = call.step.placed(call.state, call.batch)
+    state, batch = call.step.place(call.state, call.batch)
     return call._replace(state=state, batch=batch)
 
 
@@ -76,8 +76,8 @@ def loss_of_step(step: Any) -> Callable[..., Any]:
 
     def loss_fn(*args: Any) -> Any:
         call = step_call(step, args)
-        options, state = call.step.options, call.state
-        loss_of_step = options.loss_fn if options.gathered is None else options.gathered.loss_fn
+        state, update = call.state, call.step.update
+        loss_of_step = update.devices.whole_loss(update.loss_fn)
         return loss_of_step(state.params, state.model_state, call.batch, call.rng)
 
     return loss_fn

@@ -31,7 +31,7 @@ def call_of(fun: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, tuple[An
         fun, args = fun.of_trees, (state_of(*args[:2]), *args[2:])
     if isinstance(fun, TrainStep):  # its program depends on the sharding of the state
         has_shapes = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(args))
-        return fun, tuple(args if has_shapes else fun.placed(*args))
+        return fun, tuple(args if has_shapes else fun.place(*args))
     if hasattr(fun, "trace"):
         return _with_static_arguments(fun, args)
 
