@@ -1,24 +1,21 @@
 """Loss scaling as an optax transform, which skips non-finite steps.
 
 The transform wraps an optimizer, stores the loss scale in the optimizer's state, and takes the true gradients of
-:func:`jaxmp.value_and_grad`. To skip a step, the device selects the old values, so it does not wait for the host. (A
-train step on a CPU branches instead.) The method is that of Micikevicius et al., "Mixed Precision Training",
+:func:`jaxmp.value_and_grad`. To skip a step, the device selects the old values, so it does not wait for the host. The
+method is that of Micikevicius et al., "Mixed Precision Training",
 arXiv:1710.03740, with the semantics of torch's GradScaler.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from jaxmp._internals.jax.equations import evaluate, opened
-from jaxmp._internals.jax.traces import is_tracing
-from jaxmp.base import hardware
 from jaxmp.base.arguments import require_flag
 from jaxmp.base.donation import require_not_deleted
 from jaxmp.base.trees import all_finite, max_abs, select_tree, sum_of_squares, widen
@@ -35,8 +32,6 @@ from jaxmp.optim.packed_tree import unpacked
 from jaxmp.optim.scaled_grad import global_norm, nan_if_infinite
 from jaxmp.optim.scaling_state import LossScalingState, get_loss_scaling_state, wrap_opt_state
 from jaxmp.optim.stored_moments import decoded
-
-T = TypeVar("T")
 
 
 def loss_scaling(
@@ -92,7 +87,7 @@ def loss_scaling(
     require_flag("grad_norm", grad_norm, "to clip, put optax.clip_by_global_norm(1.0) inside loss_scaling")
     transform = _ScalingTransform(as_optimizer(inner), as_loss_scale(loss_scale), axis_name, grad_norm, check_updates)
     tx = LossScaling(transform.init, transform.update)
-    tx.inner, tx.step = transform.inner, transform.step
+    tx.inner = transform.inner
     return tx
 
 
@@ -100,19 +95,6 @@ class LossScaling(optax.GradientTransformationExtraArgs):
     """The transform that :func:`loss_scaling` returns."""
 
     inner: optax.GradientTransformationExtraArgs
-    step: Callable[..., tuple[Any, LossScalingState]]
-
-
-class Derived(NamedTuple):
-    """Arrays computed from the updates, such as new params.
-
-    Attributes:
-      compute: a function of the updates.
-      old: the arrays to keep if the step is skipped.
-    """
-
-    compute: Callable[[Any], Any]
-    old: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,50 +117,28 @@ class _ScalingTransform:
         self, updates: optax.Updates, state: LossScalingState, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, LossScalingState]:
         try:
-            return self.step(updates, state, params, None, **extra_args)
+            return self._update(updates, state, params, extra_args)
         except (RuntimeError, ValueError) as error:
             require_not_deleted({"opt_state": state, "params": params}, error)
             raise
 
-    def step(
-        self,
-        updates: optax.Updates,
-        state: LossScalingState,
-        params: optax.Params | None,
-        derived: Derived | None,
-        **extra_args: Any,
-    ) -> tuple[Any, LossScalingState]:
-        """Return the updates and the new state.
-
-        If ``derived`` is not None, return its arrays in place of the updates.
-        """
+    def _update(
+        self, updates: optax.Updates, state: LossScalingState, params: optax.Params | None, extra_args: dict[str, Any]
+    ) -> tuple[optax.Updates, LossScalingState]:
         check_state(state)
         grads = packed_as(state.inner_state, widen(updates))
         squares = sum_of_squares(grads)
-
-        def update_inner() -> tuple[Any, Any]:
-            params_of_inner = self._params_of_inner(params)
-            new_updates, inner_state = self.inner.update(grads, state.inner_state, params_of_inner, **extra_args)
-            check_same_shapes(new_updates, unpacked(updates) if params is None else params)
-            return new_updates, inner_state
-
+        new_updates, inner_state = self.inner.update(
+            grads, state.inner_state, self._params_of_inner(params), **extra_args
+        )
+        check_same_shapes(new_updates, unpacked(updates) if params is None else params)
         finite = jnp.isfinite(squares)
-        computed = update_inner() if self.check_updates else None
-        if computed is not None:
-            finite &= all_finite(computed[0])
+        if self.check_updates:
+            finite &= all_finite(new_updates)
         finite, grad_max = self._agreed(finite, max_abs(grads) if state.loss_scale.needs_grad_max else None)
-        if derived is None:
-            new_updates, inner_state = computed or update_inner()
-            result = jax.tree.map(lambda u: jnp.where(finite, u, -jnp.zeros((), u.dtype)), new_updates)
-            inner_state = select_tree(finite, inner_state, state.inner_state)
-        else:
-
-            def of_finite_step() -> tuple[Any, Any]:
-                new_updates, inner_state = computed or update_inner()
-                return derived.compute(new_updates), inner_state
-
-            result, inner_state = _computed_where(finite, of_finite_step, (derived.old, state.inner_state))
-        return result, self._new_state(state, inner_state, finite, grad_max, squares)
+        inner_state = select_tree(finite, inner_state, state.inner_state)
+        new_state = self._new_state(state, inner_state, finite, grad_max, squares)
+        return zero_unless(finite, new_updates), new_state
 
     def _params_of_inner(self, params: Any) -> Any:
         """Return the params for ``inner``, in float32 unless ``inner`` is low_precision."""
@@ -238,70 +198,43 @@ def _copied_key(leaf: Any) -> Any:
     return jnp.copy(leaf) if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
 
 
+def zero_unless(finite: jax.Array, updates: Any) -> Any:
+    """Return the updates if ``finite`` is true, else updates of -0.0, which change no bit of a param."""
+    return jax.tree.map(lambda update: jnp.where(finite, update, -jnp.zeros((), update.dtype)), updates)
+
+
 def take_step(
     tx: optax.GradientTransformationExtraArgs,
     grads: Any,
     opt_state: Any,
     params: Any,
     extra_args: Mapping[str, Any],
-    derived: Derived | None = None,
 ) -> tuple[Any, Any, jax.Array]:
     """Take one step of an optimizer that has ``loss_scaling`` in it.
 
-    ``grads`` are the true gradients.
+    Transforms around ``loss_scaling`` may drop non-finite gradients themselves (MultiSteps), so that ``loss_scaling``
+    counts no skip. Or their states may change in a step that ``loss_scaling`` skips.
+
+    Args:
+      tx: the optimizer.
+      grads: the true gradients.
+      opt_state: the state of the optimizer.
+      params: the params.
+      extra_args: other arguments of ``tx.update``.
 
     Returns:
-      The updates (or the derived arrays), the new state, and an int32: 1 if the step was skipped, else 0. In a skipped
-      step, only the loss scale, the counters and the gradient norm in the state change.
+      The updates, the new state, and an int32: 1 if the step was skipped, else 0. In a skipped step, only the loss
+      scale, the counters and the gradient norm in the state change.
     """
-    if not isinstance(tx, LossScaling):
-        return _take_step_around(tx, grads, opt_state, params, extra_args, derived)
-    result, new_state = tx.step(grads, opt_state, params, derived, **extra_args)
-    return result, new_state, new_state.skipped_steps - opt_state.skipped_steps
-
-
-def _take_step_around(
-    tx: optax.GradientTransformationExtraArgs,
-    grads: Any,
-    opt_state: Any,
-    params: Any,
-    extra_args: Mapping[str, Any],
-    derived: Derived | None,
-) -> tuple[Any, Any, jax.Array]:
-    """Take one step of an optimizer with other transforms around ``loss_scaling``.
-
-    Such a transform may drop non-finite gradients itself (MultiSteps), so that ``loss_scaling`` counts no skip. Or its
-    state may change in a step that ``loss_scaling`` skips.
-    """
+    before = get_loss_scaling_state(opt_state)
+    if isinstance(tx, LossScaling):
+        updates, new_state = tx.update(grads, opt_state, params, **extra_args)
+        return updates, new_state, new_state.skipped_steps - before.skipped_steps
     # If the chain clips by value before loss_scaling, clipping would make infinities finite. But clipping keeps NaN.
-    result, new_state = tx.update(nan_if_infinite(grads), opt_state, params, **extra_args)
-    skipped = get_loss_scaling_state(new_state).skipped_steps - get_loss_scaling_state(opt_state).skipped_steps
+    updates, new_state = tx.update(nan_if_infinite(grads), opt_state, params, **extra_args)
+    skipped = get_loss_scaling_state(new_state).skipped_steps - before.skipped_steps
     skipped = jnp.maximum(skipped, 1 - jnp.isfinite(global_norm(grads)).astype(jnp.int32))
-    if derived is not None:
-        result = select_tree(skipped == 0, derived.compute(result), derived.old)
-    return result, _keep_scale(skipped == 0, new_state, opt_state), skipped
-
-
-def _computed_where(pred: jax.Array, make: Callable[[], T], otherwise: T) -> T:
-    """Return ``make()`` if the bool scalar ``pred`` is true, else ``otherwise``.
-
-    In a program for a CPU without a mesh, the choice is a branch (``lax.cond``), because XLA compiles a select into
-    more kernels and copies. Everywhere else the choice is a select, because a branch waits for the host and is harder
-    to split over devices. If ``make`` has side effects, such as prints, the choice is also a select. The side effects
-    then happen even if ``pred`` is false.
-    """
-    is_alone = jax.sharding.get_abstract_mesh().empty
-    if not (is_alone and is_tracing() and hardware.detect().platform == "cpu"):
-        return select_tree(pred, make(), otherwise)
-    closed, shapes = jax.make_jaxpr(make, return_shape=True)()
-
-    def evaluated() -> T:
-        result: T = jax.tree.unflatten(jax.tree.structure(shapes), evaluate(*opened(closed), []))
-        return result
-
-    if closed.effects:
-        return select_tree(pred, evaluated(), otherwise)
-    return jax.lax.cond(pred, lambda: select_tree(True, evaluated(), otherwise), lambda: otherwise)
+    return updates, _keep_scale(skipped == 0, new_state, opt_state), skipped
 
 
 def _keep_scale(finite: jax.Array, new: Any, old: Any) -> Any:

@@ -17,7 +17,7 @@ from jaxmp.base.donation import require_not_deleted
 from jaxmp.optim.checks import as_optimizer
 from jaxmp.optim.half_params import warn_if_updates_vanish
 from jaxmp.optim.loss_scale import NoOpLossScale
-from jaxmp.optim.loss_scaling import Derived, in_precision_of, loss_scaling, require_outermost, take_step
+from jaxmp.optim.loss_scaling import in_precision_of, loss_scaling, require_outermost, take_step
 from jaxmp.optim.low_precision import in_dtype_of, with_compensation
 from jaxmp.optim.scaling_state import get_loss_scale, get_loss_scaling_state, has_loss_scale
 from jaxmp.sharding.mesh_plan import Sharding
@@ -237,27 +237,22 @@ class TrainState(flax.struct.PyTreeNode):
           RuntimeError: the state was donated to an earlier step.
         """
         require_not_deleted(self)
-        old = {"params": self.params}
         if model_state is not None:
             require_same_structure(model_state, self.model_state)
-            old["model_state"] = self.model_state
+        if ema_decay is not None and self.ema_params is None:
+            raise ValueError(
+                "ema_decay needs a moving average to update: TrainState.create(..., ema=True), or "
+                "jaxmp.nnx.Optimizer(..., ema=True)"
+            )
+        updates, opt_state, skipped = take_step(self.tx, grads, self.opt_state, self.params, extra_args or {})
+        params = optax.apply_updates(_tree.widen(self.params), updates)  # select_tree restores the dtypes
+        new, old = {"params": params}, {"params": self.params}
+        if model_state is not None:
+            new["model_state"], old["model_state"] = model_state, self.model_state
         if ema_decay is not None:
-            if self.ema_params is None:
-                raise ValueError(
-                    "ema_decay needs a moving average to update: TrainState.create(..., ema=True), or "
-                    "jaxmp.nnx.Optimizer(..., ema=True)"
-                )
+            new["ema_params"] = optax.incremental_update(params, self.ema_params, 1 - ema_decay)
             old["ema_params"] = self.ema_params
-
-        def changed(updates: Any) -> dict[str, Any]:
-            params = optax.apply_updates(_tree.widen(self.params), updates)  # take_step restores the dtypes
-            new = {"params": params, "model_state": model_state}
-            if ema_decay is not None:
-                new["ema_params"] = optax.incremental_update(params, self.ema_params, 1 - ema_decay)
-            return {name: new[name] for name in old}
-
-        derived = Derived(changed, old)
-        selected, opt_state, skipped = take_step(self.tx, grads, self.opt_state, self.params, extra_args or {}, derived)
+        selected = _tree.select_tree(skipped == 0, new, old)
         new_scale, scale = get_loss_scale(opt_state), get_loss_scale(self.opt_state)
         return self.replace(
             step=self.step + 1,

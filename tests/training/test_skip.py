@@ -289,25 +289,6 @@ def test_two_runs_and_after_an_error_a_third_run_share_a_step():
     assert compiled_once(step)
 
 
-def test_a_cpu_branches_where_other_devices_select_and_both_compute_the_same():
-    with jax.numpy_dtype_promotion("standard"):
-        state, step, batch = linen_run()
-        bad = {**batch, "x": batch["x"] * jnp.nan}
-        selecting = linen_run()[1]
-        branching = state
-        for step_batch in (batch, bad, batch):
-            branching, _ = step(branching, step_batch)
-            with jaxmp.hardware.assumed("h200"):
-                state, _ = selecting(state, step_batch)
-        assert "cond[" in str(jax.make_jaxpr(step.jitted)(state, batch))
-        with jaxmp.hardware.assumed("h200"):
-            assert "cond[" not in str(jax.make_jaxpr(selecting.jitted)(state, batch))
-    assert branching.skipped_steps == state.skipped_steps == 1
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), contents(branching), contents(state)
-    )
-
-
 def test_effects_of_an_optimizer_happen_in_skipped_steps_too():
     params, batch = problem()
     norms_finite = []
@@ -328,7 +309,6 @@ def test_effects_of_an_optimizer_happen_in_skipped_steps_too():
 
 
 def test_an_example_of_a_vmap_skips_alone():
-    """Take steps under vmap, where the branch on ``skipped`` becomes a select."""
     params, batch = problem()
     state = TrainState.create(params=params, tx=loss_scaling(standard(optax.adam(1e-2)), DynamicLossScale()))
     step = make_train_step(train_loss, donate=False)
