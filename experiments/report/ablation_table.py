@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import statistics
 from pathlib import Path
 from typing import Any
 
@@ -34,17 +33,9 @@ def _line(cells: tuple[str, ...]) -> str:
 
 def _without_a_graph(rows: list[Row]) -> str:
     """Return sentences that compare the programs without a graph with those under all rules."""
-    measured = [row for row in rows if row["library"] != ablation.MODEL]
-    worse = [row for row in measured if ablation.is_worse(row["all_rules"]["error"], row["each_alone"]["error"])]
-    models = [row for row in rows if row["library"] == ablation.MODEL]
-    shares = [f"{row['program'].split(',')[0]} {_share(row):.2f}" for row in models]
-    median = statistics.median(_share(row) for row in measured)
+    worse = [row for row in rows if ablation.is_worse(row["all_rules"]["error"], row["each_alone"]["error"])]
+    names = "; ".join(f"{row['library']}: {row['program']}" for row in worse)
     return (
-        f"If each operation is decided on its own, the error matters in {len(worse)} of {len(measured)} programs. The "
-        f"forward pass saves {median:.2f} times the bytes in the median of these small programs. In models at usual "
-        f"widths, the factor is: {', '.join(shares)}."
+        f"If the dtype of each operation is decided on its own, the error matters in {len(worse)} of {len(rows)} "
+        f"programs: {names}."
     )
-
-
-def _share(row: Row) -> float:
-    return row["each_alone"]["bytes"] / max(row["all_rules"]["bytes"], 1)

@@ -9,8 +9,8 @@ rule, is switched off alone. If the program changes, three figures are measured 
 - the bytes that the forward pass saves for the gradient
 - the share of FLOPs in half precision
 
-The error and the bytes are also measured without a graph, with the dtype of each operation decided on its own. For
-GPT-2, BERT and ResNet-50 at usual widths, only the bytes and the share are measured.
+The error and the bytes are also measured without a graph, with the dtype of each operation decided on its own.
+`ablation_memory` compiles GPT-2, BERT and ResNet-50 without each rule, to measure their memory.
 
 A rule matters in a program if one of these holds without it: the error is more than 1 % and more than twice as large,
 or the forward pass saves at least a tenth more bytes. The run folder holds ablation.md and ablation.json.
@@ -36,15 +36,12 @@ from experiments.benchmarks.real_libraries.rule_switches import SWITCHES, Switch
 from experiments.benchmarks.real_libraries.simulated import half_products
 from experiments.benchmarks.shared import records
 from experiments.measure.environment import environment
-from experiments.models.workloads import Workload, workload
 from experiments.report.tables import Table
 from experiments.training import cli
 from jaxmp._internals.jax.equations import is_literal
 
 WORSE, NOTICEABLE = 2.0, 0.01
 MORE_BYTES = 1.1
-MODEL = "model"
-"""The library of models at usual widths. Only their bytes are measured."""
 RULE_COLUMNS = ("rule", "off", "changes", "error matters", "bytes matter", "programs in which it matters")
 PROGRAM_COLUMNS = ("program", "error", "half products", "each operation alone", "bytes", "each operation alone")
 
@@ -58,17 +55,13 @@ class Config(collect.Config):
 
 
 def measure(program: Program, half: str) -> dict[str, Any]:
-    """Return the figures of a program: with all rules, without each rule that changes it, and without a graph.
-
-    If the params of the program are only shapes, the errors are NaN.
-    """
+    """Return the figures of a program: with all rules, without each rule that changes it, and without a graph."""
     loss, params = program.make()
-    is_computed = isinstance(jax.tree.leaves(params)[0], jax.Array)
-    draws = [draw_params(params, seed) for seed in range(DRAWS)] if is_computed else []
+    draws = [draw_params(params, seed) for seed in range(DRAWS)]
     exact = exact_results(loss, draws)
 
     def error_of(gradient: Callable[..., Any]) -> float:
-        return median_errors(gradient, draws, exact)[1] if is_computed else math.nan
+        return median_errors(gradient, draws, exact)[1]
 
     def cast(loss: Callable[..., Any]) -> Callable[..., Any]:
         return jaxmp.autocast(loss, f"mixed_{half}")
@@ -86,7 +79,7 @@ def measure(program: Program, half: str) -> dict[str, Any]:
 
     with_all = text()
     without: dict[str, Any] = {}
-    for switch in _switches_that_change(SWITCHES, lambda: text() != with_all):
+    for switch in switches_that_change(SWITCHES, lambda: text() != with_all):
         with switch.off():
             without[switch.name] = figures_of_autocast()
     gradient, dtype = jax.value_and_grad(loss), jnp.dtype(half)
@@ -105,19 +98,19 @@ def measure(program: Program, half: str) -> dict[str, Any]:
     }
 
 
-def _switches_that_change(switches: tuple[Switch, ...], is_changed: Callable[[], bool]) -> Iterator[Switch]:
+def switches_that_change(switches: tuple[Switch, ...], is_changed: Callable[[], bool]) -> Iterator[Switch]:
     """Yield the switches that change a program. The cases of a rule are tried if the rule changes the program."""
     for switch in switches:
         with switch.off():
             changes = is_changed()
         if changes:
             yield switch
-            yield from _switches_that_change(switch.cases, is_changed)
+            yield from switches_that_change(switch.cases, is_changed)
 
 
-def text_of(fun: Callable[..., Any], params: Any) -> str:
+def text_of(fun: Callable[..., Any], *args: Any) -> str:
     """Return the program of ``fun`` as text, without the addresses of objects."""
-    return re.sub(r"0x[0-9a-f]+", "", str(jax.make_jaxpr(fun)(params)))
+    return re.sub(r"0x[0-9a-f]+", "", str(jax.make_jaxpr(fun)(*args)))
 
 
 def saved_bytes(vjp: Callable[..., Any], params: Any) -> int:
@@ -132,11 +125,8 @@ def saved_bytes(vjp: Callable[..., Any], params: Any) -> int:
 
 
 def is_worse(before: float, after: float) -> bool:
-    """Return whether an error matters that was ``before`` with all rules.
-
-    A NaN after the change matters. A NaN before the change was not measured.
-    """
-    return not math.isnan(before) and not after <= max(NOTICEABLE, WORSE * before)
+    """Return whether an error matters that was ``before`` with all rules. A NaN matters."""
+    return not after <= max(NOTICEABLE, WORSE * before)
 
 
 def rows_of_rules(rows: list[dict[str, Any]], examples: int | None = None) -> list[tuple[str, ...]]:
@@ -189,28 +179,6 @@ def _cells_of_program(row: dict[str, Any]) -> tuple[str, ...]:
     return (title, *(f"{100 * error:.2g} %" for error in errors), str(row["all_rules"]["bytes"]), f"{share:.2f} ×")
 
 
-def _workloads() -> list[Program]:
-    """Return GPT-2, BERT and ResNet-50 at usual widths, with few layers and examples.
-
-    The vocabularies are as much smaller as the number of layers, so that the logits have their usual share.
-    """
-
-    def program_of(work: Workload) -> Program:
-        def make() -> tuple[Callable[[Any], Any], Any]:
-            params, state = jax.eval_shape(work.init, jax.random.key(0))
-            state = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), state)
-            batch = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), work.batch)
-            return lambda params: work.loss_fn()(params, state, batch)[0], params
-
-        return Program(MODEL, work.text, make)
-
-    return [
-        program_of(workload("gpt2", layers=2, batch_size=2, vocabulary=50257 // 6)),
-        program_of(workload("bert", layers=2, batch_size=2, vocabulary=30522 // 6)),
-        program_of(workload("resnet50", layers=1, batch_size=8)),
-    ]
-
-
 def main(config: Config) -> dict[str, Any]:
     with cli.bad_values_end_it():
         folder = records.folder_of("ablation", config)
@@ -221,7 +189,6 @@ def main(config: Config) -> dict[str, Any]:
         setting,
         lambda program: [measure(program, config.half)],
         lambda row: f"{' '.join(_cells_of_program(row))}; changed by: {', '.join(row['without'])}",
-        more=_workloads(),
     )
     rows = collected.rows
     tables = [

@@ -7,7 +7,7 @@ import importlib
 import importlib.metadata
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,6 @@ def collect(
     setting: dict[str, Any],
     measure: Callable[[Program], list[Row]],
     show: Callable[[Row], str],
-    more: Sequence[Program] = (),
 ) -> Collected:
     """Measure the programs that the flags choose.
 
@@ -61,7 +60,6 @@ def collect(
       setting: everything else that the rows depend on. Rows of a stopped run with another setting are dropped.
       measure: a function that measures a program.
       show: a function that returns a line of text for a row.
-      more: programs that are not in the registry.
     """
     for family in FAMILIES:
         importlib.import_module(f"experiments.benchmarks.real_libraries.{family}")
@@ -70,9 +68,9 @@ def collect(
     finished = {(row["library"], row["program"]) for row in rows}
     absent: set[str] = set()
     failures: dict[str, str] = {}
-    for program in filter(lambda program: _is_chosen(program, config), (*PROGRAMS, *more)):
+    for program in filter(lambda program: _is_chosen(program, config), PROGRAMS):
         title = f"{program.library}: {program.name}"
-        if program not in more and not is_installed(program.library):
+        if not is_installed(program.library):
             absent.add(program.library)
             continue
         if (program.library, program.name) in finished:
