@@ -24,10 +24,10 @@ from flax import linen as nn
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
-from jaxmp._internals.jax.equations import opened
 from jaxmp.engine import decide, graph
 from jaxmp.engine.classes import Kind, Rule, State
 from jaxmp.engine.rules import Rules
+from jaxmp.program.equations import opened
 
 FOLDER = Path(__file__).parent
 HALF, FULL, OPEN, CAST = "#F2A65A", "#8DB7E2", "#FFFFFF", "#B3123F"

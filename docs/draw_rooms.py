@@ -14,7 +14,20 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("base", "_internals", "policy", "engine", "optim", "sharding", "training", "linen", "nnx", "inspect", "cli")
+FOLDERS = (
+    "base",
+    "_internals",
+    "program",
+    "policy",
+    "engine",
+    "optim",
+    "sharding",
+    "training",
+    "linen",
+    "nnx",
+    "inspect",
+    "cli",
+)
 GAP, HEIGHT = 0.25, 0.5
 
 
@@ -44,7 +57,7 @@ def draw(path: Path) -> None:
         box = FancyBboxPatch((left, 0), width, HEIGHT, boxstyle="round,pad=0.03", facecolor="#e8eef7", edgecolor="#345")
         axes.add_patch(box)
         centres[folder] = left + width / 2
-        axes.text(centres[folder], HEIGHT * 0.6, folder, ha="center", va="center", fontsize=10)
+        axes.text(centres[folder], HEIGHT * 0.6, folder, ha="center", va="center", fontsize=9)
         axes.text(centres[folder], HEIGHT * 0.25, f"{lines:,}", ha="center", va="center", fontsize=8, color="#667")
         left += width + GAP
     for folder in FOLDERS:

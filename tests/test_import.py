@@ -186,7 +186,20 @@ def test_in_the_library_only_its_room_for_them_imports_jaxs_internals():
     assert users == {ROOT / "jaxmp" / "_internals" / "jax"}
 
 
-ROOMS = ("base", "_internals", "policy", "engine", "optim", "sharding", "training", "linen", "nnx", "inspect", "cli")
+ROOMS = (
+    "base",
+    "_internals",
+    "program",
+    "policy",
+    "engine",
+    "optim",
+    "sharding",
+    "training",
+    "linen",
+    "nnx",
+    "inspect",
+    "cli",
+)
 """The folders of the library. Each imports only those before it."""
 
 

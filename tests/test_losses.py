@@ -12,7 +12,7 @@ import pytest
 
 import jaxmp
 from jaxmp import losses
-from jaxmp._internals.jax.walk import equations
+from jaxmp.program.walk import equations
 
 pytestmark = pytest.mark.once
 

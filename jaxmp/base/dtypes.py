@@ -147,3 +147,13 @@ def range_of(dtype: np.dtype) -> tuple[float, float]:
     """Return the smallest normal number and the largest number of a floating dtype."""
     info = jnp.finfo(dtype)
     return float(info.smallest_normal), float(info.max)
+
+
+class AsComputed:
+    """A result of a traced function that keeps the dtype in which it is computed.
+
+    Other results have the dtypes in which they are traced.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.value = value

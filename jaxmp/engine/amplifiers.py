@@ -16,12 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
-from jaxmp._internals.jax.equations import size_of
-from jaxmp._internals.jax.primitives import EXTREMES, SUMS
-from jaxmp._internals.jax.walk import PRODUCTS, walk
 from jaxmp.engine.classes import AMPLIFIERS, CLEAR, INFER, JOIN, SOLVERS, Rule, State
 from jaxmp.engine.graph import Graph, Node, Step
 from jaxmp.engine.paths import BOUNDS, ROOTS, SCALES, SQUARES, multiple_of, readers_of
+from jaxmp.program.equations import size_of
+from jaxmp.program.primitives import EXTREMES, SUMS
+from jaxmp.program.walk import PRODUCTS, walk
 
 _ORDERINGS = frozenset({"lt", "le", "gt", "ge", "lt_to", "le_to"})  # not eq, which the derivative of max uses
 _SEARCH = "call_hi_primitive"  # jnp.searchsorted from JAX 0.12 on

@@ -11,12 +11,12 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from jaxmp._internals.jax.equations import is_literal
-from jaxmp._internals.jax.primitives import SUMS
-from jaxmp._internals.jax.walk import PRODUCTS, walk
 from jaxmp.engine.classes import CLEAR, INFER, JOIN, Rule, State
 from jaxmp.engine.graph import Graph, Node, Step, shape_read
 from jaxmp.engine.paths import BOUNDS, OFFSETS, ROOTS, SCALES, SQUARES, multiple_of
+from jaxmp.program.equations import is_literal
+from jaxmp.program.primitives import SUMS
+from jaxmp.program.walk import PRODUCTS, walk
 
 Vectors = tuple[Node, Node]
 Norms = dict[Node, set[Node]]

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxmp._internals.jax.primitives import MEETS, MONOTONE, PICKS
-from jaxmp._internals.jax.walk import walk
 from jaxmp.engine.classes import CLEAR, JOIN, KEPT, SOURCE
 from jaxmp.engine.graph import Node
+from jaxmp.program.primitives import MEETS, MONOTONE, PICKS
+from jaxmp.program.walk import walk
 
 _FLOAT32, _JOINED = np.dtype(np.float32), frozenset({"concatenate", "stack"})
 

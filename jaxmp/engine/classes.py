@@ -11,7 +11,7 @@ import enum
 import fnmatch
 import re
 
-from jaxmp._internals.jax.walk import PRODUCTS
+from jaxmp.program.walk import PRODUCTS
 
 
 class Class(enum.StrEnum):

@@ -12,9 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from jaxmp._internals.jax.equations import size_of
-from jaxmp._internals.jax.primitives import BROADCAST, EXTREMES, MONOTONE
-from jaxmp._internals.jax.walk import PRODUCTS, walk
 from jaxmp.engine import operation_patterns
 from jaxmp.engine.amplifiers import raise_amplified
 from jaxmp.engine.cancellation import raise_cancelled
@@ -23,6 +20,9 @@ from jaxmp.engine.classes import CLEAR, FULL, HALF, INFER, JOIN, KEPT, SOURCE, C
 from jaxmp.engine.graph import Graph, Node, inputs_of, shape_read, users_of
 from jaxmp.engine.loops import decide_loops
 from jaxmp.engine.paths import readers_of
+from jaxmp.program.equations import size_of
+from jaxmp.program.primitives import BROADCAST, EXTREMES, MONOTONE
+from jaxmp.program.walk import PRODUCTS, walk
 
 RAISERS = (raise_amplified, raise_cancelled, decide_loops)
 """The rules that do not read the states of neighbours. Their order does not matter."""

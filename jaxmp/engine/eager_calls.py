@@ -12,9 +12,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmp._internals.jax.program import arrays_in, is_array
 from jaxmp._internals.jax.traces import is_tracing
 from jaxmp.base.donation import require_not_deleted
+from jaxmp.program.traced_program import arrays_in, is_array
 
 _PLAIN: tuple[type, ...] = (type(None), bool, int, float, complex, str, bytes, type, np.dtype)
 _PLAIN += (enum.Enum, types.FunctionType, types.BuiltinFunctionType, type(jax.jit(len)), jax.custom_jvp, jax.custom_vjp)

@@ -9,28 +9,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxmp._internals.jax.bodies import RuleEvaluation, bind_equation, params_in_dtype, rebuilt
-from jaxmp._internals.jax.equations import (
-    Bodies,
-    Literal,
-    Opened,
-    asks_for_what_is_missing,
-    evaluate,
-    has_explicit_axes,
-    is_literal,
-)
-from jaxmp._internals.jax.primitives import BROADCAST, COMPARISONS, MEETS
 from jaxmp._internals.jax.rebind import in_place_of
-from jaxmp._internals.jax.repeated_casts import (
-    REPEATS,
-    cast_repeated,
-    must_widen,
-    read_often,
-    summed_in_float32,
-    sums_half,
-)
 from jaxmp._internals.jax.traces import is_staged, is_tracing, may_be_skipped
-from jaxmp._internals.jax.vmap_sharing import Examples, Same, same_in_bodies
 from jaxmp.base.dtypes import is_castable
 from jaxmp.engine.casts import read_in
 from jaxmp.engine.classes import KEPT
@@ -40,6 +20,26 @@ from jaxmp.engine.graph import Body, Graph, Node, Step, build
 from jaxmp.engine.marks import OF_POLICY, WITH_RULE, ours
 from jaxmp.engine.rules import Rules
 from jaxmp.engine.trace import tracing
+from jaxmp.program.bodies import RuleEvaluation, bind_equation, params_in_dtype, rebuilt
+from jaxmp.program.equations import (
+    Bodies,
+    Literal,
+    Opened,
+    asks_for_what_is_missing,
+    evaluate,
+    has_explicit_axes,
+    is_literal,
+)
+from jaxmp.program.primitives import BROADCAST, COMPARISONS, MEETS
+from jaxmp.program.repeated_casts import (
+    REPEATS,
+    cast_repeated,
+    must_widen,
+    read_often,
+    summed_in_float32,
+    sums_half,
+)
+from jaxmp.program.vmap_sharing import Examples, Same, same_in_bodies
 
 # Outside of jit, JAX compiles each of these as a whole, and the next call finds the program in JAX's cache.
 _LOOPS = frozenset({"scan", "while", "cond", "shard_map"})

@@ -11,11 +11,11 @@ from typing import Any
 import jax
 
 from jaxmp._internals.jax.sources import scopes_and_transforms
-from jaxmp._internals.jax.walk import PRODUCTS, walk
 from jaxmp.engine.classes import Class, Kind, primitives_of
 from jaxmp.engine.graph import Float8Product, Graph, Node, Step
 from jaxmp.engine.marks import WITH_RULE
 from jaxmp.policy import float8, float8_product
+from jaxmp.program.walk import PRODUCTS, walk
 
 _MOVES = primitives_of(Class.CLEAR) | {"convert_element_type", "concatenate", "stack", "carry", "branches"}
 _MASKING = _MOVES | {"select_n"}

@@ -15,16 +15,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxmp._internals.jax.equations import Bodies, Literal, bodies_of, extremes_of, is_literal, opened
-from jaxmp._internals.jax.invariants import unchanged
-from jaxmp._internals.jax.primitives import EXTREMES
 from jaxmp._internals.jax.sources import Names, names_of
-from jaxmp._internals.jax.walk import PRODUCTS
 from jaxmp.base.dtypes import is_castable, range_of
 from jaxmp.engine.classes import AMPLIFIERS, CLEAR, FULL, HALF, JOIN, KEPT, SOURCE, STRICT, Kind, Rule, State
 from jaxmp.engine.marks import DECIDED, WITH_RULE, Region, ours, region_of
 from jaxmp.engine.rules import Rules
 from jaxmp.policy.float8 import Float8
+from jaxmp.program.equations import Bodies, Literal, bodies_of, extremes_of, is_literal, opened
+from jaxmp.program.invariants import unchanged
+from jaxmp.program.primitives import EXTREMES
+from jaxmp.program.walk import PRODUCTS
 
 
 @dataclasses.dataclass(slots=True, eq=False)

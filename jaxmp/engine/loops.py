@@ -11,10 +11,10 @@ from collections.abc import Collection, Iterable
 
 import numpy as np
 
-from jaxmp._internals.jax.searches import is_search
-from jaxmp._internals.jax.walk import PRODUCTS, cycles, walk
 from jaxmp.engine.classes import HALF, INFER, JOIN, Rule, State
 from jaxmp.engine.graph import Graph, Node, Step, shape_read
+from jaxmp.program.searches import is_search
+from jaxmp.program.walk import PRODUCTS, cycles, walk
 
 _PICKS_BY_TURN = frozenset({"dynamic_slice", "gather"})
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from jaxmp._internals.jax.walk import PRODUCTS, walk
 from jaxmp.engine.classes import CLEAR, Rule, State
 from jaxmp.engine.graph import Graph, Node
 from jaxmp.engine.paths import OFFSETS, ROOTS, SCALES, SQUARES, multiple_of, readers_of
+from jaxmp.program.walk import PRODUCTS, walk
 
 _EXPONENTIALS, _LOGARITHMS = ("exp", "exp2"), frozenset({"log", "log1p", "log2"})
 _PASSED = OFFSETS | {"select_n"}  # jnp.var has a select_n, because jnp.var may divide by 0

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from jaxmp._internals.jax.primitives import SUMS
-from jaxmp._internals.jax.walk import walk
 from jaxmp.engine.classes import CLEAR
 from jaxmp.engine.graph import Node
+from jaxmp.program.primitives import SUMS
+from jaxmp.program.walk import walk
 
 SQUARES = frozenset({"square", "integer_pow"})
 ROOTS = frozenset({"sqrt", "rsqrt"})

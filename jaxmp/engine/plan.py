@@ -15,9 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmp._internals.jax.equations import bodies_of, opened
 from jaxmp._internals.jax.sources import names_of, scopes_and_transforms, source_of
-from jaxmp._internals.jax.walk import jaxprs_in, walk
 from jaxmp.base import tables
 from jaxmp.base.arguments import require_function
 from jaxmp.base.dtypes import name_of
@@ -32,6 +30,8 @@ from jaxmp.engine.reasons import Reasons
 from jaxmp.engine.rules import Rules
 from jaxmp.engine.trace import result_dtypes, traced
 from jaxmp.policy.policies import Policy, check_backend
+from jaxmp.program.equations import bodies_of, opened
+from jaxmp.program.walk import jaxprs_in, walk
 
 _HALF = {"float16", "bfloat16", "float8_e4m3fn"}
 _HEADER = ("primitive", "operands -> result", "FLOPs", "casts", "class", "path", "why", "source")

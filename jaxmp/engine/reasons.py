@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from jaxmp._internals.jax.walk import nearest_ends
 from jaxmp.engine.classes import Class, Kind, Rule, State, classify
 from jaxmp.engine.graph import Graph, Node, Step
 from jaxmp.engine.marks import path_of
+from jaxmp.program.walk import nearest_ends
 
 _BY_RULE = {
     Rule.AMPLIFIED: "amplified by {}",

@@ -14,8 +14,6 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxmp._internals.jax.equations import asks_for_highest, names_a_dtype
-from jaxmp._internals.jax.primitives import PICKS
 from jaxmp._internals.jax.sources import Names
 from jaxmp.base.dtypes import CASTABLE, closest_names, is_castable, is_other_float, range_of
 from jaxmp.engine.classes import Class, Kind, classify
@@ -24,6 +22,8 @@ from jaxmp.engine.overrides import Level
 from jaxmp.policy.float8 import Float8, get_recipe
 from jaxmp.policy.patterns import EVERY, OPERATIONS, matches, path_and_primitive
 from jaxmp.policy.policies import Policy
+from jaxmp.program.equations import asks_for_highest, names_a_dtype
+from jaxmp.program.primitives import PICKS
 
 _NO_SCOPES = "none: the function has no scopes; use jax.named_scope, or jaxmp.nnx.autocast for an NNX model"
 

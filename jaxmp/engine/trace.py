@@ -12,12 +12,12 @@ import jax
 import numpy as np
 
 from jaxmp._internals.jax.patches import stand_ins
-from jaxmp._internals.jax.program import TracedProgram, arrays_in
 from jaxmp._internals.jax.sources import current_names
 from jaxmp.base.dtypes import is_castable
 from jaxmp.engine.marks import SPECIAL, region_of
 from jaxmp.engine.rules import Rules
 from jaxmp.policy.policies import Policy
+from jaxmp.program.traced_program import TracedProgram, arrays_in
 
 _tracing: ContextVar[Callable[[], np.dtype | None] | None] = ContextVar("jaxmp_autocast_tracing", default=None)
 

@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from jaxmp._internals.jax.equations import asks_for_highest
-from jaxmp._internals.jax.walk import PRODUCTS, equations, jaxprs_in
 from jaxmp.base.hardware import Hardware
 from jaxmp.engine.flops import flops_of
 from jaxmp.inspect.program.products import multiplied, widest, work
 from jaxmp.inspect.program.reading_values import same_turn
 from jaxmp.inspect.program.values import Read, Value, Values
 from jaxmp.inspect.program.weight_operands import unaligned
+from jaxmp.program.equations import asks_for_highest
+from jaxmp.program.walk import PRODUCTS, equations, jaxprs_in
 
 
 @dataclasses.dataclass(frozen=True)

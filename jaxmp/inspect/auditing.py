@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from jaxmp._internals.jax.walk import PRODUCTS
 from jaxmp.base import hardware, tables
 from jaxmp.base.dtypes import closest_names
 from jaxmp.inspect.audit_arguments import arguments_of, is_loss_scaled, sent_over_batch_axes
@@ -26,6 +25,7 @@ from jaxmp.inspect.program.reading_values import values_of
 from jaxmp.inspect.program.weight_operands import weights_in
 from jaxmp.policy.patterns import matches
 from jaxmp.policy.policy_map import get_policy
+from jaxmp.program.walk import PRODUCTS
 
 _COLUMNS = ("path", "source", "phase", "dtypes", "ran", "FLOP", "bound by", "aligned", "products")
 

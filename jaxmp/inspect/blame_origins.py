@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.multihost_utils import process_allgather
 
-from jaxmp._internals.jax.walk import PRODUCTS
 from jaxmp.inspect.program.calls import is_inexact
+from jaxmp.program.walk import PRODUCTS
 
 _ELEMENTWISE = """
 abs acos acosh add add_any asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt clamp convert_element_type copy copy_p

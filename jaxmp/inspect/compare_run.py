@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmp._internals.jax.walk import PRODUCTS
 from jaxmp.base.trees import widen
 from jaxmp.inspect.program.borders import AtBorder, passed_in, returned
 from jaxmp.inspect.program.calls import AS_WRITTEN, differentiated, loss_and_rest, named, with_leaves
@@ -20,6 +19,7 @@ from jaxmp.inspect.program.reading_values import values_of
 from jaxmp.inspect.program.recorded_evaluation import evaluate_and_record
 from jaxmp.inspect.program.values import Value, leading_to
 from jaxmp.inspect.taps import Taps
+from jaxmp.program.walk import PRODUCTS
 
 Slot = tuple[Key, int]
 """The key of an equation, and the position of one of its results."""

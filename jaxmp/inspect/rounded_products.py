@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmp._internals.jax import equations
-from jaxmp._internals.jax.bodies import UNCHANGED_RULES, bind_equation, rebuilt
-from jaxmp._internals.jax.walk import PRODUCTS, interpreted
+from jaxmp.program import equations
+from jaxmp.program.bodies import UNCHANGED_RULES, bind_equation, rebuilt
+from jaxmp.program.walk import PRODUCTS, interpreted
 
 
 def with_rounded_operands(fun: Callable[..., Any], half: np.dtype) -> Callable[..., Any]:

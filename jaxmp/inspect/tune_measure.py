@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmp._internals.jax.walk import PRODUCTS
 from jaxmp.base.cache_keys import policies_off
 from jaxmp.base.trees import widen
 from jaxmp.engine.autocast import autocast
@@ -28,6 +27,7 @@ from jaxmp.inspect.program.equation_places import CALL_SCOPE, equation_places, p
 from jaxmp.inspect.rounded_products import with_rounded_operands
 from jaxmp.policy.patterns import EVERY
 from jaxmp.policy.policies import Policy
+from jaxmp.program.walk import PRODUCTS
 
 _HALF = {"float16", "bfloat16"}
 # A program runs only once for each batch, so on a CPU the optimizations of LLVM take longer than they save.

@@ -19,10 +19,10 @@ from flax.core import lift
 from flax.linen.transforms import decorator_lift_transform
 
 from jaxmp._internals.flax.linen import Hooks, has_interceptors, is_checked
-from jaxmp._internals.jax.program import AsComputed
 from jaxmp.base.arguments import require_no_policy, require_order
 from jaxmp.base.cache_keys import policies_off
 from jaxmp.base.donation import require_not_deleted
+from jaxmp.base.dtypes import AsComputed
 from jaxmp.engine.autocast import computed
 from jaxmp.engine.eager_calls import call_eagerly, key_of
 from jaxmp.engine.graph import Graph

@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxmp._internals.jax.invariants import passed_on
 from jaxmp.base.trees import path_name
 from jaxmp.nnx.optimizer import Optimizer, require_model, require_optimizer
 from jaxmp.nnx.policy_check import require_policy
 from jaxmp.optim.checks import require_loss
+from jaxmp.program.invariants import passed_on
 from jaxmp.sharding.mesh_plan import Sharding
 from jaxmp.training import loss_function
 from jaxmp.training import step as train_step

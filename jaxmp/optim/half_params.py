@@ -8,14 +8,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxmp._internals.jax.equations import is_literal, opened
-from jaxmp._internals.jax.invariants import same_values
 from jaxmp.base.dtypes import is_half
 from jaxmp.base.trees import path_name, widen
 from jaxmp.base.user_warnings import warn_user
 from jaxmp.optim.loss_scaling import LossScaling
 from jaxmp.optim.low_precision import rounds_params
 from jaxmp.optim.pack_small import packed_as
+from jaxmp.program.equations import is_literal, opened
+from jaxmp.program.invariants import same_values
 
 
 def warn_if_updates_vanish(tx: optax.GradientTransformationExtraArgs, params: Any) -> None:

@@ -16,9 +16,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmp._internals.jax.equations import bodies_of, elements_of, opened
-from jaxmp._internals.jax.walk import interpreted
 from jaxmp.optim.packed_tree import InVector, Layout, PackedTree, is_packed, unpacked
+from jaxmp.program.equations import bodies_of, elements_of, opened
+from jaxmp.program.walk import interpreted
 
 _ELEMENTWISE = frozenset(
     {"abs", "add", "add_any", "and", "atan2", "cbrt", "ceil", "clamp", "conj", "convert_element_type", "copy", "cos"}

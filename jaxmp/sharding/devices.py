@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxmp._internals.jax.invariants import hoisted
+from jaxmp.program.invariants import hoisted
 from jaxmp.sharding.gathered_loss import Gathered, GatheredParams
 from jaxmp.sharding.mesh_plan import Sharding, on_auto_axes
 from jaxmp.sharding.mesh_types import typed

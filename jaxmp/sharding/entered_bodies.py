@@ -15,9 +15,9 @@ from typing import Any
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxmp._internals.jax.bodies import is_body_alone, rebuilt
-from jaxmp._internals.jax.equations import Bodies, bodies_of, opened
-from jaxmp._internals.jax.invariants import same_in_turns
+from jaxmp.program.bodies import is_body_alone, rebuilt
+from jaxmp.program.equations import Bodies, bodies_of, opened
+from jaxmp.program.invariants import same_in_turns
 from jaxmp.sharding.weight_readers import has_one_reader
 from jaxmp.sharding.weights import RewrittenValue, Use, as_value, results_as_arrays, weight_of
 from jaxmp.sharding.whole_weights import read_whole

@@ -33,14 +33,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmp._internals.jax.bodies import bind_equation, is_body_alone
-from jaxmp._internals.jax.equations import bodies_of, opened
-from jaxmp._internals.jax.program import TracedProgram, arrays_in
 from jaxmp._internals.jax.rebind import in_place_of
-from jaxmp._internals.jax.walk import interpreted, product_dtypes
 from jaxmp.base import trees as _tree
 from jaxmp.base.dtypes import is_half
 from jaxmp.policy.float8_product import recipe_of
+from jaxmp.program.bodies import bind_equation, is_body_alone
+from jaxmp.program.equations import bodies_of, opened
+from jaxmp.program.traced_program import TracedProgram, arrays_in
+from jaxmp.program.walk import interpreted, product_dtypes
 from jaxmp.sharding.entered_bodies import EnteredBodies, is_entered
 from jaxmp.sharding.mesh_plan import Plan, while_tracing
 from jaxmp.sharding.specs import specs_in

@@ -17,11 +17,11 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxmp._internals.jax.bodies import RuleEvaluation, bind_equation, rebuilt
-from jaxmp._internals.jax.equations import RESHARDS, bodies_of, opened
-from jaxmp._internals.jax.program import TracedProgram, arrays_in, is_array
 from jaxmp._internals.jax.rebind import in_place_of
-from jaxmp._internals.jax.walk import interpreted, is_jaxpr
+from jaxmp.program.bodies import RuleEvaluation, bind_equation, rebuilt
+from jaxmp.program.equations import RESHARDS, bodies_of, opened
+from jaxmp.program.traced_program import TracedProgram, arrays_in, is_array
+from jaxmp.program.walk import interpreted, is_jaxpr
 from jaxmp.sharding.specs import Mesh
 
 AnyLossFn = Callable[..., Any]

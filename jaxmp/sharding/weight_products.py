@@ -16,13 +16,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmp._internals.jax.bodies import bind_equation, params_in_dtype
-from jaxmp._internals.jax.equations import names_a_dtype, opened
-from jaxmp._internals.jax.walk import PRODUCTS, equations, interpreted
 from jaxmp.base import trees as _tree
 from jaxmp.base.dtypes import at_least_float32, is_half
 from jaxmp.engine.marks import WIDE_SUMS
 from jaxmp.policy import float8, float8_product
+from jaxmp.program.bodies import bind_equation, params_in_dtype
+from jaxmp.program.equations import names_a_dtype, opened
+from jaxmp.program.walk import PRODUCTS, equations, interpreted
 from jaxmp.sharding.mesh_plan import Plan
 from jaxmp.sharding.weights import Use, anywhere
 

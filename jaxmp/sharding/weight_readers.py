@@ -11,9 +11,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmp._internals.jax.equations import bodies_of, is_literal, opened
 from jaxmp._internals.jax.sources import Names, names_of
 from jaxmp.engine.marks import DECIDED, region_of
+from jaxmp.program.equations import bodies_of, is_literal, opened
 from jaxmp.sharding.mesh_plan import COPIES
 
 _MOVES = frozenset({"reshape", "transpose", "squeeze", "rev", "copy", "name", "broadcast_in_dim", "slice", "split"})

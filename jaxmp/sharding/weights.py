@@ -16,10 +16,10 @@ import numpy as np
 from jax.extend.core import get_opaque_trace_state
 from jax.sharding import PartitionSpec
 
-from jaxmp._internals.jax.bodies import bind_equation
 from jaxmp.base.dtypes import at_least_float32
 from jaxmp.base.trees import is_float_array
 from jaxmp.engine.marks import WIDE_SUMS
+from jaxmp.program.bodies import bind_equation
 from jaxmp.sharding.mesh_plan import Plan
 
 RewrittenValue = tuple[Any, bool]

@@ -11,14 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from jaxmp._internals.jax.bodies import bind_equation
-from jaxmp._internals.jax.invariants import same_results
-from jaxmp._internals.jax.primitives import BROADCAST
 from jaxmp._internals.jax.sources import user_source_of
-from jaxmp._internals.jax.walk import PRODUCTS, equations, jaxprs_in
 from jaxmp.base.dtypes import at_least_float32, is_half
 from jaxmp.base.trees import is_float_array
 from jaxmp.engine.classes import Class, classify
+from jaxmp.program.bodies import bind_equation
+from jaxmp.program.invariants import same_results
+from jaxmp.program.primitives import BROADCAST
+from jaxmp.program.walk import PRODUCTS, equations, jaxprs_in
 from jaxmp.sharding.weight_products import computed_wide, may_be_wide
 from jaxmp.sharding.weights import RewrittenValue, Use, weight_of
 

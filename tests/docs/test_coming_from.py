@@ -49,7 +49,7 @@ from readme_tools import (
 )
 
 import jaxmp
-from jaxmp._internals.jax.walk import equations
+from jaxmp.program.walk import equations
 
 pytestmark = [pytest.mark.once, pytest.mark.slow("runs the code of the docs")]
 

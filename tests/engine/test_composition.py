@@ -14,8 +14,8 @@ from autocast_tools import HALVES, compiled, cosine, half, normal, operations, p
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxmp
-from jaxmp._internals.jax.equations import opened
-from jaxmp._internals.jax.walk import equations
+from jaxmp.program.equations import opened
+from jaxmp.program.walk import equations
 
 X, W = normal(0, 4, 8), normal(1, 8, 8, scale=0.3)
 

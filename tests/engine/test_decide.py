@@ -11,11 +11,11 @@ import pytest
 from autocast_tools import HALVES, compiled, cosine, dtypes_of, half, layer_norm, normal, operations, products
 
 import jaxmp
-from jaxmp._internals.jax.equations import opened
-from jaxmp._internals.jax.walk import equations
 from jaxmp.engine import decide as decide_module
 from jaxmp.engine.graph import build
 from jaxmp.engine.rules import Rules
+from jaxmp.program.equations import opened
+from jaxmp.program.walk import equations
 
 X, W, B = normal(0, 4, 8), normal(1, 8, 8), normal(2, 8)
 

@@ -21,10 +21,10 @@ import jaxmp
 from experiments.measure import programs
 from experiments.models import attention, gpt2
 from experiments.models.nnx import GPT2 as NNXGPT2
-from jaxmp._internals.jax.walk import jaxprs_in
 from jaxmp.inspect.compiled import hlo
 from jaxmp.inspect.program import compiling
 from jaxmp.policy import float8, float8_product
+from jaxmp.program.walk import jaxprs_in
 from jaxmp.training import step as train_step
 from tests.tools.autocast_tools import compiled, cosine, normal
 from tests.tools.plan_tools import doubled, plan, shape

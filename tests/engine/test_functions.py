@@ -19,7 +19,7 @@ from autocast_zoo import PARTS, after_a_product, arguments, between_products, fl
 from program_tools import half_sums
 
 import jaxmp
-from jaxmp._internals.jax.walk import PRODUCTS, equations
+from jaxmp.program.walk import PRODUCTS, equations
 
 POLICIES = {"mixed_bfloat16": jnp.bfloat16, "mixed_float16": jnp.float16}
 Function = Callable[[Case], Callable[..., Any]]

@@ -18,7 +18,7 @@ from linen_zoo import HALVES
 from program_tools import half_sums, has_loops, with_exact_sums
 
 import jaxmp
-from jaxmp._internals.jax.walk import equations
+from jaxmp.program.walk import equations
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")  # Flax's norms and cells add half and float32
 

@@ -15,7 +15,7 @@ from gradient_zoo import drawn
 from jax.sharding import Mesh, PartitionSpec
 
 import jaxmp
-from jaxmp._internals.jax.walk import equations
+from jaxmp.program.walk import equations
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 

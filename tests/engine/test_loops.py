@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from autocast_tools import HALVES, compiled, cosine, half, in_turn, layer_norm, normal, products
 
-from jaxmp._internals.jax.equations import bodies_of
-from jaxmp._internals.jax.walk import equations
+from jaxmp.program.equations import bodies_of
+from jaxmp.program.walk import equations
 
 X, W = normal(0, 4, 8), normal(1, 8, 8, scale=0.3)
 # Each use of the weight adds 1 to each element of its gradient. (The contracted axis has two elements, because a

@@ -17,7 +17,7 @@ from flax import nnx
 from gradient_zoo import drawn
 
 import jaxmp
-from jaxmp._internals.jax.walk import PRODUCTS, equations
+from jaxmp.program.walk import PRODUCTS, equations
 
 POLICIES = {"mixed_bfloat16": "bfloat16", "mixed_float16": "float16"}
 Loss = Callable[..., Any]

@@ -21,7 +21,7 @@ from gradient_zoo import drawn
 from places import ROOT
 
 import jaxmp
-from jaxmp._internals.jax.walk import PRODUCTS, equations
+from jaxmp.program.walk import PRODUCTS, equations
 
 pytestmark = pytest.mark.once
 

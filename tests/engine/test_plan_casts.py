@@ -16,7 +16,7 @@ from places import ROOT
 from plan_tools import custom, doubled, looped, plan, rows, shape
 
 import jaxmp
-from jaxmp._internals.jax.equations import bodies_of, opened
+from jaxmp.program.equations import bodies_of, opened
 
 
 def attention(x, w):

@@ -8,10 +8,10 @@ import numpy as np
 
 import jaxmp
 from jaxmp._internals.jax.sources import names_of
-from jaxmp._internals.jax.walk import jaxprs_in
 from jaxmp.engine.marks import SPECIAL
 from jaxmp.engine.rules import Rules
 from jaxmp.engine.trace import tracing
+from jaxmp.program.walk import jaxprs_in
 
 
 def scopes(fun, *args):

@@ -33,8 +33,8 @@ from linen_zoo import (
     written,
 )
 
-from jaxmp._internals.jax.walk import equations
 from jaxmp.linen import apply_policy
+from jaxmp.program.walk import equations
 
 IMAGE, SEQUENCE, VECTOR = (2, 4, 4, 3), (2, 3, 4), (2, 6)
 

@@ -36,9 +36,9 @@ from linen_zoo import (
 
 import jaxmp
 from jaxmp._internals.jax.sources import names_of
-from jaxmp._internals.jax.walk import equations
 from jaxmp.engine.marks import path_of
 from jaxmp.linen import apply_policy
+from jaxmp.program.walk import equations
 
 X, IMAGE = data(2, 4), data(2, 4, 4, 3)
 normal = nn.initializers.normal(1.0)

@@ -26,8 +26,8 @@ from linen_zoo import (
 )
 
 import jaxmp
-from jaxmp._internals.jax.walk import PRODUCTS, equations
 from jaxmp.linen import apply_policy, autocast
+from jaxmp.program.walk import PRODUCTS, equations
 
 pytestmark = pytest.mark.once
 

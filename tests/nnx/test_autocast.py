@@ -15,8 +15,8 @@ from linen_zoo import data, dtypes_of, quick_jit, same_bits
 from nnx_zoo import Net, compiled, outcomes, products_of, rngs, values
 
 import jaxmp
-from jaxmp._internals.jax.walk import PRODUCTS, equations, product_dtypes
 from jaxmp.nnx import apply_policy, autocast
+from jaxmp.program.walk import PRODUCTS, equations, product_dtypes
 
 X = data(2, 6, 6, 3)
 

@@ -15,9 +15,9 @@ from linen_zoo import HALVES, data, of_dtype, products, same_bits, standard_prom
 from nnx_zoo import Net, Scale, ScaleByHand, is_as_by_hand, is_close, model_products, outcomes, rngs, values, written
 
 from jaxmp._internals.jax.sources import names_of
-from jaxmp._internals.jax.walk import equations
 from jaxmp.engine.marks import path_of
 from jaxmp.nnx import apply_policy
+from jaxmp.program.walk import equations
 
 SEQUENCE, IMAGE = data(2, 6, 8), data(2, 5, 5, 3)
 

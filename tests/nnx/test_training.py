@@ -22,8 +22,8 @@ from optimizer_tools import bits
 from recompiles import compiled_once
 
 import jaxmp
-from jaxmp._internals.jax.walk import product_dtypes
 from jaxmp.nnx import Optimizer, apply_policy, make_train_step, value_and_grad
+from jaxmp.program.walk import product_dtypes
 
 ROWS = {"x": data(8, 6), "y": data(8, 3, seed=5)}
 BAD = {**ROWS, "x": jnp.asarray(np.where(np.arange(8)[:, None] == 3, np.inf, ROWS["x"]))}

@@ -17,7 +17,7 @@ from optimizer_tools import same_bits
 from recompiles import compiled_once
 
 import jaxmp
-from jaxmp._internals.jax.walk import equations
+from jaxmp.program.walk import equations
 from jaxmp.sharding import Sharding
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")  # optax's Adam mixes dtypes

@@ -15,7 +15,7 @@ from linen_zoo import HALVES, data, numbers, products, quick_jit, rngs, same_bit
 from properties_zoo import NNX, SEQUENCE, Linen, X, each_api, mixed, pure
 
 import jaxmp
-from jaxmp._internals.jax.walk import equations
+from jaxmp.program.walk import equations
 
 pytestmark = pytest.mark.once
 

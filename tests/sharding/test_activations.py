@@ -13,7 +13,7 @@ from mesh_steps import untyped
 from meshes import mesh_of
 
 import jaxmp
-from jaxmp._internals.jax.walk import PRODUCTS, equations
+from jaxmp.program.walk import PRODUCTS, equations
 from jaxmp.sharding import Sharding
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")

@@ -28,7 +28,7 @@ from mesh_steps import (
 from meshes import mesh_of
 
 import jaxmp
-from jaxmp._internals.jax.walk import equations
+from jaxmp.program.walk import equations
 from jaxmp.sharding import Sharding
 from jaxmp.sharding.specs import specs_in
 

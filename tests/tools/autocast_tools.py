@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxmp
-from jaxmp._internals.jax.walk import equations
+from jaxmp.program.walk import equations
 
 # Compile quickly, without optimisation, and keep every rounding of the program.
 compiled = functools.partial(

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import partial_eval
 
-from jaxmp._internals.jax.primitives import BROADCAST, PICKS
-from jaxmp._internals.jax.walk import PRODUCTS, equations
 from jaxmp.linen import apply_policy
+from jaxmp.program.primitives import BROADCAST, PICKS
+from jaxmp.program.walk import PRODUCTS, equations
 
 HALVES = {"mixed_float16": "float16", "mixed_bfloat16": "bfloat16"}
 

@@ -14,7 +14,7 @@ from recompiles import compiled_once
 import jaxmp
 from experiments.models.gpt2 import GPT2
 from jaxmp import sharding
-from jaxmp._internals.jax.walk import equations
+from jaxmp.program.walk import equations
 from jaxmp.sharding import Sharding
 
 VOCABULARY, SEQUENCE, WIDTH, LAYERS, BATCH = 64, 8, 32, 3, 8

@@ -12,9 +12,9 @@ from flax import nnx
 from linen_zoo import numbers, products, quick_jit, same_bits
 
 from jaxmp._internals.jax.sources import names_of
-from jaxmp._internals.jax.walk import PRODUCTS, equations
 from jaxmp.base.trees import widen
 from jaxmp.nnx import apply_policy
+from jaxmp.program.walk import PRODUCTS, equations
 
 
 def written(model: Any, policy: str) -> Any:

@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmp._internals.jax.equations import bodies_of, in_dtype_of_scatter, is_literal, opened
 from jaxmp._internals.jax.sources import names_of
-from jaxmp._internals.jax.walk import equations
+from jaxmp.program.equations import bodies_of, in_dtype_of_scatter, is_literal, opened
+from jaxmp.program.walk import equations
 
 FACTORS = frozenset({"mul", "div"})  # they count as moves if one operand is a literal
 # The indices of a gather or a scatter are operands too, but the search follows only floating values.

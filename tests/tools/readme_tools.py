@@ -19,7 +19,7 @@ import pytest
 from places import ROOT
 
 import jaxmp
-from jaxmp._internals.jax.walk import product_dtypes
+from jaxmp.program.walk import product_dtypes
 
 PAGE = ROOT / "docs" / "coming_from.md"
 Scope = dict[str, Any]

@@ -16,7 +16,7 @@ from linen_zoo import data, dtypes_of, numbers, same_bits, same_computation
 from recompiles import compiled_once
 
 import jaxmp
-from jaxmp._internals.jax.walk import equations, product_dtypes
+from jaxmp.program.walk import equations, product_dtypes
 
 
 class Net(nn.Module):

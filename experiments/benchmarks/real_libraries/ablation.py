@@ -38,7 +38,7 @@ from experiments.benchmarks.shared import records
 from experiments.measure.environment import environment
 from experiments.report.tables import Table
 from experiments.training import cli
-from jaxmp._internals.jax.equations import is_literal
+from jaxmp.program.equations import is_literal
 
 WORSE, NOTICEABLE = 2.0, 0.01
 MORE_BYTES = 1.1

@@ -17,7 +17,7 @@ from flax.nnx.graphlib import IndexMap, NoUpdate, RefMap
 
 from jaxmp._internals.flax.nnx import check_may_change
 from jaxmp._internals.flax.nnx_variables import is_node
-from jaxmp._internals.jax.program import AsComputed
+from jaxmp.base.dtypes import AsComputed
 
 
 class ArrayCall(NamedTuple):

@@ -1,1 +1,1 @@
-"""Private names of JAX: read programs, rewrite them, and bind their equations."""
+"""Private names of JAX under names of ours, and what works around them."""

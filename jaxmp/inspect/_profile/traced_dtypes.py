@@ -10,11 +10,11 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxmp._internals.jax.walk import PRODUCTS
 from jaxmp.inspect._profile import kinds
 from jaxmp.inspect._profile.kernel_rows import ProfileRow
 from jaxmp.inspect.program.products import multiplied, widest
 from jaxmp.inspect.program.reading_values import values_of
+from jaxmp.program.walk import PRODUCTS
 
 _PathAndPass = tuple[str, bool]
 """The path of a product, and whether it is in the backward pass."""

@@ -10,13 +10,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxmp._internals.jax.program import is_array
 from jaxmp._internals.jax.traces import static_arguments
 from jaxmp.base import hardware
 from jaxmp.inspect.program import targets
 from jaxmp.inspect.program.calls import named
 from jaxmp.nnx.training import TrainStep as NNXTrainStep
 from jaxmp.nnx.training import state_of
+from jaxmp.program.traced_program import is_array
 from jaxmp.training.step import TrainStep
 
 

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 
-from jaxmp._internals.jax import equations
-from jaxmp._internals.jax.equations import Bodies, bodies_of
 from jaxmp._internals.jax.sources import Names, scopes_and_transforms, user_source_of
-from jaxmp._internals.jax.walk import interpreted
 from jaxmp.nnx import run as nnx_run
+from jaxmp.program import equations
+from jaxmp.program.equations import Bodies, bodies_of
+from jaxmp.program.walk import interpreted
 
 Key = tuple[int, ...]
 """The position of an equation in a program. For example, ``(2, 0, 3)`` is equation 3 in body 0 of equation 2."""

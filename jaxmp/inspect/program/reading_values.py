@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxmp._internals.jax.equations import Bodies, opened
-from jaxmp._internals.jax.walk import interpreted
 from jaxmp.inspect.program.equation_places import EquationPlace, Key, equation_places
 from jaxmp.inspect.program.values import (
     JOIN,
@@ -23,6 +21,8 @@ from jaxmp.inspect.program.values import (
     Value,
     Values,
 )
+from jaxmp.program.equations import Bodies, opened
+from jaxmp.program.walk import interpreted
 
 _ONE_BY_ONE = frozenset({"optimization_barrier"})
 """Operations whose nth result depends only on the nth operand."""

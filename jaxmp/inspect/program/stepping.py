@@ -20,13 +20,13 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
-from jaxmp._internals.jax.bodies import bind_equation
-from jaxmp._internals.jax.equations import Bodies, bodies_of, is_literal, opened
 from jaxmp._internals.jax.rebind import in_place_of
 from jaxmp.base.trees import zero_if_finite
 from jaxmp.inspect.program.calls import AS_WRITTEN, is_inexact
 from jaxmp.inspect.program.equation_places import Key, is_whole
 from jaxmp.inspect.program.targets import mesh_of
+from jaxmp.program.bodies import bind_equation
+from jaxmp.program.equations import Bodies, bodies_of, is_literal, opened
 
 
 class Moment(NamedTuple):

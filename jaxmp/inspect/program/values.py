@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmp._internals.jax.equations import elements_of
-from jaxmp._internals.jax.primitives import COMBINES, PICKS
 from jaxmp.inspect.program.equation_places import EquationPlace, Key
+from jaxmp.program.equations import elements_of
+from jaxmp.program.primitives import COMBINES, PICKS
 
 Turns = tuple[int, ...]
 """The iteration of each scan around a value, as an index into the scan's inputs, outermost first.

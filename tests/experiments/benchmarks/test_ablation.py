@@ -11,7 +11,7 @@ import jaxmp
 from experiments.benchmarks.real_libraries import ablation, collect, registry
 from experiments.benchmarks.real_libraries.per_operation import autocast_each_operation
 from experiments.benchmarks.real_libraries.rule_switches import SWITCHES
-from jaxmp._internals.jax.walk import equations
+from jaxmp.program.walk import equations
 
 W, X = (jax.random.normal(jax.random.key(seed), shape) for seed, shape in ((0, (8, 8)), (1, (16, 8))))
 

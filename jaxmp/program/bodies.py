@@ -23,7 +23,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.dtypes import float0
 
-from jaxmp._internals.jax.equations import (
+from jaxmp.program.equations import (
     Bodies,
     Opened,
     asks_for_highest,
@@ -32,7 +32,7 @@ from jaxmp._internals.jax.equations import (
     opened,
     shape_of,
 )
-from jaxmp._internals.jax.walk import PRODUCTS
+from jaxmp.program.walk import PRODUCTS
 
 Arrays = Sequence[Any]
 BodyFunction = Callable[..., list[Any]]
@@ -54,7 +54,7 @@ def rebuilt(eqn: Any, bodies: Bodies, functions: Sequence[BodyFunction], rule: R
     """Return ``eqn`` with other bodies, as a function of its operands.
 
     Args:
-      eqn: an equation that :func:`jaxmp._internals.jax.equations.bodies_of` knows.
+      eqn: an equation that :func:`jaxmp.program.equations.bodies_of` knows.
       bodies: the bodies of ``eqn``, from ``bodies_of``.
       functions: for each body, a function that takes the body's inputs (constants first) and returns a list of results.
       rule: the functions that evaluate the derivative rules of custom_jvp and custom_vjp.

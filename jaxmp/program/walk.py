@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from jaxmp._internals.jax.equations import is_literal, opened
+from jaxmp.program.equations import is_literal, opened
 
 T = TypeVar("T", bound=Hashable)
 PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})

@@ -13,9 +13,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmp._internals.jax.equations import Bodies, bodies_of, opened
-from jaxmp._internals.jax.primitives import COMPARISONS, PICKS, SUMS
-from jaxmp._internals.jax.walk import PRODUCTS, equations, interpreted
+from jaxmp.program.equations import Bodies, bodies_of, opened
+from jaxmp.program.primitives import COMPARISONS, PICKS, SUMS
+from jaxmp.program.walk import PRODUCTS, equations, interpreted
 
 
 class _ProductOrigin(enum.IntEnum):

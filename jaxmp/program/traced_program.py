@@ -9,17 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmp._internals.jax.equations import opened
-
-
-class AsComputed:
-    """A result of a traced function that keeps the dtype in which it is computed.
-
-    Other results have the dtypes in which they are traced.
-    """
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
+from jaxmp.base.dtypes import AsComputed
+from jaxmp.program.equations import opened
 
 
 class TracedProgram:
@@ -33,7 +24,7 @@ class TracedProgram:
 
     Attributes:
       jaxpr: an open jaxpr and its constants.
-      are_as_computed: for each result, whether it is marked by :class:`AsComputed`.
+      are_as_computed: for each result, whether it is marked by :class:`jaxmp.base.dtypes.AsComputed`.
     """
 
     def __init__(self, fun: Callable[..., Any], args: tuple[Any, ...], write: Callable[..., Any] | None = None) -> None:

@@ -17,10 +17,10 @@ from jax.extend.core import Primitive
 from jax.sharding import PartitionSpec as P
 from primitive_tools import SKIPPED, installed_primitives
 
-from jaxmp._internals.jax.primitives import COMBINES, MONOTONE
-from jaxmp._internals.jax.walk import equations
 from jaxmp.engine import classes
 from jaxmp.engine.classes import Class, classify, primitives_of
+from jaxmp.program.primitives import COMBINES, MONOTONE
+from jaxmp.program.walk import equations
 
 ALL = frozenset().union(*map(primitives_of, Class))
 PATTERNS = {name for name in ALL if "*" in name}

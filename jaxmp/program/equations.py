@@ -6,15 +6,15 @@ includes the constants.
 
 from __future__ import annotations
 
-import collections
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax._src import core
 from jax.extend.core import Literal as Literal
+
+from jaxmp._internals.jax.core import Tracer, eval_jaxpr, evaluate_dimension
 
 Opened = tuple[Any, list[Any]]
 """An open jaxpr and its constants."""
@@ -110,7 +110,7 @@ def elements_of(constant: Any) -> np.ndarray | None:
 
     The result is None if the constant is large, traced, on another host, or does not consist of numbers.
     """
-    if isinstance(constant, jax.Array) and (isinstance(constant, core.Tracer) or not constant.is_fully_addressable):
+    if isinstance(constant, jax.Array) and (isinstance(constant, Tracer) or not constant.is_fully_addressable):
         return None
     if np.size(constant) > _ELEMENTS or jax.dtypes.issubdtype(getattr(constant, "dtype", float), jax.dtypes.extended):
         return None
@@ -132,7 +132,7 @@ def extremes_of(constant: Any) -> tuple[float, float] | None:
 
 def evaluate(jaxpr: Any, consts: list[Any], args: Any) -> list[Any]:
     """Evaluate an open jaxpr unchanged, and return its results."""
-    return list(core.eval_jaxpr(jaxpr, consts, *args))
+    return list(eval_jaxpr(jaxpr, consts, *args))
 
 
 def asks_for_highest(precision: Any) -> bool:
@@ -192,7 +192,7 @@ def size_of(shape: Sequence[Any]) -> int:
     A symbolic dimension of ``jax.export`` counts as 1024.
     """
     size: Any = math.prod(shape)
-    return size if type(size) is int else int(size._evaluate(collections.defaultdict(lambda: 1024)))
+    return size if type(size) is int else evaluate_dimension(size, 1024)
 
 
 def shape_of(aval: Any) -> jax.ShapeDtypeStruct:

@@ -11,10 +11,10 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
-from jax._src.interpreters.partial_eval import partial_eval_jaxpr_custom
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from jaxmp._internals.jax.equations import Bodies, bodies_of, evaluate, is_literal, opened
+from jaxmp._internals.jax.core import partial_eval_jaxpr_custom
+from jaxmp.program.equations import Bodies, bodies_of, evaluate, is_literal, opened
 
 
 def hoisted(

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 from jax.experimental.xla_metadata import set_xla_metadata
 
 import jaxmp
-from jaxmp._internals.jax import equations as _equations
-from jaxmp._internals.jax.bodies import bind_equation
-from jaxmp._internals.jax.equations import Bodies, bodies_of, opened
 from jaxmp._internals.jax.rebind import in_place_of
 from jaxmp._internals.jax.sources import names_of, source_of
-from jaxmp._internals.jax.walk import interpreted
+from jaxmp.program import equations as _equations
+from jaxmp.program.bodies import bind_equation
+from jaxmp.program.equations import Bodies, bodies_of, opened
+from jaxmp.program.walk import interpreted
 
 ARGS = jnp.ones((4, 8)), jnp.ones((8, 8)), jnp.int32(2)
 

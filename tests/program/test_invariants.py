@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxmp._internals.jax.invariants import hoisted, passed_on
+from jaxmp.program.invariants import hoisted, passed_on
 
 A, B = jnp.ones((3, 2)), jnp.zeros((3, 2))
 

@@ -29,12 +29,12 @@ from jax.experimental import jet
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from jaxmp._internals.jax.bodies import bind_equation
-from jaxmp._internals.jax.equations import bodies_of, has_explicit_axes, is_literal, opened, size_of
-from jaxmp._internals.jax.invariants import unchanged
-from jaxmp._internals.jax.primitives import BROADCAST, PICKS
-from jaxmp._internals.jax.vmap_sharing import Examples
 from jaxmp.base.dtypes import is_castable
+from jaxmp.program.bodies import bind_equation
+from jaxmp.program.equations import bodies_of, has_explicit_axes, is_literal, opened, size_of
+from jaxmp.program.invariants import unchanged
+from jaxmp.program.primitives import BROADCAST, PICKS
+from jaxmp.program.vmap_sharing import Examples
 
 _cast = Primitive("cast_repeated")
 MAX_TERMS = 64

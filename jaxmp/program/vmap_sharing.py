@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from jaxmp._internals.jax.equations import Bodies, is_literal
-from jaxmp._internals.jax.invariants import same_inside, same_values
 from jaxmp._internals.jax.traces import batches_around, is_batched
+from jaxmp.program.equations import Bodies, is_literal
+from jaxmp.program.invariants import same_inside, same_values
 
 Same = Sequence[Sequence[bool]]
 """For each ``jax.vmap`` around the program, whether its examples share each operand or argument."""
