@@ -25,8 +25,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
 from jaxmp.engine import decide, graph
-from jaxmp.engine.classes import Kind, Rule, State
 from jaxmp.engine.rules import Rules
+from jaxmp.engine.states import Kind, Rule, State
 from jaxmp.program.equations import opened
 
 FOLDER = Path(__file__).parent

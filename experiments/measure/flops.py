@@ -13,7 +13,7 @@ import jax
 
 import jaxmp
 from jaxmp.engine.flops import flops_of
-from jaxmp.program.walk import PRODUCTS
+from jaxmp.program.primitives import PRODUCTS
 
 # The dtypes that tensor cores multiply, from Volta to Blackwell. tensorfloat32 is their format for float32 arrays.
 TENSOR_CORE_DTYPES = ("float16", "bfloat16", "tensorfloat32", "float8_e4m3fn", "float8_e5m2")

@@ -16,18 +16,28 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
-from jaxmp.engine.classes import AMPLIFIERS, CLEAR, INFER, JOIN, SOLVERS, Rule, State
 from jaxmp.engine.graph import Graph, Node, Step
-from jaxmp.engine.paths import BOUNDS, ROOTS, SCALES, SQUARES, multiple_of, readers_of
+from jaxmp.engine.paths import ROOTS, SCALES, SQUARES, multiple_of, readers_of
+from jaxmp.engine.states import CLEAR, INFER, JOIN, Rule, State
 from jaxmp.program.equations import size_of
-from jaxmp.program.primitives import EXTREMES, SUMS
-from jaxmp.program.walk import PRODUCTS, walk
+from jaxmp.program.primitives import (
+    AMPLIFIERS,
+    BOUNDS,
+    EXTREMES,
+    LOGARITHMS,
+    PRODUCTS,
+    SOLVERS,
+    SUMS,
+    Trait,
+    with_trait,
+)
+from jaxmp.program.walk import walk
 
-_ORDERINGS = frozenset({"lt", "le", "gt", "ge", "lt_to", "le_to"})  # not eq, which the derivative of max uses
+_ORDERINGS = with_trait(Trait.ORDERS)  # not eq, which the derivative of max uses
 _SEARCH = "call_hi_primitive"  # jnp.searchsorted from JAX 0.12 on
 _CAST = "convert_element_type"
-_ROOTS_AND_LOGARITHMS = ROOTS | {"log", "log2"}
-_ROUNDINGS = frozenset({"floor", "ceil", "round"})
+_ROOTS_AND_LOGARITHMS = (ROOTS | LOGARITHMS) - AMPLIFIERS.keys()  # log1p is an amplifier
+_ROUNDINGS = with_trait(Trait.ROUNDS)
 _QUANTISED = frozenset({"int8", "int4", "int2", "uint8", "uint4", "uint2"})
 _KEEP_QUANTISED = SUMS | SCALES | BOUNDS | {"select_n", _CAST}
 _READ_BY_ACTIVATION = PRODUCTS | {"reduce_sum"}
@@ -150,7 +160,7 @@ def _keepers_of_digits(node: Node) -> Sequence[Node]:
     """Return the operands whose low digits the result of ``node`` keeps."""
     if node.name in EXTREMES or not node.after_product:
         return ()
-    if node.kind in (CLEAR, JOIN) or node.name in ("neg", "reduce_sum", _CAST):
+    if node.kind in (CLEAR, JOIN) or node.name in ("reduce_sum", _CAST):
         return node.inputs
     computed = [operand for operand in node.inputs if operand.after_product]
     if _is_quotient(node):  # as in a perspective division

@@ -11,21 +11,21 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from jaxmp.engine.classes import CLEAR, INFER, JOIN, Rule, State
 from jaxmp.engine.graph import Graph, Node, Step, shape_read
-from jaxmp.engine.paths import BOUNDS, OFFSETS, ROOTS, SCALES, SQUARES, multiple_of
+from jaxmp.engine.paths import OFFSETS, ROOTS, SCALES, SQUARES, multiple_of
+from jaxmp.engine.states import CLEAR, INFER, JOIN, Rule, State
 from jaxmp.program.equations import is_literal
-from jaxmp.program.primitives import SUMS
-from jaxmp.program.walk import PRODUCTS, walk
+from jaxmp.program.primitives import BOUNDS, PRODUCTS, SINGULAR, SUMS, Trait, with_trait
+from jaxmp.program.walk import walk
 
 Vectors = tuple[Node, Node]
 Norms = dict[Node, set[Node]]
 """Norms, and products of norms, each with the vectors whose norms they are."""
 
+_POWERS = with_trait(Trait.POWER)
+_MULTIPLICATIONS = with_trait(Trait.MULTIPLIES)
 _BETWEEN = SCALES | BOUNDS | {"select_n"}
-
-_MAGNIFY = ROOTS | {"cbrt", "log", "log2", "atan2"}
-"""Operations that turn a small error of a small operand into a large error. Divisions and powers do so too."""
+_KEEP_DIGITS = SQUARES | (_BETWEEN - _MULTIPLICATIONS)
 _NO_EPSILON = 0.1
 """The constant from which a difference can cancel. Smaller constants are added to avoid a division by zero."""
 
@@ -100,8 +100,7 @@ def _factors(value: Node) -> Vectors | None:
     is_outer = value.name in PRODUCTS and value.kind is INFER
     if (value.name == "mul" or is_outer) and len(value.inputs) == 2:
         return multiple_of(value.inputs[0]), multiple_of(value.inputs[1])
-    is_square = value.name == "square" or (value.name in ("integer_pow", "pow") and value.inputs)
-    if is_square:
+    if value.name in _POWERS and value.inputs:
         base = multiple_of(value.inputs[0], SCALES | {"abs"})
         return base, base
     return None
@@ -180,7 +179,7 @@ def _cosines(total: Node, norms: Norms) -> Iterator[Node]:
     values = walk(_terms(total), lambda node: _kept_from(node, norms))
     normalised = set[Node]()
     for node in values:
-        if node.name in ("mul", "div"):
+        if node.name in _MULTIPLICATIONS:
             for operand in node.inputs:
                 normalised |= norms.get(operand.origin, set())
     for node in values:
@@ -229,7 +228,7 @@ def _magnified_operands(step: Step) -> list[Node]:
         return operands[:1] if is_literal(exponent) and np.ndim(exponent.val) == 0 and exponent.val < 1 else []
     if name == "integer_pow":
         return operands if step.eqn.params["y"] < 0 else []
-    return operands if name in _MAGNIFY else []
+    return operands if name in SINGULAR else []
 
 
 def _products_in(total: Node, norms: Norms) -> list[Node]:
@@ -248,7 +247,7 @@ def _kept_from(node: Node, norms: Norms) -> Sequence[Node]:
     if node.name == "reduce_sum":  # over a mask, or of squares
         masked = node.inputs[0].origin
         return [masked] if masked.name == "select_n" or _is_scaled(masked, norms) else ()
-    if node.name in SQUARES | BOUNDS | {"select_n", "neg"} or _is_scaled(node, norms):
+    if node.name in _KEEP_DIGITS or _is_scaled(node, norms):
         variables = {operand for operand in node.inputs if operand.after_product and operand.origin not in norms}
         return [*variables] if len(variables) == 1 else ()
     return ()
@@ -256,7 +255,7 @@ def _kept_from(node: Node, norms: Norms) -> Sequence[Node]:
 
 def _is_scaled(node: Node, norms: Norms) -> bool:
     """Return whether a value is another value times a scale, or divided by it, or a square."""
-    if node.name not in ("mul", "div"):
+    if node.name not in _MULTIPLICATIONS:
         return False
     first, second = (
         operand.is_constant or not operand.after_product or operand.origin in norms for operand in node.inputs
@@ -281,7 +280,7 @@ def _norms(graph: Graph) -> Norms:
 
 
 def _is_unit_vector(value: Node) -> bool:
-    if value.name not in ("mul", "div"):
+    if value.name not in _MULTIPLICATIONS:
         return False
     return any(_normed_vector(operand) is not None for operand in value.inputs)
 

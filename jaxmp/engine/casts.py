@@ -9,12 +9,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxmp.engine.classes import CLEAR, JOIN, KEPT, SOURCE
 from jaxmp.engine.graph import Node
-from jaxmp.program.primitives import MEETS, MONOTONE, PICKS
+from jaxmp.engine.states import CLEAR, JOIN, KEPT, SOURCE
+from jaxmp.program.primitives import MEETS, MONOTONE, PICKS, Trait, with_trait
 from jaxmp.program.walk import walk
 
-_FLOAT32, _JOINED = np.dtype(np.float32), frozenset({"concatenate", "stack"})
+_FLOAT32, _JOINED = np.dtype(np.float32), with_trait(Trait.JOINS)
 
 
 def read_in(user: Node, operand: Node) -> np.dtype | None:

@@ -16,21 +16,21 @@ from jaxmp.engine import operation_patterns
 from jaxmp.engine.amplifiers import raise_amplified
 from jaxmp.engine.cancellation import raise_cancelled
 from jaxmp.engine.casts import move_casts, put_casts_off
-from jaxmp.engine.classes import CLEAR, FULL, HALF, INFER, JOIN, KEPT, SOURCE, Class, Rule, State, primitives_of
 from jaxmp.engine.graph import Graph, Node, inputs_of, shape_read, users_of
 from jaxmp.engine.loops import decide_loops
 from jaxmp.engine.paths import readers_of
+from jaxmp.engine.states import CLEAR, FULL, HALF, INFER, JOIN, KEPT, SOURCE, Rule, State
 from jaxmp.program.equations import size_of
-from jaxmp.program.primitives import BROADCAST, EXTREMES, MONOTONE
-from jaxmp.program.walk import PRODUCTS, walk
+from jaxmp.program.primitives import BROADCAST, EXTREMES, MONOTONE, PRODUCTS, Class, Trait, of_class, with_trait
+from jaxmp.program.walk import walk
 
 RAISERS = (raise_amplified, raise_cancelled, decide_loops)
 """The rules that do not read the states of neighbours. Their order does not matter."""
 
 _FLOAT32 = np.dtype(np.float32)
-_ELEMENTWISE = primitives_of(Class.POINTWISE) | primitives_of(Class.INFER) | primitives_of(Class.WIDEST)
+_ELEMENTWISE = of_class(Class.POINTWISE, Class.INFER, Class.WIDEST)
 # A nonlinearity before a product reads a float32 activation in half. These operations are not nonlinearities.
-_NO_NONLINEARITIES = frozenset({"add", "sub", "mul", "div", "select_n"})
+_NO_NONLINEARITIES = with_trait(Trait.SUMS, Trait.MULTIPLIES) | {"select_n"}
 _CAST = "convert_element_type"
 
 

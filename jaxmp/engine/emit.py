@@ -13,12 +13,12 @@ from jaxmp._internals.jax.rebind import in_place_of
 from jaxmp._internals.jax.traces import is_staged, is_tracing, may_be_skipped
 from jaxmp.base.dtypes import is_castable
 from jaxmp.engine.casts import read_in
-from jaxmp.engine.classes import KEPT
 from jaxmp.engine.decide import decide
 from jaxmp.engine.float8_products import choose_float8, emit_float8
 from jaxmp.engine.graph import Body, Graph, Node, Step, build
 from jaxmp.engine.marks import OF_POLICY, WITH_RULE, ours
 from jaxmp.engine.rules import Rules
+from jaxmp.engine.states import KEPT
 from jaxmp.engine.trace import tracing
 from jaxmp.program.bodies import RuleEvaluation, bind_equation, params_in_dtype, rebuilt
 from jaxmp.program.equations import (
@@ -30,7 +30,7 @@ from jaxmp.program.equations import (
     has_explicit_axes,
     is_literal,
 )
-from jaxmp.program.primitives import BROADCAST, COMPARISONS, MEETS
+from jaxmp.program.primitives import BOUNDS, BROADCAST, COMPARISONS, MEETS, Trait, with_trait
 from jaxmp.program.repeated_casts import (
     REPEATS,
     cast_repeated,
@@ -41,9 +41,9 @@ from jaxmp.program.repeated_casts import (
 )
 from jaxmp.program.vmap_sharing import Examples, Same, same_in_bodies
 
-# Outside of jit, JAX compiles each of these as a whole, and the next call finds the program in JAX's cache.
-_LOOPS = frozenset({"scan", "while", "cond", "shard_map"})
-_WITH_RULES = frozenset({"custom_jvp_call", "custom_vjp_call"})
+# A body that is inlined has no rule of its own.
+_WITH_RULES = with_trait(Trait.CUSTOM_DERIVATIVE) - with_trait(Trait.INLINED)
+_EQUALITIES = with_trait(Trait.EQUATES)
 _CAST, _FLOAT32 = "convert_element_type", np.dtype(np.float32)
 
 
@@ -235,7 +235,9 @@ class _Evaluation:
         make = functools.partial(_program, self.rules, step, same)
         if name == "jit":  # layers with the same jitted body share one program, which JAX traces once
             return list(_result_of_equal_step(self.rules, step, same, make)(*operands))
-        is_jitted = name in _LOOPS and not is_tracing()
+        # Outside of jit, JAX compiles each of these as a whole, and the next call finds the program in JAX's cache.
+        is_compiled = step.bodies is not None and (step.bodies.kind != "call" or name == "shard_map")
+        is_jitted = is_compiled and not is_tracing()
         run = _result_of_equal_step(self.rules, step, same, lambda: jax.jit(make())) if is_jitted else make()
         results = list(run(*operands))
         for number in step.unchanged:
@@ -354,10 +356,10 @@ def _wants(step: Step) -> list[np.dtype | None]:
     name, node, operands = step.eqn.primitive.name, step.node, step.operands
     if node is None and name in COMPARISONS:
         largest: list[Node] = []
-        if name in ("eq", "ne"):
+        if name in _EQUALITIES:
             # The derivative of a maximum compares the maximum with its operands, so all of them must be rounded alike.
-            extremes = [operand for operand in operands if operand and operand.name in ("max", "min")]
-            largest = [extreme for extreme in extremes if {*extreme.inputs} & {*operands}]
+            bounded = [operand for operand in operands if operand and operand.name in BOUNDS]
+            largest = [bound for bound in bounded if {*bound.inputs} & {*operands}]
         dtypes = {operand.value_dtype for operand in largest or operands if operand and operand.const != (0.0, 0.0)}
         if len(dtypes) == 1 and (largest or dtypes != {np.dtype(np.float32)}):
             return [None if operand is None else next(iter(dtypes)) for operand in operands]
@@ -374,7 +376,7 @@ def _wants_of_bodies(step: Step, bodies: Bodies) -> list[np.dtype | None]:
         operand.dtype if operand and operand.dtype.itemsize == 2 and not operand.deferred_cast else None
         for operand in step.operands
     ]
-    if bodies.kind in ("scan", "while"):
+    if bodies.is_loop:
         for n, join in enumerate(step.joins, bodies.start):
             wants[n] = join.dtype if join else wants[n]
         for place, _ in _over_turns(step):

@@ -11,13 +11,14 @@ from typing import Any
 import jax
 
 from jaxmp._internals.jax.sources import scopes_and_transforms
-from jaxmp.engine.classes import Class, Kind, primitives_of
 from jaxmp.engine.graph import Float8Product, Graph, Node, Step
 from jaxmp.engine.marks import WITH_RULE
+from jaxmp.engine.states import Kind
 from jaxmp.policy import float8, float8_product
-from jaxmp.program.walk import PRODUCTS, walk
+from jaxmp.program.primitives import CAST, PRODUCTS, Class, Trait, of_class, with_trait
+from jaxmp.program.walk import walk
 
-_MOVES = primitives_of(Class.CLEAR) | {"convert_element_type", "concatenate", "stack", "carry", "branches"}
+_MOVES = of_class(Class.CLEAR) | with_trait(Trait.JOINS) | {CAST, "carry", "branches"}
 _MASKING = _MOVES | {"select_n"}
 
 

@@ -16,18 +16,12 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmp.engine.classes import Class, classify
+from jaxmp.program.primitives import BOUNDS, COMBINES, Class, Trait, classify, has_trait, with_trait
 
-_FREE = frozenset({"select_n", "concatenate", "stack", "pad", "dynamic_update_slice", "scatter", "ragged_all_to_all"})
-_OF_UPDATES = frozenset({"scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"})
+_OF_UPDATES = with_trait(Trait.SCATTERS) - {"scatter"}
+_FREE = COMBINES - BOUNDS - _OF_UPDATES
 _PER_RESULT = (Class.POINTWISE, Class.WIDEST, Class.INFER)
-# Primitives without a formula: kernels, sparse arrays, and operations that apply the author's function.
-_UNKNOWN = frozenset({"reduce", "reduce_window", "select_and_scatter", "linear_call", "fusible"})
-_UNKNOWN_STARTS = (
-    *("pallas_call", "core_map", "mpmd_map", "custom_", "ffi_call", "tpu_custom_call", "mosaic_gpu", "call_exported"),
-    *("io_callback", "pure_callback", "cudnn_fusion", "dot_product_attention", "scaled_", "rnn_"),
-    *("bcoo_", "bcsr_", "coo_", "csr_"),
-)
+_UNKNOWN = (None, Class.LINALG, Class.RECURSE)
 
 
 def flops_of(eqn: Any, counts_padding: bool = True) -> int | None:
@@ -41,22 +35,25 @@ def flops_of(eqn: Any, counts_padding: bool = True) -> int | None:
     True
     """
     name, cls = eqn.primitive.name, classify(eqn.primitive.name)
-    if name == "conv_general_dilated":
-        return _flops_of_conv(eqn, counts_padding)
-    if name in _FORMULAS:
-        return int(_FORMULAS[name](eqn))
-    if name == "fft":
-        # The larger side counts, because one side of a real transform is half as long.
-        size = max(_elements_in(atom) for atom in (*eqn.invars, *eqn.outvars))
-        return round(5 * size * math.log2(max(math.prod(eqn.params["fft_lengths"]), 2)))
-    if cls is None or cls is Class.LINALG or name in _UNKNOWN or name.startswith(_UNKNOWN_STARTS):
+    match name:
+        case "dot_general":
+            return _flops_of_dot(eqn)
+        case "ragged_dot_general":
+            return _flops_of_ragged_dot(eqn)
+        case "conv_general_dilated":
+            return _flops_of_conv(eqn, counts_padding)
+        case "fft":
+            # The larger side counts, because one side of a real transform is half as long.
+            size = max(_elements_in(atom) for atom in (*eqn.invars, *eqn.outvars))
+            return round(5 * size * math.log2(max(math.prod(eqn.params["fft_lengths"]), 2)))
+    if cls in _UNKNOWN or has_trait(name, Trait.UNCOUNTED):
         return None
     if name in _FREE or not eqn.outvars or not jnp.issubdtype(getattr(eqn.outvars[0].aval, "dtype", int), np.inexact):
         return 0
     if name in _OF_UPDATES:
         return _elements_in(eqn.invars[2])
-    if name in ("reduce_window_sum", "cumlogsumexp"):
-        return _elements_in(eqn.outvars[0]) * math.prod(eqn.params.get("window_dimensions", ()))
+    if name == "reduce_window_sum":
+        return _elements_in(eqn.outvars[0]) * math.prod(eqn.params["window_dimensions"])
     if cls is Class.ACCUMULATION:
         return _elements_in(eqn.invars[0])
     return _elements_in(eqn.outvars[0]) if cls in _PER_RESULT else 0
@@ -89,9 +86,6 @@ def _flops_of_conv(eqn: Any, counts_padding: bool) -> int:
         inside = counts_padding | ((places >= 0) & (places <= (image[source] - 1) * dilation))
         terms *= int(np.sum((places % dilation == 0) & inside))
     return int(2 * terms)
-
-
-_FORMULAS = {"dot_general": _flops_of_dot, "ragged_dot_general": _flops_of_ragged_dot}
 
 
 def _elements_in(atom: Any) -> int:

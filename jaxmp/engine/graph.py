@@ -17,14 +17,13 @@ import numpy as np
 
 from jaxmp._internals.jax.sources import Names, names_of
 from jaxmp.base.dtypes import is_castable, range_of
-from jaxmp.engine.classes import AMPLIFIERS, CLEAR, FULL, HALF, JOIN, KEPT, SOURCE, STRICT, Kind, Rule, State
 from jaxmp.engine.marks import DECIDED, WITH_RULE, Region, ours, region_of
 from jaxmp.engine.rules import Rules
+from jaxmp.engine.states import CLEAR, FULL, HALF, JOIN, KEPT, SOURCE, STRICT, Kind, Rule, State
 from jaxmp.policy.float8 import Float8
 from jaxmp.program.equations import Bodies, Literal, bodies_of, extremes_of, is_literal, opened
 from jaxmp.program.invariants import unchanged
-from jaxmp.program.primitives import EXTREMES
-from jaxmp.program.walk import PRODUCTS
+from jaxmp.program.primitives import AMPLIFIERS, BOUNDS, EXTREMES, PRODUCTS
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -192,9 +191,7 @@ def build(jaxpr: Any, consts: list[Any], rules: Rules, names: Names = (), in_rul
 
 def _tells_apart(name: str, operands: Sequence[Node]) -> bool:
     """Return whether small differences of operands may change integers or bools."""
-    is_largest = any(
-        operand.name in ("max", "min") and other in operand.inputs for operand in operands for other in operands
-    )
+    is_largest = any(operand.name in BOUNDS and other in operand.inputs for operand in operands for other in operands)
     return name != "is_finite" and not is_largest and all(operand.const != (0.0, 0.0) for operand in operands)
 
 

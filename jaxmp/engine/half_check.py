@@ -12,12 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmp.base.dtypes import is_half
-from jaxmp.engine.classes import Class, classify
 from jaxmp.engine.graph import Graph, Step
 from jaxmp.engine.overrides import Level
 from jaxmp.policy.patterns import EVERY, Pattern, pattern_text
 from jaxmp.policy.policies import Policy
-from jaxmp.program.walk import PRODUCTS
+from jaxmp.program.primitives import PRODUCTS, Class, classify
 
 
 class Reason(NamedTuple):

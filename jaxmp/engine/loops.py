@@ -11,12 +11,13 @@ from collections.abc import Collection, Iterable
 
 import numpy as np
 
-from jaxmp.engine.classes import HALF, INFER, JOIN, Rule, State
 from jaxmp.engine.graph import Graph, Node, Step, shape_read
+from jaxmp.engine.states import HALF, INFER, JOIN, Rule, State
+from jaxmp.program.primitives import PRODUCTS, Trait, with_trait
 from jaxmp.program.searches import is_search
-from jaxmp.program.walk import PRODUCTS, cycles, walk
+from jaxmp.program.walk import cycles, walk
 
-_PICKS_BY_TURN = frozenset({"dynamic_slice", "gather"})
+_LOOKUPS = with_trait(Trait.LOOKS_UP)
 
 
 def decide_loops(graph: Graph) -> None:
@@ -25,7 +26,7 @@ def decide_loops(graph: Graph) -> None:
     A search is a loop that runs until a value converges. Only the carry of a loop over a stack of layers is half.
     """
     for step in graph.steps:
-        if step.bodies is None or step.bodies.kind not in ("scan", "while"):
+        if step.bodies is None or not step.bodies.is_loop:
             continue
         _decide_carries(graph, step)
         if step.bodies.kind == "while" and is_search(step.bodies):
@@ -95,7 +96,7 @@ def _elements_of_turns(step: Step, inside: Iterable[Node]) -> set[Node]:
     assert step.bodies is not None
     scanned = step.operands[step.bodies.start + step.bodies.carry :]
     elements = {node for node in scanned if node is not None and len(node.shape) > 2}
-    return elements | {node for node in inside if node.name in _PICKS_BY_TURN and len(node.shape) > 1}
+    return elements | {node for node in inside if node.name in _LOOKUPS and len(node.shape) > 1}
 
 
 def _goes_through_layers(cycle: Collection[Node], elements: Collection[Node]) -> bool:

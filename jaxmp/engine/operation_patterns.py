@@ -7,15 +7,16 @@ The exceptions are results that a logarithm reads, and results that the function
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 
-from jaxmp.engine.classes import CLEAR, Rule, State
 from jaxmp.engine.graph import Graph, Node
 from jaxmp.engine.paths import OFFSETS, ROOTS, SCALES, SQUARES, multiple_of, readers_of
-from jaxmp.program.walk import PRODUCTS, walk
+from jaxmp.engine.states import CLEAR, Rule, State
+from jaxmp.program.primitives import LOGARITHMS, PRODUCTS, Trait, with_trait
+from jaxmp.program.walk import walk
 
-_EXPONENTIALS, _LOGARITHMS = ("exp", "exp2"), frozenset({"log", "log1p", "log2"})
+_EXPONENTIALS = with_trait(Trait.EXPONENTIAL)
 _PASSED = OFFSETS | {"select_n"}  # jnp.var has a select_n, because jnp.var may divide by 0
+_MASKING = (SCALES - {"div"}) | {"select_n"}
 _RULES_OF_PRODUCTS = (Rule.AMPLIFIED, Rule.CANCELLATION, Rule.SEARCH, Rule.SQUARES)
 
 
@@ -33,10 +34,8 @@ def find_patterns(graph: Graph) -> list[OperationPattern]:
     results = [node for node in graph.nodes if node.needs_float32]
     returned = walk(results, lambda node: node.inputs if node.kind is CLEAR else ())
     for node in graph.nodes:
-        if node.state >= State.FLOAT32 and node.inputs and node.name in _RECOGNISED:
-            pattern = _RECOGNISED[node.name](node)
-            if pattern is None:
-                continue
+        pattern = _pattern_of(node) if node.state >= State.FLOAT32 and node.inputs else None
+        if pattern is not None:
             patterns.append(pattern)
             if pattern.name == "softmax":
                 # Rounding a probability near 1 would lose its logarithm.
@@ -46,13 +45,22 @@ def find_patterns(graph: Graph) -> list[OperationPattern]:
     return patterns
 
 
+def _pattern_of(node: Node) -> OperationPattern | None:
+    """Return the pattern that a node identifies, or None."""
+    if node.name == "div":
+        return _softmax(node)
+    if node.name == "reduce_sum":
+        return _normalisation(node)
+    return _logsumexp(node) if node.name in LOGARITHMS else None
+
+
 def _exponential(value: Node) -> Node | None:
     """Return the exponential in ``value``, or None.
 
     ``value`` may be the exponential after a mask or a multiplication.
     """
     value = value.origin
-    operands = [operand.origin for operand in value.inputs] if value.name in ("select_n", "mul") else [value]
+    operands = [operand.origin for operand in value.inputs] if value.name in _MASKING else [value]
     return next((operand for operand in operands if operand.name in _EXPONENTIALS), None)
 
 
@@ -72,8 +80,8 @@ def _differences(value: Node) -> list[Node]:
 
 
 def _is_logged(reader: Node) -> bool:
-    return reader.name in _LOGARITHMS or (
-        reader.name in OFFSETS and any(user.name in _LOGARITHMS for user in readers_of(reader))
+    return reader.name in LOGARITHMS or (
+        reader.name in OFFSETS and any(user.name in LOGARITHMS for user in readers_of(reader))
     )
 
 
@@ -99,10 +107,3 @@ def _normalisation(node: Node) -> OperationPattern | None:
 def _readers_past_offsets(node: Node) -> list[Node]:
     """Return readers of a value, also those after offsets, scales, bounds or masks."""
     return [*walk(readers_of(node), lambda reader: readers_of(reader) if reader.name in _PASSED else ())]
-
-
-_RECOGNISED: dict[str, Callable[[Node], OperationPattern | None]] = {
-    "div": _softmax,
-    **dict.fromkeys(_LOGARITHMS, _logsumexp),
-    "reduce_sum": _normalisation,
-}

@@ -16,10 +16,10 @@ import numpy as np
 
 from jaxmp.base.arguments import printed
 from jaxmp.base.dtypes import CASTABLE, closest_names, is_half
-from jaxmp.engine.classes import Class, classify, primitives_of
 from jaxmp.policy.patterns import EVERY, OPERATIONS, checked_overrides, path_and_primitive
 from jaxmp.policy.policies import Policy
 from jaxmp.policy.policy_map import PolicyMap, get_policy
+from jaxmp.program.primitives import Class, classify, of_class
 
 LEVELS = ("float32", "tensorfloat32", "half")
 Level = str | Policy
@@ -184,7 +184,7 @@ def primitives_named_by(key: str) -> frozenset[str]:
         return frozenset({name})
     classes = [cls.value for cls in Class]
     if kind == "class" and name in classes:
-        return primitives_of(Class(name))
+        return of_class(Class(name))
     if kind == "primitive" and name in _PRIMITIVE_OF_FUNCTION:
         primitive = _PRIMITIVE_OF_FUNCTION[name]
         raise UnknownOperationError(
@@ -192,7 +192,7 @@ def primitives_named_by(key: str) -> frozenset[str]:
             f"'primitive:{primitive}'"
         )
     if kind == "primitive":
-        known = sorted(name for cls in Class for name in primitives_of(cls))
+        known = sorted(name for cls in Class for name in of_class(cls))
         remedy = "jax.make_jaxpr(fun)(*args) shows the primitives of a function"
     else:
         known = [cls.value for cls in Class if cls not in FIXED]

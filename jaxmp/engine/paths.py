@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from jaxmp.engine.classes import CLEAR
 from jaxmp.engine.graph import Node
-from jaxmp.program.primitives import SUMS
+from jaxmp.engine.states import CLEAR
+from jaxmp.program.primitives import BOUNDS, SUMS, Trait, with_trait
 from jaxmp.program.walk import walk
 
-SQUARES = frozenset({"square", "integer_pow"})
-ROOTS = frozenset({"sqrt", "rsqrt"})
-SCALES = frozenset({"mul", "div", "neg"})
-BOUNDS = frozenset({"max", "min", "clamp"})
+SQUARES = with_trait(Trait.POWER) - {"pow"}
+ROOTS = with_trait(Trait.SQUARE_ROOT)
+SCALES = with_trait(Trait.MULTIPLIES) | {"neg"}
 OFFSETS = SUMS | SCALES | BOUNDS
 
 

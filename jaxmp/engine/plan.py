@@ -19,7 +19,6 @@ from jaxmp._internals.jax.sources import names_of, scopes_and_transforms, source
 from jaxmp.base import tables
 from jaxmp.base.arguments import require_function
 from jaxmp.base.dtypes import name_of
-from jaxmp.engine.classes import Class, Kind, classify
 from jaxmp.engine.emit import evaluated
 from jaxmp.engine.flops import flops_of
 from jaxmp.engine.graph import Graph, Node, Step, build
@@ -28,9 +27,11 @@ from jaxmp.engine.marks import path_of
 from jaxmp.engine.overrides import policy_and_exceptions
 from jaxmp.engine.reasons import Reasons
 from jaxmp.engine.rules import Rules
+from jaxmp.engine.states import Kind
 from jaxmp.engine.trace import result_dtypes, traced
 from jaxmp.policy.policies import Policy, check_backend
 from jaxmp.program.equations import bodies_of, opened
+from jaxmp.program.primitives import Class, classify
 from jaxmp.program.walk import jaxprs_in, walk
 
 _HALF = {"float16", "bfloat16", "float8_e4m3fn"}

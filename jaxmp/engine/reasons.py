@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from jaxmp.engine.classes import Class, Kind, Rule, State, classify
 from jaxmp.engine.graph import Graph, Node, Step
 from jaxmp.engine.marks import path_of
+from jaxmp.engine.states import Kind, Rule, State
+from jaxmp.program.primitives import Class, classify
 from jaxmp.program.walk import nearest_ends
 
 _BY_RULE = {
@@ -84,16 +85,26 @@ class Reasons:
         return node.name if not scopes or scopes == path_of(step.names) else f"{node.name} of {'/'.join(scopes)}"
 
     def _of_bodies(self, step: Step) -> str:
-        text = {
-            "scan": f"a loop of {step.eqn.params.get('length')} trips, decided inside",
-            "while": "a loop of unknown trips, decided inside; one trip is counted",
-            "cond": "decided inside each branch; all branches are counted",
-            "custom_jvp_call": "decided inside; its derivative rule when that runs",
-            "custom_vjp_call": "decided inside; its derivative rules when they run",
-        }.get(step.eqn.primitive.name, "decided inside")
+        text = _place_of_decision(step)
         carries = [join for join in step.joins if join is not None and join.name == "carry" and join.compute]
         states = [join for join in carries if join.compute == np.float32 and join.rule is Rule.CARRY]
         return f"{text}; a state in float32" if self.changed and states else text
+
+
+def _place_of_decision(step: Step) -> str:
+    """Return where and when the operations in the bodies of a step are decided."""
+    match step.eqn.primitive.name:
+        case "scan":
+            return f"a loop of {step.eqn.params.get('length')} trips, decided inside"
+        case "while":
+            return "a loop of unknown trips, decided inside; one trip is counted"
+        case "cond":
+            return "decided inside each branch; all branches are counted"
+        case "custom_jvp_call":
+            return "decided inside; its derivative rule when that runs"
+        case "custom_vjp_call":
+            return "decided inside; its derivative rules when they run"
+    return "decided inside"
 
 
 def _is_half_value(node: Node) -> bool:

@@ -16,14 +16,14 @@ import numpy as np
 
 from jaxmp._internals.jax.sources import Names
 from jaxmp.base.dtypes import CASTABLE, closest_names, is_castable, is_other_float, range_of
-from jaxmp.engine.classes import Class, Kind, classify
 from jaxmp.engine.marks import DECIDED, SPECIAL, is_widened, path_of, region_of
 from jaxmp.engine.overrides import Level
+from jaxmp.engine.states import Kind
 from jaxmp.policy.float8 import Float8, get_recipe
 from jaxmp.policy.patterns import EVERY, OPERATIONS, matches, path_and_primitive
 from jaxmp.policy.policies import Policy
 from jaxmp.program.equations import asks_for_highest, names_a_dtype
-from jaxmp.program.primitives import PICKS
+from jaxmp.program.primitives import BOUNDS, PICKS, Class, classify
 
 _NO_SCOPES = "none: the function has no scopes; use jax.named_scope, or jaxmp.nnx.autocast for an NNX model"
 
@@ -217,7 +217,7 @@ class Rules:
             return Decision(Kind.INFER, "")
         tiny, huge = range_of(half)
         # A bound that becomes infinity still works as a bound.
-        if name not in ("max", "min", "clamp") and any(largest > huge for _, largest in constants):
+        if name not in BOUNDS and any(largest > huge for _, largest in constants):
             return Decision(Kind.STRICT, f"a constant beyond {half.name}'s largest number")
         if any(0 < smallest < tiny for smallest, _ in constants):
             return Decision(Kind.FULL, f"a constant below {half.name}'s smallest normal number")

@@ -17,7 +17,8 @@ from jaxmp.inspect.program.reading_values import same_turn
 from jaxmp.inspect.program.values import Read, Value, Values
 from jaxmp.inspect.program.weight_operands import unaligned
 from jaxmp.program.equations import asks_for_highest
-from jaxmp.program.walk import PRODUCTS, equations, jaxprs_in
+from jaxmp.program.primitives import PRODUCTS
+from jaxmp.program.walk import equations, jaxprs_in
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,7 +25,7 @@ from jaxmp.inspect.program.reading_values import values_of
 from jaxmp.inspect.program.weight_operands import weights_in
 from jaxmp.policy.patterns import matches
 from jaxmp.policy.policy_map import get_policy
-from jaxmp.program.walk import PRODUCTS
+from jaxmp.program.primitives import PRODUCTS
 
 _COLUMNS = ("path", "source", "phase", "dtypes", "ran", "FLOP", "bound by", "aligned", "products")
 

@@ -7,7 +7,7 @@ one.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,44 +17,11 @@ import numpy as np
 from jax.experimental.multihost_utils import process_allgather
 
 from jaxmp.inspect.program.calls import is_inexact
-from jaxmp.program.walk import PRODUCTS
+from jaxmp.program.primitives import SINGULAR, Class, Trait, of_class, with_trait
 
-_ELEMENTWISE = """
-abs acos acosh add add_any asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt clamp convert_element_type copy copy_p
-cos cosh digamma div erf erf_inv erfc exp exp2 expm1 integer_pow lgamma log log1p log2 logistic max min mul neg
-nextafter one_minus_square pow reduce_precision rem rsqrt select_n sign sin sinh sqrt square sub tan tanh
-""".split()  # noqa: SIM905
-_OVERFLOWS_TO_NAN = PRODUCTS.union(("add_any", "convert_element_type", "cumsum", "fft", "psum", "reduce_precision"))
-_OVERFLOWS_TO_NAN |= {"reduce_sum", "reduce_window_sum", "scatter-add"}
+_ELEMENTWISE = with_trait(Trait.ELEMENTWISE)
+_OVERFLOWS_TO_NAN = of_class(Class.HALF, Class.ACCUMULATION) | with_trait(Trait.CASTS) | {"fft"}
 """Operations whose overflow may give NaN: they add inf and -inf, or return a dtype without infinities."""
-
-
-def _is_zero(x: Any) -> Any:
-    return x == 0
-
-
-def _is_minus_one(x: Any) -> Any:
-    return x == -1
-
-
-def _divides_by_zero(_: Any, divisor: Any) -> Any:
-    return divisor == 0
-
-
-def _has_base_zero(base: Any, _: Any) -> Any:
-    return base == 0
-
-
-_IS_POLE: dict[str, Callable[..., Any]] = {
-    "log": _is_zero,
-    "log2": _is_zero,
-    "rsqrt": _is_zero,
-    "integer_pow": _is_zero,
-    "div": _divides_by_zero,
-    "pow": _has_base_zero,
-    "log1p": _is_minus_one,
-}
-"""For each function with poles, a test that returns where its operands are at a pole."""
 
 
 @dataclass(frozen=True)
@@ -139,10 +106,17 @@ def origin_of(name: str, operands: Sequence[Any], results: Sequence[Any]) -> Ori
         through=[bool(np.any(bad & operand)) for operand in bad_operands],
         is_born=bool(np.any(born)),
         is_nan=bool(np.any(born & nan)),
-        is_pole=name in _IS_POLE and bool(np.any(born & _IS_POLE[name](*operands))),
+        is_pole=bool(np.any(born & _is_at_pole(name, operands))),
         makes_nan=bool(np.any(nan & ~_union(nan_operands))),
         ranges=ranges_of(operands),
     )
+
+
+def _is_at_pole(name: str, operands: Sequence[Any]) -> Any:
+    """Return where the operands of a function are at one of its poles."""
+    if name == "log1p":
+        return operands[0] == -1
+    return operands[SINGULAR[name]] == 0 if name in SINGULAR else np.False_
 
 
 def failure_kind(name: str, origin: Origin) -> str:

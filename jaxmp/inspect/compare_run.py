@@ -19,7 +19,7 @@ from jaxmp.inspect.program.reading_values import values_of
 from jaxmp.inspect.program.recorded_evaluation import evaluate_and_record
 from jaxmp.inspect.program.values import Value, leading_to
 from jaxmp.inspect.taps import Taps
-from jaxmp.program.walk import PRODUCTS
+from jaxmp.program.primitives import PRODUCTS
 
 Slot = tuple[Key, int]
 """The key of an equation, and the position of one of its results."""

@@ -15,7 +15,8 @@ import numpy as np
 
 from jaxmp.program import equations
 from jaxmp.program.bodies import UNCHANGED_RULES, bind_equation, rebuilt
-from jaxmp.program.walk import PRODUCTS, interpreted
+from jaxmp.program.primitives import PRODUCTS
+from jaxmp.program.walk import interpreted
 
 
 def with_rounded_operands(fun: Callable[..., Any], half: np.dtype) -> Callable[..., Any]:

@@ -19,7 +19,6 @@ import numpy as np
 from jaxmp.base.cache_keys import policies_off
 from jaxmp.base.trees import widen
 from jaxmp.engine.autocast import autocast
-from jaxmp.engine.classes import classify
 from jaxmp.engine.overrides import FIXED
 from jaxmp.engine.plan import cast_plan
 from jaxmp.inspect.program.calls import AS_WRITTEN, differentiated, loss_and_rest, named, with_leaves
@@ -27,7 +26,7 @@ from jaxmp.inspect.program.equation_places import CALL_SCOPE, equation_places, p
 from jaxmp.inspect.rounded_products import with_rounded_operands
 from jaxmp.policy.patterns import EVERY
 from jaxmp.policy.policies import Policy
-from jaxmp.program.walk import PRODUCTS
+from jaxmp.program.primitives import PRODUCTS, classify
 
 _HALF = {"float16", "bfloat16"}
 # A program runs only once for each batch, so on a CPU the optimizations of LLVM take longer than they save.

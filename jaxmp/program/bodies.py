@@ -32,7 +32,7 @@ from jaxmp.program.equations import (
     opened,
     shape_of,
 )
-from jaxmp.program.walk import PRODUCTS
+from jaxmp.program.primitives import PRODUCTS, Trait, with_trait
 
 Arrays = Sequence[Any]
 BodyFunction = Callable[..., list[Any]]
@@ -64,15 +64,26 @@ def rebuilt(eqn: Any, bodies: Bodies, functions: Sequence[BodyFunction], rule: R
       the function is jitted.
     """
     params, name = eqn.params, eqn.primitive.name
-    if name in _OPENED:
+    if name in _INLINED:
         return functions[0]
-    if name == "jit":
-        return _rebuilt_jit(params, functions[0])
-    if name == "remat2":
-        return functools.partial(_remat, eqn, functions[0])
-    if name in _WITH_RULES:
-        return functools.partial(_WITH_RULES[name], eqn, functions[0], rule)
-    return functools.partial(_REBUILT[name], params, bodies, functions)
+    match name:
+        case "jit":
+            return _rebuilt_jit(params, functions[0])
+        case "remat2":
+            return functools.partial(_remat, eqn, functions[0])
+        case "custom_jvp_call":
+            return functools.partial(_custom_jvp, eqn, functions[0], rule)
+        case "custom_vjp_call":
+            return functools.partial(_custom_vjp, eqn, functions[0], rule)
+        case "shard_map":
+            return functools.partial(_shard_map, params, functions[0])
+        case "scan":
+            return functools.partial(_rebuilt_scan, params, bodies, functions[0])
+        case "while":
+            return functools.partial(_while, bodies, functions)
+        case "cond":
+            return functools.partial(_cond, params, functions)
+    raise AssertionError(f"{name} has no bodies that can be rebuilt")
 
 
 def bind_equation(eqn: Any, operands: Arrays, params: Any) -> list[Any]:
@@ -105,7 +116,7 @@ def is_body_alone(eqn: Any) -> bool:
 
     A ``jit`` without shardings and compiler options is such an equation.
     """
-    return eqn.primitive.name in _OPENED or (eqn.primitive.name == "jit" and not _compiled_as(eqn.params))
+    return eqn.primitive.name in _INLINED or (eqn.primitive.name == "jit" and not _compiled_as(eqn.params))
 
 
 def _compiled_as(params: Any) -> dict[str, Any]:
@@ -147,9 +158,9 @@ def function_name(eqn: Any) -> str:
     return str(getattr(jaxpr.debug_info, "func_name", "") or eqn.primitive.name)
 
 
-def _shard_map(params: Any, bodies: Bodies, functions: Sequence[BodyFunction], *operands: Any) -> list[Any]:
+def _shard_map(params: Any, function: BodyFunction, *operands: Any) -> list[Any]:
     mapped = jax.shard_map(
-        lambda *args: tuple(functions[0](*args)),
+        lambda *args: tuple(function(*args)),
         mesh=params["mesh"],
         in_specs=tuple(params["in_specs"]),
         out_specs=tuple(params["out_specs"]),
@@ -159,12 +170,12 @@ def _shard_map(params: Any, bodies: Bodies, functions: Sequence[BodyFunction], *
     return list(mapped(*operands))
 
 
-def _rebuilt_scan(params: Any, bodies: Bodies, functions: Sequence[BodyFunction], *operands: Any) -> list[Any]:
+def _rebuilt_scan(params: Any, bodies: Bodies, function: BodyFunction, *operands: Any) -> list[Any]:
     stop = bodies.start + bodies.carry
     consts, init, xs = operands[: bodies.start], operands[bodies.start : stop], operands[stop:]
 
     def body(carry: Arrays, xs: Arrays) -> tuple[list[Any], list[Any]]:
-        results = functions[0](*consts, *carry, *xs)
+        results = function(*consts, *carry, *xs)
         return results[: bodies.carry], results[bodies.carry :]
 
     # If `jax.export` makes the length symbolic, `jax.lax.scan` must read it from the scanned arrays.
@@ -173,7 +184,7 @@ def _rebuilt_scan(params: Any, bodies: Bodies, functions: Sequence[BodyFunction]
     return [*carry, *ys]
 
 
-def _while(params: Any, bodies: Bodies, functions: Sequence[BodyFunction], *operands: Any) -> list[Any]:
+def _while(bodies: Bodies, functions: Sequence[BodyFunction], *operands: Any) -> list[Any]:
     consts, body_consts = operands[: bodies.consts], operands[bodies.consts : bodies.start]
     condition, _ = opened(bodies.jaxprs[0])
     is_batched = bool(condition.outvars[0].aval.shape)
@@ -202,7 +213,7 @@ def _while(params: Any, bodies: Bodies, functions: Sequence[BodyFunction], *oper
     return jax.lax.while_loop(runs, turn, list(operands[bodies.start :]))
 
 
-def _cond(params: Any, bodies: Bodies, functions: Sequence[BodyFunction], *operands: Any) -> list[Any]:
+def _cond(params: Any, functions: Sequence[BodyFunction], *operands: Any) -> list[Any]:
     index, *args = operands
     if platforms := params.get("branches_platforms"):  # a branch for another device may not compile here
         named = {name: function for names, function in zip(platforms, functions, strict=True) for name in names or ()}
@@ -213,13 +224,7 @@ def _cond(params: Any, bodies: Bodies, functions: Sequence[BodyFunction], *opera
 
 # Each of these equations is replaced by its body. Under checkpoint, JAX can then remove single equations of a
 # `remat_opt` body if nothing reads their results.
-_OPENED = ("closed_call", "call", "remat_opt", "eval_jaxpr")
-_REBUILT = {
-    "shard_map": _shard_map,
-    "scan": _rebuilt_scan,
-    "while": _while,
-    "cond": _cond,
-}
+_INLINED = with_trait(Trait.INLINED)
 
 
 def _remat(eqn: Any, function: BodyFunction, *operands: Any) -> list[Any]:
@@ -331,6 +336,3 @@ def _custom_vjp(eqn: Any, function: BodyFunction, rule: RuleEvaluation, *operand
 
     call.defvjp(fwd, bwd, symbolic_zeros=symbolic)
     return list(call(*primals))
-
-
-_WITH_RULES = {"custom_jvp_call": _custom_jvp, "custom_vjp_call": _custom_vjp}

@@ -15,13 +15,10 @@ import numpy as np
 from jax.extend.core import Literal as Literal
 
 from jaxmp._internals.jax.core import Tracer, eval_jaxpr, evaluate_dimension
+from jaxmp.program.primitives import BODIES
 
 Opened = tuple[Any, list[Any]]
 """An open jaxpr and its constants."""
-
-
-RESHARDS = frozenset({"reshard", "mesh_cast"})
-"""Primitives that change only the sharding in an array's type."""
 
 
 class Bodies(NamedTuple):
@@ -48,21 +45,10 @@ class Bodies(NamedTuple):
     start: int = 0
     carry: int = 0
 
-
-# For each primitive that only computes its body, the parameter that holds the body.
-_CALLS = {
-    "jit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "call": "call_jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-    "remat2": "jaxpr",
-    "shard_map": "jaxpr",
-    # The forward rule of a custom_vjp with `optimize_remat`. From JAX 0.12 on, the primitive also holds the part of
-    # this rule that remains under checkpoint.
-    "remat_opt": "fwd_jaxpr",
-    "eval_jaxpr": "call_jaxpr",
-}
+    @property
+    def is_loop(self) -> bool:
+        """Return whether the equation is a scan or a while loop."""
+        return self.kind == "scan" or self.kind == "while"
 
 
 def bodies_of(eqn: Any) -> Bodies | None:
@@ -71,8 +57,8 @@ def bodies_of(eqn: Any) -> Bodies | None:
     Return None for all other equations.
     """
     name, params = eqn.primitive.name, eqn.params
-    if name in _CALLS:
-        return Bodies("call", (params[_CALLS[name]],))
+    if name in BODIES:
+        return Bodies("call", (params[BODIES[name]],))
     if name == "scan":
         if "ft_in" in params:  # from 0.11 on
             consts, carry, _ = (len(part) for part in params["ft_in"].unpack())

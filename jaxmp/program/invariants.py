@@ -15,6 +15,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from jaxmp._internals.jax.core import partial_eval_jaxpr_custom
 from jaxmp.program.equations import Bodies, bodies_of, evaluate, is_literal, opened
+from jaxmp.program.primitives import Trait, with_trait
 
 
 def hoisted(
@@ -44,13 +45,14 @@ def hoisted(
     return lambda *args: jax.tree.unflatten(tree, evaluate(turn, consts, [*results, *jax.tree.leaves(args)]))
 
 
-_ONE_BY_ONE = frozenset({"optimization_barrier", "device_put"})  # each result is the operand at its position
+_ONE_BY_ONE = with_trait(Trait.IDENTITY)
+_PER_DEVICE = with_trait(Trait.PER_DEVICE)
 
 
 def same_results(eqn: Any, are_same: Sequence[bool]) -> list[bool]:
     """Return which results of an equation are equal for all examples."""
     bodies = bodies_of(eqn)
-    if eqn.primitive.name in ("axis_index", "shard_map"):  # the results differ between devices
+    if eqn.primitive.name in _PER_DEVICE:
         return [False] * len(eqn.outvars)
     if eqn.primitive.name in _ONE_BY_ONE:
         return list(are_same)
@@ -138,7 +140,8 @@ def passed_on(program: Any) -> list[int | None]:
     return [number_of(atom) for atom in jaxpr.outvars]
 
 
-_NEVER_PASSED_ON = frozenset({"shard_map", "custom_jvp_call", "custom_vjp_call", "remat_opt"})
+# The body of a `shard_map` has parts of the arrays. A custom rule may give an identity function another derivative.
+_NEVER_PASSED_ON = with_trait(Trait.CUSTOM_DERIVATIVE) | {"shard_map"}
 
 
 def unchanged(bodies: Bodies) -> Collection[int]:
@@ -157,7 +160,6 @@ _UNCHANGED: Any = weakref.WeakKeyDictionary()
 
 def _operands_passed_on(eqn: Any) -> list[int | None]:
     bodies = bodies_of(eqn)
-    # The body of a `shard_map` has parts of the arrays. A custom rule may give an identity function another derivative.
     if bodies is None or eqn.primitive.name in _NEVER_PASSED_ON:
         return [None] * len(eqn.outvars)
     ends = [passed_on(body) for body in (bodies.jaxprs if bodies.kind == "cond" else bodies.jaxprs[-1:])]

@@ -33,7 +33,7 @@ from jaxmp.base.dtypes import is_castable
 from jaxmp.program.bodies import bind_equation
 from jaxmp.program.equations import bodies_of, has_explicit_axes, is_literal, opened, size_of
 from jaxmp.program.invariants import unchanged
-from jaxmp.program.primitives import BROADCAST, PICKS
+from jaxmp.program.primitives import BROADCAST, PICKS, Trait, with_trait
 from jaxmp.program.vmap_sharing import Examples
 
 _cast = Primitive("cast_repeated")
@@ -42,7 +42,7 @@ MAX_TERMS = 64
 
 In bfloat16, a sum of 64 terms has an error of about 1 %, and 256 + 1 is rounded to 256.
 """
-REPEATS = frozenset({"broadcast_in_dim", "gather", "dynamic_slice", "tile"})
+REPEATS = with_trait(Trait.REPEATS, Trait.LOOKS_UP)
 """Primitives that repeat an operand or look up its rows."""
 _ADDS_UP = BROADCAST | REPEATS
 

@@ -14,8 +14,8 @@ import jax
 import numpy as np
 
 from jaxmp.program.equations import Bodies, bodies_of, opened
-from jaxmp.program.primitives import COMPARISONS, PICKS, SUMS
-from jaxmp.program.walk import PRODUCTS, equations, interpreted
+from jaxmp.program.primitives import CAST, COMBINES, COMPARISONS, PICKS, PRODUCTS, SUMS, Trait, with_trait
+from jaxmp.program.walk import equations, interpreted
 
 
 class _ProductOrigin(enum.IntEnum):
@@ -30,8 +30,8 @@ class _ProductOrigin(enum.IntEnum):
 
 
 FIXED, SUM, ANEW = _ProductOrigin
-_MOVES = PICKS | {"convert_element_type", "reduce_max", "reduce_min", "stop_gradient"}
-_BOUNDS = frozenset({"max", "min", "clamp", "concatenate", "pad"})
+# The result of such an operation has the origin of its operands.
+_MOVES = PICKS | COMBINES | with_trait(Trait.EXTREME, Trait.POOLS) | {CAST}
 
 
 def is_search(bodies: Bodies) -> bool:
@@ -91,7 +91,7 @@ def _of_operation(name: str, operands: Sequence[_ProductOrigin]) -> _ProductOrig
         return ANEW
     if name == "select_n":
         return _selected(operands[0], operands[1:])
-    if highest is FIXED or name in _MOVES or name in _BOUNDS:
+    if highest is FIXED or name in _MOVES:
         return highest
     if name in SUMS and SUM in operands:
         return SUM

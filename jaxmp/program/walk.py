@@ -10,9 +10,9 @@ import numpy as np
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from jaxmp.program.equations import is_literal, opened
+from jaxmp.program.primitives import PRODUCTS
 
 T = TypeVar("T", bound=Hashable)
-PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
 
 
 def interpreted(

@@ -42,7 +42,9 @@ def is_entered(eqn: Any) -> bool:
     bodies = bodies_of(eqn)
     if bodies is None:
         return False
-    return is_body_alone(eqn) or bodies.kind in ("scan", "cond") or eqn.primitive.name == "remat2"
+    if bodies.kind == "call":
+        return is_body_alone(eqn) or eqn.primitive.name == "remat2"
+    return bodies.kind != "while"  # a while loop has no gradient
 
 
 class EnteredBodies:

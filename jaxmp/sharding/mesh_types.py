@@ -19,7 +19,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxmp._internals.jax.rebind import in_place_of
 from jaxmp.program.bodies import RuleEvaluation, bind_equation, rebuilt
-from jaxmp.program.equations import RESHARDS, bodies_of, opened
+from jaxmp.program.equations import bodies_of, opened
 from jaxmp.program.traced_program import TracedProgram, arrays_in, is_array
 from jaxmp.program.walk import interpreted, is_jaxpr
 from jaxmp.sharding.specs import Mesh
@@ -103,7 +103,7 @@ def _rebound(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
 
 def _rebuilt(eqn: Any, operands: Sequence[Any], traced_on: Any) -> Sequence[Any]:
     name, params = eqn.primitive.name, eqn.params
-    if name in RESHARDS:
+    if name == "reshard":
         return [_placed(operands[0], params["dst_sharding"])]
     bodies = bodies_of(eqn)
     if bodies is None:

@@ -22,7 +22,8 @@ from jaxmp.engine.marks import WIDE_SUMS
 from jaxmp.policy import float8, float8_product
 from jaxmp.program.bodies import bind_equation, params_in_dtype
 from jaxmp.program.equations import names_a_dtype, opened
-from jaxmp.program.walk import PRODUCTS, equations, interpreted
+from jaxmp.program.primitives import PRODUCTS
+from jaxmp.program.walk import equations, interpreted
 from jaxmp.sharding.mesh_plan import Plan
 from jaxmp.sharding.weights import Use, anywhere
 

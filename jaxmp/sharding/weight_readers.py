@@ -14,9 +14,10 @@ import numpy as np
 from jaxmp._internals.jax.sources import Names, names_of
 from jaxmp.engine.marks import DECIDED, region_of
 from jaxmp.program.equations import bodies_of, is_literal, opened
+from jaxmp.program.primitives import Trait, with_trait
 from jaxmp.sharding.mesh_plan import COPIES
 
-_MOVES = frozenset({"reshape", "transpose", "squeeze", "rev", "copy", "name", "broadcast_in_dim", "slice", "split"})
+_MOVES = with_trait(Trait.PERMUTES, Trait.REPEATS, Trait.SLICES)
 
 
 def only_moves_or_casts(eqn: Any) -> bool:
@@ -99,11 +100,11 @@ def _entered_body(eqn: Any, position: int) -> Any | None:
     or each iteration reads a slice.
     """
     bodies = bodies_of(eqn)
-    if bodies is None or bodies.kind not in ("call", "scan"):
+    if bodies is None:
         return None
-    if bodies.kind == "scan" and bodies.start <= position < bodies.start + bodies.carry:
-        return None
-    return opened(bodies.jaxprs[0])[0]
+    is_carry = bodies.start <= position < bodies.start + bodies.carry
+    is_entered = bodies.kind == "call" or (bodies.kind == "scan" and not is_carry)
+    return opened(bodies.jaxprs[0])[0] if is_entered else None
 
 
 def _readers(jaxpr: Any, var: Any) -> list[tuple[Any, int]]:

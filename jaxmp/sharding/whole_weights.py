@@ -14,11 +14,10 @@ import numpy as np
 from jaxmp._internals.jax.sources import user_source_of
 from jaxmp.base.dtypes import at_least_float32, is_half
 from jaxmp.base.trees import is_float_array
-from jaxmp.engine.classes import Class, classify
 from jaxmp.program.bodies import bind_equation
 from jaxmp.program.invariants import same_results
-from jaxmp.program.primitives import BROADCAST
-from jaxmp.program.walk import PRODUCTS, equations, jaxprs_in
+from jaxmp.program.primitives import BROADCAST, COMBINES, PRODUCTS, Class, Trait, classify, with_trait
+from jaxmp.program.walk import equations, jaxprs_in
 from jaxmp.sharding.weight_products import computed_wide, may_be_wide
 from jaxmp.sharding.weights import RewrittenValue, Use, weight_of
 
@@ -29,8 +28,9 @@ WIDE_PRODUCTS = PRODUCTS - {"ragged_dot_general"}
 _SUMS = frozenset({Class.HALF, Class.ACCUMULATION, Class.LINALG, Class.RECURSE, None})
 # Classes of operations that run in float32 if all their operands are weights, even half ones.
 _MAY_BE_WIDE = frozenset({Class.CLEAR, Class.WIDEST, Class.INFER, Class.POINTWISE, Class.ACCUMULATION})
-_ALWAYS_WIDE = frozenset({"gather", "pad"})  # the cotangents of a lookup and of a fill value are sums
-_ACCUMULATES = frozenset({"add_any", "scatter-add", "scatter-sub", "scatter-mul"})  # these sum operands, not cotangents
+# The cotangents of a fill value and of looked-up rows are sums; a dynamic slice reads each element at most once.
+_ALWAYS_WIDE = (with_trait(Trait.LOOKS_UP) - {"dynamic_slice"}) | {"pad"}
+_ACCUMULATES = (with_trait(Trait.SCATTERS) - COMBINES) | {"add_any"}  # these sum operands, not cotangents
 
 
 def computed_whole(

@@ -15,7 +15,8 @@ from jaxmp._internals.jax.sources import Names, names_of
 from jaxmp.base.dtypes import is_half
 from jaxmp.engine.marks import DECIDED, OF_POLICY, ours, region_of
 from jaxmp.optim.loss_scale import LossScale, NoOpLossScale
-from jaxmp.program.walk import PRODUCTS, computing_only, jaxprs_in
+from jaxmp.program.primitives import PRODUCTS
+from jaxmp.program.walk import computing_only, jaxprs_in
 
 
 def mismatch_of_products(traced: jax.stages.Traced, loss_scale: LossScale, policy_dtype: np.dtype | None) -> str | None:

@@ -19,7 +19,8 @@ from autocast_zoo import PARTS, after_a_product, arguments, between_products, fl
 from program_tools import half_sums
 
 import jaxmp
-from jaxmp.program.walk import PRODUCTS, equations
+from jaxmp.program.primitives import PRODUCTS
+from jaxmp.program.walk import equations
 
 POLICIES = {"mixed_bfloat16": jnp.bfloat16, "mixed_float16": jnp.float16}
 Function = Callable[[Case], Callable[..., Any]]

@@ -17,7 +17,8 @@ from flax import nnx
 from gradient_zoo import drawn
 
 import jaxmp
-from jaxmp.program.walk import PRODUCTS, equations
+from jaxmp.program.primitives import PRODUCTS
+from jaxmp.program.walk import equations
 
 POLICIES = {"mixed_bfloat16": "bfloat16", "mixed_float16": "float16"}
 Loss = Callable[..., Any]

@@ -14,8 +14,8 @@ from autocast_tools import dtypes_of, half, normal, products
 from flax import nnx
 
 import jaxmp
-from jaxmp.engine.classes import Class, primitives_of
 from jaxmp.engine.overrides import UnknownOperationError, primitives_named_by
+from jaxmp.program.primitives import Class, of_class
 
 pytestmark = pytest.mark.once
 
@@ -92,7 +92,7 @@ def test_an_override_may_name_a_primitive_or_a_class():
     # An override applies even if the function has no product.
     assert dtypes_of("exp", half(jnp.exp, overrides={"primitive:exp": "half"}), X) == ["bfloat16"]
     assert primitives_named_by("primitive:scatter-add") == {"scatter-add"}
-    assert primitives_named_by("class:accumulation") == primitives_of(Class.ACCUMULATION)
+    assert primitives_named_by("class:accumulation") == of_class(Class.ACCUMULATION)
 
 
 def test_paths_win_over_primitives_over_classes_over_all_classes():

@@ -21,7 +21,8 @@ from gradient_zoo import drawn
 from places import ROOT
 
 import jaxmp
-from jaxmp.program.walk import PRODUCTS, equations
+from jaxmp.program.primitives import PRODUCTS
+from jaxmp.program.walk import equations
 
 pytestmark = pytest.mark.once
 

@@ -27,7 +27,8 @@ from linen_zoo import (
 
 import jaxmp
 from jaxmp.linen import apply_policy, autocast
-from jaxmp.program.walk import PRODUCTS, equations
+from jaxmp.program.primitives import PRODUCTS
+from jaxmp.program.walk import equations
 
 pytestmark = pytest.mark.once
 

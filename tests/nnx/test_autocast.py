@@ -16,7 +16,8 @@ from nnx_zoo import Net, compiled, outcomes, products_of, rngs, values
 
 import jaxmp
 from jaxmp.nnx import apply_policy, autocast
-from jaxmp.program.walk import PRODUCTS, equations, product_dtypes
+from jaxmp.program.primitives import PRODUCTS
+from jaxmp.program.walk import equations, product_dtypes
 
 X = data(2, 6, 6, 3)
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
+import inspect
+import itertools
 import pkgutil
 from collections import Counter
 from fnmatch import filter as filter_names
@@ -17,12 +20,20 @@ from jax.extend.core import Primitive
 from jax.sharding import PartitionSpec as P
 from primitive_tools import SKIPPED, installed_primitives
 
-from jaxmp.engine import classes
-from jaxmp.engine.classes import Class, classify, primitives_of
-from jaxmp.program.primitives import COMBINES, MONOTONE
+from jaxmp.program.primitives import (
+    COMBINES,
+    MONOTONE,
+    Class,
+    Trait,
+    _rows,
+    classify,
+    has_trait,
+    of_class,
+    with_trait,
+)
 from jaxmp.program.walk import equations
 
-ALL = frozenset().union(*map(primitives_of, Class))
+ALL = frozenset().union(*map(of_class, Class))
 PATTERNS = {name for name in ALL if "*" in name}
 X = jax.ShapeDtypeStruct((4, 4), "float32")
 V = jax.ShapeDtypeStruct((4,), "float32")
@@ -57,11 +68,13 @@ UNTIL = {name: version for version, names in _DEPARTURES.items() for name in nam
 
 def test_every_primitive_of_the_installed_jax_has_a_class():
     unknown = {name: module for name, module in installed_primitives().items() if classify(name) is None}
-    assert not unknown, f"JAX {jax.__version__} has primitives without a class in jaxmp/engine/classes.py: {unknown}"
+    assert not unknown, (
+        f"JAX {jax.__version__} has primitives without a class in jaxmp/program/primitives.py: {unknown}"
+    )
 
 
 def test_the_table_names_no_primitive_twice_and_has_all_primitives_with_versions():
-    counts = Counter(name for cls in Class for name in classes._NAMES[cls])
+    counts = Counter(name for name, _, _ in _rows())
     assert [name for name, count in counts.items() if count > 1] == []
     assert (SINCE.keys() | UNTIL.keys()) <= ALL
 
@@ -81,11 +94,32 @@ def test_the_table_names_only_primitives_of_this_jax_or_gives_their_versions():
 
 
 def test_only_opaque_primitives_have_patterns():
-    assert primitives_of(Class.OPAQUE) >= PATTERNS
+    assert of_class(Class.OPAQUE) >= PATTERNS
     assert all(len(pattern.replace("*", "")) > 3 for pattern in PATTERNS)
     assert classify("scan") is classify("custom_jvp_call") is Class.RECURSE  # a name wins over a pattern
     assert classify("random_of_tomorrow") is Class.OPAQUE and classify("a_random_one") is None
     assert classify("someone_elses_primitive") is None
+
+
+def test_each_trait_has_a_definition_and_at_least_two_primitives():
+    definitions = ast.parse(inspect.getsource(Trait)).body[0].body
+    traits = [node.targets[0].id for node in definitions if isinstance(node, ast.Assign)]
+    after = dict(itertools.pairwise(definitions))
+    assert traits == [trait.name for trait in Trait]
+    for node in definitions:
+        if isinstance(node, ast.Assign):
+            assert isinstance(after[node].value, ast.Constant), f"{node.targets[0].id} has no docstring"
+    assert {trait.name: with_trait(trait) for trait in Trait if len(with_trait(trait)) < 2} == {}
+
+
+def test_a_name_has_the_traits_of_its_pattern():
+    assert has_trait("scaled_matmul_wrapper", Trait.UNCOUNTED)
+    assert not has_trait("someone_elses_primitive", Trait.UNCOUNTED)
+
+
+def test_moves_do_not_sum_cotangents_in_their_gradients():
+    assert with_trait(Trait.PERMUTES).isdisjoint(with_trait(Trait.REPEATS, Trait.LOOKS_UP, Trait.BROADCASTS))
+    assert MONOTONE.isdisjoint(with_trait(Trait.REPEATS, Trait.LOOKS_UP, Trait.BROADCASTS))
 
 
 def _version(text):
@@ -283,7 +317,7 @@ def amplification(name):
 
 
 def test_infer_primitives_hardly_amplify_rounding():
-    unary = [name for name in primitives_of(Class.INFER) - {"integer_pow"} if hasattr(jax.lax, name)]
+    unary = [name for name in of_class(Class.INFER) - {"integer_pow"} if hasattr(jax.lax, name)]
     assert {"tanh", "logistic", "erfc"} <= set(unary)
     assert {name: by for name in unary if not (by := amplification(name)) <= 4} == {}
 
@@ -306,6 +340,6 @@ def test_long_half_accumulations_are_wrong():
 
 
 def test_sets_of_primitives_are_subsets_of_their_classes():
-    assert primitives_of(Class.CLEAR) | {"convert_element_type"} >= MONOTONE
+    assert of_class(Class.CLEAR) | {"convert_element_type"} >= MONOTONE
     # An accumulation only in its derivative, which counts equal updates.
-    assert primitives_of(Class.WIDEST) | {"scatter-min", "scatter-max"} >= COMBINES
+    assert of_class(Class.WIDEST) | {"scatter-min", "scatter-max"} >= COMBINES

@@ -13,7 +13,8 @@ from mesh_steps import untyped
 from meshes import mesh_of
 
 import jaxmp
-from jaxmp.program.walk import PRODUCTS, equations
+from jaxmp.program.primitives import PRODUCTS
+from jaxmp.program.walk import equations
 from jaxmp.sharding import Sharding
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")

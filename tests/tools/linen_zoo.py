@@ -15,8 +15,8 @@ import numpy as np
 from jax.interpreters import partial_eval
 
 from jaxmp.linen import apply_policy
-from jaxmp.program.primitives import BROADCAST, PICKS
-from jaxmp.program.walk import PRODUCTS, equations
+from jaxmp.program.primitives import BROADCAST, PICKS, PRODUCTS
+from jaxmp.program.walk import equations
 
 HALVES = {"mixed_float16": "float16", "mixed_bfloat16": "bfloat16"}
 

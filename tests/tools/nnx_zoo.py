@@ -14,7 +14,8 @@ from linen_zoo import numbers, products, quick_jit, same_bits
 from jaxmp._internals.jax.sources import names_of
 from jaxmp.base.trees import widen
 from jaxmp.nnx import apply_policy
-from jaxmp.program.walk import PRODUCTS, equations
+from jaxmp.program.primitives import PRODUCTS
+from jaxmp.program.walk import equations
 
 
 def written(model: Any, policy: str) -> Any:

@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmp.base.dtypes import is_castable
-from jaxmp.engine.classes import Class, classify
 from jaxmp.program.bodies import UNCHANGED_RULES, bind_equation, params_in_dtype, rebuilt
 from jaxmp.program.equations import Bodies, bodies_of, is_literal, names_a_dtype, opened
+from jaxmp.program.primitives import Class, classify
 from jaxmp.program.walk import interpreted
 
 _FLOAT32 = np.dtype(np.float32)

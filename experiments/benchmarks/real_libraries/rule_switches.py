@@ -14,7 +14,8 @@ from typing import Any
 from unittest import mock
 
 from jaxmp.engine import amplifiers, cancellation, decide, emit, graph, loops, operation_patterns, rules
-from jaxmp.engine.classes import AMPLIFIERS, Kind
+from jaxmp.engine.states import Kind
+from jaxmp.program.primitives import AMPLIFIERS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +68,7 @@ def _none(*_: Any, **__: Any) -> tuple[Any, ...]:
     return ()
 
 
-def _without(*names: str) -> dict[str, int | None]:
+def _without(*names: str) -> dict[str, int]:
     return {name: count for name, count in AMPLIFIERS.items() if name not in names}
 
 

@@ -14,7 +14,7 @@ from jaxmp.inspect._profile import kinds
 from jaxmp.inspect._profile.kernel_rows import ProfileRow
 from jaxmp.inspect.program.products import multiplied, widest
 from jaxmp.inspect.program.reading_values import values_of
-from jaxmp.program.walk import PRODUCTS
+from jaxmp.program.primitives import PRODUCTS
 
 _PathAndPass = tuple[str, bool]
 """The path of a product, and whether it is in the backward pass."""

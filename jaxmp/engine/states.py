@@ -1,0 +1,59 @@
+"""The enums of the engine: the kind of an operation, the state of a value, and the rules that raise states."""
+
+from __future__ import annotations
+
+import enum
+
+
+class Kind(enum.Enum):
+    """The kind of an operation on its own, before its neighbours are considered."""
+
+    SOURCE = "source"
+    """An argument or a constant."""
+    HALF = "half"
+    """A matrix product or convolution, or an operation that a region or an override makes half."""
+    FULL = "float32"
+    """Computed in float32."""
+    STRICT = "beyond half"
+    """Computed in float32; half precision cannot represent one of its constants, such as a mask's ``finfo.min``."""
+    INFER = "infer"
+    """Decided by its neighbours."""
+    CLEAR = "moves"
+    """Moves data, in the dtype of its operand."""
+    JOIN = "joins"
+    """Joins several values: a loop's carry or a conditional's result."""
+    KEPT = "kept"
+    """Keeps its original dtypes."""
+
+
+# These names are for speed: on Python 3.11, looking up `Kind.HALF` takes ten times as long.
+SOURCE, HALF, FULL, STRICT, INFER, CLEAR, JOIN, KEPT = Kind
+
+
+class State(enum.IntEnum):
+    """The decision on a value.
+
+    A state only rises, so the order of the rules does not matter.
+    """
+
+    UNDECIDED = 0
+    HALF = 1
+    FLOAT32 = 2
+    BEYOND_HALF = 3
+    """Float32, because half precision cannot represent it."""
+
+
+class Rule(enum.StrEnum):
+    """The rules that raise the state of a value.
+
+    ``reasons.py`` has the text that a plan shows for each rule.
+    """
+
+    AMPLIFIED = "amplifier"
+    CANCELLATION = "cancellation"
+    SQUARES = "squares"
+    SEARCH = "search"
+    CARRY = "carry"
+    FEEDS = "feeds only float32"
+    FOLLOWS = "follows float32"
+    RANGE = "range"
