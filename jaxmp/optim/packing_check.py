@@ -18,19 +18,15 @@ import numpy as np
 
 from jaxmp.optim.packed_tree import InVector, Layout, PackedTree, is_packed, unpacked
 from jaxmp.program.equations import bodies_of, elements_of, opened
+from jaxmp.program.primitives import COMBINATIONS, Trait, has_trait, with_trait
 from jaxmp.program.walk import interpreted
 
-_ELEMENTWISE = frozenset(
-    {"abs", "add", "add_any", "and", "atan2", "cbrt", "ceil", "clamp", "conj", "convert_element_type", "copy", "cos"}
-    | {"div", "eq", "erf", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "imag", "integer_pow", "is_finite"}
-    | {"le", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "nextafter", "not", "or", "pow"}
-    | {"real", "reduce_precision", "rem", "round", "rsqrt", "select_n", "sign", "sin", "sqrt", "square"}
-    | {"stop_gradient", "sub", "tanh", "xor"}
-)
-_RESHAPES = frozenset({"reshape", "broadcast_in_dim", "squeeze", "reshard", "sharding_constraint"})
+_ELEMENTWISE = with_trait(Trait.ELEMENTWISE)
+_IDENTITIES = with_trait(Trait.IDENTITY)
+_RESHAPES = with_trait(Trait.KEEPS_ORDER)
 """Operations that return a leaf unchanged if they return its shape."""
-_REDUCTIONS = {"reduce_sum": "add", "reduce_max": "max", "reduce_min": "min", "reduce_and": "and", "reduce_or": "or"}
-_COMBINE = {"add": "add", "add_any": "add", "max": "max", "min": "min", "and": "and", "or": "or"}
+_REDUCTIONS = {name: kind for name, kind in COMBINATIONS.items() if has_trait(name, Trait.REDUCES)}
+_COMBINE = {name: kind for name, kind in COMBINATIONS.items() if has_trait(name, Trait.ELEMENTWISE)}
 _SHAPES = frozenset({"shape", "sharding", "broadcast_dimensions", "out_sharding", "dimensions"})
 """Parameters of operations that do not change the elements of a uniform array."""
 
@@ -248,7 +244,7 @@ class _Evaluation:
         bodies = bodies_of(eqn)
         if bodies is not None and bodies.kind == "call" and name != "shard_map":
             return self._results(*opened(bodies.jaxprs[0]), values)
-        if name == "optimization_barrier":
+        if name in _IDENTITIES:
             return values
         shape = eqn.outvars[0].aval.shape if eqn.outvars else ()
         if name in _COMBINE and shape == ():

@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
-_INLINED = {"custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr", "closed_call": "call_jaxpr"}
+from jaxmp.program.primitives import BODIES, PRODUCTS, Trait, with_trait
+
+_INLINED = with_trait(Trait.CUSTOM_DERIVATIVE, Trait.INLINED)
 Round = Callable[[Any], Any]
 Rule = Callable[[Any, Sequence[Any]], tuple[Sequence[Any], Round | None]]
 """A function of an equation and its operands. It returns the operands to compute with, and a function that rounds the
@@ -85,7 +86,7 @@ def _evaluated(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], rule: Rul
 
 def _results(eqn: Any, operands: Sequence[Any], rule: Rule) -> Sequence[Any]:
     if eqn.primitive.name in _INLINED:
-        body = eqn.params[_INLINED[eqn.primitive.name]]
+        body = eqn.params[BODIES[eqn.primitive.name]]
         return _evaluated(body.jaxpr, body.consts, operands, rule)
     params = {name: _rewritten_bodies(value, rule) for name, value in eqn.params.items()}
     operands, round_result = rule(eqn, operands)

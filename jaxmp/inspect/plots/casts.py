@@ -28,14 +28,6 @@ _ARROW = "#8A8A8A"
 _EDGE = "#777777"
 _WIDTH, _HEIGHT, _COLUMN_WIDTH = 2.4, 0.6, 5.0
 """The size of a box and of a column, relative to the distance between boxes in a column."""
-_WORDS = {
-    "dot_general": "product",
-    "conv_general_dilated": "convolution",
-    "reduce_sum": "sum",
-    "reduce_max": "max",
-    "convert_element_type": "cast as written",
-    "select_n": "select",
-}
 
 
 class _Box(NamedTuple):
@@ -241,13 +233,31 @@ def _draw_casts(axes: Any, box: _Box, x: float, y: int) -> None:
         axes.text(left + 0.1, top - 0.03, label, ha="left", va="bottom", fontsize=6.5, color=_CAST, zorder=5)
 
 
+def _word(primitive: str) -> str:
+    """Return a plain word for a primitive."""
+    match primitive:
+        case "dot_general":
+            return "product"
+        case "conv_general_dilated":
+            return "convolution"
+        case "reduce_sum":
+            return "sum"
+        case "reduce_max":
+            return "max"
+        case "convert_element_type":
+            return "cast as written"
+        case "select_n":
+            return "select"
+    return primitive
+
+
 def _contents(box: _Box) -> str:
     """Name the computations of a box.
 
     Matrix products and convolutions come first. The patterns of the box follow, such as softmax. If the box has no
     patterns, its other primitives follow.
     """
-    counts = collections.Counter(_WORDS.get(row.primitive, row.primitive) for row in box.rows if row.cls != "clear")
+    counts = collections.Counter(_word(row.primitive) for row in box.rows if row.cls != "clear")
     products = [name for name in counts if name in ("product", "convolution")]
     words = [f"{counts[name]} {name}s" if counts[name] > 1 else name for name in products]
     patterns = dict.fromkeys(row.pattern for row in box.rows if row.pattern)

@@ -10,10 +10,12 @@ from numpy.typing import NDArray
 
 from jaxmp.inspect.program.evidence import EXACT, Audited, Fault, Faults, rounded_to
 from jaxmp.inspect.program.values import Value, constant, is_move_or_cast, is_zero, origins
+from jaxmp.program.primitives import BOUNDS, EXTREMES, SINGULAR, Trait, with_trait
 
-_POLES = {"div": 1, "log": 0, "log2": 0, "sqrt": 0, "rsqrt": 0}
+_POWERS = with_trait(Trait.POWER)  # most of them have no pole, because their exponents are at least 1
+_POLES = {name: position for name, position in SINGULAR.items() if name not in _POWERS}
 """Operations with a pole at 0 (``sqrt`` in its derivative), and the index of the operand that must not be 0."""
-_BOUNDS = frozenset({"max", "min", "clamp", "reduce_max", "reduce_min"})
+_BOUNDS = BOUNDS | EXTREMES
 """Operations that compare operands, so that their result may contain no element of a constant operand."""
 
 

@@ -6,12 +6,15 @@ root in a normalisation layer.
 
 from __future__ import annotations
 
+from jaxmp.engine.paths import OFFSETS
 from jaxmp.inspect.program.evidence import Audited, Fault, Faults
 from jaxmp.inspect.program.sums import terms
 from jaxmp.inspect.program.values import Value, is_move_or_cast, origins
+from jaxmp.program.primitives import Trait, with_trait
 
-_EXPONENTIAL = frozenset({"exp", "exp2", "expm1", "log", "log1p", "log2", "pow", "cumlogsumexp"})
-_OF_VARIANCE = frozenset({"add", "sub", "mul", "div", "max", "min", "convert_element_type", "abs", "neg"})
+_EXPONENTIAL = with_trait(Trait.GROWS, Trait.LOGARITHM)
+_ROOTS = with_trait(Trait.SQUARE_ROOT)
+_OF_VARIANCE = OFFSETS | {"abs"}
 """Operations that may lie between a sum of squares and the square root of the variance."""
 
 
@@ -19,7 +22,7 @@ def half_exponentials(audited: Audited) -> Faults:
     """Find half exponentials and logarithms, and half variances of norm layers."""
     error_functions = set[tuple[str, str]]()
     for value in audited.values.all:
-        if value.place and value.name in ("erf", "erfc"):
+        if value.place and value.name.startswith("erf"):  # erf, erfc
             error_functions.add((value.place.path, value.place.source))
     for value in audited.values.all:
         place = value.place
@@ -30,7 +33,7 @@ def half_exponentials(audited: Audited) -> Faults:
                 continue  # the derivative of erf
             what = f"{value.name} in {value.dtype.name}, which loses the range or the digits that it needs"
             yield Fault(place, what, "cast to float32 before it")
-        elif value.name in ("rsqrt", "sqrt") and place.phase != "backward":
+        elif value.name in _ROOTS and place.phase != "backward":
             for part in _variance(value):
                 if part.is_half:
                     what = f"the variance under a {value.name} is computed in {part.dtype.name}"
@@ -60,7 +63,7 @@ def _variance(root: Value) -> list[Value]:
     between = list[Value]()
 
     def goes_on(value: Value) -> bool:
-        if not (value.is_move or value.name in _OF_VARIANCE):
+        if not (is_move_or_cast(value) or value.name in _OF_VARIANCE):
             return False
         if value.place:
             between.append(value)

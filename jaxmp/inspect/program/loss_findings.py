@@ -10,11 +10,12 @@ import math
 from collections.abc import Iterator
 
 from jaxmp._internals.jax.sources import scopes_and_transforms
+from jaxmp.engine.paths import SCALES
 from jaxmp.inspect.program.evidence import Audited, Fault, Faults
 from jaxmp.inspect.program.values import Value, computed_at, constant, leading_to, made_of
+from jaxmp.program.primitives import Trait, with_trait
 
-_SCALING = frozenset({"mul", "div", "neg", "convert_element_type", "copy", "reduce_precision", "broadcast_in_dim"})
-_SCALING |= {"reshape", "transpose", "squeeze"}
+_SCALING = SCALES | with_trait(Trait.CASTS, Trait.PERMUTES, Trait.REPEATS)
 _SEED, _SCALED = 1, 2
 """The two bits of a mark.
 

@@ -22,9 +22,10 @@ from jaxmp.inspect.program.values import (
     Values,
 )
 from jaxmp.program.equations import Bodies, opened
+from jaxmp.program.primitives import Trait, with_trait
 from jaxmp.program.walk import interpreted
 
-_ONE_BY_ONE = frozenset({"optimization_barrier"})
+_ONE_BY_ONE = with_trait(Trait.IDENTITY)
 """Operations whose nth result depends only on the nth operand."""
 
 

@@ -13,9 +13,10 @@ from typing import NamedTuple
 from jaxmp.inspect.program.equation_places import turns_of
 from jaxmp.inspect.program.evidence import EXACT, Audited, Fault, Faults
 from jaxmp.inspect.program.values import JOIN, TURN, TURNS, Value, Values, is_move_or_cast, is_zero, leading_to
+from jaxmp.program.primitives import COMBINATIONS, SUMS, Trait, with_trait
 
-_SCATTERS = frozenset({"scatter-add", "scatter-sub"})
-_WRITES = frozenset({"dynamic_update_slice", "scatter"}) | _SCATTERS
+_WRITES = with_trait(Trait.SCATTERS) | {"dynamic_update_slice"}
+_SCATTERS = frozenset(name for name in _WRITES if COMBINATIONS.get(name) == "add")
 _REMEDY = "sum in float32: cast before, or pass dtype=jnp.float32"
 _CARRIED = "carry the sum in float32; if it is the gradient of a loop-invariant array, cast that array inside the loop"
 
@@ -122,7 +123,7 @@ def _sums_of(value: Value, sums_of: Mapping[Value, _Sums], compensated: set[Valu
         return _with_most_terms(parts)
     if value.name in _SCATTERS:
         return _plus(parts[0], value, 1 if parts[0] and not _is_elsewhere(value) else 0)
-    if value.name not in ("add", "sub", "add_any"):
+    if value.name not in SUMS:
         return {}
     (first, second), (left, right) = value.inputs, parts
     if value.name == "sub":

@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxmp.inspect.program.equation_places import EquationPlace, Key
 from jaxmp.program.equations import elements_of
-from jaxmp.program.primitives import COMBINES, PICKS
+from jaxmp.program.primitives import COMBINES, PICKS, Trait, with_trait
 
 Turns = tuple[int, ...]
 """The iteration of each scan around a value, as an index into the scan's inputs, outermost first.
@@ -30,8 +30,8 @@ Read = tuple[int, "Value", TurnMap]
 """An operand of a value: a number (see ``Value.reads``), the operand, and the map of iterations."""
 # The names of values that no primitive computes. The attribute `name` of `Value` explains them.
 TURN, TURNS, JOIN, LOOP_CONSTANT = "turn", "turns", "join", "loop constant"
-MOVES = PICKS | COMBINES | {TURN, TURNS, "stop_gradient", "reduce_max", "reduce_min"}
-MOVES |= {"reduce_window_max", "reduce_window_min", "sort", "top_k", "reshard"}
+_SORTS = with_trait(Trait.SORTS)
+MOVES = PICKS | COMBINES | with_trait(Trait.EXTREME, Trait.POOLS) | _SORTS | {TURN, TURNS}
 """Moves: operations whose results contain only elements of the operands; for ``top_k``, only the first result."""
 
 
@@ -137,7 +137,7 @@ class Value:
 
         A cast to the same dtype is a move.
         """
-        if self.name == "top_k":
+        if self.name in _SORTS and self.name != "sort":  # the second result has indices
             return self.position == 0
         return self.name in MOVES or (self.is_cast and self.inputs[0].dtype == self.dtype)
 
