@@ -22,8 +22,9 @@ def block(record: Path) -> list[str]:
     Args:
       record: ablation.json of the benchmark.
     """
-    rows = numbers(json.loads(record.read_text())["programs"])
-    table = [_line(cells) for cells in ablation.rows_of_rules(rows, examples=1)]
+    data = numbers(json.loads(record.read_text()))
+    rows = data["programs"]
+    table = [_line(cells) for cells in ablation.rows_of_rules(data["rules"], rows, examples=1)]
     return [_without_a_graph(rows), "", *HEADER, *table]
 
 

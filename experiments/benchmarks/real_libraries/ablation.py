@@ -129,46 +129,59 @@ def is_worse(before: float, after: float) -> bool:
     return not after <= max(NOTICEABLE, WORSE * before)
 
 
-def rows_of_rules(rows: list[dict[str, Any]], examples: int | None = None) -> list[tuple[str, ...]]:
-    """Return the cells of the table of rules; ``examples`` is the largest number of programs to name."""
-    table = []
+def rules_of_switches() -> list[dict[str, str]]:
+    """Return the number and the description of each rule, and the name under which its figures are stored."""
+    rules = []
     for switch in SWITCHES:
-        table.append(_cells_of_rule(switch, switch.name, rows, examples))
-        table += [_cells_of_rule(case, f"{switch.name}: {case.name}", rows, examples) for case in switch.cases]
+        rules.append({"rule": switch.rule, "off": switch.name, "name": switch.name})
+        rules += [{"rule": case.rule, "off": f"{switch.name}: {case.name}", "name": case.name} for case in switch.cases]
+    return rules
+
+
+def rows_of_rules(
+    rules: list[dict[str, str]], rows: list[dict[str, Any]], examples: int | None = None
+) -> list[tuple[str, ...]]:
+    """Return the cells of the table of rules.
+
+    Args:
+      rules: the rules, from :func:`rules_of_switches`.
+      rows: the figures of the programs.
+      examples: the largest number of programs to name in a cell; None for all.
+    """
+    table = []
+    for rule in rules:
+        name = rule["name"]
+        changed = [row for row in rows if name in row["without"]]
+        by_error = [row for row in changed if _error_matters(row, name)]
+        by_bytes = [row for row in changed if _bytes_matter(row, name)]
+        shown = [_shown_error(row, name) for row in sorted(by_error, key=lambda row: -_growth(row, name))]
+        shown += [_shown_bytes(row, name) for row in by_bytes if row not in by_error]
+        counts = [str(len(some)) for some in (changed, by_error, by_bytes)]
+        table.append((rule["rule"], rule["off"], *counts, "; ".join(shown[:examples])))
     return table
 
 
-def _cells_of_rule(switch: Switch, name: str, rows: list[dict[str, Any]], examples: int | None) -> tuple[str, ...]:
-    changed = [row for row in rows if switch.name in row["without"]]
-    by_error = [row for row in changed if _error_matters(row, switch)]
-    by_bytes = [row for row in changed if _bytes_matter(row, switch)]
-    shown = [_shown_error(row, switch) for row in sorted(by_error, key=lambda row: -_growth(row, switch))]
-    shown += [_shown_bytes(row, switch) for row in by_bytes if row not in by_error]
-    counts = [str(len(some)) for some in (changed, by_error, by_bytes)]
-    return (switch.rule, name, *counts, "; ".join(shown[:examples]))
+def _error_matters(row: dict[str, Any], name: str) -> bool:
+    return is_worse(row["all_rules"]["error"], row["without"][name]["error"])
 
 
-def _error_matters(row: dict[str, Any], switch: Switch) -> bool:
-    return is_worse(row["all_rules"]["error"], row["without"][switch.name]["error"])
+def _bytes_matter(row: dict[str, Any], name: str) -> bool:
+    return bool(row["without"][name]["bytes"] >= MORE_BYTES * row["all_rules"]["bytes"])
 
 
-def _bytes_matter(row: dict[str, Any], switch: Switch) -> bool:
-    return bool(row["without"][switch.name]["bytes"] >= MORE_BYTES * row["all_rules"]["bytes"])
-
-
-def _growth(row: dict[str, Any], switch: Switch) -> float:
+def _growth(row: dict[str, Any], name: str) -> float:
     """Return by how much the error grows without a rule."""
-    error = row["without"][switch.name]["error"]
+    error = row["without"][name]["error"]
     return math.inf if math.isnan(error) else error / max(row["all_rules"]["error"], NOTICEABLE)
 
 
-def _shown_error(row: dict[str, Any], switch: Switch) -> str:
-    before, after = row["all_rules"]["error"], row["without"][switch.name]["error"]
+def _shown_error(row: dict[str, Any], name: str) -> str:
+    before, after = row["all_rules"]["error"], row["without"][name]["error"]
     return f"{row['library']}: {row['program']} ({100 * before:.2g} % → {100 * after:.2g} %)"
 
 
-def _shown_bytes(row: dict[str, Any], switch: Switch) -> str:
-    share = row["without"][switch.name]["bytes"] / row["all_rules"]["bytes"]
+def _shown_bytes(row: dict[str, Any], name: str) -> str:
+    share = row["without"][name]["bytes"] / row["all_rules"]["bytes"]
     return f"{row['library']}: {row['program']} ({share:.2f} times the bytes)"
 
 
@@ -192,7 +205,7 @@ def main(config: Config) -> dict[str, Any]:
     )
     rows = collected.rows
     tables = [
-        Table("Rules, each switched off alone", RULE_COLUMNS, rows_of_rules(rows), 2, ()),
+        Table("Rules, each switched off alone", RULE_COLUMNS, rows_of_rules(rules_of_switches(), rows), 2, ()),
         Table(
             "Programs with all rules, and without a graph",
             PROGRAM_COLUMNS,
@@ -201,7 +214,12 @@ def main(config: Config) -> dict[str, Any]:
             collected.notes(),
         ),
     ]
-    data = {"programs": rows, "not_installed": collected.not_installed, "failed": collected.failed}
+    data = {
+        "rules": rules_of_switches(),
+        "programs": rows,
+        "not_installed": collected.not_installed,
+        "failed": collected.failed,
+    }
     records.record(
         folder, "ablation", "The rules of autocast, one by one", {**environment(), "half": config.half}, tables, data
     )
