@@ -1,8 +1,8 @@
-"""Keep products in float32 if they sum squares, or cancel in a difference.
+"""Keep products in float32 if they cancel in a difference.
 
-``|x|² + |y|² - 2xy``, ``E[x²] - E[x]²`` and ``1 - cos`` are small compared with their terms. If the terms came from
-products in half precision, the results would be mostly rounding error. The same holds for a constant minus any other
-product if an operation magnifies small differences, such as the root of ``1 - p²``.
+The distance ``|x|² + |y|² - 2xy`` is small compared with its terms. If the terms came from products in half precision,
+the result would be mostly rounding error. The same holds for a constant minus any other product if an operation
+magnifies small differences, such as the root of ``1 - p²``.
 """
 
 from __future__ import annotations
@@ -12,15 +12,13 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from jaxmp.engine.graph import Graph, Node, Step, shape_read
-from jaxmp.engine.paths import OFFSETS, ROOTS, SCALES, SQUARES, multiple_of
+from jaxmp.engine.paths import SCALES, SQUARES, multiple_of
 from jaxmp.engine.states import CLEAR, INFER, JOIN, Rule, State
 from jaxmp.program.equations import is_literal
 from jaxmp.program.primitives import BOUNDS, PRODUCTS, SINGULAR, SUMS, Trait, with_trait
 from jaxmp.program.walk import walk
 
 Vectors = tuple[Node, Node]
-Norms = dict[Node, set[Node]]
-"""Norms, and products of norms, each with the vectors whose norms they are."""
 
 _POWERS = with_trait(Trait.POWER)
 _MULTIPLICATIONS = with_trait(Trait.MULTIPLIES)
@@ -31,29 +29,21 @@ _NO_EPSILON = 0.1
 
 
 def raise_cancelled(graph: Graph) -> None:
-    """Make products float32 if they sum squares or cancel in a difference."""
+    """Make products float32 if they cancel in a difference."""
     if not any(node.is_half_product for node in graph.nodes):
         return
-    _raise_sums_of_squares(graph)
-    norms = _norms(graph)
     cancelled_in: dict[Node, Node] = {}  # the sum in which a product cancels
     for node in graph.nodes:
         if node.name in SUMS and not _is_part_of_sum(node):
-            for product in (*_distances(node), *_moments(node), *_cosines(node, norms)):
+            for product in _distances(node):
                 cancelled_in.setdefault(product.same, node)
     for step in graph.steps:
         for difference in _magnified_differences(step):
-            for product in _products_in(difference, norms):
+            for product in _products_in(difference):
                 cancelled_in.setdefault(product.same, difference)
     for node in graph.nodes:  # also products that a loop or a derivative computes again
         if node.name in PRODUCTS and node.same in cancelled_in:
             node.raise_to(State.FLOAT32, Rule.CANCELLATION, cancelled_in[node.same])
-
-
-def _raise_sums_of_squares(graph: Graph) -> None:
-    for node in graph.nodes:
-        if node.is_half_product and _squared_vector(node) is not None:
-            node.raise_to(State.FLOAT32, Rule.SQUARES)
 
 
 def _is_part_of_sum(node: Node) -> bool:
@@ -135,60 +125,6 @@ def _distances(total: Node) -> Iterator[Node]:
             yield term
 
 
-def _moments(total: Node) -> Iterator[Node]:
-    """Yield products that cancel as in ``E[xy] - E[x] E[y]``."""
-    terms = _terms(total)
-    for term in terms:
-        sums = _factors(term)
-        if sums is None:
-            continue
-        for product in terms:
-            if product.name in PRODUCTS and product.kind is not INFER and _are_same(product, sums):
-                yield product
-                yield from (value for value in sums if value.name in PRODUCTS)
-
-
-def _are_same(product: Node, sums: Vectors) -> bool:
-    """Return whether ``sums`` are the sums of the two factors of ``product``.
-
-    ``product`` and both sums may be weighted, if all three have the same weights.
-    """
-    vectors = _vectors(product)
-    if vectors is None:
-        return False
-    if all(value.name == "reduce_sum" for value in sums):
-        return {multiple_of(value.inputs[0]) for value in sums} == set(vectors)
-    pairs = [_vectors(value) if value.name in PRODUCTS else None for value in sums]
-    for squares, weights in (vectors, vectors[::-1]):
-        factors = _factors(squares)
-        wanted = [{factor, weights} for factor in factors or ()]
-        pairs_of_vectors = [set(pair) for pair in pairs if pair is not None]
-        if wanted and (pairs_of_vectors == wanted or pairs_of_vectors == wanted[::-1]):
-            return True
-    return False
-
-
-def _cosines(total: Node, norms: Norms) -> Iterator[Node]:
-    """Yield products of unit vectors that are subtracted from a constant, or from the centres of bins."""
-    if total.name == "sub" and any(term.is_constant for term in total.inputs):
-        for term in _terms(total):
-            if term.name in PRODUCTS and all(map(_is_unit_vector, _vectors(term) or (term,))):
-                yield term
-    if not _has_constant_term(total):
-        return
-    values = walk(_terms(total), lambda node: _kept_from(node, norms))
-    normalised = set[Node]()
-    for node in values:
-        if node.name in _MULTIPLICATIONS:
-            for operand in node.inputs:
-                normalised |= norms.get(operand.origin, set())
-    for node in values:
-        if node.name in PRODUCTS:
-            vectors = _vectors(node) or (node,)
-            if all(_is_unit_vector(vector) or vector in normalised for vector in vectors):
-                yield node
-
-
 def _has_constant_term(total: Node) -> bool:
     """Return whether one of the terms of a sum is a constant number of at least ``_NO_EPSILON``."""
     constants = [term.origin for term in total.inputs if term.is_constant]
@@ -231,63 +167,31 @@ def _magnified_operands(step: Step) -> list[Node]:
     return operands if name in SINGULAR else []
 
 
-def _products_in(total: Node, norms: Norms) -> list[Node]:
+def _products_in(total: Node) -> list[Node]:
     """Return the products whose digits remain in a sum.
 
-    Between a product and the sum may be scales, squares, divisions by norms, bounds, selections and sums over a mask.
+    Between a product and the sum may be scales, squares, bounds, selections and sums over a mask.
     """
-    values = walk(_terms(total), lambda node: _kept_from(node, norms))
-    return [node for node in values if node.name in PRODUCTS]
+    return [node for node in walk(_terms(total), _kept_from) if node.name in PRODUCTS]
 
 
-def _kept_from(node: Node, norms: Norms) -> Sequence[Node]:
+def _kept_from(node: Node) -> Sequence[Node]:
     """Return the operands whose digits a value keeps."""
     if node.kind in (CLEAR, JOIN):
         return node.inputs
     if node.name == "reduce_sum":  # over a mask, or of squares
         masked = node.inputs[0].origin
-        return [masked] if masked.name == "select_n" or _is_scaled(masked, norms) else ()
-    if node.name in _KEEP_DIGITS or _is_scaled(node, norms):
-        variables = {operand for operand in node.inputs if operand.after_product and operand.origin not in norms}
+        return [masked] if masked.name == "select_n" or _is_scaled(masked) else ()
+    if node.name in _KEEP_DIGITS or _is_scaled(node):
+        variables = {operand for operand in node.inputs if operand.after_product}
         return [*variables] if len(variables) == 1 else ()
     return ()
 
 
-def _is_scaled(node: Node, norms: Norms) -> bool:
+def _is_scaled(node: Node) -> bool:
     """Return whether a value is another value times a scale, or divided by it, or a square."""
     if node.name not in _MULTIPLICATIONS:
         return False
-    first, second = (
-        operand.is_constant or not operand.after_product or operand.origin in norms for operand in node.inputs
-    )
+    first, second = (operand.is_constant or not operand.after_product for operand in node.inputs)
     is_square = node.name == "mul" and node.inputs[0] is node.inputs[1]
     return second or is_square or (node.name == "mul" and first)
-
-
-def _norms(graph: Graph) -> Norms:
-    """Return the norms of vectors, and products of norms, each with its vectors."""
-    norms: Norms = {}
-    for node in graph.nodes:
-        vector = _normed_vector(node)
-        value = multiple_of(node, OFFSETS)
-        is_product = value.name == "mul" or (value.name in PRODUCTS and value.kind is INFER)
-        factors = [multiple_of(operand, OFFSETS) for operand in value.inputs] if is_product else []
-        if vector is not None:
-            norms[node.origin] = {vector}
-        elif factors and all(factor in norms for factor in factors):
-            norms[node.origin] = set().union(*(norms[factor] for factor in factors))
-    return norms
-
-
-def _is_unit_vector(value: Node) -> bool:
-    if value.name not in _MULTIPLICATIONS:
-        return False
-    return any(_normed_vector(operand) is not None for operand in value.inputs)
-
-
-def _normed_vector(value: Node) -> Node | None:
-    """Return a vector if a value is its norm or the inverse of its norm, else None."""
-    if value.name == "div" and value.inputs[0].is_constant:
-        value = value.inputs[1]
-    root = multiple_of(value, OFFSETS)
-    return _squared_vector(multiple_of(root.inputs[0], OFFSETS)) if root.name in ROOTS else None

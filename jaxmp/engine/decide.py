@@ -141,14 +141,9 @@ def _find_activations(nodes: Sequence[Node]) -> None:
         elif node.name in _ELEMENTWISE:
             operands = [operand for operand in node.inputs if shape_read(node, operand) == node.shape]
         products = {operand.activation_of for operand in operands}
-        if _is_difference_of_activations(node, products):
-            continue
+        if node.name == "sub" and len(products - {0}) > 1:
+            continue  # a difference of two activations
         node.activation_of = max([node.activation_of, *products])
-
-
-def _is_difference_of_activations(node: Node, products: set[int]) -> bool:
-    """Return whether a node subtracts activations of two products; ``products`` are the numbers of the products."""
-    return node.name == "sub" and len(products - {0}) > 1
 
 
 def _find_half_copies(operands: Sequence[Node], nodes: Sequence[Node]) -> None:
@@ -286,7 +281,7 @@ def _dtypes(node: Node) -> tuple[np.dtype | None, np.dtype]:
         return None, node.written
     half = node.written if node.written.itemsize == 2 or node.half is None else node.half
     if node.state >= State.FLOAT32:
-        return _FLOAT32, half if node.is_rounded and node.has_half_copy else _FLOAT32
+        return _FLOAT32, _FLOAT32
     if node.kind is HALF or (node.state is State.HALF and node.before_product):
         return half, half
     return None, node.written

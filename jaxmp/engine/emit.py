@@ -200,8 +200,7 @@ class _Evaluation:
             params = params_in_dtype(eqn, dtype, is_exact)
         if "precision" in params and asks_for_what_is_missing(params):
             params = {**params, "precision": None}
-        results = bind_equation(eqn, operands, params)
-        return results if node is None or dtype in (None, node.dtype) else [self.cast(results[0], node.dtype)]
+        return bind_equation(eqn, operands, params)
 
     def operands_of(self, step: Step, values: list[Any]) -> list[Any]:
         """Return the operands of an equation that changes, in the dtypes that it reads."""

@@ -23,7 +23,7 @@ from jaxmp.engine.states import CLEAR, FULL, HALF, JOIN, KEPT, SOURCE, STRICT, K
 from jaxmp.policy.float8 import Float8
 from jaxmp.program.equations import Bodies, Literal, bodies_of, extremes_of, is_literal, opened
 from jaxmp.program.invariants import unchanged
-from jaxmp.program.primitives import AMPLIFIERS, BOUNDS, EXTREMES, PRODUCTS
+from jaxmp.program.primitives import BOUNDS, EXTREMES, PRODUCTS, Trait, with_trait
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -55,7 +55,6 @@ class Node:
     activation_of: int = 0  # the number of the last product from which it is computed elementwise; 0 if none
     has_half_copy: bool = False  # whether it is also read in half
     needs_float32: bool = False  # whether it is a float32 result, or its small differences decide integers or bools
-    is_rounded: bool = False  # whether it is a softmax that is stored in half for products
     state: State = State.UNDECIDED
     rule: Rule | None = None  # the rule that raised the state
     cause: Node | None = None  # the node that triggered the rule
@@ -189,6 +188,10 @@ def build(jaxpr: Any, consts: list[Any], rules: Rules, names: Names = (), in_rul
     return Graph(builder.nodes, body, builder.steps, [node for node, *_ in sources])
 
 
+_NO_MOVES = EXTREMES | with_trait(Trait.ROUNDS)
+"""Operations of the kind ``CLEAR`` whose results are other values than their operands."""
+
+
 def _tells_apart(name: str, operands: Sequence[Node]) -> bool:
     """Return whether small differences of operands may change integers or bools."""
     is_largest = any(operand.name in BOUNDS and other in operand.inputs for operand in operands for other in operands)
@@ -197,7 +200,7 @@ def _tells_apart(name: str, operands: Sequence[Node]) -> bool:
 
 def _origin_of(node: Node) -> Node:
     """Return the value before a move or a cast to float32, or the node itself."""
-    is_moved = node.kind is CLEAR and node.name not in EXTREMES and node.name not in AMPLIFIERS
+    is_moved = node.kind is CLEAR and node.name not in _NO_MOVES
     is_cast = node.kind is FULL and node.name == "convert_element_type"
     return node.inputs[0].origin if (is_moved or is_cast) and len(node.inputs) == 1 else node.same
 

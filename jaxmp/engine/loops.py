@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable
 import numpy as np
 
 from jaxmp.engine.graph import Graph, Node, Step, shape_read
-from jaxmp.engine.states import HALF, INFER, JOIN, Rule, State
+from jaxmp.engine.states import INFER, JOIN, Rule, State
 from jaxmp.program.primitives import PRODUCTS, Trait, with_trait
 from jaxmp.program.searches import is_search
 from jaxmp.program.walk import cycles, walk
@@ -53,7 +53,7 @@ def _decide_carries(graph: Graph, step: Step) -> None:
     layered = set[Node]()
     for cycle in cycles(inside, inputs_inside):
         starts = [carry.inputs[0] for carry in carries.intersection(cycle)]
-        if starts and _may_be_half(cycle, starts) and _goes_through_layers(frozenset(cycle), elements):
+        if starts and _goes_through_layers(frozenset(cycle), elements):
             layered.update(cycle)
     sums = cycles(inside, inputs_past_products)
     in_float32, halves = set[Node](), set[Node]()  # by a region or an override
@@ -76,16 +76,6 @@ def _decide_carries(graph: Graph, step: Step) -> None:
             for node in cycle:
                 if node.kind in (INFER, JOIN):
                     node.raise_to(State.FLOAT32, Rule.CARRY)
-
-
-def _may_be_half(cycle: Iterable[Node], starts: Iterable[Node]) -> bool:
-    """Return whether the carry of a cycle may be half.
-
-    The carry may be half if autocast decides the dtype of a product on the cycle, or if the carry's initial value is an
-    activation. Otherwise the carry keeps its dtype, because modules or the author set the dtypes of the products.
-    """
-    decided = any(node.name in PRODUCTS and node.kind is HALF for node in cycle)
-    return decided or any(start.is_cast_once for start in starts)
 
 
 def _elements_of_turns(step: Step, inside: Iterable[Node]) -> set[Node]:

@@ -1,8 +1,4 @@
-"""The float32 patterns that a plan names, such as softmax or normalisation.
-
-Only the softmax affects a decision. If a product reads the result of a softmax in half, the result is stored in half.
-The exceptions are results that a logarithm reads, and results that the function returns.
-"""
+"""The float32 patterns that a plan names, such as softmax or normalisation. They affect no decision."""
 
 from __future__ import annotations
 
@@ -10,14 +6,14 @@ import dataclasses
 
 from jaxmp.engine.graph import Graph, Node
 from jaxmp.engine.paths import OFFSETS, ROOTS, SCALES, SQUARES, multiple_of, readers_of
-from jaxmp.engine.states import CLEAR, Rule, State
+from jaxmp.engine.states import Rule, State
 from jaxmp.program.primitives import LOGARITHMS, PRODUCTS, Trait, with_trait
 from jaxmp.program.walk import walk
 
 _EXPONENTIALS = with_trait(Trait.EXPONENTIAL)
 _PASSED = OFFSETS | {"select_n"}  # jnp.var has a select_n, because jnp.var may divide by 0
 _MASKING = (SCALES - {"div"}) | {"select_n"}
-_RULES_OF_PRODUCTS = (Rule.AMPLIFIED, Rule.CANCELLATION, Rule.SEARCH, Rule.SQUARES)
+_RULES_OF_PRODUCTS = (Rule.AMPLIFIED, Rule.CANCELLATION, Rule.SEARCH)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,17 +25,12 @@ class OperationPattern:
 
 
 def find_patterns(graph: Graph) -> list[OperationPattern]:
-    """Return the patterns of a decided graph, and mark softmaxes to store in half."""
+    """Return the patterns of a decided graph."""
     patterns = list[OperationPattern]()
-    results = [node for node in graph.nodes if node.needs_float32]
-    returned = walk(results, lambda node: node.inputs if node.kind is CLEAR else ())
     for node in graph.nodes:
         pattern = _pattern_of(node) if node.state >= State.FLOAT32 and node.inputs else None
         if pattern is not None:
             patterns.append(pattern)
-            if pattern.name == "softmax":
-                # Rounding a probability near 1 would lose its logarithm.
-                node.is_rounded = node not in returned and not any(_is_logged(reader) for reader in readers_of(node))
         elif node.name in PRODUCTS and node.rule in _RULES_OF_PRODUCTS:
             patterns.append(OperationPattern(str(node.rule), (node,)))
     return patterns
@@ -77,12 +68,6 @@ def _differences(value: Node) -> list[Node]:
     """Return a list of the first operand if it is a difference, else an empty list."""
     base = value.inputs[0].origin
     return [base] if base.name == "sub" else []
-
-
-def _is_logged(reader: Node) -> bool:
-    return reader.name in LOGARITHMS or (
-        reader.name in OFFSETS and any(user.name in LOGARITHMS for user in readers_of(reader))
-    )
 
 
 def _logsumexp(node: Node) -> OperationPattern | None:

@@ -13,7 +13,6 @@ from jaxmp.program.walk import nearest_ends
 _BY_RULE = {
     Rule.AMPLIFIED: "amplified by {}",
     Rule.CANCELLATION: "a term that others cancel in {}",
-    Rule.SQUARES: "a product of a vector with itself sums squares",
     Rule.SEARCH: "in a loop that runs until it converges",
     Rule.CARRY: "added to the state of a loop",
     Rule.FEEDS: "feeds only float32: {}",
@@ -63,8 +62,6 @@ class Reasons:
         return self.group_of.get(node.same, "") if node is not None and is_float32 and step.bodies is None else ""
 
     def _of_node(self, node: Node, step: Step) -> str:
-        if node.compute is not None and node.compute != node.dtype:
-            return "computed in float32, rounded once for the half operations that read it"
         if node.kind is Kind.CLEAR:
             return "moves data that only half operations read" if node.compute else "moves data"
         in_float32 = node.compute == np.float32

@@ -51,7 +51,6 @@ class Rule(enum.StrEnum):
 
     AMPLIFIED = "amplifier"
     CANCELLATION = "cancellation"
-    SQUARES = "squares"
     SEARCH = "search"
     CARRY = "carry"
     FEEDS = "feeds only float32"

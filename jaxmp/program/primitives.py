@@ -173,6 +173,8 @@ _TABLE: dict[Class, tuple[Row, ...]] = {
         _row("sub", Trait.SUMS, Trait.BROADCASTS, Trait.ELEMENTWISE),
         # in bfloat16 an argument of 1000 is off by up to 2 radians, and phases of this size are common in float32
         _row("sin cos tan", Trait.ELEMENTWISE, amplifies=1),
+        # the remainder of 300.4 by 1 is 0.4, but 300.4 is 300 in bfloat16
+        _row("rem", Trait.BROADCASTS, Trait.ELEMENTWISE, amplifies=1),
         # well conditioned; float32 like the similar functions above, because the cost is small
         _row("asinh atan", Trait.ELEMENTWISE),
         # series and continued fractions of tens of terms
@@ -223,7 +225,6 @@ _TABLE: dict[Class, tuple[Row, ...]] = {
         _row("add", Trait.SUMS, Trait.BROADCASTS, Trait.ELEMENTWISE, combines="add"),
         _row("mul", Trait.MULTIPLIES, Trait.BROADCASTS, Trait.ELEMENTWISE),
         _row("div", Trait.MULTIPLIES, Trait.BROADCASTS, Trait.ELEMENTWISE, singular=1),
-        _row("rem", Trait.BROADCASTS, Trait.ELEMENTWISE, amplifies=1),
         _row("atan2", Trait.BROADCASTS, Trait.ELEMENTWISE, singular=0),
         _row("max", Trait.BOUNDS, Trait.COMBINES, Trait.BROADCASTS, Trait.ELEMENTWISE, combines="max"),
         _row("min", Trait.BOUNDS, Trait.COMBINES, Trait.BROADCASTS, Trait.ELEMENTWISE, combines="min"),
@@ -264,8 +265,7 @@ _TABLE: dict[Class, tuple[Row, ...]] = {
         _row("reduce_window_min", Trait.POOLS, combines="min"),
         _row("sort top_k approx_top_k", Trait.SORTS),
         _row("argmax argmin"),
-        # 300.4 is 300 in bfloat16: another pixel, voxel or bin
-        _row("floor ceil round", Trait.ROUNDS, Trait.ELEMENTWISE, amplifies=1),
+        _row("floor ceil round", Trait.ROUNDS, Trait.ELEMENTWISE),
         _row("is_finite", Trait.ELEMENTWISE),
         # identities
         _row("stop_gradient", Trait.IDENTITY, Trait.ELEMENTWISE),

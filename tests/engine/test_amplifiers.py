@@ -29,12 +29,12 @@ def warp(affine):
 AFFINE = jnp.array([[0.9, 0.1, 5.03], [-0.1, 0.95, 20.7]])
 POINTS, ROTATION = 10 * normal(1, 1000, 3), jnp.linalg.qr(normal(2, 3, 3))[0]
 FREQUENCIES = 10 * normal(4, 3, 16)
-EDGES, THRESHOLDS = jnp.linspace(-30, 30, 600), jnp.linspace(-1, 1, 8)
+THRESHOLDS = jnp.linspace(-1, 1, 8)
 
 
 def projected(points, rotation):
     x, y, depth = (points @ rotation.T).T
-    return jnp.round(500 * x / (depth + 60)), jnp.round(y * (1 / (depth + 60)) * 500)
+    return (500 * x / (depth + 60)).astype(jnp.int32), (y * (1 / (depth + 60)) * 500).astype(jnp.int32)
 
 
 def scaled_to_one(points, rotation):
@@ -44,16 +44,10 @@ def scaled_to_one(points, rotation):
 
 COORDINATES = {
     "an affine warp": (warp, AFFINE),
-    "round": (lambda p, r: jnp.round(20 * (p @ r.T)), POINTS, ROTATION),
     "astype(int)": (lambda p, r: ((p @ r.T + 10) / 0.1).astype(jnp.int32), POINTS, ROTATION),
-    "// and %": (lambda p, r: ((p @ r.T) // 0.1, (p @ r.T) % 0.1), POINTS, ROTATION),
-    "compared with positions": (lambda p, r: jnp.arange(32.0) < (p @ r.T)[..., None], POINTS, ROTATION),
-    "the edges of bins": (lambda p, e: jnp.searchsorted(e, p @ ROTATION), POINTS, EDGES),
-    "edges made here": (lambda p, r: jnp.histogram(p @ r, bins=300, range=(-30, 30))[0], POINTS, ROTATION),
-    "compared with a table": (lambda p, e: (p @ ROTATION)[..., None] > e, POINTS, EDGES),
+    "%": (lambda p, r: (p @ r.T) % 0.1, POINTS, ROTATION),
     "sin(exp(s) x b)": (lambda x, s: jnp.sin((x @ FREQUENCIES) * jnp.exp(s)), normal(5, 100, 3), normal(6, 16)),
     "the cell of a sum": (lambda p, r: (10 * jnp.sum(p @ r, -1)).astype(jnp.int32), POINTS, ROTATION),
-    "the bin of a sum": (lambda p, e: jnp.searchsorted(e, jnp.sum(p @ ROTATION, -1)), POINTS, EDGES),
     "a perspective division": (projected, POINTS, ROTATION),
     "a range that becomes 0 to 1": (scaled_to_one, POINTS, ROTATION),
     "points on rays": (lambda t, r: jnp.sin(8 * (POINTS[0] + (POINTS[1] @ r) * t)), normal(5, 100, 1), ROTATION),
@@ -67,25 +61,18 @@ def test_coordinates_and_phases_are_float32(spelling, policy):
     assert jaxmp.cast_plan(fun, policy)(*args).summary.groups["amplifier"] >= 1
 
 
-FRACTIONS = {
+REMAINDERS = {
     "%": lambda c: c % 1.0,
     "rem": lambda c: jax.lax.rem(c, jnp.float32(1.0)),
-    "c - floor(c)": lambda c: c - jnp.floor(c),
-    "c - round(c)": lambda c: 0.5 + (c - jnp.round(c)),
-    "with a period": lambda c: c - 2 * jnp.pi * jnp.round(c / (2 * jnp.pi)),
 }
 
 
-@pytest.mark.parametrize(("spelling", "policy"), in_turn(FRACTIONS))
-def test_fractions_before_a_product_are_float32(spelling, policy):
+@pytest.mark.parametrize(("spelling", "policy"), in_turn(REMAINDERS))
+def test_remainders_before_a_product_are_float32(spelling, policy):
     def fun(points, rotation):
-        return FRACTIONS[spelling](20 * (points @ rotation)) @ jnp.ones((3, 1))
+        return REMAINDERS[spelling](20 * (points @ rotation)) @ jnp.ones((3, 1))
 
     np.testing.assert_allclose(*both(fun, policy, POINTS, ROTATION), atol=0.05)
-
-
-def test_a_product_that_is_computed_again_for_a_fraction_is_float32_each_time():
-    assert products(half(lambda x: (x @ W - jnp.floor(x @ W)) @ W), normal(0, 4, 8)) == ["float32"] * 2 + ["bfloat16"]
 
 
 def test_values_computed_from_float32_products_are_float32():
@@ -144,7 +131,7 @@ def test_only_the_last_of_the_layers_before_a_phase_is_float32():
 
     dtypes = {name: layers(activation, jnp.sin) for name, activation in ACTIVATIONS.items()}
     assert dtypes == {name: ["bfloat16"] * 3 + ["float32"] for name in ACTIVATIONS}
-    assert layers(jax.nn.relu, jnp.floor) == dtypes["ReLU"]
+    assert layers(jax.nn.relu, lambda h: h.astype(jnp.int32)) == dtypes["ReLU"]
 
 
 def test_a_phase_with_a_bias_is_float32_even_if_a_product_reads_it_too():
@@ -169,15 +156,6 @@ def test_a_product_that_is_only_factorised_is_float32():
     a = 3 * normal(0, 64, 8)
     result = half(lambda a: jnp.linalg.cholesky(a @ a.T + 1e-2 * jnp.eye(64)))(a)
     np.testing.assert_array_equal(jnp.isfinite(result), True)
-
-
-def test_a_logarithm_near_a_bound_is_float32_even_if_a_product_reads_its_operand():
-    def fun(x, w):
-        action = jnp.tanh(3 * (x @ w))
-        return jnp.sum(jnp.log(1 - action**2 + 1e-6), -1), action @ w
-
-    x = normal(0, 4, 8).astype(jnp.bfloat16).astype(jnp.float32)
-    np.testing.assert_allclose(half(fun)(x, W)[0], fun(x, W)[0], rtol=0.02)
 
 
 def test_under_a_root_squares_do_not_overflow_and_epsilons_do_not_vanish():
@@ -213,7 +191,7 @@ def test_finding_amplified_values_takes_linear_time(chain):
         h = h.astype(jnp.complex64) if chain == "squared" else h
         for _ in range(count):
             h = turn(h)
-        return jnp.floor(h.real)
+        return h.real.astype(jnp.int32)
 
     start = time.process_time()
     jaxmp.cast_plan(fun, "mixed_bfloat16")(normal(0, 4, 8))

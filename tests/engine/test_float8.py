@@ -25,7 +25,8 @@ from jaxmp.inspect.compiled import hlo
 from jaxmp.inspect.program import compiling
 from jaxmp.policy import float8, float8_product
 from jaxmp.program.walk import jaxprs_in
-from jaxmp.training import step as train_step
+from jaxmp.sharding import devices
+
 from tests.tools.autocast_tools import compiled, cosine, normal
 from tests.tools.plan_tools import doubled, plan, shape
 
@@ -511,7 +512,7 @@ class TestAccumulation:
         x, outcomes, casts = normal(0, 2 * 48, 16), [], []
         for once in (True, False):
             if not once:
-                monkeypatch.setattr(train_step, "hoisted", lambda fun, *_: fun)
+                monkeypatch.setattr(devices, "hoisted", lambda fun, *_: fun)
             step = jaxmp.make_train_step(
                 lambda p, s, batch, r: (loss(p, batch), s), accumulate_steps=2, remat=remat, donate=False
             )
@@ -656,7 +657,7 @@ class TestForTheH200:
             return Counter("while/body" in line for line in casts), program.memory_analysis().temp_size_in_bytes
 
         casts, size = compiled_step()
-        monkeypatch.setattr(train_step, "hoisted", lambda fun, *_: fun)
+        monkeypatch.setattr(devices, "hoisted", lambda fun, *_: fun)
         casts_in_loop, size_in_loop = compiled_step()
         assert casts == {False: 2} and casts_in_loop[True] >= 4 and not casts_in_loop[False]
         assert size <= size_in_loop + 2 * 512 * 2048 + 4096

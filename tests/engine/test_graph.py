@@ -36,7 +36,6 @@ def _fori(turns, h):
 
 
 WRITTEN_TWICE = {
-    "vdot(x - y, x - y)": lambda x: jnp.vdot(300 * x - 1, 300 * x - 1),
     "of calls": jax.jit(_far(jax.jit(_embedded))),
     "of remat": _far(jax.checkpoint(_embedded)),
     "of a loop": _far(_in_a_loop),
@@ -52,7 +51,7 @@ def test_a_value_that_is_computed_twice_is_the_same():
     assert dtypes == {name: {"float32"} for name in WRITTEN_TWICE}
 
 
-@pytest.mark.parametrize("spelling", ["vdot(x - y, x - y)", "of a loop", "in a scan"])
+@pytest.mark.parametrize("spelling", ["of a loop", "in a scan"])
 def test_differences_of_values_computed_twice_are_accurate(spelling):
     fun, x = WRITTEN_TWICE[spelling], (1 + 0.1 * X).astype(jnp.bfloat16).astype(jnp.float32)
     with jax.enable_x64(True):
@@ -85,8 +84,11 @@ DIFFERENT = {
 
 
 def test_operations_with_different_operands_or_parameters_are_not_the_same():
+    def difference(x, y):  # it cancels if both are the same
+        return jnp.sum(x**2, -1, keepdims=True) - 2 * y @ W
+
     dtypes = {
-        name: products(half(lambda x, pair=pair: jnp.vdot(*pair(x))), X)
+        name: products(half(lambda x, pair=pair: difference(*pair(x))), X)
         for name, pair in {**DIFFERENT, "none of these": lambda x: (_fori(3, x), _fori(3, x))}.items()
     }
     assert dtypes == {**{name: ["bfloat16"] for name in DIFFERENT}, "none of these": ["float32"]}

@@ -228,9 +228,8 @@ PATTERNS = {
     "softmax": lambda x, w: jax.nn.softmax(x @ w),
     "logsumexp": lambda x, w: jax.nn.log_softmax(x @ w),
     "normalisation": lambda x, w: jax.nn.standardize(x @ w),
-    "squares": lambda x, w: jnp.vdot(x @ w, x @ w),
     "cancellation": lambda x, w: (lambda gram: jnp.diag(gram) - 2 * gram)(x @ x.T),
-    "amplifier": lambda x, w: jnp.floor(x @ w),
+    "amplifier": lambda x, w: jnp.sin(x @ w),
     "search": lambda x, w: lax.while_loop(lambda x: jnp.max(x) > 1, lambda x: x @ w, x),
 }
 
