@@ -34,7 +34,7 @@ HALF, FULL, OPEN, CAST = "#F2A65A", "#8DB7E2", "#FFFFFF", "#B3123F"
 TEXT, LINE = "#222222", "#777777"
 SECTIONS = ("bqhd,bkhd", "ln_2")  # where attention and the perceptron begin, in the scopes of the block
 Labels = dict[graph.Node, str]
-SPREADS = {Rule.AMPLIFIED: "amplifier", Rule.FEEDS: "feeds float32", Rule.FOLLOWS: "follows float32"}
+SPREADS = {Rule.FEEDS: "feeds float32", Rule.FOLLOWS: "follows float32"}
 LABELS = {
     "dot_general": "matrix product", "reduce_sum": "sum", "reduce_max": "max over keys", "integer_pow": "x³",
     "select_n": "causal mask", "square": "x²", "mul": "×", "add": "+", "sub": "−", "div": "÷", "max": "max",
@@ -239,7 +239,7 @@ def draw_passes(boxes: Sequence[Box], path: Path) -> None:
     rules = {box.node: SPREADS[box.node.rule] for box in chosen if box.node.rule in SPREADS}
     panels = (
         ("rules 2 and 3: each operation by itself", fill_of_kind, False, {}),
-        ("rules 5, 6 and 10: float32 spreads", fill_of_state, False, rules),
+        ("rules 5 and 6: float32 spreads", fill_of_state, False, rules),
         ("rule 8: the rest; casts", final_fill, True, {}),
     )
     figure = Figure(figsize=(13, 9))

@@ -10,7 +10,7 @@ python -m experiments.report.readme
 - docs/gradient_sums.md: the errors of summed gradients
 - docs/sharding.md: models compiled for many GPUs
 - docs/inspect.md: step times predicted by the roofline model, beside measured times
-- docs/real_libraries.md: the errors of autocast in programs of real libraries
+- docs/real_libraries.md: the errors of autocast in programs of real libraries, and the programs that need each rule
 - docs/tools/tune.md: the policies that tune finds
 """
 
@@ -25,7 +25,7 @@ from pathlib import Path
 from experiments.benchmarks.compile_only.sharded import ABOUT
 from experiments.benchmarks.gradient_sums import NOTE, sentence
 from experiments.benchmarks.tune import NOTE as TUNE_NOTE
-from experiments.report import headline, predictions, step_tables
+from experiments.report import ablation_table, headline, predictions, step_tables
 from experiments.report.marked_text import write_marked
 from jaxmp.inspect.program.targets import TARGETS
 
@@ -245,6 +245,17 @@ def real_libraries_block(root: Path = ROOT) -> str:
     return "\n".join([_conclusion(programs), "", *lines, "", f"{link}: {facts(record.read_text())}", ""])
 
 
+def rules_block(root: Path = ROOT) -> str:
+    """Return the tables for docs/real_libraries.md that show in which programs each rule of autocast matters."""
+    results = root / "experiments" / "results"
+    errors, memory = results / "ablation" / "ablation.json", results / "ablation_memory" / "ablation_memory.json"
+    records = []
+    for name, record in (("Errors", errors), ("Memory", memory)):
+        page = record.with_suffix(".md")
+        records += ["", f"[{name}](../{page.relative_to(root)}): {facts(page.read_text())}"]
+    return "\n".join([*ablation_table.block(errors, memory), *records, ""])
+
+
 def _conclusion(programs: dict[str, dict[str, dict]]) -> str:
     """Return a sentence that says how many programs meet the goal, and which do not."""
     verdicts = {title: {row["verdict"] for row in rows.values()} for title, rows in programs.items()}
@@ -288,15 +299,16 @@ def roofline_block(root: Path = ROOT) -> str:
 
 
 PAGES = {
-    "README.md": block,
-    "docs/measured.md": measured_block,
-    "docs/gradient_sums.md": gradient_sums_block,
-    "docs/sharding.md": sharding_block,
-    "docs/inspect.md": roofline_block,
-    "docs/real_libraries.md": real_libraries_block,
-    "docs/tools/tune.md": tune_block,
+    ("README.md", "results"): block,
+    ("docs/measured.md", "results"): measured_block,
+    ("docs/gradient_sums.md", "results"): gradient_sums_block,
+    ("docs/sharding.md", "results"): sharding_block,
+    ("docs/inspect.md", "results"): roofline_block,
+    ("docs/real_libraries.md", "results"): real_libraries_block,
+    ("docs/real_libraries.md", "rules"): rules_block,
+    ("docs/tools/tune.md", "results"): tune_block,
 }
-"""The function that returns the text of each page."""
+"""For each page and marker, the function that returns the text."""
 
 
 if __name__ == "__main__":
@@ -304,7 +316,7 @@ if __name__ == "__main__":
         print(__doc__)
         sys.exit()
     try:
-        for page, block_of_page in PAGES.items():
-            write_marked(ROOT / page, "results", COMMAND, block_of_page())
+        for (page, marker), text_of in PAGES.items():
+            write_marked(ROOT / page, marker, COMMAND, text_of())
     except ValueError as error:
         sys.exit(f"error: {error}")

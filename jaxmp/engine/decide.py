@@ -141,9 +141,14 @@ def _find_activations(nodes: Sequence[Node]) -> None:
         elif node.name in _ELEMENTWISE:
             operands = [operand for operand in node.inputs if shape_read(node, operand) == node.shape]
         products = {operand.activation_of for operand in operands}
-        if node.name == "sub" and len(products - {0}) > 1:
-            continue  # a difference of two activations
+        if _is_difference_of_activations(node, products):
+            continue
         node.activation_of = max([node.activation_of, *products])
+
+
+def _is_difference_of_activations(node: Node, products: set[int]) -> bool:
+    """Return whether a node subtracts activations of two products; ``products`` are the numbers of the products."""
+    return node.name == "sub" and len(products - {0}) > 1
 
 
 def _find_half_copies(operands: Sequence[Node], nodes: Sequence[Node]) -> None:

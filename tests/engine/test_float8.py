@@ -26,7 +26,6 @@ from jaxmp.inspect.program import compiling
 from jaxmp.policy import float8, float8_product
 from jaxmp.program.walk import jaxprs_in
 from jaxmp.sharding import devices
-
 from tests.tools.autocast_tools import compiled, cosine, normal
 from tests.tools.plan_tools import doubled, plan, shape
 

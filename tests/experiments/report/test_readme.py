@@ -19,10 +19,10 @@ GPU = {"device": "1 × H200 (gpu)", "versions": "jax 1", "date": "2026-11-21 10:
 MIB = 2**20
 
 
-@pytest.mark.parametrize("page", readme.PAGES)
-def test_the_readme_and_the_pages_have_what_the_script_writes(page):
-    text = read_marked(readme.ROOT / page, "results", readme.COMMAND)
-    assert text == readme.PAGES[page]().strip(), f"run {readme.COMMAND}"
+@pytest.mark.parametrize(("page", "marker"), readme.PAGES)
+def test_the_readme_and_the_pages_have_what_the_script_writes(page, marker):
+    text = read_marked(readme.ROOT / page, marker, readme.COMMAND)
+    assert text == readme.PAGES[page, marker]().strip(), f"run {readme.COMMAND}"
 
 
 def test_the_error_that_roofline_states_is_the_largest_on_record_and_orders_all_pairs_beyond_it():
