@@ -27,16 +27,32 @@ class Layout(NamedTuple):
     structure: Any
     shardings: tuple[Any, ...]
 
-    @classmethod
-    def of(cls, state: Any) -> Layout:
-        """Return the layout of a state."""
-        leaves, structure = jax.tree.flatten(state)
-        return cls(structure, tuple(getattr(leaf, "sharding", None) for leaf in leaves))
-
     @property
     def is_on_mesh(self) -> bool:
         """Return whether all leaves are on a mesh."""
         return bool(self.shardings) and all(isinstance(sharding, NamedSharding) for sharding in self.shardings)
+
+
+class FlatState(NamedTuple):
+    """The leaves and the structure of a state. A call of a step flattens its state only once."""
+
+    leaves: list[Any]
+    structure: Any
+
+    @classmethod
+    def of(cls, state: Any) -> FlatState:
+        """Flatten a state."""
+        return cls(*jax.tree.flatten(state))
+
+    @property
+    def state(self) -> Any:
+        """Return the state."""
+        return jax.tree.unflatten(self.structure, self.leaves)
+
+    @property
+    def layout(self) -> Layout:
+        """Return the layout of the state."""
+        return Layout(self.structure, tuple(getattr(leaf, "sharding", None) for leaf in self.leaves))
 
 
 class MicrobatchLoss(NamedTuple):
@@ -63,10 +79,10 @@ class DevicesOfArrays:
         """Return the context in which a step runs."""
         return contextlib.nullcontext()
 
-    def place_state(self, state: Any, batch: Any) -> Any:
+    def place_state(self, state: FlatState, batch: Any) -> FlatState:
         """Place the arrays of a state that are uncommitted."""
-        home = home_of((state, batch))
-        return state if home is None else jax.tree.map(lambda leaf: at_home(leaf, home), state)
+        home = home_of((state.leaves, batch))
+        return state if home is None else state._replace(leaves=[at_home(leaf, home) for leaf in state.leaves])
 
     def place_batch(self, batch: Any, microbatches: int) -> Any:
         """Place the examples of a batch."""
@@ -118,11 +134,13 @@ class DevicesOfMesh(DevicesOfArrays):
         """Return a context in which the mesh is the current mesh."""
         return self.plan.set()
 
-    def place_state(self, state: Any, batch: Any) -> Any:
+    def place_state(self, state: FlatState, batch: Any) -> FlatState:
         """Place a state by the specs of the mesh."""
-        if Layout.of(state) != self._planned_layout:  # states that the step returned have this layout
-            state = jax.tree.map_with_path(placed_by_specs, state, self.plan.shardings(state))
-            self._planned_layout = Layout.of(state)
+        if state.layout != self._planned_layout:  # states that the step returned have this layout
+            unplaced = state.state
+            placed = jax.tree.map_with_path(placed_by_specs, unplaced, self.plan.shardings(unplaced))
+            state = FlatState.of(placed)
+            self._planned_layout = state.layout
         return state
 
     def place_batch(self, batch: Any, microbatches: int) -> Any:

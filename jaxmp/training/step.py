@@ -14,7 +14,7 @@ from jaxmp.base.donation import require_not_deleted
 from jaxmp.base.user_warnings import warn_user
 from jaxmp.optim.checks import as_float
 from jaxmp.optim.scaling_state import get_loss_scale
-from jaxmp.sharding.devices import DevicesOfArrays, DevicesOfMesh, Layout
+from jaxmp.sharding.devices import DevicesOfArrays, DevicesOfMesh, FlatState, Layout
 from jaxmp.sharding.mesh_plan import Sharding
 from jaxmp.sharding.placement import each_once, is_traced
 from jaxmp.training.loss_function import LossFn, compute_dtype_of, under_policy, with_remat
@@ -198,8 +198,9 @@ class TrainStep:
         if bad_batches:
             raise self._error(state, bad_batches[-1])
         try:
-            placed, placed_batch = self.place(state, batch)
-            program = self.jitted = self.program_for(placed)
+            flat, placed_batch = self._place(state, batch)
+            placed: S = flat.state
+            program = self.jitted = self._program_for(flat.layout)
             with self.update.devices.set():
                 if not self._has_checked_products:
                     self._check_products(program.trace(placed, placed_batch), state)  # the call reuses this trace
@@ -227,18 +228,25 @@ class TrainStep:
 
     def place(self, state: S, batch: Any) -> tuple[S, Any]:
         """Place the state and the batch on the devices of the step."""
+        flat, placed_batch = self._place(state, batch)
+        return flat.state, placed_batch
+
+    def _place(self, state: Any, batch: Any) -> tuple[FlatState, Any]:
+        flat = FlatState.of(state)
         if self._donate:
-            state = each_once(state)
-        if not is_traced(state):
-            state = self.update.devices.place_state(state, batch)
-        return state, self.update.devices.place_batch(batch, self.update.accumulate_steps)
+            flat = flat._replace(leaves=each_once(flat.leaves))
+        if not is_traced(flat.leaves):
+            flat = self.update.devices.place_state(flat, batch)
+        return flat, self.update.devices.place_batch(batch, self.update.accumulate_steps)
 
     def program_for(self, state: Any) -> Any:
         """Return the jitted function for a state of arrays or shapes.
 
         If the state is on a mesh, the function returns the new state in the same shardings.
         """
-        layout = Layout.of(state)
+        return self._program_for(FlatState.of(state).layout)
+
+    def _program_for(self, layout: Layout) -> Any:
         return self._program_with(layout if layout.is_on_mesh else None)
 
     def lower(self, state: TrainState, batch: Any) -> jax.stages.Lowered:

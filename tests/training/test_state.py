@@ -327,16 +327,16 @@ def test_a_call_on_another_mesh_that_fails_changes_nothing_for_the_next():
 def test_threads_whose_states_lie_on_different_meshes_can_share_a_step():
     (state, batch), (other, other_batch) = on_meshes_of(2)
     step, ends = make_train_step(train_loss), []
-    place = step.place
+    place = step._place
 
     def place_while_another_thread_takes_a_step(*args):
-        step.place, placed = place, place(*args)
+        step._place, placed = place, place(*args)
         thread = threading.Thread(target=lambda: ends.append(step(other, other_batch)[0]))
         thread.start()
         thread.join()
         return placed
 
-    step.place = place_while_another_thread_takes_a_step
+    step._place = place_while_another_thread_takes_a_step
     ends.append(step(state, batch)[0])
     assert [leaf.params["out"]["w"].sharding.device_set for leaf in ends] == [
         {*jax.devices()[2:]},
