@@ -22,6 +22,7 @@ import functools
 import importlib
 import re
 import sys
+import urllib.parse
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -153,7 +154,8 @@ def recordings(parts: list[str]) -> Iterator[tuple[str, Callable[[], str]]]:
 
 
 def file_name(name: str) -> str:
-    return re.sub(r"[^\w.,-]+", "_", name) + ".txt"
+    """Return a file name for a recording. Different names have different file names."""
+    return urllib.parse.quote(name, safe=" ,") + ".txt"
 
 
 def first_difference(old: str, new: str) -> str:
