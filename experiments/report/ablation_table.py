@@ -11,12 +11,12 @@ from experiments.benchmarks.real_libraries.ablation_memory import ALL_RULES, EAC
 from experiments.report.json_files import numbers
 
 Row = dict[str, Any]
-LEAST = 0.005
+LEAST_CHANGE = 0.005
 """The smallest change of memory that the table shows."""
 
 
 def block(errors: Path, memory: Path) -> list[str]:
-    """Return the lines of the page.
+    """Return the lines of the generated part of the page.
 
     Args:
       errors: ablation.json of the benchmark `ablation`.
@@ -60,6 +60,6 @@ def _memory_lines(rows: list[Row]) -> list[str]:
     lines = []
     for row in rows:
         change = row["peak"] / peaks[row["model"]] - 1
-        if row["off"] == EACH_ALONE or abs(change) >= LEAST:
+        if row["off"] == EACH_ALONE or abs(change) >= LEAST_CHANGE:
             lines.append(_line((row["model"], row["off"], f"{100 * change:+.1f} %")))
     return lines

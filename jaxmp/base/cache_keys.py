@@ -16,5 +16,7 @@ decided: Any = jax.make_user_context(default_value=None)
 """The engine's settings while it traces a function. JAX traces inner jitted functions again for other settings."""
 policies_off: Any = jax.make_user_context(default_value=False)
 """True while policies and autocast are switched off, so that the traced code stays unchanged."""
+planned: Any = jax.make_user_context(default_value=None)
+"""A new object for each cast plan, while its function is traced. So each plan traces inner jitted functions again."""
 assumed_hardware: Any = jax.make_user_context(default_value=None)
 """The short name of the GPU to compile for; None for the attached device."""

@@ -4,8 +4,8 @@ An amplifier turns a small error of an operand into a large error of the result.
 becomes 300, which is another pixel, and a phase of 300.4 becomes noise. A search back from each amplifier finds the
 values that must be float32:
 
-- In general, the search goes back through moves, scales, quotients, offsets, bounds, products and sums over an axis,
-  because these operations keep the low digits. The search ends at an activation.
+- In general, the search goes back through moves, casts, scales, quotients, offsets, bounds, selections, products and
+  sums over an axis, because these operations keep the low digits. The search ends at an activation.
 - From a factorisation or a solver, the search goes back to the nearest products, which are float32 too.
 """
 
@@ -21,7 +21,7 @@ from jaxmp.program.walk import walk
 
 _QUANTISED = frozenset({"int8", "int4", "int2", "uint8", "uint4", "uint2"})
 """The integers of quantised networks. A cast to one of them is not an amplifier."""
-_READ_BY_ACTIVATION = PRODUCTS | {"reduce_sum"}
+_READERS_OF_ACTIVATIONS = PRODUCTS | {"reduce_sum"}
 
 
 def raise_amplified(graph: Graph) -> None:
@@ -84,9 +84,9 @@ def _keepers_of_digits(node: Node) -> Sequence[Node]:
         return computed if len(computed) == 1 else ()
     is_choice = node.name in BOUNDS or node.name == "select_n"
     if is_choice or node.name in SUMS:
-        # The search ends at a choice or a sum that a product reads: an activation, or a residual stream.
+        # The search ends at a choice or a sum that one of these readers reads: an activation, or a residual stream.
         is_activation = is_choice or len(computed) > 1
-        is_read = any(reader.name in _READ_BY_ACTIVATION for reader in readers_of(node))
+        is_read = any(reader.name in _READERS_OF_ACTIVATIONS for reader in readers_of(node))
         return () if is_activation and is_read else computed
     return ()
 

@@ -113,7 +113,11 @@ def _squared_vector(value: Node) -> Node | None:
 
 
 def _distances(total: Node) -> Iterator[Node]:
-    """Yield products in a sum, if another term is the squared norm of a factor."""
+    """Yield the products that cancel as in a distance.
+
+    Another term of the sum is the squared norm of a factor. Or the product is a Gram matrix, and its diagonal is
+    another term.
+    """
     terms = _terms(total)
     squared = {vector for term in terms if (vector := _squared_vector(term)) is not None}
     for term in terms:
@@ -170,7 +174,8 @@ def _magnified_operands(step: Step) -> list[Node]:
 def _products_in(total: Node) -> list[Node]:
     """Return the products whose digits remain in a sum.
 
-    Between a product and the sum may be scales, squares, bounds, selections and sums over a mask.
+    Between a product and the sum may be scales, squares, bounds, selections, and sums of masked, squared or scaled
+    values.
     """
     return [node for node in walk(_terms(total), _kept_from) if node.name in PRODUCTS]
 
@@ -179,7 +184,7 @@ def _kept_from(node: Node) -> Sequence[Node]:
     """Return the operands whose digits a value keeps."""
     if node.kind in (CLEAR, JOIN):
         return node.inputs
-    if node.name == "reduce_sum":  # over a mask, or of squares
+    if node.name == "reduce_sum":  # of masked, squared or scaled values
         masked = node.inputs[0].origin
         return [masked] if masked.name == "select_n" or _is_scaled(masked) else ()
     if node.name in _KEEP_DIGITS or _is_scaled(node):

@@ -1,4 +1,4 @@
-"""The decided graphs of autocast calls, and of models under a policy, inside of a function that is planned."""
+"""The decided graphs of autocast calls, and of models under a policy, inside of a planned function."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextvars import ContextVar
 import jax
 
 from jaxmp._internals.jax.sources import Names
-from jaxmp.base.cache_keys import decided
+from jaxmp.base.cache_keys import planned
 from jaxmp.engine.graph import Graph
 
 _SCOPE = "jaxmp.inner:"
@@ -20,14 +20,14 @@ _collected: ContextVar[dict[str, Graph] | None] = ContextVar("jaxmp_inner_graphs
 
 @contextlib.contextmanager
 def collecting_graphs() -> Iterator[Mapping[str, Graph]]:
-    """Collect the graph of each autocast call in this context.
+    """Collect the graph of each autocast call, and of each model under a policy, in this context.
 
-    The graphs are collected by the scope around the operations that the call emits (see :func:`scope_in`).
+    The key of a graph is the scope around the operations that the call emits (see :func:`scope_in`).
     """
     graphs: dict[str, Graph] = {}
     token = _collected.set(graphs)
     try:
-        with decided(object()):  # functions that JAX has traced before must be traced again
+        with planned(object()):
             yield graphs
     finally:
         _collected.reset(token)

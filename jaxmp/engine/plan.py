@@ -54,7 +54,8 @@ class PlanRow:
       source: the user's file and line, ``"package/module.py:12"`` (without a package, the file name); empty if unknown.
       flops: the floating-point operations, over all trips of the loops around it (see :mod:`jaxmp.engine.flops`).
       casts: the number of casts that are added for it. A shared cast counts only for its first reader. A postponed
-        cast of the author counts for each reader.
+        cast of the author counts for each reader. The last row of an inner autocast call also counts the casts of
+        its results.
       cast_bytes: the bytes that these casts write, over all trips of the loops around it.
       depth: the number of equations whose bodies contain it.
       reads: the numbers of the earlier rows that compute its floating operands. These rows may be in bodies. For a
@@ -246,8 +247,8 @@ def _plan_of(fun: Callable[..., Any], rules: Rules, policy: Policy | None) -> Ca
             program, operands = traced(fun, args, kwargs, rules)
         if policy is None and not inner_graphs:
             raise ValueError(
-                "cast_plan needs a policy, because the function calls no model under a policy; "
-                "write cast_plan(fun, 'mixed_bfloat16')"
+                "cast_plan needs a policy, because the function calls no model under a policy and nothing under "
+                "autocast; write cast_plan(fun, 'mixed_bfloat16')"
             )
         if not all(isinstance(size, int) for operand in operands for size in operand.shape):
             raise ValueError("a plan needs all sizes to count FLOPs and bytes, but the shapes have a symbolic size")
@@ -279,7 +280,6 @@ class _PlanWriter:
         self._numbers = itertools.count()
         self._last = -1
         self._number_of: dict[Node, int] = {}
-        self._planned: set[str] = set()
         self._transformed: set[str] = set()
 
     def rows_of_graph(self, graph: Graph) -> Iterator[PlanRow]:
@@ -295,15 +295,23 @@ class _PlanWriter:
 
         In place of the operations that an inner autocast call emitted, yield the rows of its graph.
         """
+        planned = set[str]()  # local, because two calls of one jitted function have the same scopes in their bodies
         for step in steps:
             scope = scope_in(step.names)
             if scope not in self.inner_graphs or scope in self._transformed:
                 yield from self._rows_of_step(step, reasons)
                 continue
-            if scope not in self._planned:
-                self._planned.add(scope)
-                yield from self.rows_of_graph(self.inner_graphs[scope])
+            if scope not in planned:
+                planned.add(scope)
+                yield from self._rows_of_inner_graph(self.inner_graphs[scope])
             self._number(step)
+
+    def _rows_of_inner_graph(self, graph: Graph) -> Iterator[PlanRow]:
+        """Yield the rows of an inner graph. Its last row also counts the casts of the graph's results."""
+        rows, casts = list(self.rows_of_graph(graph)), graph.body.casts
+        yield from rows[:-1]
+        for last in rows[-1:]:
+            yield dataclasses.replace(last, casts=last.casts + len(casts), cast_bytes=last.cast_bytes + sum(casts))
 
     def _number(self, step: Step) -> None:
         """Remember that the last row computes the results of an equation."""

@@ -70,7 +70,7 @@ class _CountingUpdate(Update):
         return {**super().metrics(state, result._replace(metrics=others)), _RECORDS: records}
 
 
-def updates_of(tx: Any, grads: Any, opt_state: Any, params: Any, loss: Any, **more: Any) -> Any:
+def updates_of(tx: Any, grads: Any, opt_state: Any, params: Any, loss: Any) -> Any:
     """Return an optimizer's updates for unscaled gradients."""
-    updates, _ = as_optimizer(tx).update(grads, opt_state, params, value=loss, **more)
+    updates, _ = as_optimizer(tx).update(grads, opt_state, params, value=loss)
     return updates

@@ -34,7 +34,7 @@ class Layout(NamedTuple):
 
 
 class FlatState(NamedTuple):
-    """The leaves and the structure of a state. A call of a step flattens its state only once."""
+    """The leaves and the structure of a state, so that a call of a step need not flatten its state for each check."""
 
     leaves: list[Any]
     structure: Any
@@ -84,7 +84,7 @@ class DevicesOfArrays:
         home = home_of((state.leaves, batch))
         return state if home is None else state._replace(leaves=[at_home(leaf, home) for leaf in state.leaves])
 
-    def place_batch(self, batch: Any, microbatches: int) -> Any:
+    def place_batch(self, batch: Any, accumulate_steps: int) -> Any:
         """Place the examples of a batch."""
         return batch
 
@@ -109,7 +109,7 @@ class DevicesOfArrays:
           loss_fn: the loss function.
           params: the params.
           other_args: the other arguments of the loss function, for the first microbatch.
-          is_kept: a policy for ``jax.checkpoint``, which keeps values for the backward pass.
+          is_kept: a policy for ``jax.checkpoint``, which decides which values are kept for the backward pass.
         """
         return MicrobatchLoss(hoisted(loss_fn, params, other_args, is_kept), params, lambda grads: grads)
 
@@ -143,10 +143,10 @@ class DevicesOfMesh(DevicesOfArrays):
             self._planned_layout = state.layout
         return state
 
-    def place_batch(self, batch: Any, microbatches: int) -> Any:
+    def place_batch(self, batch: Any, accumulate_steps: int) -> Any:
         """Split the examples of a batch over the devices."""
         with self.set():
-            return self.plan.batch(batch, microbatches)
+            return self.plan.batch(batch, accumulate_steps)
 
     def around_gradients(self, gradients: Callable[..., Any], state: Any) -> Callable[..., Any]:
         """Return ``gradients`` on axes of type Auto."""

@@ -81,8 +81,7 @@ def make_train_step(
         model state changes; ``sharding`` does not fit the state; the gradient of a param cannot be summed in the
         ``reduce_dtype`` of ``sharding``.
       TypeError: the loss function has other parameters or results; the loss is half precision or not a scalar; the
-        optimizer has a line search; the state is
-        not a :class:`TrainState`; ``compiler_options`` is not a dict.
+        optimizer has a line search; the state is not a :class:`TrainState`; ``compiler_options`` is not a dict.
       RuntimeError: the state was donated to an earlier step.
       NonFiniteTrainingError: ``max_consecutive_skips`` is reached. The error is raised some steps later and names the
         arrays that are not finite. To find the operation, use :func:`jaxmp.inspect.first_nonfinite`. If you call the

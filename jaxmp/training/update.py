@@ -1,7 +1,7 @@
 """The computation of a train step: the gradients of a batch, and the new state.
 
-If the gradients are not finite, the params, the optimizer's state, the batch statistics and the moving average do not
-change.
+If the norm of the gradients is not finite, the params, the optimizer's state, the batch statistics and the moving
+average do not change.
 """
 
 from __future__ import annotations
@@ -119,13 +119,16 @@ class Update:
         inputs = microbatches(batch, count), None if rng is None else jax.random.split(rng, count)
         first_inputs = jax.tree.map(lambda leaf: leaf[0], inputs)
         other_args = (state.model_state, *first_inputs)
-        loss = self.devices.loss_of_microbatch(self.loss_fn, state.params, other_args, REMAT["float8"])
+        microbatch_loss = self.devices.loss_of_microbatch(self.loss_fn, state.params, other_args, REMAT["float8"])
+
+        learned = microbatch_loss.learned
 
         def differentiate(model_state: Any, batch: Any, rng: Any) -> Gradients:
-            return self._differentiate(loss.loss_fn, state.replace(params=loss.learned), model_state, batch, rng)
+            state_of_learned = state.replace(params=learned)
+            return self._differentiate(microbatch_loss.loss_fn, state_of_learned, model_state, batch, rng)
 
-        result = accumulate(differentiate, loss.learned, state.model_state, inputs, count)
-        grads = jax.tree.map(lambda leaf: leaf / count, loss.reduce(result.grads))
+        result = accumulate(differentiate, learned, state.model_state, inputs, count)
+        grads = jax.tree.map(lambda leaf: leaf / count, microbatch_loss.reduce(result.grads))
         return result._replace(grads=grads)
 
     def _differentiate(self, loss_fn: LossFn, state: TrainState, model_state: Any, batch: Any, rng: Any) -> Gradients:

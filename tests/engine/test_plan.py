@@ -146,7 +146,7 @@ def test_a_plan_without_a_policy_is_that_of_the_models():
     cast_plan = jaxmp.cast_plan(lambda x, w: model(x) @ w)(shape(4, 8), shape(4, 4))
     products = [(row.operands[0], row.why) for row in cast_plan.rows if row.primitive == "dot_general"]
     assert products == [("float16", "product"), ("float32", "as it is written")]
-    with pytest.raises(ValueError, match="calls no model under a policy; write cast_plan\\(fun, 'mixed_bfloat16'\\)"):
+    with pytest.raises(ValueError, match="nothing under autocast; write cast_plan\\(fun, 'mixed_bfloat16'\\)"):
         jaxmp.cast_plan(jnp.dot)(shape(4, 8), shape(8, 4))
 
 
@@ -159,6 +159,13 @@ def test_a_plan_shows_the_decisions_of_an_inner_autocast():
     assert [row.flops for row in products] == [3 * 128, 128]
     assert products[1].reads == (cast_plan.rows.index(products[0]),)
     assert cast_plan.summary.half_product_flops == cast_plan.summary.product_flops == 4 * 128
+
+
+def test_a_plan_counts_a_jitted_inner_autocast_at_each_call():
+    inner = jax.jit(jaxmp.autocast(lambda x, w: x @ w, "mixed_float16"))
+    once, twice = (plan(fun, shape(4, 4), shape(4, 4)).summary for fun in (inner, lambda x, w: inner(inner(x, w), w)))
+    assert (once.product_flops, once.casts) == (128, 3)  # the casts of both operands and of the result
+    assert (twice.product_flops, twice.casts) == (2 * once.product_flops, 2 * once.casts)
 
 
 def test_a_plan_of_a_transformed_inner_autocast_counts_what_runs():

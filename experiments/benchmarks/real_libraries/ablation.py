@@ -7,7 +7,7 @@ rule, is switched off alone. If the program changes, three figures are measured 
 
 - the relative L2 error of the gradient, compared with float32 (the median over five draws of the params)
 - the bytes that the forward pass saves for the gradient
-- the share of FLOPs in half precision
+- the share of the products' FLOPs that are in half precision
 
 The error and the bytes are also measured without a graph, with the dtype of each operation decided on its own.
 `ablation_memory` compiles GPT-2, BERT and ResNet-50 without each rule, to measure their memory.
@@ -43,7 +43,7 @@ from jaxmp.program.equations import is_literal
 WORSE, NOTICEABLE = 2.0, 0.01
 MORE_BYTES = 1.1
 RULE_COLUMNS = ("rule", "off", "changes", "error matters", "bytes matter", "programs in which it matters")
-PROGRAM_COLUMNS = ("program", "error", "half products", "each operation alone", "bytes", "each operation alone")
+PROGRAM_COLUMNS = ("program", "error", "of half products", "of each operation alone", "bytes", "bytes of each alone")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -166,7 +166,7 @@ def _error_matters(row: dict[str, Any], name: str) -> bool:
 
 
 def _bytes_matter(row: dict[str, Any], name: str) -> bool:
-    return bool(row["without"][name]["bytes"] >= MORE_BYTES * row["all_rules"]["bytes"])
+    return bool(row["without"][name]["bytes"] >= MORE_BYTES * max(row["all_rules"]["bytes"], 1))
 
 
 def _growth(row: dict[str, Any], name: str) -> float:
@@ -181,7 +181,7 @@ def _shown_error(row: dict[str, Any], name: str) -> str:
 
 
 def _shown_bytes(row: dict[str, Any], name: str) -> str:
-    share = row["without"][name]["bytes"] / row["all_rules"]["bytes"]
+    share = row["without"][name]["bytes"] / max(row["all_rules"]["bytes"], 1)
     return f"{row['library']}: {row['program']} ({share:.2f} times the bytes)"
 
 

@@ -133,7 +133,7 @@ SWITCHES = (
     Switch("6", "nonlinearities read half", ((decide, "_NO_NONLINEARITIES", _Everything()),)),
     Switch("7", "residual streams", ((decide, "is_stream", _only_carries),)),
     Switch("7", "rows of a table", ((decide, "_find_looked_up", _forget_rows),)),
-    Switch("9", "differences are no activations", ((decide, "_is_difference_of_activations", _no),)),
+    Switch("9", "differences of two products are no activations", ((decide, "_is_difference_of_activations", _no),)),
     Switch("10", "amplifiers", ((decide, "RAISERS", _raisers_without(decide.raise_amplified)),), _AMPLIFIERS),
     Switch("11", "cancellation", ((decide, "RAISERS", _raisers_without(decide.raise_cancelled)),), _CANCELLATION),
     Switch("12", "loops", ((decide, "RAISERS", _raisers_without(decide.decide_loops)),), _LOOPS),
