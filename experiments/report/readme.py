@@ -246,7 +246,7 @@ def real_libraries_block(root: Path = ROOT) -> str:
 
 
 def rules_block(root: Path = ROOT) -> str:
-    """Return the tables for docs/real_libraries.md that show in which programs each rule of autocast matters."""
+    """Return the tables for docs/real_libraries.md about the rules of autocast."""
     results = root / "experiments" / "results"
     errors, memory = results / "ablation" / "ablation.json", results / "ablation_memory" / "ablation_memory.json"
     records = []

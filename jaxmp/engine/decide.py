@@ -147,7 +147,10 @@ def _find_activations(nodes: Sequence[Node]) -> None:
 
 
 def _is_difference_of_activations(node: Node, products: set[int]) -> bool:
-    """Return whether a node subtracts activations of two products; ``products`` are the numbers of the products."""
+    """Return whether a node subtracts activations of two products.
+
+    ``products`` are the numbers of the products from which its operands are computed.
+    """
     return node.name == "sub" and len(products - {0}) > 1
 
 

@@ -1,4 +1,4 @@
-"""The enums of the engine: the kind of an operation, the state of a value, and the rules that raise states."""
+"""The kinds of operations, the states of values, and the rules that raise states."""
 
 from __future__ import annotations
 

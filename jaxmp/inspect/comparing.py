@@ -182,7 +182,10 @@ def compare(
 
 
 def _loss_without_gradients(loss_fn: Callable[[Any], Any], state: TrainState) -> tuple[Any, Any]:
-    """Return the results of a loss function, which the caller differentiates, and zeros in place of gradients."""
+    """Return the results of a loss function, and zeros in place of gradients.
+
+    The caller differentiates the loss.
+    """
     loss, (model_state, metrics) = loss_fn(state.params)
     zeros = jax.tree.map(jnp.zeros_like, state.params)
     return (loss, (jax.lax.stop_gradient(model_state), metrics)), zeros

@@ -62,12 +62,12 @@ class _CountingUpdate(Update):
     def metrics(self, state: TrainState, result: Gradients) -> dict[str, Any]:
         """Return the metrics of the loss function, and all records of the step."""
         activations = result.metrics[_RECORDS]
-        others = {name: metric for name, metric in result.metrics.items() if name != _RECORDS}
+        metrics_of_loss = {name: metric for name, metric in result.metrics.items() if name != _RECORDS}
         true_grads = get_loss_scale(state.opt_state).unscale(widen(result.grads))
         # The train step computes the same updates again, and XLA merges the two computations.
         updates = updates_of(state.tx, true_grads, state.opt_state, state.params, result.loss)
         records = records_of_step(result.loss, state.params, result.grads, updates, activations)
-        return {**super().metrics(state, result._replace(metrics=others)), _RECORDS: records}
+        return {**super().metrics(state, result._replace(metrics=metrics_of_loss)), _RECORDS: records}
 
 
 def updates_of(tx: Any, grads: Any, opt_state: Any, params: Any, loss: Any) -> Any:

@@ -167,7 +167,7 @@ class Run:
         return self._called.setdefault(model, _CalledModules())
 
     def _paths_of_inner_models(self, model: PoliciedModel) -> list[Path]:
-        """Return the paths of the models inside of a model that have policies of their own, and of its bridges."""
+        """Return the paths of nested models with policies of their own, and of bridges."""
         inner = [other for other in self._called if other != model and model.contains(other.path)]
         return [*(model.relative(other.path) for other in inner), *self._called_modules(model).bridges()]
 

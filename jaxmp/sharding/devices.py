@@ -34,7 +34,10 @@ class Layout(NamedTuple):
 
 
 class FlatState(NamedTuple):
-    """The leaves and the structure of a state, so that a call of a step need not flatten its state for each check."""
+    """The leaves and the structure of a state.
+
+    With it, a call of a step need not flatten its state again for each check.
+    """
 
     leaves: list[Any]
     structure: Any

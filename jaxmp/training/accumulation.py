@@ -58,7 +58,10 @@ def accumulate(
 
 
 def average(stacked: Any, count: int) -> Any:
-    """Return the mean over microbatches; with one microbatch, return ``stacked``, which then has no extra axis."""
+    """Return the mean over microbatches.
+
+    With one microbatch, return ``stacked``, which then has no axis of microbatches.
+    """
     if count == 1:
         return stacked
     return jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0, dtype=jnp.float32), stacked)

@@ -1,4 +1,7 @@
-"""A jitted train step: it places its arguments, runs the computation of ``update.py``, and finds stuck runs."""
+"""A jitted train step.
+
+A call places its arguments, and runs the computation of ``update.py``. It raises an error if the run is stuck.
+"""
 
 from __future__ import annotations
 
@@ -255,7 +258,8 @@ class TrainStep:
         not compiled again.
         """
         self.require_state(state)
-        return self.program_for(state).lower(state, batch)
+        with self.update.devices.set():  # as in a call, so that both share a trace
+            return self.program_for(state).lower(state, batch)
 
     def _jit(self, layout: Layout | None) -> Any:
         """Return the jitted step, with the shardings of ``layout`` for the new state.

@@ -55,7 +55,10 @@ class Config(collect.Config):
 
 
 def measure(program: Program, half: str) -> dict[str, Any]:
-    """Return the figures of a program: with all rules, without each rule that changes it, and without a graph."""
+    """Return the figures of a program.
+
+    They are measured with all rules, without each rule that changes the program, and without a graph.
+    """
     loss, params = program.make()
     draws = [draw_params(params, seed) for seed in range(DRAWS)]
     exact = exact_results(loss, draws)
@@ -99,7 +102,10 @@ def measure(program: Program, half: str) -> dict[str, Any]:
 
 
 def switches_that_change(switches: tuple[Switch, ...], is_changed: Callable[[], bool]) -> Iterator[Switch]:
-    """Yield the switches that change a program. The cases of a rule are tried if the rule changes the program."""
+    """Yield the switches that change a program.
+
+    The cases of a rule are tried if the rule as a whole changes the program.
+    """
     for switch in switches:
         with switch.off():
             changes = is_changed()

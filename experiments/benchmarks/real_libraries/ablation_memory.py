@@ -26,7 +26,6 @@ from experiments.benchmarks.real_libraries.rule_switches import SWITCHES
 from experiments.benchmarks.shared import records
 from experiments.measure.environment import environment
 from experiments.models.workloads import SMOKE, Workload, workload
-from experiments.report.json_files import write_json
 from experiments.report.tables import Table
 from experiments.training import cli
 
@@ -89,13 +88,11 @@ def main(config: Config) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     for work in workloads(config.smoke):
         rows += measure(work)
-        write_json(folder / "part.json", rows)
     peaks = {row["model"]: row["peak"] for row in rows if row["off"] == ALL_RULES}
     cells = [_cells(row, peaks[row["model"]]) for row in rows]
     table = Table("Peaks of memory, compiled for an H200", COLUMNS, cells, 3, ())
     where = {**environment(), "target": "H200 (not attached)"}
     records.record(folder, "ablation_memory", "The memory that each rule saves", where, [table], {"rows": rows})
-    (folder / "part.json").unlink()
     return {"rows": rows}
 
 

@@ -103,7 +103,7 @@ def _rewritten_bodies(param: Any, rule: Rule) -> Any:
 
     def rewritten(value: Any) -> Any:
         if not is_program(value) or (isinstance(value, Jaxpr) and value.constvars):
-            return value  # a derivative rule that is no longer needed
+            return value  # a derivative rule, which nothing needs any more
         closed = value if isinstance(value, ClosedJaxpr) else ClosedJaxpr(value, ())
         avals = [var.aval for var in closed.jaxpr.invars]
         new = jax.make_jaxpr(lambda *args: _evaluated(closed.jaxpr, closed.consts, args, rule))(*avals)
