@@ -8,22 +8,23 @@ loop joins its initial value and the result of the body. The result of a conditi
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import operator
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxmp._internals.jax.sources import Names, names_of
+from jaxmp._internals.jax.sources import Names
 from jaxmp.base.dtypes import is_castable, range_of
 from jaxmp.engine.marks import DECIDED, WITH_RULE, Region, ours, region_of
 from jaxmp.engine.rules import Rules
 from jaxmp.engine.states import CLEAR, FULL, HALF, JOIN, KEPT, SOURCE, STRICT, Kind, Rule, State
 from jaxmp.policy.float8 import Float8
-from jaxmp.program.equations import Bodies, Literal, bodies_of, extremes_of, is_literal, opened
-from jaxmp.program.invariants import unchanged
+from jaxmp.program.equations import Bodies, extremes_of
 from jaxmp.program.primitives import BOUNDS, EXTREMES, PRODUCTS, Trait, with_trait
+from jaxmp.program.reading import read_program
+from jaxmp.program.values import BRANCHES, CARRY, CONSTANT, LAST_CARRY, Equation, Value
+from jaxmp.program.values import Body as ReadBody
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -182,10 +183,20 @@ def build(jaxpr: Any, consts: list[Any], rules: Rules, names: Names = (), in_rul
 
     ``names`` are the scopes around the jaxpr.
     """
+    program = read_program(jaxpr, consts, names, is_whole=_is_decided, scopes_inside=_scopes_inside)
     builder = _Builder(rules, in_rule)
-    sources = [builder.value(builder.source(var.aval)) for var in jaxpr.invars]
-    body, _ = builder.body(jaxpr, consts, sources, names)
-    return Graph(builder.nodes, body, builder.steps, [node for node, *_ in sources])
+    sources = [builder.add_source(value) for value in program.arguments]
+    body = builder.body(program.body)
+    return Graph(builder.nodes, body, builder.steps, sources)
+
+
+def _is_decided(eqn: Any, names: Names) -> bool:
+    """Return whether the engine has emitted an equation before."""
+    return DECIDED in names
+
+
+def _scopes_inside(eqn: Any) -> Names:
+    return (WITH_RULE,) if eqn.primitive.name.startswith("custom_") else ()
 
 
 _NO_MOVES = EXTREMES | with_trait(Trait.ROUNDS)
@@ -205,33 +216,50 @@ def _origin_of(node: Node) -> Node:
     return node.inputs[0].origin if (is_moved or is_cast) and len(node.inputs) == 1 else node.same
 
 
-_Value = tuple[Node | None, Any, bool]
-"""A value while the graph is built: its node, its number, and whether it is constant. Equal values share a number."""
-
-
 class _Builder:
+    """A builder that makes the nodes and steps of a program, equation by equation."""
+
     def __init__(self, rules: Rules, in_rule: bool) -> None:
         self.rules, self.in_rule = rules, in_rule
         self.nodes: list[Node] = []
         self.steps: list[Step] = []
+        self.node_of: dict[Value, Node | None] = {}  # None for integers and bools
+        self.fixed = set[Value]()  # values of operations that depend only on constants
         self.region = Region()
         self.loop, self.last_loop = 0, 0
-        self.numbers: dict[Any, Any] = {}
 
-    def value(self, node: Node | None, key: Any = None, is_fixed: bool = False) -> _Value:
-        """Return the value of a node, with a number that is equal for equal keys.
+    def body(self, body: ReadBody) -> Body:
+        """Add the nodes of a body, and return its steps."""
+        for value in body.constants:
+            self.add_source(value)
+        steps = [self.step(equation) for equation in body.equations]
+        results = [self.read(value) for value in body.results]
+        return Body(body.jaxpr, list(body.consts), steps, results)
 
-        Without a key, the number is new. For an integer or bool value, the node is None.
-        """
-        same: Any = node or object()
-        same = same if key is None else self.numbers.setdefault(key, same)
-        if node is not None:
-            node.same = node.origin = same
-        return node, same, is_fixed
+    def read(self, value: Value) -> Node | None:
+        """Return the node of a value; a literal gets its own node each time."""
+        return self.node_of[value] if value in self.node_of else self.add_source(value)
 
-    def node(self, kind: Kind, name: str, aval: Any, inputs: Sequence[Node], requested: str = "") -> Node:
-        dtype, half = aval.dtype, self.region.half or self.rules.half
-        node = Node(kind, name, dtype, aval.shape, requested, half, self.loop, self.in_rule, dtype, inputs, [])
+    def is_fixed(self, value: Value) -> bool:
+        """Return whether a value depends only on constants."""
+        return value.outer.name == CONSTANT or value.outer in self.fixed
+
+    # -- nodes ---------------------------------------------------------------------------------------------------------
+
+    def add_source(self, value: Value) -> Node | None:
+        """Add the node of an argument, a constant or a literal."""
+        if not is_castable(value.aval):
+            self.node_of[value] = None
+            return None
+        node = self.add(SOURCE, "source", value, ())
+        node.is_constant = value.name == CONSTANT
+        node.const = extremes_of(value.constant) if node.is_constant else None
+        return node
+
+    def add(self, kind: Kind, name: str, value: Value, inputs: Sequence[Node], requested: str = "") -> Node:
+        """Add the node of a floating value."""
+        dtype, half = value.aval.dtype, self.region.half or self.rules.half
+        node = Node(kind, name, dtype, value.aval.shape, requested, half, self.loop, self.in_rule, dtype, inputs, [])
         node.state = _STATES.get(kind, State.UNDECIDED)
         if kind is KEPT and self.region.level == "written" and dtype == np.float32:
             node.state = State.FLOAT32  # the author's float32 counts for the rules about neighbours
@@ -239,166 +267,130 @@ class _Builder:
         for operand in inputs:
             operand.users.append(node)
         self.nodes.append(node)
+        self.node_of[value] = node
+        node.same = node.origin = self.node_of[value.same] or node
         return node
 
-    def source(self, aval: Any, value: Any = None) -> Node | None:
-        if not is_castable(aval):
-            return None
-        node = self.node(SOURCE, "source", aval, ())
-        node.const = None if value is None else extremes_of(value)
-        node.is_constant = value is not None
-        return node
-
-    def literal(self, atom: Any) -> _Value:
-        value = np.asarray(atom.val)
-        return self.value(self.source(atom.aval, value), (value.dtype, value.tobytes()), is_fixed=True)
-
-    def body(self, jaxpr: Any, consts: list[Any], inputs: Sequence[_Value], names: Names) -> tuple[Body, list[_Value]]:
-        literal, env = self.literal, dict[Any, _Value](zip(jaxpr.invars, inputs, strict=True))
-        for var, value in zip(jaxpr.constvars, consts, strict=True):
-            env[var] = self.value(self.source(var.aval, value), id(value), is_fixed=True)
-
-        steps = list[Step]()
-        for eqn in jaxpr.eqns:
-            scopes = (*names, *names_of(eqn))
-            self.region = region_of(ours(scopes))
-            values = [literal(atom) if type(atom) is Literal else env[atom] for atom in eqn.invars]
-            step, results = self.step(eqn, values, scopes)
-            env.update(zip(eqn.outvars, results, strict=True))
-            steps.append(step)
-        ends = [self.literal(atom) if is_literal(atom) else env[atom] for atom in jaxpr.outvars]
-        return Body(jaxpr, consts, steps, [node for node, *_ in ends]), ends
-
-    def operation(self, eqn: Any) -> object:
-        """Return the same object for equal primitives with equal parameters."""
-        try:
-            return self.numbers.setdefault((eqn.primitive.name, *eqn.params.values()), object())
-        except TypeError:  # the parameters are not hashable
-            return object()
-
-    def step(self, eqn: Any, values: Sequence[_Value], names: Names) -> tuple[Step, list[_Value]]:
-        operands, numbers, fixed = zip(*values, strict=True) if values else ((), (), ())
-        bodies = None if DECIDED in names else bodies_of(eqn)
-        step = Step(eqn, names, operands, (), region=self.region, bodies=bodies)
-        if bodies is None:
-            results = self.leaf(step, numbers, fixed)
-        else:
-            enter = {"call": self.enter_call, "cond": self.enter_cond}.get(bodies.kind, self.enter_loop)
-            results = enter(step, bodies, values)
-            if all(fixed):
-                results = [(node, number, True) for node, number, _ in results]
-            step.nodes = [node for node, *_ in results]
-            varying = [node for n, node in enumerate(step.nodes) if n not in step.unchanged]
-            step.node = next((node for node in varying if node is not None), None)
-        self.steps.append(step)
-        return step, results
-
-    def inner(self, step: Step, jaxpr: Any, values: Sequence[_Value]) -> list[_Value]:
-        names = (*step.names, WITH_RULE) if step.eqn.primitive.name.startswith("custom_") else step.names
-        body, results = self.body(*opened(jaxpr), values, names)
-        step.inner = (*step.inner, body)
-        self.region = step.region
-        return results
-
-    def enter_call(self, step: Step, bodies: Bodies, values: Sequence[_Value]) -> list[_Value]:
-        around, self.in_rule = self.in_rule, self.in_rule or step.eqn.primitive.name == "custom_vjp_call"
-        results = self.inner(step, bodies.jaxprs[0], values)
-        self.in_rule = around
-        return results
-
-    def enter_loop(self, step: Step, bodies: Bodies, values: Sequence[_Value]) -> list[_Value]:
-        start, stop, around = bodies.start, bodies.start + bodies.carry, self.loop
-        key = tuple(number for _, number, _ in values)  # assumes that loops with equal operands have equal bodies
-        step.unchanged = unchanged(bodies)
-        avals = [atom.aval for atom in step.eqn.invars[start:stop]]
-        carry = [
-            value if n in step.unchanged else self.join("carry", aval, [value], (n, *key))
-            for n, (aval, value) in enumerate(zip(avals, values[start:stop], strict=True))
-        ]
-        self.last_loop += 1
-        self.loop = first = self.last_loop
-        conditions = [
-            self.inner(step, condition, [*values[: bodies.consts], *carry]) for condition in bodies.jaxprs[:-1]
-        ]
-        turns = [(node, ("turn", number), False) for node, number, _ in values[stop:]]
-        results = self.inner(step, bodies.jaxprs[-1], [*values[bodies.consts : start], *carry, *turns])
-        self.loop = around
-        step.loops = range(first, self.last_loop + 1)
-        for n, ((join, *_), (node, *_)) in enumerate(zip(carry, results, strict=False)):
-            if join is not None and node is not None and n not in step.unchanged:
-                join.inputs = [*join.inputs, node]
-                node.users.append(join)
-                self.check_range(join)
-        new_nodes = (*carry, *results, *itertools.chain(*conditions))
-        key = ("turns", *map(step.eqn.params.get, ("length", "reverse")), *(number for _, number, _ in new_nodes))
-        ends = list[_Value]()
-        for n, value in enumerate([*carry, *results[bodies.carry :]]):
-            if n in step.unchanged:
-                ends.append(value)
-                continue
-            node, number, _ = self.value(value[0], (n, *key)) if n < bodies.carry else value
-            ends.append((node, ("turns", number), False))
-        return ends
-
-    def enter_cond(self, step: Step, bodies: Bodies, values: Sequence[_Value]) -> list[_Value]:
-        columns = zip(*(self.inner(step, branch, values[1:]) for branch in bodies.jaxprs), strict=True)
-        which = values[0][1]
-        return [
-            self.join("branches", var.aval, column, (which, *(number for _, number, _ in column)))
-            for var, column in zip(step.eqn.outvars, columns, strict=True)
-        ]
-
-    def join(self, name: str, aval: Any, values: Sequence[_Value], key: Any) -> _Value:
+    def add_join(self, name: str, value: Value, inputs: Sequence[Value]) -> None:
+        """Add the node of a value that is one of several values."""
+        if not is_castable(value.aval):
+            self.node_of[value] = None
+            return
         kind = KEPT if self.region.level == "written" else JOIN
-        inputs = [node for node, *_ in values if node is not None]
-        node = self.node(kind, name, aval, inputs) if is_castable(aval) else None
-        self.check_range(node)
-        value = self.value(node, (name, *key))
-        if node is not None and name == "branches" and inputs:
-            node.origin = inputs[0].origin  # for branches that compute the same value in different ways
-        return value
+        nodes = [node for operand in inputs if (node := self.node_of[operand]) is not None]
+        join = self.add(kind, name, value, nodes)
+        self.check_range(join)
+        if name == BRANCHES and nodes:
+            join.origin = nodes[0].origin  # for branches that compute the same value in different ways
 
-    def check_range(self, join: Node | None) -> None:
+    def check_range(self, join: Node) -> None:
         """Make a join float32 if half precision cannot represent one of its constants.
 
         An example of such a constant is the ``finfo.min`` of a mask.
         """
-        largest = max((node.const[1] for node in (join.inputs if join else ()) if node.const), default=0.0)
-        if join is not None and join.half and largest > range_of(join.half)[1]:
+        largest = max((node.const[1] for node in join.inputs if node.const), default=0.0)
+        if join.half and largest > range_of(join.half)[1]:
             join.raise_to(State.BEYOND_HALF, Rule.RANGE)
 
-    def leaf(self, step: Step, numbers: Sequence[Any], fixed: Sequence[bool]) -> list[_Value]:
-        nodes: list[Node | None] = []
-        eqn, results, name, operands = step.eqn, [], step.eqn.primitive.name, step.operands
-        operation = self.operation(eqn)
-        inputs: Any = operands if None not in operands else [node for node in operands if node is not None]
+    # -- steps ---------------------------------------------------------------------------------------------------------
+
+    def step(self, equation: Equation) -> Step:
+        """Add the nodes of an equation's results, and of its bodies."""
+        self.region = region_of(ours(equation.names))
+        operands = [self.read(value) for value in equation.operands]
+        bodies = equation.bodies if equation.inside else None
+        step = Step(equation.eqn, equation.names, operands, (), region=self.region, bodies=bodies)
+        if all([self.is_fixed(value) for value in equation.operands]):
+            self.fixed.update(equation.results)
+        if equation.inside:
+            self.enter(step, equation)
+        else:
+            self.add_operation(step, equation)
+        self.steps.append(step)
+        return step
+
+    def enter(self, step: Step, equation: Equation) -> None:
+        """Add the nodes of an equation with bodies."""
+        for body in equation.inside:
+            for value in body.inputs:
+                self.add_input(value)
+        loop_around, in_rule_around = self.loop, self.in_rule
+        if equation.carries:
+            step.unchanged = [n for n, carry in enumerate(equation.carries) if carry.name != CARRY]
+        self.in_rule = self.in_rule or equation.name == "custom_vjp_call"
+        if equation.is_loop:
+            self.last_loop += 1
+            self.loop = first = self.last_loop
+        step.inner = [self.body(body) for body in equation.inside]
+        if equation.is_loop:
+            step.loops = range(first, self.last_loop + 1)
+        self.loop, self.in_rule, self.region = loop_around, in_rule_around, step.region
+        self.close_carries(equation)
+        for value in equation.results:
+            self.add_result(value, equation)
+        step.nodes = [self.node_of[value] for value in equation.results]
+        varying = [node for n, node in enumerate(step.nodes) if n not in step.unchanged]
+        step.node = next((node for node in varying if node is not None), None)
+
+    def add_input(self, value: Value) -> None:
+        """Add the node of a body's input, or give it the node of the operand that enters the body."""
+        if value in self.node_of:
+            return
+        ((_, operand, _), *_) = value.reads
+        if value.name == CARRY:
+            self.add_join(CARRY, value, [operand])
+        else:
+            self.node_of[value] = self.read(operand)
+
+    def close_carries(self, equation: Equation) -> None:
+        """Add the value that each iteration returns to the inputs of a carry's node."""
+        for value in equation.carries:
+            if value.name != CARRY or (join := self.node_of[value]) is None:
+                continue
+            (_, (_, result, _)) = value.reads
+            if (node := self.node_of[result]) is not None:
+                join.inputs = [*join.inputs, node]
+                node.users.append(join)
+                self.check_range(join)
+
+    def add_result(self, value: Value, equation: Equation) -> None:
+        """Add the node of the result of an equation with bodies, unless a value of a body has this node."""
+        if value in self.node_of:
+            return
+        if value.name == BRANCHES:
+            branches = [operand for number, operand, _ in value.reads if number < len(equation.inside)]
+            self.add_join(BRANCHES, value, branches)
+        elif value.name == LAST_CARRY:
+            self.node_of[value] = self.node_of[equation.carries[value.position]]
+        else:
+            ((_, stacked, _),) = value.reads
+            self.node_of[value] = self.node_of[stacked]
+
+    def add_operation(self, step: Step, equation: Equation) -> None:
+        eqn, name, operands = step.eqn, equation.name, step.operands
+        inputs = [node for node in operands if node is not None]
         constants = [node.const for node in inputs if node.const is not None]
         kind, step.reason, requested = self.rules.kind_of(eqn, constants, step.names)
-        step.kind, step.nodes, is_moved = kind, nodes, kind is CLEAR
+        is_moved = kind is CLEAR
+        step.kind = kind
         step.recipe = self.rules.recipe_of(name, step.names) if name in PRODUCTS else None
-        is_fixed = all(fixed)
         is_one_by_one = is_moved and len(eqn.outvars) == len(eqn.invars) > 1  # such as a barrier or a sort
-        for position, var in enumerate(eqn.outvars):
-            node: Any = None
-            if is_castable(var.aval):
-                moved = operands[position : position + 1] if is_one_by_one else inputs
-                reads = [operand for operand in moved if operand is not None]
-                node = self.node(kind, name, var.aval, reads, requested)
-                if step.node is None:
-                    step.node = node
-                node.step = step
-            same: Any = node or object()
-            if not eqn.effects:
-                same = self.numbers.setdefault((position, operation, *numbers), same)
-            if node is not None:
-                node.same = same
-                node.origin = _origin_of(node)
+        nodes: list[Node | None] = []
+        for position, value in enumerate(equation.results):
+            if not is_castable(value.aval):
+                self.node_of[value] = None
+                nodes.append(None)
+                continue
+            moved = operands[position : position + 1] if is_one_by_one else operands
+            node = self.add(kind, name, value, [operand for operand in moved if operand is not None], requested)
+            node.step = step
+            node.origin = _origin_of(node)
             nodes.append(node)
-            results.append((node, same, is_fixed))
+        step.nodes = nodes
+        step.node = next((node for node in nodes if node is not None), None)
         if step.node is None:
             for operand in inputs if inputs and _tells_apart(name, inputs) else ():
                 operand.needs_float32 = True
         elif is_moved and len(inputs) == 1:
             step.node.const = inputs[0].const
-            step.node.is_looked_up = name == "gather" and not fixed[1]
-        return results
+            step.node.is_looked_up = name == "gather" and not self.is_fixed(equation.operands[1])

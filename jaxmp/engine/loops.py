@@ -29,7 +29,7 @@ def decide_loops(graph: Graph) -> None:
         if step.bodies is None or not step.bodies.is_loop:
             continue
         _decide_carries(graph, step)
-        if step.bodies.kind == "while" and is_search(step.bodies):
+        if is_search(step.bodies):
             for node in graph.nodes:
                 if node.loop in step.loops and node.is_half_product:
                     node.raise_to(State.FLOAT32, Rule.SEARCH)

@@ -9,8 +9,8 @@ from typing import Any
 from jaxmp.inspect.compiled import hlo
 from jaxmp.inspect.compiled.kernels import product_kind
 from jaxmp.inspect.program.products import widest
-from jaxmp.inspect.program.values import Value
 from jaxmp.program.primitives import PRODUCTS
+from jaxmp.program.values import Value
 
 _ScopesAndPass = tuple[frozenset[str], bool]
 """The scopes around an operation, and whether it is in the backward pass."""

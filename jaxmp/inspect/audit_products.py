@@ -13,11 +13,11 @@ import numpy as np
 from jaxmp.base.hardware import Hardware
 from jaxmp.engine.flops import flops_of
 from jaxmp.inspect.program.products import multiplied, widest, work
-from jaxmp.inspect.program.reading_values import same_turn
-from jaxmp.inspect.program.values import Read, Value, Values
 from jaxmp.inspect.program.weight_operands import unaligned
 from jaxmp.program.equations import asks_for_highest
 from jaxmp.program.primitives import PRODUCTS
+from jaxmp.program.reading import same_turn
+from jaxmp.program.values import Program, Read, Value
 from jaxmp.program.walk import equations, jaxprs_in
 
 
@@ -97,13 +97,13 @@ def _bound_by(flops: int, size: int, dtype: str, precision: Any, device: Hardwar
     return "arithmetic" if flops / (rate * 1e12) >= size / device.peak_bandwidth else "bytes"
 
 
-def products_in_kernels(values: Values, device: Hardware) -> Iterator[Product]:
+def products_in_kernels(values: Program, device: Hardware) -> Iterator[Product]:
     """Yield the products inside equations that count as one operation.
 
     Examples of these equations are kernels and solvers. The ``count`` of these products is None, because the number of
     executions is unknown.
     """
-    for place in values.places.values():
+    for place in values.equations.values():
         if place.bodies is not None:
             continue
         for jaxpr in jaxprs_in(place.eqn):

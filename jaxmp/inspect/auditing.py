@@ -21,11 +21,11 @@ from jaxmp.inspect.program import compiling
 from jaxmp.inspect.program.evidence import Audited
 from jaxmp.inspect.program.findings import FINDERS, Finding, findings
 from jaxmp.inspect.program.products import widest, work
-from jaxmp.inspect.program.reading_values import values_of
 from jaxmp.inspect.program.weight_operands import weights_in
 from jaxmp.policy.patterns import matches
 from jaxmp.policy.policy_map import get_policy
 from jaxmp.program.primitives import PRODUCTS
+from jaxmp.program.reading import read_program
 
 _COLUMNS = ("path", "source", "phase", "dtypes", "ran", "FLOP", "bound by", "aligned", "products")
 
@@ -276,12 +276,12 @@ def _audit_of(
 
     ``program`` is the compiled call. If the call was not compiled, ``program`` and ``memory`` are None.
     """
-    values = values_of(getattr(trace, "traced", trace).jaxpr)  # nnx.jit wraps the trace of jax.jit
+    values = read_program(getattr(trace, "traced", trace).jaxpr)  # nnx.jit wraps the trace of jax.jit
     arguments = arguments_of(jitted, inputs)
     weight = weights_in(values, arguments)
-    ran = {} if program is None else dtypes_that_ran(program, values.all)
+    ran = {} if program is None else dtypes_that_ran(program, values.values)
     products = []
-    for value in values.all:
+    for value in values.values:
         if value.name in PRODUCTS:
             products.append((value, product_of(value, ran.get(value), device, weight(value))))
     audited = Audited(

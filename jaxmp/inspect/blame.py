@@ -27,11 +27,11 @@ from jaxmp.inspect.program.calls import (
     step_call,
     with_leaves,
 )
-from jaxmp.inspect.program.equation_places import is_whole, program_of
-from jaxmp.inspect.program.reading_values import values_of
-from jaxmp.inspect.program.values import Turns, Value, Values, leading_to
+from jaxmp.inspect.program.tracing import program_of
 from jaxmp.optim.loss_scale import StaticLossScale
 from jaxmp.optim.scaling_state import LossScalingState
+from jaxmp.program.reading import is_whole, read_program
+from jaxmp.program.values import Program, Turns, Value, leading_to
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,7 +215,7 @@ def _blame_in(fun: Callable[..., Any], args: Sequence[Any], paths: Sequence[str]
     """
     jaxpr, consts, structure = program_of(fun, *args)
     run = ProgramRun(jaxpr, consts, jax.tree.leaves(tuple(args)))
-    values = values_of(jaxpr, consts, is_whole)
+    values = read_program(jaxpr, consts, is_whole=is_whole)
     results = values.results
     losses, aux, _ = map(jax.tree.leaves, jax.tree.unflatten(structure, range(len(results))))
     bad = [n for n, result in enumerate(run.results) if not stepping.is_finite(result)]
@@ -240,8 +240,8 @@ def _blame_of_input(array: Any, path: str) -> Blame:
     return Blame("input", "", path, "", "input", ranges_of([on_host(jnp.asarray(array))]), None, False)
 
 
-def _blame_of_operation(run: ProgramRun, values: Values, value: Value, turns: Turns, phase: str) -> Blame:
-    place, failure = values.places[value.key], run.failures[value.key, turns]
+def _blame_of_operation(run: ProgramRun, values: Program, value: Value, turns: Turns, phase: str) -> Blame:
+    place, failure = values.equations[value.key], run.failures[value.key, turns]
     origin = run.origin((value.key, turns))
     turn = None
     if place.turns:

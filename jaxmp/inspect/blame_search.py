@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxmp.inspect.blame_origins import Origin, on_host, origin_of, where_nan
 from jaxmp.inspect.program import stepping
-from jaxmp.inspect.program.values import Turns, Value
+from jaxmp.program.values import Turns, Value
 
 
 class Failure(NamedTuple):

@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxmp.inspect.compare_rows import Pair, relative_error
 from jaxmp.inspect.compare_run import RecordedProgram
-from jaxmp.inspect.program.values import Turns, Value
+from jaxmp.program.values import Turns, Value
 
 _Node = tuple[Value, Turns]
 _GROWTH = 4

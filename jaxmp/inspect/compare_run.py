@@ -13,13 +13,13 @@ import numpy as np
 from jaxmp.base.trees import widen
 from jaxmp.inspect.program.borders import AtBorder, passed_in, returned
 from jaxmp.inspect.program.calls import AS_WRITTEN, differentiated, loss_and_rest, named, with_leaves
-from jaxmp.inspect.program.equation_places import Key, is_whole_with_rules, program_of
 from jaxmp.inspect.program.products import multiplied, widest
-from jaxmp.inspect.program.reading_values import values_of
 from jaxmp.inspect.program.recorded_evaluation import evaluate_and_record
-from jaxmp.inspect.program.values import Value, leading_to
+from jaxmp.inspect.program.tracing import program_of
 from jaxmp.inspect.taps import Taps
 from jaxmp.program.primitives import PRODUCTS
+from jaxmp.program.reading import is_whole_with_rules, read_program
+from jaxmp.program.values import Key, Value, leading_to
 
 Slot = tuple[Key, int]
 """The key of an equation, and the position of one of its results."""
@@ -90,7 +90,7 @@ def run_and_record(
 
     scale = loss_scale if grad else None
     results, records, grads, cotangents = _run_with_taps(jaxpr, consts, inputs, numbers, taps, scale)
-    values = values_of(jaxpr, consts, is_whole_with_rules)
+    values = read_program(jaxpr, consts, is_whole=is_whole_with_rules)
     leading = [value for value in leading_to(values.results) if value.is_computed]
     return RecordedProgram(
         values={(value.key, value.position): value for value in leading},
@@ -103,7 +103,7 @@ def run_and_record(
             n: Gradient(paths[n], _as_float64(gradient) / loss_scale, str(gradient.dtype))
             for n, gradient in zip(numbers, grads, strict=True)
         },
-        products=[widest(map(multiplied, value.inputs[:2])) for value in values.all if value.name in PRODUCTS],
+        products=[widest(map(multiplied, value.inputs[:2])) for value in values.values if value.name in PRODUCTS],
     )
 
 

@@ -20,10 +20,11 @@ from jaxmp.inspect.program import counting, statistics
 from jaxmp.inspect.program.borders import returned
 from jaxmp.inspect.program.calls import with_leaves
 from jaxmp.inspect.program.counting import Counts
-from jaxmp.inspect.program.equation_places import Key, program_of
 from jaxmp.inspect.program.recorded_evaluation import evaluate_and_record
 from jaxmp.inspect.program.statistics import Statistics
+from jaxmp.inspect.program.tracing import program_of
 from jaxmp.inspect.taps import Taps
+from jaxmp.program.values import Key
 
 TENSORS = ("weights", "activations", "activation_gradients", "gradients", "updates")
 

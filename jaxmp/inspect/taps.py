@@ -18,7 +18,8 @@ from typing import Any
 import jax
 
 from jaxmp.inspect.program.borders import AtBorder
-from jaxmp.inspect.program.equation_places import Key, equation_places
+from jaxmp.program.reading import read_program
+from jaxmp.program.values import Key
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -45,7 +46,7 @@ class Taps(ABC):
     """
 
     def __init__(self, jaxpr: Any, borders: Sequence[AtBorder]) -> None:
-        avals = {place.key: [var.aval for var in place.eqn.outvars] for place in equation_places(jaxpr)}
+        avals = {place.key: [var.aval for var in place.eqn.outvars] for place in read_program(jaxpr).equations.values()}
         self.borders = [(border, avals[border.key][border.position]) for border in borders]
         self._positions: dict[Key, list[int]] = {}
         for border in borders:

@@ -22,11 +22,13 @@ from jaxmp.engine.autocast import autocast
 from jaxmp.engine.overrides import FIXED
 from jaxmp.engine.plan import cast_plan
 from jaxmp.inspect.program.calls import AS_WRITTEN, differentiated, loss_and_rest, named, with_leaves
-from jaxmp.inspect.program.equation_places import CALL_SCOPE, equation_places, path_in, program_of
+from jaxmp.inspect.program.tracing import program_of
 from jaxmp.inspect.rounded_products import with_rounded_operands
 from jaxmp.policy.patterns import EVERY
 from jaxmp.policy.policies import Policy
 from jaxmp.program.primitives import PRODUCTS, classify
+from jaxmp.program.reading import read_program
+from jaxmp.program.scopes import CALL_SCOPE, path_in
 
 _HALF = {"float16", "bfloat16"}
 # A program runs only once for each batch, so on a CPU the optimizations of LLVM take longer than they save.
@@ -119,7 +121,7 @@ def _paths_of_modules(fun: Callable[..., Any], args: Sequence[Any]) -> set[str]:
     """Return the paths of the modules that a function calls."""
     jaxpr, _, _ = program_of(fun, *named_copy(args))
     paths = set()
-    for place in equation_places(jaxpr):
+    for place in read_program(jaxpr).equations.values():
         for number, name in enumerate(place.names):
             if name.startswith(CALL_SCOPE):
                 paths.add(path_in(place.names[:number]))

@@ -1,20 +1,20 @@
 """Find values that are the same in all iterations of a loop or for all examples.
 
-An example is one element of the axis over which a ``jax.vmap`` maps. The argument ``are_same`` of the functions here
-tells for each operand whether it is equal for all examples.
+An example is one element of the axis over which a ``jax.vmap`` maps. ``SAME_FOR_EXAMPLES`` finds the
+values that are equal for all examples.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from jaxmp._internals.jax.core import partial_eval_jaxpr_custom
-from jaxmp.program.equations import Bodies, bodies_of, evaluate, is_literal, opened
+from jaxmp.program.equations import Bodies, evaluate, opened
+from jaxmp.program.facts import Analysis
 from jaxmp.program.primitives import Trait, with_trait
 
 
@@ -45,81 +45,68 @@ def hoisted(
     return lambda *args: jax.tree.unflatten(tree, evaluate(turn, consts, [*results, *jax.tree.leaves(args)]))
 
 
+class _SameForExamples(Analysis[bool]):
+    """Whether a value is equal for all examples."""
+
+    constant = True
+
+    def whole(self, eqn: Any, operands: Sequence[bool]) -> Sequence[bool] | None:
+        return [False] * len(eqn.outvars) if eqn.primitive.name in _PER_DEVICE else None
+
+    def operation(self, eqn: Any, operands: Sequence[bool]) -> Sequence[bool]:
+        if eqn.primitive.name in _ONE_BY_ONE:
+            return operands
+        is_same = all(operands) and eqn.primitive.name not in _PER_DEVICE
+        return [is_same] * len(eqn.outvars)
+
+    def join(self, first: bool, second: bool) -> bool:
+        return first and second
+
+    def selected(self, condition: bool, fact: bool) -> bool:
+        """Return False if the condition differs: then each example runs all branches."""
+        return condition and fact
+
+    def repeated(self, condition: bool, fact: bool) -> bool:
+        """Return False if the condition differs: examples differ in their number of iterations."""
+        return condition and fact
+
+
 _ONE_BY_ONE = with_trait(Trait.IDENTITY)
 _PER_DEVICE = with_trait(Trait.PER_DEVICE)
+SAME_FOR_EXAMPLES = _SameForExamples()
 
 
-def same_results(eqn: Any, are_same: Sequence[bool]) -> list[bool]:
-    """Return which results of an equation are equal for all examples."""
-    bodies = bodies_of(eqn)
-    if eqn.primitive.name in _PER_DEVICE:
-        return [False] * len(eqn.outvars)
-    if eqn.primitive.name in _ONE_BY_ONE:
-        return list(are_same)
-    if bodies is None:
-        return [all(are_same)] * len(eqn.outvars)
-    if bodies.kind == "while":
-        return list(same_inside(bodies, are_same)[1][-bodies.carry :])
-    if bodies.kind == "cond" and not are_same[0]:  # examples may take different branches
-        return [False] * len(eqn.outvars)
-    return [
-        all(answers) for answers in zip(*map(_same_ends, bodies.jaxprs, same_inside(bodies, are_same)), strict=True)
-    ]
+class _Passed(NamedTuple):
+    """An argument that is passed on unchanged: its number, or the number of the scanned array whose element it is."""
+
+    argument: int
+    scans: int = 0  # the number of scans in which an element is picked
 
 
-def same_inside(bodies: Bodies, are_same: Sequence[bool]) -> list[Sequence[bool]]:
-    """Return which operands of each loop body or branch are equal for all examples.
+class _PassedOn(Analysis[_Passed | None]):
+    """The argument that a value equals, or None."""
 
-    An operand of a loop body must be equal for all examples in all iterations.
-    """
-    if bodies.kind == "while":
-        first, rest = are_same[: bodies.consts], are_same[bodies.consts :]
-        turned = same_in_turns(bodies, rest)
-        carry = turned[len(rest) - bodies.carry :]
-        if not all(_same_ends(bodies.jaxprs[0], [*first, *carry])):  # examples differ in their number of iterations
-            carry = [False] * bodies.carry
-        return [[*first, *carry], [*rest[: -bodies.carry], *carry]]
-    if bodies.kind == "scan":
-        return [same_in_turns(bodies, are_same)]
-    if bodies.kind == "cond":  # with a batched index, each example runs all branches
-        are_same = [are_same[0] and is_same for is_same in are_same[1:]]
-    return [are_same] * len(bodies.jaxprs)
+    constant = None
 
+    def whole(self, eqn: Any, operands: Sequence[_Passed | None]) -> Sequence[_Passed | None] | None:
+        return [None] * len(eqn.outvars) if eqn.primitive.name in _NEVER_PASSED_ON else None
 
-def same_values(jaxpr: Any, are_same: Sequence[bool]) -> Collection[Any]:
-    """Return the variables of an open jaxpr that are equal for all examples."""
-    known, key = _KNOWN.setdefault(jaxpr, {}), tuple(are_same)
-    if key not in known:
-        known[key] = _same_values(jaxpr, are_same)
-    return known[key]
+    def operation(self, eqn: Any, operands: Sequence[_Passed | None]) -> Sequence[_Passed | None]:
+        return [None] * len(eqn.outvars)
+
+    def join(self, first: _Passed | None, second: _Passed | None) -> _Passed | None:
+        return first if first == second else None
+
+    def element(self, fact: _Passed | None) -> _Passed | None:
+        return fact and _Passed(fact.argument, fact.scans + 1)
+
+    def stacked(self, fact: _Passed | None) -> _Passed | None:
+        return _Passed(fact.argument, fact.scans - 1) if fact and fact.scans else None
 
 
-_KNOWN: Any = weakref.WeakKeyDictionary()  # equal layers share a jaxpr
-
-
-def _same_values(jaxpr: Any, are_same: Sequence[bool]) -> Collection[Any]:
-    known = {*jaxpr.constvars, *(var for var, is_same in zip(jaxpr.invars, are_same, strict=True) if is_same)}
-    for eqn in jaxpr.eqns:
-        ends = same_results(eqn, [is_literal(atom) or atom in known for atom in eqn.invars])
-        known.update(var for var, is_same in zip(eqn.outvars, ends, strict=True) if is_same)
-    return known
-
-
-def _same_ends(body: Any, are_same: Sequence[bool]) -> list[bool]:
-    jaxpr, _ = opened(body)
-    same = same_values(jaxpr, are_same)
-    return [is_literal(atom) or atom in same for atom in jaxpr.outvars]
-
-
-def same_in_turns(bodies: Bodies, are_same: Sequence[bool]) -> list[bool]:
-    """Return which operands of a loop body all examples share in all iterations."""
-    before, now, start = list[bool](), list(are_same), bodies.start - bodies.consts
-    while now != before:
-        before, ends = now, _same_ends(bodies.jaxprs[-1], now)
-        stop = start + bodies.carry
-        carry = [a and b for a, b in zip(now[start:stop], ends, strict=False)]
-        now = [*now[:start], *carry, *now[stop:]]
-    return now
+# The body of a `shard_map` has parts of the arrays. A custom rule may give an identity function another derivative.
+_NEVER_PASSED_ON = with_trait(Trait.CUSTOM_DERIVATIVE) | {"shard_map"}
+_PASSED_ON = _PassedOn()
 
 
 def passed_on(program: Any) -> list[int | None]:
@@ -128,49 +115,13 @@ def passed_on(program: Any) -> list[int | None]:
     The number is None if the result equals no argument.
     """
     jaxpr, _ = opened(program)
-    numbers = {var: n for n, var in enumerate(jaxpr.invars)}
-
-    def number_of(atom: Any) -> int | None:
-        return None if is_literal(atom) else numbers.get(atom)
-
-    for eqn in jaxpr.eqns:
-        for var, operand in zip(eqn.outvars, _operands_passed_on(eqn), strict=True):
-            if operand is not None and (number := number_of(eqn.invars[operand])) is not None:
-                numbers[var] = number
-    return [number_of(atom) for atom in jaxpr.outvars]
-
-
-# The body of a `shard_map` has parts of the arrays. A custom rule may give an identity function another derivative.
-_NEVER_PASSED_ON = with_trait(Trait.CUSTOM_DERIVATIVE) | {"shard_map"}
+    ends = _PASSED_ON.solve(jaxpr, [_Passed(n) for n in range(len(jaxpr.invars))]).results
+    return [None if end is None or end.scans else end.argument for end in ends]
 
 
 def unchanged(bodies: Bodies) -> Collection[int]:
     """Return the positions of a scan's carries that no iteration changes."""
     if bodies.kind != "scan":
         return ()
-    jaxpr, _ = opened(bodies.jaxprs[0])
-    if (numbers := _UNCHANGED.get(jaxpr)) is None:  # cached, because callers ask for each operand
-        ends = enumerate(passed_on(jaxpr)[: bodies.carry])
-        numbers = _UNCHANGED[jaxpr] = frozenset(n for n, operand in ends if operand == bodies.start + n)
-    return numbers
-
-
-_UNCHANGED: Any = weakref.WeakKeyDictionary()
-
-
-def _operands_passed_on(eqn: Any) -> list[int | None]:
-    bodies = bodies_of(eqn)
-    if bodies is None or eqn.primitive.name in _NEVER_PASSED_ON:
-        return [None] * len(eqn.outvars)
-    ends = [passed_on(body) for body in (bodies.jaxprs if bodies.kind == "cond" else bodies.jaxprs[-1:])]
-    if bodies.kind == "call":
-        return ends[0]
-    if bodies.kind == "cond":  # its first operand picks a branch
-        return [None if len({*end}) > 1 or end[0] is None else end[0] + 1 for end in zip(*ends, strict=True)]
-
-    def is_same(n: int, operand: int) -> bool:
-        """Return whether a result is the carry at its position, or a scanned element."""
-        return operand == bodies.start + n if n < bodies.carry else operand >= bodies.start + bodies.carry
-
-    turn = [None if end is None else end + bodies.consts for end in ends[-1]]
-    return [end if end is not None and is_same(n, end) else None for n, end in enumerate(turn)]
+    ends = passed_on(bodies.jaxprs[0])
+    return [n for n in range(bodies.carry) if ends[n] == bodies.start + n]

@@ -13,9 +13,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmp.program.equations import Bodies, bodies_of, opened
+from jaxmp.program.equations import Bodies
+from jaxmp.program.facts import Analysis
 from jaxmp.program.primitives import CAST, COMBINES, COMPARISONS, PICKS, PRODUCTS, SUMS, Trait, with_trait
-from jaxmp.program.walk import equations, interpreted
 
 
 class _ProductOrigin(enum.IntEnum):
@@ -34,73 +34,55 @@ FIXED, SUM, ANEW = _ProductOrigin
 _MOVES = PICKS | COMBINES | with_trait(Trait.EXTREME, Trait.POOLS) | {CAST}
 
 
+class _ProductOrigins(Analysis[_ProductOrigin]):
+    """The way in which each value depends on products."""
+
+    constant = FIXED
+
+    def results(self, eqn: Any, operands: Sequence[_ProductOrigin]) -> Sequence[_ProductOrigin]:
+        origins = super().results(eqn, operands)
+        are_integers = [jax.numpy.issubdtype(var.aval.dtype, np.integer) for var in eqn.outvars]
+        return [FIXED if is_integer else origin for is_integer, origin in zip(are_integers, origins, strict=True)]
+
+    def operation(self, eqn: Any, operands: Sequence[_ProductOrigin]) -> Sequence[_ProductOrigin]:
+        return [self._of_operation(eqn.primitive.name, operands)] * len(eqn.outvars)
+
+    def _of_operation(self, name: str, operands: Sequence[_ProductOrigin]) -> _ProductOrigin:
+        highest = max(operands, default=FIXED)
+        if name in PRODUCTS:
+            return ANEW
+        if name == "select_n":
+            return self.selected(operands[0], max(operands[1:]))
+        if highest is FIXED or name in _MOVES:
+            return highest
+        if name in SUMS and SUM in operands:
+            return SUM
+        if name in COMPARISONS and highest is SUM:
+            return FIXED
+        return ANEW
+
+    def join(self, first: _ProductOrigin, second: _ProductOrigin) -> _ProductOrigin:
+        return max(first, second)
+
+    def selected(self, condition: _ProductOrigin, fact: _ProductOrigin) -> _ProductOrigin:
+        return ANEW if condition is ANEW and fact is FIXED else fact
+
+
+_ORIGINS = _ProductOrigins()
+
+
 def is_search(bodies: Bodies) -> bool:
     """Return whether a while loop runs until a computed value converges.
 
     The result is true if the condition reads a value that each iteration recomputes from a product, such as a residual.
-    A carry to which each iteration adds something, such as time, does not count as recomputed.
+    A carry to which each iteration adds something, such as time, does not count as recomputed. The result is false for
+    all equations but while loops.
     """
-    condition, turn = (opened(jaxpr)[0] for jaxpr in bodies.jaxprs)
-    carry = _of_carry(turn, bodies, [FIXED] * bodies.carry)  # ANEW: depends on a product in any iteration
+    if bodies.kind != "while":
+        return False
+    fixed = [FIXED] * bodies.start
+    _, turn = _ORIGINS.inputs(bodies, [*fixed, *[FIXED] * bodies.carry])
+    carry = turn[len(turn) - bodies.carry :]  # ANEW: depends on a product in any iteration
     sums = [SUM if origin is ANEW else FIXED for origin in carry]  # assume that these carries are sums
-    carry = _of_carry(turn, bodies, sums)
-    return _origins(condition, [*[FIXED] * bodies.consts, *carry])[0] is ANEW
-
-
-def _of_carry(turn: Any, bodies: Bodies, carry: list[_ProductOrigin]) -> list[_ProductOrigin]:
-    """Return the highest origin of each carry over all iterations.
-
-    An origin is a :class:`_ProductOrigin`.
-    """
-    consts = [FIXED] * (bodies.start - bodies.consts)
-    while True:
-        results = _origins(turn, [*consts, *carry])
-        raised = [max(old, new) for old, new in zip(carry, results, strict=True)]
-        if raised == carry:
-            return carry
-        carry = raised
-
-
-def _origins(jaxpr: Any, operands: Sequence[_ProductOrigin]) -> list[_ProductOrigin]:
-    """Return the origins of the results of an open jaxpr."""
-    return interpreted(jaxpr, [FIXED] * len(jaxpr.constvars), operands, _of_equation, lambda _: FIXED)
-
-
-def _of_equation(eqn: Any, operands: list[_ProductOrigin]) -> list[_ProductOrigin]:
-    bodies = bodies_of(eqn)
-    if bodies is None:
-        results = [_of_operation(eqn.primitive.name, operands)] * len(eqn.outvars)
-    elif bodies.kind == "call":
-        results = _origins(opened(bodies.jaxprs[0])[0], operands)
-    elif bodies.kind == "cond":
-        branches = [_origins(opened(branch)[0], operands[1:]) for branch in bodies.jaxprs]
-        results = [_selected(operands[0], ends) for ends in zip(*branches, strict=True)]
-    else:
-        inside = (inner.primitive.name for body in bodies.jaxprs for inner in equations(body))
-        is_computed = max(operands, default=FIXED) > FIXED or not PRODUCTS.isdisjoint(inside)
-        results = [ANEW if is_computed else FIXED] * len(eqn.outvars)
-    return [
-        FIXED if jax.numpy.issubdtype(var.aval.dtype, np.integer) else origin
-        for var, origin in zip(eqn.outvars, results, strict=True)
-    ]
-
-
-def _of_operation(name: str, operands: Sequence[_ProductOrigin]) -> _ProductOrigin:
-    highest = max(operands, default=FIXED)
-    if name in PRODUCTS:
-        return ANEW
-    if name == "select_n":
-        return _selected(operands[0], operands[1:])
-    if highest is FIXED or name in _MOVES:
-        return highest
-    if name in SUMS and SUM in operands:
-        return SUM
-    if name in COMPARISONS and highest is SUM:
-        return FIXED
-    return ANEW
-
-
-def _selected(which: _ProductOrigin, cases: Sequence[_ProductOrigin]) -> _ProductOrigin:
-    """Return the origin of a value that is selected from several."""
-    highest = max(cases)
-    return ANEW if which is ANEW and highest is FIXED else highest
+    condition, _ = _ORIGINS.inputs(bodies, [*fixed, *sums])
+    return _ORIGINS.solve(bodies.jaxprs[0], condition).results[0] is ANEW

@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxmp._internals.jax.traces import batches_around, is_batched
 from jaxmp.program.equations import Bodies, is_literal
-from jaxmp.program.invariants import same_inside, same_values
+from jaxmp.program.invariants import SAME_FOR_EXAMPLES
 
 Same = Sequence[Sequence[bool]]
 """For each ``jax.vmap`` around the program, whether its examples share each operand or argument."""
@@ -39,7 +39,10 @@ class Examples:
         if same is None:
             same = [[not is_batched(value, batch) for value in (*args, *consts)] for batch in self._batches]
         self.are_many = not all(map(all, same))
-        self._same = [same_values(jaxpr, of_batch) for of_batch in same] if self.are_many and not self._batches else []
+        self._facts = []
+        if self.are_many and not self._batches:
+            count = len(jaxpr.invars)
+            self._facts = [SAME_FOR_EXAMPLES.solve(jaxpr, of_batch[:count]) for of_batch in same]
         self.same: Same = ()
         self.others: Sequence[Any] = ()
 
@@ -53,7 +56,7 @@ class Examples:
         """Return for each ``jax.vmap`` whether its examples share the value ``atom``."""
         if self._batches:
             return [not is_batched(value, batch) for batch in self._batches]
-        return [is_literal(atom) or atom in same for same in self._same]
+        return [is_literal(atom) or facts.variables[atom] for facts in self._facts]
 
     def meets_batched(self, atom: Any, value: Any) -> bool:
         """Return whether the current equation combines a shared value with batched ones."""
@@ -72,7 +75,7 @@ class Examples:
             return ()
         numbers = set[int]()
         for same in self.same:
-            inside = same_inside(bodies, same)[0]
+            inside = SAME_FOR_EXAMPLES.inputs(bodies, same)[0]
             first = len(same) - len(inside)  # 1 for a conditional, whose first operand is the index
             numbers.update(n for n, stays in enumerate(inside, first) if same[n] and not stays)
         return numbers
@@ -80,5 +83,5 @@ class Examples:
 
 def same_in_bodies(bodies: Bodies, same: Same) -> list[Same]:
     """Return for each body of an equation which arguments all examples share."""
-    answers = [same_inside(bodies, of_one) for of_one in same]
+    answers = [SAME_FOR_EXAMPLES.inputs(bodies, of_one) for of_one in same]
     return [[answer[number] for answer in answers] for number in range(len(bodies.jaxprs))]

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 
 from jaxmp.program.bodies import is_body_alone, rebuilt
 from jaxmp.program.equations import Bodies, bodies_of, opened
-from jaxmp.program.invariants import same_in_turns
+from jaxmp.program.invariants import SAME_FOR_EXAMPLES
 from jaxmp.sharding.weight_readers import has_one_reader
 from jaxmp.sharding.weights import RewrittenValue, Use, as_value, results_as_arrays, weight_of
 from jaxmp.sharding.whole_weights import read_whole
@@ -64,7 +64,7 @@ class EnteredBodies:
         self._index, self._operands = operands[:indices], operands[indices:]
         self._carry = range(bodies.start, bodies.start + bodies.carry)
         are_common = [is_common for _, is_common in self._operands]
-        self._are_common = same_in_turns(bodies, are_common) if self._is_scan else are_common
+        self._are_common = SAME_FOR_EXAMPLES.inputs(bodies, are_common)[0] if self._is_scan else are_common
         self._uses = {n: value for n, (value, _) in enumerate(self._operands) if isinstance(value, Use)}
         self._any_use = next(iter(self._uses.values()), None)
         self._gathers = {n: self._place_of_gather(n, use) for n, use in self._uses.items()}

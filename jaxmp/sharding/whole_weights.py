@@ -15,7 +15,7 @@ from jaxmp._internals.jax.sources import user_source_of
 from jaxmp.base.dtypes import at_least_float32, is_half
 from jaxmp.base.trees import is_float_array
 from jaxmp.program.bodies import bind_equation
-from jaxmp.program.invariants import same_results
+from jaxmp.program.invariants import SAME_FOR_EXAMPLES
 from jaxmp.program.primitives import BROADCAST, COMBINES, PRODUCTS, Class, Trait, classify, with_trait
 from jaxmp.program.walk import equations, jaxprs_in
 from jaxmp.sharding.weight_products import computed_wide, may_be_wide
@@ -47,7 +47,7 @@ def computed_whole(
       ValueError: the equation would sum the gradient of a weight in half.
     """
     name, (_, first_use) = eqn.primitive.name, uses[0]
-    are_common = same_results(eqn, [is_common for _, is_common in operands])
+    are_common = SAME_FOR_EXAMPLES.results(eqn, [is_common for _, is_common in operands])
     is_wide = _is_widened(eqn, all(are_common))
     sums_cotangents = not is_wide and name not in _ACCUMULATES and classify(name) in _SUMS
     arrays = [value for value, _ in operands]

@@ -24,7 +24,7 @@ from jaxmp.inspect.compiled import hlo
 from jaxmp.inspect.memory_kinds import Leaf
 from jaxmp.inspect.program.evidence import Audited
 from jaxmp.inspect.program.findings import findings
-from jaxmp.inspect.program.reading_values import values_of
+from jaxmp.program.reading import read_program
 
 pytestmark = pytest.mark.once
 
@@ -245,15 +245,15 @@ def test_the_dtype_that_ran_is_read_from_the_compiled_program() -> None:
     report = audit(fun)(shape(8, 8), shape(8, 8))
     assert [product.ran for product in report.products] == ["float32"]
     # A product that is written in bfloat16, but that a GPU's library runs in float32.
-    values = values_of(jax.make_jaxpr(fun)(*[jnp.ones((8, 8), BF16)] * 2))
-    (value,) = (value for value in values.all if value.name == "dot_general")
+    values = read_program(jax.make_jaxpr(fun)(*[jnp.ones((8, 8), BF16)] * 2))
+    (value,) = (value for value in values.values if value.name == "dot_general")
     program = hlo.HloProgram("""HloModule m
 
 ENTRY %main (x: f32[8,8]) -> f32[8,8] {
   %x = f32[8,8]{1,0} parameter(0)
   ROOT %y = (f32[8,8]{1,0}, s8[4]) custom-call(%x, %x), custom_call_target="__cublas$gemm", metadata={op_name="jit(f)/loop/while/body/dot_general"}
 }""")  # noqa: E501
-    assert dtypes_that_ran(program, values.all) == {value: "float32"}
+    assert dtypes_that_ran(program, values.values) == {value: "float32"}
     assert not CastsInLoops(program)(value)
     product = dataclasses.replace(report.products[0], operands=("bfloat16", "bfloat16"))
     for on_cpu, kinds in ((False, ["compiled-otherwise"]), (True, [])):

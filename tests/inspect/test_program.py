@@ -12,8 +12,9 @@ from linen_zoo import numbers
 
 import jaxmp
 from jaxmp.inspect.program.borders import returned
-from jaxmp.inspect.program.equation_places import equation_places, is_whole_with_rules, program_of
 from jaxmp.inspect.program.recorded_evaluation import evaluate_and_record
+from jaxmp.inspect.program.tracing import program_of
+from jaxmp.program.reading import is_whole_with_rules, read_program
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")  # Flax's norms need it
 X = np.random.default_rng(0).normal(size=(2, 4)).astype(np.float32)
@@ -80,7 +81,7 @@ def test_a_module_returns_what_it_hands_out_call_by_call_and_statistics_are_no_r
 def test_products_have_path_phase_turns_and_the_users_line(net):
     loss, variables = net
     jaxpr, *_ = program_of(jax.value_and_grad(loss, has_aux=True), variables["params"])
-    products = [place for place in equation_places(jaxpr) if place.eqn.primitive.name == "dot_general"]
+    products = [place for place in read_program(jaxpr).equations.values() if place.eqn.primitive.name == "dot_general"]
     # JAX does not know the caller of a Checkpoint module.
     known = [place for place in products if "Checkpoint" not in place.path]
     assert {place.source.partition(":")[0] for place in known} == {"test_program.py"}
@@ -92,7 +93,8 @@ def test_products_have_path_phase_turns_and_the_users_line(net):
     # Each has two products, but the first layer's input has no gradient. Recomputed products may be added.
     assert {place.path for place in backward} == {place.path for place in forward}
     assert {place.count for place in products if "blocks" in place.path} == {3}
-    assert [place.key for place in equation_places(jaxpr)] == sorted(place.key for place in equation_places(jaxpr))
+    keys = list(read_program(jaxpr).equations)
+    assert keys == sorted(keys)
 
 
 def test_a_train_step_has_an_update_after_its_backward_pass(net):
@@ -102,7 +104,7 @@ def test_a_train_step_has_an_update_after_its_backward_pass(net):
         params=variables["params"], tx=tx, model_state={"batch_stats": variables["batch_stats"]}
     )
     step = jaxmp.make_train_step(lambda params, model_state, batch, rng: loss(params))
-    places = equation_places(program_of(step, state, X)[0])
+    places = read_program(program_of(step, state, X)[0]).equations.values()
     phases = {place.eqn.primitive.name: place.phase for place in places}
     assert phases["sqrt"] == "update"  # Adam's
     assert {place.phase for place in places if place.path} == {"forward", "backward"}
@@ -119,7 +121,7 @@ def test_an_evaluated_program_computes_what_it_did_and_records_every_operation(n
     )
     evaluated = jax.tree.unflatten(tree, results)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-2, atol=1e-3), evaluated, jax.jit(fun)(params))
-    by_key = {place.key: place for place in equation_places(jaxpr)}
+    by_key = read_program(jaxpr).equations
     for key, magnitudes in records.items():
         for magnitude in magnitudes:
             assert magnitude.shape == by_key[key].turns
@@ -135,7 +137,7 @@ def test_an_evaluated_program_computes_what_it_did_and_records_every_operation(n
 def test_a_sink_reaches_each_turn_and_its_gradient_is_the_cotangent(net):
     loss, variables = net
     jaxpr, consts, _ = program_of(loss, variables["params"])
-    leaves, by_key = jax.tree.leaves(variables["params"]), {place.key: place for place in equation_places(jaxpr)}
+    leaves, by_key = jax.tree.leaves(variables["params"]), read_program(jaxpr).equations
     values = returned(jaxpr, [True] + [False] * (len(jaxpr.outvars) - 1))
     zero_sinks = {
         value.key: jnp.zeros((*value.turns, *by_key[value.key].eqn.outvars[value.position].aval.shape))
@@ -164,7 +166,7 @@ def test_a_branch_that_was_not_taken_records_zeros_and_a_while_loop_is_one_opera
     results, records = jax.jit(lambda x: evaluate_and_record(jaxpr, consts, [x], Largest()))(x)
     np.testing.assert_allclose(results[0], jax.jit(fun)(x), rtol=1e-6)
     named = {}
-    for place in equation_places(jaxpr):
+    for place in read_program(jaxpr).equations.values():
         if place.key in records:
             named.setdefault(place.eqn.primitive.name, []).append(float(records[place.key][0]))
     value = float(x[0])

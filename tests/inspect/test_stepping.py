@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxmp.inspect import first_nonfinite
 from jaxmp.inspect.program import stepping
-from jaxmp.inspect.program.equation_places import program_of
+from jaxmp.inspect.program.tracing import program_of
 
 
 def stepped(fun, *args):

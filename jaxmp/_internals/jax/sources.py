@@ -28,10 +28,15 @@ def scopes_and_transforms(eqn: Any) -> tuple[Names, tuple[str, ...]]:
     A transformation is, for example, ``"jvp"``. If code is recomputed under checkpoint, JAX lists its scopes again
     inside of the transpose. This function returns each scope once.
     """
+    return _scopes_and_transforms(eqn.source_info.name_stack)
+
+
+@functools.lru_cache(maxsize=4096)
+def _scopes_and_transforms(stack: Any) -> tuple[Names, tuple[str, ...]]:
     names: Names = ()
     part: list[str] = []
     transforms = []
-    for entry in (*eqn.source_info.name_stack.stack, None):
+    for entry in (*stack.stack, None):
         if isinstance(entry, source_info_util.Scope):
             part += entry.name.split("/")
             continue

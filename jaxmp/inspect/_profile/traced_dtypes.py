@@ -13,8 +13,8 @@ from typing import Any
 from jaxmp.inspect._profile import kinds
 from jaxmp.inspect._profile.kernel_rows import ProfileRow
 from jaxmp.inspect.program.products import multiplied, widest
-from jaxmp.inspect.program.reading_values import values_of
 from jaxmp.program.primitives import PRODUCTS
+from jaxmp.program.reading import read_program
 
 _PathAndPass = tuple[str, bool]
 """The path of a product, and whether it is in the backward pass."""
@@ -51,7 +51,7 @@ def _is_below(path: str, scope: str) -> bool:
 
 def _traced_dtypes(trace: Any) -> dict[_PathAndPass, set[str]]:
     dtypes: dict[_PathAndPass, set[str]] = {}
-    for value in values_of(getattr(trace, "traced", trace).jaxpr).all:  # nnx.jit wraps the trace of jax.jit
+    for value in read_program(getattr(trace, "traced", trace).jaxpr).values:  # nnx.jit wraps the trace of jax.jit
         if value.name in PRODUCTS:
             key = value.at.path, value.at.phase == "backward"
             operands = [multiplied(operand) for operand in value.inputs[:2]]

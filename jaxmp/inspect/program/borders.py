@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from jaxmp._internals.jax.sources import Names
-from jaxmp.inspect.program.equation_places import EquationPlace, Key, enters_scope, is_whole_with_rules, paths_left
-from jaxmp.inspect.program.reading_values import values_of
-from jaxmp.inspect.program.values import Value, leading_to
+from jaxmp.program.reading import is_whole_with_rules, read_program
+from jaxmp.program.scopes import enters_scope, paths_left
+from jaxmp.program.values import Equation, Key, Value, leading_to
 
 
 class AtBorder(NamedTuple):
@@ -37,7 +37,7 @@ def returned(jaxpr: Any, roots: Sequence[bool] | None = None) -> list[AtBorder]:
     The values are in program order. ``jit`` and ``checkpoint`` are not scopes: a value in their body has the key of the
     equation in the body. The result of a loop or a conditional has the key of the loop or the conditional. Values
     inside an equation that counts as one operation are left out, such as values in a while loop
-    (:func:`jaxmp.inspect.program.equation_places.is_whole_with_rules`).
+    (:func:`jaxmp.program.reading.is_whole_with_rules`).
 
     Args:
       jaxpr: an open jaxpr.
@@ -65,7 +65,7 @@ def passed_in(jaxpr: Any, roots: Sequence[bool] | None = None) -> list[AtBorder]
     return values
 
 
-def _scan_lengths(place: EquationPlace) -> tuple[int, ...]:
+def _scan_lengths(place: Equation) -> tuple[int, ...]:
     """Return the number of iterations of each scan around an equation.
 
     The outermost scan comes first.
@@ -73,13 +73,13 @@ def _scan_lengths(place: EquationPlace) -> tuple[int, ...]:
     return tuple(turn for turn in place.turns if turn is not None)
 
 
-def _read_floats(jaxpr: Any, roots: Sequence[bool] | None) -> Iterator[tuple[EquationPlace, int, list[Names]]]:
+def _read_floats(jaxpr: Any, roots: Sequence[bool] | None) -> Iterator[tuple[Equation, int, list[Names]]]:
     """Yield the floating values that affect the results that ``roots`` marks.
 
     The values are in program order. Each item is the equation of a value, the value's position among the equation's
     results, and the scopes of the equations that read the value.
     """
-    values = values_of(jaxpr, [None] * len(jaxpr.constvars), is_whole_with_rules)
+    values = read_program(jaxpr, is_whole=is_whole_with_rules)
     ends = [value for n, value in enumerate(values.results) if roots is None or roots[n]]
     readers = collections.defaultdict[Value, list[Names]](list)
     for value in ends:
@@ -87,10 +87,10 @@ def _read_floats(jaxpr: Any, roots: Sequence[bool] | None) -> Iterator[tuple[Equ
     sources = leading_to(ends)
     for value in sources:
         for _, operand, _ in value.reads:
-            readers[operand].append(values.places[value.key].names)
+            readers[operand].append(values.equations[value.key].names)
     for value in sorted(sources, key=_position):
         if value.is_computed and value.is_float:
-            yield values.places[value.key], value.position, readers[value]
+            yield values.equations[value.key], value.position, readers[value]
 
 
 def _position(value: Value) -> tuple[Key, int]:

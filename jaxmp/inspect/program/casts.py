@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from jaxmp.engine.marks import DECIDED, WIDE_SUMS
 from jaxmp.inspect.program.evidence import Audited, Fault, Faults
-from jaxmp.inspect.program.values import JOIN, TURN, Value, constant, origins
+from jaxmp.program.values import TURN, Value, constant, origins
 
 
 def round_trips(audited: Audited) -> Faults:
@@ -18,7 +18,7 @@ def round_trips(audited: Audited) -> Faults:
     """
     forward_casts = {
         (value.at.path, value.at.source, value.inputs[0].dtype, value.dtype)
-        for value in audited.values.all
+        for value in audited.values.values
         if value.is_cast and value.at.phase != "backward"
     }
 
@@ -27,7 +27,7 @@ def round_trips(audited: Audited) -> Faults:
         derived = place.path, place.source, cast.dtype, cast.inputs[0].dtype
         return place.phase == "backward" and derived in forward_casts
 
-    for value in audited.values.all:
+    for value in audited.values.values:
         if not _narrows(value):
             continue
         widened = _casts_to_wider(value)
@@ -57,7 +57,7 @@ def _casts_to_wider(narrowed: Value) -> list[Value]:
     """
 
     def goes_on(value: Value) -> bool:
-        return value.is_move or value.name == JOIN
+        return value.is_move or value.is_join
 
     computed = [origin for origin in origins(narrowed.inputs[0], goes_on) if constant(origin) is None]
     for origin in computed:
@@ -75,7 +75,7 @@ def _joins_modules(narrowed: Value, widened: list[Value]) -> bool:
         return False
 
     def is_join(value: Value) -> bool:
-        return value.name == JOIN
+        return value.is_join
 
     carried = set(origins(narrowed.inputs[0], is_join))
     return all(cast in carried and cast.at.path != narrowed.at.path for cast in widened)
@@ -89,7 +89,7 @@ def casts_in_loops(audited: Audited) -> Faults:
     """
     if audited.repeated is None:
         return
-    for value in audited.values.all:
+    for value in audited.values.values:
         if not (value.is_cast and value.loops and value.shape and value.is_float and value.inputs[0].is_float):
             continue
         before = value.inputs[0].dtype
@@ -110,7 +110,7 @@ def _is_invariant(value: Value) -> bool:
         return any(not operand.is_float and loop in operand.loops for operand in move.inputs)
 
     def goes_on(origin: Value) -> bool:
-        is_move = origin.is_move and origin.name not in (TURN, JOIN)
+        is_move = origin.is_move and origin.name != TURN and not origin.is_join
         return is_move and loop in origin.loops and not picks_anew(origin)
 
     for origin in origins(value.inputs[0], goes_on):

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxmp.inspect.program.evidence import EXACT, Audited, Fault, Faults, rounded_to
-from jaxmp.inspect.program.values import Value, constant, is_move_or_cast, is_zero, origins
 from jaxmp.program.primitives import BOUNDS, EXTREMES, SINGULAR, Trait, with_trait
+from jaxmp.program.values import Value, constant, is_move_or_cast, is_zero, origins
 
 _POWERS = with_trait(Trait.POWER)  # most of them have no pole, because their exponents are at least 1
 _POLES = {name: position for name, position in SINGULAR.items() if name not in _POWERS}
@@ -31,7 +31,7 @@ def vanishing_constants(audited: Audited) -> Faults:
         if np.all((numbers > 0.5) & (numbers < 1) & (rounded == 1)):
             smaller = "use a smaller constant, or compute this in float32"
             yield Fault(value.at, _loss_of_constant(value, numbers, "1"), smaller)
-    for value in audited.values.all:
+    for value in audited.values.values:
         if value.name not in _POLES:
             continue
         for source in origins(value.inputs[_POLES[value.name]], is_move_or_cast):
@@ -55,7 +55,7 @@ def inexact_integers(audited: Audited) -> Faults:
 
     The integers come from an iota, or from a constant array of integers.
     """
-    for value in audited.values.all:
+    for value in audited.values.values:
         if not value.is_half:
             continue
         largest, exact = _largest_integer(value), EXACT[value.dtype.name]
@@ -88,7 +88,7 @@ def _largest_integer(value: Value) -> int:
 
 def _cast_constants(audited: Audited) -> Iterator[tuple[Value, NDArray[np.float64], NDArray[np.float64]]]:
     """Yield casts of constants to half, with the numbers before and after the cast."""
-    for value in audited.values.all:
+    for value in audited.values.values:
         if not (value.is_half and value.is_cast) or value.inputs[0].is_half:
             continue
         source = value.inputs[0]

@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxmp.inspect.memory_kinds import Leaf
-from jaxmp.inspect.program.equation_places import EquationPlace
-from jaxmp.inspect.program.values import Value, Values
 from jaxmp.inspect.traffic import Collective
+from jaxmp.program.values import Equation, Program, Value
 
 EXACT = {"float16": 2**11, "bfloat16": 2**8}
 """The largest integer up to which float16 or bfloat16 represents all integers."""
@@ -29,7 +28,7 @@ class Fault(NamedTuple):
       remedy: a sentence with the remedy.
     """
 
-    where: EquationPlace | tuple[str, str]
+    where: Equation | tuple[str, str]
     what: str
     remedy: str
 
@@ -79,7 +78,7 @@ class Audited:
       sent: the collective operations over the mesh axes that split the batch; empty if the program was not compiled.
     """
 
-    values: Values
+    values: Program
     products: list[tuple[Value, Any]]
     arguments: Sequence[Leaf]
     weight: Callable[[Value], int]

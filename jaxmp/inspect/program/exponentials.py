@@ -9,8 +9,8 @@ from __future__ import annotations
 from jaxmp.engine.paths import OFFSETS
 from jaxmp.inspect.program.evidence import Audited, Fault, Faults
 from jaxmp.inspect.program.sums import terms
-from jaxmp.inspect.program.values import Value, is_move_or_cast, origins
 from jaxmp.program.primitives import Trait, with_trait
+from jaxmp.program.values import Value, is_move_or_cast, origins
 
 _EXPONENTIAL = with_trait(Trait.GROWS, Trait.LOGARITHM)
 _ROOTS = with_trait(Trait.SQUARE_ROOT)
@@ -21,10 +21,10 @@ _OF_VARIANCE = OFFSETS | {"abs"}
 def half_exponentials(audited: Audited) -> Faults:
     """Find half exponentials and logarithms, and half variances of norm layers."""
     error_functions = set[tuple[str, str]]()
-    for value in audited.values.all:
+    for value in audited.values.values:
         if value.place and value.name.startswith("erf"):  # erf, erfc
             error_functions.add((value.place.path, value.place.source))
-    for value in audited.values.all:
+    for value in audited.values.values:
         place = value.place
         if place is None:
             continue

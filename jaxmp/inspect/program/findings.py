@@ -8,13 +8,13 @@ from collections.abc import Callable
 from jaxmp.inspect.program.casts import casts_in_loops, round_trips
 from jaxmp.inspect.program.collectives import activation_gathers, float32_gathers, gradient_all_reduces
 from jaxmp.inspect.program.constants import inexact_integers, overflowing_constants, vanishing_constants
-from jaxmp.inspect.program.equation_places import EquationPlace
 from jaxmp.inspect.program.evidence import Audited, Faults
 from jaxmp.inspect.program.exponentials import half_exponentials
 from jaxmp.inspect.program.loss_findings import half_losses, unscaled_float16
 from jaxmp.inspect.program.products import compiled_otherwise, float32_products, mixed_products, unaligned_products
 from jaxmp.inspect.program.state_dtypes import half_optimizer_state, half_params, half_statistics, strong_float64
 from jaxmp.inspect.program.sums import half_sums
+from jaxmp.program.values import Equation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +73,6 @@ def findings(audited: Audited) -> tuple[Finding, ...]:
     unique: dict[tuple[str, str, str], Finding] = {}
     for kind, find in FINDERS.items():
         for where, what, remedy in find(audited):
-            path, source = (where.path, where.source) if isinstance(where, EquationPlace) else where
+            path, source = (where.path, where.source) if isinstance(where, Equation) else where
             unique.setdefault((kind, path, source), Finding(kind, path, source, what, remedy))
     return tuple(unique.values())

@@ -7,16 +7,15 @@ multiplies the loss by a loss scale, the backward pass multiplies this 1 by the 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from jaxmp._internals.jax.sources import scopes_and_transforms
 from jaxmp.engine.paths import SCALES
 from jaxmp.inspect.program.evidence import Audited, Fault, Faults
-from jaxmp.inspect.program.values import Value, computed_at, constant, leading_to, made_of
 from jaxmp.program.primitives import Trait, with_trait
+from jaxmp.program.values import Value, computed_at, constant, depending_on, leading_to
 
 _SCALING = SCALES | with_trait(Trait.CASTS, Trait.PERMUTES, Trait.REPEATS)
-_SEED, _SCALED = 1, 2
 """The two bits of a mark.
 
 The first bit means that the value depends on the cotangent of the loss. The second bit means that the value depends on
@@ -48,7 +47,7 @@ def _differentiated_scalars(audited: Audited) -> Iterator[Value]:
     for seed in _seeds(audited):
         if not any(operand.shape for operand in seed.inputs):
             starts.add((seed.at.path, seed.at.source))
-    for value in audited.values.all:
+    for value in audited.values.values:
         place = value.place
         if place is None or place.phase != "forward" or (place.path, place.source) not in starts:
             continue
@@ -68,8 +67,7 @@ def unscaled_float16(audited: Audited) -> Faults:
         value for value, product in audited.products if product.phase == "backward" and "float16" in product.operands
     ]
     if products and audited.is_loss_scaled is None:
-        marks = _marks_of_scaling(audited)
-        products = [value for value in products if marks[value] == _SEED]
+        products = _unscaled(products, audited)
     if products:
         what = f"{len(products)} products of the backward pass in float16 and no loss scale: small gradients become 0"
         yield Fault(
@@ -80,22 +78,18 @@ def unscaled_float16(audited: Audited) -> Faults:
         )
 
 
-def _marks_of_scaling(audited: Audited) -> dict[Value, int]:
-    """Mark the values that depend on the scaled or unscaled cotangent of a loss."""
-    marks = {}
-    for seed in _seeds(audited):
-        marks[seed] = _SEED | _SCALED if _is_loss_scale(seed, audited) else _SEED
-
-    def mark(value: Value) -> int:
-        return marks.get(value, 0)
-
-    return made_of(audited.values, mark)
+def _unscaled(products: Sequence[Value], audited: Audited) -> list[Value]:
+    """Return the products that depend on the cotangent of a loss, but not on a scaled one."""
+    seeds = _seeds(audited)
+    of_seeds = depending_on(seeds, audited.values.values)
+    scaled = depending_on([seed for seed in seeds if _is_loss_scale(seed, audited)], audited.values.values)
+    return [product for product in products if product in of_seeds and product not in scaled]
 
 
 def _seeds(audited: Audited) -> list[Value]:
     """Return the first values of the backward pass: multiples of the cotangent 1."""
     seeds: dict[Value, None] = {}
-    for value in audited.values.all:
+    for value in audited.values.values:
         if value.place is None or value.place.phase != "backward" or value.name not in _SCALING:
             continue
         floats = [operand for operand in value.inputs if operand.is_float]

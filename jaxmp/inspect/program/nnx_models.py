@@ -15,9 +15,9 @@ from flax import nnx
 
 from jaxmp._internals.flax.nnx import is_pytree_class
 from jaxmp._internals.flax.nnx_variables import is_module as is_module
-from jaxmp.inspect.program.equation_places import CALL_SCOPE
 from jaxmp.nnx.run import decision_of
 from jaxmp.policy.patterns import Path
+from jaxmp.program.scopes import CALL_SCOPE
 
 _caller: ContextVar[Path] = ContextVar("jaxmp_inspect_caller", default=())
 _number = itertools.count()

@@ -12,10 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmp.engine.marks import region_of
-from jaxmp.inspect.program.equation_places import EquationPlace
 from jaxmp.inspect.program.evidence import Audited, Fault, Faults
-from jaxmp.inspect.program.values import Value
 from jaxmp.inspect.program.weight_operands import unaligned
+from jaxmp.program.values import Equation, Value
 
 _FLOAT32_LEVELS = frozenset({"float32", "tensorfloat32"})
 
@@ -123,7 +122,7 @@ def widest(dtypes: Iterable[str]) -> str:
     return max(dtypes, key=lambda name: np.dtype(name).itemsize)
 
 
-def _asks_for_float32(place: EquationPlace) -> bool:
+def _asks_for_float32(place: Equation) -> bool:
     """Return whether the author asked for a float32 product."""
     precision = place.eqn.params.get("precision")
     parts = precision if isinstance(precision, tuple) else (precision,)
@@ -131,7 +130,7 @@ def _asks_for_float32(place: EquationPlace) -> bool:
     return not is_default or region_of(place.names).level in _FLOAT32_LEVELS
 
 
-def _half_of(audited: Audited, place: EquationPlace) -> str | None:
+def _half_of(audited: Audited, place: Equation) -> str | None:
     """Return the half compute dtype of the policy at an equation, or None.
 
     The result is None if there is no policy, if the policy computes in float32, or if one of several matching policies

@@ -16,11 +16,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxmp._internals.jax.rebind import in_place_of
-from jaxmp.inspect.program.equation_places import Key, is_whole_with_rules
 from jaxmp.inspect.taps import Taps
 from jaxmp.program import equations
 from jaxmp.program.bodies import UNCHANGED_RULES, bind_equation, rebuilt
 from jaxmp.program.equations import Bodies, bodies_of, is_literal
+from jaxmp.program.reading import is_whole_with_rules
+from jaxmp.program.values import Key
 from jaxmp.program.walk import interpreted
 
 Records = dict[Key, Any]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from jaxmp.inspect.program.evidence import Audited, Fault, Faults
-from jaxmp.inspect.program.values import Value, computed_at
+from jaxmp.program.values import Value, computed_at
 
 
 def half_params(audited: Audited) -> Faults:
@@ -52,7 +52,7 @@ def strong_float64(audited: Audited) -> Faults:
     """
     if not audited.has_half_products:
         return
-    for value in audited.values.all:
+    for value in audited.values.values:
         if not _enters_float64(value) or (value.place and value.place.phase == "backward"):
             continue
         yield Fault(

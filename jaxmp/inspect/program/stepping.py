@@ -23,17 +23,18 @@ from jax.sharding import Mesh, NamedSharding
 from jaxmp._internals.jax.rebind import in_place_of
 from jaxmp.base.trees import zero_if_finite
 from jaxmp.inspect.program.calls import AS_WRITTEN, is_inexact
-from jaxmp.inspect.program.equation_places import Key, is_whole
 from jaxmp.inspect.program.targets import mesh_of
 from jaxmp.program.bodies import bind_equation
 from jaxmp.program.equations import Bodies, bodies_of, is_literal, opened
+from jaxmp.program.reading import is_whole
+from jaxmp.program.values import Key
 
 
 class Moment(NamedTuple):
     """An equation and the time at which it runs.
 
     Attributes:
-      key: the position of the equation, as in :class:`jaxmp.inspect.program.equation_places.EquationPlace`.
+      key: the position of the equation, as in :class:`jaxmp.program.values.Equation`.
       turns: the iteration of each scan around the equation, as an index into the inputs of the scan, outermost first.
       while_turn: the iteration of the innermost while loop around the equation; -1 outside of while loops.
     """

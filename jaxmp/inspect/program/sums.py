@@ -10,10 +10,10 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from jaxmp.inspect.program.equation_places import turns_of
 from jaxmp.inspect.program.evidence import EXACT, Audited, Fault, Faults
-from jaxmp.inspect.program.values import JOIN, TURN, TURNS, Value, Values, is_move_or_cast, is_zero, leading_to
 from jaxmp.program.primitives import COMBINATIONS, SUMS, Trait, with_trait
+from jaxmp.program.reading import turns_of
+from jaxmp.program.values import CARRY, LAST_CARRY, TURN, TURNS, Program, Value, is_move_or_cast, is_zero, leading_to
 
 _WRITES = with_trait(Trait.SCATTERS) | {"dynamic_update_slice"}
 _SCATTERS = frozenset(name for name in _WRITES if COMBINATIONS.get(name) == "add")
@@ -24,9 +24,9 @@ _CARRIED = "carry the sum in float32; if it is the gradient of a loop-invariant 
 def half_sums(audited: Audited) -> Faults:
     """Find half sums that one operation computes, or that a loop carries."""
     operands = set(audited.values.results)
-    for value in audited.values.all:
+    for value in audited.values.values:
         operands.update(value.inputs)
-    for value in audited.values.all:
+    for value in audited.values.values:
         if not value.is_half or not value.place or value not in operands:
             continue  # nothing reads some sums, such as the count of ties in the derivative of a maximum
         count, dtype = terms(value), value.dtype.name
@@ -75,7 +75,7 @@ _Sums = Mapping[Value, _Sum]
 """A value as the sum of a carry and terms, for each carry from which it is computed."""
 
 
-def carried_sums(values: Values) -> Iterator[tuple[Value, int, str]]:
+def carried_sums(values: Program) -> Iterator[tuple[Value, int, str]]:
     """Yield the sums that loops carry in half.
 
     Each item has the last addition, the number of terms and the dtype. For nested loops, the numbers of iterations are
@@ -87,13 +87,13 @@ def carried_sums(values: Values) -> Iterator[tuple[Value, int, str]]:
     carries: dict[tuple[int, ...], list[Value]] = {}
     compensated = set[Value]()
     live = leading_to(values.results)
-    for value in values.all:
+    for value in values.values:
         sums = _sums_of(value, sums_of, compensated) if value.is_float else {}
-        if value.name == JOIN and value.position < 0:
+        if value.name == CARRY:
             carries.setdefault(value.key, []).append(value)
             sums = {**sums, value: _Sum()}
-        elif value.name in (JOIN, TURNS) and value.key in carries:  # the result of a loop
-            (turns,) = turns_of(values.places[value.key].eqn)
+        elif value.name in (LAST_CARRY, TURNS) and value.key in carries:  # the result of a loop
+            (turns,) = turns_of(values.equations[value.key].eqn)
             of_loop = carries[value.key]
             carry = of_loop[value.position] if value.position < len(of_loop) else None
             in_turn = sums.get(carry) if carry else None
@@ -119,7 +119,7 @@ def _sums_of(value: Value, sums_of: Mapping[Value, _Sums], compensated: set[Valu
     If the value subtracts a carry from a sum that contains the carry, the carry is added to ``compensated``.
     """
     parts = [sums_of.get(operand, {}) for operand in value.inputs]
-    if is_move_or_cast(value) or value.name in (JOIN, TURN, TURNS):
+    if is_move_or_cast(value) or value.is_join or value.name in (TURN, TURNS):
         return _with_most_terms(parts)
     if value.name in _SCATTERS:
         return _plus(parts[0], value, 1 if parts[0] and not _is_elsewhere(value) else 0)

@@ -6,10 +6,10 @@ import math
 from collections.abc import Callable, Sequence
 
 from jaxmp.inspect.memory_kinds import Leaf
-from jaxmp.inspect.program.values import Value, Values, made_of
+from jaxmp.program.values import Program, Value, depending_on
 
 
-def weights_in(values: Values, arguments: Sequence[Leaf]) -> Callable[[Value], int]:
+def weights_in(values: Program, arguments: Sequence[Leaf]) -> Callable[[Value], int]:
     """Return a function that says which operand of a product is its weight, 0 or 1.
 
     The weight is the operand that does not depend on data. If this is true of both operands or of neither, the second
@@ -20,15 +20,15 @@ def weights_in(values: Values, arguments: Sequence[Leaf]) -> Callable[[Value], i
       arguments: the arrays among the arguments, with their kinds.
     """
 
-    def is_data(value: Value) -> int:
-        if value.name != "argument" or not value.shape or value.dtype == "V":  # scalars and random keys are not data
-            return 0
-        return int(arguments[value.position].kind not in ("params", "optimizer", "model_state"))
+    def is_data(argument: Value) -> bool:
+        if not argument.shape or argument.dtype == "V":  # scalars and random keys are not data
+            return False
+        return arguments[argument.position].kind not in ("params", "optimizer", "model_state")
 
-    depends_on_data = made_of(values, is_data)
+    of_data = depending_on(filter(is_data, values.arguments), values.values)
 
     def weight(product: Value) -> int:
-        left, right = (depends_on_data.get(operand, 0) for operand in product.inputs[:2])
+        left, right = (operand in of_data for operand in product.inputs[:2])
         return 0 if right and not left else 1
 
     return weight

@@ -1,4 +1,4 @@
-"""The values of a program, each with its operation and its operands.
+"""The values and equations of a program, each with its operands.
 
 The values in the bodies of loops, conditionals and calls are included. A ``Value`` in a loop body represents
 all iterations. So each operand comes with a map that tells which iterations of the operand are read.
@@ -6,19 +6,25 @@ all iterations. So each operand comes with a map that tells which iterations of 
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmp.inspect.program.equation_places import EquationPlace, Key
-from jaxmp.program.equations import elements_of
-from jaxmp.program.primitives import COMBINES, PICKS, Trait, with_trait
+from jaxmp._internals.jax.sources import Names, user_source_of
+from jaxmp.program.equations import Bodies, elements_of
+from jaxmp.program.primitives import CAST, COMBINES, PICKS, Trait, with_trait
+from jaxmp.program.scopes import path_in
+from jaxmp.program.walk import walk
 
+Key = tuple[int, ...]
+"""The position of an equation in a program. For example, ``(2, 0, 3)`` is equation 3 in body 0 of equation 2."""
 Turns = tuple[int, ...]
 """The iteration of each scan around a value, as an index into the scan's inputs, outermost first.
 
@@ -29,10 +35,106 @@ TurnMap = Callable[[Turns], list[Turns]]
 Read = tuple[int, "Value", TurnMap]
 """An operand of a value: a number (see ``Value.reads``), the operand, and the map of iterations."""
 # The names of values that no primitive computes. The attribute `name` of `Value` explains them.
-TURN, TURNS, JOIN, LOOP_CONSTANT = "turn", "turns", "join", "loop constant"
+ARGUMENT, CONSTANT, LOOP_CONSTANT = "argument", "constant", "loop constant"
+TURN, TURNS = "turn", "turns"
+CARRY, LAST_CARRY, BRANCHES = "carry", "last carry", "branches"
+JOINS = frozenset({CARRY, LAST_CARRY, BRANCHES})
+"""Names of values that are one of several values."""
 _SORTS = with_trait(Trait.SORTS)
 MOVES = PICKS | COMBINES | with_trait(Trait.EXTREME, Trait.POOLS) | _SORTS | {TURN, TURNS}
 """Moves: operations whose results contain only elements of the operands; for ``top_k``, only the first result."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Equation:
+    """An equation and its place in the program.
+
+    Attributes:
+      key: the position of the equation; keys sort in program order.
+      eqn: the equation of the jaxpr.
+      names: the scopes around the equation, including jaxmp's own scopes (``"jaxmp.…"``).
+      phase: ``"forward"``, ``"backward"`` (transposed by ``jax.grad``, or recomputed for the transpose) or ``"update"``
+        (computed from gradients).
+      turns: the number of iterations of each loop around the equation, outermost first; None for a while loop, whose
+        number of iterations is unknown before the run.
+      bodies: the bodies of the equation; None for a single operation.
+      around: the equation around this equation, or None.
+      operands: the operands.
+      results: the results.
+      inside: the bodies, with their values. Empty for an equation that counts as one operation.
+    """
+
+    key: Key
+    eqn: Any
+    names: Names
+    phase: str
+    turns: tuple[int | None, ...]
+    bodies: Bodies | None
+    around: Equation | None
+    operands: Sequence[Value]
+    results: list[Value] = dataclasses.field(default_factory=list)
+    inside: list[Body] = dataclasses.field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """Return the name of the primitive."""
+        return str(self.eqn.primitive.name)
+
+    @property
+    def path(self) -> str:
+        """Return the names of modules and scopes around the equation, joined by ``/``."""
+        return path_in(self.names)
+
+    @property
+    def count(self) -> int | None:
+        """Return how often the equation runs; None inside a while loop."""
+        turns = [turn for turn in self.turns if turn is not None]
+        return math.prod(turns) if len(turns) == len(self.turns) else None
+
+    @property
+    def is_loop(self) -> bool:
+        """Return whether the equation is a loop whose body is read."""
+        return bool(self.inside) and self.bodies is not None and self.bodies.is_loop
+
+    @property
+    def carries(self) -> Sequence[Value]:
+        """Return the carries that a loop's body reads; empty for other equations.
+
+        A carry that no iteration changes is a loop constant.
+        """
+        if self.bodies is None or not self.is_loop:
+            return ()
+        first = self.bodies.start - self.bodies.consts
+        return self.inside[-1].inputs[first : first + self.bodies.carry]
+
+    @functools.cached_property
+    def source(self) -> str:
+        """Return the user's file and line, such as ``"package/module.py:12"``.
+
+        If JAX does not know this line, the source is the line of the equation around this equation. The source is empty
+        if that line is unknown too.
+        """
+        return user_source_of(self.eqn) or (self.around.source if self.around else "")
+
+
+class Body(NamedTuple):
+    """A jaxpr and its values.
+
+    Attributes:
+      jaxpr: an open jaxpr.
+      consts: the constants of the jaxpr.
+      constants: their values.
+      inputs: the values of the arguments.
+      equations: the equations.
+      results: the values of the results.
+    """
+
+    jaxpr: Any
+    consts: Sequence[Any]
+    constants: Sequence[Value]
+    inputs: Sequence[Value]
+    equations: Sequence[Equation]
+    results: Sequence[Value]
 
 
 class Scan(NamedTuple):
@@ -55,14 +157,17 @@ class Value:
 
     Attributes:
       aval: its shape and dtype.
-      name: the primitive, ``"argument"``, ``"constant"``, or one of these names: ``TURN`` is the element of a scanned
-        array that one iteration reads. ``TURNS`` is the array that all iterations stack. ``JOIN`` is one of several
-        values: a carry in a loop, the last carry, or the result of a conditional. ``LOOP_CONSTANT`` is a value from
-        outside a loop that the body reads.
+      name: the primitive, or one of these names:
+
+        - ``ARGUMENT`` and ``CONSTANT`` of the program
+        - ``LOOP_CONSTANT``: a value from outside a loop that the body reads
+        - ``TURN``: the element of a scanned array that one iteration reads
+        - ``TURNS``: the array that all iterations stack
+        - ``CARRY`` in a loop, the ``LAST_CARRY``, and the result of a conditional, ``BRANCHES``, are one of several
+          values
       key: the key of the equation that computes the value; for a carry or an input in a loop body, the key of the loop;
         for arguments and constants, ``()``.
-      place: the equation, if it is a single operation. None for arguments and constants, and for the carries, inputs
-        and results of loops and conditionals.
+      place: the equation, if it is a single operation. None for all values with one of the names above.
       position: the position among the results or the arguments; -1 for a carry or an input in a loop body.
       scans: the scans around the value, outermost first.
       loops: the keys of the loop bodies around the value, outermost first.
@@ -71,18 +176,23 @@ class Value:
         of the branch, and the index of the conditional comes after all branches. For a carry, 0 is the initial carry,
         and 1 is the carry from an iteration.
       reader: the first operation that reads the value.
+      same: the first value that is equal, because equal operations compute both from equal operands.
     """
 
     aval: Any
     name: str
     key: Key = ()
-    place: EquationPlace | None = None
+    place: Equation | None = None
     position: int = 0
     scans: tuple[Scan, ...] = ()
     loops: tuple[Key, ...] = ()
     constant: Any = None
     reads: list[Read] = dataclasses.field(default_factory=list)
-    reader: EquationPlace | None = None
+    reader: Equation | None = None
+    same: Value = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        self.same = self
 
     @property
     def inputs(self) -> list[Value]:
@@ -101,7 +211,7 @@ class Value:
         return value
 
     @property
-    def at(self) -> EquationPlace:
+    def at(self) -> Equation:
         """Return the equation that computes the value.
 
         Raises:
@@ -144,7 +254,12 @@ class Value:
     @property
     def is_cast(self) -> bool:
         """Return whether the value is the result of a cast."""
-        return self.name == "convert_element_type"
+        return self.name == CAST
+
+    @property
+    def is_join(self) -> bool:
+        """Return whether the value is a carry, or the result of a conditional."""
+        return self.name in JOINS
 
     @property
     def is_computed(self) -> bool:
@@ -171,32 +286,36 @@ class Value:
         return tuple(numbers)
 
 
-@dataclasses.dataclass(frozen=True)
-class Values:
+@dataclasses.dataclass(frozen=True, eq=False)
+class Program:
     """The values of a program, and its equations.
 
     Attributes:
-      all: all values, in program order.
-      arguments: the arguments.
-      results: the results.
-      places: the equations by their keys.
+      body: the program as a body.
+      values: all values in program order, without literals and loop constants. A carry comes before the values of the
+        loop's body.
+      equations: the equations by their keys, in program order. An equation with bodies comes before the equations in
+        its bodies.
     """
 
-    all: list[Value]
-    arguments: list[Value]
-    results: list[Value]
-    places: dict[Key, EquationPlace]
+    body: Body
+    values: list[Value]
+    equations: dict[Key, Equation]
+
+    @property
+    def arguments(self) -> Sequence[Value]:
+        """Return the arguments."""
+        return self.body.inputs
+
+    @property
+    def results(self) -> Sequence[Value]:
+        """Return the results."""
+        return self.body.results
 
 
 def leading_to(values: Sequence[Value]) -> set[Value]:
     """Return ``values`` and all values on which they depend."""
-    sources, stack = set(values), list(values)
-    while stack:
-        for _, value, _ in stack.pop().reads:
-            if value not in sources:
-                sources.add(value)
-                stack.append(value)
-    return sources
+    return set(walk(values, lambda value: [operand for _, operand, _ in value.reads]))
 
 
 def is_move_or_cast(value: Value) -> bool:
@@ -222,23 +341,13 @@ def origins(value: Value, goes_on: Callable[[Value], bool]) -> Iterator[Value]:
                 stack.append(operand)
 
 
-def made_of(values: Values, mark: Callable[[Value], int]) -> dict[Value, int]:
-    """Return for each value its marks and those of all values on which it depends.
-
-    Marks are bits of an integer. The function ``mark`` returns the marks of a value without those of its operands.
-    """
-    marks = {value: mark(value) for value in values.all}
-    has_changed = True
-    while has_changed:  # repeated, because a carry depends on itself
-        has_changed = False
-        for value in values.all:
-            bits = marks[value]
-            for operand in value.inputs:
-                bits |= marks.get(operand, 0)
-            if bits != marks[value]:
-                marks[value] = bits
-                has_changed = True
-    return marks
+def depending_on(sources: Iterable[Value], values: Iterable[Value]) -> set[Value]:
+    """Return ``sources`` and all of ``values`` that depend on them."""
+    readers = collections.defaultdict[Value, list[Value]](list)
+    for value in values:
+        for operand in value.inputs:
+            readers[operand].append(value)
+    return set(walk(sources, lambda value: readers.get(value, ())))
 
 
 def constant(value: Value) -> Any:
@@ -257,14 +366,14 @@ def is_zero(value: Value) -> bool:
     return numbers is not None and not np.any(numbers)
 
 
-def computed_at(value: Value) -> EquationPlace | tuple[str, str]:
+def computed_at(value: Value) -> Equation | tuple[str, str]:
     """Return the equation that computes a value.
 
     For an argument, return an empty path and the source line that reads the argument. For the result of a loop or a
     conditional, return the equation in the body that computes it.
     """
     visited = {value}
-    while value.name in (JOIN, TURN, TURNS) and value.inputs[-1] not in visited:
+    while (value.is_join or value.name in (TURN, TURNS)) and value.inputs[-1] not in visited:
         value = value.inputs[-1]
         visited.add(value)
     return value.place or ("", value.reader.source if value.reader else "")

@@ -1,0 +1,38 @@
+"""Trace a call, with a scope for each call of a module."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+
+from jaxmp.nnx import run as nnx_run
+from jaxmp.program.equations import opened
+from jaxmp.program.scopes import CALL_SCOPE
+
+
+def program_of(fun: Callable[..., Any], *args: Any) -> tuple[Any, list[Any], Any]:
+    """Return the open jaxpr of a call, its constants and its result's structure.
+
+    Each call of a Linen module, or of an NNX module under a policy, has its own scope.
+
+    Args:
+      fun: the function.
+      args: its positional arguments, arrays or shapes.
+    """
+    number = itertools.count()
+
+    def in_call_scope(method: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        with jax.named_scope(f"{CALL_SCOPE}{next(number)}"):
+            return method(*args, **kwargs)
+
+    token = nnx_run.run_numbers.set(itertools.count())
+    try:
+        with nn.intercept_methods(in_call_scope):
+            closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
+    finally:
+        nnx_run.run_numbers.reset(token)
+    return *opened(closed), jax.tree.structure(shapes)

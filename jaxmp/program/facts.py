@@ -1,0 +1,154 @@
+"""Solve for a fact about each value of a program.
+
+A fact is, for example, whether a value is the same for all examples of a ``jax.vmap``. An :class:`Analysis` says how an
+operation changes facts. This file follows the facts through calls, scans, whiles and conditionals.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from functools import reduce
+from typing import Any, Generic, TypeVar
+
+from jaxmp.program.equations import Bodies, bodies_of, is_literal, opened
+
+Fact = TypeVar("Fact")
+
+
+class Facts(Generic[Fact]):
+    """The facts about the values of a jaxpr.
+
+    Attributes:
+      variables: the facts of the variables.
+      results: the facts of the results.
+    """
+
+    def __init__(self, variables: dict[Any, Fact], results: list[Fact]) -> None:
+        self.variables = variables
+        self.results = results
+
+
+class Analysis(Generic[Fact]):
+    """A question about each value of a program.
+
+    Subclass it, and write :meth:`operation` and :meth:`join`. Facts are hashable. The analysis of a loop ends, because
+    ``join`` must lead to the same fact after a few iterations: facts are booleans, enums, or similar small sets.
+
+    >>> class DependsOnSine(Analysis[bool]):
+    ...     constant = False
+    ...     def operation(self, eqn, operands):
+    ...         return [eqn.primitive.name == "sin" or any(operands)] * len(eqn.outvars)
+    ...     def join(self, first, second):
+    ...         return first or second
+    >>> def fun(x):
+    ...     return jax.lax.scan(lambda carry, _: (jnp.sin(carry), carry), x, length=3), x
+    >>> DependsOnSine().solve(jax.make_jaxpr(fun)(1.0), [False]).results
+    [True, True, False]
+    """
+
+    constant: Fact
+    """The fact of a literal and of a constant."""
+
+    def __init__(self) -> None:
+        self._known: Any = weakref.WeakKeyDictionary()  # equal layers share a jaxpr
+
+    def operation(self, eqn: Any, operands: Sequence[Fact]) -> Sequence[Fact]:
+        """Return the facts of the results of an operation without bodies."""
+        raise NotImplementedError
+
+    def join(self, first: Fact, second: Fact) -> Fact:
+        """Return the fact of a value that is one of two values."""
+        raise NotImplementedError
+
+    def whole(self, eqn: Any, operands: Sequence[Fact]) -> Sequence[Fact] | None:
+        """Return the facts of the results of an equation whose bodies are not read.
+
+        Return None for an equation whose bodies are read.
+        """
+        return None
+
+    def selected(self, condition: Fact, fact: Fact) -> Fact:
+        """Return the fact of a value that enters or leaves a branch.
+
+        ``condition`` is the fact of the index that selects a branch.
+        """
+        return fact
+
+    def repeated(self, condition: Fact, fact: Fact) -> Fact:
+        """Return the fact of the carry of a while loop with this condition."""
+        return fact
+
+    def element(self, fact: Fact) -> Fact:
+        """Return the fact of the elements of a scanned array."""
+        return fact
+
+    def stacked(self, fact: Fact) -> Fact:
+        """Return the fact of an array that a scan stacks."""
+        return fact
+
+    def solve(self, jaxpr: Any, inputs: Sequence[Fact]) -> Facts[Fact]:
+        """Return the facts of a jaxpr, open or closed, for the facts of its arguments."""
+        jaxpr, _ = opened(jaxpr)
+        known, key = self._known.setdefault(jaxpr, {}), tuple(inputs)
+        if key not in known:
+            known[key] = self._solve(jaxpr, inputs)
+        facts: Facts[Fact] = known[key]
+        return facts
+
+    def _solve(self, jaxpr: Any, inputs: Sequence[Fact]) -> Facts[Fact]:
+        variables: dict[Any, Fact] = dict.fromkeys(jaxpr.constvars, self.constant)
+        variables.update(zip(jaxpr.invars, inputs, strict=True))
+
+        def fact_of(atom: Any) -> Fact:
+            return self.constant if is_literal(atom) else variables[atom]
+
+        for eqn in jaxpr.eqns:
+            results = self.results(eqn, [fact_of(atom) for atom in eqn.invars])
+            variables.update(zip(eqn.outvars, results, strict=True))
+        return Facts(variables, [fact_of(atom) for atom in jaxpr.outvars])
+
+    def results(self, eqn: Any, operands: Sequence[Fact]) -> Sequence[Fact]:
+        """Return the facts of the results of an equation."""
+        bodies = bodies_of(eqn)
+        if bodies is None:
+            return self.operation(eqn, operands)
+        whole = self.whole(eqn, operands)
+        return self.results_of_bodies(bodies, operands) if whole is None else whole
+
+    def results_of_bodies(self, bodies: Bodies, operands: Sequence[Fact]) -> list[Fact]:
+        """Return the facts of the results of an equation with bodies."""
+        inputs = self.inputs(bodies, operands)
+        ends = [self.solve(jaxpr, facts).results for jaxpr, facts in zip(bodies.jaxprs, inputs, strict=True)]
+        if bodies.kind == "call":
+            return ends[0]
+        if bodies.kind == "cond":
+            joined = [reduce(self.join, column) for column in zip(*ends, strict=True)]
+            return [self.selected(operands[0], fact) for fact in joined]
+        first = bodies.start - bodies.consts  # of the carries among the arguments of the body
+        carry = inputs[-1][first : first + bodies.carry]
+        return [*carry, *map(self.stacked, ends[-1][bodies.carry :])]
+
+    def inputs(self, bodies: Bodies, operands: Sequence[Fact]) -> list[list[Fact]]:
+        """Return the facts of the arguments of each body.
+
+        The fact of a loop's carry holds before and after each iteration.
+        """
+        if bodies.kind == "call":
+            return [list(operands)]
+        if bodies.kind == "cond":
+            index, *entering = operands
+            return [[self.selected(index, fact) for fact in entering]] * len(bodies.jaxprs)
+        before, constants = list(operands[: bodies.consts]), list(operands[bodies.consts : bodies.start])
+        stop = bodies.start + bodies.carry
+        carry, elements = list(operands[bodies.start : stop]), [self.element(fact) for fact in operands[stop:]]
+        while True:
+            turn = [*constants, *carry, *elements]
+            results = self.solve(bodies.jaxprs[-1], turn).results
+            joined = [self.join(old, new) for old, new in zip(carry, results, strict=False)]
+            if bodies.kind == "while":
+                (condition,) = self.solve(bodies.jaxprs[0], [*before, *joined]).results
+                joined = [self.repeated(condition, fact) for fact in joined]
+            if joined == carry:
+                return [turn] if bodies.kind == "scan" else [[*before, *carry], turn]
+            carry = joined

@@ -1,0 +1,98 @@
+"""A program that is read can be computed from its values alone."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from jaxmp.program.bodies import bind_equation
+from jaxmp.program.reading import read_program
+from jaxmp.program.values import BRANCHES, CONSTANT, TURN, TURNS
+
+X = jnp.linspace(-1, 1, 6).reshape(3, 2)
+TABLE = np.arange(6, dtype=np.float32).reshape(3, 2)
+
+
+class Computed:
+    """The values of a program, each computed from the iterations of its operands that it reads."""
+
+    def __init__(self, program, args):
+        self.known = {(value, ()): arg for value, arg in zip(program.arguments, args, strict=True)}
+
+    def at(self, value, turns=()):
+        turns = turns[: len(value.scans)]
+        if (value, turns) not in self.known:
+            self.known[value, turns] = self.compute(value, turns)
+        return self.known[value, turns]
+
+    def compute(self, value, turns):
+        if value.name == CONSTANT:
+            return jnp.asarray(value.constant)
+        sources = [(number, operand, other) for number, operand, other in value.sources(turns)]
+        if value.name == BRANCHES:
+            (index,) = (self.at(*source) for number, *source in sources if number == len(sources) - 1)
+            return next(self.at(*source) for number, *source in sources if number == int(index))
+        operands = [self.at(operand, other) for _, operand, other in sources]
+        if value.name == TURNS:
+            return jnp.stack(operands)
+        if value.place is not None and len(sources) == len(value.place.eqn.invars):
+            return bind_equation(value.place.eqn, operands, value.place.eqn.params)[value.position]
+        (operand,) = operands  # a carry, a loop constant, or the operand that a barrier passes on
+        return operand[turns[-1]] if value.name == TURN else operand
+
+
+def _layers(x, reverse=False):
+    return lax.scan(lambda h, row: (jnp.tanh(h + row), h * row), x[0], x, reverse=reverse)
+
+
+PROGRAMS = {
+    "operations": lambda x: (x + TABLE, jnp.sin(x) * 2.0, 3.0),
+    "calls": jax.jit(lambda x: (jax.nn.relu(x), jax.checkpoint(jnp.sin)(x))),
+    "a scan": _layers,
+    "a scan from the end": lambda x: _layers(x, reverse=True),
+    "scans in scans": lambda x: lax.scan(lambda h, row: (h + _layers(x * row)[0], _layers(x + h)), x[1], x),
+    "carries that change places": lambda x: lax.fori_loop(0, 3, lambda n, h: (h[1], h[0] + n, h[2]), (x, 2 * x, x + 1)),
+    "a branch": lambda x: lax.switch(jnp.int32(1), [jnp.sin, lambda x: x * TABLE, jnp.cos], x),
+    "a branch in a scan": lambda x: lax.scan(lambda h, n: (lax.cond(n > 1, jnp.sin, jnp.cos, h), h), x, jnp.arange(4)),
+    "a barrier": lambda x: lax.optimization_barrier((x, 2 * x)),
+    "a gradient": jax.grad(lambda x: jax.checkpoint(_layers)(x)[0].sum()),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_values_of_a_program_compute_its_results(name):
+    fun = PROGRAMS[name]
+    program = read_program(jax.make_jaxpr(fun)(X))
+    computed = Computed(program, [X])
+    for value, expected in zip(program.results, jax.tree.leaves(fun(X)), strict=True):
+        np.testing.assert_allclose(computed.at(value), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_values_that_are_the_same_are_equal(name):
+    program = read_program(jax.make_jaxpr(lambda x: (PROGRAMS[name](x), PROGRAMS[name](x)))(X))
+    computed, results = Computed(program, [X]), program.results
+    half = len(results) // 2
+    for first, second in zip(results[:half], results[half:], strict=True):
+        assert first.same is second.same
+    for value in (value for value in program.values if not value.scans):
+        np.testing.assert_array_equal(computed.at(value), computed.at(value.same))
+
+
+def test_loops_with_equal_operands_and_other_bodies_are_not_the_same():
+    def fun(x):
+        return [lax.fori_loop(0, 3, lambda n, h, f=f: f(h), x) for f in (jnp.sin, jnp.cos, jnp.sin)]
+
+    sine, cosine, sine_again = read_program(jax.make_jaxpr(fun)(X)).results
+    assert sine.same is sine_again.same is not cosine.same
+
+
+def test_a_carry_that_no_iteration_changes_is_a_loop_constant():
+    turn = jax.jit(lambda h: (h[0], h[0] + h[1]))  # JAX itself finds such carries only without a call
+    program = read_program(jax.make_jaxpr(lambda x: lax.fori_loop(0, 3, lambda _, h: turn(h), (x, x)))(X))
+    (loop,) = (equation for equation in program.equations.values() if equation.is_loop)
+    assert [carry.name for carry in loop.carries][-2:] == ["loop constant", "carry"]
+    assert program.results[0] is program.arguments[0]
