@@ -38,7 +38,7 @@ from experiments.report.progress import Progress
 from experiments.training import cli, kept
 from experiments.training.run_folders import run_folder
 from jaxmp import hardware
-from jaxmp.inspect import prediction
+from jaxmp.inspect._roofline import roofline
 from jaxmp.inspect.compiled import hlo
 from jaxmp.inspect.program import targets
 
@@ -96,7 +96,7 @@ def measure(case: Workload, row: Row, target: str) -> dict[str, Any]:
         **programs.facts(compiled, program),
         "flops": counted,
         "half": sum(counted.get(name, 0) for name in ("bfloat16", "float16")) / sum(counted.values()),
-        "predicted": prediction.of_program(program, hardware.detect(target)).milliseconds,
+        "predicted": roofline.of_program(program, hardware.detect(target)).milliseconds,
     }
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxmp.inspect._profile import kinds
 from jaxmp.inspect._profile.kernel_rows import ProfileRow
-from jaxmp.inspect.program.products import multiplied, widest
+from jaxmp.inspect.program.product_dtypes import multiplied, widest
 from jaxmp.inspect.program.reading_values import values_of
 from jaxmp.program.primitives import PRODUCTS
 
