@@ -114,7 +114,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     Tests that compile for an absent GPU are skipped if their compiler is missing.
     """
-    from jaxmp.inspect.program import targets
+    from jaxmp.inspect.compiled import targets
 
     items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
     if reason := targets.missing():

@@ -39,7 +39,7 @@ from experiments.report.progress import Progress
 from experiments.report.tables import Table, titled
 from experiments.training import cli, kept
 from experiments.training.batch_size import SHARE, free_bytes, largest_batch, read_bytes
-from jaxmp.inspect.program import targets
+from jaxmp.inspect.compiled import targets
 
 Policy = Literal["mixed_bfloat16", "mixed_float16", "tensorfloat32", "float32"]
 Group = dict[str, Any]

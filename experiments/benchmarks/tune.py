@@ -37,7 +37,7 @@ from experiments.report.progress import Progress
 from experiments.report.tables import Table, titled
 from experiments.training import cli
 from jaxmp.engine.overrides import FIXED
-from jaxmp.inspect.tune_measure import Measurement, without_policies
+from jaxmp.inspect._tune.measurement import Measurement, without_policies
 
 MODELS = ("ResNet-18", "BERT", "GPT-2", "VQ-VAE", "GRU", "neural ODE", "Gaussian process")
 POLICIES = {"bfloat16": "mixed_bfloat16", "float16": "mixed_float16"}

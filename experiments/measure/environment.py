@@ -18,7 +18,7 @@ from typing import Any
 import jax
 
 import jaxmp
-from jaxmp.inspect.program import targets
+from jaxmp.inspect.compiled import targets
 
 _PACKAGES = ("jaxmp", "jax", "jaxlib", "flax", "optax", "numpy")
 _FLOAT8 = "JAXMP_FLOAT8"
@@ -33,7 +33,7 @@ def environment(packages: tuple[str, ...] = (), target: str | None = None) -> di
     Args:
       packages: names of further distributions. Distributions that are not installed are left out.
       target: the GPU that programs are compiled for, if it is not attached: a name in
-        :data:`jaxmp.inspect.program.targets.TARGETS`. The result then begins with ``target``, and the versions include
+        :data:`jaxmp.inspect.compiled.targets.TARGETS`. The result then begins with ``target``, and the versions include
         the packages that compile for this GPU.
 
     Raises:

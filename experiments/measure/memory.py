@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from experiments.models import attention
-from jaxmp.inspect.program import compiling
+from jaxmp.inspect.compiled import compiling
 from jaxmp.training.step import TrainStep
 
 NO_ROOM = sys.maxsize

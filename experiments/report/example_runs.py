@@ -23,7 +23,7 @@ if __name__ == "__main__":  # must come before JAX is imported, because its CUDA
 from experiments import language_modeling
 from experiments.training import cli
 from experiments.training.run_folders import run_folder
-from jaxmp.inspect.watch_files import FILE
+from jaxmp.inspect.run_files import WATCH_FILE
 
 KEPT = Path(__file__).resolve().parents[1] / "results" / "report"
 POLICIES = {"float16": "mixed_float16", "bfloat16": "mixed_bfloat16", "float32": "float32"}
@@ -76,12 +76,12 @@ def keep(run: Path, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("metrics.csv", "summary.json", "plan.json"):
         shutil.copy(run / name, folder / name)
-    if (run / FILE).is_file():
-        rows = [json.loads(line) for line in (run / FILE).read_text().splitlines()]
+    if (run / WATCH_FILE).is_file():
+        rows = [json.loads(line) for line in (run / WATCH_FILE).read_text().splitlines()]
         for row in rows:
             for shares in ("vanished", "zeros"):
                 row[shares] = {_SHOWN: row[shares][_SHOWN]}
-        (folder / FILE).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        (folder / WATCH_FILE).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     memory = json.loads((run / "memory.json").read_text())
     shown = {name: memory[name] for name in ("device", "peak", "by_kind")}
     (folder / "memory.json").write_text(json.dumps(shown, indent=1) + "\n")

@@ -27,7 +27,7 @@ from experiments.benchmarks.gradient_sums import NOTE, sentence
 from experiments.benchmarks.tune import NOTE as TUNE_NOTE
 from experiments.report import ablation_table, headline, predictions, step_tables
 from experiments.report.marked_text import write_marked
-from jaxmp.inspect.program.targets import TARGETS
+from jaxmp.inspect.compiled.targets import TARGETS
 
 ROOT = Path(__file__).resolve().parents[2]
 MEASURED = "How it was measured"

@@ -33,7 +33,7 @@ from experiments.training.experiment import Batch, Experiment
 from experiments.training.metrics import PendingMetrics
 from experiments.training.run_folders import checkpoints_folder
 from experiments.training.watching import Watching, tensorboard
-from jaxmp.inspect.watch_files import FILE
+from jaxmp.inspect.run_files import WATCH_FILE
 
 if TYPE_CHECKING:  # the module imports Orbax, which is needed only for checkpoints
     from experiments.training.checkpoints import Checkpoint
@@ -100,7 +100,7 @@ class Run:
             self._writer.writeheader()
         self._watch = Watching(experiment.step, config, folder, self._start) if config.watch else None
         if not self._watch and not checkpoint and self._writes:
-            (folder / FILE).unlink(missing_ok=True)  # left by a run that was stopped before its first checkpoint
+            (folder / WATCH_FILE).unlink(missing_ok=True)  # left by a run that was stopped before its first checkpoint
         if self._watch:
             self.experiment = dataclasses.replace(experiment, step=self._watched)
         self._board = tensorboard(folder, self._start) if config.tensorboard and self._writes else None

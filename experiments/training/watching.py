@@ -13,8 +13,8 @@ from typing import Any
 import jax
 
 from jaxmp.inspect import Watch
-from jaxmp.inspect.watch import line
-from jaxmp.inspect.watch_files import FILE, read
+from jaxmp.inspect._watch.watch import line
+from jaxmp.inspect.run_files import WATCH_FILE, read_watched_steps
 
 
 class Watching:
@@ -26,8 +26,8 @@ class Watching:
     def __init__(self, step: Any, config: Any, folder: Path, start: int) -> None:
         self.step = Watch(step, every=config.watch)
         self._metrics: dict[int, dict[str, jax.Array]] = {}
-        self._path = folder / FILE
-        before = read(folder) if start and self._path.is_file() else []  # read() ignores a last line that is incomplete
+        self._path = folder / WATCH_FILE
+        before = read_watched_steps(folder) if start and self._path.is_file() else []
         self._path.write_text("".join(f"{json.dumps(row)}\n" for row in before if row["step"] <= start))
 
     def log(self, step: int, metrics: dict[str, jax.Array], board: Any) -> None:

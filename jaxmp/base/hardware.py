@@ -178,7 +178,7 @@ def gpu_named(name: str) -> Any:
     if name not in GPUS:
         raise ValueError(
             f"device must be None, for the attached device, or one of {', '.join(GPUS)}, got {name!r}; nearest: "
-            f"{closest_names(str(name), GPUS)}. To add a GPU, edit jaxmp.hardware and jaxmp/inspect/program/targets.py"
+            f"{closest_names(str(name), GPUS)}. To add a GPU, edit jaxmp.hardware and jaxmp/inspect/compiled/targets.py"
         )
     kind, capability = GPUS[name]
     return types.SimpleNamespace(device_kind=kind, platform="gpu", compute_capability=capability)

@@ -19,7 +19,7 @@ def run(options: argparse.Namespace) -> int:
       jaxmp report runs/half --against runs/float32
     """
     from jaxmp.cli.loading import usage_errors
-    from jaxmp.inspect.report import write_report
+    from jaxmp.inspect._report.report import write_report
 
     with usage_errors(FileNotFoundError, ValueError, ModuleNotFoundError):
         path = write_report(options.run, options.against, options.out)

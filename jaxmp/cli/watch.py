@@ -44,10 +44,10 @@ def watched(folder: Path) -> tuple[str, list[dict[str, Any]]]:
       UsageError: ``folder`` is not the folder of a run, or the run was started without ``--watch``.
     """
     from jaxmp.cli.loading import usage_errors
-    from jaxmp.inspect.watch_files import metrics, read
+    from jaxmp.inspect.run_files import read_metrics, read_watched_steps
 
     with usage_errors(FileNotFoundError, ValueError):
-        rows, watched_steps = metrics(folder), read(folder)
+        rows, watched_steps = read_metrics(folder), read_watched_steps(folder)
     if not rows:
         return "no step yet", watched_steps
     last, skipped = rows[-1], sum(int(row["skipped"]) for row in rows)

@@ -5,22 +5,22 @@ The tools report precision, underflow, rounding errors, the first infinity or Na
 """
 
 from jaxmp.base.formats import formats
+from jaxmp.inspect._audit.audit import Audit, AuditError, audit
+from jaxmp.inspect._audit.findings import Finding
+from jaxmp.inspect._audit.products import Product
+from jaxmp.inspect._collectives.collectives import Collectives, collectives, ideal_wire
+from jaxmp.inspect._compare.compare import Comparison, compare
+from jaxmp.inspect._first_nonfinite.first_nonfinite import Blame, first_nonfinite
+from jaxmp.inspect._memory.memory import Memory, memory
+from jaxmp.inspect._numerics.numerics import Numerics, numerics
 from jaxmp.inspect._profile.kernel_rows import ProfileRow
-from jaxmp.inspect._profile.profiling import Profile, profile
-from jaxmp.inspect.audit_products import Product
-from jaxmp.inspect.auditing import Audit, AuditError, audit
-from jaxmp.inspect.blame import Blame, first_nonfinite
-from jaxmp.inspect.comparing import Comparison, compare
-from jaxmp.inspect.measuring import Numerics, numerics
-from jaxmp.inspect.memory_plan import Memory, memory
-from jaxmp.inspect.prediction import Roofline, roofline
-from jaxmp.inspect.program.findings import Finding
-from jaxmp.inspect.program.statistics import Statistics
-from jaxmp.inspect.recording import Record, record
-from jaxmp.inspect.report import write_report
-from jaxmp.inspect.traffic import Collectives, collectives, ideal_wire
-from jaxmp.inspect.tuning import Tuned, tune
-from jaxmp.inspect.watch import Watch
+from jaxmp.inspect._profile.profile import Profile, profile
+from jaxmp.inspect._record.record import Record, record
+from jaxmp.inspect._report.report import write_report
+from jaxmp.inspect._roofline.roofline import Roofline, roofline
+from jaxmp.inspect._tune.tune import Tuned, tune
+from jaxmp.inspect._watch.watch import Watch
+from jaxmp.inspect.counts.statistics import Statistics
 
 __all__ = [
     "Audit",

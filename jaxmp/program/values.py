@@ -167,7 +167,7 @@ class Value:
           values
       key: the key of the equation that computes the value; for a carry or an input in a loop body, the key of the loop;
         for arguments and constants, ``()``.
-      place: the equation, if it is a single operation. None for all values with one of the names above.
+      equation: the equation, if it is a single operation. None for all values with one of the names above.
       position: the position among the results or the arguments; -1 for a carry or an input in a loop body.
       scans: the scans around the value, outermost first.
       loops: the keys of the loop bodies around the value, outermost first.
@@ -182,7 +182,7 @@ class Value:
     aval: Any
     name: str
     key: Key = ()
-    place: Equation | None = None
+    equation: Equation | None = None
     position: int = 0
     scans: tuple[Scan, ...] = ()
     loops: tuple[Key, ...] = ()
@@ -215,10 +215,10 @@ class Value:
         """Return the equation that computes the value.
 
         Raises:
-          AssertionError: ``place`` is None.
+          AssertionError: ``equation`` is None.
         """
-        assert self.place is not None
-        return self.place
+        assert self.equation is not None
+        return self.equation
 
     @property
     def dtype(self) -> np.dtype:
@@ -376,4 +376,4 @@ def computed_at(value: Value) -> Equation | tuple[str, str]:
     while (value.is_join or value.name in (TURN, TURNS)) and value.inputs[-1] not in visited:
         value = value.inputs[-1]
         visited.add(value)
-    return value.place or ("", value.reader.source if value.reader else "")
+    return value.equation or ("", value.reader.source if value.reader else "")

@@ -9,7 +9,7 @@ import pytest
 import jaxmp
 from jaxmp import hardware
 from jaxmp.base.hardware import align_dim, detect, recommended_policy
-from jaxmp.inspect.program import targets
+from jaxmp.inspect.compiled import targets
 
 pytestmark = pytest.mark.once
 

@@ -21,8 +21,7 @@ import jaxmp
 from experiments.measure import programs
 from experiments.models import attention, gpt2
 from experiments.models.nnx import GPT2 as NNXGPT2
-from jaxmp.inspect.compiled import hlo
-from jaxmp.inspect.program import compiling
+from jaxmp.inspect.compiled import compiling, hlo
 from jaxmp.policy import float8, float8_product
 from jaxmp.program.walk import jaxprs_in
 from jaxmp.sharding import devices

@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 from jaxmp import Float8
+from jaxmp.inspect.compiled import compiling, targets
 from jaxmp.inspect.compiled.hlo import NO_KERNEL, HloProgram, is_end
-from jaxmp.inspect.program import compiling, targets
 from jaxmp.policy import float8_product
 from jaxmp.sharding import Sharding
 from jaxmp.training import loss_function

@@ -19,11 +19,11 @@ from flax import nnx
 import jaxmp
 from jaxmp.cli import main
 from jaxmp.inspect import AuditError, audit
-from jaxmp.inspect.audit_compiled import CastsInLoops, dtypes_that_ran
+from jaxmp.inspect._audit.compiled import CastsInLoops, dtypes_that_ran
+from jaxmp.inspect._audit.evidence import Audited
+from jaxmp.inspect._audit.findings import findings
 from jaxmp.inspect.compiled import hlo
-from jaxmp.inspect.memory_kinds import Leaf
-from jaxmp.inspect.program.evidence import Audited
-from jaxmp.inspect.program.findings import findings
+from jaxmp.inspect.program.argument_kinds import Leaf
 from jaxmp.program.reading import read_program
 
 pytestmark = pytest.mark.once

@@ -18,7 +18,7 @@ from flax.training import train_state
 
 import jaxmp
 from jaxmp.inspect import Audit, audit
-from jaxmp.inspect.program.findings import FINDERS
+from jaxmp.inspect._audit.findings import FINDERS
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 

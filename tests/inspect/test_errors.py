@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import pytest
 
 from jaxmp.inspect import audit, record, tune
+from jaxmp.inspect._report.report import write_report
 from jaxmp.inspect.plots.drawing import percent
-from jaxmp.inspect.report.page import write_report
 
 pytestmark = pytest.mark.once
 X = jnp.ones((4, 4))

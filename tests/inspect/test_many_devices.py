@@ -15,7 +15,7 @@ import jaxmp
 from jaxmp import sharding
 from jaxmp.cli import main
 from jaxmp.inspect import audit, memory
-from jaxmp.inspect.program import targets
+from jaxmp.inspect.compiled import targets
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")  # optax's Adam mixes dtypes
 

@@ -19,9 +19,8 @@ from flax import nnx
 import jaxmp
 from jaxmp.cli import main
 from jaxmp.inspect import memory
-from jaxmp.inspect.compiled import memory_of_hlo
+from jaxmp.inspect.compiled import memory_of_hlo, targets
 from jaxmp.inspect.compiled.hlo import HloProgram
-from jaxmp.inspect.program import targets
 
 KINDS = {"params", "optimizer", "model_state", "batch", "activations", "temporaries", "other"}
 F32 = jnp.float32

@@ -16,7 +16,7 @@ from rich.console import Console
 
 import jaxmp
 from jaxmp.inspect import numerics
-from jaxmp.inspect.program.statistics import statistics_of
+from jaxmp.inspect.counts.statistics import statistics_of
 
 pytestmark = pytest.mark.once
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 
 from jaxmp.base import dtypes, formats
-from jaxmp.inspect.program import counting
-from jaxmp.inspect.program.statistics import merged_statistics, statistics_of
+from jaxmp.inspect.counts import counting
+from jaxmp.inspect.counts.statistics import merged_statistics, statistics_of
 
 pytestmark = pytest.mark.once
 

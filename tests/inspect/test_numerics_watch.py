@@ -21,8 +21,7 @@ from experiments.training import loop, runs, watching
 from jaxmp import cli
 from jaxmp.cli.watch import picture
 from jaxmp.inspect import Watch
-from jaxmp.inspect.watch_files import FILE, read
-from jaxmp.inspect.watch_files import metrics as metrics_of
+from jaxmp.inspect.run_files import WATCH_FILE, read_metrics, read_watched_steps
 
 # Optax's Adam needs promotion. test_program.py and test_numerics.py test the values and counts of a watched step.
 pytestmark = [pytest.mark.once, pytest.mark.usefixtures("standard_promotion")]
@@ -81,7 +80,7 @@ def run(tmp_path_factory):
 @pytest.mark.slow("trains a model on text; a run of two numbers is in the tests below")
 def test_a_watched_run_writes_what_was_counted_with_the_metrics(run):
     summary, folder, _ = run
-    rows = read(folder)
+    rows = read_watched_steps(folder)
     assert [row["step"] for row in rows] == [2, 4] and summary["steps"] == 4
     assert all({"loss", "grad_norm", "skipped", "loss_scale", "recommended_scale"} <= set(row) for row in rows)
     assert 0 <= rows[-1]["vanished"]["activation_gradients"]["NextToken"] < 1
@@ -93,8 +92,8 @@ def test_the_command_says_what_it_needs(tmp_path, capsys):
     assert "a run's folder has metrics.csv" in capsys.readouterr().err
     (tmp_path / "metrics.csv").write_text("step,split,loss,grad_norm,loss_scale,skipped\n")
     assert cli.main(["watch", str(tmp_path)]) == 2
-    assert f"has no {FILE}: train with e.g. --watch 100" in capsys.readouterr().err
-    (tmp_path / FILE).write_text("")  # before the first watched step
+    assert f"has no {WATCH_FILE}: train with e.g. --watch 100" in capsys.readouterr().err
+    (tmp_path / WATCH_FILE).write_text("")  # before the first watched step
     assert cli.main(["watch", str(tmp_path)]) == 0
     assert capsys.readouterr().out == "no step yet; no step was watched yet\n"
     assert cli.main(["watch", str(tmp_path), "--plot", str(tmp_path / "it.png")]) == 2
@@ -120,11 +119,11 @@ def test_a_resumed_run_keeps_the_lines_up_to_its_checkpoint(tmp_path):
     step = jaxmp.make_train_step(lambda params, model_state, batch, rng: (params**2, model_state))
     first, second = (f'{{"step": {n}, "vanished": {{}}}}\n' for n in (2, 4))
     for last in (second, second[:10], second[:4]):  # the last line of a process that was killed
-        (tmp_path / FILE).write_text(first + last)
+        (tmp_path / WATCH_FILE).write_text(first + last)
         watching.Watching(step, language_modeling.Config(watch=2), tmp_path, 3)
-        assert (tmp_path / FILE).read_text() == first
-    (tmp_path / FILE).write_text(first + second[:4])  # a line that is being written
-    assert read(tmp_path) == [json.loads(first)]
+        assert (tmp_path / WATCH_FILE).read_text() == first
+    (tmp_path / WATCH_FILE).write_text(first + second[:4])  # a line that is being written
+    assert read_watched_steps(tmp_path) == [json.loads(first)]
 
 
 def nine_steps(step):
@@ -139,16 +138,16 @@ def test_whoever_watches_reads_each_step_at_once_and_nothing_of_an_earlier_run(t
     tx = jaxmp.loss_scaling(optax.sgd(0.1), jaxmp.StaticLossScale(2.0**24))
     state = jaxmp.TrainState.create(params=jnp.float32(1), tx=tx)
     experiment = nine_steps(step)
-    for name in (FILE, "summary.json"):
+    for name in (WATCH_FILE, "summary.json"):
         (tmp_path / name).write_text('{"step": 1}\n')
     config = language_modeling.Config(checkpoint_every=0, evaluate_every=0)
     with runs.Run("it", config, experiment, state, tmp_path, None) as run:
-        assert not (tmp_path / FILE).exists() and not (tmp_path / "summary.json").exists()
+        assert not (tmp_path / WATCH_FILE).exists() and not (tmp_path / "summary.json").exists()
         for batch in zip(run.batches(), range(8), strict=False):
             run.state, metrics = step(run.state, batch)
             run.log(metrics)
         run._read(run._pending.drain())
-        logged_scales = [(row["step"], row["loss_scale"]) for row in metrics_of(tmp_path)]
+        logged_scales = [(row["step"], row["loss_scale"]) for row in read_metrics(tmp_path)]
     assert logged_scales == [(str(n), str(2**24)) for n in range(1, 9)]
 
 
@@ -292,7 +291,7 @@ def test_tensorboard_gets_the_metrics_of_each_step_and_what_was_counted(run):
         names = ("loss", "accuracy") if row["split"] == "test" else ("loss", "accuracy", "grad_norm", "loss_scale")
         for name in names:
             assert board.scalars[f"{row['split']}/{name}", int(row["step"])] == pytest.approx(float(row[name]), 1e-6)
-    lines = read(folder)
+    lines = read_watched_steps(folder)
     expected = {}
     for line in lines:
         for share_name in ("vanished", "zeros"):

@@ -12,9 +12,9 @@ import pytest
 import jaxmp
 from jaxmp import cli
 from jaxmp.inspect import Memory, Watch, compare, memory, numerics, plots
-from jaxmp.inspect.program.statistics import statistics_of
-from jaxmp.inspect.watch import line
-from jaxmp.inspect.watch_files import FILE
+from jaxmp.inspect._watch.watch import line
+from jaxmp.inspect.counts.statistics import statistics_of
+from jaxmp.inspect.run_files import WATCH_FILE
 
 pytestmark = pytest.mark.once
 
@@ -103,7 +103,7 @@ def test_a_heat_map_has_the_shares_of_each_tensor_by_step(watched, tmp_path):
     assert [text.get_text() for text in page.axes[0].get_xticklabels()] == ["2", "4", "6"]
     assert page.get_suptitle() == "The gradients of b vanish most in float16: 100% at step 2"
     rows = [line(step, step_numerics, {}) for step, step_numerics in watched.steps.items()]
-    (tmp_path / FILE).write_text("\n".join(rows))
+    (tmp_path / WATCH_FILE).write_text("\n".join(rows))
     np.testing.assert_array_equal(heat(plots.underflow(tmp_path, "gradients").axes[0]), heat(page.axes[0]))
     zeros = [[row["zeros"]["gradients"][path] for row in map(json.loads, rows)] for path in shares]
     np.testing.assert_array_equal(heat(page.axes[1]), 100 * np.array(zeros))
@@ -112,7 +112,7 @@ def test_a_heat_map_has_the_shares_of_each_tensor_by_step(watched, tmp_path):
 def test_without_underflow_the_title_of_a_heat_map_says_so(watched, tmp_path):
     row = json.loads(line(2, watched.steps[2], {}))
     row["vanished"]["gradients"] = row["zeros"]["gradients"] = {"layer": 0.0}
-    (tmp_path / FILE).write_text(json.dumps(row))
+    (tmp_path / WATCH_FILE).write_text(json.dumps(row))
     assert plots.underflow(tmp_path, "gradients").get_suptitle() == "No gradients vanish in float16"
 
 
@@ -123,9 +123,9 @@ def test_each_picture_says_what_it_needs(watched, tmp_path):
         plots.exponents(statistics_of(X), "float64")
     with pytest.raises(ValueError, match="a heat map needs a watched step, but there is none yet"):
         plots.underflow(Watch(lambda w: w, every=2))
-    with pytest.raises(FileNotFoundError, match=rf"{tmp_path} has no {FILE}: train with e\.g\. --watch 100"):
+    with pytest.raises(FileNotFoundError, match=rf"{tmp_path} has no {WATCH_FILE}: train with e\.g\. --watch 100"):
         plots.underflow(tmp_path)
-    (tmp_path / FILE).write_text(line(2, watched.steps[2], {}))
+    (tmp_path / WATCH_FILE).write_text(line(2, watched.steps[2], {}))
     with pytest.raises(ValueError, match="has counts for float16, got dtype='bfloat16'; use that dtype, or a Watch"):
         plots.underflow(tmp_path, dtype="bfloat16")
     with pytest.raises(ValueError, match="a timeline needs a step, but there is none yet; wait for the first step"):
@@ -141,7 +141,7 @@ def run(watched, tmp_path):
     (tmp_path / "metrics.csv").write_text(
         "\n".join(["step,split,loss,grad_norm,loss_scale,skipped", *rows, "9,test,,,,"])
     )
-    (tmp_path / FILE).write_text(
+    (tmp_path / WATCH_FILE).write_text(
         "\n".join(line(step, step_numerics, {}) for step, step_numerics in watched.steps.items())
     )
     return tmp_path
@@ -151,8 +151,8 @@ def test_a_run_is_drawn_in_one_picture_and_by_its_command(run, capsys):
     page = plots.training(run, "gradients")
     titles = [part.get_suptitle() for part in page.subfigs]
     assert titles == [plots.underflow(run, "gradients").get_suptitle(), plots.loss_scale(run).get_suptitle()]
-    (run / FILE).write_text(
-        (run / FILE).read_text().replace('"activation_gradients": {}', '"activation_gradients": {"a": 0.5}')
+    (run / WATCH_FILE).write_text(
+        (run / WATCH_FILE).read_text().replace('"activation_gradients": {}', '"activation_gradients": {"a": 0.5}')
     )
     assert cli.main(["watch", str(run), "--plot", str(run / "watch.svg")]) == 0
     assert "vanish most" in (run / "watch.svg").read_text() and "step 8" in capsys.readouterr().out

@@ -19,13 +19,13 @@ from flax import nnx
 
 import jaxmp
 from jaxmp.inspect import profile
-from jaxmp.inspect._profile import kernel_rows, kinds, profiling
+from jaxmp.inspect._profile import kernel_rows, kinds
 from jaxmp.inspect._profile.ceilings import Ceilings
 from jaxmp.inspect._profile.power import PowerReading
 from jaxmp.inspect._profile.sentences import Measured, sentences_of
 from jaxmp.inspect._profile.trace import Event, busy_times, events_of
+from jaxmp.inspect.compiled import compiling
 from jaxmp.inspect.compiled.hlo import NO_KERNEL, HloProgram, is_end
-from jaxmp.inspect.program import compiling
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -293,7 +293,7 @@ def test_for_a_gpu_the_kernels_of_a_second_program_without_cuda_graphs_are_trace
         measured = profile(fun, steps=2)(*args)
         assert measured.groups[kinds.UNKNOWN] == 0 and measured.tensor_core_time > 0
         assert sum(measured.groups.values()) == pytest.approx(measured.milliseconds)
-        monkeypatch.setattr(profiling, "WITHOUT_CUDA_GRAPHS", {"xla_unknown_option": ""})
+        monkeypatch.setattr("jaxmp.inspect._profile.profile.WITHOUT_CUDA_GRAPHS", {"xla_unknown_option": ""})
         with pytest.raises(jax.errors.JaxRuntimeError, match="xla_unknown_option"):
             profile(fun, steps=2)(*args)
 

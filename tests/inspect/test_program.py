@@ -81,18 +81,20 @@ def test_a_module_returns_what_it_hands_out_call_by_call_and_statistics_are_no_r
 def test_products_have_path_phase_turns_and_the_users_line(net):
     loss, variables = net
     jaxpr, *_ = program_of(jax.value_and_grad(loss, has_aux=True), variables["params"])
-    products = [place for place in read_program(jaxpr).equations.values() if place.eqn.primitive.name == "dot_general"]
+    products = [
+        equation for equation in read_program(jaxpr).equations.values() if equation.eqn.primitive.name == "dot_general"
+    ]
     # JAX does not know the caller of a Checkpoint module.
-    known = [place for place in products if "Checkpoint" not in place.path]
-    assert {place.source.partition(":")[0] for place in known} == {"test_program.py"}
-    forward = [place for place in products if place.phase == "forward"]
-    assert [place.path.removeprefix("Net/") for place in forward] == [
+    known = [equation for equation in products if "Checkpoint" not in equation.path]
+    assert {equation.source.partition(":")[0] for equation in known} == {"test_program.py"}
+    forward = [equation for equation in products if equation.phase == "forward"]
+    assert [equation.path.removeprefix("Net/") for equation in forward] == [
         "Dense_0", "CheckpointDense_0", "shared", "shared", "blocks/Dense_0",
     ]  # fmt: skip
-    backward = [place for place in products if place.phase == "backward"]
+    backward = [equation for equation in products if equation.phase == "backward"]
     # Each has two products, but the first layer's input has no gradient. Recomputed products may be added.
-    assert {place.path for place in backward} == {place.path for place in forward}
-    assert {place.count for place in products if "blocks" in place.path} == {3}
+    assert {equation.path for equation in backward} == {equation.path for equation in forward}
+    assert {equation.count for equation in products if "blocks" in equation.path} == {3}
     keys = list(read_program(jaxpr).equations)
     assert keys == sorted(keys)
 
@@ -104,11 +106,14 @@ def test_a_train_step_has_an_update_after_its_backward_pass(net):
         params=variables["params"], tx=tx, model_state={"batch_stats": variables["batch_stats"]}
     )
     step = jaxmp.make_train_step(lambda params, model_state, batch, rng: loss(params))
-    places = read_program(program_of(step, state, X)[0]).equations.values()
-    phases = {place.eqn.primitive.name: place.phase for place in places}
+    equations = read_program(program_of(step, state, X)[0]).equations.values()
+    phases = {equation.eqn.primitive.name: equation.phase for equation in equations}
     assert phases["sqrt"] == "update"  # Adam's
-    assert {place.phase for place in places if place.path} == {"forward", "backward"}
-    assert {place.phase for place in places if place.eqn.primitive.name == "dot_general"} == {"forward", "backward"}
+    assert {equation.phase for equation in equations if equation.path} == {"forward", "backward"}
+    assert {equation.phase for equation in equations if equation.eqn.primitive.name == "dot_general"} == {
+        "forward",
+        "backward",
+    }
 
 
 def test_an_evaluated_program_computes_what_it_did_and_records_every_operation(net):
@@ -125,13 +130,17 @@ def test_an_evaluated_program_computes_what_it_did_and_records_every_operation(n
     for key, magnitudes in records.items():
         for magnitude in magnitudes:
             assert magnitude.shape == by_key[key].turns
-    ruled = {place.key for place in by_key.values() if place.bodies is not None and is_whole_with_rules(place.eqn)}
-    for place in by_key.values():
-        is_operation = place.bodies is None or place.key in ruled
-        is_inside_ruled = any(place.key[:stop] in ruled for stop in range(len(place.key)))
-        has_floating_result = any(jnp.issubdtype(v.aval.dtype, jnp.floating) for v in place.eqn.outvars)
+    ruled = {
+        equation.key
+        for equation in by_key.values()
+        if equation.bodies is not None and is_whole_with_rules(equation.eqn)
+    }
+    for equation in by_key.values():
+        is_operation = equation.bodies is None or equation.key in ruled
+        is_inside_ruled = any(equation.key[:stop] in ruled for stop in range(len(equation.key)))
+        has_floating_result = any(jnp.issubdtype(v.aval.dtype, jnp.floating) for v in equation.eqn.outvars)
         if is_operation and not is_inside_ruled and has_floating_result:
-            assert place.key in records
+            assert equation.key in records
 
 
 def test_a_sink_reaches_each_turn_and_its_gradient_is_the_cotangent(net):
@@ -166,9 +175,9 @@ def test_a_branch_that_was_not_taken_records_zeros_and_a_while_loop_is_one_opera
     results, records = jax.jit(lambda x: evaluate_and_record(jaxpr, consts, [x], Largest()))(x)
     np.testing.assert_allclose(results[0], jax.jit(fun)(x), rtol=1e-6)
     named = {}
-    for place in read_program(jaxpr).equations.values():
-        if place.key in records:
-            named.setdefault(place.eqn.primitive.name, []).append(float(records[place.key][0]))
+    for equation in read_program(jaxpr).equations.values():
+        if equation.key in records:
+            named.setdefault(equation.eqn.primitive.name, []).append(float(records[equation.key][0]))
     value = float(x[0])
     for _ in range(5):
         value = np.exp(-value)

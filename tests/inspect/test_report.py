@@ -17,9 +17,9 @@ from linen_zoo import numbers
 import jaxmp
 from jaxmp.cli import main
 from jaxmp.inspect import Watch, audit, memory, record, write_report
-from jaxmp.inspect.report import charts
-from jaxmp.inspect.report.page import verdict
-from jaxmp.inspect.report.reading import read_run
+from jaxmp.inspect._report import charts
+from jaxmp.inspect._report.reading import read_run
+from jaxmp.inspect._report.report import verdict
 
 pytestmark = pytest.mark.once
 

@@ -11,10 +11,9 @@ import pytest
 
 import jaxmp
 from jaxmp.cli import main
-from jaxmp.inspect.compiled import hlo
-from jaxmp.inspect.program import targets
+from jaxmp.inspect.compiled import hlo, targets
 
-module = importlib.import_module("jaxmp.inspect.prediction")
+module = importlib.import_module("jaxmp.inspect._roofline.roofline")
 
 # A program as XLA compiles it for GPUs. It has a float32 product that may run in TF32 and one that may not, a half
 # product with a workspace, a causal attention, a convolution and its two derivatives, a loop of three turns, and an

@@ -10,7 +10,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxmp.inspect import first_nonfinite
-from jaxmp.inspect.program import stepping
+from jaxmp.inspect._first_nonfinite import stepping
 from jaxmp.inspect.program.tracing import program_of
 
 

@@ -11,7 +11,7 @@ from meshes import explicit_mesh
 from stacked_layers import LAYERS, SPECS, WIDTH, a_batch, loss_on, make_params
 
 import jaxmp
-from jaxmp.inspect import traffic_groups
+from jaxmp.inspect._collectives.groups import axis_of, groups_of
 from jaxmp.sharding import Sharding
 
 
@@ -55,15 +55,15 @@ def test_groups_are_read_in_each_notation_of_xla():
         "replica_groups={}": [],
         "source_target_pairs={{0,1},{1,0}}": [[0, 1], [1, 0]],
     }
-    assert {text: traffic_groups.groups_of(text) for text in notations} == notations
+    assert {text: groups_of(text) for text in notations} == notations
     with pytest.raises(ValueError, match=r"XLA's notations .* got replica_groups=<4x2>; use a JAX version"):
-        traffic_groups.groups_of("all-reduce(%x), replica_groups=<4x2>, to_apply=%add")
+        groups_of("all-reduce(%x), replica_groups=<4x2>, to_apply=%add")
 
 
 def test_groups_of_devices_are_named_by_their_mesh_axes():
     mesh = explicit_mesh(data=2, fsdp=2)
-    assert traffic_groups.axis_of([[0, 1], [2, 3]], mesh) == "fsdp"
-    assert traffic_groups.axis_of([[0, 2], [1, 3]], mesh) == "data"
-    assert traffic_groups.axis_of([[0, 1, 2, 3]], mesh) == "data+fsdp"
-    assert traffic_groups.axis_of([[0, 1], [1, 0]], mesh) == "fsdp"
-    assert traffic_groups.axis_of([[0, 1]], None) == "2 devices"
+    assert axis_of([[0, 1], [2, 3]], mesh) == "fsdp"
+    assert axis_of([[0, 2], [1, 3]], mesh) == "data"
+    assert axis_of([[0, 1, 2, 3]], mesh) == "data+fsdp"
+    assert axis_of([[0, 1], [1, 0]], mesh) == "fsdp"
+    assert axis_of([[0, 1]], None) == "2 devices"

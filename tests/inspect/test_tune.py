@@ -18,8 +18,8 @@ from hypothesis import given, settings
 
 import jaxmp
 from jaxmp.inspect import compare, tune
-from jaxmp.inspect.tune_measure import Candidate, candidates_of
-from jaxmp.inspect.tune_search import search
+from jaxmp.inspect._tune.measurement import Candidate, candidates_of
+from jaxmp.inspect._tune.search import search
 from jaxmp.policy.policy_map import get_policy
 
 pytestmark = pytest.mark.once

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxmp.inspect import tune
-from jaxmp.inspect.tune_measure import Measurement, candidates_of
+from jaxmp.inspect._tune.measurement import Measurement, candidates_of
 from jaxmp.policy.policy_map import get_policy
 
 pytestmark = pytest.mark.slow("searches a model for each plant; test_tune.py has one plant")

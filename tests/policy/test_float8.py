@@ -12,7 +12,7 @@ import pytest
 
 import jaxmp
 from jaxmp import Float8, Policy, PolicyMap, get_policy, hardware
-from jaxmp.inspect.program import targets
+from jaxmp.inspect.compiled import targets
 from jaxmp.policy import float8
 
 PLAIN = (((1,), (0,)), ((), ()))

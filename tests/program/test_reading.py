@@ -38,8 +38,8 @@ class Computed:
         operands = [self.at(operand, other) for _, operand, other in sources]
         if value.name == TURNS:
             return jnp.stack(operands)
-        if value.place is not None and len(sources) == len(value.place.eqn.invars):
-            return bind_equation(value.place.eqn, operands, value.place.eqn.params)[value.position]
+        if value.equation is not None and len(sources) == len(value.equation.eqn.invars):
+            return bind_equation(value.equation.eqn, operands, value.equation.eqn.params)[value.position]
         (operand,) = operands  # a carry, a loop constant, or the operand that a barrier passes on
         return operand[turns[-1]] if value.name == TURN else operand
 

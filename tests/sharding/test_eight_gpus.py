@@ -15,7 +15,7 @@ import jaxmp
 from experiments.models.gpt2 import GPT2
 from jaxmp import sharding
 from jaxmp.inspect import memory
-from jaxmp.inspect.program import compiling
+from jaxmp.inspect.compiled import compiling
 from jaxmp.sharding import Sharding
 from jaxmp.sharding.specs import specs_in
 

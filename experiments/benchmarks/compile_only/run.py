@@ -38,9 +38,8 @@ from experiments.report.progress import Progress
 from experiments.training import cli, kept
 from experiments.training.run_folders import run_folder
 from jaxmp import hardware
-from jaxmp.inspect import prediction
-from jaxmp.inspect.compiled import hlo
-from jaxmp.inspect.program import targets
+from jaxmp.inspect._roofline import roofline
+from jaxmp.inspect.compiled import hlo, targets
 
 VARIANTS = (
     "hand-fp32", "hand-tf32", "hand-fp16", "hand-bf16", "jaxmp-fp32", "jaxmp-tf32", "jaxmp-bf16", "autocast-bf16",
@@ -60,7 +59,7 @@ class Config(records.Small):
     autocast-bf16, jaxmp-bf16-remat, jaxmp-bf16-remat-dots, jaxmp-bf16-remat-full, jaxmp-fp16-unscaled, jaxmp-fp16,
     jmp-fp16 and flax-fp16. (default: all)"""
     target: str = "h200"
-    """GPU to compile for, as in jaxmp/inspect/program/targets.py. Only the H200 is compared with torch."""
+    """GPU to compile for, as in jaxmp/inspect/compiled/targets.py. Only the H200 is compared with torch."""
     layers: int = 0
     """Blocks of a transformer; 0 for 12. With another number nothing is compared with torch."""
     topology: Annotated[tuple[str, ...], tyro.conf.arg(metavar="1x2x4", help_behavior_hint="")] = ()
@@ -96,7 +95,7 @@ def measure(case: Workload, row: Row, target: str) -> dict[str, Any]:
         **programs.facts(compiled, program),
         "flops": counted,
         "half": sum(counted.get(name, 0) for name in ("bfloat16", "float16")) / sum(counted.values()),
-        "predicted": prediction.of_program(program, hardware.detect(target)).milliseconds,
+        "predicted": roofline.of_program(program, hardware.detect(target)).milliseconds,
     }
 
 

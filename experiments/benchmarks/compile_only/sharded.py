@@ -16,7 +16,7 @@ from experiments.report.goals import Goal
 from experiments.report.progress import Progress
 from experiments.report.tables import Table
 from experiments.training import cli, kept
-from jaxmp.inspect.program import targets
+from jaxmp.inspect.compiled import targets
 
 GIB = 2**30
 PEAKS, WIRE = {"1558M": 5.7, "7B": 16.8}, 1.02

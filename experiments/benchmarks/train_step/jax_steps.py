@@ -30,7 +30,7 @@ from experiments.measure import flops, memory, timing
 from experiments.measure.turns import Prepared
 from experiments.models import attention, by_hand
 from experiments.models.workloads import LossFn, Workload, workload
-from jaxmp.inspect._profile.profiling import WITHOUT_CUDA_GRAPHS
+from jaxmp.inspect._profile.profile import WITHOUT_CUDA_GRAPHS
 
 WEIGHT_DECAY, CLIP = 0.01, 1.0
 POLICIES = {"bf16": "mixed_bfloat16", "fp16": "mixed_float16", "tf32": "tensorfloat32", "fp32": "float32"}

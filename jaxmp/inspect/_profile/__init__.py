@@ -1,9 +1,10 @@
-"""Measure where the time of a call goes; the code of :func:`jaxmp.inspect.profile`.
+"""Measure where the time of a call goes: :func:`jaxmp.inspect.profile`.
 
-- ``profiling.py``: the function and its report
+- ``profile.py``: the function and its report
 - ``repeated_call.py``: a call that can be repeated although it donates its arguments
 - ``trace.py``: the kernels in a trace of JAX's profiler
 - ``kernel_rows.py``: the instruction, path and phase of each kernel
+- ``traced_dtypes.py``: the dtypes of products in the traced program, for a CPU
 - ``kinds.py``: the kinds of kernels
 - ``ceilings.py``: the fastest product and copy of the device
 - ``power.py``: the power and clocks of an NVIDIA GPU

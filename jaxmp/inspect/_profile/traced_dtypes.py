@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxmp.inspect._profile import kinds
 from jaxmp.inspect._profile.kernel_rows import ProfileRow
-from jaxmp.inspect.program.products import multiplied, widest
+from jaxmp.inspect.program.product_dtypes import multiplied, widest
 from jaxmp.program.primitives import PRODUCTS
 from jaxmp.program.reading import read_program
 
@@ -28,7 +28,7 @@ def with_traced_dtypes(rows: Sequence[ProfileRow], trace: Any) -> list[ProfileRo
 
     Args:
       rows: the rows of the compiled program.
-      trace: a result of :func:`jaxmp.inspect.program.compiling.trace_of_call`.
+      trace: a result of :func:`jaxmp.inspect.compiled.compiling.trace_of_call`.
     """
     traced = _traced_dtypes(trace)
     return [_with_dtype(row, _dtypes_of(row, traced)) for row in rows]

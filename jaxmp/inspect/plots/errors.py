@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxmp.base import formats
-from jaxmp.inspect.comparing import Comparison
+from jaxmp.inspect._compare.compare import Comparison
 from jaxmp.inspect.plots.drawing import (
     BLUE,
     DASHED,

@@ -7,8 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxmp.base import dtypes, formats
-from jaxmp.inspect.measuring import Numerics
-from jaxmp.inspect.numerics_records import TENSORS
+from jaxmp.inspect._numerics.numerics import Numerics
+from jaxmp.inspect.counts import statistics
+from jaxmp.inspect.counts.statistics import Statistics
+from jaxmp.inspect.counts.step_records import TENSORS
 from jaxmp.inspect.plots.drawing import (
     BLACK,
     BLUE,
@@ -24,8 +26,6 @@ from jaxmp.inspect.plots.drawing import (
     set_title,
     style,
 )
-from jaxmp.inspect.program import statistics
-from jaxmp.inspect.program.statistics import Statistics
 
 _FATES = {"becomes 0": RED, "subnormal": ORANGE, "normal": BLUE, "overflows": PINK}
 """The fates of a value in a format, from small to large magnitudes, and their colours."""

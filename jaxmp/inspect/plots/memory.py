@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxmp.inspect.memory_plan import Memory
+from jaxmp.inspect._memory.memory import Memory
 from jaxmp.inspect.plots.drawing import (
     BLACK,
     BLUE,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxmp.inspect._profile import kinds
-from jaxmp.inspect._profile.profiling import Profile
+from jaxmp.inspect._profile.profile import Profile
 from jaxmp.inspect.plots.drawing import (
     BLACK,
     BLUE,

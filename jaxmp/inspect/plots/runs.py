@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from jaxmp.base import dtypes
+from jaxmp.inspect._watch.watch import Watch, line
 from jaxmp.inspect.plots.drawing import BLUE, RED, figure, label_rows, percent, set_title, short_path, style
-from jaxmp.inspect.watch import Watch, line
-from jaxmp.inspect.watch_files import metrics, read
+from jaxmp.inspect.run_files import read_metrics, read_watched_steps
 
 
 def underflow(run: Watch | str | Path, kind: str = "activation_gradients", dtype: Any = "float16") -> Any:
@@ -43,7 +43,7 @@ def underflow(run: Watch | str | Path, kind: str = "activation_gradients", dtype
     if isinstance(run, Watch):
         rows = [json.loads(line(step, numerics, {}, name)) for step, numerics in run.steps.items()]
     else:
-        rows = read(Path(run))
+        rows = read_watched_steps(Path(run))
     _require_watched(rows)
     if rows[0]["dtype"] != name:
         raise ValueError(
@@ -72,7 +72,7 @@ def loss_scale(run: str | Path | Iterable[Mapping[str, Any]]) -> Any:
     '1 of 9 steps was skipped; the loss scale went from 2^15 to 2^14'
     """
     page = figure(9.5, 2.9)
-    _draw_timeline(page, metrics(Path(run)) if isinstance(run, (str, Path)) else list(run))
+    _draw_timeline(page, read_metrics(Path(run)) if isinstance(run, (str, Path)) else list(run))
     return page
 
 
@@ -90,13 +90,13 @@ def training(run: str | Path, kind: str = "activation_gradients") -> Any:
       FileNotFoundError: a file of the run is missing.
       ModuleNotFoundError: matplotlib is not installed.
     """
-    rows = read(Path(run))
+    rows = read_watched_steps(Path(run))
     _require_watched(rows)
     height = heat_height(rows, kind)
     page = figure(9.5, height + 2.9)
     above, below = page.subfigures(2, 1, height_ratios=[height, 2.9])
     draw_heat(above, rows, kind)
-    _draw_timeline(below, metrics(Path(run)))
+    _draw_timeline(below, read_metrics(Path(run)))
     return page
 
 

@@ -1,1 +1,1 @@
-"""Shared code that reads programs, and the findings of an audit."""
+"""Read traced programs and calls, for the tools of ``jaxmp.inspect``."""

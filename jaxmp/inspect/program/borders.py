@@ -45,9 +45,9 @@ def returned(jaxpr: Any, roots: Sequence[bool] | None = None) -> list[AtBorder]:
         results that are False here, such as new statistics.
     """
     return [
-        AtBorder(place.key, position, path, _scan_lengths(place))
-        for place, position, readers in _read_floats(jaxpr, roots)
-        for path in paths_left(place.names, readers)
+        AtBorder(equation.key, position, path, _scan_lengths(equation))
+        for equation, position, readers in _read_floats(jaxpr, roots)
+        for path in paths_left(equation.names, readers)
     ]
 
 
@@ -58,19 +58,19 @@ def passed_in(jaxpr: Any, roots: Sequence[bool] | None = None) -> list[AtBorder]
     :func:`returned` returns them. The arguments are those of :func:`returned`.
     """
     values = []
-    for place, position, readers in _read_floats(jaxpr, roots):
-        is_read_inside = any(enters_scope(place.names, names) for names in readers)
-        if is_read_inside and not paths_left(place.names, readers):
-            values.append(AtBorder(place.key, position, place.path, _scan_lengths(place)))
+    for equation, position, readers in _read_floats(jaxpr, roots):
+        is_read_inside = any(enters_scope(equation.names, names) for names in readers)
+        if is_read_inside and not paths_left(equation.names, readers):
+            values.append(AtBorder(equation.key, position, equation.path, _scan_lengths(equation)))
     return values
 
 
-def _scan_lengths(place: Equation) -> tuple[int, ...]:
+def _scan_lengths(equation: Equation) -> tuple[int, ...]:
     """Return the number of iterations of each scan around an equation.
 
     The outermost scan comes first.
     """
-    return tuple(turn for turn in place.turns if turn is not None)
+    return tuple(turn for turn in equation.turns if turn is not None)
 
 
 def _read_floats(jaxpr: Any, roots: Sequence[bool] | None) -> Iterator[tuple[Equation, int, list[Names]]]:
@@ -79,18 +79,18 @@ def _read_floats(jaxpr: Any, roots: Sequence[bool] | None) -> Iterator[tuple[Equ
     The values are in program order. Each item is the equation of a value, the value's position among the equation's
     results, and the scopes of the equations that read the value.
     """
-    values = read_program(jaxpr, is_whole=is_whole_with_rules)
-    ends = [value for n, value in enumerate(values.results) if roots is None or roots[n]]
+    program = read_program(jaxpr, is_whole=is_whole_with_rules)
+    ends = [value for n, value in enumerate(program.results) if roots is None or roots[n]]
     readers = collections.defaultdict[Value, list[Names]](list)
     for value in ends:
         readers[value].append(())
     sources = leading_to(ends)
     for value in sources:
         for _, operand, _ in value.reads:
-            readers[operand].append(values.equations[value.key].names)
+            readers[operand].append(program.equations[value.key].names)
     for value in sorted(sources, key=_position):
         if value.is_computed and value.is_float:
-            yield values.equations[value.key], value.position, readers[value]
+            yield program.equations[value.key], value.position, readers[value]
 
 
 def _position(value: Value) -> tuple[Key, int]:

@@ -1,6 +1,6 @@
 """Evaluate a program, and record results of its equations.
 
-Equations in loops and branches are included. A ``Taps`` object (see ``jaxmp/inspect/taps.py``) makes the records.
+Equations in loops and branches are included. A ``Taps`` object (see ``taps.py``) makes the records.
 To record the cotangent of a result, the program gets an extra argument, called a sink. The gradient of the sink is the
 record.
 """
@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxmp._internals.jax.rebind import in_place_of
-from jaxmp.inspect.taps import Taps
+from jaxmp.inspect.program.taps import Taps
 from jaxmp.program import equations
 from jaxmp.program.bodies import UNCHANGED_RULES, bind_equation, rebuilt
 from jaxmp.program.equations import Bodies, bodies_of, is_literal

@@ -13,7 +13,7 @@ from experiments.benchmarks.compile_only import report, sharded
 from experiments.benchmarks.compile_only import run as compile_only
 from experiments.benchmarks.train_step.rows import rows_of
 from experiments.report import predictions
-from jaxmp.inspect.program import targets
+from jaxmp.inspect.compiled import targets
 
 ROW = {
     "label": "a step",

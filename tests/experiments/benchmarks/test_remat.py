@@ -16,7 +16,7 @@ from experiments.benchmarks.train_step import jax_steps
 from experiments.benchmarks.train_step.rows import Row
 from experiments.measure.memory import NO_ROOM
 from experiments.models.workloads import FULL, SMOKE, workload
-from jaxmp.inspect.program import targets
+from jaxmp.inspect.compiled import targets
 
 CASE, ROW = workload("gpt2", SMOKE["gpt2"]), Row("none", "jaxmp", "bf16")
 

@@ -13,7 +13,7 @@ from experiments.models.workloads import FULL, SMOKE
 from experiments.report import headline, predictions, readme, step_tables
 from experiments.report.json_files import write_json
 from experiments.report.marked_text import read_marked, write_marked
-from jaxmp.inspect import prediction
+from jaxmp.inspect._roofline import roofline
 
 GPU = {"device": "1 × H200 (gpu)", "versions": "jax 1", "date": "2026-11-21 10:00 +0000", "command": "python -m some"}
 MIB = 2**20
@@ -30,9 +30,9 @@ def test_the_error_that_roofline_states_is_the_largest_on_record_and_orders_all_
     records = predictions.on_record(source.data["results"])
     assert len(records) == len(predictions.TIMES)
     largest = max(abs(record.error) for record in records)
-    assert prediction.ERROR - 0.01 < largest <= prediction.ERROR
+    assert roofline.ERROR - 0.01 < largest <= roofline.ERROR
     ties = predictions.reversed_pairs(records)
-    assert all(predictions.apart(*pair) <= prediction.ERROR for pair in ties)
+    assert all(predictions.apart(*pair) <= roofline.ERROR for pair in ties)
 
 
 def test_only_text_between_the_markers_is_replaced(tmp_path):

@@ -1,0 +1,300 @@
+"""Report the precision of each product in a program, without running it."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxmp.base import hardware, tables
+from jaxmp.base.dtypes import closest_names
+from jaxmp.inspect._audit.arguments import arguments_of, is_loss_scaled, sent_over_batch_axes
+from jaxmp.inspect._audit.compiled import CastsInLoops, dtypes_that_ran
+from jaxmp.inspect._audit.evidence import Audited
+from jaxmp.inspect._audit.findings import FINDERS, Finding, findings
+from jaxmp.inspect._audit.products import Product, product_of, products_in_kernels, shares_of_flops, work
+from jaxmp.inspect._audit.weight_operands import weights_in
+from jaxmp.inspect._memory.memory import Memory, of_call
+from jaxmp.inspect.compiled import compiling, hlo
+from jaxmp.inspect.inspection import tool
+from jaxmp.inspect.program.product_dtypes import widest
+from jaxmp.policy.patterns import matches
+from jaxmp.policy.policy_map import get_policy
+from jaxmp.program.primitives import PRODUCTS
+from jaxmp.program.reading import read_program
+
+_COLUMNS = ("path", "source", "phase", "dtypes", "ran", "FLOP", "bound by", "aligned", "products")
+
+
+class AuditError(AssertionError):
+    """The error of :meth:`Audit.check`, with one line for each problem."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Audit(tables.Shown):
+    """The result of :func:`audit`.
+
+    In the printed table, products share a row if all other columns are equal and their paths differ only in numbers. A
+    ``*`` stands for the numbers that differ.
+
+    Attributes:
+      products: the matrix products and convolutions, in program order.
+      flops: for each compute dtype, its share of the products' FLOPs. A loop with an unknown number of iterations
+        counts as one iteration.
+      half_flops: the share of the products' FLOPs in compute dtypes of 16 bits or fewer; None if there are no
+        products.
+      memory: the result of :func:`jaxmp.inspect.memory`; None if nothing was compiled.
+      findings: the precision problems.
+    """
+
+    products: tuple[Product, ...]
+    flops: Mapping[str, float]
+    half_flops: float | None
+    memory: Memory | None
+    findings: tuple[Finding, ...]
+
+    def check(
+        self,
+        *,
+        min_half_flops: float = 0.8,
+        allow: str | Collection[str | tuple[str, str]] = (),
+        max_bytes: float | None = None,
+    ) -> None:
+        """Raise an error if the precision is wrong; call this method in your tests.
+
+        Args:
+          min_half_flops: the minimum of ``half_flops``, a share from 0 to 1. With 0, a program may have no products.
+          allow: the findings to accept: a kind of finding, or a list. Each item of the list is a kind, or a pair
+            ``(kind, glob)``. A pair accepts findings of this kind in modules and scopes whose path matches the glob.
+          max_bytes: the maximum number of bytes at the memory peak.
+
+        Raises:
+          AuditError: the audit found a problem. The message has one line for each problem, with the remedy.
+          ValueError: a kind is unknown, ``min_half_flops`` is not a share, or ``max_bytes`` is set and nothing was
+            compiled.
+
+        >>> half = jax.ShapeDtypeStruct((8, 8), jnp.bfloat16)
+        >>> jaxmp.inspect.audit(jnp.matmul, compile=False)(half, half).check()
+        """
+        not_allowed = self._findings_not_allowed(allow)
+        faults = [*map(str, not_allowed), *self._faults_of_flops(min_half_flops)]
+        if max_bytes is not None:
+            faults += self._faults_of_memory(max_bytes)
+        if not faults:
+            return
+        lines = [f"the audit found {len(faults)} fault{'s' * (len(faults) > 1)}:", *faults]
+        if not_allowed:
+            kinds = sorted({finding.kind for finding in not_allowed})
+            lines.append(f"to accept findings of a kind, write check(allow={kinds!r})")
+        raise AuditError("\n".join(lines))
+
+    def _findings_not_allowed(self, allow: str | Collection[str | tuple[str, str]]) -> list[Finding]:
+        allowed = []
+        for kind_or_pair in [allow] if isinstance(allow, str) else allow:
+            kind, pattern = (kind_or_pair, "**") if isinstance(kind_or_pair, str) else kind_or_pair
+            if kind not in FINDERS:
+                raise ValueError(
+                    f"unknown kind of finding {kind!r}; kinds, nearest first: {closest_names(kind, FINDERS)}"
+                )
+            allowed.append((kind, pattern))
+        not_allowed = []
+        for finding in self.findings:
+            if not any(_is_allowed(finding, kind, pattern) for kind, pattern in allowed):
+                not_allowed.append(finding)
+        return not_allowed
+
+    def _faults_of_flops(self, min_half_flops: float) -> list[str]:
+        if not 0 <= min_half_flops <= 1:
+            raise ValueError(f"min_half_flops is a share from 0 to 1, got {min_half_flops}; write e.g. 0.99 for 99 %")
+        if (self.half_flops or 0.0) >= min_half_flops:
+            return []
+        if self.half_flops is None:
+            return ["half_flops: the program has no products, so none is in half; write min_half_flops=0 to allow this"]
+        wide = [product for product in self.products if np.dtype(widest(product.operands)).itemsize > 2]
+        largest: dict[str, str] = {}
+        for product in sorted(wide, key=work, reverse=True):  # a layer has products in both passes
+            name = f"{product.path or '(no scope)'} ({product.source or 'no line known'})"
+            largest.setdefault(product.path or name, name)
+        names = list(largest.values())[:3]
+        return [
+            f"half_flops: {self.half_flops:.1%} of the products' FLOPs are in 16 bits or fewer, not "
+            f"{min_half_flops:.1%} ({self._shares()}); the largest products in wider dtypes: {', '.join(names)}; cast "
+            "their operands to half, put the model under a policy, or lower min_half_flops"
+        ]
+
+    def _faults_of_memory(self, max_bytes: float) -> list[str]:
+        if self.memory is None:
+            raise ValueError("max_bytes needs a compiled program, got compile=False; audit with compile=True")
+        if self.memory.peak <= max_bytes:
+            return []
+        return [
+            f"memory: {tables.byte_text(self.memory.peak)} at the peak, more than {tables.byte_text(max_bytes)}; "
+            "use a smaller batch, remat, or a half policy"
+        ]
+
+    def _shown(self) -> Any:
+        title = f"{len(self.products)} product{'s' * (len(self.products) != 1)}, "
+        title += f"{tables.short(sum(map(work, self.products)))}FLOP"
+        if self.flops:
+            title += f": {self._shares()}"
+        notes = [""]
+        if self.memory is not None:
+            notes.append(f"peak memory: {tables.byte_text(self.memory.peak)}")
+            if self.memory.devices > 1:
+                notes.append(self.memory.sent)
+        notes += _lines(self.findings) if self.findings else ["no findings"]
+        return title, _COLUMNS, _rows(self.products), notes
+
+    def _shares(self) -> str:
+        return ", ".join(f"{dtype} {share:.1%}" for dtype, share in self.flops.items())
+
+
+def _rows(products: Iterable[Product]) -> list[tuple[Any, ...]]:
+    """Return the rows of the table.
+
+    Products share a row if their other columns are equal and their paths differ only in numbers.
+    """
+
+    def key(product: Product) -> tuple[str, ...]:
+        return tables.without_numbers(product.path), *_cells(product)
+
+    rows = []
+    for group in tables.grouped(products, key):
+        path = tables.common_path([product.path for product in group])
+        rows.append((path, *_cells(group[0]), len(group)))
+    return rows
+
+
+def _lines(findings: Iterable[Finding]) -> list[str]:
+    """Return the lines of the findings.
+
+    Findings share a line if they differ only in the numbers of their paths.
+    """
+
+    def key(finding: Finding) -> Finding:
+        return dataclasses.replace(finding, path=tables.without_numbers(finding.path))
+
+    lines = []
+    for group in tables.grouped(findings, key):
+        path = tables.common_path([finding.path for finding in group])
+        line = str(dataclasses.replace(group[0], path=path))
+        lines.append(line if len(group) == 1 else f"{line} ({len(group)} times)")
+    return lines
+
+
+def _cells(product: Product) -> tuple[str, ...]:
+    dtypes = " × ".join(dict.fromkeys(product.operands))
+    if product.result not in product.operands:
+        dtypes += f" → {product.result}"
+    flops = tables.short(product.flops)
+    if product.count != 1:
+        flops += f" × {product.count or '?'}"
+    return (
+        product.source,
+        product.phase,
+        dtypes,
+        product.ran or "?",
+        flops,
+        product.bound or "?",
+        "yes" if product.aligned else "no",
+    )
+
+
+def _is_allowed(finding: Finding, kind: str, pattern: str) -> bool:
+    if finding.kind != kind:
+        return False
+    path = tuple(part for part in finding.path.split("/") if part)
+    return any(matches(pattern, path[:stop], None) for stop in range(len(path) + 1))
+
+
+@tool
+def audit(
+    fun: Callable[..., Any],
+    policy: Any = None,
+    *,
+    device: str | None = None,
+    topology: str | None = None,
+    compile: bool = True,
+) -> Callable[..., Audit]:
+    """Return a function that audits a call of ``fun`` without running ``fun``.
+
+    The returned function takes the arguments of ``fun``, or their shapes, and returns an :class:`Audit`.
+
+    Args:
+      fun: a train step, a loss or any other function that JAX can trace.
+      policy: the policy or PolicyMap that the program should already follow; the audit does not apply it. With None,
+        only the policies of modules are checked, such as those of :func:`jaxmp.linen.apply_policy`.
+      device: the device to compile for: None for the attached device, or the name of a GPU that is not attached, such
+        as ``"h200"`` (see :mod:`jaxmp.inspect.compiled.targets`).
+      topology: the topology of a cluster of such GPUs, as for :func:`jaxmp.inspect.memory`.
+      compile: whether to compile the program. If False, attributes and findings that need the compiled program are
+        missing.
+
+    Raises:
+      ValueError: the policy, device or topology is unknown, or the arguments do not fit the topology.
+      ModuleNotFoundError: the GPU ``device`` is not attached, and the packages that compile for it are missing.
+
+    >>> shapes = jax.ShapeDtypeStruct((16, 32), jnp.float32), jax.ShapeDtypeStruct((32, 8), jnp.float32)
+    >>> half_product = jaxmp.autocast(jnp.matmul, "mixed_float16")
+    >>> report = jaxmp.inspect.audit(half_product, "mixed_float16", compile=False)(*shapes)
+    >>> report.flops, report.findings
+    ({'float16': 1.0}, ())
+    """
+    if policy is not None:
+        policy = get_policy(policy)
+    hardware_of_device = hardware.detect(device)
+
+    def audit_call(*args: Any) -> Audit:
+        jitted, inputs = compiling.call_of(fun, args)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="the loss has float16 products")  # reported as a finding
+            trace = compiling.trace_of_call(jitted, inputs, device, compile, topology)
+        program = memory = None
+        if compile:
+            compiled = compiling.compiled_of(trace, device)
+            program = hlo.HloProgram(str(compiled.as_text()))
+            memory = of_call(jitted, inputs, compiled, program, device, topology)
+        return _audit_of(trace, jitted, inputs, policy, hardware_of_device, program, memory)
+
+    return audit_call
+
+
+def _audit_of(
+    trace: Any,
+    jitted: Any,
+    inputs: tuple[Any, ...],
+    policy: Any,
+    device: hardware.Hardware,
+    compiled: hlo.HloProgram | None,
+    memory: Memory | None,
+) -> Audit:
+    """Return the audit of a traced call.
+
+    ``compiled`` is the compiled call. If the call was not compiled, ``compiled`` and ``memory`` are None.
+    """
+    program = read_program(getattr(trace, "traced", trace).jaxpr)  # nnx.jit wraps the trace of jax.jit
+    arguments = arguments_of(jitted, inputs)
+    weight = weights_in(program, arguments)
+    ran = {} if compiled is None else dtypes_that_ran(compiled, program.values)
+    products = []
+    for value in program.values:
+        if value.name in PRODUCTS:
+            products.append((value, product_of(value, ran.get(value), device, weight(value))))
+    audited = Audited(
+        program=program,
+        products=products,
+        arguments=arguments,
+        weight=weight,
+        policy=policy,
+        is_loss_scaled=is_loss_scaled(inputs),
+        repeated=None if compiled is None else CastsInLoops(compiled),
+        on_cpu=device.platform == "cpu",
+        sent=() if memory is None else tuple(sent_over_batch_axes(memory.collectives.rows, arguments)),
+    )
+    all_products = (*(product for _, product in products), *products_in_kernels(program, device))
+    flops = shares_of_flops(all_products)
+    half = sum(share for dtype, share in flops.items() if np.dtype(dtype).itemsize <= 2)
+    return Audit(all_products, flops, half if flops else None, memory, findings(audited))

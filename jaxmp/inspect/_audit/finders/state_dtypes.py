@@ -1,0 +1,72 @@
+"""Find params and other state in the wrong dtype, and float64 values."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jaxmp.inspect._audit.evidence import Audited, Fault, Faults
+from jaxmp.program.values import Value, computed_at
+
+
+def half_params(audited: Audited) -> Faults:
+    """Find params whose dtype is not the param dtype of their policy."""
+    for value, path in _state(audited, "params"):
+        policies = audited.policies_of(path[:-1])
+        if policies and value.dtype != policies[0].param_dtype:
+            yield _dtype_fault(value, path, policies[0].param_dtype, "the policy keeps params in")
+
+
+def half_optimizer_state(audited: Audited) -> Faults:
+    """Find optimizer state that is not float32."""
+    for value, path in _state(audited, "optimizer"):
+        if value.dtype != np.float32:
+            yield _dtype_fault(value, path, np.dtype(np.float32), "optimizer state is kept in")
+
+
+def half_statistics(audited: Audited) -> Faults:
+    """Find statistics, such as those of BatchNorm, that are not float32."""
+    for value, path in _state(audited, "model_state"):
+        if value.dtype != np.float32:
+            yield _dtype_fault(value, path, np.dtype(np.float32), "statistics are kept in")
+
+
+def _state(audited: Audited, kind: str) -> list[tuple[Value, tuple[str, ...]]]:
+    """Return each floating array of a kind of state, with its path; omit float8."""
+    state = []
+    for value, leaf in zip(audited.program.arguments, audited.arguments, strict=True):
+        if leaf.kind == kind and leaf.path_in_state is not None and value.is_float and value.dtype.itemsize > 1:
+            state.append((value, leaf.path_in_state))
+    return state
+
+
+def _dtype_fault(value: Value, path: tuple[str, ...], expected: np.dtype, rule: str) -> Fault:
+    where = "/".join(path), value.reader.source if value.reader else ""
+    return Fault(where, f"{value.dtype.name} where {rule} {expected.name}", f"keep it in {expected.name}")
+
+
+def strong_float64(audited: Audited) -> Faults:
+    """Find where float64 enters a program that has half-precision products.
+
+    Weakly typed float64 values are left out, and so is the backward pass: the derivative of each cast back from float64
+    is a cast to float64.
+    """
+    if not audited.has_half_products:
+        return
+    for value in audited.program.values:
+        if not _enters_float64(value) or (value.equation and value.equation.phase == "backward"):
+            continue
+        yield Fault(
+            computed_at(value),
+            "float64 in a program with half products",
+            "use float32, and do not combine arrays of the program with strongly typed float64 (np.float64, astype)",
+        )
+
+
+def _enters_float64(value: Value) -> bool:
+    """Return whether a value is strong float64 but computed from other dtypes.
+
+    Constant operands may be float64.
+    """
+    if value.dtype != np.float64 or getattr(value.aval, "weak_type", False):
+        return False
+    return all(operand.dtype != np.float64 or operand.name == "constant" for operand in value.inputs)

@@ -1,0 +1,134 @@
+"""Describe the matrix products and convolutions of an audited program."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxmp.base.hardware import Hardware
+from jaxmp.engine.flops import flops_of
+from jaxmp.inspect._audit.weight_operands import unaligned
+from jaxmp.inspect.program.product_dtypes import multiplied, widest
+from jaxmp.program.equations import asks_for_highest
+from jaxmp.program.primitives import PRODUCTS
+from jaxmp.program.reading import same_turn
+from jaxmp.program.values import Program, Read, Value
+from jaxmp.program.walk import equations, jaxprs_in
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """A matrix product or convolution in a program.
+
+    Attributes:
+      path: the modules and scopes around the product, joined by ``/``.
+      source: the file and line in the user's code.
+      primitive: the name of JAX's primitive.
+      operands: the dtypes of the two operands in the traced program. Operands that are float8 values times a scale
+        count as float8.
+      result: the dtype of the result.
+      ran: the wider dtype of the operands in the compiled program; None if this dtype is unknown.
+      flops: the FLOPs of one execution. A multiplication and an addition count as two. Padding, and the zeros of a
+        dilated convolution, do not count.
+      count: the number of executions; None if the number is known only at run time.
+      bytes: the bytes of the operands and the result.
+      bound: ``"arithmetic"`` or ``"bytes"`` (memory traffic): the one that takes longer at the device's peak rates.
+        None if these rates are unknown.
+      aligned: whether the contracted dimension and the output features are multiples of 16 bytes (of 8 values in half
+        precision).
+      phase: ``"forward"``, ``"backward"`` or ``"update"``.
+    """
+
+    path: str
+    source: str
+    primitive: str
+    operands: tuple[str, str]
+    result: str
+    ran: str | None
+    flops: int
+    count: int | None
+    bytes: int
+    bound: str | None
+    aligned: bool
+    phase: str
+
+
+def product_of(value: Value, ran: str | None, device: Hardware, weight: int) -> Product:
+    """Return the product that computes a value.
+
+    Args:
+      value: the result of the product.
+      ran: as in :class:`Product`.
+      device: the hardware that determines ``bound``.
+      weight: the position of the operand that is the product's weight.
+    """
+    equation, (left, right) = value.at, value.inputs[:2]
+    operands = multiplied(left), multiplied(right)
+    flops = flops_of(equation.eqn, counts_padding=False) or 0
+    size = 0
+    for array, dtype in zip((left, right, value), (*operands, value.dtype.name), strict=True):
+        size += math.prod(array.shape) * np.dtype(dtype).itemsize
+    return Product(
+        path=equation.path,
+        source=equation.source,
+        primitive=equation.eqn.primitive.name,
+        operands=operands,
+        result=value.dtype.name,
+        ran=ran,
+        flops=flops,
+        count=equation.count,
+        bytes=size,
+        bound=_bound_by(flops, size, widest(operands), equation.eqn.params.get("precision"), device),
+        aligned=not unaligned(value, weight),
+        phase=equation.phase,
+    )
+
+
+def _bound_by(flops: int, size: int, dtype: str, precision: Any, device: Hardware) -> str | None:
+    is_tensorfloat = dtype == "float32" and "tensorfloat32" in device.peak_tflops and not asks_for_highest(precision)
+    rate = device.peak_tflops.get("tensorfloat32" if is_tensorfloat else dtype)
+    if rate is None or device.peak_bandwidth is None:
+        return None
+    return "arithmetic" if flops / (rate * 1e12) >= size / device.peak_bandwidth else "bytes"
+
+
+def products_in_kernels(program: Program, device: Hardware) -> Iterator[Product]:
+    """Yield the products inside equations that count as one operation.
+
+    Examples of these equations are kernels and solvers. The ``count`` of these products is None, because the number of
+    executions is unknown.
+    """
+    for equation in program.equations.values():
+        if equation.bodies is not None:
+            continue
+        for jaxpr in jaxprs_in(equation.eqn):
+            for eqn in equations(jaxpr):
+                if eqn.primitive.name in PRODUCTS:
+                    place_in_kernel = dataclasses.replace(equation, eqn=eqn, turns=(*equation.turns, None))
+                    reads: list[Read] = []
+                    for number, atom in enumerate(eqn.invars):
+                        reads.append((number, Value(atom.aval, "argument"), same_turn))
+                    value = Value(eqn.outvars[0].aval, eqn.primitive.name, equation=place_in_kernel, reads=reads)
+                    yield product_of(value, None, device, 1)
+
+
+def work(product: Product) -> int:
+    """Return the FLOPs of all executions of a product.
+
+    If the number of executions is unknown, return the FLOPs of one execution.
+    """
+    return int(product.flops * (product.count or 1))
+
+
+def shares_of_flops(products: Sequence[Product]) -> dict[str, float]:
+    """Return the share of the products' FLOPs in each compute dtype, largest first."""
+    flops = Counter[str]()
+    for product in products:
+        flops[widest(product.operands)] += work(product)
+    total = flops.total()
+    return {dtype: count / total for dtype, count in flops.most_common()} if total else {}

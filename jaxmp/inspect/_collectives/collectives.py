@@ -1,0 +1,170 @@
+"""The data that a compiled program moves between devices."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+
+from jaxmp.base import tables
+from jaxmp.inspect._collectives.groups import axis_of, groups_of
+from jaxmp.inspect.compiled import hlo
+from jaxmp.inspect.compiled.targets import mesh_of
+from jaxmp.sharding.specs import axes_in_spec
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """Equal operations of a program that move arrays between devices.
+
+    Operations are equal if they have the same kind, dtype, axis, arrays, path and source.
+
+    Attributes:
+      kind: XLA's kind: ``"all-gather"``, ``"all-reduce"``, ``"reduce-scatter"``, ``"all-to-all"``, …
+      dtype: the dtype of the data that is sent.
+      axis: the mesh axes over which devices communicate, joined by ``+``. If there is no mesh, or if the devices do not
+        lie along mesh axes, it is the number of devices, such as ``"8 devices"``.
+      count: the number of executions in one call of the program. A loop of unknown length counts as one iteration.
+      bytes: the size of the data that one operation moves. For an all-gather, it is the size of the gathered array; for
+        other kinds, it is the size of one device's operand.
+      wire: the bytes that one device sends in all executions. In each execution, a device in a ring of n devices sends
+        (n - 1)/n of ``bytes``. In an all-reduce, the device sends twice as much. In a collective-permute, it sends all
+        of ``bytes``.
+      path: the names of modules and scopes around the operations, joined by ``/``.
+      source: the file and line in the user's code; empty if the compiled program does not have them.
+      arrays: the bytes of each array that one operation moves; their sum is ``bytes``.
+    """
+
+    kind: str
+    dtype: str
+    axis: str
+    count: int
+    bytes: int
+    wire: float
+    path: str
+    source: str
+    arrays: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Collectives(tables.Shown):
+    """The collectives of a compiled program.
+
+    Attributes:
+      rows: the collectives; those that send the most bytes come first.
+    """
+
+    rows: tuple[Collective, ...]
+
+    @property
+    def wire(self) -> float:
+        """Return the bytes that one device sends in one call."""
+        return sum(row.wire for row in self.rows)
+
+    @property
+    def totals(self) -> dict[tuple[str, str, str], float]:
+        """Return the bytes that one device sends, by kind, dtype and axis, largest first."""
+        totals: dict[tuple[str, str, str], float] = {}
+        for row in self.rows:
+            key = row.kind, row.dtype, row.axis
+            totals[key] = totals.get(key, 0.0) + row.wire
+        return dict(sorted(totals.items(), key=lambda item: -item[1]))
+
+    def _shown(self) -> Any:
+        cells = [
+            (round(row.wire), row.count, row.bytes, row.kind, row.dtype, row.axis, row.path, row.source)
+            for row in self.rows
+        ]
+        columns = ("sent", "count", "bytes", "kind", "dtype", "axis", "path", "source")
+        return f"{self.wire:,.0f} bytes sent by each device", columns, cells, ()
+
+
+def ideal_wire(params: Any, axes: Iterable[str] = ("fsdp",)) -> float:
+    """Return the minimum number of bytes that one device sends in a training step.
+
+    If n devices split the batch and no other axes split the params, the minimum is 8 (n - 1)/n bytes per weight. For
+    this minimum, each weight is gathered in 16 bits for the forward pass, and again for the backward pass. The gradient
+    of each weight is reduced in float32.
+
+    Args:
+      params: a tree of arrays or shapes, each with a ``NamedSharding``.
+      axes: the mesh axes that split the batch.
+
+    >>> mesh = jax.sharding.AbstractMesh((8,), ("fsdp",))
+    >>> ideal_wire(jax.ShapeDtypeStruct((8, 4), "float32", sharding=jax.NamedSharding(mesh, jax.P("fsdp"))))
+    224.0
+    """
+    batch_axes = set(axes)
+    return sum((_ideal_wire_of(leaf, batch_axes) for leaf in jax.tree.leaves(params)), 0.0)
+
+
+def _ideal_wire_of(leaf: Any, batch_axes: set[str]) -> float:
+    mesh, names = leaf.sharding.mesh, set(axes_in_spec(leaf.sharding.spec))
+
+    def size(axes: set[str]) -> int:
+        return math.prod(mesh.shape[name] for name in axes)
+
+    parts, copies = size(names & batch_axes), size(batch_axes - names)
+    numbers = math.prod(leaf.shape) / size(names - batch_axes)
+    return 8 * numbers * ((parts - 1) / parts + (copies - 1) / copies / parts)
+
+
+def collectives(compiled: jax.stages.Compiled, program: hlo.HloProgram | None = None) -> Collectives:
+    """Return the collectives of a compiled program.
+
+    Equal collectives are counted together. Collectives in half precision (float16 or bfloat16) are shown as float32 if
+    the program was compiled for a CPU, because XLA runs them in float32 there.
+
+    Args:
+      compiled: ``jax.jit(fun).lower(*args).compile()`` with arguments on a mesh.
+      program: the parsed program, if you already have it.
+
+    >>> mesh = jax.make_mesh((jax.device_count(),), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
+    >>> x = jax.device_put(jnp.ones((8, 4)), jax.NamedSharding(mesh, jax.P("fsdp")))
+    >>> moved = collectives(jax.jit(jnp.sum).lower(x).compile())
+    >>> [(row.kind, row.dtype, row.axis, row.bytes) for row in moved.rows]
+    [('all-reduce', 'float32', 'fsdp', 4)]
+    """
+    program = program or hlo.HloProgram(str(compiled.as_text()))
+    mesh = mesh_of(compiled.input_shardings)
+    counts: collections.Counter[Any] = collections.Counter()
+    for computation, instruction, times in program.instructions_by_run(repeat_loops=True):
+        kind = instruction.opcode.removesuffix("-start")
+        if kind in hlo.COLLECTIVES:
+            groups = groups_of(instruction.text) or [list(range(program.partitions))]
+            axis, devices = axis_of(groups, mesh), len(groups[0])
+            where = instruction.path, program.source(instruction)
+            for dtype, arrays in _arrays_by_dtype(program, computation, instruction, kind, devices).items():
+                counts[kind, dtype, axis, devices, arrays, *where] += times
+    rows = []
+    for (kind, dtype, axis, devices, arrays, path, source), count in counts.items():
+        size = sum(arrays)
+        wire = count * size * _sent_share(kind, devices)
+        rows.append(Collective(kind, dtype, axis, count, size, wire, path, source, arrays))
+    return Collectives(tuple(sorted(rows, key=lambda row: (-row.wire, row.kind, row.dtype, row.axis))))
+
+
+def _arrays_by_dtype(
+    program: hlo.HloProgram, computation: str, instruction: hlo.Instruction, kind: str, devices: int
+) -> dict[str, tuple[int, ...]]:
+    """Return the bytes of each array that a collective moves, by dtype."""
+    instructions = program.computations[computation]
+    sizes: dict[str, list[int]] = {}
+    for name in instruction.operands:
+        if name in instructions:
+            for array in program.joined(computation, instructions[name]):
+                parts = devices if kind == "all-gather" else 1
+                sizes.setdefault(hlo.dtype_name(array.dtype), []).append(int(array.bytes) * parts)
+    return {dtype: tuple(sorted(arrays)) for dtype, arrays in sizes.items()}
+
+
+def _sent_share(kind: str, devices: int) -> float:
+    """Return the bytes that each device sends, divided by the bytes of the array."""
+    if kind == "collective-permute":
+        return float(devices > 1)
+    rounds = 2 if kind == "all-reduce" else 1
+    return rounds * (devices - 1) / devices

@@ -1,0 +1,251 @@
+"""Compare a function under policies with itself without policies."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmp.base import tables
+from jaxmp.base.cache_keys import policies_off
+from jaxmp.base.dtypes import is_half
+from jaxmp.base.trees import widen
+from jaxmp.engine.autocast import autocast
+from jaxmp.inspect._compare.entry import entered_in
+from jaxmp.inspect._compare.rows import (
+    ComparedRow,
+    matched_pairs,
+    numbers_above_rounding,
+    rows_of_gradients,
+    rows_of_scopes,
+    total_row,
+)
+from jaxmp.inspect._compare.run import RecordedProgram, run_and_record
+from jaxmp.inspect.inspection import tool
+from jaxmp.inspect.program.calls import (
+    StepCall,
+    argument_paths,
+    is_step,
+    require_arguments_not_deleted,
+    require_own_settings,
+    step_call,
+)
+from jaxmp.sharding.devices import DevicesOfMesh
+from jaxmp.training.state import TrainState
+
+_REFERENCES = ("float32", "float64")
+_COLUMNS = ("path", "phase", "dtype", "relative\nerror", "mean\n|difference|", "cosine", "ulps")
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison(tables.Shown):
+    """The effect of policies on a function's numbers.
+
+    The printed table has one row for all rows of the same phase and dtype whose paths differ only in numbers, such as
+    those of equal layers. It is the row with the largest relative error.
+
+    Attributes:
+      dtype: the most common half dtype (float16 or bfloat16) of the function's products; ``"float32"`` if no product is
+        half.
+      is_changed: whether the policies change the dtype of a product.
+      rows: the compared values. First come the values that modules and named scopes return, in program order, and the
+        result. Then come the gradients of these values, in the order of the backward pass, and then the gradients of
+        the arguments.
+      entered: the path of the module or scope where the error enters, or None if the error enters nowhere. The error
+        enters at the first value or gradient whose relative error exceeds two limits: 4 times the largest relative
+        error of its inputs, and 4 times the error of one rounding to half. If code between modules computes this value,
+        ``entered`` is the path of the module around this code. The path is empty for code outside of all scopes.
+      worst: the row with the largest relative error. Gradients of arguments are left out if they consist of rounding
+        errors in any precision, such as the gradient of a bias before a batch norm.
+      total: one row for the result and all gradients of arguments together, as one vector. Its largest elements
+        dominate the error, often those of the result.
+      unmatched: the paths of scopes that have values without a row. These values have no row because, under the
+        policies, the scope returns more or fewer values of their shape.
+    """
+
+    dtype: str
+    is_changed: bool
+    rows: tuple[ComparedRow, ...]
+    entered: str | None
+    worst: ComparedRow
+    total: ComparedRow
+    unmatched: tuple[str, ...]
+
+    def _shown(self) -> Any:
+        where = "nowhere" if self.entered is None else f"in {self.entered or 'code outside of all scopes'}"
+        worst = f"{self.worst.relative_error:.2e} in {self.worst.path or 'the result'}, {self.worst.phase}"
+        cells = []
+        for group in tables.grouped((*self.rows, dataclasses.replace(self.total, path="total")), _key_of_row):
+            worst_of_group = max(group, key=lambda row: np.nan_to_num(row.relative_error, nan=np.inf))
+            _, _, _, *numbers = dataclasses.astuple(worst_of_group)
+            path = worst_of_group.path or "result"
+            path = path if len(group) == 1 else f"{path} (worst of {len(group)})"
+            cells.append((path, worst_of_group.phase, worst_of_group.dtype, *(f"{number:.2e}" for number in numbers)))
+        notes = []
+        if self.unmatched:
+            scopes = ", ".join(self.unmatched)
+            notes.append(f"scopes without a row, because the policies change how many values they return: {scopes}")
+        if not self.is_changed:
+            notes.append("No policy, region or autocast changes a product here; both runs have only the code's casts.")
+        return f"The error enters {where}; worst: {worst}", _COLUMNS, cells, notes
+
+
+def _key_of_row(row: ComparedRow) -> tuple[str, str, str]:
+    """Return a key that is equal for rows of equal layers."""
+    return tables.without_numbers(row.path), row.phase, row.dtype
+
+
+@tool
+def compare(
+    fun: Callable[..., Any],
+    policy: Any = None,
+    *,
+    reference: str = "float32",
+    overrides: Mapping[str, str] | None = None,
+    grad: bool = True,
+    loss_scale: float = 1.0,
+) -> Callable[..., Comparison]:
+    """Compare a function with its float32 version, layer by layer.
+
+    ``fun`` runs twice. The first run uses ``policy``, and the policies and autocasts in ``fun``. The reference run
+    turns off every policy, :func:`jaxmp.precision` region and autocast. Casts in the code of ``fun``, and dtypes that
+    you set on modules, stay in both runs.
+
+    Args:
+      fun: a function that returns the loss (a floating scalar), or a tuple whose first element is the loss. With
+        ``grad=False``, ``fun`` may return anything. ``fun`` may also be a train step. Then call the returned function
+        with the step's arguments. The loss function of the step is compared under the loss scale of the state.
+      policy: a policy with which :func:`jaxmp.autocast` runs ``fun``, in addition to the policies in ``fun``.
+      overrides: overrides of ``policy``, as for :func:`jaxmp.autocast`.
+      reference: the dtype of the reference run. ``"float32"`` casts half arguments to float32 and uses true float32
+        products, not TensorFloat-32. ``"float64"`` traces under ``jax.enable_x64`` and casts floating arguments to
+        float64. (Random numbers differ in float64, so turn dropout off.)
+      grad: whether to compare gradients too. These are the gradients with respect to all values that scopes return,
+        and with respect to the first argument that has floating arrays.
+      loss_scale: the factor by which the loss is multiplied before the differentiation. The gradients in the rows are
+        divided by this factor.
+
+    Returns:
+      A function of ``fun``'s arguments that returns a :class:`Comparison`. Both programs are compiled with
+      ``xla_allow_excess_precision=False``, so that XLA keeps all roundings to half precision. All values are copied to
+      the host.
+
+    Raises:
+      ValueError: the reference is unknown; there are no floating values to compare; ``overrides`` is set without a
+        policy; ``fun`` is a train step on a mesh; ``loss_scale`` is set for a train step; or :func:`jaxmp.autocast`
+        rejects ``policy`` or ``overrides``.
+      TypeError: ``grad`` is True, and the first result of ``fun`` is not a floating scalar.
+      RuntimeError: an argument was donated to an earlier step.
+
+    >>> def loss_fn(params, x):
+    ...     with jax.named_scope("layer"):
+    ...         y = x @ params["w"]
+    ...     return jnp.mean(y**2)
+    >>> x = jax.random.normal(jax.random.key(0), (8, 8))
+    >>> comparison = compare(loss_fn, "mixed_bfloat16")({"w": x}, x)
+    >>> comparison.entered is None, comparison.rows[0].path, comparison.rows[0].relative_error < 2**-8
+    (True, 'layer', True)
+    """
+    if reference not in _REFERENCES:
+        raise ValueError(
+            f"reference must be 'float32' or 'float64', got {reference!r}; 'float32' is the function without policies"
+        )
+    if overrides and policy is None:
+        raise ValueError(f"overrides need a policy, got {overrides} and policy=None; pass the policy")
+
+    def run(*args: Any) -> Comparison:
+        loss_fn, scale = fun, loss_scale
+        if is_step(fun):
+            require_own_settings(loss_scale=None if loss_scale == 1 else loss_scale)
+            call = step_call(fun, args)
+            loss_fn, args = loss_of(call)
+            scale = call.loss_scale
+        require_arguments_not_deleted(loss_fn, args)
+        paths = argument_paths(loss_fn, args)
+        cast = loss_fn if policy is None else autocast(loss_fn, policy, overrides)
+        half = run_and_record(cast, args, paths, grad, scale)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(policies_off(True))
+            stack.enter_context(jax.default_matmul_precision("highest"))
+            if reference == "float64":
+                stack.enter_context(jax.enable_x64(True))
+                args = jax.tree.map(_floating_as_float64, args)
+            return _compared(half, run_and_record(loss_fn, widen(args), paths, grad, scale))
+
+    return run
+
+
+def _loss_without_gradients(loss_fn: Callable[[Any], Any], state: TrainState) -> tuple[Any, Any]:
+    """Return the results of a loss function, and zeros in place of gradients.
+
+    The caller differentiates the loss.
+    """
+    loss, (model_state, metrics) = loss_fn(state.params)
+    zeros = jax.tree.map(jnp.zeros_like, state.params)
+    return (loss, (jax.lax.stop_gradient(model_state), metrics)), zeros
+
+
+def loss_of(call: StepCall) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Return the loss function of a train step, and the arguments to call it with.
+
+    The loss function also takes a random key as the last argument. The default is the key of the step.
+    """
+    step, state, batch = call
+    if isinstance(step.update.devices, DevicesOfMesh):
+        raise ValueError(
+            "compare takes a train step without a mesh, got one with sharding=; compare its loss function, "
+            "compare(loss_fn)(params, model_state, batch, rng)"
+        )
+    update = dataclasses.replace(step.update, differentiate=_loss_without_gradients)
+
+    def loss_fn(params: Any, model_state: Any, batch: Any, rng: Any = call.rng) -> Any:
+        step_state = state.replace(params=params, model_state=model_state)
+        return update.gradients(step_state, batch, rng).loss
+
+    return loss_fn, (state.params, state.model_state, batch)
+
+
+def _floating_as_float64(leaf: Any) -> Any:
+    return jnp.asarray(leaf, jnp.float64) if jnp.issubdtype(jnp.result_type(leaf), jnp.floating) else leaf
+
+
+def _compared(half: RecordedProgram, full: RecordedProgram) -> Comparison:
+    dtype = _half_dtype(half)
+    finfo = jnp.finfo(dtype)
+    returned, passed_in, unmatched = matched_pairs(half, full)
+    rows = rows_of_scopes(half, full, returned, finfo)
+    gradients = rows_of_gradients(half, full, finfo)
+    numbers = numbers_above_rounding(full, float(finfo.eps))
+    counted = [*rows, *(row for n, row in gradients.items() if n in numbers)]
+    if not counted:
+        raise ValueError(
+            "compare needs a function with floating results or gradients, got neither; return the floating values from "
+            "which the results are computed"
+        )
+    return Comparison(
+        dtype=dtype,
+        is_changed=collections.Counter(half.products) != collections.Counter(full.products),
+        rows=(*rows, *gradients.values()),
+        entered=entered_in(half, full, [*returned, *passed_in], numbers, float(finfo.eps) / 2),
+        worst=max(counted, key=_size_of_error),
+        total=total_row(half, full, finfo),
+        unmatched=unmatched,
+    )
+
+
+def _size_of_error(row: ComparedRow) -> float:
+    return float(np.nan_to_num(row.relative_error, nan=np.inf))
+
+
+def _half_dtype(program: RecordedProgram) -> str:
+    """Return the most common half dtype of products; float32 if no product is half."""
+    for dtype, _ in collections.Counter(program.products).most_common():
+        if is_half(dtype):
+            return dtype
+    return "float32"

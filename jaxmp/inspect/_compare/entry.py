@@ -1,0 +1,129 @@
+"""Find the scope where the error of a comparison enters.
+
+A node is a value in one iteration of the scans around it. The error enters at the first node whose relative error
+exceeds two limits: 4 times the largest relative error of its inputs, and 4 times the error of one rounding to half
+precision. The nodes of the forward pass are searched first, in program order. Then the gradients of the nodes are
+searched, in reverse order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxmp.inspect._compare.rows import Pair, relative_error
+from jaxmp.inspect._compare.run import RecordedProgram
+from jaxmp.program.values import Turns, Value
+
+_Node = tuple[Value, Turns]
+_GROWTH = 4
+
+
+def entered_in(
+    half: RecordedProgram, full: RecordedProgram, pairs: Sequence[Pair], numbers: Collection[int], rounding: float
+) -> str | None:
+    """Return the path where the error enters.
+
+    Return None if the error enters nowhere, and an empty path if it enters outside of all scopes.
+
+    Args:
+      half: the program under policies.
+      full: the reference, without policies.
+      pairs: the values that both programs have.
+      numbers: the indices of the argument leaves whose gradients are searched.
+      rounding: the relative error of one rounding to half precision.
+    """
+    return _Entry(half, full, pairs, numbers, rounding).path()
+
+
+class _Entry:
+    def __init__(
+        self,
+        half: RecordedProgram,
+        full: RecordedProgram,
+        pairs: Sequence[Pair],
+        numbers: Collection[int],
+        rounding: float,
+    ) -> None:
+        self.rounding = rounding
+        self.paths: dict[Value, str] = {}
+        self.forward: dict[_Node, float] = {}
+        self.backward: dict[_Node, float] = {}
+        for pair in pairs:
+            value = full.values[pair.full]
+            if value not in self.paths:
+                self.paths[value] = pair.path
+                self.forward |= _errors_by_turn(value, half.forward[pair.half], full.forward[pair.full])
+                if pair.full in full.backward:
+                    self.backward |= _errors_by_turn(value, half.backward[pair.half], full.backward[pair.full])
+        for (_, of_half), (value, of_full) in zip(half.results, full.results, strict=True):
+            if value not in self.paths:
+                self.paths[value] = ""
+                self.forward |= _errors_by_turn(value, of_half, of_full)
+        self.sources = {node: list(_nearest(*node, self.forward)) for node in self.forward}
+        self.readers: dict[_Node, list[_Node]] = {}
+        for node, sources in self.sources.items():
+            for source in sources:
+                self.readers.setdefault(source, []).append(node)
+        for value in dict.fromkeys(value for value, _ in self.readers if value.name == "argument"):
+            if value.position in numbers:
+                gradients = half.gradients[value.position].array, full.gradients[value.position].array
+                self.backward |= _errors_by_turn(value, *gradients)
+
+    def path(self) -> str | None:
+        for node in sorted(self.forward, key=_time):
+            if self.is_forward_entry(node):
+                return self.paths[node[0]]
+        for node in sorted(self.backward, key=_time, reverse=True):
+            if self.is_backward_entry(node):
+                first_reader, _ = min(self.readers[node], key=_time)
+                return self.paths[first_reader]
+        return None
+
+    def is_forward_entry(self, node: _Node) -> bool:
+        before = [self.forward.get(source, 0.0) for source in self.sources[node]]
+        return self.forward[node] > _GROWTH * max(self.rounding, *before, 0.0)
+
+    def is_backward_entry(self, node: _Node) -> bool:
+        """Return whether the error enters at the gradient of a node.
+
+        Each operation that reads a value contributes to the value's gradient. The contribution is computed from the
+        operation's operands, its results, and the gradients of its results.
+        """
+        readers = self.readers.get(node, [])
+        before = []
+        for reader in readers:
+            before += [self.backward.get(reader, 0.0), self.forward.get(reader, 0.0)]
+            before += [self.forward.get(source, 0.0) for source in self.sources[reader]]
+        return bool(readers) and self.backward[node] > _GROWTH * max(self.rounding, *before)
+
+
+def _time(node: _Node) -> Any:
+    value, turns = node
+    return value.order(turns)
+
+
+def _errors_by_turn(value: Value, half: np.ndarray, full: np.ndarray) -> dict[_Node, float]:
+    turns_of_all_scans = np.ndindex(full.shape[: len(value.scans)])
+    return {(value, turns): relative_error(half[turns], full[turns]) for turns in turns_of_all_scans}
+
+
+def _nearest(value: Value, turns: Turns, known: Collection[_Node]) -> Iterator[_Node]:
+    """Yield the nearest nodes on which a value depends.
+
+    Only arguments and nodes in ``known`` are yielded. The search goes on through other nodes.
+    """
+    stack, visited = [(value, turns)], {(value, turns)}
+    while stack:
+        value, turns = stack.pop()
+        for _, operand, operand_turns in value.sources(turns):
+            source = operand, operand_turns
+            if source in visited:
+                continue
+            visited.add(source)
+            if source in known or operand.name == "argument":
+                yield source
+            else:
+                stack.append(source)

@@ -1,0 +1,1 @@
+"""Count where values underflow or overflow: :func:`jaxmp.inspect.numerics`."""

@@ -1,0 +1,1 @@
+"""Record a training loop in a folder: :func:`jaxmp.inspect.record`."""

@@ -1,0 +1,217 @@
+"""Search for a small set of modules, scopes and operations that need float32.
+
+A candidate is a module or scope with half operations, or one such operation. Half operations compute in half precision
+(float16 or bfloat16). A choice is a set of candidates that compute in float32. The error of a choice is the error of
+the loss and the gradients, relative to float32 (``Measurement`` in ``measurement.py``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxmp.inspect._tune.measurement import Candidate
+
+Chosen = frozenset[Candidate]
+
+
+@dataclass
+class Result:
+    """The state of a search: the best choice so far, and the errors of candidates.
+
+    Attributes:
+      candidates: the modules and scopes that have half operations.
+      chosen: the best choice: the modules, scopes and operations in float32.
+      error: the error of the best choice.
+      error_before: the error with no candidate in float32.
+      errors: for each candidate, the error with the candidate and all overflowing candidates in float32. Empty if the
+        search did not need these errors.
+      operations: the operations that the search tried to choose in place of their module or scope.
+      interrupted: whether Ctrl-C or the limit of evaluations ended the search.
+    """
+
+    candidates: Sequence[Candidate]
+    chosen: Chosen = frozenset()
+    error: float = math.inf
+    error_before: float = math.inf
+    errors: dict[Candidate, float] = field(default_factory=dict)
+    operations: list[Candidate] = field(default_factory=list)
+    interrupted: bool = False
+
+
+def search(
+    candidates: Sequence[Candidate],
+    measure: Callable[[Chosen], float],
+    tolerance: float,
+    *,
+    operations: bool = True,
+    spent: int = 0,
+) -> Result:
+    """Search for a small choice of candidates whose error is within the tolerance.
+
+    1. If the tolerance is not met with all candidates in float32, the search ends.
+    2. If the error without overrides is infinite, the search finds the candidates that overflow, by bisection, and
+       chooses them.
+    3. For each other candidate, it measures the error with this candidate and the overflowing candidates in float32. It
+       sorts the other candidates by this error.
+    4. It adds candidates to the choice in this order until the tolerance is met. Bisection finds the smallest number
+       that is enough. It then removes each added candidate from the choice if the tolerance is met without this
+       candidate. The candidates with the most FLOPs are tried first.
+    5. It replaces each module in the choice by the module's operations if the tolerance is still met. It then removes
+       operations from the choice as in step 4.
+
+    An evaluation measures the error of one choice. There are at most ``2 * (candidates + operations tried) + 10``
+    evaluations. At that number, or at Ctrl-C, the search ends with the best choice so far.
+
+    Args:
+      candidates: the modules and scopes with half operations, children before parents.
+      measure: a function that measures the error of a choice.
+      tolerance: the largest allowed error.
+      operations: whether to try single operations.
+      spent: the number of evaluations before the search. These evaluations count towards the limit.
+    """
+    progress = _progress(len(candidates))
+    run = _Search(candidates, measure, tolerance, spent, progress)
+    try:
+        with progress:
+            run.modules()
+            if operations:
+                run.operations()
+    except (_BudgetSpent, KeyboardInterrupt):
+        run.result.interrupted = True
+    return run.result
+
+
+class _BudgetSpent(Exception):
+    """Ends a search that has no evaluations left."""
+
+
+class _Search:
+    def __init__(
+        self,
+        candidates: Sequence[Candidate],
+        measure: Callable[[Chosen], float],
+        tolerance: float,
+        spent: int,
+        progress: Any,
+    ) -> None:
+        self.candidates, self.measure, self.tolerance = candidates, measure, tolerance
+        self.result = Result(candidates)
+        self.errors: dict[Chosen, float] = {}
+        self.left = 2 * len(candidates) + 10 - spent
+        self.progress = progress
+        self.task = progress.add_task("tuning", total=self.left)
+
+    def error_of(self, chosen: Chosen) -> float:
+        """Return the error of a choice; accept the choice if its error is the smallest.
+
+        Once an accepted choice meets the tolerance, only :meth:`accept` replaces it. The error of each choice is
+        measured only once.
+        """
+        if chosen not in self.errors:
+            if self.left < 1:
+                raise _BudgetSpent
+            self.left -= 1
+            self.errors[chosen] = self.measure(chosen)
+            self.progress.advance(self.task)
+            if self.errors[chosen] < self.result.error > self.tolerance:
+                self.accept(chosen)
+        return self.errors[chosen]
+
+    def meets(self, chosen: Chosen) -> bool:
+        return self.error_of(chosen) <= self.tolerance
+
+    def accept(self, chosen: Chosen) -> None:
+        self.result.chosen, self.result.error = chosen, self.errors[chosen]
+
+    def modules(self) -> None:
+        """Choose modules: steps 1 to 4 of :func:`search`."""
+        self.result.error_before = self.error_of(frozenset())
+        if self.meets(frozenset()) or not self.meets(frozenset(self.candidates)):
+            return
+        overflowing = self.overflowing()
+        if self.meets(frozenset(overflowing)):
+            self.accept(frozenset(overflowing))
+            return
+        order = self.most_helpful(overflowing)
+        too_few, enough = 0, len(order)
+        while enough - too_few > 1:
+            middle = (too_few + enough) // 2
+            if self.meets(frozenset([*overflowing, *order[:middle]])):
+                enough = middle
+            else:
+                too_few = middle
+        chosen = frozenset([*overflowing, *order[:enough]])
+        self.accept(chosen)
+        self.take_back(chosen, order[: enough - 1])  # the last of these candidates is needed
+
+    def overflowing(self) -> list[Candidate]:
+        """Return the candidates that must be float32 for a finite error."""
+        overflowing: list[Candidate] = []
+        while math.isinf(self.error_of(frozenset(overflowing))):
+            # With the first `finite` candidates in half precision, the error is finite. With the first `infinite`
+            # candidates in half precision, the error is infinite.
+            finite, infinite = 0, len(self.candidates)
+            while infinite - finite > 1:
+                middle = (finite + infinite) // 2
+                if math.isinf(self.error_of(frozenset([*overflowing, *self.candidates[middle:]]))):
+                    infinite = middle
+                else:
+                    finite = middle
+            overflowing.append(self.candidates[infinite - 1])
+        return overflowing
+
+    def most_helpful(self, overflowing: Sequence[Candidate]) -> list[Candidate]:
+        """Return the candidates that do not overflow, the most helpful first."""
+        finite = [candidate for candidate in self.candidates if candidate not in overflowing]
+        for candidate in finite:
+            self.result.errors[candidate] = self.error_of(frozenset([*overflowing, candidate]))
+        return sorted(finite, key=lambda candidate: _usefulness(candidate, self.result.errors, self.tolerance))
+
+    def take_back(self, chosen: Chosen, some: Sequence[Candidate]) -> None:
+        """Remove each of ``some`` from the choice if the tolerance is still met.
+
+        The candidates with the most FLOPs are tried first. Candidates with equal FLOPs are tried from last to first.
+        """
+        for candidate in sorted(reversed(some), key=lambda candidate: -candidate.flops):
+            if self.meets(chosen - {candidate}):
+                chosen -= {candidate}
+                self.accept(chosen)
+
+    def operations(self) -> None:
+        """Choose single operations of the chosen modules: step 5 of :func:`search`."""
+        modules = sorted(self.result.chosen, key=lambda candidate: (-candidate.flops, candidate.path))
+        if self.result.error > self.tolerance:
+            return
+        for module in modules:
+            if len(module.operations) < 2:
+                continue
+            self.left += 2 * len(module.operations)
+            self.result.operations += module.operations
+            with_all = self.result.chosen - {module} | {*module.operations}
+            if self.meets(with_all):
+                self.take_back(with_all, module.operations)
+
+
+def _usefulness(candidate: Candidate, errors: dict[Candidate, float], tolerance: float) -> tuple[Any, ...]:
+    """Return a key that sorts candidates by their error, the smallest first.
+
+    Errors within the tolerance count as equal, and so do errors that differ by less than about 10 %. If errors are
+    equal, modules with half operations other than products come first, because products alone cause at most the error
+    ``Measurement.floor``. After that, modules with fewer FLOPs come first.
+    """
+    error = max(errors[candidate], tolerance)
+    size = round(math.log(error, 1.1)) if 0 < error < math.inf else error
+    has_only_products = all(operation.flops for operation in candidate.operations)
+    return error > tolerance, size, has_only_products, candidate.flops, candidate.path
+
+
+def _progress(total: int) -> Any:
+    """Return a progress bar on the terminal's standard error."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    return Progress(console=console, transient=True, disable=not console.is_terminal or total < 2)

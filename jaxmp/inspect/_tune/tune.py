@@ -1,0 +1,282 @@
+"""Find the parts of a function that need float32."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxmp.base import tables, versions
+from jaxmp.base.dtypes import is_half
+from jaxmp.inspect._compare.compare import loss_of
+from jaxmp.inspect._first_nonfinite.first_nonfinite import first_nonfinite
+from jaxmp.inspect._numerics.numerics import numerics
+from jaxmp.inspect._tune.measurement import Measurement, candidates_of, with_folded_keys, without_policies
+from jaxmp.inspect._tune.search import Chosen, Result, search
+from jaxmp.inspect.inspection import tool
+from jaxmp.inspect.program.calls import is_step, require_arguments_not_deleted, step_call
+from jaxmp.policy.policies import Policy
+from jaxmp.policy.policy_files import write_policy
+from jaxmp.policy.policy_map import PolicyMap, get_policy
+
+_COLUMNS = ("path", "error if float32", "FLOPs", "float32")
+_FLOORS_ALLOWED = 2.0
+_FEW_IN_HALF = 0.5
+
+
+@dataclasses.dataclass(frozen=True)
+class TunedRow:
+    """A module, scope or operation that the search can switch to float32.
+
+    Attributes:
+      path: the path in the form of an override's key, such as ``"flow"`` or ``"flow:add"``.
+      error: the error of the function if this module and all modules that overflow in half precision compute in
+        float32; NaN if this error was not measured.
+      flops: the FLOPs of the products in the module, scope or operation, without products in submodules.
+      is_float32: whether the search chose float32.
+    """
+
+    path: str
+    error: float
+    flops: int
+    is_float32: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuned(tables.Shown):
+    """Overrides that keep the loss and the gradients near their float32 values.
+
+    The overrides are the smallest set that the search found. The error of a function is the larger of two numbers:
+
+    - the error of the loss, divided by the absolute value of the loss or by 1, whichever is larger;
+    - the relative L2 error of all gradients together.
+
+    Overrides of named scopes need :func:`jaxmp.autocast` of a function, or ``make_train_step(policy=)``.
+
+    Attributes:
+      policy: the policy with the overrides. Pass it to ``apply_policy``, ``autocast`` or ``make_train_step(policy=)``.
+      overrides: the policies by path; empty if no override is needed. The first override that matches a path applies.
+      error: the error with the overrides.
+      error_before: the error without overrides.
+      floor: the error if only the operands of products are rounded to half precision (float16 or bfloat16), and all
+        computations are in float32.
+      tolerance: the largest allowed error.
+      met: whether ``error`` is at most ``tolerance``.
+      interrupted: whether Ctrl-C or the limit of measurements ended the search, so that fewer overrides may be enough.
+      half_flops: the share of the products' FLOPs in half precision with the overrides, from 0 to 1.
+      loss_scale: a good initial loss scale for float16; None for bfloat16.
+      rows: the modules, scopes and operations that the search could switch to float32; those in float32 come first.
+      evaluations: the number of errors that were measured. Each measurement compiles the function once.
+    """
+
+    policy: PolicyMap
+    overrides: Mapping[str, str]
+    error: float
+    error_before: float
+    floor: float
+    tolerance: float
+    met: bool
+    interrupted: bool
+    half_flops: float
+    loss_scale: float | None
+    rows: tuple[TunedRow, ...]
+    evaluations: int
+
+    def save(self, file: str | Path) -> None:
+        """Write the policy as a TOML file.
+
+        Pass the file's name to :func:`jaxmp.get_policy` to read it.
+
+        Args:
+          file: the path, which ends in ``.toml``.
+
+        Raises:
+          ValueError: the path does not end in ``.toml``.
+        """
+        comments = [
+            f"error {self.error:.3g} (without overrides {self.error_before:.3g}, tolerance {self.tolerance:.3g})",
+            f"{100 * self.half_flops:.1f} % of the products' FLOPs in half",
+            f"jaxmp {versions.of('jaxmp')}, jax {jax.__version__}, {datetime.date.today()}",
+        ]
+        write_policy(file, self.policy, loss_scale=self.loss_scale, comments=comments)
+
+    def _shown(self) -> Any:
+        cells = []
+        for row in self.rows:
+            error = "" if np.isnan(row.error) else f"{row.error:.2e}"
+            cells.append((row.path, error, tables.short(row.flops), "yes" if row.is_float32 else ""))
+        notes = [
+            f"error {self.error:.2e}, without overrides {self.error_before:.2e}; tolerance {self.tolerance:.2e}, "
+            f"floor {self.floor:.2e}",
+            f"{100 * self.half_flops:.1f} % of the products' FLOPs in half; {self.evaluations} evaluations",
+        ]
+        if self.half_flops < _FEW_IN_HALF:
+            notes.append("few products are left in half: train in float32, or allow a larger error with tolerance=")
+        if self.loss_scale is not None:
+            notes.append(f"a good first loss scale: {self.loss_scale:g}")
+        return self._title(), _COLUMNS, cells, notes
+
+    def _title(self) -> str:
+        if self.interrupted:
+            return "Interrupted: this is the best result so far, and fewer overrides may be enough"
+        if not self.met:
+            return "Tolerance not met, even with all modules in float32: the error comes from code outside of modules"
+        if not self.overrides:
+            return "Nothing needs float32: no override is needed"
+        names = ", ".join(row.path for row in self.rows if row.is_float32)
+        return f"These need float32: {names}"
+
+
+@tool
+def tune(
+    fun: Callable[..., Any],
+    policy: Any,
+    *,
+    tolerance: float | None = None,
+    seeds: int = 1,
+    operations: bool = True,
+) -> Callable[..., Tuned]:
+    """Find the modules and operations that need float32 under a half policy.
+
+    The reference is ``fun`` in float32, without policies and autocast. The search runs ``fun`` under
+    :func:`jaxmp.autocast` with ``policy``. It first switches modules to float32 if values overflow in them. If the
+    error is still above the tolerance, it tries each other module in float32, one at a time. It then switches the most
+    helpful modules, as few as needed. Modules that turn out not to need float32 go back to half precision (float16 or
+    bfloat16). For each module that stays in float32, the search finally tries whether float32 is enough for single
+    operations of the module. There are at most ``2 * len(rows) + 10`` measurements of the error, and each compiles the
+    function once.
+
+    Args:
+      fun: a function that returns the loss, or a tuple whose first element is the loss. It may also be a train
+        step. Then call the function that ``tune`` returns with the step's arguments.
+      policy: a policy that computes in half precision and has no overrides, such as ``"mixed_bfloat16"``.
+      tolerance: the largest allowed error relative to float32 (:class:`Tuned` defines the error). None means twice the
+        ``floor``, which is the error if only the operands of products are rounded to half precision.
+      seeds: the number of measurements of each error, with different random numbers; the largest error counts. The
+        first measurement uses the unchanged arguments. Later measurements fold 1, 2, … into each typed PRNG key among
+        the arguments.
+      operations: whether single operations may have overrides. Pass False to get overrides of modules only. A named
+        scope in a module then counts as a part of the module.
+
+    Returns:
+      A function of ``fun``'s arguments that returns :class:`Tuned`. You can pass more batches as ``batches=``, a list
+      of tuples. Each tuple has all arguments except the first one (the params); for a train step it is ``(batch,)``.
+      The largest error of all batches counts. The same arguments give the same result. Interrupt the search with Ctrl-C
+      to get the best result so far.
+
+    Raises:
+      ValueError: the policy does not compute in half precision, or has overrides; the float32 loss or gradients are not
+        finite, or all gradients are zero; the tolerance is below the error that remains if only the products that
+        autocast makes half are half; no module or named scope has an operation in half precision; or ``seeds`` is more
+        than 1, but no argument has a typed PRNG key.
+      TypeError: the first result of ``fun`` is not a floating scalar; or ``batches`` are not tuples.
+      RuntimeError: an argument was donated to an earlier step.
+
+    >>> def loss_fn(params, x):
+    ...     with jax.named_scope("encoder"):
+    ...         x = jnp.tanh(x @ params["w"])
+    ...     with jax.named_scope("flow"):
+    ...         for _ in range(6):
+    ...             x = x + 0.004 * jnp.tanh(x @ params["v"])
+    ...     return jnp.mean(x**2)
+    >>> w, v = jax.random.normal(jax.random.key(0), (2, 16, 16)) / 4
+    >>> x = jax.random.normal(jax.random.key(1), (32, 16))
+    >>> tuned = tune(loss_fn, "mixed_bfloat16")({"w": w, "v": v}, x)
+    >>> dict(tuned.overrides), tuned.met
+    ({'flow:add': 'float32'}, True)
+    """
+    half = _half_policy(policy)
+
+    def run(*args: Any, batches: Sequence[tuple[Any, ...]] | None = None) -> Tuned:
+        more_batches = _checked_batches(batches)
+        loss_fn, scale = fun, None
+        all_args = [args, *((args[0], *more) for more in more_batches)]
+        if is_step(fun):
+            call = step_call(fun, args)
+            scale = call.loss_scale
+            loss_fn, (params, model_state, batch) = loss_of(call)
+            all_args = [(params, model_state, *more, call.rng) for more in [(batch,), *more_batches]]
+        args = all_args[0]
+        require_arguments_not_deleted(loss_fn, args)
+        all_args += [with_folded_keys(args, seed) for seed in range(1, seeds) for args in all_args]
+        plain = without_policies(loss_fn)
+        if half.compute_dtype != np.float16:
+            scale = None
+        elif scale in (None, 1.0):
+            scale = numerics(plain)(*args).recommended_scale("float16")
+        measurement = Measurement(plain, all_args, half, scale or 1.0)
+        if (number := measurement.batch_that_is_not_finite()) is not None:
+            blame = first_nonfinite(plain)(*all_args[number])
+            raise ValueError(
+                f"tune compares with float32, but float32 is not finite on batch {number % (1 + len(more_batches))}. "
+                f"{blame}"
+            )
+        if half.compute_dtype == np.float16:
+            measurement.lower_loss_scale()
+        floor = measurement.floor()
+        allowed = _FLOORS_ALLOWED * floor if tolerance is None else tolerance
+        if not np.isfinite(floor):
+            raise ValueError("tune compares with float32, but the float32 gradient is zero; tune other params or data")
+        candidates = candidates_of(plain, args, half, modules_only=not operations)
+        if tolerance is not None and tolerance < floor:
+            least = measurement.error_of_half_products(candidates)
+            if tolerance < least:
+                raise ValueError(
+                    f"the tolerance is below the floor, got {tolerance:.2g} and a floor of {least:.2g}, the error of "
+                    "half products alone; allow a larger error, or train in float32"
+                )
+
+        def error_of(chosen: Chosen) -> float:
+            return measurement.error(measurement.overrides(candidates, chosen))
+
+        result = search(candidates, error_of, allowed, operations=operations, spent=measurement.evaluations)
+        return _tuned(result, half, floor, allowed, scale, measurement)
+
+    return run
+
+
+def _checked_batches(batches: Sequence[tuple[Any, ...]] | None) -> list[tuple[Any, ...]]:
+    for batch in batches or ():
+        if not isinstance(batch, tuple):
+            raise TypeError(f"batches are tuples of arguments, got {type(batch).__name__}; write [(batch,)]")
+    return list(batches or ())
+
+
+def _tuned(
+    result: Result, half: Policy, floor: float, tolerance: float, scale: float | None, measurement: Measurement
+) -> Tuned:
+    rows = []
+    for candidate in [*result.candidates, *result.operations]:
+        rows.append(
+            TunedRow(candidate.path, result.errors.get(candidate, np.nan), candidate.flops, candidate in result.chosen)
+        )
+    rows.sort(key=lambda row: (not row.is_float32, np.nan_to_num(row.error)))
+    overrides = measurement.overrides(result.candidates, result.chosen)
+    return Tuned(
+        policy=PolicyMap(half, overrides),
+        overrides=overrides,
+        error=result.error,
+        error_before=result.error_before,
+        floor=floor,
+        tolerance=tolerance,
+        met=bool(result.error <= tolerance),
+        interrupted=result.interrupted,
+        half_flops=measurement.half_flops(overrides),
+        loss_scale=None if scale is None else measurement.loss_scale,
+        rows=tuple(rows),
+        evaluations=measurement.evaluations,
+    )
+
+
+def _half_policy(policy: Any) -> Policy:
+    half = get_policy(policy)
+    if not isinstance(half, Policy) or not is_half(half.compute_dtype):
+        raise ValueError(
+            f"tune finds the overrides of one half policy, got {policy!r}; write 'mixed_bfloat16' or 'mixed_float16'"
+        )
+    return half

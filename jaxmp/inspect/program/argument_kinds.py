@@ -1,0 +1,132 @@
+"""Find the kinds of a call's arguments: params, optimizer state, batch, others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding
+
+from jaxmp.base.trees import path_name
+from jaxmp.sharding.specs import axes_in_spec as axes_of
+
+_KIND_OF_NAME = {
+    "params": "params",
+    "ema_params": "params",
+    "opt_state": "optimizer",
+    "optimizer": "optimizer",
+    "model_state": "model_state",
+    "batch_stats": "model_state",
+    "batch": "batch",
+    "rng": "other",
+    "key": "other",
+    "step": "other",
+    "skipped_steps": "other",
+    "stuck": "other",
+}
+"""The kinds of arguments and of a train state's fields, by name."""
+
+
+class Leaf(NamedTuple):
+    """A leaf of the arguments of a call.
+
+    Attributes:
+      value: an array or a shape.
+      kind: one of :data:`jaxmp.inspect._memory.memory.KINDS`.
+      path: the name of the argument and the path in the argument, joined by ``/``.
+      is_recognised: whether the type of the leaf or the name of the argument determines the kind. Otherwise, the
+        position of the argument determines the kind.
+      path_in_state: the path in the params, the optimizer state or the statistics, if the type of the state is known;
+        None for all other leaves. The audit checks the dtypes of leaves with this path. Averaged params and caches may
+        have any dtype, so their ``path_in_state`` is None too.
+    """
+
+    value: Any
+    kind: str
+    path: str
+    is_recognised: bool
+    path_in_state: tuple[str, ...] | None
+
+
+def leaves_of(args: Sequence[Any], names: Sequence[str]) -> Iterator[Leaf]:
+    """Yield the leaves of a call's arguments with their kinds and paths.
+
+    The unrecognised leaves of the first argument are the params, and those of a later argument are the batch. There is
+    one exception: if a part of a later argument is recognised by its type, the unrecognised leaves of this argument
+    are the params. Typed random keys are always ``"other"``.
+
+    Args:
+      args: the arguments of the call.
+      names: the names of the arguments, if known.
+    """
+    for position, arg in enumerate(args):
+        name = names[position] if position < len(names) else ""
+        nodes = jax.tree.leaves_with_path(arg, is_leaf=_is_state)
+        by_position = "batch" if position and not any(_is_state(node) for _, node in nodes) else "params"
+        prefix = [jax.tree_util.DictKey(name)] if name else []
+        for path, node in nodes:
+            for inner, leaf in jax.tree.leaves_with_path(node):
+                recognised, path_in_state = _KIND_OF_NAME.get(name), None
+                if _is_state(node):
+                    recognised, path_in_state = _kind_and_path_in_state(node, path, inner)
+                is_key = jnp.issubdtype(getattr(leaf, "dtype", np.float32), jax.dtypes.prng_key)
+                kind = "other" if is_key else recognised or by_position
+                yield Leaf(leaf, kind, path_name((*prefix, *path, *inner)), recognised is not None, path_in_state)
+
+
+def _is_state(node: Any) -> bool:
+    """Return whether the type of a node determines the kinds of its leaves."""
+    is_collections = isinstance(node, Mapping) and ("params" in node or "batch_stats" in node)
+    is_train_state = hasattr(node, "params") and hasattr(node, "opt_state")  # jaxmp's or Flax's train state
+    is_of_nnx = isinstance(node, (nnx.Variable, nnx.Optimizer))
+    return is_collections or is_train_state or is_of_nnx or _is_state_of_optimizer(node)
+
+
+def _kind_and_path_in_state(node: Any, path: Sequence[Any], inner: Sequence[Any]) -> tuple[str, tuple[str, ...] | None]:
+    """Return the kind of a leaf, and its path in the params, state or statistics.
+
+    The node is at ``path`` in the argument, and the leaf is at ``inner`` in the node. The second result is None for a
+    leaf outside of the params, the optimizer state and the statistics.
+    """
+    if isinstance(node, nnx.Param):
+        return "params", _names(path)
+    is_variable = isinstance(node, nnx.Variable)
+    if is_variable and not type(node).__name__.startswith("Opt"):
+        return "model_state", _names(path) if isinstance(node, nnx.BatchStat) else None
+    if is_variable or isinstance(node, nnx.Optimizer) or _is_state_of_optimizer(node):
+        return "optimizer", _names((*path, *inner))
+    field, *names = _names(inner)  # here the node is a train state or Flax's collections
+    kind = _KIND_OF_NAME.get(field, "model_state")
+    is_cache = field == "model_state" and names[:1] == ["cache"]
+    if is_cache or field not in ("params", "opt_state", "model_state", "batch_stats"):
+        return kind, None
+    has_collections = field != "opt_state" and names[:1] in (["params"], ["batch_stats"])
+    return kind, tuple(names[1:] if has_collections else names)
+
+
+def _names(path: Sequence[Any]) -> tuple[str, ...]:
+    return tuple(path_name((key,)) for key in path)
+
+
+def _is_state_of_optimizer(node: Any) -> bool:
+    package = type(node).__module__.partition(".")[0]
+    return hasattr(node, "_fields") and package in ("optax", "jaxmp")
+
+
+def sharding_on_mesh(leaf: Any) -> NamedSharding | None:
+    """Return the ``NamedSharding`` of a leaf, or None if it has none."""
+    sharding = getattr(leaf, "sharding", None)
+    return sharding if isinstance(sharding, NamedSharding) else None
+
+
+def batch_axes(batch: Iterable[Any]) -> dict[str, int]:
+    """Return the mesh axes that split a batch, with their sizes."""
+    for leaf in batch:
+        sharding = sharding_on_mesh(leaf)
+        if sharding is not None and axes_of(sharding.spec[:1]):
+            return {name: sharding.mesh.shape[name] for name in axes_of(sharding.spec[:1])}
+    return {}
