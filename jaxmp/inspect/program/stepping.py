@@ -25,7 +25,7 @@ from jaxmp.base.trees import zero_if_finite
 from jaxmp.inspect.program.calls import AS_WRITTEN, is_inexact
 from jaxmp.inspect.program.equation_places import Key, is_whole
 from jaxmp.inspect.program.targets import mesh_of
-from jaxmp.program.bodies import bind_equation
+from jaxmp.program.binding import bind_equation
 from jaxmp.program.equations import Bodies, bodies_of, is_literal, opened
 
 
