@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxmp._internals.jax.rebind import in_place_of
 from jaxmp._internals.jax.traces import is_staged, is_tracing, may_be_skipped
 from jaxmp.base.dtypes import is_castable
 from jaxmp.engine.casts import read_in
@@ -20,10 +19,10 @@ from jaxmp.engine.marks import OF_POLICY, WITH_RULE, ours
 from jaxmp.engine.rules import Rules
 from jaxmp.engine.states import KEPT
 from jaxmp.engine.trace import tracing
-from jaxmp.program.bodies import RuleEvaluation, bind_equation, params_in_dtype, rebuilt
+from jaxmp.program.binding import bind_equation, params_in_dtype
+from jaxmp.program.derivative_rules import RuleEvaluation
 from jaxmp.program.equations import (
     Bodies,
-    Literal,
     Opened,
     asks_for_what_is_missing,
     evaluate,
@@ -39,10 +38,9 @@ from jaxmp.program.repeated_casts import (
     summed_in_float32,
     sums_half,
 )
+from jaxmp.program.rewriting import Rewriter
 from jaxmp.program.vmap_sharing import Examples, Same, same_in_bodies
 
-# A body that is inlined has no rule of its own.
-_WITH_RULES = with_trait(Trait.CUSTOM_DERIVATIVE) - with_trait(Trait.INLINED)
 _EQUALITIES = with_trait(Trait.EQUATES)
 _CAST, _FLOAT32 = "convert_element_type", np.dtype(np.float32)
 
@@ -64,20 +62,11 @@ def evaluated(graph: Graph, rules: Rules, args: Sequence[Any], dtypes: Sequence[
     for step in graph.steps:
         step.is_unchanged = _is_unchanged(step, changed)
     evaluation = _Evaluation(rules, body, args)
-    results = evaluation.results() if graph.changes else evaluate(body.jaxpr, body.consts, args)
+    results = (evaluation.evaluate if graph.changes else evaluate)(body.jaxpr, body.consts, args)
     return [
         value if dtype is None or not is_castable(jax.typeof(value)) else evaluation.cast(value, dtype, node)
         for value, node, dtype in zip(results, body.results, dtypes, strict=True)
     ]
-
-
-def _derived(rules: Rules, step: Step, jaxpr: Opened, args: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
-    """Evaluate a derivative rule.
-
-    ``dtypes`` has the requested dtype of each result, or None.
-    """
-    graph = build(*jaxpr, rules, (*step.names, WITH_RULE), in_rule=step.eqn.primitive.name == "custom_vjp_call")
-    return evaluated(graph, rules, args, dtypes, force=True)
 
 
 class _Repeat(NamedTuple):
@@ -87,56 +76,50 @@ class _Repeat(NamedTuple):
     operands: Sequence[Any]
 
 
-class _Evaluation:
-    """An evaluation of a body, with its values and their casts.
+class _Evaluation(Rewriter):
+    """An evaluation of a body, with the casts of its values.
 
     A new evaluation is created each time JAX traces the body.
     """
 
     def __init__(self, rules: Rules, body: Body, args: Any, same: Same | None = None) -> None:
-        self.rules, self.body = rules, body
+        self.rules, self.body, self.steps = rules, body, iter(body.steps)
         self.examples = Examples(body.jaxpr, args, body.consts, same)
-        self.env = dict(zip((*body.jaxpr.invars, *body.jaxpr.constvars), (*args, *body.consts), strict=True))
         self.casts = body.casts = list[int]()  # the casts for the current step, and at the end for the results
         self.shared: dict[Any, Any] = {}
-        # For each result of a cast to float32, the half operand of the cast and its node. Half readers of the result
-        # read the operand instead.
-        self.narrow: dict[Any, tuple[Any, Any]] = {}
+        # For each result of a cast to float32, the half operand of the cast: its value, its variable and its node. Half
+        # readers of the result read the operand instead.
+        self.narrow: dict[Any, tuple[Any, Any, Any]] = {}
 
-    def results(self) -> list[Any]:
+    def evaluate(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
         """Return the results of the body in the dtypes of their nodes."""
-        for step in self.body.steps:
-            eqn = step.eqn
-            self.casts = step.casts = list[int]()
-            values = self.read(eqn.invars)
-            is_unchanged = step.is_unchanged and not self.examples.are_many
-            with in_place_of(eqn):
-                results = bind_equation(eqn, values, eqn.params) if is_unchanged else self.results_of(step, values)
-            for var, value in zip(eqn.outvars, results, strict=True):
-                self.env[var] = value
-            if eqn.primitive.name == _CAST and _is_widening(step):
-                self.narrow[eqn.outvars[0]] = eqn.invars[0], step.operands[0]
+        results = super().evaluate(jaxpr, consts, args)
         self.casts = self.body.casts
-        return self.read(self.body.jaxpr.outvars)
+        return results
 
-    def read(self, atoms: Sequence[Any]) -> list[Any]:
-        """Return the values of atoms."""
-        return [atom.val if type(atom) is Literal else self.env[atom] for atom in atoms]
+    def evaluate_equation(self, eqn: Any, operands: list[Any]) -> list[Any]:
+        """Return the results of the next step of the body."""
+        step = next(self.steps)
+        self.casts = step.casts = list[int]()
+        if eqn.primitive.name == _CAST and _is_widening(step):
+            self.narrow[eqn.outvars[0]] = operands[0], eqn.invars[0], step.operands[0]
+        if step.is_unchanged and not self.examples.are_many:
+            return bind_equation(eqn, operands, eqn.params)
+        return self.results_of(step, operands)
 
     def read_as(self, value: Any, atom: Any, node: Node, dtype: np.dtype, repeat: _Repeat | None = None) -> Any:
         """Return ``value`` in ``dtype`` for an equation that reads it.
 
         Pass the equation as ``repeat`` if it may repeat the value.
         """
-        if type(atom) is Literal:
+        if is_literal(atom):
             return np.asarray(value).astype(dtype)
         is_half = dtype.itemsize == 2
         is_summed = repeat is not None and is_half and must_widen(repeat.step.eqn, atom, value, self.examples)
         if node.deferred_cast is None and value.dtype == dtype and not isinstance(value, np.ndarray) and not is_summed:
             return value
-        if atom in self.narrow and self.narrow[atom][1].value_dtype == dtype:
-            narrow, node = self.narrow[atom]
-            return self.read_as(self.read([narrow])[0], narrow, node, dtype, repeat)
+        if atom in self.narrow and self.narrow[atom][-1].value_dtype == dtype:
+            return self.read_as(*self.narrow[atom], dtype, repeat)
         # A weight is cast at each use, so that its cotangents are summed in float32; other values are cast once.
         # A cast to float32 is made at each use, so that XLA stores the half value and no shared float32 copy.
         is_shared = node.is_cast_once and dtype.itemsize <= node.value_dtype.itemsize
@@ -175,7 +158,7 @@ class _Evaluation:
             self.casts.append(value.size * dtype.itemsize)
         return cast_repeated(value, dtype, aval, like)
 
-    def results_of(self, step: Step, values: list[Any]) -> Sequence[Any]:
+    def results_of(self, step: Step, values: list[Any]) -> list[Any]:
         """Return the results of an equation that changes.
 
         ``values`` are its operands before the casts.
@@ -186,7 +169,7 @@ class _Evaluation:
         if eqn.primitive.name == _CAST and node is not None and node.kind is not KEPT:
             return [self.cast_by_author(step, node, values[0], operands[0])]
         if step.bodies is not None:
-            return self.results_of_bodies(step, values, operands)
+            return self.results_of_bodies(step, step.bodies, values, operands)
         if step.float8 is not None:
             results, step.operand_types = emit_float8(step, step.float8, operands)
             return results
@@ -228,32 +211,71 @@ class _Evaluation:
             del self.casts[-1:]  # the author wrote this cast, so autocast did not add it
         return result
 
-    def results_of_bodies(self, step: Step, values: list[Any], operands: list[Any]) -> list[Any]:
+    def results_of_bodies(self, step: Step, bodies: Bodies, values: list[Any], operands: list[Any]) -> list[Any]:
         """Return the results of an equation whose bodies change."""
-        name, same = step.eqn.primitive.name, self.examples.same
-        make = functools.partial(_program, self.rules, step, same)
-        if name == "jit":  # layers with the same jitted body share one program, which JAX traces once
+        same = self.examples.same
+
+        def make() -> Callable[..., Any]:
+            return _StepRewriter(self.rules, step, same_in_bodies(bodies, same)).rebuild(step.eqn, bodies)
+
+        if bodies.is_jitted:  # layers with the same jitted body share one program, which JAX traces once
             return list(_result_of_equal_step(self.rules, step, same, make)(*operands))
         # Outside of jit, JAX compiles each of these as a whole, and the next call finds the program in JAX's cache.
-        is_compiled = step.bodies is not None and (step.bodies.kind != "call" or name == "shard_map")
-        is_jitted = is_compiled and not is_tracing()
+        is_jitted = bodies.is_compiled and not is_tracing()
         run = _result_of_equal_step(self.rules, step, same, lambda: jax.jit(make())) if is_jitted else make()
         results = list(run(*operands))
         for number in step.unchanged:
-            assert step.bodies is not None
-            results[number] = values[step.bodies.start + number]
+            results[number] = values[bodies.start + number]
         return results
 
 
-def _program(rules: Rules, step: Step, same: Same) -> Callable[..., list[Any]]:
-    """Return a rewritten equation with bodies, as a function of its operands."""
-    assert step.bodies is not None
-    inside = enumerate(same_in_bodies(step.bodies, same))
-    functions = [functools.partial(_run_body, rules, step, position, of_body) for position, of_body in inside]
-    rule = RuleEvaluation(
-        functools.partial(_derived, rules, step), functools.partial(tracing, rules, step.region.products)
-    )
-    return rebuilt(step.eqn, step.bodies, functions, rule)
+class _StepRewriter(Rewriter):
+    """The bodies and the derivative rule of a step.
+
+    JAX traces them when the rewritten step runs or is differentiated. The programs of equal steps are shared, so this
+    object has no values of the program.
+    """
+
+    def __init__(self, rules: Rules, step: Step, same: Sequence[Same]) -> None:
+        """Rewrite ``step``.
+
+        ``same`` tells for each body which inputs all examples share.
+        """
+        self.rules, self.step, self.same = rules, step, same
+
+    def evaluate_body(self, eqn: Any, bodies: Bodies, number: int, *args: Any) -> list[Any]:
+        """Return the results of a body. They are cast to the dtypes of their joins."""
+        step, body = self.step, self.step.inner[number]
+        evaluation = _Evaluation(self.rules, body, args, self.same[number])
+        inputs = list(args)
+        # Cast these operands back to half. The scan reads them in float32, so that their cotangents are summed in
+        # float32.
+        for place, dtype in _over_turns(step):
+            inputs[place] = jax.lax.convert_element_type(args[place], dtype)
+        results = evaluation.evaluate(body.jaxpr, body.consts, inputs)
+        if not bodies.is_call or bodies.has_rule:
+            results = [
+                evaluation.cast(value, node.deferred_cast) if node and node.deferred_cast else value
+                for value, node in zip(results, body.results, strict=True)
+            ]
+        joins = step.joins
+        for n in bodies.joined(number):
+            join = joins[n]
+            if n in step.unchanged:  # JAX hoists a carry out of the loop if the body returns it unchanged
+                results[n] = args[bodies.start + n]
+            elif join is not None:
+                results[n] = evaluation.cast(results[n], join.dtype)
+        return results
+
+    def make_rule_evaluation(self, eqn: Any) -> RuleEvaluation:
+        """Return an evaluation that builds a graph of the rule and decides its dtypes."""
+        return RuleEvaluation(self._evaluate_rule, functools.partial(tracing, self.rules, self.step.region.products))
+
+    def _evaluate_rule(self, program: Opened, args: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
+        step = self.step
+        in_rule = step.bodies is not None and step.bodies.has_backward_rule
+        graph = build(*program, self.rules, (*step.names, WITH_RULE), in_rule)
+        return evaluated(graph, self.rules, args, dtypes, force=True)
 
 
 def _over_turns(step: Step) -> list[tuple[int, np.dtype]]:
@@ -261,9 +283,10 @@ def _over_turns(step: Step) -> list[tuple[int, np.dtype]]:
 
     Each entry is the position and the dtype of an operand.
     """
-    if step.bodies is None or step.bodies.kind != "scan" or step.node is None or step.node.in_rule:
+    bodies = step.bodies
+    if bodies is None or not (bodies.is_loop and bodies.has_gradient) or step.node is None or step.node.in_rule:
         return []
-    places = [*range(step.bodies.start), *(step.bodies.start + n for n in step.unchanged)]
+    places = [*range(bodies.start), *(bodies.start + n for n in step.unchanged)]
     halves = [(n, operand) for n in places if (operand := step.operands[n]) and operand.dtype.itemsize == 2]
     return [(place, operand.dtype) for place, operand in halves if read_often(step.eqn, place)]
 
@@ -281,35 +304,6 @@ def _batched_operands(repeat: _Repeat, others: Sequence[Any], node: Node) -> Seq
         return others
     pairs = zip(operands, step.operands, strict=True)
     return [value for value, operand in pairs if operand and operand.is_cast_once and is_staged(value)][:1]
-
-
-def _run_body(rules: Rules, step: Step, position: int, same: Same, *args: Any) -> list[Any]:
-    """Return the results of a body of ``step``.
-
-    Carries and the results of branches are cast to the dtypes of their joins.
-    """
-    assert step.bodies is not None
-    kind, body = step.bodies.kind, step.inner[position]
-    evaluation = _Evaluation(rules, body, args, same)
-    # Cast these operands back to half. The scan reads them in float32, so that their cotangents are summed in float32.
-    for operand, dtype in _over_turns(step):
-        half = jax.lax.convert_element_type(args[operand], dtype)
-        evaluation.env[body.jaxpr.invars[operand]] = half
-    results = evaluation.results()
-    if kind != "call" or step.eqn.primitive.name in _WITH_RULES:
-        pairs = zip(results, body.results, strict=True)
-        results = [
-            evaluation.cast(value, node.deferred_cast) if node and node.deferred_cast else value
-            for value, node in pairs
-        ]
-    if kind == "while" and position == 0:  # the condition
-        return results
-    for number in step.unchanged:  # JAX hoists a carry out of the loop if the body returns it unchanged
-        results[number] = args[step.bodies.start + number]
-    for number, join in enumerate(step.joins):
-        if join is not None:
-            results[number] = evaluation.cast(results[number], join.dtype)
-    return results
 
 
 def _result_of_equal_step(
@@ -337,7 +331,7 @@ def _is_unchanged(step: Step, changed: set[Node]) -> bool:
     if step.bodies is None:
         return node is None or (node.compute is None and (node.dtype.itemsize > 2 or not sums_half(step.eqn)))
     # Derivative rules are decided when they run.
-    has_rule = step.eqn.primitive.name in _WITH_RULES and step.region.level != "written"
+    has_rule = step.bodies.has_rule and step.region.level != "written"
     inside = (inner for body in step.inner for inner in body.steps)
     return not has_rule and not _over_turns(step) and all(inner.is_unchanged for inner in inside)
 
@@ -380,12 +374,12 @@ def _wants_of_bodies(step: Step, bodies: Bodies) -> list[np.dtype | None]:
             wants[n] = join.dtype if join else wants[n]
         for place, _ in _over_turns(step):
             wants[place] = _FLOAT32
-    elif bodies.kind == "call":
+    elif bodies.is_call:
         for position, operand in enumerate(step.operands):
             if operand is not None and operand.is_cast_once:  # so that the call does not save a float32 copy
                 wants[position] = _half_wanted(step.inner[0], position)
             # The body is traced in the original dtypes.
-            if operand is not None and step.eqn.primitive.name in _WITH_RULES:
+            if operand is not None and bodies.has_rule:
                 wants[position] = wants[position] or operand.deferred_cast
     return wants
 

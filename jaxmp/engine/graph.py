@@ -130,8 +130,10 @@ class Step:
     @property
     def joins(self) -> Sequence[Node | None]:
         """Return the joins of its results: a loop's carries, or the results of a cond."""
-        nodes = self.nodes[: self.bodies.carry if self.bodies.kind != "cond" else None] if self.bodies else []
-        return [None if n in self.unchanged else node for n, node in enumerate(nodes)]
+        if self.bodies is None:
+            return []
+        joined = self.bodies.joined(len(self.bodies.jaxprs) - 1)
+        return [None if n in self.unchanged else self.nodes[n] for n in joined]
 
 
 @dataclasses.dataclass(slots=True, eq=False)

@@ -15,7 +15,7 @@ import numpy as np
 from jax.extend.core import Literal as Literal
 
 from jaxmp._internals.jax.core import Tracer, eval_jaxpr, evaluate_dimension
-from jaxmp.program.primitives import BODIES
+from jaxmp.program.primitives import BODIES, Trait, with_trait
 
 Opened = tuple[Any, list[Any]]
 """An open jaxpr and its constants."""
@@ -44,11 +44,85 @@ class Bodies(NamedTuple):
     consts: int = 0
     start: int = 0
     carry: int = 0
+    length: Any = None  # the number of iterations of a scan; None for a while loop
+    primitive: str = ""  # the name of the primitive
 
     @property
     def is_loop(self) -> bool:
         """Return whether the equation is a scan or a while loop."""
         return self.kind == "scan" or self.kind == "while"
+
+    @property
+    def is_call(self) -> bool:
+        """Return whether the equation has one body, with its operands and results."""
+        return self.kind == "call"
+
+    @property
+    def is_conditional(self) -> bool:
+        """Return whether the first operand selects the body that runs."""
+        return self.kind == "cond"
+
+    @property
+    def is_recomputed(self) -> bool:
+        """Return whether the backward pass computes the body again (``jax.checkpoint``)."""
+        return self.primitive == "remat2"
+
+    @property
+    def is_jitted(self) -> bool:
+        """Return whether the equation is a call of a jitted function."""
+        return self.primitive == "jit"
+
+    @property
+    def is_compiled(self) -> bool:
+        """Return whether JAX compiles the equation as a whole if it is not traced."""
+        return not self.is_call or self.primitive == "shard_map" or self.is_jitted
+
+    @property
+    def has_rule(self) -> bool:
+        """Return whether the equation has a custom derivative rule."""
+        return self.primitive in _WITH_RULES
+
+    @property
+    def has_backward_rule(self) -> bool:
+        """Return whether the equation has a rule for cotangents (``jax.custom_vjp``)."""
+        return self.primitive == "custom_vjp_call"
+
+    @property
+    def has_gradient(self) -> bool:
+        """Return whether the equation has cotangents. A while loop has none."""
+        return self.kind != "while"
+
+    @property
+    def carries(self) -> range:
+        """Return the positions of the carries among the operands."""
+        return range(self.start, self.start + self.carry)
+
+    def is_condition(self, number: int) -> bool:
+        """Return whether body ``number`` is the condition of a while loop."""
+        return self.kind == "while" and number == 0
+
+    def inputs(self, number: int, operands: Sequence[Any]) -> list[Any]:
+        """Return the operands that body ``number`` takes.
+
+        Of a carry, this is the initial value, and of a scanned array, the whole array.
+        """
+        if self.is_condition(number):
+            return [*operands[: self.consts], *operands[self.start :]]
+        first = 1 if self.is_conditional else self.consts
+        return list(operands[first:])
+
+    def joined(self, number: int) -> range:
+        """Return the positions of the results of body ``number`` that are joined.
+
+        A join is a carry of a loop, or a result of a conditional. All values that are joined must have the same type.
+        """
+        if self.is_condition(number):
+            return range(0)
+        return range(len(opened(self.jaxprs[number])[0].outvars) if self.is_conditional else self.carry)
+
+
+# A body that is inlined has no rule of its own.
+_WITH_RULES = with_trait(Trait.CUSTOM_DERIVATIVE) - with_trait(Trait.INLINED)
 
 
 def bodies_of(eqn: Any) -> Bodies | None:
@@ -58,19 +132,19 @@ def bodies_of(eqn: Any) -> Bodies | None:
     """
     name, params = eqn.primitive.name, eqn.params
     if name in BODIES:
-        return Bodies("call", (params[BODIES[name]],))
+        return Bodies("call", (params[BODIES[name]],), primitive=name)
     if name == "scan":
         if "ft_in" in params:  # from 0.11 on
             consts, carry, _ = (len(part) for part in params["ft_in"].unpack())
         else:
             consts, carry = params["num_consts"], params["num_carry"]
-        return Bodies("scan", (params["jaxpr"],), 0, consts, carry)
+        return Bodies("scan", (params["jaxpr"],), 0, consts, carry, params["length"], name)
     if name == "while":
         start = params["cond_nconsts"] + params["body_nconsts"]
         jaxprs = (params["cond_jaxpr"], params["body_jaxpr"])
-        return Bodies("while", jaxprs, params["cond_nconsts"], start, len(eqn.invars) - start)
+        return Bodies("while", jaxprs, params["cond_nconsts"], start, len(eqn.invars) - start, None, name)
     if name == "cond":
-        return Bodies("cond", tuple(params["branches"]))
+        return Bodies("cond", tuple(params["branches"]), primitive=name)
     return None
 
 

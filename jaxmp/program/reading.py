@@ -32,13 +32,11 @@ from jaxmp.program.values import (
     Read,
     Scan,
     TurnMap,
-    Turns,
     Value,
+    same_turn,
 )
 from jaxmp.program.walk import interpreted
 
-_ONE_BY_ONE = with_trait(Trait.IDENTITY)
-"""Operations whose nth result depends only on the nth operand."""
 _PER_DEVICE = with_trait(Trait.PER_DEVICE)
 
 
@@ -72,8 +70,7 @@ def read_program(
     reader = _Reader(is_whole, scopes_inside)
     inputs = [reader.add(Value(var.aval, ARGUMENT, position=n)) for n, var in enumerate(jaxpr.invars)]
     around = _Around(names=names)
-    body, _ = reader.body(jaxpr, consts, [_Read(value) for value in inputs], around)
-    return Program(body, reader.values, reader.equations)
+    return Program(reader.body(jaxpr, consts, inputs, around), reader.values, reader.equations)
 
 
 def is_whole(eqn: Any, names: Names = ()) -> bool:
@@ -95,11 +92,6 @@ def turns_of(eqn: Any) -> tuple[int | None, ...]:
     if eqn.primitive.name == "scan":
         return (eqn.params["length"],)
     return (None,) if eqn.primitive.name == "while" else ()
-
-
-def same_turn(turns: Turns) -> list[Turns]:
-    """Map an iteration to itself, for an operand in the same loops as its reader."""
-    return [turns]
 
 
 class _TurnMaps(NamedTuple):
@@ -153,13 +145,6 @@ class _Around(NamedTuple):
     loops: tuple[Key, ...] = ()
 
 
-class _Read(NamedTuple):
-    """A value that an equation reads, and whether it is computed from gradients in the same body."""
-
-    value: Value
-    is_gradient: bool = False
-
-
 def _phase(around: str, transforms: Sequence[str], has_gradients: bool) -> str:
     if around != "forward":
         return around
@@ -178,8 +163,10 @@ class _Reader:
         self.is_whole = is_whole
         self.scopes_inside = scopes_inside
         self.values: list[Value] = []
+        self.gradients = set[Value]()  # values that are computed from gradients
         self.equations: dict[Key, Equation] = {}
         self.first: dict[Hashable, Value] = {}
+        self.computations: dict[Hashable, object] = {}
         self.equal_loops: dict[Hashable, Equation] = {}  # the first loop with equal bodies and operands
 
     def add(self, value: Value, key: Hashable = None) -> Value:
@@ -189,187 +176,191 @@ class _Reader:
             value.same = self.first.setdefault(key, value)
         return value
 
-    def literal(self, atom: Any) -> _Read:
+    def literal(self, atom: Any) -> Value:
         array = np.asarray(atom.val)
         value = Value(atom.aval, CONSTANT, constant=array)
         value.same = self.first.setdefault((CONSTANT, array.dtype, array.tobytes()), value)
-        return _Read(value)
+        return value
 
-    def body(self, jaxpr: Any, consts: list[Any], inputs: Sequence[_Read], around: _Around) -> tuple[Body, list[_Read]]:
-        """Read a body. Also return its results, with whether they are computed from gradients."""
+    def body(self, jaxpr: Any, consts: list[Any], inputs: Sequence[Value], around: _Around) -> Body:
+        """Read a body."""
         constants = [
             self.add(Value(var.aval, CONSTANT, constant=const), None if const is None else (CONSTANT, id(const)))
             for var, const in zip(jaxpr.constvars, consts, strict=True)
         ]
         equations: list[Equation] = []
 
-        def read_equation(eqn: Any, operands: list[_Read]) -> list[_Read]:
+        def read_equation(eqn: Any, operands: list[Value]) -> Sequence[Value]:
             names, transforms = scopes_and_transforms(eqn)
             key = (*around.key, len(equations))
-            phase = _phase(around.phase, transforms, any([operand.is_gradient for operand in operands]))
-            values = [operand.value for operand in operands]
+            phase = _phase(around.phase, transforms, not self.gradients.isdisjoint(operands))
             names = (*around.names, *names)
-            equation = Equation(key, eqn, names, phase, around.turns, bodies_of(eqn), around.equation, values)
+            equation = Equation(key, eqn, names, phase, around.turns, bodies_of(eqn), around.equation, operands)
             equations.append(equation)
             self.equations[key] = equation
-            return self.results(equation, operands, around)
+            self.read_results(equation, around)
+            return equation.results
 
-        reads = interpreted(jaxpr, [_Read(value) for value in constants], inputs, read_equation, self.literal)
-        arguments = [value for value, _ in inputs]
-        return Body(jaxpr, consts, constants, arguments, equations, [value for value, _ in reads]), reads
+        results = interpreted(jaxpr, constants, inputs, read_equation, self.literal)
+        return Body(jaxpr, consts, constants, inputs, equations, results)
 
-    def results(self, equation: Equation, operands: list[_Read], around: _Around) -> list[_Read]:
+    def read_results(self, equation: Equation, around: _Around) -> None:
         """Read the bodies of an equation, and add its results."""
         bodies = equation.bodies
-        are_gradients = [equation.phase != "forward"] * len(equation.eqn.outvars)
         if bodies is None or self.is_whole(equation.eqn, equation.names):
             self.operation(equation, around)
-        elif bodies.kind == "call":
+        elif bodies.is_call:
             # A call that reads gradients may have equations that read none, so each equation gets its own phase.
-            inherits = equation.phase != "backward"
-            phase = around.phase if inherits else equation.phase
-            reads = self.inside(equation, 0, operands if inherits else _without_gradients(operands), around, phase)
-            equation.results.extend(value for value, _ in reads)
-            are_gradients = [is_gradient for _, is_gradient in reads] if inherits else are_gradients
-        elif bodies.kind == "cond":
-            are_gradients = self.conditional(equation, operands, around, are_gradients)
+            phase = "backward" if equation.phase == "backward" else around.phase
+            equation.results = self.inside(equation, 0, equation.operands, around._replace(phase=phase)).results
+        elif bodies.is_conditional:
+            self.conditional(equation, bodies, around)
         else:
-            are_gradients = self.loop(equation, bodies, around, are_gradients)
-        return [_Read(value, flag) for value, flag in zip(equation.results, are_gradients, strict=True)]
+            self.loop(equation, bodies, around)
 
-    def inside(
-        self, equation: Equation, number: int, inputs: Sequence[_Read], around: _Around, phase: str | None = None
-    ) -> list[_Read]:
-        """Read a body of an equation, and return its results."""
+    def inside(self, equation: Equation, number: int, inputs: Sequence[Value], around: _Around) -> Body:
+        """Read a body of an equation."""
         assert equation.bodies is not None
-        here = _Around(
+        here = around._replace(
             equation=equation,
             key=(*equation.key, number),
             names=(*equation.names, *self.scopes_inside(equation.eqn)),
-            phase=phase or equation.phase,
             turns=(*equation.turns, *turns_of(equation.eqn)),
-            scans=around.scans,
-            loops=around.loops,
         )
-        body, results = self.body(*opened(equation.bodies.jaxprs[number]), inputs, here)
-        equation.inside.append(body)
-        return results
-
-    def result(self, equation: Equation, name: str, reads: list[Read], around: _Around, key: Hashable = None) -> Value:
-        """Add the next result of an equation with bodies."""
-        position = len(equation.results)
-        aval = equation.eqn.outvars[position].aval
-        value = Value(aval, name, equation.key, None, position, around.scans, around.loops, reads=reads)
-        equation.results.append(self.add(value, key))
-        return value
+        body = self.body(*opened(equation.bodies.jaxprs[number]), inputs, here)
+        equation.inside = (*equation.inside, body)
+        return body
 
     def operation(self, equation: Equation, around: _Around) -> None:
         """Add the results of an equation that counts as one operation."""
-        eqn, name, operands = equation.eqn, equation.name, equation.operands
+        eqn, operands = equation.eqn, equation.operands
         for operand in operands:
-            outer = operand.outer
-            outer.reader = outer.reader or equation
-        reads: list[Read] = [(n, operand, same_turn) for n, operand in enumerate(operands)]
-        computation = object() if eqn.effects else _operation_of(eqn)
-        equal_operands = [operand.same for operand in operands]
+            if operand.outer.reader is None:
+                operand.outer.reader = equation
+        computation = (self.computation_of(eqn), *[operand.same for operand in operands])
+        results = []
         for n, var in enumerate(eqn.outvars):
-            value = Value(var.aval, name, equation.key, equation, n, around.scans, around.loops)
-            value.reads = reads[n : n + 1] if name in _ONE_BY_ONE else reads
-            equation.results.append(self.add(value, (n, computation, *equal_operands)))
+            value = Value(var.aval, equation.name, equation.key, equation, n, around.scans, around.loops)
+            results.append(self.add(value, (*computation, n)))
+        equation.results = results
+        if equation.phase != "forward":
+            self.gradients.update(results)
 
-    def conditional(
-        self, equation: Equation, operands: list[_Read], around: _Around, are_gradients: list[bool]
-    ) -> list[bool]:
-        assert equation.bodies is not None
-        index, *inputs = _without_gradients(operands)
-        count = len(equation.bodies.jaxprs)
-        branches = [self.inside(equation, number, inputs, around) for number in range(count)]
+    def computation_of(self, eqn: Any) -> object:
+        """Return the same object for operations that compute the same from equal operands."""
+        computation = object()
+        if eqn.effects:  # a callback may return other numbers each time
+            return computation
+        try:
+            return self.computations.setdefault(_operation_of(eqn), computation)
+        except TypeError:  # a parameter is not hashable
+            return computation
+
+    def result(
+        self, equation: Equation, name: str, position: int, reads: list[Read], around: _Around, key: Hashable
+    ) -> Value:
+        """Add a result of a loop or a conditional."""
+        aval = equation.eqn.outvars[position].aval
+        value = Value(aval, name, equation.key, None, position, around.scans, around.loops, None, reads)
+        if equation.phase != "forward":
+            self.gradients.add(value)
+        return self.add(value, key)
+
+    def conditional(self, equation: Equation, bodies: Bodies, around: _Around) -> None:
+        count, (index, *inputs) = len(bodies.jaxprs), equation.operands
+        inside = around._replace(phase=equation.phase)
+        # In a branch, values from outside do not count as gradients.
+        gradients, self.gradients = self.gradients, set()
+        branches = [self.inside(equation, number, inputs, inside).results for number in range(count)]
+        of_branches, self.gradients = self.gradients, gradients
+        results = []
         for n in range(len(equation.eqn.outvars)):
-            reads: list[Read] = [(count, index.value, same_turn)]
-            reads += [(number, results[n].value, same_turn) for number, results in enumerate(branches)]
-            self.result(equation, BRANCHES, reads, around, (BRANCHES, *(value.same for _, value, _ in reads)))
-        for results in branches:
-            are_gradients = [a or b.is_gradient for a, b in zip(are_gradients, results, strict=True)]
-        return are_gradients
+            reads: list[Read] = [(count, index, same_turn)]
+            reads += [(number, branch[n], same_turn) for number, branch in enumerate(branches)]
+            key = (BRANCHES, *[value.same for _, value, _ in reads])
+            value = self.result(equation, BRANCHES, n, reads, around, key)
+            if not of_branches.isdisjoint([branch[n] for branch in branches]):
+                self.gradients.add(value)
+            results.append(value)
+        equation.results = results
 
-    def loop(self, equation: Equation, bodies: Bodies, around: _Around, are_gradients: list[bool]) -> list[bool]:
+    def loop(self, equation: Equation, bodies: Bodies, around: _Around) -> None:
         """Read a loop.
 
         A while loop counts as one iteration. The values of its condition are not operands of its results.
         """
-        eqn, operands, last = equation.eqn, equation.operands, len(bodies.jaxprs) - 1
+        operands, last = equation.operands, len(bodies.jaxprs) - 1
         scan = None
-        if bodies.kind == "scan":
-            scan = Scan(len(equation.key), bool(eqn.params["reverse"]), eqn.params["length"])
+        if bodies.length is not None:
+            scan = Scan(len(equation.key), bool(equation.eqn.params["reverse"]), bodies.length)
         maps = _maps_across(scan)
         scans = around.scans if scan is None else (*around.scans, scan)
-        inside = around._replace(scans=scans, loops=(*around.loops, (*equation.key, last)))
+        inside = around._replace(phase=equation.phase, scans=scans, loops=(*around.loops, (*equation.key, last)))
         in_condition = inside._replace(loops=(*around.loops, (*equation.key, 0)))
-        computation = (_computation_of(eqn), *(operand.same for operand in operands))
+        computation = (_computation_of(equation.eqn), *[operand.same for operand in operands])
         equal_loop = self.equal_loops.setdefault(computation, equation)
 
         def entering(name: str, aval: Any, operand: Value, turns_read: TurnMap) -> Value:
             reads = [(0, operand, turns_read)]
-            return Value(aval, name, equation.key, None, -1, inside.scans, inside.loops, reads=reads)
+            return Value(aval, name, equation.key, None, -1, inside.scans, inside.loops, None, reads)
 
-        start, stop = bodies.start, bodies.start + bodies.carry
-        fixed = unchanged(bodies)
-        constants, carries, elements = list[Value](), list[Value](), list[Value]()
-        for n, operand in enumerate(operands[:stop]):
-            if n < start or n - start in fixed:
-                value = entering(LOOP_CONSTANT, operand.aval, operand, maps.outside)
+        constants = set(range(bodies.start)) | {bodies.start + n for n in unchanged(bodies)}
+        avals = [atom.aval for atom in equation.eqn.invars[: bodies.carries.stop]]
+        avals += [var.aval for var in opened(bodies.jaxprs[last])[0].invars[bodies.carries.stop - bodies.consts :]]
+        entered = []
+        for n, (operand, aval) in enumerate(zip(operands, avals, strict=True)):
+            if n in constants:
+                value = entering(LOOP_CONSTANT, aval, operand, maps.outside)
                 value.same = operand.same
+            elif n in bodies.carries:
+                value = self.add(entering(CARRY, aval, operand, maps.at_start), (CARRY, n, equal_loop))
             else:
-                value = entering(CARRY, operand.aval, operand, maps.at_start)
-                self.add(value, (CARRY, n, equal_loop))
-            (constants if n < start else carries).append(value)
-        scanned = opened(bodies.jaxprs[last])[0].invars[stop - bodies.consts :]
-        for var, operand in zip(scanned, operands[stop:], strict=True):
-            value = entering(TURN, var.aval, operand, maps.outside)
-            elements.append(self.add(value, (TURN, operand.same, scan is None or scan.reverse)))
-        if last:
-            self.inside(equation, 0, [_Read(value) for value in (*constants[: bodies.consts], *carries)], in_condition)
-        inputs = [_Read(value) for value in (*constants[bodies.consts :], *carries, *elements)]
-        reads = self.inside(equation, last, inputs, inside)
-        results = [value for value, _ in reads]
-        for carry, value in zip(carries, results, strict=False):
-            if carry.name == CARRY:
-                carry.reads.append((1, value, maps.before))
+                key = (TURN, operand.same, scan is None or scan.reverse)
+                value = self.add(entering(TURN, aval, operand, maps.outside), key)
+            entered.append(value)
+        for number in range(last):
+            self.inside(equation, number, bodies.inputs(number, entered), in_condition)
+        body = self.inside(equation, last, bodies.inputs(last, entered), inside)
         may_not_run = scan is None or not scan.length
-        for n, value in enumerate(results):
-            if n in fixed:
-                equation.results.append(operands[start + n])
-            elif n < bodies.carry:
-                first: list[Read] = [(0, operands[start + n], same_turn)] if may_not_run else []
-                self.result(equation, LAST_CARRY, [*first, (1, value, maps.at_end)], around, (n, equal_loop))
-            else:
-                self.result(equation, TURNS, [(1, value, maps.in_all)], around, (n, equal_loop))
-        return [a or b.is_gradient for a, b in zip(are_gradients, reads, strict=True)]
-
-
-def _without_gradients(operands: Sequence[_Read]) -> list[_Read]:
-    return [_Read(value) for value, _ in operands]
+        results = []
+        for n, value in enumerate(body.results):
+            place = bodies.start + n
+            if place in constants:
+                results.append(operands[place])
+                continue
+            reads = [(1, value, maps.in_all)]
+            if place in bodies.carries:
+                entered[place].reads.append((1, value, maps.before))
+                before = [(0, operands[place], same_turn)] if may_not_run else []
+                reads = [*before, (1, value, maps.at_end)]
+            name = LAST_CARRY if place in bodies.carries else TURNS
+            result = self.result(equation, name, n, reads, around, (n, equal_loop))
+            if value in self.gradients:
+                self.gradients.add(result)
+            results.append(result)
+        equation.results = results
 
 
 def _operation_of(eqn: Any) -> Hashable:
-    """Return a key that is equal for operations that compute the same from equal operands."""
-    key = (eqn.primitive.name, *eqn.params.values())
-    try:
-        hash(key)
-    except TypeError:
-        return object()  # equal to nothing else
-    return key
+    return eqn.primitive.name, *eqn.params.values()
 
 
 def _computation_of(eqn: Any) -> Hashable:
-    """Return the key of an operation, or a key of an equation's bodies."""
-    bodies = bodies_of(eqn)
+    """Return a key that is equal for equations that compute the same from equal operands.
+
+    Equal bodies have equal keys, even if they are different jaxprs.
+    """
     if eqn.effects:
-        return object()  # a callback may return other numbers each time
-    if bodies is None or eqn.primitive.name in _PER_DEVICE:
-        return _operation_of(eqn)
-    inner = [(_structure_of(jaxpr), *map(id, consts)) for jaxpr, consts in map(opened, bodies.jaxprs)]
-    return eqn.primitive.name, eqn.params.get("length"), eqn.params.get("reverse"), *inner
+        return object()
+    bodies = bodies_of(eqn)
+    if bodies is not None and eqn.primitive.name not in _PER_DEVICE:
+        inner = [(_structure_of(jaxpr), *map(id, consts)) for jaxpr, consts in map(opened, bodies.jaxprs)]
+        return bodies.primitive, bodies.length, eqn.params.get("reverse"), *inner
+    try:
+        hash(_operation_of(eqn))
+    except TypeError:
+        return object()
+    return _operation_of(eqn)
 
 
 def _structure_of(jaxpr: Any) -> Hashable:

@@ -30,7 +30,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from jaxmp.base.dtypes import is_castable
-from jaxmp.program.bodies import bind_equation
+from jaxmp.program.binding import bind_equation
 from jaxmp.program.equations import bodies_of, has_explicit_axes, is_literal, opened, size_of
 from jaxmp.program.invariants import unchanged
 from jaxmp.program.primitives import BROADCAST, PICKS, Trait, with_trait

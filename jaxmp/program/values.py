@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -34,6 +33,13 @@ TurnMap = Callable[[Turns], list[Turns]]
 """A function that takes an iteration of a value, and returns the iterations of an operand that the value reads."""
 Read = tuple[int, "Value", TurnMap]
 """An operand of a value: a number (see ``Value.reads``), the operand, and the map of iterations."""
+
+
+def same_turn(turns: Turns) -> list[Turns]:
+    """Map an iteration to itself, for an operand in the same loops as its reader."""
+    return [turns]
+
+
 # The names of values that no primitive computes. The attribute `name` of `Value` explains them.
 ARGUMENT, CONSTANT, LOOP_CONSTANT = "argument", "constant", "loop constant"
 TURN, TURNS = "turn", "turns"
@@ -41,11 +47,13 @@ CARRY, LAST_CARRY, BRANCHES = "carry", "last carry", "branches"
 JOINS = frozenset({CARRY, LAST_CARRY, BRANCHES})
 """Names of values that are one of several values."""
 _SORTS = with_trait(Trait.SORTS)
+_ONE_BY_ONE = with_trait(Trait.IDENTITY)
+"""Operations whose nth result depends only on the nth operand."""
 MOVES = PICKS | COMBINES | with_trait(Trait.EXTREME, Trait.POOLS) | _SORTS | {TURN, TURNS}
 """Moves: operations whose results contain only elements of the operands; for ``top_k``, only the first result."""
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(eq=False, slots=True)
 class Equation:
     """An equation and its place in the program.
 
@@ -72,8 +80,9 @@ class Equation:
     bodies: Bodies | None
     around: Equation | None
     operands: Sequence[Value]
-    results: list[Value] = dataclasses.field(default_factory=list)
-    inside: list[Body] = dataclasses.field(default_factory=list)
+    results: Sequence[Value] = ()
+    inside: Sequence[Body] = ()
+    _source: str | None = None
 
     @property
     def name(self) -> str:
@@ -107,14 +116,16 @@ class Equation:
         first = self.bodies.start - self.bodies.consts
         return self.inside[-1].inputs[first : first + self.bodies.carry]
 
-    @functools.cached_property
+    @property
     def source(self) -> str:
         """Return the user's file and line, such as ``"package/module.py:12"``.
 
         If JAX does not know this line, the source is the line of the equation around this equation. The source is empty
         if that line is unknown too.
         """
-        return user_source_of(self.eqn) or (self.around.source if self.around else "")
+        if self._source is None:
+            self._source = user_source_of(self.eqn) or (self.around.source if self.around else "")
+        return self._source
 
 
 class Body(NamedTuple):
@@ -172,9 +183,6 @@ class Value:
       scans: the scans around the value, outermost first.
       loops: the keys of the loop bodies around the value, outermost first.
       constant: the number or array of a constant; None if it is unknown.
-      reads: the operands. The number of an operand is its position. For the result of a conditional, the number is that
-        of the branch, and the index of the conditional comes after all branches. For a carry, 0 is the initial carry,
-        and 1 is the carry from an iteration.
       reader: the first operation that reads the value.
       same: the first value that is equal, because equal operations compute both from equal operands.
     """
@@ -187,12 +195,27 @@ class Value:
     scans: tuple[Scan, ...] = ()
     loops: tuple[Key, ...] = ()
     constant: Any = None
-    reads: list[Read] = dataclasses.field(default_factory=list)
+    _reads: list[Read] | None = None
     reader: Equation | None = None
     same: Value = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
         self.same = self
+
+    @property
+    def reads(self) -> list[Read]:
+        """Return the operands.
+
+        The number of an operand is its position. For the result of a conditional, the number is that of the branch, and
+        the index of the conditional comes after all branches. For a carry, 0 is the initial carry, and 1 is the carry
+        from an iteration.
+        """
+        if self._reads is None:
+            operands = self.equation.operands if self.equation else ()
+            self._reads = [(n, operand, same_turn) for n, operand in enumerate(operands)]
+            if self.name in _ONE_BY_ONE:
+                self._reads = self._reads[self.position : self.position + 1]
+        return self._reads
 
     @property
     def inputs(self) -> list[Value]:

@@ -9,22 +9,19 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxmp.program.bodies import is_body_alone, rebuilt
+from jaxmp.program.bodies import is_body_alone, rebuild
 from jaxmp.program.equations import Bodies, bodies_of, opened
 from jaxmp.program.invariants import SAME_FOR_EXAMPLES
+from jaxmp.program.rewriting import Rewriter
 from jaxmp.sharding.weight_readers import has_one_reader
 from jaxmp.sharding.weights import RewrittenValue, Use, as_value, results_as_arrays, weight_of
 from jaxmp.sharding.whole_weights import read_whole
-
-_NO_RULE: Any = None  # remats, scans and branches have no custom derivative rule
-
-Rewrite = Callable[[Any, Sequence[Any], Sequence[RewrittenValue]], list[RewrittenValue]]
 
 
 class _Gather(enum.Enum):
@@ -37,34 +34,31 @@ class _Gather(enum.Enum):
     INSIDE = enum.auto()  # in the body
 
 
-def is_entered(eqn: Any) -> bool:
-    """Return whether weights are gathered inside the bodies of an equation."""
+def bodies_to_enter(eqn: Any) -> Bodies | None:
+    """Return the bodies of an equation if weights are gathered inside them."""
     bodies = bodies_of(eqn)
-    if bodies is None:
-        return False
-    if bodies.kind == "call":
-        return is_body_alone(eqn) or eqn.primitive.name == "remat2"
-    return bodies.kind != "while"  # a while loop has no gradient
+    if bodies is None or not bodies.has_gradient:
+        return None
+    return bodies if not bodies.is_call or bodies.is_recomputed or is_body_alone(eqn) else None
 
 
 class EnteredBodies:
     """A remat, a scan or a branch whose arguments include weights.
 
     Args:
-      rewrite: a function that returns the results of a body, given its jaxpr, constants and arguments.
+      rewriter: the rewriter of the bodies. Its values are rewritten values.
       eqn: the equation.
       bodies: the bodies of the equation.
       operands: the operands of the equation.
     """
 
-    def __init__(self, rewrite: Rewrite, eqn: Any, bodies: Bodies, operands: Sequence[RewrittenValue]) -> None:
-        self._rewrite, self._eqn, self._bodies = rewrite, eqn, bodies
-        self._is_scan = bodies.kind == "scan"
-        indices = int(bodies.kind == "cond")  # the index that selects a branch is a scalar, so it is common
-        self._index, self._operands = operands[:indices], operands[indices:]
-        self._carry = range(bodies.start, bodies.start + bodies.carry)
-        are_common = [is_common for _, is_common in self._operands]
-        self._are_common = SAME_FOR_EXAMPLES.inputs(bodies, are_common)[0] if self._is_scan else are_common
+    def __init__(self, rewriter: Rewriter, eqn: Any, bodies: Bodies, operands: Sequence[RewrittenValue]) -> None:
+        self._rewriter, self._eqn, self._bodies = rewriter, eqn, bodies
+        self._operands = bodies.inputs(0, operands)
+        # The index that selects a branch is a scalar, so it is common.
+        self._index = operands[: len(operands) - len(self._operands)]
+        self._carries = bodies.carries
+        self._are_common = SAME_FOR_EXAMPLES.inputs(bodies, [is_common for _, is_common in operands])[0]
         self._uses = {n: value for n, (value, _) in enumerate(self._operands) if isinstance(value, Use)}
         self._any_use = next(iter(self._uses.values()), None)
         self._gathers = {n: self._place_of_gather(n, use) for n, use in self._uses.items()}
@@ -75,18 +69,18 @@ class EnteredBodies:
         arrays = [self._operand(n) if n in self._uses else value for n, (value, _) in enumerate(self._operands)]
         functions = [functools.partial(self._body, body) for body in self._bodies.jaxprs]
         index = [value for value, _ in self._index]
-        results = rebuilt(self._eqn, self._bodies, functions, _NO_RULE)(*index, *arrays)
+        results = rebuild(self._eqn, self._bodies, functions)(*index, *arrays)
         return [self._value(result, self._is_common_result(n)) for n, result in enumerate(results)]
 
     def _place_of_gather(self, position: int, use: Use) -> _Gather:
         """Return where the weight at ``position`` is gathered."""
         source = use.source
-        if position in self._carry:
+        if position in self._carries:
             return _Gather.CARRY
-        if self._is_scan and position >= self._carry.stop:
+        if self._bodies.is_loop and position >= self._carries.stop:
             # A reshaped stack has other slices than the param. A device may lack slices of a stack split along axis 0.
             return _Gather.STACK if use.moves or any(source.spec[:1]) else _Gather.SLICES
-        if self._is_scan or not source.is_alone or source.half is not None:
+        if self._bodies.is_loop or not source.is_alone or source.half is not None:
             return _Gather.BEFORE
         return _Gather.INSIDE
 
@@ -110,13 +104,13 @@ class EnteredBodies:
         """Return the results of a rewritten body, as arrays."""
         jaxpr, consts = opened(body)
         arguments = [self._argument(n, arg, jaxpr) for n, arg in enumerate(args)]
-        ends = self._rewrite(jaxpr, consts, list(zip(arguments, self._are_common, strict=True)))
+        ends = self._rewriter.evaluate(jaxpr, consts, list(zip(arguments, self._are_common, strict=True)))
         self._are_ends_common.append([is_common for _, is_common in ends])
         return results_as_arrays(ends, jaxpr)
 
     def _argument(self, position: int, arg: Any, jaxpr: Any) -> Any:
         """Return the value that the rewritten body reads for an argument."""
-        if position in self._carry:
+        if position in self._carries:
             return self._value(arg, self._are_common[position])[0]
         if position not in self._uses:
             return arg
@@ -133,7 +127,7 @@ class EnteredBodies:
             inner = dataclasses.replace(source, param=param, half=weight, tap=tap, spec=spec, is_alone=is_alone)
         else:
             inner = dataclasses.replace(source, param=arg, is_alone=is_alone)
-            inner.gathers_again &= self._eqn.primitive.name != "remat2"  # a remat already frees the gathered weight
+            inner.gathers_again &= not self._bodies.is_recomputed  # a remat already frees the gathered weight
         return dataclasses.replace(use, source=inner)
 
     def _value(self, array: Any, is_common: bool) -> RewrittenValue:
@@ -142,6 +136,6 @@ class EnteredBodies:
 
     def _is_common_result(self, n: int) -> bool:
         """Return whether result ``n`` of the equation is common."""
-        if n < len(self._carry):
-            return self._are_common[self._carry[n]]
+        if n < len(self._carries):
+            return self._are_common[self._carries[n]]
         return all(are_common[n] for are_common in self._are_ends_common)

@@ -33,15 +33,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmp._internals.jax.rebind import in_place_of
 from jaxmp.base import trees as _tree
 from jaxmp.base.dtypes import is_half
 from jaxmp.policy.float8_product import recipe_of
-from jaxmp.program.bodies import bind_equation, is_body_alone
-from jaxmp.program.equations import bodies_of, opened
+from jaxmp.program.binding import bind_equation
+from jaxmp.program.bodies import is_body_alone
+from jaxmp.program.equations import Bodies, opened
+from jaxmp.program.rewriting import Rewriter
 from jaxmp.program.traced_program import TracedProgram, arrays_in
-from jaxmp.program.walk import interpreted, product_dtypes
-from jaxmp.sharding.entered_bodies import EnteredBodies, is_entered
+from jaxmp.program.walk import product_dtypes
+from jaxmp.sharding.entered_bodies import EnteredBodies, bodies_to_enter
 from jaxmp.sharding.mesh_plan import Plan, while_tracing
 from jaxmp.sharding.specs import specs_in
 from jaxmp.sharding.weight_products import computed_wide, float8_row_product, goes_by_rows, may_be_wide, product_by_rows
@@ -100,7 +101,7 @@ class Gathered:
         examples = arrays_in(jax.tree.leaves(other_args[1:]))
         values = [(value, True) for value in (*leaves, *model_state)] + [(value, False) for value in examples]
         jaxpr, consts = program.jaxpr
-        results = _Rewriting(self.plan).results(jaxpr, consts, values)
+        results = _GatheringRewriter(self.plan).evaluate(jaxpr, consts, values)
         return program.unflatten(results_as_arrays(results, jaxpr))
 
     def gather(self, params: Any, *other_args: Any) -> GatheredParams:
@@ -157,26 +158,38 @@ class Gathered:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Rewriting:
-    """The loss of a plan, rewritten equation by equation."""
+class _GatheringRewriter(Rewriter):
+    """A rewriter of the loss of a plan.
+
+    Its values are pairs: see :data:`jaxmp.sharding.weights.RewrittenValue`.
+    """
 
     plan: Plan
 
-    def results(self, jaxpr: Any, consts: Sequence[Any], values: Sequence[RewrittenValue]) -> list[RewrittenValue]:
-        """Return the results of a body for the arguments ``values``."""
+    def evaluate(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[RewrittenValue]) -> list[RewrittenValue]:
+        return super().evaluate(jaxpr, [(const, True) for const in consts], list(map(_with_scalar, args)))
 
-        def equation(eqn: Any, operands: list[RewrittenValue]) -> list[RewrittenValue]:
-            with in_place_of(eqn):
-                if self._is_rewritten(eqn, operands):
-                    results = self._rewritten(eqn, operands)
-                else:
-                    is_common = all(known for _, known in operands)
-                    arrays = bind_equation(eqn, [value for value, _ in operands], eqn.params)
-                    results = [(array, is_common) for array in arrays]
-            return [(value, is_common or _is_scalar(value)) for value, is_common in results]
+    def evaluate_literal(self, atom: Any) -> RewrittenValue:
+        return atom.val, True
 
-        known = [(value, is_common or _is_scalar(value)) for value, is_common in values]
-        return interpreted(jaxpr, [(const, True) for const in consts], known, equation, lambda atom: (atom.val, True))
+    def evaluate_equation(self, eqn: Any, operands: list[RewrittenValue]) -> list[RewrittenValue]:
+        if self._is_rewritten(eqn, operands):
+            results = self._rewritten(eqn, operands)
+        else:
+            is_common = all(known for _, known in operands)
+            arrays = bind_equation(eqn, [value for value, _ in operands], eqn.params)
+            results = [(array, is_common) for array in arrays]
+        return list(map(_with_scalar, results))
+
+    def evaluate_bodies(self, eqn: Any, bodies: Bodies, operands: list[RewrittenValue]) -> list[RewrittenValue]:
+        """Return the results of a call, a scan or a branch with rewritten bodies."""
+        if not is_body_alone(eqn):
+            return EnteredBodies(self, eqn, bodies, operands).results()
+        jaxpr, consts = opened(bodies.jaxprs[0])
+        for (value, _), var in zip(operands, jaxpr.invars, strict=True):
+            if isinstance(value, Use):
+                value.source.is_alone &= has_one_reader(jaxpr, var)
+        return self.evaluate(jaxpr, consts, operands)
 
     def _is_rewritten(self, eqn: Any, operands: Sequence[RewrittenValue]) -> bool:
         """Return whether an equation reads a weight, or may sum over examples."""
@@ -184,18 +197,18 @@ class _Rewriting:
             return True
         if self.plan.reduce_dtype != _FLOAT32 or all(is_common for _, is_common in operands):
             return False
-        if is_entered(eqn):
+        if bodies_to_enter(eqn) is not None:
             return any(map(_is_product_without_batch_axes, equations_inside(eqn)))
         is_of_activations = not any(is_common for _, is_common in operands[:2])
         return is_of_activations and _is_product_without_batch_axes(eqn)
 
-    def _rewritten(self, eqn: Any, operands: Sequence[RewrittenValue]) -> list[RewrittenValue]:
+    def _rewritten(self, eqn: Any, operands: list[RewrittenValue]) -> list[RewrittenValue]:
         """Return the results of an equation for which :meth:`_is_rewritten` is true."""
-        name = eqn.primitive.name
+        name, entered = eqn.primitive.name, bodies_to_enter(eqn)
         uses = [(position, value) for position, (value, _) in enumerate(operands) if isinstance(value, Use)]
         if not uses:
-            if is_entered(eqn):
-                return self._entered(eqn, operands)
+            if entered is not None:
+                return self.evaluate_bodies(eqn, entered, operands)
             return [(array, False) for array in _computed_wide(eqn, [value for value, _ in operands])]
         position, use = uses[0]
         if only_moves_or_casts(eqn):
@@ -209,21 +222,9 @@ class _Rewriting:
                 return [as_value(use, product_by_rows(eqn, position, use, values), is_common)]
         if (recipe := recipe_of(eqn)) and (product := float8_row_product(eqn, recipe, values)) is not None:
             return [as_value(use, product, is_common)]
-        if is_entered(eqn):
-            return self._entered(eqn, operands)
+        if entered is not None:
+            return self.evaluate_bodies(eqn, entered, operands)
         return computed_whole(eqn, operands, uses)
-
-    def _entered(self, eqn: Any, operands: Sequence[RewrittenValue]) -> list[RewrittenValue]:
-        """Return the results of a call, a scan or a branch with rewritten bodies."""
-        bodies = bodies_of(eqn)
-        assert bodies is not None
-        if is_body_alone(eqn):
-            jaxpr, consts = opened(bodies.jaxprs[0])
-            for (value, _), var in zip(operands, jaxpr.invars, strict=True):
-                if isinstance(value, Use):
-                    value.source.is_alone &= has_one_reader(jaxpr, var)
-            return self.results(jaxpr, consts, operands)
-        return EnteredBodies(self.results, eqn, bodies, operands).results()
 
 
 def _is_product_without_batch_axes(eqn: Any) -> bool:
@@ -246,9 +247,12 @@ def _computed_wide(eqn: Any, arrays: Sequence[Any]) -> list[Any]:
     return [result.astype(var.aval.dtype) for result, var in zip(results, eqn.outvars, strict=True)]
 
 
-def _is_scalar(value: Any) -> bool:
-    """Return whether an array is a scalar, and not a PRNG key.
+def _with_scalar(known: RewrittenValue) -> RewrittenValue:
+    """Mark a scalar as common, because it is the same for all examples.
 
-    A scalar is the same for all examples. A key does not count, because draws from it may differ between examples.
+    A PRNG key does not count as a scalar, because draws from it may differ between examples.
     """
-    return not isinstance(value, Use) and np.ndim(value) == 0 and not jnp.issubdtype(value.dtype, jax.dtypes.extended)
+    value, is_common = known
+    if is_common or isinstance(value, Use):
+        return known
+    return value, np.ndim(value) == 0 and not jnp.issubdtype(value.dtype, jax.dtypes.extended)

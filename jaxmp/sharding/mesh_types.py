@@ -8,20 +8,22 @@ program has a constraint for each sharding that the author stated.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxmp._internals.jax.rebind import in_place_of
-from jaxmp.program.bodies import RuleEvaluation, bind_equation, rebuilt
-from jaxmp.program.equations import bodies_of, opened
+from jaxmp.program.binding import bind_equation
+from jaxmp.program.derivative_rules import RuleEvaluation
+from jaxmp.program.equations import Bodies, opened
+from jaxmp.program.rewriting import Rewriter
 from jaxmp.program.traced_program import TracedProgram, arrays_in, is_array
-from jaxmp.program.walk import interpreted, is_jaxpr
+from jaxmp.program.walk import is_jaxpr
 from jaxmp.sharding.specs import Mesh
 
 AnyLossFn = Callable[..., Any]
@@ -74,84 +76,72 @@ def typed(loss_fn: AnyLossFn, mesh: Mesh, batch_axes: Sequence[str]) -> AnyLossF
         with jax.sharding.use_abstract_mesh(explicit_mesh):
             program = TracedProgram(loss_fn, (params, model_state, jax.tree.map(type_of_examples, batch), rng))
         jaxpr, consts = program.jaxpr
-        return program.unflatten(_evaluated(jaxpr, consts, arrays_in(jax.tree.leaves(args))))
+        return program.unflatten(_AutoAxesRewriter().evaluate(jaxpr, consts, arrays_in(jax.tree.leaves(args))))
 
     return run
 
 
-def _evaluated(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-    """Evaluate an open jaxpr on Auto axes; it was traced on Explicit axes."""
+class _AutoAxesRewriter(Rewriter):
+    """A rewriter that binds equations of Explicit axes on Auto axes."""
 
-    def equation(eqn: Any, operands: list[Any]) -> list[Any]:
-        with in_place_of(eqn):
-            return list(_rebound(eqn, operands))
+    def evaluate(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+        return super().evaluate(jaxpr, [_untyped(const) for const in consts], args)
 
-    return interpreted(jaxpr, [_untyped(const) for const in consts], args, equation)
+    def evaluate_operation(self, eqn: Any, operands: list[Any]) -> list[Any]:
+        with _auto_axes():
+            if eqn.primitive.name == "reshard":
+                return [_placed(operands[0], eqn.params["dst_sharding"])]
+            return self._bind_without_types(eqn, operands)
 
+    def evaluate_bodies(self, eqn: Any, bodies: Bodies, operands: list[Any]) -> list[Any]:
+        if "mesh" in eqn.params:  # the mesh of a shard_map
+            eqn = eqn.replace(params={**eqn.params, "mesh": _on_auto(eqn.params["mesh"])})
+        function = self.rebuild(eqn, bodies)
+        with _auto_axes():
+            return function(*operands)
 
-def _rebound(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
-    """Bind an equation on Auto axes.
+    def make_rule_evaluation(self, eqn: Any) -> RuleEvaluation:
+        """Return an evaluation that traces the rule on the Explicit axes of the loss."""
+        traced_on = jax.sharding.get_abstract_mesh()
+        tracing = functools.partial(jax.sharding.use_abstract_mesh, traced_on)
+        return RuleEvaluation(lambda program, args, _: self.evaluate(*program, args), tracing)
 
-    The current mesh must be the mesh that the equation was traced on.
-    """
-    traced_on = jax.sharding.get_abstract_mesh()
-    if not traced_on.explicit_axes:
-        return _rebuilt(eqn, operands, traced_on)
-    with jax.sharding.use_abstract_mesh(_on_auto(traced_on)):
-        return _rebuilt(eqn, operands, traced_on)
+    def _bind_without_types(self, eqn: Any, operands: list[Any]) -> list[Any]:
+        """Bind an equation without bodies.
 
+        If its parameters state a sharding of the result, the result gets a constraint.
+        """
+        params = jax.tree.map(self._without_types, dict(eqn.params), is_leaf=is_jaxpr)
+        for key in _SHARDING_PARAMS:
+            if _names_explicit_axes(params.get(key)):
+                sharding = params[key]
+                params[key] = None
+                is_constraint = eqn.primitive.name == "sharding_constraint"
+                results = operands[:1] if is_constraint else bind_equation(eqn, operands, params)
+                return [_placed(result, sharding) for result in results]
+        return bind_equation(eqn, operands, params)
 
-def _rebuilt(eqn: Any, operands: Sequence[Any], traced_on: Any) -> Sequence[Any]:
-    name, params = eqn.primitive.name, eqn.params
-    if name == "reshard":
-        return [_placed(operands[0], params["dst_sharding"])]
-    bodies = bodies_of(eqn)
-    if bodies is None:
-        return _bind_without_types(eqn, operands)
-    if name == "shard_map":
-        eqn = eqn.replace(params={**params, "mesh": _on_auto(params["mesh"])})
-    # Custom derivative rules are traced on the Explicit axes of the loss.
-    rule = RuleEvaluation(
-        lambda body, args, _: _evaluated(*body, args), functools.partial(jax.sharding.use_abstract_mesh, traced_on)
-    )
-    return rebuilt(eqn, bodies, [functools.partial(_evaluated_body, body) for body in bodies.jaxprs], rule)(*operands)
+    def _without_types(self, param: Any) -> Any:
+        """Return a parameter of an equation, without types of Explicit axes.
 
-
-def _bind_without_types(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
-    """Bind an equation without bodies.
-
-    If its parameters state a sharding of the result, the result gets a constraint.
-    """
-    params = jax.tree.map(_without_types, dict(eqn.params), is_leaf=is_jaxpr)
-    for key in _SHARDING_PARAMS:
-        if _names_explicit_axes(params.get(key)):
-            sharding = params[key]
-            params[key] = None
-            results = (
-                operands[:1] if eqn.primitive.name == "sharding_constraint" else bind_equation(eqn, operands, params)
-            )
-            return [_placed(result, sharding) for result in results]
-    return bind_equation(eqn, operands, params)
+        Only closed jaxprs have such types.
+        """
+        if not hasattr(param, "in_avals") or not any(_names_explicit_axes(aval.sharding) for aval in param.in_avals):
+            return param
+        shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in param.in_avals]
+        return jax.make_jaxpr(lambda *args: self.evaluate(*opened(param), args))(*shapes)
 
 
-def _without_types(param: Any) -> Any:
-    """Return a parameter of an equation, without types of Explicit axes.
-
-    Only closed jaxprs have such types.
-    """
-    if not hasattr(param, "in_avals") or not any(_names_explicit_axes(aval.sharding) for aval in param.in_avals):
-        return param
-    shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in param.in_avals]
-    return jax.make_jaxpr(functools.partial(_evaluated_body, param))(*shapes)
+@contextlib.contextmanager
+def _auto_axes() -> Iterator[None]:
+    """Bind equations on the current mesh, with Auto axes in place of Explicit axes."""
+    mesh = jax.sharding.get_abstract_mesh()
+    with jax.sharding.use_abstract_mesh(_on_auto(mesh)) if mesh.explicit_axes else contextlib.nullcontext():
+        yield
 
 
 def _names_explicit_axes(sharding: Any) -> bool:
     return isinstance(sharding, NamedSharding) and bool(sharding.mesh.explicit_axes)
-
-
-def _evaluated_body(body: Any, *args: Any) -> list[Any]:
-    jaxpr, consts = opened(body)
-    return _evaluated(jaxpr, consts, args)
 
 
 def _on_auto(mesh: Any) -> Any:

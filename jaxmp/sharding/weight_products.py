@@ -20,7 +20,7 @@ from jaxmp.base import trees as _tree
 from jaxmp.base.dtypes import at_least_float32, is_half
 from jaxmp.engine.marks import WIDE_SUMS
 from jaxmp.policy import float8, float8_product
-from jaxmp.program.bodies import bind_equation, params_in_dtype
+from jaxmp.program.binding import bind_equation, params_in_dtype
 from jaxmp.program.equations import names_a_dtype, opened
 from jaxmp.program.primitives import PRODUCTS
 from jaxmp.program.walk import equations, interpreted
@@ -260,6 +260,7 @@ def _summed_in(dtype: np.dtype, fun: Callable[..., Any], cotangent: Any, widens_
             return [_of_matrices(eqn, operands, dtype)]
         return bind_equation(eqn, operands, {**eqn.params, "preferred_element_type": dtype})
 
+    # Not a `Rewriter`: the jaxpr is traced here and has no bodies, so the current scopes are already its own.
     return interpreted(jaxpr, consts, [cotangent], equation)[0].astype(dtype)
 
 

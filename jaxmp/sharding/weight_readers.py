@@ -102,9 +102,8 @@ def _entered_body(eqn: Any, position: int) -> Any | None:
     bodies = bodies_of(eqn)
     if bodies is None:
         return None
-    is_carry = bodies.start <= position < bodies.start + bodies.carry
-    is_entered = bodies.kind == "call" or (bodies.kind == "scan" and not is_carry)
-    return opened(bodies.jaxprs[0])[0] if is_entered else None
+    is_in_scan = bodies.is_loop and bodies.has_gradient and position not in bodies.carries
+    return opened(bodies.jaxprs[0])[0] if bodies.is_call or is_in_scan else None
 
 
 def _readers(jaxpr: Any, var: Any) -> list[tuple[Any, int]]:

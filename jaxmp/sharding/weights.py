@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 from jaxmp.base.dtypes import at_least_float32
 from jaxmp.base.trees import is_float_array
 from jaxmp.engine.marks import WIDE_SUMS
-from jaxmp.program.bodies import bind_equation
+from jaxmp.program.binding import bind_equation
 from jaxmp.sharding.mesh_plan import Plan
 
 RewrittenValue = tuple[Any, bool]

@@ -14,7 +14,7 @@ import numpy as np
 from jaxmp._internals.jax.sources import user_source_of
 from jaxmp.base.dtypes import at_least_float32, is_half
 from jaxmp.base.trees import is_float_array
-from jaxmp.program.bodies import bind_equation
+from jaxmp.program.binding import bind_equation
 from jaxmp.program.invariants import SAME_FOR_EXAMPLES
 from jaxmp.program.primitives import BROADCAST, COMBINES, PRODUCTS, Class, Trait, classify, with_trait
 from jaxmp.program.walk import equations, jaxprs_in

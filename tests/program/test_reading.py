@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jaxmp.program.bodies import bind_equation
+from jaxmp.program.binding import bind_equation
 from jaxmp.program.reading import read_program
 from jaxmp.program.values import BRANCHES, CONSTANT, TURN, TURNS
 

@@ -16,10 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmp.base.dtypes import is_castable
-from jaxmp.program.bodies import UNCHANGED_RULES, bind_equation, params_in_dtype, rebuilt
-from jaxmp.program.equations import Bodies, bodies_of, is_literal, names_a_dtype, opened
+from jaxmp.program.binding import bind_equation, params_in_dtype
+from jaxmp.program.equations import Bodies, is_literal, names_a_dtype, opened
 from jaxmp.program.primitives import Class, classify
-from jaxmp.program.walk import interpreted
+from jaxmp.program.rewriting import Rewriter
 
 _FLOAT32 = np.dtype(np.float32)
 _IN_FLOAT32 = (Class.POINTWISE, Class.ACCUMULATION, Class.LINALG)
@@ -30,30 +30,39 @@ def autocast_each_operation(fun: Callable[..., Any], half: Any) -> Callable[...,
 
     def call(*args: Any) -> Any:
         program, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
-        results = _evaluate(np.dtype(half), program, jax.tree.leaves(args))
+        results = _OperationRewriter(np.dtype(half)).evaluate(*opened(program), jax.tree.leaves(args))
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     return call
 
 
-def _evaluate(half: np.dtype, program: Any, args: Sequence[Any]) -> list[Any]:
-    jaxpr, consts = opened(program)
-    return interpreted(jaxpr, consts, args, functools.partial(_results, half), _array_of_literal)
+class _OperationRewriter(Rewriter):
+    """A rewriter that decides the dtype of each operation."""
 
+    def __init__(self, half: np.dtype) -> None:
+        self.half = half
 
-def _array_of_literal(atom: Any) -> Any:
-    return jnp.asarray(atom.val, atom.aval.dtype)
+    def evaluate_literal(self, atom: Any) -> Any:
+        return jnp.asarray(atom.val, atom.aval.dtype)
 
+    def evaluate_operation(self, eqn: Any, operands: list[Any]) -> list[Any]:
+        dtype = _compute_dtype(self.half, eqn, operands)
+        if dtype is None:
+            return bind_equation(eqn, _cast_all(operands, [atom.aval.dtype for atom in eqn.invars]), eqn.params)
+        params = params_in_dtype(eqn, dtype, is_exact=False)
+        return bind_equation(eqn, _cast_all(operands, [dtype] * len(operands)), params)
 
-def _results(half: np.dtype, eqn: Any, operands: list[Any]) -> Sequence[Any]:
-    bodies = bodies_of(eqn)
-    if bodies is not None:
-        return _results_of_bodies(half, eqn, bodies, operands)
-    dtype = _compute_dtype(half, eqn, operands)
-    if dtype is None:
-        return bind_equation(eqn, _cast_all(operands, [atom.aval.dtype for atom in eqn.invars]), eqn.params)
-    params = params_in_dtype(eqn, dtype, is_exact=False)
-    return bind_equation(eqn, _cast_all(operands, [dtype] * len(operands)), params)
+    def evaluate_bodies(self, eqn: Any, bodies: Bodies, operands: list[Any]) -> list[Any]:
+        if bodies.is_call:
+            return self.evaluate_body(eqn, bodies, 0, *operands)
+        carries = [eqn.invars[n].aval.dtype if n in bodies.carries else None for n in range(len(operands))]
+        return super().evaluate_bodies(eqn, bodies, _cast_all(operands, carries))
+
+    def evaluate_body(self, eqn: Any, bodies: Bodies, number: int, *args: Any) -> list[Any]:
+        """Return the results of a body, with those that are joined in their dtypes."""
+        results = super().evaluate_body(eqn, bodies, number, *args)
+        joined = bodies.joined(number)
+        return _cast_all(results, [eqn.outvars[n].aval.dtype if n in joined else None for n in range(len(results))])
 
 
 def _compute_dtype(half: np.dtype, eqn: Any, operands: Sequence[Any]) -> np.dtype | None:
@@ -71,32 +80,12 @@ def _compute_dtype(half: np.dtype, eqn: Any, operands: Sequence[Any]) -> np.dtyp
     return functools.reduce(np.promote_types, dtypes) if dtypes else None
 
 
-def _results_of_bodies(half: np.dtype, eqn: Any, bodies: Bodies, operands: list[Any]) -> Sequence[Any]:
-    functions = [lambda *args, body=body: _evaluate(half, body, args) for body in bodies.jaxprs]
-    if bodies.kind == "call":
-        return functions[0](*operands)
-    results = [var.aval.dtype for var in eqn.outvars]
-    if bodies.kind == "cond":
-        functions = [_returning(results, function) for function in functions]
-    else:  # a carry keeps its dtype
-        stop = bodies.start + bodies.carry
-        dtypes = [atom.aval.dtype for atom in eqn.invars[bodies.start : stop]]
-        operands[bodies.start : stop] = _cast_all(operands[bodies.start : stop], dtypes)
-        functions[-1] = _returning(results[: bodies.carry], functions[-1])
-    return rebuilt(eqn, bodies, functions, UNCHANGED_RULES)(*operands)
-
-
-def _returning(dtypes: Sequence[Any], function: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
-    """Return ``function`` with its first results cast to ``dtypes``."""
-
-    def call(*args: Any) -> list[Any]:
-        results = function(*args)
-        return [*_cast_all(results[: len(dtypes)], dtypes), *results[len(dtypes) :]]
-
-    return call
-
-
 def _cast_all(values: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
-    """Cast float values to float dtypes, and leave all other values unchanged."""
+    """Cast float values to float dtypes, and leave all other values unchanged.
+
+    The dtype None leaves a value unchanged.
+    """
     pairs = zip(values, dtypes, strict=True)
-    return [value.astype(dtype) if is_castable(jax.typeof(value)) else value for value, dtype in pairs]
+    return [
+        value if dtype is None or not is_castable(jax.typeof(value)) else value.astype(dtype) for value, dtype in pairs
+    ]

@@ -11,9 +11,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr
 
+from jaxmp.program.binding import bind_equation
 from jaxmp.program.primitives import BODIES, PRODUCTS, Trait, with_trait
+from jaxmp.program.rewriting import Rewriter
 
 _INLINED = with_trait(Trait.CUSTOM_DERIVATIVE, Trait.INLINED)
 Round = Callable[[Any], Any]
@@ -65,50 +67,47 @@ _BITS = {"bfloat16": (8, 7), "float16": (5, 10)}  # bits of the exponent and of 
 def _rewritten(fun: Callable[..., Any], rule: Rule) -> Callable[..., Any]:
     def call(*args: Any) -> Any:
         program, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
-        results = _evaluated(program.jaxpr, program.consts, jax.tree.leaves(args), rule)
+        results = _RoundingRewriter(rule).evaluate(program.jaxpr, program.consts, jax.tree.leaves(args))
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     return call
 
 
-def _evaluated(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], rule: Rule) -> list[Any]:
-    env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+class _RoundingRewriter(Rewriter):
+    """A rewriter that rounds values of every jaxpr in the program.
 
-    def read(atom: Any) -> Any:
-        return jnp.asarray(atom.val, atom.aval.dtype) if isinstance(atom, Literal) else env[atom]
+    A jaxpr may also be one that is no body, such as the update function of a scatter.
+    """
 
-    for eqn in jaxpr.eqns:
-        operands = [read(atom) for atom in eqn.invars]
-        results = _results(eqn, operands, rule)
-        env.update(zip(eqn.outvars, results, strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
+    def __init__(self, rule: Rule) -> None:
+        self.rule = rule
 
+    def evaluate_literal(self, atom: Any) -> Any:
+        return jnp.asarray(atom.val, atom.aval.dtype)
 
-def _results(eqn: Any, operands: Sequence[Any], rule: Rule) -> Sequence[Any]:
-    if eqn.primitive.name in _INLINED:
-        body = eqn.params[BODIES[eqn.primitive.name]]
-        return _evaluated(body.jaxpr, body.consts, operands, rule)
-    params = {name: _rewritten_bodies(value, rule) for name, value in eqn.params.items()}
-    operands, round_result = rule(eqn, operands)
-    results = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(params))
-    results = results if eqn.primitive.multiple_results else [results]
-    return results if round_result is None else [round_result(result) for result in results]
+    def evaluate_equation(self, eqn: Any, operands: list[Any]) -> list[Any]:
+        if eqn.primitive.name in _INLINED:
+            body = eqn.params[BODIES[eqn.primitive.name]]
+            return self.evaluate(body.jaxpr, body.consts, operands)
+        params = {name: self._rewrite_jaxprs(value) for name, value in eqn.params.items()}
+        rounded, round_result = self.rule(eqn, operands)
+        results = bind_equation(eqn, rounded, params)
+        return results if round_result is None else [round_result(result) for result in results]
 
+    def _rewrite_jaxprs(self, param: Any) -> Any:
+        """Return a parameter of an equation with every jaxpr in it rewritten."""
 
-def _rewritten_bodies(param: Any, rule: Rule) -> Any:
-    """Return a parameter of an equation with every jaxpr in it rewritten."""
+        def is_program(value: Any) -> bool:
+            return isinstance(value, (ClosedJaxpr, Jaxpr))
 
-    def is_program(value: Any) -> bool:
-        return isinstance(value, (ClosedJaxpr, Jaxpr))
+        def rewrite(value: Any) -> Any:
+            if not is_program(value) or (isinstance(value, Jaxpr) and value.constvars):
+                return value  # a derivative rule, which nothing needs any more
+            closed = value if isinstance(value, ClosedJaxpr) else ClosedJaxpr(value, ())
+            avals = [var.aval for var in closed.jaxpr.invars]
+            new = jax.make_jaxpr(lambda *args: self.evaluate(closed.jaxpr, closed.consts, args))(*avals)
+            return new if value is closed else new.jaxpr
 
-    def rewritten(value: Any) -> Any:
-        if not is_program(value) or (isinstance(value, Jaxpr) and value.constvars):
-            return value  # a derivative rule, which nothing needs any more
-        closed = value if isinstance(value, ClosedJaxpr) else ClosedJaxpr(value, ())
-        avals = [var.aval for var in closed.jaxpr.invars]
-        new = jax.make_jaxpr(lambda *args: _evaluated(closed.jaxpr, closed.consts, args, rule))(*avals)
-        return new if value is closed else new.jaxpr
-
-    if not any(is_program(leaf) for leaf in jax.tree.leaves(param, is_leaf=is_program)):
-        return param
-    return jax.tree.map(rewritten, param, is_leaf=is_program)
+        if not any(is_program(leaf) for leaf in jax.tree.leaves(param, is_leaf=is_program)):
+            return param
+        return jax.tree.map(rewrite, param, is_leaf=is_program)

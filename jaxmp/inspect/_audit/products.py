@@ -16,8 +16,7 @@ from jaxmp.inspect._audit.weight_operands import unaligned
 from jaxmp.inspect.program.product_dtypes import multiplied, widest
 from jaxmp.program.equations import asks_for_highest
 from jaxmp.program.primitives import PRODUCTS
-from jaxmp.program.reading import same_turn
-from jaxmp.program.values import Program, Read, Value
+from jaxmp.program.values import ARGUMENT, Program, Value
 from jaxmp.program.walk import equations, jaxprs_in
 
 
@@ -109,11 +108,10 @@ def products_in_kernels(program: Program, device: Hardware) -> Iterator[Product]
         for jaxpr in jaxprs_in(equation.eqn):
             for eqn in equations(jaxpr):
                 if eqn.primitive.name in PRODUCTS:
-                    place_in_kernel = dataclasses.replace(equation, eqn=eqn, turns=(*equation.turns, None))
-                    reads: list[Read] = []
-                    for number, atom in enumerate(eqn.invars):
-                        reads.append((number, Value(atom.aval, "argument"), same_turn))
-                    value = Value(eqn.outvars[0].aval, eqn.primitive.name, equation=place_in_kernel, reads=reads)
+                    operands = [Value(atom.aval, ARGUMENT) for atom in eqn.invars]
+                    turns = (*equation.turns, None)
+                    in_kernel = dataclasses.replace(equation, eqn=eqn, turns=turns, operands=operands)
+                    value = Value(eqn.outvars[0].aval, eqn.primitive.name, equation=in_kernel)
                     yield product_of(value, None, device, 1)
 
 

@@ -15,18 +15,17 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
 from jaxmp._internals.jax.rebind import in_place_of
 from jaxmp.base.trees import zero_if_finite
 from jaxmp.inspect.compiled.targets import mesh_of
 from jaxmp.inspect.program.calls import AS_WRITTEN, is_inexact
-from jaxmp.program.bodies import bind_equation
-from jaxmp.program.equations import Bodies, bodies_of, is_literal, opened
+from jaxmp.program.binding import bind_equation
+from jaxmp.program.equations import bodies_of, is_literal, opened
 from jaxmp.program.reading import is_whole
+from jaxmp.program.running import run_bodies
 from jaxmp.program.values import Key
 
 
@@ -49,6 +48,13 @@ class Moment(NamedTuple):
         ``number`` is the index of a body in an equation, or of an equation in a body.
         """
         return self._replace(key=(*self.key, number))
+
+    def in_turn(self, turn: int, is_counted: bool) -> Moment:
+        """Return the moment of an iteration of a loop.
+
+        ``is_counted`` tells whether the loop is a scan, whose number of iterations is known.
+        """
+        return self._replace(turns=(*self.turns, turn)) if is_counted else self._replace(while_turn=turn)
 
 
 Visit = Callable[[Moment, Any, list[Any], list[Any], list[Any]], None]
@@ -97,17 +103,18 @@ class _Stepping:
 
     def equation(self, eqn: Any, operands: list[Any], moment: Moment) -> list[Any]:
         bodies = bodies_of(eqn)
-        if bodies is None or is_whole(eqn):
+        if bodies is None or is_whole(eqn) or bodies.length == 0:
             return self.operation(eqn, operands, moment)
-        if bodies.kind == "call":
-            return self.body(*opened(bodies.jaxprs[0]), operands, moment.inside(0))
-        if bodies.kind == "cond":
-            branch = int(operands[0])
-            self.branches.setdefault((moment.key, moment.turns), set()).add(branch)
-            return self.body(*opened(bodies.jaxprs[branch]), operands[1:], moment.inside(branch))
-        if bodies.kind == "while":
-            return self.while_loop(bodies, operands, moment)
-        return self.scan(eqn, bodies, operands, moment)
+
+        def run(number: int, inputs: list[Any], turn: int) -> list[Any]:
+            inside = moment
+            if bodies.is_conditional:
+                self.branches.setdefault((moment.key, moment.turns), set()).add(number)
+            elif bodies.is_loop:
+                inside = moment.in_turn(turn, is_counted=bodies.length is not None)
+            return self.body(*opened(bodies.jaxprs[number]), inputs, inside.inside(number))
+
+        return run_bodies(eqn, bodies, operands, run)
 
     def operation(self, eqn: Any, operands: list[Any], moment: Moment) -> list[Any]:
         if moment.key not in self.compiled:
@@ -118,39 +125,6 @@ class _Stepping:
             jax.block_until_ready((results, flags))
         self.visit(moment, eqn, operands, results, flags)
         return results
-
-    def while_loop(self, bodies: Bodies, operands: list[Any], moment: Moment) -> list[Any]:
-        condition, step = (opened(jaxpr) for jaxpr in bodies.jaxprs)
-        for_condition, for_step = operands[: bodies.consts], operands[bodies.consts : bodies.start]
-        carry, turn = operands[bodies.start :], 0
-        while True:
-            now = moment._replace(while_turn=turn)
-            (goes_on,) = self.body(*condition, [*for_condition, *carry], now.inside(0))
-            if not goes_on:
-                return carry
-            carry = self.body(*step, [*for_step, *carry], now.inside(1))
-            turn += 1
-
-    def scan(self, eqn: Any, bodies: Bodies, operands: list[Any], moment: Moment) -> list[Any]:
-        length = eqn.params["length"]
-        if not length:
-            return self.operation(eqn, operands, moment)
-        jaxpr, consts = opened(bodies.jaxprs[0])
-        stop = bodies.start + bodies.carry
-        fixed, carry, inputs = operands[: bodies.start], operands[bodies.start : stop], operands[stop:]
-        stacks: list[Any] | None = None
-        for turn in _turns_in_order(eqn):
-            now = moment._replace(turns=(*moment.turns, turn)).inside(0)
-            results = self.body(jaxpr, consts, [*fixed, *carry, *_elements(inputs, turn)], now)
-            carry, outputs = results[: bodies.carry], results[bodies.carry :]
-            stacks = _stored(_repeated(outputs, length) if stacks is None else stacks, outputs, turn)
-        return [*carry, *(stacks or [])]
-
-
-def _turns_in_order(scan: Any) -> range:
-    """Return the indices of the iterations of a scan in execution order."""
-    turns = range(scan.params["length"])
-    return turns[::-1] if scan.params["reverse"] else turns
 
 
 def _unused_after(jaxpr: Any) -> list[list[Any]]:
@@ -229,19 +203,3 @@ def _typed_as(aval: Any, value: Any) -> Any:
         return value
     retyped = Mesh(mesh.devices, mesh.axis_names, axis_types=wanted.axis_types)
     return jax.device_put(value, NamedSharding(retyped, sharding.spec))
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def _repeated(values: list[Any], length: int) -> list[Any]:
-    return [jnp.broadcast_to(value, (length, *value.shape)) for value in values]
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def _stored(stacks: list[Any], values: list[Any], turn: Any) -> list[Any]:
-    pairs = zip(stacks, values, strict=True)
-    return [lax.dynamic_update_index_in_dim(stack, value, turn, axis=0) for stack, value in pairs]
-
-
-@jax.jit
-def _elements(stacks: list[Any], turn: Any) -> list[Any]:
-    return [lax.dynamic_index_in_dim(stack, turn, axis=0, keepdims=False) for stack in stacks]

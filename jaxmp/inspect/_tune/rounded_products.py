@@ -5,18 +5,17 @@ A product is a matrix product or a convolution. Half precision is float16 or bfl
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmp.program import equations
-from jaxmp.program.bodies import UNCHANGED_RULES, bind_equation, rebuilt
+from jaxmp.program.equations import opened
 from jaxmp.program.primitives import PRODUCTS
-from jaxmp.program.walk import interpreted
+from jaxmp.program.rewriting import Rewriter
 
 
 def with_rounded_operands(fun: Callable[..., Any], half: np.dtype) -> Callable[..., Any]:
@@ -30,28 +29,20 @@ def with_rounded_operands(fun: Callable[..., Any], half: np.dtype) -> Callable[.
 
     def call(*args: Any) -> Any:
         program, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
-        results = _evaluate(program, half, jax.tree.leaves(args))
+        results = _RoundingRewriter(half).evaluate(*opened(program), jax.tree.leaves(args))
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     return call
 
 
-def _evaluate(program: Any, half: np.dtype, args: Sequence[Any]) -> list[Any]:
-    jaxpr, consts = equations.opened(program)
-    return interpreted(jaxpr, consts, args, functools.partial(_evaluate_equation, half))
+@dataclasses.dataclass(frozen=True)
+class _RoundingRewriter(Rewriter):
+    half: np.dtype
 
-
-def _evaluate_equation(half: np.dtype, eqn: Any, operands: list[Any]) -> list[Any]:
-    if eqn.primitive.name in PRODUCTS:
-        operands = [_rounded(operand, half) for operand in operands]
-    bodies = equations.bodies_of(eqn)
-    if bodies is None:
-        return bind_equation(eqn, operands, eqn.params)
-
-    def body(program: Any) -> Callable[..., list[Any]]:
-        return lambda *args: _evaluate(program, half, args)
-
-    return list(rebuilt(eqn, bodies, [body(program) for program in bodies.jaxprs], UNCHANGED_RULES)(*operands))
+    def evaluate_operation(self, eqn: Any, operands: list[Any]) -> list[Any]:
+        if eqn.primitive.name in PRODUCTS:
+            operands = [_rounded(operand, self.half) for operand in operands]
+        return super().evaluate_operation(eqn, operands)
 
 
 def _rounded(operand: Any, half: np.dtype) -> Any:

@@ -15,14 +15,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxmp._internals.jax.rebind import in_place_of
 from jaxmp.inspect.program.taps import Taps
-from jaxmp.program import equations
-from jaxmp.program.bodies import UNCHANGED_RULES, bind_equation, rebuilt
-from jaxmp.program.equations import Bodies, bodies_of, is_literal
+from jaxmp.program.bodies import rebuild
+from jaxmp.program.equations import Bodies, is_literal
 from jaxmp.program.reading import is_whole_with_rules
+from jaxmp.program.rewriting import Rewriter
 from jaxmp.program.values import Key
-from jaxmp.program.walk import interpreted
 
 Records = dict[Key, Any]
 
@@ -50,83 +48,87 @@ def evaluate_and_record(
       sinks: pytrees of arrays for ``taps.at``, by equation key. The arrays have the same leading axes as the records of
         the equation.
     """
-    results, records = _RecordedEvaluation(taps).body(jaxpr, consts, args, (), dict(sinks or {}))
+    rewriter = _RecordingRewriter(taps, (), dict(sinks or {}))
+    results = rewriter.evaluate(jaxpr, consts, args)
     for n, var in enumerate(jaxpr.outvars):
         if is_literal(var):  # the function returns a constant
             results[n] = jnp.asarray(results[n])
-    return results, records
+    return results, rewriter.records
 
 
-class _RecordedEvaluation:
-    """An evaluation of a program with taps."""
+class _RecordingRewriter(Rewriter):
+    """A rewriter of one body, which records results of its equations.
 
-    def __init__(self, taps: Taps) -> None:
-        self.taps = taps
+    Attributes:
+      records: the records by equation key, also those of equations in bodies.
+    """
 
-    def body(
-        self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], key: Key, sinks: Records
-    ) -> tuple[list[Any], Records]:
-        records: Records = {}
-        numbers = itertools.count()
+    def __init__(self, taps: Taps, around: Key, sinks: Records) -> None:
+        """Record the results of a body. ``around`` is the key of the body."""
+        self.taps, self.around, self.sinks = taps, around, sinks
+        self.records: Records = {}
+        self._numbers = itertools.count()
+        self._key: Key = ()  # the key of the current equation
 
-        def equation(eqn: Any, operands: list[Any]) -> list[Any]:
-            with in_place_of(eqn):
-                return self.equation(eqn, operands, (*key, next(numbers)), sinks, records)
+    def evaluate_equation(self, eqn: Any, operands: list[Any]) -> list[Any]:
+        self._key = (*self.around, next(self._numbers))
+        if is_whole_with_rules(eqn):
+            return self.evaluate_operation(eqn, operands)
+        return super().evaluate_equation(eqn, operands)
 
-        return interpreted(jaxpr, consts, args, equation), records
+    def evaluate_operation(self, eqn: Any, operands: list[Any]) -> list[Any]:
+        return self._tap(super().evaluate_operation(eqn, operands))
 
-    def equation(self, eqn: Any, operands: list[Any], key: Key, sinks: Records, records: Records) -> list[Any]:
-        bodies = bodies_of(eqn)
-        if bodies is None or is_whole_with_rules(eqn):
-            results = bind_equation(eqn, operands, eqn.params)
-        elif bodies.kind == "call" and eqn.primitive.name != "remat2":
-            opened = equations.opened(bodies.jaxprs[0])
-            results, inner = self.body(*opened, operands, (*key, 0), sinks)
-            records |= inner
+    def evaluate_bodies(self, eqn: Any, bodies: Bodies, operands: list[Any]) -> list[Any]:
+        if bodies.is_call and not bodies.is_recomputed:
+            inside = _RecordingRewriter(self.taps, (*self._key, 0), self.sinks)
+            results = inside.evaluate_body(eqn, bodies, 0, *operands)
+            self.records |= inside.records
             return results
-        else:
-            results, inner = self.with_bodies(eqn, bodies, operands, key, sinks)
-            records |= inner
-            if bodies.kind == "call":
-                return results
-        results, record = self.taps.at(key, results, sinks.get(key))
+        results, records = self._with_records(eqn, bodies, operands)
+        self.records |= records
+        return results if bodies.is_call else self._tap(results)
+
+    def _tap(self, results: list[Any]) -> list[Any]:
+        """Record the results of the current equation."""
+        results, record = self.taps.at(self._key, results, self.sinks.get(self._key))
         if record is not None:
-            records[key] = record
+            self.records[self._key] = record
         return results
 
-    def with_bodies(
-        self, eqn: Any, bodies: Bodies, operands: list[Any], key: Key, sinks: Records
-    ) -> tuple[list[Any], Records]:
+    def _with_records(self, eqn: Any, bodies: Bodies, operands: list[Any]) -> tuple[list[Any], Records]:
         """Evaluate an equation with bodies, and return its results and records.
 
         The equation is rebuilt so that its bodies take the sinks as operands, and return the records.
         """
-        inside = {place: value for place, value in sinks.items() if place[: len(key)] == key != place}
+        key = self._key
+        inside = {place: value for place, value in self.sinks.items() if place[: len(key)] == key != place}
         sinks_inside, tree = jax.tree.flatten(inside)
 
-        def body(index: int, *values: Any) -> tuple[list[Any], Records]:
-            jaxpr, consts = equations.opened(bodies.jaxprs[index])
-            plain, more = values[: len(jaxpr.invars)], values[len(jaxpr.invars) :]
-            return self.body(jaxpr, consts, plain, (*key, index), jax.tree.unflatten(tree, more))
+        def body(number: int, *values: Any) -> tuple[list[Any], Records]:
+            count = len(values) - len(sinks_inside)
+            rewriter = _RecordingRewriter(self.taps, (*key, number), jax.tree.unflatten(tree, values[count:]))
+            return rewriter.evaluate_body(eqn, bodies, number, *values[:count]), rewriter.records
 
         shapes: Records = {}  # branches must have equal structures, so each returns the records of all branches
-        if bodies.kind == "cond":
-            for index in range(len(bodies.jaxprs)):
-                _, of_branch = jax.eval_shape(functools.partial(body, index), *operands[1:], *sinks_inside)
+        if bodies.is_conditional:
+            for number in range(len(bodies.jaxprs)):
+                inputs = bodies.inputs(number, operands)
+                _, of_branch = jax.eval_shape(functools.partial(body, number), *inputs, *sinks_inside)
                 shapes |= of_branch
         structure: Any = None
 
-        def function(index: int) -> Any:
+        def function(number: int) -> Any:
             def call(*values: Any) -> list[Any]:
                 nonlocal structure
-                results, records = body(index, *values)
+                results, records = body(number, *values)
                 leaves, structure = jax.tree.flatten(_zeros(shapes) | records)
                 return [*results, *leaves]
 
             return call
 
         functions = [function(n) for n in range(len(bodies.jaxprs))]
-        out = rebuilt(eqn, bodies, functions, UNCHANGED_RULES)(*operands, *sinks_inside)
+        out = rebuild(eqn, bodies, functions)(*operands, *sinks_inside)
         stop = len(eqn.outvars)
         return list(out[:stop]), jax.tree.unflatten(structure, out[stop:])
 

@@ -1,0 +1,37 @@
+"""Bind an equation again, to other operands or in another dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxmp.program.equations import asks_for_highest, in_dtype_of_scatter
+from jaxmp.program.primitives import PRODUCTS
+
+
+def bind_equation(eqn: Any, operands: Sequence[Any], params: Any) -> list[Any]:
+    """Bind an equation to other operands and parameters, and return its results."""
+    out = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(params))
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def params_in_dtype(eqn: Any, dtype: np.dtype, is_exact: bool) -> dict[str, Any]:
+    """Return an equation's parameters for another dtype.
+
+    If ``is_exact`` is true, the parameters request the highest precision for float32 products.
+    """
+    params = dict(eqn.params)
+    if params.get("preferred_element_type") is not None:
+        params["preferred_element_type"] = dtype
+    if params.get("update_jaxpr") is not None:
+        params["update_jaxpr"] = in_dtype_of_scatter(params["update_jaxpr"], dtype)
+    if eqn.primitive.name in PRODUCTS:
+        # A precision or an algorithm (jax.lax.DotAlgorithmPreset) is valid only for the product's original dtypes.
+        if dtype != np.float32:
+            params["precision"] = None
+        elif is_exact and not asks_for_highest(params["precision"]):
+            params["precision"] = (jax.lax.Precision.HIGHEST, jax.lax.Precision.HIGHEST)
+    return params

@@ -1,0 +1,78 @@
+"""Run the bodies of an equation one at a time.
+
+Loops run in Python, and of the branches only the one that is taken.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxmp.program.equations import Bodies
+
+RunBody = Callable[[int, list[Any], int], list[Any]]
+"""A function that runs a body.
+
+Its arguments are the number of the body, the inputs of the body, and the number of the iteration. In a scan, the number
+of the iteration is its index into the scanned arrays.
+"""
+
+
+def run_bodies(eqn: Any, bodies: Bodies, operands: list[Any], run: RunBody) -> list[Any]:
+    """Run an equation with bodies on arrays, and return its results.
+
+    The equation must not be a scan without iterations.
+    """
+    if bodies.is_conditional:
+        branch = int(operands[0])
+        return run(branch, bodies.inputs(branch, operands), 0)
+    match bodies.kind:
+        case "while":
+            return _run_while(bodies, operands, run)
+        case "scan":
+            return _run_scan(eqn, bodies, operands, run)
+    return run(0, operands, 0)
+
+
+def _run_while(bodies: Bodies, operands: list[Any], run: RunBody) -> list[Any]:
+    fixed, carry, turn = operands[: bodies.start], operands[bodies.start :], 0
+    while True:
+        operands = [*fixed, *carry]
+        (goes_on,) = run(0, bodies.inputs(0, operands), turn)
+        if not goes_on:
+            return carry
+        carry = run(1, bodies.inputs(1, operands), turn)
+        turn += 1
+
+
+def _run_scan(eqn: Any, bodies: Bodies, operands: list[Any], run: RunBody) -> list[Any]:
+    start, stop = bodies.carries.start, bodies.carries.stop
+    fixed, carry, inputs = operands[:start], operands[start:stop], operands[stop:]
+    stacks: list[Any] | None = None
+    turns = range(bodies.length)
+    for turn in turns[::-1] if eqn.params["reverse"] else turns:
+        results = run(0, [*fixed, *carry, *_pick(inputs, turn)], turn)
+        carry, outputs = results[: bodies.carry], results[bodies.carry :]
+        stacks = _store(_repeat(outputs, bodies.length) if stacks is None else stacks, outputs, turn)
+    return [*carry, *(stacks or [])]
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _repeat(values: list[Any], length: int) -> list[Any]:
+    return [jnp.broadcast_to(value, (length, *value.shape)) for value in values]
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _store(stacks: list[Any], values: list[Any], turn: Any) -> list[Any]:
+    pairs = zip(stacks, values, strict=True)
+    return [lax.dynamic_update_index_in_dim(stack, value, turn, axis=0) for stack, value in pairs]
+
+
+@jax.jit
+def _pick(stacks: list[Any], turn: Any) -> list[Any]:
+    return [lax.dynamic_index_in_dim(stack, turn, axis=0, keepdims=False) for stack in stacks]
