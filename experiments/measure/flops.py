@@ -6,7 +6,7 @@ Also compute the share of FLOPs for tensor cores.
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,12 +14,14 @@ import jax
 import jaxmp
 from jaxmp.engine.flops import flops_of
 from jaxmp.program.primitives import PRODUCTS
+from jaxmp.program.reading import read_program
+from jaxmp.program.values import Body
 
 # The dtypes that tensor cores multiply, from Volta to Blackwell. tensorfloat32 is their format for float32 arrays.
 TENSOR_CORE_DTYPES = ("float16", "bfloat16", "tensorfloat32", "float8_e4m3fn", "float8_e5m2")
 
 
-def count(fun: Callable[..., Any], *args: Any) -> dict[str, int]:
+def count(fun: Callable[..., Any], *args: Any, default_float32: str | None = None) -> dict[str, int]:
     """Return the FLOPs of the products in a call ``fun(*args)``, by dtype.
 
     The dtype is that of the operands. Products are matrix products and convolutions. Products count as in
@@ -38,9 +40,14 @@ def count(fun: Callable[..., Any], *args: Any) -> dict[str, int]:
     Args:
       fun: a function that JAX can trace. It may be jitted.
       *args: arrays or ``jax.ShapeDtypeStruct``. Nothing is computed.
+      default_float32: the name under which float32 products count that set no precision; None for the default of the
+        device.
     """
-    tf32_by_default = jax.default_backend() == "gpu" and "tensorfloat32" in jaxmp.hardware.detect().tensor_cores
-    return dict(_of_jaxpr(jax.make_jaxpr(fun)(*args).jaxpr, "tensorfloat32" if tf32_by_default else "float32"))
+    if default_float32 is None:
+        is_tf32 = jax.default_backend() == "gpu" and "tensorfloat32" in jaxmp.hardware.detect().tensor_cores
+        default_float32 = "tensorfloat32" if is_tf32 else "float32"
+    program = read_program(jax.make_jaxpr(fun)(*args))
+    return dict(_of_body(program.body, default_float32))
 
 
 def tensor_core_share(flops: dict[str, int]) -> float:
@@ -52,33 +59,19 @@ def tensor_core_share(flops: dict[str, int]) -> float:
     return sum(flops.get(dtype, 0) for dtype in TENSOR_CORE_DTYPES) / total if total else 0.0
 
 
-def _of_jaxpr(jaxpr: Any, default_float32: str) -> collections.Counter[str]:
+def _of_body(body: Body, default_float32: str) -> collections.Counter[str]:
     total: collections.Counter[str] = collections.Counter()
-    for eqn in jaxpr.eqns:
-        match eqn.primitive.name:
-            case name if name in PRODUCTS:
-                total[_dtype(eqn, default_float32)] += flops_of(eqn) or 0
-            case "cond":
-                branches = [_of_jaxpr(branch, default_float32) for branch in _inner(eqn.params["branches"])]
-                total.update(max(branches, key=lambda branch: sum(branch.values())))
-            case name:
-                times = eqn.params["length"] if name == "scan" else 1
-                for inner in _inner(tuple(eqn.params.values())):
-                    for dtype, flops in _of_jaxpr(inner, default_float32).items():
-                        total[dtype] += times * flops
+    for equation in body.equations:
+        if equation.name in PRODUCTS:
+            total[_dtype(equation.eqn, default_float32)] += flops_of(equation.eqn) or 0
+        of_bodies = [_of_body(inside, default_float32) for inside in equation.inside]
+        if equation.bodies is not None and equation.bodies.is_conditional:
+            of_bodies = [max(of_bodies, key=lambda flops: sum(flops.values()))]
+        iterations = 1 if equation.bodies is None else equation.bodies.iterations
+        for flops in of_bodies:
+            for dtype, count in flops.items():
+                total[dtype] += count * iterations
     return total
-
-
-def _inner(value: Any) -> Iterator[Any]:
-    """Yield the jaxprs in an equation's parameter.
-
-    The jaxprs may be open or closed, single or in a tuple.
-    """
-    if isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _inner(item)
-    elif hasattr(value, "eqns"):
-        yield getattr(value, "jaxpr", value)
 
 
 def _dtype(eqn: Any, default_float32: str) -> str:

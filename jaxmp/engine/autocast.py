@@ -16,9 +16,10 @@ from jaxmp._internals.jax.traces import is_tracing
 from jaxmp.base.arguments import printed, require_function
 from jaxmp.base.cache_keys import policies_off
 from jaxmp.base.donation import donation_note
-from jaxmp.engine.emit import evaluated
+from jaxmp.engine.decisions import decide_program
+from jaxmp.engine.emit import Emission
 from jaxmp.engine.graph import build
-from jaxmp.engine.inner_graphs import around_emitted, is_collecting
+from jaxmp.engine.inner_emissions import around_emitted, is_collecting
 from jaxmp.engine.marks import DECIDED, mark_of
 from jaxmp.engine.overrides import level_of, policy_and_exceptions
 from jaxmp.engine.rules import Rules
@@ -124,8 +125,9 @@ def computed(fun: Callable[..., Any], rules: Rules, args: Any, kwargs: Any, poli
     if is_collecting():
         rules.programs = None  # each equation is emitted, which records its casts and dtypes
     graph, dtypes = build(*program.jaxpr, rules), result_dtypes(program, policy)
-    with donation_note(), jax.named_scope(DECIDED), around_emitted(graph):
-        results = evaluated(graph, rules, operands, dtypes, force=policy is None)
+    emission = Emission(decide_program(graph, operands, dtypes, force=policy is None), rules)
+    with donation_note(), jax.named_scope(DECIDED), around_emitted(emission):
+        results = emission.results(operands, dtypes)
     if policy is not None:  # the adapters check the overrides of a model, if every module ran
         rules.check()
     rules.decided(graph)

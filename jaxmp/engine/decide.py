@@ -8,11 +8,9 @@ products become half. A state only rises, so the order of the rules does not mat
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
-from jaxmp.engine import operation_patterns
 from jaxmp.engine.amplifiers import raise_amplified
 from jaxmp.engine.cancellation import raise_cancelled
 from jaxmp.engine.casts import move_casts, put_casts_off
@@ -34,25 +32,25 @@ _NO_NONLINEARITIES = with_trait(Trait.SUMS, Trait.MULTIPLIES) | {"select_n"}
 _CAST = "convert_element_type"
 
 
-def decide(graph: Graph, dtypes: Sequence[Any], force: bool = False) -> None:
+def decide(graph: Graph, wanted: Sequence[Node] = (), force: bool = False) -> bool:
     """Set the dtype of every node, and the dtype in which its operation computes.
 
     Args:
       graph: the graph. The ``dtype`` of a source may differ from its original dtype.
-      dtypes: for each result, its requested dtype or None. A result that is requested in half counts as read by a
-        product.
+      wanted: the results that are requested in half. They count as read by a product.
       force: whether to decide even if the graph has no product. A derivative rule needs this, because it belongs to a
         larger program.
+
+    Returns:
+      False if the graph has no product. Then every operation keeps its dtypes.
     """
-    _note_results(graph, dtypes)
     nodes = [node for node in graph.nodes if node.kind is not SOURCE]
     named = [node for node in nodes if node.name in PRODUCTS]
     has_products = any(node.kind is HALF for node in nodes) or any(node.kind is FULL for node in named)
-    graph.changes = force or has_products
-    if not graph.changes:
-        return
+    if not force and not has_products:
+        return False
     halves = [node for node in graph.nodes if node.kind is SOURCE and node.dtype.itemsize == 2]
-    _find_products(graph, nodes, named, halves)
+    _find_products(wanted, nodes, named, halves)
     _find_looked_up(nodes)
     narrowed = put_casts_off(nodes)
 
@@ -61,27 +59,19 @@ def decide(graph: Graph, dtypes: Sequence[Any], force: bool = False) -> None:
     _find_activations(nodes)
     products = [node for node in nodes if node.kind is HALF and node.state is State.HALF]
     operands = [operand for node in products for operand in node.inputs]
-    _find_half_copies([*narrowed, *operands, *graph.wanted], nodes)
+    _find_half_copies([*narrowed, *operands, *wanted], nodes)
     _settle(nodes)
 
-    graph.patterns = operation_patterns.find_patterns(graph)
     _lower(nodes, halves)
     for node in nodes:
         node.compute, node.dtype = _dtypes(node)
     move_casts(nodes)
+    return True
 
 
-def _note_results(graph: Graph, dtypes: Sequence[Any]) -> None:
-    """Mark the results that are requested in half or returned in float32."""
-    graph.wanted = []
-    for node, dtype in zip(graph.body.results, dtypes, strict=True):
-        if node is not None and dtype is not None and dtype.itemsize == 2 and node not in graph.wanted:
-            graph.wanted.append(node)
-        elif node is not None and dtype is not None:
-            node.needs_float32 = True
-
-
-def _find_products(graph: Graph, nodes: Sequence[Node], named: Sequence[Node], halves: Sequence[Node]) -> None:
+def _find_products(
+    wanted: Sequence[Node], nodes: Sequence[Node], named: Sequence[Node], halves: Sequence[Node]
+) -> None:
     """Mark values that depend on a product, and values on which a product depends.
 
     Half arguments and half results count as products here. Before this step, an outer product counts as an
@@ -98,7 +88,7 @@ def _find_products(graph: Graph, nodes: Sequence[Node], named: Sequence[Node], h
             assert node.step is not None
             node.kind, node.state, node.step.reason = HALF, State.HALF, "product"
             products.append(node)
-    for node in walk([*products, *written, *graph.wanted], inputs_of):
+    for node in walk([*products, *written, *wanted], inputs_of):
         node.before_product = True
 
 

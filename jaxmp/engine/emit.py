@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
@@ -11,11 +12,11 @@ import numpy as np
 
 from jaxmp._internals.jax.traces import is_staged, is_tracing, may_be_skipped
 from jaxmp.base.dtypes import is_castable
-from jaxmp.engine.casts import read_in
-from jaxmp.engine.decide import decide
-from jaxmp.engine.float8_products import choose_float8, emit_float8
-from jaxmp.engine.graph import Body, Graph, Node, Step, build
+from jaxmp.engine.decisions import Decisions, decide_program
+from jaxmp.engine.float8_products import Float8Product, emit_float8
+from jaxmp.engine.graph import Body, Node, Step, build
 from jaxmp.engine.marks import OF_POLICY, WITH_RULE, ours
+from jaxmp.engine.reads import is_widening
 from jaxmp.engine.rules import Rules
 from jaxmp.engine.states import KEPT
 from jaxmp.engine.trace import tracing
@@ -29,14 +30,12 @@ from jaxmp.program.equations import (
     has_explicit_axes,
     is_literal,
 )
-from jaxmp.program.primitives import BOUNDS, BROADCAST, COMPARISONS, MEETS, Trait, with_trait
+from jaxmp.program.primitives import BROADCAST, MEETS, Trait, with_trait
 from jaxmp.program.repeated_casts import (
     REPEATS,
     cast_repeated,
     must_widen,
-    read_often,
     summed_in_float32,
-    sums_half,
 )
 from jaxmp.program.rewriting import Rewriter
 from jaxmp.program.vmap_sharing import Examples, Same, same_in_bodies
@@ -45,28 +44,35 @@ _EQUALITIES = with_trait(Trait.EQUATES)
 _CAST, _FLOAT32 = "convert_element_type", np.dtype(np.float32)
 
 
-def evaluated(graph: Graph, rules: Rules, args: Sequence[Any], dtypes: Sequence[Any], force: bool = False) -> list[Any]:
-    """Decide the dtypes of a program, and evaluate the program in these dtypes.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Emission:
+    """The emission of a decided program, with records for a plan.
 
-    The steps and bodies of ``graph`` record the emitted casts. The dtypes of ``args`` may differ from the traced
-    dtypes. ``dtypes`` has the requested dtype of each result, or None. If ``force`` is true, all operations are decided
-    even if there is no product.
+    Attributes:
+      decisions: the decisions about the program.
+      rules: the rules by which derivative rules are decided later.
+      casts: the bytes of each cast for an equation, and for the results of a body. Casts of constants do not count.
+      operand_types: the types of the operands of each equation that changes, after casts.
     """
-    for node, value in zip(graph.sources, args, strict=True):
-        if node is not None:
-            node.dtype = np.dtype(jax.typeof(value).dtype)
-    decide(graph, dtypes, force)
-    choose_float8(graph)
-    body = graph.body
-    changed = {node for node in graph.nodes if node.deferred_cast is not None or node.dtype != node.written}
-    for step in graph.steps:
-        step.is_unchanged = _is_unchanged(step, changed)
-    evaluation = _Evaluation(rules, body, args)
-    results = (evaluation.evaluate if graph.changes else evaluate)(body.jaxpr, body.consts, args)
-    return [
-        value if dtype is None or not is_castable(jax.typeof(value)) else evaluation.cast(value, dtype, node)
-        for value, node, dtype in zip(results, body.results, dtypes, strict=True)
-    ]
+
+    decisions: Decisions
+    rules: Rules
+    casts: dict[Step | Body, list[int]] = dataclasses.field(default_factory=dict)
+    operand_types: dict[Step, Sequence[Any]] = dataclasses.field(default_factory=dict)
+
+    def results(self, args: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
+        """Return the results of the program.
+
+        ``dtypes`` has the requested dtype of each result, or None.
+        """
+        body = self.decisions.graph.body
+        evaluation = _Evaluation(self, body, args)
+        run = evaluation.evaluate if self.decisions.changes else evaluate
+        results = run(body.jaxpr, body.consts, args)
+        return [
+            value if dtype is None or not is_castable(jax.typeof(value)) else evaluation.cast(value, dtype, node)
+            for value, node, dtype in zip(results, body.results, dtypes, strict=True)
+        ]
 
 
 class _Repeat(NamedTuple):
@@ -82,10 +88,12 @@ class _Evaluation(Rewriter):
     A new evaluation is created each time JAX traces the body.
     """
 
-    def __init__(self, rules: Rules, body: Body, args: Any, same: Same | None = None) -> None:
-        self.rules, self.body, self.steps = rules, body, iter(body.steps)
+    def __init__(self, emission: Emission, body: Body, args: Any, same: Same | None = None) -> None:
+        self.emission, self.decisions = emission, emission.decisions
+        self.body, self.steps = body, iter(body.steps)
         self.examples = Examples(body.jaxpr, args, body.consts, same)
-        self.casts = body.casts = list[int]()  # the casts for the current step, and at the end for the results
+        # the casts for the current step, and at the end for the results
+        self.casts = emission.casts[body] = list[int]()
         self.shared: dict[Any, Any] = {}
         # For each result of a cast to float32, the half operand of the cast: its value, its variable and its node. Half
         # readers of the result read the operand instead.
@@ -94,16 +102,16 @@ class _Evaluation(Rewriter):
     def evaluate(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
         """Return the results of the body in the dtypes of their nodes."""
         results = super().evaluate(jaxpr, consts, args)
-        self.casts = self.body.casts
+        self.casts = self.emission.casts[self.body]
         return results
 
     def evaluate_equation(self, eqn: Any, operands: list[Any]) -> list[Any]:
         """Return the results of the next step of the body."""
         step = next(self.steps)
-        self.casts = step.casts = list[int]()
-        if eqn.primitive.name == _CAST and _is_widening(step):
+        self.casts = self.emission.casts[step] = list[int]()
+        if eqn.primitive.name == _CAST and is_widening(step):
             self.narrow[eqn.outvars[0]] = operands[0], eqn.invars[0], step.operands[0]
-        if step.is_unchanged and not self.examples.are_many:
+        if step in self.decisions.unchanged and not self.examples.are_many:
             return bind_equation(eqn, operands, eqn.params)
         return self.results_of(step, operands)
 
@@ -165,13 +173,13 @@ class _Evaluation(Rewriter):
         """
         eqn, node = step.eqn, step.node
         operands = self.operands_of(step, values)
-        step.operand_types = [jax.typeof(operand) for operand in operands]
+        self.emission.operand_types[step] = [jax.typeof(operand) for operand in operands]
         if eqn.primitive.name == _CAST and node is not None and node.kind is not KEPT:
             return [self.cast_by_author(step, node, values[0], operands[0])]
         if step.bodies is not None:
             return self.results_of_bodies(step, step.bodies, values, operands)
-        if step.float8 is not None:
-            results, step.operand_types = emit_float8(step, step.float8, operands)
+        if (product := self.decisions.float8_product(step)) is not None:
+            results, self.emission.operand_types[step] = emit_float8(step, product, operands)
             return results
         is_repeat = node is not None and eqn.primitive.name in REPEATS
         if is_repeat and must_widen(eqn, eqn.invars[0], operands[0], self.examples):
@@ -193,7 +201,7 @@ class _Evaluation(Rewriter):
             self.examples.at(eqn, values)
             repeats = repeats or self.examples.repeated(step.bodies)
         operands = list(values)
-        for n, (node, dtype) in enumerate(zip(step.operands, _wants(step), strict=True)):
+        for n, (node, dtype) in enumerate(zip(step.operands, self.decisions.reads[step], strict=True)):
             if node is not None and dtype is not None:
                 repeat = _Repeat(step, values) if n in repeats else None
                 operands[n] = self.read_as(values[n], eqn.invars[n], node, dtype, repeat)
@@ -204,25 +212,22 @@ class _Evaluation(Rewriter):
 
         ``operand`` is ``value`` in the dtype that the cast reads.
         """
-        if not _is_widening(step):
-            step.operand_types = [jax.typeof(value)]
-        result = self.cast(operand, node.dtype)
-        if step.eqn.invars[0].aval.dtype != step.eqn.outvars[0].aval.dtype:
-            del self.casts[-1:]  # the author wrote this cast, so autocast did not add it
-        return result
+        if not is_widening(step):
+            self.emission.operand_types[step] = [jax.typeof(value)]
+        return self.cast(operand, node.dtype)
 
     def results_of_bodies(self, step: Step, bodies: Bodies, values: list[Any], operands: list[Any]) -> list[Any]:
         """Return the results of an equation whose bodies change."""
         same = self.examples.same
 
         def make() -> Callable[..., Any]:
-            return _StepRewriter(self.rules, step, same_in_bodies(bodies, same)).rebuild(step.eqn, bodies)
+            return _StepRewriter(self.emission, step, same_in_bodies(bodies, same)).rebuild(step.eqn, bodies)
 
         if bodies.is_jitted:  # layers with the same jitted body share one program, which JAX traces once
-            return list(_result_of_equal_step(self.rules, step, same, make)(*operands))
+            return list(_result_of_equal_step(self.emission, step, same, make)(*operands))
         # Outside of jit, JAX compiles each of these as a whole, and the next call finds the program in JAX's cache.
         is_jitted = bodies.is_compiled and not is_tracing()
-        run = _result_of_equal_step(self.rules, step, same, lambda: jax.jit(make())) if is_jitted else make()
+        run = _result_of_equal_step(self.emission, step, same, lambda: jax.jit(make())) if is_jitted else make()
         results = list(run(*operands))
         for number in step.unchanged:
             results[number] = values[bodies.start + number]
@@ -236,22 +241,20 @@ class _StepRewriter(Rewriter):
     object has no values of the program.
     """
 
-    def __init__(self, rules: Rules, step: Step, same: Sequence[Same]) -> None:
+    def __init__(self, emission: Emission, step: Step, same: Sequence[Same]) -> None:
         """Rewrite ``step``.
 
         ``same`` tells for each body which inputs all examples share.
         """
-        self.rules, self.step, self.same = rules, step, same
+        self.emission, self.step, self.same = emission, step, same
 
     def evaluate_body(self, eqn: Any, bodies: Bodies, number: int, *args: Any) -> list[Any]:
         """Return the results of a body. They are cast to the dtypes of their joins."""
         step, body = self.step, self.step.inner[number]
-        evaluation = _Evaluation(self.rules, body, args, self.same[number])
+        evaluation = _Evaluation(self.emission, body, args, self.same[number])
         inputs = list(args)
-        # Cast these operands back to half. The scan reads them in float32, so that their cotangents are summed in
-        # float32.
-        for place, dtype in _over_turns(step):
-            inputs[place] = jax.lax.convert_element_type(args[place], dtype)
+        for position, dtype in self.emission.decisions.repeated_reads.get(step, ()):
+            inputs[position] = jax.lax.convert_element_type(args[position], dtype)
         results = evaluation.evaluate(body.jaxpr, body.consts, inputs)
         if not bodies.is_call or bodies.has_rule:
             results = [
@@ -269,26 +272,15 @@ class _StepRewriter(Rewriter):
 
     def make_rule_evaluation(self, eqn: Any) -> RuleEvaluation:
         """Return an evaluation that builds a graph of the rule and decides its dtypes."""
-        return RuleEvaluation(self._evaluate_rule, functools.partial(tracing, self.rules, self.step.region.products))
+        rules, products = self.emission.rules, self.step.region.products
+        return RuleEvaluation(self._evaluate_rule, functools.partial(tracing, rules, products))
 
     def _evaluate_rule(self, program: Opened, args: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
-        step = self.step
+        step, rules = self.step, self.emission.rules
         in_rule = step.bodies is not None and step.bodies.has_backward_rule
-        graph = build(*program, self.rules, (*step.names, WITH_RULE), in_rule)
-        return evaluated(graph, self.rules, args, dtypes, force=True)
-
-
-def _over_turns(step: Step) -> list[tuple[int, np.dtype]]:
-    """Return the half operands that many iterations of a scan read.
-
-    Each entry is the position and the dtype of an operand.
-    """
-    bodies = step.bodies
-    if bodies is None or not (bodies.is_loop and bodies.has_gradient) or step.node is None or step.node.in_rule:
-        return []
-    places = [*range(bodies.start), *(bodies.start + n for n in step.unchanged)]
-    halves = [(n, operand) for n in places if (operand := step.operands[n]) and operand.dtype.itemsize == 2]
-    return [(place, operand.dtype) for place, operand in halves if read_often(step.eqn, place)]
+        graph = build(*program, rules, (*step.names, WITH_RULE), in_rule)
+        decisions = decide_program(graph, args, dtypes, force=True)
+        return Emission(decisions, rules).results(args, dtypes)
 
 
 def _batched_operands(repeat: _Repeat, others: Sequence[Any], node: Node) -> Sequence[Any]:
@@ -307,103 +299,19 @@ def _batched_operands(repeat: _Repeat, others: Sequence[Any], node: Node) -> Seq
 
 
 def _result_of_equal_step(
-    rules: Rules, step: Step, same: Same, make: Callable[[], Callable[..., Any]]
+    emission: Emission, step: Step, same: Same, make: Callable[[], Callable[..., Any]]
 ) -> Callable[..., Any]:
     """Return the rewritten program of an equal earlier step, or else ``make()``."""
+    rules = emission.rules
     if rules.programs is None:
         return make()
     names = step.names if rules.paths else ours(step.names)  # derivative rules are decided later, under these names
-    key = (step.eqn.primitive.name, *step.eqn.params.values(), names, _decisions(step), same)
+    has_float8 = any(isinstance(choice, Float8Product) for choice in emission.decisions.float8.values())
+    may_skip = has_float8 and may_be_skipped()
+    decisions = emission.decisions.key_of(step)
+    key = (step.eqn.primitive.name, *step.eqn.params.values(), names, decisions, may_skip, same)
     program = rules.programs.get(key) or make()
     if len(rules.programs) >= 256:  # each entry keeps the constants of its program alive
         rules.programs.clear()
     rules.programs[key] = program
     return program
-
-
-def _is_unchanged(step: Step, changed: set[Node]) -> bool:
-    """Return whether an equation is emitted unchanged, with its bodies."""
-    node, params = step.node, step.eqn.params
-    if not changed.isdisjoint(step.operands) or not changed.isdisjoint(step.nodes) or step.float8 is not None:
-        return False
-    if "precision" in params and asks_for_what_is_missing(params):
-        return False
-    if step.bodies is None:
-        return node is None or (node.compute is None and (node.dtype.itemsize > 2 or not sums_half(step.eqn)))
-    # Derivative rules are decided when they run.
-    has_rule = step.bodies.has_rule and step.region.level != "written"
-    inside = (inner for body in step.inner for inner in body.steps)
-    return not has_rule and not _over_turns(step) and all(inner.is_unchanged for inner in inside)
-
-
-def _is_widening(step: Step) -> bool:
-    """Return whether an equation casts a value that is now half to float32."""
-    node, operand = step.node, step.operands[0] if step.eqn.primitive.name == _CAST else None
-    return node is not None and operand is not None and operand.value_dtype.itemsize < node.dtype.itemsize
-
-
-def _wants(step: Step) -> list[np.dtype | None]:
-    """Return the dtype in which an equation reads each operand; None for no cast."""
-    if step.bodies is not None:
-        return _wants_of_bodies(step, step.bodies)
-    name, node, operands = step.eqn.primitive.name, step.node, step.operands
-    if node is None and name in COMPARISONS:
-        largest: list[Node] = []
-        if name in _EQUALITIES:
-            # The derivative of a maximum compares the maximum with its operands, so all of them must be rounded alike.
-            bounded = [operand for operand in operands if operand and operand.name in BOUNDS]
-            largest = [bound for bound in bounded if {*bound.inputs} & {*operands}]
-        dtypes = {operand.value_dtype for operand in largest or operands if operand and operand.const != (0.0, 0.0)}
-        if len(dtypes) == 1 and (largest or dtypes != {np.dtype(np.float32)}):
-            return [None if operand is None else next(iter(dtypes)) for operand in operands]
-    if node is None:
-        return [None if operand is None else operand.written for operand in operands]
-    if name == _CAST and (node.kind is KEPT or _is_widening(step)):  # the cast may read any dtype
-        return [None if operand is None else operand.deferred_cast for operand in operands]
-    return [None if operand is None else read_in(node, operand) for operand in operands]
-
-
-def _wants_of_bodies(step: Step, bodies: Bodies) -> list[np.dtype | None]:
-    # Half operands stay half, because a `jax.vmap` may broadcast them for each example.
-    wants = [
-        operand.dtype if operand and operand.dtype.itemsize == 2 and not operand.deferred_cast else None
-        for operand in step.operands
-    ]
-    if bodies.is_loop:
-        for n, join in enumerate(step.joins, bodies.start):
-            wants[n] = join.dtype if join else wants[n]
-        for place, _ in _over_turns(step):
-            wants[place] = _FLOAT32
-    elif bodies.is_call:
-        for position, operand in enumerate(step.operands):
-            if operand is not None and operand.is_cast_once:  # so that the call does not save a float32 copy
-                wants[position] = _half_wanted(step.inner[0], position)
-            # The body is traced in the original dtypes.
-            if operand is not None and bodies.has_rule:
-                wants[position] = wants[position] or operand.deferred_cast
-    return wants
-
-
-def _half_wanted(body: Body, position: int) -> np.dtype | None:
-    """Return the half dtype in which all readers read a body's operand, or None."""
-    if body.wanted is None:
-        body.wanted = {}
-        for step in body.steps:
-            # A value that the author casts to half may already be half before this cast.
-            wants = [step.node.dtype] if step.eqn.primitive.name == _CAST and step.node else _wants(step)
-            for atom, dtype in zip(step.eqn.invars, wants, strict=True):
-                if not is_literal(atom):
-                    body.wanted.setdefault(atom, set()).add(dtype)
-    var = body.jaxpr.invars[position]
-    dtypes = body.wanted.get(var, set()) if var not in body.jaxpr.outvars else set()
-    return next((dtype for dtype in dtypes if len(dtypes) == 1 and dtype and dtype.itemsize == 2), None)
-
-
-def _decisions(step: Step) -> Any:
-    decisions: tuple[Any, ...] = tuple(
-        (node.compute, node.dtype, node.deferred_cast) for node in step.nodes if node is not None
-    )
-    shared = tuple(operand is not None and (operand.is_cast_once, operand.deferred_cast) for operand in step.operands)
-    decisions = (*decisions, step.is_unchanged, step.float8, step.float8 is not None and may_be_skipped())
-    # `_wants` is part of the key, because the dtypes of comparisons also depend on constants.
-    return (decisions, shared, tuple(_wants(step)), tuple(tuple(map(_decisions, body.steps)) for body in step.inner))

@@ -6,12 +6,12 @@ A recipe has the settings of float8 products. The choice is made after the engin
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 from jaxmp._internals.jax.sources import scopes_and_transforms
-from jaxmp.engine.graph import Float8Product, Graph, Node, Step
+from jaxmp.engine.graph import Graph, Node, Step
 from jaxmp.engine.marks import WITH_RULE
 from jaxmp.engine.states import Kind
 from jaxmp.policy import float8, float8_product
@@ -22,16 +22,29 @@ _MOVES = of_class(Class.CLEAR) | with_trait(Trait.JOINS) | {CAST, "carry", "bran
 _MASKING = _MOVES | {"select_n"}
 
 
-def choose_float8(graph: Graph) -> None:
-    """Choose the float8 products of a decided graph.
+class Float8Product(NamedTuple):
+    """How a float8 product is emitted."""
 
-    For each remaining half product, note why it is not float8.
+    weight: str  # the operand that is the weight, "lhs" or "rhs"
+    recipe: float8.Float8
+    is_fused: bool  # whether XLA may fuse the operations that read the result into the product
+
+
+def choose_float8(graph: Graph) -> dict[Step, Float8Product | str]:
+    """Return the float8 products of a decided graph.
+
+    For each other half product with a recipe, return the reason why it is not float8.
     """
+    choices: dict[Step, Float8Product | str] = {}
     for step in graph.steps:
         if step.recipe is None or step.node is None:
             continue
-        weight, step.no_float8 = _weight_or_reason(step, step.node, step.recipe)
-        step.float8 = Float8Product(weight, step.recipe, _is_fused(step.node)) if weight else None
+        weight, reason = _weight_or_reason(step, step.node, step.recipe)
+        if weight:
+            choices[step] = Float8Product(weight, step.recipe, _is_fused(step.node))
+        elif reason:
+            choices[step] = reason
+    return choices
 
 
 def emit_float8(step: Step, product: Float8Product, operands: Sequence[Any]) -> tuple[list[Any], list[Any]]:

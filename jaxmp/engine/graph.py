@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -50,7 +50,7 @@ class Node:
     is_constant: bool = False  # whether it depends only on constants and integers
     is_looked_up: bool = False  # whether it comes from rows of a table; then it is not a weight
 
-    # Set by jaxmp.engine.decide. The functions in RAISERS run before `activation_of` and `has_half_copy` are set.
+    # Decided by jaxmp.engine.decide. The functions in RAISERS run before `activation_of` and `has_half_copy` are set.
     after_product: bool = False  # whether it depends on a product or a half argument
     before_product: bool = False  # whether a product or a half result depends on it
     activation_of: int = 0  # the number of the last product from which it is computed elementwise; 0 if none
@@ -96,17 +96,9 @@ _STATES = {HALF: State.HALF, FULL: State.FLOAT32, STRICT: State.BEYOND_HALF}
 _UNMARKED = Region()
 
 
-class Float8Product(NamedTuple):
-    """How a float8 product is emitted."""
-
-    weight: str  # the operand that is the weight, "lhs" or "rhs"
-    recipe: Float8
-    is_fused: bool  # whether XLA may fuse the operations that read the result into the product
-
-
 @dataclasses.dataclass(slots=True, eq=False)
 class Step:
-    """An equation with its nodes, its bodies, and notes for emitting it."""
+    """An equation with its nodes and its bodies."""
 
     eqn: Any
     names: Names
@@ -116,14 +108,9 @@ class Step:
     reason: str = ""
     region: Region = _UNMARKED
     recipe: Float8 | None = None  # the recipe of the code around a product
-    float8: Float8Product | None = None  # set for a float8 product by jaxmp.engine.float8_products
-    no_float8: str = ""  # the reason why a half product with a recipe is not float8
     bodies: Bodies | None = None
     inner: Sequence[Body] = ()
     unchanged: Collection[int] = ()  # for a scan, the numbers of the carries that no iteration changes
-    is_unchanged: bool = False  # whether it is emitted unchanged
-    operand_types: Sequence[Any] = ()  # the types of its operands after casts; empty if it is unchanged
-    casts: Sequence[int] = ()  # the bytes of each cast that is added for it
     node: Node | None = None  # the node of the first floating result
     loops: range = range(0)  # for a loop, the numbers of its body and of the loops inside
 
@@ -144,8 +131,6 @@ class Body:
     consts: list[Any]
     steps: list[Step]
     results: list[Node | None]
-    wanted: dict[Any, set[np.dtype | None]] | None = None
-    casts: list[int] = dataclasses.field(default_factory=list)  # the bytes of each cast that is added for its results
 
 
 @dataclasses.dataclass(slots=True)
@@ -160,9 +145,6 @@ class Graph:
     body: Body
     steps: list[Step]  # all equations; equations inside of a body come before the equation around the body
     sources: list[Node | None]
-    patterns: list[Any] = dataclasses.field(default_factory=list)  # see jaxmp.engine.operation_patterns
-    wanted: Collection[Node] = ()  # the results that are requested in half
-    changes: bool = False  # False if `decide` found no product; then every operation keeps its dtypes
 
 
 inputs_of, users_of = operator.attrgetter("inputs"), operator.attrgetter("users")
@@ -319,7 +301,7 @@ class _Builder:
         loop_around, in_rule_around = self.loop, self.in_rule
         if equation.carries:
             step.unchanged = [n for n, carry in enumerate(equation.carries) if carry.name != CARRY]
-        self.in_rule = self.in_rule or equation.name == "custom_vjp_call"
+        self.in_rule = self.in_rule or equation.has_backward_rule
         if equation.is_loop:
             self.last_loop += 1
             self.loop = first = self.last_loop

@@ -10,7 +10,7 @@ import functools
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -19,10 +19,11 @@ from jaxmp._internals.jax.sources import names_of, scopes_and_transforms, source
 from jaxmp.base import tables
 from jaxmp.base.arguments import require_function
 from jaxmp.base.dtypes import name_of
-from jaxmp.engine.emit import evaluated
+from jaxmp.engine.decisions import decide_program
+from jaxmp.engine.emit import Emission
 from jaxmp.engine.flops import flops_of
-from jaxmp.engine.graph import Graph, Node, Step, build
-from jaxmp.engine.inner_graphs import collecting_graphs, scope_in
+from jaxmp.engine.graph import Node, Step, build
+from jaxmp.engine.inner_emissions import collecting_emissions, scope_in
 from jaxmp.engine.marks import path_of
 from jaxmp.engine.overrides import policy_and_exceptions
 from jaxmp.engine.reasons import Reasons
@@ -31,7 +32,7 @@ from jaxmp.engine.states import Kind
 from jaxmp.engine.trace import result_dtypes, traced
 from jaxmp.policy.policies import Policy, check_backend
 from jaxmp.program.equations import bodies_of, opened
-from jaxmp.program.primitives import Class, classify
+from jaxmp.program.primitives import CAST, Class, classify
 from jaxmp.program.walk import jaxprs_in, walk
 
 _HALF = {"float16", "bfloat16", "float8_e4m3fn"}
@@ -243,9 +244,9 @@ def _plan_of(fun: Callable[..., Any], rules: Rules, policy: Policy | None) -> Ca
     def planned(*args: Any, **kwargs: Any) -> CastPlan:
         if policy is not None:
             check_backend(policy)
-        with collecting_graphs() as inner_graphs:
+        with collecting_emissions() as inner_emissions:
             program, operands = traced(fun, args, kwargs, rules)
-        if policy is None and not inner_graphs:
+        if policy is None and not inner_emissions:
             raise ValueError(
                 "cast_plan needs a policy, because the function calls no model under a policy and nothing under "
                 "autocast; write cast_plan(fun, 'mixed_bfloat16')"
@@ -254,61 +255,71 @@ def _plan_of(fun: Callable[..., Any], rules: Rules, policy: Policy | None) -> Ca
             raise ValueError("a plan needs all sizes to count FLOPs and bytes, but the shapes have a symbolic size")
         graph, dtypes = build(*program.jaxpr, rules), result_dtypes(program, policy)
         rules.check()
-        jax.eval_shape(lambda *args: evaluated(graph, rules, args, dtypes), *operands)
-        writer = _PlanWriter(inner_graphs)
-        rows = tuple(writer.rows_of_graph(graph))
+        emission = Emission(decide_program(graph, operands, dtypes), rules)
+        jax.eval_shape(lambda *args: emission.results(args, dtypes), *operands)
+        writer = _PlanWriter(inner_emissions)
+        rows = tuple(writer.rows_of_program(emission))
         title = "the policies of its models" if policy is None else str(policy)
         overrides = {key: str(level) for key, level in rules.overrides.items()}
-        return CastPlan(title, overrides, rows, _totals(rows, writer, graph.body.casts))
+        return CastPlan(title, overrides, rows, _totals(rows, writer, emission.casts[graph.body]))
 
     return planned
+
+
+class _Emitted(NamedTuple):
+    """A program that was emitted, and the reasons for its dtypes."""
+
+    emission: Emission
+    reasons: Reasons
 
 
 class _PlanWriter:
     """Write the rows of a plan, and collect what the totals need.
 
     Attributes:
-      inner_graphs: the graphs of autocast calls in the planned function, and of models under a policy.
-      reasons: the reasons of all graphs.
+      inner_emissions: the emissions of autocast calls in the planned function, and of models under a policy.
+      reasons: the reasons of all programs.
       uncounted: the names of primitives with unknown FLOPs.
+      unknown_trips: the number of loops whose number of iterations is unknown.
     """
 
-    def __init__(self, inner_graphs: Mapping[str, Graph]) -> None:
-        self.inner_graphs = inner_graphs
+    def __init__(self, inner_emissions: Mapping[str, Emission]) -> None:
+        self.inner_emissions = inner_emissions
         self.reasons: list[Reasons] = []
         self.uncounted: set[str] = set()
+        self.unknown_trips = 0
         self._numbers = itertools.count()
         self._last = -1
         self._number_of: dict[Node, int] = {}
         self._transformed: set[str] = set()
 
-    def rows_of_graph(self, graph: Graph) -> Iterator[PlanRow]:
-        """Yield the rows of a decided graph."""
-        reasons = Reasons(graph)
+    def rows_of_program(self, emission: Emission) -> Iterator[PlanRow]:
+        """Yield the rows of a program that was emitted."""
+        graph, reasons = emission.decisions.graph, Reasons(emission.decisions)
         self.reasons.append(reasons)
         # A derivative or a `jax.vmap` changes the operations that an inner call emitted, so they keep their own rows.
         self._transformed |= {scope_in(step.names) for step in graph.steps if scopes_and_transforms(step.eqn)[1]}
-        yield from self._rows(graph.body.steps, reasons)
+        yield from self._rows(graph.body.steps, _Emitted(emission, reasons))
 
-    def _rows(self, steps: Iterable[Step], reasons: Reasons) -> Iterator[PlanRow]:
+    def _rows(self, steps: Iterable[Step], program: _Emitted) -> Iterator[PlanRow]:
         """Yield a row for each equation, before the rows of its bodies.
 
-        In place of the operations that an inner autocast call emitted, yield the rows of its graph.
+        In place of the operations that an inner autocast call emitted, yield the rows of its program.
         """
         planned = set[str]()  # local, because two calls of one jitted function have the same scopes in their bodies
         for step in steps:
             scope = scope_in(step.names)
-            if scope not in self.inner_graphs or scope in self._transformed:
-                yield from self._rows_of_step(step, reasons)
+            if scope not in self.inner_emissions or scope in self._transformed:
+                yield from self._rows_of_step(step, program)
                 continue
             if scope not in planned:
                 planned.add(scope)
-                yield from self._rows_of_inner_graph(self.inner_graphs[scope])
+                yield from self._rows_of_inner_program(self.inner_emissions[scope])
             self._number(step)
 
-    def _rows_of_inner_graph(self, graph: Graph) -> Iterator[PlanRow]:
-        """Yield the rows of an inner graph. Its last row also counts the casts of the graph's results."""
-        rows, casts = list(self.rows_of_graph(graph)), graph.body.casts
+    def _rows_of_inner_program(self, emission: Emission) -> Iterator[PlanRow]:
+        """Yield the rows of an inner program. Its last row also counts the casts of the program's results."""
+        rows, casts = list(self.rows_of_program(emission)), emission.casts[emission.decisions.graph.body]
         yield from rows[:-1]
         for last in rows[-1:]:
             yield dataclasses.replace(last, casts=last.casts + len(casts), cast_bytes=last.cast_bytes + sum(casts))
@@ -317,21 +328,27 @@ class _PlanWriter:
         """Remember that the last row computes the results of an equation."""
         self._number_of |= dict.fromkeys(filter(None, step.nodes), self._last)
 
-    def _rows_of_step(self, step: Step, reasons: Reasons) -> Iterator[PlanRow]:
+    def _rows_of_step(self, step: Step, program: _Emitted) -> Iterator[PlanRow]:
         self._last = next(self._numbers)
         eqn, name = step.eqn, step.eqn.primitive.name
+        emission, reasons = program
+        bodies = bodies_of(eqn)
         read = walk(filter(None, step.operands), lambda node: node.inputs if node.name in ("carry", "branches") else ())
-        turns = eqn.params["length"] if name == "scan" else 1
-        casts = [*step.casts, *(turns * size for body in step.inner for size in body.casts)]
-        flops = 0 if bodies_of(eqn) is not None else flops_of(eqn)
+        turns = 1 if bodies is None else bodies.iterations
+        casts = _added_casts(step, emission)
+        for body in step.inner:
+            casts += [turns * size for size in emission.casts.get(body, ())]
+        self.unknown_trips += bodies is not None and bodies.is_loop and bodies.length is None
+        flops = 0 if bodies is not None else flops_of(eqn)
+        operand_types = emission.operand_types.get(step) or [atom.aval for atom in eqn.invars]
         self.uncounted |= {name} if flops is None else set()
         row = PlanRow(
             path="/".join(path_of(step.names)),
             primitive=name,
             cls=str(classify(name) or "unknown"),
-            operands=tuple(map(name_of, step.operand_types or (atom.aval for atom in eqn.invars))),
+            operands=tuple(map(name_of, operand_types)),
             result=", ".join(name_of(n or var.aval) for n, var in itertools.zip_longest(step.nodes, eqn.outvars)),
-            why=reasons.of(step) + _why_float8(step),
+            why=reasons.of(step) + _why_float8(step, emission),
             source=source_of(eqn),
             flops=flops or 0,
             casts=len(casts),
@@ -341,7 +358,7 @@ class _PlanWriter:
             pattern=reasons.pattern_of(step),
         )
         yield row
-        for inner in self._rows(_inside(step), reasons):
+        for inner in self._rows(_inside(step), program):
             yield dataclasses.replace(
                 inner,
                 source=inner.source or row.source,  # a JAX function from JAX's trace cache has no source line
@@ -353,10 +370,20 @@ class _PlanWriter:
             self._number(step)
 
 
-def _why_float8(step: Step) -> str:
-    if step.float8 is not None:
-        return "; float8"
-    return f"; no float8: {step.no_float8}" if step.no_float8 else ""
+def _added_casts(step: Step, emission: Emission) -> list[int]:
+    """Return the bytes of each cast that autocast adds for an equation."""
+    casts = list(emission.casts.get(step, ()))
+    is_cast = step.eqn.primitive.name == CAST and step.node is not None and step.node.kind is not Kind.KEPT
+    if is_cast and step.eqn.invars[0].aval.dtype != step.eqn.outvars[0].aval.dtype:
+        return casts[:-1]  # the author wrote one of them
+    return casts
+
+
+def _why_float8(step: Step, emission: Emission) -> str:
+    choice = emission.decisions.float8.get(step, "")
+    if isinstance(choice, str):
+        return f"; no float8: {choice}" if choice else ""
+    return "; float8"
 
 
 def _inside(step: Step) -> Iterator[Step]:
@@ -392,6 +419,6 @@ def _totals(rows: Sequence[PlanRow], writer: _PlanWriter, of_results: Sequence[i
         float8={why: counts[why] for why in sorted(counts) if why == "float8" or why.startswith("no float8: ")},
         unknown=tuple(sorted({row.primitive for row in rows if row.cls == "unknown"})),
         uncounted=tuple(sorted(writer.uncounted)),
-        unknown_trips=sum(row.primitive == "while" for row in rows),
+        unknown_trips=writer.unknown_trips,
         half_share=half_flops / flops if flops else 0.0,
     )

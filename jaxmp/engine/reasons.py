@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from jaxmp.engine.graph import Graph, Node, Step
+from jaxmp.engine.decisions import Decisions
+from jaxmp.engine.graph import Node, Step
 from jaxmp.engine.marks import path_of
 from jaxmp.engine.states import Kind, Rule, State
 from jaxmp.program.primitives import Class, classify
@@ -22,19 +23,19 @@ _BY_RULE = {
 
 
 class Reasons:
-    """The reasons for one decided graph.
+    """The reasons for the dtypes of one program.
 
     Attributes:
       groups: the names of the float32 patterns.
     """
 
-    def __init__(self, graph: Graph) -> None:
-        self.changed = graph.changes
+    def __init__(self, decisions: Decisions) -> None:
+        graph, self.changed = decisions.graph, decisions.changes
         self.scopes = {node: step.names for step in graph.steps for node in step.nodes if node is not None}
-        patterns = [pattern for pattern in graph.patterns if pattern.nodes[0].compute == np.float32]
+        patterns = [pattern for pattern in decisions.patterns if pattern.nodes[0].compute == np.float32]
         self.groups = [pattern.name for pattern in patterns]
         self.group_of = {node.same: pattern.name for pattern in patterns for node in pattern.nodes}
-        nodes, ends = graph.nodes, dict.fromkeys(graph.wanted)  # the end None stands for the function's result
+        nodes, ends = graph.nodes, dict.fromkeys(decisions.wanted)  # the end None stands for the function's result
         self.above = nearest_ends(nodes, lambda node: node.inputs, _is_half_value)
         self.below = nearest_ends(nodes[::-1], lambda node: node.users, _is_half_value, known=ends)
 
@@ -90,18 +91,16 @@ class Reasons:
 
 def _place_of_decision(step: Step) -> str:
     """Return where and when the operations in the bodies of a step are decided."""
-    match step.eqn.primitive.name:
-        case "scan":
-            return f"a loop of {step.eqn.params.get('length')} trips, decided inside"
-        case "while":
-            return "a loop of unknown trips, decided inside; one trip is counted"
-        case "cond":
-            return "decided inside each branch; all branches are counted"
-        case "custom_jvp_call":
-            return "decided inside; its derivative rule when that runs"
-        case "custom_vjp_call":
-            return "decided inside; its derivative rules when they run"
-    return "decided inside"
+    bodies = step.bodies
+    if bodies is None or bodies.is_call:
+        has_rules = bodies is not None and bodies.has_backward_rule
+        rule = "; its derivative rules when they run" if has_rules else "; its derivative rule when that runs"
+        return f"decided inside{rule if bodies is not None and bodies.has_rule else ''}"
+    if bodies.is_conditional:
+        return "decided inside each branch; all branches are counted"
+    if bodies.length is None:
+        return "a loop of unknown trips, decided inside; one trip is counted"
+    return f"a loop of {bodies.length} trips, decided inside"
 
 
 def _is_half_value(node: Node) -> bool:

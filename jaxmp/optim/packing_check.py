@@ -242,7 +242,7 @@ class _Evaluation:
     def _equation(self, eqn: Any, values: list[_Value]) -> Sequence[_Value]:
         name = eqn.primitive.name
         bodies = bodies_of(eqn)
-        if bodies is not None and bodies.is_call and name != "shard_map":
+        if bodies is not None and bodies.is_call and not bodies.is_per_device:
             return self._results(*opened(bodies.jaxprs[0]), values)
         if name in _IDENTITIES:
             return values

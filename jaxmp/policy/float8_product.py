@@ -25,6 +25,7 @@ from jaxmp._internals.jax.cast_with_transpose import cast_with_transpose
 from jaxmp._internals.jax.sources import names_of
 from jaxmp._internals.jax.traces import manual_axes, may_be_skipped
 from jaxmp.policy.float8 import FORWARD_FORMAT, Float8, get_recipe
+from jaxmp.program.equations import bodies_of
 
 RESIDUALS = "jaxmp_float8"
 """The name of float8 residuals, for ``jax.checkpoint_policies.save_only_these_names``."""
@@ -73,7 +74,8 @@ def dot_general(
 
 def recipe_of(eqn: Any) -> Float8 | None:
     """Return the recipe of an equation that is a float8 product, or None."""
-    names = names_of(eqn) if eqn.primitive.name == "custom_jvp_call" else ()
+    bodies = bodies_of(eqn)
+    names = names_of(eqn) if bodies is not None and bodies.has_rule else ()
     scope = re.fullmatch(r"jaxmp\.float8\((.*)\)", names[-1]) if names else None
     return get_recipe(scope[1]) if scope else None
 

@@ -73,9 +73,14 @@ class Bodies(NamedTuple):
         return self.primitive == "jit"
 
     @property
+    def is_per_device(self) -> bool:
+        """Return whether each device runs the body on its parts of the arrays (``jax.shard_map``)."""
+        return self.primitive == "shard_map"
+
+    @property
     def is_compiled(self) -> bool:
         """Return whether JAX compiles the equation as a whole if it is not traced."""
-        return not self.is_call or self.primitive == "shard_map" or self.is_jitted
+        return not self.is_call or self.is_per_device or self.is_jitted
 
     @property
     def has_rule(self) -> bool:
@@ -91,6 +96,11 @@ class Bodies(NamedTuple):
     def has_gradient(self) -> bool:
         """Return whether the equation has cotangents. A while loop has none."""
         return self.kind != "while"
+
+    @property
+    def iterations(self) -> Any:
+        """Return the number of iterations of a scan, else 1."""
+        return 1 if self.length is None else self.length
 
     @property
     def carries(self) -> range:

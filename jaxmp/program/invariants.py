@@ -13,7 +13,7 @@ import jax
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from jaxmp._internals.jax.core import partial_eval_jaxpr_custom
-from jaxmp.program.equations import Bodies, evaluate, opened
+from jaxmp.program.equations import Bodies, bodies_of, evaluate, opened
 from jaxmp.program.facts import Analysis
 from jaxmp.program.primitives import Trait, with_trait
 
@@ -89,7 +89,10 @@ class _PassedOn(Analysis[_Passed | None]):
     constant = None
 
     def whole(self, eqn: Any, operands: Sequence[_Passed | None]) -> Sequence[_Passed | None] | None:
-        return [None] * len(eqn.outvars) if eqn.primitive.name in _NEVER_PASSED_ON else None
+        bodies = bodies_of(eqn)
+        # The body of a `shard_map` has parts of the arrays. A rule may give an identity function another derivative.
+        is_opaque = bodies is not None and (bodies.is_per_device or bodies.has_rule)
+        return [None] * len(eqn.outvars) if is_opaque else None
 
     def operation(self, eqn: Any, operands: Sequence[_Passed | None]) -> Sequence[_Passed | None]:
         return [None] * len(eqn.outvars)
@@ -104,8 +107,6 @@ class _PassedOn(Analysis[_Passed | None]):
         return _Passed(fact.argument, fact.scans - 1) if fact and fact.scans else None
 
 
-# The body of a `shard_map` has parts of the arrays. A custom rule may give an identity function another derivative.
-_NEVER_PASSED_ON = with_trait(Trait.CUSTOM_DERIVATIVE) | {"shard_map"}
 _PASSED_ON = _PassedOn()
 
 

@@ -75,7 +75,8 @@ def read_program(
 
 def is_whole(eqn: Any, names: Names = ()) -> bool:
     """Return whether an equation counts as one operation although it has a body."""
-    return bool(eqn.primitive.name == "shard_map")
+    bodies = bodies_of(eqn)
+    return bodies is not None and bodies.is_per_device
 
 
 def is_whole_with_rules(eqn: Any, names: Names = ()) -> bool:
@@ -84,14 +85,8 @@ def is_whole_with_rules(eqn: Any, names: Names = ()) -> bool:
     This is true for the equations of :func:`is_whole`, for while loops, and for calls of functions with custom
     derivative rules. If the bodies of such functions were evaluated instead, JAX would ignore the rules.
     """
-    return is_whole(eqn) or eqn.primitive.name == "while" or eqn.primitive.name.startswith("custom_")
-
-
-def turns_of(eqn: Any) -> tuple[int | None, ...]:
-    """Return the number of iterations of a loop; an empty tuple for other equations."""
-    if eqn.primitive.name == "scan":
-        return (eqn.params["length"],)
-    return (None,) if eqn.primitive.name == "while" else ()
+    bodies = bodies_of(eqn)
+    return bodies is not None and (bodies.is_per_device or bodies.has_rule or not bodies.has_gradient)
 
 
 class _TurnMaps(NamedTuple):
@@ -225,7 +220,7 @@ class _Reader:
             equation=equation,
             key=(*equation.key, number),
             names=(*equation.names, *self.scopes_inside(equation.eqn)),
-            turns=(*equation.turns, *turns_of(equation.eqn)),
+            turns=(*equation.turns, equation.bodies.length) if equation.bodies.is_loop else equation.turns,
         )
         body = self.body(*opened(equation.bodies.jaxprs[number]), inputs, here)
         equation.inside = (*equation.inside, body)

@@ -106,6 +106,11 @@ class Equation:
         return bool(self.inside) and self.bodies is not None and self.bodies.is_loop
 
     @property
+    def has_backward_rule(self) -> bool:
+        """Return whether the equation has a rule for cotangents (``jax.custom_vjp``)."""
+        return self.bodies is not None and self.bodies.has_backward_rule
+
+    @property
     def carries(self) -> Sequence[Value]:
         """Return the carries that a loop's body reads; empty for other equations.
 

@@ -411,7 +411,7 @@ def distances(x, w):
 
 def decisions(program):
     graph = build(*opened(program), Rules(jnp.dtype(jnp.bfloat16)))
-    decide_module.decide(graph, [None])
+    decide_module.decide(graph)
     return [(node.name, node.state, node.compute, node.dtype) for node in graph.nodes]
 
 

@@ -79,3 +79,22 @@ def test_every_way_to_list_primitives_is_found():
         assert [names for _, names in listed_primitives(code)] == [["sin", "cos"]], code
     for code in ("x == 'sin'", "{'sin'}", "{'call', 'cond'}", "'sin and cos'", "f('sin', 'cos')"):
         assert list(listed_primitives(code)) == [], code
+
+
+KINDS = ("scan", "while", "cond", "remat2", "closed_call", "shard_map", "custom_jvp_call", "custom_vjp_call")
+NO_KINDS = {
+    "jaxmp/_internals/jax/traces.py": "the purposes of JAX's traces",
+    "jaxmp/inspect/_audit/compiled.py": "opcodes of XLA's HLO",
+    "jaxmp/inspect/compiled/memory_of_hlo.py": "opcodes of XLA's HLO",
+    "jaxmp/inspect/compiled/hlo.py": "scopes in the `op_name` of HLO instructions",
+}
+
+
+def test_only_the_room_of_programs_knows_the_kinds_of_bodies():
+    naming = set()
+    for name in files():
+        if not name.startswith("jaxmp/program/"):
+            texts = (node for node in ast.walk(ast.parse((ROOT / name).read_text())) if _is_text(node))
+            if any(text.value in KINDS for text in texts):
+                naming.add(name)
+    assert naming == set(NO_KINDS), "ask jaxmp.program.equations.Bodies, such as bodies.is_loop"

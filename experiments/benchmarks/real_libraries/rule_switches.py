@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
-from jaxmp.engine import amplifiers, cancellation, decide, emit, graph, loops, rules
+from jaxmp.engine import amplifiers, cancellation, decide, emit, graph, loops, reads, rules
 from jaxmp.engine.states import Kind
 from jaxmp.program.primitives import AMPLIFIERS
 
@@ -139,5 +139,5 @@ SWITCHES = (
     Switch("12", "loops", ((decide, "RAISERS", _raisers_without(decide.decide_loops)),), _LOOPS),
     Switch("14", "the author's casts of weights", ((decide, "put_casts_off", _casts_to_half),)),
     Switch("14", "repeated weights", ((emit, "must_widen", _no),)),
-    Switch("14", "operands of all iterations", ((emit, "_over_turns", _none),)),
+    Switch("14", "operands of all iterations", ((reads, "_repeated_reads", _none),)),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 
 import flax.traverse_util
@@ -111,10 +112,7 @@ ROWS_TRACED = ("jaxmp-bf16-remat", "flax-fp16", "jaxmp-tf32", "hand-tf32")
 
 @pytest.mark.parametrize("key", ROWS_TRACED)
 def test_a_row_multiplies_in_the_precision_of_its_name(key, monkeypatch):
-    def count(fun, *args):
-        return dict(flops._of_jaxpr(jax.make_jaxpr(fun)(*args).jaxpr, "default"))
-
-    monkeypatch.setattr(flops, "count", count)
+    monkeypatch.setattr(flops, "count", functools.partial(flops.count, default_float32="default"))
     row, case = ROWS[key], workload("gpt2", SMALL["gpt2"])
     counted = jax_steps.step_flops(case, row)
     expected = {"default"} if key == "hand-tf32" else DTYPES[row.precision]

@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 from jaxmp.inspect._audit.evidence import EXACT, Audited, Fault, Faults
 from jaxmp.program.primitives import COMBINATIONS, SUMS, Trait, with_trait
-from jaxmp.program.reading import turns_of
 from jaxmp.program.values import CARRY, LAST_CARRY, TURN, TURNS, Program, Value, is_move_or_cast, is_zero, leading_to
 
 _WRITES = with_trait(Trait.SCATTERS) | {"dynamic_update_slice"}
@@ -93,7 +92,8 @@ def carried_sums(program: Program) -> Iterator[tuple[Value, int, str]]:
             carries.setdefault(value.key, []).append(value)
             sums = {**sums, value: _Sum()}
         elif value.name in (LAST_CARRY, TURNS) and value.key in carries:  # the result of a loop
-            (turns,) = turns_of(program.equations[value.key].eqn)
+            bodies = program.equations[value.key].bodies
+            turns = bodies and bodies.length
             of_loop = carries[value.key]
             carry = of_loop[value.position] if value.position < len(of_loop) else None
             in_turn = sums.get(carry) if carry else None

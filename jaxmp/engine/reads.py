@@ -1,0 +1,124 @@
+"""The dtypes in which each equation of a decided program reads its operands.
+
+*Half* is half precision: float16 or bfloat16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxmp.engine.casts import read_in
+from jaxmp.engine.graph import Body, Graph, Node, Step
+from jaxmp.engine.states import KEPT
+from jaxmp.program.equations import Bodies, is_literal
+from jaxmp.program.primitives import BOUNDS, CAST, COMPARISONS, Trait, with_trait
+from jaxmp.program.repeated_casts import read_often
+
+_EQUALITIES, _FLOAT32 = with_trait(Trait.EQUATES), np.dtype(np.float32)
+
+ReadDtypes = Sequence[np.dtype | None]
+"""The dtype in which an equation reads each operand; None for no cast."""
+RepeatedReads = Sequence[tuple[int, np.dtype]]
+"""Operands of a scan that are half, and that many iterations read: the position and the dtype of each.
+
+The scan reads them in float32, so that their cotangents are summed in float32. Its body casts them back to half.
+"""
+
+
+def reads_of_steps(graph: Graph) -> tuple[dict[Step, ReadDtypes], dict[Step, RepeatedReads]]:
+    """Return the dtypes in which each step reads its operands, and the repeated reads of scans."""
+    reader = _Reader()
+    for step in graph.steps:
+        reader.add(step)
+    return reader.reads, reader.repeated
+
+
+def is_widening(step: Step) -> bool:
+    """Return whether an equation casts a value that is now half to float32."""
+    node, operand = step.node, step.operands[0] if step.eqn.primitive.name == CAST else None
+    return node is not None and operand is not None and operand.value_dtype.itemsize < node.dtype.itemsize
+
+
+class _Reader:
+    """A reader of steps. It reads the steps in a body before the step around the body."""
+
+    def __init__(self) -> None:
+        self.reads: dict[Step, ReadDtypes] = {}
+        self.repeated: dict[Step, RepeatedReads] = {}
+        self._reads_in_body: dict[Body, Mapping[Any, set[np.dtype | None]]] = {}
+
+    def add(self, step: Step) -> None:
+        if step.bodies is None:
+            self.reads[step] = _reads_of_operation(step)
+            return
+        if repeated := _repeated_reads(step):
+            self.repeated[step] = repeated
+        self.reads[step] = self._reads_of_bodies(step, step.bodies)
+
+    def _reads_of_bodies(self, step: Step, bodies: Bodies) -> ReadDtypes:
+        # Half operands stay half, because a `jax.vmap` may broadcast them for each example.
+        reads = [
+            operand.dtype if operand and operand.dtype.itemsize == 2 and not operand.deferred_cast else None
+            for operand in step.operands
+        ]
+        if bodies.is_loop:
+            for n, join in enumerate(step.joins, bodies.start):
+                reads[n] = join.dtype if join else reads[n]
+            for position, _ in self.repeated.get(step, ()):
+                reads[position] = _FLOAT32
+        elif bodies.is_call:
+            for position, operand in enumerate(step.operands):
+                if operand is not None and operand.is_cast_once:  # so that the call does not save a float32 copy
+                    reads[position] = self._half_read(step.inner[0], position)
+                # The body is traced in the original dtypes.
+                if operand is not None and bodies.has_rule:
+                    reads[position] = reads[position] or operand.deferred_cast
+        return reads
+
+    def _half_read(self, body: Body, position: int) -> np.dtype | None:
+        """Return the half dtype in which all readers read a body's operand, or None."""
+        if body not in self._reads_in_body:
+            dtypes_of: dict[Any, set[np.dtype | None]] = {}
+            for step in body.steps:
+                # A value that the author casts to half may already be half before this cast.
+                is_cast = step.eqn.primitive.name == CAST and step.node is not None
+                reads = [step.node.dtype] if is_cast and step.node else self.reads[step]
+                for atom, dtype in zip(step.eqn.invars, reads, strict=True):
+                    if not is_literal(atom):
+                        dtypes_of.setdefault(atom, set()).add(dtype)
+            self._reads_in_body[body] = dtypes_of
+        var = body.jaxpr.invars[position]
+        if var in body.jaxpr.outvars:
+            return None
+        dtypes = self._reads_in_body[body].get(var, set())
+        return next((dtype for dtype in dtypes if len(dtypes) == 1 and dtype and dtype.itemsize == 2), None)
+
+
+def _repeated_reads(step: Step) -> RepeatedReads:
+    bodies = step.bodies
+    if bodies is None or not (bodies.is_loop and bodies.has_gradient) or step.node is None or step.node.in_rule:
+        return []
+    positions = [*range(bodies.start), *(bodies.start + n for n in step.unchanged)]
+    halves = [(n, operand) for n in positions if (operand := step.operands[n]) and operand.dtype.itemsize == 2]
+    return [(position, operand.dtype) for position, operand in halves if read_often(step.eqn, position)]
+
+
+def _reads_of_operation(step: Step) -> ReadDtypes:
+    name, node, operands = step.eqn.primitive.name, step.node, step.operands
+    if node is None and name in COMPARISONS:
+        largest: list[Node] = []
+        if name in _EQUALITIES:
+            # The derivative of a maximum compares the maximum with its operands, so all of them must be rounded alike.
+            bounded = [operand for operand in operands if operand and operand.name in BOUNDS]
+            largest = [bound for bound in bounded if {*bound.inputs} & {*operands}]
+        dtypes = {operand.value_dtype for operand in largest or operands if operand and operand.const != (0.0, 0.0)}
+        if len(dtypes) == 1 and (largest or dtypes != {_FLOAT32}):
+            return [None if operand is None else next(iter(dtypes)) for operand in operands]
+    if node is None:
+        return [None if operand is None else operand.written for operand in operands]
+    if name == CAST and (node.kind is KEPT or is_widening(step)):  # the cast may read any dtype
+        return [None if operand is None else operand.deferred_cast for operand in operands]
+    return [None if operand is None else read_in(node, operand) for operand in operands]
