@@ -51,7 +51,7 @@ class Writing:
         self, folder: Any, step: int, arrays: Mapping[str, Any], record: Mapping[str, Any], keep: int | None
     ) -> None:
         self.folder = _as_path(folder)
-        _require_usable(self.folder)
+        require_usable(self.folder)
         options = ocp.CheckpointManagerOptions(
             preservation_policy=ocp.checkpoint_managers.LatestN(keep), cleanup_tmp_directories=True
         )
@@ -73,16 +73,17 @@ class Writing:
         if latest == step:
             self._manager.delete(step)
 
-    def raise_if_failed(self) -> None:
-        """Raise the error of a write that has failed, without waiting."""
-        self._manager.check_for_errors()
+    def is_running(self) -> bool:
+        """Return whether the checkpoint is still being written."""
+        is_running: bool = self._manager.is_saving_in_progress()
+        return is_running
 
     def finish(self) -> None:
         """Wait until the checkpoint is complete, and raise the error of a failed write."""
         if jax.process_count() > 1:
             # If this process has failed, Orbax would wait here for the other processes.
-            while self._manager.is_saving_in_progress():
-                self.raise_if_failed()
+            while self.is_running():
+                self._manager.check_for_errors()
                 time.sleep(0.01)
             self._manager.close()
             return
@@ -150,6 +151,7 @@ def _as_path(folder: Any) -> epath.Path:
     return epath.Path(text if "://" in text else os.path.abspath(text))
 
 
-def _require_usable(folder: epath.Path) -> None:
+def require_usable(folder: Any) -> None:
+    """Raise a ValueError if Orbax could write to a folder, but not read it again."""
     if any(character in str(folder) for character in _UNUSABLE):
         raise ValueError(f"Orbax cannot read a folder with [ or \\ in its path, got {folder};\nsave to another folder")

@@ -106,7 +106,7 @@ def read_metadata(folder: str | PathLike[str], *, step: int | None = None) -> di
 def list_steps(folder: str | PathLike[str]) -> list[int]:
     """Return the steps of the complete checkpoints in a folder, in order.
 
-    The list is empty if the folder does not exist.
+    The list is empty if the folder does not exist. It does not have the checkpoint that is still being written.
 
     Raises:
       ModuleNotFoundError: Orbax is not installed.
@@ -114,7 +114,6 @@ def list_steps(folder: str | PathLike[str]) -> list[int]:
     >>> jaxmp.checkpoint.list_steps("no/such/folder")
     []
     """
-    finish_writing()
     steps: list[int] = orbax_folders().steps_in(folder)
     return steps
 

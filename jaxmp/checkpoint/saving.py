@@ -47,8 +47,9 @@ def save(
     """Save a train state, or an NNX model with its optimizer, with Orbax.
 
     The call copies the arrays to the host, and writes them to ``folder/<step>`` in the background. So the next step may
-    donate the state at once. A checkpoint gets its name only when it is complete. The next call of this module, and the
-    end of the program, wait for the write. They raise its error if it fails.
+    donate the state at once. A checkpoint gets its name only when it is complete. The next call of ``save``,
+    :func:`restore`, :func:`read_metadata` or :func:`wait` waits for the write, and raises its error if it fails. The
+    end of the program waits, too.
 
     If there are several processes, all must call this function with the same arguments and a shared folder.
 
@@ -72,7 +73,7 @@ def save(
 
     >>> folder = tempfile.mkdtemp()
     >>> state = jaxmp.TrainState.create(params={"w": jnp.ones(2)}, tx=optax.sgd(0.1))
-    >>> jaxmp.checkpoint.save(folder, state, metadata={"policy": "mixed_bfloat16"})
+    >>> jaxmp.checkpoint.save(folder, state, metadata={"policy": "mixed_bfloat16"}, wait=True)
     >>> jaxmp.checkpoint.list_steps(folder)
     [0]
     """
@@ -119,8 +120,8 @@ def raise_if_failed() -> None:
     Raises:
       Exception: as for :func:`wait`.
     """
-    if _writing is not None:
-        _writing.raise_if_failed()
+    if _writing is not None and not _writing.is_running():
+        finish_writing()
 
 
 _writing: Any = None

@@ -171,7 +171,7 @@ def test_a_checkpoint_of_a_program_that_was_killed_while_it_saved_is_ignored_and
 
 def test_the_newest_checkpoints_are_kept_and_one_of_the_same_step_is_replaced(tmp_path):
     for step in (1, 2, 3, 4, 4):
-        checkpoint.save(tmp_path / "a", {"w": jnp.full(2, step)}, step=step, keep=2)
+        checkpoint.save(tmp_path / "a", {"w": jnp.full(2, step)}, step=step, keep=2, wait=True)
     assert checkpoint.list_steps(tmp_path / "a") == [3, 4]
     checkpoint.save(tmp_path / "a", {"w": jnp.full(2, 40)}, step=4, keep=None, metadata={"policy": "float32"})
     like = {"w": jnp.zeros(2, jnp.int32)}
@@ -182,23 +182,32 @@ def test_the_newest_checkpoints_are_kept_and_one_of_the_same_step_is_replaced(tm
     assert checkpoint.list_steps(tmp_path / "none") == []
 
 
-def test_the_error_of_a_write_in_the_background_is_raised_by_the_next_call(tmp_path, monkeypatch):
-    from jaxmp.checkpoint import orbax_folders
+def test_the_error_of_a_write_in_the_background_is_raised_by_a_later_call(tmp_path, monkeypatch):
+    import orbax.checkpoint as ocp
 
     async def fail(*_, **__):
         raise OSError("no space left")
 
     arrays = {"w": jnp.ones(2)}
-    monkeypatch.setattr(orbax_folders.ocp.JsonCheckpointHandler, "async_save", fail, raising=True)
-    calls = (
-        lambda: checkpoint.save(tmp_path, arrays, step=1),
-        lambda: checkpoint.list_steps(tmp_path),
+    monkeypatch.setattr(ocp.path.atomicity.AtomicRenameTemporaryPath, "finalize", fail)
+    later_calls = (
+        lambda: checkpoint.wait(),
+        lambda: checkpoint.save(tmp_path, arrays, step=2),
+        lambda: checkpoint.restore(tmp_path, arrays),
     )
-    with pytest.raises(OSError, match="no space left"):
-        for call in calls:
+    for call in later_calls:
+        checkpoint.save(tmp_path, arrays, step=1)
+        with pytest.raises(OSError, match="no space left") as error:
             call()
+        assert f"was being written to {tmp_path}" in error.value.__notes__[-1]
+    checkpoint.save(tmp_path, arrays, step=1)
+    with pytest.raises(OSError, match="no space left"):
+        for _ in range(1000):
+            checkpoint.raise_if_failed()
+            time.sleep(0.01)
+    checkpoint.wait()  # the error was raised already
     monkeypatch.undo()
-    checkpoint.wait()
+    assert checkpoint.list_steps(tmp_path) == []
     checkpoint.save(tmp_path, arrays, step=1, wait=True)
     checkpoint.raise_if_failed()
     assert checkpoint.list_steps(tmp_path) == [1]
@@ -228,7 +237,7 @@ def test_a_wrong_argument_is_refused(tmp_path):
 
     with pytest.raises(FileNotFoundError, match="has no complete checkpoint; write one with"):
         checkpoint.restore(tmp_path, linen_run()[0])
-    save(tmp_path, {"w": jnp.ones(2)}, step=5)
+    save(tmp_path, {"w": jnp.ones(2)}, step=5, wait=True)
     with pytest.raises(FileNotFoundError, match=r"has no complete checkpoint of step 4, only of \[5\]"):
         checkpoint.restore(tmp_path, linen_run()[0], step=4)
     refused(
