@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -95,6 +97,24 @@ def test_a_loss_scale_of_the_same_class_continues_with_the_settings_of_the_new_r
     after = jaxmp.get_loss_scale(new.opt_state)
     assert after.running_max == jaxmp.get_loss_scale(state.opt_state).running_max > 0 and after.dtype == "float16"
     assert "the loss scale's dtype 'bfloat16' -> 'float16'" in line
+
+
+@dataclasses.dataclass(frozen=True)
+class Named(jaxmp.LossScale):
+    """A user's loss scale that contains a text and a bool."""
+
+    loss_scale: float
+    name: str
+    on: bool = True
+
+    static_fields = ("name", "on")
+
+
+def test_a_users_loss_scale_with_a_text_continues(tmp_path, capsys):
+    state, _ = linen_run(scale=Named(2.0**9, "first"))
+    new, line = restored(tmp_path, state, linen_run(scale=Named(2.0, "second"))[0], capsys)
+    assert new.loss_scale == 2.0**9 and jaxmp.get_loss_scale(new.opt_state).name == "second"
+    assert "the loss scale's name 'first' -> 'second'" in line
 
 
 def test_a_loss_scale_of_another_class_starts_fresh_and_so_does_the_count_of_stuck_steps(tmp_path, capsys):
