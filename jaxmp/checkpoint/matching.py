@@ -75,27 +75,38 @@ class _Matching:
         self._casts: dict[str, int] = {}
 
     def match_low_precision(self) -> None:
-        """Match the optimizer's state if only one side has ``jaxmp.low_precision`` around it."""
-        new, old = set(low_precision_paths(self._like)), set(self._record["low_precision"])
-        for path in sorted(new - old):
-            inner = f"{path}/inner_state"
-            self._forget(path)
-            self._keep_values_below(path)
-            for name in [name for name in self._leaves if is_below(name, inner)]:
-                self._may_keep_value.remove(name)
-                self._use(name, path + name.removeprefix(inner))
-            self.changes.append("the optimizer becomes low_precision")
-        for path in sorted(old - new):
-            inner = f"{path}/inner_state"
-            self._forget(path)
-            self._drop_below(path)
-            for name in [name for name in self._leaves if is_below(name, path)]:
-                self._use(name, inner + name.removeprefix(path))
-            for name in self._leaves:
-                lost_part = f"{path}/compensation{name.removeprefix('params')}"
-                if is_below(name, "params") and lost_part in self._saved:
-                    self.lost_parts[name] = lost_part
-            self.changes.append("the optimizer is no longer low_precision")
+        """Match the optimizer's state if one side has ``jaxmp.low_precision`` around it, or another rounding."""
+        new_paths, old_paths = low_precision_paths(self._like), self._record["low_precision"]
+        for path in new_paths:
+            if path not in old_paths:
+                self._move_below(path, source=path, target=f"{path}/inner_state")
+                self._keep_values_below(f"{path}/count")
+                self.changes.append("the optimizer becomes low_precision")
+            self._keep_values_below(f"{path}/compensation")
+        for path in old_paths:
+            if path not in new_paths:
+                self._move_below(path, source=f"{path}/inner_state", target=path)
+                self._drop_below(f"{path}/count")
+                self.changes.append("the optimizer is no longer low_precision")
+            self._drop_below(f"{path}/compensation")
+            self._add_lost_parts(f"{path}/compensation")
+            used = {*self.sources.values(), *self.lost_parts.values()}
+            if any(is_below(name, f"{path}/compensation") for name in self._saved.keys() - used):
+                self.changes.append("the Kahan compensation is dropped")
+
+    def _move_below(self, path: str, *, source: str, target: str) -> None:
+        """Use the saved arrays below ``source`` for the leaves below ``target``, and no others below ``path``."""
+        self._forget(path)
+        for name in [name for name in self._leaves if is_below(name, target)]:
+            self._use(name, source + name.removeprefix(target))
+
+    def _add_lost_parts(self, compensation: str) -> None:
+        """Add the saved rounding errors to float32 params."""
+        for name, leaf in self._leaves.items():
+            lost_part = compensation + name.removeprefix("params")
+            is_wide = is_below(name, "params") and not is_key(leaf) and jnp.result_type(leaf) == jnp.float32
+            if is_wide and lost_part in self._saved:
+                self.lost_parts[name] = lost_part
 
     def match_loss_scales(self) -> None:
         """Continue with the saved values of loss scales of the same class."""

@@ -203,7 +203,7 @@ def _convert(
             continue
         source = matched.sources[name]
         array = arrays[source]
-        if name in matched.lost_parts and form.dtype == jnp.float32:
+        if name in matched.lost_parts:
             array = array.astype(form.dtype) + arrays[matched.lost_parts[name]].astype(form.dtype)
         new[name] = _in_form(name, array, form, record["keys"].get(source), source in used)
         used.add(source)

@@ -93,14 +93,22 @@ def save(
         finish_writing()
 
 
-def finish_writing() -> None:
+def wait() -> None:
     """Wait until the last checkpoint is complete.
 
     Call it at the end of training, to see the error of a failed write.
 
     Raises:
       Exception: the write failed. The error is that of Orbax or of the operating system.
+
+    >>> jaxmp.checkpoint.save(tempfile.mkdtemp(), {"w": jnp.ones(2)}, step=1)
+    >>> jaxmp.checkpoint.wait()
     """
+    finish_writing()
+
+
+def finish_writing() -> None:
+    """Wait for the background write, and raise its error; see :func:`wait`."""
     global _writing
     if _writing is None:
         return
@@ -119,6 +127,8 @@ def raise_if_failed() -> None:
 
     Raises:
       Exception: as for :func:`wait`.
+
+    >>> jaxmp.checkpoint.raise_if_failed()
     """
     if _writing is not None and not _writing.is_running():
         finish_writing()

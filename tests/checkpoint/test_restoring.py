@@ -178,6 +178,17 @@ def test_the_optimizer_may_gain_or_lose_low_precision(rounding, tmp_path, capsys
         wide = jax.tree.map(lambda param, part: param + part.astype(jnp.float32), wide, lost)
     assert bits(back.params) == bits(wide)
 
+    other = "kahan" if rounding == "stochastic" else "stochastic"
+    like, _ = linen_run(
+        "bfloat16", jaxmp.NoOpLossScale(), jaxmp.low_precision(standard(optax.adam(1e-2)), rounding=other)
+    )
+    rounded, line = restored(tmp_path / "c", new, like, capsys)
+    assert bits(rounded.params) == bits(new.params) and rounded.opt_state.inner_state.count == 3
+    assert ("the Kahan compensation is dropped" in line) == (rounding == "kahan")
+    like, _ = linen_run("bfloat16", jaxmp.NoOpLossScale(), optax.sgd(0.1))
+    with pytest.raises(ValueError, match=r"'opt_state/inner_state/inner_state/0/count' int32\[\] is in .*not in like"):
+        checkpoint.restore(tmp_path / "c", like)
+
 
 def test_an_nnx_model_is_restored_under_another_policy_and_loss_scale(tmp_path, capsys):
     step = jaxmp.nnx.make_train_step(nnx_loss, ema_decay=0.9)
