@@ -8,6 +8,8 @@ import pytest
 @pytest.fixture(autouse=True, scope="session")
 def names_in_examples(doctest_namespace):
     """Add ``jaxmp``, ``jax`` and related libraries to the names of the examples."""
+    import tempfile
+
     import flax.linen as nn
     import jax
     import jax.numpy as jnp
@@ -16,4 +18,4 @@ def names_in_examples(doctest_namespace):
 
     import jaxmp
 
-    doctest_namespace.update(jaxmp=jaxmp, jax=jax, jnp=jnp, nn=nn, nnx=nnx, optax=optax)
+    doctest_namespace.update(jaxmp=jaxmp, jax=jax, jnp=jnp, nn=nn, nnx=nnx, optax=optax, tempfile=tempfile)

@@ -1,6 +1,6 @@
 """Draws the folders of the library and their imports: python docs/draw_rooms.py writes docs/rooms.png.
 
-A folder is as wide as the square root of its lines. An arrow goes to a folder that it imports.
+A folder is as wide as the square root of its lines, or as its name. An arrow goes to a folder that it imports.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ FOLDERS = (
     "training",
     "linen",
     "nnx",
+    "checkpoint",
     "inspect",
     "cli",
 )
@@ -53,7 +54,7 @@ def draw(path: Path) -> None:
     centres, left = {}, 0.0
     for folder in FOLDERS:
         lines = lines_of(folder)
-        width = math.sqrt(lines) / 60
+        width = max(math.sqrt(lines) / 60, 0.1 * len(folder))
         box = FancyBboxPatch((left, 0), width, HEIGHT, boxstyle="round,pad=0.03", facecolor="#e8eef7", edgecolor="#345")
         axes.add_patch(box)
         centres[folder] = left + width / 2

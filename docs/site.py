@@ -25,6 +25,7 @@ PAGES = {
     "jaxmp": "The names of every day: policies, loss scaling, train steps, autocast.",
     "jaxmp.linen": "Policies and autocast for Linen modules.",
     "jaxmp.nnx": "Policies, the optimizer and the train step for NNX models.",
+    "jaxmp.checkpoint": "Save and restore states, also under another policy. See [saving](../saving.md).",
     "jaxmp.inspect": "Tools that read programs and runs. See [the tools](../tools/index.md).",
     "jaxmp.inspect.plots": "Pictures of the tools' results, with matplotlib.",
     "jaxmp.sharding": "Params over many devices. See [sharding](../sharding.md).",

@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jaxmp import checkpoint as checkpoint
     from jaxmp import inspect as inspect
     from jaxmp import jmp as jmp
     from jaxmp import linen as linen
@@ -53,6 +54,7 @@ __version__ = "0.1.0"
 # The module of each public name. It is imported when the name is first used, so `import jaxmp` is fast and does not
 # load flax and optax.
 _MODULES = {
+    "checkpoint": "jaxmp.checkpoint",
     "hardware": "jaxmp.base.hardware",
     "inspect": "jaxmp.inspect",
     "jmp": "jaxmp.jmp",
@@ -111,7 +113,6 @@ _ELSEWHERE = {
     "apply_policy": "jaxmp.linen.apply_policy or jaxmp.nnx.apply_policy",
     "audit": "jaxmp.inspect.audit",
     "cross_entropy": "jaxmp.losses.cross_entropy",
-    "checkpoint": "make_train_step(remat=...), or jax.checkpoint",
     "fsdp_specs": "jaxmp.sharding.fsdp_specs",
     "GradScaler": "jaxmp.loss_scaling(tx, jaxmp.DynamicLossScale())",
     "Optimizer": "jaxmp.nnx.Optimizer",

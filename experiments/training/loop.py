@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+import jaxmp
 from experiments.report.json_files import strict_json
 from experiments.training import batch_size, cli, processes
 from experiments.training.experiment import Experiment
@@ -30,7 +31,7 @@ OF_A_RUN = frozenset(
     ("policy", "loss_scale", "opt_level", "autocast", "checkpoint_every", "keep", "resume", "data_dir", "run_dir",
      "watch", "tensorboard", "mesh", "coordinator", "processes", "process_id", "stall_seconds")
 )  # fmt: skip
-# Flags that a resumed run may change. For flags of precision, the dtypes of the checkpoint are checked instead.
+# Flags that a resumed run may change. If the precision changes, the state is converted.
 MAY_CHANGE = OF_A_RUN | {
     "override", "remat", "steps", "epochs", "evaluate_every", "memory_limit", "prompt", "sample_tokens", "temperature",
     "top_k",
@@ -83,9 +84,9 @@ def running(
                 if not run.stopped:
                     run.finish()
         except OSError as error:
-            from experiments.training import checkpoints
-
-            remedy = "continue with --resume" if checkpoints.steps(checkpoints_folder(run.folder)) else "start again"
+            folder = checkpoints_folder(run.folder)
+            is_saved = folder.is_dir() and jaxmp.checkpoint.list_steps(folder)
+            remedy = "continue with --resume" if is_saved else "start again"
             cli.fail(f"the run in {run.folder} cannot continue: {error}; once there is room, {remedy}", 1)
     _tell_the_end(run)
 
@@ -117,7 +118,7 @@ def _resume(name: str, config: C, prepare: Callable[[C], Experiment], locks: con
     if summary is not None:
         tell(f"{folder} has trained all its {experiment.steps} steps; raise --steps to train further")
         return Finished(summary)
-    state = checkpoint.restore(experiment.init(config.seed), experiment.precision, config.override, free=True)
+    state = checkpoint.restore(experiment.init(config.seed))
     tell(f"resuming {folder} at step {checkpoint.step}", file=sys.stderr)
     return Run(name, config, experiment, state, folder, checkpoint)
 
@@ -160,14 +161,13 @@ def require_new(folder: Path) -> None:
     Raises:
       ValueError: the folder has checkpoints or the summary of another run.
     """
-    if (earlier := checkpoints_folder(folder)).is_dir():
-        from experiments.training import checkpoints
-
-        if steps := checkpoints.steps(earlier):
-            raise ValueError(
-                f"a run begins in a folder without checkpoints, but {folder} has one of step {steps[-1]}; continue "
-                "with --resume, or take another --run-dir"
-            )
+    earlier = checkpoints_folder(folder)
+    steps = jaxmp.checkpoint.list_steps(earlier) if earlier.is_dir() else []
+    if steps:
+        raise ValueError(
+            f"a run begins in a folder without checkpoints, but {folder} has one of step {steps[-1]}; continue "
+            "with --resume, or take another --run-dir"
+        )
     if (folder / "summary.json").exists():
         raise ValueError(
             f"a run begins in a folder without a finished run, but {folder} has summary.json; take another --run-dir, "
@@ -179,13 +179,13 @@ def to_resume(name: str, config: cli.Training, folder: Path) -> Checkpoint:
     """Return the last checkpoint of the run in a folder.
 
     Raises:
-      ValueError: there is no checkpoint, the checkpoint is damaged, or the flags differ from those of the run.
+      ValueError: there is no checkpoint, or the flags differ from those of the run.
     """
     from experiments.training import checkpoints
 
     for path in checkpoints.unfinished(checkpoints_folder(folder)):
         tell(f"warning: {path} was not finished when its process ended, and is ignored", file=sys.stderr)
-    checkpoint = checkpoints.read_last(checkpoints_folder(folder), check=processes.first())
+    checkpoint = checkpoints.read_last(checkpoints_folder(folder))
     require_same_flags(name, config, checkpoint)
     metrics, size = folder / "metrics.csv", checkpoint.about["metrics_bytes"]
     if not metrics.is_file() or metrics.stat().st_size < size:

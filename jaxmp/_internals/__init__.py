@@ -1,1 +1,1 @@
-"""The only folder that touches private names of JAX and Flax."""
+"""The only folder that touches private names of JAX, Flax and Python."""

@@ -110,8 +110,7 @@ class TrainStep:
         """Take one step; see :func:`make_train_step`."""
         state = jax.tree.map(_as_array, self._state_of(model, optimizer))
         state, metrics = self.of_trees(state, batch)
-        nnx.update(model, state.params, *state.model_state[1:])
-        optimizer._take(state)
+        take_state(model, optimizer, state)
         return metrics
 
     def lower(self, model: Any, optimizer: Optimizer, batch: Any) -> jax.stages.Lowered:
@@ -186,6 +185,12 @@ def state_of(model: Any, optimizer: Optimizer) -> _State:
         apply_fn=None,
         tx=optimizer.tx,
     )
+
+
+def take_state(model: Any, optimizer: Optimizer, state: TrainState) -> None:
+    """Set a model and its optimizer to a state like that of :func:`state_of`."""
+    nnx.update(model, state.params, *state.model_state[1:])
+    optimizer._take(state)
 
 
 def _of_arrays(loss_fn: Callable[[Any, Any], Any]) -> loss_function.LossFn:

@@ -148,8 +148,8 @@ class TrainState(flax.struct.PyTreeNode):
             which only skips non-finite steps.
           apply_fn: the model's apply function. It is stored for your own use; jaxmp does not call it.
           model_state: variables that the loss function updates (batch statistics).
-          rng: a PRNG key or an integer seed; None for loss functions without random numbers. Flax cannot save typed
-            keys. If you save with ``flax.serialization.to_bytes``, pass a ``jax.random.PRNGKey``.
+          rng: a PRNG key or an integer seed; None for loss functions without random numbers. If you save with
+            ``flax.serialization.to_bytes``, which cannot save typed keys, pass a ``jax.random.PRNGKey``.
           ema: whether to keep a float32 moving average of the params, which ``make_train_step(ema_decay=…)`` updates.
           **fields: the additional fields of a subclass.
 

@@ -12,6 +12,7 @@ from places import ROOT
 MODULES = [
     "jaxmp",
     "jaxmp.base.hardware",
+    "jaxmp.checkpoint",
     "jaxmp.inspect",
     "jaxmp.inspect.plots",
     "jaxmp.jmp",

@@ -26,6 +26,7 @@ from experiments.training import checkpoints, cli, loop, run_folders
 from experiments.training.experiment import Experiment
 from experiments.training.metrics import accuracy
 from experiments.training.precision import read_policy
+from jaxmp.checkpoint import orbax_folders
 
 NAME = "tiny"
 DIGITS = sklearn.datasets.load_digits()
@@ -128,8 +129,14 @@ def last(folder: Path) -> checkpoints.Checkpoint:
     return checkpoints.read_last(run_folders.checkpoints_folder(folder))
 
 
+def leaves(checkpoint: checkpoints.Checkpoint) -> dict[str, np.ndarray]:
+    """Return the arrays of a checkpoint by name."""
+    reading = orbax_folders.Reading(checkpoint.folder.parent, checkpoint.step)
+    return reading.arrays(dict.fromkeys(reading.shapes()))
+
+
 def bits(checkpoint: checkpoints.Checkpoint) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
-    return {name: (str(leaf.dtype), leaf.shape, leaf.tobytes()) for name, leaf in checkpoint.leaves.items()}
+    return {name: (str(leaf.dtype), leaf.shape, leaf.tobytes()) for name, leaf in leaves(checkpoint).items()}
 
 
 def rows(folder: Path) -> list[list[str]]:

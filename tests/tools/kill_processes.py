@@ -18,7 +18,8 @@ from pathlib import Path
 from checkpoint_tools import bits, last, rows
 from process_tools import Job, flags, saving
 
-from experiments.training import checkpoints, processes
+import jaxmp
+from experiments.training import processes
 
 
 def main(kills: int) -> None:
@@ -31,7 +32,7 @@ def main(kills: int) -> None:
             return Job(folder, [*flags(folder), *run_flags, *more], heartbeat_s=processes.HEARTBEAT_S)
 
         def done() -> int:
-            return max(checkpoints.steps(run / "checkpoints"), default=0)
+            return max(jaxmp.checkpoint.list_steps(run / "checkpoints"), default=0)
 
         for number, in_save in itertools.islice(cases, kills):
             before = done()

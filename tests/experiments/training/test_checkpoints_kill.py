@@ -8,8 +8,9 @@ import time
 from pathlib import Path
 
 import pytest
-from checkpoint_tools import Config, bits, last, processes, rows, train_in_step
+from checkpoint_tools import Config, bits, last, leaves, processes, rows, train_in_step
 
+import jaxmp
 from experiments.training import checkpoints, run_folders
 
 STEPS, PATIENCE_S = 30, 300
@@ -86,7 +87,7 @@ def test_a_run_killed_twice_ends_bit_for_bit_like_an_undisturbed_run(tmp_path):
 
     def start() -> Process:
         """Begin the run, or continue it from its last checkpoint."""
-        saved = checkpoints.steps(folder)
+        saved = jaxmp.checkpoint.list_steps(folder)
         run = Process(dataclasses.replace(killed, resume=bool(saved)), cache)
         assert run.first_step() == (saved[-1] if saved else 0) + 1
         return run
@@ -109,6 +110,6 @@ def test_a_run_killed_twice_ends_bit_for_bit_like_an_undisturbed_run(tmp_path):
     expected, resumed = last(alone.run_dir), last(killed.run_dir)
     assert expected.step == resumed.step == STEPS and expected.about["batches"] == resumed.about["batches"] == STEPS
     assert bits(expected) == bits(resumed)
-    assert expected.leaves["opt_state/skipped_steps"] > 0 and expected.leaves["params/hidden"].any()
+    assert leaves(expected)["opt_state/skipped_steps"] > 0 and leaves(expected)["params/hidden"].any()
     assert rows(alone.run_dir) == rows(killed.run_dir)
     assert not checkpoints.unfinished(folder)

@@ -11,11 +11,13 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from checkpoint_tools import bits, last, rows
+from checkpoint_tools import bits, last, leaves, rows
 from process_tools import Job, flags, losses, saving, steps
 
+import jaxmp
 from experiments import language_modeling
 from experiments.training import checkpoints, cli, mesh, processes
+from jaxmp.checkpoint.named_leaves import array_to_write, leaves_by_name
 
 STEPS = 32
 AMPLE = 100_000  # enough steps, so that the job does not end before it is killed or stopped on a busy machine
@@ -44,7 +46,7 @@ def test_two_processes_learn_what_one_learns(alone, folder, tmp_path):
     with jax.numpy_dtype_promotion("standard"):
         language_modeling.train(cli.parse(language_modeling.Config, "", arguments(folder, str(tmp_path), steps=8)))
     np.testing.assert_allclose(losses(folder / "alone")[:8], losses(tmp_path), rtol=2e-3)
-    assert last(folder / "alone").leaves["opt_state/skipped_steps"] > 0
+    assert leaves(last(folder / "alone"))["opt_state/skipped_steps"] > 0
     single_config, job_config = (json.loads((run / "config.json").read_text()) for run in (tmp_path, folder / "alone"))
     assert single_config["precision"] == job_config["precision"]
 
@@ -62,21 +64,22 @@ def test_the_first_process_alone_shows_and_writes(alone, folder):
 @pytest.mark.slow("trains in two processes")
 @pytest.mark.parametrize("devices", [1, 4])
 def test_a_checkpoint_of_two_processes_is_restored_bit_for_bit_on_any_number_of_devices(alone, folder, devices):
-    checkpoint = checkpoints.read(folder / "alone" / "checkpoints", 12)
+    checkpoint = checkpoints.Checkpoint(folder / "alone" / "checkpoints" / "12", 12, {})
     on = jax.make_mesh((1, devices, 1), mesh.AXES, devices=jax.devices()[:devices])
     config = cli.parse(language_modeling.Config, "", arguments(folder, "none", mesh=f"fsdp={jax.device_count()}"))
     with pytest.MonkeyPatch.context() as patch, jax.numpy_dtype_promotion("standard"):
         patch.setattr(mesh, "read", lambda _: on if devices > 1 else None)
         experiment = language_modeling.prepare(config)
         fresh = experiment.init(0)
-        restored = checkpoint.restore(fresh, experiment.precision)
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, fresh)
+        restored = checkpoint.restore(fresh)
     kernel = restored.params["h_0"]["mlp"]["c_fc"]["kernel"]
     assert len(kernel.sharding.device_set) == devices
     assert kernel.addressable_shards[0].data.size == kernel.size // devices
-    assert jax.tree.map(lambda x: x.sharding, restored) == jax.tree.map(lambda x: x.sharding, fresh)
-    leaves, _ = checkpoints._split(restored)
-    for name, leaf in leaves.items():
-        assert np.asarray(checkpoints._data(leaf)).tobytes() == checkpoint.leaves[name].tobytes(), name
+    assert jax.tree.map(lambda x: x.sharding, restored) == shardings
+    saved = leaves(checkpoint)
+    for name, leaf in leaves_by_name(restored).items():
+        assert np.asarray(array_to_write(leaf)).tobytes() == saved[name].tobytes(), name
 
 
 @pytest.fixture(scope="module")
@@ -95,12 +98,12 @@ def test_a_job_that_is_killed_and_stopped_has_the_steps_of_an_undisturbed_job_bi
     run = tmp_path / "killed"
 
     job = Job(folder, arguments(folder, str(run), steps=AMPLE))
-    job.wait_for(lambda: steps(run) > 5 and checkpoints.steps(run / "checkpoints") and saving(run))
+    job.wait_for(lambda: steps(run) > 5 and jaxmp.checkpoint.list_steps(run / "checkpoints") and saving(run))
     job.send(0, signal.SIGKILL)
     killed, other = job.end()
     assert killed == -signal.SIGKILL and other not in (0, None)
     assert "Then start all again with --resume" in job.said(1)
-    saved, written = checkpoints.steps(run / "checkpoints")[-1], steps(run)
+    saved, written = jaxmp.checkpoint.list_steps(run / "checkpoints")[-1], steps(run)
     assert saved < STEPS  # otherwise the comparison below would say nothing about the resumed job
 
     job = Job(folder, arguments(folder, str(run), "--resume", steps=AMPLE))
@@ -111,7 +114,8 @@ def test_a_job_that_is_killed_and_stopped_has_the_steps_of_an_undisturbed_job_bi
     assert said and int(said[1]) == last(run).step == len(losses(run)) and said[2] == str(run)
     assert f"resuming {run} at step {saved}" in job.said(0)
     assert not saving(run) and not (run / "summary.json").exists()
-    expected, resumed = (checkpoints.read(run_folder / "checkpoints", STEPS) for run_folder in (folder / "alone", run))
+    folders = (run_folder / "checkpoints" / str(STEPS) for run_folder in (folder / "alone", run))
+    expected, resumed = (checkpoints.Checkpoint(path, STEPS, {}) for path in folders)
     assert bits(expected) == bits(resumed) and rows(folder / "alone")[:STEPS] == rows(run)[:STEPS]
 
 

@@ -1,0 +1,1 @@
+"""Code that uses private names of Python's standard library."""

@@ -1,0 +1,136 @@
+"""The leaves of a state by name, and what a checkpoint records about them."""
+
+from __future__ import annotations
+
+from typing import Any, TypeGuard
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxmp._internals.flax.nnx_variables import is_module
+from jaxmp.base.trees import path_name
+from jaxmp.nnx.training import state_of
+from jaxmp.optim.loss_scale import LossScale
+from jaxmp.optim.low_precision import LowPrecisionState
+from jaxmp.optim.scaling_state import LossScalingState
+
+
+def is_nnx_pair(state: Any) -> bool:
+    """Return whether ``state`` is a pair of an NNX model and its optimizer."""
+    is_pair = isinstance(state, (tuple, list)) and len(state) == 2
+    return is_pair and (is_module(state[0]) or isinstance(state[1], nnx.Optimizer))
+
+
+def as_tree(state: Any) -> Any:
+    """Return a pytree of arrays: ``state``, or the train state of an NNX model with its optimizer.
+
+    Raises:
+      TypeError: ``state`` is an NNX object without its optimizer, or the optimizer is not a ``jaxmp.nnx.Optimizer``.
+    """
+    if is_nnx_pair(state):
+        return state_of(*state)
+    if is_module(state) or isinstance(state, nnx.Optimizer):
+        raise TypeError(
+            f"a checkpoint has an NNX model with its optimizer, got {type(state).__name__} alone;\n"
+            "pass the pair (model, optimizer)"
+        )
+    return state
+
+
+def leaves_by_name(tree: Any) -> dict[str, Any]:
+    """Return the leaves of a tree by their paths, such as ``params/Dense_0/kernel``.
+
+    Raises:
+      ValueError: two leaves have the same name.
+      TypeError: a leaf is neither an array nor a number.
+    """
+    leaves: dict[str, Any] = {}
+    for path, leaf in jax.tree.leaves_with_path(tree):
+        name = path_name(path)
+        if name in leaves:
+            raise ValueError(f"the leaves of a state need different paths, got {name!r} twice; rename one of them")
+        if not hasattr(leaf, "dtype") and not isinstance(leaf, (bool, int, float, complex)):
+            raise TypeError(
+                f"a checkpoint has arrays and numbers, got {type(leaf).__name__} at {name!r};\n"
+                "leave it out, or save it with metadata={...}"
+            )
+        leaves[name] = leaf
+    return leaves
+
+
+def is_key(leaf: Any) -> bool:
+    """Return whether ``leaf`` is a typed random key."""
+    return hasattr(leaf, "dtype") and bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
+
+
+def key_impl(leaf: Any) -> str:
+    """Return the name of the implementation of a typed random key, or of its shape."""
+    impls: list[str] = []
+    jax.eval_shape(lambda key: impls.append(str(jax.random.key_impl(key))), leaf)
+    return impls[0]
+
+
+def is_below(name: str, path: str) -> bool:
+    """Return whether ``name`` is the path of a node or of a leaf in that node."""
+    return name == path or name.startswith(f"{path}/")
+
+
+def loss_scales(tree: Any) -> dict[str, LossScale]:
+    """Return the loss scales of a tree by their paths."""
+    return {f"{path}/loss_scale".lstrip("/"): node.loss_scale for path, node in scaling_states(tree).items()}
+
+
+def scaling_states(tree: Any) -> dict[str, LossScalingState]:
+    """Return the states of :func:`jaxmp.loss_scaling` in a tree by their paths."""
+    return _nodes(tree, LossScalingState)
+
+
+def low_precision_paths(tree: Any) -> list[str]:
+    """Return the paths of the states of :func:`jaxmp.low_precision` in a tree."""
+    return [*_nodes(tree, LowPrecisionState)]
+
+
+def _nodes(tree: Any, cls: type) -> dict[str, Any]:
+    def is_node(node: Any) -> TypeGuard[Any]:
+        return isinstance(node, cls)
+
+    nodes = jax.tree.leaves_with_path(tree, is_leaf=is_node)
+    return {path_name(path): node for path, node in nodes if is_node(node)}
+
+
+def settings_of(scale: LossScale) -> dict[str, str]:
+    """Return the static fields of a loss scale as texts."""
+    return {name: repr(getattr(scale, name)) for name in type(scale).static_fields}
+
+
+def record_of(tree: Any) -> dict[str, Any]:
+    """Return a JSON object that describes what the arrays of a tree do not show."""
+    leaves = leaves_by_name(tree)
+    return {
+        "format": 1,
+        "loss_scales": {
+            path: {"class": type(scale).__name__, "settings": settings_of(scale)}
+            for path, scale in loss_scales(tree).items()
+        },
+        "low_precision": low_precision_paths(tree),
+        "keys": {name: key_impl(leaf) for name, leaf in leaves.items() if is_key(leaf)},
+        # Orbax does not write arrays without elements.
+        "empty": {name: [str(leaf.dtype), list(leaf.shape)] for name, leaf in leaves.items() if np.size(leaf) == 0},
+    }
+
+
+def array_to_write(leaf: Any) -> Any:
+    """Return an array that stays valid when ``leaf`` is donated or overwritten.
+
+    A typed key becomes its data. Orbax copies arrays of other devices to the host before a save returns. Of arrays that
+    are in the memory of the host already, it would only keep a view, so they are copied here.
+    """
+    if is_key(leaf):
+        leaf = jax.random.key_data(leaf)
+    if not isinstance(leaf, jax.Array):
+        return np.array(leaf, jnp.result_type(leaf))
+    platforms = {device.platform for device in leaf.sharding.device_set}  # type: ignore[attr-defined]
+    is_on_host = "cpu" in platforms or "host" in str(leaf.sharding.memory_kind)
+    return jnp.copy(leaf) if is_on_host else leaf

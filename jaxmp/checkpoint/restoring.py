@@ -1,0 +1,241 @@
+"""Restore states, and convert them to other dtypes and loss scales."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from os import PathLike
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmp.base.trees import is_float_array
+from jaxmp.checkpoint.matching import Match, match
+from jaxmp.checkpoint.named_leaves import as_tree, is_key, is_nnx_pair, key_impl, leaves_by_name
+from jaxmp.checkpoint.saving import finish_writing, orbax_folders
+from jaxmp.nnx.training import take_state
+
+T = TypeVar("T")
+
+
+def restore(folder: str | PathLike[str], like: T, *, step: int | None = None, donate: bool = False) -> T:
+    """Return the state of the newest complete checkpoint, in the form of ``like``.
+
+    The result has the structure, dtypes and shardings of ``like``, a fresh state of the new run. An NNX model and its
+    optimizer are also changed in place. If the new run differs from the saved one, the state is converted, and one line
+    is printed that lists the conversions:
+
+    - Floating arrays are cast to the dtypes of ``like``.
+    - A loss scale of the same class continues with the saved value and counters, and with the settings of ``like``. A
+      loss scale of another class starts fresh.
+    - A moving average that was not saved starts at the restored params. A saved average that ``like`` does not have is
+      dropped. The same holds for the random key, which starts fresh.
+    - The optimizer may gain or lose :func:`jaxmp.low_precision`.
+
+    Args:
+      folder: the folder of :func:`save`.
+      like: a fresh state, of the kind that was saved. A pytree may have ``jax.ShapeDtypeStruct`` in place of arrays.
+      step: the step of the checkpoint; None for the newest.
+      donate: whether to delete the arrays of ``like`` before reading, so that the memory never has both states.
+
+    Raises:
+      FileNotFoundError: the folder has no complete checkpoint, or none of that step.
+      ValueError: an array is missing on one side, or has another shape; or a finite number is not finite in its new
+        dtype.
+      ModuleNotFoundError: Orbax is not installed.
+
+    >>> folder = tempfile.mkdtemp()
+    >>> create = jaxmp.TrainState.create
+    >>> state = create(params={"w": jnp.ones(2)}, tx=jaxmp.loss_scaling(optax.sgd(0.1), jaxmp.DynamicLossScale()))
+    >>> jaxmp.checkpoint.save(folder, state)
+    >>> like = create(params={"w": jnp.zeros(2)}, tx=optax.sgd(0.1), ema=True)
+    >>> state = jaxmp.checkpoint.restore(folder, like)
+    restored step 0 of /...: the loss scale DynamicLossScale -> NoOpLossScale starts fresh; the moving average starts
+    at the params
+    >>> state.ema_params["w"]
+    Array([1., 1.], dtype=float32)
+    """
+    finish_writing()
+    tree = as_tree(like)
+    reading = _reading(folder, step)
+    empty = _empty_arrays(reading.record)
+    with _note_on_damage(reading, folder):
+        saved = {**reading.shapes(), **empty}
+    matched = match(saved, reading.record, tree, str(reading.path))
+    leaves = leaves_by_name(tree)
+    _require_values(leaves, matched)
+    forms = {name: _Form(leaf) for name, leaf in leaves.items()}
+    if donate:
+        _delete(leaves[name] for name in matched.sources)
+    with _note_on_damage(reading, folder):
+        arrays = {**reading.arrays(_places(matched, forms, empty)), **empty}
+    new_leaves = _convert(matched, forms, leaves, arrays, reading.record)
+    new: Any = jax.tree.unflatten(jax.tree.structure(tree), [new_leaves[name] for name in leaves])
+    if matched.changes and jax.process_index() == 0:
+        print(f"restored step {reading.path.name} of {reading.path.parent}: {'; '.join(matched.changes)}")
+    if not is_nnx_pair(like):
+        return new
+    pair: Any = like
+    take_state(pair[0], pair[1], new)
+    return like
+
+
+def read_metadata(folder: str | PathLike[str], *, step: int | None = None) -> dict[str, Any]:
+    """Return the metadata that :func:`save` wrote to the newest complete checkpoint.
+
+    Args:
+      folder: the folder of :func:`save`.
+      step: the step of the checkpoint; None for the newest.
+
+    Raises:
+      FileNotFoundError: the folder has no complete checkpoint, or none of that step.
+      ModuleNotFoundError: Orbax is not installed.
+
+    >>> folder = tempfile.mkdtemp()
+    >>> jaxmp.checkpoint.save(folder, {"w": jnp.ones(2)}, step=7, metadata={"policy": "mixed_float16"})
+    >>> jaxmp.checkpoint.read_metadata(folder)
+    {'policy': 'mixed_float16'}
+    """
+    finish_writing()
+    metadata: dict[str, Any] = _reading(folder, step).record["metadata"]
+    return metadata
+
+
+def list_steps(folder: str | PathLike[str]) -> list[int]:
+    """Return the steps of the complete checkpoints in a folder, in order.
+
+    The list is empty if the folder does not exist. It does not have the checkpoint that is still being written.
+
+    Raises:
+      ModuleNotFoundError: Orbax is not installed.
+
+    >>> jaxmp.checkpoint.list_steps("no/such/folder")
+    []
+    """
+    steps: list[int] = orbax_folders().steps_in(folder)
+    return steps
+
+
+def _reading(folder: str | PathLike[str], step: int | None) -> Any:
+    """Open the checkpoint of a step, or the newest one."""
+    steps = orbax_folders().steps_in(folder)
+    if not steps:
+        raise FileNotFoundError(f"{folder} has no complete checkpoint; write one with jaxmp.checkpoint.save")
+    if step is not None and step not in steps:
+        raise FileNotFoundError(f"{folder} has no complete checkpoint of step {step}, only of {steps}")
+    return orbax_folders().Reading(folder, steps[-1] if step is None else step)
+
+
+class _Form:
+    """The dtype and the sharding of a leaf, which stay known when the leaf is deleted.
+
+    The sharding of an uncommitted array is None, so that the restored array is uncommitted too.
+    """
+
+    def __init__(self, leaf: Any) -> None:
+        self.kind = type(leaf)
+        self.is_key = is_key(leaf)
+        self.impl = key_impl(leaf) if self.is_key else None
+        self.dtype = None if self.is_key else jnp.result_type(leaf)
+        is_placed = isinstance(leaf, jax.ShapeDtypeStruct) or (isinstance(leaf, jax.Array) and leaf.committed)
+        self.sharding = leaf.sharding if is_placed else None
+
+
+@contextlib.contextmanager
+def _note_on_damage(reading: Any, folder: str | PathLike[str]) -> Iterator[None]:
+    """Add the steps of the checkpoints to an error of Orbax."""
+    try:
+        yield
+    except Exception as error:
+        steps = orbax_folders().steps_in(folder)
+        error.add_note(
+            f"This error is from reading {reading.path}. If the checkpoint is damaged, restore an earlier one with "
+            f"restore(folder, like, step=...); the folder has the steps {steps}"
+        )
+        raise
+
+
+def _empty_arrays(record: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Return the arrays without elements, which Orbax does not write."""
+    return {name: np.zeros(shape, jnp.dtype(dtype)) for name, (dtype, shape) in record["empty"].items()}
+
+
+def _require_values(leaves: Mapping[str, Any], matched: Match) -> None:
+    for name, leaf in leaves.items():
+        if name not in matched.sources and isinstance(leaf, jax.ShapeDtypeStruct):
+            raise ValueError(
+                f"{name!r} was not saved, so it keeps its value in like, but like has a ShapeDtypeStruct there;\n"
+                "put an array there, for example with like.replace(...)"
+            )
+
+
+def _delete(leaves: Any) -> None:
+    for leaf in leaves:
+        if isinstance(leaf, jax.Array) and not leaf.is_deleted():
+            leaf.delete()
+
+
+def _places(matched: Match, forms: Mapping[str, _Form], empty: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sharding of each array to read."""
+    places: dict[str, Any] = {}
+    for sources in (matched.sources, matched.lost_parts):
+        for name, source in sources.items():
+            if source not in empty:
+                places.setdefault(source, forms[name].sharding)
+    return places
+
+
+def _convert(
+    matched: Match,
+    forms: Mapping[str, _Form],
+    leaves: Mapping[str, Any],
+    arrays: Mapping[str, Any],
+    record: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Return the leaves of the new state by name."""
+    new: dict[str, Any] = {}
+    used: set[str] = set()
+    for name, form in forms.items():
+        if name not in matched.sources:
+            new[name] = leaves[name]
+            continue
+        source = matched.sources[name]
+        array = arrays[source]
+        if name in matched.lost_parts:
+            array = array.astype(form.dtype) + arrays[matched.lost_parts[name]].astype(form.dtype)
+        new[name] = _in_form(name, array, form, record["keys"].get(source), source in used)
+        used.add(source)
+    return new
+
+
+def _in_form(name: str, array: Any, form: _Form, saved_impl: str | None, is_used_before: bool) -> Any:
+    """Return an array, which Orbax has read, as a new leaf."""
+    if not form.is_key and array.dtype != form.dtype:
+        wide, array = array, _cast(array, form.dtype)
+        _require_finite(name, wide, array)
+    if not issubclass(form.kind, (jax.Array, jax.ShapeDtypeStruct)):
+        return array if form.kind is np.ndarray else form.kind(np.asarray(array)[()])
+    if isinstance(array, np.ndarray):  # a copy, because a step that donates its state must not delete it
+        array = jnp.array(array) if form.sharding is None else jax.device_put(array, form.sharding)
+    elif is_used_before:  # a buffer can be donated only once
+        array = jax.device_put(jnp.copy(array), form.sharding)
+    return jax.random.wrap_key_data(array, impl=saved_impl or form.impl) if form.is_key else array
+
+
+def _cast(array: Any, dtype: Any) -> Any:
+    with np.errstate(over="ignore"):
+        return array.astype(dtype)
+
+
+def _require_finite(name: str, before: Any, after: Any) -> None:
+    """Raise a ValueError if a cast has made a finite number non-finite."""
+    if not is_float_array(after) or jnp.finfo(after.dtype).max >= jnp.finfo(before.dtype).max:
+        return
+    isfinite = np.isfinite if isinstance(before, np.ndarray) else jnp.isfinite
+    if bool((isfinite(before) & ~isfinite(after)).any()):
+        raise ValueError(
+            f"{name!r} has numbers above {float(jnp.finfo(after.dtype).max):g}, the largest number of {after.dtype};\n"
+            f"restore it as {before.dtype}, for example with float32 params under a mixed policy"
+        )

@@ -1,0 +1,238 @@
+"""A state is converted to the policy, the loss scale and the optimizer of the new run."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from error_tools import refused
+from flax import nnx
+from optimizer_tools import bits, standard
+from saved_runs import BATCH, linen_run, nnx_loss, nnx_run
+
+import jaxmp
+from jaxmp import checkpoint
+from jaxmp.base.trees import cast
+
+pytest.importorskip("orbax.checkpoint")
+pytestmark = [
+    pytest.mark.usefixtures("standard_promotion"),
+    pytest.mark.filterwarnings("ignore:updates below"),  # of half params without low_precision
+    pytest.mark.filterwarnings("ignore:the loss has float16 products and no loss scale"),
+]
+
+
+def trained(**settings):
+    """Return the state of a Linen run after three steps."""
+    state, loss_fn = linen_run(**settings)
+    step = jaxmp.make_train_step(loss_fn, ema_decay=0.9 if settings.get("ema", True) else None, donate=False)
+    for _ in range(3):
+        state, _ = step(state, BATCH)
+    return state, loss_fn
+
+
+def restored(folder, state, like, capsys):
+    """Save ``state``, and return what ``like`` becomes, and the line that is printed."""
+    checkpoint.save(folder, state)
+    capsys.readouterr()
+    new = checkpoint.restore(folder, like)
+    assert jax.tree.structure(new) == jax.tree.structure(like)
+    line = capsys.readouterr().out
+    assert line.count("\n") == (1 if line else 0)
+    return new, line
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "bfloat16", "float16", "float32"])
+def test_params_are_cast_once_to_the_dtypes_of_another_policy(policy, tmp_path, capsys):
+    state, _ = trained()
+    like, loss_fn = linen_run(policy, jaxmp.NoOpLossScale(), seed=3)
+    new, line = restored(tmp_path, state, like, capsys)
+    dtype = jaxmp.get_policy(policy).param_dtype
+    assert bits(new.params) == bits(cast(state.params, dtype))
+    for name in ("ema_params", "step", "rng"):
+        assert bits(getattr(new, name)) == bits(getattr(state, name))
+    assert bits(new.opt_state.inner_state) == bits(state.opt_state.inner_state)
+    assert line.startswith(f"restored step 3 of {tmp_path}: the loss scale DynamicLossScale -> NoOpLossScale starts fr")
+    assert (f"params float32 -> {dtype}" in line) == (dtype != jnp.float32)
+    new, metrics = jaxmp.make_train_step(loss_fn, ema_decay=0.9)(new, BATCH)
+    assert new.step == 4 and not metrics["skipped"]
+
+    like, _ = linen_run(seed=4)
+    back, line = restored(tmp_path, new, like, capsys)
+    assert bits(back.params) == bits(cast(new.params, jnp.float32))
+    assert back.loss_scale == 2.0**10 and "NoOpLossScale -> DynamicLossScale starts fresh" in line
+
+
+def test_a_finite_param_that_is_not_finite_in_the_new_dtype_is_refused(tmp_path):
+    state, _ = linen_run()
+    kernel = state.params["Dense_1"]["kernel"].at[0, 0].set(1e5)
+    state = state.replace(params={**state.params, "Dense_1": {**state.params["Dense_1"], "kernel": kernel}})
+    checkpoint.save(tmp_path, state)
+    refused(
+        lambda: checkpoint.restore(tmp_path, linen_run("float16")[0]),
+        ValueError,
+        "'params/Dense_1/kernel' has numbers above 65504, the largest number of float16;\nrestore it as float32",
+    )
+    like = jax.device_put(linen_run("float16")[0], jax.devices()[1])
+    with pytest.raises(ValueError, match="above 65504"):
+        checkpoint.restore(tmp_path, like)
+    checkpoint.restore(tmp_path, linen_run("bfloat16")[0])
+
+
+def test_a_loss_scale_of_the_same_class_continues_with_the_settings_of_the_new_run(tmp_path, capsys):
+    state, _ = trained()
+    like, _ = linen_run(scale=jaxmp.DynamicLossScale(8.0, period=7, hysteresis=2))
+    new, line = restored(tmp_path, state.replace(stuck=jnp.int32(4)), like, capsys)
+    before, after = (jaxmp.get_loss_scale(x.opt_state) for x in (state, new))
+    assert (after.loss_scale, after.counter, after.period) == (before.loss_scale, before.counter, 7)
+    assert after.countdown == 2 and new.stuck == 4
+    assert "the loss scale's period 2 -> 7; the loss scale's hysteresis 1 -> 2" in line
+
+    state, _ = trained(scale=jaxmp.HeadroomLossScale(dtype="bfloat16"))
+    like, _ = linen_run(scale=jaxmp.HeadroomLossScale())
+    new, line = restored(tmp_path / "headroom", state, like, capsys)
+    after = jaxmp.get_loss_scale(new.opt_state)
+    assert after.running_max == jaxmp.get_loss_scale(state.opt_state).running_max > 0 and after.dtype == "float16"
+    assert "the loss scale's dtype 'bfloat16' -> 'float16'" in line
+
+
+@dataclasses.dataclass(frozen=True)
+class Named(jaxmp.LossScale):
+    """A user's loss scale that contains a text and a bool."""
+
+    loss_scale: float
+    name: str
+    on: bool = True
+
+    static_fields = ("name", "on")
+
+
+def test_a_users_loss_scale_with_a_text_continues(tmp_path, capsys):
+    state, _ = linen_run(scale=Named(2.0**9, "first"))
+    new, line = restored(tmp_path, state, linen_run(scale=Named(2.0, "second"))[0], capsys)
+    assert new.loss_scale == 2.0**9 and jaxmp.get_loss_scale(new.opt_state).name == "second"
+    assert "the loss scale's name 'first' -> 'second'" in line
+
+
+def test_a_loss_scale_of_another_class_starts_fresh_and_so_does_the_count_of_stuck_steps(tmp_path, capsys):
+    state, _ = trained()
+    like, _ = linen_run(scale=jaxmp.HeadroomLossScale(loss_scale=2.0**5))
+    new, line = restored(tmp_path, state.replace(stuck=jnp.int32(9), skipped_steps=jnp.int32(11)), like, capsys)
+    assert new.loss_scale == 2.0**5 and new.stuck == 0 and new.skipped_steps == 11
+    assert "the loss scale DynamicLossScale -> HeadroomLossScale starts fresh" in line
+
+
+def test_a_moving_average_and_a_random_key_may_begin_or_end(tmp_path, capsys):
+    state, _ = trained(ema=False)
+    new, line = restored(tmp_path / "a", state, linen_run("bfloat16", seed=2)[0], capsys)
+    assert bits(new.ema_params) == bits(state.params) and bits(new.params) != bits(state.params)
+    assert "the moving average starts at the params" in line
+    new, _ = restored(tmp_path / "same", state, linen_run(seed=2)[0], capsys)
+    jaxmp.make_train_step(linen_run()[1], ema_decay=0.9)(new, BATCH)  # donates the params and the average
+
+    state, _ = trained()
+    new, line = restored(tmp_path / "b", state, linen_run(ema=False, rng=None)[0], capsys)
+    assert new.ema_params is None and new.rng is None and bits(new.params) == bits(state.params)
+    assert "the moving average is dropped; the random key is dropped" in line
+    like, _ = linen_run(seed=2)
+    again, line = restored(tmp_path / "c", new, like, capsys)
+    assert bits(again.rng) == bits(like.rng) and "the random key starts fresh" in line
+
+
+def test_keys_of_another_implementation_are_restored_as_they_were(tmp_path, capsys):
+    rbg, raw = jax.random.key(1, impl="rbg"), jax.random.PRNGKey(1)
+    new, line = restored(tmp_path / "a", trained(rng=rbg)[0], linen_run()[0], capsys)
+    assert str(jax.random.key_impl(new.rng)) == "rbg" and "'rng' stays a key of rbg, not of threefry2x32" in line
+    new, line = restored(tmp_path / "b", linen_run(rng=raw)[0], linen_run()[0], capsys)
+    assert jnp.issubdtype(new.rng.dtype, jax.dtypes.prng_key) and line == ""
+    again, _ = restored(tmp_path / "c", new, linen_run(rng=jax.random.PRNGKey(5))[0], capsys)
+    assert bits(again.rng) == bits(raw)
+
+
+@pytest.mark.parametrize("rounding", ["stochastic", "kahan"])
+def test_the_optimizer_may_gain_or_lose_low_precision(rounding, tmp_path, capsys):
+    def half_run(seed):
+        tx = jaxmp.low_precision(standard(optax.adam(1e-2)), rounding=rounding)
+        return linen_run("bfloat16", jaxmp.NoOpLossScale(), tx, seed)
+
+    state, _ = trained()
+    like, loss_fn = half_run(seed=2)
+    new, line = restored(tmp_path / "a", state, like, capsys)
+    expected = cast(state, jnp.bfloat16).params
+    assert bits(new.params) == bits(expected) and "the optimizer becomes low_precision" in line
+    assert bits(new.opt_state.inner_state.inner_state) == bits(state.opt_state.inner_state)
+    step = jaxmp.make_train_step(loss_fn, ema_decay=0.9, donate=False)
+    for _ in range(3):
+        new, _ = step(new, BATCH)
+    assert new.step == 6
+
+    back, line = restored(tmp_path / "b", new, linen_run(seed=3)[0], capsys)
+    assert "the optimizer is no longer low_precision" in line
+    assert bits(back.opt_state.inner_state) == bits(new.opt_state.inner_state.inner_state)
+    wide, lost = cast(new.params, jnp.float32), new.opt_state.inner_state.compensation
+    if rounding == "kahan":
+        assert any(leaf.any() for leaf in jax.tree.leaves(lost))
+        wide = jax.tree.map(lambda param, part: param + part.astype(jnp.float32), wide, lost)
+    assert bits(back.params) == bits(wide)
+
+    other = "kahan" if rounding == "stochastic" else "stochastic"
+    like, _ = linen_run(
+        "bfloat16", jaxmp.NoOpLossScale(), jaxmp.low_precision(standard(optax.adam(1e-2)), rounding=other)
+    )
+    rounded, line = restored(tmp_path / "c", new, like, capsys)
+    assert bits(rounded.params) == bits(new.params) and rounded.opt_state.inner_state.count == 3
+    assert ("the Kahan compensation is dropped" in line) == (rounding == "kahan")
+    like, _ = linen_run("bfloat16", jaxmp.NoOpLossScale(), optax.sgd(0.1))
+    with pytest.raises(ValueError, match=r"'opt_state/inner_state/inner_state/0/count' int32\[\] is in .*not in like"):
+        checkpoint.restore(tmp_path / "c", like)
+
+
+def test_an_nnx_model_is_restored_under_another_policy_and_loss_scale(tmp_path, capsys):
+    step = jaxmp.nnx.make_train_step(nnx_loss, ema_decay=0.9)
+    model, optimizer = nnx_run()
+    step(model, optimizer, BATCH)
+    saved = nnx.as_pure(nnx.state(model, nnx.Param))
+    checkpoint.save(tmp_path, (model, optimizer))
+    other, other_optimizer = nnx_run("bfloat16", jaxmp.NoOpLossScale(), seed=3, ema=False)
+    checkpoint.restore(tmp_path, (other, other_optimizer))
+    assert bits(nnx.as_pure(nnx.state(other, nnx.Param))) == bits(cast(saved, jnp.bfloat16))
+    assert other_optimizer.loss_scale == 1 and other_optimizer.step[...] == 1 and other_optimizer.ema is None
+    line = capsys.readouterr().out
+    for text in ("params float32 -> bfloat16 (6 arrays)", "NoOpLossScale starts fresh", "moving average is dropped"):
+        assert text in line
+    jaxmp.nnx.make_train_step(nnx_loss)(other, other_optimizer, BATCH)
+
+
+def test_another_model_or_optimizer_is_refused_with_the_first_path(tmp_path):
+    state, _ = linen_run()
+    checkpoint.save(tmp_path, state)
+
+    def like(**params):
+        return jaxmp.TrainState.create(params=params, tx=state.tx, model_state=state.model_state, rng=0, ema=True)
+
+    remedy = "restore into the model and the optimizer that were saved"
+    own = dict(state.params)
+    for other, *texts in [
+        (like(**own, Dense_2={"bias": jnp.zeros(3)}), "'params/Dense_2/bias' float32[3] is in like, but not in "),
+        (like(**{name: own[name] for name in own if name != "Dense_0"}), "'params/Dense_0/bias' float32[6] is in "),
+        (like(**{**own, "Dense_0": {"bias": jnp.zeros(7), "kernel": own["Dense_0"]["kernel"]}}),
+         f"'params/Dense_0/bias' is float32[6] in {tmp_path}/0, but float32[7] in like"),
+        (linen_run(tx=optax.sgd(0.1))[0], "'opt_state/inner_state/0/count' int32[] is in ", "but not in like"),
+        (like(**{**own, "Dense_0": jax.tree.map(lambda x: x.astype(jnp.int32), own["Dense_0"])}), "float32[6]",
+         "but int32[6] in like"),
+    ]:  # fmt: skip
+        before = bits(other)
+        refused(lambda other=other: checkpoint.restore(tmp_path, other, donate=True), ValueError, *texts, remedy)
+        assert bits(other) == before  # nothing was donated
+
+    shapes = jax.eval_shape(lambda: linen_run(scale=jaxmp.NoOpLossScale(), rng=None)[0])
+    checkpoint.restore(tmp_path, shapes.replace(stuck=jnp.int32(0)))
+    shapes = jax.eval_shape(lambda: linen_run(scale=jaxmp.HeadroomLossScale())[0])
+    refused(
+        lambda: checkpoint.restore(tmp_path, shapes),
+        ValueError,
+        "'stuck' was not saved, so it keeps its value in like, but like has a ShapeDtypeS",
+    )
