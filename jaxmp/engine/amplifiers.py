@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from jaxmp.engine.graph import Graph, Node, Step
-from jaxmp.engine.paths import SCALES, readers_of
+from jaxmp.engine.graph_paths import SCALES, readers_of
 from jaxmp.engine.states import CLEAR, INFER, JOIN, Rule, State
 from jaxmp.program.primitives import AMPLIFIERS, BOUNDS, CAST, EXTREMES, PRODUCTS, SOLVERS, SUMS
 from jaxmp.program.walk import walk
@@ -25,30 +25,29 @@ _READERS_OF_ACTIVATIONS = PRODUCTS | {"reduce_sum"}
 
 
 def raise_amplified(graph: Graph) -> None:
-    """Make values float32 if a search back from an amplifier finds them."""
+    """Make values float32 if a search back from an amplifier finds them.
+
+    If a product is found, equal products elsewhere are float32 too, such as those that a derivative computes again.
+    """
+    amplifier_of: dict[Node, Node | None] = {}  # for the products, by the first equal product
     for step in graph.steps:
-        if step.eqn.primitive.name in SOLVERS:
-            _raise(walk(_floats(step), _back_to_products), step)
-        else:
-            _raise(walk(_amplified_operands(step), _keepers_of_digits), step)
-    _raise_equal_products(graph)
-
-
-def _raise_equal_products(graph: Graph) -> None:
-    """Make a product float32 if an equal product is float32 because of an amplifier."""
-    amplified_products = {
-        node.same: node for node in graph.nodes if node.name in PRODUCTS and node.rule is Rule.AMPLIFIED
-    }
+        for node in _amplified_values(step):
+            if not node.after_product:
+                continue
+            if node.name in PRODUCTS:
+                amplifier_of.setdefault(node.same, step.node)
+            elif node.kind in (INFER, JOIN):
+                node.raise_to(State.FLOAT32, Rule.AMPLIFIED, step.node)
     for node in graph.nodes:
-        if node.name in PRODUCTS and node.same in amplified_products:
-            node.raise_to(State.FLOAT32, Rule.AMPLIFIED, amplified_products[node.same].cause)
+        if node.name in PRODUCTS and node.same in amplifier_of:
+            node.raise_to(State.FLOAT32, Rule.AMPLIFIED, amplifier_of[node.same])
 
 
-def _raise(nodes: Iterable[Node], step: Step) -> None:
-    for node in nodes:
-        is_decided_here = node.kind in (INFER, JOIN) or node.is_half_product
-        if node.after_product and is_decided_here:
-            node.raise_to(State.FLOAT32, Rule.AMPLIFIED, step.node)
+def _amplified_values(step: Step) -> Iterable[Node]:
+    """Return the values whose low digits become high digits of the results of a step."""
+    if step.eqn.primitive.name in SOLVERS:
+        return walk(_floats(step), _back_to_products)
+    return walk(_amplified_operands(step), _keepers_of_digits)
 
 
 def _floats(step: Step) -> list[Node]:

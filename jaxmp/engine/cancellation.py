@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from jaxmp.engine.graph import Graph, Node, Step, shape_read
-from jaxmp.engine.paths import SCALES, SQUARES, multiple_of
+from jaxmp.engine.graph_paths import SCALES, SQUARES, multiple_of
 from jaxmp.engine.states import CLEAR, INFER, JOIN, Rule, State
 from jaxmp.program.equations import is_literal
 from jaxmp.program.primitives import BOUNDS, PRODUCTS, SINGULAR, SUMS, Trait, with_trait

@@ -2,7 +2,8 @@
 
 Each value has a state: undecided, half, float32, or beyond half (float32, because half precision cannot represent the
 value). Rules raise states until no state rises any more (:func:`_settle`). Then the undecided values between two
-products become half. A state only rises, so the order of the rules does not matter. docs/autocast.md lists the rules.
+products become half. A state only rises, so the dtypes do not depend on the order of the rules. docs/autocast.md lists
+the rules.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from jaxmp.engine.amplifiers import raise_amplified
 from jaxmp.engine.cancellation import raise_cancelled
 from jaxmp.engine.casts import move_casts, put_casts_off
 from jaxmp.engine.graph import Graph, Node, inputs_of, shape_read, users_of
+from jaxmp.engine.graph_paths import readers_of
 from jaxmp.engine.loops import decide_loops
-from jaxmp.engine.paths import readers_of
 from jaxmp.engine.states import CLEAR, FULL, HALF, INFER, JOIN, KEPT, SOURCE, Rule, State
 from jaxmp.program.equations import size_of
 from jaxmp.program.primitives import BROADCAST, EXTREMES, MONOTONE, PRODUCTS, Class, Trait, of_class, with_trait

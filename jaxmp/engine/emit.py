@@ -14,7 +14,7 @@ from jaxmp._internals.jax.traces import is_staged, is_tracing, may_be_skipped
 from jaxmp.base.dtypes import is_castable
 from jaxmp.engine.decisions import Decisions, decide_program
 from jaxmp.engine.float8_products import Float8Product, emit_float8
-from jaxmp.engine.graph import Body, Node, Step, build
+from jaxmp.engine.graph import Node, Step, StepBody, build
 from jaxmp.engine.marks import OF_POLICY, WITH_RULE, ours
 from jaxmp.engine.reads import is_widening
 from jaxmp.engine.rules import Rules
@@ -57,7 +57,7 @@ class Emission:
 
     decisions: Decisions
     rules: Rules
-    casts: dict[Step | Body, list[int]] = dataclasses.field(default_factory=dict)
+    casts: dict[Step | StepBody, list[int]] = dataclasses.field(default_factory=dict)
     operand_types: dict[Step, Sequence[Any]] = dataclasses.field(default_factory=dict)
 
     def results(self, args: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
@@ -88,7 +88,7 @@ class _Evaluation(Rewriter):
     A new evaluation is created each time JAX traces the body.
     """
 
-    def __init__(self, emission: Emission, body: Body, args: Any, same: Same | None = None) -> None:
+    def __init__(self, emission: Emission, body: StepBody, args: Any, same: Same | None = None) -> None:
         self.emission, self.decisions = emission, emission.decisions
         self.body, self.steps = body, iter(body.steps)
         self.examples = Examples(body.jaxpr, args, body.consts, same)

@@ -23,8 +23,7 @@ from jaxmp.policy.float8 import Float8
 from jaxmp.program.equations import Bodies, extremes_of
 from jaxmp.program.primitives import BOUNDS, EXTREMES, PRODUCTS, Trait, with_trait
 from jaxmp.program.reading import read_program
-from jaxmp.program.values import BRANCHES, CARRY, CONSTANT, LAST_CARRY, Equation, Value
-from jaxmp.program.values import Body as ReadBody
+from jaxmp.program.values import BRANCHES, CARRY, CONSTANT, LAST_CARRY, Body, Equation, Value
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -109,7 +108,7 @@ class Step:
     region: Region = _UNMARKED
     recipe: Float8 | None = None  # the recipe of the code around a product
     bodies: Bodies | None = None
-    inner: Sequence[Body] = ()
+    inner: Sequence[StepBody] = ()
     unchanged: Collection[int] = ()  # for a scan, the numbers of the carries that no iteration changes
     node: Node | None = None  # the node of the first floating result
     loops: range = range(0)  # for a loop, the numbers of its body and of the loops inside
@@ -124,7 +123,7 @@ class Step:
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class Body:
+class StepBody:
     """A jaxpr with the nodes of its results."""
 
     jaxpr: Any
@@ -142,7 +141,7 @@ class Graph:
     """
 
     nodes: list[Node]
-    body: Body
+    body: StepBody
     steps: list[Step]  # all equations; equations inside of a body come before the equation around the body
     sources: list[Node | None]
 
@@ -212,13 +211,13 @@ class _Builder:
         self.region = Region()
         self.loop, self.last_loop = 0, 0
 
-    def body(self, body: ReadBody) -> Body:
+    def body(self, body: Body) -> StepBody:
         """Add the nodes of a body, and return its steps."""
         for value in body.constants:
             self.add_source(value)
         steps = [self.step(equation) for equation in body.equations]
         results = [self.read(value) for value in body.results]
-        return Body(body.jaxpr, list(body.consts), steps, results)
+        return StepBody(body.jaxpr, list(body.consts), steps, results)
 
     def read(self, value: Value) -> Node | None:
         """Return the node of a value; a literal gets its own node each time."""

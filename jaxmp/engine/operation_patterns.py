@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from jaxmp.engine.graph import Graph, Node
-from jaxmp.engine.paths import OFFSETS, ROOTS, SCALES, SQUARES, multiple_of, readers_of
+from jaxmp.engine.graph_paths import OFFSETS, ROOTS, SCALES, SQUARES, multiple_of, readers_of
 from jaxmp.engine.states import Rule, State
 from jaxmp.program.primitives import LOGARITHMS, PRODUCTS, Trait, with_trait
 from jaxmp.program.walk import walk

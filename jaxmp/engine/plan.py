@@ -132,7 +132,7 @@ class Summary:
     def _lines(self) -> Iterator[str]:
         """Yield the totals as text."""
         products = self.half_product_flops / self.product_flops if self.product_flops else 0.0
-        yield f"operations: {tables.counts(self.operations)}"
+        yield f"operations by class: {tables.counts(self.operations)}"
         yield f"FLOPs: {self.flops}, {100 * self.half_share:.1f} % in half precision"
         yield f"FLOPs of products: {self.product_flops}, {100 * products:.1f} % in half precision"
         yield f"casts added: {self.casts}, which write {self.cast_bytes} bytes"

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from jaxmp.engine.casts import read_in
-from jaxmp.engine.graph import Body, Graph, Node, Step
+from jaxmp.engine.graph import Graph, Node, Step, StepBody
 from jaxmp.engine.states import KEPT
 from jaxmp.program.equations import Bodies, is_literal
 from jaxmp.program.primitives import BOUNDS, CAST, COMPARISONS, Trait, with_trait
@@ -48,7 +48,7 @@ class _Reader:
     def __init__(self) -> None:
         self.reads: dict[Step, ReadDtypes] = {}
         self.repeated: dict[Step, RepeatedReads] = {}
-        self._reads_in_body: dict[Body, Mapping[Any, set[np.dtype | None]]] = {}
+        self._reads_in_body: dict[StepBody, Mapping[Any, set[np.dtype | None]]] = {}
 
     def add(self, step: Step) -> None:
         if step.bodies is None:
@@ -78,7 +78,7 @@ class _Reader:
                     reads[position] = reads[position] or operand.deferred_cast
         return reads
 
-    def _half_read(self, body: Body, position: int) -> np.dtype | None:
+    def _half_read(self, body: StepBody, position: int) -> np.dtype | None:
         """Return the half dtype in which all readers read a body's operand, or None."""
         if body not in self._reads_in_body:
             dtypes_of: dict[Any, set[np.dtype | None]] = {}

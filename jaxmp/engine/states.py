@@ -33,7 +33,7 @@ SOURCE, HALF, FULL, STRICT, INFER, CLEAR, JOIN, KEPT = Kind
 class State(enum.IntEnum):
     """The decision on a value.
 
-    A state only rises, so the order of the rules does not matter.
+    A state only rises, so the dtypes do not depend on the order of the rules.
     """
 
     UNDECIDED = 0

@@ -68,7 +68,7 @@ def rebuild(
             return functools.partial(_bind_while, bodies, functions)
         case "cond":
             return functools.partial(_bind_cond, params, functions)
-    raise AssertionError(f"{name} has no bodies that can be rebuilt")
+    raise AssertionError(f"{name} has bodies, but no case in `rebuild`")
 
 
 def is_body_alone(eqn: Any) -> bool:
@@ -124,7 +124,7 @@ def _bind_scan(params: Any, bodies: Bodies, function: BodyFunction, *operands: A
 
     # If `jax.export` makes the length symbolic, `jax.lax.scan` must read it from the scanned arrays.
     length = None if xs else params["length"]
-    carry, ys = jax.lax.scan(body, list(init), list(xs), length, params["reverse"], params["unroll"])
+    carry, ys = jax.lax.scan(body, list(init), list(xs), length, bodies.reverse, params["unroll"])
     return [*carry, *ys]
 
 

@@ -45,6 +45,7 @@ class Bodies(NamedTuple):
     start: int = 0
     carry: int = 0
     length: Any = None  # the number of iterations of a scan; None for a while loop
+    reverse: bool = False  # whether a scan runs from the last element to the first
     primitive: str = ""  # the name of the primitive
 
     @property
@@ -148,11 +149,11 @@ def bodies_of(eqn: Any) -> Bodies | None:
             consts, carry, _ = (len(part) for part in params["ft_in"].unpack())
         else:
             consts, carry = params["num_consts"], params["num_carry"]
-        return Bodies("scan", (params["jaxpr"],), 0, consts, carry, params["length"], name)
+        return Bodies("scan", (params["jaxpr"],), 0, consts, carry, params["length"], params["reverse"], name)
     if name == "while":
         start = params["cond_nconsts"] + params["body_nconsts"]
         jaxprs = (params["cond_jaxpr"], params["body_jaxpr"])
-        return Bodies("while", jaxprs, params["cond_nconsts"], start, len(eqn.invars) - start, None, name)
+        return Bodies("while", jaxprs, params["cond_nconsts"], start, len(eqn.invars) - start, primitive=name)
     if name == "cond":
         return Bodies("cond", tuple(params["branches"]), primitive=name)
     return None

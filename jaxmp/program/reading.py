@@ -287,7 +287,7 @@ class _Reader:
         operands, last = equation.operands, len(bodies.jaxprs) - 1
         scan = None
         if bodies.length is not None:
-            scan = Scan(len(equation.key), bool(equation.eqn.params["reverse"]), bodies.length)
+            scan = Scan(len(equation.key), bodies.reverse, bodies.length)
         maps = _maps_across(scan)
         scans = around.scans if scan is None else (*around.scans, scan)
         inside = around._replace(phase=equation.phase, scans=scans, loops=(*around.loops, (*equation.key, last)))
@@ -310,7 +310,7 @@ class _Reader:
             elif n in bodies.carries:
                 value = self.add(entering(CARRY, aval, operand, maps.at_start), (CARRY, n, equal_loop))
             else:
-                key = (TURN, operand.same, scan is None or scan.reverse)
+                key = (TURN, operand.same, bodies.reverse)
                 value = self.add(entering(TURN, aval, operand, maps.outside), key)
             entered.append(value)
         for number in range(last):
@@ -350,7 +350,7 @@ def _computation_of(eqn: Any) -> Hashable:
     bodies = bodies_of(eqn)
     if bodies is not None and eqn.primitive.name not in _PER_DEVICE:
         inner = [(_structure_of(jaxpr), *map(id, consts)) for jaxpr, consts in map(opened, bodies.jaxprs)]
-        return bodies.primitive, bodies.length, eqn.params.get("reverse"), *inner
+        return bodies.primitive, bodies.length, bodies.reverse, *inner
     try:
         hash(_operation_of(eqn))
     except TypeError:

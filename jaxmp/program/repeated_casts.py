@@ -86,7 +86,7 @@ def _summed_cotangents(eqn: Any, place: int) -> float:
         return 1
     inside, jaxprs = place - (bodies.kind == "cond"), [opened(body)[0] for body in bodies.jaxprs]
     per_turn = max(_summed_cotangents_in(jaxpr, jaxpr.invars[inside]) for jaxpr in jaxprs)
-    return max(per_turn, 1) * (size_of([eqn.params["length"]]) if bodies.kind == "scan" else 1)
+    return max(per_turn, 1) * size_of([bodies.iterations])
 
 
 def _summed_cotangents_in(jaxpr: Any, var: Any) -> float:

@@ -23,7 +23,7 @@ of the iteration is its index into the scanned arrays.
 """
 
 
-def run_bodies(eqn: Any, bodies: Bodies, operands: list[Any], run: RunBody) -> list[Any]:
+def run_bodies(bodies: Bodies, operands: list[Any], run: RunBody) -> list[Any]:
     """Run an equation with bodies on arrays, and return its results.
 
     The equation must not be a scan without iterations.
@@ -31,12 +31,11 @@ def run_bodies(eqn: Any, bodies: Bodies, operands: list[Any], run: RunBody) -> l
     if bodies.is_conditional:
         branch = int(operands[0])
         return run(branch, bodies.inputs(branch, operands), 0)
-    match bodies.kind:
-        case "while":
-            return _run_while(bodies, operands, run)
-        case "scan":
-            return _run_scan(eqn, bodies, operands, run)
-    return run(0, operands, 0)
+    if bodies.is_call:
+        return run(0, operands, 0)
+    if bodies.length is None:
+        return _run_while(bodies, operands, run)
+    return _run_scan(bodies, operands, run)
 
 
 def _run_while(bodies: Bodies, operands: list[Any], run: RunBody) -> list[Any]:
@@ -50,12 +49,12 @@ def _run_while(bodies: Bodies, operands: list[Any], run: RunBody) -> list[Any]:
         turn += 1
 
 
-def _run_scan(eqn: Any, bodies: Bodies, operands: list[Any], run: RunBody) -> list[Any]:
+def _run_scan(bodies: Bodies, operands: list[Any], run: RunBody) -> list[Any]:
     start, stop = bodies.carries.start, bodies.carries.stop
     fixed, carry, inputs = operands[:start], operands[start:stop], operands[stop:]
     stacks: list[Any] | None = None
     turns = range(bodies.length)
-    for turn in turns[::-1] if eqn.params["reverse"] else turns:
+    for turn in turns[::-1] if bodies.reverse else turns:
         results = run(0, [*fixed, *carry, *_pick(inputs, turn)], turn)
         carry, outputs = results[: bodies.carry], results[bodies.carry :]
         stacks = _store(_repeat(outputs, bodies.length) if stacks is None else stacks, outputs, turn)

@@ -96,7 +96,7 @@ class Equation:
 
     @property
     def count(self) -> int | None:
-        """Return how often the equation runs; None inside a while loop."""
+        """Return how often the equation runs if each branch is taken; None inside a while loop."""
         turns = [turn for turn in self.turns if turn is not None]
         return math.prod(turns) if len(turns) == len(self.turns) else None
 

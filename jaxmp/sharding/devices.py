@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxmp.program.invariants import hoisted
+from jaxmp.program.hoisting import hoist
 from jaxmp.sharding.gathered_loss import Gathered, GatheredParams
 from jaxmp.sharding.mesh_plan import Sharding, on_auto_axes
 from jaxmp.sharding.mesh_types import typed
@@ -114,7 +114,7 @@ class DevicesOfArrays:
           other_args: the other arguments of the loss function, for the first microbatch.
           is_kept: a policy for ``jax.checkpoint``, which decides which values are kept for the backward pass.
         """
-        return MicrobatchLoss(hoisted(loss_fn, params, other_args, is_kept), params, lambda grads: grads)
+        return MicrobatchLoss(hoist(loss_fn, params, other_args, is_kept), params, lambda grads: grads)
 
 
 class DevicesOfMesh(DevicesOfArrays):
@@ -177,7 +177,7 @@ class DevicesOfMesh(DevicesOfArrays):
                 return MicrobatchLoss(loss_fn, params, lambda grads: grads)
             return super().loss_of_microbatch(loss_fn, params, other_args, is_kept)
         gathered_params = self.gathered.gather(params, *other_args)
-        loss_of_gathered = hoisted(loss_fn, gathered_params, other_args, is_kept)
+        loss_of_gathered = hoist(loss_fn, gathered_params, other_args, is_kept)
 
         def loss_of_learned(learned: Any, *other_args: Any) -> Any:
             params, taps = learned

@@ -12,6 +12,8 @@ from autocast_tools import HALVES, compiled, cosine, dtypes_of, half, layer_norm
 
 import jaxmp
 from jaxmp.engine import decide as decide_module
+from jaxmp.engine.decisions import decide_program
+from jaxmp.engine.emit import Emission
 from jaxmp.engine.graph import build
 from jaxmp.engine.rules import Rules
 from jaxmp.program.equations import opened
@@ -409,17 +411,32 @@ def distances(x, w):
     return (x @ w + jax.lax.stop_gradient(nearest - x @ w)) @ w
 
 
-def decisions(program):
-    graph = build(*opened(program), Rules(jnp.dtype(jnp.bfloat16)))
+def searched_and_amplified(x, w):
+    def turn(carry):
+        residual = carry[0] @ w - jnp.sin(x @ w)
+        return carry[0] - 0.1 * residual, jnp.abs(residual).max()
+
+    return jax.nn.relu(x @ w) @ w, jax.lax.while_loop(lambda carry: carry[1] > 1e-3, turn, (x, 1.0))[0]
+
+
+RULES = Rules(jnp.dtype(jnp.bfloat16))
+
+
+def states(graph):
+    return [(node.name, node.kind, node.state, node.compute, node.dtype, node.deferred_cast) for node in graph.nodes]
+
+
+def decided(program):
+    graph = build(*opened(program), RULES)
     decide_module.decide(graph)
-    return [(node.name, node.state, node.compute, node.dtype) for node in graph.nodes]
+    return states(graph)
 
 
-@pytest.mark.parametrize("fun", [jax.grad(block), recurrent, distances])
+@pytest.mark.parametrize("fun", [jax.grad(block), recurrent, distances, searched_and_amplified])
 def test_shuffled_rules_decide_the_same(fun, monkeypatch):
     """The order of the rules does not matter, because a state only rises."""
     program = jax.make_jaxpr(fun)(X, W)
-    expected = decisions(program)
+    expected = decided(program)
     settle = decide_module._settle
     raisers = decide_module.RAISERS
     for seed, order in enumerate(itertools.permutations(raisers)):
@@ -431,4 +448,14 @@ def test_shuffled_rules_decide_the_same(fun, monkeypatch):
 
         monkeypatch.setattr(decide_module, "_settle", settled_in_another_order)
         monkeypatch.setattr(decide_module, "RAISERS", order)
-        assert decisions(program) == expected
+        assert decided(program) == expected
+
+
+@pytest.mark.parametrize("fun", [jax.grad(block), recurrent, distances])
+def test_an_emission_changes_no_decision_and_can_be_repeated(fun):
+    graph = build(*opened(jax.make_jaxpr(fun)(X, W)), RULES)
+    decisions = decide_program(graph, [X, W], [None])
+    before = states(graph), dict(decisions.reads), set(decisions.unchanged)
+    programs = [jax.make_jaxpr(lambda *args: Emission(decisions, RULES).results(args, [None]))(X, W) for _ in range(2)]
+    assert str(programs[0]) == str(programs[1])
+    assert (states(graph), dict(decisions.reads), set(decisions.unchanged)) == before

@@ -16,6 +16,8 @@ from jax import named_scope as scope
 from places import ROOT
 from plan_tools import plan, shape
 
+from jaxmp.program.primitives import AMPLIFIERS
+
 HALF, FULL = "bfloat16", "float32"
 COMPUTES_NOTHING = {"clear", "opaque", "recurse"}  # moves; the author's casts and positions; bodies
 
@@ -288,3 +290,9 @@ def test_the_documentation_has_these_tables():
         half = [operation for operation, dtype in table.items() if dtype == HALF]
         full = [operation for operation, dtype in table.items() if dtype == FULL]
         assert tables[name] == (half, full)
+
+
+def test_the_amplifiers_are_those_that_the_documentation_lists():
+    text = (ROOT / "docs" / "autocast.md").read_text()
+    (listed,) = re.findall(r"These functions are amplifiers: (.*), and the remainder\.", text)
+    assert set(re.findall(r"`(\w+)`", listed)) == set(AMPLIFIERS) - {"rem"}

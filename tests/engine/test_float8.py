@@ -510,7 +510,7 @@ class TestAccumulation:
         x, outcomes, casts = normal(0, 2 * 48, 16), [], []
         for once in (True, False):
             if not once:
-                monkeypatch.setattr(devices, "hoisted", lambda fun, *_: fun)
+                monkeypatch.setattr(devices, "hoist", lambda fun, *_: fun)
             step = jaxmp.make_train_step(
                 lambda p, s, batch, r: (loss(p, batch), s), accumulate_steps=2, remat=remat, donate=False
             )
@@ -655,7 +655,7 @@ class TestForTheH200:
             return Counter("while/body" in line for line in casts), program.memory_analysis().temp_size_in_bytes
 
         casts, size = compiled_step()
-        monkeypatch.setattr(devices, "hoisted", lambda fun, *_: fun)
+        monkeypatch.setattr(devices, "hoist", lambda fun, *_: fun)
         casts_in_loop, size_in_loop = compiled_step()
         assert casts == {False: 2} and casts_in_loop[True] >= 4 and not casts_in_loop[False]
         assert size <= size_in_loop + 2 * 512 * 2048 + 4096

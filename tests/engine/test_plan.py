@@ -129,7 +129,7 @@ def test_a_plan_without_products_says_so():
     assert (cast_plan.summary.changes, cast_plan.summary.casts, cast_plan.summary.half_flops) == (False, 0, 0)
     assert str(cast_plan).endswith("no product in half: nothing changes")
     text = str(plan(lambda x: x, shape(8)))
-    assert "operations: none\nFLOPs: 0, 0.0 % in half precision\n" in text
+    assert "operations by class: none\nFLOPs: 0, 0.0 % in half precision\n" in text
 
 
 def test_a_plan_shows_the_decisions_inside_of_a_model_under_a_policy():

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxmp.program.invariants import hoisted, passed_on
+from jaxmp.program.hoisting import hoist
+from jaxmp.program.invariants import passed_on
 
 A, B = jnp.ones((3, 2)), jnp.zeros((3, 2))
 
@@ -47,7 +48,7 @@ def test_prints_stay_in_each_iteration(capfd):
 
     @jax.jit
     def loop(weight, xs):
-        turn = hoisted(fun, weight, (xs[0],), jax.checkpoint_policies.save_only_these_names("kept"))
+        turn = hoist(fun, weight, (xs[0],), jax.checkpoint_policies.save_only_these_names("kept"))
         return lax.map(lambda x: turn(weight, x), xs)
 
     result = loop(A, jnp.stack([A, B]))

@@ -110,7 +110,6 @@ _AMPLIFIERS = (
         ((amplifiers, "AMPLIFIERS", _without("acos", "acosh", "asin", "atanh", "erf_inv", "log1p")),),
     ),
     Switch("10", "casts to integers", ((amplifiers, "_QUANTISED", _ALL_INTEGERS),)),
-    Switch("10", "equal products elsewhere", ((amplifiers, "_raise_equal_products", _do_nothing),)),
     Switch("10", "back through quotients", ((amplifiers, "_is_quotient", _no),)),
 )
 _CANCELLATION = (

@@ -114,7 +114,7 @@ class _Stepping:
                 inside = moment.in_turn(turn, is_counted=bodies.length is not None)
             return self.body(*opened(bodies.jaxprs[number]), inputs, inside.inside(number))
 
-        return run_bodies(eqn, bodies, operands, run)
+        return run_bodies(bodies, operands, run)
 
     def operation(self, eqn: Any, operands: list[Any], moment: Moment) -> list[Any]:
         if moment.key not in self.compiled:

@@ -6,7 +6,7 @@ root in a normalisation layer.
 
 from __future__ import annotations
 
-from jaxmp.engine.paths import OFFSETS
+from jaxmp.engine.graph_paths import OFFSETS
 from jaxmp.inspect._audit.evidence import Audited, Fault, Faults
 from jaxmp.inspect._audit.finders.sums import terms
 from jaxmp.program.primitives import Trait, with_trait

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from jaxmp._internals.jax.sources import scopes_and_transforms
-from jaxmp.engine.paths import SCALES
+from jaxmp.engine.graph_paths import SCALES
 from jaxmp.inspect._audit.evidence import Audited, Fault, Faults
 from jaxmp.program.primitives import Trait, with_trait
 from jaxmp.program.values import Value, computed_at, constant, depending_on, leading_to
