@@ -1,4 +1,4 @@
-"""Copy measured figures into the README and six pages of docs.
+"""Copy measured figures into the README and seven pages of docs.
 
 The figures come from experiments/results, and are written between two markers in each file.
 
@@ -12,6 +12,7 @@ python -m experiments.report.readme
 - docs/inspect.md: step times predicted by the roofline model, beside measured times
 - docs/real_libraries.md: the errors of autocast in programs of real libraries, and the programs that need each rule
 - docs/tools/tune.md: the policies that tune finds
+- docs/concepts/float32_products.md: the errors of float32 products by precision
 """
 
 from __future__ import annotations
@@ -279,6 +280,16 @@ def tune_block(root: Path = ROOT) -> str:
     )
 
 
+def float32_products_block(root: Path = ROOT) -> str:
+    """Return the table for docs/concepts/float32_products.md, from the newest result below ``root``."""
+    name = "matmul_precision"
+    source = headline.newest(root / "experiments" / "results", name, lambda run: not run["smoke"])
+    if source is None:
+        return f"Not measured yet: `python -m experiments.benchmarks.{name} --run-dir experiments/results/{name}`.\n"
+    (text,) = [text for text in sections(source.path.with_suffix(".md")).values() if "|" in text]
+    return f"{text.strip()}\n\n{source.line(root)}\n".replace("](experiments/", "](../../experiments/")
+
+
 def _percent(error: float | str) -> str:
     return f"{100 * float(error):.2g} %" if math.isfinite(float(error)) else "fails"
 
@@ -307,6 +318,7 @@ PAGES = {
     ("docs/real_libraries.md", "results"): real_libraries_block,
     ("docs/real_libraries.md", "rules"): rules_block,
     ("docs/tools/tune.md", "results"): tune_block,
+    ("docs/concepts/float32_products.md", "results"): float32_products_block,
 }
 """For each page and marker, the function that returns the text."""
 

@@ -176,7 +176,8 @@ def precisions(model: nn.Module, *, gradients: bool = False) -> list[str]:
 
     jaxpr = jax.make_jaxpr(jax.grad(loss) if gradients else loss)(shapes(model, X))
     params = [eqn.params["precision"] for eqn in equations(jaxpr) if eqn.primitive.name in PRODUCTS]
-    return ["-" if precision is None else str(precision[0].name) for precision in params]
+    of_operands = [precision[0] if isinstance(precision, tuple) else precision for precision in params]
+    return ["-" if precision is None else str(precision) for precision in of_operands]
 
 
 def test_float32_products_are_true_float32_ones():
@@ -190,6 +191,10 @@ def test_the_precision_of_an_override_applies_only_to_the_modules_it_covers():
     assert precisions(model) == ["-", "HIGHEST", "-"]
     model = apply_policy(MLP((4, 4, 4)), "float32", {"Dense_1": "mixed_float16"})
     assert precisions(model) == ["HIGHEST", "-", "HIGHEST"]
+
+    model = apply_policy(MLP((4, 4)), "mixed_float16", {"Dense_1": "matmul_precision=BF16_BF16_F32_X3"})
+    assert precisions(model) == ["-", "BF16_BF16_F32_X3"]
+    assert precisions(model, gradients=True).count("BF16_BF16_F32_X3") == 3
 
     with jax.default_matmul_precision("high"):
         model = apply_policy(MLP((4, 4)), "mixed_float16", {"Dense_1": "float32"})
