@@ -175,14 +175,16 @@ class Rules:
         return HIGHEST if is_algorithm and eqn.primitive.name != "dot_general" else precision
 
     def _requested_precision(self, eqn: Any, names: Names) -> Any:
-        traced = eqn.params["precision"]
-        if region_of(names).asked_by == OF_POLICY:  # the code of a module is traced in the precision of its policy
+        traced, region = eqn.params["precision"], region_of(names)
+        if region.asked_by == OF_POLICY:  # the code of a module is traced in the precision of its policy
             return traced
+        default = precision_named(region.products) if region.products else None
+        by_author = None if traced == default else traced
         request = self.request_of(eqn.primitive.name, names)
         if request is not None and request.level == "tensorfloat32":
-            return traced
+            return by_author
         if request is not None and request.products:
-            return precision_named(request.products) if traced is None else traced
+            return precision_named(request.products) if by_author is None else by_author
         return traced if asks_for_highest(traced) else HIGHEST
 
     def recipe_of(self, name: str, names: Names) -> Float8 | None:

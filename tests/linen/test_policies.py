@@ -212,6 +212,23 @@ def test_a_precision_that_a_module_sets_around_a_submodule_stays():
     assert precisions(apply_policy(Careful(), "mixed_float16")) == ["HIGHEST", "-"]
 
 
+def test_the_precision_of_a_region_wins_over_the_policy_of_its_module():
+    class Careful(nn.Module):
+        level: Any
+
+        @nn.compact
+        def __call__(self, x):
+            with jaxmp.precision(self.level):
+                x = nn.Dense(4)(x) @ self.param("kernel", nn.initializers.ones, (4, 4))
+            return x
+
+    algorithm = jaxmp.Policy("float32", "float32", "float32", matmul_precision="BF16_BF16_F32_X3")
+    for policy in ("float32", "mixed_float16", "matmul_precision=high"):
+        assert precisions(apply_policy(Careful(algorithm), policy))[1] == "BF16_BF16_F32_X3"
+        assert precisions(apply_policy(Careful("tensorfloat32"), policy))[1] == "-"
+        assert precisions(apply_policy(Careful("float32"), policy))[1] == "HIGHEST"
+
+
 def test_a_float32_region_in_a_module_with_a_dtype_field_is_float32():
     class Careful(nn.Module):
         dtype: Any = None
