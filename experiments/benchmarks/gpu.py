@@ -221,6 +221,8 @@ PIECES = (
           ("--policy", "mixed_bfloat16", "--batch", "16", "--context", "1024", "--rounds", "10"),
           ("--layers", "1", "--width", "64", "--vocabulary", "64", "--batch", "1", "--context", "8", "--rounds", "1"),
           result="numerics", wants=(), limited=False),
+    Piece("matmul_precision", "the errors and times of float32 products by precision", "matmul_precision", (), _BRIEF,
+          result="matmul_precision", wants=(), limited=False),
     Piece("input_pipeline", "the images per second that are prepared", "input_pipeline", (),
           ("--image-size", "32", "--batch-size", "8", "--examples", "64", "--rounds", "2", "--block-ms", "1"),
           result="input_pipeline", wants=(), limited=False))  # fmt: skip

@@ -33,6 +33,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import nnx
 from jax import lax
 
@@ -294,8 +295,7 @@ def loss_of(case: Case, y: Any) -> Any:
     """
     if case.targets is not None:
         logits = y.astype(jnp.promote_types(y.dtype, jnp.float32))
-        rows = jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.asarray(case.targets)[..., None], -1)
-        return -rows.sum() / 16
+        return optax.softmax_cross_entropy_with_integer_labels(logits, jnp.asarray(case.targets)).sum() / 16
     y = y @ jnp.eye(y.shape[-1], dtype=y.dtype)[::-1]  # the product of the next layer
     return jnp.sum(y * jnp.asarray(weights(y.shape), jnp.promote_types(y.dtype, jnp.float32)))
 

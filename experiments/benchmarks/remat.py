@@ -112,7 +112,7 @@ def limit_of(config: Config) -> int | None:
     if config.smoke:
         return None
     # The same share that the scripts use on an attached GPU.
-    return int(SHARE * cli.GPU_SHARE * targets.TARGETS["h200"].memory_bytes) if config.target else free_bytes()
+    return int(SHARE * cli.GPU_SHARE * targets.TARGETS["h200"].gpu.memory_bytes) if config.target else free_bytes()
 
 
 def table(group: Group) -> Table:

@@ -1,4 +1,4 @@
-"""Copy measured figures into the README and six pages of docs.
+"""Copy measured figures into the README and seven pages of docs.
 
 The figures come from experiments/results, and are written between two markers in each file.
 
@@ -9,9 +9,10 @@ python -m experiments.report.readme
 - docs/measured.md: all results, with the device, versions, date and command of each
 - docs/gradient_sums.md: the errors of summed gradients
 - docs/sharding.md: models compiled for many GPUs
-- docs/inspect.md: step times predicted by the roofline model, beside measured times
+- docs/inspect.md: step times predicted by the roofline model, beside measured times, and the table of GPUs
 - docs/real_libraries.md: the errors of autocast in programs of real libraries, and the programs that need each rule
 - docs/tools/tune.md: the policies that tune finds
+- docs/concepts/float32_products.md: the errors of float32 products by precision
 """
 
 from __future__ import annotations
@@ -27,11 +28,13 @@ from experiments.benchmarks.gradient_sums import NOTE, sentence
 from experiments.benchmarks.tune import NOTE as TUNE_NOTE
 from experiments.report import ablation_table, headline, predictions, step_tables
 from experiments.report.marked_text import write_marked
-from jaxmp.inspect.compiled.targets import TARGETS
+from jaxmp.base.gpus import GPUS
 
 ROOT = Path(__file__).resolve().parents[2]
 MEASURED = "How it was measured"
 COMMAND = "python -m experiments.report.readme"
+FOR_MANY_GPUS = ("h200", "h100", "a100", "b200", "l4")
+"""The GPUs in the table of models on many GPUs."""
 
 
 def sections(file: Path) -> dict[str, str]:
@@ -209,10 +212,7 @@ def sharding_block(root: Path = ROOT) -> str:
     for row in source.data["rows"]:
         if (row["setting"]["size"], row["way"]) != ("7B", "linen"):
             continue
-        able = {
-            name.upper(): target for name, target in TARGETS.items() if target.capability >= (8, 0)
-        }  # able to compute in bfloat16
-        cards = [name for name, target in able.items() if row["peak"] <= 0.9 * target.memory_bytes]
+        cards = [name.upper() for name in FOR_MANY_GPUS if row["peak"] <= 0.9 * GPUS[name].memory_bytes]
         how = f"{row['gpus']} ({row['topology']})"
         lines.append(f"| {how} | {row['peak'] / 2**30:.1f} | {row['wire'] / 1e9:.1f} | {', '.join(cards) or 'none'} |")
     parts = sections(source.path.with_suffix(".md"))
@@ -279,6 +279,30 @@ def tune_block(root: Path = ROOT) -> str:
     )
 
 
+def gpus_block() -> str:
+    """Return the table of GPUs for docs/inspect.md."""
+    lines = [
+        "| name | GPU | memory, GiB | memory, GB/s | TFLOP/s: float32 | TF32 | half | float8 |",
+        "|---|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for name, gpu in GPUS.items():
+        rates = [gpu.float32, gpu.tensorfloat32, gpu.half, gpu.float8]
+        cells = ["–" if rate is None else f"{rate:g}" for rate in rates]
+        figures = [f"{gpu.memory_gib}", f"{gpu.bandwidth_gb:,}", *cells]
+        lines.append(f"| `{name}` | {gpu.device_kind} | {' | '.join(figures)} |")
+    return "\n".join([*lines, ""])
+
+
+def float32_products_block(root: Path = ROOT) -> str:
+    """Return the table for docs/concepts/float32_products.md, from the newest result below ``root``."""
+    name = "matmul_precision"
+    source = headline.newest(root / "experiments" / "results", name, lambda run: not run["smoke"])
+    if source is None:
+        return f"Not measured yet: `python -m experiments.benchmarks.{name} --run-dir experiments/results/{name}`.\n"
+    (text,) = [text for text in sections(source.path.with_suffix(".md")).values() if "|" in text]
+    return f"{text.strip()}\n\n{source.line(root)}\n".replace("](experiments/", "](../../experiments/")
+
+
 def _percent(error: float | str) -> str:
     return f"{100 * float(error):.2g} %" if math.isfinite(float(error)) else "fails"
 
@@ -304,9 +328,11 @@ PAGES = {
     ("docs/gradient_sums.md", "results"): gradient_sums_block,
     ("docs/sharding.md", "results"): sharding_block,
     ("docs/inspect.md", "results"): roofline_block,
+    ("docs/inspect.md", "gpus"): gpus_block,
     ("docs/real_libraries.md", "results"): real_libraries_block,
     ("docs/real_libraries.md", "rules"): rules_block,
     ("docs/tools/tune.md", "results"): tune_block,
+    ("docs/concepts/float32_products.md", "results"): float32_products_block,
 }
 """For each page and marker, the function that returns the text."""
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import jax
+from rich import filesize
 
 from experiments.measure import memory
 from experiments.measure.memory import NO_ROOM
@@ -174,12 +175,9 @@ def in_words(size: int) -> str:
     """Format a number of bytes.
 
     >>> in_words(1_930_000_000), in_words(512_000), in_words(1000)
-    ('1.93 GB', '0.51 MB', '1.00 kB')
+    ('1.93 GB', '512.00 kB', '1.00 kB')
     """
-    if size >= NO_ROOM:
-        return "more than there is"
-    unit, name = (1e9, "GB") if size >= 1e9 else (1e6, "MB") if size >= 1e5 else (1e3, "kB")
-    return f"{size / unit:.2f} {name}"
+    return "more than there is" if size >= NO_ROOM else filesize.decimal(size, precision=2)
 
 
 def settled(name: str, config: C, prepare: Callable[[C], Experiment], most: Callable[[C], int]) -> C:

@@ -5,16 +5,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import re
-import types
 from collections.abc import Iterator
 from typing import Any
 
 import jax
 
 from jaxmp.base.cache_keys import assumed_hardware
-from jaxmp.base.dtypes import closest_names
+from jaxmp.base.gpus import BY_DEVICE_KIND, GPUS, gpu_named
 
-__all__ = ["Hardware", "align_dim", "assumed", "detect", "recommended_policy"]
+__all__ = ["GPUS", "Hardware", "align_dim", "assumed", "detect", "recommended_policy"]
 
 # Tensor cores by compute capability, from the CUDA programming guide and the architecture whitepapers (Volta, Turing,
 # Ampere, Ada, Hopper, Blackwell). mxfp8 is float8 with one scale per block of 32 numbers (an OCP microscaling format).
@@ -28,59 +27,14 @@ _SINCE = (
 # GPUs with Turing chips (TU116, TU117) that report compute capability 7.5, but have no tensor cores
 _TURING_WITHOUT = re.compile(r"\bGTX 16\d\d|\bMX[45]\d0\b|\bT(4|5|6|10|12|20)00\b|\bT550\b")
 
-_COLUMNS = (("float32",), ("tensorfloat32",), ("float16", "bfloat16"), ("float8_e4m3fn", "float8_e5m2"), ("int8",))
-# Peak rates by device kind. The first numbers of a row are the TFLOP/s for the dtypes of _COLUMNS (TOP/s for int8).
-# The last number is the memory bandwidth in GB/s. The rates are for dense operands (no structured sparsity) and
-# float32 accumulation. A device kind must match exactly, because a MIG slice or a laptop GPU has other rates. The
-# numbers are the vendors' nominal rates, written down from memory. A few were compared with third-party pages, but
-# none with a datasheet. Use them for orientation only. To compute utilisation, measure the peak of the real device.
-_PEAKS: dict[str, tuple[float | None, ...]] = {
-    "Tesla V100-SXM2-16GB": (15.7, None, 125, None, None, 900),
-    "Tesla V100-SXM2-32GB": (15.7, None, 125, None, None, 900),
-    "Tesla V100-PCIE-16GB": (14, None, 112, None, None, 900),
-    "Tesla V100-PCIE-32GB": (14, None, 112, None, None, 900),
-    "Tesla T4": (8.1, None, 65, None, 130, 320),
-    "NVIDIA A10": (31.2, 62.5, 125, None, 250, 600),
-    "NVIDIA A30": (10.3, 82, 165, None, 330, 933),
-    "NVIDIA A100-SXM4-40GB": (19.5, 156, 312, None, 624, 1555),
-    "NVIDIA A100-SXM4-80GB": (19.5, 156, 312, None, 624, 2039),
-    "NVIDIA A100-PCIE-40GB": (19.5, 156, 312, None, 624, 1555),
-    "NVIDIA A100 80GB PCIe": (19.5, 156, 312, None, 624, 1935),
-    "NVIDIA GeForce RTX 3090": (35.6, 35.6, 71, None, 284, 936),
-    "NVIDIA GeForce RTX 4090": (82.6, 82.6, 165.2, 330.3, 660.6, 1008),
-    "NVIDIA GeForce RTX 5090": (104.8, 104.8, 209.5, 419, 838, 1792),
-    "NVIDIA L4": (30.3, 60, 121, 242.5, 242.5, 300),
-    "NVIDIA L40S": (91.6, 183, 362, 733, 733, 864),
-    "NVIDIA H100 80GB HBM3": (67, 494.7, 989.4, 1978.9, 1978.9, 3350),
-    "NVIDIA H100 NVL": (60, 417.5, 835.5, 1670.5, 1670.5, 3900),
-    "NVIDIA H100 PCIe": (51, 378, 756, 1513, 1513, 2000),
-    "NVIDIA H200": (67, 494.7, 989.4, 1978.9, 1978.9, 4800),
-    "NVIDIA B200": (75, 1100, 2250, 4500, 4500, 7700),
-    "TPU v4": (None, None, 275, None, 275, 1228),
-    "TPU v5 lite": (None, None, 197, None, 394, 819),
-    "TPU v5": (None, None, 459, None, 918, 2765),
-    "TPU v6 lite": (None, None, 918, None, 1836, 1640),
+# Nominal rates of TPUs by device kind: TFLOP/s in bfloat16, TOP/s in int8, and GB/s of memory. They were not compared
+# with a datasheet.
+_TPUS = {
+    "TPU v4": (275, 275, 1228),
+    "TPU v5 lite": (197, 394, 819),
+    "TPU v5": (459, 918, 2765),
+    "TPU v6 lite": (918, 1836, 1640),
 }
-
-
-GPUS = {
-    "h200": ("NVIDIA H200", "9.0"),
-    "h100": ("NVIDIA H100 80GB HBM3", "9.0"),
-    "a100": ("NVIDIA A100-SXM4-80GB", "8.0"),
-    "b200": ("NVIDIA B200", "10.0"),
-    "l4": ("NVIDIA L4", "8.9"),
-    "t4": ("Tesla T4", "7.5"),
-}
-"""The device kind and the compute capability of GPUs, by short name. The GPUs need not be attached."""
-_MEMORY_GIB = {
-    "NVIDIA H200": 141,
-    "NVIDIA H100 80GB HBM3": 79,
-    "NVIDIA A100-SXM4-80GB": 79,
-    "NVIDIA B200": 179,
-    "NVIDIA L4": 22,
-    "Tesla T4": 15,
-}
-"""The memory of the GPUs in :data:`GPUS`, as CUDA reports it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,9 +70,9 @@ class Hardware:
 def detect(device: Any = None) -> Hardware:
     """Return the fast dtypes of ``device`` and the policy to train with on it.
 
-    ``device`` is a JAX device, or the name of a GPU in :data:`GPUS`. The default is the first local device. Inside
-    the context :func:`assumed`, the default is the GPU of that context. For a JAX device that jaxmp does not know, the
-    policy is float32, which works everywhere.
+    ``device`` is a JAX device, or the name of a GPU in :data:`GPUS`, such as ``"h200"`` or ``"RTX 4090"``. The default
+    is the first local device. Inside the context :func:`assumed`, the default is the GPU of that context. For a JAX
+    device that jaxmp does not know, the policy is float32, which works everywhere.
 
     Raises:
       RuntimeError: you pass no device, and JAX's backend cannot start.
@@ -169,21 +123,6 @@ def assumed(name: str) -> Iterator[None]:
         yield
 
 
-def gpu_named(name: str) -> Any:
-    """Return an object with the properties of the GPU ``name`` in :data:`GPUS`.
-
-    Raises:
-      ValueError: the name is unknown.
-    """
-    if name not in GPUS:
-        raise ValueError(
-            f"device must be None, for the attached device, or one of {', '.join(GPUS)}, got {name!r}; nearest: "
-            f"{closest_names(str(name), GPUS)}. To add a GPU, edit jaxmp.hardware and jaxmp/inspect/compiled/targets.py"
-        )
-    kind, capability = GPUS[name]
-    return types.SimpleNamespace(device_kind=kind, platform="gpu", compute_capability=capability)
-
-
 def recommended_policy(device: Any = None) -> str:
     """Return the name of the policy to train with on ``device``; see :func:`detect`.
 
@@ -218,7 +157,7 @@ def _parse_capability(capability: Any) -> tuple[int, int] | None:
 
 def _tensor_cores(name: str, platform: str, capability: Any) -> tuple[str, ...]:
     if platform == "tpu":
-        return ("bfloat16", "int8") if name in _PEAKS else ("bfloat16",)
+        return ("bfloat16", "int8") if name in _TPUS else ("bfloat16",)
     version = _parse_capability(capability)
     if version is None or _TURING_WITHOUT.search(name):
         return ()
@@ -226,15 +165,14 @@ def _tensor_cores(name: str, platform: str, capability: Any) -> tuple[str, ...]:
 
 
 def _peaks(name: str, cores: tuple[str, ...]) -> tuple[dict[str, float], float | None]:
-    if name not in _PEAKS:
+    if name in _TPUS:
+        bfloat16, int8, bandwidth = _TPUS[name]
+        return {"bfloat16": float(bfloat16), "int8": float(int8)}, bandwidth * 1e9
+    if name not in BY_DEVICE_KIND:
         return {}, None
-    *rates, bandwidth = _PEAKS[name]
-    tflops = {}
-    for dtypes, rate in zip(_COLUMNS, rates, strict=True):
-        for dtype in dtypes:
-            if rate is not None and (dtype == "float32" or dtype in cores):
-                tflops[dtype] = float(rate)
-    return tflops, None if bandwidth is None else bandwidth * 1e9
+    gpu = BY_DEVICE_KIND[name]
+    rates = {dtype: rate for dtype, rate in gpu.tflops.items() if dtype == "float32" or dtype in cores}
+    return rates, float(gpu.bandwidth)
 
 
 def _memory(name: str, device: Any) -> int | None:
@@ -242,8 +180,8 @@ def _memory(name: str, device: Any) -> int | None:
 
     The number does not depend on what is allocated, nor on whether a known GPU is attached.
     """
-    if name in _MEMORY_GIB:
-        return _MEMORY_GIB[name] * 2**30
+    if name in BY_DEVICE_KIND:
+        return BY_DEVICE_KIND[name].memory_bytes
     if device.platform == "cpu":
         return None
     try:

@@ -48,7 +48,7 @@ CALL = (
 )  # fmt: skip
 """A function that is run, and its arguments."""
 RUN = _named("run", metavar="RUN", help="the folder of the run to show, usually a run in half precision")
-DEVICE = _named("--device", metavar="NAME", help="a GPU that is not attached: h200, h100, a100, b200, l4, t4")
+DEVICE = _named("--device", metavar="NAME", help="a GPU that is not attached, such as h200, a100, l40s or 4090")
 TOPOLOGY = _named("--topology", metavar="1x2x4", help=_TOPOLOGY)
 POLICY = _named("--policy", help="run under autocast with this policy; default: run without autocast")
 EXPECTED_POLICY = _named("--policy", help="the policy that the program should follow; the program does not change")

@@ -59,7 +59,7 @@ def autocast(fun: F, policy: Any = None, overrides: Mapping[str, Any] | None = N
         - ``"float32"``
         - ``"tensorfloat32"``: float32 with JAX's default precision of products
         - ``"half"``: all operations below the path are half, except linear algebra
-        - a float32 policy
+        - a float32 policy, such as ``"matmul_precision=BF16_BF16_F32_X3"``: float32 with this precision of products
         - a half policy: the rules decide for each operation below the path. This level is allowed even if ``policy``
           computes in float32
 
@@ -95,7 +95,7 @@ def autocast(fun: F, policy: Any = None, overrides: Mapping[str, Any] | None = N
         if policies_off.value:
             return fun(*args, **kwargs)
         if one_policy.compute_dtype == np.float32 and not exceptions:
-            with donation_note(), mark_of(str(level_of(one_policy))), one_policy.matmul_context():
+            with donation_note(), mark_of(level_of(one_policy)), one_policy.matmul_context():
                 return one_policy.cast_to_output(fun(*args, **kwargs))
         check_backend(one_policy)
         rules = Rules(one_policy.compute_dtype, exceptions, {} if is_tracing() else programs, one_policy.float8)

@@ -15,7 +15,7 @@ from jaxmp.base.dtypes import is_castable
 from jaxmp.engine.decisions import Decisions, decide_program
 from jaxmp.engine.float8_products import Float8Product, emit_float8
 from jaxmp.engine.graph import Node, Step, StepBody, build
-from jaxmp.engine.marks import OF_POLICY, WITH_RULE, ours
+from jaxmp.engine.marks import WITH_RULE, ours
 from jaxmp.engine.reads import is_widening
 from jaxmp.engine.rules import Rules
 from jaxmp.engine.states import KEPT
@@ -30,7 +30,7 @@ from jaxmp.program.equations import (
     has_explicit_axes,
     is_literal,
 )
-from jaxmp.program.primitives import BROADCAST, MEETS, Trait, with_trait
+from jaxmp.program.primitives import BROADCAST, MEETS, PRODUCTS, Trait, with_trait
 from jaxmp.program.repeated_casts import (
     REPEATS,
     cast_repeated,
@@ -187,8 +187,8 @@ class _Evaluation(Rewriter):
         dtype = None if node is None else node.compute
         params = eqn.params
         if dtype is not None and node is not None:
-            is_exact = node.requested != "tensorfloat32" and step.region.asked_by != OF_POLICY
-            params = params_in_dtype(eqn, dtype, is_exact)
+            precision = self.emission.rules.precision_of(eqn, step.names) if eqn.primitive.name in PRODUCTS else None
+            params = params_in_dtype(eqn, dtype, precision)
         if "precision" in params and asks_for_what_is_missing(params):
             params = {**params, "precision": None}
         return bind_equation(eqn, operands, params)

@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxmp.base.dtypes import is_half
 from jaxmp.engine.graph import Graph, Step
-from jaxmp.engine.overrides import Level
+from jaxmp.engine.overrides import Level, is_float32
 from jaxmp.policy.patterns import EVERY, Pattern, pattern_text
 from jaxmp.policy.policies import Policy
 from jaxmp.program.primitives import PRODUCTS, Class, classify
@@ -52,7 +52,7 @@ def reason_not_half(
     if pattern is not None:
         return None
     for key, level in operations:
-        if key in (f"class:{Class.HALF}", EVERY) and level in ("float32", "tensorfloat32"):
+        if key in (f"class:{Class.HALF}", EVERY) and is_float32(level):
             return Reason(key, np.dtype("float32"))
     return None
 

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmp._internals.jax.sources import Names
-from jaxmp.engine.overrides import checked_level
+from jaxmp.engine.overrides import Level, checked_level
+from jaxmp.policy.policies import Policy
 
 DECIDED = "jaxmp.decided"
 """The scope around all operations that the engine has emitted; an outer engine does not change them."""
@@ -37,11 +38,12 @@ class Region(NamedTuple):
     half: np.dtype | None = None  # the half dtype of the module around it; None for the program's half dtype
     asked_by: str = ""  # the source of the level, in words
     products: str = ""  # the matmul_precision of the module's policy, for derivative rules that are traced later
+    asked_products: str = ""  # the precision of float32 products that a region asks for; empty for that of its level
     recipe: str = ""  # the recipe of float8 products as text; "none" for half products, empty for the program's recipe
     is_policy: bool = False  # whether the innermost mark is a half policy: the rules decide, without overrides
 
 
-def precision(level: str) -> contextlib.AbstractContextManager[None]:
+def precision(level: str | Policy) -> contextlib.AbstractContextManager[None]:
     """Set the precision of operations in this context under autocast.
 
     Use this context in place of ``astype("float32")``. Autocast traces float32 code in float32, so JAX drops such a
@@ -50,10 +52,11 @@ def precision(level: str) -> contextlib.AbstractContextManager[None]:
 
     Args:
       level: ``"float32"``, with products at the highest precision; ``"tensorfloat32"``, which is float32 with products
-        at JAX's default precision; or ``"half"``, the compute dtype of the policy.
+        at JAX's default precision; ``"half"``, the compute dtype of the policy; or a float32 policy, such as
+        ``"matmul_precision=BF16_BF16_F32_X3"``, which is float32 with this precision of products.
 
     Raises:
-      ValueError: the level is not one of these three.
+      ValueError: the level is none of these.
 
     >>> def fun(x, w):
     ...     with precision("float32"):
@@ -66,9 +69,10 @@ def precision(level: str) -> contextlib.AbstractContextManager[None]:
     return mark_of(checked_level(level))
 
 
-def mark_of(level: str) -> contextlib.AbstractContextManager[None]:
-    """Return a context that marks the code in it with a level."""
-    return jax.named_scope(f"jaxmp.precision({level})")
+def mark_of(level: Level) -> contextlib.AbstractContextManager[None]:
+    """Return a context that marks the code in it with one of ``LEVELS``, or with a float32 policy."""
+    text = f"float32:{level.matmul_precision}" if isinstance(level, Policy) else level
+    return jax.named_scope(f"jaxmp.precision({text})")
 
 
 def computing(
@@ -105,9 +109,11 @@ def region_of(names: Names) -> Region:
     products = next((products for kind, _, products, *_ in marks if kind == "compute"), "")
     recipe = next((recipe or "none" for kind, *_, recipe in marks if kind == "compute"), "")
     region = Region(products=products, recipe=recipe)
-    for kind, text, _, is_override, _ in marks:
+    for kind, text, asked_products, is_override, _ in marks:
         if kind == "precision" and region.level is None:
-            region = region._replace(level=text, asked_by=f"region jaxmp.precision({text!r})")
+            argument = f"matmul_precision={asked_products}" if asked_products else text
+            asked_by = f"region jaxmp.precision({argument!r})"
+            region = region._replace(level=text, asked_by=asked_by, asked_products=asked_products)
         elif kind == "compute" and region.half is None:
             if text in ("written", "float32"):
                 return region if region.level else region._replace(level=text, asked_by=OF_POLICY)

@@ -7,7 +7,6 @@ describes the keys that name modules.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
@@ -17,13 +16,17 @@ import numpy as np
 from jaxmp.base.arguments import printed
 from jaxmp.base.dtypes import CASTABLE, closest_names, is_half
 from jaxmp.policy.patterns import EVERY, OPERATIONS, checked_overrides, path_and_primitive
-from jaxmp.policy.policies import Policy
+from jaxmp.policy.policies import Policy, PrecisionError
 from jaxmp.policy.policy_map import PolicyMap, get_policy
 from jaxmp.program.primitives import Class, classify, of_class
 
 LEVELS = ("float32", "tensorfloat32", "half")
 Level = str | Policy
-"""One of ``LEVELS``, or a half policy. With a policy, the rules and the policy's float8 recipe decide."""
+"""One of ``LEVELS``, or a policy.
+
+With a half policy, the rules and the policy's float8 recipe decide. A float32 policy stands for float32 with products
+at its ``matmul_precision``.
+"""
 FIXED = (Class.CLEAR, Class.OPAQUE, Class.RECURSE)
 
 
@@ -135,30 +138,44 @@ def _is_level(value: Any) -> bool:
 def _policy_of(value: Any) -> Policy | None:
     """Return the policy that the value of an override names, or None."""
     if not _is_level(value):
-        with contextlib.suppress(ValueError, TypeError):
+        try:
             policy = get_policy(value)
             return policy if isinstance(policy, Policy) else None
+        except PrecisionError:
+            raise
+        except (ValueError, TypeError):
+            return None
     return None
 
 
-def checked_level(level: Any) -> str:
+def checked_level(level: Any) -> Level:
     """Return the ``level`` of a region if it is valid."""
-    if level in LEVELS:
-        return str(level)
+    if _is_level(level):
+        return str(level).strip().lower()
+    policy = _policy_of(level)
+    if policy is not None and policy.compute_dtype == np.float32:
+        return level_of(policy)
     raise ValueError(
-        f"a region must be 'float32', 'tensorfloat32' or 'half' (the policy's compute dtype), got {level!r}; write one "
-        "of these"
+        "a region must be 'float32', 'tensorfloat32' or 'half' (the policy's compute dtype), or a float32 policy, got "
+        f"{printed(level)}; write one of these"
     )
 
 
 def level_of(policy: Policy) -> Level:
     """Return the level at which a policy computes.
 
-    The levels describe only two precisions of float32 products: the highest, and JAX's default.
+    A float32 policy whose products have another precision than those of a level is its own level.
     """
-    if policy.compute_dtype != np.float32:
-        return policy
-    return "tensorfloat32" if policy.matmul_precision in ("tensorfloat32", None) else "float32"
+    if policy.compute_dtype == np.float32 and policy.matmul_precision in (None, "tensorfloat32"):
+        return "tensorfloat32"
+    if policy.compute_dtype == np.float32 and policy.matmul_precision in ("highest", "float32"):
+        return "float32"
+    return policy
+
+
+def is_float32(level: Level) -> bool:
+    """Return whether every operation at a level is float32."""
+    return level.compute_dtype == np.float32 if isinstance(level, Policy) else level != "half"
 
 
 _PRIMITIVE_OF_FUNCTION = {

@@ -16,13 +16,13 @@ import numpy as np
 
 from jaxmp._internals.jax.sources import Names
 from jaxmp.base.dtypes import CASTABLE, closest_names, is_castable, is_other_float, range_of
-from jaxmp.engine.marks import DECIDED, SPECIAL, is_widened, path_of, region_of
+from jaxmp.engine.marks import DECIDED, OF_POLICY, SPECIAL, is_widened, path_of, region_of
 from jaxmp.engine.overrides import Level
 from jaxmp.engine.states import Kind
 from jaxmp.policy.float8 import Float8, get_recipe
 from jaxmp.policy.patterns import EVERY, OPERATIONS, matches, path_and_primitive
 from jaxmp.policy.policies import Policy
-from jaxmp.program.equations import asks_for_highest, names_a_dtype
+from jaxmp.program.equations import HIGHEST, asks_for_highest, names_a_dtype, precision_named
 from jaxmp.program.primitives import BOUNDS, PICKS, Class, classify
 
 _NO_SCOPES = "none: the function has no scopes; use jax.named_scope, or jaxmp.nnx.autocast for an NNX model"
@@ -38,6 +38,20 @@ class Decision(NamedTuple):
     kind: Kind
     reason: str
     requested: str = ""
+
+
+class Request(NamedTuple):
+    """The level that a region or an override requests for an operation.
+
+    Attributes:
+      level: one of :data:`jaxmp.engine.overrides.LEVELS`.
+      source: a text that names the region or the override.
+      products: the precision of float32 products; empty for the precision that the level means.
+    """
+
+    level: str
+    source: str
+    products: str = ""
 
 
 @dataclasses.dataclass
@@ -124,11 +138,10 @@ class Rules:
             decision = self._kind_by_constants(name, [(fill, fill)] if np.isfinite(fill) else [], half)
             return Decision(Kind.CLEAR, "moves data") if decision.kind is Kind.INFER else decision
         if request is not None:
-            level, reason = request
-            if level != "half":
-                return Decision(Kind.FULL, reason, level)
+            if request.level != "half":
+                return Decision(Kind.FULL, request.source, request.level)
             if cls is not Class.LINALG or self._is_named_half(name, names):
-                return Decision(Kind.HALF, reason, level)
+                return Decision(Kind.HALF, request.source, request.level)
         if cls is Class.HALF:
             return self._kind_of_product(eqn)
         if cls in (Class.POINTWISE, Class.ACCUMULATION, Class.LINALG):
@@ -137,18 +150,42 @@ class Rules:
             return Decision(Kind.FULL, "part of a special function")
         return self._kind_by_constants(name, constants, half)
 
-    def request_of(self, name: str, names: Names) -> tuple[str, str] | None:
-        """Return the requested level of a primitive in these scopes, and its source.
-
-        The source is a text that names the region or the override. Return None if there is no request.
-        """
+    def request_of(self, name: str, names: Names) -> Request | None:
+        """Return the request for a primitive in these scopes, or None."""
         region, keys = region_of(names), self.keys_of(name, names)
         if region.level is not None:
-            return region.level, region.asked_by
-        level = self.overrides[keys[0]] if keys else None
-        if region.is_policy or not isinstance(level, str):
-            return None  # under a policy the rules decide
-        return level, f"override {keys[0]!r}"
+            return Request(region.level, region.asked_by, region.asked_products)
+        if region.is_policy or not keys:
+            return None
+        level, source = self.overrides[keys[0]], f"override {keys[0]!r}"
+        if isinstance(level, str):
+            return Request(level, source)
+        if level.compute_dtype == np.float32:
+            return Request("float32", source, level.matmul_precision or "")
+        return None  # under a half policy the rules decide
+
+    def precision_of(self, eqn: Any, names: Names) -> Any:
+        """Return the ``precision`` of a float32 product in these scopes.
+
+        A region or an override sets it. JAX has algorithms for ``dot_general`` only: it would compute other products at
+        its default precision, so they get the highest precision instead.
+        """
+        precision = self._requested_precision(eqn, names)
+        is_algorithm = isinstance(precision, jax.lax.DotAlgorithmPreset)
+        return HIGHEST if is_algorithm and eqn.primitive.name != "dot_general" else precision
+
+    def _requested_precision(self, eqn: Any, names: Names) -> Any:
+        traced, region = eqn.params["precision"], region_of(names)
+        if region.asked_by == OF_POLICY:  # the code of a module is traced in the precision of its policy
+            return traced
+        default = precision_named(region.products) if region.products else None
+        by_author = None if traced == default else traced
+        request = self.request_of(eqn.primitive.name, names)
+        if request is not None and request.level == "tensorfloat32":
+            return by_author
+        if request is not None and request.products:
+            return precision_named(request.products) if by_author is None else by_author
+        return traced if asks_for_highest(traced) else HIGHEST
 
     def recipe_of(self, name: str, names: Names) -> Float8 | None:
         """Return the float8 recipe for a product in these scopes, or None."""

@@ -33,7 +33,7 @@ def tracing(rules: Rules, products: str = "") -> Iterator[None]:
     def ask() -> np.dtype | None:
         names = current_names()
         request = silent.request_of("dot_general", names)
-        return None if request is not None and request[0] != "half" else region_of(names).half or rules.half
+        return None if request is not None and request.level != "half" else region_of(names).half or rules.half
 
     token = _tracing.set(ask)
     # Reset the default precision of products, so that each product keeps the precision that its author wrote. The

@@ -14,11 +14,20 @@ import numpy as np
 from jaxmp.base import trees as _tree
 from jaxmp.base.cache_keys import policies_off
 from jaxmp.base.donation import donation_note
-from jaxmp.base.dtypes import canonical_dtype
+from jaxmp.base.dtypes import canonical_dtype, closest_names
 from jaxmp.policy.float8 import Float8, get_recipe
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
+
+# JAX also has algorithms for float8 operands, which no float32 product can use.
+_ALGORITHMS = tuple(name for name in jax.lax.DotAlgorithmPreset.__members__ if "F8" not in name and name != "DEFAULT")
+PRECISIONS = ("default", "high", "highest", "bfloat16", "tensorfloat32", "float32", *_ALGORITHMS)
+"""The precisions of float32 products: those of JAX, and the names of ``jax.lax.DotAlgorithmPreset``."""
+
+
+class PrecisionError(ValueError):
+    """The precision of float32 products is unknown, or stands in place of a policy."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,8 +42,10 @@ class Policy:
       param_dtype: the dtype of stored params (master weights).
       compute_dtype: the dtype of matrix products and convolutions.
       output_dtype: the dtype of results.
-      matmul_precision: ``jax.default_matmul_precision`` for the code under this policy, or None for JAX's default. On a
-        GPU, JAX's default computes float32 products in TensorFloat-32, and ``"highest"`` computes them in true float32.
+      matmul_precision: the precision of float32 products, or None for JAX's default. It is a name that
+        ``jax.default_matmul_precision`` takes, in upper or lower case. On a GPU, JAX's default rounds the operands of
+        float32 products to TensorFloat-32, and ``"highest"`` computes true float32. Other names are algorithms, such as
+        ``"BF16_BF16_F32_X3"``: docs/concepts/float32_products.md compares them.
       float8: the settings of float8 products: a :class:`jaxmp.Float8`, its text (``"float8(min_dim=1024)"``), or None
         for no float8 products. ``apply_policy``, ``autocast`` and ``make_train_step`` use the settings. The methods
         ``cast_to_…`` ignore them.
@@ -42,7 +53,7 @@ class Policy:
         autocast changes it. The override ``"written"`` of :func:`jaxmp.linen.apply_policy` sets this field.
 
     Raises:
-      ValueError: a dtype is unknown, is not floating or has fewer than 16 bits; JAX does not know ``matmul_precision``;
+      ValueError: a dtype is unknown, is not floating or has fewer than 16 bits; ``matmul_precision`` is unknown;
         ``float8`` is set and the compute dtype is not bfloat16; or ``float8`` and ``written`` are both set.
 
     >>> policy = Policy("float32", "float16", "float32")
@@ -82,13 +93,7 @@ class Policy:
                 )
             object.__setattr__(self, name, dtype)
         if self.matmul_precision is not None:
-            try:
-                jax.default_matmul_precision(self.matmul_precision)  # raises if JAX does not know it
-            except ValueError:
-                raise ValueError(
-                    f"matmul_precision must be a precision of jax.default_matmul_precision, got "
-                    f"{self.matmul_precision!r}; use 'highest' for true float32, 'tensorfloat32', 'bfloat16', or None"
-                ) from None
+            object.__setattr__(self, "matmul_precision", _precision_named(self.matmul_precision))
         object.__setattr__(self, "float8", get_recipe(self.float8))
         if self.float8 is not None and self.compute_dtype.name != "bfloat16":
             raise ValueError(
@@ -148,6 +153,17 @@ class Policy:
         text += f",matmul_precision={self.matmul_precision}" if self.matmul_precision is not None else ""
         text += ",written" if self.written else ""
         return text if self.float8 is None else f"{text},{self.float8}"
+
+
+def _precision_named(name: Any) -> str:
+    """Return the name of a precision of float32 products as JAX spells it."""
+    names = {precision.lower(): precision for precision in PRECISIONS}
+    if str(name).lower() not in names:
+        raise PrecisionError(
+            f"matmul_precision must be a precision of jax.default_matmul_precision, got {name!r}; nearest: "
+            f"{closest_names(str(name), PRECISIONS, 4)}; for true float32 use 'highest'"
+        )
+    return names[str(name).lower()]
 
 
 def _cast(tree: T, dtype: np.dtype) -> T:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
-from jaxmp.program.equations import asks_for_highest, in_dtype_of_scatter
+from jaxmp.program.equations import in_dtype_of_scatter
 from jaxmp.program.primitives import PRODUCTS
 
 
@@ -18,10 +17,10 @@ def bind_equation(eqn: Any, operands: Sequence[Any], params: Any) -> list[Any]:
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
-def params_in_dtype(eqn: Any, dtype: np.dtype, is_exact: bool) -> dict[str, Any]:
+def params_in_dtype(eqn: Any, dtype: np.dtype, precision: Any = None) -> dict[str, Any]:
     """Return an equation's parameters for another dtype.
 
-    If ``is_exact`` is true, the parameters request the highest precision for float32 products.
+    ``precision`` is the precision of the result if the equation is a float32 product.
     """
     params = dict(eqn.params)
     if params.get("preferred_element_type") is not None:
@@ -30,8 +29,5 @@ def params_in_dtype(eqn: Any, dtype: np.dtype, is_exact: bool) -> dict[str, Any]
         params["update_jaxpr"] = in_dtype_of_scatter(params["update_jaxpr"], dtype)
     if eqn.primitive.name in PRODUCTS:
         # A precision or an algorithm (jax.lax.DotAlgorithmPreset) is valid only for the product's original dtypes.
-        if dtype != np.float32:
-            params["precision"] = None
-        elif is_exact and not asks_for_highest(params["precision"]):
-            params["precision"] = (jax.lax.Precision.HIGHEST, jax.lax.Precision.HIGHEST)
+        params["precision"] = precision if dtype == np.float32 else None
     return params

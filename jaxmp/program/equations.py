@@ -206,6 +206,18 @@ def evaluate(jaxpr: Any, consts: list[Any], args: Any) -> list[Any]:
     return list(eval_jaxpr(jaxpr, consts, *args))
 
 
+HIGHEST = (jax.lax.Precision.HIGHEST, jax.lax.Precision.HIGHEST)
+"""The ``precision`` of a product in true float32."""
+
+
+def precision_named(name: str) -> Any:
+    """Return the ``precision`` of a product for a name that ``jax.default_matmul_precision`` takes."""
+    if name in jax.lax.DotAlgorithmPreset.__members__:
+        return jax.lax.DotAlgorithmPreset[name]
+    precision = jax.lax.Precision(name)
+    return precision, precision
+
+
 def asks_for_highest(precision: Any) -> bool:
     """Return whether the ``precision`` of a product requests full float32.
 

@@ -281,7 +281,7 @@ def computed_wide(eqn: Any, operands: Sequence[Any]) -> list[Any]:
     with jax.named_scope(WIDE_SUMS):
         operands = [jnp.asarray(value, dtype) for value, dtype in zip(operands, dtypes, strict=True)]
     if name not in PRODUCTS:
-        return bind_equation(eqn, operands, params_in_dtype(eqn, _FLOAT32, False))
+        return bind_equation(eqn, operands, params_in_dtype(eqn, _FLOAT32))
 
     @jax.custom_vjp
     def product(*arrays: Any) -> Any:

@@ -87,8 +87,8 @@ def test_the_memory_of_a_known_gpu_is_that_of_its_kind_and_of_another_device_its
     assert detect("h200").memory_bytes == detect(gpu("NVIDIA H200", "9.0")).memory_bytes == 141 * 2**30
     unknown = types.SimpleNamespace(device_kind="NPU", platform="neuron", memory_stats=lambda: {"bytes_limit": 2**30})
     assert detect(unknown).memory_bytes == 2**30
-    for name in hardware.GPUS:
-        assert detect(name).memory_bytes == targets.target_of(name).memory_bytes
+    for name, row in hardware.GPUS.items():
+        assert detect(name).memory_bytes == row.memory_bytes
 
 
 def test_tpus_train_in_bfloat16_whether_or_not_their_generation_is_known():
@@ -111,11 +111,45 @@ def test_peak_rates_are_the_datasheets_for_the_whole_device_only():
 
 def test_every_known_device_multiplies_faster_in_fewer_bits():
     order = ("float32", "tensorfloat32", "float16", "bfloat16", "float8_e4m3fn", "int8")
-    for name in hardware._PEAKS:
-        device = detect(gpu(name, None, "tpu") if name.startswith("TPU") else gpu(name, "9.0"))
+    devices = [*hardware.GPUS.values(), *(gpu(name, None, "tpu") for name in hardware._TPUS)]
+    for name, device in [(device.device_kind, detect(device)) for device in devices]:
         known = [device.peak_tflops[dtype] for dtype in order if dtype in device.peak_tflops]
         assert known and known == sorted(known), name
         assert 1e11 < device.peak_bandwidth < 1e13, name
+
+
+def test_each_row_of_the_table_of_gpus_is_consistent():
+    kinds = [row.device_kind for row in hardware.GPUS.values()]
+    assert len({*kinds}) == len(kinds)
+    for name, row in hardware.GPUS.items():
+        of_chip = 2 * row.cores * row.architecture.fpus * row.clock_ghz / 1000
+        assert row.float32 == pytest.approx(of_chip, rel=0.02), name
+        assert row.half >= 1.9 * row.float32 and row.source, name
+        assert 10 < row.memory_gib < 300 and 4 <= row.l2_mib < 256, name
+        cores = detect(name).tensor_cores
+        for dtype in ("tensorfloat32", "float8_e4m3fn", "int8"):
+            assert (dtype in row.tflops) == (dtype in cores), (name, dtype)
+
+
+def test_a_gpu_is_found_by_its_short_and_its_full_name_in_any_spelling():
+    names = {
+        "4090": ("RTX 4090", "rtx4090", "NVIDIA GeForce RTX 4090"),
+        "l40s": ("L40S", "NVIDIA L40S"),
+        "a10": ("A10",),
+    }
+    names |= {"h100-pcie": ("H100 PCIe", "h100_pcie"), "a100-40gb": ("A100 40GB", "NVIDIA A100-SXM4-40GB")}
+    for short, spellings in names.items():
+        for name in spellings:
+            assert detect(name).name == hardware.GPUS[short].device_kind
+            assert targets.target_of(name).gpu is hardware.GPUS[short]
+    with pytest.raises(ValueError, match=r"got 'RTX 4900'; nearest: '4090'.* add a row to jaxmp/base/gpus.py"):
+        detect("RTX 4900")
+
+
+def test_a_gpu_for_which_cuda_no_longer_compiles_has_rates_but_no_target():
+    assert detect("v100").peak_tflops["float16"] == 125
+    with pytest.raises(ValueError, match=r"capability 7.5 or later, got 'v100' with 7.0; name a newer GPU"):
+        targets.target_of("v100")
 
 
 def test_the_recommended_policy_is_one_that_get_policy_reads():

@@ -327,7 +327,7 @@ def test_the_texts_of_a_plan_affect_no_decision(monkeypatch):
     def reworded(method):
         def ask(*args):
             answer = method(*args)
-            return answer and (answer[0], "in other words", *answer[2:])
+            return answer and type(answer)(answer[0], "in other words", *answer[2:])
 
         return ask
 

@@ -21,6 +21,8 @@ pytestmark = pytest.mark.once
 
 X, W = normal(0, 4, 8), normal(1, 8, 8, scale=0.3)
 HIGHEST = (jax.lax.Precision.HIGHEST, jax.lax.Precision.HIGHEST)
+HIGH = (jax.lax.Precision.HIGH, jax.lax.Precision.HIGH)
+BF16X3, THREE_PRODUCTS = "matmul_precision=BF16_BF16_F32_X3", jax.lax.DotAlgorithmPreset.BF16_BF16_F32_X3
 
 
 def model(x, w):
@@ -136,7 +138,7 @@ def test_a_region_changes_nothing_outside_of_autocast():
             return x @ W
 
     assert products(fun, X) == ["float32"]
-    with pytest.raises(ValueError, match="be 'float32', 'tensorfloat32' or 'half'"):
+    with pytest.raises(ValueError, match=r"'tensorfloat32' or 'half' .*, or a float32 policy, got 'bfloat16'"):
         jaxmp.precision("bfloat16")
 
 
@@ -230,9 +232,53 @@ def test_a_float32_function_may_have_products_of_another_precision():
         ("tensorfloat32", {"head": "float32"}, [None, None, HIGHEST]),
         ("params=float32,compute=float32,output=float32", {"head": "float32"}, [None, None, HIGHEST]),
         ("float32", {"head": "bfloat16", "class:half": "tensorfloat32"}, [None] * 3),
-        ("params=float32,matmul_precision=high", {"head": "tensorfloat32"}, [HIGHEST, HIGHEST, None]),
+        ("params=float32,matmul_precision=high", {"head": "tensorfloat32"}, [HIGH, HIGH, None]),
+        ("float32", {"head": BF16X3}, [HIGHEST, HIGHEST, THREE_PRODUCTS]),
+        (BF16X3, {"head": "float32"}, [THREE_PRODUCTS, THREE_PRODUCTS, HIGHEST]),
+        (BF16X3, {"primitive:dot_general": "tensorfloat32"}, [None] * 3),
     ):
         assert precisions(jaxmp.autocast(model, policy, overrides)) == expected
+
+
+def test_an_algorithm_holds_for_the_products_of_an_override_and_their_gradients():
+    fun = half(model, overrides={"**/head": BF16X3})
+    assert precisions(fun) == [None, None, THREE_PRODUCTS]
+    gradient = jax.make_jaxpr(jax.grad(lambda x, w: jnp.sum(fun(x, w)), argnums=(0, 1)))(X, W)
+    dots = [eqn for eqn in gradient.eqns if eqn.primitive.name == "dot_general"]
+    of_float32 = [eqn.params["precision"] for eqn in dots if eqn.invars[0].aval.dtype == jnp.float32]
+    assert of_float32 == [THREE_PRODUCTS] * 3
+
+
+def test_an_algorithm_holds_in_a_region_and_in_a_derivative_rule():
+    @jax.custom_vjp
+    def product(x, w):
+        return x @ w
+
+    product.defvjp(lambda x, w: (x @ w, (x, w)), lambda rest, ct: (ct @ rest[1].T, rest[0].T @ ct))
+
+    def fun(x, w):
+        with jaxmp.precision(BF16X3):
+            return jnp.sum(product(x, w))
+
+    assert precisions(jax.value_and_grad(half(fun), argnums=(0, 1))) == [THREE_PRODUCTS] * 3
+    plan = jaxmp.cast_plan(fun, "mixed_bfloat16")(X, W)
+    assert "region jaxmp.precision('matmul_precision=BF16_BF16_F32_X3')" in {row.why for row in plan.rows}
+
+
+def test_a_precision_of_the_author_wins_over_the_precision_of_an_override():
+    def fun(x, w):
+        return jnp.dot(x, w, precision="highest")
+
+    assert precisions(half(fun, overrides={"**": BF16X3})) == [HIGHEST]
+
+
+def test_convolutions_have_no_algorithms_and_are_true_float32():
+    def fun(x, w):
+        return jax.lax.conv(x, w, (1,), "SAME")
+
+    program = jax.make_jaxpr(half(fun, overrides={"**": BF16X3}))(jnp.ones((1, 2, 8)), jnp.ones((2, 2, 3)))
+    (convolution,) = [eqn for eqn in program.eqns if eqn.primitive.name == "conv_general_dilated"]
+    assert convolution.params["precision"] == HIGHEST
 
 
 def test_train_steps_and_plans_accept_float32_policies_with_overrides():
@@ -268,6 +314,7 @@ def test_invalid_overrides_raise():
         ({"primitive:scatter-add": "half"}, ValueError, "of the derivative only in autocast(grad(f))"),
         ({"**/head": "float16"}, ValueError, "or a policy that computes in float32 or bfloat16, got 'float16'"),
         ({"**/head": "O2"}, ValueError, "got 'O2'"),
+        ({"**/head": "matmul_precision=BF16_F32_X3"}, ValueError, "got 'BF16_F32_X3'; nearest: 'BF16_BF16_F32_X3'"),
         ({"**/head": "policy;nonsense"}, ValueError, "got 'policy;nonsense'; write one of these"),
         ({jnp.tanh: "half"}, TypeError, "so its overrides are for paths such as '**/head'"),
         ({"type:Dense": "half"}, TypeError, "for classes of modules use jaxmp.linen.autocast or jaxmp.nnx.autocast"),

@@ -117,7 +117,13 @@ def test_every_described_gpu_has_peak_rates():
     for name in targets.TARGETS:
         known = module._hardware(name)
         assert known.peak_tflops["float16"] > known.peak_tflops["float32"]
-        assert known.peak_bandwidth == pytest.approx(targets.TARGETS[name].bandwidth, rel=0.05)
+        assert known.peak_bandwidth == targets.TARGETS[name].gpu.bandwidth
+
+
+def test_the_command_knows_gpus_in_any_spelling(capsys):
+    assert module._hardware("RTX 4090") == module._hardware("4090")
+    assert main(["roofline", "jax.numpy:sin", "--arg", "float32[8]", "--device", "RTX 4900"]) == 2
+    assert "got 'RTX 4900'; nearest: '4090'" in capsys.readouterr().err
 
 
 def test_it_is_shown_as_text_a_table_and_json():

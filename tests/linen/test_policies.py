@@ -176,7 +176,8 @@ def precisions(model: nn.Module, *, gradients: bool = False) -> list[str]:
 
     jaxpr = jax.make_jaxpr(jax.grad(loss) if gradients else loss)(shapes(model, X))
     params = [eqn.params["precision"] for eqn in equations(jaxpr) if eqn.primitive.name in PRODUCTS]
-    return ["-" if precision is None else str(precision[0].name) for precision in params]
+    of_operands = [precision[0] if isinstance(precision, tuple) else precision for precision in params]
+    return ["-" if precision is None else str(precision) for precision in of_operands]
 
 
 def test_float32_products_are_true_float32_ones():
@@ -190,6 +191,10 @@ def test_the_precision_of_an_override_applies_only_to_the_modules_it_covers():
     assert precisions(model) == ["-", "HIGHEST", "-"]
     model = apply_policy(MLP((4, 4, 4)), "float32", {"Dense_1": "mixed_float16"})
     assert precisions(model) == ["HIGHEST", "-", "HIGHEST"]
+
+    model = apply_policy(MLP((4, 4)), "mixed_float16", {"Dense_1": "matmul_precision=BF16_BF16_F32_X3"})
+    assert precisions(model) == ["-", "BF16_BF16_F32_X3"]
+    assert precisions(model, gradients=True).count("BF16_BF16_F32_X3") == 3
 
     with jax.default_matmul_precision("high"):
         model = apply_policy(MLP((4, 4)), "mixed_float16", {"Dense_1": "float32"})
@@ -205,6 +210,23 @@ def test_a_precision_that_a_module_sets_around_a_submodule_stays():
             return nn.Dense(4)(x)
 
     assert precisions(apply_policy(Careful(), "mixed_float16")) == ["HIGHEST", "-"]
+
+
+def test_the_precision_of_a_region_wins_over_the_policy_of_its_module():
+    class Careful(nn.Module):
+        level: Any
+
+        @nn.compact
+        def __call__(self, x):
+            with jaxmp.precision(self.level):
+                x = nn.Dense(4)(x) @ self.param("kernel", nn.initializers.ones, (4, 4))
+            return x
+
+    algorithm = jaxmp.Policy("float32", "float32", "float32", matmul_precision="BF16_BF16_F32_X3")
+    for policy in ("float32", "mixed_float16", "matmul_precision=high"):
+        assert precisions(apply_policy(Careful(algorithm), policy))[1] == "BF16_BF16_F32_X3"
+        assert precisions(apply_policy(Careful("tensorfloat32"), policy))[1] == "-"
+        assert precisions(apply_policy(Careful("float32"), policy))[1] == "HIGHEST"
 
 
 def test_a_float32_region_in_a_module_with_a_dtype_field_is_float32():

@@ -63,6 +63,15 @@ def test_the_first_override_that_matches_wins_and_half_means_the_compute_dtype()
             assert [dtype for _, dtype in products_of(model, data(2, 4))] == ["float32", "bfloat16", head]
 
 
+def test_an_algorithm_holds_for_the_products_of_an_override_and_their_gradients():
+    model = autocast(Mlp(rngs()), "mixed_bfloat16", {"head": "matmul_precision=BF16_BF16_F32_X3"})
+    graph, state = nnx.split(model)
+    gradient = jax.make_jaxpr(jax.grad(lambda state: jnp.sum(nnx.merge(graph, state)(data(2, 4)))))(state)
+    products = [eqn for eqn in equations(gradient) if eqn.primitive.name in PRODUCTS]
+    algorithms = [eqn.params["precision"] for eqn in products if eqn.invars[0].aval.dtype == jnp.float32]
+    assert algorithms == [jax.lax.DotAlgorithmPreset.BF16_BF16_F32_X3] * 3
+
+
 def test_an_override_can_name_another_half_dtype():
     model = autocast(Mlp(rngs()), "mixed_float16", {"head": "bfloat16"})
     assert [dtype for _, dtype in products_of(model, data(2, 4))] == ["float16", "float16", "bfloat16"]

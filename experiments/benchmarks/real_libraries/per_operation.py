@@ -49,7 +49,7 @@ class _OperationRewriter(Rewriter):
         dtype = _compute_dtype(self.half, eqn, operands)
         if dtype is None:
             return bind_equation(eqn, _cast_all(operands, [atom.aval.dtype for atom in eqn.invars]), eqn.params)
-        params = params_in_dtype(eqn, dtype, is_exact=False)
+        params = params_in_dtype(eqn, dtype)
         return bind_equation(eqn, _cast_all(operands, [dtype] * len(operands)), params)
 
     def evaluate_bodies(self, eqn: Any, bodies: Bodies, operands: list[Any]) -> list[Any]:

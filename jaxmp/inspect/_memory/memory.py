@@ -79,7 +79,7 @@ class Memory(tables.Shown):
         the memory does not always grow with the batch size, a still larger batch may fit.
 
         Args:
-          limit: the limit in bytes, such as :attr:`jaxmp.inspect.compiled.targets.Target.memory_bytes`.
+          limit: the limit in bytes, such as :attr:`jaxmp.base.gpus.Gpu.memory_bytes`.
           multiple_of: the result is a multiple of this number, such as 8 for tensor cores. The result is also a
             multiple of the number of parts into which devices and microbatches split the batch.
 

@@ -1,9 +1,9 @@
 """Targets: GPUs that XLA compiles for although they are not attached.
 
 XLA's compiler reads a description of the GPU: the text form of the message ``GpuTargetConfigProto``. (XLA's own
-descriptions are in xla/backends/gpu/target_config/specs.) This module builds the description from the figures of the
-chip. The compiled program is as optimised as one that is compiled on the GPU, and the memory that it needs is known.
-Only its run time is unknown.
+descriptions are in xla/backends/gpu/target_config/specs.) This module builds the description from the table of GPUs in
+jaxmp/base/gpus.py. The compiled program is as optimised as one that is compiled on the GPU, and the memory that it
+needs is known. Only its run time is unknown.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 
 from jaxmp._internals.jax.patches import with_cudnn as with_cudnn
 from jaxmp.base import hardware
+from jaxmp.base.gpus import Gpu, gpu_named
 
 INSTALL = "pip install -e '.[compile-only]'"
 PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
@@ -33,52 +34,42 @@ COMPILER_OPTIONS = {"xla_gpu_enable_triton_gemm": False}
 """Options that send products to cuBLAS, because XLA chooses among Triton kernels by timing them on the GPU."""
 
 
+CUDA_SINCE = (7, 5)
+"""The oldest compute capability for which CUDA 13 compiles."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """A GPU's figures, from NVIDIA's data sheets and from CUDA's report of the chip.
+    """A GPU that XLA compiles for, and the versions of the libraries there.
 
     Attributes:
-      name: the name that CUDA reports.
-      capability: the compute capability, major and minor.
-      feature_extension: the extension of the capability; ``"ACCELERATED_FEATURES"`` means a target like sm_90a.
-      cores: the number of streaming multiprocessors.
-      fpus: the float32 lanes of each multiprocessor.
-      clock_ghz: the clock of the multiprocessors.
-      memory_bytes: the memory of the device.
-      bandwidth: bytes per second between memory and chip.
-      l2_bytes: the size of the L2 cache.
-      shared_bytes: the shared memory of a multiprocessor.
-      threads: the maximum number of threads of a multiprocessor.
+      gpu: the GPU.
       cudnn: the version of cuDNN with which the programs will run.
       cuda: the version of CUDA; without it XLA does not use float8 products.
     """
 
-    name: str
-    capability: tuple[int, int]
-    feature_extension: str
-    cores: int
-    fpus: int
-    clock_ghz: float
-    memory_bytes: int
-    bandwidth: int
-    l2_bytes: int
-    shared_bytes: int
-    threads: int = 2048
+    gpu: Gpu
     cudnn: tuple[int, int, int] = (9, 19, 0)
     cuda: tuple[int, int, int] = (13, 0, 0)
 
+    @property
+    def name(self) -> str:
+        """Return the name of the GPU in XLA's description."""
+        return self.gpu.compiler_name or self.gpu.device_kind
+
     def text(self) -> str:
         """Return the description for XLA."""
-        cuda, major, minor = '"{}.{}.{}"'.format(*self.cuda), *self.capability
+        gpu, architecture = self.gpu, self.gpu.architecture
+        cuda, major, minor = '"{}.{}.{}"'.format(*self.cuda), *gpu.capability
         facts: dict[str, object] = {
             "threads_per_block_limit": 1024,
             "threads_per_warp": 32,
             "shared_memory_per_block": 48 * 1024,
-            "shared_memory_per_core": self.shared_bytes,
-            "shared_memory_per_block_optin": self.shared_bytes - 1024,
-            "threads_per_core_limit": self.threads,
-            "core_count": self.cores,
-            "fpus_per_core": self.fpus,
+            "shared_memory_per_core": architecture.shared_kib * 1024,
+            "shared_memory_per_block_optin": (architecture.shared_kib - architecture.reserved_kib) * 1024,
+            "threads_per_core_limit": architecture.threads,
+            "core_count": gpu.cores,
+            "fpus_per_core": architecture.fpus,
             "block_dim_limit_x": 2**31 - 1,
             "block_dim_limit_y": 2**16 - 1,
             "block_dim_limit_z": 2**16 - 1,
@@ -87,10 +78,10 @@ class Target:
             "thread_dim_limit_z": 64,
             "registers_per_core_limit": 2**16,
             "registers_per_block_limit": 2**16,
-            "memory_bandwidth": self.bandwidth,
-            "l2_cache_size": self.l2_bytes,
-            "clock_rate_ghz": self.clock_ghz,
-            "device_memory_size": self.memory_bytes,
+            "memory_bandwidth": gpu.bandwidth,
+            "l2_cache_size": gpu.l2_mib * 2**20,
+            "clock_rate_ghz": gpu.clock_ghz,
+            "device_memory_size": gpu.memory_bytes,
             "device_address_bits": 64,
             "device_vendor": '"NVIDIA Corporation"',
             "name": f'"{self.name}"',
@@ -100,7 +91,7 @@ class Target:
         }
         lines = ["gpu_device_info {"]
         lines += [f"  {name}: {fact}" for name, fact in facts.items()]
-        extension = self.feature_extension
+        extension = architecture.feature_extension
         lines += [
             f"  cuda_compute_capability {{ major: {major} minor: {minor} feature_extension: {extension} }}",
             "}",
@@ -111,40 +102,14 @@ class Target:
         return "\n".join(lines) + "\n"
 
 
-TARGETS = {
-    "h200": Target(
-        "NVIDIA H200 141GB HBM3e", (9, 0), "ACCELERATED_FEATURES", cores=132, fpus=128, clock_ghz=1.98,
-        memory_bytes=141 * 2**30, bandwidth=4_800_000_000_000, l2_bytes=50 * 2**20, shared_bytes=228 * 1024,
-    ),
-    "h100": Target(
-        "NVIDIA H100 80GB HBM3", (9, 0), "ACCELERATED_FEATURES", cores=132, fpus=128, clock_ghz=1.98,
-        memory_bytes=79 * 2**30, bandwidth=3_352_320_000_000, l2_bytes=50 * 2**20, shared_bytes=228 * 1024,
-    ),
-    "a100": Target(
-        "NVIDIA A100-SXM4-80GB", (8, 0), "NONE", cores=108, fpus=64, clock_ghz=1.41,
-        memory_bytes=79 * 2**30, bandwidth=2_039_040_000_000, l2_bytes=40 * 2**20, shared_bytes=164 * 1024,
-    ),
-    "b200": Target(
-        "NVIDIA B200", (10, 0), "ACCELERATED_FEATURES", cores=148, fpus=128, clock_ghz=1.965,
-        memory_bytes=179 * 2**30, bandwidth=7_700_000_000_000, l2_bytes=126 * 2**20, shared_bytes=228 * 1024,
-    ),
-    "l4": Target(
-        "NVIDIA L4", (8, 9), "NONE", cores=58, fpus=128, clock_ghz=2.04,
-        memory_bytes=22 * 2**30, bandwidth=300_000_000_000, l2_bytes=48 * 2**20, shared_bytes=100 * 1024,
-        threads=1536,
-    ),
-    "t4": Target(
-        "Tesla T4", (7, 5), "NONE", cores=40, fpus=64, clock_ghz=1.59,
-        memory_bytes=15 * 2**30, bandwidth=320_000_000_000, l2_bytes=4 * 2**20, shared_bytes=64 * 1024,
-        threads=1024,
-    ),
-}  # fmt: skip
-"""The GPUs with known figures, by name."""
+TARGETS = {name: Target(gpu) for name, gpu in hardware.GPUS.items() if gpu.capability >= CUDA_SINCE}
+"""The GPUs for which XLA compiles, by short name."""
 
 
 def choice() -> str:
-    """Return the names of known GPUs as text for an error."""
-    return f"device={', '.join(map(repr, TARGETS))}; on the command line, e.g. --device {next(iter(TARGETS))}"
+    """Return some names of known GPUs as text for an error."""
+    names = [*TARGETS][:6]
+    return f"device={', '.join(map(repr, names))}, …; on the command line, e.g. --device {names[0]}"
 
 
 def missing() -> str | None:
@@ -295,16 +260,22 @@ def within_mesh_of(tree: Any) -> contextlib.AbstractContextManager[Any]:
 
 
 def target_of(name: str) -> Target:
-    """Return the target that ``TARGETS`` has under a name.
+    """Return the target for a GPU, by its short or its full name.
 
     Raises:
-      ValueError: no GPU with this name has known figures.
+      ValueError: no GPU with this name has known figures, or CUDA no longer compiles for it.
 
-    >>> target_of("h200").capability
+    >>> target_of("h200").gpu.capability
     (9, 0)
     """
-    hardware.gpu_named(name)
-    return TARGETS[name]
+    gpu = gpu_named(name)
+    if gpu.capability < CUDA_SINCE:
+        since = "{}.{}".format(*CUDA_SINCE)
+        raise ValueError(
+            f"CUDA 13 compiles for compute capability {since} or later, got {name!r} with {gpu.compute_capability}; "
+            "name a newer GPU, such as 't4'"
+        )
+    return Target(gpu)
 
 
 def _bundled(path: str) -> bool:

@@ -133,7 +133,7 @@ def test_a_missing_plugin_or_assembler_is_an_error_that_says_so(monkeypatch, cap
 def test_bad_flags_end_it_with_one_line(capsys):
     for flags, text in [
         ({"variants": ("jaxmp-bf17",)}, "--variants must be among jaxmp-bf16, jaxmp-fp16"),
-        ({"target": "h20"}, "one of h200, h100, a100"),
+        ({"target": "h20"}, "got 'h20'; nearest: 'h200'"),
         ({"layers": -1}, "--layers must be at least 0, got -1"),
         ({"models": ()}, "the number of --models must be at least 1, got 0"),
         ({"topology": ("1x8",)}, "slices × hosts × GPUs per host"),

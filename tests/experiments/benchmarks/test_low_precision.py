@@ -57,5 +57,5 @@ def test_an_unknown_gpu_is_an_error_of_one_line(capsys):
     with pytest.raises(SystemExit, match="2"):
         low_precision.main(low_precision.Config(device="h20"))
     error = capsys.readouterr().err
-    assert "one of h200, h100, a100" in error and error.count("\n") == 1
+    assert "got 'h20'; nearest: 'h200'" in error and error.count("\n") == 1
     assert jax.default_backend() == "cpu"

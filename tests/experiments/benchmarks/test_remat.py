@@ -188,7 +188,7 @@ def test_compiled_results_name_their_target_and_have_its_limit(quick, tmp_path, 
     assert "cpu" in where["device"] and "device" not in group["setting"]
     assert "- target: NVIDIA H200 141GB HBM3e\n- device: " in (tmp_path / "remat.md").read_text()
 
-    assert remat.limit_of(remat.Config(target="h200")) == int(0.9 * 0.95 * targets.TARGETS["h200"].memory_bytes)
+    assert remat.limit_of(remat.Config(target="h200")) == int(0.9 * 0.95 * targets.TARGETS["h200"].gpu.memory_bytes)
 
 
 def group_of(attention_mib):
