@@ -78,8 +78,9 @@ def decide_program(graph: Graph, args: Sequence[Any], dtypes: Sequence[Any], for
         return Decisions(graph, False, wanted, (), {}, {}, {}, ())
     float8 = choose_float8(graph)
     reads, repeated_reads = reads_of_steps(graph)
-    decisions = Decisions(graph, True, wanted, find_patterns(graph), reads, repeated_reads, float8, set())
-    return dataclasses.replace(decisions, unchanged=_unchanged_steps(decisions))
+    changed = {step for step, choice in float8.items() if isinstance(choice, Float8Product)} | repeated_reads.keys()
+    unchanged = _unchanged_steps(graph, changed)
+    return Decisions(graph, True, wanted, find_patterns(graph), reads, repeated_reads, float8, unchanged)
 
 
 def _results_wanted_in_half(graph: Graph, dtypes: Sequence[Any]) -> list[Node]:
@@ -93,23 +94,21 @@ def _results_wanted_in_half(graph: Graph, dtypes: Sequence[Any]) -> list[Node]:
     return wanted
 
 
-def _unchanged_steps(decisions: Decisions) -> set[Step]:
-    nodes = decisions.graph.nodes
-    changed = {node for node in nodes if node.deferred_cast is not None or node.dtype != node.written}
+def _unchanged_steps(graph: Graph, changed: Collection[Step]) -> set[Step]:
+    """Return the steps that are emitted as they are. The steps ``changed`` are known to change."""
+    changed_nodes = {node for node in graph.nodes if node.deferred_cast is not None or node.dtype != node.written}
     unchanged = set[Step]()
-    for step in decisions.graph.steps:  # the steps in a body come first
+    for step in graph.steps:  # the steps in a body come first
         inside = (inner for body in step.inner for inner in body.steps)
-        if _keeps_dtypes(step, changed, decisions) and all(inner in unchanged for inner in inside):
+        if step not in changed and _keeps_dtypes(step, changed_nodes) and all(inner in unchanged for inner in inside):
             unchanged.add(step)
     return unchanged
 
 
-def _keeps_dtypes(step: Step, changed: set[Node], decisions: Decisions) -> bool:
+def _keeps_dtypes(step: Step, changed: set[Node]) -> bool:
     """Return whether an equation changes nothing itself. The equations in its bodies may change."""
     node, params = step.node, step.eqn.params
     if not changed.isdisjoint(step.operands) or not changed.isdisjoint(step.nodes):
-        return False
-    if decisions.float8_product(step) is not None or step in decisions.repeated_reads:
         return False
     if "precision" in params and asks_for_what_is_missing(params):
         return False

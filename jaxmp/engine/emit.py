@@ -30,7 +30,7 @@ from jaxmp.program.equations import (
     has_explicit_axes,
     is_literal,
 )
-from jaxmp.program.primitives import BROADCAST, MEETS, PRODUCTS, Trait, with_trait
+from jaxmp.program.primitives import BROADCAST, CAST, MEETS, PRODUCTS
 from jaxmp.program.repeated_casts import (
     REPEATS,
     cast_repeated,
@@ -39,9 +39,6 @@ from jaxmp.program.repeated_casts import (
 )
 from jaxmp.program.rewriting import Rewriter
 from jaxmp.program.vmap_sharing import Examples, Same, same_in_bodies
-
-_EQUALITIES = with_trait(Trait.EQUATES)
-_CAST, _FLOAT32 = "convert_element_type", np.dtype(np.float32)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -60,15 +57,16 @@ class Emission:
     casts: dict[Step | StepBody, list[int]] = dataclasses.field(default_factory=dict)
     operand_types: dict[Step, Sequence[Any]] = dataclasses.field(default_factory=dict)
 
-    def results(self, args: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
+    def results(self, consts: Sequence[Any], args: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
         """Return the results of the program.
 
-        ``dtypes`` has the requested dtype of each result, or None.
+        ``dtypes`` has the requested dtype of each result, or None. An emission does not store the constants of the
+        program, because cached programs keep the emission alive.
         """
         body = self.decisions.graph.body
-        evaluation = _Evaluation(self, body, args)
+        evaluation = _Evaluation(self, body, consts, args)
         run = evaluation.evaluate if self.decisions.changes else evaluate
-        results = run(body.jaxpr, body.consts, args)
+        results = run(body.jaxpr, list(consts), args)
         return [
             value if dtype is None or not is_castable(jax.typeof(value)) else evaluation.cast(value, dtype, node)
             for value, node, dtype in zip(results, body.results, dtypes, strict=True)
@@ -88,10 +86,12 @@ class _Evaluation(Rewriter):
     A new evaluation is created each time JAX traces the body.
     """
 
-    def __init__(self, emission: Emission, body: StepBody, args: Any, same: Same | None = None) -> None:
+    def __init__(
+        self, emission: Emission, body: StepBody, consts: Sequence[Any], args: Sequence[Any], same: Same | None = None
+    ) -> None:
         self.emission, self.decisions = emission, emission.decisions
         self.body, self.steps = body, iter(body.steps)
-        self.examples = Examples(body.jaxpr, args, body.consts, same)
+        self.examples = Examples(body.jaxpr, args, consts, same)
         # the casts for the current step, and at the end for the results
         self.casts = emission.casts[body] = list[int]()
         self.shared: dict[Any, Any] = {}
@@ -109,7 +109,7 @@ class _Evaluation(Rewriter):
         """Return the results of the next step of the body."""
         step = next(self.steps)
         self.casts = self.emission.casts[step] = list[int]()
-        if eqn.primitive.name == _CAST and is_widening(step):
+        if eqn.primitive.name == CAST and is_widening(step):
             self.narrow[eqn.outvars[0]] = operands[0], eqn.invars[0], step.operands[0]
         if step in self.decisions.unchanged and not self.examples.are_many:
             return bind_equation(eqn, operands, eqn.params)
@@ -174,7 +174,7 @@ class _Evaluation(Rewriter):
         eqn, node = step.eqn, step.node
         operands = self.operands_of(step, values)
         self.emission.operand_types[step] = [jax.typeof(operand) for operand in operands]
-        if eqn.primitive.name == _CAST and node is not None and node.kind is not KEPT:
+        if eqn.primitive.name == CAST and node is not None and node.kind is not KEPT:
             return [self.cast_by_author(step, node, values[0], operands[0])]
         if step.bodies is not None:
             return self.results_of_bodies(step, step.bodies, values, operands)
@@ -229,7 +229,7 @@ class _Evaluation(Rewriter):
         is_jitted = bodies.is_compiled and not is_tracing()
         run = _result_of_equal_step(self.emission, step, same, lambda: jax.jit(make())) if is_jitted else make()
         results = list(run(*operands))
-        for number in step.unchanged:
+        for number in step.unchanged_carries:
             results[number] = values[bodies.start + number]
         return results
 
@@ -251,7 +251,7 @@ class _StepRewriter(Rewriter):
     def evaluate_body(self, eqn: Any, bodies: Bodies, number: int, *args: Any) -> list[Any]:
         """Return the results of a body. They are cast to the dtypes of their joins."""
         step, body = self.step, self.step.inner[number]
-        evaluation = _Evaluation(self.emission, body, args, self.same[number])
+        evaluation = _Evaluation(self.emission, body, body.consts, args, self.same[number])
         inputs = list(args)
         for position, dtype in self.emission.decisions.repeated_reads.get(step, ()):
             inputs[position] = jax.lax.convert_element_type(args[position], dtype)
@@ -264,7 +264,7 @@ class _StepRewriter(Rewriter):
         joins = step.joins
         for n in bodies.joined(number):
             join = joins[n]
-            if n in step.unchanged:  # JAX hoists a carry out of the loop if the body returns it unchanged
+            if n in step.unchanged_carries:  # JAX hoists a carry out of the loop if the body returns it unchanged
                 results[n] = args[bodies.start + n]
             elif join is not None:
                 results[n] = evaluation.cast(results[n], join.dtype)
@@ -278,9 +278,10 @@ class _StepRewriter(Rewriter):
     def _evaluate_rule(self, program: Opened, args: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
         step, rules = self.step, self.emission.rules
         in_rule = step.bodies is not None and step.bodies.has_backward_rule
-        graph = build(*program, rules, (*step.names, WITH_RULE), in_rule)
+        jaxpr, consts = program
+        graph = build(jaxpr, consts, rules, (*step.names, WITH_RULE), in_rule)
         decisions = decide_program(graph, args, dtypes, force=True)
-        return Emission(decisions, rules).results(args, dtypes)
+        return Emission(decisions, rules).results(consts, args, dtypes)
 
 
 def _batched_operands(repeat: _Repeat, others: Sequence[Any], node: Node) -> Sequence[Any]:

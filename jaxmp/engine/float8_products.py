@@ -18,8 +18,8 @@ from jaxmp.policy import float8, float8_product
 from jaxmp.program.primitives import CAST, PRODUCTS, Class, Trait, of_class, with_trait
 from jaxmp.program.walk import walk
 
-_MOVES = of_class(Class.CLEAR) | with_trait(Trait.JOINS) | {CAST, "carry", "branches"}
-_MASKING = _MOVES | {"select_n"}
+_COPIES = of_class(Class.CLEAR) | with_trait(Trait.JOINS) | {CAST, "carry", "branches"}
+_MASKING = _COPIES | {"select_n"}
 
 
 class Float8Product(NamedTuple):
@@ -117,9 +117,9 @@ def _weight_and_sources(node: Node) -> set[Node]:
     def is_moved(value: Node) -> bool:
         # A value that is computed from integers has no inputs here, and is not a weight. Looked-up rows are not a
         # weight either, because they belong to an example.
-        return bool(value.inputs) and value.name in _MOVES and not (value.is_looked_up and _has_rows(value))
+        return bool(value.inputs) and value.name in _COPIES and not (value.is_looked_up and _has_rows(value))
 
-    path = {*walk([node], lambda value: value.inputs if value.name in _MOVES else ())}
+    path = {*walk([node], lambda value: value.inputs if value.name in _COPIES else ())}
     return path if all(value.kind is Kind.SOURCE or is_moved(value) for value in path) else set()
 
 
@@ -137,7 +137,7 @@ def _is_table(weight: set[Node]) -> bool:
     """Return whether rows of the weight are looked up elsewhere: a tied embedding."""
 
     def follow(node: Node) -> list[Node]:
-        alike = (user for user in node.users if user.name in _MOVES or user.shape == node.shape)
+        alike = (user for user in node.users if user.name in _COPIES or user.shape == node.shape)
         return [user for user in alike if user.name not in PRODUCTS]
 
     readers = {*walk(weight, follow)}

@@ -20,7 +20,7 @@ from jaxmp.engine.marks import DECIDED, WITH_RULE, Region, ours, region_of
 from jaxmp.engine.rules import Rules
 from jaxmp.engine.states import CLEAR, FULL, HALF, JOIN, KEPT, SOURCE, STRICT, Kind, Rule, State
 from jaxmp.policy.float8 import Float8
-from jaxmp.program.equations import Bodies, extremes_of
+from jaxmp.program.equations import Bodies, bodies_of, extremes_of
 from jaxmp.program.primitives import BOUNDS, EXTREMES, PRODUCTS, Trait, with_trait
 from jaxmp.program.reading import read_program
 from jaxmp.program.values import BRANCHES, CARRY, CONSTANT, LAST_CARRY, Body, Equation, Value
@@ -109,7 +109,7 @@ class Step:
     recipe: Float8 | None = None  # the recipe of the code around a product
     bodies: Bodies | None = None
     inner: Sequence[StepBody] = ()
-    unchanged: Collection[int] = ()  # for a scan, the numbers of the carries that no iteration changes
+    unchanged_carries: Collection[int] = ()  # for a scan, the numbers of the carries that no iteration changes
     node: Node | None = None  # the node of the first floating result
     loops: range = range(0)  # for a loop, the numbers of its body and of the loops inside
 
@@ -119,7 +119,7 @@ class Step:
         if self.bodies is None:
             return []
         joined = self.bodies.joined(len(self.bodies.jaxprs) - 1)
-        return [None if n in self.unchanged else self.nodes[n] for n in joined]
+        return [None if n in self.unchanged_carries else self.nodes[n] for n in joined]
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -127,7 +127,7 @@ class StepBody:
     """A jaxpr with the nodes of its results."""
 
     jaxpr: Any
-    consts: list[Any]
+    consts: Sequence[Any]  # empty for the program itself, because a decided graph must not keep its constants alive
     steps: list[Step]
     results: list[Node | None]
 
@@ -166,10 +166,10 @@ def build(jaxpr: Any, consts: list[Any], rules: Rules, names: Names = (), in_rul
 
     ``names`` are the scopes around the jaxpr.
     """
-    program = read_program(jaxpr, consts, names, is_whole=_is_decided, scopes_inside=_scopes_inside)
+    program = read_program(jaxpr, consts, names, counts_as_one=_is_decided, scopes_inside=_scopes_inside)
     builder = _Builder(rules, in_rule)
     sources = [builder.add_source(value) for value in program.arguments]
-    body = builder.body(program.body)
+    body = dataclasses.replace(builder.body(program.body), consts=())
     return Graph(builder.nodes, body, builder.steps, sources)
 
 
@@ -179,7 +179,8 @@ def _is_decided(eqn: Any, names: Names) -> bool:
 
 
 def _scopes_inside(eqn: Any) -> Names:
-    return (WITH_RULE,) if eqn.primitive.name.startswith("custom_") else ()
+    bodies = bodies_of(eqn)
+    return (WITH_RULE,) if bodies is not None and bodies.has_rule else ()
 
 
 _NO_MOVES = EXTREMES | with_trait(Trait.ROUNDS)
@@ -299,7 +300,7 @@ class _Builder:
                 self.add_input(value)
         loop_around, in_rule_around = self.loop, self.in_rule
         if equation.carries:
-            step.unchanged = [n for n, carry in enumerate(equation.carries) if carry.name != CARRY]
+            step.unchanged_carries = [n for n, carry in enumerate(equation.carries) if carry.name != CARRY]
         self.in_rule = self.in_rule or equation.has_backward_rule
         if equation.is_loop:
             self.last_loop += 1
@@ -312,7 +313,7 @@ class _Builder:
         for value in equation.results:
             self.add_result(value, equation)
         step.nodes = [self.node_of[value] for value in equation.results]
-        varying = [node for n, node in enumerate(step.nodes) if n not in step.unchanged]
+        varying = [node for n, node in enumerate(step.nodes) if n not in step.unchanged_carries]
         step.node = next((node for node in varying if node is not None), None)
 
     def add_input(self, value: Value) -> None:

@@ -30,7 +30,7 @@ The scan reads them in float32, so that their cotangents are summed in float32. 
 
 def reads_of_steps(graph: Graph) -> tuple[dict[Step, ReadDtypes], dict[Step, RepeatedReads]]:
     """Return the dtypes in which each step reads its operands, and the repeated reads of scans."""
-    reader = _Reader()
+    reader = _ReadsOfSteps()
     for step in graph.steps:
         reader.add(step)
     return reader.reads, reader.repeated
@@ -42,7 +42,7 @@ def is_widening(step: Step) -> bool:
     return node is not None and operand is not None and operand.value_dtype.itemsize < node.dtype.itemsize
 
 
-class _Reader:
+class _ReadsOfSteps:
     """A reader of steps. It reads the steps in a body before the step around the body."""
 
     def __init__(self) -> None:
@@ -101,7 +101,7 @@ def _repeated_reads(step: Step) -> RepeatedReads:
     bodies = step.bodies
     if bodies is None or not (bodies.is_loop and bodies.has_gradient) or step.node is None or step.node.in_rule:
         return []
-    positions = [*range(bodies.start), *(bodies.start + n for n in step.unchanged)]
+    positions = [*range(bodies.start), *(bodies.start + n for n in step.unchanged_carries)]
     halves = [(n, operand) for n in positions if (operand := step.operands[n]) and operand.dtype.itemsize == 2]
     return [(position, operand.dtype) for position, operand in halves if read_often(step.eqn, position)]
 

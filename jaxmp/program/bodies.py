@@ -130,8 +130,6 @@ def _bind_scan(params: Any, bodies: Bodies, function: BodyFunction, *operands: A
 
 def _bind_while(bodies: Bodies, functions: Sequence[BodyFunction], *operands: Any) -> list[Any]:
     consts, body_consts = operands[: bodies.consts], operands[bodies.consts : bodies.start]
-    condition, _ = opened(bodies.jaxprs[0])
-    is_batched = bool(condition.outvars[0].aval.shape)
 
     def runs(carry: Arrays) -> Any:
         return functions[0](*consts, *carry)[0]
@@ -140,21 +138,28 @@ def _bind_while(bodies: Bodies, functions: Sequence[BodyFunction], *operands: An
         return functions[1](*body_consts, *carry)
 
     def turn_of_examples(carry: Arrays) -> list[Any]:
-        """Run one iteration, and keep its results only for the examples that still run.
+        return keep_finished(runs(carry), turn(carry), carry)
 
-        JAX's lowering of a batched condition does the same.
-        """
-        still_runs = runs(carry)
-
-        def select(new: Any, old: Any) -> Any:
-            of_examples = jax.lax.broadcast_in_dim(still_runs, new.shape, range(still_runs.ndim))
-            return jax.lax.select(of_examples, new, old)
-
-        return [select(new, old) for new, old in zip(turn(carry), carry, strict=True)]
-
-    if is_batched:
+    condition, _ = opened(bodies.jaxprs[0])
+    if condition.outvars[0].aval.shape:
         return jax.lax.while_loop(lambda carry: runs(carry).any(), turn_of_examples, list(operands[bodies.start :]))
     return jax.lax.while_loop(runs, turn, list(operands[bodies.start :]))
+
+
+def keep_finished(still_runs: Any, new: Arrays, old: Arrays) -> list[Any]:
+    """Return ``new`` for the examples that still run, and ``old`` for the others.
+
+    ``still_runs`` is the condition of a while loop. Under ``jax.vmap``, it may have an element for each example. JAX's
+    lowering of such a loop does the same.
+    """
+    if not still_runs.ndim:
+        return list(new)
+
+    def select(new: Any, old: Any) -> Any:
+        of_examples = jax.lax.broadcast_in_dim(still_runs, new.shape, range(still_runs.ndim))
+        return jax.lax.select(of_examples, new, old)
+
+    return [select(*pair) for pair in zip(new, old, strict=True)]
 
 
 def _bind_cond(params: Any, functions: Sequence[BodyFunction], *operands: Any) -> list[Any]:

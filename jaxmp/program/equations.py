@@ -115,7 +115,7 @@ class Bodies(NamedTuple):
     def inputs(self, number: int, operands: Sequence[Any]) -> list[Any]:
         """Return the operands that body ``number`` takes.
 
-        Of a carry, this is the initial value, and of a scanned array, the whole array.
+        A carry is passed as its initial value, and a scanned array as a whole.
         """
         if self.is_condition(number):
             return [*operands[: self.consts], *operands[self.start :]]

@@ -32,12 +32,12 @@ class Facts(Generic[Fact]):
 class Analysis(Generic[Fact]):
     """A question about each value of a program.
 
-    Subclass it, and write :meth:`operation` and :meth:`join`. Facts are hashable. The analysis of a loop ends, because
-    ``join`` must lead to the same fact after a few iterations: facts are booleans, enums, or similar small sets.
+    Subclass it, and write :meth:`transfer` and :meth:`join`. Facts are hashable. ``join`` must be monotone on a small
+    set of facts, such as booleans or an enum, so that loops reach a fixed point.
 
     >>> class DependsOnSine(Analysis[bool]):
     ...     constant = False
-    ...     def operation(self, eqn, operands):
+    ...     def transfer(self, eqn, operands):
     ...         return [eqn.primitive.name == "sin" or any(operands)] * len(eqn.outvars)
     ...     def join(self, first, second):
     ...         return first or second
@@ -53,7 +53,7 @@ class Analysis(Generic[Fact]):
     def __init__(self) -> None:
         self._known: Any = weakref.WeakKeyDictionary()  # equal layers share a jaxpr
 
-    def operation(self, eqn: Any, operands: Sequence[Fact]) -> Sequence[Fact]:
+    def transfer(self, eqn: Any, operands: Sequence[Fact]) -> Sequence[Fact]:
         """Return the facts of the results of an operation without bodies."""
         raise NotImplementedError
 
@@ -61,29 +61,29 @@ class Analysis(Generic[Fact]):
         """Return the fact of a value that is one of two values."""
         raise NotImplementedError
 
-    def whole(self, eqn: Any, operands: Sequence[Fact]) -> Sequence[Fact] | None:
+    def transfer_whole(self, eqn: Any, operands: Sequence[Fact]) -> Sequence[Fact] | None:
         """Return the facts of the results of an equation whose bodies are not read.
 
         Return None for an equation whose bodies are read.
         """
         return None
 
-    def selected(self, condition: Fact, fact: Fact) -> Fact:
+    def select(self, condition: Fact, fact: Fact) -> Fact:
         """Return the fact of a value that enters or leaves a branch.
 
         ``condition`` is the fact of the index that selects a branch.
         """
         return fact
 
-    def repeated(self, condition: Fact, fact: Fact) -> Fact:
+    def repeat(self, condition: Fact, fact: Fact) -> Fact:
         """Return the fact of the carry of a while loop with this condition."""
         return fact
 
-    def element(self, fact: Fact) -> Fact:
+    def pick(self, fact: Fact) -> Fact:
         """Return the fact of the elements of a scanned array."""
         return fact
 
-    def stacked(self, fact: Fact) -> Fact:
+    def stack(self, fact: Fact) -> Fact:
         """Return the fact of an array that a scan stacks."""
         return fact
 
@@ -104,32 +104,32 @@ class Analysis(Generic[Fact]):
             return self.constant if is_literal(atom) else variables[atom]
 
         for eqn in jaxpr.eqns:
-            results = self.results(eqn, [fact_of(atom) for atom in eqn.invars])
+            results = self.solve_equation(eqn, [fact_of(atom) for atom in eqn.invars])
             variables.update(zip(eqn.outvars, results, strict=True))
         return Facts(variables, [fact_of(atom) for atom in jaxpr.outvars])
 
-    def results(self, eqn: Any, operands: Sequence[Fact]) -> Sequence[Fact]:
+    def solve_equation(self, eqn: Any, operands: Sequence[Fact]) -> Sequence[Fact]:
         """Return the facts of the results of an equation."""
         bodies = bodies_of(eqn)
         if bodies is None:
-            return self.operation(eqn, operands)
-        whole = self.whole(eqn, operands)
-        return self.results_of_bodies(bodies, operands) if whole is None else whole
+            return self.transfer(eqn, operands)
+        whole = self.transfer_whole(eqn, operands)
+        return self.solve_bodies(bodies, operands) if whole is None else whole
 
-    def results_of_bodies(self, bodies: Bodies, operands: Sequence[Fact]) -> list[Fact]:
+    def solve_bodies(self, bodies: Bodies, operands: Sequence[Fact]) -> list[Fact]:
         """Return the facts of the results of an equation with bodies."""
-        inputs = self.inputs(bodies, operands)
+        inputs = self.solve_inputs(bodies, operands)
         ends = [self.solve(jaxpr, facts).results for jaxpr, facts in zip(bodies.jaxprs, inputs, strict=True)]
         if bodies.kind == "call":
             return ends[0]
         if bodies.kind == "cond":
             joined = [reduce(self.join, column) for column in zip(*ends, strict=True)]
-            return [self.selected(operands[0], fact) for fact in joined]
+            return [self.select(operands[0], fact) for fact in joined]
         first = bodies.start - bodies.consts  # of the carries among the arguments of the body
         carry = inputs[-1][first : first + bodies.carry]
-        return [*carry, *map(self.stacked, ends[-1][bodies.carry :])]
+        return [*carry, *map(self.stack, ends[-1][bodies.carry :])]
 
-    def inputs(self, bodies: Bodies, operands: Sequence[Fact]) -> list[list[Fact]]:
+    def solve_inputs(self, bodies: Bodies, operands: Sequence[Fact]) -> list[list[Fact]]:
         """Return the facts of the arguments of each body.
 
         The fact of a loop's carry holds before and after each iteration.
@@ -138,17 +138,17 @@ class Analysis(Generic[Fact]):
             return [list(operands)]
         if bodies.kind == "cond":
             index, *entering = operands
-            return [[self.selected(index, fact) for fact in entering]] * len(bodies.jaxprs)
+            return [[self.select(index, fact) for fact in entering]] * len(bodies.jaxprs)
         before, constants = list(operands[: bodies.consts]), list(operands[bodies.consts : bodies.start])
         stop = bodies.start + bodies.carry
-        carry, elements = list(operands[bodies.start : stop]), [self.element(fact) for fact in operands[stop:]]
+        carry, elements = list(operands[bodies.start : stop]), [self.pick(fact) for fact in operands[stop:]]
         while True:
             turn = [*constants, *carry, *elements]
             results = self.solve(bodies.jaxprs[-1], turn).results
             joined = [self.join(old, new) for old, new in zip(carry, results, strict=False)]
             if bodies.kind == "while":
                 (condition,) = self.solve(bodies.jaxprs[0], [*before, *joined]).results
-                joined = [self.repeated(condition, fact) for fact in joined]
+                joined = [self.repeat(condition, fact) for fact in joined]
             if joined == carry:
                 return [turn] if bodies.kind == "scan" else [[*before, *carry], turn]
             carry = joined

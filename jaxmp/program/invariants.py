@@ -19,10 +19,10 @@ class _SameForExamples(Analysis[bool]):
 
     constant = True
 
-    def whole(self, eqn: Any, operands: Sequence[bool]) -> Sequence[bool] | None:
+    def transfer_whole(self, eqn: Any, operands: Sequence[bool]) -> Sequence[bool] | None:
         return [False] * len(eqn.outvars) if eqn.primitive.name in _PER_DEVICE else None
 
-    def operation(self, eqn: Any, operands: Sequence[bool]) -> Sequence[bool]:
+    def transfer(self, eqn: Any, operands: Sequence[bool]) -> Sequence[bool]:
         if eqn.primitive.name in _ONE_BY_ONE:
             return operands
         is_same = all(operands) and eqn.primitive.name not in _PER_DEVICE
@@ -31,11 +31,11 @@ class _SameForExamples(Analysis[bool]):
     def join(self, first: bool, second: bool) -> bool:
         return first and second
 
-    def selected(self, condition: bool, fact: bool) -> bool:
+    def select(self, condition: bool, fact: bool) -> bool:
         """Return False if the condition differs: then each example runs all branches."""
         return condition and fact
 
-    def repeated(self, condition: bool, fact: bool) -> bool:
+    def repeat(self, condition: bool, fact: bool) -> bool:
         """Return False if the condition differs: examples differ in their number of iterations."""
         return condition and fact
 
@@ -57,22 +57,30 @@ class _PassedOn(Analysis[_Passed | None]):
 
     constant = None
 
-    def whole(self, eqn: Any, operands: Sequence[_Passed | None]) -> Sequence[_Passed | None] | None:
+    def transfer_whole(self, eqn: Any, operands: Sequence[_Passed | None]) -> Sequence[_Passed | None] | None:
         bodies = bodies_of(eqn)
         # The body of a `shard_map` has parts of the arrays. A rule may give an identity function another derivative.
         is_opaque = bodies is not None and (bodies.is_per_device or bodies.has_rule)
         return [None] * len(eqn.outvars) if is_opaque else None
 
-    def operation(self, eqn: Any, operands: Sequence[_Passed | None]) -> Sequence[_Passed | None]:
+    def transfer(self, eqn: Any, operands: Sequence[_Passed | None]) -> Sequence[_Passed | None]:
         return [None] * len(eqn.outvars)
 
     def join(self, first: _Passed | None, second: _Passed | None) -> _Passed | None:
         return first if first == second else None
 
-    def element(self, fact: _Passed | None) -> _Passed | None:
+    def solve_inputs(self, bodies: Bodies, operands: Sequence[_Passed | None]) -> list[list[_Passed | None]]:
+        """Forget elements that enter a loop: only the scan that picked an element may stack it again."""
+        entering = list(operands)
+        for n in range(bodies.carries.stop) if bodies.is_loop else ():
+            passed = entering[n]
+            entering[n] = None if passed is not None and passed.scans else passed
+        return super().solve_inputs(bodies, entering)
+
+    def pick(self, fact: _Passed | None) -> _Passed | None:
         return fact and _Passed(fact.argument, fact.scans + 1)
 
-    def stacked(self, fact: _Passed | None) -> _Passed | None:
+    def stack(self, fact: _Passed | None) -> _Passed | None:
         return _Passed(fact.argument, fact.scans - 1) if fact and fact.scans else None
 
 

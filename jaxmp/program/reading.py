@@ -23,8 +23,10 @@ from jaxmp.program.values import (
     CONSTANT,
     LAST_CARRY,
     LOOP_CONSTANT,
+    PART,
     TURN,
     TURNS,
+    WHOLE,
     Body,
     Equation,
     Key,
@@ -52,7 +54,7 @@ def read_program(
     jaxpr: Any,
     consts: Sequence[Any] = (),
     names: Names = (),
-    is_whole: Callable[[Any, Names], bool] = _never,
+    counts_as_one: Callable[[Any, Names], bool] = _never,
     scopes_inside: Callable[[Any], Names] = _no_scopes,
 ) -> Program:
     """Return the equations and values of a program.
@@ -61,13 +63,13 @@ def read_program(
       jaxpr: an open or closed jaxpr.
       consts: the constants of an open jaxpr; empty if they are unknown.
       names: the scopes around the program.
-      is_whole: a function that returns whether an equation with bodies counts as one operation. It takes the equation
-        and the scopes around it. The equations inside are then left out.
+      counts_as_one: a function that returns whether an equation with bodies counts as one operation. It takes the
+        equation and the scopes around it. The equations inside are then left out.
       scopes_inside: a function from an equation to scopes that are added around its bodies.
     """
     jaxpr, closed_consts = opened(jaxpr)
     consts = list(consts or closed_consts or [None] * len(jaxpr.constvars))
-    reader = _Reader(is_whole, scopes_inside)
+    reader = _Reader(counts_as_one, scopes_inside)
     inputs = [reader.add(Value(var.aval, ARGUMENT, position=n)) for n, var in enumerate(jaxpr.invars)]
     around = _Around(names=names)
     return Program(reader.body(jaxpr, consts, inputs, around), reader.values, reader.equations)
@@ -154,8 +156,8 @@ class _Reader:
     Values with equal keys in ``first`` are equal.
     """
 
-    def __init__(self, is_whole: Callable[[Any, Names], bool], scopes_inside: Callable[[Any], Names]) -> None:
-        self.is_whole = is_whole
+    def __init__(self, counts_as_one: Callable[[Any, Names], bool], scopes_inside: Callable[[Any], Names]) -> None:
+        self.counts_as_one = counts_as_one
         self.scopes_inside = scopes_inside
         self.values: list[Value] = []
         self.gradients = set[Value]()  # values that are computed from gradients
@@ -202,12 +204,12 @@ class _Reader:
     def read_results(self, equation: Equation, around: _Around) -> None:
         """Read the bodies of an equation, and add its results."""
         bodies = equation.bodies
-        if bodies is None or self.is_whole(equation.eqn, equation.names):
+        if bodies is None or self.counts_as_one(equation.eqn, equation.names):
             self.operation(equation, around)
+        elif bodies.is_per_device:
+            self.shard_map(equation, bodies, around)
         elif bodies.is_call:
-            # A call that reads gradients may have equations that read none, so each equation gets its own phase.
-            phase = "backward" if equation.phase == "backward" else around.phase
-            equation.results = self.inside(equation, 0, equation.operands, around._replace(phase=phase)).results
+            equation.results = self.call(equation, equation.operands, around).results
         elif bodies.is_conditional:
             self.conditional(equation, bodies, around)
         else:
@@ -225,6 +227,28 @@ class _Reader:
         body = self.body(*opened(equation.bodies.jaxprs[number]), inputs, here)
         equation.inside = (*equation.inside, body)
         return body
+
+    def call(self, equation: Equation, inputs: Sequence[Value], around: _Around) -> Body:
+        # A call that reads gradients may have equations that read none, so each equation gets its own phase.
+        phase = "backward" if equation.phase == "backward" else around.phase
+        return self.inside(equation, 0, inputs, around._replace(phase=phase))
+
+    def shard_map(self, equation: Equation, bodies: Bodies, around: _Around) -> None:
+        """Read a body that has parts of the arrays. A part is never the same as another value."""
+        parts = []
+        for operand, var in zip(equation.operands, opened(bodies.jaxprs[0])[0].invars, strict=True):
+            reads: list[Read] = [(0, operand, same_turn)]
+            part = Value(var.aval, PART, equation.key, None, -1, around.scans, around.loops, None, reads)
+            parts.append(self.add(part))
+            if operand in self.gradients:
+                self.gradients.add(part)
+        results = []
+        for n, value in enumerate(self.call(equation, parts, around).results):
+            whole = self.result(equation, WHOLE, n, [(0, value, same_turn)], around, None)
+            if value in self.gradients:
+                self.gradients.add(whole)
+            results.append(whole)
+        equation.results = results
 
     def operation(self, equation: Equation, around: _Around) -> None:
         """Add the results of an equation that counts as one operation."""
@@ -350,7 +374,8 @@ def _computation_of(eqn: Any) -> Hashable:
     bodies = bodies_of(eqn)
     if bodies is not None and eqn.primitive.name not in _PER_DEVICE:
         inner = [(_structure_of(jaxpr), *map(id, consts)) for jaxpr, consts in map(opened, bodies.jaxprs)]
-        return bodies.primitive, bodies.length, bodies.reverse, *inner
+        roles = bodies.length, bodies.reverse, bodies.consts, bodies.start, bodies.carry
+        return bodies.primitive, *roles, *inner
     try:
         hash(_operation_of(eqn))
     except TypeError:

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxmp.program.bodies import keep_finished
 from jaxmp.program.equations import Bodies
 
 RunBody = Callable[[int, list[Any], int], list[Any]]
@@ -43,9 +44,9 @@ def _run_while(bodies: Bodies, operands: list[Any], run: RunBody) -> list[Any]:
     while True:
         operands = [*fixed, *carry]
         (goes_on,) = run(0, bodies.inputs(0, operands), turn)
-        if not goes_on:
+        if not jnp.any(goes_on):
             return carry
-        carry = run(1, bodies.inputs(1, operands), turn)
+        carry = keep_finished(goes_on, run(1, bodies.inputs(1, operands), turn), carry)
         turn += 1
 
 

@@ -31,7 +31,7 @@ class _ProductOrigin(enum.IntEnum):
 
 FIXED, SUM, ANEW = _ProductOrigin
 # The result of such an operation has the origin of its operands.
-_MOVES = PICKS | COMBINES | with_trait(Trait.EXTREME, Trait.POOLS) | {CAST}
+_KEEPS_ORIGIN = PICKS | COMBINES | with_trait(Trait.EXTREME, Trait.POOLS) | {CAST}
 
 
 class _ProductOrigins(Analysis[_ProductOrigin]):
@@ -39,12 +39,12 @@ class _ProductOrigins(Analysis[_ProductOrigin]):
 
     constant = FIXED
 
-    def results(self, eqn: Any, operands: Sequence[_ProductOrigin]) -> Sequence[_ProductOrigin]:
-        origins = super().results(eqn, operands)
+    def solve_equation(self, eqn: Any, operands: Sequence[_ProductOrigin]) -> Sequence[_ProductOrigin]:
+        origins = super().solve_equation(eqn, operands)
         are_integers = [jax.numpy.issubdtype(var.aval.dtype, np.integer) for var in eqn.outvars]
         return [FIXED if is_integer else origin for is_integer, origin in zip(are_integers, origins, strict=True)]
 
-    def operation(self, eqn: Any, operands: Sequence[_ProductOrigin]) -> Sequence[_ProductOrigin]:
+    def transfer(self, eqn: Any, operands: Sequence[_ProductOrigin]) -> Sequence[_ProductOrigin]:
         return [self._of_operation(eqn.primitive.name, operands)] * len(eqn.outvars)
 
     def _of_operation(self, name: str, operands: Sequence[_ProductOrigin]) -> _ProductOrigin:
@@ -52,8 +52,8 @@ class _ProductOrigins(Analysis[_ProductOrigin]):
         if name in PRODUCTS:
             return ANEW
         if name == "select_n":
-            return self.selected(operands[0], max(operands[1:]))
-        if highest is FIXED or name in _MOVES:
+            return self.select(operands[0], max(operands[1:]))
+        if highest is FIXED or name in _KEEPS_ORIGIN:
             return highest
         if name in SUMS and SUM in operands:
             return SUM
@@ -64,7 +64,7 @@ class _ProductOrigins(Analysis[_ProductOrigin]):
     def join(self, first: _ProductOrigin, second: _ProductOrigin) -> _ProductOrigin:
         return max(first, second)
 
-    def selected(self, condition: _ProductOrigin, fact: _ProductOrigin) -> _ProductOrigin:
+    def select(self, condition: _ProductOrigin, fact: _ProductOrigin) -> _ProductOrigin:
         return ANEW if condition is ANEW and fact is FIXED else fact
 
 
@@ -81,8 +81,8 @@ def is_search(bodies: Bodies) -> bool:
     if bodies.kind != "while":
         return False
     fixed = [FIXED] * bodies.start
-    _, turn = _ORIGINS.inputs(bodies, [*fixed, *[FIXED] * bodies.carry])
+    _, turn = _ORIGINS.solve_inputs(bodies, [*fixed, *[FIXED] * bodies.carry])
     carry = turn[len(turn) - bodies.carry :]  # ANEW: depends on a product in any iteration
     sums = [SUM if origin is ANEW else FIXED for origin in carry]  # assume that these carries are sums
-    condition, _ = _ORIGINS.inputs(bodies, [*fixed, *sums])
+    condition, _ = _ORIGINS.solve_inputs(bodies, [*fixed, *sums])
     return _ORIGINS.solve(bodies.jaxprs[0], condition).results[0] is ANEW

@@ -43,13 +43,14 @@ def same_turn(turns: Turns) -> list[Turns]:
 # The names of values that no primitive computes. The attribute `name` of `Value` explains them.
 ARGUMENT, CONSTANT, LOOP_CONSTANT = "argument", "constant", "loop constant"
 TURN, TURNS = "turn", "turns"
+PART, WHOLE = "part", "whole"
 CARRY, LAST_CARRY, BRANCHES = "carry", "last carry", "branches"
 JOINS = frozenset({CARRY, LAST_CARRY, BRANCHES})
 """Names of values that are one of several values."""
 _SORTS = with_trait(Trait.SORTS)
 _ONE_BY_ONE = with_trait(Trait.IDENTITY)
 """Operations whose nth result depends only on the nth operand."""
-MOVES = PICKS | COMBINES | with_trait(Trait.EXTREME, Trait.POOLS) | _SORTS | {TURN, TURNS}
+MOVES = PICKS | COMBINES | with_trait(Trait.EXTREME, Trait.POOLS) | _SORTS | {TURN, TURNS, PART, WHOLE}
 """Moves: operations whose results contain only elements of the operands; for ``top_k``, only the first result."""
 
 
@@ -179,6 +180,7 @@ class Value:
         - ``LOOP_CONSTANT``: a value from outside a loop that the body reads
         - ``TURN``: the element of a scanned array that one iteration reads
         - ``TURNS``: the array that all iterations stack
+        - ``PART``: the part of an array that one device reads in a ``jax.shard_map``; ``WHOLE``: the array of all parts
         - ``CARRY`` in a loop, the ``LAST_CARRY``, and the result of a conditional, ``BRANCHES``, are one of several
           values
       key: the key of the equation that computes the value; for a carry or an input in a loop body, the key of the loop;
@@ -401,7 +403,7 @@ def computed_at(value: Value) -> Equation | tuple[str, str]:
     conditional, return the equation in the body that computes it.
     """
     visited = {value}
-    while (value.is_join or value.name in (TURN, TURNS)) and value.inputs[-1] not in visited:
+    while (value.is_join or value.name in (TURN, TURNS, PART, WHOLE)) and value.inputs[-1] not in visited:
         value = value.inputs[-1]
         visited.add(value)
     return value.equation or ("", value.reader.source if value.reader else "")

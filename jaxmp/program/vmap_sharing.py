@@ -75,7 +75,7 @@ class Examples:
             return ()
         numbers = set[int]()
         for same in self.same:
-            inside = SAME_FOR_EXAMPLES.inputs(bodies, same)[0]
+            inside = SAME_FOR_EXAMPLES.solve_inputs(bodies, same)[0]
             first = len(same) - len(inside)  # 1 for a conditional, whose first operand is the index
             numbers.update(n for n, stays in enumerate(inside, first) if same[n] and not stays)
         return numbers
@@ -83,5 +83,5 @@ class Examples:
 
 def same_in_bodies(bodies: Bodies, same: Same) -> list[Same]:
     """Return for each body of an equation which arguments all examples share."""
-    answers = [SAME_FOR_EXAMPLES.inputs(bodies, of_one) for of_one in same]
+    answers = [SAME_FOR_EXAMPLES.solve_inputs(bodies, of_one) for of_one in same]
     return [[answer[number] for answer in answers] for number in range(len(bodies.jaxprs))]

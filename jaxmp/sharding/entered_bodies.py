@@ -58,7 +58,7 @@ class EnteredBodies:
         # The index that selects a branch is a scalar, so it is common.
         self._index = operands[: len(operands) - len(self._operands)]
         self._carries = bodies.carries
-        self._are_common = SAME_FOR_EXAMPLES.inputs(bodies, [is_common for _, is_common in operands])[0]
+        self._are_common = SAME_FOR_EXAMPLES.solve_inputs(bodies, [is_common for _, is_common in operands])[0]
         self._uses = {n: value for n, (value, _) in enumerate(self._operands) if isinstance(value, Use)}
         self._any_use = next(iter(self._uses.values()), None)
         self._gathers = {n: self._place_of_gather(n, use) for n, use in self._uses.items()}

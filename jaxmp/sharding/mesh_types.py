@@ -94,7 +94,7 @@ class _AutoAxesRewriter(Rewriter):
             return self._bind_without_types(eqn, operands)
 
     def evaluate_bodies(self, eqn: Any, bodies: Bodies, operands: list[Any]) -> list[Any]:
-        if "mesh" in eqn.params:  # the mesh of a shard_map
+        if bodies.is_per_device:
             eqn = eqn.replace(params={**eqn.params, "mesh": _on_auto(eqn.params["mesh"])})
         function = self.rebuild(eqn, bodies)
         with _auto_axes():

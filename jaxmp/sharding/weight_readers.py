@@ -17,7 +17,7 @@ from jaxmp.program.equations import bodies_of, is_literal, opened
 from jaxmp.program.primitives import Trait, with_trait
 from jaxmp.sharding.mesh_plan import COPIES
 
-_MOVES = with_trait(Trait.PERMUTES, Trait.REPEATS, Trait.SLICES)
+_REARRANGES = with_trait(Trait.PERMUTES, Trait.REPEATS, Trait.SLICES)
 
 
 def only_moves_or_casts(eqn: Any) -> bool:
@@ -27,7 +27,7 @@ def only_moves_or_casts(eqn: Any) -> bool:
     """
     if eqn.primitive.name == "convert_element_type":
         return bool(jnp.issubdtype(eqn.params["new_dtype"], jnp.floating))
-    return eqn.primitive.name in _MOVES and len(eqn.invars) == 1 and not is_copying(eqn)
+    return eqn.primitive.name in _REARRANGES and len(eqn.invars) == 1 and not is_copying(eqn)
 
 
 def is_copying(eqn: Any) -> bool:

@@ -47,7 +47,7 @@ def computed_whole(
       ValueError: the equation would sum the gradient of a weight in half.
     """
     name, (_, first_use) = eqn.primitive.name, uses[0]
-    are_common = SAME_FOR_EXAMPLES.results(eqn, [is_common for _, is_common in operands])
+    are_common = SAME_FOR_EXAMPLES.solve_equation(eqn, [is_common for _, is_common in operands])
     is_wide = _is_widened(eqn, all(are_common))
     sums_cotangents = not is_wide and name not in _ACCUMULATES and classify(name) in _SUMS
     arrays = [value for value, _ in operands]

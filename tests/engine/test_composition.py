@@ -391,3 +391,16 @@ def test_equal_functions_with_different_constants_do_not_share_a_program():
 def test_arrays_of_texts_reach_the_function_unchanged():
     batch = {"x": normal(0, 4, 8), "names": np.array(["a", "b"])}
     assert half(lambda batch: (batch["x"] @ jnp.eye(8), batch["names"][1]))(batch)[1] == "b"
+
+
+def test_eager_calls_keep_no_array_alive_that_the_function_closes_over():
+    """Programs of equal layers are cached for later calls."""
+    layer, closed_over, references = jax.jit(lambda w, x: jnp.tanh(x @ w)), [], []
+    fun = jaxmp.autocast(lambda w, x: layer(w, layer(w, x)) + closed_over[0].sum(), "mixed_bfloat16")
+    for size in (2, 3, 3):
+        closed_over[:] = [jnp.full((64, 64), float(size))]
+        references.append(weakref.ref(closed_over[0]))
+        fun(jnp.eye(4), jnp.ones((size, 4)))
+    closed_over.clear()
+    gc.collect()
+    assert [reference() for reference in references] == [None] * 3

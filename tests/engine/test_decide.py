@@ -453,9 +453,12 @@ def test_shuffled_rules_decide_the_same(fun, monkeypatch):
 
 @pytest.mark.parametrize("fun", [jax.grad(block), recurrent, distances])
 def test_an_emission_changes_no_decision_and_can_be_repeated(fun):
-    graph = build(*opened(jax.make_jaxpr(fun)(X, W)), RULES)
+    jaxpr, consts = opened(jax.make_jaxpr(fun)(X, W))
+    graph = build(jaxpr, consts, RULES)
     decisions = decide_program(graph, [X, W], [None])
     before = states(graph), dict(decisions.reads), set(decisions.unchanged)
-    programs = [jax.make_jaxpr(lambda *args: Emission(decisions, RULES).results(args, [None]))(X, W) for _ in range(2)]
+    programs = [
+        jax.make_jaxpr(lambda *args: Emission(decisions, RULES).results(consts, args, [None]))(X, W) for _ in range(2)
+    ]
     assert str(programs[0]) == str(programs[1])
     assert (states(graph), dict(decisions.reads), set(decisions.unchanged)) == before

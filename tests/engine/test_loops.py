@@ -361,3 +361,19 @@ def test_an_activation_that_nested_loops_read_often_enters_them_in_float32():
     (loop,) = (eqn for eqn in program.eqns if eqn.primitive.name == "scan")
     operands = [atom.aval.dtype.name for atom in loop.invars[: bodies_of(loop).start]]
     assert operands == ["float32"] * 2  # the activation and `w`
+
+
+def test_a_carry_that_another_scan_stacks_from_a_row_changes():
+    """Only the scan that picks a row may stack it again to the same array."""
+
+    def spread(_, row):
+        return jax.lax.scan(lambda carry, _: (carry, row), 0.0, None, length=8)[1], None
+
+    def turn(carry, _):
+        rows, h = carry
+        return (jax.lax.scan(spread, rows, rows)[0], jnp.tanh(h @ W @ W)), None
+
+    x = jnp.arange(8.0)
+    rows, _ = jax.lax.scan(turn, (x, x), None, length=2)[0]
+    half_rows, _ = half(lambda x: jax.lax.scan(turn, (x, x), None, length=2)[0])(x)
+    assert set(rows.tolist()) == set(half_rows.tolist()) == {7.0}

@@ -56,24 +56,24 @@ def test_a_value_is_the_same_for_all_examples_if_vmap_does_not_map_it(name):
         assert results == expected, axes
 
 
-class Passes(Analysis[int]):
-    """The number of scans that a scanned element is inside of, to see every hook."""
+class CountsScans(Analysis[int]):
+    """The number of scans that pick an element of a value, plus 10 for each scan that stacks it."""
 
     constant = 0
 
-    def operation(self, eqn, operands):
+    def transfer(self, eqn, operands):
         return [max(operands, default=0)] * len(eqn.outvars)
 
     def join(self, first, second):
         return max(first, second)
 
-    def element(self, fact):
+    def pick(self, fact):
         return min(fact + 1, 5)
 
-    def stacked(self, fact):
+    def stack(self, fact):
         return fact + 10
 
-    def whole(self, eqn, operands):
+    def transfer_whole(self, eqn, operands):
         return [-1] * len(eqn.outvars) if eqn.primitive.name == "custom_jvp_call" else None
 
 
@@ -82,5 +82,5 @@ def test_elements_stacks_and_equations_that_are_not_entered_have_facts_of_their_
         inner = lax.map(lambda row: lax.map(jnp.sin, row), x)
         return inner, jax.nn.relu(inner), lax.scan(lambda h, row: (h + row, h), x[0], x)
 
-    facts = Passes().solve(jax.make_jaxpr(fun)(jnp.ones((2, 2))), [0])
+    facts = CountsScans().solve(jax.make_jaxpr(fun)(jnp.ones((2, 2))), [0])
     assert facts.results == [2 + 10 + 10, -1, 1, 11]

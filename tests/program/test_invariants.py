@@ -31,6 +31,8 @@ KNOWN = [
         (lambda a, b: lax.scan(lambda c, x: (x, c), a[0], b), [None, None]),
         (lambda a, b: lax.scan(lambda c, _: ((c[1], c[0]), None), (a, b), length=2)[0], [None, None]),
         (lambda a, b: lax.cond(a[0, 0] > 0, lambda: (a, b, b), lambda: (a, a, 2 * b)), [0, None, None]),
+        (lambda a, b: lax.scan(lambda c, x: lax.scan(lambda d, _: (d, x), c, length=2), a[0], b), [None, None]),
+        (lambda a, b: lax.scan(lambda c, x: (c, lax.map(lambda y: y, x)), a[0], b), [None, 1]),
         (lambda a, b: lax.while_loop(lambda c: c[0].sum() < b.sum(), lambda c: (c[0] + a, c[1]), (a, b)), [None, 1]),
     ]  # fmt: skip
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import AxisType, PartitionSpec
 
 from jaxmp.program.binding import bind_equation
 from jaxmp.program.reading import read_program
@@ -44,6 +45,11 @@ class Computed:
         return operand[turns[-1]] if value.name == TURN else operand
 
 
+def _restacked(x):
+    """Return each row stacked by an inner scan, which is not the scan that picks the row."""
+    return lax.scan(lambda h, row: (h, lax.scan(lambda g, _: (g, row), h, None, length=3)[1]), x[0], x)
+
+
 def _layers(x, reverse=False):
     return lax.scan(lambda h, row: (jnp.tanh(h + row), h * row), x[0], x, reverse=reverse)
 
@@ -53,6 +59,7 @@ PROGRAMS = {
     "calls": jax.jit(lambda x: (jax.nn.relu(x), jax.checkpoint(jnp.sin)(x))),
     "a scan": _layers,
     "a scan from the end": lambda x: _layers(x, reverse=True),
+    "rows that another scan stacks": _restacked,
     "scans in scans": lambda x: lax.scan(lambda h, row: (h + _layers(x * row)[0], _layers(x + h)), x[1], x),
     "carries that change places": lambda x: lax.fori_loop(0, 3, lambda n, h: (h[1], h[0] + n, h[2]), (x, 2 * x, x + 1)),
     "a branch": lambda x: lax.switch(jnp.int32(1), [jnp.sin, lambda x: x * TABLE, jnp.cos], x),
@@ -71,15 +78,42 @@ def test_the_values_of_a_program_compute_its_results(name):
         np.testing.assert_allclose(computed.at(value), expected, rtol=1e-5, atol=1e-6)
 
 
+SAME_OPERANDS = {
+    "a carry": lambda x: lax.scan(lambda c, _: ((jnp.sin(c[0]), jnp.sin(c[1])), None), (x, 2 * x), None, 3)[0],
+    "a scanned array": lambda x: lax.scan(lambda c, row: (jnp.sin(c), jnp.sin(row)), x, 2 * x),
+    "more iterations": lambda x: lax.scan(lambda c, _: ((jnp.sin(c[0]), jnp.sin(c[1])), None), (x, 2 * x), None, 4)[0],
+    "from the end": lambda x: lax.scan(lambda c, row: (jnp.sin(c), jnp.sin(row)), x, 2 * x, reverse=True),
+}
+
+
+def test_values_that_are_the_same_are_equal():
+    functions = [*PROGRAMS.values(), *PROGRAMS.values(), *SAME_OPERANDS.values()]
+    program = read_program(jax.make_jaxpr(lambda x: [fun(x) for fun in functions])(X))
+    computed = Computed(program, [X])
+    for value in program.values:
+        if not value.scans:
+            np.testing.assert_array_equal(computed.at(value), computed.at(value.same))
+
+
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_values_that_are_the_same_are_equal(name):
+def test_a_program_that_is_computed_twice_has_the_same_values(name):
     program = read_program(jax.make_jaxpr(lambda x: (PROGRAMS[name](x), PROGRAMS[name](x)))(X))
-    computed, results = Computed(program, [X]), program.results
-    half = len(results) // 2
-    for first, second in zip(results[:half], results[half:], strict=True):
+    half = len(program.results) // 2
+    for first, second in zip(program.results[:half], program.results[half:], strict=True):
         assert first.same is second.same
-    for value in (value for value in program.values if not value.scans):
-        np.testing.assert_array_equal(computed.at(value), computed.at(value.same))
+
+
+def test_a_part_of_an_array_is_not_the_same_as_the_array():
+    mesh = jax.make_mesh((2,), ("i",), axis_types=(AxisType.Auto,))
+
+    def fun(x):
+        specs = [PartitionSpec("i"), PartitionSpec(None, "i")]
+        inside = [jax.shard_map(lambda x: jnp.sin(x), mesh=mesh, in_specs=(p,), out_specs=p)(x) for p in specs]
+        return jnp.sin(x), *inside
+
+    program = read_program(jax.make_jaxpr(fun)(jnp.ones((4, 4))))
+    sines = [value.same for value in program.values if value.name == "sin"]
+    assert len({*sines, *(value.same for value in program.results)}) == 5
 
 
 def test_loops_with_equal_operands_and_other_bodies_are_not_the_same():

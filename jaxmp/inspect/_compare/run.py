@@ -90,7 +90,7 @@ def run_and_record(
 
     scale = loss_scale if grad else None
     results, records, grads, cotangents = _run_with_taps(jaxpr, consts, inputs, numbers, taps, scale)
-    program = read_program(jaxpr, consts, is_whole=is_whole_with_rules)
+    program = read_program(jaxpr, consts, counts_as_one=is_whole_with_rules)
     leading = [value for value in leading_to(program.results) if value.is_computed]
     return RecordedProgram(
         values={(value.key, value.position): value for value in leading},

@@ -215,7 +215,7 @@ def _blame_in(fun: Callable[..., Any], args: Sequence[Any], paths: Sequence[str]
     """
     jaxpr, consts, structure = program_of(fun, *args)
     run = ProgramRun(jaxpr, consts, jax.tree.leaves(tuple(args)))
-    program = read_program(jaxpr, consts, is_whole=is_whole)
+    program = read_program(jaxpr, consts, counts_as_one=is_whole)
     results = program.results
     losses, aux, _ = map(jax.tree.leaves, jax.tree.unflatten(structure, range(len(results))))
     bad = [n for n, result in enumerate(run.results) if not stepping.is_finite(result)]

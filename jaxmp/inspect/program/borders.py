@@ -79,7 +79,7 @@ def _read_floats(jaxpr: Any, roots: Sequence[bool] | None) -> Iterator[tuple[Equ
     The values are in program order. Each item is the equation of a value, the value's position among the equation's
     results, and the scopes of the equations that read the value.
     """
-    program = read_program(jaxpr, is_whole=is_whole_with_rules)
+    program = read_program(jaxpr, counts_as_one=is_whole_with_rules)
     ends = [value for n, value in enumerate(program.results) if roots is None or roots[n]]
     readers = collections.defaultdict[Value, list[Names]](list)
     for value in ends:
