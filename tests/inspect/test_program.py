@@ -11,7 +11,7 @@ import pytest
 from linen_zoo import numbers
 
 import jaxmp
-from jaxmp.inspect.program.borders import returned
+from jaxmp.inspect.program.borders import read_for_recording, returned
 from jaxmp.inspect.program.recorded_evaluation import evaluate_and_record
 from jaxmp.inspect.program.tracing import program_of
 from jaxmp.program.reading import is_whole_with_rules, read_program
@@ -68,14 +68,14 @@ class Largest:
 def test_a_module_returns_what_it_hands_out_call_by_call_and_statistics_are_no_result(net):
     loss, variables = net
     jaxpr, *_ = program_of(jaxmp.autocast(loss, "mixed_bfloat16"), variables["params"])
-    values = returned(jaxpr, [True] + [False] * (len(jaxpr.outvars) - 1))
+    values = returned(read_for_recording(jaxpr), [True] + [False] * (len(jaxpr.outvars) - 1))
     once = ["Dense_0", "BatchNorm_0", "CheckpointDense_0", "shared", "shared"]
     assert [(value.path, value.turns) for value in values] == [
         *((f"Net/{name}", ()) for name in once), ("Net", ()), ("Net/blocks/Dense_0", (3,)),
         ("Net/blocks/LayerNorm_0", (3,)), ("Net/blocks", (3,)),
     ]  # fmt: skip
     # If all results count, the norm also returns its running mean and variance.
-    assert [value.path for value in returned(jaxpr)].count("Net/BatchNorm_0") > 1
+    assert [value.path for value in returned(read_for_recording(jaxpr))].count("Net/BatchNorm_0") > 1
 
 
 def test_products_have_path_phase_turns_and_the_users_line(net):
@@ -147,7 +147,7 @@ def test_a_sink_reaches_each_turn_and_its_gradient_is_the_cotangent(net):
     loss, variables = net
     jaxpr, consts, _ = program_of(loss, variables["params"])
     leaves, by_key = jax.tree.leaves(variables["params"]), read_program(jaxpr).equations
-    values = returned(jaxpr, [True] + [False] * (len(jaxpr.outvars) - 1))
+    values = returned(read_for_recording(jaxpr), [True] + [False] * (len(jaxpr.outvars) - 1))
     zero_sinks = {
         value.key: jnp.zeros((*value.turns, *by_key[value.key].eqn.outvars[value.position].aval.shape))
         for value in values

@@ -11,14 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmp.base.trees import widen
-from jaxmp.inspect.program.borders import AtBorder, passed_in, returned
+from jaxmp.inspect.program.borders import AtBorder, passed_in, read_for_recording, returned
 from jaxmp.inspect.program.calls import AS_WRITTEN, differentiated, loss_and_rest, named, with_leaves
 from jaxmp.inspect.program.product_dtypes import multiplied, widest
 from jaxmp.inspect.program.recorded_evaluation import evaluate_and_record
 from jaxmp.inspect.program.taps import Taps
 from jaxmp.inspect.program.tracing import program_of
 from jaxmp.program.primitives import PRODUCTS
-from jaxmp.program.reading import is_whole_with_rules, read_program
 from jaxmp.program.values import Key, Value, leading_to
 
 Slot = tuple[Key, int]
@@ -83,14 +82,14 @@ def run_and_record(
     loss, aux = map(jax.tree.leaves, jax.tree.unflatten(structure, range(len(jaxpr.outvars))))
     ends = [n for n in loss or aux if jnp.issubdtype(jaxpr.outvars[n].aval.dtype, jnp.floating)]
     is_end = [n in ends for n in range(len(jaxpr.outvars))]
-    leaving, entering = returned(jaxpr, is_end), passed_in(jaxpr, is_end)
-    taps = _ValueTaps(jaxpr, (*leaving, *entering))
+    program = read_for_recording(jaxpr, consts)
+    leaving, entering = returned(program, is_end), passed_in(program, is_end)
+    taps = _ValueTaps((*leaving, *entering))
     inputs = jax.tree.leaves(tuple(args))
     numbers = differentiated(args) if grad else []
 
     scale = loss_scale if grad else None
     results, records, grads, cotangents = _run_with_taps(jaxpr, consts, inputs, numbers, taps, scale)
-    program = read_program(jaxpr, consts, counts_as_one=is_whole_with_rules)
     leading = [value for value in leading_to(program.results) if value.is_computed]
     return RecordedProgram(
         values={(value.key, value.position): value for value in leading},

@@ -19,7 +19,7 @@ from jaxmp.base.trees import is_float_array, path_name
 from jaxmp.inspect.counts import counting, statistics
 from jaxmp.inspect.counts.counting import Counts
 from jaxmp.inspect.counts.statistics import Statistics
-from jaxmp.inspect.program.borders import returned
+from jaxmp.inspect.program.borders import read_for_recording, returned
 from jaxmp.inspect.program.calls import with_leaves
 from jaxmp.inspect.program.recorded_evaluation import evaluate_and_record
 from jaxmp.inspect.program.taps import Taps
@@ -179,7 +179,7 @@ class _CountingTaps(Taps):
 
     def __init__(self, jaxpr: Any) -> None:
         is_loss = [True] + [False] * (len(jaxpr.outvars) - 1)
-        super().__init__(jaxpr, returned(jaxpr, is_loss))
+        super().__init__(returned(read_for_recording(jaxpr), is_loss))
 
     def record(self, value: jax.Array) -> Counts:
         return counting.counts_of(value)
@@ -193,7 +193,8 @@ class _CountingTaps(Taps):
     def named(self, kind: str, records: Mapping[Key, Any]) -> TensorRecords:
         """Pair each record with a description of its tensor, of kind ``kind``."""
         tensors = []
-        for border, aval in self.borders:
+        for border in self.borders:
+            aval = border.aval
             record = records.get(border.key, {}).get(border.position)
             if record is not None:
                 tensors.append((RecordedTensor(kind, border.path, aval.dtype, aval.size, border.turns), record))

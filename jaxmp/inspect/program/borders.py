@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from jaxmp._internals.jax.sources import Names
 from jaxmp.program.reading import is_whole_with_rules, read_program
 from jaxmp.program.scopes import enters_scope, paths_left
-from jaxmp.program.values import Equation, Key, Value, leading_to
+from jaxmp.program.values import Equation, Key, Program, Value, leading_to
 
 
 class AtBorder(NamedTuple):
@@ -23,15 +23,22 @@ class AtBorder(NamedTuple):
       position: the position of the value among the results of the equation.
       path: the path of the scope. If nested scopes return the same value, there is an ``AtBorder`` for each scope.
       turns: the number of iterations of each scan around the equation, outermost first.
+      aval: the shape and dtype of the value in one iteration.
     """
 
     key: Key
     position: int
     path: str
     turns: tuple[int, ...]
+    aval: Any
 
 
-def returned(jaxpr: Any, roots: Sequence[bool] | None = None) -> list[AtBorder]:
+def read_for_recording(jaxpr: Any, consts: Sequence[Any] = ()) -> Program:
+    """Read a program in which the equations of :func:`jaxmp.program.reading.is_whole_with_rules` are one operation."""
+    return read_program(jaxpr, consts, counts_as_one=is_whole_with_rules)
+
+
+def returned(program: Program, roots: Sequence[bool] | None = None) -> list[AtBorder]:
     """Return the values that are computed inside a scope and used outside the scope.
 
     The values are in program order. ``jit`` and ``checkpoint`` are not scopes: a value in their body has the key of the
@@ -40,46 +47,42 @@ def returned(jaxpr: Any, roots: Sequence[bool] | None = None) -> list[AtBorder]:
     (:func:`jaxmp.program.reading.is_whole_with_rules`).
 
     Args:
-      jaxpr: an open jaxpr.
+      program: a program from :func:`read_for_recording`.
       roots: a boolean for each result of the program; None means all True. Values are left out if they affect only
         results that are False here, such as new statistics.
     """
     return [
-        AtBorder(equation.key, position, path, _scan_lengths(equation))
-        for equation, position, readers in _read_floats(jaxpr, roots)
+        _at_border(equation, position, path)
+        for equation, position, readers in _read_floats(program, roots)
         for path in paths_left(equation.names, readers)
     ]
 
 
-def passed_in(jaxpr: Any, roots: Sequence[bool] | None = None) -> list[AtBorder]:
+def passed_in(program: Program, roots: Sequence[bool] | None = None) -> list[AtBorder]:
     """Return the values that a scope reads but code outside the scope computes.
 
     The path of such a value is the path of the code that computes it. Values that a scope returns are left out, because
     :func:`returned` returns them. The arguments are those of :func:`returned`.
     """
     values = []
-    for equation, position, readers in _read_floats(jaxpr, roots):
+    for equation, position, readers in _read_floats(program, roots):
         is_read_inside = any(enters_scope(equation.names, names) for names in readers)
         if is_read_inside and not paths_left(equation.names, readers):
-            values.append(AtBorder(equation.key, position, equation.path, _scan_lengths(equation)))
+            values.append(_at_border(equation, position, equation.path))
     return values
 
 
-def _scan_lengths(equation: Equation) -> tuple[int, ...]:
-    """Return the number of iterations of each scan around an equation.
-
-    The outermost scan comes first.
-    """
-    return tuple(turn for turn in equation.turns if turn is not None)
+def _at_border(equation: Equation, position: int, path: str) -> AtBorder:
+    lengths = tuple(turn for turn in equation.turns if turn is not None)
+    return AtBorder(equation.key, position, path, lengths, equation.eqn.outvars[position].aval)
 
 
-def _read_floats(jaxpr: Any, roots: Sequence[bool] | None) -> Iterator[tuple[Equation, int, list[Names]]]:
+def _read_floats(program: Program, roots: Sequence[bool] | None) -> Iterator[tuple[Equation, int, list[Names]]]:
     """Yield the floating values that affect the results that ``roots`` marks.
 
     The values are in program order. Each item is the equation of a value, the value's position among the equation's
     results, and the scopes of the equations that read the value.
     """
-    program = read_program(jaxpr, counts_as_one=is_whole_with_rules)
     ends = [value for n, value in enumerate(program.results) if roots is None or roots[n]]
     readers = collections.defaultdict[Value, list[Names]](list)
     for value in ends:

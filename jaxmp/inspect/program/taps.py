@@ -18,7 +18,6 @@ from typing import Any
 import jax
 
 from jaxmp.inspect.program.borders import AtBorder
-from jaxmp.program.reading import read_program
 from jaxmp.program.values import Key
 
 
@@ -42,15 +41,11 @@ class Taps(ABC):
     """A recorder of the values that enter and leave scopes.
 
     Attributes:
-      borders: the values that are recorded, each with its shape and dtype in one iteration of the loops around it.
+      borders: the values that are recorded.
     """
 
-    def __init__(self, jaxpr: Any, borders: Sequence[AtBorder]) -> None:
-        avals = {
-            equation.key: [var.aval for var in equation.eqn.outvars]
-            for equation in read_program(jaxpr).equations.values()
-        }
-        self.borders = [(border, avals[border.key][border.position]) for border in borders]
+    def __init__(self, borders: Sequence[AtBorder]) -> None:
+        self.borders = borders
         self._positions: dict[Key, list[int]] = {}
         for border in borders:
             positions = self._positions.setdefault(border.key, [])
@@ -75,8 +70,8 @@ class Taps(ABC):
     def sinks(self) -> dict[Key, dict[int, jax.Array]]:
         """Return the sinks by the key of an equation and the position of its result."""
         sinks: dict[Key, dict[int, jax.Array]] = {}
-        for border, aval in self.borders:
-            sinks.setdefault(border.key, {})[border.position] = self.sink(aval, border.turns)
+        for border in self.borders:
+            sinks.setdefault(border.key, {})[border.position] = self.sink(border.aval, border.turns)
         return sinks
 
     def at(self, key: Key, results: list[Any], sinks: Mapping[int, Any] | None) -> tuple[list[Any], Any]:
