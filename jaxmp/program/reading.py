@@ -21,21 +21,21 @@ from jaxmp.program.values import (
     BRANCHES,
     CARRY,
     CONSTANT,
+    ELEMENT,
     LAST_CARRY,
     LOOP_CONSTANT,
     PART,
-    TURN,
-    TURNS,
+    STACKED,
     WHOLE,
     Body,
     Equation,
+    IterationMap,
     Key,
     Program,
     Read,
     Scan,
-    TurnMap,
     Value,
-    same_turn,
+    same_iteration,
 )
 from jaxmp.program.walk import interpreted
 
@@ -91,7 +91,7 @@ def is_whole_with_rules(eqn: Any, names: Names = ()) -> bool:
     return bodies is not None and (bodies.is_per_device or bodies.has_rule or not bodies.has_gradient)
 
 
-class _TurnMaps(NamedTuple):
+class _IterationMaps(NamedTuple):
     """The maps of iterations for values in a loop, and for results of the loop.
 
     Each map takes an iteration of a value, and returns the iterations of an operand that the value reads.
@@ -105,28 +105,28 @@ class _TurnMaps(NamedTuple):
       before: for a carry in the loop. It reads the iteration before. In the first iteration, it reads nothing.
     """
 
-    at_end: TurnMap
-    in_all: TurnMap
-    outside: TurnMap
-    at_start: TurnMap
-    before: TurnMap
+    at_end: IterationMap
+    in_all: IterationMap
+    outside: IterationMap
+    at_start: IterationMap
+    before: IterationMap
 
 
-def _maps_across(scan: Scan | None) -> _TurnMaps:
+def _maps_across(scan: Scan | None) -> _IterationMaps:
     """Return the maps of iterations for a loop.
 
     ``scan`` is None for a while loop. A while loop counts as one iteration, because the number of its iterations is
     unknown.
     """
     if scan is None:
-        return _TurnMaps(*[same_turn] * 5)
+        return _IterationMaps(*[same_iteration] * 5)
     first, last, back = (scan.length - 1, 0, 1) if scan.reverse else (0, scan.length - 1, -1)
-    return _TurnMaps(
-        at_end=lambda turns: [(*turns, last)] if scan.length else [],
-        in_all=lambda turns: [(*turns, turn) for turn in range(scan.length)],
-        outside=lambda turns: [turns[:-1]],
-        at_start=lambda turns: [turns[:-1]] if turns[-1] == first else [],
-        before=lambda turns: [] if turns[-1] == first else [(*turns[:-1], turns[-1] + back)],
+    return _IterationMaps(
+        at_end=lambda iteration: [(*iteration, last)] if scan.length else [],
+        in_all=lambda iteration: [(*iteration, index) for index in range(scan.length)],
+        outside=lambda iteration: [iteration[:-1]],
+        at_start=lambda iteration: [iteration[:-1]] if iteration[-1] == first else [],
+        before=lambda iteration: [] if iteration[-1] == first else [(*iteration[:-1], iteration[-1] + back)],
     )
 
 
@@ -137,7 +137,7 @@ class _Around(NamedTuple):
     key: Key = ()
     names: Names = ()
     phase: str = "forward"
-    turns: tuple[int | None, ...] = ()
+    lengths: tuple[int | None, ...] = ()
     scans: tuple[Scan, ...] = ()
     loops: tuple[Key, ...] = ()
 
@@ -192,7 +192,7 @@ class _Reader:
             key = (*around.key, len(equations))
             phase = _phase(around.phase, transforms, not self.gradients.isdisjoint(operands))
             names = (*around.names, *names)
-            equation = Equation(key, eqn, names, phase, around.turns, bodies_of(eqn), around.equation, operands)
+            equation = Equation(key, eqn, names, phase, around.lengths, bodies_of(eqn), around.equation, operands)
             equations.append(equation)
             self.equations[key] = equation
             self.read_results(equation, around)
@@ -222,7 +222,7 @@ class _Reader:
             equation=equation,
             key=(*equation.key, number),
             names=(*equation.names, *self.scopes_inside(equation.eqn)),
-            turns=(*equation.turns, equation.bodies.length) if equation.bodies.is_loop else equation.turns,
+            lengths=(*equation.lengths, equation.bodies.length) if equation.bodies.is_loop else equation.lengths,
         )
         body = self.body(*opened(equation.bodies.jaxprs[number]), inputs, here)
         equation.inside = (*equation.inside, body)
@@ -237,14 +237,14 @@ class _Reader:
         """Read a body that has parts of the arrays. A part is never the same as another value."""
         parts = []
         for operand, var in zip(equation.operands, opened(bodies.jaxprs[0])[0].invars, strict=True):
-            reads: list[Read] = [(0, operand, same_turn)]
+            reads: list[Read] = [(0, operand, same_iteration)]
             part = Value(var.aval, PART, equation.key, None, -1, around.scans, around.loops, None, reads)
             parts.append(self.add(part))
             if operand in self.gradients:
                 self.gradients.add(part)
         results = []
         for n, value in enumerate(self.call(equation, parts, around).results):
-            whole = self.result(equation, WHOLE, n, [(0, value, same_turn)], around, None)
+            whole = self.result(equation, WHOLE, n, [(0, value, same_iteration)], around, None)
             if value in self.gradients:
                 self.gradients.add(whole)
             results.append(whole)
@@ -294,8 +294,8 @@ class _Reader:
         of_branches, self.gradients = self.gradients, gradients
         results = []
         for n in range(len(equation.eqn.outvars)):
-            reads: list[Read] = [(count, index, same_turn)]
-            reads += [(number, branch[n], same_turn) for number, branch in enumerate(branches)]
+            reads: list[Read] = [(count, index, same_iteration)]
+            reads += [(number, branch[n], same_iteration) for number, branch in enumerate(branches)]
             key = (BRANCHES, *[value.same for _, value, _ in reads])
             value = self.result(equation, BRANCHES, n, reads, around, key)
             if not of_branches.isdisjoint([branch[n] for branch in branches]):
@@ -319,8 +319,8 @@ class _Reader:
         computation = (_computation_of(equation.eqn), *[operand.same for operand in operands])
         equal_loop = self.equal_loops.setdefault(computation, equation)
 
-        def entering(name: str, aval: Any, operand: Value, turns_read: TurnMap) -> Value:
-            reads = [(0, operand, turns_read)]
+        def entering(name: str, aval: Any, operand: Value, map_iteration: IterationMap) -> Value:
+            reads = [(0, operand, map_iteration)]
             return Value(aval, name, equation.key, None, -1, inside.scans, inside.loops, None, reads)
 
         constants = set(range(bodies.start)) | {bodies.start + n for n in unchanged(bodies)}
@@ -334,8 +334,8 @@ class _Reader:
             elif n in bodies.carries:
                 value = self.add(entering(CARRY, aval, operand, maps.at_start), (CARRY, n, equal_loop))
             else:
-                key = (TURN, operand.same, bodies.reverse)
-                value = self.add(entering(TURN, aval, operand, maps.outside), key)
+                key = (ELEMENT, operand.same, bodies.reverse)
+                value = self.add(entering(ELEMENT, aval, operand, maps.outside), key)
             entered.append(value)
         for number in range(last):
             self.inside(equation, number, bodies.inputs(number, entered), in_condition)
@@ -350,9 +350,9 @@ class _Reader:
             reads = [(1, value, maps.in_all)]
             if place in bodies.carries:
                 entered[place].reads.append((1, value, maps.before))
-                before = [(0, operands[place], same_turn)] if may_not_run else []
+                before = [(0, operands[place], same_iteration)] if may_not_run else []
                 reads = [*before, (1, value, maps.at_end)]
-            name = LAST_CARRY if place in bodies.carries else TURNS
+            name = LAST_CARRY if place in bodies.carries else STACKED
             result = self.result(equation, name, n, reads, around, (n, equal_loop))
             if value in self.gradients:
                 self.gradients.add(result)

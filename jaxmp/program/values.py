@@ -24,25 +24,25 @@ from jaxmp.program.walk import walk
 
 Key = tuple[int, ...]
 """The position of an equation in a program. For example, ``(2, 0, 3)`` is equation 3 in body 0 of equation 2."""
-Turns = tuple[int, ...]
+Iteration = tuple[int, ...]
 """The iteration of each scan around a value, as an index into the scan's inputs, outermost first.
 
 A while loop has no index. It counts as one iteration, because the number of its iterations is unknown.
 """
-TurnMap = Callable[[Turns], list[Turns]]
+IterationMap = Callable[[Iteration], list[Iteration]]
 """A function that takes an iteration of a value, and returns the iterations of an operand that the value reads."""
-Read = tuple[int, "Value", TurnMap]
+Read = tuple[int, "Value", IterationMap]
 """An operand of a value: a number (see ``Value.reads``), the operand, and the map of iterations."""
 
 
-def same_turn(turns: Turns) -> list[Turns]:
+def same_iteration(iteration: Iteration) -> list[Iteration]:
     """Map an iteration to itself, for an operand in the same loops as its reader."""
-    return [turns]
+    return [iteration]
 
 
 # The names of values that no primitive computes. The attribute `name` of `Value` explains them.
 ARGUMENT, CONSTANT, LOOP_CONSTANT = "argument", "constant", "loop constant"
-TURN, TURNS = "turn", "turns"
+ELEMENT, STACKED = "element", "stacked"
 PART, WHOLE = "part", "whole"
 CARRY, LAST_CARRY, BRANCHES = "carry", "last carry", "branches"
 JOINS = frozenset({CARRY, LAST_CARRY, BRANCHES})
@@ -50,7 +50,7 @@ JOINS = frozenset({CARRY, LAST_CARRY, BRANCHES})
 _SORTS = with_trait(Trait.SORTS)
 _ONE_BY_ONE = with_trait(Trait.IDENTITY)
 """Operations whose nth result depends only on the nth operand."""
-MOVES = PICKS | COMBINES | with_trait(Trait.EXTREME, Trait.POOLS) | _SORTS | {TURN, TURNS, PART, WHOLE}
+MOVES = PICKS | COMBINES | with_trait(Trait.EXTREME, Trait.POOLS) | _SORTS | {ELEMENT, STACKED, PART, WHOLE}
 """Moves: operations whose results contain only elements of the operands; for ``top_k``, only the first result."""
 
 
@@ -64,7 +64,7 @@ class Equation:
       names: the scopes around the equation, including jaxmp's own scopes (``"jaxmp.…"``).
       phase: ``"forward"``, ``"backward"`` (transposed by ``jax.grad``, or recomputed for the transpose) or ``"update"``
         (computed from gradients).
-      turns: the number of iterations of each loop around the equation, outermost first; None for a while loop, whose
+      lengths: the number of iterations of each loop around the equation, outermost first; None for a while loop, whose
         number of iterations is unknown before the run.
       bodies: the bodies of the equation; None for a single operation.
       around: the equation around this equation, or None.
@@ -77,7 +77,7 @@ class Equation:
     eqn: Any
     names: Names
     phase: str
-    turns: tuple[int | None, ...]
+    lengths: tuple[int | None, ...]
     bodies: Bodies | None
     around: Equation | None
     operands: Sequence[Value]
@@ -98,8 +98,8 @@ class Equation:
     @property
     def count(self) -> int | None:
         """Return how often the equation runs if each branch is taken; None inside a while loop."""
-        turns = [turn for turn in self.turns if turn is not None]
-        return math.prod(turns) if len(turns) == len(self.turns) else None
+        known = [length for length in self.lengths if length is not None]
+        return math.prod(known) if len(known) == len(self.lengths) else None
 
     @property
     def is_loop(self) -> bool:
@@ -178,8 +178,8 @@ class Value:
 
         - ``ARGUMENT`` and ``CONSTANT`` of the program
         - ``LOOP_CONSTANT``: a value from outside a loop that the body reads
-        - ``TURN``: the element of a scanned array that one iteration reads
-        - ``TURNS``: the array that all iterations stack
+        - ``ELEMENT``: the element of a scanned array that one iteration reads
+        - ``STACKED``: the array that all iterations stack
         - ``PART``: the part of an array that one device reads in a ``jax.shard_map``; ``WHOLE``: the array of all parts
         - ``CARRY`` in a loop, the ``LAST_CARRY``, and the result of a conditional, ``BRANCHES``, are one of several
           values
@@ -219,7 +219,7 @@ class Value:
         """
         if self._reads is None:
             operands = self.equation.operands if self.equation else ()
-            self._reads = [(n, operand, same_turn) for n, operand in enumerate(operands)]
+            self._reads = [(n, operand, same_iteration) for n, operand in enumerate(operands)]
             if self.name in _ONE_BY_ONE:
                 self._reads = self._reads[self.position : self.position + 1]
         return self._reads
@@ -299,20 +299,20 @@ class Value:
         """
         return bool(self.key) and self.position >= 0
 
-    def sources(self, turns: Turns) -> Iterator[tuple[int, Value, Turns]]:
+    def sources(self, iteration: Iteration) -> Iterator[tuple[int, Value, Iteration]]:
         """Yield the operands that an iteration of the value reads.
 
         Each item is the number of the operand, the operand, and the operand's iteration.
         """
-        for number, value, turns_read in self.reads:
-            for other in turns_read(turns):
+        for number, value, map_iteration in self.reads:
+            for other in map_iteration(iteration):
                 yield number, value, other
 
-    def order(self, turns: Turns = ()) -> tuple[float, ...]:
+    def order(self, iteration: Iteration = ()) -> tuple[float, ...]:
         """Return a key that sorts values by time of computation, arguments first."""
         numbers: list[float] = [*self.key, math.inf] if self.key else []
-        for scan, turn in reversed(list(zip(self.scans, turns, strict=False))):
-            numbers.insert(scan.depth, scan.length - 1 - turn if scan.reverse else turn)
+        for scan, index in reversed(list(zip(self.scans, iteration, strict=False))):
+            numbers.insert(scan.depth, scan.length - 1 - index if scan.reverse else index)
         return tuple(numbers)
 
 
@@ -403,7 +403,7 @@ def computed_at(value: Value) -> Equation | tuple[str, str]:
     conditional, return the equation in the body that computes it.
     """
     visited = {value}
-    while (value.is_join or value.name in (TURN, TURNS, PART, WHOLE)) and value.inputs[-1] not in visited:
+    while (value.is_join or value.name in (ELEMENT, STACKED, PART, WHOLE)) and value.inputs[-1] not in visited:
         value = value.inputs[-1]
         visited.add(value)
     return value.equation or ("", value.reader.source if value.reader else "")

@@ -70,7 +70,7 @@ def test_a_module_returns_what_it_hands_out_call_by_call_and_statistics_are_no_r
     jaxpr, *_ = program_of(jaxmp.autocast(loss, "mixed_bfloat16"), variables["params"])
     values = returned(read_for_recording(jaxpr), [True] + [False] * (len(jaxpr.outvars) - 1))
     once = ["Dense_0", "BatchNorm_0", "CheckpointDense_0", "shared", "shared"]
-    assert [(value.path, value.turns) for value in values] == [
+    assert [(value.path, value.lengths) for value in values] == [
         *((f"Net/{name}", ()) for name in once), ("Net", ()), ("Net/blocks/Dense_0", (3,)),
         ("Net/blocks/LayerNorm_0", (3,)), ("Net/blocks", (3,)),
     ]  # fmt: skip
@@ -129,7 +129,7 @@ def test_an_evaluated_program_computes_what_it_did_and_records_every_operation(n
     by_key = read_program(jaxpr).equations
     for key, magnitudes in records.items():
         for magnitude in magnitudes:
-            assert magnitude.shape == by_key[key].turns
+            assert magnitude.shape == by_key[key].lengths
     ruled = {
         equation.key
         for equation in by_key.values()
@@ -149,7 +149,7 @@ def test_a_sink_reaches_each_turn_and_its_gradient_is_the_cotangent(net):
     leaves, by_key = jax.tree.leaves(variables["params"]), read_program(jaxpr).equations
     values = returned(read_for_recording(jaxpr), [True] + [False] * (len(jaxpr.outvars) - 1))
     zero_sinks = {
-        value.key: jnp.zeros((*value.turns, *by_key[value.key].eqn.outvars[value.position].aval.shape))
+        value.key: jnp.zeros((*value.lengths, *by_key[value.key].eqn.outvars[value.position].aval.shape))
         for value in values
     }
     gradients = jax.jit(jax.grad(lambda sinks: evaluate_and_record(jaxpr, consts, leaves, Largest(), sinks)[0][0]))(

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from jaxmp.program.binding import bind_equation
 from jaxmp.program.reading import read_program
-from jaxmp.program.values import BRANCHES, CONSTANT, TURN, TURNS
+from jaxmp.program.values import BRANCHES, CONSTANT, ELEMENT, STACKED
 
 X = jnp.linspace(-1, 1, 6).reshape(3, 2)
 TABLE = np.arange(6, dtype=np.float32).reshape(3, 2)
@@ -37,12 +37,12 @@ class Computed:
             (index,) = (self.at(*source) for number, *source in sources if number == len(sources) - 1)
             return next(self.at(*source) for number, *source in sources if number == int(index))
         operands = [self.at(operand, other) for _, operand, other in sources]
-        if value.name == TURNS:
+        if value.name == STACKED:
             return jnp.stack(operands)
         if value.equation is not None and len(sources) == len(value.equation.eqn.invars):
             return bind_equation(value.equation.eqn, operands, value.equation.eqn.params)[value.position]
         (operand,) = operands  # a carry, a loop constant, or the operand that a barrier passes on
-        return operand[turns[-1]] if value.name == TURN else operand
+        return operand[turns[-1]] if value.name == ELEMENT else operand
 
 
 def _restacked(x):

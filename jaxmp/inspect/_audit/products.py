@@ -109,8 +109,8 @@ def products_in_kernels(program: Program, device: Hardware) -> Iterator[Product]
             for eqn in equations(jaxpr):
                 if eqn.primitive.name in PRODUCTS:
                     operands = [Value(atom.aval, ARGUMENT) for atom in eqn.invars]
-                    turns = (*equation.turns, None)
-                    in_kernel = dataclasses.replace(equation, eqn=eqn, turns=turns, operands=operands)
+                    lengths = (*equation.lengths, None)
+                    in_kernel = dataclasses.replace(equation, eqn=eqn, lengths=lengths, operands=operands)
                     value = Value(eqn.outvars[0].aval, eqn.primitive.name, equation=in_kernel)
                     yield product_of(value, None, device, 1)
 

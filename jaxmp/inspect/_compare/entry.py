@@ -15,9 +15,9 @@ import numpy as np
 
 from jaxmp.inspect._compare.rows import Pair, relative_error
 from jaxmp.inspect._compare.run import RecordedProgram
-from jaxmp.program.values import Turns, Value
+from jaxmp.program.values import Iteration, Value
 
-_Node = tuple[Value, Turns]
+_Node = tuple[Value, Iteration]
 _GROWTH = 4
 
 
@@ -110,7 +110,7 @@ def _errors_by_turn(value: Value, half: np.ndarray, full: np.ndarray) -> dict[_N
     return {(value, turns): relative_error(half[turns], full[turns]) for turns in turns_of_all_scans}
 
 
-def _nearest(value: Value, turns: Turns, known: Collection[_Node]) -> Iterator[_Node]:
+def _nearest(value: Value, turns: Iteration, known: Collection[_Node]) -> Iterator[_Node]:
     """Yield the nearest nodes on which a value depends.
 
     Only arguments and nodes in ``known`` are yielded. The search goes on through other nodes.

@@ -140,8 +140,8 @@ class _ValueTaps(Taps):
     def record_cotangent(self, cotangent: jax.Array) -> jax.Array:
         return widen(cotangent)
 
-    def sink(self, aval: Any, turns: tuple[int, ...]) -> jax.Array:
-        zeros: jax.Array = widen(jnp.zeros((*turns, *aval.shape), aval.dtype))
+    def sink(self, aval: Any, lengths: tuple[int, ...]) -> jax.Array:
+        zeros: jax.Array = widen(jnp.zeros((*lengths, *aval.shape), aval.dtype))
         return zeros
 
 

@@ -31,7 +31,7 @@ from jaxmp.inspect.program.tracing import program_of
 from jaxmp.optim.loss_scale import StaticLossScale
 from jaxmp.optim.scaling_state import LossScalingState
 from jaxmp.program.reading import is_whole, read_program
-from jaxmp.program.values import Program, Turns, Value, leading_to
+from jaxmp.program.values import Iteration, Program, Value, leading_to
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,12 +240,12 @@ def _blame_of_input(array: Any, path: str) -> Blame:
     return Blame("input", "", path, "", "input", ranges_of([on_host(jnp.asarray(array))]), None, False)
 
 
-def _blame_of_operation(run: ProgramRun, program: Program, value: Value, turns: Turns, phase: str) -> Blame:
+def _blame_of_operation(run: ProgramRun, program: Program, value: Value, turns: Iteration, phase: str) -> Blame:
     equation, failure = program.equations[value.key], run.failures[value.key, turns]
     origin = run.origin((value.key, turns))
     turn = None
-    if equation.turns:
-        is_while = equation.turns[-1] is None
+    if equation.lengths:
+        is_while = equation.lengths[-1] is None
         turn = failure.while_turn if is_while else turns[-1]
     kind = "input" if phase == "input" else failure_kind(failure.name, origin)
     return Blame(phase, failure.name, equation.path, equation.source, kind, origin.ranges, turn, False)

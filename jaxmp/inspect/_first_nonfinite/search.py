@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxmp.inspect._first_nonfinite import stepping
 from jaxmp.inspect._first_nonfinite.origins import Origin, on_host, origin_of, where_nan
-from jaxmp.program.values import Turns, Value
+from jaxmp.program.values import Iteration, Value
 
 
 class Failure(NamedTuple):
@@ -97,8 +97,8 @@ class Suspect(NamedTuple):
 
     rank: Rank
     value: Value
-    turns: Turns
-    reader: tuple[Value, Turns] | None
+    turns: Iteration
+    reader: tuple[Value, Iteration] | None
 
     @property
     def at(self) -> stepping.At:
@@ -147,7 +147,7 @@ def _search_back(starts: Sequence[Value], run: ProgramRun) -> tuple[list[Suspect
     """Search from ``starts``; return suspects, and failures with unknown origins."""
     suspects: list[Suspect] = []
     unknown: list[Suspect] = []
-    stack: list[tuple[Value, Turns, Any]] = [(value, (), None) for value in starts]
+    stack: list[tuple[Value, Iteration, Any]] = [(value, (), None) for value in starts]
     visited = set()
     while stack:
         value, turns, reader = stack.pop()

@@ -39,7 +39,7 @@ class RecordedTensor:
       path: the path of the param, or of the module or scope that returns the activation.
       dtype: the dtype of the tensor.
       size: the number of values in one iteration of the loops around the tensor.
-      turns: the number of iterations of each scan around the tensor, outermost first.
+      lengths: the number of iterations of each scan around the tensor, outermost first.
       number: the position of the param among all params; 0 for activations and their gradients.
     """
 
@@ -47,7 +47,7 @@ class RecordedTensor:
     path: str
     dtype: Any
     size: int
-    turns: tuple[int, ...] = ()
+    lengths: tuple[int, ...] = ()
     number: int = 0
 
 
@@ -83,7 +83,7 @@ class StepRecords(NamedTuple):
 def _statistics(tensor: RecordedTensor, packed: np.ndarray, exponent: int) -> Statistics:
     record, lost, norms = counting.unpacked(packed)
     exponent = exponent if tensor.kind.endswith("gradients") else 0
-    result = statistics.from_record(record, tensor.dtype, tensor.size, exponent, tensor.turns)
+    result = statistics.from_record(record, tensor.dtype, tensor.size, exponent, tensor.lengths)
     if lost.size:
         with np.errstate(divide="ignore", invalid="ignore"):
             ratio = float(norms[0] / norms[1])
@@ -113,7 +113,7 @@ def records_of_step(loss: Any, params: Any, grads: Any, updates: Any, activation
     for kind, tree in (("weights", params), ("gradients", grads), ("updates", updates)):
         groups += _records_of_tree(kind, tree, params)
     for tensor, packed in activations:
-        has_microbatches = packed.ndim > len(tensor.turns) + 1
+        has_microbatches = packed.ndim > len(tensor.lengths) + 1
         by_microbatch = packed if has_microbatches else packed[None]
         groups.append(((tensor,) * len(by_microbatch), by_microbatch))
     return StepRecords(loss, groups)
@@ -187,8 +187,8 @@ class _CountingTaps(Taps):
     def record_cotangent(self, cotangent: jax.Array) -> jax.Array:
         return counting.packed(counting.counts_of(cotangent))
 
-    def sink(self, aval: Any, turns: tuple[int, ...]) -> jax.Array:
-        return jnp.zeros((*turns, counting.SIZE))
+    def sink(self, aval: Any, lengths: tuple[int, ...]) -> jax.Array:
+        return jnp.zeros((*lengths, counting.SIZE))
 
     def named(self, kind: str, records: Mapping[Key, Any]) -> TensorRecords:
         """Pair each record with a description of its tensor, of kind ``kind``."""
@@ -197,5 +197,5 @@ class _CountingTaps(Taps):
             aval = border.aval
             record = records.get(border.key, {}).get(border.position)
             if record is not None:
-                tensors.append((RecordedTensor(kind, border.path, aval.dtype, aval.size, border.turns), record))
+                tensors.append((RecordedTensor(kind, border.path, aval.dtype, aval.size, border.lengths), record))
         return tensors

@@ -22,14 +22,14 @@ class AtBorder(NamedTuple):
       key: the key of the equation that computes the value.
       position: the position of the value among the results of the equation.
       path: the path of the scope. If nested scopes return the same value, there is an ``AtBorder`` for each scope.
-      turns: the number of iterations of each scan around the equation, outermost first.
+      lengths: the number of iterations of each scan around the equation, outermost first.
       aval: the shape and dtype of the value in one iteration.
     """
 
     key: Key
     position: int
     path: str
-    turns: tuple[int, ...]
+    lengths: tuple[int, ...]
     aval: Any
 
 
@@ -73,7 +73,7 @@ def passed_in(program: Program, roots: Sequence[bool] | None = None) -> list[AtB
 
 
 def _at_border(equation: Equation, position: int, path: str) -> AtBorder:
-    lengths = tuple(turn for turn in equation.turns if turn is not None)
+    lengths = tuple(length for length in equation.lengths if length is not None)
     return AtBorder(equation.key, position, path, lengths, equation.eqn.outvars[position].aval)
 
 

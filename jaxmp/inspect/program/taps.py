@@ -61,17 +61,17 @@ class Taps(ABC):
         """Return the record of a cotangent, which becomes the gradient of the sink."""
 
     @abstractmethod
-    def sink(self, aval: Any, turns: tuple[int, ...]) -> jax.Array:
-        """Return the sink of a value: zeros, with the leading axes ``turns``.
+    def sink(self, aval: Any, lengths: tuple[int, ...]) -> jax.Array:
+        """Return the sink of a value: zeros, with the leading axes ``lengths``.
 
-        ``turns`` has the number of iterations of each scan around the value.
+        ``lengths`` has the number of iterations of each scan around the value.
         """
 
     def sinks(self) -> dict[Key, dict[int, jax.Array]]:
         """Return the sinks by the key of an equation and the position of its result."""
         sinks: dict[Key, dict[int, jax.Array]] = {}
         for border in self.borders:
-            sinks.setdefault(border.key, {})[border.position] = self.sink(border.aval, border.turns)
+            sinks.setdefault(border.key, {})[border.position] = self.sink(border.aval, border.lengths)
         return sinks
 
     def at(self, key: Key, results: list[Any], sinks: Mapping[int, Any] | None) -> tuple[list[Any], Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from jaxmp.engine.marks import DECIDED, WIDE_SUMS
 from jaxmp.inspect._audit.evidence import Audited, Fault, Faults
-from jaxmp.program.values import TURN, Value, constant, origins
+from jaxmp.program.values import ELEMENT, Value, constant, origins
 
 
 def round_trips(audited: Audited) -> Faults:
@@ -110,7 +110,7 @@ def _is_invariant(value: Value) -> bool:
         return any(not operand.is_float and loop in operand.loops for operand in move.inputs)
 
     def goes_on(origin: Value) -> bool:
-        is_move = origin.is_move and origin.name != TURN and not origin.is_join
+        is_move = origin.is_move and origin.name != ELEMENT and not origin.is_join
         return is_move and loop in origin.loops and not picks_anew(origin)
 
     for origin in origins(value.inputs[0], goes_on):

@@ -12,7 +12,17 @@ from typing import NamedTuple
 
 from jaxmp.inspect._audit.evidence import EXACT, Audited, Fault, Faults
 from jaxmp.program.primitives import COMBINATIONS, SUMS, Trait, with_trait
-from jaxmp.program.values import CARRY, LAST_CARRY, TURN, TURNS, Program, Value, is_move_or_cast, is_zero, leading_to
+from jaxmp.program.values import (
+    CARRY,
+    ELEMENT,
+    LAST_CARRY,
+    STACKED,
+    Program,
+    Value,
+    is_move_or_cast,
+    is_zero,
+    leading_to,
+)
 
 _WRITES = with_trait(Trait.SCATTERS) | {"dynamic_update_slice"}
 _SCATTERS = frozenset(name for name in _WRITES if COMBINATIONS.get(name) == "add")
@@ -91,7 +101,7 @@ def carried_sums(program: Program) -> Iterator[tuple[Value, int, str]]:
         if value.name == CARRY:
             carries.setdefault(value.key, []).append(value)
             sums = {**sums, value: _Sum()}
-        elif value.name in (LAST_CARRY, TURNS) and value.key in carries:  # the result of a loop
+        elif value.name in (LAST_CARRY, STACKED) and value.key in carries:  # the result of a loop
             bodies = program.equations[value.key].bodies
             turns = bodies and bodies.length
             of_loop = carries[value.key]
@@ -119,7 +129,7 @@ def _sums_of(value: Value, sums_of: Mapping[Value, _Sums], compensated: set[Valu
     If the value subtracts a carry from a sum that contains the carry, the carry is added to ``compensated``.
     """
     parts = [sums_of.get(operand, {}) for operand in value.inputs]
-    if is_move_or_cast(value) or value.is_join or value.name in (TURN, TURNS):
+    if is_move_or_cast(value) or value.is_join or value.name in (ELEMENT, STACKED):
         return _with_most_terms(parts)
     if value.name in _SCATTERS:
         return _plus(parts[0], value, 1 if parts[0] and not _is_elsewhere(value) else 0)
