@@ -124,11 +124,10 @@ def computed(fun: Callable[..., Any], rules: Rules, args: Any, kwargs: Any, poli
         )
     if is_collecting():
         rules.programs = None  # each equation is emitted, which records its casts and dtypes
-    (jaxpr, consts), dtypes = program.jaxpr, result_dtypes(program, policy)
-    graph = build(jaxpr, consts, rules)
+    graph, dtypes = build(*program.jaxpr, rules), result_dtypes(program, policy)
     emission = Emission(decide_program(graph, operands, dtypes, force=policy is None), rules)
     with donation_note(), jax.named_scope(DECIDED), around_emitted(emission):
-        results = emission.results(consts, operands, dtypes)
+        results = emission.results(program.jaxpr, operands, dtypes)
     if policy is not None:  # the adapters check the overrides of a model, if every module ran
         rules.check()
     rules.decided(graph)

@@ -29,6 +29,7 @@ from jaxmp.program.equations import (
     evaluate,
     has_explicit_axes,
     is_literal,
+    opened,
 )
 from jaxmp.program.primitives import BROADCAST, CAST, MEETS, PRODUCTS
 from jaxmp.program.repeated_casts import (
@@ -57,16 +58,16 @@ class Emission:
     casts: dict[Step | StepBody, list[int]] = dataclasses.field(default_factory=dict)
     operand_types: dict[Step, Sequence[Any]] = dataclasses.field(default_factory=dict)
 
-    def results(self, consts: Sequence[Any], args: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
-        """Return the results of the program.
+    def results(self, program: Opened, args: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
+        """Return the results of the program for its arguments.
 
-        ``dtypes`` has the requested dtype of each result, or None. An emission does not store the constants of the
-        program, because cached programs keep the emission alive.
+        ``dtypes`` has the requested dtype of each result, or None. An emission does not store the program and its
+        constants, because cached programs of equal steps keep the emission alive.
         """
         body = self.decisions.graph.body
-        evaluation = _Evaluation(self, body, consts, args)
+        evaluation = _Evaluation(self, body, program, args)
         run = evaluation.evaluate if self.decisions.changes else evaluate
-        results = run(body.jaxpr, list(consts), args)
+        results = run(*program, args)
         return [
             value if dtype is None or not is_castable(jax.typeof(value)) else evaluation.cast(value, dtype, node)
             for value, node, dtype in zip(results, body.results, dtypes, strict=True)
@@ -87,11 +88,12 @@ class _Evaluation(Rewriter):
     """
 
     def __init__(
-        self, emission: Emission, body: StepBody, consts: Sequence[Any], args: Sequence[Any], same: Same | None = None
+        self, emission: Emission, body: StepBody, program: Opened, args: Sequence[Any], same: Same | None = None
     ) -> None:
         self.emission, self.decisions = emission, emission.decisions
         self.body, self.steps = body, iter(body.steps)
-        self.examples = Examples(body.jaxpr, args, consts, same)
+        jaxpr, consts = program
+        self.examples = Examples(jaxpr, args, consts, same)
         # the casts for the current step, and at the end for the results
         self.casts = emission.casts[body] = list[int]()
         self.shared: dict[Any, Any] = {}
@@ -251,11 +253,12 @@ class _StepRewriter(Rewriter):
     def evaluate_body(self, eqn: Any, bodies: Bodies, number: int, *args: Any) -> list[Any]:
         """Return the results of a body. They are cast to the dtypes of their joins."""
         step, body = self.step, self.step.inner[number]
-        evaluation = _Evaluation(self.emission, body, body.consts, args, self.same[number])
+        program = opened(bodies.jaxprs[number])
+        evaluation = _Evaluation(self.emission, body, program, args, self.same[number])
         inputs = list(args)
         for position, dtype in self.emission.decisions.repeated_reads.get(step, ()):
             inputs[position] = jax.lax.convert_element_type(args[position], dtype)
-        results = evaluation.evaluate(body.jaxpr, body.consts, inputs)
+        results = evaluation.evaluate(*program, inputs)
         if not bodies.is_call or bodies.has_rule:
             results = [
                 evaluation.cast(value, node.deferred_cast) if node and node.deferred_cast else value
@@ -278,10 +281,9 @@ class _StepRewriter(Rewriter):
     def _evaluate_rule(self, program: Opened, args: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
         step, rules = self.step, self.emission.rules
         in_rule = step.bodies is not None and step.bodies.has_backward_rule
-        jaxpr, consts = program
-        graph = build(jaxpr, consts, rules, (*step.names, WITH_RULE), in_rule)
+        graph = build(*program, rules, (*step.names, WITH_RULE), in_rule)
         decisions = decide_program(graph, args, dtypes, force=True)
-        return Emission(decisions, rules).results(consts, args, dtypes)
+        return Emission(decisions, rules).results(program, args, dtypes)
 
 
 def _batched_operands(repeat: _Repeat, others: Sequence[Any], node: Node) -> Sequence[Any]:

@@ -124,10 +124,8 @@ class Step:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class StepBody:
-    """A jaxpr with the nodes of its results."""
+    """The steps of a jaxpr, and the nodes of its results. It does not keep the jaxpr and its constants alive."""
 
-    jaxpr: Any
-    consts: Sequence[Any]  # empty for the program itself, because a decided graph must not keep its constants alive
     steps: list[Step]
     results: list[Node | None]
 
@@ -169,7 +167,7 @@ def build(jaxpr: Any, consts: list[Any], rules: Rules, names: Names = (), in_rul
     program = read_program(jaxpr, consts, names, counts_as_one=_is_decided, scopes_inside=_scopes_inside)
     builder = _Builder(rules, in_rule)
     sources = [builder.add_source(value) for value in program.arguments]
-    body = dataclasses.replace(builder.body(program.body), consts=())
+    body = builder.body(program.body)
     return Graph(builder.nodes, body, builder.steps, sources)
 
 
@@ -218,7 +216,7 @@ class _Builder:
             self.add_source(value)
         steps = [self.step(equation) for equation in body.equations]
         results = [self.read(value) for value in body.results]
-        return StepBody(body.jaxpr, list(body.consts), steps, results)
+        return StepBody(steps, results)
 
     def read(self, value: Value) -> Node | None:
         """Return the node of a value; a literal gets its own node each time."""

@@ -253,11 +253,10 @@ def _plan_of(fun: Callable[..., Any], rules: Rules, policy: Policy | None) -> Ca
             )
         if not all(isinstance(size, int) for operand in operands for size in operand.shape):
             raise ValueError("a plan needs all sizes to count FLOPs and bytes, but the shapes have a symbolic size")
-        (jaxpr, consts), dtypes = program.jaxpr, result_dtypes(program, policy)
-        graph = build(jaxpr, consts, rules)
+        graph, dtypes = build(*program.jaxpr, rules), result_dtypes(program, policy)
         rules.check()
         emission = Emission(decide_program(graph, operands, dtypes), rules)
-        jax.eval_shape(lambda *args: emission.results(consts, args, dtypes), *operands)
+        jax.eval_shape(lambda *args: emission.results(program.jaxpr, args, dtypes), *operands)
         writer = _PlanWriter(inner_emissions)
         rows = tuple(writer.rows_of_program(emission))
         title = "the policies of its models" if policy is None else str(policy)

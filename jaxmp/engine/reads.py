@@ -13,7 +13,7 @@ import numpy as np
 from jaxmp.engine.casts import read_in
 from jaxmp.engine.graph import Graph, Node, Step, StepBody
 from jaxmp.engine.states import KEPT
-from jaxmp.program.equations import Bodies, is_literal
+from jaxmp.program.equations import Bodies, is_literal, opened
 from jaxmp.program.primitives import BOUNDS, CAST, COMPARISONS, Trait, with_trait
 from jaxmp.program.repeated_casts import read_often
 
@@ -72,13 +72,13 @@ class _ReadsOfSteps:
         elif bodies.is_call:
             for position, operand in enumerate(step.operands):
                 if operand is not None and operand.is_cast_once:  # so that the call does not save a float32 copy
-                    reads[position] = self._half_read(step.inner[0], position)
+                    reads[position] = self._half_read(step.inner[0], bodies, position)
                 # The body is traced in the original dtypes.
                 if operand is not None and bodies.has_rule:
                     reads[position] = reads[position] or operand.deferred_cast
         return reads
 
-    def _half_read(self, body: StepBody, position: int) -> np.dtype | None:
+    def _half_read(self, body: StepBody, bodies: Bodies, position: int) -> np.dtype | None:
         """Return the half dtype in which all readers read a body's operand, or None."""
         if body not in self._reads_in_body:
             dtypes_of: dict[Any, set[np.dtype | None]] = {}
@@ -90,8 +90,9 @@ class _ReadsOfSteps:
                     if not is_literal(atom):
                         dtypes_of.setdefault(atom, set()).add(dtype)
             self._reads_in_body[body] = dtypes_of
-        var = body.jaxpr.invars[position]
-        if var in body.jaxpr.outvars:
+        jaxpr, _ = opened(bodies.jaxprs[0])
+        var = jaxpr.invars[position]
+        if var in jaxpr.outvars:
             return None
         dtypes = self._reads_in_body[body].get(var, set())
         return next((dtype for dtype in dtypes if len(dtypes) == 1 and dtype and dtype.itemsize == 2), None)

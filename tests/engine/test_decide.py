@@ -457,8 +457,10 @@ def test_an_emission_changes_no_decision_and_can_be_repeated(fun):
     graph = build(jaxpr, consts, RULES)
     decisions = decide_program(graph, [X, W], [None])
     before = states(graph), dict(decisions.reads), set(decisions.unchanged)
-    programs = [
-        jax.make_jaxpr(lambda *args: Emission(decisions, RULES).results(consts, args, [None]))(X, W) for _ in range(2)
-    ]
+
+    def emitted(*args):
+        return Emission(decisions, RULES).results((jaxpr, consts), args, [None])
+
+    programs = [jax.make_jaxpr(emitted)(X, W) for _ in range(2)]
     assert str(programs[0]) == str(programs[1])
     assert (states(graph), dict(decisions.reads), set(decisions.unchanged)) == before
