@@ -11,8 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmp.checkpoint.named_leaves import (
+    dtype_of,
     is_below,
     is_key,
+    is_python_number,
     key_impl,
     leaves_by_name,
     loss_scales,
@@ -22,6 +24,8 @@ from jaxmp.checkpoint.named_leaves import (
 )
 from jaxmp.training.state import TrainState
 
+_CONVERTIBLE = (jnp.integer, jnp.floating, jnp.complexfloating)  # kinds of dtypes with casts between their dtypes
+
 
 @dataclasses.dataclass
 class Match:
@@ -30,11 +34,13 @@ class Match:
     Attributes:
       sources: the name of the saved array for each leaf, by the leaf's name. Other leaves keep their values.
       lost_parts: the name of the saved rounding error of a param, by the param's name.
+      derived: the name of the param at which a leaf of a new moving average starts, by the leaf's name.
       changes: a text for each conversion.
     """
 
     sources: dict[str, str]
     lost_parts: dict[str, str]
+    derived: dict[str, str]
     changes: list[str]
 
 
@@ -60,7 +66,7 @@ def match(saved: Mapping[str, Any], record: Mapping[str, Any], like: Any, where:
     for name in sorted(matching.sources, key=_params_first):
         matching.compare(name, matching.sources[name])
     matching.note_casts()
-    return Match(matching.sources, matching.lost_parts, matching.changes)
+    return Match(matching.sources, matching.lost_parts, matching.derived, matching.changes)
 
 
 class _Matching:
@@ -69,6 +75,7 @@ class _Matching:
         self._leaves = leaves_by_name(like)
         self.sources = {name: name for name in self._leaves if name in saved}
         self.lost_parts: dict[str, str] = {}
+        self.derived: dict[str, str] = {}
         self.changes: list[str] = []
         self._may_keep_value: set[str] = set()  # leaves that need no saved array
         self._may_be_dropped: set[str] = set()  # saved arrays that need no leaf
@@ -104,7 +111,7 @@ class _Matching:
         """Add the saved rounding errors to float32 params."""
         for name, leaf in self._leaves.items():
             lost_part = compensation + name.removeprefix("params")
-            is_wide = is_below(name, "params") and not is_key(leaf) and jnp.result_type(leaf) == jnp.float32
+            is_wide = is_below(name, "params") and not is_key(leaf) and dtype_of(leaf) == jnp.float32
             if is_wide and lost_part in self._saved:
                 self.lost_parts[name] = lost_part
 
@@ -141,7 +148,9 @@ class _Matching:
         is_new, was_saved = (any(is_below(name, average) for name in names) for names in (self._leaves, self._saved))
         if is_new and not was_saved:
             for name in [name for name in self._leaves if is_below(name, average)]:
-                self._use(name, "params" + name.removeprefix(average))
+                param = "params" + name.removeprefix(average)
+                if param in self._leaves and np.shape(self._leaves[param]) == np.shape(self._leaves[name]):
+                    self.derived[name] = param
             self.changes.append("the moving average starts at the params")
         if was_saved and not is_new:
             self._drop_below(average)
@@ -173,7 +182,7 @@ class _Matching:
     def require_complete(self) -> None:
         """Raise a ValueError if an array is missing on one side."""
         used = {*self.sources.values(), *self.lost_parts.values()}
-        not_saved = self._leaves.keys() - self.sources.keys() - self._may_keep_value
+        not_saved = self._leaves.keys() - self.sources.keys() - self.derived.keys() - self._may_keep_value
         not_used = self._saved.keys() - used - self._may_be_dropped
         names = sorted(not_saved | not_used, key=_params_first)
         if not names:
@@ -199,12 +208,13 @@ class _Matching:
                     self.changes.append(f"{name!r} stays a key of {saved_impl}, not of {impl}")
                 return
         elif shape == saved.shape:
-            dtype = jnp.result_type(leaf)
+            dtype = dtype_of(leaf)
             if dtype == saved.dtype:
                 return
-            if jnp.issubdtype(dtype, jnp.floating) and jnp.issubdtype(saved.dtype, jnp.floating):
-                cast = f"{name.split('/')[0]} {saved.dtype} -> {dtype}"
-                self._casts[cast] = self._casts.get(cast, 0) + 1
+            if any(jnp.issubdtype(dtype, kind) and jnp.issubdtype(saved.dtype, kind) for kind in _CONVERTIBLE):
+                if not is_python_number(leaf):
+                    cast = f"{name.split('/')[0]} {saved.dtype} -> {dtype}"
+                    self._casts[cast] = self._casts.get(cast, 0) + 1
                 return
         raise ValueError(
             f"{name!r} is {_shown(saved)} in {self._where}, but {_shown(leaf)} in like;\n"

@@ -51,13 +51,24 @@ def leaves_by_name(tree: Any) -> dict[str, Any]:
         name = path_name(path)
         if name in leaves:
             raise ValueError(f"the leaves of a state need different paths, got {name!r} twice; rename one of them")
-        if not hasattr(leaf, "dtype") and not isinstance(leaf, (bool, int, float, complex)):
+        if not hasattr(leaf, "dtype") and not is_python_number(leaf):
             raise TypeError(
                 f"a checkpoint has arrays and numbers, got {type(leaf).__name__} at {name!r};\n"
                 "leave it out, or save it with metadata={...}"
             )
         leaves[name] = leaf
     return leaves
+
+
+def is_python_number(leaf: Any) -> bool:
+    """Return whether ``leaf`` is a number without a dtype."""
+    return isinstance(leaf, (bool, int, float, complex)) and not hasattr(leaf, "dtype")
+
+
+def dtype_of(leaf: Any) -> np.dtype:
+    """Return the dtype of a leaf. NumPy arrays and Python numbers keep their 64 bits without ``jax_enable_x64``."""
+    is_of_numpy = isinstance(leaf, (np.ndarray, np.generic)) or is_python_number(leaf)
+    return np.result_type(leaf) if is_of_numpy else jnp.result_type(leaf)
 
 
 def is_key(leaf: Any) -> bool:
@@ -130,7 +141,7 @@ def array_to_write(leaf: Any) -> Any:
     if is_key(leaf):
         leaf = jax.random.key_data(leaf)
     if not isinstance(leaf, jax.Array):
-        return np.array(leaf, jnp.result_type(leaf))
+        return np.array(leaf, dtype_of(leaf))
     platforms = {device.platform for device in leaf.sharding.device_set}  # type: ignore[attr-defined]
     is_on_host = "cpu" in platforms or "host" in str(leaf.sharding.memory_kind)
     return jnp.copy(leaf) if is_on_host else leaf

@@ -2,10 +2,14 @@
 
 A folder has one subfolder for each checkpoint, named by its step. Orbax gives a subfolder this name only when the
 checkpoint is complete. A checkpoint has two items: ``state`` has the arrays by name, and ``record`` is a JSON object.
+
+While a checkpoint is being replaced by another of the same step, it is in the subfolder ``replaced_checkpoints``. If
+the process is killed then, the checkpoint is read from there, until the next write moves it back.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -15,9 +19,11 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+import tensorstore
 from etils import epath
 
 ARRAYS, RECORD = "state", "record"
+_REPLACED = "replaced_checkpoints"
 _UNUSABLE = "[\\"  # special characters of the patterns with which Orbax looks for its files
 
 
@@ -38,13 +44,14 @@ class Writing:
 
     Args:
       folder: the folder of the checkpoints, which is created if it does not exist.
-      step: the step of the new checkpoint. A checkpoint of the same step is replaced.
+      step: the step of the new checkpoint. A checkpoint of the same step is replaced when the new one is complete.
       arrays: the arrays by name. They may be deleted after this call.
       record: a JSON object.
       keep: the number of checkpoints to keep, or None.
 
     Raises:
       ValueError: the folder has a checkpoint of a later step, or a path that Orbax cannot write to.
+      TypeError: Orbax cannot write the dtype of an array.
     """
 
     def __init__(
@@ -52,26 +59,48 @@ class Writing:
     ) -> None:
         self.folder = _as_path(folder)
         require_usable(self.folder)
+        _require_writable(arrays)
+        self._make_room_for(step)
         options = ocp.CheckpointManagerOptions(
             preservation_policy=ocp.checkpoint_managers.LatestN(keep), cleanup_tmp_directories=True
         )
         self._manager = _Manager(self.folder, item_names=(ARRAYS, RECORD), options=options)
-        self._make_room_for(step)
-        items = ocp.args.Composite(
-            **{ARRAYS: ocp.args.PyTreeSave(dict(arrays)), RECORD: ocp.args.JsonSave(dict(record))}
-        )
-        self._manager.save(step, args=items, force=True)
+        items: dict[str, Any] = {RECORD: ocp.args.JsonSave({**record, "has_arrays": bool(arrays)})}
+        if arrays:  # Orbax does not write an empty item
+            items[ARRAYS] = ocp.args.PyTreeSave(dict(arrays))
+        try:
+            self._manager.save(step, args=ocp.args.Composite(**items), force=True)
+        except BaseException:
+            if jax.process_count() == 1:  # else Orbax would wait here for the other processes
+                with contextlib.suppress(Exception):
+                    self._manager.close()
+                self._clear_replaced()
+            raise
 
     def _make_room_for(self, step: int) -> None:
-        latest = self._manager.latest_step()
-        if latest is not None and latest > step:
-            self._manager.close()
+        """Move a checkpoint of the same step to the subfolder of replaced checkpoints."""
+        steps = steps_in(self.folder)
+        if steps and steps[-1] > step:
             raise ValueError(
                 f"steps must rise in a folder, got step {step} for {self.folder}, which has a checkpoint of step "
-                f"{latest};\nsave to another folder, or remove the later checkpoints"
+                f"{steps[-1]};\nsave to another folder, or remove the later checkpoints"
             )
-        if latest == step:
-            self._manager.delete(step)
+        ocp.multihost.sync_global_processes("jaxmp.checkpoint:listed")
+        self._clear_replaced()
+        if step in steps and jax.process_index() == 0:
+            (self.folder / _REPLACED).mkdir()
+            (self.folder / str(step)).rename(self.folder / _REPLACED / str(step))
+        ocp.multihost.sync_global_processes("jaxmp.checkpoint:moved")
+
+    def _clear_replaced(self) -> None:
+        """Delete the replaced checkpoints, but move one back if its replacement is incomplete."""
+        replaced = self.folder / _REPLACED
+        if jax.process_index() == 0 and replaced.exists():
+            complete = _complete_checkpoints(self.folder)
+            for step, path in _complete_checkpoints(replaced).items():
+                if step not in complete:
+                    path.rename(self.folder / str(step))
+            replaced.rmtree()
 
     def is_running(self) -> bool:
         """Return whether the checkpoint is still being written."""
@@ -86,19 +115,29 @@ class Writing:
                 self._manager.check_for_errors()
                 time.sleep(0.01)
             self._manager.close()
+            self._clear_replaced()
             return
-        try:
+        with contextlib.ExitStack() as afterwards:
+            afterwards.callback(self._clear_replaced)
+            afterwards.callback(self._manager.close)
             self._manager.wait_until_finished()
-        finally:
-            self._manager.close()
 
 
 def steps_in(folder: Any) -> list[int]:
     """Return the steps of the complete checkpoints in a folder, in order."""
+    return sorted(_checkpoints(folder))
+
+
+def _checkpoints(folder: Any) -> dict[int, epath.Path]:
+    """Return the complete checkpoints in a folder by step, also those that are being replaced."""
     path = _as_path(folder)
+    return {**_complete_checkpoints(path / _REPLACED), **_complete_checkpoints(path)}
+
+
+def _complete_checkpoints(path: epath.Path) -> dict[int, epath.Path]:
     if not path.exists():
-        return []
-    return sorted(found.step for found in ocp.path.step.standard_name_format().find_all(path))
+        return {}
+    return {found.step: found.path for found in ocp.path.step.standard_name_format().find_all(path)}
 
 
 class Reading:
@@ -114,7 +153,7 @@ class Reading:
     """
 
     def __init__(self, folder: Any, step: int) -> None:
-        self.path = _as_path(folder) / str(step)
+        self.path = _checkpoints(folder)[step]
         record = self.path / RECORD / "metadata"
         if not record.exists():
             raise ValueError(
@@ -125,6 +164,8 @@ class Reading:
 
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Return the shapes and dtypes of the arrays by name."""
+        if not self.record.get("has_arrays", True):
+            return {}
         saved = ocp.PyTreeCheckpointHandler().metadata(self.path / ARRAYS).tree
         return {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in saved.items()}
 
@@ -133,6 +174,8 @@ class Reading:
 
         An array gets the sharding in ``places``. If that is None, the result is a NumPy array.
         """
+        if not places:
+            return {}
         shapes = self.shapes()
         targets = {name: shapes[name] for name in places}
         restore_args = {
@@ -155,3 +198,15 @@ def require_usable(folder: Any) -> None:
     """Raise a ValueError if Orbax could write to a folder, but not read it again."""
     if any(character in str(folder) for character in _UNUSABLE):
         raise ValueError(f"Orbax cannot read a folder with [ or \\ in its path, got {folder};\nsave to another folder")
+
+
+def _require_writable(arrays: Mapping[str, Any]) -> None:
+    """Raise a TypeError if Orbax cannot write the dtype of an array."""
+    for name, array in arrays.items():
+        try:
+            tensorstore.dtype(array.dtype.name)
+        except ValueError:
+            raise TypeError(
+                f"Orbax cannot write {array.dtype}, got {name!r};\n"
+                "convert it to another dtype, or save it with metadata={...}"
+            ) from None

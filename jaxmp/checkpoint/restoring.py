@@ -11,9 +11,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmp.base.trees import is_float_array
 from jaxmp.checkpoint.matching import Match, match
-from jaxmp.checkpoint.named_leaves import as_tree, is_key, is_nnx_pair, key_impl, leaves_by_name
+from jaxmp.checkpoint.named_leaves import (
+    as_tree,
+    dtype_of,
+    is_key,
+    is_nnx_pair,
+    is_python_number,
+    key_impl,
+    leaves_by_name,
+)
 from jaxmp.checkpoint.saving import finish_writing, orbax_folders
 from jaxmp.nnx.training import take_state
 
@@ -27,7 +34,7 @@ def restore(folder: str | PathLike[str], like: T, *, step: int | None = None, do
     optimizer are also changed in place. If the new run differs from the saved one, the state is converted, and one line
     is printed that lists the conversions:
 
-    - Floating arrays are cast to the dtypes of ``like``.
+    - Floating arrays are cast to the dtypes of ``like``, and so are integers if their values fit.
     - A loss scale of the same class continues with the saved value and counters, and with the settings of ``like``. A
       loss scale of another class starts fresh.
     - A moving average that was not saved starts at the restored params. A saved average that ``like`` does not have is
@@ -39,11 +46,13 @@ def restore(folder: str | PathLike[str], like: T, *, step: int | None = None, do
       like: a fresh state, of the kind that was saved. A pytree may have ``jax.ShapeDtypeStruct`` in place of arrays.
       step: the step of the checkpoint; None for the newest.
       donate: whether to delete the arrays of ``like`` before reading, so that the memory never has both states.
+        If reading or a cast then fails, ``like`` stays deleted. An ``nnx.clone`` or ``nnx.state`` that you took from
+        the model earlier may share this memory, and is then deleted. To keep it, copy its arrays, or pass False.
 
     Raises:
       FileNotFoundError: the folder has no complete checkpoint, or none of that step.
       ValueError: an array is missing on one side, or has another shape; or a finite number is not finite in its new
-        dtype.
+        dtype, or an integer does not fit.
       ModuleNotFoundError: Orbax is not installed.
 
     >>> folder = tempfile.mkdtemp()
@@ -68,9 +77,9 @@ def restore(folder: str | PathLike[str], like: T, *, step: int | None = None, do
     _require_values(leaves, matched)
     forms = {name: _Form(leaf) for name, leaf in leaves.items()}
     if donate:
-        _delete(leaves[name] for name in matched.sources)
+        _delete(leaves[name] for name in (*matched.sources, *matched.derived))
     with _note_on_damage(reading, folder):
-        arrays = {**reading.arrays(_places(matched, forms, empty)), **empty}
+        arrays = {**reading.arrays(_places(matched, forms, saved, empty)), **empty}
     new_leaves = _convert(matched, forms, leaves, arrays, reading.record)
     new: Any = jax.tree.unflatten(jax.tree.structure(tree), [new_leaves[name] for name in leaves])
     if matched.changes and jax.process_index() == 0:
@@ -136,9 +145,10 @@ class _Form:
 
     def __init__(self, leaf: Any) -> None:
         self.kind = type(leaf)
+        self.is_python_number = is_python_number(leaf)
         self.is_key = is_key(leaf)
         self.impl = key_impl(leaf) if self.is_key else None
-        self.dtype = None if self.is_key else jnp.result_type(leaf)
+        self.dtype = None if self.is_key else dtype_of(leaf)
         is_placed = isinstance(leaf, jax.ShapeDtypeStruct) or (isinstance(leaf, jax.Array) and leaf.committed)
         self.sharding = leaf.sharding if is_placed else None
 
@@ -164,7 +174,8 @@ def _empty_arrays(record: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 def _require_values(leaves: Mapping[str, Any], matched: Match) -> None:
     for name, leaf in leaves.items():
-        if name not in matched.sources and isinstance(leaf, jax.ShapeDtypeStruct):
+        keeps_value = name not in matched.sources and name not in matched.derived
+        if keeps_value and isinstance(leaf, jax.ShapeDtypeStruct):
             raise ValueError(
                 f"{name!r} was not saved, so it keeps its value in like, but like has a ShapeDtypeStruct there;\n"
                 "put an array there, for example with like.replace(...)"
@@ -177,13 +188,17 @@ def _delete(leaves: Any) -> None:
             leaf.delete()
 
 
-def _places(matched: Match, forms: Mapping[str, _Form], empty: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sharding of each array to read."""
+def _places(
+    matched: Match, forms: Mapping[str, _Form], saved: Mapping[str, Any], empty: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the sharding of each array to read, or None to read a NumPy array."""
     places: dict[str, Any] = {}
     for sources in (matched.sources, matched.lost_parts):
         for name, source in sources.items():
             if source not in empty:
-                places.setdefault(source, forms[name].sharding)
+                dtype = saved[source].dtype
+                is_wide = jax.dtypes.canonicalize_dtype(dtype) != dtype  # a jax.Array would not have its 64 bits
+                places[source] = None if is_wide else forms[name].sharding
     return places
 
 
@@ -196,8 +211,9 @@ def _convert(
 ) -> dict[str, Any]:
     """Return the leaves of the new state by name."""
     new: dict[str, Any] = {}
-    used: set[str] = set()
     for name, form in forms.items():
+        if name in matched.derived:
+            continue
         if name not in matched.sources:
             new[name] = leaves[name]
             continue
@@ -205,22 +221,28 @@ def _convert(
         array = arrays[source]
         if name in matched.lost_parts:
             array = array.astype(form.dtype) + arrays[matched.lost_parts[name]].astype(form.dtype)
-        new[name] = _in_form(name, array, form, record["keys"].get(source), source in used)
-        used.add(source)
+        new[name] = _in_form(name, array, form, record["keys"].get(source))
+    for name, param in matched.derived.items():
+        form = forms[name]
+        start = np.array(new[param]) if form.sharding is None else jnp.copy(new[param])  # a step donates both
+        new[name] = _in_form(name, start, form)
     return new
 
 
-def _in_form(name: str, array: Any, form: _Form, saved_impl: str | None, is_used_before: bool) -> Any:
-    """Return an array, which Orbax has read, as a new leaf."""
+def _in_form(name: str, array: Any, form: _Form, saved_impl: str | None = None) -> Any:
+    """Return an array as a new leaf."""
+    if form.is_python_number:
+        return form.kind(np.asarray(array)[()])
     if not form.is_key and array.dtype != form.dtype:
         wide, array = array, _cast(array, form.dtype)
         _require_finite(name, wide, array)
+        _require_fitting_integers(name, wide, form.dtype)
     if not issubclass(form.kind, (jax.Array, jax.ShapeDtypeStruct)):
         return array if form.kind is np.ndarray else form.kind(np.asarray(array)[()])
     if isinstance(array, np.ndarray):  # a copy, because a step that donates its state must not delete it
         array = jnp.array(array) if form.sharding is None else jax.device_put(array, form.sharding)
-    elif is_used_before:  # a buffer can be donated only once
-        array = jax.device_put(jnp.copy(array), form.sharding)
+    elif form.sharding is not None:
+        array = jax.device_put(array, form.sharding)
     return jax.random.wrap_key_data(array, impl=saved_impl or form.impl) if form.is_key else array
 
 
@@ -231,11 +253,24 @@ def _cast(array: Any, dtype: Any) -> Any:
 
 def _require_finite(name: str, before: Any, after: Any) -> None:
     """Raise a ValueError if a cast has made a finite number non-finite."""
-    if not is_float_array(after) or jnp.finfo(after.dtype).max >= jnp.finfo(before.dtype).max:
+    if not jnp.issubdtype(after.dtype, jnp.inexact) or jnp.finfo(after.dtype).max >= jnp.finfo(before.dtype).max:
         return
     isfinite = np.isfinite if isinstance(before, np.ndarray) else jnp.isfinite
     if bool((isfinite(before) & ~isfinite(after)).any()):
         raise ValueError(
             f"{name!r} has numbers above {float(jnp.finfo(after.dtype).max):g}, the largest number of {after.dtype};\n"
             f"restore it as {before.dtype}, for example with float32 params under a mixed policy"
+        )
+
+
+def _require_fitting_integers(name: str, array: Any, dtype: Any) -> None:
+    """Raise a ValueError if an integer is outside a new dtype."""
+    if not jnp.issubdtype(dtype, jnp.integer):
+        return
+    before, after = jnp.iinfo(array.dtype), jnp.iinfo(dtype)
+    least, greatest = max(before.min, after.min), min(before.max, after.max)
+    if bool(((array < least) | (array > greatest)).any()):
+        raise ValueError(
+            f"{name!r} has integers outside {dtype}, which has {after.min} to {after.max};\n"
+            f"restore it as {array.dtype}, for example into a NumPy array"
         )

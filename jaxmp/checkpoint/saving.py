@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import traceback
 from collections.abc import Mapping
 from os import PathLike
@@ -57,7 +58,8 @@ def save(
       folder: the folder of all checkpoints of a run. It is created if it does not exist.
       state: a :class:`jaxmp.TrainState`; a pair ``(model, optimizer)`` with a :class:`jaxmp.nnx.Optimizer`; or any
         other pytree of arrays.
-      step: the number of steps so far; None for that of the state. A checkpoint of the same step is replaced.
+      step: the number of steps so far; None for that of the state. A checkpoint of the same step is replaced
+        when the new one is complete.
       metadata: JSON values to save with the state, such as ``{"policy": str(policy)}``. :func:`read_metadata` returns
         them.
       keep: the number of checkpoints to keep in the folder. The oldest are deleted. None keeps all.
@@ -66,8 +68,8 @@ def save(
     Raises:
       ValueError: the folder has a checkpoint of a later step; the state has no step and ``step`` is None; or the path
         has a character that Orbax cannot handle.
-      TypeError: a leaf of the state is not an array; the NNX model or its optimizer is missing; or the metadata are not
-        JSON values.
+      TypeError: a leaf of the state is not an array, or has a dtype that Orbax cannot write; the NNX model or its
+        optimizer is missing; or the metadata are not JSON values.
       RuntimeError: the state was donated to an earlier step.
       ModuleNotFoundError: Orbax is not installed.
 
@@ -86,11 +88,12 @@ def save(
     require_whole_number("step", step, least=0)
     record = {**record_of(tree), "metadata": json.loads(json.dumps(dict(metadata or {})))}
     leaves = {name: array_to_write(leaf) for name, leaf in leaves_by_name(tree).items() if np.size(leaf)}
-    finish_writing()
-    _finish_before_exit()
-    _writing = orbax_folders().Writing(folder, int(step), leaves, record, keep)
-    if wait:
-        finish_writing()
+    with _lock:
+        _finish_writing()
+        _finish_before_exit()
+        _writing = orbax_folders().Writing(folder, int(step), leaves, record, keep)
+        if wait:
+            _finish_writing()
 
 
 def wait() -> None:
@@ -109,6 +112,12 @@ def wait() -> None:
 
 def finish_writing() -> None:
     """Wait for the background write, and raise its error; see :func:`wait`."""
+    with _lock:
+        _finish_writing()
+
+
+def _finish_writing() -> None:
+    """Wait for the background write. The caller holds the lock."""
     global _writing
     if _writing is None:
         return
@@ -130,11 +139,13 @@ def raise_if_failed() -> None:
 
     >>> jaxmp.checkpoint.raise_if_failed()
     """
-    if _writing is not None and not _writing.is_running():
+    writing = _writing  # another thread may change the variable
+    if writing is not None and not writing.is_running():
         finish_writing()
 
 
 _writing: Any = None
+_lock = threading.Lock()  # Orbax writes one checkpoint at a time
 _is_finished_before_exit = False
 
 

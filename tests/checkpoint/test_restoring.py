@@ -6,6 +6,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from error_tools import refused
@@ -34,9 +35,9 @@ def trained(**settings):
     return state, loss_fn
 
 
-def restored(folder, state, like, capsys):
+def restored(folder, state, like, capsys, **settings):
     """Save ``state``, and return what ``like`` becomes, and the line that is printed."""
-    checkpoint.save(folder, state)
+    checkpoint.save(folder, state, **settings)
     capsys.readouterr()
     new = checkpoint.restore(folder, like)
     assert jax.tree.structure(new) == jax.tree.structure(like)
@@ -128,7 +129,7 @@ def test_a_loss_scale_of_another_class_starts_fresh_and_so_does_the_count_of_stu
 def test_a_moving_average_and_a_random_key_may_begin_or_end(tmp_path, capsys):
     state, _ = trained(ema=False)
     new, line = restored(tmp_path / "a", state, linen_run("bfloat16", seed=2)[0], capsys)
-    assert bits(new.ema_params) == bits(state.params) and bits(new.params) != bits(state.params)
+    assert bits(new.ema_params) == bits(cast(new.params, jnp.float32)) and bits(new.params) != bits(state.params)
     assert "the moving average starts at the params" in line
     new, _ = restored(tmp_path / "same", state, linen_run(seed=2)[0], capsys)
     jaxmp.make_train_step(linen_run()[1], ema_decay=0.9)(new, BATCH)  # donates the params and the average
@@ -140,6 +141,68 @@ def test_a_moving_average_and_a_random_key_may_begin_or_end(tmp_path, capsys):
     like, _ = linen_run(seed=2)
     again, line = restored(tmp_path / "c", new, like, capsys)
     assert bits(again.rng) == bits(like.rng) and "the random key starts fresh" in line
+
+
+@pytest.mark.parametrize("like_dtype", ["float32", "bfloat16"])
+def test_a_new_moving_average_starts_at_the_params_with_their_kahan_compensation(like_dtype, tmp_path):
+    def run(dtype, tx, **fields):
+        return jaxmp.TrainState.create(params={"w": jnp.ones(4, dtype)}, tx=tx, **fields)
+
+    state = run("bfloat16", jaxmp.low_precision(optax.sgd(1e-3), rounding="kahan"))
+    for _ in range(7):
+        state = state.apply_gradients(grads={"w": jnp.ones(4)})
+    assert state.opt_state.inner_state.compensation["w"].any()
+    checkpoint.save(tmp_path, state)
+    new = checkpoint.restore(tmp_path, run(like_dtype, optax.sgd(1e-3), ema=True), donate=True)
+    assert new.params["w"].dtype == like_dtype and new.ema_params["w"].dtype == jnp.float32
+    assert bits(new.ema_params) == bits(cast(new.params, jnp.float32))
+
+
+def test_a_new_moving_average_keeps_its_own_place(tmp_path):
+    def run(**fields):
+        return jaxmp.TrainState.create(params={"w": jnp.arange(4.0)}, tx=optax.sgd(0.1), **fields)
+
+    checkpoint.save(tmp_path, run())
+    mesh = jax.make_mesh((4,), ("fsdp",), devices=jax.devices()[:4])
+    sharded, on_one = jax.NamedSharding(mesh, jax.P("fsdp")), jax.sharding.SingleDeviceSharding(jax.devices()[1])
+    like = run(ema=True)
+    like = like.replace(params=jax.device_put(like.params, sharded))
+    new = checkpoint.restore(tmp_path, like)
+    assert new.params["w"].sharding == sharded and not new.ema_params["w"].committed
+    assert new.ema_params["w"].devices() == {jax.devices()[0]}
+    new = checkpoint.restore(tmp_path, like.replace(ema_params=jax.device_put(like.ema_params, on_one)))
+    assert new.ema_params["w"].sharding == on_one and bits(new.ema_params) == bits(new.params)
+    shapes = jax.eval_shape(lambda: run(ema=True))
+    assert bits(checkpoint.restore(tmp_path, shapes).ema_params) == bits(new.params)
+
+
+@pytest.mark.parametrize("place", [None, 1])
+def test_an_integer_or_a_float64_number_that_does_not_fit_is_refused(place, tmp_path):
+    def like(dtype):
+        array = jnp.zeros(2, dtype)
+        return {"a": array if place is None else jax.device_put(array, jax.devices()[place])}
+
+    checkpoint.save(tmp_path, {"a": np.array([2**40, -1])}, step=1)
+    texts = "'a' has integers outside int32, which has -2147483648 to 2147483647;\nrestore it as int64"
+    refused(lambda: checkpoint.restore(tmp_path, like("int32")), ValueError, texts)
+    checkpoint.save(tmp_path, {"a": np.array([1e300, 1])}, step=2)
+    refused(lambda: checkpoint.restore(tmp_path, like("float32")), ValueError, "the largest number of float32")
+    checkpoint.save(tmp_path, {"a": np.array([2**31 - 1, -1])}, step=3)
+    assert checkpoint.restore(tmp_path, like("int32"))["a"].tolist() == [2**31 - 1, -1]
+    refused(lambda: checkpoint.restore(tmp_path, like("uint32")), ValueError, "'a' has integers outside uint32")
+    checkpoint.save(tmp_path, {"a": jnp.array([7, 200], jnp.int32)}, step=4)
+    refused(lambda: checkpoint.restore(tmp_path, like("int8")), ValueError, "'a' has integers outside int8")
+    checkpoint.save(tmp_path, {"a": np.array([1 + 2j, 1e300j])}, step=5)
+    refused(lambda: checkpoint.restore(tmp_path, like("complex64")), ValueError, "the largest number of complex64")
+
+
+def test_python_numbers_restore_from_arrays_and_into_arrays(tmp_path, capsys):
+    new, line = restored(
+        tmp_path / "a", {"step": jnp.int32(7), "rate": jnp.float32(0.5)}, {"step": 0, "rate": 0.1}, capsys, step=1
+    )
+    assert new == {"step": 7, "rate": 0.5} and type(new["step"]) is int and line == ""
+    new, line = restored(tmp_path / "b", {"step": 7}, {"step": jnp.int32(0)}, capsys, step=1)
+    assert new["step"].dtype == jnp.int32 and new["step"] == 7 and "step int64 -> int32" in line
 
 
 def test_keys_of_another_implementation_are_restored_as_they_were(tmp_path, capsys):

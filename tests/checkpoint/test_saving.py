@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import jax
@@ -96,6 +97,44 @@ def test_any_tree_of_arrays_and_numbers_can_be_saved_and_restored_to_shapes(tmp_
     assert str(jax.random.key_impl(again["keys"][1])) == "rbg" and not again["flag"].committed
 
 
+def test_numpy_arrays_and_python_numbers_keep_their_64_bits(tmp_path):
+    tree = {
+        "position": np.array([2**40]),
+        "seed": np.array([2**63, 2**63 + 1], np.uint64),
+        "large": np.array([1e300]),
+        "complex": np.array([1e300j]),
+        "scalar": np.float64(0.1),
+        "big_endian": np.array([2**40], ">i8"),
+        "count": 2**40,
+        "word": 2**64 - 1,
+        "rate": 0.1,
+        "root": 0.1j,
+        "flag": True,
+    }
+    checkpoint.save(tmp_path, tree, step=1)
+    like = {name: type(leaf)(0) if np.ndim(leaf) == 0 else np.zeros_like(leaf) for name, leaf in tree.items()}
+    restored = checkpoint.restore(tmp_path, like)
+    for name, leaf in tree.items():
+        assert type(restored[name]) is type(leaf) and np.array_equal(restored[name], leaf), name
+        assert np.result_type(restored[name]) == np.result_type(leaf), name
+
+
+@pytest.mark.parametrize("leaf", [np.array(["text"]), np.ones(2, "M8[s]"), np.ones(2, np.longdouble), 2**64])
+def test_a_dtype_that_orbax_cannot_write_is_refused(leaf, tmp_path):
+    checkpoint.save(tmp_path, {"a": jnp.ones(2)}, step=1, wait=True)
+    refused(lambda: checkpoint.save(tmp_path, {"a": leaf}, step=1), TypeError, "Orbax cannot write ", "got 'a'")
+    assert checkpoint.list_steps(tmp_path) == [1]
+
+
+@pytest.mark.parametrize("state", [{"a": np.zeros((0, 2))}, {}])
+def test_a_state_without_elements_can_be_saved(state, tmp_path):
+    checkpoint.save(tmp_path, state, step=4, metadata={"policy": "float32"})
+    assert bits(checkpoint.restore(tmp_path, state)) == bits(state)
+    assert checkpoint.read_metadata(tmp_path) == {"policy": "float32"}
+    first = "'a'" if state else "'b'"
+    refused(lambda: checkpoint.restore(tmp_path, {"b": jnp.ones(2)}), ValueError, first, "is in ", "but not in ")
+
+
 @pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
 def test_a_sharded_state_is_restored_onto_other_devices(tmp_path, kind):
     def sharded(count: int, seed: int) -> jaxmp.TrainState:
@@ -155,10 +194,11 @@ def test_a_checkpoint_of_a_program_that_was_killed_while_it_saved_is_ignored_and
     unfinished = []
     for first in itertools.count(0, 10):
         program = saving(tmp_path, elements, first)
-        while not (unfinished := list(tmp_path.glob("*tmp*"))) or program.stdout.readline() == "":
+        while program.poll() is None and (not list(tmp_path.glob("*tmp*")) or program.stdout.readline() == ""):
             time.sleep(0.001)
         program.send_signal(signal.SIGKILL)
-        program.communicate()
+        _, errors = program.communicate()
+        assert program.returncode in (0, -signal.SIGKILL), errors
         if unfinished := list(tmp_path.glob("*tmp*")):  # else the write ended just before the kill
             break
     complete = checkpoint.list_steps(tmp_path)
@@ -182,14 +222,111 @@ def test_the_newest_checkpoints_are_kept_and_one_of_the_same_step_is_replaced(tm
     assert checkpoint.list_steps(tmp_path / "none") == []
 
 
-def test_the_error_of_a_write_in_the_background_is_raised_by_a_later_call(tmp_path, monkeypatch):
+def fail_to_complete(monkeypatch):
+    """Let every write of Orbax fail at its end."""
     import orbax.checkpoint as ocp
 
     async def fail(*_, **__):
         raise OSError("no space left")
 
-    arrays = {"w": jnp.ones(2)}
     monkeypatch.setattr(ocp.path.atomicity.AtomicRenameTemporaryPath, "finalize", fail)
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_a_checkpoint_stays_if_its_replacement_fails(keep, tmp_path, monkeypatch):
+    like = {"w": jnp.zeros(2)}
+    for step in (3, 4):
+        checkpoint.save(tmp_path, {"w": jnp.full(2, float(step))}, step=step, keep=keep, wait=True)
+    steps = checkpoint.list_steps(tmp_path)
+    with monkeypatch.context() as patch:
+        fail_to_complete(patch)
+        with pytest.raises(OSError, match="no space left"):
+            checkpoint.save(tmp_path, {"w": jnp.ones(2)}, step=4, keep=keep, wait=True)
+    assert checkpoint.list_steps(tmp_path) == steps and (tmp_path / "4").exists()
+    assert checkpoint.restore(tmp_path, like)["w"][0] == 4
+
+    from jaxmp.checkpoint.orbax_folders import _Manager
+
+    closed, close = [], _Manager.close
+
+    def fail(*_, **__):
+        raise OSError("no space left")
+
+    def note_close(manager):
+        closed.append(manager)
+        close(manager)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_Manager, "save", fail)
+        patch.setattr(_Manager, "close", note_close)
+        with pytest.raises(OSError, match="no space left"):
+            checkpoint.save(tmp_path, {"w": jnp.ones(2)}, step=4, keep=keep)
+    assert closed and checkpoint.list_steps(tmp_path) == steps
+    assert checkpoint.restore(tmp_path, like)["w"][0] == 4
+
+    checkpoint.save(tmp_path, {"w": jnp.full(2, 5.0)}, step=4, keep=keep, wait=True)
+    assert checkpoint.list_steps(tmp_path) == steps and checkpoint.restore(tmp_path, like)["w"][0] == 5
+    assert sorted(path.name for path in tmp_path.iterdir()) == [str(step) for step in steps]
+
+
+def test_a_checkpoint_is_read_and_moved_back_if_the_process_was_killed_while_it_was_replaced(tmp_path):
+    like = {"w": jnp.zeros(2)}
+    checkpoint.save(tmp_path, {"w": jnp.full(2, 4.0)}, step=4, wait=True)
+    (tmp_path / "replaced_checkpoints").mkdir()
+    (tmp_path / "4").rename(tmp_path / "replaced_checkpoints" / "4")  # the files after such a kill
+    assert checkpoint.list_steps(tmp_path) == [4] and checkpoint.restore(tmp_path, like)["w"][0] == 4
+    checkpoint.save(tmp_path, {"w": jnp.full(2, 5.0)}, step=5, wait=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["4", "5"]
+    assert checkpoint.restore(tmp_path, like, step=4)["w"][0] == 4
+
+
+REPLACING = """
+import os, signal, sys, jax.numpy as jnp, jaxmp
+import orbax.checkpoint as ocp
+jaxmp.checkpoint.save(sys.argv[1], {"w": jnp.ones(2)}, step=4, keep=1, wait=True)
+async def die(*_, **__):
+    os.kill(os.getpid(), signal.SIGKILL)
+ocp.path.atomicity.AtomicRenameTemporaryPath.finalize = die
+jaxmp.checkpoint.save(sys.argv[1], {"w": jnp.zeros(2)}, step=4, keep=1, wait=True)
+"""
+
+
+@pytest.mark.slow("starts and kills a process")
+def test_a_checkpoint_stays_if_the_process_is_killed_while_it_is_replaced(tmp_path):
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    assert subprocess.run([sys.executable, "-c", REPLACING, str(tmp_path)], env=env).returncode == -signal.SIGKILL
+    assert checkpoint.list_steps(tmp_path) == [4]
+    assert checkpoint.restore(tmp_path, {"w": jnp.zeros(2)})["w"][0] == 1
+    checkpoint.save(tmp_path, {"w": jnp.full(2, 2.0)}, step=4, keep=1, wait=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["4"]
+
+
+def test_threads_may_save_at_the_same_time(tmp_path):
+    errors = []
+
+    def save_twice(thread):
+        try:
+            for step in (1, 2):
+                checkpoint.save(tmp_path / str(thread), {"w": jnp.full(200_000, thread)}, step=step)
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=save_twice, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    checkpoint.wait()
+    assert errors == []
+    for number in range(4):
+        assert checkpoint.list_steps(tmp_path / str(number)) == [1, 2]
+        restored = checkpoint.restore(tmp_path / str(number), {"w": jnp.zeros(200_000, jnp.int32)})
+        assert (restored["w"] == number).all()
+
+
+def test_the_error_of_a_write_in_the_background_is_raised_by_a_later_call(tmp_path, monkeypatch):
+    arrays = {"w": jnp.ones(2)}
+    fail_to_complete(monkeypatch)
     later_calls = (
         lambda: checkpoint.wait(),
         lambda: checkpoint.save(tmp_path, arrays, step=2),
