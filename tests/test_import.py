@@ -5,6 +5,7 @@ import contextlib
 import functools
 import os
 import re
+import runpy
 import subprocess
 import sys
 from importlib import metadata
@@ -185,21 +186,7 @@ def test_in_the_library_only_its_room_for_them_imports_jaxs_internals():
     assert users == {ROOT / "jaxmp" / "_internals" / "jax"}
 
 
-ROOMS = (
-    "base",
-    "_internals",
-    "program",
-    "policy",
-    "engine",
-    "optim",
-    "sharding",
-    "training",
-    "linen",
-    "nnx",
-    "checkpoint",
-    "inspect",
-    "cli",
-)
+ROOMS = runpy.run_path(str(ROOT / "docs" / "draw_rooms.py"))["FOLDERS"]
 """The folders of the library. Each imports only those before it."""
 
 
