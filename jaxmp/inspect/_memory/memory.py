@@ -80,8 +80,10 @@ class Memory(tables.Shown):
 
         Args:
           limit: the limit in bytes, such as :attr:`jaxmp.base.gpus.Gpu.memory_bytes`.
-          multiple_of: the result is a multiple of this number, such as 8 for tensor cores. The result is also a
-            multiple of the number of parts into which devices and microbatches split the batch.
+          multiple_of: the result is a multiple of this number. Pass 8 for a GPU: tensor cores are fastest if the
+            dimensions of a product are multiples of 8, and the batch size is often one of them. On n devices, pass 8 n,
+            because each device gets its part of the batch. The result is also a multiple of the number of parts into
+            which devices and microbatches split the batch.
 
         Raises:
           ValueError: there is no batch, or the peak does not depend on the batch size.
