@@ -26,6 +26,7 @@ import optax
 import pytest
 from flax.training.dynamic_scale import DynamicScale
 from readme_tools import (
+    BIAS,
     FINITE,
     LEARNING_RATE,
     MAX_NORM,
@@ -35,8 +36,10 @@ from readme_tools import (
     Scope,
     TorchParams,
     X,
+    Y,
     adjusted,
     close,
+    cosine,
     expected_params,
     expected_scales,
     flat,
@@ -49,7 +52,7 @@ from readme_tools import (
 )
 
 import jaxmp
-from jaxmp.program.walk import equations
+from jaxmp.program.walk import equations, product_dtypes
 
 pytestmark = [pytest.mark.once, pytest.mark.slow("runs the code of the docs")]
 
@@ -91,6 +94,73 @@ def known_torch_state(code: Code) -> Any:
 
 def write_torch_state(code: Code) -> Any:
     return adjusted(run(code.set_up, jax_program() | {"state_dict": TORCH_STATE})["loss_scale"])
+
+
+# torch, Keras and accelerate: bfloat16, accumulation, schedules, several optimizers, several devices.
+
+MICROBATCHES = 4
+
+
+def known_steps(code: Code) -> Any:
+    """Run the steps in torch; return the learning rates after the finite steps, and the params."""
+    scope = torch_program()
+    model, x, rates = scope["model"], scope["x"], []
+    run(code.set_up if code.step else "", scope)
+    for finite in FINITE:
+        if finite or "scaler.step" in code.step:  # without a scaler, torch would update with NaN
+            scope["x"] = x if finite else x * float("inf")
+            scope["microbatches"] = [(scope["x"], scope["y"])] * MICROBATCHES
+            run(code.step or code.set_up, scope)
+            rates += [scope["learning_rate"]] if finite and "learning_rate" in scope else []
+    return rates, flat(TorchParams(model))
+
+
+def known_distributed(code: Code) -> Any:
+    with pytest.MonkeyPatch.context() as environment:
+        for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "WORLD_SIZE": "1", "RANK": "0"}.items():
+            environment.setenv(name, value)  # as torchrun does
+        result = known_steps(code)
+        import_module("torch").distributed.destroy_process_group()
+    return result
+
+
+def known_accelerate_steps(code: Code) -> Any:
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)  # a process has one precision
+    return known_steps(code._replace(set_up=f"from accelerate import Accelerator\n{code.set_up}"))
+
+
+def known_keras_steps(code: Code) -> Any:
+    with keras_on_jax() as keras:
+        scope: Scope = {"keras": keras, "microbatches": [(X, Y)] * MICROBATCHES}
+        model, rates = run(code.set_up, scope)["model"], []
+        model.build(X.shape)
+        model.set_weights([WEIGHT, BIAS])
+        for _ in range(sum(FINITE)):
+            rates.append(float(run(code.step, scope)["learning_rate"]))
+        kernel, bias = (variable.numpy() for variable in model.trainable_variables)
+        return rates, flat({"kernel": kernel, "bias": bias})
+
+
+def write_steps(code: Code) -> Any:
+    """Run the train steps; return the learning rates after the finite steps, and the params."""
+    scope, rates = jax_program(), []
+    scope["loss_of_examples"] = scope["loss_fn"]
+    run('def loss_fn(params, batch): return loss_of_examples(params, batch["x"], batch["y"])', scope)
+    run(code.set_up, scope)
+    for finite in FINITE:
+        x = scope["x"] if finite else scope["x"] * float("inf")
+        scope["batch"] = {"x": jnp.tile(x, (MICROBATCHES, 1)), "y": jnp.tile(scope["y"], (MICROBATCHES, 1))}
+        run(code.step, scope)
+        assert bool(scope["metrics"]["skipped"]) != finite
+        rates += [float(scope["learning_rate"])] if finite and "learning_rate" in scope else []
+    assert products_of_step(scope) == {"bfloat16" if "mixed_bfloat16" in code.set_up else "float16"}
+    return rates, flat(scope["state"].params)
+
+
+def products_of_step(scope: Scope) -> set[str]:
+    return product_dtypes(jax.make_jaxpr(scope["loss_fn"])(scope["state"].params, scope["batch"]))
 
 
 # Apex.
@@ -170,7 +240,9 @@ def write_keras(code: Code) -> Any:
 
 def known_accelerate(code: Code) -> Any:
     from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
 
+    AcceleratorState._reset_state(reset_partial_state=True)  # a process has one precision
     scope = torch_program() | {"Accelerator": Accelerator}
     run(code.set_up, scope)
     scaled = scope["accelerator"].scaler is not None  # without a GPU, it trains in float32 and skips no step
@@ -319,18 +391,45 @@ def scaled_training(start: float, period: int, max_norm: float) -> Callable[[], 
     return lambda: {"scales": expected_scales(start, period), "params": close(expected_params(max_norm))}
 
 
+def steps(expected: list[float], rate: Callable[[int], float] | None = None, is_bfloat16: bool = False) -> Any:
+    rates = [rate(update + 1) for update in range(sum(FINITE))] if rate else []
+    return pytest.approx(rates, rel=1e-6), close(expected, 2**-8 if is_bfloat16 else 2**-10)
+
+
 ROWS = {
     "torch: autocast and GradScaler": Row(("torch",), known_torch, write_torch, scaled_training(2.0**16, 2, MAX_NORM)),
     "torch: a GradScaler's state": Row(
         ("torch",), known_torch_state, write_torch_state, lambda: expected_scales(1024, count=1)
+    ),
+    "torch: autocast with bfloat16": Row(
+        ("torch",), known_steps, write_steps, lambda: steps(expected_params(), is_bfloat16=True)
+    ),
+    "torch: accumulation": Row(("torch",), known_steps, write_steps, lambda: steps(expected_params())),
+    "torch: schedules and the learning rate": Row(
+        ("torch",), known_steps, write_steps, lambda: steps(expected_params(rate=cosine), cosine)
+    ),
+    "torch: several optimizers": Row(
+        ("torch",), known_steps, write_steps, lambda: steps(expected_params(bias_factor=0.5))
+    ),
+    "torch: DistributedDataParallel": Row(
+        ("torch",), known_distributed, write_steps, lambda: steps(expected_params(), is_bfloat16=True)
     ),
     "Apex: O2": Row(("apex.amp",), known_apex, write_apex, lambda: ({"float32"}, "float32", 2.0**16)),
     "Apex: O3": Row(("apex.amp",), known_apex, write_apex, lambda: ({"float16", "float32"}, "float32", 128.0)),
     "Keras: mixed_float16": Row(
         ("keras",), known_keras, write_keras, lambda: ({"float32"}, ["float16", "float32"], "float32", 2.0**15)
     ),
+    "Keras: accumulation, schedules and the learning rate": Row(
+        ("keras",), known_keras_steps, write_steps, lambda: steps(expected_params(rate=cosine), cosine, True)
+    ),
     "accelerate": Row(
         ("torch", "accelerate"), known_accelerate, write_accelerate, lambda: close(expected_params(MAX_NORM))
+    ),
+    "accelerate: accumulation, schedules and the learning rate": Row(
+        ("torch", "accelerate"),
+        known_accelerate_steps,
+        write_steps,
+        lambda: steps(expected_params(rate=cosine), cosine, True),
     ),
     "jmp": Row(
         ("jmp",),

@@ -5,6 +5,7 @@ The module reads the blocks, has small programs in place of the reader's program
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from functools import partial
@@ -78,20 +79,30 @@ def expected_scales(start: float, period: int = 2, count: int = 0) -> list[float
     return scales
 
 
-def expected_params(max_norm: float) -> list[float]:
-    """Return the linear regression's params after the finite steps, in float64."""
+def cosine(update: int) -> float:
+    """Return the learning rate of an update, by the page's cosine schedule of 100 updates."""
+    return LEARNING_RATE * (1 + math.cos(math.pi * update / 100)) / 2
+
+
+def expected_params(
+    max_norm: float = math.inf, rate: Callable[[int], float] = lambda update: LEARNING_RATE, bias_factor: float = 1.0
+) -> list[float]:
+    """Return the linear regression's params after the finite steps, in float64.
+
+    ``rate`` is the learning rate of each update. That of the bias is ``bias_factor`` times as large.
+    """
     weight, bias = WEIGHT.astype(np.float64), BIAS.astype(np.float64)
-    for _ in range(sum(FINITE)):
+    for update in range(sum(FINITE)):
         error = 2 * (X @ weight + bias - Y) / Y.size
         grads = [X.T @ error, error.sum(0)]
         norm = np.sqrt(sum((grad**2).sum() for grad in grads))
         clip = min(1.0, max_norm / norm)
-        weight, bias = weight - LEARNING_RATE * clip * grads[0], bias - LEARNING_RATE * clip * grads[1]
+        weight, bias = weight - rate(update) * clip * grads[0], bias - rate(update) * bias_factor * clip * grads[1]
     return [*weight.ravel(), *bias]
 
 
-def close(params: list[float]) -> Any:
-    return pytest.approx(params, rel=0, abs=2**-12)  # float16 rounds the params; they move by 2**-6 and more
+def close(params: list[float], tolerance: float = 2**-12) -> Any:
+    return pytest.approx(params, rel=0, abs=tolerance)  # float16 rounds the params; they move by 2**-6 and more
 
 
 # Small programs in place of the reader's program, in JAX and in torch.
