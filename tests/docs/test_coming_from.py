@@ -133,13 +133,13 @@ def known_accelerate_steps(code: Code) -> Any:
 
 def known_keras_steps(code: Code) -> Any:
     with keras_on_jax() as keras:
-        scope: Scope = {"keras": keras, "microbatches": [(X, Y)] * MICROBATCHES}
+        scope: Scope = {"keras": keras, "x": X, "y": Y}
         model, rates = run(code.set_up, scope)["model"], []
         model.build(X.shape)
         model.set_weights([WEIGHT, BIAS])
         for _ in range(sum(FINITE)):
             rates.append(float(run(code.step, scope)["learning_rate"]))
-        kernel, bias = (variable.numpy() for variable in model.trainable_variables)
+        kernel, bias = (np.asarray(variable.value) for variable in model.trainable_variables)
         return rates, flat({"kernel": kernel, "bias": bias})
 
 
@@ -419,7 +419,7 @@ ROWS = {
     "Keras: mixed_float16": Row(
         ("keras",), known_keras, write_keras, lambda: ({"float32"}, ["float16", "float32"], "float32", 2.0**15)
     ),
-    "Keras: accumulation, schedules and the learning rate": Row(
+    "Keras: bfloat16, schedules and the learning rate": Row(
         ("keras",), known_keras_steps, write_steps, lambda: steps(expected_params(rate=cosine), cosine, True)
     ),
     "accelerate": Row(

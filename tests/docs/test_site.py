@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +13,11 @@ import pytest
 from places import ROOT
 
 pytestmark = pytest.mark.once
+
+#: Words of other libraries that readers type into the site's search.
+WORDS = {"AMP", "amp", "autocast", "GradScaler", "LossScaleOptimizer", "unscale_", "O1", "fp16", "bf16", ".half()"}
+WORDS |= {"no_grad", "set_to_none", "clip_grad_norm_", "set_global_policy", "checkpointing", "remat", "channels_last"}
+WORDS |= {"torch.compile", "torch.save", "DDP", "FSDP", "no_sync", "EMA"}
 
 
 @pytest.mark.slow("builds the whole site")
@@ -23,6 +30,10 @@ def test_the_site_builds_without_a_warning_and_shows_every_public_name(tmp_path:
     assert "jaxmp.make_train_step" in reference and "jaxmp.loss_scaling" in reference
     assert '<ol start="12">' in (tmp_path / "autocast.html").read_text()  # plans and pictures name rules by number
     assert "&gt;&gt;&gt;" in reference and ":func:" not in reference
+    index = json.loads((tmp_path / "search" / "search_index.json").read_text())
+    texts = {entry["location"]: re.sub("<.*?>", "", entry["text"]) for entry in index["docs"]}
+    words = [word.strip(",") for word in texts["glossary.html#words-of-other-libraries"].split()]
+    assert set(words) >= WORDS
     page, report = (tmp_path / "tools" / name for name in ("report.html", "example_report.html"))
     assert 'href="example_report.html"' in page.read_text() and report.stat().st_size < 2e6
     assert "missing" not in report.read_text().split("<body>")[1]  # every section has data
