@@ -18,7 +18,7 @@ from jaxmp.program.equations import asks_for_what_is_missing
 from jaxmp.program.repeated_casts import sums_half
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Decisions:
     """The decisions about a program. The nodes of the graph have their states and dtypes.
 

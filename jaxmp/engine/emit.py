@@ -42,7 +42,7 @@ from jaxmp.program.rewriting import Rewriter
 from jaxmp.program.vmap_sharing import Examples, Same, same_in_bodies
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Emission:
     """The emission of a decided program, with records for a plan.
 

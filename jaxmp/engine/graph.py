@@ -26,7 +26,7 @@ from jaxmp.program.reading import read_program
 from jaxmp.program.values import BRANCHES, CARRY, CONSTANT, LAST_CARRY, Body, Equation, Value
 
 
-@dataclasses.dataclass(slots=True, eq=False)
+@dataclasses.dataclass(slots=True, eq=False, repr=False)
 class Node:
     """A floating value and the operation that computes it."""
 
@@ -62,6 +62,9 @@ class Node:
     # The half dtype of the author's postponed cast, which each reader performs. The value itself is float32.
     deferred_cast: np.dtype | None = None
 
+    def __repr__(self) -> str:
+        return f"Node({self.name} {self.dtype}{list(self.shape)})"  # without the operands, which have operands too
+
     @property
     def is_cast_once(self) -> bool:
         """Return whether all half readers share one cast.
@@ -95,7 +98,7 @@ _STATES = {HALF: State.HALF, FULL: State.FLOAT32, STRICT: State.BEYOND_HALF}
 _UNMARKED = Region()
 
 
-@dataclasses.dataclass(slots=True, eq=False)
+@dataclasses.dataclass(slots=True, eq=False, repr=False)
 class Step:
     """An equation with its nodes and its bodies."""
 
@@ -113,6 +116,9 @@ class Step:
     node: Node | None = None  # the node of the first floating result
     loops: range = range(0)  # for a loop, the numbers of its body and of the loops inside
 
+    def __repr__(self) -> str:
+        return f"Step({self.eqn.primitive.name})"
+
     @property
     def joins(self) -> Sequence[Node | None]:
         """Return the joins of its results: a loop's carries, or the results of a cond."""
@@ -122,7 +128,7 @@ class Step:
         return [None if n in self.unchanged_carries else self.nodes[n] for n in joined]
 
 
-@dataclasses.dataclass(slots=True, eq=False)
+@dataclasses.dataclass(slots=True, eq=False, repr=False)
 class StepBody:
     """The steps of a jaxpr, and the nodes of its results. It does not keep the jaxpr and its constants alive."""
 
@@ -130,7 +136,7 @@ class StepBody:
     results: list[Node | None]
 
 
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass(slots=True, repr=False)
 class Graph:
     """A program and its nodes in topological order.
 

@@ -54,7 +54,7 @@ MOVES = PICKS | COMBINES | with_trait(Trait.EXTREME, Trait.POOLS) | _SORTS | {EL
 """Moves: operations whose results contain only elements of the operands; for ``top_k``, only the first result."""
 
 
-@dataclasses.dataclass(eq=False, slots=True)
+@dataclasses.dataclass(eq=False, slots=True, repr=False)
 class Equation:
     """An equation and its place in the program.
 
@@ -84,6 +84,9 @@ class Equation:
     results: Sequence[Value] = ()
     inside: Sequence[Body] = ()
     _source: str | None = None
+
+    def __repr__(self) -> str:
+        return f"Equation({self.name} {self.key})"  # without the operands, which have equations too
 
     @property
     def name(self) -> str:
@@ -168,7 +171,7 @@ class Scan(NamedTuple):
     length: int
 
 
-@dataclasses.dataclass(eq=False, slots=True)
+@dataclasses.dataclass(eq=False, slots=True, repr=False)
 class Value:
     """A value and the operation that computes it.
 
@@ -223,6 +226,9 @@ class Value:
             if self.name in _ONE_BY_ONE:
                 self._reads = self._reads[self.position : self.position + 1]
         return self._reads
+
+    def __repr__(self) -> str:
+        return f"Value({self.name} {self.key}[{self.position}])"  # without the operands, which have operands too
 
     @property
     def inputs(self) -> list[Value]:
@@ -316,7 +322,7 @@ class Value:
         return tuple(numbers)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Program:
     """The values of a program, and its equations.
 
