@@ -24,7 +24,8 @@ from flax import linen as nn
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
-from jaxmp.engine import decide, graph
+from jaxmp.engine import graph
+from jaxmp.engine.decisions import decide_program
 from jaxmp.engine.rules import Rules
 from jaxmp.engine.states import Kind, Rule, State
 from jaxmp.program.equations import opened
@@ -81,13 +82,13 @@ def decided_block() -> tuple[list[Box], Labels]:
     x, w = jax.ShapeDtypeStruct((2 * 128, 256), jnp.float32), jax.ShapeDtypeStruct((256, 256), jnp.float32)
     params = jax.eval_shape(lambda x: block.init(jax.random.key(0), x, 2), x)
     closed = jax.make_jaxpr(lambda params, x, w: block.apply(params, x @ w, 2) @ w)(params, x, w)
-    whole = graph.build(*opened(closed), Rules(half, {}))
-    decide.decide(whole, [None])
-    boxes = [Box(step.node, step.names) for step in _steps(whole.body) if step.node is not None]
-    return boxes, {pattern.nodes[0]: pattern.name for pattern in whole.patterns}
+    built = graph.build(*opened(closed), Rules(half, {}))
+    decisions = decide_program(built, jax.tree.leaves((params, x, w)), [None])
+    boxes = [Box(step.node, step.names) for step in _steps(built.body) if step.node is not None]
+    return boxes, {pattern.nodes[0]: pattern.name for pattern in decisions.patterns}
 
 
-def _steps(body: graph.Body) -> Iterable[graph.Step]:
+def _steps(body: graph.StepBody) -> Iterable[graph.Step]:
     for step in body.steps:
         yield from [inner for body in step.inner for inner in _steps(body)] or [step]
 
