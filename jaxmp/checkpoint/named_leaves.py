@@ -66,7 +66,10 @@ def is_python_number(leaf: Any) -> bool:
 
 
 def dtype_of(leaf: Any) -> np.dtype:
-    """Return the dtype of a leaf. NumPy arrays and Python numbers keep their 64 bits without ``jax_enable_x64``."""
+    """Return the dtype of a leaf.
+
+    NumPy arrays and Python numbers keep their 64 bits without ``jax_enable_x64``.
+    """
     is_of_numpy = isinstance(leaf, (np.ndarray, np.generic)) or is_python_number(leaf)
     return np.result_type(leaf) if is_of_numpy else jnp.result_type(leaf)
 

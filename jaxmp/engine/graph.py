@@ -130,7 +130,10 @@ class Step:
 
 @dataclasses.dataclass(slots=True, eq=False, repr=False)
 class StepBody:
-    """The steps of a jaxpr, and the nodes of its results. It does not keep the jaxpr and its constants alive."""
+    """The steps of a jaxpr, and the nodes of its results.
+
+    The jaxpr and its constants are left out, so that a decided graph does not keep them alive.
+    """
 
     steps: list[Step]
     results: list[Node | None]

@@ -113,8 +113,8 @@ class Analysis(Generic[Fact]):
         bodies = bodies_of(eqn)
         if bodies is None:
             return self.transfer(eqn, operands)
-        whole = self.transfer_whole(eqn, operands)
-        return self.solve_bodies(bodies, operands) if whole is None else whole
+        results = self.transfer_whole(eqn, operands)
+        return self.solve_bodies(bodies, operands) if results is None else results
 
     def solve_bodies(self, bodies: Bodies, operands: Sequence[Fact]) -> list[Fact]:
         """Return the facts of the results of an equation with bodies."""

@@ -15,7 +15,7 @@ from jaxmp.program.primitives import Trait, with_trait
 
 
 class _SameForExamples(Analysis[bool]):
-    """Whether a value is equal for all examples."""
+    """The fact that a value is equal for all examples."""
 
     constant = True
 
@@ -46,7 +46,7 @@ SAME_FOR_EXAMPLES = _SameForExamples()
 
 
 class _Passed(NamedTuple):
-    """An argument that is passed on unchanged: its number, or the number of the scanned array whose element it is."""
+    """The number of an argument that is passed on unchanged, whole or by its elements."""
 
     argument: int
     scans: int = 0  # the number of scans in which an element is picked

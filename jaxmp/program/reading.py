@@ -244,10 +244,10 @@ class _Reader:
                 self.gradients.add(part)
         results = []
         for n, value in enumerate(self.call(equation, parts, around).results):
-            whole = self.result(equation, WHOLE, n, [(0, value, same_iteration)], around, None)
+            result = self.result(equation, WHOLE, n, [(0, value, same_iteration)], around, None)
             if value in self.gradients:
-                self.gradients.add(whole)
-            results.append(whole)
+                self.gradients.add(result)
+            results.append(result)
         equation.results = results
 
     def operation(self, equation: Equation, around: _Around) -> None:

@@ -34,7 +34,10 @@ class AtBorder(NamedTuple):
 
 
 def read_for_recording(jaxpr: Any, consts: Sequence[Any] = ()) -> Program:
-    """Read a program in which the equations of :func:`jaxmp.program.reading.is_whole_with_rules` are one operation."""
+    """Read a program as :func:`returned` and :func:`passed_in` need it.
+
+    The equations of :func:`jaxmp.program.reading.is_whole_with_rules` count as one operation.
+    """
     return read_program(jaxpr, consts, counts_as_one=is_whole_with_rules)
 
 
