@@ -87,8 +87,7 @@ __version__ = "0.0.4"  # the version of jmp with this interface
 
 T = TypeVar("T")
 
-# The names of each dtype in jmp; policies print the first name. Both jnp.float16 and its numpy.dtype are keys, because
-# their hashes differ.
+# Both jnp.float16 and its numpy.dtype are keys, because their hashes differ.
 dtype_to_names: dict[Any, tuple[str, ...]] = {
     key: names
     for dtype, names in (
@@ -99,6 +98,7 @@ dtype_to_names: dict[Any, tuple[str, ...]] = {
     )
     for key in (dtype, np.dtype(dtype))
 }
+"""The names of each dtype in jmp. Policies print the first name."""
 
 
 class Policy(policies.Policy):

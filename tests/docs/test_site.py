@@ -26,8 +26,10 @@ def test_the_site_builds_without_a_warning_and_shows_every_public_name(tmp_path:
     environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
     built = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert built.returncode == 0, built.stdout + built.stderr
-    reference = (tmp_path / "reference" / "jaxmp.html").read_text()
-    assert "jaxmp.make_train_step" in reference and "jaxmp.loss_scaling" in reference
+    reference = (tmp_path / "reference" / "train_step.html").read_text()
+    assert reference.index('id="jaxmp.make_train_step"') < reference.index('id="jaxmp.TrainState"')
+    names = (tmp_path / "reference" / "index.html").read_text()
+    assert 'href="models.html#jaxmp.linen.apply_policy"' in names and ">Return the policy that a text" in names
     assert '<ol start="12">' in (tmp_path / "autocast.html").read_text()  # plans and pictures name rules by number
     assert "&gt;&gt;&gt;" in reference and ":func:" not in reference
     index = json.loads((tmp_path / "search" / "search_index.json").read_text())
