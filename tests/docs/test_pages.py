@@ -36,6 +36,12 @@ def test_the_code_of_a_page_runs(page: str, tab: str, tmp_path: Path, monkeypatc
         run(DOCS / page, tab)
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_code_fits_into_its_column(page: str) -> None:
+    long = [line for block in blocks(DOCS / page) for line in block.code.splitlines() if len(line) > 100]
+    assert not long
+
+
 def test_every_recipe_is_there_in_linen_and_in_nnx():
     for page in (DOCS / "cookbook").glob("*.md"):
         tabs = {block.tab for block in blocks(page)}
