@@ -92,7 +92,7 @@ newest: .venv/installed ## the tests on the newest Python and JAX of this machin
 
 docs: .venv/installed ## build the site in build/site
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --strict
-	@echo "read it: $(PY) -m http.server --directory build/site"
+	@echo "The site is in build/site. Its search needs a server: $(PY) -m http.server -d build/site"
 
 dist: .venv/installed ## build the sdist and the wheel in dist/, and try the wheel in an empty environment
 	@.ci/dist.sh $(CURDIR)/$(PY)
