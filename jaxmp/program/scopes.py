@@ -18,7 +18,12 @@ RULE_SCOPE = "jaxmp.rule"
 
 def path_in(names: Names) -> str:
     """Join scopes by ``/``, without the scopes that jaxmp and JAX add."""
-    return "/".join(filter(_is_named, names))
+    return "/".join(named_scopes(names))
+
+
+def named_scopes(names: Names) -> Names:
+    """Return the scopes of modules and of the user, without the scopes that jaxmp and JAX add."""
+    return tuple(filter(_is_named, names))
 
 
 def _is_named(name: str) -> bool:

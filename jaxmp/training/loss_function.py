@@ -1,4 +1,4 @@
-"""Check a loss function, and apply a policy and rematerialisation to it."""
+"""Check a loss function, and apply a policy to it."""
 
 from __future__ import annotations
 
@@ -14,13 +14,11 @@ import numpy as np
 
 from jaxmp.base.arguments import printed
 from jaxmp.base.cache_keys import policies_off
-from jaxmp.base.dtypes import closest_names
 from jaxmp.base.trees import path_name
 from jaxmp.engine.autocast import computed
 from jaxmp.engine.overrides import policy_and_exceptions
 from jaxmp.engine.rules import Rules
 from jaxmp.optim.checks import described, require_loss
-from jaxmp.policy.float8_product import RESIDUALS
 from jaxmp.policy.patterns import checked_overrides
 from jaxmp.policy.policies import check_backend
 from jaxmp.policy.policy_map import PolicyMap
@@ -30,13 +28,6 @@ LossFn = Callable[..., Any]
 ``loss_fn(params, model_state, batch, rng)``, which returns ``(loss, new_state)`` or ``(loss, new_state, metrics)``."""
 OWN_METRICS = ("loss", "grad_norm", "loss_scale", "skipped")
 """The names of metrics that the step itself adds."""
-
-REMAT: dict[str, Any] = {
-    "full": jax.checkpoint_policies.nothing_saveable,
-    "dots": jax.checkpoint_policies.dots_saveable,
-    "dots_no_batch": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    "float8": jax.checkpoint_policies.save_only_these_names(RESIDUALS),
-}
 
 
 def checked(loss_fn: LossFn) -> LossFn:
@@ -177,26 +168,6 @@ def _within(context: Callable[[], AbstractContextManager[Any]], loss_fn: LossFn)
             return loss_fn(*args)
 
     return within
-
-
-def with_remat(loss_fn: LossFn, remat: Any) -> LossFn:
-    """Return the loss function with the rematerialisation that ``remat`` names.
-
-    Raises:
-      ValueError: ``remat`` is not the name of a rematerialisation.
-      TypeError: ``remat`` is neither a name nor a policy.
-    """
-    if remat is None or remat == "none":
-        return loss_fn
-    if isinstance(remat, str):
-        # The other public functions of jax.checkpoint_policies return a policy and are not policies themselves.
-        names = [n for n in dir(jax.checkpoint_policies) if n.endswith("_saveable") or n.startswith("checkpoint_")]
-        policies = {**REMAT, **{name: getattr(jax.checkpoint_policies, name) for name in names}}
-        if remat not in policies:
-            known = closest_names(remat, ["none", *policies], 12)
-            raise ValueError(f"unknown remat policy {remat!r}; known, nearest first: {known}")
-        remat = policies[remat]
-    return jax.checkpoint(loss_fn, policy=remat)
 
 
 def require_same_structure(new: Any, old: Any) -> Any:

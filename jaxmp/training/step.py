@@ -20,8 +20,9 @@ from jaxmp.optim.scaling_state import get_loss_scale
 from jaxmp.sharding.devices import DevicesOfArrays, DevicesOfMesh, FlatState, Layout
 from jaxmp.sharding.mesh_plan import Sharding
 from jaxmp.sharding.placement import each_once, is_traced
-from jaxmp.training.loss_function import LossFn, compute_dtype_of, under_policy, with_remat
+from jaxmp.training.loss_function import LossFn, compute_dtype_of, under_policy
 from jaxmp.training.product_check import mismatch_of_products
+from jaxmp.training.remat import recompute_layers, with_remat
 from jaxmp.training.state import TrainState
 from jaxmp.training.stuck_runs import NonFiniteTrainingError, StuckRuns, explanation
 from jaxmp.training.update import Metrics, S, Update
@@ -65,9 +66,11 @@ def make_train_step(
         and so are the loss and the metrics. If the gradients of one microbatch are not finite, the whole step is
         skipped. Example i goes into microbatch i % n, so that no example of a split batch moves to another device.
       ema_decay: the decay of the moving average ``state.ema_params``. It needs ``TrainState.create(ema=True)``.
-      remat: the values that the backward pass recomputes: None or ``"none"`` (none); ``"full"`` (all); ``"dots"`` (all
-        except results of products); ``"dots_no_batch"`` (all except results of products without batch dimensions);
-        ``"float8"`` (all except operands of float8 products); or a policy of ``jax.checkpoint_policies`` or its name.
+      remat: the values that the backward pass recomputes: None or ``"none"`` (none); ``"dots"`` (all except results of
+        products); ``"dots_no_batch"`` (all except results of products without batch dimensions); ``"layers"`` (all
+        except the inputs of each layer); ``"float8"`` (all except operands of float8 products); or a policy of
+        ``jax.checkpoint_policies`` or its name. The layers are the modules of a stack, whose names differ only in
+        numbers (``Block_0``, ``Block_1``), and the iterations of a scan.
       donate: whether the new state reuses the memory of the old state. The state that you pass is then deleted.
       max_consecutive_skips: the number of skipped steps in a row after which an error ends the run. A step counts only
         if the loss scale could not fall in it.
@@ -113,6 +116,8 @@ def make_train_step(
         )
     decay = _checked_decay(ema_decay)
     loss_fn = under_policy(loss_fn, policy, overrides)
+    if remat == "layers":  # before weights are gathered, as for layers that the author recomputes
+        loss_fn, remat = recompute_layers(loss_fn), None
     devices = DevicesOfArrays()
     if sharding is not None:
         _check_sharding(sharding, accumulate_steps)

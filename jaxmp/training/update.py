@@ -21,7 +21,8 @@ from jaxmp.sharding.devices import DevicesOfArrays
 from jaxmp.training.accumulation import Gradients, accumulate, average
 from jaxmp.training.batches import microbatches, require_examples
 from jaxmp.training.error_notes import error_notes
-from jaxmp.training.loss_function import OWN_METRICS, REMAT, LossFn, require_same_structure
+from jaxmp.training.loss_function import OWN_METRICS, LossFn, require_same_structure
+from jaxmp.training.remat import REMAT
 from jaxmp.training.state import TrainState
 
 S = TypeVar("S", bound="TrainState")

@@ -18,7 +18,7 @@ from jaxmp.inspect.compiled import compiling, targets
 from jaxmp.inspect.compiled.hlo import NO_KERNEL, HloProgram, is_end
 from jaxmp.policy import float8_product
 from jaxmp.sharding import Sharding
-from jaxmp.training import loss_function
+from jaxmp.training import remat
 
 RECIPE = Float8()
 pytestmark = pytest.mark.absent_gpu
@@ -155,7 +155,7 @@ class TestForAnH200:
             return jnp.sum(jax.lax.scan(lambda x, w: (dot(x, w), None), x, ws)[0].astype(jnp.float32))
 
         args = shape(2048, 1024), shape(3, 1024, 1024)
-        for fun in (loss, jax.checkpoint(loss, policy=loss_function.REMAT["float8"])):
+        for fun in (loss, jax.checkpoint(loss, policy=remat.REMAT["float8"])):
             text = compiling.compiled(jax.jit(jax.grad(fun, (0, 1))), args, "h200").as_text()
             stacked = set(re.findall(r"(\w+)\[3,2048,1024\]", text))
             assert stacked and stacked <= {"f8e4m3fn", "u8"}

@@ -18,7 +18,7 @@ import jaxmp
 from jaxmp import Float8
 from jaxmp.policy import float8_product
 from jaxmp.sharding import Sharding
-from jaxmp.training import loss_function
+from jaxmp.training import remat
 
 E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
 PLAIN = (((1,), (0,)), ((), ()))
@@ -229,7 +229,7 @@ class TestTransformations:
 
     def test_remat_by_name_saves_the_operands_in_float8_and_quantises_once(self, operands):
         x, w, _ = operands
-        policy = loss_function.REMAT["float8"]
+        policy = remat.REMAT["float8"]
         fun = jax.checkpoint(lambda x, w: loss(jnp.sin(x), w), policy=policy)
         program = jax.make_jaxpr(jax.grad(fun, (0, 1)))(x, w)
         recomputation = next(eqn for eqn in reversed(program.eqns) if eqn.primitive.name == "remat2")
@@ -413,7 +413,7 @@ class TestTrainSteps:
         ("options", "reduce"),
         [
             ({"accumulate_steps": 2}, "each"),
-            pytest.param({"remat": "full", "accumulate_steps": 2}, "once", marks=SLOW),
+            pytest.param({"remat": "layers", "accumulate_steps": 2}, "once", marks=SLOW),
         ],
         ids=str,
     )

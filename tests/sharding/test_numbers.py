@@ -61,10 +61,11 @@ class TestNumbers:
             assert leaf.sharding.is_equivalent_to(NamedSharding(mesh, spec), leaf.ndim)
 
     @pytest.mark.slow("compiles two steps of a model; layers in a scan are a small one")
-    def test_a_linen_model_has_the_numbers_of_one_device(self):
-        mesh = mesh_of(EXPLICIT)
-        specs, more = specs_of(linen_params, mesh), {"accumulate_steps": 2, "remat": "dots"}
-        self.require_one_devices(mesh, specs, more=more)
+    @pytest.mark.parametrize(("layers", "remat"), [(1, "dots"), (2, "layers")])
+    def test_a_linen_model_has_the_numbers_of_one_device(self, layers, remat):
+        mesh, model = mesh_of(EXPLICIT), MODEL.clone(layers=layers)
+        specs, more = specs_of(lambda: linen_params(model), mesh), {"accumulate_steps": 2, "remat": remat}
+        self.require_one_devices(mesh, specs, model, more=more)
 
     @pytest.mark.slow("compiles two steps of a model; layers in a scan are a small one")
     def test_looped_blocks_have_the_numbers_of_one_device(self):
@@ -100,7 +101,8 @@ class TestNumbers:
         mesh = mesh_of(EXPLICIT, data=2, fsdp=2)
         specs = specs_of(stacked_params, mesh, stacked=["layers", "bias"])
         assert specs["layers"]["up"] == P(None, None, "fsdp") and specs["bias"] == P()
-        steps, states = pair(stacked_params, stacked_loss, mesh, specs, {"accumulate_steps": 2}, reduce="once")
+        options = {"accumulate_steps": 2, "remat": "layers"}
+        steps, states = pair(stacked_params, stacked_loss, mesh, specs, options, reduce="once")
         single_state, sharded_state = after_five(steps, states, tokens())
         assert differences(single_state.params, sharded_state.params) <= 2e-6
 

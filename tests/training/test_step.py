@@ -255,7 +255,13 @@ def test_an_evaluation_step_has_a_jitted_function_that_type_checkers_know():
 def test_every_kind_of_remat_gives_the_same_gradients():
     params, batch = problem()
     expected = bits(make_train_step(train_loss, remat="none")(fresh(params), batch))
-    for remat in ("full", "dots", "dots_no_batch", "checkpoint_dots", jax.checkpoint_policies.dots_saveable):
+    for remat in (
+        "nothing_saveable",
+        "dots",
+        "dots_no_batch",
+        "checkpoint_dots",
+        jax.checkpoint_policies.dots_saveable,
+    ):
         step = make_train_step(train_loss, remat=remat)
         assert "remat" in str(jax.make_jaxpr(step.jitted)(fresh(params), batch))
         assert bits(step(fresh(params), batch)) == expected
@@ -381,7 +387,7 @@ def test_the_warning_for_float16_products_without_a_scale_comes_once_and_only_wh
     assert len(messages) == 1
     assert "float16 products and no loss scale" in messages[0]
     assert "tx = jaxmp.loss_scaling(tx, jaxmp.DynamicLossScale())" in messages[0]
-    assert len(warned(jnp.float16, jaxmp.NoOpLossScale(), remat="full")) == 1
+    assert len(warned(jnp.float16, jaxmp.NoOpLossScale(), remat="dots")) == 1
     for quiet in ((jnp.float32, jaxmp.NoOpLossScale()), (jnp.bfloat16, jaxmp.NoOpLossScale()), (jnp.float16, None)):
         assert warned(quiet[0], quiet[1] or DynamicLossScale()) == []
 

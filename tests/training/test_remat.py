@@ -1,0 +1,162 @@
+"""``remat="layers"``: the backward pass recomputes one layer at a time."""
+
+from __future__ import annotations
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from linen_zoo import data
+
+import jaxmp
+from jaxmp import TrainState, make_train_step
+from jaxmp.training.remat import recompute_layers
+
+ROWS = data(8, 16)
+
+
+class Block(nn.Module):
+    """A residual block with random numbers and batch statistics."""
+
+    recomputes_norm: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        norm = nn.remat(nn.BatchNorm) if self.recomputes_norm else nn.BatchNorm
+        h = norm(use_running_average=False, name="norm")(x)
+        h = nn.Dropout(0.5, deterministic=False)(jnp.tanh(nn.Dense(64, name="up")(h)))
+        return x + nn.Dense(16, name="down")(h)
+
+
+class Net(nn.Module):
+    """A stack of blocks in Python, or in a scan, with or without ``nn.remat``."""
+
+    stack: str = "python"
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(16, name="stem")(x)
+        if self.stack == "scan":
+            axes = {"variable_axes": {"params": 0, "batch_stats": 0}, "split_rngs": {"params": True, "dropout": True}}
+            scanned = nn.scan(lambda block, x, _: (block(x), None), length=3, **axes)
+            return scanned(Block(name="blocks"), x, None)[0]
+        block = nn.remat(Block) if self.stack == "remat" else Block
+        for n in range(3):
+            x = block(self.stack == "remat norm", name=f"block_{n}")(x)
+        return x
+
+
+@functools.cache
+def linen_step(stack: str, remat: str | None, **options):
+    """Return a train step of a Linen model, and its first state.
+
+    XLA keeps every rounding to half precision, so that programs that are fused in other ways have equal numbers.
+    """
+    model = jaxmp.linen.apply_policy(Net(stack), "mixed_bfloat16")
+    variables = model.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, ROWS)
+
+    def loss_fn(params, model_state, batch, rng):
+        variables = {"params": params, **model_state}
+        out, model_state = model.apply(variables, batch, rngs={"dropout": rng}, mutable=["batch_stats"])
+        return (out**2).mean(), model_state
+
+    state = TrainState.create(
+        params=variables["params"],
+        model_state={"batch_stats": variables["batch_stats"]},
+        tx=optax.sgd(0.1),
+        rng=jax.random.key(2),
+    )
+    every_rounding = {"xla_allow_excess_precision": False}
+    return make_train_step(loss_fn, remat=remat, donate=False, compiler_options=every_rounding, **options), state
+
+
+def stored_shapes(step, state) -> list[tuple[int, ...]]:
+    """Return the shapes of the activations that the forward pass stores for the backward pass."""
+
+    def loss(params):
+        return step.update.loss_fn(params, state.model_state, ROWS, jax.random.key(0))
+
+    residuals = jax.eval_shape(lambda params: jax.vjp(loss, params, has_aux=True)[1], state.params)
+    return [leaf.shape for leaf in jax.tree.leaves(residuals) if leaf.shape[:1] == ROWS.shape[:1]]
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate_steps": 2}], ids=["whole", "microbatches"])
+@pytest.mark.parametrize("stack", ["python", "scan"])
+def test_recomputed_layers_train_as_stored_ones_with_dropout_and_batch_statistics(stack, options):
+    states = []
+    for remat in (None, "layers"):
+        step, state = linen_step(stack, remat, **options)
+        for _ in range(2):
+            state, _ = step(state, ROWS)
+        states.append((state.params, state.model_state))
+    for stored, recomputed in zip(*map(jax.tree.leaves, states), strict=True):
+        np.testing.assert_allclose(stored, recomputed, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("stack", ["python", "remat norm"])
+def test_only_the_inputs_of_layers_are_stored(stack):
+    wide = (8, 64)
+    step, state = linen_step(stack, None)
+    assert stored_shapes(step, state).count(wide) >= 3
+    step, state = linen_step(stack, "layers")
+    assert wide not in stored_shapes(step, state)
+
+
+def test_a_layer_that_the_author_recomputes_stays_as_it_is():
+    def tanhs(stack, remat):
+        step, state = linen_step(stack, remat)
+        return str(jax.make_jaxpr(step.update)(state, ROWS)).count(" tanh ")
+
+    assert tanhs("remat", "layers") == tanhs("remat", None) == tanhs("python", "layers") > tanhs("python", None)
+
+
+def test_the_layers_of_an_nnx_model_are_recomputed():
+    class Blocks(nnx.Module):
+        def __init__(self, rngs):
+            self.blocks = nnx.List([nnx.Linear(16, 16, rngs=rngs) for _ in range(3)])
+
+        def __call__(self, x):
+            for block in self.blocks:
+                x = jnp.tanh(jnp.sin(block(x)))
+            return x
+
+    losses, programs = [], []
+    for remat in (None, "layers"):
+        model = jaxmp.nnx.apply_policy(Blocks(nnx.Rngs(0)), "mixed_bfloat16")
+        optimizer = jaxmp.nnx.Optimizer(model, optax.sgd(0.1))
+        step = jaxmp.nnx.make_train_step(lambda model, x: (model(x) ** 2).mean(), remat=remat)
+        programs.append(step.lower(model, optimizer, ROWS).as_text())
+        losses.append([float(step(model, optimizer, ROWS)["loss"]) for _ in range(3)])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-2)
+    assert [program.count("optimization_barrier") for program in programs] == [0, 3]
+
+
+def test_named_scopes_are_layers_in_calls_and_equations_between_them_are_stored():
+    def fun(x):
+        for n in range(2):
+            with jax.named_scope(f"layer{n}"):
+                x = jnp.sin(jnp.cos(x))
+            x = jnp.exp(x)
+        return x.sum()
+
+    x = data(5)
+    for layered in (fun, jax.jit(fun)):
+        recomputing = recompute_layers(layered)
+        np.testing.assert_allclose(jax.grad(recomputing)(x), jax.grad(fun)(x), rtol=1e-6)
+        program = str(jax.make_jaxpr(recomputing)(x))
+        assert program.count("checkpoint[") + program.count("remat") >= 2
+    assert jax.vmap(jax.grad(recompute_layers(fun)))(x[None]).shape == (1, 5)
+
+
+@pytest.mark.parametrize(
+    ("remat", "words"), [("layers", "the loss function has neither"), ("full", "write remat='layers'")]
+)
+def test_a_remat_that_would_free_no_memory_is_an_error(remat, words):
+    state = TrainState.create(params=jnp.ones(()), tx=optax.sgd(0.1))
+    with pytest.raises(ValueError, match=words):
+        make_train_step(lambda params, batch: params * batch.mean(), remat=remat)(state, jnp.ones(3))
