@@ -18,6 +18,7 @@ from jaxmp.cli import (
     blame,
     compare,
     doctor,
+    fit,
     flags,
     formats,
     memory,
@@ -32,7 +33,7 @@ from jaxmp.cli import (
 from jaxmp.cli.errors import UsageError
 from jaxmp.cli.printing import check_plot
 
-_MODULES = (doctor, formats, plan, audit, memory, roofline, profile, numerics, blame, compare, tune, watch, report)
+_MODULES = (doctor, formats, plan, audit, memory, fit, roofline, profile, numerics, blame, compare, tune, watch, report)
 _COMMANDS = {module.__name__.rpartition(".")[2]: module for module in _MODULES}
 
 

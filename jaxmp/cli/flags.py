@@ -31,6 +31,15 @@ def loss_scale(text: str) -> float:
     raise argparse.ArgumentTypeError(f"a loss scale must be a positive finite number, got {text!r}; write e.g. 1024")
 
 
+def gibibytes(text: str) -> float:
+    """Return the positive finite number of GiB that ``text`` describes."""
+    with contextlib.suppress(ValueError):
+        size = float(text)
+        if 0 < size < math.inf:
+            return size
+    raise argparse.ArgumentTypeError(f"a memory must be a positive number of GiB, got {text!r}; write e.g. 40")
+
+
 SHAPES = (
     _named("function", metavar="MODULE:FUNCTION", help="any function that JAX can trace")
     | _named("--arg", metavar="DTYPE[SHAPE]", help=_SHAPE, **_REPEATED)
@@ -49,6 +58,9 @@ CALL = (
 """A function that is run, and its arguments."""
 RUN = _named("run", metavar="RUN", help="the folder of the run to show, usually a run in half precision")
 DEVICE = _named("--device", metavar="NAME", help="a GPU that is not attached, such as h200, a100, l40s or 4090")
+MEMORY = _named(
+    "--memory", type=gibibytes, metavar="GIB", help="the limit of each device; default: the share that JAX takes, 75 %%"
+)
 TOPOLOGY = _named("--topology", metavar="1x2x4", help=_TOPOLOGY)
 POLICY = _named("--policy", help="run under autocast with this policy; default: run without autocast")
 EXPECTED_POLICY = _named("--policy", help="the policy that the program should follow; the program does not change")

@@ -11,6 +11,8 @@ from jaxmp.inspect._audit.products import Product
 from jaxmp.inspect._collectives.collectives import Collectives, collectives, ideal_wire
 from jaxmp.inspect._compare.compare import Comparison, compare
 from jaxmp.inspect._first_nonfinite.first_nonfinite import Blame, first_nonfinite
+from jaxmp.inspect._fit.fit import Fit, fit
+from jaxmp.inspect._fit.search import Trial
 from jaxmp.inspect._memory.memory import Memory, memory
 from jaxmp.inspect._numerics.numerics import Numerics, numerics
 from jaxmp.inspect._profile.kernel_rows import ProfileRow
@@ -29,6 +31,7 @@ __all__ = [
     "Collectives",
     "Comparison",
     "Finding",
+    "Fit",
     "Memory",
     "Numerics",
     "Product",
@@ -37,12 +40,14 @@ __all__ = [
     "Record",
     "Roofline",
     "Statistics",
+    "Trial",
     "Tuned",
     "Watch",
     "audit",
     "collectives",
     "compare",
     "first_nonfinite",
+    "fit",
     "formats",
     "ideal_wire",
     "memory",

@@ -113,6 +113,10 @@ class TrainStep:
         take_state(model, optimizer, state)
         return metrics
 
+    def with_options(self, **options: Any) -> TrainStep:
+        """Return the same step with other options of :func:`make_train_step`."""
+        return TrainStep(self.of_trees.with_options(**options), self._has_policy)
+
     def lower(self, model: Any, optimizer: Optimizer, batch: Any) -> jax.stages.Lowered:
         """Lower the program of a call, without running it.
 

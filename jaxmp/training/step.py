@@ -106,6 +106,19 @@ def make_train_step(
     >>> float(metrics["loss"]), float(metrics["loss_scale"]), int(state.step)
     (1.0, 32768.0, 1)
     """
+    remake = functools.partial(
+        make_train_step,
+        loss_fn,
+        policy=policy,
+        overrides=overrides,
+        accumulate_steps=accumulate_steps,
+        ema_decay=ema_decay,
+        remat=remat,
+        donate=donate,
+        max_consecutive_skips=max_consecutive_skips,
+        sharding=sharding,
+        compiler_options=compiler_options,
+    )
     require_whole_number("accumulate_steps", accumulate_steps)
     require_whole_number("max_consecutive_skips", max_consecutive_skips)
     require_flag("donate", donate, "pass donate=False to keep the states of earlier steps")
@@ -126,6 +139,7 @@ def make_train_step(
     update = Update(with_remat(loss_fn, remat), devices, accumulate_steps, decay)
     return TrainStep(
         update,
+        remake,
         donate=donate,
         max_consecutive_skips=max_consecutive_skips,
         compiler_options=compiler_options,
@@ -166,6 +180,7 @@ class TrainStep:
     def __init__(
         self,
         update: Update,
+        remake: Callable[..., TrainStep],
         *,
         donate: bool = True,
         max_consecutive_skips: int = 25,
@@ -176,10 +191,12 @@ class TrainStep:
 
         Args:
           update: the computation of the step.
+          remake: a function that makes the step again. Its keyword arguments replace options of the step.
           donate, max_consecutive_skips, compiler_options: as for :func:`make_train_step`.
           policy_dtype: the compute dtype of the step's policy; None without a policy.
         """
         self.update = update
+        self._remake = remake
         self._donate = donate
         self._compiler_options = None if compiler_options is None else dict(compiler_options)
         self._policy_dtype = policy_dtype
@@ -188,10 +205,20 @@ class TrainStep:
         self._program_with = functools.lru_cache(maxsize=8)(self._jit)
         self.jitted = self._program_with(None)
 
+    def with_options(self, **options: Any) -> TrainStep:
+        """Return the same step with other options of :func:`make_train_step`.
+
+        >>> step = jaxmp.make_train_step(lambda params, batch: jnp.mean(batch * params))
+        >>> step.with_options(accumulate_steps=2).update.accumulate_steps
+        2
+        """
+        return self._remake(**options)
+
     def with_update(self, update: Update) -> TrainStep:
         """Return the same step with another computation."""
         return TrainStep(
             update,
+            self._remake,
             donate=self._donate,
             max_consecutive_skips=self._stuck_runs.limit,
             compiler_options=self._compiler_options,

@@ -57,7 +57,7 @@ ENTRY %main (a: f32[256,128], b: f32[128,512], h: bf16[64,32], g: bf16[32,16], q
   ROOT %end = f32[] constant(0)
 }
 """  # noqa: E501
-H200 = module._hardware("h200")
+H200 = module.hardware_of("h200")
 
 
 def test_flops_and_bytes_are_those_of_the_shapes():
@@ -115,13 +115,13 @@ def test_without_peak_rates_the_error_names_the_gpus_that_have_them():
 
 def test_every_described_gpu_has_peak_rates():
     for name in targets.TARGETS:
-        known = module._hardware(name)
+        known = module.hardware_of(name)
         assert known.peak_tflops["float16"] > known.peak_tflops["float32"]
         assert known.peak_bandwidth == targets.TARGETS[name].gpu.bandwidth
 
 
 def test_the_command_knows_gpus_in_any_spelling(capsys):
-    assert module._hardware("RTX 4090") == module._hardware("4090")
+    assert module.hardware_of("RTX 4090") == module.hardware_of("4090")
     assert main(["roofline", "jax.numpy:sin", "--arg", "float32[8]", "--device", "RTX 4900"]) == 2
     assert "got 'RTX 4900'; nearest: '4090'" in capsys.readouterr().err
 
@@ -135,7 +135,7 @@ def test_it_is_shown_as_text_a_table_and_json():
     assert lines[-2].startswith("bound by: arithmetic ")
     assert lines[-1] == "measured errors are up to 12%, so do not rank times that differ by less"
     # No measured errors are known for an A100.
-    a100_roofline = module.of_program(hlo.HloProgram(TEXT), module._hardware("a100"))
+    a100_roofline = module.of_program(hlo.HloProgram(TEXT), module.hardware_of("a100"))
     assert str(a100_roofline).splitlines()[-1].startswith("bound by: arithmetic ")
     assert roofline.table().row_count == len(roofline.kernels)
     assert json.loads(roofline.to_json())["kernels"][0]["name"] == roofline.kernels[0].name
@@ -144,7 +144,7 @@ def test_it_is_shown_as_text_a_table_and_json():
 def test_the_command_says_in_one_line_what_is_wrong(capsys):
     assert main(["roofline", "jax.numpy:sin", "--arg", "float32[8]"]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("jaxmp roofline: error: a roofline needs") and error.count("\n") == 1
+    assert error.startswith("jaxmp roofline: error: a predicted time needs") and error.count("\n") == 1
 
 
 @pytest.mark.absent_gpu

@@ -156,18 +156,19 @@ def roofline(fun: Callable[..., Any], *, device: str | None = None) -> Callable[
     """
 
     def predict(*args: Any) -> Roofline:
-        device_hardware = _hardware(device)
+        device_hardware = hardware_of(device)
         return of_program(HloProgram(str(compiling.compiled(fun, args, device).as_text())), device_hardware)
 
     return predict
 
 
-def _hardware(device: str | None) -> hardware.Hardware:
+def hardware_of(device: str | None) -> hardware.Hardware:
+    """Return the hardware of a GPU whose peak rates are known."""
     known = hardware.detect(device)
     if not known.peak_tflops or known.peak_bandwidth is None:
         raise ValueError(
-            f"a roofline needs the device's peak rates, but jaxmp.hardware has none for {known.name!r}; name a known "
-            f"GPU: {targets.choice()}"
+            f"a predicted time needs the peak rates of the device, but jaxmp.hardware has none for {known.name!r}; "
+            f"name a known GPU: {targets.choice()}"
         )
     return known
 

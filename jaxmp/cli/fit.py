@@ -1,0 +1,29 @@
+"""``jaxmp fit``."""
+
+from __future__ import annotations
+
+import argparse
+
+from jaxmp.cli.flags import DEVICE, MEMORY, SHAPES, TOPOLOGY
+from jaxmp.cli.inspecting import of_shapes, where
+from jaxmp.cli.printing import show
+
+ARGUMENTS = SHAPES | DEVICE | MEMORY | TOPOLOGY
+
+
+def run(options: argparse.Namespace) -> int:
+    """Find the fastest remat and number of microbatches that fit a GPU.
+
+    The train step is compiled with several options, not run. A compilation takes up to a minute for a large model, and
+    there are up to about ten. --device compiles for a GPU that is not attached, and needs pip install -e
+    '.[compile-only]'. The exit code is 1 if nothing fits, and 2 if an argument is wrong.
+
+    Example:
+      jaxmp fit train:step --args train:shapes --device h100 --memory 40
+    """
+    from jaxmp.inspect import fit
+
+    memory = None if options.memory is None else int(options.memory * 2**30)
+    result = of_shapes(options, lambda step: fit(step, memory=memory, **where(options)))
+    show(options, result)
+    return 0 if result.best is not None else 1

@@ -1,0 +1,141 @@
+"""``fit`` finds the fastest combination of rematerialisation and microbatches that fits."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+
+import flax.linen as nn
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from hypothesis import given
+
+import jaxmp
+from jaxmp.cli import main
+from jaxmp.inspect import Fit, Trial, fit
+from jaxmp.inspect._fit.fit import limit_of
+from jaxmp.inspect._fit.search import REMATS, fastest, search
+
+pytestmark = [pytest.mark.once, pytest.mark.usefixtures("standard_promotion")]  # optax's Adam mixes dtypes
+STATE = 100.0
+
+
+def trials_of(activations, milliseconds, counts, limit):
+    """Return the trial of every combination, of a step whose memory and time are known."""
+    trials = {}
+    for remat, count in itertools.product(activations, counts):
+        peak = STATE + activations[remat] / count
+        time = milliseconds[remat] + 3 * count  # each microbatch costs the same time
+        trials[remat, count] = Trial(remat, count, peak, time, peak <= limit, STATE)
+    return trials
+
+
+@given(
+    st.permutations([1000.0, 600.0, 300.0, 50.0]),
+    st.lists(st.floats(50, 90), min_size=4, max_size=4),
+    st.sampled_from([[1], [1, 2, 4, 8, 16, 32], [1, 3, 5, 15]]),
+    st.floats(90, 1200),
+    st.sets(st.sampled_from(REMATS[1:])),
+)
+def test_the_search_finds_the_fastest_of_all_combinations(activations, times, counts, limit, refused):
+    activations = {remat: size for remat, size in zip(REMATS, activations, strict=True) if remat not in refused}
+    milliseconds = dict(zip(REMATS, times, strict=True)) | {"none": 50.0}
+    every = trials_of(activations, milliseconds, counts, limit)
+    measured = search(lambda remat, count: every.get((remat, count)), counts, limit)
+    best, found = fastest(list(every.values())), fastest(measured)
+    assert (found and found.milliseconds) == (best and best.milliseconds)
+    assert len(measured) == len(set(measured))
+
+
+def test_a_step_that_fits_as_it_is_needs_one_compilation():
+    every = trials_of(dict.fromkeys(REMATS, 10.0), dict.fromkeys(REMATS, 1.0), [1, 2], 200)
+    assert search(lambda remat, count: every[remat, count], [1, 2], 200) == [every["none", 1]]
+
+
+def report(limit: int) -> Fit:
+    trials = [Trial("dots", 2, 7 * 2**30, 12.34, limit >= 7 * 2**30), Trial("none", 1, math.inf, math.inf, False)]
+    return Fit("NVIDIA H200", limit, 64, tuple(trials), has_statistics=True)
+
+
+def test_the_report_says_what_to_write():
+    text = str(report(8 * 2**30))
+    assert text.startswith("7 GiB of 8 GiB on NVIDIA H200, batch of 64\n")
+    assert "make_train_step(loss_fn, remat='dots', accumulate_steps=2)" in text
+    assert "does not compile" in text and "12.3" in text
+    assert "batch statistics are computed per microbatch" in text
+    assert report(8 * 2**30).options == {"remat": "dots", "accumulate_steps": 2}
+    assert json.loads(report(8 * 2**30).to_json())["trials"][1]["peak"] is None
+
+
+def test_the_report_of_a_step_that_does_not_fit_says_what_else_to_try():
+    assert str(report(2**30)).startswith("nothing fits into 1 GiB of NVIDIA H200, batch of 64\n")
+    with pytest.raises(ValueError, match=r"the lowest peak is 7 GiB\. Use a smaller batch"):
+        _ = report(2**30).options
+
+
+def test_the_limit_is_the_share_that_jax_takes(monkeypatch):
+    for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
+        monkeypatch.delenv(name, raising=False)
+    gpu = jaxmp.hardware.detect("a100")
+    assert limit_of(gpu) == int(0.75 * gpu.memory_bytes)
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
+    assert limit_of(gpu) == int(0.9 * gpu.memory_bytes)
+
+
+def test_wrong_arguments_are_errors(capsys):
+    with pytest.raises(TypeError, match="fit takes a train step"):
+        fit(jnp.sin)
+    with pytest.raises(ValueError, match="memory is a positive number of bytes, got '40GB'"):
+        fit(jnp.sin, memory="40GB")
+    state = jaxmp.TrainState.create(params=jnp.ones(()), tx=optax.sgd(0.1))
+    step = jaxmp.make_train_step(lambda params, batch: params * jnp.mean(batch))
+    with pytest.raises(ValueError, match="the peak rates of the device"):
+        fit(step)(state, jnp.ones(8))
+    assert main(["fit", "jax.numpy:sin", "--arg", "float32[8]", "--device", "h100"]) == 2
+    assert "fit takes a train step" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["fit", "jax.numpy:sin", "--arg", "float32[8]", "--memory", "4GB"])
+    assert "a memory must be a positive number of GiB" in capsys.readouterr().err
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return x + nn.Dense(256)(jnp.tanh(nn.Dense(2048)(x)))
+
+
+@pytest.mark.absent_gpu
+def test_the_best_combination_compiles_within_the_limit():
+    model = jaxmp.linen.apply_policy(nn.Sequential([Block(), Block()]), "mixed_bfloat16")
+    batch = jax.ShapeDtypeStruct((4096, 256), np.float32)
+
+    def make_state(x):
+        return jaxmp.TrainState.create(params=model.init(jax.random.key(0), x)["params"], tx=optax.sgd(0.1))
+
+    args = jax.eval_shape(make_state, batch), batch
+    step = jaxmp.make_train_step(lambda params, x: (model.apply({"params": params}, x) ** 2).mean())
+    whole = fit(step, device="h100")(*args)
+    assert [trial.remat for trial in whole.trials] == ["none"] and whole.best is not None
+    limit = int(0.5 * whole.best.peak)
+    result = fit(step, device="h100", memory=limit)(*args)
+    assert {trial.remat for trial in result.trials} == set(REMATS)
+    assert result.best is not None and result.memory is not None
+    assert result.best.peak == result.memory.peak <= limit
+    assert all(trial.peak > limit for trial in result.trials if not trial.fits)
+    proposed = step.with_options(**result.options)
+    assert jaxmp.inspect.memory(proposed, device="h100")(*args).peak == result.best.peak
+
+
+@pytest.mark.absent_gpu
+def test_a_model_without_layers_is_tried_with_the_other_rematerialisations():
+    model = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
+    optimizer = jaxmp.nnx.Optimizer(model, optax.sgd(0.1))
+    step = jaxmp.nnx.make_train_step(lambda model, x: (model(jnp.tanh(model(x))) ** 2).mean())
+    result = fit(step, device="h100", memory=2**10)(model, optimizer, jax.ShapeDtypeStruct((2, 64), np.float32))
+    assert result.best is None and {trial.remat for trial in result.trials} == {"none", "dots", "dots_no_batch"}
