@@ -5,16 +5,14 @@ docs/autocast.md lists the rules, and README.md the stages of the engine.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 
 from jaxmp._internals.jax.traces import is_tracing
 from jaxmp.base.arguments import printed, require_function
-from jaxmp.base.cache_keys import policies_off
 from jaxmp.base.donation import donation_note
 from jaxmp.engine.decisions import decide_program
 from jaxmp.engine.emit import Emission
@@ -24,6 +22,7 @@ from jaxmp.engine.marks import DECIDED, mark_of
 from jaxmp.engine.overrides import level_of, policy_and_exceptions
 from jaxmp.engine.rules import Rules
 from jaxmp.engine.trace import result_dtypes, traced
+from jaxmp.policy.off_switch import unless_policies_off
 from jaxmp.policy.policies import Policy, check_backend
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -90,10 +89,8 @@ def autocast(fun: F, policy: Any = None, overrides: Mapping[str, Any] | None = N
     one_policy, exceptions = policy_and_exceptions(policy, overrides)
     programs: dict[Any, Any] = {}
 
-    @functools.wraps(fun)
+    @unless_policies_off(fun)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        if policies_off.value:
-            return fun(*args, **kwargs)
         if one_policy.compute_dtype == np.float32 and not exceptions:
             with donation_note(), mark_of(level_of(one_policy)), one_policy.matmul_context():
                 return one_policy.cast_to_output(fun(*args, **kwargs))
@@ -102,7 +99,7 @@ def autocast(fun: F, policy: Any = None, overrides: Mapping[str, Any] | None = N
         results = computed(fun, rules, args, kwargs, one_policy)
         return one_policy.cast_to_output(results) if one_policy.compute_dtype == np.float32 else results
 
-    return cast(F, wrapped)
+    return wrapped
 
 
 def computed(fun: Callable[..., Any], rules: Rules, args: Any, kwargs: Any, policy: Policy | None = None) -> Any:

@@ -215,12 +215,13 @@ class CallStack:
 
     Args:
       map_arrays: a function that applies another function to all arrays of a tree, as ``jax.tree.map`` does.
+      has_policies: whether methods run under their policies; False to run them as they are written.
     """
 
-    def __init__(self, map_arrays: Callable[..., Any]) -> None:
+    def __init__(self, map_arrays: Callable[..., Any], has_policies: bool = True) -> None:
         config: Any = jax.config
         self._ambient_precision: str | None = config.jax_default_matmul_precision
-        self._map_arrays = map_arrays
+        self._map_arrays, self._has_policies = map_arrays, has_policies
         self._calls: list[MethodCall] = []
 
     @property
@@ -229,7 +230,7 @@ class CallStack:
         return self._calls[-1] if self._calls else None
 
     @contextlib.contextmanager
-    def enter(self, call: MethodCall) -> Iterator[None]:
+    def _enter(self, call: MethodCall) -> Iterator[None]:
         """Record that ``call`` is running in this context."""
         self._calls.append(call)
         try:
@@ -243,11 +244,14 @@ class CallStack:
         Arrays are converted where they enter code of another kind: code that the engine decides reads half arrays in
         float32, and code that runs as it is written reads the dtypes of its policy.
         """
+        if not self._has_policies:
+            with self._enter(call):
+                return method(*args, **kwargs)
         treatment = call.treatment
         caller = self.innermost.treatment if self.innermost is not None else None
         if treatment.written or caller is None or caller.written:
             args, kwargs = self._map_arrays(treatment.convert_for_code, (args, kwargs))
-        with treatment.mark(), self._matmul_context(treatment, caller), self.enter(call):
+        with treatment.mark(), self._matmul_context(treatment, caller), self._enter(call):
             result = method(*args, **kwargs)
         if call.output is not None:
             result = self._map_arrays(call.output.cast_to_output, result)

@@ -134,7 +134,7 @@ def _wrap(method: Any) -> Callable[..., Any]:
 def _run_model(module: Any, method: Any, args: Any, kwargs: Any) -> Any:
     """Call ``method`` of ``module`` as a program that the engine rewrites."""
     if policies_off.value:
-        with _start_run(module) as run, _with_author_dtypes(run.modules):
+        with _start_run(module, has_policies=False) as run, _with_author_dtypes(run.modules):
             return run.call(module, method, args, kwargs)
     decision: NnxDecision = type(module).jaxmp_decision
     called_all = False
@@ -172,8 +172,8 @@ class _Run:
       modules: the modules of the model, without the copies that transforms make in the call.
     """
 
-    def __init__(self, module: Any) -> None:
-        self._stack = CallStack(_map_arrays)
+    def __init__(self, module: Any, has_policies: bool) -> None:
+        self._stack = CallStack(_map_arrays, has_policies)
         self._paths: dict[int, tuple[Any, Path]] = {}  # modules and their paths, by id; keeps the modules alive
         self._called: set[int] = set()  # the ids of the modules that were called
         self._numbers = itertools.count()  # numbers the scopes of calls
@@ -197,9 +197,6 @@ class _Run:
         decision: NnxDecision = type(module).jaxmp_decision
         call = MethodCall(module, path, decision.treatment, decision.model_policy if decision.is_root else None)
         with self._scope(path, around):
-            if policies_off.value:
-                with self._stack.enter(call):
-                    return bound(*args, **kwargs)
             return self._stack.run(call, bound, args, kwargs)
 
     def _calls_itself(self, caller: MethodCall, module: Any) -> bool:
@@ -237,9 +234,9 @@ _run: ContextVar[_Run | None] = ContextVar("jaxmp_nnx_run", default=None)
 
 
 @contextlib.contextmanager
-def _start_run(module: Any) -> Iterator[_Run]:
+def _start_run(module: Any, has_policies: bool = True) -> Iterator[_Run]:
     """Start a run, which lasts until the end of the context."""
-    run = _Run(module)
+    run = _Run(module, has_policies)
     token = _run.set(run)
     try:
         yield run

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import numpy as np
 
 from jaxmp.base import trees as _tree
-from jaxmp.base.cache_keys import policies_off
 from jaxmp.base.donation import donation_note
 from jaxmp.base.dtypes import canonical_dtype, closest_names
 from jaxmp.policy.float8 import Float8, get_recipe
+from jaxmp.policy.off_switch import unless_policies_off
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -138,15 +137,13 @@ class Policy:
         Array(0.33325195, dtype=float32)
         """
 
-        @functools.wraps(fun)
+        @unless_policies_off(fun)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            if policies_off.value:
-                return fun(*args, **kwargs)
             args, kwargs = self.cast_to_compute((args, kwargs))
             with donation_note(), self.matmul_context():
                 return self.cast_to_output(fun(*args, **kwargs))
 
-        return cast(F, wrapped)
+        return wrapped
 
     def __str__(self) -> str:
         text = f"params={self.param_dtype.name},compute={self.compute_dtype.name},output={self.output_dtype.name}"

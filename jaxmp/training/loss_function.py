@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -13,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmp.base.arguments import printed
-from jaxmp.base.cache_keys import policies_off
 from jaxmp.base.trees import path_name
 from jaxmp.engine.autocast import computed
 from jaxmp.engine.overrides import policy_and_exceptions
 from jaxmp.engine.rules import Rules
 from jaxmp.optim.checks import described, require_loss
+from jaxmp.policy.off_switch import unless_policies_off
 from jaxmp.policy.patterns import checked_overrides
 from jaxmp.policy.policies import check_backend
 from jaxmp.policy.policy_map import PolicyMap
@@ -142,32 +140,28 @@ def under_policy(loss_fn: LossFn, policy: Any, overrides: Mapping[str, str] | No
     loss_fn = checked(loss_fn)
     override_of = checked_overrides(overrides)
     one_policy, exceptions = (None, {}) if policy is None else policy_and_exceptions(policy, overrides)
-    if one_policy is None or (one_policy.compute_dtype == np.float32 and not exceptions):
-        if override_of:
-            raise ValueError(
-                f"overrides are exceptions from a half policy, got {override_of} and policy={policy!r}; pass "
-                "policy='mixed_bfloat16', for example, or leave the overrides out"
-            )
-        return loss_fn if one_policy is None else _within(one_policy.matmul_context, loss_fn)
+    is_as_written = one_policy is None or (one_policy.compute_dtype == np.float32 and not exceptions)
+    if is_as_written and override_of:
+        raise ValueError(
+            f"overrides are exceptions from a half policy, got {override_of} and policy={policy!r}; pass "
+            "policy='mixed_bfloat16', for example, or leave the overrides out"
+        )
+    if one_policy is None:
+        return loss_fn
     # A half-precision output dtype would round the loss and the batch statistics. With a float32 output dtype, all
     # results keep the dtypes that the loss function returns.
     widest = one_policy.with_output_dtype(np.float32)
 
-    def decided(*args: Any) -> Any:
-        if policies_off.value:
-            return loss_fn(*args)
-        check_backend(widest)
-        return computed(loss_fn, Rules(widest.compute_dtype, exceptions, float8=widest.float8), args, {}, widest)
+    @unless_policies_off(loss_fn)
+    def run(*args: Any) -> Any:
+        with widest.matmul_context():
+            if is_as_written:
+                return loss_fn(*args)
+            check_backend(widest)
+            rules = Rules(widest.compute_dtype, exceptions, float8=widest.float8)
+            return computed(loss_fn, rules, args, {}, widest)
 
-    return _within(widest.matmul_context, decided)
-
-
-def _within(context: Callable[[], AbstractContextManager[Any]], loss_fn: LossFn) -> LossFn:
-    def within(*args: Any) -> Any:
-        with contextlib.nullcontext() if policies_off.value else context():
-            return loss_fn(*args)
-
-    return within
+    return run
 
 
 def require_same_structure(new: Any, old: Any) -> Any:
