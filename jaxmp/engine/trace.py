@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxmp._internals.flax.nnx_if_imported import make_pure_call
 from jaxmp._internals.jax.patches import stand_ins
 from jaxmp._internals.jax.sources import current_names
 from jaxmp.base.dtypes import is_castable
@@ -80,10 +80,6 @@ def result_dtypes(program: TracedProgram, policy: Policy | None = None) -> list[
 
 def traced(fun: Callable[..., Any], args: Any, kwargs: Any, rules: Rules) -> tuple[TracedProgram, list[Any]]:
     """Trace one call in its original dtypes, and return its program and arrays."""
-    pure, arguments, write = lambda *call: (fun(*call[0], **call[1]), ()), (args, kwargs), lambda results, _: results
-    if "flax.nnx" in sys.modules:  # arguments may be NNX objects, which must change as under NNX's own transforms
-        from jaxmp._internals.flax.nnx_calls import make_array_call
-
-        pure, arguments, write, _ = make_array_call(fun, args, kwargs)
+    pure, arguments, write = make_pure_call(fun, args, kwargs)
     with tracing(rules):
         return TracedProgram(pure, arguments, write), arrays_in(jax.tree.leaves(arguments))

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 from jaxmp.policy.patterns import Path
-
-
-def is_bridge(cls: type) -> bool:
-    """Return whether ``cls`` is ``nnx.bridge.ToLinen`` or a subclass of it."""
-    return "flax.nnx" in sys.modules and issubclass(cls, sys.modules["flax.nnx"].bridge.ToLinen)
 
 
 def require_policy_in_bridge(module: Any, path: Path) -> None:

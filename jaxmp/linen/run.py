@@ -17,11 +17,12 @@ import jax
 import numpy as np
 
 from jaxmp._internals.flax.linen import is_checked
+from jaxmp._internals.flax.nnx_if_imported import is_to_linen
 from jaxmp.base import trees as _tree
 from jaxmp.engine.eager_calls import key_of
 from jaxmp.engine.half_check import NotHalf, Reason
 from jaxmp.engine.model_policy import CallStack, MethodCall, Treatment, is_default, is_floating
-from jaxmp.linen.bridge import is_bridge, require_policy_in_bridge
+from jaxmp.linen.bridge import require_policy_in_bridge
 from jaxmp.linen.scopes import PARAMS, PoliciedModel, convert_variables, models_around
 from jaxmp.policy.patterns import Path
 
@@ -75,7 +76,7 @@ class _CalledModules:
 
     def bridges(self) -> list[Path]:
         """Return the paths of the modules that wrap an NNX module."""
-        return [path for path, classes in self.classes.items() if any(map(is_bridge, classes))]
+        return [path for path, classes in self.classes.items() if any(map(is_to_linen, classes))]
 
 
 class Run:
@@ -132,7 +133,7 @@ class Run:
             author_param_dtype=_author_dtype(module, "param_dtype"),
             has_dtype=_has_dtype(module),
         )
-        if is_bridge(type(module)) and model.policy.stores:
+        if is_to_linen(type(module)) and model.policy.stores:
             require_policy_in_bridge(module, path)
             return dataclasses.replace(treatment, written="dtype", param_dtype=None, cache_dtype=None)
         return treatment
