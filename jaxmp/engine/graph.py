@@ -48,14 +48,15 @@ class Node:
     step: Step | None = None  # the equation that computes it; None for arguments, constants and joins
     is_constant: bool = False  # whether it depends only on constants and integers
     is_looked_up: bool = False  # whether it comes from rows of a table; then it is not a weight
+    needs_float32: bool = False  # whether it is a float32 result, or its small differences decide integers or bools
 
-    # Decided by jaxmp.engine.decide. The functions in RAISERS run before `activation_of` and `has_half_copy` are set.
+    # These fields are set in decide.py and casts.py, which may also change `kind`, `dtype` and `is_looked_up`. The
+    # files of the rules only call `raise_to`, before `activation_of` and `has_half_copy` are set.
     after_product: bool = False  # whether it depends on a product or a half argument
     before_product: bool = False  # whether a product or a half result depends on it
     activation_of: int = 0  # the number of the last product from which it is computed elementwise; 0 if none
     has_half_copy: bool = False  # whether it is also read in half
-    needs_float32: bool = False  # whether it is a float32 result, or its small differences decide integers or bools
-    state: State = State.UNDECIDED
+    state: State = State.UNDECIDED  # at first, the state of its kind
     rule: Rule | None = None  # the rule that raised the state
     cause: Node | None = None  # the node that triggered the rule
     compute: np.dtype | None = None  # its compute dtype; None if it keeps its original dtypes or only moves data

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import ast
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from autocast_tools import compiled, half, normal, products
+from places import ROOT
+
+from jaxmp.engine.graph import Node
 
 X, W = normal(0, 8, 8), jnp.eye(8)
 
@@ -92,3 +98,19 @@ def test_operations_with_different_operands_or_parameters_are_not_the_same():
         for name, pair in {**DIFFERENT, "none of these": lambda x: (_fori(3, x), _fori(3, x))}.items()
     }
     assert dtypes == {**{name: ["bfloat16"] for name in DIFFERENT}, "none of these": ["float32"]}
+
+
+FIELDS_OF_NODES = {field.name for field in dataclasses.fields(Node)}
+
+
+def _changes_a_node(syntax):
+    """Return whether a part of a file's syntax sets a field of a node of another object."""
+    is_set = isinstance(syntax, ast.Attribute) and isinstance(syntax.ctx, ast.Store)
+    return is_set and syntax.attr in FIELDS_OF_NODES and ast.unparse(syntax.value) != "self"
+
+
+def test_only_the_graph_and_the_decide_stage_set_the_fields_of_nodes():
+    files = [file for file in (ROOT / "jaxmp").rglob("*.py") if "engine.graph" in file.read_text()]
+    files.append(ROOT / "jaxmp" / "engine" / "graph.py")
+    setters = {file.name for file in files if any(map(_changes_a_node, ast.walk(ast.parse(file.read_text()))))}
+    assert setters == {"graph.py", "decisions.py", "decide.py", "casts.py"}
