@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-import itertools
 import operator
 import types
 from collections.abc import Callable, Iterator
@@ -31,6 +30,7 @@ from jaxmp.engine.graph import Graph
 from jaxmp.engine.half_check import NotHalf, require_half_product
 from jaxmp.engine.model_policy import CallStack, MethodCall, ModelPolicy, Treatment, VariableKind
 from jaxmp.policy.patterns import Path
+from jaxmp.program.scopes import CALL_SCOPE
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -111,9 +111,9 @@ def _is_generator(method: Any) -> bool:
     return inspect.isgeneratorfunction(inspect.unwrap(getattr(method, "func", method)))
 
 
-run_numbers: ContextVar[Iterator[int] | None] = ContextVar("jaxmp_nnx_run_numbers", default=None)
-"""A counter of runs, set while a tool inspects a program. Each run, and each call in a run, then has a numbered
-scope."""
+call_numbers: ContextVar[Iterator[int] | None] = ContextVar("jaxmp_nnx_call_numbers", default=None)
+"""A counter of calls, set while a tool inspects a program. Each run, and each call in a run, then has a scope with a
+number of its own, so that the tool can tell the calls of one module apart."""
 
 
 def _wrap(method: Any) -> Callable[..., Any]:
@@ -123,9 +123,9 @@ def _wrap(method: Any) -> Callable[..., Any]:
     def enter(self: Any, *args: Any, **kwargs: Any) -> Any:
         if (run := _run.get()) is not None:
             return run.call(self, method, args, kwargs)
-        if (runs := run_numbers.get()) is None:
+        if (numbers := call_numbers.get()) is None:
             return _run_model(self, method, args, kwargs)
-        with jax.named_scope(f"jaxmp.run:{next(runs)}"):
+        with jax.named_scope(f"jaxmp.run:{next(numbers)}"):
             return _run_model(self, method, args, kwargs)
 
     return enter
@@ -160,7 +160,7 @@ def _run_model(module: Any, method: Any, args: Any, kwargs: Any) -> Any:
             rules.check()
         return results
 
-    return write(*call_eagerly(pure, lambda: (method, key, run_numbers.get() is None), arguments))
+    return write(*call_eagerly(pure, lambda: (method, key, call_numbers.get() is None), arguments))
 
 
 class _Run:
@@ -176,7 +176,6 @@ class _Run:
         self._stack = CallStack(_map_arrays, has_policies)
         self._paths: dict[int, tuple[Any, Path]] = {}  # modules and their paths, by id; keeps the modules alive
         self._called: set[int] = set()  # the ids of the modules that were called
-        self._numbers = itertools.count()  # numbers the scopes of calls
         self._find_paths(module, ())
         self.modules = [module for module, _ in self._paths.values()]
 
@@ -209,7 +208,8 @@ class _Run:
         scope = "/".join(path[len(around) :] if path[: len(around)] == around else path)
         if not scope:
             return contextlib.nullcontext()
-        return jax.named_scope(scope if run_numbers.get() is None else f"{scope}/jaxmp.call:{next(self._numbers)}")
+        numbers = call_numbers.get()
+        return jax.named_scope(scope if numbers is None else f"{scope}/{CALL_SCOPE}{next(numbers)}")
 
     def called_all(self) -> bool:
         """Return whether every module with Params was called.

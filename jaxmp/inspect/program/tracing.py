@@ -23,16 +23,16 @@ def program_of(fun: Callable[..., Any], *args: Any) -> tuple[Any, list[Any], Any
       fun: the function.
       args: its positional arguments, arrays or shapes.
     """
-    number = itertools.count()
+    numbers = itertools.count()
 
     def in_call_scope(method: Any, args: Any, kwargs: Any, context: Any) -> Any:
-        with jax.named_scope(f"{CALL_SCOPE}{next(number)}"):
+        with jax.named_scope(f"{CALL_SCOPE}{next(numbers)}"):
             return method(*args, **kwargs)
 
-    token = nnx_run.run_numbers.set(itertools.count())
+    token = nnx_run.call_numbers.set(numbers)
     try:
         with nn.intercept_methods(in_call_scope):
             closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
     finally:
-        nnx_run.run_numbers.reset(token)
+        nnx_run.call_numbers.reset(token)
     return *opened(closed), jax.tree.structure(shapes)
