@@ -12,8 +12,6 @@ from jaxmp._internals.jax.sources import Names
 
 CALL_SCOPE = "jaxmp.call:"
 """The prefix of the scope around each call of a module. The number after the prefix distinguishes the calls."""
-RULE_SCOPE = "jaxmp.rule"
-"""The scope around the body of a function with a custom derivative rule, and around the rule."""
 
 
 def path_in(names: Names) -> str:
