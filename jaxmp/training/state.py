@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import flax.struct
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from jaxmp.base import trees as _tree
@@ -20,6 +19,7 @@ from jaxmp.optim.loss_scale import NoOpLossScale
 from jaxmp.optim.loss_scaling import in_precision_of, loss_scaling, require_outermost, take_step
 from jaxmp.optim.low_precision import in_dtype_of, with_compensation
 from jaxmp.optim.scaling_state import get_loss_scale, get_loss_scaling_state, has_loss_scale
+from jaxmp.program.traced_program import is_array
 from jaxmp.sharding.mesh_plan import Sharding
 from jaxmp.sharding.placement import require_params, settled
 from jaxmp.training.loss_function import as_key, require_same_structure
@@ -112,7 +112,7 @@ class TrainState(flax.struct.PyTreeNode):
         arrays: dict[str, Any] = {}
         static: dict[str, Any] = {}
         for name, value in fields.items():
-            has_arrays = any(map(_is_array, jax.tree.leaves(value)))
+            has_arrays = any(map(is_array, jax.tree.leaves(value)))
             (arrays if has_arrays else static)[name] = value
 
         @jax.jit  # the second call reuses the trace of the first, so that ``create`` warns once
@@ -262,7 +262,3 @@ class TrainState(flax.struct.PyTreeNode):
             **selected,
             **changes,
         )
-
-
-def _is_array(leaf: Any) -> bool:
-    return hasattr(leaf, "dtype") and not isinstance(leaf, np.generic)

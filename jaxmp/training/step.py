@@ -182,10 +182,10 @@ class TrainStep:
         update: Update,
         remake: Callable[..., TrainStep],
         *,
-        donate: bool = True,
-        max_consecutive_skips: int = 25,
-        compiler_options: Mapping[str, Any] | None = None,
-        policy_dtype: np.dtype | None = None,
+        donate: bool,
+        max_consecutive_skips: int,
+        compiler_options: Mapping[str, Any] | None,
+        policy_dtype: np.dtype | None,
     ) -> None:
         """Make a train step.
 
