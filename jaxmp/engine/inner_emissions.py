@@ -11,6 +11,7 @@ import jax
 
 from jaxmp._internals.jax.sources import Names
 from jaxmp.base.cache_keys import planned
+from jaxmp.base.context_variables import setting
 from jaxmp.engine.emit import Emission
 
 _SCOPE = "jaxmp.inner:"
@@ -25,12 +26,8 @@ def collecting_emissions() -> Iterator[Mapping[str, Emission]]:
     The key of an emission is the scope around the operations that the call emits (see :func:`scope_in`).
     """
     emissions: dict[str, Emission] = {}
-    token = _collected.set(emissions)
-    try:
-        with planned(object()):
-            yield emissions
-    finally:
-        _collected.reset(token)
+    with setting(_collected, emissions), planned(object()):
+        yield emissions
 
 
 def is_collecting() -> bool:

@@ -13,6 +13,7 @@ import numpy as np
 from jaxmp._internals.flax.nnx_if_imported import make_pure_call
 from jaxmp._internals.jax.patches import stand_ins
 from jaxmp._internals.jax.sources import current_names
+from jaxmp.base.context_variables import setting
 from jaxmp.base.dtypes import is_castable
 from jaxmp.engine.marks import SPECIAL, region_of
 from jaxmp.engine.rules import Rules
@@ -35,17 +36,13 @@ def tracing(rules: Rules, products: str = "") -> Iterator[None]:
         request = silent.request_of("dot_general", names)
         return None if request is not None and request.level != "half" else region_of(names).half or rules.half
 
-    token = _tracing.set(ask)
     # Reset the default precision of products, so that each product keeps the precision that its author wrote. The
     # adapters set the precision of each module's policy.
     precision: Any = contextlib.nullcontext()
     if products or rules.half is not None:
         precision = jax.default_matmul_precision(products or None)
-    try:
-        with stand_ins(rules.key, ask, SPECIAL), precision:
-            yield
-    finally:
-        _tracing.reset(token)
+    with setting(_tracing, ask), stand_ins(rules.key, ask, SPECIAL), precision:
+        yield
 
 
 def autocast_dtype() -> np.dtype | None:

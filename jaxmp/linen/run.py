@@ -19,6 +19,7 @@ import numpy as np
 from jaxmp._internals.flax.linen import is_checked
 from jaxmp._internals.flax.nnx_if_imported import is_to_linen
 from jaxmp.base import trees as _tree
+from jaxmp.base.context_variables import setting
 from jaxmp.engine.eager_calls import key_of
 from jaxmp.engine.half_check import NotHalf, Reason
 from jaxmp.engine.model_policy import CallStack, MethodCall, Treatment, is_default, is_floating
@@ -233,9 +234,5 @@ def current_run() -> Run | None:
 def start_run() -> Iterator[Run]:
     """Start a run, which lasts until the end of the context."""
     run = Run()
-    token = _run.set(run)
-    try:
-        with nn.intercept_methods(run.call):
-            yield run
-    finally:
-        _run.reset(token)
+    with setting(_run, run), nn.intercept_methods(run.call):
+        yield run

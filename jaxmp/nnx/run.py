@@ -24,6 +24,7 @@ from jaxmp._internals.flax.nnx import is_pytree_class, repr_with
 from jaxmp._internals.flax.nnx_calls import make_array_call
 from jaxmp._internals.flax.nnx_variables import is_module, is_object, modules_in, own_variables
 from jaxmp.base.cache_keys import policies_off
+from jaxmp.base.context_variables import setting
 from jaxmp.engine.autocast import computed
 from jaxmp.engine.eager_calls import call_eagerly
 from jaxmp.engine.graph import Graph
@@ -237,11 +238,8 @@ _run: ContextVar[_Run | None] = ContextVar("jaxmp_nnx_run", default=None)
 def _start_run(module: Any, has_policies: bool = True) -> Iterator[_Run]:
     """Start a run, which lasts until the end of the context."""
     run = _Run(module, has_policies)
-    token = _run.set(run)
-    try:
+    with setting(_run, run):
         yield run
-    finally:
-        _run.reset(token)
 
 
 def _map_arrays(convert: Callable[[Any], Any], tree: Any) -> Any:

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any, Literal
 
@@ -21,6 +21,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxmp._internals.jax.traces import is_tracing
 from jaxmp.base import trees as _tree
+from jaxmp.base.context_variables import setting
 from jaxmp.base.dtypes import at_least_float32, canonical_dtype
 from jaxmp.optim.pack_small import require_packed_are_whole
 from jaxmp.sharding.placement import moved_to
@@ -352,14 +353,9 @@ def on_auto_axes(fun: Callable[..., Any], out: Any) -> Callable[..., Any]:
     return jax.sharding.auto_axes(fun, out_sharding=out)
 
 
-@contextlib.contextmanager
-def while_tracing(plan: Plan) -> Iterator[None]:
+def while_tracing(plan: Plan) -> contextlib.AbstractContextManager[None]:
     """Make :func:`plan_being_traced` return this plan in the context."""
-    token = _tracing.set(plan)
-    try:
-        yield
-    finally:
-        _tracing.reset(token)
+    return setting(_tracing, plan)
 
 
 def plan_being_traced() -> Plan | None:

@@ -24,6 +24,7 @@ import jax.scipy.stats
 import numpy as np
 
 from jaxmp.base.cache_keys import decided
+from jaxmp.base.context_variables import setting
 
 _deciding: ContextVar[tuple[Callable[[], np.dtype | None], str] | None] = ContextVar("jaxmp_stand_ins", default=None)
 _lock = threading.Lock()
@@ -45,12 +46,8 @@ def stand_ins(key: Any, dtype: Callable[[], np.dtype | None], scope: str) -> Ite
         float32.
       scope: the name of the scope around special functions.
     """
-    token = _deciding.set((dtype, scope))
-    try:
-        with _replacing(), decided(key):
-            yield
-    finally:
-        _deciding.reset(token)
+    with setting(_deciding, (dtype, scope)), _replacing(), decided(key):
+        yield
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ from flax import nnx
 
 from jaxmp._internals.flax.nnx import is_pytree_class
 from jaxmp._internals.flax.nnx_variables import is_module as is_module
+from jaxmp.base.context_variables import setting
 from jaxmp.nnx.run import decision_of
 from jaxmp.policy.patterns import Path
 from jaxmp.program.scopes import CALL_SCOPE
@@ -72,12 +73,9 @@ def _scoped(bare: Any, path: Path) -> Any:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         around = _caller.get()
         inside = path[len(around) :] if path[: len(around)] == around else path
-        token = _caller.set(path)
-        try:
-            with jax.named_scope("/".join((*inside, f"{CALL_SCOPE}{next(_number)}"))):
-                return bare.__call__(self, *args, **kwargs)
-        finally:
-            _caller.reset(token)
+        scope = "/".join((*inside, f"{CALL_SCOPE}{next(_number)}"))
+        with setting(_caller, path), jax.named_scope(scope):
+            return bare.__call__(self, *args, **kwargs)
 
     def fill(namespace: dict[str, Any]) -> None:
         namespace["__call__"] = functools.wraps(bare.__call__)(call)

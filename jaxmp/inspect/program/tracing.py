@@ -9,7 +9,8 @@ from typing import Any
 import flax.linen as nn
 import jax
 
-from jaxmp.nnx import run as nnx_run
+from jaxmp.base.context_variables import setting
+from jaxmp.nnx.run import call_numbers
 from jaxmp.program.equations import opened
 from jaxmp.program.scopes import CALL_SCOPE
 
@@ -29,10 +30,6 @@ def program_of(fun: Callable[..., Any], *args: Any) -> tuple[Any, list[Any], Any
         with jax.named_scope(f"{CALL_SCOPE}{next(numbers)}"):
             return method(*args, **kwargs)
 
-    token = nnx_run.call_numbers.set(numbers)
-    try:
-        with nn.intercept_methods(in_call_scope):
-            closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
-    finally:
-        nnx_run.call_numbers.reset(token)
+    with setting(call_numbers, numbers), nn.intercept_methods(in_call_scope):
+        closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
     return *opened(closed), jax.tree.structure(shapes)
