@@ -23,7 +23,6 @@ from jaxmp.base.context_variables import setting
 from jaxmp.engine.eager_calls import key_of
 from jaxmp.engine.half_check import NotHalf, Reason
 from jaxmp.engine.model_policy import CallStack, MethodCall, Treatment, is_default, is_floating
-from jaxmp.linen.bridge import require_policy_in_bridge
 from jaxmp.linen.scopes import PARAMS, PoliciedModel, convert_variables, models_around
 from jaxmp.policy.patterns import Path
 
@@ -135,7 +134,7 @@ class Run:
             has_dtype=_has_dtype(module),
         )
         if is_to_linen(type(module)) and model.policy.stores:
-            require_policy_in_bridge(module, path)
+            _require_policy_in_bridge(module, path)
             return dataclasses.replace(treatment, written="dtype", param_dtype=None, cache_dtype=None)
         return treatment
 
@@ -204,6 +203,22 @@ def _replace_dtype(module: Any, treatment: Treatment) -> None:
     if module.dtype is not dtype:
         vars(module).setdefault(_REPLACED, {}).setdefault("dtype", module.dtype)
         object.__setattr__(module, "dtype", dtype)
+
+
+def _require_policy_in_bridge(module: Any, path: Path) -> None:
+    """Raise a ValueError if the ``ToLinen`` at ``path`` wraps a class of NNX modules.
+
+    A function that creates the NNX module may apply a policy to it. This case is not checked.
+    """
+    if not isinstance(module.nnx_class, type):
+        return
+    name = module.nnx_class.__name__
+    at = f"{'/'.join(path)!r}, " if path else ""
+    raise ValueError(
+        f"a policy does not reach into nnx.bridge.ToLinen, got {at}ToLinen of {name}.\n"
+        "Apply the policy to the inner module, then wrap it:\n"
+        f"nnx.bridge.ToLinen(lambda *args, **kw: jaxmp.nnx.apply_policy({name}(*args, **kw), policy), ...)"
+    )
 
 
 def _owners_of_params(module: Any) -> set[Path]:
