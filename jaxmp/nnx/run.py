@@ -23,13 +23,13 @@ from flax import nnx
 from jaxmp._internals.flax.nnx import is_pytree_class, repr_with
 from jaxmp._internals.flax.nnx_calls import make_array_call
 from jaxmp._internals.flax.nnx_variables import is_module, is_object, modules_in, own_variables
-from jaxmp.base.cache_keys import policies_off
 from jaxmp.base.context_variables import setting
 from jaxmp.engine.autocast import computed
 from jaxmp.engine.eager_calls import call_eagerly
 from jaxmp.engine.graph import Graph
 from jaxmp.engine.half_check import NotHalf, require_half_product
 from jaxmp.engine.model_policy import CallStack, MethodCall, ModelPolicy, Treatment, VariableKind
+from jaxmp.policy.off_switch import unless_policies_off
 from jaxmp.policy.patterns import Path
 from jaxmp.program.scopes import CALL_SCOPE
 
@@ -132,11 +132,15 @@ def _wrap(method: Any) -> Callable[..., Any]:
     return enter
 
 
+def _run_as_written(module: Any, method: Any, args: Any, kwargs: Any) -> Any:
+    """Call ``method`` of ``module`` in the scopes of a run, but without policies."""
+    with _start_run(module, has_policies=False) as run, _with_author_dtypes(run.modules):
+        return run.call(module, method, args, kwargs)
+
+
+@unless_policies_off(_run_as_written)
 def _run_model(module: Any, method: Any, args: Any, kwargs: Any) -> Any:
     """Call ``method`` of ``module`` as a program that the engine rewrites."""
-    if policies_off.value:
-        with _start_run(module, has_policies=False) as run, _with_author_dtypes(run.modules):
-            return run.call(module, method, args, kwargs)
     decision: NnxDecision = type(module).jaxmp_decision
     called_all = False
 
