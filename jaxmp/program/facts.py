@@ -6,16 +6,19 @@ operation changes facts. This file follows the facts through calls, scans, while
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections.abc import Sequence
 from functools import reduce
 from typing import Any, Generic, TypeVar
 
-from jaxmp.program.equations import Bodies, bodies_of, is_literal, opened
+from jaxmp.program.equations import Bodies, bodies_of, opened
+from jaxmp.program.walk import interpreted
 
 Fact = TypeVar("Fact")
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class Facts(Generic[Fact]):
     """The facts about the values of a jaxpr.
 
@@ -24,9 +27,8 @@ class Facts(Generic[Fact]):
       results: the facts of the results.
     """
 
-    def __init__(self, variables: dict[Any, Fact], results: list[Fact]) -> None:
-        self.variables = variables
-        self.results = results
+    variables: dict[Any, Fact]
+    results: list[Fact]
 
 
 class Analysis(Generic[Fact]):
@@ -92,21 +94,12 @@ class Analysis(Generic[Fact]):
         jaxpr, _ = opened(jaxpr)
         known, key = self._known.setdefault(jaxpr, {}), tuple(inputs)
         if key not in known:
-            known[key] = self._solve(jaxpr, inputs)
+            variables: dict[Any, Fact] = {}
+            constants = [self.constant] * len(jaxpr.constvars)
+            results = interpreted(jaxpr, constants, inputs, self.solve_equation, lambda _: self.constant, variables)
+            known[key] = Facts(variables, results)
         facts: Facts[Fact] = known[key]
         return facts
-
-    def _solve(self, jaxpr: Any, inputs: Sequence[Fact]) -> Facts[Fact]:
-        variables: dict[Any, Fact] = dict.fromkeys(jaxpr.constvars, self.constant)
-        variables.update(zip(jaxpr.invars, inputs, strict=True))
-
-        def fact_of(atom: Any) -> Fact:
-            return self.constant if is_literal(atom) else variables[atom]
-
-        for eqn in jaxpr.eqns:
-            results = self.solve_equation(eqn, [fact_of(atom) for atom in eqn.invars])
-            variables.update(zip(eqn.outvars, results, strict=True))
-        return Facts(variables, [fact_of(atom) for atom in jaxpr.outvars])
 
     def solve_equation(self, eqn: Any, operands: Sequence[Fact]) -> Sequence[Fact]:
         """Return the facts of the results of an equation."""

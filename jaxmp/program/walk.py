@@ -21,6 +21,7 @@ def interpreted(
     args: Sequence[Any],
     equation: Callable[[Any, list[Any]], Sequence[Any]],
     literal: Callable[[Any], Any] = lambda atom: atom.val,
+    variables: dict[Any, Any] | None = None,
 ) -> list[Any]:
     """Interpret an open jaxpr, with arrays or with facts about its values.
 
@@ -31,11 +32,13 @@ def interpreted(
       equation: a function that takes an equation and the arrays or facts of its operands. It returns the arrays or
         facts of the equation's results.
       literal: a function that returns the array or fact of a literal.
+      variables: a dictionary, which is filled with the array or fact of each variable.
 
     Returns:
       The arrays or facts of the jaxpr's results.
     """
-    env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+    env = {} if variables is None else variables
+    env.update(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
 
     def read(atom: Any) -> Any:
         return literal(atom) if is_literal(atom) else env[atom]
