@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from jaxmp._internals.flax.linen import is_checked
-from jaxmp._internals.flax.nnx_if_imported import is_to_linen
+from jaxmp._internals.flax.nnx_if_imported import imported_nnx
 from jaxmp.base import trees as _tree
 from jaxmp.base.context_variables import setting
 from jaxmp.engine.eager_calls import key_of
@@ -76,7 +76,7 @@ class _CalledModules:
 
     def bridges(self) -> list[Path]:
         """Return the paths of the modules that wrap an NNX module."""
-        return [path for path, classes in self.classes.items() if any(map(is_to_linen, classes))]
+        return [path for path, classes in self.classes.items() if any(map(_is_bridge, classes))]
 
 
 class Run:
@@ -133,7 +133,7 @@ class Run:
             author_param_dtype=_author_dtype(module, "param_dtype"),
             has_dtype=_has_dtype(module),
         )
-        if is_to_linen(type(module)) and model.policy.stores:
+        if _is_bridge(type(module)) and model.policy.stores:
             _require_policy_in_bridge(module, path)
             return dataclasses.replace(treatment, written="dtype", param_dtype=None, cache_dtype=None)
         return treatment
@@ -203,6 +203,12 @@ def _replace_dtype(module: Any, treatment: Treatment) -> None:
     if module.dtype is not dtype:
         vars(module).setdefault(_REPLACED, {}).setdefault("dtype", module.dtype)
         object.__setattr__(module, "dtype", dtype)
+
+
+def _is_bridge(cls: type) -> bool:
+    """Return whether ``cls`` is ``nnx.bridge.ToLinen`` or a subclass of it."""
+    nnx = imported_nnx()
+    return nnx is not None and issubclass(cls, nnx.bridge.ToLinen)
 
 
 def _require_policy_in_bridge(module: Any, path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmp._internals.flax.nnx_if_imported import with_arrays_for_variables
+from jaxmp._internals.flax.nnx_if_imported import imported_nnx
 from jaxmp.base import trees as _tree
 from jaxmp.base.arguments import require_whole_number
 from jaxmp.base.donation import is_deleted, require_not_deleted
@@ -65,7 +65,8 @@ def raise_if_stuck(state: Any, max_consecutive_skips: int = 25) -> None:
     """
     require_whole_number("max_consecutive_skips", max_consecutive_skips)
     scaling = get_loss_scaling_state(getattr(state, "opt_state", state))._replace(inner_state=None)
-    scaling = with_arrays_for_variables(scaling)
+    if (nnx := imported_nnx()) is not None:  # the arrays of an NNX optimizer are in Variables
+        scaling = nnx.as_pure(scaling)
     is_train_state = isinstance(state, TrainState)
     counter, scale = state.stuck if is_train_state else scaling.consecutive_skipped, scaling.loss_scale
     if is_traced(counter):
