@@ -46,7 +46,7 @@ class Net(nn.Module):
             scanned = nn.scan(lambda block, x, _: (block(x), None), length=3, **axes)
             return scanned(Block(name="blocks"), x, None)[0]
         block = nn.remat(Block) if self.stack == "remat" else Block
-        for n in range(3):
+        for n in range(2):
             x = block(self.stack == "remat norm", name=f"block_{n}")(x)
         return x
 
@@ -85,8 +85,7 @@ def stored_shapes(step, state) -> list[tuple[int, ...]]:
     return [leaf.shape for leaf in jax.tree.leaves(residuals) if leaf.shape[:1] == ROWS.shape[:1]]
 
 
-@pytest.mark.parametrize("options", [{}, {"accumulate_steps": 2}], ids=["whole", "microbatches"])
-@pytest.mark.parametrize("stack", ["python", "scan"])
+@pytest.mark.parametrize(("stack", "options"), [("python", {}), ("scan", {"accumulate_steps": 2})])
 def test_recomputed_layers_train_as_stored_ones_with_dropout_and_batch_statistics(stack, options):
     states = []
     for remat in (None, "layers"):
@@ -102,7 +101,7 @@ def test_recomputed_layers_train_as_stored_ones_with_dropout_and_batch_statistic
 def test_only_the_inputs_of_layers_are_stored(stack):
     wide = (8, 64)
     step, state = linen_step(stack, None)
-    assert stored_shapes(step, state).count(wide) >= 3
+    assert stored_shapes(step, state).count(wide) >= 2
     step, state = linen_step(stack, "layers")
     assert wide not in stored_shapes(step, state)
 
