@@ -314,12 +314,14 @@ def test_state_in_half_is_found_by_its_name() -> None:
         return jaxmp.TrainState.create(
             params={"dense": {"w": jnp.ones((16, 16), BF16)}},
             tx=optax.sgd(0.1, momentum=0.9, accumulator_dtype=BF16),
-            model_state={"batch_stats": {"norm": {"mean": jnp.zeros(16, BF16)}}},
+            model_state={"batch_stats": {"norm": {"mean": jnp.zeros(16, BF16)}}, "frozen": jnp.ones(16, BF16)},
         )
 
     def loss_fn(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
-        loss = jnp.mean(half_model(params["dense"], batch).astype(F32))
-        return loss + jnp.sum(model_state["batch_stats"]["norm"]["mean"].astype(F32)), model_state
+        loss = jnp.mean((half_model(params["dense"], batch) * model_state["frozen"]).astype(F32))
+        mean = model_state["batch_stats"]["norm"]["mean"]
+        new = {**model_state, "batch_stats": {"norm": {"mean": mean * jnp.bfloat16(0.5)}}}
+        return loss + jnp.sum(mean.astype(F32)), new
 
     findings = audit(jaxmp.make_train_step(loss_fn), "mixed_bfloat16", compile=False)(
         jax.eval_shape(create), X
@@ -378,6 +380,7 @@ def test_state_of_nnx_in_half_is_found_by_its_name() -> None:
     def step(model: Any, optimizer: Any, x: Any) -> None:
         grads = nnx.grad(lambda model: jnp.mean(model(x).astype(F32)))(model)
         optimizer.update(model, grads)
+        model.mean[...] *= jnp.bfloat16(0.5)
 
     for fun in (step, nnx.jit(step)):
         findings = audit(fun, "mixed_bfloat16", compile=False)(model, optimizer, X).findings

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from jaxmp.inspect._audit.evidence import Audited, Fault, Faults
-from jaxmp.program.values import Value, computed_at
+from jaxmp.program.values import Program, Value, computed_at, origins
 
 
 def half_params(audited: Audited) -> Faults:
@@ -24,10 +24,27 @@ def half_optimizer_state(audited: Audited) -> Faults:
 
 
 def half_statistics(audited: Audited) -> Faults:
-    """Find statistics, such as those of BatchNorm, that are not float32."""
+    """Find statistics, such as those of BatchNorm, that are not float32.
+
+    State that the program returns unchanged is frozen, such as the base of a LoRA, and may have any dtype.
+    """
+    frozen = _returned_unchanged(audited.program)
     for value, path in _state(audited, "model_state"):
-        if value.dtype != np.float32:
+        if value.dtype != np.float32 and value not in frozen:
             yield _dtype_fault(value, path, np.dtype(np.float32), "statistics are kept in")
+
+
+def _returned_unchanged(program: Program) -> set[Value]:
+    """Return the values that are results of a program without a change.
+
+    A step that may be skipped selects between the new state and the old one. If both are the same, it is unchanged.
+    """
+    unchanged: set[Value] = set()
+    for result in program.results:
+        sources = set(origins(result, lambda value: value.is_move))
+        if len(sources) == 1:
+            unchanged |= sources
+    return unchanged
 
 
 def _state(audited: Audited, kind: str) -> list[tuple[Value, tuple[str, ...]]]:
