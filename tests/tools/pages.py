@@ -14,7 +14,13 @@ import textwrap
 from pathlib import Path
 from typing import Any, NamedTuple
 
-PACKAGES = {"equinox": "equinox", "haiku": "haiku", "compile-only": "jax_cuda13_plugin"}
+PACKAGES = {
+    "equinox": "equinox",
+    "haiku": "haiku",
+    "huggingface_hub": "huggingface_hub",
+    "qwix": "qwix",
+    "compile-only": "jax_cuda13_plugin",
+}
 
 _TAB = re.compile(r'=== "(.*)"')
 _FENCE = re.compile(r"^( *)```(.*)\n((?:.*\n)*?)\1```$", re.MULTILINE)
