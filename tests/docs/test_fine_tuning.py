@@ -1,0 +1,211 @@
+"""The recipes for LoRA and QLoRA run on small models, and the gradients of their adapters match those in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import published_gpt2
+import pytest
+from flax import nnx
+from flax.traverse_util import flatten_dict, unflatten_dict
+from pages import blocks
+from places import ROOT
+
+import jaxmp
+from experiments.models import GPT2
+from experiments.models.weights import PUBLISHED_GPT2
+from jaxmp.base.trees import path_name
+
+pytestmark = [pytest.mark.once, pytest.mark.slow("runs the code of the docs")]
+
+LORA, QLORA = (ROOT / "docs" / "cookbook" / name for name in ("lora.md", "qlora.md"))
+TABS = pytest.mark.parametrize("tab", ["Linen", "NNX"])
+Scope = dict[str, Any]
+
+
+def flat(tree: Any) -> np.ndarray:
+    return np.concatenate([np.ravel(np.asarray(leaf, np.float64)) for leaf in jax.tree.leaves(tree)])
+
+
+def relative_error(tree: Any, exact: Any) -> float:
+    return float(np.linalg.norm(flat(tree) - flat(exact)) / np.linalg.norm(flat(exact)))
+
+
+def dtypes(tree: Any) -> set[str]:
+    return {leaf.dtype.name for leaf in jax.tree.leaves(tree)}
+
+
+def drawn(tree: Any) -> Any:
+    """Return random values for a tree of adapters."""
+    draws = np.random.default_rng(1)
+    return jax.tree.map(lambda leaf: jnp.asarray(draws.normal(size=leaf.shape, scale=0.05), leaf.dtype), tree)
+
+
+def mean_loss(logits: jax.Array, labels: Any) -> jax.Array:
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+@TABS
+def test_lora_trains_float32_adapters_of_a_published_model_in_bfloat16(
+    tab: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+    published = published_gpt2.write(tmp_path)
+    monkeypatch.setattr(hub, "hf_hub_download", lambda repository, name: str(tmp_path / name))
+    scope: Scope = {"__name__": "__main__"}
+    *until_trained, save, merge = [block for block in blocks(LORA) if block.tab == tab]
+    with jax.numpy_dtype_promotion("standard"):
+        for block in until_trained:
+            exec(block.code, scope)
+
+        base, adapters, opt_state = parts(scope, tab)
+        assert dtypes(base) == {"bfloat16"} and len(jax.tree.leaves(base)) == len(published)
+        assert dtypes(adapters) == {"float32"} and len(pairs(adapters)) == 4 * published_gpt2.LAYERS
+        moments = [leaf.shape for leaf in jax.tree.leaves(opt_state) if leaf.ndim]
+        assert sorted(moments) == sorted(2 * [leaf.shape for leaf in jax.tree.leaves(adapters)])
+
+        tokens = scope["tokens"]
+        exact = jax.jit(
+            jax.grad(lambda pairs: mean_loss(float32_logits(pairs, tmp_path, tokens[:, :-1]), tokens[:, 1:]))
+        )
+        grads = gradients(scope, tab, adapters)
+        assert dtypes(grads) == {"float32"}
+        assert relative_error(pairs(grads), exact(pairs(adapters))) < 0.03
+
+        before = jax.tree.map(np.asarray, adapters)
+        for block in (save, merge):
+            exec(block.code, scope)
+        restored = scope["restored"]
+        restored = restored.params if tab == "Linen" else nnx.as_pure(restored["adapters"])
+        assert relative_error(restored, before) == 0
+    logits = float32_logits(pairs(before), tmp_path, tokens)
+    assert relative_error(scope["before"], logits) < 0.02
+    assert relative_error(scope["logits"], logits) < 0.02
+
+
+def parts(scope: Scope, tab: str) -> tuple[Any, Any, Any]:
+    """Return the frozen arrays, the adapters and the optimizer's state."""
+    if tab == "Linen":
+        return scope["state"].model_state, scope["state"].params, scope["state"].opt_state
+    adapters, base = nnx.state(scope["model"], nnx.LoRAParam, ...)
+    return nnx.as_pure(base), nnx.as_pure(adapters), nnx.as_pure(scope["optimizer"].opt_state)
+
+
+def pairs(adapters: Any) -> dict[str, list[jax.Array]]:
+    """Return the two matrices of each adapter, by the name of the layer in the file."""
+    by_layer: dict[str, list[jax.Array]] = {}
+    for path, matrix in jax.tree.leaves_with_path(adapters):  # sorted: "down" and "lora_a" come first
+        name = path_name(path[:-1]).replace("/", ".").replace("attn_", "attn.").replace("mlp_", "mlp.")
+        by_layer.setdefault(name, []).append(matrix)
+    return by_layer
+
+
+def float32_logits(adapters: dict[str, list[jax.Array]], folder: Path, tokens: Any) -> jax.Array:
+    """Return the logits of the GPT-2 of the experiments in float32, with merged adapters and bfloat16 weights."""
+    sizes = published_gpt2.VOCABULARY, published_gpt2.CONTEXT, published_gpt2.LAYERS
+    model = GPT2(*sizes, heads=published_gpt2.WIDTH // 64, width=published_gpt2.WIDTH)
+    params = flatten_dict(PUBLISHED_GPT2.load(folder / "model.safetensors"), sep="/")
+    params = {path: jnp.asarray(leaf).astype(jnp.bfloat16).astype(jnp.float32) for path, leaf in params.items()}
+    for name, (down, up) in adapters.items():
+        path = name.replace("h.", "h_", 1).replace(".", "/") + "/kernel"
+        params[path] += jnp.matmul(down, up, precision="highest")
+    return model.apply({"params": unflatten_dict(params, sep="/")}, tokens)
+
+
+def gradients(scope: Scope, tab: str, adapters: Any) -> Any:
+    if tab == "Linen":
+        gradient = jax.grad(scope["loss_fn"], has_aux=True)
+        return jax.jit(gradient)(adapters, scope["state"].model_state, scope["tokens"], None)[0]
+    gradient = nnx.grad(scope["loss_fn"], argnums=nnx.DiffState(0, nnx.LoRAParam))
+    return nnx.as_pure(nnx.jit(gradient)(scope["model"], scope["tokens"]))
+
+
+def test_the_table_of_memory_on_the_page_is_right() -> None:
+    shapes = jax.eval_shape(GPT2().init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
+    shapes = {path: leaf.shape for path, leaf in flatten_dict(shapes, sep="/").items()}
+    shapes["wte/embedding"] = (50257, 768)
+    count = sum(map(np.prod, shapes.values()))
+    rank_8 = sum(8 * sum(shape) for path, shape in shapes.items() if path.endswith("kernel"))
+    expected = [
+        [4 * count, 4 * count, 8 * count],  # params, gradients, moments
+        [2 * count, 4 * rank_8, 4 * rank_8, 8 * rank_8],
+    ]
+    rows = [line for line in LORA.read_text().splitlines() if line.startswith(("| all params", "| LoRA of"))]
+    for row, numbers in zip(rows, expected, strict=True):
+        shown = [float(cell) for cell in row.replace(",", "").split("|")[2:] if cell.strip()]
+        assert shown == pytest.approx([number / 2**20 for number in (*numbers, sum(numbers))], abs=0.51)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Flax, for qwix
+@pytest.mark.parametrize("stored", ["uint4", "int8"])
+@TABS
+def test_qlora_trains_float32_adapters_of_a_base_in_four_or_eight_bits(tab: str, stored: str) -> None:
+    qwix = pytest.importorskip("qwix")
+    [block] = [block for block in blocks(QLORA) if block.tab == tab]
+    nf4, int8 = 'weight_qtype="nf4", tile_size=64', 'weight_qtype="int8"'
+    assert nf4 in block.code
+    scope: Scope = {"__name__": "__main__"}
+    with jax.numpy_dtype_promotion("standard"):
+        exec(block.code if stored == "uint4" else block.code.replace(nf4, int8), scope)
+        assert float(scope["metrics"]["loss"]) < 0.01
+        if tab == "Linen":
+            check_linen_qlora(scope, stored, qwix)
+        else:
+            check_nnx_qlora(scope, stored)
+
+
+def check_linen_qlora(scope: Scope, stored: str, qwix: Any) -> None:
+    batch, state = scope["batch"], scope["state"]
+    base, adapters = state.model_state, drawn(state.params)
+    kernels = {path: leaf.array for path, leaf in base.items() if hasattr(leaf, "how")}
+    assert len(kernels) == 4 and {array.qvalue.dtype.name for array in kernels.values()} == {stored}
+    assert dtypes(state.params) == {"float32"} and len(adapters) == 8
+    assert sum(leaf.ndim > 0 for leaf in jax.tree.leaves(state.opt_state)) == 2 * len(adapters)
+
+    def float32_loss(adapters: Any) -> jax.Array:
+        merged = dict(base)
+        for path, array in kernels.items():
+            down, up = (adapters[*path[:-1], f"kernel_lora_{name}"] for name in "ab")
+            merged[path] = qwix.dequantize(array) + 2 * jnp.matmul(down, up, precision="highest")  # alpha / rank
+        return mean_loss(scope["Net"]().apply({"params": unflatten_dict(merged)}, batch["x"]), batch["y"])
+
+    exact = jax.jit(jax.grad(float32_loss))(adapters)
+    provider = scope["provider"]
+
+    def loss_under(model: Any) -> Callable[[Any], jax.Array]:
+        def loss(adapters: Any) -> jax.Array:
+            return mean_loss(model.apply({"params": unflatten_dict({**adapters, **base})}, batch["x"]), batch["y"])
+
+        return loss
+
+    net = scope["Net"]()
+    other_order = qwix.apply_lora_to_model(jaxmp.linen.apply_policy(net, "mixed_bfloat16"), provider)
+    for model in (scope["model"], other_order):
+        grads = jax.jit(jax.grad(loss_under(model)))(adapters)
+        assert dtypes(grads) == {"float32"} and 0 < relative_error(grads, exact) < 0.02
+        assert not stored_kernels(loss_under(model), adapters)
+    without_remat = qwix.apply_lora_to_model(scope["Net"](remat=False), provider)
+    assert stored_kernels(loss_under(jaxmp.linen.autocast(without_remat, "mixed_bfloat16")), adapters)
+
+
+def stored_kernels(loss: Any, adapters: Any) -> list[jax.Array]:
+    """Return the dequantised kernels that are stored for the backward pass."""
+    residuals = jax.tree.leaves(jax.vjp(loss, adapters)[1])
+    return [leaf for leaf in residuals if leaf.dtype == jnp.bfloat16 and leaf.size == 64 * 256]
+
+
+def check_nnx_qlora(scope: Scope, stored: str) -> None:
+    batch, model = scope["batch"], scope["model"]
+    adapters, base = nnx.state(model, nnx.LoRAParam, ...)
+    assert dtypes(adapters) == {"float32"} and len(jax.tree.leaves(adapters)) == 8
+    assert sum(leaf.dtype.name == stored for leaf in jax.tree.leaves(base)) == 4
+    nnx.update(model, drawn(adapters))  # `net` shares these Variables
+    gradient = nnx.jit(nnx.grad(scope["loss_fn"], argnums=nnx.DiffState(0, nnx.LoRAParam)))
+    exact, grads = gradient(scope["net"], batch), gradient(model, batch)
+    assert dtypes(grads) == {"float32"} and 0 < relative_error(grads, exact) < 0.03
