@@ -17,7 +17,7 @@ pytestmark = pytest.mark.once
 #: Words of other libraries that readers type into the site's search.
 WORDS = {"AMP", "amp", "autocast", "GradScaler", "LossScaleOptimizer", "unscale_", "O1", "fp16", "bf16", ".half()"}
 WORDS |= {"no_grad", "set_to_none", "clip_grad_norm_", "set_global_policy", "checkpointing", "remat", "channels_last"}
-WORDS |= {"torch.compile", "torch.save", "DDP", "FSDP", "no_sync", "EMA"}
+WORDS |= {"torch.compile", "torch.save", "DDP", "FSDP", "no_sync", "EMA", "peft", "QLoRA", "bitsandbytes"}
 
 
 @pytest.mark.slow("builds the whole site")
