@@ -88,7 +88,7 @@ def largest_batch(
     if tried[least] > limit:
         raise ValueError(
             f"a batch of {least} must fit in memory, but its step needs {in_words(tried[least])} of "
-            f"{in_words(limit)}; recompute more (--remat attention or full), use a half-precision policy, a smaller "
+            f"{in_words(limit)}; recompute more (--remat layers), use a half-precision policy, a smaller "
             "model or shorter examples, or raise --memory-limit if there is more memory"
         )
     fits, too_large, guess = least, math.inf, down(min(max(step, 2 * least), most))

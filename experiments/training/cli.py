@@ -76,7 +76,7 @@ class MemoryFlags:
     accumulate: int = 1
     """Microbatches per step. The number must divide the batch."""
     remat: str = "none"
-    """Recomputation in the backward pass, to save memory: none, full, dots, dots_no_batch, float8 (keeps only the
+    """Recomputation in the backward pass, to save memory: none, layers, dots, dots_no_batch, float8 (keeps only the
     operands of mixed_float8), or the name of a policy of jax.checkpoint_policies. Transformers also have attention,
     which keeps the results of attention and recomputes the rest of each block. It saves the most memory for the least
     time."""
@@ -315,7 +315,7 @@ def main(config_type: type[C], train: Callable[[C], Any], description: str) -> N
 
 def _remedy(config_type: Any) -> str:
     """Return advice on using less memory, for a script with these flags."""
-    known = {"batch_size": "a smaller --batch-size", "accumulate": "--accumulate", "remat": "--remat full"}
+    known = {"batch_size": "a smaller --batch-size", "accumulate": "--accumulate", "remat": "--remat layers"}
     flags = [text for name, text in known.items() if name in config_type.__dataclass_fields__]
     if not flags:
         return ""

@@ -37,7 +37,7 @@ def gibibytes(text: str) -> float:
         size = float(text)
         if 0 < size < math.inf:
             return size
-    raise argparse.ArgumentTypeError(f"a memory must be a positive number of GiB, got {text!r}; write e.g. 40")
+    raise argparse.ArgumentTypeError(f"a memory limit must be a positive number of GiB, got {text!r}; write e.g. 40")
 
 
 SHAPES = (

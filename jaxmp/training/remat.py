@@ -9,12 +9,13 @@ from typing import Any
 
 import jax
 
+from jaxmp.base.arguments import printed
 from jaxmp.base.dtypes import closest_names
 from jaxmp.policy.float8_product import RESIDUALS
 from jaxmp.program import walk
 from jaxmp.program.bodies import rebuild
 from jaxmp.program.equations import Bodies, bodies_of, opened
-from jaxmp.program.layers import Section, sections_of
+from jaxmp.program.layers import Section, count_products, sections_of
 from jaxmp.program.primitives import PRODUCTS
 from jaxmp.program.rewriting import Rewriter
 from jaxmp.program.traced_program import TracedProgram, arrays_in
@@ -24,7 +25,7 @@ REMAT: dict[str, Any] = {
     "dots_no_batch": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     "float8": jax.checkpoint_policies.save_only_these_names(RESIDUALS),
 }
-"""The policies of ``jax.checkpoint`` that have a name of jaxmp's."""
+"""jaxmp's names for policies of ``jax.checkpoint``."""
 
 
 class NoLayersError(ValueError):
@@ -42,8 +43,8 @@ def with_remat(loss_fn: Callable[..., Any], remat: Any) -> Callable[..., Any]:
         return loss_fn
     if remat == "full":
         raise ValueError(
-            "remat='full' would recompute all activations at once, and free no memory; write remat='layers', which "
-            "recomputes one layer at a time"
+            "remat='full' would recompute all activations at once, and free almost no memory; write remat='layers', "
+            "which recomputes one layer at a time"
         )
     if isinstance(remat, str):
         # The other public functions of jax.checkpoint_policies return a policy and are not policies themselves.
@@ -53,13 +54,15 @@ def with_remat(loss_fn: Callable[..., Any], remat: Any) -> Callable[..., Any]:
             known = closest_names(remat, ["none", "layers", *policies], 12)
             raise ValueError(f"unknown remat policy {remat!r}; known, nearest first: {known}")
         remat = policies[remat]
+    if not callable(remat):
+        raise TypeError(f"remat must be a name such as 'layers', or a policy of jax.checkpoint, got {printed(remat)}")
     return jax.checkpoint(loss_fn, policy=remat)
 
 
 def recompute_layers(fun: Callable[..., Any]) -> Callable[..., Any]:
     """Return a version of ``fun`` whose backward pass recomputes one layer at a time.
 
-    Only the inputs of each layer are stored. A layer is a module in a stack of modules (see
+    Only the inputs of layers, and values outside of layers, are stored. A layer is a module in a stack of modules (see
     ``jaxmp/program/layers.py``), or one iteration of a scan. Layers that the author recomputes stay as they are. If the
     author recomputes only a part of a layer, such as its norm, the whole layer is recomputed.
 
@@ -75,8 +78,8 @@ def recompute_layers(fun: Callable[..., Any]) -> Callable[..., Any]:
         if not rewriter.has_layers:
             raise NoLayersError(
                 "remat='layers' recomputes each module of a stack, such as Block_0 and Block_1, and each iteration of "
-                "a scan, but the loss function has neither.\nApply the policy to the NNX model, put jax.named_scope "
-                "around the layers, or write remat='dots'."
+                "a scan, but the loss function has none with a product.\nPut jax.named_scope around the layers, or "
+                "write remat='dots'. (A policy adds scopes to an NNX model.)"
             )
         return program.unflatten(results)
 
@@ -95,14 +98,15 @@ class _LayerRewriter(Rewriter):
     def _evaluate_section(self, section: Section, operands: list[Any]) -> list[Any]:
         if not section.layer:
             return super().evaluate(section, (), operands)
-        self.has_layers = True
+        self.has_layers |= count_products(section) > 0
         return list(_recomputed(section, ())(operands))
 
     def evaluate_bodies(self, eqn: Any, bodies: Bodies, operands: list[Any]) -> list[Any]:
         """Enter calls, and recompute the iterations of scans. Leave other bodies unchanged."""
-        self.has_layers |= bodies.is_recomputed or bodies.length is not None
+        is_layer = bodies.is_recomputed or bodies.length is not None
+        self.has_layers |= is_layer and count_products(opened(bodies.jaxprs[0])[0]) > 0
         if bodies.length is not None:
-            # In a scan, XLA cannot merge the recomputation with the original computation anyway.
+            # The forward and the backward scan are separate loops, so XLA cannot merge the recomputation.
             iteration = _recomputed(*opened(bodies.jaxprs[0]), prevent_cse=False)
             return rebuild(eqn, bodies, [lambda *args: iteration(args)])(*operands)
         if bodies.is_call and not (bodies.is_recomputed or bodies.has_rule):
@@ -117,10 +121,12 @@ class _LayerEvaluation(Rewriter):
     keeps_checkpoints: bool
 
     def evaluate_bodies(self, eqn: Any, bodies: Bodies, operands: list[Any]) -> list[Any]:
-        """Replace checkpoints by their bodies if they are not kept. Leave other bodies unchanged."""
-        if bodies.is_recomputed and not self.keeps_checkpoints:
+        """Replace checkpoints by their bodies if they are not kept, also in calls. Leave other bodies unchanged."""
+        if self.keeps_checkpoints or not bodies.is_call or bodies.has_rule:
+            return self.evaluate_operation(eqn, operands)
+        if bodies.is_recomputed:
             return self.evaluate(*opened(bodies.jaxprs[0]), operands)
-        return self.evaluate_operation(eqn, operands)
+        return super().evaluate_bodies(eqn, bodies, operands)
 
 
 def _recomputed(jaxpr: Any, consts: Sequence[Any], *, prevent_cse: bool = True) -> Callable[..., Any]:

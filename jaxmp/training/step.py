@@ -5,6 +5,7 @@ A call places its arguments, and runs the computation of ``update.py``. It raise
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -67,8 +68,8 @@ def make_train_step(
         skipped. Example i goes into microbatch i % n, so that no example of a split batch moves to another device.
       ema_decay: the decay of the moving average ``state.ema_params``. It needs ``TrainState.create(ema=True)``.
       remat: the values that the backward pass recomputes: None or ``"none"`` (none); ``"dots"`` (all except results of
-        products); ``"dots_no_batch"`` (all except results of products without batch dimensions); ``"layers"`` (all
-        except the inputs of each layer); ``"float8"`` (all except operands of float8 products); or a policy of
+        products); ``"dots_no_batch"`` (all except results of products without batch dimensions); ``"layers"`` (one
+        layer at a time); ``"float8"`` (all except operands of float8 products); or a policy of
         ``jax.checkpoint_policies`` or its name. The layers are the modules of a stack, whose names differ only in
         numbers (``Block_0``, ``Block_1``), and the iterations of a scan.
       donate: whether the new state reuses the memory of the old state. The state that you pass is then deleted.
@@ -110,14 +111,14 @@ def make_train_step(
         make_train_step,
         loss_fn,
         policy=policy,
-        overrides=overrides,
+        overrides=copy.copy(overrides),
         accumulate_steps=accumulate_steps,
         ema_decay=ema_decay,
         remat=remat,
         donate=donate,
         max_consecutive_skips=max_consecutive_skips,
         sharding=sharding,
-        compiler_options=compiler_options,
+        compiler_options=copy.copy(compiler_options),
     )
     require_whole_number("accumulate_steps", accumulate_steps)
     require_whole_number("max_consecutive_skips", max_consecutive_skips)
@@ -180,7 +181,7 @@ class TrainStep:
     def __init__(
         self,
         update: Update,
-        remake: Callable[..., TrainStep],
+        remake: functools.partial[TrainStep] | None,
         *,
         donate: bool,
         max_consecutive_skips: int,
@@ -191,7 +192,7 @@ class TrainStep:
 
         Args:
           update: the computation of the step.
-          remake: a function that makes the step again. Its keyword arguments replace options of the step.
+          remake: a function that makes the same step; keyword arguments replace its options. None if there is none.
           donate, max_consecutive_skips, compiler_options: as for :func:`make_train_step`.
           policy_dtype: the compute dtype of the step's policy; None without a policy.
         """
@@ -212,13 +213,23 @@ class TrainStep:
         >>> step.with_options(accumulate_steps=2).update.accumulate_steps
         2
         """
-        return self._remake(**options)
+        return self._require_remake()(**options)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Return the options with which :func:`make_train_step` made the step."""
+        return dict(self._require_remake().keywords)
+
+    def _require_remake(self) -> functools.partial[TrainStep]:
+        if self._remake is None:
+            raise ValueError("this step was not made by make_train_step, so its options are unknown")
+        return self._remake
 
     def with_update(self, update: Update) -> TrainStep:
-        """Return the same step with another computation."""
+        """Return the same step with another computation, for which there is no :meth:`with_options`."""
         return TrainStep(
             update,
-            self._remake,
+            None,
             donate=self._donate,
             max_consecutive_skips=self._stuck_runs.limit,
             compiler_options=self._compiler_options,

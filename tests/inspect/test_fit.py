@@ -19,6 +19,7 @@ from hypothesis import given
 import jaxmp
 from jaxmp.cli import main
 from jaxmp.inspect import Fit, Trial, fit
+from jaxmp.inspect._fit import fit as fit_module
 from jaxmp.inspect._fit.fit import limit_of
 from jaxmp.inspect._fit.search import REMATS, fastest, search
 
@@ -26,12 +27,17 @@ pytestmark = [pytest.mark.once, pytest.mark.usefixtures("standard_promotion")]  
 STATE = 100.0
 
 
-def trials_of(activations, milliseconds, counts, limit):
-    """Return the trial of every combination, of a step whose memory and time are known."""
+def trials_of(activations, milliseconds, counts, limit, compiles_below=math.inf):
+    """Return the trial of every combination, of a step whose memory and time are known.
+
+    A combination with a peak of at least ``compiles_below`` does not compile.
+    """
     trials = {}
     for remat, count in itertools.product(activations, counts):
         peak = STATE + activations[remat] / count
         time = milliseconds[remat] + 3 * count  # each microbatch costs the same time
+        if peak >= compiles_below:
+            peak = time = math.inf
         trials[remat, count] = Trial(remat, count, peak, time, peak <= limit, STATE)
     return trials
 
@@ -39,15 +45,16 @@ def trials_of(activations, milliseconds, counts, limit):
 @given(
     st.permutations([1000.0, 600.0, 300.0, 50.0]),
     st.lists(st.floats(50, 90), min_size=4, max_size=4),
-    st.sampled_from([[1], [1, 2, 4, 8, 16, 32], [1, 3, 5, 15]]),
+    st.sampled_from([[1], [1, 2, 4, 8, 16, 32], [1, 3, 5, 15], [2, 4, 8]]),
     st.floats(90, 1200),
     st.sets(st.sampled_from(REMATS[1:])),
+    st.sampled_from([math.inf, 1050.0, 650.0, 120.0]),
 )
-def test_the_search_finds_the_fastest_of_all_combinations(activations, times, counts, limit, refused):
+def test_the_search_finds_the_fastest_of_all_combinations(activations, times, counts, limit, refused, compiles_below):
     activations = {remat: size for remat, size in zip(REMATS, activations, strict=True) if remat not in refused}
     milliseconds = dict(zip(REMATS, times, strict=True)) | {"none": 50.0}
-    every = trials_of(activations, milliseconds, counts, limit)
-    measured = search(lambda remat, count: every.get((remat, count)), counts, limit)
+    every = trials_of(activations, milliseconds, counts, min(limit, compiles_below), compiles_below)
+    measured = search(lambda remat, count: every.get((remat, count)), REMATS, counts, min(limit, compiles_below))
     best, found = fastest(list(every.values())), fastest(measured)
     assert (found and found.milliseconds) == (best and best.milliseconds)
     assert len(measured) == len(set(measured))
@@ -55,12 +62,12 @@ def test_the_search_finds_the_fastest_of_all_combinations(activations, times, co
 
 def test_a_step_that_fits_as_it_is_needs_one_compilation():
     every = trials_of(dict.fromkeys(REMATS, 10.0), dict.fromkeys(REMATS, 1.0), [1, 2], 200)
-    assert search(lambda remat, count: every[remat, count], [1, 2], 200) == [every["none", 1]]
+    assert search(lambda remat, count: every[remat, count], REMATS, [1, 2], 200) == [every["none", 1]]
 
 
 def report(limit: int) -> Fit:
     trials = [Trial("dots", 2, 7 * 2**30, 12.34, limit >= 7 * 2**30), Trial("none", 1, math.inf, math.inf, False)]
-    return Fit("NVIDIA H200", limit, 64, tuple(trials), has_statistics=True)
+    return Fit("NVIDIA H200", limit, 64, tuple(trials), notes=("a remark",))
 
 
 def test_the_report_says_what_to_write():
@@ -68,7 +75,7 @@ def test_the_report_says_what_to_write():
     assert text.startswith("7 GiB of 8 GiB on NVIDIA H200, batch of 64\n")
     assert "make_train_step(loss_fn, remat='dots', accumulate_steps=2)" in text
     assert "does not compile" in text and "12.3" in text
-    assert "batch statistics are computed per microbatch" in text
+    assert text.endswith("a remark\nmeasured errors of predicted times are up to 12%")
     assert report(8 * 2**30).options == {"remat": "dots", "accumulate_steps": 2}
     assert json.loads(report(8 * 2**30).to_json())["trials"][1]["peak"] is None
 
@@ -86,13 +93,17 @@ def test_the_limit_is_the_share_that_jax_takes(monkeypatch):
     assert limit_of(gpu) == int(0.75 * gpu.memory_bytes)
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
     assert limit_of(gpu) == int(0.9 * gpu.memory_bytes)
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "75%")
+    with pytest.raises(ValueError, match=r"XLA_CLIENT_MEM_FRACTION must be a number such as 0\.9, got '75%'"):
+        limit_of(gpu)
 
 
 def test_wrong_arguments_are_errors(capsys):
     with pytest.raises(TypeError, match="fit takes a train step"):
         fit(jnp.sin)
-    with pytest.raises(ValueError, match="memory is a positive number of bytes, got '40GB'"):
-        fit(jnp.sin, memory="40GB")
+    for memory in ("40GB", True, math.inf):
+        with pytest.raises(ValueError, match="memory is a positive number of bytes"):
+            fit(jnp.sin, memory=memory)
     state = jaxmp.TrainState.create(params=jnp.ones(()), tx=optax.sgd(0.1))
     step = jaxmp.make_train_step(lambda params, batch: params * jnp.mean(batch))
     with pytest.raises(ValueError, match="the peak rates of the device"):
@@ -101,7 +112,61 @@ def test_wrong_arguments_are_errors(capsys):
     assert "fit takes a train step" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["fit", "jax.numpy:sin", "--arg", "float32[8]", "--memory", "4GB"])
-    assert "a memory must be a positive number of GiB" in capsys.readouterr().err
+    assert "a memory limit must be a positive number of GiB" in capsys.readouterr().err
+
+
+@pytest.fixture
+def fit_on_cpu(monkeypatch):
+    """Return ``fit`` for the attached CPU, as if it had the rates of an H100."""
+    monkeypatch.setattr(fit_module, "hardware_of", lambda device: jaxmp.hardware.detect("h100"))
+    return lambda step, memory: fit(step, memory=memory)
+
+
+def step_and_state(loss_fn, **options):
+    tx = optax.sgd(0.1)
+    return jaxmp.make_train_step(loss_fn, **options), jaxmp.TrainState.create(params=jnp.ones((8, 8)), tx=tx)
+
+
+def test_a_batch_that_cannot_be_split_is_not_split(fit_on_cpu):
+    def weighted(params, batch):
+        return jnp.mean(jnp.tanh(batch["x"] @ params) ** 2 * batch["weights"])
+
+    step, state = step_and_state(weighted, accumulate_steps=1)
+    batch = {"weights": np.ones(8, np.float32), "x": np.ones((64, 8), np.float32)}
+    result = fit_on_cpu(step, 1)(state, batch)
+    assert result.batch == 64 and result.best is None
+    assert {trial.accumulate_steps for trial in result.trials} == {1}
+
+    def contrastive(params, batch):
+        z = batch @ params
+        return jnp.mean((z @ z.T - jnp.eye(64)) ** 2)
+
+    step, state = step_and_state(contrastive)
+    text = str(fit_on_cpu(step, 4096)(state, np.ones((64, 8), np.float32)))
+    assert "microbatches are not possible: " in text
+    with pytest.raises(TypeError, match=r"takes \(state, batch\), got 1 argument"):
+        fit_on_cpu(step, 4096)(state)
+
+
+def test_the_own_remat_of_a_step_is_tried_too(fit_on_cpu):
+    step, state = step_and_state(lambda params, x: jnp.mean(jnp.tanh(x @ params) @ params), remat="dots_saveable")
+    result = fit_on_cpu(step, 1)(state, np.ones((2, 8), np.float32))
+    assert {trial.remat for trial in result.trials} == {"none", "dots", "dots_no_batch", "dots_saveable"}
+
+
+def test_batch_statistics_are_mentioned_only_if_the_model_has_them(fit_on_cpu):
+    for model, has_statistics in (
+        (nnx.BatchNorm(8, rngs=nnx.Rngs(0)), True),
+        (nnx.Dropout(0.5, rngs=nnx.Rngs(0)), False),
+    ):
+        model = nnx.Sequential(
+            nnx.Linear(8, 512, rngs=nnx.Rngs(0)), jnp.tanh, nnx.Linear(512, 8, rngs=nnx.Rngs(0)), model
+        )
+        optimizer = jaxmp.nnx.Optimizer(model, optax.sgd(0.1))
+        step = jaxmp.nnx.make_train_step(lambda model, x: (model(x) ** 2).mean(), policy="mixed_bfloat16")
+        result = fit_on_cpu(step, 2**18)(model, optimizer, np.ones((256, 8), np.float32))
+        assert result.best is not None and result.best.accumulate_steps > 1
+        assert ("batch statistics" in str(result)) == has_statistics
 
 
 class Block(nn.Module):

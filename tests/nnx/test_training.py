@@ -226,6 +226,18 @@ def test_the_program_recomputes_the_values_that_remat_names():
     close(params["dots"], params["none"])
 
 
+def test_a_step_with_other_options_checks_the_policy_again():
+    step, losses = make_train_step(loss_fn), []
+    for other in (step.with_options(policy="float32"), make_train_step(loss_fn, policy="float32")):
+        model = mlp()
+        optimizer = Optimizer(model, optax.sgd(0.1))
+        losses.append(float(other(model, optimizer, ROWS)["loss"]))
+    assert losses[0] == losses[1]
+    jaxmp.nnx.apply_policy(model, "mixed_bfloat16")  # returns another model
+    with pytest.raises(ValueError, match="apply_policy"):
+        make_train_step(loss_fn, policy="float32").with_options(policy=None)(model, optimizer, ROWS)
+
+
 class Blocks(nnx.Module):
     """Two blocks in a loop, with or without ``nnx.remat``."""
 

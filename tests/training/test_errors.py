@@ -45,6 +45,11 @@ BAD_ARGUMENTS = {
         "compiler_options must be a dict",
     ),
     "remat": (lambda: make_train_step(train_loss, remat="dot"), ValueError, "nearest first: 'dots'"),
+    "remat as a flag": (
+        lambda: make_train_step(train_loss, remat=True),
+        TypeError,
+        "remat must be a name such as 'layers'",
+    ),
     "overrides alone": (
         lambda: make_train_step(train_loss, overrides={"a": "float32"}),
         ValueError,

@@ -267,6 +267,20 @@ def test_every_kind_of_remat_gives_the_same_gradients():
         assert bits(step(fresh(params), batch)) == expected
 
 
+def test_a_step_with_other_options_is_the_step_that_these_options_make():
+    params, batch = problem()
+    options = {"xla_cpu_enable_fast_math": False}
+    step = make_train_step(train_loss, accumulate_steps=2, compiler_options=options, donate=False)
+    options["xla_no_such_option"] = 1  # the step has a copy
+    other = step.with_options(accumulate_steps=1, ema_decay=0.9)
+    assert other.options == {**step.options, "accumulate_steps": 1, "ema_decay": 0.9}
+    state = TrainState.create(params=params, tx=standard(optax.sgd(0.1)), ema=True)
+    direct = make_train_step(train_loss, ema_decay=0.9, donate=False)
+    assert bits(other(state, batch)) == bits(direct(state, batch))
+    with pytest.raises(ValueError, match="its options are unknown"):
+        step.with_update(step.update).with_options(donate=True)
+
+
 def test_the_rng_may_be_none_a_number_or_a_key_and_advances():
     tx = optax.sgd(0.1)
 

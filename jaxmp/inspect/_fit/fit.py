@@ -6,23 +6,27 @@ import dataclasses
 import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from flax import nnx
 
 from jaxmp.base import hardware, tables
 from jaxmp.base.arguments import printed
-from jaxmp.inspect._fit.search import Trial, fastest, search
+from jaxmp.base.trees import path_name
+from jaxmp.inspect._fit.search import REMATS, Trial, fastest, search
 from jaxmp.inspect._memory.memory import Memory, of_call
 from jaxmp.inspect._roofline.roofline import ERROR, ON_RECORD, hardware_of, of_program
 from jaxmp.inspect.compiled import compiling
 from jaxmp.inspect.compiled.hlo import HloProgram
 from jaxmp.inspect.inspection import tool
-from jaxmp.inspect.program.argument_kinds import batch_axes
-from jaxmp.inspect.program.calls import is_step
+from jaxmp.inspect.program.argument_kinds import batch_axes, sharding_on_mesh
+from jaxmp.inspect.program.calls import is_step, require_arguments_of_step
+from jaxmp.nnx.training import TrainStep as NNXTrainStep
 from jaxmp.training.remat import NoLayersError
+from jaxmp.training.step import TrainStep
 
 JAX_SHARE = 0.75
 """The share of a GPU's memory that JAX takes if no environment variable says otherwise."""
@@ -39,7 +43,7 @@ class Fit(tables.Shown):
       trials: the combinations that were compiled. Those that fit come first, the fastest first; then the others, those
         with the lowest peak first.
       memory: the memory of the first combination in ``trials``.
-      has_statistics: whether the state has batch statistics, which are computed per microbatch.
+      notes: remarks on the combinations, such as why the batch cannot be split.
     """
 
     device: str
@@ -47,7 +51,7 @@ class Fit(tables.Shown):
     batch: int
     trials: tuple[Trial, ...]
     memory: Memory | None = dataclasses.field(default=None, repr=False, compare=False)
-    has_statistics: bool = False
+    notes: tuple[str, ...] = ()
 
     @property
     def best(self) -> Trial | None:
@@ -77,12 +81,11 @@ class Fit(tables.Shown):
             rows.append((trial.remat, trial.accumulate_steps, _peak_text(trial), _time_text(trial), fits))
         if self.best is None:
             title = f"nothing fits into {limit} of {self.device}, batch of {self.batch}"
-            return title, columns, rows, ("use a smaller batch, jaxmp.low_precision, or more devices",)
+            return title, columns, rows, (*self.notes, "use a smaller batch, jaxmp.low_precision, or more devices")
         title = f"{_peak_text(self.best)} of {limit} on {self.device}, batch of {self.batch}"
         options = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
         after = [f"make_train_step(loss_fn, {options})"]
-        if self.has_statistics and self.best.accumulate_steps > 1:
-            after.append("batch statistics are computed per microbatch, so microbatches change the numbers")
+        after += self.notes
         if self.device == ON_RECORD and len(rows) > 1:
             after.append(f"measured errors of predicted times are up to {ERROR:.0%}")
         return title, columns, rows, after
@@ -98,30 +101,30 @@ def _time_text(trial: Trial) -> str:
 
 @tool
 def fit(
-    step: Callable[..., Any], *, device: str | None = None, memory: int | None = None, topology: str | None = None
+    step: Any, *, device: str | None = None, memory: int | None = None, topology: str | None = None
 ) -> Callable[..., Fit]:
     """Return a function that finds the fastest way to make a train step fit into a GPU's memory.
 
     Each combination of ``remat`` and ``accumulate_steps`` is compiled for the GPU, but not executed. The compiler
-    reports its memory, and :func:`jaxmp.inspect.roofline` predicts its time. The step's own ``remat`` and
-    ``accumulate_steps`` are replaced. If the whole batch fits without rematerialisation, one compilation is enough;
-    otherwise about five to ten are needed.
+    reports its memory, and :func:`jaxmp.inspect.roofline` predicts its time. The step's own ``accumulate_steps`` is
+    replaced, and its ``remat`` is one of those that are tried. If the whole batch fits without rematerialisation, one
+    compilation is enough; otherwise about ten are needed.
 
     Args:
       step: a train step for Linen or NNX.
       device: None for the attached GPU, or the name of a GPU that is not attached, as for
         :func:`jaxmp.inspect.memory`.
       memory: the limit in bytes, for each device. By default, it is the share of the GPU's memory that JAX takes: 75 %,
-        or the share that the environment variable ``XLA_CLIENT_MEM_FRACTION`` sets.
+        or the number that the environment variable ``XLA_CLIENT_MEM_FRACTION`` sets, such as 0.9.
       topology: the topology of a cluster of such GPUs, as for :func:`jaxmp.inspect.memory`.
 
     Returns:
       A function of the step's arguments, or their shapes, that returns a :class:`Fit`.
 
     Raises:
-      TypeError: ``step`` is not a train step.
+      TypeError: ``step`` is not a train step, or gets the wrong number of arguments.
       ValueError: ``device`` is unknown; the attached device has no known rates (such as a CPU); ``memory`` is not a
-        positive number; or ``Sharding(reduce="once")``, which needs several microbatches.
+        positive number; the batch has no arrays; or the step has a mesh, and the shapes that you pass are not on it.
       ModuleNotFoundError: the GPU ``device`` is not attached, and the packages that compile for it are missing.
 
     Example::
@@ -130,29 +133,71 @@ def fit(
         print(result)
         step = step.with_options(**result.options)
     """
-    if memory is not None and not (isinstance(memory, (int, float)) and memory > 0):
+    if memory is not None and not _is_size(memory):
         raise ValueError(f"memory is a positive number of bytes, got {memory!r}; write e.g. memory=40 * 2**30")
     if not is_step(step):
         raise TypeError(
-            f"fit takes a train step, got {printed(step)}; make one with jaxmp.make_train_step or "
-            "jaxmp.nnx.make_train_step"
+            f"fit takes a train step, got {printed(step)}; pass the step that jaxmp.make_train_step or "
+            "jaxmp.nnx.make_train_step returned"
         )
+
+    inner_step: TrainStep = step.of_trees if isinstance(step, NNXTrainStep) else step
 
     def fit_call(*args: Any) -> Fit:
         gpu = hardware_of(device)
-        limit = limit_of(gpu) if memory is None else memory
+        limit = limit_of(gpu) if memory is None else int(memory)
+        require_arguments_of_step(step, args)
         _, inputs = compiling.call_of(step, args)
-        batch_size, examples = _batch_of(inputs[-1])
+        options = inner_step.options
+        batch = _Batch.of(inputs[-1], options["sharding"])
+        own_remat = options["remat"]
+        remats = [*REMATS, *([own_remat] if own_remat is not None and own_remat not in REMATS else [])]
         with _status() as status:
             compiler = _Compiler(step, args, device, topology, gpu, limit, status)
-            counts = [count for count in range(1, examples + 1) if examples % count == 0]
-            trials = search(compiler.measure, counts, limit)
+            trials = search(compiler.measure, remats, batch.microbatches, limit)
+        if not trials:
+            raise ValueError("; ".join(compiler.notes))
         trials.sort(key=lambda trial: (0, trial.milliseconds) if trial.fits else (1, trial.peak))
-        plan = compiler.memories.get((trials[0].remat, trials[0].accumulate_steps))
-        has_statistics = plan is not None and plan.by_kind["model_state"] > 0
-        return Fit(gpu.name, limit, batch_size, tuple(trials), plan, has_statistics)
+        best_memory = compiler.memories.get((trials[0].remat, trials[0].accumulate_steps))
+        notes = [*compiler.notes]
+        if has_batch_statistics(args) and trials[0].fits and trials[0].accumulate_steps > 1:
+            notes.append("batch statistics are computed per microbatch, so microbatches change the numbers")
+        return Fit(gpu.name, limit, batch.size, tuple(trials), best_memory, tuple(notes))
 
     return fit_call
+
+
+@dataclasses.dataclass(frozen=True)
+class _Batch:
+    """The batch of a step.
+
+    Attributes:
+      size: the number of examples on all devices together.
+      microbatches: the possible numbers of microbatches, in ascending order.
+    """
+
+    size: int
+    microbatches: list[int]
+
+    @classmethod
+    def of(cls, batch: Any, sharding: Any) -> _Batch:
+        """Read the batch of a step whose ``sharding`` may be None."""
+        arrays = jax.tree.leaves(batch)
+        sizes = [np.shape(array)[0] for array in arrays if np.shape(array)]
+        if not sizes:
+            raise ValueError(f"the batch has no arrays to split along axis 0, got {printed(batch)}")
+        axes = batch_axes(arrays)
+        if sharding is not None and not any(map(sharding_on_mesh, arrays)):
+            raise ValueError(
+                "the step is on a mesh, but the shapes of the batch are not; pass jax.ShapeDtypeStruct(shape, dtype, "
+                "sharding=jax.NamedSharding(mesh, spec)), also for the state"
+            )
+        size = max(sizes)
+        examples = size // math.prod(axes.values()) if set(sizes) == {size} else 1
+        counts = [count for count in range(1, examples + 1) if examples % count == 0]
+        if sharding is not None and sharding.reduce == "once":  # needs several microbatches
+            counts = counts[1:] or [2]
+        return cls(size, counts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,6 +206,7 @@ class _Compiler:
 
     Attributes:
       memories: the memory of each combination that was compiled.
+      notes: the reasons why combinations are not possible.
     """
 
     step: Any
@@ -170,12 +216,13 @@ class _Compiler:
     gpu: hardware.Hardware
     limit: int
     status: Any
-    memories: dict[tuple[str, int], Memory] = dataclasses.field(default_factory=dict)
+    memories: dict[tuple[Any, int], Memory] = dataclasses.field(default_factory=dict)
+    notes: list[str] = dataclasses.field(default_factory=list)
 
-    def measure(self, remat: str, accumulate_steps: int) -> Trial | None:
+    def measure(self, remat: Any, accumulate_steps: int) -> Trial | None:
         """Return the memory and the predicted time of a combination.
 
-        The result is None if the combination needs layers, and the model has none.
+        The result is None if the model has no layers to recompute, or if its loss does not accept microbatches.
         """
         self.status.update(f"compiling remat={remat!r}, accumulate_steps={accumulate_steps}")
         step = self.step.with_options(remat=remat, accumulate_steps=accumulate_steps)
@@ -184,37 +231,53 @@ class _Compiler:
             compiled = compiling.compiled(call, inputs, self.device, self.topology)
         except NoLayersError:
             return None
+        except (TypeError, ValueError) as error:
+            if accumulate_steps == 1:
+                raise
+            self._note(f"{accumulate_steps} microbatches are not possible: {str(error).splitlines()[0]}")
+            return None
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
             return Trial(remat, accumulate_steps, math.inf, math.inf, fits=False)
         program = HloProgram(str(compiled.as_text()))
-        plan = of_call(call, inputs, compiled, program, self.device, self.topology)
-        self.memories[remat, accumulate_steps] = plan
-        state_bytes = sum(plan.by_kind[kind] for kind in ("params", "optimizer", "model_state"))
+        memory = of_call(call, inputs, compiled, program, self.device, self.topology)
+        self.memories[remat, accumulate_steps] = memory
+        state_bytes = sum(memory.by_kind[kind] for kind in ("params", "optimizer", "model_state"))
         milliseconds = of_program(program, self.gpu).milliseconds
-        return Trial(remat, accumulate_steps, plan.peak, milliseconds, plan.peak <= self.limit, state_bytes)
+        return Trial(remat, accumulate_steps, memory.peak, milliseconds, memory.peak <= self.limit, state_bytes)
+
+    def _note(self, text: str) -> None:
+        if not self.notes:
+            self.notes.append(text)
 
 
 def limit_of(gpu: hardware.Hardware) -> int:
-    """Return the bytes of a GPU that JAX takes."""
+    """Return the number of bytes of GPU memory that JAX takes."""
     if gpu.memory_bytes is None:
         raise ValueError(f"the memory of {gpu.name} is unknown; pass its bytes: fit(step, memory=24 * 2**30)")
-    share = os.environ.get("XLA_CLIENT_MEM_FRACTION") or os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION")
-    return int(gpu.memory_bytes * (float(share) if share else JAX_SHARE))
+    for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
+        if share := os.environ.get(name):
+            try:
+                return int(gpu.memory_bytes * float(share))
+            except ValueError:
+                raise ValueError(f"{name} must be a number such as 0.9, got {share!r}") from None
+    return int(gpu.memory_bytes * JAX_SHARE)
 
 
-def _batch_of(batch: Any) -> tuple[int, int]:
-    """Return the number of examples in a batch, on all devices and on each device."""
-    arrays = jax.tree.leaves(batch)
-    sizes = [np.shape(array)[0] for array in arrays if np.shape(array)]
-    if not sizes:
-        raise ValueError(f"fit splits axis 0 of the batch, but the batch has no arrays, got {printed(batch)}")
-    return sizes[0], sizes[0] // math.prod(batch_axes(arrays).values())
+def _is_size(memory: Any) -> bool:
+    is_number = isinstance(memory, (int, float, np.number)) and not isinstance(memory, bool)
+    return is_number and 0 < memory < math.inf
+
+
+def has_batch_statistics(args: Sequence[Any]) -> bool:
+    """Return whether the arguments of a step contain batch statistics of Linen or NNX."""
+    leaves = jax.tree.leaves_with_path(tuple(args), is_leaf=lambda node: isinstance(node, nnx.Variable))
+    return any(isinstance(leaf, nnx.BatchStat) or "batch_stats" in path_name(path).split("/") for path, leaf in leaves)
 
 
 def _status() -> Any:
-    """Return a context with a line of text on the terminal's standard error."""
+    """Return a context that shows the current compilation on standard error, if it is a terminal."""
     from rich.console import Console
 
     console = Console(stderr=True, quiet=not sys.stderr.isatty())

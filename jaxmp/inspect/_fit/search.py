@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 REMATS = ("none", "dots", "dots_no_batch", "layers")
-"""The rematerialisations to try, from the one that stores most to the one that stores least."""
+"""The rematerialisations to try, usually from the one that stores most to the one that stores least."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,12 +19,12 @@ class Trial:
       remat: the option ``remat`` of ``make_train_step``.
       accumulate_steps: the number of microbatches.
       peak: the peak memory in bytes; infinite if the compilation itself ran out of memory.
-      milliseconds: the predicted time of the step.
+      milliseconds: the predicted time of the step; infinite if it is unknown.
       fits: whether the peak is within the limit.
-      state_bytes: the part of the peak that is the train state. No number of microbatches makes it smaller.
+      state_bytes: the bytes of the train state in the peak. Microbatches do not reduce them.
     """
 
-    remat: str
+    remat: Any
     accumulate_steps: int
     peak: float
     milliseconds: float
@@ -31,34 +32,36 @@ class Trial:
     state_bytes: int = 0
 
 
-Measure = Callable[[str, int], Trial | None]
+Measure = Callable[[Any, int], Trial | None]
 """A function of a rematerialisation and a number of microbatches. It returns None if the step does not allow them."""
 
 
-def search(measure: Measure, counts: Sequence[int], limit: float) -> list[Trial]:
+def search(measure: Measure, remats: Sequence[Any], counts: Sequence[int], limit: float) -> list[Trial]:
     """Return all combinations that were measured.
 
-    1. If the whole batch fits without rematerialisation, nothing else is measured.
-    2. Every rematerialisation is measured with the whole batch.
+    1. If the first rematerialisation fits with the largest microbatch, nothing else is measured.
+    2. Every rematerialisation is measured with the largest microbatch.
     3. For each one that does not fit, the search looks for the smallest number of microbatches that fits. It stops if
        the step is not faster than the best combination so far, because more microbatches are slower.
 
     Args:
       measure: measures a combination.
-      counts: the possible numbers of microbatches, in ascending order, beginning with 1.
+      remats: the rematerialisations. The first one recomputes nothing.
+      counts: the possible numbers of microbatches, in ascending order.
       limit: the limit of the peak in bytes.
     """
-    whole_batches = []
-    for remat in REMATS:
-        trial = measure(remat, 1)
+    trials = list[Trial]()
+    for remat in remats:
+        trial = measure(remat, counts[0])
         if trial is not None:
-            whole_batches.append(trial)
-            if remat == "none" and trial.fits:
-                return [trial]
-    trials = list(whole_batches)
-    for trial in sorted(whole_batches, key=lambda trial: trial.peak):  # the first is likely to need few microbatches
-        if not trial.fits and trial.state_bytes < limit:
-            trials += _smallest_count_that_fits(measure, trial, counts, limit, _best_time(trials))
+            trials.append(trial)
+            if remat == remats[0] and trial.fits:
+                return trials
+    state_bytes = max((trial.state_bytes for trial in trials), default=0)
+    # The remat with the lowest peak needs the fewest microbatches. Its time bounds the others early.
+    for trial in sorted(trials, key=lambda trial: trial.peak):
+        if not trial.fits and state_bytes < limit:
+            trials += _trials_of_remat(measure, trial, counts, limit - state_bytes, state_bytes, _best_time(trials))
     return trials
 
 
@@ -72,24 +75,39 @@ def _best_time(trials: Sequence[Trial]) -> float:
     return math.inf if best is None else best.milliseconds
 
 
-def _smallest_count_that_fits(
-    measure: Measure, whole_batch: Trial, counts: Sequence[int], limit: float, best_time: float
+def _trials_of_remat(
+    measure: Measure, first: Trial, counts: Sequence[int], room: float, state_bytes: int, best_time: float
 ) -> Iterator[Trial]:
     """Yield the combinations that are measured to find the smallest number of microbatches that fits.
 
-    The memory besides the state is about proportional to the size of a microbatch. This predicts the first number to
-    try. The search then goes up until a number fits, or down until a number does not fit.
+    The memory besides the state is about proportional to the size of a microbatch. This predicts the next number to
+    try, until a number fits. Then the search bisects.
+
+    Args:
+      measure: as in :func:`search`.
+      first: the trial with the largest microbatch.
+      counts: as in :func:`search`.
+      room: the limit of the memory besides the state, in bytes.
+      state_bytes: the bytes of the state.
+      best_time: the time of the best combination so far, in milliseconds.
     """
-    state_bytes = whole_batch.state_bytes
-    needed = (whole_batch.peak - state_bytes) / (limit - state_bytes)
-    number = next((n for n, count in enumerate(counts) if count >= needed), len(counts) - 1)
-    trial, tried = whole_batch, {0}
-    while number < len(counts) and number not in tried:
-        if not trial.fits and trial.milliseconds >= best_time:
+    too_few, enough = 0, len(counts)  # indices in `counts`
+    trial = first
+    while too_few + 1 < enough:
+        if not trial.fits and math.isfinite(trial.milliseconds) and trial.milliseconds >= best_time:
             return
-        measured = measure(whole_batch.remat, counts[number])
+        if enough < len(counts):
+            index = (too_few + enough) // 2
+        elif math.isfinite(trial.peak):
+            needed = trial.accumulate_steps * (trial.peak - state_bytes) / room
+            index = next((n for n, count in enumerate(counts) if count >= needed), len(counts) - 1)
+        else:
+            index = 2 * too_few + 1
+        measured = measure(first.remat, counts[min(max(index, too_few + 1), enough - 1)])
         if measured is None:
             return
         yield (trial := measured)
-        tried.add(number)
-        number += -1 if trial.fits else 1
+        if trial.fits:
+            enough = counts.index(trial.accumulate_steps)
+        else:
+            too_few = counts.index(trial.accumulate_steps)

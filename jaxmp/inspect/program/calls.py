@@ -54,9 +54,7 @@ def step_call(fun: Any, args: Sequence[Any]) -> StepCall:
       TypeError: a train step does not accept the arguments.
       RuntimeError: the state was donated to an earlier step.
     """
-    names = "(model, optimizer, batch)" if isinstance(fun, NNXTrainStep) else "(state, batch)"
-    if len(args) != names.count(",") + 1:
-        raise TypeError(f"a train step takes {names}, got {len(args)} argument{'s' * (len(args) != 1)}")
+    require_arguments_of_step(fun, args)
     if isinstance(fun, NNXTrainStep):
         model = [nnx_models.scoped_copy(arg) if nnx_models.is_module(arg) else arg for arg in args[:1]]
         call = StepCall(fun.of_trees, state_of(*model, *args[1:2]), *args[2:])
@@ -66,6 +64,13 @@ def step_call(fun: Any, args: Sequence[Any]) -> StepCall:
     require_not_deleted(call.state)
     state, batch = call.step.place(call.state, call.batch)
     return call._replace(state=state, batch=batch)
+
+
+def require_arguments_of_step(step: Any, args: Sequence[Any]) -> None:
+    """Raise a TypeError if a train step takes another number of arguments."""
+    names = "(model, optimizer, batch)" if isinstance(step, NNXTrainStep) else "(state, batch)"
+    if len(args) != names.count(",") + 1:
+        raise TypeError(f"a train step takes {names}, got {len(args)} argument{'s' * (len(args) != 1)}")
 
 
 def loss_of_step(step: Any) -> Callable[..., Any]:

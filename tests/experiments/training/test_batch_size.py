@@ -164,7 +164,7 @@ class Bare:
 
 def test_a_script_has_most_of_a_gpu_and_without_room_names_flags_that_it_has(monkeypatch, capsys):
     for config, message in [
-        (Config, r"out of memory; use a smaller --batch-size, --accumulate or --remat full \(RESOURCE_EXHAUSTED: 3\)"),
+        (Config, r"out of memory; use a smaller --batch-size, --accumulate or --remat layers \(RESOURCE_.*\)"),
         (Bare, r"out of memory \(RESOURCE_EXHAUSTED: 3\)"),
     ]:
         monkeypatch.setattr(sys, "argv", ["script"])
@@ -190,7 +190,7 @@ def test_a_resumed_run_keeps_the_batch_that_it_began_with(tmp_path):
 
 
 def test_a_limit_that_is_too_small_or_for_a_given_batch_size_is_an_error():
-    remedies = r"recompute more \(--remat attention or full\), use a half-precision policy, .*, or raise --memory"
+    remedies = r"recompute more \(--remat layers\), use a half-precision policy, .*, or raise --memory"
     message = rf"a batch of 4 must fit in memory, but its step needs 3.00 GB of 2.00 GB; {remedies}"
     with pytest.raises(ValueError, match=message):
         largest_batch(affine(10**9, 5 * 10**8), 2 * 10**9, least=4)
