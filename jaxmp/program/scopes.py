@@ -12,6 +12,8 @@ from jaxmp._internals.jax.sources import Names
 
 CALL_SCOPE = "jaxmp.call:"
 """The prefix of the scope around each call of a module. The number after the prefix distinguishes the calls."""
+RECOMPUTED = "rematted_computation"
+"""The scope of JAX around values that the backward pass computes again."""
 
 
 def path_in(names: Names) -> str:
@@ -25,7 +27,7 @@ def named_scopes(names: Names) -> Names:
 
 
 def _is_named(name: str) -> bool:
-    return not name.startswith("jaxmp.") and name not in ("checkpoint", "rematted_computation")
+    return not name.startswith("jaxmp.") and name not in ("checkpoint", RECOMPUTED)
 
 
 def paths_left(names: Names, readers: Iterable[Names]) -> list[str]:

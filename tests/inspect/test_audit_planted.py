@@ -436,6 +436,18 @@ def test_a_cast_that_the_compiler_leaves_in_a_loop_is_found() -> None:
     assert audit(looked_up, "mixed_bfloat16")(*args[:2], shape(4, 8, dtype=jnp.int32)).findings == ()
 
 
+def test_a_step_that_recomputes_its_layers_in_each_microbatch_has_no_finding() -> None:
+    def loss_fn(params: Any, batch: Any) -> Any:
+        for n in range(2):
+            with jax.named_scope(f"layer{n}"):
+                batch = jnp.tanh(jnp.tanh(batch @ params) @ params)
+        return jnp.mean(batch**2)
+
+    state = jax.eval_shape(lambda: jaxmp.TrainState.create(params=jnp.ones((16, 16)), tx=optax.sgd(0.1)))
+    step = jaxmp.make_train_step(loss_fn, policy="mixed_bfloat16", remat="layers", accumulate_steps=2)
+    assert audit(step, "mixed_bfloat16")(state, shape(8, 16)).findings == ()
+
+
 def test_every_kind_is_planted_or_has_a_test_of_its_own() -> None:
     tested_here = {
         "half-loss",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from jaxmp.engine.marks import DECIDED, WIDE_SUMS
 from jaxmp.inspect._audit.evidence import Audited, Fault, Faults
+from jaxmp.program.scopes import RECOMPUTED
 from jaxmp.program.values import ELEMENT, Value, constant, origins
 
 
@@ -84,13 +85,16 @@ def _joins_modules(narrowed: Value, widened: list[Value]) -> bool:
 def casts_in_loops(audited: Audited) -> Faults:
     """Find arrays that every iteration of a loop casts again.
 
-    Casts that the compiler moves out of the loop are left out. Nothing is found if the program was not compiled,
-    because these casts are then unknown.
+    Casts that the compiler moves out of the loop are left out. So are loops that recompute casts for the backward
+    pass, because storing the result of a cast would need the memory that the recomputation saves. Nothing is found if
+    the program was not compiled, because these casts are then unknown.
     """
     if audited.repeated is None:
         return
-    for value in audited.program.values:
-        if not (value.is_cast and value.loops and value.shape and value.is_float and value.inputs[0].is_float):
+    casts = [value for value in audited.program.values if value.is_cast and value.loops]
+    recomputing_loops = {value.loops[-1] for value in casts if RECOMPUTED in value.at.names}
+    for value in casts:
+        if not (value.shape and value.is_float and value.inputs[0].is_float) or value.loops[-1] in recomputing_loops:
             continue
         before = value.inputs[0].dtype
         if value.dtype != before and _is_invariant(value) and audited.repeated(value):
