@@ -7,10 +7,12 @@ separates the setup from the code of each step. Growth intervals of 2000 steps a
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
 import os
 import re
+import tempfile
 import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -40,6 +42,7 @@ from readme_tools import (
     adjusted,
     close,
     cosine,
+    expected_decay,
     expected_params,
     expected_scales,
     flat,
@@ -102,7 +105,7 @@ MICROBATCHES = 4
 
 
 def known_steps(code: Code) -> Any:
-    """Run the steps in torch; return the learning rates after the finite steps, and the params."""
+    """Run the steps in torch; return the learning rates after the finite steps, and the params or their average."""
     scope = torch_program()
     model, x, rates = scope["model"], scope["x"], []
     run(code.set_up if code.step else "", scope)
@@ -112,7 +115,22 @@ def known_steps(code: Code) -> Any:
             scope["microbatches"] = [(scope["x"], scope["y"])] * MICROBATCHES
             run(code.step or code.set_up, scope)
             rates += [scope["learning_rate"]] if finite and "learning_rate" in scope else []
-    return rates, flat(TorchParams(model))
+    return rates, flat(TorchParams(scope["averaged_model"].module if "averaged_model" in scope else model))
+
+
+def known_average(code: Code) -> Any:
+    """Run the steps in torch, with an average that starts at the initial params."""
+    return known_steps(code._replace(set_up=f"{code.set_up}\naveraged_model.update_parameters(model)"))
+
+
+def known_resumed(code: Code) -> Any:
+    """Run each step in torch with a new model and optimizer, which read the saved file."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        for _ in range(sum(FINITE)):
+            scope = torch_program() | {"os": os}
+            run(code.set_up, scope)
+            run(code.step, scope)
+    return [], flat(TorchParams(scope["model"]))
 
 
 def known_distributed(code: Code) -> Any:
@@ -143,11 +161,9 @@ def known_keras_steps(code: Code) -> Any:
         return rates, flat({"kernel": kernel, "bias": bias})
 
 
-def write_steps(code: Code) -> Any:
-    """Run the train steps; return the learning rates after the finite steps, and the params."""
-    scope, rates = jax_program(), []
-    scope["loss_of_examples"] = scope["loss_fn"]
-    run('def loss_fn(params, batch): return loss_of_examples(params, batch["x"], batch["y"])', scope)
+def write_steps(code: Code, model: nn.Module | None = None) -> Any:
+    """Run the train steps; return the learning rates after the finite steps, and the params or their average."""
+    scope, rates = program_of_batches(model), []
     run(code.set_up, scope)
     for finite in FINITE:
         x = scope["x"] if finite else scope["x"] * float("inf")
@@ -156,7 +172,44 @@ def write_steps(code: Code) -> Any:
         assert bool(scope["metrics"]["skipped"]) != finite
         rates += [float(scope["learning_rate"])] if finite and "learning_rate" in scope else []
     assert products_of_step(scope) == {"bfloat16" if "mixed_bfloat16" in code.set_up else "float16"}
-    return rates, flat(scope["state"].params)
+    return rates, flat(scope.get("averaged_params", scope["state"].params))
+
+
+def program_of_batches(model: nn.Module | None = None) -> Scope:
+    """Return ``jax_program`` with a loss function that takes the params and the batch."""
+    scope = jax_program(model)
+    scope["loss_of_examples"] = scope["loss_fn"]
+    return run('def loss_fn(params, batch): return loss_of_examples(params, batch["x"], batch["y"])', scope)
+
+
+class TwoLayers(nn.Module):
+    """A linear model of two equal layers that share their params."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        kernel = self.param("kernel", nn.initializers.zeros, (2, 1))
+        bias = self.param("bias", nn.initializers.zeros, 1)
+        y = jnp.zeros((x.shape[0], 1))
+        for number in range(2):
+            with jax.named_scope(f"Block_{number}"):
+                y = y + (x @ kernel + bias) / 2
+        return y
+
+
+def write_recomputed(code: Code) -> Any:
+    return write_steps(code, TwoLayers())
+
+
+def write_resumed(code: Code) -> Any:
+    """Run each step with a new state, which is restored from the last checkpoint."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        for _ in range(sum(FINITE)):
+            scope = program_of_batches()
+            scope["batch"] = {"x": scope["x"], "y": scope["y"]}
+            run(code.set_up, scope)
+            run(code.step, scope)
+            jaxmp.checkpoint.wait()  # as the end of a program does
+    return [], flat(scope["state"].params)
 
 
 def products_of_step(scope: Scope) -> set[str]:
@@ -408,8 +461,20 @@ ROWS = {
     "torch: schedules and the learning rate": Row(
         ("torch",), known_steps, write_steps, lambda: steps(expected_params(rate=cosine), cosine)
     ),
+    "torch: weight decay on matrices only": Row(
+        ("torch",), known_steps, write_steps, lambda: steps(expected_decay(), is_bfloat16=True)
+    ),
     "torch: several optimizers": Row(
         ("torch",), known_steps, write_steps, lambda: steps(expected_params(bias_factor=0.5))
+    ),
+    "torch: torch.utils.checkpoint": Row(
+        ("torch",), known_steps, write_recomputed, lambda: steps(expected_params(), is_bfloat16=True)
+    ),
+    "torch: AveragedModel": Row(
+        ("torch",), known_average, write_steps, lambda: steps(expected_params(ema_decay=0.5), is_bfloat16=True)
+    ),
+    "torch: saving and resuming": Row(
+        ("torch",), known_resumed, write_resumed, lambda: steps(expected_params(), is_bfloat16=True)
     ),
     "torch: DistributedDataParallel": Row(
         ("torch",), known_distributed, write_steps, lambda: steps(expected_params(), is_bfloat16=True)

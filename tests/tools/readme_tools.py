@@ -85,20 +85,46 @@ def cosine(update: int) -> float:
 
 
 def expected_params(
-    max_norm: float = math.inf, rate: Callable[[int], float] = lambda update: LEARNING_RATE, bias_factor: float = 1.0
+    max_norm: float = math.inf,
+    rate: Callable[[int], float] = lambda update: LEARNING_RATE,
+    bias_factor: float = 1.0,
+    ema_decay: float = 0.0,
 ) -> list[float]:
     """Return the linear regression's params after the finite steps, in float64.
 
-    ``rate`` is the learning rate of each update. That of the bias is ``bias_factor`` times as large.
+    ``rate`` is the learning rate of each update. That of the bias is ``bias_factor`` times as large. With
+    ``ema_decay``, the result is the moving average of the params.
     """
     weight, bias = WEIGHT.astype(np.float64), BIAS.astype(np.float64)
+    average = np.array([*weight.ravel(), *bias])
     for update in range(sum(FINITE)):
-        error = 2 * (X @ weight + bias - Y) / Y.size
-        grads = [X.T @ error, error.sum(0)]
+        grads = gradients(weight, bias)
         norm = np.sqrt(sum((grad**2).sum() for grad in grads))
         clip = min(1.0, max_norm / norm)
         weight, bias = weight - rate(update) * clip * grads[0], bias - rate(update) * bias_factor * clip * grads[1]
-    return [*weight.ravel(), *bias]
+        average = ema_decay * average + (1 - ema_decay) * np.array([*weight.ravel(), *bias])
+    return average.tolist()
+
+
+def expected_decay() -> list[float]:
+    """Return the params after the finite steps of the page's AdamW, in float64. Only the weight decays."""
+    params = [WEIGHT.astype(np.float64), BIAS.astype(np.float64)]
+    means, squares = [0.0, 0.0], [0.0, 0.0]
+    for update in range(1, sum(FINITE) + 1):
+        grads = gradients(*params)
+        for number, weight_decay in enumerate([0.5, 0.0]):
+            means[number] = 0.9 * means[number] + 0.1 * grads[number]
+            squares[number] = 0.999 * squares[number] + 0.001 * grads[number] ** 2
+            root = np.sqrt(squares[number] / (1 - 0.999**update)) + 1e-8
+            direction = means[number] / (1 - 0.9**update) / root
+            params[number] = params[number] - LEARNING_RATE * (direction + weight_decay * params[number])
+    return [*params[0].ravel(), *params[1]]
+
+
+def gradients(weight: np.ndarray, bias: np.ndarray) -> list[np.ndarray]:
+    """Return the gradients of the mean squared error."""
+    error = 2 * (X @ weight + bias - Y) / Y.size
+    return [X.T @ error, error.sum(0)]
 
 
 def close(params: list[float], tolerance: float = 2**-12) -> Any:
