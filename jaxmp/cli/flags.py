@@ -24,20 +24,21 @@ _OVERRIDE = "an exception to the policy, such as '**/head=float32' or 'primitive
 
 def loss_scale(text: str) -> float:
     """Return the positive finite number that ``text`` describes."""
-    with contextlib.suppress(ValueError):
-        scale = float(text)
-        if 0 < scale < math.inf:
-            return scale
-    raise argparse.ArgumentTypeError(f"a loss scale must be a positive finite number, got {text!r}; write e.g. 1024")
+    return _positive(text, f"a loss scale must be a positive finite number, got {text!r}; write e.g. 1024")
 
 
 def gibibytes(text: str) -> float:
     """Return the positive finite number of GiB that ``text`` describes."""
+    return _positive(text, f"a memory limit must be a positive number of GiB, got {text!r}; write e.g. 40")
+
+
+def _positive(text: str, message: str) -> float:
+    """Return the positive finite number that ``text`` describes, or raise an error with ``message``."""
     with contextlib.suppress(ValueError):
-        size = float(text)
-        if 0 < size < math.inf:
-            return size
-    raise argparse.ArgumentTypeError(f"a memory limit must be a positive number of GiB, got {text!r}; write e.g. 40")
+        number = float(text)
+        if 0 < number < math.inf:
+            return number
+    raise argparse.ArgumentTypeError(message)
 
 
 SHAPES = (

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Self
 
@@ -24,6 +22,7 @@ from jaxmp.training.state import TrainState
 from jaxmp.training.update import Metrics
 
 
+@train_step.remembers_options
 def make_train_step(
     loss_fn: Callable[[Any, Any], Any],
     *,
@@ -80,19 +79,6 @@ def make_train_step(
     >>> losses[2] < losses[0], int(optimizer.step[...]), int(optimizer.skipped_steps)
     (True, 3, 0)
     """
-    remake = functools.partial(
-        make_train_step,
-        loss_fn,
-        policy=policy,
-        overrides=copy.copy(overrides),
-        accumulate_steps=accumulate_steps,
-        ema_decay=ema_decay,
-        remat=remat,
-        donate=donate,
-        max_consecutive_skips=max_consecutive_skips,
-        sharding=sharding,
-        compiler_options=copy.copy(compiler_options),
-    )
     if isinstance(sharding, Sharding):
         sharding = dataclasses.replace(sharding, specs=nnx.as_pure(sharding.specs))
     step = train_step.make_train_step(
@@ -107,7 +93,7 @@ def make_train_step(
         sharding=sharding,
         compiler_options=compiler_options,
     )
-    return TrainStep(step, remake, has_policy=policy is not None)
+    return TrainStep(step, has_policy=policy is not None)
 
 
 class TrainStep:
@@ -117,18 +103,15 @@ class TrainStep:
       of_trees: the same step as a function of a train state; :func:`state_of` returns such a state.
     """
 
-    def __init__(
-        self, step: train_step.TrainStep, remake: Callable[..., TrainStep] | None = None, has_policy: bool = False
-    ) -> None:
+    def __init__(self, step: train_step.TrainStep, has_policy: bool = False) -> None:
         """Make a train step.
 
         Args:
           step: the step as a function of a train state.
-          remake: a function that makes the same step; keyword arguments replace its options. None if there is none.
           has_policy: whether the step itself has a policy.
         """
         self.of_trees = step
-        self._remake = remake
+        self.remake: Callable[..., TrainStep] | None = None
         self._has_policy = has_policy
 
     def __call__(self, model: Any, optimizer: Optimizer, batch: Any) -> Metrics:
@@ -140,9 +123,9 @@ class TrainStep:
 
     def with_options(self, **options: Any) -> TrainStep:
         """Return the same step with other options of :func:`make_train_step`."""
-        if self._remake is None:
+        if self.remake is None:
             raise ValueError("this step was not made by make_train_step, so its options are unknown")
-        return self._remake(**options)
+        return self.remake(**options)
 
     def lower(self, model: Any, optimizer: Optimizer, batch: Any) -> jax.stages.Lowered:
         """Lower the program of a call, without running it.

@@ -121,7 +121,10 @@ class _LayerEvaluation(Rewriter):
     keeps_checkpoints: bool
 
     def evaluate_bodies(self, eqn: Any, bodies: Bodies, operands: list[Any]) -> list[Any]:
-        """Replace checkpoints by their bodies if they are not kept, also in calls. Leave other bodies unchanged."""
+        """Replace checkpoints by their bodies if they are not kept.
+
+        Checkpoints in calls are replaced too. Other bodies are unchanged.
+        """
         if self.keeps_checkpoints or not bodies.is_call or bodies.has_rule:
             return self.evaluate_operation(eqn, operands)
         if bodies.is_recomputed:

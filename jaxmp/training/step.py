@@ -5,10 +5,9 @@ A call places its arguments, and runs the computation of ``update.py``. It raise
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ParamSpec, TypeVar, cast
 
 import jax
 import numpy as np
@@ -28,7 +27,24 @@ from jaxmp.training.state import TrainState
 from jaxmp.training.stuck_runs import NonFiniteTrainingError, StuckRuns, explanation
 from jaxmp.training.update import Metrics, S, Update
 
+P = ParamSpec("P")
+T = TypeVar("T")
 
+
+def remembers_options(make: Callable[P, T]) -> Callable[P, T]:
+    """Decorate a function that makes train steps, so that a step can be made again with other options."""
+
+    @functools.wraps(make)
+    def make_and_remember(*args: P.args, **options: P.kwargs) -> T:
+        step: Any = make(*args, **options)
+        copies: Any = {name: dict(value) if isinstance(value, dict) else value for name, value in options.items()}
+        step.remake = functools.partial(make_and_remember, *args, **copies)
+        return cast(T, step)
+
+    return make_and_remember
+
+
+@remembers_options
 def make_train_step(
     loss_fn: LossFn,
     *,
@@ -107,19 +123,6 @@ def make_train_step(
     >>> float(metrics["loss"]), float(metrics["loss_scale"]), int(state.step)
     (1.0, 32768.0, 1)
     """
-    remake = functools.partial(
-        make_train_step,
-        loss_fn,
-        policy=policy,
-        overrides=copy.copy(overrides),
-        accumulate_steps=accumulate_steps,
-        ema_decay=ema_decay,
-        remat=remat,
-        donate=donate,
-        max_consecutive_skips=max_consecutive_skips,
-        sharding=sharding,
-        compiler_options=copy.copy(compiler_options),
-    )
     require_whole_number("accumulate_steps", accumulate_steps)
     require_whole_number("max_consecutive_skips", max_consecutive_skips)
     require_flag("donate", donate, "pass donate=False to keep the states of earlier steps")
@@ -140,7 +143,6 @@ def make_train_step(
     update = Update(with_remat(loss_fn, remat), devices, accumulate_steps, decay)
     return TrainStep(
         update,
-        remake,
         donate=donate,
         max_consecutive_skips=max_consecutive_skips,
         compiler_options=compiler_options,
@@ -173,6 +175,8 @@ class TrainStep:
     A call places the state and the batch, and runs the jitted :class:`Update`.
 
     Attributes:
+      remake: a function that makes the same step; keyword arguments replace its options. None if
+        :func:`make_train_step` did not make the step.
       update: the computation of the step, a function of ``(state, batch)`` that is not jitted.
       jitted: the program of the last call, a jitted function of ``(state, batch)`` for ``jax.make_jaxpr`` and AOT
         compilation. If the state is on a mesh, the new state gets the same shardings.
@@ -181,7 +185,6 @@ class TrainStep:
     def __init__(
         self,
         update: Update,
-        remake: functools.partial[TrainStep] | None,
         *,
         donate: bool,
         max_consecutive_skips: int,
@@ -192,12 +195,11 @@ class TrainStep:
 
         Args:
           update: the computation of the step.
-          remake: a function that makes the same step; keyword arguments replace its options. None if there is none.
           donate, max_consecutive_skips, compiler_options: as for :func:`make_train_step`.
           policy_dtype: the compute dtype of the step's policy; None without a policy.
         """
         self.update = update
-        self._remake = remake
+        self.remake: functools.partial[TrainStep] | None = None
         self._donate = donate
         self._compiler_options = None if compiler_options is None else dict(compiler_options)
         self._policy_dtype = policy_dtype
@@ -217,19 +219,18 @@ class TrainStep:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Return the options with which :func:`make_train_step` made the step."""
+        """Return the options that were passed to :func:`make_train_step`."""
         return dict(self._require_remake().keywords)
 
     def _require_remake(self) -> functools.partial[TrainStep]:
-        if self._remake is None:
+        if self.remake is None:
             raise ValueError("this step was not made by make_train_step, so its options are unknown")
-        return self._remake
+        return self.remake
 
     def with_update(self, update: Update) -> TrainStep:
         """Return the same step with another computation, for which there is no :meth:`with_options`."""
         return TrainStep(
             update,
-            None,
             donate=self._donate,
             max_consecutive_skips=self._stuck_runs.limit,
             compiler_options=self._compiler_options,

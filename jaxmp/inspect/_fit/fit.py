@@ -149,8 +149,8 @@ def fit(
         require_arguments_of_step(step, args)
         _, inputs = compiling.call_of(step, args)
         options = inner_step.options
-        batch = _Batch.of(inputs[-1], options["sharding"])
-        own_remat = options["remat"]
+        batch = _Batch.of(inputs[-1], options.get("sharding"))
+        own_remat = options.get("remat")
         remats = [*REMATS, *([own_remat] if own_remat is not None and own_remat not in REMATS else [])]
         with _status() as status:
             compiler = _Compiler(step, args, device, topology, gpu, limit, status)
