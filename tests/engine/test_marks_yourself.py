@@ -1,0 +1,440 @@
+"""The table "Mark these yourself" of docs/autocast.md is true, row by row.
+
+Each row has a program. Half precision has the effect that the row states, and the mark of the row removes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from autocast_tools import compiled, dtypes_of, half, normal
+from places import ROOT
+
+import jaxmp
+from jaxmp.program.walk import equations
+
+no_mark = contextlib.nullcontext
+float32_mark = functools.partial(jaxmp.precision, "float32")
+half_mark = functools.partial(jaxmp.precision, "half")
+
+
+class Row(NamedTuple):
+    """A program of the first column, and the same program with the mark of the last column.
+
+    Without the mark, the relative error is above ``effect``. With the mark, it is below a tenth of ``effect``.
+    """
+
+    original: Callable[..., Any]
+    unmarked: Callable[..., Any]
+    marked: Callable[..., Any]
+    args: tuple[np.ndarray, ...]
+    effect: float
+
+
+def marks(program, *args, effect, policy="mixed_bfloat16"):
+    """Return the row of a program that takes the mark as its first argument."""
+    original, marked = functools.partial(program, no_mark), functools.partial(program, float32_mark)
+    return Row(original, half(original, policy), half(marked, policy), args, effect)
+
+
+def writes(original, instead, *args, effect):
+    """Return the row of a program that must be written in another way."""
+    return Row(original, half(original), half(instead), args, effect)
+
+
+def draw(seed, *shape, scale=1.0):
+    return np.asarray(normal(seed, *shape, scale=scale))  # in NumPy, sums of these arrays compile nothing
+
+
+X, W = draw(0, 8, 16), draw(1, 16, 16, scale=0.25)
+EYE = np.eye(29, dtype="float32")
+
+
+# -- small steps and layers ------------------------------------------------------------------------------------------
+
+
+def small_steps(mark, h, w):
+    for _ in range(5):
+        step = jnp.tanh(h @ w)
+        with mark():
+            h = h + 0.003 * step
+    return h
+
+
+def gradient_descent_by_hand(mark, w, xs):
+    def iteration(w, x):
+        gradient = x @ w
+        with mark():
+            w = w - 0.001 * gradient
+        return w, None
+
+    return jax.lax.scan(iteration, w, xs)[0]
+
+
+def steps_with_weights_by_index(mark, h, ws, indices):
+    def iteration(h, i):
+        step = jnp.tanh(h @ ws[i])
+        with mark():
+            h = h + 0.003 * step
+        return h, None
+
+    return jax.lax.scan(iteration, h, indices)[0]
+
+
+def kalman_filter(mark, h, matrices, offsets):
+    def iteration(h, matrix_and_offset):
+        matrix, offset = matrix_and_offset
+        with mark():
+            h = matrix @ h + offset
+        return h, None
+
+    return jax.lax.scan(iteration, h, (matrices, offsets))[0]
+
+
+def decayed_layers(mark, h, ws):
+    def layer(h, w):
+        with mark():
+            h = 0.99 * h
+        return h + jnp.tanh(h @ w), None
+
+    return jax.lax.scan(layer, h, ws)[0]
+
+
+CURVATURES = draw(3, 100, 16, 1) ** 2 * EYE[:16, :16]
+INDICES = np.random.default_rng(0).integers(0, 5, 100, "int32")
+MATRICES = EYE[:4, :4] + draw(5, 100, 4, 4, scale=0.02)
+
+
+# -- positions -------------------------------------------------------------------------------------------------------
+
+
+def floor_of_coordinates(mark, h, w):
+    with mark():
+        coordinates = h @ w
+    return jnp.floor(coordinates)
+
+
+def fraction(mark, h, w):
+    with mark():
+        c = h @ w
+    return c - jnp.floor(c)
+
+
+def gaussian_splats(mark, pixels, centre, inverse_covariance):
+    offsets = pixels - centre
+    with mark():
+        exponent = jnp.einsum("pi,ij,pj->p", offsets, inverse_covariance, offsets)
+    return jnp.exp(-exponent / 2)
+
+
+POINTS = np.random.default_rng(3).random((64, 2), "float32")
+SCREEN = np.array([[200, 13], [40, 300]], "float32")
+DIAGONAL = np.floor(30 * POINTS[:, :1]) + np.array([-1, 1], "float32") * np.round(draw(2, 64, 1))
+LONG_GAUSSIAN = np.array([[1, -0.99], [-0.99, 1]], "float32")
+
+
+# -- small differences -----------------------------------------------------------------------------------------------
+
+
+def unit(x):
+    return x / jnp.linalg.norm(x, axis=-1, keepdims=True)
+
+
+def one_minus_cosine(mark, x, y, w):
+    with mark():
+        a, b = x @ w, y @ w
+    u, v = unit(a), unit(b)
+    with mark():
+        cosine = u @ v.T
+    return 1 - jnp.diagonal(cosine)
+
+
+def variance_by_products(mark, x, w):
+    with mark():
+        mean_of_squares = (x * x) @ w
+        mean = x @ w
+    return mean_of_squares - mean**2
+
+
+def root_near_zero(mark, h, w, b):
+    with mark():
+        v = h @ w + b
+    return jnp.sqrt(jax.nn.relu(v))
+
+
+def weighted_distances(mark, x, a, y):
+    with mark():
+        distances = x**2 @ a - 2 * x @ (a * y)
+    return distances + jnp.sum(a * y**2)
+
+
+def similarity(x, y):
+    distances = jnp.sum(x**2, -1)[:, None] + jnp.sum(y**2, -1) - 2 * x @ y.T
+    return jnp.sum(jnp.exp(-distances))
+
+
+NEAR = 5 + 0.5 * X[:, :8]
+
+
+# -- sums and logarithms ---------------------------------------------------------------------------------------------
+
+
+def sum_of_squares_by_a_product(x, w):
+    h = x @ w
+    return jnp.vdot(h, h)
+
+
+def sum_of_squares(x, w):
+    h = x @ w
+    return jnp.sum(h * h)
+
+
+def sum_by_a_product(x, w):
+    h = x @ w
+    return h @ jnp.ones_like(h)
+
+
+def sum_of_elements(x, w):
+    h = x @ w
+    return h.sum(-1)
+
+
+def naive_bayes(mark, scores, counts):
+    with mark():
+        log_likelihoods = jax.nn.log_softmax(scores) @ counts
+    return jax.nn.softmax(log_likelihoods)
+
+
+def cross_entropy_by_a_product(mark, h, y):
+    with mark():
+        loss = jax.nn.logsumexp(h) - jnp.vdot(h, y)
+    return loss
+
+
+def log_of_a_product_of_exponentials(mark, a, b):
+    with mark():
+        result = jnp.log(jnp.exp(a) @ jnp.exp(b))
+    return result
+
+
+WORDS = np.random.default_rng(5).integers(0, 10, 16).astype("float32")
+SCORES = draw(1, 16) + draw(2, 4, 16, scale=0.1)
+LOGITS = 20.3 + 5 * X[0]
+LOG_SCALES = np.array([7, -11], "float32")
+LOG_FACTORS = LOG_SCALES[:, None] + X[:2], LOG_SCALES + W[:, :2]
+
+
+# -- the table -------------------------------------------------------------------------------------------------------
+
+ROWS = {
+    "small steps without a loop, `h + 0.01 * f(h)`: integrators, MAML, adversarial inputs": marks(
+        small_steps, X, W, effect=0.002
+    ),
+    "gradient descent by hand that reads each minibatch once, `w - 0.1 * x @ w`": marks(
+        gradient_descent_by_hand, 2 + W, CURVATURES, effect=0.01
+    ),
+    "an integrator whose weight is picked by an index in each step, `ws[i]`": marks(
+        steps_with_weights_by_index, X, draw(4, 5, 16, 16, scale=0.25), INDICES, effect=0.02
+    ),
+    "a state that each iteration multiplies by another matrix, `A[t] @ h`: Kalman filters": marks(
+        kalman_filter, draw(7, 4), MATRICES, draw(6, 100, 4, scale=0.02), effect=0.01
+    ),
+    "a multiplication by a number near 1, such as 0.99, in a stack of layers or right before a product": marks(
+        decayed_layers, 1 + 0.1 * X, draw(2, 100, 16, 16, scale=0.01), effect=0.05
+    ),
+    "bins and cells without casts to integers: `searchsorted`, `histogram`, `floor`, comparisons with positions": marks(
+        floor_of_coordinates, POINTS, SCREEN, effect=0.0015
+    ),
+    "a fraction, `c - floor(c)`": marks(fraction, POINTS, SCREEN, effect=0.1),
+    "`1 - cosine`, if the cosine is a product and near 1": marks(
+        one_minus_cosine, X, X + draw(2, 8, 16, scale=0.03), draw(1, 16, 16), effect=1
+    ),
+    "moments by products, `(x * x) @ w - (x @ w)**2`, as in SSIM": marks(
+        variance_by_products, 3 + X, np.full((16, 1), 1 / 16, "float32"), effect=0.005
+    ),
+    "a sum of squares by a product, `vdot(h, h)`": writes(
+        sum_of_squares_by_a_product, sum_of_squares, np.arange(1, 11, dtype="float32"), EYE[:10, :10], effect=0.001
+    ),
+    "a root or a logarithm of a small value that a product computes, `sqrt(relu(h @ w + b))`": marks(
+        root_near_zero, X[:1] + draw(9, 8, 16, scale=0.01), W, -(X[0] @ W), effect=0.05
+    ),
+    "products of log-probabilities": marks(naive_bayes, SCORES, WORDS, effect=0.02),
+    "cross-entropy by a product": marks(cross_entropy_by_a_product, LOGITS, EYE[LOGITS.argmax(), :16], effect=0.02),
+    "the logarithm of a product of exponentials in float16": marks(
+        log_of_a_product_of_exponentials, *LOG_FACTORS, effect=0.1, policy="mixed_float16"
+    ),
+    "weighted distances": marks(weighted_distances, 3 + W[0] + 0.1 * X, np.abs(X[0]), 3 + W[0], effect=0.5),
+    "offsets from pixels in a quadratic form: Gaussian splats": marks(
+        gaussian_splats, DIAGONAL, np.array([7.3, 7.1], "float32"), LONG_GAUSSIAN, effect=0.01
+    ),
+    "a product with ones as a sum": writes(
+        sum_by_a_product, sum_of_elements, np.arange(1, 30, dtype="float32"), EYE, effect=0.001
+    ),
+    "distances under `autocast(grad(f))`": Row(
+        jax.grad(similarity),
+        unmarked=half(jax.grad(similarity)),
+        marked=jax.grad(half(similarity)),
+        args=(NEAR, NEAR + draw(9, 8, 8, scale=0.3)),
+        effect=0.015,
+    ),
+}
+HALF_CARRIES = list(ROWS)[1:4]
+FLOAT32_STREAM = "a weight that a layer of a scanned stack uses twice, `h + relu(h @ w) @ w.T`"
+
+
+def in_float64(fun, args):
+    with jax.enable_x64(True):
+        args = [np.asarray(arg, "float64") if arg.dtype == "float32" else arg for arg in args]
+        return np.asarray(jax.jit(fun)(*args))
+
+
+def error(result, expected):
+    """Return the relative error, in which an infinity or a NaN counts as an infinite error."""
+    if not np.isfinite(result).all():
+        return np.inf
+    return np.linalg.norm(result - expected) / np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("your_code", ROWS)
+def test_half_precision_has_the_effect_of_the_row_and_the_mark_removes_it(your_code):
+    row = ROWS[your_code]
+    unmarked, marked = compiled(lambda *args: (row.unmarked(*args), row.marked(*args)))(*row.args)
+    exact = in_float64(row.original, row.args)
+    assert error(unmarked, exact) > row.effect
+    assert error(marked, exact) < row.effect / 10
+
+
+def test_the_table_of_the_page_has_these_rows():
+    page = (ROOT / "docs" / "autocast.md").read_text(encoding="utf-8")
+    section = page.partition("\n## Mark these yourself\n")[2].partition("\n## ")[0]
+    heading, *rows = re.findall(r"^\| (.*?) \| (.*?) \|", section, re.MULTILINE)
+    assert heading == ("your code", "effect of half precision")
+    assert [your_code for your_code, _ in rows] == [*ROWS, FLOAT32_STREAM]
+    assert [your_code for your_code, effect in rows if "its carry is half" in effect] == HALF_CARRIES
+
+
+# -- what else the table says ----------------------------------------------------------------------------------------
+
+
+def test_bfloat16_has_the_numbers_of_the_table():
+    assert float(jnp.bfloat16(0.99)) == pytest.approx(0.988, abs=5e-4)
+    assert float(jnp.bfloat16(301.4)) == 302
+    assert jnp.bfloat16(1 + 1 / 256) == 1
+
+
+@pytest.mark.parametrize("your_code", HALF_CARRIES)
+def test_the_carry_is_half_without_the_mark_and_float32_with_it(your_code):
+    row = ROWS[your_code]
+    assert dtypes_of("scan", row.unmarked, *row.args) == ["bfloat16"]
+    assert dtypes_of("scan", row.marked, *row.args) == ["float32"]
+
+
+def test_a_weight_that_a_layer_uses_twice_doubles_the_memory_of_the_residual_stream():
+    ws = draw(2, 6, 16, 16, scale=0.1)
+
+    def layers(mark, h, ws):
+        @jax.checkpoint  # which saves the residual stream for the gradient
+        def layer(h, w):
+            y = jax.nn.relu(h @ w) @ w.T
+            with mark():
+                h = h + y
+            return h, None
+
+        return jax.lax.scan(layer, h, ws)[0]
+
+    def saved_streams(mark):
+        fun = half(functools.partial(layers, mark))
+        program = jax.make_jaxpr(jax.grad(lambda ws: fun(X, ws).sum()))(ws)
+        results = [var.aval for eqn in equations(program) if eqn.primitive.name == "scan" for var in eqn.outvars]
+        return [aval.dtype.name for aval in results if aval.shape == (6, *X.shape)]
+
+    assert saved_streams(no_mark) == ["float32"]
+    assert saved_streams(half_mark) == ["bfloat16"]
+    fun = functools.partial(layers, no_mark)
+    assert error(compiled(half(fun))(X, ws), in_float64(fun, (X, ws))) < 0.005
+
+
+def test_sums_of_squares_and_products_of_exponentials_overflow_in_float16():
+    large, logs = (np.full(8, 1000, "float32"), EYE[:8, :8]), LOG_FACTORS
+    exponentials = functools.partial(log_of_a_product_of_exponentials, no_mark)
+    square, rewritten, logarithms = compiled(
+        lambda large, logs: (
+            half(sum_of_squares_by_a_product, "mixed_float16")(*large),
+            half(sum_of_squares, "mixed_float16")(*large),
+            half(exponentials, "mixed_float16")(*logs),
+        )
+    )(large, logs)
+    assert np.isposinf(square) and rewritten == 8e6
+    assert np.isposinf(logarithms[0, 0]) and np.isneginf(logarithms[1, 1])
+
+
+def adversarial_input(mark, x, w):
+    gradient = jax.grad(lambda x: jnp.sum(jnp.tanh(x @ w)))(x)
+    with mark():
+        x = x + 0.003 * jnp.sign(gradient)
+    return x @ w
+
+
+def adapted_weight(mark, x, w):
+    gradient = jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(w)
+    with mark():
+        w = w + -0.01 * gradient  # as in optax
+    return x @ w
+
+
+def number_before_a_product(mark, x, w):
+    h = jax.nn.relu(x @ w)
+    with mark():
+        h = 0.99 * h
+    return h @ w
+
+
+def bins(read):
+    def binned(mark, h, w):
+        with mark():
+            coordinates = h @ w
+        return read(coordinates)
+
+    return binned
+
+
+EDGES = np.arange(8, dtype="float32")
+# The other programs that the first column names, and the primitive in the marked line.
+VARIANTS = {
+    "adversarial inputs": (adversarial_input, "add"),
+    "MAML": (adapted_weight, "add"),
+    "0.99 right before a product": (number_before_a_product, "mul"),
+    "searchsorted": (bins(lambda c: jnp.searchsorted(EDGES, c)), "dot_general"),
+    "histogram": (bins(lambda c: jnp.histogram(c, EDGES)[0]), "dot_general"),
+    "comparisons with positions": (bins(lambda c: c[..., None] > EDGES), "dot_general"),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_marked_line_is_half_without_the_mark(variant):
+    program, primitive = VARIANTS[variant]
+
+    def marked_dtypes(mark):
+        return dtypes_of(primitive, half(functools.partial(program, mark)), X, W)
+
+    assert set(marked_dtypes(no_mark)) == {"bfloat16"}
+    assert "float32" in marked_dtypes(float32_mark)
+
+
+def test_the_programs_that_need_no_mark_are_float32():
+    def small_differences(h, w):
+        for _ in range(3):
+            h = h - 0.003 * jnp.tanh(h @ w)
+        return h @ w
+
+    assert dtypes_of("sub", half(small_differences), X, W) == ["float32"] * 3
+    assert dtypes_of("dot_general", half(lambda h, w: (h @ w) % 1), X, W) == ["float32"]
+    assert dtypes_of("dot_general", half(lambda h, w: jnp.sqrt(1 - h @ w)), X, W) == ["float32"]
