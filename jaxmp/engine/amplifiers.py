@@ -1,7 +1,7 @@
 """Keep the operands of amplifiers in float32.
 
-An amplifier turns a small error of an operand into a large error of the result. In bfloat16 a coordinate of 300.4
-becomes 300, which is another pixel, and a phase of 300.4 becomes noise. A search back from each amplifier finds the
+An amplifier turns a small error of an operand into a large error of the result. In bfloat16 a coordinate of 301.4
+becomes 302, which is another pixel, and a phase of 301.4 becomes noise. A search back from each amplifier finds the
 values that must be float32:
 
 - In general, the search goes back through moves, casts, scales, quotients, offsets, bounds, selections, products and

@@ -231,7 +231,9 @@ class Rules:
         old, new = eqn.invars[0].aval.dtype, eqn.params["new_dtype"]
         if old == new or is_widened(names):
             return Decision(Kind.CLEAR, "moves data")
-        if old in CASTABLE and new.itemsize == 4 and region_of(names).level != "written":
+        if region_of(names).level == "written":
+            return Decision(Kind.KEPT, f"a cast to {np.dtype(new).name}, as it is written")
+        if old in CASTABLE and new.itemsize == 4:
             return Decision(Kind.FULL, "the author casts to float32")
         return Decision(Kind.KEPT, f"the author casts to {np.dtype(new).name}")
 
