@@ -13,11 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from jaxmp.base.graphs import reachable
 from jaxmp.engine.graph import Graph, Node, Step
 from jaxmp.engine.graph_paths import SCALES, readers_of
 from jaxmp.engine.states import CLEAR, INFER, JOIN, Rule, State
 from jaxmp.program.primitives import AMPLIFIERS, BOUNDS, CAST, EXTREMES, PRODUCTS, SOLVERS, SUMS
-from jaxmp.program.walk import walk
 
 _QUANTISED = frozenset({"int8", "int4", "int2", "uint8", "uint4", "uint2"})
 """The integers of quantised networks. A cast to one of them is not an amplifier."""
@@ -46,8 +46,8 @@ def raise_amplified(graph: Graph) -> None:
 def _amplified_values(step: Step) -> Iterable[Node]:
     """Return the values whose low digits become high digits of the results of a step."""
     if step.eqn.primitive.name in SOLVERS:
-        return walk(_floats(step), _back_to_products)
-    return walk(_amplified_operands(step), _keepers_of_digits)
+        return reachable(_floats(step), _back_to_products)
+    return reachable(_amplified_operands(step), _keepers_of_digits)
 
 
 def _floats(step: Step) -> list[Node]:

@@ -11,12 +11,12 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from jaxmp.base.graphs import reachable
 from jaxmp.engine.graph import Graph, Node, Step, shape_read
 from jaxmp.engine.graph_paths import SCALES, SQUARES, multiple_of
 from jaxmp.engine.states import CLEAR, INFER, JOIN, Rule, State
 from jaxmp.program.equations import is_literal
 from jaxmp.program.primitives import BOUNDS, PRODUCTS, SINGULAR, SUMS, Trait, with_trait
-from jaxmp.program.walk import walk
 
 Vectors = tuple[Node, Node]
 
@@ -177,7 +177,7 @@ def _products_in(total: Node) -> list[Node]:
     Between a product and the sum may be scales, squares, bounds, selections, and sums of masked, squared or scaled
     values.
     """
-    return [node for node in walk(_terms(total), _kept_from) if node.name in PRODUCTS]
+    return [node for node in reachable(_terms(total), _kept_from) if node.name in PRODUCTS]
 
 
 def _kept_from(node: Node) -> Sequence[Node]:

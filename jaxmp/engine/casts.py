@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from jaxmp.base.graphs import reachable
 from jaxmp.engine.graph import Node
 from jaxmp.engine.states import CLEAR, JOIN, KEPT, SOURCE
 from jaxmp.program.primitives import MEETS, MONOTONE, PICKS, Trait, with_trait
-from jaxmp.program.walk import walk
 
 _FLOAT32, _JOINED = np.dtype(np.float32), with_trait(Trait.JOINS)
 
@@ -61,7 +61,7 @@ def _depends_on_arguments(node: Node) -> bool:
             return ()
         return node.inputs[:1] if node.name == "carry" else node.inputs
 
-    return any(node.kind is SOURCE and node.const is None for node in walk([node], follow))
+    return any(node.kind is SOURCE and node.const is None for node in reachable([node], follow))
 
 
 def move_casts(nodes: Sequence[Node]) -> None:

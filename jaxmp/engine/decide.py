@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from jaxmp.base.graphs import reachable
 from jaxmp.engine.amplifiers import raise_amplified
 from jaxmp.engine.cancellation import raise_cancelled
 from jaxmp.engine.casts import move_casts, put_casts_off
@@ -21,7 +22,6 @@ from jaxmp.engine.loops import decide_loops
 from jaxmp.engine.states import CLEAR, FULL, HALF, INFER, JOIN, KEPT, SOURCE, Rule, State
 from jaxmp.program.equations import size_of
 from jaxmp.program.primitives import BROADCAST, EXTREMES, MONOTONE, PRODUCTS, Class, Trait, of_class, with_trait
-from jaxmp.program.walk import walk
 
 RAISERS = (raise_amplified, raise_cancelled, decide_loops)
 """The rules that do not read the states of neighbours. Their order does not matter."""
@@ -82,14 +82,14 @@ def _find_products(
         node for node in named if node.kind is KEPT and all(operand.written.itemsize == 2 for operand in node.inputs)
     ]
     products = [node for node in nodes if node.kind is HALF]
-    for node in walk([*products, *written, *halves], users_of):
+    for node in reachable([*products, *written, *halves], users_of):
         node.after_product = True
     for node in named:  # an outer product, as in Mamba's state, or in the gradient of a weight for one example
         if node.kind is INFER and any(operand.after_product for operand in node.inputs):
             assert node.step is not None
             node.kind, node.state, node.step.reason = HALF, State.HALF, "product"
             products.append(node)
-    for node in walk([*products, *written, *wanted], inputs_of):
+    for node in reachable([*products, *written, *wanted], inputs_of):
         node.before_product = True
 
 
@@ -98,7 +98,7 @@ def _find_looked_up(nodes: Sequence[Node]) -> None:
 
     Repeated rows count as a weight, whose cotangents are summed in float32.
     """
-    for node in walk([node for node in nodes if node.is_looked_up], users_of):
+    for node in reachable([node for node in nodes if node.is_looked_up], users_of):
         node.is_looked_up = True
     for node in reversed(nodes):
         if node.is_looked_up and not node.after_product and any(_is_repeated_by(user, node) for user in node.users):
@@ -147,13 +147,13 @@ def _is_difference_of_activations(node: Node, products: set[int]) -> bool:
 
 def _find_half_copies(operands: Sequence[Node], nodes: Sequence[Node]) -> None:
     """Mark values that some operations read in half, even if the values are float32."""
-    for node in walk(operands, _moved_from):
+    for node in reachable(operands, _moved_from):
         node.has_half_copy = True
 
     def elements_of(node: Node) -> Sequence[Node]:
         return _moved_from(node) or [operand for operand in node.inputs if _is_elementwise(node, operand)]
 
-    heading = walk(operands, elements_of)  # values that reach a product through elementwise operations
+    heading = reachable(operands, elements_of)  # values that reach a product through elementwise operations
     starts = [
         operand
         for node in nodes
@@ -161,7 +161,7 @@ def _find_half_copies(operands: Sequence[Node], nodes: Sequence[Node]) -> None:
         for operand in node.inputs
         if operand.activation_of and _is_elementwise(node, operand)
     ]
-    for node in walk(starts, _moved_from):
+    for node in reachable(starts, _moved_from):
         node.has_half_copy = True
 
 
@@ -186,7 +186,7 @@ def _settle(nodes: Sequence[Node]) -> None:
 
 def _computed_from(node: Node) -> list[Node]:
     """Return ``INFER`` operations that a node reads, directly or through moves."""
-    below = walk(node.inputs, lambda operand: operand.inputs if operand.kind is CLEAR else ())
+    below = reachable(node.inputs, lambda operand: operand.inputs if operand.kind is CLEAR else ())
     return [operand for operand in below if operand.kind is INFER]
 
 
@@ -257,7 +257,7 @@ def _lower(nodes: Sequence[Node], halves: Sequence[Node]) -> None:
     def undecided(node: Node) -> list[Node]:
         return [user for user in node.users if user.state < State.FLOAT32 and user.kind in (INFER, CLEAR, JOIN)]
 
-    for node in walk([*halves, *starts], undecided):
+    for node in reachable([*halves, *starts], undecided):
         if node.state is State.UNDECIDED and node.kind in (INFER, JOIN):
             node.state = State.HALF
 

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxmp._internals.jax.sources import scopes_and_transforms
+from jaxmp.base.graphs import reachable
 from jaxmp.engine.graph import Graph, Node, Step
 from jaxmp.engine.marks import WITH_RULE
 from jaxmp.engine.states import Kind
 from jaxmp.policy import float8, float8_product
 from jaxmp.program.primitives import CAST, PRODUCTS, Class, Trait, of_class, with_trait
-from jaxmp.program.walk import walk
 
 _COPIES = of_class(Class.CLEAR) | with_trait(Trait.JOINS) | {CAST, "carry", "branches"}
 _MASKING = _COPIES | {"select_n"}
@@ -66,7 +66,7 @@ def _is_fused(product: Node) -> bool:
     def follow(node: Node) -> list[Node]:
         return [user for user in node.users if user.name not in PRODUCTS and not user.name.startswith("reduce_")]
 
-    readers = walk([product], follow)
+    readers = reachable([product], follow)
     return all(reader.users and (reader.name != "tanh" or reader.dtype.itemsize > 2) for reader in readers)
 
 
@@ -119,7 +119,7 @@ def _weight_and_sources(node: Node) -> set[Node]:
         # weight either, because they belong to an example.
         return bool(value.inputs) and value.name in _COPIES and not (value.is_looked_up and _has_rows(value))
 
-    path = {*walk([node], lambda value: value.inputs if value.name in _COPIES else ())}
+    path = {*reachable([node], lambda value: value.inputs if value.name in _COPIES else ())}
     return path if all(value.kind is Kind.SOURCE or is_moved(value) for value in path) else set()
 
 
@@ -128,7 +128,7 @@ def _is_mask(node: Node) -> bool:
 
     A value that a mask selects from scalars counts too.
     """
-    path = walk([node], lambda value: value.inputs if value.name in _MASKING else ())
+    path = reachable([node], lambda value: value.inputs if value.name in _MASKING else ())
     has_mask = any(value.name == "select_n" or not (value.inputs or value.kind is Kind.SOURCE) for value in path)
     return has_mask and all(value.name in _MASKING or not value.shape for value in path)
 
@@ -140,7 +140,7 @@ def _is_table(weight: set[Node]) -> bool:
         alike = (user for user in node.users if user.name in _COPIES or user.shape == node.shape)
         return [user for user in alike if user.name not in PRODUCTS]
 
-    readers = {*walk(weight, follow)}
+    readers = {*reachable(weight, follow)}
     one_hot = any(
         user.name in PRODUCTS and any(map(_is_mask, user.inputs)) for reader in readers for user in reader.users
     )

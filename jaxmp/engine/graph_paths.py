@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from jaxmp.base.graphs import reachable
 from jaxmp.engine.graph import Node
 from jaxmp.engine.states import CLEAR
 from jaxmp.program.primitives import BOUNDS, SUMS, Trait, with_trait
-from jaxmp.program.walk import walk
 
 SQUARES = with_trait(Trait.POWER) - {"pow"}
 ROOTS = with_trait(Trait.SQUARE_ROOT)
@@ -17,7 +17,7 @@ OFFSETS = SUMS | SCALES | BOUNDS
 
 def readers_of(node: Node) -> list[Node]:
     """Return the operations that compute with a value or with a moved copy of it."""
-    after = walk(node.users, lambda user: user.users if user.kind is CLEAR else ())
+    after = reachable(node.users, lambda user: user.users if user.kind is CLEAR else ())
     return [user for user in after if user.kind is not CLEAR]
 
 

@@ -11,11 +11,11 @@ from collections.abc import Collection, Iterable
 
 import numpy as np
 
+from jaxmp.base.graphs import cycles, reachable
 from jaxmp.engine.graph import Graph, Node, Step, shape_read
 from jaxmp.engine.states import INFER, JOIN, Rule, State
 from jaxmp.program.primitives import PRODUCTS, Trait, with_trait
 from jaxmp.program.searches import is_search
-from jaxmp.program.walk import cycles, walk
 
 _LOOKUPS = with_trait(Trait.LOOKS_UP)
 
@@ -105,7 +105,7 @@ def _goes_through_layers(cycle: Collection[Node], elements: Collection[Node]) ->
             continue
         matrices = [operand for operand in product.inputs if _is_matrix(operand, product)]
         for weight in outside(matrices):
-            made_of = walk([weight], lambda node: () if node in elements else outside(node.inputs))
+            made_of = reachable([weight], lambda node: () if node in elements else outside(node.inputs))
             if any(_is_read_once(node, cycle) for node in made_of if node in elements):
                 return True
     return False
@@ -126,6 +126,6 @@ def _is_matrix(operand: Node, product: Node) -> bool:
 
 def _is_read_once(element: Node, cycle: Collection[Node]) -> bool:
     """Return whether exactly one operation on the cycle reads ``element``."""
-    computed = walk([element], lambda node: [user for user in node.users if user not in cycle])
+    computed = reachable([element], lambda node: [user for user in node.users if user not in cycle])
     readers = {user for node in computed for user in node.users if user in cycle}
     return len(readers) == 1

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
+from jaxmp.base.graphs import reachable
 from jaxmp.engine.graph import Graph, Node
 from jaxmp.engine.graph_paths import OFFSETS, ROOTS, SCALES, SQUARES, multiple_of, readers_of
 from jaxmp.engine.states import Rule, State
 from jaxmp.program.primitives import LOGARITHMS, PRODUCTS, Trait, with_trait
-from jaxmp.program.walk import walk
 
 _EXPONENTIALS = with_trait(Trait.EXPONENTIAL)
 _PASSED = OFFSETS | {"select_n"}  # jnp.var has a select_n, because jnp.var may divide by 0
@@ -91,4 +91,4 @@ def _normalisation(node: Node) -> OperationPattern | None:
 
 def _readers_past_offsets(node: Node) -> list[Node]:
     """Return readers of a value, also those after offsets, scales, bounds or masks."""
-    return [*walk(readers_of(node), lambda reader: readers_of(reader) if reader.name in _PASSED else ())]
+    return [*reachable(readers_of(node), lambda reader: readers_of(reader) if reader.name in _PASSED else ())]

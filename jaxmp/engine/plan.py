@@ -19,6 +19,7 @@ from jaxmp._internals.jax.sources import names_of, scopes_and_transforms, source
 from jaxmp.base import tables
 from jaxmp.base.arguments import require_function
 from jaxmp.base.dtypes import name_of
+from jaxmp.base.graphs import reachable
 from jaxmp.engine.decisions import decide_program
 from jaxmp.engine.emit import Emission
 from jaxmp.engine.flops import flops_of
@@ -33,7 +34,7 @@ from jaxmp.engine.trace import result_dtypes, traced
 from jaxmp.policy.policies import Policy, check_backend
 from jaxmp.program.equations import bodies_of, opened
 from jaxmp.program.primitives import CAST, Class, classify
-from jaxmp.program.walk import jaxprs_in, walk
+from jaxmp.program.walk import jaxprs_in
 
 _HALF = {"float16", "bfloat16", "float8_e4m3fn"}
 _HEADER = ("primitive", "operands -> result", "FLOPs", "casts", "class", "path", "why", "source")
@@ -333,11 +334,12 @@ class _PlanWriter:
         eqn, name = step.eqn, step.eqn.primitive.name
         emission, reasons = program
         bodies = bodies_of(eqn)
-        read = walk(filter(None, step.operands), lambda node: node.inputs if node.name in ("carry", "branches") else ())
-        turns = 1 if bodies is None else bodies.iterations
+        operands = filter(None, step.operands)
+        read = reachable(operands, lambda node: node.inputs if node.name in ("carry", "branches") else ())
+        iterations = 1 if bodies is None else bodies.iterations
         casts = _added_casts(step, emission)
         for body in step.inner:
-            casts += [turns * size for size in emission.casts.get(body, ())]
+            casts += [iterations * size for size in emission.casts.get(body, ())]
         self.unknown_trips += bodies is not None and bodies.is_loop and bodies.length is None
         flops = 0 if bodies is not None else flops_of(eqn)
         operand_types = emission.operand_types.get(step) or [atom.aval for atom in eqn.invars]
@@ -362,8 +364,8 @@ class _PlanWriter:
             yield dataclasses.replace(
                 inner,
                 source=inner.source or row.source,  # a JAX function from JAX's trace cache has no source line
-                flops=turns * inner.flops,
-                cast_bytes=turns * inner.cast_bytes,
+                flops=iterations * inner.flops,
+                cast_bytes=iterations * inner.cast_bytes,
                 depth=inner.depth + 1,
             )
         if step.bodies is None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
+from jaxmp.base.graphs import nearest_ends
 from jaxmp.engine.decisions import Decisions
 from jaxmp.engine.graph import Node, Step
 from jaxmp.engine.marks import path_of
 from jaxmp.engine.states import Kind, Rule, State
 from jaxmp.program.primitives import Class, classify
-from jaxmp.program.walk import nearest_ends
 
 _BY_RULE = {
     Rule.AMPLIFIED: "amplified by {}",

@@ -136,12 +136,12 @@ class Analysis(Generic[Fact]):
         stop = bodies.start + bodies.carry
         carry, elements = list(operands[bodies.start : stop]), [self.pick(fact) for fact in operands[stop:]]
         while True:
-            turn = [*constants, *carry, *elements]
-            results = self.solve(bodies.jaxprs[-1], turn).results
+            inputs = [*constants, *carry, *elements]
+            results = self.solve(bodies.jaxprs[-1], inputs).results
             joined = [self.join(old, new) for old, new in zip(carry, results, strict=False)]
             if bodies.kind == "while":
                 (condition,) = self.solve(bodies.jaxprs[0], [*before, *joined]).results
                 joined = [self.repeat(condition, fact) for fact in joined]
             if joined == carry:
-                return [turn] if bodies.kind == "scan" else [[*before, *carry], turn]
+                return [inputs] if bodies.kind == "scan" else [[*before, *carry], inputs]
             carry = joined

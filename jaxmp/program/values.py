@@ -17,10 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmp._internals.jax.sources import Names, user_source_of
+from jaxmp.base.graphs import reachable
 from jaxmp.program.equations import Bodies, elements_of
 from jaxmp.program.primitives import CAST, COMBINES, PICKS, Trait, with_trait
 from jaxmp.program.scopes import path_in
-from jaxmp.program.walk import walk
 
 Key = tuple[int, ...]
 """The position of an equation in a program. For example, ``(2, 0, 3)`` is equation 3 in body 0 of equation 2."""
@@ -351,7 +351,7 @@ class Program:
 
 def leading_to(values: Sequence[Value]) -> set[Value]:
     """Return ``values`` and all values on which they depend."""
-    return set(walk(values, lambda value: [operand for _, operand, _ in value.reads]))
+    return set(reachable(values, lambda value: [operand for _, operand, _ in value.reads]))
 
 
 def is_move_or_cast(value: Value) -> bool:
@@ -383,7 +383,7 @@ def depending_on(sources: Iterable[Value], values: Iterable[Value]) -> set[Value
     for value in values:
         for operand in value.inputs:
             readers[operand].append(value)
-    return set(walk(sources, lambda value: readers.get(value, ())))
+    return set(reachable(sources, lambda value: readers.get(value, ())))
 
 
 def constant(value: Value) -> Any:

@@ -1,18 +1,15 @@
-"""Walk a jaxpr and the jaxprs nested in it, and walk graphs."""
+"""Interpret a jaxpr, and find the equations of the jaxprs nested in it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
-import numpy as np
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from jaxmp.program.equations import is_literal, opened
 from jaxmp.program.primitives import PRODUCTS
-
-T = TypeVar("T", bound=Hashable)
 
 
 def interpreted(
@@ -80,51 +77,3 @@ def product_dtypes(jaxpr: Any) -> set[str]:
 def computing_only(jaxpr: Any, is_wanted: Sequence[bool]) -> Any:
     """Return the open jaxpr that computes only the wanted results of ``jaxpr``."""
     return dce_jaxpr(opened(jaxpr)[0], list(is_wanted), True)[0]
-
-
-def walk(start: Iterable[T], follow: Callable[[T], Iterable[T]]) -> dict[T, None]:
-    """Return the nodes of a graph that can be reached from ``start``, each once."""
-    reached = dict.fromkeys(start)
-    stack = [*reached]
-    while stack:
-        for node in follow(stack.pop()):
-            if node not in reached:
-                reached[node] = None
-                stack.append(node)
-    return reached
-
-
-def cycles(nodes: Sequence[T], inputs_of: Callable[[T], Iterable[T]]) -> list[list[T]]:
-    """Return the cycles of a graph.
-
-    A cycle here is a strongly connected component of more than one node.
-    """
-    from scipy.sparse import coo_array, csgraph
-
-    number = {node: n for n, node in enumerate(nodes)}
-    edges = [(number[operand], n) for n, node in enumerate(nodes) for operand in inputs_of(node)]
-    if not edges:
-        return []
-    matrix = coo_array((np.ones(len(edges)), np.array(edges).T), (len(nodes), len(nodes)))
-    cycles_of: dict[int, list[T]] = {}
-    for node, label in zip(nodes, csgraph.connected_components(matrix, connection="strong")[1], strict=True):
-        cycles_of.setdefault(label, []).append(node)
-    return [cycle for cycle in cycles_of.values() if len(cycle) > 1]
-
-
-def nearest_ends(
-    nodes: Sequence[T],
-    beside: Callable[[T], Iterable[T]],
-    is_end: Callable[[T], bool],
-    known: Mapping[T, T | None] | None = None,
-) -> dict[T, T | None]:
-    """Return for each node the nearest node for which ``is_end`` is true.
-
-    ``beside`` returns the neighbours of a node. ``known`` has the results of some nodes, which are returned unchanged.
-    """
-    ends = dict(known or {})
-    for node in (*nodes, *nodes):  # twice, because a cycle refers to later nodes
-        for other in beside(node):
-            if is_end(other) or other in ends:
-                ends.setdefault(node, other if is_end(other) else ends[other])
-    return ends
