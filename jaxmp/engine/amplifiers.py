@@ -17,11 +17,23 @@ from jaxmp.base.graphs import reachable
 from jaxmp.engine.graph import Graph, Node, Step
 from jaxmp.engine.graph_paths import SCALES, readers_of
 from jaxmp.engine.states import CLEAR, INFER, JOIN, Rule, State
-from jaxmp.program.primitives import AMPLIFIERS, BOUNDS, CAST, EXTREMES, PRODUCTS, SOLVERS, SUMS
+from jaxmp.program.primitives import (
+    AMPLIFIERS,
+    BOUNDS,
+    CAST,
+    COMBINATIONS,
+    EXTREMES,
+    PRODUCTS,
+    SOLVERS,
+    SUMS,
+    Class,
+    of_class,
+)
 
 _QUANTISED = frozenset({"int8", "int4", "int2", "uint8", "uint4", "uint2"})
 """The integers of quantised networks. A cast to one of them is not an amplifier."""
-_READERS_OF_ACTIVATIONS = PRODUCTS | {"reduce_sum"}
+_TOTALS = frozenset(name for name in of_class(Class.ACCUMULATION) if COMBINATIONS.get(name) == "add") - SUMS
+"""Sums of many elements of one array."""
 
 
 def raise_amplified(graph: Graph) -> None:
@@ -74,7 +86,7 @@ def _keepers_of_digits(node: Node) -> Sequence[Node]:
     """Return the operands whose low digits the result of ``node`` keeps."""
     if node.name in EXTREMES or not node.after_product:
         return ()
-    if node.kind in (CLEAR, JOIN) or node.name in ("reduce_sum", CAST):
+    if node.kind in (CLEAR, JOIN) or node.name in _TOTALS or node.name == CAST:
         return node.inputs
     computed = [operand for operand in node.inputs if operand.after_product]
     if _is_quotient(node):  # as in a perspective division
@@ -84,8 +96,10 @@ def _keepers_of_digits(node: Node) -> Sequence[Node]:
     is_choice = node.name in BOUNDS or node.name == "select_n"
     if is_choice or node.name in SUMS:
         # The search ends at a choice or a sum that one of these readers reads: an activation, or a residual stream.
+        # (A sum over an axis of selected elements is usually a sum over a mask.)
         is_activation = is_choice or len(computed) > 1
-        is_read = any(reader.name in _READERS_OF_ACTIVATIONS for reader in readers_of(node))
+        reads = PRODUCTS if node.name == "select_n" else PRODUCTS | _TOTALS
+        is_read = any(reader.name in reads for reader in readers_of(node))
         return () if is_activation and is_read else computed
     return ()
 

@@ -22,8 +22,10 @@ Vectors = tuple[Node, Node]
 
 _POWERS = with_trait(Trait.POWER)
 _MULTIPLICATIONS = with_trait(Trait.MULTIPLIES)
-_BETWEEN = SCALES | BOUNDS | {"select_n"}
-_KEEP_DIGITS = SQUARES | (_BETWEEN - _MULTIPLICATIONS)
+_SIGNED = with_trait(Trait.KEEPS_MAGNITUDE)
+_BETWEEN = SCALES | _SIGNED | BOUNDS | {"select_n"}
+_KEEP_DIGITS = _POWERS | (_BETWEEN - _MULTIPLICATIONS)
+_SUMMED = _POWERS | {"select_n"}
 _NO_EPSILON = 0.1
 """The constant from which a difference can cancel. Smaller constants are added to avoid a division by zero."""
 
@@ -91,7 +93,7 @@ def _factors(value: Node) -> Vectors | None:
     if (value.name == "mul" or is_outer) and len(value.inputs) == 2:
         return multiple_of(value.inputs[0]), multiple_of(value.inputs[1])
     if value.name in _POWERS and value.inputs:
-        base = multiple_of(value.inputs[0], SCALES | {"abs"})
+        base = multiple_of(value.inputs[0], SCALES | _SIGNED)
         return base, base
     return None
 
@@ -141,21 +143,28 @@ def _has_constant_term(total: Node) -> bool:
 def _magnified_differences(step: Step) -> list[Node]:
     """Return differences of a constant and a value whose small errors a step magnifies.
 
-    Between the difference and the step may be scales, bounds and an epsilon, as in ``sqrt(max(1 - x², 0) + 1e-6)``.
+    Between the difference and the step may be scales, other factors, bounds and an epsilon, as in
+    ``sqrt(max((1 - x) * (1 + x), 0) + 1e-6)``.
     """
-    differences = []
-    for operand in _magnified_operands(step):
-        total = multiple_of(operand, _BETWEEN)
-        while total.name in SUMS:
-            if total.name == "sub" or any(term.origin.name == "neg" for term in total.inputs):
-                break
-            variables = [term for term in total.inputs if not term.is_constant]
-            if len(variables) != 1:
-                break
-            total = multiple_of(variables[0], _BETWEEN)  # without the epsilon
-        if total.name in SUMS and _has_constant_term(total):
-            differences.append(total)
-    return differences
+    values = reachable([operand.origin for operand in _magnified_operands(step)], _small_with)
+    return [value for value in values if _is_difference(value) and _has_constant_term(value)]
+
+
+def _is_difference(node: Node) -> bool:
+    """Return whether a value is a difference, or a sum with a negated term."""
+    return node.name == "sub" or (node.name in SUMS and any(term.origin.name == "neg" for term in node.inputs))
+
+
+def _small_with(node: Node) -> list[Node]:
+    """Return the operands that make a value small if they are small."""
+    variables = [operand.origin for operand in node.inputs if not operand.is_constant]
+    if node.name in SUMS:
+        return variables if len(variables) == 1 and not _is_difference(node) else []  # without the epsilon
+    if node.name == "mul":
+        return variables
+    if node.name == "div":
+        return [] if node.inputs[0].is_constant else [node.inputs[0].origin]
+    return variables if node.name in _BETWEEN and len(variables) == 1 else []
 
 
 def _magnified_operands(step: Step) -> list[Node]:
@@ -174,8 +183,8 @@ def _magnified_operands(step: Step) -> list[Node]:
 def _products_in(total: Node) -> list[Node]:
     """Return the products whose digits remain in a sum.
 
-    Between a product and the sum may be scales, squares, bounds, selections, and sums of masked, squared or scaled
-    values.
+    Between a product and the sum may be scales, powers, magnitudes, bounds, selections, and sums of masked, squared or
+    scaled values.
     """
     return [node for node in reachable(_terms(total), _kept_from) if node.name in PRODUCTS]
 
@@ -185,8 +194,8 @@ def _kept_from(node: Node) -> Sequence[Node]:
     if node.kind in (CLEAR, JOIN):
         return node.inputs
     if node.name == "reduce_sum":  # of masked, squared or scaled values
-        masked = node.inputs[0].origin
-        return [masked] if masked.name == "select_n" or _is_scaled(masked) else ()
+        summed = node.inputs[0].origin
+        return [summed] if summed.name in _SUMMED or _is_scaled(summed) else ()
     if node.name in _KEEP_DIGITS or _is_scaled(node):
         variables = {operand for operand in node.inputs if operand.after_product}
         return [*variables] if len(variables) == 1 else ()

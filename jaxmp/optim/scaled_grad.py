@@ -113,8 +113,8 @@ def value_and_grad(
 
     Args:
       fun: a function that returns the loss, a floating scalar, or ``(loss, aux)`` with ``has_aux``.
-      opt_state: the state of an optimizer that :func:`loss_scaling` wraps. Other transforms, such as ``optax.chain``,
-        may be around it, but no transform with a state may follow it.
+      opt_state: the state of an optimizer that :func:`loss_scaling` wraps. It may be chained with other transforms, but
+        not with a transform that has a state.
       argnums: the arguments to differentiate, as for ``jax.value_and_grad``.
       has_aux: whether ``fun`` returns ``(loss, aux)``.
 
@@ -124,8 +124,8 @@ def value_and_grad(
       NaN. Pass the gradients to ``tx.update``, which skips the step if one of them is NaN.
 
     Raises:
-      ValueError: ``opt_state`` has no loss scale, or several; or a transform with a state follows ``loss_scaling``,
-        which would move the params in a skipped step.
+      ValueError: ``opt_state`` has no loss scale, or several; or a transform with a state is chained with
+        ``loss_scaling``. A skipped step would change this state or the params.
       TypeError: the loss is not a floating scalar, or is half precision; an argument to differentiate has leaves that
         are not floating; ``argnums`` are not integers.
       RuntimeError: ``opt_state`` was donated to an earlier step.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -102,31 +103,38 @@ def get_loss_scaling_state(opt_state: optax.OptState) -> LossScalingState:
     return scalings[0]
 
 
-def _require_last(opt_state: optax.OptState) -> None:
-    """Raise a ValueError if a transform with a state follows ``loss_scaling`` in an ``optax.chain``.
+def _require_no_state_beside(opt_state: optax.OptState) -> None:
+    """Raise a ValueError if a chain or a partition has another transform with a state beside ``loss_scaling``.
 
-    In a skipped step, such a transform still moves the params, for example by Adam's momentum. Only a train step of
-    jaxmp, which knows the whole update, restores the params.
+    A skipped step changes the state of such a transform. If the transform comes after ``loss_scaling``, it still moves
+    the params, for example by Adam's momentum. Only a train step of jaxmp, which knows the whole update, restores both.
     """
-    for chain in jax.tree.leaves(opt_state, is_leaf=_is_chain_of_scaling):
-        if not _is_chain_of_scaling(chain):
+    for beside in _states_beside(opt_state):
+        for state in jax.tree.leaves(beside, is_leaf=_has_fields):
+            if jax.tree.leaves(state):
+                raise ValueError(
+                    f"loss_scaling must be around all transforms with a state, got {type(state).__name__} beside it, "
+                    "which does not skip steps; write loss_scaling(optax.chain(...), loss_scale)"
+                )
+
+
+def _states_beside(opt_state: Any) -> Iterator[Any]:
+    """Yield the states of the transforms that are chained with ``loss_scaling``, at any depth."""
+    children: list[Any] = []
+    if isinstance(opt_state, dict):  # of a named chain or a partition
+        children = list(opt_state.values())
+    elif isinstance(opt_state, tuple) and not isinstance(opt_state, LossScalingState):
+        children = list(opt_state)
+    for child in children:
+        if not has_loss_scale(child):
             continue
-        position = next(n for n, state in enumerate(chain) if isinstance(state, LossScalingState))
-        following = jax.tree.leaves(chain[position + 1 :], is_leaf=_has_fields)
-        names = [type(state).__name__ for state in following if jax.tree.leaves(state)]
-        if names:
-            raise ValueError(
-                f"loss_scaling must be last in an optax.chain, got {names[0]} after it, which does not skip steps; "
-                "write loss_scaling(optax.chain(...), loss_scale)"
-            )
+        if not _has_fields(opt_state):  # the fields of a named tuple belong to one transform
+            yield from (other for other in children if other is not child)
+        yield from _states_beside(child)
 
 
 def _has_fields(node: Any) -> bool:
     return hasattr(node, "_fields")
-
-
-def _is_chain_of_scaling(node: Any) -> bool:
-    return type(node) is tuple and any(isinstance(state, LossScalingState) for state in node)
 
 
 def get_loss_scale(opt_state: optax.OptState) -> LossScale:
@@ -146,11 +154,12 @@ def usable_loss_scale(opt_state: optax.OptState) -> LossScale:
     """Return the loss scale in a state that was not donated, for a step that is not a train step of jaxmp.
 
     Raises:
-      ValueError: ``opt_state`` has no loss scale, or several; or a transform with a state follows ``loss_scaling``.
+      ValueError: ``opt_state`` has no loss scale, or several; or a transform with a state is chained with
+        ``loss_scaling``.
       RuntimeError: ``opt_state`` was donated to an earlier step.
     """
     loss_scale = get_loss_scale(opt_state)
-    _require_last(opt_state)
+    _require_no_state_beside(opt_state)
     require_not_deleted(loss_scale)
     return loss_scale
 

@@ -87,6 +87,8 @@ class Trait(enum.Enum):
     """Adds or subtracts two operands."""
     MULTIPLIES = enum.auto()
     """Multiplies or divides two operands element by element."""
+    KEEPS_MAGNITUDE = enum.auto()
+    """Changes at most the sign of its operand."""
     POWER = enum.auto()
     """Raises its first operand to a power."""
     SQUARE_ROOT = enum.auto()
@@ -240,7 +242,8 @@ _TABLE: dict[Class, tuple[Row, ...]] = {
         _row("select_and_gather_add"),
     ),
     Class.INFER: (
-        _row("neg sign abs logistic tanh erf", Trait.ELEMENTWISE),
+        _row("neg abs", Trait.KEEPS_MAGNITUDE, Trait.ELEMENTWISE),
+        _row("sign logistic tanh erf", Trait.ELEMENTWISE),
         # its tail decays like exp(-x²), which amplifies rounding errors; but a gelu adds this tail to larger values
         _row("erfc", Trait.ELEMENTWISE),
         # in a sum of squares, the squares are float32 too, because only the float32 sum reads them

@@ -48,6 +48,17 @@ COORDINATES = {
     "%": (lambda p, r: (p @ r.T) % 0.1, POINTS, ROTATION),
     "sin(exp(s) x b)": (lambda x, s: jnp.sin((x @ FREQUENCIES) * jnp.exp(s)), normal(5, 100, 3), normal(6, 16)),
     "the cell of a sum": (lambda p, r: (10 * jnp.sum(p @ r, -1)).astype(jnp.int32), POINTS, ROTATION),
+    "the cell of a masked sum": (
+        lambda p, r: jnp.sum(10 * (p @ r), -1, where=jnp.arange(3) > 0).astype(jnp.int32),
+        POINTS,
+        ROTATION,
+    ),
+    "the cell of a running sum": (lambda p, r: (10 * jnp.cumsum(p @ r, -1)).astype(jnp.int32), POINTS, ROTATION),
+    "the angle of a rotation": (
+        lambda p, r: jnp.arccos(jnp.clip((jnp.trace(p @ r) - 1) / 2, -1, 1)),
+        ROTATION.T,
+        ROTATION,
+    ),
     "a perspective division": (projected, POINTS, ROTATION),
     "a range that becomes 0 to 1": (scaled_to_one, POINTS, ROTATION),
     "points on rays": (lambda t, r: jnp.sin(8 * (POINTS[0] + (POINTS[1] @ r) * t)), normal(5, 100, 1), ROTATION),

@@ -136,6 +136,10 @@ DIFFERENCES = {
     "log with an epsilon": lambda p: jnp.log(1.001 - p + 1e-7),
     "log(-p + 1)": lambda p: jnp.log(-p + 1.001),
     "root with an epsilon": lambda p: jnp.sqrt(1.001 - p**2 + 1e-7),
+    "root of (1 - p) (1 + p)": lambda p: jnp.sqrt((1.001 - p) * (1 + p)),
+    "root of (1 - p) / (1 + p)": lambda p: jnp.sqrt((1.001 - p) / (1 + p)),
+    "a float exponent": lambda p: jnp.sqrt(1.001 - jnp.power(p, 2.0)),
+    "magnitudes": lambda p: jnp.sqrt(jnp.abs(1.001 - jnp.abs(p))),
 }
 
 
@@ -150,6 +154,15 @@ def test_a_constant_minus_a_product_is_float32_if_its_small_values_are_magnified
     x = rounded(1 + 0.05 * X)
     y = rounded(0.9995 * x / jnp.sum(x * x, -1, keepdims=True))  # so that the products of pairs are near 1
     np.testing.assert_allclose(*both(fun, policy, x, y), rtol=1e-3)
+
+
+@pytest.mark.parametrize("square", [jnp.square, lambda v: v * v, lambda v: v**2])
+def test_a_constant_minus_a_squared_norm_is_float32_if_its_small_values_are_magnified(square):
+    def conformal_factor(x):  # of a point in the Poincaré ball
+        v = x @ W
+        return 2 / (1 - jnp.sum(square(v), -1))
+
+    assert products(half(conformal_factor), 0.99 * unit(X)) == ["float32"]
 
 
 def test_the_margin_of_arcface_has_finite_gradients():

@@ -253,7 +253,7 @@ ROWS = {
     "bins and cells without casts to integers: `searchsorted`, `histogram`, `floor`, comparisons with positions": marks(
         floor_of_coordinates, POINTS, SCREEN, effect=0.0015
     ),
-    "a fraction, `c - floor(c)`": marks(fraction, POINTS, SCREEN, effect=0.1),
+    "a fraction, `c - floor(c)` or `jnp.modf(c)`": marks(fraction, POINTS, SCREEN, effect=0.1),
     "`1 - cosine`, if the cosine is a product and near 1": marks(
         one_minus_cosine, X, X + draw(2, 8, 16, scale=0.03), draw(1, 16, 16), effect=1
     ),

@@ -68,11 +68,19 @@ MISTAKES = {
             ValueError,
             "one loss scale, got 2; put one loss_scaling around the whole optimizer",
         ),
-        "followed by Adam": (
-            lambda: value_and_grad(jnp.sum, optax.chain(tx_of(), optax.adam(0.1)).init(jnp.ones(2))),
-            ValueError,
-            "loss_scaling must be last in an optax.chain, got ScaleByAdamState after it",
-        ),
+        **{
+            f"Adam {place}": (
+                lambda tx=tx: value_and_grad(jnp.sum, tx.init(jnp.ones(2))),
+                ValueError,
+                "loss_scaling must be around all transforms with a state, got ScaleByAdamState beside it",
+            )
+            for place, tx in {
+                "after it": optax.chain(tx_of(), optax.adam(0.1)),
+                "before it": optax.chain(optax.scale_by_adam(), tx_of()),
+                "after it in a named chain": optax.named_chain(("scaled", tx_of()), ("adam", optax.adam(0.1))),
+                "after the chain of it": optax.chain(optax.chain(tx_of(), optax.identity()), optax.adam(0.1)),
+            }.items()
+        },
         "the optimizer as its state": (
             lambda: value_and_grad(jnp.sum, tx_of()),
             ValueError,
