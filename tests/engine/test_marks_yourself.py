@@ -157,6 +157,14 @@ def one_minus_cosine(mark, x, y, w):
     return 1 - jnp.diagonal(cosine)
 
 
+def normalised_cut(mark, scores, weights, degrees):
+    p = jax.nn.softmax(scores)
+    with mark():
+        kept = jnp.trace(p.T @ weights @ p)
+        total = jnp.trace(p.T @ degrees @ p)
+    return 1 - kept / total
+
+
 def variance_by_products(mark, x, w):
     with mark():
         mean_of_squares = (x * x) @ w
@@ -182,6 +190,9 @@ def similarity(x, y):
 
 
 NEAR = 5 + 0.5 * X[:, :8]
+CLUSTERS = np.arange(16) % 2
+EDGES = 0.01 + (CLUSTERS[:, None] == CLUSTERS) * (1 + 0.3 * np.abs(W + W.T))
+CLUSTER_SCORES = 10 * EYE[:2, :2][CLUSTERS] + draw(3, 16, 2)
 
 
 # -- sums and logarithms ---------------------------------------------------------------------------------------------
@@ -256,6 +267,9 @@ ROWS = {
     "a fraction, `c - floor(c)` or `jnp.modf(c)`": marks(fraction, POINTS, SCREEN, effect=0.1),
     "`1 - cosine`, if the cosine is a product and near 1": marks(
         one_minus_cosine, X, X + draw(2, 8, 16, scale=0.03), draw(1, 16, 16), effect=1
+    ),
+    "a normalised cut, `1 - trace(p.T @ w @ p) / trace(p.T @ d @ p)`": marks(
+        normalised_cut, CLUSTER_SCORES, EDGES, np.diag(EDGES.sum(0)), effect=0.05
     ),
     "moments by products, `(x * x) @ w - (x @ w)**2`, as in SSIM": marks(
         variance_by_products, 3 + X, np.full((16, 1), 1 / 16, "float32"), effect=0.005
