@@ -104,7 +104,7 @@ def get_loss_scaling_state(opt_state: optax.OptState) -> LossScalingState:
 
 
 def _require_no_state_beside(opt_state: optax.OptState) -> None:
-    """Raise a ValueError if a chain or a partition has another transform with a state beside ``loss_scaling``.
+    """Raise a ValueError if ``loss_scaling`` is chained with a transform that has a state.
 
     A skipped step changes the state of such a transform. If the transform comes after ``loss_scaling``, it still moves
     the params, for example by Adam's momentum. Only a train step of jaxmp, which knows the whole update, restores both.
