@@ -36,8 +36,9 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from numbers import Integral, Real
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -45,12 +46,16 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jaxmp.base import hardware
+from jaxmp.base.cache_keys import auto_chunks
 from jaxmp.base.dtypes import at_least_float32
 from jaxmp.engine.marks import precision
 from jaxmp.engine.trace import autocast_dtype
 from jaxmp.sharding.mesh_plan import Plan, on_auto_axes, plan_being_traced
 
 __all__ = ["cross_entropy", "projected_cross_entropy"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _IGNORED = -1
 _CHUNKS = 8
@@ -165,9 +170,10 @@ def projected_cross_entropy(
       classes: the number of classes. Rows of ``weights`` after the first ``classes`` rows are padding. By default there
         is no padding.
       chunks: the number of chunks of tokens; the last chunk may have fewer tokens. More chunks need less memory, and
-        take more time. With ``"auto"``, a chunk is as large as possible such that its logits and their gradient take at
-        most 1/32 of the device's memory. (If the memory is unknown, as on a CPU, there are 8 chunks.) Pass a number if
-        your own ``jax.jit`` splits the tokens over devices.
+        take more time. With ``"auto"``, it is the number in ``make_train_step(loss_chunks=…)``. Without that number, a
+        chunk is as large as possible such that its logits and their gradient take at most 1/32 of the device's memory.
+        (If the memory is unknown, as on a CPU, there are 8 chunks.) Pass a number if your own ``jax.jit`` splits the
+        tokens over devices.
       ignore_index: the label to ignore. Tokens with this label do not count in the mean. If all labels are ignored, the
         loss is 0.
       label_smoothing: as in :func:`cross_entropy`.
@@ -216,11 +222,23 @@ def projected_cross_entropy(
     return _projected(x, weights, bias, labels, options, _chunks_of(x, weights, chunks), dtypes)
 
 
+def with_auto_chunks(fun: Callable[P, T], number: int) -> Callable[P, T]:
+    """Return ``fun`` with ``number`` chunks in each :func:`projected_cross_entropy` with ``chunks="auto"``."""
+
+    @functools.wraps(fun)
+    def fun_with_chunks(*args: P.args, **kwargs: P.kwargs) -> T:
+        with auto_chunks(number):
+            return fun(*args, **kwargs)
+
+    return fun_with_chunks
+
+
 def _chunks_of(x: jax.Array, weights: jax.Array, chunks: int | Literal["auto"]) -> int:
     """Return the number of chunks of the tokens ``x``."""
     tokens = max(len(x), 1)
-    if chunks != "auto":
-        return min(chunks, tokens)
+    number = auto_chunks.value if chunks == "auto" else chunks
+    if number is not None:
+        return min(number, tokens)
     memory = hardware.detect().memory_bytes
     if memory is None:
         return min(_CHUNKS, tokens)

@@ -250,6 +250,29 @@ def test_automatic_chunks_are_as_few_as_a_share_of_the_devices_memory_allows():
             assert chunks(2**14) == number == math.ceil(logits_and_gradient / share)
 
 
+@pytest.mark.parametrize("policy", [None, "mixed_bfloat16"])
+def test_a_train_step_sets_the_number_of_automatic_chunks(policy):
+    def numbers_of_chunks(step):
+        program = step.jitted.trace(state, LABELS)
+        return [eqn.params["length"] for eqn in equations(program.jaxpr) if eqn.primitive.name == "scan"]
+
+    def loss_fn(params, labels):
+        auto, fixed = (
+            projected_cross_entropy(params["x"], params["weights"], labels, chunks=chunks, ignore_index=-100)
+            for chunks in ("auto", 5)
+        )
+        return auto + fixed
+
+    params = {"x": normal(1, TOKENS, DIM), "weights": normal(2, ROWS, DIM)}
+    state = jaxmp.TrainState.create(params=params, tx=optax.sgd(0.1))
+    step = jaxmp.make_train_step(loss_fn, policy=policy)
+    assert numbers_of_chunks(step) == [8, 5]
+    for chunks in (1, 2, 4):
+        assert numbers_of_chunks(step.with_options(loss_chunks=chunks)) == [chunks, 5]
+    with pytest.raises(ValueError, match="loss_chunks must be a whole number of at least 1, got 0"):
+        step.with_options(loss_chunks=0)
+
+
 def test_the_loss_alone_computes_no_gradient():
     x, weights = normal(1, TOKENS, DIM), normal(2, ROWS, DIM)
 

@@ -31,6 +31,7 @@ def make_train_step(
     accumulate_steps: int = 1,
     ema_decay: float | None = None,
     remat: str | Callable[..., Any] | None = None,
+    loss_chunks: int | None = None,
     donate: bool = True,
     max_consecutive_skips: int = 25,
     sharding: Sharding | None = None,
@@ -59,6 +60,7 @@ def make_train_step(
       accumulate_steps: the number of microbatches per step.
       ema_decay: the decay of the moving average of an ``Optimizer(model, tx, ema=True)``.
       remat: the values that the backward pass recomputes.
+      loss_chunks: the number of chunks in :func:`jaxmp.losses.projected_cross_entropy` with ``chunks="auto"``.
       donate: whether the new values reuse the memory of the old values. An ``nnx.clone`` or ``nnx.state`` that you took
         from the model earlier may share this memory, and is then deleted. To keep it, copy its arrays, or pass False.
       max_consecutive_skips: the number of skipped steps in a row that ends the run with an error.
@@ -88,6 +90,7 @@ def make_train_step(
         accumulate_steps=accumulate_steps,
         ema_decay=ema_decay,
         remat=remat,
+        loss_chunks=loss_chunks,
         donate=donate,
         max_consecutive_skips=max_consecutive_skips,
         sharding=sharding,

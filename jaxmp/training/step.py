@@ -15,7 +15,9 @@ import numpy as np
 from jaxmp.base.arguments import printed, require_flag, require_whole_number
 from jaxmp.base.donation import require_not_deleted
 from jaxmp.base.user_warnings import warn_user
+from jaxmp.losses import with_auto_chunks
 from jaxmp.optim.checks import as_float
+from jaxmp.optim.half_params import warn_if_updates_vanish
 from jaxmp.optim.scaling_state import get_loss_scale
 from jaxmp.sharding.devices import DevicesOfArrays, DevicesOfMesh, FlatState, Layout
 from jaxmp.sharding.mesh_plan import Sharding
@@ -53,6 +55,7 @@ def make_train_step(
     accumulate_steps: int = 1,
     ema_decay: float | None = None,
     remat: str | Callable[..., Any] | None = None,
+    loss_chunks: int | None = None,
     donate: bool = True,
     max_consecutive_skips: int = 25,
     sharding: Sharding | None = None,
@@ -88,6 +91,8 @@ def make_train_step(
         layer at a time); ``"float8"`` (all except operands of float8 products); or a policy of
         ``jax.checkpoint_policies`` or its name. The layers are the modules of a stack, whose names differ only in
         numbers (``Block_0``, ``Block_1``), and the iterations of a scan.
+      loss_chunks: the number of chunks in :func:`jaxmp.losses.projected_cross_entropy` with ``chunks="auto"``. Other
+        losses do not use it. By default, the number follows the memory of the device.
       donate: whether the new state reuses the memory of the old state. The state that you pass is then deleted.
       max_consecutive_skips: the number of skipped steps in a row after which an error ends the run. A step counts only
         if the loss scale could not fall in it.
@@ -110,9 +115,12 @@ def make_train_step(
         arrays that are not finite. To find the operation, use :func:`jaxmp.inspect.first_nonfinite`. If you call the
         step inside your own ``jax.jit``, it cannot raise this error: call :func:`jaxmp.raise_if_stuck` in your loop.
 
-    The first call warns if the loss function has float16 products and the optimizer has no loss scale. It also warns if
-    a step with a loss scale has no policy and only float32 products, or if a step with a half-precision policy has a
-    model whose own policy makes all products float32.
+    The first call warns if:
+
+    - the loss function has float16 products, and the optimizer has no loss scale;
+    - a step with a loss scale has no policy and only float32 products;
+    - a step with a half-precision policy has a model whose own policy makes all products float32;
+    - the params are half precision, and the optimizer is not :func:`jaxmp.low_precision`.
 
     >>> def loss_fn(params, batch):
     ...     return jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2)
@@ -125,6 +133,8 @@ def make_train_step(
     """
     require_whole_number("accumulate_steps", accumulate_steps)
     require_whole_number("max_consecutive_skips", max_consecutive_skips)
+    if loss_chunks is not None:
+        require_whole_number("loss_chunks", loss_chunks)
     require_flag("donate", donate, "pass donate=False to keep the states of earlier steps")
     if compiler_options is not None and not isinstance(compiler_options, Mapping):
         raise TypeError(
@@ -133,6 +143,8 @@ def make_train_step(
         )
     decay = _checked_decay(ema_decay)
     loss_fn = under_policy(loss_fn, policy, overrides)
+    if loss_chunks is not None:
+        loss_fn = with_auto_chunks(loss_fn, loss_chunks)
     if remat == "layers":  # before weights are gathered, as for layers that the author recomputes
         loss_fn, remat = recompute_layers(loss_fn), None
     devices = DevicesOfArrays()
@@ -203,7 +215,7 @@ class TrainStep:
         self._donate = donate
         self._compiler_options = None if compiler_options is None else dict(compiler_options)
         self._policy_dtype = policy_dtype
-        self._has_checked_products = False
+        self._has_warned = False
         self._stuck_runs = StuckRuns(max_consecutive_skips)
         self._program_with = functools.lru_cache(maxsize=8)(self._jit)
         self.jitted = self._program_with(None)
@@ -248,8 +260,8 @@ class TrainStep:
             placed: S = flat.state
             program = self.jitted = self._program_for(flat.layout)
             with self.update.devices.set():
-                if not self._has_checked_products:
-                    self._check_products(program.trace(placed, placed_batch), state)  # the call reuses this trace
+                if not self._has_warned:
+                    self._warn(program.trace(placed, placed_batch), state)  # the call reuses this trace
                 new_state, metrics = program(placed, placed_batch)
         except (RuntimeError, ValueError) as error:
             require_not_deleted(state, error)
@@ -325,9 +337,10 @@ class TrainStep:
 
     # --- warnings and errors ---
 
-    def _check_products(self, traced: jax.stages.Traced, state: TrainState) -> None:
-        """Warn if the products of the loss do not fit the loss scale or the policy."""
-        self._has_checked_products = True
+    def _warn(self, traced: jax.stages.Traced, state: TrainState) -> None:
+        """Warn if the state or the products of the loss do not fit the optimizer, the loss scale or the policy."""
+        self._has_warned = True
+        warn_if_updates_vanish(state.tx, state.params)  # also of params that the user has cast since ``create``
         message = mismatch_of_products(traced, get_loss_scale(state.opt_state), self._policy_dtype)
         if message is not None:
             warn_user(message)

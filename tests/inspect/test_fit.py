@@ -1,4 +1,4 @@
-"""``fit`` finds the fastest combination of rematerialisation and microbatches that fits."""
+"""``fit`` finds the fastest combination of rematerialisation, chunks of the loss and microbatches that fits."""
 
 from __future__ import annotations
 
@@ -21,24 +21,26 @@ from jaxmp.cli import main
 from jaxmp.inspect import Fit, Trial, fit
 from jaxmp.inspect._fit import fit as fit_module
 from jaxmp.inspect._fit.fit import limit_of
-from jaxmp.inspect._fit.search import REMATS, fastest, search
+from jaxmp.inspect._fit.search import LOSS_CHUNKS, REMATS, fastest, search
 
 pytestmark = [pytest.mark.once, pytest.mark.usefixtures("standard_promotion")]  # optax's Adam mixes dtypes
 STATE = 100.0
+CHUNK_TIME = 0.01
 
 
-def trials_of(activations, milliseconds, counts, limit, compiles_below=math.inf):
+def trials_of(activations, milliseconds, chunks, counts, limit, compiles_below=math.inf, logits=0.0):
     """Return the trial of every combination, of a step whose memory and time are known.
 
     A combination with a peak of at least ``compiles_below`` does not compile.
     """
     trials = {}
-    for remat, count in itertools.product(activations, counts):
-        peak = STATE + activations[remat] / count
+    for remat, number, count in itertools.product(activations, chunks, counts):
+        peak = STATE + (activations[remat] + logits / (number or 1)) / count
         time = milliseconds[remat] + 3 * count  # each microbatch costs the same time
+        time += CHUNK_TIME * (number or 0)
         if peak >= compiles_below:
             peak = time = math.inf
-        trials[remat, count] = Trial(remat, count, peak, time, peak <= limit, STATE)
+        trials[remat, number, count] = Trial(remat, count, peak, time, peak <= limit, STATE, number)
     return trials
 
 
@@ -53,16 +55,24 @@ def trials_of(activations, milliseconds, counts, limit, compiles_below=math.inf)
 def test_the_search_finds_the_fastest_of_all_combinations(activations, times, counts, limit, refused, compiles_below):
     activations = {remat: size for remat, size in zip(REMATS, activations, strict=True) if remat not in refused}
     milliseconds = dict(zip(REMATS, times, strict=True)) | {"none": 50.0}
-    every = trials_of(activations, milliseconds, counts, min(limit, compiles_below), compiles_below)
-    measured = search(lambda remat, count: every.get((remat, count)), REMATS, counts, min(limit, compiles_below))
+    limit = min(limit, compiles_below)
+    every = trials_of(activations, milliseconds, [None], counts, limit, compiles_below)
+    measured = search(lambda *options: every.get(options), REMATS, [None], counts, limit)
     best, found = fastest(list(every.values())), fastest(measured)
     assert (found and found.milliseconds) == (best and best.milliseconds)
+    assert len(measured) == len(set(measured))
+    # Chunks cost little time here, so the search need not find the smallest number of them.
+    every = trials_of(activations, milliseconds, LOSS_CHUNKS, counts, limit, compiles_below, logits=500.0)
+    measured = search(lambda *options: every.get(options), REMATS, LOSS_CHUNKS, counts, limit)
+    best, found = fastest(list(every.values())), fastest(measured)
+    assert (found is None) == (best is None)
+    assert best is None or found.milliseconds - best.milliseconds <= CHUNK_TIME * LOSS_CHUNKS[-1]
     assert len(measured) == len(set(measured))
 
 
 def test_a_step_that_fits_as_it_is_needs_one_compilation():
-    every = trials_of(dict.fromkeys(REMATS, 10.0), dict.fromkeys(REMATS, 1.0), [1, 2], 200)
-    assert search(lambda remat, count: every[remat, count], REMATS, [1, 2], 200) == [every["none", 1]]
+    every = trials_of(dict.fromkeys(REMATS, 10.0), dict.fromkeys(REMATS, 1.0), [1, 4], [1, 2], 200)
+    assert search(lambda *options: every[options], REMATS, [1, 4], [1, 2], 200) == [every["none", 1, 1]]
 
 
 def report(limit: int) -> Fit:
@@ -155,7 +165,7 @@ def test_the_own_remat_of_a_step_is_tried_too(fit_on_cpu):
 
 
 def test_batch_statistics_are_mentioned_only_if_the_model_has_them(fit_on_cpu, monkeypatch):
-    monkeypatch.setattr(fit_module, "search", lambda measure, remats, counts, limit: [measure("none", 2)])
+    monkeypatch.setattr(fit_module, "search", lambda measure, *_: [measure("none", None, 2)])
     rngs = nnx.Rngs(0)
     for last_layer, has_statistics in ((nnx.BatchNorm(8, rngs=rngs), True), (nnx.Dropout(0.5, rngs=rngs), False)):
         model = nnx.Sequential(nnx.Linear(8, 8, rngs=rngs), last_layer)

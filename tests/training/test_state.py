@@ -433,7 +433,7 @@ def test_an_unknown_field_raises_pythons_error():
             TrainState.create(params=jnp.ones(2), tx=optax.sgd(0.1), **{name: 1})
 
 
-@pytest.mark.parametrize("make", ["state", "with_tx", "sharded", "nnx"])
+@pytest.mark.parametrize("make", ["state", "with_tx", "replace", "sharded", "nnx"])
 def test_half_params_that_a_plain_optimizer_updates_are_warned_of(make):
     def warned(tx, dtype=jnp.bfloat16):
         with warnings.catch_warnings(record=True) as caught:
@@ -443,6 +443,9 @@ def test_half_params_that_a_plain_optimizer_updates_are_warned_of(make):
                 TrainState.create(params=params, tx=tx)
             elif make == "with_tx":
                 TrainState.create(params=jax.tree.map(jnp.float32, params), tx=tx).replace(params=params).with_tx(tx)
+            elif make == "replace":
+                state = TrainState.create(params=jax.tree.map(jnp.float32, params), tx=tx).replace(params=params)
+                make_train_step(lambda params, _: jnp.mean(params["kernel"].astype("float32") ** 2))(state, 0.0)
             elif make == "sharded":
                 TrainState.create_sharded(lambda: params, tx, jaxmp.sharding.Sharding(mesh_of()))
             else:

@@ -16,7 +16,7 @@ from flax import nnx
 from jaxmp.base import hardware, tables
 from jaxmp.base.arguments import printed
 from jaxmp.base.trees import path_name
-from jaxmp.inspect._fit.search import REMATS, Trial, fastest, search
+from jaxmp.inspect._fit.search import LOSS_CHUNKS, REMATS, Trial, fastest, search
 from jaxmp.inspect._memory.memory import Memory, of_call
 from jaxmp.inspect._roofline.roofline import ERROR, ON_RECORD, hardware_of, of_program
 from jaxmp.inspect.compiled import compiling
@@ -34,7 +34,7 @@ JAX_SHARE = 0.75
 
 @dataclasses.dataclass(frozen=True)
 class Fit(tables.Shown):
-    """The combinations of rematerialisation and microbatches that were compiled, and the best one.
+    """The combinations of rematerialisation, chunks and microbatches that were compiled, and the best one.
 
     Attributes:
       device: the name of the GPU.
@@ -70,21 +70,25 @@ class Fit(tables.Shown):
                 f"no combination fits {tables.byte_text(self.limit)}; the lowest peak is {_peak_text(self.trials[0])}. "
                 "Use a smaller batch, jaxmp.low_precision, or more devices."
             )
-        return {"remat": self.best.remat, "accumulate_steps": self.best.accumulate_steps}
+        options = {"remat": self.best.remat, "accumulate_steps": self.best.accumulate_steps}
+        chunks = {} if self.best.loss_chunks is None else {"loss_chunks": self.best.loss_chunks}
+        return {**options, **chunks}
 
     def _shown(self) -> Any:
         limit = tables.byte_text(self.limit)
-        columns = ("remat", "accumulate_steps", "peak", "ms predicted", "fits")
+        has_chunks = any(trial.loss_chunks is not None for trial in self.trials)
+        options = ("remat", "loss_chunks", "accumulate_steps") if has_chunks else ("remat", "accumulate_steps")
+        columns = (*options, "peak", "ms predicted", "fits")
         rows = []
         for trial in self.trials:
-            fits = "yes" if trial.fits else "no"
-            rows.append((trial.remat, trial.accumulate_steps, _peak_text(trial), _time_text(trial), fits))
+            values = [getattr(trial, option) for option in options]
+            rows.append((*values, _peak_text(trial), _time_text(trial), "yes" if trial.fits else "no"))
         if self.best is None:
             title = f"nothing fits into {limit} of {self.device}, batch of {self.batch}"
             return title, columns, rows, (*self.notes, "use a smaller batch, jaxmp.low_precision, or more devices")
         title = f"{_peak_text(self.best)} of {limit} on {self.device}, batch of {self.batch}"
-        options = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
-        after = [f"make_train_step(loss_fn, {options})"]
+        best_options = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
+        after = [f"make_train_step(loss_fn, {best_options})"]
         after += self.notes
         if self.device == ON_RECORD and len(rows) > 1:
             after.append(f"measured errors of predicted times are up to {ERROR:.0%}")
@@ -105,10 +109,10 @@ def fit(
 ) -> Callable[..., Fit]:
     """Return a function that finds the fastest way to make a train step fit into a GPU's memory.
 
-    Each combination of ``remat`` and ``accumulate_steps`` is compiled for the GPU, but not executed. The compiler
-    reports its memory, and :func:`jaxmp.inspect.roofline` predicts its time. The step's own ``accumulate_steps`` is
-    replaced, and its ``remat`` is one of those that are tried. If the whole batch fits without rematerialisation, one
-    compilation is enough; otherwise about ten are needed.
+    Combinations of ``remat``, ``accumulate_steps`` and ``loss_chunks`` are compiled for the GPU, but not executed. The
+    compiler reports their memory, and :func:`jaxmp.inspect.roofline` predicts their time. The step's own options of
+    these names are replaced, but its ``remat`` is one of those that are tried. If the whole batch fits without
+    rematerialisation, one compilation is enough; otherwise about ten are needed.
 
     Args:
       step: a train step for Linen or NNX.
@@ -154,11 +158,12 @@ def fit(
         remats = [*REMATS, *([own_remat] if own_remat is not None and own_remat not in REMATS else [])]
         with _status() as status:
             compiler = _Compiler(step, args, device, topology, gpu, limit, status)
-            trials = search(compiler.measure, remats, batch.microbatches, limit)
+            chunks = LOSS_CHUNKS if compiler.uses_chunks(batch.microbatches[0]) else [None]
+            trials = search(compiler.measure, remats, chunks, batch.microbatches, limit)
         if not trials:
             raise ValueError("; ".join(compiler.notes))
         trials.sort(key=lambda trial: (0, trial.milliseconds) if trial.fits else (1, trial.peak))
-        best_memory = compiler.memories.get((trials[0].remat, trials[0].accumulate_steps))
+        best_memory = compiler.memories.get(trials[0])
         notes = [*compiler.notes]
         if has_batch_statistics(args) and trials[0].fits and trials[0].accumulate_steps > 1:
             notes.append("batch statistics are computed per microbatch, so microbatches change the numbers")
@@ -216,16 +221,26 @@ class _Compiler:
     gpu: hardware.Hardware
     limit: int
     status: Any
-    memories: dict[tuple[Any, int], Memory] = dataclasses.field(default_factory=dict)
+    memories: dict[Trial, Memory] = dataclasses.field(default_factory=dict)
     notes: list[str] = dataclasses.field(default_factory=list)
 
-    def measure(self, remat: Any, accumulate_steps: int) -> Trial | None:
+    def uses_chunks(self, accumulate_steps: int) -> bool:
+        """Return whether the option ``loss_chunks`` changes the program of the step."""
+        programs = set()
+        for chunks in (1, 2):
+            step = self.step.with_options(remat="none", loss_chunks=chunks, accumulate_steps=accumulate_steps)
+            trace = compiling.trace_of_call(step, self.args, self.device, topology=self.topology)
+            programs.add(compiling.lowered_of(trace, self.device).as_text())
+        return len(programs) > 1
+
+    def measure(self, remat: Any, loss_chunks: int | None, accumulate_steps: int) -> Trial | None:
         """Return the memory and the predicted time of a combination.
 
         The result is None if the model has no layers to recompute, or if its loss does not accept microbatches.
         """
-        self.status.update(f"compiling remat={remat!r}, accumulate_steps={accumulate_steps}")
-        step = self.step.with_options(remat=remat, accumulate_steps=accumulate_steps)
+        options = {"remat": remat, "loss_chunks": loss_chunks, "accumulate_steps": accumulate_steps}
+        self.status.update("compiling " + ", ".join(f"{name}={value!r}" for name, value in options.items()))
+        step = self.step.with_options(**options)
         call, inputs = compiling.call_of(step, self.args)
         try:
             compiled = compiling.compiled(call, inputs, self.device, self.topology)
@@ -239,13 +254,15 @@ class _Compiler:
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
-            return Trial(remat, accumulate_steps, math.inf, math.inf, fits=False)
+            return Trial(remat, accumulate_steps, math.inf, math.inf, fits=False, loss_chunks=loss_chunks)
         program = HloProgram(str(compiled.as_text()))
         memory = of_call(call, inputs, compiled, program, self.device, self.topology)
-        self.memories[remat, accumulate_steps] = memory
         state_bytes = sum(memory.by_kind[kind] for kind in ("params", "optimizer", "model_state"))
         milliseconds = of_program(program, self.gpu).milliseconds
-        return Trial(remat, accumulate_steps, memory.peak, milliseconds, memory.peak <= self.limit, state_bytes)
+        fits = memory.peak <= self.limit
+        trial = Trial(remat, accumulate_steps, memory.peak, milliseconds, fits, state_bytes, loss_chunks)
+        self.memories[trial] = memory
+        return trial
 
     def _note(self, text: str) -> None:
         if not self.notes:

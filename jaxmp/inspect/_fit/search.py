@@ -1,4 +1,4 @@
-"""Search for the fastest combination of remat and microbatches that fits."""
+"""Search for the fastest combination of remat, chunks of the loss and microbatches that fits."""
 
 from __future__ import annotations
 
@@ -9,19 +9,24 @@ from typing import Any
 
 REMATS = ("none", "dots", "dots_no_batch", "layers")
 """The rematerialisations to try, usually from the one that stores most to the one that stores least."""
+LOSS_CHUNKS = (1, 4, 16)
+"""The numbers of chunks of the loss to try."""
+SMALLEST_GAIN = 0.02
+"""The smallest share of the peak that more chunks must save. Otherwise still more chunks are not tried."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """A combination of rematerialisation and microbatches, and what it costs.
+    """A combination of options of ``make_train_step``, and what it costs.
 
     Attributes:
-      remat: the option ``remat`` of ``make_train_step``.
+      remat: the option ``remat``.
       accumulate_steps: the number of microbatches.
       peak: the peak memory in bytes; infinite if the compilation itself ran out of memory.
       milliseconds: the predicted time of the step; infinite if it is unknown.
       fits: whether the peak is within the limit.
       state_bytes: the bytes of the train state in the peak. Microbatches do not reduce them.
+      loss_chunks: the option ``loss_chunks``; None if the loss does not use it.
     """
 
     remat: Any
@@ -30,38 +35,45 @@ class Trial:
     milliseconds: float
     fits: bool
     state_bytes: int = 0
+    loss_chunks: int | None = None
 
 
-Measure = Callable[[Any, int], Trial | None]
-"""A function of a rematerialisation and a number of microbatches. It returns None if the step does not allow them."""
+Measure = Callable[[Any, int | None, int], Trial | None]
+"""A function of ``remat``, ``loss_chunks`` and ``accumulate_steps``. It returns None if the step does not allow them."""
 
 
-def search(measure: Measure, remats: Sequence[Any], counts: Sequence[int], limit: float) -> list[Trial]:
+def search(
+    measure: Measure, remats: Sequence[Any], chunks: Sequence[int | None], counts: Sequence[int], limit: float
+) -> list[Trial]:
     """Return all combinations that were measured.
 
-    1. If the first rematerialisation fits with the largest microbatch, nothing else is measured.
-    2. Every rematerialisation is measured with the largest microbatch.
-    3. For each one that does not fit, the search looks for the smallest number of microbatches that fits. It stops if
-       the step is not faster than the best combination so far, because more microbatches are slower.
+    1. Every rematerialisation is measured with the largest microbatch, with more and more chunks until it fits.
+    2. If the first rematerialisation fits, nothing else is measured, because chunks usually cost less time than
+       recomputation.
+    3. For each rematerialisation that does not fit, the search looks for the smallest number of microbatches that fits.
+       It stops if the step is not faster than the best combination so far, because more microbatches are slower.
 
     Args:
       measure: measures a combination.
       remats: the rematerialisations. The first one recomputes nothing.
+      chunks: the numbers of chunks of the loss, in ascending order; ``[None]`` for a loss without such chunks.
       counts: the possible numbers of microbatches, in ascending order.
       limit: the limit of the peak in bytes.
     """
     trials = list[Trial]()
+    smallest = list[Trial]()  # for each rematerialisation, the trial with the most chunks that were tried
     for remat in remats:
-        trial = measure(remat, counts[0])
-        if trial is not None:
-            trials.append(trial)
-            if remat == remats[0] and trial.fits:
-                return trials
+        of_remat = list(_trials_of_chunks(measure, remat, chunks, counts[0], _best_time(trials)))
+        trials += of_remat
+        if remat == remats[0] and of_remat and of_remat[-1].fits:
+            return trials
+        smallest += of_remat[-1:]
     state_bytes = max((trial.state_bytes for trial in trials), default=0)
     # The remat with the lowest peak needs the fewest microbatches. Its time bounds the others early.
-    for trial in sorted(trials, key=lambda trial: trial.peak):
+    for trial in sorted(smallest, key=lambda trial: trial.peak):
         if not trial.fits and state_bytes < limit:
-            trials += _trials_of_remat(measure, trial, counts, limit - state_bytes, state_bytes, _best_time(trials))
+            room = limit - state_bytes
+            trials += _trials_of_microbatches(measure, trial, counts, room, state_bytes, _best_time(trials))
     return trials
 
 
@@ -75,7 +87,28 @@ def _best_time(trials: Sequence[Trial]) -> float:
     return math.inf if best is None else best.milliseconds
 
 
-def _trials_of_remat(
+def _trials_of_chunks(
+    measure: Measure, remat: Any, chunks: Sequence[int | None], count: int, best_time: float
+) -> Iterator[Trial]:
+    """Yield the trials of a rematerialisation with more and more chunks, until one fits.
+
+    The search stops earlier if more chunks save no memory, or if the step is not faster than the best combination so
+    far, because more chunks are slower.
+    """
+    last_peak = math.inf
+    for number in chunks:
+        trial = measure(remat, number, count)
+        if trial is None:
+            return
+        yield trial
+        saves_memory = trial.peak < (1 - SMALLEST_GAIN) * last_peak or trial.peak == math.inf
+        is_slow = math.isfinite(trial.milliseconds) and trial.milliseconds >= best_time
+        if trial.fits or is_slow or not saves_memory:
+            return
+        last_peak = trial.peak
+
+
+def _trials_of_microbatches(
     measure: Measure, first: Trial, counts: Sequence[int], room: float, state_bytes: int, best_time: float
 ) -> Iterator[Trial]:
     """Yield the combinations that are measured to find the smallest number of microbatches that fits.
@@ -103,7 +136,8 @@ def _trials_of_remat(
             index = next((n for n, count in enumerate(counts) if count >= needed), len(counts) - 1)
         else:
             index = 2 * too_few + 1
-        measured = measure(first.remat, counts[min(max(index, too_few + 1), enough - 1)])
+        count = counts[min(max(index, too_few + 1), enough - 1)]
+        measured = measure(first.remat, first.loss_chunks, count)
         if measured is None:
             return
         yield (trial := measured)

@@ -129,13 +129,22 @@ def _check_topology_fits(topology: str, device: str | None, mesh: Any) -> None:
         )
 
 
+def lowered_of(trace: Any, device: str | None = None) -> Any:
+    """Lower a trace of :func:`trace_of_call`, with the same ``device``."""
+    if device is None:
+        return trace.lower()
+    with targets.with_cudnn(targets.target_of(device).cudnn):
+        return trace.lower(lowering_platforms=("cuda",))
+
+
 def compiled_of(trace: Any, device: str | None = None) -> jax.stages.Compiled:
     """Compile a trace of :func:`trace_of_call`, with the same ``device``."""
+    lowered = lowered_of(trace, device)
     if device is None:
-        program = trace.lower().compile()
+        program = lowered.compile()
     else:
         with targets.with_cudnn(targets.target_of(device).cudnn):
-            program = trace.lower(lowering_platforms=("cuda",)).compile(compiler_options=targets.COMPILER_OPTIONS)
+            program = lowered.compile(compiler_options=targets.COMPILER_OPTIONS)
     inner: jax.stages.Compiled = getattr(program, "compiled", program)  # nnx.jit wraps the compiled program
     return inner
 
