@@ -39,7 +39,7 @@ class Trial:
 
 
 Measure = Callable[[Any, int | None, int], Trial | None]
-"""A function of ``remat``, ``loss_chunks`` and ``accumulate_steps``. It returns None if the step does not allow them."""
+"""A function of ``remat``, ``loss_chunks`` and ``accumulate_steps``. It returns None if they are not possible."""
 
 
 def search(
