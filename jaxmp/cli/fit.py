@@ -12,7 +12,7 @@ ARGUMENTS = SHAPES | DEVICE | MEMORY | TOPOLOGY
 
 
 def run(options: argparse.Namespace) -> int:
-    """Find the fastest remat and number of microbatches that fit a GPU.
+    """Find the fastest remat, chunks of the loss and microbatches that fit a GPU.
 
     The train step is compiled with several options, not run. A compilation takes up to a minute for a large model, and
     there are about ten if the step does not fit as it is. --device compiles for a GPU that is not attached, and needs

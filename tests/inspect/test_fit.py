@@ -22,6 +22,7 @@ from jaxmp.inspect import Fit, Trial, fit
 from jaxmp.inspect._fit import fit as fit_module
 from jaxmp.inspect._fit.fit import limit_of
 from jaxmp.inspect._fit.search import LOSS_CHUNKS, REMATS, fastest, search
+from jaxmp.losses import projected_cross_entropy
 
 pytestmark = [pytest.mark.once, pytest.mark.usefixtures("standard_promotion")]  # optax's Adam mixes dtypes
 STATE = 100.0
@@ -162,6 +163,27 @@ def test_the_own_remat_of_a_step_is_tried_too(fit_on_cpu):
     step, state = step_and_state(lambda params, x: jnp.mean(jnp.tanh(x @ params) @ params), remat="dots_saveable")
     result = fit_on_cpu(step, 1)(state, np.ones((2, 8), np.float32))
     assert {trial.remat for trial in result.trials} == {"none", "dots", "dots_no_batch", "dots_saveable"}
+
+
+@pytest.mark.parametrize("chunks", [8, "auto"])
+def test_chunks_are_tried_only_if_the_loss_leaves_their_number_open(fit_on_cpu, chunks):
+    def loss_fn(params, batch):
+        return projected_cross_entropy(batch["x"] @ params, batch["table"], batch["labels"], chunks=chunks)
+
+    step, state = step_and_state(loss_fn, policy="mixed_bfloat16")
+    batch = {"x": np.ones((64, 8)), "table": np.ones((512, 8)), "labels": np.zeros(64)}
+    batch = {name: array.astype("int32" if name == "labels" else "float32") for name, array in batch.items()}
+    whole = fit_on_cpu(step, 2**30)(state, batch)
+    assert len(whole.trials) == 1
+    result = fit_on_cpu(step, whole.trials[0].peak - 1)(state, batch)
+    if chunks == "auto":
+        assert whole.options == {"remat": "none", "loss_chunks": 1, "accumulate_steps": 1}
+        assert result.options == {"remat": "none", "loss_chunks": 4, "accumulate_steps": 1}
+        assert str(result).splitlines()[1].split()[:3] == ["remat", "loss_chunks", "accumulate_steps"]
+    else:
+        assert {trial.loss_chunks for trial in result.trials} == {None}
+        assert whole.options == {"remat": "none", "accumulate_steps": 1}
+        assert "loss_chunks" not in str(result)
 
 
 def test_batch_statistics_are_mentioned_only_if_the_model_has_them(fit_on_cpu, monkeypatch):

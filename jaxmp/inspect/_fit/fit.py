@@ -70,25 +70,26 @@ class Fit(tables.Shown):
                 f"no combination fits {tables.byte_text(self.limit)}; the lowest peak is {_peak_text(self.trials[0])}. "
                 "Use a smaller batch, jaxmp.low_precision, or more devices."
             )
-        options = {"remat": self.best.remat, "accumulate_steps": self.best.accumulate_steps}
-        chunks = {} if self.best.loss_chunks is None else {"loss_chunks": self.best.loss_chunks}
-        return {**options, **chunks}
+        return {option: getattr(self.best, option) for option in self._option_names()}
+
+    def _option_names(self) -> tuple[str, ...]:
+        """Return the names of the options that were tried."""
+        has_chunks = any(trial.loss_chunks is not None for trial in self.trials)
+        return ("remat", "loss_chunks", "accumulate_steps") if has_chunks else ("remat", "accumulate_steps")
 
     def _shown(self) -> Any:
         limit = tables.byte_text(self.limit)
-        has_chunks = any(trial.loss_chunks is not None for trial in self.trials)
-        options = ("remat", "loss_chunks", "accumulate_steps") if has_chunks else ("remat", "accumulate_steps")
-        columns = (*options, "peak", "ms predicted", "fits")
+        columns = (*self._option_names(), "peak", "ms predicted", "fits")
         rows = []
         for trial in self.trials:
-            values = [getattr(trial, option) for option in options]
+            values = [getattr(trial, option) for option in self._option_names()]
             rows.append((*values, _peak_text(trial), _time_text(trial), "yes" if trial.fits else "no"))
         if self.best is None:
             title = f"nothing fits into {limit} of {self.device}, batch of {self.batch}"
             return title, columns, rows, (*self.notes, "use a smaller batch, jaxmp.low_precision, or more devices")
         title = f"{_peak_text(self.best)} of {limit} on {self.device}, batch of {self.batch}"
-        best_options = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
-        after = [f"make_train_step(loss_fn, {best_options})"]
+        options = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
+        after = [f"make_train_step(loss_fn, {options})"]
         after += self.notes
         if self.device == ON_RECORD and len(rows) > 1:
             after.append(f"measured errors of predicted times are up to {ERROR:.0%}")
