@@ -36,9 +36,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 from numbers import Integral, Real
-from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -53,9 +52,6 @@ from jaxmp.engine.trace import autocast_dtype
 from jaxmp.sharding.mesh_plan import Plan, on_auto_axes, plan_being_traced
 
 __all__ = ["cross_entropy", "projected_cross_entropy"]
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 _IGNORED = -1
 _CHUNKS = 8
@@ -220,17 +216,6 @@ def projected_cross_entropy(
         spread_loss = functools.partial(_mean_over_devices, plan, options, chunks, dtypes)
         return on_auto_axes(spread_loss, PartitionSpec())(x, weights, bias, labels)
     return _projected(x, weights, bias, labels, options, _chunks_of(x, weights, chunks), dtypes)
-
-
-def with_auto_chunks(fun: Callable[P, T], number: int) -> Callable[P, T]:
-    """Return ``fun`` with ``number`` chunks in each :func:`projected_cross_entropy` with ``chunks="auto"``."""
-
-    @functools.wraps(fun)
-    def fun_with_chunks(*args: P.args, **kwargs: P.kwargs) -> T:
-        with auto_chunks(number):
-            return fun(*args, **kwargs)
-
-    return fun_with_chunks
 
 
 def _chunks_of(x: jax.Array, weights: jax.Array, chunks: int | Literal["auto"]) -> int:

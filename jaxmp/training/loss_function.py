@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmp.base.arguments import printed
+from jaxmp.base.cache_keys import auto_chunks
 from jaxmp.base.trees import path_name
 from jaxmp.engine.autocast import computed
 from jaxmp.engine.overrides import policy_and_exceptions
@@ -160,6 +161,16 @@ def under_policy(loss_fn: LossFn, policy: Any, overrides: Mapping[str, str] | No
             check_backend(widest)
             rules = Rules(widest.compute_dtype, exceptions, float8=widest.float8)
             return computed(loss_fn, rules, args, {}, widest)
+
+    return run
+
+
+def with_loss_chunks(loss_fn: LossFn, number: int) -> LossFn:
+    """Return ``loss_fn`` with ``number`` chunks in each :mod:`jaxmp.losses` loss with ``chunks="auto"``."""
+
+    def run(*args: Any) -> Any:
+        with auto_chunks(number):
+            return loss_fn(*args)
 
     return run
 

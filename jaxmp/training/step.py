@@ -15,14 +15,13 @@ import numpy as np
 from jaxmp.base.arguments import printed, require_flag, require_whole_number
 from jaxmp.base.donation import require_not_deleted
 from jaxmp.base.user_warnings import warn_user
-from jaxmp.losses import with_auto_chunks
 from jaxmp.optim.checks import as_float
 from jaxmp.optim.half_params import warn_if_updates_vanish
 from jaxmp.optim.scaling_state import get_loss_scale
 from jaxmp.sharding.devices import DevicesOfArrays, DevicesOfMesh, FlatState, Layout
 from jaxmp.sharding.mesh_plan import Sharding
 from jaxmp.sharding.placement import each_once, is_traced
-from jaxmp.training.loss_function import LossFn, compute_dtype_of, under_policy
+from jaxmp.training.loss_function import LossFn, compute_dtype_of, under_policy, with_loss_chunks
 from jaxmp.training.product_check import mismatch_of_products
 from jaxmp.training.remat import recompute_layers, with_remat
 from jaxmp.training.state import TrainState
@@ -144,7 +143,7 @@ def make_train_step(
     decay = _checked_decay(ema_decay)
     loss_fn = under_policy(loss_fn, policy, overrides)
     if loss_chunks is not None:
-        loss_fn = with_auto_chunks(loss_fn, loss_chunks)
+        loss_fn = with_loss_chunks(loss_fn, loss_chunks)
     if remat == "layers":  # before weights are gathered, as for layers that the author recomputes
         loss_fn, remat = recompute_layers(loss_fn), None
     devices = DevicesOfArrays()
