@@ -20,6 +20,7 @@ from jaxmp.base import tables
 from jaxmp.base.arguments import require_function
 from jaxmp.base.dtypes import name_of
 from jaxmp.base.graphs import reachable
+from jaxmp.base.inspection import Inspection
 from jaxmp.engine.decisions import decide_program
 from jaxmp.engine.emit import Emission
 from jaxmp.engine.flops import flops_of
@@ -191,7 +192,7 @@ class CastPlan(tables.Shown):
 
 def cast_plan(
     fun: Callable[..., Any], policy: Any = None, overrides: Mapping[str, str] | None = None
-) -> Callable[..., CastPlan]:
+) -> Inspection[CastPlan]:
     """Return a function that lists :func:`jaxmp.autocast`'s decisions for a call.
 
     The function takes ``fun``'s arguments and returns a :class:`CastPlan`. Nothing is executed: ``fun`` is only traced,
@@ -235,7 +236,7 @@ def cast_plan(
     return _plan_of(fun, Rules(one_policy.compute_dtype, exceptions, None, one_policy.float8), one_policy)
 
 
-def _plan_of(fun: Callable[..., Any], rules: Rules, policy: Policy | None) -> Callable[..., CastPlan]:
+def _plan_of(fun: Callable[..., Any], rules: Rules, policy: Policy | None) -> Inspection[CastPlan]:
     """Return a function that plans a call of ``fun`` under ``rules``.
 
     If ``policy`` is None, ``fun`` must call models under a policy or functions under autocast.
@@ -264,7 +265,7 @@ def _plan_of(fun: Callable[..., Any], rules: Rules, policy: Policy | None) -> Ca
         overrides = {key: str(level) for key, level in rules.overrides.items()}
         return CastPlan(title, overrides, rows, _totals(rows, writer, emission.casts[graph.body]))
 
-    return planned
+    return Inspection("cast_plan", fun, planned)
 
 
 class _Emitted(NamedTuple):

@@ -120,3 +120,10 @@ def test_errors_are_those_of_autocast():
         jaxmp.cast_plan(fun, "O2")
     with pytest.raises(ValueError, match="unknown policy 'mixed_float61'"):
         jaxmp.cast_plan(fun, "mixed_float61")
+
+
+def test_a_plan_without_arguments_says_how_to_call_it():
+    without_arguments = jaxmp.cast_plan(mlp, "mixed_bfloat16")
+    assert repr(without_arguments) == "<cast_plan of mlp: call it with the arguments of mlp, cast_plan(mlp)(...)>"
+    with pytest.raises(AttributeError, match=r"no 'rows'; write cast_plan\(mlp\)\(...\).rows"):
+        without_arguments.rows  # noqa: B018

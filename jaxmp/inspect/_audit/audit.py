@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxmp.base import hardware, tables
 from jaxmp.base.dtypes import closest_names
+from jaxmp.base.inspection import tool
 from jaxmp.inspect._audit.arguments import arguments_of, is_loss_scaled, sent_over_batch_axes
 from jaxmp.inspect._audit.compiled import CastsInLoops, dtypes_that_ran
 from jaxmp.inspect._audit.evidence import Audited
@@ -19,7 +20,6 @@ from jaxmp.inspect._audit.products import Product, product_of, products_in_kerne
 from jaxmp.inspect._audit.weight_operands import weights_in
 from jaxmp.inspect._memory.memory import Memory, of_call
 from jaxmp.inspect.compiled import compiling, hlo
-from jaxmp.inspect.inspection import tool
 from jaxmp.inspect.program.product_dtypes import widest
 from jaxmp.policy.patterns import matches
 from jaxmp.policy.policy_map import get_policy

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from jaxmp.base import tables
+from jaxmp.base.arguments import printed
 from jaxmp.inspect._collectives.groups import axis_of, groups_of
 from jaxmp.inspect.compiled import hlo
 from jaxmp.inspect.compiled.targets import mesh_of
@@ -123,12 +124,20 @@ def collectives(compiled: jax.stages.Compiled, program: hlo.HloProgram | None = 
       compiled: ``jax.jit(fun).lower(*args).compile()`` with arguments on a mesh.
       program: the parsed program, if you already have it.
 
+    Raises:
+      TypeError: ``compiled`` is not a compiled program.
+
     >>> mesh = jax.make_mesh((jax.device_count(),), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
     >>> x = jax.device_put(jnp.ones((8, 4)), jax.NamedSharding(mesh, jax.P("fsdp")))
     >>> moved = collectives(jax.jit(jnp.sum).lower(x).compile())
     >>> [(row.kind, row.dtype, row.axis, row.bytes) for row in moved.rows]
     [('all-reduce', 'float32', 'fsdp', 4)]
     """
+    if not hasattr(compiled, "input_shardings"):
+        raise TypeError(
+            f"collectives takes a compiled program, got {printed(compiled)}; write "
+            "collectives(step.lower(state, batch).compile()), or jax.jit(fun) in place of step"
+        )
     program = program or hlo.HloProgram(str(compiled.as_text()))
     mesh = mesh_of(compiled.input_shardings)
     counts: collections.Counter[Any] = collections.Counter()

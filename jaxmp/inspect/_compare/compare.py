@@ -15,6 +15,7 @@ import numpy as np
 from jaxmp.base import tables
 from jaxmp.base.cache_keys import policies_off
 from jaxmp.base.dtypes import is_half
+from jaxmp.base.inspection import tool
 from jaxmp.base.trees import widen
 from jaxmp.engine.autocast import autocast
 from jaxmp.inspect._compare.entry import entered_in
@@ -27,7 +28,6 @@ from jaxmp.inspect._compare.rows import (
     total_row,
 )
 from jaxmp.inspect._compare.run import RecordedProgram, run_and_record
-from jaxmp.inspect.inspection import tool
 from jaxmp.inspect.program.calls import (
     StepCall,
     argument_paths,

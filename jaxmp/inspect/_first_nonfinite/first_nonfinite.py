@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxmp.base import tables
+from jaxmp.base.inspection import tool
 from jaxmp.base.trees import widen
 from jaxmp.inspect._first_nonfinite import stepping
 from jaxmp.inspect._first_nonfinite.origins import Range, failure_kind, on_host, ranges_of
 from jaxmp.inspect._first_nonfinite.search import ProgramRun, Rank, first_suspect
-from jaxmp.inspect.inspection import tool
 from jaxmp.inspect.program.calls import (
     StepCall,
     argument_paths,

@@ -15,13 +15,13 @@ from flax import nnx
 
 from jaxmp.base import hardware, tables
 from jaxmp.base.arguments import printed
+from jaxmp.base.inspection import tool
 from jaxmp.base.trees import path_name
 from jaxmp.inspect._fit.search import LOSS_CHUNKS, REMATS, Trial, fastest, search
 from jaxmp.inspect._memory.memory import Memory, of_call
 from jaxmp.inspect._roofline.roofline import ERROR, ON_RECORD, hardware_of, of_program
 from jaxmp.inspect.compiled import compiling
 from jaxmp.inspect.compiled.hlo import HloProgram
-from jaxmp.inspect.inspection import tool
 from jaxmp.inspect.program.argument_kinds import batch_axes, sharding_on_mesh
 from jaxmp.inspect.program.calls import is_step, require_arguments_of_step
 from jaxmp.nnx.training import TrainStep as NNXTrainStep

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from jaxmp.base import tables
+from jaxmp.base.inspection import tool
 from jaxmp.inspect._collectives.collectives import Collectives, collectives, ideal_wire
 from jaxmp.inspect._memory.arrays import (
     ArrayInMemory,
@@ -23,7 +24,6 @@ from jaxmp.inspect._memory.arrays import (
 from jaxmp.inspect._memory.batch import largest_multiple_that_fits
 from jaxmp.inspect.compiled import compiling, targets
 from jaxmp.inspect.compiled.hlo import HloProgram
-from jaxmp.inspect.inspection import tool
 from jaxmp.inspect.program.argument_kinds import Leaf, batch_axes, leaves_of, sharding_on_mesh
 from jaxmp.inspect.program.calls import names_of_arguments
 from jaxmp.training.step import TrainStep

@@ -15,13 +15,13 @@ import optax
 
 from jaxmp.base import dtypes, formats, tables
 from jaxmp.base.donation import require_not_deleted
+from jaxmp.base.inspection import tool
 from jaxmp.base.trees import is_float_array
 from jaxmp.engine.autocast import autocast
 from jaxmp.inspect.counts import statistics
 from jaxmp.inspect.counts.counting_step import CountingStep, updates_of
 from jaxmp.inspect.counts.statistics import Statistics
 from jaxmp.inspect.counts.step_records import TENSORS, StepRecords, gradients_and_records, records_of_step
-from jaxmp.inspect.inspection import tool
 from jaxmp.inspect.program import nnx_models
 from jaxmp.inspect.program.calls import is_step, require_own_settings, step_call
 from jaxmp.optim.checks import require_loss

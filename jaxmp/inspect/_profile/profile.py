@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from jaxmp.base import hardware, tables
 from jaxmp.base.arguments import require_whole_number
+from jaxmp.base.inspection import tool
 from jaxmp.inspect._profile import kinds, power
 from jaxmp.inspect._profile.ceilings import Ceilings, measure_ceilings
 from jaxmp.inspect._profile.kernel_rows import ProfileRow, rows_of
@@ -21,7 +22,6 @@ from jaxmp.inspect._profile.trace import traced
 from jaxmp.inspect._profile.traced_dtypes import with_traced_dtypes
 from jaxmp.inspect.compiled import compiling
 from jaxmp.inspect.compiled.hlo import HloProgram
-from jaxmp.inspect.inspection import tool
 
 _SECONDS = 1.0
 """The seconds for which calls are timed on a GPU, which updates its power about ten times a second."""

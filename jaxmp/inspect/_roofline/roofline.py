@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from jaxmp.base import hardware, tables
+from jaxmp.base.inspection import tool
 from jaxmp.inspect.compiled import compiling, targets
 from jaxmp.inspect.compiled.hlo import (
     COLLECTIVES,
@@ -21,7 +22,6 @@ from jaxmp.inspect.compiled.hlo import (
     path_in_name,
 )
 from jaxmp.inspect.compiled.kernels import moved_bytes, products_of
-from jaxmp.inspect.inspection import tool
 
 ACHIEVED = {"dot": 0.8, "convolution": 0.5, "attention": 0.45}
 """The share of the peak FLOP/s at which each kind of product is assumed to run, on all devices.

@@ -13,12 +13,12 @@ import numpy as np
 
 from jaxmp.base import tables, versions
 from jaxmp.base.dtypes import is_half
+from jaxmp.base.inspection import tool
 from jaxmp.inspect._compare.compare import loss_of
 from jaxmp.inspect._first_nonfinite.first_nonfinite import first_nonfinite
 from jaxmp.inspect._numerics.numerics import numerics
 from jaxmp.inspect._tune.measurement import Measurement, candidates_of, with_folded_keys, without_policies
 from jaxmp.inspect._tune.search import Chosen, Result, search
-from jaxmp.inspect.inspection import tool
 from jaxmp.inspect.program.calls import is_step, require_arguments_not_deleted, step_call
 from jaxmp.policy.policies import Policy
 from jaxmp.policy.policy_files import write_policy
