@@ -22,7 +22,8 @@ def warn_if_updates_vanish(tx: optax.GradientTransformationExtraArgs, params: An
 
     Frozen params, such as those of ``optax.set_to_zero``, are ignored. ``params`` may be shapes.
     """
-    shapes = jax.eval_shape(lambda params: params, params)
+    on_devices = jax.eval_shape(lambda params: params, params)
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), on_devices)  # without shardings
     leaves = jax.tree.leaves_with_path(shapes)
     if not any(is_half(leaf.dtype) for _, leaf in leaves) or rounds_params(jax.eval_shape(tx.init, shapes)):
         return
