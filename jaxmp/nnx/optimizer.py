@@ -355,14 +355,15 @@ def value_and_grad(
         number if isinstance(number, nnx.DiffState) else nnx.DiffState(operator.index(number), optimizer.wrt)
         for number in (numbers if is_list else [numbers])
     ]
-    gradient = nnx.value_and_grad(
-        scaled_loss(loss_fn, optimizer._loss_scale_object(), has_aux),
-        argnums=tuple(wanted) if is_list else wanted[0],
-        has_aux=True,
-    )
 
     @functools.wraps(loss_fn)
     def unscaled(*args: Any, **kwargs: Any) -> Any:
+        loss_scale = optimizer._loss_scale_object()
+        gradient = nnx.value_and_grad(
+            scaled_loss(loss_fn, loss_scale, has_aux),
+            argnums=tuple(wanted) if is_list else wanted[0],
+            has_aux=True,
+        )
         trained = args[wanted[0].argnum] if wanted[0].argnum < len(args) else None  # a module, or a tree of modules
         require_policy(trained, optimizer)
         other_args = [arg for arg in (*args, *kwargs.values()) if arg is not trained]
@@ -370,7 +371,7 @@ def value_and_grad(
         before = [_values(model) for model in models]
         with donation_note():
             (_, (loss, aux)), scaled_grads = gradient(*args, **kwargs)
-        grads = true_gradients(scaled_grads, optimizer._loss_scale_object())
+        grads = true_gradients(scaled_grads, loss_scale)
         for model, values in zip(models, before, strict=True):
             if changed := _changed(model, values):
                 _keep(model, changed, grads, optimizer, is_trained=model is trained)

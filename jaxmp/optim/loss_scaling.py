@@ -30,7 +30,7 @@ from jaxmp.optim.low_precision import (
 from jaxmp.optim.pack_small import PackSmall, packed_as, without_packing
 from jaxmp.optim.packed_tree import unpacked
 from jaxmp.optim.scaled_grad import global_norm, nan_if_infinite
-from jaxmp.optim.scaling_state import LossScalingState, get_loss_scaling_state, wrap_opt_state
+from jaxmp.optim.scaling_state import LossScalingState, get_loss_scaling_state, require_every_step, wrap_opt_state
 from jaxmp.optim.stored_moments import decoded
 
 
@@ -165,7 +165,8 @@ class _ScalingTransform:
 
 
 def require_outermost(tx: Any, opt_state: Any) -> None:
-    """Raise an error if ``low_precision`` is not directly inside ``loss_scaling``."""
+    """Raise an error if a transform is around ``loss_scaling`` or ``low_precision`` that must be inside of it."""
+    require_every_step(opt_state)
     if rounds_params(opt_state) and not _is_outermost_low_precision(tx):
         raise ValueError(BEHIND_LOW_PRECISION)
 

@@ -10,10 +10,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxmp._internals.jax.traces import is_staged
 from jaxmp.base.donation import donation_note
 from jaxmp.base.trees import is_float_array, sum_of_squares, widen
+from jaxmp.base.user_warnings import warn_user
 from jaxmp.optim.checks import described, require_loss
-from jaxmp.optim.loss_scale import LossScale
+from jaxmp.optim.loss_scale import LossScale, NoOpLossScale, StaticLossScale
 from jaxmp.optim.scaling_state import usable_loss_scale
 
 T = TypeVar("T")
@@ -123,9 +125,13 @@ def value_and_grad(
       The loss is float32. The gradients of half-precision and float32 params are float32. A gradient that overflowed is
       NaN. Pass the gradients to ``tx.update``, which skips the step if one of them is NaN.
 
+    The returned function warns if it is traced by ``jax.jit`` with a loss scale that is not an argument of the jitted
+    function. Such a scale never changes.
+
     Raises:
-      ValueError: ``opt_state`` has no loss scale, or several; or a transform with a state is chained with
-        ``loss_scaling``. A skipped step would change this state or the params.
+      ValueError: ``opt_state`` has no loss scale, or several; a transform with a state is chained with
+        ``loss_scaling`` (a skipped step would change this state or the params); or ``loss_scaling`` is inside of
+        ``optax.MultiSteps`` or ``optax.apply_if_finite``.
       TypeError: the loss is not a floating scalar, or is half precision; an argument to differentiate has leaves that
         are not floating; ``argnums`` are not integers.
       RuntimeError: ``opt_state`` was donated to an earlier step.
@@ -139,11 +145,22 @@ def value_and_grad(
 
     @functools.wraps(fun)
     def unscaled(*args: Any, **kwargs: Any) -> Any:
+        if any(map(is_staged, jax.tree.leaves((args, kwargs)))) and _is_constant(loss_scale):
+            warn_user(
+                "the loss scale is a constant of this jitted function, so it never changes; pass opt_state as an "
+                "argument of the function, and call value_and_grad(fun, opt_state) in it"
+            )
         with donation_note():
             loss, grads = scaled(*args, **kwargs)
         return loss, true_gradients(grads, loss_scale)
 
     return unscaled
+
+
+def _is_constant(loss_scale: LossScale) -> bool:
+    """Return whether an adaptive loss scale is not an argument of the function that JAX traces."""
+    is_adaptive = not isinstance(loss_scale, (StaticLossScale, NoOpLossScale))
+    return is_adaptive and not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(loss_scale))
 
 
 def scaled_value_and_grad(

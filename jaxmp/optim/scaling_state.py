@@ -118,6 +118,21 @@ def _require_no_state_beside(opt_state: optax.OptState) -> None:
                 )
 
 
+def require_every_step(opt_state: optax.OptState) -> None:
+    """Raise a ValueError if ``loss_scaling`` is inside of ``MultiSteps`` or ``apply_if_finite``.
+
+    They do not call it in every step. So an overflow does not lower the scale, and ``MultiSteps`` adds non-finite
+    gradients to its sum, where they stay.
+    """
+    wrappers = (optax.MultiStepsState, optax.ApplyIfFiniteState)
+    for state in jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, wrappers)):
+        if isinstance(state, wrappers) and has_loss_scale(state):
+            raise ValueError(
+                f"loss_scaling must see every step, got it inside of {type(state).__name__}; swap them, e.g. "
+                "jaxmp.loss_scaling(optax.MultiSteps(tx, 4), loss_scale)"
+            )
+
+
 def _states_beside(opt_state: Any) -> Iterator[Any]:
     """Yield the states of the transforms that are chained with ``loss_scaling``, at any depth."""
     children: list[Any] = []
@@ -154,12 +169,13 @@ def usable_loss_scale(opt_state: optax.OptState) -> LossScale:
     """Return the loss scale in a state that was not donated, for a step that is not a train step of jaxmp.
 
     Raises:
-      ValueError: ``opt_state`` has no loss scale, or several; or a transform with a state is chained with
-        ``loss_scaling``.
+      ValueError: ``opt_state`` has no loss scale, or several; a transform with a state is chained with
+        ``loss_scaling``; or ``loss_scaling`` is inside of a transform that does not call it in every step.
       RuntimeError: ``opt_state`` was donated to an earlier step.
     """
     loss_scale = get_loss_scale(opt_state)
     _require_no_state_beside(opt_state)
+    require_every_step(opt_state)
     require_not_deleted(loss_scale)
     return loss_scale
 
@@ -172,8 +188,7 @@ def keep_if_skipped(opt_state: optax.OptState, new: T, old: T) -> T:
 
     Args:
       opt_state: the optimizer's state that ``tx.update`` returned in this step. :func:`loss_scaling` must be the
-        outermost transform, or part of an ``optax.chain``. (Inside of ``optax.MultiSteps`` or
-        ``optax.apply_if_finite``, ``loss_scaling`` is not called in every step.)
+        outermost transform, or part of an ``optax.chain``.
       new: any pytree of arrays, computed in this step.
       old: the same pytree before this step. The result has the dtypes of ``old``.
 
@@ -188,11 +203,7 @@ def keep_if_skipped(opt_state: optax.OptState, new: T, old: T) -> T:
     >>> keep_if_skipped(opt_state, jnp.array(jnp.nan), mean)
     Array(0., dtype=float32)
     """
-    if isinstance(opt_state, (optax.MultiStepsState, optax.ApplyIfFiniteState)):
-        raise ValueError(
-            f"keep_if_skipped needs a loss scale that sees every step, got one inside of {type(opt_state).__name__}; "
-            "swap them, e.g. jaxmp.loss_scaling(optax.MultiSteps(tx, 4), loss_scale)"
-        )
+    require_every_step(opt_state)
     return select_tree(get_loss_scaling_state(opt_state).last_finite, new, old)
 
 

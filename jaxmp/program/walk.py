@@ -77,3 +77,9 @@ def product_dtypes(jaxpr: Any) -> set[str]:
 def computing_only(jaxpr: Any, is_wanted: Sequence[bool]) -> Any:
     """Return the open jaxpr that computes only the wanted results of ``jaxpr``."""
     return dce_jaxpr(opened(jaxpr)[0], list(is_wanted), True)[0]
+
+
+def inputs_used(jaxpr: Any, is_wanted: Sequence[bool]) -> list[bool]:
+    """Return for each input of ``jaxpr`` whether the wanted results depend on it."""
+    is_used: list[bool] = dce_jaxpr(opened(jaxpr)[0], list(is_wanted), False)[1]
+    return is_used

@@ -13,10 +13,15 @@ _EXPLICIT_AXES = (
     "write jax.make_mesh(shape, names, axis_types=(jax.sharding.AxisType.Auto,) * len(names))"
 )
 
+_MODEL_STATE = (
+    "The state has no model_state. If the model has batch statistics, write TrainState.create(params=params, tx=tx, "
+    'model_state={"batch_stats": variables["batch_stats"]})'
+)
+
 
 @contextlib.contextmanager
 def error_notes(state: TrainState) -> Iterator[None]:
-    """Add a note to an error about a missing random key or about Explicit axes.
+    """Add a note to an error about a missing random key, missing batch statistics or Explicit axes.
 
     Args:
       state: the train state of the step.
@@ -29,4 +34,6 @@ def error_notes(state: TrainState) -> Iterator[None]:
         # Flax raises a ValueError or an InvalidRngError and JAX a TypeError. All of them speak of a PRNG key.
         if state.rng is None and state._rng_remedy is not None and "PRNG" in str(error):
             error.add_note(state._rng_remedy)
+        if state.model_state is None and "'NoneType' object is not a mapping" in str(error):
+            error.add_note(_MODEL_STATE)
         raise

@@ -1,10 +1,11 @@
-"""Check that the products of a loss fit the loss scale and the policy of its step.
+"""Check the program of a train step: its loss needs the params, and products that fit the loss scale and the policy.
 
 A product is a matrix product or a convolution.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +17,7 @@ from jaxmp.base.dtypes import is_half
 from jaxmp.engine.marks import DECIDED, OF_POLICY, ours, region_of
 from jaxmp.optim.loss_scale import LossScale, NoOpLossScale
 from jaxmp.program.primitives import PRODUCTS
-from jaxmp.program.walk import computing_only, jaxprs_in
+from jaxmp.program.walk import computing_only, inputs_used, jaxprs_in
 
 
 def mismatch_of_products(traced: jax.stages.Traced, loss_scale: LossScale, policy_dtype: np.dtype | None) -> str | None:
@@ -37,11 +38,13 @@ def mismatch_of_products(traced: jax.stages.Traced, loss_scale: LossScale, polic
             "loss_scale=jaxmp.DynamicLossScale())"
         )
     halves = {dtype.name for dtype in dtypes if is_half(dtype)}
-    if policy_dtype is not None and is_half(policy_dtype) and halves and policy_dtype.name not in halves:
-        return (
-            f"the step has a policy for {policy_dtype.name}, but the policy of its model computes in "
-            f"{' and '.join(sorted(halves))}; remove one of the two policies"
-        )
+    if policy_dtype is not None and halves and policy_dtype.name not in halves:
+        is_model_half = any(region_of(ours(scopes)).half is not None for _, scopes in products)
+        if is_model_half or is_half(policy_dtype):
+            return (
+                f"the step has a policy for {policy_dtype.name}, but the policy of its model computes in "
+                f"{' and '.join(sorted(halves))}; remove one of the two policies"
+            )
     if not dtypes or any(dtype.itemsize <= 2 for dtype in dtypes):
         return None
     wide = " or ".join(sorted(dtype.name for dtype in dtypes))
@@ -59,6 +62,18 @@ def mismatch_of_products(traced: jax.stages.Traced, loss_scale: LossScale, polic
     return None  # somebody asked for float32, or the rules of autocast decided so
 
 
+def ignores_params(traced: jax.stages.Traced) -> bool:
+    """Return whether the loss of a train step does not depend on the params.
+
+    ``traced`` is as for :func:`mismatch_of_products`.
+    """
+    state, batch = traced.args_info[0]
+    no_state, no_batch = jax.tree.map(lambda _: False, (state, batch))
+    is_param = jax.tree.leaves((no_state.replace(params=jax.tree.map(lambda _: True, state.params)), no_batch))
+    is_used = inputs_used(traced.jaxpr, _is_loss(traced))
+    return not any(map(operator.and_, is_param, is_used))
+
+
 def _follows_model(scopes: Names) -> bool:
     """Return whether the policy of a model, and nothing else, decides on an operation in these scopes."""
     return region_of(ours(scopes)).asked_by == OF_POLICY
@@ -66,10 +81,14 @@ def _follows_model(scopes: Names) -> bool:
 
 def _products_of_loss(traced: jax.stages.Traced) -> list[tuple[Any, Names]]:
     """Return the equations of all products that the loss depends on, with the scopes around them."""
+    return list(_products_in(computing_only(traced.jaxpr, _is_loss(traced)), ()))
+
+
+def _is_loss(traced: jax.stages.Traced) -> list[bool]:
+    """Return for each result of a train step's program whether it is the loss."""
     state, metrics = traced.out_info
     is_loss = {name: jax.tree.map(lambda _, name=name: name == "loss", value) for name, value in metrics.items()}
-    is_wanted = jax.tree.leaves((jax.tree.map(lambda _: False, state), is_loss))
-    return list(_products_in(computing_only(traced.jaxpr, is_wanted), ()))
+    return jax.tree.leaves((jax.tree.map(lambda _: False, state), is_loss))
 
 
 def _products_in(jaxpr: Any, around: Names) -> Iterator[tuple[Any, Names]]:

@@ -232,8 +232,8 @@ class TrainState(flax.struct.PyTreeNode):
         optimizer's update, for example ``{"value": loss}`` for ``optax.contrib.reduce_on_plateau``.
 
         Raises:
-          ValueError: ``ema_decay`` is set and the state has no moving average, or the new ``model_state`` has another
-            structure.
+          ValueError: ``ema_decay`` is set and the state has no moving average, or the reverse; or the new
+            ``model_state`` has another structure.
           RuntimeError: the state was donated to an earlier step.
         """
         require_not_deleted(self)
@@ -243,6 +243,11 @@ class TrainState(flax.struct.PyTreeNode):
             raise ValueError(
                 "ema_decay needs a moving average to update: TrainState.create(..., ema=True), or "
                 "jaxmp.nnx.Optimizer(..., ema=True)"
+            )
+        if ema_decay is None and self.ema_params is not None:
+            raise ValueError(
+                "the state keeps a moving average that this step would never update; pass ema_decay=0.999, say, or "
+                "leave ema=True out"
             )
         updates, opt_state, skipped = take_step(self.tx, grads, self.opt_state, self.params, extra_args or {})
         params = optax.apply_updates(_tree.widen(self.params), updates)  # select_tree restores the dtypes

@@ -22,7 +22,7 @@ from jaxmp.sharding.devices import DevicesOfArrays, DevicesOfMesh, FlatState, La
 from jaxmp.sharding.mesh_plan import Sharding
 from jaxmp.sharding.placement import each_once, is_traced
 from jaxmp.training.loss_function import LossFn, compute_dtype_of, under_policy, with_loss_chunks
-from jaxmp.training.product_check import mismatch_of_products
+from jaxmp.training.product_check import ignores_params, mismatch_of_products
 from jaxmp.training.remat import recompute_layers, with_remat
 from jaxmp.training.state import TrainState
 from jaxmp.training.stuck_runs import NonFiniteTrainingError, StuckRuns, explanation
@@ -119,6 +119,8 @@ def make_train_step(
     - the loss function has float16 products, and the optimizer has no loss scale;
     - a step with a loss scale has no policy and only float32 products;
     - a step with a half-precision policy has a model whose own policy makes all products float32;
+    - the policy is float32, and the model has a half-precision policy of its own;
+    - the loss does not depend on the params;
     - the params are half precision, and the optimizer is not :func:`jaxmp.low_precision`.
 
     >>> def loss_fn(params, batch):
@@ -337,9 +339,14 @@ class TrainStep:
     # --- warnings and errors ---
 
     def _warn(self, traced: jax.stages.Traced, state: TrainState) -> None:
-        """Warn if the state or the products of the loss do not fit the optimizer, the loss scale or the policy."""
+        """Warn of a step that runs, but is probably not what the user wants."""
         self._has_warned = True
         warn_if_updates_vanish(state.tx, state.params)  # also of params that the user has cast since ``create``
+        if ignores_params(traced):
+            warn_user(
+                "the loss does not depend on the params, so they do not learn; in the loss function, use its own "
+                "argument, and no params or model from outside of it"
+            )
         message = mismatch_of_products(traced, get_loss_scale(state.opt_state), self._policy_dtype)
         if message is not None:
             warn_user(message)

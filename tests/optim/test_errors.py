@@ -111,7 +111,7 @@ MISTAKES = {
         ),
         "several": (lambda: value_and_grad(lambda p: p, state())(jnp.ones(2)), TypeError, "its mean: jnp.mean(loss)"),
         "an integer": (
-            lambda: jax.jit(value_and_grad(jnp.argmax, state()))(jnp.ones(2)),
+            lambda: value_and_grad(jnp.argmax, state())(jnp.ones(2)),
             TypeError,
             "got int32 of shape (); compute it from floating values",
         ),
@@ -127,15 +127,20 @@ MISTAKES = {
             ValueError,
             "the update of 'a' has the shape (1,), but its param has (2,)",
         ),
-        "inside MultiSteps": (
+        "kept inside MultiSteps": (
             lambda: jaxmp.keep_if_skipped(optax.MultiSteps(tx_of(), 2).init(jnp.ones(2)), 1.0, 0.0),
             ValueError,
-            "keep_if_skipped needs a loss scale that sees every step",
+            "loss_scaling must see every step, got it inside of MultiStepsState; swap them",
         ),
         "inside apply_if_finite": (
-            lambda: jaxmp.keep_if_skipped(optax.apply_if_finite(tx_of(), 3).init(jnp.ones(2)), 1.0, 0.0),
+            lambda: value_and_grad(jnp.sum, optax.apply_if_finite(optax.chain(tx_of()), 3).init(jnp.ones(2))),
             ValueError,
-            "keep_if_skipped needs a loss scale that sees every step",
+            "loss_scaling must see every step, got it inside of ApplyIfFiniteState; swap them",
+        ),
+        "a state inside MultiSteps": (
+            lambda: jaxmp.TrainState.create(params=jnp.ones(2), tx=optax.MultiSteps(tx_of(), 2)),
+            ValueError,
+            "jaxmp.loss_scaling(optax.MultiSteps(tx, 4), loss_scale)",
         ),
     },
     "loss scales": {

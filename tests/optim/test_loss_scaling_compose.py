@@ -11,7 +11,6 @@ import optax
 import pytest
 from optimizer_tools import loss_fn, problem, replace_element, same_bits, standard
 
-import jaxmp
 from jaxmp import DynamicLossScale, get_loss_scale, loss_scaling, value_and_grad
 
 pytestmark = pytest.mark.once
@@ -158,26 +157,6 @@ def test_around_multi_steps_a_bad_microbatch_is_dropped_and_the_window_grows_by_
     assert same_bits(unfinished, params)
 
 
-def test_inside_multi_steps_that_skip_the_scale_does_not_see_a_bad_microbatch():
-    params, batch = problem()
-    tx = loss_scaling(optax.adam(1e-2), jaxmp.StaticLossScale(2.0**10))
-    tx = optax.MultiSteps(tx, 2, should_skip_update_fn=optax.skip_not_finite).gradient_transformation()
-    tx = compiled(standard(tx))
-    end, state = run(tx, [True, False, True], params, batch)
-    assert state.gradient_step == 1 and state.inner_opt_state.skipped_steps == 0
-    assert same_bits(end, run(tx, [True, True], params, batch)[0]) and not same_bits(end, params)
-
-
-def test_inside_multi_steps_without_the_skip_nothing_bad_is_applied_but_optax_never_recovers():
-    params, batch = problem()
-    tx = loss_scaling(optax.adam(1e-2), DynamicLossScale())
-    tx = compiled(standard(optax.MultiSteps(tx, 2).gradient_transformation()))
-    end, state = run(tx, [True, False] + [True] * 6, params, batch)
-    assert same_bits(end, params)
-    assert jnp.isnan(state.acc_grads["out"]["w"][-1, -1])
-    assert state.inner_opt_state.skipped_steps == 4 and get_loss_scale(state).loss_scale == 2.0**11
-
-
 # ---- apply_if_finite
 
 
@@ -187,17 +166,6 @@ def test_around_apply_if_finite_the_scale_decides():
     end, state = run(tx, [True, False, False, False, False, True], params, batch)
     assert same_bits(end, run(tx, [True, True], params, batch)[0])
     assert get_loss_scale(state).loss_scale == 2.0**11 and state.inner_state.total_notfinite == 0
-
-
-def test_inside_apply_if_finite_nothing_bad_is_applied_even_when_optax_gives_up():
-    params, batch = problem()
-    tx = compiled(standard(optax.apply_if_finite(loss_scaling(optax.adam(1e-2), DynamicLossScale()), 2)))
-    end, state = run(tx, [True] + [False] * 4 + [True], params, batch)
-    assert same_bits(end, run(tx, [True, True], params, batch)[0])
-    assert (
-        state.total_notfinite == 4 and state.inner_state.skipped_steps == 2
-    )  # after 2, apply_if_finite lets bad steps pass
-    assert get_loss_scale(state).loss_scale == 2.0**13
 
 
 # ---- extra arguments

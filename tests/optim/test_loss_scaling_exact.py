@@ -130,7 +130,7 @@ def test_a_gradient_penalty_is_that_of_the_true_loss():
         return loss + 10.0 * optax.tree.norm(grads) ** 2
 
     state = loss_scaling(optax.sgd(0.1), DynamicLossScale()).init(params)
-    loss, grads = jax.jit(lambda params: value_and_grad(penalized, state)(params))(params)
+    loss, grads = jax.jit(lambda params, state: value_and_grad(penalized, state)(params))(params, state)
     expected_loss, expected = jax.jit(jax.value_and_grad(penalized))(params)
     assert bits(loss) == bits(expected_loss)
     assert same_bits(grads, expected)

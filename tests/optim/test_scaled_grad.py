@@ -49,6 +49,34 @@ def test_clipping_inside_and_before_loss_scaling_clips_the_true_gradients(step):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), clipped, expected)
 
 
+def test_a_loss_scale_that_is_a_constant_of_a_jitted_step_is_warned_of():
+    params, batch = problem()
+    opt_state = loss_scaling(optax.sgd(0.5), SCALED).init(params)
+    gradient = value_and_grad(loss_fn, opt_state)
+    with pytest.warns(UserWarning, match="is a constant of this jitted function"):
+        jax.jit(gradient)(params, batch)
+    # Without a warning:
+    jax.jit(lambda opt_state, params: value_and_grad(loss_fn, opt_state)(params, batch))(opt_state, params)
+    gradient(params, batch)
+    jax.vmap(gradient, in_axes=(None, 0))(params, jax.tree.map(lambda leaf: leaf[None], batch))
+    constant = loss_scaling(optax.sgd(0.5), jaxmp.StaticLossScale(8.0)).init(params)
+    jax.jit(value_and_grad(loss_fn, constant))(params, batch)
+
+
+def test_a_gradient_function_of_an_nnx_optimizer_follows_its_loss_scale():
+    model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    optimizer = jaxmp.nnx.Optimizer(model, optax.sgd(0.1), loss_scale=DynamicLossScale(2.0**16))
+
+    def loss(model):
+        return model.bias.astype(jnp.float16).sum().astype(jnp.float32)
+
+    gradient = jaxmp.nnx.value_and_grad(loss, optimizer)
+    for _ in range(3):  # 2**16 overflows in float16, and 2**15 does not
+        _, grads = gradient(model)
+        optimizer.update(model, grads)
+    assert int(optimizer.skipped_steps) == 1 and optimizer.loss_scale == 2.0**15
+
+
 def test_gradients_of_plain_jax_train_a_wrapped_optimizer():
     params, batch = problem()
     expected = step_of_plain_jax(optax.sgd(0.5), params, batch)

@@ -135,10 +135,10 @@ def test_a_gradient_penalty_through_a_model_is_that_of_the_true_loss_in_the_poli
         return slope(got, params)
 
     @quick_jit
-    def both(params):
+    def both(params, state):
         return jaxmp.value_and_grad(penalized, state)(params), jax.value_and_grad(lambda p: slope(want, p))(params)
 
-    (loss, grads), (expected_loss, expected) = both(want.params)
+    (loss, grads), (expected_loss, expected) = both(want.params, state)
     rounding = 5 * 2.0**-7  # the bfloat16 error of two layers and two derivatives is 0.3 % to 3.3 %
     assert abs(loss - expected_loss) <= rounding * abs(expected_loss)
     for got_leaf, leaf in zip(jax.tree.leaves(grads), jax.tree.leaves(expected), strict=True):

@@ -317,6 +317,16 @@ def test_a_missing_random_key_is_an_error_with_the_remedy():
     assert jnp.isfinite(step(state_of(rng=0), jnp.ones((2, 3)))[1]["loss"])
 
 
+def test_missing_batch_statistics_are_an_error_with_the_remedy():
+    def loss_fn(params, model_state, batch, rng):
+        variables = {"params": params, **model_state}
+        return jnp.mean(params * batch), {"batch_stats": variables["batch_stats"]}
+
+    for make in (make_train_step, make_eval_step):
+        step = functools.partial(make(loss_fn), state_of(), jnp.ones(2))
+        noted(step, "The state has no model_state.", 'model_state={"batch_stats": variables["batch_stats"]}')
+
+
 def test_params_that_were_donated_are_refused_with_the_remedy_under_grad_too():
     policy, model = jaxmp.get_policy("mixed_bfloat16"), jaxmp.linen.apply_policy(linen.Dense(1), "mixed_bfloat16")
     x = jnp.ones((2, 3))

@@ -447,6 +447,8 @@ def test_a_loss_scale_or_a_half_policy_without_half_products_is_warned_of_once(l
     )
     (other,) = warned("mixed_float16", DynamicLossScale(), policy="mixed_bfloat16")
     assert other.startswith("the step has a policy for bfloat16, but the policy of its model computes in float16;")
+    (wide,) = warned("mixed_bfloat16", policy="float32")
+    assert wide.startswith("the step has a policy for float32, but the policy of its model computes in bfloat16;")
     assert warned("float32", DynamicLossScale()) == []  # a baseline in float32
     assert warned(None, DynamicLossScale(), policy="float32") == []
     assert warned(None, policy="mixed_bfloat16", overrides={"**": "float32"}) == []
@@ -454,6 +456,20 @@ def test_a_loss_scale_or_a_half_policy_without_half_products_is_warned_of_once(l
     assert warned(None, DynamicLossScale(), policy="mixed_float16") == []
     assert warned(None, DynamicLossScale(), is_elementwise=True) == []
     assert warned(None, policy="mixed_bfloat16", overrides={"primitive:dot_general": "float32"}) == []
+
+
+@pytest.mark.parametrize("accumulate_steps", [1, 2])
+def test_a_loss_that_uses_params_from_outside_of_it_is_warned_of(accumulate_steps):
+    x, model = jnp.ones((4, 3)), nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    params = {"w": jnp.ones((3, 2))}
+    state = TrainState.create(params=params, tx=optax.sgd(0.1))
+    optimizer = jaxmp.nnx.Optimizer(model, optax.sgd(0.1))
+    options = {"accumulate_steps": accumulate_steps, "donate": False}
+    with pytest.warns(UserWarning, match="the loss does not depend on the params") as caught:
+        make_train_step(lambda _, x: jnp.mean(x @ params["w"]), **options)(state, x)
+        jaxmp.nnx.make_train_step(lambda _, x: jnp.mean(x @ jnp.ones((3, 2))), **options)(model, optimizer, x)
+    assert len(caught) == 2
+    make_train_step(lambda params, _: jnp.mean(params["w"]), **options)(state, x)  # without a warning
 
 
 @pytest.mark.filterwarnings("ignore:updates below")  # of the half params
