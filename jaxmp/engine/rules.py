@@ -25,7 +25,10 @@ from jaxmp.policy.policies import Policy
 from jaxmp.program.equations import HIGHEST, asks_for_highest, names_a_dtype, precision_named
 from jaxmp.program.primitives import BOUNDS, PICKS, Class, classify
 
-_NO_SCOPES = "none: the function has no scopes; use jax.named_scope, or jaxmp.nnx.autocast for an NNX model"
+_NO_SCOPES = (
+    "none: the function has no scopes; use jax.named_scope, jaxmp.nnx.autocast for an NNX model, or the overrides of "
+    "apply_policy for a model with a policy"
+)
 
 
 class UnmatchedOverrideError(ValueError):
