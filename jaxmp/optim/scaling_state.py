@@ -118,6 +118,23 @@ def _require_no_state_beside(opt_state: optax.OptState) -> None:
                 )
 
 
+def _require_no_params_beside(opt_state: optax.OptState) -> None:
+    """Raise a ValueError if ``loss_scaling`` is around some optimizers of a partition only.
+
+    The others would apply non-finite gradients to their params. ``optax.set_to_zero`` applies none.
+    """
+    partitions = optax.MultiTransformState
+    for state in jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, partitions)):
+        if not (isinstance(state, partitions) and has_loss_scale(state)):
+            continue
+        for label, masked in state.inner_states.items():
+            if not has_loss_scale(masked) and not isinstance(masked.inner_state, optax.EmptyState):
+                raise ValueError(
+                    f"loss_scaling must be around all optimizers of a partition, but that of {label!r} is outside of "
+                    "it and does not skip steps; write loss_scaling(optax.partition(...), loss_scale)"
+                )
+
+
 def require_every_step(opt_state: optax.OptState) -> None:
     """Raise a ValueError if ``loss_scaling`` is inside of ``MultiSteps`` or ``apply_if_finite``.
 
@@ -175,6 +192,7 @@ def usable_loss_scale(opt_state: optax.OptState) -> LossScale:
     """
     loss_scale = get_loss_scale(opt_state)
     _require_no_state_beside(opt_state)
+    _require_no_params_beside(opt_state)
     require_every_step(opt_state)
     require_not_deleted(loss_scale)
     return loss_scale

@@ -36,6 +36,17 @@ def adam_state():
 
 
 WRAP = "wrap the optimizer, tx = jaxmp.loss_scaling(tx, jaxmp.DynamicLossScale())"
+PAIR = {"a": jnp.ones(2), "b": jnp.ones(2)}
+
+
+def partition(other):
+    return optax.partition({"a": tx_of(), "b": other}, {"a": "a", "b": "b"})
+
+
+def loss_of_pair(params):
+    return jnp.sum(params["a"] * params["b"])
+
+
 MISTAKES = {
     "arguments of loss_scaling": {
         "a number as the scale": (lambda: loss_scaling(SGD, 2.0**15), TypeError, "got 32768.0; write jaxmp.loss"),
@@ -81,6 +92,11 @@ MISTAKES = {
                 "after the chain of it": optax.chain(optax.chain(tx_of(), optax.identity()), optax.adam(0.1)),
             }.items()
         },
+        "sgd in another branch of a partition": (
+            lambda: value_and_grad(loss_of_pair, partition(optax.sgd(0.1)).init(PAIR)),
+            ValueError,
+            "but that of 'b' is outside of it and does not skip steps; write loss_scaling(optax.partition(...)",
+        ),
         "the optimizer as its state": (
             lambda: value_and_grad(jnp.sum, tx_of()),
             ValueError,
@@ -310,3 +326,8 @@ def test_an_update_with_a_donated_state_or_params_is_refused():
     new, _ = jaxmp.make_train_step(lambda p, s, b, r: (jnp.sum(p), s))(old, jnp.ones(2))
     refused(lambda: tx.update(jnp.ones(2), old.opt_state, new.params), RuntimeError, "'opt_state/", "was donated")
     refused(lambda: tx.update(jnp.ones(2), new.opt_state, old.params), RuntimeError, "'params' was donated")
+
+
+def test_a_partition_may_freeze_the_params_that_loss_scaling_does_not_train():
+    frozen = partition(optax.set_to_zero()).init(PAIR)
+    assert value_and_grad(loss_of_pair, frozen)(PAIR)[0] == 2
