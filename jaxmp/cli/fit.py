@@ -15,8 +15,8 @@ def run(options: argparse.Namespace) -> int:
     """Find the fastest remat, chunks of the loss and microbatches that fit a GPU.
 
     The train step is compiled with several options, not run. A compilation takes up to a minute for a large model, and
-    there are about ten if the step does not fit as it is. --device compiles for a GPU that is not attached, and needs
-    pip install -e '.[compile-only]'. The exit code is 1 if nothing fits, and 2 if an argument is wrong.
+    there are ten to twenty if the step does not fit as it is. --device compiles for a GPU that is not attached, and
+    needs pip install -e '.[compile-only]'. The exit code is 1 if nothing fits, and 2 if an argument is wrong.
 
     Example:
       jaxmp fit train:step --args train:shapes --device h100 --memory 40

@@ -27,7 +27,7 @@ from jaxmp.optim.checks import as_optimizer
 from jaxmp.optim.half_params import warn_if_updates_vanish
 from jaxmp.optim.loss_scale import LossScale, NoOpLossScale
 from jaxmp.optim.loss_scaling import loss_scaling, require_outermost, take_step
-from jaxmp.optim.scaled_grad import global_norm, scaled_loss, true_gradients
+from jaxmp.optim.scaled_grad import global_norm, scaled_loss, true_gradients, warn_if_constant
 from jaxmp.optim.scaling_state import get_loss_scale, has_loss_scale
 from jaxmp.sharding.placement import copied_if_seen
 from jaxmp.training.state import TrainState
@@ -359,6 +359,7 @@ def value_and_grad(
     @functools.wraps(loss_fn)
     def unscaled(*args: Any, **kwargs: Any) -> Any:
         loss_scale = optimizer._loss_scale_object()
+        warn_if_constant(loss_scale)
         gradient = nnx.value_and_grad(
             scaled_loss(loss_fn, loss_scale, has_aux),
             argnums=tuple(wanted) if is_list else wanted[0],

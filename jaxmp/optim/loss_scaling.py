@@ -165,7 +165,7 @@ class _ScalingTransform:
 
 
 def require_outermost(tx: Any, opt_state: Any) -> None:
-    """Raise an error if a transform is around ``loss_scaling`` or ``low_precision`` that must be inside of it."""
+    """Raise an error if ``loss_scaling`` or ``low_precision`` is inside of the wrong transform."""
     require_every_step(opt_state)
     if rounds_params(opt_state) and not _is_outermost_low_precision(tx):
         raise ValueError(BEHIND_LOW_PRECISION)

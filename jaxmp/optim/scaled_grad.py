@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxmp._internals.jax.traces import is_staged
+from jaxmp._internals.jax.traces import is_tracing_jit
 from jaxmp.base.donation import donation_note
 from jaxmp.base.trees import is_float_array, sum_of_squares, widen
 from jaxmp.base.user_warnings import warn_user
@@ -145,11 +145,7 @@ def value_and_grad(
 
     @functools.wraps(fun)
     def unscaled(*args: Any, **kwargs: Any) -> Any:
-        if any(map(is_staged, jax.tree.leaves((args, kwargs)))) and _is_constant(loss_scale):
-            warn_user(
-                "the loss scale is a constant of this jitted function, so it never changes; pass opt_state as an "
-                "argument of the function, and call value_and_grad(fun, opt_state) in it"
-            )
+        warn_if_constant(loss_scale)
         with donation_note():
             loss, grads = scaled(*args, **kwargs)
         return loss, true_gradients(grads, loss_scale)
@@ -157,10 +153,15 @@ def value_and_grad(
     return unscaled
 
 
-def _is_constant(loss_scale: LossScale) -> bool:
-    """Return whether an adaptive loss scale is not an argument of the function that JAX traces."""
+def warn_if_constant(loss_scale: LossScale) -> None:
+    """Warn if an adaptive loss scale is not an argument of the jitted function that JAX traces."""
     is_adaptive = not isinstance(loss_scale, (StaticLossScale, NoOpLossScale))
-    return is_adaptive and not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(loss_scale))
+    is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(loss_scale))
+    if is_adaptive and not is_traced and is_tracing_jit():
+        warn_user(
+            "the loss scale is a constant of this jitted function, so it never changes; pass the optimizer's state "
+            "(for NNX, the optimizer) to the function as an argument, and call value_and_grad in it"
+        )
 
 
 def scaled_value_and_grad(

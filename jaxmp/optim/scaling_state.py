@@ -145,7 +145,7 @@ def require_every_step(opt_state: optax.OptState) -> None:
     for state in jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, wrappers)):
         if isinstance(state, wrappers) and has_loss_scale(state):
             raise ValueError(
-                f"loss_scaling must see every step, got it inside of {type(state).__name__}; swap them, e.g. "
+                f"loss_scaling must see every step, got it inside of {type(state).__name__}; put it around, as in "
                 "jaxmp.loss_scaling(optax.MultiSteps(tx, 4), loss_scale)"
             )
 

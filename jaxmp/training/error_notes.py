@@ -34,6 +34,6 @@ def error_notes(state: TrainState) -> Iterator[None]:
         # Flax raises a ValueError or an InvalidRngError and JAX a TypeError. All of them speak of a PRNG key.
         if state.rng is None and state._rng_remedy is not None and "PRNG" in str(error):
             error.add_note(state._rng_remedy)
-        if state.model_state is None and "'NoneType' object is not a mapping" in str(error):
+        elif state.model_state is None and isinstance(error, TypeError) and "NoneType" in str(error):
             error.add_note(_MODEL_STATE)
         raise

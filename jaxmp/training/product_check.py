@@ -1,4 +1,4 @@
-"""Check the program of a train step: its loss needs the params, and products that fit the loss scale and the policy.
+"""Check that a train step's loss uses the params, and that its products fit the loss scale and the policy.
 
 A product is a matrix product or a convolution.
 """
@@ -38,7 +38,7 @@ def mismatch_of_products(traced: jax.stages.Traced, loss_scale: LossScale, polic
             "loss_scale=jaxmp.DynamicLossScale())"
         )
     halves = {dtype.name for dtype in dtypes if is_half(dtype)}
-    if policy_dtype is not None and halves and policy_dtype.name not in halves:
+    if policy_dtype is not None and halves and policy_dtype not in dtypes:
         is_model_half = any(region_of(ours(scopes)).half is not None for _, scopes in products)
         if is_model_half or is_half(policy_dtype):
             return (

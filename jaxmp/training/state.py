@@ -244,10 +244,10 @@ class TrainState(flax.struct.PyTreeNode):
                 "ema_decay needs a moving average to update: TrainState.create(..., ema=True), or "
                 "jaxmp.nnx.Optimizer(..., ema=True)"
             )
-        if ema_decay is None and self.ema_params is not None:
+        if ema_decay is None and self.ema_params is not None and "ema_params" not in changes:
             raise ValueError(
-                "the state keeps a moving average that this step would never update; pass ema_decay=0.999, say, or "
-                "leave ema=True out"
+                "the state keeps a moving average that this step would not update; pass ema_decay=0.999, say, or "
+                "ema_decay=1.0 for a step that keeps the average"
             )
         updates, opt_state, skipped = take_step(self.tx, grads, self.opt_state, self.params, extra_args or {})
         params = optax.apply_updates(_tree.widen(self.params), updates)  # select_tree restores the dtypes

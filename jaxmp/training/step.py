@@ -344,7 +344,7 @@ class TrainStep:
         warn_if_updates_vanish(state.tx, state.params)  # also of params that the user has cast since ``create``
         if ignores_params(traced):
             warn_user(
-                "the loss does not depend on the params, so they do not learn; in the loss function, use its own "
+                "the loss does not depend on the params, so they are not trained; in the loss function, use its own "
                 "argument, and no params or model from outside of it"
             )
         message = mismatch_of_products(traced, get_loss_scale(state.opt_state), self._policy_dtype)

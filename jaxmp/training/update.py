@@ -63,6 +63,11 @@ class Update:
         Return the new state and the metrics.
         """
         require_no_line_search(state.opt_state)
+        if self.ema_decay is None and state.ema_params is not None:
+            raise ValueError(
+                "the state keeps a moving average that this step would never update; pass "
+                "make_train_step(ema_decay=0.999), say, or leave ema=True out"
+            )
         with error_notes(state), self.devices.set():  # the caller may not have set a mesh
             rng, loss_rng = (None, None) if state.rng is None else jax.random.split(state.rng)
             result = self.gradients(state, batch, loss_rng)

@@ -1,4 +1,4 @@
-"""``fit`` finds the fastest combination of rematerialisation, chunks of the loss and microbatches that fits."""
+"""``fit`` finds the fastest combination of remat, chunks of the loss and microbatches that fits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from jaxmp.cli import main
 from jaxmp.inspect import Fit, Trial, fit
 from jaxmp.inspect._fit import fit as fit_module
 from jaxmp.inspect._fit.fit import limit_of
-from jaxmp.inspect._fit.search import LOSS_CHUNKS, REMATS, fastest, search
+from jaxmp.inspect._fit.search import LOSS_CHUNKS, REMATS, SMALL_COST, fastest, search
 from jaxmp.losses import projected_cross_entropy
 
 pytestmark = [pytest.mark.once, pytest.mark.usefixtures("standard_promotion")]  # optax's Adam mixes dtypes
@@ -29,16 +29,16 @@ STATE = 100.0
 CHUNK_TIME = 0.01
 
 
-def trials_of(activations, milliseconds, chunks, counts, limit, compiles_below=math.inf, logits=0.0):
+def trials_of(activations, milliseconds, chunks, counts, limit, compiles_below=math.inf, logits=0.0, per_chunk=0.0):
     """Return the trial of every combination, of a step whose memory and time are known.
 
-    A combination with a peak of at least ``compiles_below`` does not compile.
+    Each chunk needs ``per_chunk`` bytes. A combination with a peak of at least ``compiles_below`` does not compile.
     """
     trials = {}
     for remat, number, count in itertools.product(activations, chunks, counts):
-        peak = STATE + (activations[remat] + logits / (number or 1)) / count
+        peak = STATE + (activations[remat] + logits / (number or 1)) / count + per_chunk * (number or 0)
         time = milliseconds[remat] + 3 * count  # each microbatch costs the same time
-        time += CHUNK_TIME * (number or 0)
+        time += CHUNK_TIME * count * (number or 0)
         if peak >= compiles_below:
             peak = time = math.inf
         trials[remat, number, count] = Trial(remat, count, peak, time, peak <= limit, STATE, number)
@@ -62,13 +62,32 @@ def test_the_search_finds_the_fastest_of_all_combinations(activations, times, co
     best, found = fastest(list(every.values())), fastest(measured)
     assert (found and found.milliseconds) == (best and best.milliseconds)
     assert len(measured) == len(set(measured))
-    # Chunks cost little time here, so the search need not find the smallest number of them.
-    every = trials_of(activations, milliseconds, LOSS_CHUNKS, counts, limit, compiles_below, logits=500.0)
-    measured = search(lambda *options: every.get(options), REMATS, LOSS_CHUNKS, counts, limit)
-    best, found = fastest(list(every.values())), fastest(measured)
-    assert (found is None) == (best is None)
-    assert best is None or found.milliseconds - best.milliseconds <= CHUNK_TIME * LOSS_CHUNKS[-1]
-    assert len(measured) == len(set(measured))
+
+
+@given(
+    st.permutations([1000.0, 600.0, 300.0, 50.0]),
+    st.lists(st.floats(50, 90), min_size=4, max_size=4),
+    st.sampled_from([[1], [1, 2, 4, 8, 16, 32], [1, 3, 5, 15], [2, 4, 8]]),
+    st.floats(90, 1200),
+    st.sampled_from([0.0, 2.0, 30.0]),
+)
+def test_the_search_finds_no_slower_combination_because_it_also_tries_chunks(
+    activations, times, counts, limit, per_chunk
+):
+    activations = dict(zip(REMATS, activations, strict=True))
+    milliseconds = dict(zip(REMATS, times, strict=True)) | {"none": 50.0}
+    every = trials_of(activations, milliseconds, LOSS_CHUNKS, counts, limit, logits=500.0, per_chunk=per_chunk)
+
+    def fastest_with(chunks):
+        measured = search(lambda *options: every[options], REMATS, chunks, counts, limit)
+        assert len(measured) == len(set(measured))
+        best = fastest(measured)
+        return math.inf if best is None else best.milliseconds
+
+    with_chunks, without = fastest_with(LOSS_CHUNKS), fastest_with(LOSS_CHUNKS[:1])
+    assert with_chunks <= (1 + SMALL_COST) * without
+    if per_chunk == 0:
+        assert math.isinf(with_chunks) == (fastest(list(every.values())) is None)
 
 
 def test_a_step_that_fits_as_it_is_needs_one_compilation():

@@ -594,7 +594,7 @@ def test_a_moving_average_without_a_decay_and_a_decay_without_an_average_raise()
     with pytest.raises(ValueError, match=r"ema_model needs a moving average: jaxmp.nnx.Optimizer\(model, tx, ema=True"):
         optimizer.ema_model(model)
     model, optimizer = setup(mlp(), ema=True)
-    with pytest.raises(ValueError, match="that this step would never update; pass ema_decay"):
+    with pytest.raises(ValueError, match="that this step would never update; pass make_train_step"):
         make_train_step(loss_fn)(model, optimizer, ROWS)
     with pytest.raises(
         ValueError, match=r"update does not update a moving average.*make_train_step\(loss_fn, ema_decay"

@@ -146,12 +146,12 @@ MISTAKES = {
         "kept inside MultiSteps": (
             lambda: jaxmp.keep_if_skipped(optax.MultiSteps(tx_of(), 2).init(jnp.ones(2)), 1.0, 0.0),
             ValueError,
-            "loss_scaling must see every step, got it inside of MultiStepsState; swap them",
+            "loss_scaling must see every step, got it inside of MultiStepsState; put it around",
         ),
         "inside apply_if_finite": (
             lambda: value_and_grad(jnp.sum, optax.apply_if_finite(optax.chain(tx_of()), 3).init(jnp.ones(2))),
             ValueError,
-            "loss_scaling must see every step, got it inside of ApplyIfFiniteState; swap them",
+            "loss_scaling must see every step, got it inside of ApplyIfFiniteState; put it around",
         ),
         "a state inside MultiSteps": (
             lambda: jaxmp.TrainState.create(params=jnp.ones(2), tx=optax.MultiSteps(tx_of(), 2)),

@@ -53,11 +53,14 @@ def test_a_loss_scale_that_is_a_constant_of_a_jitted_step_is_warned_of():
     params, batch = problem()
     opt_state = loss_scaling(optax.sgd(0.5), SCALED).init(params)
     gradient = value_and_grad(loss_fn, opt_state)
-    with pytest.warns(UserWarning, match="is a constant of this jitted function"):
+    with pytest.warns(UserWarning, match="is a constant of this jitted function") as caught:
         jax.jit(gradient)(params, batch)
+        jax.jit(jax.vmap(gradient, in_axes=(None, 0)))(params, jax.tree.map(lambda leaf: leaf[None], batch))
+    assert len(caught) == 2
     # Without a warning:
     jax.jit(lambda opt_state, params: value_and_grad(loss_fn, opt_state)(params, batch))(opt_state, params)
     gradient(params, batch)
+    jax.lax.scan(lambda total, _: (total + gradient(params, batch)[0], None), 0.0, length=2)
     jax.vmap(gradient, in_axes=(None, 0))(params, jax.tree.map(lambda leaf: leaf[None], batch))
     constant = loss_scaling(optax.sgd(0.5), jaxmp.StaticLossScale(8.0)).init(params)
     jax.jit(value_and_grad(loss_fn, constant))(params, batch)
@@ -71,6 +74,8 @@ def test_a_gradient_function_of_an_nnx_optimizer_follows_its_loss_scale():
         return model.bias.astype(jnp.float16).sum().astype(jnp.float32)
 
     gradient = jaxmp.nnx.value_and_grad(loss, optimizer)
+    with pytest.warns(UserWarning, match="NNX, the optimizer"):
+        nnx.jit(lambda model: gradient(model))(model)
     for _ in range(3):  # 2**16 overflows in float16, and 2**15 does not
         _, grads = gradient(model)
         optimizer.update(model, grads)

@@ -110,7 +110,7 @@ def test_apply_gradients_skips_completely_but_sets_the_given_fields():
     def applied(state, grads):
         fields = {"model_state": {"n": jnp.ones(())}, "ema_decay": 0.9}
         assert state.apply_gradients(grads=grads, ema_decay=0.9).model_state is state.model_state
-        with pytest.raises(ValueError, match="a moving average that this step would never update; pass ema_decay"):
+        with pytest.raises(ValueError, match="a moving average that this step would not update; pass ema_decay"):
             state.apply_gradients(grads=grads)
         bad = jax.tree.map(lambda p: p * jnp.nan, grads)
         skipped = state.apply_gradients(grads=bad, rng=jax.random.key(1), **fields)

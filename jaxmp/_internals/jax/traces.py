@@ -24,6 +24,12 @@ def is_tracing() -> bool:
     return bool(jex_core.unsafe_am_i_under_a_jit_DO_NOT_USE())
 
 
+def is_tracing_jit() -> bool:
+    """Return whether ``jax.jit`` traces the running code, or code that calls it."""
+    infos = (getattr(getattr(trace, "frame", None), "debug_info", None) for trace in traces_around())
+    return any(getattr(info, "traced_for", "") == "jit" for info in infos)
+
+
 def traces_around() -> list[Any]:
     """Return the traces around the running code, innermost first."""
     trace, traces = core.trace_ctx.trace, []

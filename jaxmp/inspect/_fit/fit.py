@@ -112,8 +112,8 @@ def fit(
 
     Combinations of ``remat``, ``accumulate_steps`` and ``loss_chunks`` are compiled for the GPU, but not executed. The
     compiler reports their memory, and :func:`jaxmp.inspect.roofline` predicts their time. The step's own options of
-    these names are replaced, but its ``remat`` is one of those that are tried. If the whole batch fits without
-    rematerialisation, one compilation is enough; otherwise about ten are needed.
+    these names are replaced, but its ``remat`` is one of those that are tried. If the step fits
+    without any of them, one compilation is enough; otherwise about ten are needed, or twenty with ``loss_chunks``.
 
     Args:
       step: a train step for Linen or NNX.
@@ -230,7 +230,10 @@ class _Compiler:
         programs = set()
         for chunks in (1, 2):
             step = self.step.with_options(remat="none", loss_chunks=chunks, accumulate_steps=accumulate_steps)
-            trace = compiling.trace_of_call(step, self.args, self.device, topology=self.topology)
+            try:
+                trace = compiling.trace_of_call(step, self.args, self.device, topology=self.topology)
+            except (TypeError, ValueError):  # `measure` reports it
+                return False
             programs.add(compiling.lowered_of(trace, self.device).as_text())
         return len(programs) > 1
 

@@ -13,6 +13,8 @@ LOSS_CHUNKS = (1, 4, 16)
 """The numbers of chunks of the loss to try."""
 SMALLEST_GAIN = 0.02
 """The smallest share of the peak that more chunks must save. Otherwise still more chunks are not tried."""
+SMALL_COST = 0.1
+"""The share of the time that chunks may cost without a look at the other rematerialisations."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,10 +50,11 @@ def search(
     """Return all combinations that were measured.
 
     1. Every rematerialisation is measured with the largest microbatch, with more and more chunks until it fits.
-    2. If the first rematerialisation fits, nothing else is measured, because chunks usually cost less time than
-       recomputation.
-    3. For each rematerialisation that does not fit, the search looks for the smallest number of microbatches that fits.
-       It stops if the step is not faster than the best combination so far, because more microbatches are slower.
+    2. If the first rematerialisation fits and its chunks cost little time, nothing else is measured, because
+       recomputation usually costs more.
+    3. For each rematerialisation that does not fit, the search looks for the smallest number of microbatches that fits,
+       with the fewest chunks and with those that have the lowest peak. It stops if the step is not faster than the best
+       combination so far, because more microbatches are slower.
 
     Args:
       measure: measures a combination.
@@ -61,17 +64,23 @@ def search(
       limit: the limit of the peak in bytes.
     """
     trials = list[Trial]()
-    smallest = list[Trial]()  # for each rematerialisation, the trial with the most chunks that were tried
+    too_large = list[Trial]()
     for remat in remats:
         of_remat = list(_trials_of_chunks(measure, remat, chunks, counts[0], _best_time(trials)))
         trials += of_remat
-        if remat == remats[0] and of_remat and of_remat[-1].fits:
+        if not of_remat:
+            continue
+        fewest, most = of_remat[0], of_remat[-1]
+        if most.fits and remat == remats[0] and most.milliseconds <= (1 + SMALL_COST) * fewest.milliseconds:
             return trials
-        smallest += of_remat[-1:]
+        if not most.fits:
+            lowest = min(of_remat, key=lambda trial: trial.peak)
+            saves_memory = lowest.peak < (1 - SMALLEST_GAIN) * fewest.peak
+            too_large += [fewest, lowest] if saves_memory else [fewest]
     state_bytes = max((trial.state_bytes for trial in trials), default=0)
     # The remat with the lowest peak needs the fewest microbatches. Its time bounds the others early.
-    for trial in sorted(smallest, key=lambda trial: trial.peak):
-        if not trial.fits and state_bytes < limit:
+    for trial in sorted(too_large, key=lambda trial: trial.peak):
+        if state_bytes < limit:
             room = limit - state_bytes
             trials += _trials_of_microbatches(measure, trial, counts, room, state_bytes, _best_time(trials))
     return trials
