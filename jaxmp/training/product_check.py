@@ -1,6 +1,6 @@
-"""Check that a train step's loss uses the params, and that its products fit the loss scale and the policy.
+"""Check that a train step's loss uses the params, and that its products fit the policy.
 
-A product is a matrix product or a convolution.
+They must also fit the loss scale. A product is a matrix product or a convolution.
 """
 
 from __future__ import annotations

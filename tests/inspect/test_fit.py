@@ -59,8 +59,8 @@ def test_the_search_finds_the_fastest_of_all_combinations(activations, times, co
     limit = min(limit, compiles_below)
     every = trials_of(activations, milliseconds, [None], counts, limit, compiles_below)
     measured = search(lambda *options: every.get(options), REMATS, [None], counts, limit)
-    best, found = fastest(list(every.values())), fastest(measured)
-    assert (found and found.milliseconds) == (best and best.milliseconds)
+    best, best_measured = fastest(list(every.values())), fastest(measured)
+    assert (best_measured and best_measured.milliseconds) == (best and best.milliseconds)
     assert len(measured) == len(set(measured))
 
 
@@ -192,16 +192,16 @@ def test_chunks_are_tried_only_if_the_loss_leaves_their_number_open(fit_on_cpu, 
     step, state = step_and_state(loss_fn, policy="mixed_bfloat16")
     batch = {"x": np.ones((64, 8)), "table": np.ones((512, 8)), "labels": np.zeros(64)}
     batch = {name: array.astype("int32" if name == "labels" else "float32") for name, array in batch.items()}
-    whole = fit_on_cpu(step, 2**30)(state, batch)
-    assert len(whole.trials) == 1
-    result = fit_on_cpu(step, whole.trials[0].peak - 1)(state, batch)
+    unsplit = fit_on_cpu(step, 2**30)(state, batch)
+    assert len(unsplit.trials) == 1
+    result = fit_on_cpu(step, unsplit.trials[0].peak - 1)(state, batch)
     if chunks == "auto":
-        assert whole.options == {"remat": "none", "loss_chunks": 1, "accumulate_steps": 1}
+        assert unsplit.options == {"remat": "none", "loss_chunks": 1, "accumulate_steps": 1}
         assert result.options == {"remat": "none", "loss_chunks": 4, "accumulate_steps": 1}
         assert str(result).splitlines()[1].split()[:3] == ["remat", "loss_chunks", "accumulate_steps"]
     else:
         assert {trial.loss_chunks for trial in result.trials} == {None}
-        assert whole.options == {"remat": "none", "accumulate_steps": 1}
+        assert unsplit.options == {"remat": "none", "accumulate_steps": 1}
         assert "loss_chunks" not in str(result)
 
 
@@ -233,9 +233,9 @@ def test_the_best_combination_compiles_within_the_limit():
 
     args = jax.eval_shape(make_state, batch), batch
     step = jaxmp.make_train_step(lambda params, x: (model.apply({"params": params}, x) ** 2).mean())
-    whole = fit(step, device="h100")(*args)
-    assert [trial.remat for trial in whole.trials] == ["none"] and whole.best is not None
-    limit = int(0.8 * whole.best.peak)
+    unsplit = fit(step, device="h100")(*args)
+    assert [trial.remat for trial in unsplit.trials] == ["none"] and unsplit.best is not None
+    limit = int(0.8 * unsplit.best.peak)
     result = fit(step, device="h100", memory=limit)(*args)
     assert {trial.remat for trial in result.trials} == set(REMATS)
     assert result.best is not None and result.memory is not None

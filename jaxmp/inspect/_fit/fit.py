@@ -112,8 +112,8 @@ def fit(
 
     Combinations of ``remat``, ``accumulate_steps`` and ``loss_chunks`` are compiled for the GPU, but not executed. The
     compiler reports their memory, and :func:`jaxmp.inspect.roofline` predicts their time. The step's own options of
-    these names are replaced, but its ``remat`` is one of those that are tried. If the step fits
-    without any of them, one compilation is enough; otherwise about ten are needed, or twenty with ``loss_chunks``.
+    these names are replaced, but its ``remat`` is one of those that are tried. If the step fits without any of them,
+    one compilation is enough; otherwise about ten are needed, or twenty with ``loss_chunks``.
 
     Args:
       step: a train step for Linen or NNX.
