@@ -40,7 +40,7 @@ PAGES: dict[str, tuple[str, str, str]] = {
         "Loss scale",
         "Loss scaling wraps an optax optimizer. See [loss scaling](../concepts/loss_scaling.md).",
         "loss_scaling DynamicLossScale StaticLossScale HeadroomLossScale NoOpLossScale LossScale get_loss_scale "
-        "scale_loss unscale keep_if_skipped wrap_opt_state LossScalingState",
+        "keep_if_skipped wrap_opt_state LossScalingState",
     ),
     "autocast": (
         "Autocast",

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from jaxmp.optim.loss_scaling import loss_scaling as loss_scaling
     from jaxmp.optim.low_precision import low_precision as low_precision
     from jaxmp.optim.pack_small import pack_small as pack_small
-    from jaxmp.optim.scaled_grad import scale_loss as scale_loss
-    from jaxmp.optim.scaled_grad import unscale as unscale
     from jaxmp.optim.scaled_grad import value_and_grad as value_and_grad
     from jaxmp.optim.scaling_state import LossScalingState as LossScalingState
     from jaxmp.optim.scaling_state import get_loss_scale as get_loss_scale
@@ -83,11 +81,7 @@ _NAMES = {
     "jaxmp.optim.loss_scaling": ("loss_scaling",),
     "jaxmp.optim.low_precision": ("low_precision",),
     "jaxmp.optim.pack_small": ("pack_small",),
-    "jaxmp.optim.scaled_grad": (
-        "scale_loss",
-        "unscale",
-        "value_and_grad",
-    ),
+    "jaxmp.optim.scaled_grad": ("value_and_grad",),
     "jaxmp.optim.scaling_state": (
         "get_loss_scale",
         "keep_if_skipped",
@@ -117,7 +111,9 @@ _ELSEWHERE = {
     "GradScaler": "jaxmp.loss_scaling(tx, jaxmp.DynamicLossScale())",
     "Optimizer": "jaxmp.nnx.Optimizer",
     "profile": "jaxmp.inspect.profile",
+    "scale_loss": "jaxmp.value_and_grad(loss_fn, opt_state), which scales the loss and unscales the gradients",
     "Sharding": "jaxmp.sharding.Sharding",
+    "unscale": "jaxmp.value_and_grad(loss_fn, opt_state), whose gradients are unscaled",
 }
 """What to write in place of a name that other libraries, or other modules of jaxmp, have."""
 

@@ -88,6 +88,7 @@ def test_a_name_that_is_none_is_pythons_error():
     [
         ("apply_policy", "write jaxmp.linen.apply_policy or jaxmp.nnx.apply_policy"),
         ("GradScaler", r"write jaxmp.loss_scaling\(tx, jaxmp.DynamicLossScale\(\)\)"),
+        ("unscale", r"write jaxmp.value_and_grad\(loss_fn, opt_state\), whose gradients are unscaled"),
     ],
 )
 def test_the_error_for_a_name_of_another_library_or_module_says_what_to_write(name, remedy):

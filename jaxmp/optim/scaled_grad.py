@@ -23,41 +23,6 @@ P = ParamSpec("P")
 Aux = TypeVar("Aux")
 
 
-def scale_loss(loss: jax.Array, opt_state: optax.OptState) -> jax.Array:
-    """Return the loss, in float32, multiplied by the loss scale in ``opt_state``.
-
-    Use it in a function that you differentiate yourself. Then divide the gradients by the scale with :func:`unscale`
-    before you do anything else with them. :func:`value_and_grad` does both steps for you.
-
-    Raises:
-      TypeError: the loss is half precision: the scaled loss may overflow in float16, and bfloat16 has too few digits.
-      ValueError: ``opt_state`` has no loss scale, or several.
-      RuntimeError: ``opt_state`` was donated to an earlier step.
-
-    >>> opt_state = jaxmp.loss_scaling(optax.sgd(0.1), jaxmp.StaticLossScale(8.0)).init(jnp.ones(2))
-    >>> jax.grad(lambda params: scale_loss(jnp.sum(params), opt_state))(jnp.ones(2))
-    Array([8., 8.], dtype=float32)
-    """
-    return usable_loss_scale(opt_state).scale(_float32_loss(loss))
-
-
-def unscale(grads: T, opt_state: optax.OptState) -> T:
-    """Divide the gradients of a scaled loss by the loss scale, in float32.
-
-    Use it for the gradients of a loss from :func:`scale_loss`. A gradient that overflowed becomes NaN, not infinity. So
-    clipping by value cannot hide the overflow from :func:`loss_scaling`.
-
-    Raises:
-      ValueError: ``opt_state`` has no loss scale, or several.
-      RuntimeError: ``opt_state`` was donated to an earlier step.
-
-    >>> opt_state = jaxmp.loss_scaling(optax.sgd(0.1), jaxmp.StaticLossScale(8.0)).init(jnp.ones(2))
-    >>> unscale({"w": jnp.array([8.0, 4.0], jnp.float16)}, opt_state)
-    {'w': Array([1. , 0.5], dtype=float32)}
-    """
-    return true_gradients(grads, usable_loss_scale(opt_state))
-
-
 def true_gradients(grads: Any, loss_scale: LossScale) -> Any:
     """Divide the gradients of the scaled loss by the scale; infinities become NaN."""
     return nan_if_infinite(loss_scale.unscale(widen(grads)))

@@ -96,8 +96,8 @@ def test_a_loss_scale_of_jmp_scales_a_loss_through_the_state():
         params, _ = train_problem()
         for scale in (module.StaticLossScale(8), module.DynamicLossScale(jnp.float32(8.0))):
             state = jaxmp.loss_scaling(standard(optax.sgd(1.0)), scale).init(params)
-            assert jaxmp.scale_loss(jnp.float32(2), state) == 16
-            assert jaxmp.unscale(jnp.float16(2), state) == 0.25
+            assert jaxmp.get_loss_scale(state).scale(jnp.float32(2)) == 16
+            assert jaxmp.get_loss_scale(state).unscale(jnp.float16(2)) == 0.25
 
 
 # --- jaxmp's objects in Haiku -----------------------------------------------------------------------------------------

@@ -70,7 +70,8 @@ def test_small_float16_gradients_do_not_underflow_adams_second_moment():
 
     tx = loss_scaling(standard(optax.adam(1e-3)), DynamicLossScale(2.0**12))
     scaled = (true * 2**12).astype(np.float16)
-    updates, state = tx.update(jaxmp.unscale(scaled, tx.init(params)), tx.init(params), params)
+    state = tx.init(params)
+    updates, state = tx.update(jaxmp.get_loss_scale(state).unscale(scaled), state, params)
     oracle = standard(optax.adam(1e-3))
     widened = scaled.astype(np.float32) / 2**12
     expected, inner_state = oracle.update(widened, oracle.init(jnp.ones(3)), jnp.ones(3))
