@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +24,19 @@ from flax import linen as nn
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
-from jaxmp.engine import graph
 from jaxmp.engine.decisions import decide_program
+from jaxmp.engine.graph import build
+from jaxmp.engine.nodes import Node, Step, StepBody
 from jaxmp.engine.rules import Rules
 from jaxmp.engine.states import Kind, Rule, State
+from jaxmp.engine.value_decision import Decision
 from jaxmp.program.equations import opened
 
 FOLDER = Path(__file__).parent
 HALF, FULL, OPEN, CAST = "#F2A65A", "#8DB7E2", "#FFFFFF", "#B3123F"
 TEXT, LINE = "#222222", "#777777"
 SECTIONS = ("bqhd,bkhd", "ln_2")  # where attention and the perceptron begin, in the scopes of the block
-Labels = dict[graph.Node, str]
+Labels = dict[Node, str]
 SPREADS = {Rule.FEEDS: "feeds float32", Rule.FOLLOWS: "follows float32"}
 LABELS = {
     "dot_general": "matrix product", "reduce_sum": "sum", "reduce_max": "max over keys", "integer_pow": "x³",
@@ -65,10 +67,16 @@ class Block(nn.Module):
 class Box:
     """An operation of the picture."""
 
-    node: graph.Node
+    node: Node
     path: tuple[str, ...]
+    decisions: Mapping[Node, Decision]
     x: float = 0.0
     y: float = 0.0
+
+    @property
+    def decision(self) -> Decision:
+        """Return the decision on the operation."""
+        return self.decisions[self.node]
 
     @property
     def moves(self) -> bool:
@@ -82,13 +90,13 @@ def decided_block() -> tuple[list[Box], Labels]:
     x, w = jax.ShapeDtypeStruct((2 * 128, 256), jnp.float32), jax.ShapeDtypeStruct((256, 256), jnp.float32)
     params = jax.eval_shape(lambda x: block.init(jax.random.key(0), x, 2), x)
     closed = jax.make_jaxpr(lambda params, x, w: block.apply(params, x @ w, 2) @ w)(params, x, w)
-    built = graph.build(*opened(closed), Rules(half, {}))
-    decisions = decide_program(built, jax.tree.leaves((params, x, w)), [None])
-    boxes = [Box(step.node, step.names) for step in _steps(built.body) if step.node is not None]
+    graph = build(opened(closed), jax.tree.leaves((params, x, w)), [None], Rules(half, {}))
+    decisions = decide_program(graph)
+    boxes = [Box(step.node, step.names, decisions.of) for step in _steps(graph.body) if step.node is not None]
     return boxes, {pattern.nodes[0]: pattern.name for pattern in decisions.patterns}
 
 
-def _steps(body: graph.StepBody) -> Iterable[graph.Step]:
+def _steps(body: StepBody) -> Iterable[Step]:
     for step in body.steps:
         yield from [inner for body in step.inner for inner in _steps(body)] or [step]
 
@@ -127,12 +135,12 @@ def fill_of_kind(box: Box) -> str:
 
 def fill_of_state(box: Box) -> str:
     """Return the colour of an operation once the rules have raised all that they raise."""
-    return FULL if box.node.state >= State.FLOAT32 else fill_of_kind(box)
+    return FULL if box.decision.state >= State.FLOAT32 else fill_of_kind(box)
 
 
 def final_fill(box: Box) -> str:
     """Return the colour of an operation in the end."""
-    return HALF if box.node.dtype.itemsize == 2 else FULL
+    return HALF if box.decision.dtype.itemsize == 2 else FULL
 
 
 def draw(axes: Any, boxes: Sequence[Box], fills: dict[Box, str], casts: bool, title: str, origins: Labels) -> None:
@@ -148,7 +156,7 @@ def draw(axes: Any, boxes: Sequence[Box], fills: dict[Box, str], casts: bool, ti
             _arrow(axes, (x, y), box, casts and _is_cast(node, box))
             axes.text(x, y - 0.05, origins[node], ha="center", va="bottom", fontsize=8, color=LINE, style="italic")
     for box in boxes:
-        _box(axes, box, fills[box], casts and box.node.compute not in (None, box.node.dtype))
+        _box(axes, box, fills[box], casts and box.decision.compute not in (None, box.decision.dtype))
     low, high = min(box.x for box in boxes), max(box.x for box in boxes)
     middle, reach = (low + high) / 2, max(2.1, (high - low) / 2 + 0.8)
     axes.set_xlim(middle - reach, middle + reach)
@@ -157,10 +165,11 @@ def draw(axes: Any, boxes: Sequence[Box], fills: dict[Box, str], casts: bool, ti
     axes.axis("off")
 
 
-def _is_cast(above: graph.Node, box: Box) -> bool:
+def _is_cast(above: Node, box: Box) -> bool:
     """Return whether a value changes its dtype on the way into an operation."""
-    compute = box.node.compute or (above.dtype if box.moves else np.dtype(np.float32))
-    return bool(above.dtype != compute)
+    dtype = box.decisions[above].dtype
+    compute = box.decision.compute or (dtype if box.moves else np.dtype(np.float32))
+    return bool(dtype != compute)
 
 
 def _arrow(axes: Any, start: tuple[float, float], box: Box, cast: bool) -> None:
@@ -237,7 +246,7 @@ def draw_passes(boxes: Sequence[Box], path: Path) -> None:
     """Draw the layer norm and what surrounds it: by itself, with float32 spread, and in the end."""
     chosen = boxes[: _first_move(boxes)]
     lay_out(chosen)
-    rules = {box.node: SPREADS[box.node.rule] for box in chosen if box.node.rule in SPREADS}
+    rules = {box.node: SPREADS[box.decision.rule] for box in chosen if box.decision.rule in SPREADS}
     panels = (
         ("rules 2 and 3: each operation by itself", fill_of_kind, False, {}),
         ("rules 5 and 6: float32 spreads", fill_of_state, False, rules),

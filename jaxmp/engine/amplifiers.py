@@ -14,8 +14,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from jaxmp.base.graphs import reachable
-from jaxmp.engine.graph import Graph, Node, Step
 from jaxmp.engine.graph_paths import SCALES, readers_of
+from jaxmp.engine.nodes import Graph, Node, Step
+from jaxmp.engine.raised_states import States
 from jaxmp.engine.states import CLEAR, INFER, JOIN, Rule, State
 from jaxmp.program.primitives import (
     AMPLIFIERS,
@@ -36,7 +37,7 @@ _TOTALS = frozenset(name for name in of_class(Class.ACCUMULATION) if COMBINATION
 """Sums of many elements of one array."""
 
 
-def raise_amplified(graph: Graph) -> None:
+def raise_amplified(graph: Graph, states: States) -> None:
     """Make values float32 if a search back from an amplifier finds them.
 
     If a product is found, equal products elsewhere are float32 too, such as those that a derivative computes again.
@@ -49,10 +50,10 @@ def raise_amplified(graph: Graph) -> None:
             if node.name in PRODUCTS:
                 amplifier_of.setdefault(node.same, step.node)
             elif node.kind in (INFER, JOIN):
-                node.raise_to(State.FLOAT32, Rule.AMPLIFIED, step.node)
+                states.raise_to(node, State.FLOAT32, Rule.AMPLIFIED, step.node)
     for node in graph.nodes:
         if node.name in PRODUCTS and node.same in amplifier_of:
-            node.raise_to(State.FLOAT32, Rule.AMPLIFIED, amplifier_of[node.same])
+            states.raise_to(node, State.FLOAT32, Rule.AMPLIFIED, amplifier_of[node.same])
 
 
 def _amplified_values(step: Step) -> Iterable[Node]:

@@ -121,11 +121,12 @@ def computed(fun: Callable[..., Any], rules: Rules, args: Any, kwargs: Any, poli
         )
     if is_collecting():
         rules.programs = None  # each equation is emitted, which records its casts and dtypes
-    graph, dtypes = build(*program.jaxpr, rules), result_dtypes(program, policy)
-    emission = Emission(decide_program(graph, operands, dtypes, force=policy is None), rules)
+    dtypes = result_dtypes(program, policy)
+    decisions = decide_program(build(program.jaxpr, operands, dtypes, rules, force=policy is None))
+    emission = Emission(decisions, rules)
     with donation_note(), jax.named_scope(DECIDED), around_emitted(emission):
         results = emission.results(program.jaxpr, operands, dtypes)
     if policy is not None:  # the adapters check the overrides of a model, if every module ran
         rules.check()
-    rules.decided(graph)
+    rules.decided(decisions)
     return program.unflatten(results)

@@ -12,8 +12,9 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from jaxmp.base.graphs import reachable
-from jaxmp.engine.graph import Graph, Node, Step, shape_read
 from jaxmp.engine.graph_paths import SCALES, SQUARES, multiple_of
+from jaxmp.engine.nodes import Graph, Node, Step, shape_read
+from jaxmp.engine.raised_states import States
 from jaxmp.engine.states import CLEAR, INFER, JOIN, Rule, State
 from jaxmp.program.equations import is_literal
 from jaxmp.program.primitives import BOUNDS, PRODUCTS, SINGULAR, SUMS, Trait, with_trait
@@ -30,7 +31,7 @@ _NO_EPSILON = 0.1
 """The constant from which a difference can cancel. Smaller constants are added to avoid a division by zero."""
 
 
-def raise_cancelled(graph: Graph) -> None:
+def raise_cancelled(graph: Graph, states: States) -> None:
     """Make products float32 if they cancel in a difference."""
     if not any(node.is_half_product for node in graph.nodes):
         return
@@ -45,7 +46,7 @@ def raise_cancelled(graph: Graph) -> None:
                 cancelled_in.setdefault(product.same, difference)
     for node in graph.nodes:  # also products that a loop or a derivative computes again
         if node.name in PRODUCTS and node.same in cancelled_in:
-            node.raise_to(State.FLOAT32, Rule.CANCELLATION, cancelled_in[node.same])
+            states.raise_to(node, State.FLOAT32, Rule.CANCELLATION, cancelled_in[node.same])
 
 
 def _is_part_of_sum(node: Node) -> bool:

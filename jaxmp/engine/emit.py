@@ -14,8 +14,9 @@ from jaxmp._internals.jax.traces import is_staged, is_tracing, may_be_skipped
 from jaxmp.base.dtypes import is_castable
 from jaxmp.engine.decisions import Decisions, decide_program
 from jaxmp.engine.float8_products import Float8Product, emit_float8
-from jaxmp.engine.graph import Node, Step, StepBody, build
+from jaxmp.engine.graph import build
 from jaxmp.engine.marks import WITH_RULE, ours
+from jaxmp.engine.nodes import Node, Step, StepBody
 from jaxmp.engine.reads import is_widening
 from jaxmp.engine.rules import Rules
 from jaxmp.engine.states import KEPT
@@ -66,7 +67,7 @@ class Emission:
         """
         body = self.decisions.graph.body
         evaluation = _Evaluation(self, body, program, args)
-        run = evaluation.evaluate if self.decisions.changes else evaluate
+        run = evaluation.evaluate if self.decisions.graph.changes else evaluate
         results = run(*program, args)
         return [
             value if dtype is None or not is_castable(jax.typeof(value)) else evaluation.cast(value, dtype, node)
@@ -111,7 +112,7 @@ class _Evaluation(Rewriter):
         """Return the results of the next step of the body."""
         step = next(self.steps)
         self.casts = self.emission.casts[step] = list[int]()
-        if eqn.primitive.name == CAST and is_widening(step):
+        if eqn.primitive.name == CAST and is_widening(step, self.decisions.of):
             self.narrow[eqn.outvars[0]] = operands[0], eqn.invars[0], step.operands[0]
         if step in self.decisions.unchanged and not self.examples.are_many:
             return bind_equation(eqn, operands, eqn.params)
@@ -124,21 +125,25 @@ class _Evaluation(Rewriter):
         """
         if is_literal(atom):
             return np.asarray(value).astype(dtype)
+        decision = self.decisions.of[node]
+        deferred_cast = decision.deferred_cast
         is_half = dtype.itemsize == 2
         is_summed = repeat is not None and is_half and must_widen(repeat.step.eqn, atom, value, self.examples)
-        if node.deferred_cast is None and value.dtype == dtype and not isinstance(value, np.ndarray) and not is_summed:
+        if deferred_cast is None and value.dtype == dtype and not isinstance(value, np.ndarray) and not is_summed:
             return value
-        if atom in self.narrow and self.narrow[atom][-1].value_dtype == dtype:
-            return self.read_as(*self.narrow[atom], dtype, repeat)
+        if atom in self.narrow:
+            narrow_value, narrow_atom, narrow_node = self.narrow[atom]
+            if self.decisions.of[narrow_node].value_dtype == dtype:
+                return self.read_as(narrow_value, narrow_atom, narrow_node, dtype, repeat)
         # A weight is cast at each use, so that its cotangents are summed in float32; other values are cast once.
         # A cast to float32 is made at each use, so that XLA stores the half value and no shared float32 copy.
-        is_shared = node.is_cast_once and dtype.itemsize <= node.value_dtype.itemsize
+        is_shared = node.is_cast_once and dtype.itemsize <= decision.value_dtype.itemsize
         if (is_shared and not is_summed) or isinstance(value, np.ndarray):
             if (atom, dtype) not in self.shared:
                 self.shared[atom, dtype] = self.cast(value, dtype, node)
             return self.shared[atom, dtype]
         is_narrowed = dtype.itemsize < value.dtype.itemsize
-        if repeat is not None and node.deferred_cast in (None, dtype) and (is_summed or is_narrowed):
+        if repeat is not None and deferred_cast in (None, dtype) and (is_summed or is_narrowed):
             return self.repeated(value, dtype, repeat.step, _batched_operands(repeat, self.examples.others, node))
         return self.cast(value, dtype, node)
 
@@ -147,8 +152,9 @@ class _Evaluation(Rewriter):
 
         A postponed cast of the author is applied first.
         """
-        if node is not None and node.deferred_cast is not None:
-            value = self.cast(value, node.deferred_cast)
+        deferred_cast = None if node is None else self.decisions.of[node].deferred_cast
+        if deferred_cast is not None:
+            value = self.cast(value, deferred_cast)
         if not isinstance(value, (jax.core.Tracer, jax.Array)):  # the test for jax.Array is slower
             return np.asarray(value).astype(dtype)
         if value.dtype == dtype:
@@ -186,9 +192,9 @@ class _Evaluation(Rewriter):
         is_repeat = node is not None and eqn.primitive.name in REPEATS
         if is_repeat and must_widen(eqn, eqn.invars[0], operands[0], self.examples):
             return summed_in_float32(eqn, operands)
-        dtype = None if node is None else node.compute
+        dtype = None if node is None else self.decisions.of[node].compute
         params = eqn.params
-        if dtype is not None and node is not None:
+        if dtype is not None:
             precision = self.emission.rules.precision_of(eqn, step.names) if eqn.primitive.name in PRODUCTS else None
             params = params_in_dtype(eqn, dtype, precision)
         if "precision" in params and asks_for_what_is_missing(params):
@@ -214,9 +220,9 @@ class _Evaluation(Rewriter):
 
         ``operand`` is ``value`` in the dtype that the cast reads.
         """
-        if not is_widening(step):
+        if not is_widening(step, self.decisions.of):
             self.emission.operand_types[step] = [jax.typeof(value)]
-        return self.cast(operand, node.dtype)
+        return self.cast(operand, self.decisions.of[node].dtype)
 
     def results_of_bodies(self, step: Step, bodies: Bodies, values: list[Any], operands: list[Any]) -> list[Any]:
         """Return the results of an equation whose bodies change."""
@@ -255,22 +261,23 @@ class _StepRewriter(Rewriter):
         step, body = self.step, self.step.inner[number]
         program = opened(bodies.jaxprs[number])
         evaluation = _Evaluation(self.emission, body, program, args, self.same[number])
+        decisions = self.emission.decisions
         inputs = list(args)
-        for position, dtype in self.emission.decisions.repeated_reads.get(step, ()):
+        for position, dtype in decisions.repeated_reads.get(step, ()):
             inputs[position] = jax.lax.convert_element_type(args[position], dtype)
         results = evaluation.evaluate(*program, inputs)
         if not bodies.is_call or bodies.has_rule:
-            results = [
-                evaluation.cast(value, node.deferred_cast) if node and node.deferred_cast else value
-                for value, node in zip(results, body.results, strict=True)
-            ]
+            for n, node in enumerate(body.results):
+                deferred_cast = decisions.of[node].deferred_cast if node is not None else None
+                if deferred_cast is not None:
+                    results[n] = evaluation.cast(results[n], deferred_cast)
         joins = step.joins
         for n in bodies.joined(number):
             join = joins[n]
             if n in step.unchanged_carries:  # JAX hoists a carry out of the loop if the body returns it unchanged
                 results[n] = args[bodies.start + n]
             elif join is not None:
-                results[n] = evaluation.cast(results[n], join.dtype)
+                results[n] = evaluation.cast(results[n], decisions.of[join].dtype)
         return results
 
     def make_rule_evaluation(self, eqn: Any) -> RuleEvaluation:
@@ -281,9 +288,9 @@ class _StepRewriter(Rewriter):
     def _evaluate_rule(self, program: Opened, args: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
         step, rules = self.step, self.emission.rules
         in_rule = step.bodies is not None and step.bodies.has_backward_rule
-        graph = build(*program, rules, (*step.names, WITH_RULE), in_rule)
-        decisions = decide_program(graph, args, dtypes, force=True)
-        return Emission(decisions, rules).results(program, args, dtypes)
+        names = (*step.names, WITH_RULE)
+        graph = build(program, args, dtypes, rules, names, in_rule=in_rule, force=True)
+        return Emission(decide_program(graph), rules).results(program, args, dtypes)
 
 
 def _batched_operands(repeat: _Repeat, others: Sequence[Any], node: Node) -> Sequence[Any]:

@@ -5,16 +5,17 @@ A recipe has the settings of float8 products. The choice is made after the engin
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
 from jaxmp._internals.jax.sources import scopes_and_transforms
 from jaxmp.base.graphs import reachable
-from jaxmp.engine.graph import Graph, Node, Step
 from jaxmp.engine.marks import WITH_RULE
+from jaxmp.engine.nodes import Graph, Node, Step
 from jaxmp.engine.states import Kind
+from jaxmp.engine.value_decision import Decision
 from jaxmp.policy import float8, float8_product
 from jaxmp.program.primitives import CAST, PRODUCTS, Class, Trait, of_class, with_trait
 
@@ -30,8 +31,8 @@ class Float8Product(NamedTuple):
     is_fused: bool  # whether XLA may fuse the operations that read the result into the product
 
 
-def choose_float8(graph: Graph) -> dict[Step, Float8Product | str]:
-    """Return the float8 products of a decided graph.
+def choose_float8(graph: Graph, decisions: Mapping[Node, Decision]) -> dict[Step, Float8Product | str]:
+    """Return the float8 products of a graph.
 
     For each other half product with a recipe, return the reason why it is not float8.
     """
@@ -39,9 +40,9 @@ def choose_float8(graph: Graph) -> dict[Step, Float8Product | str]:
     for step in graph.steps:
         if step.recipe is None or step.node is None:
             continue
-        weight, reason = _weight_or_reason(step, step.node, step.recipe)
+        weight, reason = _weight_or_reason(step, step.node, step.recipe, decisions)
         if weight:
-            choices[step] = Float8Product(weight, step.recipe, _is_fused(step.node))
+            choices[step] = Float8Product(weight, step.recipe, _is_fused(step.node, decisions))
         elif reason:
             choices[step] = reason
     return choices
@@ -56,7 +57,7 @@ def emit_float8(step: Step, product: Float8Product, operands: Sequence[Any]) -> 
     return [result], [jax.ShapeDtypeStruct(operand.shape, float8.FORWARD_FORMAT) for operand in operands]
 
 
-def _is_fused(product: Node) -> bool:
+def _is_fused(product: Node, decisions: Mapping[Node, Decision]) -> bool:
     """Return whether XLA may fuse readers of the result into the product.
 
     XLA must not fuse if a half GELU reads the result (see ``float8_product.dot_general``). XLA must not fuse either if
@@ -67,10 +68,12 @@ def _is_fused(product: Node) -> bool:
         return [user for user in node.users if user.name not in PRODUCTS and not user.name.startswith("reduce_")]
 
     readers = reachable([product], follow)
-    return all(reader.users and (reader.name != "tanh" or reader.dtype.itemsize > 2) for reader in readers)
+    return all(reader.users and (reader.name != "tanh" or decisions[reader].dtype.itemsize > 2) for reader in readers)
 
 
-def _weight_or_reason(step: Step, node: Node, recipe: float8.Float8) -> tuple[str, str]:
+def _weight_or_reason(
+    step: Step, node: Node, recipe: float8.Float8, decisions: Mapping[Node, Decision]
+) -> tuple[str, str]:
     """Return the weight of a float8 product, or the reason why it is not float8.
 
     The result is a pair of texts: the weight (``"lhs"`` or ``"rhs"``) and the reason. One of the two texts is empty.
@@ -78,11 +81,12 @@ def _weight_or_reason(step: Step, node: Node, recipe: float8.Float8) -> tuple[st
     """
     eqn = step.eqn
     operands = [operand for operand in step.operands if operand is not None]
-    if len(operands) < 2 or any((node.compute or operand.written).itemsize != 2 for operand in operands):
+    compute = decisions[node].compute
+    if len(operands) < 2 or any((compute or operand.written).itemsize != 2 for operand in operands):
         return "", ""
     if eqn.primitive.name != "dot_general":
         return "", "a convolution" if "conv" in eqn.primitive.name else "a ragged product"
-    if node.dtype.itemsize != 2:
+    if decisions[node].dtype.itemsize != 2:
         return "", "a float32 result"
     if WITH_RULE in step.names:
         return "", "in a function with a derivative rule"

@@ -1,184 +1,79 @@
-"""The graph of a program, with a node for each floating value.
-
-A step is an equation with its nodes. One graph covers all nested programs: arguments and results of a ``jit``, a branch
-or a loop are the same nodes inside and outside. A join is a node in which several values become one. The carry of a
-loop joins its initial value and the result of the body. The result of a conditional joins the results of the branches.
-"""
+"""Build the graph of a program. ``nodes.py`` describes it."""
 
 from __future__ import annotations
 
-import dataclasses
-import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxmp._internals.jax.sources import Names
-from jaxmp.base.dtypes import is_castable, range_of
+from jaxmp.base.dtypes import is_castable
 from jaxmp.engine.marks import DECIDED, WITH_RULE, Region, ours, region_of
+from jaxmp.engine.nodes import Graph, Node, Step, StepBody
+from jaxmp.engine.postponed_casts import postpone_casts
+from jaxmp.engine.product_flow import find_looked_up, find_products
 from jaxmp.engine.rules import Rules
-from jaxmp.engine.states import CLEAR, FULL, HALF, JOIN, KEPT, SOURCE, STRICT, Kind, Rule, State
-from jaxmp.policy.float8 import Float8
-from jaxmp.program.equations import Bodies, bodies_of, extremes_of
+from jaxmp.engine.states import CLEAR, FULL, HALF, JOIN, KEPT, SOURCE, STRICT, Kind, State
+from jaxmp.program.equations import Opened, bodies_of, extremes_of
 from jaxmp.program.primitives import BOUNDS, EXTREMES, PRODUCTS, Trait, with_trait
 from jaxmp.program.reading import read_program
 from jaxmp.program.values import BRANCHES, CARRY, CONSTANT, LAST_CARRY, Body, Equation, Value
 
-
-@dataclasses.dataclass(slots=True, eq=False, repr=False)
-class Node:
-    """A floating value and the operation that computes it."""
-
-    kind: Kind  # its kind before neighbours are considered
-    name: str  # the primitive, or "source", "carry", "branches"
-    written: np.dtype  # its original dtype
-    shape: tuple[int, ...]
-    requested: str  # the level that a region or an override requests; empty if there is none
-    half: np.dtype | None  # the half dtype (float16 or bfloat16) of the code around it
-    loop: int  # the number of the innermost loop body around it, 0 outside of loops
-    in_rule: bool  # whether it is computed in a custom_vjp, whose rule may not be the true derivative
-    dtype: np.dtype  # the decided dtype of the result
-    inputs: Sequence[Node]
-    users: list[Node]
-    # The first node with an equal value. Equal operations on equal operands have equal values.
-    same: Node = dataclasses.field(init=False)
-    origin: Node = dataclasses.field(init=False)  # the value before it was moved or widened
-    const: tuple[float, float] | None = None  # for a constant, its smallest nonzero and its largest magnitude
-    step: Step | None = None  # the equation that computes it; None for arguments, constants and joins
-    is_constant: bool = False  # whether it depends only on constants and integers
-    is_looked_up: bool = False  # whether it comes from rows of a table; then it is not a weight
-    needs_float32: bool = False  # whether it is a float32 result, or its small differences decide integers or bools
-
-    # These fields are set in decide.py and casts.py, which may also change `kind`, `dtype` and `is_looked_up`. The
-    # files of the rules only call `raise_to`, before `activation_of` and `has_half_copy` are set.
-    after_product: bool = False  # whether it depends on a product or a half argument
-    before_product: bool = False  # whether a product or a half result depends on it
-    activation_of: int = 0  # the number of the last product from which it is computed elementwise; 0 if none
-    has_half_copy: bool = False  # whether it is also read in half
-    state: State = State.UNDECIDED  # at first, the state of its kind
-    rule: Rule | None = None  # the rule that raised the state
-    cause: Node | None = None  # the node that triggered the rule
-    compute: np.dtype | None = None  # its compute dtype; None if it keeps its original dtypes or only moves data
-    # The half dtype of the author's postponed cast, which each reader performs. The value itself is float32.
-    deferred_cast: np.dtype | None = None
-
-    def __repr__(self) -> str:
-        return f"Node({self.name} {self.dtype}{list(self.shape)})"  # without the operands, which have operands too
-
-    @property
-    def is_cast_once(self) -> bool:
-        """Return whether all half readers share one cast.
-
-        A weight is cast at each use instead, so that its cotangents are summed in float32.
-        """
-        return self.after_product or self.is_looked_up
-
-    @property
-    def value_dtype(self) -> np.dtype:
-        """Return the dtype in which readers see the value, after a postponed cast."""
-        return self.deferred_cast or self.dtype
-
-    @property
-    def is_half_product(self) -> bool:
-        """Return whether the node is a product in half precision."""
-        return self.name in PRODUCTS and self.state is State.HALF
-
-    def raise_to(self, state: State, rule: Rule, cause: Node | None = None) -> bool:
-        """Raise the state if it is lower, and return whether it was lower.
-
-        The state does not change if a region or an override fixes it, or if the operation keeps its dtypes.
-        """
-        if state <= self.state or self.requested or self.kind is KEPT:
-            return False
-        self.state, self.rule, self.cause = state, rule, cause
-        return True
-
-
 _STATES = {HALF: State.HALF, FULL: State.FLOAT32, STRICT: State.BEYOND_HALF}
-_UNMARKED = Region()
 
 
-@dataclasses.dataclass(slots=True, eq=False, repr=False)
-class Step:
-    """An equation with its nodes and its bodies."""
+def build(
+    program: Opened,
+    args: Sequence[Any],
+    dtypes: Sequence[Any],
+    rules: Rules,
+    names: Names = (),
+    *,
+    in_rule: bool = False,
+    force: bool = False,
+) -> Graph:
+    """Return the graph of a program.
 
-    eqn: Any
-    names: Names
-    operands: Sequence[Node | None]
-    nodes: Sequence[Node | None]
-    kind: Kind = KEPT
-    reason: str = ""
-    region: Region = _UNMARKED
-    recipe: Float8 | None = None  # the recipe of the code around a product
-    bodies: Bodies | None = None
-    inner: Sequence[StepBody] = ()
-    unchanged_carries: Collection[int] = ()  # for a scan, the numbers of the carries that no iteration changes
-    node: Node | None = None  # the node of the first floating result
-    loops: range = range(0)  # for a loop, the numbers of its body and of the loops inside
-
-    def __repr__(self) -> str:
-        return f"Step({self.eqn.primitive.name})"
-
-    @property
-    def joins(self) -> Sequence[Node | None]:
-        """Return the joins of its results: a loop's carries, or the results of a cond."""
-        if self.bodies is None:
-            return []
-        joined = self.bodies.joined(len(self.bodies.jaxprs) - 1)
-        return [None if n in self.unchanged_carries else self.nodes[n] for n in joined]
-
-
-@dataclasses.dataclass(slots=True, eq=False, repr=False)
-class StepBody:
-    """The steps of a jaxpr, and the nodes of its results.
-
-    The jaxpr and its constants are left out, so that a decided graph does not keep them alive.
+    Args:
+      program: an open jaxpr and its constants.
+      args: the arguments, or their types. Their dtypes may differ from the traced dtypes.
+      dtypes: for each result, its requested dtype or None.
+      rules: the rules for the kinds of operations.
+      names: the scopes around the program.
+      in_rule: whether the program is part of a custom_vjp, whose rule may not be the true derivative.
+      force: whether dtypes may change even if the program has no product. A derivative rule needs this, because it
+        belongs to a larger program.
     """
-
-    steps: list[Step]
-    results: list[Node | None]
-
-
-@dataclasses.dataclass(slots=True, repr=False)
-class Graph:
-    """A program and its nodes in topological order.
-
-    The order has one exception: a carry comes before the value that the loop's body returns for the carry, although
-    the carry reads this value.
-    """
-
-    nodes: list[Node]
-    body: StepBody
-    steps: list[Step]  # all equations; equations inside of a body come before the equation around the body
-    sources: list[Node | None]
-
-
-inputs_of, users_of = operator.attrgetter("inputs"), operator.attrgetter("users")
-
-
-def shape_read(user: Node, operand: Node) -> tuple[int, ...]:
-    """Return the shape in which ``user`` reads ``operand``.
-
-    For a scanned array, this is the shape of one element.
-    """
-    if user.step is not None:
-        for node, atom in zip(user.step.operands, user.step.eqn.invars, strict=True):
-            if node is operand:
-                return tuple(atom.aval.shape)
-    return operand.shape
-
-
-def build(jaxpr: Any, consts: list[Any], rules: Rules, names: Names = (), in_rule: bool = False) -> Graph:
-    """Return the graph of an open jaxpr and its constants.
-
-    ``names`` are the scopes around the jaxpr.
-    """
-    program = read_program(jaxpr, consts, names, counts_as_one=_is_decided, scopes_inside=_scopes_inside)
+    read = read_program(*program, names, counts_as_one=_is_decided, scopes_inside=_scopes_inside)
     builder = _Builder(rules, in_rule)
-    sources = [builder.add_source(value) for value in program.arguments]
-    body = builder.body(program.body)
-    return Graph(builder.nodes, body, builder.steps, sources)
+    for value, argument in zip(read.arguments, args, strict=True):
+        builder.add_source(value, jax.typeof(argument).dtype)
+    body = builder.body(read.body)
+    wanted = _results_wanted_in_half(body, dtypes)
+    changes = force or any(map(_is_decided_product, builder.nodes))
+    if changes:
+        find_products(builder.nodes, wanted)
+        find_looked_up(builder.nodes)
+        postpone_casts(builder.nodes)
+    return Graph(builder.nodes, body, builder.steps, wanted, changes)
+
+
+def _is_decided_product(node: Node) -> bool:
+    """Return whether the engine decides the dtype of a product, or of an operation that counts as one."""
+    return node.kind is HALF or (node.kind is FULL and node.name in PRODUCTS)
+
+
+def _results_wanted_in_half(body: StepBody, dtypes: Sequence[Any]) -> list[Node]:
+    """Return the results that are requested in half, and mark those that are requested in float32."""
+    wanted = list[Node]()
+    for node, dtype in zip(body.results, dtypes, strict=True):
+        if node is not None and dtype is not None and dtype.itemsize == 2 and node not in wanted:
+            wanted.append(node)
+        elif node is not None and dtype is not None:
+            node.needs_float32 = True
+    return wanted
 
 
 def _is_decided(eqn: Any, names: Names) -> bool:
@@ -238,12 +133,16 @@ class _Builder:
 
     # -- nodes ---------------------------------------------------------------------------------------------------------
 
-    def add_source(self, value: Value) -> Node | None:
-        """Add the node of an argument, a constant or a literal."""
+    def add_source(self, value: Value, arrives_in: Any = None) -> Node | None:
+        """Add the node of an argument, a constant or a literal.
+
+        ``arrives_in`` is the dtype of an argument, which may differ from its traced dtype.
+        """
         if not is_castable(value.aval):
             self.node_of[value] = None
             return None
         node = self.add(SOURCE, "source", value, ())
+        node.arrives_in = value.aval.dtype if arrives_in is None else np.dtype(arrives_in)
         node.is_constant = value.name == CONSTANT
         node.const = extremes_of(value.constant) if node.is_constant else None
         return node
@@ -251,10 +150,10 @@ class _Builder:
     def add(self, kind: Kind, name: str, value: Value, inputs: Sequence[Node], requested: str = "") -> Node:
         """Add the node of a floating value."""
         dtype, half = value.aval.dtype, self.region.half or self.rules.half
-        node = Node(kind, name, dtype, value.aval.shape, requested, half, self.loop, self.in_rule, dtype, inputs, [])
-        node.state = _STATES.get(kind, State.UNDECIDED)
+        state = _STATES.get(kind, State.UNDECIDED)
         if kind is KEPT and self.region.level == "written" and dtype == np.float32:
-            node.state = State.FLOAT32  # the author's float32 counts for the rules about neighbours
+            state = State.FLOAT32  # the author's float32 counts for the rules about neighbours
+        node = Node(kind, name, dtype, value.aval.shape, requested, half, self.loop, self.in_rule, state, inputs, [])
         node.is_constant = kind is not SOURCE and kind is not JOIN and all([operand.is_constant for operand in inputs])
         for operand in inputs:
             operand.users.append(node)
@@ -271,18 +170,8 @@ class _Builder:
         kind = KEPT if self.region.level == "written" else JOIN
         nodes = [node for operand in inputs if (node := self.node_of[operand]) is not None]
         join = self.add(kind, name, value, nodes)
-        self.check_range(join)
         if name == BRANCHES and nodes:
             join.origin = nodes[0].origin  # for branches that compute the same value in different ways
-
-    def check_range(self, join: Node) -> None:
-        """Make a join float32 if half precision cannot represent one of its constants.
-
-        An example of such a constant is the ``finfo.min`` of a mask.
-        """
-        largest = max((node.const[1] for node in join.inputs if node.const), default=0.0)
-        if join.half and largest > range_of(join.half)[1]:
-            join.raise_to(State.BEYOND_HALF, Rule.RANGE)
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
@@ -343,7 +232,6 @@ class _Builder:
             if (node := self.node_of[result]) is not None:
                 join.inputs = [*join.inputs, node]
                 node.users.append(join)
-                self.check_range(join)
 
     def add_result(self, value: Value, equation: Equation) -> None:
         """Add the node of the result of an equation with bodies, unless a value of a body has this node."""

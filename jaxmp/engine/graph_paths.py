@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from jaxmp.base.graphs import reachable
-from jaxmp.engine.graph import Node
+from jaxmp.engine.nodes import Node
 from jaxmp.engine.states import CLEAR
 from jaxmp.program.primitives import BOUNDS, SUMS, Trait, with_trait
 

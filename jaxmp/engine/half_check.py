@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmp.base.dtypes import is_half
-from jaxmp.engine.graph import Graph, Step
+from jaxmp.engine.decisions import Decisions
+from jaxmp.engine.nodes import Step
 from jaxmp.engine.overrides import Level, is_float32
 from jaxmp.policy.patterns import EVERY, Pattern, pattern_text
 from jaxmp.policy.policies import Policy
@@ -71,30 +72,33 @@ class NotHalf(NamedTuple):
     has_matrix: bool
 
 
-def require_half_product(graph: Graph, policy: Policy, modules: Sequence[NotHalf]) -> None:
+def require_half_product(decisions: Decisions, policy: Policy, modules: Sequence[NotHalf]) -> None:
     """Raise a ValueError if a half policy changes no product in a call of a whole model.
 
     Args:
-      graph: the program of the call, after the engine has decided it.
+      decisions: the decisions about the program of the call.
       policy: the policy of the model.
       modules: the modules that are not half. If there are none, or after a call of only a part of the model, pass an
         empty sequence, and no error is raised.
     """
-    if modules and is_half(policy.compute_dtype) and _has_no_half_product(graph):
+    if modules and is_half(policy.compute_dtype) and _has_no_half_product(decisions):
         raise ValueError(_unchanged(policy, [module for module in modules if module.has_matrix] or modules))
 
 
-def _has_no_half_product(graph: Graph) -> bool:
+def _has_no_half_product(decisions: Decisions) -> bool:
     """Return whether marks or overrides cover products, but no product is half."""
-    products = [step for step in graph.steps if step.eqn.primitive.name in PRODUCTS]
+    steps = decisions.graph.steps
+    products = [step for step in steps if step.eqn.primitive.name in PRODUCTS]
     are_covered = any(step.region.level or (step.node and step.node.requested) for step in products)
-    return are_covered and not any(map(_is_half_product, products)) and not any(map(_may_multiply, graph.steps))
+    has_half = any(_is_half_product(step, decisions) for step in products)
+    return are_covered and not has_half and not any(map(_may_multiply, steps))
 
 
-def _is_half_product(step: Step) -> bool:
+def _is_half_product(step: Step, decisions: Decisions) -> bool:
     """Return whether a product has half operands or a half result, or is float8."""
-    if step.node is not None and step.node.compute is not None:
-        return _is_narrow(step.node.compute)
+    compute = None if step.node is None else decisions.of[step.node].compute
+    if compute is not None:
+        return _is_narrow(compute)
     return any(map(_is_narrow_array, (*step.eqn.invars, *step.eqn.outvars)))
 
 

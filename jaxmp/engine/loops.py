@@ -12,7 +12,8 @@ from collections.abc import Collection, Iterable
 import numpy as np
 
 from jaxmp.base.graphs import cycles, reachable
-from jaxmp.engine.graph import Graph, Node, Step, shape_read
+from jaxmp.engine.nodes import Graph, Node, Step, shape_read
+from jaxmp.engine.raised_states import States
 from jaxmp.engine.states import INFER, JOIN, Rule, State
 from jaxmp.program.primitives import PRODUCTS, Trait, with_trait
 from jaxmp.program.searches import is_search
@@ -20,7 +21,7 @@ from jaxmp.program.searches import is_search
 _LOOKUPS = with_trait(Trait.LOOKS_UP)
 
 
-def decide_loops(graph: Graph) -> None:
+def decide_loops(graph: Graph, states: States) -> None:
     """Keep carries and the products of searches in float32.
 
     A search is a loop that runs until a value converges. Only the carry of a loop over a stack of layers is half.
@@ -28,14 +29,14 @@ def decide_loops(graph: Graph) -> None:
     for step in graph.steps:
         if step.bodies is None or not step.bodies.is_loop:
             continue
-        _decide_carries(graph, step)
+        _decide_carries(graph, step, states)
         if is_search(step.bodies):
             for node in graph.nodes:
                 if node.loop in step.loops and node.is_half_product:
-                    node.raise_to(State.FLOAT32, Rule.SEARCH)
+                    states.raise_to(node, State.FLOAT32, Rule.SEARCH)
 
 
-def _decide_carries(graph: Graph, step: Step) -> None:
+def _decide_carries(graph: Graph, step: Step, states: States) -> None:
     carries = {join for join in step.joins if join is not None}
     if not carries:
         return
@@ -63,19 +64,19 @@ def _decide_carries(graph: Graph, step: Step) -> None:
             in_float32.update(cycle)
         if "half" in levels:
             halves.update(cycle)
-    states = set[Node]()
+    float32_carries = set[Node]()
     for carry in carries:
         is_half = (carry in layered and carry not in in_float32) or carry in halves
         if carry.written == np.float32 and not is_half:
-            states.add(carry)
-            carry.raise_to(State.FLOAT32, Rule.CARRY)
+            float32_carries.add(carry)
+            states.raise_to(carry, State.FLOAT32, Rule.CARRY)
         else:
-            carry.raise_to(State.HALF, Rule.CARRY)
+            states.raise_to(carry, State.HALF, Rule.CARRY)
     for cycle in sums:
-        if not states.isdisjoint(cycle):
+        if not float32_carries.isdisjoint(cycle):
             for node in cycle:
                 if node.kind in (INFER, JOIN):
-                    node.raise_to(State.FLOAT32, Rule.CARRY)
+                    states.raise_to(node, State.FLOAT32, Rule.CARRY)
 
 
 def _elements_of_turns(step: Step, inside: Iterable[Node]) -> set[Node]:

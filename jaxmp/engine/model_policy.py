@@ -73,7 +73,7 @@ class ModelPolicy:
     def rules(self, decided: Callable[[Any], object]) -> Rules:
         """Return the rules for a call of the model.
 
-        ``decided`` is a function that receives the decided graph.
+        ``decided`` is a function that receives the decisions about the program.
         """
         half = self.policies.compute_dtype if is_half(self.policies.compute_dtype) else None
         return Rules(half, dict(self.operations), float8=self.policies.float8, decided=decided)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 from jaxmp.base.graphs import reachable
-from jaxmp.engine.graph import Graph, Node
 from jaxmp.engine.graph_paths import OFFSETS, ROOTS, SCALES, SQUARES, multiple_of, readers_of
+from jaxmp.engine.nodes import Graph, Node
 from jaxmp.engine.states import Rule, State
+from jaxmp.engine.value_decision import Decision
 from jaxmp.program.primitives import LOGARITHMS, PRODUCTS, Trait, with_trait
 
 _EXPONENTIALS = with_trait(Trait.EXPONENTIAL)
@@ -24,15 +26,16 @@ class OperationPattern:
     nodes: tuple[Node, ...]
 
 
-def find_patterns(graph: Graph) -> list[OperationPattern]:
-    """Return the patterns of a decided graph."""
+def find_patterns(graph: Graph, decisions: Mapping[Node, Decision]) -> list[OperationPattern]:
+    """Return the patterns of a graph."""
     patterns = list[OperationPattern]()
     for node in graph.nodes:
-        pattern = _pattern_of(node) if node.state >= State.FLOAT32 and node.inputs else None
+        decision = decisions[node]
+        pattern = _pattern_of(node) if decision.state >= State.FLOAT32 and node.inputs else None
         if pattern is not None:
             patterns.append(pattern)
-        elif node.name in PRODUCTS and node.rule in _RULES_OF_PRODUCTS:
-            patterns.append(OperationPattern(str(node.rule), (node,)))
+        elif node.name in PRODUCTS and decision.rule in _RULES_OF_PRODUCTS:
+            patterns.append(OperationPattern(str(decision.rule), (node,)))
     return patterns
 
 

@@ -24,9 +24,10 @@ from jaxmp.base.inspection import Inspection
 from jaxmp.engine.decisions import decide_program
 from jaxmp.engine.emit import Emission
 from jaxmp.engine.flops import flops_of
-from jaxmp.engine.graph import Node, Step, build
+from jaxmp.engine.graph import build
 from jaxmp.engine.inner_emissions import collecting_emissions, scope_in
 from jaxmp.engine.marks import path_of
+from jaxmp.engine.nodes import Node, Step
 from jaxmp.engine.overrides import policy_and_exceptions
 from jaxmp.engine.reasons import Reasons
 from jaxmp.engine.rules import Rules
@@ -255,9 +256,10 @@ def _plan_of(fun: Callable[..., Any], rules: Rules, policy: Policy | None) -> In
             )
         if not all(isinstance(size, int) for operand in operands for size in operand.shape):
             raise ValueError("a plan needs all sizes to count FLOPs and bytes, but the shapes have a symbolic size")
-        graph, dtypes = build(*program.jaxpr, rules), result_dtypes(program, policy)
+        dtypes = result_dtypes(program, policy)
+        graph = build(program.jaxpr, operands, dtypes, rules)
         rules.check()
-        emission = Emission(decide_program(graph, operands, dtypes), rules)
+        emission = Emission(decide_program(graph), rules)
         jax.eval_shape(lambda *args: emission.results(program.jaxpr, args, dtypes), *operands)
         writer = _PlanWriter(inner_emissions)
         rows = tuple(writer.rows_of_program(emission))
@@ -350,7 +352,7 @@ class _PlanWriter:
             primitive=name,
             cls=str(classify(name) or "unknown"),
             operands=tuple(map(name_of, operand_types)),
-            result=", ".join(name_of(n or var.aval) for n, var in itertools.zip_longest(step.nodes, eqn.outvars)),
+            result=", ".join(_result_dtypes(step, emission)),
             why=reasons.of(step) + _why_float8(step, emission),
             source=source_of(eqn),
             flops=flops or 0,
@@ -371,6 +373,13 @@ class _PlanWriter:
             )
         if step.bodies is None:
             self._number(step)
+
+
+def _result_dtypes(step: Step, emission: Emission) -> Iterator[str]:
+    """Yield the dtype of each result of an equation, decided or not."""
+    decisions = emission.decisions.of
+    for node, var in itertools.zip_longest(step.nodes, step.eqn.outvars):
+        yield name_of(var.aval if node is None else decisions[node])
 
 
 def _added_casts(step: Step, emission: Emission) -> list[int]:
@@ -409,7 +418,7 @@ def _totals(rows: Sequence[PlanRow], writer: _PlanWriter, of_results: Sequence[i
     counts = Counter(row.why.rpartition("; ")[2] for row in rows if row.cls == Class.HALF)
     flops, half_flops = (sum(row.flops for row in some) for some in (rows, half))
     return Summary(
-        changes=any(reasons.changed for reasons in writer.reasons),
+        changes=any(reasons.changes for reasons in writer.reasons),
         flops=flops,
         half_flops=half_flops,
         product_flops=sum(row.flops for row in rows if row.cls == Class.HALF),

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 
 from jaxmp.engine.casts import read_in
-from jaxmp.engine.graph import Graph, Node, Step, StepBody
+from jaxmp.engine.nodes import Graph, Node, Step, StepBody
 from jaxmp.engine.states import KEPT
+from jaxmp.engine.value_decision import Decision
 from jaxmp.program.equations import Bodies, is_literal, opened
 from jaxmp.program.primitives import BOUNDS, CAST, COMPARISONS, Trait, with_trait
 from jaxmp.program.repeated_casts import read_often
@@ -28,45 +29,47 @@ The scan reads them in float32, so that their cotangents are summed in float32. 
 """
 
 
-def reads_of_steps(graph: Graph) -> tuple[dict[Step, ReadDtypes], dict[Step, RepeatedReads]]:
+def reads_of_steps(
+    graph: Graph, decisions: Mapping[Node, Decision]
+) -> tuple[dict[Step, ReadDtypes], dict[Step, RepeatedReads]]:
     """Return the dtypes in which each step reads its operands, and the repeated reads of scans."""
-    reader = _ReadsOfSteps()
+    reader = _ReadsOfSteps(decisions)
     for step in graph.steps:
         reader.add(step)
     return reader.reads, reader.repeated
 
 
-def is_widening(step: Step) -> bool:
+def is_widening(step: Step, decisions: Mapping[Node, Decision]) -> bool:
     """Return whether an equation casts a value that is now half to float32."""
     node, operand = step.node, step.operands[0] if step.eqn.primitive.name == CAST else None
-    return node is not None and operand is not None and operand.value_dtype.itemsize < node.dtype.itemsize
+    if node is None or operand is None:
+        return False
+    return decisions[operand].value_dtype.itemsize < decisions[node].dtype.itemsize
 
 
 class _ReadsOfSteps:
     """A reader of steps. It reads the steps in a body before the step around the body."""
 
-    def __init__(self) -> None:
+    def __init__(self, decisions: Mapping[Node, Decision]) -> None:
+        self.decisions = decisions
         self.reads: dict[Step, ReadDtypes] = {}
         self.repeated: dict[Step, RepeatedReads] = {}
         self._reads_in_body: dict[StepBody, Mapping[Any, set[np.dtype | None]]] = {}
 
     def add(self, step: Step) -> None:
         if step.bodies is None:
-            self.reads[step] = _reads_of_operation(step)
+            self.reads[step] = _reads_of_operation(step, self.decisions)
             return
-        if repeated := _repeated_reads(step):
+        if repeated := _repeated_reads(step, self.decisions):
             self.repeated[step] = repeated
         self.reads[step] = self._reads_of_bodies(step, step.bodies)
 
     def _reads_of_bodies(self, step: Step, bodies: Bodies) -> ReadDtypes:
         # Half operands stay half, because a `jax.vmap` may broadcast them for each example.
-        reads = [
-            operand.dtype if operand and operand.dtype.itemsize == 2 and not operand.deferred_cast else None
-            for operand in step.operands
-        ]
+        reads = [_half_dtype_of(operand, self.decisions) for operand in step.operands]
         if bodies.is_loop:
             for n, join in enumerate(step.joins, bodies.start):
-                reads[n] = join.dtype if join else reads[n]
+                reads[n] = self.decisions[join].dtype if join else reads[n]
             for position, _ in self.repeated.get(step, ()):
                 reads[position] = _FLOAT32
         elif bodies.is_call:
@@ -75,7 +78,7 @@ class _ReadsOfSteps:
                     reads[position] = self._half_read(step.inner[0], bodies, position)
                 # The body is traced in the original dtypes.
                 if operand is not None and bodies.has_rule:
-                    reads[position] = reads[position] or operand.deferred_cast
+                    reads[position] = reads[position] or self.decisions[operand].deferred_cast
         return reads
 
     def _half_read(self, body: StepBody, bodies: Bodies, position: int) -> np.dtype | None:
@@ -85,7 +88,7 @@ class _ReadsOfSteps:
             for step in body.steps:
                 # A value that the author casts to half may already be half before this cast.
                 is_cast = step.eqn.primitive.name == CAST and step.node is not None
-                reads = [step.node.dtype] if is_cast and step.node else self.reads[step]
+                reads = [self.decisions[step.node].dtype] if is_cast and step.node else self.reads[step]
                 for atom, dtype in zip(step.eqn.invars, reads, strict=True):
                     if not is_literal(atom):
                         dtypes_of.setdefault(atom, set()).add(dtype)
@@ -98,16 +101,28 @@ class _ReadsOfSteps:
         return next((dtype for dtype in dtypes if len(dtypes) == 1 and dtype and dtype.itemsize == 2), None)
 
 
-def _repeated_reads(step: Step) -> RepeatedReads:
+def _half_dtype_of(operand: Node | None, decisions: Mapping[Node, Decision]) -> np.dtype | None:
+    """Return the dtype of a value that is half itself, not by a postponed cast, or None."""
+    if operand is None or decisions[operand].deferred_cast:
+        return None
+    dtype = decisions[operand].dtype
+    return dtype if dtype.itemsize == 2 else None
+
+
+def _repeated_reads(step: Step, decisions: Mapping[Node, Decision]) -> RepeatedReads:
     bodies = step.bodies
     if bodies is None or not (bodies.is_loop and bodies.has_gradient) or step.node is None or step.node.in_rule:
         return []
-    positions = [*range(bodies.start), *(bodies.start + n for n in step.unchanged_carries)]
-    halves = [(n, operand) for n in positions if (operand := step.operands[n]) and operand.dtype.itemsize == 2]
-    return [(position, operand.dtype) for position, operand in halves if read_often(step.eqn, position)]
+    repeated = []
+    for position in (*range(bodies.start), *(bodies.start + n for n in step.unchanged_carries)):
+        operand = step.operands[position]
+        dtype = decisions[operand].dtype if operand is not None else None
+        if dtype is not None and dtype.itemsize == 2 and read_often(step.eqn, position):
+            repeated.append((position, dtype))
+    return repeated
 
 
-def _reads_of_operation(step: Step) -> ReadDtypes:
+def _reads_of_operation(step: Step, decisions: Mapping[Node, Decision]) -> ReadDtypes:
     name, node, operands = step.eqn.primitive.name, step.node, step.operands
     if node is None and name in COMPARISONS:
         largest: list[Node] = []
@@ -115,11 +130,12 @@ def _reads_of_operation(step: Step) -> ReadDtypes:
             # The derivative of a maximum compares the maximum with its operands, so all of them must be rounded alike.
             bounded = [operand for operand in operands if operand and operand.name in BOUNDS]
             largest = [bound for bound in bounded if {*bound.inputs} & {*operands}]
-        dtypes = {operand.value_dtype for operand in largest or operands if operand and operand.const != (0.0, 0.0)}
+        compared = [operand for operand in largest or operands if operand and operand.const != (0.0, 0.0)]
+        dtypes = {decisions[operand].value_dtype for operand in compared}
         if len(dtypes) == 1 and (largest or dtypes != {_FLOAT32}):
             return [None if operand is None else next(iter(dtypes)) for operand in operands]
     if node is None:
         return [None if operand is None else operand.written for operand in operands]
-    if name == CAST and (node.kind is KEPT or is_widening(step)):  # the cast may read any dtype
-        return [None if operand is None else operand.deferred_cast for operand in operands]
-    return [None if operand is None else read_in(node, operand) for operand in operands]
+    if name == CAST and (node.kind is KEPT or is_widening(step, decisions)):  # the cast may read any dtype
+        return [None if operand is None else decisions[operand].deferred_cast for operand in operands]
+    return [None if operand is None else read_in(node, operand, decisions) for operand in operands]

@@ -6,8 +6,8 @@ import numpy as np
 
 from jaxmp.base.graphs import nearest_ends
 from jaxmp.engine.decisions import Decisions
-from jaxmp.engine.graph import Node, Step
 from jaxmp.engine.marks import path_of
+from jaxmp.engine.nodes import Node, Step
 from jaxmp.engine.states import Kind, Rule, State
 from jaxmp.program.primitives import Class, classify
 
@@ -30,14 +30,15 @@ class Reasons:
     """
 
     def __init__(self, decisions: Decisions) -> None:
-        graph, self.changed = decisions.graph, decisions.changes
+        graph = decisions.graph
+        self.changes, self._decisions = graph.changes, decisions.of
         self.scopes = {node: step.names for step in graph.steps for node in step.nodes if node is not None}
-        patterns = [pattern for pattern in decisions.patterns if pattern.nodes[0].compute == np.float32]
+        patterns = [pattern for pattern in decisions.patterns if self._is_float32(pattern.nodes[0])]
         self.groups = [pattern.name for pattern in patterns]
         self.group_of = {node.same: pattern.name for pattern in patterns for node in pattern.nodes}
-        nodes, ends = graph.nodes, dict.fromkeys(decisions.wanted)  # the end None stands for the function's result
-        self.above = nearest_ends(nodes, lambda node: node.inputs, _is_half_value)
-        self.below = nearest_ends(nodes[::-1], lambda node: node.users, _is_half_value, known=ends)
+        nodes, ends = graph.nodes, dict.fromkeys(graph.wanted)  # the end None stands for the function's result
+        self.above = nearest_ends(nodes, lambda node: node.inputs, self._is_half)
+        self.below = nearest_ends(nodes[::-1], lambda node: node.users, self._is_half, known=ends)
 
     def of(self, step: Step) -> str:
         """Return the reason for the dtypes of an equation."""
@@ -45,10 +46,9 @@ class Reasons:
         if step.bodies is not None:
             return self._of_bodies(step)
         if step.kind is Kind.KEPT:
-            return (
-                step.reason if node is None or node.deferred_cast is None else "put off to each operation that reads it"
-            )
-        if not self.changed:
+            is_postponed = node is not None and self._decisions[node].deferred_cast is not None
+            return "put off to each operation that reads it" if is_postponed else step.reason
+        if not self.changes:
             is_product = classify(step.eqn.primitive.name) is Class.HALF
             return step.reason if is_product else "no product in half: nothing changes"
         if node is None:
@@ -59,34 +59,46 @@ class Reasons:
     def pattern_of(self, step: Step) -> str:
         """Return the name of the pattern of an equation, or an empty text."""
         node = step.node
-        is_float32 = node is not None and node.compute == np.float32 and step.kind is not Kind.KEPT
-        return self.group_of.get(node.same, "") if node is not None and is_float32 and step.bodies is None else ""
+        if node is None or step.bodies is not None or step.kind is Kind.KEPT or not self._is_float32(node):
+            return ""
+        return self.group_of.get(node.same, "")
 
     def _of_node(self, node: Node, step: Step) -> str:
+        decision = self._decisions[node]
         if node.kind is Kind.CLEAR:
-            return "moves data that only half operations read" if node.compute else "moves data"
-        in_float32 = node.compute == np.float32
-        if in_float32 and node.rule is not None:
-            return _BY_RULE[node.rule].format(self._name(node.cause, step))
+            return "moves data that only half operations read" if decision.compute else "moves data"
+        in_float32 = decision.compute == np.float32
+        if in_float32 and decision.rule is not None:
+            return _BY_RULE[decision.rule].format(self._name(decision.cause, step))
         if step.reason and (node.kind is not Kind.INFER or in_float32):
             return step.reason
-        if node.compute and not in_float32:
+        if decision.compute and not in_float32:
             return f"between {self._name(self.above.get(node), step)} and {self._name(self.below.get(node), step)}"
-        return "leads to no product" if node.state is State.HALF else "no product before it"
+        return "leads to no product" if decision.state is State.HALF else "no product before it"
 
     def _name(self, node: Node | None, step: Step) -> str:
         if node is None:
             return "the result"
         if node.kind is Kind.SOURCE:
-            return f"an argument in {node.dtype.name}"
+            return f"an argument in {self._decisions[node].dtype.name}"
         scopes = path_of(self.scopes.get(node, ()))
         return node.name if not scopes or scopes == path_of(step.names) else f"{node.name} of {'/'.join(scopes)}"
 
     def _of_bodies(self, step: Step) -> str:
         text = _place_of_decision(step)
-        carries = [join for join in step.joins if join is not None and join.name == "carry" and join.compute]
-        states = [join for join in carries if join.compute == np.float32 and join.rule is Rule.CARRY]
-        return f"{text}; a state in float32" if self.changed and states else text
+        carries = [join for join in step.joins if join is not None and join.name == "carry"]
+        states = [join for join in carries if self._is_float32(join) and self._decisions[join].rule is Rule.CARRY]
+        return f"{text}; a state in float32" if self.changes and states else text
+
+    def _is_float32(self, node: Node) -> bool:
+        """Return whether the operation of a value computes in float32."""
+        return self._decisions[node].compute == np.float32
+
+    def _is_half(self, node: Node) -> bool:
+        """Return whether a value is a half product or a half argument."""
+        decision = self._decisions[node]
+        is_half_product = node.kind is Kind.HALF and decision.state is State.HALF
+        return is_half_product or (node.kind is Kind.SOURCE and decision.dtype.itemsize == 2)
 
 
 def _place_of_decision(step: Step) -> str:
@@ -101,9 +113,3 @@ def _place_of_decision(step: Step) -> str:
     if bodies.length is None:
         return "a loop of unknown trips, decided inside; one trip is counted"
     return f"a loop of {bodies.length} trips, decided inside"
-
-
-def _is_half_value(node: Node) -> bool:
-    return (node.kind is Kind.HALF and node.state is State.HALF) or (
-        node.kind is Kind.SOURCE and node.dtype.itemsize == 2
-    )

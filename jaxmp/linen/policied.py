@@ -24,8 +24,8 @@ from jaxmp.base.cache_keys import policies_off
 from jaxmp.base.donation import require_not_deleted
 from jaxmp.base.dtypes import AsComputed
 from jaxmp.engine.autocast import computed
+from jaxmp.engine.decisions import Decisions
 from jaxmp.engine.eager_calls import call_eagerly, key_of
-from jaxmp.engine.graph import Graph
 from jaxmp.engine.half_check import require_half_product
 from jaxmp.engine.model_policy import ModelPolicy, require_no_operations, wrong_model
 from jaxmp.engine.rules import Rules
@@ -206,14 +206,14 @@ def _run_model(
             if name == "__call__":  # another method may not initialise every module
                 run.check_patterns(model, module)
             return result
-        graphs: list[Graph] = []
-        rules = model.policy.rules(graphs.append)
+        decided: list[Decisions] = []
+        rules = model.policy.rules(decided.append)
         result = decorator_lift_transform(_rewrite, method, rules)(module, *args, **kwargs)
-        graph = graphs.pop()  # derivative rules keep `rules` alive, but not the graph
+        decisions = decided.pop()  # derivative rules keep `rules` alive, but not the decisions
         run.check_patterns(model, module)
         if name == "__call__":
             rules.check()
-        require_half_product(graph, model.policy.default, run.modules_not_half(model, module))
+        require_half_product(decisions, model.policy.default, run.modules_not_half(model, module))
         return result
 
 

@@ -25,8 +25,8 @@ from jaxmp._internals.flax.nnx_calls import make_array_call
 from jaxmp._internals.flax.nnx_variables import is_module, is_object, modules_in, own_variables
 from jaxmp.base.context_variables import setting
 from jaxmp.engine.autocast import computed
+from jaxmp.engine.decisions import Decisions
 from jaxmp.engine.eager_calls import call_eagerly
-from jaxmp.engine.graph import Graph
 from jaxmp.engine.half_check import NotHalf, require_half_product
 from jaxmp.engine.model_policy import CallStack, MethodCall, ModelPolicy, Treatment, VariableKind
 from jaxmp.policy.off_switch import unless_policies_off
@@ -156,12 +156,12 @@ def _run_model(module: Any, method: Any, args: Any, kwargs: Any) -> Any:
     of_call, arguments, write, key = make_array_call(fun, (module, args, kwargs), {})
 
     def pure(*arguments: Any) -> Any:
-        graphs: list[Graph] = []
-        rules = decision.model_policy.rules(graphs.append)
+        decided: list[Decisions] = []
+        rules = decision.model_policy.rules(decided.append)
         results = computed(of_call, rules, arguments, {})
-        graph = graphs.pop()  # derivative rules keep `rules` alive, but not the graph
+        decisions = decided.pop()  # derivative rules keep `rules` alive, but not the decisions
         if called_all:
-            require_half_product(graph, decision.model_policy.default, decision.not_half)
+            require_half_product(decisions, decision.model_policy.default, decision.not_half)
             rules.check()
         return results
 

@@ -13,8 +13,8 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
-from jaxmp.engine import amplifiers, cancellation, decide, emit, graph, loops, reads, rules
-from jaxmp.engine.states import Kind
+from jaxmp.engine import activations, amplifiers, cancellation, decide, emit, graph, loops, reads, rules
+from jaxmp.engine.states import Kind, State
 from jaxmp.program.primitives import AMPLIFIERS
 
 
@@ -73,18 +73,11 @@ def _without(*names: str) -> dict[str, int]:
 
 
 def _infer_any_constant(*_: Any) -> Any:
-    return rules.Decision(Kind.INFER, "")
+    return rules.Classification(Kind.INFER, "")
 
 
 def _raisers_without(rule: Any) -> tuple[Any, ...]:
     return tuple(raiser for raiser in decide.RAISERS if raiser is not rule)
-
-
-def _casts_to_half(nodes: Any) -> list[Any]:
-    """Return the operands of the author's casts to half, and postpone no cast."""
-    is_cast = [node.name == "convert_element_type" and node.kind is Kind.KEPT for node in nodes]
-    halves = [node for node, cast in zip(nodes, is_cast, strict=True) if cast and node.written.itemsize == 2]
-    return [operand for node in halves for operand in node.inputs]
 
 
 def _forget_rows(nodes: Any) -> None:
@@ -92,12 +85,12 @@ def _forget_rows(nodes: Any) -> None:
         node.is_looked_up = False
 
 
-def _only_carries(node: Any) -> bool:
-    return node.name == "carry" and node.state is decide.State.HALF
+def _only_carries(node: Any, states: Any, _: Any) -> bool:
+    return node.name == "carry" and states[node] is State.HALF
 
 
-def _only_beyond_half(operand: Any) -> bool:
-    return operand.state is decide.State.BEYOND_HALF
+def _only_beyond_half(neighbours: Any, operand: Any) -> bool:
+    return neighbours.states[operand] is State.BEYOND_HALF
 
 
 _AMPLIFIERS = (
@@ -125,18 +118,20 @@ _LOOPS = (
 )
 SWITCHES = (
     Switch("3", "constants beyond half", ((rules.Rules, "_kind_by_constants", _infer_any_constant),)),
-    Switch("3", "joins of constants beyond half", ((graph._Builder, "check_range", _do_nothing),)),
+    Switch("3", "joins of constants beyond half", ((decide, "RAISERS", _raisers_without(decide.raise_out_of_range)),)),
     Switch("4", "casts before moves", ((decide, "move_casts", _do_nothing),)),
     Switch("5", "feeds only float32", ((decide, "readers_of", _none),)),
-    Switch("6", "follows float32", ((decide, "_drags", _only_beyond_half),)),
-    Switch("6", "nonlinearities read half", ((decide, "_NO_NONLINEARITIES", _Everything()),)),
+    Switch("6", "follows float32", ((decide._Neighbours, "_drags", _only_beyond_half),)),
+    Switch("6", "nonlinearities read half", ((activations, "_NO_NONLINEARITIES", _Everything()),)),
     Switch("7", "residual streams", ((decide, "is_stream", _only_carries),)),
-    Switch("7", "rows of a table", ((decide, "_find_looked_up", _forget_rows),)),
-    Switch("9", "differences of two products are no activations", ((decide, "_is_difference_of_activations", _no),)),
+    Switch("7", "rows of a table", ((graph, "find_looked_up", _forget_rows),)),
+    Switch(
+        "9", "differences of two products are no activations", ((activations, "_is_difference_of_activations", _no),)
+    ),
     Switch("10", "amplifiers", ((decide, "RAISERS", _raisers_without(decide.raise_amplified)),), _AMPLIFIERS),
     Switch("11", "cancellation", ((decide, "RAISERS", _raisers_without(decide.raise_cancelled)),), _CANCELLATION),
     Switch("12", "loops", ((decide, "RAISERS", _raisers_without(decide.decide_loops)),), _LOOPS),
-    Switch("14", "the author's casts of weights", ((decide, "put_casts_off", _casts_to_half),)),
+    Switch("14", "the author's casts of weights", ((graph, "postpone_casts", _do_nothing),)),
     Switch("14", "repeated weights", ((emit, "must_widen", _no),)),
     Switch("14", "operands of all iterations", ((reads, "_repeated_reads", _none),)),
 )

@@ -1,0 +1,151 @@
+"""The graph of a program, with a node for each floating value.
+
+A step is an equation with its nodes. One graph covers all nested programs: arguments and results of a ``jit``, a branch
+or a loop are the same nodes inside and outside. A join is a node in which several values become one. The carry of a
+loop joins its initial value and the result of the body. The result of a conditional joins the results of the branches.
+
+``graph.py`` builds a graph. After that, nothing in it changes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxmp._internals.jax.sources import Names
+from jaxmp.engine.marks import Region
+from jaxmp.engine.states import HALF, KEPT, Kind, State
+from jaxmp.policy.float8 import Float8
+from jaxmp.program.equations import Bodies
+from jaxmp.program.primitives import PRODUCTS
+
+
+@dataclasses.dataclass(slots=True, eq=False, repr=False)
+class Node:
+    """A floating value and the operation that computes it."""
+
+    kind: Kind  # its kind before rules about neighbours
+    name: str  # the primitive, or "source", "carry", "branches"
+    written: np.dtype  # its original dtype
+    shape: tuple[int, ...]
+    requested: str  # the level that a region or an override requests; empty if there is none
+    half: np.dtype | None  # the half dtype (float16 or bfloat16) of the code around it
+    loop: int  # the number of the innermost loop body around it, 0 outside of loops
+    in_rule: bool  # whether it is computed in a custom_vjp, whose rule may not be the true derivative
+    initial_state: State  # the state of its kind, which rules raise
+    inputs: Sequence[Node]
+    users: list[Node]
+    # The first node with an equal value. Equal operations on equal operands have equal values.
+    same: Node = dataclasses.field(init=False)
+    origin: Node = dataclasses.field(init=False)  # the value before it was moved or widened
+    arrives_in: np.dtype | None = None  # for an argument or a constant, its dtype in this call
+    const: tuple[float, float] | None = None  # for a constant, its smallest nonzero and its largest magnitude
+    step: Step | None = None  # the equation that computes it; None for arguments, constants and joins
+    is_constant: bool = False  # whether it depends only on constants and integers
+    is_looked_up: bool = False  # whether it comes from rows of a table; then it is not a weight
+    needs_float32: bool = False  # whether it is a float32 result, or its small differences decide integers or bools
+    after_product: bool = False  # whether it depends on a product or a half argument
+    before_product: bool = False  # whether a product or a half result depends on it
+    # The half dtype of the author's postponed cast, which each reader performs. The value itself is float32.
+    postponed_cast: np.dtype | None = None
+
+    def __repr__(self) -> str:
+        return f"Node({self.name} {self.written}{list(self.shape)})"  # without the operands, which have operands too
+
+    @property
+    def is_cast_once(self) -> bool:
+        """Return whether all half readers share one cast.
+
+        A weight is cast at each use instead, so that its cotangents are summed in float32.
+        """
+        return self.after_product or self.is_looked_up
+
+    @property
+    def is_half_product(self) -> bool:
+        """Return whether the node is a product that is half unless a rule raises its state."""
+        return self.name in PRODUCTS and self.kind is HALF
+
+
+_UNMARKED = Region()
+
+
+@dataclasses.dataclass(slots=True, eq=False, repr=False)
+class Step:
+    """An equation with its nodes and its bodies."""
+
+    eqn: Any
+    names: Names
+    operands: Sequence[Node | None]
+    nodes: Sequence[Node | None]
+    kind: Kind = KEPT  # the kind of the equation alone; the kinds of its nodes may differ
+    reason: str = ""
+    region: Region = _UNMARKED
+    recipe: Float8 | None = None  # the recipe of the code around a product
+    bodies: Bodies | None = None
+    inner: Sequence[StepBody] = ()
+    unchanged_carries: Collection[int] = ()  # for a scan, the numbers of the carries that no iteration changes
+    node: Node | None = None  # the node of the first floating result
+    loops: range = range(0)  # for a loop, the numbers of its body and of the loops inside
+
+    def __repr__(self) -> str:
+        return f"Step({self.eqn.primitive.name})"
+
+    @property
+    def joins(self) -> Sequence[Node | None]:
+        """Return the joins of its results: a loop's carries, or the results of a cond."""
+        if self.bodies is None:
+            return []
+        joined = self.bodies.joined(len(self.bodies.jaxprs) - 1)
+        return [None if n in self.unchanged_carries else self.nodes[n] for n in joined]
+
+
+@dataclasses.dataclass(slots=True, eq=False, repr=False)
+class StepBody:
+    """The steps of a jaxpr, and the nodes of its results.
+
+    The jaxpr and its constants are left out, so that a decided graph does not keep them alive.
+    """
+
+    steps: list[Step]
+    results: list[Node | None]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Graph:
+    """A program and its nodes in topological order.
+
+    The order has one exception: a carry comes before the value that the loop's body returns for the carry, although
+    the carry reads this value.
+
+    Attributes:
+      nodes: all nodes.
+      body: the steps of the program, and the nodes of its results.
+      steps: all equations; equations inside of a body come before the equation around the body.
+      wanted: the results that are requested in half.
+      changes: whether dtypes may change; False if the program has no product.
+    """
+
+    nodes: Sequence[Node]
+    body: StepBody
+    steps: Sequence[Step]
+    wanted: Sequence[Node]
+    changes: bool
+
+
+inputs_of, users_of = operator.attrgetter("inputs"), operator.attrgetter("users")
+
+
+def shape_read(user: Node, operand: Node) -> tuple[int, ...]:
+    """Return the shape in which ``user`` reads ``operand``.
+
+    For a scanned array, this is the shape of one element.
+    """
+    if user.step is not None:
+        for node, atom in zip(user.step.operands, user.step.eqn.invars, strict=True):
+            if node is operand:
+                return tuple(atom.aval.shape)
+    return operand.shape
