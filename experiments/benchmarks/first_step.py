@@ -3,6 +3,7 @@
 The time is compared with the time of the same step with Flax's `dtype=` set by hand.
 
 python -m experiments.benchmarks.first_step
+python -m experiments.benchmarks.first_step --target h200    # compile for a GPU that need not be attached
 
 The model by hand has Flax's `dtype=bfloat16` on every module and float32 params. The model by hand is compared with the
 float32 model under `apply_policy`, and with the loss of the float32 model under `jaxmp.autocast`. All have the same
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -39,6 +41,7 @@ from experiments.report.goals import Goal
 from experiments.report.progress import Progress
 from experiments.report.tables import Table, spread
 from experiments.training import cli
+from jaxmp.inspect.compiled import targets
 
 Loss = Callable[[Any, jax.Array, jax.Array], jax.Array]
 """The loss as a function of params, tokens and labels."""
@@ -61,6 +64,9 @@ class Config(records.Config):
     """Layers of GPT-2. The width is always 64, because the sizes of arrays hardly matter here."""
     rounds: int = 7
     """Rounds of timing."""
+    target: str = ""
+    """GPU to compile for, as in jaxmp/inspect/compiled/targets.py. Nothing is autotuned. (default: the attached
+    device)"""
     policy: str = "mixed_bfloat16"
     """Policy of the model and of autocast. The model by hand has the policy's compute dtype."""
     alone: Annotated[str, tyro.conf.arg(metavar="API:WAY", help_behavior_hint="")] = ""
@@ -115,10 +121,17 @@ def train_step(api: str, way: str, layers: int, policy: str) -> tuple[Callable[.
     return step, (params, jax.eval_shape(optimizer.init, params), TOKENS, TOKENS)
 
 
-def seconds(step: Callable[..., Any], args: tuple[Any, ...]) -> dict[str, Stages]:
-    """Trace, lower and compile a step; return the seconds of each on two clocks."""
-    jax.block_until_ready(jax.jit(lambda x: x + 1)(jnp.zeros(())))  # initialise the device and its compiler
-    clocks = {"processor": time.process_time, "wall": time.perf_counter}
+def seconds(step: Callable[..., Any], args: tuple[Any, ...], target: str = "") -> dict[str, Stages]:
+    """Trace, lower and compile a step for the attached device or for ``target``.
+
+    Return the seconds of each stage on two clocks.
+    """
+    scalar: Any = jax.ShapeDtypeStruct((), jnp.float32)
+    if target:
+        device = targets.device_of(targets.target_of(target).text())
+        scalar, args = targets.on(device, (scalar, args))
+    jax.jit(lambda x: x + 1).lower(scalar).compile()  # initialise the device and its compiler
+    clocks = {"processor": _processor_seconds, "wall": time.perf_counter}
     readings = [{name: clock() for name, clock in clocks.items()}]
     stage: Any = jax.jit(step)
     for advance in (lambda jitted: jitted.trace(*args), lambda traced: traced.lower(), lambda low: low.compile()):
@@ -127,10 +140,17 @@ def seconds(step: Callable[..., Any], args: tuple[Any, ...]) -> dict[str, Stages
     return {name: {STAGES[n]: readings[n + 1][name] - readings[n][name] for n in range(len(STAGES))} for name in clocks}
 
 
+def _processor_seconds() -> float:
+    """Return the processor time of this process and of the compilers that it has run."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
 def alone(name: str, config: Config) -> dict[str, Any]:
     """Measure one model in this process."""
     api, way = name.split(":")
-    return seconds(*train_step(api, way, config.layers, config.policy))
+    step, args = train_step(api, way, config.layers, config.policy)
+    return seconds(step, args, config.target)
 
 
 def measure(config: Config, progress: Progress) -> dict[str, list[dict[str, Stages]]]:
@@ -140,7 +160,7 @@ def measure(config: Config, progress: Progress) -> dict[str, list[dict[str, Stag
     """
     names = [f"{api}:{way}" for api in APIS for way in WAYS]
     program = [sys.executable, "-m", "experiments.benchmarks.first_step"]
-    program += ["--layers", str(config.layers), "--policy", config.policy]
+    program += ["--layers", str(config.layers), "--policy", config.policy, "--target", config.target]
     runs: dict[str, list[dict[str, Stages]]] = {name: [] for name in names}
     for round_ in range(config.rounds):
         first = round_ % len(names)
@@ -202,10 +222,12 @@ def main(config: Config) -> list[dict[str, Any]]:
         return []
     with cli.bad_values_end_it():
         jaxmp.get_policy(config.policy)
+        if config.target:
+            targets.device_of(targets.target_of(config.target).text())
         folder = records.folder_of("first_step", config, layers=1)
     with Progress("first step", config.rounds * len(APIS) * len(WAYS)) as progress:
         rows = rows_of(measure(config, progress))
-    where = {**environment(), "policy": config.policy}
+    where = {**environment(target=config.target), "policy": config.policy}
     title = "The time before the first train step"
     records.record(folder, "first_step", title, where, [table(rows, config.layers)], {"models": rows})
     return rows

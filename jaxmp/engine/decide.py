@@ -157,7 +157,7 @@ def _computed_from(node: Node) -> list[Node]:
 
 
 def _is_half_as_written(node: Node) -> bool:
-    """Return whether a value is half because of the author: a half argument, or the result of a kept operation."""
+    """Return whether a value is a half argument, or a half result of an operation that keeps its dtypes."""
     dtype = node.arrives_in if node.kind is SOURCE else node.written
     return node.kind in (SOURCE, KEPT) and dtype is not None and dtype.itemsize == 2
 

@@ -90,6 +90,9 @@ def value_and_grad(
       The loss is float32. The gradients of half-precision and float32 params are float32. A gradient that overflowed is
       NaN. Pass the gradients to ``tx.update``, which skips the step if one of them is NaN.
 
+    To differentiate by other means, such as ``jax.vjp``, multiply a float32 loss by the scale and divide the gradients:
+    ``loss_scale = jaxmp.get_loss_scale(opt_state)`` has the methods ``scale`` and ``unscale``.
+
     The returned function warns if it is traced by ``jax.jit`` with a loss scale that is not an argument of the jitted
     function. Such a scale never changes.
 

@@ -159,8 +159,9 @@ def measured_here(monkeypatch):
 
     def runs(commands):
         for name, command in commands.items():
-            config = first_step.Config(layers=int(command[command.index("--layers") + 1]))
-            yield name, functools.partial(first_step.alone, command[command.index("--alone") + 1], config)
+            flags = dict(zip(command[3::2], command[4::2], strict=True))
+            config = first_step.Config(layers=int(flags["--layers"]), target=flags["--target"])
+            yield name, functools.partial(first_step.alone, flags["--alone"], config)
 
     monkeypatch.setattr(first_step.processes, "in_processes", runs)
 
