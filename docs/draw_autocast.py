@@ -69,14 +69,14 @@ class Box:
 
     node: Node
     path: tuple[str, ...]
-    decisions: Mapping[Node, Decision]
+    decision_of: Mapping[Node, Decision]
     x: float = 0.0
     y: float = 0.0
 
     @property
     def decision(self) -> Decision:
         """Return the decision on the operation."""
-        return self.decisions[self.node]
+        return self.decision_of[self.node]
 
     @property
     def moves(self) -> bool:
@@ -92,7 +92,7 @@ def decided_block() -> tuple[list[Box], Labels]:
     closed = jax.make_jaxpr(lambda params, x, w: block.apply(params, x @ w, 2) @ w)(params, x, w)
     graph = build(opened(closed), jax.tree.leaves((params, x, w)), [None], Rules(half, {}))
     decisions = decide_program(graph)
-    boxes = [Box(step.node, step.names, decisions.of) for step in _steps(graph.body) if step.node is not None]
+    boxes = [Box(step.node, step.names, decisions.decision_of) for step in _steps(graph.body) if step.node is not None]
     return boxes, {pattern.nodes[0]: pattern.name for pattern in decisions.patterns}
 
 
@@ -167,7 +167,7 @@ def draw(axes: Any, boxes: Sequence[Box], fills: dict[Box, str], casts: bool, ti
 
 def _is_cast(above: Node, box: Box) -> bool:
     """Return whether a value changes its dtype on the way into an operation."""
-    dtype = box.decisions[above].dtype
+    dtype = box.decision_of[above].dtype
     compute = box.decision.compute or (dtype if box.moves else np.dtype(np.float32))
     return bool(dtype != compute)
 

@@ -111,11 +111,11 @@ _ELSEWHERE = {
     "GradScaler": "jaxmp.loss_scaling(tx, jaxmp.DynamicLossScale())",
     "Optimizer": "jaxmp.nnx.Optimizer",
     "profile": "jaxmp.inspect.profile",
-    "scale_loss": "jaxmp.value_and_grad(loss_fn, opt_state), which scales the loss and unscales the gradients",
+    "scale_loss": "jaxmp.value_and_grad(loss_fn, opt_state), or jaxmp.get_loss_scale(opt_state).scale(loss)",
     "Sharding": "jaxmp.sharding.Sharding",
     "unscale": "jaxmp.value_and_grad(loss_fn, opt_state), whose gradients are unscaled",
 }
-"""What to write in place of a name that other libraries, or other modules of jaxmp, have."""
+"""The remedies for names that users expect here, by name."""
 
 __all__ = sorted([*_MODULES, *_MODULE_OF])
 

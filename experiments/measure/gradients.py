@@ -74,6 +74,6 @@ def gradients(loss_fn: Callable[..., Any], state: jaxmp.TrainState, batch: Any) 
     probes = [jnp.zeros(output.shape, output.dtype) for output in outputs]
 
     def scaled_loss(params: Any, probes: list[jax.Array]) -> jax.Array:
-        return jaxmp.get_loss_scale(state.opt_state).scale(run(params, probes))
+        return jaxmp.get_loss_scale(state.opt_state).scale(run(params, probes).astype(jnp.float32))
 
     return jax.jit(jax.grad(scaled_loss, argnums=(0, 1)))(state.params, probes)

@@ -8,7 +8,7 @@ from jaxmp.base.graphs import reachable
 from jaxmp.engine.nodes import Graph, Node, shape_read
 from jaxmp.engine.postponed_casts import is_cast_to_half
 from jaxmp.engine.raised_states import States
-from jaxmp.engine.states import CLEAR, HALF, INFER, JOIN, SOURCE, Rule, State
+from jaxmp.engine.states import CLEAR, HALF, INFER, JOIN, Rule, State
 from jaxmp.program.primitives import EXTREMES, MONOTONE, Class, Trait, of_class, with_trait
 
 _ELEMENTWISE = of_class(Class.POINTWISE, Class.INFER, Class.WIDEST)
@@ -68,9 +68,8 @@ def is_stream(node: Node, states: States, activations: Mapping[Node, int]) -> bo
 
 def find_half_copies(graph: Graph, states: States, activations: Collection[Node]) -> set[Node]:
     """Return values that some operations read in half, even if the values are float32."""
-    nodes = [node for node in graph.nodes if node.kind is not SOURCE]
     read_in_half = list(graph.wanted)
-    for node in nodes:
+    for node in graph.nodes:
         if is_cast_to_half(node) or (node.kind is HALF and states[node] is State.HALF):
             read_in_half += node.inputs
 
@@ -80,7 +79,7 @@ def find_half_copies(graph: Graph, states: States, activations: Collection[Node]
     heading = reachable(read_in_half, elements_of)  # values that reach a product through elementwise operations
     starts = [
         operand
-        for node in nodes
+        for node in graph.nodes
         if node in heading and node.name not in _NO_NONLINEARITIES
         for operand in node.inputs
         if operand in activations and _is_elementwise(node, operand)

@@ -15,7 +15,7 @@ from jaxmp.base.graphs import reachable
 from jaxmp.engine.graph_paths import SCALES, SQUARES, multiple_of
 from jaxmp.engine.nodes import Graph, Node, Step, shape_read
 from jaxmp.engine.raised_states import States
-from jaxmp.engine.states import CLEAR, INFER, JOIN, Rule, State
+from jaxmp.engine.states import CLEAR, HALF, INFER, JOIN, Rule, State
 from jaxmp.program.equations import is_literal
 from jaxmp.program.primitives import BOUNDS, PRODUCTS, SINGULAR, SUMS, Trait, with_trait
 
@@ -33,7 +33,7 @@ _NO_EPSILON = 0.1
 
 def raise_cancelled(graph: Graph, states: States) -> None:
     """Make products float32 if they cancel in a difference."""
-    if not any(node.is_half_product for node in graph.nodes):
+    if not any(node.kind is HALF and node.name in PRODUCTS for node in graph.nodes):
         return
     cancelled_in: dict[Node, Node] = {}  # the sum in which a product cancels
     for node in graph.nodes:

@@ -17,20 +17,20 @@ from jaxmp.program.primitives import MEETS, MONOTONE
 _FLOAT32 = np.dtype(np.float32)
 
 
-def read_in(user: Node, operand: Node, decisions: Mapping[Node, Decision]) -> np.dtype | None:
+def read_in(user: Node, operand: Node, decision_of: Mapping[Node, Decision]) -> np.dtype | None:
     """Return the dtype in which an operation reads an operand.
 
     The result is None if the operand needs no cast.
     """
-    reader = decisions[user]
+    reader = decision_of[user]
     if reader.compute is not None:
         return reader.compute
     if user.kind in (CLEAR, JOIN):
-        return None if reader.deferred_cast else decisions[operand].deferred_cast
+        return None if reader.postponed_cast else decision_of[operand].postponed_cast
     return operand.written
 
 
-def move_casts(nodes: Sequence[Node], decisions: dict[Node, Decision]) -> None:
+def move_casts(nodes: Sequence[Node], decision_of: dict[Node, Decision]) -> None:
     """Cast before a move of data if all readers of the move want one half dtype.
 
     XLA then fuses a transposition with the product that reads it. If several readers, a loop or a broadcast repeat a
@@ -38,19 +38,19 @@ def move_casts(nodes: Sequence[Node], decisions: dict[Node, Decision]) -> None:
 
     Args:
       nodes: the nodes of the graph.
-      decisions: the decisions on all nodes. Those on moves are replaced.
+      decision_of: the decision_of on all nodes. Those on moves are replaced.
     """
     for node in reversed(nodes):
-        decision = decisions[node]
+        decision = decision_of[node]
         is_moved = node.kind is CLEAR and node.name in MONOTONE and len(node.inputs) == 1 and not node.needs_float32
         if not is_moved or decision.dtype != _FLOAT32:
             continue
-        wanted = {read_in(user, node, decisions) for user in node.users}
+        wanted = {read_in(user, node, decision_of) for user in node.users}
         dtype = wanted.pop() if len(wanted) == 1 else None
-        if dtype is None or dtype.itemsize != 2 or decision.deferred_cast not in (None, dtype):
+        if dtype is None or dtype.itemsize != 2 or decision.postponed_cast not in (None, dtype):
             continue
         if node.is_cast_once or not _is_repeated(node):
-            decisions[node] = decision._replace(dtype=dtype, compute=dtype, deferred_cast=None)
+            decision_of[node] = decision._replace(dtype=dtype, compute=dtype, postponed_cast=None)
 
 
 def _is_repeated(node: Node) -> bool:

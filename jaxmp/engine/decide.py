@@ -12,14 +12,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxmp.base.dtypes import range_of
 from jaxmp.base.graphs import reachable
 from jaxmp.engine.activations import find_activations, find_half_copies, is_stream
 from jaxmp.engine.amplifiers import raise_amplified
 from jaxmp.engine.cancellation import raise_cancelled
 from jaxmp.engine.casts import move_casts
 from jaxmp.engine.graph_paths import readers_of
-from jaxmp.engine.loops import decide_loops
+from jaxmp.engine.joins import raise_joins
+from jaxmp.engine.loops import raise_in_loops
 from jaxmp.engine.nodes import Graph, Node
 from jaxmp.engine.raised_states import States
 from jaxmp.engine.states import CLEAR, FULL, HALF, INFER, JOIN, KEPT, SOURCE, Rule, State
@@ -31,42 +31,30 @@ _FLOAT32 = np.dtype(np.float32)
 
 def decide(graph: Graph) -> dict[Node, Decision]:
     """Return the decision on every value of a graph."""
-    states = States(graph.nodes)
     if not graph.changes:
-        return {node: _as_written(node, states) for node in graph.nodes}
+        return {node: _as_written(node) for node in graph.nodes}
+    states = States(graph.nodes)
     for raise_states in RAISERS:
         raise_states(graph, states)
     activations = find_activations(graph.nodes, states)
     neighbours = _Neighbours(states, activations, find_half_copies(graph, states, activations))
-    neighbours.settle([node for node in graph.nodes if node.kind is not SOURCE])
+    neighbours.settle(graph.nodes)
     neighbours.lower(graph.nodes)
-    decisions: dict[Node, Decision] = {}
+    decision_of: dict[Node, Decision] = {}
     for node in graph.nodes:
-        compute, dtype = _dtypes(node, states[node], decisions)
+        compute, dtype = _dtypes(node, states[node], decision_of)
         rule, cause = states.rules.get(node), states.causes.get(node)
-        decisions[node] = Decision(dtype, compute, node.postponed_cast, states[node], rule, cause)
-    move_casts(graph.nodes, decisions)
-    return decisions
+        decision_of[node] = Decision(dtype, compute, node.postponed_cast, states[node], rule, cause)
+    move_casts(graph.nodes, decision_of)
+    return decision_of
 
 
-def _as_written(node: Node, states: States) -> Decision:
+def _as_written(node: Node) -> Decision:
     """Return the decision on a value whose operation keeps its dtypes."""
-    return Decision(node.arrives_in or node.written, None, None, states[node], None, None)
+    return Decision(node.arrives_in or node.written, None, None, node.initial_state, None, None)
 
 
-def raise_out_of_range(graph: Graph, states: States) -> None:
-    """Make a join float32 if half precision cannot represent one of its constants.
-
-    An example of such a constant is the ``finfo.min`` of a mask.
-    """
-    for node in graph.nodes:
-        if node.kind is JOIN and node.half is not None:
-            largest = max((operand.const[1] for operand in node.inputs if operand.const), default=0.0)
-            if largest > range_of(node.half)[1]:
-                states.raise_to(node, State.BEYOND_HALF, Rule.RANGE)
-
-
-RAISERS = (raise_out_of_range, raise_amplified, raise_cancelled, decide_loops)
+RAISERS = (raise_joins, raise_amplified, raise_cancelled, raise_in_loops)
 """The rules that do not read the states of neighbours. Their order does not matter."""
 
 
@@ -162,7 +150,7 @@ def _is_half_as_written(node: Node) -> bool:
     return node.kind in (SOURCE, KEPT) and dtype is not None and dtype.itemsize == 2
 
 
-def _dtypes(node: Node, state: State, decisions: Mapping[Node, Decision]) -> tuple[np.dtype | None, np.dtype]:
+def _dtypes(node: Node, state: State, decision_of: Mapping[Node, Decision]) -> tuple[np.dtype | None, np.dtype]:
     """Return the compute dtype of an operation, and the dtype of its result.
 
     The compute dtype is None if the operation keeps its original dtypes or only moves data.
@@ -172,7 +160,7 @@ def _dtypes(node: Node, state: State, decisions: Mapping[Node, Decision]) -> tup
     if node.kind is CLEAR:
         if not node.inputs:
             return None, node.written
-        below = decisions[node.inputs[0]]
+        below = decision_of[node.inputs[0]]
         # The node is a postponed cast, or a cast that the engine treats as a move.
         is_cast = node.postponed_cast is not None or node.name == CAST
         return None, below.dtype if is_cast else below.value_dtype

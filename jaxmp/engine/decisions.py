@@ -22,7 +22,7 @@ class Decisions:
 
     Attributes:
       graph: the graph of the program.
-      of: the decision on each value.
+      decision_of: the decision on each value.
       patterns: the float32 patterns that a plan names.
       reads: the dtypes in which each step reads its operands.
       repeated_reads: for each scan, the half operands that it reads in float32.
@@ -31,7 +31,7 @@ class Decisions:
     """
 
     graph: Graph
-    of: Mapping[Node, Decision]
+    decision_of: Mapping[Node, Decision]
     patterns: Collection[OperationPattern] = ()
     reads: Mapping[Step, ReadDtypes] = dataclasses.field(default_factory=dict)
     repeated_reads: Mapping[Step, RepeatedReads] = dataclasses.field(default_factory=dict)
@@ -48,10 +48,10 @@ class Decisions:
 
         Steps with equal equations and keys are emitted alike.
         """
-        results = [self.of[node] for node in step.nodes if node is not None]
-        nodes = tuple((result.compute, result.dtype, result.deferred_cast) for result in results)
+        results = [self.decision_of[node] for node in step.nodes if node is not None]
+        nodes = tuple((result.compute, result.dtype, result.postponed_cast) for result in results)
         operands = tuple(
-            node is not None and (node.is_cast_once, self.of[node].deferred_cast) for node in step.operands
+            node is not None and (node.is_cast_once, self.decision_of[node].postponed_cast) for node in step.operands
         )
         inner = tuple(tuple(map(self.key_of, body.steps)) for body in step.inner)
         # `reads` is part of the key, because the dtypes of comparisons also depend on constants.
@@ -61,34 +61,34 @@ class Decisions:
 
 def decide_program(graph: Graph) -> Decisions:
     """Decide the dtypes of a program."""
-    decisions = decide(graph)
+    decision_of = decide(graph)
     if not graph.changes:
-        return Decisions(graph, decisions)
-    float8 = choose_float8(graph, decisions)
-    reads, repeated_reads = reads_of_steps(graph, decisions)
+        return Decisions(graph, decision_of)
+    float8 = choose_float8(graph, decision_of)
+    reads, repeated_reads = reads_of_steps(graph, decision_of)
     changed = {step for step, choice in float8.items() if isinstance(choice, Float8Product)} | repeated_reads.keys()
-    unchanged = _unchanged_steps(graph, decisions, changed)
-    patterns = find_patterns(graph, decisions)
-    return Decisions(graph, decisions, patterns, reads, repeated_reads, float8, unchanged)
+    unchanged = _unchanged_steps(graph, decision_of, changed)
+    patterns = find_patterns(graph, decision_of)
+    return Decisions(graph, decision_of, patterns, reads, repeated_reads, float8, unchanged)
 
 
-def _unchanged_steps(graph: Graph, decisions: Mapping[Node, Decision], changed: Collection[Step]) -> set[Step]:
+def _unchanged_steps(graph: Graph, decision_of: Mapping[Node, Decision], changed: Collection[Step]) -> set[Step]:
     """Return the steps that are emitted as they are. The steps ``changed`` are known to change."""
     changed_nodes = set[Node]()
-    for node, decision in decisions.items():
-        if decision.deferred_cast is not None or decision.dtype != node.written:
+    for node, decision in decision_of.items():
+        if decision.postponed_cast is not None or decision.dtype != node.written:
             changed_nodes.add(node)
     unchanged = set[Step]()
     for step in graph.steps:  # the steps in a body come first
         if step in changed or not changed_nodes.isdisjoint([*step.operands, *step.nodes]):
             continue
         inside = (inner for body in step.inner for inner in body.steps)
-        if _keeps_dtypes(step, decisions) and all(inner in unchanged for inner in inside):
+        if _keeps_dtypes(step, decision_of) and all(inner in unchanged for inner in inside):
             unchanged.add(step)
     return unchanged
 
 
-def _keeps_dtypes(step: Step, decisions: Mapping[Node, Decision]) -> bool:
+def _keeps_dtypes(step: Step, decision_of: Mapping[Node, Decision]) -> bool:
     """Return whether an equation whose operands and results keep their dtypes changes nothing else.
 
     The equations in its bodies may change.
@@ -100,5 +100,5 @@ def _keeps_dtypes(step: Step, decisions: Mapping[Node, Decision]) -> bool:
         return not (step.bodies.has_rule and step.region.level != "written")
     if step.node is None:
         return True
-    decision = decisions[step.node]
+    decision = decision_of[step.node]
     return decision.compute is None and (decision.dtype.itemsize > 2 or not sums_half(step.eqn))

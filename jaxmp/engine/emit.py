@@ -112,7 +112,7 @@ class _Evaluation(Rewriter):
         """Return the results of the next step of the body."""
         step = next(self.steps)
         self.casts = self.emission.casts[step] = list[int]()
-        if eqn.primitive.name == CAST and is_widening(step, self.decisions.of):
+        if eqn.primitive.name == CAST and is_widening(step, self.decisions.decision_of):
             self.narrow[eqn.outvars[0]] = operands[0], eqn.invars[0], step.operands[0]
         if step in self.decisions.unchanged and not self.examples.are_many:
             return bind_equation(eqn, operands, eqn.params)
@@ -125,15 +125,15 @@ class _Evaluation(Rewriter):
         """
         if is_literal(atom):
             return np.asarray(value).astype(dtype)
-        decision = self.decisions.of[node]
-        deferred_cast = decision.deferred_cast
+        decision = self.decisions.decision_of[node]
+        postponed_cast = decision.postponed_cast
         is_half = dtype.itemsize == 2
         is_summed = repeat is not None and is_half and must_widen(repeat.step.eqn, atom, value, self.examples)
-        if deferred_cast is None and value.dtype == dtype and not isinstance(value, np.ndarray) and not is_summed:
+        if postponed_cast is None and value.dtype == dtype and not isinstance(value, np.ndarray) and not is_summed:
             return value
         if atom in self.narrow:
             narrow_value, narrow_atom, narrow_node = self.narrow[atom]
-            if self.decisions.of[narrow_node].value_dtype == dtype:
+            if self.decisions.decision_of[narrow_node].value_dtype == dtype:
                 return self.read_as(narrow_value, narrow_atom, narrow_node, dtype, repeat)
         # A weight is cast at each use, so that its cotangents are summed in float32; other values are cast once.
         # A cast to float32 is made at each use, so that XLA stores the half value and no shared float32 copy.
@@ -143,7 +143,7 @@ class _Evaluation(Rewriter):
                 self.shared[atom, dtype] = self.cast(value, dtype, node)
             return self.shared[atom, dtype]
         is_narrowed = dtype.itemsize < value.dtype.itemsize
-        if repeat is not None and deferred_cast in (None, dtype) and (is_summed or is_narrowed):
+        if repeat is not None and postponed_cast in (None, dtype) and (is_summed or is_narrowed):
             return self.repeated(value, dtype, repeat.step, _batched_operands(repeat, self.examples.others, node))
         return self.cast(value, dtype, node)
 
@@ -152,9 +152,9 @@ class _Evaluation(Rewriter):
 
         A postponed cast of the author is applied first.
         """
-        deferred_cast = None if node is None else self.decisions.of[node].deferred_cast
-        if deferred_cast is not None:
-            value = self.cast(value, deferred_cast)
+        postponed_cast = None if node is None else self.decisions.decision_of[node].postponed_cast
+        if postponed_cast is not None:
+            value = self.cast(value, postponed_cast)
         if not isinstance(value, (jax.core.Tracer, jax.Array)):  # the test for jax.Array is slower
             return np.asarray(value).astype(dtype)
         if value.dtype == dtype:
@@ -192,7 +192,7 @@ class _Evaluation(Rewriter):
         is_repeat = node is not None and eqn.primitive.name in REPEATS
         if is_repeat and must_widen(eqn, eqn.invars[0], operands[0], self.examples):
             return summed_in_float32(eqn, operands)
-        dtype = None if node is None else self.decisions.of[node].compute
+        dtype = None if node is None else self.decisions.decision_of[node].compute
         params = eqn.params
         if dtype is not None:
             precision = self.emission.rules.precision_of(eqn, step.names) if eqn.primitive.name in PRODUCTS else None
@@ -220,9 +220,9 @@ class _Evaluation(Rewriter):
 
         ``operand`` is ``value`` in the dtype that the cast reads.
         """
-        if not is_widening(step, self.decisions.of):
+        if not is_widening(step, self.decisions.decision_of):
             self.emission.operand_types[step] = [jax.typeof(value)]
-        return self.cast(operand, self.decisions.of[node].dtype)
+        return self.cast(operand, self.decisions.decision_of[node].dtype)
 
     def results_of_bodies(self, step: Step, bodies: Bodies, values: list[Any], operands: list[Any]) -> list[Any]:
         """Return the results of an equation whose bodies change."""
@@ -268,16 +268,16 @@ class _StepRewriter(Rewriter):
         results = evaluation.evaluate(*program, inputs)
         if not bodies.is_call or bodies.has_rule:
             for n, node in enumerate(body.results):
-                deferred_cast = decisions.of[node].deferred_cast if node is not None else None
-                if deferred_cast is not None:
-                    results[n] = evaluation.cast(results[n], deferred_cast)
+                postponed_cast = decisions.decision_of[node].postponed_cast if node is not None else None
+                if postponed_cast is not None:
+                    results[n] = evaluation.cast(results[n], postponed_cast)
         joins = step.joins
         for n in bodies.joined(number):
             join = joins[n]
             if n in step.unchanged_carries:  # JAX hoists a carry out of the loop if the body returns it unchanged
                 results[n] = args[bodies.start + n]
             elif join is not None:
-                results[n] = evaluation.cast(results[n], decisions.of[join].dtype)
+                results[n] = evaluation.cast(results[n], decisions.decision_of[join].dtype)
         return results
 
     def make_rule_evaluation(self, eqn: Any) -> RuleEvaluation:

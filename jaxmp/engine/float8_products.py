@@ -31,7 +31,7 @@ class Float8Product(NamedTuple):
     is_fused: bool  # whether XLA may fuse the operations that read the result into the product
 
 
-def choose_float8(graph: Graph, decisions: Mapping[Node, Decision]) -> dict[Step, Float8Product | str]:
+def choose_float8(graph: Graph, decision_of: Mapping[Node, Decision]) -> dict[Step, Float8Product | str]:
     """Return the float8 products of a graph.
 
     For each other half product with a recipe, return the reason why it is not float8.
@@ -40,9 +40,9 @@ def choose_float8(graph: Graph, decisions: Mapping[Node, Decision]) -> dict[Step
     for step in graph.steps:
         if step.recipe is None or step.node is None:
             continue
-        weight, reason = _weight_or_reason(step, step.node, step.recipe, decisions)
+        weight, reason = _weight_or_reason(step, step.node, step.recipe, decision_of)
         if weight:
-            choices[step] = Float8Product(weight, step.recipe, _is_fused(step.node, decisions))
+            choices[step] = Float8Product(weight, step.recipe, _is_fused(step.node, decision_of))
         elif reason:
             choices[step] = reason
     return choices
@@ -57,7 +57,7 @@ def emit_float8(step: Step, product: Float8Product, operands: Sequence[Any]) -> 
     return [result], [jax.ShapeDtypeStruct(operand.shape, float8.FORWARD_FORMAT) for operand in operands]
 
 
-def _is_fused(product: Node, decisions: Mapping[Node, Decision]) -> bool:
+def _is_fused(product: Node, decision_of: Mapping[Node, Decision]) -> bool:
     """Return whether XLA may fuse readers of the result into the product.
 
     XLA must not fuse if a half GELU reads the result (see ``float8_product.dot_general``). XLA must not fuse either if
@@ -68,11 +68,11 @@ def _is_fused(product: Node, decisions: Mapping[Node, Decision]) -> bool:
         return [user for user in node.users if user.name not in PRODUCTS and not user.name.startswith("reduce_")]
 
     readers = reachable([product], follow)
-    return all(reader.users and (reader.name != "tanh" or decisions[reader].dtype.itemsize > 2) for reader in readers)
+    return all(reader.users and (reader.name != "tanh" or decision_of[reader].dtype.itemsize > 2) for reader in readers)
 
 
 def _weight_or_reason(
-    step: Step, node: Node, recipe: float8.Float8, decisions: Mapping[Node, Decision]
+    step: Step, node: Node, recipe: float8.Float8, decision_of: Mapping[Node, Decision]
 ) -> tuple[str, str]:
     """Return the weight of a float8 product, or the reason why it is not float8.
 
@@ -81,12 +81,12 @@ def _weight_or_reason(
     """
     eqn = step.eqn
     operands = [operand for operand in step.operands if operand is not None]
-    compute = decisions[node].compute
+    compute = decision_of[node].compute
     if len(operands) < 2 or any((compute or operand.written).itemsize != 2 for operand in operands):
         return "", ""
     if eqn.primitive.name != "dot_general":
         return "", "a convolution" if "conv" in eqn.primitive.name else "a ragged product"
-    if decisions[node].dtype.itemsize != 2:
+    if decision_of[node].dtype.itemsize != 2:
         return "", "a float32 result"
     if WITH_RULE in step.names:
         return "", "in a function with a derivative rule"

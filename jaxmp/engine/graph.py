@@ -13,11 +13,11 @@ from jaxmp.base.dtypes import is_castable
 from jaxmp.engine.marks import DECIDED, WITH_RULE, Region, ours, region_of
 from jaxmp.engine.nodes import Graph, Node, Step, StepBody
 from jaxmp.engine.postponed_casts import postpone_casts
-from jaxmp.engine.product_flow import find_looked_up, find_products
+from jaxmp.engine.product_flow import mark_looked_up, mark_products
 from jaxmp.engine.rules import Rules
 from jaxmp.engine.states import CLEAR, FULL, HALF, JOIN, KEPT, SOURCE, STRICT, Kind, State
 from jaxmp.program.equations import Opened, bodies_of, extremes_of
-from jaxmp.program.primitives import BOUNDS, EXTREMES, PRODUCTS, Trait, with_trait
+from jaxmp.program.primitives import BOUNDS, CAST, EXTREMES, PRODUCTS, Trait, with_trait
 from jaxmp.program.reading import read_program
 from jaxmp.program.values import BRANCHES, CARRY, CONSTANT, LAST_CARRY, Body, Equation, Value
 
@@ -46,21 +46,21 @@ def build(
       force: whether dtypes may change even if the program has no product. A derivative rule needs this, because it
         belongs to a larger program.
     """
-    read = read_program(*program, names, counts_as_one=_is_decided, scopes_inside=_scopes_inside)
+    read = read_program(*program, names, counts_as_one=_is_emitted, scopes_inside=_scopes_inside)
     builder = _Builder(rules, in_rule)
     for value, argument in zip(read.arguments, args, strict=True):
         builder.add_source(value, jax.typeof(argument).dtype)
     body = builder.body(read.body)
     wanted = _results_wanted_in_half(body, dtypes)
-    changes = force or any(map(_is_decided_product, builder.nodes))
+    changes = force or any(map(_is_product_to_decide, builder.nodes))
     if changes:
-        find_products(builder.nodes, wanted)
-        find_looked_up(builder.nodes)
+        mark_products(builder.nodes, wanted)
+        mark_looked_up(builder.nodes)
         postpone_casts(builder.nodes)
     return Graph(builder.nodes, body, builder.steps, wanted, changes)
 
 
-def _is_decided_product(node: Node) -> bool:
+def _is_product_to_decide(node: Node) -> bool:
     """Return whether the engine decides the dtype of a product, or of an operation that counts as one."""
     return node.kind is HALF or (node.kind is FULL and node.name in PRODUCTS)
 
@@ -76,7 +76,7 @@ def _results_wanted_in_half(body: StepBody, dtypes: Sequence[Any]) -> list[Node]
     return wanted
 
 
-def _is_decided(eqn: Any, names: Names) -> bool:
+def _is_emitted(eqn: Any, names: Names) -> bool:
     """Return whether the engine has emitted an equation before."""
     return DECIDED in names
 
@@ -99,7 +99,7 @@ def _tells_apart(name: str, operands: Sequence[Node]) -> bool:
 def _origin_of(node: Node) -> Node:
     """Return the value before a move or a cast to float32, or the node itself."""
     is_moved = node.kind is CLEAR and node.name not in _NO_MOVES
-    is_cast = node.kind is FULL and node.name == "convert_element_type"
+    is_cast = node.kind is FULL and node.name == CAST
     return node.inputs[0].origin if (is_moved or is_cast) and len(node.inputs) == 1 else node.same
 
 

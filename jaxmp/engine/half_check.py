@@ -96,7 +96,7 @@ def _has_no_half_product(decisions: Decisions) -> bool:
 
 def _is_half_product(step: Step, decisions: Decisions) -> bool:
     """Return whether a product has half operands or a half result, or is float8."""
-    compute = None if step.node is None else decisions.of[step.node].compute
+    compute = None if step.node is None else decisions.decision_of[step.node].compute
     if compute is not None:
         return _is_narrow(compute)
     return any(map(_is_narrow_array, (*step.eqn.invars, *step.eqn.outvars)))

@@ -14,14 +14,14 @@ import numpy as np
 from jaxmp.base.graphs import cycles, reachable
 from jaxmp.engine.nodes import Graph, Node, Step, shape_read
 from jaxmp.engine.raised_states import States
-from jaxmp.engine.states import INFER, JOIN, Rule, State
+from jaxmp.engine.states import HALF, INFER, JOIN, Rule, State
 from jaxmp.program.primitives import PRODUCTS, Trait, with_trait
 from jaxmp.program.searches import is_search
 
 _LOOKUPS = with_trait(Trait.LOOKS_UP)
 
 
-def decide_loops(graph: Graph, states: States) -> None:
+def raise_in_loops(graph: Graph, states: States) -> None:
     """Keep carries and the products of searches in float32.
 
     A search is a loop that runs until a value converges. Only the carry of a loop over a stack of layers is half.
@@ -32,7 +32,7 @@ def decide_loops(graph: Graph, states: States) -> None:
         _decide_carries(graph, step, states)
         if is_search(step.bodies):
             for node in graph.nodes:
-                if node.loop in step.loops and node.is_half_product:
+                if node.loop in step.loops and node.kind is HALF and node.name in PRODUCTS:
                     states.raise_to(node, State.FLOAT32, Rule.SEARCH)
 
 

@@ -18,17 +18,16 @@ import numpy as np
 
 from jaxmp._internals.jax.sources import Names
 from jaxmp.engine.marks import Region
-from jaxmp.engine.states import HALF, KEPT, Kind, State
+from jaxmp.engine.states import KEPT, Kind, State
 from jaxmp.policy.float8 import Float8
 from jaxmp.program.equations import Bodies
-from jaxmp.program.primitives import PRODUCTS
 
 
 @dataclasses.dataclass(slots=True, eq=False, repr=False)
 class Node:
     """A floating value and the operation that computes it."""
 
-    kind: Kind  # its kind before rules about neighbours
+    kind: Kind  # how its operation is treated before any rule raises its state
     name: str  # the primitive, or "source", "carry", "branches"
     written: np.dtype  # its original dtype
     shape: tuple[int, ...]
@@ -36,13 +35,13 @@ class Node:
     half: np.dtype | None  # the half dtype (float16 or bfloat16) of the code around it
     loop: int  # the number of the innermost loop body around it, 0 outside of loops
     in_rule: bool  # whether it is computed in a custom_vjp, whose rule may not be the true derivative
-    initial_state: State  # the state of its kind, which rules raise
+    initial_state: State  # its state before any rule raises it
     inputs: Sequence[Node]
     users: list[Node]
     # The first node with an equal value. Equal operations on equal operands have equal values.
     same: Node = dataclasses.field(init=False)
     origin: Node = dataclasses.field(init=False)  # the value before it was moved or widened
-    arrives_in: np.dtype | None = None  # for an argument or a constant, its dtype in this call
+    arrives_in: np.dtype | None = None  # for an argument, its dtype in this call; for a constant, its dtype
     const: tuple[float, float] | None = None  # for a constant, its smallest nonzero and its largest magnitude
     step: Step | None = None  # the equation that computes it; None for arguments, constants and joins
     is_constant: bool = False  # whether it depends only on constants and integers
@@ -50,7 +49,8 @@ class Node:
     needs_float32: bool = False  # whether it is a float32 result, or its small differences decide integers or bools
     after_product: bool = False  # whether it depends on a product or a half argument
     before_product: bool = False  # whether a product or a half result depends on it
-    # The half dtype of the author's postponed cast, which each reader performs. The value itself is float32.
+    # The half dtype of the author's postponed cast, which each reader performs. The value itself is float32. Later
+    # stages read `Decision.postponed_cast`, because `move_casts` may undo this.
     postponed_cast: np.dtype | None = None
 
     def __repr__(self) -> str:
@@ -63,11 +63,6 @@ class Node:
         A weight is cast at each use instead, so that its cotangents are summed in float32.
         """
         return self.after_product or self.is_looked_up
-
-    @property
-    def is_half_product(self) -> bool:
-        """Return whether the node is a product that is half unless a rule raises its state."""
-        return self.name in PRODUCTS and self.kind is HALF
 
 
 _UNMARKED = Region()
@@ -107,7 +102,7 @@ class Step:
 class StepBody:
     """The steps of a jaxpr, and the nodes of its results.
 
-    The jaxpr and its constants are left out, so that a decided graph does not keep them alive.
+    The jaxpr and its constants are left out, so that a graph does not keep them alive.
     """
 
     steps: list[Step]
@@ -126,7 +121,7 @@ class Graph:
       body: the steps of the program, and the nodes of its results.
       steps: all equations; equations inside of a body come before the equation around the body.
       wanted: the results that are requested in half.
-      changes: whether dtypes may change; False if the program has no product.
+      changes: whether dtypes may change. False if the program has no product and was built without ``force``.
     """
 
     nodes: Sequence[Node]

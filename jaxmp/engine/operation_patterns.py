@@ -26,11 +26,11 @@ class OperationPattern:
     nodes: tuple[Node, ...]
 
 
-def find_patterns(graph: Graph, decisions: Mapping[Node, Decision]) -> list[OperationPattern]:
+def find_patterns(graph: Graph, decision_of: Mapping[Node, Decision]) -> list[OperationPattern]:
     """Return the patterns of a graph."""
     patterns = list[OperationPattern]()
     for node in graph.nodes:
-        decision = decisions[node]
+        decision = decision_of[node]
         pattern = _pattern_of(node) if decision.state >= State.FLOAT32 and node.inputs else None
         if pattern is not None:
             patterns.append(pattern)

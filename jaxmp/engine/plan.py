@@ -352,7 +352,7 @@ class _PlanWriter:
             primitive=name,
             cls=str(classify(name) or "unknown"),
             operands=tuple(map(name_of, operand_types)),
-            result=", ".join(_result_dtypes(step, emission)),
+            result=", ".join(_dtypes_of_results(step, emission)),
             why=reasons.of(step) + _why_float8(step, emission),
             source=source_of(eqn),
             flops=flops or 0,
@@ -375,11 +375,11 @@ class _PlanWriter:
             self._number(step)
 
 
-def _result_dtypes(step: Step, emission: Emission) -> Iterator[str]:
-    """Yield the dtype of each result of an equation, decided or not."""
-    decisions = emission.decisions.of
+def _dtypes_of_results(step: Step, emission: Emission) -> Iterator[str]:
+    """Yield the name of the dtype of each result of an equation. A result without a node keeps its original dtype."""
+    decision_of = emission.decisions.decision_of
     for node, var in itertools.zip_longest(step.nodes, step.eqn.outvars):
-        yield name_of(var.aval if node is None else decisions[node])
+        yield name_of(var.aval if node is None else decision_of[node])
 
 
 def _added_casts(step: Step, emission: Emission) -> list[int]:

@@ -1,6 +1,6 @@
-"""Set the fields of nodes that depend on products before or after them, and on looked-up rows.
+"""Mark values that depend on a product, values on which a product depends, and looked-up rows.
 
-These are the last fields that the graph gets. The decide stage reads them.
+An outer product that depends on a product becomes a product. ``postponed_casts.py`` reads these marks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from jaxmp.program.equations import size_of
 from jaxmp.program.primitives import BROADCAST, PRODUCTS
 
 
-def find_products(nodes: Sequence[Node], wanted: Sequence[Node]) -> None:
+def mark_products(nodes: Sequence[Node], wanted: Sequence[Node]) -> None:
     """Mark values that depend on a product, and values on which a product depends.
 
     Half arguments and the results ``wanted``, which are requested in half, count as products here. Before this call, an
@@ -37,7 +37,7 @@ def find_products(nodes: Sequence[Node], wanted: Sequence[Node]) -> None:
         node.before_product = True
 
 
-def find_looked_up(nodes: Sequence[Node]) -> None:
+def mark_looked_up(nodes: Sequence[Node]) -> None:
     """Mark values that come from rows of a table, except rows that a reader repeats.
 
     Repeated rows count as a weight, whose cotangents are summed in float32.

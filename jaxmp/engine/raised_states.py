@@ -9,7 +9,7 @@ from jaxmp.engine.states import KEPT, Rule, State
 
 
 class States(dict[Node, State]):
-    """The state of each value, at first that of its kind.
+    """The state of each value, at first its ``initial_state``.
 
     Attributes:
       rules: the rule that raised the state of a value last.

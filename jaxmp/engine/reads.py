@@ -30,46 +30,46 @@ The scan reads them in float32, so that their cotangents are summed in float32. 
 
 
 def reads_of_steps(
-    graph: Graph, decisions: Mapping[Node, Decision]
+    graph: Graph, decision_of: Mapping[Node, Decision]
 ) -> tuple[dict[Step, ReadDtypes], dict[Step, RepeatedReads]]:
     """Return the dtypes in which each step reads its operands, and the repeated reads of scans."""
-    reader = _ReadsOfSteps(decisions)
+    reader = _ReadsOfSteps(decision_of)
     for step in graph.steps:
         reader.add(step)
     return reader.reads, reader.repeated
 
 
-def is_widening(step: Step, decisions: Mapping[Node, Decision]) -> bool:
+def is_widening(step: Step, decision_of: Mapping[Node, Decision]) -> bool:
     """Return whether an equation casts a value that is now half to float32."""
     node, operand = step.node, step.operands[0] if step.eqn.primitive.name == CAST else None
     if node is None or operand is None:
         return False
-    return decisions[operand].value_dtype.itemsize < decisions[node].dtype.itemsize
+    return decision_of[operand].value_dtype.itemsize < decision_of[node].dtype.itemsize
 
 
 class _ReadsOfSteps:
     """A reader of steps. It reads the steps in a body before the step around the body."""
 
-    def __init__(self, decisions: Mapping[Node, Decision]) -> None:
-        self.decisions = decisions
+    def __init__(self, decision_of: Mapping[Node, Decision]) -> None:
+        self.decision_of = decision_of
         self.reads: dict[Step, ReadDtypes] = {}
         self.repeated: dict[Step, RepeatedReads] = {}
         self._reads_in_body: dict[StepBody, Mapping[Any, set[np.dtype | None]]] = {}
 
     def add(self, step: Step) -> None:
         if step.bodies is None:
-            self.reads[step] = _reads_of_operation(step, self.decisions)
+            self.reads[step] = _reads_of_operation(step, self.decision_of)
             return
-        if repeated := _repeated_reads(step, self.decisions):
+        if repeated := _repeated_reads(step, self.decision_of):
             self.repeated[step] = repeated
         self.reads[step] = self._reads_of_bodies(step, step.bodies)
 
     def _reads_of_bodies(self, step: Step, bodies: Bodies) -> ReadDtypes:
         # Half operands stay half, because a `jax.vmap` may broadcast them for each example.
-        reads = [_half_dtype_of(operand, self.decisions) for operand in step.operands]
+        reads = [_half_dtype_of(operand, self.decision_of) for operand in step.operands]
         if bodies.is_loop:
             for n, join in enumerate(step.joins, bodies.start):
-                reads[n] = self.decisions[join].dtype if join else reads[n]
+                reads[n] = self.decision_of[join].dtype if join else reads[n]
             for position, _ in self.repeated.get(step, ()):
                 reads[position] = _FLOAT32
         elif bodies.is_call:
@@ -78,7 +78,7 @@ class _ReadsOfSteps:
                     reads[position] = self._half_read(step.inner[0], bodies, position)
                 # The body is traced in the original dtypes.
                 if operand is not None and bodies.has_rule:
-                    reads[position] = reads[position] or self.decisions[operand].deferred_cast
+                    reads[position] = reads[position] or self.decision_of[operand].postponed_cast
         return reads
 
     def _half_read(self, body: StepBody, bodies: Bodies, position: int) -> np.dtype | None:
@@ -88,7 +88,7 @@ class _ReadsOfSteps:
             for step in body.steps:
                 # A value that the author casts to half may already be half before this cast.
                 is_cast = step.eqn.primitive.name == CAST and step.node is not None
-                reads = [self.decisions[step.node].dtype] if is_cast and step.node else self.reads[step]
+                reads = [self.decision_of[step.node].dtype] if is_cast and step.node else self.reads[step]
                 for atom, dtype in zip(step.eqn.invars, reads, strict=True):
                     if not is_literal(atom):
                         dtypes_of.setdefault(atom, set()).add(dtype)
@@ -101,28 +101,28 @@ class _ReadsOfSteps:
         return next((dtype for dtype in dtypes if len(dtypes) == 1 and dtype and dtype.itemsize == 2), None)
 
 
-def _half_dtype_of(operand: Node | None, decisions: Mapping[Node, Decision]) -> np.dtype | None:
+def _half_dtype_of(operand: Node | None, decision_of: Mapping[Node, Decision]) -> np.dtype | None:
     """Return the dtype of a value that is half itself, not by a postponed cast, or None."""
-    if operand is None or decisions[operand].deferred_cast:
+    if operand is None or decision_of[operand].postponed_cast:
         return None
-    dtype = decisions[operand].dtype
+    dtype = decision_of[operand].dtype
     return dtype if dtype.itemsize == 2 else None
 
 
-def _repeated_reads(step: Step, decisions: Mapping[Node, Decision]) -> RepeatedReads:
+def _repeated_reads(step: Step, decision_of: Mapping[Node, Decision]) -> RepeatedReads:
     bodies = step.bodies
     if bodies is None or not (bodies.is_loop and bodies.has_gradient) or step.node is None or step.node.in_rule:
         return []
     repeated = []
     for position in (*range(bodies.start), *(bodies.start + n for n in step.unchanged_carries)):
         operand = step.operands[position]
-        dtype = decisions[operand].dtype if operand is not None else None
+        dtype = decision_of[operand].dtype if operand is not None else None
         if dtype is not None and dtype.itemsize == 2 and read_often(step.eqn, position):
             repeated.append((position, dtype))
     return repeated
 
 
-def _reads_of_operation(step: Step, decisions: Mapping[Node, Decision]) -> ReadDtypes:
+def _reads_of_operation(step: Step, decision_of: Mapping[Node, Decision]) -> ReadDtypes:
     name, node, operands = step.eqn.primitive.name, step.node, step.operands
     if node is None and name in COMPARISONS:
         largest: list[Node] = []
@@ -131,11 +131,11 @@ def _reads_of_operation(step: Step, decisions: Mapping[Node, Decision]) -> ReadD
             bounded = [operand for operand in operands if operand and operand.name in BOUNDS]
             largest = [bound for bound in bounded if {*bound.inputs} & {*operands}]
         compared = [operand for operand in largest or operands if operand and operand.const != (0.0, 0.0)]
-        dtypes = {decisions[operand].value_dtype for operand in compared}
+        dtypes = {decision_of[operand].value_dtype for operand in compared}
         if len(dtypes) == 1 and (largest or dtypes != {_FLOAT32}):
             return [None if operand is None else next(iter(dtypes)) for operand in operands]
     if node is None:
         return [None if operand is None else operand.written for operand in operands]
-    if name == CAST and (node.kind is KEPT or is_widening(step, decisions)):  # the cast may read any dtype
-        return [None if operand is None else decisions[operand].deferred_cast for operand in operands]
-    return [None if operand is None else read_in(node, operand, decisions) for operand in operands]
+    if name == CAST and (node.kind is KEPT or is_widening(step, decision_of)):  # the cast may read any dtype
+        return [None if operand is None else decision_of[operand].postponed_cast for operand in operands]
+    return [None if operand is None else read_in(node, operand, decision_of) for operand in operands]

@@ -31,7 +31,7 @@ class Reasons:
 
     def __init__(self, decisions: Decisions) -> None:
         graph = decisions.graph
-        self.changes, self._decisions = graph.changes, decisions.of
+        self.changes, self._decision_of = graph.changes, decisions.decision_of
         self.scopes = {node: step.names for step in graph.steps for node in step.nodes if node is not None}
         patterns = [pattern for pattern in decisions.patterns if self._is_float32(pattern.nodes[0])]
         self.groups = [pattern.name for pattern in patterns]
@@ -46,8 +46,8 @@ class Reasons:
         if step.bodies is not None:
             return self._of_bodies(step)
         if step.kind is Kind.KEPT:
-            is_postponed = node is not None and self._decisions[node].deferred_cast is not None
-            return "put off to each operation that reads it" if is_postponed else step.reason
+            is_postponed = node is not None and self._decision_of[node].postponed_cast is not None
+            return "postponed to each operation that reads it" if is_postponed else step.reason
         if not self.changes:
             is_product = classify(step.eqn.primitive.name) is Class.HALF
             return step.reason if is_product else "no product in half: nothing changes"
@@ -64,7 +64,7 @@ class Reasons:
         return self.group_of.get(node.same, "")
 
     def _of_node(self, node: Node, step: Step) -> str:
-        decision = self._decisions[node]
+        decision = self._decision_of[node]
         if node.kind is Kind.CLEAR:
             return "moves data that only half operations read" if decision.compute else "moves data"
         in_float32 = decision.compute == np.float32
@@ -80,25 +80,25 @@ class Reasons:
         if node is None:
             return "the result"
         if node.kind is Kind.SOURCE:
-            return f"an argument in {self._decisions[node].dtype.name}"
+            return f"an argument in {self._decision_of[node].dtype.name}"
         scopes = path_of(self.scopes.get(node, ()))
         return node.name if not scopes or scopes == path_of(step.names) else f"{node.name} of {'/'.join(scopes)}"
 
     def _of_bodies(self, step: Step) -> str:
         text = _place_of_decision(step)
         carries = [join for join in step.joins if join is not None and join.name == "carry"]
-        states = [join for join in carries if self._is_float32(join) and self._decisions[join].rule is Rule.CARRY]
+        states = [join for join in carries if self._is_float32(join) and self._decision_of[join].rule is Rule.CARRY]
         return f"{text}; a state in float32" if self.changes and states else text
 
     def _is_float32(self, node: Node) -> bool:
         """Return whether the operation of a value computes in float32."""
-        return self._decisions[node].compute == np.float32
+        return self._decision_of[node].compute == np.float32
 
     def _is_half(self, node: Node) -> bool:
-        """Return whether a value is a half product or a half argument."""
-        decision = self._decisions[node]
-        is_half_product = node.kind is Kind.HALF and decision.state is State.HALF
-        return is_half_product or (node.kind is Kind.SOURCE and decision.dtype.itemsize == 2)
+        """Return whether a value is a half argument, or the result of an operation that is half on its own."""
+        decision = self._decision_of[node]
+        is_half_operation = node.kind is Kind.HALF and decision.state is State.HALF
+        return is_half_operation or (node.kind is Kind.SOURCE and decision.dtype.itemsize == 2)
 
 
 def _place_of_decision(step: Step) -> str:

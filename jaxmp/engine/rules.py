@@ -35,7 +35,7 @@ class UnmatchedOverrideError(ValueError):
     """An override matched no operation of the function."""
 
 
-class Classification(NamedTuple):
+class OperationKind(NamedTuple):
     """The kind of an operation, the reason that a plan shows, and a requested level."""
 
     kind: Kind
@@ -105,7 +105,7 @@ class Rules:
                 "Autocast sees operations of the derivative only in autocast(grad(f))"
             )
 
-    def kind_of(self, eqn: Any, constants: Sequence[tuple[float, float]], names: Names) -> Classification:
+    def kind_of(self, eqn: Any, constants: Sequence[tuple[float, float]], names: Names) -> OperationKind:
         """Return the kind of an equation without a body, and the reason.
 
         Args:
@@ -115,42 +115,42 @@ class Rules:
         """
         name, cls = eqn.primitive.name, classify(eqn.primitive.name)
         if DECIDED in names:
-            return Classification(Kind.KEPT, "decided by the autocast inside")
+            return OperationKind(Kind.KEPT, "decided by the autocast inside")
         if self.overrides:
             self.visited.add((path_of(names), name))
         region = region_of(names)
         if any([is_other_float(getattr(atom.aval, "dtype", None)) for atom in (*eqn.invars, *eqn.outvars)]):
-            return Classification(Kind.KEPT, "float64, complex and fp8 are left alone")
+            return OperationKind(Kind.KEPT, "float64, complex and fp8 are left alone")
         if not any([is_castable(var.aval) for var in eqn.outvars]):
-            return Classification(Kind.KEPT, "no floating result")
+            return OperationKind(Kind.KEPT, "no floating result")
         if cls is None:
-            return Classification(Kind.KEPT, "an unknown primitive keeps its dtypes")
+            return OperationKind(Kind.KEPT, "an unknown primitive keeps its dtypes")
         if name == "convert_element_type":
             return self._kind_of_cast(eqn, names)
         half = region.half or self.half
         if region.level == "written" or (half is None and region.level is None):
             moves = name in PICKS
-            return Classification(Kind.CLEAR, "moves data") if moves else Classification(Kind.KEPT, "as it is written")
+            return OperationKind(Kind.CLEAR, "moves data") if moves else OperationKind(Kind.KEPT, "as it is written")
         if cls is Class.RECURSE:
-            return Classification(Kind.KEPT, "a body that autocast does not look into")
+            return OperationKind(Kind.KEPT, "a body that autocast does not look into")
         if cls is Class.OPAQUE or names_a_dtype(eqn):
-            return Classification(Kind.KEPT, "opaque: its meaning depends on its dtypes")
+            return OperationKind(Kind.KEPT, "opaque: its meaning depends on its dtypes")
         request = self.request_of(name, names)
         if cls is Class.CLEAR:
             fill = abs(eqn.params.get("fill_value") or 0)  # a gather returns it for indices beyond the end
-            decision = self._kind_by_constants(name, [(fill, fill)] if np.isfinite(fill) else [], half)
-            return Classification(Kind.CLEAR, "moves data") if decision.kind is Kind.INFER else decision
+            by_constants = self._kind_by_constants(name, [(fill, fill)] if np.isfinite(fill) else [], half)
+            return OperationKind(Kind.CLEAR, "moves data") if by_constants.kind is Kind.INFER else by_constants
         if request is not None:
             if request.level != "half":
-                return Classification(Kind.FULL, request.source, request.level)
+                return OperationKind(Kind.FULL, request.source, request.level)
             if cls is not Class.LINALG or self._is_named_half(name, names):
-                return Classification(Kind.HALF, request.source, request.level)
+                return OperationKind(Kind.HALF, request.source, request.level)
         if cls is Class.HALF:
             return self._kind_of_product(eqn)
         if cls in (Class.POINTWISE, Class.ACCUMULATION, Class.LINALG):
-            return Classification(Kind.FULL, f"{cls.value} is float32")
+            return OperationKind(Kind.FULL, f"{cls.value} is float32")
         if SPECIAL in names:
-            return Classification(Kind.FULL, "part of a special function")
+            return OperationKind(Kind.FULL, "part of a special function")
         return self._kind_by_constants(name, constants, half)
 
     def request_of(self, name: str, names: Names) -> Request | None:
@@ -230,37 +230,37 @@ class Rules:
         keys = self.keys_of(name, names)
         return any(key.endswith(f":{name}") and self.overrides[key] == "half" for key in keys)
 
-    def _kind_of_cast(self, eqn: Any, names: Names) -> Classification:
+    def _kind_of_cast(self, eqn: Any, names: Names) -> OperationKind:
         old, new = eqn.invars[0].aval.dtype, eqn.params["new_dtype"]
         if old == new or is_widened(names):
-            return Classification(Kind.CLEAR, "moves data")
+            return OperationKind(Kind.CLEAR, "moves data")
         if region_of(names).level == "written":
-            return Classification(Kind.KEPT, f"a cast to {np.dtype(new).name}, as it is written")
+            return OperationKind(Kind.KEPT, f"a cast to {np.dtype(new).name}, as it is written")
         if old in CASTABLE and new.itemsize == 4:
-            return Classification(Kind.FULL, "the author casts to float32")
-        return Classification(Kind.KEPT, f"the author casts to {np.dtype(new).name}")
+            return OperationKind(Kind.FULL, "the author casts to float32")
+        return OperationKind(Kind.KEPT, f"the author casts to {np.dtype(new).name}")
 
-    def _kind_of_product(self, eqn: Any) -> Classification:
+    def _kind_of_product(self, eqn: Any) -> OperationKind:
         operands = [atom.aval for atom in eqn.invars if not jax.numpy.issubdtype(atom.aval.dtype, np.integer)]
         if not all(is_castable(aval) for aval in operands) or len(operands) < 2:
-            return Classification(Kind.KEPT, "a product with an operand that is not floating")
+            return OperationKind(Kind.KEPT, "a product with an operand that is not floating")
         if asks_for_highest(eqn.params.get("precision")):
-            return Classification(Kind.FULL, "the author asks for the highest precision")
+            return OperationKind(Kind.FULL, "the author asks for the highest precision")
         if all(aval.dtype.itemsize == 2 for aval in operands):
             is_half = eqn.outvars[0].aval.dtype.itemsize == 2
-            return Classification(Kind.HALF, "product") if is_half else Classification(Kind.KEPT, "the author's dtypes")
+            return OperationKind(Kind.HALF, "product") if is_half else OperationKind(Kind.KEPT, "the author's dtypes")
         if eqn.primitive.name == "dot_general" and not eqn.params["dimension_numbers"][0][0]:
-            return Classification(Kind.INFER, "an outer product")  # it sums nothing, as in positions times frequencies
-        return Classification(Kind.HALF, "product")
+            return OperationKind(Kind.INFER, "an outer product")  # it sums nothing, as in positions times frequencies
+        return OperationKind(Kind.HALF, "product")
 
-    def _kind_by_constants(self, name: str, constants: Sequence[tuple[float, float]], half: Any) -> Classification:
+    def _kind_by_constants(self, name: str, constants: Sequence[tuple[float, float]], half: Any) -> OperationKind:
         """Return the kind that the magnitudes of an operation's constants require."""
         if half is None or not constants:
-            return Classification(Kind.INFER, "")
+            return OperationKind(Kind.INFER, "")
         tiny, huge = range_of(half)
         # A bound that becomes infinity still works as a bound.
         if name not in BOUNDS and any(largest > huge for _, largest in constants):
-            return Classification(Kind.STRICT, f"a constant beyond {half.name}'s largest number")
+            return OperationKind(Kind.STRICT, f"a constant beyond {half.name}'s largest number")
         if any(0 < smallest < tiny for smallest, _ in constants):
-            return Classification(Kind.FULL, f"a constant below {half.name}'s smallest normal number")
-        return Classification(Kind.INFER, "")
+            return OperationKind(Kind.FULL, f"a constant below {half.name}'s smallest normal number")
+        return OperationKind(Kind.INFER, "")

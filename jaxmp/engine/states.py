@@ -6,7 +6,7 @@ import enum
 
 
 class Kind(enum.Enum):
-    """The kind of an operation on its own, before its neighbours are considered."""
+    """How the engine treats an operation before any rule raises its state."""
 
     SOURCE = "source"
     """An argument or a constant."""
@@ -31,7 +31,7 @@ SOURCE, HALF, FULL, STRICT, INFER, CLEAR, JOIN, KEPT = Kind
 
 
 class State(enum.IntEnum):
-    """The decision on a value.
+    """The precision that the rules require of a value so far.
 
     A state only rises, so the dtypes do not depend on the order of the rules.
     """

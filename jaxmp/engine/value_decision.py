@@ -16,7 +16,7 @@ class Decision(NamedTuple):
     Attributes:
       dtype: the dtype of the value.
       compute: the dtype in which the operation computes; None if it keeps its original dtypes or only moves data.
-      deferred_cast: the half dtype of the author's postponed cast, which each reader performs; None without one. The
+      postponed_cast: the half dtype of the author's postponed cast, which each reader performs; None without one. The
         value itself is float32.
       state: the state of the value.
       rule: the rule that raised the state last; None if no rule raised it.
@@ -25,7 +25,7 @@ class Decision(NamedTuple):
 
     dtype: np.dtype
     compute: np.dtype | None
-    deferred_cast: np.dtype | None
+    postponed_cast: np.dtype | None
     state: State
     rule: Rule | None
     cause: Node | None
@@ -33,4 +33,4 @@ class Decision(NamedTuple):
     @property
     def value_dtype(self) -> np.dtype:
         """Return the dtype in which readers see the value, after a postponed cast."""
-        return self.deferred_cast or self.dtype
+        return self.postponed_cast or self.dtype

@@ -159,9 +159,9 @@ def _run_model(module: Any, method: Any, args: Any, kwargs: Any) -> Any:
         decided: list[Decisions] = []
         rules = decision.model_policy.rules(decided.append)
         results = computed(of_call, rules, arguments, {})
-        decisions = decided.pop()  # derivative rules keep `rules` alive, but not the decisions
+        program_decisions = decided.pop()  # derivative rules keep `rules` alive, but not the decisions
         if called_all:
-            require_half_product(decisions, decision.model_policy.default, decision.not_half)
+            require_half_product(program_decisions, decision.model_policy.default, decision.not_half)
             rules.check()
         return results
 

@@ -86,6 +86,9 @@ class LossScale:
         results are NaN, so that :func:`jaxmp.loss_scaling` skips the step. Half-precision leaves become float32,
         because small gradients would become 0 in float16. Wider leaves keep their dtype. Integers, bools, keys and
         everything else are unchanged.
+
+        An infinite gradient stays infinite. Clipping by value would make it finite, so clip only inside of
+        :func:`jaxmp.loss_scaling`. (:func:`jaxmp.value_and_grad` returns NaN in place of infinities.)
         """
 
         def divide(x: jax.Array) -> jax.Array:

@@ -18,7 +18,6 @@ from jaxmp.optim.checks import described, require_loss
 from jaxmp.optim.loss_scale import LossScale, NoOpLossScale, StaticLossScale
 from jaxmp.optim.scaling_state import usable_loss_scale
 
-T = TypeVar("T")
 P = ParamSpec("P")
 Aux = TypeVar("Aux")
 

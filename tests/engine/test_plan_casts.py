@@ -204,7 +204,7 @@ def test_a_postponed_cast_counts_for_its_readers():
 
     plan_rows = rows(fun, shape(4, 8), shape(8, 8))
     assert (plan_rows[0].operands, plan_rows[0].result, plan_rows[0].casts) == (("float32",), "float32", 0)
-    assert plan_rows[0].why == "put off to each operation that reads it"
+    assert plan_rows[0].why == "postponed to each operation that reads it"
     assert plan(fun, shape(4, 8), shape(8, 8)).summary.casts == 7  # the widened value; x and w; w; three results
 
 

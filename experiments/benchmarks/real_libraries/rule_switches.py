@@ -73,7 +73,7 @@ def _without(*names: str) -> dict[str, int]:
 
 
 def _infer_any_constant(*_: Any) -> Any:
-    return rules.Classification(Kind.INFER, "")
+    return rules.OperationKind(Kind.INFER, "")
 
 
 def _raisers_without(rule: Any) -> tuple[Any, ...]:
@@ -118,19 +118,19 @@ _LOOPS = (
 )
 SWITCHES = (
     Switch("3", "constants beyond half", ((rules.Rules, "_kind_by_constants", _infer_any_constant),)),
-    Switch("3", "joins of constants beyond half", ((decide, "RAISERS", _raisers_without(decide.raise_out_of_range)),)),
+    Switch("3", "joins of constants beyond half", ((decide, "RAISERS", _raisers_without(decide.raise_joins)),)),
     Switch("4", "casts before moves", ((decide, "move_casts", _do_nothing),)),
     Switch("5", "feeds only float32", ((decide, "readers_of", _none),)),
     Switch("6", "follows float32", ((decide._Neighbours, "_drags", _only_beyond_half),)),
     Switch("6", "nonlinearities read half", ((activations, "_NO_NONLINEARITIES", _Everything()),)),
     Switch("7", "residual streams", ((decide, "is_stream", _only_carries),)),
-    Switch("7", "rows of a table", ((graph, "find_looked_up", _forget_rows),)),
+    Switch("7", "rows of a table", ((graph, "mark_looked_up", _forget_rows),)),
     Switch(
         "9", "differences of two products are no activations", ((activations, "_is_difference_of_activations", _no),)
     ),
     Switch("10", "amplifiers", ((decide, "RAISERS", _raisers_without(decide.raise_amplified)),), _AMPLIFIERS),
     Switch("11", "cancellation", ((decide, "RAISERS", _raisers_without(decide.raise_cancelled)),), _CANCELLATION),
-    Switch("12", "loops", ((decide, "RAISERS", _raisers_without(decide.decide_loops)),), _LOOPS),
+    Switch("12", "loops", ((decide, "RAISERS", _raisers_without(decide.raise_in_loops)),), _LOOPS),
     Switch("14", "the author's casts of weights", ((graph, "postpone_casts", _do_nothing),)),
     Switch("14", "repeated weights", ((emit, "must_widen", _no),)),
     Switch("14", "operands of all iterations", ((reads, "_repeated_reads", _none),)),
