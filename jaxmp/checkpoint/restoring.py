@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator, Mapping
 from os import PathLike
 from typing import Any, TypeVar
@@ -131,6 +132,11 @@ def _reading(folder: str | PathLike[str], step: int | None) -> Any:
     """Open the checkpoint of a step, or the newest one."""
     steps = orbax_folders().steps_in(folder)
     if not steps:
+        around, name = os.path.split(os.path.normpath(folder))
+        if name.isdecimal() and int(name) in orbax_folders().steps_in(around):
+            raise FileNotFoundError(
+                f"{folder} is a checkpoint, not the folder of checkpoints; pass {around} and step={name}"
+            )
         raise FileNotFoundError(f"{folder} has no complete checkpoint; write one with jaxmp.checkpoint.save")
     if step is not None and step not in steps:
         raise FileNotFoundError(f"{folder} has no complete checkpoint of step {step}, only of {steps}")

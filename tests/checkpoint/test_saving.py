@@ -377,6 +377,8 @@ def test_a_wrong_argument_is_refused(tmp_path):
     save(tmp_path, {"w": jnp.ones(2)}, step=5, wait=True)
     with pytest.raises(FileNotFoundError, match=r"has no complete checkpoint of step 4, only of \[5\]"):
         checkpoint.restore(tmp_path, linen_run()[0], step=4)
+    with pytest.raises(FileNotFoundError, match=r"is a checkpoint, not the folder of checkpoints; pass .* and step=5"):
+        checkpoint.restore(tmp_path / "5", linen_run()[0])
     refused(
         lambda: save(tmp_path, {"w": jnp.ones(2)}, step=4),
         ValueError,
