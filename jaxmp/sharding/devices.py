@@ -16,7 +16,7 @@ from jaxmp.program.hoisting import hoist
 from jaxmp.sharding.gathered_loss import Gathered, GatheredParams
 from jaxmp.sharding.mesh_plan import Sharding, on_auto_axes
 from jaxmp.sharding.mesh_types import typed
-from jaxmp.sharding.placement import at_home, home_of, placed_by_specs
+from jaxmp.sharding.placement import at_home, home_of, is_put, placed_by_specs
 
 LossFn = Callable[..., Any]
 
@@ -27,35 +27,39 @@ class Layout(NamedTuple):
     structure: Any
     shardings: tuple[Any, ...]
 
-    @property
-    def is_on_mesh(self) -> bool:
-        """Return whether all leaves are on a mesh."""
-        return bool(self.shardings) and all(isinstance(sharding, NamedSharding) for sharding in self.shardings)
-
 
 class FlatState(NamedTuple):
-    """The leaves and the structure of a state.
+    """A state with its leaves and its structure.
 
-    With it, a call of a step need not flatten its state again for each check.
+    With it, a call of a step flattens its state once for all checks.
     """
 
+    state: Any
     leaves: list[Any]
     structure: Any
 
     @classmethod
     def of(cls, state: Any) -> FlatState:
         """Flatten a state."""
-        return cls(*jax.tree.flatten(state))
+        return cls(state, *jax.tree.flatten(state))
 
-    @property
-    def state(self) -> Any:
-        """Return the state."""
-        return jax.tree.unflatten(self.structure, self.leaves)
+    def with_leaves(self, leaves: list[Any]) -> FlatState:
+        """Return the state with other leaves."""
+        return FlatState(jax.tree.unflatten(self.structure, leaves), leaves, self.structure)
 
     @property
     def layout(self) -> Layout:
         """Return the layout of the state."""
-        return Layout(self.structure, tuple(getattr(leaf, "sharding", None) for leaf in self.leaves))
+        return Layout(self.structure, tuple(map(_sharding_of, self.leaves)))
+
+    @property
+    def is_on_mesh(self) -> bool:
+        """Return whether all leaves are on a mesh."""
+        return bool(self.leaves) and all(isinstance(_sharding_of(leaf), NamedSharding) for leaf in self.leaves)
+
+
+def _sharding_of(leaf: Any) -> Any:
+    return getattr(leaf, "sharding", None)
 
 
 class MicrobatchLoss(NamedTuple):
@@ -85,7 +89,9 @@ class DevicesOfArrays:
     def place_state(self, state: FlatState, batch: Any) -> FlatState:
         """Place the arrays of a state that are uncommitted."""
         home = home_of((state.leaves, batch))
-        return state if home is None else state._replace(leaves=[at_home(leaf, home) for leaf in state.leaves])
+        if home is None or all(map(is_put, state.leaves)):
+            return state
+        return state.with_leaves([at_home(leaf, home) for leaf in state.leaves])
 
     def place_batch(self, batch: Any, accumulate_steps: int) -> Any:
         """Place the examples of a batch."""
@@ -140,8 +146,7 @@ class DevicesOfMesh(DevicesOfArrays):
     def place_state(self, state: FlatState, batch: Any) -> FlatState:
         """Place a state by the specs of the mesh."""
         if state.layout != self._planned_layout:  # states that the step returned have this layout
-            unplaced = state.state
-            placed = jax.tree.map_with_path(placed_by_specs, unplaced, self.plan.shardings(unplaced))
+            placed = jax.tree.map_with_path(placed_by_specs, state.state, self.plan.shardings(state.state))
             state = FlatState.of(placed)
             self._planned_layout = state.layout
         return state

@@ -102,7 +102,9 @@ def is_traced(tree: Any) -> bool:
 
 def is_put(leaf: Any) -> bool:
     """Return whether ``leaf`` is a committed array."""
-    return isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.committed
+    # The slow test for jax.Array comes last.
+    is_array = not isinstance(leaf, jax.core.Tracer) and hasattr(leaf, "committed")
+    return is_array and leaf.committed and isinstance(leaf, jax.Array)
 
 
 def require_params(params: Any) -> None:

@@ -259,7 +259,7 @@ class TrainStep:
         try:
             flat, placed_batch = self._place(state, batch)
             placed: S = flat.state
-            program = self.jitted = self._program_for(flat.layout)
+            program = self.jitted = self._program_for(flat)
             with self.update.devices.set():
                 if not self._has_warned:
                     self._warn(program.trace(placed, placed_batch), state)  # the call reuses this trace
@@ -292,8 +292,8 @@ class TrainStep:
 
     def _place(self, state: Any, batch: Any) -> tuple[FlatState, Any]:
         flat = FlatState.of(state)
-        if self._donate:
-            flat = flat._replace(leaves=each_once(flat.leaves))
+        if self._donate and len({*map(id, flat.leaves)}) < len(flat.leaves):
+            flat = flat.with_leaves(each_once(flat.leaves))
         if not is_traced(flat.leaves):
             flat = self.update.devices.place_state(flat, batch)
         return flat, self.update.devices.place_batch(batch, self.update.accumulate_steps)
@@ -303,10 +303,10 @@ class TrainStep:
 
         If the state is on a mesh, the function returns the new state in the same shardings.
         """
-        return self._program_for(FlatState.of(state).layout)
+        return self._program_for(FlatState.of(state))
 
-    def _program_for(self, layout: Layout) -> Any:
-        return self._program_with(layout if layout.is_on_mesh else None)
+    def _program_for(self, flat: FlatState) -> Any:
+        return self._program_with(flat.layout if flat.is_on_mesh else None)
 
     def lower(self, state: TrainState, batch: Any) -> jax.stages.Lowered:
         """Lower the program of a call for arrays or shapes.
