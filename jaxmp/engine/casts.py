@@ -38,7 +38,7 @@ def move_casts(nodes: Sequence[Node], decision_of: dict[Node, Decision]) -> None
 
     Args:
       nodes: the nodes of the graph.
-      decision_of: the decision_of on all nodes. Those on moves are replaced.
+      decision_of: the decisions on all nodes. Those on moves are replaced.
     """
     for node in reversed(nodes):
         decision = decision_of[node]

@@ -19,7 +19,7 @@ class Kind(enum.Enum):
     INFER = "infer"
     """Decided by its neighbours."""
     CLEAR = "moves"
-    """Moves data, in the dtype of its operand."""
+    """Moves, picks or rounds data, in the dtype of its operand."""
     JOIN = "joins"
     """Joins several values: a loop's carry or a conditional's result."""
     KEPT = "kept"
@@ -46,7 +46,8 @@ class State(enum.IntEnum):
 class Rule(enum.StrEnum):
     """The rules that raise the state of a value.
 
-    ``reasons.py`` has the text that a plan shows for each rule.
+    ``reasons.py`` has the text that a plan shows for each rule. For a rule of products, the value of the member is also
+    the name of a pattern in plans.
     """
 
     AMPLIFIED = "amplifier"

@@ -34,7 +34,10 @@ class Class(enum.StrEnum):
     INFER = "infer"
     """Half between two half values, otherwise float32. The operation is well conditioned and rounds once."""
     CLEAR = "clear"
-    """Moves, selects or orders data without rounding. The operands and the readers decide the dtype."""
+    """Moves, selects or orders data, or rounds to integers, exactly in the dtype of its operand.
+
+    The operands and the readers decide the dtype.
+    """
     RECURSE = "recurse"
     """Has a body (an inner jaxpr), whose equations are decided one by one.
 
