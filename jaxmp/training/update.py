@@ -27,15 +27,6 @@ from jaxmp.training.state import TrainState
 
 S = TypeVar("S", bound="TrainState")
 Metrics = dict[str, jax.Array]
-Differentiate = Callable[[Callable[[Any], Any], TrainState], tuple[Any, Any]]
-"""A function that takes a loss function of the params, and a state. It returns the results of the loss function, and
-the gradients of the scaled loss. The results are ``(loss, (model_state, metrics))``."""
-
-
-def differentiate(loss_fn: Callable[[Any], Any], state: TrainState) -> tuple[Any, Any]:
-    """Return the results of a loss function, and the gradients of the scaled loss."""
-    results, grads = scaled_value_and_grad(loss_fn, get_loss_scale(state.opt_state), has_aux=True)(state.params)
-    return results, grads
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -47,15 +38,12 @@ class Update:
       devices: the devices of the step.
       accumulate_steps: the number of microbatches.
       ema_decay: the decay of the moving average; None without one.
-      differentiate: the function that differentiates the loss of a microbatch. An inspection tool can use another one,
-        which may add entries to the metrics.
     """
 
     loss_fn: LossFn
     devices: DevicesOfArrays
     accumulate_steps: int = 1
     ema_decay: float | None = None
-    differentiate: Differentiate = differentiate
 
     def __call__(self, state: S, batch: Any) -> tuple[S, Metrics]:
         """Compute the gradients of a batch, and update the state with them.
@@ -112,7 +100,7 @@ class Update:
         require_examples(batch)
         if self.accumulate_steps > 1:
             return tuple(self._accumulate(state, batch, rng))
-        return tuple(self._differentiate(self.loss_fn, state, state.model_state, batch, rng))
+        return tuple(self._gradients_of(self.loss_fn, state, state.model_state, batch, rng))
 
     def _accumulate(self, state: TrainState, batch: Any, rng: Any) -> Gradients:
         """Compute the gradients of a batch in a scan over microbatches."""
@@ -124,15 +112,15 @@ class Update:
 
         learned = microbatch_loss.learned
 
-        def differentiate(model_state: Any, batch: Any, rng: Any) -> Gradients:
+        def gradients_of_microbatch(model_state: Any, batch: Any, rng: Any) -> Gradients:
             state_of_learned = state.replace(params=learned)
-            return self._differentiate(microbatch_loss.loss_fn, state_of_learned, model_state, batch, rng)
+            return self._gradients_of(microbatch_loss.loss_fn, state_of_learned, model_state, batch, rng)
 
-        result = accumulate(differentiate, learned, state.model_state, inputs, count)
+        result = accumulate(gradients_of_microbatch, learned, state.model_state, inputs, count)
         grads = jax.tree.map(lambda leaf: leaf / count, microbatch_loss.reduce(result.grads))
         return result._replace(grads=grads)
 
-    def _differentiate(self, loss_fn: LossFn, state: TrainState, model_state: Any, batch: Any, rng: Any) -> Gradients:
+    def _gradients_of(self, loss_fn: LossFn, state: TrainState, model_state: Any, batch: Any, rng: Any) -> Gradients:
         """Return the gradients of a microbatch, and the other results."""
 
         def loss_of_params(params: Any) -> Any:
@@ -140,3 +128,13 @@ class Update:
 
         (loss, (new_model_state, metrics)), grads = self.differentiate(loss_of_params, state)
         return Gradients(loss, grads, require_same_structure(new_model_state, model_state), metrics)
+
+    def differentiate(self, loss_fn: Callable[[Any], Any], state: TrainState) -> tuple[Any, Any]:
+        """Return the results of a loss function, and the gradients of the scaled loss.
+
+        Args:
+          loss_fn: a function of the params that returns ``(loss, (model_state, metrics))``.
+          state: the state with the params and the loss scale.
+        """
+        results, grads = scaled_value_and_grad(loss_fn, get_loss_scale(state.opt_state), has_aux=True)(state.params)
+        return results, grads

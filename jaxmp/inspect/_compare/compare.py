@@ -38,6 +38,7 @@ from jaxmp.inspect.program.calls import (
 )
 from jaxmp.sharding.devices import DevicesOfMesh
 from jaxmp.training.state import TrainState
+from jaxmp.training.update import Update
 
 _REFERENCES = ("float32", "float64")
 _COLUMNS = ("path", "phase", "dtype", "relative\nerror", "mean\n|difference|", "cosine", "ulps")
@@ -181,14 +182,14 @@ def compare(
     return run
 
 
-def _loss_without_gradients(loss_fn: Callable[[Any], Any], state: TrainState) -> tuple[Any, Any]:
-    """Return the results of a loss function, and zeros in place of gradients.
+class _LossOnly(Update):
+    """A computation of the loss without gradients. The caller differentiates the loss."""
 
-    The caller differentiates the loss.
-    """
-    loss, (model_state, metrics) = loss_fn(state.params)
-    zeros = jax.tree.map(jnp.zeros_like, state.params)
-    return (loss, (jax.lax.stop_gradient(model_state), metrics)), zeros
+    def differentiate(self, loss_fn: Callable[[Any], Any], state: TrainState) -> tuple[Any, Any]:
+        """Return the results of a loss function, and zeros in place of gradients."""
+        loss, (model_state, metrics) = loss_fn(state.params)
+        zeros = jax.tree.map(jnp.zeros_like, state.params)
+        return (loss, (jax.lax.stop_gradient(model_state), metrics)), zeros
 
 
 def loss_of(call: StepCall) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -202,7 +203,7 @@ def loss_of(call: StepCall) -> tuple[Callable[..., Any], tuple[Any, ...]]:
             "compare takes a train step without a mesh, got one with sharding=; compare its loss function, "
             "compare(loss_fn)(params, model_state, batch, rng)"
         )
-    update = dataclasses.replace(step.update, differentiate=_loss_without_gradients)
+    update = _LossOnly(step.update.loss_fn, step.update.devices, step.update.accumulate_steps)
 
     def loss_fn(params: Any, model_state: Any, batch: Any, rng: Any = call.rng) -> Any:
         step_state = state.replace(params=params, model_state=model_state)

@@ -31,9 +31,7 @@ class CountingStep:
 
     def __init__(self, step: TrainStep) -> None:
         update = step.update
-        self._update = _CountingUpdate(
-            update.loss_fn, update.devices, update.accumulate_steps, update.ema_decay, _differentiate_and_count
-        )
+        self._update = _CountingUpdate(update.loss_fn, update.devices, update.accumulate_steps, update.ema_decay)
         self._step = step.with_update(self._update)
         self.records: StepRecords | None = None
         self.loss_scale: Any = None
@@ -51,14 +49,13 @@ class CountingStep:
         return records
 
 
-def _differentiate_and_count(loss_fn: Callable[[Any], Any], state: TrainState) -> tuple[Any, Any]:
-    """Differentiate a loss, and add the records of the activations and their gradients to its metrics."""
-    fun = scaled_loss(loss_fn, get_loss_scale(state.opt_state), has_aux=True)
-    (loss, (model_state, metrics)), grads, activations = gradients_and_records(fun, state.params)
-    return (loss, (model_state, {**metrics, _RECORDS: activations})), grads
-
-
 class _CountingUpdate(Update):
+    def differentiate(self, loss_fn: Callable[[Any], Any], state: TrainState) -> tuple[Any, Any]:
+        """Differentiate a loss, and add the records of the activations and their gradients to its metrics."""
+        fun = scaled_loss(loss_fn, get_loss_scale(state.opt_state), has_aux=True)
+        (loss, (model_state, metrics)), grads, activations = gradients_and_records(fun, state.params)
+        return (loss, (model_state, {**metrics, _RECORDS: activations})), grads
+
     def metrics(self, state: TrainState, result: Gradients) -> dict[str, Any]:
         """Return the metrics of the loss function, and all records of the step."""
         activations = result.metrics[_RECORDS]
