@@ -105,13 +105,13 @@ def lay_out(boxes: Sequence[Box]) -> None:
     """Place operations below their operands, and params beside their readers."""
     known = {box.node: box for box in boxes}
     params = [box for box in boxes if _is_param(box)]
-    others = [box for box in boxes if not _is_param(box)]
-    for box in others:
+    operations = [box for box in boxes if not _is_param(box)]
+    for box in operations:
         above = [known[node] for node in box.node.inputs if node in known and not _is_param(known[node])]
         box.y = max((upper.y + 1.0 for upper in above), default=0.0)
         box.x = sum(upper.x for upper in above) / len(above) if above else 0.0
     rows = collections.defaultdict(list)
-    for box in others:
+    for box in operations:
         rows[round(box.y, 2)].append(box)
     for y in sorted(rows):
         row = sorted(rows[y], key=lambda box: (box.x, box.node.name != "square"))
@@ -129,7 +129,7 @@ def _is_param(box: Box) -> bool:
 
 
 def fill_of_kind(box: Box) -> str:
-    """Return the colour of an operation by itself, before its neighbours are considered."""
+    """Return the colour of the kind of an operation."""
     return {Kind.HALF: HALF, Kind.FULL: FULL, Kind.STRICT: FULL}.get(box.node.kind, OPEN)
 
 
@@ -243,7 +243,7 @@ def draw_block(boxes: Sequence[Box], patterns: Labels, path: Path) -> None:
 
 
 def draw_passes(boxes: Sequence[Box], path: Path) -> None:
-    """Draw the layer norm and what surrounds it: by itself, with float32 spread, and in the end."""
+    """Draw three stages of the layer norm and its neighbours: own kinds, float32 spread, final dtypes."""
     chosen = boxes[: _first_move(boxes)]
     lay_out(chosen)
     rules = {box.node: SPREADS[box.decision.rule] for box in chosen if box.decision.rule in SPREADS}

@@ -122,8 +122,8 @@ def on_files(files: Files, config: Any) -> Files:
         name = f"notebooks/{notebook.name}"
         files.append(File(name, str(ROOT), config.site_dir, config.use_directory_urls))
     with tempfile.TemporaryDirectory() as folder:
-        half, *others = (ROOT / RUNS / name for name in ("float16", "float32", "bfloat16"))
-        page_of_runs = write_report(half, others, Path(folder) / "report.html").read_text()
+        float16_run, *compared_runs = (ROOT / RUNS / name for name in ("float16", "float32", "bfloat16"))
+        page_of_runs = write_report(float16_run, compared_runs, Path(folder) / "report.html").read_text()
     files.append(File.generated(config, REPORT, content=page_of_runs))
     for picture in _pictures_outside(files):
         files.append(File.generated(config, f"pictures/{picture}", abs_src_path=str(ROOT / picture)))

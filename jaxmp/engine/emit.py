@@ -293,17 +293,17 @@ class _StepRewriter(Rewriter):
         return Emission(decide_program(graph), rules).results(program, args, dtypes)
 
 
-def _batched_operands(repeat: _Repeat, others: Sequence[Any], node: Node) -> Sequence[Any]:
+def _batched_operands(repeat: _Repeat, mapped: Sequence[Any], node: Node) -> Sequence[Any]:
     """Return operands over which a ``jax.vmap`` maps, or may map later.
 
-    ``others`` are the operands over which a ``jax.vmap`` maps now. If there are none and ``node`` is a weight, return
-    an activation over which a later ``jax.vmap`` may map.
+    ``mapped`` are the operands over which a ``jax.vmap`` maps now. If it is empty and ``node`` is a weight, return an
+    activation over which a later ``jax.vmap`` may map.
     """
     step, operands = repeat
     if WITH_RULE in step.names:  # operands may be tangents, and primal values must not depend on tangents
         return ()
-    if others or node.is_cast_once:
-        return others
+    if mapped or node.is_cast_once:
+        return mapped
     pairs = zip(operands, step.operands, strict=True)
     return [value for value, operand in pairs if operand and operand.is_cast_once and is_staged(value)][:1]
 

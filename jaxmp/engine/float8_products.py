@@ -113,7 +113,7 @@ def _weight_or_reason(
 
 
 def _weight_and_sources(node: Node) -> set[Node]:
-    """Return ``node`` and all values of which it is a moved or cast copy.
+    """Return ``node`` and all values that it copies by moves or casts.
 
     If ``node`` is computed, or consists of looked-up rows, it is not a weight, and the set is empty.
     """

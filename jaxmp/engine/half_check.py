@@ -78,8 +78,8 @@ def require_half_product(decisions: Decisions, policy: Policy, modules: Sequence
     Args:
       decisions: the decisions about the program of the call.
       policy: the policy of the model.
-      modules: the modules that are not half. If there are none, or after a call of only a part of the model, pass an
-        empty sequence, and no error is raised.
+      modules: the modules that are not half. An empty sequence raises no error: pass it after a call of only a part of
+        the model.
     """
     if modules and is_half(policy.compute_dtype) and _has_no_half_product(decisions):
         raise ValueError(_unchanged(policy, [module for module in modules if module.has_matrix] or modules))

@@ -376,7 +376,10 @@ class _PlanWriter:
 
 
 def _dtypes_of_results(step: Step, emission: Emission) -> Iterator[str]:
-    """Yield the name of the dtype of each result of an equation. A result without a node keeps its original dtype."""
+    """Yield the name of each result's dtype.
+
+    A result without a node keeps its original dtype.
+    """
     decision_of = emission.decisions.decision_of
     for node, var in itertools.zip_longest(step.nodes, step.eqn.outvars):
         yield name_of(var.aval if node is None else decision_of[node])

@@ -34,7 +34,7 @@ class TrainState(flax.struct.PyTreeNode):
       stuck: the number of steps in a row that were skipped and in which the loss scale could not fall, an int32 scalar.
       params: the params, in their param dtype.
       opt_state: the state of ``tx``, including the loss scale.
-      model_state: other variables of the model, such as ``{"batch_stats": …}``; None if there are none.
+      model_state: other variables of the model, such as ``{"batch_stats": …}``; or None.
       ema_params: the float32 exponential moving average of the params, or None.
       rng: the PRNG key, which each step splits; None if there is none.
       apply_fn: the model's apply function, a static field.
