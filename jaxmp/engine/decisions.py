@@ -9,7 +9,6 @@ from typing import Any
 from jaxmp.engine.decide import decide
 from jaxmp.engine.float8_products import Float8Product, choose_float8
 from jaxmp.engine.nodes import Graph, Node, Step
-from jaxmp.engine.operation_patterns import OperationPattern, find_patterns
 from jaxmp.engine.reads import ReadDtypes, RepeatedReads, reads_of_steps
 from jaxmp.engine.value_decision import Decision
 from jaxmp.program.equations import asks_for_what_is_missing
@@ -23,7 +22,6 @@ class Decisions:
     Attributes:
       graph: the graph of the program.
       decision_of: the decision on each value.
-      patterns: the float32 patterns that a plan names.
       reads: the dtypes in which each step reads its operands.
       repeated_reads: for each scan, the half operands that it reads in float32.
       float8: the float8 products; for each other half product with a recipe, the reason why it is not float8.
@@ -32,7 +30,6 @@ class Decisions:
 
     graph: Graph
     decision_of: Mapping[Node, Decision]
-    patterns: Collection[OperationPattern] = ()
     reads: Mapping[Step, ReadDtypes] = dataclasses.field(default_factory=dict)
     repeated_reads: Mapping[Step, RepeatedReads] = dataclasses.field(default_factory=dict)
     float8: Mapping[Step, Float8Product | str] = dataclasses.field(default_factory=dict)
@@ -68,8 +65,7 @@ def decide_program(graph: Graph) -> Decisions:
     reads, repeated_reads = reads_of_steps(graph, decision_of)
     changed = {step for step, choice in float8.items() if isinstance(choice, Float8Product)} | repeated_reads.keys()
     unchanged = _unchanged_steps(graph, decision_of, changed)
-    patterns = find_patterns(graph, decision_of)
-    return Decisions(graph, decision_of, patterns, reads, repeated_reads, float8, unchanged)
+    return Decisions(graph, decision_of, reads, repeated_reads, float8, unchanged)
 
 
 def _unchanged_steps(graph: Graph, decision_of: Mapping[Node, Decision], changed: Collection[Step]) -> set[Step]:

@@ -8,6 +8,7 @@ from jaxmp.base.graphs import nearest_ends
 from jaxmp.engine.decisions import Decisions
 from jaxmp.engine.marks import path_of
 from jaxmp.engine.nodes import Node, Step
+from jaxmp.engine.operation_patterns import find_patterns
 from jaxmp.engine.states import Kind, Rule, State
 from jaxmp.program.primitives import Class, classify
 
@@ -33,7 +34,8 @@ class Reasons:
         graph = decisions.graph
         self.changes, self._decision_of = graph.changes, decisions.decision_of
         self.scopes = {node: step.names for step in graph.steps for node in step.nodes if node is not None}
-        patterns = [pattern for pattern in decisions.patterns if self._is_float32(pattern.nodes[0])]
+        patterns = find_patterns(graph, decisions.decision_of) if graph.changes else []
+        patterns = [pattern for pattern in patterns if self._is_float32(pattern.nodes[0])]
         self.groups = [pattern.name for pattern in patterns]
         self.group_of = {node.same: pattern.name for pattern in patterns for node in pattern.nodes}
         nodes, ends = graph.nodes, dict.fromkeys(graph.wanted)  # the end None stands for the function's result
