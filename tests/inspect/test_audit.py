@@ -118,7 +118,9 @@ def test_the_policy_is_what_a_map_an_override_or_a_region_says() -> None:
     assert kinds_and_paths("mixed_bfloat16") == [("float32-product", "Model/head")]
     assert kinds_and_paths(jaxmp.PolicyMap("mixed_bfloat16", {"head": "float32"})) == []
     assert kinds_and_paths(None) == []
-    assert kinds_and_paths("float32") == []
+    assert kinds_and_paths("float32") == [("half-product", "Model/Dense_0")]
+    assert kinds_and_paths(jaxmp.PolicyMap("float32", {"Dense_0": "mixed_bfloat16"})) == []
+    assert kinds_and_paths("mixed_float16") == [("float32-product", "Model/head"), ("half-product", "Model/Dense_0")]
 
     def region(variables: Any, x: Any) -> Any:
         with jaxmp.precision("float32"):

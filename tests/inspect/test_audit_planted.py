@@ -458,7 +458,8 @@ def test_every_kind_is_planted_or_has_a_test_of_its_own() -> None:
         "cast-in-loop",
     }
     tested_on_devices = {"float32-gather", "activation-gather", "gradient-all-reduce"}  # in test_many_devices.py
-    assert {kind for kind, *_ in FAULTS} | tested_here | tested_on_devices | {"compiled-otherwise"} == set(FINDERS)
+    tested_elsewhere = {*tested_on_devices, "half-product", "compiled-otherwise"}
+    assert {kind for kind, *_ in FAULTS} | tested_here | tested_elsewhere == set(FINDERS)
 
 
 def test_the_remedy_for_a_mixed_product_in_a_derivative_is_autocast():

@@ -14,6 +14,7 @@ from jaxmp.inspect._audit.finders.losses import half_losses, unscaled_float16
 from jaxmp.inspect._audit.finders.products import (
     compiled_otherwise,
     float32_products,
+    half_products,
     mixed_products,
     unaligned_products,
 )
@@ -47,6 +48,7 @@ class Finding:
 
 FINDERS: dict[str, Callable[[Audited], Faults]] = {
     "float32-product": float32_products,
+    "half-product": half_products,
     "mixed-product": mixed_products,
     "unaligned-product": unaligned_products,
     "half-sum": half_sums,

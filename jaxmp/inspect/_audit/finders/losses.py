@@ -73,8 +73,8 @@ def unscaled_float16(audited: Audited) -> Faults:
         yield Fault(
             products[0].at,
             what,
-            "scale the loss: jaxmp.loss_scaling(tx, jaxmp.DynamicLossScale()) with jaxmp.value_and_grad, or use "
-            "bfloat16",
+            "scale the loss: jaxmp.loss_scaling(tx, jaxmp.DynamicLossScale()) with jaxmp.value_and_grad, or for NNX "
+            "jaxmp.nnx.Optimizer(model, tx, loss_scale=jaxmp.DynamicLossScale()), or use bfloat16",
         )
 
 

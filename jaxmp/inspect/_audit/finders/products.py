@@ -1,4 +1,4 @@
-"""Find products whose dtypes or dimensions make them slow.
+"""Find products whose dtypes or dimensions make them slow, or differ from the policy.
 
 A product is a matrix product or a convolution. "Half" means half precision: float16 or bfloat16.
 """
@@ -42,6 +42,28 @@ def float32_products(audited: Audited) -> Faults:
             f"a product of float32 operands, although the policy is {half}",
             f"cast both operands to {half}, or ask for float32: an override of this path, jaxmp.precision('float32') "
             "or precision='highest'",
+        )
+
+
+def half_products(audited: Audited) -> Faults:
+    """Find half products in another dtype than the compute dtype of the declared policy.
+
+    A half product is intended if ``jaxmp.precision("half")`` asks for it.
+    """
+    for value, product in audited.products:
+        equation, dtypes = value.at, set(product.operands)
+        policies = audited.policies_of(tuple(equation.path.split("/")))
+        expected = sorted({policy.compute_dtype.name for policy in policies})
+        if not policies or len(dtypes) > 1 or product.phase == "update" or not dtypes.isdisjoint(expected):
+            continue
+        region = region_of(equation.names)
+        (dtype,) = dtypes
+        if _itemsize(np.dtype(dtype)) != 2 or (region.level == "half" and not region.is_policy):
+            continue
+        yield Fault(
+            equation,
+            f"a product of {dtype} operands, although the policy computes in {' or '.join(expected)}",
+            "put the model under this policy, or audit with the policy of the model",
         )
 
 
