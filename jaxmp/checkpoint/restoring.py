@@ -11,7 +11,9 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
+from jaxmp._internals.flax.nnx_variables import is_node
 from jaxmp.checkpoint.matching import Match, match
 from jaxmp.checkpoint.named_leaves import (
     as_tree,
@@ -31,8 +33,8 @@ T = TypeVar("T")
 def restore(folder: str | PathLike[str], like: T, *, step: int | None = None, donate: bool = False) -> T:
     """Return the state of the newest complete checkpoint, in the form of ``like``.
 
-    The result has the structure, dtypes and shardings of ``like``, a fresh state of the new run. An NNX model and its
-    optimizer are also changed in place. If the new run differs from the saved one, the state is converted, and one line
+    The result has the structure, dtypes and shardings of ``like``, a fresh state of the new run. NNX models and
+    optimizers in ``like`` are also changed in place. If the new run differs from the saved one, the state is converted, and one line
     is printed that lists the conversions:
 
     - Floating arrays are cast to the dtypes of ``like``, and so are integers if their values fit.
@@ -86,10 +88,18 @@ def restore(folder: str | PathLike[str], like: T, *, step: int | None = None, do
     if matched.changes and jax.process_index() == 0:
         print(f"restored step {reading.path.name} of {reading.path.parent}: {'; '.join(matched.changes)}")
     if not is_nnx_pair(like):
-        return new
+        return jax.tree.map(_in_place, like, new, is_leaf=is_node)
     pair: Any = like
     take_state(pair[0], pair[1], new)
     return like
+
+
+def _in_place(old: Any, new: Any) -> Any:
+    """Return a restored leaf; an NNX object takes the values of ``new`` and is returned itself."""
+    if not is_node(old):
+        return new
+    nnx.update(old, nnx.state(new))
+    return old
 
 
 def read_metadata(folder: str | PathLike[str], *, step: int | None = None) -> dict[str, Any]:

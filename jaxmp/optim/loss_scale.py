@@ -363,8 +363,8 @@ def as_loss_scale(x: Any) -> LossScale:
     if name == "DynamicLossScale":  # jmp has no maximum
         return DynamicLossScale(x.loss_scale, x.counter, x.period, x.factor, x.min_loss_scale, max_loss_scale=HUGE)
     raise TypeError(
-        f"a loss scale must be one of jaxmp's or jmp's, got {printed(x)}; write jaxmp.loss_scaling(tx, "
-        "jaxmp.DynamicLossScale())"
+        f"a loss scale must be one of jaxmp's or jmp's, got {printed(x)}; write jaxmp.DynamicLossScale(), or for a "
+        "constant scale jaxmp.StaticLossScale(1024.0)"
     )
 
 

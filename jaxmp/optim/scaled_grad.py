@@ -8,8 +8,10 @@ from typing import Any, Literal, ParamSpec, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
+from jaxmp._internals.flax.nnx_if_imported import imported_nnx
 from jaxmp._internals.jax.traces import is_tracing_jit
 from jaxmp.base.donation import donation_note
 from jaxmp.base.trees import is_float_array, sum_of_squares, widen
@@ -99,8 +101,8 @@ def value_and_grad(
       ValueError: ``opt_state`` has no loss scale, or several; a transform with a state is chained with
         ``loss_scaling`` (a skipped step would change this state or the params); or ``loss_scaling`` is inside of
         ``optax.MultiSteps`` or ``optax.apply_if_finite``.
-      TypeError: the loss is not a floating scalar, or is half precision; an argument to differentiate has leaves that
-        are not floating; ``argnums`` are not integers.
+      TypeError: the loss is not a floating scalar, or is half precision; an argument to differentiate is an NNX model,
+        or has leaves that are not floating; ``argnums`` are not integers.
       RuntimeError: ``opt_state`` was donated to an earlier step.
 
     >>> opt_state = jaxmp.loss_scaling(optax.sgd(0.1), jaxmp.StaticLossScale(8.0)).init(jnp.ones(2))
@@ -113,11 +115,26 @@ def value_and_grad(
     @functools.wraps(fun)
     def unscaled(*args: Any, **kwargs: Any) -> Any:
         warn_if_constant(loss_scale)
+        _require_no_nnx_model(args, argnums)
         with donation_note():
             loss, grads = scaled(*args, **kwargs)
         return loss, true_gradients(grads, loss_scale)
 
     return unscaled
+
+
+def _require_no_nnx_model(args: Sequence[Any], argnums: int | Sequence[int]) -> None:
+    """Raise a TypeError if a differentiated argument is an NNX model.
+
+    JAX's gradient would drop what the loss function writes to the model.
+    """
+    nnx = imported_nnx()
+    for number, arg in enumerate(args):
+        if nnx is not None and isinstance(arg, nnx.Module) and number in np.atleast_1d(argnums):
+            raise TypeError(
+                f"jaxmp.value_and_grad takes params, got the NNX model {type(arg).__name__}, whose new batch statistics "
+                "would be lost;\nwrite jaxmp.nnx.value_and_grad(loss_fn, optimizer)"
+            )
 
 
 def warn_if_constant(loss_scale: LossScale) -> None:

@@ -282,7 +282,7 @@ class TrainStep:
             kind = type(state)
             raise TypeError(
                 f"a step takes a jaxmp.TrainState, got {kind.__module__}.{kind.__name__}; make one with "
-                "jaxmp.TrainState.create(params=params, tx=tx)"
+                "jaxmp.TrainState.create(params=params, tx=tx), or for an NNX model write jaxmp.nnx.make_train_step"
             )
 
     def place(self, state: S, batch: Any) -> tuple[S, Any]:

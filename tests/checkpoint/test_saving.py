@@ -69,6 +69,29 @@ def test_a_restored_nnx_run_continues_bit_for_bit_in_place(tmp_path):
     assert bits(nnx.state(pair)) == bits(nnx.state((model, optimizer)))
 
 
+def test_several_nnx_models_with_their_optimizers_are_restored_in_place(tmp_path):
+    step = jaxmp.nnx.make_train_step(nnx_loss, ema_decay=0.9)
+
+    def make_runs(seed):
+        names = ("generator", "generator_optimizer", "critic", "critic_optimizer")
+        return dict(zip(names, (*nnx_run(seed=seed), *nnx_run(seed=seed + 1)), strict=True))
+
+    def train(runs):
+        for batch in (BATCH, BAD, BATCH):
+            step(runs["generator"], runs["generator_optimizer"], batch)
+            step(runs["critic"], runs["critic_optimizer"], batch)
+
+    runs, fresh = make_runs(seed=0), make_runs(seed=5)
+    train(runs)
+    checkpoint.save(tmp_path, runs, step=3)
+    restored = checkpoint.restore(tmp_path, fresh)
+    assert all(restored[name] is fresh[name] for name in fresh)
+    assert bits(nnx.state(fresh)) == bits(nnx.state(runs))
+    train(runs)
+    train(fresh)
+    assert bits(nnx.state(fresh)) == bits(nnx.state(runs))
+
+
 def test_any_tree_of_arrays_and_numbers_can_be_saved_and_restored_to_shapes(tmp_path):
     tree = {
         "half": [jnp.arange(3, dtype=jnp.bfloat16), jnp.ones((2, 2), jnp.float8_e4m3fn)],

@@ -454,7 +454,7 @@ def test_invalid_arguments_are_errors():
     with pytest.raises(ValueError, match="accumulate_steps must be a whole number"):
         make_train_step(loss_fn, accumulate_steps=0)
     model, _ = setup(mlp())
-    with pytest.raises(TypeError, match=r"a train step takes a jaxmp\.nnx\.Optimizer, got flax\.nnx\.\S*Optimizer; "):
+    with pytest.raises(TypeError, match=r"step\(model, optimizer, batch\) takes a jaxmp\.nnx\.Optimizer, got flax\.nnx\.\S*Optimizer; "):
         make_train_step(loss_fn)(model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param), ROWS)
     model, optimizer = setup(mlp())
     state, variable = nnx.state(model), nnx.Param(jnp.ones(2))
