@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxmp._internals.flax.nnx_variables import is_node
 from jaxmp.checkpoint.matching import Match, match
 from jaxmp.checkpoint.named_leaves import (
     as_tree,
@@ -34,8 +33,8 @@ def restore(folder: str | PathLike[str], like: T, *, step: int | None = None, do
     """Return the state of the newest complete checkpoint, in the form of ``like``.
 
     The result has the structure, dtypes and shardings of ``like``, a fresh state of the new run. NNX models and
-    optimizers in ``like`` are also changed in place. If the new run differs from the saved one, the state is converted, and one line
-    is printed that lists the conversions:
+    optimizers in ``like`` are also changed in place. If the new run differs from the saved one, the state is converted,
+    and one line is printed that lists the conversions:
 
     - Floating arrays are cast to the dtypes of ``like``, and so are integers if their values fit.
     - A loss scale of the same class continues with the saved value and counters, and with the settings of ``like``. A
@@ -88,15 +87,20 @@ def restore(folder: str | PathLike[str], like: T, *, step: int | None = None, do
     if matched.changes and jax.process_index() == 0:
         print(f"restored step {reading.path.name} of {reading.path.parent}: {'; '.join(matched.changes)}")
     if not is_nnx_pair(like):
-        return jax.tree.map(_in_place, like, new, is_leaf=is_node)
+        return jax.tree.map(_in_place, like, new, is_leaf=_is_nnx_object)
     pair: Any = like
     take_state(pair[0], pair[1], new)
     return like
 
 
+def _is_nnx_object(node: Any) -> bool:
+    """Return whether ``node`` is an NNX model or optimizer."""
+    return isinstance(node, nnx.Pytree)
+
+
 def _in_place(old: Any, new: Any) -> Any:
-    """Return a restored leaf; an NNX object takes the values of ``new`` and is returned itself."""
-    if not is_node(old):
+    """Return a restored leaf. An NNX object takes the values of ``new`` and is returned itself."""
+    if not _is_nnx_object(old):
         return new
     nnx.update(old, nnx.state(new))
     return old

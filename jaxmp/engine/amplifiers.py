@@ -17,7 +17,7 @@ from jaxmp.base.graphs import reachable
 from jaxmp.engine.graph_paths import SCALES, readers_of
 from jaxmp.engine.nodes import Graph, Node, Step
 from jaxmp.engine.raised_states import States
-from jaxmp.engine.states import CLEAR, INFER, JOIN, Rule, State
+from jaxmp.engine.states import CLEAR, HALF, INFER, JOIN, Rule, State
 from jaxmp.program.primitives import (
     AMPLIFIERS,
     BOUNDS,
@@ -57,7 +57,12 @@ def raise_amplified(graph: Graph, states: States) -> None:
 
 
 def _amplified_values(step: Step) -> Iterable[Node]:
-    """Return the values whose low digits become high digits of the results of a step."""
+    """Return the values whose low digits become high digits of the results of a step.
+
+    A step that the user makes half rounds its operands itself, so it has no such values.
+    """
+    if step.kind is HALF:
+        return ()
     if step.eqn.primitive.name in SOLVERS:
         return reachable(_floats(step), _back_to_products)
     return reachable(_amplified_operands(step), _keepers_of_digits)

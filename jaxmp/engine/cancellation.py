@@ -2,7 +2,8 @@
 
 The distance ``|x|² + |y|² - 2xy`` is small compared with its terms. If the terms came from products in half precision,
 the result would be mostly rounding error. The same holds for a constant minus any other product if an operation
-magnifies small differences, such as the root of ``1 - p²``.
+magnifies small differences, such as the root of ``1 - p²``. A function that approaches 1, such as tanh, takes the place
+of the product in ``log(1 - tanh(x)²)``. The product before the function stays half.
 """
 
 from __future__ import annotations
@@ -27,25 +28,27 @@ _SIGNED = with_trait(Trait.KEEPS_MAGNITUDE)
 _BETWEEN = SCALES | _SIGNED | BOUNDS | {"select_n"}
 _KEEP_DIGITS = _POWERS | (_BETWEEN - _MULTIPLICATIONS)
 _SUMMED = _POWERS | {"select_n"}
+_ROUNDED = PRODUCTS | with_trait(Trait.SATURATES)
+"""The operations whose half result would spoil a difference."""
 _NO_EPSILON = 0.1
 """The constant from which a difference can cancel. Smaller constants are added to avoid a division by zero."""
 
 
 def raise_cancelled(graph: Graph, states: States) -> None:
-    """Make products float32 if they cancel in a difference."""
+    """Make products and saturating functions float32 if they cancel in a difference."""
     if not any(node.kind is HALF and node.name in PRODUCTS for node in graph.nodes):
         return
-    cancelled_in: dict[Node, Node] = {}  # the sum in which a product cancels
+    cancelled_in: dict[Node, Node] = {}  # the sum in which a value cancels
     for node in graph.nodes:
         if node.name in SUMS and not _is_part_of_sum(node):
             for product in _distances(node):
                 cancelled_in.setdefault(product.same, node)
     for step in graph.steps:
         for difference in _magnified_differences(step):
-            for product in _products_in(difference):
-                cancelled_in.setdefault(product.same, difference)
-    for node in graph.nodes:  # also products that a loop or a derivative computes again
-        if node.name in PRODUCTS and node.same in cancelled_in:
+            for value in _rounded_values_in(difference):
+                cancelled_in.setdefault(value.same, difference)
+    for node in graph.nodes:  # also values that a loop or a derivative computes again
+        if node.name in _ROUNDED and node.same in cancelled_in:
             states.raise_to(node, State.FLOAT32, Rule.CANCELLATION, cancelled_in[node.same])
 
 
@@ -145,8 +148,10 @@ def _magnified_differences(step: Step) -> list[Node]:
     """Return differences of a constant and a value whose small errors a step magnifies.
 
     Between the difference and the step may be scales, other factors, bounds and an epsilon, as in
-    ``sqrt(max((1 - x) * (1 + x), 0) + 1e-6)``.
+    ``sqrt(max((1 - x) * (1 + x), 0) + 1e-6)``. A step that the user makes half rounds its operands itself.
     """
+    if step.kind is HALF:
+        return []
     values = reachable([operand.origin for operand in _magnified_operands(step)], _small_with)
     return [value for value in values if _is_difference(value) and _has_constant_term(value)]
 
@@ -181,13 +186,13 @@ def _magnified_operands(step: Step) -> list[Node]:
     return operands if name in SINGULAR else []
 
 
-def _products_in(total: Node) -> list[Node]:
-    """Return the products whose digits remain in a sum.
+def _rounded_values_in(total: Node) -> list[Node]:
+    """Return the products and saturating functions whose digits remain in a sum.
 
-    Between a product and the sum may be scales, powers, magnitudes, bounds, selections, and sums of masked, squared or
-    scaled values.
+    Between such a value and the sum may be scales, powers, magnitudes, bounds, selections, and sums of masked, squared
+    or scaled values.
     """
-    return [node for node in reachable(_terms(total), _kept_from) if node.name in PRODUCTS]
+    return [node for node in reachable(_terms(total), _kept_from) if node.name in _ROUNDED and node.after_product]
 
 
 def _kept_from(node: Node) -> Sequence[Node]:

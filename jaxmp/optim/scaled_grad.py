@@ -132,8 +132,8 @@ def _require_no_nnx_model(args: Sequence[Any], argnums: int | Sequence[int]) -> 
     for number, arg in enumerate(args):
         if nnx is not None and isinstance(arg, nnx.Module) and number in np.atleast_1d(argnums):
             raise TypeError(
-                f"jaxmp.value_and_grad takes params, got the NNX model {type(arg).__name__}, whose new batch statistics "
-                "would be lost;\nwrite jaxmp.nnx.value_and_grad(loss_fn, optimizer)"
+                f"jaxmp.value_and_grad takes params, got the NNX model {type(arg).__name__}, whose new batch "
+                "statistics would be lost;\nwrite jaxmp.nnx.value_and_grad(loss_fn, optimizer)"
             )
 
 

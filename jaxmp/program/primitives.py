@@ -102,6 +102,8 @@ class Trait(enum.Enum):
     """Raises a constant to the power of its operand."""
     GROWS = enum.auto()
     """Grows exponentially with an operand, or sums such values."""
+    SATURATES = enum.auto()
+    """Approaches 1 for large operands, so that a small change of the result is a large change of its distance to 1."""
     EQUATES = enum.auto()
     """Compares two operands for equality."""
     ORDERS = enum.auto()
@@ -246,7 +248,8 @@ _TABLE: dict[Class, tuple[Row, ...]] = {
     ),
     Class.INFER: (
         _row("neg abs", Trait.KEEPS_MAGNITUDE, Trait.ELEMENTWISE),
-        _row("sign logistic tanh erf", Trait.ELEMENTWISE),
+        _row("sign", Trait.ELEMENTWISE),
+        _row("logistic tanh erf", Trait.SATURATES, Trait.ELEMENTWISE),
         # its tail decays like exp(-x²), which amplifies rounding errors; but a gelu adds this tail to larger values
         _row("erfc", Trait.ELEMENTWISE),
         # in a sum of squares, the squares are float32 too, because only the float32 sum reads them

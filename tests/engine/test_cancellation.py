@@ -156,6 +156,27 @@ def test_a_constant_minus_a_product_is_float32_if_its_small_values_are_magnified
     np.testing.assert_allclose(*both(fun, policy, x, y), rtol=1e-3)
 
 
+# From tanh-Gaussian policies (rljax, CleanRL), and cross-entropies of sigmoids that a layer also reads.
+SATURATING = {
+    "log(1 - tanh**2)": lambda h: (a := jnp.tanh(h), jnp.log(1 - a**2 + 1e-6)),
+    "log(c * (1 - square(tanh)))": lambda h: (a := jnp.tanh(h), jnp.log(1.5 * (1 - jnp.square(a)) + 1e-6)),
+    "log(1 - sigmoid)": lambda h: (a := jax.nn.sigmoid(2 * h), jnp.log(1 - a + 1e-6)),
+    "log(1 - clip(sigmoid))": lambda h: (a := jax.nn.sigmoid(2 * h), jnp.log(1 - jnp.clip(a, 1e-6, 1 - 1e-6))),
+    "log(1 - erf)": lambda h: (a := jax.lax.erf(h / 2), jnp.log(1 - a + 1e-6)),
+}
+
+
+@pytest.mark.parametrize(("spelling", "policy"), in_turn(SATURATING))
+def test_a_saturating_function_is_float32_if_its_distance_to_1_is_magnified(spelling, policy):
+    def fun(x, w):
+        activation, magnified = SATURATING[spelling](x @ w)
+        return jnp.stack([jnp.mean(magnified), jnp.mean(jnp.square(activation @ w))])  # a product reads it, too
+
+    x, w = 2 * normal(0, 32, 8), normal(1, 8, 8) / 2
+    np.testing.assert_allclose(*both(fun, policy, x, w), rtol=0.005)
+    assert products(half(fun, policy), x, w) == [HALVES[policy]] * 2
+
+
 @pytest.mark.parametrize("square", [jnp.square, lambda v: v * v, lambda v: v**2])
 def test_a_constant_minus_a_squared_norm_is_float32_if_its_small_values_are_magnified(square):
     def conformal_factor(x):  # of a point in the Poincaré ball

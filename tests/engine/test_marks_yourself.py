@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from autocast_tools import compiled, dtypes_of, half, normal
+from autocast_tools import compiled, dtypes_of, half, normal, products
 from places import ROOT
 
 import jaxmp
@@ -99,6 +99,14 @@ def kalman_filter(mark, h, matrices, offsets):
     return jax.lax.scan(iteration, h, (matrices, offsets))[0]
 
 
+def gated_recurrence(mark, x, gates, values, out):
+    gate, value = x @ gates + 6, jnp.tanh(x @ values)
+    with mark():
+        decay = jax.nn.sigmoid(gate)
+        h = jax.lax.associative_scan(lambda p, q: (p[0] * q[0], q[0] * p[1] + q[1]), (decay, value))[1]
+    return h @ out
+
+
 def decayed_layers(mark, h, ws):
     def layer(h, w):
         with mark():
@@ -111,6 +119,7 @@ def decayed_layers(mark, h, ws):
 CURVATURES = draw(3, 100, 16, 1) ** 2 * EYE[:16, :16]
 INDICES = np.random.default_rng(0).integers(0, 5, 100, "int32")
 MATRICES = EYE[:4, :4] + draw(5, 100, 4, 4, scale=0.02)
+SEQUENCE = draw(3, 1024, 16)
 
 
 # -- positions -------------------------------------------------------------------------------------------------------
@@ -126,6 +135,12 @@ def fraction(mark, h, w):
     with mark():
         c = h @ w
     return c - jnp.floor(c)
+
+
+def structure_factor(mark, positions, wave_vectors):
+    with mark():
+        phase = positions @ wave_vectors
+    return jnp.exp(jax.lax.complex(jnp.zeros_like(phase), phase)).sum(0)
 
 
 def gaussian_splats(mark, pixels, centre, inverse_covariance):
@@ -170,6 +185,24 @@ def variance_by_products(mark, x, w):
         mean_of_squares = (x * x) @ w
         mean = x @ w
     return mean_of_squares - mean**2
+
+
+def gaussian_process(mark, x, t):
+    def k(a, b):
+        return jnp.exp(-0.5 * (a[:, None] - b) ** 2)
+
+    cholesky = jnp.linalg.cholesky(k(x, x) + 0.01 * jnp.eye(len(x)))
+    v = jax.scipy.linalg.solve_triangular(cholesky, k(x, t), lower=True)
+    with mark():
+        explained = v.T @ v
+    return jnp.sqrt(jnp.diagonal(k(t, t) - explained))
+
+
+def style_loss(mark, f, g):
+    f, g = jax.nn.relu(f), jax.nn.relu(g)
+    with mark():
+        gram, target = f.T @ f, g.T @ g
+    return jnp.mean((gram - target) ** 2)
 
 
 def root_near_zero(mark, h, w, b):
@@ -258,6 +291,9 @@ ROWS = {
     "a state that each iteration multiplies by another matrix, `A[t] @ h`: Kalman filters": marks(
         kalman_filter, draw(7, 4), MATRICES, draw(6, 100, 4, scale=0.02), effect=0.01
     ),
+    "a recurrence by `associative_scan` with gates near 1: GateLoop, QRNN": marks(
+        gated_recurrence, SEQUENCE, W, draw(2, 16, 16, scale=0.25), draw(4, 16, 16, scale=0.25), effect=0.05
+    ),
     "a multiplication by a number near 1, such as 0.99, in a stack of layers or right before a product": marks(
         decayed_layers, 1 + 0.1 * X, draw(2, 100, 16, 16, scale=0.01), effect=0.05
     ),
@@ -265,6 +301,7 @@ ROWS = {
         floor_of_coordinates, POINTS, SCREEN, effect=0.0015
     ),
     "a fraction, `c - floor(c)` or `jnp.modf(c)`": marks(fraction, POINTS, SCREEN, effect=0.1),
+    "a complex exponential, `exp(1j * x @ w)`": marks(structure_factor, 5 * X, 4 * W, effect=0.02),
     "`1 - cosine`, if the cosine is a product and near 1": marks(
         one_minus_cosine, X, X + draw(2, 8, 16, scale=0.03), draw(1, 16, 16), effect=1
     ),
@@ -273,6 +310,12 @@ ROWS = {
     ),
     "moments by products, `(x * x) @ w - (x @ w)**2`, as in SSIM": marks(
         variance_by_products, 3 + X, np.full((16, 1), 1 / 16, "float32"), effect=0.005
+    ),
+    "a computed number minus a product: the variance of a Gaussian process, `k(t, t) - v.T @ v`": marks(
+        gaussian_process, np.linspace(-5, 5, 12, dtype="float32"), np.linspace(-4, 4, 16, dtype="float32"), effect=0.05
+    ),
+    "a difference of two Gram matrices that are nearly equal: style losses": marks(
+        style_loss, SEQUENCE, SEQUENCE + draw(9, 1024, 16, scale=0.03), effect=0.01
     ),
     "a sum of squares by a product, `vdot(h, h)`": writes(
         sum_of_squares_by_a_product, sum_of_squares, np.arange(1, 11, dtype="float32"), EYE[:10, :10], effect=0.001
@@ -301,6 +344,7 @@ ROWS = {
     ),
 }
 HALF_CARRIES = list(ROWS)[1:4]
+SINES = "sines as activations: SIREN, Snake"
 FLOAT32_STREAM = "a weight that a layer of a scanned stack uses twice, `h + relu(h @ w) @ w.T`"
 
 
@@ -331,7 +375,7 @@ def test_the_table_of_the_page_has_these_rows():
     section = page.partition("\n## Mark these yourself\n")[2].partition("\n## ")[0]
     heading, *rows = re.findall(r"^\| (.*?) \| (.*?) \|", section, re.MULTILINE)
     assert heading == ("your code", "effect of half precision")
-    assert [your_code for your_code, _ in rows] == [*ROWS, FLOAT32_STREAM]
+    assert [your_code for your_code, _ in rows] == [*ROWS, SINES, FLOAT32_STREAM]
     assert [your_code for your_code, effect in rows if "its carry is half" in effect] == HALF_CARRIES
 
 
@@ -349,6 +393,20 @@ def test_the_carry_is_half_without_the_mark_and_float32_with_it(your_code):
     row = ROWS[your_code]
     assert dtypes_of("scan", row.unmarked, *row.args) == ["bfloat16"]
     assert dtypes_of("scan", row.marked, *row.args) == ["float32"]
+
+
+def test_products_before_sines_are_float32_unless_an_override_makes_sines_half():
+    def siren(x, a, b, c):
+        return jnp.sin(30 * (jnp.sin(30 * (x @ a)) @ b)) @ c
+
+    def snake(x, a, b, c):
+        h = x @ a
+        h = (h + jnp.sin(h) ** 2) @ b
+        return (h + jnp.sin(h) ** 2) @ c
+
+    for fun in (siren, snake):
+        assert products(half(fun), X, W, W, W) == ["float32", "float32", "bfloat16"]
+        assert products(half(fun, overrides={"primitive:sin": "half"}), X, W, W, W) == ["bfloat16"] * 3
 
 
 def test_a_weight_that_a_layer_uses_twice_doubles_the_memory_of_the_residual_stream():
