@@ -121,10 +121,13 @@ def require_arguments(loss_fn: Any, names: str) -> None:
     except TypeError as error:
         bare = [parameter.replace(annotation=parameter.empty) for parameter in signature.parameters.values()]
         takes = signature.replace(parameters=bare, return_annotation=signature.empty)
+        forms = f"({names})"
         remedy = f"write def loss_fn({names})"
         if str(takes) == "(model, batch)":
             remedy = "for an NNX model use jaxmp.nnx.make_train_step"
-        raise TypeError(f"a loss function takes ({names}), got one of {takes}; {remedy}") from error
+        elif names.startswith("params"):
+            forms, remedy = f"(params, batch) or ({names})", "put all data into one batch"
+        raise TypeError(f"a loss function takes {forms}, got one of {takes}; {remedy}") from error
 
 
 def compute_dtype_of(policy: Any) -> np.dtype | None:

@@ -60,7 +60,7 @@ BAD_ARGUMENTS = {
     "three arguments": (
         lambda: make_train_step(lambda params, batch, rng: params),
         TypeError,
-        "takes (params, model_state, batch, rng), got one of (params, batch, rng)",
+        "takes (params, batch) or (params, model_state, batch, rng), got one of (params, batch, rng); put all data",
     ),
     "an NNX loss": (
         lambda: make_train_step(lambda model, batch: model),

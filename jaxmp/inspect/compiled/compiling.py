@@ -13,9 +13,8 @@ import jax.numpy as jnp
 from jaxmp._internals.jax.traces import static_arguments
 from jaxmp.base import hardware
 from jaxmp.inspect.compiled import targets
-from jaxmp.inspect.program.calls import named
+from jaxmp.inspect.program.calls import named, scoped_state_of
 from jaxmp.nnx.training import TrainStep as NNXTrainStep
-from jaxmp.nnx.training import state_of
 from jaxmp.program.traced_program import is_array
 from jaxmp.training.step import TrainStep
 
@@ -28,7 +27,7 @@ def call_of(fun: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, tuple[An
     contains NNX models, the calls of their modules are put in named scopes.
     """
     if isinstance(fun, NNXTrainStep):
-        fun, args = fun.of_trees, (state_of(*args[:2]), *args[2:])
+        fun, args = fun.of_trees, (scoped_state_of(*args[:2]), *args[2:])
     if isinstance(fun, TrainStep):  # its program depends on the sharding of the state
         has_shapes = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(args))
         return fun, tuple(args if has_shapes else fun.place(*args))

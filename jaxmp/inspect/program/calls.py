@@ -56,14 +56,18 @@ def step_call(fun: Any, args: Sequence[Any]) -> StepCall:
     """
     require_arguments_of_step(fun, args)
     if isinstance(fun, NNXTrainStep):
-        model = [nnx_models.scoped_copy(arg) if nnx_models.is_module(arg) else arg for arg in args[:1]]
-        call = StepCall(fun.of_trees, state_of(*model, *args[1:2]), *args[2:])
+        call = StepCall(fun.of_trees, scoped_state_of(*args[:2]), *args[2:])
     else:
         call = StepCall(fun, *args)
     call.step.require_state(call.state)
     require_not_deleted(call.state)
     state, batch = call.step.place(call.state, call.batch)
     return call._replace(state=state, batch=batch)
+
+
+def scoped_state_of(model: Any, optimizer: Any) -> Any:
+    """Return the train state of an NNX model and its optimizer, with each module call in a named scope."""
+    return state_of(nnx_models.scoped_copy(model) if nnx_models.is_module(model) else model, optimizer)
 
 
 def require_arguments_of_step(step: Any, args: Sequence[Any]) -> None:
