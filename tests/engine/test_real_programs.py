@@ -134,3 +134,59 @@ def test_mambas_products_are_half_and_its_state_is_float32():
     assert {row.result for row in plan.rows if row.primitive == "exp"} == {"float32"}
     ours, of_half_products = gradient_errors(lambda w: loss(w, x), "mixed_float16", w)
     assert ours < 3 * of_half_products
+
+
+# -- saturating functions ----------------------------------------------------------------------------------------------
+
+
+def network(seed, *sizes):
+    pairs = enumerate(zip(sizes, sizes[1:], strict=False))
+    return [normal(seed + n, first, last, scale=first**-0.5) for n, (first, last) in pairs]
+
+
+def apply(weights, x):
+    *hidden, last = weights
+    for w in hidden:
+        x = jax.nn.relu(x @ w)
+    return x @ last
+
+
+def soft_actor_critic(seed):
+    """Return the policy's loss of Haarnoja et al. 2018, as in CleanRL. The critic reads the scaled action."""
+    observations, noise = normal(seed, 64, 17), normal(seed + 1, 64, 6)
+
+    def loss(params):
+        hidden = jax.nn.relu(observations @ params["policy"])
+        means, log_stds = hidden @ params["means"], jnp.clip(hidden @ params["log_stds"], -5, 2)
+        stds = jnp.exp(log_stds)
+        raw = means + stds * noise
+        squashed = jnp.tanh(raw)
+        log_probs = -0.5 * ((raw - means) / stds) ** 2 - log_stds - jnp.log(1.5 * (1 - squashed**2) + 1e-6)
+        values = apply(params["critic"], jnp.concatenate([observations, 1.5 * squashed + 0.1], -1))
+        return jnp.mean(0.2 * log_probs.sum(-1, keepdims=True) - values)
+
+    (policy,), (means,), (log_stds,) = network(seed + 2, 17, 64), network(seed + 3, 64, 6), network(seed + 4, 64, 6)
+    critic = network(seed + 5, 23, 64, 1)
+    return loss, {"policy": policy, "means": 2 * means, "log_stds": log_stds / 2, "critic": critic}
+
+
+def concept_bottleneck(seed):
+    """Return the loss of Koh et al. 2020: the concepts have labels, and the last layer reads them."""
+    images, labels, targets = normal(seed, 64, 16), normal(seed + 1, 64, 8) > 0, normal(seed + 2, 64, 1)
+
+    def loss(params):
+        concepts = jax.nn.sigmoid(4 * apply(params["concepts"], images))
+        entropies = jnp.where(labels, -jnp.log(concepts + 1e-6), -jnp.log(1 - concepts + 1e-6))
+        return jnp.mean(entropies) + jnp.mean((apply(params["task"], concepts) - targets) ** 2)
+
+    return loss, {"concepts": network(seed + 3, 16, 64, 8), "task": network(seed + 5, 8, 32, 1)}
+
+
+@pytest.mark.parametrize("make", [soft_actor_critic, concept_bottleneck])
+@pytest.mark.parametrize("policy", HALVES)
+def test_a_tanh_or_sigmoid_that_a_layer_and_a_logarithm_read_loses_no_digits(make, policy):
+    for seed in (0, 10):
+        loss, params = make(seed)
+        of_autocast, of_half_products = gradient_errors(loss, policy, params)
+        assert of_autocast < 2 * of_half_products + 0.005, seed
+        assert set(products(half(loss, policy), params)) == {HALVES[policy]}
