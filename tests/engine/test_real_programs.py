@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -140,7 +142,7 @@ def test_mambas_products_are_half_and_its_state_is_float32():
 
 
 def network(seed, *sizes):
-    pairs = enumerate(zip(sizes, sizes[1:], strict=False))
+    pairs = enumerate(itertools.pairwise(sizes))
     return [normal(seed + n, first, last, scale=first**-0.5) for n, (first, last) in pairs]
 
 
