@@ -40,7 +40,8 @@ def restore(folder: str | PathLike[str], like: T, *, step: int | None = None, do
     - A loss scale of the same class continues with the saved value and counters, and with the settings of ``like``. A
       loss scale of another class starts fresh.
     - A moving average that was not saved starts at the restored params. A saved average that ``like`` does not have is
-      dropped. The same holds for the random key, which starts fresh.
+      dropped. The same holds for the random key, which starts fresh. (If ``like`` is a dict of NNX models and
+      optimizers, both runs need the same ``ema``.)
     - The optimizer may gain or lose :func:`jaxmp.low_precision`.
 
     Args:
@@ -87,7 +88,8 @@ def restore(folder: str | PathLike[str], like: T, *, step: int | None = None, do
     if matched.changes and jax.process_index() == 0:
         print(f"restored step {reading.path.name} of {reading.path.parent}: {'; '.join(matched.changes)}")
     if not is_nnx_pair(like):
-        return jax.tree.map(_in_place, like, new, is_leaf=_is_nnx_object)
+        has_nnx_objects = any(map(_is_nnx_object, jax.tree.leaves(like, is_leaf=_is_nnx_object)))
+        return jax.tree.map(_update_in_place, like, new, is_leaf=_is_nnx_object) if has_nnx_objects else new
     pair: Any = like
     take_state(pair[0], pair[1], new)
     return like
@@ -98,7 +100,7 @@ def _is_nnx_object(node: Any) -> bool:
     return isinstance(node, nnx.Pytree)
 
 
-def _in_place(old: Any, new: Any) -> Any:
+def _update_in_place(old: Any, new: Any) -> Any:
     """Return a restored leaf. An NNX object takes the values of ``new`` and is returned itself."""
     if not _is_nnx_object(old):
         return new

@@ -122,11 +122,11 @@ def computed(fun: Callable[..., Any], rules: Rules, args: Any, kwargs: Any, poli
     if is_collecting():
         rules.programs = None  # each equation is emitted, which records its casts and dtypes
     dtypes = result_dtypes(program, policy)
-    graph = build(program.opened, operands, dtypes, rules, force=policy is None)
+    graph = build(program.open_jaxpr, operands, dtypes, rules, force=policy is None)
     decisions = decide_program(graph)
     emission = Emission(decisions, rules)
     with donation_note(), jax.named_scope(DECIDED), around_emitted(emission):
-        results = emission.results(program.opened, operands, dtypes)
+        results = emission.results(program.open_jaxpr, operands, dtypes)
     if policy is not None:  # the adapters check the overrides of a model, if every module ran
         rules.check()
     rules.decided(decisions)

@@ -2,8 +2,8 @@
 
 The distance ``|x|² + |y|² - 2xy`` is small compared with its terms. If the terms came from products in half precision,
 the result would be mostly rounding error. The same holds for a constant minus any other product if an operation
-magnifies small differences, such as the root of ``1 - p²``. A function that approaches 1, such as tanh, takes the place
-of the product in ``log(1 - tanh(x)²)``. The product before the function stays half.
+magnifies small differences, such as the root of ``1 - p²``. The same rule keeps a function that approaches 1 in
+float32, such as the tanh in ``log(1 - tanh(x)²)``. The product before the function stays half.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ def raise_cancelled(graph: Graph, states: States) -> None:
                 cancelled_in.setdefault(product.same, node)
     for step in graph.steps:
         for difference in _magnified_differences(step):
-            for value in _rounded_values_in(difference):
+            for value in _values_to_raise(difference):
                 cancelled_in.setdefault(value.same, difference)
     for node in graph.nodes:  # also values that a loop or a derivative computes again
-        if node.name in _ROUNDED and node.same in cancelled_in:
+        if node.same in cancelled_in and (node.name in PRODUCTS or node.kind in (INFER, JOIN)):
             states.raise_to(node, State.FLOAT32, Rule.CANCELLATION, cancelled_in[node.same])
 
 
@@ -152,6 +152,8 @@ def _magnified_differences(step: Step) -> list[Node]:
     """
     if step.kind is HALF:
         return []
+    if step.eqn.primitive.name == "log1p":  # log1p(-x) is log(1 - x)
+        return [operand.origin for operand in step.operands if operand is not None and operand.origin.name == "neg"]
     values = reachable([operand.origin for operand in _magnified_operands(step)], _small_with)
     return [value for value in values if _is_difference(value) and _has_constant_term(value)]
 
@@ -186,13 +188,14 @@ def _magnified_operands(step: Step) -> list[Node]:
     return operands if name in SINGULAR else []
 
 
-def _rounded_values_in(total: Node) -> list[Node]:
-    """Return the products and saturating functions whose digits remain in a sum.
+def _values_to_raise(total: Node) -> list[Node]:
+    """Return the products and saturating functions whose digits remain in a sum, and the values in between.
 
-    Between such a value and the sum may be scales, powers, magnitudes, bounds, selections, and sums of masked, squared
-    or scaled values.
+    The values in between are scales, powers, magnitudes, bounds, selections, and sums of masked, squared or scaled
+    values.
     """
-    return [node for node in reachable(_terms(total), _kept_from) if node.name in _ROUNDED and node.after_product]
+    values = [node for node in reachable([*total.inputs, *_terms(total)], _kept_from) if node.after_product]
+    return values if any(node.name in _ROUNDED for node in values) else []
 
 
 def _kept_from(node: Node) -> Sequence[Node]:

@@ -257,10 +257,10 @@ def _plan_of(fun: Callable[..., Any], rules: Rules, policy: Policy | None) -> In
         if not all(isinstance(size, int) for operand in operands for size in operand.shape):
             raise ValueError("a plan needs all sizes to count FLOPs and bytes, but the shapes have a symbolic size")
         dtypes = result_dtypes(program, policy)
-        graph = build(program.opened, operands, dtypes, rules)
+        graph = build(program.open_jaxpr, operands, dtypes, rules)
         rules.check()
         emission = Emission(decide_program(graph), rules)
-        jax.eval_shape(lambda *args: emission.results(program.opened, args, dtypes), *operands)
+        jax.eval_shape(lambda *args: emission.results(program.open_jaxpr, args, dtypes), *operands)
         writer = _PlanWriter(inner_emissions)
         rows = tuple(writer.rows_of_program(emission))
         title = "the policies of its models" if policy is None else str(policy)

@@ -68,7 +68,7 @@ def result_dtypes(program: TracedProgram, policy: Policy | None = None) -> list[
 
     An integer or bool result has the dtype None. So has a result that keeps the dtype in which it is computed.
     """
-    results = zip(program.opened[0].outvars, program.are_as_computed, strict=True)
+    results = zip(program.open_jaxpr[0].outvars, program.are_as_computed, strict=True)
     dtypes = [None if as_computed or not is_castable(atom.aval) else atom.aval.dtype for atom, as_computed in results]
     if policy is not None and policy.output_dtype.itemsize == 2:
         dtypes[: program.result_count] = [dtype and policy.output_dtype for dtype in dtypes[: program.result_count]]

@@ -186,7 +186,7 @@ class _State(TrainState):
 def state_of(model: Any, optimizer: Optimizer) -> _State:
     """Return a model and its optimizer as a train state for ``TrainStep.of_trees``."""
     require_model(model, "step", "(model, optimizer, batch)")
-    require_optimizer(optimizer, "step(model, optimizer, batch)")
+    require_optimizer(optimizer, "(model, optimizer)")
     graphdef, *parts = nnx.split(model, optimizer.wrt, nnx.RngState, ..., graph=True)
     params, *untrained = map(nnx.as_pure, parts)
     optimizer._require_structure(params)

@@ -101,8 +101,8 @@ def value_and_grad(
       ValueError: ``opt_state`` has no loss scale, or several; a transform with a state is chained with
         ``loss_scaling`` (a skipped step would change this state or the params); or ``loss_scaling`` is inside of
         ``optax.MultiSteps`` or ``optax.apply_if_finite``.
-      TypeError: the loss is not a floating scalar, or is half precision; an argument to differentiate is an NNX model,
-        or has leaves that are not floating; ``argnums`` are not integers.
+      TypeError: the loss is not a floating scalar, or is half precision; an argument to differentiate has leaves that
+        are not floating, or is an NNX model with batch statistics or random state; ``argnums`` are not integers.
       RuntimeError: ``opt_state`` was donated to an earlier step.
 
     >>> opt_state = jaxmp.loss_scaling(optax.sgd(0.1), jaxmp.StaticLossScale(8.0)).init(jnp.ones(2))
@@ -124,13 +124,15 @@ def value_and_grad(
 
 
 def _require_no_nnx_model(args: Sequence[Any], argnums: int | Sequence[int]) -> None:
-    """Raise a TypeError if a differentiated argument is an NNX model.
+    """Raise a TypeError if a differentiated argument is an NNX model with Variables other than Params.
 
-    JAX's gradient would drop what the loss function writes to the model.
+    JAX's gradient would drop what the loss function writes to them.
     """
     nnx = imported_nnx()
     for number, arg in enumerate(args):
-        if nnx is not None and isinstance(arg, nnx.Module) and number in np.atleast_1d(argnums):
+        if nnx is None or not isinstance(arg, nnx.Module) or number not in np.atleast_1d(argnums):
+            continue
+        if jax.tree.leaves(nnx.state(arg, nnx.Not(nnx.Param))):
             raise TypeError(
                 f"jaxmp.value_and_grad takes params, got the NNX model {type(arg).__name__}, whose new batch "
                 "statistics would be lost;\nwrite jaxmp.nnx.value_and_grad(loss_fn, optimizer)"

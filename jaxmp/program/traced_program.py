@@ -23,7 +23,7 @@ class TracedProgram:
         in ``_internals/flax/nnx_calls.py``; None to return the results of ``fun``.
 
     Attributes:
-      opened: the open jaxpr and its constants.
+      open_jaxpr: the open jaxpr and its constants.
       are_as_computed: for each result, whether it is marked by :class:`jaxmp.base.dtypes.AsComputed`.
     """
 
@@ -42,7 +42,7 @@ class TracedProgram:
             self._leaves = [_ARRAY if is_array(leaf) else leaf for leaf in results]
             return arrays_in(results)
 
-        self.opened = opened(jax.make_jaxpr(flat)(*itertools.compress(leaves, are_traced)))
+        self.open_jaxpr = opened(jax.make_jaxpr(flat)(*itertools.compress(leaves, are_traced)))
         self._write = write
 
     @property

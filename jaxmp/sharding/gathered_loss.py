@@ -100,7 +100,7 @@ class Gathered:
         model_state = arrays_in(jax.tree.leaves(other_args[:1]))
         examples = arrays_in(jax.tree.leaves(other_args[1:]))
         values = [(value, True) for value in (*leaves, *model_state)] + [(value, False) for value in examples]
-        jaxpr, consts = program.opened
+        jaxpr, consts = program.open_jaxpr
         results = _GatheringRewriter(self.plan).evaluate(jaxpr, consts, values)
         return program.unflatten(results_as_arrays(results, jaxpr))
 
@@ -130,7 +130,7 @@ class Gathered:
         specs = specs_in(self.plan.specs_for(params))
         with while_tracing(self.plan):
             program = TracedProgram(self.loss_fn, (params, *other_args))
-        jaxpr, _ = program.opened
+        jaxpr, _ = program.open_jaxpr
         product_halves = {np.dtype(name) for name in product_dtypes(jaxpr) if is_half(np.dtype(name))}
         uses = []
         leaves = zip(jax.tree.leaves_with_path(params), specs, jaxpr.invars, strict=False)

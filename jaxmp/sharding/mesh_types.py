@@ -75,7 +75,7 @@ def typed(loss_fn: AnyLossFn, mesh: Mesh, batch_axes: Sequence[str]) -> AnyLossF
         )
         with jax.sharding.use_abstract_mesh(explicit_mesh):
             program = TracedProgram(loss_fn, (params, model_state, jax.tree.map(type_of_examples, batch), rng))
-        jaxpr, consts = program.opened
+        jaxpr, consts = program.open_jaxpr
         return program.unflatten(_AutoAxesRewriter().evaluate(jaxpr, consts, arrays_in(jax.tree.leaves(args))))
 
     return run

@@ -125,7 +125,7 @@ def require_arguments(loss_fn: Any, names: str) -> None:
         remedy = f"write def loss_fn({names})"
         if str(takes) == "(model, batch)":
             remedy = "for an NNX model use jaxmp.nnx.make_train_step"
-        elif names.startswith("params"):
+        elif names.startswith("params") and "rng" not in signature.parameters:
             forms, remedy = f"(params, batch) or ({names})", "put all data into one batch"
         raise TypeError(f"a loss function takes {forms}, got one of {takes}; {remedy}") from error
 

@@ -72,7 +72,7 @@ def recompute_layers(fun: Callable[..., Any]) -> Callable[..., Any]:
 
     def recomputing(*args: Any) -> Any:
         program = TracedProgram(fun, args)
-        jaxpr, consts = program.opened
+        jaxpr, consts = program.open_jaxpr
         rewriter = _LayerRewriter()
         results = rewriter.evaluate(jaxpr, consts, arrays_in(jax.tree.leaves(args)))
         if not rewriter.has_layers:

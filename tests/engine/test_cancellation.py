@@ -162,6 +162,11 @@ SATURATING = {
     "log(c * (1 - square(tanh)))": lambda h: (a := jnp.tanh(h), jnp.log(1.5 * (1 - jnp.square(a)) + 1e-6)),
     "log(1 - sigmoid)": lambda h: (a := jax.nn.sigmoid(2 * h), jnp.log(1 - a + 1e-6)),
     "log(1 - clip(sigmoid))": lambda h: (a := jax.nn.sigmoid(2 * h), jnp.log(1 - jnp.clip(a, 1e-6, 1 - 1e-6))),
+    "a clipped tanh": lambda h: (a := jnp.clip(jnp.tanh(h), -1 + 1e-5, 1 - 1e-5), jnp.log(1 - a**2)),
+    "a magnitude": lambda h: (a := jnp.abs(jnp.tanh(h)), jnp.log(1 - a + 1e-6)),
+    "a negated tanh": lambda h: (a := -jnp.tanh(h), jnp.log(1 - a + 1e-6)),
+    "a squared tanh": lambda h: (a := jnp.tanh(h) ** 2, jnp.log(1 - a + 1e-6)),
+    "log1p(-a**2)": lambda h: (a := 0.9999 * jnp.tanh(h), jnp.log1p(-(a**2))),
     "log(1 - erf)": lambda h: (a := jax.lax.erf(h / 2), jnp.log(1 - a + 1e-6)),
 }
 

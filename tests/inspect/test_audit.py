@@ -13,6 +13,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -131,6 +132,27 @@ def test_the_policy_is_what_a_map_an_override_or_a_region_says() -> None:
             return model.apply(variables, x)
 
     assert kinds_and_paths("mixed_bfloat16", region) == kinds_and_paths("mixed_bfloat16", highest) == []
+
+
+def test_an_nnx_step_has_the_paths_of_a_model_without_a_policy_and_the_errors_of_a_real_step() -> None:
+    class Network(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.blocks = nnx.List([nnx.Linear(8, 8, rngs=rngs) for _ in range(2)])
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            for block in self.blocks:
+                x = jnp.tanh(block(x))
+            return x
+
+    model = Network(nnx.Rngs(0))
+    optimizer = jaxmp.nnx.Optimizer(model, optax.sgd(0.1))
+    step = jaxmp.nnx.make_train_step(lambda model, x: jnp.mean(model(x) ** 2), policy="mixed_bfloat16")
+    report = audit(step, "mixed_bfloat16", compile=False)(model, optimizer, jnp.ones((4, 8)))
+    assert {product.path for product in report.products} == {"blocks/0", "blocks/1"}
+    recomputing = step.with_options(remat="layers")  # which finds layers by scopes, and the step has none
+    for run in (recomputing, audit(recomputing, compile=False)):
+        with pytest.raises(ValueError, match="the loss function has none"):
+            run(model, optimizer, jnp.ones((4, 8)))
 
 
 def test_written_infinities_and_what_the_dtype_holds_are_no_findings() -> None:

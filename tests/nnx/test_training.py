@@ -454,12 +454,13 @@ def test_invalid_arguments_are_errors():
     with pytest.raises(ValueError, match="accumulate_steps must be a whole number"):
         make_train_step(loss_fn, accumulate_steps=0)
     model, _ = setup(mlp())
-    takes_other = r"step\(model, optimizer, batch\) takes a jaxmp\.nnx\.Optimizer, got flax\.nnx\.\S*Optimizer; "
+    takes_other = r"\(model, optimizer\) takes a jaxmp\.nnx\.Optimizer, got flax\.nnx\.\S*Optimizer; "
     with pytest.raises(TypeError, match=takes_other):
         make_train_step(loss_fn)(model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param), ROWS)
     optimizer = Optimizer(model, optax.sgd(0.1), loss_scale=jaxmp.StaticLossScale(2.0))
     with pytest.raises(TypeError, match=r"batch statistics would be lost;\nwrite jaxmp\.nnx\.value_and_grad"):
-        jaxmp.value_and_grad(loss_fn, optimizer.opt_state)(model, ROWS)
+        jaxmp.value_and_grad(loss_fn, optimizer.opt_state)(nnx.BatchNorm(6, rngs=rngs()), ROWS)
+    assert jaxmp.value_and_grad(loss_fn, optimizer.opt_state)(model, ROWS)[0].dtype == jnp.float32
     model, optimizer = setup(mlp())
     state, variable = nnx.state(model), nnx.Param(jnp.ones(2))
     plain = nnx.to_pure_dict(state), nnx.split(model), jnp.ones(2), {"a": state}, [], nnx.Rngs(0), variable

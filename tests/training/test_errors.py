@@ -60,7 +60,12 @@ BAD_ARGUMENTS = {
     "three arguments": (
         lambda: make_train_step(lambda params, batch, rng: params),
         TypeError,
-        "takes (params, batch) or (params, model_state, batch, rng), got one of (params, batch, rng); put all data",
+        "got one of (params, batch, rng); write def loss_fn(params, model_state, batch, rng)",
+    ),
+    "inputs and labels": (
+        lambda: make_train_step(lambda params, x, y: params),
+        TypeError,
+        "takes (params, batch) or (params, model_state, batch, rng), got one of (params, x, y); put all data into one",
     ),
     "an NNX loss": (
         lambda: make_train_step(lambda model, batch: model),

@@ -15,6 +15,7 @@ from jaxmp.base import hardware
 from jaxmp.inspect.compiled import targets
 from jaxmp.inspect.program.calls import named, scoped_state_of
 from jaxmp.nnx.training import TrainStep as NNXTrainStep
+from jaxmp.nnx.training import state_of
 from jaxmp.program.traced_program import is_array
 from jaxmp.training.step import TrainStep
 
@@ -27,7 +28,8 @@ def call_of(fun: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, tuple[An
     contains NNX models, the calls of their modules are put in named scopes.
     """
     if isinstance(fun, NNXTrainStep):
-        fun, args = fun.of_trees, (scoped_state_of(*args[:2]), *args[2:])
+        step = fun.of_trees
+        fun, args = step, (_state_of(step, *args[:2]), *args[2:])
     if isinstance(fun, TrainStep):  # its program depends on the sharding of the state
         has_shapes = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(args))
         return fun, tuple(args if has_shapes else fun.place(*args))
@@ -45,6 +47,15 @@ def call_of(fun: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, tuple[An
         return leaf if is_array(leaf) else None
 
     return jax.jit(of_arrays), jax.tree.map(array_or_none, tuple(args))
+
+
+def _state_of(step: TrainStep, model: Any, optimizer: Any) -> Any:
+    """Return the train state of an NNX model, with scopes around its modules unless they would change the step.
+
+    ``remat="layers"`` finds layers by their scopes, but the real step has no scopes if the model has no policy.
+    """
+    recomputes_layers = step.remake is not None and step.options.get("remat") == "layers"
+    return (state_of if recomputes_layers else scoped_state_of)(model, optimizer)
 
 
 def _with_static_arguments(jitted: Any, args: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:

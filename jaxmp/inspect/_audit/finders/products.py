@@ -58,12 +58,12 @@ def half_products(audited: Audited) -> Faults:
             continue
         region = region_of(equation.names)
         (dtype,) = dtypes
-        if _itemsize(np.dtype(dtype)) != 2 or (region.level == "half" and not region.is_policy):
+        if dtype not in ("bfloat16", "float16") or (region.level == "half" and not region.is_policy):
             continue
         yield Fault(
             equation,
             f"a product of {dtype} operands, although the policy computes in {' or '.join(expected)}",
-            "put the model under this policy, or audit with the policy of the model",
+            "put the model under this policy, or audit with the policy of the model, a PolicyMap if it has overrides",
         )
 
 
