@@ -26,7 +26,9 @@ _POWERS = with_trait(Trait.POWER)
 _MULTIPLICATIONS = with_trait(Trait.MULTIPLIES)
 _SIGNED = with_trait(Trait.KEEPS_MAGNITUDE)
 _BETWEEN = SCALES | _SIGNED | BOUNDS | {"select_n"}
-_KEEP_DIGITS = _POWERS | (_BETWEEN - _MULTIPLICATIONS)
+_KEEP_DIGITS = _POWERS | SUMS | (_BETWEEN - _MULTIPLICATIONS)
+"""The operations that keep the digits of an operand if their other operands depend on no product."""
+_JOINED = with_trait(Trait.JOINS)
 _SUMMED = _POWERS | {"select_n"}
 _ROUNDED = PRODUCTS | with_trait(Trait.SATURATES)
 """The operations whose half result would spoil a difference."""
@@ -191,8 +193,8 @@ def _magnified_operands(step: Step) -> list[Node]:
 def _values_to_raise(total: Node) -> list[Node]:
     """Return the products and saturating functions whose digits remain in a sum, and the values in between.
 
-    The values in between are scales, powers, magnitudes, bounds, selections, and sums of masked, squared or scaled
-    values.
+    The values in between are scales, offsets, powers, magnitudes, bounds, selections, joined arrays, and sums of
+    masked, squared or scaled values.
     """
     values = [node for node in reachable([*total.inputs, *_terms(total)], _kept_from) if node.after_product]
     return values if any(node.name in _ROUNDED for node in values) else []
@@ -200,7 +202,7 @@ def _values_to_raise(total: Node) -> list[Node]:
 
 def _kept_from(node: Node) -> Sequence[Node]:
     """Return the operands whose digits a value keeps."""
-    if node.kind in (CLEAR, JOIN):
+    if node.kind in (CLEAR, JOIN) or node.name in _JOINED:
         return node.inputs
     if node.name == "reduce_sum":  # of masked, squared or scaled values
         summed = node.inputs[0].origin
