@@ -49,7 +49,11 @@ def loss_of_pair(params):
 
 MISTAKES = {
     "arguments of loss_scaling": {
-        "a number as the scale": (lambda: loss_scaling(SGD, 2.0**15), TypeError, "got 32768.0; write jaxmp.DynamicLossScale"),
+        "a number as the scale": (
+            lambda: loss_scaling(SGD, 2.0**15),
+            TypeError,
+            "got 32768.0; write jaxmp.DynamicLossScale",
+        ),
         "a scale's class": (lambda: loss_scaling(SGD, DynamicLossScale), TypeError, "DynamicLossScale()"),
         "swapped": (lambda: loss_scaling(DynamicLossScale(), SGD), TypeError, "an optax transform, got an"),
         "grad_norm as a number": (
