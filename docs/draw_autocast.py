@@ -27,6 +27,7 @@ from matplotlib.patches import FancyBboxPatch
 from jaxmp.engine.decisions import decide_program
 from jaxmp.engine.graph import build
 from jaxmp.engine.nodes import Node, Step, StepBody
+from jaxmp.engine.operation_patterns import find_patterns
 from jaxmp.engine.rules import Rules
 from jaxmp.engine.states import Kind, Rule, State
 from jaxmp.engine.value_decision import Decision
@@ -93,7 +94,8 @@ def decided_block() -> tuple[list[Box], Labels]:
     graph = build(opened(closed), jax.tree.leaves((params, x, w)), [None], Rules(half, {}))
     decisions = decide_program(graph)
     boxes = [Box(step.node, step.names, decisions.decision_of) for step in _steps(graph.body) if step.node is not None]
-    return boxes, {pattern.nodes[0]: pattern.name for pattern in decisions.patterns}
+    patterns = find_patterns(graph, decisions.decision_of)
+    return boxes, {pattern.nodes[0]: pattern.name for pattern in patterns}
 
 
 def _steps(body: StepBody) -> Iterable[Step]:
