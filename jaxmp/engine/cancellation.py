@@ -26,9 +26,7 @@ _POWERS = with_trait(Trait.POWER)
 _MULTIPLICATIONS = with_trait(Trait.MULTIPLIES)
 _SIGNED = with_trait(Trait.KEEPS_MAGNITUDE)
 _BETWEEN = SCALES | _SIGNED | BOUNDS | {"select_n"}
-_KEEP_DIGITS = _POWERS | SUMS | (_BETWEEN - _MULTIPLICATIONS)
-"""The operations that keep the digits of an operand if their other operands depend on no product."""
-_JOINED = with_trait(Trait.JOINS)
+_KEEP_DIGITS = _POWERS | (_BETWEEN - _MULTIPLICATIONS)
 _SUMMED = _POWERS | {"select_n"}
 _ROUNDED = PRODUCTS | with_trait(Trait.SATURATES)
 """The operations whose half result would spoil a difference."""
@@ -154,8 +152,9 @@ def _magnified_differences(step: Step) -> list[Node]:
     """
     if step.kind is HALF:
         return []
-    if step.eqn.primitive.name == "log1p":  # log1p(-x) is log(1 - x)
-        return [operand.origin for operand in step.operands if operand is not None and operand.origin.name == "neg"]
+    if step.eqn.primitive.name == "log1p":  # log1p(-x) and log1p(-x + 1e-6) are logarithms of 1 - x
+        operands = [operand.origin for operand in step.operands if operand is not None]
+        return [operand for operand in operands if operand.name == "neg" or _is_negated_with_epsilon(operand)]
     values = reachable([operand.origin for operand in _magnified_operands(step)], _small_with)
     return [value for value in values if _is_difference(value) and _has_constant_term(value)]
 
@@ -163,6 +162,14 @@ def _magnified_differences(step: Step) -> list[Node]:
 def _is_difference(node: Node) -> bool:
     """Return whether a value is a difference, or a sum with a negated term."""
     return node.name == "sub" or (node.name in SUMS and any(term.origin.name == "neg" for term in node.inputs))
+
+
+def _is_negated_with_epsilon(node: Node) -> bool:
+    """Return whether a value is a negated value plus a constant."""
+    variables = [term for term in node.inputs if not term.is_constant]
+    if node.name not in SUMS or len(variables) != 1:
+        return False
+    return variables[0].origin.name == "neg" or (node.name == "sub" and node.inputs[0].is_constant)
 
 
 def _small_with(node: Node) -> list[Node]:
@@ -191,10 +198,10 @@ def _magnified_operands(step: Step) -> list[Node]:
 
 
 def _values_to_raise(total: Node) -> list[Node]:
-    """Return the products and saturating functions whose digits remain in a sum, and the values in between.
+    """Return the products and saturating functions in a sum, and the values in between.
 
-    The values in between are scales, offsets, powers, magnitudes, bounds, selections, joined arrays, and sums of
-    masked, squared or scaled values.
+    The values in between are scales, powers, magnitudes, bounds, selections, and sums of masked, squared or scaled
+    values.
     """
     values = [node for node in reachable([*total.inputs, *_terms(total)], _kept_from) if node.after_product]
     return values if any(node.name in _ROUNDED for node in values) else []
@@ -202,7 +209,7 @@ def _values_to_raise(total: Node) -> list[Node]:
 
 def _kept_from(node: Node) -> Sequence[Node]:
     """Return the operands whose digits a value keeps."""
-    if node.kind in (CLEAR, JOIN) or node.name in _JOINED:
+    if node.kind in (CLEAR, JOIN):
         return node.inputs
     if node.name == "reduce_sum":  # of masked, squared or scaled values
         summed = node.inputs[0].origin

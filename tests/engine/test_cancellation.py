@@ -166,12 +166,8 @@ SATURATING = {
     "a magnitude": lambda h: (a := jnp.abs(jnp.tanh(h)), jnp.log(1 - a + 1e-6)),
     "a negated tanh": lambda h: (a := -jnp.tanh(h), jnp.log(1 - a + 1e-6)),
     "a squared tanh": lambda h: (a := jnp.tanh(h) ** 2, jnp.log(1 - a + 1e-6)),
-    "a scaled action": lambda h: (a := 2 * jnp.tanh(h) + 0.5, jnp.log(1 - ((a - 0.5) / 2) ** 2 + 1e-6)),
-    "two actions": lambda h: (
-        a := jnp.concatenate([jnp.tanh(h[:, :4]), jnp.tanh(h[:, 4:])], 1),
-        jnp.log(1 - a**2 + 1e-6),
-    ),
     "log1p(-a**2)": lambda h: (a := 0.9999 * jnp.tanh(h), jnp.log1p(-(a**2))),
+    "log1p with an epsilon": lambda h: (a := jnp.tanh(h), jnp.log1p(-jnp.square(a) + 1e-6)),
     "log(1 - erf)": lambda h: (a := jax.lax.erf(h / 2), jnp.log(1 - a + 1e-6)),
 }
 

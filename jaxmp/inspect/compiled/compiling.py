@@ -50,9 +50,10 @@ def call_of(fun: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, tuple[An
 
 
 def _state_of(step: TrainStep, model: Any, optimizer: Any) -> Any:
-    """Return the train state of an NNX model, with scopes around its modules unless they would change the step.
+    """Return the train state of an NNX model, with scopes around its modules.
 
-    ``remat="layers"`` finds layers by their scopes, but the real step has no scopes if the model has no policy.
+    There are no scopes if they would change the step: ``remat="layers"`` finds layers by their scopes, but the real
+    step has no scopes if the model has no policy.
     """
     recomputes_layers = step.remake is not None and step.options.get("remat") == "layers"
     return (state_of if recomputes_layers else scoped_state_of)(model, optimizer)
