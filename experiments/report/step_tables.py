@@ -10,17 +10,20 @@ from pathlib import Path
 from typing import Any
 
 from experiments.benchmarks.train_step.results import Results
-from experiments.benchmarks.train_step.rows import ROWS, SETTINGS
+from experiments.benchmarks.train_step.rows import REMAT, ROWS, SETTINGS
 from experiments.report.goals import share
 from experiments.report.headline import MODELS, Source, Sources, all_of, full, steps_of
 from experiments.report.tables import Table
 
 REFERENCE = "compile-bf16"
-SHOWN = (*SETTINGS, "jaxmp-bf16-remat", "autocast-bf16", "unprepared-bf16", "hand-bf16", REFERENCE)
+SHOWN = (*SETTINGS, *REMAT, "autocast-bf16", "unprepared-bf16", "hand-bf16", REFERENCE)
 """The rows of a measured table, in this order."""
 NOTHING = "–"
 DOMINANT = 0.5
 """The share of a step's kernel time from which a single kernel is named below the table."""
+NO_TRITON = "no product in Triton"
+"""The end of the label of a row without products in Triton."""
+_NO_TRITON = 'No product in Triton: `make_train_step(…, compiler_options={"xla_gpu_enable_triton_gemm": False})`.'
 COMPILED = {
     "peak memory, relative to torch.compile AMP": ("memory", ".2f"),
     "peak memory with remat, relative to torch.compile AMP": ("remat_memory", ".2f"),
@@ -50,6 +53,7 @@ def measured(results: Path) -> list[str]:
         if table:
             title = f"A train step on {device.removesuffix(' (gpu)')}: step time · peak memory, relative to"
             lines += [f"{title} torch.compile AMP in bfloat16 in the same run.", "", *table, ""]
+            lines += [_NO_TRITON, ""] if any(NO_TRITON in line for line in table) else []
             lines += [line for note in _dominant_kernels(by_model) for line in (note, "")]
     return lines
 

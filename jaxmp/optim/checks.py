@@ -11,12 +11,15 @@ import numpy as np
 import optax
 
 from jaxmp.base.arguments import printed
+from jaxmp.base.remembered import remembered
 from jaxmp.base.trees import path_name
 from jaxmp.optim.scaling_state import LossScalingState
 
 
 def as_optimizer(tx: Any) -> optax.GradientTransformationExtraArgs:
     """Return ``tx`` as an optimizer that ignores unknown extra arguments.
+
+    The result is the same object for the same ``tx``.
 
     Raises:
       TypeError: ``tx`` is not an optimizer.
@@ -26,6 +29,11 @@ def as_optimizer(tx: Any) -> optax.GradientTransformationExtraArgs:
             f"an optimizer must be an optax transform, got {printed(tx)}; write optax.adam(1e-3), for example, or "
             "jaxmp.loss_scaling(optax.adam(1e-3), jaxmp.DynamicLossScale()) for one with a loss scale"
         )
+    return _with_extra_args(tx)
+
+
+@remembered
+def _with_extra_args(tx: Any) -> optax.GradientTransformationExtraArgs:
     tx = optax.with_extra_args_support(tx)
     parameters = inspect.signature(tx.update).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):

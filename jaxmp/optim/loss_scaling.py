@@ -14,13 +14,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from jaxmp.base.arguments import require_flag
 from jaxmp.base.donation import require_not_deleted
+from jaxmp.base.remembered import remembered
 from jaxmp.base.trees import all_finite, max_abs, select_tree, sum_of_squares, widen
 from jaxmp.optim.checks import as_optimizer, check_same_shapes, check_state
 from jaxmp.optim.loss_scale import LossScale, as_loss_scale
+from jaxmp.optim.loss_scale_state import is_concrete
 from jaxmp.optim.low_precision import (
     BEHIND_LOW_PRECISION,
     LowPrecision,
@@ -85,16 +88,45 @@ def loss_scaling(
     Array([1.6], dtype=float32)
     """
     require_flag("grad_norm", grad_norm, "to clip, put optax.clip_by_global_norm(1.0) inside loss_scaling")
-    transform = _ScalingTransform(as_optimizer(inner), as_loss_scale(loss_scale), axis_name, grad_norm, check_updates)
-    tx = LossScaling(transform.init, transform.update)
-    tx.inner = transform.inner
-    return tx
+    inner, scale = as_optimizer(inner), _ByValue.of(as_loss_scale(loss_scale))
+    return _scaling_of(inner, scale, axis_name, grad_norm, check_updates)
 
 
 class LossScaling(optax.GradientTransformationExtraArgs):
     """The transform that :func:`loss_scaling` returns."""
 
     inner: optax.GradientTransformationExtraArgs
+
+
+@dataclasses.dataclass(frozen=True)
+class _ByValue:
+    """A loss scale that equals another one with the same numbers, also if they are arrays."""
+
+    numbers: Hashable
+    loss_scale: LossScale = dataclasses.field(compare=False)
+
+    @classmethod
+    def of(cls, loss_scale: LossScale) -> _ByValue:
+        leaves, structure = jax.tree.flatten(loss_scale)
+        numbers = []
+        for leaf in leaves:
+            is_known = isinstance(leaf, jax.Array) and is_concrete(leaf)
+            numbers.append((type(leaf), np.asarray(leaf)[()] if is_known else leaf))
+        return cls((structure, *numbers), loss_scale)
+
+
+@remembered  # so that another state of the same optimizer does not compile the step again
+def _scaling_of(
+    inner: optax.GradientTransformationExtraArgs,
+    scale: _ByValue,
+    axis_name: Hashable | Sequence[Hashable] | None,
+    grad_norm: bool,
+    check_updates: bool,
+) -> LossScaling:
+    transform = _ScalingTransform(inner, scale.loss_scale, axis_name, grad_norm, check_updates)
+    tx = LossScaling(transform.init, transform.update)
+    tx.inner = inner
+    return tx
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,11 +20,11 @@ from error_tools import refused
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from meshes import mesh_of
-from optimizer_tools import bits, problem, same_bits, standard, train_loss
+from optimizer_tools import bits, loss_fn, problem, same_bits, standard, train_loss
 from recompiles import compiled_once
 
 import jaxmp
-from jaxmp import DynamicLossScale, TrainState, loss_scaling, make_train_step
+from jaxmp import DynamicLossScale, StaticLossScale, TrainState, loss_scaling, make_train_step
 
 
 def sgd():
@@ -102,6 +102,24 @@ def test_states_of_weak_type_or_numpy_are_compiled_for_once():
     for _ in range(3):
         state, _ = step(state, jnp.float32(0.1))
     assert compiled_once(step) and state.model_state["n"] == 3
+
+
+@pytest.mark.parametrize("tx", [optax.sgd(0.1), optax.scale(-0.1)])  # the second takes no extra arguments
+@pytest.mark.parametrize("is_scaled", [False, True])
+def test_a_new_state_of_the_same_optimizer_does_not_compile_the_step_again(tx, is_scaled):
+    params, batch = problem()
+    step = make_train_step(loss_fn)
+    for seed in range(3):
+        params, _ = problem(seed)
+        scaled = loss_scaling(tx, DynamicLossScale(4.0)) if is_scaled else tx
+        step(TrainState.create(params=params, tx=scaled), batch)
+    assert compiled_once(step)
+
+
+def test_a_loss_scale_of_other_numbers_is_another_optimizer():
+    tx, params = optax.sgd(0.1), problem()[0]
+    for scale in (DynamicLossScale(4.0), DynamicLossScale(8.0), DynamicLossScale(8.0, period=3), StaticLossScale(8.0)):
+        assert same_bits(loss_scaling(tx, scale).init(params).loss_scale, scale)
 
 
 def test_a_state_can_be_made_under_jit_and_abstractly():

@@ -6,7 +6,7 @@ import dataclasses
 from typing import NamedTuple
 
 from experiments.benchmarks.train_step.results import Results
-from experiments.benchmarks.train_step.rows import ROWS, SETTINGS
+from experiments.benchmarks.train_step.rows import REMAT, ROWS, SETTINGS
 from experiments.models.workloads import FULL
 from experiments.report.goals import Goal, saved, share
 
@@ -78,7 +78,8 @@ def goals(results: Results) -> list[Goal]:
     The goals apply to the full sizes on a GPU. Figures that were not measured are None.
     """
     limits = LIMITS[results.about["model"]]
-    ours, remat, auto = fastest_setting(results), "jaxmp-bf16-remat", "autocast-bf16"
+    ours, remat = fastest_setting(results), results.fastest("train", *REMAT) or REMAT[0]
+    auto = "autocast-bf16"
 
     def time(row: str, other: str | None) -> float | None:
         ratio = results.ratio("train", row, other) if other else None

@@ -85,11 +85,15 @@ ROWS: dict[str, Row] = {
     "jaxmp-fp16-packed": Row("jaxmp, fp16, dynamic scaling, small params packed", "jaxmp", "fp16", scaled=True,
                              packed=True, forward=False),
     "jaxmp-bf16-cublas": Row("jaxmp, bf16, no product in Triton", "jaxmp", "bf16", triton=False, forward=False),
+    "jaxmp-bf16-2chunks-cublas": Row("jaxmp, bf16, no product in Triton, loss in 2 chunks", "jaxmp", "bf16",
+                                     triton=False, chunks=2, forward=False),
     "jaxmp-fp16-unscaled": Row("jaxmp, fp16, no scaling", "jaxmp", "fp16", forward=False),
     "jaxmp-fp16-constant": Row("jaxmp, fp16, constant scale, unchecked", "jaxmp", "fp16", constant_scale=True,
                                forward=False),
     "jaxmp-bf16-remat": Row("jaxmp, bf16, remat of all but attention", "jaxmp", "bf16", remat="attention", chunks=8,
                             forward=False),
+    "jaxmp-bf16-remat-cublas": Row("jaxmp, bf16, no product in Triton, remat of all but attention", "jaxmp", "bf16",
+                                   triton=False, remat="attention", chunks=8, forward=False),
     "jaxmp-bf16-remat-dots": Row("jaxmp, bf16, remat of all but products", "jaxmp", "bf16", remat="dots",
                                  forward=False),
     "jaxmp-bf16-remat-full": Row("jaxmp, bf16, remat of all", "jaxmp", "bf16", remat="full", forward=False),
@@ -119,8 +123,10 @@ ROWS: dict[str, Row] = {
 """Every row, by the name that ``--rows`` takes."""
 CHUNKS = ("jaxmp-bf16-1chunk", "jaxmp-bf16-2chunks", "jaxmp-bf16-4chunks", "jaxmp-bf16-8chunks")
 """The rows that differ only in the chunks of the cross-entropy: fewer chunks take less time and more memory."""
-SETTINGS = ("jaxmp-bf16", *CHUNKS, "jaxmp-fp16")
-"""The rows of jaxmp without remat. A user of a transformer chooses the chunks."""
+SETTINGS = ("jaxmp-bf16", *CHUNKS, "jaxmp-bf16-cublas", "jaxmp-bf16-2chunks-cublas", "jaxmp-fp16")
+"""The rows of jaxmp without remat. A user chooses XLA's options, and for a transformer the chunks."""
+REMAT = ("jaxmp-bf16-remat", "jaxmp-bf16-remat-cublas")
+"""The rows of jaxmp with the remat that saves the most memory for its time."""
 
 
 def rows_of(

@@ -287,13 +287,14 @@ def test_a_folder_has_pieces_of_one_device_and_of_full_size_only_on_a_gpu(on, tm
 def test_pieces_are_listed_with_their_commands_and_missing_packages(capsys, monkeypatch, tmp_path):
     gpu.main(gpu.Config(list=True, pieces=("step-gpt2",)))
     title, command = capsys.readouterr().out.splitlines()
-    assert re.match(r"step-gpt2: GPT-2's train step: bf16 at two settings, by hand and torch.compile: \d+ s \(", title)
+    named = "step-gpt2: GPT-2's train step: bf16 at three settings, by hand and torch.compile: "
+    assert re.match(re.escape(named) + r"\d+ s \(", title)
     assert command.startswith(
         "  python -m experiments.benchmarks.train_step --models gpt2 --rows jaxmp-bf16 jaxmp-bf16-"
     )
     with pytest.raises(SystemExit, match="2"):
         gpu.main(gpu.Config(list=True, pieces=("gpt2",)))
-    assert "--pieces must be among step-bert, cublas-bert, step-gpt2, cublas-gpt2, " in capsys.readouterr().err
+    assert "--pieces must be among cublas-bert, cublas-gpt2, step-bert, step-gpt2, " in capsys.readouterr().err
 
     monkeypatch.setattr(gpu.importlib.util, "find_spec", lambda name: None if name == "torch" else name)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -205,9 +205,13 @@ def test_a_turn_is_the_call_that_a_user_makes_and_is_compiled_once(is_train_step
     kind = TrainStep
     call = kind.__call__
     monkeypatch.setattr(kind, "__call__", lambda self, *args: called.append(1) or call(self, *args))
-    state = jaxmp.TrainState.create(params={"w": jnp.ones(3)}, tx=optax.sgd(0.1)) if is_train_step else jnp.ones(3)
+    tx = optax.sgd(0.1)
+
+    def start():
+        return jaxmp.TrainState.create(params={"w": jnp.ones(3)}, tx=tx) if is_train_step else jnp.ones(3)
+
     row_step = jax_steps.Made(jaxmp.make_train_step(loss_fn)) if is_train_step else step
-    monkeypatch.setattr(jax_steps, "train_step", lambda case, row: (lambda: state, row_step))
+    monkeypatch.setattr(jax_steps, "train_step", lambda case, row: (start, row_step))
     prepared = jax_steps.prepare(workload("gpt2", SMALL["gpt2"]), ROWS["jaxmp-bf16"], "train", jnp.zeros(3))
     assert not called and prepared.compile_seconds > 0 and prepared.compiled_bytes > 0
 
@@ -221,6 +225,10 @@ def test_a_turn_is_the_call_that_a_user_makes_and_is_compiled_once(is_train_step
         jax.monitoring.unregister_event_duration_listener(listen)
     assert losses == pytest.approx([1.0, (1 - 0.2 / 3) ** 2]) and len(called) == (2 if is_train_step else 0)
     assert not compiled
+    turn, text = prepared.joinable()  # for the trace of kernels, which needs another program
+    turn()
+    loss = turn()[1]["loss"] if is_train_step else turn()[1]
+    assert float(loss) == losses[1] and "HloModule" in text
 
 
 @pytest.mark.slow("traces every peer")

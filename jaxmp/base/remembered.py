@@ -1,0 +1,34 @@
+"""Equal objects for equal arguments."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+MOST = 64
+"""The number of results that are kept for a function."""
+
+
+def remembered(fun: Callable[..., T]) -> Callable[..., T]:
+    """Return ``fun`` with a memory: for equal positional arguments, it returns the same object again.
+
+    The object of an optimizer is a static part of a train state, and ``jax.jit`` compiles again if a static part is not
+    equal. If an argument is not hashable, ``fun`` is called each time.
+
+    >>> make = remembered(lambda name: [name])
+    >>> make("adam") is make("adam"), make(["adam"]) is make(["adam"])
+    (True, False)
+    """
+    remembering = functools.lru_cache(maxsize=MOST, typed=True)(fun)
+
+    @functools.wraps(fun)
+    def call(*args: object) -> T:
+        try:
+            hash(args)
+        except TypeError:
+            return fun(*args)
+        return remembering(*args)
+
+    return call
