@@ -211,7 +211,8 @@ class _Compiler:
     """Compiles a call of a step with different options.
 
     Attributes:
-      memories: the memory of each combination that was compiled.
+      measured: the memory and the predicted milliseconds of each program, by its text before compilation.
+      memories: the memory of each combination.
       notes: the reasons why combinations are not possible.
     """
 
@@ -222,6 +223,7 @@ class _Compiler:
     gpu: hardware.Hardware
     limit: int
     status: Any
+    measured: dict[str, tuple[Memory, float]] = dataclasses.field(default_factory=dict)
     memories: dict[Trial, Memory] = dataclasses.field(default_factory=dict)
     notes: list[str] = dataclasses.field(default_factory=list)
 
@@ -247,7 +249,11 @@ class _Compiler:
         step = self.step.with_options(**options)
         call, inputs = compiling.call_of(step, self.args)
         try:
-            compiled = compiling.compiled(call, inputs, self.device, self.topology)
+            trace = compiling.trace_of_call(call, inputs, self.device, topology=self.topology)
+            text = compiling.lowered_of(trace, self.device).as_text()
+            if text in self.measured:  # such as "dots" and "dots_no_batch" of a step without batched products
+                return self._record(options, *self.measured[text])
+            compiled = compiling.compiled_of(trace, self.device)
         except NoLayersError:
             return None
         except (TypeError, ValueError) as error:
@@ -261,10 +267,13 @@ class _Compiler:
             return Trial(remat, accumulate_steps, math.inf, math.inf, fits=False, loss_chunks=loss_chunks)
         program = HloProgram(str(compiled.as_text()))
         memory = of_call(call, inputs, compiled, program, self.device, self.topology)
+        self.measured[text] = memory, of_program(program, self.gpu).milliseconds
+        return self._record(options, *self.measured[text])
+
+    def _record(self, options: dict[str, Any], memory: Memory, milliseconds: float) -> Trial:
         state_bytes = sum(memory.by_kind[kind] for kind in ("params", "optimizer", "model_state"))
-        milliseconds = of_program(program, self.gpu).milliseconds
         fits = memory.peak <= self.limit
-        trial = Trial(remat, accumulate_steps, memory.peak, milliseconds, fits, state_bytes, loss_chunks)
+        trial = Trial(**options, peak=memory.peak, milliseconds=milliseconds, fits=fits, state_bytes=state_bytes)
         self.memories[trial] = memory
         return trial
 
