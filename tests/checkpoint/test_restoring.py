@@ -20,6 +20,7 @@ from jaxmp.base.trees import cast
 
 pytest.importorskip("orbax.checkpoint")
 pytestmark = [
+    pytest.mark.once,  # test_saving.py saves and restores with the newest JAX
     pytest.mark.usefixtures("standard_promotion"),
     pytest.mark.filterwarnings("ignore:updates below"),  # of half params without low_precision
     pytest.mark.filterwarnings("ignore:the loss has float16 products and no loss scale"),
