@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.dtypes import float0
+from jax.interpreters.ad import zeros_like_aval
 
 from jaxmp.program.equations import Opened, evaluate, opened, shape_of
 
@@ -96,7 +97,8 @@ def call_with_vjp(eqn: Any, function: BodyFunction, rules: RuleEvaluation, *oper
     dtypes = [jax.typeof(primal).dtype for primal in primals]  # a literal may be a Python bool
     call = jax.custom_vjp(rename(lambda *args: function(*consts, *args), _function_name(eqn)))
 
-    symbolic = params["symbolic_zeros"]
+    # Which operands are differentiated. An operand may be an array that the function closed over before it was batched;
+    # its forward rule raises an error if JAX says that such an array is differentiated.
     perturbed = [True] * len(primals)
 
     def forward() -> tuple[Any, list[Any]]:
@@ -104,9 +106,8 @@ def call_with_vjp(eqn: Any, function: BodyFunction, rules: RuleEvaluation, *oper
             return params["fwd_jaxpr_thunk"].call_wrapped(*perturbed)
 
     def fwd(*args: Any) -> tuple[list[Any], list[Any]]:
-        if symbolic:
-            perturbed[:] = [arg.perturbed for arg in args]
-            args = tuple(arg.value for arg in args)
+        perturbed[:] = [arg.perturbed for arg in args]
+        args = tuple(arg.value for arg in args)
         jaxpr = forward()  # call `forward` first, because this call fills `out_trees`
         # `forwarded` has positions among the operands of `eqn`, including the constants.
         _, residual_tree, forwarded = params["out_trees"]()
@@ -122,6 +123,8 @@ def call_with_vjp(eqn: Any, function: BodyFunction, rules: RuleEvaluation, *oper
         written = [next(new) if position is None else eqn.invars[position].aval for position in forwarded]
         written += [var.aval.to_ct_aval() for var in eqn.outvars]
         # Symbolic zeros, Python values and the cotangents of integers cannot be operands of a program.
+        if not params["symbolic_zeros"]:
+            cotangents = [zeros_like_aval(ct.aval) if isinstance(ct, SymbolicZero) else ct for ct in cotangents]
         operands = [
             SymbolicZero(aval) if isinstance(value, SymbolicZero) else value
             for value, aval in zip([*residuals, *cotangents], written, strict=True)
@@ -143,5 +146,5 @@ def call_with_vjp(eqn: Any, function: BodyFunction, rules: RuleEvaluation, *oper
         out = iter(rules.evaluate(traced, [operands[n] for n in floating], wanted))
         return tuple(next(out) if here else None for here in present)
 
-    call.defvjp(fwd, bwd, symbolic_zeros=symbolic)
+    call.defvjp(fwd, bwd, symbolic_zeros=True)
     return list(call(*primals))

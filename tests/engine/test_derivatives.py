@@ -117,6 +117,29 @@ def test_a_custom_vjp_that_closes_over_an_array_gets_the_right_residuals():
         assert cosine(*compiled(lambda x, fun=fun: (jax.grad(half(fun))(x), jax.grad(fun)(x)))(X)) > 0.9999
 
 
+@pytest.mark.parametrize("around", ["jit", "scan", "checkpoint", "cond"])
+def test_a_custom_vjp_that_closes_over_an_array_may_be_batched_in_a_body(around):
+    constants = normal(3, 8)
+
+    @jax.custom_vjp
+    def scaled(x):
+        return jnp.tanh(x) * constants
+
+    scaled.defvjp(lambda x: (scaled(x), x), lambda x, ct: (ct * (1 - jnp.tanh(x) ** 2) * constants,))
+    bodies = {
+        "jit": jax.jit(scaled),
+        "scan": lambda x: jax.lax.scan(lambda carry, _: (scaled(carry), None), x, length=2)[0],
+        "checkpoint": jax.checkpoint(scaled),
+        "cond": lambda x: jax.lax.cond(x[0] > 0, scaled, jnp.tanh, x),
+    }
+
+    def loss(w):
+        return jnp.sum(jax.vmap(lambda x: bodies[around](x @ w))(X))
+
+    pairs = compiled(lambda w: [jax.grad(loss)(w), jax.grad(half(loss))(w)])(W)
+    assert cosine(*pairs) > 0.999 and "bfloat16" in products(jax.grad(half(loss)), W)
+
+
 def test_a_custom_vjp_may_have_integers_and_static_arguments():
     @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
     def layer(activation, x, w, n):
