@@ -29,6 +29,7 @@ def warp(affine):
 AFFINE = jnp.array([[0.9, 0.1, 5.03], [-0.1, 0.95, 20.7]])
 POINTS, ROTATION = 10 * normal(1, 1000, 3), jnp.linalg.qr(normal(2, 3, 3))[0]
 FREQUENCIES = 10 * normal(4, 3, 16)
+POSITIONS = jnp.arange(1000.0)[:, None]
 THRESHOLDS = jnp.linspace(-1, 1, 8)
 
 
@@ -40,6 +41,10 @@ def projected(points, rotation):
 def scaled_to_one(points, rotation):
     heights = points @ rotation[0]
     return jnp.sin(1000 * (heights - heights[0]) / (heights[1] - heights[0]))
+
+
+def beside_shifted(points):
+    return jnp.concatenate([points, points + 0.5 * jnp.pi], -1)
 
 
 COORDINATES = {
@@ -61,6 +66,10 @@ COORDINATES = {
     ),
     "a perspective division": (projected, POINTS, ROTATION),
     "a range that becomes 0 to 1": (scaled_to_one, POINTS, ROTATION),
+    # as in Hugging Face's rotary embeddings
+    "angles, twice": (lambda t, f: jnp.cos(jnp.concatenate([t @ f] * 2, -1)), POSITIONS, 1 / FREQUENCIES[:1]),
+    # as in the positional encodings of JaxNeRF and Nerfies
+    "points beside shifted points": (lambda p, r: jnp.sin(beside_shifted(p @ r)), POINTS, ROTATION),
     "points on rays": (lambda t, r: jnp.sin(8 * (POINTS[0] + (POINTS[1] @ r) * t)), normal(5, 100, 1), ROTATION),
 }
 
@@ -95,6 +104,10 @@ def test_values_computed_from_float32_products_are_float32():
     np.testing.assert_allclose(*both(lambda x: kernel(x @ W, x[::-1] @ W), "mixed_bfloat16", x), rtol=0.01)
 
 
+def beside_sines(features):
+    return jnp.concatenate([jnp.sin(features), features @ jnp.eye(16)], -1)
+
+
 def rounded(x):
     return x + jax.lax.stop_gradient(jnp.round(x) - x)
 
@@ -112,6 +125,7 @@ NO_COORDINATES = {
     "radial basis functions": lambda x: jnp.tanh((x @ W)[..., None] - THRESHOLDS).sum(-1) @ W,
     "distances from labels": lambda x: (x @ W - jax.nn.one_hot(jnp.arange(4), 8)) ** 2,
     "the largest": lambda x: jnp.argmax(x @ W, -1),
+    "sines of features that a layer reads, too": lambda x: beside_sines(beside_shifted(x @ W)) @ jnp.ones((32, 8)),
     "a sine of an activation": lambda x: jnp.sin(jax.nn.gelu(x @ W)) @ W,
     # a logarithm whose operand comes from no product
     "Gumbel noise": lambda x: (x @ W - jnp.log(jnp.arange(1.0, 9))) @ W,
