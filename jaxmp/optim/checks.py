@@ -11,8 +11,8 @@ import numpy as np
 import optax
 
 from jaxmp.base.arguments import printed
-from jaxmp.base.remembered import remembered
 from jaxmp.base.trees import path_name
+from jaxmp.optim.remembered import remembered
 from jaxmp.optim.scaling_state import LossScalingState
 
 

@@ -19,7 +19,6 @@ import optax
 
 from jaxmp.base.arguments import require_flag
 from jaxmp.base.donation import require_not_deleted
-from jaxmp.base.remembered import remembered
 from jaxmp.base.trees import all_finite, max_abs, select_tree, sum_of_squares, widen
 from jaxmp.optim.checks import as_optimizer, check_same_shapes, check_state
 from jaxmp.optim.loss_scale import LossScale, as_loss_scale
@@ -32,6 +31,7 @@ from jaxmp.optim.low_precision import (
 )
 from jaxmp.optim.pack_small import PackSmall, packed_as, without_packing
 from jaxmp.optim.packed_tree import unpacked
+from jaxmp.optim.remembered import remembered
 from jaxmp.optim.scaled_grad import global_norm, nan_if_infinite
 from jaxmp.optim.scaling_state import LossScalingState, get_loss_scaling_state, require_every_step, wrap_opt_state
 from jaxmp.optim.stored_moments import decoded

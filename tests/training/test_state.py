@@ -122,6 +122,16 @@ def test_a_loss_scale_of_other_numbers_is_another_optimizer():
         assert same_bits(loss_scaling(tx, scale).init(params).loss_scale, scale)
 
 
+def test_an_optimizer_made_in_a_trace_keeps_no_tracer():
+    def updated(learning_rate):
+        tx = loss_scaling(optax.sgd(learning_rate), DynamicLossScale())
+        params = {"w": jnp.ones(3)}
+        return tx.update(params, tx.init(params), params)[0]["w"]
+
+    with jax.checking_leaks():
+        np.testing.assert_allclose(jax.jit(updated)(0.1), -0.1 * np.ones(3), rtol=1e-6)
+
+
 def test_a_state_can_be_made_under_jit_and_abstractly():
     params, _ = problem()
 

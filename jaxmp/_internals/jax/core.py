@@ -7,6 +7,7 @@ from typing import Any
 
 from jax._src.core import Tracer as Tracer
 from jax._src.core import eval_jaxpr as eval_jaxpr
+from jax._src.core import trace_state_clean as trace_state_clean
 from jax._src.interpreters.partial_eval import partial_eval_jaxpr_custom as partial_eval_jaxpr_custom
 
 

@@ -6,6 +6,8 @@ import functools
 from collections.abc import Callable
 from typing import TypeVar
 
+from jaxmp._internals.jax.core import trace_state_clean
+
 T = TypeVar("T")
 MOST = 64
 """The number of results that are kept for a function."""
@@ -15,7 +17,8 @@ def remembered(fun: Callable[..., T]) -> Callable[..., T]:
     """Return ``fun`` with a memory: for equal positional arguments, it returns the same object again.
 
     The object of an optimizer is a static part of a train state, and ``jax.jit`` compiles again if a static part is not
-    equal. If an argument is not hashable, ``fun`` is called each time.
+    equal. ``fun`` is called each time if an argument is not hashable, or while JAX traces: an optimizer may close over
+    a tracer, such as its learning rate, and a tracer must not outlive its trace.
 
     >>> make = remembered(lambda name: [name])
     >>> make("adam") is make("adam"), make(["adam"]) is make(["adam"])
@@ -25,6 +28,8 @@ def remembered(fun: Callable[..., T]) -> Callable[..., T]:
 
     @functools.wraps(fun)
     def call(*args: object) -> T:
+        if not trace_state_clean():
+            return fun(*args)
         try:
             hash(args)
         except TypeError:
