@@ -17,7 +17,7 @@ from experiments.measure import flops
 SOON = {"xla_backend_optimization_level": 0}  # compiles faster
 
 
-pytestmark = pytest.mark.usefixtures("standard_promotion")  # optax's own Adam needs it
+pytestmark = [pytest.mark.once, pytest.mark.usefixtures("standard_promotion")]  # optax's own Adam needs it
 
 
 @pytest.fixture(scope="module")

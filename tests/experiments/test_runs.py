@@ -128,6 +128,7 @@ def test_a_folder_that_cannot_be_written_to_or_has_no_name_is_refused_with_the_r
         assert cli.parse(cli.Training, "", ["--run-dir", "."]).run_dir == Path()
 
 
+@pytest.mark.once
 def test_language_modeling_trains_two_steps_and_warns_without_a_loss_scale(tmp_path, data_dir):
     flags = {"dataset": SOURCES, "vocabulary": 64, "batch_size": 128, "steps": 2, "test_batches": 2}
     config = language_modeling.Config(

@@ -14,6 +14,8 @@ from rich.console import Console
 import jaxmp
 from jaxmp.inspect import compare
 
+pytestmark = pytest.mark.once
+
 X, *DRAWN = np.split(np.random.default_rng(2).normal(size=(48, 8)).astype(np.float32), [16, 24, 32, 40])
 W = {name: drawn / 3 for name, drawn in zip("abcd", DRAWN, strict=True)}
 

@@ -16,7 +16,7 @@ from jaxmp.inspect.program.recorded_evaluation import evaluate_and_record
 from jaxmp.inspect.program.tracing import program_of
 from jaxmp.program.reading import is_whole_with_rules, read_program
 
-pytestmark = pytest.mark.usefixtures("standard_promotion")  # Flax's norms need it
+pytestmark = [pytest.mark.once, pytest.mark.usefixtures("standard_promotion")]  # Flax's norms need it
 X = np.random.default_rng(0).normal(size=(2, 4)).astype(np.float32)
 
 

@@ -29,6 +29,8 @@ from linen_zoo import (
 import jaxmp
 from jaxmp.linen import apply_policy, autocast
 
+pytestmark = pytest.mark.once
+
 IMAGES = data(2, 16, 16, 3)
 IDS = jnp.array([1, 3])
 

@@ -19,6 +19,8 @@ from jaxmp.nnx import apply_policy, autocast
 from jaxmp.program.primitives import PRODUCTS
 from jaxmp.program.walk import equations, product_dtypes
 
+pytestmark = pytest.mark.once
+
 X = data(2, 6, 6, 3)
 
 

@@ -16,6 +16,8 @@ from recompiles import compiled_once
 import jaxmp
 from jaxmp import DynamicLossScale, loss_scaling, value_and_grad
 
+pytestmark = pytest.mark.once
+
 SCALES = [jaxmp.StaticLossScale(2.0**10), DynamicLossScale(hysteresis=2), jaxmp.HeadroomLossScale()]
 COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
 

@@ -18,6 +18,8 @@ from recompiles import compiled_once
 import jaxmp
 from jaxmp.program.walk import equations, product_dtypes
 
+pytestmark = pytest.mark.once
+
 
 class Net(nn.Module):
     @nn.compact

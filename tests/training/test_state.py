@@ -26,6 +26,8 @@ from recompiles import compiled_once
 import jaxmp
 from jaxmp import DynamicLossScale, StaticLossScale, TrainState, loss_scaling, make_train_step
 
+pytestmark = pytest.mark.once
+
 
 def sgd():
     return loss_scaling(optax.sgd(0.1, momentum=0.9), DynamicLossScale(period=2))
