@@ -144,8 +144,9 @@ class Run:
         ``module`` is the module of the model.
         """
         called = self._called_modules(model)
+        bridges = called.bridges()
         variables = [path for collection in module.variables.values() for path in _paths(collection)]
-        variables = [path for path in variables if not _is_below(path, called.bridges())]
+        variables = [path for path in variables if not _is_below(path, bridges)]
         inner = self._paths_of_inner_models(model)
         owners = {path for path in _owners_of_params(module) if not _is_below(path, inner)}
         model.policy.policies.check(called.classes, variables, complete=owners <= called.classes.keys())

@@ -45,6 +45,17 @@ def remembers_options(make: Callable[P, T]) -> Callable[P, T]:
     return make_and_remember
 
 
+def repr_of_step(step: Any, function: str) -> str:
+    """Return the call of ``function`` that made a step, with its options."""
+    if step.remake is None:
+        return object.__repr__(step)
+    options = dict(step.remake.keywords)
+    loss_fn = step.remake.args[0] if step.remake.args else options.pop("loss_fn")
+    arguments = [getattr(loss_fn, "__name__", type(loss_fn).__name__)]
+    arguments += [f"{name}={printed(value)}" for name, value in options.items()]
+    return f"{function}({', '.join(arguments)})"
+
+
 @remembers_options
 def make_train_step(
     loss_fn: LossFn,
@@ -220,6 +231,9 @@ class TrainStep:
         self._stuck_runs = StuckRuns(max_consecutive_skips)
         self._program_with = functools.lru_cache(maxsize=8)(self._jit)
         self.jitted = self._program_with(None)
+
+    def __repr__(self) -> str:
+        return repr_of_step(self, "jaxmp.make_train_step")
 
     def with_options(self, **options: Any) -> TrainStep:
         """Return the same step with other options of :func:`make_train_step`.
