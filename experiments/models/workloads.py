@@ -108,7 +108,8 @@ class Workload:
         sizes = self.sizes
         shape = f"{sizes.batch_size}×{sizes.length}"
         if self.images:
-            model = f"ResNet of {sizes.layers} blocks a stage" if sizes.layers else "ResNet-50"
+            blocks = "1 block" if sizes.layers == 1 else f"{sizes.layers} blocks"
+            model = f"ResNet of {blocks} a stage" if sizes.layers else "ResNet-50"
             return f"{model}, {shape}×{sizes.length}×3"
         model = {"gpt2": "GPT-2", "bert": "BERT", "lstm": "LSTM"}[self.name]
         return f"{model}, {sizes.layers} layers of {sizes.width}, {shape}"

@@ -9,6 +9,7 @@ from typing import Any
 from experiments.benchmarks.real_libraries import ablation
 from experiments.benchmarks.real_libraries.ablation_memory import ALL_RULES, EACH_ALONE
 from experiments.report.json_files import numbers
+from experiments.report.tables import percent
 
 Row = dict[str, Any]
 LEAST_CHANGE = 0.005
@@ -51,7 +52,7 @@ def _without_a_graph(programs: list[Row]) -> list[str]:
     ]
     for row in worse:
         before, after = row["all_rules"]["error"], row["each_alone"]["error"]
-        lines.append(f"- {row['library']}: {row['program']} ({100 * before:.2g} % → {100 * after:.2g} %)")
+        lines.append(f"- {row['library']}: {row['program']} ({percent(before)} → {percent(after)})")
     return lines
 
 

@@ -18,7 +18,6 @@ python -m experiments.report.readme
 from __future__ import annotations
 
 import json
-import math
 import re
 import sys
 from pathlib import Path
@@ -28,6 +27,7 @@ from experiments.benchmarks.gradient_sums import NOTE, sentence
 from experiments.benchmarks.tune import NOTE as TUNE_NOTE
 from experiments.report import ablation_table, headline, predictions, step_tables
 from experiments.report.marked_text import write_marked
+from experiments.report.tables import percent
 from jaxmp.base.gpus import GPUS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -236,7 +236,7 @@ def real_libraries_block(root: Path = ROOT) -> str:
         "|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for title, rows in programs.items():
-        errors = [_percent(rows[half][way][1]) for half in ("bfloat16", "float16") for way in ("autocast", "T", "N")]
+        errors = [percent(rows[half][way][1]) for half in ("bfloat16", "float16") for way in ("autocast", "T", "N")]
         share = f"{100 * rows['bfloat16']['half_share']:.0f} %"
         notes = ", ".join(sorted({row["verdict"] for row in rows.values()} - {""}))
         lines.append(f"| {title}{f' ({notes})' if notes else ''} | {' | '.join(errors)} | {share} |")
@@ -301,10 +301,6 @@ def float32_products_block(root: Path = ROOT) -> str:
         return f"Not measured yet: `python -m experiments.benchmarks.{name} --run-dir experiments/results/{name}`.\n"
     (text,) = [text for text in sections(source.path.with_suffix(".md")).values() if "|" in text]
     return f"{text.strip()}\n\n{source.line(root)}\n".replace("](experiments/", "](../../experiments/")
-
-
-def _percent(error: float | str) -> str:
-    return f"{100 * float(error):.2g} %" if math.isfinite(float(error)) else "fails"
 
 
 def roofline_block(root: Path = ROOT) -> str:

@@ -43,6 +43,11 @@ class Table:
         return "\n".join([*lines, "", *(f"{note}\n" for note in self.notes)])
 
 
+def percent(error: float | str) -> str:
+    """Return a relative error in percent, or ``"fails"`` if it is not finite."""
+    return f"{100 * float(error):.2g} %" if math.isfinite(float(error)) else "fails"
+
+
 def terminal() -> rich.console.Console:
     """Return the console that tables are printed on.
 

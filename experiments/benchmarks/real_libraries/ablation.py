@@ -36,7 +36,7 @@ from experiments.benchmarks.real_libraries.rule_switches import SWITCHES, Switch
 from experiments.benchmarks.real_libraries.simulated import half_products
 from experiments.benchmarks.shared import records
 from experiments.measure.environment import environment
-from experiments.report.tables import Table
+from experiments.report.tables import Table, percent
 from experiments.training import cli
 from jaxmp.program.equations import is_literal
 
@@ -183,7 +183,7 @@ def _growth(row: dict[str, Any], name: str) -> float:
 
 def _shown_error(row: dict[str, Any], name: str) -> str:
     before, after = row["all_rules"]["error"], row["without"][name]["error"]
-    return f"{row['library']}: {row['program']} ({100 * before:.2g} % → {100 * after:.2g} %)"
+    return f"{row['library']}: {row['program']} ({percent(before)} → {percent(after)})"
 
 
 def _shown_bytes(row: dict[str, Any], name: str) -> str:
@@ -195,7 +195,7 @@ def _cells_of_program(row: dict[str, Any]) -> tuple[str, ...]:
     errors = [row["all_rules"]["error"], row["half_products"], row["each_alone"]["error"]]
     title = f"{row['library']}: {row['program']}"
     share = row["each_alone"]["bytes"] / max(row["all_rules"]["bytes"], 1)
-    return (title, *(f"{100 * error:.2g} %" for error in errors), str(row["all_rules"]["bytes"]), f"{share:.2f} ×")
+    return (title, *map(percent, errors), str(row["all_rules"]["bytes"]), f"{share:.2f} ×")
 
 
 def main(config: Config) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from experiments.benchmarks.real_libraries.registry import Program
 from experiments.benchmarks.real_libraries.simulated import half_everything, half_products
 from experiments.benchmarks.shared import records
 from experiments.measure.environment import environment
-from experiments.report.tables import Table
+from experiments.report.tables import Table, percent
 from experiments.training import cli
 
 COLUMNS = ("program", "half", "value", "T", "N", "gradient", "T", "N", "half FLOPs", "")
@@ -91,6 +91,6 @@ def main(config: Config) -> dict[str, Any]:
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
-    figures = [f"{100 * row[way][of]:.2g} %" for of in (0, 1) for way in ("autocast", "T", "N")]
+    figures = [percent(row[way][of]) for of in (0, 1) for way in ("autocast", "T", "N")]
     title = f"{row['library']}: {row['program']}"
     return (title, row["half"], *figures, f"{100 * row['half_share']:.0f} %", row["verdict"])
