@@ -67,7 +67,14 @@ def all_finite(tree: Any) -> jax.Array:
     Array(False, dtype=bool)
     """
     sums = [zero_if_finite(leaf) for leaf in jax.tree.leaves(tree) if _is_inexact(leaf)]
-    return jnp.isfinite(reduce(jnp.add, sums)) if sums else jnp.array(True)
+    return is_finite_sum(reduce(jnp.add, sums)) if sums else jnp.array(True)
+
+
+def is_finite_sum(total: jax.Array) -> jax.Array:
+    """Return whether a sum over many leaves is finite, as a bool scalar. The sum must not be negative."""
+    # XLA computes cheap scalars again in each operation that reads them, here once for each leaf of the new state. So
+    # the size of the program would be quadratic in the number of leaves. XLA never computes a square root again.
+    return jnp.isfinite(jnp.sqrt(total))
 
 
 def non_finite(tree: Any) -> list[str]:

@@ -19,7 +19,7 @@ import optax
 
 from jaxmp.base.arguments import require_flag
 from jaxmp.base.donation import require_not_deleted
-from jaxmp.base.trees import all_finite, max_abs, select_tree, sum_of_squares, widen
+from jaxmp.base.trees import all_finite, is_finite_sum, max_abs, select_tree, sum_of_squares, widen
 from jaxmp.optim.checks import as_optimizer, check_same_shapes, check_state
 from jaxmp.optim.loss_scale import LossScale, as_loss_scale
 from jaxmp.optim.loss_scale_state import is_concrete
@@ -164,7 +164,7 @@ class _ScalingTransform:
             grads, state.inner_state, self._params_of_inner(params), **extra_args
         )
         check_same_shapes(new_updates, unpacked(updates) if params is None else params)
-        finite = jnp.isfinite(squares)
+        finite = is_finite_sum(squares)
         if self.check_updates:
             finite &= all_finite(new_updates)
         finite, grad_max = self._agreed(finite, max_abs(grads) if state.loss_scale.needs_grad_max else None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 import jax
@@ -63,6 +64,19 @@ def test_a_step_has_no_branch_no_callback_and_no_loop():
         names = set(primitives(jax.make_jaxpr(make_step(tx))(params, tx.init(params), batch).jaxpr))
         assert "select_n" in names and "tanh" in names  # the search sees the whole step
         assert not {name for name in names if "callback" in name or name in ("cond", "while", "infeed", "outfeed")}
+
+
+@pytest.mark.parametrize("check_updates", [False, True])
+def test_the_compiled_program_is_linear_in_the_number_of_params(check_updates):
+    def characters(count):
+        params, x = [jnp.ones((4, 4)) for _ in range(count)], jnp.ones((2, 4))
+        tx = loss_scaling(standard(optax.adam(1e-3)), DynamicLossScale(), check_updates=check_updates)
+        state = jaxmp.TrainState.create(params=params, tx=tx)
+        step = jaxmp.make_train_step(lambda params, x: jnp.mean(functools.reduce(jnp.matmul, params, x)))
+        return len(step.lower(state, x).compile().as_text())
+
+    small, middle, large = map(characters, (5, 10, 15))
+    assert large - middle < 1.1 * (middle - small)
 
 
 def test_fifty_steps_with_skips_are_compiled_once_and_never_touch_the_host():
