@@ -62,7 +62,8 @@ def make_train_step(
       remat: the values that the backward pass recomputes.
       loss_chunks: the number of chunks in :func:`jaxmp.losses.projected_cross_entropy` with ``chunks="auto"``.
       donate: whether the new values reuse the memory of the old values. An ``nnx.clone`` or ``nnx.state`` that you took
-        from the model earlier may share this memory, and is then deleted. To keep it, copy its arrays, or pass False.
+        from the model earlier may share this memory, and is then deleted. To keep it, copy its arrays, pass it in the
+        batch of this step (as a target network), or pass False.
       max_consecutive_skips: the number of skipped steps in a row that ends the run with an error.
       sharding: a :class:`jaxmp.sharding.Sharding`, whose specs are ``fsdp_specs(nnx.state(model, nnx.Param), mesh)``.
       compiler_options: options of XLA for this step, as in :func:`jaxmp.make_train_step`.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -28,12 +28,12 @@ def settled(state: Any) -> Any:
     return jax.tree.map(settle, each_once(state))
 
 
-def each_once(state: Any) -> Any:
-    """Return ``state`` so that each array occurs in it only once.
+def each_once(state: Any, others: Iterable[Any] = ()) -> Any:
+    """Return ``state`` so that each array occurs in it only once, and does not occur in ``others``.
 
     Repeated arrays, such as those of a target network, are copied.
     """
-    ids: set[int] = set()
+    ids = {*map(id, others)}
     return jax.tree.map(lambda leaf: copied_if_seen(leaf, ids), state)
 
 

@@ -103,7 +103,8 @@ def make_train_step(
         numbers (``Block_0``, ``Block_1``), and the iterations of a scan.
       loss_chunks: the number of chunks in :func:`jaxmp.losses.projected_cross_entropy` with ``chunks="auto"``. Other
         losses do not use it. By default, the number follows the memory of the device.
-      donate: whether the new state reuses the memory of the old state. The state that you pass is then deleted.
+      donate: whether the new state reuses the memory of the old state. The state that you pass is then deleted, except
+        arrays that are also in the batch, such as those of a target network.
       max_consecutive_skips: the number of skipped steps in a row after which an error ends the run. A step counts only
         if the loss scale could not fall in it.
       sharding: a :class:`jaxmp.sharding.Sharding`. The state and the batch are placed on its mesh. Each weight is
@@ -306,8 +307,10 @@ class TrainStep:
 
     def _place(self, state: Any, batch: Any) -> tuple[FlatState, Any]:
         flat = FlatState.of(state)
-        if self._donate and len({*map(id, flat.leaves)}) < len(flat.leaves):
-            flat = flat.with_leaves(each_once(flat.leaves))
+        if self._donate:  # a donated array must occur only once, and not in the batch, such as in a target network
+            ids, of_batch = {*map(id, flat.leaves)}, jax.tree.leaves(batch)
+            if len(ids) < len(flat.leaves) or not ids.isdisjoint(map(id, of_batch)):
+                flat = flat.with_leaves(each_once(flat.leaves, of_batch))
         if not is_traced(flat.leaves):
             flat = self.update.devices.place_state(flat, batch)
         return flat, self.update.devices.place_batch(batch, self.update.accumulate_steps)

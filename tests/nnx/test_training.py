@@ -319,6 +319,18 @@ def test_without_donation_an_earlier_clone_stays_alive():
         step_of_loss(stale, optimizer, ROWS)
 
 
+def test_a_target_network_in_the_batch_may_be_a_clone():
+    def distance(model: Any, batch: Any) -> jax.Array:
+        return jnp.mean((model(batch["x"]) - batch["target"](batch["x"]) - 1) ** 2)
+
+    def train(donate: bool) -> list[float]:
+        model, optimizer = setup(mlp(), tx=SGD)
+        target, step = nnx.clone(model), make_train_step(distance, donate=donate)
+        return [float(step(model, optimizer, {"x": ROWS["x"], "target": target})["loss"]) for _ in range(3)]
+
+    assert train(donate=True) == train(donate=False)
+
+
 def test_a_step_works_inside_of_nnx_jit():
     model, optimizer = setup(mlp(), tx=optax.sgd(0.1))
     step = make_train_step(loss_fn)

@@ -98,6 +98,23 @@ def test_without_donation_the_old_state_can_still_be_used():
     assert same_bits(step(state, batch), step(state, batch))
 
 
+def test_arrays_that_are_also_in_the_batch_are_not_donated():
+    def loss_fn(params, batch):
+        target = batch["target"]["w"]
+        return jnp.mean((batch["x"] @ params["w"] - batch["x"] @ target - 1) ** 2)
+
+    def train(donate):
+        state = TrainState.create(params={"w": jnp.ones((2, 1))}, tx=optax.sgd(0.1))
+        step = make_train_step(loss_fn, donate=donate)
+        batch = {"x": jnp.ones((4, 2)), "target": state.params}
+        for _ in range(3):
+            state, _ = step(state, batch)
+        assert compiled_once(step)
+        return state.params, batch["target"]
+
+    assert same_bits(train(donate=True), train(donate=False))
+
+
 # ---- microbatches
 
 
