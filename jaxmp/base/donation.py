@@ -22,12 +22,13 @@ def is_deleted(tree: Any) -> bool:
     return any(leaf.is_deleted() for leaf in arrays if not isinstance(leaf, jax.core.Tracer))
 
 
-def require_not_deleted(state: Any, error: Exception | None = None) -> None:
+def require_not_deleted(state: Any, error: Exception | None = None, remedy: str | None = None) -> None:
     """Raise an error if an array of ``state`` was donated to an earlier step.
 
     Args:
       state: a state, or any tree.
       error: the error that JAX raised for the array, or None. The new error is raised from this error.
+      remedy: what to do, for the message; None for the remedy of the state.
 
     Raises:
       RuntimeError: an array was donated. The message has the path of the array.
@@ -35,7 +36,7 @@ def require_not_deleted(state: Any, error: Exception | None = None) -> None:
     leaves = jax.tree.leaves_with_path(state)
     deleted = next((path for path, leaf in leaves if is_deleted(leaf)), None)
     if deleted is not None:
-        remedy = getattr(state, "_to_copy", "use the state that the step returned")
+        remedy = remedy or getattr(state, "_to_copy", "use the state that the step returned")
         raise RuntimeError(
             f"{path_name(deleted)!r} was donated to an earlier step, which deleted it; {remedy}, or write "
             "make_train_step(..., donate=False)"

@@ -24,6 +24,7 @@ from jaxmp._internals.flax.nnx import is_pytree_class, repr_with
 from jaxmp._internals.flax.nnx_calls import make_array_call
 from jaxmp._internals.flax.nnx_variables import is_module, is_object, modules_in, own_variables
 from jaxmp.base.context_variables import setting
+from jaxmp.base.donation import require_not_deleted
 from jaxmp.engine.autocast import computed
 from jaxmp.engine.decisions import Decisions
 from jaxmp.engine.eager_calls import call_eagerly
@@ -112,6 +113,12 @@ def _is_generator(method: Any) -> bool:
     return inspect.isgeneratorfunction(inspect.unwrap(getattr(method, "func", method)))
 
 
+TO_COPY = (
+    "before the step, copy the arrays that two models share: nnx.update(target, jax.tree.map(jnp.copy, "
+    "nnx.state(model)))"
+)
+"""The remedy for a model whose arrays were donated to a step of another model."""
+
 call_numbers: ContextVar[Iterator[int] | None] = ContextVar("jaxmp_nnx_call_numbers", default=None)
 """A counter of calls, set while a tool inspects a program. Each run, and each call in a run, then has a scope with a
 number of its own, so that the tool can tell the calls of one module apart."""
@@ -165,7 +172,12 @@ def _run_model(module: Any, method: Any, args: Any, kwargs: Any) -> Any:
             rules.check()
         return results
 
-    return write(*call_eagerly(pure, lambda: (method, key, call_numbers.get() is None), arguments))
+    try:
+        results = call_eagerly(pure, lambda: (method, key, call_numbers.get() is None), arguments)
+    except RuntimeError as error:
+        require_not_deleted(nnx.as_pure(nnx.state(module)), error, TO_COPY)
+        raise
+    return write(*results)
 
 
 class _Run:

@@ -10,9 +10,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxmp._internals.flax.nnx import note_for_changes
 from jaxmp.base.trees import path_name
 from jaxmp.nnx.optimizer import Optimizer, require_model, require_optimizer
 from jaxmp.nnx.policy_check import require_policy
+from jaxmp.nnx.run import TO_COPY
 from jaxmp.optim.checks import require_loss
 from jaxmp.program.invariants import passed_on
 from jaxmp.sharding.mesh_plan import Sharding
@@ -20,6 +22,12 @@ from jaxmp.training import loss_function
 from jaxmp.training import step as train_step
 from jaxmp.training.state import TrainState
 from jaxmp.training.update import Metrics
+
+_CHANGES = (
+    "The loss function of a train step may change only the model that it gets. If it changes another object (the batch "
+    "statistics of another model, an Rngs, a metric): call eval() on the other model, put both models into one module, "
+    "or write your own step with jaxmp.nnx.value_and_grad"
+)
 
 
 @train_step.remembers_options
@@ -44,12 +52,13 @@ def make_train_step(
     number generators change. All other Variables of the model and the optimizer's state stay the same, bit for bit. The
     generators advance in every microbatch, so each microbatch has its own dropout mask.
 
-    If the loss uses a second model, such as a teacher, pass that model in the batch (``{"x": x, "teacher": teacher}``).
-    If the loss function closes over the teacher instead, the step always uses the values that the teacher had when the
-    step was compiled. The loss function may read NNX objects in the batch, such as Rngs and metrics, but not change
-    them. The arguments ``accumulate_steps`` and ``sharding`` split the batch, so that it cannot contain a model. With
-    these arguments, put both models into one module, and train one of them with ``Optimizer(both, tx,
-    wrt=nnx.All(nnx.Param, nnx.PathContains("student")))``.
+    If the loss uses a second model, such as a teacher, pass that model in the batch (``{"x": x, "teacher":
+    teacher}``). If the loss function closes over the teacher instead, the step always uses the values that the
+    teacher had when the step was compiled. The loss function may read NNX objects in the batch, but not change
+    them: a batch norm must be in ``eval()`` mode, and drawing from an Rngs is a change. The arguments
+    ``accumulate_steps`` and ``sharding`` split the batch, so that it cannot contain a model. With these arguments,
+    put both models into one module, and train one of them with ``Optimizer(both, tx, wrt=nnx.All(nnx.Param,
+    nnx.PathContains("student")))``.
 
     Args:
       loss_fn: ``loss_fn(model, batch)``, which returns the loss (a float32 scalar) or ``(loss, metrics)`` with a dict
@@ -121,7 +130,8 @@ class TrainStep:
     def __call__(self, model: Any, optimizer: Optimizer, batch: Any) -> Metrics:
         """Take one step; see :func:`make_train_step`."""
         state = jax.tree.map(_as_array, self._state_of(model, optimizer))
-        state, metrics = self.of_trees(state, batch)
+        with note_for_changes(_CHANGES):
+            state, metrics = self.of_trees(state, batch)
         take_state(model, optimizer, state)
         return metrics
 
@@ -175,10 +185,7 @@ class _State(TrainState):
     """
 
     _rng_remedy = None  # the model has its own random number generators
-    _to_copy = (
-        "before the step, copy the arrays that two models share: nnx.update(target, jax.tree.map(jnp.copy, "
-        "nnx.state(model)))"
-    )
+    _to_copy = TO_COPY
 
     def apply_gradients(self, *, model_state: Any = None, **changes: Any) -> Self:
         _, generators, _ = model_state

@@ -154,7 +154,7 @@ def explanation(loss: Any, grads: Any, scale: Any, params: Any, batch: Any, skip
 
 _REMEDY = (
     "Look for NaN in the data, lower the learning rate, or compute modules in float32 (by overrides). To find the "
-    "operation, call jaxmp.inspect.first_nonfinite(step)(state, batch)"
+    "operation, call jaxmp.inspect.first_nonfinite(step) with the arguments of the step"
 )
 
 

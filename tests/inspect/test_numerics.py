@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from flax.errors import TraceContextError
 from linen_zoo import numbers
 from rich.console import Console
 
@@ -290,6 +291,24 @@ def test_recommended_scale_loses_fewest_gradients_and_keeps_two_binary_orders(st
     assert scale == min(possible, key=lambda candidate: (lost(candidate), candidate))
     assert scale > 1 and lost(scale) < lost(1) and lost(scale / 2) > lost(scale)
     assert step_numerics.recommended_scale("bfloat16") == 1
+    good = [candidate for candidate in possible if lost(candidate) == lost(scale)]
+    shown = f"{good[0]:g}" if len(good) == 1 else f"{good[0]:g} to {good[-1]:g}"
+    assert str(step_numerics).splitlines()[0].endswith(f"; recommended for float16: {shown}")
+
+
+def test_a_step_of_ones_own_is_an_error_that_asks_for_its_loss_function():
+    model = nnx.Linear(4, 2, rngs=nnx.Rngs(0))
+    optimizer = jaxmp.nnx.Optimizer(model, optax.sgd(0.1))
+
+    @nnx.jit
+    def own_step(model, optimizer, x):
+        loss, grads = jaxmp.nnx.value_and_grad(lambda model, x: model(x).sum(), optimizer)(model, x)
+        optimizer.update(model, grads)
+        return loss
+
+    with pytest.raises(TraceContextError) as error:
+        numerics(own_step)(model, optimizer, jnp.ones((3, 4)))
+    assert any("pass its loss function" in note for note in error.value.__notes__)
 
 
 def test_numerics_are_shown_as_text_table_and_json(step_numerics):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from flax.errors import TraceContextError
 from flax.nnx import reprlib
 
 OWN = "_pytree__"
@@ -19,6 +21,16 @@ def is_pytree_class(cls: Any) -> bool:
 def check_may_change(node: Any) -> None:
     """Raise Flax's TraceContextError if an outer transformation made ``node``."""
     node._check_valid_context(lambda: f"Cannot mutate {type(node).__name__} from a different trace level")
+
+
+@contextlib.contextmanager
+def note_for_changes(note: str) -> Iterator[None]:
+    """Add a note to Flax's error for an object that code in this context may not change."""
+    try:
+        yield
+    except TraceContextError as error:
+        error.add_note(note)
+        raise
 
 
 def repr_with(bare: Any, name: str, value: str) -> Callable[[Any], Iterator[Any]]:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxmp._internals.flax.nnx import note_for_changes
 from jaxmp.base import dtypes, formats, tables
 from jaxmp.base.donation import require_not_deleted
 from jaxmp.base.inspection import tool
@@ -65,13 +66,18 @@ class Numerics(tables.Shown):
         scale, four times the largest gradient is still finite. If several scales are equally good, the smallest is
         returned. If four times the largest gradient overflows even at scale 1, the result is 1.
         """
+        return self._good_scales(dtype)[0]
+
+    def _good_scales(self, dtype: Any) -> list[float]:
+        """Return all loss scales that are as good as the recommended one, in ascending order."""
         gradients = [*self.activation_gradients.values(), *self.gradients.values()]
         if not gradients:
-            return 1.0
+            return [1.0]
         together = statistics.merged_statistics(gradients)
         limit = formats.format_of(dtypes.canonical_dtype(dtype)).largest
         scales = [2.0**n for n in range(25) if 4 * together.amax * 2.0**n <= limit] or [1.0]
-        return min(scales, key=lambda scale: together.under(dtype, scale).vanished)
+        vanished = [together.under(dtype, scale).vanished for scale in scales]
+        return [scale for scale, count in zip(scales, vanished, strict=True) if count == min(vanished)]
 
     def rows(self) -> Iterator[tuple[str, str, Statistics]]:
         """Yield the kind, the path and the statistics of each tensor."""
@@ -82,7 +88,10 @@ class Numerics(tables.Shown):
     def _shown(self) -> Any:
         title = f"loss {self.loss:.6g} at loss scale {self.loss_scale:g}"
         if math.isfinite(self.loss):
-            title += f"; recommended for float16: {self.recommended_scale():g}"
+            scales = self._good_scales("float16")
+            title += f"; recommended for float16: {scales[0]:g}"
+            if len(scales) > 1:
+                title += f" to {scales[-1]:g}"
         rows: list[tuple[Any, ...]] = []
         for kind in TENSORS:
             tensors: Mapping[str, Statistics] = getattr(self, kind)
@@ -203,6 +212,12 @@ def _count_train_step(step: Any) -> Callable[..., Numerics]:
     return run
 
 
+_OWN_STEP = (
+    "numerics takes a loss function, or a step of jaxmp.nnx.make_train_step. A step of your own changes its optimizer: "
+    "pass its loss function"
+)
+
+
 def _counting_program(loss_fn: Callable[..., Any], policy: Any, tx: Any) -> Callable[..., StepRecords]:
     """Return a function that counts the values of a step.
 
@@ -214,7 +229,8 @@ def _counting_program(loss_fn: Callable[..., Any], policy: Any, tx: Any) -> Call
         arrays, rebuild = (params, None) if model is None else model.params_and_rebuild(params)
 
         def loss_of(params: Any, *args: Any) -> jax.Array:
-            result = loss_fn(params if rebuild is None else rebuild(params), *args)
+            with note_for_changes(_OWN_STEP):
+                result = loss_fn(params if rebuild is None else rebuild(params), *args)
             loss = result[0] if isinstance(result, tuple) and result else result
             return jnp.asarray(require_loss(loss, "return the loss, or a tuple that begins with it"))
 
