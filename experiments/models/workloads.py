@@ -26,6 +26,10 @@ NAMES: tuple[Name, ...] = get_args(Name)
 LossFn = Callable[[Any, Any, Any, Any], tuple[jax.Array, Any]]
 
 
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 @dataclasses.dataclass(frozen=True)
 class Sizes:
     """The sizes of a model and its batch.
@@ -108,11 +112,10 @@ class Workload:
         sizes = self.sizes
         shape = f"{sizes.batch_size}×{sizes.length}"
         if self.images:
-            blocks = "1 block" if sizes.layers == 1 else f"{sizes.layers} blocks"
-            model = f"ResNet of {blocks} a stage" if sizes.layers else "ResNet-50"
+            model = f"ResNet of {_count(sizes.layers, 'block')} a stage" if sizes.layers else "ResNet-50"
             return f"{model}, {shape}×{sizes.length}×3"
         model = {"gpt2": "GPT-2", "bert": "BERT", "lstm": "LSTM"}[self.name]
-        return f"{model}, {sizes.layers} layers of {sizes.width}, {shape}"
+        return f"{model}, {_count(sizes.layers, 'layer')} of {sizes.width}, {shape}"
 
     @property
     def facts(self) -> dict[str, Any]:

@@ -22,13 +22,13 @@ def is_deleted(tree: Any) -> bool:
     return any(leaf.is_deleted() for leaf in arrays if not isinstance(leaf, jax.core.Tracer))
 
 
-def require_not_deleted(state: Any, error: Exception | None = None, remedy: str | None = None) -> None:
+def require_not_deleted(state: Any, error: BaseException | None = None, remedy: str | None = None) -> None:
     """Raise an error if an array of ``state`` was donated to an earlier step.
 
     Args:
       state: a state, or any tree.
       error: the error that JAX raised for the array, or None. The new error is raised from this error.
-      remedy: what to do, for the message; None for the remedy of the state.
+      remedy: the remedy in the message. By default, that of the state.
 
     Raises:
       RuntimeError: an array was donated. The message has the path of the array.

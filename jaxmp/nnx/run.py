@@ -175,7 +175,8 @@ def _run_model(module: Any, method: Any, args: Any, kwargs: Any) -> Any:
     try:
         results = call_eagerly(pure, lambda: (method, key, call_numbers.get() is None), arguments)
     except RuntimeError as error:
-        require_not_deleted(nnx.as_pure(nnx.state(module)), error, TO_COPY)
+        # The error of call_eagerly has no path in the model. Its cause is JAX's error or None.
+        require_not_deleted(nnx.as_pure(nnx.state(module, graph=True)), error.__cause__, TO_COPY)
         raise
     return write(*results)
 

@@ -24,9 +24,8 @@ from jaxmp.training.state import TrainState
 from jaxmp.training.update import Metrics
 
 _CHANGES = (
-    "The loss function of a train step may change only the model that it gets. If it changes another object (the batch "
-    "statistics of another model, an Rngs, a metric): call eval() on the other model, put both models into one module, "
-    "or write your own step with jaxmp.nnx.value_and_grad"
+    "The loss function of a train step may change only the model that it gets, and read all other NNX objects.\n"
+    "If it uses another model, call eval() on that model, or put both models into one module."
 )
 
 
@@ -71,8 +70,8 @@ def make_train_step(
       remat: the values that the backward pass recomputes.
       loss_chunks: the number of chunks in :func:`jaxmp.losses.projected_cross_entropy` with ``chunks="auto"``.
       donate: whether the new values reuse the memory of the old values. An ``nnx.clone`` or ``nnx.state`` that you took
-        from the model earlier may share this memory, and is then deleted. To keep it, copy its arrays, pass it in the
-        batch of this step (as a target network), or pass False.
+        from the model earlier may share this memory, and is then deleted. To keep it, copy its arrays, pass it to
+        the step in the batch (a target network), or write ``donate=False``.
       max_consecutive_skips: the number of skipped steps in a row that ends the run with an error.
       sharding: a :class:`jaxmp.sharding.Sharding`, whose specs are ``fsdp_specs(nnx.state(model, nnx.Param), mesh)``.
       compiler_options: options of XLA for this step, as in :func:`jaxmp.make_train_step`.

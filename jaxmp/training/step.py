@@ -46,13 +46,17 @@ def remembers_options(make: Callable[P, T]) -> Callable[P, T]:
 
 
 def repr_of_step(step: Any, function: str) -> str:
-    """Return the call of ``function`` that made a step, with its options."""
+    """Return the repr of a step: the function that made it, its loss function and its options."""
     if step.remake is None:
         return object.__repr__(step)
     options = dict(step.remake.keywords)
     loss_fn = step.remake.args[0] if step.remake.args else options.pop("loss_fn")
+    loss_fn = getattr(loss_fn, "func", loss_fn)  # of a functools.partial
     arguments = [getattr(loss_fn, "__name__", type(loss_fn).__name__)]
-    arguments += [f"{name}={printed(value)}" for name, value in options.items()]
+    for name, value in options.items():
+        text = repr(value)
+        is_short = len(text) <= 120 and "\n" not in text
+        arguments.append(f"{name}={text if is_short else f'<{type(value).__name__}>'}")
     return f"{function}({', '.join(arguments)})"
 
 
@@ -104,7 +108,7 @@ def make_train_step(
       loss_chunks: the number of chunks in :func:`jaxmp.losses.projected_cross_entropy` with ``chunks="auto"``. Other
         losses do not use it. By default, the number follows the memory of the device.
       donate: whether the new state reuses the memory of the old state. The state that you pass is then deleted, except
-        arrays that are also in the batch, such as those of a target network.
+        arrays that are themselves in the batch, such as those of a target network.
       max_consecutive_skips: the number of skipped steps in a row after which an error ends the run. A step counts only
         if the loss scale could not fall in it.
       sharding: a :class:`jaxmp.sharding.Sharding`. The state and the batch are placed on its mesh. Each weight is
@@ -194,6 +198,12 @@ def _check_sharding(sharding: Any, accumulate_steps: int) -> None:
         raise ValueError("reduce='once' needs several microbatches, got accumulate_steps=1")
 
 
+_SHARED_MEMORY = (
+    "An array of the batch has the memory of an array of the state, for example after jax.device_put.\n"
+    "Copy it with jax.tree.map(jnp.copy, ...), or write make_train_step(..., donate=False)"
+)
+
+
 class TrainStep:
     """A jitted train step, the result of :func:`make_train_step`.
 
@@ -281,6 +291,8 @@ class TrainStep:
                 new_state, metrics = program(placed, placed_batch)
         except (RuntimeError, ValueError) as error:
             require_not_deleted(state, error)
+            if "previously donated in the same call" in str(error):
+                error.add_note(_SHARED_MEMORY)
             raise
         self._stuck_runs.add(metrics["skipped"], batch)
         return new_state, metrics
@@ -307,12 +319,13 @@ class TrainStep:
 
     def _place(self, state: Any, batch: Any) -> tuple[FlatState, Any]:
         flat = FlatState.of(state)
-        if self._donate:  # a donated array must occur only once, and not in the batch, such as in a target network
-            ids, of_batch = {*map(id, flat.leaves)}, jax.tree.leaves(batch)
+        of_batch = jax.tree.leaves(batch)
+        if self._donate:  # a donated array must occur only once in the state and the batch
+            ids = {*map(id, flat.leaves)}
             if len(ids) < len(flat.leaves) or not ids.isdisjoint(map(id, of_batch)):
                 flat = flat.with_leaves(each_once(flat.leaves, of_batch))
         if not is_traced(flat.leaves):
-            flat = self.update.devices.place_state(flat, batch)
+            flat = self.update.devices.place_state(flat, of_batch)
         return flat, self.update.devices.place_batch(batch, self.update.accumulate_steps)
 
     def program_for(self, state: Any) -> Any:

@@ -14,7 +14,7 @@ from rich.console import Console
 import jaxmp
 from jaxmp.inspect import compare
 
-pytestmark = pytest.mark.once
+pytestmark = pytest.mark.once  # test_any_function.py compares with the newest JAX
 
 X, *DRAWN = np.split(np.random.default_rng(2).normal(size=(48, 8)).astype(np.float32), [16, 24, 32, 40])
 W = {name: drawn / 3 for name, drawn in zip("abcd", DRAWN, strict=True)}
@@ -56,7 +56,6 @@ def _rounded(residuals, ct):
 _bad_backward.defvjp(lambda x: (x, None), _rounded)
 
 
-@pytest.mark.once
 def test_no_error_enters_a_clean_function():
     forward = [("a", "forward"), ("b", "forward"), ("c", "forward"), ("d", "forward"), ("", "forward")]
     backward = [(path, "backward") for path in ("d", "c", "b", "a", "params/a", "params/b", "params/c", "params/d")]
@@ -66,7 +65,6 @@ def test_no_error_enters_a_clean_function():
         assert [(row.path, row.phase) for row in comparison.rows] == forward + backward
 
 
-@pytest.mark.once
 def test_an_error_enters_where_half_cancels():
     for at, policy in (("b", "mixed_float16"), ("c", "mixed_bfloat16")):
         comparison = compare(_chain(_cancels, at), policy, overrides={"class:accumulation": "half"}, grad=False)(W, X)
@@ -81,7 +79,6 @@ def test_an_error_enters_in_a_backward_rule():
     assert comparison.worst.phase == "backward"
 
 
-@pytest.mark.once
 def test_an_error_enters_where_gradients_vanish_in_float16():
     def loss(params, x):
         with jax.named_scope("first"):
@@ -97,7 +94,6 @@ def test_an_error_enters_where_gradients_vanish_in_float16():
     assert comparison.entered in ("last", "small") and comparison.worst.relative_error > 0.3
 
 
-@pytest.mark.once
 def test_an_error_enters_where_an_override_asks_for_half():
     def loss(params, x):
         with jax.named_scope("before"):
@@ -112,7 +108,6 @@ def test_an_error_enters_where_an_override_asks_for_half():
     assert compare(loss, "mixed_bfloat16", overrides={"planted": "half"}, grad=False)(W, X).entered == "planted"
 
 
-@pytest.mark.once
 def test_an_error_enters_where_half_operands_are_too_coarse():
     def loss(params, x):
         with jax.named_scope("before"):
@@ -171,7 +166,6 @@ def test_linen_calls_of_one_module_are_rows_of_their_own():
     assert [row.path for row in comparison.rows if row.phase == "backward"].count("Model/layer") == 2
 
 
-@pytest.mark.once
 def test_rows_are_what_numpy_computes():
     def loss(params, x):
         with jax.named_scope("layer"):
@@ -244,7 +238,6 @@ def test_scopes_in_a_loops_condition_or_a_shard_map_have_no_rows_and_those_aroun
     assert [row.path for row in rows] == ["doubled", "mapped", ""]
 
 
-@pytest.mark.once
 def test_infinities_of_a_mask_are_no_difference():
     def fun(x):
         with jax.named_scope("masked"):
@@ -254,7 +247,6 @@ def test_infinities_of_a_mask_are_no_difference():
     assert comparison.worst.relative_error < 2**-7 and comparison.entered is None
 
 
-@pytest.mark.once
 def test_a_wrong_reference_and_functions_without_a_loss_or_floating_results_are_refused():
     with pytest.raises(ValueError, match="reference must be 'float32' or 'float64', got 'float16'"):
         compare(_chain(_exact, "a"), "mixed_bfloat16", reference="float16")
@@ -279,7 +271,6 @@ def test_the_table_shows_the_worst_of_equal_layers():
     assert rows[0].startswith(f"{worst} (worst of 3) ") and f"{errors[worst]:.2e}" in rows[0]
 
 
-@pytest.mark.once
 def test_a_comparison_is_shown_as_text_json_and_a_table():
     comparison = compare(_chain(_exact, "a"), "mixed_bfloat16", grad=False)(W, X)
     assert str(comparison).startswith("The error enters nowhere; worst: ")

@@ -29,7 +29,7 @@ from linen_zoo import (
 import jaxmp
 from jaxmp.linen import apply_policy, autocast
 
-pytestmark = pytest.mark.once
+pytestmark = pytest.mark.once  # test_dtypes.py runs on the newest JAX
 
 IMAGES = data(2, 16, 16, 3)
 IDS = jnp.array([1, 3])

@@ -19,7 +19,7 @@ from jaxmp.nnx import apply_policy, autocast
 from jaxmp.program.primitives import PRODUCTS
 from jaxmp.program.walk import equations, product_dtypes
 
-pytestmark = pytest.mark.once
+pytestmark = pytest.mark.once  # test_dtypes.py and test_transforms.py run on the newest JAX
 
 X = data(2, 6, 6, 3)
 

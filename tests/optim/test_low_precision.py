@@ -16,7 +16,7 @@ import jaxmp
 from jaxmp.optim import low_precision, stored_moments
 from jaxmp.sharding import Sharding
 
-pytestmark = [pytest.mark.once, pytest.mark.usefixtures("standard_promotion")]  # optax's Adam mixes dtypes
+pytestmark = pytest.mark.usefixtures("standard_promotion")  # optax's Adam mixes dtypes
 
 
 def problem(dtype):

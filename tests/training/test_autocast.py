@@ -18,7 +18,7 @@ from recompiles import compiled_once
 import jaxmp
 from jaxmp.program.walk import equations, product_dtypes
 
-pytestmark = pytest.mark.once
+pytestmark = pytest.mark.once  # tests/engine and test_step.py run on the newest JAX
 
 
 class Net(nn.Module):
@@ -61,7 +61,6 @@ def test_the_step_and_the_evaluation_multiply_in_the_compute_dtype():
     assert dtypes_in(jaxmp.make_eval_step(loss_fn, policy="bfloat16")) == {"bfloat16"}
 
 
-@pytest.mark.once
 def test_a_float32_policy_means_no_autocast():
     evaluate, bare = (jaxmp.make_eval_step(loss_fn, policy=policy) for policy in ("float32", None))
     assert dtypes_in(make("float32")) == dtypes_in(evaluate) == dtypes_in(bare) == {"float32"}
@@ -128,7 +127,6 @@ def test_overrides_reach_the_autocast():
     assert dtypes_in(evaluate) == {"float16", "float32"}
 
 
-@pytest.mark.once
 def test_a_float32_step_returns_half_metrics_and_refuses_a_half_loss_with_and_without_overrides():
     def halved(loss_dtype: Any, params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
         loss, model_state, metrics = loss_fn(params, model_state, batch, rng)
@@ -146,7 +144,6 @@ def test_a_float32_step_returns_half_metrics_and_refuses_a_half_loss_with_and_wi
             jax.eval_shape(half, new_state(), BATCH)
 
 
-@pytest.mark.once
 def test_float16_products_of_autocast_without_a_loss_scale_are_warned_of_once():
     step, state = make("mixed_float16"), new_state(jaxmp.NoOpLossScale())
     with pytest.warns(UserWarning, match="float16 products and no loss scale"):
@@ -177,7 +174,6 @@ def test_an_override_that_matches_nothing_raises_when_the_step_is_traced():
             jax.eval_shape(step.jitted, new_state(), BATCH)
 
 
-@pytest.mark.once
 def test_a_model_under_its_own_autocast_keeps_its_policy():
     model = jaxmp.linen.autocast(NET, "mixed_float16", {"head": "float32"})
 

@@ -26,14 +26,13 @@ from recompiles import compiled_once
 import jaxmp
 from jaxmp import DynamicLossScale, StaticLossScale, TrainState, loss_scaling, make_train_step
 
-pytestmark = pytest.mark.once
+pytestmark = pytest.mark.once  # test_step.py makes states with the newest JAX
 
 
 def sgd():
     return loss_scaling(optax.sgd(0.1, momentum=0.9), DynamicLossScale(period=2))
 
 
-@pytest.mark.once
 def test_a_fresh_state_has_the_documented_fields():
     params, _ = problem()
     state = TrainState.create(apply_fn=len, params=params, tx=sgd(), model_state={"n": 1.0}, rng=0, ema=True)
@@ -46,7 +45,6 @@ def test_a_fresh_state_has_the_documented_fields():
     assert state.replace(step=state.step + 1).step == 1
 
 
-@pytest.mark.once
 def test_a_bare_optimizer_is_wrapped_so_that_it_skips_and_scales_nothing():
     params, batch = problem()
     state = TrainState.create(params=params, tx=optax.sgd(0.1))
@@ -55,7 +53,6 @@ def test_a_bare_optimizer_is_wrapped_so_that_it_skips_and_scales_nothing():
     assert bool(metrics["skipped"]) and metrics["loss_scale"] == 1 and same_bits(new.params, state.params)
 
 
-@pytest.mark.once
 def test_a_state_has_its_next_loss_scale_and_its_count_of_skipped_steps():
     params, batch = problem()
     state = TrainState.create(params=params, tx=loss_scaling(standard(optax.sgd(0.1)), DynamicLossScale()))
@@ -66,7 +63,6 @@ def test_a_state_has_its_next_loss_scale_and_its_count_of_skipped_steps():
     refused(lambda: state.loss_scale, RuntimeError, "'loss_scale' was donated to an earlier step")
 
 
-@pytest.mark.once
 def test_a_subclass_may_have_fields_of_its_own():
     class WithCounts(TrainState):
         examples: Any = None
@@ -80,7 +76,6 @@ def test_a_subclass_may_have_fields_of_its_own():
     assert state.examples == 8 and state.step == 2
 
 
-@pytest.mark.once
 def test_an_optimizer_whose_state_holds_the_params_themselves_can_be_donated():
     params, batch = problem()
     params["hidden"]["b2"] = params["hidden"]["b"]  # two params are the same array
@@ -95,7 +90,6 @@ def test_an_optimizer_whose_state_holds_the_params_themselves_can_be_donated():
     assert state.step == 1 and same_bits(state.params["hidden"]["b2"], jnp.zeros(4))
 
 
-@pytest.mark.once
 def test_states_of_weak_type_or_numpy_are_compiled_for_once():
     params = {"weak": jnp.asarray(1.0), "numpy": np.ones(3, np.float32)}
     assert params["weak"].weak_type

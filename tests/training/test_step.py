@@ -114,6 +114,12 @@ def test_arrays_that_are_also_in_the_batch_are_not_donated():
 
     assert same_bits(train(donate=True), train(donate=False))
 
+    state = TrainState.create(params={"w": jnp.ones((2, 1))}, tx=optax.sgd(0.1))
+    target = jax.device_put(state.params, jax.devices()[0])  # other arrays in the same memory
+    with pytest.raises((RuntimeError, ValueError)) as error:
+        make_train_step(loss_fn)(state, {"x": jnp.ones((4, 2)), "target": target})
+    assert any("Copy it with jax.tree.map(jnp.copy, ...)" in note for note in error.value.__notes__)
+
 
 # ---- microbatches
 

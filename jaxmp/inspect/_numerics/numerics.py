@@ -89,9 +89,9 @@ class Numerics(tables.Shown):
         title = f"loss {self.loss:.6g} at loss scale {self.loss_scale:g}"
         if math.isfinite(self.loss):
             scales = self._good_scales("float16")
-            title += f"; recommended for float16: {scales[0]:g}"
+            title += f"; recommended for float16: {scales[0]:.0f}"
             if len(scales) > 1:
-                title += f" to {scales[-1]:g}"
+                title += f" (equally good up to {scales[-1]:.0f})"
         rows: list[tuple[Any, ...]] = []
         for kind in TENSORS:
             tensors: Mapping[str, Statistics] = getattr(self, kind)
@@ -212,9 +212,9 @@ def _count_train_step(step: Any) -> Callable[..., Numerics]:
     return run
 
 
-_OWN_STEP = (
-    "numerics takes a loss function, or a step of jaxmp.nnx.make_train_step. A step of your own changes its optimizer: "
-    "pass its loss function"
+_CHANGES = (
+    "A loss function may change only the model that it differentiates. If you passed a train step of your own,\n"
+    "pass its loss function. If the loss function changes another model, call eval() on that model."
 )
 
 
@@ -229,7 +229,7 @@ def _counting_program(loss_fn: Callable[..., Any], policy: Any, tx: Any) -> Call
         arrays, rebuild = (params, None) if model is None else model.params_and_rebuild(params)
 
         def loss_of(params: Any, *args: Any) -> jax.Array:
-            with note_for_changes(_OWN_STEP):
+            with note_for_changes(_CHANGES):
                 result = loss_fn(params if rebuild is None else rebuild(params), *args)
             loss = result[0] if isinstance(result, tuple) and result else result
             return jnp.asarray(require_loss(loss, "return the loss, or a tuple that begins with it"))
