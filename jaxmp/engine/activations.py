@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from jaxmp.base.graphs import reachable
+from jaxmp.engine.graph_paths import SQUARES, multiple_of
 from jaxmp.engine.nodes import Graph, Node, shape_read
 from jaxmp.engine.postponed_casts import is_cast_to_half
 from jaxmp.engine.raised_states import States
@@ -21,7 +22,7 @@ def find_activations(nodes: Sequence[Node], states: States) -> dict[Node, int]:
 
     An activation is computed from a half product by elementwise operations and moves of data. A value that a loop
     accumulates in float32 is not an activation. A difference of activations of two products is not an activation
-    either, so a sum with such a term is not a residual stream.
+    either, and neither is a square. So a sum with such a term is not a residual stream.
     """
     activations: dict[Node, int] = {}
     count = 0
@@ -39,7 +40,7 @@ def find_activations(nodes: Sequence[Node], states: States) -> dict[Node, int]:
         elif node.name in _ELEMENTWISE:
             operands = [operand for operand in node.inputs if shape_read(node, operand) == node.shape]
         products = {activations[operand] for operand in operands if operand in activations}
-        if products and not _is_difference_of_activations(node, products):
+        if products and not _is_difference_of_activations(node, products) and not _is_square(node):
             activations[node] = max(products)
     return activations
 
@@ -50,6 +51,14 @@ def _is_difference_of_activations(node: Node, products: Collection[int]) -> bool
     ``products`` are the numbers of the products from which its operands are computed.
     """
     return node.name == "sub" and len(products) > 1
+
+
+def _is_square(node: Node) -> bool:
+    """Return whether a node is a power of a value, as in a second moment or in the modulus of a complex number."""
+    if node.name == "mul":
+        left, right = (multiple_of(operand) for operand in node.inputs)
+        return left is right
+    return node.name in SQUARES
 
 
 def is_stream(node: Node, states: States, activations: Mapping[Node, int]) -> bool:

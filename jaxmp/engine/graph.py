@@ -249,8 +249,7 @@ class _Builder:
     def add_operation(self, step: Step, equation: Equation) -> None:
         eqn, name, operands = step.eqn, equation.name, step.operands
         inputs = [node for node in operands if node is not None]
-        constants = [node.const for node in inputs if node.const is not None]
-        kind, step.reason, requested = self.rules.kind_of(eqn, constants, step.names)
+        kind, step.reason, requested = self.rules.kind_of(eqn, [node.const for node in inputs], step.names)
         is_moved = kind is CLEAR
         step.kind = kind
         step.recipe = self.rules.recipe_of(name, step.names) if name in PRODUCTS else None

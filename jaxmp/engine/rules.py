@@ -57,6 +57,9 @@ class Request(NamedTuple):
     products: str = ""
 
 
+Constants = Sequence[tuple[float, float] | None]
+
+
 @dataclasses.dataclass
 class Rules:
     """The half dtype (float16, bfloat16) and the overrides of one autocast function.
@@ -105,12 +108,13 @@ class Rules:
                 "Autocast sees operations of the derivative only in autocast(grad(f))"
             )
 
-    def kind_of(self, eqn: Any, constants: Sequence[tuple[float, float]], names: Names) -> OperationKind:
+    def kind_of(self, eqn: Any, constants: Constants, names: Names) -> OperationKind:
         """Return the kind of an equation without a body, and the reason.
 
         Args:
           eqn: the equation.
-          constants: for each constant operand, its smallest nonzero magnitude and its largest magnitude.
+          constants: for each floating operand, its smallest nonzero magnitude and its largest magnitude; None for an
+            operand that is not a constant.
           names: the scopes around the equation.
         """
         name, cls = eqn.primitive.name, classify(eqn.primitive.name)
@@ -253,8 +257,11 @@ class Rules:
             return OperationKind(Kind.INFER, "an outer product")  # it sums nothing, as in positions times frequencies
         return OperationKind(Kind.HALF, "product")
 
-    def _kind_by_constants(self, name: str, constants: Sequence[tuple[float, float]], half: Any) -> OperationKind:
+    def _kind_by_constants(self, name: str, operands: Constants, half: Any) -> OperationKind:
         """Return the kind that the magnitudes of an operation's constants require."""
+        if half == np.float16 and name == "div" and operands[1] is None:
+            return OperationKind(Kind.FULL, "the derivative of a quotient overflows in float16")
+        constants = [magnitudes for magnitudes in operands if magnitudes is not None]
         if half is None or not constants:
             return OperationKind(Kind.INFER, "")
         tiny, huge = range_of(half)

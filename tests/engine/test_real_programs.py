@@ -192,3 +192,49 @@ def test_a_tanh_or_sigmoid_that_a_layer_and_a_logarithm_read_loses_no_digits(mak
         of_autocast, of_half_products = gradient_errors(loss, policy, params)
         assert of_autocast < 2 * of_half_products + 0.005, seed
         assert set(products(half(loss, policy), params)) == {HALVES[policy]}
+
+
+# -- float16 -----------------------------------------------------------------------------------------------------------
+
+
+def linear_attention(seed):
+    """Return a loss with the attention of Katharopoulos et al. 2020, which divides by a sum over all tokens."""
+    x = normal(seed, 64, 32)
+
+    def loss(params):
+        queries, keys = (jax.nn.elu(x @ params[name]) + 1 for name in ("queries", "keys"))
+        mixed = jnp.einsum("nd,ne->de", keys, x @ params["values"])
+        normaliser = jnp.einsum("nd,d->n", queries, keys.sum(0))
+        attended = jnp.einsum("nd,de->ne", queries, mixed) / normaliser[:, None]
+        return 2.0**14 * jnp.mean((attended @ params["out"]) ** 2)
+
+    names = ("queries", "keys", "values", "out")
+    return loss, {name: normal(seed + n, 32, 32, scale=32**-0.5) for n, name in enumerate(names, 1)}
+
+
+def adam_in_the_loss(seed):
+    """Return the loss after three steps of Adam, as in first-order MAML."""
+    x = normal(seed, 64, 32)
+
+    def loss(params):
+        def inner(hidden):
+            return jnp.mean((jnp.tanh(x @ hidden) @ params["out"]) ** 2)
+
+        hidden = params["hidden"]
+        first, second = jnp.zeros_like(hidden), jnp.zeros_like(hidden)
+        for step in range(1, 4):
+            gradient = jax.lax.stop_gradient(jax.grad(inner)(hidden))
+            first, second = 0.9 * first + 0.1 * gradient, 0.999 * second + 0.001 * gradient**2
+            root = jnp.sqrt(second / (1 - 0.999**step))
+            hidden = hidden - 0.01 * first / (1 - 0.9**step) / (root + 1e-8)
+        return inner(hidden)
+
+    return loss, {"hidden": normal(seed + 1, 32, 32, scale=32**-0.5), "out": normal(seed + 2, 32, 4, scale=32**-0.5)}
+
+
+@pytest.mark.parametrize("make", [linear_attention, adam_in_the_loss])
+@pytest.mark.parametrize("policy", HALVES)
+def test_normalisers_and_second_moments_neither_overflow_nor_vanish(make, policy):
+    loss, params = make(0)
+    of_autocast, of_half_products = gradient_errors(loss, policy, params)
+    assert of_autocast < 2 * of_half_products or of_autocast < 0.005
