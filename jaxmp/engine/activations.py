@@ -54,7 +54,7 @@ def _is_difference_of_activations(node: Node, products: Collection[int]) -> bool
 
 
 def _is_square(node: Node) -> bool:
-    """Return whether a node is a power of a value, as in a second moment or in the modulus of a complex number."""
+    """Return whether a node is a power of a value, as in a second moment or a modulus."""
     if node.name == "mul":
         left, right = (multiple_of(operand) for operand in node.inputs)
         return left is right

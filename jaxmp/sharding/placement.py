@@ -28,12 +28,12 @@ def settled(state: Any) -> Any:
     return jax.tree.map(settle, each_once(state))
 
 
-def each_once(state: Any, others: Iterable[Any] = ()) -> Any:
-    """Return ``state`` so that each array occurs in it only once, and does not occur in ``others``.
+def each_once(state: Any, of_batch: Iterable[Any] = ()) -> Any:
+    """Return ``state`` so that each array occurs in it only once, and does not occur in ``of_batch``.
 
     Repeated arrays, such as those of a target network, are copied.
     """
-    ids = {*map(id, others)}
+    ids = {*map(id, of_batch)}
     return jax.tree.map(lambda leaf: copied_if_seen(leaf, ids), state)
 
 

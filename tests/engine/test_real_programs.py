@@ -198,7 +198,7 @@ def test_a_tanh_or_sigmoid_that_a_layer_and_a_logarithm_read_loses_no_digits(mak
 
 
 def linear_attention(seed):
-    """Return a loss with the attention of Katharopoulos et al. 2020, which divides by a sum over all tokens."""
+    """Return a loss with the linear attention of Katharopoulos et al. 2020."""
     x = normal(seed, 64, 32)
 
     def loss(params):
