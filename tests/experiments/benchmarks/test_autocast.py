@@ -141,7 +141,7 @@ def test_the_benchmark_of_steps_writes_times_memory_and_programs_of_every_varian
         autocast.main(config)
     result = json.loads((tmp_path / "autocast.json").read_text())
     (model,) = result["results"]
-    assert model["model"] == "LSTM, 1 layers of 64, 2×8, 32 tokens"
+    assert model["model"] == "LSTM, 1 layer of 64, 2×8, 32 tokens"
     assert list(model["variants"]) == list(autocast.VARIANTS)
     assert all(len(row["milliseconds"]) == 2 and row["bytes"] > 0 for row in model["variants"].values())
     losses = [row["loss"] for row in model["variants"].values()]
