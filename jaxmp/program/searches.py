@@ -25,13 +25,16 @@ class _ProductOrigin(enum.IntEnum):
     """The value does not depend on products, or only through integers, such as a token or a count."""
     SUM = 1
     """The value is a carry that depends on products, or a sum with such a carry. Example: time plus a step."""
-    ANEW = 2
+    SCALED = 2
+    """The value is such a sum times a fixed number. Example: the score of a sentence, divided by its length."""
+    ANEW = 3
     """The iteration recomputes the value from products. Examples are a residual, a step and an error estimate."""
 
 
-FIXED, SUM, ANEW = _ProductOrigin
+FIXED, SUM, SCALED, ANEW = _ProductOrigin
 # The result of such an operation has the origin of its operands.
-_KEEPS_ORIGIN = PICKS | COMBINES | with_trait(Trait.EXTREME, Trait.POOLS) | {CAST}
+_KEEPS_ORIGIN = PICKS | COMBINES | with_trait(Trait.EXTREME, Trait.POOLS, Trait.SORTS) | {CAST}
+_MULTIPLIES = with_trait(Trait.MULTIPLIES)
 
 
 class _ProductOrigins(Analysis[_ProductOrigin]):
@@ -55,11 +58,23 @@ class _ProductOrigins(Analysis[_ProductOrigin]):
             return self.select(operands[0], max(operands[1:]))
         if highest is FIXED or name in _KEEPS_ORIGIN:
             return highest
-        if name in SUMS and SUM in operands:
-            return SUM
-        if name in COMPARISONS and highest is SUM:
+        if name in COMPARISONS and highest is not ANEW:
             return FIXED
+        if name in SUMS:
+            return self._of_sum(name, operands)
+        is_scaled = operands[1] is FIXED if name == "div" else FIXED in operands
+        if name in _MULTIPLIES and is_scaled and highest is not ANEW:
+            return SCALED
         return ANEW
+
+    def _of_sum(self, name: str, operands: Sequence[_ProductOrigin]) -> _ProductOrigin:
+        first, second = operands
+        is_change = name == "sub" and first is not FIXED and second in (SUM, SCALED)
+        if is_change:  # a new value minus the old one, such as a residual
+            return ANEW
+        if SUM in operands:
+            return SUM
+        return max(operands) if FIXED in operands else ANEW
 
     def join(self, first: _ProductOrigin, second: _ProductOrigin) -> _ProductOrigin:
         return max(first, second)
@@ -75,8 +90,8 @@ def is_search(bodies: Bodies) -> bool:
     """Return whether a while loop runs until a computed value converges.
 
     The result is true if the condition reads a value that each iteration recomputes from a product, such as a residual.
-    A carry to which each iteration adds something, such as time, does not count as recomputed. The result is false for
-    all equations but while loops.
+    A carry to which each iteration adds something, such as time or a sum of log-probabilities, does not count as
+    recomputed. The result is false for all equations but while loops.
     """
     if bodies.kind != "while":
         return False

@@ -268,6 +268,35 @@ def test_a_decoder_that_stops_at_a_token_is_half():
     assert set(products(half(fun), X, W)) == {"bfloat16"}
 
 
+def test_a_beam_search_is_half():
+    """The loop ends when no live sentence can reach the score of a finished one."""
+
+    def fun(x, w):
+        def penalty(length):
+            return length.astype(jnp.float32) ** 0.6
+
+        def turn(carry):
+            n, tokens, live, finished = carry
+            logits = jnp.tanh(x[tokens] @ w) @ w
+            sums = jax.nn.log_softmax(logits) + live[:, None]
+            best, places = jax.lax.top_k(sums.reshape(-1), 4)
+            has_ended = places % 8 == 3
+            live, beams = jax.lax.top_k(best + jnp.where(has_ended, -1e7, 0.0), 2)
+            scores = best / penalty(n + 1) + jnp.where(has_ended, 0.0, -1e7)
+            finished = jax.lax.top_k(jnp.concatenate([finished, scores]), 2)[0]
+            return n + 1, places[beams] % 4, live, finished
+
+        def goes_on(carry):
+            n, _, live, finished = carry
+            return (n < 9) & (live[0] / penalty(jnp.int32(9)) > jnp.min(finished))
+
+        start = (0, jnp.array([0, 1]), jnp.array([0.0, -1e7]), jnp.full(2, -1e7))
+        return jax.lax.while_loop(goes_on, turn, start)[3]
+
+    assert set(products(half(fun), X, W)) == {"bfloat16"}
+    np.testing.assert_allclose(half(fun)(X, W), fun(X, W), rtol=0.02)
+
+
 @pytest.mark.parametrize("join", ["carry", "branches"])
 def test_a_mask_that_starts_a_carry_or_ends_a_branch_stays_finite(join):
     def filled(h):
@@ -297,6 +326,8 @@ TIMES = {
 RESIDUALS = {
     "a step": lambda c, h: (1 / jnp.mean(h**2), c[1]),
     "a difference of sums": lambda c, h: (1 - jnp.abs(c[1] - (c[1] + jnp.mean(h**2))), c[1] + jnp.mean(h**2)),
+    "an average": lambda c, h: (0.5 * c[0] + 0.5 / (1 + jnp.mean(h**2)), c[1]),
+    "a signed change": lambda c, h: ((h[0, 0] - c[1]) / 0.1, h[0, 0]),
     "a smallest error": lambda c, h: (jnp.maximum(c[0], 1 - jnp.mean(h**2)), c[1]),
     "a step that may be refused": lambda c, h: (jnp.where(h[0, 0] > 0.5, c[0], jnp.mean(h**2)), c[1]),
 }
