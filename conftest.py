@@ -1,4 +1,4 @@
-"""The names that the examples in docstrings use without importing them."""
+"""The examples in docstrings: the names that they use without importing them, and the Python on which they run."""
 
 from __future__ import annotations
 
@@ -19,3 +19,9 @@ def names_in_examples(doctest_namespace):
     import jaxmp
 
     doctest_namespace.update(jaxmp=jaxmp, jax=jax, jnp=jnp, nn=nn, nnx=nnx, optax=optax, tempfile=tempfile)
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Run the examples on the default Python only: tests cover the same functions on the newest one."""
+    if isinstance(item, pytest.DoctestItem):
+        item.add_marker("once")

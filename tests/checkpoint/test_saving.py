@@ -51,6 +51,7 @@ def test_a_restored_linen_run_continues_bit_for_bit_though_the_saved_state_is_do
     assert capsys.readouterr().out == ""  # nothing was converted
 
 
+@pytest.mark.once
 def test_a_restored_nnx_run_continues_bit_for_bit_in_place(tmp_path):
     step = jaxmp.nnx.make_train_step(nnx_loss, ema_decay=0.9)
     model, optimizer = nnx_run()
@@ -69,6 +70,7 @@ def test_a_restored_nnx_run_continues_bit_for_bit_in_place(tmp_path):
     assert bits(nnx.state(pair)) == bits(nnx.state((model, optimizer)))
 
 
+@pytest.mark.once
 def test_several_nnx_models_with_their_optimizers_are_restored_in_place(tmp_path):
     step = jaxmp.nnx.make_train_step(nnx_loss, ema_decay=0.9)
 
@@ -92,6 +94,7 @@ def test_several_nnx_models_with_their_optimizers_are_restored_in_place(tmp_path
     assert bits(nnx.state(fresh)) == bits(nnx.state(runs))
 
 
+@pytest.mark.once
 def test_any_tree_of_arrays_and_numbers_can_be_saved_and_restored_to_shapes(tmp_path):
     tree = {
         "half": [jnp.arange(3, dtype=jnp.bfloat16), jnp.ones((2, 2), jnp.float8_e4m3fn)],

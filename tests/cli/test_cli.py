@@ -145,6 +145,7 @@ def test_doctor_trains_here_and_says_everything(capsys, monkeypatch):
         assert text in out
 
 
+@pytest.mark.once
 @pytest.mark.filterwarnings("ignore:updates below")  # of the half params
 def test_the_step_that_doctor_trains_is_exact_and_one_with_wrong_numbers_is_told_apart(monkeypatch):
     for policy in ("float32", "mixed_float16", "bfloat16"):
@@ -220,6 +221,7 @@ def test_doctor_tells_of_settings_that_change_what_a_policy_means(healthy, monke
     assert problems() == ["JAX_PLATFORMS=cpu is set: JAX uses no other kind of device"]
 
 
+@pytest.mark.once
 def test_doctor_exits_with_1_when_jax_does_not_start():
     forced = "nonsense"
     code, out, err = run("doctor", JAX_PLATFORMS=forced)

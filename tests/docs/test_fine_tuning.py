@@ -144,8 +144,7 @@ def test_the_table_of_memory_on_the_page_is_right() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Flax, for qwix
-@pytest.mark.parametrize("stored", ["uint4", "int8"])
-@TABS
+@pytest.mark.parametrize(("tab", "stored"), [("Linen", "uint4"), ("NNX", "int8")])
 def test_qlora_trains_float32_adapters_of_a_base_in_four_or_eight_bits(tab: str, stored: str) -> None:
     qwix = pytest.importorskip("qwix")
     [block] = [block for block in blocks(QLORA) if block.tab == tab]

@@ -204,6 +204,7 @@ def test_the_margin_of_arcface_has_finite_gradients():
     np.testing.assert_allclose(gradients, compiled(jax.grad(lambda w: loss(x, w)))(x), rtol=0.02, atol=2e-3)
 
 
+@pytest.mark.once
 def test_the_plan_of_a_long_chain_of_products_takes_little_time():
     def transmittance(x):
         rest = jnp.ones(16)

@@ -233,6 +233,7 @@ class NnxOde(nnx.Module):
         return self.out(jax.lax.fori_loop(0, TURNS, lambda _, h: h + jnp.tanh(self.f(h)).astype(h.dtype) / TURNS, h))
 
 
+@pytest.mark.once
 def test_an_integrator_of_linen_layers_adds_in_float32():
     model, policy = Ode(), "mixed_float16"
     models = (jaxmp.linen.apply_policy(model, policy), jaxmp.linen.autocast(model, policy), model)

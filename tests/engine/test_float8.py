@@ -344,6 +344,7 @@ class TestNumbers:
         rows = compiled(jaxmp.autocast(one_hot_rows, SMALL))(table, ids)
         np.testing.assert_array_equal(rows, np.asarray(table).astype(jnp.bfloat16)[ids])
 
+    @pytest.mark.once
     def test_gradients_are_near_float32_but_less_exact_than_bfloat16(self):
         ways = mlp, jaxmp.autocast(mlp, SMALL), jaxmp.autocast(mlp, "mixed_bfloat16")
         program = compiled(lambda *args: [jax.grad(loss_of(fun))(*args) for fun in ways])
@@ -351,6 +352,7 @@ class TestNumbers:
         assert 1e-4 < 1 - cosine(ours, exact) < 1e-2
         assert 1 - cosine(half, exact) < 1e-4
 
+    @pytest.mark.once
     def test_non_finite_values_stay_non_finite(self):
         step = jaxmp.make_train_step(lambda p, s, batch, r: (loss_of(mlp)(p, batch), s), policy=SMALL, donate=False)
         state = jaxmp.TrainState.create(params=MLP, tx=optax.sgd(0.1))
@@ -373,6 +375,7 @@ class TestTransformations:
         gradients = compiled(lambda *args: [jax.grad(loss_of(fun))(*args) for fun in (mapped, hand_mlp)])(MLP, x)
         assert 1 - cosine(*gradients) < 1e-4
 
+    @pytest.mark.once
     @pytest.mark.parametrize("inside", [False, True], ids=["autocast of scan", "scan of autocast"])
     def test_a_scan_over_layers_equals_its_unrolled_loop(self, inside):
         weights = normal(1, 3, 16, 16, scale=0.25)
@@ -424,6 +427,7 @@ class TestTransformations:
         fun = jaxmp.autocast(lambda p, x: double(x @ p["up"]) @ p["down"], SMALL)
         assert in_float8(jax.grad(loss_of(fun)), MLP, normal(0, 16, 16)) == ([2, 0], [3, 0])
 
+    @pytest.mark.once
     def test_shards_have_one_scale(self):
         mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
         replicated, split = PartitionSpec(), PartitionSpec("data")

@@ -205,6 +205,7 @@ class TestTransformations:
         per_example = jax.vmap(lambda x, g: jax.vjp(dot, x, w)[1](g)[1])
         assert off(jax.jit(per_example)(xs, gs), wanted) < ROUNDED
 
+    @pytest.mark.once
     def test_a_scan_over_layers_equals_a_python_loop(self):
         x, ws = drawn(32, 32), drawn(3, 32, 32, seed=1, spread=0.0) / 8
 
@@ -220,6 +221,7 @@ class TestTransformations:
         for got, want in zip(*both, strict=True):
             assert off(got, want) < 0.06  # XLA rounds the two programs differently before they are quantised
 
+    @pytest.mark.once
     def test_remat_changes_no_bit(self, operands):
         x, w, _ = operands
         wanted = jax.jit(jax.grad(loss, (0, 1)))(x, w)
@@ -296,6 +298,7 @@ class TestTransformations:
 
 
 class TestShards:
+    @pytest.mark.once
     def test_shards_of_an_array_have_one_scale(self, operands):
         x, w, g = operands
         mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))

@@ -284,6 +284,7 @@ def masks(fill: float) -> Any:
     }
 
 
+@pytest.mark.once
 def test_a_mask_with_the_lowest_float32_number_makes_no_nan() -> None:
     def attend(x: jax.Array, w: jax.Array, masked: Any) -> jax.Array:
         return jax.nn.softmax(masked(x @ w)) @ w

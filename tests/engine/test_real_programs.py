@@ -184,6 +184,7 @@ def concept_bottleneck(seed):
     return loss, {"concepts": network(seed + 3, 16, 64, 8), "task": network(seed + 5, 8, 32, 1)}
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("make", [soft_actor_critic, concept_bottleneck])
 @pytest.mark.parametrize("policy", HALVES)
 def test_a_tanh_or_sigmoid_that_a_layer_and_a_logarithm_read_loses_no_digits(make, policy):
@@ -232,6 +233,7 @@ def adam_in_the_loss(seed):
     return loss, {"hidden": normal(seed + 1, 32, 32, scale=32**-0.5), "out": normal(seed + 2, 32, 4, scale=32**-0.5)}
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("make", [linear_attention, adam_in_the_loss])
 @pytest.mark.parametrize("policy", HALVES)
 def test_normalisers_and_second_moments_neither_overflow_nor_vanish(make, policy):

@@ -139,6 +139,7 @@ def test_a_batch_is_a_multiple_of_an_integer() -> None:
     assert plan.largest_batch(10_000, multiple_of=np.int64(8)) % 8 == 0
 
 
+@pytest.mark.once
 def test_a_batch_is_a_multiple_of_the_microbatches() -> None:
     def loss_fn(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
         return jnp.mean(batch @ params["w"]), model_state

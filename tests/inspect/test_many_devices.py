@@ -73,6 +73,7 @@ class TestMemory:
         ]
         assert len({str(devices) for devices in clusters}) == 1
 
+    @pytest.mark.once
     def test_the_largest_batch_is_split_over_all_devices(self):
         mesh = jax.make_mesh((4,), ("fsdp",), axis_types=(AxisType.Explicit,))
         weights = {name: placed(P("fsdp"), *leaf.shape, mesh=mesh) for name, leaf in WEIGHTS.items()}

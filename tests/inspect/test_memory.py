@@ -216,6 +216,7 @@ def test_the_memory_of_nnx_models_and_optimizers_has_their_kinds():
     assert plan.by_kind["params"] == size and size <= plan.by_kind["optimizer"] <= size + 64
 
 
+@pytest.mark.once
 def test_the_largest_batch_fits_and_one_more_does_not():
     args = shape(64, 64), shape(256, 64)
     plan = memory(gradients)(*args)
@@ -227,6 +228,7 @@ def test_the_largest_batch_fits_and_one_more_does_not():
     assert plan.largest_batch(1000) == 0
 
 
+@pytest.mark.once
 def test_int64_of_numpy_is_int32_as_in_jax_and_gives_no_warning():
     def loss(params, batch):
         return jnp.mean((batch["x"] @ params) * batch["y"].astype(F32))

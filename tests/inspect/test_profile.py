@@ -60,6 +60,7 @@ def half_step():
     return SimpleNamespace(measured=profile(step)(state, x), state=state)
 
 
+@pytest.mark.once
 def test_the_float32_layer_of_a_half_model_is_named(half_step):
     assert _sentence(half_step.measured, "float32 products").endswith("Net/head.")
 
@@ -113,11 +114,13 @@ def test_equal_layers_are_printed_in_one_row(half_step):
     assert table.row_count == 1
 
 
+@pytest.mark.once
 def test_a_model_without_a_policy_is_said_to_run_in_float32():
     step, state, x = _step("float32")
     assert "no policy" in _sentence(profile(step, steps=2)(state, x), "All products run in float32")
 
 
+@pytest.mark.once
 def test_the_products_of_an_attention_have_the_dtype_of_the_program():
     class Layer(nn.Module):
         @nn.compact

@@ -81,6 +81,7 @@ def gradient_of(apply: Callable[[Any], jax.Array], w: jax.Array) -> np.ndarray:
     return np.asarray(gradient(w), np.float64)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("body", PROGRAMS)
 def test_a_program_inside_of_a_module_has_the_gradient_of_float32(body):
     bare = LinenModel(body)

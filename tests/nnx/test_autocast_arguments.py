@@ -107,6 +107,7 @@ def test_statistics_rng_counts_and_masks_are_the_same_as_without_autocast(name, 
     assert set(products(lambda state: nnx.as_pure(run(nnx.merge(graphdef, state), X)), state)) == {HALVES[policy]}
 
 
+@pytest.mark.once
 def test_an_ensemble_in_vmap_has_the_same_statistics_and_masks_as_without_autocast():
     @nnx.jit
     def make() -> Any:
@@ -365,6 +366,7 @@ def test_no_tracer_outlives_the_trace():
         nnx.eval_shape(nnx.value_and_grad(half(loss_fn)), model, X)
 
 
+@pytest.mark.once
 def test_nested_autocasts_run_every_call_once():
     def both(model: Any, x: jax.Array) -> jax.Array:
         return half(loss_fn, "float32")(model, x) + half(loss_fn)(model, x) + nnx.jit(loss_fn)(model, x)

@@ -244,6 +244,7 @@ def test_statistics_of_a_wrapped_linen_module_stay_float32_and_dropout_keeps_its
         np.testing.assert_allclose(np.asarray(got - old), np.asarray(wanted - old), rtol=0.05, atol=2e-4)
 
 
+@pytest.mark.once
 def test_statistics_of_a_wrapped_nnx_module_stay_float32_and_dropout_keeps_its_mask():
     bare = bridge.ToLinen(Nnx)
     model = bridge.ToLinen(lambda rngs: jaxmp.nnx.apply_policy(Nnx(rngs), "mixed_bfloat16"))
@@ -289,6 +290,7 @@ def test_autocast_of_a_model_with_a_bridge_rounds_the_operands_of_products():
         assert np.any(got != in_float32)
 
 
+@pytest.mark.once
 def test_a_bridged_model_under_autocast_computes_as_the_module_under_autocast():
     policy = "mixed_float16"
     model, linen = jaxmp.nnx.autocast(to_nnx(), policy), jaxmp.linen.autocast(Linen(), policy, {"exact": "half"})

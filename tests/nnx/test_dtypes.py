@@ -72,6 +72,7 @@ def test_under_a_policy_a_layer_has_half_products_and_is_close_to_dtype_set_by_h
     is_close(*outcomes((model, by_hand), x, call=call))
 
 
+@pytest.mark.once
 def test_attention_has_half_products_and_a_float32_softmax():
     def half_attention(query: jax.Array, key: jax.Array, value: jax.Array, **_: Any) -> jax.Array:
         scores = jnp.einsum("...qhd,...khd->...hqk", query / jnp.sqrt(query.shape[-1]).astype(query.dtype), key)
@@ -129,6 +130,7 @@ def test_a_float32_root_called_in_a_loop_on_half_inputs_gives_what_a_direct_call
         loop_gives_what_a_call_gives(how)
 
 
+@pytest.mark.once
 def test_under_a_float32_policy_a_model_computes_the_same_as_the_bare_model():
     got, want = outcomes((apply_policy(Net(rngs()), "tensorfloat32"), Net(rngs())), IMAGE)
     same_bits(got[0], want[0])

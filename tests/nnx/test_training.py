@@ -210,6 +210,7 @@ def test_a_shared_layer_is_trained_once_and_stays_shared():
 # ---- one program
 
 
+@pytest.mark.once
 def test_the_program_recomputes_the_values_that_remat_names():
     texts, params = {}, {}
     for remat in ("none", "nothing_saveable", "dots"):
@@ -255,6 +256,7 @@ class Blocks(nnx.Module):
         return nnx.scan(block, in_axes=(0, nnx.Carry), out_axes=nnx.Carry)(self.norms, first(self.first, x))
 
 
+@pytest.mark.once
 def test_params_that_remat_and_scan_return_count_as_written_only_if_their_values_change():
     outcomes = {}
     for remat in (False, True):
@@ -277,6 +279,7 @@ def test_params_that_remat_and_scan_return_count_as_written_only_if_their_values
             make_train_step(writes, accumulate_steps=2)(model, optimizer, ROWS)
 
 
+@pytest.mark.once
 def test_autocast_of_the_loss_function_makes_products_half_and_keeps_writes_to_variables():
     model = Net()
     optimizer = Optimizer(model, SGD)
@@ -306,6 +309,7 @@ def test_steps_compile_once_do_not_wait_and_reuse_the_memory_of_the_model():
     assert compiled_once(step.of_trees) and kernel.is_deleted() and moment.is_deleted()
 
 
+@pytest.mark.once
 def test_without_donation_an_earlier_clone_stays_alive():
     model, optimizer = setup(mlp(), tx=SGD)
     twin = nnx.clone(model)
@@ -339,6 +343,7 @@ def test_a_step_works_inside_of_nnx_jit():
     assert np.isfinite(metrics["loss"]) and np.any(np.asarray(model.layers[0].kernel[...]) != before)
 
 
+@pytest.mark.once
 def test_a_sharded_batch_beside_a_replicated_model_compiles_once():
     mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
     model, optimizer = setup(NNXNet(), "mixed_bfloat16")

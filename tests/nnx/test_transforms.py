@@ -105,6 +105,7 @@ class Remat(Net):
         return self.again(nnx.remat(middle)(self, nnx.relu(self.norm(self.conv(x))).mean((1, 2))))
 
 
+@pytest.mark.once
 def test_remat_of_a_function_of_self_as_written_computes_the_same_as_with_dtype_set_by_hand():
     is_as_by_hand(written(Remat(rngs()), "mixed_float16"), Remat(rngs(), jnp.float16), IMAGE)
 
@@ -319,6 +320,7 @@ def test_captured_values_have_the_dtypes_in_which_they_were_computed():
     assert dtypes == {"hidden": ("float16",), "out": ("float32",)}  # only the result, which is float32, reads `out`
 
 
+@pytest.mark.once
 def test_an_exception_in_a_model_leaves_no_state_behind():
     class Fails(nnx.Module):
         def __init__(self, rngs: nnx.Rngs) -> None:

@@ -134,6 +134,7 @@ def test_a_skipped_step_changes_neither_count_nor_moments_nor_params():
     np.testing.assert_array_equal(optax.apply_updates(weights, updates)["w"], weights["w"])
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("rounding", ["stochastic", "kahan"])
 def test_params_and_state_have_the_same_bits_on_any_devices(rounding):
     rng = np.random.default_rng(0)
@@ -158,6 +159,7 @@ def test_params_and_state_have_the_same_bits_on_any_devices(rounding):
     assert all(run == runs[0] for run in runs)
 
 
+@pytest.mark.once
 def test_with_tx_goes_from_float32_to_low_precision_and_back():
     loss_fn, x, params = problem(jnp.float32)
     exact = jaxmp.loss_scaling(optax.adam(1e-2), jaxmp.NoOpLossScale())

@@ -20,7 +20,7 @@ import jaxmp
 from jaxmp.program.walk import equations
 from jaxmp.sharding import Sharding
 
-pytestmark = pytest.mark.usefixtures("standard_promotion")  # optax's Adam mixes dtypes
+pytestmark = [pytest.mark.once, pytest.mark.usefixtures("standard_promotion")]  # optax's Adam mixes dtypes
 
 CLIPPED = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2, weight_decay=0.1))
 

@@ -316,6 +316,7 @@ def amplification(name):
     return float(jnp.max(jnp.abs(x * slope) / jnp.maximum(jnp.abs(fun(x)), 1)))
 
 
+@pytest.mark.once
 def test_infer_primitives_hardly_amplify_rounding():
     unary = [name for name in of_class(Class.INFER) - {"integer_pow"} if hasattr(jax.lax, name)]
     assert {"tanh", "logistic", "erfc"} <= set(unary)
@@ -328,6 +329,7 @@ def test_primitives_that_amplify_rounding_are_float32():
         assert classify(name) is Class.POINTWISE, name
 
 
+@pytest.mark.once
 def test_long_half_accumulations_are_wrong():
     combines = {"cumsum": jnp.add, "cumprod": jnp.multiply, "cumlogsumexp": jnp.logaddexp}
     for name, combine in combines.items():

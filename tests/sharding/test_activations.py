@@ -109,6 +109,7 @@ def test_activations_of_the_shape_of_a_weight_are_activations_whatever_the_batch
     np.testing.assert_allclose(gradients["m"], exact["m"], rtol=2**-8)
 
 
+@pytest.mark.once
 def test_a_learned_start_of_what_a_loop_changes_by_the_examples_trains():
     """Train a recurrent state, and weights that each iteration updates."""
 

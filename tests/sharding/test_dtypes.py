@@ -152,6 +152,7 @@ class TestDtypes:
             error = np.linalg.norm(params[name] - np.asarray(new.params[name]) - gradient)
             assert error <= 0.01 * np.linalg.norm(gradient), name
 
+    @pytest.mark.once
     @pytest.mark.parametrize("kind", [AUTO, pytest.param(EXPLICIT, marks=SLOW)])
     def test_weights_of_several_uses_are_gathered_once_in_a_pass(self, kind):
         """Count the gathers of each weight, which is recognised by its shape.

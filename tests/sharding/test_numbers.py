@@ -106,6 +106,7 @@ class TestNumbers:
         single_state, sharded_state = after_five(steps, states, tokens())
         assert differences(single_state.params, sharded_state.params) <= 2e-6
 
+    @pytest.mark.once
     @pytest.mark.parametrize(("kind", "up"), [(EXPLICIT, P(("fsdp", "tensor"))), (AUTO, P(None, "tensor"))])
     def test_a_dense_layer_split_over_a_third_axis_matches_one_device(self, kind, up):
         def make_params():
@@ -123,6 +124,7 @@ class TestNumbers:
         single_state, sharded_state = after_five(steps, states, batch)
         assert differences(single_state.params, sharded_state.params) <= 2e-6
 
+    @pytest.mark.once
     @pytest.mark.parametrize(
         ("kind", "reduce"),
         [(AUTO, "once"), pytest.param(EXPLICIT, "each", marks=pytest.mark.slow("the same for another type of axes"))],
@@ -149,6 +151,7 @@ class TestNumbers:
         single_state, sharded_state = after_five(steps, states, batch)
         assert differences(single_state.params, sharded_state.params) <= 2e-6
 
+    @pytest.mark.once
     def test_convolutions_and_batch_statistics_match_one_device(self):
         class Net(nn.Module):
             @nn.compact
@@ -204,6 +207,7 @@ class TestNumbers:
         split = [leaf for leaf in jax.tree.leaves(trained_params[1]) if not leaf.sharding.is_fully_replicated]
         assert len(split) == 2
 
+    @pytest.mark.once
     def test_a_sum_of_a_weight_and_a_low_rank_update_is_a_weight(self):
         """Add a low-rank update to a weight.
 
@@ -386,6 +390,7 @@ class TestNumbers:
         states = [step(state, tokens())[0] for step, state in zip(steps, states, strict=True)]
         moved_nearly_alike(states, start)
 
+    @pytest.mark.once
     def test_half_policies_stay_near_one_device(self):
         def make_params():
             rng = np.random.default_rng(0)
@@ -403,6 +408,7 @@ class TestNumbers:
         states = [step(state, batch)[0] for step, state in zip(steps, states, strict=True)]
         moved_nearly_alike(states, start)
 
+    @pytest.mark.once
     def test_activations_as_large_as_a_weight_are_not_taken_for_weights(self):
         """Use a param per example, and a norm whose scale is a slice of a larger param."""
 
@@ -419,6 +425,7 @@ class TestNumbers:
         single_state, sharded_state = after_five(steps, states, rng.normal(size=(BATCH, WIDTH)).astype(np.float32))
         assert differences(single_state.params, sharded_state.params) <= 2e-6
 
+    @pytest.mark.once
     def test_named_and_printed_weights_match_one_device(self, capfd):
         def loss_fn(params, model_state, batch, rng):
             jax.debug.print("the mean is {}", jnp.mean(params["w"]))

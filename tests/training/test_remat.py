@@ -107,6 +107,7 @@ def test_only_the_inputs_of_layers_are_stored(stack):
     assert wide not in stored_shapes(step, state)
 
 
+@pytest.mark.once
 def test_a_layer_that_the_author_recomputes_stays_as_it_is():
     def tanhs(stack, remat):
         step, state = linen_step(stack, remat)

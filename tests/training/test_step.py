@@ -47,6 +47,7 @@ def test_steps_equal_a_loop_written_by_hand_in_every_bit():
     assert (state.step, state.skipped_steps) == (3, 0)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("accumulate_steps", [1, 2])
 def test_a_loss_function_may_take_only_params_and_batch_and_return_only_the_loss(accumulate_steps):
     params, batch = problem()
@@ -408,6 +409,7 @@ def test_an_optimizer_that_does_not_take_the_loss_is_not_given_it():
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), state.params, params)
 
 
+@pytest.mark.once
 def test_the_warning_for_float16_products_without_a_scale_comes_once_and_only_where_it_is_true():
     def warned(dtype, scale, remat=None, sizes=(2,)):
         def loss(params, model_state, batch, rng):
@@ -430,6 +432,7 @@ def test_the_warning_for_float16_products_without_a_scale_comes_once_and_only_wh
         assert warned(quiet[0], quiet[1] or DynamicLossScale()) == []
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("library", ["linen", "nnx"])
 def test_a_loss_scale_or_a_half_policy_without_half_products_is_warned_of_once(library):
     x, traces = jnp.ones((4, 3)), []

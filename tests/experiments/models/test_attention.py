@@ -12,6 +12,8 @@ import pytest
 import jaxmp
 from experiments.models import attention
 
+pytestmark = pytest.mark.once
+
 SHAPE = (2, 6, 2, 8)
 MASK = np.array([[1, 1, 1, 1, 0, 0], [1, 1, 0, 1, 1, 1]])
 
