@@ -29,10 +29,10 @@ help: ## show this list
 demo: .venv/installed ## train on real data under five precisions and compare the results: about 3 minutes after set-up
 	@$(PY) -m experiments.compare --demo --report $(ARGS)
 
-test: .venv/installed ## the tests, 2 to 6 minutes on two cores the first time: make test ARGS="tests/cli -x"
+test: .venv/installed ## the tests, 3 to 10 minutes on two cores, and less the second time: make test ARGS="tests/cli -x"
 	$(PY) $(PYTEST) -m "not slow and not absent_gpu" $(ARGS)
 
-check: lint types test slow newest ## everything that a change must pass: 8 to 20 minutes on two cores
+check: lint types test slow newest ## everything that a change must pass: 15 to 30 minutes on two cores
 
 quick: .venv/installed ## the tests that cover your changes since main, in a third of the time
 	@tests=$$($(PY) .ci/quick.py) && $(PY) $(PYTEST) $$tests $(ARGS)
