@@ -241,6 +241,13 @@ def sum_of_squares(x, w):
     return jnp.sum(h * h)
 
 
+def covariance(mark, x, w):
+    h = x @ w
+    with mark():
+        gram = h.T @ h
+    return gram / len(h)
+
+
 def sum_by_a_product(x, w):
     h = x @ w
     return h @ jnp.ones_like(h)
@@ -319,6 +326,9 @@ ROWS = {
     ),
     "a sum of squares by a product, `vdot(h, h)`": writes(
         sum_of_squares_by_a_product, sum_of_squares, np.arange(1, 11, dtype="float32"), EYE[:10, :10], effect=0.001
+    ),
+    "a mean of products, `h.T @ h / n`, in float16: Gram matrices, covariances": marks(
+        covariance, 10 * SEQUENCE, W, effect=1, policy="mixed_float16"
     ),
     "a root or a logarithm of a small value that a product computes, `sqrt(relu(h @ w + b))`": marks(
         root_near_zero, X[:1] + draw(9, 8, 16, scale=0.01), W, -(X[0] @ W), effect=0.05
