@@ -54,9 +54,12 @@ def _is_difference_of_activations(node: Node, products: Collection[int]) -> bool
 
 
 def _is_square(node: Node) -> bool:
-    """Return whether a node is a power of a value, as in a second moment or a modulus."""
+    """Return whether a node is a power of a value, as in a second moment or a modulus.
+
+    A product of two slices of one array, as in a gated layer, is not.
+    """
     if node.name == "mul":
-        left, right = (multiple_of(operand) for operand in node.inputs)
+        left, right = (multiple_of(operand, has_moves=False) for operand in node.inputs)
         return left is right
     return node.name in SQUARES
 

@@ -21,14 +21,14 @@ def readers_of(node: Node) -> list[Node]:
     return [user for user in after if user.kind is not CLEAR]
 
 
-def multiple_of(node: Node, through: Collection[str] = SCALES) -> Node:
+def multiple_of(node: Node, through: Collection[str] = SCALES, has_moves: bool = True) -> Node:
     """Return the value from which ``node`` is computed with constants only.
 
-    The search goes back through moves of data, and through the operations in ``through``: by default, multiplications
-    by constant factors. All other operands of these operations must be constants.
+    The search goes back through the operations in ``through``: by default, multiplications by constant factors. All
+    other operands of these operations must be constants. With ``has_moves``, it also goes back through moves of data.
     """
     while True:
-        node = node.origin
+        node = node.origin if has_moves else node
         below = _only_variable(node) if node.name in through else None
         if below is None or (node.name == "div" and below is not node.inputs[0]):
             return node

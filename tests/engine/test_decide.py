@@ -142,6 +142,22 @@ def test_the_sum_of_a_block_and_its_projected_shortcut_is_half():
     assert [eqn.outvars[0].aval.dtype.name for eqn in sums] == ["bfloat16"]
 
 
+def test_a_gate_that_is_a_part_of_a_layers_output_leaves_the_stream_half():
+    def fun(x, w):
+        h, wide = x @ w, jnp.concatenate([w, w.T], -1)
+        for _ in range(3):
+            value, gate = jnp.split(layer_norm(h) @ wide, 2, -1)
+            h = h + value * gate
+        return layer_norm(h) @ w
+
+    streams = [
+        eqn.outvars[0].aval.dtype.name
+        for eqn in jax.make_jaxpr(half(fun))(X, W).eqns
+        if eqn.primitive.name == "add" and eqn.outvars[0].aval.shape == X.shape
+    ]
+    assert streams == ["bfloat16"] * 3
+
+
 def test_a_float32_position_code_leaves_the_stream_half():
     def fun(x, w):
         x = x + jnp.sin(jnp.arange(4.0))[:, None]
