@@ -33,8 +33,7 @@ CUDA = Path("/usr/local/cuda")
 COMPILER_OPTIONS = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": 0}
 """Options for a GPU that is not attached, on which XLA cannot time kernels.
 
-Products go to cuBLAS. XLA does not compile other candidates for each product and convolution, which takes most of the
-time and changes no program.
+Products go to cuBLAS. XLA compiles one candidate for each product and convolution, because it cannot compare several.
 """
 
 
