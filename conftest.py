@@ -1,4 +1,4 @@
-"""The examples in docstrings: the names that they use without importing them, and the Python on which they run."""
+"""The names that the examples in docstrings use, and the Python on which they run."""
 
 from __future__ import annotations
 

@@ -62,9 +62,9 @@ class _ProductOrigins(Analysis[_ProductOrigin]):
             return FIXED
         if name in SUMS:
             return self._of_sum(name, operands)
-        is_scaled = operands[1] is FIXED if name == "div" else FIXED in operands
-        if name in _MULTIPLIES and is_scaled and highest is not ANEW:
-            return SCALED
+        if name in _MULTIPLIES and highest is not ANEW:
+            is_scaled = operands[1] is FIXED if name == "div" else FIXED in operands
+            return SCALED if is_scaled else ANEW
         return ANEW
 
     def _of_sum(self, name: str, operands: Sequence[_ProductOrigin]) -> _ProductOrigin:
@@ -72,9 +72,7 @@ class _ProductOrigins(Analysis[_ProductOrigin]):
         is_change = name == "sub" and first is not FIXED and second in (SUM, SCALED)
         if is_change:  # a new value minus the old one, such as a residual
             return ANEW
-        if SUM in operands:
-            return SUM
-        return max(operands) if FIXED in operands else ANEW
+        return SUM if SUM in operands else max(operands)
 
     def join(self, first: _ProductOrigin, second: _ProductOrigin) -> _ProductOrigin:
         return max(first, second)

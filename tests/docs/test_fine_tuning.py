@@ -1,4 +1,4 @@
-"""The recipes for LoRA and QLoRA run on small models, and the gradients of their adapters match those in float32."""
+"""The recipes for LoRA and QLoRA run, and their gradients match those in float32."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def pairs(adapters: Any) -> dict[str, list[jax.Array]]:
 
 
 def float32_logits(adapters: dict[str, list[jax.Array]], folder: Path, tokens: Any) -> jax.Array:
-    """Return the logits of the GPT-2 of the experiments in float32, with merged adapters and bfloat16 weights."""
+    """Return GPT-2's float32 logits, with merged adapters and bfloat16 weights."""
     sizes = published_gpt2.VOCABULARY, published_gpt2.CONTEXT, published_gpt2.LAYERS
     model = GPT2(*sizes, heads=published_gpt2.WIDTH // 64, width=published_gpt2.WIDTH)
     params = flatten_dict(PUBLISHED_GPT2.load(folder / "model.safetensors"), sep="/")

@@ -207,10 +207,10 @@ def test_the_margin_of_arcface_has_finite_gradients():
 @pytest.mark.once
 def test_the_plan_of_a_long_chain_of_products_takes_little_time():
     def transmittance(x):
-        rest = jnp.ones(16)
+        transmitted = jnp.ones(16)
         for i in range(300):
-            rest = rest * (1 - jax.nn.sigmoid(x @ W[0] + i))
-        return jnp.mean(1 - rest)
+            transmitted = transmitted * (1 - jax.nn.sigmoid(x @ W[0] + i))
+        return jnp.mean(1 - transmitted)
 
     def norm_to_a_power(x):
         norm = jnp.linalg.norm(x @ W, axis=-1)

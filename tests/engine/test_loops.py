@@ -327,7 +327,8 @@ RESIDUALS = {
     "a step": lambda c, h: (1 / jnp.mean(h**2), c[1]),
     "a difference of sums": lambda c, h: (1 - jnp.abs(c[1] - (c[1] + jnp.mean(h**2))), c[1] + jnp.mean(h**2)),
     "an average": lambda c, h: (0.5 * c[0] + 0.5 / (1 + jnp.mean(h**2)), c[1]),
-    "a signed change": lambda c, h: ((h[0, 0] - c[1]) / 0.1, h[0, 0]),
+    "a rate of change": lambda c, h: ((c[1] + jnp.mean(h**2) - c[1]) / 2, c[1] + jnp.mean(h**2)),
+    "an inverse of a sum": lambda c, h: (1 / (c[1] + jnp.mean(h**2)), c[1] + jnp.mean(h**2)),
     "a smallest error": lambda c, h: (jnp.maximum(c[0], 1 - jnp.mean(h**2)), c[1]),
     "a step that may be refused": lambda c, h: (jnp.where(h[0, 0] > 0.5, c[0], jnp.mean(h**2)), c[1]),
 }

@@ -175,9 +175,9 @@ def one_minus_cosine(mark, x, y, w):
 def normalised_cut(mark, scores, weights, degrees):
     p = jax.nn.softmax(scores)
     with mark():
-        kept = jnp.trace(p.T @ weights @ p)
+        inside = jnp.trace(p.T @ weights @ p)
         total = jnp.trace(p.T @ degrees @ p)
-    return 1 - kept / total
+    return 1 - inside / total
 
 
 def variance_by_products(mark, x, w):

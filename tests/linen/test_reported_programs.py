@@ -90,10 +90,10 @@ def test_a_program_inside_of_a_module_has_the_gradient_of_float32(body):
     for half in HALVES:
         linen = jaxmp.linen.apply_policy(bare, half)
         nnx_model = jaxmp.nnx.apply_policy(NnxModel(body, w), half)
-        graphdef, rest = nnx.split(nnx_model)
+        graphdef, state = nnx.split(nnx_model)
         by_library = (
             lambda w, model=linen: model.apply({"params": {"w": w}}, X),
-            lambda w, graphdef=graphdef, rest=rest: nnx.merge(graphdef, nnx.State({"w": rest["w"].replace(w)}))(X),
+            lambda w, graphdef=graphdef, state=state: nnx.merge(graphdef, nnx.State({"w": state["w"].replace(w)}))(X),
         )
         for apply in by_library:
             error = np.linalg.norm(gradient_of(apply, w) - want) / np.linalg.norm(want)

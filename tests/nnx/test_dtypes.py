@@ -1,4 +1,4 @@
-"""NNX modules as written compute the same as with ``dtype=`` by hand; under a policy, products are half."""
+"""NNX modules as written compute as with ``dtype=``; under a policy, products are half."""
 
 from __future__ import annotations
 

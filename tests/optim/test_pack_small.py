@@ -1,4 +1,4 @@
-"""jaxmp.pack_small updates small params as one vector, and refuses optimizers that treat params differently."""
+"""jaxmp.pack_small updates small params as one vector, and refuses some optimizers."""
 
 from __future__ import annotations
 
@@ -123,9 +123,9 @@ def test_a_train_step_is_that_of_single_params_and_skips(scale, options):
         wrapped = tx if scale is None else jaxmp.loss_scaling(tx, scale, grad_norm=True, check_updates=True)
         state = jaxmp.TrainState.create(params=params, tx=wrapped, ema="ema_decay" in options)
         step = jaxmp.make_train_step(loss_fn, donate=False, **options)
-        for given in (batch, batch, bad, batch):
-            before, (state, metrics) = state, step(state, given)
-            if given is bad:
+        for examples in (batch, batch, bad, batch):
+            before, (state, metrics) = state, step(state, examples)
+            if examples is bad:
                 assert bool(metrics["skipped"]) and same_bits(state.params, before.params)
                 assert same_bits(state.opt_state.inner_state, before.opt_state.inner_state)
         assert compiled_once(step)
