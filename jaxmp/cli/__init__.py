@@ -10,6 +10,7 @@ import inspect
 import io
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 
 import jaxmp
@@ -62,6 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Python flushes the output once more when it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except Exception:  # the user's own code failed
+        traceback.print_exc()
+        return 2  # because 1 means that a tool has found a problem
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -16,7 +16,7 @@ def run(options: argparse.Namespace) -> int:
 
     The function is compiled, not run. It may be a train step. With --topology (see jaxmp memory --help), the function
     is compiled for several GPUs, and the audit includes the data that the GPUs send to each other. The exit code is 0
-    if no problem is found, 1 if a problem is found, and 2 if an argument is wrong.
+    if no problem is found, 1 if a problem is found, and 2 if an argument is wrong or the function fails.
 
     Example:
       jaxmp audit jax.numpy:matmul --policy mixed_bfloat16 --arg bfloat16[8,16] --arg bfloat16[16,8]

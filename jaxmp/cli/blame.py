@@ -15,7 +15,7 @@ def run(options: argparse.Namespace) -> int:
     """Find the operation that produced the first infinity or NaN.
 
     The loss and its gradients are checked. The function may be a train step. The exit code is 0 if all values are
-    finite, 1 if a value is not finite, and 2 if an argument is wrong.
+    finite, 1 if a value is not finite, and 2 if an argument is wrong or the function fails.
 
     Example:
       jaxmp blame train:loss_fn --args train:bad_batch --policy mixed_float16 --loss-scale 32768

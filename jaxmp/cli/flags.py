@@ -84,9 +84,7 @@ TOLERANCE = _named(
     help="the largest error to allow; default: twice the error of half-precision products alone",
 )
 SEEDS = _named("--seeds", type=int, default=1, metavar="N", help="the number of PRNG keys to measure with; default: 1")
-NO_OPERATIONS = _named(
-    "--no-operations", action="store_true", help="choose only modules, not single operations; apply_policy needs this"
-)
+NO_OPERATIONS = _named("--no-operations", action="store_true", help="choose only modules, not single operations")
 SAVE = _named(
     "--save", metavar="FILE.toml", help="also write the policy to this file, which get_policy and --policy read"
 )

@@ -45,7 +45,7 @@ def of_shapes(options: argparse.Namespace, make: Callable[[Callable[..., Any]], 
         loaded = load(options.function, options.arg, options.args)
         with within_mesh_of(loaded.operands):
             jax.eval_shape(loaded.function, *loaded.operands)  # raises the errors of the function itself
-        with usage_errors(ValueError, TypeError, ModuleNotFoundError):
+        with usage_errors(FileNotFoundError, ValueError, TypeError, ModuleNotFoundError):
             return make(loaded.function)(*loaded.operands)
 
 
@@ -59,7 +59,7 @@ def of_arrays(options: argparse.Namespace, make: Callable[[Callable[..., Any]], 
 
     with in_current_folder():
         fun = function(options.function)
-        with usage_errors(ValueError, TypeError):
+        with usage_errors(FileNotFoundError, ValueError, TypeError):
             run = make(fun)
         args: Any = () if options.args is None else function(options.args)()
         args = args if isinstance(args, tuple) else (args,)

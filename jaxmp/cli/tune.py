@@ -17,7 +17,7 @@ def run(options: argparse.Namespace) -> int:
     """Find the modules and operations that need float32.
 
     --save writes a policy file that keeps these modules and operations in float32. The function may be a train step.
-    The exit code is 1 if the error stays above the tolerance, and 2 if an argument is wrong.
+    The exit code is 1 if the error stays above the tolerance, and 2 if an argument is wrong or the function fails.
 
     Example:
       jaxmp tune train:loss_fn --args train:example --policy mixed_float16 --save policy.toml

@@ -20,9 +20,9 @@ _BLOCKS = " ▁▂▃▄▅▆▇█"
 def run(options: argparse.Namespace) -> int:
     """Show a run as it trains: loss, loss scale, skipped steps, vanishing gradients.
 
-    The training script must have been started with --watch N. On a terminal the table is updated until the run ends.
-    In a pipe or a file, and with --plot, the table is printed once. The exit code is 2 if the folder is not the folder
-    of a run with --watch.
+    The run must be watched: by jaxmp.inspect.Watch, or by --watch N of a training script. On a terminal, the table is
+    updated until the run ends. In a pipe or a file, and with --plot, the table is printed once. The exit code is 2 if
+    the folder is not the folder of a watched run.
     """
     title, rows = watched(Path(options.run))
     plot(options, lambda plots: plots.training(options.run))
@@ -41,7 +41,7 @@ def watched(folder: Path) -> tuple[str, list[dict[str, Any]]]:
     """Return a line about the last step of a run, and the rows of its watched steps.
 
     Raises:
-      UsageError: ``folder`` is not the folder of a run, or the run was started without ``--watch``.
+      UsageError: ``folder`` is not the folder of a run, or the run is not watched.
     """
     from jaxmp.cli.loading import usage_errors
     from jaxmp.inspect.run_files import read_metrics, read_watched_steps

@@ -24,14 +24,17 @@ def read_metrics(folder: Path, split: str = "train") -> list[dict[str, str]]:
     """
     file = folder / "metrics.csv"
     if not file.is_file():
-        raise FileNotFoundError(f"a run's folder has metrics.csv, but {folder} has none; pass the folder of --run-dir")
+        raise FileNotFoundError(
+            f"a run's folder has metrics.csv, but {folder} has none; pass the folder of jaxmp.inspect.record or of "
+            "--run-dir"
+        )
     with file.open() as opened:
         rows = csv.DictReader(opened)
         missing = [name for name in _COLUMNS if name not in (rows.fieldnames or _COLUMNS)]
         if missing:
             raise ValueError(
                 f"the metrics.csv of a run has the columns {', '.join(_COLUMNS)}, but {file} has no "
-                f"{', '.join(missing)}; pass the folder of --run-dir"
+                f"{', '.join(missing)}; pass the folder of jaxmp.inspect.record or of --run-dir"
             )
         return [row for row in rows if row["split"] == split and (row["skipped"] or split == "test")]
 
@@ -47,7 +50,8 @@ def read_watched_steps(folder: Path) -> list[dict[str, Any]]:
     file = folder / WATCH_FILE
     if not file.is_file():
         raise FileNotFoundError(
-            f"{folder} has no {WATCH_FILE}: train with e.g. --watch 100, or wait for the first watched step"
+            f"{folder} has no {WATCH_FILE}: watch the steps with jaxmp.inspect.Watch (or --watch N), "
+            "or wait for the first watched step"
         )
     rows = []
     for text in file.read_text().splitlines():

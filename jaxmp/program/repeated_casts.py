@@ -51,8 +51,10 @@ def must_widen(eqn: Any, atom: Any, value: Any, examples: Examples) -> bool:
     """Return whether the cotangents of an operand must be summed in float32.
 
     The sum has many terms if the value is repeated or looked up often. The same is true if all examples of a
-    ``jax.vmap`` read the value together with values that differ between examples.
+    ``jax.vmap`` read the value together with values that differ between examples. A literal has no cotangents.
     """
+    if is_literal(atom):
+        return False
     return _is_long(eqn, value.shape) or examples.meets_batched(atom, value)
 
 

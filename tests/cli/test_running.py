@@ -67,6 +67,11 @@ def test_blame_names_the_operation_and_ends_with_1(capsys):
     assert blame["scaled_only"] and blame["phase"] == "backward"
 
 
+def test_a_policy_file_that_is_missing_is_an_error_of_one_line(capsys):
+    assert _main("blame", "good", "--policy", "no.toml") == 2
+    assert capsys.readouterr().err == "jaxmp blame: error: there is no policy file 'no.toml'; Tuned.save writes one\n"
+
+
 def test_compare_names_the_module_in_which_the_error_enters(capsys):
     assert _main("compare", "good", "--policy", "mixed_float16", "--json") == 0
     comparison = json.loads(capsys.readouterr().out)
@@ -111,14 +116,15 @@ def test_wrong_arguments_are_named(capsys):
         assert text in capsys.readouterr().err
 
 
-def test_errors_of_the_users_code_pass_as_they_are():
+def test_errors_of_the_users_code_end_with_2_and_the_traceback(capsys):
     for command, example, error in (
         ("numerics", "of_seed", TypeError),
         ("blame", "text", TypeError),
         ("blame", "broken", OSError),
+        ("audit", "broken", OSError),
     ):
-        with pytest.raises(error):
-            _main(command, example)
+        assert _main(command, example) == 2
+        assert f"{error.__name__}: " in capsys.readouterr().err
 
 
 def test_tune_saves_a_policy(capsys):

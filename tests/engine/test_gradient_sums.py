@@ -378,6 +378,7 @@ COMPUTED_FOR_ALL = {
         jax.checkpoint(lambda v, x, w: x @ w + turns_of(x)[0] * v)(p["v"] @ p["w"], x, p["w"]) @ p["w"]
     ),
     "computed again": lambda p, x: jax.checkpoint(jitted_twice)(p["v"] @ p["w"], x, p["w"]) @ p["w"],
+    "with a constant": lambda p, x: jnp.concatenate([x @ p["w"] + p["v"] @ p["w"], jnp.full((2, 8), 0.3)]) @ p["w"],
 }
 
 

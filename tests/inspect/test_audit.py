@@ -282,7 +282,7 @@ ENTRY %main (x: f32[8,8]) -> f32[8,8] {
     product = dataclasses.replace(report.products[0], operands=("bfloat16", "bfloat16"))
     for on_cpu, kinds in ((False, ["compiled-otherwise"]), (True, [])):
         arguments = [Leaf(argument, "batch", "", False, None) for argument in values.arguments]
-        audited = Audited(values, [(value, product)], arguments, lambda value: 1, None, None, None, on_cpu, ())
+        audited = Audited(values, [(value, product)], arguments, lambda value: 1, None, None, on_cpu, ())
         assert [finding.kind for finding in findings(audited)] == kinds
 
 
@@ -318,5 +318,5 @@ def test_the_command_line_audits_a_function(capsys: Any) -> None:
     assert json.loads(capsys.readouterr().out)["findings"][0]["kind"] == "half-exponential"
     assert main(["audit", "jax.numpy:matmul", "--arg", "float32[8,8]", "--arg", "float32[8,8]", "--device", "x"]) == 2
     assert capsys.readouterr().err.startswith("jaxmp audit: error: device must be None, for the attached device")
-    with pytest.raises(TypeError, match="dot_general"):  # JAX's own error
-        main(["audit", "jax.numpy:matmul", "--arg", "float32[8,8]", "--arg", "float32[7,8]"])
+    assert main(["audit", "jax.numpy:matmul", "--arg", "float32[8,8]", "--arg", "float32[7,8]"]) == 2
+    assert "TypeError: dot_general" in capsys.readouterr().err  # JAX's own error

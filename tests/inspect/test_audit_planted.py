@@ -405,6 +405,23 @@ def test_float16_products_without_a_loss_scale_are_found() -> None:
     def loss_fn(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
         return loss(params, batch), model_state
 
+    tx = jaxmp.loss_scaling(optax.adam(1e-3), jaxmp.DynamicLossScale())
+
+    def own_step(value_and_grad: Any) -> Any:
+        def steps(params: Any, opt_state: Any, batches: Any) -> Any:
+            def step(carry: Any, x: Any) -> Any:
+                params, opt_state = carry
+                _, grads = value_and_grad(opt_state)(params, x)
+                updates, opt_state = tx.update(grads, opt_state, params)
+                return (optax.apply_updates(params, updates), opt_state), None
+
+            return jax.lax.scan(step, (params, opt_state), batches)[0]
+
+        return audit(steps, "mixed_float16", compile=False)(PARAMS, jax.eval_shape(tx.init, PARAMS), shape(3, *X.shape))
+
+    assert kinds(own_step(lambda opt_state: jaxmp.value_and_grad(loss, opt_state))) == []
+    assert kinds(own_step(lambda opt_state: jax.value_and_grad(loss))) == ["unscaled-float16"]  # forgets the scale
+
     for scale, expected in ((jaxmp.NoOpLossScale(), ["unscaled-float16"]), (jaxmp.DynamicLossScale(), [])):
         tx = jaxmp.loss_scaling(optax.sgd(0.1), scale)
         create = lambda tx=tx: jaxmp.TrainState.create(params={"w": jnp.ones((16, 16))}, tx=tx)  # noqa: E731

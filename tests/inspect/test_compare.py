@@ -56,6 +56,20 @@ def _rounded(residuals, ct):
 _bad_backward.defvjp(lambda x: (x, None), _rounded)
 
 
+def test_a_reference_that_is_not_finite_has_no_error_and_is_named():
+    def loss(x):
+        with jax.named_scope("layer"):
+            y = x @ W["a"]
+        with jax.named_scope("logarithm"):
+            return jnp.mean(jnp.log(-jnp.abs(y)))
+
+    comparison = compare(loss, "mixed_bfloat16")(X)
+    layer, *_, result = [row for row in comparison.rows if row.phase == "forward"]
+    assert 0 < layer.relative_error < 0.01 and np.isnan(result.relative_error) and np.isnan(comparison.worst.cosine)
+    assert str(comparison).startswith("The reference is not finite, first in ")
+    assert "first_nonfinite" in str(comparison)
+
+
 def test_no_error_enters_a_clean_function():
     forward = [("a", "forward"), ("b", "forward"), ("c", "forward"), ("d", "forward"), ("", "forward")]
     backward = [(path, "backward") for path in ("d", "c", "b", "a", "params/a", "params/b", "params/c", "params/d")]

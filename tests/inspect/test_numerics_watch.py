@@ -92,7 +92,7 @@ def test_the_command_says_what_it_needs(tmp_path, capsys):
     assert "a run's folder has metrics.csv" in capsys.readouterr().err
     (tmp_path / "metrics.csv").write_text("step,split,loss,grad_norm,loss_scale,skipped\n")
     assert cli.main(["watch", str(tmp_path)]) == 2
-    assert f"has no {WATCH_FILE}: train with e.g. --watch 100" in capsys.readouterr().err
+    assert f"has no {WATCH_FILE}: watch the steps with jaxmp.inspect.Watch" in capsys.readouterr().err
     (tmp_path / WATCH_FILE).write_text("")  # before the first watched step
     assert cli.main(["watch", str(tmp_path)]) == 0
     assert capsys.readouterr().out == "no step yet; no step was watched yet\n"

@@ -280,9 +280,7 @@ def test_a_step_with_a_mesh_is_refused_with_what_to_compare():
     mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     specs = jax.tree.map(lambda _: jax.sharding.PartitionSpec(), PARAMS)
     step = jaxmp.make_train_step(_loss_fn(Net()), policy="mixed_float16", sharding=Sharding(mesh, specs))
-    with pytest.raises(
-        ValueError, match=r"without a mesh, got one with sharding=; compare its loss function, compare\("
-    ):
+    with pytest.raises(ValueError, match="without a mesh, got one with sharding=; pass the same step without"):
         compare(step)(_state(), BATCH)
 
 

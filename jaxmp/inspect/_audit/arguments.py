@@ -6,28 +6,13 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from jaxmp.inspect._audit.evidence import Sent
 from jaxmp.inspect._collectives.collectives import Collective
 from jaxmp.inspect.program.argument_kinds import Leaf, batch_axes, leaves_of, sharding_on_mesh
 from jaxmp.inspect.program.calls import names_of_arguments
-from jaxmp.optim.loss_scale import LossScale, NoOpLossScale
 from jaxmp.sharding.specs import axes_in_spec as axes_of
-
-
-def is_loss_scaled(args: Any) -> bool | None:
-    """Return whether an argument has a loss scale other than ``NoOpLossScale``.
-
-    Return None if no argument has any loss scale.
-    """
-
-    def is_loss_scale(node: Any) -> bool:
-        return isinstance(node, LossScale)
-
-    scales = [node for node in jax.tree.leaves(args, is_leaf=is_loss_scale) if is_loss_scale(node)]
-    return any(not isinstance(scale, NoOpLossScale) for scale in scales) if scales else None
 
 
 def arguments_of(jitted: Any, inputs: tuple[Any, ...]) -> list[Leaf]:

@@ -12,7 +12,7 @@ import numpy as np
 from jaxmp.base import hardware, tables
 from jaxmp.base.dtypes import closest_names
 from jaxmp.base.inspection import tool
-from jaxmp.inspect._audit.arguments import arguments_of, is_loss_scaled, sent_over_batch_axes
+from jaxmp.inspect._audit.arguments import arguments_of, sent_over_batch_axes
 from jaxmp.inspect._audit.compiled import CastsInLoops, dtypes_that_ran
 from jaxmp.inspect._audit.evidence import Audited
 from jaxmp.inspect._audit.findings import FINDERS, Finding, findings
@@ -289,7 +289,6 @@ def _audit_of(
         arguments=arguments,
         weight=weight,
         policy=policy,
-        is_loss_scaled=is_loss_scaled(inputs),
         repeated=None if compiled is None else CastsInLoops(compiled),
         on_cpu=device.platform == "cpu",
         sent=() if memory is None else tuple(sent_over_batch_axes(memory.collectives.rows, arguments)),

@@ -70,8 +70,6 @@ class Audited:
       arguments: the arrays among the arguments, with the kinds of :func:`jaxmp.inspect.memory`.
       weight: a function that returns which operand of a product is its weight (see ``weight_operands.py``).
       policy: the declared policy, or None.
-      is_loss_scaled: whether an argument contains a loss scale other than ``NoOpLossScale``; None if no argument
-        contains a loss scale.
       repeated: a function that returns whether the compiled program repeats a cast in every iteration of a loop; None
         if the program was not compiled.
       on_cpu: whether the program is for a CPU.
@@ -83,7 +81,6 @@ class Audited:
     arguments: Sequence[Leaf]
     weight: Callable[[Value], int]
     policy: Any
-    is_loss_scaled: bool | None
     repeated: Callable[[Value], bool] | None
     on_cpu: bool
     sent: Sequence[Sent]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -78,9 +79,18 @@ class Comparison(tables.Shown):
     total: ComparedRow
     unmatched: tuple[str, ...]
 
-    def _shown(self) -> Any:
+    def _headline(self) -> str:
+        for row in self.rows:
+            if math.isnan(row.relative_error):
+                return (
+                    f"The reference is not finite, first in {row.path or 'the result'}, {row.phase}; "
+                    "jaxmp.inspect.first_nonfinite finds the operation"
+                )
         where = "nowhere" if self.entered is None else f"in {self.entered or 'code outside of all scopes'}"
         worst = f"{self.worst.relative_error:.2e} in {self.worst.path or 'the result'}, {self.worst.phase}"
+        return f"The error enters {where}; worst: {worst}"
+
+    def _shown(self) -> Any:
         cells = []
         for group in tables.grouped((*self.rows, dataclasses.replace(self.total, path="total")), _key_of_row):
             worst_of_group = max(group, key=lambda row: np.nan_to_num(row.relative_error, nan=np.inf))
@@ -94,7 +104,7 @@ class Comparison(tables.Shown):
             notes.append(f"scopes without a row, because the policies change how many values they return: {scopes}")
         if not self.is_changed:
             notes.append("No policy, region or autocast changes a product here; both runs have only the code's casts.")
-        return f"The error enters {where}; worst: {worst}", _COLUMNS, cells, notes
+        return self._headline(), _COLUMNS, cells, notes
 
 
 def _key_of_row(row: ComparedRow) -> tuple[str, str, str]:
@@ -200,8 +210,7 @@ def loss_of(call: StepCall) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     step, state, batch = call
     if isinstance(step.update.devices, DevicesOfMesh):
         raise ValueError(
-            "compare takes a train step without a mesh, got one with sharding=; compare its loss function, "
-            "compare(loss_fn)(params, model_state, batch, rng)"
+            "compare takes a train step without a mesh, got one with sharding=; pass the same step without sharding="
         )
     update = _LossOnly(step.update.loss_fn, step.update.devices, step.update.accumulate_steps)
 

@@ -28,7 +28,8 @@ class ComparedRow:
       phase: ``"forward"`` for a value, ``"backward"`` for the gradient with respect to a value or an argument.
       dtype: the dtype of the value or of the gradient under the policies. A module may compute in another dtype than
         that of the value it returns.
-      relative_error: the L2 norm of the difference, divided by the L2 norm of the reference.
+      relative_error: the L2 norm of the difference, divided by the L2 norm of the reference. It is NaN, like the next
+        three numbers, if the reference has a NaN or no finite element, because then nothing can be compared.
       mean_absolute_difference: the mean absolute difference of the elements.
       cosine: the cosine of the angle between the value and the reference, as vectors.
       ulps: the median absolute difference of the elements, in ulps. An ulp is the distance between neighbouring numbers
@@ -98,6 +99,8 @@ def _match(
 
 def compared_row(path: str, phase: str, dtype: str, half: np.ndarray, full: np.ndarray, finfo: Any) -> ComparedRow:
     """Return the row of a value, with ulps of the dtype that ``finfo`` describes."""
+    if np.isnan(full).any() or (full.size and not np.isfinite(full).any()):
+        return ComparedRow(path, phase, dtype, *[float("nan")] * 4)
     half, full, difference = _differences(half, full)
     norms = np.linalg.norm(half.ravel()) * np.linalg.norm(full.ravel())
     with np.errstate(invalid="ignore"):  # the cosine is NaN if a value is infinite
@@ -162,10 +165,11 @@ def numbers_above_rounding(full: RecordedProgram, eps: float) -> set[int]:
     The root mean square of such a gradient is more than ``eps`` times that of the largest gradient. A smaller gradient
     consists of rounding errors in any precision, such as the gradient of a bias before a batch norm.
     """
-    sizes = {}
+    sizes: dict[int, float] = {}
     for n, (_, gradient, _) in full.gradients.items():
         sizes[n] = float(np.sqrt(np.mean(np.square(gradient)))) if gradient.size else 0.0
-    return {n for n, size in sizes.items() if size > eps * max(sizes.values())}
+    largest = max((size for size in sizes.values() if np.isfinite(size)), default=0.0)
+    return {n for n, size in sizes.items() if size > eps * largest or np.isnan(size)}
 
 
 def total_row(half: RecordedProgram, full: RecordedProgram, finfo: jnp.finfo) -> ComparedRow:

@@ -58,18 +58,16 @@ def _differentiated_scalars(audited: Audited) -> Iterator[Value]:
 def unscaled_float16(audited: Audited) -> Faults:
     """Find float16 products in a backward pass without a loss scale.
 
-    If no argument contains a loss scale, the program may still scale the loss by a number. Then the backward pass
-    multiplies the cotangent of the loss by this number.
+    A program scales the loss if its backward pass multiplies the cotangent of the loss by a loss scale. It is not
+    enough that the optimizer has a loss scale, because the user may have forgotten ``jaxmp.value_and_grad``.
     """
-    if audited.is_loss_scaled:
-        return
     products = [
         value for value, product in audited.products if product.phase == "backward" and "float16" in product.operands
     ]
-    if products and audited.is_loss_scaled is None:
-        products = _unscaled(products, audited)
+    products = _unscaled(products, audited)
     if products:
-        what = f"{len(products)} products of the backward pass in float16 and no loss scale: small gradients become 0"
+        count = f"{len(products)} products of the backward pass in float16"
+        what = f"{count}, and the loss is not scaled: small gradients become 0"
         yield Fault(
             products[0].at,
             what,
@@ -107,7 +105,7 @@ def _is_one(value: Value) -> bool:
 def _is_loss_scale(seed: Value, audited: Audited) -> bool:
     """Return whether ``seed`` is a scalar cotangent times a loss scale.
 
-    A loss scale is a constant power of two of at least 8, or is computed from scalar arguments that are not params.
+    A loss scale is a constant power of two of at least 8, or is computed from a scalar argument that is not a param.
     """
     floats = [operand for operand in seed.inputs if operand.is_float]
     if seed.name != "mul" or any(math.prod(operand.shape) != 1 for operand in floats):
@@ -124,10 +122,12 @@ def _is_constant_scale(value: Value) -> bool:
 
 
 def _is_scale_of_arguments(value: Value, audited: Audited) -> bool:
+    """Return whether a scalar argument that is not a param is among the sources of ``value``.
+
+    In a loop over steps, a loss scale also depends on params, because it shrinks if their gradients overflow.
+    """
     if constant(value) is not None:
         return False
     arguments = [source for source in leading_to([value]) if source.name == "argument"]
-    for argument in arguments:
-        if math.prod(argument.shape) != 1 or audited.arguments[argument.position].kind == "params":
-            return False
-    return bool(arguments)
+    scalars = [argument for argument in arguments if math.prod(argument.shape) == 1]
+    return any(audited.arguments[scalar.position].kind != "params" for scalar in scalars)
