@@ -31,6 +31,7 @@ pytestmark = pytest.mark.usefixtures("standard_promotion")
 # --- bit for bit ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.once
 def test_a_restored_linen_run_continues_bit_for_bit_though_the_saved_state_is_donated_at_once(tmp_path, capsys):
     state, loss_fn = linen_run()
     step = jaxmp.make_train_step(loss_fn, ema_decay=0.9)

@@ -27,6 +27,12 @@ def printed(notebook: nbformat.NotebookNode) -> str:
     return "".join(output.get("text", "") for output in outputs)
 
 
+def train_for_a_tenth_of_the_steps(notebook: nbformat.NotebookNode) -> None:
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.source = re.sub(r"\bsteps=(\d+)", lambda match: f"steps={int(match[1]) // 10}", cell.source)
+
+
 def test_there_is_a_notebook():
     assert [path.name for path in NOTEBOOKS] == [
         "autocast.ipynb", "find_float32.ipynb", "formats.ipynb", "loss_scale.ipynb", "quickstart.ipynb",
@@ -39,10 +45,13 @@ def test_a_notebook_runs_and_draws_what_is_stored_with_it(path, tmp_path, monkey
     monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
     monkeypatch.setenv("MPLCONFIGDIR", str(tmp_path))
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
-    # The notebooks train for many steps, so optimised programs save more time than their compilation takes.
-    monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"].replace("optimization_level=0", "optimization_level=1"))
     stored = nbformat.read(path, as_version=4)
     notebook = nbformat.read(path, as_version=4)
+    if path.name == "quickstart.ipynb":  # it trains for so many steps that optimised programs save time
+        flags = os.environ["XLA_FLAGS"].replace("optimization_level=0", "optimization_level=1")
+        monkeypatch.setenv("XLA_FLAGS", flags)
+    else:
+        train_for_a_tenth_of_the_steps(notebook)
     NotebookClient(
         notebook, timeout=600, startup_timeout=600, kernel_name="python3", resources={"metadata": {"path": tmp_path}}
     ).execute()

@@ -36,6 +36,7 @@ def read_run(folder: Path) -> tuple[dict, dict, list[dict[str, str]]]:
     return config, summary, rows
 
 
+@pytest.mark.once
 def test_image_classification_trains_two_steps_with_every_flag(tmp_path, data_dir, monkeypatch, capsys):
     flags = ["--opt-level", "O2", "--loss-scale", "dynamic:1024,period=1", "--override", "**/Dense_1=float32"]
     flags += ["--remat", "dots", "--accumulate", "2", "--ema", "0.5", "--seed", "3", "--shift", "1"]

@@ -91,6 +91,7 @@ def test_a_model_works_in_vmap_map_scan_and_fori_loop():
             maps_and_loops_give_the_bits_of_calls(inputs)
 
 
+@pytest.mark.once
 def test_no_tracer_is_leaked():
     model = apply_policy(nn.Sequential([nn.remat(MLP)(), Linear(2), nn.jit(nn.Dense)(2)]), "mixed_float16")
     variables = shapes(model, X)

@@ -44,6 +44,7 @@ def usual_promotion():
         yield
 
 
+@pytest.mark.once
 def test_linen_and_nnx_give_the_same_outputs_gradients_and_statistics():
     linen = jaxmp.linen.apply_policy(Linen(), "O2")
     shapes = jax.eval_shape(linen.init, jax.random.key(0), IMAGE)

@@ -323,6 +323,7 @@ def test_without_donation_an_earlier_clone_stays_alive():
         step_of_loss(stale, optimizer, ROWS)
 
 
+@pytest.mark.once
 def test_a_target_network_in_the_batch_may_be_a_clone():
     def distance(model: Any, batch: Any) -> jax.Array:
         return jnp.mean((model(batch["x"]) - batch["target"](batch["x"]) - 1) ** 2)
@@ -544,6 +545,7 @@ def test_training_the_original_model_in_place_of_its_copy_raises(step, adapter):
         before = host(values(net))
 
 
+@pytest.mark.once
 def test_the_original_of_an_evaluation_copy_trains_under_an_explicit_float32_policy():
     net, twin = mlp(), mlp()
     apply_policy(net, "bfloat16")
@@ -694,6 +696,7 @@ def test_the_error_for_arrays_that_a_step_deleted_in_another_model_says_to_copy_
     assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(values(target)))
 
 
+@pytest.mark.once
 def test_a_loss_function_that_sets_the_mode_of_the_model_raises():
     def trains(model: Any, batch: Any) -> jax.Array:
         model.train()

@@ -64,6 +64,7 @@ def test_a_step_has_no_branch_no_callback_and_no_loop():
         assert not {name for name in names if "callback" in name or name in ("cond", "while", "infeed", "outfeed")}
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("check_updates", [False, True])
 def test_the_compiled_program_is_linear_in_the_number_of_params(check_updates):
     def characters(count):

@@ -197,6 +197,7 @@ def test_a_lookup_that_leaves_its_type_open_is_jaxs_error():
     assert "Use `.at[...].get(out_sharding=)`" in str(error)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_a_jit_of_the_users_own_knows_the_mesh_by_the_state_or_by_what_is_around(kind):
     mesh = mesh_of(kind)

@@ -56,6 +56,7 @@ def gradients_on_one_device():
         return jax.jit(jax.grad(lambda params: loss_on(WHOLE)(params, None, a_batch(), None)[0]))(make_params())
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("route", "sizes"),
     [

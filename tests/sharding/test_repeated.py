@@ -77,6 +77,7 @@ def loss_in(dtype):
     return loss_fn
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("names", "kind", "steps", "reduce"),
     [

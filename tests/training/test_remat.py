@@ -86,6 +86,7 @@ def stored_shapes(step, state) -> list[tuple[int, ...]]:
     return [leaf.shape for leaf in jax.tree.leaves(residuals) if leaf.shape[:1] == ROWS.shape[:1]]
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(("stack", "options"), [("python", {}), ("scan", {"accumulate_steps": 2})])
 def test_recomputed_layers_train_as_stored_ones_with_dropout_and_batch_statistics(stack, options):
     states = []
