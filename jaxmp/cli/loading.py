@@ -99,6 +99,9 @@ def function(name: str) -> Callable[..., Any]:
     """Import and return the function that ``"module:function"`` names."""
     _leave_out_the_command()
     module, _, attribute = name.partition(":")
+    if module.endswith(".py"):
+        importable = module.removeprefix("./").removesuffix(".py").replace("/", ".")
+        raise UsageError(f"write a module, not a file: {importable}:{attribute or 'FUNCTION'}, got {name!r}")
     if not all(part.isidentifier() for part in (*module.split("."), *attribute.split("."))):
         raise UsageError(f"write a function as MODULE:FUNCTION, such as jax.numpy:matmul, got {name!r}")
     try:

@@ -196,8 +196,11 @@ def test_a_missing_name_is_an_error_with_the_nearest_name(here, capsys):
     tuples = "a function is needed, got plan_cli_module:arrays of type 'tuple'"
     assert error(capsys, "plan_cli_module:square", "--args", "plan_cli_module:arrays") == tuples
     rule = "write a function as MODULE:FUNCTION, such as jax.numpy:matmul, got"
-    for name in ("matmul", "jax.numpy", ":f", "jax.numpy:", "plan_cli_module.py", "sub/other.py:f", "./sub:f"):
+    for name in ("matmul", "jax.numpy", ":f", "jax.numpy:", "./sub:f"):
         assert error(capsys, name) == f"{rule} {name!r}"
+    rule = "write a module, not a file:"
+    for name, module in (("plan_cli_module.py", "plan_cli_module:FUNCTION"), ("./sub/other.py:f", "sub.other:f")):
+        assert error(capsys, name) == f"{rule} {module}, got {name!r}"
     assert "unknown dtype 'float23'" in error(capsys, "jax.numpy:negative", "--arg", "float23[8]")
 
 

@@ -19,7 +19,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import sklearn.datasets
 
 import jaxmp
 from experiments.training import checkpoints, cli, loop, run_folders
@@ -29,7 +28,15 @@ from experiments.training.precision import read_policy
 from jaxmp.checkpoint import orbax_folders
 
 NAME = "tiny"
-DIGITS = sklearn.datasets.load_digits()
+
+
+@functools.cache
+def digits() -> tuple[np.ndarray, np.ndarray]:
+    """Return the images and the labels of scikit-learn's digits."""
+    from sklearn.datasets import load_digits  # its import takes two seconds
+
+    read = load_digits()
+    return (read.data / 16).astype(np.float32), read.target.astype(np.int32)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,7 +110,7 @@ def prepare(config: Config) -> Experiment:
     """
     cli.check(config)
     names = ("policy", "loss_scale", "learning_rate", "width", "ballast", "accumulate", "ema")
-    image, label = jnp.asarray(DIGITS.data / 16, jnp.float32), jnp.asarray(DIGITS.target, jnp.int32)
+    image, label = map(jnp.asarray, digits())
 
     def train_batches(seed: int, start: int = 0) -> Iterator[Any]:
         for step in itertools.count(start):
@@ -152,7 +159,7 @@ def processes() -> Any:
     """Return a context whose processes start with all modules imported."""
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # the fork server imports this module from there
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["checkpoint_tools"])
+    context.set_forkserver_preload(["checkpoint_tools", "sklearn.datasets"])
     return context
 
 

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import tensorflow_datasets as tfds
 from places import ROOT
-from sklearn.datasets import load_digits
 
 from experiments import data
 from experiments.data import images, text
@@ -37,6 +36,8 @@ def pysource(data_dir: Path) -> dict[str, data.source.Columns]:
 
 
 def test_digits_are_scikit_learns_and_every_fifth_of_a_class_is_for_the_test(digits):
+    from sklearn.datasets import load_digits  # its import takes two seconds
+
     original = load_digits()
     expected: dict[str, list[int]] = {"train": [], "test": []}
     counts: collections.Counter[int] = collections.Counter()
