@@ -36,7 +36,18 @@ class Inspection(Generic[R]):
         self._inspect_call = inspect_call
 
     def __call__(self, *args: Any, **kwargs: Any) -> R:
-        """Return the report of the call with these arguments."""
+        """Return the report of the call with these arguments.
+
+        Raises:
+          TypeError: a keyword argument is for the inspected function, which gets positional arguments only.
+        """
+        of_tool = inspect.signature(self._inspect_call).parameters
+        for keyword in kwargs:
+            if keyword not in of_tool:
+                raise TypeError(
+                    f"{self._name} passes positional arguments only, got the keyword argument {keyword!r}; write "
+                    f"{self._name}(functools.partial({self._fun_name}, {keyword}=...))(...)"
+                )
         return self._inspect_call(*args, **kwargs)
 
     def __repr__(self) -> str:

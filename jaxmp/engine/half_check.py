@@ -1,4 +1,4 @@
-"""Check that a half policy changes a product.
+"""Check that a half policy changes the products of a model.
 
 A half policy computes in float16 or bfloat16.
 """
@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmp.base.dtypes import is_half
+from jaxmp.base.user_warnings import warn_user
 from jaxmp.engine.decisions import Decisions
 from jaxmp.engine.nodes import Step
 from jaxmp.engine.overrides import Level, is_float32
@@ -72,26 +73,37 @@ class NotHalf(NamedTuple):
     has_matrix: bool
 
 
-def require_half_product(decisions: Decisions, policy: Policy, modules: Sequence[NotHalf]) -> None:
-    """Raise a ValueError if a half policy changes no product in a call of a whole model.
+def check_half_products(decisions: Decisions, policy: Policy, modules: Sequence[NotHalf]) -> None:
+    """Check that a half policy changes the products in a call of a whole model.
+
+    Warn if most products stay as they were, because modules have their author's dtype. A few such modules, for example
+    a float32 head, are no reason for a warning.
 
     Args:
       decisions: the decisions about the program of the call.
       policy: the policy of the model.
-      modules: the modules that are not half. An empty sequence raises no error: pass it after a call of only a part of
-        the model.
+      modules: the modules that are not half. If it is empty, nothing is checked: pass an empty sequence after a call
+        of only a part of the model.
+
+    Raises:
+      ValueError: marks or overrides cover products, but no product is half.
     """
-    if modules and is_half(policy.compute_dtype) and _has_no_half_product(decisions):
-        raise ValueError(_unchanged(policy, [module for module in modules if module.has_matrix] or modules))
-
-
-def _has_no_half_product(decisions: Decisions) -> bool:
-    """Return whether marks or overrides cover products, but no product is half."""
+    if not (modules and is_half(policy.compute_dtype)):
+        return
     steps = decisions.graph.steps
     products = [step for step in steps if step.eqn.primitive.name in PRODUCTS]
-    are_covered = any(step.region.level or (step.node and step.node.requested) for step in products)
-    has_half = any(_is_half_product(step, decisions) for step in products)
-    return are_covered and not has_half and not any(map(_may_multiply, steps))
+    number_in_half = sum(_is_half_product(step, decisions) for step in products)
+    with_products = [module for module in modules if module.has_matrix]
+    if number_in_half == 0:
+        are_covered = any(step.region.level or (step.node and step.node.requested) for step in products)
+        if are_covered and not any(map(_may_multiply, steps)):
+            raise ValueError(_unchanged("every product stays as it was", policy, with_products or modules))
+        return
+    with_own_dtype = [module for module in with_products if module.reason.override is None]
+    number_unchanged = len(products) - number_in_half
+    if with_own_dtype and number_unchanged > number_in_half:
+        extent = f"{number_unchanged} of {len(products)} products stay as they were"
+        warn_user(_unchanged(extent, policy, with_own_dtype))
 
 
 def _is_half_product(step: Step, decisions: Decisions) -> bool:
@@ -119,12 +131,12 @@ def _is_narrow(dtype: Any) -> bool:
     return dtype is not None and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize <= 2
 
 
-def _unchanged(policy: Policy, modules: Sequence[NotHalf]) -> str:
+def _unchanged(extent: str, policy: Policy, modules: Sequence[NotHalf]) -> str:
+    """Return a message that a policy leaves products unchanged to this extent, because of these modules."""
     shown = ", ".join(f"{module.name} ({module.reason})" for module in modules[:8])
     more = ", …" if len(modules) > 8 else ""
     if any(module.reason.override is not None for module in modules):
         remedy = "Drop the override, or narrow its pattern."
     else:
-        remedy = f"To overrule the dtype of a module, override it: overrides={{'**': '{policy}'}}."
-    rule = f"the policy computes in {policy.compute_dtype.name}, but every product stays as it was"
-    return f"{rule}: {shown}{more}.\n{remedy}"
+        remedy = "To overrule the dtype of a module, override it: overrides={'**': 'half'}."
+    return f"the policy computes in {policy.compute_dtype.name}, but {extent}: {shown}{more}.\n{remedy}"

@@ -26,7 +26,7 @@ from jaxmp.base.dtypes import AsComputed
 from jaxmp.engine.autocast import computed
 from jaxmp.engine.decisions import Decisions
 from jaxmp.engine.eager_calls import call_eagerly, key_of
-from jaxmp.engine.half_check import require_half_product
+from jaxmp.engine.half_check import check_half_products
 from jaxmp.engine.model_policy import ModelPolicy, require_no_operations, wrong_model
 from jaxmp.engine.rules import Rules
 from jaxmp.linen.run import author_fields, current_run, key_of_module, start_run
@@ -213,7 +213,7 @@ def _run_model(
         run.check_patterns(model, module)
         if name == "__call__":
             rules.check()
-        require_half_product(decisions, model.policy.default, run.modules_not_half(model, module))
+        check_half_products(decisions, model.policy.default, run.modules_not_half(model, module))
         return result
 
 

@@ -28,7 +28,7 @@ from jaxmp.base.donation import require_not_deleted
 from jaxmp.engine.autocast import computed
 from jaxmp.engine.decisions import Decisions
 from jaxmp.engine.eager_calls import call_eagerly
-from jaxmp.engine.half_check import NotHalf, require_half_product
+from jaxmp.engine.half_check import NotHalf, check_half_products
 from jaxmp.engine.model_policy import CallStack, MethodCall, ModelPolicy, Treatment, VariableKind
 from jaxmp.policy.off_switch import unless_policies_off
 from jaxmp.policy.patterns import Path
@@ -168,7 +168,7 @@ def _run_model(module: Any, method: Any, args: Any, kwargs: Any) -> Any:
         results = computed(of_call, rules, arguments, {})
         program_decisions = decided.pop()  # derivative rules keep `rules` alive, but not the decisions
         if called_all:
-            require_half_product(program_decisions, decision.model_policy.default, decision.not_half)
+            check_half_products(program_decisions, decision.model_policy.default, decision.not_half)
             rules.check()
         return results
 

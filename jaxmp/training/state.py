@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -154,11 +155,17 @@ class TrainState(flax.struct.PyTreeNode):
           **fields: the additional fields of a subclass.
 
         Raises:
-          TypeError: ``tx`` is not an optimizer.
+          TypeError: ``tx`` is not an optimizer, or ``fields`` has a name that is not a field of the class.
           ValueError: ``tx`` has several loss scales; a transform other than ``loss_scaling`` wraps ``low_precision``;
             ``params`` are empty; or ``params`` are Flax variables with other collections beside the params.
           RuntimeError: the params were donated to an earlier step.
         """
+        unknown = fields.keys() - {field.name for field in dataclasses.fields(cls)}
+        if unknown:
+            raise TypeError(
+                f"{cls.__name__} has no field {min(unknown)!r}; for variables of the model, write "
+                "model_state={'batch_stats': batch_stats}, and for a field of your own, make a subclass"
+            )
         tx = as_optimizer(tx)
         require_flag("ema", ema, "pass ema=True, and the decay to make_train_step(ema_decay=0.999)")
         require_params(params)

@@ -27,6 +27,7 @@ import numpy as np
 import optax
 import pytest
 from flax.training.dynamic_scale import DynamicScale
+from flax.training.train_state import TrainState
 from readme_tools import (
     BIAS,
     FINITE,
@@ -351,6 +352,20 @@ def write_flax(code: Code) -> Any:
     return train(code, scope, lambda: scope["opt_state"].loss_scale.loss_scale)
 
 
+def flax_train_state(code: Code, loss_scale: Callable[[Scope], Any]) -> Any:
+    scope = jax_program() | {"DynamicScale": DynamicScale, "TrainState": TrainState}
+    code = code._replace(step=f"{code.step}\nparams = state.params")
+    return train(code, scope, lambda: loss_scale(scope))
+
+
+def known_train_state(code: Code) -> Any:
+    return flax_train_state(code, lambda scope: scope["dynamic_scale"].scale)
+
+
+def write_train_state(code: Code) -> Any:
+    return flax_train_state(code, lambda scope: scope["state"].opt_state.loss_scale.loss_scale)
+
+
 FLAX_STATE = {"growth_interval": 2, "fin_steps": 1, "scale": 1024.0}
 
 
@@ -503,6 +518,9 @@ ROWS = {
         lambda: ({"x": "float16", "ids": "int32"}, expected_scales(2.0**15), 2.0**15),
     ),
     "flax: DynamicScale": Row((), known_flax, write_flax, scaled_training(2.0**16, 3, np.inf)),
+    "flax: TrainState with DynamicScale": Row(
+        (), known_train_state, write_train_state, scaled_training(2.0**16, 3, np.inf)
+    ),
     "flax: a DynamicScale in training": Row(
         (), known_flax_state, write_flax_state, lambda: expected_scales(1024, period=3, count=1)
     ),

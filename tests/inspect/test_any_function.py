@@ -191,3 +191,6 @@ def test_a_tool_that_is_called_in_the_wrong_way_says_how_to_call_it(name):
         tool(loss_fn(w, x))
     with pytest.raises(TypeError, match=rf"{name} takes a function without its arguments, got 3 more"):
         tool(loss_fn, w, x, x)
+    partial = rf"got the keyword argument 'x'; write {name}\(functools.partial\(loss_fn, x=...\)\)\(...\)"
+    with pytest.raises(TypeError, match=partial):
+        inspection(w, x=x)

@@ -146,6 +146,23 @@ def test_the_derivative_of_what_is_computed_in_float32_is_no_round_trip() -> Non
 
 
 @pytest.mark.once
+def test_a_move_that_autocast_computes_in_float32_for_its_gradient_is_no_round_trip() -> None:
+    rows = np.arange(80) % 8  # each node sends to ten others
+    moves = {
+        "index": lambda h: h[rows],
+        "take": lambda h: jnp.take(h, rows, axis=0),
+        "repeat": lambda h: jnp.repeat(h, 10, axis=0),
+        "broadcast": lambda h: jnp.broadcast_to(h, (10, *h.shape)),
+    }
+
+    def loss_of(move: Any) -> Any:
+        return jax.grad(jaxmp.autocast(lambda w, v, x: jnp.mean(move(x @ w) @ v), "mixed_bfloat16"))
+
+    calls = {name: (loss_of(move), shape(16, 16), shape(16, 16), shape(8, 16)) for name, move in moves.items()}
+    assert kinds_by_name(calls) == all_are([], moves)
+
+
+@pytest.mark.once
 def test_a_float32_sum_in_a_loop_is_not_a_round_trip() -> None:
     def fun(h: Any) -> Any:
         total = jax.lax.fori_loop(0, 3, lambda _, z: z + h.astype(F32), jnp.zeros(h.shape, F32))

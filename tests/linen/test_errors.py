@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import re
@@ -123,9 +124,44 @@ def test_the_error_for_a_half_policy_without_half_products_names_the_modules_and
         text = refusal(apply_policy(Stubborn(), "mixed_bfloat16"))
     assert text == (
         "the policy computes in bfloat16, but every product stays as it was: Dense_0 (its own dtype=float32), head "
-        "(its own dtype=float32).\nTo overrule the dtype of a module, override it: "
-        "overrides={'**': 'params=float32,compute=bfloat16,output=float32'}."
+        "(its own dtype=float32).\nTo overrule the dtype of a module, override it: overrides={'**': 'half'}."
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    dtype: Any = jnp.float32
+
+
+class TiedModel(nn.Module):
+    """Layers with a dtype from a config, and a last product that reads the embedding."""
+
+    config: Config
+    layers: int
+
+    @nn.compact
+    def __call__(self, tokens):
+        embed = nn.Embed(16, 8)
+        x = embed(tokens)
+        for _ in range(self.layers):
+            x = nn.Dense(8, dtype=self.config.dtype)(x)
+        return embed.attend(x)
+
+
+def test_dtypes_from_a_config_that_leave_most_products_in_float32_are_warned_of():
+    tokens = jnp.zeros((2, 3), jnp.int32)
+    model = TiedModel(Config(), layers=2)
+    variables = zeros(shapes(model, tokens))
+    expected = (
+        r"computes in float16, but 2 of 3 products stay as they were: Dense_0 \(its own dtype=float32\), Dense_1 "
+        r"\(its own dtype=float32\)\.\n.* overrides=\{'\*\*': 'half'\}"
+    )
+    with pytest.warns(UserWarning, match=expected):
+        apply_policy(model, "mixed_float16").apply(variables, tokens)
+    under = apply_policy(model, "mixed_float16", {"**": "half"})
+    assert set(products(under.apply, variables, tokens)) == {"float16"}
+    one_float32_layer = TiedModel(Config(), layers=1)
+    apply_policy(one_float32_layer, "mixed_float16").apply(zeros(shapes(one_float32_layer, tokens)), tokens)
 
 
 def test_if_overrides_keep_every_product_in_float32_the_error_says_to_drop_or_narrow_them():

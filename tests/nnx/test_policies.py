@@ -287,7 +287,7 @@ def test_the_error_for_a_half_policy_without_half_products_names_the_modules_and
             pytest.raises(
                 ValueError,
                 match=r"computes in float16, but every product stays as it was: layers/0 \(its own dtype=float32\)\.\n"
-                r"To overrule .*: overrides=\{'\*\*': 'params=float32,compute=float16,output=float32'\}",
+                r"To overrule .*: overrides=\{'\*\*': 'half'\}",
             ),
         ):
             call()
@@ -295,6 +295,10 @@ def test_the_error_for_a_half_policy_without_half_products_names_the_modules_and
         apply_policy(model, "mixed_bfloat16", {"layers/0": "float32"})(VECTORS)
     norm = apply_policy(nnx.LayerNorm(8, rngs=rngs()), "mixed_float16", {"**": "float32"})
     nnx.eval_shape(norm, VECTORS)  # a model without products is not an error
+    layers = [nnx.Linear(8, 8, dtype=dtype, rngs=rngs()) for dtype in (None, jnp.float32, jnp.float32)]
+    under = apply_policy(nnx.Sequential(*layers), "mixed_float16")
+    with pytest.warns(UserWarning, match=r"2 of 3 products stay as they were: layers/1 \(its own dtype=float32\), l"):
+        under(VECTORS)
 
 
 class Attends(nnx.Module):

@@ -78,6 +78,11 @@ BAD_ARGUMENTS = {
         "(p, s, b, r, *, train)",
     ),
     "for NNX": (lambda: jaxmp.nnx.make_train_step(lambda p, s, b, r: (p, s)), TypeError, "takes (model, batch), got"),
+    "Flax's batch_stats": (
+        lambda: TrainState.create(params=1.0, tx=optax.sgd(0.1), batch_stats={}),
+        TypeError,
+        "no field 'batch_stats'; for variables of the model, write model_state={'batch_stats': batch_stats}",
+    ),
     "params of None": (lambda: TrainState.create(params=None, tx=optax.sgd(0.1)), ValueError, "params must be"),
     "use_ema as an array": (
         lambda: make_eval_step(train_loss, use_ema=jnp.ones(2)),

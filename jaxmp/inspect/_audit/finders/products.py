@@ -40,8 +40,8 @@ def float32_products(audited: Audited) -> Faults:
         yield Fault(
             equation,
             f"a product of float32 operands, although the policy is {half}",
-            f"cast both operands to {half}, or ask for float32: an override of this path, jaxmp.precision('float32') "
-            "or precision='highest'",
+            f"cast both operands to {half}, or override the layer if it has its own dtype=float32; to keep float32, "
+            "use an override of this path, jaxmp.precision('float32') or precision='highest'",
         )
 
 
