@@ -15,7 +15,7 @@ from jaxmp.base.dtypes import is_castable
 from jaxmp.engine.decisions import Decisions, decide_program
 from jaxmp.engine.float8_products import Float8Product, emit_float8
 from jaxmp.engine.graph import build
-from jaxmp.engine.marks import WITH_RULE, ours
+from jaxmp.engine.marks import WIDE_SUMS, WITH_RULE, ours
 from jaxmp.engine.nodes import Node, Step, StepBody
 from jaxmp.engine.reads import is_widening
 from jaxmp.engine.rules import Rules
@@ -191,7 +191,8 @@ class _Evaluation(Rewriter):
             return results
         is_repeat = node is not None and eqn.primitive.name in REPEATS
         if is_repeat and must_widen(eqn, eqn.invars[0], operands[0], self.examples):
-            return summed_in_float32(eqn, operands)
+            with jax.named_scope(WIDE_SUMS):
+                return summed_in_float32(eqn, operands)
         dtype = None if node is None else self.decisions.decision_of[node].compute
         params = eqn.params
         if dtype is not None:

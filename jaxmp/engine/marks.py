@@ -27,7 +27,7 @@ OF_POLICY = "the policy of its module"
 WITH_RULE = "jaxmp.rule"
 """The scope of the body of a function with a custom derivative rule, and of the rule."""
 WIDE_SUMS = "jaxmp.wide_sums"
-"""The scope around casts that a step on a mesh adds, so that it sums the gradients of weights in float32."""
+"""The scope around casts that jaxmp adds, so that gradients are summed in float32."""
 _MARK = re.compile(r"jaxmp\.(precision|compute)\((\w+):?(\w*)(;override)?(?:;recipe=(.*))?\)")
 
 

@@ -106,7 +106,7 @@ MICROBATCHES = 4
 
 
 def known_steps(code: Code) -> Any:
-    """Run the steps in torch; return the learning rates after the finite steps, and the params or their average."""
+    """Run the steps in torch; return the learning rates of finite steps, and the params or their average."""
     scope = torch_program()
     model, x, rates = scope["model"], scope["x"], []
     run(code.set_up if code.step else "", scope)
@@ -163,7 +163,7 @@ def known_keras_steps(code: Code) -> Any:
 
 
 def write_steps(code: Code, model: nn.Module | None = None) -> Any:
-    """Run the train steps; return the learning rates after the finite steps, and the params or their average."""
+    """Run the train steps; return the learning rates of finite steps, and the params or their average."""
     scope, rates = program_of_batches(model), []
     run(code.set_up, scope)
     for finite in FINITE:

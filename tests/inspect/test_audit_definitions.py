@@ -155,11 +155,13 @@ def test_a_move_that_autocast_computes_in_float32_for_its_gradient_is_no_round_t
         "broadcast": lambda h: jnp.broadcast_to(h, (10, *h.shape)),
     }
 
-    def loss_of(move: Any) -> Any:
+    def gradient_with(move: Any) -> Any:
         return jax.grad(jaxmp.autocast(lambda w, v, x: jnp.mean(move(x @ w) @ v), "mixed_bfloat16"))
 
-    calls = {name: (loss_of(move), shape(16, 16), shape(16, 16), shape(8, 16)) for name, move in moves.items()}
-    assert kinds_by_name(calls) == all_are([], moves)
+    args = shape(16, 16), shape(16, 16), shape(8, 16)
+    assert kinds_by_name({name: (gradient_with(move), *args) for name, move in moves.items()}) == all_are([], moves)
+    by_the_author = gradient_with(lambda h: h.astype(BF16).astype(F32)[rows].astype(BF16))
+    assert finding_kinds(by_the_author, *args) == ["round-trip"]
 
 
 @pytest.mark.once

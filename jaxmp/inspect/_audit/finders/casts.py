@@ -36,9 +36,7 @@ def round_trips(audited: Audited) -> Faults:
             # The derivatives of two casts may be adjacent although the program computes between the casts, for example
             # adds a bias.
             continue
-        if all(WIDE_SUMS in cast.at.names for cast in widened):  # jaxmp adds these casts, and XLA drops them
-            continue
-        if _has_float32_gradient(value, widened):
+        if all(WIDE_SUMS in cast.at.names for cast in widened):  # jaxmp adds these casts
             continue
         half, wide = value.dtype.name, value.inputs[0].dtype.name
         what = f"{half} → {wide} → {half} with nothing between that needs {wide}"
@@ -82,18 +80,6 @@ def _joins_modules(narrowed: Value, widened: list[Value]) -> bool:
 
     carried = set(origins(narrowed.inputs[0], is_join))
     return all(cast in carried and cast.at.path != narrowed.at.path for cast in widened)
-
-
-def _has_float32_gradient(narrowed: Value, widened: list[Value]) -> bool:
-    """Return whether autocast computes a single move in float32, so that its gradient is a float32 sum.
-
-    An example is a gather of node features. Its casts are at the line of the move.
-    """
-    move = narrowed.inputs[0]
-    if not move.is_move or move.equation is None or DECIDED not in move.at.names:
-        return False
-    place = move.at.path, move.at.source
-    return all((cast.at.path, cast.at.source) == place for cast in (narrowed, *widened))
 
 
 def casts_in_loops(audited: Audited) -> Faults:
