@@ -13,7 +13,8 @@ from jaxmp._internals.flax.nnx_if_imported import imported_nnx
 from jaxmp.base import trees as _tree
 from jaxmp.base.arguments import require_whole_number
 from jaxmp.base.donation import is_deleted, require_not_deleted
-from jaxmp.optim.scaling_state import get_loss_scaling_state
+from jaxmp.optim.dropped_state import warn_if_dropped
+from jaxmp.optim.scaling_state import LossScalingState, get_loss_scaling_state
 from jaxmp.sharding.placement import is_traced
 from jaxmp.training.state import TrainState
 
@@ -40,7 +41,10 @@ def raise_if_stuck(state: Any, max_consecutive_skips: int = 25) -> None:
 
     Call it in the loop of your own step, outside of ``jax.jit``, for example every 100 steps. A step of
     :func:`jaxmp.make_train_step` does this check itself, unless you wrap the step in your own ``jax.jit``. The function
-    reads one number from the device, so it waits until the step that computes ``state`` is finished.
+    reads a few numbers from the device, so it waits until the step that computes ``state`` is finished.
+
+    The third call in a row with a state that no step has changed warns: the step then does not return the new state of
+    ``tx.update``.
 
     Args:
       state: a :class:`jaxmp.TrainState`, a :class:`jaxmp.nnx.Optimizer`, or the state of an optimizer with
@@ -64,9 +68,10 @@ def raise_if_stuck(state: Any, max_consecutive_skips: int = 25) -> None:
     jaxmp.training.stuck_runs.NonFiniteTrainingError: 3 steps in a row were skipped at loss scale 8, ...
     """
     require_whole_number("max_consecutive_skips", max_consecutive_skips)
-    scaling = get_loss_scaling_state(getattr(state, "opt_state", state))._replace(inner_state=None)
+    opt_state, steps = getattr(state, "opt_state", state), getattr(state, "step", None)
     if (nnx := imported_nnx()) is not None:  # the arrays of an NNX optimizer are in Variables
-        scaling = nnx.as_pure(scaling)
+        opt_state, steps = nnx.as_pure((opt_state, steps))
+    scaling = get_loss_scaling_state(opt_state)
     is_train_state = isinstance(state, TrainState)
     counter, scale = state.stuck if is_train_state else scaling.consecutive_skipped, scaling.loss_scale
     if is_traced(counter):
@@ -75,6 +80,8 @@ def raise_if_stuck(state: Any, max_consecutive_skips: int = 25) -> None:
             "state that the step returned"
         )
     require_not_deleted(counter)
+    with jax.transfer_guard_device_to_host("allow"):
+        warn_if_dropped(scaling, jax.tree.leaves((steps, _without_scaling(opt_state))))
     count = int(_read_now(counter).max())  # of the worst run, if the state holds several runs under vmap
     if count < max_consecutive_skips:
         return
@@ -84,6 +91,15 @@ def raise_if_stuck(state: Any, max_consecutive_skips: int = 25) -> None:
             f"{count} steps in a row were skipped at loss scale {float(np.min(scale.loss_scale)):g}, which did not "
             f"fall. {_REMEDY}"
         )
+
+
+def _without_scaling(opt_state: Any) -> Any:
+    """Return an optimizer's state without the loss scale and its counters."""
+
+    def is_scaling(node: Any) -> bool:
+        return isinstance(node, LossScalingState)
+
+    return jax.tree.map(lambda node: node.inner_state if is_scaling(node) else node, opt_state, is_leaf=is_scaling)
 
 
 class StuckRuns:

@@ -398,3 +398,73 @@ def test_threads_may_share_a_step():
 
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         assert list(pool.map(train, range(4))) == [20] * 4
+
+
+def drop_linen(tx):
+    params = jnp.ones(2)
+    state = tx.init(params)
+
+    @jax.jit
+    def step(params, state):
+        _, grads = jaxmp.value_and_grad(jnp.sum, state)(params)
+        updates, _ = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    while True:
+        params, state = step(params, state)
+        yield state
+
+
+def drop_train_state(tx):
+    state = TrainState.create(params=jnp.ones(2), tx=tx)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(state):
+        state.apply_gradients(grads=jaxmp.value_and_grad(jnp.sum, state.opt_state)(state.params)[1])
+        return state
+
+    while True:
+        yield (state := step(state))
+
+
+def drop_nnx(tx):
+    model = nnx.Dict(w=nnx.Param(jnp.ones(2)))
+    optimizer = jaxmp.nnx.Optimizer(model, tx)
+
+    @jax.jit  # in place of nnx.jit
+    def step(model, optimizer):
+        loss, grads = jaxmp.nnx.value_and_grad(lambda model: jnp.sum(model["w"][...]), optimizer)(model)
+        optimizer.update(model, grads)
+        return loss
+
+    while True:
+        step(model, optimizer)
+        yield optimizer
+
+
+@pytest.mark.parametrize("drop", [drop_linen, drop_train_state, drop_nnx])
+@pytest.mark.parametrize(
+    ("inner", "scale"), [(optax.sgd(0.1), DynamicLossScale()), (standard(optax.adam(0.1)), jaxmp.StaticLossScale(8.0))]
+)
+def test_a_loop_that_drops_the_new_state_is_told_once(drop, inner, scale):
+    states = drop(loss_scaling(inner, scale))
+    for _ in range(2):
+        jaxmp.raise_if_stuck(next(states))
+    with pytest.warns(UserWarning, match="write updates, opt_state = tx.update") as caught:
+        for _ in range(3):
+            jaxmp.raise_if_stuck(next(states))
+    assert len(caught) == 1 and caught[0].filename == __file__
+
+
+def test_a_state_before_its_first_step_is_no_mistake():
+    at_maximum = DynamicLossScale(2.0**24, period=1)
+    for scale in (DynamicLossScale(), at_maximum, jaxmp.HeadroomLossScale(), jaxmp.StaticLossScale(8.0)):
+        tx = loss_scaling(optax.sgd(0.1), scale)
+        for _ in range(4):  # short runs
+            state = tx.init(jnp.ones(2))
+            jaxmp.raise_if_stuck(state)
+        for state in [tx.init(jnp.ones(2)) for _ in range(4)]:  # an ensemble
+            jaxmp.raise_if_stuck(state)
+        for _ in range(4):  # a whole period in each iteration
+            jaxmp.raise_if_stuck(state)
+            _, state = tx.update(jnp.ones(2), state, jnp.ones(2))
