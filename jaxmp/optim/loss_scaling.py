@@ -32,6 +32,7 @@ from jaxmp.optim.low_precision import (
 from jaxmp.optim.pack_small import PackSmall, packed_as, without_packing
 from jaxmp.optim.packed_tree import unpacked
 from jaxmp.optim.remembered import remembered
+from jaxmp.optim.scale_power import warn_if_scaled
 from jaxmp.optim.scaled_grad import global_norm, nan_if_infinite
 from jaxmp.optim.scaling_state import LossScalingState, get_loss_scaling_state, require_every_step, wrap_opt_state
 from jaxmp.optim.stored_moments import decoded
@@ -158,6 +159,7 @@ class _ScalingTransform:
         self, updates: optax.Updates, state: LossScalingState, params: optax.Params | None, extra_args: dict[str, Any]
     ) -> tuple[optax.Updates, LossScalingState]:
         check_state(state)
+        warn_if_scaled(updates, state.loss_scale)
         grads = packed_as(state.inner_state, widen(updates))
         squares = sum_of_squares(grads)
         new_updates, inner_state = self.inner.update(

@@ -92,7 +92,8 @@ def value_and_grad(
       NaN. Pass the gradients to ``tx.update``, which skips the step if one of them is NaN.
 
     To differentiate by other means, such as ``jax.vjp``, multiply a float32 loss by the scale and divide the gradients:
-    ``loss_scale = jaxmp.get_loss_scale(opt_state)`` has the methods ``scale`` and ``unscale``.
+    ``loss_scale = jaxmp.get_loss_scale(opt_state)`` has the methods ``scale`` and ``unscale``. Do not use them together
+    with this function: in a jitted step, ``tx.update`` warns if its gradients still contain the loss scale.
 
     The returned function warns if it is traced by ``jax.jit`` with a loss scale that is not an argument of the jitted
     function. Such a scale never changes.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -154,3 +156,87 @@ def test_keep_if_skipped_keeps_statistics_bit_for_bit():
     assert bits(skipped[:2]) == bits((params, old))
     _, taken, _ = step(skipped[0], skipped[1], skipped[2], jnp.array([1.0, 2.0]))
     assert taken["mean"] == 1.5 and taken["mean"].dtype == jnp.bfloat16 and taken["count"] == 1
+
+
+def scaled_by_hand(params, batch, scale):
+    return jax.grad(lambda params: scale.scale(loss_fn(params, batch)))(params)
+
+
+def microbatches(gradient, params, batch, scale):
+    def add(total, x):
+        grads = gradient(params, {**batch, "x": batch["x"] + x}, scale)
+        return jax.tree.map(jnp.add, total, grads), None
+
+    return jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), jnp.arange(2.0))[0]
+
+
+def over(grads, number):
+    return jax.tree.map(lambda grad: grad / number, grads)
+
+
+TWICE, NEVER = "divided by the loss scale once too often", "still multiplied by the loss scale"
+STEPS = {  # the gradients of a step, and what the warning says
+    "unscaled twice": (lambda p, b, s, true: s.unscale(true(p, b, s)), TWICE),
+    "unscaled twice after accumulation": (lambda p, b, s, true: s.unscale(microbatches(true, p, b, s)), TWICE),
+    "scaled twice": (lambda p, b, s, true: true(p, b, s, lambda *args: s.scale(loss_fn(*args))), NEVER),
+    "never unscaled": (lambda p, b, s, true: scaled_by_hand(p, b, s), NEVER),
+    "never unscaled after accumulation": (
+        lambda p, b, s, true: over(microbatches(scaled_by_hand, p, b, s), 2.0),
+        NEVER,
+    ),
+    "of jaxmp": (lambda p, b, s, true: true(p, b, s), None),
+    "of jaxmp after accumulation": (lambda p, b, s, true: over(microbatches(true, p, b, s), 2.0), None),
+    "by hand": (lambda p, b, s, true: s.unscale(scaled_by_hand(p, b, s)), None),
+    "divided by the number": (lambda p, b, s, true: over(scaled_by_hand(p, b, s), s.loss_scale), None),
+    "divided in another jitted function": (
+        lambda p, b, s, true: jax.jit(lambda grads, scale: over(grads, scale))(scaled_by_hand(p, b, s), s.loss_scale),
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_gradients_with_a_wrong_power_of_the_loss_scale_are_warned_of(name):
+    params, batch = problem()
+    tx = loss_scaling(optax.sgd(0.5), SCALED)
+    gradient, warning = STEPS[name]
+
+    @jax.jit
+    def step(params, opt_state):
+        def true(params, batch, scale, loss_of=loss_fn):
+            return value_and_grad(loss_of, opt_state)(params, batch)[1]
+
+        grads = gradient(params, batch, jaxmp.get_loss_scale(opt_state), true)
+        return tx.update(grads, opt_state, params)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            _, opt_state = step(params, tx.init(params))
+    assert [warning in str(each.message) for each in caught] == ([] if warning is None else [True])
+    assert opt_state.skipped_steps == 0
+
+
+def test_gradients_with_a_wrong_power_of_the_loss_scale_are_warned_of_in_nnx():
+    model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    optimizer = jaxmp.nnx.Optimizer(model, optax.sgd(0.5), loss_scale=SCALED)
+
+    def loss(model):
+        return jnp.mean(model(jnp.ones((1, 2))) ** 2)
+
+    def unscaled_twice(model, optimizer):
+        _, grads = jaxmp.nnx.value_and_grad(loss, optimizer)(model)
+        return jaxmp.get_loss_scale(nnx.as_pure(optimizer.opt_state)).unscale(grads)
+
+    def never_unscaled(model, optimizer):
+        return nnx.grad(lambda model: loss(model) * optimizer.loss_scale)(model)
+
+    for gradient, warning in ((unscaled_twice, TWICE), (never_unscaled, NEVER)):
+
+        @nnx.jit
+        def step(model, optimizer, gradient=gradient):
+            optimizer.update(model, gradient(model, optimizer))
+
+        with pytest.warns(UserWarning, match=warning) as caught:
+            step(model, optimizer)
+        assert len(caught) == 1 and caught[0].filename == __file__

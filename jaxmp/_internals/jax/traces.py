@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -56,6 +58,32 @@ def is_batched(value: Any, batch: Any) -> bool:
 def is_staged(value: Any) -> bool:
     """Return whether a value is traced into a program that may be batched later."""
     return isinstance(value, core.Tracer) and hasattr(value._trace, "frame")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ProgramSoFar:
+    """The program that JAX is tracing, with the fields of an open jaxpr.
+
+    The values of ``constvars`` are unknown.
+    """
+
+    constvars: list[Any]
+    invars: list[Any]
+    eqns: list[Any]
+    outvars: list[Any]
+
+
+def program_so_far(values: Sequence[Any]) -> ProgramSoFar | None:
+    """Return the program that computes traced values, as far as it is traced.
+
+    The result is None if the values do not belong to one program that JAX traces.
+    """
+    traces = {value._trace if is_staged(value) else None for value in values}
+    frame = getattr(traces.pop(), "frame", None) if len(traces) == 1 else None
+    if frame is None:
+        return None
+    constants = list(frame.constvar_to_val.copy())  # before the equations: a collection may delete both
+    return ProgramSoFar(constants, list(frame.invars), frame.get_eqns(), [value.val for value in values])
 
 
 def shows_what_varies() -> bool:

@@ -1,0 +1,113 @@
+"""Warn if the optimizer gets gradients that are multiplied or divided by the loss scale.
+
+The optimizer takes true gradients. While ``jax.jit`` traces a step, the program up to ``tx.update`` says how often the
+loss scale is a factor of each gradient. Its power is 0 for true gradients, 1 for gradients of the scaled loss, and -1
+for gradients that were unscaled twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmp._internals.jax.traces import is_staged, program_so_far
+from jaxmp.base.user_warnings import warn_user
+from jaxmp.optim.loss_scale import LossScale
+from jaxmp.program.equations import is_literal
+from jaxmp.program.facts import Analysis
+from jaxmp.program.primitives import CAST, COMBINATIONS, COMBINES, EXTREMES, PICKS, PRODUCTS, SUMS, Trait, with_trait
+
+_ANY: Final = "any"
+_Power = int | str | None
+"""The power of the loss scale in a value.
+
+It is None if it is unknown, and ``"any"`` for zeros, infinities and NaN, which no factor changes.
+"""
+
+_MULTIPLIES = PRODUCTS | with_trait(Trait.MULTIPLIES)
+_SUMS = frozenset(name for name, kind in COMBINATIONS.items() if kind == "add")
+# The power of the result is that of the floating operands.
+_KEEPS_POWER = PICKS | COMBINES | SUMS | _SUMS | EXTREMES | with_trait(Trait.KEEPS_MAGNITUDE) | {CAST}
+
+
+class _PowerOfScale(Analysis[_Power]):
+    """The power of the loss scale in each value."""
+
+    constant = 0
+
+    def solve_equation(self, eqn: Any, operands: Sequence[_Power]) -> Sequence[_Power]:
+        atoms = zip(eqn.invars, operands, strict=True)
+        operands = [_ANY if _is_unchanged(atom) else power for atom, power in atoms]
+        if all(power == 0 for power in operands):  # most of the forward pass: its bodies need not be read
+            return [0] * len(eqn.outvars)
+        powers = super().solve_equation(eqn, operands)
+        return [power if _is_floating(var) else 0 for var, power in zip(eqn.outvars, powers, strict=True)]
+
+    def transfer(self, eqn: Any, operands: Sequence[_Power]) -> Sequence[_Power]:
+        powers = [power for atom, power in zip(eqn.invars, operands, strict=True) if _is_floating(atom)]
+        return [self._of_operation(eqn.primitive.name, powers)] * len(eqn.outvars)
+
+    def _of_operation(self, name: str, powers: Sequence[_Power]) -> _Power:
+        if name in _MULTIPLIES and len(powers) == 2:
+            return _quotient(*powers) if name == "div" else _product(*powers)
+        if name in _KEEPS_POWER:
+            return reduce(self.join, powers, _ANY if powers else 0)
+        return 0 if all(power in (0, _ANY) for power in powers) else None
+
+    def join(self, first: _Power, second: _Power) -> _Power:
+        if first == _ANY or second == _ANY:
+            return second if first == _ANY else first
+        return first if first == second else None
+
+
+_POWERS = _PowerOfScale()
+
+
+def _product(first: _Power, second: _Power) -> _Power:
+    if _ANY in (first, second):
+        return _ANY
+    return first + second if isinstance(first, int) and isinstance(second, int) else None
+
+
+def _quotient(first: _Power, second: _Power) -> _Power:
+    return _product(first, -second if isinstance(second, int) else second)
+
+
+def _is_floating(atom: Any) -> bool:
+    return bool(jnp.issubdtype(getattr(atom.aval, "dtype", np.int32), np.inexact))
+
+
+def _is_unchanged(atom: Any) -> bool:
+    """Return whether an operand is a literal that no positive factor changes."""
+    return is_literal(atom) and np.ndim(atom.val) == 0 and (atom.val == 0 or not np.isfinite(atom.val))
+
+
+def warn_if_scaled(grads: Any, loss_scale: LossScale) -> None:
+    """Warn if traced gradients are multiplied or divided by the loss scale.
+
+    Gradients whose program cannot be followed are not warned of, such as those of another jitted function.
+    """
+    scale: Any = loss_scale.loss_scale
+    leaves = [leaf for leaf in jax.tree.leaves(grads) if is_staged(leaf)] if is_staged(scale) else []
+    program = program_so_far([scale, *leaves]) if leaves else None
+    if program is None:
+        return
+    is_scale = [int(var is program.outvars[0]) for var in program.invars]
+    powers = {power for power in _POWERS.solve(program, is_scale).results[1:] if isinstance(power, int)} - {0}
+    if powers:
+        warn_user(
+            f"the optimizer takes true gradients, but got gradients {_described(powers.pop())};\nwrite loss, grads = "
+            "jaxmp.value_and_grad(loss_fn, opt_state)(params) with the plain loss, and pass these grads to tx.update. "
+            "It scales the loss and unscales the gradients itself"
+        )
+
+
+def _described(power: int) -> str:
+    if power > 0:
+        return "that are still multiplied by the loss scale"
+    return "that were divided by the loss scale once too often"
