@@ -24,9 +24,9 @@ from jaxmp.base.donation import donation_note
 from jaxmp.engine.model_policy import full_class_name
 from jaxmp.nnx.policy_check import needs_policy, require_policy
 from jaxmp.optim.checks import as_optimizer
-from jaxmp.optim.half_params import warn_if_updates_vanish
+from jaxmp.optim.half_params import params_are_checked, warn_if_updates_vanish
 from jaxmp.optim.loss_scale import LossScale, NoOpLossScale
-from jaxmp.optim.loss_scaling import loss_scaling, require_outermost, take_step
+from jaxmp.optim.loss_scaling import loss_scaling, require_outermost, take_step, without_loss_scaling
 from jaxmp.optim.scaled_grad import global_norm, scaled_loss, true_gradients, warn_if_constant
 from jaxmp.optim.scaling_state import get_loss_scale, has_loss_scale
 from jaxmp.sharding.placement import copied_if_seen
@@ -91,14 +91,16 @@ class Optimizer(_Object):
         require_flag("ema", ema, "pass ema=True, and the decay to make_train_step(ema_decay=0.999)")
         tx, params = as_optimizer(tx), nnx.state(model, wrt)
         _require_some(params, model, wrt)
-        warn_if_updates_vanish(tx, nnx.as_pure(params))
-        shapes = jax.eval_shape(tx.init, params)
+        warn_if_updates_vanish(without_loss_scaling(tx), nnx.as_pure(params))
+        with params_are_checked():
+            shapes = jax.eval_shape(tx.init, params)
         is_scaled = has_loss_scale(shapes)
         if is_scaled and loss_scale is not None:
             raise ValueError("tx has a loss scale already, got another one as loss_scale=...; drop one of them")
         if not is_scaled:
             tx = loss_scaling(tx, NoOpLossScale() if loss_scale is None else loss_scale)
-        super().__init__(model, tx, wrt=wrt, **kwargs)
+        with params_are_checked():
+            super().__init__(model, tx, wrt=wrt, **kwargs)
         get_loss_scale(self.opt_state)  # raises if there are several
         require_outermost(tx, self.opt_state)
         self._needs_policy = needs_policy(model)

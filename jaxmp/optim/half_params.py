@@ -2,48 +2,71 @@
 
 from __future__ import annotations
 
+import contextlib
+from contextvars import ContextVar
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from jaxmp.base.context_variables import setting
 from jaxmp.base.dtypes import is_half
 from jaxmp.base.trees import path_name, widen
 from jaxmp.base.user_warnings import warn_user
-from jaxmp.optim.loss_scaling import LossScaling
 from jaxmp.optim.low_precision import rounds_params
 from jaxmp.optim.pack_small import packed_as
 from jaxmp.program.invariants import SAME_FOR_EXAMPLES
 
+_are_checked: ContextVar[bool] = ContextVar("_are_checked", default=False)
 
-def warn_if_updates_vanish(tx: optax.GradientTransformationExtraArgs, params: Any) -> None:
-    """Warn if ``tx`` updates half-precision params and is not ``low_precision``.
 
-    Frozen params, such as those of ``optax.set_to_zero``, are ignored. ``params`` may be shapes.
+def params_are_checked() -> contextlib.AbstractContextManager[None]:
+    """Return a context in which :func:`warn_if_updates_vanish` does nothing, because the caller has called it."""
+    return setting(_are_checked, True)
+
+
+def warn_if_updates_vanish(inner: optax.GradientTransformationExtraArgs, params: Any) -> None:
+    """Warn if an optimizer updates half-precision params and is not ``low_precision``.
+
+    Frozen params, such as those of ``optax.set_to_zero``, are ignored.
+
+    Args:
+      inner: the optimizer inside of ``loss_scaling``, or an optimizer without it.
+      params: the params, or their shapes.
     """
+    if _are_checked.get():
+        return
+    with params_are_checked():
+        param = _first_half_param(inner, params)
+    if param is not None:
+        path, dtype = param
+        smallest = round(4 / float(jnp.finfo(dtype).eps))
+        warn_user(
+            f"updates below 1/{smallest} of a weight are lost, because params such as {path!r} are {dtype.name}; write "
+            "tx = jaxmp.low_precision(tx) for bfloat16 params, or keep the params in float32 with a policy such as "
+            "'mixed_bfloat16'"
+        )
+
+
+def _first_half_param(inner: optax.GradientTransformationExtraArgs, params: Any) -> tuple[str, Any] | None:
+    """Return the path and the dtype of the first half-precision param that a plain optimizer updates."""
     on_devices = jax.eval_shape(lambda params: params, params)
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), on_devices)  # without shardings
     leaves = jax.tree.leaves_with_path(shapes)
-    if not any(is_half(leaf.dtype) for _, leaf in leaves) or rounds_params(jax.eval_shape(tx.init, shapes)):
-        return
-    for (path, leaf), is_updated in zip(leaves, _are_updated(tx, shapes), strict=True):
+    if not any(is_half(leaf.dtype) for _, leaf in leaves) or rounds_params(jax.eval_shape(inner.init, shapes)):
+        return None
+    for (path, leaf), is_updated in zip(leaves, _are_updated(inner, shapes), strict=True):
         if is_updated and is_half(leaf.dtype):
-            smallest = round(4 / float(jnp.finfo(leaf.dtype).eps))
-            warn_user(
-                f"updates below 1/{smallest} of a weight are lost, because params such as {path_name(path)!r} are "
-                f"{leaf.dtype.name}; write tx = jaxmp.low_precision(tx) for bfloat16 params, or keep the params in "
-                "float32 with a policy such as 'mixed_bfloat16'",
-            )
-            return
+            return path_name(path), leaf.dtype
+    return None
 
 
-def _are_updated(tx: optax.GradientTransformationExtraArgs, shapes: Any) -> list[bool]:
+def _are_updated(inner: optax.GradientTransformationExtraArgs, shapes: Any) -> list[bool]:
     """Return for each param whether its update depends on gradients.
 
     ``shapes`` are those of the params.
     """
-    inner = tx.inner if isinstance(tx, LossScaling) else tx  # loss_scaling's own updates all depend on the gradients
 
     def updates_of(grads: Any, params: Any) -> Any:
         weights = widen(params)

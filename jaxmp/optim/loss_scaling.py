@@ -21,6 +21,7 @@ from jaxmp.base.arguments import require_flag
 from jaxmp.base.donation import require_not_deleted
 from jaxmp.base.trees import all_finite, is_finite_sum, max_abs, select_tree, sum_of_squares, widen
 from jaxmp.optim.checks import as_optimizer, check_same_shapes, check_state
+from jaxmp.optim.half_params import warn_if_updates_vanish
 from jaxmp.optim.loss_scale import LossScale, as_loss_scale
 from jaxmp.optim.loss_scale_state import is_concrete
 from jaxmp.optim.low_precision import (
@@ -55,10 +56,15 @@ def loss_scaling(
     optimizer gets the params without a cast.
 
     Put clipping, momentum, weight decay and schedules into ``inner``. A transform that follows ``loss_scaling`` in a
-    chain does not know that a step was skipped. Put ``optax.MultiSteps`` into ``inner`` too: a non-finite microbatch is
-    then dropped on its own. Do not put ``optax.zero_nans`` or ``optax.apply_if_finite`` before or around
-    ``loss_scaling``, because they hide the overflow. For bfloat16 and float32, use ``NoOpLossScale``, which only skips
-    non-finite steps.
+    chain does not know that a step was skipped. :func:`value_and_grad` refuses such a transform if it has a state. It
+    cannot see one without a state: ``optax.add_decayed_weights`` after ``loss_scaling`` shrinks the weights in skipped
+    steps. (Train steps and ``TrainState.apply_gradients`` restore the weights.)
+
+    Put ``optax.MultiSteps`` into ``inner`` too: a non-finite microbatch is then dropped on its own. Do not put
+    ``optax.zero_nans`` or ``optax.apply_if_finite`` before or around ``loss_scaling``, because they hide the overflow.
+    For bfloat16 and float32, use ``NoOpLossScale``, which only skips non-finite steps.
+
+    ``init`` warns if ``inner`` updates half-precision params and is not :func:`jaxmp.low_precision`.
 
     Args:
       inner: any optax transform. Extra arguments of ``update`` are passed to it.
@@ -97,6 +103,11 @@ class LossScaling(optax.GradientTransformationExtraArgs):
     """The transform that :func:`loss_scaling` returns."""
 
     inner: optax.GradientTransformationExtraArgs
+
+
+def without_loss_scaling(tx: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:
+    """Return the optimizer inside of :func:`loss_scaling`, or an optimizer without it as it is."""
+    return tx.inner if isinstance(tx, LossScaling) else tx
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,6 +152,7 @@ class _ScalingTransform:
     check_updates: bool
 
     def init(self, params: optax.Params) -> LossScalingState:
+        warn_if_updates_vanish(self.inner, params)
         inner_state = jax.tree.map(_copied_key, self.inner.init(self._params_of_inner(params)))
         if not isinstance(self.inner, LowPrecision) and rounds_params(inner_state):
             raise ValueError(BEHIND_LOW_PRECISION)

@@ -15,9 +15,15 @@ from jaxmp.base import trees as _tree
 from jaxmp.base.arguments import require_flag
 from jaxmp.base.donation import require_not_deleted
 from jaxmp.optim.checks import as_optimizer
-from jaxmp.optim.half_params import warn_if_updates_vanish
+from jaxmp.optim.half_params import params_are_checked, warn_if_updates_vanish
 from jaxmp.optim.loss_scale import NoOpLossScale
-from jaxmp.optim.loss_scaling import in_precision_of, loss_scaling, require_outermost, take_step
+from jaxmp.optim.loss_scaling import (
+    in_precision_of,
+    loss_scaling,
+    require_outermost,
+    take_step,
+    without_loss_scaling,
+)
 from jaxmp.optim.low_precision import in_dtype_of, with_compensation
 from jaxmp.optim.scaling_state import get_loss_scale, get_loss_scaling_state, has_loss_scale
 from jaxmp.program.traced_program import is_array
@@ -170,10 +176,11 @@ class TrainState(flax.struct.PyTreeNode):
         require_flag("ema", ema, "pass ema=True, and the decay to make_train_step(ema_decay=0.999)")
         require_params(params)
         require_not_deleted({"params": params, "model_state": model_state, "rng": rng})
-        warn_if_updates_vanish(tx, params)
-        if not has_loss_scale(jax.eval_shape(tx.init, params)):
-            tx = loss_scaling(tx, NoOpLossScale())
-        opt_state = tx.init(params)
+        warn_if_updates_vanish(without_loss_scaling(tx), params)
+        with params_are_checked():
+            if not has_loss_scale(jax.eval_shape(tx.init, params)):
+                tx = loss_scaling(tx, NoOpLossScale())
+            opt_state = tx.init(params)
         get_loss_scale(opt_state)  # raises if there are several
         require_outermost(tx, opt_state)
         state = cls(
@@ -205,13 +212,14 @@ class TrainState(flax.struct.PyTreeNode):
         tx = as_optimizer(tx)
         require_not_deleted(self)
         old = get_loss_scaling_state(self.opt_state)
-        if not has_loss_scale(jax.eval_shape(tx.init, self.params)):
-            scale = jax.tree.map(jnp.copy, old.loss_scale)  # a step that donates this state must not delete it
-            tx = loss_scaling(tx, scale, grad_norm=old.grad_norm is not None)
         params = with_compensation(self.params, old.inner_state)
-        warn_if_updates_vanish(tx, params)
+        warn_if_updates_vanish(without_loss_scaling(tx), params)
+        with params_are_checked():
+            if not has_loss_scale(jax.eval_shape(tx.init, self.params)):
+                scale = jax.tree.map(jnp.copy, old.loss_scale)  # a step that donates this state must not delete it
+                tx = loss_scaling(tx, scale, grad_norm=old.grad_norm is not None)
+            fresh = jax.eval_shape(tx.init, params)
         new = old._replace(inner_state=in_precision_of(tx, old.inner_state, params))
-        fresh = jax.eval_shape(tx.init, params)
         wanted: Any = jax.tree.structure(fresh)
         if wanted != jax.tree.structure(new):
             raise ValueError(

@@ -17,6 +17,7 @@ from jaxmp.base.donation import require_not_deleted
 from jaxmp.base.user_warnings import warn_user
 from jaxmp.optim.checks import as_float
 from jaxmp.optim.half_params import warn_if_updates_vanish
+from jaxmp.optim.loss_scaling import without_loss_scaling
 from jaxmp.optim.scaling_state import get_loss_scale
 from jaxmp.sharding.devices import DevicesOfArrays, DevicesOfMesh, FlatState, Layout
 from jaxmp.sharding.mesh_plan import Sharding
@@ -132,7 +133,7 @@ def make_train_step(
 
     The first call warns if:
 
-    - the loss function has float16 products, and the optimizer has no loss scale;
+    - the loss function has float16 products, and the optimizer has no loss scale, or one that is always 1;
     - a step with a loss scale has no policy and only float32 products;
     - a step with a half-precision policy has a model whose own policy makes all products float32;
     - the policy is float32, and the model has a half-precision policy of its own;
@@ -371,7 +372,8 @@ class TrainStep:
     def _warn(self, traced: jax.stages.Traced, state: TrainState) -> None:
         """Warn of a step that runs, but is probably not what the user wants."""
         self._has_warned = True
-        warn_if_updates_vanish(state.tx, state.params)  # also of params that the user has cast since ``create``
+        # also of params that the user has cast since ``create``
+        warn_if_updates_vanish(without_loss_scaling(state.tx), state.params)
         if ignores_params(traced):
             warn_user(
                 "the loss does not depend on the params, so they are not trained; in the loss function, use its own "

@@ -57,6 +57,7 @@ def test_a_scale_that_is_no_power_of_two_agrees_to_rounding():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), updates, expected)
 
 
+@pytest.mark.filterwarnings("ignore:updates below")  # of half params, on purpose
 def test_small_float16_gradients_do_not_underflow_adams_second_moment():
     """Keep the squares of small gradients, which are 0 in float16.
 
@@ -79,6 +80,7 @@ def test_small_float16_gradients_do_not_underflow_adams_second_moment():
     np.testing.assert_allclose(updates, -0.001, rtol=1e-3)
 
 
+@pytest.mark.filterwarnings("ignore:updates below")  # of half params, on purpose
 @pytest.mark.parametrize(
     ("make", "dtype"),
     [
@@ -97,6 +99,7 @@ def test_the_inner_state_is_float32_for_half_params(make, dtype):
         assert leaf.dtype == jnp.float32 or jnp.issubdtype(leaf.dtype, jnp.integer)
 
 
+@pytest.mark.filterwarnings("ignore:updates below")  # of half params, on purpose
 def test_the_inner_transform_sees_float32_params_and_gradients():
     """Otherwise weight decay would be rounded to half precision."""
     dtypes = []

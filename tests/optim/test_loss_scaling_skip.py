@@ -81,6 +81,7 @@ def test_gradients_whose_squares_overflow_skip_the_step_so_that_clipping_and_sec
         assert any(lost)
 
 
+@pytest.mark.filterwarnings("ignore:updates below")  # of half params, on purpose
 def test_the_norm_is_one_of_all_leaves_and_is_float32_for_half_gradients():
     tx = loss_scaling(optax.sgd(0.1), jaxmp.NoOpLossScale(), grad_norm=True)
     params = {"a": jnp.ones(4, jnp.bfloat16), "b": jnp.ones(4, jnp.bfloat16)}
@@ -127,6 +128,7 @@ def test_without_check_updates_only_gradients_are_tested_as_in_torch():
     assert not state.last_finite and np.signbit(updates).all()
 
 
+@pytest.mark.filterwarnings("ignore:updates below")  # of half params, on purpose
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.complex64])
 def test_adding_the_skipped_updates_changes_no_bit_of_other_dtypes(dtype):
     special = [-0.0, 0.0, 1.5, -np.inf] if dtype != jnp.complex64 else [complex(-0.0, -0.0), complex(-0.0, 0.0), 1j]
@@ -146,6 +148,7 @@ def test_params_that_are_nan_or_infinite_do_not_change():
     assert state.skipped_steps == 1
 
 
+@pytest.mark.filterwarnings("ignore:updates below")  # of half params, on purpose
 def test_the_scale_falls_until_float16_gradients_no_longer_overflow():
     params = {"w": jnp.ones(2, jnp.float16)}
     tx = loss_scaling(optax.sgd(2.0**-10), DynamicLossScale(2.0**15))

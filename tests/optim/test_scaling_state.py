@@ -98,6 +98,7 @@ def test_functions_without_a_name_can_be_differentiated():
     assert value_and_grad(loss_fn, state).__name__ == "loss_fn"
 
 
+@pytest.mark.filterwarnings("ignore:updates below")  # of half params, on purpose
 def test_the_returned_loss_and_gradients_are_float32():
     params = {"half": jnp.ones(2, jnp.float16), "full": jnp.ones(2)}
     state = loss_scaling(optax.sgd(0.1), jaxmp.StaticLossScale(4.0)).init(params)

@@ -457,7 +457,7 @@ def test_an_unknown_field_raises_pythons_error():
             TrainState.create(params=jnp.ones(2), tx=optax.sgd(0.1), **{name: 1})
 
 
-@pytest.mark.parametrize("make", ["state", "with_tx", "replace", "sharded", "nnx"])
+@pytest.mark.parametrize("make", ["state", "with_tx", "replace", "sharded", "nnx", "own step"])
 def test_half_params_that_a_plain_optimizer_updates_are_warned_of(make):
     def warned(tx, dtype=jnp.bfloat16):
         with warnings.catch_warnings(record=True) as caught:
@@ -470,6 +470,9 @@ def test_half_params_that_a_plain_optimizer_updates_are_warned_of(make):
             elif make == "replace":
                 state = TrainState.create(params=jax.tree.map(jnp.float32, params), tx=tx).replace(params=params)
                 make_train_step(lambda params, _: jnp.mean(params["kernel"].astype("float32") ** 2))(state, 0.0)
+            elif make == "own step":
+                is_wrapped = isinstance(tx.init(jax.tree.map(jnp.float32, params)), jaxmp.LossScalingState)
+                (tx if is_wrapped else loss_scaling(tx, jaxmp.NoOpLossScale())).init(params)
             elif make == "sharded":
                 TrainState.create_sharded(lambda: params, tx, jaxmp.sharding.Sharding(mesh_of()))
             else:
