@@ -15,7 +15,7 @@ import numpy as np
 from jaxmp._internals.jax.sources import Names, names_of
 from jaxmp.base.dtypes import is_half
 from jaxmp.engine.marks import DECIDED, OF_POLICY, ours, region_of
-from jaxmp.optim.loss_scale import LossScale, NoOpLossScale
+from jaxmp.optim.loss_scale import LossScale, NoOpLossScale, StaticLossScale
 from jaxmp.program.primitives import PRODUCTS
 from jaxmp.program.walk import computing_only, inputs_used, jaxprs_in
 
@@ -28,12 +28,13 @@ def mismatch_of_products(traced: jax.stages.Traced, loss_scale: LossScale, polic
       loss_scale: the loss scale of the step.
       policy_dtype: the compute dtype of the step's policy; None without a policy.
     """
-    has_loss_scale = not isinstance(loss_scale, NoOpLossScale)
+    has_loss_scale = not _is_one(loss_scale)
     products = _products_of_loss(traced)
     dtypes = {operand.aval.dtype for product, _ in products for operand in product.invars[:2]}
     if np.dtype(np.float16) in dtypes and not has_loss_scale:
+        lacks = "no loss scale" if isinstance(loss_scale, NoOpLossScale) else "a loss scale of 1"
         return (
-            "the loss has float16 products and no loss scale, so small gradients become zero; write tx = "
+            f"the loss has float16 products and {lacks}, so small gradients become zero; write tx = "
             "jaxmp.loss_scaling(tx, jaxmp.DynamicLossScale()), or for an NNX model jaxmp.nnx.Optimizer(model, tx, "
             "loss_scale=jaxmp.DynamicLossScale())"
         )
@@ -60,6 +61,11 @@ def mismatch_of_products(traced: jax.stages.Traced, loss_scale: LossScale, polic
             f"one of the two policies. {audit}"
         )
     return None  # somebody asked for float32, or the rules of autocast decided so
+
+
+def _is_one(loss_scale: LossScale) -> bool:
+    """Return whether a loss scale is 1 in every step, so that it changes no gradient."""
+    return isinstance(loss_scale, (NoOpLossScale, StaticLossScale)) and loss_scale.loss_scale == 1
 
 
 def ignores_params(traced: jax.stages.Traced) -> bool:

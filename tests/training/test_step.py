@@ -428,8 +428,12 @@ def test_the_warning_for_float16_products_without_a_scale_comes_once_and_only_wh
     assert "float16 products and no loss scale" in messages[0]
     assert "tx = jaxmp.loss_scaling(tx, jaxmp.DynamicLossScale())" in messages[0]
     assert len(warned(jnp.float16, jaxmp.NoOpLossScale(), remat="dots")) == 1
-    for quiet in ((jnp.float32, jaxmp.NoOpLossScale()), (jnp.bfloat16, jaxmp.NoOpLossScale()), (jnp.float16, None)):
-        assert warned(quiet[0], quiet[1] or DynamicLossScale()) == []
+    (message,) = warned(jnp.float16, jaxmp.StaticLossScale(1.0))
+    assert "float16 products and a loss scale of 1, so small gradients become zero" in message
+    no_op, one, eight = jaxmp.NoOpLossScale(), jaxmp.StaticLossScale(1.0), jaxmp.StaticLossScale(8.0)
+    quiet = ((jnp.float32, no_op), (jnp.float32, one), (jnp.bfloat16, no_op), (jnp.bfloat16, one), (jnp.float16, eight))
+    for dtype, scale in (*quiet, (jnp.float16, DynamicLossScale())):
+        assert warned(dtype, scale) == []
 
 
 @pytest.mark.once
