@@ -27,6 +27,9 @@ from jaxmp.training.state import TrainState
 _CONVERTIBLE = (jnp.integer, jnp.floating, jnp.complexfloating)  # kinds of dtypes with casts between their dtypes
 
 
+_LIKE = "the state that you passed"
+
+
 @dataclasses.dataclass
 class Match:
     """The saved array for each leaf of a new state.
@@ -189,7 +192,7 @@ class _Matching:
             return
         first = names[0]
         shapes = self._leaves if first in not_saved else self._saved
-        has, lacks = ("like", self._where) if first in not_saved else (self._where, "like")
+        has, lacks = (_LIKE, self._where) if first in not_saved else (self._where, _LIKE)
         raise ValueError(
             f"{first!r} {_shown(shapes[first])} is in {has}, but not in {lacks};\n"
             "restore into the model and the optimizer that were saved"
@@ -217,7 +220,7 @@ class _Matching:
                     self._casts[cast] = self._casts.get(cast, 0) + 1
                 return
         raise ValueError(
-            f"{name!r} is {_shown(saved)} in {self._where}, but {_shown(leaf)} in like;\n"
+            f"{name!r} is {_shown(saved)} in {self._where}, but {_shown(leaf)} in {_LIKE};\n"
             "restore into the model and the optimizer that were saved"
         )
 

@@ -23,7 +23,7 @@ from jaxmp.checkpoint.named_leaves import (
     key_impl,
     leaves_by_name,
 )
-from jaxmp.checkpoint.saving import finish_writing, orbax_folders
+from jaxmp.checkpoint.saving import finish_writing, orbax_folders, require_folder
 from jaxmp.nnx.training import take_state
 
 T = TypeVar("T")
@@ -33,8 +33,8 @@ def restore(folder: str | PathLike[str], like: T, *, step: int | None = None, do
     """Return the state of the newest complete checkpoint, in the form of ``like``.
 
     The result has the structure, dtypes and shardings of ``like``, a fresh state of the new run. NNX models and
-    optimizers in ``like`` are also changed in place. If the new run differs from the saved one, the state is converted,
-    and one line is printed that lists the conversions:
+    optimizers in ``like`` are also changed in place. One line is printed, with the step and the folder. If the new run
+    differs from the saved one, the state is converted, and the line also lists the conversions:
 
     - Floating arrays are cast to the dtypes of ``like``, and so are integers if their values fit.
     - A loss scale of the same class continues with the saved value and counters, and with the settings of ``like``. A
@@ -54,6 +54,7 @@ def restore(folder: str | PathLike[str], like: T, *, step: int | None = None, do
 
     Raises:
       FileNotFoundError: the folder has no complete checkpoint, or none of that step.
+      TypeError: ``folder`` is not a path, for example because you swapped it with ``like``.
       ValueError: an array is missing on one side, or has another shape; or a finite number is not finite in its new
         dtype, or an integer does not fit.
       ModuleNotFoundError: Orbax is not installed.
@@ -69,6 +70,7 @@ def restore(folder: str | PathLike[str], like: T, *, step: int | None = None, do
     >>> state.ema_params["w"]
     Array([1., 1.], dtype=float32)
     """
+    require_folder("restore", folder, like)
     finish_writing()
     tree = as_tree(like)
     reading = _reading(folder, step)
@@ -85,8 +87,9 @@ def restore(folder: str | PathLike[str], like: T, *, step: int | None = None, do
         arrays = {**reading.arrays(_places(matched, forms, saved, empty)), **empty}
     new_leaves = _convert(matched, forms, leaves, arrays, reading.record)
     new: Any = jax.tree.unflatten(jax.tree.structure(tree), [new_leaves[name] for name in leaves])
-    if matched.changes and jax.process_index() == 0:
-        print(f"restored step {reading.path.name} of {reading.path.parent}: {'; '.join(matched.changes)}")
+    if jax.process_index() == 0:
+        changes = f": {'; '.join(matched.changes)}" if matched.changes else ""
+        print(f"restored step {reading.path.name} of {reading.path.parent}{changes}")
     if not is_nnx_pair(like):
         has_nnx_objects = any(map(_is_nnx_object, jax.tree.leaves(like, is_leaf=_is_nnx_object)))
         return jax.tree.map(_update_in_place, like, new, is_leaf=_is_nnx_object) if has_nnx_objects else new
@@ -132,7 +135,9 @@ def read_metadata(folder: str | PathLike[str], *, step: int | None = None) -> di
 def list_steps(folder: str | PathLike[str]) -> list[int]:
     """Return the steps of the complete checkpoints in a folder, in order.
 
-    The list is empty if the folder does not exist. It does not have the checkpoint that is still being written.
+    The list is empty if the folder does not exist, as in the first run of a program or if its name is misspelt. So
+    print a line if your program then starts at step 0. The list does not have the checkpoint that is still being
+    written.
 
     Raises:
       ModuleNotFoundError: Orbax is not installed.
@@ -199,7 +204,7 @@ def _require_values(leaves: Mapping[str, Any], matched: Match) -> None:
         keeps_value = name not in matched.sources and name not in matched.derived
         if keeps_value and isinstance(leaf, jax.ShapeDtypeStruct):
             raise ValueError(
-                f"{name!r} was not saved, so it keeps its value in like, but like has a ShapeDtypeStruct there;\n"
+                f"{name!r} was not saved, so it needs a value, but the state that you passed has a ShapeDtypeStruct;\n"
                 "put an array there, for example with like.replace(...)"
             )
 

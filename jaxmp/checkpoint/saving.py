@@ -68,8 +68,8 @@ def save(
     Raises:
       ValueError: the folder has a checkpoint of a later step; the state has no step and ``step`` is None; or the path
         has a character that Orbax cannot handle.
-      TypeError: a leaf of the state is not an array, or has a dtype that Orbax cannot write; the NNX model or its
-        optimizer is missing; or the metadata are not JSON values.
+      TypeError: ``folder`` is not a path; a leaf of the state is not an array, or has a dtype that Orbax cannot write;
+        the NNX model or its optimizer is missing; or the metadata are not JSON values.
       RuntimeError: the state was donated to an earlier step.
       ModuleNotFoundError: Orbax is not installed.
 
@@ -80,6 +80,7 @@ def save(
     [0]
     """
     global _writing
+    require_folder("save", folder, state)
     if keep is not None:
         require_whole_number("keep", keep)
     tree = as_tree(state)
@@ -94,6 +95,23 @@ def save(
         _writing = orbax_folders().Writing(folder, int(step), leaves, record, keep)
         if wait:
             _finish_writing()
+
+
+def require_folder(call: str, folder: Any, state: Any) -> None:
+    """Raise a TypeError if ``folder`` is not a path.
+
+    Args:
+      call: the name of the called function.
+      folder: the first argument of the call.
+      state: the second argument of the call.
+    """
+    if isinstance(folder, (str, PathLike)):
+        return
+    swapped = f", {state!r}), which are swapped" if isinstance(state, (str, PathLike)) else ")"
+    raise TypeError(
+        f"{call} takes the folder first, got ({type(folder).__name__}{swapped};\n"
+        f"write jaxmp.checkpoint.{call}(folder, state)"
+    )
 
 
 def wait() -> None:

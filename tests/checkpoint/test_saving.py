@@ -49,7 +49,7 @@ def test_a_restored_linen_run_continues_bit_for_bit_though_the_saved_state_is_do
     for batch in (BAD, BATCH, BATCH, BATCH):
         restored, _ = step(restored, batch)
     assert bits(restored) == bits(state)
-    assert capsys.readouterr().out == ""  # nothing was converted
+    assert capsys.readouterr().out == f"restored step 3 of {tmp_path}\n"  # nothing was converted
 
 
 @pytest.mark.once
@@ -385,6 +385,13 @@ def test_a_wrong_argument_is_refused(tmp_path):
     model, _ = nnx_run()
     save = checkpoint.save
     refused(lambda: save(tmp_path, {"w": jnp.ones(2)}), ValueError, "step of a dict is unknown; write save(folder, st")
+    for call in (save, checkpoint.restore):
+        name = call.__name__
+        swapped = f"{name} takes the folder first, got (TrainState, 'ck'), which are swapped;\n"
+        refused(
+            lambda call=call: call(state, "ck"), TypeError, swapped, f"write jaxmp.checkpoint.{name}(folder, state)"
+        )
+        refused(lambda call=call: call(None, state), TypeError, "takes the folder first, got (NoneType);")
     refused(lambda: save(tmp_path, state, keep=0), ValueError, "keep must be a whole number of at least 1, got 0")
     refused(lambda: save(tmp_path, state, step=-1), ValueError, "step must be a whole number of at least 0, got -1")
     refused(lambda: save(tmp_path, {"a": "text"}, step=1), TypeError, "arrays and numbers, got str at 'a'", "metadata=")
