@@ -104,6 +104,7 @@ _NAMES = {
 }
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
 _ELSEWHERE = {
+    "all_finite": "jaxmp.jmp.all_finite",
     "apply_policy": "jaxmp.linen.apply_policy or jaxmp.nnx.apply_policy",
     "audit": "jaxmp.inspect.audit",
     "cross_entropy": "jaxmp.losses.cross_entropy",
@@ -112,6 +113,7 @@ _ELSEWHERE = {
     "Optimizer": "jaxmp.nnx.Optimizer",
     "profile": "jaxmp.inspect.profile",
     "scale_loss": "jaxmp.value_and_grad(loss_fn, opt_state), or jaxmp.get_loss_scale(opt_state).scale(loss)",
+    "select_tree": "jaxmp.jmp.select_tree, or jaxmp.keep_if_skipped for values that a skipped step must not change",
     "Sharding": "jaxmp.sharding.Sharding",
     "unscale": "jaxmp.value_and_grad(loss_fn, opt_state), whose gradients are unscaled",
 }

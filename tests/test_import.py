@@ -86,6 +86,8 @@ def test_a_name_that_is_none_is_pythons_error():
 @pytest.mark.parametrize(
     ("name", "remedy"),
     [
+        ("all_finite", "write jaxmp.jmp.all_finite"),
+        ("select_tree", "write jaxmp.jmp.select_tree, or jaxmp.keep_if_skipped"),
         ("apply_policy", "write jaxmp.linen.apply_policy or jaxmp.nnx.apply_policy"),
         ("GradScaler", r"write jaxmp.loss_scaling\(tx, jaxmp.DynamicLossScale\(\)\)"),
         ("unscale", r"write jaxmp.value_and_grad\(loss_fn, opt_state\), whose gradients are unscaled"),

@@ -62,7 +62,12 @@ class LossScale:
     loss_scale: Any
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Register a dataclass as a pytree."""
+        """Register a dataclass as a pytree.
+
+        Raises:
+          TypeError: an argument has the name of an argument of torch's GradScaler.
+        """
+        _require_own_names(cls, kwargs)
         register(cls)  # type: ignore[arg-type]
         return super().__new__(cls)
 
@@ -120,6 +125,32 @@ class LossScale:
           ValueError: ``grads_finite`` is not a boolean scalar, or ``grad_max`` is needed and missing.
         """
         return self
+
+
+_NAMES_OF_OTHERS = {
+    "init_scale": "loss_scale",
+    "scale": "loss_scale",
+    "growth_interval": "period",
+    "growth_factor": "factor",
+    "backoff_factor": "backoff",
+    "minimum_scale": "min_loss_scale",
+}
+"""The arguments of torch's GradScaler and of Flax's DynamicScale, and their names here."""
+
+
+def _require_own_names(cls: type, arguments: Mapping[str, Any]) -> None:
+    """Raise a TypeError if an argument of a loss scale has its name in torch or Flax."""
+    if not dataclasses.is_dataclass(cls):
+        return
+    fields = {field.name for field in dataclasses.fields(cls) if field.init}
+    renamed = {name: _NAMES_OF_OTHERS.get(name, name) for name in arguments}
+    others = [name for name, own in renamed.items() if name not in fields and name != own and own in fields]
+    if others:
+        call = ", ".join(f"{renamed[name]}={value!r}" for name, value in arguments.items())
+        raise TypeError(
+            f"{cls.__name__} got the argument {others[0]!r}, which is called {renamed[others[0]]!r} here; write "
+            f"{cls.__name__}({call})"
+        )
 
 
 @dataclasses.dataclass(frozen=True)

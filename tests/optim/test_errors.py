@@ -187,7 +187,18 @@ MISTAKES = {
             ValueError,
             "loss_scale must be positive and finite",
         ),
-        "an argument that there is not": (lambda: DynamicLossScale(init_scale=2.0), TypeError, "'init_scale'"),
+        "the words of torch": (
+            lambda: DynamicLossScale(init_scale=2.0, growth_interval=100),
+            TypeError,
+            "DynamicLossScale got the argument 'init_scale', which is called 'loss_scale' here; write "
+            "DynamicLossScale(loss_scale=2.0, period=100)",
+        ),
+        "the words of torch with another class": (
+            lambda: HeadroomLossScale(growth_interval=100),
+            TypeError,
+            "write HeadroomLossScale(period=100)",
+        ),
+        "an argument that there is not": (lambda: DynamicLossScale(inital_scale=2.0), TypeError, "'inital_scale'"),
         "a replaced factor": (
             lambda: dataclasses.replace(DynamicLossScale(), factor=0.5),
             ValueError,
