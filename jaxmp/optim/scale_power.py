@@ -102,8 +102,8 @@ def warn_if_scaled(grads: Any, loss_scale: LossScale) -> None:
     if powers:
         warn_user(
             f"the optimizer takes true gradients, but got gradients {_described(powers.pop())};\nwrite loss, grads = "
-            "jaxmp.value_and_grad(loss_fn, opt_state)(params) with the plain loss, and pass these grads to tx.update. "
-            "It scales the loss and unscales the gradients itself"
+            "jaxmp.value_and_grad(loss_fn, opt_state)(params), or for NNX jaxmp.nnx.value_and_grad(loss_fn,\n"
+            "optimizer)(model), with the plain loss, and do not scale or unscale anything yourself"
         )
 
 
