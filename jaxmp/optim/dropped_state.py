@@ -67,6 +67,8 @@ def warn_if_dropped(scaling: Any, other_leaves: Sequence[Any]) -> None:
       other_leaves: the other leaves of the state of the run. The integers among them count steps.
     """
     global _last
+    if not isinstance(scaling.skipped_steps, jax.Array):  # a state that was read into NumPy, between two programs
+        return
     counts = [leaf for leaf in other_leaves if _is_count(leaf, scaling.skipped_steps)]
     scale = scaling.loss_scale
     if not _has_no_step(scaling, counts) or not (counts or _changes_in_each_step(scale)):
@@ -84,8 +86,7 @@ def warn_if_dropped(scaling: Any, other_leaves: Sequence[Any]) -> None:
 
 
 def _is_count(leaf: Any, like: Any) -> bool:
-    is_array = isinstance(leaf, (jax.Array, np.ndarray, np.generic))
-    return is_array and leaf.shape == like.shape and np.issubdtype(leaf.dtype, np.integer)
+    return isinstance(leaf, jax.Array) and leaf.shape == like.shape and jax.numpy.issubdtype(leaf.dtype, np.integer)
 
 
 def _has_no_step(scaling: Any, counts: Sequence[Any]) -> bool:

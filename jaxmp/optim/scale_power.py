@@ -56,7 +56,8 @@ class _PowerOfScale(Analysis[_Power]):
         if name in _MULTIPLIES and len(powers) == 2:
             return _quotient(*powers) if name == "div" else _product(*powers)
         if name in _KEEPS_POWER:
-            return reduce(self.join, powers, _ANY if powers else 0)
+            start: _Power = _ANY if powers else 0
+            return reduce(self.join, powers, start)
         return 0 if all(power in (0, _ANY) for power in powers) else None
 
     def join(self, first: _Power, second: _Power) -> _Power:
