@@ -5,13 +5,14 @@ from __future__ import annotations
 import inspect
 import warnings
 
-_LIBRARIES = frozenset({"jaxmp", "jax", "flax", "contextlib"})
+_LIBRARIES = frozenset({"jaxmp", "jax", "flax", "optax", "contextlib"})
 
 
 def warn_user(message: str) -> None:
-    """Warn at the innermost line that belongs to neither jaxmp, JAX nor Flax.
+    """Warn at the innermost line that does not belong to jaxmp, JAX, Flax or optax.
 
-    The number of their frames differs: JAX calls jaxmp while it traces, and NNX calls the constructors of its classes.
+    The number of their frames differs: JAX calls jaxmp while it traces, NNX calls the constructors of its classes, and
+    optax calls the transforms of a chain.
     """
     frame = inspect.currentframe()
     level = 1
