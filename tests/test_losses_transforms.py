@@ -15,7 +15,7 @@ from linen_zoo import numbers
 import jaxmp
 from jaxmp.losses import cross_entropy, projected_cross_entropy
 
-TOKENS, DIM, CLASSES = 12, 4, 6
+TOKENS, DIM, CLASSES = 12, 8, 10
 RNG = np.random.default_rng(0)
 X, WEIGHTS = (RNG.normal(size=(rows, DIM)).astype(np.float32) for rows in (TOKENS, CLASSES))
 LABELS = RNG.integers(0, CLASSES, TOKENS).astype(np.int32)

@@ -16,11 +16,11 @@ from jaxmp.engine.marks import WITH_RULE
 from jaxmp.engine.nodes import Graph, Node, Step
 from jaxmp.engine.states import Kind
 from jaxmp.engine.value_decision import Decision
+from jaxmp.engine.weights import COPIES, has_rows, sources_of_weight
 from jaxmp.policy import float8, float8_product
-from jaxmp.program.primitives import CAST, PRODUCTS, Class, Trait, of_class, with_trait
+from jaxmp.program.primitives import PRODUCTS
 
-_COPIES = of_class(Class.CLEAR) | with_trait(Trait.JOINS) | {CAST, "carry", "branches"}
-_MASKING = _COPIES | {"select_n"}
+_MASKING = COPIES | {"select_n"}
 
 
 class Float8Product(NamedTuple):
@@ -96,9 +96,9 @@ def _weight_or_reason(
         return "", "batched"
     left, right = operands
     # If both operands could be the weight, as in a function's first product, the second operand is the weight.
-    weight, other, sources = "rhs", left, _weight_and_sources(right)
+    weight, other, sources = "rhs", left, sources_of_weight(right)
     if not sources:
-        weight, other, sources = "lhs", right, _weight_and_sources(left)
+        weight, other, sources = "lhs", right, sources_of_weight(left)
     if not sources:
         return "", "two activations"
     if _is_mask(other):
@@ -110,21 +110,6 @@ def _weight_or_reason(
     lhs, rhs = (atom.aval for atom in eqn.invars)
     reason = float8.refusal(lhs, rhs, eqn.params["dimension_numbers"], recipe, weight=weight)
     return ("", reason) if reason else (weight, "")
-
-
-def _weight_and_sources(node: Node) -> set[Node]:
-    """Return ``node`` and all values that it copies by moves or casts.
-
-    If ``node`` is computed, or consists of looked-up rows, it is not a weight, and the set is empty.
-    """
-
-    def is_moved(value: Node) -> bool:
-        # A value that is computed from integers has no inputs here, and is not a weight. Looked-up rows are not a
-        # weight either, because they belong to an example.
-        return bool(value.inputs) and value.name in _COPIES and not (value.is_looked_up and _has_rows(value))
-
-    path = {*reachable([node], lambda value: value.inputs if value.name in _COPIES else ())}
-    return path if all(value.kind is Kind.SOURCE or is_moved(value) for value in path) else set()
 
 
 def _is_mask(node: Node) -> bool:
@@ -141,16 +126,11 @@ def _is_table(weight: set[Node]) -> bool:
     """Return whether rows of the weight are looked up elsewhere: a tied embedding."""
 
     def follow(node: Node) -> list[Node]:
-        alike = (user for user in node.users if user.name in _COPIES or user.shape == node.shape)
+        alike = (user for user in node.users if user.name in COPIES or user.shape == node.shape)
         return [user for user in alike if user.name not in PRODUCTS]
 
     readers = {*reachable(weight, follow)}
     one_hot = any(
         user.name in PRODUCTS and any(map(_is_mask, user.inputs)) for reader in readers for user in reader.users
     )
-    return one_hot or any(map(_has_rows, readers - weight))
-
-
-def _has_rows(node: Node) -> bool:
-    """Return whether a value is several rows of a table, picked by indices."""
-    return node.name == "gather" and len(node.shape) >= len(node.inputs[0].shape)
+    return one_hot or any(map(has_rows, readers - weight))

@@ -15,6 +15,7 @@ from jaxmp.engine.nodes import Graph, Node, Step, StepBody
 from jaxmp.engine.postponed_casts import postpone_casts
 from jaxmp.engine.product_flow import mark_looked_up, mark_products
 from jaxmp.engine.rules import Rules
+from jaxmp.engine.small_products import make_sums
 from jaxmp.engine.states import CLEAR, FULL, HALF, JOIN, KEPT, SOURCE, STRICT, Kind, State
 from jaxmp.program.equations import Opened, bodies_of, extremes_of
 from jaxmp.program.primitives import BOUNDS, CAST, EXTREMES, PRODUCTS, Trait, with_trait
@@ -51,6 +52,7 @@ def build(
     for value, argument in zip(read.arguments, args, strict=True):
         builder.add_source(value, jax.typeof(argument).dtype)
     body = builder.body(read.body)
+    make_sums(builder.nodes)
     wanted = _results_wanted_in_half(body, dtypes)
     changes = force or any(map(_is_product_to_decide, builder.nodes))
     if changes:

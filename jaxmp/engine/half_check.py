@@ -96,7 +96,8 @@ def check_half_products(decisions: Decisions, policy: Policy, modules: Sequence[
     with_products = [module for module in modules if module.has_matrix]
     if number_in_half == 0:
         are_covered = any(step.region.level or (step.node and step.node.requested) for step in products)
-        if are_covered and not any(map(_may_multiply, steps)):
+        has_sum = any(step.is_sum for step in products)  # such a product is float32 without an override, too
+        if are_covered and not has_sum and not any(map(_may_multiply, steps)):
             raise ValueError(_unchanged("every product stays as it was", policy, with_products or modules))
         return
     with_own_dtype = [module for module in with_products if module.reason.override is None]

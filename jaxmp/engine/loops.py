@@ -102,7 +102,7 @@ def _goes_through_layers(cycle: Collection[Node], elements: Collection[Node]) ->
         return [node for node in nodes if node not in cycle]
 
     for product in cycle:
-        if product.name not in PRODUCTS:
+        if product.name not in PRODUCTS or (product.step is not None and product.step.is_sum):
             continue
         matrices = [operand for operand in product.inputs if _is_matrix(operand, product)]
         for weight in outside(matrices):

@@ -78,6 +78,7 @@ class Step:
     nodes: Sequence[Node | None]
     kind: Kind = KEPT  # the kind of the equation alone; the kinds of its nodes may differ
     reason: str = ""
+    is_sum: bool = False  # whether it is a product that counts as a sum
     region: Region = _UNMARKED
     recipe: Float8 | None = None  # the recipe of the code around a product
     bodies: Bodies | None = None

@@ -76,11 +76,11 @@ def apply_policy(module: M, policy: Any, overrides: Mapping[Any, Any] | None = N
         policy has no effect, because overrides or dtypes keep every product in float32 (checked in a call that runs all
         modules).
 
-    >>> model = apply_policy(nn.Dense(2), "mixed_float16")
-    >>> variables = model.init(jax.random.key(0), jnp.ones((1, 3)))
-    >>> variables["params"]["kernel"].dtype, model.apply(variables, jnp.ones((1, 3))).dtype
+    >>> model = apply_policy(nn.Dense(8), "mixed_float16")
+    >>> variables = model.init(jax.random.key(0), jnp.ones((1, 8)))
+    >>> variables["params"]["kernel"].dtype, model.apply(variables, jnp.ones((1, 8))).dtype
     (dtype('float32'), dtype('float32'))
-    >>> products = jax.make_jaxpr(model.apply)(variables, jnp.ones((1, 3)))
+    >>> products = jax.make_jaxpr(model.apply)(variables, jnp.ones((1, 8)))
     >>> [eqn.outvars[0].aval.dtype for eqn in products.eqns if eqn.primitive.name == "dot_general"]
     [dtype('float16')]
     """
@@ -95,8 +95,8 @@ def autocast(module: M, policy: Any, overrides: Mapping[Any, Any] | None = None)
     :func:`apply_policy`. Autocast also reaches modules inside of ``nnx.bridge``.
 
     >>> model = autocast(nn.Dense(2), "mixed_bfloat16")
-    >>> variables = model.init(jax.random.key(0), jnp.ones((1, 3)))
-    >>> model.apply(variables, jnp.ones((1, 3))).dtype
+    >>> variables = model.init(jax.random.key(0), jnp.ones((1, 8)))
+    >>> model.apply(variables, jnp.ones((1, 8))).dtype
     dtype('float32')
     """
     return _apply(module, policy, overrides, "autocast")

@@ -74,10 +74,10 @@ def apply_policy(model: M, policy: Any, overrides: Mapping[Any, Any] | None = No
         has no effect, because overrides or dtypes keep every product in float32 (checked in a call that runs the whole
         model).
 
-    >>> model = apply_policy(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), "mixed_float16")
-    >>> model.kernel[...].dtype, model(jnp.ones((1, 3))).dtype
+    >>> model = apply_policy(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), "mixed_float16")
+    >>> model.kernel[...].dtype, model(jnp.ones((1, 8))).dtype
     (dtype('float32'), dtype('float32'))
-    >>> products = jax.make_jaxpr(lambda x: model(x))(jnp.ones((1, 3)))
+    >>> products = jax.make_jaxpr(lambda x: model(x))(jnp.ones((1, 8)))
     >>> [eqn.outvars[0].aval.dtype for eqn in products.eqns if eqn.primitive.name == "dot_general"]
     [dtype('float16')]
     """
@@ -91,8 +91,8 @@ def autocast(model: M, policy: Any, overrides: Mapping[Any, Any] | None = None) 
     code, which is float32 in general. The arguments and the errors are those of :func:`apply_policy`. Autocast also
     reaches modules inside of ``nnx.bridge``.
 
-    >>> model = autocast(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), "mixed_bfloat16")
-    >>> products = jax.make_jaxpr(lambda x: model(x))(jnp.ones((1, 3)))
+    >>> model = autocast(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), "mixed_bfloat16")
+    >>> products = jax.make_jaxpr(lambda x: model(x))(jnp.ones((1, 8)))
     >>> [eqn.outvars[0].aval.dtype for eqn in products.eqns if eqn.primitive.name == "dot_general"]
     [dtype(bfloat16)]
     """

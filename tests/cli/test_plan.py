@@ -52,10 +52,10 @@ def texts():
     return jnp.zeros((4, 4)), {"mode": ["fast"]}
 
 def shapes():
-    return jax.ShapeDtypeStruct((4, 4), "float32"), {"w": jax.ShapeDtypeStruct((4, 4), "float64")}
+    return jax.ShapeDtypeStruct((8, 8), "float32"), {"w": jax.ShapeDtypeStruct((8, 8), "float64")}
 
 def doubles():
-    return np.ones((4, 4)), {"w": np.ones((4, 4))}
+    return np.ones((8, 8)), {"w": np.ones((8, 8))}
 
 def no_data():
     raise ValueError("no data")
@@ -81,15 +81,15 @@ def loss_of_step(params, model_state, batch, rng):
 
 def state_and_batch():
     tx = jaxmp.loss_scaling(optax.sgd(1e-3), jaxmp.DynamicLossScale())
-    params = {"w": jnp.zeros((4, 4))}
-    return jaxmp.TrainState.create(params=params, tx=tx, rng=0), jnp.zeros((8, 4))
+    params = {"w": jnp.zeros((8, 8))}
+    return jaxmp.TrainState.create(params=params, tx=tx, rng=0), jnp.zeros((8, 8))
 
 def loss_of_model(model, batch):
     return jnp.sum(model(batch))
 
 def model_optimizer_and_batch():
-    model = nnx.Linear(4, 4, use_bias=False, rngs=nnx.Rngs(0))
-    return model, jaxmp.nnx.Optimizer(model, optax.sgd(1e-3)), jnp.zeros((8, 4))
+    model = nnx.Linear(8, 8, use_bias=False, rngs=nnx.Rngs(0))
+    return model, jaxmp.nnx.Optimizer(model, optax.sgd(1e-3)), jnp.zeros((8, 8))
 
 mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 step = jaxmp.make_train_step(loss_of_step)
@@ -171,7 +171,7 @@ def test_the_plan_of_a_train_step_is_that_of_its_loss_function(here, capsys, ste
     assert main(["plan", f"plan_cli_module:{step}", "--args", f"plan_cli_module:{example}", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert len(plan["rows"]) < 10 and "dot_general" in [row["primitive"] for row in plan["rows"]]
-    assert plan["summary"]["product_flops"] == plan["summary"]["half_product_flops"] == 2 * 8 * 4 * 4
+    assert plan["summary"]["product_flops"] == plan["summary"]["half_product_flops"] == 2 * 8 * 8 * 8
 
 
 def test_an_argument_may_be_any_dtype_and_shape(capsys):
@@ -249,7 +249,7 @@ def test_jax_warns_of_a_dtype_that_it_narrows(capsys):
 
 def test_arrays_in_a_wide_dtype_are_taken_as_jax_takes_them(here, capsys):
     assert main(["plan", "plan_cli_module:kernel", "--args", "plan_cli_module:doubles"]) == 0
-    assert "FLOPs of products: 128, 100.0 % in half precision" in capsys.readouterr().out
+    assert "FLOPs of products: 1024, 100.0 % in half precision" in capsys.readouterr().out
     with jax.enable_x64(True):
         assert main(["plan", "plan_cli_module:kernel", "--args", "plan_cli_module:shapes"]) == 0
     assert "float64" in capsys.readouterr().out

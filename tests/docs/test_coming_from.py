@@ -188,9 +188,9 @@ class TwoLayers(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        kernel = self.param("kernel", nn.initializers.zeros, (2, 1))
-        bias = self.param("bias", nn.initializers.zeros, 1)
-        y = jnp.zeros((x.shape[0], 1))
+        kernel = self.param("kernel", nn.initializers.zeros, (8, 8))
+        bias = self.param("bias", nn.initializers.zeros, 8)
+        y = jnp.zeros((x.shape[0], 8))
         for number in range(2):
             with jax.named_scope(f"Block_{number}"):
                 y = y + (x @ kernel + bias) / 2
@@ -224,7 +224,7 @@ def known_apex(code: Code) -> Any:
     import torch
     from apex import amp
 
-    model = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1)).to("cuda")
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 8)).to("cuda")
     scope = torch_program() | {"amp": amp, "model": model}
     scope["optimizer"] = torch.optim.SGD(model.parameters(), LEARNING_RATE)
     run(code.set_up, scope)
@@ -236,7 +236,7 @@ def known_apex(code: Code) -> Any:
 
 
 def write_apex(code: Code) -> Any:
-    scope = jax_program(nn.Sequential([nn.Dense(4), nn.BatchNorm(use_running_average=True), nn.Dense(1)]))
+    scope = jax_program(nn.Sequential([nn.Dense(8), nn.BatchNorm(use_running_average=True), nn.Dense(8)]))
     variables = scope["model"].init(jax.random.key(0), X)
 
     def loss_fn(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:

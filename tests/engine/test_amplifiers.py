@@ -26,20 +26,20 @@ def warp(affine):
     return jax.scipy.ndimage.map_coordinates(image, [at[0], at[1]], order=1)
 
 
-AFFINE = jnp.array([[0.9, 0.1, 5.03], [-0.1, 0.95, 20.7]])
-POINTS, ROTATION = 10 * normal(1, 1000, 3), jnp.linalg.qr(normal(2, 3, 3))[0]
-FREQUENCIES = 10 * normal(4, 3, 16)
+AFFINE = jnp.tile(jnp.array([[0.9, 0.1, 5.03], [-0.1, 0.95, 20.7]]), (4, 1))  # four warps
+POINTS, ROTATION = 10 * normal(1, 1000, 8), jnp.linalg.qr(normal(2, 8, 8))[0]
+FREQUENCIES = 10 * normal(4, 8, 16)
 POSITIONS = jnp.arange(1000.0)[:, None]
 THRESHOLDS = jnp.linspace(-1, 1, 8)
 
 
 def projected(points, rotation):
-    x, y, depth = (points @ rotation.T).T
+    x, y, depth = (points @ rotation.T).T[:3]
     return (500 * x / (depth + 60)).astype(jnp.int32), (y * (1 / (depth + 60)) * 500).astype(jnp.int32)
 
 
 def scaled_to_one(points, rotation):
-    heights = points @ rotation[0]
+    heights = (points @ rotation)[:, 0]
     return jnp.sin(1000 * (heights - heights[0]) / (heights[1] - heights[0]))
 
 
@@ -51,10 +51,10 @@ COORDINATES = {
     "an affine warp": (warp, AFFINE),
     "astype(int)": (lambda p, r: ((p @ r.T + 10) / 0.1).astype(jnp.int32), POINTS, ROTATION),
     "%": (lambda p, r: (p @ r.T) % 0.1, POINTS, ROTATION),
-    "sin(exp(s) x b)": (lambda x, s: jnp.sin((x @ FREQUENCIES) * jnp.exp(s)), normal(5, 100, 3), normal(6, 16)),
+    "sin(exp(s) x b)": (lambda x, s: jnp.sin((x @ FREQUENCIES) * jnp.exp(s)), normal(5, 100, 8), normal(6, 16)),
     "the cell of a sum": (lambda p, r: (10 * jnp.sum(p @ r, -1)).astype(jnp.int32), POINTS, ROTATION),
     "the cell of a masked sum": (
-        lambda p, r: jnp.sum(10 * (p @ r), -1, where=jnp.arange(3) > 0).astype(jnp.int32),
+        lambda p, r: jnp.sum(10 * (p @ r), -1, where=jnp.arange(8) > 0).astype(jnp.int32),
         POINTS,
         ROTATION,
     ),
@@ -70,7 +70,7 @@ COORDINATES = {
     "angles, twice": (lambda t, f: jnp.cos(jnp.concatenate([t @ f] * 2, -1)), POSITIONS, 1 / FREQUENCIES[:1]),
     # as in the positional encodings of JaxNeRF and Nerfies
     "points beside shifted points": (lambda p, r: jnp.sin(beside_shifted(p @ r)), POINTS, ROTATION),
-    "points on rays": (lambda t, r: jnp.sin(8 * (POINTS[0] + (POINTS[1] @ r) * t)), normal(5, 100, 1), ROTATION),
+    "points on rays": (lambda t, r: jnp.sin(8 * (POINTS[:8] + (POINTS[8:16] @ r) * t)), normal(5, 100, 8, 1), ROTATION),
 }
 
 
@@ -90,7 +90,7 @@ REMAINDERS = {
 @pytest.mark.parametrize(("spelling", "policy"), in_turn(REMAINDERS))
 def test_remainders_before_a_product_are_float32(spelling, policy):
     def fun(points, rotation):
-        return REMAINDERS[spelling](20 * (points @ rotation)) @ jnp.ones((3, 1))
+        return REMAINDERS[spelling](20 * (points @ rotation)) @ jnp.ones((8, 8))
 
     np.testing.assert_allclose(*both(fun, policy, POINTS, ROTATION), atol=0.05)
 
@@ -98,7 +98,7 @@ def test_remainders_before_a_product_are_float32(spelling, policy):
 def test_values_computed_from_float32_products_are_float32():
     def kernel(x, y):  # the sum of the two squares is no residual stream
         squares = jnp.einsum("nd,nd->n", x, x)[:, None] + jnp.einsum("nd,nd->n", y, y)
-        return jnp.exp(-(squares - 2 * x @ y.T) / 8) @ jnp.ones((64, 1))
+        return jnp.exp(-(squares - 2 * x @ y.T) / 8) @ jnp.ones((64, 8))
 
     x = (9 + normal(0, 64, 8)).astype(jnp.bfloat16).astype(jnp.float32)
     np.testing.assert_allclose(*both(lambda x: kernel(x @ W, x[::-1] @ W), "mixed_bfloat16", x), rtol=0.01)
@@ -117,13 +117,15 @@ NO_COORDINATES = {
     "a straight-through gradient": lambda x: (x @ W + jax.lax.stop_gradient(jnp.round(x @ W) - x @ W)) @ W,
     "int8": lambda x: jnp.round((x @ W) / 0.1).astype(jnp.int8),
     "a rotary embedding": lambda x: ((x @ W) * jnp.cos(jnp.arange(8.0))) @ W,
-    "the gradient of a clip": lambda x: jax.grad(lambda w: jnp.sum(jnp.clip(x @ w, 0, 6) @ w))(W),
-    "learned steps": lambda x: jax.grad(lambda w, s: jnp.sum(rounded(jnp.clip(x @ w / s, -8, 7)) * s @ w))(W, 0.1),
+    "the gradient of a clip": lambda x: jax.grad(lambda w: jnp.sum(jnp.clip(x @ w, 0, 6) @ w))(W + x[0]),
+    "learned steps": lambda x: jax.grad(lambda w, s: jnp.sum(rounded(jnp.clip(x @ w / s, -8, 7)) * s @ w))(
+        W + x[0], 0.1
+    ),
     "a threshold": lambda x: jnp.where(x @ W > 0, x, 0.0) @ W,
     "a threshold for each feature": lambda x: jnp.where(x @ W > THRESHOLDS, x, 0.0) @ W,
-    "a threshold for each example": lambda x: jnp.where(x @ W > THRESHOLDS[:4, None], x, 0.0) @ W,
+    "a threshold for each example": lambda x: jnp.where(x @ W > THRESHOLDS[:, None], x, 0.0) @ W,
     "radial basis functions": lambda x: jnp.tanh((x @ W)[..., None] - THRESHOLDS).sum(-1) @ W,
-    "distances from labels": lambda x: (x @ W - jax.nn.one_hot(jnp.arange(4), 8)) ** 2,
+    "distances from labels": lambda x: (x @ W - jax.nn.one_hot(jnp.arange(8), 8)) ** 2,
     "the largest": lambda x: jnp.argmax(x @ W, -1),
     "sines of features that a layer reads, too": lambda x: beside_sines(beside_shifted(x @ W)) @ jnp.ones((32, 8)),
     "a sine of an activation": lambda x: jnp.sin(jax.nn.gelu(x @ W)) @ W,
@@ -133,7 +135,7 @@ NO_COORDINATES = {
 
 
 def test_products_that_feed_no_coordinates_stay_half():
-    dtypes = {name: set(products(half(fun), normal(0, 4, 8))) for name, fun in NO_COORDINATES.items()}
+    dtypes = {name: set(products(half(fun), normal(0, 8, 8))) for name, fun in NO_COORDINATES.items()}
     assert dtypes == {name: {"bfloat16"} for name in NO_COORDINATES}
 
 

@@ -16,10 +16,10 @@ from flax import nnx
 import jaxmp
 
 TURNS = 200
-X, B = normal(0, 4, 8), jnp.linspace(-1, 1, 8)
+X, B = normal(0, 8, 8), jnp.linspace(-1, 1, 8)
 PARAMS = {"w": normal(1, 8, 8, scale=0.3), "t": normal(2, 8, 8, scale=0.3), "dt": jnp.float32(1 / TURNS)}
-XS = normal(3, TURNS, 4, 8)
-SPANS = jnp.linspace(0.5, 2, 4)  # one for each example
+XS = normal(3, TURNS, 8, 8)
+SPANS = jnp.linspace(0.5, 2, 8)  # one for each example
 WITHIN = {"mixed_bfloat16": 0.02, "mixed_float16": 0.003}
 
 
@@ -89,7 +89,7 @@ SUMS = {
     "a mean of params": lambda p: turns(lambda s, _: 0.999 * s + 0.01 * p["t"], jnp.zeros((8, 8))) @ p["w"],
     "a masked sum": lambda p: turns(lambda s, x: jnp.where(x > -1, s + 0.01 * x * x, s), 0 * X, xs=XS) @ p["w"],
     "read in each turn": lambda p: jax.lax.scan(
-        lambda s, x: (0.99 * s + 0.01 * x * x, s @ p["w"]), jnp.zeros((4, 8)), XS
+        lambda s, x: (0.99 * s + 0.01 * x * x, s @ p["w"]), jnp.zeros((8, 8)), XS
     )[1].mean(0),
     "decayed in each layer": in_layers(
         lambda u: turns(lambda s, x: (a := jax.nn.sigmoid(u + 5)) * s + (1 - a) * jnp.abs(x), 0 * X, xs=XS)
@@ -171,7 +171,7 @@ FORWARD = {
     "a loop of unknown length": lambda p: jax.lax.fori_loop(
         0, jnp.int32(TURNS), lambda _, h: h + p["dt"] * layer(p, h), X
     ),
-    "a discount": lambda p: turns(lambda v, _: X[:, :1] + 0.993 * jax.nn.softmax(p["w"][:4, :4]) @ v, 0 * X[:, :1]),
+    "a discount": lambda p: turns(lambda v, _: X[:, :1] + 0.993 * jax.nn.softmax(p["w"]) @ v, 0 * X[:, :1]),
 }
 
 
@@ -259,7 +259,7 @@ def stacked(body, xs=None):
 
 LAYERS = {
     "masks of numbers": stacked(lambda p, h, m: h + m.astype(jnp.float32)[:, None] * layer(p, h), XS[:12, :, 0] > 0),
-    "a mask that each layer makes": stacked(lambda p, h, _: h + jnp.tril(jnp.ones((4, 4))) @ layer(p, h)),
+    "a mask that each layer makes": stacked(lambda p, h, _: h + jnp.tril(jnp.ones((8, 8))) @ layer(p, h)),
     "layers by their number": lambda p: jax.lax.fori_loop(
         0, 12, lambda n, h: h + layer({"w": jnp.stack([p["w"]] * 12)[n]}, h), X
     ),
@@ -301,7 +301,7 @@ def memory(p):
 
 
 def test_a_memory_with_a_product_on_its_cycle_is_carried_in_float32():
-    assert dtypes_of("scan", memory) == ["float32, bfloat16"]
+    assert dtypes_of("scan", memory) == ["float32, float32"]
 
 
 WAYS_TO_ASK = {  # a context around the addition, and overrides

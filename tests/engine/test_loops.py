@@ -14,7 +14,7 @@ from jaxmp.program.walk import equations
 X, W = normal(0, 4, 8), normal(1, 8, 8, scale=0.3)
 # Each use of the weight adds 1 to each element of its gradient. (The contracted axis has two elements, because a
 # contraction of one element is not a product.)
-HALVES_2X2, ONES = jnp.full((2, 2), 0.5), jnp.ones((2, 2))
+EIGHTHS, ONES = jnp.full((8, 8), 1 / 8), jnp.ones((8, 8))
 
 
 def carries(fun, *args):
@@ -116,11 +116,11 @@ def test_weights_in_a_carry_stay_float32():
 
 
 LOOPS = {
-    "fori": lambda w: jax.lax.fori_loop(0, 4096, lambda _, c: c + jnp.sum(HALVES_2X2 @ w), 0.0),
-    "scan's results": lambda w: jax.lax.scan(lambda c, _: (c, HALVES_2X2 @ w), 0.0, None, length=4096)[1].sum(),
+    "fori": lambda w: jax.lax.fori_loop(0, 4096, lambda _, c: c + jnp.sum(EIGHTHS @ w), 0.0),
+    "scan's results": lambda w: jax.lax.scan(lambda c, _: (c, EIGHTHS @ w), 0.0, None, length=4096)[1].sum(),
     "nested": lambda w: jax.lax.scan(
         lambda c, _: (
-            c + jax.lax.scan(lambda d, _: (d + jnp.sum(HALVES_2X2 @ w), None), 0.0, None, length=64)[0],
+            c + jax.lax.scan(lambda d, _: (d + jnp.sum(EIGHTHS @ w), None), 0.0, None, length=64)[0],
             None,
         ),
         0.0,
@@ -143,7 +143,7 @@ def used_22_times(w):
 
     The sum, 277, is not a bfloat16 number.
     """
-    return jnp.sum(256 * HALVES_2X2 @ w) + sum(jnp.sum(HALVES_2X2 @ w) for _ in range(21))
+    return jnp.sum(256 * EIGHTHS @ w) + sum(jnp.sum(EIGHTHS @ w) for _ in range(21))
 
 
 def test_22_uses_without_a_loop_have_the_gradient_of_float32():
@@ -155,7 +155,7 @@ def test_a_weight_and_an_activation_do_not_share_the_program_of_a_jitted_body():
     uses = jax.jit(lambda w: used_22_times(w) + jnp.sum(jnp.exp(w)))
 
     def fun(w, v):
-        return uses(jax.lax.rsqrt(ONES * jnp.sum(HALVES_2X2 @ v))) * 0 + uses(w)
+        return uses(jax.lax.rsqrt(ONES * jnp.sum(EIGHTHS @ v))) * 0 + uses(w)
 
     np.testing.assert_allclose(compiled(jax.grad(half(fun)))(ONES, ONES), 277 + np.exp(1.0), rtol=1e-5)
 
@@ -389,7 +389,7 @@ def test_an_activation_that_nested_loops_read_often_enters_them_in_float32():
 
         return jax.lax.scan(turn, y, length=20)[0] @ w
 
-    program = jax.make_jaxpr(half(fun))(HALVES_2X2, ONES)
+    program = jax.make_jaxpr(half(fun))(EIGHTHS, ONES)
     (loop,) = (eqn for eqn in program.eqns if eqn.primitive.name == "scan")
     operands = [atom.aval.dtype.name for atom in loop.invars[: bodies_of(loop).start]]
     assert operands == ["float32"] * 2  # the activation and `w`

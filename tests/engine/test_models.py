@@ -60,8 +60,8 @@ class Scanned(nn.Module):
         return nn.Dense(4)(layers()(x, None)[0])
 
 
-IMAGES, SEQUENCE = data(4, 6, 6, 3), data(2, 5, 16)
-CAUSAL = nn.make_causal_mask(jnp.ones((2, 5)))
+IMAGES, SEQUENCE = data(4, 6, 6, 3), data(2, 8, 16)
+CAUSAL = nn.make_causal_mask(jnp.ones((2, 8)))
 
 LINEN: dict[str, tuple[nn.Module, tuple[Any, ...]]] = {
     "scanned remat blocks": (Scanned(), (SEQUENCE,)),
@@ -94,9 +94,9 @@ def nnx_network(rngs: nnx.Rngs) -> Any:
         nnx.Conv(3, 8, (3, 3), rngs=rngs),
         nnx.BatchNorm(8, rngs=rngs),
         nnx.relu,
-        nnx.Conv(8, 4, (3, 3), rngs=rngs),
-        nnx.GroupNorm(4, 2, rngs=rngs),
-        nnx.Linear(4, 2, rngs=rngs),
+        nnx.Conv(8, 8, (3, 3), rngs=rngs),
+        nnx.GroupNorm(8, 2, rngs=rngs),
+        nnx.Linear(8, 8, rngs=rngs),
     )
 
 

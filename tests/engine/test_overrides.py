@@ -420,8 +420,8 @@ def test_autocast_takes_functions_and_callable_modules_only():
                 transform(module, "mixed_bfloat16")
     with pytest.raises(TypeError, match=r"takes arrays, got ShapeDtypeStruct.*use jaxmp\.cast_plan"):
         half(model)(jax.ShapeDtypeStruct((4, 8), jnp.float32), W)
-    module, x = nnx.Linear(2, 2, rngs=nnx.Rngs(0)), jnp.ones((1, 2))
-    bound = nn.Dense(2).bind({"params": {"kernel": module.kernel[...], "bias": module.bias[...]}})
+    module, x = nnx.Linear(8, 8, rngs=nnx.Rngs(0)), jnp.ones((1, 8))
+    bound = nn.Dense(8).bind({"params": {"kernel": module.kernel[...], "bias": module.bias[...]}})
     for fun in (module, bound):
         assert "bfloat16" in str(jax.make_jaxpr(jaxmp.autocast(fun, "mixed_bfloat16"))(x))
 
@@ -449,7 +449,7 @@ def test_the_rules_decide_under_a_policy_on_a_path_but_not_under_half(override, 
         with jax.named_scope("head"):
             return jax.nn.softmax(x @ w) @ w
 
-    square = jnp.ones((4, 4))
+    square = jnp.ones((8, 8))
     plan = jaxmp.cast_plan(fun, "mixed_bfloat16", {"head": override})(square, square)
     assert [row.result for row in plan.rows if row.primitive == "exp"] == [dtype]
     assert {row.result for row in plan.rows if row.primitive == "dot_general"} == {"bfloat16"}

@@ -73,10 +73,10 @@ def test_reasons_name_the_rule_or_neighbour():
         y = x @ w
         masked = jnp.where(mask, y, jnp.finfo("float32").min)
         root = lax.rsqrt(lax.reduce_sum(y * y, (1,)) + 1e-12)
-        scaled = y * lax.broadcast_in_dim(root, (4, 4), (0,))
+        scaled = y * lax.broadcast_in_dim(root, (8, 8), (0,))
         return (scaled @ w + g) * g, lax.exp(masked), g * g
 
-    plan_rows = rows(fun, shape(4, 4), shape(4, 4), shape(4, 4), shape(4, 4, dtype=bool), policy="mixed_float16")
+    plan_rows = rows(fun, shape(8, 8), shape(8, 8), shape(8, 8), shape(8, 8, dtype=bool), policy="mixed_float16")
     why = collections.defaultdict(list)
     for row in plan_rows:
         why[row.primitive].append(row.why)
@@ -118,7 +118,7 @@ def test_a_while_loop_counts_one_trip():
 
 
 def test_a_plan_shows_the_value_of_a_function_with_a_custom_rule():
-    call, dot, mul = rows(doubled, shape(2, 4), shape(4, 8))
+    call, dot, mul = rows(doubled, shape(2, 8), shape(8, 8))
     assert (call.cls, call.why) == ("recurse", "decided inside; its derivative rules when they run")
     assert (dot.primitive, dot.operands, mul.primitive) == ("dot_general", ("bfloat16", "bfloat16"), "mul")
 
@@ -152,30 +152,30 @@ def test_a_plan_without_a_policy_is_that_of_the_models():
 
 def test_a_plan_shows_the_decisions_of_an_inner_autocast():
     inner = jaxmp.autocast(lambda x, w: lax.scan(lambda x, _: (x @ w, None), x, None, length=3)[0], "mixed_float16")
-    cast_plan = plan(lambda x, w: inner(x, w) @ w, shape(4, 4), shape(4, 4))
+    cast_plan = plan(lambda x, w: inner(x, w) @ w, shape(8, 8), shape(8, 8))
     products = [row for row in cast_plan.rows if row.primitive == "dot_general"]
     assert [row.operands[0] for row in products] == ["float16", "bfloat16"]
     assert [row.why for row in products] == ["product", "product"]
-    assert [row.flops for row in products] == [3 * 128, 128]
+    assert [row.flops for row in products] == [3 * 1024, 1024]
     assert products[1].reads == (cast_plan.rows.index(products[0]),)
-    assert cast_plan.summary.half_product_flops == cast_plan.summary.product_flops == 4 * 128
+    assert cast_plan.summary.half_product_flops == cast_plan.summary.product_flops == 4 * 1024
 
 
 def test_a_plan_counts_a_jitted_inner_autocast_at_each_call():
     inner = jax.jit(jaxmp.autocast(lambda x, w: x @ w, "mixed_float16"))
-    once, twice = (plan(fun, shape(4, 4), shape(4, 4)).summary for fun in (inner, lambda x, w: inner(inner(x, w), w)))
-    assert (once.product_flops, once.casts) == (128, 3)  # the casts of both operands and of the result
+    once, twice = (plan(fun, shape(8, 8), shape(8, 8)).summary for fun in (inner, lambda x, w: inner(inner(x, w), w)))
+    assert (once.product_flops, once.casts) == (1024, 3)  # the casts of both operands and of the result
     assert (twice.product_flops, twice.casts) == (2 * once.product_flops, 2 * once.casts)
 
 
 def test_a_plan_of_a_transformed_inner_autocast_counts_what_runs():
     inner = jaxmp.autocast(lambda x, w: jnp.tanh(x @ w).sum(), "mixed_float16")
     for transformed, count in ((jax.grad(inner), 2), (jax.vmap(inner, (0, None)), 1)):
-        cast_plan = plan(transformed, shape(4, 4, 4), shape(4, 4))
+        cast_plan = plan(transformed, shape(4, 8, 8), shape(8, 8))
         assert {row.why for row in cast_plan.rows if row.primitive == "dot_general"} == {
             "decided by the autocast inside"
         }
-        assert cast_plan.summary.product_flops == cast_plan.summary.half_product_flops == count * 512
+        assert cast_plan.summary.product_flops == cast_plan.summary.half_product_flops == count * 4096
 
 
 def test_an_unknown_primitive_is_reported():

@@ -88,7 +88,7 @@ def test_a_plan_takes_arrays_python_values_and_keywords():
         assert transpose is True and name == "w"
         return x @ w.T
 
-    cast_plan = jaxmp.cast_plan(fun, "mixed_float16")(np.ones((2, 3), np.float32), True, w=jnp.ones((4, 3)), name="w")
+    cast_plan = jaxmp.cast_plan(fun, "mixed_float16")(np.ones((2, 8), np.float32), True, w=jnp.ones((8, 8)), name="w")
     assert cast_plan.rows[-1].operands == ("float16", "float16")
 
 

@@ -65,7 +65,7 @@ def test_attention_logits_overflow_in_float16_by_autocast():
         with jax.named_scope("attention"):
             return (jax.nn.softmax(x @ x.T) @ x).sum()  # BAD
 
-    x = np.full((3, 4), 300, np.float32)
+    x = np.full((8, 8), 300, np.float32)
     assert np.isfinite(jax.jit(loss)(x))
     blame = first_nonfinite(jaxmp.autocast(loss, "mixed_float16"))(x)
     check(blame, "dot_general", "overflow", path="attention", source=line_of(loss))
@@ -77,10 +77,10 @@ def test_a_layer_overflows_in_float16_by_policy():
         @nn.compact
         def __call__(self, x):
             for n in range(3):
-                x = nn.Dense(4, name=f"layer{n}")(x)
+                x = nn.Dense(8, name=f"layer{n}")(x)
             return x
 
-    model, x = Model(), jnp.ones((2, 4))
+    model, x = Model(), jnp.ones((2, 8))
     params = jax.tree.map(
         lambda leaf: np.full(leaf.shape, 20, np.float32), jax.eval_shape(model.init, jax.random.key(0), x)
     )
@@ -89,7 +89,7 @@ def test_a_layer_overflows_in_float16_by_policy():
     def loss(params, x):
         return half.apply(params, x).astype(jnp.float32).sum()
 
-    blame = first_nonfinite(loss)(params, x)  # 100, 8_020, 641_620
+    blame = first_nonfinite(loss)(params, x)  # 180, 28_820, 4_611_220
     check(blame, "dot_general", "overflow", path="Model/layer2")
 
 

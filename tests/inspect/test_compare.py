@@ -215,9 +215,9 @@ def test_rows_have_the_dtypes_of_numerics():
     class Net(nn.Module):
         @nn.compact
         def __call__(self, x):
-            return nn.Dense(2, name="head")(nn.Dense(4, name="body")(x))
+            return nn.Dense(8, name="head")(nn.Dense(8, name="body")(x))
 
-    x, plain = jnp.asarray(np.random.default_rng(0).normal(size=(8, 4)), "float32"), Net()
+    x, plain = jnp.asarray(np.random.default_rng(0).normal(size=(8, 8)), "float32"), Net()
     params = plain.init(jax.random.key(0), x)["params"]
     policied = jaxmp.linen.apply_policy(plain, "mixed_bfloat16", {"**/body": "float32"})
 

@@ -14,7 +14,7 @@ from jaxmp.inspect._report.report import write_report
 from jaxmp.inspect.plots.drawing import percent
 
 pytestmark = pytest.mark.once
-X = jnp.ones((4, 4))
+X = jnp.ones((8, 8))
 
 
 def loss_fn(w: Any, x: Any) -> Any:

@@ -261,7 +261,7 @@ def test_a_large_plan_is_drawn_by_scope_alone_and_one_that_changes_nothing_says_
                 x = jnp.exp(-x @ w)
         return x
 
-    page = plots.casts(jaxmp.cast_plan(deep, "mixed_bfloat16")(jnp.ones((4, 4)), jnp.ones((2, 4))))
+    page = plots.casts(jaxmp.cast_plan(deep, "mixed_bfloat16")(jnp.ones((8, 8)), jnp.ones((2, 8))))
     boxes = [text for text in texts(page) if "layer" in text]
     assert len(boxes) == 50 and boxes[0] == "1  layer_0"
     plan = jaxmp.cast_plan(lambda x: x + 1, "mixed_bfloat16")(jnp.ones(3))
@@ -273,10 +273,10 @@ def test_float8_has_its_own_colour_and_is_narrower_than_float32():
         with jax.named_scope("cast"):
             narrow = jnp.tanh(w).astype("float8_e4m3fn")
         with jax.named_scope("moved"):
-            narrow = narrow.reshape(-1).reshape(4, 4)
+            narrow = narrow.reshape(-1).reshape(8, 8)
         return x @ narrow.astype(jnp.float32)
 
-    page = plots.casts(jaxmp.cast_plan(scaled, "mixed_bfloat16")(jnp.ones((4, 4)), jnp.ones((4, 4))))
+    page = plots.casts(jaxmp.cast_plan(scaled, "mixed_bfloat16")(jnp.ones((8, 8)), jnp.ones((8, 8))))
     colours = {}
     for legend in page.legends:
         for text, patch in zip(legend.get_texts(), legend.legend_handles, strict=True):

@@ -25,14 +25,14 @@ pytestmark = pytest.mark.once
 
 pytest.importorskip("jinja2")
 
-X = np.random.default_rng(0).normal(size=(8, 4)).astype("float32")
+X = np.random.default_rng(0).normal(size=(8, 8)).astype("float32")
 
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Record 30 steps in float16, with a plan, memory and watched steps."""
     folder = tmp_path_factory.mktemp("runs") / "half <b>"
-    model = jaxmp.linen.apply_policy(nn.Dense(2, use_bias=False), "mixed_float16")
+    model = jaxmp.linen.apply_policy(nn.Dense(8, use_bias=False), "mixed_float16")
 
     def loss_fn(params, model_state, batch, rng):
         return jnp.mean(model.apply({"params": params}, batch) ** 2), model_state

@@ -203,7 +203,7 @@ def test_a_plain_nnx_model_is_tuned_and_computes_under_the_saved_policy(tmp_path
         return jnp.mean((model(x) - 1) ** 2)
 
     rngs = nnx.Rngs(0)
-    model = nnx.Sequential(Flow(rngs), nnx.Linear(16, 1, use_bias=False, rngs=rngs))
+    model = nnx.Sequential(Flow(rngs), nnx.Linear(16, 8, use_bias=False, rngs=rngs))
     tuned = tune(loss_fn, "mixed_bfloat16")(model, X)
     assert "layers/0:add" in tuned.overrides and tuned.half_flops == 1
     tuned.save(tmp_path / "policy.toml")

@@ -31,7 +31,7 @@ class Net(nn.Module):
         return nn.Dense(2, name="head")(nn.tanh(nn.Dense(8, name="body")(x)))
 
 
-X = jnp.float32(np.random.default_rng(0).normal(size=(4, 3)))
+X = jnp.float32(np.random.default_rng(0).normal(size=(8, 3)))
 MIXED, FULL = "p=f32,c=f16,o=f32", "full"
 
 

@@ -36,15 +36,15 @@ from linen_zoo import (
 from jaxmp.linen import apply_policy
 from jaxmp.program.walk import equations
 
-IMAGE, SEQUENCE, VECTOR = (2, 4, 4, 3), (2, 3, 4), (2, 6)
+IMAGE, SEQUENCE, VECTOR = (2, 4, 4, 3), (2, 8, 8), (2, 8)
 
 LAYERS: dict[str, tuple[Any, Any]] = {
-    "Dense": (lambda **hand: nn.Dense(3, **hand), data(*VECTOR)),
+    "Dense": (lambda **hand: nn.Dense(8, **hand), data(*VECTOR)),
     "Conv": (lambda **hand: nn.Conv(3, (3, 3), **hand), data(*IMAGE)),
     "Embed and attend": (lambda dtype=None: Tied(dtype), jnp.array([[0, 4, 2]])),
-    "WeightNorm": (lambda **hand: nn.WeightNorm(nn.Dense(3, **hand), **hand), data(*VECTOR)),
+    "WeightNorm": (lambda **hand: nn.WeightNorm(nn.Dense(8, **hand), **hand), data(*VECTOR)),
     "Bidirectional": (
-        lambda **hand: nn.Bidirectional(nn.RNN(nn.LSTMCell(3, **hand)), nn.RNN(nn.GRUCell(3, **hand))),
+        lambda **hand: nn.Bidirectional(nn.RNN(nn.LSTMCell(8, **hand)), nn.RNN(nn.GRUCell(8, **hand))),
         data(*SEQUENCE),
     ),
 }
@@ -97,7 +97,7 @@ def test_a_layer_gives_the_same_bits_as_with_dtype_set_by_hand(layer, policy):
 @pytest.mark.slow("compiles two networks of eight gates; the test of a simple cell below has the same casts")
 def test_an_optimized_cell_gives_the_same_bits_as_with_dtype_set_by_hand():
     def make(**hand: Any) -> nn.Module:
-        return nn.RNN(nn.OptimizedLSTMCell(4, **hand))
+        return nn.RNN(nn.OptimizedLSTMCell(8, **hand))
 
     x = data(*SEQUENCE)
     variables = numbers(shapes(make(), x))
@@ -107,7 +107,7 @@ def test_an_optimized_cell_gives_the_same_bits_as_with_dtype_set_by_hand():
 
 
 def test_every_gate_of_an_optimized_cell_is_half():
-    model = apply_policy(nn.RNN(nn.OptimizedLSTMCell(4)), "mixed_float16")
+    model = apply_policy(nn.RNN(nn.OptimizedLSTMCell(8)), "mixed_float16")
     with standard_promotion():
         assert set(model_products(model, data(*SEQUENCE))) == {"float16"}
 
@@ -123,7 +123,7 @@ def norm_is_as_by_hand(norm: Any) -> None:
     """Assert that a norm between layers computes the same as by hand."""
 
     def make(**hand: Any) -> nn.Module:
-        return nn.Sequential([nn.Dense(4, **hand), norm(**hand), nn.Dense(3, **hand)])
+        return nn.Sequential([nn.Dense(8, **hand), norm(**hand), nn.Dense(8, **hand)])
 
     x = data(*SEQUENCE)
     with standard_promotion():
@@ -143,7 +143,7 @@ def test_attention_has_half_products_and_a_float32_softmax():
         return jnp.einsum("...hqk,...khd->...qhd", weights, value)
 
     make = functools.partial(nn.MultiHeadDotProductAttention, num_heads=2, normalize_qk=True)
-    x = data(*SEQUENCE)
+    x = data(1, 8, 8)  # so small that the derivative of the scale needs no float32 sum
     with standard_promotion():
         variables = numbers(shapes(make(), x))
         model = apply_policy(make(), "mixed_bfloat16")
@@ -158,7 +158,7 @@ def test_attention_has_half_products_and_a_float32_softmax():
 
 def test_spectral_norm_computes_the_same_as_with_dtype_set_by_hand_and_its_statistics_stay_float32():
     def make(**hand: Any) -> nn.Module:
-        return nn.SpectralNorm(nn.Dense(3, **hand), **hand)
+        return nn.SpectralNorm(nn.Dense(8, **hand), **hand)
 
     x = data(*VECTOR)
     variables = quick_jit(functools.partial(make().init, update_stats=False))(rngs(), x)
@@ -174,7 +174,7 @@ def test_batch_norm_in_training_has_the_same_float32_statistics_as_with_dtype_se
     policy = "mixed_float16"
 
     def make(**hand: Any) -> nn.Module:
-        return nn.Sequential([nn.Dense(4, **hand), nn.BatchNorm(use_running_average=False, **hand)])
+        return nn.Sequential([nn.Dense(8, **hand), nn.BatchNorm(use_running_average=False, **hand)])
 
     def apply(model: nn.Module) -> Any:
         return lambda variables: float32(model.apply(variables, x, mutable=["batch_stats"]))
@@ -200,8 +200,8 @@ def test_a_cell_that_is_called_directly_gives_the_same_carry_and_output_as_with_
 
 def test_an_rnn_of_simple_cells_keeps_its_carry_float32_although_dtype_set_by_hand_needs_a_half_carry():
     x = data(*SEQUENCE)
-    model, by_hand = apply_policy(nn.RNN(nn.SimpleCell(4)), "mixed_float16"), nn.RNN(nn.SimpleCell(4, dtype="float16"))
-    variables, carry = numbers(shapes(model, x)), jnp.zeros((2, 4), jnp.float16)
+    model, by_hand = apply_policy(nn.RNN(nn.SimpleCell(8)), "mixed_float16"), nn.RNN(nn.SimpleCell(8, dtype="float16"))
+    variables, carry = numbers(shapes(model, x)), jnp.zeros((2, 8), jnp.float16)
     with pytest.raises(TypeError, match="carry"):
         by_hand.apply(variables, x)
 
@@ -242,7 +242,7 @@ def test_a_pure_half_preset_equals_dtype_and_param_dtype_set_by_hand():
     policy = "bfloat16"
 
     def make(**hand: Any) -> nn.Module:
-        return nn.Sequential([nn.Dense(4, **hand), nn.Conv(3, (2,), **hand)])
+        return nn.Sequential([nn.Dense(8, **hand), nn.Conv(3, (2,), **hand)])
 
     x = data(*SEQUENCE)
     model, by_hand = apply_policy(make(), policy), make(dtype=policy, param_dtype=policy)
@@ -256,12 +256,12 @@ def test_a_pure_half_preset_equals_dtype_and_param_dtype_set_by_hand():
 def test_an_initializer_that_cannot_run_in_half_precision_runs_in_float32_and_is_rounded():
     policy, x, orthogonal = "float16", data(*SEQUENCE), nn.initializers.orthogonal()
     for init in (orthogonal, nn.with_partitioning(orthogonal, ("rows", None))):
-        module = nn.Dense(3, use_bias=False, kernel_init=init)
+        module = nn.Dense(8, use_bias=False, kernel_init=init)
         model = apply_policy(module, policy)
         got, expected = jax.jit(lambda rngs, models=(model, module): [m.init(rngs, x) for m in models])(rngs())
         got, expected = (nn.unbox(variables["params"]["kernel"]) for variables in (got, expected))
         same_bits(got, np.asarray(expected).astype(policy))
-    model = apply_policy(nn.RNN(nn.LSTMCell(3)), policy)
+    model = apply_policy(nn.RNN(nn.LSTMCell(8)), policy)
     variables = shapes(model, x)
     assert dtypes_of(variables) == {policy} and jax.eval_shape(model.apply, variables, x).dtype == policy
 
@@ -280,12 +280,12 @@ def test_the_preset_float32_is_the_bare_model_with_products_at_the_highest_preci
 
 def test_a_dtype_that_the_author_set_stays():
     x = data(*VECTOR)
-    model = apply_policy(nn.Sequential([nn.Dense(4), nn.Dense(3, dtype="float32")]), "mixed_bfloat16")
+    model = apply_policy(nn.Sequential([nn.Dense(8), nn.Dense(8, dtype="float32")]), "mixed_bfloat16")
     assert model_products(model, x) == ["bfloat16", "float32"]
 
 
 def test_a_value_that_only_a_module_in_the_authors_float32_reads_is_not_rounded():
-    model = apply_policy(nn.Sequential([nn.Dense(4), nn.LayerNorm(dtype="float32"), nn.Dense(3)]), "mixed_bfloat16")
+    model = apply_policy(nn.Sequential([nn.Dense(8), nn.LayerNorm(dtype="float32"), nn.Dense(8)]), "mixed_bfloat16")
     x = data(*VECTOR)
     program = jax.make_jaxpr(model.apply)(shapes(model, x), x)
     (bias, *_) = (eqn for eqn in equations(program) if eqn.primitive.name == "add")
@@ -294,7 +294,7 @@ def test_a_value_that_only_a_module_in_the_authors_float32_reads_is_not_rounded(
 
 def test_an_override_replaces_the_dtype_that_the_author_set():
     x = data(*VECTOR)
-    bare = nn.Sequential([nn.Conv(4, (1,)), nn.Dense(3, dtype="float32")])
+    bare = nn.Sequential([nn.Conv(8, (1,)), nn.Dense(8, dtype="float32")])
     for pattern in ("layers_1", "type:Dense", nn.Dense, "*"):
         model = apply_policy(bare, "mixed_bfloat16", {pattern: "mixed_float16"})
         assert model_products(model, x)[1] == "float16"
@@ -302,7 +302,7 @@ def test_an_override_replaces_the_dtype_that_the_author_set():
 
 def test_a_param_dtype_that_the_author_set_stays_unless_an_override_matches():
     x = data(*VECTOR)
-    bare = nn.Sequential([nn.Dense(4, param_dtype=jnp.bfloat16), nn.Dense(3)])
+    bare = nn.Sequential([nn.Dense(8, param_dtype=jnp.bfloat16), nn.Dense(8)])
     params = shapes(apply_policy(bare, "mixed_float16"), x)["params"]
     assert [dtypes_of(params[name]) for name in ("layers_0", "layers_1")] == [{"bfloat16"}, {"float32"}]
     params = shapes(apply_policy(bare, "mixed_float16", {"layers_0": "mixed_float16"}), x)["params"]
@@ -315,7 +315,7 @@ def test_a_default_dtype_is_replaced_in_every_spelling_and_an_integer_dtype_is_n
 
         @nn.compact
         def __call__(self, x):
-            return nn.Dense(3, dtype=self.dtype)(x)
+            return nn.Dense(8, dtype=self.dtype)(x)
 
     x = data(*VECTOR)
     for default in (jnp.float32, "float32", jnp.dtype("float32")):
@@ -326,7 +326,7 @@ def test_a_default_dtype_is_replaced_in_every_spelling_and_an_integer_dtype_is_n
 
         @nn.compact
         def __call__(self, x):
-            return nn.Dense(3)(nn.one_hot(jnp.asarray(x, self.dtype), 5))
+            return nn.Dense(8)(nn.one_hot(jnp.asarray(x, self.dtype), 8))
 
     model, ids = apply_policy(Tokens(), "mixed_float16"), jnp.array([0, 3])
     assert model_products(model, ids) == ["float16"]
@@ -339,7 +339,7 @@ def test_modules_below_a_container_without_a_dtype_follow_their_own_paths():
         @nn.compact
         def __call__(self, x):
             x = x if self.dtype is None else x.astype(self.dtype)
-            return nn.Dense(3, dtype=self.dtype, name="fine")(x), nn.Dense(3, dtype=self.dtype, name="rough")(x)
+            return nn.Dense(8, dtype=self.dtype, name="fine")(x), nn.Dense(8, dtype=self.dtype, name="rough")(x)
 
     x = data(*VECTOR)
     model = apply_policy(Block(), "mixed_bfloat16", {"fine": "float32"})
@@ -347,7 +347,7 @@ def test_modules_below_a_container_without_a_dtype_follow_their_own_paths():
 
     def fine(variables: Any) -> jax.Array:
         with jax.default_matmul_precision("highest"):
-            return nn.Dense(3).apply({"params": variables["params"]["fine"]}, x)
+            return nn.Dense(8).apply({"params": variables["params"]["fine"]}, x)
 
     same_computation(lambda variables: model.apply(variables, x)[0], fine, shapes(model, x))
 
@@ -355,7 +355,7 @@ def test_modules_below_a_container_without_a_dtype_follow_their_own_paths():
 def test_a_parent_can_read_the_dtype_in_which_its_submodule_computes():
     class Model(nn.Module):
         def setup(self):
-            self.dense = nn.Dense(3)
+            self.dense = nn.Dense(8)
 
         def __call__(self, x):
             return self.dense(x) + jnp.ones((), self.dense.dtype)
@@ -370,7 +370,7 @@ def test_a_parent_can_read_the_dtype_in_which_its_submodule_computes():
         def __call__(self, x):
             return self.dense(jnp.ones((), self.dense.dtype) * x)
 
-    model = apply_policy(Holder(nn.Dense(3)), "mixed_float16")
+    model = apply_policy(Holder(nn.Dense(8)), "mixed_float16")
     called = jax.eval_shape(lambda variables: model.bind(variables)(x), shapes(model, x))
     assert called.dtype == jnp.float32
 
@@ -379,7 +379,7 @@ def test_only_the_outputs_of_the_root_are_cast_and_code_sees_float32():
     class Model(nn.Module):
         @nn.compact
         def __call__(self, x):
-            y = nn.Dense(3)(x)
+            y = nn.Dense(8)(x)
             inside.append(y.dtype)
             return {"logits": y, "top": jnp.argmax(y, -1)}
 

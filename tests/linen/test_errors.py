@@ -23,7 +23,7 @@ from jaxmp.linen import run as linen_run
 
 pytestmark = pytest.mark.once
 
-X = data(2, 4)
+X = data(2, 8)
 
 
 def message(model: nn.Module, *args: Any, error: type[Exception] = ValueError) -> str:
@@ -62,7 +62,7 @@ def test_a_pattern_that_matches_nothing_is_an_error_with_the_nearest_paths_or_cl
 def test_a_pattern_may_match_a_module_that_this_method_does_not_call():
     class Two(nn.Module):
         def setup(self):
-            self.embed, self.encoder, self.head = nn.Embed(5, 4), nn.Dense(4), Linear()
+            self.embed, self.encoder, self.head = nn.Embed(8, 8), nn.Dense(8), Linear()
 
         def __call__(self, ids):
             return self.head(self.encoder(self.embed(ids)))
@@ -82,7 +82,7 @@ def test_a_pattern_may_match_a_module_that_this_method_does_not_call():
 
 class BodyAndHead(nn.Module):
     def setup(self):
-        self.body, self.head = nn.Dense(4), nn.Dense(3, dtype="float32")
+        self.body, self.head = nn.Dense(8), nn.Dense(8, dtype="float32")
 
     def __call__(self, x):
         return self.head(self.body(x))
@@ -92,12 +92,12 @@ class BodyAndHead(nn.Module):
 
 
 def test_patterns_of_a_root_in_a_bare_parent_are_checked_and_outer_patterns_may_match_a_nested_root():
-    parent = nn.Sequential([nn.Dense(4), apply_policy(MLP(), "mixed_float16", {"Dence_0": "float32"})])
+    parent = nn.Sequential([nn.Dense(8), apply_policy(MLP(), "mixed_float16", {"Dence_0": "float32"})])
     assert "'Dence_0' matched none; nearest paths: 'Dense_0'" in message(parent)
     part = apply_policy(MLP(), "mixed_float16")
-    model = apply_policy(nn.Sequential([part, nn.Dense(3)]), "mixed_bfloat16", {"layers_0/Dense_0": "float32"})
+    model = apply_policy(nn.Sequential([part, nn.Dense(8)]), "mixed_bfloat16", {"layers_0/Dense_0": "float32"})
     assert model_products(model, X) == ["float16", "float16", "bfloat16"]
-    absent = apply_policy(nn.Sequential([part, nn.Dense(3)]), "mixed_bfloat16", {nn.Conv: "float32"})
+    absent = apply_policy(nn.Sequential([part, nn.Dense(8)]), "mixed_bfloat16", {nn.Conv: "float32"})
     assert "'type:Conv' matched none" in message(absent)
 
 
@@ -118,7 +118,7 @@ def test_the_error_for_a_half_policy_without_half_products_names_the_modules_and
     class Stubborn(nn.Module):
         @nn.compact
         def __call__(self, x):
-            return nn.Dense(2, dtype=jnp.float32, name="head")(nn.LayerNorm()(nn.Dense(4, dtype="float32")(x)))
+            return nn.Dense(8, dtype=jnp.float32, name="head")(nn.LayerNorm()(nn.Dense(8, dtype="float32")(x)))
 
     with jax.numpy_dtype_promotion("standard"):
         text = refusal(apply_policy(Stubborn(), "mixed_bfloat16"))
@@ -168,16 +168,16 @@ def test_if_overrides_keep_every_product_in_float32_the_error_says_to_drop_or_na
     class Mixed(nn.Module):
         @nn.compact
         def __call__(self, x):
-            return nn.Dense(2, dtype="float32", name="head")(nn.Dense(4)(nn.Dense(4)(x)))
+            return nn.Dense(8, dtype="float32", name="head")(nn.Dense(8)(nn.Dense(8)(x)))
 
     text = refusal(apply_policy(Mixed(), "mixed_float16", {"Dense_0": "float32", "Dense_*": "float32"}))
     assert "Dense_1 (override 'Dense_*'), Dense_0 (override 'Dense_0'), head (its own dtype=float32)." in text
-    text = refusal(apply_policy(nn.Sequential([nn.Dense(2)]), "mixed_float16", {nn.Dense: "float32"}))
+    text = refusal(apply_policy(nn.Sequential([nn.Dense(8)]), "mixed_float16", {nn.Dense: "float32"}))
     assert text.endswith("layers_0 (override 'type:Dense').\nDrop the override, or narrow its pattern.")
 
 
 def test_the_override_that_the_error_proposes_makes_the_products_half():
-    bare = nn.Sequential([nn.Dense(4, dtype="float32")])
+    bare = nn.Sequential([nn.Dense(8, dtype="float32")])
     text = refusal(apply_policy(bare, "mixed_float16"))
     (override,) = re.findall(r"overrides=\{'\*\*': '(.*)'\}", text)
     assert model_products(apply_policy(bare, "mixed_float16", {"**": override}), X) == ["float16"]
@@ -187,20 +187,22 @@ def test_a_lookup_is_not_a_product_and_a_single_layer_is_named_by_its_class():
     class Lookup(nn.Module):
         @nn.compact
         def __call__(self, ids):
-            return nn.Dense(3, dtype=jnp.float32)(nn.Embed(5, 4)(ids))
+            return nn.Dense(8, dtype=jnp.float32)(nn.Embed(8, 8)(ids))
 
     assert "Dense_0 (its own" in refusal(apply_policy(Lookup(), "mixed_float16"), jnp.array([1]))
-    assert "Dense (its own dtype=float32)" in refusal(apply_policy(nn.Dense(3, dtype="float32"), "mixed_float16"))
+    assert "Dense (its own dtype=float32)" in refusal(apply_policy(nn.Dense(8, dtype="float32"), "mixed_float16"))
 
 
 def test_a_model_with_a_half_product_or_without_products_is_not_an_error():
-    wide, part = nn.Dense(4, dtype="float32"), apply_policy(MLP(), "mixed_float16")
-    with_half = [nn.Sequential([wide, half]) for half in (nn.Dense(4), Linear(), part)]
+    wide, part = nn.Dense(8, dtype="float32"), apply_policy(MLP(), "mixed_float16")
+    with_half = [nn.Sequential([wide, half]) for half in (nn.Dense(8), Linear(), part)]
     for bare in (nn.LayerNorm(), nn.Dropout(0.5, deterministic=True), *with_half):
         with jax.numpy_dtype_promotion("standard"):
             model = apply_policy(bare, "mixed_bfloat16")
             assert jax.eval_shape(model.apply, shapes(model, X), X).dtype == jnp.float32
 
+    narrow_head = apply_policy(nn.Sequential([nn.Dense(8), nn.Dense(1)]), "mixed_bfloat16", {"layers_0": "float32"})
+    assert products(narrow_head.apply, shapes(narrow_head, X), X) == ["float32"] * 2
     model = apply_policy(BodyAndHead(), "mixed_float16")
     apply = functools.partial(model.apply, method="logits")
     assert products(apply, shapes(BodyAndHead(), X), X) == ["float32"]
@@ -211,7 +213,7 @@ class Attends(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        x = nn.LayerNorm()(nn.Dense(4, dtype=self.dtype, name="l")(x))
+        x = nn.LayerNorm()(nn.Dense(8, dtype=self.dtype, name="l")(x))
         return jax.nn.softmax(x @ x.T) @ x
 
 
@@ -220,13 +222,13 @@ class Scaled(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        return nn.Dense(4, name="l")(x * self.param("scale", nn.initializers.ones, x.shape))
+        return nn.Dense(8, name="l")(x * self.param("scale", nn.initializers.ones, x.shape))
 
 
 @pytest.mark.parametrize("under", [apply_policy, jaxmp.linen.autocast])
 def test_half_products_are_searched_in_the_traced_program(under):
-    model = under(Attends(), "mixed_bfloat16", {"l": "float32"})
-    assert products(model.apply, shapes(model, X), X) == ["float32", "bfloat16", "bfloat16"]
+    model, x = under(Attends(), "mixed_bfloat16", {"l": "float32"}), data(8, 8)
+    assert products(model.apply, shapes(model, x), x) == ["float32", "bfloat16", "bfloat16"]
     model = under(Attends("float32"), "mixed_bfloat16")  # the author's dtype holds for all code of the module
     with pytest.raises(ValueError, match=r"every product stays as it was: l \(its own dtype=float32\)"):
         jax.eval_shape(model.apply, shapes(model, X), X)
@@ -244,7 +246,7 @@ def test_a_model_without_a_half_product_is_allowed_inside_a_model_with_a_policy(
 
         @nn.compact
         def __call__(self, x):
-            return nn.Dense(2)(self.part(x))
+            return nn.Dense(8)(self.part(x))
 
     variables = zeros(shapes(Around(BodyAndHead()), X))
     for under in (apply_policy, jaxmp.linen.autocast):
@@ -315,7 +317,7 @@ class Fails(nn.Module):
     where: str
 
     def setup(self):
-        self.dense = nn.Dense(4)
+        self.dense = nn.Dense(8)
         if self.where == "setup":
             raise RuntimeError("the user's own")
 
@@ -329,8 +331,8 @@ class Fails(nn.Module):
 @pytest.mark.parametrize(("where", "mixed"), [("setup", True), ("call", False)])
 def test_an_error_in_the_users_code_is_raised_unchanged_and_leaves_no_state_behind(where, mixed):
     bare = nn.remat(Fails)(where) if mixed else Fails(where)
-    model = apply_policy(nn.Sequential([Linear(4), bare]), "float32", {"layers_0": "mixed_float16"})
-    variables = shapes(nn.Sequential([Linear(4), Fails("")]), X)
+    model = apply_policy(nn.Sequential([Linear(8), bare]), "float32", {"layers_0": "mixed_float16"})
+    variables = shapes(nn.Sequential([Linear(8), Fails("")]), X)
     for call in (lambda: shapes(model, X), lambda: jax.eval_shape(model.apply, variables, X)):
         with pytest.raises((RuntimeError, TypeError), match=r"the user's own|reshape"):
             call()
@@ -348,8 +350,8 @@ def test_a_model_that_catches_an_error_of_a_submodule_continues():
             try:
                 Fails("call")(x)
             except RuntimeError:
-                x = nn.Dense(4)(x)
-            return apply_policy(nn.Dense(4), "mixed_bfloat16")(x)
+                x = nn.Dense(8)(x)
+            return apply_policy(nn.Dense(8), "mixed_bfloat16")(x)
 
     assert model_products(apply_policy(Tries(), "mixed_float16"), X) == ["float16", "float16", "bfloat16"]
 
@@ -362,7 +364,7 @@ class Spectrum(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        return self.operation(nn.Dense(4)(x))
+        return self.operation(nn.Dense(14)(x))
 
 
 class WithSpectrum(nn.Module):
@@ -370,7 +372,7 @@ class WithSpectrum(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        return nn.Dense(2, name="head")(Spectrum(self.operation, name="spectrum")(x))
+        return nn.Dense(8, name="head")(Spectrum(self.operation, name="spectrum")(x))
 
 
 def test_a_fourier_transform_of_a_layer_is_float32():

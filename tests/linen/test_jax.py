@@ -30,7 +30,7 @@ from linen_zoo import (
 
 from jaxmp.linen import apply_policy
 
-X = data(2, 4)
+X = data(2, 8)
 kernel = nn.initializers.lecun_normal()
 
 INSIDE = {
@@ -50,8 +50,8 @@ def product_is_half_inside(inside: str) -> None:
         @nn.compact
         def __call__(self, x):
             if mixed:
-                nn.Dense(2)(x)
-            return INSIDE[inside](x, self.param("w", kernel, (4, 4)))
+                nn.Dense(8)(x)
+            return INSIDE[inside](x, self.param("w", kernel, (8, 8)))
 
     model = apply_policy(Own(), "mixed_float16")
     assert set(model_products(model, X)) == {"float16"}
@@ -67,7 +67,7 @@ def test_a_product_of_input_and_param_is_half_inside():
 
 def maps_and_loops_give_the_bits_of_calls(inputs: str) -> None:
     """Assert that maps and loops give the same results as single calls."""
-    model, batches = apply_policy(MLP(), "mixed_float16"), of_dtype(data(3, 2, 4), inputs)
+    model, batches = apply_policy(MLP(), "mixed_float16"), of_dtype(data(3, 2, 8), inputs)
 
     @quick_jit
     def run(variables):
@@ -93,7 +93,7 @@ def test_a_model_works_in_vmap_map_scan_and_fori_loop():
 
 @pytest.mark.once
 def test_no_tracer_is_leaked():
-    model = apply_policy(nn.Sequential([nn.remat(MLP)(), Linear(2), nn.jit(nn.Dense)(2)]), "mixed_float16")
+    model = apply_policy(nn.Sequential([nn.remat(MLP)(), Linear(8), nn.jit(nn.Dense)(8)]), "mixed_float16")
     variables = shapes(model, X)
     with jax.checking_leaks():
         jax.eval_shape(jax.value_and_grad(lambda variables: model.apply(variables, X).sum()), variables)
@@ -109,7 +109,7 @@ def test_the_modules_of_a_trace_are_freed():
             modules.append(weakref.ref(self))
             return Linear()(x) * scale
 
-    model = apply_policy(nn.Sequential([Recorded(), nn.Dense(2)]), "mixed_float16")
+    model = apply_policy(nn.Sequential([Recorded(), nn.Dense(8)]), "mixed_float16")
     variables = shapes(model, X)
     modules.clear()
     jax.eval_shape(model.apply, variables, X)
@@ -121,7 +121,7 @@ def test_partitioned_params_keep_their_names_through_a_scan():
     class Layer(nn.Module):
         @nn.compact
         def __call__(self, carry, _):
-            return carry @ self.param("w", nn.with_partitioning(kernel, (None, "model")), (4, 4)), None
+            return carry @ self.param("w", nn.with_partitioning(kernel, (None, "model")), (8, 8)), None
 
     metadata = {nn.PARTITION_NAME: "layers"}
     options = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}, "length": 3, "metadata_params": metadata}
@@ -161,10 +161,10 @@ def test_a_model_with_a_factorisation_after_a_layer_is_initialised_as_without_a_
     class Factored(nn.Module):
         @nn.compact
         def __call__(self, x, scale):
-            h = nn.Dense(4)(x)
-            return scale * jnp.linalg.cholesky(h @ h.T + jnp.eye(4, dtype=h.dtype))
+            h = nn.Dense(8)(x)
+            return scale * jnp.linalg.cholesky(h @ h.T + jnp.eye(8, dtype=h.dtype))
 
-    x, bare = data(4, 4), Factored()
+    x, bare = data(8, 8), Factored()
     model = apply_policy(bare, "mixed_float16")
     got, want = jax.jit(lambda key: [m.init(key, x, scale=2) for m in (model, bare)])(jax.random.key(0))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), got, want)
@@ -172,7 +172,7 @@ def test_a_model_with_a_factorisation_after_a_layer_is_initialised_as_without_a_
 
 SOLVERS = {
     "solve": lambda h: jnp.linalg.solve(h, h[0]),
-    "cg": lambda h: jax.scipy.sparse.linalg.cg(h @ h.T + jnp.eye(4, dtype=h.dtype), h[0])[0],
+    "cg": lambda h: jax.scipy.sparse.linalg.cg(h @ h.T + jnp.eye(8, dtype=h.dtype), h[0])[0],
 }
 
 
@@ -181,14 +181,14 @@ def test_a_solver_after_a_layer_runs_in_float32_also_in_its_derivative_and_in_vm
     class Solved(nn.Module):
         @nn.compact
         def __call__(self, x):
-            h = nn.Dense(4, use_bias=False, name="layer")(x)
-            return SOLVERS[solver](h + 4 * jnp.eye(4, dtype=h.dtype))
+            h = nn.Dense(8, use_bias=False, name="layer")(x)
+            return SOLVERS[solver](h + 4 * jnp.eye(8, dtype=h.dtype))
 
-    model, x, weights = apply_policy(Solved(), policy), data(4, 4), data(4, 4) / 4
+    model, x, weights = apply_policy(Solved(), policy), data(8, 8), data(8, 8) / 4
     half = policy.removeprefix("mixed_")
 
     def by_hand(weights):
-        h = (x.astype(half) @ weights.astype(half) + 4 * jnp.eye(4, dtype=half)).astype(jnp.float32)
+        h = (x.astype(half) @ weights.astype(half) + 4 * jnp.eye(8, dtype=half)).astype(jnp.float32)
         return SOLVERS[solver](h)
 
     def run(weights):

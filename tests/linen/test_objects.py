@@ -35,7 +35,7 @@ from jaxmp.linen import apply_policy, autocast
 
 pytestmark = pytest.mark.once
 
-X = data(2, 4)
+X = data(2, 8)
 
 
 # --- the object -------------------------------------------------------------------------------------------------------
@@ -57,7 +57,7 @@ def test_a_copy_has_the_same_hash_name_and_policy_and_is_equal():
         assert other == model
         assert hash(other) == hash(model)
         assert model_products(other, jnp.array([1])) == ["bfloat16", "float16"]
-    model = apply_policy(nn.Dense(3, name="head"), "mixed_float16")
+    model = apply_policy(nn.Dense(8, name="head"), "mixed_float16")
     assert {COPIES[how](model).name for how in ("deepcopy", "cloudpickle", "clone")} == {"head"}
     assert model_products(model.clone(features=7), X) == ["float16"]
 
@@ -66,14 +66,14 @@ def test_a_class_that_is_not_in_a_file_is_pickled_by_value_also_after_a_call():
     class Local(nn.Module):
         @nn.compact
         def __call__(self, x):
-            return nn.Dense(3)(x)
+            return nn.Dense(8)(x)
 
     model = apply_policy(Local(), "mixed_float16")
     variables = model.init(rngs(), X)
     model.apply(variables, X)
     assert pickle.loads(cloudpickle.dumps(model)) == model
     for module in (model, Local()):
-        assert pickle.loads(cloudpickle.dumps(module)).apply(variables, X).shape == (2, 3)
+        assert pickle.loads(cloudpickle.dumps(module)).apply(variables, X).shape == (2, 8)
 
 
 def test_models_under_different_policies_are_different():
@@ -89,7 +89,7 @@ def test_a_model_has_the_class_of_the_bare_model_which_does_not_change_and_shows
     assert (type(model).__name__, type(model).__doc__) == ("MLP", MLP.__doc__)
     assert (type(model).__module__, model.features) == (MLP.__module__, MLP().features)
 
-    inner = nn.Dense(3)
+    inner = nn.Dense(8)
     bare = nn.Sequential([inner])
     model = apply_policy(bare, "mixed_float16")
     model_products(model, X)
@@ -125,7 +125,7 @@ class Parent(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        x = nn.Dense(4, name="outer")(x)
+        x = nn.Dense(8, name="outer")(x)
         if self.style == "compact":
             return apply_policy(MLP(), "mixed_float16")(x)
         return (self.inner if self.style == "setup" else self.part)(x)
@@ -145,8 +145,8 @@ def test_a_nested_model_keeps_its_policy_and_the_outer_policy_covers_the_others(
 
         @nn.compact
         def __call__(self, x):
-            y = self.part(nn.Dense(4)(x) * self.param("scale", nn.initializers.ones, ()))
-            return nn.Dense(2)(y), y
+            y = self.part(nn.Dense(8)(x) * self.param("scale", nn.initializers.ones, ()))
+            return nn.Dense(8)(y), y
 
     model = apply_policy(Outer(apply_policy(MLP(), "mixed_bfloat16", {"Dense_1": "float32"})), "mixed_float16")
     assert model_products(model, X) == ["float16", "bfloat16", "float32", "float16"]
@@ -154,7 +154,7 @@ def test_a_nested_model_keeps_its_policy_and_the_outer_policy_covers_the_others(
 
 def test_a_pattern_of_the_outer_policy_does_not_cover_a_nested_model_with_a_policy():
     model = apply_policy(
-        nn.Sequential([apply_policy(MLP(), "mixed_bfloat16"), nn.Dense(2)]), "mixed_float16", {nn.Dense: "float32"}
+        nn.Sequential([apply_policy(MLP(), "mixed_bfloat16"), nn.Dense(8)]), "mixed_float16", {nn.Dense: "float32"}
     )
     assert model_products(model, X) == ["bfloat16", "bfloat16", "float32"]
 
@@ -178,9 +178,9 @@ def test_a_module_that_two_modules_share_has_one_policy():
 
         @nn.compact
         def __call__(self, ids):
-            return self.again.attend(nn.Dense(4)(self.embed(ids)))
+            return self.again.attend(nn.Dense(8)(self.embed(ids)))
 
-    embed, ids = nn.Embed(5, 4), jnp.array([0, 3])
+    embed, ids = nn.Embed(8, 8), jnp.array([0, 3])
     model = apply_policy(Shared(embed, embed), "mixed_float16")
     assert set(shapes(model, ids)["params"]) == {"embed", "Dense_0"}
     assert model_products(model, ids) == ["float16", "float16"]
@@ -193,7 +193,8 @@ def test_a_model_whose_apply_is_called_inside_another_model_is_part_of_the_call_
     class Student(nn.Module):
         @nn.compact
         def __call__(self, x):
-            return nn.Dense(3)(x), teacher.apply(knowledge, x), embed.init_with_output(rngs(), jnp.array([1]))[0]
+            logits, _ = embed.init_with_output(rngs(), x, method=lambda tied, x: tied.embed.attend(tied.hidden(x)))
+            return nn.Dense(8)(x), teacher.apply(knowledge, x), logits
 
     model = apply_policy(Student(), "mixed_float16")
     assert set(shapes(model, X)["params"]) == {"Dense_0"}
@@ -210,9 +211,9 @@ def test_two_threads_trace_under_two_policies_at_once():
         @nn.compact
         def __call__(self, x):
             barrier.wait(timeout=300)
-            return nn.Dense(3)(x)
+            return nn.Dense(8)(x)
 
-    variables = {"params": {"Dense_0": nn.Dense(3).init(rngs(), X)["params"]}}
+    variables = {"params": {"Dense_0": nn.Dense(8).init(rngs(), X)["params"]}}
 
     def trace(policy):
         dtypes[policy] = products(apply_policy(Meets(), policy).apply, variables, X)
@@ -241,7 +242,7 @@ class HashedByHand(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        return nn.Dense(3)(x)
+        return nn.Dense(8)(x)
 
     def __hash__(self):
         return 7
@@ -249,7 +250,7 @@ class HashedByHand(nn.Module):
 
 class SharesItsScope(nn.Module):
     def setup(self):
-        self.linear = Linear(4)
+        self.linear = Linear(8)
         nn.share_scope(self, self.linear)
 
     def __call__(self, x):
@@ -259,7 +260,7 @@ class SharesItsScope(nn.Module):
 class NamesScopesAfterMethods(nn.Module):
     @nn.compact_name_scope
     def up(self, x):
-        return nn.Dense(4)(x)
+        return nn.Dense(8)(x)
 
     def __call__(self, x):
         return self.up(x)
@@ -268,7 +269,7 @@ class NamesScopesAfterMethods(nn.Module):
 class Derived(MLP):
     @nn.compact
     def __call__(self, x):
-        return Linear(2)(super().__call__(x))
+        return Linear(8)(super().__call__(x))
 
 
 class SetsFieldsAfterwards(nn.Module):
@@ -284,7 +285,7 @@ class SetsFieldsAfterwards(nn.Module):
         return nn.Dense(self.twice)(x)
 
 
-CLASSES = [KeywordOnly(width=3), SharesItsScope(), NamesScopesAfterMethods(), Derived(), SetsFieldsAfterwards(2)]
+CLASSES = [KeywordOnly(width=8), SharesItsScope(), NamesScopesAfterMethods(), Derived(), SetsFieldsAfterwards(4)]
 
 
 def test_a_module_of_any_kind_keeps_its_variables_and_its_hash_and_has_half_products():

@@ -40,7 +40,7 @@ from jaxmp.engine.marks import path_of
 from jaxmp.linen import apply_policy
 from jaxmp.program.walk import equations
 
-X, IMAGE = data(2, 4), data(2, 4, 4, 3)
+X, IMAGE = data(2, 8), data(2, 4, 8, 3)
 normal = nn.initializers.normal(1.0)
 
 
@@ -63,7 +63,7 @@ class SetUp(nn.Module):
     hand: Any = None
 
     def setup(self):
-        self.w = self.param("w", normal, (4, 3))
+        self.w = self.param("w", normal, (8, 8))
 
     def __call__(self, x):
         return jnp.dot(*half(self.hand, x, self.w))
@@ -80,10 +80,10 @@ class PytreeParams(nn.Module):
     @nn.compact
     def __call__(self, x):
         def init(key, shape):
-            return {"w": normal(key, shape), "steps": jnp.zeros((), jnp.int32), "rest": [jnp.ones(3), None]}
+            return {"w": normal(key, shape), "steps": jnp.zeros((), jnp.int32), "rest": [jnp.ones(8), None]}
 
-        tree = self.param("tree", init, (4, 3))
-        x, w, offset, b = half(self.hand, x, tree["w"], tree["rest"][0], self.param("b", normal, (3,)))
+        tree = self.param("tree", init, (8, 8))
+        x, w, offset, b = half(self.hand, x, tree["w"], tree["rest"][0], self.param("b", normal, (8,)))
         return x @ w + offset + b + tree["steps"].astype(b.dtype)
 
 
@@ -92,7 +92,7 @@ class Partitioned(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        w = self.param("w", nn.with_partitioning(normal, (None, "model")), (4, 3))
+        w = self.param("w", nn.with_partitioning(normal, (None, "model")), (8, 8))
         return jnp.dot(*half(self.hand, x, w))
 
 
@@ -108,7 +108,7 @@ class Norm(nn.Module):
 
 
 LEAVES = {
-    "jnp.dot": (lambda hand=None: Linear(3, hand), X),
+    "jnp.dot": (lambda hand=None: Linear(8, hand), X),
     "lax.conv_general_dilated": (Convolution, IMAGE),
     "params in setup": (SetUp, X),
     "params that are pytrees beside an array": (PytreeParams, X),
@@ -160,11 +160,11 @@ def test_operations_of_lax_take_inputs_of_any_dtype_beside_params():
         class Scale(nn.Module):
             @nn.compact
             def __call__(self, x):
-                scale = self.param("scale", nn.initializers.ones, (4,))
+                scale = self.param("scale", nn.initializers.ones, (8,))
                 x = x.astype(scale.dtype) if jnp.issubdtype(x.dtype, jnp.integer) else x
                 return lax.mul(x, jnp.broadcast_to(scale, x.shape))
 
-        model, x = apply_policy(nn.Sequential([Scale(), nn.Dense(3)]), policy), np.asarray(10 * X, dtype)
+        model, x = apply_policy(nn.Sequential([Scale(), nn.Dense(8)]), policy), np.asarray(10 * X, dtype)
         out = jax.eval_shape(model.apply, shapes(model, x), x)
         assert out.dtype == ("bfloat16" if policy == "bfloat16" else "float32")
 
@@ -194,7 +194,7 @@ def test_a_float32_root_called_in_a_loop_on_half_inputs_gives_what_a_direct_call
 
 
 def test_a_pure_half_policy_rounds_the_params_of_the_bare_module():
-    bare = nn.Sequential([Linear(4), PytreeParams()])
+    bare = nn.Sequential([Linear(8), PytreeParams()])
     model = apply_policy(bare, "bfloat16")
     got, want = quick_jit(lambda rngs: (model.init(rngs, X), bare.init(rngs, X)))(rngs())
     same_bits(got, jax.tree.map(lambda w: w if w.dtype == jnp.int32 else w.astype(jnp.bfloat16), want))
@@ -210,15 +210,15 @@ class ViT(nn.Module):
 
     @nn.compact
     def __call__(self, image):
-        x = nn.Conv(4, (2, 2), strides=(2, 2), name="patches", dtype=self.hand)(image).reshape(2, -1, 4)
+        x = nn.Conv(8, (2, 2), strides=(2, 2), name="patches", dtype=self.hand)(image).reshape(2, -1, 8)
         token, position = half(
-            self.hand, self.param("token", normal, (1, 1, 4)), self.param("position", normal, (1, 5, 4))
+            self.hand, self.param("token", normal, (1, 1, 8)), self.param("position", normal, (1, 9, 8))
         )
         x = jnp.concatenate([jnp.tile(token, (2, 1, 1)), x], axis=1) + position
-        gamma = half(self.hand, self.param("gamma", normal, (4,)))
+        gamma = half(self.hand, self.param("gamma", normal, (8,)))
         attention = nn.MultiHeadDotProductAttention(num_heads=2, dtype=self.hand)
         x = x + gamma * attention(nn.LayerNorm(dtype=self.hand)(x))
-        head = half(self.hand, self.param("head", normal, (4, 3)))
+        head = half(self.hand, self.param("head", normal, (8, 8)))
         return x[:, 0] @ head
 
 
@@ -237,12 +237,12 @@ def product_beside_a_submodule_is_half(product: Any) -> None:
     class Mixed(nn.Module):
         @nn.compact
         def __call__(self, x):
-            w = self.param("w", normal, (4, 4))
+            w = self.param("w", normal, (8, 8))
             if product == "dot":
                 y = x @ w
             else:
                 y = lax.conv_general_dilated(x[None], w[None], (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"))[0]
-            return nn.Dense(3)(y)
+            return nn.Dense(8)(y)
 
     model = apply_policy(Mixed(), "mixed_float16")
     gradient = jax.grad(lambda variables: model.apply(variables, X).sum())
@@ -261,7 +261,7 @@ TIMES = jnp.array([999.25, 0.015625 + 1])  # bfloat16 has neither number
 
 
 def wave(t):
-    angles = t[:, None] * jnp.array([1.0, 0.5])
+    angles = t[:, None] * jnp.array([1.0, 0.5, 0.25, 0.125])
     return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], -1)
 
 
@@ -284,9 +284,9 @@ class Diffusion(nn.Module):
 
     @nn.compact
     def __call__(self, x, t):
-        x = x + self.param("position", nn.initializers.zeros, (4,)).astype(x.dtype) if self.mixed else x
+        x = x + self.param("position", nn.initializers.zeros, (8,)).astype(x.dtype) if self.mixed else x
         time = wave(t) if self.inline else Embedding()(t)
-        return nn.Dense(4)(x), nn.Dense(4, name="time", use_bias=False, kernel_init=nn.initializers.ones)(time)
+        return nn.Dense(8)(x), nn.Dense(8, name="time", use_bias=False, kernel_init=nn.initializers.ones)(time)
 
 
 def test_a_timestep_is_not_rounded_before_plain_arithmetic_or_a_float32_module():
@@ -296,7 +296,7 @@ def test_a_timestep_is_not_rounded_before_plain_arithmetic_or_a_float32_module()
         @quick_jit
         def both(rngs, model=model):
             with jax.default_matmul_precision("highest"):
-                want = wave(TIMES) @ jnp.ones((4, 4))
+                want = wave(TIMES) @ jnp.ones((8, 8))
             return model.init_with_output(rngs, X, TIMES)[0][1], want
 
         same_bits(*both(rngs()))
@@ -306,7 +306,7 @@ def test_a_timestep_is_not_rounded_before_plain_arithmetic_or_a_float32_module()
 
     @quick_jit
     def both(rngs):
-        want = wave(TIMES).astype(jnp.bfloat16) @ jnp.ones((4, 4), jnp.bfloat16)
+        want = wave(TIMES).astype(jnp.bfloat16) @ jnp.ones((8, 8), jnp.bfloat16)
         return model.apply(model.init(rngs, X, TIMES), X, TIMES)[1], float32(want)
 
     same_bits(*both(rngs()))
@@ -317,11 +317,11 @@ def test_a_residual_of_a_float32_input_is_added_in_float32():
         @nn.compact
         def __call__(self, x):
             self.param("unused", normal, ())
-            return x + nn.Dense(4)(x)
+            return x + nn.Dense(8)(x)
 
     with standard_promotion():
         model = apply_policy(Residual(), "mixed_float16")
-        dense = apply_policy(nn.Dense(4), "mixed_float16")
+        dense = apply_policy(nn.Dense(8), "mixed_float16")
 
         def both(variables):
             layer = dense.apply({"params": variables["params"]["Dense_0"]}, X)
@@ -334,13 +334,13 @@ def test_a_residual_between_half_layers_stays_half_though_a_parent_with_params_i
     class Block(nn.Module):
         @nn.compact
         def __call__(self, x):
-            return nn.LayerNorm()(x + nn.Dense(4, bias_init=normal)(x))
+            return nn.LayerNorm()(x + nn.Dense(8, bias_init=normal)(x))
 
     class Owner(nn.Module):
         @nn.compact
         def __call__(self, x):
-            scale = self.param("scale", normal, (4,))
-            return nn.Dense(4)(Block()(Block()(nn.Dense(4)(x))) * scale)
+            scale = self.param("scale", normal, (8,))
+            return nn.Dense(8)(Block()(Block()(nn.Dense(8)(x))) * scale)
 
     model = apply_policy(Owner(), "mixed_bfloat16")
     with standard_promotion():
@@ -354,7 +354,7 @@ def test_a_value_that_a_module_passes_to_its_own_method_keeps_its_dtype():
     class Rounds(nn.Module):
         @nn.compact
         def __call__(self, x):
-            return self.param("scale", normal, (4,)) * self.doubled(x.astype("float16")).astype("float32")
+            return self.param("scale", normal, (8,)) * self.doubled(x.astype("float16")).astype("float32")
 
         def doubled(self, x):
             dtypes.append(x.dtype.name)
@@ -377,11 +377,11 @@ def test_integers_bools_keys_and_other_objects_reach_modules_unchanged():
                 x = x * self.param("scale", nn.initializers.ones, ())
             noise = jax.random.bernoulli(key, 0.5, x.shape)
             arguments[self.owns] = (ids.dtype.name, mask.dtype.name, nothing, number, name, flag)
-            return jnp.where(noise & mask, x, 0) + nn.Embed(3, 4)(ids)
+            return jnp.where(noise & mask, x, 0) + nn.Embed(3, 8)(ids)
 
-    args = (X, jnp.array([0, 2]), jnp.ones((2, 4), bool), jax.random.key(3), None, 0.1)
+    args = (X, jnp.array([0, 2]), jnp.ones((2, 8), bool), jax.random.key(3), None, 0.1)
     for owns in (False, True):
-        model = apply_policy(nn.Sequential([Look(owns), nn.Dense(2)]), "mixed_float16")
+        model = apply_policy(nn.Sequential([Look(owns), nn.Dense(8)]), "mixed_float16")
         with standard_promotion():
             variables = shapes(model, *args, name="x")
             jax.eval_shape(lambda v, model=model: model.apply(v, *args, name="x"), variables)
@@ -389,7 +389,7 @@ def test_integers_bools_keys_and_other_objects_reach_modules_unchanged():
 
 
 def test_inputs_may_be_numpy_arrays_of_any_width():
-    for module, dtype in ((lambda: Linear(3), "float32"), (lambda: nn.Dense(3), "float16"), (ViT, "float64")):
+    for module, dtype in ((lambda: Linear(8), "float32"), (lambda: nn.Dense(8), "float16"), (ViT, "float64")):
         x = np.asarray(IMAGE if module is ViT else X, dtype)
         model = apply_policy(module(), "mixed_bfloat16")
         with standard_promotion():
@@ -404,15 +404,15 @@ def test_init_creates_the_variables_of_the_bare_module():
         (lambda: nn.Sequential([Linear(), nn.BatchNorm(use_running_average=False)]), (X,), "O2"),
         (lambda: Tied(), (jnp.array([1, 2]),), "float32"),
         (lambda: ViT(), (IMAGE,), "mixed_bfloat16"),
-        (lambda: nn.WeightNorm(nn.Dense(3)), (X,), "mixed_float16"),
-        (lambda: nn.RNN(nn.OptimizedLSTMCell(3)), (data(2, 3, 4),), "float32"),
+        (lambda: nn.WeightNorm(nn.Dense(8)), (X,), "mixed_float16"),
+        (lambda: nn.RNN(nn.OptimizedLSTMCell(8)), (data(2, 3, 8),), "float32"),
     ):
         with standard_promotion():
             same_computation(apply_policy(make(), policy).init, make().init, rngs(), *args)
 
 
 def test_checkpoints_are_interchangeable_both_ways():
-    network = nn.Sequential([nn.BatchNorm(True), Linear(4)])
+    network = nn.Sequential([nn.BatchNorm(True), Linear(8)])
     mine, bare = apply_policy(network, "O2").init(rngs(), X), network.init(rngs(1), X)
     same_bits(serialization.from_bytes(bare, serialization.to_bytes(mine)), mine)
     same_bits(serialization.from_bytes(mine, serialization.to_bytes(bare)), bare)
@@ -422,7 +422,7 @@ def test_training_leaves_params_statistics_and_moments_float32():
     class Net(nn.Module):
         @nn.compact
         def __call__(self, x):
-            return Linear(2)(nn.BatchNorm(use_running_average=False)(nn.Dense(4)(x)))
+            return Linear(8)(nn.BatchNorm(use_running_average=False)(nn.Dense(8)(x)))
 
     model, optimizer = apply_policy(Net(), "mixed_bfloat16"), optax.adam(1e-2)
 
@@ -449,7 +449,7 @@ class Counts(nn.Module):
         means = self.variable(
             "means", "of", lambda: {"wide": jnp.zeros((), "float32"), "half": jnp.zeros((), "float16")}
         )
-        y = nn.Dense(4)(x)
+        y = nn.Dense(8)(x)
         if not self.is_initializing():
             means.value = {"wide": y.mean(), "half": y.astype("float32").mean()}
         return y
@@ -478,10 +478,10 @@ def product_of_a_strong_type_is_half(module: Any) -> None:
         @nn.compact
         def __call__(self, x):
             if module == "norm":  # jnp.linalg.norm returns a strongly typed array
-                w = self.param("w", normal, (4, 4))
-                return nn.Dense(3)((x / jnp.linalg.norm(x, axis=-1, keepdims=True)) @ w)
+                w = self.param("w", normal, (8, 8))
+                return nn.Dense(8)((x / jnp.linalg.norm(x, axis=-1, keepdims=True)) @ w)
             experts = nn.Dense(2)(x).argmax(-1)
-            w = self.param("w", normal, (2, 4, 3))
+            w = self.param("w", normal, (2, 8, 8))
             return lax.ragged_dot(x[jnp.argsort(experts)], w, jnp.bincount(experts, length=2))
 
     model = apply_policy(Mixed(), "mixed_float16")
@@ -504,17 +504,17 @@ class Halves(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        first, second = (nn.Dense(4, kernel_init=self.kernel_init, name=name) for name in ("first", "second"))
-        shift = self.param("shift", lambda key, like: jnp.zeros(like.shape), np.ones(4))
+        first, second = (nn.Dense(8, kernel_init=self.kernel_init, name=name) for name in ("first", "second"))
+        shift = self.param("shift", lambda key, like: jnp.zeros(like.shape), np.ones(8))
         return second(first(x)) + shift.astype(x.dtype)
 
 
 def test_a_param_of_another_shape_raises_flaxs_error():
-    x = jnp.ones((2, 4))
+    x = jnp.ones((2, 8))
     model = apply_policy(Halves(nn.initializers.lecun_normal()), "mixed_bfloat16")
     for name in ("first", "second"):
         params = model.init(jax.random.key(0), x)["params"]
-        params[name]["kernel"] = jnp.ones((4, 5))
+        params[name]["kernel"] = jnp.ones((8, 9))
         with pytest.raises(errors.ScopeParamShapeError, match=f'"kernel" in "/{name}", .* generate shape'):
             model.apply({"params": params}, x)
 
@@ -526,12 +526,12 @@ def test_an_initializer_that_reads_the_module_or_the_input_leaks_no_tracer():
             gain = self.param("gain", lambda key: jnp.ones(x.shape[-1:]) + 0 * self.features)
             return nn.Dense(self.features)(x * gain.astype(x.dtype))
 
-        features: int = 3
+        features: int = 8
 
-    model, x = apply_policy(Reads(), "mixed_float16"), jnp.ones((2, 4))
+    model, x = apply_policy(Reads(), "mixed_float16"), jnp.ones((2, 8))
     variables = model.init(jax.random.key(0), x)
     with jax.checking_leaks():
-        assert jax.jit(model.apply)(variables, x).shape == (2, 3)
+        assert jax.jit(model.apply)(variables, x).shape == (2, 8)
 
 
 def test_classes_of_modules_below_the_root_are_freed_after_the_call():
@@ -539,7 +539,7 @@ def test_classes_of_modules_below_the_root_are_freed_after_the_call():
         class Local(nn.Module):
             @nn.compact
             def __call__(self, x):
-                return nn.Dense(3)(x)
+                return nn.Dense(8)(x)
 
         model = apply_policy(nn.Sequential([Local()]), "mixed_bfloat16")
         variables = jax.eval_shape(lambda key: model.init(key, X), jax.random.key(0))
@@ -552,7 +552,7 @@ def test_classes_of_modules_below_the_root_are_freed_after_the_call():
 
 
 def test_mutable_may_be_an_array_of_names():
-    model = apply_policy(nn.Sequential([nn.Dense(3), nn.BatchNorm(use_running_average=False)]), "mixed_bfloat16")
+    model = apply_policy(nn.Sequential([nn.Dense(8), nn.BatchNorm(use_running_average=False)]), "mixed_bfloat16")
     names = ["batch_stats", "cache"]
     with standard_promotion():
         of_list, of_array = (

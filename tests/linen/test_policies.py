@@ -32,7 +32,7 @@ from jaxmp.program.walk import equations
 
 pytestmark = pytest.mark.once
 
-IMAGE, X = data(2, 8, 8, 3), data(2, 4)
+IMAGE, X = data(2, 8, 8, 3), data(2, 8)
 
 
 @pytest.fixture(autouse=True)
@@ -105,7 +105,7 @@ def test_O2_makes_norms_float32_and_products_float16_and_accepts_overrides(resne
 
 def test_the_first_pattern_that_matches_wins():
     rules: dict[Any, str] = {"Dense_0": "mixed_bfloat16", nn.Dense: "float32", "Dense_1": "mixed_float16"}
-    assert model_products(apply_policy(MLP((4, 4, 4)), "mixed_float16", rules), X) == ["bfloat16", "float32", "float32"]
+    assert model_products(apply_policy(MLP((8, 8, 8)), "mixed_float16", rules), X) == ["bfloat16", "float32", "float32"]
 
 
 def test_an_override_covers_everything_below(resnet):
@@ -117,12 +117,12 @@ def test_a_pattern_on_a_class_covers_subclasses_transformed_classes_and_all_modu
     class Special(MLP):
         pass
 
-    model = apply_policy(nn.Sequential([MLP(), Special(), nn.Dense(3)]), "mixed_float16", {Special: "float32"})
+    model = apply_policy(nn.Sequential([MLP(), Special(), nn.Dense(8)]), "mixed_float16", {Special: "float32"})
     assert model_products(model, X) == ["float16", "float16", "float32", "float32", "float16"]
-    model = apply_policy(nn.Sequential([MLP(), Special(), nn.Dense(3)]), "mixed_float16", {MLP: "float32"})
+    model = apply_policy(nn.Sequential([MLP(), Special(), nn.Dense(8)]), "mixed_float16", {MLP: "float32"})
     assert model_products(model, X) == ["float32"] * 4 + ["float16"]
 
-    bare = nn.Sequential([nn.remat(MLP)(), nn.Dense(3)])
+    bare = nn.Sequential([nn.remat(MLP)(), nn.Dense(8)])
     assert model_products(apply_policy(bare, "mixed_float16", {MLP: "float32"}), X) == ["float32", "float32", "float16"]
 
 
@@ -130,15 +130,15 @@ def test_a_float32_submodule_of_a_half_model_returns_float32_to_a_parent_with_pa
     class Parent(nn.Module):
         @nn.compact
         def __call__(self, x):
-            y = nn.Dense(4, name="precise")(x)
+            y = nn.Dense(8, name="precise")(x)
             scale = self.param("scale", nn.initializers.ones, ())
-            return nn.Dense(4, name="also")(y), y * scale, nn.Dense(4)(y)
+            return nn.Dense(8, name="also")(y), y * scale, nn.Dense(8)(y)
 
     model = apply_policy(Parent(), "mixed_float16", {"precise": "float32", "also": "float32"})
     assert model_products(model, X) == ["float32", "float32", "float16"]
     variables = model.init(rngs(), X)
     with jax.default_matmul_precision("highest"):
-        y = nn.Dense(4).apply({"params": variables["params"]["precise"]}, X)
+        y = nn.Dense(8).apply({"params": variables["params"]["precise"]}, X)
     same_bits(model.apply(variables, X)[1], y)
 
 
@@ -148,7 +148,7 @@ def test_a_module_without_dtype_field_or_params_can_be_made_float32():
         def __call__(self, x):
             return x @ x.T
 
-    bare = nn.Sequential([nn.Dense(4), Times()])
+    bare = nn.Sequential([nn.Dense(8), Times()])
     assert model_products(apply_policy(bare, "mixed_float16"), X) == ["float16", "float16"]
     assert model_products(apply_policy(bare, "mixed_float16", {Times: "float32"}), X) == ["float16", "float32"]
 
@@ -181,23 +181,23 @@ def precisions(model: nn.Module, *, gradients: bool = False) -> list[str]:
 
 
 def test_float32_products_are_true_float32_ones():
-    for bare in (MLP((4,)), Linear(), nn.Sequential([nn.Conv(3, (1,))])):
+    for bare in (MLP((8,)), Linear(), nn.Sequential([nn.Conv(3, (1,))])):
         assert precisions(apply_policy(bare, "float32")) == ["HIGHEST"]
         assert set(precisions(apply_policy(bare, "float32"), gradients=True)) == {"HIGHEST"}
 
 
 def test_the_precision_of_an_override_applies_only_to_the_modules_it_covers():
-    model = apply_policy(MLP((4, 4, 4)), "mixed_float16", {"Dense_1": "float32"})
+    model = apply_policy(MLP((8, 8, 8)), "mixed_float16", {"Dense_1": "float32"})
     assert precisions(model) == ["-", "HIGHEST", "-"]
-    model = apply_policy(MLP((4, 4, 4)), "float32", {"Dense_1": "mixed_float16"})
+    model = apply_policy(MLP((8, 8, 8)), "float32", {"Dense_1": "mixed_float16"})
     assert precisions(model) == ["HIGHEST", "-", "HIGHEST"]
 
-    model = apply_policy(MLP((4, 4)), "mixed_float16", {"Dense_1": "matmul_precision=BF16_BF16_F32_X3"})
+    model = apply_policy(MLP((8, 8)), "mixed_float16", {"Dense_1": "matmul_precision=BF16_BF16_F32_X3"})
     assert precisions(model) == ["-", "BF16_BF16_F32_X3"]
     assert precisions(model, gradients=True).count("BF16_BF16_F32_X3") == 3
 
     with jax.default_matmul_precision("high"):
-        model = apply_policy(MLP((4, 4)), "mixed_float16", {"Dense_1": "float32"})
+        model = apply_policy(MLP((8, 8)), "mixed_float16", {"Dense_1": "float32"})
         assert precisions(model) == ["-", "HIGHEST"]  # half products need no precision
 
 
@@ -206,8 +206,8 @@ def test_a_precision_that_a_module_sets_around_a_submodule_stays():
         @nn.compact
         def __call__(self, x):
             with jax.default_matmul_precision("highest"):
-                x = nn.Dense(4)(x)
-            return nn.Dense(4)(x)
+                x = nn.Dense(8)(x)
+            return nn.Dense(8)(x)
 
     assert precisions(apply_policy(Careful(), "mixed_float16")) == ["HIGHEST", "-"]
 
@@ -219,7 +219,7 @@ def test_the_precision_of_a_region_wins_over_the_policy_of_its_module():
         @nn.compact
         def __call__(self, x):
             with jaxmp.precision(self.level):
-                x = nn.Dense(4)(x) @ self.param("kernel", nn.initializers.ones, (4, 4))
+                x = nn.Dense(8)(x) @ self.param("kernel", nn.initializers.ones, (8, 8))
             return x
 
     algorithm = jaxmp.Policy("float32", "float32", "float32", matmul_precision="BF16_BF16_F32_X3")
@@ -237,9 +237,9 @@ def test_a_float32_region_in_a_module_with_a_dtype_field_is_float32():
         def __call__(self, x):
             x = x.astype(self.dtype)
             with jaxmp.precision("float32"):
-                return x @ self.param("kernel", nn.initializers.ones, (4, 4)).astype(self.dtype)
+                return x @ self.param("kernel", nn.initializers.ones, (8, 8)).astype(self.dtype)
 
-    bare = nn.Sequential([nn.Dense(4), Careful()])
+    bare = nn.Sequential([nn.Dense(8), Careful()])
     assert model_products(apply_policy(bare, "mixed_float16"), X) == ["float16", "float32"]
 
 
@@ -249,12 +249,12 @@ def test_the_precision_is_restored_after_the_call_and_after_an_exception():
         def __call__(self, x):
             raise RuntimeError("inside")
 
-    model = apply_policy(nn.Sequential([nn.Dense(4), Fails()]), "float32")
-    variables = {"params": {"layers_0": nn.Dense(4).init(rngs(), X)["params"]}}
+    model = apply_policy(nn.Sequential([nn.Dense(8), Fails()]), "float32")
+    variables = {"params": {"layers_0": nn.Dense(8).init(rngs(), X)["params"]}}
     with pytest.raises(RuntimeError, match="inside"):
         model.apply(variables, X)
     assert jax.config.jax_default_matmul_precision is None
-    assert precisions(MLP((4,))) == ["-"]
+    assert precisions(MLP((8,))) == ["-"]
 
 
 # --- modules that share a scope ---------------------------------------------------------------------------------------
@@ -263,12 +263,12 @@ def test_the_precision_is_restored_after_the_call_and_after_an_exception():
 class Inner(nn.Module):
     @nn.compact
     def __call__(self, x):
-        return nn.Dense(4, name="below")(x) @ self.param("own", nn.initializers.ones, (4, 4))
+        return nn.Dense(8, name="below")(x) @ self.param("own", nn.initializers.ones, (8, 8))
 
 
 class SharesInSetup(nn.Module):
     def setup(self):
-        self.inner, self.beside = Inner(), nn.Dense(4)
+        self.inner, self.beside = Inner(), nn.Dense(8)
         nn.share_scope(self, self.inner)
 
     def __call__(self, x):
@@ -280,13 +280,13 @@ class SharesInCompact(nn.Module):
     def __call__(self, x):
         inner = Inner()
         nn.share_scope(self, inner)
-        return nn.Dense(4, name="beside")(inner(x))
+        return nn.Dense(8, name="beside")(inner(x))
 
 
 class Holds(nn.Module):
     @nn.compact
     def __call__(self, x):
-        return nn.Dense(4, name="beside")(SharesInSetup(name="within")(x))
+        return nn.Dense(8, name="beside")(SharesInSetup(name="within")(x))
 
 
 HALF, WIDE = "bfloat16", "float32"

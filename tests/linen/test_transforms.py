@@ -32,7 +32,7 @@ from linen_zoo import (
 import jaxmp
 from jaxmp.linen import apply_policy
 
-X = data(2, 4)
+X = data(2, 8)
 
 
 class Block(nn.Module):
@@ -43,7 +43,7 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        y = nn.Dense(4, dtype=self.hand)(nn.tanh(nn.Dense(5, dtype=self.hand)(x)))
+        y = nn.Dense(8, dtype=self.hand)(nn.tanh(nn.Dense(8, dtype=self.hand)(x)))
         return nn.Dropout(self.rate, deterministic=False)(y)
 
 
@@ -82,12 +82,12 @@ class DecoratedMethod(nn.Module):
     @nn.remat
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        return self.head(nn.Dense(4, dtype=self.hand)(x))
+        return self.head(nn.Dense(8, dtype=self.hand)(x))
 
     @functools.partial(nn.remat, prevent_cse=False)
     @nn.compact
     def head(self, x: jax.Array) -> jax.Array:
-        return nn.Dense(3, dtype=self.hand, name="head")(x)
+        return nn.Dense(8, dtype=self.hand, name="head")(x)
 
 
 def functional_scan(mdl: nn.Module, x: jax.Array, hand: Any) -> jax.Array:
@@ -115,7 +115,7 @@ class Branches(nn.Module):
     hand: Any = None
 
     def setup(self) -> None:
-        self.block, self.dense = Block(self.hand), nn.Dense(4, dtype=self.hand)
+        self.block, self.dense = Block(self.hand), nn.Dense(8, dtype=self.hand)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         if self.is_initializing():
@@ -138,7 +138,7 @@ def functional_vjp(mdl: nn.Module, x: jax.Array, hand: Any) -> Any:
 
 def mapped_variables(mdl: nn.Module, x: jax.Array, hand: Any) -> jax.Array:
     halve = functools.partial(jax.tree.map, lambda w: w / 2)
-    return nn.map_variables(nn.Dense, "params", trans_in_fn=halve, init=mdl.is_initializing())(3, dtype=hand)(x)
+    return nn.map_variables(nn.Dense, "params", trans_in_fn=halve, init=mdl.is_initializing())(8, dtype=hand)(x)
 
 
 ENSEMBLE = {"variable_axes": {"params": 0}, "split_rngs": {"params": True, "dropout": True}}
@@ -193,14 +193,14 @@ class Residual(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, _: Any = None) -> tuple[jax.Array, None]:
-        return x + nn.Dense(4)(x), None
+        return x + nn.Dense(8)(x), None
 
 
 class Looped(nn.Module):
     """A layer and a head that are both called in the body of a loop of JAX's own."""
 
     def setup(self) -> None:
-        self.layer, self.head = nn.Dense(4), nn.Dense(3)
+        self.layer, self.head = nn.Dense(8), nn.Dense(8)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         if self.is_initializing():
@@ -222,7 +222,7 @@ def test_a_residual_stream_whose_only_products_are_in_layers_is_half_also_in_a_l
         @nn.compact
         def __call__(self, x):
             loop = nn.scan(Residual, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
-            return nn.Dense(4)(loop()(nn.Dense(4)(x), None)[0])
+            return nn.Dense(8)(loop()(nn.Dense(8)(x), None)[0])
 
     model = apply_policy(Deep(), "mixed_bfloat16")
     for apply in (model.apply, jaxmp.autocast(Deep().apply, "mixed_bfloat16")):
@@ -236,7 +236,7 @@ def test_a_carry_keeps_its_integers_and_its_structure():
         @nn.compact
         def __call__(self, carry, _):
             count, x = carry["count"], carry["x"]
-            return {"count": count + 1, "x": nn.Dense(4)(x)}, count
+            return {"count": count + 1, "x": nn.Dense(8)(x)}, count
 
     model = apply_policy(
         nn.scan(Count, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)(), "mixed_bfloat16"
@@ -251,8 +251,8 @@ class Statistics(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, _: Any = None) -> tuple[jax.Array, None]:
-        y = nn.Dense(4)(x)
-        mean = self.variable("batch_stats", "mean", lambda: jnp.zeros(4))
+        y = nn.Dense(8)(x)
+        mean = self.variable("batch_stats", "mean", lambda: jnp.zeros(8))
         newest = self.variable("batch_stats", "newest", lambda: jnp.mean(y, 0))
         if not self.is_initializing():
             mean.value = jnp.mean(y, 0)
@@ -279,7 +279,7 @@ class Counted(nn.Module):
     """A module that calls ``note`` when it is traced."""
 
     note: Any
-    width: int = 4
+    width: int = 8
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:

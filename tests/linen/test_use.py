@@ -30,7 +30,7 @@ from jaxmp.linen import apply_policy
 
 pytestmark = pytest.mark.once
 
-X = data(2, 4)
+X = data(2, 8)
 
 
 class Coder(nn.Module):
@@ -39,9 +39,9 @@ class Coder(nn.Module):
     hand: Any = None
 
     def setup(self):
-        self.encoder = nn.Dense(3, dtype=self.hand)
-        self.heads = [nn.Dense(2, dtype=self.hand), nn.Dense(2, dtype=self.hand)]
-        self.table = {"a": nn.Dense(4, dtype=self.hand)}
+        self.encoder = nn.Dense(8, dtype=self.hand)
+        self.heads = [nn.Dense(8, dtype=self.hand), nn.Dense(8, dtype=self.hand)]
+        self.table = {"a": nn.Dense(8, dtype=self.hand)}
 
     def __call__(self, x):
         return self.decode(self.encode(x))
@@ -133,7 +133,7 @@ class Sows(nn.Module):
     @nn.compact
     def __call__(self, x):
         scale = self.param("scale", nn.initializers.ones, ())
-        y = nn.Dense(4)(x) * scale
+        y = nn.Dense(8)(x) * scale
         self.sow("intermediates", "y", y)
         self.sow("losses", "norm", jnp.sum(x**2), reduce_fn=lambda a, b: a + b, init_fn=lambda: jnp.zeros(()))
         return self.perturb("delta", y)
@@ -153,10 +153,10 @@ def test_an_intermediate_that_a_product_reads_is_half_and_others_have_the_dtypes
     class Net(nn.Module):
         @nn.compact
         def __call__(self, x):
-            y = nn.Dense(4)(x)
+            y = nn.Dense(8)(x)
             self.sow("intermediates", "hidden", y)
             self.sow("intermediates", "mean", y.mean())
-            return nn.Dense(4)(y)
+            return nn.Dense(8)(y)
 
     model = apply_policy(Net(), "mixed_float16")
     shown = jax.eval_shape(functools.partial(model.apply, mutable="intermediates"), shapes(model, X), X)[1]
@@ -168,8 +168,8 @@ def test_an_intermediate_that_a_product_reads_is_half_and_others_have_the_dtypes
 
 def test_apply_with_mutable_returns_the_same_as_for_the_bare_module():
     for mutable in (False, [], "batch_stats", ["batch_stats"], True, nn.DenyList("params")):
-        with_statistics = nn.Sequential([nn.Dense(3), nn.BatchNorm(use_running_average=False)])
-        bare = nn.Dense(3) if mutable in (False, []) else with_statistics
+        with_statistics = nn.Sequential([nn.Dense(8), nn.BatchNorm(use_running_average=False)])
+        bare = nn.Dense(8) if mutable in (False, []) else with_statistics
         with standard_promotion():
             got, want = (
                 jax.eval_shape(functools.partial(m.apply, mutable=mutable), shapes(bare, X), X)
@@ -239,7 +239,7 @@ def test_an_eager_call_is_traced_twice_and_then_compiled():
                 x = nn.relu(nn.Dense(width)(x))
             return x * times
 
-    model = apply_policy(Net([4, 3]), "mixed_float16")
+    model = apply_policy(Net([8, 8]), "mixed_float16")
     variables = model.init(rngs(), X)
     traces.clear()
     for times in (1.0, 1.0, 1.0, 1.0, 2.0, 2.0, 2.0):
@@ -256,7 +256,7 @@ def test_an_eager_call_sees_changes_of_an_object_in_a_field_and_the_types_of_fie
 
         @nn.compact
         def __call__(self, x):
-            return nn.Dense(4)(x) * getattr(self.config, "scale", self.config)
+            return nn.Dense(8)(x) * getattr(self.config, "scale", self.config)
 
     config = Config()
     model = apply_policy(Net(config), "mixed_float16")
@@ -274,7 +274,7 @@ def test_an_eager_call_tells_apart_the_orders_of_an_array_and_a_number():
     class Difference(nn.Module):
         @nn.compact
         def __call__(self, a, b):
-            return nn.Dense(4)(X) * 0 + a - b
+            return nn.Dense(8)(X) * 0 + a - b
 
     model, array = apply_policy(Difference(), "mixed_float16"), jnp.float32(10)
     variables = model.init(rngs(), array, 2.0)
@@ -292,8 +292,8 @@ def test_an_override_of_an_operation_may_match_nothing_in_a_call_of_a_part():
 
 
 def test_a_model_inside_of_another_may_not_override_operations():
-    inner = apply_policy(nn.Dense(4), "mixed_float16", {"primitive:dot_general": "float32"})
-    outer = apply_policy(nn.Sequential([inner, nn.Dense(3)]), "mixed_float16")
+    inner = apply_policy(nn.Dense(8), "mixed_float16", {"primitive:dot_general": "float32"})
+    outer = apply_policy(nn.Sequential([inner, nn.Dense(8)]), "mixed_float16")
     with pytest.raises(ValueError, match="overrides of operations hold for a whole call, got 'primitive:dot_general'"):
         outer.init(rngs(), X)
 
@@ -301,12 +301,12 @@ def test_a_model_inside_of_another_may_not_override_operations():
 def test_modules_that_share_a_scope_keep_their_own_param_dtypes():
     class Shares(nn.Module):
         def setup(self):
-            self.inner = nn.Dense(4, param_dtype=jnp.float16)
+            self.inner = nn.Dense(8, param_dtype=jnp.float16)
             nn.share_scope(self, self.inner)
 
         @nn.compact
         def __call__(self, x):
-            return self.inner(x) @ self.param("w", nn.initializers.ones, (4, 4))
+            return self.inner(x) @ self.param("w", nn.initializers.ones, (8, 8))
 
     params = shapes(apply_policy(Shares(), "bfloat16"), X)["params"]
     assert {name: leaf.dtype.name for name, leaf in params.items()} == {

@@ -26,8 +26,8 @@ X = data(2, 6, 6, 3)
 
 class Mlp(nnx.Module):
     def __init__(self, rngs: nnx.Rngs) -> None:
-        self.layers = nnx.List([nnx.Linear(4, 4, rngs=rngs) for _ in range(2)])
-        self.head = nnx.Linear(4, 3, rngs=rngs)
+        self.layers = nnx.List([nnx.Linear(8, 8, rngs=rngs) for _ in range(2)])
+        self.head = nnx.Linear(8, 8, rngs=rngs)
 
     def encode(self, x: jax.Array) -> jax.Array:
         for layer in self.layers:
@@ -40,7 +40,7 @@ class Mlp(nnx.Module):
 
 class Outer(nnx.Module):
     def __init__(self, inner: Any, rngs: nnx.Rngs) -> None:
-        self.first, self.inner = nnx.Linear(4, 4, rngs=rngs), inner
+        self.first, self.inner = nnx.Linear(8, 8, rngs=rngs), inner
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return self.inner(self.first(x))
@@ -49,12 +49,12 @@ class Outer(nnx.Module):
 def test_the_products_of_every_module_are_half_and_have_its_path_as_scope():
     for name in (" Mixed_BFloat16 ", "float16", "p=f32, c=bf16, o=f32"):
         model, half = autocast(Mlp(rngs()), name), jaxmp.get_policy(name).compute_dtype.name
-        assert products_of(model, data(2, 4)) == [("layers/0", half), ("layers/1", half), ("head", half)]
-        assert nnx.eval_shape(model, data(2, 4)).dtype == jnp.float32  # the policy's output dtype is not used
+        assert products_of(model, data(2, 8)) == [("layers/0", half), ("layers/1", half), ("head", half)]
+        assert nnx.eval_shape(model, data(2, 8)).dtype == jnp.float32  # the policy's output dtype is not used
         assert dtypes_of(values(model)) == {"float32"}
 
-    nested = autocast(Outer(Outer(nnx.Linear(4, 4, rngs=rngs()), rngs()), rngs()), "mixed_bfloat16")
-    assert [scope for scope, _ in products_of(nested, data(2, 4))] == ["first", "inner/first", "inner/inner"]
+    nested = autocast(Outer(Outer(nnx.Linear(8, 8, rngs=rngs()), rngs()), rngs()), "mixed_bfloat16")
+    assert [scope for scope, _ in products_of(nested, data(2, 8))] == ["first", "inner/first", "inner/inner"]
 
 
 def test_the_first_override_that_matches_wins_and_half_means_the_compute_dtype():
@@ -62,13 +62,13 @@ def test_the_first_override_that_matches_wins_and_half_means_the_compute_dtype()
         for wide in ("**", "*/0", "layers/*"):
             model = autocast(Mlp(rngs()), "mixed_bfloat16", {"layers/1": half, wide: "float32"})
             head = "float32" if wide == "**" else "bfloat16"
-            assert [dtype for _, dtype in products_of(model, data(2, 4))] == ["float32", "bfloat16", head]
+            assert [dtype for _, dtype in products_of(model, data(2, 8))] == ["float32", "bfloat16", head]
 
 
 def test_an_algorithm_holds_for_the_products_of_an_override_and_their_gradients():
     model = autocast(Mlp(rngs()), "mixed_bfloat16", {"head": "matmul_precision=BF16_BF16_F32_X3"})
     graph, state = nnx.split(model)
-    gradient = jax.make_jaxpr(jax.grad(lambda state: jnp.sum(nnx.merge(graph, state)(data(2, 4)))))(state)
+    gradient = jax.make_jaxpr(jax.grad(lambda state: jnp.sum(nnx.merge(graph, state)(data(2, 8)))))(state)
     products = [eqn for eqn in equations(gradient) if eqn.primitive.name in PRODUCTS]
     algorithms = [eqn.params["precision"] for eqn in products if eqn.invars[0].aval.dtype == jnp.float32]
     assert algorithms == [jax.lax.DotAlgorithmPreset.BF16_BF16_F32_X3] * 3
@@ -76,19 +76,19 @@ def test_an_algorithm_holds_for_the_products_of_an_override_and_their_gradients(
 
 def test_an_override_can_name_another_half_dtype():
     model = autocast(Mlp(rngs()), "mixed_float16", {"head": "bfloat16"})
-    assert [dtype for _, dtype in products_of(model, data(2, 4))] == ["float16", "float16", "bfloat16"]
+    assert [dtype for _, dtype in products_of(model, data(2, 8))] == ["float16", "float16", "bfloat16"]
     assert dtypes_of(values(model)) == {"float32"}
 
 
 def test_overrides_of_operations_work_under_autocast_and_under_a_policy():
     for under in (autocast, apply_policy):
         model = under(Mlp(rngs()), "mixed_bfloat16", {"class:half": "float32", "head": "half"})
-        assert [dtype for _, dtype in products_of(model, data(2, 4))] == ["float32", "float32", "bfloat16"]
+        assert [dtype for _, dtype in products_of(model, data(2, 8))] == ["float32", "float32", "bfloat16"]
         with pytest.raises(ValueError, match="'primitive:dto_general' names a primitive that does not exist"):
             under(Mlp(rngs()), "mixed_bfloat16", {"primitive:dto_general": "float32"})
         model = under(Mlp(rngs()), "mixed_bfloat16", {"primitive:tan": "float32"})
         with pytest.raises(ValueError, match="'primitive:tan'"):
-            model(data(2, 4))
+            model(data(2, 8))
 
 
 def test_a_policy_map_can_keep_classes_in_float32():
@@ -151,8 +151,8 @@ class Stacked(nnx.Module):
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         keys = jax.random.split(rngs.params(), 3)
-        self.layers = nnx.vmap(lambda key: nnx.Linear(4, 4, rngs=nnx.Rngs(key)))(keys)
-        self.head = nnx.Linear(4, 2, rngs=rngs)
+        self.layers = nnx.vmap(lambda key: nnx.Linear(8, 8, rngs=nnx.Rngs(key)))(keys)
+        self.head = nnx.Linear(8, 8, rngs=rngs)
 
     @nnx.remat
     def body(self, x: jax.Array) -> jax.Array:
@@ -169,10 +169,10 @@ class Stacked(nnx.Module):
 def test_overrides_apply_inside_transforms_of_nnx():
     for pattern in ("layers", "head"):
         model = autocast(Stacked(rngs()), "mixed_float16", {pattern: "float32"})
-        assert [dtype for _, dtype in products_of(model, data(2, 4))] == [
+        assert [dtype for _, dtype in products_of(model, data(2, 8))] == [
             "float32" if name == pattern else "float16" for name in ("layers", "head")
         ]
-    grads = nnx.grad(lambda model: model(data(2, 4)).sum())(model)
+    grads = nnx.grad(lambda model: model(data(2, 8)).sum())(model)
     assert dtypes_of(nnx.as_pure(grads)) == {"float32"}
 
 
@@ -180,18 +180,18 @@ def test_the_original_model_does_not_change():
     bare = Mlp(rngs())
     model = autocast(bare, "mixed_float16")
     assert type(bare) is Mlp and isinstance(model, Mlp) and model.head.kernel is bare.head.kernel
-    assert [dtype for _, dtype in products_of(bare, data(2, 4))] == ["float32"] * 3
+    assert [dtype for _, dtype in products_of(bare, data(2, 8))] == ["float32"] * 3
 
 
 def test_a_model_nested_in_a_bare_model_or_another_autocast_keeps_its_half_dtype():
     model = Outer(autocast(Mlp(rngs()), "mixed_float16"), rngs())
-    assert [dtype for _, dtype in products_of(model, data(2, 4))] == ["float32", "float16", "float16", "float16"]
-    jaxpr = jax.make_jaxpr(lambda x: model.inner.encode(x))(data(2, 4))
+    assert [dtype for _, dtype in products_of(model, data(2, 8))] == ["float32", "float16", "float16", "float16"]
+    jaxpr = jax.make_jaxpr(lambda x: model.inner.encode(x))(data(2, 8))
     assert product_dtypes(jaxpr) == {"float16"}
 
     model = Outer(autocast(Mlp(rngs()), "mixed_float16", {"head": "float32"}), rngs())
     graphdef, state = nnx.split(model)
-    run = jaxmp.autocast(lambda model: model(data(2, 4)), "mixed_bfloat16")
+    run = jaxmp.autocast(lambda model: model(data(2, 8)), "mixed_bfloat16")
     jaxpr = jax.make_jaxpr(lambda state: run(nnx.merge(graphdef, state)))(state)
     assert [eqn.invars[0].aval.dtype.name for eqn in equations(jaxpr) if eqn.primitive.name in PRODUCTS] == [
         "bfloat16", "float16", "float16", "float32",
@@ -199,7 +199,7 @@ def test_a_model_nested_in_a_bare_model_or_another_autocast_keeps_its_half_dtype
 
 
 def test_a_model_that_a_transform_closes_over_can_be_read_and_not_changed():
-    model, x = autocast(Mlp(rngs()), "mixed_float16"), data(2, 4)
+    model, x = autocast(Mlp(rngs()), "mixed_float16"), data(2, 8)
     np.testing.assert_allclose(jax.jit(lambda x: model(x))(x), model(x), rtol=0.02, atol=1e-3)
     with_statistics = autocast(Net(rngs()), "mixed_float16")
     with pytest.raises(TraceContextError):
@@ -213,12 +213,12 @@ def test_overrides_that_keep_every_product_in_float32_raise_in_the_call():
         ("class:*", "float32", r"every product stays .* head \(override 'class:\*'\)"),
     ):
         with pytest.raises(ValueError, match=text):
-            autocast(Mlp(rngs()), "mixed_float16", {key: level})(data(2, 4))
+            autocast(Mlp(rngs()), "mixed_float16", {key: level})(data(2, 8))
         some = autocast(Mlp(rngs()), "mixed_float16", {"head": "half", key: level})
-        assert [dtype for _, dtype in products_of(some, data(2, 4))].count("float16") == 1
+        assert [dtype for _, dtype in products_of(some, data(2, 8))].count("float16") == 1
     # An override of one primitive may keep every product in float32.
     model = autocast(Mlp(rngs()), "mixed_float16", {"primitive:dot_general": "float32"})
-    assert {dtype for _, dtype in products_of(model, data(2, 4))} == {"float32"}
+    assert {dtype for _, dtype in products_of(model, data(2, 8))} == {"float32"}
 
 
 def test_invalid_arguments_of_autocast_are_errors():
@@ -232,8 +232,8 @@ def test_under_a_float32_policy_autocast_computes_as_the_bare_model():
     for policy in ("float32", "tensorfloat32"):
         model, bare = autocast(Mlp(rngs()), policy), Mlp(rngs())
         with jax.default_matmul_precision("highest" if policy == "float32" else None):
-            want = compiled(lambda model: model(data(2, 4)), bare)
-        same_bits(compiled(lambda model: model(data(2, 4)), model), want)
+            want = compiled(lambda model: model(data(2, 8)), bare)
+        same_bits(compiled(lambda model: model(data(2, 8)), model), want)
 
 
 def test_a_submodule_that_is_called_directly_runs_under_autocast():

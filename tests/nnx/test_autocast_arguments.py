@@ -27,7 +27,7 @@ class Net(nnx.Module):
     """A module that stores statistics, a dropout mask, and a count of calls."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
-        self.first, self.head = nnx.Linear(8, 8, rngs=rngs), nnx.Linear(8, 4, rngs=rngs)
+        self.first, self.head = nnx.Linear(8, 8, rngs=rngs), nnx.Linear(8, 8, rngs=rngs)
         self.norm, self.drop = nnx.BatchNorm(8, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
         self.mask = nnx.Variable(jnp.zeros((16, 8), bool))
         self.calls = nnx.Variable(jnp.zeros((), int))
@@ -176,7 +176,7 @@ def test_an_object_that_is_passed_several_times_stays_one_object():
 
     result, text, head = twice([model, other], named={"again": model, "head": model.head, "other": other, "text": "a"})
     assert int(model.drop.rngs.count[...]) == int(model.calls[...]) == 2 and float(other[...]) == 1.0
-    assert result.shape == (16, 4) and text == "a" and head is model.head
+    assert result.shape == (16, 8) and text == "a" and head is model.head
 
 
 def test_an_rngs_object_advances_as_without_autocast():

@@ -17,7 +17,7 @@ from nnx_zoo import compiled, model_products, module_with_numbers, values
 
 import jaxmp
 
-X = data(6, 5)
+X = data(6, 8)
 
 
 class Linen(nn.Module):
@@ -28,7 +28,7 @@ class Linen(nn.Module):
         x = nn.BatchNorm(use_running_average=not train, name="norm")(nn.Dense(8, name="a")(x))
         x = nn.Dropout(0.5, deterministic=not train)(x)
         x = Scale(name="scale")(x)
-        return nn.Dense(4, name="b")(nn.Dense(8, dtype="float32", param_dtype="float32", name="exact")(x))
+        return nn.Dense(8, name="b")(nn.Dense(8, dtype="float32", param_dtype="float32", name="exact")(x))
 
     def head(self, x):
         return self.__call__(x)[..., :2]
@@ -41,12 +41,12 @@ class Scale(nn.Module):
 
 
 class Nnx(nnx.Module):
-    def __init__(self, rngs, width=5):
+    def __init__(self, rngs, width=8):
         self.a, self.norm = nnx.Linear(width, 8, rngs=rngs), nnx.BatchNorm(8, rngs=rngs)
         self.drop = nnx.Dropout(0.5, rngs=rngs)
         self.w = nnx.Param(jax.random.normal(rngs.params(), (8, 8)))
         self.exact = nnx.Linear(8, 8, dtype=jnp.float32, rngs=rngs)
-        self.b = nnx.Linear(8, 4, rngs=rngs)
+        self.b = nnx.Linear(8, 8, rngs=rngs)
 
     def __call__(self, x, train=False):
         x = self.norm(self.a(x), use_running_average=not train)
@@ -72,7 +72,7 @@ def to_nnx(module=None):
 
 class AroundLinen(nnx.Module):
     def __init__(self, linen=None):
-        self.first, self.wrapped = nnx.Linear(5, 5, rngs=nnx.Rngs(2)), wrapped_linen(linen)
+        self.first, self.wrapped = nnx.Linear(8, 8, rngs=nnx.Rngs(2)), wrapped_linen(linen)
 
     def __call__(self, x, **options):
         return self.wrapped(self.first(x), **options)
@@ -83,7 +83,7 @@ class AroundNnx(nn.Module):
 
     @nn.compact
     def __call__(self, x, **options):
-        return bridge.ToLinen(self.make, name="wrapped")(nn.Dense(5, name="first")(x), **options)
+        return bridge.ToLinen(self.make, name="wrapped")(nn.Dense(8, name="first")(x), **options)
 
 
 def around_linen(linen=None):

@@ -19,7 +19,7 @@ from jaxmp.engine.marks import path_of
 from jaxmp.nnx import apply_policy
 from jaxmp.program.walk import equations
 
-SEQUENCE, IMAGE = data(2, 6, 8), data(2, 5, 5, 3)
+SEQUENCE, IMAGE = data(2, 8, 8), data(2, 5, 5, 3)
 
 
 def attended(model: Any, x: jax.Array) -> jax.Array:
@@ -31,8 +31,8 @@ def carried(model: Any, x: jax.Array) -> Any:
 
 
 def lora(dtype: Any = None) -> nnx.LoRA:
-    base = nnx.Linear(8, 4, rngs=rngs(), dtype=dtype)
-    return nnx.LoRA(8, 2, 4, base_module=base, b_initializer=nnx.initializers.normal(), rngs=rngs(), dtype=dtype)
+    base = nnx.Linear(8, 8, rngs=rngs(), dtype=dtype)
+    return nnx.LoRA(8, 2, 8, base_module=base, b_initializer=nnx.initializers.normal(), rngs=rngs(), dtype=dtype)
 
 
 def run(model: Any, x: jax.Array) -> Any:
@@ -44,8 +44,8 @@ LAYERS: dict[str, tuple[Any, Any]] = {
     "Embed.attend": (lambda **hand: nnx.Embed(5, 8, rngs=rngs(), **hand), attended),
     "BatchNorm": (lambda **hand: nnx.BatchNorm(8, rngs=rngs(), **hand), run),
     "LoRA": (lora, run),
-    "SimpleCell": (lambda **hand: nnx.SimpleCell(8, 4, rngs=rngs(), **hand), carried),
-    "RNN of GRUCell": (lambda **hand: nnx.RNN(nnx.GRUCell(8, 4, rngs=rngs(), **hand), rngs=rngs()), run),
+    "SimpleCell": (lambda **hand: nnx.SimpleCell(8, 8, rngs=rngs(), **hand), carried),
+    "RNN of GRUCell": (lambda **hand: nnx.RNN(nnx.GRUCell(8, 8, rngs=rngs(), **hand), rngs=rngs()), run),
 }
 
 
@@ -80,7 +80,7 @@ def test_attention_has_half_products_and_a_float32_softmax():
         return jnp.einsum("...hqk,...khd->...qhd", weights, value)
 
     def make(**hand: Any) -> nnx.Module:
-        return nnx.MultiHeadAttention(2, 8, decode=False, rngs=rngs(), **hand)
+        return nnx.MultiHeadAttention(2, 8, qkv_features=16, decode=False, rngs=rngs(), **hand)
 
     model = apply_policy(make(), "mixed_bfloat16")
     by_hand = make(dtype=jnp.bfloat16, attention_fn=half_attention)
@@ -211,7 +211,7 @@ def test_the_preset_float32_has_true_float32_products_also_as_an_override():
         return [eqn.params["precision"] for eqn in jaxpr.eqns if eqn.primitive.name == "dot_general"]
 
     highest = (jax.lax.Precision.HIGHEST,) * 2
-    model = nnx.Sequential(nnx.Linear(8, 4, rngs=rngs()), nnx.Linear(4, 4, rngs=rngs()))
+    model = nnx.Sequential(*(nnx.Linear(8, 8, rngs=rngs()) for _ in range(2)))
     assert precisions(apply_policy(model, "float32")) == [highest, highest]
     assert precisions(apply_policy(model, "mixed_bfloat16", {"layers/1": "float32"})) == [None, highest]
     assert precisions(apply_policy(model, "float32", {"layers/1": "mixed_bfloat16"})) == [highest, None]

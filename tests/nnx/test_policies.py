@@ -18,7 +18,7 @@ from nnx_zoo import Net, Scale, compiled, model_products, module_with_numbers, o
 import jaxmp
 from jaxmp.nnx import apply_policy, autocast
 
-IMAGE, VECTORS = data(2, 5, 5, 3), data(4, 8)
+IMAGE, VECTORS = data(2, 5, 5, 3), data(8, 8)
 
 
 @pytest.mark.once
@@ -91,7 +91,7 @@ def test_new_values_reach_the_copy_and_new_modules_and_variables_need_the_policy
     same_bits(policied(VECTORS), before)
     model.layers[0] = nnx.Linear(8, 5, rngs=rngs())
     same_bits(policied(VECTORS), before)
-    assert put(model, "mixed_bfloat16")(VECTORS).shape == (4, 5)
+    assert put(model, "mixed_bfloat16")(VECTORS).shape == (8, 5)
 
 
 def test_the_copy_shares_its_variables_with_the_original_model_which_does_not_change():
@@ -352,7 +352,7 @@ class Scaled(nnx.Module):
 
 class Table(nnx.Module):
     def __init__(self, rngs):
-        self.table = nnx.Param(jnp.ones((4, 8)))
+        self.table = nnx.Param(jnp.ones((8, 8)))
 
     def __call__(self, x):
         return x * self.table[...]
@@ -470,7 +470,7 @@ def test_nested_modules_of_one_class_compute_the_same_as_modules_of_several_clas
 
 class Spectrum(nnx.Module):
     def __init__(self, rngs: nnx.Rngs) -> None:
-        self.dense = nnx.Linear(4, 4, rngs=rngs)
+        self.dense = nnx.Linear(14, 14, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return jnp.abs(jnp.fft.rfft(self.dense(x)))
@@ -478,14 +478,14 @@ class Spectrum(nnx.Module):
 
 class WithSpectrum(nnx.Module):
     def __init__(self, rngs: nnx.Rngs) -> None:
-        self.spectrum, self.head = Spectrum(rngs), nnx.Linear(3, 2, rngs=rngs)
+        self.spectrum, self.head = Spectrum(rngs), nnx.Linear(8, 8, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return self.head(self.spectrum(x))
 
 
 def test_a_fourier_transform_runs_in_float32():
-    bare, x = WithSpectrum(nnx.Rngs(0)), jnp.ones((2, 4))
+    bare, x = WithSpectrum(nnx.Rngs(0)), jnp.ones((2, 14))
     models = [bare, apply_policy(bare, "mixed_float16"), autocast(bare, "mixed_float16")]
     want, *results = compiled(lambda models: [model(x) for model in models], models)
     for model, got in zip(models[1:], results, strict=True):

@@ -25,7 +25,7 @@ import jaxmp
 from jaxmp.nnx import Optimizer, apply_policy, make_train_step, value_and_grad
 from jaxmp.program.walk import product_dtypes
 
-ROWS = {"x": data(8, 6), "y": data(8, 3, seed=5)}
+ROWS = {"x": data(8, 8), "y": data(8, 8, seed=5)}
 BAD = {**ROWS, "x": jnp.asarray(np.where(np.arange(8)[:, None] == 3, np.inf, ROWS["x"]))}
 MOMENTUM, SGD = optax.sgd(0.1, momentum=0.9), optax.sgd(0.1)
 
@@ -41,7 +41,7 @@ def loss_fn(model: Any, batch: Any) -> jax.Array:
 
 
 def mlp(seed: int = 0, **dtypes: Any) -> nnx.Sequential:
-    layers = nnx.Linear(6, 5, rngs=rngs(seed), **dtypes), nnx.tanh, nnx.Linear(5, 3, rngs=rngs(seed + 1), **dtypes)
+    layers = nnx.Linear(8, 8, rngs=rngs(seed), **dtypes), nnx.tanh, nnx.Linear(8, 8, rngs=rngs(seed + 1), **dtypes)
     return nnx.Sequential(*layers)
 
 
@@ -83,14 +83,14 @@ def test_a_step_gives_the_same_numbers_as_value_and_grad_and_update():
 class LinenNet(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        x = nn.BatchNorm(use_running_average=False, momentum=0.9, epsilon=1e-5, name="norm")(nn.Dense(5, name="one")(x))
-        return nn.Dense(3, name="two")(nn.relu(x))
+        x = nn.BatchNorm(use_running_average=False, momentum=0.9, epsilon=1e-5, name="norm")(nn.Dense(8, name="one")(x))
+        return nn.Dense(8, name="two")(nn.relu(x))
 
 
 class NNXNet(nnx.Module):
     def __init__(self) -> None:
-        self.one, self.two = nnx.Linear(6, 5, rngs=rngs()), nnx.Linear(5, 3, rngs=rngs(1))
-        self.norm = nnx.BatchNorm(5, momentum=0.9, epsilon=1e-5, rngs=rngs())
+        self.one, self.two = nnx.Linear(8, 8, rngs=rngs()), nnx.Linear(8, 8, rngs=rngs(1))
+        self.norm = nnx.BatchNorm(8, momentum=0.9, epsilon=1e-5, rngs=rngs())
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return self.two(nnx.relu(self.norm(self.one(x))))
@@ -139,8 +139,8 @@ def test_steps_give_the_same_numbers_as_the_linen_step_on_the_same_weights():
 @pytest.mark.once
 @pytest.mark.parametrize("norm", [nnx.WeightNorm, nnx.SpectralNorm])
 def test_a_loss_function_that_writes_to_a_trained_param_raises_and_works_in_a_step_by_hand(norm):
-    normed = norm(nnx.Linear(6, 5, rngs=rngs()), rngs=rngs())
-    model, optimizer = setup(nnx.Sequential(normed, nnx.tanh, nnx.Linear(5, 3, rngs=rngs(1))), "float32")
+    normed = norm(nnx.Linear(8, 8, rngs=rngs()), rngs=rngs())
+    model, optimizer = setup(nnx.Sequential(normed, nnx.tanh, nnx.Linear(8, 8, rngs=rngs(1))), "float32")
     message = r"got a write to 'layers/0/layer_instance/kernel', .*\nwrite your own step with jaxmp.nnx.value_and_grad"
     for accumulate_steps in (1, 2):
         with pytest.raises(ValueError, match=message):
@@ -152,7 +152,7 @@ def test_a_loss_function_that_writes_to_a_trained_param_raises_and_works_in_a_st
 @pytest.mark.once
 @pytest.mark.filterwarnings("ignore:updates below")  # of the half params
 def test_the_moving_average_is_float32_and_steps_do_not_delete_the_model_with_it():
-    model, optimizer = setup(nnx.Linear(6, 3, rngs=rngs()), "bfloat16", tx=optax.sgd(0.5), ema=True)
+    model, optimizer = setup(nnx.Linear(8, 8, rngs=rngs()), "bfloat16", tx=optax.sgd(0.5), ema=True)
     step = make_train_step(lambda model, batch: loss_fn(model, batch).astype(jnp.float32), ema_decay=0.75)
     average = np.asarray(model.kernel[...], np.float64)
     for _ in range(2):
@@ -183,8 +183,8 @@ def test_later_steps_do_not_delete_the_averages_and_statistics_of_an_average_mod
 
 @pytest.mark.once
 def test_only_the_variables_that_wrt_selects_are_trained_and_averaged():
-    base = nnx.Linear(6, 3, rngs=rngs())
-    model = apply_policy(nnx.LoRA(6, 2, 3, base_module=base, rngs=rngs()), "mixed_bfloat16")
+    base = nnx.Linear(8, 8, rngs=rngs())
+    model = apply_policy(nnx.LoRA(8, 2, 8, base_module=base, rngs=rngs()), "mixed_bfloat16")
     optimizer = Optimizer(model, optax.sgd(0.1), wrt=nnx.LoRAParam, ema=True)
     before = np.array(base.kernel[...])
     make_train_step(loss_fn, ema_decay=0.5)(model, optimizer, ROWS)
@@ -195,7 +195,7 @@ def test_only_the_variables_that_wrt_selects_are_trained_and_averaged():
 def test_a_shared_layer_is_trained_once_and_stays_shared():
     class Tied(nnx.Module):
         def __init__(self) -> None:
-            self.one = nnx.Linear(6, 6, rngs=rngs())
+            self.one = nnx.Linear(8, 8, rngs=rngs())
             self.again = self.one
 
         def __call__(self, x: jax.Array) -> jax.Array:
@@ -244,8 +244,8 @@ class Blocks(nnx.Module):
     """Two blocks in a loop, with or without ``nnx.remat``."""
 
     def __init__(self, remat: bool) -> None:
-        self.first, self.remat = nnx.Linear(6, 5, rngs=rngs()), remat
-        self.norms = nnx.vmap(lambda _: nnx.BatchNorm(5, rngs=rngs()), in_axes=0, out_axes=0)(jnp.arange(2))
+        self.first, self.remat = nnx.Linear(8, 8, rngs=rngs()), remat
+        self.norms = nnx.vmap(lambda _: nnx.BatchNorm(8, rngs=rngs()), in_axes=0, out_axes=0)(jnp.arange(2))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         def block(norm: Any, x: jax.Array) -> jax.Array:
@@ -478,7 +478,7 @@ def test_invalid_arguments_are_errors():
         make_train_step(loss_fn)(model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param), ROWS)
     optimizer = Optimizer(model, optax.sgd(0.1), loss_scale=jaxmp.StaticLossScale(2.0))
     with pytest.raises(TypeError, match=r"batch statistics would be lost;\nwrite jaxmp\.nnx\.value_and_grad"):
-        jaxmp.value_and_grad(loss_fn, optimizer.opt_state)(nnx.BatchNorm(6, rngs=rngs()), ROWS)
+        jaxmp.value_and_grad(loss_fn, optimizer.opt_state)(nnx.BatchNorm(8, rngs=rngs()), ROWS)
     assert jaxmp.value_and_grad(loss_fn, optimizer.opt_state)(model, ROWS)[0].dtype == jnp.float32
     model, optimizer = setup(mlp())
     state, variable = nnx.state(model), nnx.Param(jnp.ones(2))
@@ -661,7 +661,7 @@ def test_a_loss_function_that_changes_more_than_values_of_variables_raises():
 
 def test_a_random_key_that_a_linen_module_misses_is_not_said_to_come_from_a_train_state():
     dropout = jaxmp.linen.apply_policy(nn.Dropout(0.5, deterministic=False), "mixed_float16")
-    model, optimizer = setup(nnx.Sequential(nnx.Linear(6, 3, rngs=rngs()), nnx.bridge.ToNNX(dropout)), tx=SGD)
+    model, optimizer = setup(nnx.Sequential(nnx.Linear(8, 8, rngs=rngs()), nnx.bridge.ToNNX(dropout)), tx=SGD)
     with pytest.raises(InvalidRngError, match="needs PRNG") as caught:
         step_of_loss(model, optimizer, ROWS)
     assert not any("TrainState" in note for note in caught.value.__notes__)

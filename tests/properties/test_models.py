@@ -62,7 +62,7 @@ def test_a_float64_part_computes_the_same_under_a_policy(api):
         return wide(x), other(x.astype("float32"))
 
     with jax.enable_x64(True), standard_promotion():
-        x = jnp.linspace(0, 1, 8, dtype="float64").reshape(2, 4)
+        x = jnp.linspace(0, 1, 16, dtype="float64").reshape(2, 8)
         bare = api.Calls([api.dense(dtype="float64", param_dtype="float64"), api.dense()], fun)
         got, want = pure(mixed(bare, "p=f32,c=f16,o=f64"), x, abstract=True), pure(bare, x)
         assert {leaf.dtype.name for leaf in jax.tree.leaves(got.params)} == {"float32", "float64"}

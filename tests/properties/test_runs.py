@@ -48,7 +48,7 @@ def variables(model):
 
 def test_an_evaluation_of_an_nnx_model_leaves_its_variables_alone():
     rngs = nnx.Rngs(0)
-    model = mixed(nnx.Sequential(nnx.Linear(4, 4, rngs=rngs), nnx.BatchNorm(4, rngs=rngs)), "mixed_float16")
+    model = mixed(nnx.Sequential(nnx.Linear(8, 8, rngs=rngs), nnx.BatchNorm(8, rngs=rngs)), "mixed_float16")
     before = jax.tree.map(jnp.copy, nnx.state(model))
     model_variables = variables(model)
 
@@ -71,7 +71,7 @@ def test_an_evaluation_of_an_nnx_model_leaves_its_variables_alone():
 
 def linen_training(traces):
     """Return a train step and its first state."""
-    model = mixed(Linen.Calls([nn.Dense(4), nn.BatchNorm(False)], lambda a, b, x: b(a(x))), "mixed_float16")
+    model = mixed(Linen.Calls([nn.Dense(8), nn.BatchNorm(False)], lambda a, b, x: b(a(x))), "mixed_float16")
 
     def loss(params, model_state, batch, rng):
         traces.append(1)
@@ -86,7 +86,7 @@ def linen_training(traces):
 
 def nnx_training(traces):
     rngs = nnx.Rngs(0)
-    model = mixed(nnx.Sequential(nnx.Linear(4, 4, rngs=rngs), nnx.BatchNorm(4, rngs=rngs)), "mixed_float16")
+    model = mixed(nnx.Sequential(nnx.Linear(8, 8, rngs=rngs), nnx.BatchNorm(8, rngs=rngs)), "mixed_float16")
     scale = jaxmp.DynamicLossScale(period=3)
     optimizer = jaxmp.nnx.Optimizer(model, optax.sgd(0.01, momentum=0.9), loss_scale=scale)
 
@@ -133,7 +133,7 @@ class LinenCell(nn.Module):
 
     @nn.compact
     def __call__(self, carry: Any, x: jax.Array) -> Any:
-        w, u = (self.param(name, nn.initializers.lecun_normal(), (4, 4)) for name in "wu")
+        w, u = (self.param(name, nn.initializers.lecun_normal(), (8, 8)) for name in "wu")
         return step_of_a_cell(carry, w, u, x)
 
 
@@ -141,7 +141,7 @@ class NNXCell(nnx.Module):
     """:class:`LinenCell` in NNX."""
 
     def __init__(self):
-        self.w, self.u = (nnx.Param(data(4, 4, seed=seed)) for seed in range(2))
+        self.w, self.u = (nnx.Param(data(8, 8, seed=seed)) for seed in range(2))
 
     def __call__(self, carry: Any, x: jax.Array) -> Any:
         return step_of_a_cell(carry, self.w[...], self.u[...], x)
@@ -155,7 +155,7 @@ class LinenLoop(nn.Module):
     @nn.compact
     def __call__(self, carry: Any, x: jax.Array) -> Any:
         if self.cell != "own":
-            return nn.RNN(getattr(nn, self.cell)(4), return_carry=True)(x, initial_carry=carry)
+            return nn.RNN(getattr(nn, self.cell)(8), return_carry=True)(x, initial_carry=carry)
         options = {"variable_broadcast": "params", "split_rngs": {"params": False}}
         return nn.scan(LinenCell, in_axes=1, out_axes=1, **options)()(carry, x)
 
@@ -166,7 +166,7 @@ class NNXLoop(nnx.Module):
     def __init__(self, cell: str):
         rngs = nnx.Rngs(0)
         self.cell = NNXCell() if cell == "own" else None
-        self.rnn = nnx.RNN(getattr(nnx, cell)(4, 4, rngs=rngs), return_carry=True, rngs=rngs) if cell != "own" else None
+        self.rnn = nnx.RNN(getattr(nnx, cell)(8, 8, rngs=rngs), return_carry=True, rngs=rngs) if cell != "own" else None
 
     def __call__(self, carry: Any, x: jax.Array) -> Any:
         if self.rnn is not None:
@@ -189,7 +189,7 @@ def test_a_loop_takes_a_carry_of_any_dtype_and_products_have_the_dtype_of_the_po
     model = (LinenLoop if api is Linen else NNXLoop)(cell)
     # Library cells: the usual float32 carry, and a half carry beside float32 products.
     for policy, dtype in CARRIES if cell == "own" else CARRIES[::3]:
-        state = jnp.zeros((2, 4), dtype)
+        state = jnp.zeros((2, 8), dtype)
         carry = (state, state) if "LSTM" in cell else state
         with standard_promotion():
             pure_model = pure(mixed(model, policy), carry, SEQUENCE, abstract=True)
@@ -206,7 +206,7 @@ def test_a_loop_takes_a_carry_of_any_dtype_and_products_have_the_dtype_of_the_po
 
 @pytest.mark.parametrize(("api", "policy"), [(Linen, "mixed_bfloat16"), (NNX, "mixed_float16")])
 def test_a_loop_gives_the_bits_of_steps_with_casts_by_hand(api, policy):
-    half, carry = HALVES[policy], jnp.ones((2, 4))
+    half, carry = HALVES[policy], jnp.ones((2, 8))
     got = pure(mixed((LinenLoop if api is Linen else NNXLoop)("own"), policy), carry, SEQUENCE)
     u, w = jax.tree.leaves(got.params)
 

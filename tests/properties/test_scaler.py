@@ -30,8 +30,8 @@ class Net(nnx.Module):
 
     def __init__(self):
         rngs = nnx.Rngs(0)
-        self.hidden, self.norm = nnx.Linear(4, 4, rngs=rngs), nnx.BatchNorm(4, rngs=rngs)
-        self.dropout, self.out = nnx.Dropout(0.5, rngs=rngs), nnx.Linear(4, 2, rngs=rngs)
+        self.hidden, self.norm = nnx.Linear(8, 8, rngs=rngs), nnx.BatchNorm(8, rngs=rngs)
+        self.dropout, self.out = nnx.Dropout(0.5, rngs=rngs), nnx.Linear(8, 8, rngs=rngs)
 
     def __call__(self, x):
         return self.out(self.dropout(self.norm(self.hidden(x))))
@@ -73,7 +73,7 @@ def test_a_run_has_the_scales_that_torchs_gradscaler_had(way):
     loss_scale, got = DynamicLossScale.from_torch(trace["start"]), []
     if way == "NNX":
         model, optimizer, step = nnx_run(
-            optax.sgd(1e-3), "mixed_bfloat16", nnx.Linear(4, 1, rngs=nnx.Rngs(0)), loss_scale
+            optax.sgd(1e-3), "mixed_bfloat16", nnx.Linear(8, 8, rngs=nnx.Rngs(0)), loss_scale
         )
         for finite in flags:
             step(model, optimizer, X if finite else X * jnp.nan)
@@ -94,7 +94,7 @@ def test_a_run_has_the_scales_that_torchs_gradscaler_had(way):
 def test_a_scaled_nnx_run_that_clips_has_the_params_gradients_and_optimizer_state_of_an_unscaled_one():
     tx = optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1, momentum=0.9))
     rngs = nnx.Rngs(0)
-    bare = nnx.Sequential(nnx.Linear(4, 4, rngs=rngs), nnx.BatchNorm(4, rngs=rngs))
+    bare = nnx.Sequential(nnx.Linear(8, 8, rngs=rngs), nnx.BatchNorm(8, rngs=rngs))
     model, optimizer, _ = nnx_run(tx, "mixed_bfloat16", nnx.clone(bare), DynamicLossScale(period=2))
     other = mixed(bare, "mixed_bfloat16")
     plain = nnx.Optimizer(other, tx, wrt=nnx.Param)
@@ -170,7 +170,7 @@ def test_with_accumulation_only_full_batches_count_and_a_bad_microbatch_skips_th
 def test_an_nnx_optimizer_around_multi_steps_applies_full_windows_only():
     with standard_promotion():
         tx = optax.MultiSteps(standard(optax.sgd(0.1)), 2).gradient_transformation()
-        model, optimizer, step = nnx_run(tx, model=nnx.Linear(4, 2, rngs=nnx.Rngs(0)))
+        model, optimizer, step = nnx_run(tx, model=nnx.Linear(8, 8, rngs=nnx.Rngs(0)))
         changed, last = [], bits(nnx.state(model))
         for bad in (False, True, False, False, False):
             step(model, optimizer, X * jnp.nan if bad else X)
@@ -183,7 +183,7 @@ def test_an_nnx_optimizer_around_multi_steps_applies_full_windows_only():
 
 
 def test_only_the_nnx_optimizer_of_the_bad_loss_skips_and_backs_off():
-    pair = nnx.List([nnx.Linear(4, 2, rngs=nnx.Rngs(seed)) for seed in range(2)])
+    pair = nnx.List([nnx.Linear(8, 8, rngs=nnx.Rngs(seed)) for seed in range(2)])
     runs = [nnx_run(optax.sgd(0.1), model=model) for model in pair]
     before = [bits(nnx.state(model)) for model, _, _ in runs]
     for (model, optimizer, step), x in zip(runs, (X, X * jnp.inf), strict=True):
@@ -218,11 +218,11 @@ def test_an_nnx_run_that_was_saved_goes_on_bit_for_bit():
 def test_an_infinity_on_one_device_makes_an_nnx_step_skip_on_every_device():
     mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
     split, replicated = NamedSharding(mesh, PartitionSpec("d")), NamedSharding(mesh, PartitionSpec())
-    model, optimizer, step = nnx_run(model=nnx.Linear(4, 2, rngs=nnx.Rngs(0)))
+    model, optimizer, step = nnx_run(model=nnx.Linear(8, 8, rngs=nnx.Rngs(0)))
     with standard_promotion():
         for thing in (model, optimizer):
             nnx.update(thing, jax.device_put(nnx.state(thing), replicated))
-        before, x = bits(nnx.state(model)), jax.device_put(jnp.ones((8, 4)), split)
+        before, x = bits(nnx.state(model)), jax.device_put(jnp.ones((8, 8)), split)
         step(model, optimizer, jax.device_put(x.at[5, 1].set(jnp.inf), split))
         for shard in model.kernel[...].addressable_shards:
             assert bits(shard.data) == before[-1:]

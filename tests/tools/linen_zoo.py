@@ -296,8 +296,8 @@ class Tied(nn.Module):
     hand: Any = None
 
     def setup(self) -> None:
-        self.embed = nn.Embed(5, 4, dtype=self.hand)
-        self.hidden = nn.Dense(4, dtype=self.hand)
+        self.embed = nn.Embed(8, 8, dtype=self.hand)
+        self.hidden = nn.Dense(8, dtype=self.hand)
 
     def __call__(self, ids: jax.Array) -> jax.Array:
         return self.embed.attend(self.hidden(self.embed(ids)))
@@ -306,7 +306,7 @@ class Tied(nn.Module):
 class Linear(nn.Module):
     """A layer without a ``dtype`` field, with casts by hand if ``hand`` is set."""
 
-    features: int = 3
+    features: int = 8
     hand: Any = None
 
     @nn.compact
@@ -319,7 +319,7 @@ class Linear(nn.Module):
 
 
 class MLP(nn.Module):
-    features: tuple[int, ...] = (4, 3)
+    features: tuple[int, ...] = (8, 8)
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:

@@ -14,8 +14,8 @@ from linen_zoo import data, float32, numbers, rngs
 
 import jaxmp
 
-X = data(2, 4)
-SEQUENCE = data(2, 3, 4)
+X = data(2, 8)
+SEQUENCE = data(2, 8, 8)
 
 
 class Pure(NamedTuple):
@@ -69,7 +69,7 @@ class LinenOwn(nn.Module):
 
     @nn.compact
     def __call__(self, *args: Any) -> Any:
-        w = self.param("w", nn.initializers.lecun_normal(), (4, 4))
+        w = self.param("w", nn.initializers.lecun_normal(), (8, 8))
         return self.fun(*by_hand(self.hand, w, *args))
 
 
@@ -77,7 +77,7 @@ class NNXOwn(nnx.Module):
     """:class:`LinenOwn` in NNX."""
 
     def __init__(self, fun: Callable[..., Any], hand: Any = None):
-        self.w = nnx.Param(nnx.initializers.lecun_normal()(jax.random.key(0), (4, 4)))
+        self.w = nnx.Param(nnx.initializers.lecun_normal()(jax.random.key(0), (8, 8)))
         self.fun, self.hand = fun, hand
 
     def __call__(self, *args: Any) -> Any:
@@ -92,8 +92,8 @@ class LinenBeside(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        w = self.param("w", nn.initializers.lecun_normal(), (4, 4))
-        y = nn.Dense(4, dtype=self.hand)(x)
+        w = self.param("w", nn.initializers.lecun_normal(), (8, 8))
+        y = nn.Dense(8, dtype=self.hand)(x)
         return self.fun(*by_hand(self.hand, w, x)) + y
 
 
@@ -102,7 +102,7 @@ class NNXBeside(NNXOwn):
 
     def __init__(self, fun: Callable[..., Any], hand: Any = None):
         super().__init__(fun, hand)
-        self.dense = nnx.Linear(4, 4, dtype=hand, rngs=nnx.Rngs(0))
+        self.dense = nnx.Linear(8, 8, dtype=hand, rngs=nnx.Rngs(0))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return super().__call__(x) + self.dense(x)
@@ -136,15 +136,15 @@ class Linen:
 
     @staticmethod
     def dense(**dtypes: Any) -> Any:
-        return nn.Dense(4, **dtypes)
+        return nn.Dense(8, **dtypes)
 
     @staticmethod
     def layers() -> dict[str, tuple[Any, Any]]:
         """Layers, each with an input."""
         return {
-            "dense": (nn.Dense(3), X),
-            "convolution": (nn.Conv(3, (2,)), SEQUENCE),
-            "embedding": (nn.Embed(5, 4), jnp.array([[0, 4, 2]])),
+            "dense": (nn.Dense(8), X),
+            "convolution": (nn.Conv(8, (2,)), SEQUENCE),
+            "embedding": (nn.Embed(8, 8), jnp.array([[0, 4, 2]])),
             "attention": (nn.MultiHeadDotProductAttention(num_heads=2), SEQUENCE),
             "norm": (nn.LayerNorm(), X),
             "no dtype field": (LinenOwn(lambda w, x: x @ w), X),
@@ -158,18 +158,18 @@ class NNX:
 
     @staticmethod
     def dense(**dtypes: Any) -> Any:
-        return nnx.Linear(4, 4, rngs=nnx.Rngs(0), **dtypes)
+        return nnx.Linear(8, 8, rngs=nnx.Rngs(0), **dtypes)
 
     @staticmethod
     def layers() -> dict[str, tuple[Any, Any]]:
         """Layers, each with an input."""
         rngs = nnx.Rngs(0)
         return {
-            "dense": (nnx.Linear(4, 3, rngs=rngs), X),
-            "convolution": (nnx.Conv(4, 3, (2,), rngs=rngs), SEQUENCE),
-            "embedding": (nnx.Embed(5, 4, rngs=rngs), jnp.array([[0, 4, 2]])),
-            "attention": (nnx.MultiHeadAttention(2, 4, decode=False, rngs=rngs), SEQUENCE),
-            "norm": (nnx.LayerNorm(4, rngs=rngs), X),
+            "dense": (nnx.Linear(8, 8, rngs=rngs), X),
+            "convolution": (nnx.Conv(8, 8, (2,), rngs=rngs), SEQUENCE),
+            "embedding": (nnx.Embed(8, 8, rngs=rngs), jnp.array([[0, 4, 2]])),
+            "attention": (nnx.MultiHeadAttention(2, 8, decode=False, rngs=rngs), SEQUENCE),
+            "norm": (nnx.LayerNorm(8, rngs=rngs), X),
             "no dtype field": (NNXOwn(lambda w, x: x @ w), X),
         }
 

@@ -27,9 +27,10 @@ Scope = dict[str, Any]
 
 FINITE = [True, True, True, False, True, False, False, True, True, True, True]  # whether each step's batch is finite
 # Gradients of 1 would overflow under a scale of 2**16, so the errors are small.
-X, Y = np.array([[1, 2], [-3, 0.5]], np.float32), np.array([[0.1875], [-1.5625]], np.float32)
-WEIGHT, BIAS = np.array([[0.5], [-0.25]], np.float32), np.array([0.125], np.float32)
-LEARNING_RATE, MAX_NORM = 0.125, 2.0**-6
+# Smaller products than of 8 features and 8 outputs would be float32 under autocast. The outputs are 0.125 and -1.5.
+X, Y = np.tile(np.float32([[1, 2], [-3, 0.5]]), 4), np.tile(np.float32([[0.625], [-2]]), 8)
+WEIGHT, BIAS = np.tile(np.float32([[0.125], [-0.0625]]), (4, 8)), np.full(8, 0.125, np.float32)
+LEARNING_RATE, MAX_NORM = 0.125, 2.0**-3
 
 
 class Code(NamedTuple):
@@ -137,7 +138,7 @@ def close(params: list[float], tolerance: float = 2**-12) -> Any:
 def jax_program(model: nn.Module | None = None) -> Scope:
     """Return a float32 linear regression, with the names that the page uses."""
     scope: Scope = {"jax": jax, "jnp": jnp, "nn": nn, "optax": optax, "jaxmp": jaxmp, "partial": partial}
-    scope |= {"model": model or nn.Dense(1), "tx": optax.sgd(LEARNING_RATE), "max_norm": MAX_NORM}
+    scope |= {"model": model or nn.Dense(8), "tx": optax.sgd(LEARNING_RATE), "max_norm": MAX_NORM}
     scope |= {"params": {"kernel": jnp.array(WEIGHT), "bias": jnp.array(BIAS)}, "x": jnp.array(X), "y": jnp.array(Y)}
     prediction = 'model.apply({"params": params}, x)'
     return run(f"def loss_fn(params, x, y): return jnp.mean(({prediction} - y) ** 2)", scope)
@@ -177,7 +178,7 @@ def torch_program() -> Scope:
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = torch.nn.Linear(2, 1, device=device)
+    model = torch.nn.Linear(8, 8, device=device)
     model.load_state_dict({"weight": torch.tensor(WEIGHT.T), "bias": torch.tensor(BIAS)})
     optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE)
     scope: Scope = {"torch": torch, "device": device, "model": model, "optimizer": optimizer}
@@ -197,6 +198,6 @@ class TorchParams:
         self.model = model
 
     def __getitem__(self, name: str) -> np.ndarray:
-        param = {"kernel": self.model.weight, "bias": self.model.bias}[name]
+        param = {"kernel": self.model.weight.T, "bias": self.model.bias}[name]
         assert param.dtype.is_floating_point and param.element_size() == 4
         return param.detach().cpu().numpy()

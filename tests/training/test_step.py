@@ -143,13 +143,13 @@ class Squares(nn.Module):
     @nn.compact
     def __call__(self, x):
         x = x.astype("float32") if x.dtype == jnp.int32 else x
-        return jnp.square(x) @ self.param("scale", nn.initializers.ones, (3, 1))
+        return jnp.square(x) @ self.param("scale", nn.initializers.ones, (8, 8))
 
 
 class Headed(nn.Module):
     @nn.compact
     def __call__(self, x):
-        body = nn.Dense(1, name="body")(x.astype("float32"))
+        body = nn.Dense(8, name="body")(x.astype("float32"))
         return body + Squares(name="head")(x)
 
 
@@ -157,19 +157,21 @@ class Headed(nn.Module):
 @pytest.mark.parametrize(("steps", "inputs"), [(1, "bfloat16"), (2, "float16"), (2, "int32")])
 def test_inputs_of_any_dtype_train_a_float32_head_in_microbatches_too(steps, inputs):
     model = jaxmp.linen.apply_policy(Headed(), "mixed_float16", {"head": "float32"})
-    x = np.full((4, 3), 304) + 16 * np.arange(4)[:, None]  # exact in every dtype; the squares overflow in float16
+    x = np.full((4, 8), 304) + 16 * np.arange(4)[:, None]  # exact in every dtype; the squares overflow in float16
     batch = jnp.asarray(x, inputs)
 
     def loss(params, model_state, batch, rng):
-        return jnp.mean(model.apply({"params": params}, batch)) / 2**17, model_state
+        return jnp.mean(model.apply({"params": params}, batch)) / 2**14, model_state
 
     tx = loss_scaling(optax.sgd(1.0), DynamicLossScale())
-    body = {"kernel": jnp.ones((3, 1)), "bias": jnp.zeros(1)}
-    state = TrainState.create(params={"body": body, "head": {"scale": jnp.ones((3, 1))}}, tx=tx)
+    body = {"kernel": jnp.ones((8, 8)), "bias": jnp.zeros(8)}
+    state = TrainState.create(params={"body": body, "head": {"scale": jnp.ones((8, 8))}}, tx=tx)
     state, metrics = make_train_step(loss, accumulate_steps=steps)(state, batch)
     assert not metrics["skipped"]
-    np.testing.assert_allclose(state.params["head"]["scale"], 1 - np.mean(x**2, 0)[:, None] / 2**17, rtol=1e-5)
-    np.testing.assert_allclose(state.params["body"]["kernel"], 1 - np.mean(x, 0)[:, None] / 2**17, rtol=1e-5)
+    # The mean is over 8 columns, and each column of a param has the gradient of one of them.
+    by_head, by_body = (np.mean(values, 0)[:, None] / 8 / 2**14 for values in (x**2, x))
+    np.testing.assert_allclose(state.params["head"]["scale"], np.tile(1 - by_head, 8), rtol=1e-5)
+    np.testing.assert_allclose(state.params["body"]["kernel"], np.tile(1 - by_body, 8), rtol=1e-5)
 
 
 @pytest.mark.once
@@ -439,11 +441,11 @@ def test_the_warning_for_float16_products_without_a_scale_comes_once_and_only_wh
 @pytest.mark.once
 @pytest.mark.parametrize("library", ["linen", "nnx"])
 def test_a_loss_scale_or_a_half_policy_without_half_products_is_warned_of_once(library):
-    x, traces = jnp.ones((4, 3)), []
+    x, traces = jnp.ones((4, 8)), []
 
     def warned(policy_of_model=None, loss_scale=None, is_elementwise=False, **options):
         if library == "linen":
-            model = nn.Dense(2) if policy_of_model is None else jaxmp.linen.apply_policy(nn.Dense(2), policy_of_model)
+            model = nn.Dense(8) if policy_of_model is None else jaxmp.linen.apply_policy(nn.Dense(8), policy_of_model)
             params = model.init(jax.random.key(0), x)["params"]
             step = make_train_step(
                 lambda params, x: loss(lambda: model.apply({"params": params}, x), params), **options
@@ -451,7 +453,7 @@ def test_a_loss_scale_or_a_half_policy_without_half_products_is_warned_of_once(l
             tx = loss_scaling(optax.sgd(0.1), loss_scale or jaxmp.NoOpLossScale())
             args = [TrainState.create(params=params, tx=tx)]
         else:
-            model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+            model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
             model = model if policy_of_model is None else jaxmp.nnx.apply_policy(model, policy_of_model)
             step = jaxmp.nnx.make_train_step(lambda model, x: loss(lambda: model(x), vars(model)), **options)
             args = [model, jaxmp.nnx.Optimizer(model, optax.sgd(0.1), loss_scale=loss_scale)]

@@ -118,6 +118,7 @@ _LOOPS = (
 )
 SWITCHES = (
     Switch("3", "constants beyond half", ((rules.Rules, "_kind_by_constants", _infer_any_constant),)),
+    Switch("3", "small products", ((graph, "make_sums", _do_nothing),)),
     Switch("3", "joins of constants beyond half", ((decide, "RAISERS", _raisers_without(decide.raise_joins)),)),
     Switch("4", "casts before moves", ((decide, "move_casts", _do_nothing),)),
     Switch("5", "feeds only float32", ((decide, "readers_of", _none),)),

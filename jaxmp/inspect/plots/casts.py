@@ -55,7 +55,7 @@ def casts(plan: CastPlan) -> Any:
     Raises:
       ModuleNotFoundError: matplotlib is not installed.
 
-    >>> plan = jaxmp.cast_plan(lambda w, x: jax.nn.logsumexp(x @ w), "mixed_bfloat16")(jnp.ones((4, 4)), jnp.ones(4))
+    >>> plan = jaxmp.cast_plan(lambda w, x: jax.nn.logsumexp(x @ w), "mixed_bfloat16")(jnp.ones((8, 8)), jnp.ones(8))
     >>> casts(plan).get_suptitle()
     '100% of the FLOPs of products are half; autocast adds 4 casts'
     """

@@ -159,11 +159,11 @@ def test_shares_are_of_what_tensor_cores_take_and_of_the_entries_that_the_refere
 class Doubling(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        return nn.Dense(4, use_bias=False, kernel_init=nn.initializers.ones)(nn.Dense(3)(x))
+        return nn.Dense(8, use_bias=False, kernel_init=nn.initializers.ones)(nn.Dense(8)(x))
 
 
 # float16's smallest subnormal is 2**-24: half of it rounds to zero, the next larger number does not.
-SLOPES = jnp.array([1.0, 2.0**-10, 2.0**-25, 2.0**-30], jnp.float32)
+SLOPES = jnp.tile(jnp.array([1.0, 2.0**-10, 2.0**-25, 2.0**-30], jnp.float32), 2)
 
 
 @pytest.mark.parametrize(("scale", "lost"), [(1.0, 2), (2.0**4, 1)])
@@ -174,14 +174,14 @@ def test_gradients_of_activations_vanish_as_counted_by_hand(scale, lost):
         def loss_fn(params, model_state, batch, rng):
             return (model.apply({"params": params}, batch) * SLOPES).sum(), model_state
 
-        params = Doubling().init(jax.random.key(0), jnp.ones((1, 2)))["params"]
+        params = Doubling().init(jax.random.key(0), jnp.ones((1, 8)))["params"]
         tx = jaxmp.loss_scaling(optax.sgd(0.1), loss_scale)
         state = jaxmp.TrainState.create(params=params, tx=tx)
-        return gradients.gradients(loss_fn, state, jnp.ones((5, 2)))
+        return gradients.gradients(loss_fn, state, jnp.ones((5, 8)))
 
     reference = all_gradients("float32", jaxmp.NoOpLossScale())
     params, activations = all_gradients("mixed_float16", jaxmp.StaticLossScale(scale))
-    assert [layer.shape for layer in activations] == [(5, 3), (5, 4)]
+    assert [layer.shape for layer in activations] == [(5, 8), (5, 8)]
     # The gradients of the inner layer are half-precision sums of slopes, and none vanishes. The outer layer returns the
     # result of the model, so its gradients are float32. They vanish where a half product reads them.
     np.testing.assert_array_equal(activations[1], np.tile(scale * SLOPES, (5, 1)))

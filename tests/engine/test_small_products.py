@@ -1,0 +1,140 @@
+"""Products that tensor cores would not compute faster are float32 sums."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from autocast_tools import compiled, half, in_turn, normal, products
+
+X, W = normal(0, 32, 16), normal(1, 16, 512, scale=0.3)
+GRID = jnp.arange(512.0)
+ANGLE = np.float32(0.3)
+ROTATION = jnp.array([[jnp.cos(ANGLE), -jnp.sin(ANGLE), 0], [jnp.sin(ANGLE), jnp.cos(ANGLE), 0], [0, 0, 1]])
+PIXELS = jnp.stack(jnp.meshgrid(jnp.arange(16.0), jnp.arange(32.0), indexing="ij"), -1).reshape(512, 2)
+HIGH_BIN = jnp.eye(512)[300]
+IMAGES, SQUARE = jnp.full((32, 16), 200, jnp.uint8), normal(3, 16, 16)
+
+
+def probabilities(x, w):
+    return jax.nn.softmax(x @ w)
+
+
+def energies(x, w):
+    """Return the energy of a molecule: a sum over its atoms' elements, plus a learned part."""
+    elements = jax.nn.one_hot(jnp.arange(32) % 4, 4)
+    return elements @ jnp.array([-2001.3, -513.7, -37.9, -0.5]) + jax.nn.relu(x @ w).mean(-1)
+
+
+def projected(x, w):
+    points = (x @ w)[:, :384].reshape(32, 128, 3) + jnp.array([0.0, 0.0, 60.0])
+    rotated = points @ ROTATION
+    return rotated[..., :2] / rotated[..., 2:]
+
+
+# Each program with the same program written without products after the first one.
+PROGRAMS = {
+    "soft-argmax": (
+        lambda x, w: probabilities(x, w) @ GRID,
+        lambda x, w: (probabilities(x, w) * GRID).sum(-1),
+    ),
+    "soft-argmax by einsum": (
+        lambda x, w: jnp.einsum("n,bn->b", GRID, probabilities(x, w)),
+        lambda x, w: (probabilities(x, w) * GRID).sum(-1),
+    ),
+    "soft-argmax of each example": (
+        lambda x, w: jax.vmap(lambda p: jnp.vdot(p, GRID))(probabilities(x, w)),
+        lambda x, w: (probabilities(x, w) * GRID).sum(-1),
+    ),
+    "expected pixel": (
+        lambda x, w: probabilities(x, w) @ PIXELS,
+        lambda x, w: (probabilities(x, w)[..., None] * PIXELS).sum(-2),
+    ),
+    "value head": (
+        lambda x, w: jax.nn.relu(x @ w) @ (HIGH_BIN + 20)[:, None],
+        lambda x, w: (jax.nn.relu(x @ w) * (HIGH_BIN + 20)).sum(-1, keepdims=True),
+    ),
+    "scalar product of rows": (
+        lambda x, w: jnp.einsum("bn,bn->b", x @ w, x @ w),
+        lambda x, w: jnp.square(x @ w).sum(-1),
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "policy"), in_turn(PROGRAMS))
+def test_a_product_with_few_columns_is_as_exact_as_a_sum(name, policy):
+    by_product, by_sum = PROGRAMS[name]
+    assert products(half(by_product, policy), X, W)[-1] == "float32"
+    exact = by_product(X, W)
+    errors = [
+        np.abs(result - exact).max()
+        for result in compiled(lambda x, w: (half(by_product, policy)(x, w), half(by_sum, policy)(x, w)))(X, W)
+    ]
+    assert errors[0] <= 1.5 * errors[1] + 1e-6 * np.abs(exact).max()
+
+
+def test_a_sum_of_large_energies_by_a_one_hot_product_is_float32():
+    result, exact = compiled(half(energies))(X, W), energies(X, W)
+    np.testing.assert_allclose(result, exact, atol=0.05)
+
+
+def test_points_are_rotated_and_projected_in_float32():
+    assert products(half(projected), X, W) == ["bfloat16", "float32"]
+
+
+def test_counts_by_a_product_are_exact():
+    def positions(x, w):
+        is_of_expert = jax.nn.one_hot(jnp.minimum((x @ w).argmax(-1), 0), 8)
+        counts = jnp.tril(jnp.ones((640, 640))) @ is_of_expert
+        return (counts * is_of_expert).sum(-1)
+
+    np.testing.assert_array_equal(compiled(half(positions))(jnp.tile(X, (20, 1)), W), np.arange(1, 641))
+
+
+LAYERS = {
+    "one example": (lambda x, w: jax.nn.relu(x[:1] @ w[:, :16]) @ w[:, :16], 2),
+    "one example without a batch axis": (lambda x, w: w[:, :16].T @ jax.nn.relu(x[0] @ w[:, :16]), 2),
+    "each of many examples": (
+        lambda x, w: jax.vmap(lambda row: w[:, :16].T @ jax.nn.relu(row @ w[:, :16]))(x),
+        2,
+    ),
+    "a state of one example": (
+        lambda x, w: jax.lax.fori_loop(0, 3, lambda _, h: jnp.tanh(w[:, :16] @ h), x[0]) @ w,
+        2,
+    ),
+    "a head with four classes": (lambda x, w: jax.nn.relu(x @ w[:, :16]) @ w[:, :4], 2),
+    "a closed-over layer of images": (lambda x, w: (IMAGES.astype(jnp.float32) / 255.0) @ SQUARE + x @ SQUARE, 2),
+    "random features": (lambda x, w: jax.random.normal(jax.random.key(0), (16, 16)) @ SQUARE @ w, 2),
+    "coordinates": (lambda x, w: jax.nn.relu(x[:, :2] @ w[:2, :16]) @ w, 2),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_products_with_a_weight_stay_half(name):
+    fun, number = LAYERS[name]
+    assert products(half(fun), X, W) == ["bfloat16"] * number
+
+
+def test_a_head_of_width_one_is_float32_at_every_batch_size_and_under_vmap():
+    for head in (normal(3, 16, 1), normal(3, 16)):
+
+        def fun(x, w, head=head):
+            return jax.nn.relu(x @ w[:, :16]) @ head
+
+        for x in (X[0], X[:1], X):
+            assert products(half(fun), x, W) == ["bfloat16", "float32"]
+        for mapped in (jax.vmap(half(fun), (0, None)), half(jax.vmap(fun, (0, None)))):
+            assert products(mapped, X, W) == ["bfloat16", "float32"]
+
+
+def test_regions_overrides_and_half_products_of_the_author_win():
+    def fun(x, w):
+        return jax.nn.softmax(x @ w) @ GRID
+
+    assert products(half(fun, overrides={"primitive:dot_general": "half"}), X, W) == ["bfloat16"] * 2
+
+    def author(x, w):
+        return (x @ w).astype(jnp.bfloat16) @ GRID.astype(jnp.bfloat16)
+
+    assert products(half(author), X, W) == ["bfloat16"] * 2
