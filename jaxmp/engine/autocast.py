@@ -16,6 +16,7 @@ from jaxmp.base.arguments import printed, require_function
 from jaxmp.base.donation import donation_note
 from jaxmp.engine.decisions import decide_program
 from jaxmp.engine.emit import Emission
+from jaxmp.engine.float64_check import warn_of_float64
 from jaxmp.engine.graph import build
 from jaxmp.engine.inner_emissions import around_emitted, is_collecting
 from jaxmp.engine.marks import DECIDED, mark_of
@@ -123,6 +124,7 @@ def computed(fun: Callable[..., Any], rules: Rules, args: Any, kwargs: Any, poli
         rules.programs = None  # each equation is emitted, which records its casts and dtypes
     dtypes = result_dtypes(program, policy)
     graph = build(program.open_jaxpr, operands, dtypes, rules, force=policy is None)
+    warn_of_float64(program.open_jaxpr, graph, rules)
     decisions = decide_program(graph)
     emission = Emission(decisions, rules)
     with donation_note(), jax.named_scope(DECIDED), around_emitted(emission):

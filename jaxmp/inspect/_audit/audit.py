@@ -250,7 +250,8 @@ def audit(
     def audit_call(*args: Any) -> Audit:
         jitted, inputs = compiling.call_of(fun, args)
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="the loss has float16 products")  # reported as a finding
+            for reported_as_finding in ("the loss has float16 products", ".*but products are float64"):
+                warnings.filterwarnings("ignore", message=reported_as_finding)
             trace = compiling.trace_of_call(jitted, inputs, device, compile, topology)
         program = memory = None
         if compile:

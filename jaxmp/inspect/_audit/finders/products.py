@@ -33,7 +33,7 @@ def float32_products(audited: Audited) -> Faults:
             product.phase == "backward" and (equation.path, equation.source) in mixed
         ):  # the derivative of a mixed product
             continue
-        half = _half_of(audited, equation)
+        half = half_of(audited, equation)
         is_outer_product = value.name == "dot_general" and not equation.eqn.params["dimension_numbers"][0][0]
         if half is None or is_outer_product:
             continue
@@ -129,7 +129,7 @@ def _asks_for_float32(equation: Equation) -> bool:
     return not is_default or region_of(equation.names).level in _FLOAT32_LEVELS
 
 
-def _half_of(audited: Audited, equation: Equation) -> str | None:
+def half_of(audited: Audited, equation: Equation) -> str | None:
     """Return the half compute dtype of the policy at an equation, or None.
 
     The result is None if there is no policy, if the policy computes in float32, or if one of several matching policies

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from jaxmp.engine.marks import DECIDED, region_of
 from jaxmp.inspect._audit.evidence import Audited, Fault, Faults
+from jaxmp.inspect._audit.finders.products import half_of
 from jaxmp.program.values import Program, Value, computed_at, origins
 
 
@@ -62,21 +64,33 @@ def _dtype_fault(value: Value, path: tuple[str, ...], expected: np.dtype, rule: 
 
 
 def strong_float64(audited: Audited) -> Faults:
-    """Find where float64 enters a program that has half-precision products.
+    """Find where float64 enters a program that has half-precision products, or should have them.
 
     Weakly typed float64 values are left out, and so is the backward pass: the derivative of each cast back from float64
     is a cast to float64.
     """
-    if not audited.has_half_products:
+    if audited.has_half_products:
+        what = "float64 in a program with half products"
+    elif any(_should_be_half(audited, product) for product, _ in audited.products):
+        what = "float64 under a half policy makes products float64"
+    else:
         return
     for value in audited.program.values:
         if not _enters_float64(value) or (value.equation and value.equation.phase == "backward"):
             continue
         yield Fault(
             computed_at(value),
-            "float64 in a program with half products",
+            what,
             "use float32, and do not combine arrays of the program with strongly typed float64 (np.float64, astype)",
         )
+
+
+def _should_be_half(audited: Audited, product: Value) -> bool:
+    """Return whether a product is float64 under a half policy, or under autocast."""
+    names = product.at.names
+    is_float64 = any(operand.dtype == np.float64 for operand in product.inputs)
+    is_under_autocast = DECIDED in names and region_of(names).level in (None, "half")
+    return is_float64 and (is_under_autocast or half_of(audited, product.at) is not None)
 
 
 def _enters_float64(value: Value) -> bool:

@@ -1,0 +1,93 @@
+"""Warn if float64 enters a program under a half policy.
+
+The engine leaves float64 alone. Under ``jax_enable_x64``, one float64 array therefore makes every product after it
+float64.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from jaxmp.base.user_warnings import warn_user
+from jaxmp.engine.marks import DECIDED, region_of
+from jaxmp.engine.nodes import Graph
+from jaxmp.engine.rules import Rules
+from jaxmp.program.equations import Opened
+from jaxmp.program.primitives import PRODUCTS
+from jaxmp.program.reading import read_program
+from jaxmp.program.values import ARGUMENT, Equation, Key, Value, origins
+
+_FLOAT64 = np.dtype(np.float64)
+
+
+def warn_of_float64(program: Opened, graph: Graph, rules: Rules) -> None:
+    """Warn if products under a half policy are float64, and name the first float64 value that causes it.
+
+    A product is not reported if the author asks for float32 or more there: by :func:`jaxmp.precision`, by an override,
+    by the ``dtype`` of a module, or if all its float64 operands come from casts.
+    """
+    if not any(_reads_float64(step.eqn) for step in graph.steps):
+        return
+    silent = Rules(rules.half, rules.overrides)  # its lookups must not count as matches of overrides
+    for equation in read_program(*program, counts_as_one=_is_emitted).equations.values():
+        half = _half_asked_for(equation, silent)
+        if half is None or not _reads_float64(equation.eqn):
+            continue
+        entries = [origin for operand in equation.operands for origin in _entries_of_float64(operand)]
+        if entries:
+            warn_user(_message(half, min(entries, key=_key_of)))
+            return
+
+
+def _reads_float64(eqn: Any) -> bool:
+    """Return whether an equation is a product with a float64 operand."""
+    return eqn.primitive.name in PRODUCTS and any(atom.aval.dtype == _FLOAT64 for atom in eqn.invars)
+
+
+def _is_emitted(eqn: Any, names: Any) -> bool:
+    return DECIDED in names
+
+
+def _half_asked_for(equation: Equation, rules: Rules) -> np.dtype | None:
+    """Return the half dtype that the policy asks for at a product; None if it asks for none."""
+    if DECIDED in equation.names:
+        return None
+    request = rules.request_of(equation.name, equation.names)
+    is_half = request is None or request.level == "half"
+    return (region_of(equation.names).half or rules.half) if is_half else None
+
+
+def _entries_of_float64(value: Value) -> list[Value]:
+    """Return the float64 values from which ``value`` has its dtype, without casts from other floating dtypes.
+
+    Such a cast is the author's, or JAX adds it where another float64 value is combined with float32.
+    """
+
+    def reads_float64(value: Value) -> bool:
+        return any(operand.dtype == _FLOAT64 for operand in value.inputs)
+
+    ends = [end for end in origins(value, reads_float64) if end.dtype == _FLOAT64]
+    return [end for end in ends if not (end.is_cast and end.inputs[0].is_float)]
+
+
+def _key_of(value: Value) -> Key:
+    """Return the place in the program at which a value is computed, or at which a constant is first read."""
+    if value.name == ARGUMENT or value.key or value.reader is None:
+        return value.key
+    return value.reader.key
+
+
+def _message(half: np.dtype, entry: Value) -> str:
+    reader = entry.reader.source if entry.reader is not None else ""
+    if entry.name == ARGUMENT:
+        where = f"with an argument of shape {entry.shape}" + (f", which {reader} reads" if reader else "")
+        remedy = "pass it as float32, e.g. x.astype('float32')"
+    else:
+        where = f"at {(entry.equation.source if entry.equation is not None else reader) or 'an unknown line'}"
+        remedy = "make it float32 there, e.g. with dtype=jnp.float32"
+    return (
+        f"the policy computes in {half.name}, but products are float64: float64 enters {where}.\n"
+        f"For {half.name} products, {remedy}. To keep float64, put the products in jaxmp.precision('float32')."
+    )
