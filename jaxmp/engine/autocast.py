@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from jaxmp._internals.jax.traces import is_tracing
 from jaxmp.base.arguments import printed, require_function
 from jaxmp.base.donation import donation_note
 from jaxmp.engine.decisions import decide_program
@@ -22,6 +21,7 @@ from jaxmp.engine.inner_emissions import around_emitted, is_collecting
 from jaxmp.engine.marks import DECIDED, mark_of
 from jaxmp.engine.overrides import level_of, policy_and_exceptions
 from jaxmp.engine.rules import Rules
+from jaxmp.engine.shared_programs import SharedPrograms, key_of_jitted_call, remember
 from jaxmp.engine.trace import result_dtypes, traced
 from jaxmp.policy.off_switch import unless_policies_off
 from jaxmp.policy.policies import Policy, check_backend
@@ -88,7 +88,7 @@ def autocast(fun: F, policy: Any = None, overrides: Mapping[str, Any] | None = N
         )
     require_function(fun, "autocast")
     one_policy, exceptions = policy_and_exceptions(policy, overrides)
-    programs: dict[Any, Any] = {}
+    programs = SharedPrograms()
 
     @unless_policies_off(fun)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -96,7 +96,7 @@ def autocast(fun: F, policy: Any = None, overrides: Mapping[str, Any] | None = N
             with donation_note(), mark_of(level_of(one_policy)), one_policy.matmul_context():
                 return one_policy.cast_to_output(fun(*args, **kwargs))
         check_backend(one_policy)
-        rules = Rules(one_policy.compute_dtype, exceptions, {} if is_tracing() else programs, one_policy.float8)
+        rules = Rules(one_policy.compute_dtype, exceptions, programs.of_trace(), one_policy.float8)
         results = computed(fun, rules, args, kwargs, one_policy)
         return one_policy.cast_to_output(results) if one_policy.compute_dtype == np.float32 else results
 
@@ -123,13 +123,19 @@ def computed(fun: Callable[..., Any], rules: Rules, args: Any, kwargs: Any, poli
     if is_collecting():
         rules.programs = None  # each equation is emitted, which records its casts and dtypes
     dtypes = result_dtypes(program, policy)
-    graph = build(program.open_jaxpr, operands, dtypes, rules, force=policy is None)
-    warn_of_float64(program.open_jaxpr, graph, rules)
-    decisions = decide_program(graph)
+    key = None if rules.programs is None else key_of_jitted_call(program.open_jaxpr[0], operands, dtypes)
+    decisions = None if rules.programs is None else rules.programs.get(key)
+    is_new = decisions is None
+    if decisions is None:
+        graph = build(program.open_jaxpr, operands, dtypes, rules, force=policy is None)
+        warn_of_float64(program.open_jaxpr, graph, rules)
+        decisions = decide_program(graph)
     emission = Emission(decisions, rules)
     with donation_note(), jax.named_scope(DECIDED), around_emitted(emission):
         results = emission.results(program.open_jaxpr, operands, dtypes)
-    if policy is not None:  # the adapters check the overrides of a model, if every module ran
+    if is_new and policy is not None:  # the adapters check the overrides of a model, if every module ran
         rules.check()
+    if rules.programs is not None and key is not None:
+        remember(rules.programs, key, decisions)
     rules.decided(decisions)
     return program.unflatten(results)

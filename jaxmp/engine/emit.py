@@ -19,6 +19,7 @@ from jaxmp.engine.marks import WIDE_SUMS, WITH_RULE, ours
 from jaxmp.engine.nodes import Node, Step, StepBody
 from jaxmp.engine.reads import is_widening
 from jaxmp.engine.rules import Rules
+from jaxmp.engine.shared_programs import remember
 from jaxmp.engine.states import KEPT
 from jaxmp.engine.trace import tracing
 from jaxmp.program.binding import bind_equation, params_in_dtype
@@ -322,7 +323,5 @@ def _result_of_equal_step(
     decisions = emission.decisions.key_of(step)
     key = (step.eqn.primitive.name, *step.eqn.params.values(), names, decisions, may_skip, same)
     program = rules.programs.get(key) or make()
-    if len(rules.programs) >= 256:  # each entry keeps the constants of its program alive
-        rules.programs.clear()
-    rules.programs[key] = program
+    remember(rules.programs, key, program)
     return program

@@ -70,7 +70,7 @@ class Rules:
       half: the compute dtype of code outside of marked modules; None if all code is marked.
       overrides: the levels of paths, primitives and classes, from :func:`jaxmp.engine.overrides.levels_of`. The first
         path that matches wins, as in a PolicyMap. A path with a primitive matches only that primitive.
-      programs: a cache of rewritten parts of the program; None to rewrite each part again.
+      programs: a cache of decisions and rewritten bodies (see ``shared_programs.py``); None to share nothing.
       float8: the recipe for float8 products in code outside of marked modules; None for half products.
       decided: a function that receives the decisions about the program.
     """

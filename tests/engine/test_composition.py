@@ -367,6 +367,31 @@ def test_nothing_leaks():
         half(network)(X, W)
 
 
+def test_calls_of_a_jitted_function_in_one_trace_share_a_program():
+    @jax.custom_vjp
+    def clipped(h, bound):
+        return h
+
+    clipped.defvjp(lambda h, bound: (h, bound), lambda bound, dy: (jnp.clip(dy, -bound, bound), None))
+    fun = lambda w, x: clipped(jnp.tanh(x @ w) @ w, x[0, 0]).sum()  # noqa: E731
+    loss = half(jax.jit(fun))
+
+    def step(w, x):
+        xs = [x * n for n in range(1, 4)]
+        in_loop = jax.lax.scan(lambda _, x: (None, loss(w, x)), None, jnp.stack(xs))[1]
+        return [loss(w, x) for x in xs], [jax.value_and_grad(loss)(w, x) for x in xs], list(in_loop)
+
+    def decided_anew(w, x):
+        results = [jax.value_and_grad(half(fun))(w, x * n) for n in range(1, 4)]
+        return [value for value, _ in results], results, [value for value, _ in results]
+
+    calls = [eqn for eqn in jax.make_jaxpr(step)(W, X).eqns if eqn.primitive.name == "jit"]
+    assert len(calls) == 9 and len({id(eqn.params["jaxpr"]) for eqn in calls}) == 3  # the value, and both passes
+    jax.tree.map(np.testing.assert_array_equal, *compiled(lambda *args: (step(*args), decided_anew(*args)))(W, X))
+    with jax.checking_leaks():
+        jax.eval_shape(step, W, X)
+
+
 def test_a_branch_for_other_platforms_is_not_lowered_for_this_one():
     def other(x):
         return jax.ffi.ffi_call("no_such_target", jax.ShapeDtypeStruct(x.shape, x.dtype))(x)

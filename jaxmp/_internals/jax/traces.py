@@ -41,6 +41,11 @@ def traces_around() -> list[Any]:
     return traces
 
 
+def staging_trace() -> Any:
+    """Return the innermost trace that records operations for a program; None if there is none."""
+    return next((trace for trace in traces_around() if hasattr(trace, "frame")), None)
+
+
 def batches_around() -> list[Any]:
     """Return the trace of each ``jax.vmap`` around the code, innermost first."""
     return [trace for trace in traces_around() if isinstance(trace, BatchTrace)]
