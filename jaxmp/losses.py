@@ -47,7 +47,7 @@ from jax.sharding import PartitionSpec
 from jaxmp.base import hardware
 from jaxmp.base.cache_keys import auto_chunks
 from jaxmp.base.dtypes import at_least_float32
-from jaxmp.engine.marks import precision
+from jaxmp.engine.marks import mark_of
 from jaxmp.engine.trace import autocast_dtype
 from jaxmp.sharding.mesh_plan import Plan, on_auto_axes, plan_being_traced
 
@@ -206,7 +206,7 @@ def projected_cross_entropy(
         raise ValueError(f"chunks must be an integer of at least 1 or 'auto', got {chunks!r}; write chunks='auto'")
     _check_options(labels, x.shape[:1], label_smoothing, z_loss)
     # Under autocast, `x` is float32 here, and autocast does not see the casts to float32 below. So `x` is cast to half
-    # precision here, and code below that must be float32 is marked with `precision("float32")`.
+    # precision here, and code below that must be float32 is marked with `mark_of("float32")`.
     half = autocast_dtype() if x.dtype == jnp.float32 else None
     x = x if half is None else x.astype(half)
     dtypes = tuple(None if array is None else np.dtype(array.dtype) for array in (x, weights, bias))
@@ -245,7 +245,7 @@ def _mean_over_devices(
         return _projected(x, weights, bias, labels, options, _chunks_of(x, weights, chunks), dtypes)
 
     means = jax.vmap(mean, in_axes=(0, 0, None if bias is None else 0, 0))(x, weights, bias, labels)
-    with precision("float32"):
+    with mark_of("float32"):
         counted = (labels != _IGNORED).sum(1)
         return (means * (counted / jnp.maximum(counted.sum(), 1)).astype(means.dtype)).sum()
 
@@ -273,7 +273,7 @@ def _projected_forward(
         # float16 allows. Otherwise the gradient of an unlikely class would underflow.
         gradient = _gradient(logits, labels, denominators, options)
         by_bias = None if bias is None else by_bias + gradient.sum(0)
-        with precision("float32"):
+        with mark_of("float32"):
             gradient = (gradient * _gradient_shift(x.dtype, options)).astype(x.dtype)
         by_weights += jnp.dot(gradient.T, x, preferred_element_type=wide)
         return (total + losses.sum(), by_weights, by_bias), jnp.dot(gradient, layer[0], preferred_element_type=wide)
@@ -290,7 +290,7 @@ def _projected_backward(
     options: _Options, chunks: int, dtypes: Any, residuals: Any, cotangent: jax.Array
 ) -> tuple[Any, ...]:
     *gradients, count = residuals
-    with precision("float32"):  # the cotangent may be a loss scale above the largest float16 number
+    with mark_of("float32"):  # the cotangent may be a loss scale above the largest float16 number
         factor = cotangent / count
         shifted = factor / _gradient_shift(dtypes[0], options)
         scaled = [
@@ -348,7 +348,7 @@ def _losses(logits: jax.Array, labels: jax.Array, options: _Options) -> tuple[ja
     The largest logit is not added to the logarithm of the sum, because the addition would round the logarithm.
     """
     classes, smoothing, z_loss = options
-    with precision("float32"):  # autocast traces this in float32, and does not see the cast below
+    with mark_of("float32"):  # autocast traces this in float32, and does not see the cast below
         wide = logits.astype(at_least_float32(logits.dtype))
         largest = jax.lax.stop_gradient(wide.max(-1))
         denominators = _Denominators(largest, jnp.log(jnp.exp(wide - largest[..., None]).sum(-1)))
@@ -365,7 +365,7 @@ def _losses(logits: jax.Array, labels: jax.Array, options: _Options) -> tuple[ja
 def _gradient(logits: jax.Array, labels: jax.Array, denominators: _Denominators, options: _Options) -> jax.Array:
     """Return the gradient of each loss with respect to its logits, in float32."""
     classes, smoothing, z_loss = options
-    with precision("float32"):
+    with mark_of("float32"):
         # Without the barrier, XLA would compute `wide - largest` once for the loss and the gradient, and store it in
         # float32.
         denominators = jax.lax.optimization_barrier(denominators)

@@ -14,6 +14,8 @@ import jax
 
 decided: Any = jax.make_user_context(default_value=None)
 """The engine's settings while it traces a function. JAX traces inner jitted functions again for other settings."""
+region: Any = jax.make_user_context(default_value="")
+"""The scope of the innermost ``jaxmp.precision`` region around the code; empty outside of regions."""
 policies_off: Any = jax.make_user_context(default_value=False)
 """True while policies and autocast are switched off, so that the traced code stays unchanged."""
 planned: Any = jax.make_user_context(default_value=None)

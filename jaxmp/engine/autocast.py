@@ -18,7 +18,7 @@ from jaxmp.engine.emit import Emission
 from jaxmp.engine.float64_check import warn_of_float64
 from jaxmp.engine.graph import build
 from jaxmp.engine.inner_emissions import around_emitted, is_collecting
-from jaxmp.engine.marks import DECIDED, mark_of
+from jaxmp.engine.marks import DECIDED, mark_of, names_around
 from jaxmp.engine.overrides import level_of, policy_and_exceptions
 from jaxmp.engine.rules import Rules
 from jaxmp.engine.shared_programs import SharedPrograms, key_of_jitted_call, remember
@@ -127,7 +127,7 @@ def computed(fun: Callable[..., Any], rules: Rules, args: Any, kwargs: Any, poli
     decisions = None if rules.programs is None else rules.programs.get(key)
     is_new = decisions is None
     if decisions is None:
-        graph = build(program.open_jaxpr, operands, dtypes, rules, force=policy is None)
+        graph = build(program.open_jaxpr, operands, dtypes, rules, names_around(), force=policy is None)
         warn_of_float64(program.open_jaxpr, graph, rules)
         decisions = decide_program(graph)
     emission = Emission(decisions, rules)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from jaxmp.base.user_warnings import warn_user
-from jaxmp.engine.marks import DECIDED, region_of
+from jaxmp.engine.marks import DECIDED, names_around, region_of
 from jaxmp.engine.nodes import Graph
 from jaxmp.engine.rules import Rules
 from jaxmp.program.equations import Opened
@@ -31,7 +31,7 @@ def warn_of_float64(program: Opened, graph: Graph, rules: Rules) -> None:
     if not any(_reads_float64(step.eqn) for step in graph.steps):
         return
     silent = Rules(rules.half, rules.overrides)  # its lookups must not count as matches of overrides
-    for equation in read_program(*program, counts_as_one=_is_emitted).equations.values():
+    for equation in read_program(*program, names_around(), counts_as_one=_is_emitted).equations.values():
         half = _half_asked_for(equation, silent)
         if half is None or not _reads_float64(equation.eqn):
             continue

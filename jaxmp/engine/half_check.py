@@ -14,6 +14,7 @@ import numpy as np
 from jaxmp.base.dtypes import is_half
 from jaxmp.base.user_warnings import warn_user
 from jaxmp.engine.decisions import Decisions
+from jaxmp.engine.marks import names_around
 from jaxmp.engine.nodes import Step
 from jaxmp.engine.overrides import Level, is_float32
 from jaxmp.policy.patterns import EVERY, Pattern, pattern_text
@@ -88,7 +89,7 @@ def check_half_products(decisions: Decisions, policy: Policy, modules: Sequence[
     Raises:
       ValueError: marks or overrides cover products, but no product is half.
     """
-    if not (modules and is_half(policy.compute_dtype)):
+    if not (modules and is_half(policy.compute_dtype)) or names_around():  # a region may change all products
         return
     steps = decisions.graph.steps
     products = [step for step in steps if step.eqn.primitive.name in PRODUCTS]

@@ -8,13 +8,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmp._internals.jax.sources import Names
+from jaxmp._internals.jax.sources import Names, current_names
+from jaxmp.base import cache_keys
 from jaxmp.engine.overrides import Level, checked_level
 from jaxmp.policy.policies import Policy
 
@@ -47,8 +49,12 @@ def precision(level: str | Policy) -> contextlib.AbstractContextManager[None]:
     """Set the precision of operations in this context under autocast.
 
     Use this context in place of ``astype("float32")``. Autocast traces float32 code in float32, so JAX drops such a
-    cast and autocast cannot see the cast. The context is a scope on JAX's name stack, so it also works in gradients,
-    loops and jitted functions. Outside of autocast the context changes nothing.
+    cast and autocast cannot see the cast. The context also holds in gradients, loops and jitted functions. Outside of
+    autocast the context changes nothing.
+
+    A region also applies to the functions under autocast, and to the models and train steps under a policy, that are
+    called in it. (In torch, an ``autocast`` inside of ``autocast(enabled=False)`` stays on.) If regions are nested, the
+    innermost region applies.
 
     Args:
       level: ``"float32"``, with products at the highest precision; ``"tensorfloat32"``, which is float32 with products
@@ -66,13 +72,39 @@ def precision(level: str | Policy) -> contextlib.AbstractContextManager[None]:
     >>> autocast(fun, "mixed_bfloat16")(jnp.full((1, 1), 1 / 3), jnp.ones((1, 1)))[0, 0]  # bfloat16 gives 0.33398438
     Array(0.33333334, dtype=float32)
     """
-    return mark_of(checked_level(level))
+    return _region(checked_level(level))
+
+
+@contextlib.contextmanager
+def _region(level: Level) -> Iterator[None]:
+    # JAX's name stack begins anew in each jitted function and in each function under autocast. So the level is also
+    # stored in a context, for which JAX traces jitted functions again.
+    with mark_of(level), cache_keys.region(_scope_of(level)):
+        yield
 
 
 def mark_of(level: Level) -> contextlib.AbstractContextManager[None]:
-    """Return a context that marks the code in it with one of ``LEVELS``, or with a float32 policy."""
+    """Return a context that marks the code in it with one of ``LEVELS``, or with a float32 policy.
+
+    Unlike :func:`precision`, it does not apply to functions and models that have their own policy.
+    """
+    return jax.named_scope(_scope_of(level))
+
+
+def _scope_of(level: Level) -> str:
     text = f"float32:{level.matmul_precision}" if isinstance(level, Policy) else level
-    return jax.named_scope(f"jaxmp.precision({text})")
+    return f"jaxmp.precision({text})"
+
+
+def names_around() -> Names:
+    """Return the scope of the region around the running code, for a program that begins here."""
+    scope: str = cache_keys.region.value
+    return (scope,) if scope else ()
+
+
+def names_here() -> Names:
+    """Return the scopes around the running code, with the region around the program."""
+    return (*names_around(), *current_names())
 
 
 def computing(

@@ -26,7 +26,7 @@ from jaxmp.engine.emit import Emission
 from jaxmp.engine.flops import flops_of
 from jaxmp.engine.graph import build
 from jaxmp.engine.inner_emissions import collecting_emissions, scope_in
-from jaxmp.engine.marks import path_of
+from jaxmp.engine.marks import names_around, path_of
 from jaxmp.engine.nodes import Node, Step
 from jaxmp.engine.overrides import policy_and_exceptions
 from jaxmp.engine.reasons import Reasons
@@ -257,7 +257,7 @@ def _plan_of(fun: Callable[..., Any], rules: Rules, policy: Policy | None) -> In
         if not all(isinstance(size, int) for operand in operands for size in operand.shape):
             raise ValueError("a plan needs all sizes to count FLOPs and bytes, but the shapes have a symbolic size")
         dtypes = result_dtypes(program, policy)
-        graph = build(program.open_jaxpr, operands, dtypes, rules)
+        graph = build(program.open_jaxpr, operands, dtypes, rules, names_around())
         rules.check()
         emission = Emission(decide_program(graph), rules)
         jax.eval_shape(lambda *args: emission.results(program.open_jaxpr, args, dtypes), *operands)

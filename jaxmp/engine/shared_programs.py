@@ -57,7 +57,8 @@ def key_of_jitted_call(jaxpr: Any, operands: Sequence[Any], dtypes: Sequence[Any
     """Return a key of the decisions about an open jaxpr, or None.
 
     The jaxpr has a key if it does nothing but call a jitted function with its own arguments. Everything else on which
-    the decisions depend, such as the mesh, is part of the key under which JAX stores the trace of the jitted function.
+    the decisions depend, such as the mesh and the region around the call, is part of the key under which JAX stores the
+    trace of the jitted function.
 
     Args:
       jaxpr: an open jaxpr.

@@ -132,6 +132,53 @@ def test_a_region_applies_to_gradients_loops_and_jitted_functions():
     assert sorted(products(jax.grad(half(fun)), W)) == ["bfloat16"] * 3 + ["float32"] * 3
 
 
+def _calls_under_a_policy():
+    def loss(w, x):
+        return jnp.mean(jnp.tanh(x @ w) @ w)
+
+    layers = nn.Sequential([nn.Dense(8), nn.Dense(8)])
+    variables = layers.init(jax.random.key(0), X)
+    linen = jaxmp.linen.apply_policy(layers, "mixed_bfloat16", {"layers_1": "float32"})
+    of_nnx = jaxmp.nnx.apply_policy(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), "mixed_bfloat16")
+    step = jaxmp.make_train_step(loss, policy="mixed_bfloat16", donate=False)
+    state = jaxmp.TrainState.create(params=W, tx=optax.sgd(0.1))
+    return {
+        "autocast of jit": (half(jax.jit(loss)), W, X),
+        "jit of gradient": (jax.jit(jax.grad(half(loss))), W, X),
+        "linen": (linen.apply, variables, X),
+        "nnx": (lambda x: of_nnx(x), X),
+        "train step": (step, state, X),
+    }
+
+
+def test_a_region_applies_to_functions_models_and_steps_under_a_policy_of_their_own():
+    for name, (fun, *args) in _calls_under_a_policy().items():
+
+        def in_region(*args, fun=fun):
+            with jaxmp.precision("half"), jaxmp.precision("float32"):
+                return fun(*args)
+
+        before = products(fun, *args)
+        assert "bfloat16" in before, name
+        with jaxmp.precision("float32"):
+            assert set(products(fun, *args)) == {"float32"}, name
+        assert set(products(half(in_region), *args)) == {"float32"}, name
+        assert products(fun, *args) == before, name
+    with jaxmp.precision("float32"):
+        plan = jaxmp.cast_plan(half(lambda w: X @ w))(W)
+        assert [row.why for row in plan.rows if row.cls == "half"] == ["region jaxmp.precision('float32')"]
+
+
+def test_eager_calls_in_a_region_are_compiled_for_it():
+    model = jaxmp.linen.apply_policy(nn.Dense(8), "mixed_bfloat16")
+    variables = model.init(jax.random.key(0), X)
+    half_result = model.apply(variables, X)
+    for _ in range(3):
+        with jaxmp.precision("float32"):
+            np.testing.assert_allclose(model.apply(variables, X), nn.Dense(8).apply(variables, X), rtol=1e-6)
+        np.testing.assert_array_equal(model.apply(variables, X), half_result)
+
+
 def test_a_region_changes_nothing_outside_of_autocast():
     def fun(x):
         with jaxmp.precision("half"):
