@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -90,6 +91,42 @@ def test_lora_trains_float32_adapters_of_a_published_model_in_bfloat16(
     assert relative_error(scope["logits"], logits) < 0.02
 
 
+class DownAndUp(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return nn.Dense(4, name="down")(nn.Dense(8, name="up")(x))
+
+
+def adapter_functions(model: nn.Module, shapes: Any) -> Scope:
+    """Return the functions of the Linen recipe, for another model with layers called "down" and "up"."""
+    [code] = [block.code for block in blocks(LORA) if "def make_adapters" in block.code]
+    scope = {"jax": jax, "jnp": jnp, "nn": nn, "flatten_dict": flatten_dict, "unflatten_dict": unflatten_dict}
+    scope |= {"model": model, "shapes": shapes}
+    exec(code, scope)
+    scope["targets"] = ("down", "up")
+    return scope
+
+
+def test_lora_works_if_layers_are_called_down_and_up() -> None:
+    x, model = jnp.ones((2, 4)), DownAndUp()
+    base = model.init(jax.random.key(0), x)["params"]
+    scope = adapter_functions(model, base)
+    adapters = drawn(scope["make_adapters"](jax.random.key(1)))
+    merged = {
+        name: {**base[name], "kernel": base[name]["kernel"] + pair["lora_a"] @ pair["lora_b"]}
+        for name, pair in adapters.items()
+    }
+    expected = model.apply({"params": merged}, x)
+    np.testing.assert_allclose(scope["apply"](base, adapters, x), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_lora_names_a_layer_that_has_the_name_of_an_adapter() -> None:
+    shapes = {"up": {"kernel": jnp.ones((4, 4))}, "lora_a": {"kernel": jnp.ones((4, 4))}}
+    scope = adapter_functions(DownAndUp(), shapes)
+    with pytest.raises(ValueError, match=r"lora_a/kernel has the name of an adapter"):
+        scope["make_adapters"](jax.random.key(0))
+
+
 def parts(scope: Scope, tab: str) -> tuple[Any, Any, Any]:
     """Return the frozen arrays, the adapters and the optimizer's state."""
     if tab == "Linen":
@@ -101,7 +138,7 @@ def parts(scope: Scope, tab: str) -> tuple[Any, Any, Any]:
 def pairs(adapters: Any) -> dict[str, list[jax.Array]]:
     """Return the two matrices of each adapter, by the name of the layer in the file."""
     by_layer: dict[str, list[jax.Array]] = {}
-    for path, matrix in jax.tree.leaves_with_path(adapters):  # sorted: "down" and "lora_a" come first
+    for path, matrix in jax.tree.leaves_with_path(adapters):  # sorted: "lora_a" comes first
         name = path_name(path[:-1]).replace("/", ".").replace("attn_", "attn.").replace("mlp_", "mlp.")
         by_layer.setdefault(name, []).append(matrix)
     return by_layer
