@@ -327,7 +327,7 @@ def test_for_each_described_gpu_it_is_what_the_compiler_reports(name):
 
 
 @pytest.mark.absent_gpu
-@pytest.mark.parametrize("platforms", [None, "cuda"])
+@pytest.mark.parametrize("platforms", [None, "cuda", "cpu"])
 def test_a_described_gpu_needs_neither_cudnn_nor_a_platform_that_is_named(platforms):
     code = (
         "import jax, jax.numpy as jnp, sys\n"
@@ -339,6 +339,8 @@ def test_a_described_gpu_needs_neither_cudnn_nor_a_platform_that_is_named(platfo
     )
     env = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
     env |= {"JAX_PLATFORMS": platforms} if platforms else {}
-    after = [] if platforms else ["after"]
+    after = [] if platforms == "cuda" else ["after"]
     process = subprocess.run([sys.executable, "-c", code, *after], env=env, capture_output=True, text=True, check=False)
     assert process.stdout.split() == ["8192", *(["3.0"] if after else [])], process.stderr
+    if platforms == "cpu":
+        assert "cuDNN" not in process.stderr
