@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
+F = TypeVar("F", bound=Callable[..., Any])
 
-def _kinds_of(cls: type) -> tuple[bool, bool]:
-    """Return whether ``cls`` is a Linen module class, and whether it is an NNX one."""
+
+def library_of(cls: type) -> str:
+    """Return ``"linen"`` or ``"nnx"`` for a module class of Flax, and an empty text for any other class."""
     # The classes are compared by name, because importing Flax is slow.
     bases = {f"{base.__module__}.{base.__qualname__}" for base in cls.__mro__}
-    return "flax.linen.module.Module" in bases, "flax.nnx.module.Module" in bases
+    if "flax.linen.module.Module" in bases:
+        return "linen"
+    return "nnx" if "flax.nnx.module.Module" in bases else ""
 
 
 def require_order(model: Any, policy: Any, call: str) -> None:
@@ -19,7 +25,7 @@ def require_order(model: Any, policy: Any, call: str) -> None:
 
     ``call`` is the name of the called function, for the error message.
     """
-    if model is not None and any(_kinds_of(type(policy))) and not any(_kinds_of(type(model))):
+    if model is not None and library_of(type(policy)) and not library_of(type(model)):
         raise TypeError(
             f"{call} takes (model, policy), got ({_printed_argument(model)}, {_printed_argument(policy)}), which are "
             f"swapped; write {call}(model, policy)"
@@ -76,23 +82,55 @@ def require_whole_number(name: str, value: Any, least: int = 1) -> None:
         )
 
 
-def require_function(fun: Any, name: str) -> None:
-    """Raise a TypeError if ``fun`` is not a function of arrays.
+def require_function(
+    fun: Any, rule: str, remedy: str, model_remedy: str = "pass model.apply", allows_nnx: bool = True
+) -> None:
+    """Raise a TypeError if ``fun`` is not a function.
 
-    ``name`` is the name of the called function of jaxmp, for the error message.
+    An instance of a Linen module counts as a function only if it is bound. A module class is not a function.
+
+    Args:
+      fun: the value that the user passed as a function.
+      rule: the first part of the error message, such as ``"jaxmp.autocast takes a function of arrays"``.
+      remedy: the last part of the message, for a value that is not callable.
+      model_remedy: the last part of the message for a model.
+      allows_nnx: whether an instance of an NNX module counts as a function.
     """
     is_class = isinstance(fun, type)
-    is_linen, is_nnx = _kinds_of(fun if is_class else type(fun))
-    if is_class and (is_linen or is_nnx):
-        raise TypeError(
-            f"jaxmp.{name} takes a function of arrays, got the class {fun.__name__}; pass a function that calls "
-            f"{fun.__name__}(...)"
-        )
-    if is_linen and getattr(fun, "scope", None) is None:
-        remedy = "use jaxmp.linen.autocast(model, policy)" if name == "autocast" else "pass model.apply"
-        raise TypeError(f"jaxmp.{name} takes a function of arrays, got an instance of {type(fun).__name__}; {remedy}")
+    library = library_of(fun if is_class else type(fun))
+    if is_class and library:
+        name = fun.__name__
+        raise TypeError(f"{rule}, got the class {name}; pass a function that calls {name}(...)")
+    is_unbound_linen = library == "linen" and getattr(fun, "scope", None) is None
+    if is_unbound_linen or (library == "nnx" and not allows_nnx):
+        raise TypeError(f"{rule}, got an instance of {type(fun).__name__}; {model_remedy}")
     if not callable(fun):
-        raise TypeError(f"jaxmp.{name} takes a function of arrays, got {printed(fun)}; pass e.g. a loss function")
+        raise TypeError(f"{rule}, got {printed(fun)}; {remedy}")
+
+
+def require_number(args: Sequence[Any], form: str) -> None:
+    """Raise a TypeError if a step gets another number of arguments than ``form`` names.
+
+    ``form`` is a text such as ``"(state, batch)"``.
+    """
+    if len(args) != form.count(",") + 1:
+        classes = ", ".join(type(arg).__name__ for arg in args)
+        raise TypeError(f"a step takes {form}, got ({classes}); write step{form}, with all data in one batch")
+
+
+def checks_arguments(method: F) -> F:
+    """Pass the positional arguments of a method to ``self.require_arguments`` first.
+
+    If keyword arguments are passed too, Python's own error names those that are unknown or missing.
+    """
+
+    @functools.wraps(method)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not kwargs:
+            self.require_arguments(*args)
+        return method(self, *args, **kwargs)
+
+    return cast(F, checked)
 
 
 def _printed_argument(value: Any) -> str:

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, Concatenate, Generic, NoReturn, ParamSpec, TypeVar
 
-from jaxmp.base.arguments import printed
+from jaxmp.base.arguments import require_function
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -77,8 +77,7 @@ def tool(
     @functools.wraps(make)
     def checked(fun: Any, *args: P.args, **kwargs: P.kwargs) -> Inspection[R]:
         remedy = f"write {name}(fun)(arguments of fun)"
-        if not callable(fun):
-            raise TypeError(f"{name} takes a function, got {printed(fun)}; {remedy}")
+        require_function(fun, f"{name} takes a function", remedy, f"write {name}(model.apply)(variables, x)")
         if 1 + len(args) > most:
             raise TypeError(f"{name} takes a function without its arguments, got {len(args)} more; {remedy}")
         return Inspection(name, fun, make(fun, *args, **kwargs))

@@ -86,7 +86,12 @@ def autocast(fun: F, policy: Any = None, overrides: Mapping[str, Any] | None = N
             f"jaxmp.autocast wraps a function for a policy, got ({printed(fun)}, {printed(policy)}); write "
             "half = jaxmp.autocast(fun, 'mixed_bfloat16'), or use the context manager jaxmp.precision('float32')"
         )
-    require_function(fun, "autocast")
+    require_function(
+        fun,
+        rule="jaxmp.autocast takes a function of arrays",
+        remedy="pass e.g. a loss function",
+        model_remedy="use jaxmp.linen.autocast(model, policy)",
+    )
     one_policy, exceptions = policy_and_exceptions(policy, overrides)
     programs = SharedPrograms()
 

@@ -224,7 +224,7 @@ def cast_plan(
     >>> plan.summary.groups
     {'logsumexp': 1}
     """
-    require_function(fun, "cast_plan")
+    require_function(fun, rule="jaxmp.cast_plan takes a function of arrays", remedy="pass e.g. a loss function")
     if policy is None and not overrides:
         return _plan_of(fun, Rules(None, programs=None), None)
     one_policy, exceptions = policy_and_exceptions(policy, overrides)

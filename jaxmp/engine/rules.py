@@ -20,7 +20,7 @@ from jaxmp.engine.marks import DECIDED, OF_POLICY, SPECIAL, is_widened, path_of,
 from jaxmp.engine.overrides import Level
 from jaxmp.engine.states import Kind
 from jaxmp.policy.float8 import Float8, get_recipe
-from jaxmp.policy.patterns import EVERY, OPERATIONS, matches, path_and_primitive
+from jaxmp.policy.patterns import EVERY, OPERATIONS, better_patterns, matches, path_and_primitive
 from jaxmp.policy.policies import Policy
 from jaxmp.program.equations import HIGHEST, asks_for_highest, names_a_dtype, precision_named
 from jaxmp.program.primitives import BOUNDS, PICKS, Class, classify
@@ -101,6 +101,7 @@ class Rules:
                 visited = {(names, f":{name}" if primitive else "") for names, name in self.visited if names}
                 known = sorted(glob.escape("/".join(names)) + name for names, name in visited)
                 what = f"paths: {closest_names(key, known) or _NO_SCOPES}"
+                what += "" if primitive else better_patterns(key, [names for names, _ in self.visited])
             else:
                 what = f"primitives: {closest_names(key.partition(':')[2], sorted({name for _, name in self.visited}))}"
             raise UnmatchedOverrideError(

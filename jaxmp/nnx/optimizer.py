@@ -19,7 +19,7 @@ from flax.errors import TraceContextError
 from jaxmp._internals.flax.nnx_calls import value_of
 from jaxmp._internals.flax.nnx_variables import is_module, is_node, is_object
 from jaxmp.base import trees as _tree
-from jaxmp.base.arguments import require_flag
+from jaxmp.base.arguments import require_flag, require_function
 from jaxmp.base.donation import donation_note
 from jaxmp.engine.model_policy import full_class_name
 from jaxmp.nnx.policy_check import needs_policy, require_policy
@@ -341,8 +341,8 @@ def value_and_grad(
       NaN. Pass the gradients to ``optimizer.update``.
 
     Raises:
-      TypeError: ``optimizer`` is not a :class:`jaxmp.nnx.Optimizer`; the loss is not a floating scalar, or is half
-        precision; ``argnums`` are neither integers nor ``nnx.DiffState``.
+      TypeError: ``loss_fn`` is not a function; ``optimizer`` is not a :class:`jaxmp.nnx.Optimizer`; the loss is not a
+        floating scalar, or is half precision; ``argnums`` are neither integers nor ``nnx.DiffState``.
 
     >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
     >>> optimizer = jaxmp.nnx.Optimizer(model, optax.sgd(0.1), loss_scale=jaxmp.StaticLossScale(8.0))
@@ -350,6 +350,13 @@ def value_and_grad(
     >>> grads["bias"][...]
     Array([1.], dtype=float32)
     """
+    require_function(
+        loss_fn,
+        rule="jaxmp.nnx.value_and_grad takes a loss function",
+        remedy="write jaxmp.nnx.value_and_grad(loss_fn, optimizer)(model)",
+        model_remedy="pass a function that calls the model and returns the loss",
+        allows_nnx=False,
+    )
     require_optimizer(optimizer, "value_and_grad")
     numbers: Any = argnums
     is_list = isinstance(argnums, Sequence) or np.ndim(numbers) > 0

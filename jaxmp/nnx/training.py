@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxmp._internals.flax.nnx import note_for_changes
+from jaxmp.base.arguments import checks_arguments, require_number
 from jaxmp.base.trees import path_name
 from jaxmp.nnx.optimizer import Optimizer, require_model, require_optimizer
 from jaxmp.nnx.policy_check import require_policy
@@ -23,6 +24,7 @@ from jaxmp.training import step as train_step
 from jaxmp.training.state import TrainState
 from jaxmp.training.update import Metrics
 
+_FORM = "(model, optimizer, batch)"
 _CHANGES = (
     "The loss function of a train step may change only the model that it gets, and read all other NNX objects.\n"
     "If it uses another model, call eval() on that model, or put both models into one module."
@@ -126,6 +128,14 @@ class TrainStep:
         self.remake: Callable[..., TrainStep] | None = None
         self._has_policy = has_policy
 
+    @staticmethod
+    def require_arguments(*args: Any) -> None:
+        """Raise a TypeError if ``args`` are not an NNX model, its optimizer and a batch."""
+        if args:
+            require_model(args[0], "step", _FORM)
+        require_number(args, _FORM)
+
+    @checks_arguments
     def __call__(self, model: Any, optimizer: Optimizer, batch: Any) -> Metrics:
         """Take one step; see :func:`make_train_step`."""
         state = jax.tree.map(_as_array, self._state_of(model, optimizer))
@@ -143,6 +153,7 @@ class TrainStep:
             raise ValueError("this step was not made by make_train_step, so its options are unknown")
         return self.remake(**options)
 
+    @checks_arguments
     def lower(self, model: Any, optimizer: Optimizer, batch: Any) -> jax.stages.Lowered:
         """Lower the program of a call, without running it.
 
@@ -195,7 +206,7 @@ class _State(TrainState):
 
 def state_of(model: Any, optimizer: Optimizer) -> _State:
     """Return a model and its optimizer as a train state for ``TrainStep.of_trees``."""
-    require_model(model, "step", "(model, optimizer, batch)")
+    require_model(model, "step", _FORM)
     require_optimizer(optimizer, "(model, optimizer)")
     graphdef, *parts = nnx.split(model, optimizer.wrt, nnx.RngState, ..., graph=True)
     params, *untrained = map(nnx.as_pure, parts)

@@ -13,6 +13,7 @@ import optax
 
 from jaxmp._internals.flax.nnx_if_imported import imported_nnx
 from jaxmp._internals.jax.traces import is_tracing_jit
+from jaxmp.base.arguments import require_function
 from jaxmp.base.donation import donation_note
 from jaxmp.base.trees import is_float_array, sum_of_squares, widen
 from jaxmp.base.user_warnings import warn_user
@@ -102,14 +103,22 @@ def value_and_grad(
       ValueError: ``opt_state`` has no loss scale, or several; a transform with a state is chained with
         ``loss_scaling`` (a skipped step would change this state or the params); or ``loss_scaling`` is inside of
         ``optax.MultiSteps`` or ``optax.apply_if_finite``.
-      TypeError: the loss is not a floating scalar, or is half precision; an argument to differentiate has leaves that
-        are not floating, or is an NNX model with batch statistics or random state; ``argnums`` are not integers.
+      TypeError: ``fun`` is not a function; the loss is not a floating scalar, or is half precision; an argument to
+        differentiate has leaves that are not floating, or is an NNX model with batch statistics or random state;
+        ``argnums`` are not integers.
       RuntimeError: ``opt_state`` was donated to an earlier step.
 
     >>> opt_state = jaxmp.loss_scaling(optax.sgd(0.1), jaxmp.StaticLossScale(8.0)).init(jnp.ones(2))
     >>> value_and_grad(jnp.sum, opt_state)(jnp.ones(2))
     (Array(2., dtype=float32), Array([1., 1.], dtype=float32))
     """
+    require_function(
+        fun,
+        rule="jaxmp.value_and_grad takes a loss function",
+        remedy="write jaxmp.value_and_grad(loss_fn, opt_state)(params)",
+        model_remedy="pass a function that calls the model and returns the loss",
+        allows_nnx=False,
+    )
     loss_scale = usable_loss_scale(opt_state)
     scaled = scaled_value_and_grad(fun, loss_scale, argnums, has_aux)
 

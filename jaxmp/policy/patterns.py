@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import fnmatch
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from jaxmp.base.arguments import printed
+from jaxmp.base.arguments import library_of, printed
 
 Path = tuple[str, ...]
 Pattern = str | type
@@ -98,6 +98,42 @@ def matches(pattern: Pattern, path: Path, cls: type | tuple[type, ...] | None) -
         names = [base.__name__ for visited in classes for base in visited.__mro__]
         return any(fnmatch.fnmatchcase(name, pattern.removeprefix("type:")) for name in names)
     return _glob(tuple(part for part in pattern.split("/") if part), path)
+
+
+def better_patterns(pattern: Pattern, paths: Iterable[Path], classes: Iterable[type] = ()) -> str:
+    """Return the remedy for a pattern that matches nothing, as the end of an error message.
+
+    Three mistakes have a remedy: a path that leaves out the modules above it, a path that is the name of a class, and a
+    class of the other library of Flax. For other patterns, the result is empty.
+
+    Args:
+      pattern: the pattern.
+      paths: the paths of the modules.
+      classes: the classes of the modules.
+
+    >>> better_patterns("LayerNorm", [("encoder", "LayerNorm_0")])
+    "; write '**/LayerNorm_*'"
+    """
+    if isinstance(pattern, type):
+        return _remedy_for_other_library(pattern, classes)
+    if pattern.startswith("type:"):
+        return ""
+    name = pattern.rpartition("/")[2].rpartition(".")[2]
+    globs = [f"**/{pattern}", f"**/{name}_*"]
+    known = [path for path in paths if path]
+    better = [glob for glob in globs if any(matches(glob, path, None) for path in known)][:1]
+    if name in {base.__name__ for cls in classes for base in cls.__mro__}:
+        better.append(f"type:{name}")
+    return f"; write {' or '.join(map(repr, better))}" if better else ""
+
+
+def _remedy_for_other_library(pattern: type, classes: Iterable[type]) -> str:
+    library = library_of(pattern)
+    others = {library_of(cls) for cls in classes} - {""}
+    if not library or library in others or not others:
+        return ""
+    [other] = others
+    return f"; it is a class of flax.{library}, but the model is of flax.{other}: write a class of flax.{other}"
 
 
 @functools.lru_cache(maxsize=4096)

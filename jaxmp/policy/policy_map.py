@@ -18,6 +18,7 @@ from jaxmp.policy.parsing import ALIASES, AMBIGUOUS, parse_fields
 from jaxmp.policy.patterns import (
     Path,
     Pattern,
+    better_patterns,
     check_pattern,
     checked_overrides,
     is_class_pattern,
@@ -164,11 +165,11 @@ class PolicyMap:
             if not strict:
                 continue
             if is_class_pattern(pattern):
-                if complete:
-                    classes = itertools.chain(*(cls if isinstance(cls, tuple) else (cls,) for cls in modules.values()))
-                    raise _unmatched(pattern, "classes", {cls.__name__ for cls in classes})
-            elif not any(matches(pattern, path, None) for path in paths):  # a match may be a module not in `modules`
-                raise _unmatched(pattern, "paths", {"/".join(path) for path in paths.union(modules)})
+                may_match_unknown = not complete
+            else:
+                may_match_unknown = any(matches(pattern, path, None) for path in paths)
+            if not may_match_unknown:
+                raise _unmatched(pattern, paths.union(modules), modules)
 
     def __str__(self) -> str:
         default, rules = str(self.root), self.rules
@@ -180,15 +181,26 @@ class PolicyMap:
         return "; ".join([default, *(f"{pattern_text(rule.pattern)} -> {rule.policy}" for rule in rules)])
 
 
-def _unmatched(pattern: Pattern, kind: str, known: set[str]) -> ValueError:
+def _unmatched(
+    pattern: Pattern, paths: Collection[Path], modules: Mapping[Path, type | tuple[type, ...]]
+) -> ValueError:
     """Return the error for a pattern that matched nothing.
 
-    ``known`` are the paths or the class names of the model.
+    Args:
+      pattern: the pattern.
+      paths: the paths of the model's modules.
+      modules: the classes of the known modules, by path.
     """
+    classes = [*itertools.chain(*(cls if isinstance(cls, tuple) else (cls,) for cls in modules.values()))]
+    if is_class_pattern(pattern):
+        kind, known = "classes", {cls.__name__ for cls in classes}
+    else:
+        kind, known = "paths", {"/".join(path) for path in paths}
     text = pattern_text(pattern)
     near = closest_names(text, sorted(known - {""})) or "none, the model has no submodules"
     return ValueError(
         f"every pattern of a policy must match a module, but {text!r} matched none; nearest {kind}: {near}"
+        f"{better_patterns(pattern, paths, classes)}"
     )
 
 

@@ -23,6 +23,7 @@ from jaxmp.sharding.specs import (
     parts_of,
     require_axes,
     require_match,
+    require_mesh,
     require_specs,
     specs_in,
     text_of,
@@ -63,6 +64,7 @@ def fsdp_specs(
       A tree of ``PartitionSpec`` with the structure of ``shapes``.
 
     Raises:
+      TypeError: ``mesh`` is not a mesh.
       ValueError: the mesh does not have the axis; a pattern matches nothing; a rule's spec has more entries than the
         leaf has axes, names an unknown mesh axis, names a mesh axis twice, or splits an axis that is not divisible.
 
@@ -71,6 +73,7 @@ def fsdp_specs(
     >>> fsdp_specs(shapes, mesh) == {"bias": jax.P(), "kernel": jax.P(None, "fsdp")}
     True
     """
+    require_mesh(mesh, "fsdp_specs(shapes, mesh)")
     if is_train_state(shapes):
         param_specs = fsdp_specs(shapes.params, mesh, axis=axis, rules=rules, min_size=min_size, stacked=stacked)
         return following(shapes, shapes.params, param_specs, mesh)
@@ -148,6 +151,7 @@ def describe(shapes: Any, specs: Any, mesh: Mesh) -> Description:
       mesh: a ``Mesh`` or an ``AbstractMesh``.
 
     Raises:
+      TypeError: ``mesh`` is not a mesh.
       ValueError: the specs do not have the structure of ``shapes``, or split an axis that is not divisible.
 
     >>> mesh = jax.sharding.AbstractMesh((4,), ("fsdp",))
@@ -155,6 +159,7 @@ def describe(shapes: Any, specs: Any, mesh: Mesh) -> Description:
     >>> description.bytes, description.replicated
     (512, ())
     """
+    require_mesh(mesh, "describe(shapes, specs, mesh)")
     require_specs(shapes, specs)
     rows = []
     for (path, leaf), spec in zip(jax.tree.leaves_with_path(shapes), specs_in(specs), strict=True):

@@ -25,7 +25,17 @@ from jaxmp.base.context_variables import setting
 from jaxmp.base.dtypes import at_least_float32, canonical_dtype
 from jaxmp.optim.pack_small import require_packed_are_whole
 from jaxmp.sharding.placement import moved_to
-from jaxmp.sharding.specs import Mesh, as_tuple, axes_in_spec, fitting, following, require_specs, specs_in, without
+from jaxmp.sharding.specs import (
+    Mesh,
+    as_tuple,
+    axes_in_spec,
+    fitting,
+    following,
+    require_mesh,
+    require_specs,
+    specs_in,
+    without,
+)
 
 BATCH_AXES = ("data", "fsdp")
 """The axes of a mesh over which a batch is split."""
@@ -73,11 +83,7 @@ class Sharding:
     regather: bool = dataclasses.field(default=True, kw_only=True)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.mesh, Mesh):
-            raise TypeError(
-                f"mesh must be a jax.sharding.Mesh, got {self.mesh!r}; make it with jax.make_mesh("
-                "(jax.device_count(),), ('fsdp',), axis_types=(jax.sharding.AxisType.Auto,))"
-            )
+        require_mesh(self.mesh, "Sharding(mesh, specs)")
         if self.reduce not in ("each", "once"):
             raise ValueError(f"reduce must be 'each' or 'once', got {self.reduce!r}")
         object.__setattr__(self, "reduce_dtype", to_reduce_in(self.reduce_dtype))

@@ -11,6 +11,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from jaxmp.base import trees as _tree
+from jaxmp.base.arguments import printed
 from jaxmp.base.dtypes import closest_names
 from jaxmp.optim.stored_moments import Float8Blocks
 from jaxmp.policy.patterns import Path, is_class_pattern, matches
@@ -72,6 +73,18 @@ def require_match(pattern: str, paths: Sequence[Path]) -> None:
         raise ValueError(
             f"the pattern {pattern!r} matches no leaf; the nearest paths: "
             f"{closest_names(pattern, ['/'.join(path) for path in paths])}"
+        )
+
+
+def require_mesh(mesh: Any, call: str) -> None:
+    """Raise a TypeError if ``mesh`` is not a mesh.
+
+    ``call`` is the call that the user should write, such as ``"Sharding(mesh, specs)"``.
+    """
+    if not isinstance(mesh, Mesh):
+        raise TypeError(
+            f"mesh must be a jax.sharding.Mesh, got {printed(mesh)}; make it with jax.make_mesh((jax.device_count(),), "
+            f"('fsdp',), axis_types=(jax.sharding.AxisType.Auto,)), and write {call}"
         )
 
 

@@ -10,7 +10,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from jaxmp.base import trees as _tree
-from jaxmp.base.arguments import require_flag
+from jaxmp.base.arguments import checks_arguments, require_flag, require_number
 from jaxmp.base.donation import require_not_deleted
 from jaxmp.sharding.mesh_plan import BATCH_AXES, on_auto_axes
 from jaxmp.sharding.mesh_types import explicit_mesh_of, typed
@@ -52,7 +52,7 @@ def make_eval_step(
 
     @jax.jit
     def jitted(state: TrainState, batch: Any) -> Metrics:
-        TrainStep.require_state(state)
+        EvalStep.require_state(state)
         require_examples(batch)
         params = state.params
         if use_ema:
@@ -86,9 +86,22 @@ class EvalStep:
     def __init__(self, jitted: jax.stages.Wrapped) -> None:
         self.jitted = jitted
 
+    @classmethod
+    def require_arguments(cls, *args: Any) -> None:
+        """Raise a TypeError if ``args`` are not a :class:`TrainState` and a batch."""
+        if args:
+            cls.require_state(args[0])
+        require_number(args, "(state, batch)")
+
+    @staticmethod
+    def require_state(state: Any) -> None:
+        """Raise a TypeError if ``state`` is not a :class:`TrainState`."""
+        TrainStep.require_state(state, "jit the loss function: nnx.jit(loss_fn)(model, batch)")
+
+    @checks_arguments
     def __call__(self, state: TrainState, batch: Any) -> Metrics:
         """Evaluate one batch; see :func:`make_eval_step`."""
-        TrainStep.require_state(state)
+        self.require_state(state)
         try:
             metrics: Metrics = self.jitted(state, batch)
         except (RuntimeError, ValueError) as error:

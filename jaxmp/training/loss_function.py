@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmp.base.arguments import printed
+from jaxmp.base.arguments import library_of, require_function
 from jaxmp.base.cache_keys import auto_chunks
 from jaxmp.base.trees import path_name
 from jaxmp.engine.autocast import computed
@@ -25,6 +25,13 @@ from jaxmp.policy.policy_map import PolicyMap
 LossFn = Callable[..., Any]
 """``loss_fn(params, batch)``, which returns ``loss`` or ``(loss, metrics)``; or
 ``loss_fn(params, model_state, batch, rng)``, which returns ``(loss, new_state)`` or ``(loss, new_state, metrics)``."""
+FOUR_ARGUMENTS = "params, model_state, batch, rng"
+"""The arguments of a loss function that uses the model state or the random key."""
+_STEPS = {
+    "linen": ("jaxmp.make_train_step", FOUR_ARGUMENTS),
+    "nnx": ("jaxmp.nnx.make_train_step", "model, batch"),
+}
+"""The train step for each library of Flax, and the arguments of its loss function."""
 OWN_METRICS = ("loss", "grad_norm", "loss_scale", "skipped")
 """The names of metrics that the step itself adds."""
 
@@ -37,9 +44,10 @@ def checked(loss_fn: LossFn) -> LossFn:
     Raises:
       TypeError: ``loss_fn`` is not a function, or takes neither two nor four arguments.
     """
+    _require_function(loss_fn, FOUR_ARGUMENTS)
     if _takes_params_and_batch(loss_fn):
         loss_fn = _with_model_state(loss_fn)
-    require_arguments(loss_fn, "params, model_state, batch, rng")
+    require_arguments(loss_fn, FOUR_ARGUMENTS)
 
     def of_checked_result(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
         result = loss_fn(params, model_state, batch, rng)
@@ -108,10 +116,22 @@ def as_key(rng: Any) -> Any:
     return jax.random.key(rng) if is_seed else rng
 
 
+def _require_function(loss_fn: Any, names: str) -> None:
+    """Raise a TypeError if ``loss_fn`` is not a function of the arguments ``names``, but a model, for example."""
+    step, names_of_model = _STEPS.get(library_of(type(loss_fn)), ("", names))
+    model_remedy = f"write def loss_fn({names_of_model}), which calls the model"
+    require_function(
+        loss_fn,
+        rule="a loss function is a function",
+        remedy=f"write def loss_fn({names})",
+        model_remedy=model_remedy if names_of_model == names else f"{model_remedy}, and use {step}",
+        allows_nnx=False,
+    )
+
+
 def require_arguments(loss_fn: Any, names: str) -> None:
     """Raise a TypeError if ``loss_fn`` does not take the arguments ``names``."""
-    if not callable(loss_fn):
-        raise TypeError(f"a loss function is a function, got {printed(loss_fn)}; write def loss_fn({names})")
+    _require_function(loss_fn, names)
     try:
         signature = inspect.signature(loss_fn)
     except (TypeError, ValueError):  # written in C

@@ -12,7 +12,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 import jax
 import numpy as np
 
-from jaxmp.base.arguments import printed, require_flag, require_whole_number
+from jaxmp.base.arguments import checks_arguments, printed, require_flag, require_number, require_whole_number
 from jaxmp.base.donation import require_not_deleted
 from jaxmp.base.user_warnings import warn_user
 from jaxmp.optim.checks import as_float
@@ -276,6 +276,7 @@ class TrainStep:
             policy_dtype=self._policy_dtype,
         )
 
+    @checks_arguments
     def __call__(self, state: S, batch: Any) -> tuple[S, Metrics]:
         """Take one step; see :func:`make_train_step`."""
         self.require_state(state)
@@ -298,8 +299,15 @@ class TrainStep:
         self._stuck_runs.add(metrics["skipped"], batch)
         return new_state, metrics
 
+    @classmethod
+    def require_arguments(cls, *args: Any) -> None:
+        """Raise a TypeError if ``args`` are not a :class:`TrainState` and a batch."""
+        if args:
+            cls.require_state(args[0])
+        require_number(args, "(state, batch)")
+
     @staticmethod
-    def require_state(state: Any) -> None:
+    def require_state(state: Any, remedy_for_nnx: str = "write jaxmp.nnx.make_train_step") -> None:
         """Raise a TypeError if ``state`` is not a :class:`TrainState`."""
         if isinstance(state, tuple) and state and isinstance(state[0], TrainState):
             raise TypeError(
@@ -310,9 +318,10 @@ class TrainStep:
             kind = type(state)
             raise TypeError(
                 f"a step takes a jaxmp.TrainState, got {kind.__module__}.{kind.__name__}; make one with "
-                "jaxmp.TrainState.create(params=params, tx=tx), or for an NNX model write jaxmp.nnx.make_train_step"
+                f"jaxmp.TrainState.create(params=params, tx=tx), or for an NNX model {remedy_for_nnx}"
             )
 
+    @checks_arguments
     def place(self, state: S, batch: Any) -> tuple[S, Any]:
         """Place the state and the batch on the devices of the step."""
         flat, placed_batch = self._place(state, batch)
@@ -339,6 +348,7 @@ class TrainStep:
     def _program_for(self, flat: FlatState) -> Any:
         return self._program_with(flat.layout if flat.is_on_mesh else None)
 
+    @checks_arguments
     def lower(self, state: TrainState, batch: Any) -> jax.stages.Lowered:
         """Lower the program of a call for arrays or shapes.
 

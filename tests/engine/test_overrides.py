@@ -353,6 +353,8 @@ def test_a_float32_policy_with_overrides_casts_results_to_the_output_dtype():
 def test_invalid_overrides_raise():
     for overrides, error, text in (
         ({"**/haed": "float32"}, ValueError, "'**/haed' matched none; nearest paths: 'head'"),
+        ({"layer_1": "float32"}, ValueError, "; write '**/layer_1'. Autocast sees"),
+        ({"layer": "float32"}, ValueError, "; write '**/layer_*'. Autocast sees"),
         ({"dot_general": "float32"}, ValueError, "'dot_general' matched none; nearest key: 'primitive:dot_general'"),
         ({"class:linalg": "half"}, ValueError, "'class:linalg' stays float32"),
         ({"primitive:log": "half"}, ValueError, "'primitive:log' matched none; nearest primitives: "),

@@ -50,6 +50,8 @@ def test_a_pattern_that_matches_nothing_is_an_error_with_the_nearest_paths_or_cl
         "Dense_0/Dense_1": "'Dense_0/Dense_1' matched none",
         "mlp/Dense_0": "'mlp/Dense_0' matched none",
         "dense_0": "'dense_0' matched none",
+        "nn.Dense": "'nn.Dense' matched none; nearest paths: 'Dense_0', 'Dense_1'; write '**/Dense_*' or 'type:Dense'",
+        nnx.Linear: "it is a class of flax.nnx, but the model is of flax.linen: write a class of flax.linen",
         "Dense_0/kernel": "'Dense_0/kernel' matched none; nearest paths: 'Dense_0', ",
         "MLP.Dense_0": "'MLP.Dense_0' matched none; nearest paths: 'Dense_0', ",
     }.items():

@@ -226,6 +226,8 @@ def test_invalid_arguments_are_errors():
     with pytest.raises(TypeError, match=r"takes a jaxmp\.nnx\.Optimizer, got flax\.nnx\..*\.Optimizer; write jaxmp"):
         value_and_grad(loss_fn, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param))
     optimizer = Optimizer(model, optax.sgd(0.1), loss_scale=jaxmp.DynamicLossScale())
+    with pytest.raises(TypeError, match=r"takes a loss function, got an instance of Small; pass a function that calls"):
+        value_and_grad(model, optimizer)
     with pytest.raises(TypeError, match=r"ema must be True or False, got 0\.99; pass ema=True, and the decay"):
         Optimizer(model, optax.sgd(0.1), ema=0.99)
     other = nnx.Linear(2, 1, rngs=nnx.Rngs(0))

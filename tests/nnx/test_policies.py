@@ -264,6 +264,10 @@ def test_a_pattern_without_a_match_and_an_argument_that_is_not_a_module_raise_at
         apply_policy(Net(rngs()), "mixed_float16", {"layers/7": "float32"})
     with pytest.raises(ValueError, match="'conv/kernel' matched none; nearest paths: 'conv'"):
         apply_policy(Net(rngs()), "mixed_float16", {"conv/kernel": "float32"})
+    with pytest.raises(ValueError, match=r"'BatchNorm' matched none; nearest paths: .*; write 'type:BatchNorm'$"):
+        apply_policy(Net(rngs()), "mixed_float16", {"BatchNorm": "float32"})
+    with pytest.raises(ValueError, match=r"is a class of flax.linen, but the model is of flax.nnx: write a class of"):
+        apply_policy(Net(rngs()), "mixed_float16", {nn.LayerNorm: "float32"})
     with pytest.raises(ValueError, match=r"'type:LayerNorm' matched none; nearest classes: .*BatchNorm"):
         apply_policy(Net(rngs()), "mixed_float16", {nnx.LayerNorm: "float32"})
 

@@ -99,6 +99,16 @@ MISTAKES = {
             ValueError,
             "but that of 'b' is outside of it and does not skip steps; write loss_scaling(optax.partition(...)",
         ),
+        "the params as its state": (
+            lambda: value_and_grad(jnp.sum, {"w": jnp.ones(2)}),
+            ValueError,
+            "an optimizer's state is needed, got dict without one; pass opt_state = tx.init(params), with tx = ",
+        ),
+        "a model as the loss": (
+            lambda: value_and_grad(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), state()),
+            TypeError,
+            "jaxmp.value_and_grad takes a loss function, got an instance of Linear; pass a function that calls",
+        ),
         "the optimizer as its state": (
             lambda: value_and_grad(jnp.sum, tx_of()),
             ValueError,

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from error_tools import noted
+from error_tools import noted, refused
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from mesh_steps import BATCH, WIDTH, tx_of, untyped
@@ -84,9 +84,15 @@ def test_params_in_place_of_the_function_that_makes_them_are_refused():
         jaxmp.TrainState.create_sharded({"w": EXAMPLES}, tx_of(), Sharding(mesh_of(), {"w": P("fsdp")}))
 
 
-def test_a_sharding_needs_a_mesh():
-    with pytest.raises(TypeError, match=r"mesh must be a jax\.sharding\.Mesh, got 4; make it with"):
-        Sharding(4, {})
+def test_a_function_that_needs_a_mesh_names_its_arguments():
+    mesh, params, specs = mesh_of(), {"w": EXAMPLES}, {"w": P()}
+    calls = {
+        "Sharding(mesh, specs)": lambda: Sharding(4, {}),
+        "fsdp_specs(shapes, mesh)": lambda: jaxmp.sharding.fsdp_specs(mesh, params),
+        "describe(shapes, specs, mesh)": lambda: jaxmp.sharding.describe(params, mesh, specs),
+    }
+    for form, call in calls.items():
+        refused(call, TypeError, "mesh must be a jax.sharding.Mesh, got ", f"AxisType.Auto,)), and write {form}")
 
 
 def test_a_mesh_alone_is_no_sharding():

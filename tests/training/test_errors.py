@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from error_tools import noted, refused
-from flax import linen
+from flax import linen, nnx
 from flax.training import train_state as flax_train_state
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -57,6 +57,23 @@ BAD_ARGUMENTS = {
     ),
     "no overrides": (lambda: make_train_step(train_loss, overrides=3), TypeError, "overrides must map patterns"),
     "no function": (lambda: make_train_step(3), TypeError, "write def loss_fn(params, model_state, batch, rng)"),
+    "a Linen model": (
+        lambda: make_train_step(linen.Dense(3)),
+        TypeError,
+        "got an instance of Dense; write def loss_fn(params, model_state, batch, rng), which calls the model",
+    ),
+    "a Linen model in an evaluation": (lambda: make_eval_step(linen.Dense(3)), TypeError, "got an instance of Dense"),
+    "a Linen model for NNX": (
+        lambda: jaxmp.nnx.make_train_step(linen.Dense(3)),
+        TypeError,
+        "write def loss_fn(params, model_state, batch, rng), which calls the model, and use jaxmp.make_train_step",
+    ),
+    "an NNX model": (
+        lambda: make_train_step(nnx.Linear(2, 3, rngs=nnx.Rngs(0))),
+        TypeError,
+        "got an instance of Linear; write def loss_fn(model, batch), which calls the model, and use jaxmp.nnx.make_tr",
+    ),
+    "a class of models": (lambda: make_train_step(linen.Dense), TypeError, "pass a function that calls Dense(...)"),
     "three arguments": (
         lambda: make_train_step(lambda params, batch, rng: params),
         TypeError,
@@ -204,6 +221,27 @@ def test_a_step_takes_only_a_train_state():
     for what, (state, kind, phrase) in CALLS.items():
         for use in (step, step.jitted, evaluate, evaluate.jitted, *tools):
             refused(functools.partial(use, state, problem()[1]), kind, phrase, what=what)
+
+
+def test_a_step_names_the_arguments_that_it_takes():
+    model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    optimizer = jaxmp.nnx.Optimizer(model, optax.sgd(0.1))
+    x = jnp.ones((1, 2))
+    step, evaluate = make_train_step(train_loss), make_eval_step(train_loss)
+    nnx_step = jaxmp.nnx.make_train_step(lambda model, x: jnp.mean(model(x)))
+    model_in_linen = "got flax.nnx.nn.linear.Linear; make one with jaxmp.TrainState.create(params=params, tx=tx), or "
+    state_in_nnx = "step takes (model, optimizer, batch) with an NNX model, got jaxmp.training.state.TrainState; for"
+    calls = {
+        "the arguments of NNX": (step, (model, optimizer, x), f"{model_in_linen}for an NNX model write jaxmp.nnx.make"),
+        "an NNX model in an evaluation": (evaluate, (model, x), "for an NNX model jit the loss function: nnx.jit(loss"),
+        "inputs and labels": (step, (state_of(), x, x), "a step takes (state, batch), got (TrainState, ArrayImpl, Arr"),
+        "no batch": (evaluate, (state_of(),), "got (TrainState); write step(state, batch), with all data in one batch"),
+        "the arguments of Linen": (nnx_step, (state_of(), x), state_in_nnx),
+        "no optimizer": (nnx_step, (model, x), "a step takes (model, optimizer, batch), got (Linear, ArrayImpl); wri"),
+    }
+    for what, (called, args, phrase) in calls.items():
+        for call in (called, jaxmp.inspect.audit(called)):
+            refused(functools.partial(call, *args), TypeError, phrase, what=what)
 
 
 BATCHES = {

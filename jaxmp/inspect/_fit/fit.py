@@ -23,7 +23,7 @@ from jaxmp.inspect._roofline.roofline import ERROR, ON_RECORD, hardware_of, of_p
 from jaxmp.inspect.compiled import compiling
 from jaxmp.inspect.compiled.hlo import HloProgram
 from jaxmp.inspect.program.argument_kinds import batch_axes, sharding_on_mesh
-from jaxmp.inspect.program.calls import is_step, require_arguments_of_step
+from jaxmp.inspect.program.calls import is_step
 from jaxmp.nnx.training import TrainStep as NNXTrainStep
 from jaxmp.training.remat import NoLayersError
 from jaxmp.training.step import TrainStep
@@ -151,7 +151,6 @@ def fit(
     def fit_call(*args: Any) -> Fit:
         gpu = hardware_of(device)
         limit = limit_of(gpu) if memory is None else int(memory)
-        require_arguments_of_step(step, args)
         _, inputs = compiling.call_of(step, args)
         options = inner_step.options
         batch = _Batch.of(inputs[-1], options.get("sharding"))

@@ -27,6 +27,8 @@ def call_of(fun: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, tuple[An
     arguments of a jitted function, and all Python values of an unjitted function. If ``fun`` is unjitted and ``args``
     contains NNX models, the calls of their modules are put in named scopes.
     """
+    if isinstance(fun, (TrainStep, NNXTrainStep)):
+        fun.require_arguments(*args)
     if isinstance(fun, NNXTrainStep):
         step = fun.of_trees
         fun, args = step, (_state_of(step, *args[:2]), *args[2:])

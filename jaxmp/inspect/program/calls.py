@@ -54,7 +54,7 @@ def step_call(fun: Any, args: Sequence[Any]) -> StepCall:
       TypeError: a train step does not accept the arguments.
       RuntimeError: the state was donated to an earlier step.
     """
-    require_arguments_of_step(fun, args)
+    fun.require_arguments(*args)
     if isinstance(fun, NNXTrainStep):
         call = StepCall(fun.of_trees, scoped_state_of(*args[:2]), *args[2:])
     else:
@@ -68,13 +68,6 @@ def step_call(fun: Any, args: Sequence[Any]) -> StepCall:
 def scoped_state_of(model: Any, optimizer: Any) -> Any:
     """Return the train state of an NNX model and its optimizer, with each module call in a named scope."""
     return state_of(nnx_models.scoped_copy(model) if nnx_models.is_module(model) else model, optimizer)
-
-
-def require_arguments_of_step(step: Any, args: Sequence[Any]) -> None:
-    """Raise a TypeError if a train step takes another number of arguments."""
-    names = "(model, optimizer, batch)" if isinstance(step, NNXTrainStep) else "(state, batch)"
-    if len(args) != names.count(",") + 1:
-        raise TypeError(f"a train step takes {names}, got {len(args)} argument{'s' * (len(args) != 1)}")
 
 
 def loss_of_step(step: Any) -> Callable[..., Any]:
