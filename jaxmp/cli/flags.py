@@ -16,8 +16,9 @@ def _named(name: str, **settings: Any) -> Arguments:
 
 _REPEATED: dict[str, Any] = {"action": "append", "default": []}
 _SHAPE = "a positional argument, such as float32[8,16], int32[] or key[] (a random key); repeat for more"
-_EXAMPLE = "a function that returns a tuple of the arguments (arrays, shapes or pytrees); it is traced, not run"
-_ARGUMENTS = "a function that returns a tuple of the arguments; it is called"
+_RETURNS = "a function without parameters that returns the arguments, as in def arguments(): return params, batch"
+_EXAMPLE = f"{_RETURNS} (arrays, shapes or pytrees); it is traced, not run"
+_ARGUMENTS = f"{_RETURNS}; it is run"
 _TOPOLOGY = "slices x hosts x GPUs per host; the arguments must have shardings on a mesh"
 _OVERRIDE = "an exception to the policy, such as '**/head=float32' or 'primitive:exp=half'; repeat for more"
 

@@ -55,13 +55,13 @@ def of_arrays(options: argparse.Namespace, make: Callable[[Callable[..., Any]], 
     ``make`` is as in :func:`of_shapes`. ``--args`` names a function that returns the arrays. Without ``--args``,
     ``function`` has no arguments.
     """
-    from jaxmp.cli.loading import check_count, function, in_current_folder, usage_errors
+    from jaxmp.cli.loading import check_count, example_function, function, in_current_folder, usage_errors
 
     with in_current_folder():
         fun = function(options.function)
         with usage_errors(FileNotFoundError, ValueError, TypeError):
             run = make(fun)
-        args: Any = () if options.args is None else function(options.args)()
+        args: Any = () if options.args is None else example_function(options.args)()
         args = args if isinstance(args, tuple) else (args,)
         check_count(options.function, fun, args)
         return run(*args)

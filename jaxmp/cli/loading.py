@@ -62,7 +62,7 @@ def load(name: str, shapes: Sequence[str] = (), example: str | None = None) -> L
     operands: Any = tuple(map(_shape, shapes))
     fun = function(name)
     if example is not None:
-        operands = _shapes(function(example))
+        operands = _shapes(example_function(example))
         operands = operands if isinstance(operands, tuple) else (operands,)
     check_count(name, fun, operands)
     return Loaded(fun, operands)
@@ -97,6 +97,34 @@ def usage_errors(*kinds: type[Exception]) -> Iterator[None]:
 
 def function(name: str) -> Callable[..., Any]:
     """Import and return the function that ``"module:function"`` names."""
+    value = _value(name)
+    if not callable(value):
+        raise UsageError(f"a function is needed, got {name} of type {type(value).__name__!r}")
+    loaded: Callable[..., Any] = value
+    return loaded
+
+
+def example_function(name: str) -> Callable[[], Any]:
+    """Import and return the function without parameters that ``--args`` names."""
+    value = _value(name)
+    rule = "--args must name a function without parameters that returns the arguments"
+    remedy = "write e.g. def arguments(): return params, batch"
+    if not callable(value):
+        raise UsageError(f"{rule}, got {name} of type {type(value).__name__!r}; {remedy}")
+    loaded: Callable[[], Any] = value
+    try:
+        signature = inspect.signature(loaded)
+    except ValueError:  # a function that is written in C may have no signature
+        return loaded
+    try:
+        signature.bind()
+    except TypeError as error:
+        raise UsageError(f"{rule}, got {name}{signature}; {remedy}") from error
+    return loaded
+
+
+def _value(name: str) -> Any:
+    """Import the object that ``"module:function"`` names."""
     _leave_out_the_command()
     module, _, attribute = name.partition(":")
     if module.endswith(".py"):
@@ -116,10 +144,7 @@ def function(name: str) -> Callable[..., Any]:
             known = [other for other in dir(value) if not other.startswith("_")]
             raise UsageError(f"{module!r} has no {attribute!r}; nearest: {closest_names(part, known) or 'none'}")
         value = getattr(value, part)
-    if not callable(value):
-        raise UsageError(f"a function is needed, got {name} of type {type(value).__name__!r}")
-    loaded: Callable[..., Any] = value
-    return loaded
+    return value
 
 
 @functools.cache

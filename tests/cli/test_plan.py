@@ -193,8 +193,11 @@ def test_a_missing_name_is_an_error_with_the_nearest_name(here, capsys):
     assert error(capsys, "nowhere.at.all:f").startswith("there is no module 'nowhere' in the current folder")
     assert error(capsys, "jax.numpy:matmull").startswith("'jax.numpy' has no 'matmull'; nearest: 'matmul'")
     assert error(capsys, "jax.numpy:pi") == "a function is needed, got jax.numpy:pi of type 'float'"
-    tuples = "a function is needed, got plan_cli_module:arrays of type 'tuple'"
-    assert error(capsys, "plan_cli_module:square", "--args", "plan_cli_module:arrays") == tuples
+    rule = "--args must name a function without parameters that returns the arguments, got plan_cli_module"
+    remedy = "write e.g. def arguments(): return params, batch"
+    for name, came in (("arrays", "of type 'tuple'"), ("square", "(x)")):
+        message = error(capsys, "plan_cli_module:square", "--args", f"plan_cli_module:{name}")
+        assert message.startswith(f"{rule}:{name}") and came in message and message.endswith(remedy)
     rule = "write a function as MODULE:FUNCTION, such as jax.numpy:matmul, got"
     for name in ("matmul", "jax.numpy", ":f", "jax.numpy:", "./sub:f"):
         assert error(capsys, name) == f"{rule} {name!r}"
