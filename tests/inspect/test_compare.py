@@ -211,6 +211,32 @@ def test_rows_are_what_numpy_computes():
     np.testing.assert_allclose(comparison.total.relative_error, error, rtol=1e-3)  # compiled separately
 
 
+def test_complex_values_and_gradients_are_compared_with_their_imaginary_parts():
+    def loss(params, a, x):
+        with jax.named_scope("layer"):
+            y = jax.lax.complex(jnp.zeros((16, 8)), x @ a)
+        return 1e-3 * jnp.sum((y * params["c"]).real)
+
+    args = {"c": jnp.ones(8, jnp.complex64)}, W["a"], X
+    comparison = compare(loss, "mixed_bfloat16")(*args)
+    rows = {(row.path, row.phase): row for row in comparison.rows}
+    exact = 1j * X.astype(np.float64) @ W["a"]
+    half = 1j * np.asarray(jnp.asarray(X, jnp.bfloat16) @ jnp.asarray(W["a"], jnp.bfloat16)).astype(np.float64)
+    for key, of_half, of_full in (
+        (("layer", "forward"), half, exact),
+        (("params/c", "backward"), half.sum(0), exact.sum(0)),
+    ):
+        row, norms = rows[key], np.linalg.norm(of_half) * np.linalg.norm(of_full)
+        error = np.linalg.norm(of_half - of_full) / np.linalg.norm(of_full)
+        np.testing.assert_allclose(row.relative_error, error, rtol=1e-3)
+        np.testing.assert_allclose(row.cosine, np.vdot(of_half, of_full).real / norms, rtol=1e-9, atol=1e-6)
+        assert row.dtype == "complex64" and 0 < row.ulps < 2
+    tuned = jaxmp.inspect.tune(loss, "mixed_bfloat16")(*args)
+    np.testing.assert_allclose(tuned.error_before, rows["params/c", "backward"].relative_error, rtol=1e-3)
+    result = compare(lambda a, x: jax.lax.complex(0 * x, x @ a), "mixed_bfloat16", grad=False)(W["a"], X)
+    np.testing.assert_allclose(result.worst.relative_error, rows["layer", "forward"].relative_error, rtol=1e-3)
+
+
 def test_rows_have_the_dtypes_of_numerics():
     class Net(nn.Module):
         @nn.compact

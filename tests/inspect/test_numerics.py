@@ -114,6 +114,24 @@ def test_updates_that_would_be_lost_in_half_are_counted(params, step_numerics):
 
 
 @pytest.mark.once
+def test_complex_tensors_are_counted_by_their_real_and_imaginary_parts():
+    def loss(params, x):
+        with jax.named_scope("one"):
+            y = jax.lax.complex(x, 2 * x) * params
+        return jnp.sum(abs(y) ** 2) / 2
+
+    params = jax.lax.complex(W[0], W[1])
+    report = numerics(loss, loss_scale=2.0**10, tx=optax.sgd(0.5))(params, X)
+    gradient = 5 * np.sum(X**2, 0) * W  # real and imaginary parts
+    assert same(report.weights[""], W)
+    assert report.activations["one"].count == report.activation_gradients["one"].count == 2 * X.size
+    for statistics, parts in ((report.gradients[""], gradient), (report.updates[""], gradient / 2)):
+        np.testing.assert_allclose(
+            (statistics.count, statistics.amax, statistics.mean_abs), (16, abs(parts).max(), abs(parts).mean()), 1e-5
+        )
+    np.testing.assert_allclose(report.updates[""].ratio, np.linalg.norm(gradient / 2) / np.linalg.norm(W), 1e-5)
+
+
 def test_an_optimizer_in_loss_scaling_gets_gradients_of_its_own_scale():
     tx = jaxmp.loss_scaling(optax.sgd(2.0), jaxmp.DynamicLossScale())
     step_numerics = numerics(quadratic_loss, tx=tx, loss_scale=4.0)(W, X)

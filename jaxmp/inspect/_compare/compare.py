@@ -32,6 +32,7 @@ from jaxmp.inspect._compare.run import RecordedProgram, run_and_record
 from jaxmp.inspect.program.calls import (
     StepCall,
     argument_paths,
+    is_inexact,
     is_step,
     require_arguments_not_deleted,
     require_own_settings,
@@ -136,7 +137,7 @@ def compare(
       overrides: overrides of ``policy``, as for :func:`jaxmp.autocast`.
       reference: the dtype of the reference run. ``"float32"`` casts half arguments to float32 and uses true float32
         products, not TensorFloat-32. ``"float64"`` traces under ``jax.enable_x64`` and casts floating arguments to
-        float64. (Random numbers differ in float64, so turn dropout off.)
+        float64, and complex ones to complex128. (Random numbers differ in float64, so turn dropout off.)
       grad: whether to compare gradients too. These are the gradients with respect to all values that scopes return,
         and with respect to the first argument that has floating arrays.
       loss_scale: the factor by which the loss is multiplied before the differentiation. The gradients in the rows are
@@ -186,7 +187,7 @@ def compare(
             stack.enter_context(jax.default_matmul_precision("highest"))
             if reference == "float64":
                 stack.enter_context(jax.enable_x64(True))
-                args = jax.tree.map(_floating_as_float64, args)
+                args = jax.tree.map(_in_64_bit_floats, args)
             return _compared(half, run_and_record(loss_fn, widen(args), paths, grad, scale))
 
     return run
@@ -221,8 +222,10 @@ def loss_of(call: StepCall) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     return loss_fn, (state.params, state.model_state, batch)
 
 
-def _floating_as_float64(leaf: Any) -> Any:
-    return jnp.asarray(leaf, jnp.float64) if jnp.issubdtype(jnp.result_type(leaf), jnp.floating) else leaf
+def _in_64_bit_floats(leaf: Any) -> Any:
+    if not is_inexact(leaf):
+        return leaf
+    return jnp.asarray(leaf, jnp.complex128 if jnp.iscomplexobj(leaf) else jnp.float64)
 
 
 def _compared(half: RecordedProgram, full: RecordedProgram) -> Comparison:

@@ -34,6 +34,9 @@ class ComparedRow:
       cosine: the cosine of the angle between the value and the reference, as vectors.
       ulps: the median absolute difference of the elements, in ulps. An ulp is the distance between neighbouring numbers
         in the dtype :attr:`Comparison.dtype`, at the magnitude of the reference.
+
+    A complex array is compared as the vector of its real and imaginary parts. Absolute values are those of the complex
+    elements.
     """
 
     path: str
@@ -104,8 +107,8 @@ def compared_row(path: str, phase: str, dtype: str, half: np.ndarray, full: np.n
     half, full, difference = _differences(half, full)
     norms = np.linalg.norm(half.ravel()) * np.linalg.norm(full.ravel())
     with np.errstate(invalid="ignore"):  # the cosine is NaN if a value is infinite
-        cosine = float(np.vdot(half, full) / norms) if norms else float(not half.any() and not full.any())
-    exponents = np.maximum(np.frexp(full)[1] - 1, int(finfo.minexp))
+        cosine = float(np.vdot(half, full).real / norms) if norms else float(not half.any() and not full.any())
+    exponents = np.maximum(np.frexp(np.abs(full))[1] - 1, int(finfo.minexp))
     distances = np.abs(difference)
     ulps = distances / 2.0 ** (exponents - int(finfo.nmant))
     return ComparedRow(
@@ -167,7 +170,7 @@ def numbers_above_rounding(full: RecordedProgram, eps: float) -> set[int]:
     """
     sizes: dict[int, float] = {}
     for n, (_, gradient, _) in full.gradients.items():
-        sizes[n] = float(np.sqrt(np.mean(np.square(gradient)))) if gradient.size else 0.0
+        sizes[n] = float(np.sqrt(np.mean(np.square(np.abs(gradient))))) if gradient.size else 0.0
     largest = max((size for size in sizes.values() if np.isfinite(size)), default=0.0)
     return {n for n, size in sizes.items() if size > eps * largest or np.isnan(size)}
 

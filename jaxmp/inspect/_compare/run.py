@@ -12,7 +12,15 @@ import numpy as np
 
 from jaxmp.base.trees import widen
 from jaxmp.inspect.program.borders import AtBorder, passed_in, read_for_recording, returned
-from jaxmp.inspect.program.calls import AS_WRITTEN, differentiated, loss_and_rest, named, with_leaves
+from jaxmp.inspect.program.calls import (
+    AS_WRITTEN,
+    differentiated,
+    in_double_precision,
+    is_inexact,
+    loss_and_rest,
+    named,
+    with_leaves,
+)
 from jaxmp.inspect.program.product_dtypes import multiplied, widest
 from jaxmp.inspect.program.recorded_evaluation import evaluate_and_record
 from jaxmp.inspect.program.taps import Taps
@@ -36,7 +44,7 @@ class Gradient(NamedTuple):
 class RecordedProgram:
     """A program that was run, with the values that enter and leave its scopes.
 
-    All arrays are NumPy arrays in float64.
+    All arrays are NumPy arrays in float64, or in complex128 for complex values.
 
     Attributes:
       values: the values on which the results depend, by slot.
@@ -44,7 +52,7 @@ class RecordedProgram:
       passed_in: the paths and slots of values that are passed into scopes, in program order.
       forward: the arrays of the values in ``returned`` and ``passed_in``, by slot.
       backward: the gradients with respect to the values in ``forward``, by slot.
-      results: the floating results to compare: the loss, or all results if there is no loss.
+      results: the floating and complex results to compare: the loss, or all results if there is no loss.
       gradients: the gradients of arguments, by the index of the argument's leaf.
       products: the compute dtype of each product in the forward pass.
     """
@@ -80,7 +88,7 @@ def run_and_record(
 
     jaxpr, consts, structure = program_of(separate_loss, *args)
     loss, aux = map(jax.tree.leaves, jax.tree.unflatten(structure, range(len(jaxpr.outvars))))
-    ends = [n for n in loss or aux if jnp.issubdtype(jaxpr.outvars[n].aval.dtype, jnp.floating)]
+    ends = [n for n in loss or aux if is_inexact(jaxpr.outvars[n].aval)]
     is_end = [n in ends for n in range(len(jaxpr.outvars))]
     program = read_for_recording(jaxpr, consts)
     leaving, entering = returned(program, is_end), passed_in(program, is_end)
@@ -97,9 +105,9 @@ def run_and_record(
         passed_in=_paths_and_slots(entering),
         forward=_arrays_by_slot(records),
         backward=_arrays_by_slot(cotangents, loss_scale),
-        results=[(program.results[n], _as_float64(results[n])) for n in ends],
+        results=[(program.results[n], in_double_precision(results[n])) for n in ends],
         gradients={
-            n: Gradient(paths[n], _as_float64(gradient) / loss_scale, str(gradient.dtype))
+            n: Gradient(paths[n], in_double_precision(gradient) / loss_scale, str(gradient.dtype))
             for n, gradient in zip(numbers, grads, strict=True)
         },
         products=[widest(map(multiplied, value.inputs[:2])) for value in program.values if value.name in PRODUCTS],
@@ -153,9 +161,5 @@ def _arrays_by_slot(records: dict[Key, dict[int, Any]], scale: float = 1.0) -> d
     arrays = {}
     for key, values in records.items():
         for position, value in values.items():
-            arrays[key, position] = _as_float64(value) / scale
+            arrays[key, position] = in_double_precision(value) / scale
     return arrays
-
-
-def _as_float64(value: Any) -> np.ndarray:
-    return np.asarray(value).astype(np.float64)

@@ -17,14 +17,14 @@ from jaxmp._internals.flax.nnx import note_for_changes
 from jaxmp.base import dtypes, formats, tables
 from jaxmp.base.donation import require_not_deleted
 from jaxmp.base.inspection import tool
-from jaxmp.base.trees import is_float_array
+from jaxmp.base.trees import widen
 from jaxmp.engine.autocast import autocast
 from jaxmp.inspect.counts import statistics
 from jaxmp.inspect.counts.counting_step import CountingStep, updates_of
 from jaxmp.inspect.counts.statistics import Statistics
 from jaxmp.inspect.counts.step_records import TENSORS, StepRecords, gradients_and_records, records_of_step
 from jaxmp.inspect.program import nnx_models
-from jaxmp.inspect.program.calls import is_step, require_own_settings, step_call
+from jaxmp.inspect.program.calls import is_inexact, is_step, require_own_settings, step_call
 from jaxmp.optim.checks import require_loss
 from jaxmp.training.step import TrainStep
 
@@ -241,7 +241,8 @@ def _counting_program(loss_fn: Callable[..., Any], policy: Any, tx: Any) -> Call
             return loss * scale, loss
 
         def unscaled(leaf: jax.Array) -> jax.Array:
-            return leaf.astype(jnp.float32) / scale if is_float_array(leaf) else leaf
+            wide = widen(leaf)
+            return wide / scale.astype(wide.dtype) if is_inexact(wide) else wide
 
         loss, grads, activations = gradients_and_records(scaled, arrays)
         updates = None

@@ -22,7 +22,14 @@ from jaxmp.engine.autocast import autocast
 from jaxmp.engine.overrides import FIXED
 from jaxmp.engine.plan import cast_plan
 from jaxmp.inspect._tune.rounded_products import with_rounded_operands
-from jaxmp.inspect.program.calls import AS_WRITTEN, differentiated, loss_and_rest, named, with_leaves
+from jaxmp.inspect.program.calls import (
+    AS_WRITTEN,
+    differentiated,
+    in_double_precision,
+    loss_and_rest,
+    named,
+    with_leaves,
+)
 from jaxmp.inspect.program.tracing import program_of
 from jaxmp.policy.patterns import EVERY
 from jaxmp.policy.policies import Policy
@@ -261,8 +268,8 @@ class Measurement:
     ) -> list[tuple[float, np.ndarray]]:
         """Return the loss and the gradients of each batch.
 
-        The gradients of a batch are one float64 vector. ``transform`` is applied to the gradient function, which is
-        compiled once for all batches.
+        The gradients of a batch are one vector in float64, or in complex128 if a gradient is complex. ``transform`` is
+        applied to the gradient function, which is compiled once for all batches.
         """
         structure = jax.tree.structure(tuple(all_args[0]))
         numbers = differentiated(all_args[0])
@@ -278,7 +285,7 @@ class Measurement:
         for args in all_args:
             leaves = jax.tree.leaves(tuple(args))
             (_, loss), gradients = gradient([leaves[n] for n in numbers], leaves, scale)
-            flat = [np.asarray(leaf).astype(np.float64).ravel() / scale for leaf in gradients]
+            flat = [in_double_precision(leaf).ravel() / scale for leaf in gradients]
             results.append((float(loss), np.concatenate(flat)))
         return results
 

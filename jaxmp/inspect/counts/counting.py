@@ -61,11 +61,21 @@ class Counts(NamedTuple):
 
 
 def counts_of(x: jax.Array) -> Counts:
-    """Return the record of a floating array.
+    """Return the record of a floating array, or of the parts of a complex array.
 
     float64 values are first rounded to float32. Values in other formats are counted exactly.
     """
-    return _record(lax.stop_gradient(x))
+    return _record(parts_of(lax.stop_gradient(x)))
+
+
+def parts_of(x: jax.Array) -> jax.Array:
+    """Return a floating array unchanged, and a complex array as its real and imaginary parts along a new axis."""
+    return jnp.stack([x.real, x.imag]) if jnp.iscomplexobj(x) else x
+
+
+def number_of_values(x: Any) -> int:
+    """Return the number of values that are counted in an array or a shape: two for each complex element."""
+    return int(x.size) * (2 if jnp.issubdtype(x.dtype, jnp.complexfloating) else 1)
 
 
 @jax.jit  # tensors of the same shape are traced once
@@ -165,7 +175,7 @@ def distance_moved(update: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax
       distance from the rounded weight to the next larger number.) Weights that overflow in the format are not counted.
       The second array (float32) has the norm of all updates and the norm of all weights.
     """
-    update, weight = update.reshape(-1), weight.reshape(-1)
+    update, weight = parts_of(update).reshape(-1), parts_of(weight).reshape(-1)
     step, (size, mantissa) = _magnitude(update), _exponents_and_mantissas(_magnitude(weight))
     exponent = jnp.where(step == 0, -1000, _exponents_and_mantissas(step)[0])
     finite = (step < _INFINITE) & (size < 128)

@@ -25,6 +25,7 @@ from jaxmp.inspect.counts.counting import (
     Counts,
     counts_of,
     layout_of,
+    number_of_values,
     start_of_ones,
 )
 
@@ -35,6 +36,8 @@ _NAMES = dtypes.NAMES[1:]
 @dataclasses.dataclass(frozen=True)
 class Statistics:
     """Exact counts of the values of a tensor, and their magnitudes.
+
+    A complex tensor has two values for each element: the real and the imaginary part.
 
     Attributes:
       count: the number of values.
@@ -173,9 +176,9 @@ def exponent_of(loss_scale: Any) -> int:
 
 
 def statistics_of(x: Any) -> Statistics:
-    """Return the statistics of one floating array."""
+    """Return the statistics of one floating or complex array."""
     x = jnp.asarray(x)
-    return from_record(jax.device_get(counts_of(x)), x.dtype, x.size, 0)
+    return from_record(jax.device_get(counts_of(x)), x.dtype, number_of_values(x), 0)
 
 
 def from_record(counts: Counts, dtype: Any, size: int, scale_exponent: int, turns: Sequence[int] = ()) -> Statistics:

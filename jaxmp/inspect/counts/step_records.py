@@ -15,12 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmp.base import dtypes
-from jaxmp.base.trees import is_float_array, path_name
+from jaxmp.base.trees import path_name
 from jaxmp.inspect.counts import counting, statistics
 from jaxmp.inspect.counts.counting import Counts
 from jaxmp.inspect.counts.statistics import Statistics
 from jaxmp.inspect.program.borders import read_for_recording, returned
-from jaxmp.inspect.program.calls import with_leaves
+from jaxmp.inspect.program.calls import is_inexact, with_leaves
 from jaxmp.inspect.program.recorded_evaluation import evaluate_and_record
 from jaxmp.inspect.program.taps import Taps
 from jaxmp.inspect.program.tracing import program_of
@@ -38,7 +38,7 @@ class RecordedTensor:
       kind: one of :data:`TENSORS`.
       path: the path of the param, or of the module or scope that returns the activation.
       dtype: the dtype of the tensor.
-      size: the number of values in one iteration of the loops around the tensor.
+      size: the number of values in one iteration of the loops around the tensor. A complex element has two values.
       lengths: the number of iterations of each scan around the tensor, outermost first.
       number: the position of the param among all params; 0 for activations and their gradients.
     """
@@ -128,8 +128,8 @@ def _records_of_tree(kind: str, tree: Any, params: Any) -> list[tuple[tuple[Reco
     groups: dict[Any, list[tuple[RecordedTensor, Any, Any]]] = {}
     weights = jax.tree.leaves_with_path(params)
     for number, (leaf, (path, weight)) in enumerate(zip(jax.tree.leaves(tree), weights, strict=False)):
-        if is_float_array(weight):
-            tensor = RecordedTensor(kind, path_name(path), leaf.dtype, leaf.size, number=number)
+        if is_inexact(weight):
+            tensor = RecordedTensor(kind, path_name(path), leaf.dtype, counting.number_of_values(leaf), number=number)
             groups.setdefault((leaf.shape, leaf.dtype, weight.dtype), []).append((tensor, leaf, weight))
     records = []
     for group in groups.values():
@@ -150,23 +150,23 @@ def gradients_and_records(fun: Callable[[Any], tuple[jax.Array, Any]], params: A
       params: a tree of arrays.
 
     Returns:
-      The auxiliary results, the gradients, and the records. The gradients of leaves that are not floating are 0.
+      The auxiliary results, the gradients, and the records. The gradients of integers and other leaves are 0.
     """
     jaxpr, consts, structure = program_of(fun, params)
     leaves, tree = jax.tree.flatten(params)
-    numbers = [n for n, leaf in enumerate(leaves) if is_float_array(leaf)]
+    numbers = [n for n, leaf in enumerate(leaves) if is_inexact(leaf)]
     taps = _CountingTaps(jaxpr)
 
-    def scaled(floats: Sequence[Any], sinks: Any) -> Any:
-        arguments = with_leaves(leaves, numbers, floats)
+    def scaled(differentiated: Sequence[Any], sinks: Any) -> Any:
+        arguments = with_leaves(leaves, numbers, differentiated)
         results, records = evaluate_and_record(jaxpr, consts, arguments, taps, sinks)
         return results[0], (results, records)
 
     differentiate = jax.grad(scaled, argnums=(0, 1), has_aux=True)
-    (grads_of_floats, sinks), (results, records) = differentiate([leaves[n] for n in numbers], taps.sinks())
+    (differentiated_grads, sinks), (results, records) = differentiate([leaves[n] for n in numbers], taps.sinks())
     packed = jax.tree.map(counting.packed, records, is_leaf=lambda node: isinstance(node, Counts))
     recorded = [*taps.named("activations", packed), *taps.named("activation_gradients", sinks)]
-    grads = with_leaves([jnp.zeros_like(leaf) for leaf in leaves], numbers, grads_of_floats)
+    grads = with_leaves([jnp.zeros_like(leaf) for leaf in leaves], numbers, differentiated_grads)
     _, aux = jax.tree.unflatten(structure, results)
     return aux, jax.tree.unflatten(tree, grads), recorded
 
@@ -197,5 +197,6 @@ class _CountingTaps(Taps):
             aval = border.aval
             record = records.get(border.key, {}).get(border.position)
             if record is not None:
-                tensors.append((RecordedTensor(kind, border.path, aval.dtype, aval.size, border.lengths), record))
+                size = counting.number_of_values(aval)
+                tensors.append((RecordedTensor(kind, border.path, aval.dtype, size, border.lengths), record))
         return tensors

@@ -10,13 +10,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from jaxmp._internals.jax.sources import Names
+from jaxmp.inspect.program.calls import is_inexact
 from jaxmp.program.reading import is_whole_with_rules, read_program
 from jaxmp.program.scopes import enters_scope, paths_left
 from jaxmp.program.values import Equation, Key, Program, Value, leading_to
 
 
 class AtBorder(NamedTuple):
-    """A floating value that enters or leaves a module or a named scope.
+    """A floating or complex value that enters or leaves a module or a named scope.
 
     Attributes:
       key: the key of the equation that computes the value.
@@ -56,7 +57,7 @@ def returned(program: Program, roots: Sequence[bool] | None = None) -> list[AtBo
     """
     return [
         _at_border(equation, position, path)
-        for equation, position, readers in _read_floats(program, roots)
+        for equation, position, readers in _read_numbers(program, roots)
         for path in paths_left(equation.names, readers)
     ]
 
@@ -68,7 +69,7 @@ def passed_in(program: Program, roots: Sequence[bool] | None = None) -> list[AtB
     :func:`returned` returns them. The arguments are those of :func:`returned`.
     """
     values = []
-    for equation, position, readers in _read_floats(program, roots):
+    for equation, position, readers in _read_numbers(program, roots):
         is_read_inside = any(enters_scope(equation.names, names) for names in readers)
         if is_read_inside and not paths_left(equation.names, readers):
             values.append(_at_border(equation, position, equation.path))
@@ -80,8 +81,8 @@ def _at_border(equation: Equation, position: int, path: str) -> AtBorder:
     return AtBorder(equation.key, position, path, lengths, equation.eqn.outvars[position].aval)
 
 
-def _read_floats(program: Program, roots: Sequence[bool] | None) -> Iterator[tuple[Equation, int, list[Names]]]:
-    """Yield the floating values that affect the results that ``roots`` marks.
+def _read_numbers(program: Program, roots: Sequence[bool] | None) -> Iterator[tuple[Equation, int, list[Names]]]:
+    """Yield the floating and complex values that affect the results that ``roots`` marks.
 
     The values are in program order. Each item is the equation of a value, the value's position among the equation's
     results, and the scopes of the equations that read the value.
@@ -95,7 +96,7 @@ def _read_floats(program: Program, roots: Sequence[bool] | None) -> Iterator[tup
         for _, operand, _ in value.reads:
             readers[operand].append(program.equations[value.key].names)
     for value in sorted(sources, key=_position):
-        if value.is_computed and value.is_float:
+        if value.is_computed and is_inexact(value):
             yield program.equations[value.key], value.position, readers[value]
 
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxmp.base.donation import require_not_deleted
 from jaxmp.base.trees import path_name
@@ -164,6 +165,12 @@ def with_leaves(leaves: Sequence[Any], numbers: Sequence[int], new: Sequence[Any
 def is_inexact(value: Any) -> bool:
     """Return whether a value is floating or complex."""
     return bool(jnp.issubdtype(value.dtype if hasattr(value, "dtype") else jnp.result_type(value), jnp.inexact))
+
+
+def in_double_precision(value: Any) -> np.ndarray:
+    """Return a value as a NumPy array in float64, or in complex128 if it is complex."""
+    array = np.asarray(value)
+    return array.astype(np.complex128 if np.iscomplexobj(array) else np.float64)
 
 
 def loss_and_rest(result: Any) -> tuple[Any, list[Any]]:
