@@ -416,6 +416,9 @@ UNSCALED = {
     ),
 }  # fmt: skip
 SCALED = {
+    "in a tuple with the params": (
+        lambda state, x: jax.grad(lambda p: state[1].scale(mean(p, x)))(state[0]), (PARAMS, jaxmp.DynamicLossScale()), X
+    ),
     "of an array": (of_scale(lambda loss, s: loss * s[0]), PARAMS, X, shape(1)),
     "an exponent": (of_scale(lambda loss, s: loss * 2.0**s), PARAMS, X, SCALAR),
     "of a shard_map": (jax.grad(lambda p, x: shared(p, x) * 1024), PARAMS, X),

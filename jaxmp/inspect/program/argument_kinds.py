@@ -12,6 +12,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 from jaxmp.base.trees import path_name
+from jaxmp.optim.loss_scale import LossScale
 from jaxmp.sharding.specs import axes_in_spec as axes_of
 
 _KIND_OF_NAME = {
@@ -57,7 +58,8 @@ def leaves_of(args: Sequence[Any], names: Sequence[str]) -> Iterator[Leaf]:
 
     The unrecognised leaves of the first argument are the params, and those of a later argument are the batch. There is
     one exception: if a part of a later argument is recognised by its type, the unrecognised leaves of this argument
-    are the params. Typed random keys are always ``"other"``.
+    are the params. Typed random keys and loss scales of jaxmp are always ``"other"``, and do not count as recognised
+    here.
 
     Args:
       args: the arguments of the call.
@@ -65,7 +67,7 @@ def leaves_of(args: Sequence[Any], names: Sequence[str]) -> Iterator[Leaf]:
     """
     for position, arg in enumerate(args):
         name = names[position] if position < len(names) else ""
-        nodes = jax.tree.leaves_with_path(arg, is_leaf=_is_state)
+        nodes = jax.tree.leaves_with_path(arg, is_leaf=lambda node: _is_state(node) or isinstance(node, LossScale))
         by_position = "batch" if position and not any(_is_state(node) for _, node in nodes) else "params"
         prefix = [jax.tree_util.DictKey(name)] if name else []
         for path, node in nodes:
@@ -74,7 +76,8 @@ def leaves_of(args: Sequence[Any], names: Sequence[str]) -> Iterator[Leaf]:
                 if _is_state(node):
                     recognised, path_in_state = _kind_and_path_in_state(node, path, inner)
                 is_key = jnp.issubdtype(getattr(leaf, "dtype", np.float32), jax.dtypes.prng_key)
-                kind = "other" if is_key else recognised or by_position
+                is_other = is_key or isinstance(node, LossScale)
+                kind = "other" if is_other else recognised or by_position
                 yield Leaf(leaf, kind, path_name((*prefix, *path, *inner)), recognised is not None, path_in_state)
 
 
