@@ -179,6 +179,8 @@ def test_kinds_are_known_from_what_holds_them():
          ({"params": shape(4), "batch_stats": shape(4)}, shape(4)), {"params": 16, "model_state": 16, "batch": 16}),
         (lambda w, opt, x: w * opt[0].mu * x, (shape(4), jax.eval_shape(optax.adam(1e-3).init, shape(4)),
          shape(4)), {"params": 16, "optimizer": 16, "batch": 16}),
+        (lambda batch, w: w.fast * w.slow * batch,
+         (shape(4), optax.LookaheadParams(shape(4), shape(4))), {"params": 32, "batch": 16}),
         (lambda w, x, rng: w * x + jax.random.normal(rng, (4,)),
          (shape(4), shape(4), jax.eval_shape(jax.random.key, 0)), {"params": 16, "batch": 16}),
     ):  # fmt: skip

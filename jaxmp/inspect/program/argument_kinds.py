@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import nnx
 from jax.sharding import NamedSharding
 
@@ -86,7 +87,8 @@ def _is_state(node: Any) -> bool:
     is_collections = isinstance(node, Mapping) and ("params" in node or "batch_stats" in node)
     is_train_state = hasattr(node, "params") and hasattr(node, "opt_state")  # jaxmp's or Flax's train state
     is_of_nnx = isinstance(node, (nnx.Variable, nnx.Optimizer))
-    return is_collections or is_train_state or is_of_nnx or _is_state_of_optimizer(node)
+    is_lookahead = isinstance(node, optax.LookaheadParams)
+    return is_collections or is_train_state or is_of_nnx or is_lookahead or _is_state_of_optimizer(node)
 
 
 def _kind_and_path_in_state(node: Any, path: Sequence[Any], inner: Sequence[Any]) -> tuple[str, tuple[str, ...] | None]:
@@ -95,8 +97,8 @@ def _kind_and_path_in_state(node: Any, path: Sequence[Any], inner: Sequence[Any]
     The node is at ``path`` in the argument, and the leaf is at ``inner`` in the node. The second result is None for a
     leaf outside of the params, the optimizer state and the statistics.
     """
-    if isinstance(node, nnx.Param):
-        return "params", _names(path)
+    if isinstance(node, (nnx.Param, optax.LookaheadParams)):
+        return "params", _names((*path, *inner))
     is_variable = isinstance(node, nnx.Variable)
     if is_variable and not type(node).__name__.startswith("Opt"):
         return "model_state", _names(path) if isinstance(node, nnx.BatchStat) else None
