@@ -131,7 +131,10 @@ def _maps_across(scan: Scan | None) -> _IterationMaps:
 
 
 class _Around(NamedTuple):
-    """The surroundings of a body."""
+    """The surroundings of a body.
+
+    ``transforms`` are those of the equations around the body. JAX does not list them again in the body.
+    """
 
     equation: Equation | None = None
     key: Key = ()
@@ -140,6 +143,7 @@ class _Around(NamedTuple):
     lengths: tuple[int | None, ...] = ()
     scans: tuple[Scan, ...] = ()
     loops: tuple[Key, ...] = ()
+    transforms: tuple[str, ...] = ()
 
 
 def _phase(around: str, transforms: Sequence[str], has_gradients: bool) -> str:
@@ -190,7 +194,7 @@ class _Reader:
         def read_equation(eqn: Any, operands: list[Value]) -> Sequence[Value]:
             names, transforms = scopes_and_transforms(eqn)
             key = (*around.key, len(equations))
-            phase = _phase(around.phase, transforms, not self.gradients.isdisjoint(operands))
+            phase = _phase(around.phase, (*around.transforms, *transforms), not self.gradients.isdisjoint(operands))
             names = (*around.names, *names)
             equation = Equation(key, eqn, names, phase, around.lengths, bodies_of(eqn), around.equation, operands)
             equations.append(equation)
@@ -218,8 +222,10 @@ class _Reader:
     def inside(self, equation: Equation, number: int, inputs: Sequence[Value], around: _Around) -> Body:
         """Read a body of an equation."""
         assert equation.bodies is not None
+        _, transforms = scopes_and_transforms(equation.eqn)
         here = around._replace(
             equation=equation,
+            transforms=(*around.transforms, *transforms),
             key=(*equation.key, number),
             names=(*equation.names, *self.scopes_inside(equation.eqn)),
             lengths=(*equation.lengths, equation.bodies.length) if equation.bodies.is_loop else equation.lengths,

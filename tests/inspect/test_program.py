@@ -116,6 +116,26 @@ def test_a_train_step_has_an_update_after_its_backward_pass(net):
     }
 
 
+@pytest.mark.parametrize(
+    "wrapped", [jax.jit, lambda loss: jax.jit(lambda *args: jax.jit(loss)(*args)), lambda loss: loss],
+    ids=["jitted", "jitted twice", "plain"],
+)  # fmt: skip
+def test_the_forward_pass_at_an_adversarial_input_is_forward(wrapped):
+    loss = wrapped(lambda params, x: jnp.sum(jnp.tanh(x @ params)))
+
+    def step(params, x):
+        x = x + jnp.sign(jax.grad(loss, 1)(params, x))
+        return params - jax.grad(loss)(params, x)
+
+    equations = read_program(program_of(step, jnp.ones((4, 4)), X)[0]).equations.values()
+    phases = {
+        name: [equation.phase for equation in equations if equation.eqn.primitive.name == name]
+        for name in ("tanh", "dot_general", "sign")
+    }
+    expected = ["forward", "backward", "forward", "backward"]
+    assert phases == {"tanh": ["forward", "forward"], "dot_general": expected, "sign": ["update"]}
+
+
 def test_an_evaluated_program_computes_what_it_did_and_records_every_operation(net):
     loss, variables = net
     fun = jax.value_and_grad(jaxmp.autocast(loss, "mixed_bfloat16"), has_aux=True)
