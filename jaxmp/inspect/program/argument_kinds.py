@@ -97,7 +97,9 @@ def _kind_and_path_in_state(node: Any, path: Sequence[Any], inner: Sequence[Any]
     The node is at ``path`` in the argument, and the leaf is at ``inner`` in the node. The second result is None for a
     leaf outside of the params, the optimizer state and the statistics.
     """
-    if isinstance(node, (nnx.Param, optax.LookaheadParams)):
+    if isinstance(node, nnx.Param):
+        return "params", _names(path)
+    if isinstance(node, optax.LookaheadParams):
         return "params", _names((*path, *inner))
     is_variable = isinstance(node, nnx.Variable)
     if is_variable and not type(node).__name__.startswith("Opt"):
