@@ -37,13 +37,13 @@ def of_shapes(options: argparse.Namespace, make: Callable[[Callable[..., Any]], 
     import jax
 
     from jaxmp.cli.loading import in_current_folder, load, usage_errors
-    from jaxmp.inspect.compiled.targets import within_mesh_of
+    from jaxmp.inspect.compiled.targets import within_mesh_of_shapes
 
     if options.device is not None:
         jax.config.update("jax_platforms", "cpu")  # otherwise JAX's CUDA plugin would look for a GPU
     with in_current_folder():
         loaded = load(options.function, options.arg, options.args)
-        with within_mesh_of(loaded.operands):
+        with within_mesh_of_shapes(loaded.operands):
             jax.eval_shape(loaded.function, *loaded.operands)  # raises the errors of the function itself
         with usage_errors(FileNotFoundError, ValueError, TypeError, ModuleNotFoundError):
             return make(loaded.function)(*loaded.operands)

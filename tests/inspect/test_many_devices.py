@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from flax.jax_utils import replicate
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -229,6 +230,7 @@ def test_a_topology_that_does_not_fit_the_mesh_is_refused():
 
 MODULE = """
 import jax, jax.numpy as jnp
+from flax.jax_utils import replicate
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from jaxmp.sharding import gather
 
@@ -277,3 +279,18 @@ class TestCommand:
             assert self.run("memory", *flags) == 2
             error = capsys.readouterr().err
             assert error.startswith("jaxmp memory: error: ") and message in error and error.count("\n") == 1
+
+
+@pytest.mark.once
+def test_a_pmapped_step_of_replicated_params_has_reports():
+    def step(params, batch):
+        grads = jax.grad(lambda params: jnp.mean((batch @ params["w"]) ** 2))(params)
+        return jax.tree.map(jnp.subtract, params, jax.lax.pmean(grads, "data"))
+
+    pmapped = jax.pmap(step, axis_name="data")
+    args = replicate({"w": jnp.ones((8, 8))}), jnp.ones((4, 2, 8))
+    report = audit(pmapped)(*args)
+    assert [product.phase for product in report.products] == ["forward", "backward"] and report.findings == ()
+    assert report.memory.devices == 4 and report.memory.by_kind["params"] == 8 * 8 * 4
+    ((kind, dtype, _),) = memory(pmapped)(*args).collectives.totals
+    assert (kind, dtype) == ("all-reduce", "float32")

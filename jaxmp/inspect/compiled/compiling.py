@@ -125,7 +125,7 @@ def trace_of_call(
     if isinstance(jitted, TrainStep):
         jitted = jitted.program_for(args[0])
     with contextlib.ExitStack() as contexts:
-        contexts.enter_context(targets.within_mesh_of(args))
+        contexts.enter_context(targets.within_mesh_of_shapes(args))
         if device is not None:
             contexts.enter_context(targets.with_cudnn(targets.target_of(device).cudnn))
             contexts.enter_context(hardware.assumed(device))

@@ -256,10 +256,17 @@ def mesh_of(tree: Any) -> Any:
     return None
 
 
-def within_mesh_of(tree: Any) -> contextlib.AbstractContextManager[Any]:
-    """Return a context that sets the mesh of a pytree, if the pytree has one."""
+def within_mesh_of_shapes(tree: Any) -> contextlib.AbstractContextManager[Any]:
+    """Return a context that sets the mesh of a pytree of shapes, if the shapes are on a mesh.
+
+    If the pytree has arrays on a mesh, the context sets no mesh, because a real call with these arrays sets none. The
+    function may use another mesh, as a function of ``jax.pmap`` does.
+    """
     mesh = mesh_of(tree)
-    return contextlib.nullcontext() if mesh is None else use_abstract_mesh(getattr(mesh, "abstract_mesh", mesh))
+    has_arrays = any(isinstance(leaf, jax.Array) and mesh_of(leaf) is not None for leaf in jax.tree.leaves(tree))
+    if mesh is None or has_arrays:
+        return contextlib.nullcontext()
+    return use_abstract_mesh(getattr(mesh, "abstract_mesh", mesh))
 
 
 def target_of(name: str) -> Target:
