@@ -79,6 +79,20 @@ def require_loss(loss: Any, otherwise: str) -> Any:
     return loss
 
 
+def require_no_functions(params: Any, call: str) -> None:
+    """Raise a TypeError if a function is among the leaves of a tree of params.
+
+    ``call`` is the name of the called function, for the error message. Models of Equinox may have such leaves.
+    """
+    for path, leaf in jax.tree.leaves_with_path(params):
+        if path and callable(leaf) and not is_number(leaf):
+            raise TypeError(
+                f"{call} takes params that are arrays, got the function {getattr(leaf, '__name__', leaf)!r} at "
+                f"{path_name(path)!r};\nfor a model of Equinox, write params, static = eqx.partition(model, "
+                "eqx.is_inexact_array),\nand call eqx.combine(params, static) in the loss function"
+            )
+
+
 def is_number(value: Any) -> bool:
     """Return whether ``value`` is a number or an array.
 

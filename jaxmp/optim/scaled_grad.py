@@ -17,7 +17,7 @@ from jaxmp.base.arguments import require_function
 from jaxmp.base.donation import donation_note
 from jaxmp.base.trees import is_float_array, sum_of_squares, widen
 from jaxmp.base.user_warnings import warn_user
-from jaxmp.optim.checks import described, require_loss
+from jaxmp.optim.checks import described, require_loss, require_no_functions
 from jaxmp.optim.loss_scale import LossScale, NoOpLossScale, StaticLossScale
 from jaxmp.optim.scaling_state import usable_loss_scale
 
@@ -104,8 +104,8 @@ def value_and_grad(
         ``loss_scaling`` (a skipped step would change this state or the params); or ``loss_scaling`` is inside of
         ``optax.MultiSteps`` or ``optax.apply_if_finite``.
       TypeError: ``fun`` is not a function; the loss is not a floating scalar, or is half precision; an argument to
-        differentiate has leaves that are not floating, or is an NNX model with batch statistics or random state;
-        ``argnums`` are not integers.
+        differentiate has leaves that are not floating, such as functions, or is an NNX model with batch statistics or
+        random state; ``argnums`` are not integers.
       RuntimeError: ``opt_state`` was donated to an earlier step.
 
     >>> opt_state = jaxmp.loss_scaling(optax.sgd(0.1), jaxmp.StaticLossScale(8.0)).init(jnp.ones(2))
@@ -126,6 +126,9 @@ def value_and_grad(
     def unscaled(*args: Any, **kwargs: Any) -> Any:
         warn_if_constant(loss_scale)
         _require_no_nnx_model(args, argnums)
+        for number, arg in enumerate(args):
+            if number in np.atleast_1d(argnums):
+                require_no_functions(arg, "jaxmp.value_and_grad")
         with donation_note():
             loss, grads = scaled(*args, **kwargs)
         return loss, true_gradients(grads, loss_scale)

@@ -14,7 +14,7 @@ import optax
 from jaxmp.base import trees as _tree
 from jaxmp.base.arguments import require_flag
 from jaxmp.base.donation import require_not_deleted
-from jaxmp.optim.checks import as_optimizer
+from jaxmp.optim.checks import as_optimizer, require_no_functions
 from jaxmp.optim.half_params import params_are_checked, warn_if_updates_vanish
 from jaxmp.optim.loss_scale import NoOpLossScale
 from jaxmp.optim.loss_scaling import (
@@ -161,7 +161,8 @@ class TrainState(flax.struct.PyTreeNode):
           **fields: the additional fields of a subclass.
 
         Raises:
-          TypeError: ``tx`` is not an optimizer, or ``fields`` has a name that is not a field of the class.
+          TypeError: ``tx`` is not an optimizer, a leaf of ``params`` is a function, or ``fields`` has a name that is
+            not a field of the class.
           ValueError: ``tx`` has several loss scales; a transform other than ``loss_scaling`` wraps ``low_precision``;
             ``params`` are empty; or ``params`` are Flax variables with other collections beside the params.
           RuntimeError: the params were donated to an earlier step.
@@ -175,6 +176,7 @@ class TrainState(flax.struct.PyTreeNode):
         tx = as_optimizer(tx)
         require_flag("ema", ema, "pass ema=True, and the decay to make_train_step(ema_decay=0.999)")
         require_params(params)
+        require_no_functions(params, "TrainState.create")
         require_not_deleted({"params": params, "model_state": model_state, "rng": rng})
         warn_if_updates_vanish(without_loss_scaling(tx), params)
         with params_are_checked():

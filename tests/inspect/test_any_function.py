@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ import pytest
 from flax import nnx
 
 import jaxmp
-from jaxmp.inspect import audit, compare, first_nonfinite, memory, numerics
+from jaxmp.inspect import audit, compare, first_nonfinite, memory, numerics, tune
 from jaxmp.inspect.program.calls import argument_paths, require_arguments_not_deleted
 
 
@@ -120,6 +121,38 @@ def test_static_arguments_of_a_jitted_function_are_left_to_it() -> None:
         assert [product.path for product in report.products] == [""] * 3
     size = plan.largest_batch(10_000)
     assert memory(jitted)(args[0], 3, shape(size, 16)).peak <= 10_000
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Layer:
+    """A layer with its activation function as a leaf, as Equinox has."""
+
+    weight: Any
+    activation: Any
+
+    def __call__(self, x: Any) -> Any:
+        with jax.named_scope("layer"):
+            return self.activation(x @ self.weight)
+
+
+@pytest.mark.once
+def test_functions_among_the_leaves_of_a_model_are_left_to_it() -> None:
+    layer, x = Layer(jnp.eye(4), jnp.tanh), jnp.ones((2, 4))
+    args = {"layer": layer}, x
+
+    def loss_of_layer(model: Any, x: Any) -> Any:
+        return jnp.mean(model["layer"](x) ** 2)
+
+    rows = compare(loss_of_layer, "mixed_bfloat16")(*args).rows
+    assert [row.path for row in rows] == ["layer", "", "layer", "model/layer/weight"]
+    counted = numerics(loss_of_layer, tx=optax.sgd(0.1))
+    assert list(counted(*args).updates) == ["layer/weight"]
+    identity = Layer(jnp.eye(4), lambda x: x)
+    assert counted({"layer": identity}, x).loss == 1.0 > counted(*args).loss  # the function is not the first one
+    bad = Layer(jnp.eye(4) * jnp.inf, jnp.tanh)
+    assert first_nonfinite(loss_of_layer)({"layer": bad}, x).path == "model/layer/weight"
+    assert tune(loss_of_layer, "mixed_bfloat16")(*args, batches=[(2 * x,)]).half_flops == 1.0
 
 
 def test_a_constant_loss_has_zero_gradients() -> None:

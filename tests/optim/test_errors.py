@@ -115,6 +115,18 @@ MISTAKES = {
             "got the optimizer itself; pass opt_state = tx.init(params)",
         ),
     },
+    "params": {
+        "with a function": (
+            lambda: value_and_grad(lambda p: jnp.sum(p["w"]), state())({"w": jnp.ones(2), "act": jnp.tanh}),
+            TypeError,
+            "got the function 'tanh' at 'act';\nfor a model of Equinox, write params, static = eqx.partition(",
+        ),
+        "of a state with a function": (
+            lambda: jaxmp.TrainState.create(params={"w": jnp.ones(2), "act": jnp.tanh}, tx=SGD),
+            TypeError,
+            "TrainState.create takes params that are arrays, got the function 'tanh' at 'act'",
+        ),
+    },
     "losses": {
         "float16": (
             lambda: value_and_grad(lambda p: jnp.sum(p.astype(jnp.float16)), state())(jnp.ones(2)),

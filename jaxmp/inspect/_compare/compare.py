@@ -38,6 +38,7 @@ from jaxmp.inspect.program.calls import (
     require_own_settings,
     step_call,
 )
+from jaxmp.inspect.program.function_leaves import of_arrays
 from jaxmp.sharding.devices import DevicesOfMesh
 from jaxmp.training.state import TrainState
 from jaxmp.training.update import Update
@@ -179,6 +180,7 @@ def compare(
             loss_fn, args = loss_of(call)
             scale = call.loss_scale
         require_arguments_not_deleted(loss_fn, args)
+        loss_fn, args = of_arrays(loss_fn, args)
         paths = argument_paths(loss_fn, args)
         cast = loss_fn if policy is None else autocast(loss_fn, policy, overrides)
         half = run_and_record(cast, args, paths, grad, scale)

@@ -27,6 +27,7 @@ from jaxmp.inspect.program.calls import (
     step_call,
     with_leaves,
 )
+from jaxmp.inspect.program.function_leaves import of_arrays
 from jaxmp.inspect.program.tracing import program_of
 from jaxmp.optim.loss_scale import StaticLossScale
 from jaxmp.optim.scaling_state import LossScalingState
@@ -129,10 +130,11 @@ def first_nonfinite(fun: Any, *, grad: bool = True, loss_scale: Any = 1.0) -> Ca
             require_own_settings(loss_scale=None if scale == 1 else scale)
             return _blame_in_step(step_call(fun, args))
         require_arguments_not_deleted(fun, args)
+        function, args = of_arrays(fun, args)
         paths = argument_paths(fun, args)
         if not grad:
-            return _blame_in(lambda *args: ((), fun(*named(args)), ()), args, paths)
-        program = _losses_and_gradients(fun, args)
+            return _blame_in(lambda *args: ((), function(*named(args)), ()), args, paths)
+        program = _losses_and_gradients(function, args)
 
         def unscaled(*args: Any) -> Any:
             return program(None, *args)

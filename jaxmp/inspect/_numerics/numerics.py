@@ -25,6 +25,7 @@ from jaxmp.inspect.counts.statistics import Statistics
 from jaxmp.inspect.counts.step_records import TENSORS, StepRecords, gradients_and_records, records_of_step
 from jaxmp.inspect.program import nnx_models
 from jaxmp.inspect.program.calls import is_inexact, is_step, require_own_settings, step_call
+from jaxmp.inspect.program.function_leaves import FunctionLeaves, without_functions
 from jaxmp.optim.checks import require_loss
 from jaxmp.training.step import TrainStep
 
@@ -225,12 +226,14 @@ def _counting_program(loss_fn: Callable[..., Any], policy: Any, tx: Any) -> Call
     """
 
     @jax.jit
-    def count(model: Any, params: Any, args: Any, opt_state: Any, scale: jax.Array) -> StepRecords:
+    def count(
+        model: Any, functions: FunctionLeaves, params: Any, args: Any, opt_state: Any, scale: jax.Array
+    ) -> StepRecords:
         arrays, rebuild = (params, None) if model is None else model.params_and_rebuild(params)
 
         def loss_of(params: Any, *args: Any) -> jax.Array:
             with note_for_changes(_CHANGES):
-                result = loss_fn(params if rebuild is None else rebuild(params), *args)
+                result = loss_fn(*functions.put_back((params if rebuild is None else rebuild(params), *args)))
             loss = result[0] if isinstance(result, tuple) and result else result
             return jnp.asarray(require_loss(loss, "return the loss, or a tuple that begins with it"))
 
@@ -255,6 +258,7 @@ def _counting_program(loss_fn: Callable[..., Any], policy: Any, tx: Any) -> Call
         model = None
         if nnx_models.is_module(params):
             model, params = nnx_models.split_model(params)
-        return count(model, params, args, opt_state, scale)
+        functions, (params, *args) = without_functions((params, *args))
+        return count(model, functions, params, args, opt_state, scale)
 
     return count_call

@@ -20,6 +20,7 @@ from jaxmp.inspect._numerics.numerics import numerics
 from jaxmp.inspect._tune.measurement import Measurement, candidates_of, with_folded_keys, without_policies
 from jaxmp.inspect._tune.search import Chosen, Result, search
 from jaxmp.inspect.program.calls import is_step, require_arguments_not_deleted, step_call
+from jaxmp.inspect.program.function_leaves import of_arrays, without_functions
 from jaxmp.policy.policies import Policy
 from jaxmp.policy.policy_files import write_policy
 from jaxmp.policy.policy_map import PolicyMap, get_policy
@@ -203,6 +204,8 @@ def tune(
             all_args = [(params, model_state, *more, call.rng) for more in [(batch,), *more_batches]]
         args = all_args[0]
         require_arguments_not_deleted(loss_fn, args)
+        loss_fn, args = of_arrays(loss_fn, args)
+        all_args = [without_functions(args)[1] for args in all_args]
         all_args += [with_folded_keys(args, seed) for seed in range(1, seeds) for args in all_args]
         plain = without_policies(loss_fn)
         if half.compute_dtype != np.float16:
