@@ -116,7 +116,7 @@ class Outcome:
       device_bytes_is_bound: whether an earlier variant had the same peak, so that ``device_bytes`` is an upper bound.
       flops: the FLOPs of a step's products, by dtype.
       zero_activations: the share of the activations' gradients that became zero
-        (:func:`experiments.measure.gradients.zero_share`); nan for NNX models, whose activations cannot be seen.
+        (:func:`experiments.measure.gradients.zero_share`).
       zero_params: the share of the params' gradients that became zero.
     """
 

@@ -28,8 +28,8 @@ NOTES = {
     "result": "Mean ± standard deviation over the seeds. Δ: mean difference to float32 with the same seeds, in loss "
     "and in points of accuracy. Zero gradients: of the entries that are not zero in float32, the share that is "
     "exactly zero here. They are counted for one batch at float32's final params, with this variant's final loss "
-    "scale. Activations are the outputs of layers (– for NNX models, where they cannot be seen). Skipped: skipped "
-    "steps in all runs. Final scale: with the first seed.",
+    "scale. Activations are the results of matrix products, convolutions and embeddings. Skipped: skipped steps in all "
+    "runs. Final scale: with the first seed.",
     "cost": "Time: median and quartiles of steps after warm-up, with all variants taking turns in one process. "
     "Step MiB: peak memory of the compiled step (arguments, results and temporaries). Device MiB: the peak that the "
     "device reports; ≤ if an earlier variant had the same peak, – if the device does not count its memory.",
@@ -145,9 +145,8 @@ def conclusion(title: str, outcomes: list[Outcome], metric: str) -> str:
         ends, whose = ("ends", "its") if len(worse) == 1 else ("end", "their")
         gaps = _range([deltas[id(o)] for o in worse], ".2f")
         sentences.append(f"{_and([_spoken(o) for o in worse])} {ends} {gaps}{unit} {side} float32.")
-        zeros = [100 * o.zero_activations for o in worse if not math.isnan(o.zero_activations)]
-        if zeros:
-            sentences.append(f"{_range(zeros, '.0f')} % of {whose} activation gradients became zero.")
+        zeros = _range([100 * o.zero_activations for o in worse], ".0f")
+        sentences.append(f"{zeros} % of {whose} activation gradients became zero.")
     if near:
         is_everyone = len(near) == len(others) > 1
         who = "All other variants" if is_everyone else _and([_spoken(o) for o in near])
@@ -242,15 +241,11 @@ def _result(outcome: Outcome, baseline: Outcome) -> tuple[str, ...]:
         deviating([100 * test["accuracy"] for test in outcome.test], ".2f"),
         "" if is_baseline else _signed(difference(outcome, baseline, "loss"), 3),
         "" if is_baseline else _signed(100 * difference(outcome, baseline, "accuracy"), 2),
-        "" if is_baseline else _share(outcome.zero_activations),
-        "" if is_baseline else _share(outcome.zero_params),
+        "" if is_baseline else f"{100 * outcome.zero_activations:.2f}",
+        "" if is_baseline else f"{100 * outcome.zero_params:.2f}",
         str(sum(outcome.skipped)),
         f"{outcome.final_scale[0]:g}",
     )
-
-
-def _share(share: float) -> str:
-    return "–" if math.isnan(share) else f"{100 * share:.2f}"
 
 
 def _cost(outcome: Outcome) -> tuple[str, ...]:

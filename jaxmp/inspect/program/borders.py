@@ -56,7 +56,7 @@ def returned(program: Program, roots: Sequence[bool] | None = None) -> list[AtBo
         results that are False here, such as new statistics.
     """
     return [
-        _at_border(equation, position, path)
+        at_border(equation, position, path)
         for equation, position, readers in _read_numbers(program, roots)
         for path in paths_left(equation.names, readers)
     ]
@@ -72,11 +72,12 @@ def passed_in(program: Program, roots: Sequence[bool] | None = None) -> list[AtB
     for equation, position, readers in _read_numbers(program, roots):
         is_read_inside = any(enters_scope(equation.names, names) for names in readers)
         if is_read_inside and not paths_left(equation.names, readers):
-            values.append(_at_border(equation, position, equation.path))
+            values.append(at_border(equation, position, equation.path))
     return values
 
 
-def _at_border(equation: Equation, position: int, path: str) -> AtBorder:
+def at_border(equation: Equation, position: int, path: str) -> AtBorder:
+    """Return the description of a result of an equation, which leaves or enters the scope ``path``."""
     lengths = tuple(length for length in equation.lengths if length is not None)
     return AtBorder(equation.key, position, path, lengths, equation.eqn.outvars[position].aval)
 

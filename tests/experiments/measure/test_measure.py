@@ -156,38 +156,78 @@ def test_shares_are_of_what_tensor_cores_take_and_of_the_entries_that_the_refere
         gradients.zero_share(jnp.zeros(3), jnp.ones(3))
 
 
-class Doubling(nn.Module):
+class Tagger(nn.Module):
+    """A linear model of tokens, with weights whose gradients can be computed by hand."""
+
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return nn.Dense(8, use_bias=False, kernel_init=nn.initializers.ones)(nn.Dense(8)(x))
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        x = nn.Embed(2, 8, name="embed")(tokens)
+        x = nn.Dense(8, kernel_init=lambda *_: jnp.asarray(KERNEL), name="hidden")(x)
+        return nn.Dense(8, use_bias=False, kernel_init=nn.initializers.ones, name="head")(x)
 
 
 # float16's smallest subnormal is 2**-24: half of it rounds to zero, the next larger number does not.
-SLOPES = jnp.tile(jnp.array([1.0, 2.0**-10, 2.0**-25, 2.0**-30], jnp.float32), 2)
+SLOPES = np.repeat(np.array([1.0, 2.0**-10, 2.0**-25, 2.0**-30], np.float32), 2)
+KERNEL = np.repeat(np.array([[1.0], [2.0**-30]], np.float32), 4, 0) * np.ones(8, np.float32)
+TOKENS = np.array([0, 1, 1, 0, 1])
 
 
-@pytest.mark.parametrize(("scale", "lost"), [(1.0, 2), (2.0**4, 1)])
-def test_gradients_of_activations_vanish_as_counted_by_hand(scale, lost):
-    def all_gradients(policy, loss_scale):
-        model = jaxmp.linen.apply_policy(Doubling(), policy)
+def gradients_of_tagger(way: str, scale: float) -> tuple[dict, list[jax.Array]]:
+    """Return the gradients of the sum of the model's outputs times ``SLOPES``, under a policy or under autocast."""
+    params = Tagger().init(jax.random.key(0), TOKENS)["params"]
+    overrides = {"head": "float32"} if way == "head in float32" else None
+    policy = way if way == "float32" else "mixed_float16"
+    model = Tagger() if way == "autocast" else jaxmp.linen.apply_policy(Tagger(), policy, overrides)
 
-        def loss_fn(params, model_state, batch, rng):
-            return (model.apply({"params": params}, batch) * SLOPES).sum(), model_state
+    def loss_fn(params, model_state, batch, rng):
+        return (model.apply({"params": params}, batch) * SLOPES).sum(), model_state
 
-        params = Doubling().init(jax.random.key(0), jnp.ones((1, 8)))["params"]
-        tx = jaxmp.loss_scaling(optax.sgd(0.1), loss_scale)
-        state = jaxmp.TrainState.create(params=params, tx=tx)
-        return gradients.gradients(loss_fn, state, jnp.ones((5, 8)))
+    tx = jaxmp.loss_scaling(optax.sgd(0.1), jaxmp.StaticLossScale(scale))
+    state = jaxmp.TrainState.create(params=params, tx=tx)
+    fun = jaxmp.autocast(loss_fn, policy) if way == "autocast" else loss_fn
+    return gradients.gradients(fun, state, TOKENS)
 
-    reference = all_gradients("float32", jaxmp.NoOpLossScale())
-    params, activations = all_gradients("mixed_float16", jaxmp.StaticLossScale(scale))
-    assert [layer.shape for layer in activations] == [(5, 8), (5, 8)]
-    # The gradients of the inner layer are half-precision sums of slopes, and none vanishes. The outer layer returns the
-    # result of the model, so its gradients are float32. They vanish where a half product reads them.
-    np.testing.assert_array_equal(activations[1], np.tile(scale * SLOPES, (5, 1)))
-    assert gradients.zero_share(reference[1], activations) == 0
-    assert params["Dense_0"]["kernel"].dtype == jnp.float32
-    assert gradients.zero_share(reference[0]["Dense_0"], params["Dense_0"]) == lost / 4
+
+@pytest.mark.parametrize(
+    ("way", "scale", "lost"),
+    [("policy", 1.0, 4), ("autocast", 1.0, 4), ("policy", 2.0**4, 2), ("head in float32", 1.0, 0)],
+)
+def test_gradients_of_activations_are_those_of_a_backward_pass_by_hand(way, scale, lost):
+    head_dtype = np.float32 if way == "head in float32" else np.float16
+    of_head = np.tile((scale * SLOPES).astype(head_dtype), (len(TOKENS), 1))
+    of_hidden = (of_head.astype(np.float32) @ np.ones((8, 8), np.float32)).astype(np.float16)
+    of_embed = (of_hidden.astype(np.float32) @ KERNEL.astype(np.float16).T.astype(np.float32)).astype(np.float16)
+
+    params, activations = gradients_of_tagger(way, scale)
+    assert [gradient.dtype for gradient in activations] == [np.float32, np.float16, head_dtype]
+    for gradient, by_hand in zip(activations, [of_embed, of_hidden, of_head], strict=True):
+        np.testing.assert_array_equal(gradient, by_hand)
+
+    # Of the 120 gradients, the ``lost`` smallest of each row of the head vanish. So do four of each embedding, because
+    # the last four rows of the kernel are zero in float16.
+    reference = gradients_of_tagger("float32", 1.0)
+    assert gradients.zero_share(reference[1], activations) == len(TOKENS) * (lost + 4) / 120
+    assert params["head"]["kernel"].dtype == jnp.float32
+    assert gradients.zero_share(reference[0]["head"], params["head"]) == lost / 8
+
+
+def test_products_in_scans_and_in_functions_with_derivative_rules_have_activations():
+    @jax.custom_vjp
+    def product(x: jax.Array, w: jax.Array) -> jax.Array:
+        return x @ w
+
+    product.defvjp(lambda x, w: (x @ w, (x, w)), lambda saved, g: (g @ saved[1].T, saved[0].T @ g))
+
+    def loss_fn(params, model_state, batch, rng):
+        x, _ = jax.lax.scan(lambda x, w: (x @ w, None), product(batch, params["first"]), params["others"])
+        return x.sum(), model_state
+
+    params = {"first": 2 * jnp.ones((2, 2)), "others": 3 * jnp.ones((2, 2, 2))}
+    tx = jaxmp.loss_scaling(optax.sgd(0.1), jaxmp.NoOpLossScale())
+    state = jaxmp.TrainState.create(params=params, tx=tx)
+    _, (of_first, of_others) = gradients.gradients(loss_fn, state, jnp.ones((3, 2)))
+    np.testing.assert_array_equal(of_first, np.full((3, 2), 36.0))  # each later product adds up two terms times 3
+    np.testing.assert_array_equal(of_others, np.stack([np.full((3, 2), 6.0), np.ones((3, 2))]))
 
 
 def test_accuracy_counts_a_tie_of_n_as_one_nth():
