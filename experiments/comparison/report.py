@@ -150,8 +150,10 @@ def conclusion(title: str, outcomes: list[Outcome], metric: str) -> str:
     if near:
         is_everyone = len(near) == len(others) > 1
         who = "All other variants" if is_everyone else _and([_spoken(o) for o in near])
-        largest = max(least, *(abs(deltas[id(o)]) for o in near))
-        sentences.append(f"{who} {'ends' if len(near) == 1 else 'end'} within {largest:{digits}}{unit} of float32.")
+        ends = "ends" if len(near) == 1 else "end"
+        largest = max(abs(deltas[id(o)]) for o in near)
+        steps = max(1, math.ceil(round(largest / least, 6)))  # rounded up, so that the sentence is true
+        sentences.append(f"{who} {ends} within {steps * least:{digits}}{unit} of float32.")
     if failed:
         sentences.append(f"{_and([_spoken(o) for o in failed])} did not stay finite.")
     return " ".join(sentences)

@@ -33,6 +33,8 @@ from jaxmp.base.gpus import GPUS
 ROOT = Path(__file__).resolve().parents[2]
 MEASURED = "How it was measured"
 COMMAND = "python -m experiments.report.readme"
+STEP_TITLE = ": ms a step"
+"""The end of the title of a table of loss scaling; the step's name comes before it."""
 FOR_MANY_GPUS = ("h200", "h100", "a100", "b200", "l4")
 """The GPUs in the table of models on many GPUs."""
 
@@ -71,17 +73,18 @@ def block(root: Path = ROOT) -> str:
 
 
 def cost_of_scaling(results: Path) -> str:
-    """Return a sentence with the smallest and the largest cost of loss scaling."""
-    costs = []
-    device = ""
+    """Return a sentence with the smallest and the largest cost of loss scaling, each with its step."""
+    costs, devices = [], []
     for file in sorted(results.glob("loss_scaling*/loss_scaling.md")):
         parts = sections(file)
-        device = facts(next(iter(parts.values()))).split(";")[0]
-        for text in parts.values():
-            costs += [float(row[5].split()[0]) for row in _rows(text) if row[0] == "jaxmp.loss_scaling"]
+        devices.append(facts(next(iter(parts.values()))).split(";")[0])
+        for heading, text in parts.items():
+            step = heading.removesuffix(STEP_TITLE)
+            costs += [(float(row[5].split()[0]), step) for row in _rows(text) if row[0] == "jaxmp.loss_scaling"]
+    (least, small), (most, large) = min(costs), max(costs)
     return (
-        f"Loss scaling changes the time of a step by {min(costs):+.1f} % to {max(costs):+.1f} %, most with small "
-        f"batches, on {device}."
+        f"Loss scaling changes the time of a step by {least:+.1f} % ({small}) to {most:+.1f} % ({large}), on "
+        f"{' and '.join(dict.fromkeys(devices))}."
     )
 
 
@@ -96,7 +99,7 @@ def cost_table(results: Path) -> list[str]:
             added = {row[0]: row[5] for row in _rows(text)}
             if added:
                 cells = [added.get(name, "–") for name in _WITH_SCALING]
-                lines.append(f"| {heading.removesuffix(': ms a step')} | {' | '.join(cells)} |")
+                lines.append(f"| {heading.removesuffix(STEP_TITLE)} | {' | '.join(cells)} |")
     return lines
 
 

@@ -335,7 +335,7 @@ def test_the_block_has_the_table_in_front_and_links_to_all_else(tmp_path):
         f"## mlp, batch 64: ms a step\n\n{table_start}| -0.10 % |\n"
     )
     first = readme.block(tmp_path)
-    assert f"of a step by -0.1 % to +0.5 %, most with small batches, on {GPU['device']}." in first
+    assert f"of a step by -0.1 % (mlp, batch 64) to +0.5 % (mlp, batch 8), on {GPU['device']}." in first
     assert "has an error of 50 % in bfloat16" in first and "(docs/measured.md)" in first
     block = readme.measured_block(tmp_path)
     assert "an embedding (8 tokens) has an error of 50 % in bfloat16 with Flax's `dtype=`, and of 0.01 % wi" in block
