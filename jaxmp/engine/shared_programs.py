@@ -36,7 +36,8 @@ class SharedPrograms:
         """Return the cache of the trace around the call."""
         if not is_tracing():
             return self._outside
-        trace, config = staging_trace(), jax.config
+        config: Any = jax.config  # its flags have no types
+        trace = staging_trace()
         if trace is None or config.jax_check_tracer_leaks:
             return {}
         latest, programs = self._latest  # one attribute, because several threads may trace

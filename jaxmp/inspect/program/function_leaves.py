@@ -42,6 +42,7 @@ def without_functions(args: Sequence[Any]) -> tuple[FunctionLeaves, tuple[Any, .
     """Return the functions among the leaves of arguments, and the arguments with None in place of them."""
     by_argument: list[tuple[Any, tuple[Any, ...]] | None] = []
     data = []
+    structure: Any  # without JAX's type, which has no methods for mypy
     for arg in args:
         leaves, structure = jax.tree.flatten(arg)
         functions = tuple(None if _is_data(leaf) else leaf for leaf in leaves)
