@@ -246,8 +246,16 @@ def _copied_key(leaf: Any) -> Any:
 
 
 def zero_unless(finite: jax.Array, updates: Any) -> Any:
-    """Return the updates if ``finite`` is true, else updates of -0.0, which change no bit of a param."""
-    return jax.tree.map(lambda update: jnp.where(finite, update, -jnp.zeros((), update.dtype)), updates)
+    """Return the updates if ``finite`` is true, else updates of -0.0, which change no bit of a param.
+
+    The gradient of an integer (``float0``) has no numbers. It is unchanged.
+    """
+
+    def zero(update: Any) -> Any:
+        is_empty = update.dtype == jax.dtypes.float0
+        return update if is_empty else jnp.where(finite, update, -jnp.zeros((), update.dtype))
+
+    return jax.tree.map(zero, updates)
 
 
 def take_step(

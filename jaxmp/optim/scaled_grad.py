@@ -56,6 +56,7 @@ def value_and_grad(
     opt_state: optax.OptState,
     argnums: int | Sequence[int] = 0,
     has_aux: Literal[False] = False,
+    allow_int: bool = False,
 ) -> Callable[P, tuple[jax.Array, Any]]: ...
 @overload
 def value_and_grad(
@@ -64,15 +65,24 @@ def value_and_grad(
     argnums: int | Sequence[int] = 0,
     *,
     has_aux: Literal[True],
+    allow_int: bool = False,
 ) -> Callable[P, tuple[tuple[jax.Array, Aux], Any]]: ...
 @overload
 def value_and_grad(
-    fun: Callable[..., Any], opt_state: optax.OptState, argnums: int | Sequence[int] = 0, has_aux: bool = False
+    fun: Callable[..., Any],
+    opt_state: optax.OptState,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    allow_int: bool = False,
 ) -> Callable[..., Any]: ...
 
 
 def value_and_grad(
-    fun: Callable[..., Any], opt_state: optax.OptState, argnums: int | Sequence[int] = 0, has_aux: bool = False
+    fun: Callable[..., Any],
+    opt_state: optax.OptState,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    allow_int: bool = False,
 ) -> Callable[..., Any]:
     """Return a function that computes the unscaled loss and gradients of ``fun``.
 
@@ -86,6 +96,8 @@ def value_and_grad(
         not with a transform that has a state.
       argnums: the arguments to differentiate, as for ``jax.value_and_grad``.
       has_aux: whether ``fun`` returns ``(loss, aux)``.
+      allow_int: whether the arguments to differentiate may have integer and bool leaves, such as indices. As in
+        ``jax.value_and_grad``, their gradients have the dtype ``jax.dtypes.float0``.
 
     Returns:
       A function with ``fun``'s arguments that returns ``(loss, grads)``, or ``((loss, aux), grads)`` with ``has_aux``.
@@ -104,8 +116,8 @@ def value_and_grad(
         ``loss_scaling`` (a skipped step would change this state or the params); or ``loss_scaling`` is inside of
         ``optax.MultiSteps`` or ``optax.apply_if_finite``.
       TypeError: ``fun`` is not a function; the loss is not a floating scalar, or is half precision; an argument to
-        differentiate has leaves that are not floating, such as functions, or is an NNX model with batch statistics or
-        random state; ``argnums`` are not integers.
+        differentiate has leaves that are not floating, such as functions (or integers without ``allow_int``), or is an
+        NNX model with batch statistics or random state; ``argnums`` are not integers.
       RuntimeError: ``opt_state`` was donated to an earlier step.
 
     >>> opt_state = jaxmp.loss_scaling(optax.sgd(0.1), jaxmp.StaticLossScale(8.0)).init(jnp.ones(2))
@@ -120,7 +132,7 @@ def value_and_grad(
         allows_nnx=False,
     )
     loss_scale = usable_loss_scale(opt_state)
-    scaled = scaled_value_and_grad(fun, loss_scale, argnums, has_aux)
+    scaled = scaled_value_and_grad(fun, loss_scale, argnums, has_aux, allow_int)
 
     @functools.wraps(fun)
     def unscaled(*args: Any, **kwargs: Any) -> Any:
@@ -164,7 +176,11 @@ def warn_if_constant(loss_scale: LossScale) -> None:
 
 
 def scaled_value_and_grad(
-    fun: Callable[..., Any], loss_scale: LossScale, argnums: int | Sequence[int] = 0, has_aux: bool = False
+    fun: Callable[..., Any],
+    loss_scale: LossScale,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    allow_int: bool = False,
 ) -> Callable[..., Any]:
     """Return a function that computes the loss and the gradients of the scaled loss.
 
@@ -174,7 +190,9 @@ def scaled_value_and_grad(
     scaled_fun = scaled_loss(fun, loss_scale, has_aux)
 
     def scaled(*args: Any, **kwargs: Any) -> Any:
-        (_, (loss, aux)), grads = jax.value_and_grad(scaled_fun, argnums, has_aux=True)(*args, **kwargs)
+        (_, (loss, aux)), grads = jax.value_and_grad(scaled_fun, argnums, has_aux=True, allow_int=allow_int)(
+            *args, **kwargs
+        )
         return ((loss, aux) if has_aux else loss), grads
 
     return scaled

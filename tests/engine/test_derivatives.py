@@ -34,6 +34,27 @@ def test_derivatives_agree_with_float32():
         assert cosine(result, expected) > 0.999, name
 
 
+def test_integer_leaves_have_float0_tangents_and_gradients_as_in_jax():
+    params = {"w": W, "columns": jnp.arange(3)}
+    zeros = np.zeros(3, jax.dtypes.float0)
+
+    def fun(params):
+        return jnp.tanh(X @ params["w"])[:, params["columns"]].sum()
+
+    def tangent(fun):
+        return lambda params, zeros: jax.jvp(fun, (params,), ({"w": W, "columns": zeros},))
+
+    def gradient(fun):
+        return lambda params, zeros: jax.grad(fun, allow_int=True)(params)
+
+    for derivative in (tangent, gradient):
+        expected = derivative(fun)(params, zeros)
+        for result in (half(derivative(fun))(params, zeros), derivative(half(fun))(params, zeros)):
+            assert jax.tree.map(lambda leaf: leaf.dtype, result) == jax.tree.map(lambda leaf: leaf.dtype, expected)
+            floating = [[x for x in jax.tree.leaves(tree) if x.dtype != zeros.dtype] for tree in (result, expected)]
+            assert cosine(*floating) > 0.999
+
+
 def test_the_gradient_of_autocast_and_the_autocast_gradient_have_the_same_products():
     inner, outer = products(jax.grad(half(network)), W), products(half(jax.grad(network)), W)
     assert sorted(inner) == sorted(outer) == ["bfloat16"] * 8

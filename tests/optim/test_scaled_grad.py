@@ -240,3 +240,24 @@ def test_gradients_with_a_wrong_power_of_the_loss_scale_are_warned_of_in_nnx():
         with pytest.warns(UserWarning, match=warning) as caught:
             step(model, optimizer)
         assert len(caught) == 1 and caught[0].filename == __file__
+
+
+@pytest.mark.parametrize("scale", [DynamicLossScale(), jaxmp.HeadroomLossScale(8.0)])
+def test_params_with_integer_leaves_are_differentiated_and_updated_as_by_jax(scale):
+    params = {"w": jnp.ones((4, 4)), "columns": jnp.arange(3)}
+
+    def loss(params, x):
+        return jnp.sum(jnp.tanh(x @ params["w"])[:, params["columns"]])
+
+    masked = optax.masked(optax.sgd(0.1), {"w": True, "columns": False})
+    tx = loss_scaling(masked, scale)
+    opt_state, args = tx.init(params), (params, jnp.full((2, 4), 0.1))
+    with pytest.raises(TypeError, match="allow_int"):
+        value_and_grad(loss, opt_state)(*args)
+    value, grads = value_and_grad(loss, opt_state, allow_int=True)(*args)
+    expected_value, expected = jax.value_and_grad(loss, allow_int=True)(*args)
+    assert value == expected_value and grads["columns"].dtype == jax.dtypes.float0
+    same_bits(grads["w"], expected["w"])
+    updates, _ = tx.update(grads, opt_state, params)
+    assert updates["columns"].dtype == jax.dtypes.float0
+    same_bits(updates["w"], masked.update(expected, masked.init(params), params)[0]["w"])
