@@ -29,6 +29,7 @@ from jaxmp.engine.inner_emissions import collecting_emissions, scope_in
 from jaxmp.engine.marks import names_around, path_of
 from jaxmp.engine.nodes import Node, Step
 from jaxmp.engine.overrides import policy_and_exceptions
+from jaxmp.engine.plan_by_module import PlanByModule, rows_by_module
 from jaxmp.engine.reasons import Reasons
 from jaxmp.engine.rules import Rules
 from jaxmp.engine.states import Kind
@@ -82,6 +83,16 @@ class PlanRow:
     reads: tuple[int, ...]
     pattern: str = ""
 
+    @property
+    def is_floating(self) -> bool:
+        """Return whether the equation has a floating operand."""
+        return any("float" in name for name in self.operands)
+
+    @property
+    def is_half(self) -> bool:
+        """Return whether all floating operands are half precision or float8."""
+        return self.is_floating and all(name in _HALF for name in self.operands if "float" in name)
+
     def _cells(self) -> tuple[str, ...]:
         """Return the cells of a row, under ``_HEADER``."""
         dtypes = f"{tables.runs(self.operands)} -> {tables.runs(self.result.split(', '))}".strip()
@@ -134,13 +145,10 @@ class Summary:
 
     def _lines(self) -> Iterator[str]:
         """Yield the totals as text."""
-        products = self.half_product_flops / self.product_flops if self.product_flops else 0.0
+        yield from self._shares()
         yield f"operations by class: {tables.counts(self.operations)}"
-        yield f"FLOPs: {self.flops}, {100 * self.half_share:.1f} % in half precision"
-        yield f"FLOPs of products: {self.product_flops}, {100 * products:.1f} % in half precision"
         yield f"casts added: {self.casts}, which write {self.cast_bytes} bytes"
         yield f"groups in float32: {tables.counts(self.groups)}"
-        yield from (f"float32 product: {place}: {why}" for place, why in self.full_products)
         if self.float8:
             not_so = [f", {why} ({count})" for why, count in self.float8.items() if why != "float8"]
             yield f"products in float8: {self.float8.get('float8', 0)} of {sum(self.float8.values())}{''.join(not_so)}"
@@ -150,14 +158,22 @@ class Summary:
         yield from (f"{text}: {', '.join(names)}" for text, names in named.items() if names)
         if self.unknown_trips:
             yield f"loops of unknown trips, counted as one trip each: {self.unknown_trips}"
+        yield from (f"float32 product: {place}: {why}" for place, why in self.full_products)
+
+    def _shares(self) -> Iterator[str]:
+        """Yield the shares of the FLOPs in half precision as text."""
+        products = self.half_product_flops / self.product_flops if self.product_flops else 0.0
+        yield f"FLOPs of products: {self.product_flops}, {100 * products:.1f} % in half precision"
+        yield f"FLOPs: {self.flops}, {100 * self.half_share:.1f} % in half precision"
 
 
 @dataclasses.dataclass(frozen=True)
 class CastPlan(tables.Shown):
     """The decisions of autocast for one call of a function.
 
-    ``str(plan)`` has one line for each equation, and the totals after them. You can keep this text under version
-    control: if the precision of one operation changes, one line changes. (It has no variable names, ids, absolute paths
+    ``str(plan)`` has the totals, and then one line for each equation. :attr:`by_module` is the short form, with one row
+    for each module. You can keep the text under version control: if the precision of one operation changes, its line
+    and the totals change. (It has no variable names, ids, absolute paths
     or columns of variable width.) :meth:`to_json` returns the plan for other programs. :meth:`table` returns the
     primitives, dtypes, paths and reasons.
 
@@ -176,7 +192,17 @@ class CastPlan(tables.Shown):
     def __str__(self) -> str:
         """Return the text of the plan."""
         rows = [_LINE.format(*(cell or "-" for cell in cells)) for cells in (_HEADER, *(r._cells() for r in self.rows))]
-        return "\n".join([*self._title(), "", *rows, "", *self.summary._lines()])
+        return "\n".join([*self._title(), "", *self.summary._lines(), "", *rows])
+
+    @property
+    def by_module(self) -> PlanByModule:
+        """Return the short form of the plan, with one row for each module or scope.
+
+        >>> plan = cast_plan(lambda x, w: jnp.sum(x @ w), "mixed_bfloat16")(jnp.ones((2, 8)), jnp.ones((8, 4)))
+        >>> [(row.half_products, row.wider_products, row.why) for row in plan.by_module.rows]
+        [(1, 0, 'product')]
+        """
+        return PlanByModule("\n".join([*self._title(), *self.summary._shares()]), rows_by_module(self.rows))
 
     def _title(self) -> list[str]:
         return [f"autocast plan under {self.policy}", *(f"override {k!r}: {v}" for k, v in self.overrides.items())]
@@ -188,7 +214,7 @@ class CastPlan(tables.Shown):
             primitive, dtypes, *_, path, why, _source = row._cells()
             rows.append((primitive, dtypes, path, why))
         columns = "primitive", "operands -> result", "path", "why"
-        return "\n".join(self._title()), columns, rows, ["", *self.summary._lines()]
+        return "\n".join([*self._title(), "", *self.summary._lines(), ""]), columns, rows, ()
 
 
 def cast_plan(
@@ -416,7 +442,7 @@ def _totals(rows: Sequence[PlanRow], writer: _PlanWriter, of_results: Sequence[i
     ``of_results`` are the bytes of the casts of the function's results.
     """
     groups = Counter(group for reasons in writer.reasons for group in reasons.groups)
-    half = [row for row in rows if _HALF >= {name for name in row.operands if "float" in name} != set()]
+    half = [row for row in rows if row.is_half]
     full = [row for row in rows if row.cls == Class.HALF and "float32" in row.operands]
     counts = Counter(row.why.rpartition("; ")[2] for row in rows if row.cls == Class.HALF)
     flops, half_flops = (sum(row.flops for row in some) for some in (rows, half))
