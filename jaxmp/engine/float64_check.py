@@ -60,9 +60,10 @@ def _half_asked_for(equation: Equation, rules: Rules) -> np.dtype | None:
 
 
 def _entries_of_float64(value: Value) -> list[Value]:
-    """Return the float64 values from which ``value`` has its dtype, without casts from other floating dtypes.
+    """Return the values at which float64 enters the computation of ``value``.
 
-    Such a cast is the author's, or JAX adds it where another float64 value is combined with float32.
+    Casts from other floating dtypes are left out. Such a cast is the author's, or JAX adds it where a float64 value is
+    combined with float32.
     """
 
     def reads_float64(value: Value) -> bool:
