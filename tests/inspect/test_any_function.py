@@ -138,7 +138,7 @@ class Layer:
 
 @pytest.mark.once
 def test_functions_among_the_leaves_of_a_model_are_left_to_it() -> None:
-    layer, x = Layer(jnp.eye(4), jnp.tanh), jnp.ones((2, 4))
+    layer, x = Layer(jnp.eye(8), jnp.tanh), jnp.ones((2, 8))
     args = {"layer": layer}, x
 
     def loss_of_layer(model: Any, x: Any) -> Any:
@@ -148,9 +148,9 @@ def test_functions_among_the_leaves_of_a_model_are_left_to_it() -> None:
     assert [row.path for row in rows] == ["layer", "", "layer", "model/layer/weight"]
     counted = numerics(loss_of_layer, tx=optax.sgd(0.1))
     assert list(counted(*args).updates) == ["layer/weight"]
-    identity = Layer(jnp.eye(4), lambda x: x)
+    identity = Layer(jnp.eye(8), lambda x: x)
     assert counted({"layer": identity}, x).loss == 1.0 > counted(*args).loss  # the function is not the first one
-    bad = Layer(jnp.eye(4) * jnp.inf, jnp.tanh)
+    bad = Layer(jnp.eye(8) * jnp.inf, jnp.tanh)
     assert first_nonfinite(loss_of_layer)({"layer": bad}, x).path == "model/layer/weight"
     assert tune(loss_of_layer, "mixed_bfloat16")(*args, batches=[(2 * x,)]).half_flops == 1.0
 

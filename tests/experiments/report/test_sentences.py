@@ -111,13 +111,13 @@ def test_the_last_lines_of_a_comparison_say_why_a_run_stopped_and_where_and_how_
     assert "- data: digits of scikit-learn" in lines and "- duration: 84 s" in lines
 
 
-# A loss whose gradient at each output of the product is one of these slopes. In float16 the third one becomes zero
-# below a loss scale of 2, and the last one below a loss scale of 64.
-SLOPES = np.array([1.0, 2.0**-10, 2.0**-25, 2.0**-30], np.float32)
+# A loss whose gradient at each output of the product is one of these slopes, each of which occurs twice. In float16
+# 2**-25 becomes zero below a loss scale of 2, and 2**-30 below a loss scale of 64.
+SLOPES = np.repeat(np.array([1.0, 2.0**-10, 2.0**-25, 2.0**-30], np.float32), 2)
 
 
 def experiment_of(variant: tuple[str, str]) -> Experiment:
-    """Return a task with four weights, each of which falls by 0.25 in a step if its gradient is not zero."""
+    """Return a task with eight weights that count. Each falls by 0.25 in a step if its gradient is not zero."""
     policy, scale_text = variant
     scale = jaxmp.NoOpLossScale() if scale_text == "none" else jaxmp.StaticLossScale(float(scale_text))
     tx = jaxmp.loss_scaling(optax.chain(optax.scale_by_sign(), optax.scale(-0.25)), scale)
@@ -127,12 +127,12 @@ def experiment_of(variant: tuple[str, str]) -> Experiment:
         return (outputs * SLOPES).sum(), model_state, {"accuracy": (outputs < 1).mean()}
 
     loss_fn = plain_loss if policy == "float32" else jaxmp.autocast(plain_loss, policy)
-    batch = {"x": jnp.ones((2, 1))}
+    batch = {"x": jnp.tile(jnp.eye(8)[0], (2, 1))}  # only the first row of the weights counts
     return Experiment(
         loss_fn=loss_fn,
         step=jaxmp.make_train_step(loss_fn),
         eval_step=jax.jit(lambda state, batch: {"loss": jnp.float32(0), **loss_fn(state.params, None, batch, None)[2]}),
-        init_params=lambda seed: {"w": jnp.ones((1, 4))},
+        init_params=lambda seed: {"w": jnp.ones((8, 8))},
         create=lambda params: jaxmp.TrainState.create(params=params, tx=tx),
         train_batches=lambda seed: itertools.repeat(batch),
         test_batches=lambda: [batch],
