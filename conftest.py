@@ -1,6 +1,40 @@
-"""The names that the examples in docstrings use, and the Python on which they run."""
+"""Set up JAX for tests and for examples in docstrings: four CPU devices, and quick compilation.
+
+The examples also get the names that they use, and run on the default Python only.
+"""
 
 from __future__ import annotations
+
+import os
+from importlib import metadata
+from pathlib import Path
+
+# JAX reads these variables when it is first imported, so they are set before. Subprocesses inherit them.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Each program runs once on little data. So LLVM does not optimise it, XLA does not split it into 32 parts, and jaxlib
+# 0.10 does not use MLIR's emitters of fusions. Compilation then takes a tenth of the time.
+os.environ["XLA_FLAGS"] = " ".join(
+    (
+        os.environ.get("XLA_FLAGS", ""),
+        "--xla_force_host_platform_device_count=4",
+        "--xla_backend_optimization_level=0",
+        "--xla_llvm_disable_expensive_passes=true",
+        "--xla_cpu_parallel_codegen_split_count=1",
+        # By default, XLA ends a process whose devices wait for 40 s in a collective. A busy machine may need longer.
+        "--xla_cpu_collective_call_warn_stuck_timeout_seconds=300",
+        "--xla_cpu_collective_call_terminate_timeout_seconds=600",
+        "--xla_cpu_use_fusion_emitters=false" if metadata.version("jaxlib").startswith("0.10.") else "",
+    )
+).strip()
+
+# Other workers, processes that tests start, and later runs read the programs that are compiled here.
+os.environ["JAX_COMPILATION_CACHE_DIR"] = str(Path(__file__).parent / ".cache" / "compiled")
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+os.environ["JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES"] = "none"
+
+# A lowered operation records the line that wrote it, but not the nine calls around that line.
+os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "1"
 
 import pytest
 
