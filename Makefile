@@ -26,7 +26,7 @@ export MPLCONFIGDIR := $(CURDIR)/.cache/matplotlib
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
 
-demo: .venv/installed ## train on real data under five precisions and compare the results: 3 to 6 minutes after set-up
+demo: .venv/installed ## train on real data under five precisions and compare the results, in 3 to 6 minutes on two cores
 	@$(PY) -m experiments.compare --demo --report $(ARGS)
 
 test: .venv/installed ## the tests, 3 to 10 minutes on two cores, and less the second time: make test ARGS="tests/cli -x"

@@ -12,7 +12,7 @@ Every policy is trained with every seed. A policy that computes in float16 is tr
 other policies without one. A policy may name its loss scale, as in float16@static:4096. autocast:mixed_bfloat16 leaves
 the model in float32 and runs the loss function under autocast. float32 is always trained too, and the others are
 compared with it. The run folder holds compare.md, compare.json and compare.png. --report adds a page of all runs.
---demo compares policies on digits and on pysource in under 4 minutes on two cores.
+--demo compares policies on digits and on pysource, in 3 to 6 minutes on two cores.
 """
 
 from __future__ import annotations

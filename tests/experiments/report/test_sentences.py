@@ -6,7 +6,9 @@ test_comparison.py and test_readme.py have the others.
 from __future__ import annotations
 
 import itertools
+import json
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -153,6 +155,14 @@ def test_a_comparison_states_the_zero_gradients_and_the_accuracy_that_follow_fro
         "with 16 scaling end 25.00 to 50.00 points below float32. 25 to 50 % of their activation gradients became "
         "zero. mixed_float16 with 1024 scaling ends within 0.01 points of float32."
     )
+
+
+@pytest.mark.parametrize("page", ["README.md", "Makefile", "experiments/compare.py"])
+def test_each_page_states_the_same_time_for_the_demo_as_the_recorded_demo_took(page):
+    sentences = re.findall(r"demo.*(\d+) to (\d+) minutes on two cores", (readme.ROOT / page).read_text())
+    assert sentences == [("3", "6")]
+    recorded = json.loads((readme.ROOT / "experiments/results/demo/compare.json").read_text())
+    assert 3 * 60 < recorded["seconds"] < 6 * 60
 
 
 # The README's section "Measured" and docs/measured.md.
