@@ -134,6 +134,8 @@ def test_wrong_arguments_are_errors(capsys):
     for memory in ("40GB", True, math.inf):
         with pytest.raises(ValueError, match="memory is a positive number of bytes"):
             fit(jnp.sin, memory=memory)
+    with pytest.raises(ValueError, match=r"a number of bytes, got 40; for 40 GiB, write memory=40 \* 2\*\*30"):
+        fit(jnp.sin, memory=40)
     state = jaxmp.TrainState.create(params=jnp.ones(()), tx=optax.sgd(0.1))
     step = jaxmp.make_train_step(lambda params, batch: params * jnp.mean(batch))
     with pytest.raises(ValueError, match="the peak rates of the device"):
@@ -163,7 +165,7 @@ def test_a_batch_that_cannot_be_split_is_not_split(fit_on_cpu):
 
     step, state = step_and_state(weighted, accumulate_steps=1)
     batch = {"weights": np.ones(8, np.float32), "x": np.ones((64, 8), np.float32)}
-    result = fit_on_cpu(step, 1)(state, batch)
+    result = fit_on_cpu(step, 2**10)(state, batch)
     assert result.batch == 64 and result.best is None
     assert {trial.accumulate_steps for trial in result.trials} == {1}
 
@@ -180,7 +182,7 @@ def test_a_batch_that_cannot_be_split_is_not_split(fit_on_cpu):
 
 def test_the_own_remat_of_a_step_is_tried_too(fit_on_cpu):
     step, state = step_and_state(lambda params, x: jnp.mean(jnp.tanh(x @ params) @ params), remat="dots_saveable")
-    result = fit_on_cpu(step, 1)(state, np.ones((2, 8), np.float32))
+    result = fit_on_cpu(step, 2**10)(state, np.ones((31, 8), np.float32))
     assert {trial.remat for trial in result.trials} == {"none", "dots", "dots_no_batch", "dots_saveable"}
 
 

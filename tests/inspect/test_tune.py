@@ -244,8 +244,11 @@ def test_a_result_with_few_products_in_half_says_so():
 
 def test_a_tolerance_below_the_floor_is_an_error_that_states_the_floor():
     loss_fn, args = _loss(None, None), (_params()[:1], X)
-    with pytest.raises(ValueError, match=r"below the floor, got 1e-09 and a floor of 0\.00"):
-        tune(loss_fn, "mixed_bfloat16", tolerance=1e-9)(*args)
+    printed = f"{tune(loss_fn, 'mixed_bfloat16')(*args).floor:.2e}"
+    for tolerance in (1e-9, 0.99 * float(printed)):
+        with pytest.raises(ValueError, match=f"below the floor, got {tolerance:.2e} and a floor of {printed}"):
+            tune(loss_fn, "mixed_bfloat16", tolerance=tolerance)(*args)
+    assert f"floor {printed}" in str(tune(loss_fn, "mixed_bfloat16", tolerance=float(printed))(*args))
 
 
 def test_a_tolerance_below_the_floor_is_allowed_if_autocast_keeps_the_inexact_products_in_float32():
@@ -263,6 +266,9 @@ def test_a_tolerance_below_the_floor_is_allowed_if_autocast_keeps_the_inexact_pr
 
 def test_wrong_arguments_raise():
     loss_fn, params = _loss(None, None), _params()
+    for tolerance, remedy in ((5, "for 5 %, write tolerance=0.05"), (-0.1, "write e.g. 0.01")):
+        with pytest.raises(ValueError, match=f"from 0 to 1, got {tolerance}; {remedy}"):
+            tune(loss_fn, "mixed_bfloat16", tolerance=tolerance)
     for policy in ("float32", "O2"):
         with pytest.raises(ValueError, match="one half policy"):
             tune(loss_fn, policy)

@@ -129,7 +129,8 @@ def fit(
     Raises:
       TypeError: ``step`` is not a train step, or gets the wrong number of arguments.
       ValueError: ``device`` is unknown; the attached device has no known rates (such as a CPU); ``memory`` is not a
-        positive number; the batch has no arrays; or the step has a mesh, and the shapes that you pass are not on it.
+        number of at least 1024 bytes; the batch has no arrays; or the step has a mesh, and the shapes that you pass are
+        not on it.
       ModuleNotFoundError: the GPU ``device`` is not attached, and the packages that compile for it are missing.
 
     Example::
@@ -140,6 +141,8 @@ def fit(
     """
     if memory is not None and not _is_size(memory):
         raise ValueError(f"memory is a positive number of bytes, got {memory!r}; write e.g. memory=40 * 2**30")
+    if memory is not None and memory < 2**10:
+        raise ValueError(f"memory is a number of bytes, got {memory}; for {memory} GiB, write memory={memory} * 2**30")
     if not is_step(step):
         raise TypeError(
             f"fit takes a train step, got {printed(step)}; pass the step that jaxmp.make_train_step or "

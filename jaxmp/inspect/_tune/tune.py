@@ -156,8 +156,8 @@ def tune(
       fun: a function that returns the loss, or a tuple whose first element is the loss. It may also be a train
         step. Then call the function that ``tune`` returns with the step's arguments.
       policy: a policy that computes in half precision and has no overrides, such as ``"mixed_bfloat16"``.
-      tolerance: the largest allowed error relative to float32 (:class:`Tuned` defines the error). None means twice the
-        ``floor``, which is the error if only the operands of products are rounded to half precision.
+      tolerance: the largest allowed error relative to float32, such as 0.01 (:class:`Tuned` defines the error). None
+        means twice the ``floor``, which is the error if only the operands of products are rounded to half precision.
       seeds: the number of measurements of each error, with different random numbers; the largest error counts. The
         first measurement uses the unchanged arguments. Later measurements fold 1, 2, … into each typed PRNG key among
         the arguments.
@@ -172,9 +172,9 @@ def tune(
 
     Raises:
       ValueError: the policy does not compute in half precision, or has overrides; the float32 loss or gradients are not
-        finite, or all gradients are zero; the tolerance is below the error that remains if only the products that
-        autocast makes half are half; no module or named scope has an operation in half precision; or ``seeds`` is more
-        than 1, but no argument has a typed PRNG key.
+        finite, or all gradients are zero; the tolerance is not a share from 0 to 1, or is below the floor (if autocast
+        keeps products in float32, below the error of the other products); no module or named scope has an operation in
+        half precision; or ``seeds`` is more than 1, but no argument has a typed PRNG key.
       TypeError: the first result of ``fun`` is not a floating scalar; or ``batches`` are not tuples.
       RuntimeError: an argument was donated to an earlier step.
 
@@ -192,6 +192,7 @@ def tune(
     ({'flow:add': 'float32'}, True)
     """
     half = _half_policy(policy)
+    _require_share(tolerance)
 
     def run(*args: Any, batches: Sequence[tuple[Any, ...]] | None = None) -> Tuned:
         more_batches = _checked_batches(batches)
@@ -226,12 +227,13 @@ def tune(
         if not np.isfinite(floor):
             raise ValueError("tune compares with float32, but the float32 gradient is zero; tune other params or data")
         candidates = candidates_of(plain, args, half, modules_only=not operations)
-        if tolerance is not None and tolerance < floor:
-            least = measurement.error_of_half_products(candidates)
-            if tolerance < least:
+        if tolerance is not None and tolerance < _as_printed(floor):
+            # Autocast may keep the products with the largest errors in float32.
+            least = min(floor, measurement.error_of_half_products(candidates))
+            if tolerance < _as_printed(least):
                 raise ValueError(
-                    f"the tolerance is below the floor, got {tolerance:.2g} and a floor of {least:.2g}, the error of "
-                    "half products alone; allow a larger error, or train in float32"
+                    f"the tolerance is below the floor, got {tolerance:.2e} and a floor of {least:.2e}, the error of "
+                    "half products alone;\nallow a larger error, or train in float32"
                 )
 
         def error_of(chosen: Chosen) -> float:
@@ -241,6 +243,19 @@ def tune(
         return _tuned(result, half, floor, allowed, scale, measurement)
 
     return run
+
+
+def _as_printed(error: float) -> float:
+    """Return an error as it is printed, so that you can pass the printed number as the tolerance."""
+    return float(f"{error:.2e}")
+
+
+def _require_share(tolerance: float | None) -> None:
+    """Raise a ValueError if a tolerance is not between 0 and 1."""
+    if tolerance is None or 0 <= tolerance <= 1:
+        return
+    remedy = f"for {tolerance:g} %, write tolerance={tolerance / 100:g}" if 1 < tolerance <= 100 else "write e.g. 0.01"
+    raise ValueError(f"tolerance is a share of the float32 values, from 0 to 1, got {tolerance!r}; {remedy}")
 
 
 def _checked_batches(batches: Sequence[tuple[Any, ...]] | None) -> list[tuple[Any, ...]]:
