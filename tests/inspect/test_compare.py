@@ -93,6 +93,16 @@ def test_an_error_enters_in_a_backward_rule():
     assert comparison.worst.phase == "backward"
 
 
+def test_the_largest_error_is_named_if_the_code_has_no_scopes():
+    y = X @ W["a"] * 1.001  # the residuals are smaller than the rounding errors of the product
+    comparison = compare(lambda params, x: 10 + jnp.mean((x @ params["a"] - y) ** 2), "mixed_bfloat16")(W, X)
+    assert comparison.entered == "" and comparison.rows[0].relative_error < 1e-4
+    headline = f"The largest error is {comparison.worst.relative_error:.2e} in params/a, backward; it enters in code "
+    assert str(comparison).startswith(f"{headline}without a module or named scope")
+    title = jaxmp.inspect.plots.errors(comparison).get_suptitle()
+    assert title.startswith("The largest error is ") and " in params/a, backward; it enters in code " in title
+
+
 def test_an_error_enters_where_gradients_vanish_in_float16():
     def loss(params, x):
         with jax.named_scope("first"):

@@ -88,8 +88,10 @@ class Comparison(tables.Shown):
                     f"The reference is not finite, first in {row.path or 'the result'}, {row.phase}; "
                     "jaxmp.inspect.first_nonfinite finds the operation"
                 )
-        where = "nowhere" if self.entered is None else f"in {self.entered or 'code outside of all scopes'}"
         worst = f"{self.worst.relative_error:.2e} in {self.worst.path or 'the result'}, {self.worst.phase}"
+        if self.entered == "":
+            return f"The largest error is {worst}; it enters in code without a module or named scope"
+        where = "nowhere" if self.entered is None else f"in {self.entered}"
         return f"The error enters {where}; worst: {worst}"
 
     def _shown(self) -> Any:

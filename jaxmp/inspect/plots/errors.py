@@ -97,12 +97,10 @@ def _draw_errors(axes: Any, comparison: Comparison, paths: Sequence[str], high: 
 
 
 def _summary(comparison: Comparison) -> str:
-    if comparison.entered is None:
-        entered = "nowhere at once"
-    elif comparison.entered:
-        entered = f"in {short_path(comparison.entered)}"
-    else:
-        entered = "in code outside of all scopes"
     worst = comparison.worst
     backward = ", backward" if worst.phase == "backward" else ""
-    return f"The error enters {entered}; largest: {worst.relative_error:.1e} in {short_path(worst.path)}{backward}"
+    largest = f"{worst.relative_error:.1e} in {short_path(worst.path)}{backward}"
+    if comparison.entered == "":
+        return f"The largest error is {largest}; it enters in code without a module or named scope"
+    entered = "nowhere at once" if comparison.entered is None else f"in {short_path(comparison.entered)}"
+    return f"The error enters {entered}; largest: {largest}"
