@@ -34,7 +34,7 @@ class FunctionLeaves:
             if separated is not None:
                 structure, leaves = separated
                 pairs = zip(leaves, structure.flatten_up_to(args[number]), strict=True)
-                filled[number] = structure.unflatten([data if leaf is None else leaf for leaf, data in pairs])
+                filled[number] = jax.tree.unflatten(structure, [data if leaf is None else leaf for leaf, data in pairs])
         return tuple(filled)
 
 
@@ -51,7 +51,7 @@ def without_functions(args: Sequence[Any]) -> tuple[FunctionLeaves, tuple[Any, .
             data.append(arg)
         else:
             by_argument.append((structure, functions))
-            data.append(structure.unflatten([leaf if _is_data(leaf) else None for leaf in leaves]))
+            data.append(jax.tree.unflatten(structure, [leaf if _is_data(leaf) else None for leaf in leaves]))
     return FunctionLeaves(tuple(by_argument)), tuple(data)
 
 
