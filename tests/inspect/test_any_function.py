@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -10,7 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
 from flax import nnx
+from flax.errors import TraceContextError
 
 import jaxmp
 from jaxmp.inspect import audit, compare, first_nonfinite, memory, numerics, tune
@@ -208,6 +211,16 @@ def test_an_argument_that_is_no_array_is_kept_out_of_the_compiled_program_too() 
     assert len(audit(fun)(*args, "b").products) == 0
 
 
+@pytest.mark.once
+def test_the_error_for_a_cached_model_says_what_to_pass():
+    jitted, model, x = nnx.jit(loss_fn), Model(nnx.Rngs(0)), jnp.ones((2, 4))
+    assert len(audit(jitted)(model, x).products) == 2
+    for tool in (audit, functools.partial(compare, grad=False)):
+        with pytest.raises(TraceContextError) as error:
+            tool(nnx.cached_partial(jitted, model))(x)
+        assert any("audit(step)(model, ...), without nnx.cached_partial" in note for note in error.value.__notes__)
+
+
 @pytest.mark.parametrize("name", ["audit", "numerics", "first_nonfinite", "compare", "memory", "roofline", "profile"])
 def test_a_tool_that_is_called_in_the_wrong_way_says_how_to_call_it(name):
     tool = getattr(jaxmp.inspect, name)
@@ -224,6 +237,9 @@ def test_a_tool_that_is_called_in_the_wrong_way_says_how_to_call_it(name):
         tool(loss_fn(w, x))
     with pytest.raises(TypeError, match=rf"{name} takes a function without its arguments, got 3 more"):
         tool(loss_fn, w, x, x)
+    for model, remedy in ((nn.Dense(1), "an instance of Dense; pass model.apply"), (nn.Dense, "calls Dense")):
+        with pytest.raises(TypeError, match=rf"jaxmp.inspect.{name} takes a function of arrays, got .*{remedy}"):
+            tool(model)
     partial = rf"got the keyword argument 'x'; write {name}\(functools.partial\(loss_fn, x=...\)\)\(...\)"
     with pytest.raises(TypeError, match=partial):
         inspection(w, x=x)

@@ -23,13 +23,21 @@ def check_may_change(node: Any) -> None:
     node._check_valid_context(lambda: f"Cannot mutate {type(node).__name__} from a different trace level")
 
 
+class _Note(str):
+    """A note of :func:`note_for_changes`."""
+
+
 @contextlib.contextmanager
 def note_for_changes(note: str) -> Iterator[None]:
-    """Add a note to Flax's error for an object that code in this context may not change."""
+    """Add a note to Flax's error for an object that code in this context may not change.
+
+    If contexts are nested, only the innermost one adds its note.
+    """
     try:
         yield
     except TraceContextError as error:
-        error.add_note(note)
+        if not any(isinstance(other, _Note) for other in getattr(error, "__notes__", ())):
+            error.add_note(_Note(note))
         raise
 
 

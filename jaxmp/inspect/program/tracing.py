@@ -9,10 +9,17 @@ from typing import Any
 import flax.linen as nn
 import jax
 
+from jaxmp._internals.flax.nnx import note_for_changes
 from jaxmp.base.context_variables import setting
 from jaxmp.nnx.run import call_numbers
 from jaxmp.program.equations import opened
 from jaxmp.program.scopes import CALL_SCOPE
+
+CHANGES = (
+    "A tool traces the function, which may change only the NNX models among its arguments. Pass the models:\n"
+    "audit(step)(model, ...), without nnx.cached_partial and functools.partial."
+)
+"""The note for Flax's error if a traced function changes an NNX model that is not an argument."""
 
 
 def program_of(fun: Callable[..., Any], *args: Any) -> tuple[Any, list[Any], Any]:
@@ -30,6 +37,6 @@ def program_of(fun: Callable[..., Any], *args: Any) -> tuple[Any, list[Any], Any
         with jax.named_scope(f"{CALL_SCOPE}{next(numbers)}"):
             return method(*args, **kwargs)
 
-    with setting(call_numbers, numbers), nn.intercept_methods(in_call_scope):
+    with setting(call_numbers, numbers), nn.intercept_methods(in_call_scope), note_for_changes(CHANGES):
         closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
     return *opened(closed), jax.tree.structure(shapes)
