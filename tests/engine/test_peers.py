@@ -43,8 +43,8 @@ def data(*shape: int) -> jax.Array:
     return jnp.asarray(np.random.default_rng(7).normal(size=shape), jnp.float32)
 
 
-IDS = jnp.asarray(np.random.default_rng(3).integers(2, 40, (2, 6)), jnp.int32)
-PADDED = jnp.array([[1] * 6, [1] * 4 + [0] * 2])
+IDS = jnp.asarray(np.random.default_rng(3).integers(2, 40, (2, 8)), jnp.int32)
+PADDED = jnp.array([[1] * 8, [1] * 5 + [0] * 3])
 
 
 def equinox_attention(eqx: Any) -> tuple[Any, Any]:
@@ -55,12 +55,12 @@ def equinox_attention(eqx: Any) -> tuple[Any, Any]:
 
         def __call__(self, x: jax.Array) -> jax.Array:
             y = jax.vmap(self.norm)(x)
-            x = x + self.attention(y, y, y, mask=jnp.tril(jnp.ones((5, 5), bool)))
+            x = x + self.attention(y, y, y, mask=jnp.tril(jnp.ones((8, 8), bool)))
             return x + jax.vmap(self.mlp)(x)
 
     first, second = jax.random.split(jax.random.key(0))
     attention = eqx.nn.MultiheadAttention(2, 16, key=first)
-    return Block(eqx.nn.LayerNorm(16), attention, eqx.nn.MLP(16, 16, 32, 1, jax.nn.gelu, key=second)), data(2, 5, 16)
+    return Block(eqx.nn.LayerNorm(16), attention, eqx.nn.MLP(16, 16, 32, 1, jax.nn.gelu, key=second)), data(2, 8, 16)
 
 
 EQUINOX = {

@@ -92,7 +92,8 @@ def test_an_adaptive_integrator_repeats_its_steps_in_the_backward_pass(field, po
     ours, of_half_products = gradient_errors(loss, policy, w)
     assert ours < max(3 * of_half_products, 0.01)
     assert of_half_products < 0.1
-    assert set(products(half(loss, policy), w)) == {HALVES[policy]}
+    with_a_vector = {"float32"} if field is cde else set()  # the product with `slope`
+    assert set(products(half(loss, policy), w)) == {HALVES[policy]} | with_a_vector
 
 
 @pytest.mark.slow("compiles a real model in two precisions")
@@ -118,7 +119,7 @@ def test_the_slopes_of_a_spline_flow_are_float32():
 
 
 @pytest.mark.slow("compiles a real model in two precisions")
-def test_mambas_products_are_half_and_its_state_is_float32():
+def test_mambas_layers_are_half_and_its_state_is_float32():
     def loss(w, x):
         u = jax.nn.silu(x @ w["in"])
         delta, b, c = jnp.split(u @ w["split"], [2, 6], axis=-1)
@@ -132,7 +133,7 @@ def test_mambas_products_are_half_and_its_state_is_float32():
     w = {name: normal(n, *shape) / shape[0] ** 0.5 for n, (name, shape) in enumerate(shapes.items())}
     x = normal(9, 12, 3, 8)
     plan = jaxmp.cast_plan(loss, "mixed_float16")(w, x)
-    assert not plan.summary.full_products
+    assert [name for name, _ in plan.summary.full_products] == ["tbdn,tbn->tbd"]  # with a vector for each token
     assert {row.result for row in plan.rows if row.primitive == "exp"} == {"float32"}
     ours, of_half_products = gradient_errors(lambda w: loss(w, x), "mixed_float16", w)
     assert ours < 3 * of_half_products
