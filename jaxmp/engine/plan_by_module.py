@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 from jaxmp.base import tables
 from jaxmp.program.primitives import Class
-
-if TYPE_CHECKING:
-    from jaxmp.engine.plan import PlanRow
 
 _COLUMNS = ("path", "modules", "half products", "wider products", "% of FLOPs", "why")
 
@@ -66,14 +63,14 @@ def _numbers(row: ModuleRow) -> tuple[float, ...]:
     return row.half_products, row.wider_products, round(100 * row.flops_share, 1)
 
 
-def rows_by_module(rows: Sequence[PlanRow]) -> tuple[ModuleRow, ...]:
-    """Return one row for each path among the rows of a plan."""
+def rows_by_module(rows: Sequence[Any]) -> tuple[ModuleRow, ...]:
+    """Return one row for each path among the rows of a plan (``plan.PlanRow``)."""
     flops = sum(row.flops for row in rows)
     of_operations = [row for row in rows if row.cls != Class.RECURSE]
     return tuple(_module_row(group, flops) for group in tables.grouped(of_operations, lambda row: row.path))
 
 
-def _module_row(rows: Sequence[PlanRow], flops: int) -> ModuleRow:
+def _module_row(rows: Sequence[Any], flops: int) -> ModuleRow:
     products = [row for row in rows if row.cls == Class.HALF and row.is_floating]
     wider = [row for row in products if not row.is_half]
     return ModuleRow(
