@@ -22,7 +22,7 @@ _are_checked: ContextVar[bool] = ContextVar("_are_checked", default=False)
 
 
 def params_are_checked() -> contextlib.AbstractContextManager[None]:
-    """Return a context in which :func:`warn_if_updates_vanish` does nothing, because the caller has called it."""
+    """Return a context in which :func:`warn_if_updates_vanish` does not warn."""
     return setting(_are_checked, True)
 
 

@@ -117,7 +117,7 @@ def as_key(rng: Any) -> Any:
 
 
 def _require_function(loss_fn: Any, names: str) -> None:
-    """Raise a TypeError if ``loss_fn`` is not a function of the arguments ``names``, but a model, for example."""
+    """Raise a TypeError if ``loss_fn`` is no function of the arguments ``names``."""
     step, names_of_model = _STEPS.get(library_of(type(loss_fn)), ("", names))
     model_remedy = f"write def loss_fn({names_of_model}), which calls the model"
     require_function(

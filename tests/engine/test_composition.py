@@ -373,7 +373,10 @@ def test_calls_of_a_jitted_function_in_one_trace_share_a_program():
         return h
 
     clipped.defvjp(lambda h, bound: (h, bound), lambda bound, dy: (jnp.clip(dy, -bound, bound), None))
-    fun = lambda w, x: clipped(jnp.tanh(x @ w) @ w, x[0, 0]).sum()  # noqa: E731
+
+    def fun(w, x):
+        return clipped(jnp.tanh(x @ w) @ w, x[0, 0]).sum()
+
     loss = half(jax.jit(fun))
 
     def step(w, x):

@@ -69,7 +69,7 @@ def counts_of(x: jax.Array) -> Counts:
 
 
 def parts_of(x: jax.Array) -> jax.Array:
-    """Return a floating array unchanged, and a complex array as its real and imaginary parts along a new axis."""
+    """Return an array, with the parts of complex numbers along a new axis."""
     return jnp.stack([x.real, x.imag]) if jnp.iscomplexobj(x) else x
 
 
