@@ -1,7 +1,7 @@
 # Each target installs what it needs. ARGS="..." is passed to the command, and PYTHON=... chooses the interpreter.
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test check quick compare benchmark gpu wheelhouse notebook doctor lint format types slow newest docs dist pins clean
+.PHONY: help demo test check quick compare benchmark gpu wheelhouse notebook doctor lint format types slow newest docs docs-version dist pins clean
 
 PY := .venv/bin/python
 SELF := $(MAKE)# `make --dry-run` runs recipe lines that contain the name MAKE, but not those with SELF
@@ -93,6 +93,11 @@ newest: .venv/installed ## the tests on the newest Python and JAX of this machin
 docs: .venv/installed ## build the site in build/site
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --strict
 	@echo "The site is in build/site. Its search needs a server: $(PY) -m http.server -d build/site"
+
+docs-version: .venv/installed ## add this version of the site to the branch gh-pages: make docs-version [ARGS=--push]
+	@version=$$($(PY) -c 'import jaxmp; print(*jaxmp.__version__.split(".")[:2], sep=".")') && \
+	export NO_MKDOCS_2_WARNING=1 PATH="$(CURDIR)/.venv/bin:$$PATH" && \
+	mike --quiet deploy --update-aliases $(ARGS) $$version latest && mike set-default $(ARGS) latest
 
 dist: .venv/installed ## build the sdist and the wheel in dist/, and try the wheel in an empty environment
 	@.ci/dist.sh $(CURDIR)/$(PY)

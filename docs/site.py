@@ -1,4 +1,4 @@
-"""Build hooks of the site: the reference, the notebooks, the report of real runs, links out of docs/.
+"""Build hooks of the site: addresses, the reference, the notebooks, the report of real runs, links out of docs/.
 
 `make docs` builds the site with mkdocs, which calls these functions by their names.
 """
@@ -11,6 +11,7 @@ import posixpath
 import re
 import runpy
 import tempfile
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,20 @@ def _reference_index() -> str:
             lines.append(f"| [`{name}`][{path_of(name)}] | {_in_markdown(docstring.value.splitlines()[0])} |")
         lines.append("")
     return "\n".join(lines)
+
+
+@event_priority(100)  # before mike, which appends the version to the site's address
+def on_config(config: Any) -> Any:
+    """Take the addresses of the repository and of the site from pyproject.toml.
+
+    `repo_url` is not set, because the theme would then load the repository's stars from another site.
+    """
+    addresses = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
+    if "/OWNER/" not in addresses["Repository"]:
+        link = {"name": "Repository", "icon": "fontawesome/brands/git-alt", "link": addresses["Repository"]}
+        config.extra["social"] = [link]
+    config.site_url = addresses.get("Documentation")
+    return config
 
 
 @event_priority(100)  # before mkdocs-jupyter, which turns notebooks into pages
