@@ -29,7 +29,7 @@ ROOTS = ("jaxmp", "experiments", "tests")
 ALSO = {
     r"experiments/results|README": ["experiments/report"],
     r".*\.(md|ipynb)$": ["docs", "properties/test_table.py"],
-    r"pyproject|constraints|Makefile|\.ci": ["cli", "docs/test_readme.py", "test_setup.py"],
+    r"pyproject|constraints|Makefile|\.ci": ["cli", "docs/test_readme.py", "test_setup.py", "test_release.py"],
 }
 
 
