@@ -1,7 +1,8 @@
 # Each target installs what it needs. ARGS="..." is passed to the command, and PYTHON=... chooses the interpreter.
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test check quick compare benchmark gpu wheelhouse notebook doctor lint format types slow newest docs docs-version dist pins clean
+.PHONY: help demo test experiments slow slow-changed newest on-newest quick check nightly lint format types \
+  compare benchmark gpu wheelhouse notebook doctor docs docs-version dist pins clean
 
 PY := .venv/bin/python
 SELF := $(MAKE)# `make --dry-run` runs recipe lines that contain the name MAKE, but not those with SELF
@@ -12,9 +13,17 @@ MINUTES ?= $(if $(SMALL),0,9)
 WORKERS := $(shell getconf _NPROCESSORS_ONLN)
 # In CI, up to three failed tests run once more, because a machine may stall. The summary names these tests.
 AGAIN := $(if $(CI),--reruns 1 --max-suite-reruns 3 --rerun-show-tracebacks)
-# Tests with the mark absent_gpu run on the newest Python only, because only its environment has their compiler.
-MARKS_OF_NEWEST := absent_gpu or not (slow or once)
 PYTEST := -m pytest -q -n $(WORKERS) --maxprocesses 8 --dist worksteal $(AGAIN)
+# Tests with the mark absent_gpu run on the newest Python only, because only its environment has their compiler.
+QUICK := not slow and not absent_gpu
+# The tests of the library, and the tests of two training scripts, which show that the scripts run.
+FOLDERS := $(patsubst %/,%,$(wildcard tests/*/)) $(wildcard tests/test_*.py)
+LIBRARY := jaxmp $(filter-out %/tools %/experiments %/repository,$(FOLDERS)) \
+  tests/experiments/test_language_modeling.py tests/experiments/test_masked_lm.py
+# The tests that JAX's internals may break: they run on the newest JAX, too.
+INTERNALS := $(wildcard $(addprefix tests/,engine program models linen nnx))
+# $(call paths,DEFAULT): the files and folders that ARGS names, or else DEFAULT
+paths = $(if $(filter tests% jaxmp%,$(ARGS)),,$(1)) $(ARGS)
 SOURCES := jaxmp experiments tests notebooks docs .ci
 ifneq ($(filter tests/% %.py,$(MAKECMDGOALS)),)
 $(error Write make test ARGS="$(filter tests/% %.py,$(MAKECMDGOALS))")
@@ -29,13 +38,28 @@ help: ## show this list
 demo: .venv/installed ## train on real data under five precisions and compare the results, in 3 to 6 minutes on two cores
 	@$(PY) -m experiments.compare --demo --report $(ARGS)
 
-test: .venv/installed ## the tests, 3 to 10 minutes on two cores, and less the second time: make test ARGS="tests/cli -x"
-	$(PY) $(PYTEST) -m "not slow and not absent_gpu" $(ARGS)
+test: .venv/installed ## the tests of the library, 2 to 4 minutes on two cores: make test ARGS="tests/cli -x"
+	$(PY) $(PYTEST) -m "$(QUICK)" $(call paths,$(LIBRARY))
 
-check: lint types test slow newest ## everything that a change must pass: 15 to 30 minutes on two cores
+experiments: .venv/installed ## the tests of the scripts and benchmarks, 1 to 2 minutes
+	$(PY) $(PYTEST) -m "$(QUICK)" $(call paths,tests/experiments)
 
-quick: .venv/installed ## the tests that cover your changes since main, in a third of the time
-	@tests=$$($(PY) .ci/quick.py) && $(PY) $(PYTEST) $$tests $(ARGS)
+quick: .venv/installed ## the tests that cover your changes since main, in a minute or two
+	@tests=$$($(PY) .ci/quick.py) && $(PY) $(PYTEST) -m "$(QUICK)" $$tests $(ARGS)
+
+slow: .venv/installed ## all slow tests: notebooks, real models, killed processes
+	$(PY) $(PYTEST) -m slow $(call paths,tests)
+
+slow-changed: .venv/installed ## the slow tests that cover your changes since main
+	@tests=$$($(PY) .ci/quick.py) && { $(PY) $(PYTEST) -m slow $$tests || [ $$? -eq 5 ]; } # 5 means that none of them is slow
+
+newest: .venv/installed ## the tests of JAX's internals on the newest Python and JAX, and those that compile for an absent GPU
+	@$(SELF) --no-print-directory on-newest PATHS="$(call paths,$(INTERNALS))"
+
+check: lint types test experiments slow-changed newest ## everything that a change must pass, 10 to 15 minutes on two cores
+
+nightly: lint types test experiments slow ## everything that there is to run, half an hour
+	@$(SELF) --no-print-directory on-newest PATHS="tests jaxmp"
 
 compare: .venv/installed ## train one task under several policies: make compare ARGS="--help"
 	@$(PY) -m experiments.compare $(ARGS)
@@ -75,19 +99,17 @@ format: .venv/installed ## fix and format the code with ruff
 types: .venv/installed ## check the types of the library and of a user's program with mypy
 	$(PY) -m mypy
 
-slow: .venv/installed ## only the slow tests: notebooks, real models, killed processes
-	$(PY) $(PYTEST) -m slow $(ARGS)
-
-newest: .venv/installed ## the tests on the newest Python and JAX of this machine, and those that compile for an absent GPU
+# Run PATHS on the newest Python, and the tests for an absent GPU. Only the first case of each test runs.
+on-newest:
 	@newest=$$(.ci/pythons.sh "$$PYTHON" | tail -n 1); \
 	current=$$($(PY) -c $(VERSION)); \
 	if [ "$${newest%% *}" = "$$current" ]; then \
 	  echo "No supported Python newer than $$current on this machine: the tests ran on $$current only"; \
-	  $(PY) $(PYTEST) -m absent_gpu $(or $(ARGS),tests); \
+	  $(PY) $(PYTEST) -m absent_gpu tests; \
 	else \
 	  $(SELF) --no-print-directory .venv-newest/installed && \
-	  echo ".venv-newest/bin/python $(PYTEST) -m '$(MARKS_OF_NEWEST)' --cases 1 $(or $(ARGS),tests)" && \
-	  .venv-newest/bin/python $(PYTEST) -m "$(MARKS_OF_NEWEST)" --cases 1 $(or $(ARGS),tests); \
+	  .venv-newest/bin/python $(PYTEST) -m "$(QUICK) and not once" --cases 1 $(PATHS) && \
+	  .venv-newest/bin/python $(PYTEST) -m absent_gpu tests; \
 	fi
 
 docs: .venv/installed ## build the site in build/site
