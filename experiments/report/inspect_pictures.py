@@ -1,6 +1,6 @@
-"""Draw the pictures of docs/inspect.md from real runs.
+"""Draw the pictures of the tools from real runs.
 
-Each picture is written between its markers in the page.
+Each picture is written between its markers in a page of docs/tools.
 
 python -m experiments.report.inspect_pictures
 
@@ -46,6 +46,15 @@ from jaxmp.inspect import Memory, Watch, compare, memory, plots
 
 Name = Literal["training", "compare", "scale", "plan", "memory"]
 DOCS = Path(__file__).resolve().parents[2] / "docs"
+PAGES = {
+    "exponents": "numerics",
+    "underflow": "numerics",
+    "loss_scale": "numerics",
+    "errors": "compare",
+    "casts": "index",
+    "memory": "memory",
+}
+"""The page in docs/tools that shows each picture."""
 COMMAND = "python -m experiments.report.inspect_pictures"
 ROWS = {
     "float32": Row("", "jaxmp", "fp32"),
@@ -222,12 +231,12 @@ def main(config: Config) -> None:
         for picture in OF[name](folder, config.smoke):
             docs = folder if config.smoke else DOCS
             picture.figure.savefig(docs / f"inspect_{picture.name}.png", dpi=90)
-            image = f"![{picture.figure.get_suptitle()}](inspect_{picture.name}.png)"
+            image = f"![{picture.figure.get_suptitle()}](../inspect_{picture.name}.png)"
             if config.smoke:
                 print(image, picture.text, facts, sep="\n")
             else:
-                text = f"{image}\n\n{picture.text}\n\n{facts}"
-                write_marked(docs / "inspect.md", picture.name, COMMAND, text)
+                page = docs / "tools" / f"{PAGES[picture.name]}.md"
+                write_marked(page, picture.name, COMMAND, f"{image}\n\n{picture.text}\n\n{facts}")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,8 @@ python -m experiments.report.readme
 - docs/measured.md: all results, with the device, versions, date and command of each
 - docs/gradient_sums.md: the errors of summed gradients
 - docs/sharding.md: models compiled for many GPUs
-- docs/inspect.md: step times predicted by the roofline model, beside measured times, and the table of GPUs
+- docs/tools/roofline.md: step times predicted by the roofline model, beside measured times
+- docs/tools/index.md: the table of GPUs
 - docs/real_libraries.md: the errors of autocast in programs of real libraries, and the programs that need each rule
 - docs/tools/tune.md: the policies that tune finds
 - docs/concepts/float32_products.md: the errors of float32 products by precision
@@ -283,7 +284,7 @@ def tune_block(root: Path = ROOT) -> str:
 
 
 def gpus_block() -> str:
-    """Return the table of GPUs for docs/inspect.md."""
+    """Return the table of GPUs for docs/tools/index.md."""
     lines = [
         "| name | GPU | memory, GiB | memory, GB/s | TFLOP/s: float32 | TF32 | half | float8 |",
         "|---|---|---:|---:|---:|---:|---:|---:|",
@@ -307,7 +308,7 @@ def float32_products_block(root: Path = ROOT) -> str:
 
 
 def roofline_block(root: Path = ROOT) -> str:
-    """Return the table for docs/inspect.md of predicted and measured times.
+    """Return the table for docs/tools/roofline.md of predicted and measured times.
 
     The predictions come from the newest steps compiled for an H200 below ``root``.
     """
@@ -318,7 +319,7 @@ def roofline_block(root: Path = ROOT) -> str:
         return "Not compiled yet: `python -m experiments.benchmarks.compile_only`.\n"
     (prediction,) = predictions.predictions(source.data["results"])
     text = prediction.markdown().partition("\n\n")[2]
-    return f"{text}\n{source.line(root)}\n".replace("](experiments/", "](../experiments/")
+    return f"{text}\n{source.line(root)}\n".replace("](experiments/", "](../../experiments/")
 
 
 PAGES = {
@@ -326,8 +327,8 @@ PAGES = {
     ("docs/measured.md", "results"): measured_block,
     ("docs/gradient_sums.md", "results"): gradient_sums_block,
     ("docs/sharding.md", "results"): sharding_block,
-    ("docs/inspect.md", "results"): roofline_block,
-    ("docs/inspect.md", "gpus"): gpus_block,
+    ("docs/tools/roofline.md", "results"): roofline_block,
+    ("docs/tools/index.md", "gpus"): gpus_block,
     ("docs/real_libraries.md", "results"): real_libraries_block,
     ("docs/real_libraries.md", "rules"): rules_block,
     ("docs/tools/tune.md", "results"): tune_block,

@@ -37,7 +37,7 @@ ACHIEVED_BANDWIDTH = 0.9
 """The share of the memory bandwidth that kernels achieve; on an H200, a copy moved 4.3 of 4.8 TB/s."""
 ON_RECORD = "NVIDIA H200"
 ERROR = 0.12
-"""The largest measured relative error of a prediction. All measurements were on an H200; see docs/inspect.md."""
+"""The largest measured relative error of a prediction. All measurements were on an H200; see docs/tools/roofline.md."""
 LAUNCH = 2e-6
 """Seconds from the end of a kernel to the start of the next one, with or without a CUDA graph."""
 

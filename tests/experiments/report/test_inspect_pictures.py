@@ -1,4 +1,4 @@
-"""The pictures of docs/inspect.md: the script, the page and its table."""
+"""The pictures of the tools: the script, the pages and the table of memory."""
 
 import functools
 import sysconfig
@@ -14,8 +14,6 @@ from jaxmp.inspect import Memory
 pytestmark = [pytest.mark.once, pytest.mark.usefixtures("standard_promotion")]
 
 
-PICTURES = ("underflow", "exponents", "errors", "loss_scale", "casts", "memory")
-
 
 @pytest.mark.slow("draws the pictures of the docs")
 def test_the_script_draws_in_small(tmp_path, capsys, monkeypatch):
@@ -23,15 +21,15 @@ def test_the_script_draws_in_small(tmp_path, capsys, monkeypatch):
     small = functools.partial(inspect_pictures.language_model, dataset=sources)
     monkeypatch.setattr(inspect_pictures, "language_model", small)
     inspect_pictures.main(inspect_pictures.Config(smoke=True, run_dir=tmp_path))
-    assert {file.stem for file in tmp_path.glob("*.png")} == {f"inspect_{picture}" for picture in PICTURES}
+    assert {file.stem for file in tmp_path.glob("*.png")} == {f"inspect_{picture}" for picture in inspect_pictures.PAGES}
     shown = capsys.readouterr().out
-    assert all(f"](inspect_{picture}.png)" in shown for picture in PICTURES) and "jax 0." in shown
+    assert all(f"](../inspect_{picture}.png)" in shown for picture in inspect_pictures.PAGES) and "jax 0." in shown
 
 
-def test_the_page_has_a_place_for_each_picture():
-    for name in PICTURES:
-        text = read_marked(inspect_pictures.DOCS / "inspect.md", name, inspect_pictures.COMMAND)
-        assert f"](inspect_{name}.png)" in text
+def test_a_page_has_a_place_for_each_picture():
+    for name, page in inspect_pictures.PAGES.items():
+        text = read_marked(inspect_pictures.DOCS / "tools" / f"{page}.md", name, inspect_pictures.COMMAND)
+        assert f"](../inspect_{name}.png)" in text
         assert (inspect_pictures.DOCS / f"inspect_{name}.png").stat().st_size < 300_000
 
 
