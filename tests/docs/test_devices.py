@@ -1,4 +1,4 @@
-"""The programs of docs/cookbook/devices.md run in two processes with two devices each."""
+"""The programs of docs/sharding.md run in two processes with two devices each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run docs/cookbook/devices.md as one of two processes, and write the losses to a JSON file.
+"""Run the recipes of docs/sharding.md as one of two processes, and write the losses to a JSON file.
 
 tests/docs/test_devices.py runs this script.
 """
@@ -29,7 +29,7 @@ def main(coordinator: str, process: int, output: Path) -> None:
     for tab in ("Linen", "NNX"):
         scope: dict[str, Any] = {}
         losses[tab] = []
-        for block in blocks(ROOT / "docs" / "cookbook" / "devices.md"):
+        for block in blocks(ROOT / "docs" / "sharding.md"):
             if block.tab == tab:
                 exec(block.code, scope)
                 loss = scope["loss"] if "def own_step" in block.code else scope["metrics"]["loss"]
