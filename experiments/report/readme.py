@@ -13,7 +13,7 @@ python -m experiments.report.readme
 - docs/tools/index.md: the table of GPUs
 - docs/real_libraries.md: the errors of autocast in programs of real libraries, and the programs that need each rule
 - docs/tools/tune.md: the policies that tune finds
-- docs/concepts/float32_products.md: the errors of float32 products by precision
+- docs/concepts/formats.md: the errors of float32 products by precision
 """
 
 from __future__ import annotations
@@ -298,7 +298,7 @@ def gpus_block() -> str:
 
 
 def float32_products_block(root: Path = ROOT) -> str:
-    """Return the table for docs/concepts/float32_products.md, from the newest result below ``root``."""
+    """Return the table for docs/concepts/formats.md, from the newest result below ``root``."""
     name = "matmul_precision"
     source = headline.newest(root / "experiments" / "results", name, lambda run: not run["smoke"])
     if source is None:
@@ -332,7 +332,7 @@ PAGES = {
     ("docs/real_libraries.md", "results"): real_libraries_block,
     ("docs/real_libraries.md", "rules"): rules_block,
     ("docs/tools/tune.md", "results"): tune_block,
-    ("docs/concepts/float32_products.md", "results"): float32_products_block,
+    ("docs/concepts/formats.md", "results"): float32_products_block,
 }
 """For each page and marker, the function that returns the text."""
 

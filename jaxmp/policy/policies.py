@@ -44,7 +44,7 @@ class Policy:
       matmul_precision: the precision of float32 products, or None for JAX's default. It is a name that
         ``jax.default_matmul_precision`` takes, in upper or lower case. On a GPU, JAX's default rounds the operands of
         float32 products to TensorFloat-32, and ``"highest"`` computes true float32. Other names are algorithms, such as
-        ``"BF16_BF16_F32_X3"``: docs/concepts/float32_products.md compares them.
+        ``"BF16_BF16_F32_X3"``: docs/concepts/formats.md compares them.
       float8: the settings of float8 products: a :class:`jaxmp.Float8`, its text (``"float8(min_dim=1024)"``), or None
         for no float8 products. ``apply_policy``, ``autocast`` and ``make_train_step`` use the settings. The methods
         ``cast_to_…`` ignore them.
