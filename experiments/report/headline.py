@@ -154,14 +154,6 @@ class Sources:
                         goals[goal.key] = goal, COMPILED + (TYPED if goal.key in typed else "")
         return goals
 
-    def compiled_goals(self, model: str) -> dict[str, Goal]:
-        """Return the goals of a model's compiled step by key, relative to the recorded peaks."""
-        goals: dict[str, Goal] = {}
-        for result in self.compiled.data["results"] if self.compiled else []:
-            if result["name"] == model and result["full"]:
-                goals |= {goal.key: goal for goal in compile_only_report.goals(result)}
-        return goals
-
 
 def goal(key: str, form: str = "") -> Callable[[Sources, str], str]:
     """Return a function that writes the cell of a goal.

@@ -4,9 +4,9 @@ The figures come from experiments/results, and are written between two markers i
 
 python -m experiments.report.readme
 
-- README.md: the errors of summed gradients, the tables of :mod:`experiments.report.step_tables`, and a sentence on the
-  cost of loss scaling
-- docs/measured.md: all results, with the device, versions, date and command of each
+- README.md: a sentence each on the errors of summed gradients, train steps on a GPU, and the cost of loss scaling
+- docs/measured.md: all results and the tables of :mod:`experiments.report.step_tables`, with the device, versions,
+  date and command of each
 - docs/gradient_sums.md: the errors of summed gradients
 - docs/sharding.md: models compiled for many GPUs
 - docs/tools/roofline.md: step times predicted by the roofline model, beside measured times
@@ -66,8 +66,7 @@ def block(root: Path = ROOT) -> str:
     lines = ["## Measured", ""]
     if sums := headline.gradient_sums(results):
         lines += [f"{sentence(sums.data)} [Why, and other cases](docs/gradient_sums.md).", ""]
-    lines += step_tables.measured(results)
-    lines += step_tables.compiled(results)
+    lines += step_tables.sentence(results)
     lines += [cost_of_scaling(results), ""]
     lines += ["[All results](docs/measured.md), with devices, versions, dates and commands."]
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Write the tables of train steps: those measured on GPUs, and those compiled for a GPU.
+"""Write a sentence and the tables of train steps that were measured on GPUs.
 
 All columns of a measured table come from one device, and all cells of a column from one run. A measured table has the
 step time and the peak memory of each row, relative to torch.compile in the same run.
@@ -7,15 +7,14 @@ step time and the peak memory of each row, relative to torch.compile in the same
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from experiments.benchmarks.train_step.results import Results
 from experiments.benchmarks.train_step.rows import REMAT, ROWS, SETTINGS
 from experiments.report.goals import share
-from experiments.report.headline import MODELS, Source, Sources, all_of, full, steps_of
+from experiments.report.headline import MODELS, Source, all_of, full, steps_of
 from experiments.report.tables import Table
 
-REFERENCE = "compile-bf16"
+OURS, REFERENCE = "jaxmp-bf16", "compile-bf16"
 SHOWN = (*SETTINGS, *REMAT, "autocast-bf16", "unprepared-bf16", "hand-bf16", REFERENCE)
 """The rows of a measured table, in this order."""
 NOTHING = "–"
@@ -24,13 +23,6 @@ DOMINANT = 0.5
 NO_TRITON = "no product in Triton"
 """The end of the label of a row without products in Triton."""
 _NO_TRITON = 'No product in Triton: `make_train_step(…, compiler_options={"xla_gpu_enable_triton_gemm": False})`.'
-COMPILED = {
-    "peak memory, relative to torch.compile AMP": ("memory", ".2f"),
-    "peak memory with remat, relative to torch.compile AMP": ("remat_memory", ".2f"),
-    "memory saved, relative to float32": ("saved", ".0%"),
-    "FLOPs of products in half": ("half", ".1%"),
-}
-"""The rows of the compiled table: the goal that has the figure, and its format."""
 
 
 def by_device(results: Path) -> dict[str, dict[str, Source]]:
@@ -56,6 +48,33 @@ def measured(results: Path) -> list[str]:
             lines += [_NO_TRITON, ""] if any(NO_TRITON in line for line in table) else []
             lines += [line for note in _dominant_kernels(by_model) for line in (note, "")]
     return lines
+
+
+def sentence(results: Path) -> list[str]:
+    """Return a sentence with the step time and the peak memory of jaxmp, relative to torch.compile in the same run.
+
+    The figures come from the newest device that measured both.
+    """
+    for device, by_model in by_device(results).items():
+        names, times, peaks = [], [], []
+        for model in MODELS:
+            if model not in by_model:
+                continue
+            steps = steps_of(by_model[model], model)
+            ratio = steps.ratio("train", OURS, REFERENCE)
+            memory = share(steps.memory("train", OURS), steps.memory("train", REFERENCE))
+            if ratio is not None and memory is not None:
+                names.append(MODELS[model].split(",")[0])
+                times.append(ratio[1])
+                peaks.append(memory)
+        if names:
+            return [
+                f"A train step in bfloat16 takes {min(times):.2f} to {max(times):.2f} times as long as with "
+                f"torch.compile AMP, and {min(peaks):.2f} to {max(peaks):.2f} times the memory ({', '.join(names)}; "
+                f"{device.removesuffix(' (gpu)')}).",
+                "",
+            ]
+    return []
 
 
 def _dominant_kernels(by_model: dict[str, Source]) -> list[str]:
@@ -106,38 +125,6 @@ def _cell(steps: Results, key: str) -> str:
         milliseconds = steps.figures("train", key)["ms"][1]
         return f"{milliseconds:.1f} ms · {(steps.memory('train', key) or 0) / 2**30:.1f} GiB"
     return f"{ratio[1]:.2f} · {memory:.2f}"
-
-
-def compiled(results: Path) -> list[str]:
-    """Return a table of the newest compiled train steps in Markdown, after a sentence.
-
-    Figures that were measured on a device for all models are left out.
-    """
-    sources = Sources(results)
-    rows = []
-    for name, (key, form) in COMPILED.items():
-        cells = [_compiled_cell(sources.compiled_goals(model), key, form) for model in MODELS]
-        is_measured = all(_is_measured(sources, model, key) for model in MODELS)
-        if set(cells) != {NOTHING} and not is_measured:
-            rows.append((name, *cells))
-    if not rows:
-        return []
-    sentence = (
-        "Compiled for an H200, not run, by `python -m experiments.benchmarks.compile_only`. The peaks of torch.compile "
-        "and of float32 were measured once."
-    )
-    return [sentence, "", *_markdown(list(MODELS.values()), rows), ""]
-
-
-def _is_measured(sources: Sources, model: str, key: str) -> bool:
-    """Return whether a figure was measured, or does not exist for the model."""
-    goal, mark = sources.goals(model).get(key, (None, ""))
-    return goal is None or (goal.value is not None and not mark)
-
-
-def _compiled_cell(goals: dict[str, Any], key: str, form: str) -> str:
-    goal = goals.get(key)
-    return NOTHING if goal is None or goal.value is None else f"{goal.value:{form}}"
 
 
 def _markdown(models: list[str], rows: list[tuple[str, ...]]) -> list[str]:

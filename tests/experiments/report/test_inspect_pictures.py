@@ -14,16 +14,16 @@ from jaxmp.inspect import Memory
 pytestmark = [pytest.mark.once, pytest.mark.usefixtures("standard_promotion")]
 
 
-
 @pytest.mark.slow("draws the pictures of the docs")
 def test_the_script_draws_in_small(tmp_path, capsys, monkeypatch):
     sources = str(Path(sysconfig.get_path("stdlib"), "asyncio"))  # reading the whole library takes 15 seconds
     small = functools.partial(inspect_pictures.language_model, dataset=sources)
     monkeypatch.setattr(inspect_pictures, "language_model", small)
     inspect_pictures.main(inspect_pictures.Config(smoke=True, run_dir=tmp_path))
-    assert {file.stem for file in tmp_path.glob("*.png")} == {f"inspect_{picture}" for picture in inspect_pictures.PAGES}
+    names = {f"inspect_{picture}" for picture in inspect_pictures.PAGES}
+    assert {file.stem for file in tmp_path.glob("*.png")} == names
     shown = capsys.readouterr().out
-    assert all(f"](../inspect_{picture}.png)" in shown for picture in inspect_pictures.PAGES) and "jax 0." in shown
+    assert all(f"](../{name}.png)" in shown for name in names) and "jax 0." in shown
 
 
 def test_a_page_has_a_place_for_each_picture():

@@ -293,20 +293,17 @@ def test_each_model_has_a_column_from_the_newest_run_that_measured_it(tmp_path):
     assert "[train_step-20261120](" in text and "[train_step-20261121](" in text
 
 
-def test_the_readme_shows_what_was_compiled_without_goals_and_without_empty_cells(tmp_path):
-    compiled(tmp_path / "compile_only")
-    assert step_tables.measured(tmp_path) == []
-    assert shown(step_tables.compiled(tmp_path)) == {
-        "": list(headline.MODELS.values()),
-        "peak memory, relative to torch.compile AMP": ["–", "0.79", "–"],
-        "peak memory with remat, relative to torch.compile AMP": ["–", "0.65", "–"],
-        "memory saved, relative to float32": ["–", "79%", "–"],
-        "FLOPs of products in half": ["–", "99.8%", "–"],
-    }
-    assert step_tables.compiled(tmp_path / "none") == []
+def test_the_readme_states_the_smallest_and_the_largest_ratio_of_the_newest_device(tmp_path):
+    assert step_tables.sentence(tmp_path) == []
+    older = {**GPU, "device": "1 × H100 (gpu)", "date": "2026-11-20 10:00 +0000"}
+    train_step(tmp_path / "train_step-20261120", environment=older)
+    train_step(tmp_path / "train_step-20261121", only=("jaxmp-bf16", "hand-bf16"))  # lacks torch.compile
+    text, _ = step_tables.sentence(tmp_path)
+    assert "0.90 to 0.90 times as long" in text
+    assert text.endswith("0.75 to 0.75 times the memory (GPT-2 124M; 1 × H100).")
 
 
-def test_the_block_has_the_table_in_front_and_links_to_all_else(tmp_path):
+def test_the_block_has_the_sentences_in_front_and_links_to_all_else(tmp_path):
     results = tmp_path / "experiments" / "results"
     (results / "demo").mkdir(parents=True)
     (results / "other").mkdir()
