@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from jaxmp.base.graphs import reachable
 from jaxmp.engine.nodes import Node, Step, inputs_of
@@ -18,14 +18,6 @@ from jaxmp.program.primitives import CAST
 
 _BLOCK = 8
 """The fewest rows and columns that a tensor core multiplies."""
-
-
-class _Sizes(NamedTuple):
-    """The sizes of a matrix product, without its batch axes. In an export, they may be symbolic."""
-
-    rows: Any
-    columns: Any
-    terms: Any  # the length of its sums
 
 
 def make_sums(nodes: Sequence[Node]) -> None:
@@ -44,52 +36,55 @@ def make_sums(nodes: Sequence[Node]) -> None:
 
 
 def _is_sum(step: Step) -> bool:
-    """Return whether tensor cores would not compute a matrix product faster.
-
-    These are products with a vector, products with a constant of few columns (a grid of coordinates), products of small
-    matrices (a rotation of points), and counts, whose operands come from integers. A vector times a weight is none of
-    them, because it is the product of a batch with one example.
-    """
+    """Return whether tensor cores would not compute a matrix product faster."""
     left, right = step.operands
     if left is None or right is None:
         return False
-    if _is_from_integers(left) and _is_from_integers(right):
+    (left_axes, right_axes), (left_batch, right_batch) = step.eqn.params["dimension_numbers"]
+    left_shape, right_shape = (atom.aval.shape for atom in step.eqn.invars)
+    terms = math.prod(left_shape[axis] for axis in left_axes)
+    rows = [size for axis, size in enumerate(left_shape) if axis not in (*left_axes, *left_batch)]
+    columns = [size for axis, size in enumerate(right_shape) if axis not in (*right_axes, *right_batch)]
+    if _is_small(terms) and (_is_small(math.prod(rows)) or _is_small(math.prod(columns))):
         return True
-    rows, columns, terms = _sizes(step)
-    has_few_rows = rows == 1 or (_is_small(rows) and (left.is_constant or _is_small(terms)))
-    has_few_columns = columns == 1 or (_is_small(columns) and (right.is_constant or _is_small(terms)))
-    if not (has_few_rows or has_few_columns):
-        return False
-    # If both operands could be the weight, the right one is: `x @ w`.
-    right_is_source = bool(sources_of_weight(right))
-    right_is_weight = right_is_source and not (_is_small(columns) or _is_small(terms))
-    left_is_source = not right_is_source and bool(sources_of_weight(left))
-    left_is_weight = left_is_source and not (_is_small(rows) or _is_small(terms))
-    return (has_few_rows and not right_is_weight) or (has_few_columns and not left_is_weight)
+    if _is_mask(left) and _is_mask(right):
+        return True
+    left_sums = _is_narrow(left, rows) and not _is_weight_matrix(right, columns)
+    right_sums = _is_narrow(right, columns) and not _is_weight_matrix(left, rows)
+    return left_sums or right_sums
 
 
-def _is_from_integers(node: Node) -> bool:
-    """Return whether a value comes from integers, bools and literals only, as a one-hot vector does.
+def _is_narrow(operand: Node, sizes: Sequence[Any]) -> bool:
+    """Return whether an operand is a vector, or a constant of few columns.
 
-    Random numbers do not, because their bits become floats without a cast.
+    Args:
+      operand: one side of a matrix product.
+      sizes: its rows or columns: the sizes of the axes that the product keeps, without batch axes.
     """
+    columns = math.prod(sizes)
+    return columns == 1 or (_is_small(columns) and operand.is_constant)
+
+
+def _is_weight_matrix(operand: Node, sizes: Sequence[Any]) -> bool:
+    """Return whether an operand is an argument or a constant with rows or columns.
+
+    A single example times a weight is no sum, so that a layer has the same dtypes for one example as for many.
+    """
+    return bool(sizes) and bool(sources_of_weight(operand))
+
+
+def _is_mask(node: Node) -> bool:
+    """Return whether a value comes from bools and literals only, as a one-hot vector does."""
     if not node.is_constant:
         return False
-    leaves = (value for value in reachable([node], inputs_of) if not value.inputs)
-    return all(leaf.name in (CAST, "iota") or (leaf.kind is SOURCE and not leaf.shape) for leaf in leaves)
+    leaves = [value for value in reachable([node], inputs_of) if not value.inputs]
+    return all(_is_cast_of_bools(leaf) or (leaf.kind is SOURCE and not leaf.shape) for leaf in leaves)
+
+
+def _is_cast_of_bools(node: Node) -> bool:
+    return node.name == CAST and node.step is not None and node.step.eqn.invars[0].aval.dtype == bool
 
 
 def _is_small(size: Any) -> bool:
     """Return whether a size is below that of a tensor core's block. Symbolic sizes of an export are not."""
     return isinstance(size, int) and size < _BLOCK
-
-
-def _sizes(step: Step) -> _Sizes:
-    (left_axes, right_axes), (left_batch, right_batch) = step.eqn.params["dimension_numbers"]
-    left, right = (atom.aval.shape for atom in step.eqn.invars)
-
-    def free_size(shape: Sequence[Any], bound: Sequence[int]) -> Any:
-        return math.prod(size for axis, size in enumerate(shape) if axis not in bound)
-
-    rows, columns = free_size(left, (*left_axes, *left_batch)), free_size(right, (*right_axes, *right_batch))
-    return _Sizes(rows, columns, math.prod(left[axis] for axis in left_axes))

@@ -243,10 +243,13 @@ def require_model(model: Any, call: str, arguments: str) -> None:
     wrong_classes = nnx.Optimizer, nnx.State, nnx.Rngs, nnx.Variable
     if isinstance(model, wrong_classes) or not any(map(is_node, jax.tree.leaves(model, is_leaf=is_object))):
         came = f"the class {model.__name__}" if isinstance(model, type) else full_class_name(model)
-        raise TypeError(
-            f"{call} takes {arguments} with an NNX model, got {came}; "
-            "for Linen write jaxmp.TrainState and jaxmp.make_train_step"
+        is_of_nnx = isinstance(model, (*wrong_classes, optax.GradientTransformation))
+        remedy = (
+            "pass the model itself, in this order"
+            if is_of_nnx
+            else "for Linen write jaxmp.TrainState and jaxmp.make_train_step"
         )
+        raise TypeError(f"{call} takes {arguments} with an NNX model, got {came}; {remedy}")
 
 
 def _require_some(params: Any, model: Any, wrt: Any) -> None:

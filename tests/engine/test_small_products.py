@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from autocast_tools import compiled, half, in_turn, normal, products
 
+import jaxmp
+
 X, W = normal(0, 32, 16), normal(1, 16, 512, scale=0.3)
 GRID = jnp.arange(512.0)
 ANGLE = np.float32(0.3)
@@ -15,6 +17,7 @@ ROTATION = jnp.array([[jnp.cos(ANGLE), -jnp.sin(ANGLE), 0], [jnp.sin(ANGLE), jnp
 PIXELS = jnp.stack(jnp.meshgrid(jnp.arange(16.0), jnp.arange(32.0), indexing="ij"), -1).reshape(512, 2)
 HIGH_BIN = jnp.eye(512)[300]
 IMAGES, SQUARE = jnp.full((32, 16), 200, jnp.uint8), normal(3, 16, 16)
+WEIGHTS = (SQUARE * 10).astype(jnp.int8)
 
 
 def probabilities(x, w):
@@ -54,6 +57,10 @@ PROGRAMS = {
     "value head": (
         lambda x, w: jax.nn.relu(x @ w) @ (HIGH_BIN + 20)[:, None],
         lambda x, w: (jax.nn.relu(x @ w) * (HIGH_BIN + 20)).sum(-1, keepdims=True),
+    ),
+    "attention of one query": (
+        lambda x, w: jax.nn.softmax(x[:1] @ w) @ (x @ w).T,
+        lambda x, w: (jax.nn.softmax(x[:1] @ w) * (x @ w)).sum(-1)[None],
     ),
     "scalar product of rows": (
         lambda x, w: jnp.einsum("bn,bn->b", x @ w, x @ w),
@@ -107,6 +114,10 @@ LAYERS = {
     "a closed-over layer of images": (lambda x, w: (IMAGES.astype(jnp.float32) / 255.0) @ SQUARE + x @ SQUARE, 2),
     "random features": (lambda x, w: jax.random.normal(jax.random.key(0), (16, 16)) @ SQUARE @ w, 2),
     "coordinates": (lambda x, w: jax.nn.relu(x[:, :2] @ w[:2, :16]) @ w, 2),
+    "images with weights of 8 bits": (
+        lambda x, w: (IMAGES.astype(jnp.float32) / 255.0) @ (WEIGHTS.astype(jnp.float32) * 0.01) @ w,
+        2,
+    ),
 }
 
 
@@ -116,23 +127,42 @@ def test_products_with_a_weight_stay_half(name):
     assert products(half(fun), X, W) == ["bfloat16"] * number
 
 
-def test_a_head_of_width_one_is_float32_at_every_batch_size_and_under_vmap():
-    for head in (normal(3, 16, 1), normal(3, 16)):
+HEADS = {
+    "a vector": (lambda w: w[:, 0], "float32"),
+    "one column": (lambda w: w[:, :1], "float32"),
+    "four columns": (lambda w: w[:, :4], "bfloat16"),
+    "eight columns": (lambda w: w[:, :8], "bfloat16"),
+}
 
-        def fun(x, w, head=head):
-            return jax.nn.relu(x @ w[:, :16]) @ head
 
-        for x in (X[0], X[:1], X):
-            assert products(half(fun), x, W) == ["bfloat16", "float32"]
-        for mapped in (jax.vmap(half(fun), (0, None)), half(jax.vmap(fun, (0, None)))):
-            assert products(mapped, X, W) == ["bfloat16", "float32"]
+@pytest.mark.parametrize("name", HEADS)
+def test_a_layer_has_the_same_dtypes_for_one_example_as_for_many(name):
+    head, dtype = HEADS[name]
+
+    def fun(x, w):
+        return jax.nn.relu(x @ w[:, :16]) @ head(w)
+
+    for x in (X[:1], X[:4], X):
+        assert products(half(fun), x, W)[-1] == dtype
+        assert products(half(jax.vmap(fun, (0, None))), x, W)[-1] == dtype
+
+
+def test_a_matrix_with_a_vector_is_half_if_either_side_may_be_the_weight():
+    for policy_inside in (lambda f: jax.vmap(half(f), (0, None)), lambda f: half(jax.vmap(f, (0, None)))):
+        assert products(policy_inside(lambda x, w: w.T @ x), X, W) == ["bfloat16"]
+    assert products(half(lambda x, w: x @ w[:, 0]), X, W) == ["bfloat16"]
 
 
 def test_regions_overrides_and_half_products_of_the_author_win():
     def fun(x, w):
         return jax.nn.softmax(x @ w) @ GRID
 
+    def region(x, w):
+        with jaxmp.precision("half"):
+            return fun(x, w)
+
     assert products(half(fun, overrides={"primitive:dot_general": "half"}), X, W) == ["bfloat16"] * 2
+    assert products(half(region), X, W) == ["bfloat16"] * 2
 
     def author(x, w):
         return (x @ w).astype(jnp.bfloat16) @ GRID.astype(jnp.bfloat16)

@@ -264,7 +264,7 @@ def test_swapped_arguments_of_update_are_errors():
         _, grads = value_and_grad(lambda model: loss_fn(model, TARGET), optimizer)(model)
         return optimizer.update(*(grads, model) if swap is None else (model, grads))
 
-    text = r"optimizer\.update takes \(model, grads\) with an NNX model, got flax\.nnx\.statelib\.State; "
+    text = r"takes \(model, grads\) with an NNX model, got flax\.nnx\.statelib\.State; pass the model itself, in "
     with pytest.raises(TypeError, match=text):
         step(model, optimizer, None)
     assert int(optimizer.step[...]) == 0
