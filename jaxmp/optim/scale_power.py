@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import reduce
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,44 +29,72 @@ _Power = int | str | None
 It is None if it is unknown, and ``"any"`` for zeros, infinities and NaN, which no factor changes.
 """
 
+
+class _Factor(NamedTuple):
+    """The loss scale as a factor of a value.
+
+    Attributes:
+      power: the power of the loss scale.
+      was_multiplied: whether the value is computed from one in which the loss scale is a factor.
+    """
+
+    power: _Power
+    was_multiplied: bool = False
+
+
 _MULTIPLIES = PRODUCTS | with_trait(Trait.MULTIPLIES)
 _SUMS = frozenset(name for name, kind in COMBINATIONS.items() if kind == "add")
 # The power of the result is that of the floating operands.
 _KEEPS_POWER = PICKS | COMBINES | SUMS | _SUMS | EXTREMES | with_trait(Trait.KEEPS_MAGNITUDE) | {CAST}
 
 
-class _PowerOfScale(Analysis[_Power]):
-    """The power of the loss scale in each value."""
+class _FactorOfScale(Analysis[_Factor]):
+    """The loss scale as a factor of each value."""
 
-    constant = 0
+    constant = _Factor(0)
 
-    def solve_equation(self, eqn: Any, operands: Sequence[_Power]) -> Sequence[_Power]:
+    def solve_equation(self, eqn: Any, operands: Sequence[_Factor]) -> Sequence[_Factor]:
         atoms = zip(eqn.invars, operands, strict=True)
-        operands = [_ANY if _is_unchanged(atom) else power for atom, power in atoms]
-        if all(power == 0 for power in operands):  # most of the forward pass: its bodies need not be read
-            return [0] * len(eqn.outvars)
-        powers = super().solve_equation(eqn, operands)
-        return [power if _is_floating(var) else 0 for var, power in zip(eqn.outvars, powers, strict=True)]
+        operands = [_Factor(_ANY) if _is_unchanged(atom) else factor for atom, factor in atoms]
+        if all(factor == self.constant for factor in operands):  # most of the forward pass: its bodies need not be read
+            return [self.constant] * len(eqn.outvars)
+        factors = super().solve_equation(eqn, operands)
+        return [
+            factor if _is_floating(var) else self.constant for var, factor in zip(eqn.outvars, factors, strict=True)
+        ]
 
-    def transfer(self, eqn: Any, operands: Sequence[_Power]) -> Sequence[_Power]:
-        powers = [power for atom, power in zip(eqn.invars, operands, strict=True) if _is_floating(atom)]
-        return [self._of_operation(eqn.primitive.name, powers)] * len(eqn.outvars)
+    def transfer(self, eqn: Any, operands: Sequence[_Factor]) -> Sequence[_Factor]:
+        name = eqn.primitive.name
+        factors = [factor for atom, factor in zip(eqn.invars, operands, strict=True) if _is_floating(atom)]
+        power = self._power_of_operation(name, [factor.power for factor in factors])
+        sources = factors[:1] if name == "div" else factors  # a divisor makes the power smaller
+        return [_factor(power, sources)] * len(eqn.outvars)
 
-    def _of_operation(self, name: str, powers: Sequence[_Power]) -> _Power:
+    def _power_of_operation(self, name: str, powers: Sequence[_Power]) -> _Power:
         if name in _MULTIPLIES and len(powers) == 2:
             return _quotient(*powers) if name == "div" else _product(*powers)
         if name in _KEEPS_POWER:
             start: _Power = _ANY if powers else 0
-            return reduce(self.join, powers, start)
+            return reduce(_common_power, powers, start)
         return 0 if all(power in (0, _ANY) for power in powers) else None
 
-    def join(self, first: _Power, second: _Power) -> _Power:
-        if first == _ANY or second == _ANY:
-            return second if first == _ANY else first
-        return first if first == second else None
+    def join(self, first: _Factor, second: _Factor) -> _Factor:
+        return _factor(_common_power(first.power, second.power), [first, second])
 
 
-_POWERS = _PowerOfScale()
+_FACTORS = _FactorOfScale()
+
+
+def _factor(power: _Power, sources: Sequence[_Factor]) -> _Factor:
+    """Return the factor of a value with this power that is computed from ``sources``."""
+    is_multiplied = isinstance(power, int) and power > 0
+    return _Factor(power, is_multiplied or any(source.was_multiplied for source in sources))
+
+
+def _common_power(first: _Power, second: _Power) -> _Power:
+    if first == _ANY or second == _ANY:
+        return second if first == _ANY else first
+    return first if first == second else None
 
 
 def _product(first: _Power, second: _Power) -> _Power:
@@ -91,21 +119,23 @@ def _is_unchanged(atom: Any) -> bool:
 def warn_if_scaled(grads: Any, loss_scale: LossScale) -> None:
     """Warn if traced gradients are multiplied or divided by the loss scale.
 
-    Gradients whose program cannot be followed are not warned of, such as those of another jitted function.
+    The program must multiply by the loss scale itself. A program that only divides is quiet: its gradients may be those
+    of the scaled loss, computed by another jitted function.
     """
     scale: Any = loss_scale.loss_scale
     leaves = [leaf for leaf in jax.tree.leaves(grads) if is_staged(leaf)] if is_staged(scale) else []
     program = program_so_far([scale, *leaves]) if leaves else None
     if program is None:
         return
-    is_scale = [int(var is program.outvars[0]) for var in program.invars]
-    powers = {power for power in _POWERS.solve(program, is_scale).results[1:] if isinstance(power, int)} - {0}
-    if powers:
-        warn_user(
-            f"the optimizer takes true gradients, but got gradients {_described(powers.pop())};\nwrite loss, grads = "
-            "jaxmp.value_and_grad(loss_fn, opt_state)(params), or for NNX jaxmp.nnx.value_and_grad(loss_fn,\n"
-            "optimizer)(model), with the plain loss, and do not scale or unscale anything yourself"
-        )
+    is_scale = [_Factor(1, True) if var is program.outvars[0] else _Factor(0) for var in program.invars]
+    for power, was_multiplied in _FACTORS.solve(program, is_scale).results[1:]:
+        if was_multiplied and isinstance(power, int) and power != 0:
+            warn_user(
+                f"the optimizer takes true gradients, but got gradients {_described(power)};\nwrite loss, grads = "
+                "jaxmp.value_and_grad(loss_fn, opt_state)(params), or for NNX jaxmp.nnx.value_and_grad(loss_fn,\n"
+                "optimizer)(model), with the plain loss, and do not scale or unscale anything yourself"
+            )
+            return
 
 
 def _described(power: int) -> str:

@@ -217,6 +217,28 @@ def test_gradients_with_a_wrong_power_of_the_loss_scale_are_warned_of(name):
     assert opt_state.skipped_steps == 0
 
 
+def test_scaled_gradients_of_another_jitted_function_are_not_warned_of():
+    params, batch = problem()
+    tx = loss_scaling(optax.sgd(0.5), SCALED)
+
+    @jax.jit
+    def accumulate(total, params, opt_state):
+        return jax.tree.map(jnp.add, total, scaled_by_hand(params, batch, jaxmp.get_loss_scale(opt_state)))
+
+    @jax.jit
+    def update(grads, params, opt_state):
+        scale = jaxmp.get_loss_scale(opt_state)
+        losses = [scale.scale(loss_fn(params, batch))]  # a scaled loss that is not differentiated
+        return tx.update(scale.unscale(over(grads, 2.0)), opt_state, params), losses
+
+    opt_state, grads = tx.init(params), jax.tree.map(jnp.zeros_like, params)
+    for _ in range(2):
+        grads = accumulate(grads, params, opt_state)
+    (updates, _), _ = update(grads, params, opt_state)
+    expected = jax.tree.map(lambda grad: -0.5 * grad, jax.grad(loss_fn)(params, batch))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), updates, expected)
+
+
 def test_gradients_with_a_wrong_power_of_the_loss_scale_are_warned_of_in_nnx():
     model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
     optimizer = jaxmp.nnx.Optimizer(model, optax.sgd(0.5), loss_scale=SCALED)
