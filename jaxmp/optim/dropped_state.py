@@ -7,86 +7,51 @@ state that it passes to :func:`jaxmp.raise_if_stuck` again and again is that bef
 
 from __future__ import annotations
 
-import dataclasses
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
-import jax
+import jax.numpy as jnp
 import numpy as np
 
-from jaxmp.base.donation import is_deleted
 from jaxmp.base.user_warnings import warn_user
 from jaxmp.optim.loss_scale import DynamicLossScale, HeadroomLossScale, LossScale
 
-_CALLS = 3
+_CALLS = 100
 """The number of calls in a row after which a state without a step is a mistake.
 
-A correct loop may pass such a state once, before its first step.
+A correct loop may pass several such states: one for each microbatch before the first update, or one for each run of a
+sweep.
 """
 
-
-@dataclasses.dataclass
-class _Last:
-    """The last call with a state without a step.
-
-    Attributes:
-      counter: a reference to an array of the state.
-      loss_scale: the numbers of the loss scale.
-      calls: the number of calls in a row.
-    """
-
-    counter: weakref.ref[Any]
-    loss_scale: list[np.ndarray]
-    calls: int
-
-    def is_same_run(self, counter: Any, loss_scale: list[np.ndarray]) -> bool:
-        """Return whether a state replaces the state of the last call.
-
-        The states of other runs, such as those of an ensemble, exist at the same time.
-        """
-        last = self.counter()
-        is_replaced = last is None or last is counter or is_deleted(last)
-        return is_replaced and all(map(np.array_equal, self.loss_scale, loss_scale))
+_calls = 0
+"""The number of calls in a row so far."""
 
 
-_last: _Last | None = None
-
-
-def forget_calls() -> None:
-    """Forget all earlier calls, because a new run begins."""
-    global _last
-    _last = None
-
-
-def warn_if_dropped(scaling: Any, other_leaves: Sequence[Any]) -> None:
-    """Warn at the third call in a row with the state before the first step.
+def warn_if_dropped(scaling: Any, counts: Sequence[Any]) -> None:
+    """Warn at the 100th call in a row with a state before its first step.
 
     Args:
-      scaling: a :class:`jaxmp.LossScalingState`, whose inner state is ignored.
-      other_leaves: the other leaves of the state of the run. The integers among them count steps.
+      scaling: a :class:`jaxmp.LossScalingState` of NumPy arrays, whose inner state is ignored.
+      counts: the other counts of steps in the state of the run, which are NumPy arrays.
     """
-    global _last
-    if not isinstance(scaling.skipped_steps, jax.Array):  # a state that was read into NumPy, between two programs
+    global _calls
+    shows_steps = bool(counts) or _changes_in_each_step(scaling.loss_scale)
+    if not shows_steps or not _has_no_step(scaling, counts):
+        _calls = 0
         return
-    counts = [leaf for leaf in other_leaves if _is_count(leaf, scaling.skipped_steps)]
-    scale = scaling.loss_scale
-    if not _has_no_step(scaling, counts) or not (counts or _changes_in_each_step(scale)):
-        _last = None
-        return
-    numbers = [np.asarray(leaf) for leaf in jax.tree.leaves(scale)]
-    calls = _last.calls if _last is not None and _last.is_same_run(scaling.skipped_steps, numbers) else 0
-    _last = _Last(weakref.ref(scaling.skipped_steps), numbers, calls + 1)
-    if _last.calls == _CALLS:
+    _calls += 1
+    if _calls == _CALLS:
         warn_user(
-            f"raise_if_stuck got the optimizer's state before its first step, in {_CALLS} calls in a row, so your step "
-            "does not return the new state;\nwrite updates, opt_state = tx.update(grads, opt_state, params), and "
-            "return opt_state (for NNX, use nnx.jit in place of jax.jit)"
+            f"raise_if_stuck got an optimizer's state before its first step, in {_CALLS} calls in a row; if your step "
+            "has run, it does not return the new state:\nwrite updates, opt_state = tx.update(grads, opt_state, "
+            "params), and return opt_state (for NNX, use nnx.jit in place of jax.jit)"
         )
 
 
-def _is_count(leaf: Any, like: Any) -> bool:
-    return isinstance(leaf, jax.Array) and leaf.shape == like.shape and jax.numpy.issubdtype(leaf.dtype, np.integer)
+def counts_among(leaves: Sequence[Any], like: Any) -> list[Any]:
+    """Return the leaves that may count steps: integers of the shape of ``like``."""
+    arrays = [leaf for leaf in leaves if np.shape(leaf) == np.shape(like)]
+    return [array for array in arrays if jnp.issubdtype(getattr(array, "dtype", None), np.integer)]
 
 
 def _has_no_step(scaling: Any, counts: Sequence[Any]) -> bool:

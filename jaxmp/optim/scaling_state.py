@@ -11,7 +11,6 @@ import optax
 
 from jaxmp.base.donation import require_not_deleted
 from jaxmp.base.trees import path_name, select_tree
-from jaxmp.optim.dropped_state import forget_calls
 from jaxmp.optim.loss_scale import LossScale, as_loss_scale
 
 T = TypeVar("T")
@@ -57,7 +56,6 @@ def wrap_opt_state(opt_state: optax.OptState, loss_scale: LossScale, *, grad_nor
             "loss_scaling was put inside loss_scaling: the optimizer's state already has a loss scale; remove the "
             "inner loss_scaling"
         )
-    forget_calls()
     return LossScalingState(
         inner_state=opt_state,
         # Copies, so that a donating step does not delete the arrays of the user's loss scale.

@@ -13,7 +13,7 @@ from jaxmp._internals.flax.nnx_if_imported import imported_nnx
 from jaxmp.base import trees as _tree
 from jaxmp.base.arguments import require_whole_number
 from jaxmp.base.donation import is_deleted, require_not_deleted
-from jaxmp.optim.dropped_state import warn_if_dropped
+from jaxmp.optim.dropped_state import counts_among, warn_if_dropped
 from jaxmp.optim.scaling_state import LossScalingState, get_loss_scaling_state
 from jaxmp.sharding.placement import is_traced
 from jaxmp.training.state import TrainState
@@ -43,8 +43,8 @@ def raise_if_stuck(state: Any, max_consecutive_skips: int = 25) -> None:
     :func:`jaxmp.make_train_step` does this check itself, unless you wrap the step in your own ``jax.jit``. The function
     reads a few numbers from the device, so it waits until the step that computes ``state`` is finished.
 
-    The third call in a row with a state that no step has changed warns: the step then does not return the new state of
-    ``tx.update``.
+    The 100th call in a row with a state that no step has changed warns: the step then probably does not return the new
+    state of ``tx.update``.
 
     Args:
       state: a :class:`jaxmp.TrainState`, a :class:`jaxmp.nnx.Optimizer`, or the state of an optimizer with
@@ -80,9 +80,10 @@ def raise_if_stuck(state: Any, max_consecutive_skips: int = 25) -> None:
             "state that the step returned"
         )
     require_not_deleted(counter)
-    with jax.transfer_guard_device_to_host("allow"):
-        warn_if_dropped(scaling, jax.tree.leaves((steps, _without_scaling(opt_state))))
-    count = int(_read_now(counter).max())  # of the worst run, if the state holds several runs under vmap
+    counts = counts_among(jax.tree.leaves((steps, _without_scaling(opt_state))), like=counter)
+    skips, numbers, counts = _read_now((counter, scaling._replace(inner_state=None), counts))
+    warn_if_dropped(numbers, counts)
+    count = int(np.max(skips))  # of the worst run, if the state holds several runs under vmap
     if count < max_consecutive_skips:
         return
     can_fall = not is_train_state and not np.all(scale.adjust(False, np.inf).is_stuck(scale))
@@ -142,9 +143,10 @@ class StuckRuns:
         return report.is_ready() if report.is_fully_addressable else len(self._reports) > _LAG
 
 
-def _read_now(array: jax.Array) -> np.ndarray:
+def _read_now(arrays: Any) -> Any:
+    """Return the arrays of a tree as NumPy arrays, also if a transfer guard is on."""
     with jax.transfer_guard_device_to_host("allow"):
-        return np.asarray(array)
+        return jax.device_get(arrays)
 
 
 def explanation(loss: Any, grads: Any, scale: Any, params: Any, batch: Any, skips: int) -> str:
