@@ -121,6 +121,13 @@ MISTAKES = {
             TypeError,
             "got the function 'tanh' at 'act';\nfor a model of Equinox, write params, static = eqx.partition(",
         ),
+        "with a function in the last argument": (
+            lambda: value_and_grad(lambda x, p: jnp.sum(p["w"]), state(), argnums=-1)(
+                {"act": jnp.tanh}, {"w": jnp.ones(2), "act": jnp.cos}
+            ),
+            TypeError,
+            "got the function 'cos' at 'act'",
+        ),
         "of a state with a function": (
             lambda: jaxmp.TrainState.create(params={"w": jnp.ones(2), "act": jnp.tanh}, tx=SGD),
             TypeError,
@@ -219,6 +226,31 @@ MISTAKES = {
             lambda: HeadroomLossScale(growth_interval=100),
             TypeError,
             "write HeadroomLossScale(period=100)",
+        ),
+        "the words of torch after a number": (
+            lambda: DynamicLossScale(2.0, growth_interval=100),
+            TypeError,
+            "write DynamicLossScale(2.0, period=100)",
+        ),
+        "the words of torch for a number that is there": (
+            lambda: DynamicLossScale(4.0, growth_interval=100, init_scale=2.0),
+            TypeError,
+            "'growth_interval', which is called 'period' here; write period=100",
+        ),
+        "the words of torch for two arguments": (
+            lambda: DynamicLossScale(init_scale=2.0, loss_scale=2.0),
+            TypeError,
+            "'init_scale', which is called 'loss_scale' here; write loss_scale=2.0",
+        ),
+        "the words of torch beside an unknown word": (
+            lambda: DynamicLossScale(growth_interval=100, device="cpu"),
+            TypeError,
+            "'growth_interval', which is called 'period' here; write period=100",
+        ),
+        "a disabled scale": (
+            lambda: DynamicLossScale(init_scale=2.0, enabled=False),
+            TypeError,
+            "'enabled', which it does not have; leave it out, or for enabled=False write NoOpLossScale()",
         ),
         "an argument that there is not": (lambda: DynamicLossScale(inital_scale=2.0), TypeError, "'inital_scale'"),
         "a replaced factor": (
