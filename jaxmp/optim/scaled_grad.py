@@ -137,10 +137,9 @@ def value_and_grad(
     @functools.wraps(fun)
     def unscaled(*args: Any, **kwargs: Any) -> Any:
         warn_if_constant(loss_scale)
-        _require_no_nnx_model(args, argnums)
-        for number, arg in enumerate(args):
-            if number in np.atleast_1d(argnums):
-                require_no_functions(arg, "jaxmp.value_and_grad")
+        for arg in _arguments_at(argnums, args):
+            _require_no_nnx_model(arg)
+            require_no_functions(arg, "jaxmp.value_and_grad")
         with donation_note():
             loss, grads = scaled(*args, **kwargs)
         return loss, true_gradients(grads, loss_scale)
@@ -148,20 +147,30 @@ def value_and_grad(
     return unscaled
 
 
-def _require_no_nnx_model(args: Sequence[Any], argnums: int | Sequence[int]) -> None:
+def _arguments_at(argnums: int | Sequence[int], args: Sequence[Any]) -> list[Any]:
+    """Return the positional arguments that ``argnums`` names.
+
+    Values of ``argnums`` that JAX refuses are left out.
+    """
+    numbers = np.atleast_1d(argnums)
+    if not np.issubdtype(numbers.dtype, np.integer):
+        return []
+    return [args[number] for number in numbers if -len(args) <= number < len(args)]
+
+
+def _require_no_nnx_model(arg: Any) -> None:
     """Raise a TypeError if a differentiated argument is an NNX model with Variables other than Params.
 
     JAX's gradient would drop what the loss function writes to them.
     """
     nnx = imported_nnx()
-    for number, arg in enumerate(args):
-        if nnx is None or not isinstance(arg, nnx.Module) or number not in np.atleast_1d(argnums):
-            continue
-        if jax.tree.leaves(nnx.state(arg, nnx.Not(nnx.Param))):
-            raise TypeError(
-                f"jaxmp.value_and_grad takes params, got the NNX model {type(arg).__name__}, whose new batch "
-                "statistics would be lost;\nwrite jaxmp.nnx.value_and_grad(loss_fn, optimizer)"
-            )
+    if nnx is None or not isinstance(arg, nnx.Module):
+        return
+    if jax.tree.leaves(nnx.state(arg, nnx.Not(nnx.Param))):
+        raise TypeError(
+            f"jaxmp.value_and_grad takes params, got the NNX model {type(arg).__name__}, whose new batch "
+            "statistics would be lost;\nwrite jaxmp.nnx.value_and_grad(loss_fn, optimizer)"
+        )
 
 
 def warn_if_constant(loss_scale: LossScale) -> None:

@@ -266,8 +266,13 @@ def test_a_tolerance_below_the_floor_is_allowed_if_autocast_keeps_the_inexact_pr
 
 def test_wrong_arguments_raise():
     loss_fn, params = _loss(None, None), _params()
-    for tolerance, remedy in ((5, "for 5 %, write tolerance=0.05"), (-0.1, "write e.g. 0.01")):
-        with pytest.raises(ValueError, match=f"from 0 to 1, got {tolerance}; {remedy}"):
+    for tolerance, remedy in (
+        (5, "for 5 %, write tolerance=0.05"),
+        (-0.1, "write e.g. 0.01"),
+        ("1%", "write e.g. 0.01"),
+        (float("nan"), "write e.g. 0.01"),
+    ):
+        with pytest.raises(ValueError, match=f"from 0 to 1, got {tolerance!r}; {remedy}"):
             tune(loss_fn, "mixed_bfloat16", tolerance=tolerance)
     for policy in ("float32", "O2"):
         with pytest.raises(ValueError, match="one half policy"):

@@ -21,6 +21,7 @@ from jaxmp.inspect._tune.measurement import Measurement, candidates_of, with_fol
 from jaxmp.inspect._tune.search import Chosen, Result, search
 from jaxmp.inspect.program.calls import is_step, require_arguments_not_deleted, step_call
 from jaxmp.inspect.program.function_leaves import of_arrays, without_functions
+from jaxmp.optim.checks import as_float
 from jaxmp.policy.policies import Policy
 from jaxmp.policy.policy_files import write_policy
 from jaxmp.policy.policy_map import PolicyMap, get_policy
@@ -251,10 +252,13 @@ def _as_printed(error: float) -> float:
 
 
 def _require_share(tolerance: float | None) -> None:
-    """Raise a ValueError if a tolerance is not between 0 and 1."""
-    if tolerance is None or 0 <= tolerance <= 1:
+    """Raise a ValueError if a tolerance is not a number between 0 and 1."""
+    if tolerance is None:
         return
-    remedy = f"for {tolerance:g} %, write tolerance={tolerance / 100:g}" if 1 < tolerance <= 100 else "write e.g. 0.01"
+    number = as_float(tolerance)
+    if 0 <= number <= 1:
+        return
+    remedy = f"for {number:g} %, write tolerance={number / 100:g}" if 1 < number <= 100 else "write e.g. 0.01"
     raise ValueError(f"tolerance is a share of the float32 values, from 0 to 1, got {tolerance!r}; {remedy}")
 
 
