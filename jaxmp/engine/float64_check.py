@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 
 from jaxmp.base.user_warnings import warn_user
-from jaxmp.engine.marks import DECIDED, names_around, region_of
+from jaxmp.engine.marks import DECIDED, names_around
 from jaxmp.engine.nodes import Graph
 from jaxmp.engine.rules import Rules
 from jaxmp.program.equations import Opened
 from jaxmp.program.primitives import PRODUCTS
 from jaxmp.program.reading import read_program
-from jaxmp.program.values import ARGUMENT, Equation, Key, Value, origins
+from jaxmp.program.values import ARGUMENT, Key, Value, origins
 
 _FLOAT64 = np.dtype(np.float64)
 
@@ -26,14 +26,17 @@ def warn_of_float64(program: Opened, graph: Graph, rules: Rules) -> None:
     """Warn if products under a half policy are float64, and name the first float64 value that causes it.
 
     A product is not reported if the author asks for float32 or more there: by :func:`jaxmp.precision`, by an override,
-    by the ``dtype`` of a module, or if all its float64 operands come from casts.
+    by the ``dtype`` of a module, or if all its float64 operands come from casts. JAX's own casts look the same, so they
+    are not reported either: those of ``jax.nn.one_hot`` and ``jnp.eye``, and of the quotient of two integers.
     """
     if not any(_reads_float64(step.eqn) for step in graph.steps):
         return
     silent = Rules(rules.half, rules.overrides)  # its lookups must not count as matches of overrides
     for equation in read_program(*program, names_around(), counts_as_one=_is_emitted).equations.values():
-        half = _half_asked_for(equation, silent)
-        if half is None or not _reads_float64(equation.eqn):
+        if DECIDED in equation.names or not _reads_float64(equation.eqn):
+            continue
+        half = silent.half_of(equation.name, equation.names)
+        if half is None:
             continue
         entries = [origin for operand in equation.operands for origin in _entries_of_float64(operand)]
         if entries:
@@ -50,27 +53,18 @@ def _is_emitted(eqn: Any, names: Any) -> bool:
     return DECIDED in names
 
 
-def _half_asked_for(equation: Equation, rules: Rules) -> np.dtype | None:
-    """Return the half dtype that the policy asks for at a product; None if it asks for none."""
-    if DECIDED in equation.names:
-        return None
-    request = rules.request_of(equation.name, equation.names)
-    is_half = request is None or request.level == "half"
-    return (region_of(equation.names).half or rules.half) if is_half else None
-
-
 def _entries_of_float64(value: Value) -> list[Value]:
     """Return the values at which float64 enters the computation of ``value``.
 
-    Casts from other floating dtypes are left out. Such a cast is the author's, or JAX adds it where a float64 value is
-    combined with float32.
+    Casts are left out. A cast is the author's, or JAX adds it, for example where a float64 value is combined with
+    float32.
     """
 
     def reads_float64(value: Value) -> bool:
         return any(operand.dtype == _FLOAT64 for operand in value.inputs)
 
-    ends = [end for end in origins(value, reads_float64) if end.dtype == _FLOAT64]
-    return [end for end in ends if not (end.is_cast and end.inputs[0].is_float)]
+    ends = origins(value, reads_float64)
+    return [end for end in ends if end.dtype == _FLOAT64 and not end.is_cast]
 
 
 def _key_of(value: Value) -> Key:

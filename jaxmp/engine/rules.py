@@ -172,6 +172,13 @@ class Rules:
             return Request("float32", source, level.matmul_precision or "")
         return None  # under a half policy the rules decide
 
+    def half_of(self, name: str, names: Names) -> np.dtype | None:
+        """Return the half dtype of a primitive in these scopes, or None if a region or an override asks for float32."""
+        request = self.request_of(name, names)
+        if request is not None and request.level != "half":
+            return None
+        return region_of(names).half or self.half
+
     def precision_of(self, eqn: Any, names: Names) -> Any:
         """Return the ``precision`` of a float32 product in these scopes.
 

@@ -14,7 +14,7 @@ from jaxmp._internals.flax.nnx_if_imported import make_pure_call
 from jaxmp._internals.jax.patches import stand_ins
 from jaxmp.base.context_variables import setting
 from jaxmp.base.dtypes import is_castable
-from jaxmp.engine.marks import SPECIAL, names_here, region_of
+from jaxmp.engine.marks import SPECIAL, names_here
 from jaxmp.engine.rules import Rules
 from jaxmp.policy.policies import Policy
 from jaxmp.program.traced_program import TracedProgram, arrays_in
@@ -31,9 +31,7 @@ def tracing(rules: Rules, products: str = "") -> Iterator[None]:
     silent = Rules(rules.half, rules.overrides)  # its lookups must not count as matches of overrides
 
     def ask() -> np.dtype | None:
-        names = names_here()
-        request = silent.request_of("dot_general", names)
-        return None if request is not None and request.level != "half" else region_of(names).half or rules.half
+        return silent.half_of("dot_general", names_here())
 
     # Reset the default precision of products, so that each product keeps the precision that its author wrote. The
     # adapters set the precision of each module's policy.
