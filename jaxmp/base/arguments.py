@@ -108,11 +108,16 @@ def require_function(
         raise TypeError(f"{rule}, got {printed(fun)}; {remedy}")
 
 
-def require_number(args: Sequence[Any], form: str) -> None:
-    """Raise a TypeError if a step gets another number of arguments than ``form`` names.
+def require_step_arguments(args: Sequence[Any], form: str, require_first: Callable[[Any], None]) -> None:
+    """Raise a TypeError if the positional arguments of a step are not those that ``form`` names.
 
-    ``form`` is a text such as ``"(state, batch)"``.
+    Args:
+      args: the arguments.
+      form: a text such as ``"(state, batch)"``.
+      require_first: a function that raises a TypeError if the first argument is wrong.
     """
+    if args:
+        require_first(args[0])
     if len(args) != form.count(",") + 1:
         classes = ", ".join(type(arg).__name__ for arg in args)
         raise TypeError(f"a step takes {form}, got ({classes}); write step{form}, with all data in one batch")

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxmp._internals.flax.nnx import note_for_changes
-from jaxmp.base.arguments import checks_arguments, require_number
+from jaxmp.base.arguments import checks_arguments, require_step_arguments
 from jaxmp.base.trees import path_name
 from jaxmp.nnx.optimizer import Optimizer, require_model, require_optimizer
 from jaxmp.nnx.policy_check import require_policy
@@ -25,7 +25,7 @@ from jaxmp.training.state import TrainState
 from jaxmp.training.update import Metrics
 
 _FORM = "(model, optimizer, batch)"
-_CHANGES = (
+_NOTE_FOR_STEPS = (
     "The loss function of a train step may change only the model that it gets, and read all other NNX objects.\n"
     "If it uses another model, call eval() on that model, or put both models into one module."
 )
@@ -131,15 +131,13 @@ class TrainStep:
     @staticmethod
     def require_arguments(*args: Any) -> None:
         """Raise a TypeError if ``args`` are not an NNX model, its optimizer and a batch."""
-        if args:
-            require_model(args[0], "step", _FORM)
-        require_number(args, _FORM)
+        require_step_arguments(args, _FORM, lambda model: require_model(model, "step", _FORM))
 
     @checks_arguments
     def __call__(self, model: Any, optimizer: Optimizer, batch: Any) -> Metrics:
         """Take one step; see :func:`make_train_step`."""
         state = jax.tree.map(_as_array, self._state_of(model, optimizer))
-        with note_for_changes(_CHANGES):
+        with note_for_changes(_NOTE_FOR_STEPS):
             state, metrics = self.of_trees(state, batch)
         take_state(model, optimizer, state)
         return metrics
@@ -233,7 +231,7 @@ def take_state(model: Any, optimizer: Optimizer, state: TrainState) -> None:
 
 def _of_arrays(loss_fn: Callable[[Any, Any], Any]) -> loss_function.LossFn:
     """Turn a loss function of a model into a function of the model's arrays."""
-    loss_function.require_arguments(loss_fn, "model, batch")
+    loss_function.require_loss_function(loss_fn, "model, batch")
 
     def run(form: _Form, params: Any, untrained: Any, batch: Any) -> tuple[Any, Any, list[Any]]:
         """Return the loss function's result, and the changed graphdef and arrays."""

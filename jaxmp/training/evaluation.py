@@ -10,7 +10,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from jaxmp.base import trees as _tree
-from jaxmp.base.arguments import checks_arguments, require_flag, require_number
+from jaxmp.base.arguments import checks_arguments, require_flag, require_step_arguments
 from jaxmp.base.donation import require_not_deleted
 from jaxmp.sharding.mesh_plan import BATCH_AXES, on_auto_axes
 from jaxmp.sharding.mesh_types import explicit_mesh_of, typed
@@ -89,9 +89,7 @@ class EvalStep:
     @classmethod
     def require_arguments(cls, *args: Any) -> None:
         """Raise a TypeError if ``args`` are not a :class:`TrainState` and a batch."""
-        if args:
-            cls.require_state(args[0])
-        require_number(args, "(state, batch)")
+        require_step_arguments(args, "(state, batch)", cls.require_state)
 
     @staticmethod
     def require_state(state: Any) -> None:

@@ -47,7 +47,8 @@ def checked(loss_fn: LossFn) -> LossFn:
     _require_function(loss_fn, FOUR_ARGUMENTS)
     if _takes_params_and_batch(loss_fn):
         loss_fn = _with_model_state(loss_fn)
-    require_arguments(loss_fn, FOUR_ARGUMENTS)
+    else:
+        _require_signature(loss_fn, FOUR_ARGUMENTS)
 
     def of_checked_result(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
         result = loss_fn(params, model_state, batch, rng)
@@ -116,8 +117,17 @@ def as_key(rng: Any) -> Any:
     return jax.random.key(rng) if is_seed else rng
 
 
+def require_loss_function(loss_fn: Any, names: str) -> None:
+    """Raise a TypeError if ``loss_fn`` is not a function that takes the arguments ``names``."""
+    _require_function(loss_fn, names)
+    _require_signature(loss_fn, names)
+
+
 def _require_function(loss_fn: Any, names: str) -> None:
-    """Raise a TypeError if ``loss_fn`` is no function of the arguments ``names``."""
+    """Raise a TypeError if ``loss_fn`` is not a function.
+
+    ``names`` are the arguments that a loss function takes, for the error message.
+    """
     step, names_of_model = _STEPS.get(library_of(type(loss_fn)), ("", names))
     model_remedy = f"write def loss_fn({names_of_model}), which calls the model"
     require_function(
@@ -129,9 +139,8 @@ def _require_function(loss_fn: Any, names: str) -> None:
     )
 
 
-def require_arguments(loss_fn: Any, names: str) -> None:
-    """Raise a TypeError if ``loss_fn`` does not take the arguments ``names``."""
-    _require_function(loss_fn, names)
+def _require_signature(loss_fn: Any, names: str) -> None:
+    """Raise a TypeError if the function ``loss_fn`` does not take the arguments ``names``."""
     try:
         signature = inspect.signature(loss_fn)
     except (TypeError, ValueError):  # written in C

@@ -28,7 +28,7 @@ def mismatch_of_products(traced: jax.stages.Traced, loss_scale: LossScale, polic
       loss_scale: the loss scale of the step.
       policy_dtype: the compute dtype of the step's policy; None without a policy.
     """
-    has_loss_scale = not _is_one(loss_scale)
+    has_loss_scale = not _keeps_gradients(loss_scale)
     products = _products_of_loss(traced)
     dtypes = {operand.aval.dtype for product, _ in products for operand in product.invars[:2]}
     if np.dtype(np.float16) in dtypes and not has_loss_scale:
@@ -63,8 +63,8 @@ def mismatch_of_products(traced: jax.stages.Traced, loss_scale: LossScale, polic
     return None  # somebody asked for float32, or the rules of autocast decided so
 
 
-def _is_one(loss_scale: LossScale) -> bool:
-    """Return whether a loss scale is 1 in every step, so that it changes no gradient."""
+def _keeps_gradients(loss_scale: LossScale) -> bool:
+    """Return whether a loss scale changes no gradient, because it is 1 in every step."""
     return isinstance(loss_scale, (NoOpLossScale, StaticLossScale)) and loss_scale.loss_scale == 1
 
 

@@ -12,7 +12,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 import jax
 import numpy as np
 
-from jaxmp.base.arguments import checks_arguments, printed, require_flag, require_number, require_whole_number
+from jaxmp.base.arguments import checks_arguments, printed, require_flag, require_step_arguments, require_whole_number
 from jaxmp.base.donation import require_not_deleted
 from jaxmp.base.user_warnings import warn_user
 from jaxmp.optim.checks import as_float
@@ -302,9 +302,7 @@ class TrainStep:
     @classmethod
     def require_arguments(cls, *args: Any) -> None:
         """Raise a TypeError if ``args`` are not a :class:`TrainState` and a batch."""
-        if args:
-            cls.require_state(args[0])
-        require_number(args, "(state, batch)")
+        require_step_arguments(args, "(state, batch)", cls.require_state)
 
     @staticmethod
     def require_state(state: Any, remedy_for_nnx: str = "write jaxmp.nnx.make_train_step") -> None:

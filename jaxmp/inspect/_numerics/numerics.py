@@ -213,7 +213,7 @@ def _count_train_step(step: Any) -> Callable[..., Numerics]:
     return run
 
 
-_CHANGES = (
+_NOTE_FOR_LOSSES = (
     "A loss function may change only the model that it differentiates. If you passed a train step of your own,\n"
     "pass its loss function. If the loss function changes another model, call eval() on that model."
 )
@@ -232,7 +232,7 @@ def _counting_program(loss_fn: Callable[..., Any], policy: Any, tx: Any) -> Call
         arrays, rebuild = (params, None) if model is None else model.params_and_rebuild(params)
 
         def loss_of(params: Any, *args: Any) -> jax.Array:
-            with note_for_changes(_CHANGES):
+            with note_for_changes(_NOTE_FOR_LOSSES):
                 result = loss_fn(*functions.put_back((params if rebuild is None else rebuild(params), *args)))
             loss = result[0] if isinstance(result, tuple) and result else result
             return jnp.asarray(require_loss(loss, "return the loss, or a tuple that begins with it"))

@@ -15,7 +15,7 @@ from jaxmp._internals.jax.traces import static_arguments
 from jaxmp.base import hardware
 from jaxmp.inspect.compiled import targets
 from jaxmp.inspect.program.calls import named, scoped_state_of
-from jaxmp.inspect.program.tracing import CHANGES
+from jaxmp.inspect.program.tracing import NOTE_FOR_TOOLS
 from jaxmp.nnx.training import TrainStep as NNXTrainStep
 from jaxmp.nnx.training import state_of
 from jaxmp.program.traced_program import is_array
@@ -127,7 +127,7 @@ def trace_of_call(
     if isinstance(jitted, TrainStep):
         jitted = jitted.program_for(args[0])
     with contextlib.ExitStack() as contexts:
-        contexts.enter_context(note_for_changes(CHANGES))
+        contexts.enter_context(note_for_changes(NOTE_FOR_TOOLS))
         contexts.enter_context(targets.within_mesh_of_shapes(args))
         if device is not None:
             contexts.enter_context(targets.with_cudnn(targets.target_of(device).cudnn))

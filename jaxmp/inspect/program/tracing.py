@@ -15,7 +15,7 @@ from jaxmp.nnx.run import call_numbers
 from jaxmp.program.equations import opened
 from jaxmp.program.scopes import CALL_SCOPE
 
-CHANGES = (
+NOTE_FOR_TOOLS = (
     "A tool traces the function, which may change only the NNX models among its arguments. Pass the models:\n"
     "audit(step)(model, ...), without nnx.cached_partial and functools.partial."
 )
@@ -37,6 +37,6 @@ def program_of(fun: Callable[..., Any], *args: Any) -> tuple[Any, list[Any], Any
         with jax.named_scope(f"{CALL_SCOPE}{next(numbers)}"):
             return method(*args, **kwargs)
 
-    with setting(call_numbers, numbers), nn.intercept_methods(in_call_scope), note_for_changes(CHANGES):
+    with setting(call_numbers, numbers), nn.intercept_methods(in_call_scope), note_for_changes(NOTE_FOR_TOOLS):
         closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
     return *opened(closed), jax.tree.structure(shapes)
