@@ -25,7 +25,7 @@ from jaxmp.inspect.counts.statistics import Statistics
 from jaxmp.inspect.counts.step_records import TENSORS, StepRecords, gradients_and_records, records_of_step
 from jaxmp.inspect.program import nnx_models
 from jaxmp.inspect.program.calls import is_inexact, is_step, require_own_settings, step_call
-from jaxmp.inspect.program.function_leaves import FunctionLeaves, without_functions
+from jaxmp.inspect.program.function_leaves import PythonLeaves, with_functions, without_functions
 from jaxmp.optim.checks import require_loss
 from jaxmp.training.step import TrainStep
 
@@ -227,13 +227,19 @@ def _counting_program(loss_fn: Callable[..., Any], policy: Any, tx: Any) -> Call
 
     @jax.jit
     def count(
-        model: Any, functions: FunctionLeaves, params: Any, args: Any, opt_state: Any, scale: jax.Array
+        model: Any,
+        functions: tuple[PythonLeaves, ...],
+        params: Any,
+        args: Any,
+        opt_state: Any,
+        scale: jax.Array,
     ) -> StepRecords:
         arrays, rebuild = (params, None) if model is None else model.params_and_rebuild(params)
 
         def loss_of(params: Any, *args: Any) -> jax.Array:
             with note_for_changes(_NOTE_FOR_LOSSES):
-                result = loss_fn(*functions.put_back((params if rebuild is None else rebuild(params), *args)))
+                params, *other_args = with_functions(functions, (params, *args))
+                result = loss_fn(params if rebuild is None else rebuild(params), *other_args)
             loss = result[0] if isinstance(result, tuple) and result else result
             return jnp.asarray(require_loss(loss, "return the loss, or a tuple that begins with it"))
 

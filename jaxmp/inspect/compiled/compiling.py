@@ -15,6 +15,7 @@ from jaxmp._internals.jax.traces import static_arguments
 from jaxmp.base import hardware
 from jaxmp.inspect.compiled import targets
 from jaxmp.inspect.program.calls import named, scoped_state_of
+from jaxmp.inspect.program.function_leaves import separated
 from jaxmp.inspect.program.tracing import NOTE_FOR_TOOLS
 from jaxmp.nnx.training import TrainStep as NNXTrainStep
 from jaxmp.nnx.training import state_of
@@ -40,17 +41,13 @@ def call_of(fun: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, tuple[An
     if hasattr(fun, "trace"):
         return _with_static_arguments(fun, args)
 
+    others, arrays = separated(tuple(args), is_array)
+
     @functools.wraps(fun)
     def of_arrays(*arrays: Any) -> Any:
-        def filled(leaf: Any, array: Any) -> Any:
-            return leaf if array is None else array
+        return fun(*named(others.put_back(arrays)))
 
-        return fun(*named(jax.tree.map(filled, tuple(args), arrays)))
-
-    def array_or_none(leaf: Any) -> Any:
-        return leaf if is_array(leaf) else None
-
-    return jax.jit(of_arrays), jax.tree.map(array_or_none, tuple(args))
+    return jax.jit(of_arrays), arrays
 
 
 def _state_of(step: TrainStep, model: Any, optimizer: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Separate functions among the leaves of arguments from the arrays.
+"""Separate functions and other Python values among the leaves of arguments from the arrays.
 
 A model of Equinox may have its activation function as a leaf. JAX traces arrays and numbers only.
 """
@@ -17,42 +17,47 @@ from jaxmp.optim.checks import is_number
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class FunctionLeaves:
-    """The leaves of some arguments that are neither arrays nor numbers, such as functions.
+class PythonLeaves:
+    """The leaves of a tree that JAX does not trace, such as functions.
 
     Attributes:
-      by_argument: for each argument, its structure, and its leaves with None in place of arrays and numbers. For an
-        argument without such leaves, None.
+      leaves: all leaves of the tree, with None in place of those that JAX traces. It is empty if JAX traces all leaves.
+      structure: the structure of the tree.
     """
 
-    by_argument: tuple[tuple[Any, tuple[Any, ...]] | None, ...]
+    leaves: tuple[Any, ...] = ()
+    structure: Any = None
 
-    def put_back(self, args: Sequence[Any]) -> tuple[Any, ...]:
-        """Return the arguments with these leaves, from the second result of :func:`without_functions`."""
-        filled = list(args)
-        for number, separated in enumerate(self.by_argument):
-            if separated is not None:
-                structure, leaves = separated
-                pairs = zip(leaves, structure.flatten_up_to(args[number]), strict=True)
-                filled[number] = jax.tree.unflatten(structure, [data if leaf is None else leaf for leaf, data in pairs])
-        return tuple(filled)
+    def put_back(self, tree: Any) -> Any:
+        """Return the tree with these leaves, from the second result of :func:`separated`."""
+        if not self.leaves:
+            return tree
+        pairs = zip(self.leaves, self.structure.flatten_up_to(tree), strict=True)
+        return jax.tree.unflatten(self.structure, [traced if leaf is None else leaf for leaf, traced in pairs])
 
 
-def without_functions(args: Sequence[Any]) -> tuple[FunctionLeaves, tuple[Any, ...]]:
-    """Return the functions among the leaves of arguments, and the arguments with None in place of them."""
-    by_argument: list[tuple[Any, tuple[Any, ...]] | None] = []
-    data = []
-    structure: Any  # without JAX's type, which has no methods for mypy
-    for arg in args:
-        leaves, structure = jax.tree.flatten(arg)
-        functions = tuple(None if _is_data(leaf) else leaf for leaf in leaves)
-        if all(leaf is None for leaf in functions):
-            by_argument.append(None)
-            data.append(arg)
-        else:
-            by_argument.append((structure, functions))
-            data.append(jax.tree.unflatten(structure, [leaf if _is_data(leaf) else None for leaf in leaves]))
-    return FunctionLeaves(tuple(by_argument)), tuple(data)
+def separated(tree: Any, is_traced: Callable[[Any], bool]) -> tuple[PythonLeaves, Any]:
+    """Return the leaves of a tree that JAX does not trace, and the tree with None in place of them.
+
+    If JAX traces all leaves, the second result is the tree itself.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    if all(map(is_traced, leaves)):
+        return PythonLeaves(), tree
+    others = tuple(None if is_traced(leaf) else leaf for leaf in leaves)
+    traced = [leaf if is_traced(leaf) else None for leaf in leaves]
+    return PythonLeaves(others, structure), jax.tree.unflatten(structure, traced)
+
+
+def without_functions(args: Sequence[Any]) -> tuple[tuple[PythonLeaves, ...], tuple[Any, ...]]:
+    """Return the functions among the leaves of each argument, and the arguments without them."""
+    pairs = [separated(arg, _is_data) for arg in args]
+    return tuple(functions for functions, _ in pairs), tuple(data for _, data in pairs)
+
+
+def with_functions(functions: Sequence[PythonLeaves], args: Sequence[Any]) -> tuple[Any, ...]:
+    """Return arguments with their functions, from the results of :func:`without_functions`."""
+    return tuple(leaves.put_back(arg) for leaves, arg in zip(functions, args, strict=True))
 
 
 def of_arrays(fun: Callable[..., Any], args: Sequence[Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -62,14 +67,14 @@ def of_arrays(fun: Callable[..., Any], args: Sequence[Any]) -> tuple[Callable[..
     ``fun`` and ``args`` are returned.
     """
     functions, data = without_functions(args)
-    if functions.by_argument == (None,) * len(args):
+    if not any(leaves.leaves for leaves in functions):
         return fun, tuple(args)
 
     @functools.wraps(fun)
-    def with_functions(*args: Any) -> Any:
-        return fun(*functions.put_back(args))
+    def call(*args: Any) -> Any:
+        return fun(*with_functions(functions, args))
 
-    return with_functions, data
+    return call, data
 
 
 def _is_data(leaf: Any) -> bool:
