@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -50,8 +51,8 @@ def warn_if_dropped(scaling: Any, counts: Sequence[Any]) -> None:
 
 def counts_among(leaves: Sequence[Any], like: Any) -> list[Any]:
     """Return the leaves that may count steps: integers of the shape of ``like``."""
-    arrays = [leaf for leaf in leaves if np.shape(leaf) == np.shape(like)]
-    return [array for array in arrays if jnp.issubdtype(getattr(array, "dtype", None), np.integer)]
+    arrays = [leaf for leaf in leaves if isinstance(leaf, (jax.Array, np.ndarray, np.generic))]
+    return [array for array in arrays if array.shape == like.shape and jnp.issubdtype(array.dtype, np.integer)]
 
 
 def _has_no_step(scaling: Any, counts: Sequence[Any]) -> bool:

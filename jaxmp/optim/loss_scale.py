@@ -153,7 +153,7 @@ def _require_names_of_jaxmp(cls: type, args: Sequence[Any], kwargs: Mapping[str,
         )
     new_names = {}
     for name in kwargs:
-        new_name = _NAMES_OF_OTHERS.get(name)
+        new_name = _NAMES_OF_OTHERS.get(name, "")
         if name not in signature.parameters and new_name in signature.parameters:
             new_names[name] = new_name
     if not new_names:
