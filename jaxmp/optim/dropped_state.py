@@ -17,11 +17,11 @@ import numpy as np
 from jaxmp.base.user_warnings import warn_user
 from jaxmp.optim.loss_scale import DynamicLossScale, HeadroomLossScale, LossScale
 
-_CALLS = 100
+_CALLS = 20
 """The number of calls in a row after which a state without a step is a mistake.
 
-A correct loop may pass several such states: one for each microbatch before the first update, or one for each run of a
-sweep.
+A loop that checks every 100 steps is told after 2,000 steps. A correct loop may pass several such states: one for each
+microbatch before the first update, or one for each run of a sweep.
 """
 
 _calls = 0
@@ -29,7 +29,7 @@ _calls = 0
 
 
 def warn_if_dropped(scaling: Any, counts: Sequence[Any]) -> None:
-    """Warn at the 100th call in a row with a state before its first step.
+    """Warn at the 20th call in a row with a state before its first step.
 
     Args:
       scaling: a :class:`jaxmp.LossScalingState` of NumPy arrays, whose inner state is ignored.

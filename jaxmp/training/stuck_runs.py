@@ -43,7 +43,7 @@ def raise_if_stuck(state: Any, max_consecutive_skips: int = 25) -> None:
     :func:`jaxmp.make_train_step` does this check itself, unless you wrap the step in your own ``jax.jit``. The function
     reads a few numbers from the device, so it waits until the step that computes ``state`` is finished.
 
-    The 100th call in a row with a state that no step has changed warns: the step then probably does not return the new
+    The 20th call in a row with a state that no step has changed warns: the step then probably does not return the new
     state of ``tx.update``.
 
     Args:
