@@ -3,105 +3,104 @@
 from __future__ import annotations
 
 import importlib.util
-import re
 import subprocess
 from pathlib import Path
 
 import pytest
 from places import ROOT
 
-pytestmark = [pytest.mark.once, pytest.mark.slow("reads the imports of every file")]
+pytestmark = pytest.mark.once
 
 spec = importlib.util.spec_from_file_location("quick", ROOT / ".ci" / "quick.py")
 quick = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(quick)
 
+FILES = {
+    "jaxmp/optim/__init__.py": "from jaxmp.optim.scale import grow as grow",
+    "jaxmp/optim/scale.py": "def grow(): ...",
+    "jaxmp/training/step.py": "from jaxmp.optim import scale",
+    "jaxmp/training/state.py": "",
+    "docs/page.md": "",
+    "tests/conftest.py": "",
+    "tests/nnx/conftest.py": "",
+    "tests/tools/trace.json": "{}",
+    "tests/tools/traces.py": "PATH = 'trace.json'",
+    "tests/optim/test_skip.py": "",
+    "tests/training/test_step.py": "",
+    "tests/training/test_state.py": "",
+    "tests/docs/test_pages.py": "",
+    "tests/nnx/test_imports.py": "from jaxmp.optim import checks, scale",
+    "tests/nnx/test_names.py": "COMMAND = 'python -m jaxmp.optim.scale'",
+    "tests/nnx/test_words.py": "SUM = jaxmp.optim.scales",
+    "tests/linen/test_trace.py": "from traces import PATH",
+}
 
-@pytest.fixture(scope="module")
-def imports():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(ROOT)
-        yield quick.Imports()
+
+def write(names) -> None:
+    for name in names:
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text(FILES.get(name, ""))
+
+
+def commit(names=()) -> None:
+    write(names)
+    subprocess.run(["git", "add", "."], check=True)
+    author = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
+    subprocess.run(["git", *author, "commit", "--quiet", "--allow-empty", "-m", "a commit"], check=True)
+
+
+@pytest.fixture
+def repository(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("BASE", raising=False)
+    subprocess.run(["git", "init", "--quiet", "--initial-branch=main"], check=True)
 
 
 @pytest.mark.parametrize(
     ("changed", "tests"),
     [
-        ("jaxmp/training/loss_function.py", ["training/test_errors.py"]),
-        ("experiments/benchmarks/shared/records.py", ["experiments/benchmarks/test_call_cost.py"]),
-        ("experiments/benchmarks/shared/records.py", ["experiments/benchmarks/test_autocast.py"]),
-        ("experiments/data/errors.py", ["experiments/data/test_data.py"]),
-        ("tests/experiments/conftest.py", ["experiments/data/test_data.py"]),
-        ("tests/tools/gradscaler_traces.json", ["properties/test_scaler.py"]),
-        ("tests/tools/transformers_models.npz", ["experiments/models/test_weights.py"]),
-        ("tests/tools/plan_block.txt", ["engine/test_plan_text.py", "cli/test_plan.py"]),
-        ("tests/tools/two_processes.py", ["test_processes.py"]),
-        ("tests/tools/process_errors.py", ["experiments/training/test_several_processes.py"]),
-        ("tests/nnx/test_linen.py", ["nnx/test_linen.py"]),
-        ("docs/sharding.md", ["docs/test_sharding.py"]),
-        (".ci/quick.py", ["test_quick.py"]),
+        ("jaxmp/optim/scale.py", ["nnx/test_imports.py", "nnx/test_names.py", "optim/test_skip.py"]),
+        ("jaxmp/optim/__init__.py", ["optim/test_skip.py"]),
+        ("jaxmp/training/state.py", ["training/test_state.py"]),
+        ("docs/page.md", ["docs/test_pages.py"]),
+        ("tests/nnx/test_words.py", ["nnx/test_words.py"]),
+        ("tests/tools/trace.json", ["linen/test_trace.py"]),
+        ("tests/nnx/conftest.py", ["nnx/test_imports.py", "nnx/test_names.py", "nnx/test_words.py"]),
+        ("tests/conftest.py", [name[6:] for name in FILES if quick.is_test(Path(name))]),
+        ("tests/deleted/test_deleted.py", []),
     ],
 )  # fmt: skip
-def test_the_tests_of_a_file_are_those_of_its_name_and_of_what_imports_or_names_it(imports, changed, tests):
-    assert {f"tests/{test}" for test in tests} <= set(quick.chosen([changed], imports)[0])
+def test_the_tests_of_a_file_are_those_of_its_folder_and_those_that_use_it(repository, changed, tests):
+    write(FILES)
+    always = "tests/training/test_step.py"  # it is in CORE, and also has the name of a file that imports scale.py
+    assert quick.tests_of([changed]) == sorted({f"tests/{test}" for test in tests} | {always})
 
 
-def test_every_file_of_the_library_has_tests_beside_those_that_always_run(imports):
-    files = [name for name in imports.nodes if name.startswith("jaxmp/") and not name.endswith("/__init__.py")]
-    assert len(files) > 50 and all(quick.near([name], imports).keys() - set(quick.CORE) for name in files)
+def test_the_tests_with_the_name_of_an_importing_file_run(repository, monkeypatch):
+    monkeypatch.setattr(quick, "CORE", [])
+    write(FILES)
+    assert "tests/training/test_step.py" in quick.tests_of(["jaxmp/optim/scale.py"])
+    assert "tests/training/test_step.py" not in quick.tests_of(["jaxmp/optim/__init__.py"])
 
 
-@pytest.mark.parametrize("changed", ["jaxmp/base/dtypes.py", "jaxmp/__init__.py", "conftest.py", "tests/conftest.py"])
-def test_the_nearest_tests_of_a_file_that_all_import_run_up_to_the_budget(imports, changed):
-    taken, left = quick.chosen([changed], imports)
-    tests = re.findall(r"^def test_", "".join((ROOT / test).read_text() for test in taken), re.MULTILINE)
-    assert quick.BUDGET * 0.9 < len(tests) <= quick.BUDGET and len(left) > 50
+def test_the_tests_that_always_run_exist():
+    assert all((ROOT / test).is_file() for test in quick.CORE)
 
 
-def test_a_changed_test_always_runs(imports):
-    changed = [name for name in imports.nodes if Path(name).name.startswith("test_")]
-    taken, left = quick.chosen(changed, imports)
-    assert set(taken) == set(changed) and not left
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "import jaxmp\njaxmp.call()", "import jaxmp\njaxmp.one.call()", "from jaxmp import call", "import jaxmp.one",
-        "from jaxmp import one", "import jaxmp.one as other\nother.call()", "from jaxmp.one import call",
-        "from tool import call", "def test():\n    import tool", "'python -m jaxmp.one'", "PATH = 'tool.py'",
-    ],
-)  # fmt: skip
-def test_an_import_is_found_however_it_is_written(tmp_path, monkeypatch, text):
-    files = {
-        "jaxmp/__init__.py": "from jaxmp.one import call as call\nfrom jaxmp import two as two",
-        "jaxmp/one.py": "def call(): ...",
-        "jaxmp/two.py": "",
-        "tests/tools/tool.py": "import jaxmp\njaxmp.one.call()",
-        "tests/test_other.py": "import jaxmp\njaxmp.two",
-        "tests/test_user.py": text,
-        "conftest.py": "",
-    }
-    for name, content in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(content)
-    monkeypatch.chdir(tmp_path)
-    assert quick.near(["jaxmp/one.py"], quick.Imports()).keys() == {"tests/test_user.py"}
-
-
-def test_a_commit_on_main_is_compared_with_the_remote_main(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    name = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
-
-    def commit() -> None:
-        subprocess.run(["git", *name, "commit", "--quiet", "--allow-empty", "-m", "a commit"], check=True)
-
-    subprocess.run(["git", "init", "--quiet", "--initial-branch=main"], check=True)
-    commit()
-    assert quick.differing() == ("main", [])
-    subprocess.run(["git", "update-ref", "refs/remotes/origin/main", "HEAD"], check=True)
-    Path("file.py").touch()
-    subprocess.run(["git", "add", "file.py"], check=True)
-    commit()
-    Path("other.py").touch()
-    assert quick.differing() == ("origin/main", ["file.py", "other.py"])
+def test_the_base_is_main_then_the_last_commit_and_a_named_commit_comes_first(repository, monkeypatch):
+    commit(["first.py"])
+    assert quick.changes()[1] == []
+    commit(["second.py"])
+    base, changed = quick.changes()
+    assert (len(base), changed) == (40, ["second.py"])  # a commit on main is compared with the one before
+    subprocess.run(["git", "switch", "--quiet", "-c", "branch"], check=True)
+    commit(["third.py"])
+    write(["untracked.py"])
+    assert quick.changes() == ("main", ["third.py", "untracked.py"])
+    subprocess.run(["git", "update-ref", "refs/remotes/origin/main", "main~1"], check=True)
+    assert quick.changes() == ("origin/main", ["second.py", "third.py", "untracked.py"])
+    monkeypatch.setenv("BASE", "HEAD")
+    assert quick.changes() == ("HEAD", ["untracked.py"])
+    monkeypatch.setenv("BASE", "no-such-commit")
+    with pytest.raises(SystemExit, match="no-such-commit failed"):
+        quick.changes()
