@@ -33,7 +33,7 @@ export PYTHONDONTWRITEBYTECODE := # unset: the tests start a hundred processes, 
 export MPLCONFIGDIR := $(CURDIR)/.cache/matplotlib
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
 
 demo: .venv/installed ## train on real data under five precisions and compare the results, in 3 to 6 minutes on two cores
 	@$(PY) -m experiments.compare --demo --report $(ARGS)
@@ -44,13 +44,13 @@ test: .venv/installed ## the tests of the library, 2 to 4 minutes on two cores: 
 experiments: .venv/installed ## the tests of the scripts and benchmarks, 1 to 2 minutes
 	$(PY) $(PYTEST) -m "$(QUICK)" $(call paths,tests/experiments)
 
-quick: .venv/installed ## the tests that cover your changes since main, in a minute or two
+quick: .venv/installed ## the tests that cover your changes since main, or since the commit BASE
 	@tests=$$($(PY) .ci/quick.py) && $(PY) $(PYTEST) -m "$(QUICK)" $$tests $(ARGS)
 
 slow: .venv/installed ## all slow tests: notebooks, real models, killed processes
 	$(PY) $(PYTEST) -m slow $(call paths,tests)
 
-slow-changed: .venv/installed ## the slow tests that cover your changes since main
+slow-changed: .venv/installed ## the slow tests that cover these changes
 	@tests=$$($(PY) .ci/quick.py) && { $(PY) $(PYTEST) -m slow $$tests || [ $$? -eq 5 ]; } # 5 means that none of them is slow
 
 newest: .venv/installed ## the tests of JAX's internals on the newest Python and JAX, and those that compile for an absent GPU
