@@ -16,7 +16,6 @@ import pytest
 from autocast_cases import Case
 from autocast_tools import compiled
 from autocast_zoo import PARTS, after_a_product, arguments, between_products, float64, table, ulps
-from program_tools import half_sums
 
 import jaxmp
 from jaxmp.program.primitives import PRODUCTS
@@ -185,40 +184,6 @@ def test_the_table_has_at_least_180_functions_each_with_a_reason() -> None:
 # The figures of the specification.
 
 
-def ones_counted(half: Any, fun: Any) -> list[float]:
-    """Return the gradient of autocast, the gradient under autocast, and the value.
-
-    The weight is one.
-    """
-    policy = f"mixed_{jnp.dtype(half).name}"
-    ways = jax.grad(jaxmp.autocast(fun, policy)), jaxmp.autocast(jax.grad(fun), policy), jaxmp.autocast(fun, policy)
-    return [result.item() for result in compiled(lambda w: [way(w) for way in ways])(jnp.ones((1, 1)))]
-
-
-def test_a_weight_with_4096_uses_has_a_gradient_of_4096() -> None:
-    x = jnp.ones((1, 1))
-
-    def inside(w: jax.Array) -> jax.Array:
-        return jax.lax.scan(lambda c, _: (c + (x @ w)[0, 0], None), 0.0, None, length=4096)[0]
-
-    def stacked(w: jax.Array) -> jax.Array:
-        return jax.lax.map(lambda row: (row[None] @ w)[0, 0], jnp.ones((4096, 1))).sum()
-
-    assert ones_counted(jnp.bfloat16, inside) == [4096] * 3
-    assert ones_counted(jnp.float16, stacked) == [4096] * 3
-
-
-def test_a_weight_that_the_author_casts_outside_the_loop_is_cast_in_each_iteration() -> None:
-    half = jnp.bfloat16
-
-    def outside(w: jax.Array) -> jax.Array:
-        x, cast = jnp.ones((1, 1), half), w.astype(half)
-        return jax.lax.scan(lambda c, _: (c + (x @ cast)[0, 0].astype(jnp.float32), None), 0.0, None, length=4096)[0]
-
-    assert compiled(jax.grad(outside))(jnp.ones((1, 1))).item() < 4096  # summed in half
-    assert ones_counted(half, outside)[::2] == [4096] * 2
-
-
 def between(fun: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Return ``fun`` between two products with an identity matrix."""
 
@@ -251,27 +216,6 @@ def test_standardize_is_accurate_to_0_012() -> None:
     fun, want = between(jax.nn.standardize), (FAR - FAR.mean(-1, keepdims=True)) / FAR.std(-1, keepdims=True)
     assert error_at_100(fun, jnp.bfloat16, want) > 100
     assert error_at_100(jaxmp.autocast(fun, "mixed_bfloat16"), jnp.float32, want) < 0.012
-
-
-def test_the_gradients_of_many_uses_in_a_row_are_summed_in_float32() -> None:
-    x, many = jnp.ones((1, 1)), 12  # 12 stands for any number of uses; in bfloat16 a sum of ones stops at 256
-
-    def fun(w: jax.Array) -> jax.Array:
-        return sum((x.astype(w.dtype) @ w).sum() for _ in range(many))
-
-    by_hand = jax.make_jaxpr(jax.grad(lambda w: fun(w.astype(jnp.bfloat16)).astype(jnp.float32)))(x)
-    assert half_sums(by_hand, many)
-    for gradient in (jax.grad(jaxmp.autocast(fun, "mixed_bfloat16")), jaxmp.autocast(jax.grad(fun), "mixed_bfloat16")):
-        assert not half_sums(jax.make_jaxpr(gradient)(x), 2)
-
-
-def test_the_gradient_of_an_embedding_used_4096_times_is_4096() -> None:
-    def fun(table: jax.Array, w: jax.Array) -> jax.Array:
-        return (table[jnp.zeros(4096, int)] @ w).sum()
-
-    ways = jax.grad(jaxmp.autocast(fun, "mixed_bfloat16")), jaxmp.autocast(jax.grad(fun), "mixed_bfloat16")
-    for gradient in compiled(lambda *args: [way(*args) for way in ways])(jnp.ones((2, 1)), jnp.ones((1, 1))):
-        assert gradient.tolist() == [[4096.0], [0.0]]
 
 
 def masks(fill: float) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -11,9 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from autocast_tools import in_turn, products
 from flax import nnx
-from gradient_zoo import LAYERS, MODELS, TRANSFORMS, loss
+from gradient_zoo import LAYERS, MODELS, TRANSFORMS, drawn, loss
 from jax import lax
+from jax.sharding import Mesh, PartitionSpec
 from linen_zoo import HALVES
 from program_tools import half_sums, has_loops, with_exact_sums
 
@@ -126,8 +129,6 @@ def test_half_sums_finds_the_sums_of_flax_with_half_dtypes():
         _, half = half_of_case(name, "apply_policy")
         apply, *arguments = CASES[name](dtype=half)
         assert sums_of(loss(apply), *arguments) == [(primitive, half, terms) for primitive, terms in sums], name
-        apply, *arguments = CASES[name]()
-        assert sums_of(loss(apply), *arguments) == [], name
 
 
 def in_half(x: Any) -> Any:
@@ -193,6 +194,84 @@ def test_half_sums_names_an_operation_that_it_does_not_know():
         half_sums(jax.make_jaxpr(lambda w: lax.linalg.lu(w)[0])(jnp.eye(4)))
 
 
+# --- many uses of a weight --------------------------------------------------------------------------------------------
+
+# Each use of the weight adds 1 to each element of its gradient. (The contracted axis has two elements or more, because
+# a contraction of one element is not a product.)
+EIGHTHS, ONES = jnp.full((8, 8), 1 / 8), jnp.ones((8, 8))
+LOOPS = {
+    "fori": lambda w: lax.fori_loop(0, 4096, lambda _, c: c + jnp.sum(EIGHTHS @ w), 0.0),
+    "scan's results": lambda w: lax.scan(lambda c, _: (c, EIGHTHS @ w), 0.0, None, length=4096)[1].sum(),
+    "nested": lambda w: lax.scan(
+        lambda c, _: (c + lax.scan(lambda d, _: (d + jnp.sum(EIGHTHS @ w), None), 0.0, None, length=64)[0], None),
+        0.0,
+        None,
+        length=64,
+    )[0],
+}
+
+
+def both_orders(fun: Any, policy: str) -> tuple[Any, Any]:
+    """Return the gradient of autocast, and the gradient under autocast."""
+    return jax.grad(jaxmp.autocast(fun, policy)), jaxmp.autocast(jax.grad(fun), policy)
+
+
+@pytest.mark.parametrize(("loop", "policy"), in_turn(LOOPS))
+def test_4096_uses_of_a_weight_have_a_gradient_of_4096(loop, policy):
+    gradients = both_orders(LOOPS[loop], policy)
+    for gradient in gradients:
+        assert set(products(gradient, ONES)) == {HALVES[policy]}
+    np.testing.assert_array_equal(compiled(lambda w: [gradient(w) for gradient in gradients])(ONES), 4096)
+
+
+def test_a_weight_that_the_author_casts_before_a_loop_is_cast_in_each_iteration():
+    def loop(w):
+        cast = w.astype(jnp.bfloat16)
+        return lax.scan(lambda c, _: (c + (in_half(EIGHTHS) @ cast).sum().astype(w.dtype), None), 0.0, None, 4096)[0]
+
+    gradients = jax.grad(loop), jax.grad(jaxmp.autocast(loop, "mixed_bfloat16"))
+    by_hand, ours = compiled(lambda w: [gradient(w) for gradient in gradients])(ONES)
+    assert jnp.all(by_hand < 4096)  # summed in half
+    np.testing.assert_array_equal(ours, 4096)
+
+
+def used_22_times(w):
+    """Use ``w`` once with the gradient 256, and 21 times with the gradient 1.
+
+    The sum, 277, is not a bfloat16 number.
+    """
+    return jnp.sum(256 * EIGHTHS.astype(w.dtype) @ w) + sum(jnp.sum(EIGHTHS.astype(w.dtype) @ w) for _ in range(21))
+
+
+def test_22_uses_without_a_loop_have_the_gradient_of_float32():
+    by_hand = jax.grad(lambda w: used_22_times(in_half(w)).astype(w.dtype))
+    assert half_sums(jax.make_jaxpr(by_hand)(ONES), 22)
+    gradients = both_orders(used_22_times, "mixed_bfloat16")
+    for gradient in gradients:
+        assert set(products(gradient, ONES)) == {"bfloat16"}
+        assert not half_sums(jax.make_jaxpr(gradient)(ONES), 2)
+    np.testing.assert_array_equal(compiled(gradients[0])(ONES), 277)
+
+
+def test_a_weight_and_an_activation_do_not_share_the_program_of_a_jitted_body():
+    uses = jax.jit(lambda w: used_22_times(w) + jnp.sum(jnp.exp(w)))
+
+    def fun(w, v):
+        return uses(lax.rsqrt(ONES * jnp.sum(EIGHTHS @ v))) * 0 + uses(w)
+
+    gradient = jax.grad(jaxmp.autocast(fun, "mixed_bfloat16"))
+    np.testing.assert_allclose(compiled(gradient)(ONES, ONES), 277 + np.exp(1.0), rtol=1e-5)
+
+
+def test_the_gradient_of_a_table_is_summed_in_float32():
+    def fun(table):
+        return jnp.sum(table[jnp.zeros(4096, int)] @ jnp.eye(4))
+
+    gradients = both_orders(fun, "mixed_float16")
+    for result in compiled(lambda table: [gradient(table) for gradient in gradients])(jnp.zeros((10, 4))):
+        np.testing.assert_array_equal(result, jnp.zeros((10, 4)).at[0].set(4096))
+
+
 # --- every layer and every model, under a policy and under autocast ---------------------------------------------------
 
 NAMES = {
@@ -204,15 +283,17 @@ NAMES = {
     "lifted by NNX": ["nnx.scan", "nnx.vmap", "nnx.remat", "nnx.jit"],
     "models": ["Linear of the zoo", "Tied of the zoo", "NextToken", "Scale of the zoo", "CNN"],
 }
-# The cases of Linen and NNX in each group, each under a policy or under autocast.
-GROUPS = {
-    group: [
-        (name, WAYS[n % 4 == 3])
-        for n, name in enumerate(f"{api}: {name}" for api in ("Linen", "NNX") for name in names)
-        if name in CASES
-    ]
-    for group, names in NAMES.items()
-}
+GROUPS: dict[str, list[tuple[str, str]]] = {}
+OTHER_API: list[tuple[str, str]] = []
+for group, names in NAMES.items():
+    # A layer of both libraries is traced in one of them, in turn. Each case is under a policy or under autocast.
+    GROUPS[group] = []
+    for n, name in enumerate(names):
+        apis = [api for api in (("Linen", "NNX"), ("NNX", "Linen"))[n % 2] if f"{api}: {name}" in CASES]
+        cases = [(f"{api}: {name}", WAYS[n % 4 == 3]) for api in apis]
+        GROUPS[group].append(cases[0])
+        OTHER_API += cases[1:]
+GROUPS["the other library"] = OTHER_API
 GROUPS["cells"] = [
     *(("Linen: RNN of MGUCell", "apply_policy"), ("Linen: RNN of ConvLSTMCell", "autocast")),
     ("NNX: RNN of SimpleCell, many turns", "apply_policy"),
@@ -226,11 +307,9 @@ GROUPS["what people write"] = [
     *(("Linen: behind a custom rule", "apply_policy"), ("NNX: norm by hand", "autocast")),
 ]
 GROUPS["language models"] = [("Linen: GPT2", "autocast"), ("Linen: GPT2 with remat", "apply_policy")]
-SLOW = pytest.mark.slow("whole models and many recurrent cells")
-EACH = [
-    pytest.param(group, marks=[SLOW] * (group in ("cells", "other cells", "models", "language models")))
-    for group in GROUPS
-]
+SLOW = pytest.mark.slow("whole models, many recurrent cells, and layers that are traced in the other library")
+SLOW_GROUPS = ("cells", "other cells", "models", "language models", "the other library")
+EACH = [pytest.param(group, marks=[SLOW] * (group in SLOW_GROUPS)) for group in GROUPS]
 
 
 @pytest.mark.parametrize("group", EACH)
@@ -416,14 +495,14 @@ def check_mapped_from_outside(fun, is_ensemble, half, also_jitted, is_measured):
 def test_params_under_an_outer_vmap_have_float32_gradient_sums(half):
     is_ensemble = half == "float16"
     for name in list(SHARED)[is_ensemble::2]:
-        check_mapped_from_outside(SHARED[name], is_ensemble, half, True, "a row" in name)
+        check_mapped_from_outside(SHARED[name], is_ensemble, half, True, name in ("a row written", "a row of a stack"))
 
 
 # Inside of a jit, jaxmp cannot know whether a later `jax.vmap` maps over a value, so this test does not use jit.
 @pytest.mark.parametrize(("name", "half"), halves_in_turn(COMPUTED_FOR_ALL))
 def test_shared_values_under_an_outer_vmap_have_float32_gradient_sums(name, half):
     number = list(COMPUTED_FOR_ALL).index(name)
-    check_mapped_from_outside(COMPUTED_FOR_ALL[name], number // 2 % 2 == 1, half, False, number % 5 == 0)
+    check_mapped_from_outside(COMPUTED_FOR_ALL[name], number // 2 % 2 == 1, half, False, number % 10 == 0)
 
 
 DERIVATIVES = {
@@ -461,7 +540,7 @@ def test_per_example_derivatives_have_float32_gradient_sums(name, half):
 
 @pytest.mark.parametrize(
     ("half", "is_mapped", "columns"),
-    [("bfloat16", False, "columns"), ("float16", True, None), ("bfloat16", True, "columns")],
+    [("float16", False, "columns"), ("bfloat16", True, "columns")],
 )
 def test_gradient_sums_on_explicit_axes_are_float32(half, is_mapped, columns):
     mesh = jax.make_mesh((2, 2), ("rows", "columns"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
@@ -632,6 +711,156 @@ def test_the_table_has_every_flax_layer_with_params():
         assert {name for name in layers - left_out if name not in text} == set(), api
     assert all("RNN" in name or "Bidirectional" in name for name, _ in GROUPS["other cells"])
 
+
+# --- half results of layers that code between layers repeats ----------------------------------------------------------
+
+
+def vmapped_twice(t, x):
+    return jax.vmap(jax.vmap(lambda pixel: pixel + t[0]))(x)
+
+
+# Functions that repeat the half result of a layer, `t` of the shape (8, 1). No product reads the repeated values.
+AS_WRITTEN = {
+    "table looked up": lambda t, x: t[jnp.arange(4096) % 8],
+    "sliced at a place": lambda t, x: jax.vmap(lambda n: lax.dynamic_slice_in_dim(t, n, 4))(jnp.arange(4096) % 4),
+    "in each turn": lambda t, x: lax.scan(lambda c, _: (c, c * t), x[0, 0], length=4096)[1],
+    "in turns of turns": lambda t, x: lax.scan(
+        lambda c, _: (c, lax.scan(lambda c, _: (c, c * t), c, length=64)[1]), x[0, 0], length=64
+    )[1],
+    "often in each turn": lambda t, x: lax.scan(
+        lambda c, n: (c, jnp.stack([jnp.tanh(t * n + k) for k in range(8)])),
+        x[0, 0],
+        jnp.arange(40).astype(t.dtype) / 40,
+    )[1],
+    "looked up in each turn": lambda t, x: lax.scan(lambda c, _: (c, c * t[jnp.arange(200) % 2]), x[0, 0], length=200)[
+        1
+    ],
+    "one row of it in each turn": lambda t, x: lax.scan(lambda c, row: (c, row * t[0]), x[0, 0], x[:, :200])[1],
+    "a time added to all pixels": lambda t, x: x + t[0],
+    "tiled": lambda t, x: jnp.tile(t, (4096, 1)),
+    "under two vmaps": vmapped_twice,
+    "in a checkpoint": lambda t, x: jax.checkpoint(lambda t: x + t[0])(t),
+    "the largest of equals": lambda t, x: jax.ops.segment_max(t[jnp.arange(4096) % 8], jnp.arange(4096) % 8, 8),
+}
+
+
+def as_written(layer: Any, case: str) -> jax.Array:
+    t = layer(jnp.eye(8))
+    return jnp.sum(AS_WRITTEN[case](t, jnp.ones((8, 512, 1), t.dtype)).astype(jnp.float32))
+
+
+class RepeatedInLinen(nn.Module):
+    case: str
+
+    @nn.compact
+    def __call__(self) -> jax.Array:
+        return as_written(nn.Dense(1, name="layer"), self.case)
+
+
+class RepeatedInNNX(nnx.Module):
+    def __init__(self, case: str) -> None:
+        self.case, self.layer = case, nnx.Linear(8, 1, rngs=nnx.Rngs(0))
+
+    def __call__(self) -> jax.Array:
+        return as_written(self.layer, self.case)
+
+
+def summed(api: str, case: str, params: Any, policy: str | None) -> jax.Array:
+    if api == "Linen":
+        linen = RepeatedInLinen(case)
+        linen = linen if policy is None else jaxmp.linen.apply_policy(linen, policy)
+        return linen.apply({"params": {"layer": params}})
+    model = RepeatedInNNX(case)
+    model.layer.kernel[...], model.layer.bias[...] = params["kernel"], params["bias"]
+    return (model if policy is None else jaxmp.nnx.apply_policy(model, policy))()
+
+
+@pytest.mark.parametrize(("api", "policy"), [("Linen", "mixed_bfloat16"), ("NNX", "mixed_float16")])
+def test_half_values_repeated_between_layers_have_float32_gradient_sums(api, policy):
+    params = {"kernel": jnp.full((8, 1), 0.125), "bias": jnp.zeros(1)}
+    cases = list(AS_WRITTEN)[api == "NNX" :: 2]
+
+    def gradients(params: Any, under: str | None) -> Any:
+        return {case: jax.grad(functools.partial(summed, api, case, policy=under))(params) for case in cases}
+
+    program = compiled(lambda params: (gradients(params, None), gradients(params, policy))).trace(params)
+    assert not half_sums(program.jaxpr)
+    true, got = program.lower().compile()(params)
+    for case in cases:
+        assert not wrong_params(got[case], true[case], HALVES[policy]), case
+
+
+# --- sums over devices ------------------------------------------------------------------------------------------------
+
+IDS = np.random.default_rng(0).integers(0, 5, (16, 3))
+
+
+class LinenLayer(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array, _: None) -> tuple[jax.Array, None]:
+        return x + nn.tanh(nn.Dense(8)(nn.LayerNorm()(x))), None
+
+
+class LinenShared(nn.Module):
+    """A table, a scan over rematerialised layers, and a head."""
+
+    @nn.compact
+    def __call__(self, ids: jax.Array) -> jax.Array:
+        layers = nn.scan(nn.remat(LinenLayer), variable_axes={"params": 0}, split_rngs={"params": True}, length=2)
+        return nn.Dense(4)(layers()(nn.Embed(5, 8)(ids), None)[0])
+
+
+class NNXShared(nnx.Module):
+    """The same model with one layer and without a norm.
+
+    A norm of NNX would round the gradients of its params.
+    """
+
+    def __init__(self) -> None:
+        rngs = nnx.Rngs(0)
+        self.table = nnx.Embed(5, 8, rngs=rngs)
+        self.layer, self.head = nnx.Linear(8, 8, rngs=rngs), nnx.Linear(8, 4, rngs=rngs)
+
+    def __call__(self, ids: jax.Array) -> jax.Array:
+        x = self.table(ids)
+        return self.head(x + nnx.remat(lambda layer, x: jnp.tanh(layer(x)))(self.layer, x))
+
+
+def linen_shared() -> tuple[Callable[[Any, Any], Any], Any]:
+    model = jaxmp.linen.apply_policy(LinenShared(), "mixed_bfloat16")
+    return model.apply, drawn(jax.eval_shape(model.init, jax.random.key(0), IDS))
+
+
+def nnx_shared() -> tuple[Callable[[Any, Any], Any], Any]:
+    graphdef, params = nnx.split(nnx.eval_shape(lambda: jaxmp.nnx.apply_policy(NNXShared(), "mixed_float16")))
+    return lambda params, ids: nnx.merge(graphdef, params)(ids), drawn(nnx.as_pure(params))
+
+
+@pytest.mark.parametrize(("make", "is_run"), [(linen_shared, False), (nnx_shared, True)])
+def test_gradients_of_shared_params_are_summed_over_devices_in_float32(make, is_run):
+    apply, params = make()
+
+    def loss(params: Any, ids: jax.Array) -> jax.Array:
+        return jnp.sum(apply(params, ids) * (1 + ids[..., None] / 7))
+
+    mesh = Mesh(jax.devices(), ("d",))
+    shared, split = PartitionSpec(), PartitionSpec("d")
+    gradient = jax.shard_map(jax.grad(loss), mesh=mesh, in_specs=(shared, split), out_specs=shared)
+
+    program = jax.make_jaxpr(gradient)(params, IDS)
+    sums = [eqn.invars[0].aval.dtype for eqn in equations(program) if eqn.primitive.name.startswith("psum")]
+    assert len(sums) == len(jax.tree.leaves(params)) and set(sums) == {np.dtype("float32")}
+    if not is_run:
+        return
+
+    on_each_device = jax.jit(lambda params, parts: lax.map(lambda ids: jax.grad(loss)(params, ids), parts))
+    parts = on_each_device(params, IDS.reshape(mesh.size, -1, *IDS.shape[1:]))
+    want = jax.tree.map(lambda part: np.asarray(part, np.float64).sum(0), parts)
+    got = jax.jit(gradient)(params, IDS)
+    jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=1e-5, atol=1e-5 * abs(w).max()), got, want)
+
+
+# --- a vmap after the trace -------------------------------------------------------------------------------------------
 
 INNER = {"jit": jax.jit, "checkpoint": jax.checkpoint}
 
