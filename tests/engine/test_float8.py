@@ -372,8 +372,6 @@ class TestTransformations:
         for result in results:
             np.testing.assert_array_equal(result, expected)
         assert in_float8(jax.grad(loss_of(mapped)), MLP, x) == ([2, 0], [3, 0])
-        gradients = compiled(lambda *args: [jax.grad(loss_of(fun))(*args) for fun in (mapped, hand_mlp)])(MLP, x)
-        assert 1 - cosine(*gradients) < 1e-4
 
     @pytest.mark.once
     @pytest.mark.parametrize("inside", [False, True], ids=["autocast of scan", "scan of autocast"])
@@ -394,19 +392,6 @@ class TestTransformations:
         assert in_float8(jax.grad(loss_of(ours)), weights, x) == ([1, 0], [2, 0])
         both = compiled(lambda *args: [jax.grad(loss_of(fun))(*args) for fun in (ours, unrolled)])(weights, x)
         assert 1 - cosine(*both) < (1e-3 if inside else 1e-4)
-
-    @pytest.mark.slow("compiles three train steps; that remat changes no bit is a test of the product")
-    def test_remat_computes_the_same(self):
-        def loss_fn(params, model_state, batch, rng):
-            return loss_of(mlp)(params, batch), model_state
-
-        params = []
-        for remat in (None, "dots", "float8"):
-            step = jaxmp.make_train_step(loss_fn, policy=SMALL, remat=remat, donate=False)
-            state = jaxmp.TrainState.create(params=MLP, tx=optax.sgd(1.0))
-            params.append(compiled(step.jitted)(state, normal(0, 32, 16))[0].params)
-        for params_of_remat in params[1:]:
-            jax.tree.map(np.testing.assert_array_equal, params[0], params_of_remat)
 
     def test_remat_float8_saves_only_the_operands_in_float8(self):
         policy = jax.checkpoint_policies.save_only_these_names(float8_product.RESIDUALS)
@@ -432,14 +417,14 @@ class TestTransformations:
         mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
         replicated, split = PartitionSpec(), PartitionSpec("data")
         x = np.asarray(normal(0, 64, 16)) * np.repeat(np.float32([1, 4, 16, 64]), 16)[:, None]
-        fun = jaxmp.autocast(mlp, SMALL)
-        mapped = jax.shard_map(fun, mesh=mesh, in_specs=(replicated, split), out_specs=split)
-        expected = compiled(hand_mlp)(MLP, x)
-        np.testing.assert_array_equal(compiled(mapped)(MLP, x), expected)
-        outer = jaxmp.autocast(jax.shard_map(mlp, mesh=mesh, in_specs=(replicated, split), out_specs=split), SMALL)
-        np.testing.assert_array_equal(compiled(outer)(MLP, x), expected)
-        placed = jax.device_put(x, jax.NamedSharding(mesh, split))
-        np.testing.assert_array_equal(compiled(fun)(MLP, placed), expected)
+
+        def sharded(fun):
+            return jax.shard_map(fun, mesh=mesh, in_specs=(replicated, split), out_specs=split)
+
+        ways = hand_mlp, sharded(jaxmp.autocast(mlp, SMALL)), jaxmp.autocast(sharded(mlp), SMALL)
+        expected, *results = compiled(lambda *args: [fun(*args) for fun in ways])(MLP, x)
+        for result in results:
+            np.testing.assert_array_equal(result, expected)
 
     @pytest.mark.parametrize("inside", [False, True], ids=["autocast of shard_map", "shard_map of autocast"])
     def test_shards_do_not_wait_for_a_shard_that_skips_the_product(self, inside):
