@@ -206,6 +206,15 @@ def test_the_fused_loss_with_tied_embeddings_works_under_a_policy():
 # ---- several devices
 
 
+def in_numpy(labels):
+    """Return the mean loss, and its gradients by ``X`` and ``WEIGHTS``."""
+    exponentials = np.exp(X @ WEIGHTS.T)
+    probabilities = exponentials / exponentials.sum(-1, keepdims=True)
+    by_logits = (probabilities - np.eye(CLASSES)[labels]) / TOKENS
+    loss = -np.log(probabilities[np.arange(TOKENS), labels]).mean()
+    return loss, (by_logits @ WEIGHTS, by_logits.T @ X)
+
+
 def test_tokens_sharded_over_devices_stay_where_they_are():
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     tokens, alike = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("data",), ()))
@@ -216,7 +225,7 @@ def test_tokens_sharded_over_devices_stay_where_they_are():
     args = jax.device_put((X, WEIGHTS, labels), (tokens, alike, tokens))
     program = run.lower(*args).compile()
     assert "all-gather" not in program.as_text()
-    assert_close(program(*args), run(X, WEIGHTS, labels))
+    assert_close(program(*args), in_numpy(labels))
 
 
 def test_the_fused_loss_runs_in_a_shard_map():
@@ -229,5 +238,4 @@ def test_the_fused_loss_runs_in_a_shard_map():
 
     data = PartitionSpec("data")
     run = jax.shard_map(of_this_device, mesh=mesh, in_specs=(data, PartitionSpec(), data), out_specs=PartitionSpec())
-    got = jax.jit(jax.value_and_grad(run, (0, 1)))(X, WEIGHTS, labels)
-    assert_close(got, jax.jit(jax.value_and_grad(projected_cross_entropy, (0, 1)))(X, WEIGHTS, labels))
+    assert_close(jax.jit(jax.value_and_grad(run, (0, 1)))(X, WEIGHTS, labels), in_numpy(labels))

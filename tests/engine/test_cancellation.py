@@ -200,15 +200,15 @@ def test_the_margin_of_arcface_has_finite_gradients():
         return -jnp.mean(jax.nn.log_softmax(30 * jnp.where(jnp.eye(16) > 0, margin, cosines)).diagonal())
 
     x = (1 + 0.1 * X).astype(jnp.bfloat16).astype(jnp.float32)
-    gradients = compiled(jax.grad(lambda w: half(loss)(x, w)))(x)
-    np.testing.assert_allclose(gradients, compiled(jax.grad(lambda w: loss(x, w)))(x), rtol=0.02, atol=2e-3)
+    gradients = compiled(lambda w: [jax.grad(fun, 1)(x, w) for fun in (half(loss), loss)])(x)
+    np.testing.assert_allclose(*gradients, rtol=0.02, atol=2e-3)
 
 
 @pytest.mark.once
 def test_the_plan_of_a_long_chain_of_products_takes_little_time():
     def transmittance(x):
         transmitted = jnp.ones(16)
-        for i in range(300):
+        for i in range(150):
             transmitted = transmitted * (1 - jax.nn.sigmoid(x @ W[0] + i))
         return jnp.mean(1 - transmitted)
 

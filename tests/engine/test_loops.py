@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from autocast_tools import compiled, cosine, half, layer_norm, normal, products
+from autocast_tools import both, compiled, cosine, half, layer_norm, normal, products
 
 from jaxmp.program.equations import bodies_of
 from jaxmp.program.walk import equations
@@ -38,7 +38,7 @@ def test_a_residual_stream_is_carried_in_half_and_a_running_loss_in_float32():
     args = (X, (jnp.stack([W] * 3), jnp.stack([W.T] * 3)))
     assert carries(half(fun), *args) == ["bfloat16", "float32"]
     assert set(products(half(fun), *args)) == {"bfloat16"}
-    for result, expected in zip(half(fun)(*args), fun(*args), strict=True):
+    for result, expected in zip(*both(fun, "mixed_bfloat16", *args), strict=True):
         assert np.allclose(result, expected, rtol=0.05, atol=0.05)
 
 
@@ -98,7 +98,7 @@ def test_the_states_of_an_lstm_are_carried_in_float32():
 
     args = (jnp.stack([X] * 3), W)
     assert carries(half(fun), *args) == ["float32", "float32"]
-    assert np.allclose(half(fun)(*args), fun(*args), atol=0.05)
+    assert np.allclose(*both(fun, "mixed_bfloat16", *args), atol=0.05)
 
 
 def test_weights_in_a_carry_stay_float32():
@@ -163,9 +163,10 @@ def test_a_loop_that_ends_when_it_has_converged_is_float32():
             new = jnp.tanh(z @ w + x)
             return new, jnp.max(jnp.abs(new - z)), n + 1
 
-        return jax.lax.while_loop(lambda carry: (carry[1] > 1e-6) & (carry[2] < 500), body, (x, jnp.float32(1), 0))
+        return jax.lax.while_loop(lambda carry: (carry[1] > 1e-6) & (carry[2] < 500), body, (x, jnp.float32(1), 0))[2]
 
-    assert half(fun)(X, W)[2] == fun(X, W)[2] < 500
+    turns, expected = both(fun, "mixed_bfloat16", X, W)
+    assert turns == expected < 500
 
 
 def test_a_loop_that_ends_by_a_flag_when_it_has_converged_is_float32():
@@ -177,7 +178,8 @@ def test_a_loop_that_ends_by_a_flag_when_it_has_converged_is_float32():
 
         return jax.lax.while_loop(lambda carry: ~carry[1] & (carry[2] < 500), body, (x, False, 0))[2]
 
-    assert half(fun)(X, W) == fun(X, W) < 500
+    turns, expected = both(fun, "mixed_bfloat16", X, W)
+    assert turns == expected < 500
 
 
 def test_a_bisection_with_the_product_in_the_condition_is_float32():
@@ -196,7 +198,8 @@ def test_a_bisection_with_the_product_in_the_condition_is_float32():
 
         return jax.lax.while_loop(goes_on, body, (0.0, 10.0, 0))[2]
 
-    assert half(fun)(W) == fun(W) < 100
+    turns, expected = both(fun, "mixed_bfloat16", W)
+    assert turns == expected < 100
 
 
 def test_a_decoder_that_stops_at_a_token_is_half():
@@ -237,7 +240,7 @@ def test_a_beam_search_is_half():
         return jax.lax.while_loop(goes_on, turn, start)[3]
 
     assert set(products(half(fun), X, W)) == {"bfloat16"}
-    np.testing.assert_allclose(half(fun)(X, W), fun(X, W), rtol=0.02)
+    np.testing.assert_allclose(*both(fun, "mixed_bfloat16", X, W), rtol=0.02)
 
 
 @pytest.mark.parametrize("join", ["carry", "branches"])
@@ -251,7 +254,7 @@ def test_a_mask_that_starts_a_carry_or_ends_a_branch_stays_finite(join):
     def fun(x, w):
         return jax.nn.softmax(filled(x @ w)) @ w
 
-    np.testing.assert_allclose(half(fun, "mixed_float16")(X, W), fun(X, W), atol=2e-3)
+    np.testing.assert_allclose(*both(fun, "mixed_float16", X, W), atol=2e-3)
 
 
 def test_a_loop_over_float_time_is_half():
@@ -314,9 +317,7 @@ def test_examples_of_an_inner_vmap_may_differ_in_their_iterations(of_examples):
     def examples(x, least):
         return jax.vmap(fun, (None, 0))(x, least)
 
-    least = jnp.arange(4)
-    turns, results = half(examples)(X, least)
-    expected_turns, expected = examples(X, least)
+    (turns, results), (expected_turns, expected) = both(examples, "mixed_bfloat16", X, jnp.arange(4))
     assert len(set(turns.tolist())) == 4
     np.testing.assert_array_equal(turns, expected_turns)
     np.testing.assert_allclose(results, expected, atol=0.02)
@@ -349,6 +350,5 @@ def test_a_carry_that_another_scan_stacks_from_a_row_changes():
         return (jax.lax.scan(spread, rows, rows)[0], jnp.tanh(h @ W @ W)), None
 
     x = jnp.arange(8.0)
-    rows, _ = jax.lax.scan(turn, (x, x), None, length=2)[0]
-    half_rows, _ = half(lambda x: jax.lax.scan(turn, (x, x), None, length=2)[0])(x)
+    half_rows, rows = both(lambda x: jax.lax.scan(turn, (x, x), None, length=2)[0][0], "mixed_bfloat16", x)
     assert set(rows.tolist()) == set(half_rows.tolist()) == {7.0}

@@ -186,15 +186,15 @@ def concept_bottleneck(seed):
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("make", [soft_actor_critic, concept_bottleneck])
-@pytest.mark.parametrize("policy", HALVES)
+@pytest.mark.parametrize(
+    ("make", "policy"), [(soft_actor_critic, "mixed_bfloat16"), (concept_bottleneck, "mixed_float16")]
+)
 def test_a_tanh_or_sigmoid_that_a_layer_and_a_logarithm_read_loses_no_digits(make, policy):
-    for seed in (0, 10):
-        loss, params = make(seed)
-        of_autocast, of_half_products = gradient_errors(loss, policy, params)
-        assert of_autocast < 2 * of_half_products + 0.005, seed
-        *layers, head = products(half(loss, policy), params)  # the head has one column
-        assert (set(layers), head) == ({HALVES[policy]}, "float32")
+    loss, params = make(0)
+    of_autocast, of_half_products = gradient_errors(loss, policy, params)
+    assert of_autocast < 2 * of_half_products + 0.005
+    *layers, head = products(half(loss, policy), params)  # the head has one column
+    assert (set(layers), head) == ({HALVES[policy]}, "float32")
 
 
 # -- float16 -----------------------------------------------------------------------------------------------------------
@@ -237,8 +237,7 @@ def adam_in_the_loss(seed):
 
 @pytest.mark.once
 @pytest.mark.parametrize("make", [linear_attention, adam_in_the_loss])
-@pytest.mark.parametrize("policy", HALVES)
-def test_normalisers_and_second_moments_neither_overflow_nor_vanish(make, policy):
+def test_normalisers_and_second_moments_neither_overflow_nor_vanish(make):
     loss, params = make(0)
-    of_autocast, of_half_products = gradient_errors(loss, policy, params)
+    of_autocast, of_half_products = gradient_errors(loss, "mixed_float16", params)
     assert of_autocast < 2 * of_half_products or of_autocast < 0.005

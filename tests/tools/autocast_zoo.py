@@ -239,7 +239,10 @@ PARTS: dict[str, Callable[[], Iterator[Case]]] = {
 def table(part: str) -> dict[str, Case]:
     """Return the cases of a part by name, with JAX's standard dtype promotion."""
     with jax.numpy_dtype_promotion("standard"):
-        return {case.name: case for case in PARTS[part]()}
+        cases = list(PARTS[part]())
+    by_name = {case.name: case for case in cases}
+    assert len(by_name) == len(cases), "two cases have the same name"
+    return by_name
 
 
 def enter(x: Any) -> Any:
