@@ -1,0 +1,94 @@
+"""Runs of Linen and NNX models under a policy: they compile once, and keep no array."""
+
+from __future__ import annotations
+
+import gc
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+from linen_zoo import numbers, rngs, same_bits, standard_promotion
+from properties_zoo import Linen, X, mixed
+
+import jaxmp
+
+pytestmark = pytest.mark.once
+
+
+def variables(model):
+    """Return the identities of the Variables of an NNX model."""
+    return [id(node) for _, node in nnx.iter_graph(model) if isinstance(node, nnx.Variable)]
+
+
+def test_an_evaluation_of_an_nnx_model_leaves_its_variables_alone():
+    rngs = nnx.Rngs(0)
+    model = mixed(nnx.Sequential(nnx.Linear(8, 8, rngs=rngs), nnx.BatchNorm(8, rngs=rngs)), "mixed_float16")
+    before = jax.tree.map(jnp.copy, nnx.state(model))
+    model_variables = variables(model)
+
+    @nnx.jit
+    def gradient(model, x):
+        return nnx.grad(lambda model: jnp.sum(model(x) ** 2))(model)
+
+    with standard_promotion():
+        first = gradient(nnx.clone(model), X)
+        model.eval()
+        model(X), nnx.jit(lambda model: model(X))(model)
+        model.train()
+        same_bits(nnx.state(model), before)
+        assert variables(model) == model_variables
+        same_bits(gradient(model, X), first)
+
+
+def linen_training(traces):
+    """Return a train step and its first state."""
+    model = mixed(Linen.Calls([nn.Dense(8), nn.BatchNorm(False)], lambda a, b, x: b(a(x))), "mixed_float16")
+
+    def loss(params, model_state, batch, rng):
+        traces.append(1)
+        out, model_state = model.apply({"params": params, **model_state}, batch, mutable=["batch_stats"])
+        return jnp.mean((out - 1) ** 2), model_state
+
+    variables = numbers(jax.eval_shape(model.init, rngs(), X))
+    tx = jaxmp.loss_scaling(optax.sgd(0.01, momentum=0.9), jaxmp.DynamicLossScale(period=3))
+    state = jaxmp.TrainState.create(params=variables.pop("params"), tx=tx, model_state=variables)
+    return jaxmp.make_train_step(loss), state
+
+
+def nnx_training(traces):
+    rngs = nnx.Rngs(0)
+    model = mixed(nnx.Sequential(nnx.Linear(8, 8, rngs=rngs), nnx.BatchNorm(8, rngs=rngs)), "mixed_float16")
+    scale = jaxmp.DynamicLossScale(period=3)
+    optimizer = jaxmp.nnx.Optimizer(model, optax.sgd(0.01, momentum=0.9), loss_scale=scale)
+
+    @nnx.jit
+    def update(model, optimizer, x):
+        traces.append(1)
+        loss, grads = jaxmp.nnx.value_and_grad(lambda model: jnp.mean((model(x) - 1) ** 2), optimizer)(model)
+        optimizer.update(model, grads)
+        return loss
+
+    def step(state, batch):
+        return state, update(*state, batch)
+
+    return step, (model, optimizer)
+
+
+@pytest.mark.parametrize("training", [linen_training, nnx_training])
+def test_steps_with_some_skips_compile_once_and_keep_no_array(training):
+    traces, alive = [], []
+    bad = X.at[1, 2].set(jnp.inf)
+    with standard_promotion():
+        step, state = training(traces)
+        for i in range(8):
+            state, _ = jax.block_until_ready(step(state, bad if i == 4 else X))
+            if i == 0:
+                first = len(traces)
+            if i in (2, 7):
+                gc.collect()
+                alive.append(len(jax.live_arrays()))
+    assert len(traces) == first <= 2
+    assert alive[1] == alive[0]

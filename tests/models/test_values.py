@@ -1,0 +1,136 @@
+"""Linen and NNX models under a policy: dtypes of their values, and derivative rules."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from linen_zoo import HALVES, products, quick_jit, same_bits, standard_promotion
+from properties_zoo import NNX, Linen, X, each_api, mixed, pure
+
+import jaxmp
+
+
+@each_api
+def test_params_products_and_results_have_the_dtypes_of_the_policy(api):
+    policy = jaxmp.get_policy("p=bf16,c=f16,o=f32")
+    with standard_promotion():
+        for model in (api.dense(), api.Own(lambda w, x: x @ w)):
+            apply, params = pure(mixed(model, policy), X, abstract=True)
+            assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {policy.param_dtype}
+            assert jax.eval_shape(apply, params, X).dtype == policy.output_dtype
+            assert set(products(apply, params, X)) == {policy.compute_dtype.name}
+            # If the output dtype is the compute dtype, the results have the dtype of the computation.
+            apply, params = pure(mixed(model, policy.with_output_dtype(policy.compute_dtype)), X, abstract=True)
+            assert jax.eval_shape(apply, params, X).dtype == policy.compute_dtype
+
+
+@pytest.mark.once
+@each_api
+def test_the_code_of_a_model_sees_float32_whatever_the_dtypes_of_its_parts(api):
+    inside = []
+
+    def fun(half, full, brain, x):
+        h, f, b = half(x), full(x), brain(x)
+        results = [full(h), h + f, h * b, jnp.concatenate([h, b]), jnp.where(f > 0, h, f)]
+        inside.extend(y.dtype.name for y in (h, f, b, *results))
+        return results
+
+    overrides = {api.part.format(1): "float32", api.part.format(2): "mixed_bfloat16"}
+    model = mixed(api.Calls([api.dense() for _ in range(3)], fun), "mixed_float16", overrides)
+    got = pure(model, X, abstract=True)
+    inside.clear()
+    assert products(got.apply, got.params, X.astype("float16")) == ["float16", "float32", "bfloat16", "float32"]
+    assert inside == ["float32"] * 8
+
+
+@each_api
+def test_a_float64_part_computes_the_same_under_a_policy(api):
+    def fun(wide, other, x):
+        return wide(x), other(x.astype("float32"))
+
+    with jax.enable_x64(True), standard_promotion():
+        x = jnp.linspace(0, 1, 16, dtype="float64").reshape(2, 8)
+        bare = api.Calls([api.dense(dtype="float64", param_dtype="float64"), api.dense()], fun)
+        got, want = pure(mixed(bare, "p=f32,c=f16,o=f64"), x, abstract=True), pure(bare, x)
+        assert {leaf.dtype.name for leaf in jax.tree.leaves(got.params)} == {"float32", "float64"}
+        assert products(got.apply, got.params, x) == ["float64", "float16"]
+        same_bits(*quick_jit(lambda params: (got.apply(params, x)[0], want.apply(params, x)[0]))(want.params))
+
+
+class Pair(NamedTuple):
+    """A pytree type of the user."""
+
+    x: Any
+    extra: Any
+
+
+@pytest.mark.once
+@each_api
+def test_pytrees_keep_their_structure_and_integers_bools_and_keys_pass_unchanged(api):
+    traced_dtypes = []
+
+    def fun(w, inputs):
+        traced_dtypes.append(jax.tree.map(lambda leaf: getattr(leaf, "dtype", leaf), inputs))
+        return Pair([inputs.x["a"] @ w, {"unchanged": inputs.extra[1]}], (None, 2, inputs.x["a"]))
+
+    unchanged = {"ids": jnp.arange(3), "mask": jnp.array([True]), "key": jax.random.key(0), "n": 3}
+    inputs = Pair({"a": X, "b": [X[0], X[1].astype(jnp.bfloat16)]}, (None, unchanged, 2.5))
+    apply, params = pure(mixed(api.Own(fun), "p=f32,c=f16,o=bf16"), inputs)
+    out = apply(params, inputs)
+    float16, float32, bfloat16 = (jnp.dtype(name) for name in ("float16", "float32", "bfloat16"))
+    dtypes = {"ids": jnp.dtype("int32"), "mask": jnp.dtype(bool), "key": unchanged["key"].dtype, "n": 3}
+    # The code of a module without a dtype field is traced in float32.
+    assert traced_dtypes[-1] == Pair({"a": float32, "b": [float32, float32]}, (None, dtypes, 2.5))
+    out_dtypes = jax.tree.map(lambda leaf: getattr(leaf, "dtype", leaf), out)
+    assert out_dtypes == Pair([bfloat16, {"unchanged": dtypes}], (None, 2, bfloat16))
+    assert all(np.all(out.x[1]["unchanged"][name] == unchanged[name]) for name in unchanged)
+    same_bits(out.x[0], (X.astype(float16) @ jax.tree.leaves(params)[0].astype(float16)).astype(bfloat16))
+
+
+def product_with_a_derivative_of_its_own(records):
+    """Return a product whose derivative rule records its dtypes.
+
+    The rule doubles the gradient of ``w``.
+    """
+
+    @jax.custom_vjp
+    def product(w, x):
+        return x @ w
+
+    def forward(w, x):
+        records.append(("forward", w.dtype.name, x.dtype.name))
+        return product(w, x), (w, x)
+
+    def backward(residuals, cotangent):
+        w, x = residuals
+        records.append(("backward", w.dtype.name, x.dtype.name, cotangent.dtype.name))
+        return 2 * (x.T @ cotangent), cotangent @ w.T
+
+    product.defvjp(forward, backward)
+    return product
+
+
+@pytest.mark.once
+@pytest.mark.parametrize(
+    ("api", "kind", "policy"), [(NNX, "Own", "mixed_bfloat16"), (Linen, "Beside", "mixed_float16")]
+)
+def test_a_custom_derivative_sees_the_policys_dtype_forward_and_backward(api, kind, policy):
+    """Trace the rule in float32, as written, and compute it under the policy."""
+    records, half, make = [], HALVES[policy], getattr(api, kind)
+    product = product_with_a_derivative_of_its_own(records)
+    got, bare = pure(mixed(make(product), policy), X, abstract=True), pure(make(product), X)
+    gradient, exact = (jax.grad(pure_model.loss(X)) for pure_model in (got, bare))
+    assert set(products(gradient, bare.params)) == {half}
+    assert {name for name, *_ in records} == {"forward", "backward"}
+    is_close(quick_jit(gradient)(bare.params), quick_jit(exact)(bare.params), policy)
+
+
+def is_close(got, want, policy):
+    """Assert that gradients differ by no more than the rounding of operands explains."""
+    got, want = (np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)]) for tree in (got, want))
+    bound = {"mixed_bfloat16": 0.02, "mixed_float16": 0.003}[policy]
+    assert np.linalg.norm(got - want) <= bound * np.linalg.norm(want)
