@@ -26,11 +26,12 @@ def warp(affine):
     return jax.scipy.ndimage.map_coordinates(image, [at[0], at[1]], order=1)
 
 
-AFFINE = jnp.tile(jnp.array([[0.9, 0.1, 5.03], [-0.1, 0.95, 20.7]]), (4, 1))  # four warps
-POINTS, ROTATION = 10 * normal(1, 1000, 8), jnp.linalg.qr(normal(2, 8, 8))[0]
-FREQUENCIES = 10 * normal(4, 8, 16)
-POSITIONS = jnp.arange(1000.0)[:, None]
-THRESHOLDS = jnp.linspace(-1, 1, 8)
+# NumPy computes these arrays, so that nothing is compiled when the file is imported.
+AFFINE = jnp.asarray(np.tile(np.array([[0.9, 0.1, 5.03], [-0.1, 0.95, 20.7]], np.float32), (4, 1)))  # four warps
+POINTS, ROTATION = normal(1, 1000, 8, scale=10), jnp.asarray(np.linalg.qr(np.asarray(normal(2, 8, 8)))[0])
+FREQUENCIES = normal(4, 8, 16, scale=10)
+POSITIONS = jnp.asarray(np.arange(1000, dtype=np.float32)[:, None])
+THRESHOLDS = jnp.asarray(np.linspace(-1, 1, 8, dtype=np.float32))
 
 
 def projected(points, rotation):

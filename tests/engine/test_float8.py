@@ -286,8 +286,6 @@ def test_products_of_weights_are_float8_except_under_an_override(route):
     assert in_float8(jax.grad(loss), params, normal(0, 16, 16)) == ([3, 0], [5, 0])
     loss, params = ROUTES[route]({"**/head": "mixed_bfloat16" if "autocast" in route else "float32"})
     assert in_float8(jax.grad(loss), params, normal(0, 16, 16)) == ([2, 1], [3, 2])
-    loss, params = ROUTES[route]({"**/head": SMALL, "**": "mixed_bfloat16"})
-    assert in_float8(jax.grad(loss), params, normal(0, 16, 16)) == ([1, 2], [2, 3])
 
 
 def test_an_override_turns_float8_on_in_a_float32_model():

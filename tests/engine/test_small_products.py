@@ -6,17 +6,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from autocast_tools import compiled, half, in_turn, normal, products
+from autocast_tools import both, compiled, half, in_turn, normal, products
 
 import jaxmp
 
 X, W = normal(0, 32, 16), normal(1, 16, 512, scale=0.3)
-GRID = jnp.arange(512.0)
-ANGLE = np.float32(0.3)
-ROTATION = jnp.array([[jnp.cos(ANGLE), -jnp.sin(ANGLE), 0], [jnp.sin(ANGLE), jnp.cos(ANGLE), 0], [0, 0, 1]])
-PIXELS = jnp.stack(jnp.meshgrid(jnp.arange(16.0), jnp.arange(32.0), indexing="ij"), -1).reshape(512, 2)
-HIGH_BIN = jnp.eye(512)[300]
-IMAGES, SQUARE = jnp.full((32, 16), 200, jnp.uint8), normal(3, 16, 16)
+# NumPy computes these arrays, so that nothing is compiled when the file is imported.
+GRID = jnp.asarray(np.arange(512, dtype=np.float32))
+COSINE, SINE = np.cos(np.float32(0.3)), np.sin(np.float32(0.3))
+ROTATION = jnp.asarray(np.array([[COSINE, -SINE, 0], [SINE, COSINE, 0], [0, 0, 1]], np.float32))
+ROWS, COLUMNS = np.meshgrid(np.arange(16), np.arange(32), indexing="ij")
+PIXELS = jnp.asarray(np.stack([ROWS.ravel(), COLUMNS.ravel()], -1), jnp.float32)
+HIGH_BIN = jnp.asarray(np.eye(512, dtype=np.float32)[300])
+IMAGES, SQUARE = jnp.asarray(np.full((32, 16), 200, np.uint8)), normal(3, 16, 16)
 WEIGHTS = (SQUARE * 10).astype(jnp.int8)
 
 
@@ -73,17 +75,14 @@ PROGRAMS = {
 def test_a_product_with_few_columns_is_as_exact_as_a_sum(name, policy):
     by_product, by_sum = PROGRAMS[name]
     assert products(half(by_product, policy), X, W)[-1] == "float32"
-    exact = by_product(X, W)
-    errors = [
-        np.abs(result - exact).max()
-        for result in compiled(lambda x, w: (half(by_product, policy)(x, w), half(by_sum, policy)(x, w)))(X, W)
-    ]
+    ways = by_product, half(by_product, policy), half(by_sum, policy)
+    exact, *results = compiled(lambda x, w: [fun(x, w) for fun in ways])(X, W)
+    errors = [np.abs(result - exact).max() for result in results]
     assert errors[0] <= 1.5 * errors[1] + 1e-6 * np.abs(exact).max()
 
 
 def test_a_sum_of_large_energies_by_a_one_hot_product_is_float32():
-    result, exact = compiled(half(energies))(X, W), energies(X, W)
-    np.testing.assert_allclose(result, exact, atol=0.05)
+    np.testing.assert_allclose(*both(energies, "mixed_bfloat16", X, W), atol=0.05)
 
 
 def test_points_are_rotated_and_projected_in_float32():
