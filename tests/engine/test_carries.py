@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 
 import flax.linen as nn
 import jax
@@ -71,8 +72,13 @@ def as_module(fun):
     return Model()
 
 
+@functools.cache
+def rows_of_plan(fun):
+    return jaxmp.cast_plan(fun, "mixed_bfloat16")(PARAMS).rows
+
+
 def dtypes_of(name, fun, overrides=None):
-    rows = jaxmp.cast_plan(fun, "mixed_bfloat16", overrides)(PARAMS).rows
+    rows = jaxmp.cast_plan(fun, "mixed_bfloat16", overrides)(PARAMS).rows if overrides else rows_of_plan(fun)
     return [row.result for row in rows if row.primitive == name]
 
 
