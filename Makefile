@@ -88,9 +88,10 @@ notebook: .venv/installed ## run notebooks/quickstart.ipynb and save its outputs
 doctor: .venv/installed ## show which dtypes this machine computes fast, and what to fix
 	@$(PY) -m jaxmp doctor $(ARGS)
 
-lint: .venv/installed ## check rules and format with ruff
+lint: .venv/installed ## check rules and format with ruff, and the files of the repository: imports, links, the reference
 	$(PY) -m ruff check $(SOURCES)
 	$(PY) -m ruff format --check $(SOURCES)
+	$(PY) -m pytest -q -m "not slow" tests/repository
 
 format: .venv/installed ## fix and format the code with ruff
 	$(PY) -m ruff check --fix $(SOURCES)

@@ -36,18 +36,6 @@ def test_the_code_of_a_page_runs(page: str, tab: str, tmp_path: Path, monkeypatc
         run(DOCS / page, tab)
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_code_fits_into_its_column(page: str) -> None:
-    long = [line for block in blocks(DOCS / page) for line in block.code.splitlines() if len(line) > 100]
-    assert not long
-
-
-def test_every_recipe_is_there_in_linen_and_in_nnx():
-    for page in (DOCS / "cookbook").glob("*.md"):
-        tabs = {block.tab for block in blocks(page)}
-        assert page.stem in ("index", "other_libraries") or {"Linen", "NNX"} <= tabs, page
-
-
 def test_printed_text_that_differs_is_an_error(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text('```python\nprint(1)\n```\n\n```text title="prints"\n2\n```\n')

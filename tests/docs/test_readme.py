@@ -1,8 +1,7 @@
-"""The README's code runs and learns; first pages stay short; links work."""
+"""The five lines of the README run and learn."""
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import flax.linen as nn
@@ -40,22 +39,3 @@ def test_the_five_lines_of_the_readme_run_and_learn():
             state, metrics = scope["step"](state, batch)
     assert len(example.code.splitlines()) == 5
     assert float(metrics["loss"]) < 0.1 and float(metrics["loss_scale"]) == 2.0**15 and not metrics["skipped"]
-
-
-def test_the_first_pages_stay_short():
-    assert README.stat().st_size <= 6144 and (ROOT / "CONTRIBUTING.md").stat().st_size <= 4000
-    assert len((ROOT / "CHANGELOG.md").read_text().splitlines()) <= 50
-
-
-def test_every_link_between_pages_leads_somewhere():
-    pages = [
-        *ROOT.glob("*.md"),
-        *ROOT.glob("docs/**/*.md"),
-        *ROOT.glob("jaxmp/**/*.md"),
-        *ROOT.glob("tests/*.md"),
-        *ROOT.glob("experiments/benchmarks/*.md"),
-    ]
-    for page in pages:
-        for link in re.findall(r"\]\(([^)#\s]+)\)", page.read_text()):
-            exists = (page.parent / link).exists() or (ROOT / link).exists()  # the site has a copy of the notebooks
-            assert link.startswith("http") or exists, f"{page}: {link}"
