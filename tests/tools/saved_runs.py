@@ -16,6 +16,7 @@ import jaxmp
 
 BATCH = {"x": np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)}
 BAD = {"x": BATCH["x"] * np.nan}
+ADAM = standard(optax.adam(1e-2))  # one object, so that a step is compiled once for several runs
 
 
 class Net(nn.Module):
@@ -33,7 +34,7 @@ def linen_run(policy: str = "mixed_float16", scale: Any = None, tx: Any = None, 
     model = jaxmp.linen.apply_policy(Net(), policy)
     with jax.numpy_dtype_promotion("standard"):
         variables = model.init(jax.random.key(seed), BATCH["x"], is_training=False)
-    tx = tx or standard(optax.adam(1e-2))
+    tx = tx or ADAM
     fields = {"rng": seed + 1, "ema": True, **fields}
     state = jaxmp.TrainState.create(
         params=variables["params"],
@@ -67,7 +68,7 @@ def nnx_run(policy: str = "mixed_float16", scale: Any = None, seed: int = 0, ema
     """Return a fresh NNX model and its optimizer."""
     model = jaxmp.nnx.apply_policy(NNXNet(seed), policy)
     scale = jaxmp.DynamicLossScale(2.0**10, period=2) if scale is None else scale
-    return model, jaxmp.nnx.Optimizer(model, standard(optax.adam(1e-2)), loss_scale=scale, ema=ema)
+    return model, jaxmp.nnx.Optimizer(model, ADAM, loss_scale=scale, ema=ema)
 
 
 def nnx_loss(model: Any, batch: Any) -> jax.Array:
