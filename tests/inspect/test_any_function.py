@@ -150,9 +150,10 @@ def test_functions_among_the_leaves_of_a_model_are_left_to_it() -> None:
     rows = compare(loss_of_layer, "mixed_bfloat16")(*args).rows
     assert [row.path for row in rows] == ["layer", "", "layer", "model/layer/weight"]
     counted = numerics(loss_of_layer, tx=optax.sgd(0.1))
-    assert list(counted(*args).updates) == ["layer/weight"]
+    of_tanh = counted(*args)
+    assert list(of_tanh.updates) == ["layer/weight"]
     identity = Layer(jnp.eye(8), lambda x: x)
-    assert counted({"layer": identity}, x).loss == 1.0 > counted(*args).loss  # the function is not the first one
+    assert counted({"layer": identity}, x).loss == 1.0 > of_tanh.loss  # the function is not the first one
     bad = Layer(jnp.eye(8) * jnp.inf, jnp.tanh)
     assert first_nonfinite(loss_of_layer)({"layer": bad}, x).path == "model/layer/weight"
     assert tune(loss_of_layer, "mixed_bfloat16")(*args, batches=[(2 * x,)]).half_flops == 1.0

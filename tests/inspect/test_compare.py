@@ -254,7 +254,7 @@ def test_rows_have_the_dtypes_of_numerics():
             return nn.Dense(8, name="head")(nn.Dense(8, name="body")(x))
 
     x, plain = jnp.asarray(np.random.default_rng(0).normal(size=(8, 8)), "float32"), Net()
-    params = plain.init(jax.random.key(0), x)["params"]
+    params = numbers(jax.eval_shape(plain.init, jax.random.key(0), x))["params"]
     policied = jaxmp.linen.apply_policy(plain, "mixed_bfloat16", {"**/body": "float32"})
 
     def loss_of(model):

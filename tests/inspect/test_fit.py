@@ -186,25 +186,37 @@ def test_the_own_remat_of_a_step_is_tried_too(fit_on_cpu):
     assert {trial.remat for trial in result.trials} == {"none", "dots", "dots_no_batch", "dots_saveable"}
 
 
-@pytest.mark.parametrize("chunks", [8, "auto"])
-def test_chunks_are_tried_only_if_the_loss_leaves_their_number_open(fit_on_cpu, chunks):
+def chunked_step(chunks):
+    """Return a step whose loss has the given number of chunks, its state and a batch."""
+
     def loss_fn(params, batch):
         return projected_cross_entropy(batch["x"] @ params, batch["table"], batch["labels"], chunks=chunks)
 
-    step, state = step_and_state(loss_fn, policy="mixed_bfloat16")
     batch = {"x": np.ones((64, 8)), "table": np.ones((512, 8)), "labels": np.zeros(64)}
     batch = {name: array.astype("int32" if name == "labels" else "float32") for name, array in batch.items()}
+    return *step_and_state(loss_fn, policy="mixed_bfloat16"), batch
+
+
+def test_chunks_are_tried_if_the_loss_leaves_their_number_open(fit_on_cpu):
+    step, state, batch = chunked_step("auto")
     unsplit = fit_on_cpu(step, 2**30)(state, batch)
     assert len(unsplit.trials) == 1
+    assert unsplit.options == {"remat": "none", "loss_chunks": 1, "accumulate_steps": 1}
     result = fit_on_cpu(step, unsplit.trials[0].peak - 1)(state, batch)
-    if chunks == "auto":
-        assert unsplit.options == {"remat": "none", "loss_chunks": 1, "accumulate_steps": 1}
-        assert result.options == {"remat": "none", "loss_chunks": 4, "accumulate_steps": 1}
-        assert str(result).splitlines()[1].split()[:3] == ["remat", "loss_chunks", "accumulate_steps"]
-    else:
-        assert {trial.loss_chunks for trial in result.trials} == {None}
-        assert unsplit.options == {"remat": "none", "accumulate_steps": 1}
-        assert "loss_chunks" not in str(result)
+    assert result.options == {"remat": "none", "loss_chunks": 4, "accumulate_steps": 1}
+    assert str(result).splitlines()[1].split()[:3] == ["remat", "loss_chunks", "accumulate_steps"]
+
+
+def test_a_loss_with_its_own_number_of_chunks_keeps_it(fit_on_cpu, monkeypatch):
+    def only_chunks(measure, remats, chunks, counts, limit):
+        return [measure(remats[0], number, counts[0]) for number in chunks]
+
+    monkeypatch.setattr(fit_module, "search", only_chunks)
+    step, state, batch = chunked_step(8)
+    result = fit_on_cpu(step, 2**30)(state, batch)
+    assert [trial.loss_chunks for trial in result.trials] == [None]
+    assert result.options == {"remat": "none", "accumulate_steps": 1}
+    assert "loss_chunks" not in str(result)
 
 
 def test_batch_statistics_are_mentioned_only_if_the_model_has_them(fit_on_cpu, monkeypatch):

@@ -207,12 +207,13 @@ def loss_fn(params, model_state, batch, rng):
     return 1e-3 * jnp.mean((z - batch["y"]) ** 2), model_state, {"size": jnp.mean(abs(z))}
 
 
-def problem(policy, **options):
-    w, v, x, y = np.random.default_rng(0).normal(size=(4, 8, 8)).astype(np.float32)
-    tx = jaxmp.loss_scaling(optax.adamw(1e-2), jaxmp.DynamicLossScale(2.0**8))
-    params = {"w": jnp.array(w), "v": jnp.array(v), "phase": jnp.array(x[0] + 1j * y[0])}
-    state = jaxmp.TrainState.create(params=params, tx=tx, rng=0)
-    return jaxmp.make_train_step(loss_fn, policy=policy, **options), state, {"x": jnp.array(x), "y": jnp.array(y)}
+TX = jaxmp.loss_scaling(optax.adamw(1e-2), jaxmp.DynamicLossScale(2.0**8))
+W, V, INPUTS, TARGETS = np.random.default_rng(0).normal(size=(4, 8, 8)).astype(np.float32)
+
+
+def fresh_state():
+    params = {"w": jnp.array(W), "v": jnp.array(V), "phase": jnp.array(INPUTS[0] + 1j * TARGETS[0])}
+    return jaxmp.TrainState.create(params=params, tx=TX, rng=0)
 
 
 def check_counts(step_numerics, before, after, metrics):
@@ -233,10 +234,10 @@ def check_counts(step_numerics, before, after, metrics):
     ids=["half", "accumulated"],
 )
 def test_a_watched_step_trains_as_the_plain_one_and_counts_what_it_computes(policy, options):
-    ends, (step, _, batch) = [], problem(policy, **options)
+    ends, batch = [], {"x": jnp.array(INPUTS), "y": jnp.array(TARGETS)}
+    step = jaxmp.make_train_step(loss_fn, policy=policy, **options)
     for every in (2, 100):
-        _, state, _ = problem(policy, **options)
-        watch = Watch(step, every=every)
+        state, watch = fresh_state(), Watch(step, every=every)
         for n in range(1, 4):
             before = jax.tree.map(np.array, state.params)
             state, metrics = watch(n, state, batch)
@@ -250,10 +251,10 @@ def test_a_watched_step_trains_as_the_plain_one_and_counts_what_it_computes(poli
 
 
 def test_a_watched_step_of_nnx_changes_model_and_optimizer():
-    ends, step = [], jaxmp.nnx.make_train_step(lambda model, x: jnp.mean(model(x) ** 2))
+    ends, step, tx = [], jaxmp.nnx.make_train_step(lambda model, x: jnp.mean(model(x) ** 2)), optax.sgd(0.1)
     for every in (1, 100):
         model = jaxmp.nnx.apply_policy(nnx.Linear(4, 2, rngs=nnx.Rngs(0)), "mixed_bfloat16")
-        optimizer = jaxmp.nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+        optimizer = jaxmp.nnx.Optimizer(model, tx, wrt=nnx.Param)
         watch = Watch(step, every=every)
         for n in (1, 2):
             metrics = watch(n, model, optimizer, jnp.ones((4, 4)))

@@ -16,6 +16,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from linen_zoo import numbers
 
 import jaxmp
 from jaxmp.inspect import profile
@@ -44,7 +45,7 @@ def _step(policy="mixed_bfloat16", overrides=None):
     def loss_fn(params, model_state, batch, rng):
         return jnp.mean(model.apply({"params": params}, batch) ** 2), model_state
 
-    params = model.init(jax.random.key(0), x)["params"]
+    params = numbers(jax.eval_shape(model.init, jax.random.key(0), x))["params"]
     state = jaxmp.TrainState.create(params=params, tx=optax.adam(1e-3))
     return jaxmp.make_train_step(loss_fn), state, x
 
@@ -127,9 +128,10 @@ def test_the_products_of_an_attention_have_the_dtype_of_the_program():
         def __call__(self, x):
             return x + nn.MultiHeadDotProductAttention(4, name="attn")(nn.LayerNorm()(x))
 
-    model = jaxmp.linen.apply_policy(nn.Sequential([Layer(), Layer()]), "mixed_bfloat16")
-    x = jnp.ones((8, 128, 128))
-    state = jaxmp.TrainState.create(params=model.init(jax.random.key(0), x)["params"], tx=optax.sgd(0.1))
+    model = jaxmp.linen.apply_policy(Layer(), "mixed_bfloat16")
+    x = jnp.ones((8, 32, 32))
+    params = numbers(jax.eval_shape(model.init, jax.random.key(0), x))["params"]
+    state = jaxmp.TrainState.create(params=params, tx=optax.sgd(0.1))
     step = jaxmp.make_train_step(lambda params, x: jnp.mean(model.apply({"params": params}, x) ** 2))
     measured = profile(step, steps=1)(state, x)
     assert {row.dtype for row in measured.rows if row.size} == {"bfloat16"}
@@ -280,6 +282,15 @@ def _nnx_step():
     return step, (model, jaxmp.nnx.Optimizer(model, optax.sgd(0.1)), jnp.ones((32, 64)))
 
 
+@pytest.fixture
+def assumed_gpu(monkeypatch):
+    """Take the CPU for a GPU, whose calls are timed for milliseconds instead of a second."""
+    monkeypatch.setattr("jaxmp.inspect._profile.profile._SECONDS", 0.0)
+    monkeypatch.setattr("jaxmp.inspect._profile.profile._ROUND_MILLISECONDS", 1.0)
+    with jaxmp.hardware.assumed("h200"):
+        yield
+
+
 @pytest.mark.parametrize(
     "call",
     [
@@ -290,21 +301,19 @@ def _nnx_step():
     ],
     ids=["jit", "step", "nnx.jit", "nnx step"],
 )
-def test_for_a_gpu_the_kernels_of_a_second_program_without_cuda_graphs_are_traced(call, monkeypatch):
+def test_for_a_gpu_the_kernels_of_a_second_program_without_cuda_graphs_are_traced(call, assumed_gpu, monkeypatch):
     fun, args = call()
-    with jaxmp.hardware.assumed("h200"):
-        measured = profile(fun, steps=2)(*args)
-        assert measured.groups[kinds.UNKNOWN] == 0 and measured.tensor_core_time > 0
-        assert sum(measured.groups.values()) == pytest.approx(measured.milliseconds)
-        monkeypatch.setattr("jaxmp.inspect._profile.profile.WITHOUT_CUDA_GRAPHS", {"xla_unknown_option": ""})
-        with pytest.raises(jax.errors.JaxRuntimeError, match="xla_unknown_option"):
-            profile(fun, steps=2)(*args)
+    measured = profile(fun, steps=2)(*args)
+    assert measured.groups[kinds.UNKNOWN] == 0 and measured.tensor_core_time > 0
+    assert sum(measured.groups.values()) == pytest.approx(measured.milliseconds)
+    monkeypatch.setattr("jaxmp.inspect._profile.profile.WITHOUT_CUDA_GRAPHS", {"xla_unknown_option": ""})
+    with pytest.raises(jax.errors.JaxRuntimeError, match="xla_unknown_option"):
+        profile(fun, steps=2)(*args)
 
 
-def test_for_a_gpu_batches_may_have_several_shapes():
+def test_for_a_gpu_batches_may_have_several_shapes(assumed_gpu):
     batches = itertools.cycle([jnp.ones((32, 64)), jnp.ones((16, 64))])
-    with jaxmp.hardware.assumed("h200"):
-        measured = profile(jax.jit(lambda w, x: x @ w), steps=4)(jnp.ones((64, 64)), batches)
+    measured = profile(jax.jit(lambda w, x: x @ w), steps=4)(jnp.ones((64, 64)), batches)
     assert measured.milliseconds > 0
 
 

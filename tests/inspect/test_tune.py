@@ -29,7 +29,7 @@ X = np.random.default_rng(0).normal(size=(32, 16)).astype("float32")
 
 
 def _flow(x, weight):
-    for _ in range(6):
+    for _ in range(5):
         x = x + 0.004 * jnp.tanh(x @ weight)
     return x
 
@@ -195,7 +195,7 @@ def test_a_plain_nnx_model_is_tuned_and_computes_under_the_saved_policy(tmp_path
             self.field = nnx.Linear(16, 16, rngs=rngs)
 
         def __call__(self, x):
-            for _ in range(6):
+            for _ in range(3):
                 x = x + 0.004 * nnx.tanh(self.field(x))
             return x
 
