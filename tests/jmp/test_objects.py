@@ -13,7 +13,7 @@ import jmp as real
 import numpy as np
 import optax
 import pytest
-from linen_zoo import products, quick_jit
+from linen_zoo import numbers, products, quick_jit
 from optimizer_tools import problem as train_problem
 from optimizer_tools import same_bits, standard, train_loss
 
@@ -50,19 +50,15 @@ def test_a_policy_of_jmps_is_taken_by_get_policy_and_policy_map():
 
 
 def test_a_policy_of_jmps_is_taken_by_linen_as_policy_and_as_override():
-    def run(policy: Any, full: Any) -> Any:
+    def programs(policy: Any, full: Any) -> Any:
         model = jaxmp.linen.apply_policy(Net(), policy, {"head": full})
+        init = jax.make_jaxpr(model.init)(jax.random.key(0), X)
+        return str(init), str(jax.make_jaxpr(model.apply)(variables, X)), products(model.apply, variables, X)
 
-        @quick_jit
-        def computed(key: jax.Array) -> Any:
-            variables = model.init(key, X)
-            return variables, model.apply(variables, X)
-
-        return computed(jax.random.key(0)), model
-
-    got, model = run(real.get_policy(MIXED), real.get_policy(FULL))
-    assert same_bits(got, run("mixed_float16", "p=f32")[0])
-    assert products(model.apply, got[0], X) == ["float16", "float32"]
+    variables = numbers(jax.eval_shape(Net().init, jax.random.key(0), X))
+    of_jmp = programs(real.get_policy(MIXED), real.get_policy(FULL))
+    assert of_jmp == programs("mixed_float16", "p=f32")
+    assert of_jmp[2] == ["float16", "float32"]
 
 
 @pytest.mark.parametrize(
@@ -74,10 +70,12 @@ def test_a_policy_of_jmps_is_taken_by_linen_as_policy_and_as_override():
     ],
 )
 def test_a_loss_scale_of_jmps_is_taken_by_the_optimizer_the_train_state_and_the_train_step(module, name, arguments):
+    step, adam = jaxmp.make_train_step(train_loss), standard(optax.adam(1e-2))
+
     def run(scale: Any) -> Any:
         params, batch = train_problem()
-        state = jaxmp.TrainState.create(params=params, tx=jaxmp.loss_scaling(standard(optax.adam(1e-2)), scale), rng=0)
-        step, metrics = jaxmp.make_train_step(train_loss), []
+        state = jaxmp.TrainState.create(params=params, tx=jaxmp.loss_scaling(adam, scale), rng=0)
+        metrics = []
         for factor in (1.0, 1.0, np.nan, 1.0):
             scaled = jax.tree.map(lambda x, factor=factor: x * jnp.asarray(factor, x.dtype), batch)
             state, more = step(state, scaled)
@@ -200,7 +198,7 @@ class Trainer:
         grads = self.loss_scale.unscale(jax.grad(loss_fn)(params))
         grads_finite = real.all_finite(grads)
         self.loss_scale = self.loss_scale.adjust(grads_finite)
-        updated = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+        updated = jax.tree.map(lambda p, g: p - 0.2 * g, params, grads)
         return real.select_tree(grads_finite, updated, params)
 
 
@@ -216,7 +214,7 @@ def test_a_trainer_written_for_jmp_trains_with_jaxmps_policies_and_scales(policy
     params = {"w": jnp.zeros((3, 1))}
     target = X @ jnp.float32([[1.0], [-2.0], [0.5]])
     before = jnp.mean(target**2)
-    for i in range(30):
+    for i in range(12):
         x = X * jnp.inf if i == 3 else X
         params = trainer.step(params, x, target)
     assert params["w"].dtype == F32
