@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from linen_zoo import data
+from linen_zoo import data, numbers, zeros
 
 import jaxmp
 from jaxmp import TrainState, make_train_step
@@ -59,7 +59,7 @@ def linen_step(stack: str, remat: str | None, **options):
     XLA keeps every rounding to half precision, so that programs that are fused in other ways have equal numbers.
     """
     model = jaxmp.linen.apply_policy(Net(stack), "mixed_bfloat16")
-    variables = model.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, ROWS)
+    variables = jax.eval_shape(model.init, {"params": jax.random.key(0), "dropout": jax.random.key(1)}, ROWS)
 
     def loss_fn(params, model_state, batch, rng):
         variables = {"params": params, **model_state}
@@ -67,8 +67,8 @@ def linen_step(stack: str, remat: str | None, **options):
         return (out**2).mean(), model_state
 
     state = TrainState.create(
-        params=variables["params"],
-        model_state={"batch_stats": variables["batch_stats"]},
+        params=numbers(variables["params"]),
+        model_state={"batch_stats": zeros(variables["batch_stats"])},
         tx=optax.sgd(0.1),
         rng=jax.random.key(2),
     )
