@@ -87,7 +87,13 @@ def stored_shapes(step, state) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.once
-@pytest.mark.parametrize(("stack", "options"), [("python", {}), ("scan", {"accumulate_steps": 2})])
+@pytest.mark.parametrize(
+    ("stack", "options"),
+    [
+        ("python", {}),
+        pytest.param("scan", {"accumulate_steps": 2}, marks=pytest.mark.slow("compiles two long steps")),
+    ],
+)
 def test_recomputed_layers_train_as_stored_ones_with_dropout_and_batch_statistics(stack, options):
     states = []
     for remat in (None, "layers"):
