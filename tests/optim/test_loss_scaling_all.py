@@ -149,22 +149,19 @@ def test_an_optimizer_takes_its_usual_step_and_skips_a_bad_step_completely(name)
     tx = loss_scaling(plain, DynamicLossScale(2.0**10))
 
     @jax.jit
-    def started():
-        return plain.update(grads, plain.init(params), params, **extra), tx.init(params)
-
-    @jax.jit
     def update(grads, state):
-        same = {"grad": grads} if "grad" in extra else {}
-        return tx.update(grads, state, params, **extra | same)
+        """Return the updates and the new state, and those of the plain optimizer's first step."""
+        more = extra | ({"grad": grads} if "grad" in extra else {})
+        of_plain = plain.update(grads, plain.init(params), params, **more)
+        return tx.update(grads, state, params, **more), of_plain
 
-    (expected, expected_state), before = started()
-    updates, after = update(grads, before)
+    (updates, after), (expected, expected_state) = update(grads, tx.init(params))
     assert after.last_finite and jax.tree.structure(updates) == jax.tree.structure(expected)
     for got, want in zip(jax.tree.leaves(updates), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-7)
     assert jax.tree.structure(after.inner_state) == jax.tree.structure(expected_state)
 
-    updates, skipped = update(jax.tree.map(lambda g: g.at[..., -1].set(jnp.nan), grads), after)
+    (updates, skipped), _ = update(jax.tree.map(lambda g: g.at[..., -1].set(jnp.nan), grads), after)
     assert all((leaf == 0).all() and np.signbit(leaf).all() for leaf in jax.tree.leaves(updates))
     assert same_bits(optax.apply_updates(params, updates), params)
     assert same_bits(skipped.inner_state, after.inner_state)
