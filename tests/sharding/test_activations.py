@@ -19,7 +19,7 @@ from jaxmp.sharding import Sharding
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
-on_both_axes = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+SLOW = pytest.mark.slow("the same for axes that the loss makes Auto: compiles a large program")
 
 
 def step_on(mesh, loss_fn, params):
@@ -58,7 +58,7 @@ PAIRS = {
 }
 
 
-@on_both_axes
+@pytest.mark.parametrize("kind", [AxisType.Auto, pytest.param(AxisType.Explicit, marks=SLOW)])
 def test_products_of_computed_weights_sum_in_float32_and_round_once(kind):
     """Use integers, whose sums float32 represents exactly and bfloat16 does not."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -32,6 +34,7 @@ from mesh_steps import (
 )
 from meshes import mesh_of
 from nnx_zoo import module_with_numbers
+from recompiles import compiled_once
 
 import jaxmp
 from jaxmp import sharding
@@ -41,6 +44,30 @@ from jaxmp.sharding.specs import specs_in
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+
+
+@functools.cache
+def stacked_params_on_one_device():
+    """Return the stacked params after five steps of two microbatches."""
+    state = jaxmp.TrainState.create(params=stacked_params(), tx=tx_of())
+    step = jaxmp.make_train_step(stacked_loss, accumulate_steps=2, donate=False)
+    return five_steps(step, state, tokens()).params
+
+
+def five_steps(step, state, batch):
+    for _ in range(5):
+        state, metrics = step(state, batch)
+        assert not metrics["skipped"]
+    assert compiled_once(step)
+    return state
+
+
+def stacked_state_on(mesh, specs, remat=None, **options):
+    """Return the state of the stacked params after the same five steps on a mesh."""
+    on_mesh = Sharding(mesh, specs, **options)
+    state = jaxmp.TrainState.create_sharded(stacked_params, tx_of(), on_mesh)
+    step = jaxmp.make_train_step(stacked_loss, sharding=on_mesh, accumulate_steps=2, remat=remat, donate=False)
+    return five_steps(step, state, tokens())
 
 
 def moved_nearly_alike(states, start):
@@ -90,9 +117,8 @@ class TestNumbers:
     @pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
     def test_a_sharding_without_specs_is_data_parallelism_with_the_numbers_of_one_device(self, kind):
         mesh = mesh_of(kind, data=4)
-        steps, states = pair(stacked_params, stacked_loss, mesh, None, {"accumulate_steps": 2})
-        single_state, sharded_state = after_five(steps, states, tokens())
-        assert differences(single_state.params, sharded_state.params) <= 2e-6
+        sharded_state = stacked_state_on(mesh, None)
+        assert differences(stacked_params_on_one_device(), sharded_state.params) <= 2e-6
         for leaf in jax.tree.leaves(sharded_state):
             assert leaf.sharding.is_equivalent_to(NamedSharding(mesh, P()), leaf.ndim)
 
@@ -100,10 +126,8 @@ class TestNumbers:
         mesh = mesh_of(EXPLICIT, data=2, fsdp=2)
         specs = specs_of(stacked_params, mesh, stacked=["layers", "bias"])
         assert specs["layers"]["up"] == P(None, None, "fsdp") and specs["bias"] == P()
-        options = {"accumulate_steps": 2, "remat": "layers"}
-        steps, states = pair(stacked_params, stacked_loss, mesh, specs, options, reduce="once")
-        single_state, sharded_state = after_five(steps, states, tokens())
-        assert differences(single_state.params, sharded_state.params) <= 2e-6
+        sharded_state = stacked_state_on(mesh, specs, remat="layers", reduce="once")
+        assert differences(stacked_params_on_one_device(), sharded_state.params) <= 2e-6
 
     @pytest.mark.once
     @pytest.mark.parametrize(("kind", "up"), [(EXPLICIT, P(("fsdp", "tensor"))), (AUTO, P(None, "tensor"))])
