@@ -124,9 +124,8 @@ def linear(policy: Any, kind: type[hk.Module] = hk.Linear) -> tuple[Any, jax.Arr
 
 
 POLICIES = [
-    (jaxmp.get_policy("mixed_float16").with_output_dtype("bf16"), "p=f32,c=f16,o=bf16", hk.Linear),
+    (jmp.get_policy("c=f16,o=f32").with_output_dtype(jnp.bfloat16), "p=f32,c=f16,o=bf16", hk.Linear),
     (jaxmp.get_policy("float16"), "half", hk.Sequential),
-    (jmp.get_policy("c=f16,o=f32").with_output_dtype(jnp.float16), "c=f16", hk.Sequential),
 ]
 
 
