@@ -225,7 +225,7 @@ def test_batch_statistics_are_mentioned_only_if_the_model_has_them(fit_on_cpu, m
     for last_layer, has_statistics in ((nnx.BatchNorm(8, rngs=rngs), True), (nnx.Dropout(0.5, rngs=rngs), False)):
         model = nnx.Sequential(nnx.Linear(8, 8, rngs=rngs), last_layer)
         optimizer = jaxmp.nnx.Optimizer(model, optax.sgd(0.1))
-        step = jaxmp.nnx.make_train_step(lambda model, x: (model(x) ** 2).mean(), policy="mixed_bfloat16")
+        step = jaxmp.nnx.make_train_step(lambda model, x: (model(x) ** 2).mean())
         result = fit_on_cpu(step, 2**30)(model, optimizer, np.ones((4, 8), np.float32))
         assert result.best is not None and result.best.accumulate_steps == 2
         assert ("batch statistics" in str(result)) == has_statistics
