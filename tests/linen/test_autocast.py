@@ -1,10 +1,9 @@
-"""Tests of jaxmp.linen.autocast: variables, overrides and errors."""
+"""Tests of jaxmp.linen.autocast: variables, paths and copies."""
 
 from __future__ import annotations
 
 import functools
 import pickle
-import re
 from typing import Any
 
 import flax.linen as nn
@@ -27,11 +26,11 @@ from linen_zoo import (
 )
 
 import jaxmp
-from jaxmp.linen import apply_policy, autocast
+from jaxmp.linen import autocast
 
 pytestmark = pytest.mark.once  # test_dtypes.py runs on the newest JAX
 
-IMAGES = data(2, 16, 16, 3)
+IMAGES = data(2, 4, 4, 3)
 IDS = jnp.array([1, 3])
 
 
@@ -75,24 +74,6 @@ def test_variables_are_those_of_the_bare_module_and_results_those_of_jaxmp_autoc
     by_hand = jaxmp.autocast(functools.partial(bare.apply, mutable=["batch_stats"]), "mixed_float16")
     same_computation(functools.partial(model.apply, mutable=["batch_stats"]), by_hand, shapes(bare, IMAGES), IMAGES)
     assert set(model_products(model, IMAGES)) == {"float16"}
-
-
-def test_an_override_by_path_changes_the_program_and_the_first_match_wins():
-    for pattern, level in (("Dense_1", "float32"), ("**/Dense_1", "highest"), ("*_1", "half")):
-        policy = (
-            jaxmp.Policy("float32", "float32", "float32", matmul_precision="highest") if level == "highest" else level
-        )
-        model = autocast(MLP((8, 8, 8)), "mixed_float16", {pattern: policy})
-        middle = "float16" if level == "half" else "float32"
-        assert model_products(model, data(2, 8)) == ["float16", middle, "float16"]
-
-
-def test_an_override_by_class_changes_the_program():
-    dtypes = model_products(autocast(Small(), "mixed_float16", {nn.Conv: "float32"}), IMAGES)
-    assert dtypes == ["float32", "float16"]
-
-    model = autocast(MLP((8, 8, 8)), "mixed_float16", {"Dense_2": "half", "**": "float32"})
-    assert model_products(model, data(2, 8)) == ["float32", "float32", "float16"]
 
 
 def test_paths_do_not_contain_the_methods_that_lead_to_a_module():
@@ -162,39 +143,3 @@ def test_a_module_under_autocast_can_be_cloned_copied_and_tabulated():
     console = {"force_terminal": False, "width": 120}
     bare = MLP().tabulate(rngs(), data(2, 8), console_kwargs=console)
     assert model.tabulate(rngs(), data(2, 8), console_kwargs=console).startswith(bare)
-
-
-def test_invalid_overrides_are_errors():
-    for overrides, text in (
-        ({"Dense1": "float32"}, r"'Dense1' matched none; nearest paths: 'Dense_1'"),
-        ({nn.Conv: "float32"}, r"'type:Conv' matched none; nearest classes: "),
-        ({"**": "float32"}, r"computes in float16, but every product stays .* Dense_0 \(override '\*\*'\)"),
-    ):
-        model = autocast(MLP(), "mixed_float16", overrides)
-        with pytest.raises(ValueError, match=text):
-            jax.eval_shape(model.apply, shapes(MLP(), data(2, 8)), data(2, 8))
-
-
-def test_overrides_of_operations_and_other_half_dtypes_work_under_autocast_and_under_a_policy():
-    for under in (autocast, apply_policy):
-        model = under(MLP(), "mixed_bfloat16", {"primitive:dot_general": "float32", "Dense_0": "half"})
-        assert model_products(model, data(2, 8)) == ["bfloat16", "float32"]
-        model = under(MLP(), "mixed_bfloat16", {"Dense_0": "mixed_float16"})
-        assert model_products(model, data(2, 8)) == ["float16", "bfloat16"]
-
-
-def test_a_model_under_autocast_whose_products_all_stay_float32_raises_and_names_them():
-    model = jaxmp.linen.autocast(MLP(), "mixed_bfloat16", {nn.Dense: "float32"})
-    text = r"every product stays as it was: Dense_0 \(override 'type:Dense'\), Dense_1 .*\.\nDrop the override"
-    with pytest.raises(ValueError, match=text):
-        jax.eval_shape(model.apply, shapes(MLP(), data(2, 8)), data(2, 8))
-    for key, level in (("class:half", "float32"), ("class:half", "tensorfloat32"), ("class:*", "float32")):
-        model = jaxmp.linen.autocast(MLP(), "mixed_bfloat16", {key: level})
-        with pytest.raises(ValueError, match=re.escape(f"Dense_1 (override {key!r}).\nDrop the override")):
-            jax.eval_shape(model.apply, shapes(MLP(), data(2, 8)), data(2, 8))
-        for half in ("Dense_0", "primitive:dot_general"):
-            model = jaxmp.linen.autocast(MLP(), "mixed_bfloat16", {key: level, half: "half"})
-            assert model_products(model, data(2, 8))[0] == "bfloat16"
-    with pytest.raises(TypeError, match=r"jaxmp\.linen\.autocast takes a flax\.linen\.Module, got the class MLP"):
-        jaxmp.linen.autocast(MLP, "mixed_bfloat16")
-    assert model_products(autocast(MLP(), "float32"), data(2, 8)) == ["float32", "float32"]

@@ -1,11 +1,10 @@
-"""Policies of NNX modules: overrides, explicit dtypes, nesting and errors."""
+"""Policies of NNX modules: sharing, default dtypes, nesting, caches and errors."""
 
 from __future__ import annotations
 
 import gc
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +12,7 @@ import pytest
 from error_tools import refused
 from flax import nnx
 from linen_zoo import data, same_bits
-from nnx_zoo import Net, Scale, compiled, model_products, module_with_numbers, outcome, products_of, rngs, values
+from nnx_zoo import Net, Scale, model_products, module_with_numbers, outcome, rngs, values
 
 import jaxmp
 from jaxmp.nnx import apply_policy, autocast
@@ -22,61 +21,11 @@ IMAGE, VECTORS = data(2, 5, 5, 3), data(8, 8)
 
 
 @pytest.mark.once
-def test_an_override_covers_the_modules_below_its_path_and_the_first_match_wins():
-    model = apply_policy(
-        Net(rngs()), "mixed_float16", {"layers/1": "mixed_bfloat16", "layers": "float32", "**/norm": "float32"}
-    )
-    assert products_of(model, IMAGE) == [  # layers/0 and again are one module
-        ("conv", "float16"),
-        ("again", "float32"),
-        ("layers/1", "bfloat16"),
-        ("scale", "float16"),
-        ("again", "float32"),
-    ]
-
-
-class ProductLayerNorm(nnx.LayerNorm):
-    """A norm with a product."""
-
-    def __call__(self, x: Any) -> Any:
-        return super().__call__(x @ jnp.diag(self.scale[...]))
-
-
-def test_an_override_by_class_covers_its_instances_and_o2_the_norms():
-    overrides = [{pattern: "float32"} for pattern in (nnx.LayerNorm, "type:*Norm", "type:ProductLayer*")]
-    for policy, override in (*(("mixed_float16", override) for override in overrides), ("O2", None)):
-        model = nnx.Sequential(nnx.Linear(8, 8, rngs=rngs()), ProductLayerNorm(8, rngs=rngs()))
-        model = apply_policy(model, policy, override)
-        assert products_of(model, VECTORS) == [("layers/0", "float16"), ("layers/1", "float32")]
-
-
-@pytest.mark.once
 def test_a_shared_module_is_covered_by_a_pattern_on_either_path():
     for pattern in ("again", "layers/0"):
         model = apply_policy(Net(rngs()), "mixed_float16", {pattern: "float32"})
         assert model.again is model.layers[0]
         assert model_products(model, IMAGE) == ["float16", "float32", "float16", "float16", "float32"]
-
-
-def test_an_override_reaches_a_module_without_a_dtype_attribute():
-    model = apply_policy(Net(rngs()), "mixed_float16", {"scale": "mixed_bfloat16"})
-    assert model_products(model, IMAGE) == ["float16"] * 3 + ["bfloat16", "float16"]
-
-
-def test_an_override_reaches_a_module_without_params():
-    class Scores(nnx.Module):
-        def __call__(self, x: Any) -> Any:
-            return x @ x.T
-
-    class Attention(nnx.Module):
-        def __init__(self) -> None:
-            self.layer, self.scores = nnx.Linear(8, 8, rngs=rngs()), Scores()
-
-        def __call__(self, x: Any) -> Any:
-            return self.scores(self.layer(x))
-
-    for overrides, scores in (({}, "bfloat16"), ({"scores": "float32"}, "float32")):
-        assert model_products(apply_policy(Attention(), "mixed_bfloat16", overrides), VECTORS) == ["bfloat16", scores]
 
 
 @pytest.mark.once
@@ -124,32 +73,6 @@ def test_params_tied_across_modules_stay_tied():
         assert model.table is model.embed.embedding
         grads = nnx.eval_shape(lambda model: outcome(model, jnp.arange(4))[1], model)
         assert len(jax.tree.leaves(grads)) == 4  # the shared table counts once
-
-
-def test_a_dtype_that_differs_from_the_default_stays_unless_an_override_matches():
-    for dtype in ("float32", "bfloat16"):
-        model = nnx.Sequential(nnx.Linear(8, 8, rngs=rngs()), nnx.Linear(8, 8, dtype=jnp.dtype(dtype), rngs=rngs()))
-        for under in (apply_policy, autocast):
-            assert model_products(under(model, "mixed_float16"), VECTORS) == ["float16", dtype]
-            overridden = under(model, "mixed_float16", {"**": "mixed_float16"})
-            assert model_products(overridden, VECTORS) == ["float16", "float16"]
-
-
-def test_a_layer_whose_author_set_a_half_dtype_gives_the_bits_of_flax():
-    layers = [nnx.Linear(8, 8, dtype=jnp.bfloat16, rngs=rngs()), nnx.LayerNorm(8, dtype=jnp.bfloat16, rngs=rngs())]
-    for layer in layers:
-        with jax.numpy_dtype_promotion("standard"):  # LayerNorm adds half and float32 arrays
-            got, want = compiled(
-                lambda models: [model(VECTORS) for model in models], (apply_policy(layer, "mixed_float16"), layer)
-            )
-        same_bits(got, want.astype("float32"))
-
-
-def test_a_param_dtype_that_differs_from_the_default_stays_unless_an_override_matches():
-    model = nnx.Linear(8, 8, param_dtype=jnp.bfloat16, rngs=rngs())
-    assert apply_policy(model, "mixed_float16").kernel.dtype == jnp.bfloat16
-    overridden = apply_policy(model, "mixed_float16", {"**": "mixed_float16"})
-    assert overridden.kernel.dtype == jnp.float32
 
 
 class HandedDown(nnx.Module):
@@ -259,28 +182,7 @@ def test_a_submodule_with_a_policy_keeps_it_inside_another_model_and_alone():
 
 
 @pytest.mark.once
-def test_a_pattern_without_a_match_and_an_argument_that_is_not_a_module_raise_at_once():
-    with pytest.raises(ValueError, match=r"'layers/7' matched none; nearest paths: .*layers/1"):
-        apply_policy(Net(rngs()), "mixed_float16", {"layers/7": "float32"})
-    with pytest.raises(ValueError, match="'conv/kernel' matched none; nearest paths: 'conv'"):
-        apply_policy(Net(rngs()), "mixed_float16", {"conv/kernel": "float32"})
-    with pytest.raises(ValueError, match=r"'BatchNorm' matched none; nearest paths: .*; write 'type:BatchNorm'$"):
-        apply_policy(Net(rngs()), "mixed_float16", {"BatchNorm": "float32"})
-    with pytest.raises(ValueError, match=r"is a class of flax.linen, but the model is of flax.nnx: write a class of"):
-        apply_policy(Net(rngs()), "mixed_float16", {nn.LayerNorm: "float32"})
-    with pytest.raises(ValueError, match=r"'type:LayerNorm' matched none; nearest classes: .*BatchNorm"):
-        apply_policy(Net(rngs()), "mixed_float16", {nnx.LayerNorm: "float32"})
-
-    for model, text in (
-        (nn.Dense(2), "got flax.linen.linear.Dense; jaxmp.linen.apply_policy takes modules of flax.linen"),
-        (nnx.Linear, "got the class Linear; create an instance"),
-    ):
-        with pytest.raises(TypeError, match=rf"jaxmp.nnx.apply_policy takes a flax.nnx.Module, {text}"):
-            apply_policy(model, "mixed_float16")
-
-
-@pytest.mark.once
-def test_the_error_for_a_half_policy_without_half_products_names_the_modules_and_the_override():
+def test_the_error_for_a_half_policy_without_half_products_is_raised_in_every_transform_and_again():
     model = nnx.Sequential(nnx.Linear(8, 8, dtype=jnp.float32, rngs=rngs()), nnx.PReLU())
     under = apply_policy(model, "mixed_float16")
     calls = [lambda: under(VECTORS), lambda: nnx.jit(lambda model: model(VECTORS))(under)]
@@ -295,25 +197,6 @@ def test_the_error_for_a_half_policy_without_half_products_names_the_modules_and
             ),
         ):
             call()
-    with jax.numpy_dtype_promotion("standard"), pytest.raises(ValueError, match=r"layers/0 \(override 'layers/0'\)"):
-        apply_policy(model, "mixed_bfloat16", {"layers/0": "float32"})(VECTORS)
-    norm = apply_policy(nnx.LayerNorm(8, rngs=rngs()), "mixed_float16", {"**": "float32"})
-    nnx.eval_shape(norm, VECTORS)  # a model without products is not an error
-    layers = [nnx.Linear(8, 8, dtype=dtype, rngs=rngs()) for dtype in (None, jnp.float32, jnp.float32)]
-    under = apply_policy(nnx.Sequential(*layers), "mixed_float16")
-    with pytest.warns(UserWarning, match=r"2 of 3 products stay as they were: layers/1 \(its own dtype=float32\), l"):
-        under(VECTORS)
-
-
-class Attends(nnx.Module):
-    """A module with products of its own, and a submodule with a product."""
-
-    def __init__(self, rngs, dtype=None):
-        self.l, self.head = nnx.Linear(8, 8, dtype=dtype, rngs=rngs), nnx.LayerNorm(8, rngs=rngs)
-
-    def __call__(self, x):
-        x = self.head(self.l(x))
-        return jax.nn.softmax(x @ x.T) @ x
 
 
 class ByKernel(nnx.Module):
@@ -344,53 +227,27 @@ class Layers(nnx.Module):
         return run(self.layers, x)
 
 
-class Scaled(nnx.Module):
-    """A module whose Param has two axes, but is not in a product."""
-
-    def __init__(self, rngs):
-        self.scale, self.l = Table(rngs), nnx.Linear(8, 8, rngs=rngs)
-
-    def __call__(self, x):
-        return self.l(self.scale(x))
-
-
-class Table(nnx.Module):
-    def __init__(self, rngs):
-        self.table = nnx.Param(jnp.ones((8, 8)))
-
-    def __call__(self, x):
-        return x * self.table[...]
-
-
 @pytest.mark.once
-def test_half_products_are_searched_in_the_traced_program():
+def test_half_products_are_searched_in_callbacks_and_scans_over_layers():
+    def attend(_, x):
+        return jax.nn.softmax(x @ x.T) @ x
+
+    def project(layers, x):
+        return layers["linear"](x)
+
+    attention = module_with_numbers(lambda: Layers(rngs(), attend))
+    linear = module_with_numbers(lambda: Layers(rngs(), project, nnx.Linear))
     for under in (apply_policy, autocast):
-        half, wide = ["bfloat16"] * 2, ["float32"]
-        for model in (Attends(rngs()), *([Attends(rngs(), jnp.float32)] if under is apply_policy else ())):
-            overrides = {"l": "float32"} if model.l.dtype is None else None
-            assert model_products(under(model, "mixed_bfloat16", overrides), VECTORS) == wide + half
+        with jax.numpy_dtype_promotion("standard"):  # the callback may multiply in half precision
+            jax.eval_shape(under(ByKernel(rngs()), "mixed_bfloat16", {"l": "float32"}), VECTORS)
 
-        with jax.numpy_dtype_promotion("standard"):
-            jax.eval_shape(
-                under(ByKernel(rngs()), "mixed_bfloat16", {"l": "float32"}), VECTORS
-            )  # the callback may multiply in half precision
+        model = under(attention, "mixed_bfloat16", {nnx.LayerNorm: "float32"})
+        assert model_products(model, VECTORS) == ["bfloat16"] * 2  # norms are not products, also with stacked Params
 
-        def attend(_, x):
-            return jax.nn.softmax(x @ x.T) @ x
-
-        model = under(module_with_numbers(lambda: Layers(rngs(), attend)), "mixed_bfloat16", {nnx.LayerNorm: "float32"})
-        assert model_products(model, VECTORS) == half  # norms are not products, also with stacked Params
-
-        def project(layers, x):
-            return layers["linear"](x)
-
-        model = module_with_numbers(lambda: Layers(rngs(), project, nnx.Linear))
-        model = under(model, "mixed_bfloat16", {nnx.Linear: "float32"})
+        model = under(linear, "mixed_bfloat16", {nnx.Linear: "float32"})
         text = r"stays as it was: layers/linear \(override 'type:Linear'\)\.\nDrop the override, or narrow"
-        with jax.numpy_dtype_promotion("standard"), pytest.raises(ValueError, match=text):
-            model(VECTORS)
-        with pytest.raises(ValueError, match=r"every product stays as it was: l \(override 'l'\)\.\nDrop the override"):
-            under(Scaled(rngs()), "mixed_bfloat16", {"l": "float32"})(VECTORS)
+        with pytest.raises(ValueError, match=text):
+            model_products(model, VECTORS)
 
 
 class BodyAndHead(nnx.Module):
@@ -405,23 +262,10 @@ class BodyAndHead(nnx.Module):
 
 
 @pytest.mark.once
-def test_a_call_of_only_the_float32_part_and_a_nested_model_without_half_products_are_allowed():
-    under = autocast
-
-    def logits(model, x):
-        return model.logits(x)
-
-    assert model_products(under(BodyAndHead(rngs()), "mixed_float16", {"head": "float32"}), VECTORS, call=logits) == [
-        "float32"
-    ]
-    part = under(BodyAndHead(rngs()), "mixed_float16", {"**": "float32"})
-    assert model_products(part, VECTORS, call=logits) == ["float32"]
-    around = apply_policy(nnx.Sequential(nnx.Linear(8, 8, rngs=rngs()), part), "mixed_float16")
-    assert model_products(around, VECTORS) == ["float16", "float32", "float32"]
-    with jax.numpy_dtype_promotion("standard"):
-        around(VECTORS)
-    with pytest.raises(ValueError, match=r"stays as it was: body \(override '\*\*'\), head \(override '\*\*'\)"):
-        nnx.Sequential(nnx.Linear(8, 8, rngs=rngs()), part)(VECTORS)
+def test_a_call_of_only_the_float32_part_is_allowed():
+    for overrides in ({"head": "float32"}, {"**": "float32"}):
+        part = autocast(BodyAndHead(rngs()), "mixed_float16", overrides)
+        assert model_products(part, VECTORS, call=lambda model, x: model.logits(x)) == ["float32"]
 
 
 class Student(nnx.Module):
@@ -472,32 +316,6 @@ def test_nested_modules_of_one_class_compute_the_same_as_modules_of_several_clas
     same_bits(same(VECTORS), several(VECTORS))
 
 
-class Spectrum(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs) -> None:
-        self.dense = nnx.Linear(14, 14, rngs=rngs)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return jnp.abs(jnp.fft.rfft(self.dense(x)))
-
-
-class WithSpectrum(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs) -> None:
-        self.spectrum, self.head = Spectrum(rngs), nnx.Linear(8, 8, rngs=rngs)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self.head(self.spectrum(x))
-
-
-def test_a_fourier_transform_runs_in_float32():
-    bare, x = WithSpectrum(nnx.Rngs(0)), jnp.ones((2, 14))
-    models = [bare, apply_policy(bare, "mixed_float16"), autocast(bare, "mixed_float16")]
-    want, *results = compiled(lambda models: [model(x) for model in models], models)
-    for model, got in zip(models[1:], results, strict=True):
-        assert model_products(model, x) == ["float16", "float16"]
-        np.testing.assert_allclose(got, want, atol=1e-2)
-        np.testing.assert_allclose(model(x), want, atol=1e-2)
-
-
 class Decoder(nnx.Module):
     """Two attention layers, for which ``init_cache`` creates caches."""
 
@@ -521,20 +339,13 @@ def decoded(model: Any, x: jax.Array) -> jax.Array:
         return jnp.concatenate([step(model, x[:, n : n + 1]) for n in range(x.shape[1])], axis=1)
 
 
-@pytest.mark.parametrize(
-    ("policy", "overrides", "caches"),
-    [
-        ("mixed_bfloat16", None, ["bfloat16", "bfloat16"]),
-        ("bfloat16", {"layers/0": "float32"}, ["float32", "bfloat16"]),
-    ],
-)
-def test_a_cache_that_is_created_under_a_policy_has_the_compute_dtype_of_its_layer(policy, overrides, caches):
+def test_a_cache_that_is_created_under_a_policy_has_the_compute_dtype_of_its_layer():
     bare, x = Decoder(rngs()), jnp.asarray(np.random.default_rng(0).normal(size=(2, 4, 8)), jnp.float32)
-    model = apply_policy(bare, policy, overrides)
+    model = apply_policy(bare, "bfloat16", {"layers/0": "float32"})
     with jax.numpy_dtype_promotion("standard"):
         at_once = nnx.jit(lambda model, x: model(x))(model, x)
     model.init_cache(2, 4)  # without a policy, layer.init_cache creates a float32 cache
-    assert [layer.cached_key.dtype.name for layer in model.layers] == caches
+    assert [layer.cached_key.dtype.name for layer in model.layers] == ["float32", "bfloat16"]
     np.testing.assert_allclose(decoded(model, x), at_once, atol=0.05)
     assert [int(layer.cache_index[...]) for layer in model.layers] == [4, 4]
     layer = model.layers[1]

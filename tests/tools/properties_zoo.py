@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
-from linen_zoo import data, float32, numbers, rngs
+from linen_zoo import data, float32, numbers, products, rngs, standard_promotion
 
 import jaxmp
 
@@ -52,6 +52,13 @@ def pure(model: Any, *args: Any, abstract: bool = False) -> Pure:
 def mixed(model: Any, policy: Any, overrides: Any = None) -> Any:
     adapter = jaxmp.linen if isinstance(model, nn.Module) else jaxmp.nnx
     return adapter.apply_policy(model, policy, overrides)
+
+
+def dtypes_of_products(model: Any, *args: Any) -> list[str]:
+    """Return the operand dtypes of the products in a call of ``model``, in order."""
+    with standard_promotion():  # norms add half and float32 arrays
+        apply, params = pure(model, *args)
+        return products(apply, params, *args)
 
 
 # --- models in Linen, and the same models in NNX; `hand` is the dtype of casts by hand --------------------------------
@@ -129,14 +136,67 @@ class NNXCalls(nnx.Module):
         return self.fun(*self.parts, *args)
 
 
+class LinenNamed(nn.Module):
+    """A module that creates its submodules in ``setup``, and calls ``fun`` with itself and its inputs."""
+
+    fun: Callable[..., Any]
+    makers: Any
+
+    def setup(self) -> None:
+        for name, make in self.makers.items():
+            setattr(self, name, make())
+
+    def __call__(self, *args: Any) -> Any:
+        return self.fun(self, *args)
+
+
+class NNXNamed(nnx.Module):
+    """:class:`LinenNamed` in NNX."""
+
+    def __init__(self, fun: Callable[..., Any], makers: Any):
+        self.fun = fun
+        for name, make in makers.items():
+            setattr(self, name, make())
+
+    def __call__(self, *args: Any) -> Any:
+        return self.fun(self, *args)
+
+
+def in_order(makers: Any) -> Callable[..., Any]:
+    """Return a function that calls the submodules of a model one after the other."""
+
+    def run(model: Any, x: Any) -> Any:
+        for name in makers:
+            x = getattr(model, name)(x)
+        return x
+
+    return run
+
+
 class Linen:
     """The Linen models of this file, and Linen's layers."""
 
     Own, Beside, Calls, part, remat = LinenOwn, LinenBeside, LinenCalls, "parts_{}", staticmethod(nn.remat)
+    Dense, Conv, LayerNorm = nn.Dense, nn.Conv, nn.LayerNorm
+    adapters = (jaxmp.linen.apply_policy, jaxmp.linen.autocast)
+    autocast = staticmethod(jaxmp.linen.autocast)
+
+    @staticmethod
+    def named(fun: Any = None, **makers: Callable[[], Any]) -> Any:
+        """Return a model with submodules of these names, which ``fun`` or their order calls."""
+        return LinenNamed(fun or in_order(makers), makers)
 
     @staticmethod
     def dense(**dtypes: Any) -> Any:
         return nn.Dense(8, **dtypes)
+
+    @staticmethod
+    def conv(**dtypes: Any) -> Any:
+        return nn.Conv(8, (1,), **dtypes)
+
+    @staticmethod
+    def norm(kind: Any = nn.LayerNorm, **dtypes: Any) -> Any:
+        return kind(**dtypes)
 
     @staticmethod
     def layers() -> dict[str, tuple[Any, Any]]:
@@ -155,10 +215,26 @@ class NNX:
     """The NNX models of this file, and NNX's layers."""
 
     Own, Beside, Calls, part, remat = NNXOwn, NNXBeside, NNXCalls, "parts/{}", staticmethod(nnx.remat)
+    Dense, Conv, LayerNorm = nnx.Linear, nnx.Conv, nnx.LayerNorm
+    adapters = (jaxmp.nnx.apply_policy, jaxmp.nnx.autocast)
+    autocast = staticmethod(jaxmp.nnx.autocast)
+
+    @staticmethod
+    def named(fun: Any = None, **makers: Callable[[], Any]) -> Any:
+        """Return a model with submodules of these names, which ``fun`` or their order calls."""
+        return NNXNamed(fun or in_order(makers), makers)
 
     @staticmethod
     def dense(**dtypes: Any) -> Any:
         return nnx.Linear(8, 8, rngs=nnx.Rngs(0), **dtypes)
+
+    @staticmethod
+    def conv(**dtypes: Any) -> Any:
+        return nnx.Conv(8, 8, (1,), rngs=nnx.Rngs(0), **dtypes)
+
+    @staticmethod
+    def norm(kind: Any = nnx.LayerNorm, **dtypes: Any) -> Any:
+        return kind(8, rngs=nnx.Rngs(0), **dtypes)
 
     @staticmethod
     def layers() -> dict[str, tuple[Any, Any]]:

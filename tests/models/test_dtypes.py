@@ -1,0 +1,338 @@
+"""Linen and NNX layers compute in the dtypes of the policy, as with ``dtype=`` set by hand."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax import lax
+from linen_zoo import (
+    HALVES,
+    data,
+    dtypes_of,
+    float32,
+    of_dtype,
+    products,
+    quick_jit,
+    same_bits,
+    same_computation,
+    standard_promotion,
+)
+from properties_zoo import NNX, Linen, X, dtypes_of_products, each_api, mixed, pure
+
+from jaxmp._internals.jax.sources import names_of
+from jaxmp.engine.marks import path_of
+from jaxmp.program.walk import equations
+
+SEQUENCE, IDS = data(2, 4, 8), jnp.array([[0, 4, 2]])
+
+
+@pytest.fixture(autouse=True)
+def promotion():
+    """Allow dtype promotion, because Flax's norms and cells add half and float32 arrays."""
+    with standard_promotion():
+        yield
+
+
+def written(model: Any, policy: str) -> Any:
+    """Return a model whose code runs as it is written, in the compute dtype of a policy."""
+    return mixed(model, policy, {"**": "written"})
+
+
+def same_float32_computation(model: Any, other: Any, *args: Any) -> None:
+    """Assert that two models have the same computation up to the last cast to float32.
+
+    The first model must also have gradients.
+    """
+    (apply, params), (apply_other, _) = pure(model, *args), pure(other, *args)
+    same_computation(
+        lambda params: float32(apply(params, *args)), lambda params: float32(apply_other(params, *args)), params
+    )
+    jax.eval_shape(jax.grad(pure(model, *args).loss(*args)), params)
+
+
+# --- layers -----------------------------------------------------------------------------------------------------------
+
+
+def linen_embedding(**hand: Any) -> Any:
+    def run(model: Any, ids: jax.Array) -> jax.Array:
+        return model.embed.attend(model.dense(model.embed(ids)))
+
+    return Linen.named(run, embed=lambda: nn.Embed(8, 8, **hand), dense=lambda: nn.Dense(8, **hand))
+
+
+def nnx_embedding(**hand: Any) -> Any:
+    def run(model: Any, ids: jax.Array) -> jax.Array:
+        return model.embed.attend(model.dense(model.embed(ids)))
+
+    return NNX.named(run, embed=lambda: nnx.Embed(8, 8, rngs=nnx.Rngs(0), **hand), dense=lambda: NNX.dense(**hand))
+
+
+def linen_norms(**hand: Any) -> Any:
+    norms = [nn.LayerNorm(**hand), nn.GroupNorm(2, **hand), nn.BatchNorm(use_running_average=True, **hand)]
+    return nn.Sequential([nn.Dense(8, **hand), *norms, nn.Dense(8, **hand)])
+
+
+def nnx_norms(**hand: Any) -> Any:
+    rngs = nnx.Rngs(0)
+    norms = [
+        nnx.LayerNorm(8, rngs=rngs, **hand),
+        nnx.GroupNorm(8, 2, rngs=rngs, **hand),
+        nnx.BatchNorm(8, use_running_average=True, rngs=rngs, **hand),
+    ]
+    return nnx.Sequential(NNX.dense(**hand), *norms, NNX.dense(**hand))
+
+
+def linen_cell(cell: Any) -> Any:
+    def make(**hand: Any) -> Any:
+        def run(model: Any, x: jax.Array) -> Any:
+            return model.cell(model.cell.initialize_carry(jax.random.key(0), x.shape), x)
+
+        return Linen.named(run, cell=lambda: cell(8, **hand))
+
+    return make
+
+
+def nnx_cell(cell: Any) -> Any:
+    def make(**hand: Any) -> Any:
+        def run(model: Any, x: jax.Array) -> Any:
+            return model.cell(model.cell.initialize_carry(x.shape, nnx.Rngs(carry=0)), x)
+
+        return NNX.named(
+            run, cell=lambda: cell(8, 8, recurrent_kernel_init=nnx.initializers.normal(), rngs=nnx.Rngs(0), **hand)
+        )
+
+    return make
+
+
+def lora(**hand: Any) -> nnx.LoRA:
+    base = NNX.dense(**hand)
+    return nnx.LoRA(8, 2, 8, base_module=base, b_initializer=nnx.initializers.normal(), rngs=nnx.Rngs(0), **hand)
+
+
+# For each layer: the function that creates it, and its input.
+LAYERS: dict[Any, dict[str, tuple[Any, Any]]] = {
+    Linen: {
+        "dense": (Linen.dense, X),
+        "convolution": (lambda **hand: nn.Conv(8, (3,), **hand), SEQUENCE),
+        "embed and attend": (linen_embedding, IDS),
+        "norms": (linen_norms, SEQUENCE),
+        "simple cell": (linen_cell(nn.SimpleCell), X),
+        "LSTM cell": (linen_cell(nn.LSTMCell), X),
+        "WeightNorm": (lambda **hand: nn.WeightNorm(nn.Dense(8, **hand), **hand), X),
+    },
+    NNX: {
+        "dense": (NNX.dense, X),
+        "convolution": (lambda **hand: nnx.Conv(8, 8, (3,), rngs=nnx.Rngs(0), **hand), SEQUENCE),
+        "embed and attend": (nnx_embedding, IDS),
+        "norms": (nnx_norms, SEQUENCE),
+        "simple cell": (nnx_cell(nnx.SimpleCell), X),
+        "GRU cell": (nnx_cell(nnx.GRUCell), X),
+        "LoRA": (lora, SEQUENCE),
+    },
+}
+
+
+def test_the_comparison_with_dtype_set_by_hand_detects_a_cast_in_another_place():
+    bare = Linen.named(first=Linen.dense, second=Linen.dense)
+    others = [bare, mixed(bare, "mixed_bfloat16"), mixed(bare, "mixed_float16", {"second": "float32"})]
+    for other in others:
+        with pytest.raises(AssertionError):
+            same_float32_computation(written(bare, "mixed_float16"), other, X)
+
+
+@pytest.mark.parametrize(("api", "layer"), [(api, layer) for api in LAYERS for layer in LAYERS[api]])
+def test_a_layer_is_the_same_computation_as_with_dtype_set_by_hand(api, layer):
+    make, x = LAYERS[api][layer]
+    policy = list(HALVES)[list(LAYERS[api]).index(layer) % 2]  # the half dtype does not change the decisions
+    same_float32_computation(written(make(), policy), make(dtype=jnp.dtype(HALVES[policy])), x)
+    assert set(dtypes_of_products(mixed(make(), policy), x)) == {HALVES[policy]}
+
+
+@each_api
+def test_a_layer_that_takes_integers_or_other_half_inputs_is_the_same_computation_as_by_hand(api):
+    for policy, inputs in (("mixed_bfloat16", "int32"), ("mixed_float16", "bfloat16")):
+        x = of_dtype(X, inputs)
+        same_float32_computation(written(api.dense(), policy), api.dense(dtype=jnp.dtype(HALVES[policy])), x)
+        assert set(dtypes_of_products(mixed(api.dense(), policy), x)) == {HALVES[policy]}
+
+
+@pytest.mark.once
+@each_api
+def test_a_layer_gives_the_same_bits_as_with_dtype_set_by_hand(api):
+    make, x = LAYERS[api]["convolution"]
+    model, by_hand = pure(written(make(), "mixed_bfloat16"), x), pure(make(dtype=jnp.bfloat16), x)
+
+    @quick_jit
+    def both(params: Any) -> Any:
+        return [(float32(m.apply(params, x)), jax.grad(m.loss(x))(params)) for m in (model, by_hand)]
+
+    (got, gradient), (want, gradient_by_hand) = both(model.params)
+    same_bits(got, want)
+    largest = max(np.abs(leaf).max() for leaf in jax.tree.leaves(gradient_by_hand))
+    for leaf, leaf_by_hand in zip(jax.tree.leaves(gradient), jax.tree.leaves(gradient_by_hand), strict=True):
+        assert leaf.dtype == jnp.float32
+        np.testing.assert_allclose(leaf, leaf_by_hand, rtol=0.02, atol=0.01 * largest)
+
+
+def half_attention(query: jax.Array, key: jax.Array, value: jax.Array, mask: Any = None, **_: Any) -> jax.Array:
+    """Return attention as written by hand, with a float32 softmax."""
+    scores = jnp.einsum("...qhd,...khd->...hqk", query / jnp.sqrt(query.shape[-1]).astype(query.dtype), key)
+    weights = jax.nn.softmax(scores.astype(jnp.float32)).astype(query.dtype)
+    return jnp.einsum("...hqk,...khd->...qhd", weights, value)
+
+
+def linen_attention(**options: Any) -> Any:
+    return nn.MultiHeadDotProductAttention(2, normalize_qk=True, **options)
+
+
+def nnx_attention(**options: Any) -> Any:
+    return nnx.MultiHeadAttention(2, 8, decode=False, rngs=nnx.Rngs(0), **options)
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("attention", [linen_attention, nnx_attention])
+def test_attention_has_half_products_and_a_float32_softmax(attention):
+    x = data(1, 8, 8)  # so small that the derivative of the scale needs no float32 sum
+    model = pure(mixed(attention(), "mixed_bfloat16"), x)
+    by_hand = pure(attention(dtype=jnp.bfloat16, attention_fn=half_attention), x)
+    got, want = quick_jit(lambda params: (model.apply(params, x), by_hand.apply(params, x)))(model.params)
+    np.testing.assert_allclose(got, np.asarray(want, np.float32), rtol=0.02, atol=0.005)
+    assert got.dtype == jnp.float32
+    gradient = jax.grad(lambda params: model.apply(params, x).sum())
+    assert set(products(gradient, model.params)) == {"bfloat16"}
+
+
+@pytest.mark.once
+@each_api
+def test_a_pure_half_preset_equals_dtype_and_param_dtype_set_by_hand(api):
+    def make(**hand: Any) -> Any:
+        return api.named(dense=lambda: api.dense(**hand), conv=lambda: api.conv(**hand))
+
+    model, by_hand = mixed(make(), "bfloat16"), make(dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
+    params = pure(model, SEQUENCE, abstract=True).params
+    assert dtypes_of(params) == {"bfloat16"}
+    same_float32_computation(written(make(), "bfloat16"), by_hand, SEQUENCE)
+    assert jax.eval_shape(pure(model, SEQUENCE).apply, params, SEQUENCE).dtype == jnp.bfloat16
+
+
+@pytest.mark.once
+@each_api
+def test_a_float32_preset_is_the_bare_model_with_products_at_its_precision(api):
+    bare = api.named(first=api.dense, second=api.dense)
+    for under in api.adapters:
+        for preset, precision in (("tensorfloat32", "high"), ("float32", "highest")):
+            with jax.default_matmul_precision(precision):
+                same_float32_computation(under(bare, preset), bare, X)
+        assert set(dtypes_of_products(under(bare, "float32"), X.astype("bfloat16"))) == {"float32"}
+
+
+@pytest.mark.once
+@each_api
+def test_a_float32_root_called_in_a_loop_on_half_inputs_gives_what_a_direct_call_gives(api):
+    x = jnp.full((2,), 300, jnp.float16)  # 300² is infinite in float16
+    apply, params = pure(mixed(api.Own(lambda w, x: x * x), "float32"), x)
+
+    @quick_jit
+    def results(params: Any) -> Any:
+        in_fori = lax.fori_loop(0, 2, lambda _, total: total + apply(params, x), jnp.zeros((2,)))
+        in_scan = lax.scan(lambda carry, _: (carry, jax.jit(apply)(params, x)), x, None, length=2)[1]
+        return apply(params, x), in_fori / 2, *in_scan
+
+    for result in results(params):
+        assert result.tolist() == [90_000, 90_000]
+
+
+@pytest.mark.once
+@each_api
+def test_only_the_outputs_of_the_root_are_cast_and_code_sees_float32(api):
+    inside = []
+
+    def run(model: Any, x: jax.Array) -> Any:
+        y = model.dense(x)
+        inside.append(y.dtype.name)
+        return {"logits": y, "top": jnp.argmax(y, -1)}
+
+    model = mixed(api.named(run, dense=api.dense), "params=float32,compute=float16,output=bfloat16")
+    apply, params = pure(model, X)
+    out = jax.eval_shape(apply, params, X)
+    assert (out["logits"].dtype, out["top"].dtype, inside[-1]) == (jnp.bfloat16, jnp.int32, "float32")
+
+
+@pytest.mark.once
+@each_api
+def test_a_residual_between_half_layers_stays_half_though_a_parent_with_params_is_float32(api):
+    def residual(block: Any, x: jax.Array) -> jax.Array:
+        return block.norm(x + block.layer(x))
+
+    def scaled(model: Any, x: jax.Array) -> jax.Array:
+        return model.last(model.scale(model.block(model.first(x))))
+
+    model = api.named(
+        scaled,
+        first=api.dense,
+        block=lambda: api.named(residual, layer=api.dense, norm=api.norm),
+        scale=lambda: api.Own(lambda w, x: x * w[0]),
+        last=api.dense,
+    )
+    apply, params = pure(mixed(model, "mixed_bfloat16"), SEQUENCE)
+    sums = [eqn for eqn in equations(jax.make_jaxpr(apply)(params, SEQUENCE)) if eqn.primitive.name == "add"]
+    residuals = [eqn for eqn in sums if path_of(names_of(eqn))[-1] == "block"]
+    assert [eqn.outvars[0].aval.dtype.name for eqn in residuals] == ["bfloat16"]
+
+
+@pytest.mark.once
+@each_api
+def test_a_fourier_transform_of_a_layer_runs_in_float32(api):
+    def spectrum(model: Any, x: jax.Array) -> jax.Array:
+        return model.head(jnp.abs(jnp.fft.fft(model.dense(x))))
+
+    bare = api.named(spectrum, dense=api.dense, head=api.dense)
+    models = [bare, *(under(bare, "mixed_float16") for under in api.adapters)]
+    for model in models[1:]:
+        assert dtypes_of_products(model, X) == ["float16", "float16"]
+    params = pure(bare, X).params
+    want, *results = quick_jit(lambda params: [pure(model, X).apply(params, X) for model in models])(params)
+    for got in results:
+        np.testing.assert_allclose(got, want, rtol=0.01, atol=0.01)
+
+
+# --- dtypes that the author set ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.once
+@each_api
+def test_a_dtype_that_the_author_set_stays_unless_an_override_matches(api):
+    def model_with(dtype: str) -> Any:
+        return api.named(conv=api.conv, dense=lambda: api.dense(dtype=jnp.dtype(dtype)))
+
+    for under in api.adapters:
+        assert dtypes_of_products(under(model_with("float32"), "mixed_float16"), X) == ["float16", "float32"]
+        assert dtypes_of_products(under(model_with("bfloat16"), "mixed_float16"), X) == ["float16", "bfloat16"]
+        for pattern in ("dense", f"type:{api.Dense.__name__}", api.Dense):
+            model = under(model_with("float32"), "mixed_float16", {pattern: "mixed_float16"})
+            assert dtypes_of_products(model, X) == ["float16", "float16"]
+
+
+@pytest.mark.once
+@each_api
+def test_a_param_dtype_that_the_author_set_stays_unless_an_override_matches(api):
+    bare = api.named(first=functools.partial(api.dense, param_dtype=jnp.bfloat16), second=api.dense)
+    for overrides, dtypes in ((None, {"bfloat16", "float32"}), ({"first": "mixed_float16"}, {"float32"})):
+        params = pure(mixed(bare, "mixed_float16", overrides), X, abstract=True).params
+        assert dtypes_of(params) == dtypes
+        assert dtypes_of(params["second"]) == {"float32"}
+
+
+@pytest.mark.once
+@each_api
+def test_layers_whose_author_set_a_half_dtype_are_the_computation_of_flax(api):
+    for make in (api.dense, api.norm):
+        layer = make(dtype=jnp.bfloat16)
+        same_float32_computation(mixed(layer, "mixed_float16"), layer, X)

@@ -1,0 +1,223 @@
+"""Errors of policies and of autocast on Linen and NNX models."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from linen_zoo import data
+from properties_zoo import NNX, Linen, X, dtypes_of_products, each_api, mixed
+
+import jaxmp
+
+pytestmark = pytest.mark.once
+
+
+def two_layers(api: Any, **dtypes: Any) -> Any:
+    return api.named(body=api.dense, head=functools.partial(api.dense, **dtypes))
+
+
+# --- patterns ---------------------------------------------------------------------------------------------------------
+
+
+@each_api
+def test_a_pattern_that_matches_nothing_is_an_error_with_the_nearest_paths_or_classes(api):
+    dense, other = api.Dense.__name__, NNX if api is Linen else Linen
+    package, other_package = ("flax.linen", "flax.nnx") if api is Linen else ("flax.nnx", "flax.linen")
+    for pattern, text in {
+        "heda": "'heda' matched none; nearest paths: 'head'",
+        "Body": "'Body' matched none",
+        "body/head": "'body/head' matched none",
+        "body/kernel": "'body/kernel' matched none; nearest paths: 'body'",
+        "type:*Norm": "'type:*Norm' matched none",
+        api.Conv: "'type:Conv' matched none; nearest classes: ",
+        dense: f"; write 'type:{dense}'",
+        other.Dense: f"a class of {other_package}, but the model is of {package}: write a class of {package}",
+    }.items():
+        with pytest.raises(ValueError) as error:
+            dtypes_of_products(mixed(two_layers(api), "mixed_float16", {"body": "float32", pattern: "float32"}), X)
+        assert text in str(error.value)
+    for pattern, text in (
+        ("heda", "'heda' matched none; nearest paths: 'head'"),
+        ("primitive:dto_general", "'primitive:dto_general' names a primitive that does not exist"),
+        ("primitive:tan", "'primitive:tan'"),
+    ):
+        for under in api.adapters:
+            with pytest.raises(ValueError, match=text):
+                dtypes_of_products(under(two_layers(api), "mixed_float16", {pattern: "float32"}), X)
+
+
+# --- a half policy that changes no product ----------------------------------------------------------------------------
+
+
+def refusal(model: Any, x: jax.Array = X) -> str:
+    """Return the error for a half policy that leaves all products in float32."""
+    with pytest.raises(ValueError, match="every product stays as it was") as raised:
+        dtypes_of_products(model, x)
+    text, *_ = str(raised.value).split("\n----")  # JAX appends how to see the whole traceback
+    return text
+
+
+@each_api
+def test_the_error_for_a_half_policy_without_half_products_names_the_modules_and_the_override(api):
+    bare = api.named(
+        body=functools.partial(api.dense, dtype="float32"),
+        norm=api.norm,
+        head=functools.partial(api.dense, dtype=jnp.float32),
+    )
+    for under in api.adapters:
+        assert refusal(under(bare, "mixed_bfloat16")) == (
+            "the policy computes in bfloat16, but every product stays as it was: body (its own dtype=float32), head "
+            "(its own dtype=float32).\nTo overrule the dtype of a module, override it: overrides={'**': 'half'}."
+        )
+        assert dtypes_of_products(under(bare, "mixed_bfloat16", {"**": "half"}), X) == ["bfloat16", "bfloat16"]
+
+
+@each_api
+def test_if_overrides_keep_every_product_in_float32_the_error_says_to_drop_or_narrow_them(api):
+    bare = api.named(first=api.dense, second=api.dense, third=functools.partial(api.dense, dtype="float32"))
+    text = refusal(mixed(bare, "mixed_float16", {"first": "float32", "*": "float32"}))
+    assert "first (override 'first'), second (override '*'), third (override '*').\nDrop the override" in text
+    text = refusal(mixed(bare, "mixed_float16", {"first": "float32", "second": "float32"}))
+    assert "second (override 'second'), third (its own dtype=float32)." in text
+    for key, level, name in (
+        (api.Dense, "float32", f"type:{api.Dense.__name__}"),
+        ("**", "float32", "**"),
+        ("class:half", "float32", "class:half"),
+        ("class:half", "tensorfloat32", "class:half"),
+        ("class:*", "float32", "class:*"),
+    ):
+        text = refusal(api.autocast(two_layers(api), "mixed_float16", {key: level}))
+        assert text.endswith(f"head (override {name!r}).\nDrop the override, or narrow its pattern.")
+        some = api.autocast(two_layers(api), "mixed_float16", {"head": "half", key: level})
+        assert dtypes_of_products(some, X) == ["float32", "float16"]
+
+
+@each_api
+def test_dtypes_of_the_author_that_leave_most_products_in_float32_are_warned_of(api):
+    def layers(*dtypes: Any) -> Any:
+        makers = [functools.partial(api.dense, dtype=dtype) for dtype in dtypes]
+        return api.named(**dict(zip("abc", makers, strict=False)))
+
+    expected = (
+        r"computes in float16, but 2 of 3 products stay as they were: b \(its own dtype=float32\), c "
+        r"\(its own dtype=float32\)\.\n.* overrides=\{'\*\*': 'half'\}"
+    )
+    with pytest.warns(UserWarning, match=expected):
+        dtypes_of_products(mixed(layers(None, jnp.float32, jnp.float32), "mixed_float16"), X)
+    assert dtypes_of_products(mixed(layers(None, jnp.float32), "mixed_float16"), X) == ["float16", "float32"]
+
+
+@each_api
+def test_a_single_layer_is_named_by_its_class(api):
+    text = refusal(mixed(api.dense(dtype="float32"), "mixed_float16"))
+    assert f"{api.Dense.__name__} (its own dtype=float32)" in text
+
+
+@each_api
+def test_a_model_with_a_half_product_or_without_products_is_not_an_error(api):
+    part = mixed(two_layers(api), "mixed_float16")
+    own = functools.partial(api.Own, lambda w, x: x @ w)
+    with_half = [
+        api.named(wide=functools.partial(api.dense, dtype="float32"), other=other)
+        for other in (api.dense, own, lambda: part)
+    ]
+    for bare in (api.norm(), *with_half):
+        assert "float32" not in dtypes_of_products(mixed(bare, "mixed_bfloat16"), X)[1:]
+    norm = mixed(api.norm(), "mixed_float16", {"**": "float32"})
+    assert dtypes_of_products(norm, X) == []
+
+
+@each_api
+def test_half_products_are_searched_in_the_traced_program(api):
+    def attend(model: Any, x: jax.Array) -> jax.Array:
+        x = model.norm(model.layer(x))
+        return jax.nn.softmax(x @ x.T) @ x
+
+    attention = api.named(attend, layer=api.dense, norm=api.norm)
+    # A param with two axes that is not in a product does not count.
+    scaled = api.named(scale=lambda: api.Own(lambda w, x: x * w), layer=api.dense)
+    x = data(8, 8)
+    for under in api.adapters:
+        model = under(attention, "mixed_bfloat16", {"layer": "float32"})
+        assert dtypes_of_products(model, x) == ["float32", "bfloat16", "bfloat16"]
+        text = refusal(under(scaled, "mixed_bfloat16", {"layer": "float32"}), x)
+        assert text.endswith("as it was: layer (override 'layer').\nDrop the override, or narrow its pattern.")
+
+
+@each_api
+def test_a_model_without_a_half_product_is_allowed_inside_a_model_with_a_policy(api):
+    for under in api.adapters:
+        part = under(two_layers(api), "mixed_float16", {"**": "float32"})
+        around = api.named(part=lambda part=part: part, last=api.dense)
+        assert dtypes_of_products(mixed(around, "mixed_float16"), X) == ["float32", "float32", "float16"]
+        assert "body (override '**'), head (override '**')" in refusal(around)
+
+
+# --- arguments that are not modules, policies or patterns -------------------------------------------------------------
+
+MODELS = (nn.Dense(2), nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
+
+
+@each_api
+def test_arguments_that_are_not_a_module_policy_or_override_raise_at_once(api):
+    other_model = MODELS[0] if api is NNX else MODELS[1]
+    own, other = ("linen", "nnx") if api is Linen else ("nnx", "linen")
+    for under in api.adapters:
+        for model, came in (
+            (api.Dense, f"the class {api.Dense.__name__}; create an instance: {api.Dense.__name__}(...)"),
+            ("model", "builtins.str; "),
+            (other_model, f"{type(other_model).__module__}.{type(other_model).__name__}; "),
+        ):
+            with pytest.raises(TypeError) as error:
+                under(model, "mixed_float16")
+            call = f"jaxmp.{own}.{under.__name__} takes a flax.{own}.Module, got {came}"
+            assert call in str(error.value)
+        assert f"jaxmp.{other}.{under.__name__} takes modules of flax.{other}" in str(error.value)
+        for policy, overrides, kind, text in (
+            ("mixed_float17", None, ValueError, r"unknown policy 'mixed_float17'.*nearest first: 'mixed_float16'"),
+            ("mixed_float16", {"body": "halfish"}, ValueError, "unknown policy 'halfish'"),
+            ("mixed_float16", {"body": "O2"}, TypeError, "an override must be a single policy"),
+            (
+                "mixed_float16",
+                {api.dense(): "float32"},
+                TypeError,
+                "a pattern must be a glob on the module path.*or a module class, got an instance of ",
+            ),
+        ):
+            with pytest.raises(kind, match=text):
+                under(two_layers(api), policy, overrides)
+
+
+@each_api
+def test_the_error_for_swapped_model_and_policy_does_not_print_the_arrays(api):
+    for model, policy, under in itertools.product(MODELS, ("O2", jaxmp.get_policy("mixed_float16")), api.adapters):
+        with pytest.raises(TypeError) as error:
+            under(policy, model)
+        came, call = "'O2'" if policy == "O2" else "Policy", f"jaxmp.{api.__name__.lower()}.{under.__name__}"
+        got = f"got ({came}, {type(model).__name__}), which are swapped; write {call}(model, policy)"
+        assert str(error.value).endswith(got)
+
+
+def test_a_module_in_place_of_a_policy_or_pattern_is_named_by_its_class_in_the_error():
+    model = MODELS[1]
+    calls = [
+        jaxmp.get_policy,
+        lambda module: jaxmp.nnx.apply_policy(model, "mixed_float16", {module: "float32"}),
+        lambda module: jaxmp.nnx.autocast(model, "mixed_float16", {"**": module}),
+        lambda module: jaxmp.autocast(jnp.sin, "mixed_float16", {module: "float32"}),
+        lambda module: jaxmp.autocast(jnp.sin, "mixed_float16", {"**": module}),
+    ]
+    for call, module in itertools.product(calls, MODELS):
+        text = f", got an instance of {type(module).__name__}[;:]"
+        with pytest.raises((TypeError, ValueError), match=text) as error:
+            call(module)
+        assert "\n" not in str(error.value)
+    with pytest.raises(TypeError, match="got an instance of list; write"):
+        jaxmp.nnx.apply_policy(model, "mixed_float16", [MODELS[0]])

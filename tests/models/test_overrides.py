@@ -1,0 +1,180 @@
+"""Overrides of Linen and NNX models by path, class and operation, under a policy and under autocast."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from linen_zoo import dtypes_of, same_computation
+from properties_zoo import X, dtypes_of_products, each_api, mixed, pure
+
+import jaxmp
+
+pytestmark = pytest.mark.once
+
+
+def three_layers(api: Any) -> Any:
+    return api.named(first=api.dense, second=api.dense, third=api.dense)
+
+
+@each_api
+def test_the_first_override_that_matches_wins_and_half_means_the_compute_dtype(api):
+    wide, half = "float32", "bfloat16"
+    for pattern, expected in (
+        ("**", [wide, half, wide]),
+        ("fir*", [wide, half, half]),
+        (api.Dense, [wide, half, wide]),
+    ):
+        model = mixed(three_layers(api), "mixed_bfloat16", {"second": "half", pattern: "float32"})
+        assert dtypes_of_products(model, X) == expected
+    for under, other_half in zip(api.adapters, ("float16", "mixed_float16"), strict=True):
+        model = under(three_layers(api), "mixed_bfloat16", {"first": "float32", "*d": other_half})
+        assert dtypes_of_products(model, X) == ["float32", "float16", "float16"]
+
+
+@each_api
+def test_an_override_covers_everything_below_its_path(api):
+    bare = api.named(block=lambda: three_layers(api), head=api.dense)
+    for under in api.adapters:
+        model = under(bare, "mixed_float16", {"block/third": "mixed_bfloat16", "block": "float32"})
+        assert dtypes_of_products(model, X) == ["float32", "float32", "bfloat16", "float16"]
+        model = under(bare, "mixed_float16", {"**/first": "float32"})
+        assert dtypes_of_products(model, X) == ["float32", "float16", "float16", "float16"]
+    assert dtypes_of_products(mixed(bare, "mixed_bfloat16", {"": "mixed_float16"}), X) == ["float16"] * 4
+
+
+@each_api
+def test_an_override_by_class_covers_subclasses_and_everything_below(api):
+    class Special(type(three_layers(api))):
+        pass
+
+    def run(model: Any, x: jax.Array) -> jax.Array:
+        return model.head(model.layer(x))
+
+    bare = api.named(
+        special=lambda: Special(run, {"layer": api.conv, "head": api.dense}),
+        block=lambda: api.named(dense=api.dense),
+        last=api.dense,
+    )
+    for pattern, expected in (
+        (Special, ["float32", "float32", "float16", "float16"]),
+        ("type:Spe*", ["float32", "float32", "float16", "float16"]),
+        (api.Conv, ["float32", "float16", "float16", "float16"]),
+        (f"type:{api.Dense.__name__}", ["float16", "float32", "float32", "float32"]),
+    ):
+        assert dtypes_of_products(mixed(bare, "mixed_float16", {pattern: "float32"}), X) == expected, pattern
+    in_autocast = api.autocast(bare, "mixed_float16", {Special: "float32"})
+    assert dtypes_of_products(in_autocast, X) == ["float32", "float32", "float16", "float16"]
+
+
+@each_api
+def test_o2_computes_products_in_float16_and_norms_in_float32_and_takes_overrides(api):
+    class ProductNorm(api.LayerNorm):
+        """A norm with a product."""
+
+        def __call__(self, x: Any) -> Any:
+            return super().__call__(x @ jnp.ones((8, 8)))
+
+    bare = api.named(first=api.dense, norm=lambda: api.norm(ProductNorm), second=api.dense)
+    for policy, overrides, second in (
+        ("O2", None, "float16"),
+        ("O2", {"second": "float32"}, "float32"),
+        ("mixed_float16", {api.LayerNorm: "float32"}, "float16"),
+        ("mixed_float16", {"type:*Norm": "float32"}, "float16"),
+        (jaxmp.PolicyMap("mixed_float16", {"type:ProductN*": "float32"}), None, "float16"),
+    ):
+        assert dtypes_of_products(mixed(bare, policy, overrides), X) == ["float16", "float32", second]
+    assert dtypes_of_products(api.autocast(bare, "O2"), X) == ["float16", "float32", "float16"]
+
+
+@each_api
+def test_an_override_of_a_policy_map_comes_after_the_overrides_of_the_call(api):
+    policies = jaxmp.PolicyMap("mixed_float16", {"first": "float32"})
+    for under in api.adapters:
+        assert dtypes_of_products(under(three_layers(api), policies), X) == ["float32", "float16", "float16"]
+        model = under(three_layers(api), policies, {"first": "mixed_bfloat16"})
+        assert dtypes_of_products(model, X) == ["bfloat16", "float16", "float16"]
+
+
+@each_api
+def test_an_override_reaches_modules_without_a_dtype_or_without_params(api):
+    bare = api.named(
+        layer=api.dense,
+        own=lambda: api.Own(lambda w, x: x @ w),
+        scores=lambda: api.named(lambda _, x: x @ x.T),
+    )
+    for overrides, expected in (
+        (None, ["float16", "float16", "float16"]),
+        ({"own": "mixed_bfloat16"}, ["float16", "bfloat16", "float16"]),
+        ({"scores": "float32"}, ["float16", "float16", "float32"]),
+    ):
+        assert dtypes_of_products(mixed(bare, "mixed_float16", overrides), X) == expected
+
+
+@each_api
+def test_an_override_by_param_dtype_changes_the_params_of_its_modules(api):
+    model = mixed(three_layers(api), "mixed_float16", {"second": "params=bfloat16,compute=float16,output=float32"})
+    params = pure(model, X, abstract=True).params
+    assert [dtypes_of(params[name]) for name in ("first", "second", "third")] == [
+        {"float32"},
+        {"bfloat16"},
+        {"float32"},
+    ]
+
+
+@each_api
+def test_a_float32_region_of_a_half_module_is_float32(api):
+    def careful(w: jax.Array, x: jax.Array) -> jax.Array:
+        with jaxmp.precision("float32"):
+            return x @ w
+
+    bare = api.named(layer=api.dense, careful=lambda: api.Own(careful))
+    assert dtypes_of_products(mixed(bare, "mixed_float16"), X) == ["float16", "float32"]
+
+
+def first_two(model: Any) -> Any:
+    """Return a function from params to the first two results of ``model``."""
+    apply = pure(model, X).apply
+    return lambda params: apply(params, X)[:2]
+
+
+@each_api
+def test_a_float32_part_of_a_half_model_returns_unrounded_float32(api):
+    def run(model: Any, x: jax.Array) -> Any:
+        y = model.precise(x)
+        return y, model.also(y), model.rough(y)
+
+    bare = api.named(run, precise=api.dense, also=api.dense, rough=api.dense)
+    for under in api.adapters:
+        model = under(bare, "mixed_float16", {"precise": "float32", "also": "float32"})
+        assert dtypes_of_products(model, X) == ["float32", "float32", "float16"]
+        params = pure(model, X).params
+        with jax.default_matmul_precision("highest"):
+            same_computation(first_two(model), first_two(bare), params)
+
+
+@each_api
+def test_overrides_of_operations_hold_with_overrides_of_modules(api):
+    for under in api.adapters:
+        model = under(three_layers(api), "mixed_bfloat16", {"primitive:dot_general": "float32", "first": "half"})
+        assert dtypes_of_products(model, X) == ["bfloat16", "float32", "float32"]
+        model = under(three_layers(api), "mixed_bfloat16", {"class:half": "float32", "third": "half"})
+        assert dtypes_of_products(model, X) == ["float32", "float32", "bfloat16"]
+    # An override of one primitive may keep every product in float32 under autocast.
+    model = api.autocast(three_layers(api), "mixed_float16", {"primitive:dot_general": "float32"})
+    assert set(dtypes_of_products(model, X)) == {"float32"}
+
+
+@each_api
+def test_autocast_of_a_model_is_jaxmp_autocast_of_its_function_and_keeps_the_params(api):
+    bare = api.named(conv=api.conv, norm=api.norm, dense=api.dense)
+    bare_function = pure(bare, X)
+    for name in (" Mixed_Float16 ", "float16", "p=f32, c=f16, o=f32"):
+        model = pure(api.autocast(bare, name), X)
+        assert dtypes_of(model.params) == {"float32"}
+        with jax.numpy_dtype_promotion("standard"):
+            same_computation(model.apply, jaxmp.autocast(bare_function.apply, "mixed_float16"), model.params, X)
+            assert jax.eval_shape(model.apply, model.params, X).dtype == jnp.float32  # not the policy's output dtype
+        assert set(dtypes_of_products(api.autocast(bare, name), X)) == {"float16"}
