@@ -87,13 +87,12 @@ def maps_and_loops_give_the_bits_of_calls(inputs: str) -> None:
 
 def test_a_model_works_in_vmap_map_scan_and_fori_loop():
     with standard_promotion():
-        for inputs in ("float16", "int32"):
-            maps_and_loops_give_the_bits_of_calls(inputs)
+        maps_and_loops_give_the_bits_of_calls("float16")
 
 
 @pytest.mark.once
 def test_no_tracer_is_leaked():
-    model = apply_policy(nn.Sequential([nn.remat(MLP)(), Linear(8), nn.jit(nn.Dense)(8)]), "mixed_float16")
+    model = apply_policy(nn.Sequential([nn.remat(MLP)((8,)), Linear(8), nn.jit(nn.Dense)(8)]), "mixed_float16")
     variables = shapes(model, X)
     with jax.checking_leaks():
         jax.eval_shape(jax.value_and_grad(lambda variables: model.apply(variables, X).sum()), variables)

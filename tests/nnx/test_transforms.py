@@ -19,7 +19,6 @@ from nnx_zoo import (
     Net,
     Scale,
     compiled,
-    is_as_by_hand,
     is_close,
     model_products,
     outcome,
@@ -105,15 +104,13 @@ class Remat(Net):
         return self.again(nnx.remat(middle)(self, nnx.relu(self.norm(self.conv(x))).mean((1, 2))))
 
 
-@pytest.mark.once
-def test_remat_of_a_function_of_self_as_written_computes_the_same_as_with_dtype_set_by_hand():
-    is_as_by_hand(written(Remat(rngs()), "mixed_float16"), Remat(rngs(), jnp.float16), IMAGE)
-
-
-def test_products_in_a_remat_of_a_function_of_self_are_half():
-    model, by_hand = apply_policy(Remat(rngs()), "mixed_float16"), Remat(rngs(), jnp.float16)
+def test_a_remat_of_a_function_of_self_computes_the_same_as_with_dtype_set_by_hand():
+    model, as_written = apply_policy(Remat(rngs()), "mixed_float16"), written(Remat(rngs()), "mixed_float16")
     assert model_products(model, IMAGE) == ["float16"] * 5
-    is_close(*outcomes((model, by_hand), IMAGE))
+    of_policy, got, want = outcomes((model, as_written, Remat(rngs(), jnp.float16)), IMAGE)
+    same_bits(got[0], want[0])
+    is_close(got, want)
+    is_close(of_policy, want)
 
 
 @nnx.split_rngs(splits=3)
@@ -137,19 +134,20 @@ class Stack(nnx.Module):
 
 
 def test_in_a_scan_over_layers_products_are_half_and_the_carry_keeps_its_dtype():
-    kind = Scale
-    model = apply_policy(Stack(rngs(), kind), "mixed_float16")
-    x, layers = VECTORS, values(model.layers)
-    for i in range(3):
-        layer = jax.tree.map(lambda leaf, i=i: leaf[i].astype("float16"), layers)
-        y = x.astype("float16") @ layer["kernel"]
-        for bias in (layer["biases"][0], layer["biases"][1]):
-            y = y + bias
-        x = jnp.tanh(y.astype("float32"))
-    np.testing.assert_allclose(model(VECTORS), x, rtol=1e-3, atol=1e-3)
-    graphdef, state = nnx.split(model)
-    assert products(lambda state: nnx.merge(graphdef, state)(VECTORS), state) == ["float16"]
-    (_, grads, _), *_ = outcomes((model,), VECTORS)
+    model = apply_policy(Stack(rngs(), Scale), "mixed_float16")
+
+    def casts_by_hand(x: jax.Array, layers: Any) -> jax.Array:
+        for i in range(3):
+            layer = jax.tree.map(lambda leaf, i=i: leaf[i].astype("float16"), layers)
+            y = x.astype("float16") @ layer["kernel"] + layer["biases"][0] + layer["biases"][1]
+            x = jnp.tanh(y.astype("float32"))
+        return x
+
+    layers = values(model.layers)
+    got, want = compiled(lambda model: (model(VECTORS), casts_by_hand(VECTORS, layers)), model)
+    np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-3)
+    assert model_products(model, VECTORS) == ["float16"]
+    grads = nnx.eval_shape(lambda model: outcome(model, VECTORS)[1], model)
     assert {leaf.dtype.name for leaf in jax.tree.leaves(grads)} == {"float32"}
 
 

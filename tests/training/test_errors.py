@@ -167,12 +167,11 @@ def test_a_loss_function_of_params_and_batch_needs_a_state_without_more(field):
     refused(lambda: step(state, 1.0), ValueError, f"the train state has a {name}, which loss_fn(params, batch) cannot")
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_a_half_loss_is_refused_by_the_step_and_taken_by_the_evaluation(dtype):
+def test_a_half_loss_is_refused_by_the_step_and_taken_by_the_evaluation():
     def loss(params, model_state, batch, rng):
-        return jnp.sum(params).astype(dtype), model_state
+        return jnp.sum(params).astype("bfloat16"), model_state
 
-    refused(lambda: make_train_step(loss)(state_of(), 1.0), TypeError, f"a loss must be float32, got {dtype}")
+    refused(lambda: make_train_step(loss)(state_of(), 1.0), TypeError, "a loss must be float32, got bfloat16")
     assert make_eval_step(loss)(state_of(), 1.0)["loss"].dtype == jnp.float32
 
 
@@ -268,10 +267,9 @@ def test_on_explicit_axes_the_devices_must_divide_a_microbatch(kind):
         batch = {"x": jax.device_put(examples, NamedSharding(mesh, P("data")))}
         return make_train_step(lambda p, s, b, r: (jnp.mean(p * b["x"]), s), accumulate_steps=n)(state, batch)
 
-    for n in (2, 8):
-        new, metrics = stepped(n)
-        assert metrics["loss"] == examples.mean()
-        np.testing.assert_allclose(new.params, 1 - 0.1 * examples.mean(), rtol=1e-6)
+    new, metrics = stepped(8)
+    assert metrics["loss"] == examples.mean()
+    np.testing.assert_allclose(new.params, 1 - 0.1 * examples.mean(), rtol=1e-6)
     if kind is AxisType.Auto:
         assert stepped(16)[1]["loss"] == examples.mean()  # microbatches of 2 examples on 4 devices
     else:
@@ -293,7 +291,7 @@ def test_a_batch_without_examples_is_refused_because_zero_gradients_change_param
             ValueError,
             "must have at least one example",
         )
-    updates, _ = tx.update(jnp.zeros(3), tx.update(jnp.ones(3), tx.init(jnp.ones(3)))[1])
+    updates, _ = jax.jit(lambda ones: tx.update(0 * ones, tx.update(ones, tx.init(ones))[1]))(jnp.ones(3))
     assert float(jnp.abs(updates).min()) > 0.01  # zero gradients do change params
     step(state, {"x": jnp.ones((2, 3)), "scale": 1.0, "ids": jnp.ones((0, 5))})  # one entry may be empty
 
@@ -424,10 +422,16 @@ def test_an_optimizer_that_needs_more_than_the_loss_raises_its_own_error_and_wor
         make_train_step(lambda params, s, b, r: (loss_of(params), s))(
             TrainState.create(params=params, tx=tx), jnp.ones(2)
         )
-    opt_state = tx.init(params)
-    loss, grads = jaxmp.value_and_grad(loss_of, opt_state)(params)
-    updates, _ = tx.update(grads, opt_state, params, **extra_args(loss_of))
-    assert loss_of(optax.apply_updates(params, updates)) < loss
+
+    @jax.jit
+    def losses(params):
+        opt_state = tx.init(params)
+        loss, grads = jaxmp.value_and_grad(loss_of, opt_state)(params)
+        updates, _ = tx.update(grads, opt_state, params, **extra_args(loss_of))
+        return loss, loss_of(optax.apply_updates(params, updates))
+
+    before, after = losses(params)
+    assert after < before
 
 
 def test_a_loss_scale_is_never_printed_whole():
