@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from autocast_tools import in_turn
 from flax import nnx
 from jax import lax
 from linen_zoo import (
@@ -147,10 +148,12 @@ def test_the_comparison_with_dtype_set_by_hand_detects_a_cast_in_another_place()
             same_float32_computation(written(bare, "mixed_float16"), other, X)
 
 
-@pytest.mark.parametrize(("api", "layer"), [(api, layer) for api in LAYERS for layer in LAYERS[api]])
-def test_a_layer_is_the_same_computation_as_with_dtype_set_by_hand(api, layer):
+CASES = [(api, layer, policy) for api in LAYERS for layer, policy in in_turn(LAYERS[api])]
+
+
+@pytest.mark.parametrize(("api", "layer", "policy"), CASES)
+def test_a_layer_is_the_same_computation_as_with_dtype_set_by_hand(api, layer, policy):
     make, x = LAYERS[api][layer]
-    policy = list(HALVES)[list(LAYERS[api]).index(layer) % 2]  # the half dtype does not change the decisions
     same_float32_computation(written(make(), policy), make(dtype=jnp.dtype(HALVES[policy])), x)
     assert set(dtypes_of_products(mixed(make(), policy), x)) == {HALVES[policy]}
 
@@ -226,10 +229,9 @@ def test_a_pure_half_preset_equals_dtype_and_param_dtype_set_by_hand(api):
 @each_api
 def test_a_float32_preset_is_the_bare_model_with_products_at_its_precision(api):
     bare = api.named(first=api.dense, second=api.dense)
-    for under in api.adapters:
-        for preset, precision in (("tensorfloat32", "high"), ("float32", "highest")):
-            with jax.default_matmul_precision(precision):
-                same_float32_computation(under(bare, preset), bare, X)
+    for under, preset, precision in zip(api.adapters, ("tensorfloat32", "float32"), ("high", "highest"), strict=True):
+        with jax.default_matmul_precision(precision):
+            same_float32_computation(under(bare, preset), bare, X)
         assert set(dtypes_of_products(under(bare, "float32"), X.astype("bfloat16"))) == {"float32"}
 
 
