@@ -75,7 +75,8 @@ LONG = (
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add ``--cases N``, which runs only the first N cases of each test.
 
-    The default Python runs all cases. Tests with the mark ``absent_gpu`` keep all cases, because they run nowhere else.
+    The default Python runs all cases. A test of both Linen and NNX keeps N cases of each. Tests with the mark
+    ``absent_gpu`` keep all cases, because they run nowhere else.
     """
     parser.addoption("--cases", type=int, default=None, help="run at most so many cases of each parametrised test")
 
@@ -96,10 +97,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     most = config.getoption("--cases")
     if most is None:
         return
-    counts: collections.Counter[str] = collections.Counter()
+    counts: collections.Counter[tuple[str, object]] = collections.Counter()
     selected, left_out = [], []
     for item in items:
-        test = item.nodeid.partition("[")[0]
+        callspec = getattr(item, "callspec", None)  # absent if a test has one case only
+        test = item.nodeid.partition("[")[0], callspec and callspec.params.get("api")
         counts[test] += 1
         is_selected = counts[test] <= most or item.get_closest_marker("absent_gpu")
         (selected if is_selected else left_out).append(item)

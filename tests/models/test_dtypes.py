@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from autocast_tools import in_turn
+from both_apis import NNX, Linen, X, dtypes_of_products, each_api, mixed, pure
 from flax import nnx
 from jax import lax
 from linen_zoo import (
@@ -25,7 +26,6 @@ from linen_zoo import (
     same_computation,
     standard_promotion,
 )
-from properties_zoo import NNX, Linen, X, dtypes_of_products, each_api, mixed, pure
 
 from jaxmp._internals.jax.sources import names_of
 from jaxmp.engine.marks import path_of

@@ -10,9 +10,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
+from both_apis import NNX, Linen, X, dtypes_of_products, each_api, mixed
 from flax import nnx
 from linen_zoo import data
-from properties_zoo import NNX, Linen, X, dtypes_of_products, each_api, mixed
 
 import jaxmp
 

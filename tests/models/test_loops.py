@@ -8,9 +8,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
+from both_apis import NNX, SEQUENCE, Linen, mixed, pure
 from flax import nnx
 from linen_zoo import HALVES, data, products, quick_jit, same_bits, standard_promotion
-from properties_zoo import NNX, SEQUENCE, Linen, mixed, pure
 
 import jaxmp
 from jaxmp.program.walk import equations

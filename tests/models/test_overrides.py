@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from both_apis import X, dtypes_of_products, each_api, mixed, pure
 from linen_zoo import dtypes_of, same_computation
-from properties_zoo import X, dtypes_of_products, each_api, mixed, pure
 
 import jaxmp
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import pytest
-from properties_zoo import X, each_api, mixed, pure
+from both_apis import X, each_api, mixed, pure
 
 import jaxmp
 from jaxmp.program.primitives import PRODUCTS

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from both_apis import Linen, X, mixed
 from flax import nnx
 from linen_zoo import numbers, rngs, same_bits, standard_promotion
-from properties_zoo import Linen, X, mixed
 
 import jaxmp
 

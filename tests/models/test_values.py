@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from both_apis import NNX, Linen, X, each_api, mixed, pure
 from linen_zoo import HALVES, products, quick_jit, same_bits, standard_promotion
-from properties_zoo import NNX, Linen, X, each_api, mixed, pure
 
 import jaxmp
 

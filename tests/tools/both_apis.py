@@ -176,7 +176,7 @@ def in_order(makers: Any) -> Callable[..., Any]:
 class Linen:
     """The Linen models of this file, and Linen's layers."""
 
-    Own, Beside, Calls, part, remat = LinenOwn, LinenBeside, LinenCalls, "parts_{}", staticmethod(nn.remat)
+    Own, Beside, Calls, part = LinenOwn, LinenBeside, LinenCalls, "parts_{}"
     Dense, Conv, LayerNorm = nn.Dense, nn.Conv, nn.LayerNorm
     adapters = (jaxmp.linen.apply_policy, jaxmp.linen.autocast)
     autocast = staticmethod(jaxmp.linen.autocast)
@@ -198,23 +198,11 @@ class Linen:
     def norm(kind: Any = nn.LayerNorm, **dtypes: Any) -> Any:
         return kind(**dtypes)
 
-    @staticmethod
-    def layers() -> dict[str, tuple[Any, Any]]:
-        """Layers, each with an input."""
-        return {
-            "dense": (nn.Dense(8), X),
-            "convolution": (nn.Conv(8, (2,)), SEQUENCE),
-            "embedding": (nn.Embed(8, 8), jnp.array([[0, 4, 2]])),
-            "attention": (nn.MultiHeadDotProductAttention(num_heads=2), SEQUENCE),
-            "norm": (nn.LayerNorm(), X),
-            "no dtype field": (LinenOwn(lambda w, x: x @ w), X),
-        }
-
 
 class NNX:
     """The NNX models of this file, and NNX's layers."""
 
-    Own, Beside, Calls, part, remat = NNXOwn, NNXBeside, NNXCalls, "parts/{}", staticmethod(nnx.remat)
+    Own, Beside, Calls, part = NNXOwn, NNXBeside, NNXCalls, "parts/{}"
     Dense, Conv, LayerNorm = nnx.Linear, nnx.Conv, nnx.LayerNorm
     adapters = (jaxmp.nnx.apply_policy, jaxmp.nnx.autocast)
     autocast = staticmethod(jaxmp.nnx.autocast)
@@ -236,19 +224,5 @@ class NNX:
     def norm(kind: Any = nnx.LayerNorm, **dtypes: Any) -> Any:
         return kind(8, rngs=nnx.Rngs(0), **dtypes)
 
-    @staticmethod
-    def layers() -> dict[str, tuple[Any, Any]]:
-        """Layers, each with an input."""
-        rngs = nnx.Rngs(0)
-        return {
-            "dense": (nnx.Linear(8, 8, rngs=rngs), X),
-            "convolution": (nnx.Conv(8, 8, (2,), rngs=rngs), SEQUENCE),
-            "embedding": (nnx.Embed(8, 8, rngs=rngs), jnp.array([[0, 4, 2]])),
-            "attention": (nnx.MultiHeadAttention(2, 8, decode=False, rngs=rngs), SEQUENCE),
-            "norm": (nnx.LayerNorm(8, rngs=rngs), X),
-            "no dtype field": (NNXOwn(lambda w, x: x @ w), X),
-        }
-
 
 each_api = pytest.mark.parametrize("api", [Linen, NNX], ids=lambda api: api.__name__)
-LAYERS = list(Linen.layers())
