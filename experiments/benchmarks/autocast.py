@@ -18,13 +18,13 @@ import jax
 import optax
 
 import jaxmp
+from experiments.benchmarks.report.goals import Goal, share
 from experiments.benchmarks.shared import records, scaled_steps
 from experiments.measure import memory, programs, timing
 from experiments.measure.environment import environment
 from experiments.measure.turns import Prepared, compared
 from experiments.models import by_hand
 from experiments.models.workloads import FULL, Sizes, Workload, workload
-from experiments.report.goals import Goal, share
 from experiments.report.progress import Progress
 from experiments.report.tables import Table, times
 from experiments.training import cli

@@ -29,10 +29,10 @@ import optax
 from flax.training import train_state
 
 import jaxmp
+from experiments.benchmarks.report.goals import Goal
 from experiments.benchmarks.shared import records, scaled_steps
 from experiments.measure import timing
 from experiments.measure.environment import environment
-from experiments.report.goals import Goal
 from experiments.report.progress import Progress
 from experiments.report.tables import Table, times
 from experiments.training import cli

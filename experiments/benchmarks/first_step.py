@@ -32,12 +32,12 @@ import tyro
 from flax import nnx
 
 import jaxmp
+from experiments.benchmarks.report.goals import Goal
 from experiments.benchmarks.shared import records
 from experiments.measure import processes, timing
 from experiments.measure.environment import environment
 from experiments.models import by_hand
 from experiments.models import nnx as nnx_models
-from experiments.report.goals import Goal
 from experiments.report.progress import Progress
 from experiments.report.tables import Table, spread
 from experiments.training import cli

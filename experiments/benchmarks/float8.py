@@ -38,6 +38,7 @@ import optax
 from jax import lax
 
 import jaxmp
+from experiments.benchmarks.report.goals import Goal
 from experiments.benchmarks.shared import records, scaled_steps
 from experiments.benchmarks.train_step.measure import start_anew
 from experiments.benchmarks.train_step.rows import Row
@@ -47,7 +48,6 @@ from experiments.measure.turns import Prepared, compared
 from experiments.models import gpt2
 from experiments.models.workloads import Sizes, workload
 from experiments.report import plots
-from experiments.report.goals import Goal
 from experiments.report.progress import Progress
 from experiments.report.tables import Table, spread, titled
 from experiments.training import cli, kept

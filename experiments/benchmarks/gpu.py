@@ -434,7 +434,7 @@ class Run:
         """
         if not self.has_results:
             return ""
-        done = _captured([sys.executable, "-m", "experiments.report.readme"])
+        done = _captured([sys.executable, "-m", "experiments.benchmarks.report.pages"])
         return f"the README's tables were not written: {_last_word(done.stderr)}" if done.returncode else ""
 
     def table(self, pieces: list[Piece]) -> Table:

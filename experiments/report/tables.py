@@ -37,10 +37,15 @@ class Table:
 
     def markdown(self) -> str:
         """Return the table as Markdown, under a heading."""
-        lines = [f"## {self.title}", "", _row(self.columns)]
-        lines.append(_row(tuple("---" if i < self.left else "---:" for i in range(len(self.columns)))))
-        lines += [_row((*row, *[""] * (len(self.columns) - len(row)))) for row in self.rows]
+        lines = [f"## {self.title}", "", markdown(self.columns, self.rows, self.left)]
         return "\n".join([*lines, "", *(f"{note}\n" for note in self.notes)])
+
+
+def markdown(columns: tuple[str, ...], rows: list[tuple[str, ...]], left: int = 1) -> str:
+    """Return a table in Markdown, with the first ``left`` columns aligned left and the others right."""
+    lines = [_row(columns), _row(tuple("---" if i < left else "---:" for i in range(len(columns))))]
+    lines += [_row((*row, *[""] * (len(columns) - len(row)))) for row in rows]
+    return "\n".join(lines)
 
 
 def percent(error: float | str) -> str:

@@ -8,11 +8,11 @@ import math
 import re
 from typing import Any
 
+from experiments.benchmarks.report.goals import Goal
 from experiments.benchmarks.shared import records
 from experiments.measure.environment import environment
 from experiments.measure.sharded import Way, measure
 from experiments.models import gpt2
-from experiments.report.goals import Goal
 from experiments.report.progress import Progress
 from experiments.report.tables import Table
 from experiments.training import cli, kept

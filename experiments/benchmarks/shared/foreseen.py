@@ -12,9 +12,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from experiments.benchmarks.report.predictions import TIMES
 from experiments.benchmarks.train_step.rows import ROWS, rows_of
 from experiments.report.json_files import write_json
-from experiments.report.predictions import TIMES
 
 FILE = "gpu_seconds.json"
 """The file in experiments/results with the seconds of each piece, by device. Runs write it."""

@@ -7,9 +7,9 @@ import json
 import pytest
 
 from experiments.benchmarks import gpu
+from experiments.benchmarks.report.predictions import TIMES
 from experiments.benchmarks.shared import foreseen
 from experiments.report.json_files import write_json
-from experiments.report.predictions import TIMES
 
 
 @pytest.fixture

@@ -251,7 +251,7 @@ def test_results_are_copied_to_a_dated_folder_and_the_readme_is_written_at_the_e
     assert sorted(file.name for file in folder.iterdir()) == ["one.json", "one.md"]
     (folder,) = (tmp_path / "results").glob("two-*")
     assert [file.name for file in folder.iterdir()] == ["two.md"]
-    assert ran == [[sys.executable, "-m", "experiments.report.readme"]]
+    assert ran == [[sys.executable, "-m", "experiments.benchmarks.report.pages"]]
     assert states(tmp_path / "run") == {"one": "done", "two": "failed", "three": "failed"}
     assert "no such kernel (exit code 1; " in capsys.readouterr().out
 

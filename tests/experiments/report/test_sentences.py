@@ -1,7 +1,4 @@
-"""Sentences and figures that the demo prints, and that the README and docs/measured.md state, from known numbers.
-
-test_comparison.py and test_readme.py have the others.
-"""
+"""Sentences and figures that the demo prints, from known numbers. test_comparison.py has the others."""
 
 from __future__ import annotations
 
@@ -9,6 +6,7 @@ import itertools
 import json
 import math
 import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -18,17 +16,13 @@ import pytest
 
 import jaxmp
 from experiments import compare
-from experiments.benchmarks import loss_scaling
-from experiments.benchmarks.train_step.results import Results
 from experiments.comparison import outcomes, report
 from experiments.comparison.outcomes import BASELINE, Outcome
-from experiments.report import headline, readme, step_tables
-from experiments.report.json_files import write_json
 from experiments.report.progress import Progress
 from experiments.training.experiment import Experiment
 
 WHERE = {"device": "1 × cpu", "versions": "jax 1", "date": "2026-11-21 10:00 +0000", "command": "python -m some"}
-MIB = 2**20
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def ended(loss: float, accuracy: float, policy="mixed_float16", scale="none", zeros=0.0, failure="") -> Outcome:
@@ -159,84 +153,7 @@ def test_a_comparison_states_the_zero_gradients_and_the_accuracy_that_follow_fro
 
 @pytest.mark.parametrize("page", ["README.md", "Makefile", "experiments/compare.py"])
 def test_each_page_states_the_same_time_for_the_demo_as_the_recorded_demo_took(page):
-    sentences = re.findall(r"demo.*(\d+) to (\d+) minutes on two cores", (readme.ROOT / page).read_text())
+    sentences = re.findall(r"demo.*(\d+) to (\d+) minutes on two cores", (ROOT / page).read_text())
     assert sentences == [("3", "6")]
-    recorded = json.loads((readme.ROOT / "experiments/results/demo/compare.json").read_text())
+    recorded = json.loads((ROOT / "experiments/results/demo/compare.json").read_text())
     assert 3 * 60 < recorded["seconds"] < 6 * 60
-
-
-# The README's section "Measured" and docs/measured.md.
-
-
-def write_costs(folder, device: str, steps: dict[str, dict[str, float]]) -> None:
-    """Write a result of the benchmark loss_scaling, with the ratios of each step's variants."""
-    tables = [
-        loss_scaling.table(
-            {"model": step, "variants": {name: {"ms": [9.0, 10.0, 11.0], "ratio": [ratio] * 3}
-             for name, ratio in ratios.items()}}
-        )
-        for step, ratios in steps.items()
-    ]  # fmt: skip
-    lines = "".join(f"- {name}: {value}\n" for name, value in {**WHERE, "device": device}.items())
-    folder.mkdir()
-    text = "\n".join(table.markdown() for table in tables)
-    (folder / "loss_scaling.md").write_text(f"# What loss scaling adds to a train step\n\n{lines}\n{text}")
-
-
-def test_the_cost_of_loss_scaling_names_the_steps_and_devices_of_the_smallest_and_the_largest_figure(tmp_path):
-    write_costs(
-        tmp_path / "loss_scaling",
-        "a CPU",
-        {
-            "mlp, batch 8": {"no scaling": 1.0, "no scaling, again": 0.99, "jaxmp.loss_scaling": 1.0625},
-            "mlp, batch 64": {"jaxmp.loss_scaling": 1.01, "jmp.DynamicLossScale": 1.2, "flax DynamicScale": 1.5},
-        },
-    )
-    write_costs(tmp_path / "loss_scaling_gpt2", "a GPU", {"gpt2, batch 1": {"jaxmp.loss_scaling": 0.75}})
-    assert readme.cost_of_scaling(tmp_path) == (
-        "Loss scaling changes the time of a step by -25.0 % (gpt2, batch 1) to +6.2 % (mlp, batch 8), on a CPU and a "
-        "GPU."
-    )
-    assert readme.cost_table(tmp_path)[2:] == [
-        "| mlp, batch 8 | +6.25 % | – | – | -1.00 % |",
-        "| mlp, batch 64 | +1.00 % | +20.00 % | +50.00 % | – |",
-        "| gpt2, batch 1 | -25.00 % | – | – | – |",
-    ]
-
-
-def test_a_row_is_named_below_the_table_if_a_kernel_takes_more_than_half_of_its_time(monkeypatch):
-    def steps(kernel_ms: float) -> Results:
-        train = {"kernel_ms": 10.0, "kernels": [["other", 1.0, 1], ["gemm", kernel_ms, 2]], "ms": [9.0, 10.0, 11.0]}
-        return Results({"model": "bert"}, {"hand-bf16": {"train": train}}, {}, {})
-
-    for kernel_ms, notes in [
-        (5.0, []),
-        (6.0, ["BERT-Base, JAX by hand, bf16 is not compared, because a single kernel takes most of its time: `gemm`, "
-               "60%."]),
-    ]:  # fmt: skip
-        monkeypatch.setattr(step_tables, "steps_of", lambda source, model, kernel_ms=kernel_ms: steps(kernel_ms))
-        assert step_tables._dominant_kernels({"bert": None}) == notes
-
-
-def test_the_option_for_products_outside_of_triton_is_written_below_a_table_with_such_a_row(monkeypatch):
-    monkeypatch.setattr(step_tables, "by_device", lambda results: {"1 × H200 (gpu)": {}})
-    for label, has_note in [("jaxmp, bf16, no product in Triton", True), ("jaxmp, bf16", False)]:
-        monkeypatch.setattr(step_tables, "_measured_table", lambda by_model, label=label: [f"| {label} | 1 |"])
-        option = 'make_train_step(…, compiler_options={"xla_gpu_enable_triton_gemm": False})'
-        assert (f"No product in Triton: `{option}`." in step_tables.measured(None)) == has_note
-
-
-def test_memory_saved_relative_to_a_compiled_float32_step_is_stated_below_the_goals(tmp_path):
-    variants = {
-        "jaxmp-bf16": {"label": "jaxmp, bf16", "peak": 11_000 * MIB, "half": 1.0},
-        "hand-fp32": {"label": "JAX by hand, fp32", "peak": 44_000 * MIB, "half": 0.0},
-    }
-    (tmp_path / "compile_only").mkdir()
-    results = [{"name": "bert", "full": True, "variants": variants}]
-    write_json(tmp_path / "compile_only" / "compile_only.json", {"environment": WHERE, "results": results})
-    lines, notes = headline.lines(tmp_path, tmp_path)
-    assert "If float32 is compiled too, without cuDNN's workspaces, the memory saved is BERT-Base 75%." in lines
-    # Relative to the peaks that were measured once: 51,175 MiB for float32 and 13,938 MiB for torch.compile.
-    (row,) = [line for line in lines if line.startswith("| memory saved, relative to float32")]
-    assert f"{1 - 11_000 / 51_175:.0%}ᶜʳ" in row
-    assert "in MiB for torch.compile AMP and for float32 in plain JAX: BERT-Base 13,938 and 51,175." in notes[1]

@@ -1,0 +1,1 @@
+"""Write the results of benchmarks as tables and pages."""
