@@ -31,15 +31,15 @@ import optax
 import tyro
 
 import jaxmp
-from experiments import models
 from experiments.data import IMAGES, images
 from experiments.models import nnx as nnx_models
+from experiments.models.images import CNN, Functions, linen_functions, nnx_functions, resnet18, resnet50
 from experiments.training import cli, image_training, loop, mesh
 from experiments.training.experiment import Experiment
 from experiments.training.metrics import accuracy
 from experiments.training.precision import read_low_precision, read_overrides, read_precision, require_matches
 
-LINEN = {"resnet18": models.resnet18, "resnet50": models.resnet50}
+LINEN = {"resnet18": resnet18, "resnet50": resnet50}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,7 @@ class Config(ImageFlags, cli.Training):
 # --- model and optimizer ----------------------------------------------------------------------------------------------
 
 
-def network(config: Config, policy: Any, shape: tuple[int, int, int], classes: int) -> models.Functions:
+def network(config: Config, policy: Any, shape: tuple[int, int, int], classes: int) -> Functions:
     """Return the network under its policy, or without one, as functions of arrays.
 
     Args:
@@ -95,10 +95,10 @@ def network(config: Config, policy: Any, shape: tuple[int, int, int], classes: i
     """
     overrides, small = read_overrides(config.override), shape[0] <= image_training.SMALL
     if config.api == "linen":
-        model = models.CNN(classes) if config.model == "cnn" else LINEN[config.model](classes, small_images=small)
+        model = CNN(classes) if config.model == "cnn" else LINEN[config.model](classes, small_images=small)
         if policy is not None:
             model = jaxmp.linen.apply_policy(model, policy, overrides)
-        return models.linen_functions(model, shape)
+        return linen_functions(model, shape)
 
     def build(rngs: Any) -> Any:
         if config.model == "cnn":
@@ -107,7 +107,7 @@ def network(config: Config, policy: Any, shape: tuple[int, int, int], classes: i
             model = nnx_models.resnet18(shape[2], classes=classes, small_images=small, rngs=rngs)
         return model if policy is None else jaxmp.nnx.apply_policy(model, policy, overrides)
 
-    return models.nnx_functions(build)
+    return nnx_functions(build)
 
 
 def optimizer(config: Config, steps: int) -> optax.GradientTransformation:
@@ -137,7 +137,7 @@ def loss_function(apply: Callable[..., Any]) -> Callable[..., Any]:
     return loss_fn
 
 
-def initial_states(config: Config, net: models.Functions, tx: Any, sharding: Any) -> tuple[Any, Any]:
+def initial_states(config: Config, net: Functions, tx: Any, sharding: Any) -> tuple[Any, Any]:
     """Return two functions that make the initial state.
 
     The first function makes the state from params on one device. The second function makes the state from a seed on a

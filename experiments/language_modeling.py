@@ -39,8 +39,8 @@ import tyro
 
 import jaxmp
 from experiments.data import DataError, text, tokens
-from experiments.models import GPT2, NextToken
-from experiments.models.gpt2 import SIZES
+from experiments.models.gpt2 import GPT2, SIZES
+from experiments.models.next_token import NextToken
 from experiments.models.weights import PUBLISHED_GPT2
 from experiments.training import cli, loop, mesh, sampling, text_training
 from experiments.training.experiment import Batch, Closing, Experiment

@@ -36,7 +36,7 @@ import jaxmp
 from experiments import data
 from experiments.data import text, tokens
 from experiments.data.masking import IGNORE, mask
-from experiments.models import BERT
+from experiments.models.bert import BERT
 from experiments.models.weights import PUBLISHED_BERT
 from experiments.training import cli, loop, mesh, text_training
 from experiments.training.experiment import Batch, Closing, Experiment

@@ -3,9 +3,9 @@
 python -m experiments.benchmarks.autocast --models gpt2 lstm
 
 A step computes the loss and its gradients, and updates with AdamW. The models are those of
-experiments/models/by_hand.py. Steps are warmed up, their state is donated, and the variants take turns. The programs
-are compared too, both as JAX lowers them and as XLA compiles them. On a CPU only the lowered programs count, because
-XLA's CPU compiler computes bfloat16 products in float32. The run folder holds autocast.md and autocast.json.
+experiments/benchmarks/models/by_hand.py. Steps are warmed up, their state is donated, and the variants take turns. The
+programs are compared too, both as JAX lowers them and as XLA compiles them. On a CPU only the lowered programs count,
+because XLA's CPU compiler computes bfloat16 products in float32. The run folder holds autocast.md and autocast.json.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ import jax
 import optax
 
 import jaxmp
+from experiments.benchmarks.measure import programs
+from experiments.benchmarks.measure.turns import Prepared, compared
+from experiments.benchmarks.models import by_hand
+from experiments.benchmarks.models.workloads import FULL, Sizes, Workload, workload
 from experiments.benchmarks.report.goals import Goal, share
 from experiments.benchmarks.shared import records, scaled_steps
-from experiments.measure import memory, programs, timing
+from experiments.measure import memory, timing
 from experiments.measure.environment import environment
-from experiments.measure.turns import Prepared, compared
-from experiments.models import by_hand
-from experiments.models.workloads import FULL, Sizes, Workload, workload
 from experiments.report.progress import Progress
 from experiments.report.tables import Table, times
 from experiments.training import cli

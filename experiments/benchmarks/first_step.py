@@ -32,12 +32,13 @@ import tyro
 from flax import nnx
 
 import jaxmp
+from experiments.benchmarks.measure import processes
+from experiments.benchmarks.models import by_hand
+from experiments.benchmarks.models.nnx_gpt2 import GPT2 as NNXGPT2
 from experiments.benchmarks.report.goals import Goal
 from experiments.benchmarks.shared import records
-from experiments.measure import processes, timing
+from experiments.measure import timing
 from experiments.measure.environment import environment
-from experiments.models import by_hand
-from experiments.models import nnx as nnx_models
 from experiments.report.progress import Progress
 from experiments.report.tables import Table, spread
 from experiments.training import cli
@@ -90,7 +91,7 @@ def linen_loss(way: str, layers: int, policy: str) -> tuple[Loss, Any]:
 def nnx_loss(way: str, layers: int, policy: str) -> tuple[Loss, Any]:
     """Return the loss of the NNX model, and abstract params."""
     dtype = jaxmp.get_policy(policy).compute_dtype if way == BY_HAND else None
-    model = nnx.eval_shape(lambda: nnx_models.GPT2(VOCABULARY, LENGTH, layers, WIDTH, dtype=dtype, rngs=nnx.Rngs(0)))
+    model = nnx.eval_shape(lambda: NNXGPT2(VOCABULARY, LENGTH, layers, WIDTH, dtype=dtype, rngs=nnx.Rngs(0)))
     graphdef, params = nnx.split(jaxmp.nnx.apply_policy(model, policy) if way == POLICY else model)
 
     def loss(params: Any, tokens: jax.Array, labels: jax.Array) -> jax.Array:

@@ -38,19 +38,20 @@ import optax
 from jax import lax
 
 import jaxmp
+from experiments.benchmarks.measure import programs
+from experiments.benchmarks.measure.turns import Prepared, compared
+from experiments.benchmarks.models.workloads import Sizes, workload
 from experiments.benchmarks.report.goals import Goal
-from experiments.benchmarks.shared import records, scaled_steps
+from experiments.benchmarks.shared import kept, records, scaled_steps
 from experiments.benchmarks.train_step.measure import start_anew
 from experiments.benchmarks.train_step.rows import Row
-from experiments.measure import memory, programs, timing
+from experiments.measure import memory, timing
 from experiments.measure.environment import environment, require_gpu
-from experiments.measure.turns import Prepared, compared
 from experiments.models import gpt2
-from experiments.models.workloads import Sizes, workload
 from experiments.report import plots
 from experiments.report.progress import Progress
 from experiments.report.tables import Table, spread, titled
-from experiments.training import cli, kept
+from experiments.training import cli
 from jaxmp.inspect.compiled import hlo
 
 Part = Literal["product", "layer", "block", "step"]

@@ -35,12 +35,12 @@ import tyro
 
 from experiments.benchmarks.accuracy.report import SEEDS
 from experiments.benchmarks.accuracy.run import BRIEF_STEPS
-from experiments.benchmarks.shared import foreseen, records
+from experiments.benchmarks.measure import caches
+from experiments.benchmarks.shared import foreseen, kept, records
 from experiments.benchmarks.shared.foreseen import Seconds
 from experiments.benchmarks.train_step.rows import CHUNKS, ROWS
-from experiments.measure import caches
 from experiments.report.tables import Table, terminal
-from experiments.training import cli, kept
+from experiments.training import cli
 from experiments.training.run_folders import alone_in, run_folder
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -20,17 +20,17 @@ import numpy as np
 import optax
 
 import jaxmp
-from experiments.benchmarks.shared import records, scaled_steps
+from experiments.benchmarks.measure.caches import caches_in
+from experiments.benchmarks.measure.turns import Prepared, compared
+from experiments.benchmarks.models.mlp import MLP
+from experiments.benchmarks.models.workloads import Sizes, workload
+from experiments.benchmarks.shared import kept, records, scaled_steps
 from experiments.measure import timing
-from experiments.measure.caches import caches_in
 from experiments.measure.environment import environment
-from experiments.measure.turns import Prepared, compared
-from experiments.models import MLP
-from experiments.models.workloads import Sizes, workload
 from experiments.report import plots
 from experiments.report.progress import Progress
 from experiments.report.tables import Table, times
-from experiments.training import cli, kept
+from experiments.training import cli
 
 REFERENCE = "no scaling"
 VARIANTS = {

@@ -22,11 +22,12 @@ import jax.numpy as jnp
 import optax
 
 import jaxmp
+from experiments.benchmarks.measure import programs
 from experiments.benchmarks.report.goals import Goal
 from experiments.benchmarks.shared import records
-from experiments.measure import memory, programs, timing
+from experiments.measure import memory, timing
 from experiments.measure.environment import environment
-from experiments.models import GPT2
+from experiments.models.gpt2 import GPT2
 from experiments.report.tables import Table, titled
 from experiments.training import cli
 from jaxmp.inspect.compiled import hlo

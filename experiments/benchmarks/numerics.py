@@ -30,7 +30,7 @@ import jaxmp
 from experiments.benchmarks.shared import records
 from experiments.measure import timing
 from experiments.measure.environment import environment
-from experiments.models import GPT2
+from experiments.models.gpt2 import GPT2
 from experiments.report.tables import Table, spread
 from experiments.training import cli
 from jaxmp.inspect import Watch, roofline

@@ -26,18 +26,18 @@ from typing import Any, Literal
 
 import jax
 
-from experiments.benchmarks.shared import records
+from experiments.benchmarks.measure.turns import OUT_OF_MEMORY, reason
+from experiments.benchmarks.models.workloads import FULL, SMOKE, Workload, workload
+from experiments.benchmarks.shared import kept, records
 from experiments.benchmarks.train_step import jax_steps
 from experiments.benchmarks.train_step.rows import Row
 from experiments.measure import memory
 from experiments.measure.environment import environment, require_gpu
-from experiments.measure.turns import OUT_OF_MEMORY, reason
 from experiments.models.transformer import Remat
-from experiments.models.workloads import FULL, SMOKE, Workload, workload
 from experiments.report import plots
 from experiments.report.progress import Progress
 from experiments.report.tables import Table, titled
-from experiments.training import cli, kept
+from experiments.training import cli
 from experiments.training.batch_size import SHARE, free_bytes, largest_batch, read_bytes
 from jaxmp.inspect.compiled import targets
 

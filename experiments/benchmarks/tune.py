@@ -29,10 +29,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxmp
+from experiments.benchmarks.models.workloads import SMOKE, workload
 from experiments.benchmarks.shared import records
 from experiments.measure.environment import environment
-from experiments.models import ResNet
-from experiments.models.workloads import SMOKE, workload
+from experiments.models.images import ResNet
 from experiments.report.progress import Progress
 from experiments.report.tables import Table, titled
 from experiments.training import cli

@@ -1,1 +1,1 @@
-"""Measure a step: time, memory, FLOPs, zero gradients, energy and kernels."""
+"""Measure a step: time, memory, FLOPs and zero gradients."""

@@ -1,21 +1,15 @@
-"""Models in Flax NNX, which compute the same as the models in Linen."""
+"""The models of :mod:`experiments.models.images` in NNX."""
 
 from __future__ import annotations
 
-import functools
-from typing import Any
-
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
-from experiments.models import by_hand
-from experiments.models.resnet import KERNEL_INIT, MOMENTUM
-from jaxmp.losses import projected_cross_entropy
+from experiments.models.images import KERNEL_INIT, MOMENTUM
 
 
 class CNN(nnx.Module):
-    """:class:`experiments.models.CNN` in NNX.
+    """:class:`experiments.models.images.CNN` in NNX.
 
     The constructor needs the shape of the images, (height, width, channels).
     """
@@ -36,7 +30,7 @@ class CNN(nnx.Module):
 
 
 class Block(nnx.Module):
-    """The basic block of a ResNet, like :class:`experiments.models.resnet.Block`."""
+    """The basic block of a ResNet, like :class:`experiments.models.images.Block`."""
 
     def __init__(self, channels: int, width: int, stride: int = 1, *, rngs: nnx.Rngs) -> None:
         self.conv1, self.norm1 = _conv(channels, width, 3, stride, rngs), _norm(width, rngs)
@@ -54,7 +48,7 @@ class Block(nnx.Module):
 
 
 class ResNet(nnx.Module):
-    """:class:`experiments.models.resnet.ResNet` with basic blocks in NNX.
+    """:class:`experiments.models.images.ResNet` with basic blocks in NNX.
 
     ``channels`` is the number of channels of the images.
     """
@@ -93,87 +87,6 @@ class ResNet(nnx.Module):
 def resnet18(channels: int = 3, classes: int = 10, small_images: bool = False, *, rngs: nnx.Rngs) -> ResNet:
     """Return a ResNet-18."""
     return ResNet((2, 2, 2, 2), channels, classes, small_images=small_images, rngs=rngs)
-
-
-class Layer(nnx.Module):
-    """A layer of :class:`GPT2`."""
-
-    def __init__(self, width: int, heads: int, dtype: Any, rngs: nnx.Rngs) -> None:
-        linear = functools.partial(nnx.Linear, dtype=dtype, rngs=rngs)
-        self.heads = heads
-        self.norm1, self.norm2 = _layer_norm(width, dtype, rngs), _layer_norm(width, dtype, rngs)
-        self.qkv, self.out = linear(width, 3 * width), linear(width, width)
-        self.up, self.down = linear(width, 4 * width), linear(4 * width, width)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        shape = (*x.shape[:2], self.heads, -1)
-        q, k, v = (part.reshape(shape) for part in jnp.split(self.qkv(self.norm1(x)), 3, axis=-1))
-        x = x + self.out(by_hand.attend(q, k, v, causal=True).reshape(x.shape))
-        return x + self.down(nnx.gelu(self.up(self.norm2(x))))
-
-
-class GPT2(nnx.Module):
-    """:class:`experiments.models.by_hand.GPT2` in NNX.
-
-    Args:
-      vocabulary: the number of tokens. The embeddings of the tokens are also the output layer.
-      sequence: the length of the longest sequence.
-      layers: the number of layers.
-      width: the width of the residual stream.
-      heads: the attention heads per layer.
-      loop: whether the layers are a loop over stacked params, in which the backward pass recomputes each layer.
-      dtype: the dtype of every module, for half precision by hand.
-      rngs: the random numbers of the params.
-    """
-
-    def __init__(
-        self,
-        vocabulary: int,
-        sequence: int,
-        layers: int,
-        width: int,
-        heads: int = 1,
-        loop: bool = False,
-        dtype: Any = None,
-        *,
-        rngs: nnx.Rngs,
-    ) -> None:
-        self.embed = nnx.Embed(vocabulary, width, dtype=dtype, rngs=rngs)
-        self.positions = nnx.Embed(sequence, width, dtype=dtype, rngs=rngs)
-        make = functools.partial(Layer, width, heads, dtype)
-        stacked = nnx.split_rngs(splits=layers)(nnx.vmap(make))
-        self.blocks = stacked(rngs) if loop else nnx.List([make(rngs) for _ in range(layers)])
-        self.norm = _layer_norm(width, dtype, rngs)
-
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        return self.embed.attend(self.hidden(tokens))
-
-    def hidden(self, tokens: jax.Array) -> jax.Array:
-        """Return the input of the output layer, (batch, tokens, width)."""
-        x = self.embed(tokens) + self.positions(jnp.arange(tokens.shape[1]))
-        if isinstance(self.blocks, nnx.List):
-            for block in self.blocks:
-                x = block(x)
-            return self.norm(x)
-
-        @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
-        @nnx.remat
-        def turn(x: jax.Array, layer: Layer) -> jax.Array:
-            return layer(x)
-
-        return self.norm(turn(x, self.blocks))
-
-    def loss(self, tokens: jax.Array, targets: jax.Array) -> jax.Array:
-        """Return the mean cross-entropy of ``targets``, (batch, tokens).
-
-        The logits are computed in chunks.
-        """
-        x = self.hidden(tokens)
-        return projected_cross_entropy(x.reshape(-1, x.shape[-1]), self.embed.embedding[...], targets.reshape(-1))
-
-
-def _layer_norm(width: int, dtype: Any, rngs: nnx.Rngs) -> nnx.LayerNorm:
-    return nnx.LayerNorm(width, epsilon=1e-5, dtype=dtype, rngs=rngs)
 
 
 def _conv(channels: int, features: int, kernel: int, stride: int, rngs: nnx.Rngs) -> nnx.Conv:

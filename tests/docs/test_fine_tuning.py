@@ -19,7 +19,7 @@ from pages import blocks
 from places import ROOT
 
 import jaxmp
-from experiments.models import GPT2
+from experiments.models.gpt2 import GPT2
 from experiments.models.weights import PUBLISHED_GPT2
 from jaxmp.base.trees import path_name
 from jaxmp.training.remat import recompute_layers

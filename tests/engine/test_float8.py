@@ -18,9 +18,9 @@ from linen_zoo import numbers
 from nnx_zoo import module_with_numbers
 
 import jaxmp
-from experiments.measure import programs
+from experiments.benchmarks.measure import programs
+from experiments.benchmarks.models.nnx_gpt2 import GPT2 as NNXGPT2
 from experiments.models import attention, gpt2
-from experiments.models.nnx import GPT2 as NNXGPT2
 from jaxmp.inspect.compiled import compiling, hlo
 from jaxmp.policy import float8, float8_product
 from jaxmp.program.walk import jaxprs_in

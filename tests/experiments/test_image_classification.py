@@ -15,11 +15,12 @@ import pytest
 from PIL import Image
 from recompiles import compiled_once
 
-from experiments import compare, data, image_classification, models
+from experiments import compare, data, image_classification
 from experiments.benchmarks import input_pipeline
 from experiments.comparison import report as comparison_report
 from experiments.data import stock
 from experiments.models import nnx as nnx_models
+from experiments.models.images import ResNet
 from experiments.training import cli
 
 
@@ -51,7 +52,7 @@ def promotion_as_users_have_it():
 @pytest.fixture(autouse=True)
 def tiny_networks(monkeypatch):
     def linen(classes, small_images):
-        return models.ResNet((1,), "basic", classes, 4, small_images)
+        return ResNet((1,), "basic", classes, 4, small_images)
 
     def nnx(channels, classes, small_images, rngs):
         return nnx_models.ResNet((1,), channels, classes, 4, small_images, rngs=rngs)

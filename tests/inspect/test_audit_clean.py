@@ -11,8 +11,11 @@ import pytest
 from flax import nnx
 
 import jaxmp
-from experiments import models
+from experiments.benchmarks.models.mlp import MLP
 from experiments.models import nnx as nnx_models
+from experiments.models.bert import BERT
+from experiments.models.gpt2 import GPT2
+from experiments.models.images import CNN, ResNet
 from jaxmp.inspect import Audit, audit
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -24,11 +27,11 @@ BATCHES = {"images": {"x": IMAGES, "y": LABELS}, "tokens": {"x": TOKENS, "y": TO
 FEATURES = {"x": jax.ShapeDtypeStruct((512, 64), jnp.float32), "y": LABELS}
 SMALL = {"vocabulary": 512, "sequence": 64, "heads": 2, "width": 32}
 LINEN = {
-    "mlp": (lambda: models.MLP(layers=2, width=512, classes=16), FEATURES),
-    "cnn": (lambda: models.CNN(classes=16), BATCHES["images"]),
-    "resnet": (lambda: models.ResNet((1, 1), "basic", classes=16, width=16), BATCHES["images"]),
-    "gpt2-remat": (lambda: models.GPT2(layers=1, remat="full", **SMALL), BATCHES["tokens"]),
-    "bert": (lambda: models.BERT(layers=1, **SMALL), BATCHES["tokens"]),
+    "mlp": (lambda: MLP(layers=2, width=512, classes=16), FEATURES),
+    "cnn": (lambda: CNN(classes=16), BATCHES["images"]),
+    "resnet": (lambda: ResNet((1, 1), "basic", classes=16, width=16), BATCHES["images"]),
+    "gpt2-remat": (lambda: GPT2(layers=1, remat="full", **SMALL), BATCHES["tokens"]),
+    "bert": (lambda: BERT(layers=1, **SMALL), BATCHES["tokens"]),
 }
 APPLY = {"policy": jaxmp.linen.apply_policy, "autocast": jaxmp.linen.autocast}
 AUTOCAST, POLICY, STEP = ("autocast", "mixed_bfloat16"), ("policy", "mixed_float16"), ("step", "mixed_float16")

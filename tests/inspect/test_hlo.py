@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from experiments.measure import programs
+from experiments.benchmarks.measure import programs
 from jaxmp.inspect.compiled import hlo, memory_of_hlo
 
 # A shortened program, as XLA schedules it for GPUs. It has a loop of four products that read slices of their operand, a

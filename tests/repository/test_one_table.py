@@ -17,7 +17,7 @@ TABLE = "jaxmp/program/primitives.py"
 OF_XLA = {
     "jaxmp/inspect/_profile/kinds.py": "opcodes of XLA's HLO, many of which have the name of a primitive",
     "jaxmp/inspect/compiled/kernels.py": "opcodes of XLA's HLO",
-    "experiments/measure/programs.py": "opcodes of XLA's HLO",
+    "experiments/benchmarks/measure/programs.py": "opcodes of XLA's HLO",
     "jaxmp/inspect/compiled/hlo.py": "scopes in the `op_name` of HLO instructions",
 }
 NAMES = of_class(*Class) - {"call"}  # also a kind of body

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.models import by_hand
-from experiments.models.workloads import Sizes
+from experiments.benchmarks.models import by_hand
+from experiments.benchmarks.models.workloads import Sizes
 
 # The vocabularies are multiples of 64. Otherwise the padding would count as tokens, but only in the models by hand.
 SMALL = {

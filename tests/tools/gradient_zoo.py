@@ -16,8 +16,12 @@ from flax import nnx
 from jax import lax
 
 import jaxmp
-from experiments import models
+from experiments.benchmarks.models.mlp import MLP
 from experiments.models import nnx as nnx_models
+from experiments.models.bert import BERT
+from experiments.models.gpt2 import GPT2
+from experiments.models.images import CNN, ResNet
+from experiments.models.next_token import NextToken
 
 
 class Case(NamedTuple):
@@ -354,17 +358,17 @@ LINEN_MODELS = {
     "ResNet of the zoo": Case(
         lambda dtype=np.float32, **_: linen_zoo.ResNet(dtype=dtype), normal(shape=(2, 16, 16, 3))
     ),
-    "CNN": Case(lambda **_: models.CNN(4, 4, 8), normal(shape=(4, 12, 12, 3))),
-    "MLP": Case(lambda **_: models.MLP(2, 8, 4), ROWS),
-    "NextToken": Case(lambda **_: models.NextToken(60, 8, 16), tokens(300, 3, vocabulary=60)),
+    "CNN": Case(lambda **_: CNN(4, 4, 8), normal(shape=(4, 12, 12, 3))),
+    "MLP": Case(lambda **_: MLP(2, 8, 4), ROWS),
+    "NextToken": Case(lambda **_: NextToken(60, 8, 16), tokens(300, 3, vocabulary=60)),
     "ResNet": Case(
-        lambda **_: models.ResNet((1, 1), "basic", 4, 4, small_images=True),
+        lambda **_: ResNet((1, 1), "basic", 4, 4, small_images=True),
         normal(shape=(4, 12, 12, 3)),
         lambda model, x: model(x, train=True),
     ),
-    "GPT2": Case(lambda **_: models.GPT2(60, 4, 1, 2, 16), IDS),
-    "GPT2 with remat": Case(lambda **_: models.GPT2(60, 4, 1, 2, 16, "attention"), IDS),
-    "BERT": Case(lambda **_: models.BERT(60, 4, 1, 2, 16), IDS),
+    "GPT2": Case(lambda **_: GPT2(60, 4, 1, 2, 16), IDS),
+    "GPT2 with remat": Case(lambda **_: GPT2(60, 4, 1, 2, 16, "attention"), IDS),
+    "BERT": Case(lambda **_: BERT(60, 4, 1, 2, 16), IDS),
     "nn.scan over layers": Case(lambda **dtypes: Stack(False, 2, dtypes), ROWS),
     "nn.scan of one layer": Case(lambda **dtypes: Stack(True, 300, dtypes), normal(shape=(1, 1, 4))),
     "nn.vmap": Case(lambda **dtypes: Vmapped(dtypes), SEQUENCES),

@@ -11,11 +11,10 @@ from typing import Any
 import numpy as np
 
 from experiments.benchmarks.report.goals import Goal, share
-from experiments.benchmarks.shared import records
+from experiments.benchmarks.shared import kept, records
 from experiments.comparison.outcomes import BASELINE, label
 from experiments.report import plots
 from experiments.report.tables import Table, deviating, titled
-from experiments.training import kept
 
 METRICS = {"images": "accuracy", "gpt2": "loss", "bert": "loss"}
 UNITS = {"accuracy": "points of accuracy", "loss": "% of the loss"}

@@ -37,13 +37,13 @@ import tyro
 
 from experiments import compare, image_classification, language_modeling, masked_lm
 from experiments.benchmarks.accuracy import report as accuracy_report
-from experiments.benchmarks.shared import records
+from experiments.benchmarks.measure.turns import failed
+from experiments.benchmarks.shared import kept, records
 from experiments.comparison.outcomes import BASELINE, RESERVED, Task, init_params
 from experiments.measure import memory
 from experiments.measure.environment import environment, require_gpu
-from experiments.measure.turns import failed
 from experiments.report.json_files import numbers, strict_json
-from experiments.training import cli, kept, loop
+from experiments.training import cli, loop
 from experiments.training.experiment import Experiment
 from experiments.training.run_folders import checkpoints_can_be, checkpoints_folder
 

@@ -26,16 +26,17 @@ import tyro
 
 from experiments import language_modeling
 from experiments.benchmarks.compile_only import report, sharded
-from experiments.benchmarks.shared import records
+from experiments.benchmarks.measure import programs
+from experiments.benchmarks.measure.sharded import Way
+from experiments.benchmarks.models.workloads import FULL, NAMES, SMOKE, Name, Workload, workload
+from experiments.benchmarks.shared import kept, records
 from experiments.benchmarks.train_step import jax_steps
 from experiments.benchmarks.train_step.rows import Row, rows_of
-from experiments.measure import flops, memory, programs
+from experiments.measure import flops, memory
 from experiments.measure.environment import environment
-from experiments.measure.sharded import Way
 from experiments.models import attention
-from experiments.models.workloads import FULL, NAMES, SMOKE, Name, Workload, workload
 from experiments.report.progress import Progress
-from experiments.training import cli, kept
+from experiments.training import cli
 from experiments.training.run_folders import run_folder
 from jaxmp import hardware
 from jaxmp.inspect._roofline import roofline

@@ -8,14 +8,14 @@ import math
 import re
 from typing import Any
 
+from experiments.benchmarks.measure.sharded import Way, measure
 from experiments.benchmarks.report.goals import Goal
-from experiments.benchmarks.shared import records
+from experiments.benchmarks.shared import kept, records
 from experiments.measure.environment import environment
-from experiments.measure.sharded import Way, measure
 from experiments.models import gpt2
 from experiments.report.progress import Progress
 from experiments.report.tables import Table
-from experiments.training import cli, kept
+from experiments.training import cli
 from jaxmp.inspect.compiled import targets
 
 GIB = 2**30
@@ -26,10 +26,10 @@ ABOUT = (
     "Compiled, not run: forward, backward, clipping and AdamW of GPT-2. The blocks are a loop, and the backward pass "
     "recomputes each block. `by` says how the step was written. Linen and NNX: `make_train_step(sharding=)` with a "
     "model under a policy; autocast: the same with the Linen model under autocast; hand: "
-    "experiments/models/stacked.py. All figures are per GPU. `peak`: arguments, temporaries, and results that do not "
-    "reuse an argument's memory, without the memory of CUDA and NCCL themselves. `state`: params and optimizer state "
-    "in float32. `sent`: bytes sent in a step with ring algorithms. `ideal`: weights gathered twice in 16 bits, "
-    "gradients reduced once in float32."
+    "experiments/benchmarks/models/stacked.py. All figures are per GPU. `peak`: arguments, temporaries, and results "
+    "that do not reuse an argument's memory, without the memory of CUDA and NCCL themselves. `state`: params and "
+    "optimizer state in float32. `sent`: bytes sent in a step with ring algorithms. `ideal`: weights gathered twice in "
+    "16 bits, gradients reduced once in float32."
 )
 NAMES: dict[Way, str] = {"linen": "Linen", "autocast": "autocast", "nnx": "NNX", "hand": "hand"}
 

@@ -20,12 +20,12 @@ import jax
 import jax.numpy as jnp
 
 import jaxmp
+from experiments.benchmarks.models.workloads import SMOKE, Workload, workload
 from experiments.benchmarks.real_libraries.ablation import switches_that_change, text_of
 from experiments.benchmarks.real_libraries.per_operation import autocast_each_operation
 from experiments.benchmarks.real_libraries.rule_switches import SWITCHES
 from experiments.benchmarks.shared import records
 from experiments.measure.environment import environment
-from experiments.models.workloads import SMOKE, Workload, workload
 from experiments.report.tables import Table
 from experiments.training import cli
 

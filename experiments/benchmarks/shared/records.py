@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import jax
 import tyro
 
-from experiments.models.workloads import Sizes
+from experiments.benchmarks.models.workloads import Sizes
 from experiments.report import plots
 from experiments.report.json_files import write_json
 from experiments.report.tables import Table, terminal

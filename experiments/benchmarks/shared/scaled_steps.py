@@ -1,8 +1,9 @@
 """Build train steps without loss scaling, and with each library's loss scaling.
 
 Each library is used as its documentation says. Every function takes a loss function (see
-:data:`experiments.models.workloads.LossFn`), an optimizer and ``init(key) -> (params, model state)``. It returns
-``start() -> state`` and ``step(state, batch) -> (state, loss)``. The step is not jitted, and its state may be donated.
+:data:`experiments.benchmarks.models.workloads.LossFn`), an optimizer and ``init(key) -> (params, model state)``.
+It returns ``start() -> state`` and ``step(state, batch) -> (state, loss)``. The step is not jitted, and its state
+may be donated.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import optax
 from flax.training.dynamic_scale import DynamicScale
 
 import jaxmp
-from experiments.models.workloads import LossFn
+from experiments.benchmarks.models.workloads import LossFn
 
 Init = Callable[[Any], tuple[Any, Any]]
 Start = Callable[[], Any]

@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from experiments.benchmarks.models.workloads import FULL, NAMES, SMOKE, Name, Workload, workload
 from experiments.benchmarks.shared import records
 from experiments.benchmarks.train_step.rows import Pass
-from experiments.models.workloads import FULL, NAMES, SMOKE, Name, Workload, workload
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import NamedTuple
 
+from experiments.benchmarks.models.workloads import FULL
 from experiments.benchmarks.report.goals import Goal, saved, share
 from experiments.benchmarks.train_step.results import Results
 from experiments.benchmarks.train_step.rows import REMAT, ROWS, SETTINGS
-from experiments.models.workloads import FULL
 
 
 class Limits(NamedTuple):

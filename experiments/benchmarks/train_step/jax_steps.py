@@ -4,7 +4,7 @@ Each row is written as users of the library write it:
 
 - jaxmp: a model without a dtype under `jaxmp.linen.apply_policy`, and `make_train_step`
 - autocast: the same model without a policy, and `make_train_step(policy=…)`
-- hand, jmp, flax: :mod:`experiments.models.by_hand` in an ordinary optax step, with the loss scaling in the
+- hand, jmp, flax: :mod:`experiments.benchmarks.models.by_hand` in an ordinary optax step, with the loss scaling in the
   documentation of jmp or Flax
 - unprepared: the float32 code of `hand` under `jaxmp.autocast`, in the same optax step
 """
@@ -24,13 +24,14 @@ import jax.numpy as jnp
 import optax
 
 import jaxmp
+from experiments.benchmarks.measure.turns import Prepared
+from experiments.benchmarks.models import by_hand
+from experiments.benchmarks.models.workloads import LossFn, Workload, workload
 from experiments.benchmarks.shared import scaled_steps
 from experiments.benchmarks.shared.scaled_steps import LEARNING_RATE, Init, Start, Step
 from experiments.benchmarks.train_step.rows import Pass, Row
 from experiments.measure import flops, memory, timing
-from experiments.measure.turns import Prepared
-from experiments.models import attention, by_hand
-from experiments.models.workloads import LossFn, Workload, workload
+from experiments.models import attention
 from jaxmp.inspect._profile.profile import WITHOUT_CUDA_GRAPHS
 
 WEIGHT_DECAY, CLIP = 0.01, 1.0

@@ -9,17 +9,18 @@ import os
 from pathlib import Path
 from typing import Any
 
-from experiments.benchmarks.shared import records
+from experiments.benchmarks.measure import processes, turns
+from experiments.benchmarks.measure.caches import caches_in
+from experiments.benchmarks.models.workloads import Name, Workload
+from experiments.benchmarks.shared import kept, records
 from experiments.benchmarks.train_step import jax_steps, measure
 from experiments.benchmarks.train_step.config import Config, case_of
 from experiments.benchmarks.train_step.rows import PEERS, ROWS, rows_of
-from experiments.measure import processes, timing, turns
-from experiments.measure.caches import caches_in
+from experiments.measure import timing
 from experiments.measure.environment import environment
-from experiments.models.workloads import Name, Workload
 from experiments.report.progress import Progress
 from experiments.report.tables import Table
-from experiments.training import cli, kept
+from experiments.training import cli
 
 VALUES = {"width": (1536, 1024, 768, 512, 256, 128, 64), "depth": (24, 12, 6, 3, 1), "busy": (0,)}
 SMOKE_VALUES = {**VALUES, "width": (128, 64), "depth": (2, 1)}

@@ -10,11 +10,12 @@ from typing import Any
 
 import jax
 
+from experiments.benchmarks.measure import energy, profiling
+from experiments.benchmarks.measure.turns import Prepared, all_of, failed
+from experiments.benchmarks.models.workloads import Workload
 from experiments.benchmarks.train_step import jax_steps
 from experiments.benchmarks.train_step.rows import Pass, Row
-from experiments.measure import energy, flops, memory, profiling
-from experiments.measure.turns import Prepared, all_of, failed
-from experiments.models.workloads import Workload
+from experiments.measure import flops, memory
 from experiments.report.progress import Progress
 
 
@@ -43,12 +44,14 @@ def describe(case: Workload, row: Row, which: Pass, prepared: Prepared, seconds:
     Returns:
       A dictionary. Figures that the device cannot measure are None.
 
-      - ``compile_seconds``, ``compiled_bytes``: see :class:`experiments.measure.turns.Prepared`
+      - ``compile_seconds``, ``compiled_bytes``: see :class:`experiments.benchmarks.measure.turns.Prepared`
       - ``peak``: the peak bytes on the GPU
-      - ``joules``, ``power``: see :func:`experiments.measure.energy.of_call`
+      - ``joules``, ``power``: see :func:`experiments.benchmarks.measure.energy.of_call`
       - ``tensor_time``: the share of the kernels' time in tensor-core kernels
-      - ``kernel_ms``, ``kernel_count``, ``groups``, ``kernels``: see :func:`experiments.measure.profiling.summary`
-      - ``kinds``, ``modules``: see :func:`experiments.measure.profiling.by_module`; only for train steps of jaxmp
+      - ``kernel_ms``, ``kernel_count``, ``groups``, ``kernels``: see
+        :func:`experiments.benchmarks.measure.profiling.summary`
+      - ``kinds``, ``modules``: see :func:`experiments.benchmarks.measure.profiling.by_module`; only for train steps of
+        jaxmp
       - ``flops``: the FLOPs by dtype
       - ``tensor_flops``: the share of FLOPs in tensor-core dtypes
       - ``seconds``: the seconds that the warm-up, the trace, the energy and the count of FLOPs took

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from experiments.benchmarks.measure import ceiling, profiling
 from experiments.benchmarks.report.goals import share
-from experiments.benchmarks.shared import records
+from experiments.benchmarks.shared import kept, records
 from experiments.benchmarks.train_step import goals as train_step_goals
 from experiments.benchmarks.train_step.results import Results, read
 from experiments.benchmarks.train_step.rows import ROWS, Pass, rows_of
-from experiments.measure import ceiling, profiling
 from experiments.report import plots
 from experiments.report.tables import Table, cell, spread, titled
-from experiments.training import kept
 from jaxmp.inspect._profile.kinds import KINDS, UNKNOWN
 
 COLUMNS = (

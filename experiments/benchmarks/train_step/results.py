@@ -6,11 +6,11 @@ import dataclasses
 from pathlib import Path
 from typing import Any, get_args
 
+from experiments.benchmarks.measure.turns import broken, not_judged
+from experiments.benchmarks.models.workloads import NAMES
+from experiments.benchmarks.shared import kept
 from experiments.benchmarks.train_step.rows import ROWS, Pass
 from experiments.measure import timing
-from experiments.measure.turns import broken, not_judged
-from experiments.models.workloads import NAMES
-from experiments.training import kept
 
 REFERENCES = tuple(key for key, row in ROWS.items() if row.library == "compile" and row.precision in ("bf16", "fp16"))
 """The half-precision rows of torch.compile. The goals are relative to the fastest of them."""

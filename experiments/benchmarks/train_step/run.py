@@ -30,16 +30,16 @@ from typing import Any
 
 import jax
 
-from experiments.benchmarks.shared import records
+from experiments.benchmarks.measure import ceiling, processes, turns
+from experiments.benchmarks.measure.caches import caches_in
+from experiments.benchmarks.models.workloads import Workload
+from experiments.benchmarks.shared import kept, records
 from experiments.benchmarks.train_step import jax_steps, looks, measure, report
 from experiments.benchmarks.train_step.config import Config, case_of
 from experiments.benchmarks.train_step.rows import PEERS, ROWS, Pass, Row, rows_of
-from experiments.measure import ceiling, processes, turns
-from experiments.measure.caches import caches_in
 from experiments.measure.environment import environment, require_gpu
-from experiments.models.workloads import Workload
 from experiments.report.progress import Progress
-from experiments.training import cli, kept
+from experiments.training import cli
 from experiments.training.run_folders import run_folder
 from jaxmp.inspect._profile import power
 

@@ -21,12 +21,12 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import torch
 
+from experiments.benchmarks.measure.turns import Prepared
+from experiments.benchmarks.models import in_torch
+from experiments.benchmarks.models.workloads import Workload
 from experiments.benchmarks.shared.scaled_steps import LEARNING_RATE
 from experiments.benchmarks.train_step.jax_steps import CLIP, WEIGHT_DECAY
 from experiments.benchmarks.train_step.rows import Pass, Row
-from experiments.measure.turns import Prepared
-from experiments.models import in_torch
-from experiments.models.workloads import Workload
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -17,8 +17,8 @@ import pytest
 from places import ROOT
 
 from experiments.benchmarks import autocast, first_step, gpu, loss_scaling, numerics
-from experiments.measure import programs
-from experiments.models import by_hand
+from experiments.benchmarks.measure import programs
+from experiments.benchmarks.models import by_hand
 from jaxmp.inspect.compiled import hlo
 
 NAMES = autocast.Config().models

@@ -19,8 +19,7 @@ import types
 import pytest
 
 from experiments.benchmarks import gpu
-from experiments.benchmarks.shared import foreseen
-from experiments.training import kept
+from experiments.benchmarks.shared import foreseen, kept
 
 HERE = {"device": "1 × cpu", "versions": "Python 3.11", "backend": "cpu", "bytes": None}
 

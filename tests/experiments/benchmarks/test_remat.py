@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import pytest
 
 from experiments.benchmarks import remat
+from experiments.benchmarks.models.workloads import FULL, SMOKE, workload
 from experiments.benchmarks.train_step import jax_steps
 from experiments.benchmarks.train_step.rows import Row
 from experiments.measure.memory import NO_ROOM
-from experiments.models.workloads import FULL, SMOKE, workload
 from jaxmp.inspect.compiled import targets
 
 CASE, ROW = workload("gpt2", SMOKE["gpt2"]), Row("none", "jaxmp", "bf16")

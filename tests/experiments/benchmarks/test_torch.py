@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 from benchmark_tools import drawn, once
 
+from experiments.benchmarks.models import by_hand
+from experiments.benchmarks.models.workloads import NAMES, Sizes, workload
 from experiments.benchmarks.train_step import jax_steps
 from experiments.benchmarks.train_step.rows import ROWS, Row
-from experiments.models import by_hand
-from experiments.models.workloads import NAMES, Sizes, workload
 
 torch = pytest.importorskip("torch")
 
+from experiments.benchmarks.models import in_torch  # noqa: E402
 from experiments.benchmarks.train_step import torch_steps  # noqa: E402
-from experiments.models import in_torch  # noqa: E402
 
 SMALL = {**benchmark_tools.SMALL, "resnet50": Sizes(4, 64, layers=1, width=8, vocabulary=10)}
 NAMES_IN_TORCH = {

@@ -15,13 +15,13 @@ import pytest
 from benchmark_tools import SMALL, drawn, once
 
 import jaxmp
+from experiments.benchmarks.models import by_hand
+from experiments.benchmarks.models.workloads import NAMES, workload
 from experiments.benchmarks.shared import scaled_steps
 from experiments.benchmarks.train_step import jax_steps
 from experiments.benchmarks.train_step import run as train_step
 from experiments.benchmarks.train_step.rows import CHUNKS, ROWS, Row, rows_of
 from experiments.measure import flops
-from experiments.models import by_hand
-from experiments.models.workloads import NAMES, workload
 from jaxmp.training.step import TrainStep
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")  # optax's own Adam needs it

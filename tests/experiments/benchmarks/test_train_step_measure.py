@@ -15,11 +15,11 @@ import types
 import jax
 import pytest
 
+from experiments.benchmarks.measure import caches, energy, processes, turns
+from experiments.benchmarks.measure.turns import Prepared
+from experiments.benchmarks.models.workloads import workload
 from experiments.benchmarks.train_step import measure
 from experiments.benchmarks.train_step.rows import ROWS
-from experiments.measure import caches, energy, processes, turns
-from experiments.measure.turns import Prepared
-from experiments.models.workloads import workload
 from experiments.report.progress import Progress
 from jaxmp.inspect._profile import power
 from jaxmp.inspect._profile.trace import Event
@@ -85,7 +85,7 @@ def test_a_process_measures_only_after_its_turn_has_come(monkeypatch, capsys):
 
 _ROW = """
 import time
-from experiments.measure import processes
+from experiments.benchmarks.measure import processes
 print("ready", flush=True)
 time.sleep(1)  # the run is killed before the row may measure
 processes.answer(lambda: print("measuring", flush=True) or time.sleep(999))

@@ -6,10 +6,10 @@ import dataclasses
 
 import pytest
 
+from experiments.benchmarks.measure import profiling
+from experiments.benchmarks.models.workloads import FULL
 from experiments.benchmarks.train_step import goals as train_step_goals
 from experiments.benchmarks.train_step import report
-from experiments.measure import profiling
-from experiments.models.workloads import FULL
 from experiments.report.json_files import write_json
 
 # The report.

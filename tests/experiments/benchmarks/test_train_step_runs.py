@@ -11,12 +11,12 @@ import re
 import pytest
 from benchmark_tools import SMALL
 
+from experiments.benchmarks.measure import turns
+from experiments.benchmarks.measure.turns import Prepared
+from experiments.benchmarks.shared import kept
 from experiments.benchmarks.train_step import config as train_step_config
 from experiments.benchmarks.train_step import looks, measure, report
 from experiments.benchmarks.train_step import run as train_step
-from experiments.measure import turns
-from experiments.measure.turns import Prepared
-from experiments.training import kept
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")  # optax's own Adam needs it
 

@@ -14,8 +14,11 @@ import optax
 import pytest
 
 import jaxmp
+from experiments.benchmarks.models.mlp import MLP
 from experiments.measure import flops, gradients, memory, timing
-from experiments.models import CNN, GPT2, MLP, NextToken
+from experiments.models.gpt2 import GPT2
+from experiments.models.images import CNN
+from experiments.models.next_token import NextToken
 from experiments.training import metrics
 
 HALF, FULL = jnp.ones((8, 16), jnp.float16), jnp.ones((8, 16), jnp.float32)

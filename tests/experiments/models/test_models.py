@@ -13,13 +13,15 @@ import pytest
 from flax import nnx
 
 import jaxmp
-from experiments import models
+from experiments.benchmarks.models.nnx_gpt2 import GPT2 as NNXGPT2
+from experiments.models import images
 from experiments.models import nnx as nnx_models
+from experiments.models.images import CNN, ResNet, nnx_functions, resnet18, resnet50
 from jaxmp.nnx import apply_policy
 
 IMAGES = np.random.default_rng(9).standard_normal((4, 8, 8, 3), np.float32)
 SLOW = pytest.mark.slow("compiles another network in both APIs")
-TINY = models.ResNet((1, 1), "basic", width=4, small_images=True)
+TINY = ResNet((1, 1), "basic", width=4, small_images=True)
 
 
 def count(tree: Any) -> int:
@@ -27,37 +29,37 @@ def count(tree: Any) -> int:
 
 
 @functools.cache
-def variables_of(model: models.ResNet, size: int) -> Any:
+def variables_of(model: ResNet, size: int) -> Any:
     """Return the shapes of the params and of the outputs of all layers."""
     init = functools.partial(model.init, capture_intermediates=True)
     return jax.eval_shape(init, jax.random.key(0), jnp.zeros((1, size, size, 3)))
 
 
-def output_shapes(model: models.ResNet, size: int) -> dict[str, tuple[int, ...]]:
+def output_shapes(model: ResNet, size: int) -> dict[str, tuple[int, ...]]:
     leaves = jax.tree_util.tree_leaves_with_path(variables_of(model, size)["intermediates"])
     return {"/".join(str(key.key) for key in path[:-2]): leaf.shape for path, leaf in leaves}
 
 
 def test_residual_networks_have_the_published_number_of_params():
-    for model, params in [(models.resnet18(1000), 11_689_512), (models.resnet50(1000), 25_557_032)]:
+    for model, params in [(resnet18(1000), 11_689_512), (resnet50(1000), 25_557_032)]:
         assert count(variables_of(model, 224)["params"]) == params
     model = nnx.eval_shape(lambda: nnx_models.resnet18(3, 1000, rngs=nnx.Rngs(0)))
     assert count(nnx.state(model, nnx.Param)) == 11_689_512
 
 
 def test_the_stem_for_large_images_divides_them_by_4_and_the_stride_of_a_bottleneck_is_in_its_3x3():
-    large, small = output_shapes(models.resnet18(1000), 224), output_shapes(models.resnet18(small_images=True), 32)
+    large, small = output_shapes(resnet18(1000), 224), output_shapes(resnet18(small_images=True), 32)
     assert large["Conv_0"][1:3] == (112, 112) and large["Block_0"][1:3] == (56, 56)
     assert small["Conv_0"][1:3] == small["Block_0"][1:3] == (32, 32)
     assert large["Block_7"][1:] == (7, 7, 512) and small["Block_7"][1:] == (4, 4, 512)
-    resnet50 = output_shapes(models.resnet50(1000), 224)
-    assert resnet50["Block_3/Conv_0"][1:] == (56, 56, 128) and resnet50["Block_3/Conv_1"][1:] == (28, 28, 128)
-    assert resnet50["Block_3"][1:] == (28, 28, 512)
+    deep = output_shapes(resnet50(1000), 224)
+    assert deep["Block_3/Conv_0"][1:] == (56, 56, 128) and deep["Block_3/Conv_1"][1:] == (28, 28, 128)
+    assert deep["Block_3"][1:] == (28, 28, 512)
 
 
 def test_a_fresh_block_is_its_shortcut():
-    block = models.resnet.Block("bottleneck", 4)
-    x = np.random.default_rng(0).standard_normal((2, 5, 5, 4 * models.resnet.WIDTHS["bottleneck"]), np.float32)
+    block = images.Block("bottleneck", 4)
+    x = np.random.default_rng(0).standard_normal((2, 5, 5, 4 * images.WIDTHS["bottleneck"]), np.float32)
     y, _ = jax.jit(functools.partial(block.init_with_output, train=True))(jax.random.key(1), x)
     np.testing.assert_array_equal(y, jax.nn.relu(x))
 
@@ -97,7 +99,7 @@ def same_model(name: str, large: bool = False) -> tuple[Any, Any, Any]:
     """Return a Linen model, its variables, and the NNX model with the same weights."""
     rngs = nnx.Rngs(0)
     if name == "cnn":
-        linen: Any = models.CNN(features=4, hidden=8)
+        linen: Any = CNN(features=4, hidden=8)
         model: Any = nnx_models.CNN((8, 8, 3), features=4, hidden=8, rngs=rngs)
     else:
         linen = TINY.clone(small_images=not large)
@@ -152,7 +154,7 @@ def test_with_the_same_weights_and_policy_both_apis_give_the_same_logits_to_roun
 
 @pytest.mark.slow("compiles a network")
 def test_as_functions_statistics_move_in_training_only_and_the_seed_decides_the_params():
-    init, apply = models.nnx_functions(lambda rngs: nnx_models.ResNet((1, 1), width=4, small_images=True, rngs=rngs))
+    init, apply = nnx_functions(lambda rngs: nnx_models.ResNet((1, 1), width=4, small_images=True, rngs=rngs))
     apply = jax.jit(apply, static_argnums=3)
     params, state = init(0)
     assert count(params) == count(jax.eval_shape(TINY.init, jax.random.key(0), IMAGES)["params"])
@@ -170,20 +172,20 @@ def test_as_functions_statistics_move_in_training_only_and_the_seed_decides_the_
 @pytest.mark.slow("compiles two GPT-2s")
 def test_gpt2_in_nnx_as_a_loop_is_its_layers_one_after_the_other():
     sizes = (32, 8, 2, 16, 2)
-    layers, loop = (nnx_models.GPT2(*sizes, loop, rngs=nnx.Rngs(0)) for loop in (False, True))
+    layers, loop = (NNXGPT2(*sizes, loop, rngs=nnx.Rngs(0)) for loop in (False, True))
     params = nnx.as_pure(nnx.state(layers, nnx.Param))
     blocks = [params["blocks"][n] for n in range(2)]
     nnx.update(loop, {**params, "blocks": jax.tree.map(lambda *leaves: np.stack(leaves), *blocks)})
     tokens = np.random.default_rng(0).integers(0, 32, (2, 9))
 
     @nnx.jit
-    def loss_and_gradients(model: nnx_models.GPT2) -> Any:
+    def loss_and_gradients(model: NNXGPT2) -> Any:
         loss, gradients = nnx.value_and_grad(lambda model: model.loss(tokens[:, :-1], tokens[:, 1:]))(model)
         return loss, nnx.as_pure(gradients)
 
     (loss, gradients), (loop_loss, loop_gradients) = loss_and_gradients(layers), loss_and_gradients(loop)
     np.testing.assert_allclose(loop_loss, loss, rtol=1e-6)
-    logits = nnx.jit(nnx_models.GPT2.__call__)(layers, tokens[:, :-1])
+    logits = nnx.jit(NNXGPT2.__call__)(layers, tokens[:, :-1])
     np.testing.assert_allclose(jaxmp.losses.cross_entropy(logits, tokens[:, 1:]).mean(), loss, rtol=1e-6)
     stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *(gradients["blocks"][n] for n in range(2)))
     stacked_gradients = {**gradients, "blocks": stacked}

@@ -13,8 +13,11 @@ import numpy as np
 import pytest
 
 import jaxmp
+from experiments.benchmarks.models import workloads
 from experiments.measure import memory
-from experiments.models import BERT, GPT2, transformer, workloads
+from experiments.models import transformer
+from experiments.models.bert import BERT
+from experiments.models.gpt2 import GPT2
 
 KINDS = (GPT2, BERT)
 SIZES = (41, 8, 2, 2, 16)  # vocabulary, sequence, layers, heads, width

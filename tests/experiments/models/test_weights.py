@@ -15,7 +15,8 @@ from safetensors.numpy import load_file, save_file
 
 import jaxmp
 from experiments import masked_lm
-from experiments.models import BERT, GPT2
+from experiments.models.bert import BERT
+from experiments.models.gpt2 import GPT2
 from experiments.models.weights import PUBLISHED_BERT, PUBLISHED_GPT2
 
 SIZES = (41, 12, 2, 2, 16)  # as in tests/record_transformers.py

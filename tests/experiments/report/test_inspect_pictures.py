@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.models.workloads import workload
+from experiments.benchmarks.models.workloads import workload
 from experiments.report import inspect_pictures
 from experiments.report.marked_text import read_marked
 from jaxmp.inspect import Memory

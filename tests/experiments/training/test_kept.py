@@ -7,8 +7,8 @@ import json
 
 import pytest
 
-from experiments.measure import turns
-from experiments.training import kept
+from experiments.benchmarks.measure import turns
+from experiments.benchmarks.shared import kept
 
 
 def test_the_remaining_time_decides_whether_a_measurement_starts(monkeypatch):

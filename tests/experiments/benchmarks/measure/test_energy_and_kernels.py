@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from experiments.measure import energy, profiling
+from experiments.benchmarks.measure import energy, profiling
 from jaxmp.inspect._profile import power
 
 

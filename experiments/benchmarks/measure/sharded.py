@@ -16,8 +16,10 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-from experiments.models import GPT2, attention, stacked
-from experiments.models.nnx import GPT2 as NNXGPT2
+from experiments.benchmarks.models import stacked
+from experiments.benchmarks.models.nnx_gpt2 import GPT2 as NNXGPT2
+from experiments.models import attention
+from experiments.models.gpt2 import GPT2
 from experiments.models.transformer import aligned
 from jaxmp.inspect import audit
 from jaxmp.sharding import Sharding
@@ -38,7 +40,7 @@ def measure(model: GPT2, target: str, topology: str, sizes: dict[str, int], way:
       sizes: the sizes of the mesh axes by name. Params are split along the axis ``"fsdp"``, the batch along all axes.
       way: ``"linen"`` and ``"nnx"`` are jaxmp's train step of that model under a policy. ``"autocast"`` is jaxmp's
         train step of the Linen model under autocast. ``"hand"`` is the program by hand in
-        :mod:`experiments.models.stacked`.
+        :mod:`experiments.benchmarks.models.stacked`.
     """
     axes, kind = tuple(sizes), AxisType.Explicit if way == "hand" else AxisType.Auto
     mesh = jax.sharding.AbstractMesh(tuple(sizes.values()), axes, (kind,) * len(axes))

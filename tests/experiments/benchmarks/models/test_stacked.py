@@ -10,8 +10,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-from experiments.models import GPT2, stacked
-from experiments.models.gpt2 import sized
+from experiments.benchmarks.models import stacked
+from experiments.models.gpt2 import GPT2, sized
 
 MODEL = GPT2(vocabulary=96, sequence=32, layers=2, heads=2, width=64)
 TOKENS = np.random.default_rng(0).integers(0, 96, (8, 33))

@@ -1,17 +1,48 @@
-"""ResNet-18 and ResNet-50 (He et al. 2015, arXiv 1512.03385) for images in NHWC."""
+"""Models of images in Linen, and the functions that a train step takes: a small CNN, ResNet-18 and ResNet-50.
+
+The ResNets are those of He et al. 2015, arXiv 1512.03385. Images are NHWC. :mod:`experiments.models.nnx` has the same
+models in NNX.
+"""
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
+from flax import nnx
 
 from experiments.models.pooling import max_pool
 
 KERNEL_INIT = nn.initializers.variance_scaling(2.0, "fan_out", "normal")
 MOMENTUM = 0.9  # the momentum of the running statistics
 WIDTHS = {"basic": 1, "bottleneck": 4}  # the output channels of a block, in multiples of its width
+
+
+class CNN(nn.Module):
+    """A model from images to logits (batch, classes).
+
+    Images are (batch, height, width, channels).
+
+    Attributes:
+      classes: number of labels.
+      features: channels of the convolution.
+      hidden: width of the first dense layer.
+    """
+
+    classes: int = 10
+    features: int = 32
+    hidden: int = 128
+
+    @nn.compact
+    def __call__(self, images: jax.Array, train: bool = False) -> jax.Array:  # all models have `train`
+        x = nn.relu(nn.Conv(self.features, (3, 3))(images))
+        x = nn.max_pool(x, (2, 2), strides=(2, 2))
+        x = x.reshape(len(x), -1)
+        x = nn.relu(nn.Dense(self.hidden)(x))
+        return nn.Dense(self.classes)(x)
 
 
 class Block(nn.Module):
@@ -104,3 +135,62 @@ def resnet50(classes: int = 10, small_images: bool = False) -> ResNet:
 def _conv(channels: int, kernel: int, stride: int) -> nn.Conv:
     # Published weights need the same padding on both sides. "SAME" pads strided convolutions asymmetrically.
     return nn.Conv(channels, (kernel, kernel), stride, padding=kernel // 2, use_bias=False, kernel_init=KERNEL_INIT)
+
+
+class Functions(NamedTuple):
+    """A model as functions.
+
+    ``params`` are trained. ``model_state`` has the other variables, such as running statistics.
+
+    Attributes:
+      init: ``init(seed) -> (params, model_state)``.
+      apply: ``apply(params, model_state, images, train) -> (logits, model_state)``. The state changes only if ``train``
+        is true.
+    """
+
+    init: Callable[[int], tuple[Any, Any]]
+    apply: Callable[[Any, Any, jax.Array, bool], tuple[jax.Array, Any]]
+
+
+def linen_functions(model: nn.Module, shape: tuple[int, int, int]) -> Functions:
+    """Return the functions of a Linen model.
+
+    ``shape`` is that of the images, (height, width, channels).
+    """
+
+    @jax.jit
+    def init(seed: int) -> tuple[Any, Any]:
+        variables = dict(model.init(jax.random.key(seed), jnp.zeros((1, *shape))))
+        return variables.pop("params"), variables
+
+    def apply(params: Any, model_state: Any, images: jax.Array, train: bool) -> tuple[jax.Array, Any]:
+        variables = {"params": params, **model_state}
+        if not train:
+            return model.apply(variables, images), model_state
+        return model.apply(variables, images, train=True, mutable=list(model_state))
+
+    return Functions(init, apply)
+
+
+def nnx_functions(build: Callable[[nnx.Rngs], nnx.Module]) -> Functions:
+    """Return the functions of the NNX model that ``build`` makes."""
+
+    def split(model: nnx.Module) -> tuple[nnx.GraphDef[Any], Any, Any]:
+        graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+        return graphdef, params, rest
+
+    @jax.jit
+    def init(seed: int) -> tuple[Any, Any]:
+        return split(build(nnx.Rngs(jax.random.key(seed))))[1:]
+
+    graphdef = split(nnx.eval_shape(lambda: build(nnx.Rngs(0))))[0]
+
+    def apply(params: Any, model_state: Any, images: jax.Array, train: bool) -> tuple[jax.Array, Any]:
+        # Merge in each call, because a Variable may change only in the trace that made it, and jax.grad has a new
+        # trace.
+        params, model_state = jax.tree.map(lambda leaf: leaf, (params, model_state))
+        model = nnx.merge(graphdef, params, model_state)
+        logits = model(images, train=train)
+        return logits, split(model)[2]
+
+    return Functions(init, apply)

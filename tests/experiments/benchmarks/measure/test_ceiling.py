@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 import pytest
 
-from experiments.measure import ceiling
+from experiments.benchmarks.measure import ceiling
 
 
 def test_every_kind_of_product_has_its_dtype_and_two_matrices_drawn_apart():

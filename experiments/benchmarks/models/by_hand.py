@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from experiments.benchmarks.models.workloads import LAST_SCALE, LossFn, Workload
 from experiments.models import attention
-from experiments.models.workloads import LAST_SCALE, LossFn, Workload
 
 
 def attend(q: jax.Array, k: jax.Array, v: jax.Array, causal: bool) -> jax.Array:

@@ -1,8 +1,8 @@
 """The models for benchmarks: ResNet-50, BERT-Base and GPT-2.
 
 A workload is a model with its batches and its loss. The models are those of :mod:`experiments.models`, in float32 and
-without a dtype in their code. A benchmark sets the precision. :mod:`experiments.models.by_hand` has models of the same
-sizes without jaxmp.
+without a dtype in their code. A benchmark sets the precision. :mod:`experiments.benchmarks.models.by_hand` has models
+of the same sizes without jaxmp.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxmp
-from experiments.models import BERT, GPT2, ResNet
+from experiments.models.bert import BERT
+from experiments.models.gpt2 import GPT2
+from experiments.models.images import ResNet
 from experiments.models.transformer import Remat
 
 Name = Literal["resnet50", "bert", "gpt2"]
@@ -80,7 +82,7 @@ class Workload:
     """A model to train.
 
     Attributes:
-      name: a name in ``NAMES``, or ``"lstm"``, which exists only in :mod:`experiments.models.by_hand`.
+      name: a name in ``NAMES``, or ``"lstm"``, which exists only in :mod:`experiments.benchmarks.models.by_hand`.
       sizes: the sizes of the model and its batch.
       remat: the part of each transformer block that its backward pass recomputes.
       chunks: the number of chunks of a transformer's cross-entropy; 0 for the model's default.

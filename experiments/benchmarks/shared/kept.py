@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from experiments.measure.turns import LACKS
+from experiments.benchmarks.measure.turns import LACKS
 from experiments.report.json_files import strict_json, write_json
 from experiments.report.progress import Progress
 

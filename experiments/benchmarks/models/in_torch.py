@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import jaxmp
-from experiments.models.workloads import LAST_SCALE, Workload
+from experiments.benchmarks.models.workloads import LAST_SCALE, Workload
 
 
 class Attention(nn.Module):

@@ -1,0 +1,1 @@
+"""Measure processes, programs and devices, for benchmarks."""
