@@ -36,10 +36,10 @@ from experiments.comparison import report as comparison_report
 from experiments.comparison.outcomes import BASELINE, RESERVED, Outcome, Task, compare, read_variant
 from experiments.comparison.page import write_page
 from experiments.comparison.picture import picture
-from experiments.measure.environment import environment
 from experiments.report.json_files import write_json
 from experiments.report.progress import Progress
 from experiments.training import cli
+from experiments.training.environment import environment
 from experiments.training.experiment import Experiment
 from experiments.training.precision import compute_dtype, read_policy
 from experiments.training.run_folders import run_folder

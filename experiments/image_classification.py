@@ -18,9 +18,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 if not __package__:  # started as a file, so add the folder with the packages to the path
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -32,14 +32,14 @@ import tyro
 
 import jaxmp
 from experiments.data import IMAGES, images
-from experiments.models import nnx as nnx_models
 from experiments.models.images import CNN, Functions, linen_functions, nnx_functions, resnet18, resnet50
-from experiments.training import cli, image_training, loop, mesh
-from experiments.training.experiment import Experiment
-from experiments.training.metrics import accuracy
+from experiments.training import cli, loop, mesh
+from experiments.training.experiment import Experiment, accuracy
 from experiments.training.precision import read_low_precision, read_overrides, read_precision, require_matches
 
 LINEN = {"resnet18": resnet18, "resnet50": resnet50}
+SMALL = 64
+"""The largest height for which a ResNet has the stem for small images."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,6 +81,74 @@ class Config(ImageFlags, cli.Training):
     """Flags of image classification."""
 
 
+# --- data and flags ---------------------------------------------------------------------------------------------------
+
+
+def check(config: Config) -> None:
+    """Check the flags.
+
+    Raises:
+      ValueError: the value of a flag is out of range, or two flags do not go together.
+    """
+    cli.check(config)
+    cli.require("--epochs", config.epochs, 1)
+    cli.require("--steps", config.steps, 0)
+    cli.require("--image-size", config.image_size, 0)
+    cli.require("--weight-decay", config.weight_decay, 0)
+    if config.model == "cnn" and config.image_size == 1:
+        raise ValueError("--model cnn halves its images: --image-size must be at least 2, or 0 for their size, got 1")
+    if config.api == "nnx" and config.model == "resnet50":
+        raise ValueError("--api nnx has cnn and resnet18, got --model resnet50; use --api linen")
+    if config.api == "nnx" and config.override and (config.autocast or config.opt_level == "O1"):
+        raise ValueError(
+            "under autocast --override matches names on JAX's name stack, and --api nnx puts no names there, got "
+            f"{config.override[0]!r}; use --api linen"
+        )
+
+
+class Batches(NamedTuple):
+    """The batches of a run.
+
+    Attributes:
+      train: ``train(seed, start=0)`` yields batches without end, from the batch with number ``start``.
+      test: returns the held-out batches.
+      shape: height, width and channels of an image.
+      classes: the number of classes.
+      steps: the number of steps to train.
+      origin: the name and the source of the data set.
+    """
+
+    train: Callable[..., Iterator[images.Batch]]
+    test: Callable[[], Iterator[images.Batch]]
+    shape: tuple[int, int, int]
+    classes: int
+    steps: int
+    origin: str
+
+
+def batches(config: Config, dtype: str, place: Any) -> Batches:
+    """Return the batches that the flags describe.
+
+    Images have the dtype ``dtype``, and ``place`` puts each batch on the devices.
+    """
+    dataset = images.load(config.dataset, config.data_dir)
+    height, width, channels = dataset.train.image.shape[1:]
+    cli.require("--shift", config.shift, 0, height)
+    pixels = dataset.pixels(config.image_size, dtype)
+    shape = pixels.shape((height, width, channels))
+    size = config.batch_size
+    return Batches(
+        train=lambda seed, start=0: images.epochs(
+            dataset.train, size, seed, config.shift, start, config.flip, pixels, place
+        ),
+        test=lambda: images.in_order(dataset.test, 1024 if shape[0] <= SMALL else size, pixels, place),
+        shape=shape,
+        classes=dataset.classes,
+        steps=config.steps or config.epochs * images.steps_per_epoch(dataset.train, size),
+        origin=dataset.origin,
+    )
+
+
 # --- model and optimizer ----------------------------------------------------------------------------------------------
 
 
@@ -93,12 +161,14 @@ def network(config: Config, policy: Any, shape: tuple[int, int, int], classes: i
       shape: height, width and channels of an image.
       classes: the number of classes.
     """
-    overrides, small = read_overrides(config.override), shape[0] <= image_training.SMALL
+    overrides, small = read_overrides(config.override), shape[0] <= SMALL
     if config.api == "linen":
         model = CNN(classes) if config.model == "cnn" else LINEN[config.model](classes, small_images=small)
         if policy is not None:
             model = jaxmp.linen.apply_policy(model, policy, overrides)
         return linen_functions(model, shape)
+
+    from experiments.models import nnx as nnx_models
 
     def build(rngs: Any) -> Any:
         if config.model == "cnn":
@@ -166,11 +236,11 @@ def prepare(config: Config) -> Experiment:
       ValueError: a flag has a value out of range.
       DataError: the data cannot be read, or a batch does not fit.
     """
-    image_training.check(config)
+    check(config)
     devices, place = mesh.placing(config)
     mesh.require_no_tensor(devices, f"--model {config.model}")
     precision = read_precision(config)
-    data = image_training.batches(config, precision.input_dtype(config), place)
+    data = batches(config, precision.input_dtype(config), place)
     net = network(config, precision.module_policy, data.shape, data.classes)
     tx = read_low_precision(optimizer(config, data.steps), config.low_precision, config.seed)
     tx = jaxmp.loss_scaling(tx, precision.loss_scale)
@@ -209,7 +279,7 @@ def prepare(config: Config) -> Experiment:
 
 def largest_batch(config: Config) -> int:
     """Return the largest useful batch: the whole training set."""
-    return len(image_training.load(config.dataset, config.data_dir).train.label)
+    return len(images.load(config.dataset, config.data_dir).train.label)
 
 
 def train(config: Config) -> dict[str, Any]:

@@ -43,8 +43,7 @@ from experiments.models.gpt2 import GPT2, SIZES
 from experiments.models.next_token import NextToken
 from experiments.models.weights import PUBLISHED_GPT2
 from experiments.training import cli, loop, mesh, sampling, text_training
-from experiments.training.experiment import Batch, Closing, Experiment
-from experiments.training.metrics import accuracy
+from experiments.training.experiment import Batch, Closing, Experiment, accuracy
 from experiments.training.precision import read_precision
 from experiments.training.text_training import Task
 

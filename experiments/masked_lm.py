@@ -39,8 +39,7 @@ from experiments.data.masking import IGNORE, mask
 from experiments.models.bert import BERT
 from experiments.models.weights import PUBLISHED_BERT
 from experiments.training import cli, loop, mesh, text_training
-from experiments.training.experiment import Batch, Closing, Experiment
-from experiments.training.metrics import accuracy
+from experiments.training.experiment import Batch, Closing, Experiment, accuracy
 from experiments.training.precision import read_precision
 from experiments.training.text_training import Task
 

@@ -25,10 +25,10 @@ from experiments.benchmarks.models.workloads import FULL, Sizes, Workload, workl
 from experiments.benchmarks.report.goals import Goal, share
 from experiments.benchmarks.shared import records, scaled_steps
 from experiments.measure import memory, timing
-from experiments.measure.environment import environment
 from experiments.report.progress import Progress
 from experiments.report.tables import Table, times
 from experiments.training import cli
+from experiments.training.environment import environment
 from jaxmp.inspect.compiled import hlo
 
 BY_HAND, AUTOCAST = "by hand", "autocast"

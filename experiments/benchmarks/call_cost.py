@@ -32,10 +32,10 @@ import jaxmp
 from experiments.benchmarks.report.goals import Goal
 from experiments.benchmarks.shared import records, scaled_steps
 from experiments.measure import timing
-from experiments.measure.environment import environment
 from experiments.report.progress import Progress
 from experiments.report.tables import Table, times
 from experiments.training import cli
+from experiments.training.environment import environment
 
 REFERENCE = "plain JAX and optax"
 COLUMNS = ("a call of", "arrays in", "arrays out", "µs", "quartiles", "ratio", "quartiles of the ratio")

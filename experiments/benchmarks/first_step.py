@@ -38,10 +38,10 @@ from experiments.benchmarks.models.nnx_gpt2 import GPT2 as NNXGPT2
 from experiments.benchmarks.report.goals import Goal
 from experiments.benchmarks.shared import records
 from experiments.measure import timing
-from experiments.measure.environment import environment
 from experiments.report.progress import Progress
 from experiments.report.tables import Table, spread
 from experiments.training import cli
+from experiments.training.environment import environment
 from jaxmp.inspect.compiled import targets
 
 Loss = Callable[[Any, jax.Array, jax.Array], jax.Array]

@@ -46,12 +46,12 @@ from experiments.benchmarks.shared import kept, records, scaled_steps
 from experiments.benchmarks.train_step.measure import start_anew
 from experiments.benchmarks.train_step.rows import Row
 from experiments.measure import memory, timing
-from experiments.measure.environment import environment, require_gpu
 from experiments.models import gpt2
 from experiments.report import plots
 from experiments.report.progress import Progress
 from experiments.report.tables import Table, spread, titled
 from experiments.training import cli
+from experiments.training.environment import environment, require_gpu
 from jaxmp.inspect.compiled import hlo
 
 Part = Literal["product", "layer", "block", "step"]

@@ -253,7 +253,7 @@ def place() -> dict[str, Any]:
 
     Another process reads them and exits, so that this process does not use the GPU.
     """
-    done = _captured([sys.executable, "-m", "experiments.measure.environment"])
+    done = _captured([sys.executable, "-m", "experiments.training.environment"])
     if done.returncode:
         raise ValueError(
             f"JAX must find a device, but the process that looked for it failed with: {_last_word(done.stderr)}"

@@ -39,11 +39,11 @@ from jax import lax
 
 import jaxmp
 from experiments.benchmarks.shared import records
-from experiments.measure.environment import environment
 from experiments.report import plots
 from experiments.report.progress import Progress
 from experiments.report.tables import Table
 from experiments.training import cli
+from experiments.training.environment import environment
 
 POLICIES = {"bfloat16": "mixed_bfloat16", "float16": "mixed_float16"}
 LINEN, NNX, AUTOCAST = "jaxmp, Linen policy", "jaxmp, NNX policy", "jaxmp.autocast"

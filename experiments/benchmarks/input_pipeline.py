@@ -24,10 +24,10 @@ import numpy as np
 from experiments.benchmarks.shared import records
 from experiments.data import images
 from experiments.measure import timing
-from experiments.measure.environment import environment
 from experiments.report.progress import Progress
 from experiments.report.tables import Table, spread
 from experiments.training import cli
+from experiments.training.environment import environment
 
 COLUMNS = ("batches", "images/s", "quartiles", "ms a batch", "share %")
 STORED = (32, 32, 3)

@@ -26,11 +26,11 @@ from experiments.benchmarks.models.mlp import MLP
 from experiments.benchmarks.models.workloads import Sizes, workload
 from experiments.benchmarks.shared import kept, records, scaled_steps
 from experiments.measure import timing
-from experiments.measure.environment import environment
 from experiments.report import plots
 from experiments.report.progress import Progress
 from experiments.report.tables import Table, times
 from experiments.training import cli
+from experiments.training.environment import environment
 
 REFERENCE = "no scaling"
 VARIANTS = {

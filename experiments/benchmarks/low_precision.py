@@ -26,10 +26,10 @@ from experiments.benchmarks.measure import programs
 from experiments.benchmarks.report.goals import Goal
 from experiments.benchmarks.shared import records
 from experiments.measure import memory, timing
-from experiments.measure.environment import environment
 from experiments.models.gpt2 import GPT2
 from experiments.report.tables import Table, titled
 from experiments.training import cli
+from experiments.training.environment import environment
 from jaxmp.inspect.compiled import hlo
 
 REFERENCE = ("float32", "float32")

@@ -29,10 +29,10 @@ import numpy as np
 
 from experiments.benchmarks.shared import records
 from experiments.measure import timing
-from experiments.measure.environment import environment
 from experiments.report.progress import Progress
 from experiments.report.tables import Table, titled
 from experiments.training import cli
+from experiments.training.environment import environment
 
 LENGTHS = (256, 16384)
 """The numbers of terms of a sum for which errors are measured."""

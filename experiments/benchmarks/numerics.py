@@ -29,10 +29,10 @@ import optax
 import jaxmp
 from experiments.benchmarks.shared import records
 from experiments.measure import timing
-from experiments.measure.environment import environment
 from experiments.models.gpt2 import GPT2
 from experiments.report.tables import Table, spread
 from experiments.training import cli
+from experiments.training.environment import environment
 from jaxmp.inspect import Watch, roofline
 
 COLUMNS = (

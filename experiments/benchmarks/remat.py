@@ -32,13 +32,13 @@ from experiments.benchmarks.shared import kept, records
 from experiments.benchmarks.train_step import jax_steps
 from experiments.benchmarks.train_step.rows import Row
 from experiments.measure import memory
-from experiments.measure.environment import environment, require_gpu
 from experiments.models.transformer import Remat
 from experiments.report import plots
 from experiments.report.progress import Progress
 from experiments.report.tables import Table, titled
 from experiments.training import cli
 from experiments.training.batch_size import SHARE, free_bytes, largest_batch, read_bytes
+from experiments.training.environment import environment, require_gpu
 from jaxmp.inspect.compiled import targets
 
 Policy = Literal["mixed_bfloat16", "mixed_float16", "tensorfloat32", "float32"]

@@ -31,11 +31,11 @@ import numpy as np
 import jaxmp
 from experiments.benchmarks.models.workloads import SMOKE, workload
 from experiments.benchmarks.shared import records
-from experiments.measure.environment import environment
 from experiments.models.images import ResNet
 from experiments.report.progress import Progress
 from experiments.report.tables import Table, titled
 from experiments.training import cli
+from experiments.training.environment import environment
 from jaxmp.engine.overrides import FIXED
 from jaxmp.inspect._tune.measurement import Measurement, without_policies
 

@@ -21,13 +21,11 @@ import tyro
 
 import jaxmp
 from experiments.measure import flops, memory, timing
-from experiments.measure.environment import environment
 from experiments.measure.gradients import gradients, zero_share
 from experiments.report.progress import Progress
 from experiments.training import loop
-from experiments.training.describing import describe
-from experiments.training.experiment import Experiment
-from experiments.training.metrics import PendingMetrics
+from experiments.training.environment import environment
+from experiments.training.experiment import Experiment, PendingMetrics, describe
 from experiments.training.precision import read_low_precision
 from jaxmp.inspect import record
 

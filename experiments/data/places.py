@@ -14,13 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from experiments.data import archives, folders
-from experiments.data.errors import DataError
-
-_FASHION = (
-    "T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot",
-)  # fmt: skip
-_CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
-CLASSES = {"mnist": tuple("0123456789"), "fashion_mnist": _FASHION, "cifar10": _CIFAR10}
+from experiments.data.source import CLASSES, DataError
 
 MNIST_FILES = {split: (f"{stem}-images-idx3-ubyte.gz", f"{stem}-labels-idx1-ubyte.gz")
                for split, stem in (("train", "train"), ("test", "t10k"))}  # fmt: skip

@@ -19,8 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.data import bpe, corpus
-from experiments.data.errors import DataError
-from experiments.data.source import data_folder
+from experiments.data.source import DataError, data_folder
 
 Kind = Literal["auto", "bytes", "bpe", "pairs"]
 

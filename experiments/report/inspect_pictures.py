@@ -37,11 +37,11 @@ from experiments.benchmarks.models.workloads import Workload, workload
 from experiments.benchmarks.shared import kept, records
 from experiments.benchmarks.train_step import jax_steps
 from experiments.benchmarks.train_step.rows import Row
-from experiments.measure.environment import environment
 from experiments.models import attention
 from experiments.models.gpt2 import GPT2
 from experiments.report.marked_text import write_marked
 from experiments.training import cli, loop, text_training
+from experiments.training.environment import environment
 from experiments.training.run_folders import run_folder
 from jaxmp.inspect import Memory, Watch, compare, memory, plots
 

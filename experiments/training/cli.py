@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import io
 import math
@@ -17,14 +18,14 @@ from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
 import tyro
 
-from experiments.measure.environment import program_line
 from experiments.training import processes
-from experiments.training.allocator import keep_freed_memory
+from experiments.training.environment import program_line
 
 C = TypeVar("C")
 T = TypeVar("T")
 GPU_SHARE = 0.95
 """The share of a GPU's memory that a script may take. JAX's default would leave a quarter unused."""
+_MMAP_MAX, _TRIM_THRESHOLD, _ARENA_MAX = -4, -1, -8  # glibc's malloc.h; mallopt(3)
 BatchSize = Annotated[int | Literal["auto"], tyro.conf.arg(metavar="INT|auto", aliases=("--batch",))]
 
 
@@ -265,6 +266,17 @@ def plain_threads() -> None:
             report(error)
 
     sys.unraisablehook = in_the_main_thread
+
+
+def keep_freed_memory() -> None:
+    """Make glibc keep the memory that a step frees, for the next step. Without glibc this does nothing.
+
+    On a CPU, XLA allocates a step's temporaries with malloc. glibc maps new memory for each large block, so each
+    step waits for page faults. Call this function before JAX starts threads.
+    """
+    if sys.platform == "linux" and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
+        for parameter, value in ((_MMAP_MAX, 0), (_TRIM_THRESHOLD, 2**31 - 1), (_ARENA_MAX, 1)):
+            mallopt(parameter, value)
 
 
 def main(config_type: type[C], train: Callable[[C], Any], description: str) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import jaxmp
 from experiments.report.json_files import strict_json
-from experiments.training import batch_size, cli, processes
+from experiments.training import cli, processes
 from experiments.training.experiment import Experiment
 from experiments.training.run_folders import alone_in, checkpoints_folder, folder_to_resume, run_folder
 from experiments.training.runs import Run
@@ -70,7 +70,9 @@ def running(
     """
     with contextlib.ExitStack() as locks:
         with cli.bad_values_end_it():
-            if largest_batch is not None:
+            if largest_batch is not None and (config.batch_size == "auto" or config.memory_limit is not None):
+                from experiments.training import batch_size
+
                 config = batch_size.settled(name, config, prepare, largest_batch)
             if processes.several() and config.watch:
                 raise ValueError("--watch works in a single process only; leave it out with --processes")

@@ -23,14 +23,12 @@ from typing import TYPE_CHECKING, Any, Self, TextIO
 import jax
 
 import jaxmp
-from experiments.measure.environment import environment
 from experiments.report import plots
 from experiments.report.json_files import strict_json, write_json
 from experiments.report.progress import Progress
 from experiments.training import cli, processes
-from experiments.training.describing import describe
-from experiments.training.experiment import Batch, Experiment
-from experiments.training.metrics import PendingMetrics
+from experiments.training.environment import environment
+from experiments.training.experiment import Batch, Experiment, PendingMetrics, describe
 from experiments.training.run_folders import checkpoints_folder
 from experiments.training.watching import Watching, tensorboard
 from jaxmp.inspect.run_files import WATCH_FILE

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image
 from recompiles import compiled_once
+from run_tools import start
 
 from experiments import compare, data, image_classification
 from experiments.benchmarks import input_pipeline
@@ -22,6 +23,18 @@ from experiments.data import stock
 from experiments.models import nnx as nnx_models
 from experiments.models.images import ResNet
 from experiments.training import cli
+
+MODULES = (
+    "import sys, experiments.image_classification; print(*(m for m in sys.modules if m.startswith('experiments')))"
+)
+
+
+@pytest.mark.slow("starts a process")
+@pytest.mark.once
+def test_the_script_imports_at_most_25_modules_of_experiments(tmp_path):
+    modules = start("-c", MODULES, cwd=tmp_path).stdout.split()
+    assert "experiments.image_classification" in modules
+    assert len(modules) <= 25, "import optional parts where they are used: " + ", ".join(sorted(modules))
 
 
 @pytest.fixture(scope="module")

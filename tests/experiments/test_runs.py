@@ -17,7 +17,7 @@ from run_tools import run_main, start
 from experiments import image_classification, language_modeling
 from experiments.benchmarks import loss_scaling
 from experiments.training import cli, run_folders, runs
-from experiments.training.describing import describe
+from experiments.training.experiment import describe
 
 SOURCES = str(Path(sysconfig.get_path("stdlib"), "asyncio"))  # reading the whole library takes seconds
 

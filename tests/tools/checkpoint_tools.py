@@ -22,8 +22,7 @@ import optax
 
 import jaxmp
 from experiments.training import checkpoints, cli, loop, run_folders
-from experiments.training.experiment import Experiment
-from experiments.training.metrics import accuracy
+from experiments.training.experiment import Experiment, accuracy
 from experiments.training.precision import read_policy
 from jaxmp.checkpoint import orbax_folders
 

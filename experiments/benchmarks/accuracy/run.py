@@ -41,9 +41,9 @@ from experiments.benchmarks.measure.turns import failed
 from experiments.benchmarks.shared import kept, records
 from experiments.comparison.outcomes import BASELINE, RESERVED, Task, init_params
 from experiments.measure import memory
-from experiments.measure.environment import environment, require_gpu
 from experiments.report.json_files import numbers, strict_json
 from experiments.training import cli, loop
+from experiments.training.environment import environment, require_gpu
 from experiments.training.experiment import Experiment
 from experiments.training.run_folders import checkpoints_can_be, checkpoints_folder
 

@@ -33,10 +33,10 @@ from experiments.benchmarks.shared import kept, records
 from experiments.benchmarks.train_step import jax_steps
 from experiments.benchmarks.train_step.rows import Row, rows_of
 from experiments.measure import flops, memory
-from experiments.measure.environment import environment
 from experiments.models import attention
 from experiments.report.progress import Progress
 from experiments.training import cli
+from experiments.training.environment import environment
 from experiments.training.run_folders import run_folder
 from jaxmp import hardware
 from jaxmp.inspect._roofline import roofline

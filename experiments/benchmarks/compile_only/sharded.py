@@ -11,11 +11,11 @@ from typing import Any
 from experiments.benchmarks.measure.sharded import Way, measure
 from experiments.benchmarks.report.goals import Goal
 from experiments.benchmarks.shared import kept, records
-from experiments.measure.environment import environment
 from experiments.models import gpt2
 from experiments.report.progress import Progress
 from experiments.report.tables import Table
 from experiments.training import cli
+from experiments.training.environment import environment
 from jaxmp.inspect.compiled import targets
 
 GIB = 2**30

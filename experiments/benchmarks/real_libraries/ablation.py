@@ -35,9 +35,9 @@ from experiments.benchmarks.real_libraries.registry import Program
 from experiments.benchmarks.real_libraries.rule_switches import SWITCHES, Switch
 from experiments.benchmarks.real_libraries.simulated import half_products
 from experiments.benchmarks.shared import records
-from experiments.measure.environment import environment
 from experiments.report.tables import Table, percent
 from experiments.training import cli
+from experiments.training.environment import environment
 from jaxmp.program.equations import is_literal
 
 WORSE, NOTICEABLE = 2.0, 0.01

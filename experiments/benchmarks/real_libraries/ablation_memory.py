@@ -25,9 +25,9 @@ from experiments.benchmarks.real_libraries.ablation import switches_that_change,
 from experiments.benchmarks.real_libraries.per_operation import autocast_each_operation
 from experiments.benchmarks.real_libraries.rule_switches import SWITCHES
 from experiments.benchmarks.shared import records
-from experiments.measure.environment import environment
 from experiments.report.tables import Table
 from experiments.training import cli
+from experiments.training.environment import environment
 
 COLUMNS = ("model", "rule", "off", "peak in MiB", "compared with all rules")
 ALL_RULES, EACH_ALONE = "all rules", "each operation alone"

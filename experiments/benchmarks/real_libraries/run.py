@@ -28,9 +28,9 @@ from experiments.benchmarks.real_libraries.errors import DRAWS, draw_params, exa
 from experiments.benchmarks.real_libraries.registry import Program
 from experiments.benchmarks.real_libraries.simulated import half_everything, half_products
 from experiments.benchmarks.shared import records
-from experiments.measure.environment import environment
 from experiments.report.tables import Table, percent
 from experiments.training import cli
+from experiments.training.environment import environment
 
 COLUMNS = ("program", "half", "value", "T", "N", "gradient", "T", "N", "half FLOPs", "")
 ILL_CONDITIONED = 0.1

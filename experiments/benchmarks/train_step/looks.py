@@ -17,10 +17,10 @@ from experiments.benchmarks.train_step import jax_steps, measure
 from experiments.benchmarks.train_step.config import Config, case_of
 from experiments.benchmarks.train_step.rows import PEERS, ROWS, rows_of
 from experiments.measure import timing
-from experiments.measure.environment import environment
 from experiments.report.progress import Progress
 from experiments.report.tables import Table
 from experiments.training import cli
+from experiments.training.environment import environment
 
 VALUES = {"width": (1536, 1024, 768, 512, 256, 128, 64), "depth": (24, 12, 6, 3, 1), "busy": (0,)}
 SMOKE_VALUES = {**VALUES, "width": (128, 64), "depth": (2, 1)}

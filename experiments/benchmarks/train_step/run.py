@@ -37,9 +37,9 @@ from experiments.benchmarks.shared import kept, records
 from experiments.benchmarks.train_step import jax_steps, looks, measure, report
 from experiments.benchmarks.train_step.config import Config, case_of
 from experiments.benchmarks.train_step.rows import PEERS, ROWS, Pass, Row, rows_of
-from experiments.measure.environment import environment, require_gpu
 from experiments.report.progress import Progress
 from experiments.training import cli
+from experiments.training.environment import environment, require_gpu
 from experiments.training.run_folders import run_folder
 from jaxmp.inspect._profile import power
 

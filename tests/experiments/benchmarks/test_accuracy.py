@@ -24,10 +24,10 @@ from experiments.benchmarks.accuracy import report as accuracy_report
 from experiments.benchmarks.accuracy import run as accuracy
 from experiments.benchmarks.shared import kept
 from experiments.comparison.outcomes import Task
-from experiments.measure.environment import environment
 from experiments.report import plots
 from experiments.report.json_files import write_json
 from experiments.training import cli
+from experiments.training.environment import environment
 from experiments.training.experiment import Experiment
 from experiments.training.precision import compute_dtype, read_policy
 

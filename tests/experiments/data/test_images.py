@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from recompiles import compiled_once
 
-from experiments.data import images, pixels
+from experiments.data import images
 from experiments.training import mesh
 
 
@@ -70,12 +70,12 @@ def test_a_split_that_takes_more_than_its_share_of_the_device_stays_on_the_host(
 
 def test_a_set_of_many_batches_compiles_once_and_once_more_for_a_smaller_last_batch():
     split = images.on_device(random_columns(11, height=5))
-    pixels.augmented.clear_cache()
-    pixels.plain.clear_cache()
+    images.augmented.clear_cache()
+    images.plain.clear_cache()
     list(itertools.islice(images.epochs(split, 4, 0, shift=1), 6))
-    assert compiled_once(pixels.augmented)
+    assert compiled_once(images.augmented)
     list(images.in_order(split, 4))
-    assert pixels.plain._cache_size() <= 2
+    assert images.plain._cache_size() <= 2
 
 
 def test_statistics_are_those_of_float64_and_normalise():
@@ -111,17 +111,17 @@ def bilinear(image: np.ndarray, size: int) -> np.ndarray:
 
 def test_resizing_is_bilinear_between_pixel_centres_and_averages_what_becomes_smaller():
     stored = random_columns(2)["image"]
-    resized = pixels.plain(jnp.asarray(stored), pixels=images.Pixels(15))
+    resized = images.plain(jnp.asarray(stored), pixels=images.Pixels(15))
     expected = np.stack([bilinear(image / 255, 15) for image in stored])
     np.testing.assert_allclose(resized, expected, atol=1e-6)
 
     stored = np.zeros((1, 8, 8, 1), np.uint8)
     stored[:, ::2] = 255  # every other line
-    smaller = pixels.plain(jnp.asarray(stored), pixels=images.Pixels(2))
+    smaller = images.plain(jnp.asarray(stored), pixels=images.Pixels(2))
     np.testing.assert_allclose(smaller, 0.5, atol=0.05)
 
     assert images.Pixels(9).shape((4, 4, 1)) == (9, 9, 1) and images.Pixels().shape((4, 4, 3)) == (4, 4, 3)
-    assert pixels.plain(jnp.zeros((2, 4, 4, 1), jnp.uint8), pixels=images.Pixels(9)).shape == (2, 9, 9, 1)
+    assert images.plain(jnp.zeros((2, 4, 4, 1), jnp.uint8), pixels=images.Pixels(9)).shape == (2, 9, 9, 1)
 
 
 def test_half_inputs_are_float32_ones_rounded_once():
@@ -129,14 +129,14 @@ def test_half_inputs_are_float32_ones_rounded_once():
     columns = random_columns(4)
     mean, std = images.statistics(columns["image"])
     stored = jnp.asarray(columns["image"])
-    full, half = (pixels.plain(stored, pixels=images.Pixels(16, mean, std, d)) for d in ("float32", dtype))
+    full, half = (images.plain(stored, pixels=images.Pixels(16, mean, std, d)) for d in ("float32", dtype))
     assert half.dtype == dtype
     np.testing.assert_array_equal(half, full.astype(dtype))
 
 
 def test_half_of_the_images_are_mirrored_and_flips_and_shifts_differ():
     stored = jnp.asarray(np.tile(np.arange(4, dtype=np.uint8), (600, 2, 1))[..., None])
-    flipped = np.asarray(pixels.flipped(stored, jax.random.key(0)))[:, 0, :, 0]
+    flipped = np.asarray(images.flipped(stored, jax.random.key(0)))[:, 0, :, 0]
     mirrored = (flipped == [3, 2, 1, 0]).all(1)
     assert (mirrored | (flipped == [0, 1, 2, 3]).all(1)).all()
     assert 240 < mirrored.sum() < 360

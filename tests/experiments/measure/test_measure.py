@@ -19,7 +19,7 @@ from experiments.measure import flops, gradients, memory, timing
 from experiments.models.gpt2 import GPT2
 from experiments.models.images import CNN
 from experiments.models.next_token import NextToken
-from experiments.training import metrics
+from experiments.training import experiment as metrics
 
 HALF, FULL = jnp.ones((8, 16), jnp.float16), jnp.ones((8, 16), jnp.float32)
 
