@@ -69,9 +69,6 @@ benchmark: .venv/installed ## run a benchmark of experiments/benchmarks: make be
 	  { echo 'error: NAME is a benchmark of experiments/benchmarks/README.md, got $(NAME)' >&2; exit 2; }
 	@$(PY) -m experiments.benchmarks.$(NAME) $(ARGS)
 
-# MAKE_GPU is the command as you typed it. gpu.py prints it at the end, so that you can continue with it.
-gpu: export MAKE_GPU = make gpu $(strip $(foreach name,MINUTES SMOKE PYTHON ARGS,\
-  $(if $(filter command environment,$(origin $(name))),$(name)='$(subst ','\'',$($(name)))')))
 gpu: ## run the benchmarks that need a GPU; repeat the command to continue: make gpu MINUTES=9 [SMOKE=1] [ARGS="--list"]
 	@python=$${PYTHON:-python3}; \
 	if [ -d build/wheelhouse ] && $$python -c 'import jax' 2>/dev/null; then \

@@ -54,13 +54,9 @@ def environment(packages: tuple[str, ...] = (), target: str | None = None) -> di
 
 
 def place() -> dict[str, Any]:
-    """Return the device, versions, backend, and the bytes that JAX may use.
-
-    The bytes are None if the device does not say.
-    """
-    description, stats = environment(), jax.devices()[0].memory_stats() or {}
-    about = {"backend": jax.default_backend(), "bytes": stats.get("bytes_limit")}
-    return {"device": description["device"], "versions": description["versions"], **about}
+    """Return the device, versions and backend."""
+    description = environment()
+    return {"device": description["device"], "versions": description["versions"], "backend": jax.default_backend()}
 
 
 def require_gpu(smoke: bool) -> None:

@@ -46,8 +46,3 @@ def caches_in(folder: Path) -> Iterator[None]:
     finally:
         jax.config.update("jax_compilation_cache_dir", None)
         compilation_cache.reset_cache()
-
-
-def size(folder: Path) -> int:
-    """Return the bytes of all files below a folder."""
-    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
