@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.data import source
+from experiments import data
 from experiments.data.source import Columns, DataError
 
 if TYPE_CHECKING:
@@ -284,9 +284,9 @@ class Data(NamedTuple):
 @functools.cache
 def load(dataset: str, data_dir: Path | None) -> Data:
     """Read the training and held-out images. They are kept on the device if they fit."""
-    splits = source.read(dataset, data_dir)
+    splits = data.read(dataset, data_dir)
     # The digits are not normalised and stay in [0, 1].
     mean, std = ((), ()) if dataset == "digits" else statistics(splits["train"]["image"])
     classes = 1 + max(int(split["label"].max()) for split in splits.values())
     train, test = hold(splits["train"]), hold(splits["test"])
-    return Data(train, test, classes, mean, std, source.origin(dataset, data_dir))
+    return Data(train, test, classes, mean, std, data.origin(dataset, data_dir))

@@ -11,8 +11,8 @@ import pytest
 
 from experiments.benchmarks.compile_only import report, sharded
 from experiments.benchmarks.compile_only import run as compile_only
+from experiments.benchmarks.report import predictions
 from experiments.benchmarks.train_step.rows import rows_of
-from experiments.report import predictions
 from jaxmp.inspect.compiled import targets
 
 ROW = {
