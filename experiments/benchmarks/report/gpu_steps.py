@@ -55,6 +55,8 @@ def sentence(steps: dict[str, Results], device: str) -> str:
     """Return a sentence with the smallest and the largest figures of jaxmp in bfloat16."""
     figures = {MODELS[model].split(",")[0]: relative(of_model, OURS) for model, of_model in steps.items()}
     known = {name: pair for name, pair in figures.items() if pair}
+    if not known:
+        return f"No train step was compared with torch.compile AMP on {device} yet."
     times, peaks = zip(*known.values(), strict=True)
     return (
         f"A train step in bfloat16 takes {min(times):.2f} to {max(times):.2f} times as long as with torch.compile AMP, "

@@ -145,6 +145,8 @@ def test_the_table_of_steps_compares_the_rows_of_one_run_and_leaves_out_one_long
     ]
     text = gpu_steps.sentence({"gpt2": steps}, "1 × H200")
     assert text.endswith("as with torch.compile AMP, and 0.75 to 0.75 times the memory (GPT-2 124M; 1 × H200).")
+    text = gpu_steps.sentence({"gpt2": measured({"jaxmp-bf16": STEPS["jaxmp-bf16"]})}, "1 × H200")
+    assert text == "No train step was compared with torch.compile AMP on 1 × H200 yet."
 
 
 # Files of results.
