@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 import jaxmp
 from jaxmp import Float8
 from jaxmp.inspect.compiled import compiling, targets
-from jaxmp.inspect.compiled.hlo import NO_KERNEL, HloProgram, is_end
+from jaxmp.inspect.compiled.hlo import HloProgram
 from jaxmp.policy import float8_product
 from jaxmp.sharding import Sharding
 from jaxmp.training import remat
@@ -469,10 +469,7 @@ def calls(program):
 
 
 def kernels(program):
-    return sum(
-        step.opcode not in NO_KERNEL and not is_end(step.opcode)
-        for _, step, _ in program.instructions_by_run(into_fusions=False)
-    )
+    return sum(step.is_kernel for _, step, _ in program.instructions_by_run(into_fusions=False))
 
 
 def both_gradients(x, w, g, recipe=RECIPE):

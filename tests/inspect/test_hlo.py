@@ -156,3 +156,18 @@ ENTRY %main (x: f32[1024]) -> f32[] {
 def test_a_text_that_is_no_program_is_an_error():
     with pytest.raises(ValueError, match=r"XLA program must have an ENTRY, got 'None'; pass compiled.as_text"):
         hlo.HloProgram("None")
+
+
+@pytest.mark.parametrize(
+    ("op_name", "phase"),
+    [
+        ("jit(step)/jvp(Net)/dense/dot_general", "forward"),
+        ("jit(step)/transpose(jvp(Net))/dense/dot_general", "backward"),
+        ("jit(step)/transpose(jvp(Net))/dense/rematted_computation/dot_general", "recomputed"),
+        ("jit(step)/add", ""),
+        ("", ""),
+    ],
+)
+def test_the_phase_of_an_instruction_comes_from_its_name(op_name, phase):
+    text = f'%add = f32[] add(%a, %b), metadata={{op_name="{op_name}"}}'
+    assert hlo.Instruction("add", "add", "f32[]", ("a", "b"), text).phase == phase

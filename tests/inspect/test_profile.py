@@ -26,7 +26,7 @@ from jaxmp.inspect._profile.power import PowerReading
 from jaxmp.inspect._profile.sentences import Measured, sentences_of
 from jaxmp.inspect._profile.trace import Event, busy_times, events_of
 from jaxmp.inspect.compiled import compiling
-from jaxmp.inspect.compiled.hlo import NO_KERNEL, HloProgram, is_end
+from jaxmp.inspect.compiled.hlo import HloProgram
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -519,7 +519,7 @@ def test_every_kernel_that_xla_compiles_for_a_gpu_has_a_kind_and_every_product_a
     program = HloProgram(text)
     events = []
     for _, instruction, _ in program.instructions_by_run(into_fusions=False):
-        if instruction.opcode not in NO_KERNEL and not is_end(instruction.opcode):
+        if instruction.is_kernel:
             start = float(len(events))
             events.append(Event(instruction.name, instruction.name, program.name, 1, start, start + 1))
     rows = kernel_rows.rows_of(events, 1, text)

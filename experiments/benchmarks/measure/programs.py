@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from experiments.measure import memory
-from jaxmp.inspect.compiled.hlo import NO_KERNEL, NO_WORK, HloProgram, Instruction, is_end
+from jaxmp.inspect.compiled.hlo import HloProgram, Instruction
 from jaxmp.inspect.compiled.kernels import moved_bytes, product_kind, products_of
 
 
@@ -100,7 +100,7 @@ def launches(program: HloProgram) -> int:
     counts as one kernel, even if the library launches several.
     """
     kernels = program.instructions_by_run(into_fusions=False, repeat_loops=True)
-    return sum(times for _, kernel, times in kernels if kernel.opcode not in NO_KERNEL and not is_end(kernel.opcode))
+    return sum(times for _, kernel, times in kernels if kernel.is_kernel)
 
 
 def attention_flops(program: HloProgram) -> dict[str, int]:
@@ -124,7 +124,7 @@ def traffic(program: HloProgram) -> tuple[float, float]:
     """
     total = layout = 0.0
     for computation, instruction, times in program.instructions_by_run(into_fusions=False, repeat_loops=True):
-        if instruction.opcode in NO_WORK or is_end(instruction.opcode) or _is_product(program, instruction):
+        if not instruction.is_kernel or _is_product(program, instruction):
             continue
         moved = times * moved_bytes(program, computation, instruction)
         total += moved

@@ -19,7 +19,7 @@ _ScopesAndPass = tuple[frozenset[str], bool]
 def _scopes_of_instruction(instruction: hlo.Instruction) -> _ScopesAndPass | None:
     """Return an instruction's scopes and pass; None if JAX did not name it."""
     name = instruction.op_name
-    return (_scopes_in_name(name), "transpose(" in name) if name else None
+    return (_scopes_in_name(name), instruction.phase in hlo.BACKWARD) if name else None
 
 
 def _scopes_of_value(value: Value) -> _ScopesAndPass:

@@ -83,8 +83,4 @@ def _in_memory(array: Array, kind: str, path: str, source: str = "") -> ArrayInM
 def _is_activation(program: HloProgram, buffer: memory_of_hlo.Buffer) -> bool:
     """Return whether a buffer from the forward pass is read after that pass."""
     maker, last_reader = program.made_by(buffer.maker), program.made_by(buffer.last)
-    return _is_forward(maker.op_name) and not _is_forward(last_reader.op_name)
-
-
-def _is_forward(op_name: str) -> bool:
-    return "jvp(" in op_name and "transpose(" not in op_name and "rematted_computation" not in op_name
+    return maker.phase == "forward" and last_reader.phase != "forward"

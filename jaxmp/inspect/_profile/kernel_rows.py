@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from jaxmp._internals.jax.executables import live_modules
 from jaxmp.inspect._profile import kinds
 from jaxmp.inspect._profile.trace import Event, busy_times
-from jaxmp.inspect.compiled.hlo import CONTROL, HloProgram, path_in_name
+from jaxmp.inspect.compiled.hlo import BACKWARD, CONTROL, HloProgram, Instruction
 from jaxmp.inspect.compiled.kernels import moved_bytes, products_of
 
 
@@ -103,19 +103,13 @@ class _Program:
             for computation, instructions in hlo.computations.items()
             for name, instruction in instructions.items()
         }
-        self.has_gradients = any("transpose(" in known.op_name for _, known in self.instructions.values())
+        self.has_gradients = any(known.phase in BACKWARD for _, known in self.instructions.values())
 
-    def phase(self, op_name: str) -> str:
-        """Return the phase of an operation, by JAX's name of it; see :class:`ProfileRow`."""
-        if not self.has_gradients or not op_name:
+    def phase(self, instruction: Instruction) -> str:
+        """Return the phase of an instruction; see :class:`ProfileRow`."""
+        if not self.has_gradients or not instruction.op_name:
             return ""
-        if "rematted_computation" in op_name:
-            return "recomputed"
-        if "transpose(" in op_name:
-            return "backward"
-        if "jvp(" in op_name:
-            return "forward"
-        return "" if path_in_name(op_name) else "update"
+        return instruction.phase or ("" if instruction.path else "update")
 
 
 def rows_of(events: Sequence[Event], steps: int, text: str = "") -> list[ProfileRow]:
@@ -222,13 +216,13 @@ def _row(program: _Program | None, module: str, name: str, launches: _Launches, 
         return row
     computation, instruction = program.instructions[name]
     origin = program.hlo.made_by(instruction)
-    phase = program.phase(origin.op_name)
+    phase = program.phase(origin)
     products = products_of(program.hlo, computation, instruction)
     largest = max(products, key=lambda product: product.flops, default=None)
     return dataclasses.replace(
         row,
         kind=kinds.kind_of(program.hlo, instruction, products, phase),
-        path=path_in_name(origin.op_name),
+        path=origin.path,
         phase=phase,
         dtype=largest.dtype if largest else "",
         size="×".join(map(str, largest.size)) if largest else "",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jaxmp.inspect.compiled.hlo import COLLECTIVES, HloProgram, Instruction
+from jaxmp.inspect.compiled.hlo import COLLECTIVES, NO_WORK, HloProgram, Instruction
 from jaxmp.inspect.compiled.kernels import KernelProduct
 
 HALF, FLOAT32, ATTENTION, CONVOLUTION = "half products", "float32 products", "attention", "convolutions"
@@ -33,7 +33,6 @@ PRODUCTS = (HALF, FLOAT32, ATTENTION, CONVOLUTION)
 BOUND_BY_BYTES = (REDUCTION, ELEMENTWISE, CAST, MOVE, UPDATE)
 """Kinds of kernels whose time is mostly that of their bytes."""
 
-_NOTHING = frozenset({"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "iota"})
 _MOVES = frozenset({"copy", "transpose", "reshape", "reverse", "broadcast", "slice", "concatenate", "pad", "gather"})
 _MOVES |= {"dynamic-slice", "dynamic-update-slice", "copy-start", "slice-start"}
 _CASTS = frozenset({"convert", "reduce-precision", "bitcast-convert"})
@@ -53,7 +52,7 @@ def kind_of(program: HloProgram, instruction: Instruction, products: Sequence[Ke
     if products:
         return _kind_of_product(max(products, key=lambda product: product.flops))
     inside = [inner for _, inner in program.inside(instruction)] if instruction.opcode == "fusion" else [instruction]
-    opcodes = {inner.opcode for inner in inside} - _NOTHING
+    opcodes = {inner.opcode for inner in inside} - NO_WORK
     if any(opcode.removesuffix("-start") in COLLECTIVES for opcode in opcodes):
         return COLLECTIVE
     if any(is_callback(inner) for inner in inside):

@@ -12,6 +12,7 @@ from typing import Any
 
 from jaxmp.inspect._profile import kinds
 from jaxmp.inspect._profile.kernel_rows import ProfileRow
+from jaxmp.inspect.compiled.hlo import BACKWARD
 from jaxmp.inspect.program.product_dtypes import multiplied, widest
 from jaxmp.program.primitives import PRODUCTS
 from jaxmp.program.reading import read_program
@@ -35,7 +36,7 @@ def with_traced_dtypes(rows: Sequence[ProfileRow], trace: Any) -> list[ProfileRo
 
 
 def _dtypes_of(row: ProfileRow, traced: Mapping[_PathAndPass, set[str]]) -> set[str]:
-    is_backward = row.phase in ("backward", "recomputed")
+    is_backward = row.phase in BACKWARD
     dtypes = traced.get((row.path, is_backward))
     if dtypes is not None:
         return dtypes

@@ -13,14 +13,7 @@ from typing import Any
 from jaxmp.base import hardware, tables
 from jaxmp.base.inspection import tool
 from jaxmp.inspect.compiled import compiling, targets
-from jaxmp.inspect.compiled.hlo import (
-    COLLECTIVES,
-    NO_KERNEL,
-    HloProgram,
-    Instruction,
-    is_end,
-    path_in_name,
-)
+from jaxmp.inspect.compiled.hlo import COLLECTIVES, HloProgram, Instruction
 from jaxmp.inspect.compiled.kernels import moved_bytes, products_of
 
 ACHIEVED = {"dot": 0.8, "convolution": 0.5, "attention": 0.45}
@@ -196,7 +189,7 @@ def _uncounted(program: HloProgram) -> list[str]:
 
 def _kernels(program: HloProgram, device: hardware.Hardware) -> Iterator[Kernel]:
     for computation, instruction, times in program.instructions_by_run(into_fusions=False, repeat_loops=True):
-        if instruction.opcode not in NO_KERNEL and not is_end(instruction.opcode):
+        if instruction.is_kernel:
             yield _kernel(program, computation, instruction, times, device)
 
 
@@ -214,7 +207,7 @@ def _kernel(
     made_by = program.made_by(instruction)
     return Kernel(
         name=instruction.name,
-        path=path_in_name(made_by.op_name),
+        path=made_by.path,
         source=program.source(made_by),
         dtype=max(products, key=lambda product: product.flops).dtype if products else "",
         count=times,
@@ -222,7 +215,7 @@ def _kernel(
         bytes=int(times * moved),
         bound=max(seconds, key=lambda bound: seconds[bound]),
         milliseconds=1e3 * times * sum(seconds.values()),
-        recomputed="rematted_computation" in made_by.op_name,
+        recomputed=made_by.phase == "recomputed",
     )
 
 

@@ -12,13 +12,16 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from jaxmp._internals.jax.sources import source_among
+from jaxmp.program.scopes import RECOMPUTED
 
 COLLECTIVES = frozenset({"all-gather", "reduce-scatter", "all-reduce", "all-to-all", "ragged-all-to-all"})
 COLLECTIVES |= {"collective-permute", "collective-broadcast"}
 CONTROL = frozenset({"while", "conditional", "call"})
 """Instructions that only run other computations."""
 NO_WORK = CONTROL | {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "iota", "after-all"}
-NO_KERNEL = NO_WORK | {"optimization-barrier", "partition-id", "replica-id"}
+NO_WORK |= {"optimization-barrier", "partition-id", "replica-id"}
+BACKWARD = frozenset({"backward", "recomputed"})
+"""The phases of instructions in the backward pass."""
 WRITES_INTO = re.compile(r"\{(\d*)\}: \((\d+), \{\}")
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.$-]+) (?:\(.*\) -> .* )?\{$")
@@ -38,7 +41,7 @@ _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _TRANSFORM = re.compile(r"\b(?:jit|pjit|jvp|transpose|vmap\d*|pmap|shard_map|custom_jvp|custom_vjp)\(")
 _JIT = re.compile(r"\bp?jit\([^()]*\)")
-_JAX_SCOPES = frozenset({"checkpoint", "rematted_computation", "remat", "remat2", "while", "body", "cond", "shard_map"})
+_JAX_SCOPES = frozenset({"checkpoint", RECOMPUTED, "remat", "remat2", "while", "body", "cond", "shard_map"})
 _JAX_SCOPES |= {"closed_call", "core_call", "eval_jaxpr", "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
 
 
@@ -144,6 +147,25 @@ class Instruction:
     def path(self) -> str:
         """Return the modules and scopes around the instruction, joined by ``/``."""
         return path_in_name(self.op_name)
+
+    @property
+    def phase(self) -> str:
+        """Return the phase of a function under ``jax.grad`` in which the instruction runs.
+
+        The phase is ``"forward"``, ``"backward"`` or ``"recomputed"`` (by the backward pass, under ``jax.checkpoint``).
+        It is empty outside of the differentiated function.
+        """
+        name = self.op_name
+        if RECOMPUTED in name:
+            return "recomputed"
+        if "transpose(" in name:
+            return "backward"
+        return "forward" if "jvp(" in name else ""
+
+    @property
+    def is_kernel(self) -> bool:
+        """Return whether the instruction launches a kernel."""
+        return self.opcode not in NO_WORK and not is_end(self.opcode)
 
 
 def _number_in(text: str, pattern: re.Pattern[str]) -> int | None:
