@@ -117,12 +117,39 @@ def short(number: float) -> str:
 def byte_text(size: float) -> str:
     """Return a number of bytes with three digits and a unit that is a power of 1,024.
 
-    >>> byte_text(1536), byte_text(7.5e9)
-    ('1.5 KiB', '6.98 GiB')
+    >>> byte_text(1000), byte_text(1536), byte_text(7.5e9)
+    ('1000 B', '1.5 KiB', '6.98 GiB')
     """
     units = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
     power = next((n for n in range(len(units) - 1, 0, -1) if size >= 0.9995 * 1024**n), 0)
-    return f"{size / 1024**power:.3g} {units[power]}"
+    return f"{_three_digits(size / 1024**power)} {units[power]}"
+
+
+def byte_unit(largest: float) -> tuple[str, int]:
+    """Return the unit of a column or an axis of byte sizes, and its number of bytes.
+
+    >>> byte_unit(7.5e9), byte_unit(1536)
+    (('MiB', 1048576), ('KiB', 1024))
+    """
+    return ("MiB", 2**20) if largest >= 10 * 2**20 else ("KiB", 2**10)
+
+
+def time_text(milliseconds: float) -> str:
+    """Return a time with three digits and a unit.
+
+    >>> time_text(0.0125), time_text(12.5), time_text(12_500)
+    ('12.5 µs', '12.5 ms', '12.5 s')
+    """
+    if milliseconds < 0.9995:
+        return f"{1e3 * milliseconds:.3g} µs"
+    if milliseconds < 999.5:
+        return f"{milliseconds:.3g} ms"
+    return f"{_three_digits(milliseconds / 1e3)} s"
+
+
+def _three_digits(number: float) -> str:
+    """Return a number with three digits, or with more digits before the point."""
+    return f"{number:.3g}" if number < 999.5 else f"{number:.0f}"
 
 
 def grouped(items: Iterable[T], key: Callable[[T], Hashable]) -> list[list[T]]:

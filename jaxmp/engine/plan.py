@@ -96,7 +96,7 @@ class PlanRow:
     def _cells(self) -> tuple[str, ...]:
         """Return the cells of a row, under ``_HEADER``."""
         dtypes = f"{tables.runs(self.operands)} -> {tables.runs(self.result.split(', '))}".strip()
-        sizes = (tables.short(self.flops), f"{tables.short(self.cast_bytes)}B" if self.casts else "-")
+        sizes = (tables.short(self.flops), tables.byte_text(self.cast_bytes) if self.casts else "-")
         return ("  " * self.depth + self.primitive, dtypes, *sizes, self.cls, self.path, self.why, self.source)
 
 

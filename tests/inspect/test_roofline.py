@@ -130,7 +130,7 @@ def test_it_is_shown_as_text_a_table_and_json():
     roofline = module.of_program(hlo.HloProgram(TEXT), H200)
     lines = str(roofline).splitlines()
     assert lines[0].endswith(
-        f"ms predicted on NVIDIA H200, model FLOP utilisation {roofline.model_flop_utilisation:.1%}"
+        f" predicted on NVIDIA H200, model FLOP utilisation {roofline.model_flop_utilisation:.1%}"
     )
     assert lines[-2].startswith("bound by: arithmetic ")
     assert lines[-1] == "measured errors are up to 12%, so do not rank times that differ by less"

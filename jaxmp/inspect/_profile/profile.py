@@ -66,12 +66,12 @@ class Profile(tables.Shown):
     power: PowerReading | None
 
     def _shown(self) -> Any:
-        title = f"{self.milliseconds:.3g} ms a call on {self.device}, busy {self.busy:.0%} of the time"
+        title = f"{tables.time_text(self.milliseconds)} a call on {self.device}, busy {self.busy:.0%} of the time"
         if self.power is not None:
             title += f" at {self.power.watts:.0f} W and {self.power.sm_clock:.0f} MHz"
         layers = tables.grouped(self.rows, _same_layer)
         layers.sort(key=lambda rows: -sum(row.milliseconds for row in rows))
-        groups = [f"{kind} {time:.3g} ms" for kind, time in self.groups.items() if time]
+        groups = [f"{kind} {tables.time_text(time)}" for kind, time in self.groups.items() if time]
         lines = [title, *self.sentences, f"by kind: {', '.join(groups)}"]
         notes = [f"… and {len(layers) - _SHOWN} more"] if len(layers) > _SHOWN else []
         return "\n".join(lines), _COLUMNS, [_cells(rows, self.milliseconds) for rows in layers[:_SHOWN]], notes

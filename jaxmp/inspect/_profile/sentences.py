@@ -136,8 +136,8 @@ def _reason_to_wait(measured: Measured, milliseconds: float) -> str:
     executions = _executions(measured.rows)
     if measured.drawing >= milliseconds / 2:
         return (
-            f"the iterator takes {measured.drawing:.3g} ms for each batch. Prepare batches in other processes, before "
-            "they are needed"
+            f"the iterator takes {tables.time_text(measured.drawing)} for each batch. Prepare batches in other "
+            "processes, before they are needed"
         )
     if measured.is_python and executions > 1:
         return (
@@ -153,8 +153,8 @@ def _reason_to_wait(measured: Measured, milliseconds: float) -> str:
         return "Python computes, reads values (as float(loss) does), waits for data or starts the program"
     if milliseconds / max(launches, 1) < _GAP_BETWEEN_KERNELS:
         return (
-            f"it pauses {1e3 * milliseconds / launches:.2g} µs at each of {launches:.0f} kernels, which are short. Use "
-            "a larger batch, or fewer and larger layers"
+            f"it pauses {tables.time_text(milliseconds / launches)} at each of {launches:.0f} kernels, which are "
+            "short. Use a larger batch, or fewer and larger layers"
         )
     reason = (
         "the host takes longer to start a call than the device to run it. Use a larger batch, or take several steps in "

@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxmp.base import dtypes, formats
+from jaxmp.base import dtypes, formats, tables
 from jaxmp.inspect._report.reading import Row, Run
 from jaxmp.inspect.plots.drawing import COLORS, RED, figure, style
 from jaxmp.inspect.plots.runs import draw_heat, heat_height
@@ -117,12 +117,13 @@ def exponents(run: Run) -> str:
 
 
 def memory(parts: dict[str, float]) -> str:
-    """Draw the memory at the peak by kind, in MiB."""
+    """Draw the memory at the peak by kind."""
+    unit, unit_bytes = tables.byte_unit(sum(parts.values()))
     page = figure(_WIDTH, 0.4 * len(parts) + 0.8)
     axes = page.subplots()
     names = sorted((name for name in parts if parts[name]), key=lambda name: parts[name])
-    axes.barh(names, [parts[name] / 2**20 for name in names], color=_BLUE)
-    style(axes, "", "MiB", grid="x")
+    axes.barh(names, [parts[name] / unit_bytes for name in names], color=_BLUE)
+    style(axes, "", unit, grid="x")
     return svg(page)
 
 

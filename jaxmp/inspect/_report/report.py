@@ -55,7 +55,7 @@ def write_report(run: str | Path, against: Sequence[str | Path] = (), file: str 
         plan=plan_rows(main),
         findings=(main.plan or {}).get("findings", []),
         memory=charts.memory(main.memory["by_kind"]) if main.memory else None,
-        peak=main.memory["peak"] / 2**20 if main.memory else None,
+        peak=tables.byte_text(main.memory["peak"]) if main.memory else None,
         half_flops=(main.plan or {}).get("half_flops"),
         about={name: main.summary[name] for name in ABOUT if name in main.summary},
     )
@@ -82,7 +82,7 @@ def plan_rows(run: Run) -> list[tuple[Any, ...]]:
     return rows
 
 
-RUN_COLUMNS = ("run", "loss", "accuracy", "skipped steps", "ms/step", "peak MiB")
+RUN_COLUMNS = ("run", "loss", "accuracy", "skipped steps", "time/step", "peak memory")
 
 
 def run_rows(runs: Sequence[Run]) -> list[tuple[str, ...]]:
@@ -96,8 +96,8 @@ def run_rows(runs: Sequence[Run]) -> list[tuple[str, ...]]:
                 _with_spread(run.final_losses, ".4g", ".2g"),
                 _with_spread(run.final_accuracies, ".2%", ".2%") if _has_accuracy(run) else "",
                 str(run.skipped_steps),
-                _milliseconds(milliseconds) if milliseconds else "",
-                f"{run.memory['peak'] / 2**20:,.1f}" if run.memory else "",
+                tables.time_text(milliseconds) if milliseconds else "",
+                tables.byte_text(run.memory["peak"]) if run.memory else "",
             )
         )
     return rows
@@ -112,10 +112,6 @@ def _with_spread(values: Sequence[float], form: str, spread: str) -> str:
     """Return the mean and the standard deviation of values."""
     mean = statistics.fmean(values)
     return f"{mean:{form}} ± {np.std(values, ddof=1):{spread}}" if len(values) > 1 else f"{mean:{form}}"
-
-
-def _milliseconds(number: float) -> str:
-    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
 def verdict(run: Run, references: Sequence[Run]) -> str:
@@ -148,7 +144,7 @@ def verdict(run: Run, references: Sequence[Run]) -> str:
     if run.is_on_cpu:
         parts.append("a CPU does not show gains in time and memory")
     elif all(times):
-        parts.append(f"a step takes {_milliseconds(times[0])} ms instead of {_milliseconds(times[1])} ms")
+        parts.append(f"a step takes {tables.time_text(times[0])} instead of {tables.time_text(times[1])}")
     if run.memory and reference.memory and not run.is_on_cpu:
         saved = 1 - run.memory["peak"] / reference.memory["peak"]
         parts.append(f"the peak memory is {100 * abs(saved):.0f} % {'lower' if saved >= 0 else 'higher'}")

@@ -86,7 +86,7 @@ class Roofline(tables.Shown):
 
     def _shown(self) -> Any:
         title = (
-            f"{self.milliseconds:.3g} ms predicted on {self.device}, model FLOP utilisation "
+            f"{tables.time_text(self.milliseconds)} predicted on {self.device}, model FLOP utilisation "
             f"{self.model_flop_utilisation:.1%}"
         )
         notes = []
@@ -98,7 +98,7 @@ class Roofline(tables.Shown):
         times = dict.fromkeys(LIMITS, 0.0)
         for kernel in self.kernels:
             times[kernel.bound] += kernel.milliseconds
-        notes.append("bound by: " + ", ".join(f"{bound} {time:.3g} ms" for bound, time in times.items()))
+        notes.append("bound by: " + ", ".join(f"{bound} {tables.time_text(time)}" for bound, time in times.items()))
         if self.device == ON_RECORD:
             notes.append(f"measured errors are up to {ERROR:.0%}, so do not rank times that differ by less")
         return title, _COLUMNS, [_cells(kernel) for kernel in self.kernels[:_SHOWN]], notes
@@ -111,7 +111,7 @@ def _cells(kernel: Kernel) -> tuple[Any, ...]:
         kernel.bound,
         kernel.dtype,
         tables.short(kernel.flops),
-        tables.short(kernel.bytes),
+        tables.byte_text(kernel.bytes),
         kernel.path or kernel.name,
         kernel.source,
     )

@@ -228,7 +228,7 @@ def _draw_casts(axes: Any, box: _Box, x: float, y: int) -> None:
     count = sum(row.casts for row in box.rows)
     if count:
         left, top = x - _WIDTH / 2, y - _HEIGHT / 2
-        label = f"{count}: {tables.short(sum(row.cast_bytes for row in box.rows))}B"
+        label = f"{count}: {tables.byte_text(sum(row.cast_bytes for row in box.rows))}"
         axes.plot([left], [top], "D", color=_CAST, markersize=5, zorder=5, clip_on=False)
         axes.text(left + 0.1, top - 0.03, label, ha="left", va="bottom", fontsize=6.5, color=_CAST, zorder=5)
 

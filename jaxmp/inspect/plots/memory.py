@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxmp.base import tables
 from jaxmp.inspect._memory.memory import Memory
 from jaxmp.inspect.plots.drawing import (
     BLACK,
@@ -61,7 +62,7 @@ def memory(plans: Mapping[str, Memory]) -> Any:
     'KiB at the peak'
     """
     most = max(plan.peak for plan in plans.values())
-    scale = _Scale("MiB", 2**20, most) if most >= 10 * 2**20 else _Scale("KiB", 2**10, most)
+    scale = _Scale(*tables.byte_unit(most), most)
     page = figure(9.5, 1.9 + 0.62 * len(plans) * 2)
     by_kind, by_dtype = page.subplots(2, 1, sharex=True)
 

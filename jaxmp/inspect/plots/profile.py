@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from jaxmp.base import tables
 from jaxmp.inspect._profile import kinds
 from jaxmp.inspect._profile.profile import Profile
 from jaxmp.inspect.plots.drawing import (
@@ -70,7 +71,7 @@ def profile(profiles: Mapping[str, Profile]) -> Any:
                 middle = start + width / 2
                 axes.text(middle, y, f"{width:.3g}", ha="center", va="center", fontsize=7.5, color=ink(_COLORS[kind]))
             start += width
-        axes.text(start, y, f" {measured.milliseconds:.3g} ms", va="center", fontsize=8.5, color=BLACK)
+        axes.text(start, y, f" {tables.time_text(measured.milliseconds)}", va="center", fontsize=8.5, color=BLACK)
     axes.set_yticks(range(len(profiles)), list(profiles))
     axes.tick_params(axis="y", length=0, labelcolor=BLACK, labelsize=9)
     axes.set_ylim(len(profiles) - 0.5, -0.5)
@@ -95,7 +96,7 @@ def _summary(profiles: Mapping[str, Profile]) -> str:
     first = next(iter(profiles))
     where = f"on {profiles[first].device}"
     if len(profiles) == 1:
-        return f"{first} takes {profiles[first].milliseconds:.3g} ms {where}"
+        return f"{first} takes {tables.time_text(profiles[first].milliseconds)} {where}"
     fastest = min(profiles, key=lambda name: profiles[name].milliseconds)
     ratio = profiles[fastest].milliseconds / profiles[first].milliseconds
     if fastest == first:

@@ -58,5 +58,5 @@ def _sent(audited: Audited, kind: str) -> Iterator[Sent]:
 def _collective_fault(sent: Sent, size: int, what: str, remedy: str) -> Fault:
     row = sent.row
     times = f"{row.count} times a call" if row.count > 1 else f"{row.count} time a call"
-    amount = f"{tables.short(size)}B of {row.dtype} over {row.axis}"
+    amount = f"{tables.byte_text(size)} of {row.dtype} over {row.axis}"
     return Fault((row.path, row.source), f"{what}: {amount}, {times}", remedy)
