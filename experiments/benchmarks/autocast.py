@@ -24,12 +24,12 @@ from experiments.benchmarks.models import by_hand
 from experiments.benchmarks.models.workloads import FULL, Sizes, Workload, workload
 from experiments.benchmarks.report.goals import Goal, share
 from experiments.benchmarks.shared import records, scaled_steps
-from experiments.measure import memory, timing
+from experiments.measure import timing
 from experiments.report.progress import Progress
 from experiments.report.tables import Table, times
 from experiments.training import cli
 from experiments.training.environment import environment
-from jaxmp.inspect.compiled import hlo
+from jaxmp.inspect.compiled import compiling, hlo
 
 BY_HAND, AUTOCAST = "by hand", "autocast"
 VARIANTS = (BY_HAND, "float32", "by hand, again", AUTOCAST)
@@ -106,7 +106,7 @@ def measure(name: str, config: Config, progress: Progress) -> dict[str, Any]:
         compiled = lowered.compile()
         texts = {"lowered": lowered.as_text("hlo"), "compiled": compiled.as_text()}
         counts = {stage: programs.counts(hlo.HloProgram(text)) for stage, text in texts.items()}
-        about = {"bytes": memory.of_compiled(compiled), "programs": counts}
+        about = {"bytes": compiling.peak_bytes(compiled), "programs": counts}
         turn = timing.turn(compiled, start(), batch)
         return Prepared(turn, lambda: float(turn()[1]), about=about)
 

@@ -9,9 +9,8 @@ The benchmark compiles the whole train step of GPT-2 (16×1024) and BERT-Base (6
 - dots: everything except matrix products is recomputed.
 - full: everything is recomputed.
 
-All figures come from compiling. The search for the largest batch takes at most five compilations, not counting those
-that run out of memory. Near the limit XLA recomputes a part of the step by itself. benchmarks.train_step measures the
-time that remat costs.
+All figures come from compiling. Near the limit XLA recomputes a part of the step by itself. benchmarks.train_step
+measures the time that remat costs.
 
 --target compiles for a GPU that is not attached. The run folder keeps the results, and the same command continues from
 there with the same device, versions and --memory-limit. The run folder holds remat.md, .json and .png.
@@ -37,7 +36,7 @@ from experiments.report import plots
 from experiments.report.progress import Progress
 from experiments.report.tables import Table, titled
 from experiments.training import cli
-from experiments.training.batch_size import SHARE, free_bytes, largest_batch, read_bytes
+from experiments.training.batch_size import SHARE, free_bytes, read_bytes
 from experiments.training.environment import environment, require_gpu
 from jaxmp.inspect.compiled import targets
 
@@ -87,16 +86,27 @@ def measure(case: Workload, row: Row, device: str | None, limit: int | None) -> 
     """
     figures: dict[str, Any] = {}
     try:
-        needed = step_bytes(case, row, device)
-        figures = {"error": OUT_OF_MEMORY} if needed == memory.NO_ROOM else {"step_bytes": needed}
-        if limit:
-            sized = functools.partial(workload, case.name, case.sizes)
-            largest = largest_batch(lambda batch: step_bytes(sized(batch_size=batch), row, device), limit)
-            figures["largest"] = {"batch": largest.batch, "bytes": largest.bytes, "limit": largest.limit}
-    except (RuntimeError, ValueError) as error:  # an error of XLA, an unknown size, or nothing fits
-        why = str(error) if isinstance(error, ValueError) else reason(error)
-        figures |= {"largest": {"error": why}} if figures else {"error": why}
+        figures["step_bytes"] = step_bytes(case, row, device)
+    except (RuntimeError, ValueError) as error:  # an error of XLA, or an unknown size
+        figures["error"] = _why(error)
+    if limit and figures.get("error", OUT_OF_MEMORY) == OUT_OF_MEMORY:
+        try:
+            largest = largest_batch(case, row, device, limit)
+            figures["largest"] = {"batch": largest, "limit": limit} if largest else {"error": "nothing fits"}
+        except (RuntimeError, ValueError) as error:
+            figures["largest"] = {"error": _why(error)}
     return figures
+
+
+def largest_batch(case: Workload, row: Row, device: str | None, limit: int) -> int:
+    """Return the largest batch whose step needs at most ``limit`` bytes; 0 if nothing fits."""
+    case = workload(case.name, case.sizes, batch_size=8)
+    start, step = jax_steps.train_step(case, row)
+    return memory.largest_batch(step, (jax.eval_shape(start), case.batch), limit, device)
+
+
+def _why(error: Exception) -> str:
+    return str(error) if isinstance(error, ValueError) else reason(error)
 
 
 def limit_of(config: Config) -> int | None:

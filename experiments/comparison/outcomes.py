@@ -28,6 +28,7 @@ from experiments.training.environment import environment
 from experiments.training.experiment import Experiment, PendingMetrics, describe
 from experiments.training.precision import read_low_precision
 from jaxmp.inspect import record
+from jaxmp.inspect.compiled import compiling
 
 BASELINE = ("float32", "none")
 AUTOCAST = "autocast:"  # prefix of a policy with which the loss function runs under autocast
@@ -220,7 +221,7 @@ def compare(
 
 def _compile(outcome: Outcome, experiment: Experiment, batch: Any) -> None:
     state = jax.eval_shape(experiment.init, 0)
-    outcome.step_bytes = memory.of_compiled(experiment.step.lower(state, batch).compile())
+    outcome.step_bytes = compiling.peak_bytes(experiment.step.lower(state, batch).compile())
     outcome.flops = flops.count(experiment.step.jitted, state, batch)
 
 

@@ -1,43 +1,51 @@
-"""Peak memory of a compiled step, and the peak that the device reports."""
+"""The peak memory of a compiled step, the largest batch that fits, and the peak that the device reports."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import jax
 
+import jaxmp
 from experiments.models import attention
 from jaxmp.inspect.compiled import compiling
 from jaxmp.training.step import TrainStep
 
-NO_ROOM = sys.maxsize
-"""The bytes of a step for which the compiler ran out of device memory."""
-
 
 def of_step(step: Callable[..., Any], args: tuple[Any, Any], device: str | None = None) -> int:
-    """Return the peak bytes of a step.
-
-    The result is ``NO_ROOM`` if the compiler ran out of device memory. The arguments are those of :func:`compiled`.
+    """Return the peak bytes of a step. The arguments are those of :func:`compiled`.
 
     Raises:
       ValueError: the compiler does not report the memory of a step.
     """
-    try:
-        needed = of_compiled(compiled(step, args, device))
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(
-            error
-        ):  # the compiler tries kernels on the device, which may run out of memory
-            raise
-        return NO_ROOM
+    needed = compiling.peak_bytes(compiled(step, args, device))
     if needed is None:
         raise ValueError(
-            "the compiler must report how much memory a step needs, but this device's compiler does not; give a batch "
-            "size, and do not search for the largest one"
+            "the compiler must report how much memory a step needs, but this device's compiler does not; compile for a "
+            "GPU that is not attached"
         )
     return needed
+
+
+def largest_batch(
+    step: Callable[..., Any], args: tuple[Any, Any], limit: int, device: str | None = None, at_most: int | None = None
+) -> int:
+    """Return the largest batch whose step needs at most ``limit`` bytes; 0 if nothing fits.
+
+    The result is a multiple of 8, unless not even 8 examples fit.
+
+    Args:
+      step: as for :func:`compiled`.
+      args: the state and a batch of any size.
+      limit: the bytes that the step may take.
+      device: as for :func:`compiled`.
+      at_most: the largest useful batch; None for no limit.
+    """
+    with attention.implementation("cudnn" if device else None):
+        plan = jaxmp.inspect.memory(_jitted(step), device=device)(*args)
+        largest = plan.largest_batch(limit, multiple_of=8, at_most=at_most)
+        return largest or plan.largest_batch(limit, at_most=at_most)
 
 
 def compiled(step: Callable[..., Any], args: tuple[Any, Any], device: str | None = None) -> Any:
@@ -50,22 +58,11 @@ def compiled(step: Callable[..., Any], args: tuple[Any, Any], device: str | None
         for the attached device.
     """
     with attention.implementation("cudnn" if device else None):
-        jitted = step if isinstance(step, TrainStep) else jax.jit(step, donate_argnums=0)
-        return compiling.compiled(jitted, args, device)
+        return compiling.compiled(_jitted(step), args, device)
 
 
-def of_compiled(compiled: Any) -> int | None:
-    """Return the peak bytes of a compiled function.
-
-    The peak includes the arguments, the temporaries, and the results that do not reuse an argument's memory. The result
-    is None if the compiler does not report them.
-    """
-    stats = compiled.memory_analysis()
-    if stats is None:
-        return None
-    return (
-        stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes + stats.temp_size_in_bytes
-    )
+def _jitted(step: Callable[..., Any]) -> Callable[..., Any]:
+    return step if isinstance(step, TrainStep) else jax.jit(step, donate_argnums=0)
 
 
 def device_peak() -> int | None:

@@ -1,132 +1,31 @@
-"""Find the largest batch that fits in memory.
+"""Find the largest batch that fits in memory, for ``--batch-size auto``.
 
-The step is compiled for several batch sizes, and is not run. The memory of a step grows about linearly with the batch.
-So a line through the memory of two batches predicts the largest batch, and a few compilations find it.
+The step is compiled for several batch sizes, and is not run.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import re
 import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import jax
-from rich import filesize
 
 from experiments.measure import memory
-from experiments.measure.memory import NO_ROOM
 from experiments.training import processes
 from experiments.training.experiment import Experiment
 from experiments.training.run_folders import folder_to_resume
+from jaxmp.base.tables import byte_text
 
 C = TypeVar("C")
 
-SHARE = 0.9  # the share of the free memory for a step; evaluation and gaps between arrays need the rest
-_COMPILATIONS = 5
+SHARE = 0.9  # the share of the free memory for a step; the next batch, evaluation and gaps between arrays need the rest
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
-
-
-class Found(NamedTuple):
-    """The result of a search for the largest batch.
-
-    Attributes:
-      batch: the largest batch.
-      bytes: the bytes that its step needs.
-      limit: the bytes that a step may take.
-      tried: the bytes of every batch that was compiled.
-    """
-
-    batch: int
-    bytes: int
-    limit: int
-    tried: dict[int, int]
-
-    def __str__(self) -> str:
-        text = f"{self.batch}, whose step needs {in_words(self.bytes)} of {in_words(self.limit)}"
-        more = min((size for size, need in self.tried.items() if need > self.limit), default=None)
-        if more is None:
-            return text
-        return f"{text} ({more} would need {in_words(self.tried[more])})"
-
-
-def largest_batch(
-    needs: Callable[[int], int], limit: int, *, least: int = 1, multiple: int = 8, most: int = 2**20
-) -> Found:
-    """Return the largest batch whose step needs at most ``limit`` bytes.
-
-    The search makes at most five compilations. Compilations that run out of memory do not count. The next larger batch
-    does not fit, unless memory is so far from linear that five compilations are too few.
-
-    Args:
-      needs: compiles the step with a batch, and returns its bytes or ``NO_ROOM``. See :func:`step_bytes`.
-      limit: the bytes that a step may take. See :func:`free_bytes`.
-      least: the smallest batch, for example the number of microbatches. All batches are multiples of this number.
-      multiple: batches that are large enough are also multiples of this number.
-      most: the largest useful batch.
-
-    Returns:
-      A batch that was compiled and fits.
-
-    Raises:
-      ValueError: the smallest batch does not fit. The error says what it needs.
-
-    >>> largest_batch(lambda batch: 1000 + 30 * batch, limit=10_000)[:3]
-    (296, 9880, 10000)
-    """
-    step = math.lcm(least, multiple)
-
-    def down(batch: int) -> int:
-        return batch // step * step if batch >= step else batch // least * least
-
-    tried = {least: needs(least)}
-    if tried[least] > limit:
-        raise ValueError(
-            f"a batch of {least} must fit in memory, but its step needs {in_words(tried[least])} of "
-            f"{in_words(limit)}; recompute more (--remat layers), use a half-precision policy, a smaller "
-            "model or shorter examples, or raise --memory-limit if there is more memory"
-        )
-    fits, too_large, guess = least, math.inf, down(min(max(step, 2 * least), most))
-    while guess > fits and sum(need < NO_ROOM for need in tried.values()) < _COMPILATIONS:
-        tried[guess] = needs(guess)
-        if tried[guess] <= limit:
-            fits = guess
-        else:
-            too_large = guess
-        after = fits + (step if fits >= step else least)  # the next larger batch
-        if after >= too_large or after > most:
-            break
-        if tried.get(int(min(too_large, most + 1))) == NO_ROOM:  # its bytes are unknown, so bisect
-            guess = max(after, down((fits + int(too_large)) // 2))
-            continue
-        # A line through the two batches next to the limit, or through the two largest if all fit.
-        x, x2 = sorted(tried)[-2:] if too_large == math.inf else (fits, int(too_large))
-        slope = (tried[x2] - tried[x]) / (x2 - x)
-        expected = x + (limit - tried[x]) / slope if slope > 0 else 4 * fits
-        # Try at least the next larger batch, so that the result is known to be the largest.
-        guess = max(after, down(int(min(expected, most, too_large - 1))))
-    return Found(fits, tried[fits], limit, tried)
-
-
-def step_bytes(experiment: Experiment, batch_size: int) -> int:
-    """Return the bytes of a train step, including its batch and the next batch.
-
-    The next batch counts because it is on the device before the step ends.
-
-    Raises:
-      ValueError: the compiler does not report the memory of a step.
-    """
-    state = jax.eval_shape(experiment.init, 0)
-    batch = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct((batch_size, *leaf.shape[1:]), leaf.dtype), next(experiment.train_batches(0))
-    )
-    needed = memory.of_step(experiment.step, (state, batch))
-    return needed + sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(batch))
 
 
 def free_bytes(limit: str | None = None) -> int:
@@ -171,15 +70,6 @@ def read_bytes(text: str) -> int:
     return size
 
 
-def in_words(size: int) -> str:
-    """Format a number of bytes.
-
-    >>> in_words(1_930_000_000), in_words(512_000), in_words(1000)
-    ('1.93 GB', '512.00 kB', '1.00 kB')
-    """
-    return "more than there is" if size >= NO_ROOM else filesize.decimal(size, precision=2)
-
-
 def settled(name: str, config: C, prepare: Callable[[C], Experiment], most: Callable[[C], int]) -> C:
     """Return a script's flags with a number in place of ``--batch-size auto``.
 
@@ -209,8 +99,13 @@ def settled(name: str, config: C, prepare: Callable[[C], Experiment], most: Call
     print("looking for the largest batch that fits", file=sys.stderr, flush=True)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*no loss scale", category=UserWarning)  # training shows it
-        largest = largest_batch(
-            lambda batch: step_bytes(experiment, batch), limit, least=flags.accumulate, most=most(config)
+        args = jax.eval_shape(experiment.init, 0), next(experiment.train_batches(0))
+        largest = memory.largest_batch(experiment.step, args, limit, at_most=most(config))
+    if not largest:
+        raise ValueError(
+            f"a batch of {flags.accumulate} must fit into {byte_text(limit)}, but its step needs more; recompute more "
+            "(--remat layers), use a half-precision policy, a smaller model or shorter examples, or raise "
+            "--memory-limit if there is more memory"
         )
-    print(f"--batch-size auto: {largest}", flush=True)
-    return dataclasses.replace(flags, batch_size=largest.batch)
+    print(f"--batch-size auto: {largest}, the largest batch whose step fits into {byte_text(limit)}", flush=True)
+    return dataclasses.replace(flags, batch_size=largest)

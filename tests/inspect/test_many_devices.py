@@ -58,7 +58,7 @@ class TestMemory:
         title, *lines = str(plan).splitlines()
         assert title.endswith("MiB at the peak on each of 8 NVIDIA H200 141GB HBM3e, batch of 4096")
         assert lines[2].startswith(
-            "sent by each device: 8.26MB, 5.25 bytes per param (ideal 7.00): reduce-scatter float32 fsdp 5.5"
+            "sent by each device: 7.88 MiB, 5.25 bytes per param (ideal 7.00): reduce-scatter float32 fsdp 5.2"
         )
         plain = json.loads(plan.to_json())
         assert plain["devices"] == 8 and {row["axis"] for row in plain["collectives"]["rows"]} == {"fsdp"}
@@ -124,7 +124,7 @@ class TestAudit:
     def test_gathers_in_half_and_sums_that_are_scattered_are_clean(self):
         report = audit(jax.grad(loss), "mixed_bfloat16", device="h200", topology="1x1x8")(WEIGHTS, X)
         assert not kinds(report) and report.memory.devices == 8
-        assert "sent by each device: 8.26MB, 5.25 bytes per param (ideal 7.00)" in str(report)
+        assert "sent by each device: 7.88 MiB, 5.25 bytes per param (ideal 7.00)" in str(report)
 
     def test_a_weight_that_is_cast_after_it_is_gathered(self):
         report = audit(jax.grad(lambda params, batch: loss(params, batch, gathered_wide)), device="h200")(WEIGHTS, X)
@@ -152,7 +152,7 @@ class TestAudit:
         (gather,) = [
             finding for finding in audit(fun, device="h200")(weights, X).findings if finding.kind == "activation-gather"
         ]
-        assert "4.19MB of bfloat16 over fsdp, 1 time a call" in gather.what
+        assert "4 MiB of bfloat16 over fsdp, 1 time a call" in gather.what
 
     def test_a_gradient_summed_whole_on_every_device_is_a_finding(self):
         def gradients(params, batch):
@@ -165,7 +165,7 @@ class TestAudit:
 
         report = audit(jax.jit(gradients), device="h200")(WEIGHTS, X)
         (all_reduce,) = [finding for finding in report.findings if finding.kind == "gradient-all-reduce"]
-        assert "are summed whole on every device: 3.15MB of bfloat16 over fsdp" in all_reduce.what
+        assert "are summed whole on every device: 3 MiB of bfloat16 over fsdp" in all_reduce.what
         assert "test_many_devices.py" in all_reduce.source
 
 

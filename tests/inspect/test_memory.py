@@ -269,6 +269,22 @@ def test_the_search_compiles_few_sizes_and_trusts_no_line():
         size = case.largest_batch(limit)
         assert bytes_of(size) <= limit < bytes_of(size + 1), size
         assert len(compiled) <= 16
+        compiled.clear()
+        assert case.largest_batch(limit, at_most=40) == min(size, 40) and max(compiled) <= 40
+    assert compiled_for_a_line(1000, 30, 100_000) == 4
+
+
+def compiled_for_a_line(constant, bytes_per_example, limit):
+    """Return how many sizes the search compiles if the peak is linear in the batch size."""
+    compiled = []
+
+    def peak(size):
+        compiled.append(size)
+        return constant + bytes_per_example * size
+
+    case = type(memory(lambda params, batch: batch @ params)(shape(4), shape(2, 4)))
+    case("cpu", peak(512), {}, {}, (), 512, peak).largest_batch(limit)
+    return len(compiled)
 
 
 def test_errors_say_what_to_do(monkeypatch):

@@ -40,12 +40,12 @@ from experiments.benchmarks.accuracy import report as accuracy_report
 from experiments.benchmarks.measure.turns import failed
 from experiments.benchmarks.shared import kept, records
 from experiments.comparison.outcomes import BASELINE, RESERVED, Task, init_params
-from experiments.measure import memory
 from experiments.report.json_files import numbers, strict_json
 from experiments.training import cli, loop
 from experiments.training.environment import environment, require_gpu
 from experiments.training.experiment import Experiment
 from experiments.training.run_folders import checkpoints_can_be, checkpoints_folder
+from jaxmp.inspect.compiled import compiling
 
 POLICIES = (
     "float32", "mixed_float16", "mixed_bfloat16", "autocast:mixed_float16", "autocast:mixed_bfloat16", "O2", "O3@none",
@@ -256,7 +256,7 @@ def train(
         "steps": experiment.steps,
         "batch_size": experiment.batch_size,
         "unit": experiment.unit,
-        "step_bytes": memory.of_compiled(compiled),
+        "step_bytes": compiling.peak_bytes(compiled),
         **accuracy_report.outcome(folder / "metrics.csv", summary, failure, experiment.steps),
         **({"final": {"loss": math.nan, "accuracy": math.nan}} if run.brief else {}),
     }

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from experiments.measure import memory
+from jaxmp.inspect.compiled import compiling
 from jaxmp.inspect.compiled.hlo import HloProgram, Instruction
 from jaxmp.inspect.compiled.kernels import moved_bytes, product_kind, products_of
 
@@ -21,7 +21,7 @@ def facts(compiled: Any, program: HloProgram) -> dict[str, Any]:
     moved, layout = traffic(program)
     return {
         "temporaries": compiled.memory_analysis().temp_size_in_bytes,
-        "peak": memory.of_compiled(compiled),
+        "peak": compiling.peak_bytes(compiled),
         "products": dict(products(program)),
         "launches": launches(program),
         "traffic": moved,

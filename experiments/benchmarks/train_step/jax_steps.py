@@ -30,9 +30,10 @@ from experiments.benchmarks.models.workloads import LossFn, Workload, workload
 from experiments.benchmarks.shared import scaled_steps
 from experiments.benchmarks.shared.scaled_steps import LEARNING_RATE, Init, Start, Step
 from experiments.benchmarks.train_step.rows import Pass, Row
-from experiments.measure import flops, memory, timing
+from experiments.measure import flops, timing
 from experiments.models import attention
 from jaxmp.inspect._profile.profile import WITHOUT_CUDA_GRAPHS
+from jaxmp.inspect.compiled import compiling
 
 WEIGHT_DECAY, CLIP = 0.01, 1.0
 POLICIES = {"bf16": "mixed_bfloat16", "fp16": "mixed_float16", "tf32": "tensorfloat32", "fp32": "float32"}
@@ -140,7 +141,7 @@ def prepare(case: Workload, row: Row, which: Pass, batch: Any) -> Prepared:
         return timing.turn(program, state, batch), program.as_text()
 
     is_joined = which == "train" and row.library == "jaxmp"  # of the other rows, the names of the kernels say enough
-    return Prepared(turn, loss, seconds, memory.of_compiled(compiled), joinable if is_joined else None)
+    return Prepared(turn, loss, seconds, compiling.peak_bytes(compiled), joinable if is_joined else None)
 
 
 def step_flops(case: Workload, row: Row) -> dict[str, int]:

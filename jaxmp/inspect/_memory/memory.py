@@ -70,13 +70,13 @@ class Memory(tables.Shown):
     params: int = 0
     _parts: int = dataclasses.field(default=1, repr=False)
 
-    def largest_batch(self, limit: int, *, multiple_of: int = 1) -> int:
+    def largest_batch(self, limit: int, *, multiple_of: int = 1, at_most: int | None = None) -> int:
         """Return the largest batch size with a peak of at most ``limit`` bytes.
 
         The result is the size of axis 0, on all devices together; 0 if nothing fits. To try a size, this method changes
         axis 0 of the batch's first array, and of all arrays of the batch whose axis 0 has the same size. Each size
-        needs a compilation. The method always tries the result, and also the next larger size, which does not fit. If
-        the memory does not always grow with the batch size, a still larger batch may fit.
+        needs a compilation. The method always tries the result, and also the next larger size, which does not fit or is
+        larger than ``at_most``. If the memory does not always grow with the batch size, a still larger batch may fit.
 
         Args:
           limit: the limit in bytes, such as :attr:`jaxmp.base.gpus.Gpu.memory_bytes`.
@@ -84,6 +84,7 @@ class Memory(tables.Shown):
             dimensions of a product are multiples of 8, and the batch size is often one of them. On n devices, pass 8 n,
             because each device gets its part of the batch. The result is also a multiple of the number of parts into
             which devices and microbatches split the batch.
+          at_most: the largest batch size to try, such as the number of training examples; None for no limit.
 
         Raises:
           ValueError: there is no batch, or the peak does not depend on the batch size.
@@ -98,10 +99,10 @@ class Memory(tables.Shown):
             return self.peak if size == self.batch else self._peak_with(size)
 
         step = math.lcm(multiple_of, self._parts)
-        return largest_multiple_that_fits(peak_of, limit, step, self.batch)
+        return largest_multiple_that_fits(peak_of, limit, step, self.batch, at_most)
 
     def _shown(self) -> Any:
-        unit, unit_bytes = ("MiB", 2**20) if self.peak >= 10 * 2**20 else ("KiB", 2**10)
+        unit, unit_bytes = tables.byte_unit(self.peak)
 
         def number(size: int) -> str:
             return f"{size / unit_bytes:,.1f}"
@@ -131,8 +132,8 @@ class Memory(tables.Shown):
         wire, per_param = self.collectives.wire, ""
         if self.ideal_wire is not None:
             per_param = f", {wire / self.params:.2f} bytes per param (ideal {self.ideal_wire / self.params:.2f})"
-        parts = (f"{' '.join(key)} {tables.short(size)}B" for key, size in self.collectives.totals.items())
-        return f"sent by each device: {tables.short(wire)}B{per_param}: {', '.join(parts)}".removesuffix(": ")
+        parts = (f"{' '.join(key)} {tables.byte_text(size)}" for key, size in self.collectives.totals.items())
+        return f"sent by each device: {tables.byte_text(wire)}{per_param}: {', '.join(parts)}".removesuffix(": ")
 
 
 def _key_of_array(array: ArrayInMemory) -> tuple[str, str, str, str]:
@@ -208,7 +209,7 @@ def of_call(
         resized = [_resized(leaf, size, new_size) for leaf in leaves]
         args = jax.tree.unflatten(jax.tree.structure(inputs), resized)
         try:
-            return _peak(compiling.compiled(call, args, device, topology).memory_analysis())
+            return _peak(compiling.compiled(call, args, device, topology))
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
@@ -247,17 +248,13 @@ def _resized(leaf: Leaf, size: int | None, new_size: int) -> Any:
     return jax.ShapeDtypeStruct(shape, targets.dtype_in_jax(value), sharding=sharding_on_mesh(value))
 
 
-def _peak(stats: Any) -> int:
-    """Return the bytes that a compiled program needs.
-
-    These are the bytes of arguments, of results that do not reuse the memory of arguments, and of temporaries.
-    """
-    if stats is None:
+def _peak(compiled: jax.stages.Compiled) -> int:
+    peak = compiling.peak_bytes(compiled)
+    if peak is None:
         raise ValueError(
             "the compiler of this device does not report the memory of a program; name a GPU: " + targets.choice()
         )
-    results = stats.output_size_in_bytes - stats.alias_size_in_bytes
-    return int(stats.argument_size_in_bytes + results + stats.temp_size_in_bytes)
+    return peak
 
 
 def _measured(
@@ -265,7 +262,7 @@ def _measured(
 ) -> tuple[int, dict[str, int], dict[str, int], tuple[ArrayInMemory, ...]]:
     """Return the peak in total, by kind and by dtype, and the arrays at the peak."""
     stats: Any = compiled.memory_analysis()
-    peak = _peak(stats)
+    peak = _peak(compiled)
     temporaries, unassigned = temporaries_in_memory(program, int(stats.temp_size_in_bytes))
     arrays = [
         *arguments_in_memory(compiled, program, leaves),

@@ -172,6 +172,18 @@ def compiled(
     return compiled_of(trace_of_call(fun, args, device, topology=topology), device)
 
 
+def peak_bytes(compiled: jax.stages.Compiled) -> int | None:
+    """Return the bytes that a compiled program needs; None if the compiler does not report them.
+
+    These are the bytes of arguments, of results that do not reuse the memory of arguments, and of temporaries.
+    """
+    stats: Any = compiled.memory_analysis()
+    if stats is None:
+        return None
+    results = stats.output_size_in_bytes - stats.alias_size_in_bytes
+    return int(stats.argument_size_in_bytes + results + stats.temp_size_in_bytes)
+
+
 def call_with_options(
     fun: Callable[..., Any], args: Sequence[Any], compiler_options: Mapping[str, Any]
 ) -> tuple[Callable[..., Any], str]:

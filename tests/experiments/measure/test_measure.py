@@ -15,11 +15,12 @@ import pytest
 
 import jaxmp
 from experiments.benchmarks.models.mlp import MLP
-from experiments.measure import flops, gradients, memory, timing
+from experiments.measure import flops, gradients, timing
 from experiments.models.gpt2 import GPT2
 from experiments.models.images import CNN
 from experiments.models.next_token import NextToken
 from experiments.training import experiment as metrics
+from jaxmp.inspect.compiled import compiling
 
 HALF, FULL = jnp.ones((8, 16), jnp.float16), jnp.ones((8, 16), jnp.float32)
 
@@ -250,8 +251,8 @@ def test_metrics_come_out_in_order_some_steps_late_and_none_is_lost():
 
 def test_the_memory_of_a_compiled_function_is_arguments_results_and_temporaries():
     x = jnp.zeros(1024, jnp.float32)
-    assert memory.of_compiled(jax.jit(lambda x: x + 1).lower(x).compile()) == 2 * 4096
-    assert memory.of_compiled(jax.jit(lambda x: x + 1, donate_argnums=0).lower(x).compile()) == 4096
+    assert compiling.peak_bytes(jax.jit(lambda x: x + 1).lower(x).compile()) == 2 * 4096
+    assert compiling.peak_bytes(jax.jit(lambda x: x + 1, donate_argnums=0).lower(x).compile()) == 4096
 
 
 def test_timing_takes_turns_in_an_order_that_rotates_and_drops_the_warm_up():

@@ -1,10 +1,9 @@
-"""The search for the largest batch, from the memory of compiled steps."""
+"""The flag --batch-size auto: the largest batch whose compiled step fits into memory."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
 import re
 import sys
@@ -17,74 +16,9 @@ import pytest
 import jaxmp
 from experiments import image_classification, language_modeling, masked_lm
 from experiments.training import batch_size, cli
-from experiments.training.batch_size import largest_batch
 from experiments.training.experiment import Experiment
 
 MiB = 2**20
-
-
-def affine(base: float, slope: float):
-    return lambda batch: int(base + slope * batch)
-
-
-def bent(batch: int) -> int:
-    """Return bytes on a line that is steeper from a batch of 100 on.
-
-    A batch of one needs more than the line says.
-    """
-    return 500 + 90 * batch + (4000 if batch == 1 else 0) + 40 * max(0, batch - 100)
-
-
-def stairs(batch: int) -> int:
-    """Return bytes rounded up to pages, as allocators do."""
-    return -(-(1000 + 37 * batch) // 512) * 512
-
-
-@pytest.mark.parametrize(("least", "multiple", "limit"), [(3, 8, 100_000), (1, 1, 10_000)])
-def test_the_largest_batch_that_fits_is_found_in_five_compilations(least, multiple, limit):
-    step = math.lcm(least, multiple)
-    sizes = [*range(least, step, least), *range(step, limit, step)]
-    for needs in (affine(1000, 30), affine(0, 7), affine(9000, 200), bent, stairs):
-        compiled = []
-
-        def counted(batch: int, needs=needs, compiled=compiled) -> int:
-            compiled.append(batch)
-            return needs(batch)
-
-        largest = largest_batch(counted, limit, least=least, multiple=multiple)
-        best = max(size for size in sizes if needs(size) <= limit)
-        assert len(compiled) == len(set(compiled)) <= 5
-        assert largest[:3] == (largest.batch, needs(largest.batch), limit) and largest.bytes <= limit
-        assert largest.batch in sizes
-        assert largest.batch == best if needs not in (bent, stairs) else largest.batch >= 0.85 * best
-
-
-def test_a_step_without_room_to_be_compiled_is_halved_and_not_taken_for_a_point_of_the_line():
-    for room in [5, 100, 300, 479]:
-        needs = affine(1000, 30)
-        compiled = []
-
-        def counted(batch, room=room, compiled=compiled, needs=needs):
-            compiled.append(batch)
-            return needs(batch) if batch <= room else batch_size.NO_ROOM
-
-        largest = largest_batch(counted, 16_000)
-        assert largest.batch >= 0.85 * (room if room < 8 else room // 8 * 8) and largest.bytes == needs(largest.batch)
-        assert len(compiled) == len(set(compiled)) <= 12
-        too_large = min(batch for batch in compiled if batch > room)
-        assert str(largest).endswith(f"({too_large} would need more than there is)")
-
-
-def test_a_batch_is_at_most_the_largest_useful_one_and_the_result_is_printed():
-    assert largest_batch(affine(0, 1), 10**9, most=100).batch == 96
-    assert largest_batch(affine(0, 1), 10**9, most=5).batch == 5
-    assert largest_batch(affine(7, 0), 10**9, most=64).batch in (16, 32, 64)
-
-    largest = largest_batch(affine(0, 10**7), 2 * 10**9)
-    assert str(largest) == "200, whose step needs 2.00 GB of 2.00 GB (208 would need 2.08 GB)"
-    tried = {1: 10, 1000: 10**10, 200: 3 * 10**9}
-    # The smallest batch that does not fit, not the first in the dict.
-    assert str(largest._replace(tried=tried)).endswith("(200 would need 3.00 GB)")
 
 
 def test_bytes_are_read_with_their_unit_or_an_error():
@@ -148,13 +82,24 @@ def prepare(config: Config) -> Experiment:
     )
 
 
+def bytes_of_step(config: Config) -> int:
+    experiment = prepare(config)
+    state = jax.eval_shape(experiment.init, 0)
+    return jaxmp.inspect.memory(experiment.step)(state, next(experiment.train_batches(0))).peak
+
+
 def test_the_step_of_the_batch_that_is_found_fits_and_that_of_the_next_does_not(capsys):
     config = batch_size.settled("line", Config(memory_limit="1MB", accumulate=2), prepare, lambda _: 2**20)
     chosen = config.batch_size
     assert chosen % 8 == 0
-    assert f"--batch-size auto: {chosen}, whose step needs " in capsys.readouterr().out
-    experiment = prepare(config)
-    assert batch_size.step_bytes(experiment, chosen) <= 10**6 < batch_size.step_bytes(experiment, chosen + 8)
+    assert f"--batch-size auto: {chosen}, the largest batch whose step fits into 977 KiB" in capsys.readouterr().out
+    assert bytes_of_step(config) <= 10**6 < bytes_of_step(dataclasses.replace(config, batch_size=chosen + 8))
+
+
+@pytest.mark.parametrize(("accumulate", "most", "batch"), [(1, 100, 96), (3, 100, 96), (1, 5, 5), (3, 5, 3)])
+def test_the_batch_is_at_most_the_largest_useful_one(accumulate, most, batch):
+    config = Config(memory_limit="1GB", accumulate=accumulate)
+    assert batch_size.settled("line", config, prepare, lambda _: most).batch_size == batch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,13 +135,11 @@ def test_a_resumed_run_keeps_the_batch_that_it_began_with(tmp_path):
 
 
 def test_a_limit_that_is_too_small_or_for_a_given_batch_size_is_an_error():
-    remedies = r"recompute more \(--remat layers\), use a half-precision policy, .*, or raise --memory"
-    message = rf"a batch of 4 must fit in memory, but its step needs 3.00 GB of 2.00 GB; {remedies}"
-    with pytest.raises(ValueError, match=message):
-        largest_batch(affine(10**9, 5 * 10**8), 2 * 10**9, least=4)
-
     with pytest.raises(ValueError, match="--memory-limit is for --batch-size auto, got --batch-size 8"):
         batch_size.settled("line", Config(batch_size=8, memory_limit="1MB"), pytest.fail, pytest.fail)
 
-    with pytest.raises(ValueError, match="a batch of 3 must fit in memory, but its step needs"):
+    message = (
+        r"a batch of 3 must fit into 1000 B, but its step needs more; recompute more \(--remat layers\), use a half"
+    )
+    with pytest.raises(ValueError, match=message):
         batch_size.settled("line", Config(memory_limit="1kB", accumulate=3), prepare, lambda _: 2**20)
