@@ -129,9 +129,7 @@ def test_the_command_knows_gpus_in_any_spelling(capsys):
 def test_it_is_shown_as_text_a_table_and_json():
     roofline = module.of_program(hlo.HloProgram(TEXT), H200)
     lines = str(roofline).splitlines()
-    assert lines[0].endswith(
-        f" predicted on NVIDIA H200, model FLOP utilisation {roofline.model_flop_utilisation:.1%}"
-    )
+    assert lines[0].endswith(f" predicted on NVIDIA H200, model FLOP utilisation {roofline.model_flop_utilisation:.1%}")
     assert lines[-2].startswith("bound by: arithmetic ")
     assert lines[-1] == "measured errors are up to 12%, so do not rank times that differ by less"
     # No measured errors are known for an A100.

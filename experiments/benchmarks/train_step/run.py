@@ -91,7 +91,7 @@ class Measurement:
             self._together(case, which, progress)
         if self.config.ceilings:
             progress.advance(0, "matrix products", "ceilings")
-            self.has.get("ceiling", lambda: ceiling.ceilings(self.config.smoke))
+            self.has.get("ceiling", ceiling.ceilings)
 
     def _alone(self, case: Workload, progress: Progress) -> None:
         rows = self.rows[case]

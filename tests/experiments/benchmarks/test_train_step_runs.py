@@ -17,6 +17,7 @@ from experiments.benchmarks.shared import kept
 from experiments.benchmarks.train_step import config as train_step_config
 from experiments.benchmarks.train_step import looks, measure, report
 from experiments.benchmarks.train_step import run as train_step
+from jaxmp.inspect._profile import ceilings
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")  # optax's own Adam needs it
 
@@ -36,7 +37,7 @@ def quick(monkeypatch):
     monkeypatch.setattr(measure, "prepare", prepare)
     monkeypatch.setattr("gc.collect", lambda: 0)  # a real one takes seconds
     monkeypatch.setattr(train_step_config, "SMOKE", SMALL)
-    monkeypatch.setattr(train_step.ceiling, "SMOKE_SHAPES", ((8, 8, 8),))
+    monkeypatch.setitem(ceilings._WIDTHS, "cpu", 8)
 
 
 def test_a_run_writes_tables_a_picture_and_all_figures(quick, tmp_path, capsys):
