@@ -16,6 +16,7 @@ from jaxmp.inspect.plots.drawing import COLORS as COLORS
 from jaxmp.inspect.plots.drawing import GREY, LIGHT
 from jaxmp.inspect.plots.drawing import figure as figure
 from jaxmp.inspect.plots.drawing import style as style
+from jaxmp.inspect.plots.runs import draw_loss_scale
 
 
 def drawn(draw: Callable[..., None]) -> Callable[..., None]:
@@ -168,23 +169,19 @@ def _panel(axes: Any, panel: Panel, names: list[str], named: bool, above: float)
 def curves(rows: list[dict[str, Any]], path: Path, title: str) -> None:
     """Draw loss, accuracy and loss scale of one run against its steps.
 
-    Dots are held-out values. Vertical lines in the plot of the loss scale are skipped steps.
+    Dots are held-out values.
     """
     train, test = ([row for row in rows if row["split"] == split] for split in ("train", "test"))
     page = figure(10.5, 3.2)
-    for axes, name in zip(page.subplots(1, 3), ("loss", "accuracy", "loss_scale"), strict=True):
-        style(axes, name if name != "loss_scale" else "loss scale; vertical lines: skipped steps", "step")
+    *panels, last = page.subplots(1, 3)
+    for axes, name in zip(panels, ("loss", "accuracy"), strict=True):
+        style(axes, name, "step")
         points = [(row["step"], row[name]) for row in train if name in row]  # no accuracy if the loss is fused
         if points:
             axes.plot(*zip(*points, strict=True), color=COLORS[2], linewidth=1.2, label="training")
-        if name == "loss_scale":
-            axes.set_yscale("log", base=2)
-            for row in train:
-                if row["skipped"]:
-                    axes.axvline(row["step"], color=COLORS[1], linewidth=0.8, alpha=0.6)
-        else:
-            axes.plot([row["step"] for row in test], [row[name] for row in test], "o-", color=COLORS[1],
-                      markersize=4, linewidth=1, label="held out")  # fmt: skip
-            axes.legend(frameon=False, fontsize=8)
+        axes.plot([row["step"] for row in test], [row[name] for row in test], "o-", color=COLORS[1],
+                  markersize=4, linewidth=1, label="held out")  # fmt: skip
+        axes.legend(frameon=False, fontsize=8)
+    draw_loss_scale(last, train)
     page.suptitle(title, fontsize=11, x=0.01, ha="left")
     page.savefig(path, dpi=110)

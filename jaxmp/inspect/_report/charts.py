@@ -10,13 +10,15 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxmp.base import dtypes, formats, tables
+from jaxmp.base import dtypes, formats
 from jaxmp.inspect._report.reading import Row, Run
 from jaxmp.inspect.plots.drawing import COLORS, RED, figure, style
-from jaxmp.inspect.plots.runs import draw_heat, heat_height
+from jaxmp.inspect.plots.exponents import draw_histogram
+from jaxmp.inspect.plots.memory import draw_by_kind
+from jaxmp.inspect.plots.runs import draw_heat, draw_loss_scale, heat_height
 
 _POINTS = 800
-"""The largest number of points in a band. A chart has fewer than twice as many crosses for skipped steps."""
+"""The largest number of points in a band."""
 _WIDTH = 5.5
 """The width of a chart in inches, at which its text is readable on a phone and on a wide screen."""
 _GREY = "#888888"
@@ -69,12 +71,8 @@ def scales(run: Run) -> str:
     """Draw the loss scale, the skipped steps and the gradient norm of a run."""
     page = figure(_WIDTH, 4.6)
     above, below = page.subplots(2, 1, sharex=True)
-    _line(above, [(row.step, row.loss_scale) for row in run.train], _BLUE)
-    skipped = [row for row in run.train if row.skipped]
-    shown = skipped[:: max(1, len(skipped) // _POINTS)]
-    above.plot([row.step for row in shown], [row.loss_scale for row in shown], "x", color=RED)
-    above.set_yscale("log", base=2)
-    style(above, "", "", "loss scale")
+    draw_loss_scale(above, [vars(row) for row in run.train])
+    above.set_xlabel("")
     _line(below, [(row.step, row.grad_norm) for row in run.train], COLORS[3])
     below.set_yscale("log")
     _label_plainly(below.yaxis)
@@ -93,37 +91,27 @@ def underflow(run: Run) -> str:
 def exponents(run: Run) -> str:
     """Draw a histogram of the last watched step's magnitudes for each kind of tensor.
 
-    Dotted lines mark the smallest number, the smallest normal number and the largest number of the watched dtype.
+    Dashed lines mark the smallest number, the smallest normal number and the largest number of the watched dtype.
     """
     row = run.watched[-1]
     by_kind = {kind: counts for kind, counts in row["exponents"].items() if counts}
-    limits = formats.format_of(dtypes.canonical_dtype(row["dtype"]))
-    smallest = limits.min_exponent - limits.mantissa_bits
+    form = formats.format_of(dtypes.canonical_dtype(row["dtype"]))
     page = figure(_WIDTH, 0.6 + 0.9 * len(by_kind))
     panels = page.subplots(len(by_kind), 1, sharex=True, squeeze=False)[:, 0]
     for axes, (kind, counts) in zip(panels, by_kind.items(), strict=True):
-        total = sum(counts.values())
-        for exponent, count in sorted((int(text), count) for text, count in counts.items()):
-            is_normal = limits.min_exponent <= exponent <= limits.max_exponent
-            axes.bar(exponent, 100 * count / total, 1, align="edge", color=_BLUE if is_normal else RED, linewidth=0)
-        for border in (smallest, limits.min_exponent, limits.max_exponent + 1):
-            axes.axvline(border, color=_GREY, linewidth=0.8, linestyle=":")
-        is_last = axes is panels[-1]
-        style(axes, "", "binary exponent of the magnitude" if is_last else "", "")
-        axes.set_ylabel(kind.replace("_", "\n"), rotation=0, ha="right", va="center", fontsize=9)
-        axes.yaxis.set_major_formatter("{x:g} %")
-        axes.locator_params(axis="y", nbins=2)
+        histogram = {int(exponent): count for exponent, count in counts.items()}
+        draw_histogram(axes, kind.replace("_", " "), histogram, sum(histogram.values()), form)
     return svg(page)
 
 
-def memory(parts: dict[str, float]) -> str:
-    """Draw the memory at the peak by kind."""
-    unit, unit_bytes = tables.byte_unit(sum(parts.values()))
-    page = figure(_WIDTH, 0.4 * len(parts) + 0.8)
+def memory(runs: Sequence[Run]) -> str:
+    """Draw the memory of runs at the peak, by kind."""
+    sizes = {run.name: run.memory["by_kind"] for run in runs if run.memory}
+    page = figure(_WIDTH, 1.4 + 0.5 * len(sizes))
     axes = page.subplots()
-    names = sorted((name for name in parts if parts[name]), key=lambda name: parts[name])
-    axes.barh(names, [parts[name] / unit_bytes for name in names], color=_BLUE)
-    style(axes, "", unit, grid="x")
+    style(axes, "", grid="x")
+    draw_by_kind(axes, sizes)
+    axes.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.3), ncols=3)
     return svg(page)
 
 

@@ -11,6 +11,7 @@ COLORS = ("#222222", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56
 BLACK, RED, BLUE, GREEN, PINK, ORANGE, SKY, BROWN = COLORS
 GREY, LIGHT = "#6B6B6B", "#E6E6E6"
 BORDER = "#BBBBBB"
+INK = "#1A1A1A"  # on coloured bars; the report page does not adapt it to dark pages
 DASHED = (0, (4, 3))
 _MAX_LABELS = 70
 _TITLE_LETTER = 10.5
@@ -61,7 +62,7 @@ def set_title(page: Any, text: str) -> None:
 
 def ink(color: str) -> str:
     """Return a colour for text that is readable on ``color``."""
-    return "white" if color in (RED, BLUE, GREEN, BROWN, BLACK) else BLACK
+    return "white" if color in (RED, BLUE, GREEN, BROWN, BLACK) else INK
 
 
 def label_rows(axes: Any, paths: Sequence[str], offset: float = 0.0) -> None:

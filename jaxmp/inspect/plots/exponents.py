@@ -30,6 +30,7 @@ from jaxmp.inspect.plots.drawing import (
 _FATES = {"becomes 0": RED, "subnormal": ORANGE, "normal": BLUE, "overflows": PINK}
 """The fates of a value in a format, from small to large magnitudes, and their colours."""
 _FORMATS = ("float16", "bfloat16", "float8_e5m2", "float8_e4m3fn")
+_EXPONENT_LABEL = "binary exponent of the magnitude: floor(log2|x|)"
 _VISIBLE = 5e-4
 """The share of a tensor's values below which a bar is too small to see."""
 
@@ -74,7 +75,9 @@ def exponents(
     panels = page.subplots(len(tensors) + 1, 1, sharex=True, height_ratios=[1] * len(tensors) + [0.8]).tolist()
     low, high = _limits(tensors, form)
     for axes, tensor in zip(panels, tensors, strict=False):
-        _draw_histogram(axes, tensor, form)
+        counts = tensor.in_format
+        draw_histogram(axes, tensor.name, counts.histogram, counts.count, form)
+        axes.text(1.01, 0.5, _fate_lines(counts), transform=axes.transAxes, va="center", fontsize=8, color=BLACK)
         if tensor.scale != 1:
             _draw_unscaled(axes, tensor.unscaled, low, high)
     _draw_ranges(panels[-1], low, high)
@@ -117,19 +120,26 @@ def _smallest_exponent(form: Any) -> int:
     return int(form.min_exponent - form.mantissa_bits)
 
 
-def _draw_histogram(axes: Any, tensor: _Tensor, form: Any) -> None:
-    style(axes, "")
-    axes.set_ylabel(tensor.name.replace(" ", "\n"), rotation=0, ha="right", va="center", fontsize=9, color=BLACK)
+def draw_histogram(axes: Any, name: str, histogram: Mapping[int, int], total: int, form: Any) -> None:
+    """Draw one histogram of binary exponents, coloured by the effect of a format.
+
+    Args:
+      axes: the axes of matplotlib.
+      name: the label of the y axis, one word on each line.
+      histogram: the number of values by exponent.
+      total: the number of values that are 100 %.
+      form: the format, as :func:`jaxmp.base.formats.format_of` returns it.
+    """
+    style(axes, "", _EXPONENT_LABEL if axes.get_subplotspec().is_last_row() else "")
+    axes.set_ylabel(name.replace(" ", "\n"), rotation=0, ha="right", va="center", fontsize=9, color=BLACK)
     smallest = _smallest_exponent(form)
     colors = list(_FATES.values())
-    for exponent, count in sorted(tensor.in_format.histogram.items()):
+    for exponent, count in sorted(histogram.items()):
         # A value above 0.5 times the smallest subnormal number is rounded up to that number.
         fate = (exponent >= smallest - 1) + (exponent >= form.min_exponent) + (exponent > form.max_exponent)
-        height = 100 * count / tensor.in_format.count
-        axes.bar(exponent, height, width=1, align="edge", color=colors[fate], linewidth=0)
+        axes.bar(exponent, 100 * count / total, width=1, align="edge", color=colors[fate], linewidth=0)
     for border in (smallest, form.min_exponent, form.max_exponent + 1):
         axes.axvline(border, color=BORDER, linewidth=0.8, linestyle=DASHED, zorder=0)
-    axes.text(1.01, 0.5, _fate_lines(tensor.in_format), transform=axes.transAxes, va="center", fontsize=8, color=BLACK)
     axes.yaxis.set_major_formatter("{x:g}%")
     axes.locator_params(axis="y", nbins=2)
 
@@ -180,7 +190,7 @@ def _summary(tensors: Sequence[_Tensor], dtype: str) -> str:
 
 def _draw_ranges(axes: Any, low: int, high: int) -> None:
     """Draw the ranges of the formats, one below the other."""
-    style(axes, "", "binary exponent of the magnitude: floor(log2|x|)", grid="")
+    style(axes, "", _EXPONENT_LABEL, grid="")
     for y, name in enumerate(_FORMATS):
         form = formats.format_of(dtypes.canonical_dtype(name))
         borders = (low, _smallest_exponent(form), form.min_exponent, form.max_exponent + 1, high)

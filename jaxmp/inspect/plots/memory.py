@@ -13,6 +13,7 @@ from jaxmp.inspect._memory.memory import Memory
 from jaxmp.inspect.plots.drawing import (
     BLACK,
     BLUE,
+    BORDER,
     BROWN,
     GREEN,
     GREY,
@@ -26,7 +27,7 @@ from jaxmp.inspect.plots.drawing import (
     style,
 )
 
-_COLORS_OF_KINDS = (BLUE, SKY, GREEN, BROWN, PINK, ORANGE, BLACK)
+_COLORS_OF_KINDS = (BLUE, SKY, GREEN, BROWN, PINK, ORANGE, BORDER)
 _COLORS_OF_DTYPES = {"float32": BLUE, "bfloat16": ORANGE, "float16": RED}
 _COLORS_OF_OTHERS = (SKY, GREEN, BROWN, PINK, BLACK)
 
@@ -61,42 +62,46 @@ def memory(plans: Mapping[str, Memory]) -> Any:
     >>> memory({"float32": plan}).axes[1].get_xlabel()
     'KiB at the peak'
     """
-    most = max(plan.peak for plan in plans.values())
-    scale = _Scale(*tables.byte_unit(most), most)
     page = figure(9.5, 1.9 + 0.62 * len(plans) * 2)
     by_kind, by_dtype = page.subplots(2, 1, sharex=True)
-
     style(by_kind, "by kind", grid="x")
-    sizes = [plan.by_kind for plan in plans.values()]
-    kinds = list(dict.fromkeys(kind for plan_sizes in sizes for kind in plan_sizes))
-    _draw_bars(by_kind, sizes, dict(zip(kinds, _COLORS_OF_KINDS, strict=False)), scale)
-
+    draw_by_kind(by_kind, {name: plan.by_kind for name, plan in plans.items()})
+    by_kind.set_xlabel("")
     style(by_dtype, "by dtype", grid="x")
-    sizes = [plan.by_dtype for plan in plans.values()]
-    _draw_bars(by_dtype, sizes, _colors_of_dtypes(sizes), scale)
-
-    for axes in (by_kind, by_dtype):
-        _label_plans(axes, plans, scale)
-    by_dtype.set_xlabel(f"{scale.name} at the peak", fontsize=9, color=GREY)
-    set_title(page, _summary(plans, scale))
+    sizes = {name: plan.by_dtype for name, plan in plans.items()}
+    _draw_bars(by_dtype, sizes, _colors_of_dtypes(sizes))
+    set_title(page, _summary(plans))
     return page
 
 
-def _colors_of_dtypes(sizes: Sequence[Mapping[str, int]]) -> dict[str, str]:
+def draw_by_kind(axes: Any, sizes: Mapping[str, Mapping[str, int]]) -> None:
+    """Draw a bar for each program, with a part for each kind of arrays.
+
+    Args:
+      axes: the axes of matplotlib.
+      sizes: the bytes by kind for each program, by its name. The other programs are compared with the first one.
+    """
+    kinds = list(dict.fromkeys(kind for parts in sizes.values() for kind in parts))
+    _draw_bars(axes, sizes, dict(zip(kinds, _COLORS_OF_KINDS, strict=False)))
+
+
+def _colors_of_dtypes(sizes: Mapping[str, Mapping[str, int]]) -> dict[str, str]:
     """Return the dtypes, largest first, with their colours."""
     largest: dict[str, int] = {}
-    for plan_sizes in sizes:
-        for dtype, size in plan_sizes.items():
+    for parts in sizes.values():
+        for dtype, size in parts.items():
             largest[dtype] = max(size, largest.get(dtype, 0))
     others = itertools.cycle(_COLORS_OF_OTHERS)
     in_order = sorted(largest, key=lambda dtype: -largest[dtype])
     return {dtype: _COLORS_OF_DTYPES.get(dtype) or next(others) for dtype in in_order}
 
 
-def _draw_bars(axes: Any, sizes: Sequence[Mapping[str, int]], colors: Mapping[str, str], scale: _Scale) -> None:
+def _draw_bars(axes: Any, sizes: Mapping[str, Mapping[str, int]], colors: Mapping[str, str]) -> None:
+    totals = [sum(parts.values()) for parts in sizes.values()]
+    scale = _scale_of(totals)
     starts = np.zeros(len(sizes))
     for part, color in colors.items():
-        widths = np.array([plan_sizes.get(part, 0) for plan_sizes in sizes])
+        widths = np.array([parts.get(part, 0) for parts in sizes.values()])
         label = part if widths.max() > 0.003 * scale.most else None  # the legend names only visible parts
         axes.barh(
             range(len(sizes)), widths / scale.bytes, left=starts / scale.bytes, height=0.66, color=color, label=label,
@@ -107,25 +112,27 @@ def _draw_bars(axes: Any, sizes: Sequence[Mapping[str, int]], colors: Mapping[st
                 middle = (start + width / 2) / scale.bytes
                 axes.text(middle, y, scale.text(width), ha="center", va="center", fontsize=7.5, color=ink(color))
         starts += widths
+    for y, total in enumerate(totals):
+        change = f" ({total / totals[0] - 1:+.0%})" if y else ""
+        text = f" {scale.text(total)}{change}"
+        axes.text(total / scale.bytes, y, text, va="center", fontsize=8.5, color=BLACK)
     axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1))
-
-
-def _label_plans(axes: Any, plans: Mapping[str, Memory], scale: _Scale) -> None:
-    first = next(iter(plans.values()))
-    for y, plan in enumerate(plans.values()):
-        change = f" ({plan.peak / first.peak - 1:+.0%})" if y else ""
-        text = f" {scale.text(plan.peak)}{change}"
-        axes.text(plan.peak / scale.bytes, y, text, va="center", fontsize=8.5, color=BLACK)
-    axes.set_yticks(range(len(plans)), list(plans))
+    axes.set_xlabel(f"{scale.name} at the peak", fontsize=9, color=GREY)
+    axes.set_yticks(range(len(sizes)), list(sizes))
     axes.tick_params(axis="y", length=0, labelcolor=BLACK, labelsize=9)
-    axes.set_ylim(len(plans) - 0.5, -0.5)
+    axes.set_ylim(len(sizes) - 0.5, -0.5)
     axes.set_xlim(0, 1.16 * scale.most / scale.bytes)
 
 
-def _summary(plans: Mapping[str, Memory], scale: _Scale) -> str:
+def _scale_of(totals: Sequence[int]) -> _Scale:
+    return _Scale(*tables.byte_unit(max(totals)), max(totals))
+
+
+def _summary(plans: Mapping[str, Memory]) -> str:
     first = next(iter(plans))
     where = f"on {plans[first].device}"
     if len(plans) == 1:
+        scale = _scale_of([plans[first].peak])
         return f"{first} needs {scale.text(plans[first].peak)} {scale.name} {where}"
     best = min(plans, key=lambda name: plans[name].peak)
     saved = 1 - plans[best].peak / plans[first].peak

@@ -15,6 +15,9 @@ from jaxmp.inspect._watch.watch import Watch, line
 from jaxmp.inspect.plots.drawing import BLUE, RED, figure, label_rows, percent, set_title, short_path, style
 from jaxmp.inspect.run_files import read_metrics, read_watched_steps
 
+_MARKS = 800
+"""The largest number of marks for skipped steps in a picture."""
+
 
 def underflow(run: Watch | str | Path, kind: str = "activation_gradients", dtype: Any = "float16") -> Any:
     """Draw the share of values that underflow, as a heat map of layers and steps.
@@ -144,21 +147,33 @@ def _heat_title(rows: Sequence[Mapping[str, Any]], kind: str) -> str:
 def _draw_timeline(page: Any, rows: Sequence[Mapping[str, Any]]) -> None:
     if not rows:
         raise ValueError("a timeline needs a step, but there is none yet; wait for the first step")
-    steps = [float(row["step"]) for row in rows]
+    draw_loss_scale(page.subplots(), rows)
     scales = [float(row["loss_scale"]) for row in rows]
-    is_skipped = [float(row["skipped"]) != 0 for row in rows]
-    axes = page.subplots()
+    set_title(page, _timeline_title(scales, sum(map(_is_skipped, rows))))
+
+
+def draw_loss_scale(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Draw the loss scale and the skipped steps, from the metrics of each step."""
     style(axes, "", "step", "loss scale")
     axes.set_yscale("log", base=2)
-    marker = "o" if len(rows) == 1 else None  # one point makes no line
+    known = [row for row in rows if 0 < float(row["loss_scale"]) < math.inf]
+    if not known:
+        return
+    steps, scales = ([float(row[name]) for row in known] for name in ("step", "loss_scale"))
+    marker = "o" if len(known) == 1 else None  # one point makes no line
     axes.step(steps, scales, where="post", color=BLUE, linewidth=1.6, label="loss scale", marker=marker)
-    if any(is_skipped):
-        x, y = np.array(steps)[is_skipped], np.array(scales)[is_skipped]
+    skipped = list(filter(_is_skipped, known))
+    if skipped:
+        shown = skipped[:: -(-len(skipped) // _MARKS)]
+        x, y = ([float(row[name]) for row in shown] for name in ("step", "loss_scale"))
         axes.vlines(x, 0, 1, transform=axes.get_xaxis_transform(), color=RED, linewidth=0.9, alpha=0.45)
         axes.plot(x, y, "X", color=RED, markersize=7, label="skipped step", linestyle="none", zorder=3)
     axes.set_ylim(min(scales) / 2.5, max(scales) * 2.5)
     axes.legend(frameon=False, fontsize=8)
-    set_title(page, _timeline_title(scales, sum(is_skipped)))
+
+
+def _is_skipped(row: Mapping[str, Any]) -> bool:
+    return float(row["skipped"]) != 0
 
 
 def _timeline_title(scales: Sequence[float], skipped: int) -> str:
