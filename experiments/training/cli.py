@@ -98,8 +98,9 @@ class EvaluationFlags:
     """Steps between watched steps; 0 for none. A watched step trains as usual. It also counts the values of weights,
     activations and gradients by magnitude. The counts are in watch.jsonl, and jaxmp watch RUN shows them."""
     tensorboard: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Also write the metrics and the counts of --watch for TensorBoard, with the SummaryWriter of torch or
-    tensorboardX."""
+    """Also write the metrics and the counts of --watch for TensorBoard, with tensorboardX."""
+    wandb: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Also send the metrics and the counts of --watch to Weights & Biases."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -29,7 +29,7 @@ C = TypeVar("C", bound=cli.Training)
 # Flags in which runs of an experiment may differ. A comparison sets them itself, and a resumed run may change them.
 OF_A_RUN = frozenset(
     ("policy", "loss_scale", "opt_level", "autocast", "checkpoint_every", "keep", "resume", "data_dir", "run_dir",
-     "watch", "tensorboard", "mesh", "coordinator", "processes", "process_id", "stall_seconds")
+     "watch", "tensorboard", "wandb", "mesh", "coordinator", "processes", "process_id", "stall_seconds")
 )  # fmt: skip
 # Flags that a resumed run may change. If the precision changes, the state is converted.
 MAY_CHANGE = OF_A_RUN | {

@@ -10,7 +10,6 @@ import contextlib
 import csv
 import dataclasses
 import functools
-import os
 import signal
 import threading
 import time
@@ -18,7 +17,7 @@ import unicodedata
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TextIO
+from typing import TYPE_CHECKING, Any, Self
 
 import jax
 
@@ -30,15 +29,15 @@ from experiments.training import cli, processes
 from experiments.training.environment import environment
 from experiments.training.experiment import Batch, Experiment, PendingMetrics, describe
 from experiments.training.run_folders import checkpoints_folder
-from experiments.training.watching import Watching, tensorboard
+from jaxmp.inspect import Watch
 from jaxmp.inspect.run_files import WATCH_FILE
+from jaxmp.inspect.run_writer import COLUMNS as RECORDED
+from jaxmp.inspect.run_writer import RunWriter
 
 if TYPE_CHECKING:  # the module imports Orbax, which is needed only for checkpoints
     from experiments.training.checkpoints import Checkpoint
 
-COLUMNS = (
-    "step", "split", "loss", "accuracy", "grad_norm", "loss_scale", "skipped", "examples_per_s", "input_wait",
-)  # fmt: skip
+COLUMNS = (*RECORDED, "examples_per_s", "input_wait")
 
 
 class Run:
@@ -89,19 +88,18 @@ class Run:
             self._record["examples"] = experiment.examples(config.seed)
             self._checkpoints = Checkpoints(checkpoints_folder(folder), config.keep)
         self._start = self._step = checkpoint.step if checkpoint else 0
-        self._rows: list[dict[str, Any]] = []
-        self._file = self._open(checkpoint.about["metrics_bytes"] if checkpoint else 0)
-        if self._writes:
-            write_json(folder / "config.json", {**self._record, "environment": self._environment})
-        self._writer = csv.DictWriter(self._file, COLUMNS, restval="")
-        if not checkpoint:
-            self._writer.writeheader()
-        self._watch = Watching(experiment.step, config, folder, self._start) if config.watch else None
-        if not self._watch and not checkpoint and self._writes:
-            (folder / WATCH_FILE).unlink(missing_ok=True)  # left by a run that was stopped before its first checkpoint
+        size = checkpoint.about["metrics_bytes"] if checkpoint else 0
+        self._rows: list[dict[str, Any]] = self._earlier_rows(size) if self._writes else []
+        self._writer = None
+        self._watch = Watch(experiment.step, every=config.watch) if config.watch else None
         if self._watch:
             self.experiment = dataclasses.replace(experiment, step=self._watched)
-        self._board = tensorboard(folder, self._start) if config.tensorboard and self._writes else None
+        if self._writes:
+            write_json(folder / "config.json", {**self._record, "environment": self._environment})
+            boards = {"tensorboard": config.tensorboard, "wandb": config.wandb}
+            self._writer = RunWriter(folder, COLUMNS, start=self._start, metrics_bytes=size, **boards)
+            if self._watch:
+                (folder / WATCH_FILE).touch()  # jaxmp watch shows that a step will be watched
         self._pending = PendingMetrics()
         self._progress = Progress(name, experiment.steps, self._start)
         self._skipped = int(sum(row.get("skipped", 0) for row in self._rows))
@@ -127,14 +125,12 @@ class Run:
             return  # other processes may be gone, and reading or writing would wait for them
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # the error that ended the run is raised instead
             self._read(self._pending.drain())  # the last steps of a run that was stopped
-            if self._watch:
-                self._watch.write(self._board)
+            self._write_watched(wait=True)
         if self._writes:
             self._progress.__exit__(kind, *args)
-        if self._board:
-            self._board.close()
         try:
-            self._file.close()
+            if self._writer:
+                self._writer.close()
         finally:
             if self._checkpoints:
                 self._checkpoints.__exit__(kind, *args)
@@ -163,9 +159,9 @@ class Run:
         first = (self._start // every + 1) * every
         plain = first + 1 if first == self._start + 1 and every > 1 else first
         if self._step not in (first, plain):
-            return self._watch.step(self._step, state, batch)
+            return self._watch(self._step, state, batch)
         with self._pause():
-            return jax.block_until_ready(self._watch.step(self._step, state, batch))
+            return jax.block_until_ready(self._watch(self._step, state, batch))
 
     def log(self, metrics: dict[str, jax.Array]) -> None:
         """Take a step's metrics, and write those of earlier steps.
@@ -179,8 +175,7 @@ class Run:
             self._compile_s = time.perf_counter() - self._started
             self._started = self._last_read = time.perf_counter()
             self._paused_s = 0.0  # the first step may have been watched, which counts as a pause
-        if self._watch:
-            self._watch.log(self._step, metrics, self._board)
+        self._write_watched(wait=False)
         self._read(self._pending.push(self._step, metrics))
         if self._due(self._config.evaluate_every):
             self.log_evaluation(self.state)
@@ -210,8 +205,6 @@ class Run:
         with self._pause():
             self._test = self.experiment.evaluate(state)
             self._write({"step": self._step, "split": "test", **self._test})
-            for tag, value in self._test.items() if self._board else ():
-                self._board.add_scalar(f"test/{tag}", value, self._step)
 
     def save(self, state: jaxmp.TrainState) -> None:
         """Begin to write a checkpoint.
@@ -221,9 +214,7 @@ class Run:
         assert self._checkpoints is not None
         waited = self._paused_s
         with self._pause():
-            self._file.flush()  # a resumed run continues after these rows
-            if self._watch:
-                self._watch.write(self._board)
+            self._write_watched(wait=True)
             size = (self.folder / "metrics.csv").stat().st_size if self._writes else 0
             about = {**self._record, "experiment": self._name, "batches": self._step, "metrics_bytes": size}
             self._checkpoints.save(self._step, state, strict_json(about))
@@ -294,9 +285,6 @@ class Run:
                 row["examples_per_s"] = self.experiment.batch_size / max(elapsed, 1e-9)
                 row["input_wait"] = self._waiting_s / max(training, 1e-9)
             self._write(row)
-            if self._board:
-                for tag in metrics:
-                    self._board.add_scalar(f"train/{tag}", metrics[tag], step)
             timed = step - self._start - 1  # the first step compiles
             if not self._writes:
                 continue
@@ -308,34 +296,31 @@ class Run:
                 f"skipped {self._skipped}" + (f"  input wait {row['input_wait']:.1%}" if timed else ""),
             )
 
-    def _open(self, size: int) -> TextIO:
-        """Open the file of metrics, truncated to ``size`` bytes, and read its rows.
-
-        ``size`` is the size of the file at the time of the checkpoint.
-        """
-        if not self._writes:
-            return open(os.devnull, "w")
-        path = self.folder / "metrics.csv"
-        if size:
-            try:
-                reader = csv.DictReader(path.read_bytes()[:size].decode().splitlines())
-                for row in reader:
-                    numbers = {name: float(text) for name, text in row.items() if text and name != "split"}
-                    self._rows.append({**numbers, "split": row["split"], "step": int(row["step"])})
-            except (ValueError, TypeError, KeyError) as error:
-                raise ValueError(
-                    f"a resumed run continues after its metrics, but {path} has something else ({error}); put the file "
-                    "back, or start another run"
-                ) from error
-            with path.open("r+") as file:
-                file.truncate(size)
-        return path.open(
-            "a" if size else "w", buffering=1, newline=""
-        )  # line by line, so that a reader sees each row at once
+    def _earlier_rows(self, size: int) -> list[dict[str, Any]]:
+        """Read the rows in the first ``size`` bytes of the file of metrics."""
+        if not size:
+            return []
+        path, rows = self.folder / "metrics.csv", []
+        try:
+            for row in csv.DictReader(path.read_bytes()[:size].decode().splitlines()):
+                numbers = {name: float(text) for name, text in row.items() if text and name != "split"}
+                rows.append({**numbers, "split": row["split"], "step": int(row["step"])})
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(
+                f"a resumed run continues after its metrics, but {path} has something else ({error}); put the file "
+                "back, or start another run"
+            ) from error
+        return rows
 
     def _write(self, row: dict[str, Any]) -> None:
         self._rows.append(row)
-        self._writer.writerow({name: _compact(row[name]) for name in COLUMNS if name in row})
+        if self._writer:
+            metrics = {name: value for name, value in row.items() if name not in ("step", "split")}
+            self._writer.write_metrics(row["step"], row["split"], metrics)
+
+    def _write_watched(self, wait: bool) -> None:
+        if self._watch and self._writer:
+            self._writer.write_watched(self._watch, wait=wait)
 
 
 def _readable(text: str) -> str:
@@ -344,12 +329,6 @@ def _readable(text: str) -> str:
     A model may write such characters.
     """
     return "".join(c if c in "\n\t" or unicodedata.category(c) != "Cc" else "\N{REPLACEMENT CHARACTER}" for c in text)
-
-
-def _compact(value: Any) -> Any:
-    if not isinstance(value, float):
-        return value
-    return f"{value:.0f}" if value.is_integer() else f"{value:.7g}"  # a loss scale of 2^24 has eight digits
 
 
 def _shown(name: str, value: Any) -> str:

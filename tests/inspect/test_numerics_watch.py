@@ -3,6 +3,7 @@
 import csv
 import dataclasses
 import json
+import sys
 import sysconfig
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,11 +18,12 @@ from rich.console import Console
 
 import jaxmp
 from experiments import language_modeling
-from experiments.training import loop, runs, watching
+from experiments.training import loop, runs
 from jaxmp import cli
 from jaxmp.cli.watch import picture
-from jaxmp.inspect import Watch
+from jaxmp.inspect import Watch, record
 from jaxmp.inspect.run_files import WATCH_FILE, read_metrics, read_watched_steps
+from jaxmp.inspect.run_writer import RunWriter
 
 # Optax's Adam needs promotion. test_program.py and test_numerics.py test the values and counts of a watched step.
 pytestmark = [pytest.mark.once, pytest.mark.usefixtures("standard_promotion")]
@@ -45,19 +47,6 @@ class Board:
         self.closed = True
 
 
-def only_tensorboardx(name):
-    if name != "tensorboardX":
-        raise ImportError(name)
-    return SimpleNamespace(SummaryWriter=Board)
-
-
-def none_is_there(name):
-    raise ImportError(name)
-
-
-IMPORTLIB = SimpleNamespace(import_module=only_tensorboardx)
-
-
 def settings(folder, **changes):
     config = language_modeling.Config(
         dataset=str(TEXTS), policy="float32", loss_scale="none", steps=4, batch_size=64, vocabulary=256,
@@ -73,16 +62,16 @@ def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("watched")
     config = settings(folder)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(watching, "importlib", IMPORTLIB)
+        patch.setitem(sys.modules, "tensorboardX", SimpleNamespace(SummaryWriter=Board))
         return loop.train("language_modeling", config, language_modeling.prepare), folder / "run", config
 
 
 @pytest.mark.slow("trains a model on text; a run of two numbers is in the tests below")
-def test_a_watched_run_writes_what_was_counted_with_the_metrics(run):
+def test_a_watched_run_writes_what_was_counted(run):
     summary, folder, _ = run
     rows = read_watched_steps(folder)
     assert [row["step"] for row in rows] == [2, 4] and summary["steps"] == 4
-    assert all({"loss", "grad_norm", "skipped", "loss_scale", "recommended_scale"} <= set(row) for row in rows)
+    assert all({"loss_scale", "recommended_scale", "dtype"} <= set(row) for row in rows)
     assert 0 <= rows[-1]["vanished"]["activation_gradients"]["NextToken"] < 1
     assert rows[-1]["ratio"]["Dense_0/kernel"] > 0
 
@@ -116,11 +105,10 @@ def test_the_bars_of_one_step_are_under_those_of_another_at_80_columns():
 
 
 def test_a_resumed_run_keeps_the_lines_up_to_its_checkpoint(tmp_path):
-    step = jaxmp.make_train_step(lambda params, model_state, batch, rng: (params**2, model_state))
     first, second = (f'{{"step": {n}, "vanished": {{}}}}\n' for n in (2, 4))
     for last in (second, second[:10], second[:4]):  # the last line of a process that was killed
         (tmp_path / WATCH_FILE).write_text(first + last)
-        watching.Watching(step, language_modeling.Config(watch=2), tmp_path, 3)
+        RunWriter(tmp_path, start=3).close()
         assert (tmp_path / WATCH_FILE).read_text() == first
     (tmp_path / WATCH_FILE).write_text(first + second[:4])  # a line that is being written
     assert read_watched_steps(tmp_path) == [json.loads(first)]
@@ -299,19 +287,59 @@ def test_tensorboard_gets_the_metrics_of_each_step_and_what_was_counted(run):
 
 
 def test_tensorboard_goes_on_where_a_run_is_resumed_and_needs_a_package(tmp_path, monkeypatch):
-    monkeypatch.setattr(watching, "importlib", IMPORTLIB)
-    assert watching.tensorboard(tmp_path, 3).purge_step == 4
-    monkeypatch.setattr(watching, "importlib", SimpleNamespace(import_module=none_is_there))
-    with pytest.raises(ValueError, match="--tensorboard needs a package that writes its files"):
-        watching.tensorboard(tmp_path)
+    BOARDS.clear()
+    monkeypatch.setitem(sys.modules, "tensorboardX", SimpleNamespace(SummaryWriter=Board))
+    RunWriter(tmp_path, start=3, tensorboard=True).close()
+    assert BOARDS[0].purge_step == 4 and BOARDS[0].closed
+    for package in ("tensorboardX", "wandb"):
+        monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ModuleNotFoundError, match="pip install tensorboardX"), record(tmp_path, tensorboard=True):
+        pytest.fail("there is no writer")
+    with pytest.raises(ModuleNotFoundError, match="pip install wandb"), record(tmp_path, wandb=True):
+        pytest.fail("there is no writer")
+
+
+def test_weights_and_biases_gets_every_number_with_its_step(tmp_path, monkeypatch):
+    class WandbRun:
+        def __init__(self):
+            self.logged, self.finished = [], False
+
+        def define_metric(self, name, step_metric):
+            assert (name, step_metric) == ("*", "step")
+
+        def log(self, numbers):
+            self.logged.append(numbers)
+
+        def finish(self):
+            self.finished = True
+
+    started, wandb_run = [], WandbRun()
+
+    def init(**settings):
+        started.append(settings)
+        return wandb_run
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    watch = Watch(lambda params, x: jnp.sum(params * x), every=2)
+    with record(tmp_path / "half", wandb=True) as run:
+        run.watch(watch)
+        for step in (1, 2):
+            watch(step, jnp.float32(1), jnp.zeros(4))
+            run.log(step, {"loss": jnp.float32(0.5), "lr": 0.25})
+    assert started == [{"name": "half", "dir": str(tmp_path / "half")}] and wandb_run.finished
+    metrics = [numbers for numbers in wandb_run.logged if "train/loss" in numbers]
+    assert [numbers["step"] for numbers in metrics] == [1, 2] and metrics[0]["train/lr"] == 0.25
+    (counts,) = (numbers for numbers in wandb_run.logged if "train/loss" not in numbers)
+    assert counts["step"] == 2 and counts["gradients/zeros/"] == 1
+    assert read_metrics(tmp_path / "half")[0]["loss"] == "0.5"
 
 
 def test_tensorboard_reads_what_was_written(tmp_path):
     pytest.importorskip("tensorboardX")
     event_pb2 = pytest.importorskip("tensorboardX.proto.event_pb2")
-    board = watching.tensorboard(tmp_path)
-    board.add_scalar("gradients/zeros/Dense_0/kernel", 0.25, 7)
-    board.close()
+    writer = RunWriter(tmp_path, tensorboard=True)
+    writer.write_metrics(7, "train", {"loss": 0.25})
+    writer.close()
     (file,) = (tmp_path / "tensorboard").iterdir()
     data, events = file.read_bytes(), []
     while data:  # records of TensorFlow: length, its checksum, an event, its checksum
@@ -319,4 +347,4 @@ def test_tensorboard_reads_what_was_written(tmp_path):
         event = event_pb2.Event.FromString(data[12 : 12 + size])
         events += [(event.step, value.tag, value.simple_value) for value in event.summary.value]
         data = data[16 + size :]
-    assert events == [(7, "gradients/zeros/Dense_0/kernel", 0.25)]
+    assert events == [(7, "train/loss", 0.25)]

@@ -102,7 +102,7 @@ def test_a_heat_map_has_the_shares_of_each_tensor_by_step(watched, tmp_path):
     assert [text.get_text() for text in page.axes[0].get_yticklabels()] == ["a", "b"]
     assert [text.get_text() for text in page.axes[0].get_xticklabels()] == ["2", "4", "6"]
     assert page.get_suptitle() == "The gradients of b vanish most in float16: 100% at step 2"
-    rows = [line(step, step_numerics, {}) for step, step_numerics in watched.steps.items()]
+    rows = [line(step, step_numerics) for step, step_numerics in watched.steps.items()]
     (tmp_path / WATCH_FILE).write_text("\n".join(rows))
     np.testing.assert_array_equal(heat(plots.underflow(tmp_path, "gradients").axes[0]), heat(page.axes[0]))
     zeros = [[row["zeros"]["gradients"][path] for row in map(json.loads, rows)] for path in shares]
@@ -110,7 +110,7 @@ def test_a_heat_map_has_the_shares_of_each_tensor_by_step(watched, tmp_path):
 
 
 def test_without_underflow_the_title_of_a_heat_map_says_so(watched, tmp_path):
-    row = json.loads(line(2, watched.steps[2], {}))
+    row = json.loads(line(2, watched.steps[2]))
     row["vanished"]["gradients"] = row["zeros"]["gradients"] = {"layer": 0.0}
     (tmp_path / WATCH_FILE).write_text(json.dumps(row))
     assert plots.underflow(tmp_path, "gradients").get_suptitle() == "No gradients vanish in float16"
@@ -125,7 +125,7 @@ def test_each_picture_says_what_it_needs(watched, tmp_path):
         plots.underflow(Watch(lambda w: w, every=2))
     with pytest.raises(FileNotFoundError, match=rf"{tmp_path} has no {WATCH_FILE}: watch the steps with"):
         plots.underflow(tmp_path)
-    (tmp_path / WATCH_FILE).write_text(line(2, watched.steps[2], {}))
+    (tmp_path / WATCH_FILE).write_text(line(2, watched.steps[2]))
     with pytest.raises(ValueError, match="has counts for float16, got dtype='bfloat16'; use that dtype, or a Watch"):
         plots.underflow(tmp_path, dtype="bfloat16")
     with pytest.raises(ValueError, match="a timeline needs a step, but there is none yet; wait for the first step"):
@@ -142,7 +142,7 @@ def run(watched, tmp_path):
         "\n".join(["step,split,loss,grad_norm,loss_scale,skipped", *rows, "9,test,,,,"])
     )
     (tmp_path / WATCH_FILE).write_text(
-        "\n".join(line(step, step_numerics, {}) for step, step_numerics in watched.steps.items())
+        "\n".join(line(step, step_numerics) for step, step_numerics in watched.steps.items())
     )
     return tmp_path
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import csv
 import datetime
 import json
+import math
 import platform
 import shlex
 import sys
@@ -17,10 +17,9 @@ from typing import Any
 import jax
 
 from jaxmp.base import tables, versions
-from jaxmp.inspect._watch.watch import Watch, line
-from jaxmp.inspect.run_files import WATCH_FILE
+from jaxmp.inspect._watch.watch import Watch
+from jaxmp.inspect.run_writer import RunWriter
 
-COLUMNS = ("step", "split", "loss", "accuracy", "grad_norm", "loss_scale", "skipped")
 _WAITING = 20
 
 
@@ -31,15 +30,13 @@ class Record:
       folder: the path of the folder.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, tensorboard: bool, wandb: bool) -> None:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
-        for name in ("plan.json", "memory.json", WATCH_FILE):
+        self._writer = RunWriter(folder, tensorboard=tensorboard, wandb=wandb)
+        for name in ("plan.json", "memory.json"):
             (folder / name).unlink(missing_ok=True)  # left by an earlier record
         _write_json(folder / "summary.json", _environment())
-        self._file = (folder / "metrics.csv").open("w", buffering=1, newline="")
-        self._writer = csv.DictWriter(self._file, COLUMNS, restval="", extrasaction="ignore")
-        self._writer.writeheader()
         self._waiting: collections.deque[tuple[int, str, Mapping[str, Any]]] = collections.deque()
         self._watches: dict[Watch, Any] = {}
 
@@ -50,8 +47,8 @@ class Record:
 
         Args:
           step: the number of the step.
-          metrics: the metrics that a train step returns. Only ``loss``, ``accuracy``, ``grad_norm``, ``loss_scale`` and
-            ``skipped`` are written.
+          metrics: the metrics that a train step returns. ``metrics.csv`` has only ``loss``, ``accuracy``,
+            ``grad_norm``, ``loss_scale`` and ``skipped``. TensorBoard and Weights & Biases have all.
           split: ``"train"``, or ``"test"`` for held-out metrics.
 
         Raises:
@@ -102,29 +99,21 @@ class Record:
         while self._waiting:
             self._write_oldest()
         self._write_watched(wait=True)
-        self._file.close()
+        self._writer.close()
 
     def _write_watched(self, wait: bool) -> None:
         for watch, dtype in self._watches.items():
-            lines = [line(step, numerics, {}, dtype) for step, numerics in watch.take(wait).items()]
-            if lines:
-                with (self.folder / WATCH_FILE).open("a") as file:
-                    file.writelines(f"{text}\n" for text in lines)
+            self._writer.write_watched(watch, dtype, wait=wait)
 
     def _write_oldest(self) -> None:
         step, split, metrics = self._waiting.popleft()
-        row: dict[str, Any] = {"step": step, "split": split}
-        for name, value in metrics.items():
-            if name in COLUMNS:
-                row[name] = f"{float(value):.7g}"
         if split == "train":
-            row = {"grad_norm": "nan", "loss_scale": 1, "skipped": 0, **row}
-            row["skipped"] = int(float(row["skipped"]))
-        self._writer.writerow(row)
+            metrics = {"grad_norm": math.nan, "loss_scale": 1, "skipped": 0, **metrics}
+        self._writer.write_metrics(step, split, metrics)
 
 
 @contextlib.contextmanager
-def record(folder: str | Path) -> Iterator[Record]:
+def record(folder: str | Path, *, tensorboard: bool = False, wandb: bool = False) -> Iterator[Record]:
     """Record a training loop in a folder, for ``jaxmp report``.
 
     Call :func:`record` in a ``with`` statement. The statement's variable is a :class:`jaxmp.inspect.Record`, which has
@@ -132,6 +121,11 @@ def record(folder: str | Path) -> Iterator[Record]:
 
     Args:
       folder: the path of the folder, which is created if necessary. Files of an earlier record are replaced.
+      tensorboard: whether to write metrics and watched steps for TensorBoard too, to the subfolder ``tensorboard``.
+      wandb: whether to send them to Weights & Biases too, as a run with the name of the folder.
+
+    Raises:
+      ModuleNotFoundError: tensorboardX or wandb is asked for and not installed.
 
     >>> import tempfile
     >>> folder = tempfile.mkdtemp()
@@ -141,7 +135,7 @@ def record(folder: str | Path) -> Iterator[Record]:
     >>> sorted(path.name for path in Path(folder).iterdir())
     ['metrics.csv', 'summary.json']
     """
-    run = Record(Path(folder))
+    run = Record(Path(folder), tensorboard, wandb)
     try:
         yield run
     finally:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from jaxmp.base import tables
@@ -155,12 +155,12 @@ def _exponents(step: Numerics, kind: str, dtype: Any) -> dict[int, int]:
     return dict(merged_statistics(tensors).under(dtype, scale).histogram) if tensors else {}
 
 
-def line(step: int, numerics: Numerics, metrics: Mapping[str, float], dtype: Any = "float16") -> str:
+def line(step: int, numerics: Numerics, dtype: Any = "float16") -> str:
     """Return a watched step as a line of JSON.
 
     The line has:
 
-    - the number of the step, the metrics, the loss scale, the recommended loss scale, and the dtype;
+    - the number of the step, the loss scale, the recommended loss scale, and the dtype;
     - ``not_finite``: the number of values that are not finite;
     - ``vanished``: by kind and path, the share of values that become 0 in ``dtype``;
     - ``zeros``: by kind and path, the share of values that are 0;
@@ -173,7 +173,6 @@ def line(step: int, numerics: Numerics, metrics: Mapping[str, float], dtype: Any
     kinds = [kind for kind in TENSORS if kind != "weights"]
     row = {
         "step": step,
-        **metrics,
         "loss_scale": numerics.loss_scale,
         "recommended_scale": numerics.recommended_scale(dtype),
         "dtype": str(dtype),

@@ -44,7 +44,7 @@ def underflow(run: Watch | str | Path, kind: str = "activation_gradients", dtype
     """
     name = dtypes.canonical_dtype(dtype).name
     if isinstance(run, Watch):
-        rows = [json.loads(line(step, numerics, {}, name)) for step, numerics in run.steps.items()]
+        rows = [json.loads(line(step, numerics, name)) for step, numerics in run.steps.items()]
     else:
         rows = read_watched_steps(Path(run))
     _require_watched(rows)
