@@ -73,6 +73,12 @@ def test_a_page_has_every_section_and_asks_no_network(recorded: Path) -> None:
     assert "src=" not in text and "@import" not in text
 
 
+def test_the_memory_of_all_runs_that_have_a_plan_is_drawn(recorded: Path, tmp_path: Path) -> None:
+    runs = [read_run(recorded), read_run(_run(tmp_path / "metrics alone", [1.0]))]
+    names = re.findall(r"<text[^>]*>(?:<tspan[^>]*>)?([^<]*)<", charts.memory(runs))
+    assert {"half &lt;b&gt;", "KiB at the peak", "params"} <= {*names} and "metrics alone" not in names
+
+
 def test_a_watch_may_be_recorded_before_or_after_the_loop(recorded: Path, tmp_path: Path) -> None:
     assert [row["step"] for row in read_run(recorded).watched] == [10, 20, 30]
     watch = Watch(lambda params, x: jnp.sum(x * params), every=2)
