@@ -24,7 +24,6 @@ from experiments.measure import flops, memory, timing
 from experiments.measure.gradients import gradients, zero_share
 from experiments.report.progress import Progress
 from experiments.training import loop
-from experiments.training.environment import environment
 from experiments.training.experiment import Experiment, PendingMetrics, describe
 from experiments.training.precision import read_low_precision
 from jaxmp.inspect import record
@@ -284,7 +283,6 @@ def train(
             test = dict.fromkeys(("loss", "accuracy"), math.nan)
         if recorded:
             recorded.log(len(curve), test, "test")
-            recorded.summary(**environment())
     outcome.test.append(test)
     outcome.curves.append(curve)
     outcome.skipped.append(int(state.skipped_steps))

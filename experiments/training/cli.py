@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, NoReturn, TypeVar
 import tyro
 
 from experiments.training import processes
-from experiments.training.environment import program_line
+from jaxmp.base.environment import program_line
 
 C = TypeVar("C")
 T = TypeVar("T")

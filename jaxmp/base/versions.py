@@ -6,7 +6,11 @@ import importlib.metadata
 
 
 def of(package: str) -> str:
-    """Return the version of a package, or "not installed"."""
+    """Return the version of a package, or "not installed". jaxmp need not be installed."""
+    if package == "jaxmp":
+        from jaxmp import __version__
+
+        return __version__
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

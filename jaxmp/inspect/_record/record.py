@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import datetime
 import json
 import math
-import platform
-import shlex
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from jaxmp.base import tables, versions
+from jaxmp.base import tables
+from jaxmp.base.environment import environment
 from jaxmp.inspect._watch.watch import Watch
 from jaxmp.inspect.run_writer import RunWriter
 
@@ -36,7 +33,7 @@ class Record:
         self._writer = RunWriter(folder, tensorboard=tensorboard, wandb=wandb)
         for name in ("plan.json", "memory.json"):
             (folder / name).unlink(missing_ok=True)  # left by an earlier record
-        _write_json(folder / "summary.json", _environment())
+        _write_json(folder / "summary.json", {**environment(), "platform": jax.default_backend()})
         self._waiting: collections.deque[tuple[int, str, Mapping[str, Any]]] = collections.deque()
         self._watches: dict[Watch, Any] = {}
 
@@ -140,18 +137,6 @@ def record(folder: str | Path, *, tensorboard: bool = False, wandb: bool = False
         yield run
     finally:
         run.close()
-
-
-def _environment() -> dict[str, str]:
-    device = jax.devices()[0]
-    installed = {"Python": platform.python_version(), "jaxmp": versions.of("jaxmp"), "jax": jax.__version__}
-    return {
-        "device": f"{jax.device_count()} × {device.device_kind} ({device.platform})",
-        "platform": device.platform,
-        "versions": ", ".join(f"{name} {version}" for name, version in installed.items()),
-        "date": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} +0000",
-        "command": shlex.join(sys.argv),
-    }
 
 
 def _write_json(file: Path, value: Any) -> None:

@@ -1,6 +1,6 @@
 """The environment that a result records."""
 
-from experiments.training.environment import environment
+from jaxmp.base.environment import environment
 
 
 def test_the_command_says_whether_float8_is_emulated(monkeypatch):
