@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import importlib.metadata
+import sys
 
 
 def of(package: str) -> str:
     """Return the version of a package, or "not installed". jaxmp need not be installed."""
     if package == "jaxmp":
-        from jaxmp import __version__
-
-        return __version__
+        return str(sys.modules["jaxmp"].__version__)
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
