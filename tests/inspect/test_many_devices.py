@@ -130,7 +130,7 @@ class TestAudit:
         report = audit(jax.grad(lambda params, batch: loss(params, batch, gathered_wide)), device="h200")(WEIGHTS, X)
         gathers = [finding for finding in report.findings if finding.kind == "float32-gather"]
         assert gathers and "gathered in float32 in a program with half products: " in gathers[0].what
-        assert "MB of float32 over fsdp, 1 time a call" in gathers[0].what
+        assert "4 MiB of float32 over fsdp, 1 time a call" in gathers[0].what
         assert gathers[0].remedy.startswith("gather them with jaxmp.sharding.gather")
 
     def test_it_is_none_in_a_program_of_float32(self):
