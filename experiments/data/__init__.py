@@ -10,9 +10,9 @@ add a data set, add its builder to ``IMAGES`` or ``BUILDERS`` in :mod:`experimen
 
 from __future__ import annotations
 
+from experiments.data.errors import DataError as DataError
 from experiments.data.source import BUILDERS as BUILDERS
 from experiments.data.source import IMAGES as IMAGES
-from experiments.data.source import DataError as DataError
 from experiments.data.source import default_data_dir as default_data_dir
 from experiments.data.source import origin as origin
 from experiments.data.source import read as read

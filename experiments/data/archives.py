@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.data.source import DataError
+from experiments.data.errors import DataError
 
 Split = tuple[np.ndarray, np.ndarray]  # uint8 (n, height, width, channels) and int64 (n,)
 

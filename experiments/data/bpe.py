@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from experiments.data.source import DataError
+from experiments.data.errors import DataError
 
 FILES = (
     ("encoder.json", "vocab.bpe"),

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from experiments import data
-from experiments.data.source import DataError
+from experiments.data.errors import DataError
 
 SUFFIXES = (".txt", ".py", ".md")  # the files of a folder that are read
 

@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from experiments.data.source import DataError
+from experiments.data.errors import DataError
 
 if TYPE_CHECKING:
     from PIL import Image

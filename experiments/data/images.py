@@ -19,7 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments import data
-from experiments.data.source import Columns, DataError
+from experiments.data.errors import DataError
+from experiments.data.source import Columns
 
 if TYPE_CHECKING:
     from experiments.data.text import Place

@@ -14,7 +14,8 @@ from pathlib import Path
 import numpy as np
 
 from experiments.data import archives, folders
-from experiments.data.source import CLASSES, DataError
+from experiments.data.class_names import CLASSES
+from experiments.data.errors import DataError
 
 MNIST_FILES = {split: (f"{stem}-images-idx3-ubyte.gz", f"{stem}-labels-idx1-ubyte.gz")
                for split, stem in (("train", "train"), ("test", "t10k"))}  # fmt: skip

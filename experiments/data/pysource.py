@@ -14,7 +14,7 @@ from typing import Any
 
 import tensorflow_datasets as tfds
 
-from experiments.data.source import DataError
+from experiments.data.errors import DataError
 
 
 def stdlib_files() -> list[tuple[str, Path]]:

@@ -18,22 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from experiments.data.class_names import CLASSES
+from experiments.data.errors import DataError
+
 if TYPE_CHECKING:  # not imported here, because not every script reads a data set
     import tensorflow_datasets as tfds
-
-_FASHION = (
-    "T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot",
-)  # fmt: skip
-_CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
-CLASSES = {"mnist": tuple("0123456789"), "fashion_mnist": _FASHION, "cifar10": _CIFAR10}
-"""The names of the classes of each data set of TFDS, in the order of the labels."""
-
-
-class DataError(ValueError):
-    """A data set could not be prepared, read or split into batches.
-
-    The message says what to do.
-    """
 
 
 def _digits(**kwargs: Any) -> tfds.core.DatasetBuilder:

@@ -22,8 +22,8 @@ import tensorflow_datasets as tfds
 from PIL import Image
 
 from experiments.data import folders, places
-from experiments.data.source import CLASSES as CLASSES
-from experiments.data.source import DataError
+from experiments.data.class_names import CLASSES as CLASSES
+from experiments.data.errors import DataError
 from experiments.report.progress import Progress
 
 

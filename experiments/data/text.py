@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.data.source import DataError
+from experiments.data.errors import DataError
 
 Batch = dict[str, jax.Array]
 Place = Callable[[tuple[int, ...], Callable[[slice], np.ndarray]], jax.Array]

@@ -19,7 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.data import bpe, corpus
-from experiments.data.source import DataError, data_folder
+from experiments.data.errors import DataError
+from experiments.data.source import data_folder
 
 Kind = Literal["auto", "bytes", "bpe", "pairs"]
 
