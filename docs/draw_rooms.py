@@ -29,7 +29,7 @@ FOLDERS = (
     "inspect",
     "cli",
 )
-"""The folders of the library. Each imports only those before it; ``tests/test_import.py`` checks this."""
+"""The folders of the library. Each imports only those before it; ``tests/repository/test_imports.py`` checks this."""
 GAP, HEIGHT = 0.25, 0.5
 
 

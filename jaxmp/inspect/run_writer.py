@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
+
+import numpy as np
 
 from jaxmp.inspect._watch.watch import Watch, line
 from jaxmp.inspect.run_files import WATCH_FILE, read_watched_steps
@@ -41,8 +45,8 @@ class RunWriter:
         tensorboard: bool = False,
         wandb: bool = False,
     ) -> None:
-        self._board = _tensorboard(folder, start) if tensorboard else None
         self._wandb = _wandb(folder) if wandb else None
+        self._board = _tensorboard(folder, start) if tensorboard else None
         self._watch_file = folder / WATCH_FILE
         earlier = read_watched_steps(folder) if start and self._watch_file.is_file() else []
         self._watch_file.unlink(missing_ok=True)  # left by an earlier run
@@ -59,12 +63,18 @@ class RunWriter:
         if not metrics_bytes:
             self._writer.writeheader()
 
-    def write_metrics(self, step: int, split: str, metrics: Mapping[str, Any]) -> None:
-        """Write the metrics of a step. ``metrics.csv`` has only those with a column."""
-        numbers = {name: float(value) for name, value in metrics.items()}
-        cells = {name: _text(number) for name, number in numbers.items() if name in self._columns}
+    def write_metrics(
+        self, step: int, split: str, metrics: Mapping[str, Any], defaults: Mapping[str, float] = MappingProxyType({})
+    ) -> None:
+        """Write the metrics of a step.
+
+        ``metrics.csv`` has only those with a column, and ``defaults`` for those that are missing. The other writers get
+        all metrics that are numbers.
+        """
+        cells = {name: _text(float(value)) for name, value in {**defaults, **metrics}.items() if name in self._columns}
         self._writer.writerow({"step": step, "split": split, **cells})
-        self._track(step, {f"{split}/{name}": number for name, number in numbers.items()})
+        numbers = {f"{split}/{name}": float(value) for name, value in metrics.items() if _is_number(value)}
+        self._track(step, numbers)
 
     def write_watched(self, watch: Watch, dtype: Any = "float16", *, wait: bool = False) -> None:
         """Write the watched steps that the device has finished; with ``wait``, wait for all of them."""
@@ -94,6 +104,10 @@ class RunWriter:
             self._wandb.log({"step": step, **numbers})
 
 
+def _is_number(value: Any) -> bool:
+    return np.ndim(value) == 0 and not isinstance(value, str)
+
+
 def _text(number: float) -> str:
     return f"{number:.0f}" if number.is_integer() else f"{number:.7g}"  # a loss scale of 2^24 has eight digits
 
@@ -104,7 +118,10 @@ def _tensorboard(folder: Path, start: int) -> Any:
         from tensorboardX import SummaryWriter
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError("TensorBoard's files need tensorboardX: pip install tensorboardX") from error
-    return SummaryWriter(str(folder / "tensorboard"), purge_step=start + 1 if start else None)
+    events = folder / "tensorboard"
+    if not start:
+        shutil.rmtree(events, ignore_errors=True)  # left by an earlier run
+    return SummaryWriter(str(events), purge_step=start + 1 if start else None)
 
 
 def _wandb(folder: Path) -> Any:

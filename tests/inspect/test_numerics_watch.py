@@ -299,6 +299,17 @@ def test_tensorboard_goes_on_where_a_run_is_resumed_and_needs_a_package(tmp_path
         pytest.fail("there is no writer")
 
 
+def test_tensorboard_gets_the_numbers_that_were_logged_and_no_others(tmp_path, monkeypatch):
+    BOARDS.clear()
+    monkeypatch.setitem(sys.modules, "tensorboardX", SimpleNamespace(SummaryWriter=Board))
+    left = tmp_path / "tensorboard" / "events of an earlier run"
+    left.mkdir(parents=True)
+    with record(tmp_path, tensorboard=True) as run:
+        run.log(1, {"loss": 0.5, "rate": jnp.float32(0.1), "by layer": jnp.ones(3), "phase": "warm-up"})
+    assert BOARDS[0].scalars == {("train/loss", 1): 0.5, ("train/rate", 1): pytest.approx(0.1)}
+    assert not left.exists()
+
+
 def test_weights_and_biases_gets_every_number_with_its_step(tmp_path, monkeypatch):
     class WandbRun:
         def __init__(self):

@@ -79,6 +79,12 @@ def test_the_memory_of_all_runs_that_have_a_plan_is_drawn(recorded: Path, tmp_pa
     assert {"half &lt;b&gt;", "KiB at the peak", "params"} <= {*names} and "metrics alone" not in names
 
 
+def test_runs_in_folders_of_the_same_name_are_told_apart(tmp_path: Path) -> None:
+    folders = [_run(tmp_path / parent / "run", [1.0]) for parent in ("first", "second")]
+    text = write_report(folders[0], against=folders[1:]).read_text()
+    assert "first/run" in text and "second/run" in text
+
+
 def test_a_watch_may_be_recorded_before_or_after_the_loop(recorded: Path, tmp_path: Path) -> None:
     assert [row["step"] for row in read_run(recorded).watched] == [10, 20, 30]
     watch = Watch(lambda params, x: jnp.sum(x * params), every=2)

@@ -25,6 +25,7 @@ def test_every_link_between_pages_leads_somewhere():
         *ROOT.glob("docs/**/*.md"),
         *ROOT.glob("jaxmp/**/*.md"),
         *ROOT.glob("tests/*.md"),
+        *ROOT.glob("experiments/*.md"),
         *ROOT.glob("experiments/benchmarks/*.md"),
     ]
     for page in pages:

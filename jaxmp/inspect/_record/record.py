@@ -104,9 +104,8 @@ class Record:
 
     def _write_oldest(self) -> None:
         step, split, metrics = self._waiting.popleft()
-        if split == "train":
-            metrics = {"grad_norm": math.nan, "loss_scale": 1, "skipped": 0, **metrics}
-        self._writer.write_metrics(step, split, metrics)
+        defaults = {"grad_norm": math.nan, "loss_scale": 1, "skipped": 0} if split == "train" else {}
+        self._writer.write_metrics(step, split, metrics, defaults)
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import statistics
 from collections.abc import Sequence
@@ -37,7 +38,7 @@ def write_report(run: str | Path, against: Sequence[str | Path] = (), file: str 
     """
     from jinja2 import Environment, PackageLoader, select_autoescape
 
-    main, references = read_run(Path(run)), [read_run(Path(folder)) for folder in against]
+    main, *references = _read_runs([Path(folder) for folder in (run, *against)])
     environment = Environment(loader=PackageLoader("jaxmp.inspect._report", "."), autoescape=select_autoescape())
     environment.filters["short"] = tables.short
     text = environment.get_template("page.html").render(
@@ -65,6 +66,17 @@ def write_report(run: str | Path, against: Sequence[str | Path] = (), file: str 
 
 ABOUT = ("policy", "loss_scale_rule", "device", "versions", "date", "command")
 PLAN_COLUMNS = ("path", "operation", "dtypes", "FLOPs", "phase or reason", "source")
+
+
+def _read_runs(folders: Sequence[Path]) -> list[Run]:
+    """Read runs. If two folders have the same name, the runs have the names of the folders around them, too."""
+    runs = [read_run(folder) for folder in folders]
+    if len({run.name for run in runs}) == len(runs):
+        return runs
+    return [
+        dataclasses.replace(run, name=f"{folder.resolve().parent.name}/{run.name}")
+        for folder, run in zip(folders, runs, strict=True)
+    ]
 
 
 def plan_rows(run: Run) -> list[tuple[Any, ...]]:
