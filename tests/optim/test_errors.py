@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
+import concrete
 import jax
 import jax.numpy as jnp
 import optax
@@ -36,7 +37,7 @@ def adam_state():
 
 
 WRAP = "wrap the optimizer, tx = jaxmp.loss_scaling(tx, jaxmp.DynamicLossScale())"
-PAIR = {"a": jnp.ones(2), "b": jnp.ones(2)}
+PAIR = {"a": concrete.ones(2), "b": concrete.ones(2)}
 
 
 def partition(other):
@@ -270,7 +271,7 @@ def test_a_mistake_is_refused(about):
 
 BAD_FIELDS = [
     *(({"loss_scale": bad}, "loss_scale must be positive and finite") for bad in (0, -1.0, math.nan, math.inf, 1e-40)),
-    *(({"loss_scale": bad}, "2**15 is a usual") for bad in (1e39, "big", None, object(), jnp.zeros(()))),
+    *(({"loss_scale": bad}, "2**15 is a usual") for bad in (1e39, "big", None, object(), concrete.zeros(()))),
     ({"factor": 1}, "factor must be a finite number above 1, got 1: growth multiplies by it"),
     ({"factor": math.nan}, "factor must be a finite number above 1, got nan"),
     ({"factor": math.inf}, "factor must be a finite number above 1, got inf"),
@@ -325,7 +326,7 @@ def test_an_integer_array_becomes_float32_with_jmps_warning():
 
 
 def test_an_object_that_is_not_an_optimizer_is_refused():
-    train_state = jaxmp.TrainState.create(params=jnp.ones(2), tx=SGD)
+    train_state = jaxmp.TrainState.create(params=concrete.ones(2), tx=SGD)
     for wrong in (None, optax.adam, DynamicLossScale(), {"w": 1.0}):
         for use in (
             lambda wrong: loss_scaling(wrong, DynamicLossScale()),
@@ -364,19 +365,19 @@ def test_an_error_of_the_inner_transform_is_raised_unchanged():
         raise RuntimeError("its own trouble")
 
     tx = tx_of(optax.GradientTransformation(lambda params: (), fail))
-    for params in (jnp.ones(2), None):
+    for params in (concrete.ones(2), None):
         with pytest.raises(RuntimeError, match="its own trouble"):
-            tx.update(jnp.ones(2), tx.init(jnp.ones(2)), params)
+            tx.update(concrete.ones(2), tx.init(concrete.ones(2)), params)
 
 
 def test_the_loss_may_be_one_example_of_a_vmap_or_a_python_number():
-    losses, _ = jax.vmap(value_and_grad(lambda p: jnp.sum(p), state()))(jnp.ones((3, 2)))
-    assert losses.shape == (3,) and value_and_grad(lambda p: 1.0, state())(jnp.ones(2))[0] == 1
+    losses, _ = jax.vmap(value_and_grad(lambda p: jnp.sum(p), state()))(concrete.ones((3, 2)))
+    assert losses.shape == (3,) and value_and_grad(lambda p: 1.0, state())(concrete.ones(2))[0] == 1
 
 
 def test_a_loss_scale_that_was_donated_is_refused():
-    train_state = jaxmp.TrainState.create(params=jnp.ones(2), tx=tx_of())
-    jaxmp.make_train_step(lambda p, s, b, r: (jnp.sum(p), s))(train_state, jnp.ones(2))
+    train_state = jaxmp.TrainState.create(params=concrete.ones(2), tx=tx_of())
+    jaxmp.make_train_step(lambda p, s, b, r: (jnp.sum(p), s))(train_state, concrete.ones(2))
     refused(
         lambda: value_and_grad(jnp.sum, train_state.opt_state)(jnp.ones(2)),
         RuntimeError,
@@ -386,8 +387,8 @@ def test_a_loss_scale_that_was_donated_is_refused():
 
 def test_an_update_with_a_donated_state_or_params_is_refused():
     tx = tx_of(optax.add_decayed_weights(0.1))
-    old = jaxmp.TrainState.create(params=jnp.ones(2), tx=tx)
-    new, _ = jaxmp.make_train_step(lambda p, s, b, r: (jnp.sum(p), s))(old, jnp.ones(2))
+    old = jaxmp.TrainState.create(params=concrete.ones(2), tx=tx)
+    new, _ = jaxmp.make_train_step(lambda p, s, b, r: (jnp.sum(p), s))(old, concrete.ones(2))
     refused(lambda: tx.update(jnp.ones(2), old.opt_state, new.params), RuntimeError, "'opt_state/", "was donated")
     refused(lambda: tx.update(jnp.ones(2), new.opt_state, old.params), RuntimeError, "'params' was donated")
 

@@ -8,6 +8,7 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
+import concrete
 import flax.serialization
 import flax.struct
 import jax
@@ -118,8 +119,8 @@ def test_a_train_step_with_a_custom_scale_compiles_once_and_skips(make):
 @every_falling
 def test_a_custom_scale_is_pickled_and_saved_by_flax_in_mid_run(make):
     tx = loss_scaling(optax.sgd(0.1), make())
-    fresh = tx.init(jnp.ones(2))
-    _, state = jax.jit(tx.update)(jnp.full(2, jnp.inf), fresh, jnp.ones(2))
+    fresh = tx.init(concrete.ones(2))
+    _, state = jax.jit(tx.update)(concrete.full(2, jnp.inf), fresh, concrete.ones(2))
     assert state.loss_scale.loss_scale == 2.0**9
     leaves, _ = jax.tree.flatten(state)
     assert len(leaves) == len(jax.tree.leaves(fresh)) and all(isinstance(leaf, jax.Array) for leaf in leaves)
@@ -129,7 +130,7 @@ def test_a_custom_scale_is_pickled_and_saved_by_flax_in_mid_run(make):
         flax.serialization.from_state_dict(fresh, flax.serialization.to_state_dict(state)),
     ):
         assert_same(back, state)
-        _, again = jax.jit(tx.update)(jnp.full(2, jnp.inf), back, jnp.ones(2))
+        _, again = jax.jit(tx.update)(concrete.full(2, jnp.inf), back, concrete.ones(2))
         assert again.loss_scale.loss_scale == 2.0**8
 
 
@@ -141,7 +142,7 @@ def test_trees_of_a_custom_scale_may_be_rebuilt_with_anything_as_leaves():
             assert structure.flatten_up_to(rebuilt) == [leaf] * len(leaves)
             assert jax.tree.structure(jax.tree.unflatten(structure, leaves)) == structure
         stacked = jax.tree.map(lambda leaf: jnp.stack([leaf] * 2), scale)
-        assert jax.tree.structure(jax.vmap(lambda _, scale: scale)(jnp.arange(2), stacked)) == structure
+        assert jax.tree.structure(jax.vmap(lambda _, scale: scale)(concrete.arange(2), stacked)) == structure
 
 
 @pytest.mark.parametrize("make", [Data, Fixed])
@@ -154,14 +155,14 @@ def test_an_nnx_optimizer_takes_a_custom_scale(make):
         _, grads = jaxmp.nnx.value_and_grad(lambda model: jnp.mean(model(x) ** 2), optimizer)(model)
         optimizer.update(model, grads)
 
-    for x in (jnp.ones((3, 2)), jnp.full((3, 2), jnp.nan), jnp.ones((3, 2))):
+    for x in (concrete.ones((3, 2)), concrete.full((3, 2), jnp.nan), concrete.ones((3, 2))):
         step(model, optimizer, x)
     assert optimizer.skipped_steps == 1 and optimizer.loss_scale == (2.0**10 if make is Fixed else 2.0**9)
 
 
 def test_fields_may_be_trees_names_and_functions():
     tx = loss_scaling(optax.sgd(0.1), WithFunction(step=jnp.negative))
-    _, state = jax.jit(tx.update)(jnp.full(2, jnp.inf), tx.init(jnp.ones(2)), jnp.ones(2))
+    _, state = jax.jit(tx.update)(concrete.full(2, jnp.inf), tx.init(concrete.ones(2)), concrete.ones(2))
     assert (state.loss_scale.loss_scale, state.loss_scale.name, state.loss_scale.step) == (-1024, "mine", jnp.negative)
     assert state.loss_scale.counts["bad"] == 1
 
@@ -189,17 +190,17 @@ def test_a_class_that_is_not_a_pytree_is_jaxs_error():
         loss_scale = 2.0**10
 
     with pytest.raises(TypeError, match="Plain"):
-        loss_scaling(optax.sgd(0.1), Plain()).init(jnp.ones(2))
+        loss_scaling(optax.sgd(0.1), Plain()).init(concrete.ones(2))
 
 
 def test_a_scale_that_is_no_positive_scalar_trains_nothing():
-    for scale, kind in ((jnp.ones(2), TypeError), ("text", TypeError)):
+    for scale, kind in ((concrete.ones(2), TypeError), ("text", TypeError)):
         with pytest.raises(kind):
-            opt_state = loss_scaling(optax.sgd(0.1), Fixed(scale)).init(jnp.ones(2))
-            jaxmp.value_and_grad(jnp.sum, opt_state)(jnp.ones(2))
+            opt_state = loss_scaling(optax.sgd(0.1), Fixed(scale)).init(concrete.ones(2))
+            jaxmp.value_and_grad(jnp.sum, opt_state)(concrete.ones(2))
     tx = loss_scaling(optax.sgd(0.1), Fixed(0.0))
-    _, grads = jaxmp.value_and_grad(jnp.sum, tx.init(jnp.ones(2)))(jnp.ones(2))
-    _, opt_state = tx.update(grads, tx.init(jnp.ones(2)))
+    _, grads = jaxmp.value_and_grad(jnp.sum, tx.init(concrete.ones(2)))(concrete.ones(2))
+    _, opt_state = tx.update(grads, tx.init(concrete.ones(2)))
     assert opt_state.skipped_steps == 1
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
+import concrete
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.once
     [(StaticLossScale(2.0**15), "float32"), (DynamicLossScale(), "float16"), (HeadroomLossScale(), "complex64")],
 )
 def test_scale_keeps_the_dtype_and_unscale_widens_half_to_float32(scale: LossScale, dtype: str) -> None:
-    tree = {"x": jnp.array([0.5, -1.5], dtype)}
+    tree = {"x": concrete.array([0.5, -1.5], dtype)}
     scaled = scale.scale(tree)["x"]
     back = scale.unscale({"x": scaled})["x"]
     assert scaled.dtype == dtype
@@ -39,7 +40,7 @@ def test_half_leaves_are_multiplied_in_float32_by_a_scale_that_half_cannot_hold(
 
 def test_values_that_are_not_floating_pass_unchanged() -> None:
     tree = {
-        "int": jnp.arange(2),
+        "int": concrete.arange(2),
         "numpy": np.arange(2),
         "bool": True,
         "count": 3,
@@ -54,7 +55,7 @@ def test_values_that_are_not_floating_pass_unchanged() -> None:
 
 
 def test_no_scaling_returns_the_very_same_objects() -> None:
-    scale, tree = NoOpLossScale(), {"x": jnp.ones(2)}
+    scale, tree = NoOpLossScale(), {"x": concrete.ones(2)}
     assert scale.loss_scale == 1
     assert scale.scale(tree) is tree
     assert scale.unscale(tree) is tree
@@ -77,7 +78,7 @@ def test_unscaling_by_any_power_of_two_loses_no_bit() -> None:
 
 
 def test_a_scale_whose_reciprocal_is_subnormal_gives_nan() -> None:
-    assert jnp.isnan(jax.jit(StaticLossScale(2.0**127).unscale)(jnp.ones(())))
+    assert jnp.isnan(jax.jit(StaticLossScale(2.0**127).unscale)(concrete.ones(())))
 
 
 def test_every_float16_gradient_is_unscaled_exactly_subnormals_included() -> None:

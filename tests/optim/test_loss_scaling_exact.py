@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concrete
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -75,7 +76,7 @@ def test_small_float16_gradients_do_not_underflow_adams_second_moment():
     updates, state = tx.update(jaxmp.get_loss_scale(state).unscale(scaled), state, params)
     oracle = standard(optax.adam(1e-3))
     widened = scaled.astype(np.float32) / 2**12
-    expected, inner_state = oracle.update(widened, oracle.init(jnp.ones(3)), jnp.ones(3))
+    expected, inner_state = oracle.update(widened, oracle.init(concrete.ones(3)), concrete.ones(3))
     assert same_bits(updates, expected) and same_bits(state.inner_state, inner_state)
     np.testing.assert_allclose(updates, -0.001, rtol=1e-3)
 
@@ -108,9 +109,9 @@ def test_the_inner_transform_sees_float32_params_and_gradients():
         dtypes.extend(leaf.dtype for leaf in jax.tree.leaves((updates, params)))
         return jax.tree.map(lambda g, p: g + 0.1 * p, updates, params), state
 
-    params = jnp.array([1.0009765625], jnp.float16)
+    params = concrete.array([1.0009765625], jnp.float16)
     tx = loss_scaling(optax.GradientTransformation(lambda params: (), update), DynamicLossScale())
-    updates, _ = tx.update(jnp.zeros(1, jnp.float16), tx.init(params), params)
+    updates, _ = tx.update(concrete.zeros(1, jnp.float16), tx.init(params), params)
     assert set(dtypes) == {jnp.dtype("float32")} and updates == jnp.float32(0.1) * jnp.float32(1.0009765625)
 
 

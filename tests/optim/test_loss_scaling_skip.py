@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concrete
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,19 +21,24 @@ pytestmark = pytest.mark.once
 BAD = [np.inf, -np.inf, np.nan]
 
 
+@jax.jit
+def gradients(params, state, batch):
+    return value_and_grad(loss_fn, state)(params, batch)[1]
+
+
 def run(tx, params, state, batch, bad=None, leaf=0):
     """Take one step; if ``bad`` is not None, it replaces one element of a gradient."""
-    _, grads = value_and_grad(loss_fn, state)(params, batch)
+    grads = gradients(params, state, batch)
     if bad is not None:
         grads = replace_element(grads, leaf, bad)
-    updates, state = tx.update(grads, state, params)
+    updates, state = jax.jit(tx.update)(grads, state, params)
     return updates, optax.apply_updates(params, updates), state
 
 
 @pytest.mark.parametrize(("bad", "leaf"), [*zip(BAD, range(3), strict=True)])
 def test_a_bad_step_changes_no_bit_of_params_or_state_and_the_scale_backs_off(bad, leaf):
     params, batch = problem()
-    params["out"]["w"] = params["out"]["w"].at[0].set(jnp.array([-0.0, 0.0]))
+    params["out"]["w"] = params["out"]["w"].at[0].set(concrete.array([-0.0, 0.0]))
     tx = loss_scaling(standard(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))), DynamicLossScale())
     _, params, before = run(tx, params, tx.init(params), batch)
     params["hidden"]["b"] = params["hidden"]["b"].at[0].set(-0.0)
@@ -51,23 +57,23 @@ def test_with_check_updates_non_finite_updates_skip_the_step(value):
         return jax.tree.map(lambda g: jnp.where(g > 0, value, g), updates), state + 1
 
     inner = optax.GradientTransformation(lambda params: jnp.zeros((), jnp.int32), update)
-    params = {"w": jnp.array([1.0, -0.0])}
+    params = {"w": concrete.array([1.0, -0.0])}
     tx = loss_scaling(inner, DynamicLossScale(), check_updates=True)
-    updates, state = tx.update({"w": jnp.array([-1.0, 1.0])}, tx.init(params), params)
+    updates, state = jax.jit(tx.update)({"w": concrete.array([-1.0, 1.0])}, tx.init(params), params)
     assert same_bits(optax.apply_updates(params, updates), params)
     assert state.inner_state == 0 and state.skipped_steps == 1 and state.loss_scale.loss_scale == 2.0**14
-    updates, state = tx.update({"w": jnp.array([-1.0, -1.0])}, state, params)
+    updates, state = jax.jit(tx.update)({"w": concrete.array([-1.0, -1.0])}, state, params)
     assert state.inner_state == 1 and state.skipped_steps == 1
 
 
 @pytest.mark.parametrize("make", [lambda: optax.clip_by_global_norm(1.0), lambda: optax.adam(1e-2)])
 def test_gradients_whose_squares_overflow_skip_the_step_so_that_clipping_and_second_moments_stay_finite(make):
-    params = {"w": jnp.ones((2, 2)), "b": jnp.ones(2)}
+    params = {"w": concrete.ones((2, 2)), "b": concrete.ones(2)}
     bare, tx = standard(make()), loss_scaling(standard(make()), DynamicLossScale(8.0))
     for largest, finite in ((1e15, True), (8e18, True), (3e19, False), (3e37, False)):
-        true = {"w": jnp.full((2, 2), -1.0), "b": jnp.array([1.0, largest])}
+        true = {"w": concrete.full((2, 2), -1.0), "b": concrete.array([1.0, largest])}
         before = tx.init(params)
-        updates, state = tx.update(true, before, params)
+        updates, state = jax.jit(tx.update)(true, before, params)
         assert state.last_finite == finite
         assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((updates, state)))
         if finite:
@@ -76,7 +82,7 @@ def test_gradients_whose_squares_overflow_skip_the_step_so_that_clipping_and_sec
         assert same_bits(state.inner_state, before.inner_state) and state.loss_scale.loss_scale == 4
         assert all((leaf == 0).all() and np.signbit(leaf).all() for leaf in jax.tree.leaves(updates))
         # Without loss scaling, these gradients spoil the updates or the state.
-        wrong, spoilt = bare.update(true, bare.init(params), params)
+        wrong, spoilt = jax.jit(bare.update)(true, bare.init(params), params)
         lost = [bool((leaf == 0).any() or not np.isfinite(leaf).all()) for leaf in jax.tree.leaves((wrong, spoilt))]
         assert any(lost)
 
@@ -84,13 +90,13 @@ def test_gradients_whose_squares_overflow_skip_the_step_so_that_clipping_and_sec
 @pytest.mark.filterwarnings("ignore:updates below")  # of half params, on purpose
 def test_the_norm_is_one_of_all_leaves_and_is_float32_for_half_gradients():
     tx = loss_scaling(optax.sgd(0.1), jaxmp.NoOpLossScale(), grad_norm=True)
-    params = {"a": jnp.ones(4, jnp.bfloat16), "b": jnp.ones(4, jnp.bfloat16)}
-    gradient = jnp.full(4, 8e18, jnp.bfloat16)  # 4 squares sum to 2.6e38, 8 to 5e38
-    _, state = tx.update({"a": gradient, "b": jnp.zeros(4, jnp.bfloat16)}, tx.init(params), params)
+    params = {"a": concrete.ones(4, jnp.bfloat16), "b": concrete.ones(4, jnp.bfloat16)}
+    gradient = concrete.full(4, 8e18, jnp.bfloat16)  # 4 squares sum to 2.6e38, 8 to 5e38
+    _, state = tx.update({"a": gradient, "b": concrete.zeros(4, jnp.bfloat16)}, tx.init(params), params)
     assert state.last_finite and np.isclose(state.grad_norm, 1.6e19, rtol=0.01)
     _, state = tx.update({"a": gradient, "b": gradient}, state, params)
     assert not state.last_finite and np.isinf(state.grad_norm)
-    half = {name: jnp.full(4, 300, jnp.float16) for name in params}  # the square overflows float16
+    half = {name: concrete.full(4, 300, jnp.float16) for name in params}  # the square overflows float16
     _, state = tx.update(half, state, params)
     assert state.last_finite and np.isclose(state.grad_norm, 300 * 8**0.5)
 
@@ -98,33 +104,35 @@ def test_the_norm_is_one_of_all_leaves_and_is_float32_for_half_gradients():
 def test_float64_gradients_have_the_range_of_float64():
     with jax.enable_x64(True):
         tx = loss_scaling(optax.sgd(0.1), jaxmp.NoOpLossScale())
-        params = {"a": jnp.ones(2, jnp.float64), "b": jnp.ones(2, jnp.float32)}
+        params = {"a": concrete.ones(2, jnp.float64), "b": concrete.ones(2, jnp.float32)}
         for largest, finite in ((1e100, True), (1e160, False), (np.nan, False)):
-            grads = {"a": jnp.array([1.0, largest]), "b": jnp.ones(2, jnp.float32)}
-            _, state = tx.update(grads, tx.init(params), params)
+            grads = {"a": concrete.array([1.0, largest]), "b": concrete.ones(2, jnp.float32)}
+            _, state = jax.jit(tx.update)(grads, tx.init(params), params)
             assert state.last_finite == finite
-        _, state = tx.update({"a": jnp.ones(2), "b": jnp.full(2, 3e38, jnp.float32)}, tx.init(params), params)
+        _, state = jax.jit(tx.update)(
+            {"a": concrete.ones(2), "b": concrete.full(2, 3e38, jnp.float32)}, tx.init(params), params
+        )
         assert not state.last_finite  # the second moment of "b" is float32
 
 
 def test_headroom_follows_the_largest_gradient_and_falls_if_the_norm_is_not_finite():
     tx = loss_scaling(optax.sgd(0.1), jaxmp.HeadroomLossScale(loss_scale=2.0**10))
-    params = jnp.ones(2)
-    _, state = tx.update(jnp.array([2.0, -4.0]), tx.init(params), params)
+    params = concrete.ones(2)
+    _, state = tx.update(concrete.array([2.0, -4.0]), tx.init(params), params)
     assert state.last_finite and state.loss_scale.running_max == 4 and state.loss_scale.loss_scale == 2.0**9
-    _, state = tx.update(jnp.array([2.0, -3e19]), state, params)
+    _, state = tx.update(concrete.array([2.0, -3e19]), state, params)
     assert not state.last_finite and state.loss_scale.loss_scale == 2.0**8
 
 
 def test_without_check_updates_only_gradients_are_tested_as_in_torch():
     tx = loss_scaling(optax.scale(jnp.inf), DynamicLossScale())
-    updates, state = tx.update(jnp.ones(2), tx.init(jnp.ones(2)), jnp.ones(2))
+    updates, state = tx.update(concrete.ones(2), tx.init(concrete.ones(2)), concrete.ones(2))
     assert jnp.isinf(updates).all() and state.last_finite
-    updates, state = tx.update(jnp.array([1.0, jnp.nan]), state, jnp.ones(2))
+    updates, state = tx.update(concrete.array([1.0, jnp.nan]), state, concrete.ones(2))
     assert (updates == 0).all() and not state.last_finite
     divide = optax.stateless(lambda updates, params: updates / jnp.sum(updates * 0))
     tx = loss_scaling(divide, jaxmp.NoOpLossScale(), check_updates=True)
-    updates, state = tx.update(jnp.ones(2), tx.init(jnp.ones(2)), jnp.ones(2))
+    updates, state = tx.update(concrete.ones(2), tx.init(concrete.ones(2)), concrete.ones(2))
     assert not state.last_finite and np.signbit(updates).all()
 
 
@@ -132,25 +140,25 @@ def test_without_check_updates_only_gradients_are_tested_as_in_torch():
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.complex64])
 def test_adding_the_skipped_updates_changes_no_bit_of_other_dtypes(dtype):
     special = [-0.0, 0.0, 1.5, -np.inf] if dtype != jnp.complex64 else [complex(-0.0, -0.0), complex(-0.0, 0.0), 1j]
-    params = jnp.array(special, dtype)
+    params = concrete.array(special, dtype)
     tx = loss_scaling(optax.sgd(0.1), DynamicLossScale())
-    updates, state = tx.update(jnp.full(len(special), jnp.nan, dtype), tx.init(params), params)
+    updates, state = tx.update(concrete.full(len(special), jnp.nan, dtype), tx.init(params), params)
     with jax.numpy_dtype_promotion("standard"):
         assert bits(optax.apply_updates(params, updates)) == bits(params)
     assert state.skipped_steps == 1
 
 
 def test_params_that_are_nan_or_infinite_do_not_change():
-    params = jnp.array([jnp.nan, jnp.inf, 1.0])
+    params = concrete.array([jnp.nan, jnp.inf, 1.0])
     tx = loss_scaling(standard(optax.adamw(1e-2)), DynamicLossScale(), check_updates=True)
-    updates, state = tx.update(jnp.ones(3), tx.init(params), params)  # the decay of NaN is NaN
+    updates, state = tx.update(concrete.ones(3), tx.init(params), params)  # the decay of NaN is NaN
     np.testing.assert_array_equal(optax.apply_updates(params, updates), params)
     assert state.skipped_steps == 1
 
 
 @pytest.mark.filterwarnings("ignore:updates below")  # of half params, on purpose
 def test_the_scale_falls_until_float16_gradients_no_longer_overflow():
-    params = {"w": jnp.ones(2, jnp.float16)}
+    params = {"w": concrete.ones(2, jnp.float16)}
     tx = loss_scaling(optax.sgd(2.0**-10), DynamicLossScale(2.0**15))
     state = tx.init(params)
     scales = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concrete
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -65,13 +66,13 @@ def test_training_reaches_the_loss_of_float32_moments():
 @pytest.mark.parametrize("params", ["stochastic", "nearest"])
 def test_apply_updates_gives_the_rounded_param(params):
     rng = np.random.default_rng(2)
-    weights = {"w": jnp.asarray(rng.normal(size=4096) * 10.0 ** rng.integers(-3, 3, 4096), jnp.bfloat16)}
-    change = jnp.asarray(rng.normal(size=4096) * 1e-2, jnp.float32)
+    weights = {"w": concrete.array(rng.normal(size=4096) * 10.0 ** rng.integers(-3, 3, 4096), jnp.bfloat16)}
+    change = concrete.array(rng.normal(size=4096) * 1e-2, jnp.float32)
     tx = jaxmp.low_precision(optax.sgd(1.0), rounding=params)
-    updates, _ = tx.update({"w": -change}, tx.init(weights), weights)
+    updates, _ = jax.jit(tx.update)({"w": -np.asarray(change)}, tx.init(weights), weights)
     new = optax.apply_updates(weights, updates)["w"]
     exact = np.asarray(weights["w"], np.float64) + np.asarray(change, np.float64)
-    below = np.asarray(jnp.asarray(exact, jnp.float32).astype(jnp.bfloat16), np.float64)
+    below = exact.astype(np.float32).astype(jnp.bfloat16).astype(np.float64)
     assert new.dtype == jnp.bfloat16 and updates["w"].dtype == jnp.float32
     if params == "stochastic":
         unit = np.abs(exact) * 2.0**-7
@@ -84,15 +85,15 @@ def test_apply_updates_gives_the_rounded_param(params):
 
 @pytest.mark.once
 def test_float32_leaves_are_left_alone():
-    weights = {"norm": jnp.ones(8), "w": jnp.ones(8, jnp.bfloat16)}
+    weights = {"norm": concrete.ones(8), "w": concrete.ones(8, jnp.bfloat16)}
     tx = jaxmp.low_precision(optax.sgd(1e-4))
-    updates, _ = tx.update({"norm": jnp.ones(8), "w": jnp.ones(8)}, tx.init(weights), weights)
+    updates, _ = jax.jit(tx.update)({"norm": concrete.ones(8), "w": concrete.ones(8)}, tx.init(weights), weights)
     np.testing.assert_array_equal(updates["norm"], np.float32(-1e-4))
 
 
 @pytest.mark.once
 def test_kahan_keeps_the_rounding_errors():
-    weights, tx = {"w": jnp.ones((), jnp.bfloat16)}, jaxmp.low_precision(optax.sgd(1.0), rounding="kahan")
+    weights, tx = {"w": concrete.ones((), jnp.bfloat16)}, jaxmp.low_precision(optax.sgd(1.0), rounding="kahan")
     state = tx.init(weights)
     for _ in range(100):
         updates, state = tx.update({"w": jnp.float32(-1e-3)}, state, weights)
@@ -102,20 +103,25 @@ def test_kahan_keeps_the_rounding_errors():
 
 @pytest.mark.once
 def test_kahan_takes_params_with_none_and_float32_among_them():
-    weights = {"w": jnp.ones(4, jnp.bfloat16), "none": None, "norm": jnp.ones(4), "x": jnp.ones(2, jnp.bfloat16)}
+    weights = {
+        "w": concrete.ones(4, jnp.bfloat16),
+        "none": None,
+        "norm": concrete.ones(4),
+        "x": concrete.ones(2, jnp.bfloat16),
+    }
     tx = jaxmp.low_precision(optax.sgd(1e-3), rounding="kahan")
-    updates, state = tx.update(jax.tree.map(jnp.ones_like, weights), tx.init(weights), weights)
+    updates, state = jax.jit(tx.update)(jax.tree.map(jnp.ones_like, weights), tx.init(weights), weights)
     assert updates["none"] is None and state.compensation["norm"] is None
-    np.testing.assert_array_equal(state.compensation["w"], jnp.asarray([-1e-3] * 4, jnp.bfloat16))
-    np.testing.assert_array_equal(state.compensation["x"], jnp.asarray([-1e-3] * 2, jnp.bfloat16))
+    np.testing.assert_array_equal(state.compensation["w"], concrete.array([-1e-3] * 4, jnp.bfloat16))
+    np.testing.assert_array_equal(state.compensation["x"], concrete.array([-1e-3] * 2, jnp.bfloat16))
 
 
 @pytest.mark.once
 def test_a_non_finite_gradient_gives_a_non_finite_update():
-    weights = {"w": jnp.ones(4, jnp.bfloat16)}
+    weights = {"w": concrete.ones(4, jnp.bfloat16)}
     tx = jaxmp.low_precision(optax.sgd(1.0), moments="float32")
     for bad in (np.inf, np.nan):
-        updates, _ = tx.update({"w": jnp.asarray([bad, 0, 0, 0], jnp.float32)}, tx.init(weights), weights)
+        updates, _ = jax.jit(tx.update)({"w": concrete.array([bad, 0, 0, 0], jnp.float32)}, tx.init(weights), weights)
         assert not np.isfinite(np.asarray(updates["w"])[0]) and np.isfinite(np.asarray(updates["w"])[1:]).all()
 
 
@@ -124,8 +130,8 @@ def test_a_skipped_step_changes_neither_count_nor_moments_nor_params():
     tx = jaxmp.loss_scaling(
         jaxmp.low_precision(optax.adam(1e-2), rounding="kahan", moments="float8", block=8), jaxmp.DynamicLossScale()
     )
-    weights = {"w": jnp.ones((8, 8), jnp.bfloat16)}
-    grads = {"w": jnp.full((8, 8), 32768.0)}
+    weights = {"w": concrete.ones((8, 8), jnp.bfloat16)}
+    grads = {"w": concrete.full((8, 8), 32768.0)}
     update = jax.jit(tx.update)
     _, state = update(grads, jax.jit(tx.init)(weights), weights)
     updates, skipped = update({"w": grads["w"].at[0, 0].set(np.inf)}, state, weights)
@@ -183,7 +189,7 @@ def test_with_tx_goes_from_float32_to_low_precision_and_back():
 
 @pytest.mark.once
 def test_only_loss_scaling_may_be_around_low_precision():
-    tx, weights = jaxmp.low_precision(optax.adam(1e-3)), {"w": jnp.ones(4, jnp.bfloat16)}
+    tx, weights = jaxmp.low_precision(optax.adam(1e-3)), {"w": concrete.ones(4, jnp.bfloat16)}
     inside = jaxmp.loss_scaling(optax.chain(optax.clip(1.0), tx), jaxmp.NoOpLossScale())
     around = optax.chain(jaxmp.loss_scaling(tx, jaxmp.NoOpLossScale()), optax.scale(0.5))
     with pytest.raises(ValueError, match=r"must be directly inside loss_scaling.*; write"):
@@ -201,7 +207,7 @@ def test_only_loss_scaling_may_be_around_low_precision():
 
 def test_with_tx_keeps_the_compensation_and_the_count():
     kahan = jaxmp.low_precision(optax.sgd(1e-4), rounding="kahan")
-    params = {"w": jnp.ones((4, 8), jnp.bfloat16), "b": jnp.ones(8), "none": None}
+    params = {"w": concrete.ones((4, 8), jnp.bfloat16), "b": concrete.ones(8), "none": None}
     loss = lambda p, s, b, r: (sum(jnp.sum(leaf.astype(jnp.float32)) for leaf in jax.tree.leaves(p)), s)  # noqa: E731
     step = jaxmp.make_train_step(loss, donate=False)
     state = jaxmp.TrainState.create(params=params, tx=kahan)
@@ -217,7 +223,7 @@ def test_with_tx_keeps_the_compensation_and_the_count():
 
 def test_with_tx_keeps_the_dtype_that_the_optimizer_gives_a_moment():
     adam = optax.adam(1e-3, mu_dtype=jnp.bfloat16)
-    state = jaxmp.TrainState.create(params={"w": jnp.ones(4, jnp.bfloat16)}, tx=jaxmp.low_precision(adam))
+    state = jaxmp.TrainState.create(params={"w": concrete.ones(4, jnp.bfloat16)}, tx=jaxmp.low_precision(adam))
     with pytest.warns(UserWarning, match=r"write tx = jaxmp.low_precision\(tx\)"):
         plain = state.with_tx(adam)
     assert plain.opt_state.inner_state[0].mu["w"].dtype == jnp.bfloat16
@@ -225,7 +231,7 @@ def test_with_tx_keeps_the_dtype_that_the_optimizer_gives_a_moment():
 
 def test_with_tx_keeps_the_norm_in_the_state():
     tx = jaxmp.loss_scaling(optax.adam(1e-3), jaxmp.NoOpLossScale(), grad_norm=True)
-    state = jaxmp.TrainState.create(params={"w": jnp.ones(4)}, tx=tx)
+    state = jaxmp.TrainState.create(params={"w": concrete.ones(4)}, tx=tx)
     assert state.with_tx(jaxmp.low_precision(optax.adam(1e-3))).opt_state.grad_norm.shape == ()
 
 
@@ -293,14 +299,14 @@ def test_blocks_are_sharded_like_their_param(kind):
     assert moments["few"].scales.sharding.spec == P()  # four devices cannot share two blocks
     step = jaxmp.make_train_step(loss_fn, sharding=Sharding(mesh, specs))
     for _ in range(2):
-        state, _ = step(state, jnp.ones((8, 8), jnp.bfloat16))
+        state, _ = step(state, concrete.ones((8, 8), jnp.bfloat16))
     assert compiled_once(step)
     assert jax.tree.map(lambda leaf: leaf.sharding, state) == places
 
 
 def test_a_device_with_part_of_a_block_on_explicit_axes_is_jaxs_error():
     with jax.set_mesh(jax.make_mesh((4,), ("fsdp",), axis_types=(jax.sharding.AxisType.Explicit,))):
-        params = jax.device_put(jnp.ones((8, 32), jnp.bfloat16), P(None, "fsdp"))
+        params = jax.device_put(concrete.ones((8, 32), jnp.bfloat16), P(None, "fsdp"))
         tx = jaxmp.low_precision(optax.adam(1e-3), moments="float8", block=16)
         with pytest.raises(Exception, match="specify the sharding of the output"):
             tx.init(params)
@@ -308,7 +314,7 @@ def test_a_device_with_part_of_a_block_on_explicit_axes_is_jaxs_error():
 
 @pytest.mark.once
 def test_a_mistake_is_refused():
-    adam, weights = optax.adam(0.1), {"w": jnp.ones(4, jnp.bfloat16)}
+    adam, weights = optax.adam(0.1), {"w": concrete.ones(4, jnp.bfloat16)}
     sgd = jaxmp.low_precision(optax.sgd(0.1))
     kahan = jaxmp.low_precision(adam, rounding="kahan")
     state_message = r"rounding='stochastic'\) needs the state of its own init, got one of"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concrete
 import flax.serialization
 import jax
 import jax.numpy as jnp
@@ -28,14 +29,14 @@ CLIPPED = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2, weight_d
 def params_of(seed=0):
     rng = np.random.default_rng(seed)
     shapes = {"bias": (3,), "scale": (5,), "table": (3, 2), "small": (2, 2), "kernel": (256, 256), "gain": ()}
-    return {name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in shapes.items()}
+    return {name: concrete.array(rng.normal(size=shape), jnp.float32) for name, shape in shapes.items()}
 
 
 def after_steps(tx, params, steps=4):
     state = tx.init(params)
     update = jax.jit(tx.update)
     for step in range(steps):
-        grads = jax.tree.map(lambda leaf, step=step: leaf * (step + 0.5), params_of(seed=step))
+        grads = jax.tree.map(lambda leaf, step=step: np.asarray(leaf) * np.float32(step + 0.5), params_of(seed=step))
         updates, state = update(grads, state, params)
         params = optax.apply_updates(params, updates)
     return params, state
@@ -50,7 +51,7 @@ def network():
     rng = np.random.default_rng(1)
     params = {"kernel": rng.normal(size=(64, 256)), "bias": np.zeros(256), "scale": np.ones(256)}
     batch = {"x": rng.normal(size=(8, 64)), "y": rng.normal(size=(8, 256))}
-    return jax.tree.map(lambda array: jnp.asarray(array, jnp.float32), (params, batch))
+    return jax.tree.map(lambda array: concrete.array(array, jnp.float32), (params, batch))
 
 
 def assert_close(actual, expected):
@@ -83,7 +84,7 @@ def test_packed_params_get_the_updates_of_single_params(name):
 
 
 def test_small_params_of_one_dtype_and_rank_are_one_vector():
-    params = params_of() | {"half": jnp.ones(4, jnp.bfloat16), "half_too": jnp.ones(4, jnp.bfloat16)}
+    params = params_of() | {"half": concrete.ones(4, jnp.bfloat16), "half_too": concrete.ones(4, jnp.bfloat16)}
     tx = jaxmp.pack_small(optax.adam(1e-2))
     state = tx.init(params)
     vectors = jax.tree.map(jnp.shape, state.inner_state[0].nu.vectors)
@@ -246,9 +247,9 @@ def test_mistakes_are_errors():
     refused(lambda: tx.update(params, state.inner_state, params), TypeError, "updates only its own state")
     less = {name: leaf for name, leaf in params.items() if name != "bias"}
     refused(lambda: tx.update(less, state, less), ValueError, "a tree of 6 leaves, got one of 5")
-    other = params | {"bias": jnp.ones(4)}
+    other = params | {"bias": concrete.ones(4)}
     refused(lambda: tx.update(other, state, other), ValueError, "shape (3,) for 'bias', got (4,)")
-    half = params | {"bias": jnp.ones(3, jnp.bfloat16)}
+    half = params | {"bias": concrete.ones(3, jnp.bfloat16)}
     refused(lambda: tx.update(half, state, params), ValueError, "packs leaves of one dtype, got bfloat16 and float32")
     inside = jaxmp.pack_small(jaxmp.low_precision(optax.adam(0.1)))
     refused(lambda: inside.init(params), ValueError, "low_precision must be directly inside loss_scaling")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 
+import concrete
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -119,7 +120,7 @@ def test_clipping_before_loss_scaling_does_not_hide_an_overflow(by_train_step):
     In float16, the gradient 8 times the scale 2**15 is infinite. Clipping by value would make it 1.
     """
     tx = optax.chain(optax.clip(1.0), loss_scaling(optax.sgd(0.5), SCALED))
-    params = {"w": jnp.ones(2)}
+    params = {"w": concrete.ones(2)}
 
     def loss_of(params):
         return 8 * jnp.sum(params["w"].astype(jnp.float16)).astype(jnp.float32)
@@ -127,7 +128,7 @@ def test_clipping_before_loss_scaling_does_not_hide_an_overflow(by_train_step):
     if by_train_step:
         state = TrainState.create(params=params, tx=tx)
         step = make_train_step(lambda params, model_state, batch, rng: (loss_of(params), model_state), donate=False)
-        new, _ = step(state, jnp.ones(1))
+        new, _ = step(state, concrete.ones(1))
         after, opt_state = new.params, new.opt_state
     else:
         opt_state = tx.init(params)
@@ -140,7 +141,7 @@ def test_clipping_before_loss_scaling_does_not_hide_an_overflow(by_train_step):
 
 def test_keep_if_skipped_keeps_statistics_bit_for_bit():
     tx = clip(loss_scaling(optax.sgd(0.5), SCALED))
-    params = {"w": jnp.ones(2)}
+    params = {"w": concrete.ones(2)}
 
     @jax.jit
     def step(params, statistics, opt_state, x):
@@ -151,10 +152,10 @@ def test_keep_if_skipped_keeps_statistics_bit_for_bit():
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), keep_if_skipped(opt_state, new, statistics), opt_state
 
-    old = {"mean": jnp.array(-0.0, jnp.bfloat16), "count": jnp.array(0)}
-    skipped = step(params, old, tx.init(params), jnp.array([1.0, jnp.inf]))
+    old = {"mean": concrete.array(-0.0, jnp.bfloat16), "count": concrete.array(0)}
+    skipped = step(params, old, tx.init(params), concrete.array([1.0, jnp.inf]))
     assert bits(skipped[:2]) == bits((params, old))
-    _, taken, _ = step(skipped[0], skipped[1], skipped[2], jnp.array([1.0, 2.0]))
+    _, taken, _ = step(skipped[0], skipped[1], skipped[2], concrete.array([1.0, 2.0]))
     assert taken["mean"] == 1.5 and taken["mean"].dtype == jnp.bfloat16 and taken["count"] == 1
 
 
@@ -266,14 +267,14 @@ def test_gradients_with_a_wrong_power_of_the_loss_scale_are_warned_of_in_nnx():
 
 @pytest.mark.parametrize("scale", [DynamicLossScale(), jaxmp.HeadroomLossScale(8.0)])
 def test_params_with_integer_leaves_are_differentiated_and_updated_as_by_jax(scale):
-    params = {"w": jnp.ones((4, 4)), "columns": jnp.arange(3)}
+    params = {"w": concrete.ones((4, 4)), "columns": concrete.arange(3)}
 
     def loss(params, x):
         return jnp.sum(jnp.tanh(x @ params["w"])[:, params["columns"]])
 
     masked = optax.masked(optax.sgd(0.1), {"w": True, "columns": False})
     tx = loss_scaling(masked, scale)
-    opt_state, args = tx.init(params), (params, jnp.full((2, 4), 0.1))
+    opt_state, args = tx.init(params), (params, concrete.full((2, 4), 0.1))
     with pytest.raises(TypeError, match="allow_int"):
         value_and_grad(loss, opt_state)(*args)
     value, grads = value_and_grad(loss, opt_state, allow_int=True)(*args)

@@ -6,6 +6,7 @@ import functools
 import pickle
 
 import cloudpickle
+import concrete
 import flax.serialization
 import jax
 import jax.numpy as jnp
@@ -35,7 +36,7 @@ def train(tx, params, state, batch, pattern):
 
 
 def test_the_state_is_a_named_tuple_of_the_documented_fields():
-    state = loss_scaling(optax.sgd(0.1), DynamicLossScale()).init(jnp.ones(2))
+    state = loss_scaling(optax.sgd(0.1), DynamicLossScale()).init(concrete.ones(2))
     fields = ("inner_state", "loss_scale", "skipped_steps", "consecutive_skipped", "grad_norm")
     assert state._fields == fields and isinstance(state, jaxmp.LossScalingState)
     assert (state.skipped_steps.dtype, state.consecutive_skipped.dtype, state.last_finite.dtype) == (
@@ -49,7 +50,7 @@ def test_the_state_is_a_named_tuple_of_the_documented_fields():
 def test_the_scale_is_found_wherever_it_is_nested():
     scale = jaxmp.HeadroomLossScale()
     inner = loss_scaling(optax.sgd(0.1), scale)
-    params = {"a": jnp.ones(2), "b": jnp.ones(2)}
+    params = {"a": concrete.ones(2), "b": concrete.ones(2)}
     nests = [
         inner,
         optax.chain(optax.identity(), optax.chain(inner)),
@@ -78,12 +79,12 @@ def test_scaling_a_loss_by_hand_gives_the_results_of_value_and_grad():
 
 
 def test_argnums_aux_and_keyword_arguments_work_as_in_jax():
-    state = loss_scaling(optax.sgd(0.1), jaxmp.StaticLossScale(4.0)).init(jnp.ones(1))
+    state = loss_scaling(optax.sgd(0.1), jaxmp.StaticLossScale(4.0)).init(concrete.ones(1))
 
     def fun(a, n, b, *, power=1):
         return jnp.sum(a * b["x"] ** power) * n, {"sum": a + 1, "text": "kept"}
 
-    a, n, b = jnp.array([1.0, 2.0]), 3, {"x": jnp.array([3.0, 4.0])}
+    a, n, b = concrete.array([1.0, 2.0]), 3, {"x": concrete.array([3.0, 4.0])}
     for argnums in (0, 2, -1, (0, 2), [2], np.int64(0), jnp.int32(0), (np.int64(0), jnp.int32(2)), np.array([0, 2])):
         (loss, aux), grads = value_and_grad(fun, state, argnums=argnums, has_aux=True)(a, n, b, power=2)
         (value, _), expected = jax.value_and_grad(fun, argnums=argnums, has_aux=True)(a, n, b, power=2)
@@ -93,14 +94,14 @@ def test_argnums_aux_and_keyword_arguments_work_as_in_jax():
 
 
 def test_functions_without_a_name_can_be_differentiated():
-    state = loss_scaling(optax.sgd(0.1), jaxmp.StaticLossScale(4.0)).init(jnp.ones(1))
-    assert value_and_grad(functools.partial(jnp.dot, jnp.ones(2)), state)(jnp.ones(2))[0] == 2
+    state = loss_scaling(optax.sgd(0.1), jaxmp.StaticLossScale(4.0)).init(concrete.ones(1))
+    assert value_and_grad(functools.partial(jnp.dot, concrete.ones(2)), state)(concrete.ones(2))[0] == 2
     assert value_and_grad(loss_fn, state).__name__ == "loss_fn"
 
 
 @pytest.mark.filterwarnings("ignore:updates below")  # of half params, on purpose
 def test_the_returned_loss_and_gradients_are_float32():
-    params = {"half": jnp.ones(2, jnp.float16), "full": jnp.ones(2)}
+    params = {"half": concrete.ones(2, jnp.float16), "full": concrete.ones(2)}
     state = loss_scaling(optax.sgd(0.1), jaxmp.StaticLossScale(4.0)).init(params)
 
     def fun(params):
@@ -145,15 +146,15 @@ def test_the_headroom_scale_follows_the_largest_gradient_and_skips_nothing_in_st
     """Let float16 gradients vary by less than the headroom: no step overflows."""
     tx = loss_scaling(optax.sgd(0.1), jaxmp.HeadroomLossScale(headroom=4, period=4))
     update = jax.jit(tx.update)
-    state, rng = tx.init(jnp.ones(3)), np.random.default_rng(0)
+    state, rng = tx.init(concrete.ones(3)), np.random.default_rng(0)
     for _ in range(60):
-        true = jnp.asarray(rng.normal(size=3) * 0.01 * 2.0 ** rng.uniform(-1, 1), jnp.float32)
+        true = concrete.array(rng.normal(size=3) * 0.01 * 2.0 ** rng.uniform(-1, 1), jnp.float32)
         scaled = (true * state.loss_scale.loss_scale).astype(jnp.float16)
         _, state = update(get_loss_scale(state).unscale(scaled), state)
     assert state.skipped_steps == 0
     assert 0.01 < state.loss_scale.running_max < 0.1
     assert 2.0**14 <= state.loss_scale.loss_scale <= 2.0**19
-    _, state = update(jnp.full(3, jnp.inf, jnp.float16), state)
+    _, state = update(concrete.full(3, jnp.inf, jnp.float16), state)
     assert state.skipped_steps == 1
 
 

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import functools
+
+import concrete
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmp.optim.stochastic_rounding import Draw, stochastic_bfloat16, stochastic_float8
+from jaxmp.optim import stochastic_rounding
+from jaxmp.optim.stochastic_rounding import Draw
 
 DRAWS = 2**18
 
+# One program each, instead of one for each operation.
+stochastic_bfloat16 = jax.jit(stochastic_rounding.stochastic_bfloat16)
+stochastic_float8 = jax.jit(stochastic_rounding.stochastic_float8)
 
+
+@functools.partial(jax.jit, static_argnames="half")
 def draws(value, half=0):
     bits = Draw(3, jnp.int32(7), "w").bits((DRAWS,))[half]
     return jnp.full((DRAWS,), value, jnp.float32), bits
@@ -43,19 +52,19 @@ def test_float8_is_unbiased_and_on_its_grid():
 
 
 def test_numbers_that_need_no_rounding_stay():
-    exact = jnp.asarray([0.0, -0.0, 1.0, -2.5, 2.0**-130, np.inf, -np.inf, np.nan], jnp.float32)
-    most = jnp.full(exact.shape, 0xFFFF, jnp.uint32)
+    exact = concrete.array([0.0, -0.0, 1.0, -2.5, 2.0**-130, np.inf, -np.inf, np.nan], jnp.float32)
+    most = concrete.full(exact.shape, 0xFFFF, jnp.uint32)
     rounded = np.asarray(stochastic_bfloat16(exact, most).astype(jnp.float32))
     np.testing.assert_array_equal(rounded, np.asarray(exact))
     assert np.signbit(rounded[1])
-    grid = jnp.asarray([0.0, 448.0, -448.0, 2.0**-9, 1.125], jnp.float32)
+    grid = concrete.array([0.0, 448.0, -448.0, 2.0**-9, 1.125], jnp.float32)
     np.testing.assert_array_equal(stochastic_float8(grid, most[:5]), grid)
 
 
 def test_a_nan_stays_a_nan_whatever_its_bits():
-    words = jnp.asarray([0x7FFFFFFF, 0x7F800001, 0xFFFFFFFF], jnp.uint32)
+    words = concrete.array([0x7FFFFFFF, 0x7F800001, 0xFFFFFFFF], jnp.uint32)
     nans = jax.lax.bitcast_convert_type(words, jnp.float32)
-    rounded = stochastic_bfloat16(nans, jnp.full(3, 0xFFFF, jnp.uint32))
+    rounded = stochastic_bfloat16(nans, concrete.full(3, 0xFFFF, jnp.uint32))
     assert np.isnan(np.asarray(rounded, np.float32)).all()
 
 

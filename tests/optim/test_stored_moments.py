@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+import concrete
 import flax.serialization
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,7 @@ pytestmark = [pytest.mark.once, pytest.mark.usefixtures("standard_promotion")]  
 
 def test_each_moment_is_stored_as_str_says():
     tx = jaxmp.low_precision(optax.chain(optax.clip(1.0), optax.adamw(1e-3)), moments="float8", block=16)
-    weights = {"w": jnp.ones((4, 32), jnp.bfloat16), "odd": jnp.ones((4, 20), jnp.bfloat16)}
+    weights = {"w": concrete.ones((4, 32), jnp.bfloat16), "odd": concrete.ones((4, 20), jnp.bfloat16)}
     state = jax.eval_shape(tx.init, weights)
     adam = state.inner_state[1][0]
     assert adam.mu["w"].codes.dtype == jnp.float8_e4m3fn and adam.mu["w"].scales.shape == (4, 2)
@@ -49,19 +50,19 @@ KNOWN = [
 
 
 def test_moments_of_optax_are_known():
-    weights = {"w": jnp.ones((4, 4), jnp.bfloat16)}
+    weights = {"w": concrete.ones((4, 4), jnp.bfloat16)}
     for inner, fields in KNOWN:
         tx = jaxmp.low_precision(inner, moments="bfloat16")
         state = jax.eval_shape(tx.init, weights)
         halves = [path for path, leaf in jax.tree.leaves_with_path(state) if leaf.dtype == jnp.bfloat16]
         assert {str(path[-2]).strip(".'[]") for path in halves} == fields
-        _, new = jax.eval_shape(tx.update, {"w": jnp.ones((4, 4))}, state, weights)
+        _, new = jax.eval_shape(tx.update, {"w": concrete.ones((4, 4))}, state, weights)
         assert jax.tree.map(lambda leaf: leaf.dtype, new) == jax.tree.map(lambda leaf: leaf.dtype, state)
 
 
 def test_moments_whose_difference_is_used_stay_float32():
     """Keep a centred RMSProp's moments: if rounded, nu - mu² may be negative."""
-    weights = {"w": jnp.ones((4, 4))}
+    weights = {"w": concrete.ones((4, 4))}
     tx = optax.rmsprop(1e-3, centered=True)
     with pytest.raises(ValueError, match=r"known moments.*leave moments out"):
         jax.eval_shape(jaxmp.low_precision(tx, moments="bfloat16").init, weights)
@@ -71,7 +72,7 @@ def test_moments_whose_difference_is_used_stay_float32():
 
 
 def test_half_moments_of_an_optimizer_keep_their_dtype():
-    weights = {"w": jnp.ones((4, 16), jnp.bfloat16)}
+    weights = {"w": concrete.ones((4, 16), jnp.bfloat16)}
     tx = optax.chain(optax.scale_by_adam(mu_dtype=jnp.bfloat16), optax.contrib.schedule_free_sgd(1e-3))
     tx = jaxmp.low_precision(tx, moments="float8", block=16)
     state = jax.eval_shape(tx.init, weights)
@@ -90,7 +91,7 @@ def test_str_describes_an_optimizer_that_needs_other_params():
 
 
 def test_flax_writes_and_reads_blocks():
-    tx, weights = jaxmp.low_precision(optax.adam(1e-3), moments="float8", block=2), {"w": jnp.ones((2, 4))}
+    tx, weights = jaxmp.low_precision(optax.adam(1e-3), moments="float8", block=2), {"w": concrete.ones((2, 4))}
     _, state = jax.jit(tx.update)(weights, jax.jit(tx.init)(weights), weights)
     restored = flax.serialization.from_bytes(jax.jit(tx.init)(weights), flax.serialization.to_bytes(state))
     assert jax.tree.structure(restored) == jax.tree.structure(state)
@@ -106,14 +107,14 @@ def stored_and_read(values, squared, block=None, name="mu"):
 
 
 def test_a_positive_second_moment_never_becomes_0():
-    values = jnp.asarray([[1e-36, 1e-12, 1e-6, 1.0], [0.0, 1e-36, 1e-37, 2e-38]], jnp.float32)
+    values = concrete.array([[1e-36, 1e-12, 1e-6, 1.0], [0.0, 1e-36, 1e-37, 2e-38]], jnp.float32)
     for block in (None, 4):
         decoded = stored_and_read(values, True, block, "nu")
         assert np.all((np.asarray(decoded) > 0) == (np.asarray(values) > 0)), block
 
 
 def test_codes_are_as_exact_as_their_format():
-    values = jnp.asarray(np.random.default_rng(0).normal(size=(64, 256)), jnp.float32)
+    values = concrete.array(np.random.default_rng(0).normal(size=(64, 256)), jnp.float32)
     signed = np.asarray(stored_and_read(values, False, 256))
     second = np.asarray(stored_and_read(values**2, True, 256))
     exact = np.asarray(values, np.float64)
@@ -124,14 +125,14 @@ def test_codes_are_as_exact_as_their_format():
 
 def test_codes_are_those_of_the_new_moments():
     rng, block = np.random.default_rng(3), 16
-    weights = {"w": jnp.asarray(rng.normal(size=(8, 64)), jnp.bfloat16)}
+    weights = {"w": concrete.array(rng.normal(size=(8, 64)), jnp.bfloat16)}
     inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
     tx = jaxmp.low_precision(inner, moments="float8", block=block)
     state = jax.jit(tx.init)(weights)
     update = jax.jit(tx.update)
     exactly = jax.jit(lambda grads, state: inner.update(grads, stored_moments.decoded(state), weights))
     for _ in range(2):
-        grads = {"w": jnp.asarray(rng.normal(size=(8, 64)), jnp.float32)}
+        grads = {"w": concrete.array(rng.normal(size=(8, 64)), jnp.float32)}
         _, exact = exactly(grads, state.inner_state)
         _, state = update(grads, state, weights)
         for name, root in (("mu", np.asarray), ("nu", np.sqrt)):
@@ -146,12 +147,12 @@ def test_codes_are_those_of_the_new_moments():
 
 def test_a_block_with_a_non_finite_number_is_not_finite():
     for bad, squared in ((np.inf, False), (np.nan, False), (np.inf, True), (np.nan, True)):
-        decoded = stored_and_read(jnp.ones((2, 16)).at[0, 3].set(bad), squared, 16)
+        decoded = stored_and_read(concrete.ones((2, 16)).at[0, 3].set(bad), squared, 16)
         assert not np.isfinite(decoded[0]).any() and np.isfinite(decoded[1]).all()
 
 
 def test_stored_moments_need_fewer_bytes_per_param():
-    weights = {"w": jnp.ones((256, 512), jnp.bfloat16)}
+    weights = {"w": concrete.ones((256, 512), jnp.bfloat16)}
 
     def bytes_a_param(**options):
         state = jax.eval_shape(jaxmp.low_precision(optax.adam(1e-3), **options).init, weights)

@@ -82,7 +82,7 @@ def normal(seed: int, *shape: int, scale: float = 1.0) -> jax.Array:
 
     NumPy draws them, because JAX would compile for each shape.
     """
-    return jnp.asarray(np.float32(scale) * np.random.default_rng(seed).standard_normal(shape, np.float32))
+    return jax.device_put(np.float32(scale) * np.random.default_rng(seed).standard_normal(shape, np.float32))
 
 
 def layer_norm(x: jax.Array, epsilon: float = 1e-6) -> jax.Array:

@@ -8,6 +8,7 @@ import hashlib
 from collections.abc import Callable
 from typing import Any
 
+import concrete
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -45,7 +46,7 @@ def data(*shape: int, seed: int = 7) -> jax.Array:
 
     NumPy draws them, because JAX would compile for each shape.
     """
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape, np.float32))
+    return jax.device_put(np.random.default_rng(seed).standard_normal(shape, np.float32))
 
 
 def rngs(seed: int = 0) -> dict[str, jax.Array]:
@@ -84,7 +85,7 @@ def same_bits(got: Any, want: Any) -> None:
 
 def zeros(shapes: Any) -> Any:
     """Return zeros in the shapes that ``jax.eval_shape`` returned."""
-    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+    return jax.tree.map(lambda leaf: concrete.zeros(leaf.shape, leaf.dtype), shapes)
 
 
 def numbers(shapes: Any, seed: int = 7) -> Any:
@@ -93,7 +94,7 @@ def numbers(shapes: Any, seed: int = 7) -> Any:
     NumPy draws them, so that nothing is compiled.
     """
     normal = np.random.default_rng(seed).standard_normal
-    return jax.tree.map(lambda leaf: jnp.asarray(normal(leaf.shape, np.float32) / 2, leaf.dtype), shapes)
+    return jax.tree.map(lambda leaf: concrete.array(normal(leaf.shape, np.float32) / 2, leaf.dtype), shapes)
 
 
 def dtypes_of(tree: Any) -> set[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import concrete
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -42,9 +43,9 @@ def module_with_numbers(make: Callable[[], Any]) -> Any:
     nnx.update(
         model,
         numbers(params),
-        jax.tree.map(lambda leaf: jnp.asarray(np.ones(leaf.shape, leaf.dtype)), stats),
+        jax.tree.map(lambda leaf: concrete.ones(leaf.shape, leaf.dtype), stats),
         jax.tree.map(lambda leaf: jax.random.key(0), keys),
-        jax.tree.map(lambda leaf: jnp.asarray(np.zeros(leaf.shape, leaf.dtype)), counts),
+        jax.tree.map(lambda leaf: concrete.zeros(leaf.shape, leaf.dtype), counts),
     )
     return model
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import concrete
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -54,7 +55,7 @@ def problem(seed: int = 0, dtype: Any = jnp.float32) -> tuple[dict[str, Any], di
         "out": {"w": rng.normal(size=(4, 2))},
     }
     batch = {"x": rng.normal(size=(8, 3)), "y": rng.normal(size=(8, 2))}
-    return jax.tree.map(lambda x: jnp.asarray(x, dtype), params), jax.tree.map(lambda x: jnp.asarray(x, dtype), batch)
+    return jax.tree.map(lambda x: concrete.array(x, dtype), (params, batch))
 
 
 def loss_fn(params: Any, batch: Any) -> jax.Array:
@@ -72,5 +73,5 @@ def replace_element(tree: Any, leaf: int, value: float) -> Any:
     leaves, structure = jax.tree.flatten(tree)
     array = np.array(leaves[leaf])
     array.flat[-1] = value
-    leaves[leaf] = jnp.asarray(array)
+    leaves[leaf] = jax.device_put(array)
     return structure.unflatten(leaves)

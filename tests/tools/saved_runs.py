@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
+import concrete
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from linen_zoo import numbers
 from optimizer_tools import standard
 
 import jaxmp
@@ -33,12 +36,12 @@ def linen_run(policy: str = "mixed_float16", scale: Any = None, tx: Any = None, 
     """Return a fresh train state and a loss function."""
     model = jaxmp.linen.apply_policy(Net(), policy)
     with jax.numpy_dtype_promotion("standard"):
-        variables = model.init(jax.random.key(seed), BATCH["x"], is_training=False)
+        shapes = jax.eval_shape(functools.partial(model.init, is_training=False), jax.random.key(seed), BATCH["x"])
     tx = tx or ADAM
     fields = {"rng": seed + 1, "ema": True, **fields}
     state = jaxmp.TrainState.create(
-        params=variables["params"],
-        model_state={"batch_stats": variables["batch_stats"]},
+        params=numbers(shapes["params"], seed),
+        model_state={"batch_stats": {"BatchNorm_0": {"mean": concrete.zeros(6), "var": concrete.ones(6)}}},
         tx=jaxmp.loss_scaling(tx, jaxmp.DynamicLossScale(2.0**10, period=2) if scale is None else scale),
         **fields,
     )

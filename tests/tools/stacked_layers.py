@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import concrete
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,12 +23,12 @@ def make_params():
     rng = np.random.default_rng(0)
 
     def normal(*sizes):
-        return jnp.asarray(rng.normal(size=sizes) / math.sqrt(WIDTH), jnp.float32)
+        return concrete.array(rng.normal(size=sizes) / math.sqrt(WIDTH), jnp.float32)
 
     return {
         "up": normal(LAYERS, WIDTH, 2 * WIDTH),
         "down": normal(LAYERS, 2 * WIDTH, WIDTH),
-        "bias": jnp.zeros((LAYERS, 2 * WIDTH)),
+        "bias": concrete.zeros((LAYERS, 2 * WIDTH)),
     }
 
 
