@@ -38,6 +38,7 @@ from experiments.training.experiment import Experiment, accuracy
 from experiments.training.precision import read_low_precision, read_overrides, read_precision, require_matches
 
 LINEN = {"resnet18": resnet18, "resnet50": resnet50}
+NNX = ("cnn", "resnet18")
 SMALL = 64
 """The largest height for which a ResNet has the stem for small images."""
 
@@ -97,8 +98,8 @@ def check(config: Config) -> None:
     cli.require("--weight-decay", config.weight_decay, 0)
     if config.model == "cnn" and config.image_size == 1:
         raise ValueError("--model cnn halves its images: --image-size must be at least 2, or 0 for their size, got 1")
-    if config.api == "nnx" and config.model == "resnet50":
-        raise ValueError("--api nnx has cnn and resnet18, got --model resnet50; use --api linen")
+    if config.api == "nnx" and config.model not in NNX:
+        raise ValueError(f"--api nnx has {' and '.join(NNX)}, got --model {config.model}; use --api linen")
     if config.api == "nnx" and config.override and (config.autocast or config.opt_level == "O1"):
         raise ValueError(
             "under autocast --override matches names on JAX's name stack, and --api nnx puts no names there, got "
