@@ -173,7 +173,7 @@ class Rules:
         return None  # under a half policy the rules decide
 
     def half_of(self, name: str, names: Names) -> np.dtype | None:
-        """Return the half dtype of a primitive in these scopes, or None if a region or an override asks for float32."""
+        """Return the half dtype of a primitive in these scopes, or None for float32."""
         request = self.request_of(name, names)
         if request is not None and request.level != "half":
             return None

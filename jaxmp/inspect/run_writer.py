@@ -19,9 +19,9 @@ COLUMNS = ("step", "split", "loss", "accuracy", "grad_norm", "loss_scale", "skip
 
 
 class RunWriter:
-    """Write the metrics and the watched steps of a run to its folder, and to TensorBoard and Weights & Biases.
+    """Write the metrics and the watched steps of a run to its folder.
 
-    Other programs can read a line as soon as it is written.
+    TensorBoard and Weights & Biases get them too if asked for. Other programs can read a line as soon as it is written.
 
     Args:
       folder: the folder, which must exist.

@@ -69,7 +69,10 @@ PLAN_COLUMNS = ("path", "operation", "dtypes", "FLOPs", "phase or reason", "sour
 
 
 def _read_runs(folders: Sequence[Path]) -> list[Run]:
-    """Read runs. If two folders have the same name, the runs have the names of the folders around them, too."""
+    """Read runs, and give each a name of its own.
+
+    If two folders have the same name, all names begin with the folder around them.
+    """
     runs = [read_run(folder) for folder in folders]
     if len({run.name for run in runs}) == len(runs):
         return runs
