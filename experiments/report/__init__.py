@@ -1,1 +1,1 @@
-"""Tables, plots, progress bars, and the measured figures in the README."""
+"""Tables, plots, progress bars and JSON files."""

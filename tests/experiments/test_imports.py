@@ -13,8 +13,6 @@ pytestmark = pytest.mark.once
 
 FOLDER = ROOT / "experiments"
 SCRIPTS = ("image_classification", "language_modeling", "masked_lm")
-FOR_DOCS = ("example_runs.py", "inspect_pictures.py")
-"""Scripts that draw pictures for the docs. They import benchmarks and a training script."""
 
 
 def node(name: str) -> str:
@@ -36,7 +34,7 @@ def test_the_readme_shows_the_imports_between_folders():
     arrows = set()
     for file in FOLDER.rglob("*.py"):
         start = node(file.relative_to(FOLDER).with_suffix("").parts[0])
-        if start not in ("benchmarks", "__init__") and file.name not in FOR_DOCS:
+        if start not in ("benchmarks", "__init__"):
             arrows |= {(start, end) for end in imported(file) - {start}}
     shown = re.findall(r"^  (\w+) (?:-->|-\.->) (\w+)$", (FOLDER / "README.md").read_text(), re.MULTILINE)
     assert sorted(shown) == sorted(arrows)

@@ -1,1 +1,1 @@
-"""Write the results of benchmarks as tables and pages."""
+"""Write the results of benchmarks, and pictures of real runs, into the pages."""

@@ -21,9 +21,9 @@ from experiments.benchmarks.compile_only.sharded import ABOUT
 from experiments.benchmarks.gradient_sums import NOTE as SUMS_NOTE
 from experiments.benchmarks.gradient_sums import sentence
 from experiments.benchmarks.report import gpu_steps, predictions, rule_tables
+from experiments.benchmarks.report.marked_text import write_marked
 from experiments.benchmarks.train_step.results import Results
 from experiments.report.json_files import numbers
-from experiments.report.marked_text import write_marked
 from experiments.report.tables import markdown, percent
 from jaxmp.base.gpus import GPUS
 

@@ -7,9 +7,9 @@ import re
 import pytest
 
 from experiments.benchmarks.report import gpu_steps, pages, predictions
+from experiments.benchmarks.report.marked_text import read_marked, write_marked
 from experiments.benchmarks.train_step.results import Results
 from experiments.report.json_files import write_json
-from experiments.report.marked_text import read_marked, write_marked
 from jaxmp.inspect._roofline import roofline
 
 MIB = 2**20

@@ -2,7 +2,7 @@
 
 Each picture is written between its markers in a page of docs/tools.
 
-python -m experiments.report.inspect_pictures
+python -m experiments.benchmarks.report.inspect_pictures
 
 The names of the pictures:
 
@@ -34,19 +34,19 @@ import jax.numpy as jnp
 import jaxmp
 from experiments import language_modeling
 from experiments.benchmarks.models.workloads import Workload, workload
+from experiments.benchmarks.report.marked_text import write_marked
 from experiments.benchmarks.shared import kept, records
 from experiments.benchmarks.train_step import jax_steps
 from experiments.benchmarks.train_step.rows import Row
 from experiments.models import attention
 from experiments.models.gpt2 import GPT2
-from experiments.report.marked_text import write_marked
 from experiments.training import cli, loop, text_training
 from experiments.training.environment import environment
 from experiments.training.run_folders import run_folder
 from jaxmp.inspect import Memory, Watch, compare, memory, plots
 
 Name = Literal["training", "compare", "scale", "plan", "memory"]
-DOCS = Path(__file__).resolve().parents[2] / "docs"
+DOCS = Path(__file__).resolve().parents[3] / "docs"
 PAGES = {
     "exponents": "numerics",
     "underflow": "numerics",
@@ -56,7 +56,7 @@ PAGES = {
     "memory": "memory",
 }
 """The page in docs/tools that shows each picture."""
-COMMAND = "python -m experiments.report.inspect_pictures"
+COMMAND = "python -m experiments.benchmarks.report.inspect_pictures"
 ROWS = {
     "float32": Row("", "jaxmp", "fp32"),
     "mixed_bfloat16": Row("", "jaxmp", "bf16"),

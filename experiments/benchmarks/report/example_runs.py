@@ -2,7 +2,7 @@
 
 The runs train a small GPT-2 in float16, bfloat16 and float32.
 
-python -m experiments.report.example_runs
+python -m experiments.benchmarks.report.example_runs
 
 The model learns the source text of Python's standard library. The three runs take about four minutes on two free cores.
 The files that the page needs are copied to experiments/results/report. `make docs` builds the page from them.
@@ -25,7 +25,7 @@ from experiments.training import cli
 from experiments.training.run_folders import run_folder
 from jaxmp.inspect.run_files import WATCH_FILE
 
-KEPT = Path(__file__).resolve().parents[1] / "results" / "report"
+KEPT = Path(__file__).resolve().parents[2] / "results" / "report"
 POLICIES = {"float16": "mixed_float16", "bfloat16": "mixed_bfloat16", "float32": "float32"}
 _SCALE = "dynamic:loss_scale=1048576,period=40"  # so large that the first steps are skipped
 _SHOWN = "activation_gradients"

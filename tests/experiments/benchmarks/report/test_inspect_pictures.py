@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from experiments.benchmarks.models.workloads import workload
-from experiments.report import inspect_pictures
-from experiments.report.marked_text import read_marked
+from experiments.benchmarks.report import inspect_pictures
+from experiments.benchmarks.report.marked_text import read_marked
 from jaxmp.inspect import Memory
 
 pytestmark = [pytest.mark.once, pytest.mark.usefixtures("standard_promotion")]
