@@ -19,6 +19,19 @@ def test_the_first_pages_stay_short():
         assert (ROOT / name).stat().st_size <= most, f"shorten {name}, or move a part of it to docs/"
 
 
+def anchors(page: Path) -> set[str]:
+    """Return the anchors that a forge such as GitHub gives the headings of a page."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", text, flags=re.MULTILINE)
+    shown = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading) for heading in headings]
+    return {re.sub(r"[^\w\- ]", "", heading).lower().replace(" ", "-") for heading in shown}
+
+
+def is_checked_by_mkdocs(page: Path, target: Path, anchor: str) -> bool:
+    """Return whether a link with an anchor joins two pages of the site. `make docs` checks such links."""
+    return bool(anchor) and page.is_relative_to(DOCS) and target.is_relative_to(DOCS)
+
+
 def test_every_link_between_pages_leads_somewhere():
     pages = [
         *ROOT.glob("*.md"),
@@ -29,9 +42,13 @@ def test_every_link_between_pages_leads_somewhere():
         *ROOT.glob("experiments/benchmarks/*.md"),
     ]
     for page in pages:
-        for link in re.findall(r"\]\(([^)#\s]+)\)", page.read_text()):
-            exists = (page.parent / link).exists() or (ROOT / link).exists()  # the site has a copy of the notebooks
-            assert link.startswith("http") or exists, f"{page}: {link}"
+        for path, anchor in re.findall(r"\]\(([^)#\s]*)#?([^)\s]*)\)", page.read_text()):
+            target = (page.parent / path).resolve() if path else page
+            if path.startswith("http") or is_checked_by_mkdocs(page, target, anchor):
+                continue
+            exists = target.exists() or (ROOT / path).exists()  # the site has a copy of the notebooks
+            assert exists, f"{page}: {path}"
+            assert not anchor or anchor in anchors(target), f"{page}: {path}#{anchor}"
 
 
 def test_code_fits_into_its_column():
