@@ -17,9 +17,10 @@ PYTEST := -m pytest -q -n $(WORKERS) --maxprocesses 8 --dist worksteal $(AGAIN)
 # Tests with the mark absent_gpu run on the newest Python only, because only its environment has their compiler.
 QUICK := not slow and not absent_gpu
 # The tests of the library, and the tests of two training scripts, which show that the scripts run.
+SCRIPTS := tests/experiments/test_language_modeling.py tests/experiments/test_masked_lm.py
 FOLDERS := $(patsubst %/,%,$(wildcard tests/*/)) $(wildcard tests/test_*.py)
-LIBRARY := jaxmp $(filter-out %/tools %/experiments %/repository,$(FOLDERS)) \
-  tests/experiments/test_language_modeling.py tests/experiments/test_masked_lm.py
+LIBRARY := jaxmp $(filter-out %/tools %/experiments %/repository,$(FOLDERS)) $(SCRIPTS)
+check nightly: WITHOUT := $(addprefix --ignore=,$(SCRIPTS))# for `make experiments`, because `make test` ran them
 # The tests that JAX's internals may break: they run on the newest JAX, too.
 INTERNALS := $(wildcard $(addprefix tests/,engine program models linen nnx))
 # $(call paths,DEFAULT): the files and folders that ARGS names, or else DEFAULT
@@ -42,7 +43,7 @@ test: .venv/installed ## the tests of the library, 2 to 4 minutes on two cores: 
 	$(PY) $(PYTEST) -m "$(QUICK)" $(call paths,$(LIBRARY))
 
 experiments: .venv/installed ## the tests of the scripts and benchmarks, 1 to 2 minutes
-	$(PY) $(PYTEST) -m "$(QUICK)" $(call paths,tests/experiments)
+	$(PY) $(PYTEST) -m "$(QUICK)" $(WITHOUT) $(call paths,tests/experiments)
 
 quick: .venv/installed ## the tests that cover your changes since main, or since the commit BASE
 	@tests=$$($(PY) .ci/quick.py) && $(PY) $(PYTEST) -m "$(QUICK)" $$tests $(ARGS)

@@ -63,6 +63,14 @@ def test_a_smoke_run_has_no_limit_unless_minutes_are_given(project):
     assert "--minutes 0 --smoke" in make(project, "--dry-run", "SMOKE=1", target="gpu").stdout
 
 
+def test_make_check_runs_the_tests_of_the_scripts_once(project):
+    file = "tests/experiments/test_masked_lm.py"
+    check = make(project, "--dry-run", target="check").stdout
+    assert check.count(f" {file}") == check.count(f"--ignore={file}") == 1
+    assert f" {file}" in make(project, "--dry-run", target="test").stdout
+    assert "--ignore" not in make(project, "--dry-run", target="experiments").stdout
+
+
 def test_a_benchmark_that_is_none_is_one_sentence(project):
     done = make(project, "NAME=nosuch", f"PYTHONPATH={ROOT}", target="benchmark")
     assert done.returncode == 2
