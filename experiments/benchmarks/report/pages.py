@@ -118,17 +118,6 @@ def scaling_costs() -> list[tuple[str, dict[str, float]]]:
     return costs
 
 
-def scaling_sentence() -> str:
-    """Return a sentence with the smallest and the largest cost of loss scaling, each with its step."""
-    costs = [(added["jaxmp.loss_scaling"], step) for step, added in scaling_costs()]
-    (least, small), (most, large) = min(costs), max(costs)
-    devices = dict.fromkeys(result.facts["device"] for result in sorted(all_of("loss_scaling")))
-    return (
-        f"Loss scaling changes the time of a step by {100 * least:+.1f} % ({small}) to {100 * most:+.1f} % ({large}), "
-        f"on {' and '.join(devices)}."
-    )
-
-
 def scaling_table() -> str:
     """Return a table of the time that loss scaling adds to a step."""
     ways = ("jaxmp.loss_scaling", "jmp.DynamicLossScale", "flax DynamicScale", "no scaling, again")
@@ -173,6 +162,12 @@ def goals_table() -> str:
     """Return the table of figures with their goals, and the memory saved if float32 is compiled too."""
     compiled, remat = newest("compile_only").data["results"], newest("remat").data["groups"]
     return gpu_steps.goals_table(steps(), compiled, remat)
+
+
+def memory_sentence() -> str:
+    """Return a sentence on the memory that bfloat16 saves, with the GPU that the steps were compiled for."""
+    result = newest("compile_only")
+    return gpu_steps.memory_sentence(steps(), result.data["results"], result.facts["target"])
 
 
 def step_origins() -> str:
@@ -239,8 +234,9 @@ def real_libraries() -> str:
             percent(of_program[half][way][1]) for half in ("bfloat16", "float16") for way in ("autocast", "T", "N")
         ]
         rows.append((title + notes, *errors, f"{100 * of_program['bfloat16']['half_share']:.0f} %"))
-    others = ("half products", "all half")
-    columns = ("program", "bfloat16: autocast", *others, "float16: autocast", *others, "FLOPs in half under autocast")
+    references = ("half products", "all half")
+    of_halves = ("bfloat16: autocast", *references, "float16: autocast", *references)
+    columns = ("program", *of_halves, "FLOPs in half under autocast")
     origin = result.origin("The full record").replace("): ", "), with the errors of the losses: ", 1)
     return f"{text}\n\n{markdown(columns, rows)}\n\n{origin}"
 
@@ -266,7 +262,7 @@ def roofline() -> str:
 BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {
         "results": lambda: "\n\n".join(
-            [gradient_sums_sentence(), gpu_steps.sentence(steps(), device()), scaling_sentence()]
+            [gradient_sums_sentence(), gpu_steps.sentence(steps(), device()), memory_sentence()]
         )
     },
     "docs/measured.md": {

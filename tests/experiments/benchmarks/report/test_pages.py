@@ -113,6 +113,16 @@ def test_compiled_steps_fill_the_rows_of_memory_and_are_marked():
     assert "BERT-Base 13,938 and 51,175" in gpu_steps.recorded_peaks()
 
 
+def test_the_memory_saved_is_that_of_the_compiled_steps():
+    light = {**VARIANTS, "jaxmp-bf16": {**VARIANTS["jaxmp-bf16"], "peak": 6_600 * MIB}}  # 85% less than 44,000 MiB
+    results = [*compiled("gpt2"), {"name": "bert", "full": True, "variants": light}]
+    steps = {"bert": Results({"model": "bert"}, {}, {}, {}), "gpt2": measured(STEPS)}
+    assert gpu_steps.memory_sentence(steps, results, "an H200") == (
+        "A train step in bfloat16 needs 75 % to 85 % less memory than a step in float32 without jaxmp (BERT-Base, "
+        "GPT-2 124M; compiled for an H200, not run)."
+    )
+
+
 def test_compiled_peaks_are_compared_with_measured_peaks_if_there_are_any():
     table = cells(measured({key: STEPS[key] for key in ("compile-bf16", "hand-fp32")}), compiled())
     assert table["peak memory, relative to torch.compile AMP"] == "✗ 1.375ᶜ (≤ 1)"  # 11,000 / 8,000 MiB
@@ -190,7 +200,7 @@ def test_a_copied_table_states_where_it_comes_from(results):
     )
 
 
-def test_the_cost_of_loss_scaling_names_the_steps_and_devices_of_the_smallest_and_the_largest_figure(results):
+def test_the_cost_of_loss_scaling_is_relative_to_the_same_step_without_it(results):
     def step(name, **ratios):
         return {"model": name, "variants": {way: {"ratio": [1.0, ratio, 1.0]} for way, ratio in ratios.items()}}
 
@@ -198,9 +208,6 @@ def test_the_cost_of_loss_scaling_names_the_steps_and_devices_of_the_smallest_an
     gpt2 = step("gpt2", **{"jaxmp.loss_scaling": 0.75})
     write_result(results / "loss_scaling", {"results": [mlp]})
     write_result(results / "loss_scaling_gpt2", {"results": [gpt2]}, "a GPU")
-    assert pages.scaling_sentence() == (
-        "Loss scaling changes the time of a step by -25.0 % (gpt2) to +6.2 % (mlp), on a CPU and a GPU."
-    )
     assert pages.scaling_table().splitlines()[2:] == [
         "| mlp | +6.25 % | +20.00 % | – | -1.00 % |",
         "| gpt2 | -25.00 % | – | – | – |",
