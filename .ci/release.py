@@ -30,26 +30,26 @@ def entry(version: str) -> tuple[str, str]:
 
 def problems(tag: str) -> list[str]:
     """Return what must be changed before the release."""
-    found = []
+    errors = []
     version = version_in("jaxmp/__init__.py", r'^__version__ = "(.+)"$')
     if tag != f"v{version}":
-        found.append(f"the tag must be v{version}, the version in jaxmp/__init__.py, got {tag}")
+        errors.append(f"the tag must be v{version}, the version in jaxmp/__init__.py, got {tag}")
     cited = version_in("CITATION.cff", r"^version: (.+)$")
     if cited != version:
-        found.append(f"CITATION.cff has version {cited}, but jaxmp/__init__.py has {version}")
+        errors.append(f"CITATION.cff has version {cited}, but jaxmp/__init__.py has {version}")
     heading, _ = entry(version)
     if not re.search(r"\(\d{4}-\d\d-\d\d\)$", heading):
-        found.append(f'CHANGELOG.md needs a heading with a date, such as "## {version} (2027-01-31)", got "{heading}"')
+        errors.append(f'CHANGELOG.md needs a heading with a date, such as "## {version} (2027-01-31)", got "{heading}"')
     address = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Repository"]
     if "/OWNER/" in address:
-        found.append(f"replace OWNER by your account in pyproject.toml: Repository = {address}")
-    return found
+        errors.append(f"replace OWNER by your account in pyproject.toml: Repository = {address}")
+    return errors
 
 
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         sys.exit("usage: release.py TAG")
     tag = sys.argv[1]
-    if found := problems(tag):
-        sys.exit("\n".join(f"error: {problem}" for problem in found))
+    if errors := problems(tag):
+        sys.exit("\n".join(f"error: {problem}" for problem in errors))
     print(entry(tag.removeprefix("v"))[1])

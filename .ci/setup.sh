@@ -5,13 +5,13 @@
 # "pins", it ignores constraints.txt and installs the newest versions. PYTHON=... names the default Python.
 set -eu
 dir=$1 which=$2 pins=${3:-}
-found=$("$(dirname "$0")/pythons.sh" "${PYTHON:-}")
-if [ -z "$found" ]; then
+pythons=$("$(dirname "$0")/pythons.sh" "${PYTHON:-}")
+if [ -z "$pythons" ]; then
   echo "jaxmp needs Python 3.11, 3.12 or 3.13 with the modules venv and ensurepip${PYTHON:+, and $PYTHON is not one}." >&2
   echo "Install one (on Debian or Ubuntu: apt install python3 python3-venv), or name one: make PYTHON=/path/to/python3.12" >&2
   exit 1
 fi
-if [ "$which" = default ]; then line=$(echo "$found" | head -n 1); else line=$(echo "$found" | tail -n 1); fi
+if [ "$which" = default ]; then line=$(echo "$pythons" | head -n 1); else line=$(echo "$pythons" | tail -n 1); fi
 version=${line%% *} python=${line#* }
 start=$(date +%s)
 echo "Setting up $dir (Python $version): this takes one or two minutes and 1.5 to 2.2 GB on disk"

@@ -42,7 +42,7 @@ from experiments.benchmarks.measure import programs
 from experiments.benchmarks.measure.turns import Prepared, compared
 from experiments.benchmarks.models.workloads import Sizes, workload
 from experiments.benchmarks.report.goals import Goal
-from experiments.benchmarks.shared import kept, records, scaled_steps
+from experiments.benchmarks.shared import measurements, records, scaled_steps
 from experiments.benchmarks.train_step.measure import start_anew
 from experiments.benchmarks.train_step.rows import Row
 from experiments.measure import memory, timing
@@ -268,8 +268,8 @@ def main(config: Config) -> list[dict[str, Any]]:
         where = environment(("torch", "torchao", "transformer_engine"), config.device)
         folder = records.folder_of("float8", config, rounds=2)
         setting = {name: getattr(config, name) for name in ("smoke", "rounds", "block_ms")}
-        has = kept.Kept(folder, config.minutes, where, **setting)
-        has.require_alike("*-*-*.json")
+        saved = measurements.Measurements(folder, config.minutes, where, **setting)
+        saved.require_alike("*-*-*.json")
     cases = [(part, size, route) for part in get_args(Part) for size in ((64,) if config.smoke else SIZES[part])
              for route in ROUTES[part]]  # fmt: skip
     routes = {*config.routes} - ({"torch"} if config.device else set())
@@ -277,16 +277,16 @@ def main(config: Config) -> list[dict[str, Any]]:
     with Progress("float8", len(chosen)) as progress:
         for case in sorted(chosen, key=lambda case: case[2]):  # torch last
             name = "-".join(map(str, case))
-            has.get(name, functools.partial(measure, *case, config, progress), progress)
-    results = [record for case in cases if (record := has.read("-".join(map(str, case))))]
+            saved.get(name, functools.partial(measure, *case, config, progress), progress)
+    results = [record for case in cases if (record := saved.read("-".join(map(str, case))))]
     if results:
-        where = kept.joined([case.pop("environment") for case in results])
+        where = measurements.joined([case.pop("environment") for case in results])
         parts = {part: [case for case in results if case["part"] == part] for part in get_args(Part)}
         tables = [table(part, cases_of_part, config.smoke) for part, cases_of_part in parts.items() if cases_of_part]
         panels = [panels for part, cases_of_part in parts.items() if (panels := pictures(part, cases_of_part))]
         data, shows = {"smoke": config.smoke, "results": results}, "float8 over bfloat16"
         records.record(folder, "float8", "Products in float8", where, tables, data, [ABOUT], shows, panels)
-    has.end()
+    saved.end()
     return results
 
 

@@ -30,7 +30,7 @@ from typing import Annotated, Any, NamedTuple
 import tyro
 
 from experiments.benchmarks.measure import caches
-from experiments.benchmarks.shared import kept, records
+from experiments.benchmarks.shared import measurements, records
 from experiments.benchmarks.train_step.rows import CHUNKS
 from experiments.report.tables import Table, terminal
 from experiments.training import cli
@@ -234,10 +234,10 @@ class Run:
     def __init__(self, config: Config, folder: Path, here: dict[str, Any]) -> None:
         self.config, self.folder = config, folder
         self._device = device_name(here)
-        self._has = kept.Kept(folder, config.minutes, here, smoke=config.smoke)
+        self._saved = measurements.Measurements(folder, config.minutes, here, smoke=config.smoke)
         self._ends = time.monotonic() + 60 * config.minutes
-        self._has.require_alike("gpu.json")
-        self._about = self._has.read("gpu") or {"pieces": {}, "results": {}}
+        self._saved.require_alike("gpu.json")
+        self._about = self._saved.read("gpu") or {"pieces": {}, "results": {}}
 
     def of(self, piece: Piece) -> dict[str, Any]:
         """Return the state of a piece, its seconds, and the reason for the state.
@@ -289,7 +289,7 @@ class Run:
     def _keep(self, piece: Piece, state: str, seconds: float, reason: str = "") -> None:
         seconds += self.of(piece)["seconds"]
         self._about["pieces"][piece.name] = {"state": state, "seconds": seconds, "reason": reason}
-        self._has.save("gpu", {name: self._about[name] for name in ("pieces", "results")})
+        self._saved.save("gpu", {name: self._about[name] for name in ("pieces", "results")})
 
     def _publish(self, piece: Piece) -> None:
         """Copy a result, complete or not."""
@@ -336,7 +336,7 @@ def follow(command: list[str], log: Path, seconds: float, variables: dict[str, s
                 print(line, end="", flush=True)
                 file.write(line)
                 file.flush()
-                unfinished |= line.strip() == kept.UNFINISHED
+                unfinished |= line.strip() == measurements.UNFINISHED
             code = process.wait()
         finally:
             with contextlib.suppress(ProcessLookupError):

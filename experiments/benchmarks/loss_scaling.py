@@ -24,7 +24,7 @@ from experiments.benchmarks.measure.caches import caches_in
 from experiments.benchmarks.measure.turns import Prepared, compared
 from experiments.benchmarks.models.mlp import MLP
 from experiments.benchmarks.models.workloads import Sizes, workload
-from experiments.benchmarks.shared import kept, records, scaled_steps
+from experiments.benchmarks.shared import measurements, records, scaled_steps
 from experiments.measure import timing
 from experiments.report import plots
 from experiments.report.progress import Progress
@@ -146,22 +146,22 @@ def main(config: Config) -> list[dict[str, Any]]:
         texts = {name: build(name, config)[2] for name in config.models}
         folder = records.folder_of("loss_scaling", config, rounds=2)
         flags = {name: getattr(config, name) for name in ("policy", "rounds", "block_ms")}
-        has = kept.Kept(folder, config.minutes, where, **flags)
+        saved = measurements.Measurements(folder, config.minutes, where, **flags)
         for name, text in texts.items():
-            has.require_alike(f"measured-{name}.json", model=text)
+            saved.require_alike(f"measured-{name}.json", model=text)
     # The same command finds the compiled programs when it continues.
     cache = caches_in(folder.absolute() / "cache") if config.minutes else contextlib.nullcontext()
     with cache, Progress("loss scaling", len(texts) * config.rounds) as progress:
         measured = [
-            has.get(f"measured-{name}", functools.partial(measure, name, config, progress), model=text)
+            saved.get(f"measured-{name}", functools.partial(measure, name, config, progress), model=text)
             for name, text in texts.items()
         ]
     if results := [record for record in measured if record]:
-        where = {**kept.joined(has.environments), "policy": results[0]["policy"]}
+        where = {**measurements.joined(saved.environments), "policy": results[0]["policy"]}
         tables, panels = [*map(table, results)], [[*map(picture, results)]]
         title = "What loss scaling adds to a train step"
         records.record(folder, "loss_scaling", title, where, tables, {"results": results}, [INTRO], "ratios", panels)
-    has.end()
+    saved.end()
     return results
 
 

@@ -64,11 +64,11 @@ class Algorithm:
 
     def split(self, operand: jax.Array) -> list[jax.Array]:
         """Return the parts of a float32 operand, as float32 arrays."""
-        parts, rest = [], operand
+        parts, remainder = [], operand
         for _ in range(self.parts):
-            part = jax.lax.reduce_precision(rest, exponent_bits=8, mantissa_bits=self.mantissa_bits)
+            part = jax.lax.reduce_precision(remainder, exponent_bits=8, mantissa_bits=self.mantissa_bits)
             parts.append(part)
-            rest = rest - part
+            remainder = remainder - part
         return parts
 
     def product(self, left: jax.Array, right: jax.Array) -> jax.Array:
@@ -135,8 +135,8 @@ def measure(config: Config) -> list[dict[str, Any]]:
     with Progress("matmul_precision", len(ALGORITHMS)) as progress:
         for name, algorithm in ALGORITHMS.items():
             emulated = {str(length): error(algorithm.product, rows, length) for length in LENGTHS}
-            own = {str(length): error(on_device(name), rows, length) for length in LENGTHS} if is_gpu else {}
-            row = {"name": name, "products": len(algorithm.pairs), "error": emulated, "on_device": own}
+            measured = {str(length): error(on_device(name), rows, length) for length in LENGTHS} if is_gpu else {}
+            row = {"name": name, "products": len(algorithm.pairs), "error": emulated, "on_device": measured}
             results.append({**row, "size": size, "ms": times.get(name)})
             progress.advance(1, name)
     return results
@@ -149,8 +149,8 @@ def table(results: list[dict[str, Any]], smoke: bool = False) -> Table:
     for row in results:
         cells = []
         for length in map(str, LENGTHS):
-            own = f" ({row['on_device'][length]:.1e})" if row["on_device"] else ""
-            cells.append(f"{row['error'][length]:.1e}{own}")
+            on_device = f" ({row['on_device'][length]:.1e})" if row["on_device"] else ""
+            cells.append(f"{row['error'][length]:.1e}{on_device}")
         time = NOT_MEASURED if row["ms"] is None else f"{row['ms']:.2f} ms ({row['size']:,}³)"
         rows.append((f"`{row['name']}`", str(row["products"]), *cells, time))
     note = MEASURED if any(row["on_device"] for row in results) else EMULATED

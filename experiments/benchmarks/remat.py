@@ -27,7 +27,7 @@ import jax
 
 from experiments.benchmarks.measure.turns import OUT_OF_MEMORY, reason
 from experiments.benchmarks.models.workloads import FULL, SMOKE, Workload, workload
-from experiments.benchmarks.shared import kept, records
+from experiments.benchmarks.shared import measurements, records
 from experiments.benchmarks.train_step import jax_steps
 from experiments.benchmarks.train_step.rows import Row
 from experiments.measure import memory
@@ -161,11 +161,11 @@ def main(config: Config) -> list[Group]:
         limit = limit_of(config)
         folder = records.folder_of("remat", config)
         setting = {"memory_limit": config.memory_limit or "the device's", "smoke": config.smoke}
-        has = kept.Kept(folder, config.minutes, environment(target=config.target), **setting)
+        saved = measurements.Measurements(folder, config.minutes, environment(target=config.target), **setting)
         changes = {"batch_size": config.batch_size, "layers": config.layers}
         cases = [workload(name, (SMOKE if config.smoke else FULL)[name], **changes) for name in config.models]
         for case in cases:
-            has.require_alike(f"{case.name}-*.json", sizes=dataclasses.asdict(case.sizes))
+            saved.require_alike(f"{case.name}-*.json", sizes=dataclasses.asdict(case.sizes))
     groups = []
     kinds = list(dict.fromkeys(config.remats))
     with Progress("remat", len(cases) * len(config.policies) * len(kinds)) as progress:
@@ -175,16 +175,16 @@ def main(config: Config) -> list[Group]:
                 precision: Any = PRECISIONS[policy]
                 row = Row(kind, "jaxmp", precision, scaled=precision == "fp16", remat=kind)
                 find = functools.partial(measure, case, row, config.target or None, limit)
-                if figures := has.get(f"{case.name}-{policy}-{kind}", find, progress, sizes=sizes):
+                if figures := saved.get(f"{case.name}-{policy}-{kind}", find, progress, sizes=sizes):
                     rows[kind] = figures
-            group = {**case.facts, "policy": policy, "setting": {"sizes": sizes, **has.setting}, "rows": rows}
+            group = {**case.facts, "policy": policy, "setting": {"sizes": sizes, **saved.setting}, "rows": rows}
             groups += [group] if rows else []
     if groups:
-        where = kept.joined(has.environments)
+        where = measurements.joined(saved.environments)
         tables, panels = [*map(table, groups)], [*map(pictures, groups)]
         title, shows = "What rematerialisation saves", "memory and the largest batch"
         records.record(folder, "remat", title, where, tables, {"groups": groups}, (), shows, panels)
-    has.end()
+    saved.end()
     return groups
 
 

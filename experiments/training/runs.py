@@ -76,7 +76,7 @@ class Run:
         self._unwatched = experiment
         self.summary: dict[str, Any] = {}
         self.stopped = False
-        self._terminated, self._held = threading.Event(), contextlib.ExitStack()
+        self._terminated, self._exit_stack = threading.Event(), contextlib.ExitStack()
         self._writes = processes.first()
         self._name, self._config = name, config
         self._environment = environment()
@@ -115,12 +115,12 @@ class Run:
         if self._checkpoints and not processes.several() and threading.current_thread() is threading.main_thread():
             restore = functools.partial(signal.signal, signal.SIGTERM, signal.getsignal(signal.SIGTERM))
             signal.signal(signal.SIGTERM, lambda *_: (self._terminated.set(), restore()))
-            self._held.callback(restore)
+            self._exit_stack.callback(restore)
         processes.alive(processes.LONG)  # the first step compiles
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *args: Any) -> None:
-        self._held.close()
+        self._exit_stack.close()
         if processes.several() and kind is not None and not issubclass(kind, FloatingPointError):
             return  # other processes may be gone, and reading or writing would wait for them
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # the error that ended the run is raised instead

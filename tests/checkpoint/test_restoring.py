@@ -280,14 +280,14 @@ def test_another_model_or_optimizer_is_refused_with_the_first_path(tmp_path):
         return jaxmp.TrainState.create(params=params, tx=state.tx, model_state=state.model_state, rng=0, ema=True)
 
     remedy = "restore into the model and the optimizer that were saved"
-    own = dict(state.params)
+    saved = dict(state.params)
     for other, *texts in [
-        (like(**own, Dense_2={"bias": jnp.zeros(3)}), "'params/Dense_2/bias' float32[3] is in the state that you pass"),
-        (like(**{name: own[name] for name in own if name != "Dense_0"}), "'params/Dense_0/bias' float32[6] is in "),
-        (like(**{**own, "Dense_0": {"bias": jnp.zeros(7), "kernel": own["Dense_0"]["kernel"]}}),
+        (like(**saved, Dense_2={"bias": jnp.zeros(3)}), "'params/Dense_2/bias' float32[3] is in the state that you "),
+        (like(**{name: saved[name] for name in saved if name != "Dense_0"}), "'params/Dense_0/bias' float32[6] is in "),
+        (like(**{**saved, "Dense_0": {"bias": jnp.zeros(7), "kernel": saved["Dense_0"]["kernel"]}}),
          f"'params/Dense_0/bias' is float32[6] in {tmp_path}/0, but float32[7] in the state that you passed"),
         (linen_run(tx=optax.sgd(0.1))[0], "'opt_state/inner_state/0/count' int32[] is in ", "but not in the state "),
-        (like(**{**own, "Dense_0": jax.tree.map(lambda x: x.astype(jnp.int32), own["Dense_0"])}), "float32[6]",
+        (like(**{**saved, "Dense_0": jax.tree.map(lambda x: x.astype(jnp.int32), saved["Dense_0"])}), "float32[6]",
          "but int32[6] in the state that you passed"),
     ]:  # fmt: skip
         before = bits(other)

@@ -15,9 +15,9 @@ from jaxmp.inspect.compiled import hlo, targets
 
 module = importlib.import_module("jaxmp.inspect._roofline.roofline")
 
-# A program as XLA compiles it for GPUs. It has a float32 product that may run in TF32 and one that may not, a half
-# product with a workspace, a causal attention, a convolution and its two derivatives, a loop of three turns, and an
-# update in place.
+# A program as XLA compiles it for GPUs. Its products: a float32 product that may run in TF32 and one that may not, a
+# half product with a workspace, a causal attention, a convolution and its two derivatives. It also has a loop of three
+# turns and an update in place.
 TEXT = """HloModule jit_step, is_scheduled=true
 
 %update (p0: f32[1000,64], p1: f32[4,64], p2: s32[4,1]) -> f32[1000,64] {

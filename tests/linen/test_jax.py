@@ -46,14 +46,14 @@ def product_is_half_inside(inside: str) -> None:
     """Assert that products inside a transformation are half in both passes."""
     mixed = inside in ("lax.fori_loop", "jax.grad")
 
-    class Own(nn.Module):
+    class WithParam(nn.Module):
         @nn.compact
         def __call__(self, x):
             if mixed:
                 nn.Dense(8)(x)
             return INSIDE[inside](x, self.param("w", kernel, (8, 8)))
 
-    model = apply_policy(Own(), "mixed_float16")
+    model = apply_policy(WithParam(), "mixed_float16")
     assert set(model_products(model, X)) == {"float16"}
     gradient = jax.grad(lambda variables: jnp.sum(model.apply(variables, X)))
     if inside != "lax.fori_loop":

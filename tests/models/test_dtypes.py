@@ -239,7 +239,7 @@ def test_a_float32_preset_is_the_bare_model_with_products_at_its_precision(api):
 @each_api
 def test_a_float32_root_called_in_a_loop_on_half_inputs_gives_what_a_direct_call_gives(api):
     x = jnp.full((2,), 300, jnp.float16)  # 300² is infinite in float16
-    apply, params = pure(mixed(api.Own(lambda w, x: x * x), "float32"), x)
+    apply, params = pure(mixed(api.WithParam(lambda w, x: x * x), "float32"), x)
 
     @quick_jit
     def results(params: Any) -> Any:
@@ -280,7 +280,7 @@ def test_a_residual_between_half_layers_stays_half_though_a_parent_with_params_i
         scaled,
         first=api.dense,
         block=lambda: api.named(residual, layer=api.dense, norm=api.norm),
-        scale=lambda: api.Own(lambda w, x: x * w[0]),
+        scale=lambda: api.WithParam(lambda w, x: x * w[0]),
         last=api.dense,
     )
     apply, params = pure(mixed(model, "mixed_bfloat16"), SEQUENCE)

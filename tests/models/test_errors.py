@@ -123,10 +123,10 @@ def test_a_single_layer_is_named_by_its_class(api):
 @each_api
 def test_a_model_with_a_half_product_or_without_products_is_not_an_error(api):
     part = mixed(two_layers(api), "mixed_float16")
-    own = functools.partial(api.Own, lambda w, x: x @ w)
+    without_dtype = functools.partial(api.WithParam, lambda w, x: x @ w)
     with_half = [
         api.named(wide=functools.partial(api.dense, dtype="float32"), other=other)
-        for other in (api.dense, own, lambda: part)
+        for other in (api.dense, without_dtype, lambda: part)
     ]
     for bare in (api.norm(), *with_half):
         assert "float32" not in dtypes_of_products(mixed(bare, "mixed_bfloat16"), X)[1:]
@@ -142,7 +142,7 @@ def test_half_products_are_searched_in_the_traced_program(api):
 
     attention = api.named(attend, layer=api.dense, norm=api.norm)
     # A param with two axes that is not in a product does not count.
-    scaled = api.named(scale=lambda: api.Own(lambda w, x: x * w), layer=api.dense)
+    scaled = api.named(scale=lambda: api.WithParam(lambda w, x: x * w), layer=api.dense)
     x = data(8, 8)
     for under in api.adapters:
         model = under(attention, "mixed_bfloat16", {"layer": "float32"})
@@ -168,7 +168,7 @@ MODELS = (nn.Dense(2), nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
 @each_api
 def test_arguments_that_are_not_a_module_policy_or_override_raise_at_once(api):
     other_model = MODELS[0] if api is NNX else MODELS[1]
-    own, other = ("linen", "nnx") if api is Linen else ("nnx", "linen")
+    module, other_module = ("linen", "nnx") if api is Linen else ("nnx", "linen")
     for under in api.adapters:
         for model, came in (
             (api.Dense, f"the class {api.Dense.__name__}; create an instance: {api.Dense.__name__}(...)"),
@@ -177,9 +177,9 @@ def test_arguments_that_are_not_a_module_policy_or_override_raise_at_once(api):
         ):
             with pytest.raises(TypeError) as error:
                 under(model, "mixed_float16")
-            call = f"jaxmp.{own}.{under.__name__} takes a flax.{own}.Module, got {came}"
+            call = f"jaxmp.{module}.{under.__name__} takes a flax.{module}.Module, got {came}"
             assert call in str(error.value)
-        assert f"jaxmp.{other}.{under.__name__} takes modules of flax.{other}" in str(error.value)
+        assert f"jaxmp.{other_module}.{under.__name__} takes modules of flax.{other_module}" in str(error.value)
         for policy, overrides, kind, text in (
             ("mixed_float17", None, ValueError, r"unknown policy 'mixed_float17'.*nearest first: 'mixed_float16'"),
             ("mixed_float16", {"body": "halfish"}, ValueError, "unknown policy 'halfish'"),

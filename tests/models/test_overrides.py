@@ -102,12 +102,12 @@ def test_an_override_of_a_policy_map_comes_after_the_overrides_of_the_call(api):
 def test_an_override_reaches_modules_without_a_dtype_or_without_params(api):
     bare = api.named(
         layer=api.dense,
-        own=lambda: api.Own(lambda w, x: x @ w),
+        without_dtype=lambda: api.WithParam(lambda w, x: x @ w),
         scores=lambda: api.named(lambda _, x: x @ x.T),
     )
     for overrides, expected in (
         (None, ["float16", "float16", "float16"]),
-        ({"own": "mixed_bfloat16"}, ["float16", "bfloat16", "float16"]),
+        ({"without_dtype": "mixed_bfloat16"}, ["float16", "bfloat16", "float16"]),
         ({"scores": "float32"}, ["float16", "float16", "float32"]),
     ):
         assert dtypes_of_products(mixed(bare, "mixed_float16", overrides), X) == expected
@@ -130,7 +130,7 @@ def test_a_float32_region_of_a_half_module_is_float32(api):
         with jaxmp.precision("float32"):
             return x @ w
 
-    bare = api.named(layer=api.dense, careful=lambda: api.Own(careful))
+    bare = api.named(layer=api.dense, careful=lambda: api.WithParam(careful))
     assert dtypes_of_products(mixed(bare, "mixed_float16"), X) == ["float16", "float32"]
 
 

@@ -31,7 +31,7 @@ THREE = "BF16_BF16_F32_X3"
 
 @each_api
 def test_products_of_the_preset_float32_have_the_highest_precision_also_in_gradients(api):
-    for bare in (api.dense(), api.conv(), api.Own(lambda w, x: x @ w)):
+    for bare in (api.dense(), api.conv(), api.WithParam(lambda w, x: x @ w)):
         assert set(precisions(mixed(bare, "float32"))) == {"HIGHEST"}
         assert set(precisions(mixed(bare, "float32"), gradients=True)) == {"HIGHEST"}
 
@@ -59,7 +59,7 @@ def test_the_precision_of_a_region_or_of_the_code_wins_over_the_policy_of_its_mo
                 x = x @ w
             return x @ w
 
-        return api.Own(run)
+        return api.WithParam(run)
 
     algorithm = jaxmp.Policy("float32", "float32", "float32", matmul_precision=THREE)
     for level, expected in ((algorithm, THREE), ("tensorfloat32", "-"), ("float32", "HIGHEST")):

@@ -18,7 +18,7 @@ import jaxmp
 def test_params_products_and_results_have_the_dtypes_of_the_policy(api):
     policy = jaxmp.get_policy("p=bf16,c=f16,o=f32")
     with standard_promotion():
-        for model in (api.dense(), api.Own(lambda w, x: x @ w)):
+        for model in (api.dense(), api.WithParam(lambda w, x: x @ w)):
             apply, params = pure(mixed(model, policy), X, abstract=True)
             assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {policy.param_dtype}
             assert jax.eval_shape(apply, params, X).dtype == policy.output_dtype
@@ -79,7 +79,7 @@ def test_pytrees_keep_their_structure_and_integers_bools_and_keys_pass_unchanged
 
     unchanged = {"ids": jnp.arange(3), "mask": jnp.array([True]), "key": jax.random.key(0), "n": 3}
     inputs = Pair({"a": X, "b": [X[0], X[1].astype(jnp.bfloat16)]}, (None, unchanged, 2.5))
-    apply, params = pure(mixed(api.Own(fun), "p=f32,c=f16,o=bf16"), inputs)
+    apply, params = pure(mixed(api.WithParam(fun), "p=f32,c=f16,o=bf16"), inputs)
     out = apply(params, inputs)
     float16, float32, bfloat16 = (jnp.dtype(name) for name in ("float16", "float32", "bfloat16"))
     dtypes = {"ids": jnp.dtype("int32"), "mask": jnp.dtype(bool), "key": unchanged["key"].dtype, "n": 3}
@@ -116,7 +116,7 @@ def product_with_a_derivative_of_its_own(records):
 
 @pytest.mark.once
 @pytest.mark.parametrize(
-    ("api", "kind", "policy"), [(NNX, "Own", "mixed_bfloat16"), (Linen, "Beside", "mixed_float16")]
+    ("api", "kind", "policy"), [(NNX, "WithParam", "mixed_bfloat16"), (Linen, "Beside", "mixed_float16")]
 )
 def test_a_custom_derivative_sees_the_policys_dtype_forward_and_backward(api, kind, policy):
     """Trace the rule in float32, as written, and compute it under the policy."""

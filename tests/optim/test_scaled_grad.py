@@ -214,7 +214,7 @@ def test_gradients_with_a_wrong_power_of_the_loss_scale_are_warned_of(name):
         warnings.simplefilter("always")
         for _ in range(2):
             _, opt_state = step(params, tx.init(params))
-    assert [warning in str(each.message) for each in caught] == ([] if warning is None else [True])
+    assert [warning in str(record.message) for record in caught] == ([] if warning is None else [True])
     assert opt_state.skipped_steps == 0
 
 

@@ -207,27 +207,28 @@ def test_an_unchanged_rewriter_gives_an_equal_program(rewriter):
     if rewriter is WholeEquations:
         assert str(ours) == str(jaxs)
     # `jax.lax.switch` clamps the index of a conditional once more.
-    equations, expected = ([one for one in described(jaxpr) if one[0] != "clamp"] for jaxpr in (ours, jaxs))
+    equations, expected = ([row for row in described(jaxpr) if row[0] != "clamp"] for jaxpr in (ours, jaxs))
     assert equations == expected
     assert len(equations) > 60 and equations[0][2] == "around/layer"
 
 
 def test_bodies_tell_their_inputs_and_joins():
     def bodies(case):
-        (found,) = [(eqn, bodies_of(eqn)) for eqn in jax.make_jaxpr(case, 0)(jnp.sin, X).eqns if bodies_of(eqn)]
-        return found
+        eqns = jax.make_jaxpr(case, 0)(jnp.sin, X).eqns
+        (with_bodies,) = [(eqn, bodies_of(eqn)) for eqn in eqns if bodies_of(eqn)]
+        return with_bodies
 
     def types(atoms):
         return [(atom.aval.shape, atom.aval.dtype) for atom in atoms]
 
     for case in CASES:
-        eqn, found = bodies(case)
-        for number, body in enumerate(found.jaxprs):
+        eqn, eqn_bodies = bodies(case)
+        for number, body in enumerate(eqn_bodies.jaxprs):
             jaxpr, _ = opened(body)
-            assert len(found.inputs(number, eqn.invars)) == len(jaxpr.invars)
-            for n in found.joined(number):
+            assert len(eqn_bodies.inputs(number, eqn.invars)) == len(jaxpr.invars)
+            for n in eqn_bodies.joined(number):
                 assert types([jaxpr.outvars[n]]) == types([eqn.outvars[n]])
-        assert types([eqn.invars[n] for n in found.carries]) == types(eqn.outvars[: found.carry])
+        assert types([eqn.invars[n] for n in eqn_bodies.carries]) == types(eqn.outvars[: eqn_bodies.carry])
 
 
 def test_autocast_keeps_the_scopes_the_source_and_the_context_of_products():

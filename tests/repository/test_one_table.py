@@ -62,7 +62,7 @@ def files() -> list[str]:
 
 def test_only_the_table_lists_primitives():
     lists = {name: list(listed_primitives((ROOT / name).read_text())) for name in files()}
-    elsewhere = {name: found for name, found in lists.items() if found and name != TABLE and name not in OF_XLA}
+    elsewhere = {name: listed for name, listed in lists.items() if listed and name != TABLE and name not in OF_XLA}
     assert elsewhere == {}, "write a query, such as with_trait(Trait.LOOKS_UP)"
 
 

@@ -58,7 +58,7 @@ def test_a_release_that_is_not_ready_is_refused(project, file, ready, changed, p
     problems = runpy.run_path(str(project / ".ci/release.py"))["problems"]
     assert problems("v1.2.0") == []
     (project / file).write_text(READY[file].replace(ready, changed))
-    assert any(problem in found for found in problems("v1.2.0"))
+    assert any(problem in error for error in problems("v1.2.0"))
 
 
 def test_the_citation_and_the_changelog_have_the_version_of_the_library():

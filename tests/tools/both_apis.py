@@ -68,7 +68,7 @@ def by_hand(hand: Any, *values: Any) -> Any:
     return values if hand is None else tuple(value.astype(hand) for value in values)
 
 
-class LinenOwn(nn.Module):
+class LinenWithParam(nn.Module):
     """A layer without a ``dtype`` that calls ``fun`` with its param and its inputs."""
 
     fun: Callable[..., Any]
@@ -80,8 +80,8 @@ class LinenOwn(nn.Module):
         return self.fun(*by_hand(self.hand, w, *args))
 
 
-class NNXOwn(nnx.Module):
-    """:class:`LinenOwn` in NNX."""
+class NNXWithParam(nnx.Module):
+    """:class:`LinenWithParam` in NNX."""
 
     def __init__(self, fun: Callable[..., Any], hand: Any = None):
         self.w = nnx.Param(nnx.initializers.lecun_normal()(jax.random.key(0), (8, 8)))
@@ -104,7 +104,7 @@ class LinenBeside(nn.Module):
         return self.fun(*by_hand(self.hand, w, x)) + y
 
 
-class NNXBeside(NNXOwn):
+class NNXBeside(NNXWithParam):
     """:class:`LinenBeside` in NNX."""
 
     def __init__(self, fun: Callable[..., Any], hand: Any = None):
@@ -176,7 +176,7 @@ def in_order(makers: Any) -> Callable[..., Any]:
 class Linen:
     """The Linen models of this file, and Linen's layers."""
 
-    Own, Beside, Calls, part = LinenOwn, LinenBeside, LinenCalls, "parts_{}"
+    WithParam, Beside, Calls, part = LinenWithParam, LinenBeside, LinenCalls, "parts_{}"
     Dense, Conv, LayerNorm = nn.Dense, nn.Conv, nn.LayerNorm
     adapters = (jaxmp.linen.apply_policy, jaxmp.linen.autocast)
     autocast = staticmethod(jaxmp.linen.autocast)
@@ -202,7 +202,7 @@ class Linen:
 class NNX:
     """The NNX models of this file, and NNX's layers."""
 
-    Own, Beside, Calls, part = NNXOwn, NNXBeside, NNXCalls, "parts/{}"
+    WithParam, Beside, Calls, part = NNXWithParam, NNXBeside, NNXCalls, "parts/{}"
     Dense, Conv, LayerNorm = nnx.Linear, nnx.Conv, nnx.LayerNorm
     adapters = (jaxmp.nnx.apply_policy, jaxmp.nnx.autocast)
     autocast = staticmethod(jaxmp.nnx.autocast)

@@ -258,7 +258,7 @@ WRITTEN: dict[str, tuple[Callable[..., Any], np.ndarray, dict[str, tuple[int, ..
 }
 
 
-class LinenOwn(nn.Module):
+class LinenWithParams(nn.Module):
     """A function of an input and named params, as a Linen module without ``dtype``."""
 
     fun: Callable[..., Any]
@@ -269,8 +269,8 @@ class LinenOwn(nn.Module):
         return self.fun(x, **{name: self.param(name, nn.initializers.zeros, shape) for name, shape in self.shapes})
 
 
-class NNXOwn(nnx.Module):
-    """:class:`LinenOwn` in NNX."""
+class NNXWithParams(nnx.Module):
+    """:class:`LinenWithParams` in NNX."""
 
     def __init__(self, fun: Callable[..., Any], shapes: Any) -> None:
         self.fun = fun
@@ -469,8 +469,8 @@ def named(api: str, make: Callable[..., Function], cases: dict[str, Case]) -> di
 
 LAYERS = {**named("Linen", linen_function, LINEN), **named("NNX", nnx_function, NNX)}
 MODELS = {
-    **named("Linen", linen_function, {**written(LinenOwn), **LINEN_MODELS}),
-    **named("NNX", nnx_function, {**written(NNXOwn), **NNX_MODELS}),
+    **named("Linen", linen_function, {**written(LinenWithParams), **LINEN_MODELS}),
+    **named("NNX", nnx_function, {**written(NNXWithParams), **NNX_MODELS}),
 }
 
 TRANSFORMS: dict[str, Callable[[Any, Any, Any], Any]] = {

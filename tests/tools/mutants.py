@@ -126,8 +126,8 @@ def tests_for(mutant: Mutant, covering: set[str], seconds: dict[str, float]) -> 
 
     folder = f"tests/{mutant.file.split('/')[1]}/"
     by_time = sorted((test for test in covering if time(test) < math.inf), key=time)
-    chosen, others, total = by_time[:QUICKEST], by_time[QUICKEST:], 0.0
-    for test in sorted(others, key=lambda test: not test.startswith(folder)):
+    chosen, slower, total = by_time[:QUICKEST], by_time[QUICKEST:], 0.0
+    for test in sorted(slower, key=lambda test: not test.startswith(folder)):
         total += time(test)
         if total > SECONDS:
             break
@@ -183,31 +183,33 @@ def main() -> None:
         importlib.import_module(name)
 
     def run(mutant: Mutant) -> bool:
-        found = is_found(mutant, tests_for(mutant, covering.get((mutant.file, mutant.line), set()), seconds))
-        print("found   " if found else "survives", f"{mutant.file}:{mutant.line}", mutant.after.strip(), flush=True)
-        return found
+        is_dead = is_found(mutant, tests_for(mutant, covering.get((mutant.file, mutant.line), set()), seconds))
+        print("found   " if is_dead else "survives", f"{mutant.file}:{mutant.line}", mutant.after.strip(), flush=True)
+        return is_dead
 
     places = [ROOT / path for path in options.paths]
     files = [file for place in places for file in ([place] if place.is_file() else sorted(place.rglob("*.py")))]
     mutants = sorted({mutant for file in files for mutant in sites(str(file.relative_to(ROOT)))})
     drawn = random.Random(options.seed).sample(mutants, min(options.count, len(mutants)))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        found = dict(zip(drawn, pool.map(run, drawn), strict=True))
-    summary = summarise(found, options.seed)
+        results = dict(zip(drawn, pool.map(run, drawn), strict=True))
+    summary = summarise(results, options.seed)
     print(summary)
     if options.write:
-        write_survivors(summary, [mutant for mutant in drawn if not found[mutant]])
+        write_survivors(summary, [mutant for mutant in drawn if not results[mutant]])
 
 
-def summarise(found: dict[Mutant, bool], seed: int) -> str:
+def summarise(results: dict[Mutant, bool], seed: int) -> str:
     """Return how many mutants were found, in all and in each folder."""
     all_by_folder: collections.Counter[str] = collections.Counter()
     found_by_folder: collections.Counter[str] = collections.Counter()
-    for mutant, is_dead in found.items():
+    for mutant, is_dead in results.items():
         folder = mutant.file.rpartition("/")[0]
         all_by_folder[folder] += 1
         found_by_folder[folder] += is_dead
-    lines = [f"The tests found {sum(found.values())} of {len(found)} mutants (seed {seed}, {datetime.date.today()})."]
+    lines = [
+        f"The tests found {sum(results.values())} of {len(results)} mutants (seed {seed}, {datetime.date.today()})."
+    ]
     lines += [f"  {folder}: {found_by_folder[folder]} of {all_by_folder[folder]}" for folder in sorted(all_by_folder)]
     return "\n".join(lines)
 

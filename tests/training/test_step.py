@@ -427,9 +427,9 @@ def test_the_warning_for_float16_products_without_a_scale_comes_once_and_only_wh
     assert len(warned(jnp.float16, jaxmp.NoOpLossScale(), remat="dots")) == 1
     (message,) = warned(jnp.float16, jaxmp.StaticLossScale(1.0))
     assert "float16 products and a loss scale of 1, so small gradients become zero" in message
-    no_op, one, eight = jaxmp.NoOpLossScale(), jaxmp.StaticLossScale(1.0), jaxmp.StaticLossScale(8.0)
-    quiet = ((jnp.float32, no_op), (jnp.float32, one), (jnp.bfloat16, no_op), (jnp.bfloat16, one), (jnp.float16, eight))
-    for dtype, scale in (*quiet, (jnp.float16, DynamicLossScale())):
+    no_op, by_one, by_eight = jaxmp.NoOpLossScale(), jaxmp.StaticLossScale(1.0), jaxmp.StaticLossScale(8.0)
+    wide = [(dtype, scale) for dtype in (jnp.float32, jnp.bfloat16) for scale in (no_op, by_one)]
+    for dtype, scale in (*wide, (jnp.float16, by_eight), (jnp.float16, DynamicLossScale())):
         assert warned(dtype, scale) == []
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from experiments.benchmarks.report.goals import Goal, share
-from experiments.benchmarks.shared import kept, records
+from experiments.benchmarks.shared import measurements, records
 from experiments.comparison.outcomes import BASELINE, label
 from experiments.report import plots
 from experiments.report.tables import Table, deviating, titled
@@ -230,7 +230,7 @@ def _row(
 def write(recorded: list[Record], folder: Path) -> None:
     """Write accuracy.md, accuracy.json and accuracy.png, and print the tables."""
     tasks = by_variant(recorded)
-    where = kept.joined([record["environment"] for record in recorded])
+    where = measurements.joined([record["environment"] for record in recorded])
     where["data"] = "; ".join(sorted({record["data"] for record in recorded}))
     judged = {
         task: {name: {"met": met, "text": text} for name, (met, text) in goals(task, variants).items()}

@@ -38,7 +38,7 @@ import tyro
 from experiments import compare, image_classification, language_modeling, masked_lm
 from experiments.benchmarks.accuracy import report as accuracy_report
 from experiments.benchmarks.measure.turns import failed
-from experiments.benchmarks.shared import kept, records
+from experiments.benchmarks.shared import measurements, records
 from experiments.comparison.outcomes import BASELINE, RESERVED, Task, init_params
 from experiments.report.json_files import numbers, strict_json
 from experiments.training import cli, loop
@@ -207,7 +207,7 @@ def finished(folder: Path) -> list[dict[str, Any]]:
         key = (record["task"], record["policy"], record["loss_scale"])
         return order.index(key) if key in order else len(order), key, record["seed"]
 
-    return sorted((numbers(kept.read(path)) for path in folder.glob("*-seed*.json")), key=place)
+    return sorted((numbers(measurements.read(path)) for path in folder.glob("*-seed*.json")), key=place)
 
 
 class _TimeIsUp(Exception):
@@ -218,7 +218,7 @@ class _TimeIsUp(Exception):
 
 
 def train(
-    run: Run, experiment: Experiment, baseline: Experiment, folder: Path, clock: kept.Clock
+    run: Run, experiment: Experiment, baseline: Experiment, folder: Path, clock: measurements.Clock
 ) -> dict[str, Any] | None:
     """Train once from the baseline's params.
 
@@ -266,10 +266,10 @@ def main(config: Config) -> list[dict[str, Any]]:
     with cli.bad_values_end_it():
         runs = plan(config)
         folder = records.folder_of("accuracy", config)
-        has = kept.Kept(folder, config.minutes, environment(), smoke=config.smoke)
-        missing = [run for run in runs if not has.read(run.name)]
+        saved = measurements.Measurements(folder, config.minutes, environment(), smoke=config.smoke)
+        missing = [run for run in runs if not saved.read(run.name)]
         for run in missing:
-            has.require_alike(f"{run.task}-*-seed*.json", **run.setting)
+            saved.require_alike(f"{run.task}-*-seed*.json", **run.setting)
         if missing:
             require_gpu(config.smoke or bool(config.flags))
         # Prepare the baselines first, so that missing data is an error before anything is trained.
@@ -288,22 +288,22 @@ def main(config: Config) -> list[dict[str, Any]]:
     broken = list[str]()
     try:
         for i, run in enumerate(missing, 1):
-            if has.clock.late():
+            if saved.clock.late():
                 break
             print(f"run {i} of {len(missing)}: {run.name}", file=sys.stderr, flush=True)
             with warnings.catch_warnings():
                 # O3 has no loss scale on purpose
                 warnings.filterwarnings("ignore", message=".*no loss scale", category=UserWarning)
                 experiment = prepared(run.task, run.policy, run.loss_scale)
-                find = functools.partial(train, run, experiment, baselines[run.task], folder / run.name, has.clock)
+                find = functools.partial(train, run, experiment, baselines[run.task], folder / run.name, saved.clock)
                 try:
-                    has.get(run.name, find, **run.setting)
+                    saved.get(run.name, find, **run.setting)
                 except Exception as error:  # if one policy fails, the others still run
                     broken.append(f"{run.name}: {failed(error)}")
     finally:  # report the finished runs after an interruption too
         if recorded := finished(folder):
             accuracy_report.write(recorded, folder)
-    has.end()
+    saved.end()
     if broken:
         cli.fail(f"{'; '.join(broken)}; see above", 1)
     return recorded

@@ -29,7 +29,7 @@ from experiments.benchmarks.compile_only import report, sharded
 from experiments.benchmarks.measure import programs
 from experiments.benchmarks.measure.sharded import Way
 from experiments.benchmarks.models.workloads import FULL, NAMES, SMOKE, Name, Workload, workload
-from experiments.benchmarks.shared import kept, records
+from experiments.benchmarks.shared import measurements, records
 from experiments.benchmarks.train_step import jax_steps
 from experiments.benchmarks.train_step.rows import Row, rows_of
 from experiments.measure import flops, memory
@@ -113,18 +113,18 @@ def main(config: Config) -> list[dict[str, Any]]:
             )
         targets.device_of(targets.target_of(config.target).text())
         folder = run_folder("compile_only", config.run_dir)
-        has = kept.Kept(folder, 0, environment(target=config.target), smoke=config.smoke)
+        saved = measurements.Measurements(folder, 0, environment(target=config.target), smoke=config.smoke)
         for name, case in cases.items():
-            has.require_alike(f"{name}-*.json", sizes=dataclasses.asdict(case.sizes))
+            saved.require_alike(f"{name}-*.json", sizes=dataclasses.asdict(case.sizes))
     results = []
     with Progress("compile_only", sum(map(len, chosen.values()))) as progress:
         for name in sorted(cases, key=NAMES.index):
             case, rows = cases[name], {}
             for key, row in chosen[name].items():
                 find = functools.partial(measure, case, row, config.target)
-                rows[key] = has.get(f"{name}-{key}", find, progress, sizes=dataclasses.asdict(case.sizes))
+                rows[key] = saved.get(f"{name}-{key}", find, progress, sizes=dataclasses.asdict(case.sizes))
             full = case.sizes == FULL[name] and config.target == "h200"
             about = {"name": name, "model": case.text, "smoke": config.smoke, "full": full}
             results += [{**about, "variants": rows}] if rows else []
-    report.write(folder, kept.joined(has.environments), results)
+    report.write(folder, measurements.joined(saved.environments), results)
     return results

@@ -10,7 +10,7 @@ from typing import Any
 
 from experiments.benchmarks.measure.sharded import Way, measure
 from experiments.benchmarks.report.goals import Goal
-from experiments.benchmarks.shared import kept, records
+from experiments.benchmarks.shared import measurements, records
 from experiments.models import gpt2
 from experiments.report.progress import Progress
 from experiments.report.tables import Table
@@ -83,15 +83,15 @@ def main(config: Any) -> list[dict[str, Any]]:
             for topology in config.topology
         }
         folder = records.folder_of("sharded", config)
-        has = kept.Kept(folder, 0, environment(target=config.target), smoke=config.smoke)
+        saved = measurements.Measurements(folder, 0, environment(target=config.target), smoke=config.smoke)
     with Progress("sharded", len(config.sizes) * len(config.ways) * len(meshes)) as progress:
         for size, way, (topology, mesh) in itertools.product(config.sizes, config.ways, meshes.items()):
             sized = gpt2.sized(None if config.smoke else size)
             find = functools.partial(measure, sized, config.target, topology, mesh, way)
             name = "-".join([size, way, topology.replace(" ", ""), *(f"{axis}{n}" for axis, n in mesh.items())])
-            has.get(name, find, progress, size=size)
-    rows = sorted(map(kept.read, folder.glob("*-*.json")), key=_order)
-    where = kept.joined([row["environment"] for row in rows])
+            saved.get(name, find, progress, size=size)
+    rows = sorted(map(measurements.read, folder.glob("*-*.json")), key=_order)
+    where = measurements.joined([row["environment"] for row in rows])
     data = {"smoke": config.smoke, "rows": rows}
     records.record(folder, "sharded", "Train steps compiled for many GPUs", where, [table(rows)], data, [ABOUT])
     return rows

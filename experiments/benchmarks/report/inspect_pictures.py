@@ -35,7 +35,7 @@ import jaxmp
 from experiments import language_modeling
 from experiments.benchmarks.models.workloads import Workload, workload
 from experiments.benchmarks.report.marked_text import write_marked
-from experiments.benchmarks.shared import kept, records
+from experiments.benchmarks.shared import measurements, records
 from experiments.benchmarks.train_step import jax_steps
 from experiments.benchmarks.train_step.rows import Row
 from experiments.models import attention
@@ -164,11 +164,12 @@ def of_memory(folder: Path, smoke: bool) -> Iterator[Picture]:
     """Draw the memory of BERT-Large's train step by policy and remat."""
     sizes = {"layers": 1, "width": 64, "vocabulary": 96} if smoke else {"layers": 24, "width": 1024}
     case = workload("bert", length=128, batch_size=16, **sizes)
-    has = kept.Kept(folder, 0, environment(target=None if smoke else "h200"), smoke=smoke)
+    saved = measurements.Measurements(folder, 0, environment(target=None if smoke else "h200"), smoke=smoke)
     plans = {}
     for name, row in ROWS.items():
         key = name.replace(", ", "-")
-        record = has.get(f"bert-{key}", lambda row=row: measure(case, row, smoke), sizes=dataclasses.asdict(case.sizes))
+        sizes = dataclasses.asdict(case.sizes)
+        record = saved.get(f"bert-{key}", lambda row=row: measure(case, row, smoke), sizes=sizes)
         names = ("device", "peak", "by_kind", "by_dtype", "batch")
         plans[name] = Memory(**{name: record[name] for name in names}, at_peak=(), _peak_with=lambda size: 0)
     yield Picture("memory", plots.memory(plans), "\n".join(memory_text(case, plans)))

@@ -29,8 +29,8 @@ def write_marked(page: Path, name: str, command: str, text: str) -> None:
       SystemExit: the page does not have the markers.
     """
     match = _match(page, name, command)
-    whole = match.string
-    page.write_text(f"{whole[: match.start('text')]}{text.strip()}{whole[match.end('text') :]}")
+    page_text = match.string
+    page.write_text(f"{page_text[: match.start('text')]}{text.strip()}{page_text[match.end('text') :]}")
 
 
 def _match(page: Path, name: str, command: str) -> re.Match[str]:

@@ -35,13 +35,13 @@ def read(file: Path) -> dict[str, Any]:
     return content
 
 
-def _is_part(versions: str | None, others: str | None) -> bool:
-    """Return whether a list of versions contains the other list.
+def _is_part(before: str | None, now: str | None) -> bool:
+    """Return whether one of two lists of versions contains the other.
 
     A further package does not change figures.
     """
-    here, other = (set(text.split(", ")) if text else set() for text in (versions, others))
-    return bool(here and other) and (here <= other or other <= here)
+    earlier, current = (set(text.split(", ")) if text else set() for text in (before, now))
+    return bool(earlier and current) and (earlier <= current or current <= earlier)
 
 
 def _may_be_had_now(record: dict[str, Any]) -> bool:
@@ -109,7 +109,7 @@ class Clock:
         return self.unfinished
 
 
-class Kept:
+class Measurements:
     """The measurements in a run folder.
 
     Each measurement is in a file, and is not made again if the file exists.

@@ -12,7 +12,7 @@ from typing import Any
 from experiments.benchmarks.measure import processes, turns
 from experiments.benchmarks.measure.caches import caches_in
 from experiments.benchmarks.models.workloads import Name, Workload
-from experiments.benchmarks.shared import kept, records
+from experiments.benchmarks.shared import measurements, records
 from experiments.benchmarks.train_step import jax_steps, measure
 from experiments.benchmarks.train_step.config import Config, case_of
 from experiments.benchmarks.train_step.rows import PEERS, ROWS, rows_of
@@ -53,7 +53,7 @@ def run(config: Config, folder: Path) -> dict[str, Any]:
     """Measure what the flags ask for, and write and print the tables."""
     look, results = config.look, dict[Name, Any]()
     setting = {field: getattr(config, field) for field in ("rows", "rounds", "block_ms", "smoke")}
-    has = kept.Kept(folder, config.minutes, environment(PEERS), **setting)
+    saved = measurements.Measurements(folder, config.minutes, environment(PEERS), **setting)
     size = "layers" if look == "depth" else "width"
     cases = [
         (f"{look}-{model}-{value}", str(value), case_of(model, config, **{size: value}))
@@ -62,18 +62,18 @@ def run(config: Config, folder: Path) -> dict[str, Any]:
     ]
     with cli.bad_values_end_it():
         for record, _, case in cases:
-            has.require_alike(f"{record}.json", sizes=dataclasses.asdict(case.sizes))
+            saved.require_alike(f"{record}.json", sizes=dataclasses.asdict(case.sizes))
     with caches_in(folder / "cache"), Progress(look, len(cases)) as progress:
         for record, value, case in cases:
             find = functools.partial(_points, case, config, value, progress)
-            if measured := has.get(record, find, progress, sizes=dataclasses.asdict(case.sizes)):
+            if measured := saved.get(record, find, progress, sizes=dataclasses.asdict(case.sizes)):
                 about = {"axis": look, "text": case_of(case.name, config).text, "points": []}
                 results.setdefault(case.name, about)["points"] += measured["points"]
-    where = kept.joined(has.environments) if results else has.where
+    where = measurements.joined(saved.environments) if results else saved.where
     title = f"A train step while {os.cpu_count()} cores are busy" if look == "busy" else f"Half precision by {look}"
     tables = [table(result) for result in results.values()]
     records.record(folder, f"train_step_{look}", title, where, tables, {"models": results})
-    has.end()
+    saved.end()
     return results
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from experiments.benchmarks.measure import ceiling, profiling
 from experiments.benchmarks.report.goals import share
-from experiments.benchmarks.shared import kept, records
+from experiments.benchmarks.shared import measurements, records
 from experiments.benchmarks.train_step import goals as train_step_goals
 from experiments.benchmarks.train_step.results import Results, read
 from experiments.benchmarks.train_step.rows import ROWS, Pass, rows_of
@@ -189,7 +189,7 @@ def write(folder: Path) -> dict[str, Results]:
     results = read(folder)
     if not results:
         return results
-    where = kept.joined([of_model.about["environment"] for of_model in results.values()])
+    where = measurements.joined([of_model.about["environment"] for of_model in results.values()])
     ceilings = next(iter(results.values())).ceiling
     tables, models = [], {}
     for name, of_model in results.items():

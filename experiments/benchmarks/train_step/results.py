@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 from experiments.benchmarks.measure.turns import broken, not_judged
 from experiments.benchmarks.models.workloads import NAMES
-from experiments.benchmarks.shared import kept
+from experiments.benchmarks.shared import measurements
 from experiments.benchmarks.train_step.rows import ROWS, Pass
 from experiments.measure import timing
 
@@ -115,11 +115,11 @@ class Results:
 
 def read(folder: Path) -> dict[str, Results]:
     """Return all measurements in a run folder, by model."""
-    ceiling = kept.read(file) if (file := folder / "ceiling.json").exists() else {}
+    ceiling = measurements.read(file) if (file := folder / "ceiling.json").exists() else {}
     results: dict[str, Results] = {}
     for name in NAMES:
-        alone = [kept.read(file) for file in folder.glob(f"alone-{name}-*.json")]
-        turns = [kept.read(file) for file in folder.glob(f"together-{name}-*.json")]
+        alone = [measurements.read(file) for file in folder.glob(f"alone-{name}-*.json")]
+        turns = [measurements.read(file) for file in folder.glob(f"together-{name}-*.json")]
         if records := sorted(alone + turns, key=lambda record: record["measured"]):
             by_pass: dict[Pass, list[Any]] = {}
             rounds = []
@@ -127,6 +127,6 @@ def read(folder: Path) -> dict[str, Results]:
                 by_pass.setdefault(record["pass"], []).append(record["rows"])
                 about_rounds = {field: record.get(field) for field in ("pass", "seconds", "power")}
                 rounds.append({**about_rounds, "rows": list(record["rows"])})
-            about = {**records[-1], "environment": kept.joined([record["environment"] for record in records])}
+            about = {**records[-1], "environment": measurements.joined([record["environment"] for record in records])}
             results[name] = Results(about, {record["row"]: record for record in alone}, by_pass, ceiling, rounds)
     return results

@@ -33,7 +33,7 @@ import jax
 from experiments.benchmarks.measure import ceiling, processes, turns
 from experiments.benchmarks.measure.caches import caches_in
 from experiments.benchmarks.models.workloads import Workload
-from experiments.benchmarks.shared import kept, records
+from experiments.benchmarks.shared import measurements, records
 from experiments.benchmarks.train_step import jax_steps, looks, measure, report
 from experiments.benchmarks.train_step.config import Config, case_of
 from experiments.benchmarks.train_step.rows import PEERS, ROWS, Pass, Row, rows_of
@@ -63,19 +63,20 @@ class Measurement:
     def __init__(self, config: Config, folder: Path) -> None:
         self.config, self.folder = config, folder
         where = environment(PEERS)
-        self.has = kept.Kept(folder, config.minutes, where, smoke=config.smoke, energy_s=config.energy_s)
+        setting = {"smoke": config.smoke, "energy_s": config.energy_s}
+        self.saved = measurements.Measurements(folder, config.minutes, where, **setting)
         self.lengths = {"rounds": config.rounds, "block_ms": config.block_ms}
         self.cases = [case_of(name, config) for name in config.models]
         self.rows = {
             case: {key: row for key, row in rows_of(case.name, config.rows).items() if row.missing is None}
             for case in self.cases
         }
-        self.has.require_alike("ceiling.json")
+        self.saved.require_alike("ceiling.json")
         for case in self.cases:
             sizes = dataclasses.asdict(case.sizes)
-            self.has.require_alike(f"alone-{case.name}-*.json", sizes=sizes)
+            self.saved.require_alike(f"alone-{case.name}-*.json", sizes=sizes)
             for which in config.passes:
-                self.has.require_alike(f"{self._turns(case, which)[1]}*.json", sizes=sizes, **self.lengths)
+                self.saved.require_alike(f"{self._turns(case, which)[1]}*.json", sizes=sizes, **self.lengths)
 
     def run(self, progress: Progress) -> None:
         """Measure what the flags ask for and the folder lacks.
@@ -86,12 +87,12 @@ class Measurement:
         for case in self.cases:
             self._alone(case, progress)
         turns = list(itertools.product(self.cases, self.config.passes))
-        turns.sort(key=lambda turn: bool(self.has.read(self._turns(*turn)[1])))  # second tries last
+        turns.sort(key=lambda turn: bool(self.saved.read(self._turns(*turn)[1])))  # second tries last
         for case, which in turns:
             self._together(case, which, progress)
         if self.config.ceilings:
             progress.advance(0, "matrix products", "ceilings")
-            self.has.get("ceiling", ceiling.ceilings)
+            self.saved.get("ceiling", ceiling.ceilings)
 
     def _alone(self, case: Workload, progress: Progress) -> None:
         rows = self.rows[case]
@@ -104,7 +105,7 @@ class Measurement:
         commands = {key: [*program, "--alone", key, "--passes", *lacking[key]] for key in todo}
         here = ((key, functools.partial(measure.alone, case, rows[key], lacking[key], 0.1)) for key in todo)
         for key, find in here if self.config.smoke else processes.in_processes(commands):
-            if self.has.clock.late():
+            if self.saved.clock.late():
                 break
             progress.advance(0, f"{rows[key].label}, alone", case.name)
             known = self._known(case, key)
@@ -130,10 +131,10 @@ class Measurement:
     def _together(self, case: Workload, which: Pass, progress: Progress) -> None:
         able, name = self._turns(case, which)
         again = f"{name}-again"  # a second file, because each try may have times that the other lacks
-        tries = [record["rows"] for record in (self.has.read(name), self.has.read(again)) if record]
+        tries = [record["rows"] for record in (self.saved.read(name), self.saved.read(again)) if record]
         rounds, block_ms = self.config.length
         seconds = len(able) * (READY_SECONDS + 2 * rounds * block_ms / 1000)
-        if not able or (tries and not _to_try_again(tries)) or self.has.clock.late(seconds):
+        if not able or (tries and not _to_try_again(tries)) or self.saved.clock.late(seconds):
             return
         watch = measure.Stopwatch()
         prepared, errors = measure.prepare_all(case, able, which, progress)
@@ -156,14 +157,14 @@ class Measurement:
         sizes = dataclasses.asdict(case.sizes)
         about = {**case.facts, "sizes": sizes, "model_flops": jax_steps.model_flops(case)}
         about["measured"] = datetime.datetime.now().isoformat(timespec="seconds")
-        self.has.save(name, {**about, **figures}, sizes=sizes, **setting)
+        self.saved.save(name, {**about, **figures}, sizes=sizes, **setting)
 
     def _known(self, case: Workload, key: str) -> dict[str, Any]:
         """Return the figures of a row from its separate process, by pass.
 
         If the process failed, its ``error`` is returned instead.
         """
-        record = self.has.read(f"alone-{case.name}-{key}")
+        record = self.saved.read(f"alone-{case.name}-{key}")
         return {name: record[name] for name in ("train", "forward", "error") if name in record}
 
     def _not_yet(self, case: Workload, key: str, row: Row) -> list[Pass]:
@@ -236,10 +237,10 @@ def main(config: Config) -> Any:
             measurement.run(progress)
     with cli.bad_values_end_it():
         results = report.write(folder)
-        if not results and not (measurement and measurement.has.clock.unfinished):
+        if not results and not (measurement and measurement.saved.clock.unfinished):
             raise ValueError(_why_nothing(config, folder))
     if measurement:
-        measurement.has.end()
+        measurement.saved.end()
     wrong = [row for of_model in results.values() for row in of_model.failed()] if config.smoke else []
     if wrong:
         cli.fail(f"in a smoke test every row must run, but {', '.join(wrong)} did not; see above", 1)

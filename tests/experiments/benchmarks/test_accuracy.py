@@ -22,7 +22,7 @@ from PIL import Image
 import jaxmp
 from experiments.benchmarks.accuracy import report as accuracy_report
 from experiments.benchmarks.accuracy import run as accuracy
-from experiments.benchmarks.shared import kept
+from experiments.benchmarks.shared import measurements
 from experiments.comparison.outcomes import Task
 from experiments.report import plots
 from experiments.report.json_files import write_json
@@ -155,7 +155,7 @@ def test_runs_finished_before_an_interruption_are_reported_and_only_the_others_a
 def test_when_the_minutes_are_up_a_checkpoint_is_saved_and_the_next_command_continues(
     line, tmp_path, capsys, monkeypatch
 ):
-    class Clock(kept.Clock):
+    class Clock(measurements.Clock):
         def late(self, seconds=0.0):
             calls.append(seconds)
             self.unfinished = len(calls) >= 9  # after the first step of the second run
@@ -164,14 +164,14 @@ def test_when_the_minutes_are_up_a_checkpoint_is_saved_and_the_next_command_cont
     calls = []
     config = smoke(tmp_path / "cut", seeds=(0,), minutes=8.0, steps=4)
     uninterrupted = accuracy.main(smoke(tmp_path / "whole", seeds=(0,), steps=4))
-    assert kept.UNFINISHED not in capsys.readouterr().out
+    assert measurements.UNFINISHED not in capsys.readouterr().out
     with monkeypatch.context() as patched:
-        patched.setattr(accuracy.kept, "Clock", Clock)
+        patched.setattr(accuracy.measurements, "Clock", Clock)
         accuracy.main(config)
-    assert capsys.readouterr().out.endswith(f"{kept.UNFINISHED}\n")
+    assert capsys.readouterr().out.endswith(f"{measurements.UNFINISHED}\n")
     assert list((tmp_path / "cut").rglob("checkpoints"))
     resumed = accuracy.main(dataclasses.replace(config, minutes=0.0))
-    assert kept.UNFINISHED not in capsys.readouterr().out and not list(tmp_path.rglob("checkpoints"))
+    assert measurements.UNFINISHED not in capsys.readouterr().out and not list(tmp_path.rglob("checkpoints"))
     assert [run["final"] for run in resumed] == [run["final"] for run in uninterrupted]
 
 
@@ -189,19 +189,19 @@ def test_without_orbax_an_interrupted_run_starts_again_and_finished_runs_stay(li
         return self.unfinished
 
     with monkeypatch.context() as patched:
-        patched.setattr(kept.Clock, "late", late)
+        patched.setattr(measurements.Clock, "late", late)
         accuracy.main(config)
     out = capsys.readouterr().out
     assert (
         out.count("without Orbax (pip install orbax-checkpoint) a run that is not finished in time starts again") == 1
     )
-    assert out.endswith(f"{kept.UNFINISHED}\n")
+    assert out.endswith(f"{measurements.UNFINISHED}\n")
     (first,) = (tmp_path / "cut").glob("*-seed0.json")
     assert "float32" in first.name and not list(tmp_path.rglob("checkpoints"))
     written = first.stat().st_mtime_ns
     (tmp_path / "cut/images-bfloat16-seed0/checkpoints/1").mkdir(parents=True)  # from a machine with Orbax
     resumed = accuracy.main(config)
-    assert kept.UNFINISHED not in capsys.readouterr().out and first.stat().st_mtime_ns == written
+    assert measurements.UNFINISHED not in capsys.readouterr().out and first.stat().st_mtime_ns == written
     assert [(run["final"], run["train"]) for run in resumed] == [(run["final"], run["train"]) for run in uninterrupted]
     accuracy.main(config)
     assert "Orbax" not in capsys.readouterr().out  # nothing is left to interrupt

@@ -14,7 +14,7 @@ import types
 import pytest
 
 from experiments.benchmarks import gpu
-from experiments.benchmarks.shared import kept
+from experiments.benchmarks.shared import measurements
 
 HERE = {"device": "1 × cpu", "versions": "Python 3.11", "backend": "cpu"}
 
@@ -86,7 +86,7 @@ def test_a_piece_that_runs_over_the_minutes_is_stopped_and_the_next_command_cont
 ):
     on()
     slow = "began = folder / 'began'; again = began.exists(); began.touch(); time.sleep(0 if again else 100)"
-    part = f"part = folder / 'part'; print('whole' if part.exists() else {kept.UNFINISHED!r}); part.touch()"
+    part = f"part = folder / 'part'; print('whole' if part.exists() else {measurements.UNFINISHED!r}); part.touch()"
     pieces(monkeypatch, part=part, slow=slow, last="pass")
     now, limits, follow = [0.0], {}, gpu.follow
 

@@ -8,13 +8,13 @@ import json
 import pytest
 
 from experiments.benchmarks.measure import turns
-from experiments.benchmarks.shared import kept
+from experiments.benchmarks.shared import measurements
 
 
 def test_the_remaining_time_decides_whether_a_measurement_starts(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(kept.time, "monotonic", lambda: now[0])
-    clock, endless = kept.Clock(minutes=8), kept.Clock(minutes=0)
+    monkeypatch.setattr(measurements.time, "monotonic", lambda: now[0])
+    clock, endless = measurements.Clock(minutes=8), measurements.Clock(minutes=0)
     now[0] = 7 * 60.0
     assert not clock.late() and not clock.late(59) and not clock.unfinished
     assert clock.late(61) and clock.unfinished and clock.late()  # once the time is up, it stays up
@@ -26,18 +26,18 @@ WHERE = {"device": "one", "versions": "1", "date": "2026-11-20", "command": "a"}
 
 def test_settings_that_differ_are_refused_and_environments_are_joined(tmp_path):
     file = tmp_path / "a.json"
-    kept.Kept(tmp_path, 0, WHERE, energy_s=2.0, smoke=False).save("a", {}, sizes=(1, 2))
+    measurements.Measurements(tmp_path, 0, WHERE, energy_s=2.0, smoke=False).save("a", {}, sizes=(1, 2))
     setting = {"device": "one", "versions": "1", "smoke": False}
-    kept.require_alike(file, {**setting, "energy_s": 2.0, "sizes": (1, 2)})  # as a list in JSON
+    measurements.require_alike(file, {**setting, "energy_s": 2.0, "sizes": (1, 2)})  # as a list in JSON
     with pytest.raises(ValueError, match=f"but in {file} energy_s is 2.0 there and None here; use the device"):
-        kept.require_alike(file, {**setting, "sizes": (1, 2)})
+        measurements.require_alike(file, {**setting, "sizes": (1, 2)})
     with pytest.raises(ValueError, match=f"but in {file} smoke is False there and True here; use"):
-        kept.require_alike(file, {"smoke": True, "device": "another"})
+        measurements.require_alike(file, {"smoke": True, "device": "another"})
 
     first = {"device": "one", "command": "a; b", "date": "2026-11-20"}
     again = {"device": "one", "command": "a", "date": "2026-11-21"}
-    assert kept.joined([first, again]) == {"device": "one", "command": "a; b", "date": "2026-11-21"}
-    assert kept.joined([again, {**first, "device": "two"}])["device"] == "one; two"
+    assert measurements.joined([first, again]) == {"device": "one", "command": "a; b", "date": "2026-11-21"}
+    assert measurements.joined([again, {**first, "device": "two"}])["device"] == "one; two"
 
 
 def test_existing_results_are_not_measured_again_unless_they_failed(tmp_path):
@@ -46,7 +46,7 @@ def test_existing_results_are_not_measured_again_unless_they_failed(tmp_path):
     def measure(**figures):
         return lambda: measured.append(figures) or figures
 
-    results = kept.Kept(tmp_path, 0, WHERE)
+    results = measurements.Measurements(tmp_path, 0, WHERE)
     assert results.get("a", measure(error="no room"))["error"] == "no room"
     assert results.get("a", measure(ms=1))["ms"] == results.get("a", measure(ms=2))["ms"] == 1 and len(measured) == 2
     assert results.get("b", lambda: None) is None and not results.read("b")  # there was no time left
@@ -56,16 +56,16 @@ def test_existing_results_are_not_measured_again_unless_they_failed(tmp_path):
 
 
 def test_without_time_earlier_results_stay_and_the_command_says_that_something_is_left(tmp_path, capsys):
-    kept.Kept(tmp_path, 0, WHERE).save("a", {"error": "no room"})
-    results = kept.Kept(tmp_path, 1e-9, WHERE)
+    measurements.Measurements(tmp_path, 0, WHERE).save("a", {"error": "no room"})
+    results = measurements.Measurements(tmp_path, 1e-9, WHERE)
     assert results.get("a", lambda: {"ms": 1})["error"] == "no room" and results.get("b", lambda: {"ms": 1}) is None
     results.end()
-    assert capsys.readouterr().out == f"{kept.UNFINISHED}\n"
+    assert capsys.readouterr().out == f"{measurements.UNFINISHED}\n"
 
 
 def test_a_package_that_was_installed_since_is_no_other_version(tmp_path):
     def has(versions):
-        return kept.Kept(tmp_path, 0, {**WHERE, "versions": versions})
+        return measurements.Measurements(tmp_path, 0, {**WHERE, "versions": versions})
 
     has("Python 3.12.1, jax 1").save("a", {})
     has("Python 3.12.1, jax 1, torch 3").require_alike("a.json")
@@ -79,7 +79,8 @@ def test_a_row_that_lacked_a_package_is_measured_once_it_is_installed(tmp_path, 
     with pytest.raises(ModuleNotFoundError) as error:
         importlib.import_module("no_such_package.within")
     lacking = {"rows": {"jmp": {"error": turns.reason(error.value)}, "own": {"ms": 1}}}
-    results, outcomes = kept.Kept(tmp_path, 0, WHERE), [lacking, {"rows": {"jmp": {"ms": 2}, "own": {"ms": 1}}}]
+    results = measurements.Measurements(tmp_path, 0, WHERE)
+    outcomes = [lacking, {"rows": {"jmp": {"ms": 2}, "own": {"ms": 1}}}]
     assert [results.get("a", lambda: outcomes.pop(0)) for _ in range(2)] == [lacking] * 2 and len(outcomes) == 1
     (tmp_path / "no_such_package.py").touch()
     monkeypatch.syspath_prepend(tmp_path)

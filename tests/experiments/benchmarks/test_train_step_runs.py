@@ -13,7 +13,7 @@ from benchmark_tools import SMALL
 
 from experiments.benchmarks.measure import turns
 from experiments.benchmarks.measure.turns import Prepared
-from experiments.benchmarks.shared import kept
+from experiments.benchmarks.shared import measurements
 from experiments.benchmarks.train_step import config as train_step_config
 from experiments.benchmarks.train_step import looks, measure, report
 from experiments.benchmarks.train_step import run as train_step
@@ -104,7 +104,7 @@ def rows_alone(quick, monkeypatch, tmp_path):
     monkeypatch.setattr(train_step.processes, "in_processes", in_processes)
     monkeypatch.setattr(train_step, "require_gpu", lambda _: None)
     monkeypatch.setattr(train_step.ceiling, "ceilings", lambda *_, **__: {"best": {}})
-    monkeypatch.setattr(kept.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(measurements.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(report.plots, "panels", lambda *_: None)
     monkeypatch.setattr(train_step_config, "FULL", SMALL)
     return started, fake_figures
@@ -287,7 +287,7 @@ def test_the_sweeps_say_where_half_precision_is_faster(quick, tmp_path, capsys, 
 def test_an_interrupted_sweep_continues_with_the_missing_widths(quick, tmp_path, capsys, monkeypatch):
     timed = []
 
-    class ExpiredClock(kept.Clock):
+    class ExpiredClock(measurements.Clock):
         def late(self, seconds=0.0):
             self.unfinished = bool(timed)
             return self.unfinished
@@ -301,13 +301,13 @@ def test_an_interrupted_sweep_continues_with_the_missing_widths(quick, tmp_path,
         smoke=True, models=("gpt2",), rows=("jaxmp-bf16",), look="width", run_dir=tmp_path, minutes=5
     )
     with monkeypatch.context() as patched:
-        patched.setattr(looks.kept, "Clock", ExpiredClock)
+        patched.setattr(looks.measurements, "Clock", ExpiredClock)
         results = train_step.main(config)
         assert len(results["gpt2"]["points"]) == len(timed) == 1
-    assert capsys.readouterr().out.endswith(f"{kept.UNFINISHED}\n")
+    assert capsys.readouterr().out.endswith(f"{measurements.UNFINISHED}\n")
     results = train_step.main(config)
     assert [point["value"] for point in results["gpt2"]["points"]] == ["128", "64"] and len(timed) == 2
-    assert kept.UNFINISHED not in capsys.readouterr().out
+    assert measurements.UNFINISHED not in capsys.readouterr().out
     with pytest.raises(SystemExit, match="2"):
         train_step.main(dataclasses.replace(config, rounds=3))
     assert "rounds is 20 there and 3 here; use" in capsys.readouterr().err
