@@ -26,7 +26,9 @@ from jaxmp.training.remat import recompute_layers
 
 pytestmark = [pytest.mark.once, pytest.mark.slow("runs the code of the docs")]
 
-LORA, QLORA = (ROOT / "docs" / "cookbook" / name for name in ("lora.md", "qlora.md"))
+PAGE = ROOT / "docs" / "cookbook" / "lora.md"
+LORA = [block for block in blocks(PAGE) if block.needs != "qwix"]
+QLORA = [block for block in blocks(PAGE) if block.needs == "qwix"]
 TABS = pytest.mark.parametrize("tab", ["Linen", "NNX"])
 Scope = dict[str, Any]
 
@@ -61,7 +63,7 @@ def test_lora_trains_float32_adapters_of_a_published_model_in_bfloat16(
     published = published_gpt2.write(tmp_path)
     monkeypatch.setattr(hub, "hf_hub_download", lambda repository, name: str(tmp_path / name))
     scope: Scope = {"__name__": "__main__"}
-    *until_trained, save, merge = [block for block in blocks(LORA) if block.tab == tab]
+    *until_trained, save, merge = [block for block in LORA if block.tab == tab]
     with jax.numpy_dtype_promotion("standard"):
         for block in until_trained:
             exec(block.code, scope)
@@ -99,7 +101,7 @@ class DownAndUp(nn.Module):
 
 def adapter_functions(model: nn.Module, shapes: Any) -> Scope:
     """Return the functions of the Linen recipe, for another model with layers called "down" and "up"."""
-    [code] = [block.code for block in blocks(LORA) if "def make_adapters" in block.code]
+    [code] = [block.code for block in LORA if "def make_adapters" in block.code]
     scope = {"jax": jax, "jnp": jnp, "nn": nn, "flatten_dict": flatten_dict, "unflatten_dict": unflatten_dict}
     scope |= {"model": model, "shapes": shapes}
     exec(code, scope)
@@ -174,7 +176,7 @@ def test_the_table_of_memory_on_the_page_is_right() -> None:
         [4 * count, 4 * count, 8 * count],  # params, gradients, moments
         [2 * count, 4 * rank_8, 4 * rank_8, 8 * rank_8],
     ]
-    rows = [line for line in LORA.read_text().splitlines() if line.startswith(("| all params", "| LoRA of"))]
+    rows = [line for line in PAGE.read_text().splitlines() if line.startswith(("| all params", "| LoRA of"))]
     for row, numbers in zip(rows, expected, strict=True):
         shown = [float(cell) for cell in row.replace(",", "").split("|")[2:] if cell.strip()]
         assert shown == pytest.approx([number / 2**20 for number in (*numbers, sum(numbers))], abs=0.51)
@@ -184,7 +186,7 @@ def test_the_table_of_memory_on_the_page_is_right() -> None:
 @pytest.mark.parametrize(("tab", "stored"), [("Linen", "uint4"), ("NNX", "int8")])
 def test_qlora_trains_float32_adapters_of_a_base_in_four_or_eight_bits(tab: str, stored: str) -> None:
     qwix = pytest.importorskip("qwix")
-    [block] = [block for block in blocks(QLORA) if block.tab == tab]
+    [block] = [block for block in QLORA if block.tab == tab]
     nf4, int8 = '"weight_qtype": "nf4", "tile_size": 64', '"weight_qtype": "int8"'
     assert nf4 in block.code
     scope: Scope = {"__name__": "__main__"}

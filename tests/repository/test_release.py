@@ -78,7 +78,7 @@ def test_only_the_project_file_has_the_address_of_the_repository():
 
 
 def test_the_page_of_versions_states_those_of_the_project_and_of_its_pins():
-    page = (ROOT / "docs" / "versions.md").read_text()
+    page = (ROOT / "docs" / "concepts" / "limits.md").read_text()
     minors = re.findall(r"Python :: (3\.\d+)", "\n".join(PROJECT["classifiers"]))
     assert f"| Python | {', '.join(minors[:-1])} or {minors[-1]} |" in page
     assert PROJECT["requires-python"] == f">={minors[0]},<3.{int(minors[-1].partition('.')[2]) + 1}"
