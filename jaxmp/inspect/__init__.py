@@ -8,6 +8,8 @@ from jaxmp.base.formats import formats
 from jaxmp.inspect._audit.audit import Audit, AuditError, audit
 from jaxmp.inspect._audit.findings import Finding
 from jaxmp.inspect._audit.products import Product
+from jaxmp.inspect._budget.budget import BudgetTotal, ErrorBudget, NotCovered, error_budget
+from jaxmp.inspect._budget.rows import BudgetGroup, BudgetRow
 from jaxmp.inspect._collectives.collectives import Collectives, collectives, ideal_wire
 from jaxmp.inspect._compare.compare import Comparison, compare
 from jaxmp.inspect._first_nonfinite.first_nonfinite import Blame, first_nonfinite
@@ -28,11 +30,16 @@ __all__ = [
     "Audit",
     "AuditError",
     "Blame",
+    "BudgetGroup",
+    "BudgetRow",
+    "BudgetTotal",
     "Collectives",
     "Comparison",
+    "ErrorBudget",
     "Finding",
     "Fit",
     "Memory",
+    "NotCovered",
     "Numerics",
     "Product",
     "Profile",
@@ -46,6 +53,7 @@ __all__ = [
     "audit",
     "collectives",
     "compare",
+    "error_budget",
     "first_nonfinite",
     "fit",
     "formats",

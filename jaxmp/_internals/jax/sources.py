@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import linecache
 import os
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,14 @@ def user_source_of(eqn: Any) -> str:
     The search is that of :func:`source_of`, but skips the frames of installed libraries.
     """
     return source_among(_places(eqn))
+
+
+def user_line_of(eqn: Any) -> str:
+    """Return the text of the user's line that wrote an equation; empty if the file cannot be read."""
+    for file, line in _places(eqn):
+        if _is_users(file):
+            return linecache.getline(file, line).strip()
+    return ""
 
 
 def _places(eqn: Any) -> list[tuple[str, int]]:

@@ -23,11 +23,11 @@ from jaxmp.engine.overrides import FIXED
 from jaxmp.engine.plan import cast_plan
 from jaxmp.inspect._tune.rounded_products import with_rounded_operands
 from jaxmp.inspect.program.calls import (
-    AS_WRITTEN,
     differentiated,
     in_double_precision,
     loss_and_rest,
     named,
+    options_of_few_runs,
     with_leaves,
 )
 from jaxmp.inspect.program.tracing import program_of
@@ -38,9 +38,6 @@ from jaxmp.program.reading import read_program
 from jaxmp.program.scopes import CALL_SCOPE, path_in
 
 _HALF = {"float16", "bfloat16"}
-# A program runs only once for each batch, so on a CPU the optimizations of LLVM take longer than they save.
-_COMPILED_FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-
 _PRODUCTS_ONLY = {"class:half": "half", EVERY: "float32"}
 
 
@@ -279,8 +276,8 @@ class Measurement:
             loss, _ = loss_and_rest(fun(*named(jax.tree.unflatten(structure, all_leaves))))
             return widen(loss) * scale, loss
 
-        options = AS_WRITTEN | (_COMPILED_FAST if jax.default_backend() == "cpu" else {})
-        gradient = jax.jit(transform(jax.value_and_grad(scaled_loss, has_aux=True)), compiler_options=options)
+        differentiated_loss = transform(jax.value_and_grad(scaled_loss, has_aux=True))
+        gradient = jax.jit(differentiated_loss, compiler_options=options_of_few_runs())
         results = []
         for args in all_args:
             leaves = jax.tree.leaves(tuple(args))

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import jaxlib
 import numpy as np
 
 from jaxmp.base.donation import require_not_deleted
@@ -21,6 +22,17 @@ from jaxmp.training.step import TrainStep
 
 AS_WRITTEN = {"xla_allow_excess_precision": False}
 """Compiler options under which XLA keeps every rounding to half precision."""
+_COMPILED_FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+if jaxlib.__version__.startswith("0.10."):
+    _COMPILED_FAST["xla_cpu_use_fusion_emitters"] = False  # later versions compile fusions faster
+
+
+def options_of_few_runs() -> dict[str, Any]:
+    """Return compiler options for a program that runs only a few times, and whose roundings XLA keeps.
+
+    On a CPU, the optimizations of LLVM take longer than they save in a few runs.
+    """
+    return AS_WRITTEN | (_COMPILED_FAST if jax.default_backend() == "cpu" else {})
 
 
 class StepCall(NamedTuple):

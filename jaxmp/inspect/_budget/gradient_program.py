@@ -1,0 +1,113 @@
+"""Trace the program whose roundings are counted: a function, or a loss with its gradients."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxmp.base.trees import widen
+from jaxmp.engine.autocast import autocast
+from jaxmp.inspect.program.calls import (
+    StepCall,
+    differentiated,
+    is_inexact,
+    loss_and_rest,
+    named,
+    with_leaves,
+)
+from jaxmp.inspect.program.tracing import program_of
+from jaxmp.program.walk import computing_only
+
+
+@dataclass(frozen=True, eq=False)
+class GradientProgram:
+    """A traced program with floating results.
+
+    Attributes:
+      jaxpr: the open jaxpr. It computes the results and nothing else.
+      consts: its constants.
+      inputs: its arguments.
+      has_loss: whether the first result is a loss. All other results are gradients, or results of any function.
+      context: returns the context in which the program runs.
+    """
+
+    jaxpr: Any
+    consts: Sequence[Any]
+    inputs: Sequence[Any]
+    has_loss: bool
+    context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+
+    @property
+    def others(self) -> list[jax.ShapeDtypeStruct]:
+        """Return the types of the results without the loss, in float32 or wider."""
+        avals = [atom.aval for atom in self.jaxpr.outvars[int(self.has_loss) :]]
+        return [jax.ShapeDtypeStruct(aval.shape, jnp.promote_types(aval.dtype, jnp.float32)) for aval in avals]
+
+
+def program_of_function(
+    fun: Callable[..., Any], args: Sequence[Any], policy: Any, overrides: Mapping[str, str] | None
+) -> GradientProgram:
+    """Return the program of a function under a policy.
+
+    If the first result is a floating scalar, it is a loss. It is then differentiated with respect to the first argument
+    that has floating arrays.
+    """
+    cast = fun if policy is None else autocast(fun, policy, overrides)
+    leaves, structure = jax.tree.flatten(tuple(args))
+
+    def of_leaves(*leaves: Any) -> Any:
+        return cast(*named(jax.tree.unflatten(structure, leaves)))
+
+    numbers = differentiated(args) if any(map(is_inexact, leaves)) else []
+    has_loss = bool(numbers) and _returns_loss(jax.eval_shape(of_leaves, *leaves))
+    if not has_loss:
+        return _traced(lambda *leaves: (None, of_leaves(*leaves)), leaves)
+
+    def loss_and_gradients(*leaves: Any) -> Any:
+        def loss_of(chosen: Sequence[Any]) -> Any:
+            loss, _ = loss_and_rest(of_leaves(*with_leaves(leaves, numbers, chosen)))
+            return loss
+
+        return jax.value_and_grad(loss_of)([leaves[n] for n in numbers])
+
+    return _traced(loss_and_gradients, leaves)
+
+
+def program_of_step(call: StepCall) -> GradientProgram:
+    """Return the program of a train step that computes the loss and its true gradients."""
+    step, state, batch = call
+    leaves, structure = jax.tree.flatten((state.params, state.model_state, batch, call.rng))
+
+    def loss_and_gradients(*leaves: Any) -> Any:
+        params, model_state, batch, rng = jax.tree.unflatten(structure, leaves)
+        result = step.update.gradients(state.replace(params=params, model_state=model_state), batch, rng)
+        return result.loss, jax.tree.map(lambda grad: grad / call.loss_scale, widen(result.grads))
+
+    return _traced(loss_and_gradients, leaves, step.update.devices.set)
+
+
+def _traced(
+    fun: Callable[..., Any],
+    leaves: Sequence[Any],
+    context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+) -> GradientProgram:
+    """Trace a function that returns a loss or None, and other results. Results that are no floats are left out."""
+    with context():
+        jaxpr, consts, structure = program_of(fun, *leaves)
+    loss, _ = jax.tree.unflatten(structure, range(len(jaxpr.outvars)))
+    are_floats = [bool(jnp.issubdtype(atom.aval.dtype, jnp.inexact)) for atom in jaxpr.outvars]
+    if not any(are_floats):
+        raise ValueError("an error budget needs a function with floating results, got none; return floating arrays")
+    return GradientProgram(computing_only(jaxpr, are_floats), consts, leaves, loss is not None, context)
+
+
+def _returns_loss(result: Any) -> bool:
+    """Return whether a result, or its first element, is a floating scalar."""
+    if isinstance(result, (tuple, list)) and result:
+        result = result[0]
+    return hasattr(result, "shape") and result.shape == () and bool(jnp.issubdtype(result.dtype, jnp.floating))

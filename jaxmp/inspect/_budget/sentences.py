@@ -1,0 +1,116 @@
+"""Say in sentences which roundings cause the error, and what float32 would change."""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jaxmp._internals.jax.sources import user_line_of
+from jaxmp.inspect._budget.rows import BudgetGroup
+from jaxmp.inspect._budget.sites import Site
+from jaxmp.program.primitives import PRODUCTS
+from jaxmp.program.values import Equation
+
+NOTABLE = 0.25
+"""The share of the error from which a line is worth a sentence and a run."""
+_FEW = 0.9
+"""The largest share of the old error that counts as a gain."""
+_TRUSTED = 2.0
+"""The factor between the predicted and the measured error from which errors are not small."""
+
+
+@dataclass(frozen=True)
+class LineRun:
+    """A run without the roundings of the main operations of one line.
+
+    Attributes:
+      line: the group of the line.
+      sites: the sites of the line that are left out.
+      before, after: the relative error of the gradients with and without the roundings.
+    """
+
+    line: BudgetGroup
+    sites: Sequence[Site]
+    before: float
+    after: float
+
+
+def sentence_of_line(run: LineRun, what: str) -> str:
+    """Return a sentence about the line that causes the largest share of the error.
+
+    ``what`` names the results that have the error.
+    """
+    text = _text_of(run.sites[0].equation)
+    place = f"{run.line.name or 'code of unknown origin'}{f', {text}' if text else ''}"
+    start = f"{percent(run.line.share)} of the {what}' error comes from one line: {place}, {_operations(run.sites)}"
+    if not run.after < _FEW * run.before:
+        return f"{start}. Without its roundings the error is {percent(run.after)} instead of {percent(run.before)}."
+    products = sum(site.operation in PRODUCTS and not site.is_operand for site in run.sites)
+    rest = "no product leaves half" if not products else f"{_number(products, 'product')} would leave half"
+    return f"{start}: float32 there lowers the error from {percent(run.before)} to {percent(run.after)}, and {rest}. {_how(run.sites)}"
+
+
+def sentence_of_spread(lines: Sequence[BudgetGroup], what: str) -> str:
+    """Return a sentence about an error to which many lines contribute."""
+    if not lines:
+        return "The program rounds nothing to half precision."
+    largest = lines[0]
+    return (
+        f"No line causes most of the {what}' error: the largest share is {percent(largest.share)}, of "
+        f"{largest.name or 'code of unknown origin'}."
+    )
+
+
+def sentence_of_mismatch(predicted: float, measured: float, what: str) -> str:
+    """Return a warning if the predicted error is not the measured one; empty if they agree."""
+    small, large = sorted((predicted, measured))
+    if large <= _TRUSTED * small or large == 0:
+        return ""
+    return (
+        f"The roundings predict an error of {percent(predicted)} of the {what}, but {percent(measured)} is measured. So "
+        "errors are not small here: find overflow with jaxmp.inspect.first_nonfinite, and the place where large errors "
+        "begin with jaxmp.inspect.compare."
+    )
+
+
+def percent(share: float) -> str:
+    """Return a share as a percentage with two digits.
+
+    >>> percent(0.00642), percent(0.84)
+    ('0.64 %', '84 %')
+    """
+    return f"{100 * share:.0f} %" if 0.0995 <= share < 10 else f"{100 * share:.2g} %"
+
+
+def _text_of(equation: Equation | None) -> str:
+    """Return the text of the user's line that wrote an equation."""
+    while equation is not None:
+        if text := user_line_of(equation.eqn):
+            return text
+        equation = equation.around
+    return ""
+
+
+def _how(sites: Sequence[Site]) -> str:
+    """Return how to compute the operations of some sites in float32."""
+    places = {(site.equation.path, site.operation) for site in sites if site.equation.phase == "forward"}
+    region = 'with jaxmp.precision("float32"):'
+    if len(places) != 1 or not min(places)[0]:
+        return f"Write {region} around the line."
+    path, operation = min(places)
+    return f'Write overrides={{"{glob.escape(path)}:{operation}": "float32"}}, or {region} around the line.'
+
+
+def _operations(sites: Sequence[Site]) -> str:
+    """Return how often each operation of the line is rounded in the forward pass, or in all if there is none."""
+    forward = [site for site in sites if site.equation.phase == "forward"] or list(sites)
+    counts: dict[str, int] = {}
+    for site in forward:
+        name = f"operand of {site.operation}" if site.is_operand else site.operation
+        counts[name] = counts.get(name, 0) + (site.equation.count or 1)
+    return ", ".join(f"{count} × {name}" for name, count in counts.items())
+
+
+def _number(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"

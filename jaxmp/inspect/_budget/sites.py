@@ -1,0 +1,144 @@
+"""Find the roundings to half precision (float16 or bfloat16) in a traced program.
+
+A site is a value that the program rounds: the result of a cast, or of an operation in half precision. Moves of data,
+and casts of values that half precision represents, round nothing.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmp.program.primitives import CAST, PRODUCTS, Class, Trait, classify, with_trait
+from jaxmp.program.values import CONSTANT, Equation, Key, Program, Value, leading_to, origins
+
+_KEEPS_DIGITS = with_trait(Trait.KEEPS_MAGNITUDE) | {"sign"}
+CASTS = frozenset({CAST, "cast_repeated"})
+_DRAWS = ("random_", "rng_")
+Place = tuple[Key, int]
+"""The key of an equation, and the position of one of its results."""
+
+
+@dataclass(frozen=True, eq=False)
+class Site:
+    """A rounding in a program.
+
+    Attributes:
+      place: the equation and the result that is rounded.
+      dtype: the dtype to which the value is rounded.
+      operation: the primitive; for a cast, the operation that reads its result.
+      is_operand: whether the value is cast for the operation that reads it.
+      is_float32: whether the program does not round the value, but keeps it in float32.
+      equation: the equation that computes the value.
+    """
+
+    place: Place
+    dtype: np.dtype
+    operation: str
+    is_operand: bool
+    is_float32: bool
+    equation: Equation
+
+    @property
+    def is_product(self) -> bool:
+        """Return whether the site is an operand or the result of a matrix product or convolution."""
+        return self.operation in PRODUCTS
+
+
+def is_narrow(dtype: np.dtype) -> bool:
+    """Return whether a dtype is floating and narrower than float32."""
+    return bool(jnp.issubdtype(dtype, jnp.floating)) and dtype.itemsize < 4
+
+
+def sites_of(program: Program, float32_as: np.dtype | None = None) -> list[Site]:
+    """Return the roundings on which the results of a program depend, in program order.
+
+    Args:
+      program: the program.
+      float32_as: the half dtype to which float32 results count as rounded; None to leave them out.
+    """
+    leading = leading_to(program.results)
+    readers = _readers(program.values)
+    sites = []
+    for value in program.values:
+        if value not in leading or value.equation is None or not value.is_computed:
+            continue
+        dtype = _rounded_to(value, float32_as)
+        if dtype is not None:
+            operation = _reading_operation(value, readers) if value.name in CASTS else value.name
+            is_operand = value.name in CASTS and operation != CAST
+            is_float32 = not is_narrow(value.dtype)
+            place = value.key, value.position
+            sites.append(Site(place, dtype, operation, is_operand, is_float32, value.equation))
+    return sorted(sites, key=lambda site: site.place)
+
+
+def _rounded_to(value: Value, float32_as: np.dtype | None) -> np.dtype | None:
+    """Return the dtype to which a value is rounded; None if it is exact, or not rounded."""
+    if value.name.startswith(_DRAWS) or _is_exact(value):
+        return None
+    if is_narrow(value.dtype):
+        return value.dtype
+    is_rounded = value.dtype == np.float32 and value.name not in CASTS
+    return float32_as if is_rounded else None
+
+
+def _is_exact(value: Value) -> bool:
+    """Return whether a value has no more digits than its operands, or than its dtype has."""
+    if value.name in CASTS:
+        return is_narrow(value.dtype) and is_representable(value.inputs[0], value.dtype)
+    if value.name == "reduce_precision":  # of a value that is half already
+        return is_narrow(value.inputs[0].dtype)
+    return value.is_move or value.name in _KEEPS_DIGITS or classify(value.name) is Class.CLEAR
+
+
+def is_representable(value: Value, dtype: np.dtype) -> bool:
+    """Return whether a dtype represents all elements of a value, by the way it is computed."""
+
+    def is_moved(source: Value) -> bool:
+        is_widened = source.name in CASTS and source.dtype.itemsize >= dtype.itemsize
+        return source.dtype != dtype and (is_widened or source.is_move or source.is_join)
+
+    return all(
+        source.dtype == dtype or _is_representable_constant(source, dtype) for source in origins(value, is_moved)
+    )
+
+
+def _is_representable_constant(value: Value, dtype: np.dtype) -> bool:
+    if value.name != CONSTANT or value.constant is None or np.ndim(value.constant):
+        return False
+    number = np.float32(value.constant)
+    return bool(number.astype(dtype).astype(np.float32) == number)
+
+
+def _readers(values: Sequence[Value]) -> Mapping[Value, list[Value]]:
+    readers = collections.defaultdict[Value, list[Value]](list)
+    for value in values:
+        for operand in value.inputs:
+            readers[operand].append(value)
+    return readers
+
+
+def _reading_operation(value: Value, readers: Mapping[Value, list[Value]]) -> str:
+    """Return the operation that reads a cast value, a product first; the cast itself if nothing reads it."""
+    names = list(dict.fromkeys(_operations_behind(value, readers)))
+    products = [name for name in names if name in PRODUCTS]
+    return (products or names or [CAST])[0]
+
+
+def _operations_behind(value: Value, readers: Mapping[Value, list[Value]]) -> Iterator[str]:
+    """Yield the names of the operations that read a value, directly or after moves of data."""
+    stack, visited = [value], {value}
+    while stack:
+        for reader in readers.get(stack.pop(), ()):
+            if reader in visited:
+                continue
+            visited.add(reader)
+            if reader.is_move or reader.is_join:
+                stack.append(reader)
+            elif reader.equation is not None:
+                yield reader.name
