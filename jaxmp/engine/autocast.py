@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxmp.base.arguments import printed, require_function
 from jaxmp.base.donation import donation_note
+from jaxmp.engine.constant_casts import casts_constants_in_program
 from jaxmp.engine.decisions import decide_program
 from jaxmp.engine.emit import Emission
 from jaxmp.engine.float64_check import warn_of_float64
@@ -125,7 +126,7 @@ def computed(fun: Callable[..., Any], rules: Rules, args: Any, kwargs: Any, poli
             f"a function under autocast takes arrays, got {shapes[0]}; for shapes use jaxmp.cast_plan(fun, policy), "
             "or jax.eval_shape, jax.make_jaxpr or jit(...).lower around the function"
         )
-    if is_collecting():
+    if is_collecting() or casts_constants_in_program():
         rules.programs = None  # each equation is emitted, which records its casts and dtypes
     dtypes = result_dtypes(program, policy)
     key = None if rules.programs is None else key_of_jitted_call(program.open_jaxpr[0], operands, dtypes)

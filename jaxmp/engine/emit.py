@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxmp._internals.jax.traces import is_staged, is_tracing, may_be_skipped
 from jaxmp.base.dtypes import is_castable
+from jaxmp.engine.constant_casts import constant_in
 from jaxmp.engine.decisions import Decisions, decide_program
 from jaxmp.engine.float8_products import Float8Product, emit_float8
 from jaxmp.engine.graph import build
@@ -125,7 +126,7 @@ class _Evaluation(Rewriter):
         Pass the equation as ``repeat`` if it may repeat the value.
         """
         if is_literal(atom):
-            return np.asarray(value).astype(dtype)
+            return constant_in(value, dtype)
         decision = self.decisions.decision_of[node]
         postponed_cast = decision.postponed_cast
         is_half = dtype.itemsize == 2
@@ -157,7 +158,7 @@ class _Evaluation(Rewriter):
         if postponed_cast is not None:
             value = self.cast(value, postponed_cast)
         if not isinstance(value, (jax.core.Tracer, jax.Array)):  # the test for jax.Array is slower
-            return np.asarray(value).astype(dtype)
+            return constant_in(value, dtype)
         if value.dtype == dtype:
             return value
         self.casts.append(value.size * dtype.itemsize)

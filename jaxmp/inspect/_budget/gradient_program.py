@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from jaxmp.base.trees import widen
 from jaxmp.engine.autocast import autocast
+from jaxmp.engine.constant_casts import casting_constants_in_program
 from jaxmp.inspect.program.calls import (
     StepCall,
     differentiated,
@@ -97,7 +98,7 @@ def _traced(
     context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
 ) -> GradientProgram:
     """Trace a function that returns a loss or None, and other results. Results that are no floats are left out."""
-    with context():
+    with context(), casting_constants_in_program():
         jaxpr, consts, structure = program_of(fun, *leaves)
     loss, _ = jax.tree.unflatten(structure, range(len(jaxpr.outvars)))
     are_floats = [bool(jnp.issubdtype(atom.aval.dtype, jnp.inexact)) for atom in jaxpr.outvars]
