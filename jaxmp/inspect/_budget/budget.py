@@ -75,8 +75,8 @@ class ErrorBudget(tables.Shown):
     directions. With 8 directions, nine in ten are within a factor of 1.6.
 
     Attributes:
-      rows: the roundings, equal layers together. First come the rows that overflow or underflow in float16. Then the
-        largest shares come first.
+      rows: the roundings, equal layers together. Rows that overflow in float16 come first, and then rows that
+        underflow. The largest share comes first among the others.
       by_path: the roundings of each module or scope, the largest share first.
       by_line: the roundings of each line of your code.
       by_rule: the roundings by the reason of autocast.
@@ -242,6 +242,7 @@ class _Measurement:
         if not self.program.has_loss:
             predicted = dataclasses.replace(predicted, loss_error=float("nan"))
         by_line = budget.by_line()
+        not_covered = *self._gaps(), *(_without_derivative(self.sites[number]) for number in unknown)
         return ErrorBudget(
             rows=budget.rows(),
             by_path=budget.by_path(),
@@ -250,8 +251,8 @@ class _Measurement:
             predicted=predicted,
             measured=measured,
             loss=loss,
-            not_covered=(*self._gaps(), *map(_without_derivative, (self.sites[number] for number in unknown))),
-            sentences=tuple(self._sentences(budget, by_line, predicted, measured)),
+            not_covered=not_covered,
+            sentences=tuple(self._sentences(budget, by_line, predicted, measured, not_covered)),
         )
 
     def _others(self, results: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
@@ -269,19 +270,26 @@ class _Measurement:
         return [result - true for result, true in pairs]
 
     def _sentences(
-        self, budget: Budget, by_line: Sequence[BudgetGroup], predicted: BudgetTotal, measured: BudgetTotal
+        self,
+        budget: Budget,
+        by_line: Sequence[BudgetGroup],
+        predicted: BudgetTotal,
+        measured: BudgetTotal,
+        not_covered: Sequence[NotCovered],
     ) -> Iterator[str]:
-        if warning := sentences.sentence_of_mismatch(predicted.gradient_error, measured.gradient_error, self.what):
-            yield warning
-        if by_line[0].share < sentences.NOTABLE:
-            yield sentences.sentence_of_spread(by_line, self.what)
+        errors, what = (predicted.gradient_error, measured.gradient_error), self.what
+        if sentences.is_mismatch(*errors):
+            yield sentences.sentence_of_mismatch(*errors, what, has_gaps=bool(not_covered))
+            what = f"explained {what}"
+        if by_line[0].share < sentences.NOTABLE and not by_line[0].overflows:
+            yield sentences.sentence_of_spread(by_line, what)
             return
         self.show("checking the gain")
         chosen = self._main_operations(budget, by_line[0])
         after = self._measured(self.run.results(sorted({*self.half} - {*chosen}), rounds_operands=True), budget)
         sites = [self.sites[number] for number in chosen]
         line_run = sentences.LineRun(by_line[0], sites, measured.gradient_error, after.gradient_error)
-        yield sentences.sentence_of_line(line_run, self.what)
+        yield sentences.sentence_of_line(line_run, what)
 
     def _main_operations(self, budget: Budget, line: BudgetGroup) -> list[int]:
         """Return the sites of the operations that cause most of a line's error: as few operations as possible."""
@@ -294,7 +302,20 @@ class _Measurement:
         for group in operations:
             if budget.share(chosen) < _MOST_OF_A_LINE * line.share:
                 chosen += group
-        return chosen
+        return sorted({*chosen, *self._sums_of_cotangents(chosen)})
+
+    def _sums_of_cotangents(self, numbers: Sequence[int]) -> list[int]:
+        """Return the sites that sum cotangents of values like those of other sites: of their shapes, in their scopes.
+
+        A float32 value has float32 cotangents, so their sum is float32 too.
+        """
+        alike = {self._scope_and_shape(number) for number in numbers if not self.sites[number].is_operand}
+        sums = [number for number in self.half if self.sites[number].operation == "add_any"]
+        return [number for number in sums if self._scope_and_shape(number) in alike]
+
+    def _scope_and_shape(self, number: int) -> tuple[str, tuple[int, ...]]:
+        site = self.sites[number]
+        return site.equation.path, site.equation.eqn.outvars[site.place[1]].aval.shape
 
     def _gaps(self) -> Iterator[NotCovered]:
         """Yield the operations through which errors do not pass, if a rounded value leads to them or is in them."""

@@ -82,12 +82,13 @@ def program_of_function(
 def program_of_step(call: StepCall) -> GradientProgram:
     """Return the program of a train step that computes the loss and its true gradients."""
     step, state, batch = call
+    loss_scale = call.loss_scale
     leaves, structure = jax.tree.flatten((state.params, state.model_state, batch, call.rng))
 
     def loss_and_gradients(*leaves: Any) -> Any:
         params, model_state, batch, rng = jax.tree.unflatten(structure, leaves)
         result = step.update.gradients(state.replace(params=params, model_state=model_state), batch, rng)
-        return result.loss, jax.tree.map(lambda grad: grad / call.loss_scale, widen(result.grads))
+        return result.loss, jax.tree.map(lambda grad: grad / loss_scale, widen(result.grads))
 
     return _traced(loss_and_gradients, leaves, step.update.devices.set)
 

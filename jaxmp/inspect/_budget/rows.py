@@ -62,6 +62,8 @@ class BudgetGroup:
       share: the share of the error of the gradients.
       loss_error: the signed change of the loss.
       gradient_error: the relative L2 error of the gradients.
+      underflows: the number of elements that become 0.
+      overflows: the number of finite elements that become infinite.
     """
 
     name: str
@@ -69,6 +71,8 @@ class BudgetGroup:
     share: float
     loss_error: float
     gradient_error: float
+    underflows: int
+    overflows: int
 
 
 class Budget:
@@ -99,11 +103,20 @@ class Budget:
         return tuple(sorted(rows, key=lambda row: (-row.overflows, -row.underflows, -row.share, -row.gradient_error)))
 
     def groups(self, key: Callable[[int], str]) -> tuple[BudgetGroup, ...]:
-        """Return a group for each value of ``key``, which takes the number of a site; the largest share first."""
+        """Return a group for each value of ``key``, which takes the number of a site.
+
+        Groups that overflow come first, and then the largest share.
+        """
         groups = []
         for group in tables.grouped(range(len(self.sites)), key):
-            groups.append(BudgetGroup(key(group[0]), len(group), self.share(group), *self.errors(group)))
-        return tuple(sorted(groups, key=lambda group: -group.share))
+            numbers = self.share(group), *self.errors(group), *self.counts(group)
+            groups.append(BudgetGroup(key(group[0]), len(group), *numbers))
+        return tuple(sorted(groups, key=lambda group: (-group.overflows, -group.share)))
+
+    def counts(self, group: Sequence[int]) -> tuple[int, int]:
+        """Return the numbers of elements that underflow and overflow at some sites."""
+        numbers = list(group)
+        return int(self.alone.underflows[numbers].sum()), int(self.alone.overflows[numbers].sum())
 
     def by_path(self) -> tuple[BudgetGroup, ...]:
         """Return a group for each module or scope."""
@@ -144,6 +157,7 @@ class Budget:
     def _row(self, group: Sequence[int]) -> BudgetRow:
         site = self.sites[group[0]]
         loss_error, gradient_error = self.errors(group)
+        underflows, overflows = self.counts(group)
         return BudgetRow(
             path=tables.common_path([self.sites[number].equation.path for number in group]),
             operation=_operation(site),
@@ -155,8 +169,8 @@ class Budget:
             share=self.share(group),
             loss_error=loss_error,
             gradient_error=gradient_error,
-            underflows=int(self.alone.underflows[list(group)].sum()),
-            overflows=int(self.alone.overflows[list(group)].sum()),
+            underflows=underflows,
+            overflows=overflows,
             is_float32=site.is_float32,
         )
 

@@ -135,10 +135,13 @@ class BudgetRun:
             def at_site(number: int, value: Any) -> Any:
                 return rounding.tap(self.sites[number].dtype, value, masks[number], sinks[number])
 
+            def at_site_without_gradient(number: int, value: Any) -> Any:
+                return rounding.round_if(masks[number] == 1, self.sites[number].dtype, value)
+
             def at_operand(dtype: np.dtype, value: Any) -> Any:
                 return rounding.round_if(rounds_operands, dtype, value)
 
-            changes = Changes(self._numbers, at_site, at_operand)
+            changes = Changes(self._numbers, at_site, at_site_without_gradient, at_operand)
             return evaluate_wide(self.program.jaxpr, consts, inputs, changes, self.gaps)
 
         sinks = [rounding.sink_of(site.dtype) for site in self.sites]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -43,12 +44,16 @@ def sentence_of_line(run: LineRun, what: str) -> str:
     """
     text = _text_of(run.sites[0].equation)
     place = f"{run.line.name or 'code of unknown origin'}{f', {text}' if text else ''}"
-    start = f"{percent(run.line.share)} of the {what}' error comes from one line: {place}, {_operations(run.sites)}"
+    start = f"{percent(min(run.line.share, 1))} of the {what}' error comes from one line: {place}"
+    if run.line.overflows:
+        start = f"{_number(run.line.overflows, 'number')} overflow in one line: {place}"
+    start = f"{start}, {_operations(run.sites)}"
     if not run.after < _FEW * run.before:
         return f"{start}. Without its roundings the error is {percent(run.after)} instead of {percent(run.before)}."
     products = sum(site.operation in PRODUCTS and not site.is_operand for site in run.sites)
-    rest = "no product leaves half" if not products else f"{_number(products, 'product')} would leave half"
-    return f"{start}: float32 there lowers the error from {percent(run.before)} to {percent(run.after)}, and {rest}. {_how(run.sites)}"
+    rest = f"{_number(products, 'product')} would leave half" if products else "no product leaves half"
+    gain = f"float32 there lowers the error from {percent(run.before)} to {percent(run.after)}, and {rest}"
+    return f"{start}: {gain}. {_how(run.sites)}"
 
 
 def sentence_of_spread(lines: Sequence[BudgetGroup], what: str) -> str:
@@ -62,15 +67,25 @@ def sentence_of_spread(lines: Sequence[BudgetGroup], what: str) -> str:
     )
 
 
-def sentence_of_mismatch(predicted: float, measured: float, what: str) -> str:
-    """Return a warning if the predicted error is not the measured one; empty if they agree."""
+def is_mismatch(predicted: float, measured: float) -> bool:
+    """Return whether the roundings do not explain the measured error."""
     small, large = sorted((predicted, measured))
-    if large <= _TRUSTED * small or large == 0:
-        return ""
+    return large > _TRUSTED * small
+
+
+def sentence_of_mismatch(predicted: float, measured: float, what: str, *, has_gaps: bool) -> str:
+    """Return a warning that the roundings do not explain the measured error.
+
+    ``has_gaps`` says whether operations are not covered.
+    """
+    start = (
+        f"The roundings explain an error of {percent(predicted)} of the {what}, but {percent(measured)} is measured."
+    )
+    if has_gaps:
+        return f"{start} The operations that are not covered may cause the rest."
     return (
-        f"The roundings predict an error of {percent(predicted)} of the {what}, but {percent(measured)} is measured. So "
-        "errors are not small here: find overflow with jaxmp.inspect.first_nonfinite, and the place where large errors "
-        "begin with jaxmp.inspect.compare."
+        f"{start} So errors are not small somewhere: a number overflows (see jaxmp.inspect.first_nonfinite), or a "
+        "choice changes, such as a ReLU, a maximum, a bin or the result of top_k (see jaxmp.inspect.compare)."
     )
 
 
@@ -80,7 +95,9 @@ def percent(share: float) -> str:
     >>> percent(0.00642), percent(0.84)
     ('0.64 %', '84 %')
     """
-    return f"{100 * share:.0f} %" if 0.0995 <= share < 10 else f"{100 * share:.2g} %"
+    if not math.isfinite(share):
+        return "infinite"
+    return f"{100 * share:.0f} %" if share >= 0.0995 else f"{100 * share:.2g} %"
 
 
 def _text_of(equation: Equation | None) -> str:
@@ -95,11 +112,11 @@ def _text_of(equation: Equation | None) -> str:
 def _how(sites: Sequence[Site]) -> str:
     """Return how to compute the operations of some sites in float32."""
     places = {(site.equation.path, site.operation) for site in sites if site.equation.phase == "forward"}
-    region = 'with jaxmp.precision("float32"):'
+    region = 'Put `with jaxmp.precision("float32"):` around the line'
     if len(places) != 1 or not min(places)[0]:
-        return f"Write {region} around the line."
+        return f"{region}."
     path, operation = min(places)
-    return f'Write overrides={{"{glob.escape(path)}:{operation}": "float32"}}, or {region} around the line.'
+    return f'{region}, or pass overrides={{"{glob.escape(path)}:{operation}": "float32"}}.'
 
 
 def _operations(sites: Sequence[Site]) -> str:

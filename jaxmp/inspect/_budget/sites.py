@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmp.program.primitives import CAST, PRODUCTS, Class, Trait, classify, with_trait
-from jaxmp.program.values import CONSTANT, Equation, Key, Program, Value, leading_to, origins
+from jaxmp.program.values import CONSTANT, STACKED, Equation, Key, Program, Value, leading_to, origins
 
 _KEEPS_DIGITS = with_trait(Trait.KEEPS_MAGNITUDE) | {"sign"}
 CASTS = frozenset({CAST, "cast_repeated"})
@@ -33,7 +33,8 @@ class Site:
       operation: the primitive; for a cast, the operation that reads its result.
       is_operand: whether the value is cast for the operation that reads it.
       is_float32: whether the program does not round the value, but keeps it in float32.
-      equation: the equation that computes the value.
+      equation: the equation that computes the value. For the cast of a loop's carry, the equation before the cast,
+        because the cast has the line of the whole loop.
     """
 
     place: Place
@@ -63,18 +64,33 @@ def sites_of(program: Program, float32_as: np.dtype | None = None) -> list[Site]
     """
     leading = leading_to(program.results)
     readers = _readers(program.values)
+    carried = _results_of_bodies(program)
     sites = []
     for value in program.values:
         if value not in leading or value.equation is None or not value.is_computed:
             continue
         dtype = _rounded_to(value, float32_as)
-        if dtype is not None:
-            operation = _reading_operation(value, readers) if value.name in CASTS else value.name
-            is_operand = value.name in CASTS and operation != CAST
-            is_float32 = not is_narrow(value.dtype)
-            place = value.key, value.position
-            sites.append(Site(place, dtype, operation, is_operand, is_float32, value.equation))
+        if dtype is None:
+            continue
+        computed, operation = value, value.name
+        if value.name in CASTS:
+            operation = _reading_operation(value, readers, passes_joins=value not in carried)
+            if operation == CAST and value.inputs[0].equation is not None:
+                computed = value.inputs[0]
+                operation = computed.name
+        is_operand = computed is value and operation != value.name
+        is_float32 = not is_narrow(value.dtype)
+        sites.append(Site((value.key, value.position), dtype, operation, is_operand, is_float32, computed.at))
     return sorted(sites, key=lambda site: site.place)
+
+
+def _results_of_bodies(program: Program) -> set[Value]:
+    """Return the results of the bodies of loops and conditionals."""
+    results = set[Value]()
+    for equation in program.equations.values():
+        if equation.bodies is not None and not equation.bodies.is_call:
+            results.update(result for body in equation.inside for result in body.results)
+    return results
 
 
 def _rounded_to(value: Value, float32_as: np.dtype | None) -> np.dtype | None:
@@ -93,6 +109,11 @@ def _is_exact(value: Value) -> bool:
         return is_narrow(value.dtype) and is_representable(value.inputs[0], value.dtype)
     if value.name == "reduce_precision":  # of a value that is half already
         return is_narrow(value.inputs[0].dtype)
+    return _has_digits_of_operands(value)
+
+
+def _has_digits_of_operands(value: Value) -> bool:
+    """Return whether a result has no more digits than its operands."""
     return value.is_move or value.name in _KEEPS_DIGITS or classify(value.name) is Class.CLEAR
 
 
@@ -101,7 +122,7 @@ def is_representable(value: Value, dtype: np.dtype) -> bool:
 
     def is_moved(source: Value) -> bool:
         is_widened = source.name in CASTS and source.dtype.itemsize >= dtype.itemsize
-        return source.dtype != dtype and (is_widened or source.is_move or source.is_join)
+        return source.dtype != dtype and (is_widened or source.is_join or _has_digits_of_operands(source))
 
     return all(
         source.dtype == dtype or _is_representable_constant(source, dtype) for source in origins(value, is_moved)
@@ -123,22 +144,27 @@ def _readers(values: Sequence[Value]) -> Mapping[Value, list[Value]]:
     return readers
 
 
-def _reading_operation(value: Value, readers: Mapping[Value, list[Value]]) -> str:
-    """Return the operation that reads a cast value, a product first; the cast itself if nothing reads it."""
-    names = list(dict.fromkeys(_operations_behind(value, readers)))
+def _reading_operation(value: Value, readers: Mapping[Value, list[Value]], *, passes_joins: bool) -> str:
+    """Return the operation that reads a cast value, a product first; the name of a cast if nothing reads it."""
+    names = list(dict.fromkeys(_operations_behind(value, readers, passes_joins=passes_joins)))
     products = [name for name in names if name in PRODUCTS]
     return (products or names or [CAST])[0]
 
 
-def _operations_behind(value: Value, readers: Mapping[Value, list[Value]]) -> Iterator[str]:
-    """Yield the names of the operations that read a value, directly or after moves of data."""
+def _operations_behind(value: Value, readers: Mapping[Value, list[Value]], *, passes_joins: bool) -> Iterator[str]:
+    """Yield the names of the operations that read a value, directly or after moves of data.
+
+    ``passes_joins`` says whether the carries of loops and the results of conditionals count as moves.
+    """
     stack, visited = [value], {value}
     while stack:
         for reader in readers.get(stack.pop(), ()):
             if reader in visited:
                 continue
             visited.add(reader)
-            if reader.is_move or reader.is_join:
+            if reader.is_join or reader.name == STACKED:
+                stack += [reader] if passes_joins else []
+            elif reader.is_move:
                 stack.append(reader)
             elif reader.equation is not None:
                 yield reader.name

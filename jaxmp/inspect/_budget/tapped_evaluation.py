@@ -33,11 +33,13 @@ class Changes(NamedTuple):
     Attributes:
       sites: the numbers of the sites by place.
       at_site: a function that takes the number of a site and its value, and returns the value to use in its place.
+      at_site_without_gradient: the same where JAX cannot differentiate, in while loops.
       at_operand: the same for the operands of half-precision products; it takes their dtype and the value.
     """
 
     sites: Mapping[Place, int]
     at_site: Callable[[int, Any], Any]
+    at_site_without_gradient: Callable[[int, Any], Any]
     at_operand: Callable[[np.dtype, Any], Any]
 
 
@@ -102,18 +104,21 @@ class WideEvaluation(Rewriter):
         return self.changes.at_operand(atom.aval.dtype, operand) if is_narrow_aval(atom.aval) else operand
 
     def evaluate_bodies(self, eqn: Any, bodies: Bodies, operands: list[Any]) -> list[Any]:
-        key = self._key
+        key, changes = self._key, self.changes
         if bodies.is_jitted or bodies.has_rule:
-            return self._evaluate_inside(key, bodies, 0, *operands)
+            return self._evaluate_inside(key, changes, bodies, 0, *operands)
         if not bodies.has_gradient:
             self.gaps[key] = "a while loop, through which JAX does not differentiate backwards"
+            changes = changes._replace(at_site=changes.at_site_without_gradient)
             operands = list(map(_without_gradient, operands))
-        functions = [functools.partial(self._evaluate_inside, key, bodies, n) for n in range(len(bodies.jaxprs))]
+        functions = []
+        for number in range(len(bodies.jaxprs)):
+            functions.append(functools.partial(self._evaluate_inside, key, changes, bodies, number))
         return list(rebuild(eqn, bodies, functions)(*operands))
 
-    def _evaluate_inside(self, key: Key, bodies: Bodies, number: int, *args: Any) -> list[Any]:
+    def _evaluate_inside(self, key: Key, changes: Changes, bodies: Bodies, number: int, *args: Any) -> list[Any]:
         """Return the results of a body of the equation ``key``."""
-        inside = WideEvaluation(self.changes, self.gaps, (*key, number))
+        inside = WideEvaluation(changes, self.gaps, (*key, number))
         jaxpr, consts = opened(bodies.jaxprs[number])
         return inside.evaluate(jaxpr, [_in_float32(const) for const in consts], args)
 

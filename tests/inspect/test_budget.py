@@ -1,0 +1,387 @@
+"""error_budget predicts the effect of each rounding, and finds the line that loses digits."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import inspect
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from budget_programs import PROGRAMS, language_model, language_model_args
+from meshes import mesh_of
+
+import jaxmp
+from jaxmp.inspect import error_budget
+from jaxmp.inspect._budget.gradient_program import program_of_function
+from jaxmp.inspect._budget.run import BudgetRun
+from jaxmp.inspect._budget.sites import sites_of
+from jaxmp.program.reading import read_program
+
+WITH_CHOICES = ("convolutions", "experts")
+"""Programs in which rounding changes a choice: the sign of a ReLU's argument, or the experts of a token."""
+IN_LOOPS = ("language model", "recurrent")
+"""Programs in which a rounding in one iteration changes the rounding errors of the next."""
+
+
+def norm(arrays):
+    return np.sqrt(sum(np.sum(np.abs(array) ** 2) for array in arrays))
+
+
+def differences(results, others):
+    return [a - b for a, b in zip(results[1:], others[1:], strict=True)]
+
+
+class Truth:
+    """The predicted and the true effects of each rounding alone."""
+
+    def __init__(self, loss_fn, args, policy, probes):
+        program = program_of_function(loss_fn, args, policy, None)
+        self.sites = sites_of(read_program(program.jaxpr, program.consts))
+        run = BudgetRun(program, self.sites, probes, 0)
+        self.float32, alone = run.alone()
+        changes = np.sqrt(np.mean(alone.changes**2, axis=0))
+        self.gradients, self.losses = [], []
+        for number in np.flatnonzero(changes > 0.01 * changes.max()):
+            results = run.results([number])
+            self.gradients.append((changes[number], norm(differences(results, self.float32))))
+            self.losses.append((alone.loss_changes[number], results[0] - self.float32[0]))
+        self.half = run.under_policy()
+        together = run.together(range(len(self.sites)), differences(self.half, self.float32))
+        self.predicted = together.loss_changes.sum(), together.parts.sum()
+
+
+@functools.cache
+def truth(name, policy="mixed_bfloat16"):
+    loss_fn, make_args = PROGRAMS[name]
+    return Truth(loss_fn, make_args(), policy, probes=32)
+
+
+def share_within(pairs, factor):
+    """Return the share of predictions within a factor, of those above 1 % of the largest."""
+    largest = max(abs(predicted) for predicted, _ in pairs)
+    pairs = [(predicted, true) for predicted, true in pairs if abs(predicted) > 0.01 * largest]
+    ratios = np.array([predicted / true if true else np.inf for predicted, true in pairs])
+    return np.mean((ratios < factor) & (ratios > 1 / factor))
+
+
+def programs(without=()):
+    slow = pytest.mark.slow("differentiates the gradient of a transformer")
+    names = [name for name in PROGRAMS if name not in without]
+    return [pytest.param(name, marks=slow if name.startswith("language model") else ()) for name in names]
+
+
+class TestAgainstTheTruth:
+    """The true effect of a rounding is that of a run in which it is the only one."""
+
+    @pytest.mark.parametrize("name", programs(without=["convolutions"]))
+    def test_nine_in_ten_effects_on_the_gradients_are_as_predicted(self, name):
+        assert share_within(truth(name).gradients, 1.6) >= 0.9
+
+    @pytest.mark.parametrize("name", programs(without=[*IN_LOOPS, "convolutions"]))
+    def test_nine_in_ten_effects_on_the_loss_are_as_predicted(self, name):
+        assert share_within(truth(name).losses, 1.05) >= 0.9
+
+    def test_float16_is_as_predicted_too(self):
+        measured = truth("messages", "mixed_float16")
+        assert share_within(measured.gradients, 1.6) >= 0.9
+
+    @pytest.mark.parametrize("name", programs(without=WITH_CHOICES))
+    def test_all_roundings_together_explain_the_error(self, name):
+        measured = truth(name)
+        loss, gradients = measured.predicted
+        error = norm(differences(measured.half, measured.float32))
+        assert gradients == pytest.approx(error, rel=0.1)
+        assert loss == pytest.approx(measured.half[0] - measured.float32[0], abs=1e-3 * measured.half[0])
+
+
+def test_a_changed_choice_is_said_to_be_no_small_error():
+    loss_fn, make_args = PROGRAMS["experts"]
+    budget = error_budget(loss_fn, "mixed_bfloat16")(*make_args())
+    assert budget.measured.gradient_error > 2 * budget.predicted.gradient_error
+    assert any("a choice changes" in sentence for sentence in budget.sentences)
+
+
+# -- planted lines ---------------------------------------------------------------------------------------------------
+
+X = np.random.default_rng(0).normal(size=(16, 16)).astype(np.float32)
+W = np.random.default_rng(1).normal(size=(16, 16)).astype(np.float32) / 4
+
+
+def small_steps(w, x):
+    for _ in range(8):
+        x = x + 0.01 * jnp.tanh(x @ w)  # planted
+    return x @ w
+
+
+def small_steps_in_a_scan_over_layers(w, x):
+    def layer(h, w):
+        step = jnp.tanh(h @ w)
+        return h + 0.01 * step, None  # planted
+
+    return jax.lax.scan(layer, x, jnp.stack([w] * 16))[0] @ w
+
+
+def moving_average(w, x):
+    average = x @ w
+    for number in range(16):
+        average = 0.99 * average + 0.01 * jnp.tanh(average @ w * number)  # planted
+    return average @ w
+
+
+def factors_near_one(w, x):
+    h = x @ w
+    for _ in range(16):
+        h = h * 1.003  # planted
+    return h @ w
+
+
+def cancelling_terms(w, x):
+    y = x @ w
+    kept = (100 * y + jnp.tanh(y)) + -100 * y  # planted
+    return kept @ w
+
+
+def steps_of_another_spelling(w, x):
+    for _ in range(8):
+        step = 0.01 * jnp.tanh(x @ w)
+        x = jnp.add(x, step)  # planted
+    return x @ w
+
+
+def sum_of_a_list(w, x):
+    y = 1 + jnp.tanh(x @ w)
+    total = functools.reduce(jnp.add, [y * 1.0] * 64)  # planted
+    return total @ w
+
+
+def large_offset(w, x):
+    y = x @ w
+    shifted = y + 100  # planted
+    return (shifted + -100) @ w
+
+
+def product_of_a_small_difference(w, x):
+    y = 20 + x @ w  # planted
+    return (y + -20) @ w
+
+
+def updates_in_place(w, x):
+    y = x @ w
+    for _ in range(16):
+        y = y.at[:8].set(y[:8] + 0.01 * jnp.tanh(y[:8]))  # planted
+    return y @ w
+
+
+PLANTS = (
+    small_steps, small_steps_in_a_scan_over_layers, moving_average, factors_near_one, cancelling_terms,
+    steps_of_another_spelling, sum_of_a_list, large_offset, product_of_a_small_difference, updates_in_place,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("plant", PLANTS)
+def test_the_planted_line_comes_first(plant):
+    lines, start = inspect.getsourcelines(plant)
+    (planted,) = (start + number for number, line in enumerate(lines) if "# planted" in line)
+    budget = error_budget(lambda w, x: jnp.mean(plant(w, x) ** 2), "mixed_bfloat16")(W, X)
+    assert budget.by_line[0].name == f"test_budget.py:{planted}"
+    assert budget.rows[0].source == f"test_budget.py:{planted}"
+
+
+def test_the_sentence_says_what_float32_gains_and_the_override_does_it():
+    def loss_fn(w, x):
+        with jax.named_scope("encoder"):
+            x = jnp.tanh(x @ w)
+        with jax.named_scope("flow"):
+            for _ in range(8):
+                step = 0.01 * jnp.tanh(x @ w)
+                x = x + step
+        return jnp.mean((x @ w) ** 2)
+
+    before = error_budget(loss_fn, "mixed_bfloat16")(W, X)
+    sentence = before.sentences[-1]
+    assert "x = x + step, 8 × add: float32 there lowers the error from" in sentence
+    assert "no product leaves half" in sentence and "'flow:add'" in sentence.replace('"', "'")
+    after = error_budget(loss_fn, "mixed_bfloat16", overrides={"flow:add": "float32"})(W, X)
+    assert after.measured.gradient_error < 0.7 * before.measured.gradient_error
+    promised = float(sentence.partition(" to ")[2].partition(" %")[0]) / 100
+    assert after.measured.gradient_error == pytest.approx(promised, rel=0.3)
+
+
+# -- the same numbers in other spellings -----------------------------------------------------------------------------
+
+
+def loss_errors(budget):
+    """Return the error of the loss by each operation of the forward pass that computes in half.
+
+    Casts are left out, because the residual stream of a scan is half, and that of straight-line code is not.
+    """
+    errors = collections.Counter()
+    for row in budget.rows:
+        if row.phase == "forward" and "operand" not in row.operation and row.operation != "gather":
+            errors[row.operation] += row.loss_error
+    return {operation: error for operation, error in errors.items() if error}
+
+
+def assert_same(budget, other):
+    ours, theirs = loss_errors(budget), loss_errors(other)
+    largest = max(map(abs, ours.values()))
+    assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-3 * largest)
+    assert budget.measured.gradient_error == pytest.approx(other.measured.gradient_error, rel=0.2)
+    assert budget.loss == pytest.approx(other.loss)
+
+
+@pytest.fixture(scope="module")
+def in_scan():
+    return error_budget(language_model, "mixed_bfloat16")(*language_model_args())
+
+
+@pytest.fixture(scope="module")
+def whole():
+    return step_budget()
+
+
+@pytest.mark.slow("differentiates the gradient of a transformer four times")
+class TestSameNumbers:
+    def test_under_jit(self, in_scan):
+        assert_same(in_scan, error_budget(jax.jit(language_model), "mixed_bfloat16")(*language_model_args()))
+
+    def test_under_remat(self, in_scan):
+        loss_fn = functools.partial(language_model, is_remat=True)
+        assert_same(in_scan, error_budget(loss_fn, "mixed_bfloat16")(*language_model_args()))
+
+    def test_without_a_scan(self, in_scan):
+        loss_fn = functools.partial(language_model, is_scan=False)
+        assert_same(in_scan, error_budget(loss_fn, "mixed_bfloat16")(*language_model_args()))
+
+
+class TestTrainSteps:
+    """A step has the budget of its loss function, with any number of microbatches and devices."""
+
+    def test_a_step_has_the_numbers_of_its_loss_function(self, whole):
+        params, batch = PROGRAMS["flow"][1]()
+        assert_same(whole, error_budget(PROGRAMS["flow"][0], "mixed_bfloat16")(params, batch))
+
+    def test_microbatches_change_no_rounding_of_the_forward_pass(self, whole):
+        accumulated = step_budget(accumulate_steps=2)
+        assert_same(whole, accumulated)
+        assert accumulated.predicted.gradient_error == pytest.approx(accumulated.measured.gradient_error, rel=0.1)
+
+    def test_a_mesh_changes_no_rounding(self, whole):
+        mesh = mesh_of()
+        specs = jaxmp.sharding.fsdp_specs(PROGRAMS["flow"][1]()[0], mesh, min_size=1)
+        sharded = step_budget(sharding=jaxmp.sharding.Sharding(mesh, specs))
+        assert_same(whole, sharded)
+
+    def test_a_step_has_its_own_policy(self):
+        with pytest.raises(ValueError, match="already has a policy"):
+            step_budget(policy_of_tool="mixed_bfloat16")
+
+
+def step_budget(policy_of_tool=None, **options):
+    loss_fn, make_args = PROGRAMS["flow"]
+    params, batch = make_args()
+    sharding = options.get("sharding")
+    if sharding is None:
+        state = jaxmp.TrainState.create(params=params, tx=optax.sgd(0.1))
+    else:
+        state = jaxmp.TrainState.create_sharded(lambda: jax.tree.map(jnp.asarray, params), optax.sgd(0.1), sharding)
+    step = jaxmp.make_train_step(loss_fn, policy="mixed_bfloat16", donate=False, **options)
+    return error_budget(step, policy_of_tool)(state, batch)
+
+
+# -- what the result has ---------------------------------------------------------------------------------------------
+
+
+def test_shares_of_rows_lines_and_modules_add_up_to_one():
+    budget = error_budget(PROGRAMS["flow"][0], "mixed_bfloat16")(*PROGRAMS["flow"][1]())
+    for groups in (budget.rows, budget.by_line, budget.by_path, budget.by_rule):
+        assert sum(group.share for group in groups) == pytest.approx(1)
+    assert {row.phase for row in budget.rows} == {"forward", "backward"}
+    assert {group.name for group in budget.by_rule} == {"product", "between half operations"}
+    assert {row.operation for row in budget.rows} >= {"dot_general", "operand of dot_general", "add", "tanh"}
+    assert json.loads(budget.to_json())["rows"][0]["share"] == budget.rows[0].share
+    assert budget.sentences[-1] in str(budget)
+    assert budget.table().row_count == min(len(budget.rows), 20)
+
+
+def test_a_value_that_is_half_already_is_not_rounded_again():
+    def fun(x):
+        y = (x @ x).astype("bfloat16").astype("float32").T
+        return jnp.abs(y[:2]) @ x
+
+    rows = error_budget(fun, "mixed_bfloat16")(X).rows
+    assert sum(row.sites for row in rows) == 5  # x for each product that reads it, and the two results
+    assert not any(row.operation in ("abs", "transpose", "slice") for row in rows)
+
+
+def test_constants_are_rounded_too():
+    rows = error_budget(lambda x: 0.1 * (x @ x) @ x, "mixed_bfloat16")(X).rows
+    assert "operand of mul" in {row.operation for row in rows}
+    rows = error_budget(lambda x: 0.5 * (x @ x) @ x, "mixed_bfloat16")(X).rows
+    assert "operand of mul" not in {row.operation for row in rows}  # half has 0.5
+
+
+def test_float32_results_count_as_if_they_were_half():
+    def loss_fn(w, x):
+        return jnp.mean(jax.nn.softmax(x @ w) ** 2)
+
+    budget = error_budget(loss_fn, "mixed_bfloat16", float32=True)(W, X)
+    saved = [row for row in budget.rows if row.is_float32]
+    assert {"exp", "reduce_sum"} <= {row.operation for row in saved}
+    assert "softmax" in {group.name for group in budget.by_rule}
+    assert sum(row.share for row in budget.rows if not row.is_float32) == pytest.approx(1)
+
+
+def test_overflows_and_underflows_of_float16_come_first():
+    def loss_fn(w, x):
+        y = (1e-3 * x) @ (1e-5 * w)
+        gram = (40 * x).T @ (40 * x)  # overflows
+        return jnp.sum(gram @ w) + jnp.sum(y @ w)
+
+    budget = error_budget(loss_fn, "mixed_float16")(W, 3 * X)
+    assert budget.rows[0].overflows > 0 and "gram =" not in budget.rows[0].source
+    assert any(row.underflows for row in budget.rows)
+    assert not np.isfinite(budget.measured.gradient_error)
+    assert "overflow in one line" in budget.sentences[-1]
+
+
+def test_a_while_loop_is_not_covered_and_is_named():
+    def fun(x):
+        _, y = jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, jnp.tanh(c[1] @ x)), (0, x @ x))
+        return y @ x
+
+    budget = error_budget(fun, "mixed_bfloat16")(X)
+    (gap,) = budget.not_covered
+    assert gap.operation == "while" and "does not differentiate" in gap.why and gap.source in str(budget)
+    assert "not covered may cause the rest" in budget.sentences[0]
+
+
+def test_errors_pass_through_functions_with_a_derivative_rule():
+    @jax.custom_vjp
+    def straight_through(x):
+        return 3 * x
+
+    straight_through.defvjp(lambda x: (3 * x, None), lambda _, ct: (0 * ct,))
+    plain = error_budget(lambda x: 3 * (x @ x), "mixed_bfloat16")(X)
+    with_rule = error_budget(lambda x: straight_through(x @ x), "mixed_bfloat16")(X)
+    assert with_rule.predicted.gradient_error == pytest.approx(plain.predicted.gradient_error, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: error_budget(jnp.sum, "mixed_bfloat16", probes=0), "probes is the number of random directions"),
+        (lambda: error_budget(jnp.sum, overrides={"a": "float32"}), "overrides need a policy"),
+        (lambda: error_budget(lambda x: x @ x)(X), "rounds to half precision, but this one does not"),
+        (lambda: error_budget(lambda x: (x @ x).astype(int), "mixed_bfloat16")(X), "floating results, got none"),
+        (lambda: error_budget(lambda x: jnp.log(-abs(x @ x)), "mixed_bfloat16")(X), "float32 is not finite"),
+    ],
+)
+def test_wrong_arguments_are_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
