@@ -17,6 +17,7 @@ import jaxmp
 from jaxmp.cli import (
     audit,
     blame,
+    budget,
     compare,
     doctor,
     fit,
@@ -34,7 +35,9 @@ from jaxmp.cli import (
 from jaxmp.cli.errors import UsageError
 from jaxmp.cli.printing import check_plot
 
-_MODULES = (doctor, formats, plan, audit, memory, fit, roofline, profile, numerics, blame, compare, tune, watch, report)
+_MODULES = (
+    doctor, formats, plan, audit, memory, fit, roofline, profile, numerics, blame, compare, budget, tune, watch, report,
+)  # fmt: skip
 _COMMANDS = {module.__name__.rpartition(".")[2]: module for module in _MODULES}
 
 

@@ -1,4 +1,4 @@
-"""``jaxmp blame`` and ``compare``; ``--policy`` of ``memory`` and ``roofline``."""
+"""``jaxmp blame``, ``compare`` and ``budget``; ``--policy`` of ``memory`` and ``roofline``."""
 
 import json
 
@@ -70,6 +70,18 @@ def test_blame_names_the_operation_and_ends_with_1(capsys):
 def test_a_policy_file_that_is_missing_is_an_error_of_one_line(capsys):
     assert _main("blame", "good", "--policy", "no.toml") == 2
     assert capsys.readouterr().err == "jaxmp blame: error: there is no policy file 'no.toml'; Tuned.save writes one\n"
+
+
+def test_budget_names_the_line_with_the_largest_share(capsys, tmp_path):
+    picture = str(tmp_path / "budget.png")
+    assert _main("budget", "good", "--policy", "mixed_bfloat16", "--plot", picture) == 0
+    shown = capsys.readouterr().out
+    assert "planted_for_running.py:6" in shown and (tmp_path / "budget.png").stat().st_size
+    assert _main("budget", "good", "--policy", "mixed_bfloat16", "--probes", "2", "--float32", "--json") == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert {row["operation"] for row in rows} >= {"dot_general", "exp"}
+    assert _main("budget", "good") == 2
+    assert "rounds to half precision, but this one does not" in capsys.readouterr().err
 
 
 def test_compare_names_the_module_in_which_the_error_enters(capsys):

@@ -11,7 +11,7 @@ import pytest
 
 import jaxmp
 from jaxmp import cli
-from jaxmp.inspect import Memory, Watch, compare, memory, numerics, plots
+from jaxmp.inspect import Memory, Watch, compare, error_budget, memory, numerics, plots
 from jaxmp.inspect._watch.watch import line
 from jaxmp.inspect.counts.statistics import statistics_of
 from jaxmp.inspect.run_files import WATCH_FILE
@@ -200,6 +200,19 @@ def test_errors_are_drawn_where_their_scopes_stand():
     comparison = compare(lambda x: jnp.exp(x), "mixed_float16", grad=False)(jnp.ones(3))
     (axes,) = plots.errors(comparison).axes  # no half dtype, so no line for its precision
     assert {row.dtype for row in comparison.rows} == {"float32"} and not axes.lines and axes.get_legend() is None
+
+
+def test_a_budget_has_a_bar_for_each_module_forward_and_backward():
+    budget = error_budget(mlp, "mixed_bfloat16")(PARAMS, jnp.linspace(0, 1, 32).reshape(4, 8))
+    page = plots.budget(budget)
+    (axes,) = page.axes
+    labels = [text.get_text() for text in axes.get_yticklabels()]
+    drawn = {label: 0.0 for label in labels}
+    for bar in axes.patches:
+        drawn[labels[round(bar.get_y() + bar.get_height() / 2)]] += bar.get_width()
+    shares = {group.name or "the result": group.share for group in budget.by_path}
+    assert drawn == pytest.approx(shares)
+    assert "of an error of" in page.get_suptitle()
 
 
 def plan_of(peak, **kinds):

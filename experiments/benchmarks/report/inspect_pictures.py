@@ -8,6 +8,7 @@ The names of the pictures:
 
 - training: a small GPT-2 learns the source text of Python's standard library in float32, and its steps are watched.
 - compare: the errors of bfloat16 in that model after training.
+- budget: the error budget of bfloat16 in a GPT-2 with two layers.
 - scale: the dynamic loss scale while a model of the same size trains in float16.
 - plan: the decisions of autocast for a GPT-2 with one layer.
 - memory: a train step of BERT-Large compiled for an H200.
@@ -43,15 +44,16 @@ from experiments.models.gpt2 import GPT2
 from experiments.training import cli, loop, text_training
 from experiments.training.environment import environment
 from experiments.training.run_folders import run_folder
-from jaxmp.inspect import Memory, Watch, compare, memory, plots
+from jaxmp.inspect import Memory, Watch, compare, error_budget, memory, plots
 
-Name = Literal["training", "compare", "scale", "plan", "memory"]
+Name = Literal["training", "compare", "budget", "scale", "plan", "memory"]
 DOCS = Path(__file__).resolve().parents[3] / "docs"
 PAGES = {
     "exponents": "numerics",
     "underflow": "numerics",
     "loss_scale": "numerics",
     "errors": "compare",
+    "budget": "budget",
     "casts": "index",
     "memory": "memory",
 }
@@ -160,6 +162,18 @@ def of_plan(folder: Path, smoke: bool) -> Iterator[Picture]:
     yield Picture("casts", plots.casts(plan(variables, tokens, tokens)), text)
 
 
+def of_budget(folder: Path, smoke: bool) -> Iterator[Picture]:
+    """Draw the error budget of a model with its initial weights."""
+    config = language_model(smoke)
+    model = GPT2(256, config.context, config.layers, config.heads, config.width)
+    tokens = jax.random.randint(jax.random.key(0), (config.batch_size, config.context), 0, 256)
+    variables = jax.jit(model.init)(jax.random.key(1), tokens)
+    budget = error_budget(lambda *args: model.apply(*args, method="loss"), "mixed_bfloat16")(variables, tokens, tokens)
+    size = f"{config.layers} layers of {config.width}"
+    text = f"GPT-2 with {size} and its initial weights, on {config.batch_size}×{config.context} random bytes."
+    yield Picture("budget", plots.budget(budget), text)
+
+
 def of_memory(folder: Path, smoke: bool) -> Iterator[Picture]:
     """Draw the memory of BERT-Large's train step by policy and remat."""
     sizes = {"layers": 1, "width": 64, "vocabulary": 96} if smoke else {"layers": 24, "width": 1024}
@@ -220,7 +234,14 @@ def memory_text(case: Workload, plans: dict[str, Memory]) -> Iterator[str]:
     )
 
 
-OF = {"training": of_training, "compare": of_compare, "scale": of_scale, "plan": of_plan, "memory": of_memory}
+OF = {
+    "training": of_training,
+    "compare": of_compare,
+    "budget": of_budget,
+    "scale": of_scale,
+    "plan": of_plan,
+    "memory": of_memory,
+}
 
 
 def main(config: Config) -> None:

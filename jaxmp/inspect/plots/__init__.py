@@ -5,6 +5,7 @@ a notebook shows it. The title of the figure states the result. matplotlib is im
 matplotlib is not installed, the functions raise ModuleNotFoundError.
 """
 
+from jaxmp.inspect.plots.budget import budget
 from jaxmp.inspect.plots.casts import casts
 from jaxmp.inspect.plots.errors import errors
 from jaxmp.inspect.plots.exponents import exponents
@@ -12,4 +13,4 @@ from jaxmp.inspect.plots.memory import memory
 from jaxmp.inspect.plots.profile import profile
 from jaxmp.inspect.plots.runs import loss_scale, training, underflow
 
-__all__ = ["casts", "errors", "exponents", "loss_scale", "memory", "profile", "training", "underflow"]
+__all__ = ["budget", "casts", "errors", "exponents", "loss_scale", "memory", "profile", "training", "underflow"]
