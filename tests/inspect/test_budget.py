@@ -140,10 +140,11 @@ def factors_near_one(w, x):
     return h @ w
 
 
-def cancelling_terms(w, x):
-    y = x @ w
-    kept = (100 * y + jnp.tanh(y)) + -100 * y  # planted
-    return kept @ w
+def interpolation(w, x):
+    h, goal = x @ w, jnp.tanh(x)
+    for _ in range(16):
+        h = h + 0.004 * (goal + -h)  # planted
+    return h @ w
 
 
 def steps_of_another_spelling(w, x):
@@ -178,7 +179,7 @@ def updates_in_place(w, x):
 
 
 PLANTS = (
-    small_steps, small_steps_in_a_scan_over_layers, moving_average, factors_near_one, cancelling_terms,
+    small_steps, small_steps_in_a_scan_over_layers, moving_average, factors_near_one, interpolation,
     steps_of_another_spelling, sum_of_a_list, large_offset, product_of_a_small_difference, updates_in_place,
 )  # fmt: skip
 

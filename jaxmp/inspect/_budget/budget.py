@@ -17,7 +17,7 @@ from jaxmp.inspect._budget.gradient_program import GradientProgram, program_of_f
 from jaxmp.inspect._budget.reasons import plan_rows, whys_of
 from jaxmp.inspect._budget.rows import Budget, BudgetGroup, BudgetRow
 from jaxmp.inspect._budget.run import BudgetRun, Effects
-from jaxmp.inspect._budget.sites import Site, is_narrow, sites_of
+from jaxmp.inspect._budget.sites import SUM_OF_COTANGENTS, Site, is_narrow, sites_of
 from jaxmp.inspect.program.calls import (
     is_step,
     loss_of_step,
@@ -294,28 +294,14 @@ class _Measurement:
     def _main_operations(self, budget: Budget, line: BudgetGroup) -> list[int]:
         """Return the sites of the operations that cause most of a line's error: as few operations as possible."""
         on_line = [number for number in self.half if self.sites[number].equation.source == line.name]
-        operations = tables.grouped(
-            on_line, lambda number: (self.sites[number].operation, self.sites[number].is_operand)
-        )
-        operations.sort(key=lambda group: -budget.share(group))
+        operations = tables.grouped(on_line, lambda number: _operation_in_float32(self.sites[number]))
+        operations.sort(key=lambda group: (-budget.counts(group)[1], -budget.share(group)))
         chosen: list[int] = []
         for group in operations:
-            if budget.share(chosen) < _MOST_OF_A_LINE * line.share:
+            overflows = budget.counts(group)[1]
+            if overflows or budget.share(chosen) < _MOST_OF_A_LINE * line.share:
                 chosen += group
-        return sorted({*chosen, *self._sums_of_cotangents(chosen)})
-
-    def _sums_of_cotangents(self, numbers: Sequence[int]) -> list[int]:
-        """Return the sites that sum cotangents of values like those of other sites: of their shapes, in their scopes.
-
-        A float32 value has float32 cotangents, so their sum is float32 too.
-        """
-        alike = {self._scope_and_shape(number) for number in numbers if not self.sites[number].is_operand}
-        sums = [number for number in self.half if self.sites[number].operation == "add_any"]
-        return [number for number in sums if self._scope_and_shape(number) in alike]
-
-    def _scope_and_shape(self, number: int) -> tuple[str, tuple[int, ...]]:
-        site = self.sites[number]
-        return site.equation.path, site.equation.eqn.outvars[site.place[1]].aval.shape
+        return chosen
 
     def _gaps(self) -> Iterator[NotCovered]:
         """Yield the operations through which errors do not pass, if a rounded value leads to them or is in them."""
@@ -330,6 +316,16 @@ class _Measurement:
 
     def _computes_in_half(self, key: Key) -> bool:
         return any(is_narrow(value.dtype) for value in self.read.equations[key].results)
+
+
+def _operation_in_float32(site: Site) -> tuple[str, bool]:
+    """Return a key of the operation that must be float32 so that a rounding does not happen.
+
+    A sum of cotangents is float32 if the value is. The operands of an operation are float32 with it, but those of a
+    product may be half alone.
+    """
+    operation = site.equation.name if site.operation == SUM_OF_COTANGENTS else site.operation
+    return operation, site.is_operand and site.is_product
 
 
 def _without_derivative(site: Site) -> NotCovered:

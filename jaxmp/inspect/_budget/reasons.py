@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxmp.engine.plan import PlanRow, cast_plan
-from jaxmp.inspect._budget.sites import Site
+from jaxmp.inspect._budget.sites import SUM_OF_COTANGENTS, Site
 from jaxmp.program.primitives import PRODUCTS
 
 AUTHOR = "written in the program"
@@ -39,7 +39,7 @@ def whys_of(sites: Sequence[Site], rows: Sequence[PlanRow]) -> list[str]:
     whys = []
     for site in sites:
         path, source = site.equation.path, site.equation.source
-        operation = "add" if site.operation == "add_any" else site.operation  # the sum of an addition's cotangents
+        operation = site.equation.name if site.operation == SUM_OF_COTANGENTS else site.operation
         keys = (path, source, operation), (source, operation), (path, source), (source,)
         whys.append(next((known[key] for key in keys if key in known), AUTHOR))
     return whys

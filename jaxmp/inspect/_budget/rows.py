@@ -152,7 +152,7 @@ class Budget:
     def _key_of_row(self, number: int) -> Hashable:
         site, equation = self.sites[number], self.sites[number].equation
         path = tables.without_numbers(equation.path)
-        return path, _operation(site), equation.source, equation.phase, site.dtype, site.is_float32
+        return path, _operation(site), equation.source, site.phase, site.dtype, site.is_float32
 
     def _row(self, group: Sequence[int]) -> BudgetRow:
         site = self.sites[group[0]]
@@ -162,7 +162,7 @@ class Budget:
             path=tables.common_path([self.sites[number].equation.path for number in group]),
             operation=_operation(site),
             source=site.equation.source,
-            phase=site.equation.phase,
+            phase=site.phase,
             dtype=site.dtype.name,
             why=self.whys[group[0]],
             sites=len(group),

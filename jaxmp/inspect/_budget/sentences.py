@@ -111,7 +111,7 @@ def _text_of(equation: Equation | None) -> str:
 
 def _how(sites: Sequence[Site]) -> str:
     """Return how to compute the operations of some sites in float32."""
-    places = {(site.equation.path, site.operation) for site in sites if site.equation.phase == "forward"}
+    places = {(site.equation.path, site.operation) for site in sites if site.phase == "forward"}
     region = 'Put `with jaxmp.precision("float32"):` around the line'
     if len(places) != 1 or not min(places)[0]:
         return f"{region}."
@@ -121,7 +121,7 @@ def _how(sites: Sequence[Site]) -> str:
 
 def _operations(sites: Sequence[Site]) -> str:
     """Return how often each operation of the line is rounded in the forward pass, or in all if there is none."""
-    forward = [site for site in sites if site.equation.phase == "forward"] or list(sites)
+    forward = [site for site in sites if site.phase == "forward"] or list(sites)
     counts: dict[str, int] = {}
     for site in forward:
         name = f"operand of {site.operation}" if site.is_operand else site.operation

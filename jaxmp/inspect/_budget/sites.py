@@ -13,11 +13,13 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmp.base import tables
 from jaxmp.program.primitives import CAST, PRODUCTS, Class, Trait, classify, with_trait
-from jaxmp.program.values import CONSTANT, STACKED, Equation, Key, Program, Value, leading_to, origins
+from jaxmp.program.values import CONSTANT, STACKED, Equation, Key, Program, Value, is_move_or_cast, leading_to, origins
 
 _KEEPS_DIGITS = with_trait(Trait.KEEPS_MAGNITUDE) | {"sign"}
 CASTS = frozenset({CAST, "cast_repeated"})
+SUM_OF_COTANGENTS = "add_any"
 _DRAWS = ("random_", "rng_")
 Place = tuple[Key, int]
 """The key of an equation, and the position of one of its results."""
@@ -33,8 +35,11 @@ class Site:
       operation: the primitive; for a cast, the operation that reads its result.
       is_operand: whether the value is cast for the operation that reads it.
       is_float32: whether the program does not round the value, but keeps it in float32.
-      equation: the equation that computes the value. For the cast of a loop's carry, the equation before the cast,
-        because the cast has the line of the whole loop.
+      phase: the phase in which the program rounds.
+      equation: the equation to whose line and scope the rounding belongs, usually the one that computes the value. For
+        the cast of a loop's carry, it is the equation before the cast, because the cast has the line of the whole loop.
+        For a sum of cotangents, it is the equation that computes the value whose cotangents are summed.
+      shape: the shape of the value.
     """
 
     place: Place
@@ -42,7 +47,9 @@ class Site:
     operation: str
     is_operand: bool
     is_float32: bool
+    phase: str
     equation: Equation
+    shape: tuple[int, ...]
 
     @property
     def is_product(self) -> bool:
@@ -65,6 +72,7 @@ def sites_of(program: Program, float32_as: np.dtype | None = None) -> list[Site]
     leading = leading_to(program.results)
     readers = _readers(program.values)
     carried = _results_of_bodies(program)
+    owners = _values_with_several_readers(program.values, readers)
     sites = []
     for value in program.values:
         if value not in leading or value.equation is None or not value.is_computed:
@@ -79,9 +87,43 @@ def sites_of(program: Program, float32_as: np.dtype | None = None) -> list[Site]
                 computed = value.inputs[0]
                 operation = computed.name
         is_operand = computed is value and operation != value.name
-        is_float32 = not is_narrow(value.dtype)
-        sites.append(Site((value.key, value.position), dtype, operation, is_operand, is_float32, computed.at))
+        place, is_float32 = (value.key, value.position), not is_narrow(value.dtype)
+        equation = owners.get(_place_in_code(value), value.at) if operation == SUM_OF_COTANGENTS else computed.at
+        phase = value.at.phase
+        sites.append(Site(place, dtype, operation, is_operand, is_float32, phase, equation, value.shape))
     return sorted(sites, key=lambda site: site.place)
+
+
+def _place_in_code(value: Value) -> tuple[str, str, tuple[int, ...]]:
+    return value.at.source, value.at.path, value.shape
+
+
+def _values_with_several_readers(
+    values: Sequence[Value], readers: Mapping[Value, list[Value]]
+) -> dict[tuple[str, str, tuple[int, ...]], Equation]:
+    """Return the equations of values that several operations read, by the line, scope and shape of each reader.
+
+    The derivative of such a value is a sum of cotangents. JAX gives the sum the line of a reader. If a line reads
+    several such values, as in a loop in Python, most of them are computed by equations like the returned one.
+    """
+    owners = collections.defaultdict[tuple[str, str, tuple[int, ...]], list[Equation]](list)
+    for value in values:
+        is_forward = value.equation is not None and value.at.phase == "forward" and value.is_float
+        if not is_forward or is_move_or_cast(value) or len(readers.get(value, ())) < 2:
+            continue
+        for reader in _values_behind(value, readers):
+            if reader.at.phase == "forward":
+                owners[reader.at.source, reader.at.path, value.shape].append(value.at)
+    return {place: _most_common(equations, place[0]) for place, equations in owners.items()}
+
+
+def _most_common(equations: Sequence[Equation], source: str) -> Equation:
+    """Return the first of the equations that are most often in one line, with one primitive.
+
+    Other lines than ``source`` count first, because a derivative may read a value again in the value's own line.
+    """
+    groups = tables.grouped(equations, lambda equation: (equation.source, equation.path, equation.name))
+    return max(groups, key=lambda group: (group[0].source != source, len(group)))[0]
 
 
 def _results_of_bodies(program: Program) -> set[Value]:
@@ -152,7 +194,15 @@ def _reading_operation(value: Value, readers: Mapping[Value, list[Value]], *, pa
 
 
 def _operations_behind(value: Value, readers: Mapping[Value, list[Value]], *, passes_joins: bool) -> Iterator[str]:
-    """Yield the names of the operations that read a value, directly or after moves of data.
+    """Yield the names of the operations that read a value; see :func:`_values_behind`."""
+    for reader in _values_behind(value, readers, passes_joins=passes_joins):
+        yield reader.name
+
+
+def _values_behind(
+    value: Value, readers: Mapping[Value, list[Value]], *, passes_joins: bool = False
+) -> Iterator[Value]:
+    """Yield the results of the operations that read a value, directly or after moves of data and casts.
 
     ``passes_joins`` says whether the carries of loops and the results of conditionals count as moves.
     """
@@ -164,7 +214,7 @@ def _operations_behind(value: Value, readers: Mapping[Value, list[Value]], *, pa
             visited.add(reader)
             if reader.is_join or reader.name == STACKED:
                 stack += [reader] if passes_joins else []
-            elif reader.is_move:
+            elif is_move_or_cast(reader):
                 stack.append(reader)
             elif reader.equation is not None:
-                yield reader.name
+                yield reader
