@@ -5,8 +5,10 @@ Each row has a program. Half precision has the effect that the row states, and t
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import functools
+import inspect
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -19,6 +21,7 @@ from autocast_tools import compiled, dtypes_of, half, normal, products
 from places import ROOT
 
 import jaxmp
+from jaxmp.inspect import error_budget
 from jaxmp.program.walk import equations
 
 no_mark = contextlib.nullcontext
@@ -318,6 +321,8 @@ ROWS = {
     ),
 }
 HALF_CARRIES = list(ROWS)[1:4]
+UNSEEN = (list(ROWS)[6], list(ROWS)[7], list(ROWS)[16])
+"""Rows whose error an error budget does not explain: rounding changes the integer part, or a root has no derivative."""
 SINES = "sines as activations: SIREN, Snake"
 FLOAT32_STREAM = "a weight that a layer of a scanned stack uses twice, `h + relu(h @ w) @ w.T`"
 
@@ -342,6 +347,24 @@ def test_half_precision_has_the_effect_of_the_row_and_the_mark_removes_it(your_c
     exact = in_float64(row.original, row.args)
     assert error(unmarked, exact) > row.effect
     assert error(marked, exact) < row.effect / 10
+
+
+def marked_lines(program):
+    """Return the numbers of the lines that a program marks."""
+    lines, start = inspect.getsourcelines(program)
+    marks = [node for node in ast.walk(ast.parse("".join(lines))) if isinstance(node, ast.With)]
+    return {start - 1 + statement.lineno for mark in marks for statement in mark.body}
+
+
+@pytest.mark.parametrize("your_code", [name for name in ROWS if isinstance(ROWS[name].original, functools.partial)])
+def test_the_error_budget_names_the_line_to_mark(your_code):
+    row = ROWS[your_code]
+    budget = error_budget(row.unmarked)(*row.args)
+    file, _, line = budget.by_line[0].name.rpartition(":")
+    assert file == "test_marks_yourself.py" and int(line) in marked_lines(row.original.func)
+    if your_code in UNSEEN:
+        assert budget.measured.gradient_error > 2 * budget.predicted.gradient_error
+        assert "The roundings explain" in budget.sentences[0]
 
 
 def test_the_table_of_the_page_has_these_rows():

@@ -318,14 +318,12 @@ class _Measurement:
         return any(is_narrow(value.dtype) for value in self.read.equations[key].results)
 
 
-def _operation_in_float32(site: Site) -> tuple[str, bool]:
-    """Return a key of the operation that must be float32 so that a rounding does not happen.
+def _operation_in_float32(site: Site) -> str:
+    """Return the operation that must be float32 so that a rounding does not happen.
 
-    A sum of cotangents is float32 if the value is. The operands of an operation are float32 with it, but those of a
-    product may be half alone.
+    The operands of an operation are float32 with it. A sum of cotangents is float32 if the value is.
     """
-    operation = site.equation.name if site.operation == SUM_OF_COTANGENTS else site.operation
-    return operation, site.is_operand and site.is_product
+    return site.equation.name if site.operation == SUM_OF_COTANGENTS else site.operation
 
 
 def _without_derivative(site: Site) -> NotCovered:

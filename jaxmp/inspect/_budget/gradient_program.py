@@ -9,10 +9,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxmp.base.trees import widen
 from jaxmp.engine.autocast import autocast
 from jaxmp.engine.constant_casts import casting_constants_in_program
+from jaxmp.inspect._budget.sites import is_narrow
 from jaxmp.inspect.program.calls import (
     StepCall,
     differentiated,
@@ -47,7 +49,7 @@ class GradientProgram:
     def others(self) -> list[jax.ShapeDtypeStruct]:
         """Return the types of the results without the loss, in float32 or wider."""
         avals = [atom.aval for atom in self.jaxpr.outvars[int(self.has_loss) :]]
-        return [jax.ShapeDtypeStruct(aval.shape, jnp.promote_types(aval.dtype, jnp.float32)) for aval in avals]
+        return [jax.ShapeDtypeStruct(aval.shape, np.float32 if is_narrow(aval.dtype) else aval.dtype) for aval in avals]
 
 
 def program_of_function(

@@ -65,7 +65,7 @@ class BudgetRun:
     def results(self, rounded: Collection[int], *, rounds_operands: bool = False) -> list[np.ndarray]:
         """Return the results if only the sites with these numbers are rounded, and all others are float32.
 
-        With ``rounds_operands``, each product in half precision also rounds its operands.
+        With ``rounds_operands``, each product whose result is rounded also rounds its operands.
         """
         return self._run(rounded, (), rounds_operands=rounds_operands)[0]
 
@@ -138,8 +138,9 @@ class BudgetRun:
             def at_site_without_gradient(number: int, value: Any) -> Any:
                 return rounding.round_if(masks[number] == 1, self.sites[number].dtype, value)
 
-            def at_operand(dtype: np.dtype, value: Any) -> Any:
-                return rounding.round_if(rounds_operands, dtype, value)
+            def at_operand(number: int | None, dtype: np.dtype, value: Any) -> Any:
+                is_half_product = rounds_operands if number is None else rounds_operands & (masks[number] == 1)
+                return rounding.round_if(is_half_product, dtype, value)
 
             changes = Changes(self._numbers, at_site, at_site_without_gradient, at_operand)
             return evaluate_wide(self.program.jaxpr, consts, inputs, changes, self.gaps)
@@ -179,4 +180,4 @@ class BudgetRun:
 def _normal(key: Any, like: Any) -> Any:
     """Return normal numbers with unit variance, also for each part of complex numbers."""
     parts = jax.random.normal(key, (2, *like.shape), jnp.float32)
-    return parts[0] + 1j * parts[1] if jnp.iscomplexobj(like) else parts[0]
+    return jax.lax.complex(*parts) if jnp.iscomplexobj(like) else parts[0]

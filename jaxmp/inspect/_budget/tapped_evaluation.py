@@ -34,13 +34,14 @@ class Changes(NamedTuple):
       sites: the numbers of the sites by place.
       at_site: a function that takes the number of a site and its value, and returns the value to use in its place.
       at_site_without_gradient: the same where JAX cannot differentiate, in while loops.
-      at_operand: the same for the operands of half-precision products; it takes their dtype and the value.
+      at_operand: the same for the operands of half-precision products. It takes the number of the site of the product's
+        result (None without one), the dtype of the operand and its value.
     """
 
     sites: Mapping[Place, int]
     at_site: Callable[[int, Any], Any]
     at_site_without_gradient: Callable[[int, Any], Any]
-    at_operand: Callable[[np.dtype, Any], Any]
+    at_operand: Callable[[int | None, np.dtype, Any], Any]
 
 
 class WideEvaluation(Rewriter):
@@ -101,7 +102,9 @@ class WideEvaluation(Rewriter):
 
     def _read(self, atom: Any, operand: Any) -> Any:
         """Return an operand of a product."""
-        return self.changes.at_operand(atom.aval.dtype, operand) if is_narrow_aval(atom.aval) else operand
+        if not is_narrow_aval(atom.aval):
+            return operand
+        return self.changes.at_operand(self.changes.sites.get((self._key, 0)), atom.aval.dtype, operand)
 
     def evaluate_bodies(self, eqn: Any, bodies: Bodies, operands: list[Any]) -> list[Any]:
         key, changes = self._key, self.changes
