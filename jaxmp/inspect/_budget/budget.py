@@ -234,7 +234,7 @@ class _Measurement:
         under_policy = self.run.under_policy()
         together = alone
         if all(np.isfinite(result).all() for result in under_policy):
-            together = self.run.together(self.half, self._error(under_policy))
+            together = self.run.together(self.half, self._differences(under_policy))
         alone, together, unknown = _finite_effects(alone, together)
         budget = Budget(self.sites, whys, alone, together, _norm(self._others(self.float32)))
         loss = float(self.float32[0]) if self.program.has_loss else float("nan")
@@ -262,9 +262,9 @@ class _Measurement:
     def _measured(self, results: Sequence[np.ndarray], budget: Budget) -> BudgetTotal:
         """Return the error of results."""
         loss_error = float(results[0] - self.float32[0]) if self.program.has_loss else float("nan")
-        return BudgetTotal(loss_error, budget.relative(_norm(self._error(results))))
+        return BudgetTotal(loss_error, budget.relative(_norm(self._differences(results))))
 
-    def _error(self, results: Sequence[np.ndarray]) -> list[np.ndarray]:
+    def _differences(self, results: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Return the errors of results without the loss."""
         pairs = zip(self._others(results), self._others(self.float32), strict=True)
         return [result - true for result, true in pairs]
