@@ -13,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 from budget_programs import PROGRAMS, language_model, language_model_args
+from flax import nnx
 from meshes import mesh_of
 
 import jaxmp
@@ -386,3 +387,24 @@ def test_errors_pass_through_functions_with_a_derivative_rule():
 def test_wrong_arguments_are_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_an_nnx_step_in_float16_has_paths_reasons_and_true_gradients():
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.hidden, self.norm = nnx.Linear(8, 16, rngs=rngs), nnx.BatchNorm(16, rngs=rngs)
+            self.head = nnx.Linear(16, 8, rngs=rngs)
+
+        def __call__(self, x):
+            return self.head(nnx.gelu(self.norm(self.hidden(x))))
+
+    model = jaxmp.nnx.apply_policy(Net(nnx.Rngs(0)), "mixed_float16")
+    optimizer = jaxmp.nnx.Optimizer(model, optax.sgd(0.1), loss_scale=jaxmp.StaticLossScale(2.0**10))
+    step = jaxmp.nnx.make_train_step(lambda model, batch: jnp.mean((model(batch["x"]) - 1) ** 2), donate=False)
+    budget = error_budget(step)(model, optimizer, {"x": X[:, :8]})
+    assert budget.predicted.gradient_error == pytest.approx(budget.measured.gradient_error, rel=0.1)
+    assert {group.name for group in budget.by_path} >= {"hidden", "head"}
+    products = [row for row in budget.rows if row.path == "hidden" and row.operation == "dot_general"]
+    assert products and {row.why for row in products} == {"product"}
+    assert {row.dtype for row in budget.rows} == {"float16"} and not budget.not_covered

@@ -28,21 +28,33 @@ def plan_rows(
 def whys_of(sites: Sequence[Site], rows: Sequence[PlanRow]) -> list[str]:
     """Return the reason for each site.
 
-    A site of the backward pass has the reason of the operation that it differentiates: on the same line and path, with
-    the same primitive if there is one, else of the product.
+    A site of the backward pass has the reason of the operation that it differentiates. This operation has the same path
+    and primitive, and the same line, if the line is one of the user's code. Otherwise it is a product with the same
+    path or line.
     """
     known: dict[tuple[str, ...], str] = {}
     for row in sorted(rows, key=lambda row: row.primitive not in PRODUCTS):
-        for key in ((row.path, row.source, row.primitive), (row.source, row.primitive), (row.path, row.source)):
+        for key in _keys(row.path, row.source, row.primitive):
             known.setdefault(key, row.why)
-        known.setdefault((row.source,), row.why)
     whys = []
     for site in sites:
-        path, source = site.equation.path, site.equation.source
         operation = site.equation.name if site.operation == SUM_OF_COTANGENTS else site.operation
-        keys = (path, source, operation), (source, operation), (path, source), (source,)
+        keys = _keys(site.equation.path, site.equation.source, operation)
         whys.append(next((known[key] for key in keys if key in known), AUTHOR))
     return whys
+
+
+def _keys(path: str, source: str, operation: str) -> list[tuple[str, ...]]:
+    """Return keys of an operation, the most specific first."""
+    of_path = [("path", path, operation)] if path else []
+    return [
+        ("all", path, source, operation),
+        *of_path,
+        ("source", source, operation),
+        ("place", path, source),
+        ("line", source),
+        *[("module", path) for _ in of_path],
+    ]
 
 
 def rule_of(why: str) -> str:
