@@ -85,14 +85,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Begin with the longest files, and leave out cases beyond ``--cases``.
 
-    Tests that compile for an absent GPU are skipped if their compiler is missing.
+    Tests that compile for an absent GPU or TPU are skipped if their compiler is missing.
     """
-    from jaxmp.inspect.compiled import targets
+    from jaxmp.inspect.compiled import gpu_targets, tpu_targets
 
     items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
-    if reason := targets.missing():
-        for item in items:
-            if item.get_closest_marker("absent_gpu"):
+    missing = {"absent_gpu": gpu_targets.missing(), "absent_tpu": tpu_targets.missing()}
+    for item in items:
+        for mark, reason in missing.items():
+            if reason and item.get_closest_marker(mark):
                 item.add_marker(pytest.mark.skip(reason))
     most = config.getoption("--cases")
     if most is None:

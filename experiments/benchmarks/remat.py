@@ -38,6 +38,7 @@ from experiments.report.tables import Table, titled
 from experiments.training import cli
 from experiments.training.batch_size import SHARE, free_bytes, read_bytes
 from experiments.training.environment import environment, require_gpu
+from jaxmp.base import hardware
 from jaxmp.inspect.compiled import targets
 
 Policy = Literal["mixed_bfloat16", "mixed_float16", "tensorfloat32", "float32"]
@@ -122,7 +123,7 @@ def limit_of(config: Config) -> int | None:
     if config.smoke:
         return None
     # The same share that the scripts use on an attached GPU.
-    return int(SHARE * cli.GPU_SHARE * targets.TARGETS["h200"].gpu.memory_bytes) if config.target else free_bytes()
+    return int(SHARE * cli.GPU_SHARE * hardware.GPUS["h200"].memory_bytes) if config.target else free_bytes()
 
 
 def table(group: Group) -> Table:
@@ -155,7 +156,7 @@ def main(config: Config) -> list[Group]:
     with cli.bad_values_end_it():
         if config.target:
             jax.config.update("jax_platforms", "cpu")  # else JAX would look for a GPU
-            targets.device_of(targets.target_of(config.target).text())
+            targets.target_of(config.target).device()
         else:
             require_gpu(config.smoke)
         limit = limit_of(config)

@@ -25,7 +25,7 @@ def environment(packages: tuple[str, ...] = (), target: str | None = None) -> di
     Args:
       packages: names of further distributions. Distributions that are not installed are left out.
       target: the GPU that programs are compiled for, if it is not attached: a name in
-        :data:`jaxmp.inspect.compiled.targets.TARGETS`. The result then begins with ``target``, and the versions include
+        ``jaxmp.inspect.compiled.targets.target_of``. The result then begins with ``target``, and the versions include
         the packages that compile for this GPU.
 
     Raises:

@@ -6,10 +6,7 @@ To add a GPU, add a row to :data:`GPUS`. A new compute capability also needs a r
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Mapping
-
-from jaxmp.base.dtypes import closest_names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,32 +157,3 @@ GPUS: Mapping[str, Gpu] = {
     "v100-pcie-32gb": Gpu("Tesla V100-PCIE-32GB", (7, 0), 31, 900, 14, None, 112, None, None, 80, 1.38, 6, _V100),
 }  # fmt: skip
 """The GPUs with known figures, by short name."""
-# A device kind must match exactly, because a MIG slice or a laptop GPU has other rates.
-BY_DEVICE_KIND = {gpu.device_kind: gpu for gpu in GPUS.values()}
-
-
-def gpu_named(name: str) -> Gpu:
-    """Return the GPU with a short name in :data:`GPUS`, or with a full name.
-
-    Case, spaces, hyphens and the words "NVIDIA", "Tesla", "GeForce" and "RTX" are ignored.
-
-    Raises:
-      ValueError: the name is unknown.
-
-    >>> gpu_named("RTX 4090") is gpu_named("NVIDIA GeForce RTX 4090") is gpu_named("4090")
-    True
-    """
-    by_name = {_bare(short): gpu for short, gpu in GPUS.items()} | {
-        _bare(gpu.device_kind): gpu for gpu in GPUS.values()
-    }
-    bare = _bare(str(name))
-    if bare not in by_name:
-        raise ValueError(
-            f"device must be None, for the attached device, or the name of a known GPU, got {name!r}; nearest: "
-            f"{closest_names(bare, GPUS, 4)}. To add a GPU, add a row to jaxmp/base/gpus.py"
-        )
-    return by_name[bare]
-
-
-def _bare(name: str) -> str:
-    return re.sub(r"nvidia|tesla|geforce|rtx|[\s_-]", "", name.lower())

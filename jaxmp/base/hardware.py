@@ -10,10 +10,12 @@ from typing import Any
 
 import jax
 
+from jaxmp.base.accelerators import BY_DEVICE_KIND, accelerator_named
 from jaxmp.base.cache_keys import assumed_hardware
-from jaxmp.base.gpus import BY_DEVICE_KIND, GPUS, gpu_named
+from jaxmp.base.gpus import GPUS
+from jaxmp.base.tpus import TPUS
 
-__all__ = ["GPUS", "Hardware", "align_dim", "assumed", "detect", "recommended_policy"]
+__all__ = ["GPUS", "TPUS", "Hardware", "align_dim", "assumed", "detect", "recommended_policy"]
 
 # Tensor cores by compute capability, from the CUDA programming guide and the architecture whitepapers (Volta, Turing,
 # Ampere, Ada, Hopper, Blackwell). mxfp8 is float8 with one scale per block of 32 numbers (an OCP microscaling format).
@@ -26,15 +28,6 @@ _SINCE = (
 )
 # GPUs with Turing chips (TU116, TU117) that report compute capability 7.5, but have no tensor cores
 _TURING_WITHOUT = re.compile(r"\bGTX 16\d\d|\bMX[45]\d0\b|\bT(4|5|6|10|12|20)00\b|\bT550\b")
-
-# Nominal rates of TPUs by device kind: TFLOP/s in bfloat16, TOP/s in int8, and GB/s of memory. They were not compared
-# with a datasheet.
-_TPUS = {
-    "TPU v4": (275, 275, 1228),
-    "TPU v5 lite": (197, 394, 819),
-    "TPU v5": (459, 918, 2765),
-    "TPU v6 lite": (918, 1836, 1640),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,9 +63,10 @@ class Hardware:
 def detect(device: Any = None) -> Hardware:
     """Return the fast dtypes of ``device`` and the policy to train with on it.
 
-    ``device`` is a JAX device, or the name of a GPU in :data:`GPUS`, such as ``"h200"`` or ``"RTX 4090"``. The default
-    is the first local device. Inside the context :func:`assumed`, the default is the GPU of that context. For a JAX
-    device that jaxmp does not know, the policy is float32, which works everywhere.
+    ``device`` is a JAX device, or the name of a GPU in :data:`GPUS` or a TPU in :data:`TPUS`, such as ``"h200"``,
+    ``"RTX 4090"`` or ``"v5e"``. The default is the first local device. Inside the context :func:`assumed`, the default
+    is the device of that context. For a JAX device that jaxmp does not know, the policy is float32, which works
+    everywhere.
 
     Raises:
       RuntimeError: you pass no device, and JAX's backend cannot start.
@@ -85,7 +79,7 @@ def detect(device: Any = None) -> Hardware:
     if device is None:
         device = jax.local_devices()[0]
     elif isinstance(device, str):
-        device = gpu_named(device)
+        device = accelerator_named(device)
     name, platform = str(device.device_kind), str(device.platform)
     capability = getattr(device, "compute_capability", None)
     cores = _tensor_cores(name, platform, capability)
@@ -106,7 +100,7 @@ def detect(device: Any = None) -> Hardware:
 
 @contextlib.contextmanager
 def assumed(name: str) -> Iterator[None]:
-    """Trace the programs in this context for a GPU that need not be attached.
+    """Trace the programs in this context for a GPU or TPU that need not be attached.
 
     The context is needed because float8 products and the update of a train step are traced differently for different
     devices. The tools of :mod:`jaxmp.inspect` enter the context if you pass a ``device``.
@@ -118,7 +112,7 @@ def assumed(name: str) -> Iterator[None]:
     ...     jaxmp.hardware.recommended_policy()
     'mixed_bfloat16'
     """
-    gpu_named(name)
+    accelerator_named(name)
     with assumed_hardware(name):
         yield
 
@@ -157,7 +151,7 @@ def _parse_capability(capability: Any) -> tuple[int, int] | None:
 
 def _tensor_cores(name: str, platform: str, capability: Any) -> tuple[str, ...]:
     if platform == "tpu":
-        return ("bfloat16", "int8") if name in _TPUS else ("bfloat16",)
+        return tuple(BY_DEVICE_KIND[name].tflops) if name in BY_DEVICE_KIND else ("bfloat16",)
     version = _parse_capability(capability)
     if version is None or _TURING_WITHOUT.search(name):
         return ()
@@ -165,20 +159,17 @@ def _tensor_cores(name: str, platform: str, capability: Any) -> tuple[str, ...]:
 
 
 def _peaks(name: str, cores: tuple[str, ...]) -> tuple[dict[str, float], float | None]:
-    if name in _TPUS:
-        bfloat16, int8, bandwidth = _TPUS[name]
-        return {"bfloat16": float(bfloat16), "int8": float(int8)}, bandwidth * 1e9
     if name not in BY_DEVICE_KIND:
         return {}, None
-    gpu = BY_DEVICE_KIND[name]
-    rates = {dtype: rate for dtype, rate in gpu.tflops.items() if dtype == "float32" or dtype in cores}
-    return rates, float(gpu.bandwidth)
+    known = BY_DEVICE_KIND[name]
+    rates = {dtype: rate for dtype, rate in known.tflops.items() if dtype == "float32" or dtype in cores}
+    return rates, float(known.bandwidth)
 
 
 def _memory(name: str, device: Any) -> int | None:
     """Return the bytes of a device's memory.
 
-    The number does not depend on what is allocated, nor on whether a known GPU is attached.
+    The number does not depend on what is allocated, nor on whether a known device is attached.
     """
     if name in BY_DEVICE_KIND:
         return BY_DEVICE_KIND[name].memory_bytes

@@ -297,7 +297,7 @@ def test_arguments_may_be_python_values_and_objects_of_nnx() -> None:
 
 
 def test_a_device_or_policy_that_there_is_not_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"a known GPU, got 'h20'; nearest: 'h200'"):
+    with pytest.raises(ValueError, match=r"a known GPU or TPU, got 'h20'; nearest: 'h200'"):
         audit(jnp.matmul, device="h20")
     with pytest.raises(ValueError, match="mixed_bfloat16"):
         audit(jnp.matmul, "mixed_bfloat")

@@ -69,9 +69,7 @@ class TestMemory:
             memory(jax.grad(loss), device="h200", topology=topology)(WEIGHTS, X) for topology in (None, "2 hosts x 4")
         )
         assert default_plan == two_host_plan
-        clusters = [
-            targets.devices_of(targets.TARGETS["h200"].text(), topology) for topology in ("1x2x4", "2 hosts x 4")
-        ]
+        clusters = [targets.target_of("h200").devices(topology) for topology in ("1x2x4", "2 hosts x 4")]
         assert len({str(devices) for devices in clusters}) == 1
 
     @pytest.mark.once
@@ -203,7 +201,7 @@ def test_arguments_that_contradict_a_topology_are_refused():
         (
             (WEIGHTS, X),
             {"topology": "1x1x8"},
-            r"got '1x1x8' without one; add device='h200', 'h100'.*--device h200",
+            r"got '1x1x8' without one; add device='h200', 'a100'.*--device h200",
         ),
         (
             (WEIGHTS, X),

@@ -19,7 +19,7 @@ from flax import nnx
 import jaxmp
 from jaxmp.cli import main
 from jaxmp.inspect import memory
-from jaxmp.inspect.compiled import memory_of_hlo, targets
+from jaxmp.inspect.compiled import gpu_targets, memory_of_hlo, targets
 from jaxmp.inspect.compiled.hlo import HloProgram
 
 KINDS = {"params", "optimizer", "model_state", "batch", "activations", "temporaries", "other"}
@@ -288,7 +288,9 @@ def compiled_for_a_line(constant, bytes_per_example, limit):
 
 
 def test_errors_say_what_to_do(monkeypatch):
-    with pytest.raises(ValueError, match=r"device must be None, .* a known GPU, got 'h300'; nearest: 'h200', 'h100', "):
+    with pytest.raises(
+        ValueError, match=r"device must be None, .* a known GPU or TPU, got 'h300'; nearest: 'h200', 'h100', "
+    ):
         memory(gradients, device="h300")(shape(4, 4), shape(4, 4))
     with pytest.raises(
         ValueError, match="scales axis 0 of the batch, but no argument is a batch; pass the batch after"
@@ -331,15 +333,15 @@ def test_the_command_prints_it_and_says_in_one_line_what_is_wrong(capsys):
 
 
 @pytest.mark.absent_gpu
-@pytest.mark.parametrize("name", targets.TARGETS)
+@pytest.mark.parametrize("name", gpu_targets.TARGETS)
 def test_for_each_described_gpu_it_is_what_the_compiler_reports(name):
     fun = jax.jit(lambda w, x: jnp.tanh(jnp.tanh(x @ w) @ w.T).sum())  # it has few kernels
     args = shape(16, 32), shape(8, 16)
     plan = memory(fun, device=name)(*args)
-    target = targets.TARGETS[name]
+    target = gpu_targets.TARGETS[name]
     with jaxmp.hardware.assumed(name):
-        lowered = fun.trace(*targets.on(targets.device_of(target.text()), args)).lower(lowering_platforms=("cuda",))
-    assert plan.peak == peak_of(lowered.compile(compiler_options=targets.COMPILER_OPTIONS))
+        lowered = fun.trace(*targets.on(target.device(), args)).lower(lowering_platforms=("cuda",))
+    assert plan.peak == peak_of(lowered.compile(compiler_options=dict(target.compiler_options)))
     assert sum(plan.by_kind.values()) == sum(plan.by_dtype.values()) == plan.peak
     assert plan.device == target.name
 

@@ -11,7 +11,7 @@ import pytest
 
 import jaxmp
 from jaxmp.cli import main
-from jaxmp.inspect.compiled import hlo, targets
+from jaxmp.inspect.compiled import gpu_targets, hlo
 
 module = importlib.import_module("jaxmp.inspect._roofline.roofline")
 
@@ -103,10 +103,10 @@ def test_large_products_are_bound_by_arithmetic_and_moves_by_bytes():
     assert bounds["fp32"] == bounds["tf32"] == "arithmetic" and bounds["turn"] == "bytes"
 
 
-def test_without_peak_rates_the_error_names_the_gpus_that_have_them():
+def test_without_peak_rates_the_error_names_devices_that_have_them():
     with pytest.raises(
         ValueError,
-        match=r"none for 'cpu'; name a known GPU: device='h200', 'h100'.*; on the command line, e.g. --device h200",
+        match=r"none for 'cpu'; name a known device: device='h200', 'a100', 'v5e'.*; on the command line, e.g. --device",
     ):
         jaxmp.inspect.roofline(jnp.tanh)(jnp.ones(3))
     with pytest.raises(ValueError, match="got 'h300'"):
@@ -114,10 +114,10 @@ def test_without_peak_rates_the_error_names_the_gpus_that_have_them():
 
 
 def test_every_described_gpu_has_peak_rates():
-    for name in targets.TARGETS:
+    for name in gpu_targets.TARGETS:
         known = module.hardware_of(name)
         assert known.peak_tflops["float16"] > known.peak_tflops["float32"]
-        assert known.peak_bandwidth == targets.TARGETS[name].gpu.bandwidth
+        assert known.peak_bandwidth == gpu_targets.TARGETS[name].gpu.bandwidth
 
 
 def test_the_command_knows_gpus_in_any_spelling(capsys):

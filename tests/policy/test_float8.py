@@ -12,7 +12,7 @@ import pytest
 
 import jaxmp
 from jaxmp import Float8, Policy, PolicyMap, get_policy, hardware
-from jaxmp.inspect.compiled import targets
+from jaxmp.inspect.compiled import gpu_targets, targets
 from jaxmp.policy import float8
 
 PLAIN = (((1,), (0,)), ((), ()))
@@ -153,10 +153,13 @@ class TestDevice:
             assert hardware.detect().name == "NVIDIA H200"
         traced(1.0)
         assert names == ["cpu", "NVIDIA H200"]
-        with pytest.raises(ValueError, match=r"a known GPU, got 'h20'; nearest: 'h200'"), hardware.assumed("h20"):
+        with (
+            pytest.raises(ValueError, match=r"a known GPU or TPU, got 'h20'; nearest: 'h200'"),
+            hardware.assumed("h20"),
+        ):
             pass
 
     def test_names_of_gpus_mean_the_same_everywhere(self):
-        for name, target in targets.TARGETS.items():
+        for name, target in gpu_targets.TARGETS.items():
             assert target.gpu is hardware.GPUS[name] and targets.target_of(name) == target
             assert hardware.detect(name).compute_capability == target.gpu.compute_capability

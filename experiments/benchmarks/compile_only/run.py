@@ -85,7 +85,7 @@ def measure(case: Workload, row: Row, target: str) -> dict[str, Any]:
     """Return the figures of a row's step, compiled for the GPU ``target``."""
     start, step = jax_steps.train_step(case, row)
     state = jax.eval_shape(start)
-    with attention.implementation("cudnn"), targets.with_cudnn(targets.target_of(target).cudnn):
+    with attention.implementation("cudnn"), targets.target_of(target).tracing():
         counted = flops.count(step, state, case.batch)
     compiled = memory.compiled(step, (state, case.batch), target)
     program = hlo.HloProgram(compiled.as_text())
@@ -111,7 +111,7 @@ def main(config: Config) -> list[dict[str, Any]]:
             raise ValueError(
                 f"--variants {' '.join(config.variants)} do not exist for --models {' '.join(config.models)}"
             )
-        targets.device_of(targets.target_of(config.target).text())
+        targets.target_of(config.target).device()
         folder = run_folder("compile_only", config.run_dir)
         saved = measurements.Measurements(folder, 0, environment(target=config.target), smoke=config.smoke)
         for name, case in cases.items():

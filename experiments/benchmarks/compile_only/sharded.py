@@ -78,10 +78,7 @@ def main(config: Any) -> list[dict[str, Any]]:
     """Compile all sizes and ways for each topology, and write the results."""
     with cli.bad_values_end_it():
         target = targets.target_of(config.target)
-        meshes = {
-            topology: mesh_of(config.mesh, len(targets.devices_of(target.text(), topology)))
-            for topology in config.topology
-        }
+        meshes = {topology: mesh_of(config.mesh, len(target.devices(topology))) for topology in config.topology}
         folder = records.folder_of("sharded", config)
         saved = measurements.Measurements(folder, 0, environment(target=config.target), smoke=config.smoke)
     with Progress("sharded", len(config.sizes) * len(config.ways) * len(meshes)) as progress:

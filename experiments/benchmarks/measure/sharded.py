@@ -35,7 +35,7 @@ def measure(model: GPT2, target: str, topology: str, sizes: dict[str, int], way:
 
     Args:
       model: the model, which gives the sizes.
-      target: a name in :data:`jaxmp.inspect.compiled.targets.TARGETS`.
+      target: a name that :func:`jaxmp.inspect.compiled.targets.target_of` reads.
       topology: the cluster, as in ``"1x2x4"``.
       sizes: the sizes of the mesh axes by name. Params are split along the axis ``"fsdp"``, the batch along all axes.
       way: ``"linen"`` and ``"nnx"`` are jaxmp's train step of that model under a policy. ``"autocast"`` is jaxmp's

@@ -79,7 +79,7 @@ class Memory(tables.Shown):
         larger than ``at_most``. If the memory does not always grow with the batch size, a still larger batch may fit.
 
         Args:
-          limit: the limit in bytes, such as :attr:`jaxmp.base.gpus.Gpu.memory_bytes`.
+          limit: the limit in bytes, such as ``jaxmp.hardware.detect("h200").memory_bytes``.
           multiple_of: the result is a multiple of this number. Pass 8 for a GPU: tensor cores are fastest if the
             dimensions of a product are multiples of 8, and the batch size is often one of them. On n devices, pass 8 n,
             because each device gets its part of the batch. The result is also a multiple of the number of parts into

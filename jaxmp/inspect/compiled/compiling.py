@@ -1,4 +1,4 @@
-"""Compile a call for the attached device, or for a GPU that is not attached."""
+"""Compile a call for the attached device, or for a GPU or TPU that is not attached."""
 
 from __future__ import annotations
 
@@ -102,8 +102,8 @@ def trace_of_call(
       fun: a train step, a function, or a jitted function (``jax.jit``, ``nnx.jit``), whose donation is kept.
       args: the positional arguments of ``fun``, arrays or shapes. If an argument has a ``NamedSharding``, the program
         is compiled for a mesh with the same axes.
-      device: None for the attached device, or a name in ``TARGETS``.
-      compiles: whether you will compile the trace. With False, the packages that compile for a GPU are not needed.
+      device: None for the attached device, or a name that :func:`targets.target_of` reads.
+      compiles: whether you will compile the trace. With False, the packages that compile for the device are not needed.
       topology: the topology of the mesh, such as ``"1x2x4"`` for two hosts with four GPUs each; None for one host.
 
     Raises:
@@ -116,18 +116,14 @@ def trace_of_call(
         _check_topology_fits(topology, device, mesh)
     if device is not None and compiles:
         target = targets.target_of(device)
-        args = (
-            targets.on(targets.device_of(target.text()), args)
-            if mesh is None
-            else targets.on_mesh(target, args, topology)
-        )
+        args = targets.on(target.device(), args) if mesh is None else targets.on_mesh(target, args, topology)
     if isinstance(jitted, TrainStep):
         jitted = jitted.program_for(args[0])
     with contextlib.ExitStack() as contexts:
         contexts.enter_context(note_for_changes(NOTE_FOR_TOOLS))
         contexts.enter_context(targets.within_mesh_of_shapes(args))
         if device is not None:
-            contexts.enter_context(targets.with_cudnn(targets.target_of(device).cudnn))
+            contexts.enter_context(targets.target_of(device).tracing())
             contexts.enter_context(hardware.assumed(device))
         return jitted.trace(*args)
 
@@ -146,8 +142,9 @@ def lowered_of(trace: Any, device: str | None = None) -> Any:
     """Lower a trace of :func:`trace_of_call`, with the same ``device``."""
     if device is None:
         return trace.lower()
-    with targets.with_cudnn(targets.target_of(device).cudnn):
-        return trace.lower(lowering_platforms=("cuda",))
+    target = targets.target_of(device)
+    with target.tracing():
+        return trace.lower(lowering_platforms=(target.platform,))
 
 
 def compiled_of(trace: Any, device: str | None = None) -> jax.stages.Compiled:
@@ -156,8 +153,9 @@ def compiled_of(trace: Any, device: str | None = None) -> jax.stages.Compiled:
     if device is None:
         program = lowered.compile()
     else:
-        with targets.with_cudnn(targets.target_of(device).cudnn):
-            program = lowered.compile(compiler_options=targets.COMPILER_OPTIONS)
+        target = targets.target_of(device)
+        with target.tracing():
+            program = lowered.compile(compiler_options=dict(target.compiler_options))
     inner: jax.stages.Compiled = getattr(program, "compiled", program)  # nnx.jit wraps the compiled program
     return inner
 

@@ -6,12 +6,14 @@ HLO is the language of XLA's programs. A computation is a function in HLO, such 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from jaxmp._internals.jax.sources import source_among
+from jaxmp.inspect.compiled.trip_counts import trip_count
 from jaxmp.program.scopes import RECOMPUTED
 
 COLLECTIVES = frozenset({"all-gather", "reduce-scatter", "all-reduce", "all-to-all", "ragged-all-to-all"})
@@ -26,7 +28,11 @@ WRITES_INTO = re.compile(r"\{(\d*)\}: \((\d+), \{\}")
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.$-]+) (?:\(.*\) -> .* )?\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.$-]+) = (\(.*?\)|\S+) ([\w-]+)\((.*)$")
-_ARRAY = re.compile(r"\b([a-z]+\d+[a-z\d]*|pred)\[([\d,]*)\]")
+_ARRAY = re.compile(r"\b([a-z]+\d+[a-z\d]*|pred)\[([\d,]*)\](\{[\d,]*(?::[^{}]*)?\})?")
+_TILE = re.compile(r"T\(([\d,]+)\)")
+_SPACE = re.compile(r"S\((\d+)\)")
+_HOST = 5
+"""The compiler's number for the memory of the host."""
 _NOT_NAMES = re.compile(r"/\*.*?\*/|" + _ARRAY.pattern)
 _OPERAND = re.compile(r"%?([A-Za-z_][\w.$-]*)")
 _CALLED = re.compile(r"(?:to_apply|calls|body|condition|true_computation|false_computation)=%?([\w.$-]+)")
@@ -35,6 +41,7 @@ _CONDITION = re.compile(r"condition=%?[\w.$-]+,? ?")
 _FRAME = re.compile(r"^(\d+) (?:\{(.*)\}|\"(.*)\")$")
 _FACT = re.compile(r"(\w+)=(\d+)")
 _TRIPS = re.compile(r'known_trip_count":\{"n":"(\d+)"')
+_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _PARAMETER = re.compile(r"parameter\((\d+)\)")
 _INDEX = re.compile(r"index=(\d+)")
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
@@ -46,18 +53,37 @@ _JAX_SCOPES |= {"closed_call", "core_call", "eval_jaxpr", "custom_jvp_call", "cu
 
 
 class Array(NamedTuple):
-    """An array in XLA's notation: XLA's name of its dtype, and its shape."""
+    """An array in XLA's notation: XLA's name of its dtype, its shape, and its layout, such as ``"{1,0:T(8,128)}"``."""
 
     dtype: str
     shape: tuple[int, ...]
+    layout: str = ""
 
     def __str__(self) -> str:
         return f"{self.dtype}[{','.join(map(str, self.shape))}]"
 
     @property
     def bytes(self) -> float:
-        """Return the size in bytes."""
-        return bytes_of_element(self.dtype) * math.prod(self.shape)
+        """Return the size in bytes. On a TPU, the size includes the padding to whole tiles."""
+        return bytes_of_element(self.dtype) * math.prod(self._padded_shape())
+
+    @property
+    def memory_bytes(self) -> float:
+        """Return the bytes in the device's memory: 0 for an array that is in the memory of a TPU's core."""
+        space = _SPACE.search(self.layout)
+        is_in_core = _TILE.search(self.layout) and space and int(space[1]) != _HOST
+        return 0.0 if is_in_core else self.bytes
+
+    def _padded_shape(self) -> list[int]:
+        """Return the sizes from the slowest to the fastest axis, padded to whole tiles."""
+        tile_text = _TILE.search(self.layout)
+        if tile_text is None or not self.shape:
+            return [*self.shape]
+        order = [int(axis) for axis in self.layout[1:].partition(":")[0].split(",")]
+        tile = [int(size) for size in tile_text[1].split(",")]
+        sizes = [1] * (len(tile) - len(order)) + [self.shape[axis] for axis in reversed(order)]
+        first = len(sizes) - len(tile)
+        return sizes[:first] + [-(-size // unit) * unit for size, unit in zip(sizes[first:], tile, strict=True)]
 
 
 def parse_arrays(shape: str) -> list[Array]:
@@ -66,7 +92,10 @@ def parse_arrays(shape: str) -> list[Array]:
     >>> [str(array) for array in parse_arrays("(bf16[2,3]{1,0}, pred[])")]
     ['bf16[2,3]', 'pred[]']
     """
-    return [Array(dtype, tuple(int(n) for n in sizes.split(",") if n)) for dtype, sizes in _ARRAY.findall(shape)]
+    arrays = []
+    for dtype, sizes, layout in _ARRAY.findall(shape):
+        arrays.append(Array(dtype, tuple(int(size) for size in sizes.split(",") if size), layout))
+    return arrays
 
 
 def bytes_of_element(dtype: str) -> float:
@@ -109,6 +138,11 @@ class Instruction:
         return sum(array.bytes for array in self.arrays)
 
     @property
+    def memory_bytes(self) -> float:
+        """Return the bytes of the result that are in the device's memory."""
+        return sum(array.memory_bytes for array in self.arrays)
+
+    @property
     def arrays(self) -> list[Array]:
         """Return the arrays of the result: several for a tuple, else one."""
         return parse_arrays(self.result)
@@ -124,9 +158,14 @@ class Instruction:
         return _number_in(self.text, _INDEX)
 
     @property
-    def trips(self) -> int | None:
-        """Return the number of iterations of a loop; None if the number is unknown."""
+    def known_trips(self) -> int | None:
+        """Return the number of iterations that the compiler wrote to a loop; None if it wrote none."""
         return _number_in(self.text, _TRIPS)
+
+    @property
+    def estimated_cycles(self) -> int | None:
+        """Return the cycles that the compiler for TPUs estimates; None if it estimates none."""
+        return _number_in(self.text, _CYCLES)
 
     @property
     def target(self) -> str:
@@ -203,6 +242,7 @@ class HloProgram:
       entry: the name of the computation that runs first.
       aliases: a dict from the number of a result to the number of the parameter whose buffer the result reuses.
       partitions: the number of devices that run the program together.
+      is_for_tpu: whether the program was compiled for a TPU, whose arrays are split into tiles.
 
     Raises:
       ValueError: the text has no entry computation.
@@ -216,6 +256,7 @@ class HloProgram:
         self.name = header.removeprefix("HloModule ").partition(",")[0].strip()
         partitions = re.search(r"num_partitions=(\d+)", header)
         self.partitions = int(partitions[1]) if partitions else 1
+        self.is_for_tpu = _TILE.search(header) is not None
         aliases = header.partition("input_output_alias={")[2].partition("entry_computation_layout")[0]
         self.aliases = {int(result or 0): int(parameter) for result, parameter in WRITES_INTO.findall(aliases)}
         self._parse(lines)
@@ -247,6 +288,19 @@ class HloProgram:
                     opcode = "bitcast"
                 operands = () if opcode == "constant" else _operands(arguments)
                 computation[name] = Instruction(name, opcode, result, operands, line)
+
+    def trips(self, loop: Instruction) -> int | None:
+        """Return the number of iterations of a loop; None if it is unknown, or if the instruction is no loop."""
+        return self._trips.get(loop.name)
+
+    @functools.cached_property
+    def _trips(self) -> dict[str, int | None]:
+        trips: dict[str, int | None] = {}
+        for computation, instructions in self.computations.items():
+            for instruction in instructions.values():
+                if instruction.opcode == "while":
+                    trips[instruction.name] = trip_count(self.computations, computation, instruction)
+        return trips
 
     def inside(self, instruction: Instruction) -> list[tuple[str, Instruction]]:
         """Return the instructions inside a fusion or a call, each with its computation."""
@@ -291,7 +345,7 @@ class HloProgram:
 
         The condition of a loop with a known number of iterations is left out.
         """
-        text = _CONDITION.sub("", instruction.text) if instruction.trips is not None else instruction.text
+        text = instruction.text if self.trips(instruction) is None else _CONDITION.sub("", instruction.text)
         branches = [name for names in _BRANCHES.findall(text) for name in _OPERAND.findall(names)]
         return [*_CALLED.findall(text), *branches]
 
@@ -310,7 +364,7 @@ class HloProgram:
                 yield name, instruction, times
                 if not into_fusions and instruction.opcode not in CONTROL:
                     continue
-                turns = instruction.trips if repeat_loops else None
+                turns = self.trips(instruction) if repeat_loops else None
                 times_of_bodies = times if turns is None else times * turns
                 stack += [(body, times_of_bodies) for body in self.bodies(instruction)]
 

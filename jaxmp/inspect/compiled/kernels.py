@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from collections.abc import Sequence
 
 from jaxmp.inspect.compiled.hlo import WRITES_INTO, Array, HloProgram, Instruction, bytes_of_element, dtype_name
 
 _LIBRARIES = {"__cublas": "dot", "__cudnn$conv": "convolution", "__cudnn$fmha": "attention"}
 """The kinds of products, by the prefix of a library call's name."""
 _PICKS = frozenset({"slice", "dynamic-slice", "gather"})
+_DESTINATION = {"copy-start": 0, "slice-start": 1}
+"""Instructions that copy beside other kernels, and the position of the copy among the arrays of their result."""
 _IN_PLACE = {"dynamic-update-slice": 1, "scatter": 2}
 """Instructions that write into their first operand, and the position of the operand with the new elements."""
 
@@ -21,7 +24,7 @@ class KernelProduct:
 
     Attributes:
       kind: ``"dot"``, ``"convolution"`` or ``"attention"``.
-      dtype: the operands' dtype; ``"tensorfloat32"`` if float32 operands may be rounded to it.
+      dtype: the dtype in which the operands are multiplied, see :func:`multiplied_dtype`.
       flops: the FLOPs of one execution; a multiply-add is 2. For causal attention, only 50 % of the scores
         are counted, because kernels skip the masked scores.
       size: the rows, terms and columns of a matrix product, after the number of products if there are several; empty
@@ -71,9 +74,19 @@ def products_of(
         size = _dot_size(instruction, operands, terms)
     else:
         flops = _convolution_flops(instruction, operands)
+    return [KernelProduct(kind, multiplied_dtype(program, instruction, operands), flops, size)]
+
+
+def multiplied_dtype(program: HloProgram, product: Instruction, operands: Sequence[Array]) -> str:
+    """Return the dtype in which a product multiplies its operands.
+
+    It is the wider dtype of the operands. Float32 operands are rounded, unless the product asks for the highest
+    precision: on a GPU they may be rounded to TensorFloat-32, and on a TPU they are rounded to bfloat16.
+    """
     dtype = dtype_name(max((operand.dtype for operand in operands[:2]), key=bytes_of_element))
-    may_round = dtype == "float32" and not re.search(r"highest|HIGHEST", instruction.text)
-    return [KernelProduct(kind, "tensorfloat32" if may_round else dtype, flops, size)]
+    if dtype != "float32" or re.search(r"highest|HIGHEST", product.text):
+        return dtype
+    return "bfloat16" if program.is_for_tpu else "tensorfloat32"
 
 
 def _attention_flops(instruction: Instruction, operands: list[Array], masked: bool) -> int:
@@ -163,39 +176,67 @@ def _behind_bitcasts(known: dict[str, Instruction], name: str) -> Instruction:
     return known[name]
 
 
+def copied_array(instruction: Instruction) -> Array | None:
+    """Return the copy that an instruction makes beside other kernels; None for other instructions.
+
+    The compiler for TPUs copies operands into the memory of the core before a kernel needs them.
+    """
+    position = _DESTINATION.get(instruction.opcode)
+    return None if position is None else instruction.arrays[position]
+
+
 def moved_bytes(program: HloProgram, computation: str, instruction: Instruction) -> float:
     """Return the bytes that a kernel reads and writes.
 
     If the kernel reads or writes only some elements of an operand, only these elements are counted.
     """
-    inside = [inner for _, inner in program.inside(instruction)] if instruction.opcode == "fusion" else []
-    read = _read_bytes(program.computations[computation], instruction, inside)
-    last = inside[-1] if inside else instruction
-    written = [array.bytes for array in last.arrays]
+    read = _read_bytes(program, computation, instruction)
+    if (copy := copied_array(instruction)) is not None:
+        return min(sum(read.values()), copy.bytes) + copy.memory_bytes
+    written = [array.memory_bytes for array in instruction.arrays]
     if instruction.opcode != "custom-call":
         for result, (operand, changed) in written_into(program, computation, instruction).items():
-            if operand in read:
+            if read.get(operand):
                 read[operand], written[result] = changed, changed
     elif len(written) > 1 and re.search(r"\b[su]8\[\d*\]\S*\)$", instruction.result):
         written.pop()  # the workspace of a library call
     return sum(read.values()) + sum(written)
 
 
-def _read_bytes(known: dict[str, Instruction], instruction: Instruction, inside: list[Instruction]) -> dict[int, float]:
+def _read_bytes(program: HloProgram, computation: str, instruction: Instruction) -> dict[int, float]:
     """Return the bytes that a kernel reads of each operand.
 
     A repeated operand counts once. If a fusion picks elements from an operand, only these elements count.
     """
+    known = program.computations[computation]
     read: dict[int, float] = {}
     for number, name in enumerate(instruction.operands):
         if name in known and name not in instruction.operands[:number]:
-            read[number] = known[name].bytes
-    for parameter in inside:
-        if parameter.opcode != "parameter":
-            continue
-        operand = parameter.parameter
-        users = [inner for inner in inside if parameter.name in inner.operands]
-        is_picked_from = all(user.opcode in _PICKS and user.operands[0] == parameter.name for user in users)
-        if operand in read and is_picked_from:
-            read[operand] = min(read[operand], sum(user.bytes for user in users))
+            read[number] = known[name].memory_bytes
+            if instruction.opcode == "fusion":
+                picked = _picked_bytes(program, program.bodies(instruction)[0], number)
+                read[number] = read[number] if picked is None else min(read[number], picked)
     return read
+
+
+def _picked_bytes(program: HloProgram, body: str, number: int) -> float | None:
+    """Return the bytes that the body of a fusion reads of a parameter, if it only picks elements; else None."""
+    instructions = program.computations.get(body, {}).values()
+    parameters = [inner.name for inner in instructions if inner.opcode == "parameter" and inner.parameter == number]
+    if not parameters:
+        return None
+    picked = 0.0
+    for inner in instructions:
+        for position, name in enumerate(inner.operands):
+            if name not in parameters:
+                continue
+            if inner.opcode in _PICKS and position == 0:
+                picked += inner.bytes
+            elif inner.opcode == "fusion":
+                picked_inside = _picked_bytes(program, program.bodies(inner)[0], position)
+                if picked_inside is None:
+                    return None
+                picked += picked_inside
+            else:
+                return None
+    return picked

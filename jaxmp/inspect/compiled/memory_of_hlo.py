@@ -6,7 +6,7 @@ import dataclasses
 import re
 
 from jaxmp.inspect.compiled.hlo import CONTROL, Array, HloProgram, Instruction, is_end
-from jaxmp.inspect.compiled.kernels import written_into
+from jaxmp.inspect.compiled.kernels import copied_array, written_into
 
 _ALIASES = frozenset({"bitcast", "get-tuple-element", "tuple", "while", "optimization-barrier"})
 _BODY = re.compile(r"body=%?([\w.$-]+)")
@@ -91,7 +91,9 @@ def _add_buffers(program: HloProgram, instruction: Instruction, position: int, r
     if opcode in ("parameter", "constant"):
         results[name] = [None] * len(arrays)
         return []
-    new = [Buffer(array.bytes, array, instruction, instruction, position, position) for array in arrays]
+    if (copy := copied_array(instruction)) is not None:
+        arrays = [copy]
+    new = [Buffer(array.memory_bytes, array, instruction, instruction, position, position) for array in arrays]
     results[name] = [*new]
     return new
 

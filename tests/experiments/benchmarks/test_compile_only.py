@@ -13,7 +13,7 @@ from experiments.benchmarks.compile_only import report, sharded
 from experiments.benchmarks.compile_only import run as compile_only
 from experiments.benchmarks.report import predictions
 from experiments.benchmarks.train_step.rows import rows_of
-from jaxmp.inspect.compiled import targets
+from jaxmp.inspect.compiled import gpu_targets, targets
 
 ROW = {
     "label": "a step",
@@ -111,23 +111,23 @@ def test_a_description_has_the_figures_of_the_chip():
         "dnn_version_info { major: 9 minor: 19 patch: 0 }",
         'device_description_str: "NVIDIA H200 141GB HBM3e"',
     ):
-        assert f"{line}\n" in targets.TARGETS["h200"].text()
+        assert f"{line}\n" in gpu_targets.TARGETS["h200"].text()
 
 
 def test_a_missing_plugin_or_assembler_is_an_error_that_says_so(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(targets, "PLUGINS", ("no_such_plugin",))
+    monkeypatch.setattr(gpu_targets, "PLUGINS", ("no_such_plugin",))
     with pytest.raises(ModuleNotFoundError, match=r"CUDA plugin, which is not installed: pip install -e"):
-        targets.device_of(targets.TARGETS["h200"].text())
+        targets.target_of("h200").device()
     with pytest.raises(SystemExit, match="2"):
         compile_only.main(compile_only.Config(run_dir=tmp_path / "run"))
     assert "'.[compile-only]'" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
-    monkeypatch.setattr(targets, "PLUGINS", ("jax",))
-    monkeypatch.setattr(targets, "_bundled", lambda path: False)
-    monkeypatch.setattr(targets.shutil, "which", lambda name: None)
-    monkeypatch.setattr(targets, "CUDA", targets.Path("/no/such/folder"))
-    assert targets.missing().startswith("to compile for a GPU, XLA needs the assembler ptxas of nvidia-cuda-nvcc")
+    monkeypatch.setattr(gpu_targets, "PLUGINS", ("jax",))
+    monkeypatch.setattr(gpu_targets, "_bundled", lambda path: False)
+    monkeypatch.setattr(gpu_targets.shutil, "which", lambda name: None)
+    monkeypatch.setattr(gpu_targets, "CUDA", gpu_targets.Path("/no/such/folder"))
+    assert gpu_targets.missing().startswith("to compile for a GPU, XLA needs the assembler ptxas of nvidia-cuda-nvcc")
 
 
 def test_bad_flags_end_it_with_one_line(capsys):
@@ -157,15 +157,16 @@ def test_bad_flags_end_it_with_one_line(capsys):
 
 @pytest.mark.absent_gpu
 def test_half_attention_is_compiled_for_cudnn_without_cudnn_and_without_a_gpu():
-    device = targets.device_of(targets.TARGETS["h200"].text())
+    device = targets.target_of("h200").device()
     x = targets.on(device, jax.ShapeDtypeStruct((2, 64, 2, 64), jnp.bfloat16))
-    with targets.with_cudnn((9, 19, 0)):
+    target = targets.target_of("h200")
+    with target.tracing():
         fun = jax.jit(lambda x: jax.nn.dot_product_attention(x, x, x, implementation="cudnn"))
-        compiled = fun.trace(x).lower(lowering_platforms=("cuda",)).compile(targets.COMPILER_OPTIONS)
+        compiled = fun.trace(x).lower(lowering_platforms=("cuda",)).compile(dict(target.compiler_options))
     assert "__cudnn$fmhaSoftmax" in compiled.as_text()
 
     with pytest.raises(jax.errors.JaxRuntimeError):
-        targets.device_of("cores { 132 }")
+        gpu_targets._described("cores { 132 }", "1x1x1")
 
 
 @pytest.mark.absent_gpu
@@ -226,7 +227,7 @@ def compiles(monkeypatch):
 
     monkeypatch.setattr(compile_only, "measure", measure)
     monkeypatch.setattr(compile_only, "environment", lambda **about: {**environment(**about), **now})
-    monkeypatch.setattr(targets, "device_of", lambda _: None)
+    monkeypatch.setattr(gpu_targets.GpuTarget, "device", lambda target: None)
     monkeypatch.setattr(report.plots, "panels", lambda *_: None)
     return compiled_rows, now
 

@@ -11,11 +11,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import jaxmp
 from experiments.benchmarks import remat
 from experiments.benchmarks.models.workloads import FULL, SMOKE, workload
 from experiments.benchmarks.train_step import jax_steps
 from experiments.benchmarks.train_step.rows import Row
-from jaxmp.inspect.compiled import targets
+from jaxmp.inspect.compiled import gpu_targets
 
 CASE, ROW = workload("gpt2", SMOKE["gpt2"]), Row("none", "jaxmp", "bf16")
 
@@ -172,21 +173,21 @@ def test_invalid_flags_are_an_error_of_one_line(tmp_path, capsys, monkeypatch):
         said = capsys.readouterr().err
         assert stopped.value.code == 2 and said.count("\n") == 1 and text in said
 
-    monkeypatch.setattr(targets, "PLUGINS", ("no_such_plugin",))
+    monkeypatch.setattr(gpu_targets, "PLUGINS", ("no_such_plugin",))
     with pytest.raises(SystemExit):
         remat.main(smoke(tmp_path, target="h200", smoke=False))
     assert "needs its CUDA plugin, which is not installed: pip install" in capsys.readouterr().err
 
 
 def test_compiled_results_name_their_target_and_have_its_limit(quick, tmp_path, monkeypatch):
-    monkeypatch.setattr(targets, "device_of", lambda _: None)
+    monkeypatch.setattr(gpu_targets.GpuTarget, "device", lambda target: None)
     (group,) = remat.main(smoke(tmp_path, target="h200", memory_limit="1MB", smoke=False, remats=("none",)))
     where = json.loads((tmp_path / "remat.json").read_text())["environment"]
     assert where["target"] == group["setting"]["target"] == "NVIDIA H200 141GB HBM3e"
     assert "cpu" in where["device"] and "device" not in group["setting"]
     assert "- target: NVIDIA H200 141GB HBM3e\n- device: " in (tmp_path / "remat.md").read_text()
 
-    assert remat.limit_of(remat.Config(target="h200")) == int(0.9 * 0.95 * targets.TARGETS["h200"].gpu.memory_bytes)
+    assert remat.limit_of(remat.Config(target="h200")) == int(0.9 * 0.95 * jaxmp.hardware.GPUS["h200"].memory_bytes)
 
 
 def group_of(attention_mib):

@@ -1,0 +1,45 @@
+"""Look up a GPU or a TPU by name in the tables of :mod:`jaxmp.base.gpus` and :mod:`jaxmp.base.tpus`."""
+
+from __future__ import annotations
+
+import re
+
+from jaxmp.base.dtypes import closest_names
+from jaxmp.base.gpus import GPUS, Gpu
+from jaxmp.base.tpus import TPUS, Tpu
+
+ACCELERATORS: dict[str, Gpu | Tpu] = {**GPUS, **TPUS}
+"""The GPUs and TPUs with known figures, by short name."""
+# A device kind must match exactly, because a MIG slice or a laptop GPU has other rates.
+BY_DEVICE_KIND = {device.device_kind: device for device in ACCELERATORS.values()}
+
+
+def accelerator_named(name: str) -> Gpu | Tpu:
+    """Return the GPU or TPU with a short name in :data:`ACCELERATORS`, or with a full name.
+
+    Case, spaces, hyphens and the words "NVIDIA", "Tesla", "GeForce", "RTX" and "TPU" are ignored. The name of a TPU may
+    end in the shape of a slice, such as ``"v5e:4x4"``.
+
+    Raises:
+      ValueError: the name is unknown.
+
+    >>> accelerator_named("RTX 4090") is accelerator_named("NVIDIA GeForce RTX 4090") is accelerator_named("4090")
+    True
+    >>> accelerator_named("TPU v5 lite") is accelerator_named("v5e:4x4") is accelerator_named("v5e")
+    True
+    """
+    chip, _, slice_shape = str(name).partition(":")
+    by_name = {_bare(device.device_kind): device for device in ACCELERATORS.values()}
+    by_name |= {_bare(short): device for short, device in ACCELERATORS.items()}
+    device = by_name.get(_bare(chip))
+    if device is None or (slice_shape and not isinstance(device, Tpu)):
+        raise ValueError(
+            "device must be None, for the attached device, or the name of a known GPU or TPU, got "
+            f"{name!r}; nearest: {closest_names(_bare(chip), ACCELERATORS, 4)}. To add one, add a row to "
+            "jaxmp/base/gpus.py or tpus.py"
+        )
+    return device
+
+
+def _bare(name: str) -> str:
+    return re.sub(r"nvidia|tesla|geforce|rtx|tpu|[\s_-]", "", name.lower())

@@ -1,0 +1,90 @@
+"""The table of TPUs: name, memory, peak rates, clock and links.
+
+To add a TPU, add a row to :data:`TPUS`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+
+@dataclasses.dataclass(frozen=True)
+class Tpu:
+    """A TPU that need not be attached.
+
+    All figures are for one JAX device. A device is a whole chip, or half a chip of the generation TPU7x. The rates are
+    the vendor's, for dense operands. A rate is None if the chip multiplies these operands no faster than bfloat16.
+
+    Attributes:
+      generation: the short name, with which the compiler describes the TPU.
+      device_kind: the name that JAX reports.
+      memory_gib: the GiB of memory that the compiler gives to a program, a little less than the vendor's figure.
+      bandwidth_gb: the GB/s between memory and chip.
+      bfloat16: the TFLOP/s of bfloat16. Float32 products of JAX's default precision run at the same rate, because their
+        operands are rounded to bfloat16.
+      float8: the TFLOP/s of float8.
+      int8: the TOP/s of int8.
+      clock_ghz: the clock at which the chip reaches the peak rate.
+      link_gb: the GB/s that a device can send to its neighbours, over all its links.
+      axes: the number of axes of a slice, such as 3 for a torus of 4 × 4 × 4 chips.
+      devices_per_chip: the number of JAX devices in a chip.
+      source: the title of the vendor's page with the figures.
+      chip_config: the compiler's name for this use of the chip; empty for its default.
+    """
+
+    generation: str
+    device_kind: str
+    memory_gib: float
+    bandwidth_gb: int
+    bfloat16: float
+    float8: float | None
+    int8: float | None
+    clock_ghz: float
+    link_gb: int
+    axes: int
+    devices_per_chip: int
+    source: str
+    chip_config: str = ""
+
+    @property
+    def platform(self) -> str:
+        """Return JAX's name of the backend."""
+        return "tpu"
+
+    @property
+    def memory_bytes(self) -> int:
+        """Return the bytes of memory."""
+        return int(self.memory_gib * 2**30)
+
+    @property
+    def bandwidth(self) -> int:
+        """Return the bytes per second between memory and chip."""
+        return self.bandwidth_gb * 10**9
+
+    @property
+    def tflops(self) -> dict[str, float]:
+        """Return the TFLOP/s by dtype (TOP/s for int8)."""
+        rates = {
+            "bfloat16": self.bfloat16,
+            "float8_e4m3fn": self.float8,
+            "float8_e5m2": self.float8,
+            "int8": self.int8,
+        }
+        return {dtype: float(rate) for dtype, rate in rates.items() if rate is not None}
+
+
+# Columns: name, device kind, GiB, GB/s; TFLOP/s in bfloat16, float8, int8; clock in GHz, GB/s of the links, axes,
+# devices of a chip; source. The memory is what libtpu 0.0.42 names when a program does not fit. The clock is the peak
+# rate divided by the FLOPs of a cycle. The page on TPU7x gives the figures of a chip, which is two devices.
+TPUS: Mapping[str, Tpu] = {
+    row.generation: row
+    for row in (
+        Tpu("v4", "TPU v4", 30.75, 1228, 275, None, 275, 1.05, 300, 3, 1, "Cloud TPU v4", "megacore"),
+        Tpu("v5e", "TPU v5 lite", 15.75, 819, 197, None, 393, 1.5, 200, 2, 1, "Cloud TPU v5e"),
+        Tpu("v5p", "TPU v5", 95.74, 2765, 459, None, 918, 1.75, 600, 3, 1, "Cloud TPU v5p"),
+        Tpu("v6e", "TPU v6 lite", 31.25, 1638, 918, None, 1836, 1.75, 400, 2, 1, "Cloud TPU v6e"),
+        Tpu("tpu7x", "TPU7x", 94.75, 3690, 1153.5, 2307, None, 2.2, 300, 3, 2, "Cloud TPU7x (Ironwood)"),
+    )
+}
+"""The TPUs with known figures, by short name."""
