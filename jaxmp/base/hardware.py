@@ -30,6 +30,10 @@ _SINCE = (
 _TURING_WITHOUT = re.compile(r"\bGTX 16\d\d|\bMX[45]\d0\b|\bT(4|5|6|10|12|20)00\b|\bT550\b")
 
 
+_PASSES = 6
+"""The products in bfloat16 that compute a float32 product of the highest precision on a TPU."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Hardware:
     """The precision-related properties of a device.
@@ -58,6 +62,15 @@ class Hardware:
     memory_bytes: int | None
     recommended_policy: str
     reason: str
+
+    def product_rate(self, dtype: str) -> float | None:
+        """Return the peak TFLOP/s of products of a dtype; None if it is unknown.
+
+        On a TPU, a float32 product of the highest precision is computed as six products in bfloat16.
+        """
+        if self.platform == "tpu" and dtype == "float32" and "bfloat16" in self.peak_tflops:
+            return self.peak_tflops["bfloat16"] / _PASSES
+        return self.peak_tflops.get(dtype)
 
 
 def detect(device: Any = None) -> Hardware:

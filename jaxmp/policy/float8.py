@@ -188,8 +188,8 @@ def available() -> str:
     if not _warned:
         _warned.append(device.name)
         warn_user(
-            f"float8 products need a GPU of compute capability 8.9 or more, got {device.name}: they are bfloat16 here. "
-            f"Set {_VARIABLE}=emulate to compute them with casts, or trace in jaxmp.hardware.assumed('h200') to "
-            "compile for another device",
+            f"float8 products need a GPU of compute capability 8.9 or more, or a TPU7x, got {device.name}: they are "
+            f"bfloat16 here. Set {_VARIABLE}=emulate to compute them with casts, or trace in "
+            "jaxmp.hardware.assumed('h200') to compile for another device",
         )
     return "no"

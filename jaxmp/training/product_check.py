@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxmp._internals.jax.sources import Names, names_of
 from jaxmp.base.dtypes import is_half
+from jaxmp.base.hardware import detect
 from jaxmp.engine.marks import DECIDED, OF_POLICY, ours, region_of
 from jaxmp.optim.loss_scale import LossScale, NoOpLossScale, StaticLossScale
 from jaxmp.program.primitives import PRODUCTS
@@ -31,6 +32,8 @@ def mismatch_of_products(traced: jax.stages.Traced, loss_scale: LossScale, polic
     has_loss_scale = not _keeps_gradients(loss_scale)
     products = _products_of_loss(traced)
     dtypes = {operand.aval.dtype for product, _ in products for operand in product.invars[:2]}
+    if np.dtype(np.float16) in dtypes and detect().platform == "tpu":
+        return "a TPU multiplies float16 no faster than float32; use the policy 'mixed_bfloat16', which needs no loss scale"
     if np.dtype(np.float16) in dtypes and not has_loss_scale:
         lacks = "no loss scale" if isinstance(loss_scale, NoOpLossScale) else "a loss scale of 1"
         return (

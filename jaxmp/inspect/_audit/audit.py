@@ -141,6 +141,11 @@ class Audit(tables.Shown):
         if self.flops:
             title += f": {self._shares()}"
         notes = [""]
+        if rounded := [product for product in self.products if _is_rounded_on_tpu(product)]:
+            notes.append(
+                f"{len(rounded)} products of float32 operands ran as one product in bfloat16, JAX's default on a TPU; "
+                "for true float32 write the policy 'float32', jaxmp.precision('float32') or precision='highest'"
+            )
         if self.memory is not None:
             notes.append(f"peak memory: {tables.byte_text(self.memory.peak)}")
             if self.memory.devices > 1:
@@ -150,6 +155,10 @@ class Audit(tables.Shown):
 
     def _shares(self) -> str:
         return ", ".join(f"{dtype} {share:.1%}" for dtype, share in self.flops.items())
+
+
+def _is_rounded_on_tpu(product: Product) -> bool:
+    return product.ran == "bfloat16" and widest(product.operands) == "float32"
 
 
 def _rows(products: Iterable[Product]) -> list[tuple[Any, ...]]:
@@ -227,15 +236,15 @@ def audit(
       fun: a train step, a loss or any other function that JAX can trace.
       policy: the policy or PolicyMap that the program should already follow; the audit does not apply it. With None,
         only the policies of modules are checked, such as those of :func:`jaxmp.linen.apply_policy`.
-      device: the device to compile for: None for the attached device, or the name of a GPU that is not attached, such
-        as ``"h200"`` (see :mod:`jaxmp.inspect.compiled.targets`).
+      device: the device to compile for: None for the attached device, or the name of a GPU or TPU that is not
+        attached, as for :func:`jaxmp.inspect.memory`.
       topology: the topology of a cluster of such GPUs, as for :func:`jaxmp.inspect.memory`.
       compile: whether to compile the program. If False, attributes and findings that need the compiled program are
         missing.
 
     Raises:
       ValueError: the policy, device or topology is unknown, or the arguments do not fit the topology.
-      ModuleNotFoundError: the GPU ``device`` is not attached, and the packages that compile for it are missing.
+      ModuleNotFoundError: the packages that compile for ``device`` are missing.
 
     >>> shapes = jax.ShapeDtypeStruct((16, 32), jnp.float32), jax.ShapeDtypeStruct((32, 8), jnp.float32)
     >>> half_product = jaxmp.autocast(jnp.matmul, "mixed_float16")

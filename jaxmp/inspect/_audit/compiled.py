@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxmp.inspect.compiled import hlo
-from jaxmp.inspect.compiled.kernels import product_kind
+from jaxmp.inspect.compiled.kernels import is_precise, product_kind
 from jaxmp.inspect.program.product_dtypes import widest
 from jaxmp.program.primitives import PRODUCTS
 from jaxmp.program.values import Value
@@ -43,9 +43,11 @@ def dtypes_that_ran(program: hlo.HloProgram, values: Sequence[Value]) -> dict[Va
         dtypes = [hlo.dtype_name(dtype) for dtype in program.dtypes(computation, instruction)[:2]]
         if scopes is None or not dtypes:
             continue
-        size = math.prod(instruction.arrays[0].shape)
-        compiled.setdefault((scopes, size), set()).add(widest(dtypes))
-        compiled.setdefault((scopes, None), set()).add(widest(dtypes))
+        dtype, size = widest(dtypes), math.prod(instruction.arrays[0].shape)
+        if program.is_for_tpu and dtype == "float32" and not is_precise(instruction):
+            dtype = "bfloat16"
+        compiled.setdefault((scopes, size), set()).add(dtype)
+        compiled.setdefault((scopes, None), set()).add(dtype)
     ran = {}
     for value in values:
         if value.name in PRODUCTS:

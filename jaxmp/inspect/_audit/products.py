@@ -89,8 +89,9 @@ def product_of(value: Value, ran: str | None, device: Hardware, weight: int) -> 
 
 
 def _bound_by(flops: int, size: int, dtype: str, precision: Any, device: Hardware) -> str | None:
-    is_tensorfloat = dtype == "float32" and "tensorfloat32" in device.peak_tflops and not asks_for_highest(precision)
-    rate = device.peak_tflops.get("tensorfloat32" if is_tensorfloat else dtype)
+    rounded = "bfloat16" if device.platform == "tpu" else "tensorfloat32"
+    is_rounded = dtype == "float32" and rounded in device.peak_tflops and not asks_for_highest(precision)
+    rate = device.product_rate(rounded if is_rounded else dtype)
     if rate is None or device.peak_bandwidth is None:
         return None
     return "arithmetic" if flops / (rate * 1e12) >= size / device.peak_bandwidth else "bytes"

@@ -1,4 +1,4 @@
-"""Find the fastest way to make a train step fit into a GPU's memory."""
+"""Find the fastest way to make a train step fit into a device's memory."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from jaxmp.inspect._memory.memory import Memory, of_call
 from jaxmp.inspect._roofline.roofline import ERROR, ON_RECORD, hardware_of, of_program
 from jaxmp.inspect.compiled import compiling
 from jaxmp.inspect.compiled.hlo import HloProgram
+from jaxmp.inspect.compiled.tpu_targets import DoesNotFitError
 from jaxmp.inspect.program.argument_kinds import batch_axes, sharding_on_mesh
 from jaxmp.inspect.program.calls import is_step
 from jaxmp.nnx.training import TrainStep as NNXTrainStep
@@ -37,7 +38,7 @@ class Fit(tables.Shown):
     """The combinations of rematerialisation, chunks and microbatches that were compiled, and the best one.
 
     Attributes:
-      device: the name of the GPU.
+      device: the name of the device.
       limit: the limit of the peak memory in bytes.
       batch: the number of examples in the batch, on all devices together.
       trials: the combinations that were compiled. Those that fit come first, the fastest first; then the others, those
@@ -108,19 +109,19 @@ def _time_text(trial: Trial) -> str:
 def fit(
     step: Any, *, device: str | None = None, memory: int | None = None, topology: str | None = None
 ) -> Callable[..., Fit]:
-    """Return a function that finds the fastest way to make a train step fit into a GPU's memory.
+    """Return a function that finds the fastest way to make a train step fit into a device's memory.
 
-    Combinations of ``remat``, ``accumulate_steps`` and ``loss_chunks`` are compiled for the GPU, but not executed. The
+    Combinations of ``remat``, ``accumulate_steps`` and ``loss_chunks`` are compiled for the device, but not executed. The
     compiler reports their memory, and :func:`jaxmp.inspect.roofline` predicts their time. The step's own options of
     these names are replaced, but its ``remat`` is one of those that are tried. If the step fits without any of them,
     one compilation is enough; otherwise about ten are needed, or twenty with ``loss_chunks``.
 
     Args:
       step: a train step for Linen or NNX.
-      device: None for the attached GPU, or the name of a GPU that is not attached, as for
+      device: None for the attached device, or the name of a GPU or TPU that is not attached, as for
         :func:`jaxmp.inspect.memory`.
-      memory: the limit in bytes, for each device. By default, it is the share of the GPU's memory that JAX takes: 75 %,
-        or the number that the environment variable ``XLA_CLIENT_MEM_FRACTION`` sets, such as 0.9.
+      memory: the limit in bytes, for each device. By default, it is the memory that JAX takes: the whole memory of a
+        TPU, and 75 % of a GPU's, or the share that the environment variable ``XLA_CLIENT_MEM_FRACTION`` sets.
       topology: the topology of a cluster of such GPUs, as for :func:`jaxmp.inspect.memory`.
 
     Returns:
@@ -131,7 +132,7 @@ def fit(
       ValueError: ``device`` is unknown; the attached device has no known rates (such as a CPU); ``memory`` is not a
         number of at least 1024 bytes; the batch has no arrays; or the step has a mesh, and the shapes that you pass are
         not on it.
-      ModuleNotFoundError: the GPU ``device`` is not attached, and the packages that compile for it are missing.
+      ModuleNotFoundError: the packages that compile for ``device`` are missing.
 
     Example::
 
@@ -258,6 +259,8 @@ class _Compiler:
             compiled = compiling.compiled_of(trace, self.device)
         except NoLayersError:
             return None
+        except DoesNotFitError as error:
+            return Trial(**options, peak=error.needed, milliseconds=math.inf, fits=False)
         except (TypeError, ValueError) as error:
             if accumulate_steps == 1:
                 raise
@@ -269,7 +272,7 @@ class _Compiler:
             return Trial(remat, accumulate_steps, math.inf, math.inf, fits=False, loss_chunks=loss_chunks)
         program = HloProgram(str(compiled.as_text()))
         memory = of_call(call, inputs, compiled, program, self.device, self.topology)
-        self.measured[text] = memory, of_program(program, self.gpu).milliseconds
+        self.measured[text] = memory, of_program(program, self.gpu, memory.collectives.wire).milliseconds
         return self._record(options, *self.measured[text])
 
     def _record(self, options: dict[str, Any], memory: Memory, milliseconds: float) -> Trial:
@@ -285,9 +288,11 @@ class _Compiler:
 
 
 def limit_of(gpu: hardware.Hardware) -> int:
-    """Return the number of bytes of GPU memory that JAX takes."""
+    """Return the number of bytes of the device's memory that JAX takes: all of a TPU, and a share of a GPU."""
     if gpu.memory_bytes is None:
         raise ValueError(f"the memory of {gpu.name} is unknown; pass its bytes: fit(step, memory=24 * 2**30)")
+    if gpu.platform == "tpu":
+        return gpu.memory_bytes
     for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
         if share := os.environ.get(name):
             try:

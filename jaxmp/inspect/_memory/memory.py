@@ -24,6 +24,7 @@ from jaxmp.inspect._memory.arrays import (
 from jaxmp.inspect._memory.batch import largest_multiple_that_fits
 from jaxmp.inspect.compiled import compiling, targets
 from jaxmp.inspect.compiled.hlo import HloProgram
+from jaxmp.inspect.compiled.tpu_targets import DoesNotFitError
 from jaxmp.inspect.program.argument_kinds import Leaf, batch_axes, leaves_of, sharding_on_mesh
 from jaxmp.inspect.program.calls import names_of_arguments
 from jaxmp.training.step import TrainStep
@@ -158,20 +159,20 @@ def memory(fun: Callable[..., Any], *, device: str | None = None, topology: str 
     Args:
       fun: a train step, a function that JAX can compile, or a jitted function. If results reuse the memory of donated
         arguments, this memory is counted once.
-      device: None for the attached device, or the name of a GPU that is not attached (``"h200"``, ``"h100"``,
-        ``"a100"``, ``"b200"``, ``"l4"``, ``"t4"``). A GPU that is not attached needs the packages of the extra
-        ``compile-only``.
+      device: None for the attached device, or the name of a device that is not attached: a GPU (``"h200"``,
+        ``"a100"``, ``"b200"``, ``"l4"``, …), a TPU (``"v5e"``, ``"v5p"``, ``"v6e"``, ``"v4"``, ``"tpu7x"``) or a slice
+        of TPUs (``"v5p:4x4x4"``). These devices need the packages of the extra ``compile-only``.
       topology: the topology of a cluster of such GPUs: slices × hosts × GPUs per host (``"1x1x8"`` or ``"2 hosts x
-        4"``); None for one host. With a topology, the arguments are arrays or shapes with a ``NamedSharding``, whose
-        mesh may be a ``jax.sharding.AbstractMesh``. All numbers are for one device.
+        4"``); None for one host. With a topology, or with a slice of TPUs, the arguments are arrays or shapes with a
+        ``NamedSharding``, whose mesh may be a ``jax.sharding.AbstractMesh``. All numbers are for one device.
 
     Returns:
       A function of ``fun``'s arguments, or their shapes, that returns a :class:`Memory`.
 
     Raises:
       ValueError: ``device`` is unknown; the topology is malformed or does not fit the mesh; the arguments are not on a
-        mesh; or the compiler does not report the memory.
-      ModuleNotFoundError: the GPU ``device`` is not attached, and the packages that compile for it are missing.
+        mesh; the compiler does not report the memory; or the program needs more memory than a TPU has.
+      ModuleNotFoundError: the packages that compile for ``device`` are missing.
 
     >>> shapes = jax.ShapeDtypeStruct((8, 4), jnp.float32), jax.ShapeDtypeStruct((2, 8), jnp.float32)
     >>> plan = jaxmp.inspect.memory(lambda params, batch: (batch @ params).sum())(*shapes)
@@ -210,6 +211,8 @@ def of_call(
         args = jax.tree.unflatten(jax.tree.structure(inputs), resized)
         try:
             return _peak(compiling.compiled(call, args, device, topology))
+        except DoesNotFitError as error:
+            return error.needed
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
@@ -252,7 +255,7 @@ def _peak(compiled: jax.stages.Compiled) -> int:
     peak = compiling.peak_bytes(compiled)
     if peak is None:
         raise ValueError(
-            "the compiler of this device does not report the memory of a program; name a GPU: " + targets.choice()
+            "the compiler of this device does not report the memory of a program; name a device: " + targets.choice()
         )
     return peak
 

@@ -18,15 +18,14 @@ The share of matrix products was measured on an H200, after the time for their b
 in bfloat16, 0.77 to 0.84 in TF32, and 0.73 to 0.77 in float32 (three shapes each). Convolutions and attentions run in
 cuDNN. Their shares were chosen so that predictions fit the recorded steps of ResNet-50 and BERT.
 """
-LIMITS = ("arithmetic", "bytes", "launch")
+LIMITS_OF_GPU = ("arithmetic", "bytes", "launch")
+LIMITS_OF_TPU = ("arithmetic", "bytes", "vector")
+SMALL_SHARE = 0.5
+"""On a TPU, the share of a kernel's time below which neither its products nor its bytes explain the time."""
 ACHIEVED_BANDWIDTH = 0.9
 """The share of the memory bandwidth that kernels achieve; on an H200, a copy moved 4.3 of 4.8 TB/s."""
 LAUNCH = 2e-6
 """Seconds from the end of a kernel to the start of the next one, with or without a CUDA graph."""
-
-
-PASSES = 6
-"""The products in bfloat16 that compute a float32 product of the highest precision on a TPU."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +40,8 @@ class Kernel:
       count: the number of launches.
       flops: the FLOPs of the products in all launches; a multiply-add is 2.
       bytes: the bytes of the device's memory that all launches read and write.
-      bound: the part that takes the longest predicted time: ``"arithmetic"``, ``"bytes"`` or, on a GPU, ``"launch"``.
+      bound: the part that takes the longest predicted time: ``"arithmetic"`` (products), ``"bytes"``, on a GPU
+        ``"launch"``, or on a TPU ``"vector"``, if products and bytes explain less than half of the time.
       milliseconds: the predicted time.
       recomputed: whether the kernel recomputes forward values for the backward pass, under ``jax.checkpoint``.
       cycles: on a TPU, the cycles that the compiler estimates for all launches; None if it estimates none.
@@ -93,8 +93,10 @@ def kernels_on_tpu(program: HloProgram, tpu: Tpu) -> Iterator[Kernel]:
             continue  # an operation on a scalar in the memory of the core
         arithmetic = sum(product.flops / rate_of(product.dtype, device) for product in products)
         bytes_time = moved / tpu.bandwidth
-        bound = "arithmetic" if arithmetic > bytes_time else "bytes"
         seconds = bytes_time if cycles is None else cycles / (tpu.clock_ghz * 1e9)
+        bound = "arithmetic" if arithmetic > bytes_time else "bytes"
+        if max(arithmetic, bytes_time) < SMALL_SHARE * seconds:
+            bound = "vector"
         yield _kernel(program, instruction, times, products, moved, bound, 1e3 * seconds, cycles)
 
 
@@ -144,15 +146,8 @@ def _kernel(
 
 
 def rate_of(dtype: str, device: hardware.Hardware) -> float:
-    """Return the peak FLOP/s of products with operands of a dtype.
-
-    On a TPU, a float32 product of the highest precision is six products in bfloat16. On other devices, a dtype with an
-    unknown rate gets the rate of float32.
-    """
-    rates = device.peak_tflops
-    if dtype in rates:
-        return 1e12 * rates[dtype]
-    if device.platform == "tpu":
-        passes = PASSES if dtype == "float32" else 1
-        return 1e12 * rates["bfloat16"] / passes
-    return 1e12 * rates["float32"]
+    """Return the peak FLOP/s of products of a dtype. A dtype with an unknown rate gets the rate of float32."""
+    rate = device.product_rate(dtype) or device.product_rate("float32")
+    if rate is None:
+        raise ValueError(f"the peak rates of {device.name} are unknown")
+    return 1e12 * rate

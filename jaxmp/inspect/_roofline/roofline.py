@@ -15,12 +15,28 @@ from jaxmp.base.accelerators import BY_DEVICE_KIND
 from jaxmp.base.inspection import tool
 from jaxmp.base.tpus import Tpu
 from jaxmp.inspect._collectives.collectives import collectives
-from jaxmp.inspect._roofline.kernels import LIMITS, Kernel, kernels_on_gpu, kernels_on_tpu, memory_traffic, rate_of
+from jaxmp.inspect._roofline.kernels import (
+    LIMITS_OF_GPU,
+    LIMITS_OF_TPU,
+    Kernel,
+    kernels_on_gpu,
+    kernels_on_tpu,
+    memory_traffic,
+    rate_of,
+)
 from jaxmp.inspect.compiled import compiling, targets
 from jaxmp.inspect.compiled.hlo import COLLECTIVES, HloProgram
 from jaxmp.inspect.compiled.kernels import products_of
 
-_ONLY_MOVE = ("__cub$", "AllocateBuffer", "MoveToHost", "MoveToDevice", "annotate_device_placement", "ConcatBitcast")
+_ONLY_MOVE = (
+    "__cub$",
+    "AllocateBuffer",
+    "MoveToHost",
+    "MoveToDevice",
+    "annotate_device_placement",
+    "ConcatBitcast",
+    "GatherScatterIndices",
+)
 """Prefixes of the targets of custom calls that only move or sort data."""
 ON_RECORD = "NVIDIA H200"
 ERROR = 0.12
@@ -67,11 +83,10 @@ class Roofline(tables.Shown):
         if self.uncounted:
             names = ", ".join(self.uncounted)
             notes.append(f"these take longer than predicted, because only their bytes are counted: {names}")
-        limits = dict.fromkeys(LIMITS, 0.0)
+        limits = dict.fromkeys(LIMITS_OF_TPU if self.parts else LIMITS_OF_GPU, 0.0)
         for kernel in self.kernels:
             limits[kernel.bound] += kernel.milliseconds
-        bounds = [f"{bound} {tables.time_text(time)}" for bound, time in limits.items() if time or not self.parts]
-        notes.append("bound by: " + ", ".join(bounds))
+        notes.append("bound by: " + ", ".join(f"{bound} {tables.time_text(time)}" for bound, time in limits.items()))
         if self.device == ON_RECORD:
             notes.append(f"measured errors are up to {ERROR:.0%}, so do not rank times that differ by less")
         return title, _COLUMNS, [_cells(kernel) for kernel in self.kernels[:_SHOWN]], notes
@@ -107,9 +122,9 @@ def roofline(fun: Callable[..., Any], *, device: str | None = None) -> Callable[
     On a TPU, the time of a kernel is the compiler's own estimate of its cycles. Copies and collectives run beside the
     kernels. The predicted time is the best case: the largest of the times of kernels, memory and links.
 
-    The prediction for GPUs is based on the roofline model of Williams, Waterman, Patterson, "Roofline: an insightful visual
-    performance model for multicore architectures", CACM 2009. That model takes the maximum of the times of products
-    and bytes. :func:`roofline` adds the two times, because the sum agreed better with measurements.
+    The prediction for GPUs is based on the roofline model of Williams, Waterman, Patterson, "Roofline: an insightful
+    visual performance model for multicore architectures", CACM 2009. That model takes the maximum of the times of
+    products and bytes. :func:`roofline` adds the two times, because the sum agreed better with measurements.
 
     Args:
       fun: a train step, a function that JAX can compile, or a jitted function.

@@ -150,14 +150,12 @@ def lowered_of(trace: Any, device: str | None = None) -> Any:
 def compiled_of(trace: Any, device: str | None = None) -> jax.stages.Compiled:
     """Compile a trace of :func:`trace_of_call`, with the same ``device``."""
     lowered = lowered_of(trace, device)
+    lowered = getattr(lowered, "lowered", lowered)  # nnx.jit wraps the lowered program
     if device is None:
-        program = lowered.compile()
-    else:
-        target = targets.target_of(device)
-        with target.tracing():
-            program = lowered.compile(compiler_options=dict(target.compiler_options))
-    inner: jax.stages.Compiled = getattr(program, "compiled", program)  # nnx.jit wraps the compiled program
-    return inner
+        program: jax.stages.Compiled = lowered.compile()
+        return program
+    with (target := targets.target_of(device)).tracing():
+        return target.compile(lowered)
 
 
 def compiled(

@@ -109,6 +109,10 @@ class GpuTarget:
         """
         return {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": 0}
 
+    def compile(self, lowered: Any) -> Any:
+        """Compile a lowered program."""
+        return lowered.compile(compiler_options=dict(self.compiler_options))
+
     def tracing(self) -> contextlib.AbstractContextManager[None]:
         """Return the context in which programs are traced, lowered and compiled."""
         return with_cudnn(self.cudnn)

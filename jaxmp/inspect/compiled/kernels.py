@@ -84,9 +84,14 @@ def multiplied_dtype(program: HloProgram, product: Instruction, operands: Sequen
     precision: on a GPU they may be rounded to TensorFloat-32, and on a TPU they are rounded to bfloat16.
     """
     dtype = dtype_name(max((operand.dtype for operand in operands[:2]), key=bytes_of_element))
-    if dtype != "float32" or re.search(r"highest|HIGHEST", product.text):
+    if dtype != "float32" or is_precise(product):
         return dtype
     return "bfloat16" if program.is_for_tpu else "tensorfloat32"
+
+
+def is_precise(product: Instruction) -> bool:
+    """Return whether a product asks for the highest precision."""
+    return re.search(r"highest|HIGHEST", product.text) is not None
 
 
 def _attention_flops(instruction: Instruction, operands: list[Array], masked: bool) -> int:

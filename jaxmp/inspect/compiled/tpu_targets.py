@@ -13,7 +13,7 @@ import importlib.util
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -21,6 +21,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from jaxmp.base.tpus import Tpu
+from jaxmp.inspect.compiled.stored_programs import StoredProgram, compile_or_load
 
 _ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",  # without it, libtpu asks a server for the TPUs of this machine
@@ -29,6 +30,24 @@ _ENVIRONMENT = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # without it, a second process cannot compile at the same time
 }
 """The environment in which libtpu loads. None of these variables changes a compiled program."""
+
+
+_NEEDED = re.compile(r"RESOURCE_EXHAUSTED: .*?\(([\d.]+)G\) exceeds available HBM", re.DOTALL)
+
+
+class DoesNotFitError(ValueError):
+    """A program needs more memory than a TPU has, so the compiler refuses it.
+
+    Attributes:
+      needed: the bytes that the program needs, according to the compiler.
+    """
+
+    def __init__(self, tpu: Tpu, needed_gib: float) -> None:
+        self.needed = int(needed_gib * 2**30)
+        super().__init__(
+            f"the program needs {needed_gib:,.2f} GiB, but {tpu.device_kind} has {tpu.memory_gib} GiB; find settings "
+            f"that fit with jaxmp.inspect.fit(step, device={tpu.generation!r}), use a smaller batch, or a larger slice"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,10 +88,20 @@ class TpuTarget:
         """Return JAX's name of the platform to lower programs for."""
         return "tpu"
 
-    @property
-    def compiler_options(self) -> Mapping[str, Any]:
-        """Return the compiler's options: none."""
-        return {}
+    def compile(self, lowered: Any) -> StoredProgram:
+        """Compile a lowered program, or read it from the disk if it was compiled before.
+
+        Raises:
+          DoesNotFitError: the program needs more memory than the device has.
+        """
+        shape = "x".join(map(str, self.slice_shape))
+        try:
+            return compile_or_load(lowered, f"{self.tpu.generation}:{shape}".removesuffix(":"))
+        except jax.errors.JaxRuntimeError as error:
+            needed = _NEEDED.search(str(error))
+            if needed is None:
+                raise
+            raise DoesNotFitError(self.tpu, float(needed[1])) from error
 
     def tracing(self) -> contextlib.AbstractContextManager[None]:
         """Return the context in which programs are traced, lowered and compiled."""

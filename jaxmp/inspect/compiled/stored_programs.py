@@ -1,0 +1,136 @@
+"""Keep the programs that were compiled for a TPU on disk, because compiling them takes minutes."""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import hashlib
+import importlib.metadata
+import json
+import os
+import sys
+import types
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+
+_FORM = 1
+"""The form of the files. A file of another form has another name."""
+_SIZES = (
+    "argument_size_in_bytes",
+    "output_size_in_bytes",
+    "alias_size_in_bytes",
+    "temp_size_in_bytes",
+    "generated_code_size_in_bytes",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredProgram:
+    """The parts of a compiled program that the tools of jaxmp.inspect read.
+
+    It has the methods of ``jax.stages.Compiled`` that are needed for this.
+
+    Attributes:
+      in_tree: the structure of the arguments.
+      out_info: the shapes and dtypes of the results.
+      input_shardings: a pytree like the arguments. It has None for each argument that the program does not use.
+    """
+
+    text: str
+    sizes: Mapping[str, int]
+    in_tree: Any
+    out_info: Any
+    input_shardings: Any
+
+    def as_text(self) -> str:
+        """Return the text of the program."""
+        return self.text
+
+    def memory_analysis(self) -> Any:
+        """Return the sizes that the compiler reports."""
+        return types.SimpleNamespace(**self.sizes)
+
+
+def folder() -> Path:
+    """Return the folder of the programs: JAX's cache of compiled programs, or the user's folder for caches."""
+    configured = jax.config.jax_compilation_cache_dir
+    if configured:
+        return Path(configured)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxmp"
+
+
+def compile_or_load(lowered: Any, name: str) -> StoredProgram:
+    """Return a compiled program from the folder, or compile it and write it there.
+
+    Args:
+      lowered: the lowered program.
+      name: the name of the TPU or slice that it was lowered for.
+    """
+    file = folder() / f"{_key(lowered, name)}.json.gz"
+    stored = _read(file)
+    if stored is None:
+        if sys.stderr.isatty():
+            print(
+                f"compiling for {name}: this takes seconds for a layer and minutes for a train step. The program is "
+                f"then kept in {file.parent}",
+                file=sys.stderr,
+            )
+        stored = _facts(lowered.compile())
+        _write(file, stored)
+    mesh = AbstractMesh(tuple(stored["mesh"].values()), tuple(stored["mesh"]))
+    shardings = [NamedSharding(mesh, PartitionSpec()) if is_used else None for is_used in stored["is_used"]]
+    return StoredProgram(
+        text=stored["text"],
+        sizes=stored["sizes"],
+        in_tree=lowered.in_tree,
+        out_info=lowered.out_info,
+        input_shardings=jax.tree.unflatten(lowered.in_tree, shardings),
+    )
+
+
+def _key(lowered: Any, name: str) -> str:
+    """Return a name for everything that the compiled program depends on."""
+    packages = {package: importlib.metadata.version(package) for package in ("jaxlib", "libtpu")}
+    parts = [_FORM, name, packages, lowered.as_text(debug_info=True)]
+    return "jaxmp-" + hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def _facts(compiled: Any) -> dict[str, Any]:
+    """Return the parts of a compiled program as plain values."""
+    from jaxmp.inspect.compiled.targets import mesh_of
+
+    shardings = compiled.in_tree.flatten_up_to(compiled.input_shardings)
+    mesh = mesh_of(compiled.input_shardings)
+    memory = compiled.memory_analysis()
+    return {
+        "text": compiled.as_text(),
+        "sizes": {name: int(getattr(memory, name)) for name in _SIZES},
+        "is_used": [sharding is not None for sharding in shardings],
+        "mesh": {} if mesh is None else dict(mesh.shape),
+    }
+
+
+def _read(file: Path) -> dict[str, Any] | None:
+    """Return the parts of a program in a file; None if there is no readable file."""
+    try:
+        with gzip.open(file, "rt", encoding="utf-8") as opened:
+            parts: dict[str, Any] = json.load(opened)
+    except (OSError, EOFError, ValueError):
+        return None
+    return parts
+
+
+def _write(file: Path, parts: dict[str, Any]) -> None:
+    """Write a file in one step, so that another process never reads half of it; a full disk is not an error."""
+    written = file.with_name(f"{file.name}.{os.getpid()}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with gzip.open(written, "wt", encoding="utf-8") as opened:
+            json.dump(parts, opened)
+        written.replace(file)
+    except OSError:
+        written.unlink(missing_ok=True)
