@@ -14,8 +14,9 @@ WORKERS := $(shell getconf _NPROCESSORS_ONLN)
 # In CI, up to three failed tests run once more, because a machine may stall. The summary names these tests.
 AGAIN := $(if $(CI),--reruns 1 --max-suite-reruns 3 --rerun-show-tracebacks)
 PYTEST := -m pytest -q -n $(WORKERS) --maxprocesses 8 --dist worksteal $(AGAIN)
-# Tests with the mark absent_gpu run on the newest Python only, because only its environment has their compiler.
-QUICK := not slow and not absent_gpu
+# Tests that compile for absent devices run on the newest Python only, because only its environment has the compilers.
+ABSENT := absent_gpu or absent_tpu
+QUICK := not slow and not ($(ABSENT))
 # The tests of the library, and the tests of two training scripts, which show that the scripts run.
 SCRIPTS := tests/experiments/test_language_modeling.py tests/experiments/test_masked_lm.py
 FOLDERS := $(patsubst %/,%,$(wildcard tests/*/)) $(wildcard tests/test_*.py)
@@ -104,11 +105,11 @@ on-newest:
 	current=$$($(PY) -c $(VERSION)); \
 	if [ "$${newest%% *}" = "$$current" ]; then \
 	  echo "No supported Python newer than $$current on this machine: the tests ran on $$current only"; \
-	  $(PY) $(PYTEST) -m absent_gpu tests; \
+	  $(PY) $(PYTEST) -m "$(ABSENT)" tests; \
 	else \
 	  $(SELF) --no-print-directory .venv-newest/installed && \
 	  .venv-newest/bin/python $(PYTEST) -m "$(QUICK) and not once" --cases 1 $(PATHS) && \
-	  .venv-newest/bin/python $(PYTEST) -m absent_gpu tests; \
+	  .venv-newest/bin/python $(PYTEST) -m "$(ABSENT)" tests; \
 	fi
 
 docs: .venv/installed ## build the site in build/site

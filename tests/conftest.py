@@ -76,7 +76,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Add ``--cases N``, which runs only the first N cases of each test.
 
     The default Python runs all cases. A test of both Linen and NNX keeps N cases of each. Tests with the mark
-    ``absent_gpu`` keep all cases, because they run nowhere else.
+    ``absent_gpu`` or ``absent_tpu`` keep all cases, because they run nowhere else.
     """
     parser.addoption("--cases", type=int, default=None, help="run at most so many cases of each parametrised test")
 
@@ -104,7 +104,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         callspec = getattr(item, "callspec", None)  # absent if a test has one case only
         test = item.nodeid.partition("[")[0], callspec and callspec.params.get("api")
         counts[test] += 1
-        is_selected = counts[test] <= most or item.get_closest_marker("absent_gpu")
+        is_selected = counts[test] <= most or any(map(item.get_closest_marker, missing))
         (selected if is_selected else left_out).append(item)
     config.hook.pytest_deselected(items=left_out)
     items[:] = selected

@@ -111,8 +111,8 @@ def fit(
 ) -> Callable[..., Fit]:
     """Return a function that finds the fastest way to make a train step fit into a device's memory.
 
-    Combinations of ``remat``, ``accumulate_steps`` and ``loss_chunks`` are compiled for the device, but not executed. The
-    compiler reports their memory, and :func:`jaxmp.inspect.roofline` predicts their time. The step's own options of
+    Combinations of ``remat``, ``accumulate_steps`` and ``loss_chunks`` are compiled for the device, but not executed.
+    The compiler reports their memory, and :func:`jaxmp.inspect.roofline` predicts their time. The step's own options of
     these names are replaced, but its ``remat`` is one of those that are tried. If the step fits without any of them,
     one compilation is enough; otherwise about ten are needed, or twenty with ``loss_chunks``.
 

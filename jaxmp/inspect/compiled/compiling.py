@@ -153,9 +153,11 @@ def compiled_of(trace: Any, device: str | None = None) -> jax.stages.Compiled:
     lowered = getattr(lowered, "lowered", lowered)  # nnx.jit wraps the lowered program
     if device is None:
         program: jax.stages.Compiled = lowered.compile()
-        return program
-    with (target := targets.target_of(device)).tracing():
-        return target.compile(lowered)
+    else:
+        target = targets.target_of(device)
+        with target.tracing():
+            program = target.compile(lowered)
+    return program
 
 
 def compiled(

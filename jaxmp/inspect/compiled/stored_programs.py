@@ -57,7 +57,7 @@ class StoredProgram:
 
 def folder() -> Path:
     """Return the folder of the programs: JAX's cache of compiled programs, or the user's folder for caches."""
-    configured = jax.config.jax_compilation_cache_dir
+    configured: str | None = getattr(jax.config, "jax_compilation_cache_dir", None)
     if configured:
         return Path(configured)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxmp"

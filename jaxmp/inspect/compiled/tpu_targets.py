@@ -21,7 +21,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from jaxmp.base.tpus import Tpu
-from jaxmp.inspect.compiled.stored_programs import StoredProgram, compile_or_load
+from jaxmp.inspect.compiled.stored_programs import compile_or_load
 
 _ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",  # without it, libtpu asks a server for the TPUs of this machine
@@ -88,8 +88,8 @@ class TpuTarget:
         """Return JAX's name of the platform to lower programs for."""
         return "tpu"
 
-    def compile(self, lowered: Any) -> StoredProgram:
-        """Compile a lowered program, or read it from the disk if it was compiled before.
+    def compile(self, lowered: Any) -> Any:
+        """Compile a lowered program, or read it from the disk as a ``StoredProgram``.
 
         Raises:
           DoesNotFitError: the program needs more memory than the device has.
