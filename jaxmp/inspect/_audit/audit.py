@@ -143,7 +143,7 @@ class Audit(tables.Shown):
         notes = [""]
         if rounded := [product for product in self.products if _is_rounded_on_tpu(product)]:
             notes.append(
-                f"{len(rounded)} products of float32 operands ran as one product in bfloat16, JAX's default on a TPU; "
+                f"{len(rounded)} of the products have float32 operands and ran in bfloat16, JAX's default on a TPU; "
                 "for true float32 write the policy 'float32', jaxmp.precision('float32') or precision='highest'"
             )
         if self.memory is not None:

@@ -17,6 +17,8 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
+from jaxmp.inspect.compiled.hlo import HloProgram
+
 _FORM = 1
 """The form of the files. A file of another form has another name."""
 _SIZES = (
@@ -93,9 +95,18 @@ def compile_or_load(lowered: Any, name: str) -> StoredProgram:
 
 
 def _key(lowered: Any, name: str) -> str:
-    """Return a name for everything that the compiled program depends on."""
+    """Return a name for everything that the compiled program depends on.
+
+    The names and the source lines of operations are part of it, because the tools show them. The lines that called the
+    function are not part of it, so all tools read the same program.
+    """
     packages = {package: importlib.metadata.version(package) for package in ("jaxlib", "libtpu")}
-    parts = [_FORM, name, packages, lowered.as_text(debug_info=True)]
+    program = HloProgram(lowered.as_text("hlo", debug_info=True))
+    origins = []
+    for instructions in program.computations.values():
+        for instruction in instructions.values():
+            origins.append((instruction.op_name, program.source(instruction)))
+    parts = [_FORM, name, packages, lowered.as_text(), origins]
     return "jaxmp-" + hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
