@@ -83,7 +83,7 @@ def test_the_mesh_must_have_the_devices_of_the_slice():
     for name, slice_of_mesh in {"v5e": "v5e:2x4", "v5p:4x4x4": "v5p:2x2x2", "tpu7x:2x2x2": "tpu7x:1x2x2"}.items():
         with pytest.raises(ValueError, match=rf"a mesh with 8 \(fsdp=8\); write e.g. device='{slice_of_mesh}'"):
             targets.target_of(name).mesh(mesh)
-    with pytest.raises(ValueError, match="describes GPUs, got '1x1x8' for v5e; write the slice .*='v5e:2x4'"):
+    with pytest.raises(ValueError, match=r"describes GPUs, got '1x1x8' for v5e; write the slice .*='v5e:2x4'"):
         targets.target_of("v5e").mesh(mesh, "1x1x8")
 
 
