@@ -23,7 +23,7 @@ def of_step(step: Callable[..., Any], args: tuple[Any, Any], device: str | None 
     if needed is None:
         raise ValueError(
             "the compiler must report how much memory a step needs, but this device's compiler does not; compile for a "
-            "GPU that is not attached"
+            "device that is not attached"
         )
     return needed
 
@@ -42,7 +42,7 @@ def largest_batch(
       device: as for :func:`compiled`.
       at_most: the largest useful batch; None for no limit.
     """
-    with attention.implementation("cudnn" if device else None):
+    with attention.implementation(attention.implementation_on(device)):
         plan = jaxmp.inspect.memory(_jitted(step), device=device)(*args)
         largest = plan.largest_batch(limit, multiple_of=8, at_most=at_most)
         return largest or plan.largest_batch(limit, at_most=at_most)
@@ -54,10 +54,10 @@ def compiled(step: Callable[..., Any], args: tuple[Any, Any], device: str | None
     Args:
       step: a function, or a train step.
       args: the state and the batch, as arrays or shapes.
-      device: a GPU that is not attached, to compile for. cuDNN then computes half-precision attention. None compiles
-        for the attached device.
+      device: a GPU or TPU that is not attached, to compile for. On a GPU, cuDNN then computes half-precision attention.
+        None compiles for the attached device.
     """
-    with attention.implementation("cudnn" if device else None):
+    with attention.implementation(attention.implementation_on(device)):
         return compiling.compiled(_jitted(step), args, device)
 
 

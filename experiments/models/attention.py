@@ -43,6 +43,17 @@ def implementation(name: Implementation | None) -> Iterator[None]:
         _implementation.reset(token)
 
 
+def implementation_on(device: str | None) -> Implementation | None:
+    """Return the implementation for a GPU or TPU that is not attached; None for the attached device.
+
+    >>> implementation_on("h200"), implementation_on("v5e")
+    ('cudnn', 'portable')
+    """
+    if device is None:
+        return None
+    return "cudnn" if jaxmp.hardware.detect(device).platform == "gpu" else "portable"
+
+
 def asked() -> Implementation | None:
     """Return the implementation that :func:`implementation` has set.
 

@@ -12,12 +12,12 @@ ARGUMENTS = SHAPES | DEVICE | MEMORY | TOPOLOGY
 
 
 def run(options: argparse.Namespace) -> int:
-    """Find the fastest remat, chunks of the loss and microbatches that fit a GPU.
+    """Find the fastest remat, chunks of the loss and microbatches that fit a device.
 
     The train step is compiled with several options, not run. A compilation takes up to a minute for a large model, and
-    there are ten to twenty if the step does not fit as it is. --device compiles for a GPU that is not attached, and
-    needs pip install -e '.[compile-only]'. The exit code is 1 if nothing fits, and 2 if an argument
-    is wrong or the function fails.
+    there are ten to twenty if the step does not fit as it is. For a TPU, a compilation takes several minutes. --device
+    compiles for a GPU or TPU that is not attached, and needs pip install -e '.[compile-only]'. The exit code is 1 if
+    nothing fits, and 2 if an argument is wrong or the function fails.
 
     Example:
       jaxmp fit train:step --args train:shapes --device h100 --memory 40

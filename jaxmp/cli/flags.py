@@ -19,7 +19,7 @@ _SHAPE = "a positional argument, such as float32[8,16], int32[] or key[] (a rand
 _RETURNS = "a function without parameters that returns the arguments, as in def arguments(): return params, batch"
 _EXAMPLE = f"{_RETURNS} (arrays, shapes or pytrees); it is traced, not run"
 _ARGUMENTS = f"{_RETURNS}; it is run"
-_TOPOLOGY = "slices x hosts x GPUs per host; the arguments must have shardings on a mesh"
+_TOPOLOGY = "of GPUs: slices x hosts x GPUs per host; the arguments must have shardings on a mesh"
 _OVERRIDE = "an exception to the policy, such as '**/head=float32' or 'primitive:exp=half'; repeat for more"
 
 
@@ -59,7 +59,11 @@ CALL = (
 )  # fmt: skip
 """A function that is run, and its arguments."""
 RUN = _named("run", metavar="RUN", help="the folder of the run to show, usually a run in half precision")
-DEVICE = _named("--device", metavar="NAME", help="a GPU that is not attached, such as h200, a100, l40s or 4090")
+DEVICE = _named(
+    "--device",
+    metavar="NAME",
+    help="a device that is not attached: a GPU (h200, a100, l40s), a TPU (v5e, v5p, v6e) or a slice of TPUs (v5e:4x4)",
+)
 MEMORY = _named(
     "--memory", type=gibibytes, metavar="GIB", help="the limit of each device; default: the share that JAX takes, 75 %%"
 )

@@ -14,13 +14,16 @@ ARGUMENTS = SHAPES | DEVICE | TOPOLOGY | POLICY | PLOT
 def run(options: argparse.Namespace) -> int:
     """Show the memory of a function or train step, by kind and dtype.
 
-    The function is compiled, not run. --device compiles for a GPU that is not attached, and needs pip install -e
-    '.[compile-only]'. --topology compiles for several such GPUs, and the report shows the memory and the traffic of
-    each GPU. The shapes from --args must then have shardings on a jax.sharding.AbstractMesh. With --policy, the
-    function is compiled under autocast, and no argument is donated. The exit code is 2 if an argument is wrong.
+    The function is compiled, not run. --device compiles for a GPU or TPU that is not attached, and needs pip install -e
+    '.[compile-only]'. --topology compiles for several such GPUs, and a name such as v5e:4x4 for a slice of TPUs. The
+    report then shows the memory and the traffic of each device, and the shapes from --args must have shardings on a
+    jax.sharding.AbstractMesh. A train step takes minutes to compile for a TPU; its program is kept for the next
+    command. With --policy, the function is compiled under autocast, and no argument is donated. The exit code is 2 if
+    an argument is wrong.
 
     Example:
       jaxmp memory train:step --args train:shapes --device h200 --topology 1x1x8
+      jaxmp memory train:step --args train:shapes --device v5e:4x4
     """
     from jaxmp.inspect import memory
 

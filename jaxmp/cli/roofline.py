@@ -12,10 +12,11 @@ ARGUMENTS = SHAPES | DEVICE | POLICY
 
 
 def run(options: argparse.Namespace) -> int:
-    """Predict the time of a function or train step on a GPU, kernel by kernel.
+    """Predict the time of a function or train step on a GPU or TPU, kernel by kernel.
 
-    The function is compiled, not run. --device compiles for a GPU that is not attached, and needs pip install -e
-    '.[compile-only]'. With --policy, the function runs under autocast. The exit code is 2 if an argument is wrong.
+    The function is compiled, not run. --device compiles for a GPU or TPU that is not attached, and needs pip install -e
+    '.[compile-only]'. The times on a TPU are the compiler's own estimates. With --policy, the function runs under
+    autocast. The exit code is 2 if an argument is wrong.
 
     Example:
       jaxmp roofline train:step --args train:shapes --device h200

@@ -1,4 +1,4 @@
-"""Compile train steps for a GPU that is not attached, and report their programs.
+"""Compile train steps for a GPU or TPU that is not attached, and report their programs.
 
 The report has the memory, products, kernels and bytes of each program.
 
@@ -10,9 +10,16 @@ jaxmp's policies and under autocast. Peaks are compared with the measured peak o
 Times predicted by jaxmp.inspect.roofline are compared with recorded times. The run folder keeps the compiled rows for
 the next command, and holds compile_only.md, .json and .png. The benchmark needs the packages of the extra compile-only.
 
-python -m experiments.benchmarks.compile_only --topology 1x1x8 --sizes 1558M 7B
+python -m experiments.benchmarks.compile_only --models gpt2 --layers 2 --target v5e
 
-This command compiles GPT-2's sizes for several GPUs instead, and reports the memory and the traffic of each GPU.
+This command compiles for a TPU. The table has the cycles that the compiler estimates, relative to bfloat16 by hand. A
+step takes minutes to compile.
+
+python -m experiments.benchmarks.compile_only --topology 1x1x8 --sizes 1558M 7B
+python -m experiments.benchmarks.compile_only --topology v5e:4x4 --sizes 1558M
+
+These commands compile GPT-2's sizes for several GPUs, or for a slice of TPUs, and report the memory and the traffic of
+each device.
 """
 
 from __future__ import annotations
@@ -25,7 +32,7 @@ import jax
 import tyro
 
 from experiments import language_modeling
-from experiments.benchmarks.compile_only import report, sharded
+from experiments.benchmarks.compile_only import report, sharded, tpu_report
 from experiments.benchmarks.measure import programs
 from experiments.benchmarks.measure.sharded import Way
 from experiments.benchmarks.models.workloads import FULL, NAMES, SMOKE, Name, Workload, workload
@@ -41,6 +48,7 @@ from experiments.training.run_folders import run_folder
 from jaxmp import hardware
 from jaxmp.inspect._roofline import roofline
 from jaxmp.inspect.compiled import hlo, targets
+from jaxmp.inspect.compiled.tpu_targets import TpuTarget
 
 VARIANTS = (
     "hand-fp32", "hand-tf32", "hand-fp16", "hand-bf16", "jaxmp-fp32", "jaxmp-tf32", "jaxmp-bf16", "autocast-bf16",
@@ -60,12 +68,12 @@ class Config(records.Small):
     autocast-bf16, jaxmp-bf16-remat, jaxmp-bf16-remat-dots, jaxmp-bf16-remat-full, jaxmp-fp16-unscaled, jaxmp-fp16,
     jmp-fp16 and flax-fp16. (default: all)"""
     target: str = "h200"
-    """GPU to compile for, as in jaxmp/inspect/compiled/targets.py. Only the H200 is compared with torch."""
+    """GPU or TPU to compile for: h200, a100, v5e, v5p, v6e, tpu7x and others. Only the H200 is compared with torch."""
     layers: int = 0
     """Blocks of a transformer; 0 for 12. With another number nothing is compared with torch."""
     topology: Annotated[tuple[str, ...], tyro.conf.arg(metavar="1x2x4", help_behavior_hint="")] = ()
-    """Clusters to compile for: slices x hosts x GPUs per host. --sizes, --ways and --mesh have an effect only with
-    --topology. --models, --variants and --layers have an effect only without it."""
+    """Clusters to compile for: slices x hosts x GPUs per host, or a slice of TPUs such as v5e:4x4. --sizes, --ways and
+    --mesh have an effect only with --topology. --models, --variants and --layers have an effect only without it."""
     sizes: tuple[language_modeling.Size, ...] = ("124M", "355M", "774M", "1558M", "7B")
     """Sizes of GPT-2 by number of params. Each GPU has 8 sequences of 1,024 tokens; with 7B, 2 sequences of 2,048."""
     ways: tuple[Way, ...] = ("linen",)
@@ -85,18 +93,22 @@ def measure(case: Workload, row: Row, target: str) -> dict[str, Any]:
     """Return the figures of a row's step, compiled for the GPU ``target``."""
     start, step = jax_steps.train_step(case, row)
     state = jax.eval_shape(start)
-    with attention.implementation("cudnn"), targets.target_of(target).tracing():
+    with attention.implementation(attention.implementation_on(target)), targets.target_of(target).tracing():
         counted = flops.count(step, state, case.batch)
     compiled = memory.compiled(step, (state, case.batch), target)
     program = hlo.HloProgram(compiled.as_text())
     for name, attended in programs.attention_flops(program).items():
         counted[name] = counted.get(name, 0) + attended
+    predicted = roofline.of_program(program, hardware.detect(target))
     return {
         "label": row.label,
         **programs.facts(compiled, program),
         "flops": counted,
         "half": sum(counted.get(name, 0) for name in ("bfloat16", "float16")) / sum(counted.values()),
-        "predicted": roofline.of_program(program, hardware.detect(target)).milliseconds,
+        "predicted": predicted.milliseconds,
+        "parts": predicted.parts,
+        "cycles": sum(kernel.cycles or 0 for kernel in predicted.kernels),
+        "kernels": sum(kernel.count for kernel in predicted.kernels),
     }
 
 
@@ -105,14 +117,17 @@ def main(config: Config) -> list[dict[str, Any]]:
         return sharded.main(config)
     with cli.bad_values_end_it():
         records.check(config)
+        target = targets.target_of(config.target)
+        is_tpu = isinstance(target, TpuTarget)
+        known = tpu_report.VARIANTS if is_tpu else VARIANTS
         cases = {name: case_of(name, config) for name in config.models}
-        chosen = {name: rows_of(name, config.variants, VARIANTS, "--variants") for name in cases}
+        chosen = {name: rows_of(name, config.variants or known, known, "--variants") for name in cases}
         if not any(chosen.values()):
             raise ValueError(
                 f"--variants {' '.join(config.variants)} do not exist for --models {' '.join(config.models)}"
             )
-        targets.target_of(config.target).device()
-        folder = run_folder("compile_only", config.run_dir)
+        target.device()
+        folder = run_folder(tpu_report.NAME if is_tpu else "compile_only", config.run_dir)
         saved = measurements.Measurements(folder, 0, environment(target=config.target), smoke=config.smoke)
         for name, case in cases.items():
             saved.require_alike(f"{name}-*.json", sizes=dataclasses.asdict(case.sizes))
@@ -126,5 +141,6 @@ def main(config: Config) -> list[dict[str, Any]]:
             full = case.sizes == FULL[name] and config.target == "h200"
             about = {"name": name, "model": case.text, "smoke": config.smoke, "full": full}
             results += [{**about, "variants": rows}] if rows else []
-    report.write(folder, measurements.joined(saved.environments), results)
+    write = tpu_report.write if is_tpu else report.write
+    write(folder, measurements.joined(saved.environments), results)
     return results

@@ -1,4 +1,4 @@
-"""Memory and traffic of GPT-2's sizes and of a 7B model on several GPUs."""
+"""Memory, traffic and cycles of GPT-2's sizes and of a 7B model on several GPUs or on slices of TPUs."""
 
 from __future__ import annotations
 
@@ -30,6 +30,17 @@ ABOUT = (
     "that do not reuse an argument's memory, without the memory of CUDA and NCCL themselves. `state`: params and "
     "optimizer state in float32. `sent`: bytes sent in a step with ring algorithms. `ideal`: weights gathered twice in "
     "16 bits, gradients reduced once in float32."
+)
+SLICES = "tpu_slices"
+"""The name of the files with the results for slices of TPUs."""
+SLICE_COLUMNS = (
+    "params", "by", "slice (devices)", "batch", "peak GiB", "state GiB", "sent GB", "B/param", "ideal", "kernels ms",
+    "memory ms", "links ms", "tokens/s at best", "sent by kind")  # fmt: skip
+ABOUT_SLICES = (
+    "On TPUs, `kernels ms` is the compiler's own estimate of the cycles of all kernels, divided by the clock. `memory "
+    "ms` is the time in which the peak bandwidth moves all bytes, and `links ms` the time in which all links of a "
+    "device send its bytes. The three run at the same time, so the step takes at least the longest of them: `tokens/s "
+    "at best` is for the whole slice. Cycles estimated by the compiler, not run."
 )
 NAMES: dict[Way, str] = {"linen": "Linen", "autocast": "autocast", "nnx": "NNX", "hand": "hand"}
 
@@ -69,6 +80,36 @@ def table(rows: list[dict[str, Any]]) -> Table:
     return Table("Each GPU", COLUMNS, cells, 4, tuple(goal.sentence() for goal in goals))
 
 
+def is_slice(topology: str) -> bool:
+    """Return whether a text names a slice of TPUs, such as ``"v5e:4x4"``, and not a cluster of GPUs."""
+    return ":" in topology
+
+
+def devices_of(target: str, topology: str) -> int:
+    """Return the number of devices of a cluster of the GPU ``target``, or of a slice of TPUs."""
+    if is_slice(topology):
+        return len(targets.target_of(topology).devices())
+    return len(targets.target_of(target).devices(topology))
+
+
+def table_of_slices(rows: list[dict[str, Any]]) -> Table:
+    """Return a table with a row for each model and slice of TPUs."""
+    cells = []
+    for row in rows:
+        parts, params = row["parts"], row["params"]
+        state = row["by_kind"]["params"] + row["by_kind"]["optimizer"]
+        slowest = max(parts.values())
+        cells.append((
+            f"{params / 1e6:,.0f}M", NAMES[row["way"]], f"{row['topology']} ({row['gpus']})", row["batch"],
+            f"{row['peak'] / GIB:.2f}", f"{state / GIB:.2f}", f"{row['wire'] / 1e9:.2f}",
+            f"{row['wire'] / params:.2f}", f"{row['ideal'] / params:.2f}",
+            *(f"{parts[part]:,.0f}" for part in ("kernels", "memory", "links")),
+            f"{1e3 * row['tokens'] / slowest:,.0f}",
+            ", ".join(f"{name} {wire / 1e9:.2f}" for name, wire in row["sent"].items() if wire >= 1e7),
+        ))  # fmt: skip
+    return Table("Each TPU", SLICE_COLUMNS, cells, 4, ())
+
+
 def _order(row: dict[str, Any]) -> tuple[Any, ...]:
     sizes, ways = list(gpt2.SIZES), list(NAMES)
     return sizes.index(row["setting"]["size"]), row["gpus"], row["topology"], ways.index(row["way"])
@@ -77,18 +118,27 @@ def _order(row: dict[str, Any]) -> tuple[Any, ...]:
 def main(config: Any) -> list[dict[str, Any]]:
     """Compile all sizes and ways for each topology, and write the results."""
     with cli.bad_values_end_it():
-        target = targets.target_of(config.target)
-        meshes = {topology: mesh_of(config.mesh, len(target.devices(topology))) for topology in config.topology}
-        folder = records.folder_of("sharded", config)
-        saved = measurements.Measurements(folder, 0, environment(target=config.target), smoke=config.smoke)
+        meshes = {topology: mesh_of(config.mesh, devices_of(config.target, topology)) for topology in config.topology}
+        folder = records.folder_of(SLICES if all(map(is_slice, config.topology)) else "sharded", config)
+        of_tpus = all(map(is_slice, config.topology))
+        if not of_tpus and any(map(is_slice, config.topology)):
+            raise ValueError("--topology has clusters of GPUs and slices of TPUs; compile them with two commands")
+        where_now = environment(("libtpu",)) if of_tpus else environment(target=config.target)
+        saved = measurements.Measurements(folder, 0, where_now, smoke=config.smoke)
     with Progress("sharded", len(config.sizes) * len(config.ways) * len(meshes)) as progress:
         for size, way, (topology, mesh) in itertools.product(config.sizes, config.ways, meshes.items()):
             sized = gpt2.sized(None if config.smoke else size)
-            find = functools.partial(measure, sized, config.target, topology, mesh, way)
-            name = "-".join([size, way, topology.replace(" ", ""), *(f"{axis}{n}" for axis, n in mesh.items())])
+            device, cluster = (topology, None) if is_slice(topology) else (config.target, topology)
+            find = functools.partial(measure, sized, device, cluster, mesh, way)
+            place = topology.replace(" ", "").replace(":", "-")
+            name = "-".join([size, way, place, *(f"{axis}{n}" for axis, n in mesh.items())])
             saved.get(name, find, progress, size=size)
     rows = sorted(map(measurements.read, folder.glob("*-*.json")), key=_order)
     where = measurements.joined([row["environment"] for row in rows])
     data = {"smoke": config.smoke, "rows": rows}
-    records.record(folder, "sharded", "Train steps compiled for many GPUs", where, [table(rows)], data, [ABOUT])
+    if all(is_slice(row["topology"]) for row in rows):
+        title, tables = "Train steps compiled for slices of TPUs", [table_of_slices(rows)]
+        records.record(folder, SLICES, title, where, tables, data, [ABOUT, ABOUT_SLICES])
+    else:
+        records.record(folder, "sharded", "Train steps compiled for many GPUs", where, [table(rows)], data, [ABOUT])
     return rows

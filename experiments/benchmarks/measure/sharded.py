@@ -1,6 +1,6 @@
-"""Memory and traffic of a train step on several GPUs.
+"""Memory, traffic and estimated cycles of a train step on several devices.
 
-The step is compiled for GPUs that are not attached.
+The step is compiled for GPUs, or for a slice of TPUs, that are not attached.
 """
 
 from __future__ import annotations
@@ -21,22 +21,24 @@ from experiments.benchmarks.models.nnx_gpt2 import GPT2 as NNXGPT2
 from experiments.models import attention
 from experiments.models.gpt2 import GPT2
 from experiments.models.transformer import aligned
-from jaxmp.inspect import audit
+from jaxmp.inspect import audit, roofline
 from jaxmp.sharding import Sharding
 
 Way = Literal["linen", "autocast", "nnx", "hand"]
 
 
-def measure(model: GPT2, target: str, topology: str, sizes: dict[str, int], way: Way = "linen") -> dict[str, Any]:
-    """Return the memory and the traffic of a train step on each GPU.
+def measure(
+    model: GPT2, target: str, topology: str | None, sizes: dict[str, int], way: Way = "linen"
+) -> dict[str, Any]:
+    """Return the memory and the traffic of a train step on each device.
 
-    The traffic is the bytes that a GPU sends. Each GPU has 8 sequences if they have at most 1,024 tokens, else 2. The
+    The traffic is the bytes that a device sends. Each device has 8 sequences if they have at most 1,024 tokens, else 2. The
     blocks are a loop, and the backward pass recomputes each block.
 
     Args:
       model: the model, which gives the sizes.
       target: a name that :func:`jaxmp.inspect.compiled.targets.target_of` reads.
-      topology: the cluster, as in ``"1x2x4"``.
+      topology: the cluster of GPUs, as in ``"1x2x4"``; None for a slice of TPUs, which ``target`` names.
       sizes: the sizes of the mesh axes by name. Params are split along the axis ``"fsdp"``, the batch along all axes.
       way: ``"linen"`` and ``"nnx"`` are jaxmp's train step of that model under a policy. ``"autocast"`` is jaxmp's
         train step of the Linen model under autocast. ``"hand"`` is the program by hand in
@@ -60,16 +62,20 @@ def measure(model: GPT2, target: str, topology: str, sizes: dict[str, int], way:
     examples = (2 if model.sequence > 1024 else 8) * mesh.size
     tokens = placed(jax.ShapeDtypeStruct((examples, model.sequence), jnp.int32), P(axes))
     args = jax.tree.map(placed, state, specs), {"inputs": tokens, "labels": tokens}
-    with attention.implementation("cudnn"):
+    with attention.implementation(attention.implementation_on(target)):
         audited = audit(step, device=target, topology=topology)(*args)
+        is_tpu = jaxmp.hardware.detect(target).platform == "tpu"
+        parts = roofline(step, device=target)(*args).parts if is_tpu else {}
     plan: Any = audited.memory
     wide = [row for row in plan.collectives.rows if (row.kind, row.dtype) == ("all-gather", "float32")]
     return {
-        "way": way, "topology": topology, "params": plan.params, "gpus": mesh.size,
+        "way": way, "topology": topology or target, "params": plan.params, "gpus": mesh.size,
         "batch": f"{examples}×{model.sequence}", "peak": plan.peak, "by_kind": plan.by_kind,
         "wire": plan.collectives.wire, "ideal": plan.ideal_wire,
         "wide_gathers": sum(row.count for row in wide if row.bytes > 1e6),
         "sent": {" ".join(key): wire for key, wire in plan.collectives.totals.items()},
+        "tokens": examples * model.sequence,
+        "parts": parts,  # milliseconds by the compiler's cycles, the memory's bandwidth and the links
         # Round trips are left out. A bias is added in float32, so that its gradient is summed in float32. Therefore
         # the cotangent is cast to float32 and back.
         "findings": [str(finding) for finding in audited.findings if finding.kind != "round-trip"],
