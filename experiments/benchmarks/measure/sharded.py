@@ -32,8 +32,8 @@ def measure(
 ) -> dict[str, Any]:
     """Return the memory and the traffic of a train step on each device.
 
-    The traffic is the bytes that a device sends. Each device has 8 sequences if they have at most 1,024 tokens, else 2. The
-    blocks are a loop, and the backward pass recomputes each block.
+    The traffic is the bytes that a device sends. Each device has 8 sequences if they have at most 1,024 tokens, else 2.
+    The blocks are a loop, and the backward pass recomputes each block.
 
     Args:
       model: the model, which gives the sizes.

@@ -17,7 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from experiments.benchmarks.compile_only.sharded import ABOUT
+from experiments.benchmarks.compile_only import tpu_report
+from experiments.benchmarks.compile_only.sharded import ABOUT, ABOUT_SLICES
 from experiments.benchmarks.gradient_sums import NOTE as SUMS_NOTE
 from experiments.benchmarks.gradient_sums import sentence
 from experiments.benchmarks.report import gpu_steps, predictions, rule_tables
@@ -26,6 +27,7 @@ from experiments.benchmarks.train_step.results import Results
 from experiments.report.json_files import numbers
 from experiments.report.tables import markdown, percent
 from jaxmp.base.gpus import GPUS
+from jaxmp.base.tpus import TPUS
 
 ROOT = Path(__file__).resolve().parents[3]
 RESULTS = ROOT / "experiments" / "results"
@@ -215,6 +217,34 @@ def gpus() -> str:
     return markdown(columns, rows, left=2)
 
 
+def tpus() -> str:
+    """Return the table of TPUs."""
+    rows = []
+    for name, tpu in TPUS.items():
+        rates = [tpu.bfloat16, tpu.float8, tpu.int8]
+        cells = ["–" if rate is None else f"{rate:g}" for rate in rates]
+        memory = f"{tpu.memory_gib:g}", f"{tpu.bandwidth_gb:,}"
+        rows.append((f"`{name}`", tpu.device_kind, *memory, *cells, f"{tpu.link_gb:,}", f"{tpu.axes}"))
+    columns = ("name", "TPU", "memory, GiB", "memory, GB/s", "TFLOP/s: bfloat16", "float8", "int8", "links, GB/s", "axes")
+    return markdown(columns, rows, left=2)
+
+
+def tpu_steps() -> str:
+    """Return the tables of train steps compiled for TPUs, by model and TPU, each with its origin."""
+    texts = []
+    for result in reversed(all_of("tpu_steps")):
+        for heading, text in result.tables().items():
+            texts.append(f"**{heading}, {result.facts['target']}**\n\n{text}")
+        texts.append(result.origin())
+    return "\n\n".join([*texts, tpu_report.ABOUT])
+
+
+def tpu_slices() -> str:
+    """Return the table of models compiled for slices of TPUs."""
+    result = newest("tpu_slices")
+    return "\n\n".join([only_table(result.tables()["Each TPU"]), ABOUT_SLICES, result.origin()])
+
+
 def real_libraries() -> str:
     """Return the table of the errors of gradients under autocast, by program."""
     result = newest("real_libraries")
@@ -282,6 +312,7 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
     "docs/sharding.md": {"results": sharding, "sizes": sharding_sizes},
     "docs/tools/roofline.md": {"results": roofline},
     "docs/tools/index.md": {"gpus": gpus},
+    "docs/tpus.md": {"tpus": tpus, "steps": tpu_steps, "slices": tpu_slices},
     "docs/real_libraries.md": {"results": real_libraries, "rules": rules_and_memory},
     "docs/tools/tune.md": {"results": lambda: copied("tune")},
     "docs/concepts/formats.md": {"results": lambda: copied("matmul_precision")},
