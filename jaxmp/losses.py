@@ -320,7 +320,9 @@ def _layer(weights: jax.Array, bias: jax.Array | None, dtype: Any, classes: int)
         weights = jnp.where(is_class[:, None], weights, 0)
         bias = jnp.zeros(rows, dtype) if bias is None else bias.astype(dtype)
         bias = jnp.where(is_class, bias, -jnp.inf)
-    return weights.astype(dtype), None if bias is None else bias.astype(dtype)
+    # Without the barrier, the compiler for TPUs casts the weights again in the kernel of each product, tile by tile.
+    weights = jax.lax.optimization_barrier(weights.astype(dtype))
+    return weights, None if bias is None else bias.astype(dtype)
 
 
 def _in_chunks(x: jax.Array, labels: jax.Array, chunks: int) -> tuple[jax.Array, jax.Array]:

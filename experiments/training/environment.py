@@ -14,7 +14,7 @@ import jax
 from jaxmp.base import environment as base_environment
 from jaxmp.inspect.compiled import targets
 
-_COMPILERS = ("jax-cuda13-plugin", "nvidia-cuda-nvcc")
+_COMPILERS = ("jax-cuda13-plugin", "nvidia-cuda-nvcc", "libtpu")
 
 
 def environment(packages: tuple[str, ...] = (), target: str | None = None) -> dict[str, str]:
@@ -24,9 +24,9 @@ def environment(packages: tuple[str, ...] = (), target: str | None = None) -> di
 
     Args:
       packages: names of further distributions. Distributions that are not installed are left out.
-      target: the GPU that programs are compiled for, if it is not attached: a name in
+      target: the GPU or TPU that programs are compiled for, if it is not attached: a name in
         ``jaxmp.inspect.compiled.targets.target_of``. The result then begins with ``target``, and the versions include
-        the packages that compile for this GPU.
+        the packages that compile for such devices.
 
     Raises:
       ValueError: ``target`` is unknown.

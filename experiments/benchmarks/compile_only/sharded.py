@@ -118,11 +118,11 @@ def _order(row: dict[str, Any]) -> tuple[Any, ...]:
 def main(config: Any) -> list[dict[str, Any]]:
     """Compile all sizes and ways for each topology, and write the results."""
     with cli.bad_values_end_it():
-        meshes = {topology: mesh_of(config.mesh, devices_of(config.target, topology)) for topology in config.topology}
-        folder = records.folder_of(SLICES if all(map(is_slice, config.topology)) else "sharded", config)
         of_tpus = all(map(is_slice, config.topology))
         if not of_tpus and any(map(is_slice, config.topology)):
             raise ValueError("--topology has clusters of GPUs and slices of TPUs; compile them with two commands")
+        meshes = {topology: mesh_of(config.mesh, devices_of(config.target, topology)) for topology in config.topology}
+        folder = records.folder_of(SLICES if of_tpus else "sharded", config)
         where_now = environment(("libtpu",)) if of_tpus else environment(target=config.target)
         saved = measurements.Measurements(folder, 0, where_now, smoke=config.smoke)
     with Progress("sharded", len(config.sizes) * len(config.ways) * len(meshes)) as progress:

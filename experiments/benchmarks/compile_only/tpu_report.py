@@ -33,8 +33,8 @@ LIMITS = {
 ABOUT = (
     "Compiled for a TPU, cycles estimated by the compiler, not run. `million cycles`: the sum over all kernels of a "
     "step, with the bodies of loops repeated. `ms`: the cycles divided by the clock. `memory ms`: the time in which "
-    "the peak bandwidth moves the bytes of the step, beside the kernels. `peak`: arguments, temporaries, and results that "
-    "do not reuse an argument's memory. `/ by hand`: relative to bfloat16 by hand. `half FLOPs`: the share of the "
+    "the peak bandwidth moves the bytes of the step, beside the kernels. `peak`: arguments, temporaries, and results "
+    "that do not reuse an argument's memory. `/ by hand`: relative to bfloat16 by hand. `half FLOPs`: the share of the "
     "products' FLOPs that are written in half precision. Attention is JAX's own products."
 )
 
@@ -48,7 +48,8 @@ def table(result: dict[str, Any]) -> Table:
         peak = share(row["peak"], by_hand["peak"]) if by_hand else None
         cells.append((
             LABELS.get(key, row["label"]), f"{row['cycles'] / 1e6:,.1f}", _ratio(cycles),
-            f"{row['parts']['kernels']:,.1f}", f"{row['parts']['memory']:,.1f}", f"{row['peak'] / MIB:,.0f}", _ratio(peak), f"{row['half']:.2%}",
+            f"{row['parts']['kernels']:,.1f}", f"{row['parts']['memory']:,.1f}",
+            f"{row['peak'] / MIB:,.0f}", _ratio(peak), f"{row['half']:.2%}",
             f"{row['kernels']:,}"))  # fmt: skip
     return Table(result["model"], COLUMNS, cells, notes=tuple(goal.sentence() for goal in goals(result)))
 

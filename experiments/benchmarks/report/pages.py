@@ -225,7 +225,17 @@ def tpus() -> str:
         cells = ["–" if rate is None else f"{rate:g}" for rate in rates]
         memory = f"{tpu.memory_gib:g}", f"{tpu.bandwidth_gb:,}"
         rows.append((f"`{name}`", tpu.device_kind, *memory, *cells, f"{tpu.link_gb:,}", f"{tpu.axes}"))
-    columns = ("name", "TPU", "memory, GiB", "memory, GB/s", "TFLOP/s: bfloat16", "float8", "int8", "links, GB/s", "axes")
+    columns = (
+        "name",
+        "TPU",
+        "memory, GiB",
+        "memory, GB/s",
+        "TFLOP/s: bfloat16",
+        "float8",
+        "int8",
+        "links, GB/s",
+        "axes",
+    )
     return markdown(columns, rows, left=2)
 
 

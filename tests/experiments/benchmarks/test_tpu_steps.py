@@ -1,0 +1,76 @@
+"""Train steps compiled for TPUs that are not attached: tables, goals, and the benchmark at small size."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import pytest
+
+from experiments.benchmarks.compile_only import run as compile_only
+from experiments.benchmarks.compile_only import sharded, tpu_report
+
+
+def row(label, cycles, peak, **more):
+    parts = {"kernels": cycles / 1.5e6, "memory": 1.0, "links": 0.0}
+    return {"label": label, "cycles": cycles, "peak": peak, "parts": parts, "half": 1.0, "kernels": 7, **more}
+
+
+def test_each_row_is_compared_with_bfloat16_by_hand():
+    rows = {
+        "hand-fp32": row("JAX by hand, fp32", 600e6, 2**31, half=0.0),
+        "hand-bf16": row("by hand", 100e6, 2**30),
+        "jaxmp-bf16": row("jaxmp", 102e6, 2**29),
+        "unprepared-bf16": row("autocast", 104e6, 2**30),
+    }
+    table = tpu_report.table({"name": "gpt2", "model": "GPT-2", "variants": rows})
+    assert table.rows[0] == (
+        "JAX by hand, float32, highest precision", "600.0", "6.000", "400.0", "1.0", "2,048", "2.000", "0.00%", "7"
+    )  # fmt: skip
+    assert [cells[2] for cells in table.rows] == ["6.000", "1.000", "1.020", "1.040"]
+    assert table.notes == (
+        "NOT MET: jaxmp: cycles / by hand is 1.020, the goal at most 1.01",
+        "met: jaxmp: peak memory / by hand is 0.500, the goal at most 1",
+        "met: autocast: cycles / by hand is 1.040, the goal at most 1.05",
+    )
+    del rows["hand-bf16"]
+    table = tpu_report.table({"name": "gpt2", "model": "GPT-2", "variants": rows})
+    assert table.rows[1][2] == "" and table.notes == ()
+
+
+def test_the_best_case_of_a_slice_follows_from_its_slowest_part():
+    slice_row = {
+        "topology": "v5e:2x2", "gpus": 4, "way": "linen", "params": 10**9, "batch": "8×1024", "peak": 2**33,
+        "by_kind": {"params": 2**30, "optimizer": 2**31}, "wire": 6e9, "ideal": 6e9, "tokens": 8192,
+        "parts": {"kernels": 400.0, "memory": 100.0, "links": 30.0}, "sent": {"all-gather bfloat16 fsdp": 4e9},
+    }  # fmt: skip
+    (cells,) = sharded.table_of_slices([slice_row]).rows
+    assert cells[4:] == (
+        "8.00", "3.00", "6.00", "6.00", "6.00", "400", "100", "30", "20,480", "all-gather bfloat16 fsdp 4.00"
+    )  # fmt: skip
+
+
+def test_clusters_of_gpus_and_slices_of_tpus_need_two_commands(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        compile_only.main(compile_only.Config(topology=("1x1x8", "v5e:2x2")))
+    assert "compile them with two commands" in capsys.readouterr().err
+
+
+@pytest.mark.absent_tpu
+def test_the_benchmark_compiles_a_step_and_a_slice_for_tpus(tmp_path, capsys):
+    small = {"smoke": True, "run_dir": tmp_path / "steps", "layers": 1}
+    with jax.numpy_dtype_promotion("standard"):  # optax's Adam
+        (result,) = compile_only.main(
+            compile_only.Config(models=("gpt2",), variants=("jaxmp-bf16",), target="v5e", **small)
+        )
+        (of_slice,) = compile_only.main(
+            compile_only.Config(topology=("v5e:2x2",), sizes=("124M",), smoke=True, run_dir=tmp_path / "slices")
+        )
+    compiled = result["variants"]["jaxmp-bf16"]
+    assert compiled["half"] == 1 and 0 < compiled["cycles"] <= 1.5e6 * compiled["parts"]["kernels"]
+    assert json.loads((tmp_path / "steps" / "tpu_steps.json").read_text())["environment"]["target"] == "TPU v5 lite"
+    assert (
+        of_slice["gpus"] == 4 and of_slice["wire"] > 0 and of_slice["parts"]["links"] > 0 and not of_slice["findings"]
+    )
+    assert "cycles estimated by the compiler, not run" in (tmp_path / "slices" / "tpu_slices.md").read_text()
+    assert "tokens/s at best" in capsys.readouterr().out
