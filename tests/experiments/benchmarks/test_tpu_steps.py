@@ -72,5 +72,5 @@ def test_the_benchmark_compiles_a_step_and_a_slice_for_tpus(tmp_path, capsys):
     assert (
         of_slice["gpus"] == 4 and of_slice["wire"] > 0 and of_slice["parts"]["links"] > 0 and not of_slice["findings"]
     )
-    assert "cycles estimated by the compiler, not run" in (tmp_path / "slices" / "tpu_slices.md").read_text()
+    assert "Cycles estimated by the compiler, not run" in (tmp_path / "slices" / "tpu_slices.md").read_text()
     assert "tokens/s at best" in capsys.readouterr().out
