@@ -101,8 +101,8 @@ def test_the_installed_libtpu_must_be_the_one_that_jax_names(monkeypatch):
 
 
 def test_an_array_is_padded_to_tiles_and_those_in_the_core_take_no_memory():
-    assert Array("bf16", (10, 3), "{1,0:T(8,128)(2,1)}").bytes == 2 * 16 * 128
-    assert Array("f32", (3, 10, 5), "{0,2,1:T(8,128)}").bytes == 4 * 10 * 8 * 128
+    assert Array("bf16", (10, 3), "{1,0:T(8,128)(2,1)}").memory_bytes == 2 * 16 * 128
+    assert Array("f32", (3, 10, 5), "{0,2,1:T(8,128)}").memory_bytes == 4 * 10 * 8 * 128
     assert Array("f32", (5,), "{0:T(128)}").memory_bytes == 4 * 128
     assert Array("f32", (8, 128), "{1,0:T(8,128)S(1)}").memory_bytes == 0
     assert Array("f32", (8, 128), "{1,0:T(8,128)S(5)}").memory_bytes == Array("f32", (8, 128), "{1,0}").bytes

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,6 +17,9 @@ from jaxmp.inspect._collectives.groups import axis_of, groups_of
 from jaxmp.inspect.compiled import hlo
 from jaxmp.inspect.compiled.targets import mesh_of
 from jaxmp.sharding.specs import axes_in_spec
+
+
+_CHANNEL = re.compile(r"channel_id=(\d+)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,9 +145,14 @@ def collectives(compiled: jax.stages.Compiled, program: hlo.HloProgram | None = 
     program = program or hlo.HloProgram(str(compiled.as_text()))
     mesh = mesh_of(compiled.input_shardings)
     counts: collections.Counter[Any] = collections.Counter()
+    chains: set[str] = set()
     for computation, instruction, times in program.instructions_by_run(repeat_loops=True):
         kind = instruction.opcode.removesuffix("-start")
         if kind in hlo.COLLECTIVES:
+            if (chain := _chain_of(instruction)) in chains:
+                continue
+            if chain is not None:
+                chains.add(chain)
             groups = groups_of(instruction.text) or [list(range(program.partitions))]
             axis, devices = axis_of(groups, mesh), len(groups[0])
             where = instruction.path, program.source(instruction)
@@ -155,6 +164,16 @@ def collectives(compiled: jax.stages.Compiled, program: hlo.HloProgram | None = 
         wire = count * size * _sent_share(kind, devices)
         rows.append(Collective(kind, dtype, axis, count, size, wire, path, source, arrays))
     return Collectives(tuple(sorted(rows, key=lambda row: (-row.wire, row.kind, row.dtype, row.axis))))
+
+
+def _chain_of(instruction: hlo.Instruction) -> str | None:
+    """Return the channel of a collective that the compiler for TPUs split into a chain; None for other instructions.
+
+    The compiler runs such a collective piece by piece, inside of the kernels beside it. Each of these kernels contains
+    the whole instruction, but the data is sent once.
+    """
+    match = _CHANNEL.search(instruction.text)
+    return match[1] if match and "chain_id=" in instruction.text else None
 
 
 def _arrays_by_dtype(

@@ -77,7 +77,7 @@ def temporaries_in_memory(program: HloProgram, size: int) -> tuple[list[ArrayInM
 
 
 def _in_memory(array: Array, kind: str, path: str, source: str = "") -> ArrayInMemory:
-    return ArrayInMemory(int(array.bytes), dtype_name(array.dtype), array.shape, kind, path, source)
+    return ArrayInMemory(int(array.memory_bytes), dtype_name(array.dtype), array.shape, kind, path, source)
 
 
 def _is_activation(program: HloProgram, buffer: memory_of_hlo.Buffer) -> bool:

@@ -64,15 +64,18 @@ class Array(NamedTuple):
 
     @property
     def bytes(self) -> float:
-        """Return the size in bytes. On a TPU, the size includes the padding to whole tiles."""
-        return bytes_of_element(self.dtype) * math.prod(self._padded_shape())
+        """Return the size in bytes."""
+        return bytes_of_element(self.dtype) * math.prod(self.shape)
 
     @property
     def memory_bytes(self) -> float:
-        """Return the bytes in the device's memory: 0 for an array that is in the memory of a TPU's core."""
+        """Return the bytes in the device's memory.
+
+        On a TPU, they include the padding to whole tiles, and are 0 for an array in the memory of the core.
+        """
         space = _SPACE.search(self.layout)
         is_in_core = _TILE.search(self.layout) and space and int(space[1]) != _HOST
-        return 0.0 if is_in_core else self.bytes
+        return 0.0 if is_in_core else bytes_of_element(self.dtype) * math.prod(self._padded_shape())
 
     def _padded_shape(self) -> list[int]:
         """Return the sizes from the slowest to the fastest axis, padded to whole tiles."""
