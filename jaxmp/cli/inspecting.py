@@ -37,7 +37,7 @@ def of_shapes(options: argparse.Namespace, make: Callable[[Callable[..., Any]], 
     import jax
 
     from jaxmp.cli.loading import in_current_folder, load, usage_errors
-    from jaxmp.inspect.compiled.targets import within_mesh_of_shapes
+    from jaxmp.inspect.compiled.meshes import within_mesh_of_shapes
 
     if options.device is not None:
         jax.config.update("jax_platforms", "cpu")  # otherwise JAX's CUDA plugin would look for a GPU

@@ -15,9 +15,8 @@ from jaxmp.base import tables
 from jaxmp.base.arguments import printed
 from jaxmp.inspect._collectives.groups import axis_of, groups_of
 from jaxmp.inspect.compiled import hlo
-from jaxmp.inspect.compiled.targets import mesh_of
+from jaxmp.inspect.compiled.meshes import mesh_of
 from jaxmp.sharding.specs import axes_in_spec
-
 
 _CHANNEL = re.compile(r"channel_id=(\d+)")
 

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxmp._internals.jax.rebind import in_place_of
 from jaxmp.base.trees import zero_if_finite
-from jaxmp.inspect.compiled.targets import mesh_of
+from jaxmp.inspect.compiled.meshes import mesh_of
 from jaxmp.inspect.program.calls import AS_WRITTEN, is_inexact
 from jaxmp.program.binding import bind_equation
 from jaxmp.program.equations import bodies_of, is_literal, opened

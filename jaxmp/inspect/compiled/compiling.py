@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxmp._internals.flax.nnx import note_for_changes
 from jaxmp._internals.jax.traces import static_arguments
 from jaxmp.base import hardware
-from jaxmp.inspect.compiled import targets
+from jaxmp.inspect.compiled import meshes, targets
 from jaxmp.inspect.program.calls import named, scoped_state_of
 from jaxmp.inspect.program.function_leaves import separated
 from jaxmp.inspect.program.tracing import NOTE_FOR_TOOLS
@@ -111,7 +111,7 @@ def trace_of_call(
       ModuleNotFoundError: the packages that compile for the device are missing.
     """
     jitted, args = call_of(fun, args)
-    mesh = targets.mesh_of(args)
+    mesh = meshes.mesh_of(args)
     if topology is not None:
         _check_topology_fits(topology, device, mesh)
     if device is not None and compiles:
@@ -121,7 +121,7 @@ def trace_of_call(
         jitted = jitted.program_for(args[0])
     with contextlib.ExitStack() as contexts:
         contexts.enter_context(note_for_changes(NOTE_FOR_TOOLS))
-        contexts.enter_context(targets.within_mesh_of_shapes(args))
+        contexts.enter_context(meshes.within_mesh_of_shapes(args))
         if device is not None:
             contexts.enter_context(targets.target_of(device).tracing())
             contexts.enter_context(hardware.assumed(device))

@@ -18,6 +18,7 @@ import jax
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from jaxmp.inspect.compiled.hlo import HloProgram
+from jaxmp.inspect.compiled.meshes import mesh_of
 
 _FORM = 1
 """The form of the files. A file of another form has another name."""
@@ -112,8 +113,6 @@ def _key(lowered: Any, name: str) -> str:
 
 def _facts(compiled: Any) -> dict[str, Any]:
     """Return the parts of a compiled program as plain values."""
-    from jaxmp.inspect.compiled.targets import mesh_of
-
     shardings = compiled.in_tree.flatten_up_to(compiled.input_shardings)
     mesh = mesh_of(compiled.input_shardings)
     memory = compiled.memory_analysis()

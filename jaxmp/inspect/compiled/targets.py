@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding, use_abstract_mesh
+from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from jaxmp.base.accelerators import accelerator_named
 from jaxmp.base.tpus import Tpu
 from jaxmp.inspect.compiled.gpu_targets import GpuTarget, target_of_gpu
+from jaxmp.inspect.compiled.meshes import mesh_of
 from jaxmp.inspect.compiled.tpu_targets import TpuTarget
 
 Target = GpuTarget | TpuTarget
@@ -90,25 +90,3 @@ def dtype_in_jax(leaf: Any) -> Any:
     It is int32 for NumPy's int64, unless jax_enable_x64 is set. JAX 0.12 warns of a ShapeDtypeStruct with int64.
     """
     return jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
-
-
-def mesh_of(tree: Any) -> Any:
-    """Return the first mesh of a pytree of arrays, shapes or shardings, or None."""
-    for leaf in jax.tree.leaves(tree):
-        sharding = getattr(leaf, "sharding", leaf)
-        if isinstance(sharding, NamedSharding):
-            return sharding.mesh
-    return None
-
-
-def within_mesh_of_shapes(tree: Any) -> contextlib.AbstractContextManager[Any]:
-    """Return a context that sets the mesh of a pytree of shapes, if the shapes are on a mesh.
-
-    If the pytree has arrays on a mesh, the context sets no mesh, because a real call with these arrays sets none. The
-    function may use another mesh, as a function of ``jax.pmap`` does.
-    """
-    mesh = mesh_of(tree)
-    has_arrays = any(isinstance(leaf, jax.Array) and mesh_of(leaf) is not None for leaf in jax.tree.leaves(tree))
-    if mesh is None or has_arrays:
-        return contextlib.nullcontext()
-    return use_abstract_mesh(getattr(mesh, "abstract_mesh", mesh))
