@@ -54,8 +54,8 @@ class Roofline(tables.Shown):
       kernels: the kernels, slowest first.
       model_flop_utilisation: the share of ``milliseconds`` that the products would take at the device's peak FLOP/s.
         Recomputed products are left out.
-      uncounted: the names of collectives, and of kernels with unknown FLOPs (of Triton, Pallas or a solver). All of
-        them take longer than predicted, because only their bytes are counted.
+      uncounted: the names of kernels with unknown FLOPs (of Triton, Pallas or a solver), and on a GPU those of
+        collectives. All of them take longer than predicted, because only their bytes are counted.
       parts: on a TPU, the milliseconds of three things that run at the same time; empty on a GPU. ``"kernels"`` is the
         sum of the kernels' times, by the cycles that the compiler estimates. ``"memory"`` is the time in which the
         peak bandwidth moves all bytes of the program. ``"links"`` is the time in which a device's links send the bytes
@@ -182,13 +182,13 @@ def of_program(program: HloProgram, device: hardware.Hardware, sent: float = 0.0
 
 
 def _uncounted(program: HloProgram) -> list[str]:
-    """Return the names of collectives, and of kernels with unknown FLOPs."""
+    """Return the names of kernels with unknown FLOPs, and on a GPU those of collectives."""
     names = set()
     for computation, instruction, _ in program.instructions_by_run():
         target = instruction.target
         if target and not products_of(program, computation, instruction) and not target.startswith(_ONLY_MOVE):
             names.add(target)
         kind = instruction.opcode.removesuffix("-start")
-        if kind in COLLECTIVES:
+        if kind in COLLECTIVES and not program.is_for_tpu:
             names.add(kind)
     return sorted(names)
