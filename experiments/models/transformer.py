@@ -16,7 +16,7 @@ from experiments.models.attention import attention
 from jaxmp.base.dtypes import at_least_float32
 from jaxmp.base.hardware import align_dim
 from jaxmp.losses import projected_cross_entropy
-from jaxmp.policy import float8_product
+from jaxmp.policy import quantisation
 from jaxmp.sharding.mesh_plan import plan_being_traced
 
 Remat = Literal["none", "attention", "dots", "float8", "full"]
@@ -178,7 +178,7 @@ class Block(nn.Module):
         if self.remat == "dots":
             run = nn.remat(whole, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
         elif self.remat == "float8":
-            run = nn.remat(whole, policy=jax.checkpoint_policies.save_only_these_names(float8_product.RESIDUALS))
+            run = nn.remat(whole, policy=jax.checkpoint_policies.save_only_these_names(quantisation.RESIDUALS))
         elif self.remat == "full":
             run = nn.remat(whole)
         return run(self, x)

@@ -193,3 +193,12 @@ def available() -> str:
             "jaxmp.hardware.assumed('h200') to compile for another device",
         )
     return "no"
+
+
+def is_direct() -> bool:
+    """Return whether float8 arrays are multiplied directly, without casts to bfloat16.
+
+    TPUs multiply directly. The device is that of :func:`available`.
+    """
+    device = hardware.detect()
+    return device.platform == "tpu" and FORWARD_FORMAT in device.tensor_cores and not os.environ.get(_VARIABLE)

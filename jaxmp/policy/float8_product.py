@@ -1,9 +1,8 @@
 """A float8 product and its derivatives.
 
-Each tensor has one scale, which is computed from its largest magnitude ("current scaling"). So a product needs no state
-from earlier steps. The program converts each float8 operand to bfloat16, multiplies the operand by its scale, and
-multiplies the two bfloat16 operands. XLA recognises this form and compiles it to a float8 product. A device without
-float8 runs the bfloat16 product.
+For a GPU, the program converts each float8 operand to bfloat16, multiplies the operand by its scale, and multiplies the
+two bfloat16 operands. XLA recognises this form and compiles it to a float8 product. A device without float8 runs the
+bfloat16 product. For a TPU, the program multiplies the float8 operands: see ``direct_product.py``.
 """
 
 from __future__ import annotations
@@ -17,18 +16,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.ad_checkpoint import checkpoint_name
-from jax.custom_batching import custom_vmap
 from jax.custom_derivatives import SymbolicZero
 
 from jaxmp._internals.jax.cast_with_transpose import cast_with_transpose
 from jaxmp._internals.jax.sources import names_of
-from jaxmp._internals.jax.traces import manual_axes, may_be_skipped
+from jaxmp._internals.jax.traces import may_be_skipped
+from jaxmp.policy import direct_product, float8
 from jaxmp.policy.float8 import FORWARD_FORMAT, Float8, get_recipe
+from jaxmp.policy.quantisation import as_float8, dequantised, quantised
 from jaxmp.program.equations import bodies_of
-
-RESIDUALS = "jaxmp_float8"
-"""The name of float8 residuals, for ``jax.checkpoint_policies.save_only_these_names``."""
 
 _COMPUTE = np.dtype(jnp.bfloat16)
 
@@ -69,7 +65,8 @@ def dot_general(
         # The operands are quantised outside of the product, so that a weight is quantised once for several products.
         is_own = may_be_skipped()
         operands = quantised(lhs, FORWARD_FORMAT, is_own), quantised(rhs, FORWARD_FORMAT, is_own)
-        return _product(dimensions, recipe, jnp.result_type(lhs, rhs), weight, is_fused, is_own)(*operands)
+        dtype = jnp.result_type(lhs, rhs)
+        return _product(dimensions, recipe, dtype, weight, is_fused, is_own, float8.is_direct())(*operands)
 
 
 def recipe_of(eqn: Any) -> Float8 | None:
@@ -82,13 +79,19 @@ def recipe_of(eqn: Any) -> Float8 | None:
 
 @functools.cache
 def _product(
-    dimensions: Any, recipe: Float8, dtype: np.dtype, weight: str | None, is_fused: bool, is_own: bool
+    dimensions: Any,
+    recipe: Float8,
+    dtype: np.dtype,
+    weight: str | None,
+    is_fused: bool,
+    is_own: bool,
+    is_direct: bool,
 ) -> Callable[..., Any]:
     """Return a function that multiplies quantised operands.
 
     The function is cached, because JAX traces the same function object only once.
     """
-    return _Product(dimensions, recipe, dtype, weight, is_fused, is_own).with_derivatives()
+    return _Product(dimensions, recipe, dtype, weight, is_fused, is_own, is_direct).with_derivatives()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +102,7 @@ class _Product:
       dimensions, recipe, weight, is_fused: the arguments of :func:`dot_general`.
       dtype: the dtype of the result.
       is_own: whether each shard of a ``shard_map`` has its own scale.
+      is_direct: whether float8 operands are multiplied without casts to bfloat16.
     """
 
     dimensions: Any
@@ -107,6 +111,7 @@ class _Product:
     weight: str | None
     is_fused: bool
     is_own: bool
+    is_direct: bool
 
     def with_derivatives(self) -> Callable[..., Any]:
         """Return the product as a function of two results of :func:`quantised`."""
@@ -115,10 +120,10 @@ class _Product:
 
         @jax.custom_jvp
         def product(*operands: Any) -> Any:
-            return self._forward(*(_opened(operand, FORWARD_FORMAT) for operand in operands))
+            return self._forward(*(as_float8(operand, FORWARD_FORMAT) for operand in operands))
 
         def rule(operands: Any, tangents: Any) -> Any:
-            operands = [_opened(operand, FORWARD_FORMAT) for operand in operands]
+            operands = [as_float8(operand, FORWARD_FORMAT) for operand in operands]
             result = self._forward(*operands)
             nonzero = [None if isinstance(value, SymbolicZero) else value for value, _, _ in tangents]
             if nonzero == [None, None]:
@@ -134,13 +139,16 @@ class _Product:
         return jax.lax.dot_general(lhs, rhs, self.dimensions, precision=precision, preferred_element_type=out)
 
     def _forward(self, lhs: Any, rhs: Any) -> Any:
+        if self.is_direct:
+            return direct_product.multiplied(lhs, rhs, self.dimensions).astype(self.dtype)
         out = _COMPUTE if self.dtype == _COMPUTE else jnp.float32
-        result = self._dot(_dequantised(*lhs), _dequantised(*rhs), self.recipe.accumulate == "precise", out)
+        result = self._dot(dequantised(*lhs), dequantised(*rhs), self.recipe.accumulate == "precise", out)
         # Without the barrier, XLA fuses a later GELU into the product (as GELU_AUX), and crashes in float8.
         return (result if self.is_fused else jax.lax.optimization_barrier(result)).astype(self.dtype)
 
     def _transpose(self, cotangent: Any) -> Any:
-        return dequantised(quantised(cotangent, self.recipe.gradient, self.is_own), self.recipe.gradient)
+        gradient = self.recipe.gradient
+        return dequantised(*as_float8(quantised(cotangent, gradient, self.is_own), gradient))
 
     def _tangent(self, tangents: Any, operands: Any) -> Any:
         """Return the tangent of the result.
@@ -148,101 +156,34 @@ class _Product:
         The tangent is a sum. Each operand that has a tangent adds one term: the product of this tangent and the other
         operand.
         """
-        parts_in_float8: list[Any] = []
         parts: list[Any] = []
+        tangents_in_float8 = list(tangents)
         for side, tangent in enumerate(tangents):
-            if tangent is None:
-                continue
-            is_exact = self.recipe.weight_gradient == "compute" and self.weight == ("lhs", "rhs")[side]
-            value, in_float8, scale = operands[1 - side]
-            other = value.astype(_COMPUTE) if is_exact else _dequantised(value, in_float8, scale)
-            tangent = tangent.astype(_COMPUTE)
-            lhs, rhs = (tangent, other) if side == 0 else (other, tangent)
-            part = self._dot(lhs, rhs, not is_exact and self.recipe.accumulate != "fast")
-            (parts if is_exact else parts_in_float8).append(part)
-        if parts_in_float8:
-            total = functools.reduce(jnp.add, parts_in_float8)
-            parts.append(cast_with_transpose(total, self.dtype, self._transpose))
+            if tangent is not None and self._is_exact(side):
+                parts.append(self._part(side, tangent, operands[1 - side][0].astype(_COMPUTE), is_precise=False))
+                tangents_in_float8[side] = None
+        if any(tangent is not None for tangent in tangents_in_float8):
+            parts.append(self._tangent_in_float8(tangents_in_float8, operands))
         return functools.reduce(jnp.add, [part.astype(self.dtype) for part in parts])
 
+    def _is_exact(self, side: int) -> bool:
+        """Return whether the gradient of an operand is computed without float8."""
+        return self.recipe.weight_gradient == "compute" and self.weight == ("lhs", "rhs")[side]
 
-def quantised(value: Any, dtype: str, is_own: bool = False) -> tuple[Any, Any, Any]:
-    """Return ``value``, the bits of its quantised float8 array, and the scale.
+    def _part(self, side: int, tangent: Any, other: Any, is_precise: bool) -> Any:
+        tangent = tangent.astype(_COMPUTE)
+        lhs, rhs = (tangent, other) if side == 0 else (other, tangent)
+        return self._dot(lhs, rhs, is_precise)
 
-    If ``is_own`` is true, each shard has its own scale. Otherwise all shards have the same scale.
-    """
-    scale = checkpoint_name(_scale(value, dtype, is_own), RESIDUALS)
-    # JAX rounds a named float8 residual again, as if e4m3fn had infinities, so 256 would become infinite. JAX does not
-    # round integers, so the residual is stored as integer bits.
-    bits = jax.lax.bitcast_convert_type(_cast(value, scale, dtype), jnp.uint8)
-    return value, checkpoint_name(bits, RESIDUALS), scale
-
-
-def _opened(operand: tuple[Any, Any, Any], dtype: str) -> tuple[Any, Any, Any]:
-    """Return the result of :func:`quantised` with its bits as float8 values."""
-    value, bits, scale = operand
-    return value, jax.lax.bitcast_convert_type(bits, dtype), scale
-
-
-def dequantised(operand: tuple[Any, Any, Any], dtype: str) -> Any:
-    """Return the dequantised operand from the result of :func:`quantised`."""
-    return _dequantised(*_opened(operand, dtype))
-
-
-def _scale(value: Any, dtype: str, is_own: bool = False) -> Any:
-    """Return the largest magnitude divided by the largest number of ``dtype``.
-
-    If all values are zero or one is NaN, the scale is 1.
-    """
-    largest = _largest(jax.lax.stop_gradient(value))
-    if not is_own and (axes := manual_axes(value)):
-        largest = jax.lax.pmax(largest, axes)
-    scale = jax.lax.max(largest * np.float32(1 / float(jnp.finfo(dtype).max)), np.finfo(np.float32).tiny)
-    scale = jax.lax.select(largest > 0, scale, jnp.ones_like(scale))
-    # The scale is rounded up to a bfloat16 number, because dequantising in bfloat16 must use the same scale as
-    # quantising. A scale that exceeds a bfloat16 number only by float32's rounding error is rounded down.
-    bits = jax.lax.bitcast_convert_type(scale, jnp.uint32) + np.uint32(0xFFF0)
-    return jax.lax.bitcast_convert_type(bits & np.uint32(0xFFFF0000), jnp.float32)
-
-
-@custom_vmap
-def _largest(value: Any) -> Any:
-    """Return the largest magnitude in ``value``, in float32.
-
-    Under ``jax.vmap``, all examples share the largest magnitude.
-    """
-    # The maximum of each column is computed first, because XLA does this in the kernel that computes `value`. A single
-    # reduction would read `value` again.
-    columns = jax.lax.reduce_max(jnp.abs(value), tuple(range(value.ndim - 1)))
-    return jax.lax.reduce_max(jax.lax.optimization_barrier(columns), tuple(range(columns.ndim))).astype(jnp.float32)
-
-
-@_largest.def_vmap
-def _largest_of_all(axis_size: int, in_batched: Any, value: Any) -> Any:
-    return _largest(value), False  # with one scale per example, XLA would multiply in bfloat16
-
-
-def _cast(value: Any, scale: Any, dtype: str) -> Any:
-    largest = np.float32(jnp.finfo(dtype).max)
-    # `value` may be rounded from a float32 array. Without reduce_precision, XLA would read that array here, and so
-    # store it or compute it twice.
-    info = jnp.finfo(value.dtype)
-    rounded = jax.lax.reduce_precision(jax.lax.stop_gradient(value), info.nexp, info.nmant)
-    scaled = rounded.astype(jnp.float32) / scale
-    return jax.lax.clamp(-largest, scaled, largest).astype(dtype)
-
-
-@jax.custom_jvp
-def _dequantised(value: Any, quantised: Any, scale: Any) -> Any:
-    """Return the dequantised array, with the tangent of ``value``.
-
-    ``value`` is not used otherwise, so XLA drops it.
-    """
-    return quantised.astype(_COMPUTE) * scale.astype(_COMPUTE)
-
-
-@functools.partial(_dequantised.defjvp, symbolic_zeros=True)
-def _straight_through(primals: Any, tangents: Any) -> Any:
-    result = _dequantised(*primals)
-    is_zero = isinstance(tangents[0], SymbolicZero)
-    return result, jnp.zeros_like(result) if is_zero else tangents[0].astype(_COMPUTE)
+    def _tangent_in_float8(self, tangents: Any, operands: Any) -> Any:
+        """Return the tangent of the result, whose transpose multiplies the quantised cotangent."""
+        if self.is_direct:
+            return direct_product.tangent_of_product(
+                tangents, operands, self.dimensions, self.dtype, self.recipe.gradient, self.is_own
+            )
+        is_precise = self.recipe.accumulate != "fast"
+        parts = []
+        for side, tangent in enumerate(tangents):
+            if tangent is not None:
+                parts.append(self._part(side, tangent, dequantised(*operands[1 - side]), is_precise))
+        return cast_with_transpose(functools.reduce(jnp.add, parts), self.dtype, self._transpose)

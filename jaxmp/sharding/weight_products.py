@@ -19,7 +19,9 @@ import numpy as np
 from jaxmp.base import trees as _tree
 from jaxmp.base.dtypes import at_least_float32, is_half
 from jaxmp.engine.marks import WIDE_SUMS
-from jaxmp.policy import float8, float8_product
+from jaxmp.policy import float8
+from jaxmp.policy.direct_product import cotangent_of_operand
+from jaxmp.policy.quantisation import as_float8, dequantised, quantised
 from jaxmp.program.binding import bind_equation, params_in_dtype
 from jaxmp.program.equations import names_a_dtype, opened
 from jaxmp.program.primitives import PRODUCTS
@@ -27,6 +29,7 @@ from jaxmp.program.walk import equations, interpreted
 from jaxmp.sharding.mesh_plan import Plan
 from jaxmp.sharding.weights import Use, anywhere
 
+_BFLOAT16 = np.dtype(jnp.bfloat16)
 _FLOAT32 = np.dtype(np.float32)
 _BY_ROWS = frozenset({("dot_general", 0), ("dot_general", 1), ("gather", 0), ("conv_general_dilated", 1)})
 
@@ -157,7 +160,7 @@ def float8_row_product(eqn: Any, recipe: Any, values: Sequence[Any]) -> Any | No
 
     def backward(factor: tuple[Any, ...], cotangent: Any) -> tuple[Any, ...]:
         # The other operand's gradient needs the quantised cotangent too. XLA merges the two computations.
-        of_result = (cotangent, factor[1]) if is_exact else float8_product.quantised(cotangent, recipe.gradient)[1:]
+        of_result = (cotangent, factor[1]) if is_exact else quantised(cotangent, recipe.gradient)[1:]
         parts = source.plan.over_rows(of_rows, (dims[0], 0, dims[1], 0), (*of_result, *factor))
         return cotangent, source.plan.of_parts(parts, source.spec), None, None
 
@@ -177,21 +180,29 @@ def _float8_gradient(product: Any, side: int, use: Use, recipe: Any) -> Callable
     """
     is_exact = recipe.weight_gradient == "compute"
     precision = jax.lax.Precision.DEFAULT if is_exact or recipe.accumulate == "fast" else jax.lax.Precision.HIGHEST
-    params = {**anywhere(product.params), "precision": precision}
+    # A direct product of float8 operands has a float32 result.
+    params = {**anywhere(product.params), "precision": precision, "preferred_element_type": _BFLOAT16}
+    weight = product.invars[side].aval
+    is_direct = weight.dtype.name.startswith("float8")
+    shape_of_weight = jax.ShapeDtypeStruct(weight.shape, _BFLOAT16)
 
     def of_rows(cotangent: Any, scale: Any, factor: Any, factor_scale: Any) -> Any:
         if is_exact:
-            cotangent, factor = cotangent.astype(jnp.bfloat16), factor.astype(jnp.bfloat16)
+            cotangent, factor = cotangent.astype(_BFLOAT16), factor.astype(_BFLOAT16)
         else:
-            cotangent = float8_product.dequantised((None, cotangent, scale), recipe.gradient)
-            factor = float8_product.dequantised((None, factor, factor_scale), float8.FORWARD_FORMAT)
+            of_result = as_float8((None, cotangent, scale), recipe.gradient)
+            other = as_float8((None, factor, factor_scale), float8.FORWARD_FORMAT)
+            if is_direct:
+                numbers = product.params["dimension_numbers"]
+                total = cotangent_of_operand(side, shape_of_weight, of_result, other, numbers)
+                return use.moved_back(total.astype(use.source.sum_dtype))
+            cotangent, factor = dequantised(*of_result), dequantised(*other)
 
         def multiplied(weight: Any) -> Any:
             factors = (weight, factor) if side == 0 else (factor, weight)
             return bind_equation(product, factors, params)[0]
 
-        weight_type = jax.ShapeDtypeStruct(product.invars[side].aval.shape, factor.dtype)
-        pull = jax.linear_transpose(multiplied, weight_type)
+        pull = jax.linear_transpose(multiplied, shape_of_weight)
         return use.moved_back(_summed_in(use.source.sum_dtype, lambda part: pull(part)[0], cotangent))
 
     return of_rows

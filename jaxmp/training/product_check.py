@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxmp._internals.jax.sources import Names, names_of
@@ -31,7 +32,7 @@ def mismatch_of_products(traced: jax.stages.Traced, loss_scale: LossScale, polic
     """
     has_loss_scale = not _keeps_gradients(loss_scale)
     products = _products_of_loss(traced)
-    dtypes = {operand.aval.dtype for product, _ in products for operand in product.invars[:2]}
+    dtypes = {_policy_dtype(operand.aval.dtype) for product, _ in products for operand in product.invars[:2]}
     if np.dtype(np.float16) in dtypes and detect().platform == "tpu":
         return "a TPU multiplies float16 no faster than float32; use mixed_bfloat16, which needs no loss scale"
     if np.dtype(np.float16) in dtypes and not has_loss_scale:
@@ -64,6 +65,11 @@ def mismatch_of_products(traced: jax.stages.Traced, loss_scale: LossScale, polic
             f"one of the two policies. {audit}"
         )
     return None  # somebody asked for float32, or the rules of autocast decided so
+
+
+def _policy_dtype(dtype: np.dtype) -> np.dtype:
+    """Return the compute dtype of the policies whose products have operands of ``dtype``."""
+    return np.dtype(jnp.bfloat16) if dtype.name.startswith("float8") else dtype
 
 
 def _keeps_gradients(loss_scale: LossScale) -> bool:

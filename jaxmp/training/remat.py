@@ -11,7 +11,7 @@ import jax
 
 from jaxmp.base.arguments import printed
 from jaxmp.base.dtypes import closest_names
-from jaxmp.policy.float8_product import RESIDUALS
+from jaxmp.policy.quantisation import RESIDUALS
 from jaxmp.program import walk
 from jaxmp.program.bodies import rebuild
 from jaxmp.program.equations import Bodies, bodies_of, opened

@@ -22,7 +22,7 @@ from experiments.benchmarks.measure import programs
 from experiments.benchmarks.models.nnx_gpt2 import GPT2 as NNXGPT2
 from experiments.models import attention, gpt2
 from jaxmp.inspect.compiled import compiling, hlo
-from jaxmp.policy import float8, float8_product
+from jaxmp.policy import float8, float8_product, quantisation
 from jaxmp.program.walk import jaxprs_in
 from jaxmp.sharding import devices
 from tests.tools.autocast_tools import compiled, cosine, normal
@@ -392,7 +392,7 @@ class TestTransformations:
         assert 1 - cosine(*both) < (1e-3 if inside else 1e-4)
 
     def test_remat_float8_saves_only_the_operands_in_float8(self):
-        policy = jax.checkpoint_policies.save_only_these_names(float8_product.RESIDUALS)
+        policy = jax.checkpoint_policies.save_only_these_names(quantisation.RESIDUALS)
         fun = jax.checkpoint(jaxmp.autocast(mlp, SMALL), policy=policy)
         residuals = jax.eval_shape(lambda *args: jax.vjp(fun, *args)[1], MLP, normal(0, 128, 16))
         large = {(leaf.dtype.name, leaf.size) for leaf in jax.tree.leaves(residuals) if leaf.size > 1}

@@ -18,7 +18,7 @@ import jaxmp
 from jaxmp import Float8
 from jaxmp.inspect.compiled import compiling, targets
 from jaxmp.inspect.compiled.hlo import HloProgram
-from jaxmp.policy import float8_product
+from jaxmp.policy import float8_product, quantisation
 from jaxmp.sharding import Sharding
 from jaxmp.training import remat
 
@@ -143,7 +143,7 @@ class TestNumbers:
     def test_scales_are_the_smallest_bfloat16_numbers_that_avoid_overflow(self):
         largest = np.exp2(np.random.default_rng(0).uniform(-80, 120, 500)).astype(np.float32)
         for dtype in (E4M3, E5M2):
-            scale = functools.partial(float8_product._scale, dtype=np.dtype(dtype).name)
+            scale = functools.partial(quantisation._scale, dtype=np.dtype(dtype).name)
             scales = np.array(jax.lax.map(scale, largest[:, None]))
             assert np.array_equal(scales, scales.astype(ml_dtypes.bfloat16).astype(np.float32))
             ratio = largest.astype(np.float64) / float(ml_dtypes.finfo(dtype).max) / scales
@@ -215,7 +215,7 @@ class TestTransformations:
     @pytest.mark.once
     def test_remat_changes_no_bit(self, operands):
         x, w, _ = operands
-        by_name = jax.checkpoint_policies.save_only_these_names(float8_product.RESIDUALS)
+        by_name = jax.checkpoint_policies.save_only_these_names(quantisation.RESIDUALS)
         losses = loss, jax.checkpoint(loss), jax.checkpoint(loss, policy=by_name)
         wanted, *results = jax.jit(lambda x, w: [jax.grad(fun, (0, 1))(x, w) for fun in losses])(x, w)
         for result in results:
