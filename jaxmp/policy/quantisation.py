@@ -17,6 +17,7 @@ from jax.custom_batching import custom_vmap
 from jax.custom_derivatives import SymbolicZero
 
 from jaxmp._internals.jax.traces import manual_axes
+from jaxmp.policy.float8 import is_direct
 
 RESIDUALS = "jaxmp_float8"
 """The name of float8 residuals, for ``jax.checkpoint_policies.save_only_these_names``."""
@@ -80,10 +81,12 @@ def _largest(value: Any) -> Any:
 
     Under ``jax.vmap``, all examples share the largest magnitude.
     """
-    # The maximum of each column is computed first, because XLA does this in the kernel that computes `value`. A single
-    # reduction would read `value` again.
     columns = jax.lax.reduce_max(jnp.abs(value), tuple(range(value.ndim - 1)))
-    return jax.lax.reduce_max(jax.lax.optimization_barrier(columns), tuple(range(columns.ndim))).astype(jnp.float32)
+    if not is_direct():
+        # XLA for GPUs computes the maximum of each column in the kernel that computes `value`. A single reduction would
+        # read `value` again. On a TPU, that kernel computes the single reduction too.
+        columns = jax.lax.optimization_barrier(columns)
+    return jax.lax.reduce_max(columns, tuple(range(columns.ndim))).astype(jnp.float32)
 
 
 @_largest.def_vmap

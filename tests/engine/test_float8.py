@@ -646,3 +646,38 @@ class TestForTheH200:
         casts_in_loop, size_in_loop = compiled_step()
         assert casts == {False: 2} and casts_in_loop[True] >= 4 and not casts_in_loop[False]
         assert size <= size_in_loop + 2 * 512 * 2048 + 4096
+
+
+class TestForATPU:
+    """Products as a program for a TPU computes them."""
+
+    @pytest.fixture(autouse=True)
+    def native(self, monkeypatch, emulated):
+        monkeypatch.delenv("JAXMP_FLOAT8")
+
+    @pytest.mark.once
+    def test_a_step_for_a_tpu7x_trains_as_with_emulated_float8(self, monkeypatch):
+        state, x = jaxmp.TrainState.create(params=MLP, tx=optax.sgd(0.1)), normal(0, 16, 16)
+
+        def change_in_a_step():
+            step = jaxmp.make_train_step(lambda p, s, batch, r: (loss_of(mlp)(p, batch), s), policy=SMALL, donate=False)
+            return jax.tree.map(lambda new, old: new - old, step(state, x)[0].params, MLP)
+
+        with jaxmp.hardware.assumed("tpu7x"):
+            assert in_float8(jax.grad(loss_of(jaxmp.autocast(mlp, SMALL))), MLP, x) == ([2, 0], [3, 0])
+            direct = change_in_a_step()
+        monkeypatch.setenv("JAXMP_FLOAT8", "emulate")
+        # Emulation rounds dequantised operands to bfloat16, and may so move a later value to the next float8 number.
+        assert 1 - cosine(direct, change_in_a_step()) < 1e-3
+
+    @pytest.mark.absent_tpu
+    def test_the_audit_shows_products_that_run_in_float8_on_a_tpu7x(self):
+        gradient = jax.grad(loss_of(jaxmp.autocast(layer, SMALL)), argnums=(0, 1))
+        args = shape(512, 256), shape(256, 384)
+        report = jaxmp.inspect.audit(gradient, device="tpu7x")(*args)
+        assert [product.operands for product in report.products] == [FORWARD, (E5M2, E4M3), (E5M2, E4M3)]
+        assert [product.ran for product in report.products] == [E4M3, E5M2, E5M2]
+        assert report.findings == ()
+        with pytest.warns(UserWarning, match="or a TPU7x, got TPU v6 lite: they are bfloat16 here"):
+            report = jaxmp.inspect.audit(gradient, device="v6e")(*args)
+        assert {(product.operands, product.ran) for product in report.products} == {(HALF, "bfloat16")}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
@@ -40,15 +41,18 @@ def exact(x):
     return np.asarray(x, np.float64)
 
 
-def by_hand(x, dtype=E4M3):
-    """Round ``x`` to float8, with the smallest bfloat16 scale that avoids overflow."""
+def by_hand(x, dtype=E4M3, rounds=True):
+    """Round ``x`` to float8, with the smallest bfloat16 scale that avoids overflow.
+
+    With ``rounds``, the dequantised result is rounded to bfloat16, as in the form for GPUs.
+    """
     x = np.asarray(x, np.float32)
     scale = np.float32(np.max(np.abs(x))) / np.float32(ml_dtypes.finfo(dtype).max)
     rounded = np.asarray(scale, ml_dtypes.bfloat16)
     if np.float32(rounded) < scale:
         rounded = np.nextafter(rounded, np.asarray(np.inf, ml_dtypes.bfloat16))
     quantised = (x / np.float32(rounded)).astype(dtype)
-    return exact(quantised.astype(ml_dtypes.bfloat16) * rounded)  # the bfloat16 product rounds once more, as on a TPU
+    return exact(quantised.astype(ml_dtypes.bfloat16) * rounded if rounds else exact(quantised) * exact(rounded))
 
 
 def with_cotangents(fun, operands, cotangent):
@@ -77,11 +81,26 @@ ROUNDED = 0.004
 """The rounding error of a bfloat16 result."""
 
 
+@pytest.fixture(params=["gpu", "tpu"])
+def form(request, monkeypatch):
+    """Trace products in the form for GPUs, and in the form for TPUs."""
+    if request.param == "tpu":
+        with jaxmp.hardware.assumed("tpu7x"):
+            yield "tpu"
+    else:
+        monkeypatch.setenv("JAXMP_FLOAT8", "emulate")
+        yield "gpu"
+
+
+both_forms = pytest.mark.usefixtures("form")
+
+
 @pytest.fixture(scope="module")
 def operands():
     return drawn(48, 64), drawn(64, 32, seed=1), drawn(48, 32, seed=2, spread=2.0)
 
 
+@both_forms
 class TestNumbers:
     def test_a_product_equals_that_of_operands_cast_by_hand(self, operands):
         x, w, _ = operands
@@ -114,11 +133,12 @@ class TestNumbers:
             assert off(dx, exact(of_x) @ (exact(w) if weight == "lhs" else by_hand(w)).T) < ROUNDED, weight
             assert off(dw, (exact(x) if weight == "rhs" else by_hand(x)).T @ exact(of_w)) < ROUNDED, weight
 
-    def test_float32_operands_are_rounded_once_and_results_are_float32(self):
+    def test_float32_operands_are_rounded_once_and_results_are_float32(self, form):
         x, w = drawn(48, 64, dtype=jnp.float32), drawn(64, 32, seed=1, dtype=jnp.float32)
         g = drawn(48, 32, seed=2, dtype=jnp.float32)
         result, (dx, dw) = with_cotangents(dot, (x, w), g)
-        assert result.dtype == jnp.float32 and off(result, by_hand(x) @ by_hand(w)) < 1e-6
+        rounded = functools.partial(by_hand, rounds=form == "gpu")
+        assert result.dtype == jnp.float32 and off(result, rounded(x) @ rounded(w)) < 1e-6
         assert dx.dtype == dw.dtype == jnp.float32 and off(dw, by_hand(x).T @ by_hand(g, E5M2)) < ROUNDED
 
     @pytest.mark.once
@@ -188,6 +208,7 @@ def loss(x, w, recipe=RECIPE):
     return jnp.sum(jnp.square(dot(x, w, recipe).astype(jnp.float32)))
 
 
+@both_forms
 class TestTransformations:
     def test_the_examples_of_a_vmap_share_a_scale(self, operands):
         _, w, _ = operands
@@ -279,19 +300,21 @@ class TestTransformations:
             program = str(jax.make_jaxpr(jax.grad(loss, argument))(x, w))
             assert len(re.findall(r"\bdot_general\b", program)) == 2
 
-    def test_the_recipe_sets_the_precision_of_each_product(self, operands):
-        x, w, _ = operands
 
-        def precisions(accumulate):
-            fun = functools.partial(loss, recipe=Float8(accumulate=accumulate))
-            programs = [str(jax.make_jaxpr(function)(x, w)) for function in (fun, jax.grad(fun))]
-            return [sorted(re.findall(r"precision=\(?\w*\.?(DEFAULT|HIGHEST)", program)) for program in programs]
+def test_the_recipe_sets_the_precision_of_each_product_for_a_gpu(operands):
+    x, w, _ = operands
 
-        assert precisions("fast") == [["DEFAULT"], ["DEFAULT", "DEFAULT"]]
-        assert precisions("precise") == [["HIGHEST"], ["HIGHEST", "HIGHEST"]]
-        assert precisions("fast_forward") == [["DEFAULT"], ["DEFAULT", "HIGHEST"]]
+    def precisions(accumulate):
+        fun = functools.partial(loss, recipe=Float8(accumulate=accumulate))
+        programs = [str(jax.make_jaxpr(function)(x, w)) for function in (fun, jax.grad(fun))]
+        return [sorted(re.findall(r"precision=\(?\w*\.?(DEFAULT|HIGHEST)", program)) for program in programs]
+
+    assert precisions("fast") == [["DEFAULT"], ["DEFAULT", "DEFAULT"]]
+    assert precisions("precise") == [["HIGHEST"], ["HIGHEST", "HIGHEST"]]
+    assert precisions("fast_forward") == [["DEFAULT"], ["DEFAULT", "HIGHEST"]]
 
 
+@both_forms
 class TestShards:
     @pytest.mark.once
     def test_shards_of_an_array_have_one_scale(self, operands):
@@ -388,8 +411,8 @@ class TestTrainSteps:
         return jnp.sum((batch["x"] @ params["w"].T).astype(jnp.float32) * batch["g"]), model_state
 
     @pytest.mark.parametrize(("weight_gradient", "kind"), [("float8", AxisType.Auto), ("compute", AxisType.Explicit)])
-    def test_gradients_are_those_of_one_scale_summed_in_float32(self, weight_gradient, kind, operands, monkeypatch):
-        monkeypatch.setenv("JAXMP_FLOAT8", "emulate")
+    @both_forms
+    def test_gradients_are_those_of_one_scale_summed_in_float32(self, weight_gradient, kind, operands):
         mesh, specs = jax.make_mesh((4,), ("fsdp",), axis_types=(kind,)), {"w": P(None, "fsdp")}
         # Each device alone would have a different scale.
         sizes = np.repeat(np.array([1.0, 3.0, 11.0, 50.0], np.float32), 12)[:, None]
@@ -569,3 +592,24 @@ class TestForAnH200:
             text = compiling.compiled(jax.jit(jax.grad(fun, (0, 1))), args, "h200").as_text()
             stacked = set(re.findall(r"(\w+)\[3,2048,1024\]", text))
             assert stacked and stacked <= {"f8e4m3fn", "u8"}
+
+
+@pytest.mark.absent_tpu
+@pytest.mark.parametrize("recipe", [RECIPE, Float8(weight_gradient="compute")], ids=str)
+def test_on_a_tpu7x_a_product_and_its_gradients_multiply_float8_arrays(recipe):
+    def all_of(x, w, g):
+        y, pull = jax.vjp(functools.partial(dot, recipe=recipe, weight="rhs"), x, w)
+        return y, pull(g)
+
+    text = compiling.compiled(jax.jit(all_of), (shape(512, 256), shape(256, 384), shape(512, 384)), "tpu7x").as_text()
+    hlo_program = HloProgram(text)
+    pairs = Counter(
+        frozenset(hlo_program.dtypes(computation, step)[:2])
+        for computation, step, _ in hlo_program.instructions_by_run()
+        if step.opcode == "convolution"
+    )
+    in_float8 = Counter({frozenset(["f8e4m3fn"]): 1, frozenset(["f8e4m3fn", "f8e5m2"]): 2})
+    if recipe.weight_gradient == "compute":
+        in_float8 = Counter({frozenset(["f8e4m3fn"]): 1, frozenset(["f8e4m3fn", "f8e5m2"]): 1, frozenset(["bf16"]): 1})
+    assert pairs == in_float8
+    assert len(re.findall(r"= f8e5m2\[512,384\]\S* convert\(", text)) == 1  # the cotangent is quantised once

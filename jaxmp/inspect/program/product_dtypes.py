@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import jax.numpy as jnp
 import numpy as np
 
 from jaxmp.program.values import Value
@@ -22,5 +23,17 @@ def multiplied(operand: Value) -> str:
 
 
 def widest(dtypes: Iterable[str]) -> str:
-    """Return the widest dtype: the compute dtype of a product with these operands."""
-    return max(dtypes, key=lambda name: np.dtype(name).itemsize)
+    """Return the widest dtype: the compute dtype of a product with these operands.
+
+    Of two float8 dtypes, the one with the larger range is wider.
+
+    >>> widest(["float8_e4m3fn", "float8_e5m2"]), widest(["bfloat16", "float32"])
+    ('float8_e5m2', 'float32')
+    """
+    return max(dtypes, key=_width)
+
+
+def _width(name: str) -> tuple[int, float]:
+    dtype = np.dtype(name)
+    is_float = jnp.issubdtype(dtype, jnp.floating)
+    return dtype.itemsize, float(jnp.finfo(dtype).max) if is_float else 0.0
