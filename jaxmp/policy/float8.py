@@ -42,7 +42,7 @@ class Float8:
       weight_gradient: the dtype of the product that computes the weight's gradient: ``"float8"``, or ``"compute"`` for
         the policy's compute dtype.
       accumulate: how precisely Hopper's tensor cores sum: ``"fast"`` (about 14 bits), ``"precise"`` (float32), or
-        ``"fast_forward"`` (fast in the forward pass, precise in the backward pass).
+        ``"fast_forward"`` (fast in the forward pass, precise in the backward pass). A TPU always sums in float32.
       min_dim: the minimum size of both dimensions of a weight. Products with smaller weights are not float8.
       min_tokens: the minimum number of rows (tokens) that a product multiplies by the weight. Smaller products are not
         float8.

@@ -254,6 +254,15 @@ class TestTransformations:
         ]  # fmt: skip
         assert len(sizes) == 4  # the other two are the arguments
 
+    def test_a_scan_stacks_only_float8_residuals(self):
+        def of_layers(x, ws):
+            return jnp.sum(jax.lax.scan(lambda x, w: (dot(x, w), None), x, ws)[0].astype(jnp.float32))
+
+        gradient = jax.jit(jax.grad(of_layers, (0, 1)))
+        text = gradient.lower(drawn(48, 32), drawn(3, 32, 32)).compile().as_text()
+        stacked = set(re.findall(r"(\w+)\[3,48,32\]", text))
+        assert "f8e4m3fn" in stacked and stacked.isdisjoint({"bf16", "f32"})
+
     def test_tangents_multiply_the_cast_operands(self, operands):
         x, w, _ = operands
         dx, dw = drawn(48, 64, seed=7), drawn(64, 32, seed=8)

@@ -77,8 +77,6 @@ def _jvp(primals: Sequence[Any], dots: Sequence[Any], *, rule: Rule, count: int)
             return _forward(*args, rule=rule, count=count)
 
         terms.append(jax.jvp(of_moving, [primals[n] for n in moving], [dots[n] for n in moving])[1])
-    if not terms:
-        return result, ad.Zero.from_primal_value(result)
     return result, sum(terms[1:], start=terms[0])
 
 
