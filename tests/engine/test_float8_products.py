@@ -509,6 +509,30 @@ def both_gradients(x, w, g, recipe=RECIPE):
     return y, pull(g)
 
 
+def compiled_step_on_a_mesh(device):
+    """Compile a train step for eight devices, each with some rows and a part of the weight."""
+    mesh = jax.sharding.AbstractMesh((8,), ("fsdp",))
+    specs, policy = {"w": P("fsdp")}, "compute=bfloat16,output=float32,float8(min_dim=256,min_tokens=256)"
+    tx = jaxmp.loss_scaling(optax.sgd(1.0), jaxmp.NoOpLossScale())
+
+    def placed(leaf):
+        spec = P("fsdp") if leaf.ndim else P()
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+
+    params = {"w": jax.ShapeDtypeStruct((512, 256), jnp.float32)}
+    state = jax.tree.map(placed, jax.eval_shape(lambda w: jaxmp.TrainState.create(params=w, tx=tx), params))
+    batch = {"x": placed(jax.ShapeDtypeStruct((4096, 256), jnp.float32)),
+             "g": placed(jax.ShapeDtypeStruct((4096, 512), jnp.float32))}  # fmt: skip
+    step = jaxmp.make_train_step(TestTrainSteps.loss, policy=policy, sharding=Sharding(mesh, specs))
+    return compiling.compiled(step, (state, batch), device)
+
+
+def dtypes_of_collectives(executable):
+    """Return the dtypes in which weights are gathered and gradients are summed."""
+    rows = jaxmp.inspect.collectives(executable).rows
+    return {kind: [row.dtype for row in rows if row.kind == kind] for kind in ("reduce-scatter", "all-gather")}
+
+
 @pytest.mark.absent_gpu
 class TestForAnH200:
     """The kernels of products that are compiled for an absent H200, and XLA's pitfalls."""
@@ -539,24 +563,9 @@ class TestForAnH200:
         assert in_float8 == in_all >= 1
 
     def test_on_a_mesh_float8_products_give_float32_gradients(self):
-        mesh = jax.sharding.AbstractMesh((8,), ("fsdp",))
-        specs, policy = {"w": P("fsdp")}, "compute=bfloat16,output=float32,float8(min_dim=256,min_tokens=256)"
-        tx = jaxmp.loss_scaling(optax.sgd(1.0), jaxmp.NoOpLossScale())
-
-        def placed(leaf):
-            spec = P("fsdp") if leaf.ndim else P()
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
-
-        params = {"w": jax.ShapeDtypeStruct((512, 256), jnp.float32)}
-        state = jax.tree.map(placed, jax.eval_shape(lambda w: jaxmp.TrainState.create(params=w, tx=tx), params))
-        batch = {"x": placed(jax.ShapeDtypeStruct((4096, 256), jnp.float32)),
-                 "g": placed(jax.ShapeDtypeStruct((4096, 512), jnp.float32))}  # fmt: skip
-        step = jaxmp.make_train_step(TestTrainSteps.loss, policy=policy, sharding=Sharding(mesh, specs))
-        executable = compiling.compiled(step, (state, batch), "h200")
+        executable = compiled_step_on_a_mesh("h200")
         assert calls(HloProgram(executable.as_text())) == (2, 2)
-        rows = jaxmp.inspect.collectives(executable).rows
-        assert [row.dtype for row in rows if row.kind == "reduce-scatter"] == ["float32"]
-        assert [row.dtype for row in rows if row.kind == "all-gather"] == ["bfloat16"]
+        assert dtypes_of_collectives(executable) == {"reduce-scatter": ["float32"], "all-gather": ["bfloat16"]}
 
     def test_a_gelu_under_scan_compiles(self):
         """XLA must not fuse this GELU into a float8 product, which would crash it.
@@ -603,22 +612,36 @@ class TestForAnH200:
             assert stacked and stacked <= {"f8e4m3fn", "u8"}
 
 
-@pytest.mark.absent_tpu
-@pytest.mark.parametrize("recipe", [RECIPE, Float8(weight_gradient="compute")], ids=str)
-def test_on_a_tpu7x_a_product_and_its_gradients_multiply_float8_arrays(recipe):
-    def all_of(x, w, g):
-        y, pull = jax.vjp(functools.partial(dot, recipe=recipe, weight="rhs"), x, w)
-        return y, pull(g)
+# -- compiled for an absent TPU ----------------------------------------------------------------------------------------
 
-    text = compiling.compiled(jax.jit(all_of), (shape(512, 256), shape(256, 384), shape(512, 384)), "tpu7x").as_text()
-    hlo_program = HloProgram(text)
-    pairs = Counter(
-        frozenset(hlo_program.dtypes(computation, step)[:2])
-        for computation, step, _ in hlo_program.instructions_by_run()
+
+def formats(program):
+    """Count a program's products on a TPU by the dtypes of their operands, sorted."""
+    return Counter(
+        tuple(sorted(program.dtypes(computation, step)[:2]))
+        for computation, step, _ in program.instructions_by_run()
         if step.opcode == "convolution"
     )
-    in_float8 = Counter({frozenset(["f8e4m3fn"]): 1, frozenset(["f8e4m3fn", "f8e5m2"]): 2})
-    if recipe.weight_gradient == "compute":
-        in_float8 = Counter({frozenset(["f8e4m3fn"]): 1, frozenset(["f8e4m3fn", "f8e5m2"]): 1, frozenset(["bf16"]): 1})
-    assert pairs == in_float8
-    assert len(re.findall(r"= f8e5m2\[512,384\]\S* convert\(", text)) == 1  # the cotangent is quantised once
+
+
+@pytest.mark.absent_tpu
+class TestForATPU7x:
+    def test_a_product_and_its_gradients_multiply_float8_arrays(self):
+        args = shape(512, 256), shape(256, 384), shape(512, 384)
+        text = compiling.compiled(jax.jit(both_gradients), args, "tpu7x").as_text()
+        assert formats(HloProgram(text)) == {("f8e4m3fn", "f8e4m3fn"): 1, ("f8e4m3fn", "f8e5m2"): 2}
+        assert len(re.findall(r"= f8e5m2\[512,384\]\S* convert\(", text)) == 1  # the cotangent is quantised once
+
+    def test_the_gradient_of_a_weight_may_be_computed_in_bfloat16(self):
+        def gradients(x, w, g):
+            product = functools.partial(dot, recipe=Float8(weight_gradient="compute"), weight="rhs")
+            return jax.vjp(product, x, w)[1](g)
+
+        args = shape(512, 256), shape(256, 384), shape(512, 384)
+        hlo_program = HloProgram(compiling.compiled(jax.jit(gradients), args, "tpu7x").as_text())
+        assert formats(hlo_program) == {("f8e4m3fn", "f8e5m2"): 1, ("bf16", "bf16"): 1}
+
+    def test_on_a_mesh_float8_products_give_float32_gradients(self):
+        executable = compiled_step_on_a_mesh("tpu7x:2x2x1")
+        assert formats(HloProgram(executable.as_text())) == {("f8e4m3fn", "f8e4m3fn"): 1, ("f8e4m3fn", "f8e5m2"): 1}
+        assert dtypes_of_collectives(executable) == {"reduce-scatter": ["float32"], "all-gather": ["bfloat16"]}
