@@ -9,7 +9,7 @@ import pytest
 from autocast_tools import half, normal, products
 
 import jaxmp
-from jaxmp.inspect.compiled.targets import with_cudnn
+from jaxmp._internals.jax.patches import with_cudnn
 
 QUERY = normal(0, 2, 8, 2, 8)
 
