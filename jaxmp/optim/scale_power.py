@@ -113,7 +113,9 @@ def _is_floating(atom: Any) -> bool:
 
 def _is_unchanged(atom: Any) -> bool:
     """Return whether an operand is a literal that no positive factor changes."""
-    return is_literal(atom) and np.ndim(atom.val) == 0 and (atom.val == 0 or not np.isfinite(atom.val))
+    if not is_literal(atom) or np.ndim(atom.val) or atom.aval.dtype == jax.dtypes.float0:
+        return False
+    return bool(atom.val == 0 or not np.isfinite(atom.val))
 
 
 def warn_if_scaled(grads: Any, loss_scale: LossScale) -> None:
