@@ -10,6 +10,7 @@ the process is killed then, the checkpoint is read from there, until the next wr
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import time
@@ -162,6 +163,7 @@ class Reading:
             )
         self.record: dict[str, Any] = json.loads(record.read_text())
 
+    @functools.cached_property
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Return the shapes and dtypes of the arrays by name."""
         if not self.record.get("has_arrays", True):
@@ -176,12 +178,13 @@ class Reading:
         """
         if not places:
             return {}
-        shapes = self.shapes()
-        targets = {name: shapes[name] for name in places}
+        targets = {name: self.shapes[name] for name in places}
         restore_args = {
             name: ocp.RestoreArgs(restore_type=np.ndarray)
             if sharding is None
-            else ocp.ArrayRestoreArgs(sharding=sharding, global_shape=shapes[name].shape, dtype=shapes[name].dtype)
+            else ocp.ArrayRestoreArgs(
+                sharding=sharding, global_shape=self.shapes[name].shape, dtype=self.shapes[name].dtype
+            )
             for name, sharding in places.items()
         }
         args = ocp.args.PyTreeRestore(item=targets, restore_args=restore_args, partial_restore=True)

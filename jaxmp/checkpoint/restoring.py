@@ -76,7 +76,7 @@ def restore(folder: str | PathLike[str], like: T, *, step: int | None = None, do
     reading = _reading(folder, step)
     empty = _empty_arrays(reading.record)
     with _note_on_damage(reading, folder):
-        saved = {**reading.shapes(), **empty}
+        saved = {**reading.shapes, **empty}
     matched = match(saved, reading.record, tree, str(reading.path))
     leaves = leaves_by_name(tree)
     _require_values(leaves, matched)
@@ -282,12 +282,21 @@ def _require_finite(name: str, before: Any, after: Any) -> None:
     """Raise a ValueError if a cast has made a finite number non-finite."""
     if not jnp.issubdtype(after.dtype, jnp.inexact) or jnp.finfo(after.dtype).max >= jnp.finfo(before.dtype).max:
         return
-    isfinite = np.isfinite if isinstance(before, np.ndarray) else jnp.isfinite
-    if bool((isfinite(before) & ~isfinite(after)).any()):
+    overflows = _overflows if isinstance(before, np.ndarray) else _jitted_overflows
+    if bool(overflows(before, after)):
         raise ValueError(
             f"{name!r} has numbers above {float(jnp.finfo(after.dtype).max):g}, the largest number of {after.dtype};\n"
             f"restore it as {before.dtype}, for example with float32 params under a mixed policy"
         )
+
+
+def _overflows(before: Any, after: Any) -> Any:
+    """Return whether a number is finite before a cast, but not after it."""
+    isfinite = np.isfinite if isinstance(before, np.ndarray) else jnp.isfinite
+    return (isfinite(before) & ~isfinite(after)).any()
+
+
+_jitted_overflows = jax.jit(_overflows)
 
 
 def _require_fitting_integers(name: str, array: Any, dtype: Any) -> None:

@@ -138,7 +138,7 @@ def last(folder: Path) -> checkpoints.Checkpoint:
 def leaves(checkpoint: checkpoints.Checkpoint) -> dict[str, np.ndarray]:
     """Return the arrays of a checkpoint by name."""
     reading = orbax_folders.Reading(checkpoint.folder.parent, checkpoint.step)
-    return reading.arrays(dict.fromkeys(reading.shapes()))
+    return reading.arrays(dict.fromkeys(reading.shapes))
 
 
 def bits(checkpoint: checkpoints.Checkpoint) -> dict[str, tuple[str, tuple[int, ...], bytes]]:

@@ -32,15 +32,21 @@ class Net(nn.Module):
         return nn.Dense(2)(nn.Dropout(0.5, deterministic=not is_training)(x))
 
 
+@functools.cache
+def _shapes(policy: str) -> Any:
+    """Return the shapes and dtypes of the variables of ``Net`` under a policy."""
+    model = jaxmp.linen.apply_policy(Net(), policy)
+    with jax.numpy_dtype_promotion("standard"):
+        return jax.eval_shape(functools.partial(model.init, is_training=False), jax.random.key(0), BATCH["x"])
+
+
 def linen_run(policy: str = "mixed_float16", scale: Any = None, tx: Any = None, seed: int = 0, **fields: Any) -> Any:
     """Return a fresh train state and a loss function."""
     model = jaxmp.linen.apply_policy(Net(), policy)
-    with jax.numpy_dtype_promotion("standard"):
-        shapes = jax.eval_shape(functools.partial(model.init, is_training=False), jax.random.key(seed), BATCH["x"])
     tx = tx or ADAM
     fields = {"rng": seed + 1, "ema": True, **fields}
     state = jaxmp.TrainState.create(
-        params=numbers(shapes["params"], seed),
+        params=numbers(_shapes(policy)["params"], seed),
         model_state={"batch_stats": {"BatchNorm_0": {"mean": concrete.zeros(6), "var": concrete.ones(6)}}},
         tx=jaxmp.loss_scaling(tx, jaxmp.DynamicLossScale(2.0**10, period=2) if scale is None else scale),
         **fields,
