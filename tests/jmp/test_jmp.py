@@ -7,6 +7,7 @@ import dataclasses
 import pickle
 from typing import Any
 
+import concrete
 import flax.serialization
 import jax
 import jax.numpy as jnp
@@ -126,7 +127,12 @@ def test_a_policy_with_a_field_more_can_be_made_of_it():
 
 
 def test_casts_are_those_of_jmp():
-    tree: Any = {"jax": jnp.ones(2), "half": jnp.ones(2, jnp.bfloat16), "numpy": np.ones(2), "int": jnp.arange(2)}
+    tree: Any = {
+        "jax": concrete.ones(2),
+        "half": concrete.ones(2, jnp.bfloat16),
+        "numpy": np.ones(2),
+        "int": concrete.arange(2),
+    }
     tree |= {"rest": [None, 1.5, np.ones(2, bool), "a"]}
     text = "p=f16,c=bf16,o=f32"
     for name in ("cast_to_param", "cast_to_compute", "cast_to_output", "cast_to_full", "cast_to_half"):
@@ -222,8 +228,8 @@ def test_loss_scales_are_kept_whole():
 
 
 def test_selection_asks_for_a_boolean_scalar_and_says_what_came():
-    assert jmp.select_tree(np.bool_(True), {"a": jnp.ones(2)}, {"a": jnp.zeros(2)})["a"].tolist() == [1, 1]
-    for pred, got in ((jnp.ones(1, bool), r"bool of shape \(1,\)"), (jnp.float32(1), r"float32 of shape \(\)")):
+    assert jmp.select_tree(np.bool_(True), {"a": concrete.ones(2)}, {"a": concrete.zeros(2)})["a"].tolist() == [1, 1]
+    for pred, got in ((concrete.ones(1, bool), r"bool of shape \(1,\)"), (jnp.float32(1), r"float32 of shape \(\)")):
         with pytest.raises(AssertionError, match=f"expected boolean scalar, got {got}: pass the result of all_finite"):
             jmp.select_tree(pred, None, None)
         with pytest.raises(AssertionError, match="expected boolean scalar"):
@@ -243,7 +249,7 @@ def test_the_minimum_scale_survives_jit_where_jmp_drops_it():
     )
     assert theirs.min_loss_scale == 1
     assert ours.min_loss_scale == 4
-    flags = jnp.zeros(5, bool)
+    flags = concrete.zeros(5, bool)
     assert follow(ours, flags)[0].tolist() == [4] * 5
 
 
@@ -322,9 +328,9 @@ def test_a_static_scale_of_zero_can_be_made_but_not_used():
             lambda x, scale=scale: as_loss_scale(scale).scale(x),
         ):
             with pytest.raises(ValueError, match=r"loss_scale must be positive and finite.*, got 0"):
-                use(jnp.ones(2))
+                use(concrete.ones(2))
     with pytest.raises(ZeroDivisionError):
-        real.StaticLossScale(0).unscale(jnp.ones(2))
+        real.StaticLossScale(0).unscale(concrete.ones(2))
     with pytest.raises(ValueError, match="loss_scale must be positive and finite"):
         as_loss_scale(real.StaticLossScale(0))
 

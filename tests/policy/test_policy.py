@@ -8,6 +8,7 @@ import functools
 import pickle
 from typing import Any
 
+import concrete
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -170,7 +171,7 @@ def test_a_policy_as_a_static_argument_compiles_once_for_equal_ones():
         return policy.cast_to_compute(x)
 
     for text in ("mixed_float16", "p=f32,c=f16,o=f32", "mixed_bfloat16", "mixed_float16"):
-        assert cast(get_policy(text), jnp.ones(2)).dtype == get_policy(text).compute_dtype
+        assert cast(get_policy(text), concrete.ones(2)).dtype == get_policy(text).compute_dtype
     assert len(traces) == 2
 
 
@@ -261,7 +262,7 @@ def test_the_error_for_an_invalid_policy_or_map_says_why(call, error, phrase):
 
 def test_the_error_for_an_object_that_is_not_a_policy_names_the_presets():
     with_a_dtype = [
-        jnp.ones(2),
+        concrete.ones(2),
         np.float16(1),
         jax.ShapeDtypeStruct((2,), jnp.bfloat16),
         nn.Dense(3, dtype=jnp.float16),
@@ -354,22 +355,22 @@ def test_floating_arrays_of_every_kind_are_cast_and_nothing_else():
     policy = get_policy("mixed_float16")
     key = jax.random.key(0)
     tree = {
-        "jax": jnp.ones(2),
+        "jax": concrete.ones(2),
         "numpy": np.ones(2),
         "scalar": np.float32(1),
         "shape": jax.ShapeDtypeStruct((2,), jnp.float32),
-        "bfloat16": jnp.ones(2, jnp.bfloat16),
+        "bfloat16": concrete.ones(2, jnp.bfloat16),
         "rest": [
-            jnp.arange(2),
+            concrete.arange(2),
             np.arange(2),
-            jnp.ones(2, bool),
+            concrete.ones(2, bool),
             key,
             None,
             1.5,
             2,
             True,
             "text",
-            jnp.ones(2, jnp.complex64),
+            concrete.ones(2, jnp.complex64),
         ],
     }
     cast = policy.cast_to_compute(tree)
@@ -382,16 +383,16 @@ def test_floating_arrays_of_every_kind_are_cast_and_nothing_else():
 def test_a_cast_to_the_same_dtype_is_not_an_operation():
     policy = get_policy("p=f32,c=f16,o=bf16")
     for cast, dtype in ((policy.cast_to_param, F32), (policy.cast_to_compute, F16), (policy.cast_to_output, BF16)):
-        for x in (jnp.ones(3, dtype), np.ones(3, dtype), jax.ShapeDtypeStruct((3,), dtype)):
+        for x in (concrete.ones(3, dtype), np.ones(3, dtype), jax.ShapeDtypeStruct((3,), dtype)):
             assert cast(x) is x
-        assert not jax.make_jaxpr(cast)(jnp.ones(3, dtype)).eqns
+        assert not jax.make_jaxpr(cast)(concrete.ones(3, dtype)).eqns
 
 
 def test_casts_can_be_differentiated_and_batched():
     policy = get_policy("mixed_float16")
-    gradient = jax.grad(lambda x: policy.cast_to_output(policy.cast_to_compute(x) * 2).sum())(jnp.ones(2))
+    gradient = jax.grad(lambda x: policy.cast_to_output(policy.cast_to_compute(x) * 2).sum())(concrete.ones(2))
     assert gradient.dtype == F32
-    assert jax.vmap(policy.cast_to_compute)(jnp.ones((3, 2))).dtype == F16
+    assert jax.vmap(policy.cast_to_compute)(concrete.ones((3, 2))).dtype == F16
 
 
 def test_wrap_casts_arguments_to_the_compute_dtype_and_results_to_the_output_dtype():
@@ -402,14 +403,14 @@ def test_wrap_casts_arguments_to_the_compute_dtype_and_results_to_the_output_dty
         assert (params["n"].dtype, n, nothing, flag) == (jnp.int32, 3, None, True)
         return {"y": x @ params["w"] * scale, "n": params["n"], "none": None}
 
-    params = {"w": jnp.ones((2, 2)), "n": jnp.arange(2)}
+    params = {"w": concrete.ones((2, 2)), "n": concrete.arange(2)}
     out = dot(params, np.ones((1, 2), np.float32), 3, scale=np.float32(2), flag=True)
     assert (out["y"].dtype, out["n"].dtype, out["none"]) == (BF16, jnp.int32, None)
     assert (dot.__name__, dot.__doc__) == ("dot", "Multiply, with a docstring of its own.")
 
 
 def test_wrap_gives_the_gradients_of_casts_by_hand_in_the_dtype_of_the_params():
-    policy, w, x = get_policy("mixed_float16"), jnp.full((2, 2), 1 / 3), jnp.full((1, 2), 1 / 7)
+    policy, w, x = get_policy("mixed_float16"), concrete.full((2, 2), 1 / 3), concrete.full((1, 2), 1 / 7)
     got = jax.grad(lambda w: policy.wrap(jnp.dot)(x, w).sum())(w)
     want = jax.grad(lambda w: jnp.dot(x.astype(F16), w.astype(F16)).astype(F32).sum())(w)
     np.testing.assert_array_equal(got, want)
@@ -421,7 +422,7 @@ def test_wrap_gives_the_gradients_of_casts_by_hand_in_the_dtype_of_the_params():
     [("float32", "HIGHEST"), ("mixed_float16", None), ("tensorfloat32", "HIGH")],
 )
 def test_wrap_sets_the_precision_of_the_policy(policy, precision):
-    x = jnp.ones((2, 2))
+    x = concrete.ones((2, 2))
     fun = get_policy(policy).wrap(jnp.dot)
     (eqn,) = (eqn for eqn in jax.make_jaxpr(fun)(x, x).eqns if eqn.primitive.name == "dot_general")
     params = eqn.params["precision"]

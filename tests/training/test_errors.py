@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+import concrete
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -32,7 +33,7 @@ def scales_for_two(params):
     return TrainState.create(params=params, tx=optax.multi_transform(parts, {"x": "a", "y": "b"}))
 
 
-VARIABLES = {"params": {"w": jnp.ones(2)}, "batch_stats": {"mean": jnp.ones(2)}}
+VARIABLES = {"params": {"w": concrete.ones(2)}, "batch_stats": {"mean": concrete.ones(2)}}
 BAD_ARGUMENTS = {
     "no steps": (lambda: make_train_step(train_loss, accumulate_steps=0), ValueError, "accumulate_steps must be"),
     "half a step": (lambda: make_train_step(train_loss, accumulate_steps=2.0), ValueError, "got 2.0"),
@@ -132,7 +133,7 @@ def test_a_wrong_argument_is_refused():
 
 
 def test_a_decay_lies_between_0_and_1():
-    for bad in (1.0, -0.1, 1.5, float("nan"), "0.9", False, jnp.ones(2)):
+    for bad in (1.0, -0.1, 1.5, float("nan"), "0.9", False, concrete.ones(2)):
         refused(lambda bad=bad: make_train_step(train_loss, ema_decay=bad), ValueError, "must lie in [0, 1)", what=bad)
 
 
@@ -161,7 +162,7 @@ def test_a_wrong_result_of_a_loss_function_is_refused(make, policy):
 
 @pytest.mark.parametrize("field", [{"model_state": {"mean": jnp.zeros(())}}, {"rng": 0}])
 def test_a_loss_function_of_params_and_batch_needs_a_state_without_more(field):
-    state = TrainState.create(params=jnp.ones(()), tx=optax.sgd(0.1), **field)
+    state = TrainState.create(params=concrete.ones(()), tx=optax.sgd(0.1), **field)
     (name,) = field
     step = make_train_step(lambda params, batch: params * batch)
     refused(lambda: step(state, 1.0), ValueError, f"the train state has a {name}, which loss_fn(params, batch) cannot")
@@ -177,7 +178,7 @@ def test_a_half_loss_is_refused_by_the_step_and_taken_by_the_evaluation():
 
 @pytest.mark.parametrize("tx", [optax.lbfgs(), jaxmp.loss_scaling(optax.lbfgs(), DynamicLossScale())])
 def test_an_optimizer_with_a_line_search_is_refused(tx):
-    state = TrainState.create(params=jnp.ones(2), tx=tx)
+    state = TrainState.create(params=concrete.ones(2), tx=tx)
     refused(lambda: make_train_step(train_loss)(state, 1.0), TypeError, "the optimizer has a line search")
 
 
@@ -200,16 +201,16 @@ def test_a_model_state_that_differs_is_refused_with_the_leaf(accumulate_steps):
         step = make_train_step(
             lambda p, s, b, r, after=after: (p * jnp.mean(b), after), accumulate_steps=accumulate_steps
         )
-        refused(functools.partial(step, state_of(model_state=before), jnp.ones(2)), kind, phrase, what=what)
+        refused(functools.partial(step, state_of(model_state=before), concrete.ones(2)), kind, phrase, what=what)
 
 
 CALLS = {
     "Flax's state": (
-        flax_train_state.TrainState.create(apply_fn=None, params=jnp.ones(2), tx=optax.sgd(0.1)),
+        flax_train_state.TrainState.create(apply_fn=None, params=concrete.ones(2), tx=optax.sgd(0.1)),
         TypeError,
         "got flax.training.train_state.TrainState; make one with jaxmp.TrainState.create",
     ),
-    "params": ({"w": jnp.ones(2)}, TypeError, "takes a jaxmp.TrainState, got builtins.dict"),
+    "params": ({"w": concrete.ones(2)}, TypeError, "takes a jaxmp.TrainState, got builtins.dict"),
     "what a step returned": ((state_of(), {}), TypeError, "unpack it: state, metrics = step(state, batch)"),
 }
 
@@ -225,7 +226,7 @@ def test_a_step_takes_only_a_train_state():
 def test_a_step_names_the_arguments_that_it_takes():
     model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
     optimizer = jaxmp.nnx.Optimizer(model, optax.sgd(0.1))
-    x = jnp.ones((1, 2))
+    x = concrete.ones((1, 2))
     step, evaluate = make_train_step(train_loss), make_eval_step(train_loss)
     nnx_step = jaxmp.nnx.make_train_step(lambda model, x: jnp.mean(model(x)))
     model_in_linen = "got flax.nnx.nn.linear.Linear; make one with jaxmp.TrainState.create(params=params, tx=tx), or "
@@ -244,10 +245,13 @@ def test_a_step_names_the_arguments_that_it_takes():
 
 
 BATCHES = {
-    "six in four": ({"x": jnp.ones(6)}, "got 4 for 6 examples in batch entry 'x'; use a batch of 8"),
-    "two lengths": ({"x": jnp.ones(4), "y": jnp.ones(8)}, "got 4 in 'x' and 8 in 'y'"),
-    "a raw key": ({"x": jnp.ones(4), "key": jax.random.PRNGKey(0)}, "got 2 in 'key' and 4 in 'x'"),
-    "weights of classes": ({"weights": jnp.ones(16), "x": jnp.ones(8)}, "8 in 'x'; put arrays that all examples"),
+    "six in four": ({"x": concrete.ones(6)}, "got 4 for 6 examples in batch entry 'x'; use a batch of 8"),
+    "two lengths": ({"x": concrete.ones(4), "y": concrete.ones(8)}, "got 4 in 'x' and 8 in 'y'"),
+    "a raw key": ({"x": concrete.ones(4), "key": jax.random.PRNGKey(0)}, "got 2 in 'key' and 4 in 'x'"),
+    "weights of classes": (
+        {"weights": concrete.ones(16), "x": concrete.ones(8)},
+        "8 in 'x'; put arrays that all examples",
+    ),
 }
 
 
@@ -284,16 +288,16 @@ def test_a_batch_without_examples_is_refused_because_zero_gradients_change_param
         return jnp.mean((batch["x"] * batch["scale"]) @ params), model_state
 
     step = make_train_step(loss, accumulate_steps=2, donate=False)
-    state, _ = step(TrainState.create(params=jnp.ones(3), tx=tx), {"x": jnp.ones((2, 3)), "scale": 1.0})
+    state, _ = step(TrainState.create(params=concrete.ones(3), tx=tx), {"x": concrete.ones((2, 3)), "scale": 1.0})
     for use in (step, make_train_step(loss), make_eval_step(loss)):
         refused(
             lambda use=use: use(state, {"x": jnp.ones((0, 3)), "scale": 1.0}),
             ValueError,
             "must have at least one example",
         )
-    updates, _ = jax.jit(lambda ones: tx.update(0 * ones, tx.update(ones, tx.init(ones))[1]))(jnp.ones(3))
+    updates, _ = jax.jit(lambda ones: tx.update(0 * ones, tx.update(ones, tx.init(ones))[1]))(concrete.ones(3))
     assert float(jnp.abs(updates).min()) > 0.01  # zero gradients do change params
-    step(state, {"x": jnp.ones((2, 3)), "scale": 1.0, "ids": jnp.ones((0, 5))})  # one entry may be empty
+    step(state, {"x": concrete.ones((2, 3)), "scale": 1.0, "ids": concrete.ones((0, 5))})  # one entry may be empty
 
 
 def test_a_batch_without_arrays_may_be_accumulated():
@@ -354,13 +358,13 @@ def test_a_missing_random_key_is_an_error_with_the_remedy():
     for what, loss in LOSSES_WITHOUT_KEY.items():
         for make in (make_train_step, make_eval_step):
             noted(
-                functools.partial(make(loss), state_of(), jnp.ones((2, 3))),
+                functools.partial(make(loss), state_of(), concrete.ones((2, 3))),
                 "The state was created without rng=",
                 "TrainState.create(..., rng=0), def loss_fn(params, model_state, batch, rng)",
                 what=what,
             )
     step = make_train_step(LOSSES_WITHOUT_KEY["a key of None"])
-    assert jnp.isfinite(step(state_of(rng=0), jnp.ones((2, 3)))[1]["loss"])
+    assert jnp.isfinite(step(state_of(rng=0), concrete.ones((2, 3)))[1]["loss"])
 
 
 def test_missing_batch_statistics_are_an_error_with_the_remedy():
@@ -369,13 +373,13 @@ def test_missing_batch_statistics_are_an_error_with_the_remedy():
         return jnp.mean(params * batch), {"batch_stats": variables["batch_stats"]}
 
     for make in (make_train_step, make_eval_step):
-        step = functools.partial(make(loss_fn), state_of(), jnp.ones(2))
+        step = functools.partial(make(loss_fn), state_of(), concrete.ones(2))
         noted(step, "The state has no model_state.", 'model_state={"batch_stats": variables["batch_stats"]}')
 
 
 def test_params_that_were_donated_are_refused_with_the_remedy_under_grad_too():
     policy, model = jaxmp.get_policy("mixed_bfloat16"), jaxmp.linen.apply_policy(linen.Dense(1), "mixed_bfloat16")
-    x = jnp.ones((2, 3))
+    x = concrete.ones((2, 3))
     params = model.init(jax.random.key(0), x)["params"]
     state = state_of(params)
     make_train_step(lambda params, batch: model.apply({"params": params}, batch).mean())(state, x)
@@ -417,10 +421,10 @@ def test_an_optimizer_that_needs_more_than_the_loss_raises_its_own_error_and_wor
     def loss_of(params, *_):
         return jnp.sum(params["w"] ** 2)
 
-    params, tx = {"w": jnp.array([2.0])}, loss_scaling(standard(tx), DynamicLossScale())
+    params, tx = {"w": concrete.array([2.0])}, loss_scaling(standard(tx), DynamicLossScale())
     with pytest.raises((TypeError, ValueError), match=r"obj_fn|grad_fn"):
         make_train_step(lambda params, s, b, r: (loss_of(params), s))(
-            TrainState.create(params=params, tx=tx), jnp.ones(2)
+            TrainState.create(params=params, tx=tx), concrete.ones(2)
         )
 
     @jax.jit
