@@ -6,6 +6,7 @@ import gc
 import threading
 import weakref
 
+import concrete
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -156,13 +157,13 @@ def test_float64_complex_and_fp8_are_left_alone():
 
 
 def test_integer_products_are_left_alone():
-    n = jnp.arange(4).reshape(2, 2)
+    n = concrete.arange(4).reshape(2, 2)
     assert products(half(lambda x, n: (x @ W, n @ n)), X, n) == ["bfloat16", "int32"]
 
     def masked(x, mask):  # a product of floats with integers
         return jax.lax.dot_general(x @ W, mask, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
 
-    assert products(half(masked), X, jnp.eye(8, dtype=jnp.int32)) == ["bfloat16", "float32+int32"]
+    assert products(half(masked), X, concrete.eye(8, dtype=jnp.int32)) == ["bfloat16", "float32+int32"]
 
 
 def test_callbacks_see_the_dtypes_that_the_author_wrote():
@@ -321,7 +322,7 @@ def test_a_jit_under_an_outer_vmap_keeps_its_shardings():
     columns = NamedSharding(mesh(), PartitionSpec(None, "batch"))
     layer = jax.jit(lambda table, x: x @ table, out_shardings=columns)
     mapped = jax.vmap(half(lambda w, x: layer(w @ w, x @ w)), (None, 0))  # all examples share `w @ w`
-    assert mapped(W, jnp.ones((3, 4, 8))).sharding == NamedSharding(mesh(), PartitionSpec(None, None, "batch"))
+    assert mapped(W, concrete.ones((3, 4, 8))).sharding == NamedSharding(mesh(), PartitionSpec(None, None, "batch"))
 
 
 def test_layers_that_share_a_jit_still_share_it_under_an_outer_vmap():
@@ -331,7 +332,7 @@ def test_layers_that_share_a_jit_still_share_it_under_an_outer_vmap():
         bias = w[0] @ w  # computed, and shared by all examples
         return layer(bias, layer(bias, layer(bias, x @ w, w), w), w) @ w
 
-    program = jax.make_jaxpr(jax.vmap(half(fun), (None, 0)))(W, jnp.ones((3, 4, 8)))
+    program = jax.make_jaxpr(jax.vmap(half(fun), (None, 0)))(W, concrete.ones((3, 4, 8)))
     calls = [eqn for eqn in equations(program) if eqn.primitive.name == "jit" and "lambda" in eqn.params["name"]]
     assert len(calls) == 3 and len({id(opened(eqn.params["jaxpr"])[0]) for eqn in calls}) == 1
 
@@ -346,7 +347,7 @@ def test_a_state_that_all_examples_share_is_not_repeated_for_each_example():
         return jax.lax.scan(turn, (w[0] @ w, w @ w), x)[0][0]
 
     mapped = jax.vmap(half(filtered), (None, 0))
-    program = jax.make_jaxpr(jax.grad(lambda w, x: mapped(w, x).sum()))(W, jnp.ones((3, 4, 8)))
+    program = jax.make_jaxpr(jax.grad(lambda w, x: mapped(w, x).sum()))(W, concrete.ones((3, 4, 8)))
     turns = [eqn for eqn in equations(program) if eqn.primitive.name == "scan"]
     carried = [opened(eqn.params["jaxpr"])[0].invars for eqn in turns]
     assert (3, 8, 8) not in [var.aval.shape for inputs in carried for var in inputs]
@@ -358,7 +359,7 @@ def test_code_in_another_half_dtype_is_not_cast_to_the_policys():
         large = jnp.exp(x @ w + 15)
         return jax.jit(jnp.matmul)(large, w) + large.T.T @ w
 
-    x, w = jnp.zeros((4, 8), jnp.bfloat16), jnp.eye(8, dtype=jnp.bfloat16)
+    x, w = concrete.zeros((4, 8), jnp.bfloat16), concrete.eye(8, dtype=jnp.bfloat16)
     assert bool(jnp.isfinite(half(fun, "mixed_float16")(x, w)).all())
 
 
@@ -414,8 +415,8 @@ def test_equal_functions_with_different_constants_do_not_share_a_program():
         h = x @ w
         return above(h, 0.0) @ w, above(h, 0.3) @ w
 
-    x = jnp.full((4, 8), 0.30078125)  # 0.3 rounded to bfloat16
-    np.testing.assert_array_equal(half(fun)(x, jnp.eye(8))[1], 1)
+    x = concrete.full((4, 8), 0.30078125)  # 0.3 rounded to bfloat16
+    np.testing.assert_array_equal(half(fun)(x, concrete.eye(8))[1], 1)
 
 
 def test_arrays_of_texts_reach_the_function_unchanged():
@@ -428,9 +429,9 @@ def test_eager_calls_keep_no_array_alive_that_the_function_closes_over():
     layer, closed_over, references = jax.jit(lambda w, x: jnp.tanh(x @ w)), [], []
     fun = jaxmp.autocast(lambda w, x: layer(w, layer(w, x)) + closed_over[0].sum(), "mixed_bfloat16")
     for size in (2, 3, 3):
-        closed_over[:] = [jnp.full((64, 64), float(size))]
+        closed_over[:] = [concrete.full((64, 64), float(size))]
         references.append(weakref.ref(closed_over[0]))
-        fun(jnp.eye(4), jnp.ones((size, 4)))
+        fun(concrete.eye(4), concrete.ones((size, 4)))
     closed_over.clear()
     gc.collect()
     assert [reference() for reference in references] == [None] * 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+import concrete
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -35,7 +36,7 @@ def test_derivatives_agree_with_float32():
 
 
 def test_integer_leaves_have_float0_tangents_and_gradients_as_in_jax():
-    params = {"w": W, "columns": jnp.arange(3)}
+    params = {"w": W, "columns": concrete.arange(3)}
     zeros = np.zeros(3, jax.dtypes.float0)
 
     def fun(params):
@@ -117,7 +118,7 @@ def test_a_custom_vjp_that_optimizes_remat_is_half_under_checkpoint():
 
 
 def test_a_custom_vjp_that_closes_over_an_array_gets_the_right_residuals():
-    table = jnp.arange(8.0) / 8
+    table = concrete.arange(8.0) / 8
 
     def saving(residuals):
         @jax.custom_vjp
@@ -179,7 +180,7 @@ def test_a_custom_vjp_may_have_integers_and_static_arguments():
     def fun(w, n):
         return jnp.sum(layer(jnp.tanh, layer(jnp.tanh, X, w, n), w, n))
 
-    n = jnp.arange(8) + 1
+    n = concrete.arange(8) + 1
     assert cosine(*compiled(lambda w, n: [jax.grad(run)(w, n) for run in (half(fun), fun)])(W, n)) > 0.999
     assert set(products(jax.grad(half(fun)), W, n)) == {"bfloat16"}
 
@@ -392,7 +393,7 @@ def test_the_gradient_of_one_example_is_half_both_ways():
 
 
 def test_rules_may_close_over_arrays():
-    scale = jnp.arange(8.0)
+    scale = concrete.arange(8.0)
     jvp = jax.custom_jvp(lambda x: x * scale)
     jvp.defjvp(lambda p, t: (jvp(*p), t[0] * scale))
     vjp = jax.custom_vjp(lambda x: x * scale)
@@ -446,7 +447,7 @@ def test_a_jitted_function_inside_and_outside_of_a_rule_has_two_programs(is_rule
     def total(run):
         return lambda b: jnp.sum(jax.vmap(jax.jit(run), (None, None, 0))(b, W, jnp.tile(X, (250, 1))))
 
-    result, expected = compiled(lambda b: [jax.grad(total(run))(b) for run in (half(fun), fun)])(jnp.ones(8))
+    result, expected = compiled(lambda b: [jax.grad(total(run))(b) for run in (half(fun), fun)])(concrete.ones(8))
     assert jnp.linalg.norm(result - expected) < 0.02 * jnp.linalg.norm(expected)
 
 

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import concrete
 import flax.linen as nn
 import gradient_zoo as zoo
 import jax
@@ -38,7 +39,7 @@ compiled = functools.partial(
 WAYS = ("apply_policy", "autocast")
 LIMITS = {"bfloat16": 0.02, "float16": 0.003}
 CASES = {**LAYERS, **MODELS}
-X = jnp.ones((20, 30, 4))
+X = concrete.ones((20, 30, 4))
 
 
 def half_gradient(case: Any, way: str, policy: str, transform: Any = None) -> Any:
@@ -151,11 +152,11 @@ TURNS = {
 
 
 def test_half_sums_finds_a_weight_that_is_cast_before_a_loop():
-    xs = jnp.zeros((300, 2, 4), jnp.bfloat16)
+    xs = concrete.zeros((300, 2, 4), jnp.bfloat16)
     for name, turn in TURNS.items():
-        cast_outside = sums_of(lambda w, turn=turn: in_a_loop(w, xs, True, turn), jnp.eye(4))
+        cast_outside = sums_of(lambda w, turn=turn: in_a_loop(w, xs, True, turn), concrete.eye(4))
         assert cast_outside == [("scan", "bfloat16", 300)], name
-        assert sums_of(lambda w, turn=turn: in_a_loop(w, xs, False, turn), jnp.eye(4)) == [], name
+        assert sums_of(lambda w, turn=turn: in_a_loop(w, xs, False, turn), concrete.eye(4)) == [], name
 
 
 def test_half_sums_ignores_residual_streams():
@@ -164,8 +165,8 @@ def test_half_sums_ignores_residual_streams():
         return jnp.sum(lax.scan(lambda x, _: (body(x), None), x, None, 300)[0].astype(w.dtype))
 
     for body in (lambda x: x + jnp.tanh(x), jax.checkpoint(lambda x: x + jnp.tanh(x)), lambda x: 2 * x + jnp.sin(x)):
-        assert sums_of(lambda w, body=body: streamed(w, body), jnp.ones(4)) == []
-        cast_before = sums_of(lambda w, body=body: streamed(in_half(w), body), jnp.ones(4))
+        assert sums_of(lambda w, body=body: streamed(w, body), concrete.ones(4)) == []
+        cast_before = sums_of(lambda w, body=body: streamed(in_half(w), body), concrete.ones(4))
         assert cast_before == [("reduce_sum", "bfloat16", 300)]
 
 
@@ -177,7 +178,7 @@ def test_half_sums_looks_through_moves_casts_branches_and_rules():
     def repeat(w):
         return jnp.sin(jnp.broadcast_to(w, (300, 4)))
 
-    w, expected = jnp.ones(4), [("reduce_sum", "bfloat16", 300)]
+    w, expected = concrete.ones(4), [("reduce_sum", "bfloat16", 300)]
     assert sums_of(lambda w: used(w, lambda w: repeat(w[::-1].reshape(2, 2).T.reshape(4))), w) == expected
     assert sums_of(lambda w: used(w, lambda w: repeat(w.astype(jnp.float32).astype(jnp.bfloat16))), w) == expected
     assert sums_of(lambda w: used(w, lambda w: lax.cond(w[0] > 0, repeat, lambda w: 2 * repeat(w), w)), w) == expected
@@ -191,14 +192,14 @@ def test_half_sums_looks_through_moves_casts_branches_and_rules():
 
 def test_half_sums_names_an_operation_that_it_does_not_know():
     with pytest.raises(AssertionError, match="unknown primitive lu"):
-        half_sums(jax.make_jaxpr(lambda w: lax.linalg.lu(w)[0])(jnp.eye(4)))
+        half_sums(jax.make_jaxpr(lambda w: lax.linalg.lu(w)[0])(concrete.eye(4)))
 
 
 # --- many uses of a weight --------------------------------------------------------------------------------------------
 
 # Each use of the weight adds 1 to each element of its gradient. (The contracted axis has two elements or more, because
 # a contraction of one element is not a product.)
-EIGHTHS, ONES = jnp.full((8, 8), 1 / 8), jnp.ones((8, 8))
+EIGHTHS, ONES = concrete.full((8, 8), 1 / 8), concrete.ones((8, 8))
 LOOPS = {
     "fori": lambda w: lax.fori_loop(0, 4096, lambda _, c: c + jnp.sum(EIGHTHS @ w), 0.0),
     "scan's results": lambda w: lax.scan(lambda c, _: (c, EIGHTHS @ w), 0.0, None, length=4096)[1].sum(),
@@ -268,8 +269,8 @@ def test_the_gradient_of_a_table_is_summed_in_float32():
         return jnp.sum(table[jnp.zeros(4096, int)] @ jnp.eye(4))
 
     gradients = both_orders(fun, "mixed_float16")
-    for result in compiled(lambda table: [gradient(table) for gradient in gradients])(jnp.zeros((10, 4))):
-        np.testing.assert_array_equal(result, jnp.zeros((10, 4)).at[0].set(4096))
+    for result in compiled(lambda table: [gradient(table) for gradient in gradients])(concrete.zeros((10, 4))):
+        np.testing.assert_array_equal(result, concrete.zeros((10, 4)).at[0].set(4096))
 
 
 # --- every layer and every model, under a policy and under autocast ---------------------------------------------------
@@ -332,7 +333,7 @@ def test_table_rows_that_a_batch_repeats_have_float32_gradient_sums(is_cast):
         rows = (table.astype(jnp.bfloat16) if is_cast else table)[ids].astype(jnp.float32)
         return jnp.sum(repeated(rows, x @ w) @ w)
 
-    args = (jnp.ones((10, 8)), jnp.ones((300, 6, 8)), jnp.eye(8), jnp.arange(6))
+    args = (concrete.ones((10, 8)), concrete.ones((300, 6, 8)), concrete.eye(8), concrete.arange(6))
     for name, repeated in OVER_A_BATCH.items():
         fun = functools.partial(loss, repeated=repeated)
         for gradient in (
@@ -376,7 +377,7 @@ def halves_in_turn(names: Any) -> list[tuple[Any, str]]:
 def test_repeated_values_computed_from_params_have_float32_gradient_sums(name, half):
     rng = np.random.default_rng(0)
     params = {param: jnp.asarray(rng.uniform(size=(8, 8)), jnp.float32) for param in ("w", "left", "right")}
-    args = {**params, "v": jnp.full(8, 0.5)}, jnp.asarray(rng.uniform(size=(2, 16, 32, 8)), jnp.float32)
+    args = {**params, "v": concrete.full(8, 0.5)}, jnp.asarray(rng.uniform(size=(2, 16, 32, 8)), jnp.float32)
 
     def fun(p, x):
         return COMPUTED[name](p, x) / 1024
@@ -528,7 +529,7 @@ def test_per_example_derivatives_have_float32_gradient_sums(name, half):
         return jax.grad(loss)
 
     rng = np.random.default_rng(0)
-    params = {"w": jnp.asarray(rng.uniform(size=(8, 8)) / 4, jnp.float32), "v": jnp.full(8, 0.5)}
+    params = {"w": jnp.asarray(rng.uniform(size=(8, 8)) / 4, jnp.float32), "v": concrete.full(8, 0.5)}
     args = params, jnp.asarray(rng.uniform(size=(64, 64, 8)), jnp.float32)
     program = gradient(jaxmp.autocast(fun, f"mixed_{half}"))
     assert not half_sums(jax.make_jaxpr(program)(*args))
@@ -557,7 +558,7 @@ def test_gradient_sums_on_explicit_axes_are_float32(half, is_mapped, columns):
 
     rng = np.random.default_rng(0)
     w, x = rng.uniform(size=(8, 8)) / 4, rng.uniform(size=(2,) * is_mapped + (64, 64, 8))
-    args = {"w": jnp.asarray(w, jnp.float32), "b": jnp.full(8, 0.5)}, jnp.asarray(x, jnp.float32)
+    args = {"w": jnp.asarray(w, jnp.float32), "b": concrete.full(8, 0.5)}, jnp.asarray(x, jnp.float32)
     true = compiled(gradient(fun))(*args)
     with jax.set_mesh(mesh):
         rows = (None,) * is_mapped + ("rows",)
@@ -580,7 +581,10 @@ def test_results_of_a_collective_have_float32_gradient_sums():
     def gradient(fun):
         return jax.grad(lambda p, x: jax.vmap(fun, (None, 0), axis_name="examples")(p, x).sum() / 64)
 
-    args = {"w": jnp.eye(8) / 2 + 0.01}, jnp.asarray(np.random.default_rng(0).uniform(size=(512, 8, 8)), jnp.float32)
+    args = (
+        {"w": concrete.eye(8) / 2 + 0.01},
+        jnp.asarray(np.random.default_rng(0).uniform(size=(512, 8, 8)), jnp.float32),
+    )
     program = gradient(jaxmp.autocast(fun, "mixed_bfloat16"))
     assert not long_half_sums(jax.make_jaxpr(program)(*args))
     true, got = compiled(lambda *args: (gradient(fun)(*args), program(*args)))(*args)
@@ -597,7 +601,7 @@ def test_values_shared_by_groups_of_examples_have_float32_gradient_sums():
         return jax.grad(lambda p, group, x: groups(p, group, x).sum() / 16)
 
     rng = np.random.default_rng(0)
-    params = {"w": jnp.asarray(rng.uniform(size=(8, 8)) / 4, jnp.float32), "v": jnp.full(8, 0.5)}
+    params = {"w": jnp.asarray(rng.uniform(size=(8, 8)) / 4, jnp.float32), "v": concrete.full(8, 0.5)}
     args = params, *(jnp.asarray(rng.uniform(size=(4096, *shape)), jnp.float32) for shape in [(8,), (3, 8)])
     true, program = compiled(gradient(fun))(*args), gradient(jaxmp.autocast(fun, "mixed_bfloat16"))
     assert not long_half_sums(jax.make_jaxpr(program)(*args))
@@ -607,7 +611,7 @@ def test_values_shared_by_groups_of_examples_have_float32_gradient_sums():
 def test_up_to_64_repetitions_are_not_rewritten():
     fun = jaxmp.autocast(lambda w, v, x: (x @ w + v @ w) @ w, "mixed_bfloat16")
     for rows, count in ((64, 0), (65, 1)):
-        program = jax.make_jaxpr(fun)(jnp.eye(8), jnp.ones(8), jnp.ones((rows, 8)))
+        program = jax.make_jaxpr(fun)(concrete.eye(8), concrete.ones(8), concrete.ones((rows, 8)))
         assert [eqn.primitive.name for eqn in equations(program)].count("cast_repeated") == count
 
 
@@ -648,7 +652,7 @@ def test_equal_messages_in_a_segment_extreme_are_counted_in_float32():
 
 def test_extremes_of_few_messages_are_float32_too():
     fun = jaxmp.autocast(lambda w, x: largest_of_messages(x @ w) @ w, "mixed_bfloat16")
-    eqns = equations(jax.make_jaxpr(fun)(jnp.eye(8), jnp.ones((2, 8))))
+    eqns = equations(jax.make_jaxpr(fun)(concrete.eye(8), concrete.ones((2, 8))))
     assert [eqn.outvars[0].aval.dtype.name for eqn in eqns if eqn.primitive.name == "scatter-max"] == ["float32"]
 
 
@@ -777,7 +781,7 @@ def summed(api: str, case: str, params: Any, policy: str | None) -> jax.Array:
 
 @pytest.mark.parametrize(("api", "policy"), [("Linen", "mixed_bfloat16"), ("NNX", "mixed_float16")])
 def test_half_values_repeated_between_layers_have_float32_gradient_sums(api, policy):
-    params = {"kernel": jnp.full((8, 1), 0.125), "bias": jnp.zeros(1)}
+    params = {"kernel": concrete.full((8, 1), 0.125), "bias": concrete.zeros(1)}
     cases = list(AS_WRITTEN)[api == "NNX" :: 2]
 
     def gradients(params: Any, under: str | None) -> Any:
@@ -887,11 +891,11 @@ def test_a_vmap_after_the_trace_has_float32_gradient_sums(inner, order, half):
 
     sums = [
         eqn.outvars[0].aval.dtype
-        for eqn in equations(jax.make_jaxpr(jax.grad(loss_of))(jnp.zeros(4)))
+        for eqn in equations(jax.make_jaxpr(jax.grad(loss_of))(concrete.zeros(4)))
         if eqn.primitive.name in ("reduce_sum", "add_any")
     ]
     assert sums and half not in [dtype.name for dtype in sums]
-    np.testing.assert_allclose(compiled(jax.grad(loss_of))(jnp.zeros(4)), np.ones(4), rtol=1e-2)
+    np.testing.assert_allclose(compiled(jax.grad(loss_of))(concrete.zeros(4)), np.ones(4), rtol=1e-2)
 
 
 def test_per_example_gradients_of_a_bias_equal_float32():
@@ -903,6 +907,6 @@ def test_per_example_gradients_of_a_bias_equal_float32():
         ]
         return *by_rows, jax.vmap(lambda row: jax.jacfwd(lambda bias: half(jnp.eye(4), bias, row))(jnp.zeros(4)))(rows)
 
-    expected, *results = compiled(gradients)(jnp.arange(12.0).reshape(3, 4))
+    expected, *results = compiled(gradients)(concrete.arange(12.0).reshape(3, 4))
     for result in results:
         np.testing.assert_array_equal(result, expected)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concrete
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +11,7 @@ from autocast_tools import HALVES, both, compiled, dtypes_of, half, normal, prod
 
 import jaxmp
 
-W = jnp.eye(8)
+W = concrete.eye(8)
 LOWEST = jnp.finfo(jnp.float32).min
 
 
@@ -40,7 +41,7 @@ def test_a_softmax_with_a_logarithm_is_not_rounded():
         p = jax.nn.softmax(x @ w)
         return p @ w, jnp.log(p + 1e-12)
 
-    x = 12 * jnp.eye(8)[:2]  # a probability that bfloat16 rounds to 1
+    x = 12 * concrete.eye(8)[:2]  # a probability that bfloat16 rounds to 1
     result, expected = both(fun, "mixed_bfloat16", x, W)
     np.testing.assert_allclose(result[1], expected[1], rtol=1e-3)
 
@@ -87,7 +88,7 @@ def test_a_variance_as_a_difference_of_means_is_float32():
 
 
 def test_squares_that_are_summed_do_not_overflow_float16():
-    x = jnp.full((1, 8), 300.0)
+    x = concrete.full((1, 8), 300.0)
     norm = half(between(lambda x: x / jnp.sqrt(jnp.sum(x**2, -1, keepdims=True))), "mixed_float16")
     assert np.allclose(norm(x, W), 8**-0.5, rtol=1e-3)
 
@@ -96,7 +97,7 @@ def test_a_tiny_epsilon_does_not_vanish_in_float16():
     # A literal of the program, a constant, and a constant with small and large elements.
     epsilons = 1e-12, jnp.float32(1e-12), np.array([2.0, 1e-12] * 4, np.float32)
     funs = [half(between(lambda x, e=epsilon: x / (jnp.abs(x) + e)), "mixed_float16") for epsilon in epsilons]
-    for result in compiled(lambda x, w: [fun(x, w) for fun in funs])(jnp.zeros((2, 8)), W):
+    for result in compiled(lambda x, w: [fun(x, w) for fun in funs])(concrete.zeros((2, 8)), W):
         np.testing.assert_array_equal(result, 0)
 
 
@@ -129,7 +130,7 @@ def test_masked_scores_that_are_returned_stay_finite():
         scores = x @ w + jnp.where(jnp.arange(8) < 3, 0.0, LOWEST)
         return jax.nn.softmax(scores) @ w, scores
 
-    assert bool(jnp.isfinite(half(fun, "mixed_float16")(jnp.ones((1, 8)), W)[1]).all())
+    assert bool(jnp.isfinite(half(fun, "mixed_float16")(concrete.ones((1, 8)), W)[1]).all())
 
 
 def test_the_fill_value_of_a_gather_is_not_rounded():
@@ -137,7 +138,7 @@ def test_the_fill_value_of_a_gather_is_not_rounded():
         rows = [jnp.take(x @ w, jnp.array([0, 99]), axis=0, mode="fill", fill_value=fill) for fill in (-1e30, 1e-12)]
         return [1 / row for row in rows]
 
-    x = jnp.ones((4, 8))
+    x = concrete.ones((4, 8))
     result, expected = both(fun, "mixed_float16", x, W)
     np.testing.assert_allclose(result, expected, rtol=1e-3)
 
@@ -158,7 +159,7 @@ def test_a_scatter_add_is_float32():
     def fun(x, w):
         return jnp.zeros(8).at[jnp.zeros(8, int)].add((x @ w)[0]) @ w
 
-    assert dtypes_of("scatter-add", half(fun), jnp.ones((1, 8)), W) == ["float32"]
+    assert dtypes_of("scatter-add", half(fun), concrete.ones((1, 8)), W) == ["float32"]
 
 
 def test_a_statistic_is_rounded_only_for_the_product_that_reads_it():
@@ -169,7 +170,7 @@ def test_a_statistic_is_rounded_only_for_the_product_that_reads_it():
         h = x @ w
         return (jnp.mean(h * h, -1) - jnp.mean(h, -1) ** 2) @ jnp.eye(8)
 
-    assert np.allclose(compiled(half(norms, "mixed_float16"))(jnp.full((8, 8, 8), 300.0), W), 848.5)
+    assert np.allclose(compiled(half(norms, "mixed_float16"))(concrete.full((8, 8, 8), 300.0), W), 848.5)
     x = (100 + normal(7, 8, 8, 8)).astype(jnp.bfloat16).astype(jnp.float32)
     assert np.allclose(*both(variances, "mixed_bfloat16", x, W), rtol=0.01)
 
@@ -196,16 +197,16 @@ def test_a_difference_before_a_float32_scale_is_float32():
         return (x @ w - mean) * jax.lax.rsqrt(scale) @ w
 
     x = (10 + 0.3 * normal(10, 4, 8)).astype(jnp.bfloat16).astype(jnp.float32)
-    args = (x, jnp.full(8, 10.03), jnp.full(8, 0.1), W)
+    args = (x, concrete.full(8, 10.03), concrete.full(8, 0.1), W)
     assert np.allclose(*both(fun, "mixed_bfloat16", *args), rtol=2**-8)
 
 
 def test_a_float8_product_of_the_author_does_not_change():
-    codes = jnp.ones((16, 16), jnp.float8_e4m3fn)
+    codes = concrete.ones((16, 16), jnp.float8_e4m3fn)
 
     def fun(x, w):
         product = jax.lax.dot_general(codes, codes, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
         return product + x @ w
 
-    result = jaxmp.autocast(fun, "mixed_bfloat16")(jnp.ones((16, 16)), jnp.ones((16, 16)))
+    result = jaxmp.autocast(fun, "mixed_bfloat16")(concrete.ones((16, 16)), concrete.ones((16, 16)))
     np.testing.assert_array_equal(np.asarray(result), 32)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import concrete
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -323,7 +324,7 @@ def test_convolutions_have_no_algorithms_and_are_true_float32():
     def fun(x, w):
         return jax.lax.conv(x, w, (1,), "SAME")
 
-    program = jax.make_jaxpr(half(fun, overrides={"**": BF16X3}))(jnp.ones((1, 2, 8)), jnp.ones((2, 2, 3)))
+    program = jax.make_jaxpr(half(fun, overrides={"**": BF16X3}))(concrete.ones((1, 2, 8)), concrete.ones((2, 2, 3)))
     (convolution,) = [eqn for eqn in program.eqns if eqn.primitive.name == "conv_general_dilated"]
     assert convolution.params["precision"] == HIGHEST
 
@@ -469,7 +470,7 @@ def test_autocast_takes_functions_and_callable_modules_only():
                 transform(module, "mixed_bfloat16")
     with pytest.raises(TypeError, match=r"takes arrays, got ShapeDtypeStruct.*use jaxmp\.cast_plan"):
         half(model)(jax.ShapeDtypeStruct((4, 8), jnp.float32), W)
-    module, x = nnx.Linear(8, 8, rngs=nnx.Rngs(0)), jnp.ones((1, 8))
+    module, x = nnx.Linear(8, 8, rngs=nnx.Rngs(0)), concrete.ones((1, 8))
     bound = nn.Dense(8).bind({"params": {"kernel": module.kernel[...], "bias": module.bias[...]}})
     for fun in (module, bound):
         assert "bfloat16" in str(jax.make_jaxpr(jaxmp.autocast(fun, "mixed_bfloat16"))(x))
@@ -482,7 +483,7 @@ def test_autocast_as_a_context_manager_or_decorator_raises_with_a_remedy():
 
 
 def test_errors_of_traced_values_are_those_of_jax():
-    x = jnp.ones((3, 3))
+    x = concrete.ones((3, 3))
     for fun in (
         lambda x: x * float(jnp.sum(x @ x)),
         lambda x: x if x.sum() > 0 else -x,
@@ -498,7 +499,7 @@ def test_the_rules_decide_under_a_policy_on_a_path_but_not_under_half(override, 
         with jax.named_scope("head"):
             return jax.nn.softmax(x @ w) @ w
 
-    square = jnp.ones((8, 8))
+    square = concrete.ones((8, 8))
     plan = jaxmp.cast_plan(fun, "mixed_bfloat16", {"head": override})(square, square)
     assert [row.result for row in plan.rows if row.primitive == "exp"] == [dtype]
     assert {row.result for row in plan.rows if row.primitive == "dot_general"} == {"bfloat16"}
@@ -509,7 +510,7 @@ def test_a_question_mark_stands_for_a_colon_in_the_name_of_a_scope():
         with jax.named_scope("stage:1"):
             return jnp.sum(jnp.tanh(x @ w))
 
-    x = jnp.ones((4, 4))
+    x = concrete.ones((4, 4))
     plan = jaxmp.cast_plan(fun, "mixed_bfloat16", {"stage?1": "float32"})(x, x)
     assert {row.result for row in plan.rows if row.path} == {"float32"}
     plan = jaxmp.cast_plan(fun, "mixed_bfloat16", {"stage?1:dot_general": "float32"})(x, x)

@@ -6,6 +6,7 @@ import concurrent.futures
 import functools
 import time
 
+import concrete
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -104,7 +105,7 @@ def test_with_multi_steps_a_bad_microbatch_leaves_the_statistics_alone_too():
 def test_apply_gradients_skips_completely_but_sets_the_given_fields():
     params, _ = problem()
     tx = loss_scaling(standard(optax.adam(1e-2)), DynamicLossScale())
-    state = TrainState.create(params=params, tx=tx, model_state={"n": jnp.zeros(())}, ema=True)
+    state = TrainState.create(params=params, tx=tx, model_state={"n": concrete.zeros(())}, ema=True)
 
     @jax.jit
     def applied(state, grads):
@@ -153,8 +154,8 @@ def test_with_a_scale_that_cannot_fall_the_run_stops_soon_after_the_limit(scale)
 
 def test_a_batch_and_params_of_one_array_have_no_names():
     step = make_train_step(lambda p, s, b, r: (jnp.mean(b * p), s), max_consecutive_skips=2)
-    state = TrainState.create(params=jnp.ones(2), tx=loss_scaling(optax.sgd(0.1), jaxmp.NoOpLossScale()))
-    _, text = fails_within(step, state, jnp.full((3, 2), jnp.nan), 12)
+    state = TrainState.create(params=concrete.ones(2), tx=loss_scaling(optax.sgd(0.1), jaxmp.NoOpLossScale()))
+    _, text = fails_within(step, state, concrete.full((3, 2), jnp.nan), 12)
     assert "the loss (nan); the gradient; the batch. Look for NaN in" in text
 
 
@@ -170,7 +171,7 @@ def test_while_the_scale_can_fall_the_run_goes_on(scale):
 
 @pytest.mark.parametrize("kind", ["jitted step", "own step", "nnx"])
 def test_a_loop_around_a_step_that_cannot_raise_ends_a_stuck_run_itself(kind):
-    params, x, limit = {"w": jnp.ones(2)}, jnp.array([1.0, jnp.nan]), {"max_consecutive_skips": 3}
+    params, x, limit = {"w": concrete.ones(2)}, concrete.array([1.0, jnp.nan]), {"max_consecutive_skips": 3}
     tx = loss_scaling(optax.sgd(0.1), jaxmp.StaticLossScale(8.0))
 
     def loss_fn(params, x):
@@ -203,11 +204,11 @@ def test_a_loop_around_a_step_that_cannot_raise_ends_a_stuck_run_itself(kind):
 
 def test_a_stuck_run_needs_a_scale_that_cannot_fall():
     tx = loss_scaling(optax.sgd(0.1), DynamicLossScale(8.0))
-    state = tx.init(jnp.ones(2))
+    state = tx.init(concrete.ones(2))
     for _ in range(2):
-        _, state = tx.update(jnp.full(2, jnp.nan), state, jnp.ones(2))
+        _, state = tx.update(concrete.full(2, jnp.nan), state, concrete.ones(2))
     jaxmp.raise_if_stuck(state, max_consecutive_skips=2)
-    _, state = tx.update(jnp.full(2, jnp.nan), state, jnp.ones(2))
+    _, state = tx.update(concrete.full(2, jnp.nan), state, concrete.ones(2))
     with pytest.raises(
         NonFiniteTrainingError, match="3 steps in a row were skipped at loss scale 1, which did not fall"
     ):
@@ -240,7 +241,7 @@ def test_only_the_non_finite_params_are_named():
 def test_a_run_stops_if_only_the_norm_of_the_gradients_is_not_finite():
     step = make_train_step(lambda p, s, b, r: (1e20 * jnp.sum(p["w"]), s), max_consecutive_skips=2)
     tx = loss_scaling(optax.sgd(1e-20), DynamicLossScale(4.0))
-    params = {"w": jnp.ones(2)}
+    params = {"w": concrete.ones(2)}
     at, text = fails_within(step, TrainState.create(params=params, tx=tx), 1.0, 9)
     assert 4 <= at <= 7
     assert "not finite now: no gradient, so it must be the gradients' norm or the optimizer's updates. Look" in text
@@ -249,10 +250,10 @@ def test_a_run_stops_if_only_the_norm_of_the_gradients_is_not_finite():
 def test_updates_that_are_not_finite_and_long_lists_of_params_are_reported():
     step = make_train_step(lambda p, s, b, r: (sum(p), s), max_consecutive_skips=2)
     tx = loss_scaling(optax.scale(jnp.inf), jaxmp.NoOpLossScale(), check_updates=True)
-    state = TrainState.create(params=(jnp.ones(()),) * 10, tx=tx)
+    state = TrainState.create(params=(concrete.ones(()),) * 10, tx=tx)
     assert "the gradients' norm or the optimizer's updates" in fails_within(step, state, 1.0, 9)[1]
     step = make_train_step(lambda p, s, b, r: (sum(p) * jnp.nan, s), max_consecutive_skips=2)
-    state = TrainState.create(params=(jnp.ones(()),) * 10, tx=optax.sgd(0.1))
+    state = TrainState.create(params=(concrete.ones(()),) * 10, tx=optax.sgd(0.1))
     assert "gradients of '0', '1', '2', '3', '4', '5', '6', '7', …." in fails_within(step, state, 1.0, 9)[1]
 
 
@@ -449,7 +450,7 @@ def drop_nnx(tx):
 def test_a_loop_that_drops_the_new_state_is_told_once(drop, inner, scale):
     tx = loss_scaling(inner, scale)
     states = drop(tx)
-    _, state = tx.update(jnp.ones(2), tx.init(jnp.ones(2)), jnp.ones(2))
+    _, state = tx.update(concrete.ones(2), tx.init(concrete.ones(2)), concrete.ones(2))
     jaxmp.raise_if_stuck(state)  # a correct step, from which the calls are counted again
     for _ in range(19):
         jaxmp.raise_if_stuck(next(states))
@@ -480,4 +481,4 @@ def test_a_state_before_its_first_step_is_no_mistake(scale):
         jaxmp.raise_if_stuck(state)
     for _ in range(4):  # a whole period in each iteration
         jaxmp.raise_if_stuck(jax.device_get(state))
-        _, state = tx.update(jnp.ones(2), state, jnp.ones(2))
+        _, state = tx.update(concrete.ones(2), state, concrete.ones(2))

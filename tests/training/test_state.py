@@ -9,6 +9,7 @@ import threading
 import warnings
 from typing import Any
 
+import concrete
 import flax.serialization
 import flax.struct
 import jax
@@ -69,7 +70,7 @@ def test_a_subclass_may_have_fields_of_its_own():
         name: str = flax.struct.field(pytree_node=False, default="")
 
     params, batch = problem()
-    state = WithCounts.create(params=params, tx=sgd(), examples=jnp.zeros(()), name="run")
+    state = WithCounts.create(params=params, tx=sgd(), examples=concrete.zeros(()), name="run")
     state, _ = make_train_step(train_loss)(state, batch)
     assert type(state) is WithCounts and state.name == "run" and state.examples == 0
     state = state.apply_gradients(grads=jax.tree.map(jnp.ones_like, params), examples=state.examples + 8)
@@ -87,7 +88,7 @@ def test_an_optimizer_whose_state_holds_the_params_themselves_can_be_donated():
         params=params, tx=loss_scaling(standard(optax.contrib.prodigy()), DynamicLossScale()), ema=True
     )
     state, _ = make_train_step(loss, ema_decay=0.9)(state, batch)
-    assert state.step == 1 and same_bits(state.params["hidden"]["b2"], jnp.zeros(4))
+    assert state.step == 1 and same_bits(state.params["hidden"]["b2"], concrete.zeros(4))
 
 
 def test_states_of_weak_type_or_numpy_are_compiled_for_once():
@@ -143,7 +144,7 @@ def test_a_state_can_be_made_under_jit_and_abstractly():
 def test_a_state_saved_in_mid_run_continues_bit_for_bit():
     params, batch = problem()
     rng = jax.random.PRNGKey(0)  # Flax cannot save typed keys
-    state = TrainState.create(params=params, tx=sgd(), model_state={"n": jnp.zeros(())}, rng=rng, ema=True)
+    state = TrainState.create(params=params, tx=sgd(), model_state={"n": concrete.zeros(())}, rng=rng, ema=True)
     step = make_train_step(
         lambda p, s, b, r: (train_loss(p, s, b, r)[0], {"n": s["n"] + 1}), ema_decay=0.9, donate=False
     )
@@ -151,7 +152,7 @@ def test_a_state_saved_in_mid_run_continues_bit_for_bit():
     for step_batch in (batch, bad, batch):
         state, _ = step(state, step_batch)
     blank = TrainState.create(
-        params=jax.tree.map(jnp.zeros_like, params), tx=state.tx, model_state={"n": jnp.ones(())}, rng=1, ema=True
+        params=jax.tree.map(jnp.zeros_like, params), tx=state.tx, model_state={"n": concrete.ones(())}, rng=1, ema=True
     )
     end = state
     for step_batch in (bad, batch, batch):
@@ -427,7 +428,7 @@ class WithTarget(TrainState):
     ],
 )
 def test_a_state_that_has_an_array_twice_can_be_donated(shared):
-    params = {"w": jnp.arange(2.0)}
+    params = {"w": concrete.arange(2.0)}
     state = WithTarget.create(params=params, target=params, tx=optax.sgd(0.1), ema=True)
     steps = [
         make_train_step(lambda p, s, b, r: (jnp.sum(p["w"] ** 2) * b, s), ema_decay=0.5, donate=donate)
@@ -447,14 +448,14 @@ def test_a_key_that_an_optimizer_holds_outlives_a_donating_step():
     key = jax.random.key(0)
     tx = loss_scaling(optax.chain(optax.add_noise(0.1, 0.5, key), optax.sgd(0.1)), jaxmp.DynamicLossScale())
     step = make_train_step(lambda p, s, b, r: (jnp.sum(p**2), s))
-    runs = [step(TrainState.create(params=jnp.ones(2), tx=tx), 1.0)[0].params for _ in range(2)]
+    runs = [step(TrainState.create(params=concrete.ones(2), tx=tx), 1.0)[0].params for _ in range(2)]
     assert jnp.array_equal(*runs) and jax.random.key_data(key).shape == (2,)
 
 
 def test_an_unknown_field_raises_pythons_error():
     for name in ("batch_stats", "loss_scale", "step"):
         with pytest.raises(TypeError, match=name):
-            TrainState.create(params=jnp.ones(2), tx=optax.sgd(0.1), **{name: 1})
+            TrainState.create(params=concrete.ones(2), tx=optax.sgd(0.1), **{name: 1})
 
 
 @pytest.mark.parametrize("make", ["state", "with_tx", "replace", "sharded", "nnx", "own step"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import typing
 import warnings
 
+import concrete
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -72,7 +73,7 @@ def test_a_loss_function_may_take_only_params_and_batch_and_return_only_the_loss
 
 def test_steps_are_compiled_once_never_wait_and_reuse_the_memory_of_the_state():
     params, batch = problem()
-    state = fresh(params, rng=0, ema=True, model_state={"n": jnp.zeros(())})
+    state = fresh(params, rng=0, ema=True, model_state={"n": concrete.zeros(())})
     bad = {**batch, "x": batch["x"].at[0, 0].set(jnp.nan)}
     traces = []
 
@@ -114,10 +115,10 @@ def test_arrays_that_are_also_in_the_batch_are_not_donated():
 
     assert same_bits(train(donate=True), train(donate=False))
 
-    state = TrainState.create(params={"w": jnp.ones((2, 1))}, tx=optax.sgd(0.1))
+    state = TrainState.create(params={"w": concrete.ones((2, 1))}, tx=optax.sgd(0.1))
     target = jax.device_put(state.params, jax.devices()[0])  # other arrays in the same memory
     with pytest.raises((RuntimeError, ValueError)) as error:
-        make_train_step(loss_fn)(state, {"x": jnp.ones((4, 2)), "target": target})
+        make_train_step(loss_fn)(state, {"x": concrete.ones((4, 2)), "target": target})
     assert any("Copy it with jax.tree.map(jnp.copy, ...)" in note for note in error.value.__notes__)
 
 
@@ -163,8 +164,8 @@ def test_inputs_of_any_dtype_train_a_float32_head_in_microbatches_too(steps, inp
         return jnp.mean(model.apply({"params": params}, batch)) / 2**14, model_state
 
     tx = loss_scaling(optax.sgd(1.0), DynamicLossScale())
-    body = {"kernel": jnp.ones((8, 8)), "bias": jnp.zeros(8)}
-    state = TrainState.create(params={"body": body, "head": {"scale": jnp.ones((8, 8))}}, tx=tx)
+    body = {"kernel": concrete.ones((8, 8)), "bias": concrete.zeros(8)}
+    state = TrainState.create(params={"body": body, "head": {"scale": concrete.ones((8, 8))}}, tx=tx)
     state, metrics = make_train_step(loss, accumulate_steps=steps)(state, batch)
     assert not metrics["skipped"]
     # The mean is over 8 columns, and each column of a param has the gradient of one of them.
@@ -182,8 +183,8 @@ def test_half_gradients_are_accumulated_in_float32():
         return jnp.mean((batch * params).astype(jnp.float32)), model_state
 
     tx = loss_scaling(optax.sgd(1.0), jaxmp.NoOpLossScale())
-    state = TrainState.create(params=jnp.ones((), jnp.float16), tx=tx)
-    _, metrics = make_train_step(loss, accumulate_steps=4)(state, jnp.array([2048, 1, 1, 1], jnp.float16))
+    state = TrainState.create(params=concrete.ones((), jnp.float16), tx=tx)
+    _, metrics = make_train_step(loss, accumulate_steps=4)(state, concrete.array([2048, 1, 1, 1], jnp.float16))
     assert metrics["grad_norm"] == 2051 / 4
 
 
@@ -194,9 +195,13 @@ def test_microbatches_take_every_nth_example_in_order_and_see_the_model_state_of
         state = {"seen": indices, "count": model_state["count"] + 1}
         return params * jnp.mean(batch["x"] * batch["temperature"]), state, {"first": batch["i"][0], "both": batch["i"]}
 
-    model_state = {"seen": jnp.zeros((3, 2), jnp.int32), "count": jnp.zeros((), jnp.int32)}
-    state = TrainState.create(params=jnp.ones(()), tx=optax.sgd(0.1), model_state=model_state)
-    batch = {"i": jnp.arange(6), "x": jnp.ones(6), "temperature": jnp.float32(2.0)}  # each microbatch gets the scalar
+    model_state = {"seen": concrete.zeros((3, 2), jnp.int32), "count": concrete.zeros((), jnp.int32)}
+    state = TrainState.create(params=concrete.ones(()), tx=optax.sgd(0.1), model_state=model_state)
+    batch = {
+        "i": concrete.arange(6),
+        "x": concrete.ones(6),
+        "temperature": jnp.float32(2.0),
+    }  # each microbatch gets the scalar
     state, metrics = make_train_step(loss, accumulate_steps=3)(state, batch)
     np.testing.assert_array_equal(state.model_state["seen"], [[0, 3], [1, 4], [2, 5]])
     assert state.model_state["seen"].dtype == jnp.int32 and metrics["loss"] == 2
@@ -209,8 +214,8 @@ def test_every_microbatch_has_its_own_random_numbers():
     def loss(params, model_state, batch, rng):
         return params * 0.0, model_state, {"draw": jax.random.uniform(rng), "square": jax.random.uniform(rng) ** 2}
 
-    state = TrainState.create(params=jnp.ones(()), tx=optax.sgd(0.1), rng=0)
-    _, metrics = make_train_step(loss, accumulate_steps=4)(state, jnp.ones(4))
+    state = TrainState.create(params=concrete.ones(()), tx=optax.sgd(0.1), rng=0)
+    _, metrics = make_train_step(loss, accumulate_steps=4)(state, concrete.ones(4))
     assert metrics["square"] - metrics["draw"] ** 2 > 1e-4  # the variance of the draws
 
 
@@ -220,7 +225,7 @@ def test_every_microbatch_has_its_own_random_numbers():
 @pytest.mark.once
 @pytest.mark.filterwarnings("ignore:updates below")  # of the half params
 def test_the_moving_average_is_that_of_the_unrounded_params_in_float32():
-    params = jnp.array([1.0, -2.0], jnp.bfloat16)
+    params = concrete.array([1.0, -2.0], jnp.bfloat16)
     state = TrainState.create(params=params, tx=optax.sgd(2.0**-12), ema=True)
     assert state.ema_params.dtype == jnp.float32
 
@@ -230,7 +235,7 @@ def test_the_moving_average_is_that_of_the_unrounded_params_in_float32():
     step = make_train_step(loss, ema_decay=0.75)
     current, average = np.array([1.0, -2.0]), np.array([1.0, -2.0])
     for _ in range(3):
-        state, _ = step(state, jnp.array([1.0, 4.0]))
+        state, _ = step(state, concrete.array([1.0, 4.0]))
         unrounded = current - 2.0**-12 * np.array([1.0, 4.0])
         average = 0.75 * average + 0.25 * unrounded
         current = np.asarray(jnp.asarray(unrounded, jnp.bfloat16), np.float64)
@@ -436,7 +441,7 @@ def test_the_warning_for_float16_products_without_a_scale_comes_once_and_only_wh
 @pytest.mark.once
 @pytest.mark.parametrize("library", ["linen", "nnx"])
 def test_a_loss_scale_or_a_half_policy_without_half_products_is_warned_of_once(library):
-    x, traces = jnp.ones((4, 8)), []
+    x, traces = concrete.ones((4, 8)), []
 
     def warned(policy_of_model=None, loss_scale=None, is_elementwise=False, **options):
         if library == "linen":
@@ -488,8 +493,8 @@ def test_a_loss_scale_or_a_half_policy_without_half_products_is_warned_of_once(l
 
 @pytest.mark.parametrize("accumulate_steps", [1, 2])
 def test_a_loss_that_uses_params_from_outside_of_it_is_warned_of(accumulate_steps):
-    x, model = jnp.ones((4, 3)), nnx.Linear(3, 2, rngs=nnx.Rngs(0))
-    params = {"w": jnp.ones((3, 2))}
+    x, model = concrete.ones((4, 3)), nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    params = {"w": concrete.ones((3, 2))}
     state = TrainState.create(params=params, tx=optax.sgd(0.1))
     optimizer = jaxmp.nnx.Optimizer(model, optax.sgd(0.1))
     options = {"accumulate_steps": accumulate_steps, "donate": False}
@@ -509,7 +514,7 @@ def test_evaluation_changes_no_state_and_can_use_the_moving_average():
         return loss_fn(params, batch), {"n": model_state["n"] + 1}, {"n": model_state["n"]}
 
     dtypes = set()
-    state = fresh(params, model_state={"n": jnp.zeros(())}, ema=True, rng=0)
+    state = fresh(params, model_state={"n": concrete.zeros(())}, ema=True, rng=0)
     step = make_train_step(loss, ema_decay=0.5)
     for _ in range(3):
         state, _ = step(state, batch)
