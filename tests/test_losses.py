@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import concrete
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -331,26 +332,31 @@ def test_if_all_labels_are_ignored_the_loss_and_its_gradients_are_0():
 # ---- what is refused
 
 
-LOGITS = {"logits": jnp.ones((2, 3)), "labels": np.zeros(2, int)}
-FUSED = {"x": jnp.ones((4, 3)), "weights": jnp.ones((6, 3)), "labels": np.zeros(4, int)}
+LOGITS = {"logits": concrete.ones((2, 3)), "labels": np.zeros(2, int)}
+FUSED = {"x": concrete.ones((4, 3)), "weights": concrete.ones((6, 3)), "labels": np.zeros(4, int)}
 
 
 @pytest.mark.parametrize(
     ("inputs", "changes", "error", "phrase"),
     [
         (LOGITS, {"logits": np.ones((2, 3), int)}, TypeError, "logits must have a floating dtype, got int"),
-        (LOGITS, {"logits": jnp.ones(()), "labels": np.zeros((), int)}, ValueError, r"classes\), got the shape \(\)"),
+        (
+            LOGITS,
+            {"logits": concrete.ones(()), "labels": np.zeros((), int)},
+            ValueError,
+            r"classes\), got the shape \(\)",
+        ),
         (LOGITS, {"labels": np.zeros(2, bool)}, TypeError, "have an integer dtype, got bool"),
         (LOGITS, {"labels": np.zeros(2, np.float32)}, TypeError, "have an integer dtype, got float32.*argmax"),
         (LOGITS, {"label_smoothing": 1.0}, ValueError, "less than 1, got 1.0"),
         (LOGITS, {"label_smoothing": -0.1}, ValueError, "at least 0 .*got -0.1"),
         (LOGITS, {"z_loss": np.nan}, ValueError, "at least 0, got nan"),
         (LOGITS, {"ignore_index": 2**40}, OverflowError, "overflow"),
-        (FUSED, {"x": jnp.ones((4, 5))}, ValueError, r"\(4, 5\) and \(6, 3\).*transpose"),
-        (FUSED, {"x": jnp.ones((2, 2, 3))}, ValueError, r"\(2, 2, 3\).*reshape x"),
-        (FUSED, {"x": jnp.ones((4, 0)), "weights": jnp.ones((6, 0))}, ValueError, r"\(4, 0\) and \(6, 0\)"),
+        (FUSED, {"x": concrete.ones((4, 5))}, ValueError, r"\(4, 5\) and \(6, 3\).*transpose"),
+        (FUSED, {"x": concrete.ones((2, 2, 3))}, ValueError, r"\(2, 2, 3\).*reshape x"),
+        (FUSED, {"x": concrete.ones((4, 0)), "weights": concrete.ones((6, 0))}, ValueError, r"\(4, 0\) and \(6, 0\)"),
         (FUSED, {"weights": np.ones((6, 3), int)}, TypeError, "weights must have a floating dtype"),
-        (FUSED, {"bias": jnp.ones(5)}, ValueError, r"the shape \(6,\), one number per row of weights, got \(5,\)"),
+        (FUSED, {"bias": concrete.ones(5)}, ValueError, r"the shape \(6,\), one number per row of weights, got \(5,\)"),
         (FUSED, {"classes": 7}, ValueError, r"from 1 to 6, the rows of weights, got 7"),
         (FUSED, {"classes": 2.5}, ValueError, "from 1 .* got 2.5"),
         (FUSED, {"chunks": 0}, ValueError, "chunks must be an integer of at least 1 or 'auto', got 0"),

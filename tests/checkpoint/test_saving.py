@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 
+import concrete
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -101,10 +102,10 @@ def test_several_nnx_models_with_their_optimizers_are_restored_in_place(nnx_step
 @pytest.mark.once
 def test_any_tree_of_arrays_and_numbers_can_be_saved_and_restored_to_shapes(tmp_path):
     tree = {
-        "half": [jnp.arange(3, dtype=jnp.bfloat16), jnp.ones((2, 2), jnp.float8_e4m3fn)],
+        "half": [concrete.arange(3, dtype=jnp.bfloat16), concrete.ones((2, 2), jnp.float8_e4m3fn)],
         "keys": (jax.random.key(1), jax.random.split(jax.random.key(2, impl="rbg"), 3), jax.random.PRNGKey(3)),
         "flag": jnp.array(True),
-        "empty": jnp.zeros((0, 2), jnp.int32),
+        "empty": concrete.zeros((0, 2), jnp.int32),
         "numpy": np.arange(4.0, dtype=np.float32),
         "count": 3,
     }
@@ -151,7 +152,7 @@ def test_numpy_arrays_and_python_numbers_keep_their_64_bits(tmp_path):
 
 @pytest.mark.parametrize("leaf", [np.array(["text"]), np.ones(2, "M8[s]"), np.ones(2, np.longdouble), 2**64])
 def test_a_dtype_that_orbax_cannot_write_is_refused(leaf, tmp_path):
-    checkpoint.save(tmp_path, {"a": jnp.ones(2)}, step=1, wait=True)
+    checkpoint.save(tmp_path, {"a": concrete.ones(2)}, step=1, wait=True)
     refused(lambda: checkpoint.save(tmp_path, {"a": leaf}, step=1), TypeError, "Orbax cannot write ", "got 'a'")
     assert checkpoint.list_steps(tmp_path) == [1]
 
@@ -214,7 +215,7 @@ def test_a_program_that_ends_while_it_saves_writes_the_last_checkpoint(tmp_path)
     assert program.returncode == 0 and errors == ""
     assert checkpoint.list_steps(tmp_path) == [0, 1, 2]
     restored = checkpoint.restore(tmp_path, {"w": jax.ShapeDtypeStruct((3_000_000,), jnp.float32)})
-    assert jnp.array_equal(restored["w"], jnp.arange(3_000_000, dtype=jnp.float32))
+    assert jnp.array_equal(restored["w"], concrete.arange(3_000_000, dtype=jnp.float32))
 
 
 @pytest.mark.slow("starts and kills processes")
@@ -235,16 +236,16 @@ def test_a_checkpoint_of_a_program_that_was_killed_while_it_saved_is_ignored_and
     assert int(unfinished[0].name.partition(".")[0]) not in complete
     if complete:
         assert checkpoint.restore(tmp_path, like)["w"][-1] == elements - 1
-    checkpoint.save(tmp_path, {"w": jnp.ones(2)}, step=1000, wait=True)
+    checkpoint.save(tmp_path, {"w": concrete.ones(2)}, step=1000, wait=True)
     assert checkpoint.list_steps(tmp_path)[-1] == 1000 and not list(tmp_path.glob("*tmp*"))
 
 
 def test_the_newest_checkpoints_are_kept_and_one_of_the_same_step_is_replaced(tmp_path):
     for step in (1, 2, 3, 4, 4):
-        checkpoint.save(tmp_path / "a", {"w": jnp.full(2, step)}, step=step, keep=2, wait=True)
+        checkpoint.save(tmp_path / "a", {"w": concrete.full(2, step)}, step=step, keep=2, wait=True)
     assert checkpoint.list_steps(tmp_path / "a") == [3, 4]
-    checkpoint.save(tmp_path / "a", {"w": jnp.full(2, 40)}, step=4, keep=None, metadata={"policy": "float32"})
-    like = {"w": jnp.zeros(2, jnp.int32)}
+    checkpoint.save(tmp_path / "a", {"w": concrete.full(2, 40)}, step=4, keep=None, metadata={"policy": "float32"})
+    like = {"w": concrete.zeros(2, jnp.int32)}
     assert checkpoint.restore(tmp_path / "a", like)["w"][0] == 40
     assert checkpoint.restore(tmp_path / "a", like, step=3)["w"][0] == 3
     assert checkpoint.read_metadata(str(tmp_path / "a")) == {"policy": "float32"}
@@ -264,14 +265,14 @@ def fail_to_complete(monkeypatch):
 
 @pytest.mark.parametrize("keep", [1, 2])
 def test_a_checkpoint_stays_if_its_replacement_fails(keep, tmp_path, monkeypatch):
-    like = {"w": jnp.zeros(2)}
+    like = {"w": concrete.zeros(2)}
     for step in (3, 4):
-        checkpoint.save(tmp_path, {"w": jnp.full(2, float(step))}, step=step, keep=keep, wait=True)
+        checkpoint.save(tmp_path, {"w": concrete.full(2, float(step))}, step=step, keep=keep, wait=True)
     steps = checkpoint.list_steps(tmp_path)
     with monkeypatch.context() as patch:
         fail_to_complete(patch)
         with pytest.raises(OSError, match="no space left"):
-            checkpoint.save(tmp_path, {"w": jnp.ones(2)}, step=4, keep=keep, wait=True)
+            checkpoint.save(tmp_path, {"w": concrete.ones(2)}, step=4, keep=keep, wait=True)
     assert checkpoint.list_steps(tmp_path) == steps and (tmp_path / "4").exists()
     assert checkpoint.restore(tmp_path, like)["w"][0] == 4
 
@@ -290,22 +291,22 @@ def test_a_checkpoint_stays_if_its_replacement_fails(keep, tmp_path, monkeypatch
         patch.setattr(_Manager, "save", fail)
         patch.setattr(_Manager, "close", note_close)
         with pytest.raises(OSError, match="no space left"):
-            checkpoint.save(tmp_path, {"w": jnp.ones(2)}, step=4, keep=keep)
+            checkpoint.save(tmp_path, {"w": concrete.ones(2)}, step=4, keep=keep)
     assert closed and checkpoint.list_steps(tmp_path) == steps
     assert checkpoint.restore(tmp_path, like)["w"][0] == 4
 
-    checkpoint.save(tmp_path, {"w": jnp.full(2, 5.0)}, step=4, keep=keep, wait=True)
+    checkpoint.save(tmp_path, {"w": concrete.full(2, 5.0)}, step=4, keep=keep, wait=True)
     assert checkpoint.list_steps(tmp_path) == steps and checkpoint.restore(tmp_path, like)["w"][0] == 5
     assert sorted(path.name for path in tmp_path.iterdir()) == [str(step) for step in steps]
 
 
 def test_a_checkpoint_is_read_and_moved_back_if_the_process_was_killed_while_it_was_replaced(tmp_path):
-    like = {"w": jnp.zeros(2)}
-    checkpoint.save(tmp_path, {"w": jnp.full(2, 4.0)}, step=4, wait=True)
+    like = {"w": concrete.zeros(2)}
+    checkpoint.save(tmp_path, {"w": concrete.full(2, 4.0)}, step=4, wait=True)
     (tmp_path / "replaced_checkpoints").mkdir()
     (tmp_path / "4").rename(tmp_path / "replaced_checkpoints" / "4")  # the files after such a kill
     assert checkpoint.list_steps(tmp_path) == [4] and checkpoint.restore(tmp_path, like)["w"][0] == 4
-    checkpoint.save(tmp_path, {"w": jnp.full(2, 5.0)}, step=5, wait=True)
+    checkpoint.save(tmp_path, {"w": concrete.full(2, 5.0)}, step=5, wait=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["4", "5"]
     assert checkpoint.restore(tmp_path, like, step=4)["w"][0] == 4
 
@@ -326,8 +327,8 @@ def test_a_checkpoint_stays_if_the_process_is_killed_while_it_is_replaced(tmp_pa
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     assert subprocess.run([sys.executable, "-c", REPLACING, str(tmp_path)], env=env).returncode == -signal.SIGKILL
     assert checkpoint.list_steps(tmp_path) == [4]
-    assert checkpoint.restore(tmp_path, {"w": jnp.zeros(2)})["w"][0] == 1
-    checkpoint.save(tmp_path, {"w": jnp.full(2, 2.0)}, step=4, keep=1, wait=True)
+    assert checkpoint.restore(tmp_path, {"w": concrete.zeros(2)})["w"][0] == 1
+    checkpoint.save(tmp_path, {"w": concrete.full(2, 2.0)}, step=4, keep=1, wait=True)
     assert [path.name for path in tmp_path.iterdir()] == ["4"]
 
 
@@ -350,12 +351,12 @@ def test_threads_may_save_at_the_same_time(tmp_path):
     assert errors == []
     for number in range(4):
         assert checkpoint.list_steps(tmp_path / str(number)) == [1, 2]
-        restored = checkpoint.restore(tmp_path / str(number), {"w": jnp.zeros(200_000, jnp.int32)})
+        restored = checkpoint.restore(tmp_path / str(number), {"w": concrete.zeros(200_000, jnp.int32)})
         assert (restored["w"] == number).all()
 
 
 def test_the_error_of_a_write_in_the_background_is_raised_by_a_later_call(tmp_path, monkeypatch):
-    arrays = {"w": jnp.ones(2)}
+    arrays = {"w": concrete.ones(2)}
     fail_to_complete(monkeypatch)
     later_calls = (
         lambda: checkpoint.wait(),
@@ -411,7 +412,7 @@ def test_a_wrong_argument_is_refused(tmp_path):
 
     with pytest.raises(FileNotFoundError, match="has no complete checkpoint; write one with"):
         checkpoint.restore(tmp_path, linen_run()[0])
-    save(tmp_path, {"w": jnp.ones(2)}, step=5, wait=True)
+    save(tmp_path, {"w": concrete.ones(2)}, step=5, wait=True)
     with pytest.raises(FileNotFoundError, match=r"has no complete checkpoint of step 4, only of \[5\]"):
         checkpoint.restore(tmp_path, linen_run()[0], step=4)
     with pytest.raises(FileNotFoundError, match=r"is a checkpoint, not the folder of checkpoints; pass .* and step=5"):
@@ -436,14 +437,14 @@ def test_without_orbax_the_error_says_what_to_install(tmp_path, monkeypatch):
 
 def test_a_checkpoint_that_orbax_cannot_read_is_an_error_with_the_other_steps(tmp_path):
     for step in (1, 2):
-        checkpoint.save(tmp_path, {"w": jnp.ones(2)}, step=step)
+        checkpoint.save(tmp_path, {"w": concrete.ones(2)}, step=step)
     checkpoint.wait()
     for file in (tmp_path / "2" / "state" / "d").iterdir():
         file.write_bytes(b"")
     with pytest.raises(Exception) as error:
-        checkpoint.restore(tmp_path, {"w": jnp.ones(2)})
+        checkpoint.restore(tmp_path, {"w": concrete.ones(2)})
     assert "restore an earlier one" in error.value.__notes__[-1] and "[1, 2]" in error.value.__notes__[-1]
-    assert checkpoint.restore(tmp_path, {"w": jnp.zeros(2)}, step=1)["w"][0] == 1
+    assert checkpoint.restore(tmp_path, {"w": concrete.zeros(2)}, step=1)["w"][0] == 1
     (tmp_path / "3").mkdir()
     with pytest.raises(ValueError, match=r"/3 was not written by jaxmp.checkpoint.save"):
         checkpoint.read_metadata(tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import concrete
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +13,7 @@ from autocast_tools import both, compiled, half, in_turn, normal, operations, pr
 
 import jaxmp
 
-W = jnp.eye(8)
+W = concrete.eye(8)
 
 
 def pixels():
@@ -27,11 +28,11 @@ def warp(affine):
 
 
 # NumPy computes these arrays, so that nothing is compiled when the file is imported.
-AFFINE = jnp.asarray(np.tile(np.array([[0.9, 0.1, 5.03], [-0.1, 0.95, 20.7]], np.float32), (4, 1)))  # four warps
-POINTS, ROTATION = normal(1, 1000, 8, scale=10), jnp.asarray(np.linalg.qr(np.asarray(normal(2, 8, 8)))[0])
+AFFINE = concrete.array(np.tile(np.array([[0.9, 0.1, 5.03], [-0.1, 0.95, 20.7]], np.float32), (4, 1)))  # four warps
+POINTS, ROTATION = normal(1, 1000, 8, scale=10), concrete.array(np.linalg.qr(np.asarray(normal(2, 8, 8)))[0])
 FREQUENCIES = normal(4, 8, 16, scale=10)
-POSITIONS = jnp.asarray(np.arange(1000, dtype=np.float32)[:, None])
-THRESHOLDS = jnp.asarray(np.linspace(-1, 1, 8, dtype=np.float32))
+POSITIONS = concrete.array(np.arange(1000, dtype=np.float32)[:, None])
+THRESHOLDS = concrete.array(np.linspace(-1, 1, 8, dtype=np.float32))
 
 
 def projected(points, rotation):

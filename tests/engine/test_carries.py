@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 
+import concrete
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -17,10 +18,10 @@ from flax import nnx
 import jaxmp
 
 TURNS = 200
-X, B = normal(0, 8, 8), jnp.linspace(-1, 1, 8)
+X, B = normal(0, 8, 8), concrete.array(np.linspace(-1, 1, 8))
 PARAMS = {"w": normal(1, 8, 8, scale=0.3), "t": normal(2, 8, 8, scale=0.3), "dt": jnp.float32(1 / TURNS)}
 XS = normal(3, TURNS, 8, 8)
-SPANS = jnp.linspace(0.5, 2, 8)  # one for each example
+SPANS = concrete.array(np.linspace(0.5, 2, 8))  # one for each example
 WITHIN = {"mixed_bfloat16": 0.02, "mixed_float16": 0.003}
 
 

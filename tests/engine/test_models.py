@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import concrete
 import flax.linen as nn
 import haiku as hk
 import jax
@@ -31,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
 def data(*shape: int, seed: int = 7) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+    return concrete.array(np.random.default_rng(seed).normal(size=shape), np.float32)
 
 
 class Block(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concrete
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,13 +13,13 @@ import jaxmp
 
 X, W = normal(0, 32, 16), normal(1, 16, 512, scale=0.3)
 # NumPy computes these arrays, so that nothing is compiled when the file is imported.
-GRID = jnp.asarray(np.arange(512, dtype=np.float32))
+GRID = concrete.array(np.arange(512, dtype=np.float32))
 COSINE, SINE = np.cos(np.float32(0.3)), np.sin(np.float32(0.3))
-ROTATION = jnp.asarray(np.array([[COSINE, -SINE, 0], [SINE, COSINE, 0], [0, 0, 1]], np.float32))
+ROTATION = concrete.array(np.array([[COSINE, -SINE, 0], [SINE, COSINE, 0], [0, 0, 1]], np.float32))
 ROWS, COLUMNS = np.meshgrid(np.arange(16), np.arange(32), indexing="ij")
-PIXELS = jnp.asarray(np.stack([ROWS.ravel(), COLUMNS.ravel()], -1), jnp.float32)
-HIGH_BIN = jnp.asarray(np.eye(512, dtype=np.float32)[300])
-IMAGES, SQUARE = jnp.asarray(np.full((32, 16), 200, np.uint8)), normal(3, 16, 16)
+PIXELS = concrete.array(np.stack([ROWS.ravel(), COLUMNS.ravel()], -1), jnp.float32)
+HIGH_BIN = concrete.array(np.eye(512, dtype=np.float32)[300])
+IMAGES, SQUARE = concrete.array(np.full((32, 16), 200, np.uint8)), normal(3, 16, 16)
 WEIGHTS = (SQUARE * 10).astype(jnp.int8)
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from typing import Any
 
+import concrete
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -42,14 +43,14 @@ class Model(nnx.Module):
 
 def test_an_error_names_the_arguments_that_an_earlier_step_donated():
     tx = jaxmp.loss_scaling(optax.sgd(0.1), jaxmp.DynamicLossScale())
-    params, x = {"w": jnp.ones((2, 1))}, jnp.ones((4, 2))
+    params, x = {"w": concrete.ones((2, 1))}, concrete.ones((4, 2))
     state = jaxmp.TrainState.create(params=params, tx=tx)
     jaxmp.make_train_step(lambda params, model_state, x, rng: (jnp.sum(x @ params["w"]), model_state))(state, x)
     for look in (numerics, first_nonfinite, lambda fun: compare(fun, "mixed_bfloat16")):
         with pytest.raises(RuntimeError, match=r"'params/w' was donated to an earlier step"):
             look(lambda params, x: jnp.sum(x @ params["w"]))(params, x)
     with pytest.raises(RuntimeError, match="'opt_state/loss_scale/loss_scale' was donated"):
-        numerics(lambda params, x: jnp.sum(x @ params), tx=tx)(jnp.ones((2, 1)), x, opt_state=state.opt_state)
+        numerics(lambda params, x: jnp.sum(x @ params), tx=tx)(concrete.ones((2, 1)), x, opt_state=state.opt_state)
 
     def fun(params: Any, x: Any) -> Any: ...
 
@@ -67,7 +68,7 @@ PATHS = ["block/dense", "block", "head"]
 
 
 def test_modules_of_a_plain_nnx_model_are_paths_in_every_tool() -> None:
-    model, x = Model(nnx.Rngs(0)), jnp.ones((2, 4))
+    model, x = Model(nnx.Rngs(0)), concrete.ones((2, 4))
     report = audit(loss_fn)(model, x)
     assert [product.path for product in report.products] == ["block/dense", "head"]
     assert [product.ran for product in report.products] == ["float32", "float32"]
@@ -91,14 +92,14 @@ def test_a_step_on_a_plain_nnx_model_is_audited_by_paths() -> None:
         optimizer.update(model, grads)
         return loss
 
-    report = audit(step, compile=False)(model, optimizer, jnp.ones((2, 4)))
+    report = audit(step, compile=False)(model, optimizer, concrete.ones((2, 4)))
     assert {(product.path, product.phase) for product in report.products} == {
         (path, phase) for path in ("block/dense", "head") for phase in ("forward", "backward")
     }
 
 
 def test_a_train_step_of_a_plain_nnx_model_has_the_paths_of_its_modules() -> None:
-    model, x = Model(nnx.Rngs(0)), jnp.ones((2, 4))
+    model, x = Model(nnx.Rngs(0)), concrete.ones((2, 4))
     optimizer = jaxmp.nnx.Optimizer(model, optax.sgd(0.1))
     step = jaxmp.nnx.make_train_step(loss_fn, policy="mixed_bfloat16")
     forward = [row.path for row in compare(step)(model, optimizer, x).rows if row.phase == "forward"]
@@ -141,7 +142,7 @@ class Layer:
 
 @pytest.mark.once
 def test_functions_among_the_leaves_of_a_model_are_left_to_it() -> None:
-    layer, x = Layer(jnp.eye(8), jnp.tanh), jnp.ones((2, 8))
+    layer, x = Layer(concrete.eye(8), jnp.tanh), concrete.ones((2, 8))
     args = {"layer": layer}, x
 
     def loss_of_layer(model: Any, x: Any) -> Any:
@@ -152,15 +153,15 @@ def test_functions_among_the_leaves_of_a_model_are_left_to_it() -> None:
     counted = numerics(loss_of_layer, tx=optax.sgd(0.1))
     of_tanh = counted(*args)
     assert list(of_tanh.updates) == ["layer/weight"]
-    identity = Layer(jnp.eye(8), lambda x: x)
+    identity = Layer(concrete.eye(8), lambda x: x)
     assert counted({"layer": identity}, x).loss == 1.0 > of_tanh.loss  # the function is not the first one
-    bad = Layer(jnp.eye(8) * jnp.inf, jnp.tanh)
+    bad = Layer(concrete.eye(8) * jnp.inf, jnp.tanh)
     assert first_nonfinite(loss_of_layer)({"layer": bad}, x).path == "model/layer/weight"
     assert tune(loss_of_layer, "mixed_bfloat16")(*args, batches=[(2 * x,)]).half_flops == 1.0
 
 
 def test_a_constant_loss_has_zero_gradients() -> None:
-    w, x = jnp.ones((4, 4)), jnp.ones((2, 4))
+    w, x = concrete.ones((4, 4)), concrete.ones((2, 4))
     for loss in (lambda w, x: 3.0, lambda w, x: jnp.float32(3)):
         assert first_nonfinite(loss)(w, x) is None
         comparison = compare(loss, "mixed_bfloat16")(w, x)
@@ -181,9 +182,9 @@ def test_a_batch_is_a_multiple_of_the_microbatches() -> None:
     def loss_fn(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
         return jnp.mean(batch @ params["w"]), model_state
 
-    state = jaxmp.TrainState.create(params={"w": jnp.ones((4, 64))}, tx=optax.sgd(0.1))
+    state = jaxmp.TrainState.create(params={"w": concrete.ones((4, 64))}, tx=optax.sgd(0.1))
     step = jaxmp.make_train_step(loss_fn, accumulate_steps=4)
-    size = memory(step)(state, jnp.ones((32, 4))).largest_batch(12_000)
+    size = memory(step)(state, concrete.ones((32, 4))).largest_batch(12_000)
     assert size > 4 and size % 4 == 0
 
 
@@ -214,7 +215,7 @@ def test_an_argument_that_is_no_array_is_kept_out_of_the_compiled_program_too() 
 
 @pytest.mark.once
 def test_the_error_for_a_cached_model_says_what_to_pass():
-    jitted, model, x = nnx.jit(loss_fn), Model(nnx.Rngs(0)), jnp.ones((2, 4))
+    jitted, model, x = nnx.jit(loss_fn), Model(nnx.Rngs(0)), concrete.ones((2, 4))
     assert len(audit(jitted)(model, x).products) == 2
     for tool in (audit, functools.partial(compare, grad=False)):
         with pytest.raises(TraceContextError) as error:
@@ -233,7 +234,7 @@ def test_a_tool_that_is_called_in_the_wrong_way_says_how_to_call_it(name):
     assert repr(inspection) == f"<{name} of loss_fn: call it with the arguments of loss_fn, {name}(loss_fn)(...)>"
     with pytest.raises(AttributeError, match=rf"has no 'findings'; write {name}\(loss_fn\)\(...\).findings"):
         inspection.findings  # noqa: B018
-    w, x = jnp.ones((2, 2)), jnp.ones((3, 2))
+    w, x = concrete.ones((2, 2)), concrete.ones((3, 2))
     with pytest.raises(TypeError, match=rf"{name} takes a function, got .*; write {name}\(fun\)\(arguments of fun\)"):
         tool(loss_fn(w, x))
     with pytest.raises(TypeError, match=rf"{name} takes a function without its arguments, got 3 more"):

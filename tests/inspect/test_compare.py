@@ -3,6 +3,7 @@
 import io
 import json
 
+import concrete
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -164,7 +165,7 @@ class _Scanned(nn.Module):
 
 
 def test_an_error_enters_in_one_turn_of_a_scan():
-    model, none = _Scanned(), jnp.zeros(3)
+    model, none = _Scanned(), concrete.zeros(3)
     params = jax.jit(model.init)(jax.random.key(0), X, none)
 
     def loss(params, x, planted):
@@ -227,7 +228,7 @@ def test_complex_values_and_gradients_are_compared_with_their_imaginary_parts():
             y = jax.lax.complex(jnp.zeros((16, 8)), x @ a)
         return 1e-3 * jnp.sum((y * params["c"]).real)
 
-    args = {"c": jnp.ones(8, jnp.complex64)}, W["a"], X
+    args = {"c": concrete.ones(8, jnp.complex64)}, W["a"], X
     comparison = compare(loss, "mixed_bfloat16")(*args)
     rows = {(row.path, row.phase): row for row in comparison.rows}
     exact = 1j * X.astype(np.float64) @ W["a"]
@@ -284,7 +285,7 @@ def test_scopes_in_a_loops_condition_or_a_shard_map_have_no_rows_and_those_aroun
                 lambda x, w: x @ w * norm(w), mesh=mesh, in_specs=(spec, jax.sharding.PartitionSpec()), out_specs=spec
             )(x, w)
 
-    rows = compare(fun, "mixed_bfloat16", grad=False)(jnp.ones((2, 2)), jnp.eye(2)).rows
+    rows = compare(fun, "mixed_bfloat16", grad=False)(concrete.ones((2, 2)), concrete.eye(2)).rows
     assert [row.path for row in rows] == ["doubled", "mapped", ""]
 
 
@@ -303,7 +304,7 @@ def test_a_wrong_reference_and_functions_without_a_loss_or_floating_results_are_
     with pytest.raises(TypeError, match="a loss must be a floating scalar"):
         compare(lambda x: x @ W["a"], "mixed_bfloat16")(X)
     with pytest.raises(ValueError, match="a function with floating results or gradients, got neither"):
-        compare(lambda x: (x @ x).astype(jnp.int32), "mixed_bfloat16", grad=False)(jnp.ones((4, 4)))
+        compare(lambda x: (x @ x).astype(jnp.int32), "mixed_bfloat16", grad=False)(concrete.ones((4, 4)))
 
 
 def test_the_table_shows_the_worst_of_equal_layers():

@@ -4,6 +4,7 @@ import io
 import json
 import re
 
+import concrete
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -71,7 +72,7 @@ def step_numerics(params):
 
 
 def test_all_kinds_are_those_of_a_float32_step(params, step_numerics):
-    extra = jnp.zeros((6, 8)), jnp.zeros((6, 8))
+    extra = concrete.zeros((6, 8)), concrete.zeros((6, 8))
     loss, (grads, inner) = jax.jit(jax.value_and_grad(mlp, (0, 2)))(params, X, extra)
     assert step_numerics.loss == pytest.approx(float(loss), rel=1e-6)
     assert set(step_numerics.weights) == set(step_numerics.gradients) == set(step_numerics.updates) == {"w", "v"}
@@ -273,7 +274,7 @@ def test_values_in_a_while_loop_are_not_counted():
             doubled = jax.lax.while_loop(lambda carry: carry[0] < 3, turn, (0, jax.lax.stop_gradient(x)))[1]
         return jnp.sum(doubled @ params["w"])
 
-    step_numerics = numerics(loss_fn)({"w": jnp.ones((8, 2))}, np.ones((6, 8), np.float32))
+    step_numerics = numerics(loss_fn)({"w": concrete.ones((8, 2))}, np.ones((6, 8), np.float32))
     assert step_numerics.activations.keys() == {"loop"}
     assert step_numerics.activations["loop"].amax == 15
 
@@ -292,7 +293,7 @@ def test_a_branch_that_is_not_taken_has_no_values():
 
         return jnp.sum(jax.lax.cond(x[0, 0] > 0, times_three, times_five, x * params))
 
-    step_numerics = numerics(loss_fn)(jnp.float32(1.0), jnp.ones((2, 2)))
+    step_numerics = numerics(loss_fn)(jnp.float32(1.0), concrete.ones((2, 2)))
     assert (step_numerics.activations["one"].count, step_numerics.activations["two"].count) == (4, 0)
     assert (step_numerics.activation_gradients["one"].amax, step_numerics.activation_gradients["two"].count) == (1, 0)
 
@@ -329,7 +330,7 @@ def test_the_error_for_a_function_that_changes_other_objects_says_what_to_pass()
     calls = [(own_step, optimizer, "pass its loss"), (changes_another, nnx.BatchNorm(2, rngs=nnx.Rngs(0)), "eval()")]
     for fun, other, remedy in calls:
         with pytest.raises(TraceContextError) as error:
-            numerics(fun)(model, other, jnp.ones((3, 4)))
+            numerics(fun)(model, other, concrete.ones((3, 4)))
         (note,) = [note for note in error.value.__notes__ if "JAX has removed" not in note]
         assert remedy in note
 
@@ -350,7 +351,7 @@ def test_the_table_shows_the_layer_that_float16_would_harm_most():
         "overflows_first": ((1.0, 1e6, jnp.nan), 1),
         "is_largest": ((1.0, 2.0, 1.0), 1),
     }
-    stacks = {name: {f"layer_{number}": jnp.ones(4) for number in range(3)} for name in gradients}
+    stacks = {name: {f"layer_{number}": concrete.ones(4) for number in range(3)} for name in gradients}
 
     def loss_fn(weights):
         total = jnp.sum(weights["layer_3"])
@@ -358,7 +359,7 @@ def test_the_table_shows_the_layer_that_float16_would_harm_most():
             total += sum(jnp.sum(w * factor) for w, factor in zip(weights[name].values(), factors, strict=True))
         return total
 
-    step_numerics = numerics(loss_fn)({**stacks, "layer_3": jnp.ones(8)})
+    step_numerics = numerics(loss_fn)({**stacks, "layer_3": concrete.ones(8)})
     rows = [line.split("  ")[1] for line in str(step_numerics).split("\ngradients\n")[1].splitlines()]
     shown = [f"{name}/layer_{worst} (worst of 3)" for name, (_, worst) in gradients.items()]
     assert sorted(rows) == sorted(["layer_3", *shown])
@@ -370,7 +371,7 @@ def test_the_table_counts_gradients_under_the_loss_scale_of_the_step():
         return 1e-9 * jnp.sum(w)
 
     for scale, share in ((1.0, "100.0%"), (2.0**10, "0.0%")):
-        text = str(numerics(loss_fn, loss_scale=scale)(jnp.ones(4)))
+        text = str(numerics(loss_fn, loss_scale=scale)(concrete.ones(4)))
         assert text.split("\ngradients\n")[1].splitlines()[0].endswith(share)
 
 
@@ -380,8 +381,8 @@ def test_the_table_reads_at_80_columns():
         with jax.named_scope("transformer_block_0/feed_forward"):
             return jnp.mean((x @ params["transformer_block_0"]["feed_forward_hidden"]["kernel"]) ** 2)
 
-    params = {"transformer_block_0": {"feed_forward_hidden": {"kernel": jnp.ones((4, 4))}}}
-    step_numerics = numerics(loss_fn, tx=optax.sgd(1e-3))(params, jnp.ones((2, 4)))
+    params = {"transformer_block_0": {"feed_forward_hidden": {"kernel": concrete.ones((4, 4))}}}
+    step_numerics = numerics(loss_fn, tx=optax.sgd(1e-3))(params, concrete.ones((2, 4)))
     console = Console(width=80, file=io.StringIO())
     console.print(step_numerics.table())
     lines = console.file.getvalue().splitlines()

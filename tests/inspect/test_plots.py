@@ -3,6 +3,7 @@
 import dataclasses
 import json
 
+import concrete
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -71,7 +72,7 @@ def test_the_ranges_of_the_formats_are_drawn_where_they_are():
 
 
 def test_a_step_is_drawn_by_kind_and_only_its_gradients_are_scaled():
-    step_numerics = numerics(lambda w, x: 1e-9 * jnp.sum(x @ w))(jnp.ones((4, 2)), jnp.ones((3, 4)))
+    step_numerics = numerics(lambda w, x: 1e-9 * jnp.sum(x @ w))(concrete.ones((4, 2)), concrete.ones((3, 4)))
     page = plots.exponents(step_numerics, loss_scale=4)
     names = [axes.get_ylabel() for axes in page.axes[:-1]]
     assert names == ["weights", "gradients"]
@@ -197,7 +198,7 @@ def test_errors_are_drawn_where_their_scopes_stand():
     assert sorted(arguments.lines[1].get_xdata()) == sorted(r.relative_error for r in comparison.rows[-2:])
     assert scopes.lines[0].get_xdata()[0] == 2.0**-8  # the rounding error of bfloat16
     assert page.get_suptitle().startswith("The error enters nowhere at once; largest: ")
-    comparison = compare(lambda x: jnp.exp(x), "mixed_float16", grad=False)(jnp.ones(3))
+    comparison = compare(lambda x: jnp.exp(x), "mixed_float16", grad=False)(concrete.ones(3))
     (axes,) = plots.errors(comparison).axes  # no half dtype, so no line for its precision
     assert {row.dtype for row in comparison.rows} == {"float32"} and not axes.lines and axes.get_legend() is None
 
@@ -232,7 +233,7 @@ def test_memory_is_drawn_by_kind_and_dtype():
     drawn = bars(plots.memory({"mixed": mixed}).axes[1])
     first, last = (bar.get_facecolor() for bar in sorted(drawn, key=lambda bar: bar.get_x()))
     assert last == bars(page.axes[1])[0].get_facecolor() != first  # float32 has the same colour, also if it is smaller
-    small = memory(lambda params, batch: (batch @ params).sum())(jnp.ones((8, 4)), jnp.ones((2, 8)))
+    small = memory(lambda params, batch: (batch @ params).sum())(concrete.ones((8, 4)), concrete.ones((2, 8)))
     assert plots.memory({"it": small}).get_suptitle() == f"it needs {small.peak / 1024:,.2f} KiB on {small.device}"
     assert plots.memory({"a": plans["half"], "b": plans["float32"]}).get_suptitle().startswith("Nothing needs less")
 
@@ -274,10 +275,10 @@ def test_a_large_plan_is_drawn_by_scope_alone_and_one_that_changes_nothing_says_
                 x = jnp.exp(-x @ w)
         return x
 
-    page = plots.casts(jaxmp.cast_plan(deep, "mixed_bfloat16")(jnp.ones((8, 8)), jnp.ones((2, 8))))
+    page = plots.casts(jaxmp.cast_plan(deep, "mixed_bfloat16")(concrete.ones((8, 8)), concrete.ones((2, 8))))
     boxes = [text for text in texts(page) if "layer" in text]
     assert len(boxes) == 50 and boxes[0] == "1  layer_0"
-    plan = jaxmp.cast_plan(lambda x: x + 1, "mixed_bfloat16")(jnp.ones(3))
+    plan = jaxmp.cast_plan(lambda x: x + 1, "mixed_bfloat16")(concrete.ones(3))
     assert plots.casts(plan).get_suptitle() == "Nothing changes: no product is half"
 
 
@@ -289,7 +290,7 @@ def test_float8_has_its_own_colour_and_is_narrower_than_float32():
             narrow = narrow.reshape(-1).reshape(8, 8)
         return x @ narrow.astype(jnp.float32)
 
-    page = plots.casts(jaxmp.cast_plan(scaled, "mixed_bfloat16")(jnp.ones((8, 8)), jnp.ones((8, 8))))
+    page = plots.casts(jaxmp.cast_plan(scaled, "mixed_bfloat16")(concrete.ones((8, 8)), concrete.ones((8, 8))))
     colours = {}
     for legend in page.legends:
         for text, patch in zip(legend.get_texts(), legend.legend_handles, strict=True):

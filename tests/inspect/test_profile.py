@@ -9,6 +9,7 @@ import json
 import time
 from types import SimpleNamespace
 
+import concrete
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -129,7 +130,7 @@ def test_the_products_of_an_attention_have_the_dtype_of_the_program():
             return x + nn.MultiHeadDotProductAttention(4, name="attn")(nn.LayerNorm()(x))
 
     model = jaxmp.linen.apply_policy(Layer(), "mixed_bfloat16")
-    x = jnp.ones((8, 32, 32))
+    x = concrete.ones((8, 32, 32))
     params = numbers(jax.eval_shape(model.init, jax.random.key(0), x))["params"]
     state = jaxmp.TrainState.create(params=params, tx=optax.sgd(0.1))
     step = jaxmp.make_train_step(lambda params, x: jnp.mean(model.apply({"params": params}, x) ** 2))
@@ -145,7 +146,7 @@ def test_tiny_products_are_named_with_their_size():
 
         return jax.lax.scan(body, x, None, length=50)[0]
 
-    measured = profile(jax.jit(fun), steps=2)(jnp.ones((4, 8)), jnp.ones((8, 8)))
+    measured = profile(jax.jit(fun), steps=2)(concrete.ones((4, 8)), concrete.ones((8, 8)))
     sentence = _sentence(measured, "too small for this device")
     assert "cell" in sentence and "4×8×8" in sentence
     (product,) = [row for row in measured.rows if row.size == "4×8×8"]
@@ -158,7 +159,7 @@ def test_a_slow_iterator_of_batches_is_named():
             time.sleep(0.02)
             yield jnp.ones((64, 64))
 
-    measured = profile(jax.jit(lambda w, x: x @ w), steps=2)(jnp.ones((64, 64)), batches())
+    measured = profile(jax.jit(lambda w, x: x @ w), steps=2)(concrete.ones((64, 64)), batches())
     assert "the iterator takes" in _sentence(measured, "The device waits")
     assert measured.milliseconds > 20
 
@@ -172,7 +173,7 @@ def test_a_python_function_runs_as_it_is_and_its_programs_are_counted():
         time.sleep(0.005)
         return jax.tree.map(lambda w, g: w - 0.1 * g, w, grads)
 
-    measured = profile(own_step, steps=2)(jnp.ones((32, 32)), jnp.ones((32, 32)))
+    measured = profile(own_step, steps=2)(concrete.ones((32, 32)), concrete.ones((32, 32)))
     assert len(calls) == 4  # two to warm up, two under the profiler
     assert "programs that a call runs, Python computes" in _sentence(measured, "The device waits")
     assert len({row.program for row in measured.rows}) > 1
@@ -192,7 +193,7 @@ def test_a_callback_in_a_jitted_step_is_named():
             grads = jax.pure_callback(slow, grads, grads)
         return w - grads
 
-    measured = profile(step, steps=2)(jnp.ones((16, 16)), jnp.ones((16, 16)))
+    measured = profile(step, steps=2)(concrete.ones((16, 16)), concrete.ones((16, 16)))
     assert measured.groups[kinds.CALLBACK] > 4
     assert "log/pure_callback" in _sentence(measured, "Python functions that the program calls")
 
@@ -215,14 +216,14 @@ def test_the_step_of_an_nnx_model_is_profiled_and_the_model_stays_the_same():
     optimizer = jaxmp.nnx.Optimizer(model, optax.sgd(0.1))
     before = np.asarray(model.kernel[...])
     step = jaxmp.nnx.make_train_step(lambda model, x: jnp.mean(model(x) ** 2))
-    measured = profile(step, steps=1)(model, optimizer, jnp.ones((32, 64)))
+    measured = profile(step, steps=1)(model, optimizer, concrete.ones((32, 64)))
     assert measured.groups[kinds.HALF] > 0
     np.testing.assert_array_equal(model.kernel[...], before)
     assert int(optimizer.step[...]) == 0
 
 
 def test_a_jitted_function_may_change_a_copy_of_an_nnx_model():
-    model, x = nnx.Linear(64, 64, rngs=nnx.Rngs(0)), jnp.ones((32, 64))
+    model, x = nnx.Linear(64, 64, rngs=nnx.Rngs(0)), concrete.ones((32, 64))
     before = np.asarray(model.kernel[...])
 
     @nnx.jit
@@ -239,7 +240,7 @@ def test_wrong_calls_are_refused():
     with pytest.raises(ValueError, match="steps"):
         profile(jnp.sum, steps=0)
     with pytest.raises(ValueError, match="iterator that ended"):
-        profile(jax.jit(jnp.sum))(iter([jnp.ones(3)]))
+        profile(jax.jit(jnp.sum))(iter([concrete.ones(3)]))
 
     class Loader:
         def __iter__(self):
@@ -250,7 +251,7 @@ def test_wrong_calls_are_refused():
     with pytest.raises(ValueError, match="no kernels"):
         profile(lambda x: 1.0)(2.0)
     with pytest.raises(TypeError, match="argument 0 is donated"):
-        profile(donating)({"w": jnp.ones(3)})
+        profile(donating)({"w": concrete.ones(3)})
 
 
 def test_two_donated_arguments_of_one_structure_get_their_own_results():
@@ -259,8 +260,8 @@ def test_two_donated_arguments_of_one_structure_get_their_own_results():
         params = params - 0.1 * jax.grad(lambda w: jnp.mean((x @ w) ** 2))(params)
         return params, 0.9 * average + 0.1 * params
 
-    params = jnp.ones((32, 32))
-    assert profile(step, steps=2)(params, jnp.zeros((32, 32)), jnp.ones((32, 32))).groups[kinds.FLOAT32] > 0
+    params = concrete.ones((32, 32))
+    assert profile(step, steps=2)(params, concrete.zeros((32, 32)), concrete.ones((32, 32))).groups[kinds.FLOAT32] > 0
     assert not params.is_deleted()
 
 
@@ -312,8 +313,8 @@ def test_for_a_gpu_the_kernels_of_a_second_program_without_cuda_graphs_are_trace
 
 
 def test_for_a_gpu_batches_may_have_several_shapes(assumed_gpu):
-    batches = itertools.cycle([jnp.ones((32, 64)), jnp.ones((16, 64))])
-    measured = profile(jax.jit(lambda w, x: x @ w), steps=4)(jnp.ones((64, 64)), batches)
+    batches = itertools.cycle([concrete.ones((32, 64)), concrete.ones((16, 64))])
+    measured = profile(jax.jit(lambda w, x: x @ w), steps=4)(concrete.ones((64, 64)), batches)
     assert measured.milliseconds > 0
 
 
@@ -325,7 +326,7 @@ def test_a_model_that_two_arguments_share_stays_one_model():
         are_one.append(models[0] is same)
         return same(x)
 
-    profile(own_step, steps=1)([model], model, jnp.ones((4, 16)))
+    profile(own_step, steps=1)([model], model, concrete.ones((4, 16)))
     assert are_one and all(are_one)
 
 

@@ -7,6 +7,7 @@ import gc
 import weakref
 from typing import Any
 
+import concrete
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -230,7 +231,7 @@ def test_the_product_of_an_input_and_a_param_beside_a_submodule_is_half():
 
 # --- inputs that must not be rounded ----------------------------------------------------------------------------------
 
-TIMES = jnp.array([999.25, 0.015625 + 1])  # bfloat16 has neither number
+TIMES = concrete.array([999.25, 0.015625 + 1])  # bfloat16 has neither number
 
 
 def wave(t):
@@ -332,7 +333,7 @@ def test_integers_bools_keys_and_other_objects_reach_modules_unchanged():
             arguments[self.owns] = (ids.dtype.name, mask.dtype.name, nothing, number, name, flag)
             return jnp.where(noise & mask, x, 0) + nn.Embed(3, 8)(ids)
 
-    args = (X, jnp.array([0, 2]), jnp.ones((2, 8), bool), jax.random.key(3), None, 0.1)
+    args = (X, concrete.array([0, 2]), concrete.ones((2, 8), bool), jax.random.key(3), None, 0.1)
     for owns in (False, True):
         model = apply_policy(nn.Sequential([Look(owns), nn.Dense(8)]), "mixed_float16")
         with standard_promotion():
@@ -355,7 +356,7 @@ def test_inputs_may_be_numpy_arrays_of_any_width():
 def test_init_creates_the_variables_of_the_bare_module():
     for make, args, policy in (
         (lambda: nn.Sequential([Linear(), nn.BatchNorm(use_running_average=False)]), (X,), "O2"),
-        (lambda: Tied(), (jnp.array([1, 2]),), "float32"),
+        (lambda: Tied(), (concrete.array([1, 2]),), "float32"),
         (lambda: ViT(), (IMAGE,), "mixed_bfloat16"),
         (lambda: nn.WeightNorm(nn.Dense(8)), (X,), "mixed_float16"),
         (lambda: nn.RNN(nn.OptimizedLSTMCell(8)), (data(2, 3, 8),), "float32"),
@@ -463,11 +464,11 @@ class Halves(nn.Module):
 
 
 def test_a_param_of_another_shape_raises_flaxs_error():
-    x = jnp.ones((2, 8))
+    x = concrete.ones((2, 8))
     model = apply_policy(Halves(nn.initializers.lecun_normal()), "mixed_bfloat16")
     for name in ("first", "second"):
         params = model.init(jax.random.key(0), x)["params"]
-        params[name]["kernel"] = jnp.ones((8, 9))
+        params[name]["kernel"] = concrete.ones((8, 9))
         with pytest.raises(errors.ScopeParamShapeError, match=f'"kernel" in "/{name}", .* generate shape'):
             model.apply({"params": params}, x)
 
@@ -481,7 +482,7 @@ def test_an_initializer_that_reads_the_module_or_the_input_leaks_no_tracer():
 
         features: int = 8
 
-    model, x = apply_policy(Reads(), "mixed_float16"), jnp.ones((2, 8))
+    model, x = apply_policy(Reads(), "mixed_float16"), concrete.ones((2, 8))
     variables = model.init(jax.random.key(0), x)
     with jax.checking_leaks():
         assert jax.jit(model.apply)(variables, x).shape == (2, 8)

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import concrete
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -166,7 +167,7 @@ def test_nnx_jit_traces_once():
 
 
 def test_an_object_that_is_passed_several_times_stays_one_object():
-    model, other = Net(rngs()), nnx.Variable(jnp.zeros(()))
+    model, other = Net(rngs()), nnx.Variable(concrete.zeros(()))
 
     @half
     def twice(first: Any, *, named: dict[str, Any]) -> Any:
@@ -207,7 +208,7 @@ def test_changes_of_attributes_are_made_to_the_callers_objects():
     assert model.head is head and model.old is kernel
     same_bits(model.head.kernel[...], kernel[...] * 2)
     np.testing.assert_allclose(out, extra(X), rtol=0.02, atol=0.02)
-    model.extra.kernel[...] = jnp.zeros((8, 2))  # raises if the new module still has tracers
+    model.extra.kernel[...] = concrete.zeros((8, 2))  # raises if the new module still has tracers
 
 
 class Changeable(nnx.Module):
@@ -280,7 +281,7 @@ def test_a_pure_half_policy_casts_results_and_not_the_variables_of_an_argument()
 
 def test_half_variables_unchanged_variables_and_variables_that_are_not_arrays_are_kept():
     model = Net(rngs())
-    model.half, kernel = nnx.Variable(jnp.zeros(8, "bfloat16")), model.head.kernel[...]
+    model.half, kernel = nnx.Variable(concrete.zeros(8, "bfloat16")), model.head.kernel[...]
 
     @half
     def run(model: Any) -> jax.Array:
@@ -292,7 +293,7 @@ def test_half_variables_unchanged_variables_and_variables_that_are_not_arrays_ar
     assert model.head.kernel[...] is kernel
 
     model = nnx.Sequential(nnx.Linear(8, 8, rngs=rngs()))
-    model.steps, model.tree = nnx.Variable(1), nnx.Variable({"a": jnp.zeros(()), "b": None})
+    model.steps, model.tree = nnx.Variable(1), nnx.Variable({"a": concrete.zeros(()), "b": None})
 
     @half
     def run(model: Any) -> jax.Array:
@@ -342,7 +343,7 @@ def test_a_model_from_outside_of_a_jit_can_be_read_and_not_changed():
         run(loss_fn)
     with pytest.raises(TraceContextError):
         run(lambda model, x: setattr(model, "note", 1))
-    model.note, model.first.bias[...] = 3, jnp.ones(8)  # the caller may still change the model
+    model.note, model.first.bias[...] = 3, concrete.ones(8)  # the caller may still change the model
 
 
 def test_an_error_leaves_objects_unchanged():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from typing import Any
 
+import concrete
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -33,10 +34,10 @@ def test_new_values_reach_the_copy_and_new_modules_and_variables_need_the_policy
     put = apply_policy
     model = nnx.Sequential(nnx.Linear(8, 3, rngs=rngs()))
     policied = put(model, "mixed_bfloat16")
-    model.layers[0].bias[...] = jnp.ones(3)
-    same_bits(policied.layers[0].bias[...], jnp.ones(3))
+    model.layers[0].bias[...] = concrete.ones(3)
+    same_bits(policied.layers[0].bias[...], concrete.ones(3))
     before = policied(VECTORS)
-    model.layers[0].kernel = nnx.Param(jnp.zeros((8, 3)))
+    model.layers[0].kernel = nnx.Param(concrete.zeros((8, 3)))
     same_bits(policied(VECTORS), before)
     model.layers[0] = nnx.Linear(8, 5, rngs=rngs())
     same_bits(policied(VECTORS), before)
@@ -357,7 +358,7 @@ def test_a_cache_that_is_created_under_a_policy_has_the_compute_dtype_of_its_lay
 
 @pytest.mark.once
 def test_a_cache_is_float32_under_a_float32_policy_and_under_autocast():
-    x = jnp.ones((2, 4, 8))
+    x = concrete.ones((2, 4, 8))
     for model in (apply_policy(Decoder(rngs()), "float32"), jaxmp.nnx.autocast(Decoder(rngs()), "mixed_bfloat16")):
         model.init_cache(2, 4)
         assert [layer.cached_value.dtype.name for layer in model.layers] == ["float32"] * 2
@@ -371,7 +372,7 @@ def test_eager_calls_keep_no_model_alive():
         gc.collect()
         return sum(array.nbytes for array in jax.live_arrays())
 
-    x, before = jnp.ones((2, 64)), live_bytes()
+    x, before = concrete.ones((2, 64)), live_bytes()
     model = apply_policy(nnx.Linear(64, 512, rngs=nnx.Rngs(0)), "mixed_bfloat16")
     for _ in range(3):
         model(x)

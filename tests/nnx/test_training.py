@@ -6,6 +6,7 @@ import inspect
 import time
 from typing import Any
 
+import concrete
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -396,7 +397,7 @@ def test_every_microbatch_of_every_step_has_a_different_dropout_mask():
 
     model, optimizer = setup(Masks(), "float32", tx=optax.sgd(0.0))
     step = make_train_step(loss_fn, accumulate_steps=2)
-    masks = [np.asarray(step(model, optimizer, jnp.full((2, 64), x))["mask"]) for x in (1.0, np.nan, 1.0)]
+    masks = [np.asarray(step(model, optimizer, concrete.full((2, 64), x))["mask"]) for x in (1.0, np.nan, 1.0)]
     # A mask has entries 0 and 2. If the mean of two masks has a 1, the masks differ.
     assert all(set(np.unique(mask)) == {0, 1, 2} for mask in masks)
     assert len({mask.tobytes() for mask in masks}) == 3 and int(model.drop.rngs.count[...]) == 6
@@ -480,8 +481,8 @@ def test_invalid_arguments_are_errors():
         jaxmp.value_and_grad(loss_fn, optimizer.opt_state)(nnx.BatchNorm(8, rngs=rngs()), ROWS)
     assert jaxmp.value_and_grad(loss_fn, optimizer.opt_state)(model, ROWS)[0].dtype == jnp.float32
     model, optimizer = setup(mlp())
-    state, variable = nnx.state(model), nnx.Param(jnp.ones(2))
-    plain = nnx.to_pure_dict(state), nnx.split(model), jnp.ones(2), {"a": state}, [], nnx.Rngs(0), variable
+    state, variable = nnx.state(model), nnx.Param(concrete.ones(2))
+    plain = nnx.to_pure_dict(state), nnx.split(model), concrete.ones(2), {"a": state}, [], nnx.Rngs(0), variable
     for wrong in (optimizer, nn.Dense(2), None, state, *plain):
         came = rf"with an NNX model, got \S*\.{type(wrong).__name__}; "
         with pytest.raises(TypeError, match=rf"step takes \(model, optimizer, batch\) {came}"):
@@ -572,10 +573,10 @@ def test_the_original_of_a_copy_trains_only_in_a_step_that_has_a_policy():
 
 @pytest.mark.once
 def test_a_tree_of_models_or_variables_can_be_trained_like_a_model():
-    for model in ([nnx.Linear(2, 1, rngs=nnx.Rngs(0))], {"kernel": nnx.Param(jnp.ones((2, 1)))}):
+    for model in ([nnx.Linear(2, 1, rngs=nnx.Rngs(0))], {"kernel": nnx.Param(concrete.ones((2, 1)))}):
         optimizer = jaxmp.nnx.Optimizer(model, optax.sgd(0.1))
         step = make_train_step(lambda model, x: jnp.sum(x @ jax.tree.leaves(nnx.to_pure_dict(nnx.state(model)))[-1]))
-        assert jnp.isfinite(step(model, optimizer, jnp.ones((3, 2)))["loss"]) and int(optimizer.skipped_steps) == 0
+        assert jnp.isfinite(step(model, optimizer, concrete.ones((3, 2)))["loss"]) and int(optimizer.skipped_steps) == 0
 
 
 @pytest.mark.once
