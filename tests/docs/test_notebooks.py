@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+from typing import Any
 
-import nbformat
 import pytest
-from nbclient import NotebookClient
 from places import ROOT
 
 pytestmark = pytest.mark.once
@@ -15,17 +14,17 @@ pytestmark = pytest.mark.once
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 
-def pictures(notebook: nbformat.NotebookNode) -> int:
+def pictures(notebook: Any) -> int:
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     return sum("image/png" in output.get("data", {}) for output in outputs)
 
 
-def printed(notebook: nbformat.NotebookNode) -> str:
+def printed(notebook: Any) -> str:
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     return "".join(output.get("text", "") for output in outputs)
 
 
-def train_for_a_tenth_of_the_steps(notebook: nbformat.NotebookNode) -> None:
+def train_for_a_tenth_of_the_steps(notebook: Any) -> None:
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.source = re.sub(r"\bsteps=(\d+)", lambda match: f"steps={int(match[1]) // 10}", cell.source)
@@ -34,6 +33,9 @@ def train_for_a_tenth_of_the_steps(notebook: nbformat.NotebookNode) -> None:
 @pytest.mark.slow("runs every notebook")
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
 def test_a_notebook_runs_and_draws_what_is_stored_with_it(path, tmp_path, monkeypatch):
+    import nbformat  # here, because every run of the tests would wait for these imports
+    from nbclient import NotebookClient
+
     monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
     monkeypatch.setenv("MPLCONFIGDIR", str(tmp_path))
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path))

@@ -26,7 +26,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     They call the library, whose own tests run on both versions of Python.
     """
     for item in items:
-        if HERE in item.path.parents:
+        if item.path.is_relative_to(HERE):
             name = f"{item.path.relative_to(HERE).as_posix()}::{item.name}"
             if not name.startswith(NEWEST):
                 item.add_marker("once")
