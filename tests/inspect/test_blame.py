@@ -74,7 +74,7 @@ def test_attention_logits_overflow_in_float16_by_autocast():
 
     x = np.full((8, 8), 300, np.float32)
     assert np.isfinite(jax.jit(loss)(x))
-    blame = first_nonfinite(jaxmp.autocast(loss, "mixed_float16"), grad=False)(x)
+    blame = first_nonfinite(jaxmp.autocast(loss, "mixed_float16"))(x)
     check(blame, "dot_general", "overflow", path="attention", source=line_of(loss))
     assert [operand.dtype for operand in blame.operands] == ["float16"] * 2
 
