@@ -28,11 +28,12 @@ def accelerator_named(name: str) -> Gpu | Tpu:
     >>> accelerator_named("TPU v5 lite") is accelerator_named("v5e:4x4") is accelerator_named("v5e")
     True
     """
-    chip, _, slice_shape = str(name).partition(":")
+    chip, colon, slice_shape = str(name).partition(":")
     by_name = {_bare(device.device_kind): device for device in ACCELERATORS.values()}
     by_name |= {_bare(short): device for short, device in ACCELERATORS.items()}
     device = by_name.get(_bare(chip))
-    if device is None or (slice_shape and not isinstance(device, Tpu)):
+    is_slice = isinstance(device, Tpu) and re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", slice_shape)
+    if device is None or (colon and not is_slice):
         raise ValueError(
             "device must be None, for the attached device, or the name of a known GPU or TPU, got "
             f"{name!r}; nearest: {closest_names(_bare(chip), ACCELERATORS, 4)}. To add one, add a row to "

@@ -30,8 +30,8 @@ _SINCE = (
 _TURING_WITHOUT = re.compile(r"\bGTX 16\d\d|\bMX[45]\d0\b|\bT(4|5|6|10|12|20)00\b|\bT550\b")
 
 
-_PASSES = 6
-"""The products in bfloat16 that compute a float32 product of the highest precision on a TPU."""
+_PASSES = {"float32": 6, "bf16x3": 3}
+"""The products in bfloat16 that compute a product of float32 operands on a TPU, by the product's precision."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,11 +66,14 @@ class Hardware:
     def product_rate(self, dtype: str) -> float | None:
         """Return the peak TFLOP/s of products of a dtype; None if it is unknown.
 
-        On a TPU, a float32 product of the highest precision is computed as six products in bfloat16.
+        On a TPU, a float32 product is computed as several products in bfloat16: six at the highest precision, and three
+        at JAX's precision ``"high"``, whose name here is ``"bf16x3"``. Other dtypes without a rate of their own are no
+        faster than bfloat16.
         """
-        if self.platform == "tpu" and dtype == "float32" and "bfloat16" in self.peak_tflops:
-            return self.peak_tflops["bfloat16"] / _PASSES
-        return self.peak_tflops.get(dtype)
+        rates = self.peak_tflops
+        if self.platform != "tpu" or dtype in rates or "bfloat16" not in rates:
+            return rates.get(dtype)
+        return rates["bfloat16"] / _PASSES.get(dtype, 1)
 
 
 def detect(device: Any = None) -> Hardware:

@@ -34,7 +34,7 @@ def mismatch_of_products(traced: jax.stages.Traced, loss_scale: LossScale, polic
     products = _products_of_loss(traced)
     dtypes = {_policy_dtype(operand.aval.dtype) for product, _ in products for operand in product.invars[:2]}
     if np.dtype(np.float16) in dtypes and detect().platform == "tpu":
-        return "a TPU multiplies float16 no faster than float32; use mixed_bfloat16, which needs no loss scale"
+        return "a TPU multiplies float16 no faster than bfloat16; use mixed_bfloat16, which needs no loss scale"
     if np.dtype(np.float16) in dtypes and not has_loss_scale:
         lacks = "no loss scale" if isinstance(loss_scale, NoOpLossScale) else "a loss scale of 1"
         return (

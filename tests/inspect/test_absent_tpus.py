@@ -269,7 +269,7 @@ def test_float16_on_a_tpu_is_warned_of_once():
     tx = jaxmp.loss_scaling(optax.sgd(0.1), jaxmp.DynamicLossScale())
     state = jaxmp.TrainState.create(params=params, tx=tx)
     step = jaxmp.make_train_step(loss_fn)
-    warning = "a TPU multiplies float16 no faster than float32; use mixed_bfloat16"
+    warning = "a TPU multiplies float16 no faster than bfloat16; use mixed_bfloat16"
     with jaxmp.hardware.assumed("v5e"), pytest.warns(UserWarning, match=warning):
         state, _ = step(state, np.ones((8, 128), np.float32))
     with jaxmp.hardware.assumed("v5e"):

@@ -1,4 +1,4 @@
-"""The compiled programs that are alive in this process."""
+"""The compiled programs that are alive in this process, and the options to compile a program with."""
 
 from __future__ import annotations
 
@@ -10,6 +10,12 @@ _ID = 5
 """The number of the field ``id`` in XLA's ``HloModuleProto``."""
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 """The wire types of protocol buffers."""
+
+
+def compiler_options_of(lowered: Any) -> dict[str, Any] | None:
+    """Return the options with which a lowered program would be compiled; None if this version of JAX hides them."""
+    options = getattr(getattr(lowered, "_lowering", None), "_compiler_options_kvs", None)
+    return None if options is None else dict(options)
 
 
 def live_modules(names: set[str]) -> list[tuple[str, int, str]]:

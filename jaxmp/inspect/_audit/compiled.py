@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxmp.inspect.compiled import hlo
-from jaxmp.inspect.compiled.kernels import is_precise, product_kind
+from jaxmp.inspect.compiled.kernels import multiplied_dtype, product_kind
 from jaxmp.inspect.program.product_dtypes import widest
 from jaxmp.program.primitives import PRODUCTS
 from jaxmp.program.values import Value
@@ -44,8 +44,10 @@ def dtypes_that_ran(program: hlo.HloProgram, values: Sequence[Value]) -> dict[Va
         if scopes is None or not dtypes:
             continue
         dtype, size = widest(dtypes), math.prod(instruction.arrays[0].shape)
-        if program.is_for_tpu and dtype == "float32" and not is_precise(instruction):
-            dtype = "bfloat16"
+        if program.is_for_tpu and dtype == "float32":
+            known = program.computations[computation]
+            operands = [known[name].arrays[0] for name in instruction.operands[:2] if name in known]
+            dtype = multiplied_dtype(program, instruction, operands)
         compiled.setdefault((scopes, size), set()).add(dtype)
         compiled.setdefault((scopes, None), set()).add(dtype)
     ran = {}

@@ -15,6 +15,7 @@ from jaxmp.base import tables
 from jaxmp.base.arguments import printed
 from jaxmp.inspect._collectives.groups import axis_of, groups_of
 from jaxmp.inspect.compiled import hlo
+from jaxmp.inspect.compiled.kernels import written_into
 from jaxmp.inspect.compiled.meshes import mesh_of
 from jaxmp.sharding.specs import axes_in_spec
 
@@ -155,14 +156,52 @@ def collectives(compiled: jax.stages.Compiled, program: hlo.HloProgram | None = 
             groups = groups_of(instruction.text) or [list(range(program.partitions))]
             axis, devices = axis_of(groups, mesh), len(groups[0])
             where = instruction.path, program.source(instruction)
+            share = _sent_share(kind, devices)
+            if kind == "all-reduce" and _is_scattered(program, computation, instruction):
+                kind, share = "reduce-scatter", _sent_share("reduce-scatter", devices)
+            elif kind == "all-reduce" and _is_gather(program, computation, instruction):
+                kind = "all-gather"
             for dtype, arrays in _arrays_by_dtype(program, computation, instruction, kind, devices).items():
-                counts[kind, dtype, axis, devices, arrays, *where] += times
+                counts[kind, dtype, axis, share, arrays, *where] += times
     rows = []
-    for (kind, dtype, axis, devices, arrays, path, source), count in counts.items():
+    for (kind, dtype, axis, share, arrays, path, source), count in counts.items():
         size = sum(arrays)
-        wire = count * size * _sent_share(kind, devices)
+        wire = count * size * share
         rows.append(Collective(kind, dtype, axis, count, size, wire, path, source, arrays))
     return Collectives(tuple(sorted(rows, key=lambda row: (-row.wire, row.kind, row.dtype, row.axis))))
+
+
+def _is_scattered(program: hlo.HloProgram, computation: str, all_reduce: hlo.Instruction) -> bool:
+    """Return whether each device keeps only its slice of a sum, in the kernel of the sum.
+
+    The compiler for TPUs writes a reduce-scatter in this form.
+    """
+    instructions = program.computations[computation]
+    *_, root = instructions.values()
+    while root.opcode in ("bitcast", "copy") and root.operands[0] in instructions:
+        root = instructions[root.operands[0]]
+    return root.opcode == "dynamic-slice" and root.operands[0] == all_reduce.name
+
+
+def _is_gather(program: hlo.HloProgram, computation: str, all_reduce: hlo.Instruction) -> bool:
+    """Return whether a sum joins the parts of all devices, because each device has zeros elsewhere.
+
+    The compiler for TPUs writes some gathers in this form, in which a device sends twice as much as in a ring.
+    """
+    known = program.computations[computation]
+    return all(name in known and _fills_zeros(program, computation, known[name]) for name in all_reduce.operands)
+
+
+def _fills_zeros(program: hlo.HloProgram, computation: str, instruction: hlo.Instruction) -> bool:
+    """Return whether an instruction writes a part into an array of zeros."""
+    known = program.computations[computation]
+    written = written_into(program, computation, instruction)
+    if list(written) != [0]:
+        return False
+    operand, _ = written[0]
+    target = known.get(instruction.operands[operand])
+    filling = known.get(target.operands[0]) if target is not None and target.opcode == "broadcast" else None
+    return filling is not None and re.search(r"constant\(-?0\)", filling.text) is not None
 
 
 def _chain_of(instruction: hlo.Instruction) -> str | None:
@@ -184,7 +223,7 @@ def _arrays_by_dtype(
     for name in instruction.operands:
         if name in instructions:
             for array in program.joined(computation, instructions[name]):
-                parts = devices if kind == "all-gather" else 1
+                parts = devices if instruction.opcode.startswith("all-gather") else 1
                 sizes.setdefault(hlo.dtype_name(array.dtype), []).append(int(array.bytes) * parts)
     return {dtype: tuple(sorted(arrays)) for dtype, arrays in sizes.items()}
 

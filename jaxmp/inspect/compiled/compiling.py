@@ -116,6 +116,12 @@ def trace_of_call(
         _check_topology_fits(topology, device, mesh)
     if device is not None and compiles:
         target = targets.target_of(device)
+        if mesh is None and target.is_slice:
+            raise ValueError(
+                f"a slice of TPUs needs arguments on a mesh, got {device!r} and no NamedSharding; pass e.g. "
+                "jax.ShapeDtypeStruct(shape, dtype, sharding=jax.NamedSharding(mesh, spec)), or name one device: "
+                f"{device.partition(':')[0]!r}"
+            )
         args = targets.on(target.device(), args) if mesh is None else targets.on_mesh(target, args, topology)
     if isinstance(jitted, TrainStep):
         jitted = jitted.program_for(args[0])

@@ -101,6 +101,11 @@ class GpuTarget:
         return "cuda"
 
     @property
+    def is_slice(self) -> bool:
+        """Return whether the target has several devices: no, because a topology names a cluster of GPUs."""
+        return False
+
+    @property
     def compiler_options(self) -> Mapping[str, Any]:
         """Return the options for a GPU that is not attached, on which XLA cannot time kernels.
 

@@ -11,6 +11,7 @@ from jaxmp.inspect.compiled.hlo import WRITES_INTO, Array, HloProgram, Instructi
 
 _LIBRARIES = {"__cublas": "dot", "__cudnn$conv": "convolution", "__cudnn$fmha": "attention"}
 """The kinds of products, by the prefix of a library call's name."""
+_PRECISION = re.compile(r'operand_precision"?[=:][\[{]([^\]}]*)')
 _PICKS = frozenset({"slice", "dynamic-slice", "gather"})
 _DESTINATION = {"copy-start": 0, "slice-start": 1}
 """Instructions that copy beside other kernels, and the position of the copy among the arrays of their result."""
@@ -81,17 +82,17 @@ def multiplied_dtype(program: HloProgram, product: Instruction, operands: Sequen
     """Return the dtype in which a product multiplies its operands.
 
     It is the wider dtype of the operands. Float32 operands are rounded, unless the product asks for the highest
-    precision: on a GPU they may be rounded to TensorFloat-32, and on a TPU they are rounded to bfloat16.
+    precision. On a GPU they may be rounded to TensorFloat-32. On a TPU they are rounded to bfloat16, or to ``"bf16x3"``
+    at the precision ``"high"``: three products of bfloat16 parts.
     """
     dtype = dtype_name(max((operand.dtype for operand in operands[:2]), key=bytes_of_element))
-    if dtype != "float32" or is_precise(product):
+    precision = _PRECISION.search(product.text)
+    levels = precision[1].lower() if precision else ""
+    if dtype != "float32" or "highest" in levels:
         return dtype
-    return "bfloat16" if program.is_for_tpu else "tensorfloat32"
-
-
-def is_precise(product: Instruction) -> bool:
-    """Return whether a product asks for the highest precision."""
-    return re.search(r"highest|HIGHEST", product.text) is not None
+    if not program.is_for_tpu:
+        return "tensorfloat32"
+    return "bf16x3" if "high" in levels else "bfloat16"
 
 
 def _attention_flops(instruction: Instruction, operands: list[Array], masked: bool) -> int:
@@ -164,7 +165,7 @@ def written_into(program: HloProgram, computation: str, instruction: Instruction
 
 
 def _update_bytes(known: dict[str, Instruction], write: Instruction) -> float:
-    return known[write.operands[_IN_PLACE[write.opcode]]].bytes
+    return known[write.operands[_IN_PLACE[write.opcode]]].memory_bytes
 
 
 def _roots(known: dict[str, Instruction]) -> list[Instruction]:
@@ -236,7 +237,7 @@ def _picked_bytes(program: HloProgram, body: str, number: int) -> float | None:
             if name not in parameters:
                 continue
             if inner.opcode in _PICKS and position == 0:
-                picked += inner.bytes
+                picked += inner.memory_bytes
             elif inner.opcode == "fusion":
                 picked_inside = _picked_bytes(program, program.bodies(inner)[0], position)
                 if picked_inside is None:

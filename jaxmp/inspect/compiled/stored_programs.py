@@ -17,11 +17,16 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
+from jaxmp._internals.jax.executables import compiler_options_of
 from jaxmp.inspect.compiled.hlo import HloProgram
 from jaxmp.inspect.compiled.meshes import mesh_of
 
 _FORM = 1
 """The form of the files. A file of another form has another name."""
+_SETTINGS = ("jax_exec_time_optimization_effort", "jax_memory_fitting_effort", "jax_optimization_level")
+"""The settings of JAX that change what the compiler does."""
+_VARIABLES = ("LIBTPU_INIT_ARGS", "XLA_FLAGS")
+"""The environment variables that change what the compiler does."""
 _SIZES = (
     "argument_size_in_bytes",
     "output_size_in_bytes",
@@ -61,7 +66,7 @@ class StoredProgram:
 def folder() -> Path:
     """Return the folder of the programs: JAX's cache of compiled programs, or the user's folder for caches."""
     configured: str | None = getattr(jax.config, "jax_compilation_cache_dir", None)
-    if configured:
+    if configured and "://" not in configured:  # JAX also takes the address of a bucket
         return Path(configured)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxmp"
 
@@ -73,8 +78,9 @@ def compile_or_load(lowered: Any, name: str) -> StoredProgram:
       lowered: the lowered program.
       name: the name of the TPU or slice that it was lowered for.
     """
-    file = folder() / f"{_key(lowered, name)}.json.gz"
-    stored = _read(file)
+    key = _key(lowered, name)
+    file = folder() / f"{key}.json.gz"
+    stored = None if key is None else _read(file)
     if stored is None:
         if sys.stderr.isatty():
             print(
@@ -83,7 +89,8 @@ def compile_or_load(lowered: Any, name: str) -> StoredProgram:
                 file=sys.stderr,
             )
         stored = _facts(lowered.compile())
-        _write(file, stored)
+        if key is not None:
+            _write(file, stored)
     mesh = AbstractMesh(tuple(stored["mesh"].values()), tuple(stored["mesh"]))
     shardings = [NamedSharding(mesh, PartitionSpec()) if is_used else None for is_used in stored["is_used"]]
     return StoredProgram(
@@ -95,8 +102,8 @@ def compile_or_load(lowered: Any, name: str) -> StoredProgram:
     )
 
 
-def _key(lowered: Any, name: str) -> str:
-    """Return a name for everything that the compiled program depends on.
+def _key(lowered: Any, name: str) -> str | None:
+    """Return a name for everything that the compiled program depends on; None if its options are unknown.
 
     The names and the source lines of operations are part of it, because the tools show them. The lines that called the
     function are not part of it, so all tools read the same program.
@@ -107,8 +114,13 @@ def _key(lowered: Any, name: str) -> str:
     for instructions in program.computations.values():
         for instruction in instructions.values():
             origins.append((instruction.op_name, program.source(instruction)))
-    parts = [_FORM, name, packages, lowered.as_text(), origins]
-    return "jaxmp-" + hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+    options = compiler_options_of(lowered)
+    if options is None:
+        return None
+    settings = {setting: getattr(jax.config, setting, None) for setting in _SETTINGS}
+    variables = {variable: os.environ.get(variable, "") for variable in _VARIABLES}
+    parts = [_FORM, name, packages, sorted(options.items()), settings, variables, lowered.as_text(), origins]
+    return "jaxmp-" + hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()
 
 
 def _facts(compiled: Any) -> dict[str, Any]:

@@ -32,7 +32,9 @@ _ENVIRONMENT = {
 """The environment in which libtpu loads. None of these variables changes a compiled program."""
 
 
-_NEEDED = re.compile(r"RESOURCE_EXHAUSTED: .*?\(([\d.]+)G\) exceeds available HBM", re.DOTALL)
+_NEEDED = re.compile(r"RESOURCE_EXHAUSTED: .*?\(([\d.]+)([KMGT])\) exceeds available HBM", re.DOTALL)
+_GIB = {"K": 2**-20, "M": 2**-10, "G": 1.0, "T": 2.0**10}
+"""The GiB of the units in the compiler's messages."""
 
 
 class DoesNotFitError(ValueError):
@@ -42,11 +44,11 @@ class DoesNotFitError(ValueError):
       needed: the bytes that the program needs, according to the compiler.
     """
 
-    def __init__(self, tpu: Tpu, needed_gib: float) -> None:
+    def __init__(self, tpu: Tpu, name: str, needed_gib: float) -> None:
         self.needed = int(needed_gib * 2**30)
         super().__init__(
             f"the program needs {needed_gib:,.2f} GiB, but {tpu.device_kind} has {tpu.memory_gib} GiB; find settings "
-            f"that fit with jaxmp.inspect.fit(step, device={tpu.generation!r}), use a smaller batch, or a larger slice"
+            f"that fit with jaxmp.inspect.fit(step, device={name!r}), use a smaller batch, or a larger slice"
         )
 
 
@@ -84,6 +86,11 @@ class TpuTarget:
         return self.tpu.device_kind
 
     @property
+    def is_slice(self) -> bool:
+        """Return whether the target has several devices."""
+        return math.prod(self.slice_shape) * self.tpu.devices_per_chip > 1 if self.slice_shape else False
+
+    @property
     def platform(self) -> str:
         """Return JAX's name of the platform to lower programs for."""
         return "tpu"
@@ -95,13 +102,14 @@ class TpuTarget:
           DoesNotFitError: the program needs more memory than the device has.
         """
         shape = "x".join(map(str, self.slice_shape))
+        name = f"{self.tpu.generation}:{shape}".removesuffix(":")
         try:
-            return compile_or_load(lowered, f"{self.tpu.generation}:{shape}".removesuffix(":"))
+            return compile_or_load(lowered, name)
         except jax.errors.JaxRuntimeError as error:
             needed = _NEEDED.search(str(error))
             if needed is None:
                 raise
-            raise DoesNotFitError(self.tpu, float(needed[1])) from error
+            raise DoesNotFitError(self.tpu, name, float(needed[1]) * _GIB[needed[2]]) from error
 
     def tracing(self) -> contextlib.AbstractContextManager[None]:
         """Return the context in which programs are traced, lowered and compiled."""

@@ -12,7 +12,7 @@ from typing import Protocol
 
 
 class _Instruction(Protocol):
-    """What this module reads of an instruction: see :class:`jaxmp.inspect.compiled.hlo.Instruction`."""
+    """The attributes of :class:`jaxmp.inspect.compiled.hlo.Instruction` that this module reads."""
 
     @property
     def opcode(self) -> str: ...
