@@ -37,8 +37,8 @@ class Collective:
       bytes: the size of the data that one operation moves. For an all-gather, it is the size of the gathered array; for
         other kinds, it is the size of one device's operand.
       wire: the bytes that one device sends in all executions. In each execution, a device in a ring of n devices sends
-        (n - 1)/n of ``bytes``. In an all-reduce, the device sends twice as much. In a collective-permute, it sends all
-        of ``bytes``.
+        (n - 1)/n of ``bytes``. In an all-reduce, the device sends twice as much, and so it does in a gather that a
+        TPU's compiler writes as a sum with zeros. In a collective-permute, it sends all of ``bytes``.
       path: the names of modules and scopes around the operations, joined by ``/``.
       source: the file and line in the user's code; empty if the compiled program does not have them.
       arrays: the bytes of each array that one operation moves; their sum is ``bytes``.
