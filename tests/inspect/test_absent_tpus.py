@@ -18,8 +18,8 @@ import pytest
 
 import jaxmp
 from jaxmp.cli import main
-from jaxmp.inspect import audit, memory, roofline
-from jaxmp.inspect.compiled import compiling, stored_programs, targets, tpu_targets
+from jaxmp.inspect import audit, collectives, memory, roofline
+from jaxmp.inspect.compiled import compiling, kernels, stored_programs, targets, tpu_targets
 from jaxmp.inspect.compiled.hlo import Array, HloProgram
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -71,11 +71,12 @@ def step_and_shapes():
 def test_a_slice_has_as_many_axes_as_the_torus_of_its_generation():
     assert targets.target_of("v5p:4x4x4").slice_shape == (4, 4, 4)
     assert targets.target_of("TPU v5 lite").slice_shape == ()
-    for name, suggestion in {"v5e:16": "v5e:4x4", "v5p:4x4": "v5p:2x2x4", "tpu7x:a": "tpu7x:2x2x4"}.items():
+    for name, suggestion in {"v5e:16": "v5e:4x4", "v5p:4x4": "v5p:2x2x4", "tpu7x:2": "tpu7x:2x2x4"}.items():
         with pytest.raises(ValueError, match=f"axes of chips, got '{name}'; write e.g. '{suggestion}'"):
             targets.target_of(name)
-    with pytest.raises(ValueError, match="known GPU or TPU, got 'h200:2x2'"):
-        targets.target_of("h200:2x2")
+    for name in ("h200:2x2", "h200:", "v5e:banana"):
+        with pytest.raises(ValueError, match=f"known GPU or TPU, got '{name}'"):
+            jaxmp.hardware.detect(name)
 
 
 def test_the_mesh_must_have_the_devices_of_the_slice():
@@ -139,6 +140,57 @@ ENTRY %main (n: s32[]) -> s32[] {{
 """
     program = HloProgram(text)
     assert program.trips(program.computations["main"]["while"]) == trips
+
+
+def program_of(body):
+    """Return a program for four devices, whose entry calls the computation ``f`` with this body."""
+    return HloProgram(
+        "HloModule jit_f, num_partitions=4, entry_computation_layout={(f32[8,128]{1,0:T(8,128)})->f32[8,128]{1,0}}\n"
+        f"%f (p: f32[8,128], i: s32[]) -> f32[8,128] {{\n{body}}}\n"
+        "ENTRY %main (x: f32[8,128], n: s32[]) -> f32[8,128] {\n"
+        "  %x = f32[8,128]{1,0:T(8,128)} parameter(0)\n  %n = s32[]{:T(128)} parameter(1)\n"
+        "  ROOT %r = f32[8,128]{1,0:T(8,128)} fusion(%x, %n), kind=kCustom, calls=%f\n}\n"
+    )
+
+
+def test_a_sum_in_the_form_of_a_scatter_or_a_gather_is_told_as_what_it_is():
+    groups = "replica_groups={{0,1,2,3}}, to_apply=%add"
+    parameters = "  %p = f32[8,128]{1,0:T(8,128)} parameter(0)\n  %i = s32[]{:T(128)} parameter(1)\n"
+    whole = f"  ROOT %s = f32[8,128]{{1,0:T(8,128)}} all-reduce(%p), {groups}\n"
+    scattered = (
+        f"  %s = f32[8,128]{{1,0:T(8,128)}} all-reduce(%p), {groups}\n"
+        "  ROOT %d = f32[2,128]{1,0:T(8,128)} dynamic-slice(%s, %i, %i), dynamic_slice_sizes={2,128}\n"
+    )
+    gathered = (
+        "  %z = f32[]{:T(128)} constant(0)\n  %zeros = f32[8,128]{1,0:T(8,128)} broadcast(%z), dimensions={}\n"
+        "  %u = f32[8,128]{1,0:T(8,128)} dynamic-update-slice(%zeros, %p, %i, %i)\n"
+        f"  ROOT %s = f32[8,128]{{1,0:T(8,128)}} all-reduce(%u), {groups}\n"
+    )
+    size = 8 * 128 * 4
+    expected = {whole: ("all-reduce", 1.5), scattered: ("reduce-scatter", 0.75), gathered: ("all-gather", 1.5)}
+    for body, (kind, share) in expected.items():
+        program = program_of(parameters + body)
+        compiled = stored_programs.StoredProgram("", {}, None, None, ())
+        (row,) = collectives(compiled, program).rows
+        assert (row.kind, row.bytes, row.wire) == (kind, size, share * size)
+
+
+def test_the_precision_of_a_product_is_its_own_and_not_that_of_a_scope():
+    expected = {
+        "": "bfloat16",
+        ", operand_precision={high,high}": "bf16x3",
+        ", operand_precision={highest,highest}": "float32",
+    }
+    for precision, dtype in expected.items():
+        product = "%c = f32[8,128]{1,0:T(8,128)} convolution(%p, %p), dim_labels=bf_io->bf"
+        scope = ', metadata={op_name="jit(f)/highest_layer/dot_general"}'
+        program = program_of(f"  %p = f32[8,128]{{1,0:T(8,128)}} parameter(0)\n  ROOT {product}{precision}{scope}\n")
+        instruction = program.computations["f"]["c"]
+        (kernel_product,) = kernels.products_of(program, "f", instruction)
+        assert kernel_product.dtype == dtype
+    tpu = jaxmp.hardware.detect("v5e")
+    rates = [tpu.product_rate(dtype) for dtype in ("bfloat16", "float16", "float8_e4m3fn", "bf16x3", "float32")]
+    assert rates == pytest.approx([197, 197, 197, 197 / 3, 197 / 6])
 
 
 # Compiled for TPUs.
@@ -226,9 +278,30 @@ def test_a_program_is_compiled_once_and_read_from_the_disk_afterwards(monkeypatc
 
 
 @absent_tpu
+def test_a_program_with_other_options_is_another_program(monkeypatch):
+    def f(x, w):
+        return jnp.tanh(x) @ w
+
+    args = shape(128, 128), shape(128, 128)
+    compiling.compiled(f, args, "v5e")
+    number = len([*stored_programs.folder().glob("jaxmp-*")])
+    compiling.compiled(jax.jit(f, compiler_options={"exec_time_optimization_effort": -0.5}), args, "v5e")
+    assert len([*stored_programs.folder().glob("jaxmp-*")]) == number + 1
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_scoped_vmem_limit_kib=2048")
+    compiling.compiled(f, args, "v5e")
+    assert len([*stored_programs.folder().glob("jaxmp-*")]) == number + 2
+
+
+@absent_tpu
 def test_a_program_that_does_not_fit_is_an_error_that_says_how_much_it_needs():
     with pytest.raises(ValueError, match=r"needs 18\.\d+ GiB, but TPU v5 lite has 15\.75 GiB; find settings that fit"):
         memory(lambda x: x.sum(), device="v5e")(shape(150_000, 65_536, dtype="bfloat16"))
+    with pytest.raises(ValueError, match=r"needs 1,[\d.]+ GiB, but TPU v5 lite has 15\.75 GiB"):
+        memory(lambda x: x.sum(), device="v5e")(shape(9_000_000, 65_536, dtype="bfloat16"))
+    with pytest.raises(
+        ValueError, match="a slice of TPUs needs arguments on a mesh, got 'v5e:4x4' and no NamedSharding"
+    ):
+        memory(jnp.sin, device="v5e:4x4")(shape(8))
 
 
 @absent_tpu
