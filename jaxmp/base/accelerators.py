@@ -14,11 +14,15 @@ ACCELERATORS: dict[str, Gpu | Tpu] = {**GPUS, **TPUS}
 BY_DEVICE_KIND = {device.device_kind: device for device in ACCELERATORS.values()}
 
 
+_PRODUCTS = {"trillium": "v6e", "ironwood": "tpu7x"}
+"""The short names of TPUs by the names under which the vendor sells them."""
+
+
 def accelerator_named(name: str) -> Gpu | Tpu:
     """Return the GPU or TPU with a short name in :data:`ACCELERATORS`, or with a full name.
 
-    Case, spaces, hyphens and the words "NVIDIA", "Tesla", "GeForce", "RTX" and "TPU" are ignored. The name of a TPU may
-    end in the shape of a slice, such as ``"v5e:4x4"``.
+    Case, spaces, hyphens and the words "NVIDIA", "Tesla", "GeForce" and "RTX" are ignored. The name of a TPU may begin
+    with "TPU", and may end in the shape of a slice, such as ``"v5e:4x4"``.
 
     Raises:
       ValueError: the name is unknown.
@@ -31,16 +35,18 @@ def accelerator_named(name: str) -> Gpu | Tpu:
     chip, colon, slice_shape = str(name).partition(":")
     by_name = {_bare(device.device_kind): device for device in ACCELERATORS.values()}
     by_name |= {_bare(short): device for short, device in ACCELERATORS.items()}
+    by_name |= {f"tpu{short}": tpu for short, tpu in TPUS.items()}
+    by_name |= {product: TPUS[short] for product, short in _PRODUCTS.items()}
     device = by_name.get(_bare(chip))
     is_slice = isinstance(device, Tpu) and re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", slice_shape)
     if device is None or (colon and not is_slice):
         raise ValueError(
             "device must be None, for the attached device, or the name of a known GPU or TPU, got "
-            f"{name!r}; nearest: {closest_names(_bare(chip), ACCELERATORS, 4)}. To add one, add a row to "
-            "jaxmp/base/gpus.py or tpus.py"
+            f"{name!r}; nearest: {closest_names(_bare(chip), ACCELERATORS, 4)}. A slice of TPUs is written as in "
+            "'v5e:4x4'. To add a device, add a row to jaxmp/base/gpus.py or tpus.py"
         )
     return device
 
 
 def _bare(name: str) -> str:
-    return re.sub(r"nvidia|tesla|geforce|rtx|tpu|[\s_-]", "", name.lower())
+    return re.sub(r"nvidia|tesla|geforce|rtx|[\s_-]", "", name.lower())

@@ -23,7 +23,7 @@ def run(options: argparse.Namespace) -> int:
     from jaxmp.cli.loading import levels, usage_errors
     from jaxmp.inspect import error_budget
 
-    settings = {"overrides": levels(options.override), "probes": options.probes, "float32": options.float32}
+    settings = {"overrides": levels(options.override) or None, "probes": options.probes, "float32": options.float32}
     with usage_errors(ValueError):
         result = of_arrays(options, lambda fun: error_budget(fun, options.policy, **settings))
     show(options, result, lambda plots: plots.budget(result))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -36,6 +37,8 @@ def of_shapes(options: argparse.Namespace, make: Callable[[Callable[..., Any]], 
     """
     import jax
 
+    from jaxmp.base.accelerators import accelerator_named
+    from jaxmp.base.hardware import assumed
     from jaxmp.cli.loading import in_current_folder, load, usage_errors
     from jaxmp.inspect.compiled.meshes import within_mesh_of_shapes
 
@@ -43,7 +46,12 @@ def of_shapes(options: argparse.Namespace, make: Callable[[Callable[..., Any]], 
         jax.config.update("jax_platforms", "cpu")  # otherwise JAX's CUDA plugin would look for a GPU
     with in_current_folder():
         loaded = load(options.function, options.arg, options.args)
-        with within_mesh_of_shapes(loaded.operands):
+        device: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if options.device is not None:
+            with usage_errors(ValueError):
+                accelerator_named(options.device)
+            device = assumed(options.device)  # float8 products and warnings depend on the device
+        with within_mesh_of_shapes(loaded.operands), device:
             jax.eval_shape(loaded.function, *loaded.operands)  # raises the errors of the function itself
         with usage_errors(FileNotFoundError, ValueError, TypeError, ModuleNotFoundError):
             return make(loaded.function)(*loaded.operands)

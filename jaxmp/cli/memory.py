@@ -15,8 +15,8 @@ def run(options: argparse.Namespace) -> int:
     """Show the memory of a function or train step, by kind and dtype.
 
     The function is compiled, not run. --device compiles for a GPU or TPU that is not attached, and needs pip install -e
-    '.[compile-only]'. --topology compiles for several such GPUs, and a name such as v5e:4x4 for a slice of TPUs. The
-    report then shows the memory and the traffic of each device, and the shapes from --args must have shardings on a
+    '.[compile-only]'. --topology compiles for several such GPUs, and --device v5e:4x4 for a slice of TPUs. The report
+    then shows the memory and the traffic of each device, and the shapes from --args must have shardings on a
     jax.sharding.AbstractMesh. A train step takes minutes to compile for a TPU; its program is kept for the next
     command. With --policy, the function is compiled under autocast, and no argument is donated. The exit code is 2 if
     an argument is wrong.

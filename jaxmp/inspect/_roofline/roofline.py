@@ -36,6 +36,8 @@ _ONLY_MOVE = (
     "annotate_device_placement",
     "ConcatBitcast",
     "GatherScatterIndices",
+    "AssumeGatherIndices",
+    "AsyncCollective",
 )
 """Prefixes of the targets of custom calls that only move or sort data."""
 ON_RECORD = "NVIDIA H200"
