@@ -346,6 +346,26 @@ def test_float32_results_count_as_if_they_were_half():
     assert sum(row.share for row in budget.rows if not row.is_float32) == pytest.approx(1)
 
 
+def test_the_sentence_names_a_line_that_rounds_if_float32_lines_have_rows():
+    def loss_fn(w, x):
+        y = x @ w  # the only line that rounds
+        total = jnp.cumsum(y.astype("float32") + 1000)
+        return jnp.mean((total / 1000) ** 2)
+
+    budget = error_budget(loss_fn, "mixed_bfloat16", float32=True)(W, X)
+    lines = inspect.getsourcelines(loss_fn)[1]
+    kept = f"test_budget.py:{lines + 2}"
+    assert any(row.is_float32 and row.source == kept for row in budget.rows)
+    assert budget.by_line[0].name == kept
+    assert f"test_budget.py:{lines + 1}, y = x @ w" in budget.sentences[-1]
+
+
+def test_a_program_in_float32_is_said_to_round_nothing():
+    budget = error_budget(lambda x: jnp.tanh(x) @ x, float32=True)(X)
+    assert budget.sentences == ("The program rounds nothing to half precision.",)
+    assert all(row.is_float32 for row in budget.rows)
+
+
 def test_overflows_and_underflows_of_float16_come_first():
     def loss_fn(w, x):
         y = (1e-3 * x) @ (1e-5 * w)

@@ -241,18 +241,17 @@ class _Measurement:
         predicted, measured = BudgetTotal(*budget.total()), self._measured(under_policy, budget)
         if not self.program.has_loss:
             predicted = dataclasses.replace(predicted, loss_error=float("nan"))
-        by_line = budget.by_line()
         not_covered = *self._gaps(), *(_without_derivative(self.sites[number]) for number in unknown)
         return ErrorBudget(
             rows=budget.rows(),
             by_path=budget.by_path(),
-            by_line=by_line,
+            by_line=budget.by_line(),
             by_rule=budget.by_rule(),
             predicted=predicted,
             measured=measured,
             loss=loss,
             not_covered=not_covered,
-            sentences=tuple(self._sentences(budget, by_line, predicted, measured, not_covered)),
+            sentences=tuple(self._sentences(budget, predicted, measured, not_covered)),
         )
 
     def _others(self, results: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
@@ -272,23 +271,26 @@ class _Measurement:
     def _sentences(
         self,
         budget: Budget,
-        by_line: Sequence[BudgetGroup],
         predicted: BudgetTotal,
         measured: BudgetTotal,
         not_covered: Sequence[NotCovered],
     ) -> Iterator[str]:
+        if not self.half:
+            yield "The program rounds nothing to half precision."
+            return
         errors, what = (predicted.gradient_error, measured.gradient_error), self.what
         if sentences.is_mismatch(*errors):
             yield sentences.sentence_of_mismatch(*errors, what, has_gaps=bool(not_covered))
             what = f"explained {what}"
-        if by_line[0].share < sentences.NOTABLE and not by_line[0].overflows:
-            yield sentences.sentence_of_spread(by_line, what)
+        largest = budget.by_line(self.half)[0]  # values that stay float32 cause no error
+        if largest.share < sentences.NOTABLE and not largest.overflows:
+            yield sentences.sentence_of_spread(largest, what)
             return
         self.show("checking the gain")
-        chosen = self._main_operations(budget, by_line[0])
+        chosen = self._main_operations(budget, largest)
         after = self._measured(self.run.results(sorted({*self.half} - {*chosen}), rounds_operands=True), budget)
         sites = [self.sites[number] for number in chosen]
-        line_run = sentences.LineRun(by_line[0], sites, measured.gradient_error, after.gradient_error)
+        line_run = sentences.LineRun(largest, sites, measured.gradient_error, after.gradient_error)
         yield sentences.sentence_of_line(line_run, what)
 
     def _main_operations(self, budget: Budget, line: BudgetGroup) -> list[int]:

@@ -102,15 +102,15 @@ class Budget:
         rows = [self._row(group) for group in tables.grouped(range(len(self.sites)), self._key_of_row)]
         return tuple(sorted(rows, key=lambda row: (-row.overflows, -row.underflows, -row.share, -row.gradient_error)))
 
-    def groups(self, key: Callable[[int], str]) -> tuple[BudgetGroup, ...]:
+    def groups(self, key: Callable[[int], str], numbers: Sequence[int] | None = None) -> tuple[BudgetGroup, ...]:
         """Return a group for each value of ``key``, which takes the number of a site.
 
-        Groups that overflow come first, and then the largest share.
+        Groups that overflow come first, and then the largest share. ``numbers`` are the sites; by default, all sites.
         """
         groups = []
-        for group in tables.grouped(range(len(self.sites)), key):
-            numbers = self.share(group), *self.errors(group), *self.counts(group)
-            groups.append(BudgetGroup(key(group[0]), len(group), *numbers))
+        for group in tables.grouped(range(len(self.sites)) if numbers is None else numbers, key):
+            effects = self.share(group), *self.errors(group), *self.counts(group)
+            groups.append(BudgetGroup(key(group[0]), len(group), *effects))
         return tuple(sorted(groups, key=lambda group: (-group.overflows, -group.share)))
 
     def counts(self, group: Sequence[int]) -> tuple[int, int]:
@@ -122,9 +122,9 @@ class Budget:
         """Return a group for each module or scope."""
         return self.groups(lambda number: self.sites[number].equation.path)
 
-    def by_line(self) -> tuple[BudgetGroup, ...]:
-        """Return a group for each line of the user's code."""
-        return self.groups(lambda number: self.sites[number].equation.source)
+    def by_line(self, numbers: Sequence[int] | None = None) -> tuple[BudgetGroup, ...]:
+        """Return a group for each line of the user's code. ``numbers`` are the sites; by default, all sites."""
+        return self.groups(lambda number: self.sites[number].equation.source, numbers)
 
     def by_rule(self) -> tuple[BudgetGroup, ...]:
         """Return a group for each rule of autocast."""

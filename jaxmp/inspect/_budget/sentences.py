@@ -56,11 +56,11 @@ def sentence_of_line(run: LineRun, what: str) -> str:
     return f"{start}: {gain}. {_how(run.sites)}"
 
 
-def sentence_of_spread(lines: Sequence[BudgetGroup], what: str) -> str:
-    """Return a sentence about an error to which many lines contribute."""
-    if not lines:
-        return "The program rounds nothing to half precision."
-    largest = lines[0]
+def sentence_of_spread(largest: BudgetGroup, what: str) -> str:
+    """Return a sentence about an error to which many lines contribute.
+
+    ``largest`` is the line with the largest share.
+    """
     return (
         f"No line causes most of the {what}' error: the largest share is {percent(largest.share)}, of "
         f"{largest.name or 'code of unknown origin'}."
