@@ -379,6 +379,22 @@ def test_overflows_and_underflows_of_float16_come_first():
     assert "overflow in one line" in budget.sentences[-1]
 
 
+def test_float32_is_advised_for_a_line_that_overflows():
+    def loss_fn(w, x):
+        large = (300 * x) @ (300 * w)  # overflows
+        return jnp.sum((large / 1e5) @ w)
+
+    budget = error_budget(loss_fn, "mixed_float16")(W, X)
+    assert np.isnan(budget.measured.gradient_error)
+    assert 0 < budget.predicted.gradient_error < 1
+    warning, advice = budget.sentences
+    assert "is not finite under the policy" in warning and "first_nonfinite" in warning
+    line = inspect.getsourcelines(loss_fn)[1] + 1
+    assert f"overflow in one line: test_budget.py:{line}" in advice
+    assert "float32 there lowers the error from infinite to" in advice
+    assert 'jaxmp.precision("float32")' in advice
+
+
 def test_a_while_loop_is_not_covered_and_is_named():
     def fun(x):
         _, y = jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, jnp.tanh(c[1] @ x)), (0, x @ x))

@@ -80,7 +80,8 @@ class ErrorBudget(tables.Shown):
       by_path: the roundings of each module or scope, the largest share first.
       by_line: the roundings of each line of your code.
       by_rule: the roundings by the reason of autocast.
-      predicted: the error by all roundings, to first order.
+      predicted: the error by all roundings, to first order. If the run under the policy is not finite, numbers that
+        overflow do not contribute.
       measured: the error of a run under the policy, relative to a run in float32.
       loss: the loss in float32; NaN for a function without a loss.
       not_covered: the operations whose errors are not counted.
@@ -232,13 +233,14 @@ class _Measurement:
             )
         self.show("running under the policy")
         under_policy = self.run.under_policy()
-        together = alone
-        if all(np.isfinite(result).all() for result in under_policy):
+        together, is_finite = alone, all(np.isfinite(result).all() for result in under_policy)
+        if is_finite:
             together = self.run.together(self.half, self._differences(under_policy))
         alone, together, unknown = _finite_effects(alone, together)
         budget = Budget(self.sites, whys, alone, together, _norm(self._others(self.float32)))
         loss = float(self.float32[0]) if self.program.has_loss else float("nan")
-        predicted, measured = BudgetTotal(*budget.total()), self._measured(under_policy, budget)
+        predicted = BudgetTotal(*(budget.total() if is_finite else budget.errors(self.half)))
+        measured = self._measured(under_policy, budget)
         if not self.program.has_loss:
             predicted = dataclasses.replace(predicted, loss_error=float("nan"))
         not_covered = *self._gaps(), *(_without_derivative(self.sites[number]) for number in unknown)
@@ -281,7 +283,7 @@ class _Measurement:
         errors, what = (predicted.gradient_error, measured.gradient_error), self.what
         if sentences.is_mismatch(*errors):
             yield sentences.sentence_of_mismatch(*errors, what, has_gaps=bool(not_covered))
-            what = f"explained {what}"
+            what = f"explained {what}" if np.isfinite(measured.gradient_error) else what
         largest = budget.by_line(self.half)[0]  # values that stay float32 cause no error
         if largest.share < sentences.NOTABLE and not largest.overflows:
             yield sentences.sentence_of_spread(largest, what)

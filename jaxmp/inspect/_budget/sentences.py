@@ -48,7 +48,10 @@ def sentence_of_line(run: LineRun, what: str) -> str:
     if run.line.overflows:
         start = f"{_number(run.line.overflows, 'number')} overflow in one line: {place}"
     start = f"{start}, {_operations(run.sites)}"
-    if not run.after < _FEW * run.before:
+    was_finite, is_finite = math.isfinite(run.before), math.isfinite(run.after)
+    if not was_finite and not is_finite:
+        return f"{start}. Without its roundings the error is still infinite, because of other lines."
+    if was_finite and not run.after < _FEW * run.before:
         return f"{start}. Without its roundings the error is {percent(run.after)} instead of {percent(run.before)}."
     products = sum(site.operation in PRODUCTS and not site.is_operand for site in run.sites)
     rest = f"{_number(products, 'product')} would leave half" if products else "no product leaves half"
@@ -69,6 +72,8 @@ def sentence_of_spread(largest: BudgetGroup, what: str) -> str:
 
 def is_mismatch(predicted: float, measured: float) -> bool:
     """Return whether the roundings do not explain the measured error."""
+    if math.isfinite(predicted) and not math.isfinite(measured):
+        return True
     small, large = sorted((predicted, measured))
     return large > _TRUSTED * small
 
@@ -78,6 +83,11 @@ def sentence_of_mismatch(predicted: float, measured: float, what: str, *, has_ga
 
     ``has_gaps`` says whether operations are not covered.
     """
+    if not math.isfinite(measured):
+        return (
+            f"The error of the {what} is not finite under the policy; jaxmp.inspect.first_nonfinite names the "
+            f"operation. Without the numbers that overflow, the roundings cause an error of {percent(predicted)}."
+        )
     start = (
         f"The roundings explain an error of {percent(predicted)} of the {what}, but {percent(measured)} is measured."
     )
