@@ -406,6 +406,26 @@ def test_a_while_loop_is_not_covered_and_is_named():
     assert "not covered may cause the rest" in budget.sentences[0]
 
 
+def test_a_function_with_a_rule_for_vmap_is_not_covered_and_is_named():
+    @jax.custom_batching.custom_vmap
+    def double(y):
+        return 2 * y
+
+    double.def_vmap(lambda size, is_batched, y: (double(y), is_batched[0]))
+
+    budget = error_budget(lambda x: double(x @ x) @ x, "mixed_bfloat16")(X)
+    (gap,) = budget.not_covered
+    assert gap.operation == "custom_vmap_call" and "does not differentiate it backwards" in gap.why
+    assert budget.measured.gradient_error > 0
+
+
+def test_float8_products_are_refused(monkeypatch):
+    monkeypatch.setenv("JAXMP_FLOAT8", "emulate")
+    w = x = jnp.ones((2048, 2048))
+    with pytest.raises(ValueError, match="does not cover float8, but this program has"):
+        error_budget(lambda w, x: jnp.mean(jnp.tanh(x @ w)), "mixed_float8")(w, x)
+
+
 def test_errors_pass_through_functions_with_a_derivative_rule():
     @jax.custom_vjp
     def straight_through(x):

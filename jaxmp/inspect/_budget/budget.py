@@ -17,7 +17,7 @@ from jaxmp.inspect._budget.gradient_program import GradientProgram, program_of_f
 from jaxmp.inspect._budget.reasons import plan_rows, whys_of
 from jaxmp.inspect._budget.rows import Budget, BudgetGroup, BudgetRow
 from jaxmp.inspect._budget.run import BudgetRun, Effects
-from jaxmp.inspect._budget.sites import SUM_OF_COTANGENTS, Site, is_narrow, sites_of
+from jaxmp.inspect._budget.sites import SUM_OF_COTANGENTS, Site, has_float8, is_narrow, sites_of
 from jaxmp.inspect.program.calls import (
     is_step,
     loss_of_step,
@@ -157,8 +157,9 @@ def error_budget(
       A function of ``fun``'s arguments that returns an :class:`ErrorBudget`.
 
     Raises:
-      ValueError: the results are not floating, or not finite in float32; the program rounds nothing; ``probes`` is less
-        than 1; ``policy`` or ``overrides`` are set for a train step; or :func:`jaxmp.autocast` rejects them.
+      ValueError: the results are not floating, or not finite in float32; the program rounds nothing, or has float8
+        values; ``probes`` is less than 1; ``policy`` or ``overrides`` are set for a train step; or
+        :func:`jaxmp.autocast` rejects them.
       RuntimeError: an argument was donated to an earlier step.
 
     >>> def loss_fn(w, x):
@@ -189,6 +190,10 @@ def error_budget(
                 program = program_of_function(plain, arrays, policy, overrides)
                 rows = plan_rows(plain, arrays, policy, overrides)
             read = read_program(program.jaxpr, program.consts)
+            if has_float8(read):
+                raise ValueError(
+                    "an error budget does not cover float8, but this program has float8 values; measure mixed_bfloat16"
+                )
             sites = sites_of(read, _half_dtype(read) if float32 else None)
             if not sites:
                 raise ValueError(

@@ -62,6 +62,11 @@ def is_narrow(dtype: np.dtype) -> bool:
     return bool(jnp.issubdtype(dtype, jnp.floating)) and dtype.itemsize < 4
 
 
+def has_float8(program: Program) -> bool:
+    """Return whether a program has values in float8, or in a narrower floating dtype."""
+    return any(is_narrow(value.dtype) and value.dtype.itemsize == 1 for value in program.values)
+
+
 def sites_of(program: Program, float32_as: np.dtype | None = None) -> list[Site]:
     """Return the roundings on which the results of a program depend, in program order.
 
