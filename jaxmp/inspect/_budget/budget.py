@@ -37,7 +37,7 @@ _MOST_OF_A_LINE = 0.8
 
 @dataclasses.dataclass(frozen=True)
 class BudgetTotal:
-    """The error of a program by all its roundings.
+    """The measured error of a program, or the part of it that the roundings explain.
 
     Attributes:
       loss_error: the signed change of the loss; NaN for a function without a loss.
@@ -71,8 +71,9 @@ class ErrorBudget(tables.Shown):
     """The error that each rounding to half precision (float16 or bfloat16) causes.
 
     The errors are exact to first order: they are derivatives of the loss and of the gradients with respect to each
-    rounded value, times its rounding error on these arguments. The errors of gradients are estimates from a few random
-    directions. With 8 directions, nine in ten are within a factor of 1.6.
+    rounded value, times its rounding error on these arguments. The errors of gradients in ``rows`` and in the groups are
+    estimates from a few random directions. With 8 directions, they are good to about a factor of two; more ``probes``
+    are more exact.
 
     Attributes:
       rows: the roundings, equal layers together. Rows that overflow in float16 come first, and then rows that
@@ -80,8 +81,9 @@ class ErrorBudget(tables.Shown):
       by_path: the roundings of each module or scope, the largest share first.
       by_line: the roundings of each line of your code.
       by_rule: the roundings by the reason of autocast.
-      predicted: the error by all roundings, to first order. If the run under the policy is not finite, numbers that
-        overflow do not contribute.
+      predicted: the part of the measured error that all roundings together explain, to first order. For the gradients,
+        it is the size of their change along the measured error. If the run under the policy is not finite, it is the
+        estimated error by all roundings, without the numbers that overflow.
       measured: the error of a run under the policy, relative to a run in float32.
       loss: the loss in float32; NaN for a function without a loss.
       not_covered: the operations whose errors are not counted.
@@ -149,7 +151,8 @@ def error_budget(
         are those of its floating results.
       policy: a policy with which :func:`jaxmp.autocast` runs ``fun``, in addition to the policies in ``fun``.
       overrides: overrides of ``policy``, as for :func:`jaxmp.autocast`.
-      probes: the number of random directions in which the errors of the gradients are measured.
+      probes: the number of random directions in which the errors of the gradients are measured. With more directions,
+        the estimates are more exact and take longer.
       seed: the seed of the random directions.
       float32: whether results that stay float32 also get rows, as if they were half: the errors that float32 avoids.
 

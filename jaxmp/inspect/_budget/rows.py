@@ -145,7 +145,10 @@ class Budget:
         return norm / self.size if self.size else float(np.inf if norm else 0.0)
 
     def total(self) -> tuple[float, float]:
-        """Return the predicted error of the loss, and the relative error of the gradients, by all roundings."""
+        """Return the change of the loss, and the relative change of the gradients along their measured error.
+
+        The changes are those by all roundings together, to first order.
+        """
         loss_error = float(self.together.loss_changes[self.is_rounded].sum())
         return loss_error, self.relative(abs(float(self.together.parts[self.is_rounded].sum())))
 
