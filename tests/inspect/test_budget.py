@@ -380,6 +380,12 @@ def test_overflows_and_underflows_of_float16_come_first():
     assert "overflow in one line" in budget.sentences[-1]
 
 
+def test_a_function_without_a_loss_counts_underflows_too():
+    budget = error_budget(lambda w, x: (1e-3 * x) @ (1e-5 * w), "mixed_float16")(W, X)
+    assert sum(row.underflows for row in budget.rows) > 0
+    assert np.isnan(budget.loss) and {row.loss_error for row in budget.rows} == {0}
+
+
 def test_float32_is_advised_for_a_line_that_overflows():
     def loss_fn(w, x):
         large = (300 * x) @ (300 * w)  # overflows

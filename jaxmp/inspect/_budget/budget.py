@@ -71,7 +71,7 @@ class ErrorBudget(tables.Shown):
     """The error that each rounding to half precision (float16 or bfloat16) causes.
 
     The errors are exact to first order: they are derivatives of the loss and of the gradients with respect to each
-    rounded value, times its rounding error on these arguments. The errors of gradients in ``rows`` and in the groups are
+    rounded value, times its rounding error on these arguments. The errors of gradients in ``rows`` and in groups are
     estimates from a few random directions. With 8 directions, they are good to about a factor of two; more ``probes``
     are more exact.
 

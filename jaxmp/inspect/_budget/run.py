@@ -54,6 +54,7 @@ class BudgetRun:
         self.program, self.sites, self.gaps = program, sites, dict[Key, str]()
         self._numbers = {site.place: number for number, site in enumerate(sites)}
         self._probes, self._key = probes, jax.random.key(seed)
+        self._loss_passes = [0] if program.has_loss else []
         options = options_of_few_runs()
         self._policy_run = jax.jit(functools.partial(evaluate, program.jaxpr), compiler_options=options)
         self._tapped_run = jax.jit(self._results_and_summaries, compiler_options=options)
@@ -71,7 +72,7 @@ class BudgetRun:
 
     def alone(self) -> tuple[list[np.ndarray], Effects]:
         """Return the results in float32, and the effect of each site if it alone is rounded."""
-        results, summaries = self._run((), range(1 + self._probes))
+        results, summaries = self._run((), [*self._loss_passes, *range(1, 1 + self._probes)])
         return results, self._effects_of(summaries)
 
     def together(self, rounded: Collection[int], error: Sequence[np.ndarray]) -> Effects:
@@ -82,7 +83,7 @@ class BudgetRun:
         """
         size = np.sqrt(sum(float(np.sum(np.abs(array) ** 2)) for array in error))
         direction = [array / size if size else array for array in error]
-        _, summaries = self._run(rounded, (0, 1 + self._probes), direction)
+        _, summaries = self._run(rounded, [*self._loss_passes, 1 + self._probes], direction)
         return self._effects_of(summaries)
 
     def _run(
@@ -104,13 +105,14 @@ class BudgetRun:
         return list(results), summaries
 
     def _effects_of(self, summaries: np.ndarray) -> Effects:
+        largest = summaries.max(axis=0)  # each pass has the same counts; a pass that did not run has zeros
         counts = np.zeros((2, len(self.sites)))
         first = []  # the position of each site's change
         position = 0
         for number, site in enumerate(self.sites):
             first.append(position)
             size = rounding.sink_of(site.dtype).size
-            counts[: size - 1, number] = summaries[0, position + 1 : position + size]
+            counts[: size - 1, number] = largest[position + 1 : position + size]
             position += size
         loss_changes, *changes, parts = summaries[:, first]
         return Effects(loss_changes, np.array(changes), parts, *counts)

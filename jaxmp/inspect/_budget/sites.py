@@ -39,7 +39,6 @@ class Site:
       equation: the equation to whose line and scope the rounding belongs, usually the one that computes the value. For
         the cast of a loop's carry, it is the equation before the cast, because the cast has the line of the whole loop.
         For a sum of cotangents, it is the equation that computes the value whose cotangents are summed.
-      shape: the shape of the value.
     """
 
     place: Place
@@ -49,12 +48,6 @@ class Site:
     is_float32: bool
     phase: str
     equation: Equation
-    shape: tuple[int, ...]
-
-    @property
-    def is_product(self) -> bool:
-        """Return whether the site is an operand or the result of a matrix product or convolution."""
-        return self.operation in PRODUCTS
 
 
 def is_narrow(dtype: np.dtype) -> bool:
@@ -95,7 +88,7 @@ def sites_of(program: Program, float32_as: np.dtype | None = None) -> list[Site]
         place, is_float32 = (value.key, value.position), not is_narrow(value.dtype)
         equation = owners.get(_place_in_code(value), value.at) if operation == SUM_OF_COTANGENTS else computed.at
         phase = value.at.phase
-        sites.append(Site(place, dtype, operation, is_operand, is_float32, phase, equation, value.shape))
+        sites.append(Site(place, dtype, operation, is_operand, is_float32, phase, equation))
     return sorted(sites, key=lambda site: site.place)
 
 
