@@ -1,6 +1,6 @@
-"""Whether autocast rounds constants while it traces, or by casts in the program.
+"""Cast constants by equations of the program, instead of rounding them while autocast traces.
 
-A tool that counts roundings needs the casts, because a rounded constant does not show its original value.
+A tool that counts roundings needs these casts, because a rounded constant does not show its original value.
 """
 
 from __future__ import annotations

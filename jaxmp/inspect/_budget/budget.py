@@ -227,7 +227,7 @@ class _Measurement:
         show: Callable[[str], None],
     ) -> None:
         self.program, self.read, self.sites, self.run, self.show = program, read, sites, run, show
-        self.what = "gradients" if program.has_loss else "results"
+        self.name_of_results = "gradients" if program.has_loss else "results"
         self.half = [number for number, site in enumerate(sites) if not site.is_float32]
 
     def budget(self, whys: Sequence[str]) -> ErrorBudget:
@@ -288,20 +288,20 @@ class _Measurement:
         if not self.half:
             yield "The program rounds nothing to half precision."
             return
-        errors, what = (predicted.gradient_error, measured.gradient_error), self.what
+        errors, results = (predicted.gradient_error, measured.gradient_error), self.name_of_results
         if sentences.is_mismatch(*errors):
-            yield sentences.sentence_of_mismatch(*errors, what, has_gaps=bool(not_covered))
-            what = f"explained {what}" if np.isfinite(measured.gradient_error) else what
+            yield sentences.sentence_of_mismatch(*errors, results, has_gaps=bool(not_covered))
+            results = f"explained {results}" if np.isfinite(measured.gradient_error) else results
         largest = budget.by_line(self.half)[0]  # values that stay float32 cause no error
         if largest.share < sentences.NOTABLE and not largest.overflows:
-            yield sentences.sentence_of_spread(largest, what)
+            yield sentences.sentence_of_spread(largest, results)
             return
         self.show("checking the gain")
         chosen = self._main_operations(budget, largest)
         after = self._measured(self.run.results(sorted({*self.half} - {*chosen}), rounds_operands=True), budget)
         sites = [self.sites[number] for number in chosen]
         line_run = sentences.LineRun(largest, sites, measured.gradient_error, after.gradient_error)
-        yield sentences.sentence_of_line(line_run, what)
+        yield sentences.sentence_of_line(line_run, results)
 
     def _main_operations(self, budget: Budget, line: BudgetGroup) -> list[int]:
         """Return the sites of the operations that cause most of a line's error: as few operations as possible."""

@@ -96,11 +96,11 @@ class BudgetRun:
         """Return the results, and the summaries of all sites for each of the backward passes in ``passes``."""
         avals = self.program.others
         direction = direction or [np.zeros(aval.shape) for aval in avals]
-        given = [np.asarray(array, aval.dtype) for array, aval in zip(direction, avals, strict=True)]
+        along = [np.asarray(array, aval.dtype) for array, aval in zip(direction, avals, strict=True)]
         is_rounded, is_wanted = np.zeros(len(self.sites), np.float32), np.zeros(2 + self._probes, bool)
         is_rounded[list(rounded)] = 1
         is_wanted[list(passes)] = True
-        arguments = given, is_rounded, is_wanted, rounds_operands, self._key
+        arguments = along, is_rounded, is_wanted, rounds_operands, self._key
         results, summaries = self._call(self._tapped_run, *arguments)
         return list(results), summaries
 

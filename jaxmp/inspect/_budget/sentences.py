@@ -37,14 +37,14 @@ class LineRun:
     after: float
 
 
-def sentence_of_line(run: LineRun, what: str) -> str:
+def sentence_of_line(run: LineRun, results: str) -> str:
     """Return a sentence about the line that causes the largest share of the error.
 
-    ``what`` names the results that have the error.
+    ``results`` is the name of the results that have the error: gradients or results.
     """
     text = _text_of(run.sites[0].equation)
     place = f"{run.line.name or 'code of unknown origin'}{f', {text}' if text else ''}"
-    start = f"{percent(min(run.line.share, 1))} of the {what}' error comes from one line: {place}"
+    start = f"{percent(min(run.line.share, 1))} of the {results}' error comes from one line: {place}"
     if run.line.overflows:
         start = f"{_number(run.line.overflows, 'number')} overflow in one line: {place}"
     start = f"{start}, {_operations(run.sites)}"
@@ -59,13 +59,13 @@ def sentence_of_line(run: LineRun, what: str) -> str:
     return f"{start}: {gain}. {_how(run.sites)}"
 
 
-def sentence_of_spread(largest: BudgetGroup, what: str) -> str:
+def sentence_of_spread(largest: BudgetGroup, results: str) -> str:
     """Return a sentence about an error to which many lines contribute.
 
     ``largest`` is the line with the largest share.
     """
     return (
-        f"No line causes most of the {what}' error: the largest share is {percent(largest.share)}, of "
+        f"No line causes most of the {results}' error: the largest share is {percent(largest.share)}, of "
         f"{largest.name or 'code of unknown origin'}."
     )
 
@@ -78,18 +78,18 @@ def is_mismatch(predicted: float, measured: float) -> bool:
     return large > _TRUSTED * small
 
 
-def sentence_of_mismatch(predicted: float, measured: float, what: str, *, has_gaps: bool) -> str:
+def sentence_of_mismatch(predicted: float, measured: float, results: str, *, has_gaps: bool) -> str:
     """Return a warning that the roundings do not explain the measured error.
 
     ``has_gaps`` says whether operations are not covered.
     """
     if not math.isfinite(measured):
         return (
-            f"The error of the {what} is not finite under the policy; jaxmp.inspect.first_nonfinite names the "
+            f"The error of the {results} is not finite under the policy; jaxmp.inspect.first_nonfinite names the "
             f"operation. Without the numbers that overflow, the roundings cause an error of {percent(predicted)}."
         )
     start = (
-        f"The roundings explain an error of {percent(predicted)} of the {what}, but {percent(measured)} is measured."
+        f"The roundings explain an error of {percent(predicted)} of the {results}, but {percent(measured)} is measured."
     )
     if has_gaps:
         return f"{start} The operations that are not covered may cause the rest."

@@ -179,11 +179,11 @@ def _cast(eqn: Any, operands: Sequence[Any]) -> Any:
 
 def _in_own_dtypes(eqn: Any, operands: Sequence[Any]) -> list[Any]:
     """Return the results of an equation that is bound in its own dtypes, in float32 where they are narrower."""
-    given = []
+    narrowed = []
     for operand, atom in zip(operands, eqn.invars, strict=True):
         is_cast = is_narrow_aval(atom.aval)
-        given.append(jnp.asarray(operand).astype(atom.aval.dtype) if is_cast else operand)
-    return [_in_float32(result) for result in bind_equation(eqn, given, eqn.params)]
+        narrowed.append(jnp.asarray(operand).astype(atom.aval.dtype) if is_cast else operand)
+    return [_in_float32(result) for result in bind_equation(eqn, narrowed, eqn.params)]
 
 
 def _without_gradient(value: Any) -> Any:
