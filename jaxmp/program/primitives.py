@@ -118,6 +118,8 @@ class Trait(enum.Enum):
     """Turns a small change of a matrix into a much larger change of its factors, its inverse or its eigenvectors."""
 
     # -- whole equations -----------------------------------------------------------------------------------------------
+    ONLY_FORWARD = enum.auto()
+    """Has a body through which JAX does not differentiate backwards."""
     CUSTOM_DERIVATIVE = enum.auto()
     """Has a body whose derivative is a rule of the author."""
     INLINED = enum.auto()
@@ -302,8 +304,9 @@ _TABLE: dict[Class, tuple[Row, ...]] = {
         # of this rule that remains under checkpoint.
         _row("remat_opt", Trait.INLINED, Trait.CUSTOM_DERIVATIVE, body="fwd_jaxpr"),
         _row("scan while cond"),
-        _row("program_order composite xla_metadata_call compute_on fused_call"),
-        _row("custom_jvp_call_jaxpr custom_lin custom_vmap_call linear_call"),
+        _row("custom_vmap_call composite", Trait.ONLY_FORWARD),
+        _row("program_order xla_metadata_call compute_on fused_call"),
+        _row("custom_jvp_call_jaxpr custom_lin linear_call"),
         # reductions by the user's function, usually a sum, so the operands keep their dtypes
         _row("reduce reduce_window select_and_scatter"),
     ),

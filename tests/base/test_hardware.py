@@ -136,6 +136,11 @@ def test_a_gpu_is_found_by_its_short_and_its_full_name_in_any_spelling():
         "l40s": ("L40S", "NVIDIA L40S"),
         "a10": ("A10",),
     }
+    for name in ("TPU v5 lite", "tpu v5e", "V5E", "v5e:4x4"):
+        assert detect(name).name == "TPU v5 lite"
+    assert detect("Trillium").name == "TPU v6 lite" and detect("Ironwood").name == "TPU7x"
+    with pytest.raises(ValueError, match=r"got 'v5-16'.* A slice of TPUs is written as in 'v5e:4x4'"):
+        detect("v5-16")
     names |= {"h100-pcie": ("H100 PCIe", "h100_pcie"), "a100-40gb": ("A100 40GB", "NVIDIA A100-SXM4-40GB")}
     for short, spellings in names.items():
         for name in spellings:

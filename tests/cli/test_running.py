@@ -28,6 +28,10 @@ def state():
 
 trained = jaxmp.make_train_step(lambda params, model_state, batch, rng: (loss(params, batch), model_state))
 
+half_step = jaxmp.make_train_step(
+    lambda params, model_state, batch, rng: (loss(params, batch), model_state), policy="mixed_bfloat16", donate=False
+)
+
 def vector():
     return jnp.ones(3)
 
@@ -80,6 +84,9 @@ def test_budget_names_the_line_with_the_largest_share(capsys, tmp_path):
     assert _main("budget", "good", "--policy", "mixed_bfloat16", "--probes", "2", "--float32", "--json") == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert {row["operation"] for row in rows} >= {"dot_general", "exp"}
+    step = ["planted_for_running:half_step", "--args", "planted_for_running:state"]
+    assert main(["budget", *step, "--probes", "1"]) == 0
+    assert "planted_for_running.py:6" in capsys.readouterr().out
     assert _main("budget", "good") == 2
     assert "rounds to half precision, but this one does not" in capsys.readouterr().err
 

@@ -25,8 +25,6 @@ from jaxmp.program.rewriting import Rewriter
 from jaxmp.program.values import Key
 
 _FLOAT32 = np.dtype(np.float32)
-_ONLY_FORWARD = frozenset({"custom_vmap_call", "composite"})
-"""Primitives with a body through which JAX does not differentiate backwards."""
 
 
 class Changes(NamedTuple):
@@ -156,7 +154,7 @@ def reason_against(eqn: Any) -> str:
     name = eqn.primitive.name
     if not any(_is_float(var.aval) for var in eqn.outvars) or not any(_is_float(atom.aval) for atom in eqn.invars):
         return ""
-    if name in _ONLY_FORWARD:
+    if has_trait(name, Trait.ONLY_FORWARD):
         return "JAX does not differentiate it backwards"
     if classify(name) is Class.OPAQUE and has_trait(name, Trait.UNCOUNTED):
         return "a kernel, or code outside of JAX"
