@@ -285,7 +285,7 @@ def test_a_program_with_other_options_is_another_program(monkeypatch):
     args = shape(128, 128), shape(128, 128)
     compiling.compiled(f, args, "v5e")
     number = len([*stored_programs.folder().glob("jaxmp-*")])
-    compiling.compiled(jax.jit(f, compiler_options={"exec_time_optimization_effort": -0.5}), args, "v5e")
+    compiling.compiled(jax.jit(f, compiler_options={"xla_tpu_scoped_vmem_limit_kib": "4096"}), args, "v5e")
     assert len([*stored_programs.folder().glob("jaxmp-*")]) == number + 1
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_scoped_vmem_limit_kib=2048")
     compiling.compiled(f, args, "v5e")
