@@ -167,7 +167,7 @@ def error_budget(
 
     >>> def loss_fn(w, x):
     ...     h = x @ w
-    ...     for _ in range(16):
+    ...     for _ in range(6):
     ...         h = h + 0.01 * jnp.tanh(h @ w)
     ...     return jnp.mean(h**2)
     >>> w = jax.random.normal(jax.random.key(0), (16, 16)) / 4
