@@ -1,4 +1,4 @@
-"""The peak memory of a compiled step, the largest batch that fits, and the peak that the device reports."""
+"""The peak memory of a step, compiled and as the device reports it, and the largest batch that fits."""
 
 from __future__ import annotations
 

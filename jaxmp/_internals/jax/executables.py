@@ -13,7 +13,7 @@ _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 
 
 def compiler_options_of(lowered: Any) -> dict[str, Any] | None:
-    """Return the options with which a lowered program would be compiled; None if this version of JAX hides them."""
+    """Return the compiler options of a lowered program; None if this version of JAX hides them."""
     options = getattr(getattr(lowered, "_lowering", None), "_compiler_options_kvs", None)
     return None if options is None else dict(options)
 

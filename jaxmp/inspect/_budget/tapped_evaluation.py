@@ -129,7 +129,7 @@ class WideEvaluation(Rewriter):
 def evaluate_wide(
     jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], changes: Changes, gaps: dict[Key, str]
 ) -> list[Any]:
-    """Return the results of an open jaxpr, with float32 in place of narrower values; see :class:`WideEvaluation`."""
+    """Return the results of an open jaxpr, with float32 in place of narrower values."""
     evaluation = WideEvaluation(changes, gaps)
     results = evaluation.evaluate(jaxpr, [_in_float32(const) for const in consts], [_in_float32(arg) for arg in args])
     return [jnp.asarray(result) for result in results]

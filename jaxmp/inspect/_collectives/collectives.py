@@ -205,10 +205,10 @@ def _fills_zeros(program: hlo.HloProgram, computation: str, instruction: hlo.Ins
 
 
 def _chain_of(instruction: hlo.Instruction) -> str | None:
-    """Return the channel of a collective that the compiler for TPUs split into a chain; None for other instructions.
+    """Return the channel of a collective that was split into a chain; None for other instructions.
 
-    The compiler runs such a collective piece by piece, inside of the kernels beside it. Each of these kernels contains
-    the whole instruction, but the data is sent once.
+    The compiler for TPUs runs such a collective piece by piece, inside of the kernels beside it. Each of these kernels
+    contains the whole instruction, but the data is sent once.
     """
     match = _CHANNEL.search(instruction.text)
     return match[1] if match and "chain_id=" in instruction.text else None

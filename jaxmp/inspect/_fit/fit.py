@@ -288,7 +288,7 @@ class _Compiler:
 
 
 def limit_of(gpu: hardware.Hardware) -> int:
-    """Return the number of bytes of the device's memory that JAX takes: all of a TPU, and a share of a GPU."""
+    """Return the bytes of memory that JAX takes: all of a TPU's, and a share of a GPU's."""
     if gpu.memory_bytes is None:
         raise ValueError(f"the memory of {gpu.name} is unknown; pass its bytes: fit(step, memory=24 * 2**30)")
     if gpu.platform == "tpu":

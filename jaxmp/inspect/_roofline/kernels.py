@@ -146,7 +146,10 @@ def _kernel(
 
 
 def rate_of(dtype: str, device: hardware.Hardware) -> float:
-    """Return the peak FLOP/s of products of a dtype. A dtype with an unknown rate gets the rate of float32."""
+    """Return the peak FLOP/s of products of a dtype.
+
+    A dtype with an unknown rate gets the rate of float32.
+    """
     rate = device.product_rate(dtype) or device.product_rate("float32")
     if rate is None:
         raise ValueError(f"the peak rates of {device.name} are unknown")

@@ -53,7 +53,13 @@ _JAX_SCOPES |= {"closed_call", "core_call", "eval_jaxpr", "custom_jvp_call", "cu
 
 
 class Array(NamedTuple):
-    """An array in XLA's notation: XLA's name of its dtype, its shape, and its layout, such as ``"{1,0:T(8,128)}"``."""
+    """An array in XLA's notation.
+
+    Attributes:
+      dtype: XLA's name of the dtype.
+      shape: the shape.
+      layout: the layout, such as ``"{1,0:T(8,128)}"``; empty if the text has none.
+    """
 
     dtype: str
     shape: tuple[int, ...]

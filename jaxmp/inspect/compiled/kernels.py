@@ -226,7 +226,7 @@ def _read_bytes(program: HloProgram, computation: str, instruction: Instruction)
 
 
 def _picked_bytes(program: HloProgram, body: str, number: int) -> float | None:
-    """Return the bytes that the body of a fusion reads of a parameter, if it only picks elements; else None."""
+    """Return the bytes that a fusion picks from a parameter; None if it reads the whole parameter."""
     instructions = program.computations.get(body, {}).values()
     parameters = [inner.name for inner in instructions if inner.opcode == "parameter" and inner.parameter == number]
     if not parameters:

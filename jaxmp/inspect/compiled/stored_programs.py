@@ -64,7 +64,7 @@ class StoredProgram:
 
 
 def folder() -> Path:
-    """Return the folder of the programs: JAX's cache of compiled programs, or the user's folder for caches."""
+    """Return the folder of the programs: JAX's compilation cache, or the user's cache folder."""
     configured: str | None = getattr(jax.config, "jax_compilation_cache_dir", None)
     if configured and "://" not in configured:  # JAX also takes the address of a bucket
         return Path(configured)
@@ -147,7 +147,10 @@ def _read(file: Path) -> dict[str, Any] | None:
 
 
 def _write(file: Path, parts: dict[str, Any]) -> None:
-    """Write a file in one step, so that another process never reads half of it; a full disk is not an error."""
+    """Write a file in one step, so that another process never reads half of it.
+
+    A full disk is not an error: the program is then compiled again the next time.
+    """
     written = file.with_name(f"{file.name}.{os.getpid()}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -183,7 +183,7 @@ def missing() -> str | None:
 
 
 def _needed_version() -> str | None:
-    """Return the version of libtpu that the installed JAX requires, such as ``"0.0.42.*"``; None if it names none."""
+    """Return the version of libtpu that JAX requires, such as ``"0.0.42.*"``; None if it names none."""
     for requirement in importlib.metadata.requires("jax") or ():
         if match := re.match(r"libtpu==([\w.*]+)", requirement):
             return match[1]

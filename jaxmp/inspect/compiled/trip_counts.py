@@ -62,7 +62,7 @@ def trip_count(computations: Computations, computation: str, loop: _Instruction)
 
 
 def _step(body: Mapping[str, _Instruction], counter: int) -> int | None:
-    """Return the constant that each iteration adds to element ``counter`` of the carry; None if it adds no constant."""
+    """Return the constant that each iteration adds to an element of the carry; None if it adds none."""
     root = _root(body)
     if root is None or root.opcode != "tuple":
         return None
