@@ -9,6 +9,9 @@ differs from main, the base is the commit before HEAD. The tests of a changed fi
 4. the tests with the name of a file that imports it.
 
 The tests of CORE and the examples in changed docstrings always run.
+
+With ``--slow``, the tests of scripts, notebooks and docs pages are printed only if their own files changed: they take
+minutes, and ``make nightly`` runs them. ``make slow-changed`` uses this option.
 """
 
 from __future__ import annotations
@@ -99,9 +102,19 @@ def tests_of(changed: list[str]) -> list[str]:
     return sorted(str(test) for test in tests if test.exists())
 
 
+def slow_tests_of(changed: list[str]) -> list[str]:
+    """Return the test files whose slow tests to run.
+
+    Those of scripts, notebooks and pages are left out, unless they changed themselves.
+    """
+    programs = (("tests", "experiments"), ("tests", "docs"))
+    return [test for test in tests_of(changed) if test in changed or Path(test).parts[:2] not in programs]
+
+
 if __name__ == "__main__":
     base, changed = changes()
+    tests = slow_tests_of(changed) if sys.argv[1:] == ["--slow"] else tests_of(changed)
     examples = [name for name in changed if re.fullmatch(r"jaxmp/.*\.py", name) and Path(name).exists()]
     files = "1 file differs" if len(changed) == 1 else f"{len(changed)} files differ"
     print(f"{files} from {base}", file=sys.stderr)
-    print(*tests_of(changed), *examples, sep="\n")
+    print(*tests, *examples, sep="\n")

@@ -83,6 +83,14 @@ def test_the_tests_with_the_name_of_an_importing_file_run(repository, monkeypatc
     assert "tests/training/test_step.py" not in quick.tests_of(["jaxmp/optim/__init__.py"])
 
 
+def test_slow_tests_of_pages_and_scripts_run_only_if_their_own_file_changed(repository):
+    write(FILES)
+    assert "tests/docs/test_pages.py" in quick.tests_of(["docs/page.md"])
+    assert "tests/docs/test_pages.py" not in quick.slow_tests_of(["docs/page.md"])
+    assert "tests/docs/test_pages.py" in quick.slow_tests_of(["tests/docs/test_pages.py"])
+    assert "tests/optim/test_skip.py" in quick.slow_tests_of(["jaxmp/optim/scale.py"])
+
+
 def test_the_tests_that_always_run_exist():
     assert all((ROOT / test).is_file() for test in quick.CORE)
 
