@@ -133,11 +133,11 @@ class _Matching:
             if before["class"] == type(scale).__name__:
                 self._note_settings(before["settings"], settings_of(scale))
                 continue
+            skips = path.removesuffix("loss_scale") + "consecutive_skipped"  # they belong to the old loss scale
             self._forget(path)
-            if isinstance(self._like, TrainState):  # the saved number of steps belongs to the old loss scale
-                self._forget("stuck")
-                self._keep_values_below("stuck")
-                self._drop_below("stuck")
+            self._forget(skips)
+            self._keep_values_below(skips)
+            self._drop_below(skips)
             self.changes.append(f"the loss scale {before['class']} -> {type(scale).__name__} starts fresh")
 
     def _note_settings(self, before: Mapping[str, str], now: Mapping[str, str]) -> None:

@@ -28,7 +28,7 @@ from jaxmp.optim.half_params import params_are_checked, warn_if_updates_vanish
 from jaxmp.optim.loss_scale import LossScale, NoOpLossScale
 from jaxmp.optim.loss_scaling import loss_scaling, require_outermost, take_step, without_loss_scaling
 from jaxmp.optim.scaled_grad import global_norm, scaled_loss, true_gradients, warn_if_constant
-from jaxmp.optim.scaling_state import get_loss_scale, has_loss_scale
+from jaxmp.optim.scaling_state import get_loss_scale, get_loss_scaling_state, has_loss_scale
 from jaxmp.sharding.placement import copied_if_seen
 from jaxmp.training.state import TrainState
 
@@ -106,7 +106,6 @@ class Optimizer(_Object):
         self._needs_policy = needs_policy(model)
         self._structure: Any = jax.tree.structure(nnx.as_pure(params))
         self._before: Any = nnx.data(None)
-        self._skipped_steps, self._stuck = (nnx.OptState(jnp.zeros((), jnp.int32)) for _ in range(2))
         # If an array of the model is also in the optimizer's state or in the average, the state or the average gets a
         # copy. Otherwise two results of jax.device_put could share a buffer, and a step would donate this buffer
         # twice.
@@ -131,7 +130,7 @@ class Optimizer(_Object):
     @property
     def skipped_steps(self) -> jax.Array:
         """The number of skipped steps so far, an int32 scalar."""
-        return self._skipped_steps[...]
+        return get_loss_scaling_state(nnx.as_pure(self.opt_state)).skipped_steps
 
     def ema_model(self, model: M) -> M:
         """Return a copy of ``model`` with the moving averages as params, for evaluation.
@@ -183,14 +182,13 @@ class Optimizer(_Object):
         params = nnx.as_pure(nnx.state(model, self.wrt))
         self._require_structure(params)
         grads, opt_state, kwargs = map(nnx.as_pure, (nnx.state(grads, self.wrt), self.opt_state, kwargs))
-        updates, opt_state, skipped = take_step(self.tx, grads, opt_state, params, kwargs)
+        updates, opt_state, finite = take_step(self.tx, grads, opt_state, params, kwargs)
         new_params = optax.apply_updates(_tree.widen(params), updates)
-        nnx.update(model, _tree.select_tree(skipped == 0, new_params, params))
+        nnx.update(model, _tree.select_tree(finite, new_params, params))
         _set(self.opt_state, opt_state)
         self.step[...] += 1
-        self._skipped_steps[...] += skipped
         if self._before is not None:
-            _put_back(skipped == 0, model, self._before)
+            _put_back(finite, model, self._before)
             self._before = nnx.data(None)
         return updates
 
@@ -206,9 +204,7 @@ class Optimizer(_Object):
 
     def _take(self, state: TrainState) -> None:
         """Set this optimizer to the state that a train step returned."""
-        variables = self.opt_state, self.step, self._skipped_steps, self._stuck
-        values = state.opt_state, state.step, state.skipped_steps, state.stuck
-        _set(variables, values)
+        _set((self.opt_state, self.step), (state.opt_state, state.step))
         if self.ema is not None:
             self.ema = nnx.data(state.ema_params)
 

@@ -211,8 +211,6 @@ def state_of(model: Any, optimizer: Optimizer) -> _State:
     optimizer._require_structure(params)
     return _State(
         step=optimizer.step.get_raw_value(),
-        skipped_steps=optimizer._skipped_steps.get_raw_value(),
-        stuck=optimizer._stuck.get_raw_value(),
         params=params,
         opt_state=nnx.as_pure(optimizer.opt_state),
         model_state=(_Form(graphdef, optimizer.wrt), *untrained),

@@ -200,12 +200,10 @@ class _ScalingTransform:
     def _new_state(
         self, state: LossScalingState, inner_state: Any, finite: jax.Array, grad_max: Any, squares: jax.Array
     ) -> LossScalingState:
-        skipped = 1 - finite.astype(jnp.int32)
         return LossScalingState(
             inner_state=inner_state,
             loss_scale=state.loss_scale.adjust(finite, grad_max),
-            skipped_steps=state.skipped_steps + skipped,
-            consecutive_skipped=(state.consecutive_skipped + skipped) * skipped,
+            **state.counters_after(finite),
             grad_norm=jnp.sqrt(squares).astype(jnp.float32) if self.grad_norm else None,
         )
 
@@ -278,26 +276,27 @@ def take_step(
       extra_args: other arguments of ``tx.update``.
 
     Returns:
-      The updates, the new state, and an int32: 1 if the step was skipped, else 0. In a skipped step, only the loss
-      scale, the counters and the gradient norm in the state change.
+      The updates, the new state, and whether the step was not skipped. In a skipped step, only the loss scale, the
+      counters and the gradient norm in the state change.
     """
-    before = get_loss_scaling_state(opt_state)
     if isinstance(tx, LossScaling):
         updates, new_state = tx.update(grads, opt_state, params, **extra_args)
-        return updates, new_state, new_state.skipped_steps - before.skipped_steps
+        return updates, new_state, new_state.last_finite
     # If the chain clips by value before loss_scaling, clipping would make infinities finite. But clipping keeps NaN.
     updates, new_state = tx.update(nan_if_infinite(grads), opt_state, params, **extra_args)
-    skipped = get_loss_scaling_state(new_state).skipped_steps - before.skipped_steps
-    skipped = jnp.maximum(skipped, 1 - jnp.isfinite(global_norm(grads)).astype(jnp.int32))
-    return updates, _keep_scale(skipped == 0, new_state, opt_state), skipped
+    # The counter shows whether loss_scaling skipped: a transform around it may not have called it in this step.
+    was_skipped = get_loss_scaling_state(new_state).skipped_steps > get_loss_scaling_state(opt_state).skipped_steps
+    finite = jnp.isfinite(global_norm(grads)) & ~was_skipped
+    return updates, _keep_scale(finite, new_state, opt_state), finite
 
 
 def _keep_scale(finite: jax.Array, new: Any, old: Any) -> Any:
-    """Return ``new`` if ``finite``, else ``old`` with the new scale and counters."""
+    """Return ``new`` if ``finite``, else ``old`` with the new scale. The counters count this step."""
 
     def keep(new: Any, old: Any) -> Any:
         if isinstance(new, LossScalingState):
-            return new._replace(inner_state=select_tree(finite, new.inner_state, old.inner_state))
+            inner_state = select_tree(finite, new.inner_state, old.inner_state)
+            return new._replace(inner_state=inner_state, **old.counters_after(finite))
         return select_tree(finite, new, old)
 
     return jax.tree.map(keep, new, old, is_leaf=lambda node: isinstance(node, LossScalingState))

@@ -38,6 +38,14 @@ class LossScalingState(NamedTuple):
         """Return whether the last step was not skipped; True before the first step."""
         return self.consecutive_skipped == 0
 
+    def counters_after(self, finite: jax.Array) -> dict[str, jax.Array]:
+        """Return both counters after a step; ``finite`` is false if the step was skipped."""
+        skipped = 1 - finite.astype(jnp.int32)
+        return {
+            "skipped_steps": self.skipped_steps + skipped,
+            "consecutive_skipped": (self.consecutive_skipped + skipped) * skipped,
+        }
+
 
 def wrap_opt_state(opt_state: optax.OptState, loss_scale: LossScale, *, grad_norm: bool = False) -> LossScalingState:
     """Turn a trained state of ``tx`` into a state of ``loss_scaling(tx, …)``.

@@ -37,10 +37,8 @@ class TrainState(flax.struct.PyTreeNode):
 
     Attributes:
       step: the number of steps so far, including skipped ones, an int32 scalar.
-      skipped_steps: the number of skipped steps so far, an int32 scalar.
-      stuck: the number of steps in a row that were skipped and in which the loss scale could not fall, an int32 scalar.
       params: the params, in their param dtype.
-      opt_state: the state of ``tx``, including the loss scale.
+      opt_state: the state of ``tx``, including the loss scale and the counters of skipped steps.
       model_state: other variables of the model, such as ``{"batch_stats": …}``; or None.
       ema_params: the float32 exponential moving average of the params, or None.
       rng: the PRNG key, which each step splits; None if there is none.
@@ -49,8 +47,6 @@ class TrainState(flax.struct.PyTreeNode):
     """
 
     step: jax.Array
-    skipped_steps: jax.Array
-    stuck: jax.Array
     params: Any
     opt_state: Any
     model_state: Any
@@ -80,6 +76,11 @@ class TrainState(flax.struct.PyTreeNode):
         loss_scale = get_loss_scale(self.opt_state)
         require_not_deleted(loss_scale)
         return jnp.asarray(loss_scale.loss_scale, jnp.float32)
+
+    @property
+    def skipped_steps(self) -> jax.Array:
+        """The number of skipped steps so far, an int32 scalar."""
+        return get_loss_scaling_state(self.opt_state).skipped_steps
 
     @classmethod
     def create_sharded(
@@ -186,7 +187,7 @@ class TrainState(flax.struct.PyTreeNode):
         get_loss_scale(opt_state)  # raises if there are several
         require_outermost(tx, opt_state)
         state = cls(
-            **{name: jnp.zeros((), jnp.int32) for name in ("step", "skipped_steps", "stuck")},
+            step=jnp.zeros((), jnp.int32),
             params=params,
             opt_state=opt_state,
             model_state=model_state,
@@ -266,7 +267,7 @@ class TrainState(flax.struct.PyTreeNode):
                 "the state keeps a moving average that this step would not update; pass ema_decay=0.999, say, or "
                 "ema_decay=1.0 for a step that keeps the average"
             )
-        updates, opt_state, skipped = take_step(self.tx, grads, self.opt_state, self.params, extra_args or {})
+        updates, opt_state, finite = take_step(self.tx, grads, self.opt_state, self.params, extra_args or {})
         params = optax.apply_updates(_tree.widen(self.params), updates)  # select_tree restores the dtypes
         new, old = {"params": params}, {"params": self.params}
         if model_state is not None:
@@ -274,13 +275,5 @@ class TrainState(flax.struct.PyTreeNode):
         if ema_decay is not None:
             new["ema_params"] = optax.incremental_update(params, self.ema_params, 1 - ema_decay)
             old["ema_params"] = self.ema_params
-        selected = _tree.select_tree(skipped == 0, new, old)
-        new_scale, scale = get_loss_scale(opt_state), get_loss_scale(self.opt_state)
-        return self.replace(
-            step=self.step + 1,
-            skipped_steps=self.skipped_steps + skipped,
-            stuck=jnp.where((skipped > 0) & new_scale.is_stuck(scale), self.stuck + 1, 0),
-            opt_state=opt_state,
-            **selected,
-            **changes,
-        )
+        selected = _tree.select_tree(finite, new, old)
+        return self.replace(step=self.step + 1, opt_state=opt_state, **selected, **changes)

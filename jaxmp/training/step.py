@@ -18,7 +18,7 @@ from jaxmp.base.user_warnings import warn_user
 from jaxmp.optim.checks import as_float
 from jaxmp.optim.half_params import warn_if_updates_vanish
 from jaxmp.optim.loss_scaling import without_loss_scaling
-from jaxmp.optim.scaling_state import get_loss_scale
+from jaxmp.optim.scaling_state import get_loss_scale, get_loss_scaling_state
 from jaxmp.sharding.devices import DevicesOfArrays, DevicesOfMesh, FlatState, Layout
 from jaxmp.sharding.mesh_plan import Sharding
 from jaxmp.sharding.placement import each_once, is_traced
@@ -110,8 +110,8 @@ def make_train_step(
         losses do not use it. By default, the number follows the memory of the device.
       donate: whether the new state reuses the memory of the old state. The state that you pass is then deleted, except
         arrays that are themselves in the batch, such as those of a target network.
-      max_consecutive_skips: the number of skipped steps in a row after which an error ends the run. A step counts only
-        if the loss scale could not fall in it.
+      max_consecutive_skips: the number of skipped steps in a row after which an error ends the run, if the loss scale
+        cannot fall any further.
       sharding: a :class:`jaxmp.sharding.Sharding`. The state and the batch are placed on its mesh. Each weight is
         gathered when the loss function uses it. The gathered weight has the dtype in which the loss function uses it:
         half precision under a half-precision policy.
@@ -399,6 +399,6 @@ class TrainStep:
         placed_batch = self.update.devices.place_batch(batch, self.update.accumulate_steps)
         rng = None if state.rng is None else jax.random.split(state.rng)[1]
         result = jax.jit(self.update.gradients)(state, placed_batch, rng)
-        limit = self._stuck_runs.limit
-        text = explanation(result.loss, result.grads, state.loss_scale, state.params, placed_batch, limit)
+        skips = int(get_loss_scaling_state(state.opt_state).consecutive_skipped)
+        text = explanation(result.loss, result.grads, state.loss_scale, state.params, placed_batch, skips)
         return NonFiniteTrainingError(text, batch)

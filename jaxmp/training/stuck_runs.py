@@ -16,7 +16,6 @@ from jaxmp.base.donation import is_deleted, require_not_deleted
 from jaxmp.optim.dropped_state import counts_among, warn_if_dropped
 from jaxmp.optim.scaling_state import LossScalingState, get_loss_scaling_state
 from jaxmp.sharding.placement import is_traced
-from jaxmp.training.state import TrainState
 
 _LAG = 4  # the number of steps after which a report is read if there are several processes
 
@@ -49,8 +48,7 @@ def raise_if_stuck(state: Any, max_consecutive_skips: int = 25) -> None:
     Args:
       state: a :class:`jaxmp.TrainState`, a :class:`jaxmp.nnx.Optimizer`, or the state of an optimizer with
         :func:`jaxmp.loss_scaling`.
-      max_consecutive_skips: the number of skipped steps in a row that is an error. A ``TrainState`` counts only the
-        steps in which the loss scale could not fall.
+      max_consecutive_skips: the number of skipped steps in a row that is an error if the loss scale cannot fall.
 
     Raises:
       NonFiniteTrainingError: the last ``max_consecutive_skips`` steps were skipped, and the loss scale cannot fall.
@@ -65,33 +63,44 @@ def raise_if_stuck(state: Any, max_consecutive_skips: int = 25) -> None:
     >>> raise_if_stuck(opt_state)
     >>> raise_if_stuck(opt_state, max_consecutive_skips=3)
     Traceback (most recent call last):
-    jaxmp.training.stuck_runs.NonFiniteTrainingError: 3 steps in a row were skipped at loss scale 8, ...
+    jaxmp.training.stuck_runs.NonFiniteTrainingError: 3 steps in a row were skipped, and the loss scale 8 ...
     """
     require_whole_number("max_consecutive_skips", max_consecutive_skips)
     opt_state, steps = getattr(state, "opt_state", state), getattr(state, "step", None)
     if (nnx := imported_nnx()) is not None:  # the arrays of an NNX optimizer are in Variables
         opt_state, steps = nnx.as_pure((opt_state, steps))
     scaling = get_loss_scaling_state(opt_state)
-    is_train_state = isinstance(state, TrainState)
-    counter, scale = state.stuck if is_train_state else scaling.consecutive_skipped, scaling.loss_scale
-    if is_traced(counter):
+    if is_traced(scaling.consecutive_skipped):
         raise TypeError(
             "raise_if_stuck reads a number from the device, got a state inside jax.jit; call it outside, with the "
             "state that the step returned"
         )
-    require_not_deleted(counter)
-    counts = counts_among(jax.tree.leaves((steps, _without_scaling(opt_state))), like=counter)
-    skips, numbers, counts = _read_now((counter, scaling._replace(inner_state=None), counts))
+    require_not_deleted(scaling.consecutive_skipped)
+    counts = counts_among(jax.tree.leaves((steps, _without_scaling(opt_state))), like=scaling.consecutive_skipped)
+    numbers, counts = _read_now((scaling._replace(inner_state=None), counts))
     warn_if_dropped(numbers, counts)
-    count = int(np.max(skips))  # of the worst run, if the state holds several runs under vmap
-    if count < max_consecutive_skips:
-        return
-    can_fall = not is_train_state and not np.all(scale.adjust(False, np.inf).is_stuck(scale))
-    if not can_fall:  # the counter of a train state includes this condition
-        raise NonFiniteTrainingError(
-            f"{count} steps in a row were skipped at loss scale {float(np.min(scale.loss_scale)):g}, which did not "
-            f"fall. {_REMEDY}"
-        )
+    if _is_stuck(numbers, max_consecutive_skips):
+        count, scale = int(np.max(numbers.consecutive_skipped)), float(np.min(numbers.loss_scale.loss_scale))
+        raise NonFiniteTrainingError(f"{_cause(count, scale)}. {_REMEDY}")
+
+
+def _is_stuck(scaling: Any, limit: int) -> bool:
+    """Return whether ``limit`` steps in a row were skipped and the loss scale cannot fall.
+
+    Args:
+      scaling: a :class:`jaxmp.LossScalingState` of NumPy arrays, whose inner state is ignored. It may hold several runs
+        under ``vmap``; one stuck run is enough.
+      limit: the number of steps.
+    """
+    is_skipping = np.asarray(scaling.consecutive_skipped) >= limit
+    if not is_skipping.any():
+        return False
+    scale = scaling.loss_scale
+    return bool(np.any(is_skipping & np.asarray(scale.adjust(False, np.inf).is_stuck(scale))))
+
+
+def _cause(skips: int, scale: float) -> str:
+    return f"{skips} steps in a row were skipped, and the loss scale {scale:g} cannot fall further"
 
 
 def _without_scaling(opt_state: Any) -> Any:
@@ -134,9 +143,12 @@ class StuckRuns:
                 skipped, batch = self._reports.popleft()
                 if _read_now(skipped) and not is_deleted(batch):
                     bad_batches.append(batch)
-        if not bad_batches or is_traced(state.stuck) or is_deleted(state.stuck):
+        if not bad_batches:
             return []
-        return bad_batches if int(_read_now(state.stuck)) >= self.limit else []
+        scaling = get_loss_scaling_state(state.opt_state)._replace(inner_state=None)
+        if is_traced(scaling) or is_deleted(scaling):
+            return []
+        return bad_batches if _is_stuck(_read_now(scaling), self.limit) else []
 
     def _is_due(self, report: Any) -> bool:
         # Processes may finish at different times, but all must raise the error at the same step.
@@ -146,7 +158,7 @@ class StuckRuns:
 def _read_now(arrays: Any) -> Any:
     """Return the arrays of a tree as NumPy arrays, also if a transfer guard is on."""
     with jax.transfer_guard_device_to_host("allow"):
-        return jax.device_get(arrays)
+        return jax.tree.map(np.asarray, arrays)  # for a scalar, ten times as fast as jax.device_get
 
 
 def explanation(loss: Any, grads: Any, scale: Any, params: Any, batch: Any, skips: int) -> str:
@@ -164,10 +176,7 @@ def explanation(loss: Any, grads: Any, scale: Any, params: Any, batch: Any, skip
     """
     parts = _non_finite_parts(loss, grads, params, batch)
     listed = "; ".join(parts) or "no gradient, so it must be the gradients' norm or the optimizer's updates"
-    return (
-        f"{skips} steps in a row were skipped at loss scale {float(scale):g}, which did not fall; not finite now: "
-        f"{listed}. {_REMEDY}"
-    )
+    return f"{_cause(skips, float(scale))}; not finite now: {listed}. {_REMEDY}"
 
 
 _REMEDY = (

@@ -16,7 +16,7 @@ from jaxmp.base import trees as _tree
 from jaxmp.optim.checks import require_no_line_search
 from jaxmp.optim.loss_scaling import packed_grads
 from jaxmp.optim.scaled_grad import global_norm, scaled_value_and_grad
-from jaxmp.optim.scaling_state import get_loss_scale
+from jaxmp.optim.scaling_state import get_loss_scale, get_loss_scaling_state
 from jaxmp.sharding.devices import DevicesOfArrays
 from jaxmp.training.accumulation import Gradients, accumulate, average
 from jaxmp.training.batches import microbatches, require_examples
@@ -64,7 +64,7 @@ class Update:
             grads = loss_scale.unscale(scaled_grads)
             norm = global_norm(grads)
             new_state = self._update_state(state, grads, result.model_state, result.loss, rng)
-            skipped = new_state.skipped_steps > state.skipped_steps
+            skipped = ~get_loss_scaling_state(new_state.opt_state).last_finite
             metrics = self.metrics(state, result)
         own_metrics = dict(zip(OWN_METRICS, (result.loss, norm, state.loss_scale, skipped), strict=True))
         return new_state, {**own_metrics, **metrics}

@@ -86,12 +86,18 @@ def test_a_finite_param_that_is_not_finite_in_the_new_dtype_is_refused(tmp_path)
     checkpoint.restore(tmp_path, linen_run("bfloat16")[0])
 
 
+def with_counters(state, **counters):
+    """Return the state with other counters of skipped steps."""
+    counters = {name: jnp.int32(count) for name, count in counters.items()}
+    return state.replace(opt_state=state.opt_state._replace(**counters))
+
+
 def test_a_loss_scale_of_the_same_class_continues_with_the_settings_of_the_new_run(trained, tmp_path, capsys):
     like, _ = linen_run(scale=jaxmp.DynamicLossScale(8.0, period=7, hysteresis=2))
-    new, line = restored(tmp_path, trained.replace(stuck=jnp.int32(4)), like, capsys)
+    new, line = restored(tmp_path, with_counters(trained, consecutive_skipped=4), like, capsys)
     before, after = (jaxmp.get_loss_scale(x.opt_state) for x in (trained, new))
     assert (after.loss_scale, after.counter, after.period) == (before.loss_scale, before.counter, 7)
-    assert after.countdown == 2 and new.stuck == 4
+    assert after.countdown == 2 and new.opt_state.consecutive_skipped == 4
     assert "the loss scale's period 2 -> 7; the loss scale's hysteresis 1 -> 2" in line
 
     state, _ = linen_run(scale=jaxmp.HeadroomLossScale(running_max=3.0, dtype="bfloat16"))
@@ -120,10 +126,11 @@ def test_a_users_loss_scale_with_a_text_continues(tmp_path, capsys):
     assert "the loss scale's name 'first' -> 'second'" in line
 
 
-def test_a_loss_scale_of_another_class_starts_fresh_and_so_does_the_count_of_stuck_steps(trained, tmp_path, capsys):
+def test_a_loss_scale_of_another_class_starts_fresh_and_so_does_the_count_of_skips_in_a_row(trained, tmp_path, capsys):
     like, _ = linen_run(scale=jaxmp.HeadroomLossScale(loss_scale=2.0**5))
-    new, line = restored(tmp_path, trained.replace(stuck=jnp.int32(9), skipped_steps=jnp.int32(11)), like, capsys)
-    assert new.loss_scale == 2.0**5 and new.stuck == 0 and new.skipped_steps == 11
+    saved = with_counters(trained, consecutive_skipped=9, skipped_steps=11)
+    new, line = restored(tmp_path, saved, like, capsys)
+    assert new.loss_scale == 2.0**5 and new.opt_state.consecutive_skipped == 0 and new.skipped_steps == 11
     assert "the loss scale DynamicLossScale -> HeadroomLossScale starts fresh" in line
 
 
@@ -297,10 +304,10 @@ def test_another_model_or_optimizer_is_refused_with_the_first_path(tmp_path):
         assert bits(other) == before  # nothing was donated
 
     shapes = jax.eval_shape(lambda: linen_run(scale=jaxmp.NoOpLossScale(), rng=None)[0])
-    checkpoint.restore(tmp_path, shapes.replace(stuck=jnp.int32(0)))
+    checkpoint.restore(tmp_path, with_counters(shapes, consecutive_skipped=0))
     shapes = jax.eval_shape(lambda: linen_run(scale=jaxmp.HeadroomLossScale())[0])
     refused(
         lambda: checkpoint.restore(tmp_path, shapes),
         ValueError,
-        "'stuck' was not saved, so it needs a value, but the state that you passed has a ShapeDtypeS",
+        "'opt_state/loss_scale/loss_scale' was not saved, so it needs a value, but the state that you passed",
     )

@@ -423,7 +423,10 @@ def test_a_skipped_step_changes_only_the_scale_the_counters_and_the_rng_counts()
 def test_a_run_that_skips_every_step_raises_with_the_reason():
     model, optimizer = setup(mlp(), "mixed_bfloat16", jaxmp.StaticLossScale(8.0), optax.sgd(0.1))
     step = make_train_step(loss_fn, max_consecutive_skips=3)
-    text = r"3 steps in a row were skipped at loss scale 8, .*the loss \(nan\); gradients of 'layers/0/bias'.*batch"
+    text = (
+        r"3 steps in a row were skipped, and the loss scale 8 cannot fall further; "
+        r".*the loss \(nan\); gradients of 'layers/0/bias'.*batch"
+    )
     with pytest.raises(jaxmp.NonFiniteTrainingError, match=text):
         for _ in range(50):
             jax.block_until_ready(step(model, optimizer, {**ROWS, "x": ROWS["x"] * np.nan}))

@@ -172,7 +172,7 @@ def test_a_custom_scale_that_never_changes_stops_a_stuck_run():
     step = make_train_step(train_loss, max_consecutive_skips=2)
     state = TrainState.create(params=params, tx=loss_scaling(optax.sgd(0.1), Fixed()))
     bad = {**batch, "x": batch["x"] * jnp.nan}
-    with pytest.raises(jaxmp.NonFiniteTrainingError, match="2 steps in a row were skipped at loss scale 1024"):
+    with pytest.raises(jaxmp.NonFiniteTrainingError, match="2 steps in a row were skipped, and the loss scale 1024"):
         for _ in range(9):
             state, metrics = step(state, bad)
             jax.block_until_ready(metrics)

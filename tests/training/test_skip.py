@@ -148,7 +148,7 @@ def test_with_a_scale_that_cannot_fall_the_run_stops_soon_after_the_limit(scale)
     state = TrainState.create(params=params, tx=loss_scaling(optax.sgd(0.1), scale))
     at, text = fails_within(step, state, batch, 12)
     assert 5 <= at <= 8
-    assert f"5 steps in a row were skipped at loss scale {float(scale.loss_scale):g}, which did not fall" in text
+    assert f"5 steps in a row were skipped, and the loss scale {float(scale.loss_scale):g} cannot fall further" in text
     assert "the loss (nan); gradients of 'hidden/b', 'hidden/w', 'out/w'; batch entries 'x'. Look for NaN in" in text
 
 
@@ -166,7 +166,7 @@ def test_while_the_scale_can_fall_the_run_goes_on(scale):
     bad = {**batch, "x": batch["x"] * jnp.inf}
     state = TrainState.create(params=params, tx=loss_scaling(optax.sgd(0.1), scale))
     at, text = fails_within(step, state, bad, 20)
-    assert 13 <= at <= 16 and "3 steps in a row were skipped at loss scale 1," in text
+    assert 10 <= at <= 13 and f"{at} steps in a row were skipped, and the loss scale 1 cannot fall" in text
 
 
 @pytest.mark.parametrize("kind", ["jitted step", "own step", "nnx"])
@@ -192,9 +192,7 @@ def test_a_loop_around_a_step_that_cannot_raise_ends_a_stuck_run_itself(kind):
             _, state = tx.update(jaxmp.value_and_grad(loss_fn, state)(params, x)[1], state, params)
         else:
             state.update(model, jaxmp.nnx.value_and_grad(loss_fn, state)(model, x)[1])
-    with pytest.raises(
-        NonFiniteTrainingError, match="3 steps in a row were skipped at loss scale 8, which did not fall"
-    ):
+    with pytest.raises(NonFiniteTrainingError, match="3 steps in a row were skipped, and the loss scale 8 cannot fall"):
         jaxmp.raise_if_stuck(state, **limit)
     jaxmp.raise_if_stuck(state)
     if kind != "nnx":
@@ -209,9 +207,7 @@ def test_a_stuck_run_needs_a_scale_that_cannot_fall():
         _, state = tx.update(concrete.full(2, jnp.nan), state, concrete.ones(2))
     jaxmp.raise_if_stuck(state, max_consecutive_skips=2)
     _, state = tx.update(concrete.full(2, jnp.nan), state, concrete.ones(2))
-    with pytest.raises(
-        NonFiniteTrainingError, match="3 steps in a row were skipped at loss scale 1, which did not fall"
-    ):
+    with pytest.raises(NonFiniteTrainingError, match="3 steps in a row were skipped, and the loss scale 1 cannot fall"):
         jaxmp.raise_if_stuck(state, max_consecutive_skips=2)
 
 
@@ -243,7 +239,7 @@ def test_a_run_stops_if_only_the_norm_of_the_gradients_is_not_finite():
     tx = loss_scaling(optax.sgd(1e-20), DynamicLossScale(4.0))
     params = {"w": concrete.ones(2)}
     at, text = fails_within(step, TrainState.create(params=params, tx=tx), 1.0, 9)
-    assert 4 <= at <= 7
+    assert 2 <= at <= 5
     assert "not finite now: no gradient, so it must be the gradients' norm or the optimizer's updates. Look" in text
 
 
@@ -327,7 +323,7 @@ def test_a_report_is_read_when_it_is_finished_and_not_before():
     with jax.transfer_guard("disallow"):
         for _ in range(4):
             state, _ = step(state, bad)
-    assert int(state.stuck) == 4
+    assert int(state.opt_state.consecutive_skipped) == 4
 
 
 @pytest.mark.parametrize(
@@ -356,9 +352,9 @@ def test_a_step_inside_another_transformation_leaves_nothing_behind():
     state = TrainState.create(params=params, tx=loss_scaling(optax.sgd(0.1), jaxmp.NoOpLossScale()))
     bad = jax.tree.map(lambda leaf: jnp.stack([leaf * jnp.nan] * 4), batch)
     scanned, metrics = jax.lax.scan(step, state, bad)
-    assert scanned.stuck == 4 and metrics["skipped"].all()
+    assert scanned.opt_state.consecutive_skipped == 4 and metrics["skipped"].all()
     new, _ = step(state, batch)  # the count of the scanned run does not affect this run
-    assert new.stuck == 0
+    assert new.opt_state.consecutive_skipped == 0
     assert fails_within(step, scanned, {**batch, "x": batch["x"] * jnp.nan}, 9)[0] is not None
 
 

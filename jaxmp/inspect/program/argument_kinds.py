@@ -27,8 +27,6 @@ _KIND_OF_NAME = {
     "rng": "other",
     "key": "other",
     "step": "other",
-    "skipped_steps": "other",
-    "stuck": "other",
 }
 """The kinds of arguments and of a train state's fields, by name."""
 
