@@ -13,9 +13,10 @@ of the logits.
 one chunk are in memory. The forward pass computes the gradients too, and the backward pass only multiplies them by the
 cotangent. So no product is computed twice.
 
-Both functions support a label to ignore, smoothed labels (Szegedy et al. 2015, arXiv 1512.00567) and a z-loss. The
-z-loss keeps the softmax's denominator near 1 (Chowdhery et al. 2022, PaLM, arXiv 2204.02311). For float64 logits, the
-functions compute in float64.
+Both functions support a label to ignore, smoothed labels (Szegedy et al. 2015, arXiv 1512.00567), a z-loss and a
+softcap. The z-loss keeps the softmax's denominator near 1 (Chowdhery et al. 2022, PaLM, arXiv 2204.02311). The softcap
+keeps the logits in a fixed range (Gemma 2, arXiv 2408.00118). It is applied to float32 logits, and differentiated in
+float32. For float64 logits, the functions compute in float64.
 
 Limits:
 
@@ -36,6 +37,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from numbers import Integral, Real
 from typing import Any, Literal, NamedTuple
 
@@ -53,6 +55,8 @@ from jaxmp.sharding.mesh_plan import Plan, on_auto_axes, plan_being_traced
 
 __all__ = ["cross_entropy", "projected_cross_entropy"]
 
+Softcap = float | Callable[[jax.Array], jax.Array]
+
 _IGNORED = -1
 _CHUNKS = 8
 """The number of chunks with ``chunks="auto"`` on a device whose memory is unknown."""
@@ -64,6 +68,7 @@ class _Options(NamedTuple):
     classes: int  # the number of classes; later columns of the logits are padding
     label_smoothing: float
     z_loss: float
+    softcap: Softcap | None
 
 
 class _Denominators(NamedTuple):
@@ -85,6 +90,7 @@ def cross_entropy(
     ignore_index: int | None = None,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
+    softcap: Softcap | None = None,
 ) -> jax.Array:
     """Return the cross-entropy of each label, in nats; it is 0 for ignored labels.
 
@@ -96,14 +102,18 @@ def cross_entropy(
       ignore_index: the label to ignore, often one that is not a class (-100).
       label_smoothing: the share of the target that is spread evenly over all classes, as in torch and optax.
       z_loss: a factor. This factor times the squared log-sum-exp of the logits is added to the loss. PaLM uses 1e-4.
+      softcap: a number c, to replace the logits by ``c * tanh(logits / c)``; Gemma 2 uses 30.0. Or an increasing
+        elementwise function with slopes of at most 1, such as ``lambda logits: 30 * jax.nn.sigmoid(logits / 7.5)``. The
+        function gets float32 logits and returns float32. The loss has no derivative with respect to arrays that the
+        function closes over.
 
     Returns:
       The losses, with the shape of the labels, in float32 (float64 for float64 logits).
 
     Raises:
       TypeError: the logits are not floating, or the labels are not integers.
-      ValueError: the shapes do not match; ``label_smoothing`` is outside of [0, 1); or ``z_loss`` is negative, or not a
-        Python or NumPy number.
+      ValueError: the shapes do not match; ``label_smoothing`` is outside of [0, 1); ``z_loss`` is negative, or not a
+        Python or NumPy number; or ``softcap`` is neither a positive number nor an elementwise function.
       OverflowError: ``ignore_index`` is outside of int32 (int64 for 64-bit labels).
 
     >>> logits = jnp.array([[2.0, 0.0, 0.0], [0.0, 0.0, 0.0]], jnp.bfloat16)
@@ -114,8 +124,8 @@ def cross_entropy(
     _check_floating(logits=logits)
     if logits.ndim == 0 or logits.shape[-1] == 0:
         raise ValueError(f"cross_entropy takes logits (..., classes), got the shape {logits.shape}")
-    _check_options(labels, logits.shape[:-1], label_smoothing, z_loss)
-    options = _Options(logits.shape[-1], label_smoothing, z_loss)
+    options = _Options(logits.shape[-1], label_smoothing, z_loss, softcap)
+    _check_options(labels, logits.shape[:-1], options)
     return _cross_entropy(logits, _targets(labels, options.classes, ignore_index), options)
 
 
@@ -149,6 +159,7 @@ def projected_cross_entropy(
     ignore_index: int | None = None,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
+    softcap: Softcap | None = None,
 ) -> jax.Array:
     """Return the mean cross-entropy of ``x @ weights.T + bias``, computed in chunks.
 
@@ -174,6 +185,7 @@ def projected_cross_entropy(
         loss is 0.
       label_smoothing: as in :func:`cross_entropy`.
       z_loss: as in :func:`cross_entropy`.
+      softcap: as in :func:`cross_entropy`.
 
     Returns:
       A float32 scalar (float64 for float64 ``x``).
@@ -204,13 +216,13 @@ def projected_cross_entropy(
         raise ValueError(f"classes must be an integer from 1 to {weights.shape[0]}, the rows of weights, got {classes}")
     if not (chunks == "auto" or (_is(Integral, chunks) and chunks >= 1)):
         raise ValueError(f"chunks must be an integer of at least 1 or 'auto', got {chunks!r}; write chunks='auto'")
-    _check_options(labels, x.shape[:1], label_smoothing, z_loss)
+    options = _Options(classes, label_smoothing, z_loss, softcap)
+    _check_options(labels, x.shape[:1], options)
     # Under autocast, `x` is float32 here, and autocast does not see the casts to float32 below. So `x` is cast to half
     # precision here, and code below that must be float32 is marked with `mark_of("float32")`.
     half = autocast_dtype() if x.dtype == jnp.float32 else None
     x = x if half is None else x.astype(half)
     dtypes = tuple(None if array is None else np.dtype(array.dtype) for array in (x, weights, bias))
-    options = _Options(classes, label_smoothing, z_loss)
     labels = _targets(labels, classes, ignore_index)
     if (plan := plan_being_traced()) is not None and len(x) % plan.devices == 0:
         spread_loss = functools.partial(_mean_over_devices, plan, options, chunks, dtypes)
@@ -256,7 +268,7 @@ def _projected(x: Any, weights: Any, bias: Any, labels: Any, options: _Options, 
         x, labels = chunk
         return total + _losses(_logits(x, *layer), labels, options)[0].sum(), None
 
-    layer = _layer(weights, bias, x.dtype, options.classes)
+    layer = _layer(weights, bias, x.dtype, options)
     total, _ = jax.lax.scan(add, jnp.zeros_like(x, at_least_float32(x.dtype), ()), _in_chunks(x, labels, chunks))
     return total / _count(labels, total.dtype)
 
@@ -278,7 +290,7 @@ def _projected_forward(
         by_weights += jnp.dot(gradient.T, x, preferred_element_type=wide)
         return (total + losses.sum(), by_weights, by_bias), jnp.dot(gradient, layer[0], preferred_element_type=wide)
 
-    wide, layer = at_least_float32(x.dtype), _layer(weights, bias, x.dtype, options.classes)
+    wide, layer = at_least_float32(x.dtype), _layer(weights, bias, x.dtype, options)
     zeros = functools.partial(jnp.zeros_like, x, wide)  # in a shard_map, these vary over the axes of x
     start = (zeros(()), zeros(weights.shape), None if bias is None else zeros(bias.shape))
     (total, by_weights, by_bias), by_x = jax.lax.scan(add, start, _in_chunks(x, labels, chunks))
@@ -308,18 +320,22 @@ def _logits(x: jax.Array, matrix: jax.Array, bias: jax.Array | None) -> jax.Arra
     return logits if bias is None else logits + bias
 
 
-def _layer(weights: jax.Array, bias: jax.Array | None, dtype: Any, classes: int) -> tuple[jax.Array, jax.Array | None]:
+def _layer(
+    weights: jax.Array, bias: jax.Array | None, dtype: Any, options: _Options
+) -> tuple[jax.Array, jax.Array | None]:
     """Return the matrix and the bias of the logits in the compute dtype.
 
     The logits of padding are 0 - inf, so that no other operation has to leave them out. (The product adds the bias in
-    its own kernel.) The weights of padding are zeroed, because a logit that overflows would be inf - inf.
+    its own kernel.) The weights of padding are zeroed, because a logit that overflows would be inf - inf. With a
+    softcap, the logits of padding are below all others, but finite, because the derivative of a softcap may be NaN at
+    -inf. They become -inf after the softcap.
     """
     rows = weights.shape[0]
-    if classes < rows:
-        is_class = jnp.arange(rows) < classes
+    if options.classes < rows:
+        is_class = jnp.arange(rows) < options.classes
         weights = jnp.where(is_class[:, None], weights, 0)
         bias = jnp.zeros(rows, dtype) if bias is None else bias.astype(dtype)
-        bias = jnp.where(is_class, bias, -jnp.inf)
+        bias = jnp.where(is_class, bias, -jnp.inf if options.softcap is None else -65504)
     # Without the barrier, the compiler for TPUs casts the weights again in the kernel of each product, tile by tile.
     weights = jax.lax.optimization_barrier(weights.astype(dtype))
     return weights, None if bias is None else bias.astype(dtype)
@@ -344,17 +360,38 @@ def _count(labels: jax.Array, dtype: Any) -> jax.Array:
 # loop over chunks, JAX moves loop-invariant values out of the loop and would store them.
 
 
+def _capped(wide: jax.Array, softcap: Softcap | None) -> jax.Array:
+    if softcap is None:
+        return wide
+    if callable(softcap):
+        return softcap(wide)
+    cap = float(softcap)
+    return cap * jnp.tanh(wide / cap)
+
+
+def _all_capped(wide: jax.Array, options: _Options) -> jax.Array:
+    """Apply the softcap to float32 logits with padding."""
+    capped = _capped(wide, options.softcap)
+    if options.softcap is not None and options.classes < wide.shape[-1]:
+        capped += jnp.where(jnp.arange(wide.shape[-1]) < options.classes, 0, -jnp.inf).astype(wide.dtype)
+    return capped
+
+
 def _losses(logits: jax.Array, labels: jax.Array, options: _Options) -> tuple[jax.Array, _Denominators]:
     """Return the loss of each label and the denominator of its softmax, in float32.
 
-    The largest logit is not added to the logarithm of the sum, because the addition would round the logarithm.
+    The largest logit is not added to the logarithm of the sum, because the addition would round the logarithm. The
+    softcap is applied to the largest logit, which is the largest capped logit. (XLA would store capped logits in
+    float32, if two sums over the classes read them.)
     """
-    classes, smoothing, z_loss = options
+    classes, smoothing, z_loss, softcap = options
     with mark_of("float32"):  # autocast traces this in float32, and does not see the cast below
-        wide = logits.astype(at_least_float32(logits.dtype))
-        largest = jax.lax.stop_gradient(wide.max(-1))
+        uncapped = logits.astype(at_least_float32(logits.dtype))
+        largest = _capped(jax.lax.stop_gradient(uncapped.max(-1)), softcap)
+        wide = _all_capped(uncapped, options)
         denominators = _Denominators(largest, jnp.log(jnp.exp(wide - largest[..., None]).sum(-1)))
-        picked = jnp.take_along_axis(wide, labels[..., None], axis=-1, mode="clip")[..., 0]
+        picked = jnp.take_along_axis(uncapped, labels[..., None], axis=-1, mode="clip")[..., 0]
+        picked = _capped(picked, softcap)
         losses = denominators.logarithm - (1 - smoothing) * (picked - largest)
         if smoothing:
             losses -= smoothing / classes * (wide[..., :classes] - largest[..., None]).sum(-1)
@@ -366,13 +403,16 @@ def _losses(logits: jax.Array, labels: jax.Array, options: _Options) -> tuple[ja
 
 def _gradient(logits: jax.Array, labels: jax.Array, denominators: _Denominators, options: _Options) -> jax.Array:
     """Return the gradient of each loss with respect to its logits, in float32."""
-    classes, smoothing, z_loss = options
+    classes, smoothing, z_loss, softcap = options
     with mark_of("float32"):
         # Without the barrier, XLA would compute `wide - largest` once for the loss and the gradient, and store it in
-        # float32.
-        denominators = jax.lax.optimization_barrier(denominators)
+        # float32. The softcap is computed before that, so with it the logits need a barrier too.
+        if softcap is None:
+            denominators = jax.lax.optimization_barrier(denominators)
+        else:
+            logits, denominators = jax.lax.optimization_barrier((logits, denominators))
         largest, logarithm, labels = (array[..., None] for array in (*denominators, labels))
-        wide = logits.astype(largest.dtype)
+        wide, by_logits = jax.vjp(lambda wide: _all_capped(wide, options), logits.astype(largest.dtype))
         columns = jnp.arange(wide.shape[-1], dtype=labels.dtype)
         is_label = (columns == labels).astype(wide.dtype)
         gradient = jnp.exp(wide - largest - logarithm)
@@ -381,6 +421,7 @@ def _gradient(logits: jax.Array, labels: jax.Array, denominators: _Denominators,
         gradient -= (1 - smoothing) * is_label
         if smoothing:
             gradient -= jnp.where(columns < classes, smoothing / classes, 0)
+        (gradient,) = by_logits(gradient)
         gradient *= jnp.where(labels < classes, 1, jnp.nan)
         return jnp.where(labels == _IGNORED, is_label, gradient)  # an ignored token's is_label is 0
 
@@ -407,7 +448,8 @@ def _targets(labels: jax.Array, classes: int, ignore_index: int | None) -> jax.A
     return jnp.where(wide == ignore_index, _IGNORED, targets).astype(jnp.int32)
 
 
-def _check_options(labels: jax.Array, shape: tuple[int, ...], label_smoothing: float, z_loss: float) -> None:
+def _check_options(labels: jax.Array, shape: tuple[int, ...], options: _Options) -> None:
+    classes, label_smoothing, z_loss, softcap = options
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise TypeError(
             f"labels must have an integer dtype, got {labels.dtype.name}; cast them, or take the argmax of one-hot "
@@ -422,6 +464,19 @@ def _check_options(labels: jax.Array, shape: tuple[int, ...], label_smoothing: f
         )
     if not (_is(Real, label_smoothing) and 0 <= label_smoothing < 1):
         raise ValueError(f"label_smoothing must be at least 0 and less than 1, got {label_smoothing}")
+    if callable(softcap):
+        example = jax.ShapeDtypeStruct((1, classes), jnp.float32)
+        result = jax.eval_shape(softcap, example)
+        if (result.shape, result.dtype) != (example.shape, example.dtype):
+            raise ValueError(
+                f"softcap must return float32 logits of the shape it got, {example.shape}, got {result.dtype.name} of "
+                f"the shape {result.shape}; pass an elementwise function"
+            )
+    elif softcap is not None and not (_is(Real, softcap) and 0 < softcap < math.inf):
+        raise ValueError(
+            f"softcap must be a Python number above 0 or an elementwise function, got {softcap}; write softcap=30.0 or "
+            "leave it out"
+        )
 
 
 def _is(kind: type, value: Any) -> bool:

@@ -17,13 +17,18 @@ from jaxmp.program.walk import equations
 
 pytestmark = pytest.mark.once
 
-OPTIONS = ("ignore_index", "label_smoothing", "z_loss")
+OPTIONS = ("ignore_index", "label_smoothing", "z_loss", "softcap")
 cross_entropy = jax.jit(losses.cross_entropy, static_argnames=OPTIONS)
 projected_cross_entropy = jax.jit(losses.projected_cross_entropy, static_argnames=("classes", "chunks", *OPTIONS))
 
 SOON = {"xla_backend_optimization_level": 0}  # compiles faster
 TOKENS, DIM, ROWS, CLASSES = 37, 8, 24, 21
 ALL = {"ignore_index": -100, "label_smoothing": 0.1, "z_loss": 1e-2}
+
+
+def sigmoid_cap(logits):
+    """Cap logits between 0 and 4, as modded-nanogpt does between 0 and 30."""
+    return 4 * jax.nn.sigmoid(logits)
 
 
 def normal(seed, *shape, dtype=jnp.float32):
@@ -34,8 +39,12 @@ LABELS = np.random.default_rng(0).integers(0, CLASSES, TOKENS).astype(np.int32)
 LABELS[3:7] = -100
 
 
-def naive(logits, labels, ignore_index=None, label_smoothing=0.0, z_loss=0.0):
+def naive(logits, labels, ignore_index=None, label_smoothing=0.0, z_loss=0.0, softcap=None):
     """Compute the loss by its definition, in the dtype of the logits."""
+    if callable(softcap):
+        logits = softcap(logits)
+    elif softcap:
+        logits = softcap * jnp.tanh(logits / softcap)
     log_softmax = jax.nn.log_softmax(logits)
     count = logits.shape[-1]
     targets = (1 - label_smoothing) * jax.nn.one_hot(labels, count, dtype=logits.dtype) + label_smoothing / count
@@ -67,7 +76,14 @@ def error(got, want):
 # ---- cross_entropy
 
 
-CASES = [(jnp.float32, ALL), (jnp.float16, ALL), (jnp.bfloat16, {"ignore_index": -100})]
+CASES = [
+    (jnp.float32, ALL),
+    (jnp.float16, ALL),
+    (jnp.bfloat16, {"ignore_index": -100}),
+    (jnp.float32, {**ALL, "softcap": 3.0}),
+    (jnp.float16, {**ALL, "softcap": 3.0}),
+    (jnp.bfloat16, {"ignore_index": -100, "softcap": sigmoid_cap}),
+]
 
 
 @pytest.mark.parametrize(("dtype", "options"), CASES)
@@ -127,9 +143,14 @@ def test_losses_and_gradients_of_large_logits_are_as_exact_as_those_of_small_one
         np.testing.assert_allclose(got[1], want[1], rtol=1e-6, atol=1e-7)
 
 
-def test_the_gradient_keeps_the_half_logits_and_two_float32_for_each_label():
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_the_gradient_keeps_the_half_logits_and_two_float32_for_each_label(softcap):
     logits = jax.ShapeDtypeStruct((TOKENS, CLASSES), jnp.bfloat16)
-    residuals = jax.eval_shape(lambda z: jax.vjp(lambda z: cross_entropy(z, LABELS, **ALL), z)[1], logits)
+
+    def residuals_of(z):
+        return jax.vjp(lambda z: cross_entropy(z, LABELS, softcap=softcap, **ALL), z)[1]
+
+    residuals = jax.eval_shape(residuals_of, logits)
     shapes = sorted((leaf.dtype.name, leaf.shape) for leaf in jax.tree.leaves(residuals))
     labels = ("int32", (TOKENS,))
     assert shapes == sorted([("bfloat16", logits.shape), *2 * [("float32", (TOKENS,))], labels])
@@ -284,6 +305,26 @@ def test_the_loss_alone_computes_no_gradient():
     assert text.count(" dot(") == 2  # frozen weights: their gradient is not computed
 
 
+@pytest.mark.absent_gpu
+def test_a_softcap_of_a_large_vocabulary_needs_no_memory_on_a_gpu():
+    logits, labels = jax.ShapeDtypeStruct((256, 4096), jnp.bfloat16), jax.ShapeDtypeStruct((256,), jnp.int32)
+
+    def temporaries(softcap):
+        def loss(logits, labels):
+            return cross_entropy(logits, labels, softcap=softcap).mean()
+
+        plan = jaxmp.inspect.memory(jax.grad(loss), device="h200")(logits, labels)
+        return plan.by_kind["temporaries"]
+
+    assert temporaries(30.0) == temporaries(None) < 256 * 4096 * 2  # a copy of the logits would be larger
+
+
+def test_logits_of_padding_stay_out_of_the_largest_capped_logit():
+    x, weights = np.ones((2, 1), np.float32), np.float32([[-900], [-901], [0]])
+    loss = projected_cross_entropy(x, weights, np.array([0, 0]), classes=2, softcap=lambda logits: logits)
+    np.testing.assert_allclose(loss, np.log1p(np.exp(-1)), rtol=1e-6)
+
+
 def test_the_logits_never_exist_as_a_whole():
     x, weights = np.ones((512, 8), jnp.bfloat16), np.ones((512, 8), np.float32)
     labels = np.zeros(512, np.int32)
@@ -368,6 +409,15 @@ FUSED = {"x": concrete.ones((4, 3)), "weights": concrete.ones((6, 3)), "labels":
             r"the shape \(4,\), one per row of logits, got .*\(4, 1\)",
         ),
         (FUSED, {"z_loss": -1}, ValueError, "a Python number .*add the z-loss yourself"),
+        (LOGITS, {"softcap": 0.0}, ValueError, r"a Python number above 0 or .* got 0.0; write softcap=30.0"),
+        (FUSED, {"softcap": math.nan}, ValueError, "above 0 or an elementwise function, got nan"),
+        (LOGITS, {"softcap": jnp.argmax}, ValueError, r"the shape it got, \(1, 3\), got int32 of the shape \(\)"),
+        (
+            FUSED,
+            {"softcap": jnp.bfloat16},
+            ValueError,
+            r"float32 logits .* got bfloat16 of the shape \(1, 6\); pass an",
+        ),
     ],
 )
 def test_invalid_inputs_and_options_are_refused(inputs, changes, error, phrase):

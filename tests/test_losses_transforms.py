@@ -32,8 +32,12 @@ def stored(x, weights):
     return cross_entropy(x @ weights.T, LABELS, ignore_index=-100).sum() / (TOKENS - 1)
 
 
-def fused(x, weights):
-    return projected_cross_entropy(x, weights, LABELS, chunks=5, ignore_index=-100)
+def fused(x, weights, softcap=None):
+    return projected_cross_entropy(x, weights, LABELS, chunks=5, ignore_index=-100, softcap=softcap)
+
+
+def fused_and_capped(x, weights):
+    return fused(x, weights, lambda logits: 30 * jax.nn.sigmoid(logits / 7.5))
 
 
 def all_of(funs, *args):
@@ -104,7 +108,7 @@ def test_a_checkpoint_keeps_no_constant_of_the_size_of_a_chunk_s_logits():
 
     def loss(x, weights):
         options = {"classes": 29, "chunks": 4, "ignore_index": 1, "label_smoothing": 0.1, "z_loss": 1e-4}
-        return projected_cross_entropy(x, weights, labels, **options)
+        return projected_cross_entropy(x, weights, labels, softcap=30.0, **options)
 
     jaxpr = jax.make_jaxpr(jax.grad(jax.checkpoint(loss), (0, 1)))(x, weights).jaxpr
     scans = [eqn for eqn in equations(jaxpr) if eqn.primitive.name == "scan"]
@@ -147,8 +151,9 @@ def of_float32(loss, half=None):
     return run
 
 
-def test_the_fused_loss_under_autocast_is_that_by_hand_bit_for_bit():
-    runs = jaxmp.autocast(of_float32(fused), "mixed_float16"), of_float32(fused, jnp.float16)
+@pytest.mark.parametrize("loss", [fused, fused_and_capped])
+def test_the_fused_loss_under_autocast_is_that_by_hand_bit_for_bit(loss):
+    runs = jaxmp.autocast(of_float32(loss), "mixed_float16"), of_float32(loss, jnp.float16)
     got, want = (jax.jit(jax.value_and_grad(run, (0, 1)))(LAYER, WEIGHTS) for run in runs)
     for ours, by_hand in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert ours.dtype == jnp.float32

@@ -71,7 +71,7 @@ def stacked_loss(params, model_state, batch, rng):
 
     x = jnp.einsum("bv,vd->bd", jax.nn.one_hot(batch[:, 0], VOCABULARY), params["table"])
     x, _ = jax.lax.scan(layer, x, (params["layers"], params["bias"]))
-    return jaxmp.losses.projected_cross_entropy(x, params["table"], batch[:, 1], chunks=2), model_state
+    return jaxmp.losses.projected_cross_entropy(x, params["table"], batch[:, 1], chunks=2, softcap=5.0), model_state
 
 
 def tx_of(scale=None):
