@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 
 from jaxmp.base.trees import path_name, widen
 from jaxmp.optim.stochastic_rounding import LARGEST, SMALLEST, Draw, stochastic_bfloat16, stochastic_float8
@@ -26,6 +27,7 @@ _SIGNED: dict[type, tuple[str, ...]] = {
     optax.ScaleByBeliefState: ("mu",),
     optax.ScaleByLionState: ("mu",),
     optax.TraceState: ("trace",),
+    optax.contrib.MuonState: ("mu",),
     optax.EmaState: ("ema",),
 }
 _SECOND: dict[type, tuple[str, ...]] = {

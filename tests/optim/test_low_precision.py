@@ -15,6 +15,7 @@ from recompiles import compiled_once
 
 import jaxmp
 from jaxmp.optim import low_precision, stored_moments
+from jaxmp.program.walk import equations
 from jaxmp.sharding import Sharding
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")  # optax's Adam mixes dtypes
@@ -60,6 +61,45 @@ def test_training_reaches_the_loss_of_float32_moments():
     for moments in ("bfloat16", "float8"):
         stored = trained(jaxmp.low_precision(optax.adam(1e-2), moments=moments, block=8), jnp.float32)
         assert abs(stored / exact - 1) < 0.05, moments
+
+
+def muon_in_bfloat16(**options):
+    muon = optax.contrib.muon(**options)
+    return optax.GradientTransformation(muon.init, jaxmp.autocast(muon.update, "mixed_bfloat16"))
+
+
+@pytest.mark.once
+def test_muon_with_bfloat16_params_and_momentum_learns_as_in_float32():
+    exact = trained(optax.contrib.muon(3e-3), jnp.float32)
+    muon = muon_in_bfloat16(learning_rate=3e-3)
+    nearest = trained(jaxmp.low_precision(muon, rounding="nearest", moments="bfloat16"), jnp.bfloat16)
+    stochastic = trained(jaxmp.low_precision(muon, moments="bfloat16"), jnp.bfloat16)
+    assert nearest > 1.2 * exact and abs(stochastic / exact - 1) < 0.01
+
+
+def test_under_autocast_muons_products_are_bfloat16_and_its_iterate_is_float32():
+    experts = np.random.default_rng(0).normal(size=(2, 24, 16)).astype(np.float32)
+    dimension_numbers = {"w": optax.contrib.MuonDimensionNumbers(1, 2)}
+    tx = muon_in_bfloat16(learning_rate=-1.0, muon_weight_dimension_numbers=dimension_numbers)
+    weights = {"w": experts}
+    state = tx.init(weights)
+    program = jax.make_jaxpr(tx.update)(weights, state, weights)
+    products = [eqn for eqn in equations(program) if eqn.primitive.name == "dot_general"]
+    assert len(products) == 3 and {var.aval.dtype.name for eqn in products for var in eqn.invars} == {"bfloat16"}
+    updates, new = jax.jit(tx.update)(weights, state, weights)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(new) if leaf.ndim} == {"float32"}
+
+    def orthogonal(x):
+        for _ in range(5):
+            gram = x @ x.T
+            x = 3.4445 * x + (-4.775 * gram + 2.0315 * (gram @ gram)) @ x
+        return np.asarray(x, np.float64).T * np.sqrt(max(1, 16 / 24))  # optax scales the update by the shape
+
+    scaled = [expert.T.astype(np.float64) / np.linalg.norm(expert) for expert in experts]
+    want = np.stack([orthogonal(x) for x in scaled])
+    half = np.stack([orthogonal(concrete.array(x, jnp.bfloat16)) for x in scaled])
+    error, error_of_half = (np.linalg.norm(got - want) for got in (updates["w"], half))
+    assert error < 0.04 * np.linalg.norm(want) and error < error_of_half
 
 
 @pytest.mark.once
@@ -302,6 +342,23 @@ def test_blocks_are_sharded_like_their_param(kind):
         state, _ = step(state, concrete.ones((8, 8), jnp.bfloat16))
     assert compiled_once(step)
     assert jax.tree.map(lambda leaf: leaf.sharding, state) == places
+
+
+@pytest.mark.once
+def test_muons_momentum_is_sharded_like_its_param():
+    mesh = jax.make_mesh((4,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
+    tx = jaxmp.low_precision(muon_in_bfloat16(learning_rate=1e-2), rounding="kahan", moments="bfloat16")
+    loss_fn, x, params = problem(jnp.bfloat16)
+    on_mesh = Sharding(mesh, {"w": P("fsdp")})
+    one = jaxmp.TrainState.create(params=params, tx=tx)
+    many = jaxmp.TrainState.create_sharded(lambda: problem(jnp.bfloat16)[2], tx, on_mesh)
+    step_of_one, step_of_many = jaxmp.make_train_step(loss_fn), jaxmp.make_train_step(loss_fn, sharding=on_mesh)
+    for _ in range(5):
+        one, metrics_of_one = step_of_one(one, x)
+        many, metrics_of_many = step_of_many(many, x)
+    momentum = many.opt_state.inner_state.inner_state.inner_states["muon"].inner_state[0].mu["w"]
+    assert momentum.dtype == jnp.bfloat16 and momentum.sharding.spec == many.params["w"].sharding.spec == P("fsdp")
+    np.testing.assert_allclose(metrics_of_many["loss"], metrics_of_one["loss"], rtol=1e-3)
 
 
 def test_a_device_with_part_of_a_block_on_explicit_axes_is_jaxs_error():

@@ -41,6 +41,7 @@ KNOWN = [
     (optax.rmsprop(1e-3, bias_correction=True), {"nu"}),
     (optax.adadelta(1e-3), {"e_g", "e_x"}),
     (optax.adan(1e-3), {"m", "v", "n"}),
+    (optax.contrib.muon(1e-3), {"mu"}),
     (optax.amsgrad(1e-3), {"mu", "nu"}),
     (optax.adabelief(1e-3), {"mu", "nu"}),
     (optax.adagrad(1e-3), {"sum_of_squares"}),
