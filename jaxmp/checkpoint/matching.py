@@ -93,6 +93,7 @@ class _Matching:
                 self._keep_values_below(f"{path}/count")
                 self.changes.append("the optimizer becomes low_precision")
             self._keep_values_below(f"{path}/compensation")
+            self._forget_other_compensation(f"{path}/compensation")
         for path in old_paths:
             if path not in new_paths:
                 self._move_below(path, source=f"{path}/inner_state", target=path)
@@ -102,13 +103,21 @@ class _Matching:
             self._add_lost_parts(f"{path}/compensation")
             used = {*self.sources.values(), *self.lost_parts.values()}
             if any(is_below(name, f"{path}/compensation") for name in self._saved.keys() - used):
-                self.changes.append("the Kahan compensation is dropped")
+                self.changes.append("the compensation of the params is dropped")
 
     def _move_below(self, path: str, *, source: str, target: str) -> None:
         """Use the saved arrays below ``source`` for the leaves below ``target``, and no others below ``path``."""
         self._forget(path)
         for name in [name for name in self._leaves if is_below(name, target)]:
             self._use(name, source + name.removeprefix(target))
+
+    def _forget_other_compensation(self, compensation: str) -> None:
+        """Do not use a saved compensation of another rounding, which has another dtype."""
+        self.sources = {
+            name: source
+            for name, source in self.sources.items()
+            if not is_below(name, compensation) or dtype_of(self._leaves[name]) == self._saved[source].dtype
+        }
 
     def _add_lost_parts(self, compensation: str) -> None:
         """Add the saved rounding errors to float32 params."""

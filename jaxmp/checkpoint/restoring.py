@@ -25,6 +25,7 @@ from jaxmp.checkpoint.named_leaves import (
 )
 from jaxmp.checkpoint.saving import finish_writing, orbax_folders, require_folder
 from jaxmp.nnx.training import take_state
+from jaxmp.optim.compensation import read_compensation
 
 T = TypeVar("T")
 
@@ -247,7 +248,9 @@ def _convert(
         source = matched.sources[name]
         array = arrays[source]
         if name in matched.lost_parts:
-            array = array.astype(form.dtype) + arrays[matched.lost_parts[name]].astype(form.dtype)
+            array = array.astype(form.dtype)
+            lost_part = read_compensation(array, arrays[matched.lost_parts[name]])
+            array = array + (lost_part if isinstance(array, jax.Array) else np.asarray(lost_part))
         new[name] = _in_form(name, array, form, record["keys"].get(source))
     for name, param in matched.derived.items():
         form = forms[name]

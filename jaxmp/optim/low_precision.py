@@ -3,7 +3,7 @@
 A bfloat16 param has 8 significant bits. Rounding to nearest loses every update below half a unit in the last place.
 Stochastic rounding goes up or down at random, so that the average is the exact update (Gupta et al. 2015,
 arXiv:1502.02551; for bfloat16 language models, Ozkara et al. 2025, arXiv:2502.20566). Kahan's compensation stores the
-rounding error in another 16 bits.
+rounding error in another 16 bits. A split master weight stores it in 8 bits.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from jaxmp.base.arguments import require_whole_number
 from jaxmp.base.dtypes import closest_names
 from jaxmp.base.trees import is_float_array, path_name, widen
 from jaxmp.optim.checks import as_optimizer
+from jaxmp.optim.compensation import COMPENSATION_DTYPES, compensation_of, read_compensation
 from jaxmp.optim.packed_tree import is_packed
 from jaxmp.optim.stochastic_rounding import Draw, stochastic_bfloat16
 from jaxmp.optim.stored_moments import (
@@ -30,9 +31,9 @@ from jaxmp.optim.stored_moments import (
     readable_with_scales,
 )
 
-Rounding = Literal["stochastic", "kahan", "nearest"]
+Rounding = Literal["stochastic", "kahan", "split", "nearest"]
 Moments = Literal["float32", "bfloat16", "float8"]
-_ROUNDINGS = ("stochastic", "kahan", "nearest")
+_ROUNDINGS = ("stochastic", "kahan", "split", "nearest")
 _MOMENTS = ("float32", "bfloat16", "float8")
 
 
@@ -42,8 +43,8 @@ class LowPrecisionState(NamedTuple):
     Attributes:
       count: the number of updates so far, an int32 scalar. The random bits of an update depend on the count.
       inner_state: the state of the wrapped optimizer, with the moments in their storage format.
-      compensation: with ``"kahan"``, the rounding error of each bfloat16 param in bfloat16 (None for other params);
-        otherwise None.
+      compensation: with ``"kahan"`` or ``"split"``, the rounding error of each bfloat16 param in bfloat16 or int8 (None
+        for other params); otherwise None.
     """
 
     count: jax.Array  # type: ignore[assignment]  # hides tuple.count, as in the states of optax
@@ -78,8 +79,8 @@ def low_precision(
     Args:
       inner: any optax transform.
       rounding: the rounding of bfloat16 params: ``"stochastic"``; ``"kahan"``, which stores the rounding error in 16
-        more bits per param; or ``"nearest"``, which loses every update that is smaller than half a unit in the param's
-        last place.
+        more bits per param; ``"split"``, which stores 8 more bits of each param's mantissa; or ``"nearest"``, which
+        loses every update that is smaller than half a unit in the param's last place.
       moments: the format in which moments are stored between steps.
       seed: the seed of stochastic rounding.
       block: the number of values along the last axis that share one scale in ``"float8"``.
@@ -158,12 +159,18 @@ class _LowPrecisionTransform:
         """
         count = jnp.zeros((), jnp.int32) if before is None else before.count
         compensation = None
-        if self.rounding == "kahan":
+        dtype = COMPENSATION_DTYPES.get(self.rounding)
+        if dtype is not None:
 
             def lost(weight: Any, old: Any = None) -> Any:
                 if not _is_bfloat16(weight):
                     return None
-                return jnp.zeros_like(weight) if old is None else old
+                if old is None:
+                    return jnp.zeros_like(weight, dtype)
+                if old.dtype == dtype:
+                    return old
+                wide = weight.astype(jnp.float32)
+                return compensation_of(wide + read_compensation(wide, old), wide, dtype)
 
             stored = [] if before is None or before.compensation is None else [before.compensation]
             compensation = jax.tree.map(lost, weights, *stored)
@@ -190,30 +197,36 @@ class _LowPrecisionTransform:
     def _check_arguments(self, state: Any, weights: Any) -> None:
         if weights is None:
             raise ValueError("low_precision rounds params, got none; write tx.update(grads, opt_state, params)")
-        is_kahan = self.rounding == "kahan"
-        if not isinstance(state, LowPrecisionState) or (state.compensation is not None) != is_kahan:
+        if not isinstance(state, LowPrecisionState) or not self._stores(state.compensation):
             raise ValueError(
                 f"low_precision(…, rounding={self.rounding!r}) needs the state of its own init, got one of another "
                 f"optimizer ({type(state).__name__}); for a train state use state.with_tx(tx)"
             )
         _require_dtypes(weights)
 
+    def _stores(self, compensation: Any) -> bool:
+        """Return whether this rounding stores a compensation like this one."""
+        dtype = COMPENSATION_DTYPES.get(self.rounding)
+        if dtype is None or compensation is None:
+            return dtype is compensation
+        return all(leaf.dtype == dtype for leaf in jax.tree.leaves(compensation))
+
     def _rounded_updates(self, changes: Any, state: LowPrecisionState, weights: Any) -> tuple[Any, Any]:
-        """Return the updates to the rounded new params, and Kahan's compensation."""
-        is_kahan = self.rounding == "kahan"
+        """Return the updates to the rounded new params, and the compensation."""
+        is_compensated = self.rounding in COMPENSATION_DTYPES
 
         def rounded(path: Any, weight: Any, change: Any, lost: Any = None) -> Any:
             if not _is_bfloat16(weight):
                 return change, None
             draw = Draw(self.seed, state.count, f"params/{path_name(path)}") if self.rounding == "stochastic" else None
             update, remainder = _rounded_update(weight, change, lost, draw)
-            return update, remainder if is_kahan else None
+            return update, remainder if is_compensated else None
 
-        lost = [state.compensation] if is_kahan else []
+        lost = [state.compensation] if is_compensated else []
         pairs = jax.tree.map_with_path(rounded, weights, changes, *lost)
         new_updates = jax.tree.map(lambda _, pair: pair[0], weights, pairs)
         compensation = jax.tree.map(lambda _, pair: pair[1], weights, pairs)
-        return new_updates, compensation if is_kahan else None
+        return new_updates, compensation if is_compensated else None
 
     def _encoded(self, state: Any, old: Any, count: jax.Array, scales: list[Any] | None = None) -> Any:
         """Return the optimizer's state in the storage format of ``old``.
@@ -248,6 +261,7 @@ class _LowPrecisionTransform:
         of_params = {
             "stochastic": f"rounded stochastically (seed {self.seed})",
             "kahan": "with Kahan's compensation in bfloat16",
+            "split": "with 8 more bits of the mantissa in int8",
             "nearest": "rounded to nearest",
         }
         of_moments = {
@@ -281,32 +295,34 @@ def rounds_params(opt_state: Any) -> bool:
 
 
 def with_compensation(weights: Any, opt_state: Any) -> Any:
-    """Add Kahan's compensation to the params that were cast to float32."""
+    """Add the compensation to the params that were cast to float32."""
     if not isinstance(opt_state, LowPrecisionState) or opt_state.compensation is None:
         return weights
 
     def whole(leaf: Any, lost: Any) -> Any:
-        return leaf if lost is None or leaf.dtype != jnp.float32 else leaf + lost.astype(jnp.float32)
+        return leaf if lost is None or leaf.dtype != jnp.float32 else leaf + read_compensation(leaf, lost)
 
     return jax.tree.map(whole, weights, opt_state.compensation)
 
 
 def _rounded_update(weight: Any, change: Any, lost: Any, draw: Draw | None) -> tuple[Any, Any]:
-    """Return the update that gives the rounded weight, and the rounding error.
+    """Return the update that gives the rounded weight, and the compensation.
 
     Args:
       weight: the bfloat16 param.
       change: the optimizer's update.
-      lost: the rounding error of earlier steps, or None.
+      lost: the compensation of the param, or None.
       draw: the random bits of stochastic rounding; None to round to nearest.
     """
     old, change = weight.astype(jnp.float32), change.astype(jnp.float32)
-    wanted = change if lost is None else change + lost.astype(jnp.float32)
+    wanted = change if lost is None else change + read_compensation(old, lost)
     exact = old + wanted
     rounded = exact.astype(jnp.bfloat16) if draw is None else stochastic_bfloat16(exact, draw.bits(weight.shape)[0])
     new = rounded.astype(jnp.float32)
     update = jnp.where(new == old, jnp.float32(-0.0), jnp.where(jnp.isfinite(exact), new - old, change))
-    return update, ((old - new) + wanted).astype(jnp.bfloat16)
+    if lost is not None and lost.dtype == jnp.int8:
+        return update, compensation_of(exact, new, jnp.int8)
+    return update, ((old - new) + wanted).astype(jnp.bfloat16)  # `exact` is rounded to float32, so this is nearer
 
 
 def in_dtype_of(leaf: Any, other: Any) -> Any:

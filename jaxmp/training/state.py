@@ -204,7 +204,7 @@ class TrainState(flax.struct.PyTreeNode):
 
         The optimizer's state and the loss scale are kept. The params keep their dtypes. To change their dtypes, first
         cast them: ``state.replace(params=policy.cast_to_param(state.params))``. If you cast a param to float32, its
-        Kahan compensation is added to it. The call warns if ``tx`` updates half-precision params and is not
+        compensation is added to it. The call warns if ``tx`` updates half-precision params and is not
         :func:`jaxmp.low_precision`.
 
         Raises:

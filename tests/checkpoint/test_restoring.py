@@ -18,6 +18,7 @@ from saved_runs import ADAM, BATCH, linen_run, nnx_loss, nnx_run
 import jaxmp
 from jaxmp import checkpoint
 from jaxmp.base.trees import cast
+from jaxmp.optim.compensation import read_compensation
 
 pytest.importorskip("orbax.checkpoint")
 pytestmark = [
@@ -223,7 +224,7 @@ def test_keys_of_another_implementation_are_restored_as_they_were(tmp_path, caps
     assert bits(again.rng) == bits(raw)
 
 
-@pytest.mark.parametrize("rounding", ["stochastic", "kahan"])
+@pytest.mark.parametrize("rounding", ["stochastic", "kahan", "split"])
 def test_the_optimizer_may_gain_or_lose_low_precision(rounding, trained, tmp_path, capsys):
     def half_run(seed):
         tx = jaxmp.low_precision(ADAM, rounding=rounding)
@@ -248,16 +249,17 @@ def test_the_optimizer_may_gain_or_lose_low_precision(rounding, trained, tmp_pat
     assert "the optimizer is no longer low_precision" in line
     assert bits(back.opt_state.inner_state) == bits(new.opt_state.inner_state.inner_state)
     wide, lost = cast(new.params, jnp.float32), new.opt_state.inner_state.compensation
-    if rounding == "kahan":
+    if rounding != "stochastic":
         assert any(np.any(leaf) for leaf in jax.tree.leaves(lost))
-        wide = jax.tree.map(lambda param, part: np.asarray(param) + np.asarray(part, np.float32), wide, lost)
+        wide = jax.tree.map(lambda param, part: param + read_compensation(param, part), wide, lost)
     assert bits(back.params) == bits(wide)
 
-    other = "kahan" if rounding == "stochastic" else "stochastic"
+    other = {"stochastic": "kahan", "kahan": "split", "split": "kahan"}[rounding]
     like, _ = linen_run("bfloat16", jaxmp.NoOpLossScale(), jaxmp.low_precision(ADAM, rounding=other))
     rounded, line = restored(tmp_path / "c", new, like, capsys)
     assert bits(rounded.params) == bits(new.params) and rounded.opt_state.inner_state.count == 3
-    assert ("the Kahan compensation is dropped" in line) == (rounding == "kahan")
+    assert ("the compensation of the params is dropped" in line) == (rounding != "stochastic")
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(rounded.opt_state.inner_state.compensation))
     like, _ = linen_run("bfloat16", jaxmp.NoOpLossScale(), optax.sgd(0.1))
     with pytest.raises(
         ValueError, match=r"'opt_state/inner_state/inner_state/0/count' int32\[\] is in .*not in the state"

@@ -15,6 +15,7 @@ from recompiles import compiled_once
 
 import jaxmp
 from jaxmp.optim import low_precision, stored_moments
+from jaxmp.optim.compensation import read_compensation
 from jaxmp.program.walk import equations
 from jaxmp.sharding import Sharding
 
@@ -50,7 +51,7 @@ def test_bfloat16_params_learn_where_rounding_to_nearest_stalls():
     exact = trained(tx, jnp.float32)
     nearest = trained(jaxmp.low_precision(tx, rounding="nearest"), jnp.bfloat16)
     assert nearest > 1.05 * exact
-    for rounding_ in ("stochastic", "kahan"):
+    for rounding_ in ("stochastic", "kahan", "split"):
         assert abs(trained(jaxmp.low_precision(tx, rounding=rounding_), jnp.bfloat16) / exact - 1) < 0.01, rounding_
 
 
@@ -132,13 +133,15 @@ def test_float32_leaves_are_left_alone():
 
 
 @pytest.mark.once
-def test_kahan_keeps_the_rounding_errors():
-    weights, tx = {"w": concrete.ones((), jnp.bfloat16)}, jaxmp.low_precision(optax.sgd(1.0), rounding="kahan")
+@pytest.mark.parametrize("rounding", ["kahan", "split"])
+def test_the_rounding_errors_are_kept(rounding):
+    weights, tx = {"w": concrete.ones((), jnp.bfloat16)}, jaxmp.low_precision(optax.sgd(1.0), rounding=rounding)
     state = tx.init(weights)
     for _ in range(100):
         updates, state = tx.update({"w": jnp.float32(-1e-3)}, state, weights)
         weights = optax.apply_updates(weights, updates)
-    assert abs(float(weights["w"]) + float(state.compensation["w"]) - 1.1) < 2e-3
+    weight = weights["w"].astype(jnp.float32)
+    assert abs(float(weight + read_compensation(weight, state.compensation["w"])) - 1.1) < 2e-3
 
 
 @pytest.mark.once
@@ -261,6 +264,22 @@ def test_with_tx_keeps_the_compensation_and_the_count():
     assert state.with_tx(jaxmp.low_precision(optax.sgd(1e-4))).opt_state.inner_state.count == 5
 
 
+def test_with_tx_turns_kahans_compensation_into_a_split_master_weight_and_back():
+    kahan, split = (jaxmp.low_precision(optax.sgd(1e-4), rounding=rounding) for rounding in ("kahan", "split"))
+    state = jaxmp.TrainState.create(params={"w": concrete.ones(8, jnp.bfloat16)}, tx=kahan)
+    update = jax.jit(lambda state: state.apply_gradients(grads=jax.tree.map(jnp.ones_like, state.params)))
+    for _ in range(5):
+        state = update(state)
+    state = state.with_tx(split)
+    assert state.params["w"].min() == 1 and state.opt_state.inner_state.compensation["w"].dtype == jnp.int8
+    for _ in range(5):
+        state = update(state)
+    state = state.with_tx(kahan)
+    assert state.opt_state.inner_state.compensation["w"].dtype == jnp.bfloat16
+    wide = state.replace(params=jaxmp.base.trees.widen(state.params)).with_tx(optax.sgd(1e-4))
+    np.testing.assert_allclose(wide.params["w"], 1 - 1e-3, atol=1e-4)
+
+
 def test_with_tx_keeps_the_dtype_that_the_optimizer_gives_a_moment():
     adam = optax.adam(1e-3, mu_dtype=jnp.bfloat16)
     state = jaxmp.TrainState.create(params={"w": concrete.ones(4, jnp.bfloat16)}, tx=jaxmp.low_precision(adam))
@@ -373,7 +392,7 @@ def test_a_device_with_part_of_a_block_on_explicit_axes_is_jaxs_error():
 def test_a_mistake_is_refused():
     adam, weights = optax.adam(0.1), {"w": concrete.ones(4, jnp.bfloat16)}
     sgd = jaxmp.low_precision(optax.sgd(0.1))
-    kahan = jaxmp.low_precision(adam, rounding="kahan")
+    kahan, split = (jaxmp.low_precision(adam, rounding=rounding) for rounding in ("kahan", "split"))
     state_message = r"rounding='stochastic'\) needs the state of its own init, got one of"
     for call, phrase in (
         (lambda: jaxmp.low_precision(adam, rounding="stochastics"), "rounding must be one of .*, got 'stochastics'"),
@@ -393,6 +412,7 @@ def test_a_mistake_is_refused():
         (lambda: sgd.update(weights, sgd.init(weights)), "rounds params, got none"),
         (lambda: jaxmp.low_precision(adam).update(weights, adam.init(weights), weights), state_message),
         (lambda: jaxmp.low_precision(adam).update(weights, kahan.init(weights), weights), state_message),
+        (lambda: split.update(weights, kahan.init(weights), weights), r"rounding='split'\) needs the state of its own"),
     ):
         with pytest.raises(ValueError, match=phrase):
             call()
