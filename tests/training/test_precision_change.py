@@ -1,0 +1,132 @@
+"""A run whose precision changes has the bits of a run that is restarted through a checkpoint."""
+
+from __future__ import annotations
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from optimizer_tools import bits, standard
+
+import jaxmp
+from jaxmp.checkpoint.named_leaves import as_tree
+
+pytest.importorskip("orbax.checkpoint")
+pytestmark = [pytest.mark.once, pytest.mark.usefixtures("standard_promotion")]
+
+POLICIES = "compute=bfloat16,output=float32,float8(min_dim=16,min_tokens=16)", "mixed_bfloat16"
+CHANGE, STEPS = 2, 4  # the number of steps in float8, and of all steps
+BATCHES = np.random.default_rng(0).normal(size=(STEPS, 16, 16)).astype(np.float32)
+ADAM = standard(optax.adamw(1e-2))
+
+
+class LinenNet(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.BatchNorm(use_running_average=False)(nn.Dense(16)(x))
+        return nn.Dense(16)(nn.Dropout(0.5, deterministic=False)(x))
+
+
+class LinenRun:
+    """A run of a Linen model with one step for each policy."""
+
+    def __init__(self, seed):
+        self.traces = 0
+        self.steps = [self.make_step(policy) for policy in POLICIES]
+        keys = {"params": jax.random.key(seed), "dropout": jax.random.key(seed)}
+        variables = jax.jit(LinenNet().init)(keys, BATCHES[0])
+        self.state = jaxmp.TrainState.create(
+            params=variables.pop("params"),
+            model_state=variables,
+            tx=jaxmp.loss_scaling(ADAM, jaxmp.DynamicLossScale(2.0**10, period=2)),
+            rng=seed,
+            ema=True,
+        )
+
+    def make_step(self, policy):
+        model = jaxmp.linen.apply_policy(LinenNet(), policy)
+
+        def loss_fn(params, model_state, batch, rng):
+            self.traces += 1
+            variables = {"params": params, **model_state}
+            output, new = model.apply(variables, batch, rngs={"dropout": rng}, mutable=["batch_stats"])
+            return jnp.mean((output - 1) ** 2), new
+
+        return jaxmp.make_train_step(loss_fn, ema_decay=0.9)
+
+    def number(self):
+        return int(self.state.step)
+
+    def take_step(self, is_late, batch):
+        self.state, _ = self.steps[is_late](self.state, batch)
+
+    def saved(self):
+        return self.state
+
+    def restore(self, folder):
+        self.state = jaxmp.checkpoint.restore(folder, self.state)
+
+
+class NNXNet(nnx.Module):
+    def __init__(self, seed):
+        rngs = nnx.Rngs(seed)
+        self.hidden, self.norm = nnx.Linear(16, 16, rngs=rngs), nnx.BatchNorm(16, rngs=rngs)
+        self.dropout, self.out = nnx.Dropout(0.5, rngs=rngs), nnx.Linear(16, 16, rngs=rngs)
+
+    def __call__(self, x):
+        return self.out(self.dropout(self.norm(self.hidden(x))))
+
+
+class NNXRun:
+    """A run of an NNX model with one model for each policy; the models share their Variables."""
+
+    def __init__(self, seed):
+        self.traces = 0
+        net = NNXNet(seed)
+        self.models = [jaxmp.nnx.apply_policy(net, policy) for policy in POLICIES]
+        scale = jaxmp.DynamicLossScale(2.0**10, period=2)
+        self.optimizer = jaxmp.nnx.Optimizer(self.models[0], ADAM, loss_scale=scale, ema=True)
+        self.step = jaxmp.nnx.make_train_step(self.loss_fn, ema_decay=0.9)
+
+    def loss_fn(self, model, batch):
+        self.traces += 1
+        return jnp.mean((model(batch) - 1) ** 2)
+
+    def number(self):
+        return int(self.optimizer.step[...])
+
+    def take_step(self, is_late, batch):
+        self.step(self.models[is_late], self.optimizer, batch)
+
+    def saved(self):
+        return self.models[0], self.optimizer
+
+    def restore(self, folder):
+        jaxmp.checkpoint.restore(folder, self.saved())
+
+
+def train(run, change=CHANGE):
+    """Train to the end, and return the bits of the state and the number of traces after each step."""
+    traces = []
+    while run.number() < STEPS:
+        run.take_step(run.number() >= change, BATCHES[run.number()])
+        traces.append(run.traces)
+    return bits(as_tree(run.saved())), traces
+
+
+@pytest.mark.parametrize("api", [LinenRun, NNXRun])
+def test_two_precisions_share_a_state_and_resume_at_every_step(api, tmp_path, monkeypatch):
+    monkeypatch.setenv("JAXMP_FLOAT8", "emulate")
+    expected, traces = train(api(seed=0))
+    assert traces[0] == traces[1] < traces[2] == traces[3]
+    assert expected not in (train(api(seed=0), change=0)[0], train(api(seed=0), change=STEPS)[0])
+    run = api(seed=0)
+    for number in range(1, STEPS):
+        run.take_step(number > CHANGE, BATCHES[number - 1])
+        jaxmp.checkpoint.save(tmp_path / str(number), run.saved())
+        resumed = api(seed=5)
+        resumed.restore(tmp_path / str(number))
+        assert resumed.number() == number and train(resumed)[0] == expected, number
