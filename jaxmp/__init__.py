@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from jaxmp.base import hardware as hardware
     from jaxmp.engine.autocast import autocast as autocast
     from jaxmp.engine.marks import precision as precision
+    from jaxmp.engine.override_matching import UnmatchedOverrideError as UnmatchedOverrideError
     from jaxmp.engine.overrides import UnknownOperationError as UnknownOperationError
     from jaxmp.engine.plan import CastPlan as CastPlan
     from jaxmp.engine.plan import cast_plan as cast_plan
-    from jaxmp.engine.rules import UnmatchedOverrideError as UnmatchedOverrideError
     from jaxmp.engine.trace import autocast_dtype as autocast_dtype
     from jaxmp.optim.loss_scale import DynamicLossScale as DynamicLossScale
     from jaxmp.optim.loss_scale import HeadroomLossScale as HeadroomLossScale
@@ -69,7 +69,7 @@ _NAMES = {
         "cast_plan",
         "CastPlan",
     ),
-    "jaxmp.engine.rules": ("UnmatchedOverrideError",),
+    "jaxmp.engine.override_matching": ("UnmatchedOverrideError",),
     "jaxmp.engine.trace": ("autocast_dtype",),
     "jaxmp.optim.loss_scale": (
         "DynamicLossScale",

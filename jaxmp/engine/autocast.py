@@ -140,7 +140,7 @@ def computed(fun: Callable[..., Any], rules: Rules, args: Any, kwargs: Any, poli
     with donation_note(), jax.named_scope(DECIDED), around_emitted(emission):
         results = emission.results(program.open_jaxpr, operands, dtypes)
     if is_new and policy is not None:  # the adapters check the overrides of a model, if every module ran
-        rules.check()
+        rules.matcher.check()
     if rules.programs is not None and key is not None:
         remember(rules.programs, key, decisions)
     rules.decided(decisions)

@@ -318,7 +318,8 @@ def _result_of_equal_step(
     rules = emission.rules
     if rules.programs is None:
         return make()
-    names = step.names if rules.paths else ours(step.names)  # derivative rules are decided later, under these names
+    # derivative rules are decided later, under these names
+    names = step.names if rules.matcher.paths else ours(step.names)
     has_float8 = any(isinstance(choice, Float8Product) for choice in emission.decisions.float8.values())
     may_skip = has_float8 and may_be_skipped()
     decisions = emission.decisions.key_of(step)

@@ -31,11 +31,10 @@ def warn_of_float64(program: Opened, graph: Graph, rules: Rules) -> None:
     """
     if not any(_reads_float64(step.eqn) for step in graph.steps):
         return
-    silent = Rules(rules.half, rules.overrides)  # its lookups must not count as matches of overrides
     for equation in read_program(*program, names_around(), counts_as_one=_is_emitted).equations.values():
         if DECIDED in equation.names or not _reads_float64(equation.eqn):
             continue
-        half = silent.half_of(equation.name, equation.names)
+        half = rules.half_of(equation.name, equation.names)
         if half is None:
             continue
         entries = [origin for operand in equation.operands for origin in _entries_of_float64(operand)]

@@ -284,7 +284,7 @@ def _plan_of(fun: Callable[..., Any], rules: Rules, policy: Policy | None) -> In
             raise ValueError("a plan needs all sizes to count FLOPs and bytes, but the shapes have a symbolic size")
         dtypes = result_dtypes(program, policy)
         graph = build(program.open_jaxpr, operands, dtypes, rules, names_around())
-        rules.check()
+        rules.matcher.check()
         emission = Emission(decide_program(graph), rules)
         jax.eval_shape(lambda *args: emission.results(program.open_jaxpr, args, dtypes), *operands)
         writer = _PlanWriter(inner_emissions)

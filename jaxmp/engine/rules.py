@@ -6,8 +6,6 @@ A region wins over an override, and an override wins over the class.
 from __future__ import annotations
 
 import dataclasses
-import functools
-import glob
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -15,24 +13,15 @@ import jax
 import numpy as np
 
 from jaxmp._internals.jax.sources import Names
-from jaxmp.base.dtypes import CASTABLE, closest_names, is_castable, is_other_float, range_of
-from jaxmp.engine.marks import DECIDED, OF_POLICY, SPECIAL, is_widened, path_of, region_of
+from jaxmp.base.dtypes import CASTABLE, is_castable, is_other_float, range_of
+from jaxmp.engine.marks import DECIDED, OF_POLICY, SPECIAL, is_widened, region_of
+from jaxmp.engine.override_matching import OverrideMatcher
 from jaxmp.engine.overrides import Level
 from jaxmp.engine.states import Kind
 from jaxmp.policy.float8 import Float8, get_recipe
-from jaxmp.policy.patterns import EVERY, OPERATIONS, better_patterns, matches, path_and_primitive
 from jaxmp.policy.policies import Policy
 from jaxmp.program.equations import HIGHEST, asks_for_highest, names_a_dtype, precision_named
 from jaxmp.program.primitives import BOUNDS, PICKS, Class, classify
-
-_NO_SCOPES = (
-    "none: the function has no scopes; use jax.named_scope, jaxmp.nnx.autocast for an NNX model, or the overrides of "
-    "apply_policy for a model with a policy"
-)
-
-
-class UnmatchedOverrideError(ValueError):
-    """An override matched no operation of the function."""
 
 
 class OperationKind(NamedTuple):
@@ -64,8 +53,6 @@ Constants = Sequence[tuple[float, float] | None]
 class Rules:
     """The half dtype (float16, bfloat16) and the overrides of one autocast function.
 
-    The object also records which overrides matched.
-
     Args:
       half: the compute dtype of code outside of marked modules; None if all code is marked.
       overrides: the levels of paths, primitives and classes, from :func:`jaxmp.engine.overrides.levels_of`. The first
@@ -82,32 +69,8 @@ class Rules:
     decided: Callable[[Any], object] = id
 
     def __post_init__(self) -> None:
-        self.paths = [key for key in self.overrides if not key.startswith(OPERATIONS)]
         self.key = (self.half, tuple(self.overrides.items()))
-        self.matched: set[str] = set()
-        self.visited: set[tuple[Names, str]] = set()  # paths and primitives, for errors about overrides
-        self._path_rules = functools.lru_cache(maxsize=None)(self._find_path_rules)
-
-    def check(self) -> None:
-        """Raise an UnmatchedOverrideError if an override matched nothing.
-
-        The error lists the nearest names.
-        """
-        for key in [key for key in self.overrides if key not in self.matched]:
-            if key in {name for _, name in self.visited}:
-                what = f"key: 'primitive:{key}'"
-            elif key in self.paths:
-                primitive = path_and_primitive(key)[1]
-                visited = {(names, f":{name}" if primitive else "") for names, name in self.visited if names}
-                known = sorted(glob.escape("/".join(names)) + name for names, name in visited)
-                what = f"paths: {closest_names(key, known) or _NO_SCOPES}"
-                what += "" if primitive else better_patterns(key, [names for names, _ in self.visited])
-            else:
-                what = f"primitives: {closest_names(key.partition(':')[2], sorted({name for _, name in self.visited}))}"
-            raise UnmatchedOverrideError(
-                f"every override must match an operation of the function, but {key!r} matched none; nearest {what}. "
-                "Autocast sees operations of the derivative only in autocast(grad(f))"
-            )
+        self.matcher = OverrideMatcher(self.overrides)
 
     def kind_of(self, eqn: Any, constants: Constants, names: Names) -> OperationKind:
         """Return the kind of an equation without a body, and the reason.
@@ -121,8 +84,9 @@ class Rules:
         name, cls = eqn.primitive.name, classify(eqn.primitive.name)
         if DECIDED in names:
             return OperationKind(Kind.KEPT, "decided by the autocast inside")
-        if self.overrides:
-            self.visited.add((path_of(names), name))
+        self.matcher.visit(name, names)
+        if cls is Class.HALF:
+            self.matcher.match(name, names)  # also for a float64 product, which keeps its dtype
         region = region_of(names)
         if any([is_other_float(getattr(atom.aval, "dtype", None)) for atom in (*eqn.invars, *eqn.outvars)]):
             return OperationKind(Kind.KEPT, "float64, complex and fp8 are left alone")
@@ -140,6 +104,7 @@ class Rules:
             return OperationKind(Kind.KEPT, "a body that autocast does not look into")
         if cls is Class.OPAQUE or names_a_dtype(eqn):
             return OperationKind(Kind.KEPT, "opaque: its meaning depends on its dtypes")
+        self.matcher.match(name, names)
         request = self.request_of(name, names)
         if cls is Class.CLEAR:
             fill = abs(eqn.params.get("fill_value") or 0)  # a gather returns it for indices beyond the end
@@ -160,12 +125,13 @@ class Rules:
 
     def request_of(self, name: str, names: Names) -> Request | None:
         """Return the request for a primitive in these scopes, or None."""
-        region, keys = region_of(names), self.keys_of(name, names)
+        region, levels = region_of(names), self.matcher.levels_of(name, names)
         if region.level is not None:
             return Request(region.level, region.asked_by, region.asked_products)
-        if region.is_policy or not keys:
+        if region.is_policy or not levels:
             return None
-        level, source = self.overrides[keys[0]], f"override {keys[0]!r}"
+        key, level = next(iter(levels.items()))
+        source = f"override {key!r}"
         if isinstance(level, str):
             return Request(level, source)
         if level.compute_dtype == np.float32:
@@ -208,39 +174,17 @@ class Rules:
             return None
         if recipe := region_of(names).recipe:
             return get_recipe(recipe)
-        levels = [self.overrides[key] for key in self.keys_of(name, names)]
+        levels = self.matcher.levels_of(name, names).values()
         policies = [level for level in levels if isinstance(level, Policy)]
         return policies[0].float8 if policies else self.float8
-
-    def keys_of(self, name: str, names: Names) -> list[str]:
-        """Return the overrides of a primitive in these scopes.
-
-        The list has the first path that matches, and then the overrides of operations.
-        """
-        if not self.overrides:
-            return []
-        of_paths = self._path_rules(path_of(names), name)
-        of_name = (f"primitive:{name}", f"class:{classify(name)}", EVERY)
-        keys = [*of_paths[:1], *(key for key in of_name if key in self.overrides)]
-        self.matched.update(of_paths, keys)
-        return keys
-
-    def _find_path_rules(self, path: Names, name: str) -> list[str]:
-        keys = []
-        for key in self.paths:
-            pattern, primitive = path_and_primitive(key)
-            is_below = any(matches(pattern, path[:end], None) for end in range(len(path) + 1))
-            if is_below and primitive in ("", name):
-                keys.append(key)
-        return keys
 
     def _is_named_half(self, name: str, names: Names) -> bool:
         """Return whether an override of the primitive itself asks for half.
 
         Overrides of its path or its class do not count.
         """
-        keys = self.keys_of(name, names)
-        return any(key.endswith(f":{name}") and self.overrides[key] == "half" for key in keys)
+        levels = self.matcher.levels_of(name, names)
+        return any(key.endswith(f":{name}") and level == "half" for key, level in levels.items())
 
     def _kind_of_cast(self, eqn: Any, names: Names) -> OperationKind:
         old, new = eqn.invars[0].aval.dtype, eqn.params["new_dtype"]

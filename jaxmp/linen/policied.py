@@ -212,7 +212,7 @@ def _run_model(
         decisions = decided.pop()  # derivative rules keep `rules` alive, but not the decisions
         run.check_patterns(model, module)
         if name == "__call__":
-            rules.check()
+            rules.matcher.check()
         check_half_products(decisions, model.policy.default, run.modules_not_half(model, module))
         return result
 

@@ -169,7 +169,7 @@ def _run_model(module: Any, method: Any, args: Any, kwargs: Any) -> Any:
         program_decisions = decided.pop()  # derivative rules keep `rules` alive, but not the decisions
         if called_all:
             check_half_products(program_decisions, decision.model_policy.default, decision.not_half)
-            rules.check()
+            rules.matcher.check()
         return results
 
     try:

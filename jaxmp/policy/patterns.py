@@ -100,6 +100,18 @@ def matches(pattern: Pattern, path: Path, cls: type | tuple[type, ...] | None) -
     return _glob(tuple(part for part in pattern.split("/") if part), path)
 
 
+def covers(pattern: Pattern, path: Path, classes: Mapping[Path, type | tuple[type, ...]] | None = None) -> bool:
+    """Return whether ``pattern`` matches the module at ``path`` or a module above it.
+
+    ``classes`` has the classes of these modules, by path.
+
+    >>> covers("encoder", ("encoder", "Dense_0")), covers("Dense_0", ("encoder", "Dense_0"))
+    (True, False)
+    """
+    above = [path[:depth] for depth in range(len(path) + 1)]
+    return any(matches(pattern, module, (classes or {}).get(module)) for module in above)
+
+
 def better_patterns(pattern: Pattern, paths: Iterable[Path], classes: Iterable[type] = ()) -> str:
     """Return the remedy for a pattern that matches nothing, as the end of an error message.
 

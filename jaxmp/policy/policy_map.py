@@ -21,6 +21,7 @@ from jaxmp.policy.patterns import (
     better_patterns,
     check_pattern,
     checked_overrides,
+    covers,
     is_class_pattern,
     matches,
     pattern_text,
@@ -126,9 +127,8 @@ class PolicyMap:
           classes: the classes of this module and of the modules above it, by path. Modules that share a scope have one
             path with several classes.
         """
-        prefixes = [path[:depth] for depth in range(len(path) + 1)]
         for pattern, policy, _ in self.rules:
-            if any(matches(pattern, prefix, (classes or {}).get(prefix)) for prefix in prefixes):
+            if covers(pattern, path, classes):
                 return policy, pattern
         return self.root, None
 
