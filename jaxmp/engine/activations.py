@@ -82,7 +82,8 @@ def find_half_copies(graph: Graph, states: States, activations: Collection[Node]
     """Return values that some operations read in half, even if the values are float32."""
     read_in_half = list(graph.wanted)
     for node in graph.nodes:
-        if is_cast_to_half(node) or (node.kind is HALF and states[node] is State.HALF):
+        is_half_product = node.kind is HALF and (states[node] is State.HALF or node.has_float32_result)
+        if is_half_product or is_cast_to_half(node):
             read_in_half += node.inputs
 
     def elements_of(node: Node) -> Sequence[Node]:

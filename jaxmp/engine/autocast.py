@@ -60,6 +60,7 @@ def autocast(fun: F, policy: Any = None, overrides: Mapping[str, Any] | None = N
         - ``"float32"``
         - ``"tensorfloat32"``: float32 with JAX's default precision of products
         - ``"half"``: all operations below the path are half, except linear algebra
+        - ``"float32_result"``: products read half operands and return float32. The rules decide for other operations
         - a float32 policy, such as ``"matmul_precision=BF16_BF16_F32_X3"``: float32 with this precision of products
         - a half policy: the rules decide for each operation below the path. This level is allowed even if ``policy``
           computes in float32

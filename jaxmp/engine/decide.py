@@ -112,9 +112,11 @@ class _Neighbours(NamedTuple):
     def _is_float32(self, reader: Node) -> bool:
         """Return whether a reader computes in float32.
 
-        A cast to float32 that the author wrote does not count as such a reader.
+        A cast to float32 that the author wrote does not count as such a reader. Nor does a product that reads half and
+        has a float32 result.
         """
-        return self.states[reader] >= State.FLOAT32 and not (reader.name == CAST and reader.kind is FULL)
+        is_cast = reader.name == CAST and reader.kind is FULL
+        return self.states[reader] >= State.FLOAT32 and not is_cast and not reader.has_float32_result
 
     def lower(self, nodes: Sequence[Node]) -> None:
         """Make undecided nodes half if they read a half value, directly or indirectly."""
@@ -167,6 +169,8 @@ def _dtypes(node: Node, state: State, decision_of: Mapping[Node, Decision]) -> t
     if node.kind is KEPT:
         return None, node.written
     half = node.written if node.written.itemsize == 2 or node.half is None else node.half
+    if node.has_float32_result:
+        return half, _FLOAT32
     if state >= State.FLOAT32:
         return _FLOAT32, _FLOAT32
     if node.kind is HALF or (state is State.HALF and node.before_product):

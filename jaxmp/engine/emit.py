@@ -15,6 +15,7 @@ from jaxmp.base.dtypes import is_castable
 from jaxmp.engine.constant_casts import constant_in
 from jaxmp.engine.decisions import Decisions, decide_program
 from jaxmp.engine.float8_products import Float8Product, emit_float8
+from jaxmp.engine.float32_results import emit_with_float32_result
 from jaxmp.engine.graph import build
 from jaxmp.engine.marks import WIDE_SUMS, WITH_RULE, ours
 from jaxmp.engine.nodes import Node, Step, StepBody
@@ -200,6 +201,8 @@ class _Evaluation(Rewriter):
         if dtype is not None:
             precision = self.emission.rules.precision_of(eqn, step.names) if eqn.primitive.name in PRODUCTS else None
             params = params_in_dtype(eqn, dtype, precision)
+        if node is not None and node.has_float32_result:
+            return emit_with_float32_result(eqn, operands, params)
         if "precision" in params and asks_for_what_is_missing(params):
             params = {**params, "precision": None}
         return bind_equation(eqn, operands, params)

@@ -12,6 +12,7 @@ from jaxmp._internals.jax.sources import Names
 from jaxmp.base.dtypes import is_castable
 from jaxmp.engine.marks import DECIDED, WITH_RULE, Region, ours, region_of
 from jaxmp.engine.nodes import Graph, Node, Step, StepBody
+from jaxmp.engine.overrides import FLOAT32_RESULT
 from jaxmp.engine.postponed_casts import postpone_casts
 from jaxmp.engine.product_flow import mark_looked_up, mark_products
 from jaxmp.engine.rules import Rules
@@ -155,6 +156,8 @@ class _Builder:
         state = _STATES.get(kind, State.UNDECIDED)
         if kind is KEPT and self.region.level == "written" and dtype == np.float32:
             state = State.FLOAT32  # the author's float32 counts for the rules about neighbours
+        if requested == FLOAT32_RESULT:
+            state = State.FLOAT32
         node = Node(kind, name, dtype, value.aval.shape, requested, half, self.loop, self.in_rule, state, inputs, [])
         node.is_constant = kind is not SOURCE and kind is not JOIN and all([operand.is_constant for operand in inputs])
         for operand in inputs:

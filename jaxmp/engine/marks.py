@@ -57,9 +57,15 @@ def precision(level: str | Policy) -> contextlib.AbstractContextManager[None]:
     innermost region applies.
 
     Args:
-      level: ``"float32"``, with products at the highest precision; ``"tensorfloat32"``, which is float32 with products
-        at JAX's default precision; ``"half"``, the compute dtype of the policy; or a float32 policy, such as
-        ``"matmul_precision=BF16_BF16_F32_X3"``, which is float32 with this precision of products.
+      level: one of the following:
+
+        - ``"float32"``, with products at the highest precision;
+        - ``"tensorfloat32"``, which is float32 with products at JAX's default precision;
+        - ``"half"``, the compute dtype of the policy;
+        - ``"float32_result"``: products read half operands and return float32, as with
+          ``preferred_element_type=jnp.float32``. The rules decide for other operations;
+        - a float32 policy, such as ``"matmul_precision=BF16_BF16_F32_X3"``, which is float32 with this precision of
+          products.
 
     Raises:
       ValueError: the level is none of these.

@@ -18,6 +18,7 @@ import numpy as np
 
 from jaxmp._internals.jax.sources import Names
 from jaxmp.engine.marks import Region
+from jaxmp.engine.overrides import FLOAT32_RESULT
 from jaxmp.engine.states import KEPT, Kind, State
 from jaxmp.policy.float8 import Float8
 from jaxmp.program.equations import Bodies
@@ -63,6 +64,11 @@ class Node:
         A weight is cast at each use instead, so that its cotangents are summed in float32.
         """
         return self.after_product or self.is_looked_up
+
+    @property
+    def has_float32_result(self) -> bool:
+        """Return whether it is a product with half operands and a float32 result."""
+        return self.requested == FLOAT32_RESULT
 
 
 _UNMARKED = Region()

@@ -18,9 +18,11 @@ from jaxmp.base.dtypes import CASTABLE, closest_names, is_half
 from jaxmp.policy.patterns import EVERY, OPERATIONS, checked_overrides, path_and_primitive
 from jaxmp.policy.policies import Policy, PrecisionError
 from jaxmp.policy.policy_map import PolicyMap, get_policy
-from jaxmp.program.primitives import Class, classify, of_class
+from jaxmp.program.primitives import PRODUCTS, Class, classify, of_class
 
-LEVELS = ("float32", "tensorfloat32", "half")
+FLOAT32_RESULT = "float32_result"
+"""The level of products with half operands and a float32 result; other operations keep the level of the policy."""
+LEVELS = ("float32", "tensorfloat32", "half", FLOAT32_RESULT)
 Level = str | Policy
 """One of ``LEVELS``, or a policy.
 
@@ -92,10 +94,10 @@ def levels_of(overrides: Mapping[Any, Any], half: np.dtype | None) -> dict[str, 
         operation = f"primitive:{primitive}" if primitive else key
         is_operation = operation.startswith(OPERATIONS)
         levels[key] = _level_of_value(value, half, is_operation)
-        if levels[key] == "half" and half == np.float32:
+        if not is_float32(levels[key]) and half == np.float32 and isinstance(levels[key], str):
             raise ValueError(
-                f"'half' in overrides is the compute dtype of the policy, but that is float32, got {key!r}: "
-                f"{value!r}; use a half policy, and write 'float32' overrides for the rest"
+                f"{levels[key]!r} in overrides uses the compute dtype of the policy, but that is float32, got "
+                f"{key!r}: {value!r}; use a half policy, and write 'float32' overrides for the rest"
             )
         if key == f"class:{Class.LINALG}" and levels[key] == "half":
             raise ValueError(
@@ -107,7 +109,11 @@ def levels_of(overrides: Mapping[Any, Any], half: np.dtype | None) -> dict[str, 
                 f"{key!r} keeps the dtypes of its author, got {value!r}; leave out the override, and cast the operands "
                 "of the solver instead"
             )
-        named = primitives_named_by(operation) if is_operation and operation != EVERY else ()
+        named = primitives_named_by(operation) if is_operation and operation != EVERY else frozenset[str]()
+        if levels[key] == FLOAT32_RESULT and named and named.isdisjoint(PRODUCTS):
+            raise ValueError(
+                f"{FLOAT32_RESULT!r} is a level of products, got {key!r}; write a path, or '<path>:dot_general'"
+            )
         if fixed := sorted(name for name in named if classify(name) in FIXED):
             raise ValueError(
                 f"an override must name operations that compute, got {key!r}: {', '.join(fixed[:3])} "
@@ -126,8 +132,8 @@ def _level_of_value(value: Any, half: np.dtype | None, is_operation: bool) -> Le
         return level_of(policy)
     dtypes = " or ".join(dict.fromkeys(["float32", *([half.name] if half is not None else [])]))
     raise ValueError(
-        f"an override must be 'float32', 'tensorfloat32', 'half' (the policy's compute dtype) or a policy that "
-        f"computes in {dtypes}, got {printed(value)}; write one of these"
+        f"an override must be 'float32', 'tensorfloat32', 'half' (the policy's compute dtype), 'float32_result' or a "
+        f"policy that computes in {dtypes}, got {printed(value)}; write one of these"
     )
 
 
@@ -156,7 +162,8 @@ def checked_level(level: Any) -> Level:
     if policy is not None and policy.compute_dtype == np.float32:
         return level_of(policy)
     raise ValueError(
-        "a region must be 'float32', 'tensorfloat32' or 'half' (the policy's compute dtype), or a float32 policy, got "
+        "a region must be 'float32', 'tensorfloat32', 'half' (the policy's compute dtype) or 'float32_result', or a "
+        "float32 policy, got "
         f"{printed(level)}; write one of these"
     )
 
@@ -175,7 +182,7 @@ def level_of(policy: Policy) -> Level:
 
 def is_float32(level: Level) -> bool:
     """Return whether every operation at a level is float32."""
-    return level.compute_dtype == np.float32 if isinstance(level, Policy) else level != "half"
+    return level.compute_dtype == np.float32 if isinstance(level, Policy) else level not in ("half", FLOAT32_RESULT)
 
 
 _PRIMITIVE_OF_FUNCTION = {

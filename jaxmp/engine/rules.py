@@ -16,7 +16,7 @@ from jaxmp._internals.jax.sources import Names
 from jaxmp.base.dtypes import CASTABLE, is_castable, is_other_float, range_of
 from jaxmp.engine.marks import DECIDED, OF_POLICY, SPECIAL, is_widened, region_of
 from jaxmp.engine.override_matching import OverrideMatcher
-from jaxmp.engine.overrides import Level
+from jaxmp.engine.overrides import FLOAT32_RESULT, Level, is_float32
 from jaxmp.engine.states import Kind
 from jaxmp.policy.float8 import Float8, get_recipe
 from jaxmp.policy.policies import Policy
@@ -110,7 +110,10 @@ class Rules:
             fill = abs(eqn.params.get("fill_value") or 0)  # a gather returns it for indices beyond the end
             by_constants = self._kind_by_constants(name, [(fill, fill)] if np.isfinite(fill) else [], half)
             return OperationKind(Kind.CLEAR, "moves data") if by_constants.kind is Kind.INFER else by_constants
-        if request is not None:
+        if request is not None and request.level == FLOAT32_RESULT:
+            if cls is Class.HALF and self._kind_of_product(eqn).kind in (Kind.HALF, Kind.FULL):
+                return OperationKind(Kind.HALF, request.source, request.level)
+        elif request is not None:
             if request.level != "half":
                 return OperationKind(Kind.FULL, request.source, request.level)
             if cls is not Class.LINALG or self._is_named_half(name, names):
@@ -141,7 +144,7 @@ class Rules:
     def half_of(self, name: str, names: Names) -> np.dtype | None:
         """Return the half dtype of a primitive in these scopes, or None for float32."""
         request = self.request_of(name, names)
-        if request is not None and request.level != "half":
+        if request is not None and is_float32(request.level):
             return None
         return region_of(names).half or self.half
 

@@ -313,6 +313,11 @@ def _of_override(policy: Any, root: Policy, pattern: Pattern) -> Policy:
     level = policy.strip().lower() if isinstance(policy, str) else ""
     if level == "written":
         return dataclasses.replace(root, float8=None, written=True)
+    if level == "float32_result":
+        raise ValueError(
+            f"'float32_result' is a level of products, got it for the module {pattern_text(pattern)!r}; write "
+            f"'{pattern_text(pattern)}:dot_general'"
+        )
     if level == "half":
         if not is_half(root.compute_dtype):
             raise ValueError(

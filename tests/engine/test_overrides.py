@@ -186,7 +186,7 @@ def test_a_region_changes_nothing_outside_of_autocast():
             return x @ W
 
     assert products(fun, X) == ["float32"]
-    with pytest.raises(ValueError, match=r"'tensorfloat32' or 'half' .*, or a float32 policy, got 'bfloat16'"):
+    with pytest.raises(ValueError, match=r"'half' .* or 'float32_result', or a float32 policy, got 'bfloat16'"):
         jaxmp.precision("bfloat16")
 
 
@@ -429,9 +429,9 @@ def test_invalid_policies_raise():
             "float32",
             {"head": "half"},
             ValueError,
-            "'half' in overrides is the compute dtype of the policy, but that is",
+            "'half' in overrides uses the compute dtype of the policy, but that is",
         ),
-        ("float32", {"head": " HALF"}, ValueError, "'half' in overrides is the compute dtype of the policy"),
+        ("float32", {"head": " HALF"}, ValueError, "'half' in overrides uses the compute dtype of the policy"),
     ):
         with pytest.raises(error, match=re.escape(text)):
             half(model, policy, overrides)
