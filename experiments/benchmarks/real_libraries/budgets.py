@@ -10,8 +10,8 @@ program gives:
   float32 for this reason were half, and all others exact
 
 A share is of the error that the roundings explain. A value of the backward pass has the reason of the operation that it
-differentiates. A program that takes longer than `--seconds` is named as not
-measured; a compilation is not interrupted. The run folder holds budgets.md and budgets.json.
+differentiates. A program is named as not measured if it takes longer than `--seconds`, where a compilation is not
+interrupted, or if it is not reached within `--minutes`. The run folder holds budgets.md and budgets.json.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import contextlib
 import dataclasses
 import math
 import signal
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -49,6 +50,8 @@ class Config(collect.Config):
     """Random directions in which the errors of a gradient are measured."""
     seconds: int = 90
     """Stop the measurement of a program after so many seconds."""
+    minutes: float = 0.0
+    """Measure no further program after so many minutes; 0 for no limit."""
 
 
 def measure(program: Program, config: Config) -> dict[str, Any]:
@@ -129,9 +132,14 @@ def main(config: Config) -> dict[str, Any]:
     with cli.bad_values_end_it():
         folder = records.folder_of("budgets", config, probes=1, seconds=1)
     setting = {"versions": environment()["versions"], "probes": config.probes}
-    collected = collect.collect(
-        folder, config, setting, lambda program: [measure(program, config)], lambda row: " ".join(_cells(row))
-    )
+    end = time.monotonic() + (60 * config.minutes or math.inf)
+
+    def measure_until_the_end(program: Program) -> list[dict[str, Any]]:
+        if time.monotonic() > end:
+            raise TimeoutError(f"not reached within {config.minutes:g} minutes")
+        return [measure(program, config)]
+
+    collected = collect.collect(folder, config, setting, measure_until_the_end, lambda row: " ".join(_cells(row)))
     rows, notes = collected.rows, collected.notes()
     tables = [
         Table("The line with the largest share of the error", PROGRAM_COLUMNS, rows_of_programs(rows), 3, notes),

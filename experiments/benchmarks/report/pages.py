@@ -291,6 +291,15 @@ def rules_and_memory() -> str:
     )
 
 
+def error_budgets() -> str:
+    """Return the tables of error budgets: the programs with the largest shares, and what float32 avoids."""
+    result = newest("budgets")
+    data = numbers(result.data)
+    texts = [rule_tables.largest_shares(data["programs"]), rule_tables.avoided_errors(data["programs"])]
+    texts += [rule_tables.not_measured(data["failed"]), result.origin("All programs")]
+    return "\n\n".join(filter(None, texts))
+
+
 def roofline() -> str:
     """Return the table of predicted and measured step times, for an H200."""
     result = newest("compile_only")
@@ -323,7 +332,7 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
     "docs/tools/roofline.md": {"results": roofline},
     "docs/tools/index.md": {"gpus": gpus},
     "docs/tpus.md": {"tpus": tpus, "steps": tpu_steps, "slices": tpu_slices},
-    "docs/real_libraries.md": {"results": real_libraries, "rules": rules_and_memory},
+    "docs/real_libraries.md": {"results": real_libraries, "rules": rules_and_memory, "budgets": error_budgets},
     "docs/tools/tune.md": {"results": lambda: copied("tune")},
     "docs/concepts/formats.md": {"results": lambda: copied("matmul_precision")},
 }

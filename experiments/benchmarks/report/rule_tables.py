@@ -1,15 +1,17 @@
-"""Show in which programs each rule of autocast matters, and how much memory each rule saves."""
+"""Show in which programs each rule of autocast matters, how much memory it saves, and which roundings cause errors."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from experiments.benchmarks.real_libraries import ablation
+from experiments.benchmarks.real_libraries import ablation, budgets
 from experiments.benchmarks.real_libraries.ablation_memory import ALL_RULES, EACH_ALONE
 from experiments.report.tables import markdown, percent
 
 LEAST_CHANGE = 0.005
 """The smallest change of memory that the table shows."""
+LARGEST_SHARES = 8
+"""The number of programs that the table of error budgets shows."""
 
 
 def without_a_graph(programs: list[dict[str, Any]]) -> str:
@@ -38,3 +40,19 @@ def memory(rows: list[dict[str, Any]]) -> str:
         if row["off"] == EACH_ALONE or abs(change) >= LEAST_CHANGE:
             cells.append((row["model"], row["off"], f"{100 * change:+.1f} %"))
     return markdown(("model, compiled for an H200", "switched off", "memory compared with all rules"), cells, left=2)
+
+
+def largest_shares(programs: list[dict[str, Any]]) -> str:
+    """Return the table of the programs in which one line causes most of the error, from the benchmark `budgets`."""
+    return markdown(budgets.PROGRAM_COLUMNS, budgets.rows_of_programs(programs)[:LARGEST_SHARES], left=3)
+
+
+def avoided_errors(programs: list[dict[str, Any]]) -> str:
+    """Return the table of the errors that float32 avoids, from the benchmark `budgets`."""
+    return markdown(budgets.RULE_COLUMNS, budgets.rows_of_reasons(programs))
+
+
+def not_measured(failed: dict[str, str]) -> str:
+    """Return a sentence that names the programs without an error budget; empty if there are none."""
+    titles = [f"{title} ({reason})" for title, reason in failed.items()]
+    return f"Not measured: {'; '.join(titles)}." if titles else ""

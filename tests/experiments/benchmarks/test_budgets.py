@@ -36,3 +36,11 @@ def test_the_tables_have_the_largest_line_and_what_float32_avoids(monkeypatch, t
 def test_a_program_that_takes_too_long_is_stopped():
     with pytest.raises(TimeoutError, match="longer than 1 s"), budgets.time_limit(1):
         time.sleep(3)
+
+
+def test_programs_that_are_not_reached_are_named(monkeypatch, tmp_path):
+    monkeypatch.setattr(collect, "FAMILIES", ())
+    monkeypatch.setattr(collect, "PROGRAMS", [registry.Program("optax", "steps", lambda: (steps, W))])
+    result = budgets.main(budgets.Config(run_dir=tmp_path, minutes=1e-9))
+    assert not result["programs"] and "not reached within" in result["failed"]["optax: steps"]
+    assert "failed: optax: steps: TimeoutError: not reached" in (tmp_path / "budgets.md").read_text()
