@@ -4,7 +4,7 @@ An amplifier turns a small error of an operand into a large error of the result.
 becomes 302, which is another pixel, and a phase of 301.4 becomes noise. A search back from each amplifier finds the
 values that must be float32:
 
-- In general, the search goes back through moves, casts, scales, quotients, offsets, bounds, selections, joined arrays,
+- In general, the search goes back through moves, casts, scales, offsets, bounds, selections, joined arrays,
   products and sums over an axis, because these operations keep the low digits. The search ends at an activation.
 - From a factorisation or a solver, the search goes back to the nearest products, which are float32 too.
 """
@@ -98,8 +98,6 @@ def _keepers_of_digits(node: Node) -> Sequence[Node]:
     if node.kind in (CLEAR, JOIN) or node.name in _TOTALS or node.name == CAST:
         return node.inputs
     computed = [operand for operand in node.inputs if operand.after_product]
-    if _is_quotient(node):  # as in a perspective division
-        return computed
     if node.name in PRODUCTS or node.name in SCALES:
         return computed if len(computed) == 1 else ()
     is_choice = node.name in _CHOICES
@@ -112,9 +110,3 @@ def _keepers_of_digits(node: Node) -> Sequence[Node]:
         is_read = any(reader.name in reads for reader in readers_of(node))
         return () if is_activation and is_read else computed
     return ()
-
-
-def _is_quotient(node: Node) -> bool:
-    """Return whether a value is ``x / y`` or ``x * (1 / y)``."""
-    factors = [operand.origin for operand in node.inputs] if node.name == "mul" else []
-    return node.name == "div" or any(factor.name == "div" and factor.inputs[0].is_constant for factor in factors)

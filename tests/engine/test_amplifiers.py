@@ -35,16 +35,6 @@ POSITIONS = concrete.array(np.arange(1000, dtype=np.float32)[:, None])
 THRESHOLDS = concrete.array(np.linspace(-1, 1, 8, dtype=np.float32))
 
 
-def projected(points, rotation):
-    x, y, depth = (points @ rotation.T).T[:3]
-    return (500 * x / (depth + 60)).astype(jnp.int32), (y * (1 / (depth + 60)) * 500).astype(jnp.int32)
-
-
-def scaled_to_one(points, rotation):
-    heights = (points @ rotation)[:, 0]
-    return jnp.sin(1000 * (heights - heights[0]) / (heights[1] - heights[0]))
-
-
 def beside_shifted(points):
     return jnp.concatenate([points, points + 0.5 * jnp.pi], -1)
 
@@ -66,8 +56,6 @@ COORDINATES = {
         ROTATION.T,
         ROTATION,
     ),
-    "a perspective division": (projected, POINTS, ROTATION),
-    "a range that becomes 0 to 1": (scaled_to_one, POINTS, ROTATION),
     # as in Hugging Face's rotary embeddings
     "angles, twice": (lambda t, f: jnp.cos(jnp.concatenate([t @ f] * 2, -1)), POSITIONS, 1 / FREQUENCIES[:1]),
     # as in the positional encodings of JaxNeRF and Nerfies

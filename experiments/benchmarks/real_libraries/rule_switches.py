@@ -103,7 +103,6 @@ _AMPLIFIERS = (
         ((amplifiers, "AMPLIFIERS", _without("acos", "acosh", "asin", "atanh", "erf_inv", "log1p")),),
     ),
     Switch("10", "casts to integers", ((amplifiers, "_QUANTISED", _ALL_INTEGERS),)),
-    Switch("10", "back through quotients", ((amplifiers, "_is_quotient", _no),)),
 )
 _CANCELLATION = (
     Switch("11", "distances", ((cancellation, "_distances", _none),)),
