@@ -1,8 +1,8 @@
 """Keep products in float32 if they cancel in a difference.
 
 The distance ``|x|² + |y|² - 2xy`` is small compared with its terms. If the terms came from products in half precision,
-the result would be mostly rounding error. The same holds for a constant minus any other product if an operation
-magnifies small differences, such as the root of ``1 - p²``. The same rule keeps a function that approaches 1 in
+the result would be mostly rounding error. The same holds for a constant minus any other product if a root, a logarithm
+or a division magnifies small differences, as in ``sqrt(1 - p²)``. The same rule keeps a function that approaches 1 in
 float32, such as the tanh in ``log(1 - tanh(x)²)``. The product before the function stays half.
 """
 
@@ -13,12 +13,12 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from jaxmp.base.graphs import reachable
-from jaxmp.engine.graph_paths import SCALES, SQUARES, multiple_of
+from jaxmp.engine.graph_paths import ROOTS, SCALES, SQUARES, multiple_of
 from jaxmp.engine.nodes import Graph, Node, Step, shape_read
 from jaxmp.engine.raised_states import States
 from jaxmp.engine.states import CLEAR, HALF, INFER, JOIN, Rule, State
 from jaxmp.program.equations import is_literal
-from jaxmp.program.primitives import BOUNDS, PRODUCTS, SINGULAR, SUMS, Trait, with_trait
+from jaxmp.program.primitives import BOUNDS, LOGARITHMS, PRODUCTS, SUMS, Trait, with_trait
 
 Vectors = tuple[Node, Node]
 
@@ -27,7 +27,6 @@ _MULTIPLICATIONS = with_trait(Trait.MULTIPLIES)
 _SIGNED = with_trait(Trait.KEEPS_MAGNITUDE)
 _BETWEEN = SCALES | _SIGNED | BOUNDS | {"select_n"}
 _KEEP_DIGITS = _POWERS | (_BETWEEN - _MULTIPLICATIONS)
-_SUMMED = _POWERS | {"select_n"}
 _ROUNDED = PRODUCTS | with_trait(Trait.SATURATES)
 """The operations whose half result would spoil a difference."""
 _NO_EPSILON = 0.1
@@ -179,12 +178,14 @@ def _small_with(node: Node) -> list[Node]:
         return variables if len(variables) == 1 and not _is_difference(node) else []  # without the epsilon
     if node.name == "mul":
         return variables
-    if node.name == "div":
-        return [] if node.inputs[0].is_constant else [node.inputs[0].origin]
     return variables if node.name in _BETWEEN and len(variables) == 1 else []
 
 
 def _magnified_operands(step: Step) -> list[Node]:
+    """Return the operand of a root or a logarithm, or the divisor of a division.
+
+    A root may be a power with an exponent below 1.
+    """
     operands = [operand for operand in step.operands if operand is not None]
     name = step.eqn.primitive.name
     if name == "div":
@@ -192,16 +193,13 @@ def _magnified_operands(step: Step) -> list[Node]:
     if name == "pow":
         exponent = step.eqn.invars[1]
         return operands[:1] if is_literal(exponent) and np.ndim(exponent.val) == 0 and exponent.val < 1 else []
-    if name == "integer_pow":
-        return operands if step.eqn.params["y"] < 0 else []
-    return operands if name in SINGULAR else []
+    return operands if name in ROOTS | LOGARITHMS else []
 
 
 def _values_to_raise(total: Node) -> list[Node]:
     """Return the products and saturating functions in a sum, and the values in between.
 
-    The values in between are scales, powers, magnitudes, bounds, selections, and sums of masked, squared or scaled
-    values.
+    The values in between are scales, powers, magnitudes, bounds and selections.
     """
     values = [node for node in reachable([*total.inputs, *_terms(total)], _kept_from) if node.after_product]
     return values if any(node.name in _ROUNDED for node in values) else []
@@ -211,9 +209,6 @@ def _kept_from(node: Node) -> Sequence[Node]:
     """Return the operands whose digits a value keeps."""
     if node.kind in (CLEAR, JOIN):
         return node.inputs
-    if node.name == "reduce_sum":  # of masked, squared or scaled values
-        summed = node.inputs[0].origin
-        return [summed] if summed.name in _SUMMED or _is_scaled(summed) else ()
     if node.name in _KEEP_DIGITS or _is_scaled(node):
         variables = {operand for operand in node.inputs if operand.after_product}
         return [*variables] if len(variables) == 1 else ()
