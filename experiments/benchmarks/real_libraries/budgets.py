@@ -136,7 +136,7 @@ def main(config: Config) -> dict[str, Any]:
 
     def measure_until_the_end(program: Program) -> list[dict[str, Any]]:
         if time.monotonic() > end:
-            raise TimeoutError(f"not reached within {config.minutes:g} minutes")
+            raise TimeoutError("not reached in time")
         return [measure(program, config)]
 
     collected = collect.collect(folder, config, setting, measure_until_the_end, lambda row: " ".join(_cells(row)))

@@ -295,9 +295,8 @@ def error_budgets() -> str:
     """Return the tables of error budgets: the programs with the largest shares, and what float32 avoids."""
     result = newest("budgets")
     data = numbers(result.data)
-    texts = [rule_tables.largest_shares(data["programs"]), rule_tables.avoided_errors(data["programs"])]
-    texts += [rule_tables.not_measured(data["failed"]), result.origin("All programs")]
-    return "\n\n".join(filter(None, texts))
+    tables = rule_tables.largest_shares(data["programs"]), rule_tables.avoided_errors(data["programs"])
+    return "\n\n".join([rule_tables.count_of_budgets(data), *tables, result.origin("All programs")])
 
 
 def roofline() -> str:

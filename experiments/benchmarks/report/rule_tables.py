@@ -10,8 +10,8 @@ from experiments.report.tables import markdown, percent
 
 LEAST_CHANGE = 0.005
 """The smallest change of memory that the table shows."""
-LARGEST_SHARES = 8
-"""The number of programs that the table of error budgets shows."""
+MOST_BUDGETS = 8
+"""The number of programs, and of reasons, that the tables of error budgets show."""
 
 
 def without_a_graph(programs: list[dict[str, Any]]) -> str:
@@ -44,15 +44,16 @@ def memory(rows: list[dict[str, Any]]) -> str:
 
 def largest_shares(programs: list[dict[str, Any]]) -> str:
     """Return the table of the programs in which one line causes most of the error, from the benchmark `budgets`."""
-    return markdown(budgets.PROGRAM_COLUMNS, budgets.rows_of_programs(programs)[:LARGEST_SHARES], left=3)
+    return markdown(budgets.PROGRAM_COLUMNS, budgets.rows_of_programs(programs)[:MOST_BUDGETS], left=3)
 
 
 def avoided_errors(programs: list[dict[str, Any]]) -> str:
     """Return the table of the errors that float32 avoids, from the benchmark `budgets`."""
-    return markdown(budgets.RULE_COLUMNS, budgets.rows_of_reasons(programs))
+    return markdown(budgets.RULE_COLUMNS, budgets.rows_of_reasons(programs)[:MOST_BUDGETS])
 
 
-def not_measured(failed: dict[str, str]) -> str:
-    """Return a sentence that names the programs without an error budget; empty if there are none."""
-    titles = [f"{title} ({reason})" for title, reason in failed.items()]
-    return f"Not measured: {'; '.join(titles)}." if titles else ""
+def count_of_budgets(data: dict[str, Any]) -> str:
+    """Return a sentence with the numbers of programs with and without an error budget."""
+    measured, failed = len(data["programs"]), len(data["failed"])
+    rest = f" The record names the {failed} others, which were not reached or took too long." if failed else ""
+    return f"{measured} programs are measured.{rest}"

@@ -42,5 +42,5 @@ def test_programs_that_are_not_reached_are_named(monkeypatch, tmp_path):
     monkeypatch.setattr(collect, "FAMILIES", ())
     monkeypatch.setattr(collect, "PROGRAMS", [registry.Program("optax", "steps", lambda: (steps, W))])
     result = budgets.main(budgets.Config(run_dir=tmp_path, minutes=1e-9))
-    assert not result["programs"] and "not reached within" in result["failed"]["optax: steps"]
+    assert not result["programs"] and "not reached in time" in result["failed"]["optax: steps"]
     assert "failed: optax: steps: TimeoutError: not reached" in (tmp_path / "budgets.md").read_text()
