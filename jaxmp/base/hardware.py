@@ -51,6 +51,7 @@ class Hardware:
       memory_bytes: the bytes of the device's memory; None if unknown, as on a CPU.
       recommended_policy: a name that :func:`jaxmp.get_policy` reads.
       reason: the reason for the recommended policy, in one sentence.
+      core_memory_bytes: the bytes of vector memory in a core of a TPU; None for other devices, and if unknown.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Hardware:
     memory_bytes: int | None
     recommended_policy: str
     reason: str
+    core_memory_bytes: int | None = None
 
     def product_rate(self, dtype: str) -> float | None:
         """Return the peak TFLOP/s of products of a dtype; None if it is unknown.
@@ -111,6 +113,7 @@ def detect(device: Any = None) -> Hardware:
         memory_bytes=_memory(name, device),
         recommended_policy=policy,
         reason=reason,
+        core_memory_bytes=getattr(BY_DEVICE_KIND.get(name), "core_memory_bytes", None),
     )
 
 

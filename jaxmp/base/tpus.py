@@ -30,6 +30,7 @@ class Tpu:
       axes: the number of axes of a slice, such as 3 for a torus of 4 × 4 × 4 chips.
       devices_per_chip: the number of JAX devices in a chip.
       source: the title of the vendor's page with the figures.
+      core_memory_mib: the MiB of vector memory (VMEM) in a core, where operands of a kernel may stay between kernels.
       chip_config: the compiler's name for this use of the chip; empty for its default.
     """
 
@@ -45,6 +46,7 @@ class Tpu:
     axes: int
     devices_per_chip: int
     source: str
+    core_memory_mib: int
     chip_config: str = ""
 
     @property
@@ -56,6 +58,11 @@ class Tpu:
     def memory_bytes(self) -> int:
         """Return the bytes of memory."""
         return int(self.memory_gib * 2**30)
+
+    @property
+    def core_memory_bytes(self) -> int:
+        """Return the bytes of vector memory in a core."""
+        return self.core_memory_mib * 2**20
 
     @property
     def bandwidth(self) -> int:
@@ -75,16 +82,17 @@ class Tpu:
 
 
 # Columns: name, device kind, GiB, GB/s; TFLOP/s in bfloat16, float8, int8; clock in GHz, GB/s of the links, axes,
-# devices of a chip; source. The memory is what libtpu 0.0.42 names when a program does not fit. The clock is the peak
-# rate divided by the FLOPs of a cycle. The page on TPU7x gives the figures of a chip, which is two devices.
+# devices of a chip; source, MiB of VMEM. The memory is what libtpu 0.0.42 names when a program does not fit. The clock
+# is the peak rate divided by the FLOPs of a cycle. The page on TPU7x gives the figures of a chip, which is two devices.
+# The MiB of VMEM are those of JAX 0.10.2 (jax/_src/pallas/mosaic/tpu_info.py).
 TPUS: Mapping[str, Tpu] = {
     row.generation: row
     for row in (
-        Tpu("v4", "TPU v4", 30.75, 1228, 275, None, 275, 1.05, 300, 3, 1, "Cloud TPU v4", "megacore"),
-        Tpu("v5e", "TPU v5 lite", 15.75, 819, 197, None, 393, 1.5, 200, 2, 1, "Cloud TPU v5e"),
-        Tpu("v5p", "TPU v5", 95.74, 2765, 459, None, 918, 1.75, 600, 3, 1, "Cloud TPU v5p"),
-        Tpu("v6e", "TPU v6 lite", 31.25, 1638, 918, None, 1836, 1.75, 400, 2, 1, "Cloud TPU v6e"),
-        Tpu("tpu7x", "TPU7x", 94.75, 3690, 1153.5, 2307, None, 2.2, 300, 3, 2, "Cloud TPU7x (Ironwood)"),
+        Tpu("v4", "TPU v4", 30.75, 1228, 275, None, 275, 1.05, 300, 3, 1, "Cloud TPU v4", 16, "megacore"),
+        Tpu("v5e", "TPU v5 lite", 15.75, 819, 197, None, 393, 1.5, 200, 2, 1, "Cloud TPU v5e", 128),
+        Tpu("v5p", "TPU v5", 95.74, 2765, 459, None, 918, 1.75, 600, 3, 1, "Cloud TPU v5p", 64),
+        Tpu("v6e", "TPU v6 lite", 31.25, 1638, 918, None, 1836, 1.75, 400, 2, 1, "Cloud TPU v6e", 128),
+        Tpu("tpu7x", "TPU7x", 94.75, 3690, 1153.5, 2307, None, 2.2, 300, 3, 2, "Cloud TPU7x (Ironwood)", 64),
     )
 }
 """The TPUs with known figures, by short name."""

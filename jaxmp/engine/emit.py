@@ -17,6 +17,7 @@ from jaxmp.engine.decisions import Decisions, decide_program
 from jaxmp.engine.float8_products import Float8Product, emit_float8
 from jaxmp.engine.float32_results import emit_with_float32_result
 from jaxmp.engine.graph import build
+from jaxmp.engine.kept_casts import with_kept_cast
 from jaxmp.engine.marks import WIDE_SUMS, WITH_RULE, ours
 from jaxmp.engine.nodes import Node, Step, StepBody
 from jaxmp.engine.reads import is_widening
@@ -214,11 +215,13 @@ class _Evaluation(Rewriter):
         if self.examples.are_many:
             self.examples.at(eqn, values)
             repeats = repeats or self.examples.repeated(step.bodies)
-        operands = list(values)
+        operands, is_float8 = list(values), self.decisions.float8_product(step) is not None
         for n, (node, dtype) in enumerate(zip(step.operands, self.decisions.reads[step], strict=True)):
             if node is not None and dtype is not None:
                 repeat = _Repeat(step, values) if n in repeats else None
                 operands[n] = self.read_as(values[n], eqn.invars[n], node, dtype, repeat)
+                if not (node.is_cast_once or repeat or is_float8):
+                    operands[n] = with_kept_cast(values[n], operands[n])
         return operands
 
     def cast_by_author(self, step: Step, node: Node, value: Any, operand: Any) -> Any:

@@ -28,6 +28,7 @@ from mesh_steps import (
 from meshes import mesh_of
 
 import jaxmp
+from jaxmp.engine import kept_casts
 from jaxmp.program.walk import equations
 from jaxmp.sharding import Sharding
 from jaxmp.sharding.specs import specs_in
@@ -120,6 +121,24 @@ class TestDtypes:
         overridden = {(WIDTH, 4 * WIDTH): {"float32"}} if how == "linen" else {}
         assert {size: gathers[size] for size in layers} == {**{size: {"bfloat16"} for size in layers}, **overridden}
         assert reductions == {reduce_dtype}
+
+    @pytest.mark.parametrize("device", ["h200", "v5e"])
+    def test_a_weight_whose_cast_a_tpu_keeps_is_gathered_in_half_and_summed_in_float32(self, device, monkeypatch):
+        monkeypatch.setattr(kept_casts, "_SHARE", 0)  # every weight is large
+        mesh, specs = mesh_of(), specs_of(net_params, mesh_of())
+        step = jaxmp.make_train_step(net_loss(Net()), sharding=Sharding(mesh, specs), policy="mixed_bfloat16")
+        state = jax.eval_shape(lambda: jaxmp.TrainState.create_sharded(net_params, tx_of(), Sharding(mesh, specs)))
+        with jaxmp.hardware.assumed(device):
+            gathers, reductions = wire(step, state, tokens(12), mesh)
+            with jax.set_mesh(mesh):
+                program = jax.make_jaxpr(step.update)(state, tokens(12))
+        layers = {(WIDTH, 4 * WIDTH), (4 * WIDTH, WIDTH), (WIDTH, VOCABULARY)}
+        assert {size: gathers[size] for size in layers} == {size: {"bfloat16"} for size in layers}
+        assert reductions == {"float32"}
+        products = [eqn.outvars[0].aval for eqn in equations(program) if eqn.primitive.name == "dot_general"]
+        assert {aval.dtype.name for aval in products if aval.shape in layers} == {"float32"}  # of a device's tokens
+        kept = [eqn for eqn in equations(program) if eqn.primitive.name == "kept_cast"]
+        assert bool(kept) == (device == "v5e")
 
     def test_slices_of_a_scan_are_gathered_in_its_body(self):
         mesh = mesh_of(EXPLICIT)
