@@ -60,8 +60,11 @@ Softcap = float | Callable[[jax.Array], jax.Array]
 _IGNORED = -1
 _CHUNKS = 8
 """The number of chunks with ``chunks="auto"`` on a device whose memory is unknown."""
-_SHARE_OF_MEMORY = 1 / 32
-"""The largest share of the device's memory for one chunk with ``chunks="auto"``."""
+_SHARE_OF_MEMORY, _SHARE_ON_TPU = 1 / 32, 1 / 8
+"""The largest share of the device's memory for one chunk with ``chunks="auto"``.
+
+It is larger on a TPU, where each chunk costs more: the sum of the weights' gradients is read and written in float32.
+"""
 
 
 class _Options(NamedTuple):
@@ -178,9 +181,9 @@ def projected_cross_entropy(
         is no padding.
       chunks: the number of chunks of tokens; the last chunk may have fewer tokens. More chunks need less memory, and
         take more time. With ``"auto"``, it is the number in ``make_train_step(loss_chunks=…)``. Without that number, a
-        chunk is as large as possible such that its logits and their gradient take at most 1/32 of the device's memory.
-        (If the memory is unknown, as on a CPU, there are 8 chunks.) Pass a number if your own ``jax.jit`` splits the
-        tokens over devices.
+        chunk is as large as possible such that its logits and their gradient take at most 1/32 of the device's memory,
+        and on a TPU 1/8. (If the memory is unknown, as on a CPU, there are 8 chunks.) Pass a number if your own
+        ``jax.jit`` splits the tokens over devices.
       ignore_index: the label to ignore. Tokens with this label do not count in the mean. If all labels are ignored, the
         loss is 0.
       label_smoothing: as in :func:`cross_entropy`.
@@ -236,11 +239,12 @@ def _chunks_of(x: jax.Array, weights: jax.Array, chunks: int | Literal["auto"]) 
     number = auto_chunks.value if chunks == "auto" else chunks
     if number is not None:
         return min(number, tokens)
-    memory = hardware.detect().memory_bytes
-    if memory is None:
+    device = hardware.detect()
+    if device.memory_bytes is None:
         return min(_CHUNKS, tokens)
     needed = 2 * tokens * len(weights) * x.dtype.itemsize  # the logits and their gradient
-    return min(math.ceil(needed / (memory * _SHARE_OF_MEMORY)), tokens)
+    share = _SHARE_ON_TPU if device.platform == "tpu" else _SHARE_OF_MEMORY
+    return min(math.ceil(needed / (device.memory_bytes * share)), tokens)
 
 
 def _mean_over_devices(
@@ -385,13 +389,14 @@ def _losses(logits: jax.Array, labels: jax.Array, options: _Options) -> tuple[ja
     float32, if two sums over the classes read them.)
     """
     classes, smoothing, z_loss, softcap = options
+    # A lookup in the float32 logits would store them all on a TPU.
+    logits_of_labels = jnp.take_along_axis(logits, labels[..., None], axis=-1, mode="clip")[..., 0]
     with mark_of("float32"):  # autocast traces this in float32, and does not see the cast below
         uncapped = logits.astype(at_least_float32(logits.dtype))
         largest = _capped(jax.lax.stop_gradient(uncapped.max(-1)), softcap)
         wide = _all_capped(uncapped, options)
         denominators = _Denominators(largest, jnp.log(jnp.exp(wide - largest[..., None]).sum(-1)))
-        picked = jnp.take_along_axis(uncapped, labels[..., None], axis=-1, mode="clip")[..., 0]
-        picked = _capped(picked, softcap)
+        picked = _capped(logits_of_labels.astype(wide.dtype), softcap)
         losses = denominators.logarithm - (1 - smoothing) * (picked - largest)
         if smoothing:
             losses -= smoothing / classes * (wide[..., :classes] - largest[..., None]).sum(-1)

@@ -265,11 +265,19 @@ def test_automatic_chunks_are_as_few_as_a_share_of_the_devices_memory_allows():
 
     assert chunks(2**14) == 8  # the memory of a CPU is unknown
     assert chunks(4) == 4
-    for device, number in {"h200": 1, "h100": 2, "l4": 5, "t4": 7}.items():
+    for device, number in {"h200": 1, "h100": 2, "l4": 5, "t4": 7, "v5e": 2, "v6e": 1}.items():
         with jaxmp.hardware.assumed(device):
-            share = jaxmp.hardware.detect().memory_bytes / 32
+            hardware = jaxmp.hardware.detect()
+            share = hardware.memory_bytes / (8 if hardware.platform == "tpu" else 32)
             logits_and_gradient = 2 * 2**14 * 50304 * 2
             assert chunks(2**14) == number == math.ceil(logits_and_gradient / share)
+
+
+def test_labels_are_looked_up_in_the_half_logits():
+    shapes = jax.ShapeDtypeStruct((8, 32), jnp.bfloat16), jax.ShapeDtypeStruct((8,), jnp.int32)
+    program = jax.make_jaxpr(cross_entropy)(*shapes)
+    tables = [eqn.invars[0].aval for eqn in equations(program) if eqn.primitive.name == "gather"]
+    assert [(table.shape, table.dtype) for table in tables] == [((8, 32), jnp.bfloat16)]
 
 
 def test_a_train_step_sets_the_number_of_automatic_chunks():
