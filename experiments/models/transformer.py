@@ -98,10 +98,11 @@ def _projected_backward(
     parts: int, precision: PrecisionLike, residuals: Any, cotangents: tuple[jax.Array, ...]
 ) -> tuple[jax.Array, ...]:
     x, kernel, bias = residuals
-    cotangent = jnp.concatenate(cotangents, axis=1)
+    cotangent = jnp.concatenate(cotangents, axis=-1)
+    rows = tuple(range(x.ndim - 1))
     by_x = jnp.dot(cotangent, kernel.astype(x.dtype).T, precision=precision)
-    by_kernel = jnp.dot(x.T, cotangent, precision=precision).astype(kernel.dtype)
-    by_bias = jnp.sum(cotangent, axis=0, dtype=at_least_float32(cotangent.dtype)).astype(bias.dtype)
+    by_kernel = jnp.tensordot(x, cotangent, axes=(rows, rows), precision=precision).astype(kernel.dtype)
+    by_bias = jnp.sum(cotangent, axis=rows, dtype=at_least_float32(cotangent.dtype)).astype(bias.dtype)
     return by_x, by_kernel, by_bias
 
 
@@ -129,8 +130,9 @@ def aligned(vocabulary: int) -> int:
 class Block(nn.Module):
     """A block of a transformer: ``before``, attention and ``after``.
 
-    ``before`` and ``after`` work on (tokens, width), so that XLA need not change layouts. Only attention sees (batch,
-    tokens, heads, head width).
+    ``after`` works on (tokens, width), so that XLA need not change layouts. ``before`` works on (batch, tokens, width):
+    the compiler for TPUs computes the softmax in the kernel of the scores only if the batch is the outermost axis of
+    queries and keys. Only attention sees (batch, tokens, heads, head width).
 
     Attributes:
       heads: the number of attention heads.
@@ -146,7 +148,7 @@ class Block(nn.Module):
     causal = False
 
     def before(self, x: jax.Array) -> tuple[jax.Array, ...]:
-        """Return queries, keys and values, (tokens, width) each."""
+        """Return queries, keys and values from the input of the block, (batch, tokens, width) each."""
         raise NotImplementedError
 
     def after(self, x: jax.Array, attended: jax.Array) -> jax.Array:
@@ -161,6 +163,9 @@ class Block(nn.Module):
         if self.remat not in get_args(Remat):
             raise ValueError(f"remat must be one of {', '.join(get_args(Remat))}, got {self.remat!r}")
 
+        def in_examples(x: jax.Array) -> jax.Array:
+            return x.reshape(batch, -1, self.width)
+
         def attend(projected: tuple[jax.Array, ...]) -> jax.Array:
             shape = (batch, -1, self.heads, self.width // self.heads)
             q, k, v = (part.reshape(shape) for part in projected)
@@ -169,10 +174,10 @@ class Block(nn.Module):
         kind = type(self)
         if self.remat == "attention":
             before, after = nn.remat(kind.before), nn.remat(kind.after)
-            return after(self, x, attend(before(self, x)))
+            return after(self, x, attend(before(self, in_examples(x))))
 
         def whole(block: Block, x: jax.Array) -> jax.Array:
-            return block.after(x, attend(block.before(x)))
+            return block.after(x, attend(block.before(in_examples(x))))
 
         run: Callable[[Block, jax.Array], jax.Array] = whole
         if self.remat == "dots":

@@ -137,9 +137,10 @@ def changed(row: int, column: int) -> np.ndarray:
 AGAIN = {GPT2: {"attention": 2, "dots": 2, "full": 7}, BERT: {"attention": 3, "dots": 2, "full": 8}}
 
 
-def test_three_projections_are_those_of_a_single_dense_layer_in_one_product_backward():
-    x = jax.random.normal(jax.random.key(0), (5, 16), jnp.bfloat16)
-    cotangents = tuple(jax.random.normal(jax.random.key(seed), (5, 4), jnp.bfloat16) for seed in (1, 2, 3))
+@pytest.mark.parametrize("rows", [(5,), (2, 3)], ids=["tokens", "examples of tokens"])
+def test_three_projections_are_those_of_a_single_dense_layer_in_one_product_backward(rows):
+    x = jax.random.normal(jax.random.key(0), (*rows, 16), jnp.bfloat16)
+    cotangents = tuple(jax.random.normal(jax.random.key(seed), (*rows, 4), jnp.bfloat16) for seed in (1, 2, 3))
     dense = nn.Dense(12, dtype=jnp.bfloat16, bias_init=nn.initializers.normal(1))
     layer = transformer.Projections(12, dtype=jnp.bfloat16)
     params = dense.init(jax.random.key(4), x)
