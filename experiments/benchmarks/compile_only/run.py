@@ -19,7 +19,7 @@ python -m experiments.benchmarks.compile_only --topology 1x1x8 --sizes 1558M 7B
 python -m experiments.benchmarks.compile_only --topology v5e:4x4 --sizes 1558M
 
 These commands compile GPT-2's sizes for several GPUs, or for a slice of TPUs, and report the memory and the traffic of
-each device.
+each device. --sizes llama-8B compiles Llama 3 with 8 billion params.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from typing import Annotated, Any
 import jax
 import tyro
 
-from experiments import language_modeling
 from experiments.benchmarks.compile_only import report, sharded, tpu_report
 from experiments.benchmarks.measure import programs
 from experiments.benchmarks.measure.sharded import Way
@@ -74,8 +73,9 @@ class Config(records.Small):
     topology: Annotated[tuple[str, ...], tyro.conf.arg(metavar="1x2x4", help_behavior_hint="")] = ()
     """Clusters to compile for: slices x hosts x GPUs per host, or a slice of TPUs such as v5e:4x4. --sizes, --ways and
     --mesh have an effect only with --topology. --models, --variants and --layers have an effect only without it."""
-    sizes: tuple[language_modeling.Size, ...] = ("124M", "355M", "774M", "1558M", "7B")
-    """Sizes of GPT-2 by number of params. Each GPU has 8 sequences of 1,024 tokens; with 7B, 2 sequences of 2,048."""
+    sizes: tuple[sharded.Size, ...] = ("124M", "355M", "774M", "1558M", "7B")
+    """Sizes of GPT-2 by number of params, or llama-8B. Each device has 8 sequences of 1,024 tokens; with 7B and
+    llama-8B, 2 sequences of 2,048."""
     ways: tuple[Way, ...] = ("linen",)
     """linen, nnx: jaxmp's train step of the Linen or NNX model under a policy. autocast: jaxmp's train step of the
     Linen model under autocast. hand: a train step by hand."""

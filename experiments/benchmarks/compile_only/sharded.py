@@ -1,4 +1,4 @@
-"""Memory, traffic and cycles of GPT-2's sizes and of a 7B model on several GPUs or on slices of TPUs."""
+"""Memory, traffic and cycles of GPT-2's sizes and of Llama 3 8B on several GPUs or on slices of TPUs."""
 
 from __future__ import annotations
 
@@ -6,18 +6,22 @@ import functools
 import itertools
 import math
 import re
-from typing import Any
+from typing import Any, Literal, get_args
 
+from experiments import language_modeling
 from experiments.benchmarks.measure.sharded import Way, measure
 from experiments.benchmarks.report.goals import Goal
 from experiments.benchmarks.shared import measurements, records
 from experiments.models import gpt2
+from experiments.models.llama import Llama
 from experiments.report.progress import Progress
 from experiments.report.tables import Table
 from experiments.training import cli
 from experiments.training.environment import environment
 from jaxmp.inspect.compiled import targets
 
+Size = Literal[language_modeling.Size, "llama-8B"]
+"""A size of GPT-2 by number of params, or Llama 3 with 8 billion params."""
 GIB = 2**30
 PEAKS, WIRE = {"1558M": 5.7, "7B": 16.8}, 1.02
 """Goals for eight GPUs: the peak in GiB on each GPU, and the bytes that a GPU sends relative to the ideal."""
@@ -59,13 +63,20 @@ def mesh_of(text: str, gpus: int) -> dict[str, int]:
     return sizes
 
 
+def model_of(size: Size, smoke: bool = False) -> gpt2.GPT2 | Llama:
+    """Return a model of this size, or with ``smoke`` a small one."""
+    if size != "llama-8B":
+        return gpt2.sized(None if smoke else size)
+    return Llama(vocabulary=96, sequence=32, layers=2, heads=2, groups=1, width=64, hidden=96) if smoke else Llama()
+
+
 def table(rows: list[dict[str, Any]]) -> Table:
     """Return a table with a row for each model and cluster, and the goals."""
     cells, goals = [], []
     for row in rows:
         sent, peak, params = row["sent"], row["peak"] / GIB, row["params"]
         cells.append((
-            f"{params / 1e6:,.0f}M", NAMES[row["way"]], f"{row['gpus']} ({row['topology']})", row["batch"],
+            _params_of(row), NAMES[row["way"]], f"{row['gpus']} ({row['topology']})", row["batch"],
             f"{peak:.1f}",
             f"{(row['by_kind']['params'] + row['by_kind']['optimizer']) / GIB:.1f}", f"{row['wire'] / 1e9:.2f}",
             f"{row['wire'] / params:.2f}", f"{row['ideal'] / params:.2f}",
@@ -100,7 +111,7 @@ def table_of_slices(rows: list[dict[str, Any]]) -> Table:
         state = row["by_kind"]["params"] + row["by_kind"]["optimizer"]
         slowest = max(parts.values())
         cells.append((
-            f"{params / 1e6:,.0f}M", NAMES[row["way"]], f"{row['topology']} ({row['gpus']})", row["batch"],
+            _params_of(row), NAMES[row["way"]], f"{row['topology']} ({row['gpus']})", row["batch"],
             f"{row['peak'] / GIB:.2f}", f"{state / GIB:.2f}", f"{row['wire'] / 1e9:.2f}",
             f"{row['wire'] / params:.2f}", f"{row['ideal'] / params:.2f}",
             *(f"{parts[part]:,.0f}" for part in ("kernels", "memory", "links")),
@@ -110,8 +121,14 @@ def table_of_slices(rows: list[dict[str, Any]]) -> Table:
     return Table("Each TPU", SLICE_COLUMNS, cells, 4, ())
 
 
+def _params_of(row: dict[str, Any]) -> str:
+    """Return the number of params, and the name of the model if it is not GPT-2."""
+    name = " (Llama 3)" if row["setting"]["size"] == "llama-8B" else ""
+    return f"{row['params'] / 1e6:,.0f}M{name}"
+
+
 def _order(row: dict[str, Any]) -> tuple[Any, ...]:
-    sizes, ways = list(gpt2.SIZES), list(NAMES)
+    sizes, ways = get_args(Size), list(NAMES)
     return sizes.index(row["setting"]["size"]), row["gpus"], row["topology"], ways.index(row["way"])
 
 
@@ -127,7 +144,7 @@ def main(config: Any) -> list[dict[str, Any]]:
         saved = measurements.Measurements(folder, 0, where_now, smoke=config.smoke)
     with Progress("sharded", len(config.sizes) * len(config.ways) * len(meshes)) as progress:
         for size, way, (topology, mesh) in itertools.product(config.sizes, config.ways, meshes.items()):
-            sized = gpt2.sized(None if config.smoke else size)
+            sized = model_of(size, config.smoke)
             device, cluster = (topology, None) if is_slice(topology) else (config.target, topology)
             find = functools.partial(measure, sized, device, cluster, mesh, way)
             place = topology.replace(" ", "").replace(":", "-")

@@ -20,6 +20,7 @@ from experiments.benchmarks.models import stacked
 from experiments.benchmarks.models.nnx_gpt2 import GPT2 as NNXGPT2
 from experiments.models import attention
 from experiments.models.gpt2 import GPT2
+from experiments.models.llama import Llama
 from experiments.models.transformer import aligned
 from jaxmp.inspect import audit, roofline
 from jaxmp.sharding import Sharding
@@ -28,7 +29,7 @@ Way = Literal["linen", "autocast", "nnx", "hand"]
 
 
 def measure(
-    model: GPT2, target: str, topology: str | None, sizes: dict[str, int], way: Way = "linen"
+    model: GPT2 | Llama, target: str, topology: str | None, sizes: dict[str, int], way: Way = "linen"
 ) -> dict[str, Any]:
     """Return the memory and the traffic of a train step on each device.
 
@@ -42,7 +43,7 @@ def measure(
       sizes: the sizes of the mesh axes by name. Params are split along the axis ``"fsdp"``, the batch along all axes.
       way: ``"linen"`` and ``"nnx"`` are jaxmp's train step of that model under a policy. ``"autocast"`` is jaxmp's
         train step of the Linen model under autocast. ``"hand"`` is the program by hand in
-        :mod:`experiments.benchmarks.models.stacked`.
+        :mod:`experiments.benchmarks.models.stacked`. Llama has the ways ``"linen"`` and ``"autocast"`` only.
     """
     axes, kind = tuple(sizes), AxisType.Explicit if way == "hand" else AxisType.Auto
     mesh = jax.sharding.AbstractMesh(tuple(sizes.values()), axes, (kind,) * len(axes))
@@ -82,11 +83,15 @@ def measure(
     }  # fmt: skip
 
 
-def _program(model: GPT2, way: Way, axes: tuple[str, ...]) -> tuple[Any, str, Callable[[Any], Callable[..., Any]]]:
+def _program(
+    model: GPT2 | Llama, way: Way, axes: tuple[str, ...]
+) -> tuple[Any, str, Callable[[Any], Callable[..., Any]]]:
     """Return the params' shapes, the name of their stacked part, and the loss.
 
     The third result is a function that takes the specs of the params and returns the loss function.
     """
+    if isinstance(model, Llama):
+        return _linen_program(model, way, "blocks")
     if way == "hand":
         shapes = jax.eval_shape(lambda: stacked.make_params(model))
         return shapes, "h", lambda specs: stacked.loss_fn_of(model, specs, axes)
@@ -99,11 +104,22 @@ def _program(model: GPT2, way: Way, axes: tuple[str, ...]) -> tuple[Any, str, Ca
             return nnx.merge(graph, params).loss(batch["inputs"], batch["labels"]), model_state
 
         return nnx.as_pure(shapes), "blocks", lambda specs: of_nnx
-    looped = model.clone(loop=True, remat="full")
-    shapes = jax.eval_shape(looped.init, jax.random.key(0), jnp.zeros((1, 8), jnp.int32))["params"]
-    precise = looped if way == "autocast" else jaxmp.linen.apply_policy(looped, "mixed_bfloat16")
+    return _linen_program(model.clone(loop=True, remat="full"), way, "h_0")
+
+
+def _linen_program(model: Any, way: Way, blocks: str) -> tuple[Any, str, Callable[[Any], Callable[..., Any]]]:
+    """Return the results of :func:`_program` for a Linen model with a loop over ``blocks``.
+
+    Raises:
+      ValueError: ``way`` is not a way of a Linen model.
+    """
+    if way not in ("linen", "autocast"):
+        raise ValueError(f"--ways must be linen or autocast for {type(model).__name__}, got {way}")
+    tokens = jnp.zeros((1, 8), jnp.int32)
+    shapes = jax.eval_shape(lambda: model.init(jax.random.key(0), tokens, tokens, method="loss"))["params"]
+    precise = model if way == "autocast" else jaxmp.linen.apply_policy(model, "mixed_bfloat16")
 
     def of_linen(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
         return precise.apply({"params": params}, batch["inputs"], batch["labels"], method="loss"), model_state
 
-    return shapes, "h_0", lambda specs: of_linen
+    return shapes, blocks, lambda specs: of_linen
