@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ import pytest
 
 import jaxmp
 from jaxmp.engine import kept_casts
+from jaxmp.inspect.compiled import compiling
 from jaxmp.program.walk import equations
 
 LARGE, SMALL = (4096, 4100), (4096, 4096)  # more than half of the 128 MiB in a core of v5e, and exactly half
@@ -79,3 +82,16 @@ def test_values_and_gradients_stay_the_same(transform, monkeypatch):
         assert "kept_cast" in str(jax.make_jaxpr(gradients)(w, x))
         results = jax.jit(gradients)(w, x)
     jax.tree.map(np.testing.assert_array_equal, results, expected)
+
+
+@pytest.mark.absent_tpu
+def test_the_compiled_program_casts_a_large_weight_in_a_kernel_of_its_own(monkeypatch):
+    def kernels_with_half_weight():
+        text = compiling.compiled(half, shapes, "v5e").as_text()
+        return re.findall(r"= bf16\[256,384\]\S* (\w+)", text[text.index("ENTRY") :])
+
+    half = jaxmp.autocast(lambda x, w: jnp.sum(x @ w), "mixed_bfloat16")
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((512, 256), (256, 384))]
+    assert kernels_with_half_weight() == []
+    monkeypatch.setattr(kept_casts, "_SHARE", 0)  # the weight is large
+    assert kernels_with_half_weight() == ["convert"]
