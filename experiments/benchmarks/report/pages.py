@@ -249,6 +249,19 @@ def tpu_steps() -> str:
     return "\n\n".join([*texts, tpu_report.ABOUT])
 
 
+def tpu_summary() -> str:
+    """Return a table of jaxmp's train steps on TPUs, relative to bfloat16 by hand."""
+    rows = []
+    for result in reversed(all_of("tpu_steps")):
+        for of_model in result.data["results"]:
+            rows += [(result.facts["target"], of_model["model"], *cells) for cells in tpu_report.summary(of_model)]
+    table = markdown(("TPU", "model", "step", "cycles", "memory"), rows, left=3)
+    return (
+        f"Compiled for a TPU, not run, relative to bfloat16 by hand; the compiler estimates the cycles:\n\n{table}\n\n"
+        "[More rows, and pods](docs/tpus.md#train-steps-compiled-for-a-tpu)"
+    )
+
+
 def tpu_slices() -> str:
     """Return the table of models compiled for slices of TPUs."""
     result = newest("tpu_slices")
@@ -311,7 +324,8 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {
         "results": lambda: "\n\n".join(
             [gradient_sums_sentence(), gpu_steps.sentence(steps(), device()), memory_sentence()]
-        )
+        ),
+        "tpus": tpu_summary,
     },
     "docs/measured.md": {
         "sums": gradient_sums_sentence,
