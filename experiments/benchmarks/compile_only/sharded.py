@@ -138,6 +138,8 @@ def main(config: Any) -> list[dict[str, Any]]:
         of_tpus = all(map(is_slice, config.topology))
         if not of_tpus and any(map(is_slice, config.topology)):
             raise ValueError("--topology has clusters of GPUs and slices of TPUs; compile them with two commands")
+        if "llama-8B" in config.sizes and (others := set(config.ways) - {"linen", "autocast"}):
+            raise ValueError(f"--ways of llama-8B are linen and autocast, got {' '.join(sorted(others))}")
         meshes = {topology: mesh_of(config.mesh, devices_of(config.target, topology)) for topology in config.topology}
         folder = records.folder_of(SLICES if of_tpus else "sharded", config)
         where_now = environment(("libtpu",)) if of_tpus else environment(target=config.target)

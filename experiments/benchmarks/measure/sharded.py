@@ -108,13 +108,7 @@ def _program(
 
 
 def _linen_program(model: Any, way: Way, blocks: str) -> tuple[Any, str, Callable[[Any], Callable[..., Any]]]:
-    """Return the results of :func:`_program` for a Linen model with a loop over ``blocks``.
-
-    Raises:
-      ValueError: ``way`` is not a way of a Linen model.
-    """
-    if way not in ("linen", "autocast"):
-        raise ValueError(f"--ways must be linen or autocast for {type(model).__name__}, got {way}")
+    """Return the results of :func:`_program` for a Linen model with a loop over ``blocks``."""
     tokens = jnp.zeros((1, 8), jnp.int32)
     shapes = jax.eval_shape(lambda: model.init(jax.random.key(0), tokens, tokens, method="loss"))["params"]
     precise = model if way == "autocast" else jaxmp.linen.apply_policy(model, "mixed_bfloat16")

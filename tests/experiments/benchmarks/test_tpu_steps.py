@@ -61,6 +61,12 @@ def test_clusters_of_gpus_and_slices_of_tpus_need_two_commands(capsys):
     assert "compile them with two commands" in capsys.readouterr().err
 
 
+def test_llama_has_no_step_by_hand(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        compile_only.main(compile_only.Config(topology=("v5e:2x2",), sizes=("llama-8B",), ways=("hand", "linen")))
+    assert "--ways of llama-8B are linen and autocast, got hand" in capsys.readouterr().err
+
+
 @pytest.mark.absent_tpu
 def test_the_benchmark_compiles_a_step_and_a_slice_for_tpus(tmp_path, capsys):
     small = {"smoke": True, "run_dir": tmp_path / "steps", "layers": 1}
