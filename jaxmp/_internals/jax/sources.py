@@ -54,6 +54,14 @@ def _scopes(stack: Any) -> Names:
     return tuple(part for scope in scopes for part in scope.name.split("/"))
 
 
+def origin_of(eqn: Any) -> int:
+    """Return a number that an equation shares with the equations that are made from it.
+
+    These are its derivatives, and the equations that a program has in its place after it was evaluated or rewritten.
+    """
+    return id(eqn.source_info.traceback)
+
+
 def source_of(eqn: Any) -> str:
     """Return the file and line of an equation, as ``"package/module.py:12"``.
 

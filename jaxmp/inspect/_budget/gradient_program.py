@@ -53,12 +53,16 @@ class GradientProgram:
 
 
 def program_of_function(
-    fun: Callable[..., Any], args: Sequence[Any], policy: Any, overrides: Mapping[str, str] | None
+    fun: Callable[..., Any],
+    args: Sequence[Any],
+    policy: Any,
+    overrides: Mapping[str, str] | None,
+    loss_scale: float = 1.0,
 ) -> GradientProgram:
     """Return the program of a function under a policy.
 
     If the first result is a floating scalar, it is a loss. It is then differentiated with respect to the first argument
-    that has floating arrays.
+    that has floating arrays. The gradients are those of the loss times ``loss_scale``.
     """
     cast = fun if policy is None else autocast(fun, policy, overrides)
     leaves, structure = jax.tree.flatten(tuple(args))
@@ -74,9 +78,10 @@ def program_of_function(
     def loss_and_gradients(*leaves: Any) -> Any:
         def loss_of(chosen: Sequence[Any]) -> Any:
             loss, _ = loss_and_rest(of_leaves(*with_leaves(leaves, numbers, chosen)))
-            return loss
+            return (loss if loss_scale == 1 else widen(loss) * loss_scale), loss
 
-        return jax.value_and_grad(loss_of)([leaves[n] for n in numbers])
+        (_, loss), gradients = jax.value_and_grad(loss_of, has_aux=True)([leaves[n] for n in numbers])
+        return loss, gradients
 
     return _traced(loss_and_gradients, leaves)
 

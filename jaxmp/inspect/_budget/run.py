@@ -17,6 +17,7 @@ from jaxmp.inspect._budget.sites import Site
 from jaxmp.inspect._budget.tapped_evaluation import Changes, evaluate_wide
 from jaxmp.inspect.program.calls import in_double_precision, options_of_few_runs
 from jaxmp.program.equations import evaluate
+from jaxmp.program.primitives import PRODUCTS
 from jaxmp.program.values import Key
 
 
@@ -140,7 +141,9 @@ class BudgetRun:
             def at_site_without_gradient(number: int, value: Any) -> Any:
                 return rounding.round_if(masks[number] == 1, self.sites[number].dtype, value)
 
-            def at_operand(number: int | None, dtype: np.dtype, value: Any) -> Any:
+            def at_operand(eqn: Any, number: int | None, dtype: np.dtype, value: Any) -> Any:
+                if eqn.primitive.name not in PRODUCTS:
+                    return value
                 is_half_product = rounds_operands if number is None else rounds_operands & (masks[number] == 1)
                 return rounding.round_if(is_half_product, dtype, value)
 

@@ -20,7 +20,7 @@ from jaxmp.inspect._budget.sites import CASTS, Place, is_narrow
 from jaxmp.program.binding import bind_equation, params_in_dtype
 from jaxmp.program.bodies import rebuild
 from jaxmp.program.equations import Bodies, names_a_dtype, opened
-from jaxmp.program.primitives import PRODUCTS, Class, Trait, classify, has_trait
+from jaxmp.program.primitives import Class, Trait, classify, has_trait
 from jaxmp.program.rewriting import Rewriter
 from jaxmp.program.values import Key
 
@@ -34,14 +34,14 @@ class Changes(NamedTuple):
       sites: the numbers of the sites by place.
       at_site: a function that takes the number of a site and its value, and returns the value to use in its place.
       at_site_without_gradient: the same where JAX cannot differentiate, in while loops.
-      at_operand: the same for the operands of half-precision products. It takes the number of the site of the product's
-        result (None without one), the dtype of the operand and its value.
+      at_operand: the same for the operands of half-precision operations. It takes the equation, the number of the site
+        of its result (None without one), the dtype of the operand and its value.
     """
 
     sites: Mapping[Place, int]
     at_site: Callable[[int, Any], Any]
     at_site_without_gradient: Callable[[int, Any], Any]
-    at_operand: Callable[[int | None, np.dtype, Any], Any]
+    at_operand: Callable[[Any, int | None, np.dtype, Any], Any]
 
 
 class WideEvaluation(Rewriter):
@@ -93,18 +93,15 @@ class WideEvaluation(Rewriter):
         if has_fixed_dtypes(eqn):
             self.gaps.setdefault(self._key, "computes in its own dtypes")
             return _in_own_dtypes(eqn, operands)
-        if name in PRODUCTS:
-            operands = [self._read(atom, operand) for atom, operand in zip(eqn.invars, operands, strict=True)]
+        number = self.changes.sites.get((self._key, 0))
+        read = []
+        for atom, operand in zip(eqn.invars, operands, strict=True):
+            is_narrow = is_narrow_aval(atom.aval)
+            read.append(self.changes.at_operand(eqn, number, atom.aval.dtype, operand) if is_narrow else operand)
         params = params_in_dtype(eqn, _FLOAT32)
         if "dtype" in params:
             params["dtype"] = _FLOAT32
-        return bind_equation(eqn, operands, params)
-
-    def _read(self, atom: Any, operand: Any) -> Any:
-        """Return an operand of a product."""
-        if not is_narrow_aval(atom.aval):
-            return operand
-        return self.changes.at_operand(self.changes.sites.get((self._key, 0)), atom.aval.dtype, operand)
+        return bind_equation(eqn, read, params)
 
     def evaluate_bodies(self, eqn: Any, bodies: Bodies, operands: list[Any]) -> list[Any]:
         key, changes = self._key, self.changes

@@ -6,7 +6,6 @@ the path of a module, scope or operation to another policy.
 
 from __future__ import annotations
 
-import functools
 import glob
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,8 @@ from jaxmp.base.trees import widen
 from jaxmp.engine.autocast import autocast
 from jaxmp.engine.overrides import FIXED
 from jaxmp.engine.plan import cast_plan
-from jaxmp.inspect._tune.rounded_products import with_rounded_operands
+from jaxmp.inspect._tune.prediction import Prediction, is_half, named_copy
+from jaxmp.inspect._tune.rounded_products import Rounding, with_rounded_products
 from jaxmp.inspect.program.calls import (
     differentiated,
     in_double_precision,
@@ -31,14 +31,13 @@ from jaxmp.inspect.program.calls import (
     with_leaves,
 )
 from jaxmp.inspect.program.tracing import program_of
-from jaxmp.policy.patterns import EVERY
 from jaxmp.policy.policies import Policy
 from jaxmp.program.primitives import PRODUCTS, classify
 from jaxmp.program.reading import read_program
 from jaxmp.program.scopes import CALL_SCOPE, path_in
 
-_HALF = {"float16", "bfloat16"}
-_PRODUCTS_ONLY = {"class:half": "half", EVERY: "float32"}
+Result = tuple[float, np.ndarray]
+"""A loss, and its gradients as one vector."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +54,11 @@ class Candidate:
     flops: int
     operations: tuple[Candidate, ...] = ()
 
+    @property
+    def is_product(self) -> bool:
+        """Return whether the candidate is an operation, and a product."""
+        return self.path.rpartition(":")[2] in PRODUCTS
+
 
 def without_policies(fun: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``fun`` with all its policies and autocasts turned off."""
@@ -64,12 +68,6 @@ def without_policies(fun: Callable[..., Any]) -> Callable[..., Any]:
             return fun(*args)
 
     return plain
-
-
-def named_copy(args: Sequence[Any]) -> Any:
-    """Return a copy of arguments in which each call of an NNX module has a scope."""
-    leaves, structure = jax.tree.flatten(tuple(args))
-    return named(jax.tree.unflatten(structure, leaves))
 
 
 def with_folded_keys(args: Any, seed: int) -> Any:
@@ -105,7 +103,7 @@ def candidates_of(
     flops: dict[str, dict[str, int]] = {}
     for row in cast_plan(plain, half)(*named_copy(args)).rows:
         key = _key_of_module(row.path, modules) if modules else glob.escape(row.path)
-        if key and _HALF.intersection([*row.operands, *row.result.split(", ")]):
+        if key and is_half(row):
             by_name = flops.setdefault(key, {})
             if classify(row.primitive) not in (None, *FIXED):
                 by_name.setdefault(row.primitive, 0)
@@ -160,6 +158,9 @@ class Measurement:
       half: the half policy.
       loss_scale: the factor by which the loss is multiplied before the differentiation. The loss of the float32
         reference is not multiplied.
+
+    Attributes:
+      compilations: the number of programs that were compiled.
     """
 
     def __init__(
@@ -167,9 +168,11 @@ class Measurement:
     ) -> None:
         self._plain, self._all_args, self._half = plain, all_args, half
         self.loss_scale = loss_scale
-        with jax.default_matmul_precision("highest"):
-            self._references = self._run(plain, [widen(args) for args in all_args], 1.0)
-        self.evaluations = 0
+        self.compilations = 0
+        self._with_rounded_products = self._compiled(
+            with_rounded_products(self._scaled_loss_and_gradients(plain), half.compute_dtype)
+        )
+        self._references = self._rounded(Rounding.NONE, 1.0)
 
     def batch_that_is_not_finite(self) -> int | None:
         """Return the index of the first batch that is not finite in float32, or None.
@@ -188,7 +191,7 @@ class Measurement:
         loss scale 1, the loss scale is not the cause, so the original loss scale is kept.
         """
         scale = self.loss_scale
-        while np.isinf(self.error(_PRODUCTS_ONLY)):
+        while np.isinf(self._error_of_rounded(Rounding.OPERANDS_AND_RESULTS)):
             if self.loss_scale <= 1:
                 self.loss_scale = scale
                 return
@@ -202,38 +205,43 @@ class Measurement:
         If float16 overflows, return the error of bfloat16 divided by 8, because the mantissa of float16 has three more
         bits.
         """
-        floor = self._floor(self._half.compute_dtype)
-        return floor if np.isfinite(floor) else self._floor(np.dtype(jnp.bfloat16)) / 8
+        floor = self._error_of_rounded(Rounding.OPERANDS)
+        if np.isfinite(floor) or self._half.compute_dtype != np.float16:
+            return floor
+        return self._error_of_rounded(Rounding.OPERANDS_TO_BFLOAT16) / 8
 
-    def _floor(self, half: np.dtype) -> float:
-        self.evaluations += 1
-        round_products = functools.partial(with_rounded_operands, half=half)
-        all_args = [widen(args) for args in self._all_args]
-        return self._largest_error(self._run(self._plain, all_args, self.loss_scale, round_products))
+    def _error_of_rounded(self, rounding: Rounding) -> float:
+        """Return the largest error of all batches if products are rounded, and all else is float32."""
+        return max(self._errors(self._rounded(rounding, self.loss_scale)))
 
-    def error(self, overrides: Mapping[str, str]) -> float:
-        """Return the largest error of all batches under overrides.
+    def errors(self, overrides: Mapping[str, str]) -> list[float]:
+        """Return the error of each batch under overrides.
 
         The error is infinite if a loss or a gradient is not finite.
         """
-        self.evaluations += 1
         cast = autocast(self._plain, self._half, overrides)
-        return self._largest_error(self._run(cast, self._all_args, self.loss_scale))
+        gradient = self._compiled(self._scaled_loss_and_gradients(cast))
+        results = []
+        for args in self._all_args:
+            results.append(self._result(gradient(jax.tree.leaves(tuple(args)), self.loss_scale), self.loss_scale))
+        return self._errors(results)
 
-    def error_of_half_products(self, candidates: Sequence[Candidate]) -> float:
-        """Return the error if all half operations except products are float32.
+    def error(self, overrides: Mapping[str, str]) -> float:
+        """Return the largest error of all batches under overrides."""
+        return max(self.errors(overrides))
 
-        Products that autocast keeps in float32 stay float32.
-        """
-        operations = [operation for candidate in candidates for operation in candidate.operations]
-        chosen = [operation for operation in operations if operation.path.rpartition(":")[2] not in PRODUCTS]
-        return self.error(self.overrides(candidates, chosen))
+    def error_of_result(self, batch: int, result: Result) -> float:
+        """Return the error of the loss and the gradients of one batch."""
+        (loss, gradient), (true_loss, true_gradient) = result, self._references[batch]
+        return max(_relative(loss, true_loss, least=1.0), _relative(gradient, true_gradient))
 
-    def _largest_error(self, results: Sequence[tuple[float, np.ndarray]]) -> float:
-        errors = [0.0]
-        for (loss, gradient), (true_loss, true_gradient) in zip(results, self._references, strict=True):
-            errors += [_relative(loss, true_loss, least=1.0), _relative(gradient, true_gradient)]
-        return max(errors)
+    def _errors(self, results: Sequence[Result]) -> list[float]:
+        return [self.error_of_result(batch, result) for batch, result in enumerate(results)]
+
+    def prediction(self, batch: int) -> Prediction:
+        """Return a prediction of the errors of one batch."""
+        self.compilations += 1
+        return Prediction(self._plain, self._all_args[batch], self._half, self.loss_scale)
 
     def half_flops(self, overrides: Mapping[str, str]) -> float:
         """Return the share of the products' FLOPs in half precision under overrides."""
@@ -256,35 +264,48 @@ class Measurement:
                 overrides[candidate.path] = str(self._half)
         return overrides
 
-    def _run(
-        self,
-        fun: Callable[..., Any],
-        all_args: Sequence[Sequence[Any]],
-        scale: float,
-        transform: Callable[..., Any] = lambda gradient: gradient,
-    ) -> list[tuple[float, np.ndarray]]:
-        """Return the loss and the gradients of each batch.
+    def _scaled_loss_and_gradients(self, fun: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function of the arguments' arrays and the loss scale.
 
-        The gradients of a batch are one vector in float64, or in complex128 if a gradient is complex. ``transform`` is
-        applied to the gradient function, which is compiled once for all batches.
+        It returns the loss, and the gradients of the scaled loss.
         """
-        structure = jax.tree.structure(tuple(all_args[0]))
-        numbers = differentiated(all_args[0])
+        structure = jax.tree.structure(tuple(self._all_args[0]))
+        numbers = differentiated(self._all_args[0])
 
-        def scaled_loss(differentiated_leaves: Sequence[Any], leaves: Sequence[Any], scale: Any) -> tuple[Any, Any]:
-            all_leaves = with_leaves(leaves, numbers, differentiated_leaves)
+        def scaled_loss(chosen: Sequence[Any], leaves: Sequence[Any], scale: Any) -> tuple[Any, Any]:
+            all_leaves = with_leaves(leaves, numbers, chosen)
             loss, _ = loss_and_rest(fun(*named(jax.tree.unflatten(structure, all_leaves))))
             return widen(loss) * scale, loss
 
-        differentiated_loss = transform(jax.value_and_grad(scaled_loss, has_aux=True))
-        gradient = jax.jit(differentiated_loss, compiler_options=options_of_few_runs())
+        def loss_and_gradients(leaves: Sequence[Any], scale: Any) -> tuple[Any, Any]:
+            chosen = [leaves[number] for number in numbers]
+            (_, loss), gradients = jax.value_and_grad(scaled_loss, has_aux=True)(chosen, leaves, scale)
+            return loss, gradients
+
+        return loss_and_gradients
+
+    def _compiled(self, fun: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that is compiled at its first call, for all batches."""
+        self.compilations += 1
+        return jax.jit(fun, compiler_options=options_of_few_runs())
+
+    def _rounded(self, rounding: Rounding, scale: float) -> list[Result]:
+        """Return the result of each batch in float32, with rounded products."""
         results = []
-        for args in all_args:
-            leaves = jax.tree.leaves(tuple(args))
-            (_, loss), gradients = gradient([leaves[n] for n in numbers], leaves, scale)
-            flat = [in_double_precision(leaf).ravel() / scale for leaf in gradients]
-            results.append((float(loss), np.concatenate(flat)))
+        for args in self._all_args:
+            leaves = jax.tree.leaves(tuple(widen(args)))
+            with jax.default_matmul_precision("highest"):
+                results.append(self._result(self._with_rounded_products(int(rounding), leaves, scale), scale))
         return results
+
+    def _result(self, loss_and_gradients: tuple[Any, Any], scale: float) -> Result:
+        """Return a loss and its gradients, divided by the loss scale, in double precision.
+
+        The gradients are one vector in float64, or in complex128 if a gradient is complex.
+        """
+        loss, gradients = loss_and_gradients
+        flat = [in_double_precision(leaf).ravel() / scale for leaf in gradients]
+        return float(loss), np.concatenate(flat)
 
 
 def _parent(candidate: Candidate, candidates: Sequence[Candidate]) -> Candidate | None:

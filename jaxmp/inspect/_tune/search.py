@@ -2,14 +2,15 @@
 
 A candidate is a module or scope with half operations, or one such operation. Half operations compute in half precision
 (float16 or bfloat16). A choice is a set of candidates that compute in float32. The error of a choice is the error of
-the loss and the gradients, relative to float32 (``Measurement`` in ``measurement.py``).
+the loss and the gradients, relative to float32. It is predicted (``prediction.py``) or measured (``measurement.py``).
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from jaxmp.inspect._tune.measurement import Candidate
@@ -17,7 +18,7 @@ from jaxmp.inspect._tune.measurement import Candidate
 Chosen = frozenset[Candidate]
 
 
-@dataclass
+@dataclasses.dataclass
 class Result:
     """The state of a search: the best choice so far, and the errors of candidates.
 
@@ -29,32 +30,31 @@ class Result:
       errors: for each candidate, the error with the candidate and all overflowing candidates in float32. Empty if the
         search did not need these errors.
       operations: the operations that the search tried to choose in place of their module or scope.
-      interrupted: whether Ctrl-C or the limit of evaluations ended the search.
+      interrupted: whether Ctrl-C ended the search.
     """
 
     candidates: Sequence[Candidate]
     chosen: Chosen = frozenset()
     error: float = math.inf
     error_before: float = math.inf
-    errors: dict[Candidate, float] = field(default_factory=dict)
-    operations: list[Candidate] = field(default_factory=list)
+    errors: dict[Candidate, float] = dataclasses.field(default_factory=dict)
+    operations: list[Candidate] = dataclasses.field(default_factory=list)
     interrupted: bool = False
 
 
 def search(
     candidates: Sequence[Candidate],
-    measure: Callable[[Chosen], float],
+    error_of: Callable[[Chosen], float],
     tolerance: float,
     *,
     operations: bool = True,
-    spent: int = 0,
 ) -> Result:
     """Search for a small choice of candidates whose error is within the tolerance.
 
     1. If the tolerance is not met with all candidates in float32, the search ends.
     2. If the error without overrides is infinite, the search finds the candidates that overflow, by bisection, and
        chooses them.
-    3. For each other candidate, it measures the error with this candidate and the overflowing candidates in float32. It
+    3. For each other candidate, it takes the error with this candidate and the overflowing candidates in float32. It
        sorts the other candidates by this error.
     4. It adds candidates to the choice in this order until the tolerance is met. Bisection finds the smallest number
        that is enough. It then removes each added candidate from the choice if the tolerance is met without this
@@ -62,58 +62,92 @@ def search(
     5. It replaces each module in the choice by the module's operations if the tolerance is still met. It then removes
        operations from the choice as in step 4.
 
-    An evaluation measures the error of one choice. There are at most ``2 * (candidates + operations tried) + 10``
-    evaluations. At that number, or at Ctrl-C, the search ends with the best choice so far.
+    At Ctrl-C, the search ends with the best choice so far.
 
     Args:
       candidates: the modules and scopes with half operations, children before parents.
-      measure: a function that measures the error of a choice.
+      error_of: a function that measures or predicts the error of a choice.
       tolerance: the largest allowed error.
       operations: whether to try single operations.
-      spent: the number of evaluations before the search. These evaluations count towards the limit.
     """
     progress = _progress(len(candidates))
-    run = _Search(candidates, measure, tolerance, spent, progress)
+    run = _Search(candidates, error_of, tolerance, progress)
     try:
         with progress:
             run.modules()
             if operations:
                 run.operations()
-    except (_BudgetSpent, KeyboardInterrupt):
+    except KeyboardInterrupt:
         run.result.interrupted = True
     return run.result
 
 
-class _BudgetSpent(Exception):
-    """Ends a search that has no evaluations left."""
+def search_and_measure(
+    candidates: Sequence[Candidate],
+    predict: Callable[[Chosen], float],
+    measure: Callable[[Chosen], float],
+    tolerance: float,
+    *,
+    operations: bool = True,
+    measurements: int = 3,
+) -> Result:
+    """Search by predicted errors, and measure the error of the choice.
+
+    A second search corrects the tolerance by the ratio of the measured and the predicted error. It finds more
+    candidates if the measured error is above the tolerance. Otherwise it may find fewer. If no choice has a measured
+    error within the tolerance, the search is repeated with measured errors.
+
+    Args:
+      candidates, tolerance, operations: as for :func:`search`.
+      predict: a function that predicts the error of a choice.
+      measure: a function that measures the error of a choice.
+      measurements: the largest number of choices that are measured before the search with measured errors.
+    """
+    measured: dict[Chosen, float] = {}
+    best = None
+    predict = functools.cache(predict)
+    allowed = tolerance
+    for _ in range(measurements):
+        result = search(candidates, predict, allowed, operations=operations)
+        if result.interrupted:
+            return best or result
+        if result.chosen in measured:
+            break
+        try:
+            error = measured[result.chosen] = measure(result.chosen)
+        except KeyboardInterrupt:
+            result.interrupted = True
+            return best or result
+        if error <= tolerance and (best is None or _cost(result.chosen) < _cost(best.chosen)):
+            best = dataclasses.replace(result, error=error)
+        if not (0 < error < math.inf and 0 < result.error < math.inf):
+            break
+        allowed = tolerance * result.error / error
+    return best or search(candidates, functools.cache(measure), tolerance, operations=operations)
+
+
+def _cost(chosen: Chosen) -> tuple[int, int]:
+    """Return the number of candidates in a choice, and their FLOPs."""
+    return len(chosen), sum(candidate.flops for candidate in chosen)
 
 
 class _Search:
     def __init__(
-        self,
-        candidates: Sequence[Candidate],
-        measure: Callable[[Chosen], float],
-        tolerance: float,
-        spent: int,
-        progress: Any,
+        self, candidates: Sequence[Candidate], measure: Callable[[Chosen], float], tolerance: float, progress: Any
     ) -> None:
         self.candidates, self.measure, self.tolerance = candidates, measure, tolerance
         self.result = Result(candidates)
         self.errors: dict[Chosen, float] = {}
-        self.left = 2 * len(candidates) + 10 - spent
         self.progress = progress
-        self.task = progress.add_task("tuning", total=self.left)
+        self.task = progress.add_task("tuning", total=None)
 
     def error_of(self, chosen: Chosen) -> float:
         """Return the error of a choice; accept the choice if its error is the smallest.
 
         Once an accepted choice meets the tolerance, only :meth:`accept` replaces it. The error of each choice is
-        measured only once.
+        taken only once.
         """
         if chosen not in self.errors:
-            if self.left < 1:
-                raise _BudgetSpent
-            self.left -= 1
             self.errors[chosen] = self.measure(chosen)
             self.progress.advance(self.task)
             if self.errors[chosen] < self.result.error > self.tolerance:
@@ -188,7 +222,6 @@ class _Search:
         for module in modules:
             if len(module.operations) < 2:
                 continue
-            self.left += 2 * len(module.operations)
             self.result.operations += module.operations
             with_all = self.result.chosen - {module} | {*module.operations}
             if self.meets(with_all):

@@ -17,8 +17,14 @@ from jaxmp.base.inspection import tool
 from jaxmp.inspect._compare.compare import loss_of
 from jaxmp.inspect._first_nonfinite.first_nonfinite import first_nonfinite
 from jaxmp.inspect._numerics.numerics import numerics
-from jaxmp.inspect._tune.measurement import Measurement, candidates_of, with_folded_keys, without_policies
-from jaxmp.inspect._tune.search import Chosen, Result, search
+from jaxmp.inspect._tune.measurement import (
+    Candidate,
+    Measurement,
+    candidates_of,
+    with_folded_keys,
+    without_policies,
+)
+from jaxmp.inspect._tune.search import Chosen, Result, search, search_and_measure
 from jaxmp.inspect.program.calls import is_step, require_arguments_not_deleted, step_call
 from jaxmp.inspect.program.function_leaves import of_arrays, without_functions
 from jaxmp.optim.checks import as_float
@@ -29,6 +35,9 @@ from jaxmp.policy.policy_map import PolicyMap, get_policy
 _COLUMNS = ("path", "error if float32", "FLOPs", "float32")
 _FLOORS_ALLOWED = 2.0
 _FEW_IN_HALF = 0.5
+_MOST_COMPILATIONS = 6
+_TRUSTED = 1.5
+"""The factor between the predicted and the measured error without overrides up to which errors are predicted."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,9 +221,11 @@ def tune(
         plain = without_policies(loss_fn)
         if half.compute_dtype != np.float16:
             scale = None
-        elif scale in (None, 1.0):
+        needs_scale = half.compute_dtype == np.float16 and scale in (None, 1.0)
+        if needs_scale:
             scale = numerics(plain)(*args).recommended_scale("float16")
         measurement = Measurement(plain, all_args, half, scale or 1.0)
+        measurement.compilations += 1 if needs_scale else 0
         if (number := measurement.batch_that_is_not_finite()) is not None:
             blame = first_nonfinite(plain)(*all_args[number])
             raise ValueError(
@@ -228,22 +239,75 @@ def tune(
         if not np.isfinite(floor):
             raise ValueError("tune compares with float32, but the float32 gradient is zero; tune other params or data")
         candidates = candidates_of(plain, args, half, modules_only=not operations)
-        if tolerance is not None and tolerance < _as_printed(floor):
-            # Autocast may keep the products with the largest errors in float32.
-            least = min(floor, measurement.error_of_half_products(candidates))
-            if tolerance < _as_printed(least):
-                raise ValueError(
-                    f"the tolerance is below the floor, got {tolerance:.2e} and a floor of {least:.2e}, the error of "
-                    "half products alone;\nallow a larger error, or train in float32"
-                )
-
-        def error_of(chosen: Chosen) -> float:
-            return measurement.error(measurement.overrides(candidates, chosen))
-
-        result = search(candidates, error_of, allowed, operations=operations, spent=measurement.evaluations)
+        errors = measurement.errors({})
+        result = Result(candidates, error=max(errors), error_before=max(errors))
+        if result.error > allowed:
+            tuning = _Tuning(measurement, candidates, errors)
+            if tolerance is not None and tolerance < _as_printed(floor):
+                # Autocast may keep the products with the largest errors in float32.
+                least = min(floor, tuning.error_of_half_products())
+                if tolerance < _as_printed(least):
+                    raise ValueError(
+                        f"the tolerance is below the floor, got {tolerance:.2e} and a floor of {least:.2e}, the error "
+                        "of half products alone;\nallow a larger error, or train in float32"
+                    )
+            result = tuning.search(allowed, operations=operations)
         return _tuned(result, half, floor, allowed, scale, measurement)
 
     return run
+
+
+class _Tuning:
+    """The search for overrides, with predicted errors where the prediction is right without overrides.
+
+    Args:
+      measurement: the measurement of errors.
+      candidates: the modules and scopes with half operations.
+      errors: the error of each batch without overrides. Errors are predicted on the worst batch.
+    """
+
+    def __init__(self, measurement: Measurement, candidates: Sequence[Candidate], errors: Sequence[float]) -> None:
+        self.measurement, self.candidates = measurement, candidates
+        self.batch = int(np.argmax(errors))
+        self.before = max(errors)
+        self.ratio = 1.0
+        self.prediction = measurement.prediction(self.batch)
+        self.is_predicted = self.prediction.is_possible
+        if self.is_predicted:
+            predicted = self.predict(frozenset())
+            if np.isfinite(predicted) and np.isfinite(self.before) and predicted > 0:
+                self.ratio = self.before / predicted
+            else:
+                self.is_predicted = np.isinf(predicted) and np.isinf(self.before)
+            self.is_predicted &= 1 / _TRUSTED < self.ratio < _TRUSTED
+
+    def predict(self, chosen: Chosen) -> float:
+        """Return the predicted error of a choice."""
+        result = self.prediction.results(self.measurement.overrides(self.candidates, chosen))
+        return self.ratio * self.measurement.error_of_result(self.batch, result)
+
+    def measure(self, chosen: Chosen) -> float:
+        """Return the measured error of a choice."""
+        return self.measurement.error(self.measurement.overrides(self.candidates, chosen)) if chosen else self.before
+
+    def error_of_half_products(self) -> float:
+        """Return the error if all half operations except products are float32.
+
+        Products that autocast keeps in float32 stay float32.
+        """
+        operations = [operation for candidate in self.candidates for operation in candidate.operations]
+        chosen = frozenset(operation for operation in operations if not operation.is_product)
+        return self.predict(chosen) if self.is_predicted else self.measure(chosen)
+
+    def search(self, tolerance: float, *, operations: bool) -> Result:
+        """Search for a small choice of candidates."""
+        if not self.is_predicted:
+            return search(self.candidates, self.measure, tolerance, operations=operations)
+        left = _MOST_COMPILATIONS - self.measurement.compilations
+        result = search_and_measure(
+            self.candidates, self.predict, self.measure, tolerance, operations=operations, measurements=left
+        )
+        return dataclasses.replace(result, error_before=self.before)
 
 
 def _as_printed(error: float) -> float:
@@ -291,7 +355,7 @@ def _tuned(
         half_flops=measurement.half_flops(overrides),
         loss_scale=None if scale is None else measurement.loss_scale,
         rows=tuple(rows),
-        evaluations=measurement.evaluations,
+        evaluations=measurement.compilations,
     )
 
 

@@ -1,0 +1,132 @@
+"""Predict the errors of a function under overrides, with one compiled program for all overrides."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxmp._internals.jax.sources import origin_of
+from jaxmp.engine.plan import PlanRow, cast_plan
+from jaxmp.inspect._budget.gradient_program import program_of_function
+from jaxmp.inspect._budget.rounding import round_if
+from jaxmp.inspect._budget.sites import SUM_OF_COTANGENTS, has_float8, sites_of
+from jaxmp.inspect._budget.tapped_evaluation import Changes, evaluate_wide
+from jaxmp.inspect.program.calls import in_double_precision, named, options_of_few_runs
+from jaxmp.inspect.program.tracing import program_of
+from jaxmp.policy.policies import Policy
+from jaxmp.program.equations import evaluate
+from jaxmp.program.reading import read_program
+
+_HALF = {"float16", "bfloat16"}
+
+
+def named_copy(args: Sequence[Any]) -> Any:
+    """Return a copy of arguments in which each call of an NNX module has a scope."""
+    leaves, structure = jax.tree.flatten(tuple(args))
+    return named(jax.tree.unflatten(structure, leaves))
+
+
+def is_half(row: PlanRow) -> bool:
+    """Return whether an operation of a plan has a half operand or result."""
+    return not _HALF.isdisjoint([*row.operands, *row.result.split(", ")])
+
+
+def _has_half_result(row: PlanRow) -> bool:
+    return not _HALF.isdisjoint(row.result.split(", "))
+
+
+class _Switch(NamedTuple):
+    """A switch for the roundings of an operation, or of the sums of its operands' cotangents."""
+
+    origin: int
+    is_sum: bool
+
+
+def _switch_of(eqn: Any) -> _Switch:
+    return _Switch(origin_of(eqn), eqn.primitive.name == SUM_OF_COTANGENTS)
+
+
+class Prediction:
+    """The loss and the gradients under overrides, without a compilation for each.
+
+    The program under the half policy runs in float32, with a switch for the roundings of each operation: those of its
+    operands, its results and its derivatives. Overrides change the plan of autocast. If an operation is no longer half
+    in the plan, its switch is turned off.
+
+    Args:
+      plain: the function without policies.
+      args: its arguments.
+      half: the half policy.
+      loss_scale: the factor by which the loss is multiplied before the differentiation.
+    """
+
+    def __init__(self, plain: Callable[..., Any], args: Sequence[Any], half: Policy, loss_scale: float) -> None:
+        self._args, self._half, self._loss_scale = args, half, loss_scale
+        jaxpr, consts, _ = program_of(plain, *named_copy(args))
+        equations = sorted(read_program(jaxpr, consts).equations.values(), key=lambda equation: equation.key)
+
+        def loss_of(*args: Any) -> Any:
+            return evaluate(jaxpr, consts, jax.tree.leaves(args))[0]
+
+        self._loss_of = loss_of
+        self._rows = self._plan({})
+        self._rows_by_origin = collections.defaultdict[int, list[int]](list)
+        for number, equation in enumerate(equations):
+            self._rows_by_origin[origin_of(equation.eqn)].append(number)
+        self._program = program_of_function(loss_of, args, half, None, loss_scale)
+        read = read_program(self._program.jaxpr, self._program.consts)
+        names = [equation.name for equation in equations]
+        self.is_possible = names == [row.primitive for row in self._rows] and not has_float8(read)
+        sites = sites_of(read)
+        self._dtypes = [site.dtype for site in sites]
+        self._sites = {site.place: number for number, site in enumerate(sites)}
+        self._switches = [_switch_of(read.equations[site.place[0]].eqn) for site in sites]
+        self._position = {switch: position for position, switch in enumerate(dict.fromkeys(self._switches))}
+        self._run = jax.jit(self._results, compiler_options=options_of_few_runs())
+
+    def results(self, overrides: Mapping[str, str]) -> tuple[float, np.ndarray]:
+        """Return the loss and the gradients, as one vector, under overrides."""
+        rows = self._plan(overrides)
+        are_on = np.array([self._is_on(switch, rows) for switch in self._position], bool)
+        with jax.default_matmul_precision("highest"):
+            loss, *gradients = self._run(self._program.consts, self._program.inputs, are_on)
+        flat = [in_double_precision(leaf).ravel() / self._loss_scale for leaf in gradients]
+        return float(loss), np.concatenate(flat)
+
+    def _plan(self, overrides: Mapping[str, str]) -> Sequence[PlanRow]:
+        return cast_plan(self._loss_of, self._half, overrides)(*self._args).rows
+
+    def _is_on(self, switch: _Switch, rows: Sequence[PlanRow]) -> bool:
+        """Return whether a switch is on under a plan. It is on without overrides."""
+        numbers = self._rows_by_origin[switch.origin]
+        is_known = any(self._rounds(switch, number, self._rows) for number in numbers)
+        return not is_known or any(self._rounds(switch, number, rows) for number in numbers)
+
+    def _rounds(self, switch: _Switch, number: int, rows: Sequence[PlanRow]) -> bool:
+        """Return whether an operation rounds under a plan.
+
+        A sum of cotangents rounds if the value that the operation reads is half. So does an operation that is float32
+        without overrides, because the cotangent of a half value is half.
+        """
+        reads_half = any(_has_half_result(rows[other]) for other in rows[number].reads)
+        if not is_half(self._rows[number]):
+            return reads_half
+        return is_half(rows[number]) and (reads_half or not switch.is_sum)
+
+    def _results(self, consts: Any, inputs: Any, are_on: Any) -> list[Any]:
+        """Return the loss and the gradients. ``are_on`` says which switches are on."""
+
+        def at_site(number: int, value: Any) -> Any:
+            return round_if(are_on[self._position[self._switches[number]]], self._dtypes[number], value)
+
+        def at_operand(eqn: Any, number: int | None, dtype: np.dtype, value: Any) -> Any:
+            position = self._position.get(_switch_of(eqn))
+            return value if position is None else round_if(are_on[position], dtype, value)
+
+        return evaluate_wide(
+            self._program.jaxpr, consts, inputs, Changes(self._sites, at_site, at_site, at_operand), {}
+        )
