@@ -1,8 +1,9 @@
-"""tune finds exactly the planted module that needs float32; policy files."""
+"""tune finds exactly the planted module that needs float32, with few compilations; policy files."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from pathlib import Path
 
@@ -18,8 +19,8 @@ from hypothesis import given, settings
 
 import jaxmp
 from jaxmp.inspect import compare, tune
-from jaxmp.inspect._tune.measurement import Candidate, candidates_of
-from jaxmp.inspect._tune.search import search
+from jaxmp.inspect._tune.measurement import Candidate, Measurement, candidates_of
+from jaxmp.inspect._tune.search import search, search_and_measure
 from jaxmp.policy.policy_map import get_policy
 
 pytestmark = pytest.mark.once
@@ -65,9 +66,82 @@ def test_the_planted_operation_is_found_and_no_other(planted, operation, at, pol
     tuned = tune(_loss(PLANTED[planted], at), policy)(_params(), X)
     assert list(tuned.overrides) == [f"layer_{at}:{operation}"]
     assert tuned.met and tuned.error <= tuned.tolerance < tuned.error_before
-    assert tuned.half_flops == (1 if operation == "add" else 0.5) and tuned.evaluations <= 2 * len(tuned.rows) + 10
+    assert tuned.half_flops == (1 if operation == "add" else 0.5) and tuned.evaluations <= 6
     assert tuned.rows[0].path == f"layer_{at}:{operation}" and f"These need float32: layer_{at}" in str(tuned)
     assert (tuned.loss_scale is None) == (policy == "mixed_bfloat16")
+
+
+def _short_step(x, weight):
+    return x + 0.004 * jnp.tanh(x @ weight)
+
+
+def _steep(x, weight):
+    return x + 100 * (x * (1 + 0.002 * jnp.tanh(x @ weight)) + -x)
+
+
+def _deep_loss(layers):
+    """Return a loss that calls each of ``layers`` in its own scope, with the same param."""
+
+    def loss_fn(weight, x):
+        for number, layer in enumerate(layers):
+            with jax.named_scope(f"layer_{number}"):
+                x = layer(x, weight)
+        return jnp.mean(x**2)
+
+    return loss_fn
+
+
+def _plain(x, weight):
+    return jnp.tanh(x @ weight)
+
+
+def test_many_modules_need_no_more_than_six_compilations():
+    loss_fn = _deep_loss([_short_step] * 15 + [_plain])
+    tuned = tune(loss_fn, "mixed_bfloat16", operations=False)(_params()[0], X)
+    assert len(tuned.rows) == 16 and all(not math.isnan(row.error) for row in tuned.rows)  # each module was tried
+    assert tuned.error_before > tuned.tolerance >= tuned.error and 1 < len(tuned.overrides) < 16
+    assert tuned.evaluations <= 6
+
+
+def test_no_smaller_set_of_modules_is_enough():
+    """The sets are measured one by one, each with a compilation."""
+    loss_fn, args, half = _deep_loss([_flow, _plain, _steep, _plain]), (_params()[0], X), get_policy("mixed_bfloat16")
+    tuned = tune(loss_fn, half, operations=False)(*args)
+    measurement, candidates = Measurement(loss_fn, [args], half, 1.0), candidates_of(loss_fn, args, half)
+    count = sum(row.is_float32 for row in tuned.rows)
+    assert tuned.met and 0 < count < len(candidates)
+    for smaller in range(count):
+        for chosen in itertools.combinations(candidates, smaller):
+            assert measurement.error(measurement.overrides(candidates, chosen)) > tuned.tolerance
+
+
+def _recurrent(x, weight):
+    def step(carry, _):
+        carry = carry + 0.004 * jax.nn.silu(carry @ weight)
+        return carry, jax.nn.softmax(carry @ weight)
+
+    carry, softmaxes = jax.lax.scan(jax.checkpoint(step), x, None, length=4)
+    return carry + 0.1 * softmaxes.mean(0)
+
+
+@pytest.mark.parametrize(
+    ("layers", "policy"),
+    [
+        ([_flow, _plain], "mixed_bfloat16"),
+        pytest.param([_flow, _recurrent, _plain], "mixed_float16", marks=SLOW),
+        pytest.param([_flow, _plain, _steep, _plain], "mixed_bfloat16", marks=SLOW),
+    ],
+)
+def test_predicted_errors_are_those_that_are_measured(layers, policy):
+    loss_fn, args, half = _deep_loss(layers), (_params()[0], X), get_policy(policy)
+    measurement, candidates = Measurement(loss_fn, [args], half, 1.0), candidates_of(loss_fn, args, half)
+    prediction = measurement.prediction(0)
+    assert prediction.is_possible
+    additions = [operation for candidate in candidates for operation in candidate.operations if "add" in operation.path]
+    for chosen in [frozenset(), *(frozenset([candidate]) for candidate in [*candidates, *additions])]:
+        overrides = measurement.overrides(candidates, chosen)
+        predicted = measurement.error_of_result(0, prediction.results(overrides))
+        assert predicted == pytest.approx(measurement.error(overrides), rel=0.05)
 
 
 def test_seeds_measure_with_other_keys_and_compile_once():
@@ -309,6 +383,23 @@ def test_the_search_meets_the_tolerance_with_no_candidate_to_spare(sizes, tolera
         assert errors.error(result.chosen - {candidate}) > tolerance
 
 
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.floats(0.0, 10.0), min_size=1, max_size=9), st.floats(0.1, 20.0), st.sampled_from([0.0, 0.5, 2.0]))
+def test_wrong_predictions_are_corrected_by_measured_errors(sizes, tolerance, factor):
+    candidates = [Candidate(f"layer_{n}", n) for n in range(len(sizes))]
+    errors = _Additive(dict(zip(candidates, sizes, strict=True)))
+    result = search_and_measure(candidates, lambda chosen: factor * errors.error(chosen), errors.error, tolerance)
+    assert result.error == errors.error(result.chosen) <= tolerance and not result.interrupted
+
+
+def test_right_predictions_are_measured_once():
+    candidates = [Candidate(f"layer_{n}", n) for n in range(9)]
+    sizes = dict(zip(candidates, range(1, 10), strict=True))
+    predicted, measured = _Additive(sizes), _Additive(sizes)
+    result = search_and_measure(candidates, predicted.error, measured.error, 6.0)
+    assert measured.count == 1 and result.error <= 6.0 and 0 < len(result.chosen) < 9
+
+
 def test_of_two_layers_that_help_equally_the_first_is_chosen():
     """Layer 3 reads the last value of layer 2, so float32 in either layer removes the error of this value."""
     candidates = [Candidate(f"layer_{n}", 1) for n in range(4)]
@@ -330,7 +421,10 @@ def test_an_interrupt_returns_the_best_choice_so_far():
                 raise KeyboardInterrupt
             return super().error(chosen)
 
-    result = search(candidates, Interrupted({candidates[0]: 3.0, candidates[1]: 4.0}).error, 2.0)
+    errors = {candidates[0]: 3.0, candidates[1]: 4.0}
+    result = search(candidates, Interrupted(errors).error, 2.0)
+    assert result.interrupted and result.chosen == frozenset(candidates) and result.error == 0
+    result = search_and_measure(candidates, Interrupted(errors).error, _Additive(errors).error, 2.0)
     assert result.interrupted and result.chosen == frozenset(candidates) and result.error == 0
 
 

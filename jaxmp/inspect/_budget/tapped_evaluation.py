@@ -96,8 +96,9 @@ class WideEvaluation(Rewriter):
         number = self.changes.sites.get((self._key, 0))
         read = []
         for atom, operand in zip(eqn.invars, operands, strict=True):
-            is_narrow = is_narrow_aval(atom.aval)
-            read.append(self.changes.at_operand(eqn, number, atom.aval.dtype, operand) if is_narrow else operand)
+            if is_narrow_aval(atom.aval):
+                operand = self.changes.at_operand(eqn, number, atom.aval.dtype, operand)
+            read.append(operand)
         params = params_in_dtype(eqn, _FLOAT32)
         if "dtype" in params:
             params["dtype"] = _FLOAT32

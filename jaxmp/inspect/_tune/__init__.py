@@ -2,6 +2,8 @@
 
 - ``tune.py``: the function and its report
 - ``measurement.py``: the errors of a loss and its gradients, relative to float32
+- ``prediction.py``: the errors under overrides, with one compiled program for all overrides
 - ``search.py``: the search for a small set of overrides
-- ``rounded_products.py``: products with half operands in a program that is otherwise float32
+- ``trials.py``: the errors that the search takes: predicted, or measured
+- ``rounded_products.py``: products with rounded operands in a program that is otherwise float32
 """

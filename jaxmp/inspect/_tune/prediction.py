@@ -20,6 +20,7 @@ from jaxmp.inspect.program.tracing import program_of
 from jaxmp.policy.policies import Policy
 from jaxmp.program.equations import evaluate
 from jaxmp.program.reading import read_program
+from jaxmp.program.values import Equation, Value
 
 _HALF = {"float16", "bfloat16"}
 
@@ -40,14 +41,58 @@ def _has_half_result(row: PlanRow) -> bool:
 
 
 class _Switch(NamedTuple):
-    """A switch for the roundings of an operation, or of the sums of its operands' cotangents."""
+    """A switch for the roundings of an operation, or of a sum of cotangents.
+
+    Attributes:
+      origin: the origin of the operation. For a sum, it is an operation that reads the value.
+      shape: the shape of the value whose cotangents are summed; None for an operation.
+    """
 
     origin: int
-    is_sum: bool
+    shape: tuple[int, ...] | None
 
 
 def _switch_of(eqn: Any) -> _Switch:
-    return _Switch(origin_of(eqn), eqn.primitive.name == SUM_OF_COTANGENTS)
+    is_sum = eqn.primitive.name == SUM_OF_COTANGENTS
+    return _Switch(origin_of(eqn), eqn.outvars[0].aval.shape if is_sum else None)
+
+
+class _Summed(NamedTuple):
+    """A value that several operations read, so that their cotangents are summed.
+
+    Attributes:
+      producer: the number of the equation that computes the value.
+      readers: the numbers of the equations that read it.
+    """
+
+    producer: int
+    readers: list[int]
+
+
+def _summed_values(equations: Sequence[Equation]) -> Mapping[tuple[int, tuple[int, ...]], list[_Summed]]:
+    """Return the values that several equations read, by the number of each reader and the shape of the value."""
+    numbers = {equation.key: number for number, equation in enumerate(equations)}
+    readers = collections.defaultdict[Value, list[int]](list)
+    for number, equation in enumerate(equations):
+        for operand in equation.operands:
+            readers[operand].append(number)
+    summed = collections.defaultdict[tuple[int, tuple[int, ...]], list[_Summed]](list)
+    for value, read_by in readers.items():
+        if len(read_by) < 2 or value.key not in numbers:
+            continue
+        for number in dict.fromkeys(read_by):
+            summed[number, value.shape].append(_Summed(numbers[value.key], read_by))
+    return summed
+
+
+def _is_sum_half(value: _Summed, reader: int, rows: Sequence[PlanRow]) -> bool:
+    """Return whether the cotangent that a reader adds is added in half precision.
+
+    The cotangents of a half value are added in half, also those of float32 readers. The half readers of a float32 value
+    share a cast, and their cotangents are added in half.
+    """
+    half_readers = sum(is_half(rows[other]) for other in value.readers)
+    return _has_half_result(rows[value.producer]) or (is_half(rows[reader]) and half_readers > 1)
 
 
 class Prediction:
@@ -86,6 +131,7 @@ class Prediction:
         self._sites = {site.place: number for number, site in enumerate(sites)}
         self._switches = [_switch_of(read.equations[site.place[0]].eqn) for site in sites]
         self._position = {switch: position for position, switch in enumerate(dict.fromkeys(self._switches))}
+        self._summed = _summed_values(equations)
         self._run = jax.jit(self._results, compiler_options=options_of_few_runs())
 
     def results(self, overrides: Mapping[str, str]) -> tuple[float, np.ndarray]:
@@ -109,13 +155,15 @@ class Prediction:
     def _rounds(self, switch: _Switch, number: int, rows: Sequence[PlanRow]) -> bool:
         """Return whether an operation rounds under a plan.
 
-        A sum of cotangents rounds if the value that the operation reads is half. So does an operation that is float32
-        without overrides, because the cotangent of a half value is half.
+        An operation that is float32 without overrides rounds if it reads a half value, because the cotangent of this
+        value is half.
         """
-        reads_half = any(_has_half_result(rows[other]) for other in rows[number].reads)
-        if not is_half(self._rows[number]):
-            return reads_half
-        return is_half(rows[number]) and (reads_half or not switch.is_sum)
+        summed = () if switch.shape is None else self._summed.get((number, switch.shape), ())
+        if summed:
+            return any(_is_sum_half(value, number, rows) for value in summed)
+        if is_half(self._rows[number]):
+            return is_half(rows[number])
+        return any(_has_half_result(rows[other]) for other in rows[number].reads)
 
     def _results(self, consts: Any, inputs: Any, are_on: Any) -> list[Any]:
         """Return the loss and the gradients. ``are_on`` says which switches are on."""

@@ -93,37 +93,41 @@ def search_and_measure(
 ) -> Result:
     """Search by predicted errors, and measure the error of the choice.
 
-    A second search corrects the tolerance by the ratio of the measured and the predicted error. It finds more
-    candidates if the measured error is above the tolerance. Otherwise it may find fewer. If no choice has a measured
+    The next search corrects the predictions by the ratio of the measured and the predicted error. It chooses more
+    candidates if the measured error is above the tolerance. Otherwise it may choose fewer. If no choice has a measured
     error within the tolerance, the search is repeated with measured errors.
+
+    At Ctrl-C, the search ends with the best measured choice, or with the best predicted choice if there is none.
 
     Args:
       candidates, tolerance, operations: as for :func:`search`.
       predict: a function that predicts the error of a choice.
       measure: a function that measures the error of a choice.
-      measurements: the largest number of choices that are measured before the search with measured errors.
+      measurements: the largest number of choices that are measured after a search with predicted errors.
     """
-    measured: dict[Chosen, float] = {}
-    best = None
-    predict = functools.cache(predict)
-    allowed = tolerance
+    predict, measure = functools.cache(predict), functools.cache(measure)
+    best, measured, allowed = None, set[Chosen](), tolerance
     for _ in range(measurements):
         result = search(candidates, predict, allowed, operations=operations)
         if result.interrupted:
-            return best or result
+            return _interrupted(best or result)
         if result.chosen in measured:
             break
+        measured.add(result.chosen)
         try:
-            error = measured[result.chosen] = measure(result.chosen)
+            error = measure(result.chosen)
         except KeyboardInterrupt:
-            result.interrupted = True
-            return best or result
+            return _interrupted(best or result)
         if error <= tolerance and (best is None or _cost(result.chosen) < _cost(best.chosen)):
             best = dataclasses.replace(result, error=error)
         if not (0 < error < math.inf and 0 < result.error < math.inf):
             break
         allowed = tolerance * result.error / error
-    return best or search(candidates, functools.cache(measure), tolerance, operations=operations)
+    return best or search(candidates, measure, tolerance, operations=operations)
+
+
+def _interrupted(result: Result) -> Result:
+    return dataclasses.replace(result, interrupted=True)
 
 
 def _cost(chosen: Chosen) -> tuple[int, int]:
@@ -133,9 +137,9 @@ def _cost(chosen: Chosen) -> tuple[int, int]:
 
 class _Search:
     def __init__(
-        self, candidates: Sequence[Candidate], measure: Callable[[Chosen], float], tolerance: float, progress: Any
+        self, candidates: Sequence[Candidate], find_error: Callable[[Chosen], float], tolerance: float, progress: Any
     ) -> None:
-        self.candidates, self.measure, self.tolerance = candidates, measure, tolerance
+        self.candidates, self.find_error, self.tolerance = candidates, find_error, tolerance
         self.result = Result(candidates)
         self.errors: dict[Chosen, float] = {}
         self.progress = progress
@@ -148,7 +152,7 @@ class _Search:
         taken only once.
         """
         if chosen not in self.errors:
-            self.errors[chosen] = self.measure(chosen)
+            self.errors[chosen] = self.find_error(chosen)
             self.progress.advance(self.task)
             if self.errors[chosen] < self.result.error > self.tolerance:
                 self.accept(chosen)

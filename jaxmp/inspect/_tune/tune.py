@@ -17,14 +17,9 @@ from jaxmp.base.inspection import tool
 from jaxmp.inspect._compare.compare import loss_of
 from jaxmp.inspect._first_nonfinite.first_nonfinite import first_nonfinite
 from jaxmp.inspect._numerics.numerics import numerics
-from jaxmp.inspect._tune.measurement import (
-    Candidate,
-    Measurement,
-    candidates_of,
-    with_folded_keys,
-    without_policies,
-)
-from jaxmp.inspect._tune.search import Chosen, Result, search, search_and_measure
+from jaxmp.inspect._tune.measurement import Measurement, candidates_of, with_folded_keys, without_policies
+from jaxmp.inspect._tune.search import Result
+from jaxmp.inspect._tune.trials import Trials
 from jaxmp.inspect.program.calls import is_step, require_arguments_not_deleted, step_call
 from jaxmp.inspect.program.function_leaves import of_arrays, without_functions
 from jaxmp.optim.checks import as_float
@@ -32,12 +27,9 @@ from jaxmp.policy.policies import Policy
 from jaxmp.policy.policy_files import write_policy
 from jaxmp.policy.policy_map import PolicyMap, get_policy
 
-_COLUMNS = ("path", "error if float32", "FLOPs", "float32")
+_COLUMNS = ("path", "predicted error if float32", "FLOPs", "float32")
 _FLOORS_ALLOWED = 2.0
 _FEW_IN_HALF = 0.5
-_MOST_COMPILATIONS = 6
-_TRUSTED = 1.5
-"""The factor between the predicted and the measured error without overrides up to which errors are predicted."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,8 +38,8 @@ class TunedRow:
 
     Attributes:
       path: the path in the form of an override's key, such as ``"flow"`` or ``"flow:add"``.
-      error: the error of the function if this module and all modules that overflow in half precision compute in
-        float32; NaN if this error was not measured.
+      error: the predicted error of the function if this module and all modules that overflow in half precision compute
+        in float32; NaN if the search did not need this error.
       flops: the FLOPs of the products in the module, scope or operation, without products in submodules.
       is_float32: whether the search chose float32.
     """
@@ -72,17 +64,17 @@ class Tuned(tables.Shown):
     Attributes:
       policy: the policy with the overrides. Pass it to ``apply_policy``, ``autocast`` or ``make_train_step(policy=)``.
       overrides: the policies by path; empty if no override is needed. The first override that matches a path applies.
-      error: the error with the overrides.
-      error_before: the error without overrides.
+      error: the measured error with the overrides. If Ctrl-C ended the search, it may be the predicted error.
+      error_before: the measured error without overrides.
       floor: the error if only the operands of products are rounded to half precision (float16 or bfloat16), and all
         computations are in float32.
       tolerance: the largest allowed error.
       met: whether ``error`` is at most ``tolerance``.
-      interrupted: whether Ctrl-C or the limit of measurements ended the search, so that fewer overrides may be enough.
+      interrupted: whether Ctrl-C ended the search, so that fewer overrides may be enough.
       half_flops: the share of the products' FLOPs in half precision with the overrides, from 0 to 1.
       loss_scale: a good initial loss scale for float16; None for bfloat16.
       rows: the modules, scopes and operations that the search could switch to float32; those in float32 come first.
-      evaluations: the number of errors that were measured. Each measurement compiles the function once.
+      evaluations: the number of programs that were compiled. Errors are predicted without a compilation.
     """
 
     policy: PolicyMap
@@ -154,13 +146,12 @@ def tune(
 ) -> Callable[..., Tuned]:
     """Find the modules and operations that need float32 under a half policy.
 
-    The reference is ``fun`` in float32, without policies and autocast. The search runs ``fun`` under
-    :func:`jaxmp.autocast` with ``policy``. It first switches modules to float32 if values overflow in them. If the
-    error is still above the tolerance, it tries each other module in float32, one at a time. It then switches the most
-    helpful modules, as few as needed. Modules that turn out not to need float32 go back to half precision (float16 or
-    bfloat16). For each module that stays in float32, the search finally tries whether float32 is enough for single
-    operations of the module. There are at most ``2 * len(rows) + 10`` measurements of the error, and each compiles the
-    function once.
+    The reference is ``fun`` in float32, without policies and autocast. If the error of ``fun`` under
+    :func:`jaxmp.autocast` with ``policy`` is above the tolerance, a search tries modules in float32 instead of half
+    precision (float16 or bfloat16), and then single operations of these modules. The error of each trial is predicted
+    with one compiled program, in which the roundings of each operation can be turned off. The error of the result is
+    measured. There are at most 6 compilations, whatever the number of modules. If the prediction is wrong for this
+    function, as with float8 products, errors are measured instead, with a compilation for each trial.
 
     Args:
       fun: a function that returns the loss, or a tuple whose first element is the loss. It may also be a train
@@ -225,7 +216,7 @@ def tune(
         if needs_scale:
             scale = numerics(plain)(*args).recommended_scale("float16")
         measurement = Measurement(plain, all_args, half, scale or 1.0)
-        measurement.compilations += 1 if needs_scale else 0
+        measurement.compilations += int(needs_scale)  # by numerics
         if (number := measurement.batch_that_is_not_finite()) is not None:
             blame = first_nonfinite(plain)(*all_args[number])
             raise ValueError(
@@ -242,72 +233,19 @@ def tune(
         errors = measurement.errors({})
         result = Result(candidates, error=max(errors), error_before=max(errors))
         if result.error > allowed:
-            tuning = _Tuning(measurement, candidates, errors)
+            trials = Trials(measurement, candidates, errors)
             if tolerance is not None and tolerance < _as_printed(floor):
                 # Autocast may keep the products with the largest errors in float32.
-                least = min(floor, tuning.error_of_half_products())
+                least = min(floor, trials.error_of_half_products())
                 if tolerance < _as_printed(least):
                     raise ValueError(
                         f"the tolerance is below the floor, got {tolerance:.2e} and a floor of {least:.2e}, the error "
                         "of half products alone;\nallow a larger error, or train in float32"
                     )
-            result = tuning.search(allowed, operations=operations)
+            result = trials.search(allowed, operations=operations)
         return _tuned(result, half, floor, allowed, scale, measurement)
 
     return run
-
-
-class _Tuning:
-    """The search for overrides, with predicted errors where the prediction is right without overrides.
-
-    Args:
-      measurement: the measurement of errors.
-      candidates: the modules and scopes with half operations.
-      errors: the error of each batch without overrides. Errors are predicted on the worst batch.
-    """
-
-    def __init__(self, measurement: Measurement, candidates: Sequence[Candidate], errors: Sequence[float]) -> None:
-        self.measurement, self.candidates = measurement, candidates
-        self.batch = int(np.argmax(errors))
-        self.before = max(errors)
-        self.ratio = 1.0
-        self.prediction = measurement.prediction(self.batch)
-        self.is_predicted = self.prediction.is_possible
-        if self.is_predicted:
-            predicted = self.predict(frozenset())
-            if np.isfinite(predicted) and np.isfinite(self.before) and predicted > 0:
-                self.ratio = self.before / predicted
-            else:
-                self.is_predicted = np.isinf(predicted) and np.isinf(self.before)
-            self.is_predicted &= 1 / _TRUSTED < self.ratio < _TRUSTED
-
-    def predict(self, chosen: Chosen) -> float:
-        """Return the predicted error of a choice."""
-        result = self.prediction.results(self.measurement.overrides(self.candidates, chosen))
-        return self.ratio * self.measurement.error_of_result(self.batch, result)
-
-    def measure(self, chosen: Chosen) -> float:
-        """Return the measured error of a choice."""
-        return self.measurement.error(self.measurement.overrides(self.candidates, chosen)) if chosen else self.before
-
-    def error_of_half_products(self) -> float:
-        """Return the error if all half operations except products are float32.
-
-        Products that autocast keeps in float32 stay float32.
-        """
-        operations = [operation for candidate in self.candidates for operation in candidate.operations]
-        chosen = frozenset(operation for operation in operations if not operation.is_product)
-        return self.predict(chosen) if self.is_predicted else self.measure(chosen)
-
-    def search(self, tolerance: float, *, operations: bool) -> Result:
-        """Search for a small choice of candidates."""
-        if not self.is_predicted:
-            return search(self.candidates, self.measure, tolerance, operations=operations)
-        left = _MOST_COMPILATIONS - self.measurement.compilations
-        result = search_and_measure(
-            self.candidates, self.predict, self.measure, tolerance, operations=operations, measurements=left
-        )
-        return dataclasses.replace(result, error_before=self.before)
 
 
 def _as_printed(error: float) -> float:
