@@ -29,7 +29,9 @@ from jaxmp.inspect.program.function_leaves import of_arrays
 from jaxmp.program.reading import read_program
 from jaxmp.program.values import Key, Program, depending_on
 
-_COLUMNS = ("share", "gradients", "loss", "sites", "operation", "dtype", "phase", "path", "source", "why")
+_COLUMNS = (
+    "share", "gradients (relative)", "loss (absolute)", "sites", "operation", "dtype", "phase", "path", "source", "why"
+)  # fmt: skip
 _SHOWN = 20
 _MOST_OF_A_LINE = 0.8
 """The share of a line's error that its main operations cause."""
@@ -113,9 +115,9 @@ class ErrorBudget(tables.Shown):
         for gap in self.not_covered:
             notes.append(f"not covered: {gap.operation} of {gap.path or gap.source or 'the program'}: {gap.why}")
         title = (
-            f"The gradients' error is {self.measured.gradient_error:.2e}, predicted "
-            f"{self.predicted.gradient_error:.2e}; the loss's {self.measured.loss_error:+.2e}, predicted "
-            f"{self.predicted.loss_error:+.2e}"
+            f"The relative error of the gradients is {self.measured.gradient_error:.2e}, predicted "
+            f"{self.predicted.gradient_error:.2e}; the loss of {self.loss:.3g} changes by "
+            f"{self.measured.loss_error:+.2e}, predicted {self.predicted.loss_error:+.2e}"
         )
         if np.isnan(self.loss):
             title = f"The error is {self.measured.gradient_error:.2e}, predicted {self.predicted.gradient_error:.2e}"
