@@ -20,6 +20,7 @@ from hypothesis import given, settings
 import jaxmp
 from jaxmp.inspect import compare, tune
 from jaxmp.inspect._tune.measurement import Candidate, Measurement, candidates_of
+from jaxmp.inspect._tune.prediction import Prediction
 from jaxmp.inspect._tune.search import search, search_and_measure
 from jaxmp.policy.policy_map import get_policy
 
@@ -142,6 +143,12 @@ def test_predicted_errors_are_those_that_are_measured(layers, policy):
         overrides = measurement.overrides(candidates, chosen)
         predicted = measurement.error_of_result(0, prediction.results(overrides))
         assert predicted == pytest.approx(measurement.error(overrides), rel=0.05)
+
+
+def test_errors_are_measured_if_the_prediction_is_wrong_without_overrides(monkeypatch):
+    monkeypatch.setattr(Prediction, "results", lambda prediction, overrides: (0.0, np.zeros(3 * 16 * 16)))
+    tuned = tune(_loss(_flow, 1), "mixed_bfloat16", operations=False)(_params(), X)
+    assert list(tuned.overrides) == ["layer_1"] and tuned.met and tuned.evaluations > 6
 
 
 def test_seeds_measure_with_other_keys_and_compile_once():
