@@ -278,6 +278,14 @@ def test_a_program_is_compiled_once_and_read_from_the_disk_afterwards(monkeypatc
 
 
 @absent_tpu
+def test_two_tools_read_the_same_program_wherever_they_are_called(monkeypatch):
+    args = shape(8, 128), shape(128, 256)
+    memory(jnp.matmul, device="v5e")(*args)
+    monkeypatch.setattr(stored_programs, "_facts", lambda compiled: pytest.fail("compiled again"))
+    roofline(jnp.matmul, device="v5e")(*args)  # the call is on another line
+
+
+@absent_tpu
 def test_a_program_with_other_options_is_another_program(monkeypatch):
     def f(x, w):
         return jnp.tanh(x) @ w

@@ -337,6 +337,10 @@ class HloProgram:
 
         The text is empty if the program does not have the file and line.
         """
+        return source_among(self.lines(instruction))
+
+    def lines(self, instruction: Instruction) -> list[tuple[str, int]]:
+        """Return the files and lines of the calls that made an instruction, the innermost first."""
         match = re.search(r"stack_frame_id=(\d+)", instruction.text)
         frames = self._frames.get("StackFrames", {})
         # Some versions of XLA print parent numbers that are too high by one, even for frame 1, which has no parent.
@@ -347,7 +351,7 @@ class HloProgram:
             location = _facts(self._frames["FileLocations"][frame["file_location_id"]])
             lines.append((self._frames["FileNames"][location["file_name_id"]], location["line"]))
             number = frame.get("parent_frame_id", 0) - shift
-        return source_among(lines)
+        return lines
 
     def bodies(self, instruction: Instruction) -> list[str]:
         """Return the computations that an instruction calls.

@@ -6,9 +6,11 @@ import dataclasses
 import gzip
 import hashlib
 import importlib.metadata
+import itertools
 import json
 import os
 import sys
+import traceback
 import types
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +20,7 @@ import jax
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from jaxmp._internals.jax.executables import compiler_options_of
+from jaxmp._internals.jax.sources import source_among
 from jaxmp.inspect.compiled.hlo import HloProgram
 from jaxmp.inspect.compiled.meshes import mesh_of
 
@@ -110,10 +113,12 @@ def _key(lowered: Any, name: str) -> str | None:
     """
     packages = {package: importlib.metadata.version(package) for package in ("jaxlib", "libtpu")}
     program = HloProgram(lowered.as_text("hlo", debug_info=True))
+    callers = {(frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(None)}
     origins = []
     for instructions in program.computations.values():
         for instruction in instructions.values():
-            origins.append((instruction.op_name, program.source(instruction)))
+            lines = itertools.takewhile(lambda line: line not in callers, program.lines(instruction))
+            origins.append((instruction.op_name, source_among(list(lines))))
     options = compiler_options_of(lowered)
     if options is None:
         return None
