@@ -107,8 +107,7 @@ def cross_entropy(
       z_loss: a factor. This factor times the squared log-sum-exp of the logits is added to the loss. PaLM uses 1e-4.
       softcap: a number c, to replace the logits by ``c * tanh(logits / c)``; Gemma 2 uses 30.0. Or an increasing
         elementwise function with slopes of at most 1, such as ``lambda logits: 30 * jax.nn.sigmoid(logits / 7.5)``. The
-        function gets float32 logits and returns float32. The loss has no derivative with respect to arrays that the
-        function closes over.
+        function gets float32 logits and returns float32. It must not close over arrays that are differentiated.
 
     Returns:
       The losses, with the shape of the labels, in float32 (float64 for float64 logits).
@@ -389,10 +388,15 @@ def _losses(logits: jax.Array, labels: jax.Array, options: _Options) -> tuple[ja
     float32, if two sums over the classes read them.)
     """
     classes, smoothing, z_loss, softcap = options
-    # A lookup in the float32 logits would store them all on a TPU.
-    logits_of_labels = jnp.take_along_axis(logits, labels[..., None], axis=-1, mode="clip")[..., 0]
     with mark_of("float32"):  # autocast traces this in float32, and does not see the cast below
         uncapped = logits.astype(at_least_float32(logits.dtype))
+        table = uncapped
+        if logits.dtype.itemsize == 2 and hardware.detect().platform == "tpu":
+            # The compiler for TPUs would store all float32 logits for the lookup, so it reads the half logits. The
+            # compiler may also drop a cast to half and back. The sum must read the same rounded logits as the lookup.
+            info = jnp.finfo(logits.dtype)
+            table, uncapped = logits, jax.lax.reduce_precision(uncapped, info.nexp, info.nmant)
+        logits_of_labels = jnp.take_along_axis(table, labels[..., None], axis=-1, mode="clip")[..., 0]
         largest = _capped(jax.lax.stop_gradient(uncapped.max(-1)), softcap)
         wide = _all_capped(uncapped, options)
         denominators = _Denominators(largest, jnp.log(jnp.exp(wide - largest[..., None]).sum(-1)))
@@ -470,18 +474,26 @@ def _check_options(labels: jax.Array, shape: tuple[int, ...], options: _Options)
     if not (_is(Real, label_smoothing) and 0 <= label_smoothing < 1):
         raise ValueError(f"label_smoothing must be at least 0 and less than 1, got {label_smoothing}")
     if callable(softcap):
-        example = jax.ShapeDtypeStruct((1, classes), jnp.float32)
-        result = jax.eval_shape(softcap, example)
-        if (result.shape, result.dtype) != (example.shape, example.dtype):
-            raise ValueError(
-                f"softcap must return float32 logits of the shape it got, {example.shape}, got {result.dtype.name} of "
-                f"the shape {result.shape}; pass an elementwise function"
-            )
+        _check_softcap(softcap, classes)
     elif softcap is not None and not (_is(Real, softcap) and 0 < softcap < math.inf):
         raise ValueError(
             f"softcap must be a Python number above 0 or an elementwise function, got {softcap}; write softcap=30.0 or "
             "leave it out"
         )
+
+
+def _check_softcap(softcap: Callable[[jax.Array], jax.Array], classes: int) -> None:
+    """Raise a ValueError if a softcap is not an elementwise function from float32 to float32."""
+    for shape in ((), (1, classes)):
+        example = jax.ShapeDtypeStruct(shape, jnp.float32)
+        try:
+            result = jax.eval_shape(softcap, example)
+        except Exception as error:  # such as that of a mean over the last axis, for a single logit
+            raise ValueError(f"softcap must be elementwise, but it fails for logits of the shape {shape}") from error
+        if getattr(result, "shape", None) != shape:
+            raise ValueError(f"softcap must be elementwise, got {result} for logits of the shape {shape}")
+        if result.dtype != example.dtype:
+            raise ValueError(f"softcap must return float32 logits, got {result.dtype.name}; leave out the cast")
 
 
 def _is(kind: type, value: Any) -> bool:

@@ -33,7 +33,7 @@ LIMITS = {
     "jaxmp-bf16-remat-full": (1.35, 0.45),
 }
 """The goals of a row: its cycles and its peak memory, both relative to bfloat16 by hand."""
-SUMMARY = ("jaxmp-bf16-1chunk", "unprepared-bf16", "jaxmp-bf16-remat-full")
+SUMMARY = ("jaxmp-bf16", "jaxmp-bf16-1chunk", "unprepared-bf16", "jaxmp-bf16-remat-full")
 """The rows of the README's table."""
 ABOUT = (
     "Compiled for a TPU, cycles estimated by the compiler, not run. `million cycles`: the sum over all kernels of a "
