@@ -17,11 +17,11 @@ from jaxmp.engine.decisions import Decisions, decide_program
 from jaxmp.engine.float8_products import Float8Product, emit_float8
 from jaxmp.engine.float32_results import emit_with_float32_result
 from jaxmp.engine.graph import build
-from jaxmp.engine.kept_casts import with_kept_cast
 from jaxmp.engine.marks import WIDE_SUMS, WITH_RULE, ours
 from jaxmp.engine.nodes import Node, Step, StepBody
 from jaxmp.engine.reads import is_widening
 from jaxmp.engine.rules import Rules
+from jaxmp.engine.separate_casts import with_separate_cast
 from jaxmp.engine.shared_programs import remember
 from jaxmp.engine.states import KEPT
 from jaxmp.engine.trace import tracing
@@ -221,7 +221,7 @@ class _Evaluation(Rewriter):
                 repeat = _Repeat(step, values) if n in repeats else None
                 operands[n] = self.read_as(values[n], eqn.invars[n], node, dtype, repeat)
                 if not (node.is_cast_once or repeat or is_float8):
-                    operands[n] = with_kept_cast(values[n], operands[n])
+                    operands[n] = with_separate_cast(values[n], operands[n])
         return operands
 
     def cast_by_author(self, step: Step, node: Node, value: Any, operand: Any) -> Any:

@@ -110,9 +110,12 @@ def levels_of(overrides: Mapping[Any, Any], half: np.dtype | None) -> dict[str, 
                 "of the solver instead"
             )
         named = primitives_named_by(operation) if is_operation and operation != EVERY else frozenset[str]()
-        if levels[key] == FLOAT32_RESULT and named and named.isdisjoint(PRODUCTS):
+        is_at_path = bool(primitive) or not is_operation
+        if levels[key] == FLOAT32_RESULT and (not is_at_path or (named and named.isdisjoint(PRODUCTS))):
+            # Products that cancel must stay float32, so this level is for named places.
             raise ValueError(
-                f"{FLOAT32_RESULT!r} is a level of products, got {key!r}; write a path, or '<path>:dot_general'"
+                f"{FLOAT32_RESULT!r} is a level of products at a path, got {key!r}; write a path, or "
+                "'<path>:dot_general'"
             )
         if fixed := sorted(name for name in named if classify(name) in FIXED):
             raise ValueError(

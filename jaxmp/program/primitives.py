@@ -280,7 +280,7 @@ _TABLE: dict[Class, tuple[Row, ...]] = {
         _row("is_finite", Trait.ELEMENTWISE),
         # identities
         _row("stop_gradient", Trait.IDENTITY, Trait.ELEMENTWISE),
-        _row("optimization_barrier kept_cast xla_metadata_value", Trait.IDENTITY),
+        _row("optimization_barrier separate_cast xla_metadata_value", Trait.IDENTITY),
         _row("stage tie dce_sink zeros_like"),
         _row("device_put sharding_constraint reshard with_memory_space_constraint", Trait.IDENTITY),
         _row("shard_alike broadcast_to"),

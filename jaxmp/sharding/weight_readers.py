@@ -17,7 +17,7 @@ from jaxmp.program.equations import bodies_of, is_literal, opened
 from jaxmp.program.primitives import Trait, with_trait
 from jaxmp.sharding.mesh_plan import COPIES
 
-_REARRANGES = with_trait(Trait.PERMUTES, Trait.REPEATS, Trait.SLICES) | {"kept_cast"}
+_REARRANGES = with_trait(Trait.PERMUTES, Trait.REPEATS, Trait.SLICES) | {"separate_cast"}
 
 
 def only_moves_or_casts(eqn: Any) -> bool:

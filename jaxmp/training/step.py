@@ -296,7 +296,7 @@ class TrainStep:
             if "previously donated in the same call" in str(error):
                 error.add_note(_SHARED_MEMORY)
             raise
-        self._stuck_runs.add(metrics["skipped"], batch)
+        self._stuck_runs.add(metrics["skipped"], metrics["loss_scale"], batch)
         return new_state, metrics
 
     @classmethod

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -79,24 +79,27 @@ def raise_if_stuck(state: Any, max_consecutive_skips: int = 25) -> None:
     counts = counts_among(jax.tree.leaves((steps, _without_scaling(opt_state))), like=scaling.consecutive_skipped)
     numbers, counts = _read_now((scaling._replace(inner_state=None), counts))
     warn_if_dropped(numbers, counts)
-    if _is_stuck(numbers, max_consecutive_skips):
-        count, scale = int(np.max(numbers.consecutive_skipped)), float(np.min(numbers.loss_scale.loss_scale))
-        raise NonFiniteTrainingError(f"{_cause(count, scale)}. {_REMEDY}")
+    is_stuck = _are_stuck(numbers, max_consecutive_skips)
+    if is_stuck.any():
+        skips, scales = np.broadcast_arrays(numbers.consecutive_skipped, numbers.loss_scale.loss_scale)
+        worst = np.unravel_index(np.argmax(np.where(is_stuck, skips, -1)), is_stuck.shape)
+        raise NonFiniteTrainingError(f"{_cause(int(skips[worst]), float(scales[worst]))}. {_REMEDY}")
 
 
-def _is_stuck(scaling: Any, limit: int) -> bool:
+def _are_stuck(scaling: Any, limit: int) -> np.ndarray:
     """Return whether ``limit`` steps in a row were skipped and the loss scale cannot fall.
 
     Args:
       scaling: a :class:`jaxmp.LossScalingState` of NumPy arrays, whose inner state is ignored. It may hold several runs
-        under ``vmap``; one stuck run is enough.
+        under ``vmap``; the result has an element for each.
       limit: the number of steps.
     """
     is_skipping = np.asarray(scaling.consecutive_skipped) >= limit
     if not is_skipping.any():
-        return False
+        return is_skipping
     scale = scaling.loss_scale
-    return bool(np.any(is_skipping & np.asarray(scale.adjust(False, np.inf).is_stuck(scale))))
+    with jax.transfer_guard("allow"):
+        return is_skipping & np.asarray(scale.adjust(False, np.inf).is_stuck(scale))
 
 
 def _cause(skips: int, scale: float) -> str:
@@ -112,6 +115,14 @@ def _without_scaling(opt_state: Any) -> Any:
     return jax.tree.map(lambda node: node.inner_state if is_scaling(node) else node, opt_state, is_leaf=is_scaling)
 
 
+class _Report(NamedTuple):
+    """What a step reports: whether it was skipped, its loss scale and its batch."""
+
+    skipped: Any
+    loss_scale: Any
+    batch: Any
+
+
 class StuckRuns:
     """Detect a run that has been skipping steps for too long.
 
@@ -121,34 +132,36 @@ class StuckRuns:
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self._reports: deque[tuple[Any, Any]] = deque()
+        self._reports: deque[_Report] = deque()
 
-    def add(self, skipped: Any, batch: Any) -> None:
-        """Remember the report of a step and its batch.
+    def add(self, skipped: Any, loss_scale: Any, batch: Any) -> None:
+        """Remember the report of a step: whether it was skipped, its loss scale and its batch.
 
         A step inside another JAX transformation, such as ``jit``, has no report.
         """
         if not isinstance(skipped, jax.core.Tracer):
-            self._reports.append((skipped, batch))
+            self._reports.append(_Report(skipped, loss_scale, batch))
 
     def bad_batches_of(self, state: Any) -> list[Any]:
         """Return the latest skipped batches if the run of ``state`` is stuck.
 
-        Otherwise return an empty list. A run is stuck if ``limit`` steps in a row were skipped and the loss scale could
-        not fall. Batches whose arrays were deleted are left out.
+        Otherwise return an empty list. A run is stuck if ``limit`` steps in a row were skipped, the last of them at a
+        loss scale that cannot fall. Batches whose arrays were deleted are left out.
         """
-        bad_batches: list[Any] = []
+        bad: list[_Report] = []
         with contextlib.suppress(IndexError):  # another thread has read the last report
-            while self._reports and self._is_due(self._reports[0][0]):
-                skipped, batch = self._reports.popleft()
-                if _read_now(skipped) and not is_deleted(batch):
-                    bad_batches.append(batch)
-        if not bad_batches:
+            while self._reports and self._is_due(self._reports[0].skipped):
+                report = self._reports.popleft()
+                if _read_now(report.skipped) and not is_deleted(report.batch):
+                    bad.append(report)
+        if not bad:
             return []
         scaling = get_loss_scaling_state(state.opt_state)._replace(inner_state=None)
         if is_traced(scaling) or is_deleted(scaling):
             return []
-        return bad_batches if _is_stuck(_read_now(scaling), self.limit) else []
+        scaling = _read_now(scaling)
+        has_fallen = np.any(_read_now(bad[-1].loss_scale) > scaling.loss_scale.loss_scale)
+        return [] if has_fallen or not _are_stuck(scaling, self.limit).any() else [report.batch for report in bad]
 
     def _is_due(self, report: Any) -> bool:
         # Processes may finish at different times, but all must raise the error at the same step.

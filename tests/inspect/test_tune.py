@@ -125,10 +125,16 @@ def _recurrent(x, weight):
     return carry + 0.1 * softmaxes.mean(0)
 
 
+_traced_once = jax.jit(_steep)  # JAX traces one body for all layers
+_recomputed = jax.checkpoint(_short_step)
+
+
 @pytest.mark.parametrize(
     ("layers", "policy"),
     [
         ([_flow, _plain], "mixed_bfloat16"),
+        ([_traced_once, _plain, _traced_once], "mixed_bfloat16"),
+        pytest.param([_recomputed, _recomputed, _plain], "mixed_bfloat16", marks=SLOW),
         pytest.param([_flow, _recurrent, _plain], "mixed_float16", marks=SLOW),
         pytest.param([_flow, _plain, _steep, _plain], "mixed_bfloat16", marks=SLOW),
     ],

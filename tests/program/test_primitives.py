@@ -88,7 +88,7 @@ def test_the_table_names_only_primitives_of_this_jax_or_gives_their_versions():
     installed = {
         *installed_primitives(),
         "cast_repeated",
-        "kept_cast",
+        "separate_cast",
         *(pattern for pattern in PATTERNS if filter_names(installed_primitives(), pattern)),
     }
     assert {name for name in ALL if is_expected(name)} - installed == set(), "not in this JAX"

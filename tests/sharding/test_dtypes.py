@@ -28,7 +28,7 @@ from mesh_steps import (
 from meshes import mesh_of
 
 import jaxmp
-from jaxmp.engine import kept_casts
+from jaxmp.engine import separate_casts
 from jaxmp.program.walk import equations
 from jaxmp.sharding import Sharding
 from jaxmp.sharding.specs import specs_in
@@ -124,7 +124,7 @@ class TestDtypes:
 
     @pytest.mark.parametrize("device", ["h200", "v5e"])
     def test_a_weight_whose_cast_a_tpu_keeps_is_gathered_in_half_and_summed_in_float32(self, device, monkeypatch):
-        monkeypatch.setattr(kept_casts, "_SHARE", 0)  # every weight is large
+        monkeypatch.setattr(separate_casts, "_SHARE", 0)  # every weight is large
         mesh, specs = mesh_of(), specs_of(net_params, mesh_of())
         step = jaxmp.make_train_step(net_loss(Net()), sharding=Sharding(mesh, specs), policy="mixed_bfloat16")
         state = jax.eval_shape(lambda: jaxmp.TrainState.create_sharded(net_params, tx_of(), Sharding(mesh, specs)))
@@ -137,8 +137,8 @@ class TestDtypes:
         assert reductions == {"float32"}
         products = [eqn.outvars[0].aval for eqn in equations(program) if eqn.primitive.name == "dot_general"]
         assert {aval.dtype.name for aval in products if aval.shape in layers} == {"float32"}  # of a device's tokens
-        kept = [eqn for eqn in equations(program) if eqn.primitive.name == "kept_cast"]
-        assert bool(kept) == (device == "v5e")
+        casts = [eqn for eqn in equations(program) if eqn.primitive.name == "separate_cast"]
+        assert bool(casts) == (device == "v5e")
 
     def test_slices_of_a_scan_are_gathered_in_its_body(self):
         mesh = mesh_of(EXPLICIT)

@@ -166,7 +166,7 @@ def test_while_the_scale_can_fall_the_run_goes_on(scale):
     bad = {**batch, "x": batch["x"] * jnp.inf}
     state = TrainState.create(params=params, tx=loss_scaling(optax.sgd(0.1), scale))
     at, text = fails_within(step, state, bad, 20)
-    assert 10 <= at <= 13 and f"{at} steps in a row were skipped, and the loss scale 1 cannot fall" in text
+    assert 11 <= at <= 14 and f"{at} steps in a row were skipped, and the loss scale 1 cannot fall" in text
 
 
 @pytest.mark.parametrize("kind", ["jitted step", "own step", "nnx"])
@@ -211,6 +211,20 @@ def test_a_stuck_run_needs_a_scale_that_cannot_fall():
         jaxmp.raise_if_stuck(state, max_consecutive_skips=2)
 
 
+def test_the_lowest_loss_scale_is_tried_before_the_run_stops():
+    def loss(params, model_state, batch, rng):
+        return jnp.sum((params["w"].astype(jnp.float16) * jnp.float16(40_000)).astype(jnp.float32)), model_state
+
+    step = make_train_step(loss, max_consecutive_skips=3)
+    tx = loss_scaling(optax.sgd(0.0), DynamicLossScale(8.0))
+    state = TrainState.create(params={"w": concrete.full(2, 1e-3)}, tx=tx)
+    with jax.transfer_guard_device_to_host("disallow"):
+        for _ in range(6):
+            state, metrics = step(state, 1.0)
+            jax.block_until_ready(metrics)
+    assert state.skipped_steps == 3 and state.loss_scale == 1 and not metrics["skipped"]
+
+
 def test_finite_steps_in_between_restart_the_count():
     params, batch = problem()
     step = make_train_step(train_loss, max_consecutive_skips=3)
@@ -239,7 +253,7 @@ def test_a_run_stops_if_only_the_norm_of_the_gradients_is_not_finite():
     tx = loss_scaling(optax.sgd(1e-20), DynamicLossScale(4.0))
     params = {"w": concrete.ones(2)}
     at, text = fails_within(step, TrainState.create(params=params, tx=tx), 1.0, 9)
-    assert 2 <= at <= 5
+    assert 3 <= at <= 6
     assert "not finite now: no gradient, so it must be the gradients' norm or the optimizer's updates. Look" in text
 
 
@@ -317,7 +331,7 @@ def test_a_report_is_read_when_it_is_finished_and_not_before():
         def __array__(self, *args, **kwargs):
             raise AssertionError("waited")
 
-    step._stuck_runs.add(Unfinished(), batch)
+    step._stuck_runs.add(Unfinished(), Unfinished(), batch)
     bad = {**batch, "x": batch["x"] * jnp.nan}
     state = TrainState.create(params=params, tx=optax.sgd(0.1))
     with jax.transfer_guard("disallow"):

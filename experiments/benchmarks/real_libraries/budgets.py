@@ -38,7 +38,7 @@ HALF_REASONS = ("product", "between half operations")
 """Reasons of half values. The derivative of such a value may be float32."""
 NOTICEABLE = 0.001
 """The smallest error that counts as avoided."""
-PROGRAM_COLUMNS = ("program", "line with the largest share", "its operation", "share", "error", "explained")
+PROGRAM_COLUMNS = ("program", "line with the largest share", "its operation", "share", "error", "predicted")
 RULE_COLUMNS = ("reason of float32", "programs", "avoids more than 0.1 %", "the largest error that it avoids")
 
 
@@ -106,6 +106,11 @@ def time_limit(seconds: int) -> Iterator[None]:
 def rows_of_programs(programs: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
     """Return the cells of the table of programs, the largest share first."""
     return [_cells(row) for row in sorted(programs, key=lambda row: -row["largest"]["share"])]
+
+
+def is_explained(row: dict[str, Any]) -> bool:
+    """Return whether the predicted error of a program is near the measured error."""
+    return row["measured"] / 1.5 <= row["explained"] <= 1.5 * row["measured"]
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:

@@ -43,8 +43,12 @@ def memory(rows: list[dict[str, Any]]) -> str:
 
 
 def largest_shares(programs: list[dict[str, Any]]) -> str:
-    """Return the table of the programs in which one line causes most of the error, from the benchmark `budgets`."""
-    return markdown(budgets.PROGRAM_COLUMNS, budgets.rows_of_programs(programs)[:MOST_BUDGETS], left=3)
+    """Return the table of the programs in which one line causes most of the error, from the benchmark `budgets`.
+
+    Programs whose error is not predicted are left out.
+    """
+    explained = [row for row in programs if budgets.is_explained(row)]
+    return markdown(budgets.PROGRAM_COLUMNS, budgets.rows_of_programs(explained)[:MOST_BUDGETS], left=3)
 
 
 def avoided_errors(programs: list[dict[str, Any]]) -> str:

@@ -141,7 +141,7 @@ class BudgetRun:
             def at_site_without_gradient(number: int, value: Any) -> Any:
                 return rounding.round_if(masks[number] == 1, self.sites[number].dtype, value)
 
-            def at_operand(eqn: Any, number: int | None, dtype: np.dtype, value: Any) -> Any:
+            def at_operand(key: Key, eqn: Any, number: int | None, dtype: np.dtype, value: Any) -> Any:
                 if eqn.primitive.name not in PRODUCTS:
                     return value
                 is_half_product = rounds_operands if number is None else rounds_operands & (masks[number] == 1)

@@ -19,7 +19,7 @@ from jaxmp.base.trees import widen
 from jaxmp.inspect._budget.sites import CASTS, Place, is_narrow
 from jaxmp.program.binding import bind_equation, params_in_dtype
 from jaxmp.program.bodies import rebuild
-from jaxmp.program.equations import Bodies, names_a_dtype, opened
+from jaxmp.program.equations import HIGHEST, Bodies, names_a_dtype, opened
 from jaxmp.program.primitives import Class, Trait, classify, has_trait
 from jaxmp.program.rewriting import Rewriter
 from jaxmp.program.values import Key
@@ -34,14 +34,14 @@ class Changes(NamedTuple):
       sites: the numbers of the sites by place.
       at_site: a function that takes the number of a site and its value, and returns the value to use in its place.
       at_site_without_gradient: the same where JAX cannot differentiate, in while loops.
-      at_operand: the same for the operands of half-precision operations. It takes the equation, the number of the site
-        of its result (None without one), the dtype of the operand and its value.
+      at_operand: the same for the operands of half-precision operations. It takes the key of the equation, the
+        equation, the number of the site of its result (None without one), the dtype of the operand and its value.
     """
 
     sites: Mapping[Place, int]
     at_site: Callable[[int, Any], Any]
     at_site_without_gradient: Callable[[int, Any], Any]
-    at_operand: Callable[[Any, int | None, np.dtype, Any], Any]
+    at_operand: Callable[[Key, Any, int | None, np.dtype, Any], Any]
 
 
 class WideEvaluation(Rewriter):
@@ -97,9 +97,9 @@ class WideEvaluation(Rewriter):
         read = []
         for atom, operand in zip(eqn.invars, operands, strict=True):
             if is_narrow_aval(atom.aval):
-                operand = self.changes.at_operand(eqn, number, atom.aval.dtype, operand)
+                operand = self.changes.at_operand(self._key, eqn, number, atom.aval.dtype, operand)
             read.append(operand)
-        params = params_in_dtype(eqn, _FLOAT32)
+        params = params_in_dtype(eqn, _FLOAT32, HIGHEST)
         if "dtype" in params:
             params["dtype"] = _FLOAT32
         return bind_equation(eqn, read, params)

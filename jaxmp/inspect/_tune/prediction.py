@@ -20,7 +20,7 @@ from jaxmp.inspect.program.tracing import program_of
 from jaxmp.policy.policies import Policy
 from jaxmp.program.equations import evaluate
 from jaxmp.program.reading import read_program
-from jaxmp.program.values import Equation, Value
+from jaxmp.program.values import Equation, Key, Value
 
 _HALF = {"float16", "bfloat16"}
 
@@ -40,21 +40,37 @@ def _has_half_result(row: PlanRow) -> bool:
     return not _HALF.isdisjoint(row.result.split(", "))
 
 
+class _Operation(NamedTuple):
+    """An operation of the forward pass, or the operations of the backward pass that JAX makes from it.
+
+    Attributes:
+      origin: the number of :func:`origin_of`. All calls of a function that JAX traces once have the same numbers.
+      path: the path of the module or scope of the call.
+    """
+
+    origin: int
+    path: str
+
+
 class _Switch(NamedTuple):
     """A switch for the roundings of an operation, or of a sum of cotangents.
 
     Attributes:
-      origin: the origin of the operation. For a sum, it is an operation that reads the value.
+      operation: the operation. For a sum, it is an operation that reads the value.
       shape: the shape of the value whose cotangents are summed; None for an operation.
     """
 
-    origin: int
+    operation: _Operation
     shape: tuple[int, ...] | None
 
 
-def _switch_of(eqn: Any) -> _Switch:
-    is_sum = eqn.primitive.name == SUM_OF_COTANGENTS
-    return _Switch(origin_of(eqn), eqn.outvars[0].aval.shape if is_sum else None)
+def _operation_of(equation: Equation) -> _Operation:
+    return _Operation(origin_of(equation.eqn), equation.path)
+
+
+def _switch_of(equation: Equation) -> _Switch:
+    is_sum = equation.name == SUM_OF_COTANGENTS
+    return _Switch(_operation_of(equation), equation.eqn.outvars[0].aval.shape if is_sum else None)
 
 
 class _Summed(NamedTuple):
@@ -119,9 +135,9 @@ class Prediction:
 
         self._loss_of = loss_of
         self._rows = self._plan({})
-        self._rows_by_origin = collections.defaultdict[int, list[int]](list)
+        self._rows_of = collections.defaultdict[_Operation, list[int]](list)
         for number, equation in enumerate(equations):
-            self._rows_by_origin[origin_of(equation.eqn)].append(number)
+            self._rows_of[_operation_of(equation)].append(number)
         self._program = program_of_function(loss_of, args, half, None, loss_scale)
         read = read_program(self._program.jaxpr, self._program.consts)
         names = [equation.name for equation in equations]
@@ -129,7 +145,8 @@ class Prediction:
         sites = sites_of(read)
         self._dtypes = [site.dtype for site in sites]
         self._sites = {site.place: number for number, site in enumerate(sites)}
-        self._switches = [_switch_of(read.equations[site.place[0]].eqn) for site in sites]
+        self._switch_at = {key: _switch_of(equation) for key, equation in read.equations.items()}
+        self._switches = [self._switch_at[site.place[0]] for site in sites]
         self._position = {switch: position for position, switch in enumerate(dict.fromkeys(self._switches))}
         self._summed = _summed_values(equations)
         self._run = jax.jit(self._results, compiler_options=options_of_few_runs())
@@ -148,7 +165,7 @@ class Prediction:
 
     def _is_on(self, switch: _Switch, rows: Sequence[PlanRow]) -> bool:
         """Return whether a switch is on under a plan. It is on without overrides."""
-        numbers = self._rows_by_origin[switch.origin]
+        numbers = self._rows_of[switch.operation]
         is_known = any(self._rounds(switch, number, self._rows) for number in numbers)
         return not is_known or any(self._rounds(switch, number, rows) for number in numbers)
 
@@ -171,8 +188,8 @@ class Prediction:
         def at_site(number: int, value: Any) -> Any:
             return round_if(are_on[self._position[self._switches[number]]], self._dtypes[number], value)
 
-        def at_operand(eqn: Any, number: int | None, dtype: np.dtype, value: Any) -> Any:
-            position = self._position.get(_switch_of(eqn))
+        def at_operand(key: Key, eqn: Any, number: int | None, dtype: np.dtype, value: Any) -> Any:
+            position = self._position.get(self._switch_at[key])
             return value if position is None else round_if(are_on[position], dtype, value)
 
         return evaluate_wide(

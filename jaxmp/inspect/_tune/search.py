@@ -110,7 +110,7 @@ def search_and_measure(
     for _ in range(measurements):
         result = search(candidates, predict, allowed, operations=operations)
         if result.interrupted:
-            return _interrupted(best or result)
+            return _interrupted(best or dataclasses.replace(result, error=result.error * tolerance / allowed))
         if result.chosen in measured:
             break
         measured.add(result.chosen)

@@ -27,7 +27,7 @@ from jaxmp.policy.policies import Policy
 from jaxmp.policy.policy_files import write_policy
 from jaxmp.policy.policy_map import PolicyMap, get_policy
 
-_COLUMNS = ("path", "predicted error if float32", "FLOPs", "float32")
+_COLUMNS = ("path", "error if float32", "FLOPs", "float32")
 _FLOORS_ALLOWED = 2.0
 _FEW_IN_HALF = 0.5
 
@@ -38,8 +38,8 @@ class TunedRow:
 
     Attributes:
       path: the path in the form of an override's key, such as ``"flow"`` or ``"flow:add"``.
-      error: the predicted error of the function if this module and all modules that overflow in half precision compute
-        in float32; NaN if the search did not need this error.
+      error: the error of the function if this module and all modules that overflow in half precision compute in
+        float32. It is predicted, or measured if predictions are wrong. NaN if the search did not need this error.
       flops: the FLOPs of the products in the module, scope or operation, without products in submodules.
       is_float32: whether the search chose float32.
     """
@@ -150,8 +150,8 @@ def tune(
     :func:`jaxmp.autocast` with ``policy`` is above the tolerance, a search tries modules in float32 instead of half
     precision (float16 or bfloat16), and then single operations of these modules. The error of each trial is predicted
     with one compiled program, in which the roundings of each operation can be turned off. The error of the result is
-    measured. There are at most 6 compilations, whatever the number of modules. If the prediction is wrong for this
-    function, as with float8 products, errors are measured instead, with a compilation for each trial.
+    measured. There are usually at most 6 compilations, whatever the number of modules. If predictions are wrong for
+    this function, as with float8 products, errors are measured instead, with a compilation for each trial.
 
     Args:
       fun: a function that returns the loss, or a tuple whose first element is the loss. It may also be a train

@@ -20,7 +20,7 @@ _SHARE = 1 / 2
 """The share of the core's memory above which a weight is large."""
 
 
-def with_kept_cast(weight: Any, operand: Any) -> Any:
+def with_separate_cast(weight: Any, operand: Any) -> Any:
     """Return an operand behind a barrier if it is the half copy of a large weight, and the device is a TPU.
 
     Otherwise return the operand as it is. The device is the one that :func:`jaxmp.hardware.detect` returns.
@@ -35,15 +35,15 @@ def with_kept_cast(weight: Any, operand: Any) -> Any:
     is_known = isinstance(weight.size, int)  # a size that jax.export leaves open is not
     if core_memory is None or not is_known or weight.size * weight.dtype.itemsize <= core_memory * _SHARE:
         return operand
-    return _kept.bind(operand)
+    return _separate.bind(operand)
 
 
 # The barrier of JAX also stops the cotangent. The compiler would then write the weight's gradient in half, and cast it
 # to float32 in another kernel.
-_kept = Primitive("kept_cast")
-_kept.def_impl(jax.lax.optimization_barrier)
-_kept.def_abstract_eval(lambda operand: operand)
-ad.primitive_jvps[_kept] = lambda primals, tangents: (_kept.bind(*primals), *tangents)
-ad.primitive_transposes[_kept] = lambda cotangent, _: [cotangent]
-batching.primitive_batchers[_kept] = lambda operands, axes: (_kept.bind(*operands), *axes)
-mlir.register_lowering(_kept, mlir.lower_fun(jax.lax.optimization_barrier, multiple_results=False))
+_separate = Primitive("separate_cast")
+_separate.def_impl(jax.lax.optimization_barrier)
+_separate.def_abstract_eval(lambda operand: operand)
+ad.primitive_jvps[_separate] = lambda primals, tangents: (_separate.bind(*primals), *tangents)
+ad.primitive_transposes[_separate] = lambda cotangent, _: [cotangent]
+batching.primitive_batchers[_separate] = lambda operands, axes: (_separate.bind(*operands), *axes)
+mlir.register_lowering(_separate, mlir.lower_fun(jax.lax.optimization_barrier, multiple_results=False))
