@@ -199,6 +199,16 @@ def test_the_planted_line_comes_first(plant):
     assert budget.rows[0].source == f"test_budget.py:{planted}"
 
 
+def test_the_advice_for_a_line_with_a_product_keeps_the_product_half():
+    def loss_fn(w, x):
+        for _ in range(6):
+            x = x + 0.004 * jnp.tanh(x @ w)
+        return jnp.mean(x**2)
+
+    advice = error_budget(loss_fn, "mixed_bfloat16", probes=1)(W, X).sentences[-1]
+    assert "add" in advice and "Write the products of this line on a line of their own, and put" in advice
+
+
 @pytest.mark.slow("two long unrolled programs")
 def test_the_sentence_says_what_float32_gains_and_the_override_does_it():
     def loss_fn(w, x):

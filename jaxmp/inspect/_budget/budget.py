@@ -26,6 +26,7 @@ from jaxmp.inspect.program.calls import (
     step_call,
 )
 from jaxmp.inspect.program.function_leaves import of_arrays
+from jaxmp.program.primitives import PRODUCTS
 from jaxmp.program.reading import read_program
 from jaxmp.program.values import Key, Program, depending_on
 
@@ -302,7 +303,10 @@ class _Measurement:
         chosen = self._main_operations(budget, largest)
         after = self._measured(self.run.results(sorted({*self.half} - {*chosen}), rounds_operands=True), budget)
         sites = [self.sites[number] for number in chosen]
-        line_run = sentences.LineRun(largest, sites, measured.gradient_error, after.gradient_error)
+        others = [self.sites[number] for number in self.half if number not in chosen]
+        has_other_products = any(site.operation in PRODUCTS and site.equation.source == largest.name for site in others)
+        errors = measured.gradient_error, after.gradient_error
+        line_run = sentences.LineRun(largest, sites, *errors, has_other_products)
         yield sentences.sentence_of_line(line_run, results)
 
     def _main_operations(self, budget: Budget, line: BudgetGroup) -> list[int]:

@@ -29,12 +29,14 @@ class LineRun:
       line: the group of the line.
       sites: the sites of the line that are left out.
       before, after: the relative error of the gradients with and without the roundings.
+      has_other_products: whether the line has half products that are not among its main operations.
     """
 
     line: BudgetGroup
     sites: Sequence[Site]
     before: float
     after: float
+    has_other_products: bool = False
 
 
 def sentence_of_line(run: LineRun, results: str) -> str:
@@ -56,7 +58,7 @@ def sentence_of_line(run: LineRun, results: str) -> str:
     products = sum(site.operation in PRODUCTS and not site.is_operand for site in run.sites)
     rest = f"{_number(products, 'product')} would leave half" if products else "no product leaves half"
     gain = f"float32 there lowers the error from {percent(run.before)} to {percent(run.after)}, and {rest}"
-    return f"{start}: {gain}. {_how(run.sites)}"
+    return f"{start}: {gain}. {_how(run)}"
 
 
 def sentence_of_spread(largest: BudgetGroup, results: str) -> str:
@@ -119,10 +121,15 @@ def _text_of(equation: Equation | None) -> str:
     return ""
 
 
-def _how(sites: Sequence[Site]) -> str:
-    """Return how to compute the operations of some sites in float32."""
-    places = {(site.equation.path, site.operation) for site in sites if site.phase == "forward"}
+def _how(run: LineRun) -> str:
+    """Return how to compute the main operations of a line in float32."""
+    places = {(site.equation.path, site.operation) for site in run.sites if site.phase == "forward"}
     region = 'Put `with jaxmp.precision("float32"):` around the line'
+    if run.has_other_products:
+        region = (
+            'Write the products of this line on a line of their own, and put `with jaxmp.precision("float32"):` around '
+            "the rest"
+        )
     if len(places) != 1 or not min(places)[0]:
         return f"{region}."
     path, operation = min(places)
