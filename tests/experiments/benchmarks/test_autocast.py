@@ -224,7 +224,7 @@ def test_the_code_of_the_page_runs_as_printed(capsys):
     for block in blocks:
         exec(compile(block, "docs/autocast.md", "exec"), scope)
     printed = capsys.readouterr().out
-    assert len(blocks) == 4 and printed.startswith("float32 float32\n")
+    assert len(blocks) == 5 and printed.startswith("float32 float32\n")
     assert re.findall(r"^# (\[\(.*)", "".join(blocks), re.MULTILINE)[0] in printed  # the float8 products
     assert "dot_general" in printed  # the plan
     assert "8 × add: float32 there lowers the error" in printed and "no product leaves half" in printed
