@@ -131,9 +131,9 @@ class Loop(nn.Module):
 
 
 def rotated(x: jax.Array) -> jax.Array:
-    """Return queries or keys with the rotary embedding of their positions (Su et al. 2021, arXiv 2104.09864).
+    """Return queries or keys with the rotary embedding of their positions.
 
-    The angles and the rotation are in float32.
+    The method is that of Su et al. 2021, arXiv 2104.09864. The angles and the rotation are in float32.
 
     Args:
       x: (batch, tokens, heads, head width). The head width is even.

@@ -21,9 +21,9 @@ _SHARE = 1 / 2
 
 
 def with_separate_cast(weight: Any, operand: Any) -> Any:
-    """Return an operand behind a barrier if it is the half copy of a large weight, and the device is a TPU.
+    """Return the half copy of a large weight behind a barrier if the device is a TPU.
 
-    Otherwise return the operand as it is. The device is the one that :func:`jaxmp.hardware.detect` returns.
+    Return any other operand as it is. The device is the one that :func:`jaxmp.hardware.detect` returns.
 
     Args:
       weight: the operand before it was cast.

@@ -1,7 +1,7 @@
-"""The compensation of a bfloat16 param: the float32 master weight minus the param, stored in 16 or 8 bits.
+"""The compensation of a bfloat16 param, stored in 16 or 8 bits.
 
-Kahan's compensation is a bfloat16 number. A split master weight stores the next 8 bits of its mantissa as int8. The
-master weight then has 24 bits.
+The compensation is the float32 master weight minus the param. Kahan's compensation is a bfloat16 number. A split master
+weight stores the next 8 bits of its mantissa as int8. The master weight then has 24 bits.
 """
 
 from __future__ import annotations

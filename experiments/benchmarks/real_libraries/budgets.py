@@ -1,4 +1,4 @@
-"""Measure which roundings cause the errors of autocast in programs of real libraries, and what its rules avoid.
+"""Measure the roundings that cause the errors of autocast in programs of real libraries.
 
 python -m experiments.benchmarks.real_libraries.budgets --libraries flowjax distrax
 

@@ -1,4 +1,4 @@
-"""Show in which programs each rule of autocast matters, how much memory it saves, and which roundings cause errors."""
+"""Tables of the rules of autocast, of the memory that they save, and of error budgets."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def memory(rows: list[dict[str, Any]]) -> str:
 
 
 def largest_shares(programs: list[dict[str, Any]]) -> str:
-    """Return the table of the programs in which one line causes most of the error, from the benchmark `budgets`.
+    """Return the table of programs in which one line causes most of the error.
 
-    Programs whose error is not predicted are left out.
+    The rows are from the benchmark `budgets`. Programs whose error is not predicted are left out.
     """
     explained = [row for row in programs if budgets.is_explained(row)]
     return markdown(budgets.PROGRAM_COLUMNS, budgets.rows_of_programs(explained)[:MOST_BUDGETS], left=3)

@@ -303,8 +303,10 @@ class _Measurement:
         chosen = self._main_operations(budget, largest)
         after = self._measured(self.run.results(sorted({*self.half} - {*chosen}), rounds_operands=True), budget)
         sites = [self.sites[number] for number in chosen]
-        others = [self.sites[number] for number in self.half if number not in chosen]
-        has_other_products = any(site.operation in PRODUCTS and site.equation.source == largest.name for site in others)
+        not_chosen = [self.sites[number] for number in self.half if number not in chosen]
+        has_other_products = any(
+            site.operation in PRODUCTS and site.equation.source == largest.name for site in not_chosen
+        )
         errors = measured.gradient_error, after.gradient_error
         line_run = sentences.LineRun(largest, sites, *errors, has_other_products)
         yield sentences.sentence_of_line(line_run, results)

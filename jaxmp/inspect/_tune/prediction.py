@@ -86,7 +86,10 @@ class _Summed(NamedTuple):
 
 
 def _summed_values(equations: Sequence[Equation]) -> Mapping[tuple[int, tuple[int, ...]], list[_Summed]]:
-    """Return the values that several equations read, by the number of each reader and the shape of the value."""
+    """Return the values that several equations read.
+
+    The keys are the number of each reader and the shape of the value.
+    """
     numbers = {equation.key: number for number, equation in enumerate(equations)}
     readers = collections.defaultdict[Value, list[int]](list)
     for number, equation in enumerate(equations):
