@@ -24,7 +24,7 @@ from flax import linen as nn
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
-from jaxmp.engine.decisions import decide_program
+from jaxmp.engine.decide import decide_program
 from jaxmp.engine.graph import build
 from jaxmp.engine.nodes import Node, Step, StepBody
 from jaxmp.engine.operation_patterns import find_patterns
@@ -142,7 +142,7 @@ def fill_of_state(box: Box) -> str:
 
 def final_fill(box: Box) -> str:
     """Return the colour of an operation in the end."""
-    return HALF if box.decision.dtype.itemsize == 2 else FULL
+    return HALF if box.decision.stored_dtype.itemsize == 2 else FULL
 
 
 def draw(axes: Any, boxes: Sequence[Box], fills: dict[Box, str], casts: bool, title: str, origins: Labels) -> None:
@@ -158,7 +158,7 @@ def draw(axes: Any, boxes: Sequence[Box], fills: dict[Box, str], casts: bool, ti
             _arrow(axes, (x, y), box, casts and _is_cast(node, box))
             axes.text(x, y - 0.05, origins[node], ha="center", va="bottom", fontsize=8, color=LINE, style="italic")
     for box in boxes:
-        _box(axes, box, fills[box], casts and box.decision.compute not in (None, box.decision.dtype))
+        _box(axes, box, fills[box], casts and box.decision.compute_dtype not in (None, box.decision.stored_dtype))
     low, high = min(box.x for box in boxes), max(box.x for box in boxes)
     middle, reach = (low + high) / 2, max(2.1, (high - low) / 2 + 0.8)
     axes.set_xlim(middle - reach, middle + reach)
@@ -169,8 +169,8 @@ def draw(axes: Any, boxes: Sequence[Box], fills: dict[Box, str], casts: bool, ti
 
 def _is_cast(above: Node, box: Box) -> bool:
     """Return whether a value changes its dtype on the way into an operation."""
-    dtype = box.decision_of[above].dtype
-    compute = box.decision.compute or (dtype if box.moves else np.dtype(np.float32))
+    dtype = box.decision_of[above].stored_dtype
+    compute = box.decision.compute_dtype or (dtype if box.moves else np.dtype(np.float32))
     return bool(dtype != compute)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from jaxmp.base.arguments import printed, require_function
 from jaxmp.base.donation import donation_note
 from jaxmp.engine.constant_casts import casts_constants_in_program
-from jaxmp.engine.decisions import decide_program
+from jaxmp.engine.decide import decide_program
 from jaxmp.engine.emit import Emission
 from jaxmp.engine.float64_check import warn_of_float64
 from jaxmp.engine.graph import build

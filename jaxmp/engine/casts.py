@@ -23,11 +23,11 @@ def read_in(user: Node, operand: Node, decision_of: Mapping[Node, Decision]) -> 
     The result is None if the operand needs no cast.
     """
     reader = decision_of[user]
-    if reader.compute is not None:
-        return reader.compute
+    if reader.compute_dtype is not None:
+        return reader.compute_dtype
     if user.kind in (CLEAR, JOIN):
         return None if reader.postponed_cast else decision_of[operand].postponed_cast
-    return operand.written
+    return operand.original_dtype
 
 
 def move_casts(nodes: Sequence[Node], decision_of: dict[Node, Decision]) -> None:
@@ -43,14 +43,14 @@ def move_casts(nodes: Sequence[Node], decision_of: dict[Node, Decision]) -> None
     for node in reversed(nodes):
         decision = decision_of[node]
         is_moved = node.kind is CLEAR and node.name in MONOTONE and len(node.inputs) == 1 and not node.needs_float32
-        if not is_moved or decision.dtype != _FLOAT32:
+        if not is_moved or decision.stored_dtype != _FLOAT32:
             continue
         wanted = {read_in(user, node, decision_of) for user in node.users}
         dtype = wanted.pop() if len(wanted) == 1 else None
         if dtype is None or dtype.itemsize != 2 or decision.postponed_cast not in (None, dtype):
             continue
         if node.is_cast_once or not _is_repeated(node):
-            decision_of[node] = decision._replace(dtype=dtype, compute=dtype, postponed_cast=None)
+            decision_of[node] = decision._replace(compute_dtype=dtype, stored_dtype=dtype, value_dtype=dtype)
 
 
 def _is_repeated(node: Node) -> bool:

@@ -6,13 +6,10 @@ import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from jaxmp.engine.decide import decide
-from jaxmp.engine.float8_products import Float8Product, choose_float8
+from jaxmp.engine.float8_products import Float8Product
 from jaxmp.engine.nodes import Graph, Node, Step
-from jaxmp.engine.reads import ReadDtypes, RepeatedReads, reads_of_steps
+from jaxmp.engine.reads import ReadDtypes, RepeatedReads
 from jaxmp.engine.value_decision import Decision
-from jaxmp.program.equations import asks_for_what_is_missing
-from jaxmp.program.repeated_casts import sums_half
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -46,7 +43,7 @@ class Decisions:
         Steps with equal equations and keys are emitted alike.
         """
         results = [self.decision_of[node] for node in step.nodes if node is not None]
-        nodes = tuple((result.compute, result.dtype, result.postponed_cast) for result in results)
+        nodes = tuple((result.compute_dtype, result.stored_dtype, result.value_dtype) for result in results)
         operands = tuple(
             node is not None and (node.is_cast_once, self.decision_of[node].postponed_cast) for node in step.operands
         )
@@ -54,47 +51,3 @@ class Decisions:
         # `reads` is part of the key, because the dtypes of comparisons also depend on constants.
         reads = tuple(self.reads[step])
         return nodes, operands, step in self.unchanged, self.float8_product(step), reads, inner
-
-
-def decide_program(graph: Graph) -> Decisions:
-    """Decide the dtypes of a program."""
-    decision_of = decide(graph)
-    if not graph.changes:
-        return Decisions(graph, decision_of)
-    float8 = choose_float8(graph, decision_of)
-    reads, repeated_reads = reads_of_steps(graph, decision_of)
-    changed = {step for step, choice in float8.items() if isinstance(choice, Float8Product)} | repeated_reads.keys()
-    unchanged = _unchanged_steps(graph, decision_of, changed)
-    return Decisions(graph, decision_of, reads, repeated_reads, float8, unchanged)
-
-
-def _unchanged_steps(graph: Graph, decision_of: Mapping[Node, Decision], changed: Collection[Step]) -> set[Step]:
-    """Return the steps that are emitted as they are. The steps ``changed`` are known to change."""
-    changed_nodes = set[Node]()
-    for node, decision in decision_of.items():
-        if decision.postponed_cast is not None or decision.dtype != node.written:
-            changed_nodes.add(node)
-    unchanged = set[Step]()
-    for step in graph.steps:  # the steps in a body come first
-        if step in changed or not changed_nodes.isdisjoint([*step.operands, *step.nodes]):
-            continue
-        inside = (inner for body in step.inner for inner in body.steps)
-        if _keeps_dtypes(step, decision_of) and all(inner in unchanged for inner in inside):
-            unchanged.add(step)
-    return unchanged
-
-
-def _keeps_dtypes(step: Step, decision_of: Mapping[Node, Decision]) -> bool:
-    """Return whether an equation whose operands and results keep their dtypes changes nothing else.
-
-    The equations in its bodies may change.
-    """
-    params = step.eqn.params
-    if "precision" in params and asks_for_what_is_missing(params):
-        return False
-    if step.bodies is not None:  # derivative rules are decided when they run
-        return not (step.bodies.has_rule and step.region.level != "written")
-    if step.node is None:
-        return True
-    decision = decision_of[step.node]
-    return decision.compute is None and (decision.dtype.itemsize > 2 or not sums_half(step.eqn))

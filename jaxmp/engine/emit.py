@@ -13,7 +13,8 @@ import numpy as np
 from jaxmp._internals.jax.traces import is_staged, is_tracing, may_be_skipped
 from jaxmp.base.dtypes import is_castable
 from jaxmp.engine.constant_casts import constant_in
-from jaxmp.engine.decisions import Decisions, decide_program
+from jaxmp.engine.decide import decide_program
+from jaxmp.engine.decisions import Decisions
 from jaxmp.engine.float8_products import Float8Product, emit_float8
 from jaxmp.engine.float32_results import emit_with_float32_result
 from jaxmp.engine.graph import build
@@ -129,27 +130,28 @@ class _Evaluation(Rewriter):
         """
         if is_literal(atom):
             return constant_in(value, dtype)
-        decision = self.decisions.decision_of[node]
-        postponed_cast = decision.postponed_cast
-        is_half = dtype.itemsize == 2
-        is_summed = repeat is not None and is_half and must_widen(repeat.step.eqn, atom, value, self.examples)
-        if postponed_cast is None and value.dtype == dtype and not isinstance(value, np.ndarray) and not is_summed:
-            return value
         if atom in self.narrow:
             narrow_value, narrow_atom, narrow_node = self.narrow[atom]
             if self.decisions.decision_of[narrow_node].value_dtype == dtype:
                 return self.read_as(narrow_value, narrow_atom, narrow_node, dtype, repeat)
+        if isinstance(value, np.ndarray):
+            return self.cast_once(value, atom, node, dtype)
+        is_narrowed = dtype.itemsize < value.dtype.itemsize
+        if repeat is not None and self.decisions.decision_of[node].postponed_cast in (None, dtype):
+            is_summed = dtype.itemsize == 2 and must_widen(repeat.step.eqn, atom, value, self.examples)
+            if is_summed or (is_narrowed and not node.is_cast_once):
+                return self.repeated(value, dtype, repeat.step, _batched_operands(repeat, self.examples.others, node))
         # A weight is cast at each use, so that its cotangents are summed in float32; other values are cast once.
         # A cast to float32 is made at each use, so that XLA stores the half value and no shared float32 copy.
-        is_shared = node.is_cast_once and dtype.itemsize <= decision.value_dtype.itemsize
-        if (is_shared and not is_summed) or isinstance(value, np.ndarray):
-            if (atom, dtype) not in self.shared:
-                self.shared[atom, dtype] = self.cast(value, dtype, node)
-            return self.shared[atom, dtype]
-        is_narrowed = dtype.itemsize < value.dtype.itemsize
-        if repeat is not None and postponed_cast in (None, dtype) and (is_summed or is_narrowed):
-            return self.repeated(value, dtype, repeat.step, _batched_operands(repeat, self.examples.others, node))
+        if is_narrowed and node.is_cast_once:
+            return self.cast_once(value, atom, node, dtype)
         return self.cast(value, dtype, node)
+
+    def cast_once(self, value: Any, atom: Any, node: Node, dtype: np.dtype) -> Any:
+        """Return the ``value`` of ``node`` in ``dtype``, by one cast for all readers of the variable ``atom``."""
+        if (atom, dtype) not in self.shared:
+            self.shared[atom, dtype] = self.cast(value, dtype, node)
+        return self.shared[atom, dtype]
 
     def cast(self, value: Any, dtype: np.dtype, node: Node | None = None) -> Any:
         """Return the ``value`` of ``node`` in ``dtype``.
@@ -197,7 +199,7 @@ class _Evaluation(Rewriter):
         if is_repeat and must_widen(eqn, eqn.invars[0], operands[0], self.examples):
             with jax.named_scope(WIDE_SUMS):
                 return summed_in_float32(eqn, operands)
-        dtype = None if node is None else self.decisions.decision_of[node].compute
+        dtype = None if node is None else self.decisions.decision_of[node].compute_dtype
         params = eqn.params
         if dtype is not None:
             precision = self.emission.rules.precision_of(eqn, step.names) if eqn.primitive.name in PRODUCTS else None
@@ -231,7 +233,7 @@ class _Evaluation(Rewriter):
         """
         if not is_widening(step, self.decisions.decision_of):
             self.emission.operand_types[step] = [jax.typeof(value)]
-        return self.cast(operand, self.decisions.decision_of[node].dtype)
+        return self.cast(operand, self.decisions.decision_of[node].stored_dtype)
 
     def results_of_bodies(self, step: Step, bodies: Bodies, values: list[Any], operands: list[Any]) -> list[Any]:
         """Return the results of an equation whose bodies change."""
@@ -286,7 +288,7 @@ class _StepRewriter(Rewriter):
             if n in step.unchanged_carries:  # JAX hoists a carry out of the loop if the body returns it unchanged
                 results[n] = args[bodies.start + n]
             elif join is not None:
-                results[n] = evaluation.cast(results[n], decisions.decision_of[join].dtype)
+                results[n] = evaluation.cast(results[n], decisions.decision_of[join].stored_dtype)
         return results
 
     def make_rule_evaluation(self, eqn: Any) -> RuleEvaluation:

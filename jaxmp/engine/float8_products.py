@@ -68,7 +68,9 @@ def _is_fused(product: Node, decision_of: Mapping[Node, Decision]) -> bool:
         return [user for user in node.users if user.name not in PRODUCTS and not user.name.startswith("reduce_")]
 
     readers = reachable([product], follow)
-    return all(reader.users and (reader.name != "tanh" or decision_of[reader].dtype.itemsize > 2) for reader in readers)
+    return all(
+        reader.users and (reader.name != "tanh" or decision_of[reader].stored_dtype.itemsize > 2) for reader in readers
+    )
 
 
 def _weight_or_reason(
@@ -81,12 +83,12 @@ def _weight_or_reason(
     """
     eqn = step.eqn
     operands = [operand for operand in step.operands if operand is not None]
-    compute = decision_of[node].compute
-    if len(operands) < 2 or any((compute or operand.written).itemsize != 2 for operand in operands):
+    compute_dtype = decision_of[node].compute_dtype
+    if len(operands) < 2 or any((compute_dtype or operand.original_dtype).itemsize != 2 for operand in operands):
         return "", ""
     if eqn.primitive.name != "dot_general":
         return "", "a convolution" if "conv" in eqn.primitive.name else "a ragged product"
-    if decision_of[node].dtype.itemsize != 2:
+    if decision_of[node].stored_dtype.itemsize != 2:
         return "", "a float32 result"
     if WITH_RULE in step.names:
         return "", "in a function with a derivative rule"

@@ -136,16 +136,16 @@ class _Builder:
 
     # -- nodes ---------------------------------------------------------------------------------------------------------
 
-    def add_source(self, value: Value, arrives_in: Any = None) -> Node | None:
+    def add_source(self, value: Value, argument_dtype: Any = None) -> Node | None:
         """Add the node of an argument, a constant or a literal.
 
-        ``arrives_in`` is the dtype of an argument, which may differ from its traced dtype.
+        ``argument_dtype`` is the dtype of an argument, which may differ from its traced dtype.
         """
         if not is_castable(value.aval):
             self.node_of[value] = None
             return None
         node = self.add(SOURCE, "source", value, ())
-        node.arrives_in = value.aval.dtype if arrives_in is None else np.dtype(arrives_in)
+        node.argument_dtype = value.aval.dtype if argument_dtype is None else np.dtype(argument_dtype)
         node.is_constant = value.name == CONSTANT
         node.const = extremes_of(value.constant) if node.is_constant else None
         return node

@@ -110,9 +110,9 @@ def check_half_products(decisions: Decisions, policy: Policy, modules: Sequence[
 
 def _is_half_product(step: Step, decisions: Decisions) -> bool:
     """Return whether a product has half operands or a half result, or is float8."""
-    compute = None if step.node is None else decisions.decision_of[step.node].compute
-    if compute is not None:
-        return _is_narrow(compute)
+    compute_dtype = None if step.node is None else decisions.decision_of[step.node].compute_dtype
+    if compute_dtype is not None:
+        return _is_narrow(compute_dtype)
     return any(map(_is_narrow_array, (*step.eqn.invars, *step.eqn.outvars)))
 
 

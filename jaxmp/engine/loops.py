@@ -67,7 +67,7 @@ def _decide_carries(graph: Graph, step: Step, states: States) -> None:
     float32_carries = set[Node]()
     for carry in carries:
         is_half = (carry in layered and carry not in in_float32) or carry in halves
-        if carry.written == np.float32 and not is_half:
+        if carry.original_dtype == np.float32 and not is_half:
             float32_carries.add(carry)
             states.raise_to(carry, State.FLOAT32, Rule.CARRY)
         else:

@@ -30,7 +30,7 @@ class Node:
 
     kind: Kind  # how its operation is treated before any rule raises its state
     name: str  # the primitive, or "source", "carry", "branches"
-    written: np.dtype  # its original dtype
+    original_dtype: np.dtype  # its dtype in the traced program
     shape: tuple[int, ...]
     requested: str  # the level that a region or an override requests; empty if there is none
     half: np.dtype | None  # the half dtype (float16 or bfloat16) of the code around it
@@ -42,7 +42,7 @@ class Node:
     # The first node with an equal value. Equal operations on equal operands have equal values.
     same: Node = dataclasses.field(init=False)
     origin: Node = dataclasses.field(init=False)  # the value before it was moved or widened
-    arrives_in: np.dtype | None = None  # for an argument, its dtype in this call; for a constant, its dtype
+    argument_dtype: np.dtype | None = None  # for an argument, its dtype in this call; for a constant, its dtype
     const: tuple[float, float] | None = None  # for a constant, its smallest nonzero and its largest magnitude
     step: Step | None = None  # the equation that computes it; None for arguments, constants and joins
     is_constant: bool = False  # whether it depends only on constants and integers
@@ -50,12 +50,12 @@ class Node:
     needs_float32: bool = False  # whether it is a float32 result, or its small differences decide integers or bools
     after_product: bool = False  # whether it depends on a product or a half argument
     before_product: bool = False  # whether a product or a half result depends on it
-    # The half dtype of the author's postponed cast, which each reader performs. The value itself is float32. Later
-    # stages read `Decision.postponed_cast`, because `move_casts` may undo this.
+    # The half dtype of the author's postponed cast. Later stages read `Decision`, because `move_casts` may undo this.
     postponed_cast: np.dtype | None = None
 
     def __repr__(self) -> str:
-        return f"Node({self.name} {self.written}{list(self.shape)})"  # without the operands, which have operands too
+        # without the operands, which have operands too
+        return f"Node({self.name} {self.original_dtype}{list(self.shape)})"
 
     @property
     def is_cast_once(self) -> bool:

@@ -21,7 +21,7 @@ from jaxmp.base.arguments import require_function
 from jaxmp.base.dtypes import name_of
 from jaxmp.base.graphs import reachable
 from jaxmp.base.inspection import Inspection
-from jaxmp.engine.decisions import decide_program
+from jaxmp.engine.decide import decide_program
 from jaxmp.engine.emit import Emission
 from jaxmp.engine.flops import flops_of
 from jaxmp.engine.graph import build
@@ -408,7 +408,7 @@ def _dtypes_of_results(step: Step, emission: Emission) -> Iterator[str]:
     """
     decision_of = emission.decisions.decision_of
     for node, var in itertools.zip_longest(step.nodes, step.eqn.outvars):
-        yield name_of(var.aval if node is None else decision_of[node])
+        yield name_of(var.aval) if node is None else decision_of[node].stored_dtype.name
 
 
 def _added_casts(step: Step, emission: Emission) -> list[int]:

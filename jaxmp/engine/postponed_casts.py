@@ -23,9 +23,11 @@ def postpone_casts(nodes: Sequence[Node]) -> None:
     """
     for node in nodes:
         if is_cast_to_half(node):
-            are_weights = all(operand.written == _FLOAT32 and not operand.is_cast_once for operand in node.inputs)
+            are_weights = all(
+                operand.original_dtype == _FLOAT32 and not operand.is_cast_once for operand in node.inputs
+            )
             if are_weights and _depends_on_arguments(node) and not node.in_rule:
-                node.kind, node.postponed_cast = CLEAR, node.written
+                node.kind, node.postponed_cast = CLEAR, node.original_dtype
         elif node.kind is CLEAR and node.name in PICKS and len(node.inputs) == 1:
             node.postponed_cast = node.inputs[0].postponed_cast
         elif node.name in _JOINED:
@@ -37,7 +39,7 @@ def postpone_casts(nodes: Sequence[Node]) -> None:
 def is_cast_to_half(node: Node) -> bool:
     """Return whether a node is a cast to half that the author wrote."""
     is_cast = node.name == CAST and node.step is not None and node.step.kind is KEPT
-    return is_cast and node.written.itemsize == 2
+    return is_cast and node.original_dtype.itemsize == 2
 
 
 def _depends_on_arguments(node: Node) -> bool:

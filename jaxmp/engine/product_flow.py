@@ -20,10 +20,12 @@ def mark_products(nodes: Sequence[Node], wanted: Sequence[Node]) -> None:
     Half arguments and the results ``wanted``, which are requested in half, count as products here. Before this call, an
     outer product counts as an elementwise multiplication. If it depends on a product, it becomes a product.
     """
-    half_arguments = [node for node in nodes if node.arrives_in is not None and node.arrives_in.itemsize == 2]
+    half_arguments = [node for node in nodes if node.argument_dtype is not None and node.argument_dtype.itemsize == 2]
     named = [node for node in nodes if node.name in PRODUCTS]
     written = [
-        node for node in named if node.kind is KEPT and all(operand.written.itemsize == 2 for operand in node.inputs)
+        node
+        for node in named
+        if node.kind is KEPT and all(operand.original_dtype.itemsize == 2 for operand in node.inputs)
     ]
     products = [node for node in nodes if node.kind is HALF]
     for node in reachable([*products, *written, *half_arguments], users_of):

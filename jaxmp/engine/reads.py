@@ -44,7 +44,7 @@ def is_widening(step: Step, decision_of: Mapping[Node, Decision]) -> bool:
     node, operand = step.node, step.operands[0] if step.eqn.primitive.name == CAST else None
     if node is None or operand is None:
         return False
-    return decision_of[operand].value_dtype.itemsize < decision_of[node].dtype.itemsize
+    return decision_of[operand].value_dtype.itemsize < decision_of[node].stored_dtype.itemsize
 
 
 class _ReadsOfSteps:
@@ -69,14 +69,14 @@ class _ReadsOfSteps:
         reads = [_half_dtype_of(operand, self.decision_of) for operand in step.operands]
         if bodies.is_loop:
             for n, join in enumerate(step.joins, bodies.start):
-                reads[n] = self.decision_of[join].dtype if join else reads[n]
+                reads[n] = self.decision_of[join].stored_dtype if join else reads[n]
             for position, _ in self.repeated.get(step, ()):
                 reads[position] = _FLOAT32
         elif bodies.is_call:
             for position, operand in enumerate(step.operands):
                 if operand is not None and operand.is_cast_once:  # so that the call does not save a float32 copy
                     reads[position] = self._half_read(step.inner[0], bodies, position)
-                # The body is traced in the original dtypes.
+                # The body of a derivative rule is traced in the original dtypes, so a postponed cast comes before it.
                 if operand is not None and bodies.has_rule:
                     reads[position] = reads[position] or self.decision_of[operand].postponed_cast
         return reads
@@ -88,7 +88,7 @@ class _ReadsOfSteps:
             for step in body.steps:
                 # A value that the author casts to half may already be half before this cast.
                 is_cast = step.eqn.primitive.name == CAST and step.node is not None
-                reads = [self.decision_of[step.node].dtype] if is_cast and step.node else self.reads[step]
+                reads = [self.decision_of[step.node].stored_dtype] if is_cast and step.node else self.reads[step]
                 for atom, dtype in zip(step.eqn.invars, reads, strict=True):
                     if not is_literal(atom):
                         dtypes_of.setdefault(atom, set()).add(dtype)
@@ -103,10 +103,8 @@ class _ReadsOfSteps:
 
 def _half_dtype_of(operand: Node | None, decision_of: Mapping[Node, Decision]) -> np.dtype | None:
     """Return the dtype of a value that is half itself, not by a postponed cast, or None."""
-    if operand is None or decision_of[operand].postponed_cast:
-        return None
-    dtype = decision_of[operand].dtype
-    return dtype if dtype.itemsize == 2 else None
+    dtype = None if operand is None else decision_of[operand].stored_dtype
+    return dtype if dtype is not None and dtype.itemsize == 2 else None
 
 
 def _repeated_reads(step: Step, decision_of: Mapping[Node, Decision]) -> RepeatedReads:
@@ -116,7 +114,7 @@ def _repeated_reads(step: Step, decision_of: Mapping[Node, Decision]) -> Repeate
     repeated = []
     for position in (*range(bodies.start), *(bodies.start + n for n in step.unchanged_carries)):
         operand = step.operands[position]
-        dtype = decision_of[operand].dtype if operand is not None else None
+        dtype = decision_of[operand].stored_dtype if operand is not None else None
         if dtype is not None and dtype.itemsize == 2 and read_often(step.eqn, position):
             repeated.append((position, dtype))
     return repeated
@@ -135,7 +133,7 @@ def _reads_of_operation(step: Step, decision_of: Mapping[Node, Decision]) -> Rea
         if len(dtypes) == 1 and (largest or dtypes != {_FLOAT32}):
             return [None if operand is None else next(iter(dtypes)) for operand in operands]
     if node is None:
-        return [None if operand is None else operand.written for operand in operands]
+        return [None if operand is None else operand.original_dtype for operand in operands]
     if name == CAST and (node.kind is KEPT or is_widening(step, decision_of)):  # the cast may read any dtype
         return [None if operand is None else decision_of[operand].postponed_cast for operand in operands]
     return [None if operand is None else read_in(node, operand, decision_of) for operand in operands]

@@ -48,8 +48,9 @@ class Reasons:
         if step.bodies is not None:
             return self._of_bodies(step)
         if step.kind is Kind.KEPT:
-            is_postponed = node is not None and self._decision_of[node].postponed_cast is not None
-            return "postponed to each operation that reads it" if is_postponed else step.reason
+            if node is not None and self._decision_of[node].postponed_cast:
+                return "postponed to each operation that reads it"
+            return step.reason
         if not self.changes:
             is_product = classify(step.eqn.primitive.name) is Class.HALF
             return step.reason if is_product else "no product in half: nothing changes"
@@ -68,13 +69,13 @@ class Reasons:
     def _of_node(self, node: Node, step: Step) -> str:
         decision = self._decision_of[node]
         if node.kind is Kind.CLEAR:
-            return "moves data that only half operations read" if decision.compute else "moves data"
-        in_float32 = decision.compute == np.float32
+            return "moves data that only half operations read" if decision.compute_dtype else "moves data"
+        in_float32 = decision.compute_dtype == np.float32
         if in_float32 and decision.rule is not None:
             return _BY_RULE[decision.rule].format(self._name(decision.cause, step))
         if step.reason and (node.kind is not Kind.INFER or in_float32):
             return step.reason
-        if decision.compute and not in_float32:
+        if decision.compute_dtype and not in_float32:
             return f"between {self._name(self.above.get(node), step)} and {self._name(self.below.get(node), step)}"
         return "leads to no product" if decision.state is State.HALF else "no product before it"
 
@@ -82,7 +83,7 @@ class Reasons:
         if node is None:
             return "the result"
         if node.kind is Kind.SOURCE:
-            return f"an argument in {self._decision_of[node].dtype.name}"
+            return f"an argument in {self._decision_of[node].stored_dtype.name}"
         scopes = path_of(self.scopes.get(node, ()))
         return node.name if not scopes or scopes == path_of(step.names) else f"{node.name} of {'/'.join(scopes)}"
 
@@ -94,13 +95,13 @@ class Reasons:
 
     def _is_float32(self, node: Node) -> bool:
         """Return whether the operation of a value computes in float32."""
-        return self._decision_of[node].compute == np.float32
+        return self._decision_of[node].compute_dtype == np.float32
 
     def _is_half(self, node: Node) -> bool:
         """Return whether a value is a half argument, or the result of an operation that is half on its own."""
         decision = self._decision_of[node]
         is_half_operation = node.kind is Kind.HALF and decision.state is State.HALF
-        return is_half_operation or (node.kind is Kind.SOURCE and decision.dtype.itemsize == 2)
+        return is_half_operation or (node.kind is Kind.SOURCE and decision.stored_dtype.itemsize == 2)
 
 
 def _place_of_decision(step: Step) -> str:

@@ -27,7 +27,12 @@ def make_sums(nodes: Sequence[Node]) -> None:
     half.
     """
     for node in nodes:
-        if node.name == "dot_general" and node.kind is HALF and not node.requested and node.written.itemsize == 4:
+        if (
+            node.name == "dot_general"
+            and node.kind is HALF
+            and not node.requested
+            and node.original_dtype.itemsize == 4
+        ):
             assert node.step is not None
             if _is_sum(node.step):
                 node.kind, node.initial_state = FULL, State.FLOAT32

@@ -14,23 +14,23 @@ class Decision(NamedTuple):
     """The decision on a value and on the operation that computes it.
 
     Attributes:
-      dtype: the dtype of the value.
-      compute: the dtype in which the operation computes; None if it keeps its original dtypes or only moves data.
-      postponed_cast: the half dtype of the author's postponed cast, which each reader performs; None without one. The
-        value itself is float32.
+      compute_dtype: the dtype in which the operation computes; None if it keeps its original dtypes or only moves data.
+      stored_dtype: the dtype of the value in the rewritten program.
+      value_dtype: the dtype in which all readers see the value. It is half, and the stored dtype is float32, if each
+        reader performs the author's cast to half instead (see ``postponed_casts.py``).
       state: the state of the value.
       rule: the rule that raised the state last; None if no rule raised it.
       cause: the node that triggered this rule, if there is one.
     """
 
-    dtype: np.dtype
-    compute: np.dtype | None
-    postponed_cast: np.dtype | None
+    compute_dtype: np.dtype | None
+    stored_dtype: np.dtype
+    value_dtype: np.dtype
     state: State
     rule: Rule | None
     cause: Node | None
 
     @property
-    def value_dtype(self) -> np.dtype:
-        """Return the dtype in which readers see the value, after a postponed cast."""
-        return self.postponed_cast or self.dtype
+    def postponed_cast(self) -> np.dtype | None:
+        """Return the half dtype to which each reader casts the value in the author's place, or None."""
+        return None if self.value_dtype == self.stored_dtype else self.value_dtype

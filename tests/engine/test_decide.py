@@ -14,7 +14,8 @@ from autocast_tools import HALVES, compiled, cosine, dtypes_of, half, layer_norm
 
 import jaxmp
 from jaxmp.engine import decide as decide_module
-from jaxmp.engine.decisions import decide_program
+from jaxmp.engine import neighbours
+from jaxmp.engine.decide import decide_program
 from jaxmp.engine.emit import Emission
 from jaxmp.engine.graph import build
 from jaxmp.engine.rules import Rules
@@ -471,7 +472,7 @@ def test_shuffled_rules_decide_the_same(fun, monkeypatch):
     """The order of the rules does not matter, because a state only rises."""
     program = jax.make_jaxpr(fun)(X, W)
     expected = decided(program)
-    settle = decide_module._Neighbours.settle
+    settle = neighbours.Neighbours.settle
     raisers = decide_module.RAISERS
     for seed, order in enumerate(itertools.permutations(raisers)):
 
@@ -480,7 +481,7 @@ def test_shuffled_rules_decide_the_same(fun, monkeypatch):
             random.Random(seed).shuffle(shuffled)
             settle(neighbours, shuffled)
 
-        monkeypatch.setattr(decide_module._Neighbours, "settle", settled_in_another_order)
+        monkeypatch.setattr(neighbours.Neighbours, "settle", settled_in_another_order)
         monkeypatch.setattr(decide_module, "RAISERS", order)
         assert decided(program) == expected
 

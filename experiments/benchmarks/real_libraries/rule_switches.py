@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
-from jaxmp.engine import activations, amplifiers, cancellation, decide, emit, graph, loops, reads, rules
+from jaxmp.engine import activations, amplifiers, cancellation, decide, emit, graph, loops, neighbours, reads, rules
 from jaxmp.engine.states import Kind, State
 from jaxmp.program.primitives import AMPLIFIERS
 
@@ -120,10 +120,10 @@ SWITCHES = (
     Switch("3", "small products", ((graph, "make_sums", _do_nothing),)),
     Switch("3", "joins of constants beyond half", ((decide, "RAISERS", _raisers_without(decide.raise_joins)),)),
     Switch("4", "casts before moves", ((decide, "move_casts", _do_nothing),)),
-    Switch("5", "feeds only float32", ((decide, "readers_of", _none),)),
-    Switch("6", "follows float32", ((decide._Neighbours, "_drags", _only_beyond_half),)),
+    Switch("5", "feeds only float32", ((neighbours, "readers_of", _none),)),
+    Switch("6", "follows float32", ((neighbours.Neighbours, "_drags", _only_beyond_half),)),
     Switch("6", "nonlinearities read half", ((activations, "_NO_NONLINEARITIES", _Everything()),)),
-    Switch("7", "residual streams", ((decide, "is_stream", _only_carries),)),
+    Switch("7", "residual streams", ((neighbours, "is_stream", _only_carries),)),
     Switch("7", "rows of a table", ((graph, "mark_looked_up", _forget_rows),)),
     Switch(
         "9", "differences of two products are no activations", ((activations, "_is_difference_of_activations", _no),)
