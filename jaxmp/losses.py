@@ -48,7 +48,7 @@ from jax.sharding import PartitionSpec
 
 from jaxmp.base import hardware
 from jaxmp.base.cache_keys import auto_chunks
-from jaxmp.base.dtypes import at_least_float32
+from jaxmp.base.dtypes import at_least_float32, is_half
 from jaxmp.engine.marks import mark_of
 from jaxmp.engine.trace import autocast_dtype
 from jaxmp.sharding.mesh_plan import Plan, on_auto_axes, plan_being_traced
@@ -391,7 +391,7 @@ def _losses(logits: jax.Array, labels: jax.Array, options: _Options) -> tuple[ja
     with mark_of("float32"):  # autocast traces this in float32, and does not see the cast below
         uncapped = logits.astype(at_least_float32(logits.dtype))
         table = uncapped
-        if logits.dtype.itemsize == 2 and hardware.detect().platform == "tpu":
+        if is_half(logits.dtype) and hardware.detect().platform == "tpu":
             # The compiler for TPUs would store all float32 logits for the lookup, so it reads the half logits. The
             # compiler may also drop a cast to half and back. The sum must read the same rounded logits as the lookup.
             info = jnp.finfo(logits.dtype)

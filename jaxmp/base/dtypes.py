@@ -1,14 +1,11 @@
-"""The names, aliases and ranges of dtypes.
-
-A half dtype is a floating dtype of at most 16 bits.
-"""
+"""The names, aliases and ranges of dtypes."""
 
 from __future__ import annotations
 
 import difflib
 import functools
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +25,9 @@ CASTABLE = frozenset(np.dtype(dtype) for dtype in (np.float32, np.float16, jnp.b
 
 It never casts float64, complex numbers or float8.
 """
+
+HALF_DTYPES = frozenset(np.dtype(dtype) for dtype in (np.float16, jnp.bfloat16))
+"""The dtypes of half precision."""
 
 
 class UnknownDtypeError(ValueError):
@@ -132,14 +132,19 @@ def closest_names(word: str, known: Iterable[str], most: int = 8) -> str:
     return ", ".join(repr(name) for name in ranked[:most]) + (", …" if len(ranked) > most else "")
 
 
-def is_half(dtype: Any) -> bool:
-    """Return whether ``dtype`` is a floating dtype of at most 16 bits."""
-    return bool(jnp.issubdtype(dtype, jnp.floating)) and jnp.finfo(dtype).bits <= 16
+def is_half(dtype: np.dtype | None) -> TypeGuard[np.dtype]:
+    """Return whether ``dtype`` is float16 or bfloat16."""
+    return dtype in HALF_DTYPES
+
+
+def is_narrow(dtype: Any) -> bool:
+    """Return whether ``dtype`` is a floating dtype of at most 16 bits: half precision or float8."""
+    return dtype is not None and bool(jnp.issubdtype(dtype, jnp.floating)) and jnp.finfo(dtype).bits <= 16
 
 
 def at_least_float32(dtype: Any) -> Any:
     """Return float32 for a floating dtype of at most 16 bits, otherwise ``dtype``."""
-    return np.dtype(np.float32) if is_half(dtype) else dtype
+    return np.dtype(np.float32) if is_narrow(dtype) else dtype
 
 
 @functools.cache

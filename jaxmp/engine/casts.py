@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from jaxmp.base.dtypes import is_half
 from jaxmp.engine.nodes import Node
 from jaxmp.engine.states import CLEAR, JOIN
 from jaxmp.engine.value_decision import Decision
@@ -47,7 +48,7 @@ def move_casts(nodes: Sequence[Node], decision_of: dict[Node, Decision]) -> None
             continue
         wanted = {read_in(user, node, decision_of) for user in node.users}
         dtype = wanted.pop() if len(wanted) == 1 else None
-        if dtype is None or dtype.itemsize != 2 or decision.postponed_cast not in (None, dtype):
+        if not is_half(dtype) or decision.postponed_cast not in (None, dtype):
             continue
         if node.is_cast_once or not _is_repeated(node):
             decision_of[node] = decision._replace(compute_dtype=dtype, stored_dtype=dtype, value_dtype=dtype)

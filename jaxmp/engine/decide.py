@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxmp.base.dtypes import is_half
 from jaxmp.engine.activations import find_activations, find_half_copies
 from jaxmp.engine.amplifiers import raise_amplified
 from jaxmp.engine.cancellation import raise_cancelled
@@ -95,7 +96,7 @@ def _dtypes(node: Node, state: State, decision_of: Mapping[Node, Decision]) -> _
         return _dtypes_of_move(node, decision_of[node.inputs[0]])
     if node.kind in (SOURCE, CLEAR, KEPT):
         return _original_dtypes(node)
-    is_half_originally = node.original_dtype.itemsize == 2
+    is_half_originally = is_half(node.original_dtype)
     half = node.original_dtype if is_half_originally or node.half is None else node.half
     if node.has_float32_result:
         return _Dtypes(half, _FLOAT32, _FLOAT32)
@@ -147,5 +148,5 @@ def _keeps_dtypes(step: Step, decision_of: Mapping[Node, Decision]) -> bool:
     if step.node is None:
         return True
     decision = decision_of[step.node]
-    is_half_sum = decision.stored_dtype.itemsize == 2 and sums_half(step.eqn)
+    is_half_sum = is_half(decision.stored_dtype) and sums_half(step.eqn)
     return decision.compute_dtype is None and not is_half_sum

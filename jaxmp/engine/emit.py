@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from jaxmp._internals.jax.traces import is_staged, is_tracing, may_be_skipped
-from jaxmp.base.dtypes import is_castable
+from jaxmp.base.dtypes import is_castable, is_half
 from jaxmp.engine.constant_casts import constant_in
 from jaxmp.engine.decide import decide_program
 from jaxmp.engine.decisions import Decisions
@@ -138,7 +138,7 @@ class _Evaluation(Rewriter):
             return self.cast_once(value, atom, node, dtype)
         is_narrowed = dtype.itemsize < value.dtype.itemsize
         if repeat is not None and self.decisions.decision_of[node].postponed_cast in (None, dtype):
-            is_summed = dtype.itemsize == 2 and must_widen(repeat.step.eqn, atom, value, self.examples)
+            is_summed = is_half(dtype) and must_widen(repeat.step.eqn, atom, value, self.examples)
             if is_summed or (is_narrowed and not node.is_cast_once):
                 return self.repeated(value, dtype, repeat.step, _batched_operands(repeat, self.examples.others, node))
         # A weight is cast at each use, so that its cotangents are summed in float32; other values are cast once.

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxmp._internals.jax.sources import scopes_and_transforms
+from jaxmp.base.dtypes import is_half
 from jaxmp.base.graphs import reachable
 from jaxmp.engine.marks import WITH_RULE
 from jaxmp.engine.nodes import Graph, Node, Step
@@ -69,7 +70,7 @@ def _is_fused(product: Node, decision_of: Mapping[Node, Decision]) -> bool:
 
     readers = reachable([product], follow)
     return all(
-        reader.users and (reader.name != "tanh" or decision_of[reader].stored_dtype.itemsize > 2) for reader in readers
+        reader.users and (reader.name != "tanh" or not is_half(decision_of[reader].stored_dtype)) for reader in readers
     )
 
 
@@ -84,11 +85,11 @@ def _weight_or_reason(
     eqn = step.eqn
     operands = [operand for operand in step.operands if operand is not None]
     compute_dtype = decision_of[node].compute_dtype
-    if len(operands) < 2 or any((compute_dtype or operand.original_dtype).itemsize != 2 for operand in operands):
+    if len(operands) < 2 or any(not is_half(compute_dtype or operand.original_dtype) for operand in operands):
         return "", ""
     if eqn.primitive.name != "dot_general":
         return "", "a convolution" if "conv" in eqn.primitive.name else "a ragged product"
-    if decision_of[node].stored_dtype.itemsize != 2:
+    if not is_half(decision_of[node].stored_dtype):
         return "", "a float32 result"
     if WITH_RULE in step.names:
         return "", "in a function with a derivative rule"

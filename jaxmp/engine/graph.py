@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from jaxmp._internals.jax.sources import Names
-from jaxmp.base.dtypes import is_castable
+from jaxmp.base.dtypes import is_castable, is_half
 from jaxmp.engine.marks import DECIDED, WITH_RULE, Region, ours, region_of
 from jaxmp.engine.nodes import Graph, Node, Step, StepBody
 from jaxmp.engine.overrides import FLOAT32_RESULT
@@ -72,7 +72,7 @@ def _results_wanted_in_half(body: StepBody, dtypes: Sequence[Any]) -> list[Node]
     """Return the results that are requested in half, and mark those that are requested in float32."""
     wanted = list[Node]()
     for node, dtype in zip(body.results, dtypes, strict=True):
-        if node is not None and dtype is not None and dtype.itemsize == 2 and node not in wanted:
+        if node is not None and is_half(dtype) and node not in wanted:
             wanted.append(node)
         elif node is not None and dtype is not None:
             node.needs_float32 = True

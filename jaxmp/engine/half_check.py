@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 
-from jaxmp.base.dtypes import is_half
+from jaxmp.base.dtypes import is_half, is_narrow
 from jaxmp.base.user_warnings import warn_user
 from jaxmp.engine.decisions import Decisions
 from jaxmp.engine.marks import names_around
@@ -112,7 +111,7 @@ def _is_half_product(step: Step, decisions: Decisions) -> bool:
     """Return whether a product has half operands or a half result, or is float8."""
     compute_dtype = None if step.node is None else decisions.decision_of[step.node].compute_dtype
     if compute_dtype is not None:
-        return _is_narrow(compute_dtype)
+        return is_narrow(compute_dtype)
     return any(map(_is_narrow_array, (*step.eqn.invars, *step.eqn.outvars)))
 
 
@@ -126,11 +125,7 @@ def _may_multiply(step: Step) -> bool:
 
 
 def _is_narrow_array(atom: Any) -> bool:
-    return _is_narrow(getattr(atom.aval, "dtype", None))
-
-
-def _is_narrow(dtype: Any) -> bool:
-    return dtype is not None and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize <= 2
+    return is_narrow(getattr(atom.aval, "dtype", None))
 
 
 def _unchanged(extent: str, policy: Policy, modules: Sequence[NotHalf]) -> str:

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmp.base import trees as _tree
-from jaxmp.base.dtypes import is_half
+from jaxmp.base.dtypes import is_half, is_narrow
 from jaxmp.engine.half_check import Reason, reason_not_half
 from jaxmp.engine.marks import computing, widened
 from jaxmp.engine.overrides import Level, levels_of
@@ -273,7 +273,7 @@ class CallStack:
 
 def _widen(value: Any) -> Any:
     """Return a half array in float32, by a cast that the engine ignores; return other leaves unchanged."""
-    return widened(jnp.asarray(value)) if _tree.is_float_array(value) and is_half(value.dtype) else value
+    return widened(jnp.asarray(value)) if _tree.is_float_array(value) and is_narrow(value.dtype) else value
 
 
 def _is_narrow_float(value: Any) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from jaxmp.base.dtypes import is_half
 from jaxmp.base.graphs import reachable
 from jaxmp.engine.activations import is_stream
 from jaxmp.engine.graph_paths import readers_of
@@ -110,4 +111,4 @@ def _computed_from(node: Node) -> list[Node]:
 def _is_half_originally(node: Node) -> bool:
     """Return whether a value is a half argument, or a half result of an operation that keeps its dtypes."""
     dtype = node.argument_dtype if node.kind is SOURCE else node.original_dtype
-    return node.kind in (SOURCE, KEPT) and dtype is not None and dtype.itemsize == 2
+    return node.kind in (SOURCE, KEPT) and is_half(dtype)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from jaxmp.base.dtypes import is_half
 from jaxmp.base.graphs import reachable
 from jaxmp.engine.nodes import Node
 from jaxmp.engine.states import CLEAR, KEPT, SOURCE
@@ -39,7 +40,7 @@ def postpone_casts(nodes: Sequence[Node]) -> None:
 def is_cast_to_half(node: Node) -> bool:
     """Return whether a node is a cast to half that the author wrote."""
     is_cast = node.name == CAST and node.step is not None and node.step.kind is KEPT
-    return is_cast and node.original_dtype.itemsize == 2
+    return is_cast and is_half(node.original_dtype)
 
 
 def _depends_on_arguments(node: Node) -> bool:

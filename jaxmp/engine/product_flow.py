@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from jaxmp.base.dtypes import is_half
 from jaxmp.base.graphs import reachable
 from jaxmp.engine.nodes import Node, inputs_of, shape_read, users_of
 from jaxmp.engine.states import CLEAR, HALF, INFER, KEPT, State
@@ -20,12 +21,10 @@ def mark_products(nodes: Sequence[Node], wanted: Sequence[Node]) -> None:
     Half arguments and the results ``wanted``, which are requested in half, count as products here. Before this call, an
     outer product counts as an elementwise multiplication. If it depends on a product, it becomes a product.
     """
-    half_arguments = [node for node in nodes if node.argument_dtype is not None and node.argument_dtype.itemsize == 2]
+    half_arguments = [node for node in nodes if is_half(node.argument_dtype)]
     named = [node for node in nodes if node.name in PRODUCTS]
     written = [
-        node
-        for node in named
-        if node.kind is KEPT and all(operand.original_dtype.itemsize == 2 for operand in node.inputs)
+        node for node in named if node.kind is KEPT and all(is_half(operand.original_dtype) for operand in node.inputs)
     ]
     products = [node for node in nodes if node.kind is HALF]
     for node in reachable([*products, *written, *half_arguments], users_of):

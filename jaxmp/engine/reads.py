@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxmp.base.dtypes import is_half
 from jaxmp.engine.casts import read_in
 from jaxmp.engine.nodes import Graph, Node, Step, StepBody
 from jaxmp.engine.states import KEPT
@@ -98,13 +99,13 @@ class _ReadsOfSteps:
         if var in jaxpr.outvars:
             return None
         dtypes = self._reads_in_body[body].get(var, set())
-        return next((dtype for dtype in dtypes if len(dtypes) == 1 and dtype and dtype.itemsize == 2), None)
+        return next((dtype for dtype in dtypes if len(dtypes) == 1 and is_half(dtype)), None)
 
 
 def _half_dtype_of(operand: Node | None, decision_of: Mapping[Node, Decision]) -> np.dtype | None:
     """Return the dtype of a value that is half itself, not by a postponed cast, or None."""
     dtype = None if operand is None else decision_of[operand].stored_dtype
-    return dtype if dtype is not None and dtype.itemsize == 2 else None
+    return dtype if is_half(dtype) else None
 
 
 def _repeated_reads(step: Step, decision_of: Mapping[Node, Decision]) -> RepeatedReads:
@@ -115,7 +116,7 @@ def _repeated_reads(step: Step, decision_of: Mapping[Node, Decision]) -> Repeate
     for position in (*range(bodies.start), *(bodies.start + n for n in step.unchanged_carries)):
         operand = step.operands[position]
         dtype = decision_of[operand].stored_dtype if operand is not None else None
-        if dtype is not None and dtype.itemsize == 2 and read_often(step.eqn, position):
+        if is_half(dtype) and read_often(step.eqn, position):
             repeated.append((position, dtype))
     return repeated
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from jaxmp.base.dtypes import is_half
 from jaxmp.base.graphs import nearest_ends
 from jaxmp.engine.decisions import Decisions
 from jaxmp.engine.marks import path_of
@@ -101,7 +102,7 @@ class Reasons:
         """Return whether a value is a half argument, or the result of an operation that is half on its own."""
         decision = self._decision_of[node]
         is_half_operation = node.kind is Kind.HALF and decision.state is State.HALF
-        return is_half_operation or (node.kind is Kind.SOURCE and decision.stored_dtype.itemsize == 2)
+        return is_half_operation or (node.kind is Kind.SOURCE and is_half(decision.stored_dtype))
 
 
 def _place_of_decision(step: Step) -> str:

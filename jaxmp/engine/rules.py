@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from jaxmp._internals.jax.sources import Names
-from jaxmp.base.dtypes import CASTABLE, is_castable, is_other_float, range_of
+from jaxmp.base.dtypes import CASTABLE, is_castable, is_half, is_other_float, range_of
 from jaxmp.engine.marks import DECIDED, OF_POLICY, SPECIAL, is_widened, region_of
 from jaxmp.engine.override_matching import OverrideMatcher
 from jaxmp.engine.overrides import FLOAT32_RESULT, Level, is_float32
@@ -205,9 +205,10 @@ class Rules:
             return OperationKind(Kind.KEPT, "a product with an operand that is not floating")
         if asks_for_highest(eqn.params.get("precision")):
             return OperationKind(Kind.FULL, "the author asks for the highest precision")
-        if all(aval.dtype.itemsize == 2 for aval in operands):
-            is_half = eqn.outvars[0].aval.dtype.itemsize == 2
-            return OperationKind(Kind.HALF, "product") if is_half else OperationKind(Kind.KEPT, "the author's dtypes")
+        if all(is_half(aval.dtype) for aval in operands):
+            if is_half(eqn.outvars[0].aval.dtype):
+                return OperationKind(Kind.HALF, "product")
+            return OperationKind(Kind.KEPT, "the author's dtypes")
         if eqn.primitive.name == "dot_general" and not eqn.params["dimension_numbers"][0][0]:
             return OperationKind(Kind.INFER, "an outer product")  # it sums nothing, as in positions times frequencies
         return OperationKind(Kind.HALF, "product")

@@ -13,7 +13,7 @@ import numpy as np
 from jaxmp._internals.flax.nnx_if_imported import make_pure_call
 from jaxmp._internals.jax.patches import stand_ins
 from jaxmp.base.context_variables import setting
-from jaxmp.base.dtypes import is_castable
+from jaxmp.base.dtypes import is_castable, is_half
 from jaxmp.engine.marks import SPECIAL, names_here
 from jaxmp.engine.rules import Rules
 from jaxmp.policy.policies import Policy
@@ -66,7 +66,7 @@ def result_dtypes(program: TracedProgram, policy: Policy | None = None) -> list[
     """
     results = zip(program.open_jaxpr[0].outvars, program.are_as_computed, strict=True)
     dtypes = [None if as_computed or not is_castable(atom.aval) else atom.aval.dtype for atom, as_computed in results]
-    if policy is not None and policy.output_dtype.itemsize == 2:
+    if policy is not None and is_half(policy.output_dtype):
         dtypes[: program.result_count] = [dtype and policy.output_dtype for dtype in dtypes[: program.result_count]]
     return dtypes
 

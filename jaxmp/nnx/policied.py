@@ -16,7 +16,7 @@ from flax import nnx
 
 from jaxmp._internals.flax.nnx_variables import cast_variable, replace_variables
 from jaxmp.base.arguments import require_no_policy, require_order
-from jaxmp.base.dtypes import is_half
+from jaxmp.base.dtypes import is_narrow
 from jaxmp.engine.half_check import NotHalf
 from jaxmp.engine.model_policy import (
     ModelPolicy,
@@ -178,7 +178,7 @@ def _is_replaced(module: Any, treatment: Treatment) -> bool:
     if treatment.written:
         return not isinstance(module, (nnx.WeightNorm, nnx.SpectralNorm))
     dtype = vars(module)["dtype"]
-    return dtype is not None and is_half(dtype)
+    return is_narrow(dtype)
 
 
 def _deciding_path(policies: PolicyMap, node: ModuleNode, graph: ModuleGraph) -> Path:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxmp.base.context_variables import setting
-from jaxmp.base.dtypes import is_half
+from jaxmp.base.dtypes import is_narrow
 from jaxmp.base.trees import path_name, widen
 from jaxmp.base.user_warnings import warn_user
 from jaxmp.optim.low_precision import rounds_params
@@ -54,10 +54,10 @@ def _first_half_param(inner: optax.GradientTransformationExtraArgs, params: Any)
     on_devices = jax.eval_shape(lambda params: params, params)
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), on_devices)  # without shardings
     leaves = jax.tree.leaves_with_path(shapes)
-    if not any(is_half(leaf.dtype) for _, leaf in leaves) or rounds_params(jax.eval_shape(inner.init, shapes)):
+    if not any(is_narrow(leaf.dtype) for _, leaf in leaves) or rounds_params(jax.eval_shape(inner.init, shapes)):
         return None
     for (path, leaf), is_updated in zip(leaves, _are_updated(inner, shapes), strict=True):
-        if is_updated and is_half(leaf.dtype):
+        if is_updated and is_narrow(leaf.dtype):
             return path_name(path), leaf.dtype
     return None
 

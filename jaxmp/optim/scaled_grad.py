@@ -15,6 +15,7 @@ from jaxmp._internals.flax.nnx_if_imported import imported_nnx
 from jaxmp._internals.jax.traces import is_tracing_jit
 from jaxmp.base.arguments import require_function
 from jaxmp.base.donation import donation_note
+from jaxmp.base.dtypes import is_half
 from jaxmp.base.trees import is_float_array, sum_of_squares, widen
 from jaxmp.base.user_warnings import warn_user
 from jaxmp.optim.checks import described, require_loss, require_no_functions
@@ -228,7 +229,7 @@ def scaled_loss(fun: Callable[..., Any], loss_scale: LossScale, has_aux: bool) -
 
 def _float32_loss(loss: Any) -> jax.Array:
     loss = jnp.asarray(loss)
-    if loss.dtype.itemsize == 2:
+    if is_half(loss.dtype):
         is_float16 = loss.dtype == jnp.float16
         reason = "in which the scaled loss may overflow" if is_float16 else "which has two to three digits"
         raise TypeError(

@@ -295,7 +295,7 @@ def get_policy(policy: Any) -> Policy | PolicyMap:
             "a policy must be the name of a preset, a text such as 'params=float32,compute=float16,output=float32', a "
             f"Policy or a PolicyMap, got {printed(policy)}; presets: {', '.join(PRESETS)}"
         ) from None
-    if dtype.itemsize == 2:  # torch.autocast takes a dtype, and means the compute dtype
+    if is_half(dtype):  # torch.autocast takes a dtype, and means the compute dtype
         raise _ambiguous(f"the dtype {dtype.name}", dtype.name)
     return _of_dtype(dtype)
 

@@ -29,7 +29,7 @@ from jax.experimental import jet
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from jaxmp.base.dtypes import is_castable
+from jaxmp.base.dtypes import is_castable, is_half
 from jaxmp.program.binding import bind_equation
 from jaxmp.program.equations import bodies_of, has_explicit_axes, is_literal, opened, size_of
 from jaxmp.program.invariants import unchanged
@@ -64,7 +64,7 @@ def sums_half(eqn: Any) -> bool:
     The dtypes are those in ``eqn``, before autocast changes them.
     """
     avals = [atom.aval for atom in eqn.invars if not is_literal(atom)]
-    return any([is_castable(aval) and aval.dtype.itemsize == 2 and _is_long(eqn, aval.shape) for aval in avals])
+    return any([is_castable(aval) and is_half(aval.dtype) and _is_long(eqn, aval.shape) for aval in avals])
 
 
 def read_often(eqn: Any, place: int) -> bool:
@@ -138,7 +138,7 @@ def _is_long(eqn: Any, shape: Any) -> bool:
 def summed_in_float32(eqn: Any, operands: Sequence[Any]) -> list[Any]:
     """Bind an equation of ``REPEATS``, and sum the cotangents in float32."""
     value, float32 = operands[0], np.dtype(np.float32)
-    if value.dtype.itemsize != 2:
+    if not is_half(value.dtype):
         return bind_equation(eqn, operands, eqn.params)
     if eqn.primitive.name == "broadcast_in_dim" and not has_explicit_axes(value):
         params = {"dtype": value.dtype, "axes": eqn.params["broadcast_dimensions"], "shape": eqn.params["shape"]}

@@ -34,7 +34,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmp.base import trees as _tree
-from jaxmp.base.dtypes import is_half
+from jaxmp.base.dtypes import is_narrow
 from jaxmp.policy.float8_product import recipe_of
 from jaxmp.program.binding import bind_equation
 from jaxmp.program.bodies import is_body_alone
@@ -131,7 +131,7 @@ class Gathered:
         with while_tracing(self.plan):
             program = TracedProgram(self.loss_fn, (params, *other_args))
         jaxpr, _ = program.open_jaxpr
-        product_halves = {np.dtype(name) for name in product_dtypes(jaxpr) if is_half(np.dtype(name))}
+        product_halves = {np.dtype(name) for name in product_dtypes(jaxpr) if is_narrow(np.dtype(name))}
         uses = []
         leaves = zip(jax.tree.leaves_with_path(params), specs, jaxpr.invars, strict=False)
         for (path, leaf), spec, var in leaves:
@@ -152,7 +152,7 @@ class Gathered:
         dtypes = dtypes_read(jaxpr, var) - {None} or product_halves
         if len(dtypes) == 1 and self.plan.is_split(spec):
             (dtype,) = dtypes
-            if is_half(dtype):
+            if is_narrow(dtype):
                 return dtype
         return param.dtype
 

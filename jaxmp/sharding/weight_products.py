@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmp.base import trees as _tree
-from jaxmp.base.dtypes import at_least_float32, is_half
+from jaxmp.base.dtypes import at_least_float32, is_narrow
 from jaxmp.engine.marks import WIDE_SUMS
 from jaxmp.policy import float8
 from jaxmp.policy.direct_product import cotangent_of_operand
@@ -277,7 +277,7 @@ def _summed_in(dtype: np.dtype, fun: Callable[..., Any], cotangent: Any, widens_
 
 def may_be_wide(eqn: Any) -> bool:
     """Return whether an equation has a half operand and may be computed in float32."""
-    has_half = any(is_half(getattr(atom.aval, "dtype", np.int32)) for atom in eqn.invars)
+    has_half = any(is_narrow(getattr(atom.aval, "dtype", np.int32)) for atom in eqn.invars)
     return has_half and not names_a_dtype(eqn)
 
 

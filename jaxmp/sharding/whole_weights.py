@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from jaxmp._internals.jax.sources import user_source_of
-from jaxmp.base.dtypes import at_least_float32, is_half
+from jaxmp.base.dtypes import at_least_float32, is_narrow
 from jaxmp.base.trees import is_float_array
 from jaxmp.program.binding import bind_equation
 from jaxmp.program.invariants import SAME_FOR_EXAMPLES
@@ -87,7 +87,7 @@ def _repeats_nothing(eqn: Any, position: int) -> bool:
 def _require_float32(use: Use, eqn: Any, position: int) -> None:
     """Raise an error if an equation sums a weight's cotangents in half."""
     avals = [eqn.invars[position].aval, *(var.aval for inner in equations_inside(eqn) for var in inner.outvars)]
-    halves = [aval.dtype.name for aval in avals if is_half(getattr(aval, "dtype", np.int32))]
+    halves = [aval.dtype.name for aval in avals if is_narrow(getattr(aval, "dtype", np.int32))]
     if halves and use.source.plan.reduce_dtype == _FLOAT32:
         raise ValueError(
             f"the gradient of {use.source.name!r} cannot be summed in float32: {eqn.primitive.name} at "

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmp._internals.jax.sources import Names, names_of
-from jaxmp.base.dtypes import is_half
+from jaxmp.base.dtypes import is_half, is_narrow
 from jaxmp.base.hardware import detect
 from jaxmp.engine.marks import DECIDED, OF_POLICY, ours, region_of
 from jaxmp.optim.loss_scale import LossScale, NoOpLossScale, StaticLossScale
@@ -42,7 +42,7 @@ def mismatch_of_products(traced: jax.stages.Traced, loss_scale: LossScale, polic
             "jaxmp.loss_scaling(tx, jaxmp.DynamicLossScale()), or for an NNX model jaxmp.nnx.Optimizer(model, tx, "
             "loss_scale=jaxmp.DynamicLossScale())"
         )
-    halves = {dtype.name for dtype in dtypes if is_half(dtype)}
+    halves = {dtype.name for dtype in dtypes if is_narrow(dtype)}
     if policy_dtype is not None and halves and policy_dtype not in dtypes:
         is_model_half = any(region_of(ours(scopes)).half is not None for _, scopes in products)
         if is_model_half or is_half(policy_dtype):
@@ -59,7 +59,7 @@ def mismatch_of_products(traced: jax.stages.Traced, loss_scale: LossScale, polic
             f"the step has a loss scale, but every product of its loss is {wide}; in the loss, use the model that "
             f"apply_policy returned. {audit}"
         )
-    if policy_dtype is not None and is_half(policy_dtype) and all(_follows_model(scopes) for _, scopes in products):
+    if is_half(policy_dtype) and all(_follows_model(scopes) for _, scopes in products):
         return (
             f"the step has a half-precision policy, but the policy of its model makes every product {wide}; remove "
             f"one of the two policies. {audit}"

@@ -11,13 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmp.base import tables
+from jaxmp.base.dtypes import is_narrow
 from jaxmp.base.inspection import tool
 from jaxmp.inspect._budget import sentences
 from jaxmp.inspect._budget.gradient_program import GradientProgram, program_of_function, program_of_step
 from jaxmp.inspect._budget.reasons import plan_rows, whys_of
 from jaxmp.inspect._budget.rows import Budget, BudgetGroup, BudgetRow
 from jaxmp.inspect._budget.run import BudgetRun, Effects
-from jaxmp.inspect._budget.sites import SUM_OF_COTANGENTS, Site, has_float8, is_narrow, sites_of
+from jaxmp.inspect._budget.sites import SUM_OF_COTANGENTS, Site, has_float8, sites_of
 from jaxmp.inspect.program.calls import (
     is_step,
     loss_of_step,

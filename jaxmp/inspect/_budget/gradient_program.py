@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmp.base.dtypes import is_narrow
 from jaxmp.base.trees import widen
 from jaxmp.engine.autocast import autocast
 from jaxmp.engine.constant_casts import casting_constants_in_program
-from jaxmp.inspect._budget.sites import is_narrow
 from jaxmp.inspect.program.calls import (
     StepCall,
     differentiated,

@@ -10,10 +10,10 @@ import collections
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import jax.numpy as jnp
 import numpy as np
 
 from jaxmp.base import tables
+from jaxmp.base.dtypes import is_narrow
 from jaxmp.program.primitives import CAST, PRODUCTS, Class, Trait, classify, with_trait
 from jaxmp.program.values import CONSTANT, STACKED, Equation, Key, Program, Value, is_move_or_cast, leading_to, origins
 
@@ -48,11 +48,6 @@ class Site:
     is_float32: bool
     phase: str
     equation: Equation
-
-
-def is_narrow(dtype: np.dtype) -> bool:
-    """Return whether a dtype is floating and narrower than float32."""
-    return bool(jnp.issubdtype(dtype, jnp.floating)) and dtype.itemsize < 4
 
 
 def has_float8(program: Program) -> bool:

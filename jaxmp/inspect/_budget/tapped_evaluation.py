@@ -15,8 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import ad
 
+from jaxmp.base.dtypes import is_narrow
 from jaxmp.base.trees import widen
-from jaxmp.inspect._budget.sites import CASTS, Place, is_narrow
+from jaxmp.inspect._budget.sites import CASTS, Place
 from jaxmp.program.binding import bind_equation, params_in_dtype
 from jaxmp.program.bodies import rebuild
 from jaxmp.program.equations import HIGHEST, Bodies, names_a_dtype, opened

@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxmp.base import tables
 from jaxmp.base.cache_keys import policies_off
-from jaxmp.base.dtypes import is_half
+from jaxmp.base.dtypes import is_narrow
 from jaxmp.base.inspection import tool
 from jaxmp.base.trees import widen
 from jaxmp.engine.autocast import autocast
@@ -263,6 +263,6 @@ def _size_of_error(row: ComparedRow) -> float:
 def _half_dtype(program: RecordedProgram) -> str:
     """Return the most common half dtype of products; float32 if no product is half."""
     for dtype, _ in collections.Counter(program.products).most_common():
-        if is_half(dtype):
+        if is_narrow(dtype):
             return dtype
     return "float32"

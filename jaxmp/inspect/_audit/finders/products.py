@@ -10,6 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmp.base.dtypes import is_half
 from jaxmp.engine.marks import region_of
 from jaxmp.inspect._audit.evidence import Audited, Fault, Faults
 from jaxmp.inspect._audit.products import work
@@ -139,7 +140,7 @@ def half_of(audited: Audited, equation: Equation) -> str | None:
         half = region_of(equation.names).half
         return None if half is None else half.name
     dtypes = {policy.compute_dtype for policy in audited.policies_of(tuple(equation.path.split("/")))}
-    half = next((dtype for dtype in dtypes if dtype.itemsize == 2), None)
+    half = next((dtype for dtype in dtypes if is_half(dtype)), None)
     return None if half is None or np.dtype(np.float32) in dtypes else half.name
 
 
