@@ -24,11 +24,11 @@ from flax import linen as nn
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
+from jaxmp.engine.classifier import Classifier
 from jaxmp.engine.decide import decide_program
 from jaxmp.engine.graph import build
 from jaxmp.engine.nodes import Node, Step, StepBody
 from jaxmp.engine.operation_patterns import find_patterns
-from jaxmp.engine.rules import Rules
 from jaxmp.engine.states import Kind, Rule, State
 from jaxmp.engine.value_decision import Decision
 from jaxmp.program.equations import opened
@@ -91,7 +91,7 @@ def decided_block() -> tuple[list[Box], Labels]:
     x, w = jax.ShapeDtypeStruct((2 * 128, 256), jnp.float32), jax.ShapeDtypeStruct((256, 256), jnp.float32)
     params = jax.eval_shape(lambda x: block.init(jax.random.key(0), x, 2), x)
     closed = jax.make_jaxpr(lambda params, x, w: block.apply(params, x @ w, 2) @ w)(params, x, w)
-    graph = build(opened(closed), jax.tree.leaves((params, x, w)), [None], Rules(half, {}))
+    graph = build(opened(closed), jax.tree.leaves((params, x, w)), [None], Classifier(half, {}))
     decisions = decide_program(graph)
     boxes = [Box(step.node, step.names, decisions.decision_of) for step in _steps(graph.body) if step.node is not None]
     patterns = find_patterns(graph, decisions.decision_of)

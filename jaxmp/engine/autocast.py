@@ -13,16 +13,17 @@ import numpy as np
 
 from jaxmp.base.arguments import printed, require_function
 from jaxmp.base.donation import donation_note
+from jaxmp.engine.classifier import Classifier
 from jaxmp.engine.constant_casts import casts_constants_in_program
 from jaxmp.engine.decide import decide_program
+from jaxmp.engine.decisions import Decisions
 from jaxmp.engine.emit import Emission
 from jaxmp.engine.float64_check import warn_of_float64
 from jaxmp.engine.graph import build
 from jaxmp.engine.inner_emissions import around_emitted, is_collecting
 from jaxmp.engine.marks import DECIDED, mark_of, names_around
 from jaxmp.engine.overrides import level_of, policy_and_exceptions
-from jaxmp.engine.rules import Rules
-from jaxmp.engine.shared_programs import SharedPrograms, key_of_jitted_call, remember
+from jaxmp.engine.shared_programs import Programs, SharedPrograms, key_of_jitted_call, remember
 from jaxmp.engine.trace import result_dtypes, traced
 from jaxmp.policy.off_switch import unless_policies_off
 from jaxmp.policy.policies import Policy, check_backend
@@ -103,46 +104,59 @@ def autocast(fun: F, policy: Any = None, overrides: Mapping[str, Any] | None = N
             with donation_note(), mark_of(level_of(one_policy)), one_policy.matmul_context():
                 return one_policy.cast_to_output(fun(*args, **kwargs))
         check_backend(one_policy)
-        rules = Rules(one_policy.compute_dtype, exceptions, programs.of_trace(), one_policy.float8)
-        results = computed(fun, rules, args, kwargs, one_policy)
+        classifier = Classifier(one_policy.compute_dtype, exceptions, one_policy.float8)
+        results = computed(fun, classifier, args, kwargs, one_policy, programs.of_trace())
         return one_policy.cast_to_output(results) if one_policy.compute_dtype == np.float32 else results
 
     return wrapped
 
 
-def computed(fun: Callable[..., Any], rules: Rules, args: Any, kwargs: Any, policy: Policy | None = None) -> Any:
-    """Return the results of one call of ``fun`` under ``rules``.
+def computed(
+    fun: Callable[..., Any],
+    classifier: Classifier,
+    args: Any,
+    kwargs: Any,
+    policy: Policy | None = None,
+    programs: Programs | None = None,
+    receive: Callable[[Decisions], object] | None = None,
+) -> Any:
+    """Return the results of one call of ``fun`` with the decisions of the engine.
 
     Args:
       fun: a function. If it calls modules under a policy, their code has marks (see :mod:`jaxmp.engine.marks`).
-      rules: the rules for the operations.
+      classifier: the classifier of operations.
       args, kwargs: the arguments.
       policy: the policy if :func:`autocast` wraps the function; None for a model. With None, operations are decided
         even if the function has no product.
+      programs: a cache that calls of the function share (see ``shared_programs.py``); None for one that only this call
+        uses.
+      receive: a function that receives the decisions about the program.
     """
     with donation_note():
-        program, operands = traced(fun, args, kwargs, rules)
+        program, operands = traced(fun, args, kwargs, classifier)
     if shapes := [leaf for leaf in operands if isinstance(leaf, jax.ShapeDtypeStruct)]:
         raise TypeError(
             f"a function under autocast takes arrays, got {shapes[0]}; for shapes use jaxmp.cast_plan(fun, policy), "
             "or jax.eval_shape, jax.make_jaxpr or jit(...).lower around the function"
         )
+    programs = {} if programs is None else programs
     if is_collecting() or casts_constants_in_program():
-        rules.programs = None  # each equation is emitted, which records its casts and dtypes
+        programs = None  # each equation is emitted, which records its casts and dtypes
     dtypes = result_dtypes(program, policy)
-    key = None if rules.programs is None else key_of_jitted_call(program.open_jaxpr[0], operands, dtypes)
-    decisions = None if rules.programs is None else rules.programs.get(key)
+    key = None if programs is None else key_of_jitted_call(program.open_jaxpr[0], operands, dtypes)
+    decisions = None if programs is None else programs.get(key)
     is_new = decisions is None
     if decisions is None:
-        graph = build(program.open_jaxpr, operands, dtypes, rules, names_around(), force=policy is None)
-        warn_of_float64(program.open_jaxpr, graph, rules)
+        graph = build(program.open_jaxpr, operands, dtypes, classifier, names_around(), force=policy is None)
+        warn_of_float64(program.open_jaxpr, graph, classifier)
         decisions = decide_program(graph)
-    emission = Emission(decisions, rules)
+    emission = Emission(decisions, classifier, programs)
     with donation_note(), jax.named_scope(DECIDED), around_emitted(emission):
         results = emission.results(program.open_jaxpr, operands, dtypes)
     if is_new and policy is not None:  # the adapters check the overrides of a model, if every module ran
-        rules.matcher.check()
-    if rules.programs is not None and key is not None:
-        remember(rules.programs, key, decisions)
-    rules.decided(decisions)
+        classifier.matcher.check()
+    if programs is not None and key is not None:
+        remember(programs, key, decisions)
+    if receive is not None:
+        receive(decisions)
     return program.unflatten(results)

@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxmp._internals.jax.traces import is_staged, is_tracing, may_be_skipped
 from jaxmp.base.dtypes import is_castable, is_half
+from jaxmp.engine.classifier import Classifier
 from jaxmp.engine.constant_casts import constant_in
 from jaxmp.engine.decide import decide_program
 from jaxmp.engine.decisions import Decisions
@@ -21,9 +22,8 @@ from jaxmp.engine.graph import build
 from jaxmp.engine.marks import WIDE_SUMS, WITH_RULE, ours
 from jaxmp.engine.nodes import Node, Step, StepBody
 from jaxmp.engine.reads import is_widening
-from jaxmp.engine.rules import Rules
 from jaxmp.engine.separate_casts import with_separate_cast
-from jaxmp.engine.shared_programs import remember
+from jaxmp.engine.shared_programs import Programs, remember
 from jaxmp.engine.states import KEPT
 from jaxmp.engine.trace import tracing
 from jaxmp.program.binding import bind_equation, params_in_dtype
@@ -54,13 +54,15 @@ class Emission:
 
     Attributes:
       decisions: the decisions about the program.
-      rules: the rules by which derivative rules are decided later.
+      classifier: the classifier of the operations in derivative rules, which are decided later.
+      programs: a cache of rewritten bodies (see ``shared_programs.py``); None to share nothing.
       casts: the bytes of each cast for an equation, and for the results of a body. Casts of constants do not count.
       operand_types: the types of the operands of each equation that changes, after casts.
     """
 
     decisions: Decisions
-    rules: Rules
+    classifier: Classifier
+    programs: Programs | None
     casts: dict[Step | StepBody, list[int]] = dataclasses.field(default_factory=dict)
     operand_types: dict[Step, Sequence[Any]] = dataclasses.field(default_factory=dict)
 
@@ -199,16 +201,22 @@ class _Evaluation(Rewriter):
         if is_repeat and must_widen(eqn, eqn.invars[0], operands[0], self.examples):
             with jax.named_scope(WIDE_SUMS):
                 return summed_in_float32(eqn, operands)
-        dtype = None if node is None else self.decisions.decision_of[node].compute_dtype
-        params = eqn.params
-        if dtype is not None:
-            precision = self.emission.rules.precision_of(eqn, step.names) if eqn.primitive.name in PRODUCTS else None
-            params = params_in_dtype(eqn, dtype, precision)
+        params = self.params_of(step)
         if node is not None and node.has_float32_result:
             return emit_with_float32_result(eqn, operands, params)
+        return bind_equation(eqn, operands, params)
+
+    def params_of(self, step: Step) -> Any:
+        """Return the parameters of an equation in its compute dtype."""
+        eqn, params = step.eqn, step.eqn.params
+        dtype = None if step.node is None else self.decisions.decision_of[step.node].compute_dtype
+        if dtype is not None:
+            is_product = eqn.primitive.name in PRODUCTS
+            precision = self.emission.classifier.precision_of(eqn, step.names) if is_product else None
+            params = params_in_dtype(eqn, dtype, precision)
         if "precision" in params and asks_for_what_is_missing(params):
             params = {**params, "precision": None}
-        return bind_equation(eqn, operands, params)
+        return params
 
     def operands_of(self, step: Step, values: list[Any]) -> list[Any]:
         """Return the operands of an equation that changes, in the dtypes that it reads."""
@@ -293,15 +301,16 @@ class _StepRewriter(Rewriter):
 
     def make_rule_evaluation(self, eqn: Any) -> RuleEvaluation:
         """Return an evaluation that builds a graph of the rule and decides its dtypes."""
-        rules, products = self.emission.rules, self.step.region.products
-        return RuleEvaluation(self._evaluate_rule, functools.partial(tracing, rules, products))
+        classifier, products = self.emission.classifier, self.step.region.products
+        return RuleEvaluation(self._evaluate_rule, functools.partial(tracing, classifier, products))
 
     def _evaluate_rule(self, program: Opened, args: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
-        step, rules = self.step, self.emission.rules
+        step, emission = self.step, self.emission
         in_rule = step.bodies is not None and step.bodies.has_backward_rule
         names = (*step.names, WITH_RULE)
-        graph = build(program, args, dtypes, rules, names, in_rule=in_rule, force=True)
-        return Emission(decide_program(graph), rules).results(program, args, dtypes)
+        graph = build(program, args, dtypes, emission.classifier, names, in_rule=in_rule, force=True)
+        inner = Emission(decide_program(graph), emission.classifier, emission.programs)
+        return inner.results(program, args, dtypes)
 
 
 def _batched_operands(repeat: _Repeat, mapped: Sequence[Any], node: Node) -> Sequence[Any]:
@@ -323,15 +332,14 @@ def _result_of_equal_step(
     emission: Emission, step: Step, same: Same, make: Callable[[], Callable[..., Any]]
 ) -> Callable[..., Any]:
     """Return the rewritten program of an equal earlier step, or else ``make()``."""
-    rules = emission.rules
-    if rules.programs is None:
+    if emission.programs is None:
         return make()
     # derivative rules are decided later, under these names
-    names = step.names if rules.matcher.paths else ours(step.names)
+    names = step.names if emission.classifier.matcher.paths else ours(step.names)
     has_float8 = any(isinstance(choice, Float8Product) for choice in emission.decisions.float8.values())
     may_skip = has_float8 and may_be_skipped()
     decisions = emission.decisions.key_of(step)
     key = (step.eqn.primitive.name, *step.eqn.params.values(), names, decisions, may_skip, same)
-    program = rules.programs.get(key) or make()
-    remember(rules.programs, key, program)
+    program = emission.programs.get(key) or make()
+    remember(emission.programs, key, program)
     return program

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from jaxmp.base.user_warnings import warn_user
+from jaxmp.engine.classifier import Classifier
 from jaxmp.engine.marks import DECIDED, names_around
 from jaxmp.engine.nodes import Graph
-from jaxmp.engine.rules import Rules
 from jaxmp.program.equations import Opened
 from jaxmp.program.primitives import PRODUCTS
 from jaxmp.program.reading import read_program
@@ -22,7 +22,7 @@ from jaxmp.program.values import ARGUMENT, Key, Value, origins
 _FLOAT64 = np.dtype(np.float64)
 
 
-def warn_of_float64(program: Opened, graph: Graph, rules: Rules) -> None:
+def warn_of_float64(program: Opened, graph: Graph, classifier: Classifier) -> None:
     """Warn if products under a half policy are float64, and name the first float64 value that causes it.
 
     A product is not reported if the author asks for float32 or more there: by :func:`jaxmp.precision`, by an override,
@@ -34,7 +34,7 @@ def warn_of_float64(program: Opened, graph: Graph, rules: Rules) -> None:
     for equation in read_program(*program, names_around(), counts_as_one=_is_emitted).equations.values():
         if DECIDED in equation.names or not _reads_float64(equation.eqn):
             continue
-        half = rules.half_of(equation.name, equation.names)
+        half = classifier.half_of(equation.name, equation.names)
         if half is None:
             continue
         entries = [origin for operand in equation.operands for origin in _entries_of_float64(operand)]

@@ -10,12 +10,12 @@ import numpy as np
 
 from jaxmp._internals.jax.sources import Names
 from jaxmp.base.dtypes import is_castable, is_half
+from jaxmp.engine.classifier import Classifier
 from jaxmp.engine.marks import DECIDED, WITH_RULE, Region, ours, region_of
 from jaxmp.engine.nodes import Graph, Node, Step, StepBody
 from jaxmp.engine.overrides import FLOAT32_RESULT
 from jaxmp.engine.postponed_casts import postpone_casts
 from jaxmp.engine.product_flow import mark_looked_up, mark_products
-from jaxmp.engine.rules import Rules
 from jaxmp.engine.small_products import make_sums
 from jaxmp.engine.states import CLEAR, FULL, HALF, JOIN, KEPT, SOURCE, STRICT, Kind, State
 from jaxmp.program.equations import Opened, bodies_of, extremes_of
@@ -30,7 +30,7 @@ def build(
     program: Opened,
     args: Sequence[Any],
     dtypes: Sequence[Any],
-    rules: Rules,
+    classifier: Classifier,
     names: Names = (),
     *,
     in_rule: bool = False,
@@ -42,14 +42,14 @@ def build(
       program: an open jaxpr and its constants.
       args: the arguments, or their types. Their dtypes may differ from the traced dtypes.
       dtypes: for each result, its requested dtype or None.
-      rules: the rules for the kinds of operations.
+      classifier: the classifier of operations.
       names: the scopes around the program.
       in_rule: whether the program is part of a custom_vjp, whose rule may not be the true derivative.
       force: whether dtypes may change even if the program has no product. A derivative rule needs this, because it
         belongs to a larger program.
     """
     read = read_program(*program, names, counts_as_one=_is_emitted, scopes_inside=_scopes_inside)
-    builder = _Builder(rules, in_rule)
+    builder = _Builder(classifier, in_rule)
     for value, argument in zip(read.arguments, args, strict=True):
         builder.add_source(value, jax.typeof(argument).dtype)
     body = builder.body(read.body)
@@ -109,8 +109,8 @@ def _origin_of(node: Node) -> Node:
 class _Builder:
     """A builder that makes the nodes and steps of a program, equation by equation."""
 
-    def __init__(self, rules: Rules, in_rule: bool) -> None:
-        self.rules, self.in_rule = rules, in_rule
+    def __init__(self, classifier: Classifier, in_rule: bool) -> None:
+        self.classifier, self.in_rule = classifier, in_rule
         self.nodes: list[Node] = []
         self.steps: list[Step] = []
         self.node_of: dict[Value, Node | None] = {}  # None for integers and bools
@@ -152,7 +152,7 @@ class _Builder:
 
     def add(self, kind: Kind, name: str, value: Value, inputs: Sequence[Node], requested: str = "") -> Node:
         """Add the node of a floating value."""
-        dtype, half = value.aval.dtype, self.region.half or self.rules.half
+        dtype, half = value.aval.dtype, self.region.half or self.classifier.half
         state = _STATES.get(kind, State.UNDECIDED)
         if kind is KEPT and self.region.level == "written" and dtype == np.float32:
             state = State.FLOAT32  # the author's float32 counts for the rules about neighbours
@@ -254,10 +254,10 @@ class _Builder:
     def add_operation(self, step: Step, equation: Equation) -> None:
         eqn, name, operands = step.eqn, equation.name, step.operands
         inputs = [node for node in operands if node is not None]
-        kind, step.reason, requested = self.rules.kind_of(eqn, [node.const for node in inputs], step.names)
+        kind, step.reason, requested = self.classifier.kind_of(eqn, [node.const for node in inputs], step.names)
         is_moved = kind is CLEAR
         step.kind = kind
-        step.recipe = self.rules.recipe_of(name, step.names) if name in PRODUCTS else None
+        step.recipe = self.classifier.recipe_of(name, step.names) if name in PRODUCTS else None
         is_one_by_one = is_moved and len(eqn.outvars) == len(eqn.invars) > 1  # such as a barrier or a sort
         nodes: list[Node | None] = []
         for position, value in enumerate(equation.results):

@@ -21,10 +21,10 @@ import numpy as np
 
 from jaxmp.base import trees as _tree
 from jaxmp.base.dtypes import is_half, is_narrow
+from jaxmp.engine.classifier import Classifier
 from jaxmp.engine.half_check import Reason, reason_not_half
 from jaxmp.engine.marks import computing, widened
 from jaxmp.engine.overrides import Level, levels_of
-from jaxmp.engine.rules import Rules
 from jaxmp.policy.patterns import OPERATIONS, Path, checked_overrides, path_and_primitive
 from jaxmp.policy.policies import Policy
 from jaxmp.policy.policy_map import PolicyMap
@@ -50,8 +50,10 @@ class ModelPolicy:
         """Return the policy of a model from the arguments of ``apply_policy`` or ``autocast``."""
         policy_map = PolicyMap(policy)
         patterns = checked_overrides(overrides)
-        if any(_names_operations(rule.pattern) for rule in policy_map.rules):  # as in a file that tune has saved
-            patterns = {**{rule.pattern: rule.policy for rule in policy_map.rules}, **patterns}
+        if any(
+            _names_operations(override.pattern) for override in policy_map.overrides
+        ):  # as in a file that tune has saved
+            patterns = {**{override.pattern: override.policy for override in policy_map.overrides}, **patterns}
             policy_map = PolicyMap(policy_map.root)
         operations = {key: patterns.pop(key) for key in [*patterns] if _names_operations(key)}
         levels = levels_of(operations, policy_map.compute_dtype)
@@ -70,13 +72,10 @@ class ModelPolicy:
         operations = [f"{key} -> {level}" for key, level in self.operations]
         return "; ".join([str(self.policies), *operations])
 
-    def rules(self, decided: Callable[[Any], object]) -> Rules:
-        """Return the rules for a call of the model.
-
-        ``decided`` is a function that receives the decisions about the program.
-        """
+    def classifier(self) -> Classifier:
+        """Return a classifier for the operations of a call of the model."""
         half = self.policies.compute_dtype if is_half(self.policies.compute_dtype) else None
-        return Rules(half, dict(self.operations), float8=self.policies.float8, decided=decided)
+        return Classifier(half, dict(self.operations), self.policies.float8)
 
     def cast_to_output(self, result: Any) -> Any:
         """Return the result of the model in the output dtype."""

@@ -21,6 +21,7 @@ from jaxmp.base.arguments import require_function
 from jaxmp.base.dtypes import name_of
 from jaxmp.base.graphs import reachable
 from jaxmp.base.inspection import Inspection
+from jaxmp.engine.classifier import Classifier
 from jaxmp.engine.decide import decide_program
 from jaxmp.engine.emit import Emission
 from jaxmp.engine.flops import flops_of
@@ -31,7 +32,6 @@ from jaxmp.engine.nodes import Node, Step
 from jaxmp.engine.overrides import policy_and_exceptions
 from jaxmp.engine.plan_by_module import PlanByModule, rows_by_module
 from jaxmp.engine.reasons import Reasons
-from jaxmp.engine.rules import Rules
 from jaxmp.engine.states import Kind
 from jaxmp.engine.trace import result_dtypes, traced
 from jaxmp.policy.policies import Policy, check_backend
@@ -252,19 +252,17 @@ def cast_plan(
     """
     require_function(fun, rule="jaxmp.cast_plan takes a function of arrays", remedy="pass e.g. a loss function")
     if policy is None and not overrides:
-        return _plan_of(fun, Rules(None, programs=None), None)
+        return _plan_of(fun, Classifier(None), None)
     one_policy, exceptions = policy_and_exceptions(policy, overrides)
     if one_policy.compute_dtype == np.float32 and not exceptions:
         raise ValueError(
             "cast_plan needs a policy with a half compute dtype, got float32 without overrides; use 'mixed_bfloat16'"
         )
-
-    # With `programs=None`, each equation is emitted, which records its casts and dtypes.
-    return _plan_of(fun, Rules(one_policy.compute_dtype, exceptions, None, one_policy.float8), one_policy)
+    return _plan_of(fun, Classifier(one_policy.compute_dtype, exceptions, one_policy.float8), one_policy)
 
 
-def _plan_of(fun: Callable[..., Any], rules: Rules, policy: Policy | None) -> Inspection[CastPlan]:
-    """Return a function that plans a call of ``fun`` under ``rules``.
+def _plan_of(fun: Callable[..., Any], classifier: Classifier, policy: Policy | None) -> Inspection[CastPlan]:
+    """Return a function that plans a call of ``fun`` with a classifier.
 
     If ``policy`` is None, ``fun`` must call models under a policy or functions under autocast.
     """
@@ -274,7 +272,7 @@ def _plan_of(fun: Callable[..., Any], rules: Rules, policy: Policy | None) -> In
         if policy is not None:
             check_backend(policy)
         with collecting_emissions() as inner_emissions:
-            program, operands = traced(fun, args, kwargs, rules)
+            program, operands = traced(fun, args, kwargs, classifier)
         if policy is None and not inner_emissions:
             raise ValueError(
                 "cast_plan needs a policy, because the function calls no model under a policy and nothing under "
@@ -283,14 +281,15 @@ def _plan_of(fun: Callable[..., Any], rules: Rules, policy: Policy | None) -> In
         if not all(isinstance(size, int) for operand in operands for size in operand.shape):
             raise ValueError("a plan needs all sizes to count FLOPs and bytes, but the shapes have a symbolic size")
         dtypes = result_dtypes(program, policy)
-        graph = build(program.open_jaxpr, operands, dtypes, rules, names_around())
-        rules.matcher.check()
-        emission = Emission(decide_program(graph), rules)
+        graph = build(program.open_jaxpr, operands, dtypes, classifier, names_around())
+        classifier.matcher.check()
+        # With `programs=None`, each equation is emitted, which records its casts and dtypes.
+        emission = Emission(decide_program(graph), classifier, programs=None)
         jax.eval_shape(lambda *args: emission.results(program.open_jaxpr, args, dtypes), *operands)
         writer = _PlanWriter(inner_emissions)
         rows = tuple(writer.rows_of_program(emission))
         title = "the policies of its models" if policy is None else str(policy)
-        overrides = {key: str(level) for key, level in rules.overrides.items()}
+        overrides = {key: str(level) for key, level in classifier.overrides.items()}
         return CastPlan(title, overrides, rows, _totals(rows, writer, emission.casts[graph.body]))
 
     return Inspection("cast_plan", fun, planned)

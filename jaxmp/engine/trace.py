@@ -14,8 +14,8 @@ from jaxmp._internals.flax.nnx_if_imported import make_pure_call
 from jaxmp._internals.jax.patches import stand_ins
 from jaxmp.base.context_variables import setting
 from jaxmp.base.dtypes import is_castable, is_half
+from jaxmp.engine.classifier import Classifier
 from jaxmp.engine.marks import SPECIAL, names_here
-from jaxmp.engine.rules import Rules
 from jaxmp.policy.policies import Policy
 from jaxmp.program.traced_program import TracedProgram, arrays_in
 
@@ -23,21 +23,21 @@ _tracing: ContextVar[Callable[[], np.dtype | None] | None] = ContextVar("jaxmp_a
 
 
 @contextlib.contextmanager
-def tracing(rules: Rules, products: str = "") -> Iterator[None]:
+def tracing(classifier: Classifier, products: str = "") -> Iterator[None]:
     """Enter the context in which the engine traces the author's code.
 
     ``products`` is the default precision of products in that code.
     """
 
     def ask() -> np.dtype | None:
-        return rules.half_of("dot_general", names_here())
+        return classifier.half_of("dot_general", names_here())
 
     # Reset the default precision of products, so that each product keeps the precision that its author wrote. The
     # adapters set the precision of each module's policy.
     precision: Any = contextlib.nullcontext()
-    if products or rules.half is not None:
+    if products or classifier.half is not None:
         precision = jax.default_matmul_precision(products or None)
-    with setting(_tracing, ask), stand_ins(rules.key, ask, SPECIAL), precision:
+    with setting(_tracing, ask), stand_ins(classifier.key, ask, SPECIAL), precision:
         yield
 
 
@@ -71,8 +71,8 @@ def result_dtypes(program: TracedProgram, policy: Policy | None = None) -> list[
     return dtypes
 
 
-def traced(fun: Callable[..., Any], args: Any, kwargs: Any, rules: Rules) -> tuple[TracedProgram, list[Any]]:
+def traced(fun: Callable[..., Any], args: Any, kwargs: Any, classifier: Classifier) -> tuple[TracedProgram, list[Any]]:
     """Trace one call in its original dtypes, and return its program and arrays."""
     pure, arguments, write = make_pure_call(fun, args, kwargs)
-    with tracing(rules):
+    with tracing(classifier):
         return TracedProgram(pure, arguments, write), arrays_in(jax.tree.leaves(arguments))

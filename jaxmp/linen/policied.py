@@ -24,11 +24,11 @@ from jaxmp.base.cache_keys import policies_off
 from jaxmp.base.donation import require_not_deleted
 from jaxmp.base.dtypes import AsComputed
 from jaxmp.engine.autocast import computed
+from jaxmp.engine.classifier import Classifier
 from jaxmp.engine.decisions import Decisions
 from jaxmp.engine.eager_calls import call_eagerly, key_of
 from jaxmp.engine.half_check import check_half_products
 from jaxmp.engine.model_policy import ModelPolicy, require_no_operations, wrong_model
-from jaxmp.engine.rules import Rules
 from jaxmp.linen.run import author_fields, current_run, key_of_module, start_run
 from jaxmp.linen.scopes import ACTIVATIONS, PARAMS, PoliciedModel, add_model, without_models
 
@@ -207,20 +207,25 @@ def _run_model(
                 run.check_patterns(model, module)
             return result
         decided: list[Decisions] = []
-        rules = model.policy.rules(decided.append)
-        result = decorator_lift_transform(_rewrite, method, rules)(module, *args, **kwargs)
-        decisions = decided.pop()  # derivative rules keep `rules` alive, but not the decisions
+        classifier = model.policy.classifier()
+        result = decorator_lift_transform(_rewrite, method, classifier, decided.append)(module, *args, **kwargs)
+        (decisions,) = decided
         run.check_patterns(model, module)
         if name == "__call__":
-            rules.matcher.check()
+            classifier.matcher.check()
         check_half_products(decisions, model.policy.default, run.modules_not_half(model, module))
         return result
 
 
-def _rewrite(fun: Callable[..., Any], rules: Rules) -> Callable[..., Any]:
+def _rewrite(
+    fun: Callable[..., Any], classifier: Classifier, receive: Callable[[Decisions], object]
+) -> Callable[..., Any]:
     """Return a version of ``fun`` that ``jaxmp.engine`` rewrites.
 
-    ``fun`` is a function of a Linen scope.
+    Args:
+      fun: a function of a Linen scope.
+      classifier: the classifier of operations.
+      receive: a function that receives the decisions about the program.
     """
 
     def rewritten(scope_of: Any, repack: Any, variables: Any, rngs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -229,7 +234,7 @@ def _rewrite(fun: Callable[..., Any], rules: Rules) -> Callable[..., Any]:
             result = fun(scope, *args, **kwargs)
             return result, jax.tree.map_with_path(_mark_activation, repack(scope))
 
-        return computed(pure, rules, (variables, rngs, args, kwargs), {})
+        return computed(pure, classifier, (variables, rngs, args, kwargs), {}, receive=receive)
 
     return lift.pack(rewritten, (True,), (True,), (True,), enable_kwargs=True)
 

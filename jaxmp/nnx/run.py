@@ -164,12 +164,12 @@ def _run_model(module: Any, method: Any, args: Any, kwargs: Any) -> Any:
 
     def pure(*arguments: Any) -> Any:
         decided: list[Decisions] = []
-        rules = decision.model_policy.rules(decided.append)
-        results = computed(of_call, rules, arguments, {})
-        program_decisions = decided.pop()  # derivative rules keep `rules` alive, but not the decisions
+        classifier = decision.model_policy.classifier()
+        results = computed(of_call, classifier, arguments, {}, receive=decided.append)
+        (program_decisions,) = decided
         if called_all:
             check_half_products(program_decisions, decision.model_policy.default, decision.not_half)
-            rules.matcher.check()
+            classifier.matcher.check()
         return results
 
     try:

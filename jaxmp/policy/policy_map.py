@@ -30,7 +30,7 @@ from jaxmp.policy.policies import PRECISIONS, Policy, PrecisionError
 from jaxmp.policy.policy_files import read_policy
 
 
-class Rule(NamedTuple):
+class Override(NamedTuple):
     """An override of a :class:`PolicyMap`.
 
     Attributes:
@@ -70,20 +70,20 @@ class PolicyMap:
     """
 
     root: Policy  # the policy of the root module, and of modules that no pattern matches
-    rules: tuple[Rule, ...]  # in matching order
+    overrides: tuple[Override, ...]  # in matching order
 
     def __init__(self, default: Any, overrides: Mapping[Any, Any] | None = None, *, strict: bool = True) -> None:
         root: Any = get_policy(default)
-        rules_of_default: tuple[Rule, ...] = ()
+        overrides_of_default: tuple[Override, ...] = ()
         if isinstance(root, PolicyMap):
-            root, rules_of_default = root.root, root.rules
-        rules: dict[Pattern, Rule] = {}
+            root, overrides_of_default = root.root, root.overrides
+        override_of: dict[Pattern, Override] = {}
         for pattern, policy in checked_overrides(overrides).items():
-            rules[check_pattern(pattern)] = Rule(pattern, _of_override(policy, root, pattern), strict)
-        for rule in rules_of_default:
-            rules.setdefault(rule.pattern, rule)
+            override_of[check_pattern(pattern)] = Override(pattern, _of_override(policy, root, pattern), strict)
+        for override in overrides_of_default:
+            override_of.setdefault(override.pattern, override)
         object.__setattr__(self, "root", root)
-        object.__setattr__(self, "rules", tuple(rules.values()))
+        object.__setattr__(self, "overrides", tuple(override_of.values()))
 
     @property
     def param_dtype(self) -> np.dtype:
@@ -113,7 +113,7 @@ class PolicyMap:
     @property
     def patterns(self) -> list[Pattern]:
         """Return all patterns in matching order."""
-        return [rule.pattern for rule in self.rules]
+        return [override.pattern for override in self.overrides]
 
     def resolve(
         self, path: Path, classes: Mapping[Path, type | tuple[type, ...]] | None = None
@@ -127,7 +127,7 @@ class PolicyMap:
           classes: the classes of this module and of the modules above it, by path. Modules that share a scope have one
             path with several classes.
         """
-        for pattern, policy, _ in self.rules:
+        for pattern, policy, _ in self.overrides:
             if covers(pattern, path, classes):
                 return policy, pattern
         return self.root, None
@@ -139,8 +139,8 @@ class PolicyMap:
         pattern ``Net/head`` means ``head``.
         """
         below = PolicyMap(self.root)
-        rules = tuple(rule._replace(pattern=_below(rule.pattern, root)) for rule in self.rules)
-        object.__setattr__(below, "rules", rules)
+        overrides = tuple(override._replace(pattern=_below(override.pattern, root)) for override in self.overrides)
+        object.__setattr__(below, "overrides", overrides)
         return below
 
     def check(
@@ -159,7 +159,7 @@ class PolicyMap:
           ValueError: a pattern matched nothing; the error names the nearest paths or classes of the model.
         """
         paths = {path[:depth] for path in variables for depth in range(len(path))}
-        for pattern, _, strict in self.rules:
+        for pattern, _, strict in self.overrides:
             if any(matches(pattern, path, cls) for path, cls in modules.items()):
                 continue
             if not strict:
@@ -172,13 +172,14 @@ class PolicyMap:
                 raise _unmatched(pattern, paths.union(modules), modules)
 
     def __str__(self) -> str:
-        default, rules = str(self.root), self.rules
+        default, overrides = str(self.root), self.overrides
         for name, preset in PRESETS.items():
             if isinstance(preset, PolicyMap) and preset.root == self.root:
-                count = len(rules) - len(preset.rules)
-                if rules[count:] == preset.rules:
-                    default, rules = name, rules[:count]
-        return "; ".join([default, *(f"{pattern_text(rule.pattern)} -> {rule.policy}" for rule in rules)])
+                count = len(overrides) - len(preset.overrides)
+                if overrides[count:] == preset.overrides:
+                    default, overrides = name, overrides[:count]
+        texts = [f"{pattern_text(override.pattern)} -> {override.policy}" for override in overrides]
+        return "; ".join([default, *texts])
 
 
 def _unmatched(
@@ -332,7 +333,7 @@ def _of_override(policy: Any, root: Policy, pattern: Pattern) -> Policy:
         raise type(error)(text) from None
     if isinstance(result, PolicyMap):
         raise TypeError(
-            f"an override must be a single policy, got the PolicyMap {result}; write its rules as overrides"
+            f"an override must be a single policy, got the PolicyMap {result}; write its overrides one by one"
         )
     return result
 
@@ -341,9 +342,9 @@ def _parse_policy(text: str) -> Policy | PolicyMap:
     if text.endswith(".toml"):
         policy, overrides = read_policy(text)
         return PolicyMap(_parse_policy(policy), overrides) if overrides else _parse_policy(policy)
-    default, *rules = text.split(";")
-    if rules:
-        return PolicyMap(_parse_policy(default), dict(_parse_rules(rules)))
+    default, *texts = text.split(";")
+    if texts:
+        return PolicyMap(_parse_policy(default), dict(_parse_overrides(texts)))
     text_without_spaces = "".join(text.split())
     if "=" in text_without_spaces:
         return parse_fields(text_without_spaces)
@@ -399,14 +400,14 @@ def _nearest_presets(name: str) -> list[str]:
     return [repr(preset) for preset in near][:10]
 
 
-def _parse_rules(rules: list[str]) -> Iterator[tuple[str, str]]:
+def _parse_overrides(texts: list[str]) -> Iterator[tuple[str, str]]:
     patterns = set()
-    for rule in filter(str.strip, rules):
-        pattern, arrow, policy = (part.strip() for part in rule.partition("->"))
+    for text in filter(str.strip, texts):
+        pattern, arrow, policy = (part.strip() for part in text.partition("->"))
         if not arrow or pattern in patterns:
             raise ValueError(
-                f"after the first ';' a policy has rules 'pattern -> policy', each pattern once, got {rule.strip()!r}; "
-                "write e.g. 'mixed_float16; **/BatchNorm_* -> float32'"
+                f"after the first ';' a policy has overrides 'pattern -> policy', each pattern once, got "
+                f"{text.strip()!r}; write e.g. 'mixed_float16; **/BatchNorm_* -> float32'"
             )
         patterns.add(pattern)
         yield pattern, policy

@@ -14,8 +14,8 @@ from jaxmp.base.arguments import library_of, require_function
 from jaxmp.base.cache_keys import auto_chunks
 from jaxmp.base.trees import path_name
 from jaxmp.engine.autocast import computed
+from jaxmp.engine.classifier import Classifier
 from jaxmp.engine.overrides import policy_and_exceptions
-from jaxmp.engine.rules import Rules
 from jaxmp.optim.checks import described, require_loss
 from jaxmp.policy.off_switch import unless_policies_off
 from jaxmp.policy.patterns import checked_overrides
@@ -191,8 +191,8 @@ def under_policy(loss_fn: LossFn, policy: Any, overrides: Mapping[str, str] | No
             if is_as_written:
                 return loss_fn(*args)
             check_backend(widest)
-            rules = Rules(widest.compute_dtype, exceptions, float8=widest.float8)
-            return computed(loss_fn, rules, args, {}, widest)
+            classifier = Classifier(widest.compute_dtype, exceptions, widest.float8)
+            return computed(loss_fn, classifier, args, {}, widest)
 
     return run
 

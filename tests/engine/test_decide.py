@@ -15,10 +15,10 @@ from autocast_tools import HALVES, compiled, cosine, dtypes_of, half, layer_norm
 import jaxmp
 from jaxmp.engine import decide as decide_module
 from jaxmp.engine import neighbours
+from jaxmp.engine.classifier import Classifier
 from jaxmp.engine.decide import decide_program
 from jaxmp.engine.emit import Emission
 from jaxmp.engine.graph import build
-from jaxmp.engine.rules import Rules
 from jaxmp.program.equations import opened
 from jaxmp.program.walk import equations
 
@@ -351,7 +351,7 @@ def test_the_texts_of_a_plan_affect_no_decision(monkeypatch):
 
     expected = {name: dtypes(*case) for name, case in DECIDED.items()}
     for name in ("kind_of", "request_of"):
-        monkeypatch.setattr(Rules, name, reworded(getattr(Rules, name)))
+        monkeypatch.setattr(Classifier, name, reworded(getattr(Classifier, name)))
     assert {name: dtypes(*case) for name, case in DECIDED.items()} == expected
 
 
@@ -449,7 +449,7 @@ def amplified_beside_a_distance(x, w):
     return jnp.sin(x @ w), jnp.sum(point**2) - 2 * outer
 
 
-RULES = Rules(jnp.dtype(jnp.bfloat16))
+CLASSIFIER = Classifier(jnp.dtype(jnp.bfloat16))
 ORDERED = [
     jax.grad(block),
     recurrent,
@@ -462,7 +462,7 @@ ORDERED = [
 
 def decided(program):
     """Return the decisions without the rules, which depend on the order."""
-    graph = build(opened(program), [X, W], [None] * len(program.out_avals), RULES)
+    graph = build(opened(program), [X, W], [None] * len(program.out_avals), CLASSIFIER)
     decision_of = decide_module.decide(graph)
     return [decision_of[node]._replace(rule=None, cause=None) for node in graph.nodes]
 
@@ -489,11 +489,11 @@ def test_shuffled_rules_decide_the_same(fun, monkeypatch):
 @pytest.mark.parametrize("fun", [jax.grad(block), recurrent, distances])
 def test_an_emission_changes_no_decision_and_can_be_repeated(fun):
     jaxpr, consts = opened(jax.make_jaxpr(fun)(X, W))
-    decisions = decide_program(build((jaxpr, consts), [X, W], [None], RULES))
+    decisions = decide_program(build((jaxpr, consts), [X, W], [None], CLASSIFIER))
     before = dict(decisions.decision_of), dict(decisions.reads), set(decisions.unchanged)
 
     def emitted(*args):
-        return Emission(decisions, RULES).results((jaxpr, consts), args, [None])
+        return Emission(decisions, CLASSIFIER, programs=None).results((jaxpr, consts), args, [None])
 
     programs = [jax.make_jaxpr(emitted)(X, W) for _ in range(2)]
     assert str(programs[0]) == str(programs[1])

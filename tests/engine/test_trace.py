@@ -8,15 +8,15 @@ import numpy as np
 
 import jaxmp
 from jaxmp._internals.jax.sources import names_of
+from jaxmp.engine.classifier import Classifier
 from jaxmp.engine.marks import SPECIAL
-from jaxmp.engine.rules import Rules
 from jaxmp.engine.trace import tracing
 from jaxmp.program.walk import jaxprs_in
 
 
 def scopes(fun, *args):
     """Return the scopes of each equation of a function that the engine traces."""
-    with tracing(Rules(np.dtype("float16"))):
+    with tracing(Classifier(np.dtype("float16"))):
         closed = jax.make_jaxpr(fun)(*args)
 
     def below(jaxpr, around):

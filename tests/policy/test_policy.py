@@ -100,7 +100,7 @@ def test_a_map_as_text_reads_back_to_an_equal_one():
     for policies in MAPS:
         read = get_policy(str(policies))
         assert PolicyMap(read) == policies
-        assert read == policies or not policies.rules
+        assert read == policies or not policies.overrides
 
 
 def test_the_text_of_a_map_has_its_rules_in_matching_order():

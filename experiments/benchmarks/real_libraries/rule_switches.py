@@ -13,7 +13,18 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
-from jaxmp.engine import activations, amplifiers, cancellation, decide, emit, graph, loops, neighbours, reads, rules
+from jaxmp.engine import (
+    activations,
+    amplifiers,
+    cancellation,
+    classifier,
+    decide,
+    emit,
+    graph,
+    loops,
+    neighbours,
+    reads,
+)
 from jaxmp.engine.states import Kind, State
 from jaxmp.program.primitives import AMPLIFIERS
 
@@ -73,7 +84,7 @@ def _without(*names: str) -> dict[str, int]:
 
 
 def _infer_any_constant(*_: Any) -> Any:
-    return rules.OperationKind(Kind.INFER, "")
+    return classifier.OperationKind(Kind.INFER, "")
 
 
 def _raisers_without(rule: Any) -> tuple[Any, ...]:
@@ -116,7 +127,7 @@ _LOOPS = (
     Switch("13", "searches", ((loops, "is_search", _no),)),
 )
 SWITCHES = (
-    Switch("3", "constants beyond half", ((rules.Rules, "_kind_by_constants", _infer_any_constant),)),
+    Switch("3", "constants beyond half", ((classifier.Classifier, "_kind_by_constants", _infer_any_constant),)),
     Switch("3", "small products", ((graph, "make_sums", _do_nothing),)),
     Switch("3", "joins of constants beyond half", ((decide, "RAISERS", _raisers_without(decide.raise_joins)),)),
     Switch("4", "casts before moves", ((decide, "move_casts", _do_nothing),)),

@@ -1,4 +1,4 @@
-"""The kind of an operation, from a marked region, an override or its class.
+"""The classification of operations: their kinds, from marked regions, overrides and classes.
 
 A region wins over an override, and an override wins over the class.
 """
@@ -6,7 +6,7 @@ A region wins over an override, and an override wins over the class.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -50,23 +50,19 @@ Constants = Sequence[tuple[float, float] | None]
 
 
 @dataclasses.dataclass
-class Rules:
-    """The half dtype (float16, bfloat16) and the overrides of one autocast function.
+class Classifier:
+    """The classifier of operations, with the half dtype (float16, bfloat16) and the overrides of one function.
 
     Args:
       half: the compute dtype of code outside of marked modules; None if all code is marked.
       overrides: the levels of paths, primitives and classes, from :func:`jaxmp.engine.overrides.levels_of`. The first
         path that matches wins, as in a PolicyMap. A path with a primitive matches only that primitive.
-      programs: a cache of decisions and rewritten bodies (see ``shared_programs.py``); None to share nothing.
       float8: the recipe for float8 products in code outside of marked modules; None for half products.
-      decided: a function that receives the decisions about the program.
     """
 
     half: np.dtype | None
     overrides: dict[str, Level] = dataclasses.field(default_factory=dict)
-    programs: dict[Any, Any] | None = dataclasses.field(default_factory=dict)
     float8: Float8 | None = None
-    decided: Callable[[Any], object] = id
 
     def __post_init__(self) -> None:
         self.key = (self.half, tuple(self.overrides.items()))
