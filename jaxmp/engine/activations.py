@@ -11,6 +11,7 @@ from jaxmp.engine.postponed_casts import is_cast_to_half
 from jaxmp.engine.raised_states import States
 from jaxmp.engine.states import CLEAR, HALF, INFER, JOIN, Rule, State
 from jaxmp.program.primitives import EXTREMES, MONOTONE, Class, Trait, of_class, with_trait
+from jaxmp.program.values import CARRY
 
 _ELEMENTWISE = of_class(Class.POINTWISE, Class.INFER, Class.WIDEST)
 # A nonlinearity before a product reads a float32 activation in half. These operations are not nonlinearities.
@@ -28,7 +29,7 @@ def find_activations(nodes: Sequence[Node], states: States) -> dict[Node, int]:
     count = 0
     for node in nodes:
         rule = states.rules.get(node)
-        is_half_carry = rule is Rule.CARRY and node.name == "carry"
+        is_half_carry = rule is Rule.CARRY and node.name == CARRY
         operands: Sequence[Node] = ()
         if states[node] is State.HALF and (node.kind is HALF or is_half_carry):
             count += 1
@@ -70,7 +71,7 @@ def is_stream(node: Node, states: States, activations: Mapping[Node, int]) -> bo
     A residual stream is a sum of activations of different products; rows of a table may be one of the terms. The terms
     of a softplus are activations of the same product, so their sum is not a stream. A half carry is a stream too.
     """
-    if node.name == "carry":
+    if node.name == CARRY:
         return states[node] is State.HALF
     if node.name != "add" or not all([operand in activations or operand.is_looked_up for operand in node.inputs]):
         return False

@@ -37,6 +37,7 @@ from jaxmp.engine.trace import result_dtypes, traced
 from jaxmp.policy.policies import Policy, check_backend
 from jaxmp.program.equations import bodies_of, opened
 from jaxmp.program.primitives import CAST, Class, classify
+from jaxmp.program.values import BRANCHES, CARRY
 from jaxmp.program.walk import jaxprs_in
 
 _HALF = {"float16", "bfloat16", "float8_e4m3fn"}
@@ -363,7 +364,7 @@ class _PlanWriter:
         emission, reasons = program
         bodies = bodies_of(eqn)
         operands = filter(None, step.operands)
-        read = reachable(operands, lambda node: node.inputs if node.name in ("carry", "branches") else ())
+        read = reachable(operands, lambda node: node.inputs if node.name in (CARRY, BRANCHES) else ())
         iterations = 1 if bodies is None else bodies.iterations
         casts = _added_casts(step, emission)
         for body in step.inner:

@@ -11,6 +11,7 @@ from jaxmp.base.graphs import reachable
 from jaxmp.engine.nodes import Node
 from jaxmp.engine.states import CLEAR, KEPT, SOURCE
 from jaxmp.program.primitives import CAST, PICKS, Trait, with_trait
+from jaxmp.program.values import CARRY
 
 _FLOAT32, _JOINED = np.dtype(np.float32), with_trait(Trait.JOINS)
 
@@ -47,6 +48,6 @@ def _depends_on_arguments(node: Node) -> bool:
     def follow(node: Node) -> Sequence[Node]:
         if node.const is not None:
             return ()
-        return node.inputs[:1] if node.name == "carry" else node.inputs
+        return node.inputs[:1] if node.name == CARRY else node.inputs
 
     return any(node.kind is SOURCE and node.const is None for node in reachable([node], follow))

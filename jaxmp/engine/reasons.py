@@ -12,6 +12,7 @@ from jaxmp.engine.nodes import Node, Step
 from jaxmp.engine.operation_patterns import find_patterns
 from jaxmp.engine.states import Kind, Rule, State
 from jaxmp.program.primitives import Class, classify
+from jaxmp.program.values import CARRY
 
 _BY_RULE = {
     Rule.AMPLIFIED: "amplified by {}",
@@ -90,7 +91,7 @@ class Reasons:
 
     def _of_bodies(self, step: Step) -> str:
         text = _place_of_decision(step)
-        carries = [join for join in step.joins if join is not None and join.name == "carry"]
+        carries = [join for join in step.joins if join is not None and join.name == CARRY]
         states = [join for join in carries if self._is_float32(join) and self._decision_of[join].rule is Rule.CARRY]
         return f"{text}; a state in float32" if self.changes and states else text
 

@@ -6,8 +6,9 @@ from jaxmp.base.graphs import reachable
 from jaxmp.engine.nodes import Node
 from jaxmp.engine.states import Kind
 from jaxmp.program.primitives import CAST, Class, Trait, of_class, with_trait
+from jaxmp.program.values import BRANCHES, CARRY
 
-COPIES = of_class(Class.CLEAR) | with_trait(Trait.JOINS) | {CAST, "carry", "branches"}
+COPIES = of_class(Class.CLEAR) | with_trait(Trait.JOINS) | {CAST, CARRY, BRANCHES}
 """Operations whose results are copies of their operands."""
 
 

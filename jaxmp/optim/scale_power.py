@@ -20,7 +20,7 @@ from jaxmp.base.user_warnings import warn_user
 from jaxmp.optim.loss_scale import LossScale
 from jaxmp.program.equations import is_literal
 from jaxmp.program.facts import Analysis
-from jaxmp.program.primitives import CAST, COMBINATIONS, COMBINES, EXTREMES, PICKS, PRODUCTS, SUMS, Trait, with_trait
+from jaxmp.program.primitives import CAST, COMBINATIONS, MOVES, PRODUCTS, SUMS, Trait, with_trait
 
 _ANY: Final = "any"
 _Power = int | str | None
@@ -45,7 +45,7 @@ class _Factor(NamedTuple):
 _MULTIPLIES = PRODUCTS | with_trait(Trait.MULTIPLIES)
 _SUMS = frozenset(name for name, kind in COMBINATIONS.items() if kind == "add")
 # The power of the result is that of the floating operands.
-_KEEPS_POWER = PICKS | COMBINES | SUMS | _SUMS | EXTREMES | with_trait(Trait.KEEPS_MAGNITUDE) | {CAST}
+_KEEPS_POWER = MOVES | SUMS | _SUMS | with_trait(Trait.KEEPS_MAGNITUDE) | {CAST}
 
 
 class _FactorOfScale(Analysis[_Factor]):

@@ -419,6 +419,8 @@ PRODUCTS = of_class(Class.HALF)
 """Matrix products and convolutions."""
 PICKS = with_trait(Trait.IDENTITY, Trait.PERMUTES, Trait.REPEATS, Trait.SLICES, Trait.LOOKS_UP)
 """Moves of one array. A cast before such an operation gives the same bits as a cast after it."""
+MOVES = PICKS | with_trait(Trait.COMBINES, Trait.EXTREME, Trait.POOLS, Trait.SORTS)
+"""Operations whose results contain only elements of their operands, so they round nothing."""
 MONOTONE = with_trait(Trait.PERMUTES, Trait.POOLS) | {CAST}
 """Operations before which a value can be cast instead of after them.
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxmp.program.equations import Bodies
 from jaxmp.program.facts import Analysis
-from jaxmp.program.primitives import CAST, COMBINES, COMPARISONS, PICKS, PRODUCTS, SUMS, Trait, with_trait
+from jaxmp.program.primitives import CAST, COMPARISONS, MOVES, PRODUCTS, SUMS, Trait, with_trait
 
 
 class _ProductOrigin(enum.IntEnum):
@@ -33,7 +33,7 @@ class _ProductOrigin(enum.IntEnum):
 
 FIXED, SUM, SCALED, ANEW = _ProductOrigin
 # The result of such an operation has the origin of its operands.
-_KEEPS_ORIGIN = PICKS | COMBINES | with_trait(Trait.EXTREME, Trait.POOLS, Trait.SORTS) | {CAST}
+_KEEPS_ORIGIN = MOVES | {CAST}
 _MULTIPLIES = with_trait(Trait.MULTIPLIES)
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from jaxmp._internals.jax.sources import Names, user_source_of
 from jaxmp.base.graphs import reachable
 from jaxmp.program.equations import Bodies, elements_of
-from jaxmp.program.primitives import CAST, COMBINES, PICKS, Trait, with_trait
+from jaxmp.program.primitives import CAST, MOVES, Trait, with_trait
 from jaxmp.program.scopes import path_in
 
 Key = tuple[int, ...]
@@ -50,8 +50,8 @@ JOINS = frozenset({CARRY, LAST_CARRY, BRANCHES})
 _SORTS = with_trait(Trait.SORTS)
 _ONE_BY_ONE = with_trait(Trait.IDENTITY)
 """Operations whose nth result depends only on the nth operand."""
-MOVES = PICKS | COMBINES | with_trait(Trait.EXTREME, Trait.POOLS) | _SORTS | {ELEMENT, STACKED, PART, WHOLE}
-"""Moves: operations whose results contain only elements of the operands; for ``top_k``, only the first result."""
+_MOVES_OF_BODIES = frozenset({ELEMENT, STACKED, PART, WHOLE})
+"""Names of values that are moved at the border of a body."""
 
 
 @dataclasses.dataclass(eq=False, slots=True, repr=False)
@@ -285,7 +285,9 @@ class Value:
         """
         if self.name in _SORTS and self.name != "sort":  # the second result has indices
             return self.position == 0
-        return self.name in MOVES or (self.is_cast and self.inputs[0].dtype == self.dtype)
+        return (
+            self.name in MOVES or self.name in _MOVES_OF_BODIES or (self.is_cast and self.inputs[0].dtype == self.dtype)
+        )
 
     @property
     def is_cast(self) -> bool:
