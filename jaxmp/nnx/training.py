@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -185,35 +185,49 @@ class _Form:
     wrt: Any
 
 
-class _State(TrainState):
-    """The train state of an NNX model.
+class _ModelState(NamedTuple):
+    """A model without its trained Variables.
 
-    ``model_state`` is a tuple of a :class:`_Form`, the state of the random number generators, and the other Variables
-    that are not trained. The generators advance in skipped steps too.
+    Attributes:
+      form: the model without its arrays.
+      generators: the state of the random number generators, which advance in skipped steps too.
+      untrained: the other Variables that are not trained.
     """
+
+    form: _Form
+    generators: Any
+    untrained: Any
+
+
+class _State(TrainState):
+    """The train state of an NNX model. Its ``model_state`` is a :class:`_ModelState`."""
 
     _rng_remedy = None  # the model has its own random number generators
     _to_copy = TO_COPY
 
     def apply_gradients(self, *, model_state: Any = None, **changes: Any) -> Self:
-        _, generators, _ = model_state
         new = super().apply_gradients(model_state=model_state, **changes)
-        form, _, untrained = new.model_state
-        return new.replace(model_state=(form, generators, untrained))
+        return new.replace(model_state=new.model_state._replace(generators=model_state.generators))
+
+
+def _split(model: Any, wrt: Any) -> tuple[Any, _ModelState]:
+    """Return the trained Variables of a model, and the rest."""
+    graphdef, params, generators, untrained = nnx.split(model, wrt, nnx.RngState, ..., graph=True)
+    rest = _ModelState(_Form(graphdef, wrt), nnx.as_pure(generators), nnx.as_pure(untrained))
+    return nnx.as_pure(params), rest
 
 
 def state_of(model: Any, optimizer: Optimizer) -> _State:
     """Return a model and its optimizer as a train state for ``TrainStep.of_trees``."""
     require_model(model, "step", _FORM)
     require_optimizer(optimizer, "(model, optimizer)")
-    graphdef, *parts = nnx.split(model, optimizer.wrt, nnx.RngState, ..., graph=True)
-    params, *untrained = map(nnx.as_pure, parts)
+    params, model_state = _split(model, optimizer.wrt)
     optimizer._require_structure(params)
     return _State(
         step=optimizer.step.get_raw_value(),
         params=params,
         opt_state=nnx.as_pure(optimizer.opt_state),
-        model_state=(_Form(graphdef, optimizer.wrt), *untrained),
+        model_state=model_state,
         ema_params=optimizer.ema,
         rng=None,
         apply_fn=None,
@@ -223,7 +237,7 @@ def state_of(model: Any, optimizer: Optimizer) -> _State:
 
 def take_state(model: Any, optimizer: Optimizer, state: TrainState) -> None:
     """Set a model and its optimizer to a state like that of :func:`state_of`."""
-    nnx.update(model, state.params, *state.model_state[1:])
+    nnx.update(model, state.params, state.model_state.generators, state.model_state.untrained)
     optimizer._take(state)
 
 
@@ -231,31 +245,30 @@ def _of_arrays(loss_fn: Callable[[Any, Any], Any]) -> loss_function.LossFn:
     """Turn a loss function of a model into a function of the model's arrays."""
     loss_function.require_loss_function(loss_fn, "model, batch")
 
-    def run(form: _Form, params: Any, untrained: Any, batch: Any) -> tuple[Any, Any, list[Any]]:
-        """Return the loss function's result, and the changed graphdef and arrays."""
-        model = nnx.merge(form.graphdef, params, *untrained)
+    def run(params: Any, model_state: _ModelState, batch: Any) -> tuple[Any, Any, _ModelState]:
+        """Return the loss function's result, and both parts of the model after the call."""
+        form, generators, untrained = model_state
+        model = nnx.merge(form.graphdef, params, generators, untrained)
         result = loss_fn(model, batch)
-        graphdef, *parts = nnx.split(model, form.wrt, nnx.RngState, ..., graph=True)
-        return result, graphdef, [nnx.as_pure(part) for part in parts]
+        return result, *_split(model, form.wrt)
 
-    def of_arrays(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
-        form, *before = model_state
-        result, graphdef, (after, *untrained) = run(form, params, before, batch)
+    def of_arrays(params: Any, model_state: _ModelState, batch: Any, rng: Any) -> Any:
+        result, params_after, state_after = run(params, model_state, batch)
         loss, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
         require_loss(loss, "return loss, or (loss, metrics), in this order")
-        if graphdef != form.graphdef:
+        if state_after.form != model_state.form:
             raise ValueError(
                 "a loss function may change only the values of a model's Variables, but it added, removed or changed\n"
                 "other attributes. Call model.train() or model.eval() before the step, store changing values in\n"
                 "Variables, and remove added Variables: nnx.pop(model, nnx.Intermediate)."
             )
-        arrays = zip(jax.tree.leaves(after), jax.tree.leaves(params), strict=True)
+        arrays = zip(jax.tree.leaves(params_after), jax.tree.leaves(params), strict=True)
         if any(new is not old for new, old in arrays):
             # nnx.remat and nnx.scan return all their inputs as new arrays. Only a traced program shows which new
             # arrays are equal to the old arrays.
-            ends = passed_on(jax.make_jaxpr(lambda params: run(form, params, before, batch)[2][0])(params))
+            ends = passed_on(jax.make_jaxpr(lambda params: run(params, model_state, batch)[1])(params))
             _require_unchanged(params, ends)
-        return loss, (form, *untrained), metrics
+        return loss, state_after, metrics
 
     return of_arrays
 
