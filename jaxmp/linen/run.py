@@ -28,8 +28,11 @@ from jaxmp.policy.patterns import Path
 
 _REPLACED = "_jaxmp_replaced"  # the attribute with the ``dtype`` of a module that the policy replaced
 _TRACED = np.dtype(np.float32, metadata={"jaxmp": "float32 while the model is traced"})
-"""The float32 that replaces a ``dtype`` that the author has not set. Submodules often get their ``dtype`` from it. As
-it is an object of its own, they can be told from those whose author wrote ``dtype=jnp.float32``."""
+"""The float32 that replaces a ``dtype`` that the author has not set.
+
+A module often passes its ``dtype`` to submodules. The metadata tells this float32 from the author's
+``dtype=jnp.float32``.
+"""
 
 
 def author_fields(module: Any) -> dict[str, Any]:
@@ -190,8 +193,13 @@ def _author_dtype(module: Any, name: str) -> np.dtype | None:
     """Return the dtype in the field ``name`` if the author set it, otherwise None."""
     defaults = {field.name: field.default for field in dataclasses.fields(module)}
     value = getattr(module, name) if name in defaults else None
-    is_unset = value is None or value is _TRACED or not is_floating(value) or is_default(value, defaults[name])
+    is_unset = value is None or _is_traced(value) or not is_floating(value) or is_default(value, defaults[name])
     return None if is_unset else np.dtype(value)
+
+
+def _is_traced(dtype: Any) -> bool:
+    """Return whether a dtype is the float32 that jaxmp puts in the place of an unset ``dtype``."""
+    return isinstance(dtype, np.dtype) and dtype.metadata == _TRACED.metadata
 
 
 def _replace_dtype(module: Any, treatment: Treatment) -> None:
