@@ -18,7 +18,7 @@ import jax
 from flax.core import lift
 from flax.linen.transforms import decorator_lift_transform
 
-from jaxmp._internals.flax.linen import Hooks, has_interceptors, is_checked
+from jaxmp._internals.flax.linen import has_interceptors, is_checked
 from jaxmp.base.arguments import require_no_policy, require_order
 from jaxmp.base.cache_keys import policies_off
 from jaxmp.base.donation import require_not_deleted
@@ -33,6 +33,7 @@ from jaxmp.linen.run import author_fields, current_run, key_of_module, start_run
 from jaxmp.linen.scopes import ACTIVATIONS, PARAMS, PoliciedModel, add_model, without_models
 
 M = TypeVar("M", bound=nn.Module)
+_Object: Any = object  # typed as Any, because `super()` in `_PolicyHooks` is the author's class
 
 
 def apply_policy(module: M, policy: Any, overrides: Mapping[Any, Any] | None = None) -> M:
@@ -117,10 +118,16 @@ def _apply(module: M, policy: Any, overrides: Mapping[Any, Any] | None, function
     return cast(M, _rebuild(_bare_class(type(module)), author_fields(module), model_policy, module.name, scope))
 
 
-class _PolicyHooks(Hooks):
+class _PolicyHooks(_Object):
     """A mixin for the class of a model under a policy."""
 
     jaxmp_policy: ModelPolicy
+
+    def _register_submodules(self, name: str, value: Any) -> None:
+        # Linen calls it before the submodule in the field `name` gets its scope, which copies the flags of this scope.
+        if self.scope is not None and not is_checked(self):
+            add_model(self.scope, PoliciedModel(self.jaxmp_policy, self.path))
+        super()._register_submodules(name, value)
 
     def jaxmp_call(
         self, call: Callable[[], Any], method: Callable[..., Any], args: Any, kwargs: Any, name: str | None
@@ -140,10 +147,6 @@ class _PolicyHooks(Hooks):
                 result = call()
                 run.check_patterns(model, self)
         return self.jaxmp_policy.cast_to_output(result)
-
-    def jaxmp_register(self) -> None:
-        if self.scope is not None and not is_checked(self):
-            add_model(self.scope, PoliciedModel(self.jaxmp_policy, self.path))
 
     @functools.wraps(nn.Module.apply)
     def apply(
@@ -247,11 +250,6 @@ def _mark_activation(path: Any, leaf: Any) -> Any:
     return AsComputed(leaf) if path[2].key in ACTIVATIONS else leaf
 
 
-# Linen wraps each method in a function with this code. A method with a lifted transform has another wrapper, and so
-# does each method of a transformed class.
-_WRAPPER = nn.Dense.__call__.__code__
-
-
 def _wrap(method: Callable[..., Any], name: str | None) -> Callable[..., Any]:
     """Wrap ``method`` so that a call from outside of the model starts a run."""
 
@@ -263,13 +261,15 @@ def _wrap(method: Callable[..., Any], name: str | None) -> Callable[..., Any]:
 
 
 def _as_one_run(method: Any) -> Any:
-    """Wrap the argument ``method`` of ``apply`` if it is a plain function.
+    """Wrap the argument ``method`` of ``apply`` if it is a function.
 
-    The function may call several methods of the module, and all of these calls then belong to one run. A method or the
-    name of a method is returned unchanged.
+    The function may be a method of the class without a policy. It may also call several methods of the module, and all
+    of these calls then belong to one run. A bound method or the name of a method is returned unchanged.
     """
-    is_method = method is None or isinstance(method, str) or inspect.ismethod(method)
-    return method if is_method or hasattr(method, "method_handler_wrapped") else _wrap(method, None)
+    if method is None or isinstance(method, str) or inspect.ismethod(method):
+        return method
+    is_of_class = hasattr(method, "method_handler_wrapped")
+    return _wrap(method, method.__name__ if is_of_class else None)
 
 
 @functools.cache
@@ -287,15 +287,14 @@ def _policied_class(bare: Any, policy: ModelPolicy) -> Any:
     Model.__doc__ = bare.__doc__
     for name in dir(bare):
         method = inspect.getattr_static(bare, name)
-        wrapped = inspect.isfunction(method) and hasattr(method, "method_handler_wrapped")
-        if wrapped and method.__code__ is not _WRAPPER:
-            setattr(Model, name, _wrap(method, name))
+        if inspect.isfunction(method) and hasattr(method, "method_handler_wrapped"):
+            setattr(Model, name, _wrap(method, name))  # before a lifted transform of the method or the class
     return Model
 
 
 def _bare_class(cls: Any) -> Any:
     """Return the class that the author wrote, for a class with or without a policy."""
-    return next(base for base in cls.__mro__ if not issubclass(base, Hooks))
+    return next(base for base in cls.__mro__ if not issubclass(base, _PolicyHooks))
 
 
 def _rebuild(bare: Any, fields: dict[str, Any], policy: ModelPolicy, name: str | None, parent: Any = None) -> Any:

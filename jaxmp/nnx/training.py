@@ -250,7 +250,8 @@ def _of_arrays(loss_fn: Callable[[Any, Any], Any]) -> loss_function.LossFn:
         form, generators, untrained = model_state
         model = nnx.merge(form.graphdef, params, generators, untrained)
         result = loss_fn(model, batch)
-        return result, *_split(model, form.wrt)
+        params_after, state_after = _split(model, form.wrt)
+        return result, params_after, state_after
 
     def of_arrays(params: Any, model_state: _ModelState, batch: Any, rng: Any) -> Any:
         result, params_after, state_after = run(params, model_state, batch)

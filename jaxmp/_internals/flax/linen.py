@@ -1,10 +1,9 @@
-"""The private names of Linen that jaxmp uses, all of them in this file."""
+"""The private names of Linen that jaxmp uses.
+
+One more is the method ``Module._register_submodules``, which ``jaxmp/linen/policied.py`` extends.
+"""
 
 from __future__ import annotations
-
-import functools
-from collections.abc import Callable
-from typing import Any
 
 import flax.linen as nn
 from flax.linen import module as _module
@@ -21,28 +20,3 @@ def is_checked(module: nn.Module) -> bool:
 def has_interceptors() -> bool:
     """Return whether the code runs in an ``nn.intercept_methods``."""
     return bool(_module._global_interceptor_stack)
-
-
-_Object: Any = object  # typed as Any, because `super()` in `Hooks` is the user's module class
-
-
-class Hooks(_Object):
-    """A mixin for Linen modules, with hooks for method calls and submodules."""
-
-    def jaxmp_call(self, call: Callable[[], Any], method: Callable[..., Any], args: Any, kwargs: Any, name: str) -> Any:
-        """Return ``call()``, which calls the method ``name``."""
-        raise NotImplementedError
-
-    def jaxmp_register(self) -> None:
-        """Run when submodules are registered, before their scopes exist."""
-        raise NotImplementedError
-
-    def _call_wrapped_method(self, fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        # Linen calls every method through this one, even a `BaseClass.method` that is passed to `apply`. Only methods
-        # of transformed classes are called in another way.
-        call = functools.partial(super()._call_wrapped_method, fun, args, kwargs)
-        return self.jaxmp_call(call, _module.wrap_method_once(fun), args, kwargs, fun.__name__)
-
-    def _register_submodules(self, name: str, value: Any) -> None:
-        self.jaxmp_register()
-        super()._register_submodules(name, value)
