@@ -212,9 +212,9 @@ class _State(TrainState):
 
 def _split(model: Any, wrt: Any) -> tuple[Any, _ModelState]:
     """Return the trained Variables of a model, and the rest."""
-    graphdef, params, generators, untrained = nnx.split(model, wrt, nnx.RngState, ..., graph=True)
-    rest = _ModelState(_Form(graphdef, wrt), nnx.as_pure(generators), nnx.as_pure(untrained))
-    return nnx.as_pure(params), rest
+    graphdef, *parts = nnx.split(model, wrt, nnx.RngState, ..., graph=True)
+    params, generators, untrained = map(nnx.as_pure, parts)
+    return params, _ModelState(_Form(graphdef, wrt), generators, untrained)
 
 
 def state_of(model: Any, optimizer: Optimizer) -> _State:
