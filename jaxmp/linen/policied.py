@@ -18,7 +18,7 @@ import jax
 from flax.core import lift
 from flax.linen.transforms import decorator_lift_transform
 
-from jaxmp._internals.flax.linen import has_interceptors, is_checked
+from jaxmp._internals.flax.linen import Hooks, has_interceptors, is_checked
 from jaxmp.base.arguments import require_no_policy, require_order
 from jaxmp.base.cache_keys import policies_off
 from jaxmp.base.donation import require_not_deleted
@@ -33,7 +33,6 @@ from jaxmp.linen.run import author_fields, current_run, key_of_module, start_run
 from jaxmp.linen.scopes import ACTIVATIONS, PARAMS, PoliciedModel, add_model, without_models
 
 M = TypeVar("M", bound=nn.Module)
-_Object: Any = object  # typed as Any, because `super()` in `_PolicyHooks` is the author's class
 
 
 def apply_policy(module: M, policy: Any, overrides: Mapping[Any, Any] | None = None) -> M:
@@ -118,16 +117,14 @@ def _apply(module: M, policy: Any, overrides: Mapping[Any, Any] | None, function
     return cast(M, _rebuild(_bare_class(type(module)), author_fields(module), model_policy, module.name, scope))
 
 
-class _PolicyHooks(_Object):
+class _PolicyHooks(Hooks):
     """A mixin for the class of a model under a policy."""
 
     jaxmp_policy: ModelPolicy
 
-    def _register_submodules(self, name: str, value: Any) -> None:
-        # Linen calls it before the submodule in the field `name` gets its scope, which copies the flags of this scope.
+    def jaxmp_register(self) -> None:
         if self.scope is not None and not is_checked(self):
             add_model(self.scope, PoliciedModel(self.jaxmp_policy, self.path))
-        super()._register_submodules(name, value)
 
     def jaxmp_call(
         self, call: Callable[[], Any], method: Callable[..., Any], args: Any, kwargs: Any, name: str | None
@@ -294,7 +291,7 @@ def _policied_class(bare: Any, policy: ModelPolicy) -> Any:
 
 def _bare_class(cls: Any) -> Any:
     """Return the class that the author wrote, for a class with or without a policy."""
-    return next(base for base in cls.__mro__ if not issubclass(base, _PolicyHooks))
+    return next(base for base in cls.__mro__ if not issubclass(base, Hooks))
 
 
 def _rebuild(bare: Any, fields: dict[str, Any], policy: ModelPolicy, name: str | None, parent: Any = None) -> Any:
