@@ -31,8 +31,8 @@ class Inspection(Generic[R]):
     def __init__(self, name: str, fun: Any, inspect_call: Callable[..., R]) -> None:
         functools.update_wrapper(self, inspect_call, updated=())
         self._name = name
-        self._call = f"{name}({_name_of(fun)})(...)"
-        self._fun_name = _name_of(fun)
+        self._call = f"{name}({name_of(fun)})(...)"
+        self._fun_name = name_of(fun)
         self._inspect_call = inspect_call
 
     def __call__(self, *args: Any, **kwargs: Any) -> R:
@@ -85,7 +85,7 @@ def tool(
     return checked
 
 
-def _name_of(fun: Any) -> str:
+def name_of(fun: Any) -> str:
     """Return a short name of a function: ``step`` for a train step."""
     if type(fun).__name__ == "TrainStep":
         return "step"

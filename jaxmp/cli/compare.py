@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
+from typing import Any
 
 from jaxmp.cli.flags import ARRAYS, LOSS_SCALE, NO_GRAD, OVERRIDE, PLOT, POLICY, REFERENCE
 from jaxmp.cli.inspecting import of_arrays
@@ -14,21 +16,27 @@ ARGUMENTS = ARRAYS | POLICY | OVERRIDE | REFERENCE | LOSS_SCALE | NO_GRAD | PLOT
 def run(options: argparse.Namespace) -> int:
     """Show the errors that policies cause in a function, layer by layer.
 
-    The values and gradients of the function are compared with those of a reference run without policies. The function
-    may be a train step. With --policy, the compared run is under autocast. The exit code is 2 if an argument is wrong.
+    The values and gradients of the function are compared with those of a reference run without policies, or of another
+    function. The function may be a train step. With --policy, the compared run is under autocast. The exit code is 2 if
+    an argument is wrong.
 
     Example:
       jaxmp compare train:loss_fn --args train:example --policy mixed_bfloat16
+      jaxmp compare train:log_probs --args train:example --no-grad --reference serve:log_probs
     """
-    from jaxmp.cli.loading import levels
+    from jaxmp.cli.loading import function, levels
     from jaxmp.inspect import compare
 
     settings = {
-        "reference": options.reference,
         "overrides": levels(options.override),
         "grad": not options.no_grad,
         "loss_scale": options.loss_scale,
     }
-    result = of_arrays(options, lambda fun: compare(fun, options.policy, **settings))
+
+    def make(fun: Callable[..., Any]) -> Callable[..., Any]:
+        reference = function(options.reference) if ":" in options.reference else options.reference
+        return compare(fun, options.policy, reference=reference, **settings)
+
+    result = of_arrays(options, make)
     show(options, result, lambda plots: plots.errors(result))
     return 0

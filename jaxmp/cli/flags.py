@@ -76,7 +76,10 @@ AUTOCAST = (
     | OVERRIDE
 )
 REFERENCE = _named(
-    "--reference", default="float32", help="the dtype of the run without policies: float32 (default) or float64"
+    "--reference",
+    default="float32",
+    metavar="REFERENCE",
+    help="the dtype of the run without policies, float32 (default) or float64; or another MODULE:FUNCTION",
 )
 LOSS_SCALE = _named(
     "--loss-scale", type=loss_scale, default=1.0, metavar="NUMBER", help="a constant loss scale; default: 1"

@@ -12,6 +12,7 @@ from jaxmp.inspect._budget.budget import BudgetTotal, ErrorBudget, NotCovered, e
 from jaxmp.inspect._budget.rows import BudgetGroup, BudgetRow
 from jaxmp.inspect._collectives.collectives import Collectives, collectives, ideal_wire
 from jaxmp.inspect._compare.compare import Comparison, compare
+from jaxmp.inspect._compare.log_probs import LogProbComparison, compare_log_probs
 from jaxmp.inspect._first_nonfinite.first_nonfinite import Blame, first_nonfinite
 from jaxmp.inspect._fit.fit import Fit, fit
 from jaxmp.inspect._fit.search import Trial
@@ -38,6 +39,7 @@ __all__ = [
     "ErrorBudget",
     "Finding",
     "Fit",
+    "LogProbComparison",
     "Memory",
     "NotCovered",
     "Numerics",
@@ -53,6 +55,7 @@ __all__ = [
     "audit",
     "collectives",
     "compare",
+    "compare_log_probs",
     "error_budget",
     "first_nonfinite",
     "fit",

@@ -97,6 +97,8 @@ def test_compare_names_the_module_in_which_the_error_enters(capsys):
     assert comparison["entered"] is None and comparison["rows"][0]["path"] == "layer"
     assert _main("compare", "good", "--no-grad", "--reference", "float64") == 0
     assert capsys.readouterr().out.startswith("The error enters nowhere")
+    assert _main("compare", "good", "--reference", "planted_for_running:loss") == 0
+    assert capsys.readouterr().out.startswith("All compared numbers are equal")
 
 
 def test_memory_and_roofline_run_a_function_under_a_policy(monkeypatch):

@@ -1,7 +1,8 @@
-"""Measure how a policy changes the numbers: :func:`jaxmp.inspect.compare`.
+"""Measure how a policy, or another program, changes the numbers: :func:`jaxmp.inspect.compare`.
 
 - ``compare.py``: the function and its report
 - ``run.py``: a run of one program that records its values and gradients
+- ``batch_loops.py``: loops over parts of the batch, which only one of the programs has
 - ``rows.py``: the values of both programs, matched, and their differences
 - ``entry.py``: the scope where the error enters
 """

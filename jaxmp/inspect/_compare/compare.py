@@ -1,4 +1,4 @@
-"""Compare a function under policies with itself without policies."""
+"""Compare a function with itself without policies, or with another function."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import collections
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -14,11 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmp.base import tables
+from jaxmp.base.arguments import printed
 from jaxmp.base.cache_keys import policies_off
 from jaxmp.base.dtypes import is_narrow
-from jaxmp.base.inspection import tool
+from jaxmp.base.inspection import name_of, tool
 from jaxmp.base.trees import widen
 from jaxmp.engine.autocast import autocast
+from jaxmp.inspect._compare.batch_loops import in_layout_of
 from jaxmp.inspect._compare.entry import entered_in
 from jaxmp.inspect._compare.rows import (
     ComparedRow,
@@ -49,15 +51,16 @@ _COLUMNS = ("path", "phase", "dtype", "relative\nerror", "mean\n|difference|", "
 
 @dataclasses.dataclass(frozen=True)
 class Comparison(tables.Shown):
-    """The effect of policies on a function's numbers.
+    """The effect of policies on a function's numbers, or the differences of two functions.
 
     The printed table has one row for all rows of the same phase and dtype whose paths differ only in numbers, such as
     those of equal layers. It is the row with the largest relative error.
 
     Attributes:
-      dtype: the most common half dtype (float16 or bfloat16) of the function's products; ``"float32"`` if no product is
-        half.
-      is_changed: whether the policies change the dtype of a product.
+      reference: ``"float32"``, ``"float64"``, or the name of the reference function.
+      dtype: the most common half dtype (float16 or bfloat16) of the function's products, or of the reference's if the
+        function has none; ``"float32"`` if no product is half.
+      is_changed: whether the products of the two runs differ in number or dtype.
       rows: the compared values. First come the values that modules and named scopes return, in program order, and the
         result. Then come the gradients of these values, in the order of the backward pass, and then the gradients of
         the arguments.
@@ -69,10 +72,11 @@ class Comparison(tables.Shown):
         errors in any precision, such as the gradient of a bias before a batch norm.
       total: one row for the result and all gradients of arguments together, as one vector. Its largest elements
         dominate the error, often those of the result.
-      unmatched: the paths of scopes that have values without a row. These values have no row because, under the
-        policies, the scope returns more or fewer values of their shape.
+      unmatched: the paths of scopes that have values without a row. These values have no row because, in one of the
+        runs, the scope returns more or fewer values of their shape.
     """
 
+    reference: str
     dtype: str
     is_changed: bool
     rows: tuple[ComparedRow, ...]
@@ -88,6 +92,8 @@ class Comparison(tables.Shown):
                     f"The reference is not finite, first in {row.path or 'the result'}, {row.phase}; "
                     "jaxmp.inspect.first_nonfinite finds the operation"
                 )
+        if not any(row.relative_error for row in self.rows):
+            return "All compared numbers are equal"
         worst = f"{self.worst.relative_error:.2e} in {self.worst.path or 'the result'}, {self.worst.phase}"
         if self.entered == "":
             return f"The largest error is {worst}; it enters in code without a module or named scope"
@@ -102,13 +108,20 @@ class Comparison(tables.Shown):
             path = worst_of_group.path or "result"
             path = path if len(group) == 1 else f"{path} (worst of {len(group)})"
             cells.append((path, worst_of_group.phase, worst_of_group.dtype, *(f"{number:.2e}" for number in numbers)))
-        notes = []
-        if self.unmatched:
-            scopes = ", ".join(self.unmatched)
-            notes.append(f"scopes without a row, because the policies change how many values they return: {scopes}")
-        if not self.is_changed:
-            notes.append("No policy, region or autocast changes a product here; both runs have only the code's casts.")
-        return self._headline(), _COLUMNS, cells, notes
+        return self._headline(), _COLUMNS, cells, list(self._notes())
+
+    def _notes(self) -> Iterator[str]:
+        groups = tables.grouped(self.unmatched, tables.without_numbers)
+        scopes = ", ".join(tables.common_path(paths) for paths in groups)
+        if self.reference in _REFERENCES:
+            if scopes:
+                yield f"scopes without a row, because the policies change how many values they return: {scopes}"
+            if not self.is_changed:
+                yield "No policy, region or autocast changes a product here; both runs have only the code's casts."
+        elif scopes:
+            if not any(row.path for row in self.rows if row.phase == "forward"):
+                yield "No scope has the same path and shape in both functions, so only the results are compared."
+            yield f"scopes with values that only one of the functions returns, or in another shape: {scopes}"
 
 
 def _key_of_row(row: ComparedRow) -> tuple[str, str, str]:
@@ -121,16 +134,16 @@ def compare(
     fun: Callable[..., Any],
     policy: Any = None,
     *,
-    reference: str = "float32",
+    reference: str | Callable[..., Any] = "float32",
     overrides: Mapping[str, str] | None = None,
     grad: bool = True,
     loss_scale: float = 1.0,
 ) -> Callable[..., Comparison]:
-    """Compare a function with its float32 version, layer by layer.
+    """Compare a function with its float32 version or with another function, layer by layer.
 
-    ``fun`` runs twice. The first run uses ``policy``, and the policies and autocasts in ``fun``. The reference run
-    turns off every policy, :func:`jaxmp.precision` region and autocast. Casts in the code of ``fun``, and dtypes that
-    you set on modules, stay in both runs.
+    The first run uses ``policy``, and the policies and autocasts in ``fun``. The reference run turns off every policy,
+    :func:`jaxmp.precision` region and autocast. Casts in the code of ``fun``, and dtypes that you set on modules, stay
+    in both runs. If ``reference`` is a function, the second run calls this function, with its own policies.
 
     Args:
       fun: a function that returns the loss (a floating scalar), or a tuple whose first element is the loss. With
@@ -140,7 +153,11 @@ def compare(
       overrides: overrides of ``policy``, as for :func:`jaxmp.autocast`.
       reference: the dtype of the reference run. ``"float32"`` casts half arguments to float32 and uses true float32
         products, not TensorFloat-32. ``"float64"`` traces under ``jax.enable_x64`` and casts floating arguments to
-        float64, and complex ones to complex128. (Random numbers differ in float64, so turn dropout off.)
+        float64, and complex ones to complex128. (Random numbers differ in float64, so turn dropout off.) A function
+        of the same arguments runs as it is written: use it to compare a model in training with the one that serves it.
+        Values of scopes with equal paths and shapes are compared. If one function runs over parts of the batch in a
+        ``jax.lax.map``, they are compared as one batch. The results must have equal shapes. For a train step, the
+        reference is another train step.
       grad: whether to compare gradients too. These are the gradients with respect to all values that scopes return,
         and with respect to the first argument that has floating arrays.
       loss_scale: the factor by which the loss is multiplied before the differentiation. The gradients in the rows are
@@ -152,9 +169,10 @@ def compare(
       the host.
 
     Raises:
-      ValueError: the reference is unknown; there are no floating values to compare; ``overrides`` is set without a
-        policy; ``fun`` is a train step on a mesh; ``loss_scale`` is set for a train step; or :func:`jaxmp.autocast`
-        rejects ``policy`` or ``overrides``.
+      ValueError: the reference is unknown; there are no floating values to compare; the results of ``reference`` have
+        other shapes; ``overrides`` is set without a policy; only one of ``fun`` and ``reference`` is a train step, or a
+        train step is on a mesh; ``loss_scale`` is set for a train step; or :func:`jaxmp.autocast` rejects ``policy`` or
+        ``overrides``.
       TypeError: ``grad`` is True, and the first result of ``fun`` is not a floating scalar.
       RuntimeError: an argument was donated to an earlier step.
 
@@ -167,34 +185,64 @@ def compare(
     >>> comparison.entered is None, comparison.rows[0].path, comparison.rows[0].relative_error < 2**-8
     (True, 'layer', True)
     """
-    if reference not in _REFERENCES:
+    is_function = callable(reference)
+    if not is_function and reference not in _REFERENCES:
         raise ValueError(
-            f"reference must be 'float32' or 'float64', got {reference!r}; 'float32' is the function without policies"
+            f"reference must be 'float32' or 'float64', got {printed(reference)}; 'float32' is the function without "
+            "policies; or pass another function"
+        )
+    if is_function and is_step(fun) != is_step(reference):
+        raise ValueError(
+            "compare takes two train steps or two other functions, got a train step and another function; pass the "
+            "loss functions of both"
         )
     if overrides and policy is None:
         raise ValueError(f"overrides need a policy, got {overrides} and policy=None; pass the policy")
 
     def run(*args: Any) -> Comparison:
-        loss_fn, scale = fun, loss_scale
-        if is_step(fun):
-            require_own_settings(loss_scale=None if loss_scale == 1 else loss_scale)
-            call = step_call(fun, args)
-            loss_fn, args = loss_of(call)
-            scale = call.loss_scale
-        require_arguments_not_deleted(loss_fn, args)
-        loss_fn, args = of_arrays(loss_fn, args)
-        paths = argument_paths(loss_fn, args)
+        loss_fn, arrays, scale = _loss_of_arrays(fun, args, loss_scale)
+        paths = argument_paths(loss_fn, arrays)
         cast = loss_fn if policy is None else autocast(loss_fn, policy, overrides)
-        half = run_and_record(cast, args, paths, grad, scale)
+        half = run_and_record(cast, arrays, paths, grad, scale)
+        if callable(reference):
+            other_fn, arrays, scale = _loss_of_arrays(reference, args, loss_scale)
+            full = run_and_record(other_fn, arrays, paths, grad, scale)
+            _require_equal_shapes(half, full)
+            return _compared(in_layout_of(full, half), full, name_of(reference))
         with contextlib.ExitStack() as stack:
             stack.enter_context(policies_off(True))
             stack.enter_context(jax.default_matmul_precision("highest"))
             if reference == "float64":
                 stack.enter_context(jax.enable_x64(True))
-                args = jax.tree.map(_in_64_bit_floats, args)
-            return _compared(half, run_and_record(loss_fn, widen(args), paths, grad, scale))
+                arrays = jax.tree.map(_in_64_bit_floats, arrays)
+            full = run_and_record(loss_fn, widen(arrays), paths, grad, scale)
+            return _compared(half, full, reference)
 
     return run
+
+
+def _loss_of_arrays(
+    fun: Callable[..., Any], args: tuple[Any, ...], loss_scale: float
+) -> tuple[Callable[..., Any], tuple[Any, ...], float]:
+    """Return a function without a train step, its arguments as arrays and numbers, and the loss scale."""
+    if is_step(fun):
+        require_own_settings(loss_scale=None if loss_scale == 1 else loss_scale)
+        call = step_call(fun, args)
+        fun, args = loss_of(call)
+        loss_scale = call.loss_scale
+    require_arguments_not_deleted(fun, args)
+    return *of_arrays(fun, args), loss_scale
+
+
+def _require_equal_shapes(half: RecordedProgram, full: RecordedProgram) -> None:
+    """Raise a ValueError if the results of two functions have different shapes."""
+    shapes = [array.shape for _, array in half.results]
+    others = [array.shape for _, array in full.results]
+    if shapes != others:
+        raise ValueError(
+            f"compare needs two functions whose floating results have equal shapes, got {shapes} and {others}; return "
+            "the results that correspond"
+        )
 
 
 class _LossOnly(Update):
@@ -232,8 +280,8 @@ def _in_64_bit_floats(leaf: Any) -> Any:
     return jnp.asarray(leaf, jnp.complex128 if jnp.iscomplexobj(leaf) else jnp.float64)
 
 
-def _compared(half: RecordedProgram, full: RecordedProgram) -> Comparison:
-    dtype = _half_dtype(half)
+def _compared(half: RecordedProgram, full: RecordedProgram, reference: str) -> Comparison:
+    dtype = _half_dtype(half) or _half_dtype(full) or "float32"
     finfo = jnp.finfo(dtype)
     returned, passed_in, unmatched = matched_pairs(half, full)
     rows = rows_of_scopes(half, full, returned, finfo)
@@ -246,6 +294,7 @@ def _compared(half: RecordedProgram, full: RecordedProgram) -> Comparison:
             "which the results are computed"
         )
     return Comparison(
+        reference=reference,
         dtype=dtype,
         is_changed=collections.Counter(half.products) != collections.Counter(full.products),
         rows=(*rows, *gradients.values()),
@@ -260,9 +309,9 @@ def _size_of_error(row: ComparedRow) -> float:
     return float(np.nan_to_num(row.relative_error, nan=np.inf))
 
 
-def _half_dtype(program: RecordedProgram) -> str:
-    """Return the most common half dtype of products; float32 if no product is half."""
+def _half_dtype(program: RecordedProgram) -> str | None:
+    """Return the most common half dtype of products; None if no product is half."""
     for dtype, _ in collections.Counter(program.products).most_common():
         if is_narrow(dtype):
             return dtype
-    return "float32"
+    return None

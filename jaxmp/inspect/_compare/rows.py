@@ -1,7 +1,7 @@
 """Match the values of two recorded programs, and measure their differences.
 
-In this file, ``half`` is the program under policies, and ``full`` is the reference without policies. A ``Slot``
-identifies a value in a program.
+In this file, ``half`` is the program under policies, and ``full`` is the reference. A ``Slot`` identifies a value in a
+program.
 """
 
 from __future__ import annotations
@@ -87,8 +87,11 @@ def _match(
     pairs: list[Pair] = []
     unmatched = []
     for (path, _), (of_half, of_full) in groups.items():
-        if len(of_half) > len(of_full):  # under policies, a scope may return both a half value and its cast to float32
-            of_half = [slot for slot in of_half if not half.values[slot].is_cast]
+        # a scope may return both a half value and its cast to float32
+        if len(of_half) > len(of_full):
+            of_half = _without_casts(half, of_half)
+        elif len(of_full) > len(of_half):
+            of_full = _without_casts(full, of_full)
         if len(of_half) == len(of_full):
             pairs += [Pair(path, *slots) for slots in zip(of_half, of_full, strict=True)]
         else:
@@ -98,6 +101,10 @@ def _match(
         return full.values[pair.full].order(), -len(pair.path)
 
     return sorted(pairs, key=in_program_order), tuple(dict.fromkeys(unmatched))
+
+
+def _without_casts(program: RecordedProgram, slots: Sequence[Slot]) -> list[Slot]:
+    return [slot for slot in slots if not program.values[slot].is_cast]
 
 
 def compared_row(path: str, phase: str, dtype: str, half: np.ndarray, full: np.ndarray, finfo: Any) -> ComparedRow:
