@@ -5,4 +5,5 @@
 - ``batch_loops.py``: loops over parts of the batch, which only one of the programs has
 - ``rows.py``: the values of both programs, matched, and their differences
 - ``entry.py``: the scope where the error enters
+- ``log_probs.py``: the difference of two programs in the log-probabilities of tokens
 """
