@@ -26,6 +26,7 @@ def marked(page: str, tab: str) -> ParameterSet:
     return pytest.param(page, tab, marks=pytest.mark.absent_gpu if compiles else slow)
 
 
+@pytest.mark.filterwarnings("ignore:'VariableState' was removed:DeprecationWarning")  # of Flax, for qwix
 @pytest.mark.parametrize(("page", "tab"), [marked(*part) for part in PARTS], ids=lambda part: part or "page")
 def test_the_code_of_a_page_runs(page: str, tab: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
