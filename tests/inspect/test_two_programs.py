@@ -51,6 +51,15 @@ def _logits_of(model):
 half_logits = _logits_of(jaxmp.linen.apply_policy(Net(), "mixed_bfloat16"))
 
 
+def _loss_of(logits):
+    return lambda params, tokens: jnp.mean(logits(params, tokens) ** 2)
+
+
+def assert_equal_layers(comparison):
+    assert _paths(comparison) == PATHS and comparison.unmatched == () and comparison.entered is None
+    assert comparison.worst.relative_error < 2**-7  # parts in another order would differ by more than 1
+
+
 def _layers(last):
     """Return a function of three layers. The last is computed by the function ``last``."""
 
@@ -103,14 +112,22 @@ def test_a_batch_of_8_is_compared_with_8_batches_of_1():
     def by_twos(params, tokens):
         return jax.lax.map(lambda rows: half_logits(params, rows), tokens.reshape(4, 2, 6)).reshape(8, 6, 20)
 
-    def loss_of(logits):
-        return lambda params, tokens: jnp.mean(logits(params, tokens) ** 2)
-
     for fun, reference in ((by_ones, half_logits), (half_logits, by_twos)):
-        comparison = compare(loss_of(fun), reference=loss_of(reference))(PARAMS, TOKENS)
-        assert _paths(comparison) == PATHS and comparison.unmatched == () and comparison.entered is None
+        comparison = compare(_loss_of(fun), reference=_loss_of(reference))(PARAMS, TOKENS)
+        assert_equal_layers(comparison)
         assert set(_paths(comparison, "backward")) > {*PATHS}
-        assert comparison.worst.relative_error < 2**-7  # parts in another order would differ by more than 1
+
+
+def test_all_tokens_at_once_are_compared_with_one_token_at_a_time():
+    def one_of_each(params, tokens):
+        return jax.lax.map(lambda column: half_logits(params, column), tokens.T).swapaxes(0, 1)
+
+    def slices(params, tokens):
+        columns = tokens.T.reshape(3, 2, 8).swapaxes(1, 2)
+        return jax.lax.map(lambda part: half_logits(params, part), columns).swapaxes(0, 1).reshape(8, 6, 20)
+
+    for fun, reference in ((one_of_each, half_logits), (half_logits, slices)):
+        assert_equal_layers(compare(fun, reference=reference, grad=False)(PARAMS, TOKENS))
 
 
 def test_an_error_enters_in_a_layer_that_depends_on_the_batch():
@@ -180,6 +197,8 @@ def test_train_steps_are_compared_under_their_own_policies():
     assert 1e-4 < comparison.total.relative_error < 2e-2
     with pytest.raises(ValueError, match="got a train step and another function; pass the loss functions of both"):
         compare(steps[0], reference=of_functions[1])
+    with pytest.raises(ValueError, match="the same accumulate_steps, got 1 and 2; write"):
+        compare(steps[0], reference=steps[1].with_options(accumulate_steps=2))
 
 
 def test_functions_with_results_of_other_shapes_are_refused():

@@ -2,7 +2,7 @@
 
 - ``compare.py``: the function and its report
 - ``run.py``: a run of one program that records its values and gradients
-- ``batch_loops.py``: loops over parts of the batch, which only one of the programs has
+- ``loops.py``: loops over the batch or over time that only one of the programs has
 - ``rows.py``: the values of both programs, matched, and their differences
 - ``entry.py``: the scope where the error enters
 - ``log_probs.py``: the difference of two programs in the log-probabilities of tokens

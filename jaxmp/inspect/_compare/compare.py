@@ -20,8 +20,8 @@ from jaxmp.base.dtypes import is_narrow
 from jaxmp.base.inspection import name_of, tool
 from jaxmp.base.trees import widen
 from jaxmp.engine.autocast import autocast
-from jaxmp.inspect._compare.batch_loops import in_layout_of
 from jaxmp.inspect._compare.entry import entered_in
+from jaxmp.inspect._compare.loops import in_layout_of
 from jaxmp.inspect._compare.rows import (
     ComparedRow,
     matched_pairs,
@@ -155,9 +155,9 @@ def compare(
         products, not TensorFloat-32. ``"float64"`` traces under ``jax.enable_x64`` and casts floating arguments to
         float64, and complex ones to complex128. (Random numbers differ in float64, so turn dropout off.) A function
         of the same arguments runs as it is written: use it to compare a model in training with the one that serves it.
-        Values of scopes with equal paths and shapes are compared. If one function runs over parts of the batch in a
-        ``jax.lax.map``, they are compared as one batch. The results must have equal shapes. For a train step, the
-        reference is another train step.
+        Values of scopes with equal paths and shapes are compared. If one function loops over the batch or over time
+        in a ``jax.lax.map`` or a scan, the values of all iterations are compared as one array. The results must have
+        equal shapes. For a train step, the reference is a train step with the same ``accumulate_steps``.
       grad: whether to compare gradients too. These are the gradients with respect to all values that scopes return,
         and with respect to the first argument that has floating arrays.
       loss_scale: the factor by which the loss is multiplied before the differentiation. The gradients in the rows are
@@ -170,9 +170,9 @@ def compare(
 
     Raises:
       ValueError: the reference is unknown; there are no floating values to compare; the results of ``reference`` have
-        other shapes; ``overrides`` is set without a policy; only one of ``fun`` and ``reference`` is a train step, or a
-        train step is on a mesh; ``loss_scale`` is set for a train step; or :func:`jaxmp.autocast` rejects ``policy`` or
-        ``overrides``.
+        other shapes; ``overrides`` is set without a policy; only one of ``fun`` and ``reference`` is a train step, or
+        both have different ``accumulate_steps``; a train step is on a mesh; ``loss_scale`` is set for a train step; or
+        :func:`jaxmp.autocast` rejects ``policy`` or ``overrides``.
       TypeError: ``grad`` is True, and the first result of ``fun`` is not a floating scalar.
       RuntimeError: an argument was donated to an earlier step.
 
@@ -185,16 +185,12 @@ def compare(
     >>> comparison.entered is None, comparison.rows[0].path, comparison.rows[0].relative_error < 2**-8
     (True, 'layer', True)
     """
-    is_function = callable(reference)
-    if not is_function and reference not in _REFERENCES:
+    if callable(reference):
+        _require_same_kind(fun, reference)
+    elif reference not in _REFERENCES:
         raise ValueError(
             f"reference must be 'float32' or 'float64', got {printed(reference)}; 'float32' is the function without "
             "policies; or pass another function"
-        )
-    if is_function and is_step(fun) != is_step(reference):
-        raise ValueError(
-            "compare takes two train steps or two other functions, got a train step and another function; pass the "
-            "loss functions of both"
         )
     if overrides and policy is None:
         raise ValueError(f"overrides need a policy, got {overrides} and policy=None; pass the policy")
@@ -219,6 +215,25 @@ def compare(
             return _compared(half, full, reference)
 
     return run
+
+
+def _require_same_kind(fun: Callable[..., Any], reference: Callable[..., Any]) -> None:
+    """Raise a ValueError if only one of two functions is a train step, or they have different microbatches."""
+    if is_step(fun) != is_step(reference):
+        raise ValueError(
+            "compare takes two train steps or two other functions, got a train step and another function; pass the "
+            "loss functions of both"
+        )
+    if is_step(fun) and _microbatches(fun) != _microbatches(reference):  # examples are in another order
+        raise ValueError(
+            "compare needs two train steps with the same accumulate_steps, got "
+            f"{_microbatches(fun)} and {_microbatches(reference)}; write step.with_options(accumulate_steps=…)"
+        )
+
+
+def _microbatches(step: Any) -> int:
+    count: int = getattr(step, "of_trees", step).update.accumulate_steps
+    return count
 
 
 def _loss_of_arrays(
