@@ -233,7 +233,8 @@ def test_log_probs_are_compared_as_numpy_does():
         from_logits = compare_log_probs(train, serve, NEXT, where=where)
         for name, value in expected.items():
             np.testing.assert_allclose(getattr(from_logits, name), value, rtol=5e-3)
-        from_log_probs = compare_log_probs(*of_tokens, where=where)
+        padded = [np.where(where, logs, -np.inf) for logs in of_tokens]
+        from_log_probs = compare_log_probs(*padded, where=where)
         np.testing.assert_allclose(from_log_probs.rms, expected["rms"], rtol=1e-9)
         estimate = np.mean(np.exp(difference) - 1 - difference)
         np.testing.assert_allclose(from_log_probs.kl, estimate, rtol=1e-5)

@@ -60,28 +60,27 @@ def compare_log_probs(train: Any, serve: Any, tokens: Any = None, *, where: Any 
     Raises:
       ValueError: the shapes of the arguments do not fit, or no token counts.
 
-    >>> train = jnp.log(jnp.array([[0.5, 0.5], [0.2, 0.8]]))
+    >>> train = jnp.log(jnp.array([[0.6, 0.4], [0.2, 0.8]]))
     >>> serve = jnp.log(jnp.array([[0.4, 0.6], [0.2, 0.8]]))
     >>> comparison = compare_log_probs(train, serve, jnp.array([0, 1]))
-    >>> comparison.largest_difference, comparison.flips  # log(0.5 / 0.4), and one of two largest logits
-    (0.223..., 0.5)
+    >>> comparison.largest_difference, comparison.flips  # log(0.6 / 0.4), and one of two largest logits
+    (0.405..., 0.5)
     """
     counts = _counted_tokens(np.shape(train), np.shape(serve), None if tokens is None else np.shape(tokens), where)
     if tokens is None:
-        difference = np.asarray(train, np.float64) - np.asarray(serve, np.float64)
-        kl, flips = np.expm1(difference) - difference, None
+        difference = np.asarray(train, np.float64)[counts] - np.asarray(serve, np.float64)[counts]
+        kl, flips = float(np.mean(np.expm1(difference) - difference)), None
     else:
-        difference, kl, flips = (
-            np.asarray(array, np.float64) for array in _of_logits(*map(jnp.asarray, (train, serve, tokens)))
-        )
-    counted = difference[counts]
+        of_logits = _of_logits(jnp.asarray(train), jnp.asarray(serve), jnp.asarray(tokens))
+        difference, divergences, flipped = (np.asarray(array, np.float64)[counts] for array in of_logits)
+        kl, flips = float(np.mean(divergences)), float(np.mean(flipped))
     return LogProbComparison(
-        tokens=int(counts.sum()),
-        rms=float(np.sqrt(np.mean(counted**2))),
-        mean_absolute_difference=float(np.mean(np.abs(counted))),
-        largest_difference=float(np.max(np.abs(counted))),
-        kl=float(np.mean(kl[counts])),
-        flips=None if flips is None else float(np.mean(flips[counts])),
+        tokens=difference.size,
+        rms=float(np.sqrt(np.mean(difference**2))),
+        mean_absolute_difference=float(np.mean(np.abs(difference))),
+        largest_difference=float(np.max(np.abs(difference))),
+        kl=kl,
+        flips=flips,
     )
 
 
