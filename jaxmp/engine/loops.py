@@ -7,7 +7,8 @@ of the sum. A cycle is a group of values in a loop that depend on each other thr
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -36,37 +37,45 @@ def raise_in_loops(graph: Graph, states: States) -> None:
                     states.raise_to(node, State.FLOAT32, Rule.SEARCH)
 
 
+class _Loop(NamedTuple):
+    """A loop of the graph.
+
+    Attributes:
+      step: the equation of the loop.
+      carries: the joins of its carries.
+      nodes: the carries, and all nodes inside of the loop.
+    """
+
+    step: Step
+    carries: set[Node]
+    nodes: Sequence[Node]
+
+    def cycles(self, *, through_products: bool) -> list[list[Node]]:
+        """Return the cycles of the loop. A cycle goes from one iteration to the next, so it has a carry."""
+        members = set(self.nodes)
+
+        def operands(node: Node) -> list[Node]:
+            if node.name in PRODUCTS and not through_products:
+                return []
+            in_loop = node.inputs[1:] if node in self.carries else node.inputs  # without the initial value of a carry
+            return [operand for operand in in_loop if operand in members]
+
+        return cycles(self.nodes, operands)
+
+
 def _decide_carries(graph: Graph, step: Step, states: States) -> None:
+    """Make the carry of a stack of layers half, and every other carry float32 with the values on its cycles."""
     carries = {join for join in step.joins if join is not None}
     if not carries:
         return
-    inside = [node for node in graph.nodes if node.loop in step.loops or node in carries]
-    members = set(inside)
-
-    def inputs_inside(node: Node) -> list[Node]:
-        operands = node.inputs[1:] if node in carries else node.inputs
-        return [operand for operand in operands if operand in members]
-
-    def inputs_past_products(node: Node) -> list[Node]:
-        return [] if node.name in PRODUCTS else inputs_inside(node)
-
-    elements = _elements_of_turns(step, inside)
-    layered = set[Node]()
-    for cycle in cycles(inside, inputs_inside):
-        starts = [carry.inputs[0] for carry in carries.intersection(cycle)]
-        if starts and _goes_through_layers(frozenset(cycle), elements):
-            layered.update(cycle)
-    sums = cycles(inside, inputs_past_products)
-    in_float32, halves = set[Node](), set[Node]()  # by a region or an override
-    for cycle in sums:
-        levels = {node.requested for node in cycle}
-        if levels & {"float32", "tensorfloat32"}:
-            in_float32.update(cycle)
-        if "half" in levels:
-            halves.update(cycle)
+    loop = _Loop(step, carries, [node for node in graph.nodes if node.loop in step.loops or node in carries])
+    layered = _in_stack_of_layers(loop)
+    sums = loop.cycles(through_products=False)
+    requested_half = _with_level(sums, ["half"])
+    requested_float32 = _with_level(sums, ["float32", "tensorfloat32"])
     float32_carries = set[Node]()
     for carry in carries:
-        is_half = (carry in layered and carry not in in_float32) or carry in halves
+        is_half = carry in requested_half or (carry in layered and carry not in requested_float32)
         if carry.original_dtype == np.float32 and not is_half:
             float32_carries.add(carry)
             states.raise_to(carry, State.FLOAT32, Rule.CARRY)
@@ -77,6 +86,25 @@ def _decide_carries(graph: Graph, step: Step, states: States) -> None:
             for node in cycle:
                 if node.kind in (INFER, JOIN):
                     states.raise_to(node, State.FLOAT32, Rule.CARRY)
+
+
+def _in_stack_of_layers(loop: _Loop) -> set[Node]:
+    """Return the nodes on cycles through a stack of layers."""
+    elements = _elements_of_turns(loop.step, loop.nodes)
+    layered = set[Node]()
+    for cycle in loop.cycles(through_products=True):
+        if not loop.carries.isdisjoint(cycle) and _goes_through_layers(frozenset(cycle), elements):
+            layered.update(cycle)
+    return layered
+
+
+def _with_level(cycles: Iterable[Collection[Node]], levels: Collection[str]) -> set[Node]:
+    """Return the nodes on cycles for which a region or an override requests one of the levels."""
+    nodes = set[Node]()
+    for cycle in cycles:
+        if any(node.requested in levels for node in cycle):
+            nodes.update(cycle)
+    return nodes
 
 
 def _elements_of_turns(step: Step, inside: Iterable[Node]) -> set[Node]:

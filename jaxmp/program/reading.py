@@ -7,7 +7,7 @@ A ``Body`` has a list of ``Equation``, and an ``Equation`` has a ``Body`` for ea
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -144,6 +144,25 @@ class _Around(NamedTuple):
     scans: tuple[Scan, ...] = ()
     loops: tuple[Key, ...] = ()
     transforms: tuple[str, ...] = ()
+
+
+class _Loop(NamedTuple):
+    """A loop that is being read.
+
+    Attributes:
+      equation, bodies: the equation of the loop.
+      scan: the iterations; None for a while loop.
+      maps: the maps of iterations across the border of the loop.
+      constants: the positions of the operands that no iteration changes.
+      equal_loop: the first loop that computes the same from equal operands.
+    """
+
+    equation: Equation
+    bodies: Bodies
+    scan: Scan | None
+    maps: _IterationMaps
+    constants: Collection[int]
+    equal_loop: Equation
 
 
 def _phase(around: str, transforms: Sequence[str], has_gradients: bool) -> str:
@@ -314,56 +333,76 @@ class _Reader:
 
         A while loop counts as one iteration. The values of its condition are not operands of its results.
         """
-        operands, last = equation.operands, len(bodies.jaxprs) - 1
+        last = len(bodies.jaxprs) - 1
         scan = None
         if bodies.length is not None:
             scan = Scan(len(equation.key), bodies.reverse, bodies.length)
-        maps = _maps_across(scan)
         scans = around.scans if scan is None else (*around.scans, scan)
         inside = around._replace(phase=equation.phase, scans=scans, loops=(*around.loops, (*equation.key, last)))
         in_condition = inside._replace(loops=(*around.loops, (*equation.key, 0)))
-        computation = (_computation_of(equation.eqn), *[operand.same for operand in operands])
+        computation = (_computation_of(equation.eqn), *[operand.same for operand in equation.operands])
         equal_loop = self.equal_loops.setdefault(computation, equation)
+        constants = {bodies.start + n for n in unchanged(bodies)}.union(range(bodies.start))
+        loop = _Loop(equation, bodies, scan, _maps_across(scan), constants, equal_loop)
+        entered = self.enter_loop(loop, inside)
+        for number in range(last):
+            self.inside(equation, number, bodies.inputs(number, entered), in_condition)
+        body = self.inside(equation, last, bodies.inputs(last, entered), inside)
+        equation.results = self.leave_loop(loop, entered, body.results, around)
+
+    def enter_loop(self, loop: _Loop, inside: _Around) -> list[Value]:
+        """Return the values that enter the body of a loop: constants, carries, and elements of scanned arrays."""
+        equation, bodies, maps = loop.equation, loop.bodies, loop.maps
 
         def entering(name: str, aval: Any, operand: Value, map_iteration: IterationMap) -> Value:
             reads = [(0, operand, map_iteration)]
             return Value(aval, name, equation.key, None, -1, inside.scans, inside.loops, None, reads)
 
-        constants = set(range(bodies.start)) | {bodies.start + n for n in unchanged(bodies)}
         avals = [atom.aval for atom in equation.eqn.invars[: bodies.carries.stop]]
-        avals += [var.aval for var in opened(bodies.jaxprs[last])[0].invars[bodies.carries.stop - bodies.consts :]]
+        avals += [var.aval for var in opened(bodies.jaxprs[-1])[0].invars[bodies.carries.stop - bodies.consts :]]
         entered = []
-        for n, (operand, aval) in enumerate(zip(operands, avals, strict=True)):
-            if n in constants:
+        for n, (operand, aval) in enumerate(zip(equation.operands, avals, strict=True)):
+            if n in loop.constants:
                 value = entering(LOOP_CONSTANT, aval, operand, maps.outside)
                 value.same = operand.same
             elif n in bodies.carries:
-                value = self.add(entering(CARRY, aval, operand, maps.at_start), (CARRY, n, equal_loop))
+                value = self.add(entering(CARRY, aval, operand, maps.at_start), (CARRY, n, loop.equal_loop))
             else:
                 key = (ELEMENT, operand.same, bodies.reverse)
                 value = self.add(entering(ELEMENT, aval, operand, maps.outside), key)
             entered.append(value)
-        for number in range(last):
-            self.inside(equation, number, bodies.inputs(number, entered), in_condition)
-        body = self.inside(equation, last, bodies.inputs(last, entered), inside)
-        may_not_run = scan is None or not scan.length
+        return entered
+
+    def leave_loop(
+        self, loop: _Loop, entered: Sequence[Value], returned: Sequence[Value], around: _Around
+    ) -> list[Value]:
+        """Return the results of a loop: constants, last carries, and stacked arrays.
+
+        Args:
+          loop: the loop.
+          entered: the values that entered the body. Each carry also reads what the body returns for it.
+          returned: the results of the body.
+          around: the place of the loop.
+        """
+        equation, bodies, maps = loop.equation, loop.bodies, loop.maps
+        may_not_run = loop.scan is None or not loop.scan.length
         results = []
-        for n, value in enumerate(body.results):
+        for n, value in enumerate(returned):
             place = bodies.start + n
-            if place in constants:
-                results.append(operands[place])
+            if place in loop.constants:
+                results.append(equation.operands[place])
                 continue
             reads = [(1, value, maps.in_all)]
             if place in bodies.carries:
                 entered[place].reads.append((1, value, maps.before))
-                before = [(0, operands[place], same_iteration)] if may_not_run else []
+                before = [(0, equation.operands[place], same_iteration)] if may_not_run else []
                 reads = [*before, (1, value, maps.at_end)]
             name = LAST_CARRY if place in bodies.carries else STACKED
-            result = self.result(equation, name, n, reads, around, (n, equal_loop))
+            result = self.result(equation, name, n, reads, around, (n, loop.equal_loop))
             if value in self.gradients:
                 self.gradients.add(result)
             results.append(result)
-        equation.results = results
+        return results
 
 
 def _operation_of(eqn: Any) -> Hashable:
