@@ -8,6 +8,7 @@ PY := .venv/bin/python
 SELF := $(MAKE)# `make --dry-run` runs recipe lines that contain the name MAKE, but not those with SELF
 VERSION := 'import sys; print("%d.%d" % sys.version_info[:2])'
 NAME ?= loss_scaling
+NOTEBOOK ?= quickstart
 SMALL := $(filter-out 0,$(SMOKE))
 MINUTES ?= $(if $(SMALL),0,9)
 WORKERS := $(shell getconf _NPROCESSORS_ONLN)
@@ -81,8 +82,8 @@ gpu: ## run the benchmarks that need a GPU; repeat the command to continue: make
 wheelhouse: .venv/installed ## download the packages of `make gpu` for a machine without a network [WHEEL_PYTHON=3.12]
 	@.ci/wheelhouse.sh $(PY)
 
-notebook: .venv/installed ## run notebooks/quickstart.ipynb and save its outputs in it
-	@cd notebooks && PYTHONPATH=$(CURDIR) ../.venv/bin/jupyter execute --inplace quickstart.ipynb $(ARGS)
+notebook: .venv/installed ## run a notebook and save its outputs in it: make notebook NOTEBOOK=paper_rope
+	@cd notebooks && PYTHONPATH=$(CURDIR) ../.venv/bin/jupyter execute --inplace $(NOTEBOOK).ipynb $(ARGS)
 
 doctor: .venv/installed ## show which dtypes this machine computes fast, and what to fix
 	@$(PY) -m jaxmp doctor $(ARGS)

@@ -1,4 +1,4 @@
-"""Every notebook runs, and is stored with the pictures that it draws."""
+"""Every notebook runs, is stored with the pictures that it draws, and prints what its text says."""
 
 from __future__ import annotations
 
@@ -51,9 +51,36 @@ def test_a_notebook_runs_and_draws_what_is_stored_with_it(path, tmp_path, monkey
     ).execute()
     assert pictures(notebook) == pictures(stored) > 0
     assert all(cell.execution_count for cell in stored.cells if cell.cell_type == "code")
-    if path.name != "quickstart.ipynb":
-        return
-    losses = [float(line.split("held-out loss ")[1].split(",")[0]) for line in printed(notebook).splitlines()
+    if path.name in CONCLUSIONS:
+        CONCLUSIONS[path.name](printed(notebook))
+
+
+def only_float16_without_a_loss_scale_is_worse(output: str) -> None:
+    losses = [float(line.split("held-out loss ")[1].split(",")[0]) for line in output.splitlines()
               if "held-out loss" in line]  # fmt: skip
     float32, unscaled, scaled, bfloat16 = losses
     assert unscaled > float32 + 0.1 and abs(scaled - float32) < 0.02 and abs(bfloat16 - float32) < 0.02
+
+
+def numbers_of(output: str, name: str) -> list[list[float]]:
+    """Return the numbers in each line of a table that begins with ``name``."""
+    lines = [line.removeprefix(name) for line in output.splitlines() if line.startswith(name + " ")]
+    return [[float(number) for number in re.findall(r"[+-]?\d[\d.]*(?:e[+-]\d+)?", line)] for line in lines]
+
+
+def only_bfloat16_angles_depend_on_the_context(output: str) -> None:
+    deviations, errors = numbers_of(output, "bfloat16 angles")
+    assert deviations[2] > 10 * deviations[0] and errors[3] > 0.5
+    for name in ("bfloat16 tables", "jaxmp.autocast"):
+        for values in numbers_of(output, name):
+            assert values[3] < 1.5 * values[0] < 0.01
+    (right,) = numbers_of(output, "tables in the dtype of x")
+    (wrong,) = numbers_of(output, "positions cast to bfloat16")
+    assert max(right) < 0.01 and min(wrong) > 0.3
+
+
+CONCLUSIONS = {
+    "paper_rope.ipynb": only_bfloat16_angles_depend_on_the_context,
+    "quickstart.ipynb": only_float16_without_a_loss_scale_is_worse,
+}
+"""Checks of what a notebook prints, where its text states a result."""
