@@ -79,8 +79,19 @@ def only_bfloat16_angles_depend_on_the_context(output: str) -> None:
     assert max(right) < 0.01 and min(wrong) > 0.3
 
 
+def only_rounding_to_nearest_loses_updates(output: str) -> None:
+    for name, is_lost in {"nearest": True, "stochastic": False, "Kahan": False, "split": False}.items():
+        (mean, _, _), (_, difference, *_) = numbers_of(output, name)
+        assert (mean == 1) == is_lost, name
+        assert (difference > 1) == is_lost, name
+    ((stored, *_),) = numbers_of(output, "stochastic, bfloat16 moments")
+    ((float32_stored, *_),) = numbers_of(output, "float32 masters")
+    assert (stored, float32_stored) == (6, 12)
+
+
 CONCLUSIONS = {
     "paper_rope.ipynb": only_bfloat16_angles_depend_on_the_context,
+    "paper_stochastic_rounding.ipynb": only_rounding_to_nearest_loses_updates,
     "quickstart.ipynb": only_float16_without_a_loss_scale_is_worse,
 }
 """Checks of what a notebook prints, where its text states a result."""
