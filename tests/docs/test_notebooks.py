@@ -89,7 +89,20 @@ def only_rounding_to_nearest_loses_updates(output: str) -> None:
     assert (stored, float32_stored) == (6, 12)
 
 
+def only_scales_that_are_rounded_up_clip_nothing(output: str) -> None:
+    (up,), (down,) = (numbers_of(output, f"MX, {rounding}") for rounding in ("up (paper)", "down (OCP)"))
+    (cast,), (jaxmp_float8,) = (numbers_of(output, name) for name in ("MX, cast to e8m0", "jaxmp, float8"))
+    for column in range(3):
+        assert 1.1 * up[column] < down[column] < cast[column] / 2
+        assert abs(jaxmp_float8[column] - up[column]) < 0.1
+    for distribution in ("Gaussian    ", "Laplace     ", "Student's t "):
+        (clipped_up,) = numbers_of(output, f"{distribution} MX, up (paper)")
+        (clipped_down,) = numbers_of(output, f"{distribution} MX, down (OCP)")
+        assert clipped_up[0] == 0 and clipped_down[0] > 10
+
+
 CONCLUSIONS = {
+    "paper_mx_scales.ipynb": only_scales_that_are_rounded_up_clip_nothing,
     "paper_rope.ipynb": only_bfloat16_angles_depend_on_the_context,
     "paper_stochastic_rounding.ipynb": only_rounding_to_nearest_loses_updates,
     "quickstart.ipynb": only_float16_without_a_loss_scale_is_worse,

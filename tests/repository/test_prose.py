@@ -73,8 +73,8 @@ def test_dir_of_an_adapter_has_what_the_docs_name_of_it_and_no_more():
 
 def test_there_is_a_notebook():
     assert [path.name for path in NOTEBOOKS] == [
-        "autocast.ipynb", "find_float32.ipynb", "formats.ipynb", "loss_scale.ipynb", "paper_rope.ipynb",
-        "paper_stochastic_rounding.ipynb", "quickstart.ipynb",
+        "autocast.ipynb", "find_float32.ipynb", "formats.ipynb", "loss_scale.ipynb", "paper_mx_scales.ipynb",
+        "paper_rope.ipynb", "paper_stochastic_rounding.ipynb", "quickstart.ipynb",
     ]  # fmt: skip
 
 
