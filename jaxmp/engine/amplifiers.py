@@ -18,6 +18,7 @@ from jaxmp.engine.graph_paths import SCALES, readers_of
 from jaxmp.engine.nodes import Graph, Node, Step
 from jaxmp.engine.raised_states import States
 from jaxmp.engine.states import CLEAR, HALF, INFER, JOIN, Rule, State
+from jaxmp.program.equations import aval_of
 from jaxmp.program.primitives import (
     AMPLIFIERS,
     BOUNDS,
@@ -81,7 +82,7 @@ def _amplified_operands(step: Step) -> Sequence[Node]:
     if name in AMPLIFIERS:
         return _floats(step)[: AMPLIFIERS[name]]
     if name == CAST:
-        dtype = step.eqn.outvars[0].aval.dtype
+        dtype = aval_of(step.eqn.outvars[0]).dtype
         is_index = dtype.kind in "iu" and dtype.name not in _QUANTISED
         return _floats(step) if is_index else ()
     return ()

@@ -9,6 +9,7 @@ float32, such as the tanh in ``log(1 - tanh(x)²)``. The product before the func
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -191,7 +192,7 @@ def _magnified_operands(step: Step) -> list[Node]:
     if name == "div":
         return operands[1:]
     if name == "pow":
-        exponent = step.eqn.invars[1]
+        exponent: Any = step.eqn.invars[1]
         return operands[:1] if is_literal(exponent) and np.ndim(exponent.val) == 0 and exponent.val < 1 else []
     return operands if name in ROOTS | LOGARITHMS else []
 

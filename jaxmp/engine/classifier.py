@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.extend.core import JaxprEqn
 
 from jaxmp._internals.jax.sources import Names
 from jaxmp.base.dtypes import CASTABLE, is_castable, is_half, is_other_float, range_of
@@ -20,7 +21,7 @@ from jaxmp.engine.overrides import FLOAT32_RESULT, Level, is_float32
 from jaxmp.engine.states import Kind
 from jaxmp.policy.float8 import Float8, get_recipe
 from jaxmp.policy.policies import Policy
-from jaxmp.program.equations import HIGHEST, asks_for_highest, names_a_dtype, precision_named
+from jaxmp.program.equations import HIGHEST, asks_for_highest, aval_of, names_a_dtype, precision_named
 from jaxmp.program.primitives import BOUNDS, PICKS, Class, classify
 
 
@@ -68,7 +69,7 @@ class Classifier:
         self.key = (self.half, tuple(self.overrides.items()))
         self.matcher = OverrideMatcher(self.overrides)
 
-    def kind_of(self, eqn: Any, constants: Constants, names: Names) -> OperationKind:
+    def kind_of(self, eqn: JaxprEqn, constants: Constants, names: Names) -> OperationKind:
         """Return the kind of an equation without a body, and the reason.
 
         Args:
@@ -144,7 +145,7 @@ class Classifier:
             return None
         return region_of(names).half or self.half
 
-    def precision_of(self, eqn: Any, names: Names) -> Any:
+    def precision_of(self, eqn: JaxprEqn, names: Names) -> Any:
         """Return the ``precision`` of a float32 product in these scopes.
 
         A region or an override sets it. JAX has algorithms for ``dot_general`` only: it would compute other products at
@@ -154,7 +155,7 @@ class Classifier:
         is_algorithm = isinstance(precision, jax.lax.DotAlgorithmPreset)
         return HIGHEST if is_algorithm and eqn.primitive.name != "dot_general" else precision
 
-    def _requested_precision(self, eqn: Any, names: Names) -> Any:
+    def _requested_precision(self, eqn: JaxprEqn, names: Names) -> Any:
         traced, region = eqn.params["precision"], region_of(names)
         if region.asked_by == OF_POLICY:  # the code of a module is traced in the precision of its policy
             return traced
@@ -185,8 +186,8 @@ class Classifier:
         levels = self.matcher.levels_of(name, names)
         return any(key.endswith(f":{name}") and level == "half" for key, level in levels.items())
 
-    def _kind_of_cast(self, eqn: Any, names: Names) -> OperationKind:
-        old, new = eqn.invars[0].aval.dtype, eqn.params["new_dtype"]
+    def _kind_of_cast(self, eqn: JaxprEqn, names: Names) -> OperationKind:
+        old, new = aval_of(eqn.invars[0]).dtype, eqn.params["new_dtype"]
         if old == new or is_widened(names):
             return OperationKind(Kind.CLEAR, "moves data")
         if region_of(names).level == "written":
@@ -195,14 +196,14 @@ class Classifier:
             return OperationKind(Kind.FULL, "the author casts to float32")
         return OperationKind(Kind.KEPT, f"the author casts to {np.dtype(new).name}")
 
-    def _kind_of_product(self, eqn: Any) -> OperationKind:
-        operands = [atom.aval for atom in eqn.invars if not jax.numpy.issubdtype(atom.aval.dtype, np.integer)]
+    def _kind_of_product(self, eqn: JaxprEqn) -> OperationKind:
+        operands = [aval_of(atom) for atom in eqn.invars if not jax.numpy.issubdtype(aval_of(atom).dtype, np.integer)]
         if not all(is_castable(aval) for aval in operands) or len(operands) < 2:
             return OperationKind(Kind.KEPT, "a product with an operand that is not floating")
         if asks_for_highest(eqn.params.get("precision")):
             return OperationKind(Kind.FULL, "the author asks for the highest precision")
         if all(is_half(aval.dtype) for aval in operands):
-            if is_half(eqn.outvars[0].aval.dtype):
+            if is_half(aval_of(eqn.outvars[0]).dtype):
                 return OperationKind(Kind.HALF, "product")
             return OperationKind(Kind.KEPT, "the author's dtypes")
         if eqn.primitive.name == "dot_general" and not eqn.params["dimension_numbers"][0][0]:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.extend.core import Jaxpr, JaxprEqn
 
 from jaxmp._internals.jax.traces import is_staged, is_tracing, may_be_skipped
 from jaxmp.base.dtypes import is_castable, is_half
@@ -32,6 +33,7 @@ from jaxmp.program.equations import (
     Bodies,
     Opened,
     asks_for_what_is_missing,
+    aval_of,
     evaluate,
     has_explicit_axes,
     is_literal,
@@ -109,13 +111,13 @@ class _Evaluation(Rewriter):
         # readers of the result read the operand instead.
         self.narrow: dict[Any, tuple[Any, Any, Any]] = {}
 
-    def evaluate(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    def evaluate(self, jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
         """Return the results of the body in the dtypes of their nodes."""
         results = super().evaluate(jaxpr, consts, args)
         self.casts = self.emission.casts[self.body]
         return results
 
-    def evaluate_equation(self, eqn: Any, operands: list[Any]) -> list[Any]:
+    def evaluate_equation(self, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
         """Return the results of the next step of the body."""
         step = next(self.steps)
         self.casts = self.emission.casts[step] = list[int]()
@@ -175,7 +177,7 @@ class _Evaluation(Rewriter):
 
         If a ``jax.vmap`` maps over an array of ``like``, the result is repeated for each example.
         """
-        aval = step.eqn.outvars[0].aval if step.eqn.primitive.name in BROADCAST else jax.typeof(value)
+        aval = aval_of(step.eqn.outvars[0]) if step.eqn.primitive.name in BROADCAST else jax.typeof(value)
         if value.shape == aval.shape and (not like or has_explicit_axes(value)):
             return self.cast(value, dtype)
         if value.dtype != dtype:
@@ -275,7 +277,7 @@ class _StepRewriter(Rewriter):
         """
         self.emission, self.step, self.same = emission, step, same
 
-    def evaluate_body(self, eqn: Any, bodies: Bodies, number: int, *args: Any) -> list[Any]:
+    def evaluate_body(self, eqn: JaxprEqn, bodies: Bodies, number: int, *args: Any) -> list[Any]:
         """Return the results of a body. They are cast to the dtypes of their joins."""
         step, body = self.step, self.step.inner[number]
         program = opened(bodies.jaxprs[number])
@@ -299,7 +301,7 @@ class _StepRewriter(Rewriter):
                 results[n] = evaluation.cast(results[n], decisions.decision_of[join].stored_dtype)
         return results
 
-    def make_rule_evaluation(self, eqn: Any) -> RuleEvaluation:
+    def make_rule_evaluation(self, eqn: JaxprEqn) -> RuleEvaluation:
         """Return an evaluation that builds a graph of the rule and decides its dtypes."""
         classifier, products = self.emission.classifier, self.step.region.products
         return RuleEvaluation(self._evaluate_rule, functools.partial(tracing, classifier, products))

@@ -13,11 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import JaxprEqn
 
 from jaxmp.program.binding import bind_equation
 
 
-def emit_with_float32_result(eqn: Any, operands: Sequence[Any], params: Any) -> list[Any]:
+def emit_with_float32_result(eqn: JaxprEqn, operands: Sequence[Any], params: Any) -> list[Any]:
     """Return the float32 result of a product of half operands.
 
     The derivatives are half products, whose results are cast. JAX's own rule would multiply the float32 cotangent, so

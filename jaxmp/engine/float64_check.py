@@ -9,12 +9,13 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from jax.extend.core import JaxprEqn
 
 from jaxmp.base.user_warnings import warn_user
 from jaxmp.engine.classifier import Classifier
 from jaxmp.engine.marks import DECIDED, names_around
 from jaxmp.engine.nodes import Graph
-from jaxmp.program.equations import Opened
+from jaxmp.program.equations import Opened, aval_of
 from jaxmp.program.primitives import PRODUCTS
 from jaxmp.program.reading import read_program
 from jaxmp.program.values import ARGUMENT, Key, Value, origins
@@ -43,12 +44,12 @@ def warn_of_float64(program: Opened, graph: Graph, classifier: Classifier) -> No
             return
 
 
-def _reads_float64(eqn: Any) -> bool:
+def _reads_float64(eqn: JaxprEqn) -> bool:
     """Return whether an equation is a product with a float64 operand."""
-    return eqn.primitive.name in PRODUCTS and any(atom.aval.dtype == _FLOAT64 for atom in eqn.invars)
+    return eqn.primitive.name in PRODUCTS and any(aval_of(atom).dtype == _FLOAT64 for atom in eqn.invars)
 
 
-def _is_emitted(eqn: Any, names: Any) -> bool:
+def _is_emitted(eqn: JaxprEqn, names: Any) -> bool:
     return DECIDED in names
 
 

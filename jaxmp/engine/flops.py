@@ -15,7 +15,9 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import JaxprEqn
 
+from jaxmp.program.equations import aval_of
 from jaxmp.program.primitives import BOUNDS, COMBINES, Class, Trait, classify, has_trait, with_trait
 
 _OF_UPDATES = with_trait(Trait.SCATTERS) - {"scatter"}
@@ -24,7 +26,7 @@ _PER_RESULT = (Class.POINTWISE, Class.WIDEST, Class.INFER)
 _UNKNOWN = (None, Class.LINALG, Class.RECURSE)
 
 
-def flops_of(eqn: Any, counts_padding: bool = True) -> int | None:
+def flops_of(eqn: JaxprEqn, counts_padding: bool = True) -> int | None:
     """Return the FLOPs of an equation without bodies; None if no formula is known.
 
     With ``counts_padding``, the FLOPs of a convolution include its padding.
@@ -59,23 +61,23 @@ def flops_of(eqn: Any, counts_padding: bool = True) -> int | None:
     return _elements_in(eqn.outvars[0]) if cls in _PER_RESULT else 0
 
 
-def _flops_of_dot(eqn: Any) -> int:
+def _flops_of_dot(eqn: JaxprEqn) -> int:
     (contracted, _), _ = eqn.params["dimension_numbers"]
-    return 2 * _elements_in(eqn.outvars[0]) * math.prod(eqn.invars[0].aval.shape[axis] for axis in contracted)
+    return 2 * _elements_in(eqn.outvars[0]) * math.prod(aval_of(eqn.invars[0]).shape[axis] for axis in contracted)
 
 
-def _flops_of_ragged_dot(eqn: Any) -> int:
+def _flops_of_ragged_dot(eqn: JaxprEqn) -> int:
     numbers = eqn.params["ragged_dot_dimension_numbers"]
     (_, contracted), (_, batch) = numbers.dot_dimension_numbers
     known = {*contracted, *batch, *numbers.rhs_group_dimensions}
-    columns = [size for axis, size in enumerate(eqn.invars[1].aval.shape) if axis not in known]
+    columns = [size for axis, size in enumerate(aval_of(eqn.invars[1]).shape) if axis not in known]
     # Each row is multiplied only by the matrix of its group.
     return 2 * _elements_in(eqn.invars[0]) * math.prod(columns)
 
 
-def _flops_of_conv(eqn: Any, counts_padding: bool) -> int:
-    params, results = eqn.params, eqn.outvars[0].aval.shape
-    image, kernel = (atom.aval.shape for atom in eqn.invars)
+def _flops_of_conv(eqn: JaxprEqn, counts_padding: bool) -> int:
+    params, results = eqn.params, aval_of(eqn.outvars[0]).shape
+    image, kernel = (aval_of(atom).shape for atom in eqn.invars)
     numbers = params["dimension_numbers"]
     (out_batch, out_features, *spatial), (_, in_features, *taps) = numbers.out_spec, numbers.rhs_spec
     terms = results[out_batch] * results[out_features] * kernel[in_features]

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.extend.core import JaxprEqn
 
 from jaxmp._internals.jax.sources import Names
 from jaxmp.base.dtypes import is_castable, is_half
@@ -79,12 +80,12 @@ def _results_wanted_in_half(body: StepBody, dtypes: Sequence[Any]) -> list[Node]
     return wanted
 
 
-def _is_emitted(eqn: Any, names: Names) -> bool:
+def _is_emitted(eqn: JaxprEqn, names: Names) -> bool:
     """Return whether the engine has emitted an equation before."""
     return DECIDED in names
 
 
-def _scopes_inside(eqn: Any) -> Names:
+def _scopes_inside(eqn: JaxprEqn) -> Names:
     bodies = bodies_of(eqn)
     return (WITH_RULE,) if bodies is not None and bodies.has_rule else ()
 

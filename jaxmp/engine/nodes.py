@@ -12,16 +12,16 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections.abc import Collection, Sequence
-from typing import Any
 
 import numpy as np
+from jax.extend.core import JaxprEqn
 
 from jaxmp._internals.jax.sources import Names
 from jaxmp.engine.marks import Region
 from jaxmp.engine.overrides import FLOAT32_RESULT
 from jaxmp.engine.states import KEPT, Kind, State
 from jaxmp.policy.float8 import Float8
-from jaxmp.program.equations import Bodies
+from jaxmp.program.equations import Bodies, aval_of
 
 
 @dataclasses.dataclass(slots=True, eq=False, repr=False)
@@ -78,7 +78,7 @@ _UNMARKED = Region()
 class Step:
     """An equation with its nodes and its bodies."""
 
-    eqn: Any
+    eqn: JaxprEqn
     names: Names
     operands: Sequence[Node | None]
     nodes: Sequence[Node | None]
@@ -149,5 +149,5 @@ def shape_read(user: Node, operand: Node) -> tuple[int, ...]:
     if user.step is not None:
         for node, atom in zip(user.step.operands, user.step.eqn.invars, strict=True):
             if node is operand:
-                return tuple(atom.aval.shape)
+                return tuple(aval_of(atom).shape)
     return operand.shape

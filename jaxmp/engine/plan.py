@@ -35,7 +35,7 @@ from jaxmp.engine.reasons import Reasons
 from jaxmp.engine.states import Kind
 from jaxmp.engine.trace import result_dtypes, traced
 from jaxmp.policy.policies import Policy, check_backend
-from jaxmp.program.equations import bodies_of, opened
+from jaxmp.program.equations import aval_of, bodies_of, opened
 from jaxmp.program.primitives import CAST, Class, classify
 from jaxmp.program.values import BRANCHES, CARRY
 from jaxmp.program.walk import jaxprs_in
@@ -415,7 +415,7 @@ def _added_casts(step: Step, emission: Emission) -> list[int]:
     """Return the bytes of each cast that autocast adds for an equation."""
     casts = list(emission.casts.get(step, ()))
     is_cast = step.eqn.primitive.name == CAST and step.node is not None and step.node.kind is not Kind.KEPT
-    if is_cast and step.eqn.invars[0].aval.dtype != step.eqn.outvars[0].aval.dtype:
+    if is_cast and aval_of(step.eqn.invars[0]).dtype != aval_of(step.eqn.outvars[0]).dtype:
         return casts[:-1]  # the author wrote one of them
     return casts
 

@@ -14,6 +14,7 @@ from jaxmp.base.graphs import reachable
 from jaxmp.engine.nodes import Node, Step, inputs_of
 from jaxmp.engine.states import FULL, HALF, SOURCE, State
 from jaxmp.engine.weights import sources_of_weight
+from jaxmp.program.equations import aval_of
 from jaxmp.program.primitives import CAST
 
 _BLOCK = 8
@@ -46,7 +47,7 @@ def _is_sum(step: Step) -> bool:
     if left is None or right is None:
         return False
     (left_axes, right_axes), (left_batch, right_batch) = step.eqn.params["dimension_numbers"]
-    left_shape, right_shape = (atom.aval.shape for atom in step.eqn.invars)
+    left_shape, right_shape = (aval_of(atom).shape for atom in step.eqn.invars)
     terms = math.prod(left_shape[axis] for axis in left_axes)
     rows = [size for axis, size in enumerate(left_shape) if axis not in (*left_axes, *left_batch)]
     columns = [size for axis, size in enumerate(right_shape) if axis not in (*right_axes, *right_batch)]
@@ -87,7 +88,7 @@ def _is_mask(node: Node) -> bool:
 
 
 def _is_cast_of_bools(node: Node) -> bool:
-    return node.name == CAST and node.step is not None and node.step.eqn.invars[0].aval.dtype == bool
+    return node.name == CAST and node.step is not None and aval_of(node.step.eqn.invars[0]).dtype == bool
 
 
 def _is_small(size: Any) -> bool:

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+from jax.extend.core import JaxprEqn
 
 from jaxmp.program.derivative_rules import (
     UNCHANGED_RULES,
@@ -33,7 +34,7 @@ from jaxmp.program.primitives import Trait, with_trait
 
 
 def rebuild(
-    eqn: Any, bodies: Bodies, functions: Sequence[BodyFunction], rules: RuleEvaluation = UNCHANGED_RULES
+    eqn: JaxprEqn, bodies: Bodies, functions: Sequence[BodyFunction], rules: RuleEvaluation = UNCHANGED_RULES
 ) -> BodyFunction:
     """Return ``eqn`` with other bodies, as a function of its operands.
 
@@ -71,7 +72,7 @@ def rebuild(
     raise AssertionError(f"{name} has bodies, but no case in `rebuild`")
 
 
-def is_body_alone(eqn: Any) -> bool:
+def is_body_alone(eqn: JaxprEqn) -> bool:
     """Return whether an equation does nothing but run its body.
 
     A ``jit`` without shardings and compiler options is such an equation.
@@ -176,7 +177,7 @@ def _bind_cond(params: Any, functions: Sequence[BodyFunction], *operands: Any) -
 _INLINED = with_trait(Trait.INLINED)
 
 
-def _bind_remat(eqn: Any, function: BodyFunction, *operands: Any) -> list[Any]:
+def _bind_remat(eqn: JaxprEqn, function: BodyFunction, *operands: Any) -> list[Any]:
     """Bind a remat with the parameters of ``eqn``.
 
     The parameter ``differentiated`` decides whether XLA may merge the recomputation with the original computation.

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.dtypes import float0
+from jax.extend.core import JaxprEqn
 from jax.interpreters.ad import zeros_like_aval
 
 from jaxmp.program.equations import Opened, evaluate, opened, shape_of
@@ -45,7 +46,7 @@ def rename(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     return call
 
 
-def _function_name(eqn: Any) -> str:
+def _function_name(eqn: JaxprEqn) -> str:
     """Return the name of a function with a custom derivative rule."""
     jaxpr, _ = opened(eqn.params["call_jaxpr"])
     return str(getattr(jaxpr.debug_info, "func_name", "") or eqn.primitive.name)
@@ -62,7 +63,7 @@ def _evaluate_rule(rules: RuleEvaluation, traced: Opened, args: Arrays, dtypes: 
     return rules.evaluate((jaxpr, []), [*consts, *args], dtypes)
 
 
-def call_with_jvp(eqn: Any, function: BodyFunction, rules: RuleEvaluation, *operands: Any) -> list[Any]:
+def call_with_jvp(eqn: JaxprEqn, function: BodyFunction, rules: RuleEvaluation, *operands: Any) -> list[Any]:
     """Call ``function`` in place of the body of a custom_jvp, with its rule."""
     params = eqn.params
     # The constants are arrays that the function closes over. A custom_jvp has no derivative with respect to them.
@@ -89,7 +90,7 @@ def call_with_jvp(eqn: Any, function: BodyFunction, rules: RuleEvaluation, *oper
     return list(call(*primals))
 
 
-def call_with_vjp(eqn: Any, function: BodyFunction, rules: RuleEvaluation, *operands: Any) -> list[Any]:
+def call_with_vjp(eqn: JaxprEqn, function: BodyFunction, rules: RuleEvaluation, *operands: Any) -> list[Any]:
     """Call ``function`` in place of the body of a custom_vjp, with its rule."""
     params = eqn.params
     count = params["num_consts"]

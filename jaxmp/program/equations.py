@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.extend.core import Jaxpr, JaxprEqn
 from jax.extend.core import Literal as Literal
 
 from jaxmp._internals.jax.core import Tracer, eval_jaxpr, evaluate_dimension
@@ -136,7 +137,7 @@ class Bodies(NamedTuple):
 _WITH_RULES = with_trait(Trait.CUSTOM_DERIVATIVE) - with_trait(Trait.INLINED)
 
 
-def bodies_of(eqn: Any) -> Bodies | None:
+def bodies_of(eqn: JaxprEqn) -> Bodies | None:
     """Return the bodies of an equation if they can be rebuilt in other dtypes.
 
     Return None for all other equations.
@@ -157,6 +158,11 @@ def bodies_of(eqn: Any) -> Bodies | None:
     if name == "cond":
         return Bodies("cond", tuple(params["branches"]), primitive=name)
     return None
+
+
+def aval_of(atom: Any) -> jax.core.ShapedArray:
+    """Return the type of an operand or a result that is an array."""
+    return atom.aval
 
 
 def opened(jaxpr: Any) -> Opened:
@@ -238,7 +244,7 @@ def asks_for_what_is_missing(params: dict[str, Any]) -> bool:
     return params.get("precision") is jax.lax.DotAlgorithmPreset.F16_F16_F32 and jax.default_backend() == "cpu"
 
 
-def names_a_dtype(eqn: Any) -> bool:
+def names_a_dtype(eqn: JaxprEqn) -> bool:
     """Return whether a parameter fixes the dtype of a result.
 
     Such parameters are, for example:
@@ -248,12 +254,12 @@ def names_a_dtype(eqn: Any) -> bool:
     - the jaxprs of a half-precision solver
     """
     update = eqn.params.get("update_jaxpr")
-    if eqn.primitive.name == "custom_linear_solve" and any(var.aval.dtype.itemsize < 4 for var in eqn.outvars):
+    if eqn.primitive.name == "custom_linear_solve" and any(aval_of(var).dtype.itemsize < 4 for var in eqn.outvars):
         return True
     return eqn.params.get("out_dtype") is not None or (update is not None and len(update.eqns) > 1)
 
 
-def in_dtype_of_scatter(jaxpr: Any, dtype: Any) -> Any | None:
+def in_dtype_of_scatter(jaxpr: Jaxpr, dtype: Any) -> Any | None:
     """Return the update function of a scatter in another dtype, or None.
 
     The result is None if the function has several operations.

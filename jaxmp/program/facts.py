@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from functools import reduce
 from typing import Any, Generic, TypeVar
 
+from jax.extend.core import JaxprEqn
+
 from jaxmp.program.equations import Bodies, bodies_of, opened
 from jaxmp.program.walk import interpreted
 
@@ -55,7 +57,7 @@ class Analysis(Generic[Fact]):
     def __init__(self) -> None:
         self._known: Any = weakref.WeakKeyDictionary()  # equal layers share a jaxpr
 
-    def transfer(self, eqn: Any, operands: Sequence[Fact]) -> Sequence[Fact]:
+    def transfer(self, eqn: JaxprEqn, operands: Sequence[Fact]) -> Sequence[Fact]:
         """Return the facts of the results of an operation without bodies."""
         raise NotImplementedError
 
@@ -63,7 +65,7 @@ class Analysis(Generic[Fact]):
         """Return the fact of a value that is one of two values."""
         raise NotImplementedError
 
-    def transfer_whole(self, eqn: Any, operands: Sequence[Fact]) -> Sequence[Fact] | None:
+    def transfer_whole(self, eqn: JaxprEqn, operands: Sequence[Fact]) -> Sequence[Fact] | None:
         """Return the facts of the results of an equation whose bodies are not read.
 
         Return None for an equation whose bodies are read.
@@ -101,7 +103,7 @@ class Analysis(Generic[Fact]):
         facts: Facts[Fact] = known[key]
         return facts
 
-    def solve_equation(self, eqn: Any, operands: Sequence[Fact]) -> Sequence[Fact]:
+    def solve_equation(self, eqn: JaxprEqn, operands: Sequence[Fact]) -> Sequence[Fact]:
         """Return the facts of the results of an equation."""
         bodies = bodies_of(eqn)
         if bodies is None:

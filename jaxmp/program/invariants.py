@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
+from jax.extend.core import JaxprEqn
+
 from jaxmp.program.equations import Bodies, bodies_of, opened
 from jaxmp.program.facts import Analysis
 from jaxmp.program.primitives import Trait, with_trait
@@ -19,10 +21,10 @@ class _SameForExamples(Analysis[bool]):
 
     constant = True
 
-    def transfer_whole(self, eqn: Any, operands: Sequence[bool]) -> Sequence[bool] | None:
+    def transfer_whole(self, eqn: JaxprEqn, operands: Sequence[bool]) -> Sequence[bool] | None:
         return [False] * len(eqn.outvars) if eqn.primitive.name in _PER_DEVICE else None
 
-    def transfer(self, eqn: Any, operands: Sequence[bool]) -> Sequence[bool]:
+    def transfer(self, eqn: JaxprEqn, operands: Sequence[bool]) -> Sequence[bool]:
         if eqn.primitive.name in _ONE_BY_ONE:
             return operands
         is_same = all(operands) and eqn.primitive.name not in _PER_DEVICE
@@ -57,13 +59,13 @@ class _PassedOn(Analysis[_Passed | None]):
 
     constant = None
 
-    def transfer_whole(self, eqn: Any, operands: Sequence[_Passed | None]) -> Sequence[_Passed | None] | None:
+    def transfer_whole(self, eqn: JaxprEqn, operands: Sequence[_Passed | None]) -> Sequence[_Passed | None] | None:
         bodies = bodies_of(eqn)
         # The body of a `shard_map` has parts of the arrays. A rule may give an identity function another derivative.
         is_opaque = bodies is not None and (bodies.is_per_device or bodies.has_rule)
         return [None] * len(eqn.outvars) if is_opaque else None
 
-    def transfer(self, eqn: Any, operands: Sequence[_Passed | None]) -> Sequence[_Passed | None]:
+    def transfer(self, eqn: JaxprEqn, operands: Sequence[_Passed | None]) -> Sequence[_Passed | None]:
         return [None] * len(eqn.outvars)
 
     def join(self, first: _Passed | None, second: _Passed | None) -> _Passed | None:

@@ -11,6 +11,8 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
+from jax.extend.core import Jaxpr
+
 from jaxmp._internals.jax.sources import Names, names_of
 from jaxmp.program import walk
 from jaxmp.program.equations import bodies_of, is_literal
@@ -38,7 +40,7 @@ class Section(NamedTuple):
     constvars: Sequence[Any] = ()
 
 
-def sections_of(jaxpr: Any) -> list[Section]:
+def sections_of(jaxpr: Jaxpr) -> list[Section]:
     """Split the equations of an open jaxpr into sections, in order.
 
     Each section is a part of one layer, or lies outside of all layers. If layers are nested, the outermost count. A

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from jax.extend.core import Jaxpr, JaxprEqn
 
 from jaxmp._internals.jax.sources import Names, scopes_and_transforms
 from jaxmp.program.equations import Bodies, bodies_of, is_literal, opened
@@ -42,16 +43,16 @@ from jaxmp.program.walk import interpreted
 _PER_DEVICE = with_trait(Trait.PER_DEVICE)
 
 
-def _never(eqn: Any, names: Names) -> bool:
+def _never(eqn: JaxprEqn, names: Names) -> bool:
     return False
 
 
-def _no_scopes(eqn: Any) -> Names:
+def _no_scopes(eqn: JaxprEqn) -> Names:
     return ()
 
 
 def read_program(
-    jaxpr: Any,
+    jaxpr: Jaxpr,
     consts: Sequence[Any] = (),
     names: Names = (),
     counts_as_one: Callable[[Any, Names], bool] = _never,
@@ -75,13 +76,13 @@ def read_program(
     return Program(reader.body(jaxpr, consts, inputs, around), reader.values, reader.equations)
 
 
-def is_whole(eqn: Any, names: Names = ()) -> bool:
+def is_whole(eqn: JaxprEqn, names: Names = ()) -> bool:
     """Return whether an equation counts as one operation although it has a body."""
     bodies = bodies_of(eqn)
     return bodies is not None and bodies.is_per_device
 
 
-def is_whole_with_rules(eqn: Any, names: Names = ()) -> bool:
+def is_whole_with_rules(eqn: JaxprEqn, names: Names = ()) -> bool:
     """Return whether an equation counts as one operation under differentiation.
 
     This is true for the equations of :func:`is_whole`, for while loops, and for calls of functions with custom
@@ -202,7 +203,7 @@ class _Reader:
         value.same = self.first.setdefault((CONSTANT, array.dtype, array.tobytes()), value)
         return value
 
-    def body(self, jaxpr: Any, consts: list[Any], inputs: Sequence[Value], around: _Around) -> Body:
+    def body(self, jaxpr: Jaxpr, consts: list[Any], inputs: Sequence[Value], around: _Around) -> Body:
         """Read a body."""
         constants = [
             self.add(Value(var.aval, CONSTANT, constant=const), None if const is None else (CONSTANT, id(const)))
@@ -210,7 +211,7 @@ class _Reader:
         ]
         equations: list[Equation] = []
 
-        def read_equation(eqn: Any, operands: list[Value]) -> Sequence[Value]:
+        def read_equation(eqn: JaxprEqn, operands: list[Value]) -> Sequence[Value]:
             names, transforms = scopes_and_transforms(eqn)
             key = (*around.key, len(equations))
             phase = _phase(around.phase, (*around.transforms, *transforms), not self.gradients.isdisjoint(operands))
@@ -290,7 +291,7 @@ class _Reader:
         if equation.phase != "forward":
             self.gradients.update(results)
 
-    def computation_of(self, eqn: Any) -> object:
+    def computation_of(self, eqn: JaxprEqn) -> object:
         """Return the same object for operations that compute the same from equal operands."""
         computation = object()
         if eqn.effects:  # a callback may return other numbers each time
@@ -405,11 +406,11 @@ class _Reader:
         return results
 
 
-def _operation_of(eqn: Any) -> Hashable:
+def _operation_of(eqn: JaxprEqn) -> Hashable:
     return eqn.primitive.name, *eqn.params.values()
 
 
-def _computation_of(eqn: Any) -> Hashable:
+def _computation_of(eqn: JaxprEqn) -> Hashable:
     """Return a key that is equal for equations that compute the same from equal operands.
 
     Equal bodies have equal keys, even if they are different jaxprs.
@@ -428,7 +429,7 @@ def _computation_of(eqn: Any) -> Hashable:
     return _operation_of(eqn)
 
 
-def _structure_of(jaxpr: Any) -> Hashable:
+def _structure_of(jaxpr: Jaxpr) -> Hashable:
     """Return a key that is equal for open jaxprs with equal equations."""
     if jaxpr not in _STRUCTURES:
         numbers = {var: n for n, var in enumerate((*jaxpr.constvars, *jaxpr.invars))}

@@ -26,12 +26,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import jet
-from jax.extend.core import Primitive
+from jax.extend.core import Jaxpr, JaxprEqn, Primitive
 from jax.interpreters import ad, batching, mlir
 
 from jaxmp.base.dtypes import is_castable, is_half
 from jaxmp.program.binding import bind_equation
-from jaxmp.program.equations import bodies_of, has_explicit_axes, is_literal, opened, size_of
+from jaxmp.program.equations import aval_of, bodies_of, has_explicit_axes, is_literal, opened, size_of
 from jaxmp.program.invariants import unchanged
 from jaxmp.program.primitives import BROADCAST, PICKS, Trait, with_trait
 from jaxmp.program.vmap_sharing import Examples
@@ -47,7 +47,7 @@ REPEATS = with_trait(Trait.REPEATS, Trait.LOOKS_UP)
 _ADDS_UP = BROADCAST | REPEATS
 
 
-def must_widen(eqn: Any, atom: Any, value: Any, examples: Examples) -> bool:
+def must_widen(eqn: JaxprEqn, atom: Any, value: Any, examples: Examples) -> bool:
     """Return whether the cotangents of an operand must be summed in float32.
 
     The sum has many terms if the value is repeated or looked up often. The same is true if all examples of a
@@ -58,16 +58,16 @@ def must_widen(eqn: Any, atom: Any, value: Any, examples: Examples) -> bool:
     return _is_long(eqn, value.shape) or examples.meets_batched(atom, value)
 
 
-def sums_half(eqn: Any) -> bool:
+def sums_half(eqn: JaxprEqn) -> bool:
     """Return whether a half-precision operand needs a float32 gradient sum.
 
     The dtypes are those in ``eqn``, before autocast changes them.
     """
-    avals = [atom.aval for atom in eqn.invars if not is_literal(atom)]
+    avals = [aval_of(atom) for atom in eqn.invars if not is_literal(atom)]
     return any([is_castable(aval) and is_half(aval.dtype) and _is_long(eqn, aval.shape) for aval in avals])
 
 
-def read_often(eqn: Any, place: int) -> bool:
+def read_often(eqn: JaxprEqn, place: int) -> bool:
     """Return whether more than ``MAX_TERMS`` cotangents add up in an operand.
 
     ``place`` is the position of the operand. The count is for one element of the operand. It covers all iterations of
@@ -76,11 +76,11 @@ def read_often(eqn: Any, place: int) -> bool:
     return _summed_cotangents(eqn, place) > MAX_TERMS
 
 
-def _summed_cotangents(eqn: Any, place: int) -> float:
+def _summed_cotangents(eqn: JaxprEqn, place: int) -> float:
     """Return how many cotangents add up in an element of the operand at ``place``."""
     bodies = bodies_of(eqn)
     if bodies is None:
-        return _repeats(eqn, eqn.invars[place].aval.shape) if eqn.primitive.name in _ADDS_UP else 1
+        return _repeats(eqn, aval_of(eqn.invars[place]).shape) if eqn.primitive.name in _ADDS_UP else 1
     # The cotangents of scanned elements and changing carries are not summed over iterations. A while loop has no
     # cotangents.
     varies = bodies.kind == "scan" and place >= bodies.start and place - bodies.start not in unchanged(bodies)
@@ -91,7 +91,7 @@ def _summed_cotangents(eqn: Any, place: int) -> float:
     return max(per_turn, 1) * size_of([bodies.iterations])
 
 
-def _summed_cotangents_in(jaxpr: Any, var: Any) -> float:
+def _summed_cotangents_in(jaxpr: Jaxpr, var: Any) -> float:
     """Return how many cotangents add up in an element of a variable.
 
     The number is the sum of :func:`_summed_cotangents` over the equations that read the variable. If an operation of
@@ -116,18 +116,18 @@ def _summed_cotangents_in(jaxpr: Any, var: Any) -> float:
 _READERS: Any = weakref.WeakKeyDictionary()
 
 
-def _repeats(eqn: Any, shape: Any) -> float:
+def _repeats(eqn: JaxprEqn, shape: Any) -> float:
     """Return the maximum number of times that an equation reads one element.
 
     The equation has a primitive of ``_ADDS_UP``.
     """
     if eqn.primitive.name == "gather":
         batch = eqn.params["dimension_numbers"].start_indices_batching_dims
-        return size_of([size for axis, size in enumerate(eqn.invars[1].aval.shape[:-1]) if axis not in batch])
-    return size_of(eqn.outvars[0].aval.shape) / max(size_of(shape), 1)
+        return size_of([size for axis, size in enumerate(aval_of(eqn.invars[1]).shape[:-1]) if axis not in batch])
+    return size_of(aval_of(eqn.outvars[0]).shape) / max(size_of(shape), 1)
 
 
-def _is_long(eqn: Any, shape: Any) -> bool:
+def _is_long(eqn: JaxprEqn, shape: Any) -> bool:
     """Return whether more than ``MAX_TERMS`` cotangents are summed in an element.
 
     ``shape`` is the shape of the operand.
@@ -135,7 +135,7 @@ def _is_long(eqn: Any, shape: Any) -> bool:
     return eqn.primitive.name in _ADDS_UP and _repeats(eqn, shape) > MAX_TERMS
 
 
-def summed_in_float32(eqn: Any, operands: Sequence[Any]) -> list[Any]:
+def summed_in_float32(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
     """Bind an equation of ``REPEATS``, and sum the cotangents in float32."""
     value, float32 = operands[0], np.dtype(np.float32)
     if not is_half(value.dtype):

@@ -9,6 +9,8 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+from jax.extend.core import JaxprEqn
+
 from jaxmp._internals.jax.rebind import in_place_of
 from jaxmp.program.binding import bind_equation
 from jaxmp.program.bodies import rebuild
@@ -35,7 +37,7 @@ class Rewriter:
     def evaluate(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
         """Return the results of an open jaxpr for its constants and arguments."""
 
-        def evaluate_equation(eqn: Any, operands: list[Any]) -> list[Any]:
+        def evaluate_equation(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
             with in_place_of(eqn):
                 return self.evaluate_equation(eqn, operands)
 
@@ -45,7 +47,7 @@ class Rewriter:
         """Return the value of a literal."""
         return atom.val
 
-    def evaluate_equation(self, eqn: Any, operands: list[Any]) -> list[Any]:
+    def evaluate_equation(self, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
         """Return the results of an equation.
 
         The default calls :meth:`evaluate_bodies` if the bodies of the equation can be rebuilt, and
@@ -56,21 +58,21 @@ class Rewriter:
             return self.evaluate_operation(eqn, operands)
         return self.evaluate_bodies(eqn, bodies, operands)
 
-    def evaluate_operation(self, eqn: Any, operands: list[Any]) -> list[Any]:
+    def evaluate_operation(self, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
         """Return the results of an equation without bodies.
 
         The default binds the equation unchanged.
         """
         return bind_equation(eqn, operands, eqn.params)
 
-    def evaluate_bodies(self, eqn: Any, bodies: Bodies, operands: list[Any]) -> list[Any]:
+    def evaluate_bodies(self, eqn: JaxprEqn, bodies: Bodies, operands: list[Any]) -> list[Any]:
         """Return the results of an equation with bodies.
 
         The default rebuilds the equation with the results of :meth:`evaluate_body`.
         """
         return list(self.rebuild(eqn, bodies)(*operands))
 
-    def rebuild(self, eqn: Any, bodies: Bodies) -> BodyFunction:
+    def rebuild(self, eqn: JaxprEqn, bodies: Bodies) -> BodyFunction:
         """Return an equation with rewritten bodies, as a function of its operands.
 
         JAX calls :meth:`evaluate_body` when it traces the bodies, and may do so several times or later.
@@ -78,7 +80,7 @@ class Rewriter:
         functions = [functools.partial(self.evaluate_body, eqn, bodies, n) for n in range(len(bodies.jaxprs))]
         return rebuild(eqn, bodies, functions, self.make_rule_evaluation(eqn))
 
-    def evaluate_body(self, eqn: Any, bodies: Bodies, number: int, *args: Any) -> list[Any]:
+    def evaluate_body(self, eqn: JaxprEqn, bodies: Bodies, number: int, *args: Any) -> list[Any]:
         """Return the results of body ``number`` of an equation.
 
         The results at the positions ``bodies.joined(number)`` must have the types of their joins. They have these types
@@ -86,7 +88,7 @@ class Rewriter:
         """
         return self.evaluate(*opened(bodies.jaxprs[number]), args)
 
-    def make_rule_evaluation(self, eqn: Any) -> RuleEvaluation:
+    def make_rule_evaluation(self, eqn: JaxprEqn) -> RuleEvaluation:
         """Return the functions that evaluate the derivative rule of an equation.
 
         By default they leave the rule unchanged.

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import numpy as np
+from jax.extend.core import JaxprEqn
 
-from jaxmp.program.equations import Bodies
+from jaxmp.program.equations import Bodies, aval_of
 from jaxmp.program.facts import Analysis
 from jaxmp.program.primitives import CAST, COMPARISONS, MOVES, PRODUCTS, SUMS, Trait, with_trait
 
@@ -42,12 +42,12 @@ class _ProductOrigins(Analysis[_ProductOrigin]):
 
     constant = FIXED
 
-    def solve_equation(self, eqn: Any, operands: Sequence[_ProductOrigin]) -> Sequence[_ProductOrigin]:
+    def solve_equation(self, eqn: JaxprEqn, operands: Sequence[_ProductOrigin]) -> Sequence[_ProductOrigin]:
         origins = super().solve_equation(eqn, operands)
-        are_integers = [jax.numpy.issubdtype(var.aval.dtype, np.integer) for var in eqn.outvars]
+        are_integers = [jax.numpy.issubdtype(aval_of(var).dtype, np.integer) for var in eqn.outvars]
         return [FIXED if is_integer else origin for is_integer, origin in zip(are_integers, origins, strict=True)]
 
-    def transfer(self, eqn: Any, operands: Sequence[_ProductOrigin]) -> Sequence[_ProductOrigin]:
+    def transfer(self, eqn: JaxprEqn, operands: Sequence[_ProductOrigin]) -> Sequence[_ProductOrigin]:
         return [self._of_operation(eqn.primitive.name, operands)] * len(eqn.outvars)
 
     def _of_operation(self, name: str, operands: Sequence[_ProductOrigin]) -> _ProductOrigin:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Jaxpr, JaxprEqn
 
 from jaxmp._internals.jax.sources import Names, user_source_of
 from jaxmp.base.graphs import reachable
@@ -74,7 +75,7 @@ class Equation:
     """
 
     key: Key
-    eqn: Any
+    eqn: JaxprEqn
     names: Names
     phase: str
     lengths: tuple[int | None, ...]
@@ -149,7 +150,7 @@ class Body(NamedTuple):
       results: the values of the results.
     """
 
-    jaxpr: Any
+    jaxpr: Jaxpr
     consts: Sequence[Any]
     constants: Sequence[Value]
     inputs: Sequence[Value]

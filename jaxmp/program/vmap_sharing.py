@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
+from jax.extend.core import Jaxpr, JaxprEqn
+
 from jaxmp._internals.jax.traces import batches_around, is_batched
 from jaxmp.program.equations import Bodies, is_literal
 from jaxmp.program.invariants import SAME_FOR_EXAMPLES
@@ -29,7 +31,7 @@ class Examples:
       others: the operands of the current equation that differ between the examples of some ``jax.vmap``.
     """
 
-    def __init__(self, jaxpr: Any, args: Sequence[Any], consts: Sequence[Any], same: Same | None = None) -> None:
+    def __init__(self, jaxpr: Jaxpr, args: Sequence[Any], consts: Sequence[Any], same: Same | None = None) -> None:
         """Classify the arguments and constants of a jaxpr.
 
         Pass ``same`` only if the jaxpr is a body of another program. It says for each ``jax.vmap`` which of the
@@ -46,7 +48,7 @@ class Examples:
         self.same: Same = ()
         self.others: Sequence[Any] = ()
 
-    def at(self, eqn: Any, operands: Sequence[Any]) -> None:
+    def at(self, eqn: JaxprEqn, operands: Sequence[Any]) -> None:
         """Make ``eqn`` the current equation."""
         columns = [self._who_share(atom, value) for atom, value in zip(eqn.invars, operands, strict=True)]
         self.same = tuple(zip(*columns, strict=True))

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+from jax.extend.core import Jaxpr, JaxprEqn
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from jaxmp.program.equations import is_literal, opened
@@ -46,7 +47,7 @@ def interpreted(
     return [read(atom) for atom in jaxpr.outvars]
 
 
-def equations(jaxpr: Any) -> Iterator[Any]:
+def equations(jaxpr: Jaxpr) -> Iterator[Any]:
     """Yield every equation of a jaxpr and of the jaxprs nested in it.
 
     The jaxpr may be open or closed.
@@ -57,7 +58,7 @@ def equations(jaxpr: Any) -> Iterator[Any]:
             yield from equations(inner)
 
 
-def jaxprs_in(eqn: Any) -> Iterator[Any]:
+def jaxprs_in(eqn: JaxprEqn) -> Iterator[Any]:
     """Yield the jaxprs in an equation's parameters."""
     yield from filter(is_jaxpr, jax.tree.leaves(list(eqn.params.values()), is_leaf=is_jaxpr))
 
@@ -68,18 +69,18 @@ def is_jaxpr(param: Any) -> bool:
     return hasattr(param, "eqns") or hasattr(getattr(param, "jaxpr", None), "eqns")
 
 
-def product_dtypes(jaxpr: Any) -> set[str]:
+def product_dtypes(jaxpr: Jaxpr) -> set[str]:
     """Return the names of the operand dtypes of all products in ``jaxpr``."""
     products = (eqn for eqn in equations(jaxpr) if eqn.primitive.name in PRODUCTS)
     return {var.aval.dtype.name for eqn in products for var in eqn.invars[:2]}
 
 
-def computing_only(jaxpr: Any, is_wanted: Sequence[bool]) -> Any:
+def computing_only(jaxpr: Jaxpr, is_wanted: Sequence[bool]) -> Any:
     """Return the open jaxpr that computes only the wanted results of ``jaxpr``."""
     return dce_jaxpr(opened(jaxpr)[0], list(is_wanted), True)[0]
 
 
-def inputs_used(jaxpr: Any, is_wanted: Sequence[bool]) -> list[bool]:
+def inputs_used(jaxpr: Jaxpr, is_wanted: Sequence[bool]) -> list[bool]:
     """Return for each input of ``jaxpr`` whether the wanted results depend on it."""
     is_used: list[bool] = dce_jaxpr(opened(jaxpr)[0], list(is_wanted), False)[1]
     return is_used

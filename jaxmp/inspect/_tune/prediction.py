@@ -18,7 +18,7 @@ from jaxmp.inspect._budget.tapped_evaluation import Changes, evaluate_wide
 from jaxmp.inspect.program.calls import in_double_precision, named, options_of_few_runs
 from jaxmp.inspect.program.tracing import program_of
 from jaxmp.policy.policies import Policy
-from jaxmp.program.equations import evaluate
+from jaxmp.program.equations import aval_of, evaluate
 from jaxmp.program.reading import read_program
 from jaxmp.program.values import Equation, Key, Value
 
@@ -70,7 +70,7 @@ def _operation_of(equation: Equation) -> _Operation:
 
 def _switch_of(equation: Equation) -> _Switch:
     is_sum = equation.name == SUM_OF_COTANGENTS
-    return _Switch(_operation_of(equation), equation.eqn.outvars[0].aval.shape if is_sum else None)
+    return _Switch(_operation_of(equation), aval_of(equation.eqn.outvars[0]).shape if is_sum else None)
 
 
 class _Summed(NamedTuple):
