@@ -53,8 +53,8 @@ quick: .venv/installed ## the tests that cover your changes since main, or since
 slow: .venv/installed ## all slow tests: notebooks, real models, killed processes
 	$(PY) $(PYTEST) -m slow $(call paths,tests)
 
-slow-changed: .venv/installed ## the slow tests of the library that cover these changes
-	@tests=$$($(PY) .ci/quick.py --slow) && { $(PY) $(PYTEST) -m slow $$tests || [ $$? -eq 5 ]; } # 5 means that none of them is slow
+slow-changed: .venv/installed ## the slow tests of the library that cover these changes, the first case of each
+	@tests=$$($(PY) .ci/quick.py --slow) && { $(PY) $(PYTEST) -m slow --cases 1 $$tests || [ $$? -eq 5 ]; } # 5 means that none of them is slow
 
 newest: .venv/installed ## the tests of JAX's internals on the newest Python and JAX, and those that compile for an absent GPU
 	@$(SELF) --no-print-directory on-newest PATHS="$(call paths,$(INTERNALS))"
