@@ -482,3 +482,20 @@ def test_logits_of_padding_that_overflow_change_nothing():
     np.testing.assert_allclose(gradients[0], gradients_without[0])
     np.testing.assert_allclose(gradients[1][:3], gradients_without[1])
     assert not np.any(gradients[1][3])
+
+
+@pytest.mark.parametrize("number", [np.inf, np.nan])
+def test_ignored_tokens_count_for_nothing_even_if_they_are_not_finite(number):
+    ignored = int(np.argmax(LABELS == -100))
+    weights = normal(2, ROWS, DIM)
+
+    def loss(tokens):
+        x, logits = tokens
+        projected = projected_cross_entropy(x, weights, LABELS, ignore_index=-100)
+        return projected + cross_entropy(logits, LABELS, ignore_index=-100).sum()
+
+    tokens = normal(1, TOKENS, DIM), normal(3, TOKENS, CLASSES)
+    want = jax.value_and_grad(loss)(tokens)
+    for array in tokens:
+        array[ignored] = number
+    jax.tree.map(np.testing.assert_array_equal, jax.value_and_grad(loss)(tokens), want)
