@@ -15,6 +15,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import JaxprEqn
 
+from jaxmp.engine.marks import FLOAT32_RESULT
 from jaxmp.program.binding import bind_equation
 
 
@@ -33,7 +34,8 @@ def emit_with_float32_result(eqn: JaxprEqn, operands: Sequence[Any], params: Any
 
     @jax.custom_jvp
     def product(*operands: Any) -> Any:
-        return bind_equation(eqn, operands, wide_params)[0]
+        with jax.named_scope(FLOAT32_RESULT):
+            return bind_equation(eqn, operands, wide_params)[0]
 
     def derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
         terms = []

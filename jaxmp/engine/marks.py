@@ -30,6 +30,8 @@ WITH_RULE = "jaxmp.rule"
 """The scope of the body of a function with a custom derivative rule, and of the rule."""
 WIDE_SUMS = "jaxmp.wide_sums"
 """The scope around casts that jaxmp adds, so that gradients are summed in float32."""
+FLOAT32_RESULT = "jaxmp.float32_result"
+"""The scope of a product of half operands with a float32 result, whose derivatives are half products."""
 _MARK = re.compile(r"jaxmp\.(precision|compute)\((\w+):?(\w*)(;override)?(?:;recipe=(.*))?\)")
 
 

@@ -45,7 +45,14 @@ from jaxmp.program.walk import product_dtypes
 from jaxmp.sharding.entered_bodies import EnteredBodies, bodies_to_enter
 from jaxmp.sharding.mesh_plan import Plan, while_tracing
 from jaxmp.sharding.specs import specs_in
-from jaxmp.sharding.weight_products import computed_wide, float8_row_product, goes_by_rows, may_be_wide, product_by_rows
+from jaxmp.sharding.weight_products import (
+    computed_wide,
+    float8_row_product,
+    goes_by_rows,
+    may_be_wide,
+    product_by_rows,
+    product_inside,
+)
 from jaxmp.sharding.weight_readers import dtypes_read, has_one_reader, is_copying, only_moves_or_casts
 from jaxmp.sharding.weights import RewrittenValue, Source, Use, as_value, results_as_arrays
 from jaxmp.sharding.whole_weights import WIDE_PRODUCTS, computed_whole, equations_inside
@@ -173,8 +180,9 @@ class _GatheringRewriter(Rewriter):
         return atom.val, True
 
     def evaluate_equation(self, eqn: Any, operands: list[RewrittenValue]) -> list[RewrittenValue]:
-        if self._is_rewritten(eqn, operands):
-            results = self._rewritten(eqn, operands)
+        product = product_inside(eqn)
+        if self._is_rewritten(product, operands):
+            results = self._rewritten(product, operands)
         else:
             is_common = all(known for _, known in operands)
             arrays = bind_equation(eqn, [value for value, _ in operands], eqn.params)

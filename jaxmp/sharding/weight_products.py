@@ -16,9 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmp._internals.jax.sources import names_of
 from jaxmp.base import trees as _tree
 from jaxmp.base.dtypes import at_least_float32, is_narrow
-from jaxmp.engine.marks import WIDE_SUMS
+from jaxmp.engine.marks import FLOAT32_RESULT, WIDE_SUMS
 from jaxmp.policy import float8
 from jaxmp.policy.direct_product import cotangent_of_operand
 from jaxmp.policy.quantisation import as_float8, dequantised, quantised
@@ -32,6 +33,28 @@ from jaxmp.sharding.weights import Use, anywhere
 _BFLOAT16 = np.dtype(jnp.bfloat16)
 _FLOAT32 = np.dtype(np.float32)
 _BY_ROWS = frozenset({("dot_general", 0), ("dot_general", 1), ("gather", 0), ("conv_general_dilated", 1)})
+
+
+def product_inside(eqn: Any) -> Any:
+    """Return the product inside an equation of the level ``"float32_result"``.
+
+    Return any other equation itself.
+    """
+    if eqn.primitive.name == "custom_jvp_call":
+        body = opened(eqn.params["call_jaxpr"])[0].eqns
+        if len(body) == 1 and _has_float32_result(body[0]):
+            return body[0]
+    return eqn
+
+
+def _has_float32_result(eqn: Any) -> bool:
+    """Return whether an equation has half operands and a float32 result, but half derivatives."""
+    return FLOAT32_RESULT in names_of(eqn)
+
+
+def _differentiated(eqn: Any) -> dict[str, Any]:
+    """Return the parameters of an equation in the backward pass."""
+    return params_in_dtype(eqn, eqn.invars[0].aval.dtype) if _has_float32_result(eqn) else eqn.params
 
 
 def goes_by_rows(eqn: Any, position: int, plan: Plan) -> bool:
@@ -67,10 +90,10 @@ class _RowProduct:
 
         @jax.custom_vjp
         def by_rows(tap: Any, weight: Any, param: Any, *arrays: Any) -> Any:
-            return self._computed(weight, arrays)
+            return self._computed(weight, arrays, self.eqn.params)
 
         def forward(tap: Any, weight: Any, param: Any, *arrays: Any) -> tuple[Any, Any]:
-            return self._computed(weight, arrays), (weight if is_stored else param, arrays)
+            return self._computed(weight, arrays, self.eqn.params), (weight if is_stored else param, arrays)
 
         def backward(residuals: Any, cotangent: Any) -> tuple[Any, ...]:
             stored, arrays = residuals
@@ -89,11 +112,11 @@ class _RowProduct:
         all_operands = [*operands[: self.position], weight, *operands[self.position :]]
         return bind_equation(self.eqn, all_operands, params)[0]
 
-    def _computed(self, half: Any, operands: Sequence[Any]) -> Any:
+    def _computed(self, half: Any, operands: Sequence[Any], params: Any) -> Any:
         # A lookup selects rows of the gathered weight, and casts only these rows.
         dtype = half.dtype if self._is_lookup else self.eqn.invars[self.position].aval.dtype
         weight = self.use.cast(self.use.moved(half), dtype)
-        result = self._bind(weight, operands, self.eqn.params)
+        result = self._bind(weight, operands, params)
         with jax.named_scope(WIDE_SUMS):
             return result.astype(self.eqn.outvars[0].aval.dtype)
 
@@ -108,10 +131,11 @@ class _RowProduct:
         """Return the cotangent of the weight, summed over the rows of ``operands``."""
         aval, source = self.eqn.invars[self.position].aval, self.use.source
         dtype = source.sum_dtype if self._is_lookup else aval.dtype
-        params = anywhere(self.eqn.params)
+        params = anywhere(_differentiated(self.eqn))
         weight_type = jax.ShapeDtypeStruct(aval.shape, dtype)
         pull = jax.linear_transpose(lambda weight: self._bind(weight, operands, params), weight_type)
-        cotangent = cotangent.astype(dtype) if self._is_lookup else cotangent
+        if self._is_lookup or _has_float32_result(self.eqn):
+            cotangent = cotangent.astype(dtype)
         return self.use.moved_back(_summed_in(source.sum_dtype, lambda part: pull(part)[0], cotangent))
 
     def _cotangents_of_operands(self, half: Any, operands: Sequence[Any], cotangent: Any) -> list[Any]:
@@ -120,7 +144,8 @@ class _RowProduct:
 
         def of_floats(*values: Any) -> Any:
             filled = dict(zip(floats, values, strict=True))
-            return self._computed(half, [filled.get(n, value) for n, value in enumerate(operands)])
+            all_operands = [filled.get(n, value) for n, value in enumerate(operands)]
+            return self._computed(half, all_operands, _differentiated(self.eqn))
 
         cotangents: list[Any] = [None] * len(operands)
         if floats:
@@ -236,16 +261,22 @@ def _rows_of(eqn: Any, position: int, plan: Plan) -> tuple[int, int] | None:
 
 
 def _of_matrices(eqn: Any, operands: Sequence[Any], dtype: np.dtype) -> Any:
-    """Compute a product over several axes as one matrix product.
+    """Compute a product that sums over several axes as one matrix product, or as a batch of matrix products.
 
     On a CPU, XLA supports half operands with a float32 result only in matrix products.
     """
-    matrices, shape = [], list[int]()
-    for value, summed in zip(operands, eqn.params["dimension_numbers"][0], strict=True):
-        free = [dim for dim in range(value.ndim) if dim not in summed]
+    contracting, batch = eqn.params["dimension_numbers"]
+    shape = [operands[0].shape[dim] for dim in batch[0]]
+    count = len(shape)
+    matrices = []
+    for value, summed, batched in zip(operands, contracting, batch, strict=True):
+        free = [dim for dim in range(value.ndim) if dim not in (*summed, *batched)]
         shape += [value.shape[dim] for dim in free]
-        matrices.append(value.transpose(*summed, *free).reshape(math.prod(value.shape[dim] for dim in summed), -1))
-    params = {**eqn.params, "dimension_numbers": (((0,), (0,)), ((), ())), "preferred_element_type": dtype}
+        sizes = [value.shape[dim] for dim in batched]
+        rows, columns = (math.prod(value.shape[dim] for dim in dims) for dims in (summed, free))
+        matrices.append(value.transpose(*batched, *summed, *free).reshape(*sizes, rows, columns))
+    numbers = (((count,), (count,)), (tuple(range(count)), tuple(range(count))))
+    params = {**eqn.params, "dimension_numbers": numbers, "preferred_element_type": dtype}
     return bind_equation(eqn, matrices, params)[0].reshape(shape)
 
 
@@ -267,7 +298,7 @@ def _summed_in(dtype: np.dtype, fun: Callable[..., Any], cotangent: Any, widens_
             operands = [value.astype(dtype) for value in operands]
         elif name != "dot_general":
             return bind_equation(eqn, operands, eqn.params)
-        elif len((dims := eqn.params["dimension_numbers"])[0][0]) > 1 and not dims[1][0]:
+        elif len(eqn.params["dimension_numbers"][0][0]) > 1:
             return [_of_matrices(eqn, operands, dtype)]
         return bind_equation(eqn, operands, {**eqn.params, "preferred_element_type": dtype})
 
@@ -307,11 +338,13 @@ def computed_wide(eqn: Any, operands: Sequence[Any]) -> list[Any]:
         return product(*arrays), narrowed(arrays)
 
     def backward(halves: list[Any], cotangent: Any) -> tuple[Any, ...]:
-        half_cotangent = cotangent.astype(eqn.outvars[0].aval.dtype)
+        params = anywhere(_differentiated(eqn))
+        is_half = _has_float32_result(eqn)
+        half_cotangent = cotangent.astype(eqn.invars[0].aval.dtype if is_half else eqn.outvars[0].aval.dtype)
 
         def of_operand(n: int) -> Any:
             def computed(value: Any) -> Any:
-                return bind_equation(eqn, [*halves[:n], value, *halves[n + 1 :]], anywhere(eqn.params))[0]
+                return bind_equation(eqn, [*halves[:n], value, *halves[n + 1 :]], params)[0]
 
             pull = jax.linear_transpose(computed, avals[n])
             return _summed_in(dtypes[n], lambda part: pull(part)[0], half_cotangent, widens_convolutions=True)
