@@ -13,7 +13,7 @@ from places import ROOT
 DOCS = ROOT / "docs"
 
 #: Pages whose code another test runs.
-ELSEWHERE = ("coming_from.md", "sharding.md", "autocast.md", "cookbook/lora.md")
+ELSEWHERE = ("coming_from.md", "sharding.md", "autocast.md", "cookbook/lora.md", "cookbook/recipes_of_others.md")
 
 PAGES = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
 TESTED = [page for page in PAGES if page not in ELSEWHERE]
