@@ -1,0 +1,144 @@
+"""Train steps of a transformer under JAX's switches: strict dtype promotion, and no sums in half precision."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from meshes import mesh_of
+
+import jaxmp
+
+WIDTH, HEADS, VOCABULARY = 32, 2, 64
+TOKENS = np.random.default_rng(0).integers(0, VOCABULARY, (8, 17))
+FORBIDDEN = "is not allowed when jax_allow_f16_reductions=False"
+
+
+@pytest.fixture(autouse=True)
+def no_half_sums() -> Iterator[None]:
+    """Let JAX raise an error at each sum in half. Promotion is strict in all tests."""
+    assert jax.config.jax_numpy_dtype_promotion == "strict"
+    jax.config.update("jax_allow_f16_reductions", False)
+    yield
+    jax.config.update("jax_allow_f16_reductions", True)
+
+
+def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """Return causal attention for projections of shape (batch, length, width)."""
+    heads = (*q.shape[:2], HEADS, -1)
+    q, k, v = (projected.reshape(heads) for projected in (q, k, v))
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(*heads[:2], WIDTH)
+
+
+class Linen(nn.Module):
+    """A transformer with one block."""
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        x = nn.Embed(VOCABULARY, WIDTH)(tokens) + self.param("positions", nn.initializers.normal(), (16, WIDTH))
+        y = nn.LayerNorm()(x)
+        x = x + nn.Dense(WIDTH)(attend(*(nn.Dense(WIDTH)(y) for _ in range(3))))
+        x = x + nn.Dense(WIDTH)(nn.gelu(nn.Dense(64)(nn.RMSNorm()(x))))
+        return nn.Dense(VOCABULARY)(nn.LayerNorm()(x))
+
+
+class NNX(nnx.Module):
+    """The same transformer."""
+
+    def __init__(self) -> None:
+        rngs = nnx.Rngs(0)
+        self.embed, self.positions = nnx.Embed(VOCABULARY, WIDTH, rngs=rngs), nnx.Param(jnp.zeros((16, WIDTH)))
+        self.norms = nnx.List([make(WIDTH, rngs=rngs) for make in (nnx.LayerNorm, nnx.RMSNorm, nnx.LayerNorm)])
+        self.projections = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(4)])
+        self.up, self.down = nnx.Linear(WIDTH, 64, rngs=rngs), nnx.Linear(64, WIDTH, rngs=rngs)
+        self.head = nnx.Linear(WIDTH, VOCABULARY, rngs=rngs)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        x = self.embed(tokens) + self.positions[...]
+        *projections, output = self.projections
+        y = self.norms[0](x)
+        x = x + output(attend(*(project(y) for project in projections)))
+        x = x + self.down(nnx.gelu(self.up(self.norms[1](x))))
+        return self.head(self.norms[2](x))
+
+
+def loss_of(model: Any, tokens: jax.Array) -> jax.Array:
+    """Return the mean cross-entropy of the next tokens."""
+    return jnp.mean(jaxmp.losses.cross_entropy(model(tokens[:, :-1]), tokens[:, 1:]))
+
+
+def optimizer() -> Any:
+    # Adam in optax raises a float to an integer power, which strict promotion forbids.
+    return jaxmp.loss_scaling(optax.sgd(0.1, momentum=0.9), jaxmp.DynamicLossScale())
+
+
+@pytest.mark.parametrize("how", ["policy", "autocast", "accumulated", "mesh"])
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+def test_a_linen_step_sums_nothing_in_half(policy: str, how: str) -> None:
+    model = Linen() if how == "autocast" else jaxmp.linen.apply_policy(Linen(), policy)
+    shapes = jax.eval_shape(model.init, jax.random.key(0), TOKENS[:, :-1])["params"]
+    state = jax.eval_shape(lambda params: jaxmp.TrainState.create(params=params, tx=optimizer()), shapes)
+    options: dict[str, Any] = {
+        "policy": {},
+        "autocast": {"policy": policy},
+        "accumulated": {"accumulate_steps": 2},
+        "mesh": {"sharding": jaxmp.sharding.Sharding(mesh_of(data=4))},
+    }[how]
+
+    def loss_fn(params: Any, tokens: jax.Array) -> jax.Array:
+        return loss_of(lambda inputs: model.apply({"params": params}, inputs), tokens)
+
+    step = jaxmp.make_train_step(loss_fn, **options)
+    with jax.set_mesh(mesh_of(data=4)):
+        jax.make_jaxpr(step.update)(state, TOKENS)
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+def test_an_nnx_step_sums_nothing_in_half(policy: str) -> None:
+    model = jaxmp.nnx.apply_policy(NNX(), policy)
+    pair = model, jaxmp.nnx.Optimizer(model, optax.sgd(0.1, momentum=0.9), loss_scale=jaxmp.DynamicLossScale())
+    step = jaxmp.nnx.make_train_step(loss_of)
+    jax.make_jaxpr(lambda tokens: step(*nnx.clone(pair), tokens))(TOKENS)
+
+
+def softmax(level: str = "half") -> Any:
+    """Return the loss of a softmax right after a product, which is in a region of this level."""
+
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        with jaxmp.precision(level):
+            logits = x @ w
+        return jnp.sum(jax.nn.softmax(logits) ** 2)
+
+    return loss
+
+
+def repeated(level: str = "half") -> Any:
+    """Return a loss that adds a computed value to eight rows, in a region of this level."""
+
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        shift = jnp.ones(16) @ w
+        with jaxmp.precision(level):
+            y = x @ w + shift
+        return jnp.sum((y @ w) ** 2)
+
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("loss", "mended"), [(softmax(), softmax("float32_result")), (repeated(), repeated("float32"))]
+)
+def test_the_half_sums_that_remain_have_a_way_out(loss: Any, mended: Any) -> None:
+    def gradient(loss: Any) -> Any:
+        cast = jaxmp.autocast(loss, "mixed_bfloat16")
+        return jax.make_jaxpr(jax.grad(cast))(jnp.ones((16, 16)), jnp.ones((8, 16)))
+
+    with pytest.raises(ValueError, match=FORBIDDEN):
+        gradient(loss)
+    gradient(mended)
