@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmp._internals.jax.sources import names_of
+from jaxmp.base import hardware
 from jaxmp.base import trees as _tree
 from jaxmp.base.dtypes import at_least_float32, is_narrow
 from jaxmp.engine.marks import FLOAT32_RESULT, WIDE_SUMS
@@ -261,23 +262,25 @@ def _rows_of(eqn: Any, position: int, plan: Plan) -> tuple[int, int] | None:
 
 
 def _of_matrices(eqn: Any, operands: Sequence[Any], dtype: np.dtype) -> Any:
-    """Compute a product that sums over several axes as one matrix product, or as a batch of matrix products.
+    """Compute a product over several axes as one matrix product.
 
     On a CPU, XLA supports half operands with a float32 result only in matrix products.
     """
-    contracting, batch = eqn.params["dimension_numbers"]
-    shape = [operands[0].shape[dim] for dim in batch[0]]
-    count = len(shape)
-    matrices = []
-    for value, summed, batched in zip(operands, contracting, batch, strict=True):
-        free = [dim for dim in range(value.ndim) if dim not in (*summed, *batched)]
+    matrices, shape = [], list[int]()
+    for value, summed in zip(operands, eqn.params["dimension_numbers"][0], strict=True):
+        free = [dim for dim in range(value.ndim) if dim not in summed]
         shape += [value.shape[dim] for dim in free]
-        sizes = [value.shape[dim] for dim in batched]
-        rows, columns = (math.prod(value.shape[dim] for dim in dims) for dims in (summed, free))
-        matrices.append(value.transpose(*batched, *summed, *free).reshape(*sizes, rows, columns))
-    numbers = (((count,), (count,)), (tuple(range(count)), tuple(range(count))))
-    params = {**eqn.params, "dimension_numbers": numbers, "preferred_element_type": dtype}
+        matrices.append(value.transpose(*summed, *free).reshape(math.prod(value.shape[dim] for dim in summed), -1))
+    params = {**eqn.params, "dimension_numbers": (((0,), (0,)), ((), ())), "preferred_element_type": dtype}
     return bind_equation(eqn, matrices, params)[0].reshape(shape)
+
+
+def _not_merged(result: Any) -> Any:
+    """Return the float32 result of a product of half operands with batch dimensions.
+
+    On a CPU, XLA merges the product with a transposition of its result, and does not run the merged product.
+    """
+    return jax.lax.optimization_barrier(result) if hardware.detect().platform == "cpu" else result
 
 
 def _summed_in(dtype: np.dtype, fun: Callable[..., Any], cotangent: Any, widens_convolutions: bool = False) -> Any:
@@ -298,9 +301,10 @@ def _summed_in(dtype: np.dtype, fun: Callable[..., Any], cotangent: Any, widens_
             operands = [value.astype(dtype) for value in operands]
         elif name != "dot_general":
             return bind_equation(eqn, operands, eqn.params)
-        elif len(eqn.params["dimension_numbers"][0][0]) > 1:
+        elif len((dims := eqn.params["dimension_numbers"])[0][0]) > 1 and not dims[1][0]:
             return [_of_matrices(eqn, operands, dtype)]
-        return bind_equation(eqn, operands, {**eqn.params, "preferred_element_type": dtype})
+        result = bind_equation(eqn, operands, {**eqn.params, "preferred_element_type": dtype})[0]
+        return [_not_merged(result) if eqn.params["dimension_numbers"][1][0] else result]
 
     # Not a `Rewriter`: the jaxpr is traced here and has no bodies, so the current scopes are already its own.
     return interpreted(jaxpr, consts, [cotangent], equation)[0].astype(dtype)
