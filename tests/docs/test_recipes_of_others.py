@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 import warnings
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import AxisType
 from pages import Block, blocks
 from places import ROOT
 
@@ -186,3 +188,45 @@ def test_the_head_of_modded_nanogpt_is_float8_on_a_gpu_with_float8_products() ->
         rows = jaxmp.cast_plan(jnp.matmul, policy)(x, weight).rows
     products = [(row.operands, row.result) for row in rows if row.primitive == "dot_general"]
     assert products == [(("float8_e4m3fn", "float8_e4m3fn"), "bfloat16")]
+
+
+def test_a_residual_stream_of_experts_only_is_half_in_a_region() -> None:
+    def loss(params: Any, x: jax.Array, region: Any) -> jax.Array:
+        for _ in range(2):
+            y = jax.nn.standardize(x)
+            weights = jax.nn.softmax(y @ params["gate"])
+            outputs = jnp.einsum("td,edh->teh", y, params["experts"])
+            y = jnp.einsum("teh,te->th", outputs, weights)
+            with jax.named_scope("residual"), region():
+                x = x + y
+        return jnp.sum(jax.nn.standardize(x) @ params["head"])
+
+    shapes = {"gate": (32, 8), "experts": (8, 32, 32), "head": (32, 64)}
+    params = {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in shapes.items()}
+    x = jax.ShapeDtypeStruct((16, 32), "float32")
+
+    def dtypes(region: Any, primitive: str, scope: str) -> set[str]:
+        rows = jaxmp.cast_plan(lambda params, x: loss(params, x, region), "mixed_bfloat16")(params, x).rows
+        return {row.result for row in rows if row.primitive == primitive and row.path.endswith(scope)}
+
+    def in_half() -> Any:
+        return jaxmp.precision("half")
+
+    assert dtypes(contextlib.nullcontext, "add", "residual") == {"float32"}
+    assert dtypes(in_half, "add", "residual") == {"bfloat16"}
+    assert dtypes(in_half, "dot_general", "teh,te->th") == {"float32"}
+
+
+@pytest.mark.parametrize("reduce_dtype", ["bfloat16", "float32"])
+def test_a_ragged_product_on_a_mesh_needs_a_sum_in_half(reduce_dtype: str) -> None:
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        return jnp.mean(jax.lax.ragged_dot(x, params["experts"], jnp.array([32, 32])) ** 2)
+
+    sharding = jaxmp.sharding.Sharding(mesh, reduce_dtype=reduce_dtype)
+    step = jaxmp.make_train_step(loss, policy="mixed_bfloat16", sharding=sharding)
+    state = jaxmp.TrainState.create(params={"experts": jnp.ones((2, 32, 32))}, tx=optax.sgd(0.1))
+    refused = pytest.raises(ValueError, match=r"pass Sharding\(…, reduce_dtype='bfloat16'\)")
+    with jax.set_mesh(mesh), refused if reduce_dtype == "float32" else contextlib.nullcontext():
+        jax.make_jaxpr(step.update)(state, jnp.ones((64, 32)))
