@@ -25,7 +25,7 @@ from jaxmp.policy import float8
 from jaxmp.policy.direct_product import cotangent_of_operand
 from jaxmp.policy.quantisation import as_float8, dequantised, quantised
 from jaxmp.program.binding import bind_equation, params_in_dtype
-from jaxmp.program.equations import names_a_dtype, opened
+from jaxmp.program.equations import bodies_of, names_a_dtype, opened
 from jaxmp.program.primitives import PRODUCTS
 from jaxmp.program.walk import equations, interpreted
 from jaxmp.sharding.mesh_plan import Plan
@@ -41,10 +41,11 @@ def product_inside(eqn: Any) -> Any:
 
     Return any other equation itself.
     """
-    if eqn.primitive.name == "custom_jvp_call":
-        body = opened(eqn.params["call_jaxpr"])[0].eqns
-        if len(body) == 1 and _has_float32_result(body[0]):
-            return body[0]
+    bodies = bodies_of(eqn)
+    if bodies is not None and bodies.has_rule:
+        inner = opened(bodies.jaxprs[0])[0].eqns
+        if len(inner) == 1 and _has_float32_result(inner[0]):
+            return inner[0]
     return eqn
 
 
