@@ -75,8 +75,8 @@ LONG = (
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add ``--cases N``, which runs only the first N cases of each test.
 
-    ``make newest`` and ``make slow-changed`` use it. A test of both Linen and NNX keeps N cases of each. Tests with the mark
-    ``absent_gpu`` or ``absent_tpu`` keep all cases, because they run nowhere else.
+    ``make newest`` and ``make slow-changed`` use it. A test of both Linen and NNX keeps N cases of each. Tests with the
+    mark ``absent_gpu`` or ``absent_tpu`` keep all cases, because they run nowhere else.
     """
     parser.addoption("--cases", type=int, default=None, help="run at most so many cases of each parametrised test")
 
