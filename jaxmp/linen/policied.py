@@ -258,15 +258,13 @@ def _wrap(method: Callable[..., Any], name: str | None) -> Callable[..., Any]:
 
 
 def _as_one_run(method: Any) -> Any:
-    """Wrap the argument ``method`` of ``apply`` if it is a function.
+    """Wrap the argument ``method`` of ``apply`` if it is a plain function.
 
-    The function may be a method of the class without a policy. It may also call several methods of the module, and all
-    of these calls then belong to one run. A bound method or the name of a method is returned unchanged.
+    The function may call several methods of the module, and all of these calls then belong to one run. A method or the
+    name of a method is returned unchanged.
     """
-    if method is None or isinstance(method, str) or inspect.ismethod(method):
-        return method
-    is_of_class = hasattr(method, "method_handler_wrapped")
-    return _wrap(method, method.__name__ if is_of_class else None)
+    is_method = method is None or isinstance(method, str) or inspect.ismethod(method)
+    return method if is_method or hasattr(method, "method_handler_wrapped") else _wrap(method, None)
 
 
 @functools.cache
@@ -285,7 +283,9 @@ def _policied_class(bare: Any, policy: ModelPolicy) -> Any:
     for name in dir(bare):
         method = inspect.getattr_static(bare, name)
         if inspect.isfunction(method) and hasattr(method, "method_handler_wrapped"):
-            setattr(Model, name, _wrap(method, name))  # before a lifted transform of the method or the class
+            # A lifted transform of the method or of the class calls a method of another instance, so the run starts
+            # before it. `Hooks` starts the run for a method of a subclass.
+            setattr(Model, name, _wrap(method, name))
     return Model
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -21,15 +23,25 @@ def has_interceptors() -> bool:
     return bool(_module._global_interceptor_stack)
 
 
-_Object: Any = object  # typed as Any, because `super()` in `Hooks` is the author's class
+_Object: Any = object  # typed as Any, because `super()` in `Hooks` is the user's module class
 
 
 class Hooks(_Object):
-    """A mixin for Linen modules, with a hook for submodules."""
+    """A mixin for Linen modules, with hooks for method calls and submodules."""
+
+    def jaxmp_call(self, call: Callable[[], Any], method: Callable[..., Any], args: Any, kwargs: Any, name: str) -> Any:
+        """Return ``call()``, which calls the method ``name``."""
+        raise NotImplementedError
 
     def jaxmp_register(self) -> None:
         """Run when submodules are registered, before their scopes exist."""
         raise NotImplementedError
+
+    def _call_wrapped_method(self, fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        # Linen calls every method through this one, even a `BaseClass.method` that is passed to `apply`. Only methods
+        # of transformed classes are called in another way.
+        call = functools.partial(super()._call_wrapped_method, fun, args, kwargs)
+        return self.jaxmp_call(call, _module.wrap_method_once(fun), args, kwargs, fun.__name__)
 
     def _register_submodules(self, name: str, value: Any) -> None:
         self.jaxmp_register()
