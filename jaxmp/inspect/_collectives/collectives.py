@@ -147,8 +147,7 @@ def collectives(compiled: jax.stages.Compiled, program: hlo.HloProgram | None = 
     counts: collections.Counter[Any] = collections.Counter()
     chains: set[str] = set()
     for computation, instruction, times in program.instructions_by_run(repeat_loops=True):
-        kind = instruction.opcode.removesuffix("-start")
-        if kind in hlo.COLLECTIVES:
+        if kind := instruction.collective:
             if (chain := _chain_of(instruction)) in chains:
                 continue
             if chain is not None:

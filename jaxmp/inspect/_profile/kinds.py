@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jaxmp.inspect.compiled.hlo import COLLECTIVES, NO_WORK, HloProgram, Instruction
+from jaxmp.inspect.compiled.hlo import NO_WORK, HloProgram, Instruction
 from jaxmp.inspect.compiled.kernels import KernelProduct
 
 HALF, FLOAT32, ATTENTION, CONVOLUTION = "half products", "float32 products", "attention", "convolutions"
@@ -53,7 +53,7 @@ def kind_of(program: HloProgram, instruction: Instruction, products: Sequence[Ke
         return _kind_of_product(max(products, key=lambda product: product.flops))
     inside = [inner for _, inner in program.inside(instruction)] if instruction.opcode == "fusion" else [instruction]
     opcodes = {inner.opcode for inner in inside} - NO_WORK
-    if any(opcode.removesuffix("-start") in COLLECTIVES for opcode in opcodes):
+    if any(inner.collective for inner in inside):
         return COLLECTIVE
     if any(is_callback(inner) for inner in inside):
         return CALLBACK

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from jaxmp.base import hardware
 from jaxmp.base.tpus import Tpu
-from jaxmp.inspect.compiled.hlo import COLLECTIVES, HloProgram, Instruction
+from jaxmp.inspect.compiled.hlo import HloProgram, Instruction
 from jaxmp.inspect.compiled.kernels import KernelProduct, copied_array, moved_bytes, products_of
 
 ACHIEVED = {"dot": 0.8, "convolution": 0.5, "attention": 0.45}
@@ -85,8 +85,8 @@ def kernels_on_tpu(program: HloProgram, tpu: Tpu) -> Iterator[Kernel]:
     """
     device = hardware.detect(tpu.generation)
     for computation, instruction, times in program.instructions_by_run(into_fusions=False, repeat_loops=True):
-        if not instruction.is_kernel or _is_beside_kernels(instruction):
-            continue
+        if not instruction.is_kernel or instruction.collective or copied_array(instruction) is not None:
+            continue  # the last two run beside the kernels
         products, moved = products_of(program, computation, instruction), moved_bytes(program, computation, instruction)
         cycles = instruction.estimated_cycles
         if cycles is None and not moved:
@@ -104,18 +104,9 @@ def memory_traffic(program: HloProgram) -> float:
     """Return the bytes that a program for a TPU reads from and writes to the device's memory."""
     total = 0.0
     for computation, instruction, times in program.instructions_by_run(into_fusions=False, repeat_loops=True):
-        if instruction.is_kernel and _collective_kind(instruction) is None:
+        if instruction.is_kernel and not instruction.collective:
             total += times * moved_bytes(program, computation, instruction)
     return total
-
-
-def _collective_kind(instruction: Instruction) -> str | None:
-    kind = instruction.opcode.removesuffix("-start")
-    return kind if kind in COLLECTIVES else None
-
-
-def _is_beside_kernels(instruction: Instruction) -> bool:
-    return copied_array(instruction) is not None or _collective_kind(instruction) is not None
 
 
 def _kernel(

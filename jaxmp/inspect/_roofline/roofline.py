@@ -25,7 +25,7 @@ from jaxmp.inspect._roofline.kernels import (
     rate_of,
 )
 from jaxmp.inspect.compiled import compiling, targets
-from jaxmp.inspect.compiled.hlo import COLLECTIVES, HloProgram
+from jaxmp.inspect.compiled.hlo import HloProgram
 from jaxmp.inspect.compiled.kernels import products_of
 
 _ONLY_MOVE = (
@@ -190,7 +190,6 @@ def _uncounted(program: HloProgram) -> list[str]:
         target = instruction.target
         if target and not products_of(program, computation, instruction) and not target.startswith(_ONLY_MOVE):
             names.add(target)
-        kind = instruction.opcode.removesuffix("-start")
-        if kind in COLLECTIVES and not program.is_for_tpu:
-            names.add(kind)
+        if instruction.collective and not program.is_for_tpu:
+            names.add(instruction.collective)
     return sorted(names)

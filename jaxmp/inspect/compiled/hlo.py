@@ -16,8 +16,8 @@ from jaxmp._internals.jax.sources import source_among
 from jaxmp.inspect.compiled.trip_counts import trip_count
 from jaxmp.program.scopes import RECOMPUTED
 
-COLLECTIVES = frozenset({"all-gather", "reduce-scatter", "all-reduce", "all-to-all", "ragged-all-to-all"})
-COLLECTIVES |= {"collective-permute", "collective-broadcast"}
+_COLLECTIVES = frozenset({"all-gather", "reduce-scatter", "all-reduce", "all-to-all", "ragged-all-to-all"})
+_COLLECTIVES |= {"collective-permute", "collective-broadcast"}
 CONTROL = frozenset({"while", "conditional", "call"})
 """Instructions that only run other computations."""
 NO_WORK = CONTROL | {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "iota", "after-all"}
@@ -209,6 +209,12 @@ class Instruction:
         if "transpose(" in name:
             return "backward"
         return "forward" if "jvp(" in name else ""
+
+    @property
+    def collective(self) -> str:
+        """Return the kind of a collective, such as ``"all-gather"``; empty for other instructions."""
+        kind = self.opcode.removesuffix("-start")
+        return kind if kind in _COLLECTIVES else ""
 
     @property
     def is_kernel(self) -> bool:
