@@ -17,8 +17,8 @@ from jaxmp.inspect._budget import sentences
 from jaxmp.inspect._budget.gradient_program import GradientProgram, program_of_function, program_of_step
 from jaxmp.inspect._budget.reasons import plan_rows, whys_of
 from jaxmp.inspect._budget.rows import Budget, BudgetGroup, BudgetRow
-from jaxmp.inspect._budget.run import BudgetRun, Effects
-from jaxmp.inspect._budget.sites import SUM_OF_COTANGENTS, Site, has_float8, sites_of
+from jaxmp.inspect._budget.run import BudgetRun, Effects, norm
+from jaxmp.inspect._budget.sites import Site, has_float8, sites_of
 from jaxmp.inspect.program.calls import (
     is_step,
     loss_of_step,
@@ -249,7 +249,7 @@ class _Measurement:
         if is_finite:
             together = self.run.together(self.half, self._differences(under_policy))
         alone, together, unknown = _finite_effects(alone, together)
-        budget = Budget(self.sites, whys, alone, together, _norm(self._others(self.float32)))
+        budget = Budget(self.sites, whys, alone, together, norm(self._others(self.float32)))
         loss = float(self.float32[0]) if self.program.has_loss else float("nan")
         predicted = BudgetTotal(*(budget.total() if is_finite else budget.errors(self.half)))
         measured = self._measured(under_policy, budget)
@@ -275,7 +275,7 @@ class _Measurement:
     def _measured(self, results: Sequence[np.ndarray], budget: Budget) -> BudgetTotal:
         """Return the error of results."""
         loss_error = float(results[0] - self.float32[0]) if self.program.has_loss else float("nan")
-        return BudgetTotal(loss_error, budget.relative(_norm(self._differences(results))))
+        return BudgetTotal(loss_error, budget.relative(norm(self._differences(results))))
 
     def _differences(self, results: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Return the errors of results without the loss."""
@@ -315,7 +315,7 @@ class _Measurement:
     def _main_operations(self, budget: Budget, line: BudgetGroup) -> list[int]:
         """Return the sites of the operations that cause most of a line's error: as few operations as possible."""
         on_line = [number for number in self.half if self.sites[number].equation.source == line.name]
-        operations = tables.grouped(on_line, lambda number: _operation_in_float32(self.sites[number]))
+        operations = tables.grouped(on_line, lambda number: self.sites[number].operation_in_float32)
         operations.sort(key=lambda group: (-budget.counts(group)[1], -budget.share(group)))
         chosen: list[int] = []
         for group in operations:
@@ -339,14 +339,6 @@ class _Measurement:
         return any(is_narrow(value.dtype) for value in self.read.equations[key].results)
 
 
-def _operation_in_float32(site: Site) -> str:
-    """Return the operation that must be float32 so that a rounding does not happen.
-
-    The operands of an operation are float32 with it. A sum of cotangents is float32 if the value is.
-    """
-    return site.equation.name if site.operation == SUM_OF_COTANGENTS else site.operation
-
-
 def _without_derivative(site: Site) -> NotCovered:
     equation = site.equation
     return NotCovered(equation.path, equation.name, equation.source, "its effect is not finite")
@@ -364,11 +356,6 @@ def _finite_effects(alone: Effects, together: Effects) -> tuple[Effects, Effects
         numbers = {name: np.where(is_finite, getattr(effects, name), 0) for name in names}
         cleaned.append(dataclasses.replace(effects, **numbers))
     return cleaned[0], cleaned[1], np.flatnonzero(~is_finite).tolist()
-
-
-def _norm(arrays: Sequence[np.ndarray]) -> float:
-    """Return the L2 norm of all arrays together."""
-    return float(np.sqrt(sum(float(np.sum(np.abs(array) ** 2)) for array in arrays)))
 
 
 @contextlib.contextmanager

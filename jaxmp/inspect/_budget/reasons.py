@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxmp.engine.plan import PlanRow, cast_plan
-from jaxmp.inspect._budget.sites import SUM_OF_COTANGENTS, Site
+from jaxmp.inspect._budget.sites import Site
 from jaxmp.program.primitives import PRODUCTS
 
 AUTHOR = "written in the program"
@@ -38,8 +38,7 @@ def whys_of(sites: Sequence[Site], rows: Sequence[PlanRow]) -> list[str]:
             known.setdefault(key, row.why)
     whys = []
     for site in sites:
-        operation = site.equation.name if site.operation == SUM_OF_COTANGENTS else site.operation
-        keys = _keys(site.equation.path, site.equation.source, operation)
+        keys = _keys(site.equation.path, site.equation.source, site.operation_in_float32)
         whys.append(next((known[key] for key in keys if key in known), AUTHOR))
     return whys
 

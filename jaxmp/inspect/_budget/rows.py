@@ -155,7 +155,7 @@ class Budget:
     def _key_of_row(self, number: int) -> Hashable:
         site, equation = self.sites[number], self.sites[number].equation
         path = tables.without_numbers(equation.path)
-        return path, _operation(site), equation.source, site.phase, site.dtype, site.is_float32
+        return path, site.rounded_operation, equation.source, site.phase, site.dtype, site.is_float32
 
     def _row(self, group: Sequence[int]) -> BudgetRow:
         site = self.sites[group[0]]
@@ -163,7 +163,7 @@ class Budget:
         underflows, overflows = self.counts(group)
         return BudgetRow(
             path=tables.common_path([self.sites[number].equation.path for number in group]),
-            operation=_operation(site),
+            operation=site.rounded_operation,
             source=site.equation.source,
             phase=site.phase,
             dtype=site.dtype.name,
@@ -176,10 +176,6 @@ class Budget:
             overflows=overflows,
             is_float32=site.is_float32,
         )
-
-
-def _operation(site: Site) -> str:
-    return f"operand of {site.operation}" if site.is_operand else site.operation
 
 
 def _mean_square(changes: np.ndarray) -> float:

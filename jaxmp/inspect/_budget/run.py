@@ -82,7 +82,7 @@ class BudgetRun:
         Only ``loss_changes`` and ``parts`` are computed. ``error`` is an error of the results, without the loss. The
         parts of the sites add up to its L2 norm, if the roundings explain it.
         """
-        size = np.sqrt(sum(float(np.sum(np.abs(array) ** 2)) for array in error))
+        size = norm(error)
         direction = [array / size if size else array for array in error]
         _, summaries = self._run(rounded, [*self._loss_passes, 1 + self._probes], direction)
         return self._effects_of(summaries)
@@ -180,6 +180,11 @@ class BudgetRun:
         with self.program.context(), jax.default_matmul_precision("highest"):
             results = run(self.program.consts, self.program.inputs, *arguments)
         return jax.tree.map(in_double_precision, results)
+
+
+def norm(arrays: Sequence[np.ndarray]) -> float:
+    """Return the L2 norm of all arrays together."""
+    return float(np.sqrt(sum(float(np.sum(np.abs(array) ** 2)) for array in arrays)))
 
 
 def _normal(key: Any, like: Any) -> Any:

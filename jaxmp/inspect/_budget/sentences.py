@@ -141,8 +141,7 @@ def _operations(sites: Sequence[Site]) -> str:
     forward = [site for site in sites if site.phase == "forward"] or list(sites)
     counts: dict[str, int] = {}
     for site in forward:
-        name = f"operand of {site.operation}" if site.is_operand else site.operation
-        counts[name] = counts.get(name, 0) + (site.equation.count or 1)
+        counts[site.rounded_operation] = counts.get(site.rounded_operation, 0) + (site.equation.count or 1)
     return ", ".join(f"{count} × {name}" for name, count in counts.items())
 
 

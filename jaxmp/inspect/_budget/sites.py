@@ -49,6 +49,19 @@ class Site:
     phase: str
     equation: Equation
 
+    @property
+    def rounded_operation(self) -> str:
+        """Return the operation as the user reads it, such as ``"exp"`` or ``"operand of dot_general"``."""
+        return f"operand of {self.operation}" if self.is_operand else self.operation
+
+    @property
+    def operation_in_float32(self) -> str:
+        """Return the operation that must be float32 so that the rounding does not happen.
+
+        The operands of an operation are float32 with it. A sum of cotangents is float32 if the value is.
+        """
+        return self.equation.name if self.operation == SUM_OF_COTANGENTS else self.operation
+
 
 def has_float8(program: Program) -> bool:
     """Return whether a program has values in float8, or in a narrower floating dtype."""
