@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import reduce
 from typing import Any, TypeVar
 
@@ -168,6 +169,21 @@ def select_tree(pred: ArrayLike, on_true: T, on_false: T) -> T:
         return jax.lax.select(jnp.asarray(pred), new if new.dtype == old.dtype else new.astype(old.dtype), old)
 
     return jax.tree.map(select_leaf, on_true, on_false)
+
+
+def nodes_of_type(tree: Any, types: type | tuple[type, ...]) -> list[Any]:
+    """Return the nodes and leaves of these types in a tree, without those inside of another one."""
+    nodes = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, types))
+    return [node for node in nodes if isinstance(node, types)]
+
+
+def map_nodes_of_type(fun: Callable[[Any], Any], tree: Any, types: type | tuple[type, ...]) -> Any:
+    """Return a tree with ``fun(node)`` in place of each node or leaf of these types."""
+
+    def is_of_type(node: Any) -> bool:
+        return isinstance(node, types)
+
+    return jax.tree.map(lambda node: fun(node) if is_of_type(node) else node, tree, is_leaf=is_of_type)
 
 
 def path_name(path: tuple[Any, ...]) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 from jaxmp.base.arguments import printed
-from jaxmp.base.trees import path_name
+from jaxmp.base.trees import nodes_of_type, path_name
 from jaxmp.optim.remembered import remembered
 from jaxmp.optim.scaling_state import LossScalingState
 
@@ -55,8 +55,7 @@ def require_no_line_search(opt_state: optax.OptState) -> None:
 
     A line search computes the loss several times in a step, for other params and the same batch.
     """
-    nodes = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, _LINE_SEARCHES))
-    if any(isinstance(node, _LINE_SEARCHES) for node in nodes):
+    if nodes_of_type(opt_state, _LINE_SEARCHES):
         raise TypeError(
             "a train step computes the loss once, but the optimizer has a line search, as optax.lbfgs has; pass "
             "linesearch=None, or write your own step with optax.value_and_grad_from_state"

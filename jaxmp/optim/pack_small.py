@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxmp.base.arguments import require_whole_number
-from jaxmp.base.trees import path_name
+from jaxmp.base.trees import nodes_of_type, path_name
 from jaxmp.optim.checks import as_optimizer
 from jaxmp.optim.low_precision import BEHIND_LOW_PRECISION, rounds_params
 from jaxmp.optim.packed_tree import Layout, PackedTree, layout_of, packed_like, split_error, unpacked
@@ -149,10 +149,7 @@ def require_packed_are_whole(opt_state: Any, params: Any, specs: Sequence[Any]) 
       specs: the ``PartitionSpec`` of each param.
     """
     names = [path_name(path) for path, _ in jax.tree.leaves_with_path(params)]
-    nodes = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, PackSmallState))
-    for state in nodes:
-        if not isinstance(state, PackSmallState):
-            continue
+    for state in nodes_of_type(opt_state, PackSmallState):
         for group in state.layout.groups:
             for number in group.members:
                 if any(entry is not None for entry in specs[number]):

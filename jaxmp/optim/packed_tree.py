@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 
-from jaxmp.base.trees import is_float_array, path_name
+from jaxmp.base.trees import is_float_array, map_nodes_of_type, path_name
 
 
 class Group(NamedTuple):
@@ -166,7 +165,7 @@ def _is_split(leaf: Any) -> bool:
 
 def unpacked(tree: Any) -> Any:
     """Return ``tree`` with each :class:`PackedTree` in it unpacked."""
-    return jax.tree.map(lambda node: node.unpacked() if is_packed(node) else node, tree, is_leaf=is_packed)
+    return map_nodes_of_type(PackedTree.unpacked, tree, PackedTree)
 
 
 def is_packed(node: Any) -> bool:
@@ -178,6 +177,6 @@ def packed_like(example: Any, tree: Any) -> Any:
     """Return ``tree`` packed where ``example`` is packed."""
     nodes: list[Any] = jax.tree.leaves(example, is_leaf=is_packed)
     structure: Any = jax.tree.structure(example, is_leaf=is_packed)
-    parts: Sequence[Any] = structure.flatten_up_to(tree)
+    parts = structure.flatten_up_to(tree)
     packed = [node.layout.pack(part) if is_packed(node) else part for node, part in zip(nodes, parts, strict=True)]
     return structure.unflatten(packed)

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxmp.base.trees import map_nodes_of_type
 from jaxmp.optim.packed_tree import InVector, Layout, PackedTree, is_packed, unpacked
 from jaxmp.program.equations import bodies_of, elements_of, opened
 from jaxmp.program.primitives import COMBINATIONS, Trait, has_trait, with_trait
@@ -118,7 +119,7 @@ def require_elementwise(
     facts = _facts_of_packed(packed_args, formulas)
     try:
         packed_result = of_packed.result(*packed, facts)
-        single_result = of_single.result(*single, jax.tree.map(_each_leaf, facts, is_leaf=is_packed))
+        single_result = of_single.result(*single, map_nodes_of_type(_each_leaf, facts, PackedTree))
         _require_equal(packed_result, single_result, of_packed, of_single)
     except _NotElementwiseError as error:
         raise ValueError(refusal(str(error))) from None
@@ -152,14 +153,12 @@ def _facts_of_packed(args: Any, formulas: dict[Hashable, int]) -> Any:
     return structure.unflatten(facts)
 
 
-def _each_leaf(node: Any) -> Any:
+def _each_leaf(tree: PackedTree) -> Any:
     """Return a packed tree of symbols as a tree with a symbol for each leaf."""
-    if not is_packed(node):
-        return node
-    leaves, structure = node.places()
-    for group in node.layout.groups:
+    leaves, structure = tree.places()
+    for group in tree.layout.groups:
         for place, number in enumerate(group.members):
-            leaves[number] = _Elements(_Leaf(group.name, place), node.vectors[group.name].formula)
+            leaves[number] = _Elements(_Leaf(group.name, place), tree.vectors[group.name].formula)
     return structure.unflatten(leaves)
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxmp.base.donation import require_not_deleted
-from jaxmp.base.trees import path_name, select_tree
+from jaxmp.base.trees import nodes_of_type, path_name, select_tree
 from jaxmp.optim.loss_scale import LossScale, as_loss_scale
 
 T = TypeVar("T")
@@ -136,9 +136,8 @@ def _require_no_params_beside(opt_state: optax.OptState) -> None:
 
     The others would apply non-finite gradients to their params. ``optax.set_to_zero`` applies none.
     """
-    partitions = optax.MultiTransformState
-    for state in jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, partitions)):
-        if not (isinstance(state, partitions) and has_loss_scale(state)):
+    for state in nodes_of_type(opt_state, optax.MultiTransformState):
+        if not has_loss_scale(state):
             continue
         for label, masked in state.inner_states.items():
             if not has_loss_scale(masked) and not isinstance(masked.inner_state, optax.EmptyState):
@@ -154,9 +153,8 @@ def require_every_step(opt_state: optax.OptState) -> None:
     They do not call it in every step. So an overflow does not lower the scale, and ``MultiSteps`` adds non-finite
     gradients to its sum, where they stay.
     """
-    wrappers = (optax.MultiStepsState, optax.ApplyIfFiniteState)
-    for state in jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, wrappers)):
-        if isinstance(state, wrappers) and has_loss_scale(state):
+    for state in nodes_of_type(opt_state, (optax.MultiStepsState, optax.ApplyIfFiniteState)):
+        if has_loss_scale(state):
             raise ValueError(
                 f"loss_scaling must see every step, got it inside of {type(state).__name__}; put it around, as in "
                 "jaxmp.loss_scaling(optax.MultiSteps(tx, 4), loss_scale)"
@@ -245,5 +243,4 @@ def keep_if_skipped(opt_state: optax.OptState, new: T, old: T) -> T:
 
 def scalings_in(opt_state: optax.OptState) -> list[LossScalingState]:
     """Return the loss-scaling states in an optimizer's state, at any depth."""
-    nodes = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, LossScalingState))
-    return [node for node in nodes if isinstance(node, LossScalingState)]
+    return nodes_of_type(opt_state, LossScalingState)

@@ -14,7 +14,7 @@ import numpy as np
 import optax
 import optax.contrib
 
-from jaxmp.base.trees import path_name, widen
+from jaxmp.base.trees import map_nodes_of_type, path_name, widen
 from jaxmp.optim.stochastic_rounding import LARGEST, SMALLEST, Draw, stochastic_bfloat16, stochastic_float8
 
 # The fields with moments in optax's states. AMSGrad's maximum of the second moments is left out, because stochastic
@@ -136,8 +136,7 @@ def _scale_of_each_number(scales: jax.Array, like: jax.Array) -> jax.Array:
 
 def decoded(state: Any) -> Any:
     """Return an optimizer's state in float32."""
-    blocks = jax.tree.map(lambda leaf: leaf.decoded() if is_blocks(leaf) else leaf, state, is_leaf=is_blocks)
-    return widen(blocks)
+    return widen(map_nodes_of_type(Float8Blocks.decoded, state, Float8Blocks))
 
 
 class StateLeaf(NamedTuple):

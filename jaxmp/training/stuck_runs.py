@@ -108,11 +108,7 @@ def _cause(skips: int, scale: float) -> str:
 
 def _without_scaling(opt_state: Any) -> Any:
     """Return an optimizer's state without the loss scale and its counters."""
-
-    def is_scaling(node: Any) -> bool:
-        return isinstance(node, LossScalingState)
-
-    return jax.tree.map(lambda node: node.inner_state if is_scaling(node) else node, opt_state, is_leaf=is_scaling)
+    return _tree.map_nodes_of_type(lambda state: state.inner_state, opt_state, LossScalingState)
 
 
 class _Report(NamedTuple):

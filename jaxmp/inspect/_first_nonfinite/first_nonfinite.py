@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jaxmp.base import tables
 from jaxmp.base.inspection import tool
-from jaxmp.base.trees import widen
+from jaxmp.base.trees import map_nodes_of_type, widen
 from jaxmp.inspect._first_nonfinite import stepping
 from jaxmp.inspect._first_nonfinite.origins import Range, failure_kind, on_host, ranges_of
 from jaxmp.inspect._first_nonfinite.search import ProgramRun, Rank, first_suspect
@@ -174,14 +174,8 @@ def _blame_in_step(call: StepCall) -> Blame | None:
 
 def _without_loss_scale(opt_state: Any) -> Any:
     """Return an optimizer state whose loss scale is 1."""
-
-    def is_scaled(node: Any) -> bool:
-        return isinstance(node, LossScalingState)
-
-    def unscaled(node: Any) -> Any:
-        return node._replace(loss_scale=StaticLossScale(1.0)) if is_scaled(node) else node
-
-    return jax.tree.map(unscaled, opt_state, is_leaf=is_scaled)
+    unscaled = StaticLossScale(1.0)
+    return map_nodes_of_type(lambda state: state._replace(loss_scale=unscaled), opt_state, LossScalingState)
 
 
 def _losses_and_gradients(fun: Any, args: Sequence[Any]) -> Callable[..., Any]:
