@@ -26,16 +26,12 @@ from linen_zoo import (
 import jaxmp
 from jaxmp.linen import apply_policy, autocast
 
-pytestmark = pytest.mark.once
+pytestmark = [
+    pytest.mark.once,
+    pytest.mark.usefixtures("standard_promotion"),  # Linen's BatchNorm adds half and float32 arrays
+]
 
 IMAGE, X = data(2, 8, 8, 3), data(2, 8)
-
-
-@pytest.fixture(autouse=True)
-def promotion():
-    """Allow dtype promotion, because Linen's BatchNorm adds half and float32 arrays."""
-    with standard_promotion():
-        yield
 
 
 def trained(model: nn.Module) -> Any:

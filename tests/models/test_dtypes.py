@@ -24,21 +24,15 @@ from linen_zoo import (
     quick_jit,
     same_bits,
     same_computation,
-    standard_promotion,
 )
 
 from jaxmp._internals.jax.sources import names_of
 from jaxmp.engine.marks import path_of
 from jaxmp.program.walk import equations
 
+pytestmark = pytest.mark.usefixtures("standard_promotion")  # Flax's norms and cells add half and float32 arrays
+
 SEQUENCE, IDS = data(2, 4, 8), jnp.array([[0, 4, 2]])
-
-
-@pytest.fixture(autouse=True)
-def promotion():
-    """Allow dtype promotion, because Flax's norms and cells add half and float32 arrays."""
-    with standard_promotion():
-        yield
 
 
 def written(model: Any, policy: str) -> Any:

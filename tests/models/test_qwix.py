@@ -14,18 +14,16 @@ from linen_zoo import dtypes_of, products, quick_jit, same_bits
 
 qwix = pytest.importorskip("qwix")
 
-pytestmark = [pytest.mark.once, pytest.mark.filterwarnings("ignore::DeprecationWarning")]  # of Flax, for qwix
+pytestmark = [
+    pytest.mark.once,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of Flax, for qwix
+    pytest.mark.usefixtures("standard_promotion"),
+]
 
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
 FORWARD = {"weight_qtype": "int8", "act_qtype": "int8"}
 INT8 = {**FORWARD, "bwd_qtype": "int8"}
 FLOAT8 = {"weight_qtype": E4M3, "act_qtype": E4M3, "bwd_qtype": E5M2}
-
-
-@pytest.fixture(autouse=True)
-def _standard_promotion() -> Iterator[None]:
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def bare_model(api: Any) -> Any:

@@ -56,10 +56,7 @@ class Nnx(nnx.Module):
         return self(x)[..., :2]
 
 
-@pytest.fixture(autouse=True)
-def usual_promotion():
-    with jax.numpy_dtype_promotion("standard"):  # NNX's norms add half and float32
-        yield
+pytestmark = pytest.mark.usefixtures("standard_promotion")  # NNX's norms add half and float32 arrays
 
 
 def wrapped_linen(module=None):

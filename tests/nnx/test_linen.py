@@ -38,10 +38,7 @@ class Nnx(nnx.Module):
         return self.out(self.layer_norm(x) * self.gain)
 
 
-@pytest.fixture(autouse=True)
-def usual_promotion():
-    with jax.numpy_dtype_promotion("standard"):  # the norms of Linen and NNX add half and float32 arrays
-        yield
+pytestmark = pytest.mark.usefixtures("standard_promotion")  # the norms of Linen and NNX add half and float32
 
 
 @pytest.mark.once

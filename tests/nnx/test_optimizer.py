@@ -18,7 +18,10 @@ from optimizer_tools import bits
 import jaxmp
 from jaxmp.nnx import Optimizer, apply_policy, value_and_grad
 
-pytestmark = pytest.mark.once
+pytestmark = [
+    pytest.mark.once,
+    pytest.mark.usefixtures("standard_promotion"),  # NNX's norms and optax's Adam mix dtypes
+]
 
 X, TARGET = data(4, 8), data(4, 8, seed=8)
 BAD = jnp.asarray(np.where(np.arange(4)[:, None] == 1, np.nan, X))
@@ -34,12 +37,6 @@ class Net(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return self.drop(self.norm(self.linear(x)))
-
-
-@pytest.fixture(autouse=True)
-def usual_promotion():
-    with jax.numpy_dtype_promotion("standard"):  # NNX's norms and optax's Adam add half and float32 arrays
-        yield
 
 
 class Small(nnx.Module):

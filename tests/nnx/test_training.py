@@ -31,10 +31,7 @@ BAD = {**ROWS, "x": jnp.asarray(np.where(np.arange(8)[:, None] == 3, np.inf, ROW
 MOMENTUM, SGD = optax.sgd(0.1, momentum=0.9), optax.sgd(0.1)
 
 
-@pytest.fixture(autouse=True)
-def usual_promotion():
-    with jax.numpy_dtype_promotion("standard"):  # NNX's norms and optax's Adam add half and float32 arrays
-        yield
+pytestmark = pytest.mark.usefixtures("standard_promotion")  # NNX's norms and optax's Adam mix dtypes
 
 
 def loss_fn(model: Any, batch: Any) -> jax.Array:

@@ -33,10 +33,7 @@ from jaxmp.nnx import apply_policy, autocast
 IMAGE, VECTORS = data(2, 5, 5, 3), data(4, 8)
 
 
-@pytest.fixture(autouse=True)
-def usual_promotion():
-    with jax.numpy_dtype_promotion("standard"):  # NNX's norms add half and float32 arrays
-        yield
+pytestmark = pytest.mark.usefixtures("standard_promotion")  # NNX's norms add half and float32 arrays
 
 
 def model_and_twin(make: Any = Net) -> tuple[Any, Any]:
