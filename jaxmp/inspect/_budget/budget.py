@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -27,6 +26,7 @@ from jaxmp.inspect.program.calls import (
     step_call,
 )
 from jaxmp.inspect.program.function_leaves import of_arrays
+from jaxmp.inspect.status import status_of
 from jaxmp.program.primitives import PRODUCTS
 from jaxmp.program.reading import read_program
 from jaxmp.program.values import Key, Program, depending_on
@@ -185,8 +185,7 @@ def error_budget(
         raise ValueError(f"overrides need a policy, got {overrides} and policy=None; pass the policy")
 
     def run(*args: Any) -> ErrorBudget:
-        with _progress() as show:
-            show("tracing")
+        with status_of("error budget: tracing") as status:
             if is_step(fun):
                 require_own_settings(policy=policy, overrides=overrides)
                 program = program_of_step(step_call(fun, args))
@@ -207,7 +206,7 @@ def error_budget(
                     "an error budget needs a program that rounds to half precision, but this one does not; pass a "
                     "policy, such as error_budget(fun, 'mixed_bfloat16')"
                 )
-            measurement = _Measurement(program, read, sites, BudgetRun(program, sites, probes, seed), show)
+            measurement = _Measurement(program, read, sites, BudgetRun(program, sites, probes, seed), status)
             return measurement.budget(whys_of(sites, rows))
 
     return run
@@ -228,22 +227,22 @@ class _Measurement:
         read: Program,
         sites: Sequence[Site],
         run: BudgetRun,
-        show: Callable[[str], None],
+        status: Any,
     ) -> None:
-        self.program, self.read, self.sites, self.run, self.show = program, read, sites, run, show
+        self.program, self.read, self.sites, self.run, self.status = program, read, sites, run, status
         self.name_of_results = "gradients" if program.has_loss else "results"
         self.half = [number for number, site in enumerate(sites) if not site.is_float32]
 
     def budget(self, whys: Sequence[str]) -> ErrorBudget:
         """Run the program, and return its budget."""
-        self.show("compiling and differentiating")
+        self.status.update("error budget: compiling and differentiating")
         self.float32, alone = self.run.alone()
         if not all(np.isfinite(result).all() for result in self.float32):
             raise ValueError(
                 "an error budget compares with float32, but float32 is not finite on these arguments; "
                 "jaxmp.inspect.first_nonfinite names the operation"
             )
-        self.show("running under the policy")
+        self.status.update("error budget: running under the policy")
         under_policy = self.run.under_policy()
         together, is_finite = alone, all(np.isfinite(result).all() for result in under_policy)
         if is_finite:
@@ -300,7 +299,7 @@ class _Measurement:
         if largest.share < sentences.NOTABLE and not largest.overflows:
             yield sentences.sentence_of_spread(largest, results)
             return
-        self.show("checking the gain")
+        self.status.update("error budget: checking the gain")
         chosen = self._main_operations(budget, largest)
         after = self._measured(self.run.results(sorted({*self.half} - {*chosen}), rounds_operands=True), budget)
         sites = [self.sites[number] for number in chosen]
@@ -356,16 +355,3 @@ def _finite_effects(alone: Effects, together: Effects) -> tuple[Effects, Effects
         numbers = {name: np.where(is_finite, getattr(effects, name), 0) for name in names}
         cleaned.append(dataclasses.replace(effects, **numbers))
     return cleaned[0], cleaned[1], np.flatnonzero(~is_finite).tolist()
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[Callable[[str], None]]:
-    """Show the current stage on the terminal's standard error."""
-    from rich.console import Console
-
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield lambda stage: None
-        return
-    with console.status("error budget") as status:
-        yield lambda stage: status.update(f"error budget: {stage}")

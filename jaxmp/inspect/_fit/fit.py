@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,6 +24,7 @@ from jaxmp.inspect.compiled.hlo import HloProgram
 from jaxmp.inspect.compiled.tpu_targets import DoesNotFitError
 from jaxmp.inspect.program.argument_kinds import batch_axes, sharding_on_mesh
 from jaxmp.inspect.program.calls import is_step
+from jaxmp.inspect.status import status_of
 from jaxmp.nnx.training import TrainStep as NNXTrainStep
 from jaxmp.training.remat import NoLayersError
 from jaxmp.training.step import TrainStep
@@ -160,7 +160,7 @@ def fit(
         batch = _Batch.of(inputs[-1], options.get("sharding"))
         own_remat = options.get("remat")
         remats = [*REMATS, *([own_remat] if own_remat is not None and own_remat not in REMATS else [])]
-        with _status() as status:
+        with status_of("compiling") as status:
             compiler = _Compiler(step, args, device, topology, gpu, limit, status)
             chunks = LOSS_CHUNKS if compiler.uses_chunks(batch.microbatches[0]) else [None]
             trials = search(compiler.measure, remats, chunks, batch.microbatches, limit)
@@ -311,11 +311,3 @@ def has_batch_statistics(args: Sequence[Any]) -> bool:
     """Return whether the arguments of a step contain batch statistics of Linen or NNX."""
     leaves = jax.tree.leaves_with_path(tuple(args), is_leaf=lambda node: isinstance(node, nnx.Variable))
     return any(isinstance(leaf, nnx.BatchStat) or "batch_stats" in path_name(path).split("/") for path, leaf in leaves)
-
-
-def _status() -> Any:
-    """Return a context that shows the current compilation on standard error, if it is a terminal."""
-    from rich.console import Console
-
-    console = Console(stderr=True, quiet=not sys.stderr.isatty())
-    return console.status("compiling")
