@@ -129,7 +129,7 @@ def seconds(step: Callable[..., Any], args: tuple[Any, ...], target: str = "") -
     """
     scalar: Any = jax.ShapeDtypeStruct((), jnp.float32)
     if target:
-        device = targets.target_of(target).device()
+        device = targets.target_of(target).devices()[0]
         scalar, args = targets.on(device, (scalar, args))
     jax.jit(lambda x: x + 1).lower(scalar).compile()  # initialise the device and its compiler
     clocks = {"processor": _processor_seconds, "wall": time.perf_counter}
@@ -224,7 +224,7 @@ def main(config: Config) -> list[dict[str, Any]]:
     with cli.bad_values_end_it():
         jaxmp.get_policy(config.policy)
         if config.target:
-            targets.target_of(config.target).device()
+            targets.target_of(config.target).devices()
         folder = records.folder_of("first_step", config, layers=1)
     with Progress("first step", config.rounds * len(APIS) * len(WAYS)) as progress:
         rows = rows_of(measure(config, progress))

@@ -156,7 +156,7 @@ def main(config: Config) -> list[Group]:
     with cli.bad_values_end_it():
         if config.target:
             jax.config.update("jax_platforms", "cpu")  # else JAX would look for a GPU
-            targets.target_of(config.target).device()
+            targets.target_of(config.target).devices()
         else:
             require_gpu(config.smoke)
         limit = limit_of(config)

@@ -32,7 +32,7 @@ class Shown:
 
     def to_json(self) -> str:
         """Return the fields by name as JSON; non-finite numbers are null."""
-        return as_json(self)
+        return json.dumps(plain(self), indent=2, allow_nan=False)
 
 
 def text(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], after: Sequence[str] = ()) -> str:
@@ -81,16 +81,11 @@ def _are_numbers(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[
     return [bool(rows) and all(isinstance(row[n], (int, float)) for row in rows) for n in range(len(columns))]
 
 
-def as_json(result: Any) -> str:
-    """Return a dataclass as JSON.
-
-    The fields are those that the repr of the dataclass shows. Non-finite numbers are null.
-    """
-    return json.dumps(plain(result), indent=2, allow_nan=False)
-
-
 def plain(value: Any) -> Any:
-    """Return a value with JSON's types only; see :func:`as_json`."""
+    """Return a value with JSON's types only.
+
+    A dataclass becomes a dict of the fields that its repr shows. Non-finite numbers become None.
+    """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value) if field.repr}
     if isinstance(value, Mapping):

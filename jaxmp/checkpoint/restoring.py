@@ -23,7 +23,7 @@ from jaxmp.checkpoint.named_leaves import (
     key_impl,
     leaves_by_name,
 )
-from jaxmp.checkpoint.saving import finish_writing, orbax_folders, require_folder
+from jaxmp.checkpoint.saving import orbax_folders, require_folder, wait
 from jaxmp.nnx.training import take_state
 from jaxmp.optim.compensation import read_compensation
 
@@ -72,7 +72,7 @@ def restore(folder: str | PathLike[str], like: T, *, step: int | None = None, do
     Array([1., 1.], dtype=float32)
     """
     require_folder("restore", folder, like)
-    finish_writing()
+    wait()
     tree = as_tree(like)
     reading = _reading(folder, step)
     empty = _empty_arrays(reading.record)
@@ -128,7 +128,7 @@ def read_metadata(folder: str | PathLike[str], *, step: int | None = None) -> di
     >>> jaxmp.checkpoint.read_metadata(folder)
     {'policy': 'mixed_float16'}
     """
-    finish_writing()
+    wait()
     metadata: dict[str, Any] = _reading(folder, step).record["metadata"]
     return metadata
 

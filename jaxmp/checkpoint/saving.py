@@ -125,11 +125,6 @@ def wait() -> None:
     >>> jaxmp.checkpoint.save(tempfile.mkdtemp(), {"w": jnp.ones(2)}, step=1)
     >>> jaxmp.checkpoint.wait()
     """
-    finish_writing()
-
-
-def finish_writing() -> None:
-    """Wait for the background write, and raise its error; see :func:`wait`."""
     with _lock:
         _finish_writing()
 
@@ -159,7 +154,7 @@ def raise_if_failed() -> None:
     """
     writing = _writing  # another thread may change the variable
     if writing is not None and not writing.is_running():
-        finish_writing()
+        wait()
 
 
 _writing: Any = None
@@ -177,7 +172,7 @@ def _finish_before_exit() -> None:
 
 def _finish_or_print_error() -> None:
     try:
-        finish_writing()
+        wait()
     except Exception:  # an error here would keep Python from ending other threads
         traceback.print_exc()
 

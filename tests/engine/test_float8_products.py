@@ -594,7 +594,7 @@ class TestForAnH200:
 
         It would do so without excess precision if the scale were not a bfloat16 number already.
         """
-        lowered = jax.jit(dot).trace(*targets.on(targets.target_of("h200").device(), (shape(T, K), shape(K, N))))
+        lowered = jax.jit(dot).trace(*targets.on(targets.target_of("h200").devices()[0], (shape(T, K), shape(K, N))))
         options = {**targets.target_of("h200").compiler_options, "xla_allow_excess_precision": False}
         text = lowered.lower(lowering_platforms=("cuda",)).compile(compiler_options=options).as_text()
         assert calls(HloProgram(text)) == (1, 1)

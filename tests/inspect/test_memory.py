@@ -338,7 +338,7 @@ def test_for_each_described_gpu_it_is_what_the_compiler_reports(name):
     plan = memory(fun, device=name)(*args)
     target = gpu_targets.TARGETS[name]
     with jaxmp.hardware.assumed(name):
-        lowered = fun.trace(*targets.on(target.device(), args)).lower(lowering_platforms=("cuda",))
+        lowered = fun.trace(*targets.on(target.devices()[0], args)).lower(lowering_platforms=("cuda",))
     assert plan.peak == peak_of(lowered.compile(compiler_options=dict(target.compiler_options)))
     assert sum(plan.by_kind.values()) == sum(plan.by_dtype.values()) == plan.peak
     assert plan.device == target.name

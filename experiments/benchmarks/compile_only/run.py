@@ -126,7 +126,7 @@ def main(config: Config) -> list[dict[str, Any]]:
             raise ValueError(
                 f"--variants {' '.join(config.variants)} do not exist for --models {' '.join(config.models)}"
             )
-        target.device()
+        target.devices()
         folder = run_folder(tpu_report.NAME if is_tpu else "compile_only", config.run_dir)
         saved = measurements.Measurements(folder, 0, environment(target=config.target), smoke=config.smoke)
         for name, case in cases.items():

@@ -194,15 +194,9 @@ def _readers(values: Sequence[Value]) -> Mapping[Value, list[Value]]:
 
 def _reading_operation(value: Value, readers: Mapping[Value, list[Value]], *, passes_joins: bool) -> str:
     """Return the operation that reads a cast value, a product first; the name of a cast if nothing reads it."""
-    names = list(dict.fromkeys(_operations_behind(value, readers, passes_joins=passes_joins)))
+    names = list(dict.fromkeys(reader.name for reader in _values_behind(value, readers, passes_joins=passes_joins)))
     products = [name for name in names if name in PRODUCTS]
     return (products or names or [CAST])[0]
-
-
-def _operations_behind(value: Value, readers: Mapping[Value, list[Value]], *, passes_joins: bool) -> Iterator[str]:
-    """Yield the names of the operations that read a value; see :func:`_values_behind`."""
-    for reader in _values_behind(value, readers, passes_joins=passes_joins):
-        yield reader.name
 
 
 def _values_behind(

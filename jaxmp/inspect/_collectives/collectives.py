@@ -160,7 +160,7 @@ def collectives(compiled: jax.stages.Compiled, program: hlo.HloProgram | None = 
                 kind, share = "reduce-scatter", _sent_share("reduce-scatter", devices)
             elif kind == "all-reduce" and _is_gather(program, computation, instruction):
                 kind = "all-gather"
-            for dtype, arrays in _arrays_by_dtype(program, computation, instruction, kind, devices).items():
+            for dtype, arrays in _arrays_by_dtype(program, computation, instruction, devices).items():
                 counts[kind, dtype, axis, share, arrays, *where] += times
     rows = []
     for (kind, dtype, axis, share, arrays, path, source), count in counts.items():
@@ -214,7 +214,7 @@ def _chain_of(instruction: hlo.Instruction) -> str | None:
 
 
 def _arrays_by_dtype(
-    program: hlo.HloProgram, computation: str, instruction: hlo.Instruction, kind: str, devices: int
+    program: hlo.HloProgram, computation: str, instruction: hlo.Instruction, devices: int
 ) -> dict[str, tuple[int, ...]]:
     """Return the bytes of each array that a collective moves, by dtype."""
     instructions = program.computations[computation]

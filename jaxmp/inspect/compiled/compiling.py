@@ -122,7 +122,7 @@ def trace_of_call(
                 "jax.ShapeDtypeStruct(shape, dtype, sharding=jax.NamedSharding(mesh, spec)), or name one device: "
                 f"{device.partition(':')[0]!r}"
             )
-        args = targets.on(target.device(), args) if mesh is None else targets.on_mesh(target, args, topology)
+        args = targets.on(target.devices()[0], args) if mesh is None else targets.on_mesh(target, args, topology)
     if isinstance(jitted, TrainStep):
         jitted = jitted.program_for(args[0])
     with contextlib.ExitStack() as contexts:

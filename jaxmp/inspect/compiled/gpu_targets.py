@@ -122,10 +122,6 @@ class GpuTarget:
         """Return the context in which programs are traced, lowered and compiled."""
         return with_cudnn(self.cudnn)
 
-    def device(self) -> Any:
-        """Return one device; the errors are those of :meth:`devices`."""
-        return self.devices()[0]
-
     def devices(self, topology: str | None = None) -> list[Any]:
         """Return the devices of a cluster of equal GPUs.
 

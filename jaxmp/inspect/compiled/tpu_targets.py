@@ -115,10 +115,6 @@ class TpuTarget:
         """Return the context in which programs are traced, lowered and compiled."""
         return contextlib.nullcontext()
 
-    def device(self) -> Any:
-        """Return one device; the errors are those of :meth:`devices`."""
-        return self.devices()[0]
-
     def devices(self) -> list[Any]:
         """Return the devices of the slice, or those of the smallest host if no slice is named.
 

@@ -117,7 +117,7 @@ def test_a_description_has_the_figures_of_the_chip():
 def test_a_missing_plugin_or_assembler_is_an_error_that_says_so(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(gpu_targets, "PLUGINS", ("no_such_plugin",))
     with pytest.raises(ModuleNotFoundError, match=r"CUDA plugin, which is not installed: pip install -e"):
-        targets.target_of("h200").device()
+        targets.target_of("h200").devices()
     with pytest.raises(SystemExit, match="2"):
         compile_only.main(compile_only.Config(run_dir=tmp_path / "run"))
     assert "'.[compile-only]'" in capsys.readouterr().err
@@ -157,7 +157,7 @@ def test_bad_flags_end_it_with_one_line(capsys):
 
 @pytest.mark.absent_gpu
 def test_half_attention_is_compiled_for_cudnn_without_cudnn_and_without_a_gpu():
-    device = targets.target_of("h200").device()
+    device = targets.target_of("h200").devices()[0]
     x = targets.on(device, jax.ShapeDtypeStruct((2, 64, 2, 64), jnp.bfloat16))
     target = targets.target_of("h200")
     with target.tracing():
@@ -227,7 +227,7 @@ def compiles(monkeypatch):
 
     monkeypatch.setattr(compile_only, "measure", measure)
     monkeypatch.setattr(compile_only, "environment", lambda **about: {**environment(**about), **now})
-    monkeypatch.setattr(gpu_targets.GpuTarget, "device", lambda target: None)
+    monkeypatch.setattr(gpu_targets.GpuTarget, "devices", lambda target: [])
     monkeypatch.setattr(report.plots, "panels", lambda *_: None)
     return compiled_rows, now
 

@@ -180,7 +180,7 @@ def test_invalid_flags_are_an_error_of_one_line(tmp_path, capsys, monkeypatch):
 
 
 def test_compiled_results_name_their_target_and_have_its_limit(quick, tmp_path, monkeypatch):
-    monkeypatch.setattr(gpu_targets.GpuTarget, "device", lambda target: None)
+    monkeypatch.setattr(gpu_targets.GpuTarget, "devices", lambda target: [])
     (group,) = remat.main(smoke(tmp_path, target="h200", memory_limit="1MB", smoke=False, remats=("none",)))
     where = json.loads((tmp_path / "remat.json").read_text())["environment"]
     assert where["target"] == group["setting"]["target"] == "NVIDIA H200 141GB HBM3e"
