@@ -13,6 +13,7 @@ import numpy as np
 import optax
 import published_gpt2
 import pytest
+from autocast_tools import flat
 from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 from pages import blocks
@@ -31,10 +32,6 @@ LORA = [block for block in blocks(PAGE) if block.needs != "qwix"]
 QLORA = [block for block in blocks(PAGE) if block.needs == "qwix"]
 TABS = pytest.mark.parametrize("tab", ["Linen", "NNX"])
 Scope = dict[str, Any]
-
-
-def flat(tree: Any) -> np.ndarray:
-    return np.concatenate([np.ravel(np.asarray(leaf, np.float64)) for leaf in jax.tree.leaves(tree)])
 
 
 def relative_error(tree: Any, exact: Any) -> float:

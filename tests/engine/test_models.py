@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from autocast_tools import HALVES, compiled, cosine, flat
 from flax import nnx
 from gradient_zoo import drawn
 
@@ -21,10 +22,7 @@ import jaxmp
 from jaxmp.program.primitives import PRODUCTS
 from jaxmp.program.walk import equations
 
-POLICIES = {"mixed_bfloat16": "bfloat16", "mixed_float16": "float16"}
 Loss = Callable[..., Any]
-
-compiled = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
 # JAX's default promotion, because Flax's norms and Haiku add integers and floats of several dtypes.
@@ -153,14 +151,6 @@ def product_operands(jaxpr: Any) -> set[str]:
     return {var.aval.dtype.name for eqn in products for var in eqn.invars[:2]}
 
 
-def flat(tree: Any) -> np.ndarray:
-    return np.concatenate([np.ravel(np.asarray(leaf, np.float64)) for leaf in jax.tree.leaves(tree)])
-
-
-def cosine(a: np.ndarray, b: np.ndarray) -> float:
-    return float(a @ b / (np.linalg.norm(a) * np.linalg.norm(b)))
-
-
 def dtypes(tree: Any) -> list[Any]:
     return [jnp.result_type(leaf) for leaf in jax.tree.leaves(tree)]
 
@@ -173,7 +163,7 @@ EACH = [pytest.param(name, marks=[SLOW] * (name == "linen scanned remat blocks")
 def test_a_half_model_matches_float32(name: str) -> None:
     loss, params, old_state = MODELS[name]()
     number, plain = list(MODELS).index(name), value_and_grad(loss)
-    policy, half = list(POLICIES.items())[number % 2]
+    policy, half = list(HALVES.items())[number % 2]
     is_outside = number // 2 % 2  # autocast of the gradient, or the gradient of autocast
     program = jaxmp.autocast(plain, policy) if is_outside else value_and_grad(jaxmp.autocast(loss, policy))
     (value, (out, state)), grads = compiled(plain)(params, old_state)
@@ -188,6 +178,6 @@ def test_a_half_model_matches_float32(name: str) -> None:
     scale = float(jnp.abs(out).max())
     assert np.abs(flat(got_out) - flat(out)).max() <= rounding * scale
     assert abs(float(got_value - value)) <= rounding * max(abs(float(value)), scale)
-    assert cosine(flat(half_grads), flat(grads)) > (0.99 if half == "bfloat16" else 0.9999)
+    assert cosine(half_grads, grads) > (0.99 if half == "bfloat16" else 0.9999)
     if jax.tree.leaves(state):
         np.testing.assert_allclose(flat(got_state), flat(state), atol=rounding * max(1.0, np.abs(flat(state)).max()))

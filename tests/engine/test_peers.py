@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from autocast_tools import HALVES, compiled, cosine, flat
 from gradient_zoo import drawn
 from places import ROOT
 
@@ -26,10 +27,7 @@ from jaxmp.program.walk import equations
 
 pytestmark = pytest.mark.once
 
-POLICIES = {"mixed_bfloat16": "bfloat16", "mixed_float16": "float16"}
 Program = tuple[Callable[[Any], tuple[jax.Array, Any]], Any]
-
-compiled = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
 @pytest.fixture(autouse=True)
@@ -112,19 +110,11 @@ def value_and_grad(loss: Any) -> Any:
     return jax.value_and_grad(loss, has_aux=True)
 
 
-def flat(tree: Any) -> np.ndarray:
-    return np.concatenate([np.ravel(np.asarray(leaf, np.float64)) for leaf in jax.tree.leaves(tree)])
-
-
-def cosine(a: np.ndarray, b: np.ndarray) -> float:
-    return float(a @ b / (np.linalg.norm(a) * np.linalg.norm(b)))
-
-
 @pytest.mark.slow("models of other libraries")
 @pytest.mark.parametrize("name", MODELS)
 def test_a_half_model_of_another_library_matches_float32(name: str) -> None:
     loss, params = MODELS[name]()
-    policy, half = list(POLICIES.items())[list(MODELS).index(name) % 2]
+    policy, half = list(HALVES.items())[list(MODELS).index(name) % 2]
     (value, out), grads = compiled(value_and_grad(loss))(params)
     traced = compiled(value_and_grad(jaxmp.autocast(loss, policy))).trace(params)
     operands = [eqn.invars[:2] for eqn in equations(traced.jaxpr) if eqn.primitive.name in PRODUCTS]
@@ -139,7 +129,7 @@ def test_a_half_model_of_another_library_matches_float32(name: str) -> None:
     scale = float(jnp.abs(out).max())
     assert np.abs(flat(got_out) - flat(out)).max() <= rounding * scale
     assert abs(float(got_value - value)) <= rounding * max(float(value), scale)
-    assert cosine(flat(got_grads), flat(grads)) > (0.99 if half == "bfloat16" else 0.9999)
+    assert cosine(got_grads, grads) > (0.99 if half == "bfloat16" else 0.9999)
 
 
 def test_the_extra_autocast_peers_names_these_libraries() -> None:

@@ -220,10 +220,6 @@ def test_casts_in_a_scan_count_each_trip_and_casts_of_its_carry_count_for_the_sc
 # --- groups and the summary
 
 
-def unit(x):
-    return x / jnp.linalg.norm(x, axis=-1, keepdims=True)
-
-
 PATTERNS = {
     "softmax": lambda x, w: jax.nn.softmax(x @ w),
     "logsumexp": lambda x, w: jax.nn.log_softmax(x @ w),

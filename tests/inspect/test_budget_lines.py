@@ -49,11 +49,6 @@ def marks(program, *args, effect, policy="mixed_bfloat16"):
     return Row(original, half(original, policy), half(marked, policy), args, effect)
 
 
-def writes(original, instead, *args, effect):
-    """Return the row of a program that must be written in another way."""
-    return Row(original, half(original), half(instead), args, effect)
-
-
 def draw(seed, *shape, scale=1.0):
     return np.asarray(normal(seed, *shape, scale=scale))  # in NumPy, sums of these arrays compile nothing
 

@@ -363,14 +363,6 @@ def test_an_overflow_between_two_layers_enters_in_the_module_around():
     assert first < 1e-3 and second > 0.01 and comparison.entered == "Energy"
 
 
-class Normed(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        x = nn.Dense(8, name="dense")(x)
-        x = nn.LayerNorm(name="norm", dtype=jnp.float32)(x.astype(jnp.float32))
-        return nn.Dense(4, name="head", dtype=jnp.float32)(x)
-
-
 def test_the_dtype_of_a_row_is_that_of_the_value_the_module_returns():
     class Deep(nn.Module):
         @nn.compact

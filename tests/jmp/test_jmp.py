@@ -23,7 +23,7 @@ from jaxmp.optim.loss_scale import as_loss_scale
 
 pytestmark = pytest.mark.once
 
-F32, F16, BF16 = (np.dtype(dtype) for dtype in (jnp.float32, jnp.float16, jnp.bfloat16))
+F32, F16 = np.dtype(np.float32), np.dtype(np.float16)
 TINY = float(np.finfo(np.float32).tiny)
 TRUE, FALSE = jnp.bool_(True), jnp.bool_(False)
 

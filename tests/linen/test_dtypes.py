@@ -28,7 +28,7 @@ from linen_zoo import (
 from jaxmp.linen import apply_policy
 from jaxmp.program.walk import equations
 
-IMAGE, SEQUENCE, VECTOR = (2, 4, 4, 3), (2, 8, 8), (2, 8)
+SEQUENCE, VECTOR = (2, 8, 8), (2, 8)
 
 
 def test_every_gate_of_an_optimized_cell_is_half():

@@ -71,9 +71,14 @@ def products(fun: Any, *args: Any) -> list[str]:
     return operand_dtypes
 
 
+def flat(tree: Any) -> np.ndarray:
+    """Return all numbers of a tree as one vector."""
+    return np.concatenate([np.ravel(np.asarray(leaf, np.float64)) for leaf in jax.tree.leaves(tree)])
+
+
 def cosine(a: Any, b: Any) -> float:
     """Return the cosine between two trees of gradients."""
-    x, y = (np.concatenate([np.ravel(np.asarray(leaf, np.float64)) for leaf in jax.tree.leaves(t)]) for t in (a, b))
+    x, y = flat(a), flat(b)
     return float(x @ y / np.linalg.norm(x) / np.linalg.norm(y))
 
 

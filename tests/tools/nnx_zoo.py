@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from linen_zoo import numbers, products, quick_jit, same_bits
+from linen_zoo import numbers, products, quick_jit
 
 from jaxmp._internals.jax.sources import names_of
 from jaxmp.base.trees import widen
@@ -85,13 +85,6 @@ def compiled(fun: Callable[[Any], Any], model: Any) -> Any:
 def outcomes(models: Any, *args: Any, call: Callable[..., Any] = call) -> list[Any]:
     """Return the outcome of each model; all are compiled in one program."""
     return compiled(lambda models: [outcome(m, *args, call=call) for m in models], models)
-
-
-def is_as_by_hand(model: Any, by_hand: Any, *args: Any, call: Callable[..., Any] = call) -> None:
-    """Assert that two models have equal outputs, and close gradients and statistics."""
-    got, want = outcomes((model, by_hand), *args, call=call)
-    same_bits(got[0], want[0])
-    is_close(got, want)
 
 
 def is_close(got: Any, want: Any) -> None:
