@@ -1,4 +1,4 @@
-"""Casts, finiteness and selection over pytrees."""
+"""Casts, finiteness, selection and search over pytrees."""
 
 from __future__ import annotations
 
@@ -169,6 +169,16 @@ def select_tree(pred: ArrayLike, on_true: T, on_false: T) -> T:
         return jax.lax.select(jnp.asarray(pred), new if new.dtype == old.dtype else new.astype(old.dtype), old)
 
     return jax.tree.map(select_leaf, on_true, on_false)
+
+
+def is_key(leaf: Any) -> bool:
+    """Return whether ``leaf`` is a typed random key."""
+    return hasattr(leaf, "dtype") and bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
+
+
+def is_traced(tree: Any) -> bool:
+    """Return whether a leaf of ``tree`` is a tracer."""
+    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))
 
 
 def nodes_of_type(tree: Any, types: type | tuple[type, ...]) -> list[Any]:

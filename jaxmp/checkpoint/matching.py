@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmp.base.trees import is_key
 from jaxmp.checkpoint.named_leaves import (
     dtype_of,
     is_below,
-    is_key,
     is_python_number,
     key_impl,
     leaves_by_name,

@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 
 from jaxmp._internals.flax.nnx_variables import is_module
-from jaxmp.base.trees import path_name
+from jaxmp.base.trees import is_key, path_name
 from jaxmp.nnx.training import state_of
 from jaxmp.optim.loss_scale import LossScale
 from jaxmp.optim.low_precision import LowPrecisionState
@@ -72,11 +72,6 @@ def dtype_of(leaf: Any) -> np.dtype:
     """
     is_of_numpy = isinstance(leaf, (np.ndarray, np.generic)) or is_python_number(leaf)
     return np.result_type(leaf) if is_of_numpy else jnp.result_type(leaf)
-
-
-def is_key(leaf: Any) -> bool:
-    """Return whether ``leaf`` is a typed random key."""
-    return hasattr(leaf, "dtype") and bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
 
 
 def key_impl(leaf: Any) -> str:

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxmp.base.trees import is_key
 from jaxmp.checkpoint.matching import Match, match
 from jaxmp.checkpoint.named_leaves import (
     as_tree,
     dtype_of,
-    is_key,
     is_nnx_pair,
     is_python_number,
     key_impl,

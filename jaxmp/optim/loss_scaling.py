@@ -19,7 +19,7 @@ import optax
 
 from jaxmp.base.arguments import require_flag
 from jaxmp.base.donation import require_not_deleted
-from jaxmp.base.trees import all_finite, is_finite_sum, max_abs, select_tree, sum_of_squares, widen
+from jaxmp.base.trees import all_finite, is_finite_sum, is_key, max_abs, select_tree, sum_of_squares, widen
 from jaxmp.optim.checks import as_optimizer, check_same_shapes, check_state
 from jaxmp.optim.half_params import warn_if_updates_vanish
 from jaxmp.optim.loss_scale import LossScale, as_loss_scale
@@ -240,7 +240,7 @@ def packed_grads(tx: Any, opt_state: Any, grads: Any) -> Any:
 
 def _copied_key(leaf: Any) -> Any:
     """Return a copy of a key, so that a donating step does not delete the user's key."""
-    return jnp.copy(leaf) if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+    return jnp.copy(leaf) if isinstance(leaf, jax.Array) and is_key(leaf) else leaf
 
 
 def zero_unless(finite: jax.Array, updates: Any) -> Any:

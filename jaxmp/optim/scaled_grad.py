@@ -16,7 +16,7 @@ from jaxmp._internals.jax.traces import is_tracing_jit
 from jaxmp.base.arguments import require_function
 from jaxmp.base.donation import donation_note
 from jaxmp.base.dtypes import is_half
-from jaxmp.base.trees import is_float_array, sum_of_squares, widen
+from jaxmp.base.trees import is_float_array, is_traced, sum_of_squares, widen
 from jaxmp.base.user_warnings import warn_user
 from jaxmp.optim.checks import described, require_loss, require_no_functions
 from jaxmp.optim.loss_scale import LossScale, NoOpLossScale, StaticLossScale
@@ -177,8 +177,7 @@ def _require_no_nnx_model(arg: Any) -> None:
 def warn_if_constant(loss_scale: LossScale) -> None:
     """Warn if an adaptive loss scale is not an argument of the jitted function that JAX traces."""
     is_adaptive = not isinstance(loss_scale, (StaticLossScale, NoOpLossScale))
-    is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(loss_scale))
-    if is_adaptive and not is_traced and is_tracing_jit():
+    if is_adaptive and not is_traced(loss_scale) and is_tracing_jit():
         warn_user(
             "the loss scale is a constant of this jitted function, so it never changes; pass the optimizer's state "
             "(for NNX, the optimizer) to the function as an argument, and call value_and_grad in it"

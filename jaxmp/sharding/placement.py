@@ -95,11 +95,6 @@ def _lies(leaf: jax.Array, wanted: NamedSharding) -> bool:
     return len(types) == 1 and leaf.sharding.is_equivalent_to(wanted, leaf.ndim)
 
 
-def is_traced(tree: Any) -> bool:
-    """Return whether a leaf of ``tree`` is a tracer."""
-    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))
-
-
 def is_put(leaf: Any) -> bool:
     """Return whether ``leaf`` is a committed array."""
     # The slow test for jax.Array comes last.

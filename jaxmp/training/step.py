@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxmp.base.arguments import checks_arguments, printed, require_flag, require_step_arguments, require_whole_number
 from jaxmp.base.donation import require_not_deleted
+from jaxmp.base.trees import is_traced
 from jaxmp.base.user_warnings import warn_user
 from jaxmp.optim.checks import as_float
 from jaxmp.optim.half_params import warn_if_updates_vanish
@@ -21,7 +22,7 @@ from jaxmp.optim.loss_scaling import without_loss_scaling
 from jaxmp.optim.scaling_state import get_loss_scale, get_loss_scaling_state
 from jaxmp.sharding.devices import DevicesOfArrays, DevicesOfMesh, FlatState, Layout
 from jaxmp.sharding.mesh_plan import Sharding
-from jaxmp.sharding.placement import each_once, is_traced
+from jaxmp.sharding.placement import each_once
 from jaxmp.training.loss_function import LossFn, compute_dtype_of, under_policy, with_loss_chunks
 from jaxmp.training.product_check import ignores_params, mismatch_of_products
 from jaxmp.training.remat import recompute_layers, with_remat

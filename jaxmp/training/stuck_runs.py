@@ -15,7 +15,6 @@ from jaxmp.base.arguments import require_whole_number
 from jaxmp.base.donation import is_deleted, require_not_deleted
 from jaxmp.optim.dropped_state import counts_among, warn_if_dropped
 from jaxmp.optim.scaling_state import LossScalingState, get_loss_scaling_state
-from jaxmp.sharding.placement import is_traced
 
 _LAG = 4  # the number of steps after which a report is read if there are several processes
 
@@ -70,7 +69,7 @@ def raise_if_stuck(state: Any, max_consecutive_skips: int = 25) -> None:
     if (nnx := imported_nnx()) is not None:  # the arrays of an NNX optimizer are in Variables
         opt_state, steps = nnx.as_pure((opt_state, steps))
     scaling = get_loss_scaling_state(opt_state)
-    if is_traced(scaling.consecutive_skipped):
+    if _tree.is_traced(scaling.consecutive_skipped):
         raise TypeError(
             "raise_if_stuck reads a number from the device, got a state inside jax.jit; call it outside, with the "
             "state that the step returned"
@@ -153,7 +152,7 @@ class StuckRuns:
         if not bad:
             return []
         scaling = get_loss_scaling_state(state.opt_state)._replace(inner_state=None)
-        if is_traced(scaling) or is_deleted(scaling):
+        if _tree.is_traced(scaling) or is_deleted(scaling):
             return []
         scaling = _read_now(scaling)
         has_fallen = np.any(_read_now(bad[-1].loss_scale) > scaling.loss_scale.loss_scale)

@@ -6,13 +6,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import NamedSharding
 
-from jaxmp.base.trees import path_name
+from jaxmp.base.trees import is_key, path_name
 from jaxmp.optim.loss_scale import LossScale
 from jaxmp.sharding.specs import axes_in_spec as axes_of
 
@@ -74,8 +72,7 @@ def leaves_of(args: Sequence[Any], names: Sequence[str]) -> Iterator[Leaf]:
                 recognised, path_in_state = _KIND_OF_NAME.get(name), None
                 if _is_state(node):
                     recognised, path_in_state = _kind_and_path_in_state(node, path, inner)
-                is_key = jnp.issubdtype(getattr(leaf, "dtype", np.float32), jax.dtypes.prng_key)
-                is_other = is_key or isinstance(node, LossScale)
+                is_other = is_key(leaf) or isinstance(node, LossScale)
                 kind = "other" if is_other else recognised or by_position
                 yield Leaf(leaf, kind, path_name((*prefix, *path, *inner)), recognised is not None, path_in_state)
 
