@@ -22,6 +22,7 @@ from jaxmp.base import trees as _tree
 from jaxmp.base.arguments import require_flag, require_function
 from jaxmp.base.donation import donation_note
 from jaxmp.engine.model_policy import full_class_name
+from jaxmp.nnx.model_values import set_values, split_values
 from jaxmp.nnx.policy_check import needs_policy, require_policy
 from jaxmp.optim.checks import as_optimizer
 from jaxmp.optim.half_params import params_are_checked, warn_if_updates_vanish
@@ -140,11 +141,10 @@ class Optimizer(_Object):
         """
         if self.ema is None:
             raise ValueError("ema_model needs a moving average: jaxmp.nnx.Optimizer(model, tx, ema=True)")
-        graphdef, *states = nnx.split(model, self.wrt, ..., graph=True)
-        params, untrained = nnx.as_pure(states)
+        form, (params, untrained) = split_values(model, self.wrt, ...)
         # The copies remain when a later step donates the arrays of the model and the optimizer.
         averages = jax.tree.map(lambda ema, param: jnp.array(ema, param.dtype), self.ema, params)
-        average_model: M = nnx.merge(graphdef, averages, jax.tree.map(jnp.copy, untrained))
+        average_model: M = form.merge(averages, jax.tree.map(jnp.copy, untrained))
         return average_model
 
     def _remember(self, values: dict[str, Any]) -> None:
@@ -184,7 +184,7 @@ class Optimizer(_Object):
         grads, opt_state, kwargs = map(nnx.as_pure, (nnx.state(grads, self.wrt), self.opt_state, kwargs))
         updates, opt_state, finite = take_step(self.tx, grads, opt_state, params, kwargs)
         new_params = optax.apply_updates(_tree.widen(params), updates)
-        nnx.update(model, _tree.select_tree(finite, new_params, params))
+        set_values(model, (self.wrt, _tree.select_tree(finite, new_params, params)))
         _set(self.opt_state, opt_state)
         self.step[...] += 1
         if self._before is not None:

@@ -13,6 +13,7 @@ from flax import nnx
 from jaxmp._internals.flax.nnx import note_for_changes
 from jaxmp.base.arguments import checks_arguments, require_step_arguments
 from jaxmp.base.trees import path_name
+from jaxmp.nnx.model_values import ModelForm, set_values, split_values
 from jaxmp.nnx.optimizer import Optimizer, require_model, require_optimizer
 from jaxmp.nnx.policy_check import require_policy
 from jaxmp.nnx.run import TO_COPY
@@ -179,9 +180,9 @@ def _as_array(leaf: Any) -> jax.Array:
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Form:
-    """A model without its arrays, and the filter of its trained Variables."""
+    """A model without its values, and the filter of its trained Variables."""
 
-    graphdef: Any
+    model: ModelForm
     wrt: Any
 
 
@@ -189,7 +190,7 @@ class _ModelState(NamedTuple):
     """A model without its trained Variables.
 
     Attributes:
-      form: the model without its arrays.
+      form: the model without its values.
       generators: the state of the random number generators, which advance in skipped steps too.
       untrained: the other Variables that are not trained.
     """
@@ -212,9 +213,8 @@ class _State(TrainState):
 
 def _split(model: Any, wrt: Any) -> tuple[Any, _ModelState]:
     """Return the trained Variables of a model, and the rest."""
-    graphdef, *parts = nnx.split(model, wrt, nnx.RngState, ..., graph=True)
-    params, generators, untrained = map(nnx.as_pure, parts)
-    return params, _ModelState(_Form(graphdef, wrt), generators, untrained)
+    form, (params, generators, untrained) = split_values(model, wrt, nnx.RngState, ...)
+    return params, _ModelState(_Form(form, wrt), generators, untrained)
 
 
 def state_of(model: Any, optimizer: Optimizer) -> _State:
@@ -237,7 +237,8 @@ def state_of(model: Any, optimizer: Optimizer) -> _State:
 
 def take_state(model: Any, optimizer: Optimizer, state: TrainState) -> None:
     """Set a model and its optimizer to a state like that of :func:`state_of`."""
-    nnx.update(model, state.params, state.model_state.generators, state.model_state.untrained)
+    _, generators, untrained = state.model_state
+    set_values(model, (optimizer.wrt, state.params), (nnx.RngState, generators), (..., untrained))
     optimizer._take(state)
 
 
@@ -248,7 +249,7 @@ def _of_arrays(loss_fn: Callable[[Any, Any], Any]) -> loss_function.LossFn:
     def run(params: Any, model_state: _ModelState, batch: Any) -> tuple[Any, Any, _ModelState]:
         """Return the loss function's result, and both parts of the model after the call."""
         form, generators, untrained = model_state
-        model = nnx.merge(form.graphdef, params, generators, untrained)
+        model = form.model.merge(params, generators, untrained)
         result = loss_fn(model, batch)
         params_after, state_after = _split(model, form.wrt)
         return result, params_after, state_after

@@ -16,6 +16,7 @@ from flax import nnx
 from jaxmp._internals.flax.nnx import is_pytree_class
 from jaxmp._internals.flax.nnx_variables import is_module as is_module
 from jaxmp.base.context_variables import setting
+from jaxmp.nnx.model_values import ModelForm, split_values
 from jaxmp.nnx.run import decision_of
 from jaxmp.policy.patterns import Path
 from jaxmp.program.scopes import CALL_SCOPE
@@ -27,20 +28,20 @@ _number = itertools.count()
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Model:
-    """An NNX model without its arrays."""
+    """An NNX model without its values."""
 
-    graphdef: Any
+    form: ModelForm
 
     def params_and_rebuild(self, parts: Any) -> tuple[Any, Callable[[Any], Any]]:
         """Return the Params, and a function that rebuilds the model from Params."""
         params, others = parts
-        return params, lambda params: with_scopes(nnx.merge(self.graphdef, params, others))
+        return params, lambda params: with_scopes(self.form.merge(params, others))
 
 
 def split_model(model: Any) -> tuple[Any, Any]:
-    """Return a model without its arrays, and its arrays: (Params, all others)."""
-    graphdef, *parts = nnx.split(model, nnx.Param, ..., graph=True)
-    return _Model(graphdef), tuple(map(nnx.as_pure, parts))
+    """Return a model without its values, and its values: (Params, all others)."""
+    form, parts = split_values(model, nnx.Param, ...)
+    return _Model(form), parts
 
 
 def with_scopes(model: Any) -> Any:
