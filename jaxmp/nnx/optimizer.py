@@ -24,8 +24,9 @@ from jaxmp.base.donation import donation_note
 from jaxmp.engine.model_policy import full_class_name
 from jaxmp.nnx.model_values import set_values, split_values
 from jaxmp.nnx.policy_check import needs_policy, require_policy
+from jaxmp.optim.checked_params import params_are_checked
 from jaxmp.optim.checks import as_optimizer
-from jaxmp.optim.half_params import params_are_checked, warn_if_updates_vanish
+from jaxmp.optim.half_params import warn_about_params
 from jaxmp.optim.loss_scale import LossScale, NoOpLossScale
 from jaxmp.optim.loss_scaling import loss_scaling, require_outermost, take_step, without_loss_scaling
 from jaxmp.optim.scaled_grad import global_norm, scaled_loss, true_gradients, warn_if_constant
@@ -92,7 +93,7 @@ class Optimizer(_Object):
         require_flag("ema", ema, "pass ema=True, and the decay to make_train_step(ema_decay=0.999)")
         tx, params = as_optimizer(tx), nnx.state(model, wrt)
         _require_some(params, model, wrt)
-        warn_if_updates_vanish(without_loss_scaling(tx), nnx.as_pure(params))
+        warn_about_params(without_loss_scaling(tx), nnx.as_pure(params))
         with params_are_checked():
             shapes = jax.eval_shape(tx.init, params)
         is_scaled = has_loss_scale(shapes)

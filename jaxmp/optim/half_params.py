@@ -1,41 +1,41 @@
-"""Warn if an optimizer rounds small updates of half-precision params to zero."""
+"""Warn if an optimizer does not fit the dtypes of its params."""
 
 from __future__ import annotations
 
-import contextlib
-from contextvars import ContextVar
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from jaxmp.base.context_variables import setting
 from jaxmp.base.dtypes import is_narrow
 from jaxmp.base.trees import path_name, widen
 from jaxmp.base.user_warnings import warn_user
-from jaxmp.optim.low_precision import rounds_params
+from jaxmp.optim.checked_params import are_params_checked, params_are_checked
+from jaxmp.optim.low_precision import LowPrecision, rounds_params
 from jaxmp.optim.pack_small import packed_as
 from jaxmp.program.invariants import SAME_FOR_EXAMPLES
 
-_are_checked: ContextVar[bool] = ContextVar("_are_checked", default=False)
 
-
-def params_are_checked() -> contextlib.AbstractContextManager[None]:
-    """Return a context in which :func:`warn_if_updates_vanish` does not warn."""
-    return setting(_are_checked, True)
-
-
-def warn_if_updates_vanish(inner: optax.GradientTransformationExtraArgs, params: Any) -> None:
-    """Warn if an optimizer updates half-precision params and is not ``low_precision``.
-
-    Frozen params, such as those of ``optax.set_to_zero``, are ignored.
+def warn_about_params(inner: optax.GradientTransformationExtraArgs, params: Any) -> None:
+    """Warn if an optimizer does not fit the dtypes of its params.
 
     Args:
       inner: the optimizer inside of ``loss_scaling``, or an optimizer without it.
       params: the params, or their shapes.
     """
-    if _are_checked.get():
+    warn_if_updates_vanish(inner, params)
+    if isinstance(inner, LowPrecision):
+        inner.transform.warn_if_nothing_is_rounded(params)
+
+
+def warn_if_updates_vanish(inner: optax.GradientTransformationExtraArgs, params: Any) -> None:
+    """Warn if an optimizer updates half-precision params and is not ``low_precision``.
+
+    Frozen params, such as those of ``optax.set_to_zero``, are ignored. The arguments are those of
+    :func:`warn_about_params`.
+    """
+    if are_params_checked():
         return
     with params_are_checked():
         param = _first_half_param(inner, params)

@@ -18,6 +18,8 @@ import optax
 from jaxmp.base.arguments import require_whole_number
 from jaxmp.base.dtypes import closest_names
 from jaxmp.base.trees import is_float_array, path_name, widen
+from jaxmp.base.user_warnings import warn_user
+from jaxmp.optim.checked_params import are_params_checked
 from jaxmp.optim.checks import as_optimizer
 from jaxmp.optim.compensation import COMPENSATION_DTYPES, compensation_of, read_compensation
 from jaxmp.optim.packed_tree import is_packed
@@ -64,7 +66,8 @@ def low_precision(
 
     ``inner`` gets float32 params, gradients and state, so any optax optimizer works. The new param is rounded to
     bfloat16, and the update is the float32 difference between the new and the old param. So ``optax.apply_updates``
-    gives exactly the rounded param. float32 params are not rounded, so norms and biases may stay float32.
+    gives exactly the rounded param. float32 params are not rounded, so norms and biases may stay float32. If you choose
+    another rounding than the default, and no param is bfloat16, ``init`` warns.
 
     The only transform that you may put around ``low_precision`` is :func:`jaxmp.loss_scaling`. The random bits of
     stochastic rounding are a hash of the seed, the count of updates, the param's path and the position in the array. So
@@ -135,6 +138,7 @@ class _LowPrecisionTransform:
 
     def init(self, weights: optax.Params) -> LowPrecisionState:
         _require_dtypes(weights)
+        self.warn_if_nothing_is_rounded(weights)
         state = self.inner.init(widen(weights))
         if rounds_params(state):
             raise ValueError(BEHIND_LOW_PRECISION)
@@ -149,6 +153,16 @@ class _LowPrecisionTransform:
                 "leave moments out"
             )
         return self.wrap(state, weights)
+
+    def warn_if_nothing_is_rounded(self, weights: Any) -> None:
+        """Warn if this transform has a rounding other than the default, but no param is bfloat16."""
+        if are_params_checked() or self.rounding == "stochastic":
+            return
+        if not any(_is_bfloat16(leaf) for leaf in jax.tree.leaves(weights)):
+            warn_user(
+                f"rounding={self.rounding!r} rounds bfloat16 params, but no param is bfloat16, so it does nothing; use "
+                "a policy with bfloat16 params, such as 'bfloat16_sr', or leave rounding out"
+            )
 
     def wrap(
         self, inner_state: Any, weights: optax.Params, before: LowPrecisionState | None = None

@@ -14,8 +14,9 @@ import optax
 from jaxmp.base import trees as _tree
 from jaxmp.base.arguments import require_flag
 from jaxmp.base.donation import require_not_deleted
+from jaxmp.optim.checked_params import params_are_checked
 from jaxmp.optim.checks import as_optimizer, require_no_functions
-from jaxmp.optim.half_params import params_are_checked, warn_if_updates_vanish
+from jaxmp.optim.half_params import warn_about_params
 from jaxmp.optim.loss_scale import NoOpLossScale
 from jaxmp.optim.loss_scaling import (
     in_precision_of,
@@ -179,7 +180,7 @@ class TrainState(flax.struct.PyTreeNode):
         require_params(params)
         require_no_functions(params, "TrainState.create")
         require_not_deleted({"params": params, "model_state": model_state, "rng": rng})
-        warn_if_updates_vanish(without_loss_scaling(tx), params)
+        warn_about_params(without_loss_scaling(tx), params)
         with params_are_checked():
             if not has_loss_scale(jax.eval_shape(tx.init, params)):
                 tx = loss_scaling(tx, NoOpLossScale())
@@ -216,7 +217,7 @@ class TrainState(flax.struct.PyTreeNode):
         require_not_deleted(self)
         old = get_loss_scaling_state(self.opt_state)
         params = with_compensation(self.params, old.inner_state)
-        warn_if_updates_vanish(without_loss_scaling(tx), params)
+        warn_about_params(without_loss_scaling(tx), params)
         with params_are_checked():
             if not has_loss_scale(jax.eval_shape(tx.init, self.params)):
                 scale = jax.tree.map(jnp.copy, old.loss_scale)  # a step that donates this state must not delete it

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import concrete
 import jax
 import jax.numpy as jnp
@@ -246,6 +248,33 @@ def test_only_loss_scaling_may_be_around_low_precision():
         jaxmp.nnx.Optimizer(model, around)
     bare = jaxmp.TrainState.create(params=weights, tx=tx)
     assert isinstance(bare.opt_state.inner_state, low_precision.LowPrecisionState)
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("make", ["init", "state", "with_tx", "nnx"])
+def test_another_rounding_than_the_default_warns_once_if_no_param_is_bfloat16(make):
+    def warned(dtype, **options):
+        params, tx = {"w": concrete.ones((2, 2), dtype)}, jaxmp.low_precision(optax.adam(0.1), **options)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            if make == "init":
+                jaxmp.loss_scaling(tx, jaxmp.DynamicLossScale()).init(params)
+            elif make == "state":
+                jaxmp.TrainState.create(params=params, tx=tx)
+            elif make == "with_tx":
+                plain = jaxmp.low_precision(optax.adam(0.1))
+                jaxmp.TrainState.create(params=params, tx=plain).with_tx(tx)
+            else:
+                jaxmp.nnx.Optimizer(nnx.Linear(2, 2, rngs=nnx.Rngs(0), param_dtype=dtype), tx)
+        assert all(warning.filename == __file__ for warning in caught)
+        return [str(warning.message) for warning in caught]
+
+    (message,) = warned(jnp.float32, rounding="split", moments="bfloat16")
+    assert message == (
+        "rounding='split' rounds bfloat16 params, but no param is bfloat16, so it does nothing; use a policy with "
+        "bfloat16 params, such as 'bfloat16_sr', or leave rounding out"
+    )
+    assert warned(jnp.float32, moments="bfloat16") == warned(jnp.bfloat16, rounding="split") == []
 
 
 def test_with_tx_keeps_the_compensation_and_the_count():
