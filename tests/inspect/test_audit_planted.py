@@ -364,6 +364,29 @@ def test_averaged_params_and_caches_may_be_half_and_optimizer_state_outside_of_a
     assert [(finding.kind, finding.path) for finding in report.findings] == [("half-optimizer-state", "0/trace/w")]
 
 
+@pytest.mark.parametrize(("moments", "found"), [("bfloat16", []), ("float32", ["half-optimizer-state"] * 2)])
+def test_bfloat16_moments_are_accepted_only_of_low_precision(moments: str, found: list[str]) -> None:
+    tx = jaxmp.low_precision(optax.adam(1e-3), moments=moments)
+
+    def create() -> Any:
+        state = jaxmp.TrainState.create(params={"w": jnp.ones((16, 16))}, tx=tx)
+        halved = jax.tree.map(lambda leaf: leaf.astype(BF16) if leaf.ndim else leaf, state.opt_state.inner_state)
+        return state.replace(opt_state=state.opt_state._replace(inner_state=halved))
+
+    def own_step(params: Any, opt_state: Any, x: Any) -> Any:
+        updates, opt_state = tx.update(jax.grad(loss_fn)(params, x), opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    def loss_fn(params: Any, x: Any) -> Any:
+        return jnp.mean((x.astype(BF16) @ params["w"].astype(BF16)).astype(F32))
+
+    state = jax.eval_shape(create)
+    step = jaxmp.make_train_step(loss_fn, accumulate_steps=2)
+    own_arguments = state.params, state.opt_state.inner_state, X
+    for fun, arguments in ((step, (state, X)), (own_step, own_arguments)):
+        assert kinds(audit(fun, "mixed_bfloat16", compile=False)(*arguments)) == found
+
+
 @pytest.mark.filterwarnings("ignore:updates below")  # of the half params
 def test_state_of_nnx_in_half_is_found_by_its_name() -> None:
     class Model(nnx.Module):
