@@ -69,6 +69,7 @@ def test_the_planted_operation_is_found_and_no_other(planted, operation, at, pol
     assert tuned.met and tuned.error <= tuned.tolerance < tuned.error_before
     assert tuned.half_flops == (1 if operation == "add" else 0.5) and tuned.evaluations <= 6
     assert tuned.rows[0].path == f"layer_{at}:{operation}" and f"These need float32: layer_{at}" in str(tuned)
+    assert "overrides:" not in str(tuned)
     assert (tuned.loss_scale is None) == (policy == "mixed_bfloat16")
 
 
@@ -274,6 +275,7 @@ def test_an_nnx_step_is_tuned(put):
     step = jaxmp.nnx.make_train_step(lambda model, x: jnp.mean(model(x) ** 2))
     tuned = tune(step, "mixed_bfloat16")(model, optimizer, X)
     assert list(tuned.overrides) == ["flow/field", "flow:add"] and tuned.met  # the addition of its bias stays half
+    assert "2 overrides: 1 for float32, 1 for submodules that stay half" in str(tuned)
 
 
 def test_a_plain_nnx_model_is_tuned_and_computes_under_the_saved_policy(tmp_path):

@@ -64,6 +64,8 @@ class Tuned(tables.Shown):
     Attributes:
       policy: the policy with the overrides. Pass it to ``apply_policy``, ``autocast`` or ``make_train_step(policy=)``.
       overrides: the policies by path; empty if no override is needed. The first override that matches a path applies.
+        If a module or its operations need float32, and its submodules do not, the submodules have overrides too: the
+        half policy.
       error: the measured error with the overrides. If Ctrl-C ended the search, it may be the predicted error.
       error_before: the measured error without overrides.
       floor: the error if only the operands of products are rounded to half precision (float16 or bfloat16), and all
@@ -118,6 +120,12 @@ class Tuned(tables.Shown):
             f"floor {self.floor:.2e}",
             f"{100 * self.half_flops:.1f} % of the products' FLOPs in half; {self.evaluations} evaluations",
         ]
+        count_in_half = sum(policy != "float32" for policy in self.overrides.values())
+        if count_in_half:
+            count = len(self.overrides)
+            notes.append(
+                f"{count} overrides: {count - count_in_half} for float32, {count_in_half} for submodules that stay half"
+            )
         if self.half_flops < _FEW_IN_HALF:
             notes.append("few products are left in half: train in float32, or allow a larger error with tolerance=")
         if self.loss_scale is not None:
