@@ -99,6 +99,7 @@ FLOAT32_ROWS = _named(
     "--float32", action="store_true", help="also show what half would cost where the program keeps float32"
 )
 NO_OPERATIONS = _named("--no-operations", action="store_true", help="choose only modules, not single operations")
+OPERATIONS = _named("--operations", action="store_true", help="show each operation, not only each module")
 SAVE = _named(
     "--save", metavar="FILE.toml", help="also write the policy to this file, which get_policy and --policy read"
 )

@@ -7,25 +7,30 @@ import contextlib
 from collections.abc import Sequence
 from typing import Any
 
-from jaxmp.cli.flags import AUTOCAST, PLOT, SHAPES
+from jaxmp.cli.flags import AUTOCAST, OPERATIONS, PLOT, SHAPES
 from jaxmp.cli.printing import show
 
-ARGUMENTS = SHAPES | AUTOCAST | PLOT
+ARGUMENTS = SHAPES | AUTOCAST | OPERATIONS | PLOT
 
 
 def run(options: argparse.Namespace) -> int:
-    """Show autocast's decision for each operation of a function, and the reason.
+    """Show autocast's decisions for a function, and the reasons.
 
-    The function is traced, not run. For a train step, the plan is that of its loss function, because autocast decides
-    nothing about gradients and the optimizer. On a terminal the output is a table without sizes and sources. In a pipe
-    or a file it is the text of str(plan), which is the same on every machine. If you keep this text under version
-    control, a diff shows how a change affects the precision. The exit code is 2 if an argument is wrong.
+    The output has a row for each module or scope: its products in half precision, its other products, and the first
+    reason. --operations gives a row for each operation, and the casts. The function is traced, not run. For a train
+    step, the plan is that of its loss function, because autocast decides nothing about gradients and the optimizer.
+    In a pipe or a file, the output of --operations is the text of str(plan), which is the same on every machine. If you
+    keep this text under version control, a diff shows how a change affects the precision. The exit code is 2 if an
+    argument is wrong.
 
     Example:
       jaxmp plan jax.numpy:matmul --policy mixed_bfloat16 --arg float32[8,16] --arg float32[16,4]
     """
     result = plan(options.function, options.policy, options.arg, options.args, options.override)
-    show(options, result, lambda plots: plots.casts(result))
+    is_whole = options.operations or options.json
+    show(options, result if is_whole else result.by_module, lambda plots: plots.casts(result))
+    if not is_whole:
+        print("--operations shows each operation, and the casts")
     return 0
 
 

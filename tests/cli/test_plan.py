@@ -126,13 +126,16 @@ def test_the_example_of_the_help_works(capsys):
     command = re.search(r"^ +jaxmp (plan .*)$", capsys.readouterr().out, re.MULTILINE)[1]
     assert main(command.split()) == 0
     out = capsys.readouterr().out
-    assert "dot_general" in out and "FLOPs: 1024, 100.0 % in half precision" in out
+    assert "(no scope)" in out and "FLOPs: 1024, 100.0 % in half precision" in out
 
 
-def test_the_text_is_that_of_the_plan(capsys):
-    assert main(["plan", *MATMUL, "--policy", "mixed_float16", "--override", "primitive:dot_general=half"]) == 0
+def test_the_text_is_the_short_form_and_with_operations_the_whole_plan(capsys):
+    command = ["plan", *MATMUL, "--policy", "mixed_float16", "--override", "primitive:dot_general=half"]
     overrides = {"primitive:dot_general": "half"}
     plan = jaxmp.cast_plan(jnp.matmul, "mixed_float16", overrides)(jnp.ones((8, 16)), jnp.ones((16, 4)))
+    assert main(command) == 0
+    assert capsys.readouterr().out == f"{plan.by_module}\n--operations shows each operation, and the casts\n"
+    assert main([*command, "--operations"]) == 0
     assert capsys.readouterr().out == f"{plan}\n"
 
 
@@ -146,7 +149,7 @@ def test_a_terminal_gets_a_table_that_fits(capsys, monkeypatch):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     for columns in (80, 120):
         monkeypatch.setenv("COLUMNS", str(columns))
-        assert main(["plan", *MATMUL]) == 0
+        assert main(["plan", *MATMUL, "--operations"]) == 0
         lines = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out).splitlines()
         assert lines[0].startswith("autocast plan under")
         assert any(re.match(r"dot_general +2×bfloat16 -> bfloat16 .* product", line) for line in lines)
@@ -155,7 +158,7 @@ def test_a_terminal_gets_a_table_that_fits(capsys, monkeypatch):
 
 
 def test_a_module_of_the_current_folder_is_planned_without_making_its_arguments(here, capsys):
-    assert main(["plan", "plan_cli_module:loss", "--args", "plan_cli_module:example"]) == 0
+    assert main(["plan", "plan_cli_module:loss", "--args", "plan_cli_module:example", "--operations"]) == 0
     out = capsys.readouterr().out
     assert f"FLOPs of products: {2 * 4 << 40}, 100.0 % in half precision" in out
     assert "head | product | plan_cli_module.py:6" in out
@@ -177,7 +180,7 @@ def test_the_plan_of_a_train_step_is_that_of_its_loss_function(here, capsys, ste
 def test_an_argument_may_be_any_dtype_and_shape(capsys):
     for text in ("float32", "float32[]", "int32[3]", "bool[2,2]", "uint8[1]", "float16[0,3]"):
         function = "jax.numpy:negative" if "bool" not in text else "jax.numpy:logical_not"
-        assert main(["plan", function, "--arg", text]) == 0
+        assert main(["plan", function, "--arg", text, "--operations"]) == 0
         dtype = text.partition("[")[0]
         assert re.search(rf"^\w+ +{dtype} -> {dtype} ", capsys.readouterr().out, re.MULTILINE)
 
@@ -243,10 +246,10 @@ def test_jax_warns_of_a_dtype_that_it_narrows(capsys):
     for wide, narrow in (("int64", "int32"), ("uint64", "uint32"), ("complex128", "complex64"), ("f64", "float32")):
         name = wide.replace("f64", "float64")
         with pytest.warns(UserWarning, match=f"requested dtype {name} .* will be truncated to dtype {narrow}"):
-            assert main(["plan", "jax.numpy:negative", "--arg", f"{wide}[4]"]) == 0
+            assert main(["plan", "jax.numpy:negative", "--arg", f"{wide}[4]", "--operations"]) == 0
         assert f"{narrow} -> {narrow}" in capsys.readouterr().out
         with jax.enable_x64(True):
-            assert main(["plan", "jax.numpy:negative", "--arg", f"{wide}[4]"]) == 0
+            assert main(["plan", "jax.numpy:negative", "--arg", f"{wide}[4]", "--operations"]) == 0
         assert f"{name} -> {name}" in capsys.readouterr().out
 
 
@@ -254,7 +257,7 @@ def test_arrays_in_a_wide_dtype_are_taken_as_jax_takes_them(here, capsys):
     assert main(["plan", "plan_cli_module:kernel", "--args", "plan_cli_module:doubles"]) == 0
     assert "FLOPs of products: 1024, 100.0 % in half precision" in capsys.readouterr().out
     with jax.enable_x64(True):
-        assert main(["plan", "plan_cli_module:kernel", "--args", "plan_cli_module:shapes"]) == 0
+        assert main(["plan", "plan_cli_module:kernel", "--args", "plan_cli_module:shapes", "--operations"]) == 0
     assert "float64" in capsys.readouterr().out
 
 
@@ -272,5 +275,6 @@ def test_policies_and_overrides_are_refused_as_autocast_refuses_them(capsys):
 
 def test_the_text_is_the_one_that_is_kept(monkeypatch, capsys):
     monkeypatch.chdir(TOOLS)  # the plan names lines of a file in that folder
-    assert main(["plan", "plan_block:loss", "--args", "plan_block:example", "--override", "**/head=float32"]) == 0
+    arguments = ["plan_block:loss", "--args", "plan_block:example", "--override", "**/head=float32"]
+    assert main(["plan", *arguments, "--operations"]) == 0
     assert capsys.readouterr().out == (TOOLS / "plan_block.txt").read_text()

@@ -2,7 +2,7 @@
 
 If you change plans on purpose, write the file again, in this folder:
 
-    jaxmp plan plan_block:loss --args plan_block:example --override '**/head=float32' > plan_block.txt
+    jaxmp plan plan_block:loss --args plan_block:example --override '**/head=float32' --operations > plan_block.txt
 """
 
 from __future__ import annotations
