@@ -153,13 +153,15 @@ class BudgetRun:
         sinks = [rounding.sink_of(site.dtype) for site in self.sites]
         results, pull_back = jax.vjp(results_of, sinks)
 
-        def summaries_of(number: Any) -> Any:
-            (summaries,) = pull_back(self._cotangents(results, number, key, direction))
+        def summaries_of(cotangents: Any) -> Any:
+            (summaries,) = pull_back(cotangents)
             return jnp.concatenate(summaries)
 
         def summaries_if_wanted(number: Any) -> Any:
             zeros = jnp.zeros(sum(sink.size for sink in sinks))
-            return jax.lax.cond(is_wanted[number], summaries_of, lambda _: zeros, number)
+            # Inside of the branch, XLA would draw the numbers again in each kernel that reads a cotangent.
+            cotangents = self._cotangents(results, number, key, direction)
+            return jax.lax.cond(is_wanted[number], summaries_of, lambda _: zeros, cotangents)
 
         return results, jax.lax.map(summaries_if_wanted, jnp.arange(2 + self._probes))
 
