@@ -49,7 +49,8 @@ def set_values(model: Any, *parts: tuple[Any, Any]) -> None:
     Each part is a filter and the values for the Variables that it selects, as :func:`split_values` returned them.
     """
     filters, values = zip(*parts, strict=True)
-    states = nnx.split(model, *filters, ..., graph=True)[1:-1]
+    _, *states = nnx.split(model, *filters, ..., graph=True)
+    states.pop()  # of the Variables that no filter selects
     arrays = []
     for (path, leaf), value in zip(_leaves(states), _structure(states).flatten_up_to(values), strict=True):
         if isinstance(leaf, nnx.Variable):
