@@ -348,8 +348,8 @@ def _layer(
 def _in_chunks(x: jax.Array, labels: jax.Array, chunks: int) -> tuple[jax.Array, jax.Array]:
     """Return ``x`` and ``labels`` with a leading axis of chunks.
 
-    With n chunks, a chunk has every n-th token. Tokens with an ignored label fill up the last chunks. Each such token
-    becomes 0, so that its logits are finite.
+    With n chunks, a chunk has every n-th token. Tokens with an ignored label fill up the last chunks. Every ignored
+    token is set to 0, so that its logits are finite if the weights are.
     """
     # Without the barrier, the compiler for TPUs would select again in the kernel of each product, tile by tile.
     x = jax.lax.optimization_barrier(jnp.where((labels == _IGNORED)[:, None], 0, x))
@@ -417,7 +417,7 @@ def _losses(logits: jax.Array, labels: jax.Array, options: _Options) -> tuple[ja
 def _gradient(logits: jax.Array, labels: jax.Array, denominators: _Denominators, options: _Options) -> jax.Array:
     """Return the gradient of each loss with respect to its logits, in float32.
 
-    The logits of ignored labels must be finite.
+    The logits of ignored labels must be finite: their gradient is then 0.
     """
     classes, smoothing, z_loss, softcap = options
     with mark_of("float32"):
@@ -430,9 +430,9 @@ def _gradient(logits: jax.Array, labels: jax.Array, denominators: _Denominators,
         largest, logarithm, labels = (array[..., None] for array in (*denominators, labels))
         wide, by_logits = jax.vjp(lambda wide: _all_capped(wide, options), logits.astype(largest.dtype))
         columns = jnp.arange(wide.shape[-1], dtype=labels.dtype)
-        # The gradient of an ignored token is 0, and that of an invalid label is NaN. Numbers for whole tokens express
-        # this. With a select for each logit, the compiler for a TPU v6e would store the gradient before the products
-        # that read it, which takes a quarter of the loss's time.
+        # The gradient of an ignored token is 0, and that of an invalid label is NaN. One shift for each token gives
+        # both. With a select for each logit, the compiler for a TPU v6e would store the gradient before the products
+        # that read it.
         is_ignored = labels == _IGNORED
         shift = jnp.where(is_ignored, jnp.inf, jnp.where(labels < classes, logarithm, jnp.nan))
         gradient = jnp.exp(wide - largest - shift)

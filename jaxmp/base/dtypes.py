@@ -133,8 +133,8 @@ def closest_names(word: str, known: Iterable[str], most: int = 8) -> str:
 
 
 def is_half(dtype: np.dtype | None) -> TypeGuard[np.dtype]:
-    """Return whether ``dtype`` is float16 or bfloat16."""
-    return dtype in HALF_DTYPES
+    """Return whether ``dtype`` is float16 or bfloat16. None is not."""
+    return dtype is not None and np.dtype(dtype) in HALF_DTYPES
 
 
 def is_narrow(dtype: Any) -> bool:

@@ -25,7 +25,7 @@ from jaxmp.engine.neighbours import Neighbours
 from jaxmp.engine.nodes import Graph, Node, Step
 from jaxmp.engine.raised_states import States
 from jaxmp.engine.reads import reads_of_steps
-from jaxmp.engine.states import CLEAR, HALF, KEPT, SOURCE, State
+from jaxmp.engine.states import CLEAR, HALF, KEPT, SOURCE, Rule, State
 from jaxmp.engine.value_decision import Decision
 from jaxmp.program.equations import asks_for_what_is_missing
 from jaxmp.program.primitives import CAST
@@ -52,17 +52,17 @@ def decide_program(graph: Graph) -> Decisions:
 
 
 class _Dtypes(NamedTuple):
-    """The first three fields of a :class:`Decision`."""
+    """The dtypes of a :class:`Decision`, under the same names."""
 
-    compute: np.dtype | None
-    stored: np.dtype
-    value: np.dtype
+    compute_dtype: np.dtype | None
+    stored_dtype: np.dtype
+    value_dtype: np.dtype
 
 
 def decide(graph: Graph) -> dict[Node, Decision]:
     """Return the decision on every value of a graph."""
     if not graph.changes:
-        return {node: Decision(*_original_dtypes(node), node.initial_state, None, None) for node in graph.nodes}
+        return {node: _decision(_original_dtypes(node), node.initial_state) for node in graph.nodes}
     states = States(graph.nodes)
     for raise_states in RAISERS:
         raise_states(graph, states)
@@ -73,9 +73,13 @@ def decide(graph: Graph) -> dict[Node, Decision]:
     decision_of: dict[Node, Decision] = {}
     for node in graph.nodes:
         dtypes = _dtypes(node, states[node], decision_of)
-        decision_of[node] = Decision(*dtypes, states[node], states.rules.get(node), states.causes.get(node))
+        decision_of[node] = _decision(dtypes, states[node], states.rules.get(node), states.causes.get(node))
     move_casts(graph.nodes, decision_of)
     return decision_of
+
+
+def _decision(dtypes: _Dtypes, state: State, rule: Rule | None = None, cause: Node | None = None) -> Decision:
+    return Decision(**dtypes._asdict(), state=state, rule=rule, cause=cause)
 
 
 def _original_dtypes(node: Node) -> _Dtypes:

@@ -147,7 +147,8 @@ class _Evaluation(Rewriter):
                 return self.repeated(value, dtype, repeat.step, _batched_operands(repeat, self.examples.others, node))
         # A weight is cast at each use, so that its cotangents are summed in float32; other values are cast once.
         # A cast to float32 is made at each use, so that XLA stores the half value and no shared float32 copy.
-        if is_narrowed and node.is_cast_once:
+        is_widened = dtype.itemsize > value.dtype.itemsize
+        if node.is_cast_once and not is_widened and value.dtype != dtype:
             return self.cast_once(value, atom, node, dtype)
         return self.cast(value, dtype, node)
 

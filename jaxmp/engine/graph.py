@@ -58,6 +58,8 @@ def build(
     wanted = _results_wanted_in_half(body, dtypes)
     changes = force or any(map(_is_product_to_decide, builder.nodes))
     if changes:
+        # Each reads the marks of those before it: a postponed cast is one of a weight, which does not depend on
+        # products, and is not looked up.
         mark_products(builder.nodes, wanted)
         mark_looked_up(builder.nodes)
         postpone_casts(builder.nodes)

@@ -50,9 +50,7 @@ class ModelPolicy:
         """Return the policy of a model from the arguments of ``apply_policy`` or ``autocast``."""
         policy_map = PolicyMap(policy)
         patterns = checked_overrides(overrides)
-        if any(
-            _names_operations(override.pattern) for override in policy_map.overrides
-        ):  # as in a file that tune has saved
+        if any(map(_names_operations, policy_map.patterns)):  # as in a file that tune has saved
             patterns = {**{override.pattern: override.policy for override in policy_map.overrides}, **patterns}
             policy_map = PolicyMap(policy_map.root)
         operations = {key: patterns.pop(key) for key in [*patterns] if _names_operations(key)}

@@ -74,7 +74,9 @@ class Reasons:
             return "moves data that only half operations read" if decision.compute_dtype else "moves data"
         in_float32 = decision.compute_dtype == np.float32
         if in_float32 and decision.rule is not None:
-            return _BY_RULE[decision.rule].format(self._name(decision.cause, step))
+            is_cast_to_integers = decision.rule is Rule.AMPLIFIED and decision.cause is None  # its result has no node
+            cause = "a cast to integers" if is_cast_to_integers else self._name(decision.cause, step)
+            return _BY_RULE[decision.rule].format(cause)
         if step.reason and (node.kind is not Kind.INFER or in_float32):
             return step.reason
         if decision.compute_dtype and not in_float32:

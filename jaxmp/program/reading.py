@@ -147,7 +147,7 @@ class _Around(NamedTuple):
     transforms: tuple[str, ...] = ()
 
 
-class _Loop(NamedTuple):
+class _LoopReading(NamedTuple):
     """A loop that is being read.
 
     Attributes:
@@ -344,14 +344,14 @@ class _Reader:
         computation = (_computation_of(equation.eqn), *[operand.same for operand in equation.operands])
         equal_loop = self.equal_loops.setdefault(computation, equation)
         constants = {bodies.start + n for n in unchanged(bodies)}.union(range(bodies.start))
-        loop = _Loop(equation, bodies, scan, _maps_across(scan), constants, equal_loop)
+        loop = _LoopReading(equation, bodies, scan, _maps_across(scan), constants, equal_loop)
         entered = self.enter_loop(loop, inside)
         for number in range(last):
             self.inside(equation, number, bodies.inputs(number, entered), in_condition)
         body = self.inside(equation, last, bodies.inputs(last, entered), inside)
         equation.results = self.leave_loop(loop, entered, body.results, around)
 
-    def enter_loop(self, loop: _Loop, inside: _Around) -> list[Value]:
+    def enter_loop(self, loop: _LoopReading, inside: _Around) -> list[Value]:
         """Return the values that enter the body of a loop: constants, carries, and elements of scanned arrays."""
         equation, bodies, maps = loop.equation, loop.bodies, loop.maps
 
@@ -375,7 +375,7 @@ class _Reader:
         return entered
 
     def leave_loop(
-        self, loop: _Loop, entered: Sequence[Value], returned: Sequence[Value], around: _Around
+        self, loop: _LoopReading, entered: Sequence[Value], returned: Sequence[Value], around: _Around
     ) -> list[Value]:
         """Return the results of a loop: constants, last carries, and stacked arrays.
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from jaxmp.program.equations import is_literal, opened
@@ -47,7 +47,7 @@ def interpreted(
     return [read(atom) for atom in jaxpr.outvars]
 
 
-def equations(jaxpr: Jaxpr) -> Iterator[Any]:
+def equations(jaxpr: Jaxpr | ClosedJaxpr) -> Iterator[Any]:
     """Yield every equation of a jaxpr and of the jaxprs nested in it.
 
     The jaxpr may be open or closed.

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmp._internals.jax.sources import names_of
-from jaxmp.base import hardware
 from jaxmp.base import trees as _tree
 from jaxmp.base.dtypes import at_least_float32, is_narrow
 from jaxmp.engine.marks import FLOAT32_RESULT, WIDE_SUMS
@@ -279,9 +278,9 @@ def _of_matrices(eqn: Any, operands: Sequence[Any], dtype: np.dtype) -> Any:
 def _not_merged(result: Any) -> Any:
     """Return the float32 result of a product of half operands with batch dimensions.
 
-    On a CPU, XLA merges the product with a transposition of its result, and does not run the merged product.
+    XLA for CPUs merges the product with a transposition of its result, and fails on the merged product.
     """
-    return jax.lax.optimization_barrier(result) if hardware.detect().platform == "cpu" else result
+    return jax.lax.platform_dependent(result, cpu=jax.lax.optimization_barrier, default=lambda result: result)
 
 
 def _summed_in(dtype: np.dtype, fun: Callable[..., Any], cotangent: Any, widens_convolutions: bool = False) -> Any:
@@ -344,8 +343,8 @@ def computed_wide(eqn: Any, operands: Sequence[Any]) -> list[Any]:
 
     def backward(halves: list[Any], cotangent: Any) -> tuple[Any, ...]:
         params = anywhere(_differentiated(eqn))
-        is_half = _has_float32_result(eqn)
-        half_cotangent = cotangent.astype(eqn.invars[0].aval.dtype if is_half else eqn.outvars[0].aval.dtype)
+        like = eqn.invars[0] if _has_float32_result(eqn) else eqn.outvars[0]
+        half_cotangent = cotangent.astype(like.aval.dtype)
 
         def of_operand(n: int) -> Any:
             def computed(value: Any) -> Any:

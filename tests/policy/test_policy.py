@@ -103,7 +103,7 @@ def test_a_map_as_text_reads_back_to_an_equal_one():
         assert read == policies or not policies.overrides
 
 
-def test_the_text_of_a_map_has_its_rules_in_matching_order():
+def test_the_text_of_a_map_has_its_overrides_in_matching_order():
     lenient = PolicyMap("mixed_float16", {"a": "float16"}, strict=False)
     assert str(PolicyMap(lenient, {"b": "bfloat16"})) == (
         "params=float32,compute=float16,output=float32; b -> params=bfloat16,compute=bfloat16,output=bfloat16; "

@@ -167,7 +167,8 @@ def _run_tests(folder: Path, tests: list[str]) -> None:
     os.environ["PYTHONPATH"] = str(folder)
     import pytest
 
-    sys.exit(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests]))
+    code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests])
+    os._exit(code)  # `sys.exit` fails in the fork of a thread, and each mutant would count as found
 
 
 def main() -> None:

@@ -29,8 +29,10 @@ _Object: Any = object  # typed as Any, because `super()` in `Hooks` is the user'
 class Hooks(_Object):
     """A mixin for Linen modules, with hooks for method calls and submodules."""
 
-    def jaxmp_call(self, call: Callable[[], Any], method: Callable[..., Any], args: Any, kwargs: Any, name: str) -> Any:
-        """Return ``call()``, which calls the method ``name``."""
+    def jaxmp_call(
+        self, call: Callable[[], Any], method: Callable[..., Any], args: Any, kwargs: Any, name: str | None
+    ) -> Any:
+        """Return ``call()``, which calls the method ``name``; a ``functools.partial`` has no name."""
         raise NotImplementedError
 
     def jaxmp_register(self) -> None:
@@ -41,7 +43,7 @@ class Hooks(_Object):
         # Linen calls every method through this one, even a `BaseClass.method` that is passed to `apply`. Only methods
         # of transformed classes are called in another way.
         call = functools.partial(super()._call_wrapped_method, fun, args, kwargs)
-        return self.jaxmp_call(call, _module.wrap_method_once(fun), args, kwargs, fun.__name__)
+        return self.jaxmp_call(call, _module.wrap_method_once(fun), args, kwargs, getattr(fun, "__name__", None))
 
     def _register_submodules(self, name: str, value: Any) -> None:
         self.jaxmp_register()

@@ -78,13 +78,13 @@ def is_callback(instruction: Instruction) -> bool:
 def _kind_of_product(product: KernelProduct) -> str:
     if product.kind != "dot":
         return ATTENTION if product.kind == "attention" else CONVOLUTION
-    return HALF if is_half(product.dtype) else FLOAT32
+    return HALF if has_at_most_16_bits(product.dtype) else FLOAT32
 
 
-def is_half(dtype: str) -> bool:
+def has_at_most_16_bits(dtype: str) -> bool:
     """Return whether a dtype has at most 16 bits.
 
-    >>> is_half("bfloat16"), is_half("float8_e4m3fn"), is_half("tensorfloat32")
+    >>> has_at_most_16_bits("bfloat16"), has_at_most_16_bits("float8_e4m3fn"), has_at_most_16_bits("tensorfloat32")
     (True, True, False)
     """
     if dtype == "tensorfloat32":

@@ -183,12 +183,12 @@ def _on_callbacks(measured: Measured) -> list[str]:
 
 
 def _on_float32(measured: Measured) -> list[str]:
-    wide = [row for row in measured.rows if row.dtype and not kinds.is_half(row.dtype)]
+    wide = [row for row in measured.rows if row.dtype and not kinds.has_at_most_16_bits(row.dtype)]
     share = sum(row.milliseconds for row in wide) / measured.milliseconds
     if share < _NOTABLE_PRODUCTS or not measured.has_program_dtypes:
         return []
     dtypes = " and ".join(sorted({row.dtype for row in wide}))
-    if not any(row.dtype and kinds.is_half(row.dtype) for row in measured.rows):
+    if not any(row.dtype and kinds.has_at_most_16_bits(row.dtype) for row in measured.rows):
         return [f"All products run in {dtypes}, {share:.0%} of the time: no policy and no autocast is in effect."]
     return [f"{share:.0%} of the time is in {dtypes} products: {_paths(wide)}."]
 

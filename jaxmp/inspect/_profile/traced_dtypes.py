@@ -66,5 +66,5 @@ def _with_dtype(row: ProfileRow, dtypes: set[str]) -> ProfileRow:
     (dtype,) = dtypes
     kind = row.kind
     if kind in (kinds.HALF, kinds.FLOAT32):
-        kind = kinds.HALF if kinds.is_half(dtype) else kinds.FLOAT32
+        kind = kinds.HALF if kinds.has_at_most_16_bits(dtype) else kinds.FLOAT32
     return dataclasses.replace(row, dtype=dtype, kind=kind)

@@ -20,7 +20,7 @@ from jaxmp.base.trees import widen
 from jaxmp.engine.autocast import autocast
 from jaxmp.engine.overrides import FIXED
 from jaxmp.engine.plan import cast_plan
-from jaxmp.inspect._tune.prediction import Prediction, is_half, named_copy
+from jaxmp.inspect._tune.prediction import Prediction, is_half_operation, named_copy
 from jaxmp.inspect._tune.rounded_products import Rounding, with_rounded_products
 from jaxmp.inspect.program.calls import (
     differentiated,
@@ -103,7 +103,7 @@ def candidates_of(
     flops: dict[str, dict[str, int]] = {}
     for row in cast_plan(plain, half)(*named_copy(args)).rows:
         key = _key_of_module(row.path, modules) if modules else glob.escape(row.path)
-        if key and is_half(row):
+        if key and is_half_operation(row):
             by_name = flops.setdefault(key, {})
             if classify(row.primitive) not in (None, *FIXED):
                 by_name.setdefault(row.primitive, 0)

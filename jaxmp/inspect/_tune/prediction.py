@@ -31,7 +31,7 @@ def named_copy(args: Sequence[Any]) -> Any:
     return named(jax.tree.unflatten(structure, leaves))
 
 
-def is_half(row: PlanRow) -> bool:
+def is_half_operation(row: PlanRow) -> bool:
     """Return whether an operation of a plan has a half operand or result."""
     return not _HALF.isdisjoint([*row.operands, *row.result.split(", ")])
 
@@ -110,8 +110,8 @@ def _is_sum_half(value: _Summed, reader: int, rows: Sequence[PlanRow]) -> bool:
     The cotangents of a half value are added in half, also those of float32 readers. The half readers of a float32 value
     share a cast, and their cotangents are added in half.
     """
-    half_readers = sum(is_half(rows[other]) for other in value.readers)
-    return _has_half_result(rows[value.producer]) or (is_half(rows[reader]) and half_readers > 1)
+    half_readers = sum(is_half_operation(rows[other]) for other in value.readers)
+    return _has_half_result(rows[value.producer]) or (is_half_operation(rows[reader]) and half_readers > 1)
 
 
 class Prediction:
@@ -181,8 +181,8 @@ class Prediction:
         summed = () if switch.shape is None else self._summed.get((number, switch.shape), ())
         if summed:
             return any(_is_sum_half(value, number, rows) for value in summed)
-        if is_half(self._rows[number]):
-            return is_half(rows[number])
+        if is_half_operation(self._rows[number]):
+            return is_half_operation(rows[number])
         return any(_has_half_result(rows[other]) for other in rows[number].reads)
 
     def _results(self, consts: Any, inputs: Any, are_on: Any) -> list[Any]:
