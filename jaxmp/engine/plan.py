@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxmp._internals.jax.sources import names_of, scopes_and_transforms, source_of
+from jaxmp._internals.jax.sources import is_transformed_around, names_of, source_of
 from jaxmp.base import tables
 from jaxmp.base.arguments import require_function
 from jaxmp.base.dtypes import name_of
@@ -328,7 +328,10 @@ class _PlanWriter:
         graph, reasons = emission.decisions.graph, Reasons(emission.decisions)
         self.reasons.append(reasons)
         # A derivative or a `jax.vmap` changes the operations that an inner call emitted, so they keep their own rows.
-        self._transformed |= {scope_in(step.names) for step in graph.steps if scopes_and_transforms(step.eqn)[1]}
+        for step in graph.steps:
+            scope = scope_in(step.names)
+            if scope and is_transformed_around(step.eqn, scope):
+                self._transformed.add(scope)
         yield from self._rows(graph.body.steps, _Emitted(emission, reasons))
 
     def _rows(self, steps: Iterable[Step], program: _Emitted) -> Iterator[PlanRow]:

@@ -178,6 +178,12 @@ def test_a_plan_of_a_transformed_inner_autocast_counts_what_runs():
         assert cast_plan.summary.product_flops == cast_plan.summary.half_product_flops == count * 4096
 
 
+def test_a_plan_shows_the_decisions_of_an_inner_autocast_whose_code_has_a_vmap():
+    inner = jaxmp.autocast(jax.vmap(lambda x, w: x @ w, (0, None)), "mixed_float16")
+    (row,) = [row for row in plan(inner, shape(4, 8, 8), shape(8, 8)).rows if row.primitive == "dot_general"]
+    assert row.why == "product"
+
+
 def test_an_unknown_primitive_is_reported():
     from jax.extend.core import Primitive
 

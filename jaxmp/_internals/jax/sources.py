@@ -32,6 +32,16 @@ def scopes_and_transforms(eqn: Any) -> tuple[Names, tuple[str, ...]]:
     return _scopes_and_transforms(eqn.source_info.name_stack)
 
 
+def is_transformed_around(eqn: Any, scope: str) -> bool:
+    """Return whether a transformation outside of a scope made an equation, such as a derivative of its code."""
+    for entry in eqn.source_info.name_stack.stack:
+        if not isinstance(entry, source_info_util.Scope):
+            return True
+        if scope in entry.name.split("/"):
+            return False
+    return False
+
+
 @functools.lru_cache(maxsize=4096)
 def _scopes_and_transforms(stack: Any) -> tuple[Names, tuple[str, ...]]:
     names: Names = ()
