@@ -219,6 +219,14 @@ def test_a_program_without_products_fails_a_check_that_asks_for_half_products():
     report.check(min_half_flops=0)
 
 
+def test_a_check_of_a_float32_policy_asks_for_no_half_products():
+    wide = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    report = jaxmp.inspect.audit(jnp.matmul, "float32", compile=False)(wide, wide)
+    report.check(allow=["float32-product"] if report.findings else [])
+    with pytest.raises(jaxmp.inspect.AuditError, match="half_flops"):
+        report.check(min_half_flops=0.8)
+
+
 def test_it_is_shown_as_text_a_table_and_json() -> None:
     from rich.console import Console
 

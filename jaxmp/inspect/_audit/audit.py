@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from jaxmp.base import hardware, tables
-from jaxmp.base.dtypes import closest_names
+from jaxmp.base.dtypes import closest_names, is_half
 from jaxmp.base.inspection import tool
 from jaxmp.inspect._audit.arguments import arguments_of, sent_over_batch_axes
 from jaxmp.inspect._audit.compiled import CastsInLoops, dtypes_that_ran
@@ -48,6 +48,7 @@ class Audit(tables.Shown):
         products.
       memory: the result of :func:`jaxmp.inspect.memory`; None if nothing was compiled.
       findings: the precision problems.
+      is_half_expected: whether products should be half: False if the policy that :func:`audit` got computes in float32.
     """
 
     products: tuple[Product, ...]
@@ -55,11 +56,12 @@ class Audit(tables.Shown):
     half_flops: float | None
     memory: Memory | None
     findings: tuple[Finding, ...]
+    is_half_expected: bool = True
 
     def check(
         self,
         *,
-        min_half_flops: float = 0.8,
+        min_half_flops: float | None = None,
         allow: str | Collection[str | tuple[str, str]] = (),
         max_bytes: float | None = None,
     ) -> None:
@@ -67,6 +69,7 @@ class Audit(tables.Shown):
 
         Args:
           min_half_flops: the minimum of ``half_flops``, a share from 0 to 1. With 0, a program may have no products.
+            None means 0.8, or 0 if the policy of the audit computes in float32.
           allow: the findings to accept: a kind of finding, or a list. Each item of the list is a kind, or a pair
             ``(kind, glob)``. A pair accepts findings of this kind in modules and scopes whose path matches the glob.
           max_bytes: the maximum number of bytes at the memory peak.
@@ -80,7 +83,9 @@ class Audit(tables.Shown):
         >>> jaxmp.inspect.audit(jnp.matmul, compile=False)(half, half).check()
         """
         not_allowed = self._findings_not_allowed(allow)
-        faults = [*map(str, not_allowed), *self._faults_of_flops(min_half_flops)]
+        if min_half_flops is None:
+            min_half_flops = 0.8 if self.is_half_expected else 0.0
+        faults = [*_lines(not_allowed), *self._faults_of_flops(min_half_flops)]
         if max_bytes is not None:
             faults += self._faults_of_memory(max_bytes)
         if not faults:
@@ -306,4 +311,5 @@ def _audit_of(
     all_products = (*(product for _, product in products), *products_in_kernels(program, device))
     flops = shares_of_flops(all_products)
     half = sum(share for dtype, share in flops.items() if np.dtype(dtype).itemsize <= 2)
-    return Audit(all_products, flops, half if flops else None, memory, findings(audited))
+    is_half_expected = policy is None or is_half(policy.compute_dtype)
+    return Audit(all_products, flops, half if flops else None, memory, findings(audited), is_half_expected)
