@@ -18,7 +18,7 @@ import optax
 
 from jaxmp.base.arguments import require_whole_number
 from jaxmp.base.dtypes import closest_names
-from jaxmp.base.trees import is_float_array, path_name, widen
+from jaxmp.base.trees import is_float_array, nodes_of_type, path_name, widen
 from jaxmp.base.user_warnings import warn_user
 from jaxmp.optim.checked_params import are_params_checked
 from jaxmp.optim.checks import as_optimizer
@@ -294,6 +294,8 @@ class _LowPrecisionTransform:
             example = jax.ShapeDtypeStruct((self.block, self.block), jnp.float32)
             state = jax.eval_shape(self.inner.init, {"w": example})
         except Exception:  # inner has a mask or labels for params of another structure
+            state = optax.MaskedNode()
+        if nodes_of_type(state, optax.MaskedNode):  # a part of the optimizer that has no moments for the example
             return "\n".join([*lines, f"moments: {of_moments}; their names depend on the params"])
         for path, is_moment, is_second in leaves_of_state(state):
             root = "square root in " if is_second and self.moments == "float8" else ""

@@ -89,6 +89,8 @@ def test_half_moments_of_an_optimizer_keep_their_dtype():
 def test_str_describes_an_optimizer_that_needs_other_params():
     tx = jaxmp.low_precision(optax.masked(optax.adam(1e-3), {"x": True}), moments="bfloat16")
     assert "moments: bfloat16, rounded stochastically; their names depend on the params" in str(tx)
+    muon = jaxmp.low_precision(optax.contrib.muon(0.02), moments="bfloat16")  # an example has Muon's moments only
+    assert str(muon).endswith("their names depend on the params")
 
 
 def test_flax_writes_and_reads_blocks():
