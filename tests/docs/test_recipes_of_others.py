@@ -94,19 +94,30 @@ class Recipe:
         return nnx.as_pure(nnx.state(self.scope["model"], nnx.Param))
 
     def results(self, scope: str, primitive: str) -> set[str]:
-        """Return the dtypes of an operation's results in a scope of the forward pass."""
-        return set(self._results(scope, primitive))
+        """Return the dtypes of an operation's results in a scope of the forward pass.
+
+        ``scope`` is a regular expression. It must match the scope of at least one result.
+        """
+        dtypes = set(self._results(scope, primitive))
+        assert dtypes, f"no {primitive} in a scope {scope}"
+        return dtypes
 
     def _results(self, scope: str, primitive: str) -> Iterator[str]:
         for eqn in self.equations:
             names = re.split(r"[/()]", str(eqn.source_info.name_stack))
-            if eqn.primitive.name == primitive and scope in names and "transpose" not in names:
+            in_scope = any(re.fullmatch(scope, name) for name in names)
+            if eqn.primitive.name == primitive and in_scope and "transpose" not in names:
                 yield eqn.outvars[0].aval.dtype.name
 
     def all_results(self, *primitives: str) -> set[str]:
-        """Return the dtypes of the results of all equations with these primitives."""
+        """Return the dtypes of the results of all equations with these primitives. There must be one."""
         found = [eqn for eqn in self.equations if eqn.primitive.name in primitives]
+        assert found, f"no {primitives}"
         return {var.aval.dtype.name for eqn in found for var in eqn.outvars}
+
+    def norms_softmax_and_loss(self) -> set[str]:
+        norms, loss = self.all_results("rsqrt"), self.all_results("log")
+        return norms | loss | self.results(r"attention(_\d)?", "exp")
 
     def logits(self) -> jax.ShapeDtypeStruct:
         """Return the result of the model."""
@@ -147,8 +158,8 @@ class Recipe:
         return {
             "params": {leaf.dtype.name for leaf in jax.tree.leaves(self.params) if leaf.ndim > 1},
             "activations, residual stream": self.results("residual", "add"),
-            "norms, attention's softmax, loss": self.all_results("rsqrt", "log") | self.results("attention", "exp"),
-            "sines and cosines of rotary tables": self.all_results("sin", "cos"),
+            "norms, attention's softmax, loss": self.norms_softmax_and_loss(),
+            "sines and cosines of rotary tables": self.all_results("sin") | self.all_results("cos"),
             "rotation of queries and keys": self.results("rotation", "mul") | self.results("rotation", "add"),
             "router's product": self.results("gate", "dot_general"),
             "router's softmax": self.results("softmax", "exp") | self.results("softmax", "div"),
