@@ -1,4 +1,4 @@
-"""The table of the page on recipes of other projects has the dtypes of the programs on the page."""
+"""The columns of the projects, in the table of recipes of other projects, have the dtypes of the programs below it."""
 
 from __future__ import annotations
 
