@@ -130,6 +130,24 @@ def test_all_tokens_at_once_are_compared_with_one_token_at_a_time():
         assert_equal_layers(compare(fun, reference=reference, grad=False)(PARAMS, TOKENS))
 
 
+def test_a_loop_that_fits_several_axes_has_no_row():
+    def over_time(params, tokens):
+        return jax.lax.map(lambda column: half_logits(params, column), tokens.T).swapaxes(0, 1)
+
+    square = RNG.integers(0, 20, (8, 8))
+    for fun, reference in ((over_time, half_logits), (half_logits, over_time)):
+        comparison = compare(fun, reference=reference, grad=False)(PARAMS, square)
+        assert _paths(comparison) == [] and sorted(comparison.unmatched) == sorted(PATHS)
+        assert comparison.entered is None and comparison.worst.relative_error < 2**-7
+    assert_equal_layers(compare(over_time, reference=half_logits, grad=False)(PARAMS, square[:1]))
+
+    def by_ones(params, x):
+        return jax.lax.map(lambda row: _layers(_in_bfloat16)(params, row), x)
+
+    comparison = compare(by_ones, reference=_layers(_in_bfloat16), grad=False)(W, X[:8])
+    assert _paths(comparison) == [] and comparison.unmatched == ("a", "b", "c")  # c returns only a cast
+
+
 def test_an_error_enters_in_a_layer_that_depends_on_the_batch():
     class Scaled(nn.Module):
         """A product of activations with one scale for the whole batch, as in int8."""

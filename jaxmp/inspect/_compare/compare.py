@@ -72,8 +72,8 @@ class Comparison(tables.Shown):
         errors in any precision, such as the gradient of a bias before a batch norm.
       total: one row for the result and all gradients of arguments together, as one vector. Its largest elements
         dominate the error, often those of the result.
-      unmatched: the paths of scopes that have values without a row. These values have no row because, in one of the
-        runs, the scope returns more or fewer values of their shape.
+      unmatched: the paths of scopes that have values without a row. In one of the runs, the scope returns more or fewer
+        values of their shape, or computes them in a loop that fits several axes of the other run's values.
     """
 
     reference: str
@@ -156,8 +156,10 @@ def compare(
         float64, and complex ones to complex128. (Random numbers differ in float64, so turn dropout off.) A function
         of the same arguments runs as it is written: use it to compare a model in training with the one that serves it.
         Values of scopes with equal paths and shapes are compared. If one function loops over the batch or over time
-        in a ``jax.lax.map`` or a scan, the values of all iterations are compared as one array. The results must have
-        equal shapes. For a train step, the reference is a train step with the same ``accumulate_steps``.
+        in a ``jax.lax.map`` or a scan, the values of all iterations are compared as one array, with the first iteration
+        at the start of the axis. If the iterations fit several axes, such as 8 sequences of 8 tokens, the values are
+        not compared. The results must have equal shapes. For a train step, the reference is a train step with the same
+        ``accumulate_steps``.
       grad: whether to compare gradients too. These are the gradients with respect to all values that scopes return,
         and with respect to the first argument that has floating arrays.
       loss_scale: the factor by which the loss is multiplied before the differentiation. The gradients in the rows are

@@ -1,14 +1,15 @@
 """Compare a program that computes a layer at once with one that loops over the batch or over time.
 
 In a loop, such as a ``jax.lax.map`` over the batch, a value has one part of an axis. Its record has the iterations as
-the first axis. To compare both programs, the arrays of one program get the layout of the other.
+the first axis. To compare both programs, the arrays of one program get the layout of the other. If the iterations fit
+several axes, as for 8 sequences of 8 tokens, the axis is unknown, and the value is not compared.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -22,18 +23,16 @@ class _Layout(NamedTuple):
     shape: tuple[int, ...]
     scans: int
 
-    def axis_in(self, whole: _Layout) -> int | None:
-        """Return the axis of the layout ``whole`` over which the outermost scan of this layout loops.
-
-        Return None if the scan does not loop over an axis. If the scan fits several axes, return the first.
-        """
+    def axes_in(self, whole: _Layout) -> list[int]:
+        """Return the axes of the layout ``whole`` over which the outermost scan of this layout may loop."""
         if self.scans != whole.scans + 1:
-            return None
+            return []
+        axes = []
         for axis in range(whole.scans, len(self.shape)):
             moved = self._moved(axis)
             if whole.shape in (moved, (*moved[:axis], int(np.prod(moved[axis : axis + 2])), *moved[axis + 2 :])):
-                return axis
-        return None
+                axes.append(axis)
+        return axes[:1] if self.shape[0] == 1 else axes  # one iteration gives the same array at each axis
 
     def join(self, array: np.ndarray, whole: _Layout, axis: int) -> np.ndarray:
         """Return an array of this layout in the layout ``whole``."""
@@ -49,31 +48,45 @@ class _Layout(NamedTuple):
 
 
 def in_layout_of(full: RecordedProgram, half: RecordedProgram) -> RecordedProgram:
-    """Return ``half``, with the layout of ``full`` for the values that only one of them computes in a loop."""
-    layouts: dict[str, list[_Layout]] = {}
+    """Return ``half``, with the layout of ``full`` for the values that only one of them computes in a loop.
+
+    Values that fit the layout of ``full`` in several ways are left out of ``returned`` and ``passed_in``.
+    """
+    layouts: dict[str, set[_Layout]] = {}
     for path, slot in (*full.returned, *full.passed_in):
-        layouts.setdefault(path, []).append(_layout(full, slot))
+        layouts.setdefault(path, set()).add(_layout(full, slot))
     forward, backward = dict(half.forward), dict(half.backward)
-    for path, slot in (*half.returned, *half.passed_in):
-        convert = _conversion(_layout(half, slot), layouts.get(path, []))
-        forward[slot] = convert(half.forward[slot])
-        if slot in backward:
-            backward[slot] = convert(half.backward[slot])
-    return dataclasses.replace(half, forward=forward, backward=backward)
+
+    def convert(slots: Sequence[tuple[str, Slot]]) -> list[tuple[str, Slot]]:
+        """Convert the arrays of values, and return the values without those that fit in several ways."""
+        comparable = []
+        for path, slot in slots:
+            conversions = _conversions(_layout(half, slot), layouts.get(path, set()))
+            if len(conversions) > 1:
+                continue
+            comparable.append((path, slot))
+            for to_layout_of_full in conversions:
+                forward[slot] = to_layout_of_full(half.forward[slot])
+                if slot in backward:
+                    backward[slot] = to_layout_of_full(half.backward[slot])
+        return comparable
+
+    returned, passed_in = convert(half.returned), convert(half.passed_in)
+    return dataclasses.replace(half, forward=forward, backward=backward, returned=returned, passed_in=passed_in)
 
 
 def _layout(program: RecordedProgram, slot: Slot) -> _Layout:
     return _Layout(program.forward[slot].shape, len(program.values[slot].scans))
 
 
-def _conversion(layout: _Layout, others: Sequence[_Layout]) -> Callable[[np.ndarray], np.ndarray]:
-    """Return a function that converts an array to one of the other layouts, if that is needed and possible."""
-    if layout not in others:
-        for other in others:
-            axis = layout.axis_in(other)
-            if axis is not None:
-                return functools.partial(layout.join, whole=other, axis=axis)
-            axis = other.axis_in(layout)
-            if axis is not None:
-                return functools.partial(other.split, axis=axis)
-    return lambda array: array
+def _conversions(layout: _Layout, others: Collection[_Layout]) -> list[Callable[[np.ndarray], np.ndarray]]:
+    """Return functions that convert an array to one of the other layouts. A layout among the others needs none."""
+    if layout in others:
+        return []
+    conversions: list[Callable[[np.ndarray], np.ndarray]] = []
+    for other in others:
+        for axis in layout.axes_in(other):
+            conversions.append(functools.partial(layout.join, whole=other, axis=axis))
+        for axis in other.axes_in(layout):
+            conversions.append(functools.partial(other.split, axis=axis))
+    return conversions

@@ -103,8 +103,9 @@ def _match(
     return sorted(pairs, key=in_program_order), tuple(dict.fromkeys(unmatched))
 
 
-def _without_casts(program: RecordedProgram, slots: Sequence[Slot]) -> list[Slot]:
-    return [slot for slot in slots if not program.values[slot].is_cast]
+def _without_casts(program: RecordedProgram, slots: Sequence[Slot]) -> Sequence[Slot]:
+    """Return the slots of values other than casts, or all slots if all are casts."""
+    return [slot for slot in slots if not program.values[slot].is_cast] or slots
 
 
 def compared_row(path: str, phase: str, dtype: str, half: np.ndarray, full: np.ndarray, finfo: Any) -> ComparedRow:
