@@ -276,6 +276,29 @@ def test_equal_logits_have_no_difference_even_if_tokens_are_masked_out():
     assert str(comparison).startswith("The log-probabilities of 48 tokens differ by 0.00e+00 nats (root mean square)")
 
 
+def test_log_probs_of_large_logits_are_computed_in_float64():
+    train = RNG.normal(size=(8, 6, 20))
+    serve = train + 1e-5 * RNG.normal(size=train.shape)
+    of_tokens = [np.take_along_axis(_exact_log_probs(logits), NEXT[..., None], -1) for logits in (train, serve)]
+    comparison = compare_log_probs(train + 1000, serve + 1000, NEXT)
+    np.testing.assert_allclose(comparison.rms, np.sqrt(np.mean((of_tokens[0] - of_tokens[1]) ** 2)), rtol=1e-6)
+
+
+def test_tokens_of_many_logits_are_compared_in_parts(monkeypatch):
+    train, serve = RNG.normal(size=(2, 8, 6, 20))
+    expected = compare_log_probs(train, serve, NEXT)
+    monkeypatch.setattr("jaxmp.inspect._compare.log_probs._LOGITS_AT_ONCE", 7 * 20)  # 48 tokens in parts of 7
+    assert compare_log_probs(train, serve, NEXT) == expected
+
+
+def test_tokens_and_log_probs_that_do_not_count_may_have_any_value():
+    counts = NEXT > 3
+    logits, log_probs = RNG.normal(size=(8, 6, 20)), -np.ones((8, 6))
+    assert compare_log_probs(logits, logits, np.where(counts, NEXT, -100), where=counts).rms == 0
+    assert compare_log_probs(np.where(counts, log_probs, 7), log_probs, where=counts).rms == 0
+    assert compare_log_probs(log_probs * 0 + 1e-4, log_probs * 0).largest_difference == 1e-4  # a rounding above 0
+
+
 LOGITS, LOG_PROBS = np.zeros((8, 6, 20)), np.zeros((8, 6))
 
 
@@ -284,10 +307,20 @@ LOGITS, LOG_PROBS = np.zeros((8, 6, 20)), np.zeros((8, 6))
     [
         ((LOGITS, LOG_PROBS), None, r"equal shapes, got \(8, 6, 20\) and \(8, 6\)"),
         ((LOG_PROBS, LOG_PROBS, TOKENS), None, r"without the vocabulary, \(8,\), got \(8, 6\); .* leave tokens out"),
-        ((LOG_PROBS, LOG_PROBS), np.ones(8), r"a boolean for each token, \(8, 6\), .* got \(8,\) with 8"),
-        ((LOGITS, LOGITS, TOKENS), LOG_PROBS, r"and one that is True, got \(8, 6\) with 0"),
+        ((LOG_PROBS, LOG_PROBS), np.ones(8, bool), r"a boolean for each token, \(8, 6\), .* got \(8,\) with 8"),
+        ((LOGITS, LOGITS, TOKENS), LOG_PROBS > 0, r"and one that is True, got \(8, 6\) with 0"),
+        ((LOGITS, LOGITS, TOKENS - 20), None, r"tokens need to be from 0 to 19, .* got -\d+; leave out padding"),
+        ((LOGITS, LOGITS, TOKENS + 20), None, r"tokens need to be from 0 to 19, .* got \d+; leave out padding"),
+        ((LOG_PROBS, LOG_PROBS + 2.5), None, r"need to be at most 0, got 2.5; for logits, pass the tokens too"),
     ],
 )
 def test_arguments_that_do_not_fit_are_named(args, where, message):
     with pytest.raises(ValueError, match=message):
         compare_log_probs(*args, where=where)
+
+
+def test_a_mask_must_be_boolean_and_tokens_must_be_integers():
+    with pytest.raises(TypeError, match="where needs booleans, got float64; for a mask of zeros and ones"):
+        compare_log_probs(LOG_PROBS, LOG_PROBS, where=LOG_PROBS + 0.01)
+    with pytest.raises(TypeError, match="tokens need to be integers, got float64"):
+        compare_log_probs(LOGITS, LOGITS, LOG_PROBS)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
+from scipy import special
 
 from jaxmp.base import tables
+
+_LOGITS_AT_ONCE = 2**22
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +50,7 @@ def compare_log_probs(train: Any, serve: Any, tokens: Any = None, *, where: Any 
 
     Use it for reinforcement learning, where a difference changes the importance ratios of the loss. Pass the
     log-probabilities of the tokens, as inference servers return them, or the logits of both models with ``tokens``.
+    The differences are computed in float64, on the host.
 
     Args:
       train: the log-probabilities of the tokens in the trained model, in any shape. With ``tokens``, the logits of the
@@ -58,7 +60,9 @@ def compare_log_probs(train: Any, serve: Any, tokens: Any = None, *, where: Any 
       where: a boolean for each token: whether it counts. Leave out padding and prompts. None means all tokens.
 
     Raises:
-      ValueError: the shapes of the arguments do not fit, or no token counts.
+      ValueError: the shapes of the arguments do not fit, no token counts, a token that counts is outside of the
+        vocabulary, or a log-probability that counts is above 0.
+      TypeError: ``where`` is not boolean, or ``tokens`` are not integers.
 
     >>> train = jnp.log(jnp.array([[0.6, 0.4], [0.2, 0.8]]))
     >>> serve = jnp.log(jnp.array([[0.4, 0.6], [0.2, 0.8]]))
@@ -67,13 +71,14 @@ def compare_log_probs(train: Any, serve: Any, tokens: Any = None, *, where: Any 
     (0.405..., 0.5)
     """
     counts = _counted_tokens(np.shape(train), np.shape(serve), None if tokens is None else np.shape(tokens), where)
+    train, serve = np.asarray(train)[counts], np.asarray(serve)[counts]
     if tokens is None:
-        difference = np.asarray(train, np.float64)[counts] - np.asarray(serve, np.float64)[counts]
+        difference = _checked_log_probs(train) - _checked_log_probs(serve)
         kl, flips = float(np.mean(np.expm1(difference) - difference)), None
     else:
-        of_logits = _of_logits(jnp.asarray(train), jnp.asarray(serve), jnp.asarray(tokens))
-        difference, divergences, flipped = (np.asarray(array, np.float64)[counts] for array in of_logits)
-        kl, flips = float(np.mean(divergences)), float(np.mean(flipped))
+        tokens = _checked_tokens(np.asarray(tokens)[counts], train.shape[-1])
+        difference, divergences, is_flipped = _of_logits(train, serve, tokens)
+        kl, flips = float(np.mean(divergences)), float(np.mean(is_flipped))
     return LogProbComparison(
         tokens=difference.size,
         rms=float(np.sqrt(np.mean(difference**2))),
@@ -98,7 +103,9 @@ def _counted_tokens(train: _Shape, serve: _Shape, tokens: _Shape | None, where: 
             f"tokens need the shape of the logits without the vocabulary, {train[:-1]}, got {tokens}; for the "
             "log-probabilities of the tokens alone, leave tokens out"
         )
-    counts = np.ones(tokens, bool) if where is None else np.asarray(where, bool)
+    counts = np.ones(tokens, bool) if where is None else np.asarray(where)
+    if counts.dtype != bool:
+        raise TypeError(f"where needs booleans, got {counts.dtype}; for a mask of zeros and ones, write where=mask > 0")
     if counts.shape != tokens or not counts.any():
         raise ValueError(
             f"where needs a boolean for each token, {tokens}, and one that is True, got {counts.shape} with "
@@ -107,15 +114,50 @@ def _counted_tokens(train: _Shape, serve: _Shape, tokens: _Shape | None, where: 
     return counts
 
 
-@jax.jit
-def _of_logits(train: jax.Array, serve: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return for each token: the difference, the KL divergence, and whether the largest logit flips."""
-    log_train = jax.nn.log_softmax(train.astype(jnp.float32))
-    log_serve = jax.nn.log_softmax(serve.astype(jnp.float32))
-    log_ratio = log_train - log_serve
-    difference = jnp.take_along_axis(log_ratio, tokens[..., None], -1)[..., 0]
-    # The sum of p_serve * (ratio - 1) is 0. With it, all terms are positive, and small divergences stay accurate.
-    p_serve = jnp.exp(log_serve)
-    terms = jnp.where(p_serve > 0, p_serve * (jnp.expm1(log_ratio) - log_ratio), jnp.exp(log_train))
-    flips = jnp.argmax(train, -1) != jnp.argmax(serve, -1)
-    return difference, jnp.sum(terms, -1), flips
+def _checked_log_probs(log_probs: np.ndarray) -> np.ndarray:
+    """Return log-probabilities in float64. Raise a ValueError if one is above 0 by more than a rounding error."""
+    log_probs = log_probs.astype(np.float64)
+    largest = np.max(log_probs)
+    if largest > 1e-3:
+        raise ValueError(f"log-probabilities need to be at most 0, got {largest:.3g}; for logits, pass the tokens too")
+    return log_probs
+
+
+def _checked_tokens(tokens: np.ndarray, vocabulary: int) -> np.ndarray:
+    """Return tokens. Raise an error if they are not indices of a vocabulary."""
+    if not np.issubdtype(tokens.dtype, np.integer):
+        raise TypeError(f"tokens need to be integers, got {tokens.dtype}; pass the indices of the tokens")
+    outside = tokens[(tokens < 0) | (tokens >= vocabulary)]
+    if outside.size:
+        raise ValueError(
+            f"tokens need to be from 0 to {vocabulary - 1}, the vocabulary of the logits, got {outside[0]}; leave out "
+            "padding with where="
+        )
+    return tokens
+
+
+def _of_logits(train: np.ndarray, serve: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return for each token: the difference, the KL divergence, and whether the largest logit flips.
+
+    The logits have two axes, and the tokens have one.
+    """
+    tokens_at_once = max(1, _LOGITS_AT_ONCE // train.shape[-1])
+    parts = []
+    for start in range(0, len(tokens), tokens_at_once):
+        part = slice(start, start + tokens_at_once)
+        parts.append(_of_few_logits(train[part].astype(np.float64), serve[part].astype(np.float64), tokens[part]))
+    difference, divergences, is_flipped = map(np.concatenate, zip(*parts, strict=True))
+    return difference, divergences, is_flipped
+
+
+def _of_few_logits(
+    train: np.ndarray, serve: np.ndarray, tokens: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    log_train, log_serve = special.log_softmax(train, axis=-1), special.log_softmax(serve, axis=-1)
+    with np.errstate(invalid="ignore"):  # both logits of a masked token are -inf
+        log_ratio = log_train - log_serve
+        # The sum of p_serve * (ratio - 1) is 0. With it, all terms are positive, and small divergences stay accurate.
+        p_serve = np.exp(log_serve)
+        terms = np.where(p_serve > 0, p_serve * (np.expm1(log_ratio) - log_ratio), np.exp(log_train))
+    difference = np.take_along_axis(log_ratio, tokens[:, None], -1)[:, 0]
+    return difference, np.sum(terms, -1), np.argmax(train, -1) != np.argmax(serve, -1)
