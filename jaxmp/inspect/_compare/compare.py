@@ -16,7 +16,7 @@ import numpy as np
 from jaxmp.base import tables
 from jaxmp.base.arguments import printed
 from jaxmp.base.cache_keys import policies_off
-from jaxmp.base.dtypes import is_narrow
+from jaxmp.base.dtypes import is_half
 from jaxmp.base.inspection import name_of, tool
 from jaxmp.base.trees import widen
 from jaxmp.engine.autocast import autocast
@@ -58,6 +58,7 @@ class Comparison(tables.Shown):
 
     Attributes:
       reference: ``"float32"``, ``"float64"``, or the name of the reference function.
+      is_of_two_functions: whether the reference is another function.
       dtype: the most common half dtype (float16 or bfloat16) of the function's products, or of the reference's if the
         function has none; ``"float32"`` if no product is half.
       is_changed: whether the products of the two runs differ in number or dtype.
@@ -77,6 +78,7 @@ class Comparison(tables.Shown):
     """
 
     reference: str
+    is_of_two_functions: bool
     dtype: str
     is_changed: bool
     rows: tuple[ComparedRow, ...]
@@ -113,7 +115,7 @@ class Comparison(tables.Shown):
     def _notes(self) -> Iterator[str]:
         groups = tables.grouped(self.unmatched, tables.without_numbers)
         scopes = ", ".join(tables.common_path(paths) for paths in groups)
-        if self.reference in _REFERENCES:
+        if not self.is_of_two_functions:
             if scopes:
                 yield f"scopes without a row, because the policies change how many values they return: {scopes}"
             if not self.is_changed:
@@ -187,9 +189,9 @@ def compare(
     >>> comparison.entered is None, comparison.rows[0].path, comparison.rows[0].relative_error < 2**-8
     (True, 'layer', True)
     """
-    if callable(reference):
+    if callable(reference) and not isinstance(reference, type):  # jnp.float32 is a class
         _require_same_kind(fun, reference)
-    elif reference not in _REFERENCES:
+    elif not isinstance(reference, str) or reference not in _REFERENCES:
         raise ValueError(
             f"reference must be 'float32' or 'float64', got {printed(reference)}; 'float32' is the function without "
             "policies; or pass another function"
@@ -206,7 +208,7 @@ def compare(
             other_fn, arrays, scale = _loss_of_arrays(reference, args, loss_scale)
             full = run_and_record(other_fn, arrays, paths, grad, scale)
             _require_equal_shapes(half, full)
-            return _compared(in_layout_of(full, half), full, name_of(reference))
+            return _compared(in_layout_of(full, half), full, name_of(reference), is_of_two_functions=True)
         with contextlib.ExitStack() as stack:
             stack.enter_context(policies_off(True))
             stack.enter_context(jax.default_matmul_precision("highest"))
@@ -214,7 +216,7 @@ def compare(
                 stack.enter_context(jax.enable_x64(True))
                 arrays = jax.tree.map(_in_64_bit_floats, arrays)
             full = run_and_record(loss_fn, widen(arrays), paths, grad, scale)
-            return _compared(half, full, reference)
+            return _compared(half, full, reference, is_of_two_functions=False)
 
     return run
 
@@ -297,7 +299,7 @@ def _in_64_bit_floats(leaf: Any) -> Any:
     return jnp.asarray(leaf, jnp.complex128 if jnp.iscomplexobj(leaf) else jnp.float64)
 
 
-def _compared(half: RecordedProgram, full: RecordedProgram, reference: str) -> Comparison:
+def _compared(half: RecordedProgram, full: RecordedProgram, reference: str, *, is_of_two_functions: bool) -> Comparison:
     dtype = _half_dtype(half) or _half_dtype(full) or "float32"
     finfo = jnp.finfo(dtype)
     returned, passed_in, unmatched = matched_pairs(half, full)
@@ -312,6 +314,7 @@ def _compared(half: RecordedProgram, full: RecordedProgram, reference: str) -> C
         )
     return Comparison(
         reference=reference,
+        is_of_two_functions=is_of_two_functions,
         dtype=dtype,
         is_changed=collections.Counter(half.products) != collections.Counter(full.products),
         rows=(*rows, *gradients.values()),
@@ -329,6 +332,6 @@ def _size_of_error(row: ComparedRow) -> float:
 def _half_dtype(program: RecordedProgram) -> str | None:
     """Return the most common half dtype of products; None if no product is half."""
     for dtype, _ in collections.Counter(program.products).most_common():
-        if is_narrow(dtype):
+        if is_half(np.dtype(dtype)):
             return dtype
     return None
