@@ -203,20 +203,22 @@ def compare(
         loss_fn, arrays, scale = _loss_of_arrays(fun, args, loss_scale)
         paths = argument_paths(loss_fn, arrays)
         cast = loss_fn if policy is None else autocast(loss_fn, policy, overrides)
-        half = run_and_record(cast, arrays, paths, grad, scale)
+        of_fun = run_and_record(cast, arrays, paths, grad, scale)
         if callable(reference):
             other_fn, arrays, scale = _loss_of_arrays(reference, args, loss_scale)
-            full = run_and_record(other_fn, arrays, paths, grad, scale)
-            _require_equal_shapes(half, full)
-            return _compared(in_layout_of(full, half), full, name_of(reference), is_of_two_functions=True)
+            of_reference = run_and_record(other_fn, arrays, paths, grad, scale)
+            _require_equal_shapes(of_fun, of_reference)
+            return _compared(
+                in_layout_of(of_reference, of_fun), of_reference, name_of(reference), is_of_two_functions=True
+            )
         with contextlib.ExitStack() as stack:
             stack.enter_context(policies_off(True))
             stack.enter_context(jax.default_matmul_precision("highest"))
             if reference == "float64":
                 stack.enter_context(jax.enable_x64(True))
                 arrays = jax.tree.map(_in_64_bit_floats, arrays)
-            full = run_and_record(loss_fn, widen(arrays), paths, grad, scale)
-            return _compared(half, full, reference, is_of_two_functions=False)
+            of_reference = run_and_record(loss_fn, widen(arrays), paths, grad, scale)
+            return _compared(of_fun, of_reference, reference, is_of_two_functions=False)
 
     return run
 
@@ -253,10 +255,10 @@ def _loss_of_arrays(
     return *of_arrays(fun, args), loss_scale
 
 
-def _require_equal_shapes(half: RecordedProgram, full: RecordedProgram) -> None:
+def _require_equal_shapes(first: RecordedProgram, reference: RecordedProgram) -> None:
     """Raise a ValueError if the results of two functions have different shapes."""
-    shapes = [array.shape for _, array in half.results]
-    others = [array.shape for _, array in full.results]
+    shapes = [array.shape for _, array in first.results]
+    others = [array.shape for _, array in reference.results]
     if shapes != others:
         raise ValueError(
             f"compare needs two functions whose floating results have equal shapes, got {shapes} and {others}; return "
@@ -299,13 +301,15 @@ def _in_64_bit_floats(leaf: Any) -> Any:
     return jnp.asarray(leaf, jnp.complex128 if jnp.iscomplexobj(leaf) else jnp.float64)
 
 
-def _compared(half: RecordedProgram, full: RecordedProgram, reference: str, *, is_of_two_functions: bool) -> Comparison:
-    dtype = _half_dtype(half) or _half_dtype(full) or "float32"
+def _compared(
+    first: RecordedProgram, reference: RecordedProgram, name: str, *, is_of_two_functions: bool
+) -> Comparison:
+    dtype = _half_dtype(first) or _half_dtype(reference) or "float32"
     finfo = jnp.finfo(dtype)
-    returned, passed_in, unmatched = matched_pairs(half, full)
-    rows = rows_of_scopes(half, full, returned, finfo)
-    gradients = rows_of_gradients(half, full, finfo)
-    numbers = numbers_above_rounding(full, float(finfo.eps))
+    returned, passed_in, unmatched = matched_pairs(first, reference)
+    rows = rows_of_scopes(first, reference, returned, finfo)
+    gradients = rows_of_gradients(first, reference, finfo)
+    numbers = numbers_above_rounding(reference, float(finfo.eps))
     counted = [*rows, *(row for n, row in gradients.items() if n in numbers)]
     if not counted:
         raise ValueError(
@@ -313,14 +317,14 @@ def _compared(half: RecordedProgram, full: RecordedProgram, reference: str, *, i
             "which the results are computed"
         )
     return Comparison(
-        reference=reference,
+        reference=name,
         is_of_two_functions=is_of_two_functions,
         dtype=dtype,
-        is_changed=collections.Counter(half.products) != collections.Counter(full.products),
+        is_changed=collections.Counter(first.products) != collections.Counter(reference.products),
         rows=(*rows, *gradients.values()),
-        entered=entered_in(half, full, [*returned, *passed_in], numbers, float(finfo.eps) / 2),
+        entered=entered_in(first, reference, [*returned, *passed_in], numbers, float(finfo.eps) / 2),
         worst=max(counted, key=_size_of_error),
-        total=total_row(half, full, finfo),
+        total=total_row(first, reference, finfo),
         unmatched=unmatched,
     )
 

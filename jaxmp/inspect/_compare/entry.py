@@ -22,27 +22,27 @@ _GROWTH = 4
 
 
 def entered_in(
-    half: RecordedProgram, full: RecordedProgram, pairs: Sequence[Pair], numbers: Collection[int], rounding: float
+    first: RecordedProgram, reference: RecordedProgram, pairs: Sequence[Pair], numbers: Collection[int], rounding: float
 ) -> str | None:
     """Return the path where the error enters.
 
     Return None if the error enters nowhere, and an empty path if it enters outside of all scopes.
 
     Args:
-      half: the program under policies.
-      full: the reference, without policies.
+      first: the program that is compared with the reference.
+      reference: the same function without policies, or another function.
       pairs: the values that both programs have.
       numbers: the indices of the argument leaves whose gradients are searched.
       rounding: the relative error of one rounding to half precision.
     """
-    return _Entry(half, full, pairs, numbers, rounding).path()
+    return _Entry(first, reference, pairs, numbers, rounding).path()
 
 
 class _Entry:
     def __init__(
         self,
-        half: RecordedProgram,
-        full: RecordedProgram,
+        first: RecordedProgram,
+        reference: RecordedProgram,
         pairs: Sequence[Pair],
         numbers: Collection[int],
         rounding: float,
@@ -52,16 +52,18 @@ class _Entry:
         self.forward: dict[_Node, float] = {}
         self.backward: dict[_Node, float] = {}
         for pair in pairs:
-            value = full.values[pair.full]
+            value = reference.values[pair.reference]
             if value not in self.paths:
                 self.paths[value] = pair.path
-                self.forward |= _errors_by_turn(value, half.forward[pair.half], full.forward[pair.full])
-                if pair.full in full.backward:
-                    self.backward |= _errors_by_turn(value, half.backward[pair.half], full.backward[pair.full])
-        for (_, of_half), (value, of_full) in zip(half.results, full.results, strict=True):
+                self.forward |= _errors_by_turn(value, first.forward[pair.first], reference.forward[pair.reference])
+                if pair.reference in reference.backward:
+                    self.backward |= _errors_by_turn(
+                        value, first.backward[pair.first], reference.backward[pair.reference]
+                    )
+        for (_, of_first), (value, of_reference) in zip(first.results, reference.results, strict=True):
             if value not in self.paths:
                 self.paths[value] = ""
-                self.forward |= _errors_by_turn(value, of_half, of_full)
+                self.forward |= _errors_by_turn(value, of_first, of_reference)
         self.sources = {node: list(_nearest(*node, self.forward)) for node in self.forward}
         self.readers: dict[_Node, list[_Node]] = {}
         for node, sources in self.sources.items():
@@ -69,7 +71,7 @@ class _Entry:
                 self.readers.setdefault(source, []).append(node)
         for value in dict.fromkeys(value for value, _ in self.readers if value.name == "argument"):
             if value.position in numbers:
-                gradients = half.gradients[value.position].array, full.gradients[value.position].array
+                gradients = first.gradients[value.position].array, reference.gradients[value.position].array
                 self.backward |= _errors_by_turn(value, *gradients)
 
     def path(self) -> str | None:
@@ -105,9 +107,9 @@ def _time(node: _Node) -> Any:
     return value.order(turns)
 
 
-def _errors_by_turn(value: Value, half: np.ndarray, full: np.ndarray) -> dict[_Node, float]:
-    turns_of_all_scans = np.ndindex(full.shape[: len(value.scans)])
-    return {(value, turns): relative_error(half[turns], full[turns]) for turns in turns_of_all_scans}
+def _errors_by_turn(value: Value, first: np.ndarray, reference: np.ndarray) -> dict[_Node, float]:
+    turns_of_all_scans = np.ndindex(reference.shape[: len(value.scans)])
+    return {(value, turns): relative_error(first[turns], reference[turns]) for turns in turns_of_all_scans}
 
 
 def _nearest(value: Value, turns: Iteration, known: Collection[_Node]) -> Iterator[_Node]:

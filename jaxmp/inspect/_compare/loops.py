@@ -47,32 +47,32 @@ class _Layout(NamedTuple):
         return (*self.shape[1 : axis + 1], self.shape[0], *self.shape[axis + 1 :])
 
 
-def in_layout_of(full: RecordedProgram, half: RecordedProgram) -> RecordedProgram:
-    """Return ``half``, with the layout of ``full`` for the values that only one of them computes in a loop.
+def in_layout_of(reference: RecordedProgram, first: RecordedProgram) -> RecordedProgram:
+    """Return ``first``, with the layout of ``reference`` for the values that only one of them computes in a loop.
 
-    Values that fit the layout of ``full`` in several ways are left out of ``returned`` and ``passed_in``.
+    Values that fit the layout of ``reference`` in several ways are left out of ``returned`` and ``passed_in``.
     """
     layouts: dict[str, set[_Layout]] = {}
-    for path, slot in (*full.returned, *full.passed_in):
-        layouts.setdefault(path, set()).add(_layout(full, slot))
-    forward, backward = dict(half.forward), dict(half.backward)
+    for path, slot in (*reference.returned, *reference.passed_in):
+        layouts.setdefault(path, set()).add(_layout(reference, slot))
+    forward, backward = dict(first.forward), dict(first.backward)
 
     def convert(slots: Sequence[tuple[str, Slot]]) -> list[tuple[str, Slot]]:
         """Convert the arrays of values, and return the values without those that fit in several ways."""
         comparable = []
         for path, slot in slots:
-            conversions = _conversions(_layout(half, slot), layouts.get(path, set()))
+            conversions = _conversions(_layout(first, slot), layouts.get(path, set()))
             if len(conversions) > 1:
                 continue
             comparable.append((path, slot))
-            for to_layout_of_full in conversions:
-                forward[slot] = to_layout_of_full(half.forward[slot])
+            for to_layout_of_reference in conversions:
+                forward[slot] = to_layout_of_reference(first.forward[slot])
                 if slot in backward:
-                    backward[slot] = to_layout_of_full(half.backward[slot])
+                    backward[slot] = to_layout_of_reference(first.backward[slot])
         return comparable
 
-    returned, passed_in = convert(half.returned), convert(half.passed_in)
-    return dataclasses.replace(half, forward=forward, backward=backward, returned=returned, passed_in=passed_in)
+    returned, passed_in = convert(first.returned), convert(first.passed_in)
+    return dataclasses.replace(first, forward=forward, backward=backward, returned=returned, passed_in=passed_in)
 
 
 def _layout(program: RecordedProgram, slot: Slot) -> _Layout:

@@ -1,7 +1,7 @@
 """Match the values of two recorded programs, and measure their differences.
 
-In this file, ``half`` is the program under policies, and ``full`` is the reference. A ``Slot`` identifies a value in a
-program.
+In this file, ``first`` is the program that is compared with the program ``reference``. The reference is the same
+function without policies, or another function. A ``Slot`` identifies a value in a program.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jaxmp.inspect._compare.run import RecordedProgram, Slot
 
 @dataclass(frozen=True)
 class ComparedRow:
-    """A value or a gradient under the policies, compared with the reference.
+    """A value or a gradient of the first run, compared with the reference.
 
     All iterations of a loop are compared together.
 
@@ -26,8 +26,8 @@ class ComparedRow:
       path: the module or scope that returns the value; empty for the result of the function. For the gradient of an
         argument, the path of the argument.
       phase: ``"forward"`` for a value, ``"backward"`` for the gradient with respect to a value or an argument.
-      dtype: the dtype of the value or of the gradient under the policies. A module may compute in another dtype than
-        that of the value it returns.
+      dtype: the dtype of the value or of the gradient in the first run. A module may compute in another dtype than that
+        of the value it returns.
       relative_error: the L2 norm of the difference, divided by the L2 norm of the reference. It is NaN, like the next
         three numbers, if the reference has a NaN or no finite element, because then nothing can be compared.
       mean_absolute_difference: the mean absolute difference of the elements.
@@ -52,11 +52,11 @@ class Pair(NamedTuple):
     """A value that a scope returns or reads, with its slot in each program."""
 
     path: str
-    half: Slot
-    full: Slot
+    first: Slot
+    reference: Slot
 
 
-def matched_pairs(half: RecordedProgram, full: RecordedProgram) -> tuple[list[Pair], list[Pair], tuple[str, ...]]:
+def matched_pairs(first: RecordedProgram, reference: RecordedProgram) -> tuple[list[Pair], list[Pair], tuple[str, ...]]:
     """Match the values of two programs by path and shape.
 
     If several values in a program have the same path and shape, they are matched in program order.
@@ -68,37 +68,37 @@ def matched_pairs(half: RecordedProgram, full: RecordedProgram) -> tuple[list[Pa
       - the pairs of values that are passed into scopes, in program order;
       - the paths of scopes that return more values of some shape in one program than in the other.
     """
-    returned, unmatched = _match(half, full, half.returned, full.returned)
-    passed_in, _ = _match(half, full, half.passed_in, full.passed_in)
+    returned, unmatched = _match(first, reference, first.returned, reference.returned)
+    passed_in, _ = _match(first, reference, first.passed_in, reference.passed_in)
     return returned, passed_in, unmatched
 
 
 def _match(
-    half: RecordedProgram,
-    full: RecordedProgram,
-    half_slots: Sequence[tuple[str, Slot]],
-    full_slots: Sequence[tuple[str, Slot]],
+    first: RecordedProgram,
+    reference: RecordedProgram,
+    first_slots: Sequence[tuple[str, Slot]],
+    reference_slots: Sequence[tuple[str, Slot]],
 ) -> tuple[list[Pair], tuple[str, ...]]:
     groups: dict[tuple[str, Any], tuple[list[Slot], list[Slot]]] = {}
-    for path, slot in half_slots:
-        groups.setdefault((path, half.forward[slot].shape), ([], []))[0].append(slot)
-    for path, slot in full_slots:
-        groups.setdefault((path, full.forward[slot].shape), ([], []))[1].append(slot)
+    for path, slot in first_slots:
+        groups.setdefault((path, first.forward[slot].shape), ([], []))[0].append(slot)
+    for path, slot in reference_slots:
+        groups.setdefault((path, reference.forward[slot].shape), ([], []))[1].append(slot)
     pairs: list[Pair] = []
     unmatched = []
-    for (path, _), (of_half, of_full) in groups.items():
+    for (path, _), (of_first, of_reference) in groups.items():
         # a scope may return both a half value and its cast to float32
-        if len(of_half) > len(of_full):
-            of_half = _without_casts(half, of_half)
-        elif len(of_full) > len(of_half):
-            of_full = _without_casts(full, of_full)
-        if len(of_half) == len(of_full):
-            pairs += [Pair(path, *slots) for slots in zip(of_half, of_full, strict=True)]
+        if len(of_first) > len(of_reference):
+            of_first = _without_casts(first, of_first)
+        elif len(of_reference) > len(of_first):
+            of_reference = _without_casts(reference, of_reference)
+        if len(of_first) == len(of_reference):
+            pairs += [Pair(path, *slots) for slots in zip(of_first, of_reference, strict=True)]
         else:
             unmatched.append(path)
 
     def in_program_order(pair: Pair) -> tuple[Any, int]:
-        return full.values[pair.full].order(), -len(pair.path)
+        return reference.values[pair.reference].order(), -len(pair.path)
 
     return sorted(pairs, key=in_program_order), tuple(dict.fromkeys(unmatched))
 
@@ -108,42 +108,46 @@ def _without_casts(program: RecordedProgram, slots: Sequence[Slot]) -> Sequence[
     return [slot for slot in slots if not program.values[slot].is_cast] or slots
 
 
-def compared_row(path: str, phase: str, dtype: str, half: np.ndarray, full: np.ndarray, finfo: Any) -> ComparedRow:
+def compared_row(
+    path: str, phase: str, dtype: str, first: np.ndarray, reference: np.ndarray, finfo: Any
+) -> ComparedRow:
     """Return the row of a value, with ulps of the dtype that ``finfo`` describes."""
-    if np.isnan(full).any() or (full.size and not np.isfinite(full).any()):
+    if np.isnan(reference).any() or (reference.size and not np.isfinite(reference).any()):
         return ComparedRow(path, phase, dtype, *[float("nan")] * 4)
-    half, full, difference = _differences(half, full)
-    norms = np.linalg.norm(half.ravel()) * np.linalg.norm(full.ravel())
+    first, reference, difference = _differences(first, reference)
+    norms = np.linalg.norm(first.ravel()) * np.linalg.norm(reference.ravel())
     with np.errstate(invalid="ignore"):  # the cosine is NaN if a value is infinite
-        cosine = float(np.vdot(half, full).real / norms) if norms else float(not half.any() and not full.any())
-    exponents = np.maximum(np.frexp(np.abs(full))[1] - 1, int(finfo.minexp))
+        cosine = (
+            float(np.vdot(first, reference).real / norms) if norms else float(not first.any() and not reference.any())
+        )
+    exponents = np.maximum(np.frexp(np.abs(reference))[1] - 1, int(finfo.minexp))
     distances = np.abs(difference)
     ulps = distances / 2.0 ** (exponents - int(finfo.nmant))
     return ComparedRow(
         path,
         phase,
         dtype,
-        relative_error(half, full),
+        relative_error(first, reference),
         float(np.mean(distances)) if distances.size else 0.0,
         cosine,
         float(np.median(ulps)) if ulps.size else 0.0,
     )
 
 
-def relative_error(half: np.ndarray, full: np.ndarray) -> float:
+def relative_error(first: np.ndarray, reference: np.ndarray) -> float:
     """Return the L2 norm of the difference, divided by the L2 norm of the reference.
 
     The error is infinite if the difference is not finite, or if the reference is zero and the difference is not.
     """
-    _, full, difference = _differences(half, full)
-    error, size = np.linalg.norm(difference.ravel()), np.linalg.norm(full.ravel())
+    _, reference, difference = _differences(first, reference)
+    error, size = np.linalg.norm(difference.ravel()), np.linalg.norm(reference.ravel())
     if error == 0:
         return 0.0
     return float(error / size) if size and np.isfinite(error) else np.inf
 
 
 def rows_of_scopes(
-    half: RecordedProgram, full: RecordedProgram, pairs: Sequence[Pair], finfo: jnp.finfo
+    first: RecordedProgram, reference: RecordedProgram, pairs: Sequence[Pair], finfo: jnp.finfo
 ) -> list[ComparedRow]:
     """Return rows for the results, for values that scopes return, and for gradients.
 
@@ -151,39 +155,39 @@ def rows_of_scopes(
     """
     rows = []
     for pair in pairs:
-        arrays = half.forward[pair.half], full.forward[pair.full]
-        rows.append(compared_row(pair.path, "forward", half.values[pair.half].dtype.name, *arrays, finfo))
-    for (value, of_half), (_, of_full) in zip(half.results, full.results, strict=True):
-        rows.append(compared_row("", "forward", value.dtype.name, of_half, of_full, finfo))
+        arrays = first.forward[pair.first], reference.forward[pair.reference]
+        rows.append(compared_row(pair.path, "forward", first.values[pair.first].dtype.name, *arrays, finfo))
+    for (value, of_first), (_, of_reference) in zip(first.results, reference.results, strict=True):
+        rows.append(compared_row("", "forward", value.dtype.name, of_first, of_reference, finfo))
     for pair in reversed(pairs):
-        if pair.full in full.backward:
-            arrays = half.backward[pair.half], full.backward[pair.full]
-            rows.append(compared_row(pair.path, "backward", half.values[pair.half].dtype.name, *arrays, finfo))
+        if pair.reference in reference.backward:
+            arrays = first.backward[pair.first], reference.backward[pair.reference]
+            rows.append(compared_row(pair.path, "backward", first.values[pair.first].dtype.name, *arrays, finfo))
     return rows
 
 
-def rows_of_gradients(half: RecordedProgram, full: RecordedProgram, finfo: jnp.finfo) -> dict[int, ComparedRow]:
+def rows_of_gradients(first: RecordedProgram, reference: RecordedProgram, finfo: jnp.finfo) -> dict[int, ComparedRow]:
     """Return a row for the gradient of each argument leaf, by the leaf's index."""
     return {
-        n: compared_row(gradient.path, "backward", gradient.dtype, gradient.array, full.gradients[n].array, finfo)
-        for n, gradient in half.gradients.items()
+        n: compared_row(gradient.path, "backward", gradient.dtype, gradient.array, reference.gradients[n].array, finfo)
+        for n, gradient in first.gradients.items()
     }
 
 
-def numbers_above_rounding(full: RecordedProgram, eps: float) -> set[int]:
+def numbers_above_rounding(reference: RecordedProgram, eps: float) -> set[int]:
     """Return the indices of the gradients that are larger than rounding errors.
 
     The root mean square of such a gradient is more than ``eps`` times that of the largest gradient. A smaller gradient
     consists of rounding errors in any precision, such as the gradient of a bias before a batch norm.
     """
     sizes: dict[int, float] = {}
-    for n, (_, gradient, _) in full.gradients.items():
+    for n, (_, gradient, _) in reference.gradients.items():
         sizes[n] = float(np.sqrt(np.mean(np.square(np.abs(gradient))))) if gradient.size else 0.0
     largest = max((size for size in sizes.values() if np.isfinite(size)), default=0.0)
     return {n for n, size in sizes.items() if size > eps * largest or np.isnan(size)}
 
 
-def total_row(half: RecordedProgram, full: RecordedProgram, finfo: jnp.finfo) -> ComparedRow:
+def total_row(first: RecordedProgram, reference: RecordedProgram, finfo: jnp.finfo) -> ComparedRow:
     """Return one row for the results and all gradients of arguments together."""
 
     def all_numbers(program: RecordedProgram) -> np.ndarray:
@@ -191,16 +195,16 @@ def total_row(half: RecordedProgram, full: RecordedProgram, finfo: jnp.finfo) ->
         arrays += [gradient.array for gradient in program.gradients.values()]
         return np.concatenate([array.ravel() for array in arrays] or [np.zeros(0)])
 
-    phase = "backward" if half.gradients else "forward"
-    return compared_row("", phase, "", all_numbers(half), all_numbers(full), finfo)
+    phase = "backward" if first.gradients else "forward"
+    return compared_row("", phase, "", all_numbers(first), all_numbers(reference), finfo)
 
 
-def _differences(half: np.ndarray, full: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _differences(first: np.ndarray, reference: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return both arrays and their difference.
 
     An element that is the same infinity in both arrays, or NaN in both, is replaced by 0 in both. Masks contain such
     elements.
     """
-    is_same = ~np.isfinite(full) & ((half == full) | (np.isnan(half) & np.isnan(full)))
-    half, full = np.where(is_same, 0, half), np.where(is_same, 0, full)
-    return half, full, half - full
+    is_same = ~np.isfinite(reference) & ((first == reference) | (np.isnan(first) & np.isnan(reference)))
+    first, reference = np.where(is_same, 0, first), np.where(is_same, 0, reference)
+    return first, reference, first - reference
