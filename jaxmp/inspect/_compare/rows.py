@@ -103,7 +103,7 @@ def _match(
     return sorted(pairs, key=in_program_order), tuple(dict.fromkeys(unmatched))
 
 
-def _without_casts(program: RecordedProgram, slots: Sequence[Slot]) -> Sequence[Slot]:
+def _without_casts(program: RecordedProgram, slots: list[Slot]) -> list[Slot]:
     """Return the slots of values other than casts, or all slots if all are casts."""
     return [slot for slot in slots if not program.values[slot].is_cast] or slots
 
