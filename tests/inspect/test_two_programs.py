@@ -178,7 +178,7 @@ def test_scopes_without_a_row_are_listed():
     comparison = compare(half_logits, reference=loop, grad=False)(PARAMS, TOKENS)
     assert _paths(comparison) == [] and comparison.unmatched == tuple(PATHS)
     assert comparison.worst.relative_error < 2**-7
-    assert "No scope has the same path and shape in both functions" in str(comparison)
+    assert "No value of a scope has a match in the other function" in str(comparison)
 
     def with_another_scope(params, x):
         with jax.named_scope("extra_0"):
@@ -189,7 +189,7 @@ def test_scopes_without_a_row_are_listed():
 
     comparison = compare(with_another_scope, reference=_layers(jnp.matmul), grad=False)(W, X)
     assert _paths(comparison) == ["a", "b", "c"] and comparison.unmatched == ("extra_0", "extra_1")
-    assert str(comparison).splitlines()[-1].endswith("returns, or in another shape: extra_*")
+    assert str(comparison).splitlines()[-1].endswith("without a match, because of their number, shape or loop: extra_*")
 
 
 def test_a_function_with_the_name_of_a_dtype_is_another_function():

@@ -122,8 +122,8 @@ class Comparison(tables.Shown):
                 yield "No policy, region or autocast changes a product here; both runs have only the code's casts."
         elif scopes:
             if not any(row.path for row in self.rows if row.phase == "forward"):
-                yield "No scope has the same path and shape in both functions, so only the results are compared."
-            yield f"scopes with values that only one of the functions returns, or in another shape: {scopes}"
+                yield "No value of a scope has a match in the other function, so only the results are compared."
+            yield f"scopes with values without a match, because of their number, shape or loop: {scopes}"
 
 
 def _key_of_row(row: ComparedRow) -> tuple[str, str, str]:
