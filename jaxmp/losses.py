@@ -441,7 +441,7 @@ def _gradient(logits: jax.Array, labels: jax.Array, denominators: _Denominators,
         gradient -= (1 - smoothing) * (columns == labels).astype(wide.dtype)  # no column is an ignored label
         if smoothing:
             share = jnp.where(is_ignored, 0, smoothing / classes).astype(wide.dtype)
-            gradient -= jnp.where(columns < classes, share, 0)
+            gradient -= share * (columns < classes).astype(wide.dtype)  # a select would create a constant
         (gradient,) = by_logits(gradient)
         return gradient
 
