@@ -134,8 +134,8 @@ def profile(fun: Callable[..., Any], *, steps: int = 5) -> Callable[..., Profile
 
     >>> step = jax.jit(lambda w, x: w - jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w))
     >>> measured = profile(step)(jnp.ones((64, 64)), jnp.ones((256, 64)))
-    >>> measured.sentences[-1]
-    'All products run in float32, ...: no policy and no autocast is in effect.'
+    >>> [sentence for sentence in measured.sentences if sentence.startswith("All products")]
+    ['All products run in float32, ...: no policy and no autocast is in effect.']
     """
     require_whole_number("steps", steps)
 
