@@ -52,7 +52,7 @@ Constants = Sequence[tuple[float, float] | None]
 
 @dataclasses.dataclass
 class Classifier:
-    """The classifier of operations, with the half dtype (float16, bfloat16) and the overrides of one function.
+    """The classifier of the operations of one function, with its half dtype and its overrides.
 
     Args:
       half: the compute dtype of code outside of marked modules; None if all code is marked.

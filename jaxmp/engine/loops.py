@@ -64,7 +64,10 @@ class _Loop(NamedTuple):
 
 
 def _decide_carries(graph: Graph, step: Step, states: States) -> None:
-    """Make the carry of a stack of layers half, and every other carry float32 with the values on its cycles."""
+    """Make the carry of a stack of layers half, and every other carry float32.
+
+    The values on the cycles of a float32 carry are float32 too.
+    """
     carries = {join for join in step.joins if join is not None}
     if not carries:
         return

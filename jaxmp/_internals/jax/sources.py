@@ -33,7 +33,7 @@ def scopes_and_transforms(eqn: Any) -> tuple[Names, tuple[str, ...]]:
 
 
 def is_transformed_around(eqn: Any, scope: str) -> bool:
-    """Return whether a transformation outside of a scope made an equation, such as a derivative of its code."""
+    """Return whether a transformation outside of a scope, such as a derivative, made an equation."""
     for entry in eqn.source_info.name_stack.stack:
         if not isinstance(entry, source_info_util.Scope):
             return True

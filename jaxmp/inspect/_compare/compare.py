@@ -224,7 +224,10 @@ def compare(
 
 
 def _require_same_kind(fun: Callable[..., Any], reference: Callable[..., Any]) -> None:
-    """Raise a ValueError if only one of two functions is a train step, or they have different microbatches."""
+    """Raise a ValueError if two functions cannot be compared.
+
+    Only one is a train step, or two train steps have different microbatches.
+    """
     if is_step(fun) != is_step(reference):
         raise ValueError(
             "compare takes two train steps or two other functions, got a train step and another function; pass the "

@@ -1,4 +1,4 @@
-"""Compare the log-probabilities that two programs give the same tokens: :func:`jaxmp.inspect.compare_log_probs`."""
+"""The comparison of the log-probabilities that two programs give the same tokens."""
 
 from __future__ import annotations
 
@@ -115,7 +115,11 @@ def _counted_tokens(train: _Shape, serve: _Shape, tokens: _Shape | None, where: 
 
 
 def _checked_log_probs(log_probs: np.ndarray) -> np.ndarray:
-    """Return log-probabilities in float64. Raise a ValueError if one is above 0 by more than a rounding error."""
+    """Return log-probabilities in float64.
+
+    Raises:
+      ValueError: one of them is above 0 by more than a rounding error.
+    """
     log_probs = log_probs.astype(np.float64)
     largest = np.max(log_probs)
     if largest > 1e-3:

@@ -18,7 +18,7 @@ from jaxmp.inspect._compare.run import RecordedProgram, Slot
 
 
 class _Layout(NamedTuple):
-    """The shape of a recorded value, which begins with the number of iterations of each scan around the value."""
+    """The shape of a recorded value. It begins with the iterations of each scan around the value."""
 
     shape: tuple[int, ...]
     scans: int
@@ -48,7 +48,7 @@ class _Layout(NamedTuple):
 
 
 def in_layout_of(reference: RecordedProgram, first: RecordedProgram) -> RecordedProgram:
-    """Return ``first``, with the layout of ``reference`` for the values that only one of them computes in a loop.
+    """Return ``first`` with the layout of ``reference`` for values that only one computes in a loop.
 
     Values that fit the layout of ``reference`` in several ways are left out of ``returned`` and ``passed_in``.
     """
@@ -80,7 +80,10 @@ def _layout(program: RecordedProgram, slot: Slot) -> _Layout:
 
 
 def _conversions(layout: _Layout, others: Collection[_Layout]) -> list[Callable[[np.ndarray], np.ndarray]]:
-    """Return functions that convert an array to one of the other layouts. A layout among the others needs none."""
+    """Return functions that convert an array to one of the other layouts.
+
+    A layout that is among the others needs none.
+    """
     if layout in others:
         return []
     conversions: list[Callable[[np.ndarray], np.ndarray]] = []
