@@ -230,6 +230,30 @@ def test_the_sentence_says_what_float32_gains_and_the_override_does_it():
     assert after.measured.gradient_error == pytest.approx(promised, rel=0.3)
 
 
+def test_an_error_of_many_lines_is_compared_with_that_of_the_products():
+    weights = [np.random.default_rng(seed).normal(size=(32, 32)).astype(np.float32) / 12 for seed in range(6)]
+    x = np.random.default_rng(100).normal(size=(64, 32)).astype(np.float32)
+
+    def loss_fn(w, x):
+        x = x + jnp.tanh(x @ w[0])
+        x = x + jnp.tanh(x @ w[1])
+        x = x + jnp.tanh(x @ w[2])
+        x = x + jnp.tanh(x @ w[3])
+        x = x + jnp.tanh(x @ w[4])
+        x = x + jnp.tanh(x @ w[5])
+        return jnp.mean((x - 1) ** 2)
+
+    budget = error_budget(loss_fn, "mixed_bfloat16", probes=1)(weights, x)
+    sentence = budget.sentences[-1]
+    assert sentence.startswith("No line causes most of the gradients' error")
+    promised = float(sentence.partition("the error would be ")[2].partition(" %")[0]) / 100
+    overrides = {"primitive:add": "float32", "primitive:tanh": "float32"}
+    products_only = jaxmp.autocast(loss_fn, "mixed_bfloat16", overrides=overrides)
+    exact, half = (jax.grad(fun)(weights, x) for fun in (loss_fn, products_only))
+    assert promised < 0.8 * budget.measured.gradient_error
+    assert promised == pytest.approx(norm(np.subtract(half, exact)) / norm(exact), rel=0.05)
+
+
 # -- the same numbers in other spellings -----------------------------------------------------------------------------
 
 
