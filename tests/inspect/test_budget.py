@@ -61,9 +61,9 @@ class Truth:
 
 
 @functools.cache
-def truth(name, policy="mixed_bfloat16"):
+def truth(name, policy="mixed_bfloat16", loss_scale=1):
     loss_fn, make_args = PROGRAMS[name]
-    return Truth(loss_fn, make_args(), policy, probes=32)
+    return Truth(lambda *args: loss_scale * loss_fn(*args), make_args(), policy, probes=32)
 
 
 def share_within(pairs, factor):
@@ -91,9 +91,9 @@ class TestAgainstTheTruth:
     def test_nine_in_ten_effects_on_the_loss_are_as_predicted(self, name):
         assert share_within(truth(name).losses, 1.05) >= 0.9
 
-    def test_float16_is_as_predicted_too(self):
-        measured = truth("messages", "mixed_float16")
-        assert share_within(measured.gradients, 1.6) >= 0.9
+    @pytest.mark.parametrize("name", programs())
+    def test_float16_with_a_loss_scale_is_as_predicted_too(self, name):
+        assert share_within(truth(name, "mixed_float16", loss_scale=1024).gradients, 1.6) >= 0.9
 
     @pytest.mark.parametrize("name", programs(without=WITH_CHOICES))
     def test_all_roundings_together_explain_the_error(self, name):

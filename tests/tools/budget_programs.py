@@ -135,8 +135,6 @@ def flow(params, x):
 
 
 PROGRAMS = {
-    "language model": (language_model, language_model_args),
-    "language model, unrolled": (functools.partial(language_model, is_scan=False), language_model_args),
     "convolutions": (
         convolutions,
         lambda: (_weights(first=(3, 3, 3, 8), second=(3, 3, 8, 8), head=(8, 5)), _batch(8, 6, 6, 3)),
@@ -150,4 +148,6 @@ PROGRAMS = {
     ),
     "messages": (messages, lambda: (_weights(first=(16, 8), second=(16, 8), update=(8, 8)), _batch(12, 8))),
     "flow": (flow, lambda: (_weights(encoder=(8, 16), field=(16, 16), head=(16, 4)), _batch(16, 8))),
+    "language model": (language_model, language_model_args),
+    "language model, unrolled": (functools.partial(language_model, is_scan=False), language_model_args),
 }
