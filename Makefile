@@ -12,9 +12,10 @@ NOTEBOOK ?= quickstart
 SMALL := $(filter-out 0,$(SMOKE))
 MINUTES ?= $(if $(SMALL),0,9)
 WORKERS := $(shell getconf _NPROCESSORS_ONLN)
-# In CI, up to three failed tests run once more, because a machine may stall. The summary names these tests.
-AGAIN := $(if $(CI),--reruns 1 --max-suite-reruns 3 --rerun-show-tracebacks)
-PYTEST := -m pytest -q -n $(WORKERS) --maxprocesses 8 --dist worksteal $(AGAIN)
+# In CI, up to three failed tests run once more, because a machine may stall. The summary names these tests, and those
+# that took long.
+IN_CI := $(if $(CI),--reruns 1 --max-suite-reruns 3 --rerun-show-tracebacks --durations 8 --durations-min 5)
+PYTEST := -m pytest -q -n $(WORKERS) --maxprocesses 8 --dist worksteal $(IN_CI)
 # Tests that compile for absent devices run on the newest Python only, because only its environment has the compilers.
 ABSENT := absent_gpu or absent_tpu
 QUICK := not slow and not ($(ABSENT))
