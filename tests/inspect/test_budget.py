@@ -14,6 +14,8 @@ import optax
 import pytest
 from budget_programs import PROGRAMS, language_model, language_model_args
 from flax import nnx
+from jax.extend.core import Primitive
+from jax.interpreters import ad, mlir
 from meshes import mesh_of
 
 import jaxmp
@@ -458,6 +460,21 @@ def test_a_function_with_a_rule_for_vmap_is_not_covered_and_is_named():
     (gap,) = budget.not_covered
     assert gap.operation == "custom_vmap_call" and "does not differentiate it backwards" in gap.why
     assert budget.measured.gradient_error > 0
+
+
+def test_an_operation_whose_derivative_raises_is_not_covered_and_is_named():
+    double = Primitive("double")
+    double.def_abstract_eval(lambda y: y)
+    mlir.register_lowering(double, mlir.lower_fun(lambda y: 2 * y, multiple_results=False))
+
+    def refuse(primals, tangents):
+        raise AssertionError
+
+    ad.primitive_jvps[double] = refuse
+    budget = error_budget(lambda x: double.bind(x @ x) @ x, "mixed_bfloat16")(X)
+    (gap,) = budget.not_covered
+    assert gap.operation == "double" and gap.why == "its derivative raises AssertionError"
+    assert budget.measured.gradient_error > budget.predicted.gradient_error > 0
 
 
 def test_float8_products_are_refused(monkeypatch):

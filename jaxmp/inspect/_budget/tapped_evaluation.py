@@ -73,7 +73,14 @@ class WideEvaluation(Rewriter):
         if reason := reason_against(eqn):
             self.gaps[self._key] = reason
             operands = list(map(_without_gradient, operands))
-        results = self._results(eqn, operands)
+        try:
+            results = self._results(eqn, operands)
+        except Exception as error:
+            if classify(eqn.primitive.name) is not None:
+                raise
+            # For example, lineax's solve has no derivative with respect to the factors of its matrix.
+            self.gaps[self._key] = f"its derivative raises {type(error).__name__}"
+            results = self._results(eqn, list(map(_without_gradient, operands)))
         for position, result in enumerate(results):
             number = self.changes.sites.get((self._key, position))
             if number is not None:
