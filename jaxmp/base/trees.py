@@ -199,3 +199,8 @@ def map_nodes_of_type(fun: Callable[[Any], Any], tree: Any, types: type | tuple[
 def path_name(path: tuple[Any, ...]) -> str:
     """Return a JAX key path as users write it: ``encoder/Dense_0/kernel``."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def path_parts(path: tuple[Any, ...]) -> tuple[str, ...]:
+    """Return the names along a JAX key path, for patterns."""
+    return tuple(path_name(path).split("/")) if path else ()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -18,7 +19,7 @@ import optax
 
 from jaxmp.base.arguments import require_whole_number
 from jaxmp.base.dtypes import closest_names
-from jaxmp.base.trees import is_float_array, nodes_of_type, path_name, widen
+from jaxmp.base.trees import is_float_array, nodes_of_type, path_name, path_parts, widen
 from jaxmp.base.user_warnings import warn_user
 from jaxmp.optim.checked_params import are_params_checked
 from jaxmp.optim.checks import as_optimizer
@@ -34,11 +35,14 @@ from jaxmp.optim.stored_moments import (
     leaves_of_state,
     readable_with_scales,
 )
+from jaxmp.policy.patterns import covers, require_param_match
 
 Rounding = Literal["stochastic", "kahan", "split", "nearest"]
 Moments = Literal["float32", "bfloat16", "float8"]
 _ROUNDINGS = ("stochastic", "kahan", "split", "nearest")
 _MOMENTS = ("float32", "bfloat16", "float8")
+_ALL = "**"
+"""The pattern that matches every param."""
 
 
 class LowPrecisionState(NamedTuple):
@@ -47,8 +51,8 @@ class LowPrecisionState(NamedTuple):
     Attributes:
       count: the number of updates so far, an int32 scalar. The random bits of an update depend on the count.
       inner_state: the state of the wrapped optimizer, with the moments in their storage format.
-      compensation: with ``"kahan"`` or ``"split"``, the rounding error of each bfloat16 param in bfloat16 or int8 (None
-        for other params); otherwise None.
+      compensation: the rounding error of each bfloat16 param, in bfloat16 with ``"kahan"`` and in int8 with
+        ``"split"``; None for other params. If no param has one of these two roundings, ``compensation`` is None.
     """
 
     count: jax.Array  # type: ignore[assignment]  # hides tuple.count, as in the states of optax
@@ -59,7 +63,7 @@ class LowPrecisionState(NamedTuple):
 def low_precision(
     inner: optax.GradientTransformation,
     *,
-    rounding: Rounding = "stochastic",
+    rounding: Rounding | Mapping[str, Rounding] = "stochastic",
     moments: Moments = "float32",
     seed: int = 0,
     block: int = 256,
@@ -85,15 +89,19 @@ def low_precision(
       inner: any optax transform.
       rounding: the rounding of bfloat16 params: ``"stochastic"``; ``"kahan"``, which stores the rounding error in 16
         more bits per param; ``"split"``, which stores 8 more bits of each param's mantissa; or ``"nearest"``, which
-        loses every update that is smaller than half a unit in the param's last place.
+        loses every update that is smaller than half a unit in the param's last place. For several roundings, pass a
+        mapping from patterns of param paths to roundings, such as ``{"embed": "stochastic", "**": "kahan"}``. The first
+        match wins. A pattern is a glob as in :class:`jaxmp.PolicyMap`, and covers all params below the path. A param
+        that no pattern covers is rounded stochastically.
       moments: the format in which moments are stored between steps.
       seed: the seed of stochastic rounding.
       block: the number of values along the last axis that share one scale in ``"float8"``.
 
     Raises:
       TypeError: ``inner`` is not an optimizer.
-      ValueError: another argument has a value that is not allowed; ``init`` got float16 or float8 params; ``moments``
-        is set for an optimizer without moments; ``update`` got no params, or the state of another optimizer.
+      ValueError: another argument has a value that is not allowed; ``init`` got float16 or float8 params; a pattern of
+        ``rounding`` covers no param; ``moments`` is set for an optimizer without moments; ``update`` got no params, or
+        the state of another optimizer.
 
     >>> tx = low_precision(optax.sgd(1e-3), seed=1)
     >>> weights = {"w": jnp.ones(10_000, jnp.bfloat16)}
@@ -102,18 +110,26 @@ def low_precision(
     >>> new.dtype, round(float(1 - new.astype("float32").mean()), 4)  # rounding to nearest would give 0
     (dtype(bfloat16), 0.001)
     """
-    for name, choice, known in (("rounding", rounding, _ROUNDINGS), ("moments", moments, _MOMENTS)):
-        if choice not in known:
-            raise ValueError(
-                f"{name} must be one of {', '.join(map(repr, known))}, got {choice!r}; nearest: "
-                f"{closest_names(str(choice), known)}"
-            )
+    roundings = dict(rounding) if isinstance(rounding, Mapping) else {_ALL: rounding}
+    for choice in roundings.values():
+        _require_choice("rounding", choice, _ROUNDINGS)
+    roundings.setdefault(_ALL, "stochastic")
+    _require_choice("moments", moments, _MOMENTS)
     require_whole_number("block", block)
     require_whole_number("seed", seed, least=0)
-    transform = _LowPrecisionTransform(as_optimizer(inner), rounding, moments, seed, block)
+    transform = _LowPrecisionTransform(as_optimizer(inner), tuple(roundings.items()), moments, seed, block)
     tx = LowPrecision(transform.init, transform.update)
     tx.transform = transform
     return tx
+
+
+def _require_choice(name: str, choice: Any, known: Sequence[str]) -> None:
+    """Raise a ValueError if the value of an argument is not one of the known values."""
+    if choice not in known:
+        raise ValueError(
+            f"{name} must be one of {', '.join(map(repr, known))}, got {choice!r}; nearest: "
+            f"{closest_names(str(choice), known)}"
+        )
 
 
 class LowPrecision(optax.GradientTransformationExtraArgs):
@@ -130,16 +146,24 @@ class LowPrecision(optax.GradientTransformationExtraArgs):
 
 @dataclasses.dataclass(frozen=True)
 class _LowPrecisionTransform:
-    """The arguments and the methods of the transform :func:`low_precision`."""
+    """The arguments and the methods of the transform :func:`low_precision`.
+
+    ``roundings`` has pairs of a pattern and a rounding. The first match wins. A pair with the pattern ``"**"`` is
+    always there.
+    """
 
     inner: optax.GradientTransformationExtraArgs
-    rounding: str
+    roundings: tuple[tuple[str, str], ...]
     moments: str
     seed: int
     block: int
 
     def init(self, weights: optax.Params) -> LowPrecisionState:
         _require_dtypes(weights)
+        paths = [path_parts(path) for path, _ in jax.tree.leaves_with_path(weights)]
+        for pattern, _ in self.roundings:
+            if pattern != _ALL:
+                require_param_match(pattern, paths)
         self.warn_if_nothing_is_rounded(weights)
         state = self.inner.init(widen(weights))
         if rounds_params(state):
@@ -158,13 +182,31 @@ class _LowPrecisionTransform:
 
     def warn_if_nothing_is_rounded(self, weights: Any) -> None:
         """Warn if this transform has a rounding other than the default, but no param is bfloat16."""
-        if are_params_checked() or self.rounding == "stochastic":
+        if are_params_checked() or all(rounding == "stochastic" for _, rounding in self.roundings):
             return
         if not any(_is_bfloat16(leaf) for leaf in jax.tree.leaves(weights)):
             warn_user(
-                f"rounding={self.rounding!r} rounds bfloat16 params, but no param is bfloat16, so it does nothing; use "
-                "a policy with bfloat16 params, such as 'bfloat16_sr', or leave rounding out"
+                f"rounding={self._rounding_text()} rounds bfloat16 params, but no param is bfloat16, so it does "
+                "nothing; use a policy with bfloat16 params, such as 'bfloat16_sr', or leave rounding out"
             )
+
+    def _rounding_text(self) -> str:
+        """Return the argument ``rounding`` as text."""
+        (_, first), *others = self.roundings
+        return repr(dict(self.roundings) if others else first)
+
+    def _rounding_of(self, path: Any) -> str:
+        """Return the rounding of the param at a path."""
+        return next(rounding for pattern, rounding in self.roundings if covers(pattern, path_parts(path)))
+
+    def _compensation_dtype(self, path: Any, weight: Any) -> Any:
+        """Return the dtype of the compensation of a param, or None if the param has none."""
+        return COMPENSATION_DTYPES.get(self._rounding_of(path)) if _is_bfloat16(weight) else None
+
+    @property
+    def _is_compensated(self) -> bool:
+        """Return whether a rounding has a compensation."""
+        return any(rounding in COMPENSATION_DTYPES for _, rounding in self.roundings)
 
     def wrap(
         self, inner_state: Any, weights: optax.Params, before: LowPrecisionState | None = None
@@ -175,11 +217,11 @@ class _LowPrecisionTransform:
         """
         count = jnp.zeros((), jnp.int32) if before is None else before.count
         compensation = None
-        dtype = COMPENSATION_DTYPES.get(self.rounding)
-        if dtype is not None:
+        if self._is_compensated:
 
-            def lost(weight: Any, old: Any = None) -> Any:
-                if not _is_bfloat16(weight):
+            def lost(path: Any, weight: Any, old: Any = None) -> Any:
+                dtype = self._compensation_dtype(path, weight)
+                if dtype is None:
                     return None
                 if old is None:
                     return jnp.zeros_like(weight, dtype)
@@ -189,7 +231,7 @@ class _LowPrecisionTransform:
                 return compensation_of(wide + read_compensation(wide, old), wide, dtype)
 
             stored = [] if before is None or before.compensation is None else [before.compensation]
-            compensation = jax.tree.map(lost, weights, *stored)
+            compensation = jax.tree.map_with_path(lost, weights, *stored)
         return LowPrecisionState(count, self._encoded(inner_state, inner_state, count), compensation)
 
     def update(
@@ -216,36 +258,36 @@ class _LowPrecisionTransform:
     def _check_arguments(self, state: Any, weights: Any) -> None:
         if weights is None:
             raise ValueError("low_precision rounds params, got none; write tx.update(grads, opt_state, params)")
-        if not isinstance(state, LowPrecisionState) or not self._stores(state.compensation):
+        if not isinstance(state, LowPrecisionState) or not self._stores(state.compensation, weights):
             raise ValueError(
-                f"low_precision(…, rounding={self.rounding!r}) needs the state of its own init, got one of another "
-                f"optimizer ({type(state).__name__}); for a train state use state.with_tx(tx)"
+                f"low_precision(…, rounding={self._rounding_text()}) needs the state of its own init, got one of "
+                f"another optimizer ({type(state).__name__}); for a train state use state.with_tx(tx)"
             )
         _require_dtypes(weights)
 
-    def _stores(self, compensation: Any) -> bool:
-        """Return whether this rounding stores a compensation like this one."""
-        dtype = COMPENSATION_DTYPES.get(self.rounding)
-        if dtype is None or compensation is None:
-            return dtype is compensation
-        return all(leaf.dtype == dtype for leaf in jax.tree.leaves(compensation))
+    def _stores(self, compensation: Any, weights: Any) -> bool:
+        """Return whether a compensation is one that these roundings store for these params."""
+        if compensation is None or not self._is_compensated:
+            return compensation is None and not self._is_compensated
+        dtypes = jax.tree.leaves(jax.tree.map_with_path(self._compensation_dtype, weights))
+        return [leaf.dtype for leaf in jax.tree.leaves(compensation)] == dtypes
 
     def _rounded_updates(self, changes: Any, state: LowPrecisionState, weights: Any) -> tuple[Any, Any]:
         """Return the updates to the rounded new params, and the compensation."""
-        is_compensated = self.rounding in COMPENSATION_DTYPES
 
         def rounded(path: Any, weight: Any, change: Any, lost: Any = None) -> Any:
             if not _is_bfloat16(weight):
                 return change, None
-            draw = Draw(self.seed, state.count, f"params/{path_name(path)}") if self.rounding == "stochastic" else None
+            is_random = self._rounding_of(path) == "stochastic"
+            draw = Draw(self.seed, state.count, f"params/{path_name(path)}") if is_random else None
             update, remainder = _rounded_update(weight, change, lost, draw)
-            return update, remainder if is_compensated else None
+            return update, None if lost is None else remainder
 
-        lost = [state.compensation] if is_compensated else []
+        lost = [state.compensation] if self._is_compensated else []
         pairs = jax.tree.map_with_path(rounded, weights, changes, *lost)
         new_updates = jax.tree.map(lambda _, pair: pair[0], weights, pairs)
         compensation = jax.tree.map(lambda _, pair: pair[1], weights, pairs)
-        return new_updates, compensation if is_compensated else None
+        return new_updates, compensation if self._is_compensated else None
 
     def _encoded(self, state: Any, old: Any, count: jax.Array, scales: list[Any] | None = None) -> Any:
         """Return the optimizer's state in the storage format of ``old``.
@@ -289,7 +331,11 @@ class _LowPrecisionTransform:
             "float8": f"float8_e4m3fn, rounded stochastically, one scale for {self.block} values; float32 if "
             f"{self.block} does not divide the last axis",
         }[self.moments]
-        lines = [f"bfloat16 params {of_params[self.rounding]}, other params unchanged"]
+        lines = []
+        for pattern, rounding in self.roundings:
+            where = "" if len(self.roundings) == 1 else f" of {pattern!r}"
+            lines.append(f"bfloat16 params{where} {of_params[rounding]}")
+        lines[-1] += ", other params unchanged"
         try:
             example = jax.ShapeDtypeStruct((self.block, self.block), jnp.float32)
             state = jax.eval_shape(self.inner.init, {"w": example})

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import fnmatch
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxmp.base.arguments import library_of, printed
+from jaxmp.base.dtypes import closest_names
 
 Path = tuple[str, ...]
 Pattern = str | type
@@ -110,6 +111,17 @@ def covers(pattern: Pattern, path: Path, classes: Mapping[Path, type | tuple[typ
     """
     above = [path[:depth] for depth in range(len(path) + 1)]
     return any(matches(pattern, module, (classes or {}).get(module)) for module in above)
+
+
+def require_param_match(pattern: str, paths: Sequence[Path]) -> None:
+    """Raise a ValueError if a pattern covers none of these paths of params."""
+    if is_class_pattern(pattern):
+        raise ValueError(f"a pattern of params must be a path, got {pattern!r}; write e.g. '**/kernel'")
+    if not any(covers(pattern, path) for path in paths):
+        raise ValueError(
+            f"the pattern {pattern!r} matches no leaf; the nearest paths: "
+            f"{closest_names(pattern, ['/'.join(path) for path in paths])}"
+        )
 
 
 def better_patterns(pattern: Pattern, paths: Iterable[Path], classes: Iterable[type] = ()) -> str:

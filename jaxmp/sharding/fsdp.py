@@ -12,17 +12,15 @@ from jax.sharding import PartitionSpec
 
 from jaxmp.base import tables
 from jaxmp.base import trees as _tree
+from jaxmp.policy.patterns import covers, require_param_match
 from jaxmp.sharding.specs import (
     Mesh,
     as_tuple,
     axes_in_spec,
-    covers,
     fitting,
     following,
     is_train_state,
-    parts_of,
     require_axes,
-    require_match,
     require_mesh,
     require_specs,
     specs_in,
@@ -80,12 +78,12 @@ def fsdp_specs(
     require_axes(mesh, [axis], "axis")
     rules, stacked = dict(rules or {}), as_tuple(stacked)
     leaves = jax.tree.leaves_with_path(shapes)
-    paths = [parts_of(path) for path, _ in leaves]
+    paths = [_tree.path_parts(path) for path, _ in leaves]
     for pattern in (*rules, *stacked):
-        require_match(pattern, paths)
+        require_param_match(pattern, paths)
 
     def spec_of(path: Any, leaf: Any) -> PartitionSpec:
-        parts, shape = parts_of(path), tuple(leaf.shape)
+        parts, shape = _tree.path_parts(path), tuple(leaf.shape)
         for pattern, spec in rules.items():
             if covers(pattern, parts):
                 return fitting(spec, pattern, "/".join(parts), shape, mesh)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -12,9 +12,7 @@ from jax.sharding import PartitionSpec
 
 from jaxmp.base import trees as _tree
 from jaxmp.base.arguments import printed
-from jaxmp.base.dtypes import closest_names
 from jaxmp.optim.stored_moments import Float8Blocks
-from jaxmp.policy.patterns import Path, is_class_pattern, matches
 
 Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
 
@@ -26,7 +24,7 @@ def following(state: Any, params: Any, specs: Any, mesh: Mesh) -> Any:
     param's path and the shapes are equal. All other leaves are replicated.
     """
     known = {
-        (parts_of(path), tuple(leaf.shape)): spec
+        (_tree.path_parts(path), tuple(leaf.shape)): spec
         for (path, leaf), spec in zip(jax.tree.leaves_with_path(params), specs_in(specs), strict=True)
     }
 
@@ -38,7 +36,7 @@ def following(state: Any, params: Any, specs: Any, mesh: Mesh) -> Any:
             )
             scales: Any = codes if is_divisible else PartitionSpec()
             return dataclasses.replace(leaf, codes=codes, scales=scales)
-        parts = parts_of(path)
+        parts = _tree.path_parts(path)
         ends = ((parts[start:], tuple(leaf.shape)) for start in range(len(parts) + 1))
         return next((known[end] for end in ends if end in known), PartitionSpec())
 
@@ -53,27 +51,6 @@ def is_train_state(tree: Any) -> bool:
 def text_of(spec: PartitionSpec) -> str:
     """Return a spec as text, such as ``P('data', None)``."""
     return f"P({', '.join(map(repr, spec))})"
-
-
-def parts_of(path: Any) -> Path:
-    """Return the names along the path of a leaf."""
-    return tuple(_tree.path_name(path).split("/")) if path else ()
-
-
-def covers(pattern: str, path: Path) -> bool:
-    """Return whether a pattern matches a path or one of its parent paths."""
-    return any(matches(pattern, path[:end], None) for end in range(len(path) + 1))
-
-
-def require_match(pattern: str, paths: Sequence[Path]) -> None:
-    """Raise a ValueError if a pattern matches no leaf."""
-    if is_class_pattern(pattern):
-        raise ValueError(f"a pattern of params must be a path, got {pattern!r}; write e.g. '**/kernel'")
-    if not any(covers(pattern, path) for path in paths):
-        raise ValueError(
-            f"the pattern {pattern!r} matches no leaf; the nearest paths: "
-            f"{closest_names(pattern, ['/'.join(path) for path in paths])}"
-        )
 
 
 def require_mesh(mesh: Any, call: str) -> None:

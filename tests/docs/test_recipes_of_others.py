@@ -16,10 +16,12 @@ import optax
 import pytest
 from flax import nnx
 from jax.sharding import AxisType
+from optax.contrib import MuonDimensionNumbers
 from pages import Block, blocks
 from places import ROOT
 
 import jaxmp
+from jaxmp.base.trees import path_name
 from jaxmp.program.walk import equations
 
 pytestmark = [
@@ -131,6 +133,11 @@ class Recipe:
         trees = [tree for name in ("mu", "nu") for _, tree in optax.tree_utils.tree_get_all_with_path(state, name)]
         return {leaf.dtype.name for leaf in jax.tree.leaves(trees)}
 
+    def compensated(self) -> set[str]:
+        """Return the paths of params whose rounding errors are stored."""
+        state = jax.eval_shape(self.tx.init, self.params)
+        return {path_name(path) for path, _ in jax.tree.leaves_with_path(state.compensation)}
+
     def gradients(self) -> set[str]:
         """Return the dtypes of the gradients of matrices, as the optimizer gets them."""
         dtypes = set[str]()
@@ -187,6 +194,17 @@ def test_the_programs_have_the_dtypes_of_the_table(project: str, tab: str) -> No
         # modded-nanogpt has no router, and the other projects no Muon. The last test has float8 logits.
         if expected and "float8" not in expected:
             assert dtypes == expected, row
+
+
+@BOTH
+def test_modded_nanogpt_stores_more_bits_for_muons_params_only(tab: str) -> None:
+    recipe = recipe_of("modded-nanogpt", tab)
+    numbers = recipe.scope["matrices"](recipe.params)
+    leaves = jax.tree.leaves_with_path(numbers, is_leaf=lambda node: isinstance(node, MuonDimensionNumbers))
+    of_muon = {path_name(path) for path, _ in leaves}
+    assert recipe.compensated() == of_muon
+    others = {path_name(path) for path, _ in jax.tree.leaves_with_path(recipe.params)} - of_muon
+    assert any("embed" in path for path in others) and any("bias" in path for path in others)
 
 
 def test_the_head_of_modded_nanogpt_is_float8_on_a_gpu_with_float8_products() -> None:

@@ -162,6 +162,22 @@ def test_kahan_takes_params_with_none_and_float32_among_them():
 
 
 @pytest.mark.once
+def test_the_first_pattern_that_covers_a_param_chooses_its_rounding():
+    names = ("kahan", "split", "nearest", "stochastic", "float32")
+    weights = {name: {"w": concrete.ones(64, jnp.bfloat16)} for name in names}
+    weights["float32"] = {"w": concrete.ones(64)}
+    roundings = {"kahan/w": "kahan", "kahan": "nearest", "split": "split", "nearest": "nearest", "float32": "kahan"}
+    tx = jaxmp.low_precision(optax.sgd(1e-3), rounding=roundings)
+    state = tx.init(weights)
+    updates, state = jax.jit(tx.update)(jax.tree.map(jnp.ones_like, weights), state, weights)
+    dtypes = {name: None if (lost := state.compensation[name]["w"]) is None else lost.dtype for name in names}
+    assert dtypes == {"kahan": jnp.bfloat16, "split": jnp.int8, "nearest": None, "stochastic": None, "float32": None}
+    is_changed = {name: bool(jnp.any(updates[name]["w"] != 0)) for name in names}
+    assert is_changed == {"kahan": False, "split": False, "nearest": False, "stochastic": True, "float32": True}
+    assert "bfloat16 params of 'split' with 8 more bits" in str(tx) and "of '**' rounded stochastically" in str(tx)
+
+
+@pytest.mark.once
 def test_a_non_finite_gradient_gives_a_non_finite_update():
     weights = {"w": concrete.ones(4, jnp.bfloat16)}
     tx = jaxmp.low_precision(optax.sgd(1.0), moments="float32")
@@ -309,6 +325,17 @@ def test_with_tx_turns_kahans_compensation_into_a_split_master_weight_and_back()
     np.testing.assert_allclose(wide.params["w"], 1 - 1e-3, atol=1e-4)
 
 
+def test_with_tx_starts_the_compensation_of_params_that_had_none():
+    mixed = jaxmp.low_precision(optax.sgd(1e-4), rounding={"w": "kahan", "v": "nearest"})
+    params = {name: concrete.ones(8, jnp.bfloat16) for name in ("v", "w")}
+    state = jaxmp.TrainState.create(params=params, tx=mixed)
+    update = jax.jit(lambda state: state.apply_gradients(grads=jax.tree.map(jnp.ones_like, state.params)))
+    state = update(state)
+    stored = update(state.with_tx(jaxmp.low_precision(optax.sgd(1e-4), rounding="kahan"))).opt_state.inner_state
+    np.testing.assert_allclose(stored.compensation["w"].astype(jnp.float32), -2e-4, rtol=1e-2)
+    np.testing.assert_allclose(stored.compensation["v"].astype(jnp.float32), -1e-4, rtol=1e-2)
+
+
 def test_with_tx_keeps_the_dtype_that_the_optimizer_gives_a_moment():
     adam = optax.adam(1e-3, mu_dtype=jnp.bfloat16)
     state = jaxmp.TrainState.create(params={"w": concrete.ones(4, jnp.bfloat16)}, tx=jaxmp.low_precision(adam))
@@ -441,6 +468,11 @@ def test_a_mistake_is_refused():
         (lambda: sgd.update(weights, sgd.init(weights)), "rounds params, got none"),
         (lambda: jaxmp.low_precision(adam).update(weights, adam.init(weights), weights), state_message),
         (lambda: jaxmp.low_precision(adam).update(weights, kahan.init(weights), weights), state_message),
+        (
+            lambda: jaxmp.low_precision(adam, rounding={"w": "kahan", "v/*": "split"}).init(weights),
+            "pattern 'v/\\*' matches no leaf; the nearest paths: 'w'",
+        ),
+        (lambda: jaxmp.low_precision(adam, rounding={"w": "khan"}), "rounding must be one of .*, got 'khan'"),
         (lambda: split.update(weights, kahan.init(weights), weights), r"rounding='split'\) needs the state of its own"),
     ):
         with pytest.raises(ValueError, match=phrase):
