@@ -62,10 +62,13 @@ def require_no_line_search(opt_state: optax.OptState) -> None:
         )
 
 
-def require_loss(loss: Any, otherwise: str) -> Any:
+def require_loss(loss: Any, otherwise: str, alternative: str = "") -> Any:
     """Return ``loss`` if it is a floating scalar.
 
-    ``otherwise`` is the remedy in the error message if the loss is not a number.
+    Args:
+      loss: the value that should be a loss.
+      otherwise: the remedy in the error message if ``loss`` is not a number.
+      alternative: another remedy, which the message adds to the first.
 
     Raises:
       TypeError: the loss is not a floating scalar.
@@ -74,7 +77,7 @@ def require_loss(loss: Any, otherwise: str) -> Any:
         remedy = otherwise
         if is_number(loss):
             remedy = "take its mean: jnp.mean(loss)" if np.ndim(loss) else "compute it from floating values"
-        raise TypeError(f"a loss must be a floating scalar, got {described(loss)}; {remedy}")
+        raise TypeError(f"a loss must be a floating scalar, got {described(loss)}; {remedy}{alternative}")
     return loss
 
 

@@ -354,7 +354,7 @@ def test_a_train_step_alone_is_enough_to_find_its_overflow():
 
 
 def test_a_function_without_a_loss_and_a_scale_that_is_none_are_refused():
-    with pytest.raises(TypeError, match=r"a loss must be a floating scalar, got float32 of shape \(3,\)"):
+    with pytest.raises(TypeError, match=r"a loss must be a floating scalar, got float32 of shape \(3,\).*: grad=False"):
         first_nonfinite(lambda x: x)(X)
     with pytest.raises(TypeError, match="or check only the results: grad=False"):
         first_nonfinite(lambda x: {"loss": x.sum()})(X)

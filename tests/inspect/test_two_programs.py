@@ -338,6 +338,13 @@ def test_arguments_that_do_not_fit_are_named(args, where, message):
         compare_log_probs(*args, where=where)
 
 
+def test_logits_in_a_tuple_or_a_dict_are_refused():
+    with pytest.raises(TypeError, match=r"train needs to be an array of .*, got tuple of 2; .* pass the logits alone"):
+        compare_log_probs((LOGITS, LOG_PROBS), LOGITS, TOKENS)
+    with pytest.raises(TypeError, match=r"serve needs to be an array of .*, got dict; "):
+        compare_log_probs(LOGITS, {"logits": LOGITS}, TOKENS)
+
+
 def test_a_mask_must_be_boolean_and_tokens_must_be_integers():
     with pytest.raises(TypeError, match="where needs booleans, got float64; for a mask of zeros and ones"):
         compare_log_probs(LOG_PROBS, LOG_PROBS, where=LOG_PROBS + 0.01)

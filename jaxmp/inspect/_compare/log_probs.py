@@ -9,6 +9,7 @@ import numpy as np
 from scipy import special
 
 from jaxmp.base import tables
+from jaxmp.optim.checks import described
 
 _LOGITS_AT_ONCE = 2**22
 
@@ -62,7 +63,7 @@ def compare_log_probs(train: Any, serve: Any, tokens: Any = None, *, where: Any 
     Raises:
       ValueError: the shapes of the arguments do not fit, no token counts, a token that counts is outside of the
         vocabulary, or a log-probability that counts is above 0.
-      TypeError: ``where`` is not boolean, or ``tokens`` are not integers.
+      TypeError: ``train`` or ``serve`` is not an array, ``where`` is not boolean, or ``tokens`` are not integers.
 
     >>> train = jnp.log(jnp.array([[0.6, 0.4], [0.2, 0.8]]))
     >>> serve = jnp.log(jnp.array([[0.4, 0.6], [0.2, 0.8]]))
@@ -70,6 +71,12 @@ def compare_log_probs(train: Any, serve: Any, tokens: Any = None, *, where: Any 
     >>> comparison.largest_difference, comparison.flips  # log(0.6 / 0.4), and one of two largest logits
     (0.405..., 0.5)
     """
+    for name, value in (("train", train), ("serve", serve)):
+        if not hasattr(value, "shape") and not isinstance(value, list):
+            raise TypeError(
+                f"{name} needs to be an array of logits or log-probabilities, got {described(value)}; for a model that "
+                "returns (logits, …), pass the logits alone"
+            )
     counts = _counted_tokens(np.shape(train), np.shape(serve), None if tokens is None else np.shape(tokens), where)
     train, serve = np.asarray(train)[counts], np.asarray(serve)[counts]
     if tokens is None:

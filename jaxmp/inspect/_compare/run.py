@@ -14,6 +14,7 @@ from jaxmp.base.trees import widen
 from jaxmp.inspect.program.borders import AtBorder, passed_in, read_for_recording, returned
 from jaxmp.inspect.program.calls import (
     AS_WRITTEN,
+    RESULTS_ONLY,
     differentiated,
     in_double_precision,
     is_inexact,
@@ -84,7 +85,7 @@ def run_and_record(
 
     def separate_loss(*args: Any) -> Any:
         result = fun(*named(args))
-        return loss_and_rest(result) if grad else ((), result)
+        return loss_and_rest(result, RESULTS_ONLY) if grad else ((), result)
 
     jaxpr, consts, structure = program_of(separate_loss, *args)
     loss, aux = map(jax.tree.leaves, jax.tree.unflatten(structure, range(len(jaxpr.outvars))))

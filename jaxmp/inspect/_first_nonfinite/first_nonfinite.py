@@ -16,6 +16,7 @@ from jaxmp.inspect._first_nonfinite import stepping
 from jaxmp.inspect._first_nonfinite.origins import Range, failure_kind, on_host, ranges_of
 from jaxmp.inspect._first_nonfinite.search import ProgramRun, Rank, first_suspect
 from jaxmp.inspect.program.calls import (
+    RESULTS_ONLY,
     StepCall,
     argument_paths,
     differentiated,
@@ -191,7 +192,7 @@ def _losses_and_gradients(fun: Any, args: Sequence[Any]) -> Callable[..., Any]:
 
         def losses(differentiated_leaves: Sequence[Any]) -> Any:
             all_leaves = with_leaves(leaves, numbers, differentiated_leaves)
-            loss, aux = loss_and_rest(fun(*named(jax.tree.unflatten(structure, all_leaves))))
+            loss, aux = loss_and_rest(fun(*named(jax.tree.unflatten(structure, all_leaves))), RESULTS_ONLY)
             scaled = loss
             if scale is not None:
                 with jax.named_scope("loss_scale"):

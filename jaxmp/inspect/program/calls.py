@@ -185,13 +185,18 @@ def in_double_precision(value: Any) -> np.ndarray:
     return array.astype(np.complex128 if np.iscomplexobj(array) else np.float64)
 
 
-def loss_and_rest(result: Any) -> tuple[Any, list[Any]]:
+RESULTS_ONLY = ", or check only the results: grad=False"
+"""The remedy for a function without a loss, for tools with the argument ``grad``."""
+
+
+def loss_and_rest(result: Any, alternative: str = "") -> tuple[Any, list[Any]]:
     """Return the loss and the other results of a function.
 
-    The loss is the result, or its first element if the result is a tuple or a list.
+    The loss is the result, or its first element if the result is a tuple or a list. ``alternative`` is another remedy
+    for the error message.
 
     Raises:
       TypeError: the loss is not a floating scalar.
     """
     loss, *rest = result if isinstance(result, (tuple, list)) and result else (result,)
-    return require_loss(loss, "return the loss or (loss, …), or check only the results: grad=False"), rest
+    return require_loss(loss, "return the loss or (loss, …)", alternative), rest
