@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from jaxmp.base.arguments import printed
 
 NAMES = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 _ALIASES = {
@@ -20,6 +23,7 @@ _ALIASES = {
     **dict.fromkeys(("f8_e4m3", "e4m3"), "float8_e4m3fn"),
     **dict.fromkeys(("f8_e5m2", "e5m2"), "float8_e5m2"),
 }
+_FLOAT8 = ("float8", "fp8", "f8")
 CASTABLE = frozenset(np.dtype(dtype) for dtype in (np.float32, np.float16, jnp.bfloat16))
 """The dtypes that the engine (``jaxmp.engine``) casts from and to.
 
@@ -80,7 +84,7 @@ def canonical_dtype(dtype: Any) -> np.dtype:
         text = dtype.strip().lower()
         if text == "half":
             return half_dtype()
-        if text in ("float8", "fp8", "f8"):
+        if text in _FLOAT8:
             raise UnknownDtypeError(
                 f"float8 could mean 'float8_e4m3fn' or 'float8_e5m2', got {dtype!r}; write one of them, or for float8 "
                 "products the policy 'mixed_float8'"
@@ -96,10 +100,38 @@ def canonical_dtype(dtype: Any) -> np.dtype:
         ) from None
     if not jnp.issubdtype(result, jnp.floating):
         raise ValueError(
-            f"a policy's dtypes must be floating, got {result.name}: integers, bools and keys are never cast; "
+            f"the dtype must be floating, got {result.name}: integers, bools and keys are never cast; "
             f"use one of {', '.join(NAMES[:4])}"
         )
     return result
+
+
+def dtype_among(argument: str, dtype: Any, known: Sequence[str]) -> str:
+    """Return the known name that a dtype has.
+
+    Args:
+      argument: the name of the argument, for the error message.
+      dtype: a name, an alias or any dtype-like object, as for :func:`canonical_dtype`. ``"float8"`` stands for itself.
+      known: the names that are allowed.
+
+    Raises:
+      ValueError: the dtype has none of these names.
+
+    >>> dtype_among("moments", "bf16", ["float32", "bfloat16"])
+    'bfloat16'
+    """
+    name = None
+    if isinstance(dtype, str) and dtype.strip().lower() in _FLOAT8:
+        name = "float8"
+    else:
+        with contextlib.suppress(ValueError):
+            name = canonical_dtype(dtype).name
+    if name not in known:
+        raise ValueError(
+            f"{argument} must be one of {', '.join(map(repr, known))}, got {printed(dtype)}; write e.g. "
+            f"{argument}={known[0]!r}"
+        )
+    return name
 
 
 def _numpy_dtype(dtype: Any) -> np.dtype | None:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from jaxmp.base.arguments import printed
-from jaxmp.base.dtypes import CASTABLE, closest_names, is_half
+from jaxmp.base.dtypes import CASTABLE, canonical_dtype, closest_names, is_half
 from jaxmp.policy.patterns import EVERY, OPERATIONS, checked_overrides, path_and_primitive
 from jaxmp.policy.policies import Policy, PrecisionError
 from jaxmp.policy.policy_map import PolicyMap, get_policy
@@ -153,8 +153,21 @@ def _policy_of(value: Any) -> Policy | None:
         except PrecisionError:
             raise
         except (ValueError, TypeError):
-            return None
+            return _policy_of_half_dtype(value)
     return None
+
+
+def _policy_of_half_dtype(value: Any) -> Policy | None:
+    """Return the policy of a half dtype or its alias, or None for another value.
+
+    :func:`get_policy` refuses some of these names, because they do not say the dtype of params. An override of autocast
+    does not change params.
+    """
+    try:
+        dtype = canonical_dtype(value)
+    except ValueError:
+        return None
+    return Policy(dtype, dtype, dtype) if is_half(dtype) else None
 
 
 def checked_level(level: Any) -> Level:
@@ -164,10 +177,10 @@ def checked_level(level: Any) -> Level:
     policy = _policy_of(level)
     if policy is not None and policy.compute_dtype == np.float32:
         return level_of(policy)
+    remedy = "one of these" if policy is None else "'half'"
     raise ValueError(
         "a region must be 'float32', 'tensorfloat32', 'half' (the policy's compute dtype) or 'float32_result', or a "
-        "float32 policy, got "
-        f"{printed(level)}; write one of these"
+        f"float32 policy, got {printed(level)}; write {remedy}"
     )
 
 

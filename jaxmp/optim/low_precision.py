@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxmp.base.arguments import require_whole_number
-from jaxmp.base.dtypes import closest_names
+from jaxmp.base.dtypes import closest_names, dtype_among
 from jaxmp.base.trees import is_float_array, nodes_of_type, path_name, path_parts, widen
 from jaxmp.base.user_warnings import warn_user
 from jaxmp.optim.checked_params import are_params_checked
@@ -38,7 +38,6 @@ from jaxmp.optim.stored_moments import (
 from jaxmp.policy.patterns import covers, require_param_match
 
 Rounding = Literal["stochastic", "kahan", "split", "nearest"]
-Moments = Literal["float32", "bfloat16", "float8"]
 _ROUNDINGS = ("stochastic", "kahan", "split", "nearest")
 _MOMENTS = ("float32", "bfloat16", "float8")
 _ALL = "**"
@@ -64,7 +63,7 @@ def low_precision(
     inner: optax.GradientTransformation,
     *,
     rounding: Rounding | Mapping[str, Rounding] = "stochastic",
-    moments: Moments = "float32",
+    moments: Any = "float32",
     seed: int = 0,
     block: int = 256,
 ) -> optax.GradientTransformationExtraArgs:
@@ -93,7 +92,8 @@ def low_precision(
         mapping from patterns of param paths to roundings, such as ``{"embed": "stochastic", "**": "kahan"}``. The first
         match wins. A pattern is a glob as in :class:`jaxmp.PolicyMap`, and covers all params below the path. A param
         that no pattern covers is rounded stochastically.
-      moments: the format in which moments are stored between steps.
+      moments: the format in which moments are stored between steps: ``"float32"``, ``"bfloat16"`` or ``"float8"``. An
+        alias (``"bf16"``) or a dtype will do, too.
       seed: the seed of stochastic rounding.
       block: the number of values along the last axis that share one scale in ``"float8"``.
 
@@ -112,24 +112,19 @@ def low_precision(
     """
     roundings = dict(rounding) if isinstance(rounding, Mapping) else {_ALL: rounding}
     for choice in roundings.values():
-        _require_choice("rounding", choice, _ROUNDINGS)
+        if choice not in _ROUNDINGS:
+            raise ValueError(
+                f"rounding must be one of {', '.join(map(repr, _ROUNDINGS))}, got {choice!r}; nearest: "
+                f"{closest_names(str(choice), _ROUNDINGS)}"
+            )
     roundings.setdefault(_ALL, "stochastic")
-    _require_choice("moments", moments, _MOMENTS)
+    moments = dtype_among("moments", moments, _MOMENTS)
     require_whole_number("block", block)
     require_whole_number("seed", seed, least=0)
     transform = _LowPrecisionTransform(as_optimizer(inner), tuple(roundings.items()), moments, seed, block)
     tx = LowPrecision(transform.init, transform.update)
     tx.transform = transform
     return tx
-
-
-def _require_choice(name: str, choice: Any, known: Sequence[str]) -> None:
-    """Raise a ValueError if the value of an argument is not one of the known values."""
-    if choice not in known:
-        raise ValueError(
-            f"{name} must be one of {', '.join(map(repr, known))}, got {choice!r}; nearest: "
-            f"{closest_names(str(choice), known)}"
-        )
 
 
 class LowPrecision(optax.GradientTransformationExtraArgs):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import os
@@ -12,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from jaxmp.base import hardware
-from jaxmp.base.dtypes import canonical_dtype, closest_names
+from jaxmp.base.dtypes import closest_names, dtype_among
 from jaxmp.base.user_warnings import warn_user
 
 FORWARD_FORMAT = "float8_e4m3fn"
@@ -20,7 +19,6 @@ FORWARD_FORMAT = "float8_e4m3fn"
 
 _E5M2 = "float8_e5m2"
 _CHOICES = {
-    "gradient": (FORWARD_FORMAT, _E5M2),
     "weight_gradient": ("float8", "compute"),
     "accumulate": ("fast", "precise", "fast_forward"),
 }
@@ -61,8 +59,8 @@ class Float8:
     min_tokens: int = 1024
 
     def __post_init__(self) -> None:
-        with contextlib.suppress(ValueError):
-            object.__setattr__(self, "gradient", canonical_dtype(self.gradient).name)
+        gradient = dtype_among("gradient", self.gradient, (FORWARD_FORMAT, _E5M2))
+        object.__setattr__(self, "gradient", gradient)
         for name, known in _CHOICES.items():
             choice = getattr(self, name)
             if choice not in known:

@@ -47,6 +47,7 @@ ALIASES = {  # the names in Lightning and accelerate, and common variants
     **dict.fromkeys(("mixed_fp16", "mixed_f16", "fp16-mixed", "16-mixed"), "mixed_float16"),
     **dict.fromkeys(("mixed_bf16", "bf16-mixed"), "mixed_bfloat16"),
     **dict.fromkeys(("mixed_fp8", "mixed_f8"), "mixed_float8"),
+    "tf32": "tensorfloat32",
     **{"16-true": "float16", "bf16-true": "bfloat16", "32-true": "float32", "64-true": "float64"},
 }
 # These names mean a mixed policy in accelerate and Lightning, and a policy with half-precision params in jmp.

@@ -248,7 +248,7 @@ def get_policy(policy: Any) -> Policy | PolicyMap:
 
     The presets are:
 
-    - ``float32`` (= ``O0``) and ``tensorfloat32``
+    - ``float32`` (= ``O0``) and ``tensorfloat32`` (= ``tf32``)
     - ``mixed_float16`` (= ``mixed_fp16`` = ``16-mixed``)
     - ``mixed_bfloat16`` (= ``mixed_bf16`` = ``bf16-mixed``)
     - ``mixed_float8``

@@ -22,7 +22,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxmp._internals.jax.traces import is_tracing
 from jaxmp.base import trees as _tree
 from jaxmp.base.context_variables import setting
-from jaxmp.base.dtypes import at_least_float32, canonical_dtype
+from jaxmp.base.dtypes import at_least_float32, canonical_dtype, dtype_among
 from jaxmp.optim.pack_small import require_packed_are_whole
 from jaxmp.sharding.placement import moved_to
 from jaxmp.sharding.specs import (
@@ -42,7 +42,7 @@ BATCH_AXES = ("data", "fsdp")
 COPIES = "jaxmp.copies"
 """The name scope of the operations of :meth:`Plan.copies`."""
 _FLOAT32 = np.dtype(np.float32)
-_REDUCES = frozenset(map(np.dtype, (jnp.float32, jnp.bfloat16, jnp.float16)))
+_REDUCES = ("float32", "bfloat16", "float16")
 _tracing: ContextVar[Plan | None] = ContextVar("jaxmp_mesh_plan", default=None)
 
 
@@ -328,12 +328,7 @@ def to_reduce_in(dtype: Any) -> np.dtype:
     Raises:
       ValueError: ``dtype`` is not float32, bfloat16 or float16.
     """
-    checked = canonical_dtype(dtype)
-    if checked not in _REDUCES:
-        raise ValueError(
-            f"reduce_dtype must be float32, bfloat16 or float16, got {checked.name!r}; write reduce_dtype='float32'"
-        )
-    return checked
+    return canonical_dtype(dtype_among("reduce_dtype", dtype, _REDUCES))
 
 
 def reduced_in(reduce_dtype: np.dtype, dtype: Any) -> np.dtype:

@@ -135,7 +135,7 @@ def test_wrong_arguments_are_named(capsys):
             ("compare", "good", "--override", "layer"),
             "an --override must be KEY=LEVEL, such as '**/head=float32', got 'layer'",
         ),
-        (("compare", "good", "--reference", "half"), "reference must be 'float32' or 'float64', got 'half'"),
+        (("compare", "good", "--reference", "half"), "reference must be one of 'float32', 'float64', got 'half'"),
     ):
         assert _main(*arguments) == 2
         assert text in capsys.readouterr().err

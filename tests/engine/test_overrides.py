@@ -363,6 +363,7 @@ def test_invalid_overrides_raise():
         ({"class:clear": "float32"}, ValueError, "'class:clear': all_gather, all_gather_invariant, "),
         ({"primitive:scatter-add": "half"}, ValueError, "of the derivative only in autocast(grad(f))"),
         ({"**/head": "float16"}, ValueError, "or a policy that computes in float32 or bfloat16, got 'float16'"),
+        ({"**/head": "fp16"}, ValueError, "or a policy that computes in float32 or bfloat16, got 'fp16'"),
         ({"**/head": "O2"}, ValueError, "got 'O2'"),
         ({"**/head": "matmul_precision=BF16_F32_X3"}, ValueError, "got 'BF16_F32_X3'; nearest: 'BF16_BF16_F32_X3'"),
         ({"**/head": "policy;nonsense"}, ValueError, "got 'policy;nonsense'; write one of these"),
@@ -371,6 +372,23 @@ def test_invalid_overrides_raise():
     ):
         with pytest.raises(error, match=re.escape(text)):
             half(model, overrides=overrides)(X, W)
+
+
+def test_a_level_may_be_any_name_of_a_dtype():
+    for names in (
+        ("float32", "f32", "FP32", jnp.float32),
+        ("tensorfloat32", "tf32"),
+        ("bfloat16", "bf16", jnp.bfloat16),
+    ):
+        for key in ("head", "primitive:dot_general"):
+            plans = [jaxmp.cast_plan(model, "mixed_bfloat16", {key: name})(X, W).rows for name in names]
+            assert all(rows == plans[0] for rows in plans), (key, names)
+
+
+def test_a_region_for_a_half_dtype_is_refused():
+    for level in ("bf16", "bfloat16", "fp16", jnp.bfloat16, "mixed_bfloat16"):
+        with pytest.raises(ValueError, match=r"a region must be 'float32', .*, got .*; write 'half'"):
+            jaxmp.precision(level)
 
 
 def test_overrides_of_unknown_operations_raise_before_the_call():

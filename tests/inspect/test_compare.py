@@ -299,11 +299,9 @@ def test_infinities_of_a_mask_are_no_difference():
 
 
 def test_a_wrong_reference_and_functions_without_a_loss_or_floating_results_are_refused():
-    with pytest.raises(ValueError, match="reference must be 'float32' or 'float64', got 'float16'"):
-        compare(_chain(_exact, "a"), "mixed_bfloat16", reference="float16")
-    for dtype in (jnp.float32, np.float64, np.dtype("float32")):
-        with pytest.raises(ValueError, match=r"reference must be 'float32' or 'float64', got .*float"):
-            compare(_chain(_exact, "a"), "mixed_bfloat16", reference=dtype)
+    for wrong in ("float16", jnp.bfloat16, 32):
+        with pytest.raises(ValueError, match=r"reference must be one of 'float32', 'float64', got .*"):
+            compare(_chain(_exact, "a"), "mixed_bfloat16", reference=wrong)
     with pytest.raises(
         TypeError, match=r"a loss must be a floating scalar, got .*, or check only the results: grad=False"
     ):

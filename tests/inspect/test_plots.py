@@ -120,7 +120,7 @@ def test_without_underflow_the_title_of_a_heat_map_says_so(watched, tmp_path):
 def test_each_picture_says_what_it_needs(watched, tmp_path):
     with pytest.raises(ValueError, match="loss_scale must be a power of two here"):
         plots.exponents(statistics_of(X), loss_scale=3)
-    with pytest.raises(ValueError, match="values are counted for"):
+    with pytest.raises(ValueError, match=r"dtype must be one of 'float32', .*, got 'float64'"):
         plots.exponents(statistics_of(X), "float64")
     with pytest.raises(ValueError, match="a heat map needs a watched step, but there is none yet"):
         plots.underflow(Watch(lambda w: w, every=2))

@@ -445,6 +445,15 @@ def test_a_device_with_part_of_a_block_on_explicit_axes_is_jaxs_error():
 
 
 @pytest.mark.once
+@pytest.mark.parametrize("moments", ["bfloat16", " BF16", jnp.bfloat16, np.dtype(jnp.bfloat16)])
+def test_moments_may_be_any_name_of_a_dtype(moments):
+    tx = jaxmp.low_precision(optax.sgd(0.1, momentum=0.9), moments=moments)
+    state = jax.eval_shape(tx.init, {"w": jax.ShapeDtypeStruct((4, 8), jnp.float32)})
+    assert state.inner_state[0].trace["w"].dtype == jnp.bfloat16
+    assert jaxmp.low_precision(optax.adam(0.1), moments="fp8").transform.moments == "float8"
+
+
+@pytest.mark.once
 def test_a_mistake_is_refused():
     adam, weights = optax.adam(0.1), {"w": concrete.ones(4, jnp.bfloat16)}
     sgd = jaxmp.low_precision(optax.sgd(0.1))

@@ -44,6 +44,7 @@ READ = {
     "float32": (F32, F32, F32),
     "O0": (F32, F32, F32),
     "tensorfloat32": (F32, F32, F32),
+    "TF32": (F32, F32, F32),
     "mixed_float16": (F32, F16, F32),
     "mixed_bfloat16": (F32, BF16, F32),
     "float16": (F16, F16, F16),

@@ -69,8 +69,8 @@ def gathers_itself(params, model_state, batch, rng):
         (lambda: step_of(mesh_of_two_types()), "all of type Explicit, got 'data' of type Auto"),
         (lambda: Sharding(mesh_of(), {}, reduce="twice"), "'each' or 'once', got 'twice'"),
         (lambda: jaxmp.make_train_step(loss_fn, sharding=Sharding(mesh_of(), {}, reduce="once")), "accumulate_steps=1"),
-        (lambda: step_of(reduce_dtype="float64"), "be float32, bfloat16 or float16, got"),
-        (lambda: step_of(reduce_dtype="int8"), "must be floating, got int8"),
+        (lambda: step_of(reduce_dtype="float64"), "one of 'float32', 'bfloat16', 'float16', got 'float64'"),
+        (lambda: step_of(reduce_dtype="int8"), "got 'int8'; write e.g. reduce_dtype='float32'"),
     ],
 )
 def test_a_step_that_cannot_be_made_says_why(make, said):

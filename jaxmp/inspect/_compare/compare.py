@@ -14,9 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmp.base import tables
-from jaxmp.base.arguments import printed
 from jaxmp.base.cache_keys import policies_off
-from jaxmp.base.dtypes import is_half
+from jaxmp.base.dtypes import dtype_among, is_half
 from jaxmp.base.inspection import name_of, tool
 from jaxmp.base.trees import widen
 from jaxmp.engine.autocast import autocast
@@ -136,7 +135,7 @@ def compare(
     fun: Callable[..., Any],
     policy: Any = None,
     *,
-    reference: str | Callable[..., Any] = "float32",
+    reference: Any = "float32",
     overrides: Mapping[str, str] | None = None,
     grad: bool = True,
     loss_scale: float = 1.0,
@@ -191,11 +190,8 @@ def compare(
     """
     if callable(reference) and not isinstance(reference, type):  # jnp.float32 is a class
         _require_same_kind(fun, reference)
-    elif not isinstance(reference, str) or reference not in _REFERENCES:
-        raise ValueError(
-            f"reference must be 'float32' or 'float64', got {printed(reference)}; 'float32' is the function without "
-            "policies; or pass another function"
-        )
+    else:
+        reference = dtype_among("reference", reference, _REFERENCES)
     if overrides and policy is None:
         raise ValueError(f"overrides need a policy, got {overrides} and policy=None; pass the policy")
 

@@ -92,7 +92,7 @@ class Statistics:
         >>> gradients.under("float16").vanished, gradients.under("float16", 8).vanished
         (2, 0)
         """
-        name, shift = _counted_dtype(dtype), exponent_of(loss_scale)
+        name, shift = dtypes.dtype_among("dtype", dtype, _NAMES), exponent_of(loss_scale)
         first = self._first + shift
         fates = _fates(name, first, len(self._fine))
         not_finite = self.count - self.zeros - int(self._fine.sum())
@@ -124,7 +124,7 @@ class Statistics:
             raise ValueError(
                 "lost() is for updates, and these are not updates; use the updates of numerics(loss_fn, tx=optimizer)"
             )
-        return self._lost[_counted_dtype(dtype)]
+        return self._lost[dtypes.dtype_among("dtype", dtype, _NAMES)]
 
 
 class _Fates(NamedTuple):
@@ -150,13 +150,6 @@ def _fates(name: str, first: int, rows: int) -> _Fates:
     normal = (exponents >= layout.min_exponent) | rounds_up
     beyond = (exponents > layout.max_exponent) | ((exponents == layout.max_exponent) & (starts >= layout.overflow))
     return _Fates(vanished, ~vanished & ~normal, beyond)
-
-
-def _counted_dtype(dtype: Any) -> str:
-    name = dtypes.canonical_dtype(dtype).name
-    if name not in _NAMES:
-        raise ValueError(f"values are counted for {', '.join(_NAMES)}, got {name}; use one of these")
-    return name
 
 
 def exponent_of(loss_scale: Any) -> int:
