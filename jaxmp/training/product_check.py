@@ -48,7 +48,7 @@ def mismatch_of_products(traced: jax.stages.Traced, loss_scale: LossScale, polic
         if is_model_half or is_half(policy_dtype):
             return (
                 f"the step has a policy for {policy_dtype.name}, but the policy of its model computes in "
-                f"{' and '.join(sorted(halves))}; remove one of the two policies"
+                f"{' and '.join(sorted(halves))}; {_remedy_for_two_policies(policy_dtype)}"
             )
     if not dtypes or any(dtype.itemsize <= 2 for dtype in dtypes):
         return None
@@ -61,10 +61,16 @@ def mismatch_of_products(traced: jax.stages.Traced, loss_scale: LossScale, polic
         )
     if is_half(policy_dtype) and all(_follows_model(scopes) for _, scopes in products):
         return (
-            f"the step has a half-precision policy, but the policy of its model makes every product {wide}; remove "
-            f"one of the two policies. {audit}"
+            f"the step has a half-precision policy, but the policy of its model makes every product {wide}; "
+            f"{_remedy_for_two_policies(policy_dtype)}. {audit}"
         )
     return None  # somebody asked for float32, or the rules of autocast decided so
+
+
+def _remedy_for_two_policies(policy_dtype: np.dtype) -> str:
+    """Return the remedy for a step whose policy does not apply, because its model has a policy too."""
+    policy = f"mixed_{policy_dtype.name}" if is_half(policy_dtype) else policy_dtype.name
+    return f"write apply_policy(…, {policy!r}) where the model gets its policy, and leave policy= out of the step"
 
 
 def _policy_dtype(dtype: np.dtype) -> np.dtype:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import typing
 import warnings
 
@@ -487,6 +488,9 @@ def test_a_loss_scale_or_a_half_policy_without_half_products_is_warned_of_once(l
     assert other.startswith("the step has a policy for bfloat16, but the policy of its model computes in float16;")
     (wide,) = warned("mixed_bfloat16", policy="float32")
     assert wide.startswith("the step has a policy for float32, but the policy of its model computes in bfloat16;")
+    remedies = [re.search("apply_policy.*", message)[0] for message in (half, other, wide)]
+    assert all("where the model gets its policy, and leave policy= out of the step" in text for text in remedies)
+    assert [re.search("'.*?'", text)[0] for text in remedies] == ["'mixed_bfloat16'", "'mixed_bfloat16'", "'float32'"]
     assert warned("float32", DynamicLossScale(), runs=3) == []  # a baseline in float32
     assert warned(None, DynamicLossScale(), policy="float32") == []
     assert warned(None, policy="mixed_bfloat16", overrides={"**": "float32"}) == []
