@@ -8,7 +8,6 @@ rounding error in another 16 bits. A split master weight stores it in 8 bits.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
@@ -27,7 +26,6 @@ from jaxmp.optim.compensation import COMPENSATION_DTYPES, compensation_of, read_
 from jaxmp.optim.packed_tree import is_packed
 from jaxmp.optim.stochastic_rounding import Draw, stochastic_bfloat16
 from jaxmp.optim.stored_moments import (
-    BFLOAT16_MOMENTS,
     as_float8_blocks,
     decoded,
     in_bfloat16,
@@ -241,10 +239,7 @@ class _LowPrecisionTransform:
             # the codes. The barrier in readable_with_scales keeps XLA from merging the two computations.
             _, new_state = self.inner.update(grads, decoded(stored), wide, **extra_args)
             stored, scales = readable_with_scales(stored, new_state, self.block)
-        is_bfloat16 = self.moments == "bfloat16"
-        with jax.named_scope(BFLOAT16_MOMENTS) if is_bfloat16 else contextlib.nullcontext():
-            readable = decoded(stored)
-        changes, inner_state = self.inner.update(grads, readable, wide, **extra_args)
+        changes, inner_state = self.inner.update(grads, decoded(stored), wide, **extra_args)
         new_updates, compensation = self._rounded_updates(changes, state, weights)
         count = optax.safe_int32_increment(state.count)
         inner_state = self._encoded(inner_state, state.inner_state, count, scales)

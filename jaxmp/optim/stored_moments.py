@@ -41,9 +41,6 @@ _SECOND: dict[type, tuple[str, ...]] = {
     optax.ScaleByRssState: ("sum_of_squares",),
 }
 
-BFLOAT16_MOMENTS = "jaxmp.bfloat16_moments"
-"""The scope in which ``low_precision(moments="bfloat16")`` reads its state. The audit accepts 16-bit moments there."""
-
 
 @flax.struct.dataclass
 class Float8Blocks:

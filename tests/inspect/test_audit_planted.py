@@ -364,27 +364,32 @@ def test_averaged_params_and_caches_may_be_half_and_optimizer_state_outside_of_a
     assert [(finding.kind, finding.path) for finding in report.findings] == [("half-optimizer-state", "0/trace/w")]
 
 
-@pytest.mark.parametrize(("moments", "found"), [("bfloat16", []), ("float32", ["half-optimizer-state"] * 2)])
-def test_bfloat16_moments_are_accepted_only_of_low_precision(moments: str, found: list[str]) -> None:
-    tx = jaxmp.low_precision(optax.adam(1e-3), moments=moments)
-
-    def create() -> Any:
-        state = jaxmp.TrainState.create(params={"w": jnp.ones((16, 16))}, tx=tx)
-        halved = jax.tree.map(lambda leaf: leaf.astype(BF16) if leaf.ndim else leaf, state.opt_state.inner_state)
-        return state.replace(opt_state=state.opt_state._replace(inner_state=halved))
-
-    def own_step(params: Any, opt_state: Any, x: Any) -> Any:
-        updates, opt_state = tx.update(jax.grad(loss_fn)(params, x), opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
+@pytest.mark.parametrize("rounding", ["stochastic", "kahan"])
+def test_bfloat16_state_is_accepted_only_of_low_precision(rounding: str) -> None:
     def loss_fn(params: Any, x: Any) -> Any:
         return jnp.mean((x.astype(BF16) @ params["w"].astype(BF16)).astype(F32))
 
-    state = jax.eval_shape(create)
-    step = jaxmp.make_train_step(loss_fn, accumulate_steps=2)
-    own_arguments = state.params, state.opt_state.inner_state, X
-    for fun, arguments in ((step, (state, X)), (own_step, own_arguments)):
-        assert kinds(audit(fun, "mixed_bfloat16", compile=False)(*arguments)) == found
+    def update(params: Any, opt_state: Any, x: Any) -> Any:
+        updates, opt_state = tx.update(jax.grad(loss_fn)(params, x), opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    def momentum(state: Any, batch: Any) -> Any:
+        return jaxmp.base.trees.widen(optax.tree_utils.tree_get(state.opt_state, "mu"))
+
+    def found(fun: Any, *arguments: Any) -> list[str]:
+        return kinds(audit(fun, jaxmp.Policy(BF16, BF16, F32), compile=False)(*arguments))
+
+    tx = jaxmp.low_precision(optax.adam(1e-3), rounding=rounding, moments="bfloat16")
+    state = jax.eval_shape(lambda: jaxmp.TrainState.create(params={"w": jnp.ones((16, 16), BF16)}, tx=tx))
+    step, eval_step = jaxmp.make_train_step(loss_fn), jaxmp.make_eval_step(loss_fn)
+    for fun in (step, eval_step, momentum):
+        assert found(fun, state, X) == [], fun
+    assert found(update, state.params, state.opt_state.inner_state, X) == []
+
+    tx = optax.adam(1e-3)
+    wide = jax.eval_shape(tx.init, state.params)
+    halved = jax.tree.map(lambda leaf: leaf.update(dtype=BF16) if leaf.ndim else leaf, wide)
+    assert found(update, state.params, halved, X) == ["half-optimizer-state"] * 2
 
 
 @pytest.mark.filterwarnings("ignore:updates below")  # of the half params

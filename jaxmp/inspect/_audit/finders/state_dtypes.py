@@ -7,7 +7,6 @@ import numpy as np
 from jaxmp.engine.marks import DECIDED, region_of
 from jaxmp.inspect._audit.evidence import Audited, Fault, Faults
 from jaxmp.inspect._audit.finders.products import half_of
-from jaxmp.optim.stored_moments import BFLOAT16_MOMENTS
 from jaxmp.program.values import Program, Value, computed_at, origins
 
 
@@ -22,11 +21,10 @@ def half_params(audited: Audited) -> Faults:
 def half_optimizer_state(audited: Audited) -> Faults:
     """Find optimizer state that is not float32.
 
-    The moments of ``low_precision(moments="bfloat16")`` are left out.
+    The state of :func:`jaxmp.low_precision` is left out, because it has the dtypes that the user chose.
     """
     for value, path in _state(audited, "optimizer"):
-        is_asked_for = value.reader is not None and BFLOAT16_MOMENTS in value.reader.names
-        if value.dtype != np.float32 and not is_asked_for:
+        if value.dtype != np.float32:
             yield _dtype_fault(value, path, np.dtype(np.float32), "optimizer state is kept in")
 
 
