@@ -16,12 +16,12 @@ ARGUMENTS = SHAPES | AUTOCAST | OPERATIONS | PLOT
 def run(options: argparse.Namespace) -> int:
     """Show autocast's decisions for a function, and the reasons.
 
-    The output has a row for each module or scope: its products in half precision, its other products, and the first
-    reason. --operations gives a row for each operation, and the casts. The function is traced, not run. For a train
-    step, the plan is that of its loss function, because autocast decides nothing about gradients and the optimizer.
-    In a pipe or a file, the output of --operations is the text of str(plan), which is the same on every machine. If you
-    keep this text under version control, a diff shows how a change affects the precision. The exit code is 2 if an
-    argument is wrong.
+    The output has a row for each module or scope: the dtypes of its products and of the results of its other
+    operations, and the first reason. --operations gives a row for each operation, and the casts. The function is
+    traced, not run. For a train step, the plan is that of its loss function, because autocast decides nothing about
+    gradients and the optimizer. In a pipe or a file, the output of --operations is the text of str(plan), which is the
+    same on every machine. If you keep this text under version control, a diff shows how a change affects the precision.
+    The exit code is 2 if an argument is wrong.
 
     Example:
       jaxmp plan jax.numpy:matmul --policy mixed_bfloat16 --arg float32[8,16] --arg float32[16,4]

@@ -200,8 +200,8 @@ class CastPlan(tables.Shown):
         """Return the short form of the plan, with one row for each module or scope.
 
         >>> plan = cast_plan(lambda x, w: jnp.sum(x @ w), "mixed_bfloat16")(jnp.ones((2, 8)), jnp.ones((8, 4)))
-        >>> [(row.half_products, row.wider_products, row.why) for row in plan.by_module.rows]
-        [(1, 0, 'product')]
+        >>> [(row.products, row.others, row.why) for row in plan.by_module.rows]
+        [({'bfloat16': 1}, ('float32',), 'product')]
         """
         return PlanByModule("\n".join([*self._title(), *self.summary._shares()]), rows_by_module(self.rows))
 

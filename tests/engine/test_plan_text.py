@@ -76,16 +76,18 @@ def test_the_short_form_has_a_row_for_each_module():
     params = {"layers": [shape(8, 8)] * 3, "head": shape(8, 2)}
     cast_plan = plan(net, params, shape(4, 8), overrides={"head": "float32"})
     rows = cast_plan.by_module.rows
-    assert [(row.path, row.half_products, row.wider_products) for row in rows] == [
-        ("layer_0", 1, 0), ("layer_1", 1, 0), ("layer_2", 1, 0), ("head", 0, 1)
+    layers = [(f"layer_{n}", {"bfloat16": 1}, ("bfloat16",)) for n in range(2)]
+    last = ("layer_2", {"bfloat16": 1}, ("float32",))  # the head reads its tanh in float32
+    assert [(row.path, row.products, row.others) for row in rows] == [
+        *layers, last, ("head", {"float32": 1}, ("float32",))
     ]  # fmt: skip
     assert [row.why for row in rows] == ["product"] * 3 + ["override 'head'"]
     assert sum(row.flops_share for row in rows) == pytest.approx(1)
     of_head = sum(row.flops for row in cast_plan.rows if row.path == "head")
     assert rows[-1].flops_share == of_head / cast_plan.summary.flops
-    title, shares, _, _, *lines = str(cast_plan.by_module).splitlines()[-6:]
-    assert (title, len(lines)) == ("override 'head': float32", 2) and shares in str(cast_plan)
-    assert re.sub(" +", " ", lines[0]).startswith("layer_* 3 1 0 ")
+    title, shares, _, _, *lines = str(cast_plan.by_module).splitlines()[-7:]
+    assert (title, len(lines)) == ("override 'head': float32", 3) and shares in str(cast_plan)
+    assert re.sub(" +", " ", lines[0]).startswith("layer_* 2 1 bfloat16 bfloat16 ")
 
 
 def test_rich_prints_a_table_with_every_row_and_the_totals():
