@@ -36,8 +36,9 @@ Dtypes = list[str]
 
 
 def read_table(page: Path) -> dict[str, dict[str, Dtypes]]:
-    """Return the dtypes that each cell names, by row and by project."""
-    lines = [line for line in page.read_text().splitlines() if line.startswith("| ")]
+    """Return the dtypes that each cell of the first table names, by row and by project."""
+    first_section = page.read_text().partition("\n## ")[0]
+    lines = [line for line in first_section.splitlines() if line.startswith("| ")]
     header, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     assert header[1:-1] == list(PROJECTS)
     return {
@@ -55,6 +56,13 @@ def section_of(block: Block) -> str:
     return [line for line in before if line.startswith("## ")][-1].removeprefix("## ")
 
 
+def run_blocks(sections: tuple[str, ...], tab: str, scope: dict[str, Any]) -> None:
+    """Run the blocks of these sections in a scope of variables."""
+    for block in blocks(PAGE):
+        if block.tab == tab and section_of(block) in sections:
+            exec(compile(block.code, f"{PAGE.name}, line {block.line}", "exec"), scope)
+
+
 class Recipe:
     """The program of a project.
 
@@ -65,12 +73,10 @@ class Recipe:
 
     def __init__(self, project: str, tab: str) -> None:
         self.scope: dict[str, Any] = {"__name__": "__main__"}
-        for block in blocks(PAGE):
-            if block.tab == tab and section_of(block) in ("The decoder", project):
-                exec(compile(block.code, f"{PAGE.name}, line {block.line}", "exec"), self.scope)
-                if section_of(block) == "The decoder":
-                    self.make_step = self.scope["make_step"]
-                    self.scope["make_step"] = self._made
+        run_blocks(("The decoder",), tab, self.scope)
+        self.make_step = self.scope["make_step"]
+        self.scope["make_step"] = self._made
+        run_blocks((project,), tab, self.scope)
         state = self.scope["state" if tab == "Linen" else "optimizer"]
         self.equations = list(equations(self._traced(state, self.scope["step"])))
 
@@ -205,6 +211,18 @@ def test_modded_nanogpt_stores_more_bits_for_muons_params_only(tab: str) -> None
     assert recipe.compensated() == of_muon
     others = {path_name(path) for path, _ in jax.tree.leaves_with_path(recipe.params)} - of_muon
     assert any("embed" in path for path in others) and any("bias" in path for path in others)
+
+
+@BOTH
+def test_the_share_of_tokens_that_use_another_expert_is_printed(tab: str, capsys: pytest.CaptureFixture[str]) -> None:
+    scope: dict[str, Any] = {"__name__": "__main__"}
+    run_blocks(("The decoder", "Experts of your own"), tab, scope)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 and all(re.fullmatch(r"\d\.\d% of the tokens use another expert", line) for line in lines)
+    chosen, other = scope["chosen_experts"](scope["trainer"]), scope["chosen_experts"](scope["server"])
+    for layer, of_server in zip(chosen, other, strict=True):
+        assert layer.shape == (8, 16, 2) and (layer[..., 0] < layer[..., 1]).all()
+        assert len(set(layer.ravel().tolist())) > 2 and (layer == of_server).mean() > 0.9
 
 
 def test_the_head_of_modded_nanogpt_is_float8_on_a_gpu_with_float8_products() -> None:
