@@ -120,7 +120,7 @@ def dtype_among(argument: str, dtype: Any, known: Sequence[str]) -> str:
     >>> dtype_among("moments", "bf16", ["float32", "bfloat16"])
     'bfloat16'
     """
-    name = None
+    name = ""
     if isinstance(dtype, str) and dtype.strip().lower() in _FLOAT8:
         name = "float8"
     else:
