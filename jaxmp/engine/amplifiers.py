@@ -21,8 +21,8 @@ from jaxmp.engine.states import CLEAR, HALF, INFER, JOIN, Rule, State
 from jaxmp.program.equations import aval_of
 from jaxmp.program.primitives import (
     AMPLIFIERS,
-    BOUNDS,
     CAST,
+    CHOICES,
     COMBINATIONS,
     EXTREMES,
     PRODUCTS,
@@ -36,7 +36,7 @@ from jaxmp.program.primitives import (
 
 _QUANTISED = frozenset({"int8", "int4", "int2", "uint8", "uint4", "uint2"})
 """The integers of quantised networks. A cast to one of them is not an amplifier."""
-_CHOICES = BOUNDS | with_trait(Trait.JOINS) | {"select_n"}
+_CHOICES = CHOICES | with_trait(Trait.JOINS)
 _TOTALS = frozenset(name for name in of_class(Class.ACCUMULATION) if COMBINATIONS.get(name) == "add") - SUMS
 """Sums of many elements of one array."""
 

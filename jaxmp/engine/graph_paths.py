@@ -7,9 +7,9 @@ from collections.abc import Collection
 from jaxmp.base.graphs import reachable
 from jaxmp.engine.nodes import Node
 from jaxmp.engine.states import CLEAR
-from jaxmp.program.primitives import BOUNDS, SUMS, Trait, with_trait
+from jaxmp.program.primitives import BOUNDS, POWERS, SUMS, Trait, with_trait
 
-SQUARES = with_trait(Trait.POWER) - {"pow"}
+SQUARES = POWERS - {"pow"}
 ROOTS = with_trait(Trait.SQUARE_ROOT)
 SCALES = with_trait(Trait.MULTIPLIES) | {"neg"}
 OFFSETS = SUMS | SCALES | BOUNDS
@@ -29,13 +29,30 @@ def multiple_of(node: Node, through: Collection[str] = SCALES, has_moves: bool =
     """
     while True:
         node = node.origin if has_moves else node
-        below = _only_variable(node) if node.name in through else None
+        below = only_variable(node) if node.name in through else None
         if below is None or (node.name == "div" and below is not node.inputs[0]):
             return node
         node = below
 
 
-def _only_variable(node: Node) -> Node | None:
+def only_variable(node: Node) -> Node | None:
     """Return the only operand that is not a constant, or None."""
-    variable = [operand for operand in node.inputs if not operand.is_constant]
-    return variable[0] if len(variable) == 1 else None
+    variables = [operand for operand in node.inputs if not operand.is_constant]
+    return variables[0] if len(variables) == 1 else None
+
+
+def terms_of(total: Node) -> list[Node]:
+    """Return the terms of a sum, without moves, signs and constant factors.
+
+    A term that is a sum itself is replaced by its terms. If another operation reads it too, as in a residual stream, it
+    is a term of its own: the search would otherwise go back to the beginning of the stream. A term that is added twice
+    is listed twice.
+    """
+    terms, stack = list[Node](), list(total.inputs)
+    while stack:
+        term = multiple_of(stack.pop())
+        if term.name in SUMS and len(term.users) == 1:
+            stack += term.inputs
+        else:
+            terms.append(term)
+    return terms

@@ -10,10 +10,10 @@ from jaxmp.engine.graph_paths import OFFSETS, ROOTS, SCALES, SQUARES, multiple_o
 from jaxmp.engine.nodes import Graph, Node
 from jaxmp.engine.states import Rule, State
 from jaxmp.engine.value_decision import Decision
-from jaxmp.program.primitives import LOGARITHMS, PRODUCTS, Trait, with_trait
+from jaxmp.program.primitives import CHOICES, LOGARITHMS, PRODUCTS, Trait, with_trait
 
 _EXPONENTIALS = with_trait(Trait.EXPONENTIAL)
-_PASSED = OFFSETS | {"select_n"}  # jnp.var has a select_n, because jnp.var may divide by 0
+_PASSED = OFFSETS | CHOICES  # jnp.var has a select_n, because jnp.var may divide by 0
 _MASKING = (SCALES - {"div"}) | {"select_n"}
 _RULES_OF_PRODUCTS = (Rule.AMPLIFIED, Rule.CANCELLATION, Rule.SEARCH)
 

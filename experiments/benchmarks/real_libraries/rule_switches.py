@@ -16,12 +16,13 @@ from unittest import mock
 from jaxmp.engine import (
     activations,
     amplifiers,
-    cancellation,
     classifier,
     decide,
+    distances,
     emit,
     graph,
     loops,
+    magnified_differences,
     neighbours,
     reads,
 )
@@ -116,8 +117,8 @@ _AMPLIFIERS = (
     Switch("10", "casts to integers", ((amplifiers, "_QUANTISED", _ALL_INTEGERS),)),
 )
 _CANCELLATION = (
-    Switch("11", "distances", ((cancellation, "_distances", _none),)),
-    Switch("11", "magnified differences", ((cancellation, "_magnified_differences", _none),)),
+    Switch("11", "distances", ((distances, "_cancelled_products", _none),)),
+    Switch("11", "magnified differences", ((magnified_differences, "_magnified_differences", _none),)),
 )
 _LOOPS = (
     Switch("12", "all carries by their neighbours", ((loops, "_decide_carries", _do_nothing),)),

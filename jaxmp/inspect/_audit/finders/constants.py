@@ -9,11 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxmp.inspect._audit.evidence import EXACT, Audited, Fault, Faults, rounded_to
-from jaxmp.program.primitives import BOUNDS, EXTREMES, SINGULAR, Trait, with_trait
+from jaxmp.program.primitives import BOUNDS, EXTREMES, POWERS, SINGULAR
 from jaxmp.program.values import Value, constant, is_move_or_cast, is_zero, origins
 
-_POWERS = with_trait(Trait.POWER)  # most of them have no pole, because their exponents are at least 1
-_POLES = {name: position for name, position in SINGULAR.items() if name not in _POWERS}
+# Most powers have no pole, because their exponents are at least 1.
+_POLES = {name: position for name, position in SINGULAR.items() if name not in POWERS}
 """Operations with a pole at 0 (``sqrt`` in its derivative), and the index of the operand that must not be 0."""
 _BOUNDS = BOUNDS | EXTREMES
 """Operations that compare operands, so that their result may contain no element of a constant operand."""
