@@ -1,13 +1,25 @@
 """Decide which carries are half, and which loops have float32 products.
 
-The carry of a loop over a stack of layers is a residual stream, and is half. Every other carry stays float32:
-recurrent states, integrators, optimizers, running sums. A sum in bfloat16 would lose terms that are less than a 256th
-of the sum. A cycle is a group of values in a loop that depend on each other through a carry.
+The carry of a stack of layers is a residual stream, and is half. Every other float32 carry stays float32, because a sum
+in bfloat16 loses terms that are less than a 256th of the sum. In these bodies of loops, ``h`` is the carry::
+
+    h + relu(h @ w)             # a stack of layers: each iteration reads a weight w of its own
+    h + 0.1 * tanh(h @ p)       # an integrator: all iterations read the same weight p
+    h - 0.1 * grad(f)(h, x)     # gradient descent: f and its derivative both read the minibatch x
+    h + x                       # a running sum: no product
+
+A *cycle* is a group of values in a loop that depend on each other through a carry. Two kinds of cycles are searched:
+
+- Cycles through products decide which carries are half. In the first example, ``h``, the product, the relu and the sum
+  are such a cycle. It goes through a stack of layers, because its product reads a new weight in each iteration.
+- Cycles without products are *accumulations*: the values to which something is added in each iteration. In the second
+  example, these are ``h`` and the sum. If one of their carries is float32, all of them are. The other operations of the
+  body, such as the product and the ``tanh``, are decided by other rules.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -32,9 +44,17 @@ def raise_in_loops(graph: Graph, states: States) -> None:
             continue
         _decide_carries(graph, step, states)
         if is_search(step.bodies):
-            for node in graph.nodes:
-                if node.loop in step.loops and node.kind is HALF and node.name in PRODUCTS:
-                    states.raise_to(node, State.FLOAT32, Rule.SEARCH)
+            _raise_products(graph, step, states)
+
+
+def _raise_products(graph: Graph, step: Step, states: States) -> None:
+    """Make the products in a search float32.
+
+    With the rounding errors of half products, the search may never converge.
+    """
+    for node in graph.nodes:
+        if node.loop in step.loops and node.kind is HALF and node.name in PRODUCTS:
+            states.raise_to(node, State.FLOAT32, Rule.SEARCH)
 
 
 class _Loop(NamedTuple):
@@ -51,102 +71,120 @@ class _Loop(NamedTuple):
     nodes: Sequence[Node]
 
     def cycles(self, *, through_products: bool) -> list[list[Node]]:
-        """Return the cycles of the loop. A cycle goes from one iteration to the next, so it has a carry."""
-        members = set(self.nodes)
+        """Return the cycles of the loop, and of the loops inside of it.
+
+        A cycle goes from one iteration to the next, so it has a carry of one of these loops.
+        """
+        members = set(self.nodes)  # without the initial values of the carries, which are outside of the loop
 
         def operands(node: Node) -> list[Node]:
             if node.name in PRODUCTS and not through_products:
                 return []
-            in_loop = node.inputs[1:] if node in self.carries else node.inputs  # without the initial value of a carry
-            return [operand for operand in in_loop if operand in members]
+            return [operand for operand in node.inputs if operand in members]
 
         return cycles(self.nodes, operands)
 
 
 def _decide_carries(graph: Graph, step: Step, states: States) -> None:
-    """Make the carry of a stack of layers half, and every other carry float32.
+    """Make the carry of a stack of layers half, and every other float32 carry float32.
 
-    The values on the cycles of a float32 carry are float32 too.
+    The accumulations of a float32 carry are float32 too.
     """
     carries = {join for join in step.joins if join is not None}
     if not carries:
         return
     loop = _Loop(step, carries, [node for node in graph.nodes if node.loop in step.loops or node in carries])
-    layered = _in_stack_of_layers(loop)
-    sums = loop.cycles(through_products=False)
-    requested_half = _with_level(sums, ["half"])
-    requested_float32 = _with_level(sums, ["float32", "tensorfloat32"])
-    float32_carries = set[Node]()
+    accumulations = loop.cycles(through_products=False)
+    half_carries = _half_carries(loop, accumulations)
     for carry in carries:
-        is_half = carry in requested_half or (carry in layered and carry not in requested_float32)
-        if carry.original_dtype == np.float32 and not is_half:
-            float32_carries.add(carry)
-            states.raise_to(carry, State.FLOAT32, Rule.CARRY)
-        else:
-            states.raise_to(carry, State.HALF, Rule.CARRY)
-    for cycle in sums:
+        states.raise_to(carry, State.HALF if carry in half_carries else State.FLOAT32, Rule.CARRY)
+    float32_carries = carries - half_carries
+    for cycle in accumulations:
         if not float32_carries.isdisjoint(cycle):
             for node in cycle:
                 if node.kind in (INFER, JOIN):
                     states.raise_to(node, State.FLOAT32, Rule.CARRY)
 
 
-def _in_stack_of_layers(loop: _Loop) -> set[Node]:
-    """Return the nodes on cycles through a stack of layers."""
-    elements = _elements_of_turns(loop.step, loop.nodes)
-    layered = set[Node]()
-    for cycle in loop.cycles(through_products=True):
-        if not loop.carries.isdisjoint(cycle) and _goes_through_layers(frozenset(cycle), elements):
-            layered.update(cycle)
-    return layered
+def _half_carries(loop: _Loop, accumulations: Sequence[Sequence[Node]]) -> set[Node]:
+    """Return the carries that are half.
+
+    These are the carries of a stack of layers, and those that are half in the traced program. If a region or an
+    override requests a dtype for a value of an accumulation, this request decides the carries of the accumulation.
+    """
+    layered = _in_stack_of_layers(loop)
+    requested_half = _with_level(accumulations, ["half"])
+    requested_float32 = _with_level(accumulations, ["float32", "tensorfloat32"])
+    half_carries = set[Node]()
+    for carry in loop.carries:
+        is_layer_carry = carry in layered and carry not in requested_float32
+        if carry in requested_half or is_layer_carry or carry.original_dtype != np.float32:
+            half_carries.add(carry)
+    return half_carries
 
 
-def _with_level(cycles: Iterable[Collection[Node]], levels: Collection[str]) -> set[Node]:
-    """Return the nodes on cycles for which a region or an override requests one of the levels."""
+def _with_level(accumulations: Sequence[Sequence[Node]], levels: Collection[str]) -> set[Node]:
+    """Return the nodes of accumulations for which a region or an override requests one of the levels."""
     nodes = set[Node]()
-    for cycle in cycles:
+    for cycle in accumulations:
         if any(node.requested in levels for node in cycle):
             nodes.update(cycle)
     return nodes
 
 
-def _elements_of_turns(step: Step, inside: Iterable[Node]) -> set[Node]:
-    """Return the matrices that differ between the iterations of a loop.
+# -- stacks of layers --------------------------------------------------------------------------------------------------
+
+
+def _in_stack_of_layers(loop: _Loop) -> set[Node]:
+    """Return the nodes on cycles through a stack of layers."""
+    elements = _elements(loop)
+    layered = set[Node]()
+    for cycle in loop.cycles(through_products=True):
+        has_carry = not loop.carries.isdisjoint(cycle)  # not only a carry of a loop inside
+        if has_carry and _goes_through_layers(frozenset(cycle), elements):
+            layered.update(cycle)
+    return layered
+
+
+def _elements(loop: _Loop) -> set[Node]:
+    """Return the matrices of which each iteration has its own.
 
     These are the elements of scanned arrays, and the matrices that an index picks.
     """
-    assert step.bodies is not None
-    scanned = step.operands[step.bodies.start + step.bodies.carry :]
+    assert loop.step.bodies is not None
+    scanned = loop.step.operands[loop.step.bodies.carries.stop :]
+    # A scanned array and its elements are one node. It has the shape of the array, whose first axis is the iterations.
     elements = {node for node in scanned if node is not None and len(node.shape) > 2}
-    return elements | {node for node in inside if node.name in _LOOKUPS and len(node.shape) > 1}
+    picked = {node for node in loop.nodes if node.name in _LOOKUPS and len(node.shape) > 1}
+    return elements | picked
 
 
 def _goes_through_layers(cycle: Collection[Node], elements: Collection[Node]) -> bool:
-    """Return whether a product on the cycle reads a new weight in each iteration.
+    """Return whether a product on the cycle reads a new weight in each iteration."""
+    for product in cycle:
+        is_product = product.name in PRODUCTS and not (product.step is not None and product.step.is_sum)
+        if is_product and any(_is_read_once(element, cycle) for element in _elements_read(product, cycle, elements)):
+            return True
+    return False
 
-    A layer's weight is a matrix that is read once per iteration. The minibatch of a gradient descent is not a weight,
-    because the model and its derivative both read the minibatch. The coefficients of a Runge-Kutta stage are not a
-    matrix.
+
+def _elements_read(product: Node, cycle: Collection[Node], elements: Collection[Node]) -> list[Node]:
+    """Return the elements from which a weight of a product is computed, without values of the cycle.
+
+    A weight is a matrix that is not on the cycle. The coefficients of a Runge-Kutta stage are not a matrix.
     """
 
-    def outside(nodes: Iterable[Node]) -> list[Node]:
-        return [node for node in nodes if node not in cycle]
+    def operands(node: Node) -> Sequence[Node]:
+        return () if node in elements else [operand for operand in node.inputs if operand not in cycle]
 
-    for product in cycle:
-        if product.name not in PRODUCTS or (product.step is not None and product.step.is_sum):
-            continue
-        matrices = [operand for operand in product.inputs if _is_matrix(operand, product)]
-        for weight in outside(matrices):
-            made_of = reachable([weight], lambda node: () if node in elements else outside(node.inputs))
-            if any(_is_read_once(node, cycle) for node in made_of if node in elements):
-                return True
-    return False
+    weights = [operand for operand in product.inputs if operand not in cycle and _is_matrix(operand, product)]
+    return [node for node in reachable(weights, operands) if node in elements]
 
 
 def _is_matrix(operand: Node, product: Node) -> bool:
     """Return whether an operand has an axis that is neither contracted nor batched."""
     assert product.step is not None
-    if product.name != "dot_general":
+    if product.name != "dot_general":  # the kernel of a convolution has an axis of output channels
         return True
     contracted, batch = product.step.eqn.params["dimension_numbers"]
     sides = zip(product.step.operands, contracted, batch, strict=True)
@@ -157,7 +195,11 @@ def _is_matrix(operand: Node, product: Node) -> bool:
 
 
 def _is_read_once(element: Node, cycle: Collection[Node]) -> bool:
-    """Return whether exactly one operation on the cycle reads ``element``."""
+    """Return whether exactly one operation on the cycle reads ``element``.
+
+    The weight of a layer is read once. The minibatch of a gradient descent is read twice: by the function, and by its
+    derivative.
+    """
     computed = reachable([element], lambda node: [user for user in node.users if user not in cycle])
     readers = {user for node in computed for user in node.users if user in cycle}
     return len(readers) == 1
