@@ -1,7 +1,25 @@
 """Read a jaxpr into equations and values, across calls, scans, whiles and conditionals.
 
 A ``Body`` has a list of ``Equation``, and an ``Equation`` has a ``Body`` for each jaxpr in it. Each result is a
-``Value`` that knows its operands. ``values.py`` defines these classes.
+``Value`` that knows its operands. ``values.py`` defines these classes. This scan, for example::
+
+    last, sums = scan(body, 1.0, xs)
+
+    def body(h, x):
+        y = h * w
+        return y, h + x
+
+has these values, besides ``1.0``, ``w``, ``xs``, and ``y`` and ``h + x`` in the body:
+
+- ``w`` in the body is a loop constant. It is the same as ``w`` outside.
+- ``x`` is an element. It reads ``xs``.
+- ``h`` is a carry. In the first iteration, it reads ``1.0``. In every other iteration, it reads ``y`` of the iteration
+  before.
+- ``last`` is a last carry. It reads ``y`` of the last iteration.
+- ``sums`` is stacked. It reads ``h + x`` of all iterations.
+
+Equal operations on equal operands have equal results (``Value.same``). The reader finds equal values by a
+*fingerprint*: a hashable object that is equal for values that are computed in the same way.
 """
 
 from __future__ import annotations
@@ -73,7 +91,7 @@ def read_program(
     reader = _Reader(counts_as_one, scopes_inside)
     inputs = [reader.add(Value(var.aval, ARGUMENT, position=n)) for n, var in enumerate(jaxpr.invars)]
     around = _Around(names=names)
-    return Program(reader.body(jaxpr, consts, inputs, around), reader.values, reader.equations)
+    return Program(reader.read_body(jaxpr, consts, inputs, around), reader.values, reader.equations)
 
 
 def is_whole(eqn: JaxprEqn, names: Names = ()) -> bool:
@@ -95,7 +113,13 @@ def is_whole_with_rules(eqn: JaxprEqn, names: Names = ()) -> bool:
 class _IterationMaps(NamedTuple):
     """The maps of iterations for values in a loop, and for results of the loop.
 
-    Each map takes an iteration of a value, and returns the iterations of an operand that the value reads.
+    Each map takes an iteration of a value, and returns the iterations of an operand that the value reads:
+
+    >>> maps = _maps_across(Scan(depth=0, reverse=False, length=3))
+    >>> maps.at_end(()), maps.in_all(()), maps.outside((1,))
+    ([(2,)], [(0,), (1,), (2,)], [()])
+    >>> maps.at_start((0,)), maps.before((0,)), maps.at_start((1,)), maps.before((1,))
+    ([()], [], [], [(0,)])
 
     Attributes:
       at_end: for the last carry. Outside the loop, it reads the last iteration.
@@ -134,7 +158,15 @@ def _maps_across(scan: Scan | None) -> _IterationMaps:
 class _Around(NamedTuple):
     """The surroundings of a body.
 
-    ``transforms`` are those of the equations around the body. JAX does not list them again in the body.
+    Attributes:
+      equation: the equation that has the body; None for the program.
+      key: the key of the body: that of the equation, and the number of the body.
+      names: the scopes around the body.
+      phase: the phase of all equations in the body; ``"forward"`` if each equation has its own.
+      lengths: the number of iterations of each loop around the body; None for a while loop.
+      scans: the scans around the body.
+      loops: the keys of the loop bodies around the body, which may be a loop body itself.
+      transforms: JAX's transformations of the equations around the body. JAX does not list them again in the body.
     """
 
     equation: Equation | None = None
@@ -151,11 +183,12 @@ class _LoopReading(NamedTuple):
     """A loop that is being read.
 
     Attributes:
-      equation, bodies: the equation of the loop.
+      equation: the equation of the loop.
+      bodies: the bodies of the equation.
       scan: the iterations; None for a while loop.
       maps: the maps of iterations across the border of the loop.
       constants: the positions of the operands that no iteration changes.
-      equal_loop: the first loop that computes the same from equal operands.
+      first_equal: the first loop with an equal fingerprint; often the loop itself.
     """
 
     equation: Equation
@@ -163,10 +196,19 @@ class _LoopReading(NamedTuple):
     scan: Scan | None
     maps: _IterationMaps
     constants: Collection[int]
-    equal_loop: Equation
+    first_equal: Equation
 
 
 def _phase(around: str, transforms: Sequence[str], has_gradients: bool) -> str:
+    """Return the phase of an equation.
+
+    Args:
+      around: the phase of the equations around it. They decide, unless it is ``"forward"``.
+      transforms: JAX's transformations of the equation, and of the equations around it. ``"transpose"`` is the backward
+        pass of a derivative, and ``"jvp"`` without it is the forward pass.
+      has_gradients: whether an operand is computed from gradients. The equation then belongs to an update, unless it is
+        differentiated itself, as the loss at an adversarial input.
+    """
     if around != "forward":
         return around
     if "transpose" in transforms:
@@ -177,33 +219,51 @@ def _phase(around: str, transforms: Sequence[str], has_gradients: bool) -> str:
 class _Reader:
     """A reader that collects the values of a program, body by body.
 
-    Values with equal keys in ``first`` are equal.
+    ``read_body`` reads the equations of a body, and ``read_equation`` adds the results of one equation: it reads the
+    bodies of a loop, a conditional or a call, and adds the results of an operation.
     """
 
     def __init__(self, counts_as_one: Callable[[Any, Names], bool], scopes_inside: Callable[[Any], Names]) -> None:
         self.counts_as_one = counts_as_one
         self.scopes_inside = scopes_inside
         self.values: list[Value] = []
-        self.gradients = set[Value]()  # values that are computed from gradients
         self.equations: dict[Key, Equation] = {}
-        self.first: dict[Hashable, Value] = {}
-        self.computations: dict[Hashable, object] = {}
-        self.equal_loops: dict[Hashable, Equation] = {}  # the first loop with equal bodies and operands
+        self.gradients = set[Value]()  # values that are computed from gradients
+        self.first: dict[Hashable, Value] = {}  # the first value with each fingerprint
+        self.first_loops: dict[Hashable, Equation] = {}  # the first loop with each fingerprint
 
-    def add(self, value: Value, key: Hashable = None) -> Value:
-        """Add a value. It is equal to the first value with the same key."""
+    # -- values --------------------------------------------------------------------------------------------------------
+
+    def add(self, value: Value, fingerprint: Hashable = None) -> Value:
+        """Add a value.
+
+        It is equal to the first value with the same fingerprint. Without a fingerprint, it is equal to no other value.
+        """
         self.values.append(value)
-        if key is not None:
-            value.same = self.first.setdefault(key, value)
+        if fingerprint is not None:
+            value.same = self.first.setdefault(fingerprint, value)
         return value
 
-    def literal(self, atom: Any) -> Value:
+    def read_literal(self, atom: Any) -> Value:
+        """Return the value of a literal, which is not listed among the values of the program."""
         array = np.asarray(atom.val)
         value = Value(atom.aval, CONSTANT, constant=array)
         value.same = self.first.setdefault((CONSTANT, array.dtype, array.tobytes()), value)
         return value
 
-    def body(self, jaxpr: Jaxpr, consts: list[Any], inputs: Sequence[Value], around: _Around) -> Body:
+    def add_result(
+        self, equation: Equation, name: str, position: int, reads: list[Read], around: _Around, fingerprint: Hashable
+    ) -> Value:
+        """Add a result of an equation with bodies."""
+        aval = equation.eqn.outvars[position].aval
+        value = Value(aval, name, equation.key, None, position, around.scans, around.loops, None, reads)
+        if equation.phase != "forward" or any(operand in self.gradients for _, operand, _ in reads):
+            self.gradients.add(value)
+        return self.add(value, fingerprint)
+
+    # -- bodies and equations ------------------------------------------------------------------------------------------
+
+    def read_body(self, jaxpr: Jaxpr, consts: list[Any], inputs: Sequence[Value], around: _Around) -> Body:
         """Read a body."""
         constants = [
             self.add(Value(var.aval, CONSTANT, constant=const), None if const is None else (CONSTANT, id(const)))
@@ -211,7 +271,7 @@ class _Reader:
         ]
         equations: list[Equation] = []
 
-        def read_equation(eqn: JaxprEqn, operands: list[Value]) -> Sequence[Value]:
+        def read(eqn: JaxprEqn, operands: list[Value]) -> Sequence[Value]:
             names, transforms = scopes_and_transforms(eqn)
             key = (*around.key, len(equations))
             phase = _phase(around.phase, (*around.transforms, *transforms), not self.gradients.isdisjoint(operands))
@@ -219,47 +279,64 @@ class _Reader:
             equation = Equation(key, eqn, names, phase, around.lengths, bodies_of(eqn), around.equation, operands)
             equations.append(equation)
             self.equations[key] = equation
-            self.read_results(equation, around)
+            self.read_equation(equation, around)
             return equation.results
 
-        results = interpreted(jaxpr, constants, inputs, read_equation, self.literal)
+        results = interpreted(jaxpr, constants, inputs, read, self.read_literal)
         return Body(jaxpr, consts, constants, inputs, equations, results)
 
-    def read_results(self, equation: Equation, around: _Around) -> None:
+    def read_equation(self, equation: Equation, around: _Around) -> None:
         """Read the bodies of an equation, and add its results."""
         bodies = equation.bodies
         if bodies is None or self.counts_as_one(equation.eqn, equation.names):
-            self.operation(equation, around)
+            self.add_operation(equation, around)
         elif bodies.is_per_device:
-            self.shard_map(equation, bodies, around)
+            self.read_shard_map(equation, bodies, around)
         elif bodies.is_call:
-            equation.results = self.call(equation, equation.operands, around).results
+            equation.results = self.read_call(equation, equation.operands, around).results
         elif bodies.is_conditional:
-            self.conditional(equation, bodies, around)
+            self.read_conditional(equation, bodies, around)
         else:
-            self.loop(equation, bodies, around)
+            self.read_loop(equation, bodies, around)
 
-    def inside(self, equation: Equation, number: int, inputs: Sequence[Value], around: _Around) -> Body:
-        """Read a body of an equation."""
+    def add_operation(self, equation: Equation, around: _Around) -> None:
+        """Add the results of an equation that counts as one operation."""
+        for operand in equation.operands:
+            if operand.outer.reader is None:
+                operand.outer.reader = equation
+        fingerprint = (_fingerprint_of_operation(equation.eqn), *[operand.same for operand in equation.operands])
+        results = []
+        for n, var in enumerate(equation.eqn.outvars):
+            value = Value(var.aval, equation.name, equation.key, equation, n, around.scans, around.loops)
+            results.append(self.add(value, (*fingerprint, n)))
+        equation.results = results
+        if equation.phase != "forward":
+            self.gradients.update(results)
+
+    def read_body_of(self, equation: Equation, number: int, inputs: Sequence[Value], around: _Around) -> Body:
+        """Read a body of an equation. ``around`` describes the place of the equation."""
         assert equation.bodies is not None
         _, transforms = scopes_and_transforms(equation.eqn)
-        here = around._replace(
+        around_body = around._replace(
             equation=equation,
             transforms=(*around.transforms, *transforms),
             key=(*equation.key, number),
             names=(*equation.names, *self.scopes_inside(equation.eqn)),
             lengths=(*equation.lengths, equation.bodies.length) if equation.bodies.is_loop else equation.lengths,
         )
-        body = self.body(*opened(equation.bodies.jaxprs[number]), inputs, here)
+        body = self.read_body(*opened(equation.bodies.jaxprs[number]), inputs, around_body)
         equation.inside = (*equation.inside, body)
         return body
 
-    def call(self, equation: Equation, inputs: Sequence[Value], around: _Around) -> Body:
+    # -- calls and conditionals ----------------------------------------------------------------------------------------
+
+    def read_call(self, equation: Equation, inputs: Sequence[Value], around: _Around) -> Body:
+        """Read the body of a call. Its values are those of the program around it."""
         # A call that reads gradients may have equations that read none, so each equation gets its own phase.
         phase = "backward" if equation.phase == "backward" else around.phase
-        return self.inside(equation, 0, inputs, around._replace(phase=phase))
+        return self.read_body_of(equation, 0, inputs, around._replace(phase=phase))
 
-    def shard_map(self, equation: Equation, bodies: Bodies, around: _Around) -> None:
+    def read_shard_map(self, equation: Equation, bodies: Bodies, around: _Around) -> None:
         """Read a body that has parts of the arrays. A part is never the same as another value."""
         parts = []
         for operand, var in zip(equation.operands, opened(bodies.jaxprs[0])[0].invars, strict=True):
@@ -268,109 +345,76 @@ class _Reader:
             parts.append(self.add(part))
             if operand in self.gradients:
                 self.gradients.add(part)
-        results = []
-        for n, value in enumerate(self.call(equation, parts, around).results):
-            result = self.result(equation, WHOLE, n, [(0, value, same_iteration)], around, None)
-            if value in self.gradients:
-                self.gradients.add(result)
-            results.append(result)
-        equation.results = results
+        results = self.read_call(equation, parts, around).results
+        equation.results = [
+            self.add_result(equation, WHOLE, n, [(0, value, same_iteration)], around, None)
+            for n, value in enumerate(results)
+        ]
 
-    def operation(self, equation: Equation, around: _Around) -> None:
-        """Add the results of an equation that counts as one operation."""
-        eqn, operands = equation.eqn, equation.operands
-        for operand in operands:
-            if operand.outer.reader is None:
-                operand.outer.reader = equation
-        computation = (self.computation_of(eqn), *[operand.same for operand in operands])
-        results = []
-        for n, var in enumerate(eqn.outvars):
-            value = Value(var.aval, equation.name, equation.key, equation, n, around.scans, around.loops)
-            results.append(self.add(value, (*computation, n)))
-        equation.results = results
-        if equation.phase != "forward":
-            self.gradients.update(results)
-
-    def computation_of(self, eqn: JaxprEqn) -> object:
-        """Return the same object for operations that compute the same from equal operands."""
-        computation = object()
-        if eqn.effects:  # a callback may return other numbers each time
-            return computation
-        try:
-            return self.computations.setdefault(_operation_of(eqn), computation)
-        except TypeError:  # a parameter is not hashable
-            return computation
-
-    def result(
-        self, equation: Equation, name: str, position: int, reads: list[Read], around: _Around, key: Hashable
-    ) -> Value:
-        """Add a result of a loop or a conditional."""
-        aval = equation.eqn.outvars[position].aval
-        value = Value(aval, name, equation.key, None, position, around.scans, around.loops, None, reads)
-        if equation.phase != "forward":
-            self.gradients.add(value)
-        return self.add(value, key)
-
-    def conditional(self, equation: Equation, bodies: Bodies, around: _Around) -> None:
-        count, (index, *inputs) = len(bodies.jaxprs), equation.operands
-        inside = around._replace(phase=equation.phase)
-        # In a branch, values from outside do not count as gradients.
-        gradients, self.gradients = self.gradients, set()
-        branches = [self.inside(equation, number, inputs, inside).results for number in range(count)]
-        of_branches, self.gradients = self.gradients, gradients
+    def read_conditional(self, equation: Equation, bodies: Bodies, around: _Around) -> None:
+        """Read the branches. A result reads the result of each branch, and the index that selects a branch."""
+        index, *inputs = equation.operands
+        in_branch = around._replace(phase=equation.phase)
+        branches = []
+        for number in range(len(bodies.jaxprs)):
+            branches.append(self.read_body_of(equation, number, inputs, in_branch).results)
         results = []
         for n in range(len(equation.eqn.outvars)):
-            reads: list[Read] = [(count, index, same_iteration)]
+            reads: list[Read] = [(len(branches), index, same_iteration)]
             reads += [(number, branch[n], same_iteration) for number, branch in enumerate(branches)]
-            key = (BRANCHES, *[value.same for _, value, _ in reads])
-            value = self.result(equation, BRANCHES, n, reads, around, key)
-            if not of_branches.isdisjoint([branch[n] for branch in branches]):
-                self.gradients.add(value)
-            results.append(value)
+            fingerprint = (BRANCHES, *[value.same for _, value, _ in reads])
+            results.append(self.add_result(equation, BRANCHES, n, reads, around, fingerprint))
         equation.results = results
 
-    def loop(self, equation: Equation, bodies: Bodies, around: _Around) -> None:
+    # -- loops ---------------------------------------------------------------------------------------------------------
+
+    def read_loop(self, equation: Equation, bodies: Bodies, around: _Around) -> None:
         """Read a loop.
 
-        A while loop counts as one iteration. The values of its condition are not operands of its results.
+        A while loop counts as one iteration. It has two bodies: the condition, whose values are not operands of the
+        loop's results, and the body that returns the carries.
         """
-        last = len(bodies.jaxprs) - 1
         scan = None
         if bodies.length is not None:
             scan = Scan(len(equation.key), bodies.reverse, bodies.length)
         scans = around.scans if scan is None else (*around.scans, scan)
-        inside = around._replace(phase=equation.phase, scans=scans, loops=(*around.loops, (*equation.key, last)))
-        in_condition = inside._replace(loops=(*around.loops, (*equation.key, 0)))
-        computation = (_computation_of(equation.eqn), *[operand.same for operand in equation.operands])
-        equal_loop = self.equal_loops.setdefault(computation, equation)
+
+        def around_body(number: int) -> _Around:
+            return around._replace(phase=equation.phase, scans=scans, loops=(*around.loops, (*equation.key, number)))
+
+        fingerprint = (_fingerprint_of_equation(equation.eqn), *[operand.same for operand in equation.operands])
+        first_equal = self.first_loops.setdefault(fingerprint, equation)
         constants = {bodies.start + n for n in unchanged(bodies)}.union(range(bodies.start))
-        loop = _LoopReading(equation, bodies, scan, _maps_across(scan), constants, equal_loop)
-        entered = self.enter_loop(loop, inside)
-        for number in range(last):
-            self.inside(equation, number, bodies.inputs(number, entered), in_condition)
-        body = self.inside(equation, last, bodies.inputs(last, entered), inside)
+        loop = _LoopReading(equation, bodies, scan, _maps_across(scan), constants, first_equal)
+        last = len(bodies.jaxprs) - 1
+        entered = self.enter_loop(loop, around_body(last))
+        for number in range(last + 1):
+            body = self.read_body_of(equation, number, bodies.inputs(number, entered), around_body(number))
         equation.results = self.leave_loop(loop, entered, body.results, around)
 
-    def enter_loop(self, loop: _LoopReading, inside: _Around) -> list[Value]:
+    def enter_loop(self, loop: _LoopReading, around: _Around) -> list[Value]:
         """Return the values that enter the body of a loop: constants, carries, and elements of scanned arrays."""
         equation, bodies, maps = loop.equation, loop.bodies, loop.maps
 
         def entering(name: str, aval: Any, operand: Value, map_iteration: IterationMap) -> Value:
             reads = [(0, operand, map_iteration)]
-            return Value(aval, name, equation.key, None, -1, inside.scans, inside.loops, None, reads)
+            return Value(aval, name, equation.key, None, -1, around.scans, around.loops, None, reads)
 
-        avals = [atom.aval for atom in equation.eqn.invars[: bodies.carries.stop]]
-        avals += [var.aval for var in opened(bodies.jaxprs[-1])[0].invars[bodies.carries.stop - bodies.consts :]]
+        # The types of constants and carries are those of the operands. An element has the type that the body takes. The
+        # body does not take the constants of the condition, which are the first operands.
+        first_element = bodies.carries.stop
+        avals = [atom.aval for atom in equation.eqn.invars[:first_element]]
+        avals += [var.aval for var in opened(bodies.jaxprs[-1])[0].invars[first_element - bodies.consts :]]
         entered = []
         for n, (operand, aval) in enumerate(zip(equation.operands, avals, strict=True)):
             if n in loop.constants:
                 value = entering(LOOP_CONSTANT, aval, operand, maps.outside)
                 value.same = operand.same
             elif n in bodies.carries:
-                value = self.add(entering(CARRY, aval, operand, maps.at_start), (CARRY, n, loop.equal_loop))
-            else:
-                key = (ELEMENT, operand.same, bodies.reverse)
-                value = self.add(entering(ELEMENT, aval, operand, maps.outside), key)
+                value = self.add(entering(CARRY, aval, operand, maps.at_start), (CARRY, n, loop.first_equal))
+            else:  # in the same iteration, the elements of equal arrays are equal, also those of two loops
+                fingerprint = (ELEMENT, operand.same, bodies.reverse)
+                value = self.add(entering(ELEMENT, aval, operand, maps.outside), fingerprint)
             entered.append(value)
         return entered
 
@@ -389,49 +433,54 @@ class _Reader:
         may_not_run = loop.scan is None or not loop.scan.length
         results = []
         for n, value in enumerate(returned):
-            place = bodies.start + n
-            if place in loop.constants:
-                results.append(equation.operands[place])
+            position = bodies.start + n  # for a carry, its position among the operands
+            if position in loop.constants:
+                results.append(equation.operands[position])
                 continue
-            reads = [(1, value, maps.in_all)]
-            if place in bodies.carries:
-                entered[place].reads.append((1, value, maps.before))
-                before = [(0, equation.operands[place], same_iteration)] if may_not_run else []
-                reads = [*before, (1, value, maps.at_end)]
-            name = LAST_CARRY if place in bodies.carries else STACKED
-            result = self.result(equation, name, n, reads, around, (n, loop.equal_loop))
-            if value in self.gradients:
-                self.gradients.add(result)
-            results.append(result)
+            if position in bodies.carries:
+                name = LAST_CARRY
+                entered[position].reads.append((1, value, maps.before))
+                reads = [(1, value, maps.at_end)]
+                if may_not_run:  # then the last carry is the initial carry
+                    reads.insert(0, (0, equation.operands[position], same_iteration))
+            else:
+                name = STACKED
+                reads = [(1, value, maps.in_all)]
+            results.append(self.add_result(equation, name, n, reads, around, (n, loop.first_equal)))
         return results
 
 
-def _operation_of(eqn: JaxprEqn) -> Hashable:
-    return eqn.primitive.name, *eqn.params.values()
+# -- fingerprints ------------------------------------------------------------------------------------------------------
 
 
-def _computation_of(eqn: JaxprEqn) -> Hashable:
-    """Return a key that is equal for equations that compute the same from equal operands.
-
-    Equal bodies have equal keys, even if they are different jaxprs.
-    """
-    if eqn.effects:
+def _fingerprint_of_operation(eqn: JaxprEqn) -> Hashable:
+    """Return an object that is equal for operations that compute the same from equal operands."""
+    if eqn.effects:  # a callback may return other numbers each time
         return object()
-    bodies = bodies_of(eqn)
-    if bodies is not None and eqn.primitive.name not in _PER_DEVICE:
-        inner = [(_structure_of(jaxpr), *map(id, consts)) for jaxpr, consts in map(opened, bodies.jaxprs)]
-        roles = bodies.length, bodies.reverse, bodies.consts, bodies.start, bodies.carry
-        return bodies.primitive, *roles, *inner
+    fingerprint = eqn.primitive.name, *eqn.params.values()
     try:
-        hash(_operation_of(eqn))
-    except TypeError:
+        hash(fingerprint)
+    except TypeError:  # a parameter is not hashable
         return object()
-    return _operation_of(eqn)
+    return fingerprint
 
 
-def _structure_of(jaxpr: Jaxpr) -> Hashable:
-    """Return a key that is equal for open jaxprs with equal equations."""
-    if jaxpr not in _STRUCTURES:
+def _fingerprint_of_equation(eqn: JaxprEqn) -> Hashable:
+    """Return an object that is equal for equations that compute the same from equal operands.
+
+    Equal bodies have equal fingerprints, even if they are different jaxprs.
+    """
+    bodies = bodies_of(eqn)
+    if bodies is None or eqn.effects or eqn.primitive.name in _PER_DEVICE:
+        return _fingerprint_of_operation(eqn)
+    inner = [(_fingerprint_of_jaxpr(jaxpr), *map(id, consts)) for jaxpr, consts in map(opened, bodies.jaxprs)]
+    roles = bodies.length, bodies.reverse, bodies.consts, bodies.start, bodies.carry
+    return bodies.primitive, *roles, *inner
+
+
+def _fingerprint_of_jaxpr(jaxpr: Jaxpr) -> Hashable:
+    """Return an object that is equal for open jaxprs with equal equations."""
+    if jaxpr not in _FINGERPRINTS:
         numbers = {var: n for n, var in enumerate((*jaxpr.constvars, *jaxpr.invars))}
 
         def number_of(atom: Any) -> Hashable:
@@ -442,11 +491,11 @@ def _structure_of(jaxpr: Jaxpr) -> Hashable:
 
         equations = []
         for eqn in jaxpr.eqns:
-            equations.append((_computation_of(eqn), *map(number_of, eqn.invars)))
+            equations.append((_fingerprint_of_equation(eqn), *map(number_of, eqn.invars)))
             for var in eqn.outvars:
                 numbers[var] = len(numbers)
-        _STRUCTURES[jaxpr] = (*equations, tuple(map(number_of, jaxpr.outvars)))
-    return _STRUCTURES[jaxpr]
+        _FINGERPRINTS[jaxpr] = (*equations, tuple(map(number_of, jaxpr.outvars)))
+    return _FINGERPRINTS[jaxpr]
 
 
-_STRUCTURES: Any = weakref.WeakKeyDictionary()  # equal layers share a jaxpr
+_FINGERPRINTS: Any = weakref.WeakKeyDictionary()  # equal layers share a jaxpr
