@@ -120,13 +120,16 @@ def _is_negated(node: Node) -> bool:
     variable = only_variable(node)
     if node.name not in SUMS or variable is None:
         return False
-    is_subtracted = node.name == "sub" and variable is node.inputs[1]
+    is_subtracted = node.name == "sub" and variable is not node.inputs[0]
     return is_subtracted or variable.origin.name == "neg"
 
 
 def _has_large_constant(difference: Node) -> bool:
     """Return whether the constant of a difference is a number that is not an epsilon."""
-    (constant,) = [term.origin for term in difference.inputs if term.is_constant]
+    constants = [term.origin for term in difference.inputs if term.is_constant]
+    if len(constants) != 1:
+        return False
+    (constant,) = constants
     return constant.shape == () and constant.const is not None and constant.const[1] >= _SMALLEST_CONSTANT
 
 
@@ -138,7 +141,7 @@ def _rounded_values(difference: Node) -> list[Node]:
 
     These are products, functions that approach 1, and the values between them and the difference.
     """
-    # The operands and the terms: an operand may be a sum of several terms, which are listed without their scales.
+    # The search does not go through sums. So it also starts at the terms of an operand that is a sum.
     values = reachable([*difference.inputs, *terms_of(difference)], _operands_with_same_digits)
     computed = [value for value in values if value.after_product]
     is_rounded = any(value.name in _ROUNDED for value in computed)
@@ -156,5 +159,5 @@ def _operands_with_same_digits(node: Node) -> Sequence[Node]:
     if node.name not in _KEEPS_DIGITS or len(computed) != 1:
         return ()
     (operand,) = computed
-    is_divisor = node.name == "div" and operand is node.inputs[1]
+    is_divisor = node.name == "div" and operand is node.inputs[-1]
     return () if is_divisor else (operand,)
