@@ -117,9 +117,15 @@ def test_a_train_step_has_an_update_after_its_backward_pass(net):
 
 
 @pytest.mark.parametrize(
-    "wrapped", [jax.jit, lambda loss: jax.jit(lambda *args: jax.jit(loss)(*args)), lambda loss: loss],
-    ids=["jitted", "jitted twice", "plain"],
-)  # fmt: skip
+    "wrapped",
+    [
+        jax.jit,
+        lambda loss: jax.jit(lambda *args: jax.jit(loss)(*args)),
+        lambda loss: loss,
+        lambda loss: lambda params, x: jax.lax.cond(x[0, 0] > 0, loss, lambda params, x: jnp.sum(params), params, x),
+    ],
+    ids=["jitted", "jitted twice", "plain", "in a branch"],
+)
 def test_the_forward_pass_at_an_adversarial_input_is_forward(wrapped):
     loss = wrapped(lambda params, x: jnp.sum(jnp.tanh(x @ params)))
 
