@@ -216,6 +216,15 @@ def _phase(around: str, transforms: Sequence[str], has_gradients: bool) -> str:
     return "update" if has_gradients and "jvp" not in transforms else "forward"
 
 
+_ENTERS = -1
+"""The ``position`` of a value that enters a body. Results have their position among the results."""
+
+
+def _at_border(equation: Equation, name: str, aval: Any, position: int, reads: list[Read], around: _Around) -> Value:
+    """Return a value that enters or leaves a body of an equation. No operation computes it."""
+    return Value(aval, name, equation.key, None, position, around.scans, around.loops, None, reads)
+
+
 class _Reader:
     """A reader that collects the values of a program, body by body.
 
@@ -255,8 +264,7 @@ class _Reader:
         self, equation: Equation, name: str, position: int, reads: list[Read], around: _Around, fingerprint: Hashable
     ) -> Value:
         """Add a result of an equation with bodies."""
-        aval = equation.eqn.outvars[position].aval
-        value = Value(aval, name, equation.key, None, position, around.scans, around.loops, None, reads)
+        value = _at_border(equation, name, equation.eqn.outvars[position].aval, position, reads, around)
         if equation.phase != "forward" or any(operand in self.gradients for _, operand, _ in reads):
             self.gradients.add(value)
         return self.add(value, fingerprint)
@@ -341,7 +349,7 @@ class _Reader:
         parts = []
         for operand, var in zip(equation.operands, opened(bodies.jaxprs[0])[0].invars, strict=True):
             reads: list[Read] = [(0, operand, same_iteration)]
-            part = Value(var.aval, PART, equation.key, None, -1, around.scans, around.loops, None, reads)
+            part = _at_border(equation, PART, var.aval, _ENTERS, reads, around)
             parts.append(self.add(part))
             if operand in self.gradients:
                 self.gradients.add(part)
@@ -398,7 +406,7 @@ class _Reader:
 
         def entering(name: str, aval: Any, operand: Value, map_iteration: IterationMap) -> Value:
             reads = [(0, operand, map_iteration)]
-            return Value(aval, name, equation.key, None, -1, around.scans, around.loops, None, reads)
+            return _at_border(equation, name, aval, _ENTERS, reads, around)
 
         # The types of constants and carries are those of the operands. An element has the type that the body takes. The
         # body does not take the constants of the condition, which are the first operands.
