@@ -2,8 +2,8 @@
 
 :func:`apply_policy` returns an instance of a subclass of the module's class. The subclass only adds the policy, and a
 hook: if code outside of the model calls a method, ``jaxmp.engine`` rewrites the program of this call (``_run_model``).
-``jaxmp/linen/run.py`` handles the calls of the modules inside. Names and scopes do not change, so the variables are
-those of the original module.
+``jaxmp/linen/run.py`` handles the calls of the modules inside, and README.md follows one call from start to end. Names
+and scopes do not change, so the variables are those of the original module.
 """
 
 from __future__ import annotations
@@ -23,11 +23,8 @@ from jaxmp.base.arguments import require_no_policy, require_order
 from jaxmp.base.cache_keys import policies_off
 from jaxmp.base.donation import require_not_deleted
 from jaxmp.base.dtypes import AsComputed
-from jaxmp.engine.autocast import computed
-from jaxmp.engine.classifier import Classifier
-from jaxmp.engine.decisions import Decisions
 from jaxmp.engine.eager_calls import call_eagerly, key_of
-from jaxmp.engine.half_check import check_half_products
+from jaxmp.engine.model_call import ModelCall
 from jaxmp.engine.model_policy import ModelPolicy, require_no_operations, wrong_model
 from jaxmp.linen.run import author_fields, current_run, key_of_module, start_run
 from jaxmp.linen.scopes import ACTIVATIONS, PARAMS, PoliciedModel, add_model, without_models
@@ -72,9 +69,9 @@ def apply_policy(module: M, policy: Any, overrides: Mapping[Any, Any] | None = N
       TypeError: ``module`` is not an instance of a Linen module.
       ValueError: ``module`` has a policy already; an override of an operation has an unknown level, primitive or class.
         These errors are raised when the module runs, because its submodules do not exist earlier: a pattern matched no
-        module; an override matched no operation; an ``nnx.bridge.ToLinen`` wraps a class without a policy; or the half
-        policy has no effect, because overrides or dtypes keep every product in float32 (checked in a call that runs all
-        modules).
+        module; or an ``nnx.bridge.ToLinen`` wraps a class without a policy. These are raised in a call that runs all
+        modules: an override matched no operation; or the half policy has no effect, because overrides or dtypes keep
+        every product in float32.
 
     >>> model = apply_policy(nn.Dense(8), "mixed_float16")
     >>> variables = model.init(jax.random.key(0), jnp.ones((1, 8)))
@@ -206,27 +203,15 @@ def _run_model(
             if name == "__call__":  # another method may not initialise every module
                 run.check_patterns(model, module)
             return result
-        decided: list[Decisions] = []
-        classifier = model.policy.classifier()
-        result = decorator_lift_transform(_rewrite, method, classifier, decided.append)(module, *args, **kwargs)
-        (decisions,) = decided
+        call = ModelCall(model.policy)
+        result = decorator_lift_transform(_rewrite, method, call)(module, *args, **kwargs)
         run.check_patterns(model, module)
-        if name == "__call__":
-            classifier.matcher.check()
-        check_half_products(decisions, model.policy.default, run.modules_not_half(model, module))
+        call.check(run.called_all(model, module), run.modules_not_half(model, module))
         return result
 
 
-def _rewrite(
-    fun: Callable[..., Any], classifier: Classifier, receive: Callable[[Decisions], object]
-) -> Callable[..., Any]:
-    """Return a version of ``fun`` that ``jaxmp.engine`` rewrites.
-
-    Args:
-      fun: a function of a Linen scope.
-      classifier: the classifier of operations.
-      receive: a function that receives the decisions about the program.
-    """
+def _rewrite(fun: Callable[..., Any], call: ModelCall) -> Callable[..., Any]:
+    """Return a version of ``fun``, a function of a Linen scope, that computes the program of ``call``."""
 
     def rewritten(scope_of: Any, repack: Any, variables: Any, rngs: Any, *args: Any, **kwargs: Any) -> Any:
         def pure(variables: Any, rngs: Any, args: Any, kwargs: Any) -> Any:
@@ -234,7 +219,7 @@ def _rewrite(
             result = fun(scope, *args, **kwargs)
             return result, jax.tree.map_with_path(_mark_activation, repack(scope))
 
-        return computed(pure, classifier, (variables, rngs, args, kwargs), {}, receive=receive)
+        return call.computed(pure, variables, rngs, args, kwargs)
 
     return lift.pack(rewritten, (True,), (True,), (True,), enable_kwargs=True)
 
@@ -283,8 +268,9 @@ def _policied_class(bare: Any, policy: ModelPolicy) -> Any:
     for name in dir(bare):
         method = inspect.getattr_static(bare, name)
         if inspect.isfunction(method) and hasattr(method, "method_handler_wrapped"):
-            # A lifted transform of the method or of the class calls a method of another instance, so the run starts
-            # before it. `Hooks` starts the run for a method of a subclass.
+            # The run must start before a lifted transform of the method or of the class, because the transform calls
+            # the method of another instance. The methods of a subclass, such as the one that qwix makes of the model,
+            # are not wrapped here: `Hooks` starts their run.
             setattr(Model, name, _wrap(method, name))
     return Model
 

@@ -122,9 +122,10 @@ class Run:
         models = models_around(module.scope) if module.scope is not None and not is_checked(module) else ()
         if not models:
             return None
-        # A lifted transform creates the scopes of inner modules before a model inside of another has set its flag.
-        inner = self.active[self.active.index(models[-1]) + 1 :] if models[-1] in self.active else []
-        return next((model for model in reversed(inner) if model.contains(module.path)), models[-1])
+        # A lifted transform may create a module's scope before a nested model has set its flag. Such a nested model is
+        # running now, inside of the last model that the flag has.
+        nested = self.active[self.active.index(models[-1]) + 1 :] if models[-1] in self.active else []
+        return next((model for model in reversed(nested) if model.contains(module.path)), models[-1])
 
     def _decide(self, module: Any, model: PoliciedModel) -> Treatment:
         """Return how a module of a model is computed."""
@@ -150,21 +151,28 @@ class Run:
         bridges = called.bridges()
         variables = [path for collection in module.variables.values() for path in _paths(collection)]
         variables = [path for path in variables if not _is_below(path, bridges)]
+        model.policy.policies.check(called.classes, variables, complete=self.called_all(model, module))
+
+    def called_all(self, model: PoliciedModel, module: Any) -> bool:
+        """Return whether every module with params was called.
+
+        Nested models with policies of their own and bridges do not count. ``module`` is the module of the model.
+        """
         inner = self._paths_of_inner_models(model)
         owners = {path for path in _owners_of_params(module) if not _is_below(path, inner)}
-        model.policy.policies.check(called.classes, variables, complete=owners <= called.classes.keys())
+        return owners <= self._called_modules(model).classes.keys()
 
     def modules_not_half(self, model: PoliciedModel, module: Any) -> list[NotHalf]:
-        """Return the modules that are not half.
+        """Return the called modules that are not half.
 
-        The list is empty if a module of the model did not run, or if there is another policy inside.
+        The list is empty if there is another policy inside.
         """
-        not_half, owners = self._called_modules(model).not_half, _owners_of_params(module)
-        if self._paths_of_inner_models(model) or not owners <= not_half.keys():
+        if self._paths_of_inner_models(model):
             return []
+        owners = _owners_of_params(module)
         return [
             NotHalf("/".join(path) or type(module).__name__, reason, path in owners)
-            for path, reason in not_half.items()
+            for path, reason in self._called_modules(model).not_half.items()
             if reason is not None
         ]
 

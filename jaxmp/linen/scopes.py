@@ -2,6 +2,9 @@
 
 A flag of a scope has the models under a policy around it. Linen copies the flags of a scope to every scope that is
 created below, even in lifted transforms, and they are part of the cache key of ``nn.jit``.
+
+Each variable is converted when a module reads or writes it. When a call begins, the modules that decide how their
+variables are converted do not exist yet.
 """
 
 from __future__ import annotations

@@ -70,9 +70,8 @@ def apply_policy(model: M, policy: Any, overrides: Mapping[Any, Any] | None = No
       TypeError: ``model`` is not an NNX module.
       ValueError: ``model`` has a policy already; a pattern matched no module; an override of an operation has an
         unknown level, primitive or class; or an ``nnx.bridge.ToNNX`` in the model wraps a Linen module without a
-        policy. These errors are raised when the model is called: an override matched no operation; or the half policy
-        has no effect, because overrides or dtypes keep every product in float32 (checked in a call that runs the whole
-        model).
+        policy. These errors are raised in a call that runs the whole model: an override matched no operation; or the
+        half policy has no effect, because overrides or dtypes keep every product in float32.
 
     >>> model = apply_policy(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), "mixed_float16")
     >>> model.kernel[...].dtype, model(jnp.ones((1, 8))).dtype

@@ -2,7 +2,8 @@
 
 A module under a policy is an instance of a subclass of its original class. If code outside of the model calls a method,
 the call runs as one program, which ``jaxmp.engine`` rewrites. In this program, each method call of a module adds two
-scopes to JAX's name stack: the module's path, and a mark that tells the engine how to compute the method.
+scopes to JAX's name stack: the module's path, and a mark that tells the engine how to compute the method. README.md
+follows one call from start to end.
 """
 
 from __future__ import annotations
@@ -25,10 +26,9 @@ from jaxmp._internals.flax.nnx_calls import make_array_call
 from jaxmp._internals.flax.nnx_variables import is_module, is_object, modules_in, own_variables
 from jaxmp.base.context_variables import setting
 from jaxmp.base.donation import require_not_deleted
-from jaxmp.engine.autocast import computed
-from jaxmp.engine.decisions import Decisions
 from jaxmp.engine.eager_calls import call_eagerly
-from jaxmp.engine.half_check import NotHalf, check_half_products
+from jaxmp.engine.half_check import NotHalf
+from jaxmp.engine.model_call import ModelCall
 from jaxmp.engine.model_policy import CallStack, MethodCall, ModelPolicy, Treatment, VariableKind
 from jaxmp.policy.off_switch import unless_policies_off
 from jaxmp.policy.patterns import Path
@@ -163,13 +163,9 @@ def _run_model(module: Any, method: Any, args: Any, kwargs: Any) -> Any:
     of_call, arguments, write, key = make_array_call(fun, (module, args, kwargs), {})
 
     def pure(*arguments: Any) -> Any:
-        decided: list[Decisions] = []
-        classifier = decision.model_policy.classifier()
-        results = computed(of_call, classifier, arguments, {}, receive=decided.append)
-        (program_decisions,) = decided
-        if called_all:
-            check_half_products(program_decisions, decision.model_policy.default, decision.not_half)
-            classifier.matcher.check()
+        call = ModelCall(decision.model_policy)
+        results = call.computed(of_call, *arguments)
+        call.check(called_all and decision.is_root, decision.not_half)
         return results
 
     try:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
 from both_apis import X, dtypes_of_products, each_api, mixed, pure
-from linen_zoo import dtypes_of, same_computation
+from linen_zoo import dtypes_of, products, same_computation
 
 import jaxmp
 
@@ -177,3 +178,21 @@ def test_autocast_of_a_model_is_jaxmp_autocast_of_its_function_and_keeps_the_par
     assert result.dtype == jnp.float32  # not the policy's output dtype
     for name in (" Mixed_BFloat16 ", "p=f32, c=bf16, o=f32"):
         assert set(dtypes_of_products(api.autocast(bare, name), X)) == {"bfloat16"}
+
+
+def call_of_head(model: Any) -> Any:
+    """Return a function from params to the result of the submodule ``head``, which is called alone."""
+    if isinstance(model, nn.Module):
+        params = pure(model, X).params
+        return lambda x: model.apply({"params": params}, x, method=lambda model, x: model.head(x))
+    return lambda x: model.head(x)
+
+
+@each_api
+def test_overrides_of_operations_must_match_in_a_call_of_the_whole_model_and_not_of_a_part(api):
+    bare = api.named(body=api.dense, head=api.dense)
+    for under in api.adapters:
+        model = under(bare, "mixed_float16", {"primitive:sin": "float32", "head": "float32"})
+        assert products(call_of_head(model), X) == ["float32"]
+        with pytest.raises(jaxmp.UnmatchedOverrideError, match="'primitive:sin' matched none"):
+            dtypes_of_products(model, X)
