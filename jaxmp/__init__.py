@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from jaxmp.base import hardware as hardware
     from jaxmp.engine.autocast import autocast as autocast
     from jaxmp.engine.marks import precision as precision
-    from jaxmp.engine.override_matching import UnmatchedOverrideError as UnmatchedOverrideError
     from jaxmp.engine.overrides import UnknownOperationError as UnknownOperationError
     from jaxmp.engine.plan import CastPlan as CastPlan
     from jaxmp.engine.plan import cast_plan as cast_plan
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
     from jaxmp.optim.scaling_state import keep_if_skipped as keep_if_skipped
     from jaxmp.optim.scaling_state import wrap_opt_state as wrap_opt_state
     from jaxmp.policy.float8 import Float8 as Float8
+    from jaxmp.policy.patterns import UnmatchedOverrideError as UnmatchedOverrideError
     from jaxmp.policy.policies import Policy as Policy
     from jaxmp.policy.policy_map import PolicyMap as PolicyMap
     from jaxmp.policy.policy_map import get_policy as get_policy
@@ -69,7 +69,6 @@ _NAMES = {
         "cast_plan",
         "CastPlan",
     ),
-    "jaxmp.engine.override_matching": ("UnmatchedOverrideError",),
     "jaxmp.engine.trace": ("autocast_dtype",),
     "jaxmp.optim.loss_scale": (
         "DynamicLossScale",
@@ -89,6 +88,7 @@ _NAMES = {
         "wrap_opt_state",
     ),
     "jaxmp.policy.float8": ("Float8",),
+    "jaxmp.policy.patterns": ("UnmatchedOverrideError",),
     "jaxmp.policy.policies": ("Policy",),
     "jaxmp.policy.policy_map": (
         "get_policy",

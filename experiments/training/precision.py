@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 import jaxmp
 from jaxmp.base.dtypes import closest_names
-from jaxmp.engine.override_matching import UnmatchedOverrideError
+from jaxmp.policy.patterns import UnmatchedOverrideError
 
 # The loss scale of each of Apex's opt levels. O3, with float16 params, has none.
 OPT_LEVELS = {"O0": "none", "O1": "dynamic", "O2": "dynamic", "O3": "none"}

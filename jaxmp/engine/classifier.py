@@ -59,15 +59,17 @@ class Classifier:
       overrides: the levels of paths, primitives and classes, from :func:`jaxmp.engine.overrides.levels_of`. The first
         path that matches wins, as in a PolicyMap. A path with a primitive matches only that primitive.
       float8: the recipe for float8 products in code outside of marked modules; None for half products.
+      in_model: whether the first scope of each path is the model, which keys of overrides may leave out.
     """
 
     half: np.dtype | None
     overrides: dict[str, Level] = dataclasses.field(default_factory=dict)
     float8: Float8 | None = None
+    in_model: bool = False
 
     def __post_init__(self) -> None:
-        self.key = (self.half, tuple(self.overrides.items()))
-        self.matcher = OverrideMatcher(self.overrides)
+        self.key = (self.half, tuple(self.overrides.items()), self.in_model)
+        self.matcher = OverrideMatcher(self.overrides, self.in_model)
 
     def kind_of(self, eqn: JaxprEqn, constants: Constants, names: Names) -> OperationKind:
         """Return the kind of an equation without a body, and the reason.

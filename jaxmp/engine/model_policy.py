@@ -39,11 +39,13 @@ class ModelPolicy:
       operations: the overrides of operations, such as ``("primitive:exp", "half")``.
       stores: whether params are stored in the param dtype, and results are cast to the output dtype. ``apply_policy``
         does both, ``autocast`` does neither.
+      has_scope: whether the model itself has a scope, as in Linen. Paths of operations then begin with its name.
     """
 
     policies: PolicyMap
     operations: tuple[tuple[str, Level], ...] = ()
     stores: bool = True
+    has_scope: bool = False
 
     @classmethod
     def create(cls, policy: Any, overrides: Mapping[Any, Any] | None, stores: bool) -> ModelPolicy:
@@ -62,9 +64,9 @@ class ModelPolicy:
         """Return the policy of the modules that no override matches."""
         return self.policies.root
 
-    def below(self, name: str) -> ModelPolicy:
-        """Return a copy without the name of the model at the front of its patterns."""
-        return dataclasses.replace(self, policies=self.policies.below(name))
+    def in_scope(self, name: str) -> ModelPolicy:
+        """Return a copy for a model that has a scope of this name. The paths of overrides may begin with the name."""
+        return dataclasses.replace(self, policies=self.policies.below(name), has_scope=True)
 
     def __str__(self) -> str:
         operations = [f"{key} -> {level}" for key, level in self.operations]
@@ -73,7 +75,7 @@ class ModelPolicy:
     def classifier(self) -> Classifier:
         """Return a classifier for the operations of a call of the model."""
         half = self.policies.compute_dtype if is_half(self.policies.compute_dtype) else None
-        return Classifier(half, dict(self.operations), self.policies.float8)
+        return Classifier(half, dict(self.operations), self.policies.float8, self.has_scope)
 
     def cast_to_output(self, result: Any) -> Any:
         """Return the result of the model in the output dtype."""

@@ -1,4 +1,9 @@
-"""The overrides that apply to an operation, and the overrides that match no operation of a program."""
+"""The overrides that apply to an operation, and the overrides that match no operation of a program.
+
+Overrides of modules are resolved elsewhere, by ``PolicyMap.resolve``: by path and class, before the code of the module
+is traced. Here only the scopes of a traced program are known. Both use ``covers`` and ``unmatched`` of
+:mod:`jaxmp.policy.patterns`.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +15,7 @@ from jaxmp._internals.jax.sources import Names
 from jaxmp.base.dtypes import closest_names
 from jaxmp.engine.marks import path_of
 from jaxmp.engine.overrides import Level
-from jaxmp.policy.patterns import EVERY, OPERATIONS, better_patterns, covers, path_and_primitive
+from jaxmp.policy.patterns import EVERY, OPERATIONS, better_patterns, covers, path_and_primitive, unmatched
 from jaxmp.program.primitives import classify
 
 _NO_SCOPES = (
@@ -19,20 +24,17 @@ _NO_SCOPES = (
 )
 
 
-class UnmatchedOverrideError(ValueError):
-    """An override matched no operation of the function."""
-
-
 class OverrideMatcher:
     """Find the overrides of operations, and record the operations of a program for errors.
 
     Attributes:
       levels: the levels of paths, primitives and classes, from :func:`jaxmp.engine.overrides.levels_of`.
+      in_model: whether the first scope of each path is the model. A key may leave it out.
       paths: the keys that are paths, with or without a primitive.
     """
 
-    def __init__(self, levels: Mapping[str, Level]) -> None:
-        self.levels = levels
+    def __init__(self, levels: Mapping[str, Level], in_model: bool = False) -> None:
+        self.levels, self.in_model = levels, in_model
         self.paths = [key for key in levels if not key.startswith(OPERATIONS)]
         self._keys_of = functools.lru_cache(maxsize=None)(self._find_keys)
         self._matched: set[str] = set()
@@ -53,7 +55,8 @@ class OverrideMatcher:
         paths = []
         for key in self.paths:
             pattern, primitive = path_and_primitive(key)
-            if primitive in ("", name) and covers(pattern, path):
+            is_covered = covers(pattern, path) or (self.in_model and covers(pattern, path[1:]))
+            if primitive in ("", name) and is_covered:
                 paths.append(key)
         operations = [f"primitive:{name}", f"class:{classify(name)}", EVERY]
         return paths, [key for key in operations if key in self.levels]
@@ -76,10 +79,8 @@ class OverrideMatcher:
         """
         for key in self.levels:
             if key not in self._matched:
-                raise UnmatchedOverrideError(
-                    f"every override must match an operation of the function, but {key!r} matched none; nearest "
-                    f"{self._nearest(key)}. Autocast sees operations of the derivative only in autocast(grad(f))"
-                )
+                hint = "Autocast sees operations of the derivative only in autocast(grad(f))"
+                raise unmatched(key, "an operation", f"{self._nearest(key)}. {hint}")
 
     def _nearest(self, key: str) -> str:
         """Return the names of the program that are nearest to a key."""

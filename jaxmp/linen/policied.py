@@ -56,7 +56,7 @@ def apply_policy(module: M, policy: Any, overrides: Mapping[Any, Any] | None = N
       overrides: a mapping from key to level. Keys for modules are the patterns of :class:`jaxmp.PolicyMap`. A path may
         begin with the name of ``module``, or with its class if it has no name, so ``Net/head`` means ``head``. The
         paths that :mod:`jaxmp.inspect` prints begin with this name. Keys for operations are those of
-        :func:`jaxmp.autocast`, such as ``"primitive:exp"``. The levels are:
+        :func:`jaxmp.autocast`, such as ``"primitive:exp"`` or ``"head:dot_general"``. The levels are:
 
         - ``"float32"`` and ``"tensorfloat32"``;
         - ``"half"``, the compute dtype of ``policy``;
@@ -71,7 +71,7 @@ def apply_policy(module: M, policy: Any, overrides: Mapping[Any, Any] | None = N
         These errors are raised when the module runs, because its submodules do not exist earlier: a pattern matched no
         module; or an ``nnx.bridge.ToLinen`` wraps a class without a policy. These are raised in a call that runs all
         modules: an override matched no operation; or the half policy has no effect, because overrides or dtypes keep
-        every product in float32.
+        every product in float32. An override that matches nothing raises an :class:`jaxmp.UnmatchedOverrideError`.
 
     >>> model = apply_policy(nn.Dense(8), "mixed_float16")
     >>> variables = model.init(jax.random.key(0), jnp.ones((1, 8)))
@@ -109,7 +109,7 @@ def _apply(module: M, policy: Any, overrides: Mapping[Any, Any] | None, function
         raise wrong_model(module, "linen", function)
     require_no_policy(module, isinstance(module, _PolicyHooks), f"jaxmp.linen.{function}")
     model_policy = ModelPolicy.create(policy, overrides, stores=function == "apply_policy")
-    model_policy = model_policy.below(module.name or type(module).__name__)
+    model_policy = model_policy.in_scope(module.name or type(module).__name__)
     scope = without_models(module.scope) if module.scope else None
     return cast(M, _rebuild(_bare_class(type(module)), author_fields(module), model_policy, module.name, scope))
 

@@ -71,7 +71,8 @@ def apply_policy(model: M, policy: Any, overrides: Mapping[Any, Any] | None = No
       ValueError: ``model`` has a policy already; a pattern matched no module; an override of an operation has an
         unknown level, primitive or class; or an ``nnx.bridge.ToNNX`` in the model wraps a Linen module without a
         policy. These errors are raised in a call that runs the whole model: an override matched no operation; or the
-        half policy has no effect, because overrides or dtypes keep every product in float32.
+        half policy has no effect, because overrides or dtypes keep every product in float32. An override that matches
+        nothing raises an :class:`jaxmp.UnmatchedOverrideError`.
 
     >>> model = apply_policy(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), "mixed_float16")
     >>> model.kernel[...].dtype, model(jnp.ones((1, 8))).dtype

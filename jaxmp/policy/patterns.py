@@ -26,6 +26,23 @@ EVERY = "class:*"
 """The override key for all operations that no other key covers."""
 
 
+class UnmatchedOverrideError(ValueError):
+    """An override matched no module of the model, or no operation of the function."""
+
+
+def unmatched(pattern: Pattern, subject: str, nearest: str) -> UnmatchedOverrideError:
+    """Return the error for an override that matched nothing.
+
+    Args:
+      pattern: the key of the override.
+      subject: what it must match, such as ``"a module"``.
+      nearest: the kind of the nearest names, and the names.
+    """
+    return UnmatchedOverrideError(
+        f"every override must match {subject}, but {pattern_text(pattern)!r} matched none; nearest {nearest}"
+    )
+
+
 def check_pattern(pattern: Any) -> Pattern:
     """Return ``pattern`` if it is valid.
 

@@ -18,6 +18,7 @@ from jaxmp.policy.parsing import ALIASES, AMBIGUOUS, parse_fields
 from jaxmp.policy.patterns import (
     Path,
     Pattern,
+    UnmatchedOverrideError,
     better_patterns,
     check_pattern,
     checked_overrides,
@@ -25,6 +26,7 @@ from jaxmp.policy.patterns import (
     is_class_pattern,
     matches,
     pattern_text,
+    unmatched,
 )
 from jaxmp.policy.policies import PRECISIONS, Policy, PrecisionError
 from jaxmp.policy.policy_files import read_policy
@@ -156,7 +158,7 @@ class PolicyMap:
             because they may match another module of the model.
 
         Raises:
-          ValueError: a pattern matched nothing; the error names the nearest paths or classes of the model.
+          UnmatchedOverrideError: a pattern matched nothing; the error names the nearest paths or classes of the model.
         """
         paths = {path[:depth] for path in variables for depth in range(len(path))}
         for pattern, _, strict in self.overrides:
@@ -184,8 +186,8 @@ class PolicyMap:
 
 def _unmatched(
     pattern: Pattern, paths: Collection[Path], modules: Mapping[Path, type | tuple[type, ...]]
-) -> ValueError:
-    """Return the error for a pattern that matched nothing.
+) -> UnmatchedOverrideError:
+    """Return the error for a pattern that matched no module.
 
     Args:
       pattern: the pattern.
@@ -197,12 +199,8 @@ def _unmatched(
         kind, known = "classes", {cls.__name__ for cls in classes}
     else:
         kind, known = "paths", {"/".join(path) for path in paths}
-    text = pattern_text(pattern)
-    near = closest_names(text, sorted(known - {""})) or "none, the model has no submodules"
-    return ValueError(
-        f"every pattern of a policy must match a module, but {text!r} matched none; nearest {kind}: {near}"
-        f"{better_patterns(pattern, paths, classes)}"
-    )
+    near = closest_names(pattern_text(pattern), sorted(known - {""})) or "none, the model has no submodules"
+    return unmatched(pattern, "a module", f"{kind}: {near}{better_patterns(pattern, paths, classes)}")
 
 
 def _below(pattern: Pattern, root: str) -> Pattern:

@@ -40,7 +40,7 @@ def test_a_pattern_that_matches_nothing_is_an_error_with_the_nearest_paths_or_cl
         dense: f"; write 'type:{dense}'",
         other.Dense: f"a class of {other_package}, but the model is of {package}: write a class of {package}",
     }.items():
-        with pytest.raises(ValueError) as error:
+        with pytest.raises(jaxmp.UnmatchedOverrideError) as error:
             dtypes_of_products(mixed(two_layers(api), "mixed_float16", {"body": "float32", pattern: "float32"}), X)
         assert text in str(error.value)
     for pattern, text in (

@@ -196,3 +196,17 @@ def test_overrides_of_operations_must_match_in_a_call_of_the_whole_model_and_not
         assert products(call_of_head(model), X) == ["float32"]
         with pytest.raises(jaxmp.UnmatchedOverrideError, match="'primitive:sin' matched none"):
             dtypes_of_products(model, X)
+
+
+@each_api
+def test_the_path_of_an_operation_begins_below_the_model(api):
+    bare = api.named(block=lambda: three_layers(api), head=api.dense)
+    for under in api.adapters:
+        for key, expected in (
+            ("head:dot_general", ["float16", "float16", "float16", "float32"]),
+            ("block/first:dot_general", ["float32", "float16", "float16", "float16"]),
+            ("block:dot_general", ["float32", "float32", "float32", "float16"]),
+        ):
+            assert dtypes_of_products(under(bare, "mixed_float16", {key: "float32"}), X) == expected
+        with pytest.raises(jaxmp.UnmatchedOverrideError, match="'first:dot_general' matched none; nearest paths: "):
+            dtypes_of_products(under(bare, "mixed_float16", {"first:dot_general": "float32"}), X)

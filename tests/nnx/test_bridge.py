@@ -309,9 +309,9 @@ def test_an_override_of_autocast_matches_a_wrapped_module_but_no_module_inside_i
         model = jaxmp.linen.autocast(linen_model, "mixed_bfloat16", {pattern: "float32"})
         assert products(model.apply, variables, X) == want
     for pattern in ("wrapped/b", "wrapped/*/kernel", "type:Bat*"):
-        with pytest.raises(ValueError, match="every pattern of a policy must match a module"):
+        with pytest.raises(ValueError, match="every override must match a module"):
             jaxmp.nnx.autocast(nnx_model, "mixed_bfloat16", {pattern: "float32"})
-        with pytest.raises(ValueError, match="every pattern of a policy must match a module"):
+        with pytest.raises(ValueError, match="every override must match a module"):
             model = jaxmp.linen.autocast(linen_model, "mixed_bfloat16", {pattern: "float32"})
             jax.eval_shape(model.apply, variables, X)
 
