@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -21,7 +21,7 @@ from jaxmp.engine.overrides import FLOAT32_RESULT, Level, is_float32
 from jaxmp.engine.states import Kind
 from jaxmp.policy.float8 import Float8, get_recipe
 from jaxmp.policy.policies import Policy
-from jaxmp.program.equations import HIGHEST, asks_for_highest, aval_of, names_a_dtype, precision_named
+from jaxmp.program.equations import HIGHEST, Precision, asks_for_highest, aval_of, names_a_dtype, precision_named
 from jaxmp.program.primitives import BOUNDS, PICKS, Class, classify
 
 
@@ -147,7 +147,7 @@ class Classifier:
             return None
         return region_of(names).half or self.half
 
-    def precision_of(self, eqn: JaxprEqn, names: Names) -> Any:
+    def precision_of(self, eqn: JaxprEqn, names: Names) -> Precision:
         """Return the ``precision`` of a float32 product in these scopes.
 
         A region or an override sets it. JAX has algorithms for ``dot_general`` only: it would compute other products at
@@ -157,7 +157,7 @@ class Classifier:
         is_algorithm = isinstance(precision, jax.lax.DotAlgorithmPreset)
         return HIGHEST if is_algorithm and eqn.primitive.name != "dot_general" else precision
 
-    def _requested_precision(self, eqn: JaxprEqn, names: Names) -> Any:
+    def _requested_precision(self, eqn: JaxprEqn, names: Names) -> Precision:
         traced, region = eqn.params["precision"], region_of(names)
         if region.asked_by == OF_POLICY:  # the code of a module is traced in the precision of its policy
             return traced
@@ -212,7 +212,7 @@ class Classifier:
             return OperationKind(Kind.INFER, "an outer product")  # it sums nothing, as in positions times frequencies
         return OperationKind(Kind.HALF, "product")
 
-    def _kind_by_constants(self, name: str, operands: Constants, half: Any) -> OperationKind:
+    def _kind_by_constants(self, name: str, operands: Constants, half: np.dtype | None) -> OperationKind:
         """Return the kind that the magnitudes of an operation's constants require."""
         if half == np.float16 and name == "div" and operands[1] is None:
             return OperationKind(Kind.FULL, "the derivative of a quotient overflows in float16")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from contextvars import ContextVar
-from typing import Any
 
 import jax
 import numpy as np
@@ -16,6 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxmp.base.cache_keys import planned
 from jaxmp.base.context_variables import setting
+from jaxmp.program.equations import Array
 
 _in_program: ContextVar[bool] = ContextVar("jaxmp_casts_of_constants", default=False)
 
@@ -32,7 +32,7 @@ def casts_constants_in_program() -> bool:
     return _in_program.get()
 
 
-def constant_in(value: Any, dtype: np.dtype) -> Any:
+def constant_in(value: Array, dtype: np.dtype) -> Array:
     """Return a constant in another dtype."""
     array = np.asarray(value)
     if not casts_constants_in_program() or array.dtype == dtype or array.dtype.kind not in "fV":

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Collection, Hashable, Mapping
 
 from jaxmp.engine.float8_products import Float8Product
 from jaxmp.engine.nodes import Graph, Node, Step
@@ -37,7 +36,7 @@ class Decisions:
         choice = self.float8.get(step)
         return choice if isinstance(choice, Float8Product) else None
 
-    def key_of(self, step: Step) -> Any:
+    def key_of(self, step: Step) -> Hashable:
         """Return a key of the decisions about a step and its bodies.
 
         Steps with equal equations and keys are emitted alike.

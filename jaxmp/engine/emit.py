@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import JaxprEqn
 
 from jaxmp._internals.jax.traces import is_staged, is_tracing, may_be_skipped
 from jaxmp.base.dtypes import is_castable, is_half
@@ -28,10 +28,13 @@ from jaxmp.engine.shared_programs import Programs, remember
 from jaxmp.engine.states import KEPT
 from jaxmp.engine.trace import tracing
 from jaxmp.program.binding import bind_equation, params_in_dtype
-from jaxmp.program.derivative_rules import RuleEvaluation
+from jaxmp.program.derivative_rules import BodyFunction, RuleEvaluation
 from jaxmp.program.equations import (
+    Array,
+    Atom,
     Bodies,
     Opened,
+    Params,
     asks_for_what_is_missing,
     aval_of,
     evaluate,
@@ -66,9 +69,9 @@ class Emission:
     classifier: Classifier
     programs: Programs | None
     casts: dict[Step | StepBody, list[int]] = dataclasses.field(default_factory=dict)
-    operand_types: dict[Step, Sequence[Any]] = dataclasses.field(default_factory=dict)
+    operand_types: dict[Step, Sequence[jax.core.AbstractValue]] = dataclasses.field(default_factory=dict)
 
-    def results(self, program: Opened, args: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
+    def results(self, program: Opened, args: Sequence[Array], dtypes: Sequence[np.dtype | None]) -> list[Array]:
         """Return the results of the program for its arguments.
 
         ``dtypes`` has the requested dtype of each result, or None. An emission does not store the program and its
@@ -88,7 +91,7 @@ class _Repeat(NamedTuple):
     """An equation that may broadcast an operand, and the values of its operands."""
 
     step: Step
-    operands: Sequence[Any]
+    operands: Sequence[Array]
 
 
 class _Evaluation(Rewriter):
@@ -98,7 +101,7 @@ class _Evaluation(Rewriter):
     """
 
     def __init__(
-        self, emission: Emission, body: StepBody, program: Opened, args: Sequence[Any], same: Same | None = None
+        self, emission: Emission, body: StepBody, program: Opened, args: Sequence[Array], same: Same | None = None
     ) -> None:
         self.emission, self.decisions = emission, emission.decisions
         self.body, self.steps = body, iter(body.steps)
@@ -106,28 +109,29 @@ class _Evaluation(Rewriter):
         self.examples = Examples(jaxpr, args, consts, same)
         # the casts for the current step, and at the end for the results
         self.casts = emission.casts[body] = list[int]()
-        self.shared: dict[Any, Any] = {}
+        self.shared: dict[tuple[Atom, np.dtype], Array] = {}
         # For each result of a cast to float32, the half operand of the cast: its value, its variable and its node. Half
         # readers of the result read the operand instead.
-        self.narrow: dict[Any, tuple[Any, Any, Any]] = {}
+        self.narrow: dict[Atom, tuple[Array, Atom, Node]] = {}
 
-    def evaluate(self, jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    def evaluate(self, jaxpr: Any, consts: Sequence[Array], args: Sequence[Array]) -> list[Array]:
         """Return the results of the body in the dtypes of their nodes."""
         results = super().evaluate(jaxpr, consts, args)
         self.casts = self.emission.casts[self.body]
         return results
 
-    def evaluate_equation(self, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+    def evaluate_equation(self, eqn: JaxprEqn, operands: list[Array]) -> list[Array]:
         """Return the results of the next step of the body."""
         step = next(self.steps)
         self.casts = self.emission.casts[step] = list[int]()
-        if eqn.primitive.name == CAST and is_widening(step, self.decisions.decision_of):
-            self.narrow[eqn.outvars[0]] = operands[0], eqn.invars[0], step.operands[0]
+        narrow = step.operands[0] if eqn.primitive.name == CAST else None
+        if narrow is not None and is_widening(step, self.decisions.decision_of):
+            self.narrow[eqn.outvars[0]] = operands[0], eqn.invars[0], narrow
         if step in self.decisions.unchanged and not self.examples.are_many:
             return bind_equation(eqn, operands, eqn.params)
         return self.results_of(step, operands)
 
-    def read_as(self, value: Any, atom: Any, node: Node, dtype: np.dtype, repeat: _Repeat | None = None) -> Any:
+    def read_as(self, value: Array, atom: Atom, node: Node, dtype: np.dtype, repeat: _Repeat | None = None) -> Array:
         """Return ``value`` in ``dtype`` for an equation that reads it.
 
         Pass the equation as ``repeat`` if it may repeat the value.
@@ -152,13 +156,13 @@ class _Evaluation(Rewriter):
             return self.cast_once(value, atom, node, dtype)
         return self.cast(value, dtype, node)
 
-    def cast_once(self, value: Any, atom: Any, node: Node, dtype: np.dtype) -> Any:
+    def cast_once(self, value: Array, atom: Atom, node: Node, dtype: np.dtype) -> Array:
         """Return the ``value`` of ``node`` in ``dtype``, by one cast for all readers of the variable ``atom``."""
         if (atom, dtype) not in self.shared:
             self.shared[atom, dtype] = self.cast(value, dtype, node)
         return self.shared[atom, dtype]
 
-    def cast(self, value: Any, dtype: np.dtype, node: Node | None = None) -> Any:
+    def cast(self, value: Array, dtype: np.dtype, node: Node | None = None) -> Array:
         """Return the ``value`` of ``node`` in ``dtype``.
 
         A postponed cast of the author is applied first.
@@ -173,7 +177,7 @@ class _Evaluation(Rewriter):
         self.casts.append(value.size * dtype.itemsize)
         return jax.lax.convert_element_type(value, dtype)
 
-    def repeated(self, value: Any, dtype: np.dtype, step: Step, like: Sequence[Any]) -> Any:
+    def repeated(self, value: Array, dtype: np.dtype, step: Step, like: Sequence[Array]) -> Array:
         """Return ``value`` in ``dtype``, broadcast as in ``step``.
 
         If a ``jax.vmap`` maps over an array of ``like``, the result is repeated for each example.
@@ -185,7 +189,7 @@ class _Evaluation(Rewriter):
             self.casts.append(value.size * dtype.itemsize)
         return cast_repeated(value, dtype, aval, like)
 
-    def results_of(self, step: Step, values: list[Any]) -> list[Any]:
+    def results_of(self, step: Step, values: list[Array]) -> list[Array]:
         """Return the results of an equation that changes.
 
         ``values`` are its operands before the casts.
@@ -209,7 +213,7 @@ class _Evaluation(Rewriter):
             return emit_with_float32_result(eqn, operands, params)
         return bind_equation(eqn, operands, params)
 
-    def params_of(self, step: Step) -> Any:
+    def params_of(self, step: Step) -> Params:
         """Return the parameters of an equation in its compute dtype."""
         eqn, params = step.eqn, step.eqn.params
         dtype = None if step.node is None else self.decisions.decision_of[step.node].compute_dtype
@@ -221,7 +225,7 @@ class _Evaluation(Rewriter):
             params = {**params, "precision": None}
         return params
 
-    def operands_of(self, step: Step, values: list[Any]) -> list[Any]:
+    def operands_of(self, step: Step, values: list[Array]) -> list[Array]:
         """Return the operands of an equation that changes, in the dtypes that it reads."""
         eqn = step.eqn
         repeats: Collection[int] = range(len(values)) if eqn.primitive.name in MEETS else ()
@@ -237,7 +241,7 @@ class _Evaluation(Rewriter):
                     operands[n] = with_separate_cast(values[n], operands[n])
         return operands
 
-    def cast_by_author(self, step: Step, node: Node, value: Any, operand: Any) -> Any:
+    def cast_by_author(self, step: Step, node: Node, value: Array, operand: Array) -> Array:
         """Return the result of a cast that the author wrote.
 
         ``operand`` is ``value`` in the dtype that the cast reads.
@@ -246,11 +250,11 @@ class _Evaluation(Rewriter):
             self.emission.operand_types[step] = [jax.typeof(value)]
         return self.cast(operand, self.decisions.decision_of[node].stored_dtype)
 
-    def results_of_bodies(self, step: Step, bodies: Bodies, values: list[Any], operands: list[Any]) -> list[Any]:
+    def results_of_bodies(self, step: Step, bodies: Bodies, values: list[Array], operands: list[Array]) -> list[Array]:
         """Return the results of an equation whose bodies change."""
         same = self.examples.same
 
-        def make() -> Callable[..., Any]:
+        def make() -> BodyFunction:
             return _StepRewriter(self.emission, step, same_in_bodies(bodies, same)).rebuild(step.eqn, bodies)
 
         if bodies.is_jitted:  # layers with the same jitted body share one program, which JAX traces once
@@ -278,7 +282,7 @@ class _StepRewriter(Rewriter):
         """
         self.emission, self.step, self.same = emission, step, same
 
-    def evaluate_body(self, eqn: JaxprEqn, bodies: Bodies, number: int, *args: Any) -> list[Any]:
+    def evaluate_body(self, eqn: JaxprEqn, bodies: Bodies, number: int, *args: Array) -> list[Array]:
         """Return the results of a body. They are cast to the dtypes of their joins."""
         step, body = self.step, self.step.inner[number]
         program = opened(bodies.jaxprs[number])
@@ -307,7 +311,7 @@ class _StepRewriter(Rewriter):
         classifier, products = self.emission.classifier, self.step.region.products
         return RuleEvaluation(self._evaluate_rule, functools.partial(tracing, classifier, products))
 
-    def _evaluate_rule(self, program: Opened, args: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
+    def _evaluate_rule(self, program: Opened, args: Sequence[Array], dtypes: Sequence[np.dtype | None]) -> list[Array]:
         step, emission = self.step, self.emission
         in_rule = step.bodies is not None and step.bodies.has_backward_rule
         names = (*step.names, WITH_RULE)
@@ -316,7 +320,7 @@ class _StepRewriter(Rewriter):
         return inner.results(program, args, dtypes)
 
 
-def _batched_operands(repeat: _Repeat, mapped: Sequence[Any], node: Node) -> Sequence[Any]:
+def _batched_operands(repeat: _Repeat, mapped: Sequence[Array], node: Node) -> Sequence[Array]:
     """Return operands over which a ``jax.vmap`` maps, or may map later.
 
     ``mapped`` are the operands over which a ``jax.vmap`` maps now. If it is empty and ``node`` is a weight, return an
@@ -331,9 +335,7 @@ def _batched_operands(repeat: _Repeat, mapped: Sequence[Any], node: Node) -> Seq
     return [value for value, operand in pairs if operand and operand.is_cast_once and is_staged(value)][:1]
 
 
-def _result_of_equal_step(
-    emission: Emission, step: Step, same: Same, make: Callable[[], Callable[..., Any]]
-) -> Callable[..., Any]:
+def _result_of_equal_step(emission: Emission, step: Step, same: Same, make: Callable[[], BodyFunction]) -> BodyFunction:
     """Return the rewritten program of an equal earlier step, or else ``make()``."""
     if emission.programs is None:
         return make()

@@ -7,7 +7,6 @@ or bfloat16.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +16,10 @@ from jax.extend.core import JaxprEqn
 
 from jaxmp.engine.marks import FLOAT32_RESULT
 from jaxmp.program.binding import bind_equation
+from jaxmp.program.equations import Array, Params
 
 
-def emit_with_float32_result(eqn: JaxprEqn, operands: Sequence[Any], params: Any) -> list[Any]:
+def emit_with_float32_result(eqn: JaxprEqn, operands: Sequence[Array], params: Params) -> list[Array]:
     """Return the float32 result of a product of half operands.
 
     The derivatives are half products, whose results are cast. JAX's own rule would multiply the float32 cotangent, so
@@ -33,11 +33,11 @@ def emit_with_float32_result(eqn: JaxprEqn, operands: Sequence[Any], params: Any
     wide_params = {**params, "preferred_element_type": np.dtype(np.float32)}
 
     @jax.custom_jvp
-    def product(*operands: Any) -> Any:
+    def product(*operands: Array) -> Array:
         with jax.named_scope(FLOAT32_RESULT):
             return bind_equation(eqn, operands, wide_params)[0]
 
-    def derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+    def derivative(primals: Sequence[Array], tangents: Sequence[Array]) -> tuple[Array, Array]:
         terms = []
         for n, tangent in enumerate(tangents):  # a product is linear in each operand
             if not isinstance(tangent, SymbolicZero):

@@ -6,11 +6,10 @@ float64.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from jax.extend.core import JaxprEqn
 
+from jaxmp._internals.jax.sources import Names
 from jaxmp.base.user_warnings import warn_user
 from jaxmp.engine.classifier import Classifier
 from jaxmp.engine.marks import DECIDED, names_around
@@ -49,7 +48,7 @@ def _reads_float64(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name in PRODUCTS and any(aval_of(atom).dtype == _FLOAT64 for atom in eqn.invars)
 
 
-def _is_emitted(eqn: JaxprEqn, names: Any) -> bool:
+def _is_emitted(eqn: JaxprEqn, names: Names) -> bool:
     return DECIDED in names
 
 

@@ -6,7 +6,7 @@ A recipe has the settings of float8 products. The choice is made after the engin
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
@@ -19,6 +19,7 @@ from jaxmp.engine.states import Kind
 from jaxmp.engine.value_decision import Decision
 from jaxmp.engine.weights import COPIES, has_rows, sources_of_weight
 from jaxmp.policy import float8, float8_product
+from jaxmp.program.equations import Array
 from jaxmp.program.primitives import PRODUCTS
 
 _MASKING = COPIES | {"select_n"}
@@ -49,7 +50,7 @@ def choose_float8(graph: Graph, decision_of: Mapping[Node, Decision]) -> dict[St
     return choices
 
 
-def emit_float8(step: Step, product: Float8Product, operands: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+def emit_float8(step: Step, product: Float8Product, operands: Sequence[Array]) -> tuple[list[Array], list[Array]]:
     """Compute a product; return its results, and the float8 types of its operands."""
     (lhs, rhs), numbers = operands, step.eqn.params["dimension_numbers"]
     result = float8_product.dot_general(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -19,7 +18,7 @@ from jaxmp.engine.postponed_casts import postpone_casts
 from jaxmp.engine.product_flow import mark_looked_up, mark_products
 from jaxmp.engine.small_products import make_sums
 from jaxmp.engine.states import CLEAR, FULL, HALF, JOIN, KEPT, SOURCE, STRICT, Kind, State
-from jaxmp.program.equations import Opened, bodies_of, extremes_of
+from jaxmp.program.equations import Array, Opened, bodies_of, extremes_of
 from jaxmp.program.primitives import BOUNDS, CAST, EXTREMES, PRODUCTS, Trait, with_trait
 from jaxmp.program.reading import read_program
 from jaxmp.program.values import BRANCHES, CARRY, CONSTANT, LAST_CARRY, Body, Equation, Value
@@ -29,8 +28,8 @@ _STATES = {HALF: State.HALF, FULL: State.FLOAT32, STRICT: State.BEYOND_HALF}
 
 def build(
     program: Opened,
-    args: Sequence[Any],
-    dtypes: Sequence[Any],
+    args: Sequence[Array],
+    dtypes: Sequence[np.dtype | None],
     classifier: Classifier,
     names: Names = (),
     *,
@@ -71,7 +70,7 @@ def _is_product_to_decide(node: Node) -> bool:
     return node.kind is HALF or (node.kind is FULL and node.name in PRODUCTS)
 
 
-def _results_wanted_in_half(body: StepBody, dtypes: Sequence[Any]) -> list[Node]:
+def _results_wanted_in_half(body: StepBody, dtypes: Sequence[np.dtype | None]) -> list[Node]:
     """Return the results that are requested in half, and mark those that are requested in float32."""
     wanted = list[Node]()
     for node, dtype in zip(body.results, dtypes, strict=True):
@@ -139,7 +138,7 @@ class _Builder:
 
     # -- nodes ---------------------------------------------------------------------------------------------------------
 
-    def add_source(self, value: Value, argument_dtype: Any = None) -> Node | None:
+    def add_source(self, value: Value, argument_dtype: np.dtype | None = None) -> Node | None:
         """Add the node of an argument, a constant or a literal.
 
         ``argument_dtype`` is the dtype of an argument, which may differ from its traced dtype.
@@ -148,20 +147,20 @@ class _Builder:
             self.node_of[value] = None
             return None
         node = self.add(SOURCE, "source", value, ())
-        node.argument_dtype = value.aval.dtype if argument_dtype is None else np.dtype(argument_dtype)
+        node.argument_dtype = value.dtype if argument_dtype is None else np.dtype(argument_dtype)
         node.is_constant = value.name == CONSTANT
         node.const = extremes_of(value.constant) if node.is_constant else None
         return node
 
     def add(self, kind: Kind, name: str, value: Value, inputs: Sequence[Node], requested: str = "") -> Node:
         """Add the node of a floating value."""
-        dtype, half = value.aval.dtype, self.region.half or self.classifier.half
+        dtype, half = value.dtype, self.region.half or self.classifier.half
         state = _STATES.get(kind, State.UNDECIDED)
         if kind is KEPT and self.region.level == "written" and dtype == np.float32:
             state = State.FLOAT32  # the author's float32 counts for the rules about neighbours
         if requested == FLOAT32_RESULT:
             state = State.FLOAT32
-        node = Node(kind, name, dtype, value.aval.shape, requested, half, self.loop, self.in_rule, state, inputs, [])
+        node = Node(kind, name, dtype, value.shape, requested, half, self.loop, self.in_rule, state, inputs, [])
         node.is_constant = kind is not SOURCE and kind is not JOIN and all([operand.is_constant for operand in inputs])
         for operand in inputs:
             operand.users.append(node)

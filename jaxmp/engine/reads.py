@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
+from jax.extend.core import Var
 
 from jaxmp.base.dtypes import is_half
 from jaxmp.engine.casts import read_in
@@ -55,7 +55,7 @@ class _ReadsOfSteps:
         self.decision_of = decision_of
         self.reads: dict[Step, ReadDtypes] = {}
         self.repeated: dict[Step, RepeatedReads] = {}
-        self._reads_in_body: dict[StepBody, Mapping[Any, set[np.dtype | None]]] = {}
+        self._reads_in_body: dict[StepBody, Mapping[Var, set[np.dtype | None]]] = {}
 
     def add(self, step: Step) -> None:
         if step.bodies is None:
@@ -85,7 +85,7 @@ class _ReadsOfSteps:
     def _half_read(self, body: StepBody, bodies: Bodies, position: int) -> np.dtype | None:
         """Return the half dtype in which all readers read a body's operand, or None."""
         if body not in self._reads_in_body:
-            dtypes_of: dict[Any, set[np.dtype | None]] = {}
+            dtypes_of: dict[Var, set[np.dtype | None]] = {}
             for step in body.steps:
                 # A value that the author casts to half may already be half before this cast.
                 is_cast = step.eqn.primitive.name == CAST and step.node is not None

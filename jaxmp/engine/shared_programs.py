@@ -12,11 +12,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.extend.core import Jaxpr
 
 from jaxmp._internals.jax.sources import names_of
 from jaxmp._internals.jax.traces import is_tracing, staging_trace
-from jaxmp.program.equations import bodies_of
+from jaxmp.program.equations import Array, bodies_of
 
 Programs = dict[Any, Any]
 """Decisions and rewritten bodies, by their keys."""
@@ -55,7 +56,7 @@ def remember(programs: Programs, key: Any, value: Any) -> None:
     programs[key] = value
 
 
-def key_of_jitted_call(jaxpr: Jaxpr, operands: Sequence[Any], dtypes: Sequence[Any]) -> Any:
+def key_of_jitted_call(jaxpr: Jaxpr, operands: Sequence[Array], dtypes: Sequence[np.dtype | None]) -> Any:
     """Return a key of the decisions about an open jaxpr, or None.
 
     The jaxpr has a key if it does nothing but call a jitted function with its own arguments. Everything else on which

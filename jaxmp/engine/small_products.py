@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 from jaxmp.base.graphs import reachable
 from jaxmp.engine.nodes import Node, Step, inputs_of
 from jaxmp.engine.states import FULL, HALF, SOURCE, State
 from jaxmp.engine.weights import sources_of_weight
-from jaxmp.program.equations import aval_of
+from jaxmp.program.equations import Size, aval_of
 from jaxmp.program.primitives import CAST
 
 _BLOCK = 8
@@ -60,7 +59,7 @@ def _is_sum(step: Step) -> bool:
     return left_sums or right_sums
 
 
-def _is_narrow(operand: Node, sizes: Sequence[Any]) -> bool:
+def _is_narrow(operand: Node, sizes: Sequence[Size]) -> bool:
     """Return whether an operand is a vector, or a constant of few columns.
 
     Args:
@@ -71,7 +70,7 @@ def _is_narrow(operand: Node, sizes: Sequence[Any]) -> bool:
     return columns == 1 or (_is_small(columns) and operand.is_constant)
 
 
-def _is_weight_matrix(operand: Node, sizes: Sequence[Any]) -> bool:
+def _is_weight_matrix(operand: Node, sizes: Sequence[Size]) -> bool:
     """Return whether an operand is an argument or a constant with rows or columns.
 
     A single example times a weight is no sum, so that a layer has the same dtypes for one example as for many.
@@ -91,6 +90,6 @@ def _is_cast_of_bools(node: Node) -> bool:
     return node.name == CAST and node.step is not None and aval_of(node.step.eqn.invars[0]).dtype == bool
 
 
-def _is_small(size: Any) -> bool:
+def _is_small(size: Size) -> bool:
     """Return whether a size is below that of a tensor core's block. Symbolic sizes of an export are not."""
     return isinstance(size, int) and size < _BLOCK

@@ -17,6 +17,7 @@ from jaxmp.base.dtypes import is_castable, is_half
 from jaxmp.engine.classifier import Classifier
 from jaxmp.engine.marks import SPECIAL, names_here
 from jaxmp.policy.policies import Policy
+from jaxmp.program.equations import Array, aval_of
 from jaxmp.program.traced_program import TracedProgram, arrays_in
 
 _tracing: ContextVar[Callable[[], np.dtype | None] | None] = ContextVar("jaxmp_autocast_tracing", default=None)
@@ -59,19 +60,23 @@ def autocast_dtype() -> np.dtype | None:
     return None if ask is None else ask()
 
 
-def result_dtypes(program: TracedProgram, policy: Policy | None = None) -> list[Any]:
+def result_dtypes(program: TracedProgram, policy: Policy | None = None) -> list[np.dtype | None]:
     """Return each result's dtype: the original, or the policy's half output dtype.
 
     An integer or bool result has the dtype None. So has a result that keeps the dtype in which it is computed.
     """
     results = zip(program.open_jaxpr[0].outvars, program.are_as_computed, strict=True)
-    dtypes = [None if as_computed or not is_castable(atom.aval) else atom.aval.dtype for atom, as_computed in results]
+    dtypes = [
+        None if as_computed or not is_castable(atom.aval) else aval_of(atom).dtype for atom, as_computed in results
+    ]
     if policy is not None and is_half(policy.output_dtype):
         dtypes[: program.result_count] = [dtype and policy.output_dtype for dtype in dtypes[: program.result_count]]
     return dtypes
 
 
-def traced(fun: Callable[..., Any], args: Any, kwargs: Any, classifier: Classifier) -> tuple[TracedProgram, list[Any]]:
+def traced(
+    fun: Callable[..., Any], args: Any, kwargs: Any, classifier: Classifier
+) -> tuple[TracedProgram, list[Array]]:
     """Trace one call in its original dtypes, and return its program and arrays."""
     pure, arguments, write = make_pure_call(fun, args, kwargs)
     with tracing(classifier):

@@ -18,7 +18,7 @@ import numpy as np
 from jaxmp._internals.jax.traces import is_staged, program_so_far
 from jaxmp.base.user_warnings import warn_user
 from jaxmp.optim.loss_scale import LossScale
-from jaxmp.program.equations import is_literal
+from jaxmp.program.equations import aval_of, is_literal
 from jaxmp.program.facts import Analysis
 from jaxmp.program.primitives import CAST, COMBINATIONS, MOVES, PRODUCTS, SUMS, Trait, with_trait
 
@@ -113,7 +113,7 @@ def _is_floating(atom: Any) -> bool:
 
 def _is_unchanged(atom: Any) -> bool:
     """Return whether an operand is a literal that no positive factor changes."""
-    if not is_literal(atom) or np.ndim(atom.val) or atom.aval.dtype == jax.dtypes.float0:
+    if not is_literal(atom) or np.ndim(atom.val) or aval_of(atom).dtype == jax.dtypes.float0:
         return False
     return bool(atom.val == 0 or not np.isfinite(atom.val))
 

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from jaxmp.program.equations import in_dtype_of_scatter
+from jaxmp.program.equations import Array, Params, Precision, in_dtype_of_scatter
 from jaxmp.program.primitives import PRODUCTS
 
 
-def bind_equation(eqn: JaxprEqn, operands: Sequence[Any], params: Any) -> list[Any]:
+def bind_equation(eqn: JaxprEqn, operands: Sequence[Array], params: Params) -> list[Array]:
     """Bind an equation to other operands and parameters, and return its results."""
     out = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(params))
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
-def params_in_dtype(eqn: JaxprEqn, dtype: np.dtype, precision: Any = None) -> dict[str, Any]:
+def params_in_dtype(eqn: JaxprEqn, dtype: np.dtype, precision: Precision = None) -> Params:
     """Return an equation's parameters for another dtype.
 
     ``precision`` is the precision of the result if the equation is a float32 product.

@@ -29,7 +29,7 @@ from jaxmp.program.derivative_rules import (
     call_with_vjp,
     rename,
 )
-from jaxmp.program.equations import Bodies, opened
+from jaxmp.program.equations import Array, Bodies, Params, aval_of, opened
 from jaxmp.program.primitives import Trait, with_trait
 
 
@@ -80,7 +80,7 @@ def is_body_alone(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name in _INLINED or (eqn.primitive.name == "jit" and not _compile_options(eqn.params))
 
 
-def _compile_options(params: Any) -> dict[str, Any]:
+def _compile_options(params: Params) -> dict[str, Any]:
     """Return the shardings and the compiler options of a ``jit``."""
     options: dict[str, Any] = {}
     for option in ("in_shardings", "out_shardings"):
@@ -91,7 +91,7 @@ def _compile_options(params: Any) -> dict[str, Any]:
     return options
 
 
-def _rebuild_jit(params: Any, function: BodyFunction) -> BodyFunction:
+def _rebuild_jit(params: Params, function: BodyFunction) -> BodyFunction:
     options = {"keep_unused": params["keep_unused"], **_compile_options(params)}
     if params["inline"] is not False and getattr(params["inline"], "name", "") != "AUTO":  # an enum from JAX 0.11.2 on
         options["inline"] = params["inline"]
@@ -103,7 +103,7 @@ def _is_unspecified(sharding: Any) -> bool:
     return type(sharding).__name__ == "UnspecifiedValue"
 
 
-def _bind_shard_map(params: Any, function: BodyFunction, *operands: Any) -> list[Any]:
+def _bind_shard_map(params: Params, function: BodyFunction, *operands: Array) -> list[Array]:
     mapped = jax.shard_map(
         lambda *args: tuple(function(*args)),
         mesh=params["mesh"],
@@ -115,11 +115,11 @@ def _bind_shard_map(params: Any, function: BodyFunction, *operands: Any) -> list
     return list(mapped(*operands))
 
 
-def _bind_scan(params: Any, bodies: Bodies, function: BodyFunction, *operands: Any) -> list[Any]:
+def _bind_scan(params: Params, bodies: Bodies, function: BodyFunction, *operands: Array) -> list[Array]:
     stop = bodies.start + bodies.carry
     consts, init, xs = operands[: bodies.start], operands[bodies.start : stop], operands[stop:]
 
-    def body(carry: Arrays, xs: Arrays) -> tuple[list[Any], list[Any]]:
+    def body(carry: Arrays, xs: Arrays) -> tuple[list[Array], list[Array]]:
         results = function(*consts, *carry, *xs)
         return results[: bodies.carry], results[bodies.carry :]
 
@@ -129,25 +129,25 @@ def _bind_scan(params: Any, bodies: Bodies, function: BodyFunction, *operands: A
     return [*carry, *ys]
 
 
-def _bind_while(bodies: Bodies, functions: Sequence[BodyFunction], *operands: Any) -> list[Any]:
+def _bind_while(bodies: Bodies, functions: Sequence[BodyFunction], *operands: Array) -> list[Array]:
     consts, body_consts = operands[: bodies.consts], operands[bodies.consts : bodies.start]
 
-    def runs(carry: Arrays) -> Any:
+    def runs(carry: Arrays) -> Array:
         return functions[0](*consts, *carry)[0]
 
-    def turn(carry: Arrays) -> list[Any]:
+    def turn(carry: Arrays) -> list[Array]:
         return functions[1](*body_consts, *carry)
 
-    def turn_of_examples(carry: Arrays) -> list[Any]:
+    def turn_of_examples(carry: Arrays) -> list[Array]:
         return keep_finished(runs(carry), turn(carry), carry)
 
     condition, _ = opened(bodies.jaxprs[0])
-    if condition.outvars[0].aval.shape:
+    if aval_of(condition.outvars[0]).shape:
         return jax.lax.while_loop(lambda carry: runs(carry).any(), turn_of_examples, list(operands[bodies.start :]))
     return jax.lax.while_loop(runs, turn, list(operands[bodies.start :]))
 
 
-def keep_finished(still_runs: Any, new: Arrays, old: Arrays) -> list[Any]:
+def keep_finished(still_runs: Array, new: Arrays, old: Arrays) -> list[Array]:
     """Return ``new`` for the examples that still run, and ``old`` for the others.
 
     ``still_runs`` is the condition of a while loop. Under ``jax.vmap``, it may have an element for each example. JAX's
@@ -156,14 +156,14 @@ def keep_finished(still_runs: Any, new: Arrays, old: Arrays) -> list[Any]:
     if not still_runs.ndim:
         return list(new)
 
-    def select(new: Any, old: Any) -> Any:
+    def select(new: Array, old: Array) -> Array:
         of_examples = jax.lax.broadcast_in_dim(still_runs, new.shape, range(still_runs.ndim))
         return jax.lax.select(of_examples, new, old)
 
     return [select(*pair) for pair in zip(new, old, strict=True)]
 
 
-def _bind_cond(params: Any, functions: Sequence[BodyFunction], *operands: Any) -> list[Any]:
+def _bind_cond(params: Params, functions: Sequence[BodyFunction], *operands: Array) -> list[Array]:
     index, *args = operands
     if platforms := params.get("branches_platforms"):  # a branch for another device may not compile here
         named = {name: function for names, function in zip(platforms, functions, strict=True) for name in names or ()}
@@ -177,7 +177,7 @@ def _bind_cond(params: Any, functions: Sequence[BodyFunction], *operands: Any) -
 _INLINED = with_trait(Trait.INLINED)
 
 
-def _bind_remat(eqn: JaxprEqn, function: BodyFunction, *operands: Any) -> list[Any]:
+def _bind_remat(eqn: JaxprEqn, function: BodyFunction, *operands: Array) -> list[Array]:
     """Bind a remat with the parameters of ``eqn``.
 
     The parameter ``differentiated`` decides whether XLA may merge the recomputation with the original computation.

@@ -17,10 +17,10 @@ from jax.dtypes import float0
 from jax.extend.core import JaxprEqn
 from jax.interpreters.ad import zeros_like_aval
 
-from jaxmp.program.equations import Opened, evaluate, opened, shape_of
+from jaxmp.program.equations import Array, Opened, evaluate, opened, shape_of
 
-Arrays = Sequence[Any]
-BodyFunction = Callable[..., list[Any]]
+Arrays = Sequence[Array]
+BodyFunction = Callable[..., list[Array]]
 """A function of the inputs of a body (constants first), or of the operands of an equation. It returns the results."""
 
 
@@ -28,7 +28,7 @@ class RuleEvaluation(NamedTuple):
     """Functions that trace and evaluate custom derivative rules."""
 
     # The arguments are: an open jaxpr and its constants, the operands, and for each result the requested dtype or None.
-    evaluate: Callable[[Opened, Arrays, Sequence[Any]], list[Any]]
+    evaluate: Callable[[Opened, Arrays, Sequence[np.dtype | None]], list[Array]]
     tracing: Callable[[], contextlib.AbstractContextManager[None]]  # a context in which the user's rule is traced
 
 
@@ -52,7 +52,9 @@ def _function_name(eqn: JaxprEqn) -> str:
     return str(getattr(jaxpr.debug_info, "func_name", "") or eqn.primitive.name)
 
 
-def _evaluate_rule(rules: RuleEvaluation, traced: Opened, args: Arrays, dtypes: Sequence[Any]) -> list[Any]:
+def _evaluate_rule(
+    rules: RuleEvaluation, traced: Opened, args: Arrays, dtypes: Sequence[np.dtype | None]
+) -> list[Array]:
     """Evaluate a traced derivative rule.
 
     From JAX 0.11 on, the constants of the rule are the first arguments of its jaxpr.
@@ -63,7 +65,7 @@ def _evaluate_rule(rules: RuleEvaluation, traced: Opened, args: Arrays, dtypes: 
     return rules.evaluate((jaxpr, []), [*consts, *args], dtypes)
 
 
-def call_with_jvp(eqn: JaxprEqn, function: BodyFunction, rules: RuleEvaluation, *operands: Any) -> list[Any]:
+def call_with_jvp(eqn: JaxprEqn, function: BodyFunction, rules: RuleEvaluation, *operands: Array) -> list[Array]:
     """Call ``function`` in place of the body of a custom_jvp, with its rule."""
     params = eqn.params
     # The constants are arrays that the function closes over. A custom_jvp has no derivative with respect to them.
@@ -71,7 +73,7 @@ def call_with_jvp(eqn: JaxprEqn, function: BodyFunction, rules: RuleEvaluation, 
     consts, primals = operands[:count], operands[count:]
     call = jax.custom_jvp(rename(lambda *args: function(*consts, *args), _function_name(eqn)))
 
-    def jvp(primals: Arrays, tangents: Arrays) -> tuple[list[Any], list[Any]]:
+    def jvp(primals: Arrays, tangents: Arrays) -> tuple[list[Array], list[Array]]:
         zeros = [isinstance(tangent, SymbolicZero) for tangent in tangents]
         with rules.tracing():
             jaxpr, rule_consts, out_zeros = params["jvp_jaxpr_fun"].call_wrapped(*zeros)
@@ -90,7 +92,7 @@ def call_with_jvp(eqn: JaxprEqn, function: BodyFunction, rules: RuleEvaluation, 
     return list(call(*primals))
 
 
-def call_with_vjp(eqn: JaxprEqn, function: BodyFunction, rules: RuleEvaluation, *operands: Any) -> list[Any]:
+def call_with_vjp(eqn: JaxprEqn, function: BodyFunction, rules: RuleEvaluation, *operands: Array) -> list[Array]:
     """Call ``function`` in place of the body of a custom_vjp, with its rule."""
     params = eqn.params
     count = params["num_consts"]
@@ -102,11 +104,11 @@ def call_with_vjp(eqn: JaxprEqn, function: BodyFunction, rules: RuleEvaluation, 
     # its forward rule raises an error if JAX says that such an array is differentiated.
     perturbed = [True] * len(primals)
 
-    def forward() -> tuple[Any, list[Any]]:
+    def forward() -> Opened:
         with rules.tracing():
             return params["fwd_jaxpr_thunk"].call_wrapped(*perturbed)
 
-    def fwd(*args: Any) -> tuple[list[Any], list[Any]]:
+    def fwd(*args: Array) -> tuple[list[Array], list[Array]]:
         perturbed[:] = [arg.perturbed for arg in args]
         args = tuple(arg.value for arg in args)
         jaxpr = forward()  # call `forward` first, because this call fills `out_trees`
@@ -118,10 +120,10 @@ def call_with_vjp(eqn: JaxprEqn, function: BodyFunction, rules: RuleEvaluation, 
         new = iter(out[:saved])
         return out[saved:], [next(new) if position is None else args[position - count] for position in forwarded]
 
-    def bwd(residuals: Arrays, cotangents: Arrays) -> tuple[Any, ...]:
+    def bwd(residuals: Arrays, cotangents: Arrays) -> tuple[Array | None, ...]:
         new = iter(var.aval for var in forward()[0].outvars)
         _, _, forwarded = params["out_trees"]()
-        written = [next(new) if position is None else eqn.invars[position].aval for position in forwarded]
+        written: list[Any] = [next(new) if position is None else eqn.invars[position].aval for position in forwarded]
         written += [var.aval.to_ct_aval() for var in eqn.outvars]
         # Symbolic zeros, Python values and the cotangents of integers cannot be operands of a program.
         if not params["symbolic_zeros"]:
@@ -133,7 +135,7 @@ def call_with_vjp(eqn: JaxprEqn, function: BodyFunction, rules: RuleEvaluation, 
         floating = [n for n, value in enumerate(operands) if isinstance(value, jax.Array) and value.dtype != float0]
         present: list[bool] = []
 
-        def flat(*args: Any) -> list[Any]:
+        def flat(*args: Array) -> list[Array]:
             filled = dict(zip(floating, args, strict=True))
             result = params["bwd"].call_wrapped(*[filled.get(n, value) for n, value in enumerate(operands)])
             cts = result[0] if isinstance(result, tuple) else result  # from JAX 0.11 on, a log is the second result

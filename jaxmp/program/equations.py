@@ -8,18 +8,35 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import jax
 import numpy as np
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jax.extend.core import Literal as Literal
 
 from jaxmp._internals.jax.core import Tracer, eval_jaxpr, evaluate_dimension
 from jaxmp.program.primitives import BODIES, Trait, with_trait
 
-Opened = tuple[Any, list[Any]]
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
+
+T = TypeVar("T")
+Array = Any
+"""A value of a program: an array of JAX or NumPy, a tracer, or the Python number of a literal.
+
+JAX has no class for all of them.
+"""
+Atom = Var | Literal
+"""An operand or a result of an equation."""
+Opened = tuple[Jaxpr, list[Array]]
 """An open jaxpr and its constants."""
+Params = dict[str, Any]
+"""The parameters of an equation."""
+Precision = Any
+"""The ``precision`` of a product: None, a precision for each operand, or an algorithm."""
+Size = Any
+"""A size of a shape: an integer, or a symbolic dimension of ``jax.export``."""
 
 
 class Bodies(NamedTuple):
@@ -41,11 +58,11 @@ class Bodies(NamedTuple):
     """
 
     kind: str
-    jaxprs: tuple[Any, ...]
+    jaxprs: tuple[Jaxpr | ClosedJaxpr, ...]
     consts: int = 0
     start: int = 0
     carry: int = 0
-    length: Any = None  # the number of iterations of a scan; None for a while loop
+    length: Size = None  # the number of iterations of a scan; None for a while loop
     reverse: bool = False  # whether a scan runs from the last element to the first
     primitive: str = ""  # the name of the primitive
 
@@ -100,7 +117,7 @@ class Bodies(NamedTuple):
         return self.kind != "while"
 
     @property
-    def iterations(self) -> Any:
+    def iterations(self) -> Size:
         """Return the number of iterations of a scan, else 1."""
         return 1 if self.length is None else self.length
 
@@ -113,7 +130,7 @@ class Bodies(NamedTuple):
         """Return whether body ``number`` is the condition of a while loop."""
         return self.kind == "while" and number == 0
 
-    def inputs(self, number: int, operands: Sequence[Any]) -> list[Any]:
+    def inputs(self, number: int, operands: Sequence[T]) -> list[T]:
         """Return the operands that body ``number`` takes.
 
         A carry is passed as its initial value, and a scanned array as a whole.
@@ -160,20 +177,21 @@ def bodies_of(eqn: JaxprEqn) -> Bodies | None:
     return None
 
 
-def aval_of(atom: Any) -> jax.core.ShapedArray:
+def aval_of(atom: Atom) -> jax.core.ShapedArray:
     """Return the type of an operand or a result that is an array."""
-    return atom.aval
+    return cast(jax.core.ShapedArray, atom.aval)
 
 
-def opened(jaxpr: Any) -> Opened:
+def opened(jaxpr: Jaxpr | ClosedJaxpr) -> Opened:
     """Return an open or closed jaxpr as the open jaxpr and its constants.
 
     From JAX 0.11 on, open and closed jaxprs have the same class.
     """
-    return getattr(jaxpr, "jaxpr", jaxpr), list(getattr(jaxpr, "consts", ()))
+    open_jaxpr: Any = getattr(jaxpr, "jaxpr", jaxpr)
+    return open_jaxpr, list(getattr(jaxpr, "consts", ()))
 
 
-def is_literal(atom: Any) -> bool:
+def is_literal(atom: Atom) -> TypeIs[Literal]:
     """Return whether an operand is a literal."""
     return isinstance(atom, Literal)
 
@@ -182,7 +200,7 @@ _ELEMENTS = 2**16
 """Constants with more elements than this count as weights. They are not read: a read would wait for the device."""
 
 
-def elements_of(constant: Any) -> np.ndarray | None:
+def elements_of(constant: Array) -> np.ndarray | None:
     """Return the elements of a constant, or None.
 
     The result is None if the constant is large, traced, on another host, or does not consist of numbers.
@@ -194,7 +212,7 @@ def elements_of(constant: Any) -> np.ndarray | None:
     return np.asarray(constant)
 
 
-def extremes_of(constant: Any) -> tuple[float, float] | None:
+def extremes_of(constant: Array) -> tuple[float, float] | None:
     """Return the smallest nonzero and the largest magnitude of a constant.
 
     Only finite magnitudes count. The result is None if :func:`elements_of` returns None.
@@ -207,7 +225,7 @@ def extremes_of(constant: Any) -> tuple[float, float] | None:
     return (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
 
 
-def evaluate(jaxpr: Any, consts: list[Any], args: Any) -> list[Any]:
+def evaluate(jaxpr: Jaxpr, consts: list[Array], args: Sequence[Array]) -> list[Array]:
     """Evaluate an open jaxpr unchanged, and return its results."""
     return list(eval_jaxpr(jaxpr, consts, *args))
 
@@ -216,7 +234,7 @@ HIGHEST = (jax.lax.Precision.HIGHEST, jax.lax.Precision.HIGHEST)
 """The ``precision`` of a product in true float32."""
 
 
-def precision_named(name: str) -> Any:
+def precision_named(name: str) -> Precision:
     """Return the ``precision`` of a product for a name that ``jax.default_matmul_precision`` takes."""
     if name in jax.lax.DotAlgorithmPreset.__members__:
         return jax.lax.DotAlgorithmPreset[name]
@@ -224,7 +242,7 @@ def precision_named(name: str) -> Any:
     return precision, precision
 
 
-def asks_for_highest(precision: Any) -> bool:
+def asks_for_highest(precision: Precision) -> bool:
     """Return whether the ``precision`` of a product requests full float32.
 
     ``precision`` may be a pair, with an entry for each operand. A request in one entry is enough.
@@ -235,7 +253,7 @@ def asks_for_highest(precision: Any) -> bool:
     )
 
 
-def asks_for_what_is_missing(params: dict[str, Any]) -> bool:
+def asks_for_what_is_missing(params: Params) -> bool:
     """Return whether a product requests an algorithm that the backend lacks.
 
     JAX's attention tries the algorithm and catches the backend's error. While the attention is traced, the backend
@@ -259,7 +277,7 @@ def names_a_dtype(eqn: JaxprEqn) -> bool:
     return eqn.params.get("out_dtype") is not None or (update is not None and len(update.eqns) > 1)
 
 
-def in_dtype_of_scatter(jaxpr: Jaxpr, dtype: Any) -> Any | None:
+def in_dtype_of_scatter(jaxpr: Jaxpr, dtype: np.dtype) -> Jaxpr | None:
     """Return the update function of a scatter in another dtype, or None.
 
     The result is None if the function has several operations.
@@ -270,21 +288,21 @@ def in_dtype_of_scatter(jaxpr: Jaxpr, dtype: Any) -> Any | None:
     return opened(jax.make_jaxpr(lambda *args: evaluate(jaxpr, [], args))(*scalars))[0]
 
 
-def has_explicit_axes(value: Any) -> bool:
+def has_explicit_axes(value: Array) -> bool:
     """Return whether a value is on a mesh with Explicit axes."""
     return bool(jax.typeof(value).sharding.mesh.explicit_axes)
 
 
-def size_of(shape: Sequence[Any]) -> int:
+def size_of(shape: Sequence[Size]) -> int:
     """Return the number of elements of a shape.
 
     A symbolic dimension of ``jax.export`` counts as 1024.
     """
-    size: Any = math.prod(shape)
+    size: Size = math.prod(shape)
     return size if type(size) is int else evaluate_dimension(size, 1024)
 
 
-def shape_of(aval: Any) -> jax.ShapeDtypeStruct:
+def shape_of(aval: jax.core.ShapedArray) -> jax.ShapeDtypeStruct:
     """Return a ``ShapeDtypeStruct`` of an abstract value, for tracing.
 
     The struct has the sharding of the value if the mesh has Explicit axes.

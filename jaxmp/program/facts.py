@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import reduce
 from typing import Any, Generic, TypeVar
 
-from jax.extend.core import JaxprEqn
+from jax.extend.core import JaxprEqn, Var
 
 from jaxmp.program.equations import Bodies, bodies_of, opened
 from jaxmp.program.walk import interpreted
@@ -29,7 +29,7 @@ class Facts(Generic[Fact]):
       results: the facts of the results.
     """
 
-    variables: dict[Any, Fact]
+    variables: dict[Var, Fact]
     results: list[Fact]
 
 
@@ -96,7 +96,7 @@ class Analysis(Generic[Fact]):
         jaxpr, _ = opened(jaxpr)
         known, key = self._known.setdefault(jaxpr, {}), tuple(inputs)
         if key not in known:
-            variables: dict[Any, Fact] = {}
+            variables: dict[Var, Fact] = {}
             constants = [self.constant] * len(jaxpr.constvars)
             results = interpreted(jaxpr, constants, inputs, self.solve_equation, lambda _: self.constant, variables)
             known[key] = Facts(variables, results)

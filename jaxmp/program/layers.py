@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from jax.extend.core import Jaxpr
+from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from jaxmp._internals.jax.sources import Names, names_of
 from jaxmp.program import walk
@@ -29,15 +29,15 @@ class Section(NamedTuple):
     Attributes:
       invars: the variables that the equations read, and that are computed before them.
       outvars: the variables that the equations compute, and that are read after them.
-      eqns: the equations.
+      eqns: the equations, or sections of them.
       layer: the path of the layer that computes them; empty outside of layers.
     """
 
-    invars: Sequence[Any]
-    outvars: Sequence[Any]
+    invars: Sequence[Var]
+    outvars: Sequence[Var]
     eqns: Sequence[Any]
     layer: Names = ()
-    constvars: Sequence[Any] = ()
+    constvars: Sequence[Var] = ()
 
 
 def sections_of(jaxpr: Jaxpr) -> list[Section]:
@@ -67,7 +67,7 @@ def count_products(jaxpr: Any) -> int:
     return sum(eqn.primitive.name in PRODUCTS for eqn in walk.equations(jaxpr))
 
 
-def _layers(eqns: Sequence[Any], paths: Sequence[Names]) -> Collection[Names]:
+def _layers(eqns: Sequence[JaxprEqn], paths: Sequence[Names]) -> Collection[Names]:
     """Return the paths of layers."""
     layers = set(_repeated_scopes(paths))
     products: Counter[Names] = Counter()  # by layer

@@ -28,11 +28,12 @@ import weakref
 from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from jaxmp._internals.jax.sources import Names, scopes_and_transforms
-from jaxmp.program.equations import Bodies, bodies_of, is_literal, opened
+from jaxmp.program.equations import Array, Atom, Bodies, Literal, bodies_of, is_literal, opened
 from jaxmp.program.invariants import unchanged
 from jaxmp.program.primitives import Trait, with_trait
 from jaxmp.program.values import (
@@ -70,11 +71,11 @@ def _no_scopes(eqn: JaxprEqn) -> Names:
 
 
 def read_program(
-    jaxpr: Jaxpr,
-    consts: Sequence[Any] = (),
+    jaxpr: Jaxpr | ClosedJaxpr,
+    consts: Sequence[Array] = (),
     names: Names = (),
-    counts_as_one: Callable[[Any, Names], bool] = _never,
-    scopes_inside: Callable[[Any], Names] = _no_scopes,
+    counts_as_one: Callable[[JaxprEqn, Names], bool] = _never,
+    scopes_inside: Callable[[JaxprEqn], Names] = _no_scopes,
 ) -> Program:
     """Return the equations and values of a program.
 
@@ -232,7 +233,9 @@ class _Reader:
     bodies of a loop, a conditional or a call, and adds the results of an operation.
     """
 
-    def __init__(self, counts_as_one: Callable[[Any, Names], bool], scopes_inside: Callable[[Any], Names]) -> None:
+    def __init__(
+        self, counts_as_one: Callable[[JaxprEqn, Names], bool], scopes_inside: Callable[[JaxprEqn], Names]
+    ) -> None:
         self.counts_as_one = counts_as_one
         self.scopes_inside = scopes_inside
         self.values: list[Value] = []
@@ -253,10 +256,10 @@ class _Reader:
             value.same = self.first.setdefault(fingerprint, value)
         return value
 
-    def read_literal(self, atom: Any) -> Value:
+    def read_literal(self, literal: Literal) -> Value:
         """Return the value of a literal, which is not listed among the values of the program."""
-        array = np.asarray(atom.val)
-        value = Value(atom.aval, CONSTANT, constant=array)
+        array = np.asarray(literal.val)
+        value = Value(literal.aval, CONSTANT, constant=array)
         value.same = self.first.setdefault((CONSTANT, array.dtype, array.tobytes()), value)
         return value
 
@@ -271,7 +274,7 @@ class _Reader:
 
     # -- bodies and equations ------------------------------------------------------------------------------------------
 
-    def read_body(self, jaxpr: Jaxpr, consts: list[Any], inputs: Sequence[Value], around: _Around) -> Body:
+    def read_body(self, jaxpr: Jaxpr, consts: list[Array], inputs: Sequence[Value], around: _Around) -> Body:
         """Read a body."""
         constants = [
             self.add(Value(var.aval, CONSTANT, constant=const), None if const is None else (CONSTANT, id(const)))
@@ -404,7 +407,7 @@ class _Reader:
         """Return the values that enter the body of a loop: constants, carries, and elements of scanned arrays."""
         equation, bodies, maps = loop.equation, loop.bodies, loop.maps
 
-        def entering(name: str, aval: Any, operand: Value, map_iteration: IterationMap) -> Value:
+        def entering(name: str, aval: jax.core.AbstractValue, operand: Value, map_iteration: IterationMap) -> Value:
             reads = [(0, operand, map_iteration)]
             return _at_border(equation, name, aval, _ENTERS, reads, around)
 
@@ -491,7 +494,7 @@ def _fingerprint_of_jaxpr(jaxpr: Jaxpr) -> Hashable:
     if jaxpr not in _FINGERPRINTS:
         numbers = {var: n for n, var in enumerate((*jaxpr.constvars, *jaxpr.invars))}
 
-        def number_of(atom: Any) -> Hashable:
+        def number_of(atom: Atom) -> Hashable:
             if is_literal(atom):
                 array = np.asarray(atom.val)
                 return array.dtype, array.tobytes()

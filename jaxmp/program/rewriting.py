@@ -15,7 +15,7 @@ from jaxmp._internals.jax.rebind import in_place_of
 from jaxmp.program.binding import bind_equation
 from jaxmp.program.bodies import rebuild
 from jaxmp.program.derivative_rules import UNCHANGED_RULES, BodyFunction, RuleEvaluation
-from jaxmp.program.equations import Bodies, bodies_of, opened
+from jaxmp.program.equations import Array, Bodies, Literal, bodies_of, opened
 from jaxmp.program.walk import interpreted
 
 
@@ -34,20 +34,20 @@ class Rewriter:
                 return [2 * result for result in results] if eqn.primitive.name == "sin" else results
     """
 
-    def evaluate(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    def evaluate(self, jaxpr: Any, consts: Sequence[Array], args: Sequence[Array]) -> list[Array]:
         """Return the results of an open jaxpr for its constants and arguments."""
 
-        def evaluate_equation(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+        def evaluate_equation(eqn: JaxprEqn, operands: list[Array]) -> list[Array]:
             with in_place_of(eqn):
                 return self.evaluate_equation(eqn, operands)
 
         return interpreted(jaxpr, consts, args, evaluate_equation, self.evaluate_literal)
 
-    def evaluate_literal(self, atom: Any) -> Any:
+    def evaluate_literal(self, atom: Literal) -> Array:
         """Return the value of a literal."""
         return atom.val
 
-    def evaluate_equation(self, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+    def evaluate_equation(self, eqn: JaxprEqn, operands: list[Array]) -> list[Array]:
         """Return the results of an equation.
 
         The default calls :meth:`evaluate_bodies` if the bodies of the equation can be rebuilt, and
@@ -58,14 +58,14 @@ class Rewriter:
             return self.evaluate_operation(eqn, operands)
         return self.evaluate_bodies(eqn, bodies, operands)
 
-    def evaluate_operation(self, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+    def evaluate_operation(self, eqn: JaxprEqn, operands: list[Array]) -> list[Array]:
         """Return the results of an equation without bodies.
 
         The default binds the equation unchanged.
         """
         return bind_equation(eqn, operands, eqn.params)
 
-    def evaluate_bodies(self, eqn: JaxprEqn, bodies: Bodies, operands: list[Any]) -> list[Any]:
+    def evaluate_bodies(self, eqn: JaxprEqn, bodies: Bodies, operands: list[Array]) -> list[Array]:
         """Return the results of an equation with bodies.
 
         The default rebuilds the equation with the results of :meth:`evaluate_body`.
@@ -80,7 +80,7 @@ class Rewriter:
         functions = [functools.partial(self.evaluate_body, eqn, bodies, n) for n in range(len(bodies.jaxprs))]
         return rebuild(eqn, bodies, functions, self.make_rule_evaluation(eqn))
 
-    def evaluate_body(self, eqn: JaxprEqn, bodies: Bodies, number: int, *args: Any) -> list[Any]:
+    def evaluate_body(self, eqn: JaxprEqn, bodies: Bodies, number: int, *args: Array) -> list[Array]:
         """Return the results of body ``number`` of an equation.
 
         The results at the positions ``bodies.joined(number)`` must have the types of their joins. They have these types

@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jaxmp.program.bodies import keep_finished
-from jaxmp.program.equations import Bodies
+from jaxmp.program.equations import Array, Bodies
 
-RunBody = Callable[[int, list[Any], int], list[Any]]
+RunBody = Callable[[int, list[Array], int], list[Array]]
 """A function that runs a body.
 
 Its arguments are the number of the body, the inputs of the body, and the number of the iteration. In a scan, the number
@@ -24,7 +23,7 @@ of the iteration is its index into the scanned arrays.
 """
 
 
-def run_bodies(bodies: Bodies, operands: list[Any], run: RunBody) -> list[Any]:
+def run_bodies(bodies: Bodies, operands: list[Array], run: RunBody) -> list[Array]:
     """Run an equation with bodies on arrays, and return its results.
 
     The equation must not be a scan without iterations.
@@ -39,7 +38,7 @@ def run_bodies(bodies: Bodies, operands: list[Any], run: RunBody) -> list[Any]:
     return _run_scan(bodies, operands, run)
 
 
-def _run_while(bodies: Bodies, operands: list[Any], run: RunBody) -> list[Any]:
+def _run_while(bodies: Bodies, operands: list[Array], run: RunBody) -> list[Array]:
     fixed, carry, turn = operands[: bodies.start], operands[bodies.start :], 0
     while True:
         operands = [*fixed, *carry]
@@ -50,10 +49,10 @@ def _run_while(bodies: Bodies, operands: list[Any], run: RunBody) -> list[Any]:
         turn += 1
 
 
-def _run_scan(bodies: Bodies, operands: list[Any], run: RunBody) -> list[Any]:
+def _run_scan(bodies: Bodies, operands: list[Array], run: RunBody) -> list[Array]:
     start, stop = bodies.carries.start, bodies.carries.stop
     fixed, carry, inputs = operands[:start], operands[start:stop], operands[stop:]
-    stacks: list[Any] | None = None
+    stacks: list[Array] | None = None
     turns = range(bodies.length)
     for turn in turns[::-1] if bodies.reverse else turns:
         results = run(0, [*fixed, *carry, *_pick(inputs, turn)], turn)
@@ -63,16 +62,16 @@ def _run_scan(bodies: Bodies, operands: list[Any], run: RunBody) -> list[Any]:
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _repeat(values: list[Any], length: int) -> list[Any]:
+def _repeat(values: list[Array], length: int) -> list[Array]:
     return [jnp.broadcast_to(value, (length, *value.shape)) for value in values]
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _store(stacks: list[Any], values: list[Any], turn: Any) -> list[Any]:
+def _store(stacks: list[Array], values: list[Array], turn: Array) -> list[Array]:
     pairs = zip(stacks, values, strict=True)
     return [lax.dynamic_update_index_in_dim(stack, value, turn, axis=0) for stack, value in pairs]
 
 
 @jax.jit
-def _pick(stacks: list[Any], turn: Any) -> list[Any]:
+def _pick(stacks: list[Array], turn: Array) -> list[Array]:
     return [lax.dynamic_index_in_dim(stack, turn, axis=0, keepdims=False) for stack in stacks]

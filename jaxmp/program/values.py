@@ -10,7 +10,7 @@ import collections
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 
 from jaxmp._internals.jax.sources import Names, user_source_of
 from jaxmp.base.graphs import reachable
-from jaxmp.program.equations import Bodies, elements_of
+from jaxmp.program.equations import Array, Bodies, elements_of
 from jaxmp.program.primitives import CAST, MOVES, Trait, with_trait
 from jaxmp.program.scopes import path_in
 
@@ -151,7 +151,7 @@ class Body(NamedTuple):
     """
 
     jaxpr: Jaxpr
-    consts: Sequence[Any]
+    consts: Sequence[Array]
     constants: Sequence[Value]
     inputs: Sequence[Value]
     equations: Sequence[Equation]
@@ -198,14 +198,14 @@ class Value:
       same: the first value that is equal, because equal operations compute both from equal operands.
     """
 
-    aval: Any
+    aval: jax.core.AbstractValue
     name: str
     key: Key = ()
     equation: Equation | None = None
     position: int = 0
     scans: tuple[Scan, ...] = ()
     loops: tuple[Key, ...] = ()
-    constant: Any = None
+    constant: Array | None = None
     _reads: list[Read] | None = None
     reader: Equation | None = None
     same: Value = dataclasses.field(init=False)
@@ -389,7 +389,7 @@ def depending_on(sources: Iterable[Value], values: Iterable[Value]) -> set[Value
     return set(reachable(sources, lambda value: readers.get(value, ())))
 
 
-def constant(value: Value) -> Any:
+def constant(value: Value) -> np.ndarray | None:
     """Return the elements of a constant as a NumPy array.
 
     The elements are those before its moves and casts. Return None for a value that is large or not constant.

@@ -8,12 +8,11 @@ classified by the operand that the equation passes to it.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from jaxmp._internals.jax.traces import batches_around, is_batched
-from jaxmp.program.equations import Bodies, is_literal
+from jaxmp.program.equations import Array, Atom, Bodies, is_literal
 from jaxmp.program.invariants import SAME_FOR_EXAMPLES
 
 Same = Sequence[Sequence[bool]]
@@ -31,7 +30,7 @@ class Examples:
       others: the operands of the current equation that differ between the examples of some ``jax.vmap``.
     """
 
-    def __init__(self, jaxpr: Jaxpr, args: Sequence[Any], consts: Sequence[Any], same: Same | None = None) -> None:
+    def __init__(self, jaxpr: Jaxpr, args: Sequence[Array], consts: Sequence[Array], same: Same | None = None) -> None:
         """Classify the arguments and constants of a jaxpr.
 
         Pass ``same`` only if the jaxpr is a body of another program. It says for each ``jax.vmap`` which of the
@@ -46,21 +45,21 @@ class Examples:
             count = len(jaxpr.invars)
             self._facts = [SAME_FOR_EXAMPLES.solve(jaxpr, of_batch[:count]) for of_batch in same]
         self.same: Same = ()
-        self.others: Sequence[Any] = ()
+        self.others: Sequence[Array] = ()
 
-    def at(self, eqn: JaxprEqn, operands: Sequence[Any]) -> None:
+    def at(self, eqn: JaxprEqn, operands: Sequence[Array]) -> None:
         """Make ``eqn`` the current equation."""
         columns = [self._who_share(atom, value) for atom, value in zip(eqn.invars, operands, strict=True)]
         self.same = tuple(zip(*columns, strict=True))
         self.others = [value for value, same in zip(operands, columns, strict=True) if not all(same)]
 
-    def _who_share(self, atom: Any, value: Any) -> list[bool]:
+    def _who_share(self, atom: Atom, value: Array) -> list[bool]:
         """Return for each ``jax.vmap`` whether its examples share the value ``atom``."""
         if self._batches:
             return [not is_batched(value, batch) for batch in self._batches]
         return [is_literal(atom) or facts.variables[atom] for facts in self._facts]
 
-    def meets_batched(self, atom: Any, value: Any) -> bool:
+    def meets_batched(self, atom: Atom, value: Array) -> bool:
         """Return whether the current equation combines a shared value with batched ones."""
         if not self.others:
             return False

@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from jaxmp.program.equations import is_literal, opened
+from jaxmp.program.equations import Atom, Literal, aval_of, is_literal, opened
 from jaxmp.program.primitives import PRODUCTS
+
+T = TypeVar("T")
+
+
+def _value_of(literal: Literal) -> Any:
+    return literal.val
 
 
 def interpreted(
     jaxpr: Any,
-    consts: Sequence[Any],
-    args: Sequence[Any],
-    equation: Callable[[Any, list[Any]], Sequence[Any]],
-    literal: Callable[[Any], Any] = lambda atom: atom.val,
-    variables: dict[Any, Any] | None = None,
-) -> list[Any]:
+    consts: Sequence[T],
+    args: Sequence[T],
+    equation: Callable[[Any, list[T]], Sequence[T]],
+    literal: Callable[[Literal], T] = _value_of,
+    variables: dict[Var, T] | None = None,
+) -> list[T]:
     """Interpret an open jaxpr, with arrays or with facts about its values.
 
     Args:
-      jaxpr: an open jaxpr.
+      jaxpr: an open jaxpr, or an object with its attributes.
       consts: the arrays or facts of its constants.
       args: the arrays or facts of its arguments.
       equation: a function that takes an equation and the arrays or facts of its operands. It returns the arrays or
@@ -35,10 +41,10 @@ def interpreted(
     Returns:
       The arrays or facts of the jaxpr's results.
     """
-    env = {} if variables is None else variables
+    env: dict[Var, T] = {} if variables is None else variables
     env.update(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
 
-    def read(atom: Any) -> Any:
+    def read(atom: Atom) -> T:
         return literal(atom) if is_literal(atom) else env[atom]
 
     for eqn in jaxpr.eqns:
@@ -47,7 +53,7 @@ def interpreted(
     return [read(atom) for atom in jaxpr.outvars]
 
 
-def equations(jaxpr: Jaxpr | ClosedJaxpr) -> Iterator[Any]:
+def equations(jaxpr: Jaxpr | ClosedJaxpr) -> Iterator[JaxprEqn]:
     """Yield every equation of a jaxpr and of the jaxprs nested in it.
 
     The jaxpr may be open or closed.
@@ -58,12 +64,12 @@ def equations(jaxpr: Jaxpr | ClosedJaxpr) -> Iterator[Any]:
             yield from equations(inner)
 
 
-def jaxprs_in(eqn: JaxprEqn) -> Iterator[Any]:
+def jaxprs_in(eqn: JaxprEqn) -> Iterator[Jaxpr | ClosedJaxpr]:
     """Yield the jaxprs in an equation's parameters."""
     yield from filter(is_jaxpr, jax.tree.leaves(list(eqn.params.values()), is_leaf=is_jaxpr))
 
 
-def is_jaxpr(param: Any) -> bool:
+def is_jaxpr(param: object) -> bool:
     """Return whether a parameter of an equation is a jaxpr, open or closed."""
     # `ClosedJaxpr` and `Jaxpr` became one class in JAX 0.11, so this tests their attributes.
     return hasattr(param, "eqns") or hasattr(getattr(param, "jaxpr", None), "eqns")
@@ -72,10 +78,10 @@ def is_jaxpr(param: Any) -> bool:
 def product_dtypes(jaxpr: Jaxpr) -> set[str]:
     """Return the names of the operand dtypes of all products in ``jaxpr``."""
     products = (eqn for eqn in equations(jaxpr) if eqn.primitive.name in PRODUCTS)
-    return {var.aval.dtype.name for eqn in products for var in eqn.invars[:2]}
+    return {aval_of(atom).dtype.name for eqn in products for atom in eqn.invars[:2]}
 
 
-def computing_only(jaxpr: Jaxpr, is_wanted: Sequence[bool]) -> Any:
+def computing_only(jaxpr: Jaxpr, is_wanted: Sequence[bool]) -> Jaxpr:
     """Return the open jaxpr that computes only the wanted results of ``jaxpr``."""
     return dce_jaxpr(opened(jaxpr)[0], list(is_wanted), True)[0]
 

@@ -16,7 +16,7 @@ from jaxmp.sharding.mesh_plan import BATCH_AXES, on_auto_axes
 from jaxmp.sharding.mesh_types import explicit_mesh_of, typed
 from jaxmp.training.batches import require_examples
 from jaxmp.training.error_notes import error_notes
-from jaxmp.training.loss_function import LossFn, under_policy
+from jaxmp.training.loss_function import CheckedLossFn, LossFn, under_policy
 from jaxmp.training.state import TrainState
 from jaxmp.training.step import TrainStep
 from jaxmp.training.update import Metrics
@@ -60,7 +60,7 @@ def make_eval_step(
                 raise ValueError("use_ema needs a state with a moving average: TrainState.create(..., ema=True)")
             params = jax.tree.map(lambda ema, param: ema.astype(param.dtype), state.ema_params, params)
 
-        def metrics_of(loss_fn: LossFn, *args: Any) -> Metrics:
+        def metrics_of(loss_fn: CheckedLossFn, *args: Any) -> Metrics:
             loss, (_, metrics) = loss_fn(*args)
             return {"loss": _tree.widen(loss), **metrics}
 

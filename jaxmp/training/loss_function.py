@@ -25,6 +25,8 @@ from jaxmp.policy.policy_map import PolicyMap
 LossFn = Callable[..., Any]
 """``loss_fn(params, batch)``, which returns ``loss`` or ``(loss, metrics)``; or
 ``loss_fn(params, model_state, batch, rng)``, which returns ``(loss, new_state)`` or ``(loss, new_state, metrics)``."""
+CheckedLossFn = Callable[[Any, Any, Any, Any], tuple[jax.Array, tuple[Any, Mapping[str, Any]]]]
+"""``loss_fn(params, model_state, batch, rng)``, which returns ``(loss, (model_state, metrics))``."""
 FOUR_ARGUMENTS = "params, model_state, batch, rng"
 """The arguments of a loss function that uses the model state or the random key."""
 _STEPS = {
@@ -36,10 +38,8 @@ OWN_METRICS = ("loss", "grad_norm", "loss_scale", "skipped")
 """The names of metrics that the step itself adds."""
 
 
-def checked(loss_fn: LossFn) -> LossFn:
-    """Return ``loss_fn`` with its result checked.
-
-    The checked function takes ``(params, model_state, batch, rng)``, and returns ``(loss, (model_state, metrics))``.
+def checked(loss_fn: LossFn) -> CheckedLossFn:
+    """Return ``loss_fn`` in one form, with its result checked.
 
     Raises:
       TypeError: ``loss_fn`` is not a function, or takes neither two nor four arguments.
@@ -50,7 +50,7 @@ def checked(loss_fn: LossFn) -> LossFn:
     else:
         _require_signature(loss_fn, FOUR_ARGUMENTS)
 
-    def of_checked_result(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
+    def of_checked_result(params: Any, model_state: Any, batch: Any, rng: Any) -> tuple[jax.Array, tuple[Any, Any]]:
         result = loss_fn(params, model_state, batch, rng)
         if not isinstance(result, tuple) or len(result) not in (2, 3):
             raise TypeError(
@@ -164,13 +164,13 @@ def compute_dtype_of(policy: Any) -> np.dtype | None:
     return None if policy is None else PolicyMap(policy).compute_dtype
 
 
-def under_policy(loss_fn: LossFn, policy: Any, overrides: Mapping[str, str] | None) -> LossFn:
+def under_policy(loss_fn: LossFn, policy: Any, overrides: Mapping[str, str] | None) -> CheckedLossFn:
     """Return a version of ``loss_fn`` that is checked and runs under the policy.
 
     The loss function runs under autocast, with two exceptions. There is no autocast if the policy is None, or if it is
     float32 and has no overrides.
     """
-    loss_fn = checked(loss_fn)
+    as_written = checked(loss_fn)
     override_of = checked_overrides(overrides)
     one_policy, exceptions = (None, {}) if policy is None else policy_and_exceptions(policy, overrides)
     is_as_written = one_policy is None or (one_policy.compute_dtype == np.float32 and not exceptions)
@@ -180,19 +180,19 @@ def under_policy(loss_fn: LossFn, policy: Any, overrides: Mapping[str, str] | No
             "policy='mixed_bfloat16', for example, or leave the overrides out"
         )
     if one_policy is None:
-        return loss_fn
+        return as_written
     # A half-precision output dtype would round the loss and the batch statistics. With a float32 output dtype, all
     # results keep the dtypes that the loss function returns.
     widest = one_policy.with_output_dtype(np.float32)
 
-    @unless_policies_off(loss_fn)
+    @unless_policies_off(as_written)
     def run(*args: Any) -> Any:
         with widest.matmul_context():
             if is_as_written:
-                return loss_fn(*args)
+                return as_written(*args)
             check_backend(widest)
             classifier = Classifier(widest.compute_dtype, exceptions, widest.float8)
-            return computed(loss_fn, classifier, args, {}, widest)
+            return computed(as_written, classifier, args, {}, widest)
 
     return run
 

@@ -21,7 +21,7 @@ from jaxmp.sharding.devices import DevicesOfArrays
 from jaxmp.training.accumulation import Gradients, accumulate, average
 from jaxmp.training.batches import microbatches, require_examples
 from jaxmp.training.error_notes import error_notes
-from jaxmp.training.loss_function import OWN_METRICS, LossFn, require_same_structure
+from jaxmp.training.loss_function import OWN_METRICS, CheckedLossFn, require_same_structure
 from jaxmp.training.remat import REMAT
 from jaxmp.training.state import TrainState
 
@@ -40,7 +40,7 @@ class Update:
       ema_decay: the decay of the moving average; None without one.
     """
 
-    loss_fn: LossFn
+    loss_fn: CheckedLossFn
     devices: DevicesOfArrays
     accumulate_steps: int = 1
     ema_decay: float | None = None
@@ -120,7 +120,9 @@ class Update:
         grads = jax.tree.map(lambda leaf: leaf / count, microbatch_loss.reduce(result.grads))
         return result._replace(grads=grads)
 
-    def _gradients_of(self, loss_fn: LossFn, state: TrainState, model_state: Any, batch: Any, rng: Any) -> Gradients:
+    def _gradients_of(
+        self, loss_fn: CheckedLossFn, state: TrainState, model_state: Any, batch: Any, rng: Any
+    ) -> Gradients:
         """Return the gradients of a microbatch, and the other results."""
 
         def loss_of_params(params: Any) -> Any:

@@ -23,7 +23,7 @@ from jaxmp.base.trees import zero_if_finite
 from jaxmp.inspect.compiled.meshes import mesh_of
 from jaxmp.inspect.program.calls import AS_WRITTEN, is_inexact
 from jaxmp.program.binding import bind_equation
-from jaxmp.program.equations import bodies_of, is_literal, opened
+from jaxmp.program.equations import aval_of, bodies_of, is_literal, opened
 from jaxmp.program.reading import is_whole
 from jaxmp.program.running import run_bodies
 from jaxmp.program.values import Key
@@ -92,7 +92,7 @@ class _Stepping:
         values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
 
         def read(atom: Any) -> Any:
-            return np.asarray(atom.val, atom.aval.dtype) if is_literal(atom) else values[atom]
+            return np.asarray(atom.val, aval_of(atom).dtype) if is_literal(atom) else values[atom]
 
         for number, (eqn, unused) in enumerate(zip(jaxpr.eqns, self.unused[jaxpr], strict=True)):
             results = self.equation(eqn, [read(atom) for atom in eqn.invars], around.inside(number))
