@@ -224,7 +224,7 @@ class _Builder:
         """Add the node of a body's input, or give it the node of the operand that enters the body."""
         if value in self.node_of:
             return
-        ((_, operand, _), *_) = value.reads
+        ((_, operand), *_) = value.reads
         if value.name == CARRY:
             self.add_join(CARRY, value, [operand])
         else:
@@ -235,7 +235,7 @@ class _Builder:
         for value in equation.carries:
             if value.name != CARRY or (join := self.node_of[value]) is None:
                 continue
-            (_, (_, result, _)) = value.reads
+            (_, (_, result)) = value.reads
             if (node := self.node_of[result]) is not None:
                 join.inputs = [*join.inputs, node]
                 node.users.append(join)
@@ -245,12 +245,12 @@ class _Builder:
         if value in self.node_of:
             return
         if value.name == BRANCHES:
-            branches = [operand for number, operand, _ in value.reads if number < len(equation.inside)]
+            branches = [operand for number, operand in value.reads if number < len(equation.inside)]
             self.add_join(BRANCHES, value, branches)
         elif value.name == LAST_CARRY:
             self.node_of[value] = self.node_of[equation.carries[value.position]]
         else:
-            ((_, stacked, _),) = value.reads
+            ((_, stacked),) = value.reads
             self.node_of[value] = self.node_of[stacked]
 
     def add_operation(self, step: Step, equation: Equation) -> None:

@@ -49,13 +49,11 @@ from jaxmp.program.values import (
     WHOLE,
     Body,
     Equation,
-    IterationMap,
     Key,
     Program,
     Read,
     Scan,
     Value,
-    same_iteration,
 )
 from jaxmp.program.walk import interpreted
 
@@ -111,51 +109,6 @@ def is_whole_with_rules(eqn: JaxprEqn, names: Names = ()) -> bool:
     return bodies is not None and (bodies.is_per_device or bodies.has_rule or not bodies.has_gradient)
 
 
-class _IterationMaps(NamedTuple):
-    """The maps of iterations for values in a loop, and for results of the loop.
-
-    Each map takes an iteration of a value, and returns the iterations of an operand that the value reads:
-
-    >>> maps = _maps_across(Scan(depth=0, reverse=False, length=3))
-    >>> maps.at_end(()), maps.in_all(()), maps.outside((1,))
-    ([(2,)], [(0,), (1,), (2,)], [()])
-    >>> maps.at_start((0,)), maps.before((0,)), maps.at_start((1,)), maps.before((1,))
-    ([()], [], [], [(0,)])
-
-    Attributes:
-      at_end: for the last carry. Outside the loop, it reads the last iteration.
-      in_all: for a stacked output. Outside the loop, it reads all iterations.
-      outside: for a constant or a scanned element. In the loop, it reads a value outside the loop.
-      at_start: for a carry in the loop. In the first iteration, it reads the initial carry, outside the loop. In other
-        iterations, it reads nothing.
-      before: for a carry in the loop. It reads the iteration before. In the first iteration, it reads nothing.
-    """
-
-    at_end: IterationMap
-    in_all: IterationMap
-    outside: IterationMap
-    at_start: IterationMap
-    before: IterationMap
-
-
-def _maps_across(scan: Scan | None) -> _IterationMaps:
-    """Return the maps of iterations for a loop.
-
-    ``scan`` is None for a while loop. A while loop counts as one iteration, because the number of its iterations is
-    unknown.
-    """
-    if scan is None:
-        return _IterationMaps(*[same_iteration] * 5)
-    first, last, back = (scan.length - 1, 0, 1) if scan.reverse else (0, scan.length - 1, -1)
-    return _IterationMaps(
-        at_end=lambda iteration: [(*iteration, last)] if scan.length else [],
-        in_all=lambda iteration: [(*iteration, index) for index in range(scan.length)],
-        outside=lambda iteration: [iteration[:-1]],
-        at_start=lambda iteration: [iteration[:-1]] if iteration[-1] == first else [],
-        before=lambda iteration: [] if iteration[-1] == first else [(*iteration[:-1], iteration[-1] + back)],
-    )
-
-
 class _Around(NamedTuple):
     """The surroundings of a body.
 
@@ -187,7 +140,6 @@ class _LoopReading(NamedTuple):
       equation: the equation of the loop.
       bodies: the bodies of the equation.
       scan: the iterations; None for a while loop.
-      maps: the maps of iterations across the border of the loop.
       constants: the positions of the operands that no iteration changes.
       first_equal: the first loop with an equal fingerprint; often the loop itself.
     """
@@ -195,7 +147,6 @@ class _LoopReading(NamedTuple):
     equation: Equation
     bodies: Bodies
     scan: Scan | None
-    maps: _IterationMaps
     constants: Collection[int]
     first_equal: Equation
 
@@ -268,7 +219,7 @@ class _Reader:
     ) -> Value:
         """Add a result of an equation with bodies."""
         value = _at_border(equation, name, equation.eqn.outvars[position].aval, position, reads, around)
-        if equation.phase != "forward" or any(operand in self.gradients for _, operand, _ in reads):
+        if equation.phase != "forward" or any(operand in self.gradients for _, operand in reads):
             self.gradients.add(value)
         return self.add(value, fingerprint)
 
@@ -351,15 +302,14 @@ class _Reader:
         """Read a body that has parts of the arrays. A part is never the same as another value."""
         parts = []
         for operand, var in zip(equation.operands, opened(bodies.jaxprs[0])[0].invars, strict=True):
-            reads: list[Read] = [(0, operand, same_iteration)]
+            reads: list[Read] = [(0, operand)]
             part = _at_border(equation, PART, var.aval, _ENTERS, reads, around)
             parts.append(self.add(part))
             if operand in self.gradients:
                 self.gradients.add(part)
         results = self.read_call(equation, parts, around).results
         equation.results = [
-            self.add_result(equation, WHOLE, n, [(0, value, same_iteration)], around, None)
-            for n, value in enumerate(results)
+            self.add_result(equation, WHOLE, n, [(0, value)], around, None) for n, value in enumerate(results)
         ]
 
     def read_conditional(self, equation: Equation, bodies: Bodies, around: _Around) -> None:
@@ -371,9 +321,9 @@ class _Reader:
             branches.append(self.read_body_of(equation, number, inputs, in_branch).results)
         results = []
         for n in range(len(equation.eqn.outvars)):
-            reads: list[Read] = [(len(branches), index, same_iteration)]
-            reads += [(number, branch[n], same_iteration) for number, branch in enumerate(branches)]
-            fingerprint = (BRANCHES, *[value.same for _, value, _ in reads])
+            reads: list[Read] = [(len(branches), index)]
+            reads += [(number, branch[n]) for number, branch in enumerate(branches)]
+            fingerprint = (BRANCHES, *[value.same for _, value in reads])
             results.append(self.add_result(equation, BRANCHES, n, reads, around, fingerprint))
         equation.results = results
 
@@ -396,7 +346,7 @@ class _Reader:
         fingerprint = (_fingerprint_of_equation(equation.eqn), *[operand.same for operand in equation.operands])
         first_equal = self.first_loops.setdefault(fingerprint, equation)
         constants = {bodies.start + n for n in unchanged(bodies)}.union(range(bodies.start))
-        loop = _LoopReading(equation, bodies, scan, _maps_across(scan), constants, first_equal)
+        loop = _LoopReading(equation, bodies, scan, constants, first_equal)
         last = len(bodies.jaxprs) - 1
         entered = self.enter_loop(loop, around_body(last))
         for number in range(last + 1):
@@ -405,11 +355,10 @@ class _Reader:
 
     def enter_loop(self, loop: _LoopReading, around: _Around) -> list[Value]:
         """Return the values that enter the body of a loop: constants, carries, and elements of scanned arrays."""
-        equation, bodies, maps = loop.equation, loop.bodies, loop.maps
+        equation, bodies = loop.equation, loop.bodies
 
-        def entering(name: str, aval: jax.core.AbstractValue, operand: Value, map_iteration: IterationMap) -> Value:
-            reads = [(0, operand, map_iteration)]
-            return _at_border(equation, name, aval, _ENTERS, reads, around)
+        def entering(name: str, aval: jax.core.AbstractValue, operand: Value) -> Value:
+            return _at_border(equation, name, aval, _ENTERS, [(0, operand)], around)
 
         # The types of constants and carries are those of the operands. An element has the type that the body takes. The
         # body does not take the constants of the condition, which are the first operands.
@@ -419,13 +368,13 @@ class _Reader:
         entered = []
         for n, (operand, aval) in enumerate(zip(equation.operands, avals, strict=True)):
             if n in loop.constants:
-                value = entering(LOOP_CONSTANT, aval, operand, maps.outside)
+                value = entering(LOOP_CONSTANT, aval, operand)
                 value.same = operand.same
             elif n in bodies.carries:
-                value = self.add(entering(CARRY, aval, operand, maps.at_start), (CARRY, n, loop.first_equal))
+                value = self.add(entering(CARRY, aval, operand), (CARRY, n, loop.first_equal))
             else:  # in the same iteration, the elements of equal arrays are equal, also those of two loops
                 fingerprint = (ELEMENT, operand.same, bodies.reverse)
-                value = self.add(entering(ELEMENT, aval, operand, maps.outside), fingerprint)
+                value = self.add(entering(ELEMENT, aval, operand), fingerprint)
             entered.append(value)
         return entered
 
@@ -440,7 +389,7 @@ class _Reader:
           returned: the results of the body.
           around: the place of the loop.
         """
-        equation, bodies, maps = loop.equation, loop.bodies, loop.maps
+        equation, bodies = loop.equation, loop.bodies
         may_not_run = loop.scan is None or not loop.scan.length
         results = []
         for n, value in enumerate(returned):
@@ -450,13 +399,13 @@ class _Reader:
                 continue
             if position in bodies.carries:
                 name = LAST_CARRY
-                entered[position].reads.append((1, value, maps.before))
-                reads = [(1, value, maps.at_end)]
+                entered[position].reads.append((1, value))
+                reads = [(1, value)]
                 if may_not_run:  # then the last carry is the initial carry
-                    reads.insert(0, (0, equation.operands[position], same_iteration))
+                    reads.insert(0, (0, equation.operands[position]))
             else:
                 name = STACKED
-                reads = [(1, value, maps.in_all)]
+                reads = [(1, value)]
             results.append(self.add_result(equation, name, n, reads, around, (n, loop.first_equal)))
         return results
 

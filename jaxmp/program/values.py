@@ -1,7 +1,7 @@
 """The values and equations of a program, each with its operands.
 
 The values in the bodies of loops, conditionals and calls are included. A ``Value`` in a loop body represents
-all iterations. So each operand comes with a map that tells which iterations of the operand are read.
+all iterations.
 """
 
 from __future__ import annotations
@@ -25,21 +25,8 @@ from jaxmp.program.scopes import path_in
 
 Key = tuple[int, ...]
 """The position of an equation in a program. For example, ``(2, 0, 3)`` is equation 3 in body 0 of equation 2."""
-Iteration = tuple[int, ...]
-"""The iteration of each scan around a value, as an index into the scan's inputs, outermost first.
-
-A while loop has no index. It counts as one iteration, because the number of its iterations is unknown.
-"""
-IterationMap = Callable[[Iteration], list[Iteration]]
-"""A function that takes an iteration of a value, and returns the iterations of an operand that the value reads."""
-Read = tuple[int, "Value", IterationMap]
-"""An operand of a value: a number (see ``Value.reads``), the operand, and the map of iterations."""
-
-
-def same_iteration(iteration: Iteration) -> list[Iteration]:
-    """Map an iteration to itself, for an operand in the same loops as its reader."""
-    return [iteration]
-
+Read = tuple[int, "Value"]
+"""An operand of a value: a number (see ``Value.reads``), and the operand."""
 
 # The names of values that no primitive computes. The attribute `name` of `Value` explains them.
 ARGUMENT, CONSTANT, LOOP_CONSTANT = "argument", "constant", "loop constant"
@@ -162,7 +149,7 @@ class Scan(NamedTuple):
     """A scan around a value.
 
     Attributes:
-      depth: the position of the iteration in the sort key that :meth:`Value.order` returns.
+      depth: the length of the scan's key.
       reverse: whether the scan runs from the last element to the first.
       length: the number of iterations.
     """
@@ -223,7 +210,7 @@ class Value:
         """
         if self._reads is None:
             operands = self.equation.operands if self.equation else ()
-            self._reads = [(n, operand, same_iteration) for n, operand in enumerate(operands)]
+            self._reads = list(enumerate(operands))
             if self.name in _ONE_BY_ONE:
                 self._reads = self._reads[self.position : self.position + 1]
         return self._reads
@@ -237,14 +224,14 @@ class Value:
 
         A loop constant is replaced by the value outside of the loop.
         """
-        return [value.outer for _, value, _ in self.reads]
+        return [value.outer for _, value in self.reads]
 
     @property
     def outer(self) -> Value:
         """Return the value outside of all loops for a loop constant, else ``self``."""
         value = self
         while value.name == LOOP_CONSTANT:
-            ((_, value, _),) = value.reads
+            ((_, value),) = value.reads
         return value
 
     @property
@@ -308,22 +295,6 @@ class Value:
         """
         return bool(self.key) and self.position >= 0
 
-    def sources(self, iteration: Iteration) -> Iterator[tuple[int, Value, Iteration]]:
-        """Yield the operands that an iteration of the value reads.
-
-        Each item is the number of the operand, the operand, and the operand's iteration.
-        """
-        for number, value, map_iteration in self.reads:
-            for other in map_iteration(iteration):
-                yield number, value, other
-
-    def order(self, iteration: Iteration = ()) -> tuple[float, ...]:
-        """Return a key that sorts values by time of computation, arguments first."""
-        numbers: list[float] = [*self.key, math.inf] if self.key else []
-        for scan, index in reversed(list(zip(self.scans, iteration, strict=False))):
-            numbers.insert(scan.depth, scan.length - 1 - index if scan.reverse else index)
-        return tuple(numbers)
-
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Program:
@@ -354,7 +325,7 @@ class Program:
 
 def leading_to(values: Sequence[Value]) -> set[Value]:
     """Return ``values`` and all values on which they depend."""
-    return set(reachable(values, lambda value: [operand for _, operand, _ in value.reads]))
+    return set(reachable(values, lambda value: [operand for _, operand in value.reads]))
 
 
 def is_move_or_cast(value: Value) -> bool:

@@ -9,6 +9,7 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
+from jaxmp.inspect.program.iterations import operands_of
 from jaxmp.program.binding import bind_equation
 from jaxmp.program.reading import read_program
 from jaxmp.program.values import BRANCHES, CONSTANT, ELEMENT, STACKED
@@ -32,7 +33,7 @@ class Computed:
     def compute(self, value, turns):
         if value.name == CONSTANT:
             return jnp.asarray(value.constant)
-        sources = [(number, operand, other) for number, operand, other in value.sources(turns)]
+        sources = [(number, operand, other) for number, operand, other in operands_of(value, turns)]
         if value.name == BRANCHES:
             (index,) = (self.at(*source) for number, *source in sources if number == len(sources) - 1)
             return next(self.at(*source) for number, *source in sources if number == int(index))

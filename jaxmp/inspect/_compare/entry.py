@@ -15,7 +15,8 @@ import numpy as np
 
 from jaxmp.inspect._compare.rows import Pair, relative_error
 from jaxmp.inspect._compare.run import RecordedProgram
-from jaxmp.program.values import Iteration, Value
+from jaxmp.inspect.program.iterations import Iteration, operands_of, time_of
+from jaxmp.program.values import Value
 
 _Node = tuple[Value, Iteration]
 _GROWTH = 4
@@ -104,7 +105,7 @@ class _Entry:
 
 def _time(node: _Node) -> Any:
     value, turns = node
-    return value.order(turns)
+    return time_of(value, turns)
 
 
 def _errors_by_turn(value: Value, first: np.ndarray, reference: np.ndarray) -> dict[_Node, float]:
@@ -120,7 +121,7 @@ def _nearest(value: Value, turns: Iteration, known: Collection[_Node]) -> Iterat
     stack, visited = [(value, turns)], {(value, turns)}
     while stack:
         value, turns = stack.pop()
-        for _, operand, operand_turns in value.sources(turns):
+        for _, operand, operand_turns in operands_of(value, turns):
             source = operand, operand_turns
             if source in visited:
                 continue

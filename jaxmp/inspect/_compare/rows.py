@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmp.inspect._compare.run import RecordedProgram, Slot
+from jaxmp.inspect.program.iterations import time_of
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ def _match(
             unmatched.append(path)
 
     def in_program_order(pair: Pair) -> tuple[Any, int]:
-        return reference.values[pair.reference].order(), -len(pair.path)
+        return time_of(reference.values[pair.reference]), -len(pair.path)
 
     return sorted(pairs, key=in_program_order), tuple(dict.fromkeys(unmatched))
 

@@ -29,11 +29,12 @@ from jaxmp.inspect.program.calls import (
     with_leaves,
 )
 from jaxmp.inspect.program.function_leaves import of_arrays
+from jaxmp.inspect.program.iterations import Iteration
 from jaxmp.inspect.program.tracing import program_of
 from jaxmp.optim.loss_scale import StaticLossScale
 from jaxmp.optim.scaling_state import LossScalingState
 from jaxmp.program.reading import is_whole, read_program
-from jaxmp.program.values import Iteration, Program, Value, leading_to
+from jaxmp.program.values import Program, Value, leading_to
 
 
 @dataclasses.dataclass(frozen=True)

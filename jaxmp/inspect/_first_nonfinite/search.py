@@ -11,7 +11,8 @@ import numpy as np
 
 from jaxmp.inspect._first_nonfinite import stepping
 from jaxmp.inspect._first_nonfinite.origins import Origin, on_host, origin_of, where_nan
-from jaxmp.program.values import Iteration, Value
+from jaxmp.inspect.program.iterations import Iteration, operands_of, time_of
+from jaxmp.program.values import Value
 
 
 class Failure(NamedTuple):
@@ -138,7 +139,7 @@ def _order_of_suspects(suspects: Sequence[Suspect], early: set[Value]) -> Callab
     early = early | {suspect.value for suspect in suspects if not suspect.value.key}
 
     def order(suspect: Suspect) -> Any:
-        return suspect.rank, suspect.value not in early, suspect.value.order(suspect.turns)
+        return suspect.rank, suspect.value not in early, time_of(suspect.value, suspect.turns)
 
     return order
 
@@ -171,7 +172,7 @@ def _search_back(starts: Sequence[Value], run: ProgramRun) -> tuple[list[Suspect
                 followed = {number for number, is_through in enumerate(origin.through) if is_through}
                 if origin.is_born or origin.makes_nan:
                     suspects.append(Suspect(Rank.BORN if origin.is_born else Rank.MADE, value, turns, None))
-        for number, source, source_turns in value.sources(turns):
+        for number, source, source_turns in operands_of(value, turns):
             if followed is None or number in followed:
                 stack.append((source, source_turns, reader))
     return suspects, unknown

@@ -94,7 +94,7 @@ def _read_numbers(program: Program, roots: Sequence[bool] | None) -> Iterator[tu
         readers[value].append(())
     sources = leading_to(ends)
     for value in sources:
-        for _, operand, _ in value.reads:
+        for _, operand in value.reads:
             readers[operand].append(program.equations[value.key].names)
     for value in sorted(sources, key=_position):
         if value.is_computed and is_inexact(value):
