@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,22 @@ from jaxmp.engine.overrides import Level, levels_of
 from jaxmp.policy.patterns import OPERATIONS, Path, checked_overrides, path_and_primitive
 from jaxmp.policy.policies import Policy
 from jaxmp.policy.policy_map import PolicyMap
+
+
+class AuthorDtypes(NamedTuple):
+    """The dtypes that the author of a module set.
+
+    Each adapter finds them in its own way: a Linen module has fields, and an NNX module has a constructor.
+
+    Attributes:
+      dtype: the ``dtype`` of the module, if its author set it.
+      param_dtype: the ``param_dtype`` of the module, if its author set it.
+      has_dtype: whether the module has a ``dtype`` that a policy may set.
+    """
+
+    dtype: np.dtype | None
+    param_dtype: np.dtype | None
+    has_dtype: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,39 +97,30 @@ class ModelPolicy:
         """Return the result of the model in the output dtype."""
         return self.default.cast_to_output(result) if self.stores else result
 
-    def treatment(
-        self,
-        path: Path,
-        classes: Mapping[Path, type | tuple[type, ...]],
-        author_dtype: np.dtype | None,
-        author_param_dtype: np.dtype | None,
-        has_dtype: bool,
-    ) -> Treatment:
+    def treatment(self, path: Path, classes: Mapping[Path, type | tuple[type, ...]], author: AuthorDtypes) -> Treatment:
         """Return how the module at ``path`` is computed.
 
         Args:
           path: the path of the module, from the model down.
           classes: the classes of this module and of the modules above it, by path.
-          author_dtype: the ``dtype`` of the module, if its author set it.
-          author_param_dtype: the ``param_dtype`` of the module, if its author set it.
-          has_dtype: whether the module has a ``dtype``.
+          author: the dtypes that the author of the module set.
         """
         policy, pattern = self.policies.resolve(path, classes)
         if pattern is not None:  # an override wins over the author
-            author_dtype = author_param_dtype = None
+            author = AuthorDtypes(None, None, author.has_dtype)
         written: Literal["", "dtype", "operands"] = ""
-        if author_dtype is not None or (policy.written and has_dtype):
+        if author.dtype is not None or (policy.written and author.has_dtype):
             written = "dtype"
         elif policy.written:
             written = "operands"
         dtype = policy.compute_dtype if written else np.dtype(np.float32)
-        computes = policy.compute_dtype if author_dtype is None else author_dtype
-        casts_params = self.stores and author_param_dtype is None
+        computes = policy.compute_dtype if author.dtype is None else author.dtype
+        casts_params = self.stores and author.param_dtype is None
         casts_caches = self.stores and not written and is_half(policy.compute_dtype)
         return Treatment(
             policy=policy,
             written=written,
-            dtype=dtype if author_dtype is None else None,
+            dtype=dtype if author.dtype is None else None,
             is_overridden=pattern is not None,
             param_dtype=policy.param_dtype if casts_params else None,
             cache_dtype=policy.compute_dtype if casts_caches else None,

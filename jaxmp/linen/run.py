@@ -22,7 +22,7 @@ from jaxmp.base import trees as _tree
 from jaxmp.base.context_variables import setting
 from jaxmp.engine.eager_calls import key_of
 from jaxmp.engine.half_check import NotHalf, Reason
-from jaxmp.engine.model_policy import CallStack, MethodCall, Treatment, is_default, is_floating
+from jaxmp.engine.model_policy import AuthorDtypes, CallStack, MethodCall, Treatment, is_default, is_floating
 from jaxmp.linen.scopes import PARAMS, PoliciedModel, convert_variables, models_around
 from jaxmp.policy.patterns import Path
 
@@ -130,13 +130,9 @@ class Run:
     def _decide(self, module: Any, model: PoliciedModel) -> Treatment:
         """Return how a module of a model is computed."""
         path = model.relative(module.path)
-        treatment = model.policy.treatment(
-            path,
-            self._called_modules(model).add(model, module),
-            author_dtype=_author_dtype(module, "dtype"),
-            author_param_dtype=_author_dtype(module, "param_dtype"),
-            has_dtype=_has_dtype(module),
-        )
+        classes = self._called_modules(model).add(model, module)
+        author = AuthorDtypes(_author_dtype(module, "dtype"), _author_dtype(module, "param_dtype"), _has_dtype(module))
+        treatment = model.policy.treatment(path, classes, author)
         if _is_bridge(type(module)) and model.policy.stores:
             _require_policy_in_bridge(module, path)
             return dataclasses.replace(treatment, written="dtype", param_dtype=None, cache_dtype=None)

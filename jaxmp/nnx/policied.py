@@ -19,6 +19,7 @@ from jaxmp.base.arguments import require_no_policy, require_order
 from jaxmp.base.dtypes import is_narrow
 from jaxmp.engine.half_check import NotHalf
 from jaxmp.engine.model_policy import (
+    AuthorDtypes,
     ModelPolicy,
     Treatment,
     is_floating,
@@ -146,13 +147,8 @@ def _require_policies_in_bridges(graph: ModuleGraph) -> None:
 def _decide(model_policy: ModelPolicy, node: ModuleNode, graph: ModuleGraph) -> NnxDecision:
     """Return the decision for the module of ``node``."""
     path = _deciding_path(model_policy.policies, node, graph)
-    treatment = model_policy.treatment(
-        path,
-        graph.classes,
-        author_dtype=node.author_dtype("dtype"),
-        author_param_dtype=node.author_dtype("param_dtype"),
-        has_dtype=_has_dtype(node.module),
-    )
+    author = AuthorDtypes(node.author_dtype("dtype"), node.author_dtype("param_dtype"), _has_dtype(node.module))
+    treatment = model_policy.treatment(path, graph.classes, author)
     if node.wraps_linen:
         treatment = dataclasses.replace(treatment, param_dtype=None)
     return NnxDecision(
