@@ -170,7 +170,7 @@ def under_policy(loss_fn: LossFn, policy: Any, overrides: Mapping[str, str] | No
     The loss function runs under autocast, with two exceptions. There is no autocast if the policy is None, or if it is
     float32 and has no overrides.
     """
-    as_written = checked(loss_fn)
+    checked_loss_fn = checked(loss_fn)
     override_of = checked_overrides(overrides)
     one_policy, exceptions = (None, {}) if policy is None else policy_and_exceptions(policy, overrides)
     is_as_written = one_policy is None or (one_policy.compute_dtype == np.float32 and not exceptions)
@@ -180,19 +180,19 @@ def under_policy(loss_fn: LossFn, policy: Any, overrides: Mapping[str, str] | No
             "policy='mixed_bfloat16', for example, or leave the overrides out"
         )
     if one_policy is None:
-        return as_written
+        return checked_loss_fn
     # A half-precision output dtype would round the loss and the batch statistics. With a float32 output dtype, all
     # results keep the dtypes that the loss function returns.
     widest = one_policy.with_output_dtype(np.float32)
 
-    @unless_policies_off(as_written)
+    @unless_policies_off(checked_loss_fn)
     def run(*args: Any) -> Any:
         with widest.matmul_context():
             if is_as_written:
-                return as_written(*args)
+                return checked_loss_fn(*args)
             check_backend(widest)
             classifier = Classifier(widest.compute_dtype, exceptions, widest.float8)
-            return computed(as_written, classifier, args, {}, widest)
+            return computed(checked_loss_fn, classifier, args, {}, widest)
 
     return run
 
