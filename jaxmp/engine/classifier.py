@@ -22,7 +22,7 @@ from jaxmp.engine.states import Kind
 from jaxmp.policy.float8 import Float8, get_recipe
 from jaxmp.policy.policies import Policy
 from jaxmp.program.equations import HIGHEST, Precision, asks_for_highest, aval_of, names_a_dtype, precision_named
-from jaxmp.program.primitives import BOUNDS, PICKS, Class, classify
+from jaxmp.program.primitives import BOUNDS, PICKS, Class, Trait, classify, with_trait
 
 
 class OperationKind(NamedTuple):
@@ -48,6 +48,8 @@ class Request(NamedTuple):
 
 
 Constants = Sequence[tuple[float, float] | None]
+_COUNTS_TIES = with_trait(Trait.EXTREME) & with_trait(Trait.REDUCES)
+"""Operations whose derivative counts the largest or smallest values, in a sum in the dtype of the operand."""
 
 
 @dataclasses.dataclass
@@ -106,6 +108,8 @@ class Classifier:
         self.matcher.match(name, names)
         request = self.request_of(name, names)
         if cls is Class.CLEAR:
+            if name in _COUNTS_TIES and not jax.config.jax_allow_f16_reductions:
+                return OperationKind(Kind.FULL, "jax_allow_f16_reductions is off")
             fill = abs(eqn.params.get("fill_value") or 0)  # a gather returns it for indices beyond the end
             by_constants = self._kind_by_constants(name, [(fill, fill)] if np.isfinite(fill) else [], half)
             return OperationKind(Kind.CLEAR, "moves data") if by_constants.kind is Kind.INFER else by_constants

@@ -38,7 +38,7 @@ from jaxmp.program.vmap_sharing import Examples
 
 _cast = Primitive("cast_repeated")
 MAX_TERMS = 64
-"""The maximum number of terms in a half-precision sum.
+"""The maximum number of terms in a half-precision sum, if JAX allows such sums at all.
 
 In bfloat16, a sum of 64 terms has an error of about 1 %, and 256 + 1 is rounded to 256.
 """
@@ -67,13 +67,18 @@ def sums_half(eqn: JaxprEqn) -> bool:
     return any([is_castable(aval) and is_half(aval.dtype) and _is_long(eqn, aval.shape) for aval in avals])
 
 
+def _has_too_many_terms(terms: float) -> bool:
+    """Return whether a sum with this number of terms must be float32."""
+    return terms > (MAX_TERMS if jax.config.jax_allow_f16_reductions else 1)
+
+
 def read_often(eqn: JaxprEqn, place: int) -> bool:
     """Return whether more than ``MAX_TERMS`` cotangents add up in an operand.
 
     ``place`` is the position of the operand. The count is for one element of the operand. It covers all iterations of
     a loop, all equations that read the element, and all repetitions in these equations.
     """
-    return _summed_cotangents(eqn, place) > MAX_TERMS
+    return _has_too_many_terms(_summed_cotangents(eqn, place))
 
 
 def _summed_cotangents(eqn: JaxprEqn, place: int) -> float:
@@ -132,7 +137,7 @@ def _is_long(eqn: JaxprEqn, shape: Any) -> bool:
 
     ``shape`` is the shape of the operand.
     """
-    return eqn.primitive.name in _ADDS_UP and _repeats(eqn, shape) > MAX_TERMS
+    return eqn.primitive.name in _ADDS_UP and _has_too_many_terms(_repeats(eqn, shape))
 
 
 def summed_in_float32(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
