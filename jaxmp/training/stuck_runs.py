@@ -147,7 +147,7 @@ class StuckRuns:
         with contextlib.suppress(IndexError):  # another thread has read the last report
             while self._reports and self._is_due(self._reports[0].skipped):
                 report = self._reports.popleft()
-                if _read_now(report.skipped) and not is_deleted(report.batch):
+                if _is_true(report.skipped) and not is_deleted(report.batch):
                     bad.append(report)
         if not bad:
             return []
@@ -163,10 +163,16 @@ class StuckRuns:
         return report.is_ready() if report.is_fully_addressable else len(self._reports) > _LAG
 
 
+def _is_true(flag: Any) -> bool:
+    """Return the value of a bool array, also if a transfer guard is on. Every step calls this."""
+    with jax.transfer_guard_device_to_host("allow"):
+        return bool(np.asarray(flag))  # ten times as fast as jax.device_get
+
+
 def _read_now(arrays: Any) -> Any:
     """Return the arrays of a tree as NumPy arrays, also if a transfer guard is on."""
     with jax.transfer_guard_device_to_host("allow"):
-        return jax.tree.map(np.asarray, arrays)  # for a scalar, ten times as fast as jax.device_get
+        return jax.tree.map(np.asarray, arrays)
 
 
 def explanation(loss: Any, grads: Any, scale: Any, params: Any, batch: Any, skips: int) -> str:
