@@ -302,7 +302,7 @@ class _LowPrecisionTransform:
             elif not leaf.size:
                 encoded.append(leaf)
             elif self.moments == "bfloat16":
-                encoded.append(in_bfloat16(leaf, is_second, draw))
+                encoded.append(in_bfloat16(leaf, draw))
             else:
                 encoded.append(as_float8_blocks(leaf, is_second, self.block, draw, scale))
         return jax.tree.unflatten(structure, encoded)

@@ -20,9 +20,12 @@ def remembered(fun: Callable[..., T]) -> Callable[..., T]:
     equal. ``fun`` is called each time if an argument is not hashable, or while JAX traces: an optimizer may close over
     a tracer, such as its learning rate, and a tracer must not outlive its trace.
 
-    >>> make = remembered(lambda name: [name])
-    >>> make("adam") is make("adam"), make(["adam"]) is make(["adam"])
-    (True, False)
+    Arguments of different types differ, although an optimizer equals any other tuple of its two functions.
+
+    >>> import optax
+    >>> make, sgd = remembered(lambda tx: [tx]), optax.sgd(0.1)
+    >>> make(sgd) is make(sgd), make([sgd]) is make([sgd]), make(sgd) is make(tuple(sgd))
+    (True, False, False)
     """
     remembering = functools.lru_cache(maxsize=MOST, typed=True)(fun)
 

@@ -87,8 +87,7 @@ _FACTORS = _FactorOfScale()
 
 def _factor(power: _Power, sources: Sequence[_Factor]) -> _Factor:
     """Return the factor of a value with this power that is computed from ``sources``."""
-    is_multiplied = isinstance(power, int) and power > 0
-    return _Factor(power, is_multiplied or any(source.was_multiplied for source in sources))
+    return _Factor(power, any(source.was_multiplied for source in sources))
 
 
 def _common_power(first: _Power, second: _Power) -> _Power:

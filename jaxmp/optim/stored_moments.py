@@ -67,13 +67,9 @@ class Float8Blocks:
         return jnp.where(self.codes == 0, jnp.float32(0), jnp.maximum(shares * shares * scales, tiny))
 
 
-def in_bfloat16(leaf: jax.Array, squared: bool, draw: Draw) -> jax.Array:
-    """Return a moment in bfloat16; a positive second moment stays positive."""
-    new = stochastic_bfloat16(leaf, draw.bits(leaf.shape)[1])
-    if not squared:
-        return new
-    smallest = jnp.asarray(jnp.finfo(jnp.bfloat16).tiny, jnp.bfloat16)
-    return jnp.where((leaf > 0) & (new == 0), smallest, new)
+def in_bfloat16(leaf: jax.Array, draw: Draw) -> jax.Array:
+    """Return a moment in bfloat16, which has the exponents of float32: a normal number does not become 0."""
+    return stochastic_bfloat16(leaf, draw.bits(leaf.shape)[1])
 
 
 def as_float8_blocks(leaf: jax.Array, squared: bool, block: int, draw: Draw, scales: Any = None) -> Any:

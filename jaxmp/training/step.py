@@ -416,7 +416,7 @@ class TrainStep:
         The method computes the gradients of a skipped batch again, to name the arrays that are not finite.
         """
         placed_batch = self.update.devices.place_batch(batch, self.update.accumulate_steps)
-        rng = None if state.rng is None else jax.random.split(state.rng)[1]
+        _, rng = (None, None) if state.rng is None else jax.random.split(state.rng)
         result = jax.jit(self.update.gradients)(state, placed_batch, rng)
         skips = int(get_loss_scaling_state(state.opt_state).consecutive_skipped)
         text = explanation(result.loss, result.grads, state.loss_scale, state.params, placed_batch, skips)

@@ -274,7 +274,7 @@ def test_an_optimizer_that_would_train_nothing_raises_with_the_kinds_of_variable
     model = Net(rngs())
     kinds = ", ".join(sorted({type(var).__name__ for _, var in nnx.to_flat_state(nnx.state(model))}))
     assert "BatchStat, " in kinds
-    for tree in (model, {"first": [model]}):
+    for tree in (model, {"first": [model]}, nnx.List([model, model])):
         text = f"wrt=LoRAParam matches no Variable of the model; its kinds of Variables: {kinds}$"
         with pytest.raises(ValueError, match=text):
             Optimizer(tree, optax.adam(0.1), wrt=nnx.LoRAParam)

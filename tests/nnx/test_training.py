@@ -308,6 +308,20 @@ def test_steps_compile_once_do_not_wait_and_reuse_the_memory_of_the_model():
 
 
 @pytest.mark.once
+def test_a_weakly_typed_param_compiles_a_step_once():
+    class Scale(nnx.Module):
+        def __init__(self) -> None:
+            self.scale = nnx.Param(jnp.asarray(1.0))
+
+    model = Scale()
+    assert model.scale[...].weak_type
+    optimizer, step = Optimizer(model, SGD), make_train_step(lambda model, x: x * model.scale[...])
+    for _ in range(2):
+        step(model, optimizer, jnp.float32(0.1))
+    assert compiled_once(step.of_trees)
+
+
+@pytest.mark.once
 def test_without_donation_an_earlier_clone_stays_alive():
     model, optimizer = setup(mlp(), tx=SGD)
     twin = nnx.clone(model)

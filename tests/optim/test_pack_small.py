@@ -192,6 +192,11 @@ def by_path(params):
     return jax.tree.map_with_path(lambda path, _: "adam" if "bias" in str(path) else "sgd", params)
 
 
+def of_other_powers(updates, params):
+    leaves, structure = jax.tree.flatten(updates)
+    return structure.unflatten([leaf ** (3 + place) for place, leaf in enumerate(leaves)])
+
+
 REFUSED = {
     "a norm of each param": (optax.lamb(0.1), "number from single params"),
     "clipping of each param": (optax.chain(optax.clip_by_block_rms(1.0), optax.sgd(0.1)), "number from single params"),
@@ -199,6 +204,20 @@ REFUSED = {
     "orthogonal updates": (optax.contrib.muon(0.1), "its state has another structure"),
     "a mean of a param": (optax.chain(optax.centralize(), optax.sgd(0.1)), "'reduce_sum' combines elements"),
     "noise": (optax.chain(optax.add_noise(0.1, 0.5, key=0), optax.sgd(0.1)), "combines a param with another array"),
+    "noise alone": (
+        optax.stateless(
+            lambda updates, _: jax.tree.map(lambda leaf: jax.random.normal(jax.random.key(0), leaf.shape), updates)
+        ),
+        "depend on the shape of a param, such as noise",
+    ),
+    "a product of two params": (
+        optax.stateless(
+            lambda updates, _: jax.tree.map(
+                lambda leaf: leaf * jnp.sum(jnp.tensordot(*jax.tree.leaves(updates)[:2], axes=0)), updates
+            )
+        ),
+        "'dot_general' combines a param with another array",
+    ),
     "a mask by path": (
         optax.adamw(0.1, mask=lambda params: jax.tree.map_with_path(lambda path, _: "bias" in str(path), params)),
         "by their path, shape or number",
@@ -225,6 +244,7 @@ REFUSED = {
         ),
         "for packed params",
     ),
+    "another power for each param": (optax.stateless(of_other_powers), "by their path, shape or number"),
     "accumulation": (optax.MultiSteps(optax.sgd(0.1), 2), "'cond' combines a param with another array"),
 }
 

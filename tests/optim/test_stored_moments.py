@@ -105,7 +105,7 @@ def test_flax_writes_and_reads_blocks():
 def stored_and_read(values, squared, block=None, name="mu"):
     """Store a moment as float8 blocks, or as bfloat16 without ``block``; read it."""
     draw = Draw(0, jnp.int32(0), name)
-    stored = as_float8_blocks(values, squared, block, draw) if block else in_bfloat16(values, squared, draw)
+    stored = as_float8_blocks(values, squared, block, draw) if block else in_bfloat16(values, draw)
     return stored_moments.decoded({name: stored})[name]
 
 

@@ -73,6 +73,17 @@ def test_a_loss_function_may_take_only_params_and_batch_and_return_only_the_loss
     assert make_eval_step(loss_fn)(states[2], batch)["loss"] == loss_fn(states[2].params, batch)
 
 
+@pytest.mark.once
+def test_a_loss_function_takes_four_arguments_also_if_some_have_defaults():
+    params, batch = problem()
+
+    def with_defaults(params, model_state, batch=None, rng=None):
+        return loss_fn(params, batch), model_state
+
+    metrics = jax.eval_shape(make_eval_step(with_defaults), fresh(params, DynamicLossScale()), batch)
+    assert metrics["loss"].shape == ()
+
+
 def test_steps_are_compiled_once_never_wait_and_reuse_the_memory_of_the_state():
     params, batch = problem()
     state = fresh(params, rng=0, ema=True, model_state={"n": concrete.zeros(())})
