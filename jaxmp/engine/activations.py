@@ -19,21 +19,19 @@ _NO_NONLINEARITIES = with_trait(Trait.SUMS, Trait.MULTIPLIES) | {"select_n"}
 
 
 def find_activations(nodes: Sequence[Node], states: States) -> dict[Node, int]:
-    """Return the activations, each with the number of the last product before it.
+    """Return the activations, each with the position of the last product before it.
 
     An activation is computed from a half product by elementwise operations and moves of data. A value that a loop
     accumulates in float32 is not an activation. A difference of activations of two products is not an activation
     either, and neither is a square. So a sum with such a term is not a residual stream.
     """
     activations: dict[Node, int] = {}
-    count = 0
-    for node in nodes:
+    for number, node in enumerate(nodes):
         rule = states.rules.get(node)
         is_half_carry = rule is Rule.CARRY and node.name == CARRY
         operands: Sequence[Node] = ()
         if states[node] is State.HALF and (node.kind is HALF or is_half_carry):
-            count += 1
-            activations[node] = count
+            activations[node] = number
         elif rule is Rule.CARRY:
             continue
         elif node.kind is JOIN or (node.kind is CLEAR and node.name not in EXTREMES):
@@ -49,7 +47,7 @@ def find_activations(nodes: Sequence[Node], states: States) -> dict[Node, int]:
 def _is_difference_of_activations(node: Node, products: Collection[int]) -> bool:
     """Return whether a node subtracts activations of two products.
 
-    ``products`` are the numbers of the products from which its operands are computed.
+    ``products`` are the positions of the products from which its operands are computed.
     """
     return node.name == "sub" and len(products) > 1
 

@@ -17,7 +17,7 @@ from jaxmp.engine.classifier import Classifier
 from jaxmp.engine.constant_casts import constant_in
 from jaxmp.engine.decide import decide_program
 from jaxmp.engine.decisions import Decisions
-from jaxmp.engine.float8_products import Float8Product, emit_float8
+from jaxmp.engine.float8_products import emit_float8
 from jaxmp.engine.float32_results import emit_with_float32_result
 from jaxmp.engine.graph import build
 from jaxmp.engine.marks import WIDE_SUMS, WITH_RULE, ours
@@ -341,10 +341,9 @@ def _result_of_equal_step(emission: Emission, step: Step, same: Same, make: Call
         return make()
     # derivative rules are decided later, under these names
     names = step.names if emission.classifier.matcher.paths else ours(step.names)
-    has_float8 = any(isinstance(choice, Float8Product) for choice in emission.decisions.float8.values())
-    may_skip = has_float8 and may_be_skipped()
     decisions = emission.decisions.key_of(step)
-    key = (step.eqn.primitive.name, *step.eqn.params.values(), names, decisions, may_skip, same)
+    # a float8 product computes its scale in another way where shards may skip it
+    key = (step.eqn.primitive.name, *step.eqn.params.values(), names, decisions, may_be_skipped(), same)
     program = emission.programs.get(key) or make()
     remember(emission.programs, key, program)
     return program

@@ -98,6 +98,10 @@ def beside_sines(features):
     return jnp.concatenate([jnp.sin(features), features @ jnp.eye(16)], -1)
 
 
+def beside_a_sine(stream):
+    return jnp.sin(stream) + stream @ W
+
+
 def rounded(x):
     return x + jax.lax.stop_gradient(jnp.round(x) - x)
 
@@ -119,6 +123,7 @@ NO_COORDINATES = {
     "the largest": lambda x: jnp.argmax(x @ W, -1),
     "sines of features that a layer reads, too": lambda x: beside_sines(beside_shifted(x @ W)) @ jnp.ones((32, 8)),
     "a sine of an activation": lambda x: jnp.sin(jax.nn.gelu(x @ W)) @ W,
+    "a sine of a residual stream": lambda x: beside_a_sine(x @ W + jnp.tanh(x @ W) @ W),
     # a logarithm whose operand comes from no product
     "Gumbel noise": lambda x: (x @ W - jnp.log(jnp.arange(1.0, 9))) @ W,
 }

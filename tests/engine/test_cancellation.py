@@ -215,6 +215,13 @@ def test_a_zero_or_nonfinite_scale_raises_no_error():
         assert jax.eval_shape(half(lambda x, s=scale: 1 - (unit(x) @ unit(x).T) / s), X).shape == (16, 16)
 
 
+def test_a_difference_from_a_product_with_integers_is_left_alone():
+    def fun(x):
+        return x @ W - jax.lax.dot(jnp.arange(64).reshape(8, 8), W, preferred_element_type=jnp.float32)
+
+    assert products(half(fun), X[:8]) == ["bfloat16", "float32+int32"]
+
+
 # -- no cancellation -------------------------------------------------------------------------------------------------
 
 
@@ -237,6 +244,8 @@ STAY_HALF = {
     "a normalised product and a closed-over array": lambda x: unit(x @ W) - X[:4],
     "features of linear attention": lambda x: jax.nn.relu(rms(x @ W)) + 1e-3,
     "cosine scores with a mask": lambda x: 10 * unit(x) @ unit(x).T + jnp.where(jnp.tri(4) > 0, 0.0, -100.0),
+    "a product times a squared norm": lambda x: (x @ W) * jnp.sum(x**2, -1, keepdims=True),
+    "a sum of doubled values less a product": lambda x: jnp.sum(x + x, -1, keepdims=True) - x @ W,
     "distances from an identity": lambda x: ((x @ W).T @ (x @ W) - jnp.eye(8)) ** 2,
 }
 

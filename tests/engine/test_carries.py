@@ -361,6 +361,18 @@ def test_gradients_of_a_carry_that_no_iteration_changes_are_summed_in_float32(ca
     hold(PASSED_ON[case], policy)
 
 
+def test_a_carry_that_no_iteration_changes_is_returned_as_it_was():
+    @jax.checkpoint  # otherwise JAX itself takes the carry out of the loop
+    def added(c, _):
+        first, passed, last = c
+        return first + passed, passed, last - passed
+
+    def fun(x):
+        return turns(added, jnp.zeros((8, 8)), x @ x, jnp.zeros((8, 8)))[1]
+
+    np.testing.assert_array_equal(jax.jit(half(fun))(X), jax.jit(half(lambda x: x @ x))(X))
+
+
 @pytest.mark.slow("compiles a loop and its gradient, in half and in float32, for each way of adding")
 def test_sums_in_loops_and_their_gradients_match_float32():
     for case, policy in in_turn({**SUMS, **STEPS}):

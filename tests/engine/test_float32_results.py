@@ -91,11 +91,12 @@ def test_only_the_result_is_float32_and_the_backward_pass_is_half():
 def test_readers_of_the_result_are_float32_until_the_next_product():
     def fun(params, x):
         with jaxmp.precision("float32_result"):
-            logits = x @ params["hidden"]
+            logits = jnp.maximum(x @ params["hidden"], x)
         return jnp.tanh(logits * 0.5 + 1) @ params["router"]
 
     rows = jaxmp.cast_plan(fun, "mixed_bfloat16")(PARAMS, X).rows
     dtypes = {row.primitive: (row.operands, row.result) for row in rows}
+    assert dtypes["max"] == (("float32", "float32"), "float32")  # only products read half operands
     assert dtypes["mul"][1] == dtypes["add"][1] == dtypes["tanh"][1] == "float32"
     assert rows[0].why == "region jaxmp.precision('float32_result')"
     assert (rows[0].operands, rows[0].result) == (("bfloat16", "bfloat16"), "float32")

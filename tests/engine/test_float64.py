@@ -54,6 +54,11 @@ def test_a_float64_value_in_a_function_is_named_at_its_line(name: str, policy: s
         assert products(half(fun, policy), X, W) == ["float32+float64"] * 2
 
 
+def test_a_float64_value_in_a_jitted_function_is_warned_about() -> None:
+    with pytest.warns(UserWarning, match="products are float64: float64 enters at"):
+        products(half(jax.jit(lambda x, w: ENTRIES["NumPy array"](x) @ w)), X, W)
+
+
 def test_float64_that_the_author_asked_for_is_not_warned_about() -> None:
     for name, make in NOT_ENTRIES.items():
         expected = ["bfloat16"] if name in ("Python number", "cast back") else ["float32+float64"]

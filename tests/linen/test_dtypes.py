@@ -154,6 +154,14 @@ def test_a_default_dtype_is_replaced_in_every_spelling_and_an_integer_dtype_is_n
         def __call__(self, x):
             return nn.Dense(8)(nn.one_hot(jnp.asarray(x, self.dtype), 8))
 
+    class Chosen(nn.Module):
+        dtype: Any = "auto"  # a word that names no dtype
+
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(8, dtype=None if self.dtype == "auto" else jnp.float32)(x)
+
+    assert model_products(apply_policy(Chosen(), "mixed_float16"), x) == ["float16"]
     model, ids = apply_policy(Tokens(), "mixed_float16"), jnp.array([0, 3])
     assert model_products(model, ids) == ["float16"]
 
