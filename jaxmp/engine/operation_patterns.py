@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from jaxmp.base.graphs import reachable
 from jaxmp.engine.graph_paths import OFFSETS, ROOTS, SCALES, SQUARES, multiple_of, readers_of
 from jaxmp.engine.nodes import Graph, Node
-from jaxmp.engine.states import Rule, State
+from jaxmp.engine.states import Rule
 from jaxmp.engine.value_decision import Decision
 from jaxmp.program.primitives import CHOICES, LOGARITHMS, PRODUCTS, Trait, with_trait
 
@@ -27,11 +27,11 @@ class OperationPattern:
 
 
 def find_patterns(graph: Graph, decision_of: Mapping[Node, Decision]) -> list[OperationPattern]:
-    """Return the patterns of a graph."""
+    """Return the patterns of a graph, in whatever dtypes they compute."""
     patterns = list[OperationPattern]()
     for node in graph.nodes:
         decision = decision_of[node]
-        pattern = _pattern_of(node) if decision.state >= State.FLOAT32 and node.inputs else None
+        pattern = _pattern_of(node) if node.inputs else None
         if pattern is not None:
             patterns.append(pattern)
         elif node.name in PRODUCTS and decision.rule in _RULES_OF_PRODUCTS:

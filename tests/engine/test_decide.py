@@ -229,7 +229,12 @@ def test_a_product_of_the_authors_half_operands_keeps_its_dtypes():
         x, w = x.astype(jnp.float16), w.astype(jnp.float16)
         return jnp.matmul(x, w, preferred_element_type=jnp.float32), x @ w
 
+    def after_a_layer(x, w):
+        x, w = jnp.tanh(x @ w).astype(jnp.bfloat16), w.astype(jnp.bfloat16)
+        return jnp.matmul(x, w, preferred_element_type=jnp.float32)
+
     assert dtypes_of("dot_general", half(fun), X, W) == ["float32", "float16"]
+    assert dtypes_of("tanh", half(after_a_layer), X, W) == ["bfloat16"]  # a value between two products
 
 
 def test_a_product_of_the_highest_precision_stays_float32():
@@ -388,12 +393,46 @@ def test_a_softmax_that_is_also_a_result_is_not_rounded():
     assert jnp.allclose(half(fun)(X, W)[1], expected, rtol=1e-5)
 
 
+def test_a_transposed_result_is_not_rounded_for_the_product_that_reads_it():
+    def fun(x, w):
+        p = jax.nn.softmax(x @ w).T
+        return p @ x, p
+
+    assert dtypes_of("transpose", half(fun), X, W) == ["float32"]
+
+
 def test_a_comparison_with_zero_needs_no_float32_copy():
     def fun(x, w):
         y = x.T
         return y @ w, y > 0
 
     assert dtypes_of("transpose", half(fun), X, X) == ["bfloat16"]
+
+
+@pytest.mark.parametrize("bound", [lambda w: jnp.exp(jnp.zeros(8)), lambda w: jnp.maximum(w, 0.5)])
+def test_a_comparison_with_another_value_reads_float32(bound):
+    def fun(x, w):
+        y = x.T
+        return y @ w, y > bound(w)
+
+    assert dtypes_of("transpose", half(fun), W, W) == ["float32"]
+
+
+def test_values_behind_a_barrier_are_half_if_they_were_half_before():
+    def fun(x, w):
+        first, second = jax.lax.optimization_barrier((x @ w, jnp.tanh(x @ w)))
+        return first @ w, second @ w
+
+    barrier = next(eqn for eqn in jax.make_jaxpr(half(fun))(X, W).eqns if eqn.primitive.name == "optimization_barrier")
+    assert [result.aval.dtype for result in barrier.outvars] == [jnp.bfloat16] * 2
+
+
+def test_in_float16_a_quotient_is_float32_unless_its_divisor_is_a_constant():
+    def fun(x, w):
+        return ((x @ w) / 4 @ w) / (1 + jnp.abs(x @ w)) @ w
+
+    assert dtypes_of("div", half(fun, "mixed_float16"), X, W) == ["float16", "float32"]
+    assert dtypes_of("div", half(fun, "mixed_bfloat16"), X, W) == ["bfloat16", "bfloat16"]
 
 
 def test_the_plan_has_the_dtype_of_a_reduction_after_the_authors_cast():

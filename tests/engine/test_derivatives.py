@@ -13,6 +13,7 @@ from autocast_tools import compiled, cosine, half, in_turn, layer_norm, normal, 
 from jax.ad_checkpoint import checkpoint_name
 
 import jaxmp
+from jaxmp.program.walk import equations
 
 X, W = normal(0, 4, 8), normal(1, 8, 8, scale=0.3)
 
@@ -103,6 +104,22 @@ def test_a_custom_vjp_keeps_its_rule_and_the_rule_is_half(optimize_remat):
     )(W)
     assert min(cosine(gradient, expected) for gradient in gradients) > 0.9999
     assert ("custom_vjp_call", "bfloat16") in operations(half(fun), W)
+
+
+def test_a_loop_in_a_custom_vjp_reads_a_half_array_in_half():
+    def looped(x, w):
+        return jax.lax.scan(lambda carry, _: (jnp.tanh(carry @ w), None), x, length=200)[0]
+
+    with_rule = jax.custom_vjp(looped)
+    with_rule.defvjp(lambda x, w: (looped(x, w), (x, w)), lambda residuals, cotangent: residuals)
+
+    def dtype_read(loop):
+        program = jax.make_jaxpr(half(lambda x, w: loop(x @ w, w @ w)))(X, W)
+        (scan,) = (eqn for eqn in equations(program) if eqn.primitive.name == "scan")
+        return scan.invars[0].aval.dtype
+
+    # JAX differentiates only the loop without the rule, and sums the cotangents of 200 iterations.
+    assert (dtype_read(with_rule), dtype_read(looped)) == (jnp.bfloat16, jnp.float32)
 
 
 def test_a_custom_vjp_that_optimizes_remat_is_half_under_checkpoint():
