@@ -152,6 +152,13 @@ def test_a_nested_model_keeps_its_policy_and_the_outer_policy_covers_the_others(
     assert model_products(model, X) == ["float16", "bfloat16", "float32", "float16"]
 
 
+def test_a_nested_model_keeps_its_policy_if_its_modules_are_arguments():
+    inner = apply_policy(nn.Sequential([nn.Dense(8), nn.Dense(8)]), "mixed_bfloat16")
+    middle = apply_policy(nn.Sequential([nn.Dense(8), inner]), "float32")
+    model = apply_policy(nn.Sequential([nn.Dense(8), middle]), "mixed_float16")
+    assert model_products(model, X) == ["float16", "float32", "bfloat16", "bfloat16"]
+
+
 def test_a_pattern_of_the_outer_policy_does_not_cover_a_nested_model_with_a_policy():
     model = apply_policy(
         nn.Sequential([apply_policy(MLP(), "mixed_bfloat16"), nn.Dense(8)]), "mixed_float16", {nn.Dense: "float32"}

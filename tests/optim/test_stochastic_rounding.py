@@ -61,6 +61,12 @@ def test_numbers_that_need_no_rounding_stay():
     np.testing.assert_array_equal(stochastic_float8(grid, most[:5]), grid)
 
 
+def test_a_number_above_the_largest_bfloat16_becomes_infinite_or_is_rounded_down():
+    largest = concrete.full(4, np.finfo(np.float32).max, jnp.float32)
+    rounded = stochastic_bfloat16(largest, concrete.array([0, 1, 2, 0xFFFF], jnp.uint32))
+    np.testing.assert_array_equal(np.asarray(rounded), [float(jnp.finfo(jnp.bfloat16).max), np.inf, np.inf, np.inf])
+
+
 def test_a_nan_stays_a_nan_whatever_its_bits():
     words = concrete.array([0x7FFFFFFF, 0x7F800001, 0xFFFFFFFF], jnp.uint32)
     nans = jax.lax.bitcast_convert_type(words, jnp.float32)

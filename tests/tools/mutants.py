@@ -59,14 +59,16 @@ class Mutant(NamedTuple):
 def sites(file: str) -> Iterator[Mutant]:
     """Yield all mutants of a file, each within one line.
 
-    Texts of errors and f-strings are not changed, and neither are annotations, which Python does not evaluate.
+    Texts of errors and f-strings are not changed. Neither are annotations, which Python does not evaluate, and
+    ``zip(strict=True)``, whose arguments have equal lengths.
     """
     source = (ROOT / file).read_text()
     lines = source.splitlines()
     tree = ast.parse(source)
     unchanged: list[ast.AST] = []
     for node in ast.walk(tree):
-        if isinstance(node, (ast.Raise, ast.JoinedStr)):
+        is_strict = isinstance(node, ast.keyword) and node.arg == "strict"
+        if is_strict or isinstance(node, (ast.Raise, ast.JoinedStr)):
             unchanged.append(node)
         annotations = getattr(node, "annotation", None), getattr(node, "returns", None)
         unchanged += [annotation for annotation in annotations if annotation is not None]
