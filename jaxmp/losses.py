@@ -288,16 +288,23 @@ def _projected_forward(
         # The gradient is divided by the number of labels only at the end, and `_gradient_shift` makes it as large as
         # float16 allows. Otherwise the gradient of an unlikely class would underflow.
         gradient = _gradient(logits, labels, denominators, options)
-        by_bias = None if bias is None else by_bias + gradient.sum(0)
+        by_bias = None if by_bias is None else by_bias + gradient.sum(0)
         with mark_of("float32"):
             gradient = (gradient * _gradient_shift(x.dtype, options)).astype(x.dtype)
-        by_weights += jnp.dot(gradient.T, x, preferred_element_type=wide)
+        columns = jnp.pad(x, ((0, 0), (0, 1)), constant_values=1) if has_ones else x
+        by_weights += jnp.dot(gradient.T, columns, preferred_element_type=wide)
         return (total + losses.sum(), by_weights, by_bias), jnp.dot(gradient, layer[0], preferred_element_type=wide)
 
     wide, layer = at_least_float32(x.dtype), _layer(weights, bias, x.dtype, options)
+    # A TPU would compute the gradient of the logits once more to sum it over the tokens. With a column of ones beside
+    # `x`, the sum is a column of a product that reads the gradient anyway.
+    has_ones = bias is not None and is_half(x.dtype) and hardware.detect().platform == "tpu"
     zeros = functools.partial(jnp.zeros_like, x, wide)  # in a shard_map, these vary over the axes of x
-    start = (zeros(()), zeros(weights.shape), None if bias is None else zeros(bias.shape))
+    rows, dim = weights.shape
+    start = (zeros(()), zeros((rows, dim + has_ones)), None if bias is None or has_ones else zeros(bias.shape))
     (total, by_weights, by_bias), by_x = jax.lax.scan(add, start, _in_chunks(x, labels, chunks))
+    if has_ones:
+        by_weights, by_bias = by_weights[:, :dim], by_weights[:, dim] / _gradient_shift(x.dtype, options)
     count = _count(labels, wide)
     return total / count, (by_x.swapaxes(0, 1).reshape(-1, x.shape[1])[: len(x)], by_weights, by_bias, count)
 

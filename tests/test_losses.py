@@ -181,6 +181,28 @@ def test_the_fused_loss_and_its_gradients_are_those_of_float64(dtype, options):
     assert not any(np.asarray(gradient)[CLASSES:].any() for gradient in gradients[1:])
 
 
+@pytest.mark.parametrize("half", [jnp.bfloat16, jnp.float16])
+def test_on_a_tpu_the_gradient_of_the_bias_is_a_column_of_the_weights_gradient(half):
+    args = normal(1, TOKENS, DIM, dtype=half), normal(2, ROWS, DIM), normal(3, ROWS)
+
+    def ours(x, weights, bias):
+        return projected_cross_entropy(x, weights, LABELS, bias=bias, classes=CLASSES, chunks=4, ignore_index=-100)
+
+    def sums_over_tokens(program):
+        shape = (-(-TOKENS // 4), ROWS)  # of the logits of a chunk
+        sums = [eqn for eqn in equations(program) if eqn.primitive.name == "reduce_sum" and eqn.params["axes"] == (0,)]
+        return [eqn for eqn in sums if eqn.invars[0].aval.shape == shape]
+
+    results = {}
+    for device, count in (("h100", 1), ("v5e", 0)):
+        with jaxmp.hardware.assumed(device):
+            traced = jax.jit(jax.grad(ours, (0, 1, 2))).trace(*args)
+        assert len(sums_over_tokens(traced.jaxpr)) == count
+        results[device] = traced.lower().compile()(*args)
+    for got, want in zip(results["v5e"], results["h100"], strict=True):
+        assert error(got, want) <= 2 * float(jnp.finfo(half).eps)
+
+
 def test_the_number_of_chunks_changes_nothing_but_rounding():
     x, weights = normal(1, TOKENS, DIM), normal(2, ROWS, DIM)
 
