@@ -4,6 +4,8 @@ python -m experiments.benchmarks.float8 --run-dir runs/float8
 
 python -m experiments.benchmarks.float8 --device h200 --run-dir experiments/results/float8
 
+python -m experiments.benchmarks.float8 --device tpu7x --parts block --sizes 2048 --run-dir runs/float8_tpu7x
+
 - product: a product whose operands are already in float8, with fast and with precise accumulation in tensor cores.
 - layer: a product with both its gradients, including the quantisation, in float8 at every width.
 - block, step: two blocks and a train step of GPT-2, in float8 only where the policy's defaults expect a speed-up.
@@ -18,7 +20,8 @@ parts have 16,384 tokens. Each way is compared with bfloat16 by the same route:
 A speed-up is the time in bfloat16 divided by the time of the way in the same round. The median over the rounds is
 shown.
 
-With --device all programs of jaxmp are compiled for a GPU that is not attached, and nothing is run. The run folder
+With --device all programs of jaxmp are compiled for a GPU or TPU that is not attached, and nothing is run. For a TPU,
+the speed-up by cycles is that of the cycles that the compiler estimates for all kernels. The run folder
 keeps the results, and the same command continues from there. On one GPU, run a command for each of --routes, because
 JAX does not give back the memory that it once allocated. The run folder holds float8.md, .json and .png.
 """
@@ -29,12 +32,13 @@ import dataclasses
 import functools
 import os
 from collections.abc import Callable
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
+import tyro
 from jax import lax
 
 import jaxmp
@@ -52,6 +56,8 @@ from experiments.report.progress import Progress
 from experiments.report.tables import Table, spread, titled
 from experiments.training import cli
 from experiments.training.environment import environment, require_gpu
+from jaxmp import hardware
+from jaxmp.inspect._roofline.roofline import of_program
 from jaxmp.inspect.compiled import hlo
 
 Part = Literal["product", "layer", "block", "step"]
@@ -76,17 +82,23 @@ TITLES = {
     "step": "A step of GPT-2 in a loop over its blocks, AdamW",
 }
 TOKENS = 16_384
+BY_CYCLES = "speed-up by cycles"
+"""The speed-up on a TPU that is not attached. All goals for a TPU are about it."""
 FIGURES = {
     "float8 of products": "", "kernels": ",", "GB moved": ".2f", "GB / bfloat16": ".3f", "peak MiB": ",.0f",
-    "MiB / bfloat16": ".3f", "ms": ".4g", "speed-up": ".3f", "quartiles": ""}  # fmt: skip
+    "MiB / bfloat16": ".3f", "million cycles": ",.1f", BY_CYCLES: ".3f", "ms": ".4g", "speed-up": ".3f",
+    "quartiles": ""}  # fmt: skip
 ABOUT = (
     "Kernels: launched by a call. GB: moved in a call by kernels other than products and attention. "
-    "Products in a loop count once."
+    "Products in a loop count once. Million cycles: on a TPU, of all kernels of a call, with the bodies of loops "
+    "repeated; estimated by the compiler, not run."
 )
-PICTURED = ("speed-up", "GB / bfloat16", "MiB / bfloat16")
+PICTURED = ("speed-up", BY_CYCLES, "GB / bfloat16", "MiB / bfloat16")
 GOALS = {
     ("block", 2048, "GB / bfloat16"): 1.5, ("step", "1.3B", "MiB / bfloat16"): 0.89,
-    ("step", "1.3B", "speed-up"): 1.15, ("step", "1.8B", "speed-up"): 1.3}  # fmt: skip
+    ("step", "1.3B", "speed-up"): 1.15, ("step", "1.8B", "speed-up"): 1.3,
+    ("block", 2048, BY_CYCLES): 1.3, ("block", 4096, BY_CYCLES): 1.3,
+    ("step", "1.3B", BY_CYCLES): 1.3}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,6 +109,9 @@ class Config(records.Timed, records.Pieces, records.Small, records.Absent):
     """Parts to measure."""
     routes: tuple[Route, ...] = get_args(Route)
     """jaxmp: a policy on the model. autocast: jaxmp.autocast. torch: torchao and Transformer Engine, if installed."""
+    sizes: Annotated[tuple[str, ...], tyro.conf.arg(metavar="SIZE", help_behavior_hint="")] = ()
+    """Sizes to measure: widths of products, layers and blocks, and sizes of GPT-2, such as 2048 and 1.3B. (default:
+    all)"""
 
 
 def label(way: str, route: Route) -> str:
@@ -178,11 +193,16 @@ def ready(part: Part, size: Any, way: str, tokens: int, device: str | None, rout
     """Compile a way of jaxmp, and return it with the figures of its program."""
     start, step = case_of(part, size, way, tokens, route)
     compiled = memory.compiled(step, jax.eval_shape(start), device)
-    facts = programs.facts(compiled, hlo.HloProgram(compiled.as_text()))
-    dots = {name: count for name, count in facts["products"].items() if name.startswith("dot")}
+    program = hlo.HloProgram(compiled.as_text())
+    facts = programs.facts(compiled, program)
+    kinds_of_products = ("dot", "convolution")  # all products of a TPU are convolutions
+    dots = {name: count for name, count in facts["products"].items() if name.startswith(kinds_of_products)}
     float8 = sum(count for name, count in dots.items() if "f8e" in name)
     about = {"float8 of products": f"{float8} of {sum(dots.values())}", "kernels": facts["launches"]}
     about |= {"GB moved": facts["traffic"] / 1e9, "peak MiB": facts["peak"] / 2**20}
+    target = hardware.detect(device)
+    if target.platform == "tpu":
+        about["million cycles"] = sum(kernel.cycles or 0 for kernel in of_program(program, target).kernels) / 1e6
     turn = None if device else timing.turn(compiled, *jax.jit(start)())
     return Prepared(turn, about=about)
 
@@ -224,6 +244,8 @@ def measure(part: Part, size: Any, route: Route, config: Config, progress: Progr
             row |= {"ms": row["ms"][1], "speed-up": middle, "quartiles": spread((low, middle, high), ".3f")}
         row |= {f"{unit} / bfloat16": row[key] / base[key] for unit, key in (("GB", "GB moved"), ("MiB", "peak MiB"))
                 if base.get(key) and key in row}  # fmt: skip
+        if "million cycles" in row and "million cycles" in base:
+            row[BY_CYCLES] = base["million cycles"] / row["million cycles"]
     missing = {row.label: {"error": f"not installed: {row.missing}"} for row in PEERS if row.missing}
     return {"part": part, "size": size, "rows": rows | (missing if route == "torch" else {})}
 
@@ -240,9 +262,10 @@ def table(part: str, cases: list[dict[str, Any]], smoke: bool) -> Table:
         for (of, of_size, figure), limit in GOALS.items():
             if (of, of_size) == (part, case["size"]) and not smoke:
                 for way in (DEFAULT, label(DEFAULT, "autocast")):
-                    if way in case["rows"]:
-                        name, value = f"{size}{way.removeprefix(DEFAULT)}: {figure}", case["rows"][way].get(figure)
-                        goals.append(Goal("", name, value, limit, least=figure == "speed-up").sentence())
+                    row = case["rows"].get(way)
+                    if row is not None and ("million cycles" in row) == (figure == BY_CYCLES):
+                        name, least = f"{size}{way.removeprefix(DEFAULT)}: {figure}", figure.startswith("speed-up")
+                        goals.append(Goal("", name, row.get(figure), limit, least=least).sentence())
     return Table(titled(TITLES[part], smoke), ("size", "way", *FIGURES), cells, 2, tuple(goals))
 
 
@@ -262,7 +285,10 @@ def main(config: Config) -> list[dict[str, Any]]:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX shares the GPU with torch
     if config.smoke and not config.device and jax.default_backend() != "gpu":
         os.environ.setdefault("JAXMP_FLOAT8", "emulate")
+    cases = [(part, size, route) for part in get_args(Part) for size in ((64,) if config.smoke else SIZES[part])
+             for route in ROUTES[part]]  # fmt: skip
     with cli.bad_values_end_it():
+        sizes = cli.chosen("--sizes", config.sizes, {str(size): size for _, size, _ in cases})
         if not config.device:
             require_gpu(config.smoke)
         where = environment(("torch", "torchao", "transformer_engine"), config.device)
@@ -270,10 +296,8 @@ def main(config: Config) -> list[dict[str, Any]]:
         setting = {name: getattr(config, name) for name in ("smoke", "rounds", "block_ms")}
         saved = measurements.Measurements(folder, config.minutes, where, **setting)
         saved.require_alike("*-*-*.json")
-    cases = [(part, size, route) for part in get_args(Part) for size in ((64,) if config.smoke else SIZES[part])
-             for route in ROUTES[part]]  # fmt: skip
     routes = {*config.routes} - ({"torch"} if config.device else set())
-    chosen = [case for case in cases if case[0] in config.parts and case[2] in routes]
+    chosen = [case for case in cases if case[0] in config.parts and case[2] in routes and str(case[1]) in sizes]
     with Progress("float8", len(chosen)) as progress:
         for case in sorted(chosen, key=lambda case: case[2]):  # torch last
             name = "-".join(map(str, case))

@@ -58,11 +58,27 @@ def test_no_panel_is_empty_and_missing_panels_are_not_drawn(tmp_path):
         rows = {way: dict.fromkeys(figures, 0.9) for way in (float8.HALF, float8.DEFAULT)}
         return [{"part": "block", "size": size, "rows": rows} for size in (64, 128)]
 
-    grid = [float8.pictures("product", cases("MiB / bfloat16")), float8.pictures("block", cases(*float8.PICTURED[1:]))]
+    grid = [float8.pictures("product", cases("MiB / bfloat16")), float8.pictures("block", cases(*float8.PICTURED[2:]))]
     assert [[panel.x for panel in row] for row in grid] == [["MiB / bfloat16"], ["GB / bfloat16", "MiB / bfloat16"]]
     assert all(0.9 in panel.bars.values() for row in grid for panel in row) and not float8.pictures("step", cases())
     float8.plots.panels(grid, tmp_path / "float8.png")
     assert (tmp_path / "float8.png").stat().st_size > 10_000
+
+
+def test_the_goals_for_a_tpu_are_about_cycles_and_those_for_a_gpu_are_not():
+    def notes(**figures):
+        rows = {float8.HALF: {}, float8.DEFAULT: figures}
+        return float8.table("block", [{"part": "block", "size": 2048, "rows": rows}], smoke=False).notes
+
+    figures = {"GB / bfloat16": 1.6, "million cycles": 200.0, float8.BY_CYCLES: 1.4}
+    assert notes(**figures) == ("met: K = 2048: speed-up by cycles is 1.400, the goal at least 1.3",)
+    assert notes(**{"GB / bfloat16": 1.6}) == ("NOT MET: K = 2048: GB / bfloat16 is 1.600, the goal at most 1.5",)
+
+
+def test_a_size_that_no_part_has_is_an_error(tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        float8.main(float8.Config(device="h200", sizes=("2047",), run_dir=tmp_path))
+    assert "--sizes must be among 768, 1024" in capsys.readouterr().err
 
 
 @pytest.mark.slow("a whole run of a benchmark")
