@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from experiments.benchmarks import float8
 from experiments.benchmarks.compile_only import tpu_report
 from experiments.benchmarks.compile_only.sharded import ABOUT, ABOUT_SLICES
 from experiments.benchmarks.gradient_sums import NOTE as SUMS_NOTE
@@ -268,6 +269,18 @@ def tpu_slices() -> str:
     return "\n\n".join([only_table(result.tables()["Each TPU"]), ABOUT_SLICES, result.origin()])
 
 
+def float8_on_tpu() -> str:
+    """Return the table of float8 compiled for a TPU, without the columns that only GPUs have."""
+    result = next(result for result in all_of("float8") if "TPU" in result.facts["target"])
+    columns = ("float8 of products", "million cycles", "speed-up by cycles", "peak MiB")
+    rows = []
+    for case in result.data["results"]:
+        for way, figures in case["rows"].items():
+            cells = [f"{figures[column]:{float8.FIGURES[column]}}" for column in columns]
+            rows.append((f"{case['part']}, {case['size']}", way, *cells))
+    return f"{markdown(('part, size', 'way', *columns), rows, left=2)}\n\n{result.origin()}"
+
+
 def real_libraries() -> str:
     """Return the table of the errors of gradients under autocast, by program."""
     result = newest("real_libraries")
@@ -347,6 +360,7 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
     "docs/tpus.md": {"tpus": tpus, "steps": tpu_steps, "slices": tpu_slices},
     "docs/real_libraries.md": {"results": real_libraries, "rules": rules_and_memory, "budgets": error_budgets},
     "docs/tools/tune.md": {"results": lambda: copied("tune")},
+    "docs/concepts/float8.md": {"tpu": float8_on_tpu},
     "docs/concepts/formats.md": {"results": lambda: copied("matmul_precision")},
 }
 """The blocks of each page, and the function that returns the text of each block.
