@@ -164,6 +164,12 @@ def closest_names(word: str, known: Iterable[str], most: int = 8) -> str:
     return ", ".join(repr(name) for name in ranked[:most]) + (", …" if len(ranked) > most else "")
 
 
+def may_sum_half() -> bool:
+    """Return whether JAX allows sums in half precision: the flag ``jax_allow_f16_reductions``."""
+    config: Any = jax.config  # its stub does not have all flags
+    return bool(config.jax_allow_f16_reductions)
+
+
 def is_half(dtype: np.dtype | None) -> TypeGuard[np.dtype]:
     """Return whether ``dtype`` is float16 or bfloat16. None is not."""
     return dtype is not None and np.dtype(dtype) in HALF_DTYPES

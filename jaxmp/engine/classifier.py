@@ -14,7 +14,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from jaxmp._internals.jax.sources import Names
-from jaxmp.base.dtypes import CASTABLE, is_castable, is_half, is_other_float, range_of
+from jaxmp.base.dtypes import CASTABLE, is_castable, is_half, is_other_float, may_sum_half, range_of
 from jaxmp.engine.marks import DECIDED, OF_POLICY, SPECIAL, is_widened, region_of
 from jaxmp.engine.override_matching import OverrideMatcher
 from jaxmp.engine.overrides import FLOAT32_RESULT, Level, is_float32
@@ -108,7 +108,7 @@ class Classifier:
         self.matcher.match(name, names)
         request = self.request_of(name, names)
         if cls is Class.CLEAR:
-            if name in _COUNTS_TIES and not jax.config.jax_allow_f16_reductions:
+            if name in _COUNTS_TIES and not may_sum_half():
                 return OperationKind(Kind.FULL, "jax_allow_f16_reductions is off")
             fill = abs(eqn.params.get("fill_value") or 0)  # a gather returns it for indices beyond the end
             by_constants = self._kind_by_constants(name, [(fill, fill)] if np.isfinite(fill) else [], half)

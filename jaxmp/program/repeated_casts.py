@@ -29,7 +29,7 @@ from jax.experimental import jet
 from jax.extend.core import Jaxpr, JaxprEqn, Primitive
 from jax.interpreters import ad, batching, mlir
 
-from jaxmp.base.dtypes import is_castable, is_half
+from jaxmp.base.dtypes import is_castable, is_half, may_sum_half
 from jaxmp.program.binding import bind_equation
 from jaxmp.program.equations import aval_of, bodies_of, has_explicit_axes, is_literal, opened, size_of
 from jaxmp.program.invariants import unchanged
@@ -69,7 +69,7 @@ def sums_half(eqn: JaxprEqn) -> bool:
 
 def _has_too_many_terms(terms: float) -> bool:
     """Return whether a sum with this number of terms must be float32."""
-    return terms > (MAX_TERMS if jax.config.jax_allow_f16_reductions else 1)
+    return terms > (MAX_TERMS if may_sum_half() else 1)
 
 
 def read_often(eqn: JaxprEqn, place: int) -> bool:
