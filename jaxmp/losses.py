@@ -280,6 +280,12 @@ def _projected(x: Any, weights: Any, bias: Any, labels: Any, options: _Options, 
 def _projected_forward(
     x: Any, weights: Any, bias: Any, labels: Any, options: _Options, chunks: int, dtypes: Any
 ) -> tuple[jax.Array, Any]:
+    wide, layer = at_least_float32(x.dtype), _layer(weights, bias, x.dtype, options)
+    # A TPU would compute the gradient of the logits once more to sum it over the tokens. With a column of ones beside
+    # `x`, the sum is a column of a product that reads the gradient anyway. Its terms are then rounded to half, as those
+    # of the weights' gradient.
+    has_ones = bias is not None and is_half(x.dtype) and hardware.detect().platform == "tpu"
+
     def add(carry: tuple[Any, ...], chunk: tuple[jax.Array, jax.Array]) -> tuple[tuple[Any, ...], jax.Array]:
         total, by_weights, by_bias = carry
         x, labels = chunk
@@ -295,10 +301,6 @@ def _projected_forward(
         by_weights += jnp.dot(gradient.T, columns, preferred_element_type=wide)
         return (total + losses.sum(), by_weights, by_bias), jnp.dot(gradient, layer[0], preferred_element_type=wide)
 
-    wide, layer = at_least_float32(x.dtype), _layer(weights, bias, x.dtype, options)
-    # A TPU would compute the gradient of the logits once more to sum it over the tokens. With a column of ones beside
-    # `x`, the sum is a column of a product that reads the gradient anyway.
-    has_ones = bias is not None and is_half(x.dtype) and hardware.detect().platform == "tpu"
     zeros = functools.partial(jnp.zeros_like, x, wide)  # in a shard_map, these vary over the axes of x
     rows, dim = weights.shape
     start = (zeros(()), zeros((rows, dim + has_ones)), None if bias is None or has_ones else zeros(bias.shape))

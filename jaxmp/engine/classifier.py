@@ -108,7 +108,8 @@ class Classifier:
         self.matcher.match(name, names)
         request = self.request_of(name, names)
         if cls is Class.CLEAR:
-            if name in _COUNTS_TIES and not may_sum_half():
+            asks_for_half = request is not None and request.level == "half"
+            if name in _COUNTS_TIES and not asks_for_half and not may_sum_half():
                 return OperationKind(Kind.FULL, "jax_allow_f16_reductions is off")
             fill = abs(eqn.params.get("fill_value") or 0)  # a gather returns it for indices beyond the end
             by_constants = self._kind_by_constants(name, [(fill, fill)] if np.isfinite(fill) else [], half)

@@ -73,7 +73,7 @@ def _has_too_many_terms(terms: float) -> bool:
 
 
 def read_often(eqn: JaxprEqn, place: int) -> bool:
-    """Return whether more than ``MAX_TERMS`` cotangents add up in an operand.
+    """Return whether more cotangents add up in an operand than may be half.
 
     ``place`` is the position of the operand. The count is for one element of the operand. It covers all iterations of
     a loop, all equations that read the element, and all repetitions in these equations.
@@ -133,7 +133,7 @@ def _repeats(eqn: JaxprEqn, shape: Any) -> float:
 
 
 def _is_long(eqn: JaxprEqn, shape: Any) -> bool:
-    """Return whether more than ``MAX_TERMS`` cotangents are summed in an element.
+    """Return whether more cotangents are summed in an element than may be half.
 
     ``shape`` is the shape of the operand.
     """

@@ -6,9 +6,8 @@ A call places its arguments, and runs the computation of ``update.py``. It raise
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 import jax
 import numpy as np
@@ -23,7 +22,7 @@ from jaxmp.optim.loss_scaling import without_loss_scaling
 from jaxmp.optim.scaling_state import get_loss_scale, get_loss_scaling_state
 from jaxmp.sharding.devices import DevicesOfArrays, DevicesOfMesh, FlatState, Layout
 from jaxmp.sharding.mesh_plan import Sharding
-from jaxmp.sharding.placement import each_once, home_of
+from jaxmp.sharding.placement import each_once
 from jaxmp.training.loss_function import LossFn, compute_dtype_of, under_policy, with_loss_chunks
 from jaxmp.training.product_check import ignores_params, mismatch_of_products
 from jaxmp.training.remat import recompute_layers, with_remat
@@ -207,18 +206,6 @@ _SHARED_MEMORY = (
 )
 
 
-class _LastCall(NamedTuple):
-    """The last call of a step. In a loop, its new state is the state of the next call, and is placed already.
-
-    Attributes:
-      new_state: a weak reference to the new state, because a strong one would keep its arrays alive.
-      home_of_batch: the sharding to which the batch moves uncommitted arrays; None if there is none.
-    """
-
-    new_state: weakref.ref[TrainState]
-    home_of_batch: Any
-
-
 class TrainStep:
     """A jitted train step, the result of :func:`make_train_step`.
 
@@ -254,7 +241,6 @@ class TrainStep:
         self._compiler_options = None if compiler_options is None else dict(compiler_options)
         self._policy_dtype = policy_dtype
         self._has_warned = False
-        self._last_call: _LastCall | None = None
         self._stuck_runs = StuckRuns(max_consecutive_skips)
         self._program_with = functools.lru_cache(maxsize=8)(self._jit)
         self.jitted = self._program_with(None)
@@ -299,8 +285,7 @@ class TrainStep:
         if bad_batches:
             raise self._error(state, bad_batches[-1])
         try:
-            home_of_batch = home_of(batch)
-            flat, placed_batch = self._place(state, batch, home_of_batch)
+            flat, placed_batch = self._place(state, batch)
             placed: S = flat.state
             program = self.jitted = self._program_for(flat)
             with self.update.devices.set():
@@ -313,7 +298,6 @@ class TrainStep:
                 error.add_note(_SHARED_MEMORY)
             raise
         self._stuck_runs.add(metrics["skipped"], metrics["loss_scale"], batch)
-        self._last_call = _LastCall(weakref.ref(new_state), home_of_batch)
         return new_state, metrics
 
     @classmethod
@@ -339,19 +323,17 @@ class TrainStep:
     @checks_arguments
     def place(self, state: S, batch: Any) -> tuple[S, Any]:
         """Place the state and the batch on the devices of the step."""
-        flat, placed_batch = self._place(state, batch, home_of(batch))
+        flat, placed_batch = self._place(state, batch)
         return flat.state, placed_batch
 
-    def _place(self, state: Any, batch: Any, home_of_batch: Any) -> tuple[FlatState, Any]:
+    def _place(self, state: Any, batch: Any) -> tuple[FlatState, Any]:
         flat = FlatState.of(state)
         of_batch = jax.tree.leaves(batch)
         if self._donate:  # a donated array must occur only once in the state and the batch
             ids = {*map(id, flat.leaves)}
             if len(ids) < len(flat.leaves) or not ids.isdisjoint(map(id, of_batch)):
                 flat = flat.with_leaves(each_once(flat.leaves, of_batch))
-        last = self._last_call
-        is_placed = last is not None and last.new_state() is state and last.home_of_batch == home_of_batch
-        if not is_placed and not is_traced(flat.leaves):
+        if not is_traced(flat.leaves):
             flat = self.update.devices.place_state(flat, of_batch)
         return flat, self.update.devices.place_batch(batch, self.update.accumulate_steps)
 
@@ -416,7 +398,7 @@ class TrainStep:
         The method computes the gradients of a skipped batch again, to name the arrays that are not finite.
         """
         placed_batch = self.update.devices.place_batch(batch, self.update.accumulate_steps)
-        _, rng = (None, None) if state.rng is None else jax.random.split(state.rng)
+        rng = None if state.rng is None else jax.random.split(state.rng)[1]
         result = jax.jit(self.update.gradients)(state, placed_batch, rng)
         skips = int(get_loss_scaling_state(state.opt_state).consecutive_skipped)
         text = explanation(result.loss, result.grads, state.loss_scale, state.params, placed_batch, skips)

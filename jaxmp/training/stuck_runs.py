@@ -81,7 +81,7 @@ def raise_if_stuck(state: Any, max_consecutive_skips: int = 25) -> None:
     is_stuck = _are_stuck(numbers, max_consecutive_skips)
     if is_stuck.any():
         skips, scales = np.broadcast_arrays(numbers.consecutive_skipped, numbers.loss_scale.loss_scale)
-        worst = np.unravel_index(np.argmax(is_stuck * skips), is_stuck.shape)
+        worst = np.unravel_index(np.argmax(np.where(is_stuck, skips, -1)), is_stuck.shape)
         raise NonFiniteTrainingError(f"{_cause(int(skips[worst]), float(scales[worst]))}. {_REMEDY}")
 
 
@@ -164,9 +164,12 @@ class StuckRuns:
 
 
 def _is_true(flag: Any) -> bool:
-    """Return the value of a bool array, also if a transfer guard is on. Every step calls this."""
+    """Return the value of a bool array, also if a transfer guard is on.
+
+    Each step calls this function, and ``jax.tree.map`` would take longer than the rest of it.
+    """
     with jax.transfer_guard_device_to_host("allow"):
-        return bool(np.asarray(flag))  # ten times as fast as jax.device_get
+        return bool(np.asarray(flag))
 
 
 def _read_now(arrays: Any) -> Any:

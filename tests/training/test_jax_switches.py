@@ -126,10 +126,7 @@ def repeated(w: jax.Array, x: jax.Array) -> jax.Array:
 @pytest.mark.parametrize("loss", [softmax, largest, repeated])
 def test_sums_that_are_half_without_the_switch_are_float32(loss: Any) -> None:
     def operands_of_sums() -> set[Any]:
-        def new_loss(w: jax.Array, x: jax.Array) -> jax.Array:  # a trace is cached by its function
-            return loss(w, x)
-
-        gradient = jax.grad(jaxmp.autocast(new_loss, "mixed_bfloat16"))
+        gradient = jax.grad(jaxmp.autocast(loss, "mixed_bfloat16"))
         program = jax.make_jaxpr(gradient)(jnp.ones((16, 16)), jnp.ones((8, 16)))
         sums = [eqn for eqn in equations(program) if eqn.primitive.name == "reduce_sum"]
         added = [eqn for eqn in sums if eqn.invars[0].aval.size > eqn.outvars[0].aval.size]

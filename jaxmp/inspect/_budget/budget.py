@@ -297,9 +297,12 @@ class _Measurement:
             results = f"explained {results}" if np.isfinite(measured.gradient_error) else results
         largest = budget.by_line(self.half)[0]  # values that stay float32 cause no error
         if largest.share < sentences.NOTABLE and not largest.overflows:
+            yield sentences.sentence_of_spread(largest, results)
             of_products = [number for number in self.half if self.sites[number].operation in PRODUCTS]
-            after = self._measured(self.run.results(of_products, rounds_operands=True), budget)
-            yield sentences.sentence_of_spread(largest, results, measured.gradient_error, after.gradient_error)
+            if of_products:
+                self.status.update("error budget: rounding only the products")
+                after = self._measured(self.run.results(of_products, rounds_operands=True), budget)
+                yield sentences.sentence_of_products(measured.gradient_error, after.gradient_error)
             return
         self.status.update("error budget: checking the gain")
         chosen = self._main_operations(budget, largest)

@@ -61,19 +61,21 @@ def sentence_of_line(run: LineRun, results: str) -> str:
     return f"{start}: {gain}. {_how(run)}"
 
 
-def sentence_of_spread(largest: BudgetGroup, results: str, error: float, error_of_products: float) -> str:
+def sentence_of_spread(largest: BudgetGroup, results: str) -> str:
     """Return a sentence about an error to which many lines contribute.
 
-    Args:
-      largest: the line with the largest share.
-      results: the name of the results that have the error: gradients or results.
-      error: the relative error of the results.
-      error_of_products: their relative error if only products round.
+    ``largest`` is the line with the largest share.
     """
     return (
         f"No line causes most of the {results}' error: the largest share is {percent(largest.share)}, of "
-        f"{largest.name or 'code of unknown origin'}. If only the products were half, the error would be "
-        f"{percent(error_of_products)} instead of {percent(error)}."
+        f"{largest.name or 'code of unknown origin'}."
+    )
+
+
+def sentence_of_products(error: float, error_of_products: float) -> str:
+    """Return a sentence that compares an error with the error if only products round. Both are relative."""
+    return (
+        f"If only the products were half, the error would be {percent(error_of_products)} instead of {percent(error)}."
     )
 
 

@@ -70,17 +70,10 @@ class WideEvaluation(Rewriter):
         return super().evaluate_equation(eqn, operands)
 
     def evaluate_operation(self, eqn: Any, operands: list[Any]) -> list[Any]:
-        if reason := reason_against(eqn):
+        if reason := reason_against(eqn) or _error_of_derivative(eqn, operands):
             self.gaps[self._key] = reason
             operands = list(map(_without_gradient, operands))
-        try:
-            results = self._results(eqn, operands)
-        except Exception as error:
-            if classify(eqn.primitive.name) is not None:
-                raise
-            # For example, lineax's solve has no derivative with respect to the factors of its matrix.
-            self.gaps[self._key] = f"its derivative raises {type(error).__name__}"
-            results = self._results(eqn, list(map(_without_gradient, operands)))
+        results = self._results(eqn, operands)
         for position, result in enumerate(results):
             number = self.changes.sites.get((self._key, position))
             if number is not None:
@@ -165,6 +158,31 @@ def reason_against(eqn: Any) -> str:
     if classify(name) is Class.OPAQUE and has_trait(name, Trait.UNCOUNTED):
         return "a kernel, or code outside of JAX"
     return "" if eqn.primitive in ad.primitive_jvps else "JAX has no derivative of it"
+
+
+def _error_of_derivative(eqn: Any, operands: Sequence[Any]) -> str:
+    """Return the error that the derivative of another package's operation raises; empty if it raises none.
+
+    For example, lineax's solve has no derivative with respect to the factors of its matrix.
+    """
+    if classify(eqn.primitive.name) is not None:
+        return ""
+    is_float = [_is_float(jax.typeof(operand)) for operand in operands]
+
+    def pull_back_ones(*floats: Any) -> Any:
+        def results_of(*floats: Any) -> list[Any]:
+            remaining = iter(floats)
+            mixed = [next(remaining) if is_one else x for x, is_one in zip(operands, is_float, strict=True)]
+            return [result for result in _in_own_dtypes(eqn, mixed) if _is_float(jax.typeof(result))]
+
+        results, pull_back = jax.vjp(results_of, *floats)
+        return pull_back(list(map(jnp.ones_like, results)))
+
+    try:
+        jax.eval_shape(pull_back_ones, *itertools.compress(operands, is_float))
+    except Exception as error:
+        return f"its derivative raises {type(error).__name__}"
+    return ""
 
 
 def _is_float(aval: Any) -> bool:
