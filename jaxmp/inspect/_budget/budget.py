@@ -310,7 +310,8 @@ class _Measurement:
         sites = [self.sites[number] for number in chosen]
         not_chosen = [self.sites[number] for number in self.half if number not in chosen]
         has_other_products = any(
-            site.operation in PRODUCTS and site.equation.source == largest.name for site in not_chosen
+            site.operation in PRODUCTS and not site.is_operand and site.equation.source == largest.name
+            for site in not_chosen
         )
         errors = measured.gradient_error, after.gradient_error
         line_run = sentences.LineRun(largest, sites, *errors, has_other_products)

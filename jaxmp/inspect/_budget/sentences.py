@@ -15,8 +15,8 @@ from jaxmp.program.values import Equation
 
 NOTABLE = 0.25
 """The share of the error from which a line is worth a sentence and a run."""
-_FEW = 0.9
-"""The largest share of the old error that counts as a gain."""
+_REST, _REST_WITH_PRODUCTS = 0.9, 0.5
+"""The largest share of the error that may remain if float32 is advised; the second, if products would leave half."""
 _TRUSTED = 2.0
 """The factor between the predicted and the measured error from which errors are not small."""
 
@@ -53,9 +53,10 @@ def sentence_of_line(run: LineRun, results: str) -> str:
     was_finite, is_finite = math.isfinite(run.before), math.isfinite(run.after)
     if not was_finite and not is_finite:
         return f"{start}. Without its roundings the error is still infinite, because of other lines."
-    if was_finite and not run.after < _FEW * run.before:
-        return f"{start}. Without its roundings the error is {percent(run.after)} instead of {percent(run.before)}."
     products = sum(site.operation in PRODUCTS and not site.is_operand for site in run.sites)
+    largest_rest = _REST_WITH_PRODUCTS if products else _REST
+    if was_finite and not run.after < largest_rest * run.before:
+        return f"{start}. Without its roundings the error is {percent(run.after)} instead of {percent(run.before)}."
     rest = f"{_number(products, 'product')} would leave half" if products else "no product leaves half"
     gain = f"float32 there lowers the error from {percent(run.before)} to {percent(run.after)}, and {rest}"
     return f"{start}: {gain}. {_how(run)}"
@@ -123,7 +124,7 @@ def _text_of(equation: Equation | None) -> str:
     """Return the text of the user's line that wrote an equation."""
     while equation is not None:
         if text := user_line_of(equation.eqn):
-            return text
+            return text.partition("  #")[0].rstrip()  # without a comment
         equation = equation.around
     return ""
 
