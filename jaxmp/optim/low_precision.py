@@ -40,6 +40,8 @@ _ROUNDINGS = ("stochastic", "kahan", "split", "nearest")
 _MOMENTS = ("float32", "bfloat16", "float8")
 _ALL = "**"
 """The pattern that matches every param."""
+_DEFAULT: Rounding = "stochastic"
+"""The rounding of a param that no pattern covers."""
 
 
 class LowPrecisionState(NamedTuple):
@@ -115,7 +117,6 @@ def low_precision(
                 f"rounding must be one of {', '.join(map(repr, _ROUNDINGS))}, got {choice!r}; nearest: "
                 f"{closest_names(str(choice), _ROUNDINGS)}"
             )
-    roundings.setdefault(_ALL, "stochastic")
     moments = dtype_among("moments", moments, _MOMENTS)
     require_whole_number("block", block)
     require_whole_number("seed", seed, least=0)
@@ -141,8 +142,8 @@ class LowPrecision(optax.GradientTransformationExtraArgs):
 class _LowPrecisionTransform:
     """The arguments and the methods of the transform :func:`low_precision`.
 
-    ``roundings`` has pairs of a pattern and a rounding. The first match wins. A pair with the pattern ``"**"`` is
-    always there.
+    ``roundings`` has the user's pairs of a pattern and a rounding. The first match wins. A param without a match is
+    rounded stochastically.
     """
 
     inner: optax.GradientTransformationExtraArgs
@@ -175,7 +176,7 @@ class _LowPrecisionTransform:
 
     def warn_if_nothing_is_rounded(self, weights: Any) -> None:
         """Warn if this transform has a rounding other than the default, but no param is bfloat16."""
-        if are_params_checked() or all(rounding == "stochastic" for _, rounding in self.roundings):
+        if are_params_checked() or all(rounding == _DEFAULT for _, rounding in self.roundings):
             return
         if not any(_is_bfloat16(leaf) for leaf in jax.tree.leaves(weights)):
             warn_user(
@@ -185,12 +186,13 @@ class _LowPrecisionTransform:
 
     def _rounding_text(self) -> str:
         """Return the argument ``rounding`` as text."""
-        (_, first), *others = self.roundings
-        return repr(dict(self.roundings) if others else first)
+        roundings = dict(self.roundings)
+        return repr(roundings[_ALL] if list(roundings) == [_ALL] else roundings)
 
     def _rounding_of(self, path: Any) -> str:
         """Return the rounding of the param at a path."""
-        return next(rounding for pattern, rounding in self.roundings if covers(pattern, path_parts(path)))
+        parts = path_parts(path)
+        return next((rounding for pattern, rounding in self.roundings if covers(pattern, parts)), _DEFAULT)
 
     def _compensation_dtype(self, path: Any, weight: Any) -> Any:
         """Return the dtype of the compensation of a param, or None if the param has none."""
@@ -248,19 +250,33 @@ class _LowPrecisionTransform:
     def _check_arguments(self, state: Any, weights: Any) -> None:
         if weights is None:
             raise ValueError("low_precision rounds params, got none; write tx.update(grads, opt_state, params)")
-        if not isinstance(state, LowPrecisionState) or not self._stores(state.compensation, weights):
-            raise ValueError(
-                f"low_precision(…, rounding={self._rounding_text()}) needs the state of its own init, got one of "
-                f"another optimizer ({type(state).__name__}); for a train state use state.with_tx(tx)"
-            )
         _require_dtypes(weights)
+        if not isinstance(state, LowPrecisionState):
+            raise self._error_of_state(f"one of another optimizer ({type(state).__name__})")
+        if (state.compensation is not None) != self._is_compensated:
+            raise self._error_of_state("one of another rounding")
+        self._require_compensation(state.compensation, weights)
 
-    def _stores(self, compensation: Any, weights: Any) -> bool:
-        """Return whether a compensation is one that these roundings store for these params."""
-        if compensation is None or not self._is_compensated:
-            return compensation is None and not self._is_compensated
-        dtypes = jax.tree.leaves(jax.tree.map_with_path(self._compensation_dtype, weights))
-        return [leaf.dtype for leaf in jax.tree.leaves(compensation)] == dtypes
+    def _error_of_state(self, came: str) -> ValueError:
+        return ValueError(
+            f"low_precision(…, rounding={self._rounding_text()}) needs the state of its own init, got {came}; for a "
+            "train state use state.with_tx(tx)"
+        )
+
+    def _require_compensation(self, compensation: Any, weights: Any) -> None:
+        """Raise a ValueError if a compensation is not the one that these roundings store for these params."""
+        dtype_of = {path_name(path): leaf.dtype for path, leaf in jax.tree.leaves_with_path(compensation)}
+        for path, weight in jax.tree.leaves_with_path(weights):
+            name = path_name(path)
+            dtype, expected = dtype_of.get(name), self._compensation_dtype(path, weight)
+            if dtype == expected:
+                continue
+            if not _is_bfloat16(weight):
+                raise ValueError(
+                    f"update takes the params of init, got {name!r} of {weight.dtype}, which was bfloat16; pass the "
+                    "bfloat16 params, not a copy in another dtype"
+                )
+            raise self._error_of_state(f"one of another rounding of {name!r}, or of params in other dtypes")
 
     def _rounded_updates(self, changes: Any, state: LowPrecisionState, weights: Any) -> tuple[Any, Any]:
         """Return the updates to the rounded new params, and the compensation."""
@@ -322,8 +338,10 @@ class _LowPrecisionTransform:
             f"{self.block} does not divide the last axis",
         }[self.moments]
         lines = []
-        for pattern, rounding in self.roundings:
-            where = "" if len(self.roundings) == 1 else f" of {pattern!r}"
+        roundings = dict(self.roundings)
+        roundings.setdefault(_ALL, _DEFAULT)
+        for pattern, rounding in roundings.items():
+            where = "" if len(roundings) == 1 else f" of {pattern!r}"
             lines.append(f"bfloat16 params{where} {of_params[rounding]}")
         lines[-1] += ", other params unchanged"
         try:

@@ -458,6 +458,11 @@ def test_a_mistake_is_refused():
     adam, weights = optax.adam(0.1), {"w": concrete.ones(4, jnp.bfloat16)}
     sgd = jaxmp.low_precision(optax.sgd(0.1))
     kahan, split = (jaxmp.low_precision(adam, rounding=rounding) for rounding in ("kahan", "split"))
+    pair = {"a": weights["w"], "b": weights["w"]}
+    of_a, of_b, of_a_only = (
+        jaxmp.low_precision(optax.sgd(0.1), rounding=rounding)
+        for rounding in ({"a": "kahan", "b": "nearest"}, {"a": "nearest", "b": "kahan"}, {"a": "kahan"})
+    )
     state_message = r"rounding='stochastic'\) needs the state of its own init, got one of"
     for call, phrase in (
         (lambda: jaxmp.low_precision(adam, rounding="stochastics"), "rounding must be one of .*, got 'stochastics'"),
@@ -483,6 +488,18 @@ def test_a_mistake_is_refused():
         ),
         (lambda: jaxmp.low_precision(adam, rounding={"w": "khan"}), "rounding must be one of .*, got 'khan'"),
         (lambda: split.update(weights, kahan.init(weights), weights), r"rounding='split'\) needs the state of its own"),
+        (
+            lambda: of_b.update(pair, of_a.init(pair), pair),
+            r"rounding={'a': 'nearest', 'b': 'kahan'}\) needs .*, got one of another rounding of 'a'",
+        ),
+        (
+            lambda: of_a_only.update(pair, kahan.init(pair), pair),
+            r"rounding={'a': 'kahan'}\) needs .*, got one of another rounding of 'b'",
+        ),
+        (
+            lambda: kahan.update(weights, kahan.init(weights), {"w": concrete.ones(4)}),
+            "takes the params of init, got 'w' of float32, which was bfloat16; pass the bfloat16 params",
+        ),
     ):
         with pytest.raises(ValueError, match=phrase):
             call()
