@@ -9,7 +9,7 @@ rounding error in another 16 bits. A split master weight stores it in 8 bits.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -33,7 +33,7 @@ from jaxmp.optim.stored_moments import (
     leaves_of_state,
     readable_with_scales,
 )
-from jaxmp.policy.patterns import covers, require_param_match
+from jaxmp.policy.patterns import Path, covers, require_param_match, require_param_pattern
 
 Rounding = Literal["stochastic", "kahan", "split", "nearest"]
 _ROUNDINGS = ("stochastic", "kahan", "split", "nearest")
@@ -100,8 +100,8 @@ def low_precision(
     Raises:
       TypeError: ``inner`` is not an optimizer.
       ValueError: another argument has a value that is not allowed; ``init`` got float16 or float8 params; a pattern of
-        ``rounding`` covers no param; ``moments`` is set for an optimizer without moments; ``update`` got no params, or
-        the state of another optimizer.
+        ``rounding`` is the first match of no param; ``moments`` is set for an optimizer without moments; ``update`` got
+        no params, params in other dtypes than those of ``init``, or the state of another optimizer.
 
     >>> tx = low_precision(optax.sgd(1e-3), seed=1)
     >>> weights = {"w": jnp.ones(10_000, jnp.bfloat16)}
@@ -111,7 +111,8 @@ def low_precision(
     (dtype(bfloat16), 0.001)
     """
     roundings = dict(rounding) if isinstance(rounding, Mapping) else {_ALL: rounding}
-    for choice in roundings.values():
+    for pattern, choice in roundings.items():
+        require_param_pattern(pattern)
         if choice not in _ROUNDINGS:
             raise ValueError(
                 f"rounding must be one of {', '.join(map(repr, _ROUNDINGS))}, got {choice!r}; nearest: "
@@ -155,9 +156,7 @@ class _LowPrecisionTransform:
     def init(self, weights: optax.Params) -> LowPrecisionState:
         _require_dtypes(weights)
         paths = [path_parts(path) for path, _ in jax.tree.leaves_with_path(weights)]
-        for pattern, _ in self.roundings:
-            if pattern != _ALL:
-                require_param_match(pattern, paths)
+        self._require_matches(paths)
         self.warn_if_nothing_is_rounded(weights)
         state = self.inner.init(widen(weights))
         if rounds_params(state):
@@ -173,6 +172,23 @@ class _LowPrecisionTransform:
                 "leave moments out"
             )
         return self.wrap(state, weights)
+
+    def _require_matches(self, paths: Sequence[Path]) -> None:
+        """Raise a ValueError if a pattern, other than ``"**"``, is the first match of none of these paths of params."""
+        first_matches = {path: self._first_match(path) for path in paths}
+        for pattern, _ in self.roundings:
+            if pattern == _ALL or pattern in first_matches.values():
+                continue
+            require_param_match(pattern, paths)
+            earlier = next(first for path, first in first_matches.items() if covers(pattern, path))
+            raise ValueError(
+                f"the first match wins, but {pattern!r} comes after {earlier!r}, which matches the same params; put "
+                f"{earlier!r} last, or leave {pattern!r} out"
+            )
+
+    def _first_match(self, path: Path) -> str | None:
+        """Return the first pattern that covers a param, or None."""
+        return next((pattern for pattern, _ in self.roundings if covers(pattern, path)), None)
 
     def warn_if_nothing_is_rounded(self, weights: Any) -> None:
         """Warn if this transform has a rounding other than the default, but no param is bfloat16."""
@@ -191,8 +207,8 @@ class _LowPrecisionTransform:
 
     def _rounding_of(self, path: Any) -> str:
         """Return the rounding of the param at a path."""
-        parts = path_parts(path)
-        return next((rounding for pattern, rounding in self.roundings if covers(pattern, parts)), _DEFAULT)
+        pattern = self._first_match(path_parts(path))
+        return _DEFAULT if pattern is None else dict(self.roundings)[pattern]
 
     def _compensation_dtype(self, path: Any, weight: Any) -> Any:
         """Return the dtype of the compensation of a param, or None if the param has none."""

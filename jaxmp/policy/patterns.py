@@ -130,10 +130,15 @@ def covers(pattern: Pattern, path: Path, classes: Mapping[Path, type | tuple[typ
     return any(matches(pattern, module, (classes or {}).get(module)) for module in above)
 
 
+def require_param_pattern(pattern: Any) -> None:
+    """Raise a ValueError if a pattern is not a glob on the paths of params."""
+    if not isinstance(pattern, str) or is_class_pattern(pattern):
+        raise ValueError(f"a pattern of params must be a path, got {printed(pattern)}; write e.g. '**/kernel'")
+
+
 def require_param_match(pattern: str, paths: Sequence[Path]) -> None:
     """Raise a ValueError if a pattern covers none of these paths of params."""
-    if is_class_pattern(pattern):
-        raise ValueError(f"a pattern of params must be a path, got {pattern!r}; write e.g. '**/kernel'")
+    require_param_pattern(pattern)
     if not any(covers(pattern, path) for path in paths):
         raise ValueError(
             f"the pattern {pattern!r} matches no leaf; the nearest paths: "

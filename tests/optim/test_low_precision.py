@@ -166,12 +166,14 @@ def test_the_first_pattern_that_covers_a_param_chooses_its_rounding():
     names = ("kahan", "split", "nearest", "stochastic", "float32")
     weights = {name: {"w": concrete.ones(64, jnp.bfloat16)} for name in names}
     weights["float32"] = {"w": concrete.ones(64)}
+    weights["kahan"]["b"] = concrete.ones(64, jnp.bfloat16)
     roundings = {"kahan/w": "kahan", "kahan": "nearest", "split": "split", "nearest": "nearest", "float32": "kahan"}
     tx = jaxmp.low_precision(optax.sgd(1e-3), rounding=roundings)
     state = tx.init(weights)
     updates, state = jax.jit(tx.update)(jax.tree.map(jnp.ones_like, weights), state, weights)
     dtypes = {name: None if (lost := state.compensation[name]["w"]) is None else lost.dtype for name in names}
     assert dtypes == {"kahan": jnp.bfloat16, "split": jnp.int8, "nearest": None, "stochastic": None, "float32": None}
+    assert state.compensation["kahan"]["b"] is None
     is_changed = {name: bool(jnp.any(updates[name]["w"] != 0)) for name in names}
     assert is_changed == {"kahan": False, "split": False, "nearest": False, "stochastic": True, "float32": True}
     assert "bfloat16 params of 'split' with 8 more bits" in str(tx) and "of '**' rounded stochastically" in str(tx)
@@ -486,6 +488,16 @@ def test_a_mistake_is_refused():
             lambda: jaxmp.low_precision(adam, rounding={"w": "kahan", "v/*": "split"}).init(weights),
             "pattern 'v/\\*' matches no leaf; the nearest paths: 'w'",
         ),
+        (
+            lambda: jaxmp.low_precision(adam, rounding={"**": "kahan", "a": "split"}).init(pair),
+            r"'a' comes after '\*\*', which matches the same params; put '\*\*' last, or leave 'a' out",
+        ),
+        (
+            lambda: jaxmp.low_precision(adam, rounding={"a": "kahan", "*": "split", "b": "kahan"}).init(pair),
+            r"'b' comes after '\*', which matches the same params; put '\*' last",
+        ),
+        (lambda: jaxmp.low_precision(adam, rounding={3: "kahan"}), "a pattern of params must be a path, got 3; write"),
+        (lambda: jaxmp.low_precision(adam, rounding={dict: "kahan"}), "must be a path, got <class 'dict'>; write"),
         (lambda: jaxmp.low_precision(adam, rounding={"w": "khan"}), "rounding must be one of .*, got 'khan'"),
         (lambda: split.update(weights, kahan.init(weights), weights), r"rounding='split'\) needs the state of its own"),
         (
