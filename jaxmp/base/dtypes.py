@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import functools
 from collections.abc import Iterable, Sequence
@@ -115,23 +114,28 @@ def dtype_among(argument: str, dtype: Any, known: Sequence[str]) -> str:
       known: the names that are allowed.
 
     Raises:
-      ValueError: the dtype has none of these names.
+      UnknownDtypeError: the dtype is ``"float8"``, which could mean two of the known names.
+      ValueError: the dtype has none of these names. For a misspelled name, the error says which known name is nearest.
 
     >>> dtype_among("moments", "bf16", ["float32", "bfloat16"])
     'bfloat16'
     """
-    name = ""
-    if isinstance(dtype, str) and dtype.strip().lower() in _FLOAT8:
-        name = "float8"
-    else:
-        with contextlib.suppress(ValueError):
-            name = canonical_dtype(dtype).name
-    if name not in known:
-        raise ValueError(
-            f"{argument} must be one of {', '.join(map(repr, known))}, got {printed(dtype)}; write e.g. "
-            f"{argument}={known[0]!r}"
-        )
-    return name
+    is_float8 = isinstance(dtype, str) and dtype.strip().lower() in _FLOAT8
+    if is_float8 and "float8" in known:
+        return "float8"
+    remedy = f"write e.g. {argument}={known[0]!r}"
+    try:
+        name = canonical_dtype(dtype).name
+        if name in known:
+            return name
+    except UnknownDtypeError as error:
+        if is_float8 and {"float8_e4m3fn", "float8_e5m2"} <= set(known):
+            raise UnknownDtypeError(f"{argument}: {error}") from None
+        if not is_float8:
+            remedy = f"nearest: {nearest_first(str(dtype), known)[0]!r}"
+    except ValueError:  # the dtype is not floating
+        pass
+    raise ValueError(f"{argument} must be one of {', '.join(map(repr, known))}, got {printed(dtype)}; {remedy}")
 
 
 def _numpy_dtype(dtype: Any) -> np.dtype | None:

@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import DTypeLike
 
 from jaxmp.base.arguments import require_whole_number
 from jaxmp.base.dtypes import closest_names, dtype_among
@@ -36,6 +37,7 @@ from jaxmp.optim.stored_moments import (
 from jaxmp.policy.patterns import Path, covers, require_param_match, require_param_pattern
 
 Rounding = Literal["stochastic", "kahan", "split", "nearest"]
+Moments = Literal["float32", "bfloat16", "float8"] | DTypeLike
 _ROUNDINGS = ("stochastic", "kahan", "split", "nearest")
 _MOMENTS = ("float32", "bfloat16", "float8")
 _ALL = "**"
@@ -63,7 +65,7 @@ def low_precision(
     inner: optax.GradientTransformation,
     *,
     rounding: Rounding | Mapping[str, Rounding] = "stochastic",
-    moments: Any = "float32",
+    moments: Moments = "float32",
     seed: int = 0,
     block: int = 256,
 ) -> optax.GradientTransformationExtraArgs:

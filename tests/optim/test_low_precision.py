@@ -468,7 +468,11 @@ def test_a_mistake_is_refused():
     state_message = r"rounding='stochastic'\) needs the state of its own init, got one of"
     for call, phrase in (
         (lambda: jaxmp.low_precision(adam, rounding="stochastics"), "rounding must be one of .*, got 'stochastics'"),
-        (lambda: jaxmp.low_precision(adam, moments="int8"), "moments must be one of .*, got 'int8'"),
+        (
+            lambda: jaxmp.low_precision(adam, moments="int8"),
+            "moments must be one of .*, got 'int8'; write e.g. moments=",
+        ),
+        (lambda: jaxmp.low_precision(adam, moments="bfloat61"), "one of .*, got 'bfloat61'; nearest: 'bfloat16'"),
         (
             lambda: jaxmp.low_precision(adam, block=0),
             "block must be a whole number of at least 1, got 0; write block=1 or more",

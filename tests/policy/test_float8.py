@@ -32,6 +32,7 @@ class TestRecipe:
 
     def test_errors_name_the_field_its_value_and_the_allowed_values(self):
         for name, value, words in (
+            ("gradient", "float8", "could mean 'float8_e4m3fn' or 'float8_e5m2', got 'float8'; write one of them"),
             ("gradient", "int8", "'float8_e4m3fn', 'float8_e5m2', got 'int8'"),
             ("weight_gradient", "bf16", "'float8' or 'compute', got 'bf16'"),
             ("accumulate", "quick", "got 'quick'; nearest: "),

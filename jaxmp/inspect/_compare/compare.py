@@ -7,11 +7,12 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jaxmp.base import tables
 from jaxmp.base.cache_keys import policies_off
@@ -135,7 +136,7 @@ def compare(
     fun: Callable[..., Any],
     policy: Any = None,
     *,
-    reference: Any = "float32",
+    reference: Literal["float32", "float64"] | DTypeLike | Callable[..., Any] = "float32",
     overrides: Mapping[str, str] | None = None,
     grad: bool = True,
     loss_scale: float = 1.0,
@@ -189,9 +190,10 @@ def compare(
     (True, 'layer', True)
     """
     if callable(reference) and not isinstance(reference, type):  # jnp.float32 is a class
-        _require_same_kind(fun, reference)
+        other, reference_dtype = reference, ""
+        _require_same_kind(fun, other)
     else:
-        reference = dtype_among("reference", reference, _REFERENCES)
+        other, reference_dtype = None, dtype_among("reference", reference, _REFERENCES)
     if overrides and policy is None:
         raise ValueError(f"overrides need a policy, got {overrides} and policy=None; pass the policy")
 
@@ -200,21 +202,19 @@ def compare(
         paths = argument_paths(loss_fn, arrays)
         cast = loss_fn if policy is None else autocast(loss_fn, policy, overrides)
         of_fun = run_and_record(cast, arrays, paths, grad, scale)
-        if callable(reference):
-            other_fn, arrays, scale = _loss_of_arrays(reference, args, loss_scale)
+        if other is not None:
+            other_fn, arrays, scale = _loss_of_arrays(other, args, loss_scale)
             of_reference = run_and_record(other_fn, arrays, paths, grad, scale)
             _require_equal_shapes(of_fun, of_reference)
-            return _compared(
-                in_layout_of(of_reference, of_fun), of_reference, name_of(reference), is_of_two_functions=True
-            )
+            return _compared(in_layout_of(of_reference, of_fun), of_reference, name_of(other), is_of_two_functions=True)
         with contextlib.ExitStack() as stack:
             stack.enter_context(policies_off(True))
             stack.enter_context(jax.default_matmul_precision("highest"))
-            if reference == "float64":
+            if reference_dtype == "float64":
                 stack.enter_context(jax.enable_x64(True))
                 arrays = jax.tree.map(_in_64_bit_floats, arrays)
             of_reference = run_and_record(loss_fn, widen(arrays), paths, grad, scale)
-            return _compared(of_fun, of_reference, reference, is_of_two_functions=False)
+            return _compared(of_fun, of_reference, reference_dtype, is_of_two_functions=False)
 
     return run
 
