@@ -255,11 +255,12 @@ def tpu_summary() -> str:
     rows = []
     for result in reversed(all_of("tpu_steps")):
         for of_model in result.data["results"]:
-            rows += [(result.facts["target"], of_model["model"], *cells) for cells in tpu_report.summary(of_model)]
+            model, _, _ = of_model["model"].partition(",")  # without its sizes
+            rows += [(result.facts["target"], model, *cells) for cells in tpu_report.summary(of_model)]
     table = markdown(("TPU", "model", "step", "cycles", "memory"), rows, left=3)
     return (
         f"Compiled for a TPU, not run, relative to bfloat16 by hand; the compiler estimates the cycles:\n\n{table}\n\n"
-        "[More rows, and pods](docs/tpus.md#train-steps-compiled-for-a-tpu)"
+        "[Sizes, more rows, and pods](docs/tpus.md#train-steps-compiled-for-a-tpu)"
     )
 
 
