@@ -83,7 +83,7 @@ def _cancelled_products(total: Node) -> Iterator[Node]:
 
 
 def _vector_of_squared_norm(value: Node) -> Node | None:
-    """Return the vector of which ``value`` is the squared norm, or None.
+    """Return a vector if ``value`` is its squared norm, or None.
 
     A squared norm is a sum of squares, such as ``sum(x * x)``, or the square of a norm. A Gram matrix is not, because
     it also sums products of different vectors. The sum of its diagonal elements is.

@@ -147,7 +147,7 @@ def _in_stack_of_layers(loop: _Loop) -> set[Node]:
 
 
 def _elements(loop: _Loop) -> set[Node]:
-    """Return the matrices of which each iteration has its own.
+    """Return the matrices that differ between iterations.
 
     These are the elements of scanned arrays, and the matrices that an index picks.
     """

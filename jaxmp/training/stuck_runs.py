@@ -111,7 +111,7 @@ def _without_scaling(opt_state: Any) -> Any:
 
 
 class _Report(NamedTuple):
-    """What a step reports: whether it was skipped, its loss scale and its batch."""
+    """The report of a step: whether it was skipped, its loss scale and its batch."""
 
     skipped: Any
     loss_scale: Any
