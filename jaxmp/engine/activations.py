@@ -7,7 +7,6 @@ from collections.abc import Collection, Mapping, Sequence
 from jaxmp.base.graphs import reachable
 from jaxmp.engine.graph_paths import SQUARES, multiple_of
 from jaxmp.engine.nodes import Graph, Node, shape_read
-from jaxmp.engine.postponed_casts import is_cast_to_half
 from jaxmp.engine.raised_states import States
 from jaxmp.engine.states import CLEAR, HALF, INFER, JOIN, Rule, State
 from jaxmp.program.primitives import EXTREMES, MONOTONE, Class, Trait, of_class, with_trait
@@ -82,7 +81,7 @@ def find_half_copies(graph: Graph, states: States, activations: Collection[Node]
     read_in_half = list(graph.wanted)
     for node in graph.nodes:
         is_half_product = node.kind is HALF and (states[node] is State.HALF or node.has_float32_result)
-        if is_half_product or is_cast_to_half(node):
+        if is_half_product or node.is_cast_to_half:
             read_in_half += node.inputs
 
     def elements_of(node: Node) -> Sequence[Node]:

@@ -12,23 +12,20 @@ import numpy as np
 from jaxmp.base.dtypes import is_half
 from jaxmp.engine.nodes import Node
 from jaxmp.engine.states import CLEAR, JOIN
-from jaxmp.engine.value_decision import Decision
+from jaxmp.engine.value_decision import Casts, Decision
 from jaxmp.program.primitives import MEETS, MONOTONE
 
 _FLOAT32 = np.dtype(np.float32)
 
 
-def read_in(user: Node, operand: Node, decision_of: Mapping[Node, Decision]) -> np.dtype | None:
-    """Return the dtype in which an operation reads an operand.
-
-    The result is None if the operand needs no cast.
-    """
-    reader = decision_of[user]
+def casts_of_operand(user: Node, operand: Node, decision_of: Mapping[Node, Decision]) -> Casts:
+    """Return the casts with which an operation reads an operand."""
+    reader, value = decision_of[user], decision_of[operand]
     if reader.compute_dtype is not None:
-        return reader.compute_dtype
+        return value.casts_for(reader.compute_dtype)
     if user.kind in (CLEAR, JOIN):
-        return None if reader.postponed_cast else decision_of[operand].postponed_cast
-    return operand.original_dtype
+        return () if reader.is_cast_by_readers else value.casts_for()
+    return value.casts_for(operand.original_dtype)
 
 
 def move_casts(nodes: Sequence[Node], decision_of: dict[Node, Decision]) -> None:
@@ -46,11 +43,12 @@ def move_casts(nodes: Sequence[Node], decision_of: dict[Node, Decision]) -> None
         is_moved = node.kind is CLEAR and node.name in MONOTONE and len(node.inputs) == 1 and not node.needs_float32
         if not is_moved or decision.stored_dtype != _FLOAT32:
             continue
-        wanted = {read_in(user, node, decision_of) for user in node.users}
-        dtype = wanted.pop() if len(wanted) == 1 else None
-        if not is_half(dtype) or decision.postponed_cast not in (None, dtype):
+        wanted = {casts_of_operand(user, node, decision_of) for user in node.users}
+        casts = wanted.pop() if len(wanted) == 1 else ()
+        if len(casts) != 1 or not is_half(casts[0]):
             continue
         if node.is_cast_once or not _is_repeated(node):
+            (dtype,) = casts
             decision_of[node] = decision._replace(compute_dtype=dtype, stored_dtype=dtype, value_dtype=dtype)
 
 

@@ -113,8 +113,8 @@ def _dtypes(node: Node, state: State, decision_of: Mapping[Node, Decision]) -> _
 
 def _dtypes_of_move(node: Node, operand: Decision) -> _Dtypes:
     """Return the dtypes of a move of data, which computes nothing."""
-    if node.postponed_cast is not None:
-        return _Dtypes(None, operand.stored_dtype, node.postponed_cast)
+    if node.is_cast_by_readers:
+        return _Dtypes(None, operand.stored_dtype, node.original_dtype)
     if node.name == CAST:  # jaxmp's own cast to float32, or a cast to the same dtype
         return _Dtypes(None, operand.stored_dtype, operand.stored_dtype)
     return _Dtypes(None, operand.value_dtype, operand.value_dtype)
@@ -125,10 +125,7 @@ def _dtypes_of_move(node: Node, operand: Decision) -> _Dtypes:
 
 def _unchanged_steps(graph: Graph, decision_of: Mapping[Node, Decision], changed: Collection[Step]) -> set[Step]:
     """Return the steps that are emitted as they are. The steps ``changed`` are known to change."""
-    changed_nodes = set[Node]()
-    for node, decision in decision_of.items():
-        if decision.postponed_cast is not None or decision.stored_dtype != node.original_dtype:
-            changed_nodes.add(node)
+    changed_nodes = {node for node, decision in decision_of.items() if decision.stored_dtype != node.original_dtype}
     unchanged = set[Step]()
     for step in graph.steps:  # the steps in a body come first
         if step in changed or not changed_nodes.isdisjoint([*step.operands, *step.nodes]):

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Collection, Hashable, Mapping
 
 from jaxmp.engine.float8_products import Float8Product
-from jaxmp.engine.nodes import Graph, Node, Step
-from jaxmp.engine.reads import ReadDtypes, RepeatedReads
+from jaxmp.engine.nodes import Graph, Node, Step, StepBody
+from jaxmp.engine.reads import Reads, RepeatedReads
 from jaxmp.engine.value_decision import Decision
 
 
@@ -18,7 +18,7 @@ class Decisions:
     Attributes:
       graph: the graph of the program.
       decision_of: the decision on each value.
-      reads: the dtypes in which each step reads its operands.
+      reads: the casts of the operands of each step, and of the results of each body.
       repeated_reads: for each scan, the half operands that it reads in float32.
       float8: the float8 products; for each other half product with a recipe, the reason why it is not float8.
       unchanged: the steps that are emitted as they are, with their bodies.
@@ -26,7 +26,7 @@ class Decisions:
 
     graph: Graph
     decision_of: Mapping[Node, Decision]
-    reads: Mapping[Step, ReadDtypes] = dataclasses.field(default_factory=dict)
+    reads: Mapping[Step | StepBody, Reads] = dataclasses.field(default_factory=dict)
     repeated_reads: Mapping[Step, RepeatedReads] = dataclasses.field(default_factory=dict)
     float8: Mapping[Step, Float8Product | str] = dataclasses.field(default_factory=dict)
     unchanged: Collection[Step] = ()
@@ -43,10 +43,7 @@ class Decisions:
         """
         results = [self.decision_of[node] for node in step.nodes if node is not None]
         nodes = tuple((result.compute_dtype, result.stored_dtype, result.value_dtype) for result in results)
-        operands = tuple(
-            node is not None and (node.is_cast_once, self.decision_of[node].postponed_cast) for node in step.operands
-        )
-        inner = tuple(tuple(map(self.key_of, body.steps)) for body in step.inner)
-        # `reads` is part of the key, because the dtypes of comparisons also depend on constants.
+        operands = tuple(node is not None and node.is_cast_once for node in step.operands)
+        inner = tuple((*map(self.key_of, body.steps), tuple(self.reads[body])) for body in step.inner)
         reads = tuple(self.reads[step])
         return nodes, operands, step in self.unchanged, self.float8_product(step), reads, inner

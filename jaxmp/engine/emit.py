@@ -12,7 +12,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from jaxmp._internals.jax.traces import is_staged, is_tracing, may_be_skipped
-from jaxmp.base.dtypes import is_castable, is_half
+from jaxmp.base.dtypes import is_half
 from jaxmp.engine.classifier import Classifier
 from jaxmp.engine.constant_casts import constant_in
 from jaxmp.engine.decide import decide_program
@@ -27,6 +27,7 @@ from jaxmp.engine.separate_casts import with_separate_cast
 from jaxmp.engine.shared_programs import Programs, remember
 from jaxmp.engine.states import KEPT
 from jaxmp.engine.trace import tracing
+from jaxmp.engine.value_decision import Casts
 from jaxmp.program.binding import bind_equation, params_in_dtype
 from jaxmp.program.derivative_rules import BodyFunction, RuleEvaluation
 from jaxmp.program.equations import (
@@ -77,12 +78,12 @@ class Emission:
         ``dtypes`` has the requested dtype of each result, or None. An emission does not store the program and its
         constants, because cached programs of equal steps keep the emission alive.
         """
-        body = self.decisions.graph.body
+        body, decision_of = self.decisions.graph.body, self.decisions.decision_of
         evaluation = _Evaluation(self, body, program, args)
         run = evaluation.evaluate if self.decisions.graph.changes else evaluate
         results = run(*program, args)
         return [
-            value if dtype is None or not is_castable(jax.typeof(value)) else evaluation.cast(value, dtype, node)
+            value if node is None or dtype is None else evaluation.cast(value, decision_of[node].casts_for(dtype))
             for value, node, dtype in zip(results, body.results, dtypes, strict=True)
         ]
 
@@ -109,7 +110,7 @@ class _Evaluation(Rewriter):
         self.examples = Examples(jaxpr, args, consts, same)
         # the casts for the current step, and at the end for the results
         self.casts = emission.casts[body] = list[int]()
-        self.shared: dict[tuple[Atom, np.dtype], Array] = {}
+        self.shared: dict[tuple[Atom, Casts], Array] = {}
         # For each result of a cast to float32, the half operand of the cast: its value, its variable and its node. Half
         # readers of the result read the operand instead.
         self.narrow: dict[Atom, tuple[Array, Atom, Node]] = {}
@@ -131,21 +132,22 @@ class _Evaluation(Rewriter):
             return bind_equation(eqn, operands, eqn.params)
         return self.results_of(step, operands)
 
-    def read_as(self, value: Array, atom: Atom, node: Node, dtype: np.dtype, repeat: _Repeat | None = None) -> Array:
-        """Return ``value`` in ``dtype`` for an equation that reads it.
+    def read(self, value: Array, atom: Atom, node: Node, casts: Casts, repeat: _Repeat | None = None) -> Array:
+        """Return ``value`` after the ``casts`` for an equation that reads it.
 
         Pass the equation as ``repeat`` if it may repeat the value.
         """
+        dtype = casts[-1]
         if is_literal(atom):
             return constant_in(value, dtype)
         if atom in self.narrow:
             narrow_value, narrow_atom, narrow_node = self.narrow[atom]
             if self.decisions.decision_of[narrow_node].value_dtype == dtype:
-                return self.read_as(narrow_value, narrow_atom, narrow_node, dtype, repeat)
+                return self.read(narrow_value, narrow_atom, narrow_node, (dtype,), repeat)
         if isinstance(value, np.ndarray):
-            return self.cast_once(value, atom, node, dtype)
+            return self.cast_once(value, atom, casts)
         is_narrowed = dtype.itemsize < value.dtype.itemsize
-        if repeat is not None and self.decisions.decision_of[node].postponed_cast in (None, dtype):
+        if repeat is not None and len(casts) == 1:
             is_summed = is_half(dtype) and must_widen(repeat.step.eqn, atom, value, self.examples)
             if is_summed or (is_narrowed and not node.is_cast_once):
                 return self.repeated(value, dtype, repeat.step, _batched_operands(repeat, self.examples.others, node))
@@ -153,29 +155,24 @@ class _Evaluation(Rewriter):
         # A cast to float32 is made at each use, so that XLA stores the half value and no shared float32 copy.
         is_widened = dtype.itemsize > value.dtype.itemsize
         if node.is_cast_once and not is_widened and value.dtype != dtype:
-            return self.cast_once(value, atom, node, dtype)
-        return self.cast(value, dtype, node)
+            return self.cast_once(value, atom, casts)
+        return self.cast(value, casts)
 
-    def cast_once(self, value: Array, atom: Atom, node: Node, dtype: np.dtype) -> Array:
-        """Return the ``value`` of ``node`` in ``dtype``, by one cast for all readers of the variable ``atom``."""
-        if (atom, dtype) not in self.shared:
-            self.shared[atom, dtype] = self.cast(value, dtype, node)
-        return self.shared[atom, dtype]
+    def cast_once(self, value: Array, atom: Atom, casts: Casts) -> Array:
+        """Return ``value`` after the ``casts``, which all readers of the variable ``atom`` share."""
+        if (atom, casts) not in self.shared:
+            self.shared[atom, casts] = self.cast(value, casts)
+        return self.shared[atom, casts]
 
-    def cast(self, value: Array, dtype: np.dtype, node: Node | None = None) -> Array:
-        """Return the ``value`` of ``node`` in ``dtype``.
-
-        A postponed cast of the author is applied first.
-        """
-        postponed_cast = None if node is None else self.decisions.decision_of[node].postponed_cast
-        if postponed_cast is not None:
-            value = self.cast(value, postponed_cast)
-        if not isinstance(value, (jax.core.Tracer, jax.Array)):  # the test for jax.Array is slower
-            return constant_in(value, dtype)
-        if value.dtype == dtype:
-            return value
-        self.casts.append(value.size * dtype.itemsize)
-        return jax.lax.convert_element_type(value, dtype)
+    def cast(self, value: Array, casts: Casts) -> Array:
+        """Return ``value`` after the ``casts``."""
+        for dtype in casts:
+            if not isinstance(value, (jax.core.Tracer, jax.Array)):  # the test for jax.Array is slower
+                value = constant_in(value, dtype)
+            elif value.dtype != dtype:
+                self.casts.append(value.size * dtype.itemsize)
+                value = jax.lax.convert_element_type(value, dtype)
+        return value
 
     def repeated(self, value: Array, dtype: np.dtype, step: Step, like: Sequence[Array]) -> Array:
         """Return ``value`` in ``dtype``, broadcast as in ``step``.
@@ -184,7 +181,7 @@ class _Evaluation(Rewriter):
         """
         aval = aval_of(step.eqn.outvars[0]) if step.eqn.primitive.name in BROADCAST else jax.typeof(value)
         if value.shape == aval.shape and (not like or has_explicit_axes(value)):
-            return self.cast(value, dtype)
+            return self.cast(value, (dtype,))
         if value.dtype != dtype:
             self.casts.append(value.size * dtype.itemsize)
         return cast_repeated(value, dtype, aval, like)
@@ -226,17 +223,17 @@ class _Evaluation(Rewriter):
         return params
 
     def operands_of(self, step: Step, values: list[Array]) -> list[Array]:
-        """Return the operands of an equation that changes, in the dtypes that it reads."""
+        """Return the operands of an equation that changes, after their casts."""
         eqn = step.eqn
         repeats: Collection[int] = range(len(values)) if eqn.primitive.name in MEETS else ()
         if self.examples.are_many:
             self.examples.at(eqn, values)
             repeats = repeats or self.examples.repeated(step.bodies)
         operands, is_float8 = list(values), self.decisions.float8_product(step) is not None
-        for n, (node, dtype) in enumerate(zip(step.operands, self.decisions.reads[step], strict=True)):
-            if node is not None and dtype is not None:
+        for n, (node, casts) in enumerate(zip(step.operands, self.decisions.reads[step], strict=True)):
+            if node is not None and casts:
                 repeat = _Repeat(step, values) if n in repeats else None
-                operands[n] = self.read_as(values[n], eqn.invars[n], node, dtype, repeat)
+                operands[n] = self.read(values[n], eqn.invars[n], node, casts, repeat)
                 if not (node.is_cast_once or repeat or is_float8):
                     operands[n] = with_separate_cast(values[n], operands[n])
         return operands
@@ -244,11 +241,11 @@ class _Evaluation(Rewriter):
     def cast_by_author(self, step: Step, node: Node, value: Array, operand: Array) -> Array:
         """Return the result of a cast that the author wrote.
 
-        ``operand`` is ``value`` in the dtype that the cast reads.
+        ``operand`` is ``value`` as the cast reads it.
         """
         if not is_widening(step, self.decisions.decision_of):
             self.emission.operand_types[step] = [jax.typeof(value)]
-        return self.cast(operand, self.decisions.decision_of[node].stored_dtype)
+        return self.cast(operand, (self.decisions.decision_of[node].stored_dtype,))
 
     def results_of_bodies(self, step: Step, bodies: Bodies, values: list[Array], operands: list[Array]) -> list[Array]:
         """Return the results of an equation whose bodies change."""
@@ -283,7 +280,7 @@ class _StepRewriter(Rewriter):
         self.emission, self.step, self.same = emission, step, same
 
     def evaluate_body(self, eqn: JaxprEqn, bodies: Bodies, number: int, *args: Array) -> list[Array]:
-        """Return the results of a body. They are cast to the dtypes of their joins."""
+        """Return the results of a body, after their casts."""
         step, body = self.step, self.step.inner[number]
         program = opened(bodies.jaxprs[number])
         evaluation = _Evaluation(self.emission, body, program, args, self.same[number])
@@ -292,18 +289,10 @@ class _StepRewriter(Rewriter):
         for position, dtype in decisions.repeated_reads.get(step, ()):
             inputs[position] = jax.lax.convert_element_type(args[position], dtype)
         results = evaluation.evaluate(*program, inputs)
-        if not bodies.is_call or bodies.has_rule:
-            for n, node in enumerate(body.results):
-                postponed_cast = decisions.decision_of[node].postponed_cast if node is not None else None
-                if postponed_cast is not None:
-                    results[n] = evaluation.cast(results[n], postponed_cast)
-        joins = step.joins
-        for n in bodies.joined(number):
-            join = joins[n]
-            if n in step.unchanged_carries:  # JAX hoists a carry out of the loop if the body returns it unchanged
-                results[n] = args[bodies.start + n]
-            elif join is not None:
-                results[n] = evaluation.cast(results[n], decisions.decision_of[join].stored_dtype)
+        for n, casts in enumerate(decisions.reads[body]):
+            results[n] = evaluation.cast(results[n], casts)
+        for n in step.unchanged_carries:  # JAX hoists a carry out of the loop if the body returns it unchanged
+            results[n] = args[bodies.start + n]
         return results
 
     def make_rule_evaluation(self, eqn: JaxprEqn) -> RuleEvaluation:

@@ -88,7 +88,7 @@ class Neighbours(NamedTuple):
             if _is_half_originally(node) or (node.kind is INFER and self._is_undecided_stream(node)):
                 states[node] = State.HALF
             has_rounded_copy = states[node] is State.FLOAT32 and node in self.half_copies
-            if states[node] is State.HALF or node.postponed_cast is not None or has_rounded_copy:
+            if states[node] is State.HALF or has_rounded_copy:
                 starts.append(node)
 
         def lowered(node: Node) -> list[Node]:

@@ -17,11 +17,13 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from jaxmp._internals.jax.sources import Names
+from jaxmp.base.dtypes import is_half
 from jaxmp.engine.marks import Region
 from jaxmp.engine.overrides import FLOAT32_RESULT
 from jaxmp.engine.states import KEPT, Kind, State
 from jaxmp.policy.float8 import Float8
 from jaxmp.program.equations import Bodies, aval_of
+from jaxmp.program.primitives import CAST
 
 
 @dataclasses.dataclass(slots=True, eq=False, repr=False)
@@ -50,12 +52,19 @@ class Node:
     needs_float32: bool = False  # whether it is a float32 result, or its small differences decide integers or bools
     after_product: bool = False  # whether it depends on a product or a half argument
     before_product: bool = False  # whether a product or a half result depends on it
-    # The half dtype of the author's postponed cast. Later stages read `Decision`, because `move_casts` may undo this.
-    postponed_cast: np.dtype | None = None
+    # Whether it is a weight that the author casts to half, and each reader performs this cast. Later stages read
+    # `Decision.is_cast_by_readers`, because `move_casts` may undo this.
+    is_cast_by_readers: bool = False
 
     def __repr__(self) -> str:
         # without the operands, which have operands too
         return f"Node({self.name} {self.original_dtype}{list(self.shape)})"
+
+    @property
+    def is_cast_to_half(self) -> bool:
+        """Return whether it is a cast to half that the author wrote."""
+        is_written = self.name == CAST and self.step is not None and self.step.kind is KEPT
+        return is_written and is_half(self.original_dtype)
 
     @property
     def is_cast_once(self) -> bool:

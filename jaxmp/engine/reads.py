@@ -1,4 +1,4 @@
-"""The dtypes in which each equation of a decided program reads its operands.
+"""The casts of the operands of each equation of a decided program, and of the results of each body.
 
 *Half* is half precision: float16 or bfloat16.
 """
@@ -11,18 +11,18 @@ import numpy as np
 from jax.extend.core import Var
 
 from jaxmp.base.dtypes import is_half
-from jaxmp.engine.casts import read_in
+from jaxmp.engine.casts import casts_of_operand
 from jaxmp.engine.nodes import Graph, Node, Step, StepBody
 from jaxmp.engine.states import KEPT
-from jaxmp.engine.value_decision import Decision
+from jaxmp.engine.value_decision import Casts, Decision
 from jaxmp.program.equations import Bodies, is_literal, opened
 from jaxmp.program.primitives import BOUNDS, CAST, COMPARISONS, Trait, with_trait
 from jaxmp.program.repeated_casts import read_often
 
 _EQUALITIES, _FLOAT32 = with_trait(Trait.EQUATES), np.dtype(np.float32)
 
-ReadDtypes = Sequence[np.dtype | None]
-"""The dtype in which an equation reads each operand; None for no cast."""
+Reads = Sequence[Casts]
+"""The casts of each operand of an equation, or of each result of a body."""
 RepeatedReads = Sequence[tuple[int, np.dtype]]
 """Operands of a scan that are half, and that many iterations read: the position and the dtype of each.
 
@@ -32,8 +32,8 @@ The scan reads them in float32, so that their cotangents are summed in float32. 
 
 def reads_of_steps(
     graph: Graph, decision_of: Mapping[Node, Decision]
-) -> tuple[dict[Step, ReadDtypes], dict[Step, RepeatedReads]]:
-    """Return the dtypes in which each step reads its operands, and the repeated reads of scans."""
+) -> tuple[dict[Step | StepBody, Reads], dict[Step, RepeatedReads]]:
+    """Return the casts of each step's operands and of each body's results, and the repeated reads of scans."""
     reader = _ReadsOfSteps(decision_of)
     for step in graph.steps:
         reader.add(step)
@@ -53,9 +53,9 @@ class _ReadsOfSteps:
 
     def __init__(self, decision_of: Mapping[Node, Decision]) -> None:
         self.decision_of = decision_of
-        self.reads: dict[Step, ReadDtypes] = {}
+        self.reads: dict[Step | StepBody, Reads] = {}
         self.repeated: dict[Step, RepeatedReads] = {}
-        self._reads_in_body: dict[StepBody, Mapping[Var, set[np.dtype | None]]] = {}
+        self._reads_in_body: dict[StepBody, Mapping[Var, set[Casts]]] = {}
 
     def add(self, step: Step) -> None:
         if step.bodies is None:
@@ -64,48 +64,78 @@ class _ReadsOfSteps:
         if repeated := _repeated_reads(step, self.decision_of):
             self.repeated[step] = repeated
         self.reads[step] = self._reads_of_bodies(step, step.bodies)
+        for number, body in enumerate(step.inner):
+            self.reads[body] = _reads_of_results(step, step.bodies, number, self.decision_of)
 
-    def _reads_of_bodies(self, step: Step, bodies: Bodies) -> ReadDtypes:
+    def _reads_of_bodies(self, step: Step, bodies: Bodies) -> Reads:
         # Half operands stay half, because a `jax.vmap` may broadcast them for each example.
-        reads = [_half_dtype_of(operand, self.decision_of) for operand in step.operands]
+        reads = [_casts_to_stored_half(operand, self.decision_of) for operand in step.operands]
         if bodies.is_loop:
             for n, join in enumerate(step.joins, bodies.start):
-                reads[n] = self.decision_of[join].stored_dtype if join else reads[n]
+                operand = step.operands[n]
+                if join is not None and operand is not None:
+                    reads[n] = self.decision_of[operand].casts_for(self.decision_of[join].stored_dtype)
             for position, _ in self.repeated.get(step, ()):
-                reads[position] = _FLOAT32
+                reads[position] = (_FLOAT32,)
         elif bodies.is_call:
             for position, operand in enumerate(step.operands):
                 if operand is not None and operand.is_cast_once:  # so that the call does not save a float32 copy
                     reads[position] = self._half_read(step.inner[0], bodies, position)
-                # The body of a derivative rule is traced in the original dtypes, so a postponed cast comes before it.
+                # The body of a derivative rule is traced in the original dtypes, so the author's cast comes before it.
                 if operand is not None and bodies.has_rule:
-                    reads[position] = reads[position] or self.decision_of[operand].postponed_cast
+                    reads[position] = reads[position] or self.decision_of[operand].casts_for()
         return reads
 
-    def _half_read(self, body: StepBody, bodies: Bodies, position: int) -> np.dtype | None:
-        """Return the half dtype in which all readers read a body's operand, or None."""
+    def _half_read(self, body: StepBody, bodies: Bodies, position: int) -> Casts:
+        """Return the cast to half with which all readers read a body's operand, or no cast."""
         if body not in self._reads_in_body:
-            dtypes_of: dict[Var, set[np.dtype | None]] = {}
+            casts_of: dict[Var, set[Casts]] = {}
             for step in body.steps:
                 # A value that the author casts to half may already be half before this cast.
                 is_cast = step.eqn.primitive.name == CAST and step.node is not None
-                reads = [self.decision_of[step.node].stored_dtype] if is_cast and step.node else self.reads[step]
-                for atom, dtype in zip(step.eqn.invars, reads, strict=True):
+                reads = [(self.decision_of[step.node].stored_dtype,)] if is_cast and step.node else self.reads[step]
+                for atom, casts in zip(step.eqn.invars, reads, strict=True):
                     if not is_literal(atom):
-                        dtypes_of.setdefault(atom, set()).add(dtype)
-            self._reads_in_body[body] = dtypes_of
+                        casts_of.setdefault(atom, set()).add(casts)
+            self._reads_in_body[body] = casts_of
         jaxpr, _ = opened(bodies.jaxprs[0])
         var = jaxpr.invars[position]
         if var in jaxpr.outvars:
-            return None
-        dtypes = self._reads_in_body[body].get(var, set())
-        return next((dtype for dtype in dtypes if len(dtypes) == 1 and is_half(dtype)), None)
+            return ()
+        different_casts = self._reads_in_body[body].get(var, set())
+        casts = next(iter(different_casts)) if len(different_casts) == 1 else ()
+        return casts if len(casts) == 1 and is_half(casts[0]) else ()
 
 
-def _half_dtype_of(operand: Node | None, decision_of: Mapping[Node, Decision]) -> np.dtype | None:
-    """Return the dtype of a value that is half itself, not by a postponed cast, or None."""
-    dtype = None if operand is None else decision_of[operand].stored_dtype
-    return dtype if is_half(dtype) else None
+def _reads_of_results(step: Step, bodies: Bodies, number: int, decision_of: Mapping[Node, Decision]) -> list[Casts]:
+    """Return the casts of the results of body ``number`` of a step.
+
+    A result that becomes a join is cast to the dtype of the join. The results of a call without a derivative rule are
+    not cast, because their readers outside of the call cast them.
+    """
+    joins, joined = step.joins, bodies.joined(number)
+    reads = list[Casts]()
+    for n, node in enumerate(step.inner[number].results):
+        join = joins[n] if n in joined else None
+        if node is None:
+            reads.append(())
+        elif join is not None:
+            reads.append(decision_of[node].casts_for(decision_of[join].stored_dtype))
+        elif bodies.is_call and not bodies.has_rule:
+            reads.append(())
+        else:
+            reads.append(decision_of[node].casts_for())
+    return reads
+
+
+def _casts_to_stored_half(operand: Node | None, decision_of: Mapping[Node, Decision]) -> Casts:
+    """Return the cast that leaves a half value half.
+
+    It is no cast for a value that is stored in float32, even if all readers see it in half.
+    """
+    if operand is None or not is_half(decision_of[operand].stored_dtype):
+        return ()
+    return (decision_of[operand].stored_dtype,)
 
 
 def _repeated_reads(step: Step, decision_of: Mapping[Node, Decision]) -> RepeatedReads:
@@ -121,20 +151,36 @@ def _repeated_reads(step: Step, decision_of: Mapping[Node, Decision]) -> Repeate
     return repeated
 
 
-def _reads_of_operation(step: Step, decision_of: Mapping[Node, Decision]) -> ReadDtypes:
-    name, node, operands = step.eqn.primitive.name, step.node, step.operands
-    if node is None and name in COMPARISONS:
-        largest: list[Node] = []
-        if name in _EQUALITIES:
-            # The derivative of a maximum compares the maximum with its operands, so all of them must be rounded alike.
-            bounded = [operand for operand in operands if operand and operand.name in BOUNDS]
-            largest = [bound for bound in bounded if {*bound.inputs} & {*operands}]
-        compared = [operand for operand in largest or operands if operand and operand.const != (0.0, 0.0)]
-        dtypes = {decision_of[operand].value_dtype for operand in compared}
-        if len(dtypes) == 1 and (largest or dtypes != {_FLOAT32}):
-            return [None if operand is None else next(iter(dtypes)) for operand in operands]
-    if node is None:
-        return [None if operand is None else operand.original_dtype for operand in operands]
-    if name == CAST and (node.kind is KEPT or is_widening(step, decision_of)):  # the cast may read any dtype
-        return [None if operand is None else decision_of[operand].postponed_cast for operand in operands]
-    return [None if operand is None else read_in(node, operand, decision_of) for operand in operands]
+def _reads_of_operation(step: Step, decision_of: Mapping[Node, Decision]) -> Reads:
+    node = step.node
+    compared_in = _dtype_of_comparison(step, decision_of) if node is None else None
+    may_read_any = step.eqn.primitive.name == CAST and (
+        (node is not None and node.kind is KEPT) or is_widening(step, decision_of)
+    )
+    reads = list[Casts]()
+    for operand in step.operands:
+        if operand is None:
+            reads.append(())
+        elif may_read_any:
+            reads.append(decision_of[operand].casts_for())
+        elif node is None:
+            reads.append(decision_of[operand].casts_for(compared_in or operand.original_dtype))
+        else:
+            reads.append(casts_of_operand(node, operand, decision_of))
+    return reads
+
+
+def _dtype_of_comparison(step: Step, decision_of: Mapping[Node, Decision]) -> np.dtype | None:
+    """Return the dtype in which a comparison reads all operands; None if it reads them in their original dtypes."""
+    name, operands = step.eqn.primitive.name, step.operands
+    if name not in COMPARISONS:
+        return None
+    largest: list[Node] = []
+    if name in _EQUALITIES:
+        # The derivative of a maximum compares the maximum with its operands, so all of them must be rounded alike.
+        bounded = [operand for operand in operands if operand and operand.name in BOUNDS]
+        largest = [bound for bound in bounded if {*bound.inputs} & {*operands}]
+    compared = [operand for operand in largest or operands if operand and operand.const != (0.0, 0.0)]
+    dtypes = {decision_of[operand].value_dtype for operand in compared}
+    is_rounded = len(dtypes) == 1 and (largest or dtypes != {_FLOAT32})
+    return dtypes.pop() if is_rounded else None
