@@ -15,8 +15,7 @@ from jaxmp.base.arguments import printed, require_function
 from jaxmp.base.donation import donation_note
 from jaxmp.engine.classifier import Classifier
 from jaxmp.engine.constant_casts import casts_constants_in_program
-from jaxmp.engine.decide import decide_program
-from jaxmp.engine.decisions import Decisions
+from jaxmp.engine.decide import Decisions, decide_program
 from jaxmp.engine.emit import Emission
 from jaxmp.engine.float64_check import warn_of_float64
 from jaxmp.engine.graph import build

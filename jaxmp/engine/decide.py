@@ -7,33 +7,65 @@ state only rises, so the dtypes do not depend on the order of the rules. docs/au
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import NamedTuple
-
-import numpy as np
+import dataclasses
+from collections.abc import Collection, Hashable, Mapping
 
 from jaxmp.base.dtypes import is_half
 from jaxmp.engine.activations import find_activations, find_half_copies
 from jaxmp.engine.amplifiers import raise_amplified
 from jaxmp.engine.cancellation import raise_cancelled
 from jaxmp.engine.casts import move_casts
-from jaxmp.engine.decisions import Decisions
 from jaxmp.engine.float8_products import Float8Product, choose_float8
 from jaxmp.engine.joins import raise_joins
 from jaxmp.engine.loops import raise_in_loops
 from jaxmp.engine.neighbours import Neighbours
-from jaxmp.engine.nodes import Graph, Node, Step
+from jaxmp.engine.nodes import Graph, Node, Step, StepBody
 from jaxmp.engine.raised_states import States
-from jaxmp.engine.reads import reads_of_steps
-from jaxmp.engine.states import CLEAR, HALF, KEPT, SOURCE, Rule, State
-from jaxmp.engine.value_decision import Decision
+from jaxmp.engine.reads import Reads, RepeatedReads, reads_of_steps
+from jaxmp.engine.value_decision import Decision, decided_dtypes, original_dtypes
 from jaxmp.program.equations import asks_for_what_is_missing
-from jaxmp.program.primitives import CAST
 from jaxmp.program.repeated_casts import sums_half
 
 RAISERS = (raise_joins, raise_amplified, raise_cancelled, raise_in_loops)
 """The rules that do not read the states of neighbours. Their order does not matter."""
-_FLOAT32 = np.dtype(np.float32)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Decisions:
+    """The decisions about a program.
+
+    Attributes:
+      graph: the graph of the program.
+      decision_of: the decision on each value.
+      reads: the casts of the operands of each step, and of the results of each body.
+      repeated_reads: for each scan, the half operands that it reads in float32.
+      float8: the float8 products; for each other half product with a recipe, the reason why it is not float8.
+      unchanged: the steps that are emitted as they are, with their bodies.
+    """
+
+    graph: Graph
+    decision_of: Mapping[Node, Decision]
+    reads: Mapping[Step | StepBody, Reads] = dataclasses.field(default_factory=dict)
+    repeated_reads: Mapping[Step, RepeatedReads] = dataclasses.field(default_factory=dict)
+    float8: Mapping[Step, Float8Product | str] = dataclasses.field(default_factory=dict)
+    unchanged: Collection[Step] = ()
+
+    def float8_product(self, step: Step) -> Float8Product | None:
+        """Return how a step is emitted in float8, or None."""
+        choice = self.float8.get(step)
+        return choice if isinstance(choice, Float8Product) else None
+
+    def key_of(self, step: Step) -> Hashable:
+        """Return a key of the decisions about a step and its bodies.
+
+        Steps with equal equations and keys are emitted alike.
+        """
+        results = [self.decision_of[node] for node in step.nodes if node is not None]
+        nodes = tuple((result.compute_dtype, result.stored_dtype, result.value_dtype) for result in results)
+        operands = tuple(node is not None and node.is_cast_once for node in step.operands)
+        inner = tuple((*map(self.key_of, body.steps), tuple(self.reads[body])) for body in step.inner)
+        reads = tuple(self.reads[step])
+        return nodes, operands, step in self.unchanged, self.float8_product(step), reads, inner
 
 
 def decide_program(graph: Graph) -> Decisions:
@@ -48,21 +80,10 @@ def decide_program(graph: Graph) -> Decisions:
     return Decisions(graph, decision_of, reads, repeated_reads, float8, unchanged)
 
 
-# -- the dtype of each value -------------------------------------------------------------------------------------------
-
-
-class _Dtypes(NamedTuple):
-    """The dtypes of a :class:`Decision`, under the same names."""
-
-    compute_dtype: np.dtype | None
-    stored_dtype: np.dtype
-    value_dtype: np.dtype
-
-
 def decide(graph: Graph) -> dict[Node, Decision]:
     """Return the decision on every value of a graph."""
     if not graph.changes:
-        return {node: _decision(_original_dtypes(node), node.initial_state) for node in graph.nodes}
+        return {node: Decision(*original_dtypes(node), node.initial_state) for node in graph.nodes}
     states = States(graph.nodes)
     for raise_states in RAISERS:
         raise_states(graph, states)
@@ -72,52 +93,10 @@ def decide(graph: Graph) -> dict[Node, Decision]:
     neighbours.lower(graph.nodes)
     decision_of: dict[Node, Decision] = {}
     for node in graph.nodes:
-        dtypes = _dtypes(node, states[node], decision_of)
-        decision_of[node] = _decision(dtypes, states[node], states.rules.get(node), states.causes.get(node))
+        dtypes = decided_dtypes(node, states[node], decision_of)
+        decision_of[node] = Decision(*dtypes, states[node], states.rules.get(node), states.causes.get(node))
     move_casts(graph.nodes, decision_of)
     return decision_of
-
-
-def _decision(dtypes: _Dtypes, state: State, rule: Rule | None = None, cause: Node | None = None) -> Decision:
-    return Decision(**dtypes._asdict(), state=state, rule=rule, cause=cause)
-
-
-def _original_dtypes(node: Node) -> _Dtypes:
-    """Return the dtypes of an operation that keeps its original dtypes."""
-    dtype = node.argument_dtype or node.original_dtype
-    return _Dtypes(None, dtype, dtype)
-
-
-def _dtypes(node: Node, state: State, decision_of: Mapping[Node, Decision]) -> _Dtypes:
-    """Return the dtypes of an operation and of its result.
-
-    Args:
-      node: the operation.
-      state: its state, which no rule raises any more.
-      decision_of: the decisions on its operands.
-    """
-    if node.kind is CLEAR and node.inputs:
-        return _dtypes_of_move(node, decision_of[node.inputs[0]])
-    if node.kind in (SOURCE, CLEAR, KEPT):
-        return _original_dtypes(node)
-    is_half_originally = is_half(node.original_dtype)
-    half = node.original_dtype if is_half_originally or node.half is None else node.half
-    if node.has_float32_result:
-        return _Dtypes(half, _FLOAT32, _FLOAT32)
-    if state >= State.FLOAT32:
-        return _Dtypes(_FLOAT32, _FLOAT32, _FLOAT32)
-    if node.kind is HALF or (state is State.HALF and node.before_product):
-        return _Dtypes(half, half, half)
-    return _original_dtypes(node)
-
-
-def _dtypes_of_move(node: Node, operand: Decision) -> _Dtypes:
-    """Return the dtypes of a move of data, which computes nothing."""
-    if node.is_cast_by_readers:
-        return _Dtypes(None, operand.stored_dtype, node.original_dtype)
-    if node.name == CAST:  # jaxmp's own cast to float32, or a cast to the same dtype
-        return _Dtypes(None, operand.stored_dtype, operand.stored_dtype)
-    return _Dtypes(None, operand.value_dtype, operand.value_dtype)
 
 
 # -- the steps that keep their dtypes ----------------------------------------------------------------------------------

@@ -15,8 +15,7 @@ from jaxmp._internals.jax.traces import is_staged, is_tracing, may_be_skipped
 from jaxmp.base.dtypes import is_half
 from jaxmp.engine.classifier import Classifier
 from jaxmp.engine.constant_casts import constant_in
-from jaxmp.engine.decide import decide_program
-from jaxmp.engine.decisions import Decisions
+from jaxmp.engine.decide import Decisions, decide_program
 from jaxmp.engine.float8_products import emit_float8
 from jaxmp.engine.float32_results import emit_with_float32_result
 from jaxmp.engine.graph import build

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxmp.base.dtypes import is_half, is_narrow
 from jaxmp.base.user_warnings import warn_user
-from jaxmp.engine.decisions import Decisions
+from jaxmp.engine.decide import Decisions
 from jaxmp.engine.marks import names_around
 from jaxmp.engine.nodes import Step
 from jaxmp.engine.overrides import Level, is_float32

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxmp.engine.autocast import computed
-from jaxmp.engine.decisions import Decisions
+from jaxmp.engine.decide import Decisions
 from jaxmp.engine.half_check import NotHalf, check_half_products
 from jaxmp.engine.model_policy import ModelPolicy
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from jaxmp.base.dtypes import is_half
 from jaxmp.base.graphs import nearest_ends
-from jaxmp.engine.decisions import Decisions
+from jaxmp.engine.decide import Decisions
 from jaxmp.engine.marks import path_of
 from jaxmp.engine.nodes import Node, Step
 from jaxmp.engine.operation_patterns import find_patterns

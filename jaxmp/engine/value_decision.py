@@ -1,14 +1,21 @@
-"""The decision on one value."""
+"""The decision on one value: the dtypes in which it is computed, stored and read."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
 
+from jaxmp.base.dtypes import is_half
 from jaxmp.engine.nodes import Node
-from jaxmp.engine.states import Rule, State
+from jaxmp.engine.states import CLEAR, HALF, KEPT, SOURCE, Rule, State
+from jaxmp.program.primitives import CAST
 
+_FLOAT32 = np.dtype(np.float32)
+
+Dtypes = tuple[np.dtype | None, np.dtype, np.dtype]
+"""The first three fields of a :class:`Decision`."""
 Casts = tuple[np.dtype, ...]
 """The dtypes to which a reader casts a value, one after the other; empty for no cast."""
 
@@ -30,8 +37,8 @@ class Decision(NamedTuple):
     stored_dtype: np.dtype
     value_dtype: np.dtype
     state: State
-    rule: Rule | None
-    cause: Node | None
+    rule: Rule | None = None
+    cause: Node | None = None
 
     @property
     def is_cast_by_readers(self) -> bool:
@@ -45,3 +52,41 @@ class Decision(NamedTuple):
         """
         casts = (self.value_dtype,) if self.is_cast_by_readers else ()
         return casts if dtype is None or dtype in casts else (*casts, dtype)
+
+
+def original_dtypes(node: Node) -> Dtypes:
+    """Return the dtypes of an operation that keeps its original dtypes."""
+    dtype = node.argument_dtype or node.original_dtype
+    return None, dtype, dtype
+
+
+def decided_dtypes(node: Node, state: State, decision_of: Mapping[Node, Decision]) -> Dtypes:
+    """Return the dtypes of an operation and of its result.
+
+    Args:
+      node: the operation.
+      state: its state, which no rule raises any more.
+      decision_of: the decisions on its operands.
+    """
+    if node.kind is CLEAR and node.inputs:
+        return _dtypes_of_move(node, decision_of[node.inputs[0]])
+    if node.kind in (SOURCE, CLEAR, KEPT):
+        return original_dtypes(node)
+    is_half_originally = is_half(node.original_dtype)
+    half = node.original_dtype if is_half_originally or node.half is None else node.half
+    if node.has_float32_result:
+        return half, _FLOAT32, _FLOAT32
+    if state >= State.FLOAT32:
+        return _FLOAT32, _FLOAT32, _FLOAT32
+    if node.kind is HALF or (state is State.HALF and node.before_product):
+        return half, half, half
+    return original_dtypes(node)
+
+
+def _dtypes_of_move(node: Node, operand: Decision) -> Dtypes:
+    """Return the dtypes of a move of data, which computes nothing."""
+    if node.is_cast_by_readers:
+        return None, operand.stored_dtype, node.original_dtype
+    if node.name == CAST:  # jaxmp's own cast to float32, or a cast to the same dtype
+        return None, operand.stored_dtype, operand.stored_dtype
+    return None, operand.value_dtype, operand.value_dtype
