@@ -18,7 +18,7 @@ The squared distance ``|x|² + |y|² - 2 x·y`` of two neighbouring points is sm
 
 The search for such products takes these steps:
 
-1. Find each sum that is not a term of another sum: ``k``, but not ``g``.
+1. Find each sum that is not a term of another sum: ``k``, but not ``g``. The search begins at the last sum.
 2. List its terms without moves and constant factors: ``b``, ``e`` and ``i``.
 3. Find the terms that are squared norms: ``b`` of the vector ``x``, and ``e`` of ``y``.
 4. Return the products that have one of these vectors as a factor: ``i``, whose factors are ``x`` and ``y``.
@@ -28,7 +28,7 @@ The terms of such a sum may also be a Gram matrix ``x @ x.T`` and its diagonal, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from jaxmp.engine.graph_paths import SCALES, SQUARES, multiple_of, terms_of
 from jaxmp.engine.nodes import Graph, Node, shape_read
@@ -41,35 +41,23 @@ _MASKED = SCALES | {"select_n"}
 
 
 def products_of_distances(graph: Graph) -> dict[Node, Node]:
-    """Return the products that cancel with squared norms, each with the sum in which it cancels.
+    """Return the products that cancel with squared norms, each with the first sum in which it cancels.
 
     Equal products are listed once, as their first one (``Node.same``).
     """
     total_of: dict[Node, Node] = {}
-    for node in graph.nodes:
-        if node.name in SUMS and not _is_term(node):
-            for product in _cancelled_products(node):
-                total_of.setdefault(product.same, node)
+    inner_sums = set[Node]()
+    for node in reversed(graph.nodes):  # a sum comes after the sums that are its terms
+        if node.name in SUMS and node.same not in inner_sums:
+            terms, sums = terms_of(node)
+            inner_sums.update(sums)
+            for product in _cancelled_products(terms):
+                total_of[product.same] = node
     return total_of
 
 
-def _is_term(total: Node) -> bool:
-    """Return whether a sum is read only by another sum, directly or after moves and constant factors."""
-    value = total
-    while len(value.users) == 1:
-        (reader,) = value.users
-        if reader.name in SUMS:
-            return True
-        is_move_or_multiple = multiple_of(reader) is not reader
-        if not is_move_or_multiple:
-            return False
-        value = reader
-    return False
-
-
-def _cancelled_products(total: Node) -> Iterator[Node]:
+def _cancelled_products(terms: Sequence[Node]) -> Iterator[Node]:
     """Yield the products among the terms of a sum for which another term is the squared norm of a factor."""
-    terms = terms_of(total)
     vectors = {vector for term in terms if (vector := _vector_of_squared_norm(term)) is not None}
     for term in terms:
         factors = _factors(term) if term.name in PRODUCTS else None

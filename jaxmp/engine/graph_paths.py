@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import NamedTuple
 
 from jaxmp.base.graphs import reachable
 from jaxmp.engine.nodes import Node
@@ -41,18 +42,30 @@ def only_variable(node: Node) -> Node | None:
     return variables[0] if len(variables) == 1 else None
 
 
-def terms_of(total: Node) -> list[Node]:
-    """Return the terms of a sum, without moves, signs and constant factors.
+class Terms(NamedTuple):
+    """The terms of a sum.
 
-    A term that is a sum itself is replaced by its terms. If another operation reads it too, as in a residual stream, it
-    is a term of its own: the search would otherwise go back to the beginning of the stream. A term that is added twice
-    is listed twice.
+    Attributes:
+      terms: the terms, without moves, signs and constant factors. A term that is added twice is listed twice.
+      sums: the sums that are terms themselves. Their terms are among ``terms`` in their place.
     """
-    terms, stack = list[Node](), list(total.inputs)
+
+    terms: list[Node]
+    sums: list[Node]
+
+
+def terms_of(total: Node) -> Terms:
+    """Return the terms of a sum.
+
+    If another operation also reads a term that is a sum, as in a residual stream, its terms are not listed: the search
+    would otherwise go back to the beginning of the stream.
+    """
+    terms, sums, stack = list[Node](), list[Node](), list(total.inputs)
     while stack:
         term = multiple_of(stack.pop())
         if term.name in SUMS and len(term.users) == 1:
+            sums.append(term)
             stack += term.inputs
         else:
             terms.append(term)
-    return terms
+    return Terms(terms, sums)

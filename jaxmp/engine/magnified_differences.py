@@ -142,7 +142,8 @@ def _rounded_values(difference: Node) -> list[Node]:
     These are products, functions that approach 1, and the values between them and the difference.
     """
     # The search does not go through sums. So it also starts at the terms of an operand that is a sum.
-    values = reachable([*difference.inputs, *terms_of(difference)], _operands_with_same_digits)
+    terms, _ = terms_of(difference)
+    values = reachable([*difference.inputs, *terms], _operands_with_same_digits)
     computed = [value for value in values if value.after_product]
     is_rounded = any(value.name in _ROUNDED for value in computed)
     return computed if is_rounded else []
