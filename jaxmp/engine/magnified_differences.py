@@ -26,13 +26,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from jax.extend.core import JaxprEqn
 
 from jaxmp.base.graphs import reachable
-from jaxmp.engine.graph_paths import ROOTS, SCALES, only_variable, terms_of
+from jaxmp.engine.graph_paths import SCALES, only_variable, terms_of
 from jaxmp.engine.nodes import Graph, Node, Step
 from jaxmp.engine.states import CLEAR, HALF, JOIN
 from jaxmp.program.equations import is_literal
-from jaxmp.program.primitives import CHOICES, LOGARITHMS, POWERS, PRODUCTS, SUMS, Trait, with_trait
+from jaxmp.program.primitives import CHOICES, POWERS, PRODUCTS, SINGULAR, SUMS, Trait, with_trait
 
 _BETWEEN = SCALES | with_trait(Trait.KEEPS_MAGNITUDE) | CHOICES
 """Operations between a difference and the operation that magnifies it, or between a product and the difference."""
@@ -59,34 +60,41 @@ def values_of_magnified_differences(graph: Graph) -> dict[Node, Node]:
 # -- step 1: the operand that is magnified -----------------------------------------------------------------------------
 
 
-def _magnified_operands(step: Step) -> list[Node]:
-    """Return the operand of a root or a logarithm, or the divisor of a division.
+def _magnified_operand(step: Step) -> Node | None:
+    """Return the operand that a step magnifies where the operand is small, or None.
 
-    A root may be a power with an exponent below 1. A step that the user makes half rounds its operands itself, so
-    nothing before it needs more digits.
+    Examples are the operand of a root or a logarithm, and the divisor of a division.
     """
-    if step.kind is HALF:
-        return []
-    operands = [operand.origin for operand in step.operands if operand is not None]
     name = step.eqn.primitive.name
-    if name == "div":
-        return operands[1:]
-    if name == "pow":
-        exponent: Any = step.eqn.invars[1]
-        is_root = is_literal(exponent) and np.ndim(exponent.val) == 0 and exponent.val < 1
-        return operands[:1] if is_root else []
-    return operands if name in ROOTS | LOGARITHMS else []
+    if name not in SINGULAR or (name in POWERS and not _is_exponent_below_1(step.eqn)):
+        return None
+    operand = step.operands[SINGULAR[name]]
+    return operand and operand.origin
+
+
+def _is_exponent_below_1(power: JaxprEqn) -> bool:
+    """Return whether a power has a constant exponent below 1, as a root and the inverse of a square have."""
+    if "y" in power.params:
+        return bool(power.params["y"] < 1)
+    exponent: Any = power.invars[1]
+    return is_literal(exponent) and np.ndim(exponent.val) == 0 and exponent.val < 1
 
 
 # -- step 2: the differences that make it small ------------------------------------------------------------------------
 
 
 def _magnified_differences(step: Step) -> list[Node]:
-    """Return the differences of a constant and a value whose small errors a step magnifies."""
-    operands = _magnified_operands(step)
+    """Return the differences of a constant and a value whose small errors a step magnifies.
+
+    A step that the user makes half rounds its operands itself, so nothing before it needs more digits.
+    """
+    if step.kind is HALF:
+        return []
     if step.eqn.primitive.name == "log1p":  # it adds the constant 1 itself: log1p(-x) is log(1 - x)
+        operands = [operand.origin for operand in step.operands if operand is not None]
         return [operand for operand in operands if _is_negated(operand)]
-    values = reachable(operands, _operands_that_make_small)
+    magnified = _magnified_operand(step)
+    values = reachable([] if magnified is None else [magnified], _operands_that_make_small)
     return [value for value in values if _is_difference(value) and _has_large_constant(value)]
 
 
@@ -107,10 +115,8 @@ def _operands_that_make_small(node: Node) -> list[Node]:
 
 def _is_difference(node: Node) -> bool:
     """Return whether a sum has one constant, and the other term has the other sign: c - x, x - c, or -x + c."""
-    variable = only_variable(node)
-    if node.name not in SUMS or variable is None:
-        return False
-    return node.name == "sub" or variable.origin.name == "neg"
+    has_one_constant = node.name in SUMS and only_variable(node) is not None
+    return has_one_constant and (node.name == "sub" or _is_negated(node))
 
 
 def _is_negated(node: Node) -> bool:
