@@ -19,7 +19,7 @@ from jaxmp.engine.product_flow import mark_looked_up, mark_products
 from jaxmp.engine.small_products import make_sums
 from jaxmp.engine.states import CLEAR, FULL, HALF, JOIN, KEPT, SOURCE, STRICT, Kind, State
 from jaxmp.program.equations import Array, Opened, bodies_of, extremes_of
-from jaxmp.program.primitives import BOUNDS, CAST, EXTREMES, PRODUCTS, Trait, with_trait
+from jaxmp.program.primitives import BOUNDS, EXTREMES, PRODUCTS, Trait, with_trait
 from jaxmp.program.reading import read_program
 from jaxmp.program.values import BRANCHES, CARRY, CONSTANT, LAST_CARRY, Body, Equation, Value
 
@@ -104,8 +104,8 @@ def _tells_apart(name: str, operands: Sequence[Node]) -> bool:
 def _origin_of(node: Node) -> Node:
     """Return the value before a move or a cast to float32, or the node itself."""
     is_moved = node.kind is CLEAR and node.name not in _NO_MOVES
-    is_cast = node.kind is FULL and node.name == CAST
-    return node.inputs[0].origin if (is_moved or is_cast) and len(node.inputs) == 1 else node.same
+    is_copy = is_moved or node.is_cast_to_float32
+    return node.inputs[0].origin if is_copy and len(node.inputs) == 1 else node.same
 
 
 class _Builder:

@@ -158,9 +158,10 @@ def _rounded_values(difference: Node) -> list[Node]:
 def _operands_with_same_digits(node: Node) -> Sequence[Node]:
     """Return the operands whose last digits decide the last digits of a value.
 
-    A computed value is passed if only one of its operands depends on products, as in a scale, a power or a bound.
+    A computed value is passed if only one of its operands depends on products, as in a scale, a power or a bound. A
+    cast to float32 is passed, too.
     """
-    if node.kind in (CLEAR, JOIN):
+    if node.kind in (CLEAR, JOIN) or node.is_cast_to_float32:
         return node.inputs
     computed = {operand for operand in node.inputs if operand.after_product}
     if node.name not in _KEEPS_DIGITS or len(computed) != 1:

@@ -15,8 +15,7 @@ from jaxmp.engine.activations import is_stream
 from jaxmp.engine.graph_paths import readers_of
 from jaxmp.engine.nodes import Node
 from jaxmp.engine.raised_states import States
-from jaxmp.engine.states import CLEAR, FULL, INFER, JOIN, KEPT, SOURCE, Rule, State
-from jaxmp.program.primitives import CAST
+from jaxmp.engine.states import CLEAR, INFER, JOIN, KEPT, SOURCE, Rule, State
 
 
 class Neighbours(NamedTuple):
@@ -77,8 +76,8 @@ class Neighbours(NamedTuple):
         A cast to float32 that the author wrote does not count as such a reader. Nor does a product that reads half and
         has a float32 result.
         """
-        is_cast = reader.name == CAST and reader.kind is FULL
-        return self.states[reader] >= State.FLOAT32 and not is_cast and not reader.has_float32_result
+        is_float32 = self.states[reader] >= State.FLOAT32
+        return is_float32 and not reader.is_cast_to_float32 and not reader.has_float32_result
 
     def lower(self, nodes: Sequence[Node]) -> None:
         """Make undecided nodes half if they read a half value, directly or indirectly."""

@@ -20,7 +20,7 @@ from jaxmp._internals.jax.sources import Names
 from jaxmp.base.dtypes import is_half
 from jaxmp.engine.marks import Region
 from jaxmp.engine.overrides import FLOAT32_RESULT
-from jaxmp.engine.states import KEPT, Kind, State
+from jaxmp.engine.states import FULL, KEPT, Kind, State
 from jaxmp.policy.float8 import Float8
 from jaxmp.program.equations import Bodies, aval_of
 from jaxmp.program.primitives import CAST
@@ -65,6 +65,11 @@ class Node:
         """Return whether it is a cast to half that the author wrote."""
         is_written = self.name == CAST and self.step is not None and self.step.kind is KEPT
         return is_written and is_half(self.original_dtype)
+
+    @property
+    def is_cast_to_float32(self) -> bool:
+        """Return whether it is a cast to float32 that the author wrote."""
+        return self.name == CAST and self.kind is FULL
 
     @property
     def is_cast_once(self) -> bool:

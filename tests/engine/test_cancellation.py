@@ -156,6 +156,15 @@ def test_a_constant_minus_a_product_is_float32_if_its_small_values_are_magnified
     np.testing.assert_allclose(*both(fun, policy, x, y), rtol=1e-3)
 
 
+@pytest.mark.parametrize("power", [1, 2])
+def test_a_product_that_the_author_casts_to_float32_cancels_like_any_other(power):
+    def fun(x):
+        cosines = (x.astype("bfloat16") @ x.T.astype("bfloat16")).astype("float32")
+        return jnp.sqrt(1.001 - cosines**power)
+
+    assert products(half(fun), X) == ["float32"]
+
+
 # From tanh-Gaussian policies (rljax, CleanRL), and cross-entropies of sigmoids that a layer also reads.
 SATURATING = {
     "log(1 - tanh**2)": lambda h: (a := jnp.tanh(h), jnp.log(1 - a**2 + 1e-6)),
