@@ -31,8 +31,8 @@ IN_LOOPS = ("language model", "recurrent")
 """Programs in which a rounding in one iteration changes the rounding errors of the next."""
 
 
-SMALL = ("distances", "experts", "messages")
-"""The programs that differentiate twice within about two seconds."""
+QUICK = ("distances", "experts")
+"""The programs that quick tests measure: one without choices, and one with them."""
 
 
 def norm(arrays):
@@ -79,7 +79,7 @@ def share_within(pairs, factor):
 def programs(without=()):
     slow = pytest.mark.slow("differentiates the gradient of a deep program")
     names = [name for name in PROGRAMS if name not in without]
-    return [pytest.param(name, marks=() if name in SMALL else slow) for name in names]
+    return [pytest.param(name, marks=() if name in QUICK else slow) for name in names]
 
 
 class TestAgainstTheTruth:
@@ -322,12 +322,13 @@ class TestTrainSteps:
         sharded = step_budget(sharding=jaxmp.sharding.Sharding(mesh, specs))
         assert_same(whole, sharded)
 
-    def test_a_step_has_its_own_policy(self):
-        with pytest.raises(ValueError, match="already has a policy"):
+    def test_the_policy_of_a_step_may_be_passed_to_the_tool(self, whole):
+        assert_same(whole, step_budget(policy=None, policy_of_tool="mixed_bfloat16"))
+        with pytest.raises(ValueError, match="already has a policy, got policy='mixed_bfloat16'; leave it out"):
             step_budget(policy_of_tool="mixed_bfloat16")
 
 
-def step_budget(policy_of_tool=None, **options):
+def step_budget(policy="mixed_bfloat16", policy_of_tool=None, **options):
     loss_fn, make_args = PROGRAMS["flow"]
     params, batch = make_args()
     sharding = options.get("sharding")
@@ -335,7 +336,7 @@ def step_budget(policy_of_tool=None, **options):
         state = jaxmp.TrainState.create(params=params, tx=optax.sgd(0.1))
     else:
         state = jaxmp.TrainState.create_sharded(lambda: jax.tree.map(jnp.asarray, params), optax.sgd(0.1), sharding)
-    step = jaxmp.make_train_step(loss_fn, policy="mixed_bfloat16", donate=False, **options)
+    step = jaxmp.make_train_step(loss_fn, policy=policy, donate=False, **options)
     return error_budget(step, policy_of_tool)(state, batch)
 
 

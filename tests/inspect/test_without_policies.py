@@ -264,7 +264,6 @@ def test_every_tool_takes_a_step(way):
 def test_settings_that_a_step_has_itself_are_refused():
     step, args = _step("mixed_float16")
     for tool, settings in (
-        (numerics, {"policy": "mixed_float16"}),
         (numerics, {"tx": optax.sgd(0.1)}),
         (numerics, {"loss_scale": 8.0}),
         (compare, {"loss_scale": 8.0}),
@@ -274,6 +273,8 @@ def test_settings_that_a_step_has_itself_are_refused():
         (name,) = settings
         with pytest.raises(ValueError, match=f"a train step already has .*, got {name}; leave it out"):
             tool(step, **settings)(*args)
+    with pytest.raises(ValueError, match="already has a policy, got policy='mixed_float16'; leave it out"):
+        numerics(step.with_options(policy="mixed_float16"), policy="mixed_float16")
 
 
 def test_a_step_with_a_mesh_is_refused_with_what_to_compare():

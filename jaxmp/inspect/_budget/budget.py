@@ -22,8 +22,8 @@ from jaxmp.inspect.program.calls import (
     is_step,
     loss_of_step,
     require_arguments_not_deleted,
-    require_own_settings,
     step_call,
+    step_under_policy,
 )
 from jaxmp.inspect.program.function_leaves import of_arrays
 from jaxmp.inspect.status import status_of
@@ -153,7 +153,8 @@ def error_budget(
       fun: a function that returns the loss (a floating scalar), or a tuple whose first element is the loss. It may also
         be a train step; then call the returned function with the step's arguments. For any other function, the errors
         are those of its floating results.
-      policy: a policy with which :func:`jaxmp.autocast` runs ``fun``, in addition to the policies in ``fun``.
+      policy: a policy with which :func:`jaxmp.autocast` runs ``fun``, in addition to the policies in ``fun``. Leave it
+        out for a train step that was made with a policy.
       overrides: overrides of ``policy``, as for :func:`jaxmp.autocast`.
       probes: the number of random directions in which the errors of the gradients are measured. With more directions,
         the estimates are more exact and take longer.
@@ -165,7 +166,7 @@ def error_budget(
 
     Raises:
       ValueError: the results are not floating, or not finite in float32; the program rounds nothing, or has float8
-        values; ``probes`` is less than 1; ``policy`` or ``overrides`` are set for a train step; or
+        values; ``probes`` is less than 1; ``policy`` is set for a train step that has one; or
         :func:`jaxmp.autocast` rejects them.
       RuntimeError: an argument was donated to an earlier step.
 
@@ -187,9 +188,9 @@ def error_budget(
     def run(*args: Any) -> ErrorBudget:
         with status_of("error budget: tracing") as status:
             if is_step(fun):
-                require_own_settings(policy=policy, overrides=overrides)
-                program = program_of_step(step_call(fun, args))
-                rows = plan_rows(loss_of_step(fun), args, None, None)
+                step = step_under_policy(fun, policy, overrides)
+                program = program_of_step(step_call(step, args))
+                rows = plan_rows(loss_of_step(step), args, None, None)
             else:
                 require_arguments_not_deleted(fun, args)
                 plain, arrays = of_arrays(fun, args)

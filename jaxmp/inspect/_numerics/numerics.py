@@ -24,7 +24,7 @@ from jaxmp.inspect.counts.counting_step import CountingStep, updates_of
 from jaxmp.inspect.counts.statistics import Statistics
 from jaxmp.inspect.counts.step_records import TENSORS, StepRecords, gradients_and_records, records_of_step
 from jaxmp.inspect.program import nnx_models
-from jaxmp.inspect.program.calls import is_inexact, is_step, require_own_settings, step_call
+from jaxmp.inspect.program.calls import is_inexact, is_step, require_own_settings, step_call, step_under_policy
 from jaxmp.inspect.program.function_leaves import PythonLeaves, with_functions, without_functions
 from jaxmp.optim.checks import require_loss
 from jaxmp.training.step import TrainStep
@@ -159,14 +159,16 @@ def numerics(
         the loss. ``params`` is a pytree of arrays, or an ``nnx.Module``, whose Params are differentiated. ``args`` are
         pytrees of arrays. ``loss_fn`` may also be a train step. Then call the returned function with the step's
         arguments. The returned function counts the values of the next step, but does not change the state.
-      policy: a policy with which :func:`jaxmp.autocast` runs the loss function, or None.
+      policy: a policy with which :func:`jaxmp.autocast` runs the loss function, or None. Leave it out for a train step
+        that was made with a policy.
       loss_scale: a power of two by which the loss is multiplied before the differentiation, so that gradients in half
         precision underflow as in training. The magnitudes in the result do not include this factor.
       tx: an optimizer that computes ``updates`` from the gradients, with or without :func:`jaxmp.loss_scaling`. If
         ``opt_state`` is None, the optimizer starts in its initial state.
 
     Raises:
-      ValueError: ``loss_scale`` is not a power of two; or ``policy``, ``tx`` or ``loss_scale`` is set for a train step.
+      ValueError: ``loss_scale`` is not a power of two; ``tx`` or ``loss_scale`` is set for a train step; or ``policy``
+        for a train step that has one.
       TypeError: the loss is not a floating scalar.
       RuntimeError: an argument was donated to an earlier step.
 
@@ -181,8 +183,8 @@ def numerics(
     4.0
     """
     if is_step(loss_fn):
-        require_own_settings(policy=policy, tx=tx, loss_scale=None if loss_scale == 1 else loss_scale)
-        return _count_train_step(loss_fn)
+        require_own_settings(tx=tx, loss_scale=None if loss_scale == 1 else loss_scale)
+        return _count_train_step(step_under_policy(loss_fn, policy))
     statistics.exponent_of(loss_scale)
     count = _counting_program(loss_fn, policy, tx)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -108,6 +108,22 @@ def require_own_settings(**settings: Any) -> None:
             raise ValueError(
                 f"a train step already has a policy, an optimizer and a loss scale, got {name}; leave it out"
             )
+
+
+def step_under_policy(step: Any, policy: Any, overrides: Mapping[str, str] | None = None) -> Any:
+    """Return a train step that runs its loss function under a policy. Without a policy, return ``step``.
+
+    Raises:
+      ValueError: the step was made with another policy.
+    """
+    if policy is None:
+        return step
+    if getattr(step, "of_trees", step).options.get("policy") is not None:
+        raise ValueError(
+            f"this train step already has a policy, got policy={policy!r}; leave it out, or inspect "
+            "step.with_options(policy=…)"
+        )
+    return step.with_options(policy=policy, overrides=overrides)
 
 
 def named(args: Any) -> Any:
