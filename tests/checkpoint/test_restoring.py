@@ -224,7 +224,10 @@ def test_keys_of_another_implementation_are_restored_as_they_were(tmp_path, caps
     assert bits(again.rng) == bits(raw)
 
 
-@pytest.mark.parametrize("rounding", ["stochastic", "kahan", "split"])
+SAME_STATE = pytest.mark.slow("the same state, less the lost part")
+
+
+@pytest.mark.parametrize("rounding", ["kahan", "split", pytest.param("stochastic", marks=SAME_STATE)])
 def test_the_optimizer_may_gain_or_lose_low_precision(rounding, trained, tmp_path, capsys):
     def half_run(seed):
         tx = jaxmp.low_precision(ADAM, rounding=rounding)

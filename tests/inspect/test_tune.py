@@ -98,16 +98,16 @@ def _plain(x, weight):
 
 
 def test_many_modules_need_no_more_than_six_compilations():
-    loss_fn = _deep_loss([_short_step] * 15 + [_plain])
+    loss_fn = _deep_loss([_short_step] * 9 + [_plain])
     tuned = tune(loss_fn, "mixed_bfloat16", operations=False)(_params()[0], X)
-    assert len(tuned.rows) == 16 and all(not math.isnan(row.error) for row in tuned.rows)  # each module was tried
-    assert tuned.error_before > tuned.tolerance >= tuned.error and 1 < len(tuned.overrides) < 16
+    assert len(tuned.rows) == 10 and all(not math.isnan(row.error) for row in tuned.rows)  # each module was tried
+    assert tuned.error_before > tuned.tolerance >= tuned.error and 1 < len(tuned.overrides) < 10
     assert tuned.evaluations <= 6
 
 
 def test_no_smaller_set_of_modules_is_enough():
     """The sets are measured one by one, each with a compilation."""
-    loss_fn, args, half = _deep_loss([_flow, _plain, _steep, _plain]), (_params()[0], X), get_policy("mixed_bfloat16")
+    loss_fn, args, half = _deep_loss([_flow, _steep, _plain]), (_params()[0], X), get_policy("mixed_bfloat16")
     tuned = tune(loss_fn, half, operations=False)(*args)
     measurement, candidates = Measurement(loss_fn, [args], half, 1.0), candidates_of(loss_fn, args, half)
     count = sum(row.is_float32 for row in tuned.rows)
