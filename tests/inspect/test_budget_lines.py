@@ -353,7 +353,14 @@ def marked_lines(program):
     return {start - 1 + statement.lineno for mark in marks for statement in mark.body}
 
 
-@pytest.mark.parametrize("your_code", [name for name in ROWS if isinstance(ROWS[name].original, functools.partial)])
+def rows_with_marked_lines():
+    """Return the names of the rows that mark lines. Quick tests run every sixth, one of which is unexplained."""
+    slow = pytest.mark.slow("differentiates a gradient")
+    names = [name for name in ROWS if isinstance(ROWS[name].original, functools.partial)]
+    return [pytest.param(name, marks=() if number % 6 == 0 else slow) for number, name in enumerate(names)]
+
+
+@pytest.mark.parametrize("your_code", rows_with_marked_lines())
 def test_the_error_budget_names_the_line_to_mark(your_code):
     row = ROWS[your_code]
     budget = error_budget(row.unmarked)(*row.args)
