@@ -130,18 +130,25 @@ def test_large_and_infinite_logits_are_no_trouble():
     assert np.asarray(cross_entropy(logits, np.array([1]))).tolist() == [120000]
 
 
-def test_losses_and_gradients_of_large_logits_are_as_exact_as_those_of_small_ones():
+@pytest.mark.parametrize(
+    ("dtype", "largest"), [(jnp.float32, 2.0**27), (jnp.bfloat16, 2.0**14), (jnp.float16, 2.0**15)]
+)
+def test_losses_and_gradients_of_large_logits_are_those_of_float64(dtype, largest):
     def stored(logits):
         return cross_entropy(logits, 0, label_smoothing=0.1)
 
     def fused(logits):  # x is 1, so the weights are the logits
-        return projected_cross_entropy(jnp.ones((1, 1)), logits[:, None], jnp.array([0]), label_smoothing=0.1)
+        return projected_cross_entropy(jnp.ones((1, 1), dtype), logits[:, None], jnp.array([0]), label_smoothing=0.1)
 
-    add = np.float32([0.0, 0.0, -16.0])  # 1e8 - 16 is exact in float32
-    gradients = jax.jit(lambda logits: [jax.value_and_grad(loss)(logits) for loss in (stored, fused)])
-    for got, want in zip(gradients(1e8 + add), gradients(add), strict=True):
-        np.testing.assert_allclose(got[0], want[0], rtol=1e-6)
-        np.testing.assert_allclose(got[1], want[1], rtol=1e-6, atol=1e-7)
+    eps = float(jnp.finfo(dtype).eps)
+    logits = (largest * np.array([1, 1, 1 - eps])).astype(dtype)  # exact
+    with jax.enable_x64(True):
+        want, exact = jax.value_and_grad(lambda z: naive(z, 0, label_smoothing=0.1))(logits.astype(np.float64))
+    # A gradient of half logits has the error of one rounding to half, and the error of the log-sum-exp in float32.
+    rtol = 1e-6 if dtype == jnp.float32 else eps / 2 + largest * 2.0**-24
+    for loss, gradient in jax.jit(lambda z: [jax.value_and_grad(fun)(z) for fun in (stored, fused)])(logits):
+        np.testing.assert_allclose(loss, want, rtol=1e-6)
+        np.testing.assert_allclose(np.asarray(gradient, np.float64), exact, rtol=rtol, atol=1e-7)
 
 
 @pytest.mark.parametrize("softcap", [None, 3.0])
