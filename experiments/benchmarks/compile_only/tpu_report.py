@@ -15,13 +15,14 @@ NAME = "tpu_steps"
 MIB = 2**20
 VARIANTS = (
     "hand-fp32", "hand-tf32", "hand-bf16", "jaxmp-bf16", "jaxmp-bf16-1chunk", "autocast-bf16", "unprepared-bf16",
-    "jaxmp-bf16-remat-full")  # fmt: skip
+    "jmp-bf16", "jaxmp-bf16-remat-full")  # fmt: skip
 """The rows of benchmarks.train_step that make sense on a TPU."""
 LABELS = {
     "hand-fp32": "JAX by hand, float32, highest precision",
     "hand-tf32": "JAX by hand, float32, JAX's default precision",
+    "hand-bf16": "JAX by hand, bf16, by `dtype=` of Flax's modules",
 }
-"""The labels of rows whose usual label names a GPU's format."""
+"""The labels of rows whose usual label names a GPU's format, and of the row that the others are compared with."""
 COLUMNS = (
     "step", "million cycles", "/ by hand", "ms", "memory ms", "peak MiB", "/ by hand", "half FLOPs", "kernels",
 )  # fmt: skip

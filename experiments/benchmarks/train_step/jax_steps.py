@@ -5,7 +5,8 @@ Each row is written as users of the library write it:
 - jaxmp: a model without a dtype under `jaxmp.linen.apply_policy`, and `make_train_step`
 - autocast: the same model without a policy, and `make_train_step(policy=…)`
 - hand, jmp, flax: :mod:`experiments.benchmarks.models.by_hand` in an ordinary optax step, with the loss scaling in the
-  documentation of jmp or Flax
+  documentation of jmp or Flax if the row is scaled
+- jmp without scaling: the float32 code of `hand` under a policy of jmp, in the same optax step
 - unprepared: the float32 code of `hand` under `jaxmp.autocast`, in the same optax step
 """
 
@@ -72,11 +73,31 @@ def train_step(case: Workload, row: Row) -> tuple[Start, Step]:
     loss_fn = by_hand.loss_fn_of(model)
     if row.library == "unprepared":
         loss_fn = jaxmp.autocast(loss_fn, POLICIES[row.precision])
+    if _has_jmp_policy(row):
+        loss_fn = _under_jmp_policy(loss_fn, HALF[row.precision])
     if row.precision == "fp32":
         loss_fn = jax.default_matmul_precision("highest")(loss_fn)
     init = functools.partial(by_hand.init, case, model)
     steps = {"jmp": scaled_steps.with_jmp, "flax": scaled_steps.with_flax}
-    return steps.get(row.library, scaled_steps.no_scaling)(loss_fn, tx, init)
+    make_step = steps[row.library] if row.scaled else scaled_steps.no_scaling
+    return make_step(loss_fn, tx, init)
+
+
+def _has_jmp_policy(row: Row) -> bool:
+    return row.library == "jmp" and not row.scaled
+
+
+def _under_jmp_policy(loss_fn: LossFn, dtype: Any) -> LossFn:
+    """Return a loss function under a policy of jmp, as in "Policies" in jmp's README."""
+    import jmp
+
+    policy = jmp.Policy(param_dtype=jnp.float32, compute_dtype=dtype, output_dtype=jnp.float32)
+
+    def with_casts(params: Any, model_state: Any, batch: Any, rng: Any) -> tuple[jax.Array, Any]:
+        params, batch = policy.cast_to_compute((params, batch))
+        return policy.cast_to_output(loss_fn(params, model_state, batch, rng))
+
+    return with_casts
 
 
 def forward(case: Workload, row: Row) -> tuple[Start, Callable[..., jax.Array]]:
@@ -107,7 +128,8 @@ def forward(case: Workload, row: Row) -> tuple[Start, Callable[..., jax.Array]]:
 
 
 def _by_hand(case: Workload, row: Row) -> Any:
-    return by_hand.build(case, None if row.library == "unprepared" else HALF.get(row.precision))
+    is_float32_code = row.library == "unprepared" or _has_jmp_policy(row)
+    return by_hand.build(case, None if is_float32_code else HALF.get(row.precision))
 
 
 def prepare(case: Workload, row: Row, which: Pass, batch: Any) -> Prepared:

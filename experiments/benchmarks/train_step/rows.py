@@ -103,6 +103,7 @@ ROWS: dict[str, Row] = {
     "hand-bf16": Row("JAX by hand, bf16", "hand", "bf16"),
     "hand-bf16-cublas": Row("JAX by hand, bf16, no product in Triton", "hand", "bf16", triton=False, forward=False),
     "hand-fp16": Row("JAX by hand, fp16, no scaling", "hand", "fp16"),
+    "jmp-bf16": Row("jmp's policy on float32 code by hand, bf16", "jmp", "bf16", forward=False),
     "jmp-fp16": Row("by hand, fp16, jmp.DynamicLossScale", "jmp", "fp16", scaled=True, forward=False),
     "flax-fp16": Row("by hand, fp16, flax DynamicScale", "flax", "fp16", scaled=True, forward=False),
     "torch-bf16": Row("torch AMP, bf16", "torch", "bf16"),

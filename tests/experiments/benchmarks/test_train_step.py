@@ -247,6 +247,7 @@ def test_steps_of_peers_give_a_state_for_the_next_one():
     new, _ = lowered.out_info
     assert jax.tree.map(lambda x: (x.shape, x.dtype), new) == jax.tree.map(lambda x: (x.shape, x.dtype), state)
     assert "f16" in lowered.as_text()
+    assert {*jax_steps.step_flops(case, ROWS["jmp-bf16"])} == {"bfloat16"}  # by jmp's policy, without a dtype
 
 
 def test_rows_are_chosen_by_name_and_know_what_they_need(monkeypatch):
