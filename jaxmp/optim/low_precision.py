@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.tree_util import GetAttrKey, KeyPath
 from jax.typing import DTypeLike
 
 from jaxmp.base.arguments import require_whole_number
@@ -27,11 +28,13 @@ from jaxmp.optim.compensation import COMPENSATION_DTYPES, compensation_of, read_
 from jaxmp.optim.packed_tree import is_packed
 from jaxmp.optim.stochastic_rounding import Draw, stochastic_bfloat16
 from jaxmp.optim.stored_moments import (
+    MomentFormat,
     as_float8_blocks,
     decoded,
     in_bfloat16,
     is_blocks,
     leaves_of_state,
+    paths_of_moments,
     readable_with_scales,
 )
 from jaxmp.policy.patterns import Path, covers, require_param_match, require_param_pattern
@@ -54,11 +57,13 @@ class LowPrecisionState(NamedTuple):
       inner_state: the state of the wrapped optimizer, with the moments in their storage format.
       compensation: the rounding error of each bfloat16 param, in bfloat16 with ``"kahan"`` and in int8 with
         ``"split"``; None for other params. If no param has one of these two roundings, ``compensation`` is None.
+      moments: the storage format of the moments.
     """
 
     count: jax.Array  # type: ignore[assignment]  # hides tuple.count, as in the states of optax
     inner_state: Any
     compensation: Any
+    moments: MomentFormat
 
 
 def low_precision(
@@ -245,7 +250,8 @@ class _LowPrecisionTransform:
 
             stored = [] if before is None or before.compensation is None else [before.compensation]
             compensation = jax.tree.map_with_path(lost, weights, *stored)
-        return LowPrecisionState(count, self._encoded(inner_state, inner_state, count), compensation)
+        stored = self._encoded(inner_state, inner_state, count)
+        return LowPrecisionState(count, stored, compensation, MomentFormat(self.moments))
 
     def update(
         self, updates: optax.Updates, state: LowPrecisionState, weights: optax.Params | None = None, **extra_args: Any
@@ -263,7 +269,7 @@ class _LowPrecisionTransform:
         new_updates, compensation = self._rounded_updates(changes, state, weights)
         count = optax.safe_int32_increment(state.count)
         inner_state = self._encoded(inner_state, state.inner_state, count, scales)
-        return new_updates, LowPrecisionState(count, inner_state, compensation)
+        return new_updates, LowPrecisionState(count, inner_state, compensation, state.moments)
 
     def _check_arguments(self, state: Any, weights: Any) -> None:
         if weights is None:
@@ -273,6 +279,8 @@ class _LowPrecisionTransform:
             raise self._error_of_state(f"one of another optimizer ({type(state).__name__})")
         if (state.compensation is not None) != self._is_compensated:
             raise self._error_of_state("one of another rounding")
+        if state.moments.name != self.moments:
+            raise self._error_of_state(f"one with moments={state.moments.name!r}, not {self.moments!r}")
         self._require_compensation(state.compensation, weights)
 
     def _error_of_state(self, came: str) -> ValueError:
@@ -385,6 +393,19 @@ def rounds_params(opt_state: Any) -> bool:
     """Return whether an optimizer's state has a :class:`LowPrecisionState` in it."""
     nodes = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, LowPrecisionState))
     return any(isinstance(node, LowPrecisionState) for node in nodes)
+
+
+def paths_in_bfloat16(state: LowPrecisionState) -> set[KeyPath]:
+    """Return the paths of the moments and compensations that a state stores in bfloat16.
+
+    A leaf that was cast to bfloat16 outside of the optimizer is not among them.
+    """
+    paths = []
+    if state.moments.name == "bfloat16":
+        paths += [(GetAttrKey("inner_state"), *path) for path in paths_of_moments(state.inner_state)]
+    compensations = jax.tree.leaves_with_path(state.compensation)
+    paths += [(GetAttrKey("compensation"), *path) for path, _ in compensations]
+    return set(paths)
 
 
 def with_compensation(weights: Any, opt_state: Any) -> Any:

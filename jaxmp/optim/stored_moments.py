@@ -5,6 +5,7 @@ Moments in 8 bits have a scale for each block, as in Dettmers et al. 2022, arXiv
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import flax.struct
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import optax.contrib
+from jax.tree_util import KeyPath
 
 from jaxmp.base.trees import map_nodes_of_type, path_name, widen
 from jaxmp.optim.stochastic_rounding import LARGEST, SMALLEST, Draw, stochastic_bfloat16, stochastic_float8
@@ -40,6 +42,17 @@ _SECOND: dict[type, tuple[str, ...]] = {
     optax.ScaleByAdaDeltaState: ("e_g", "e_x"),
     optax.ScaleByRssState: ("sum_of_squares",),
 }
+
+
+@flax.struct.dataclass
+class MomentFormat:
+    """The format in which a state stores its moments, as a static part of the state.
+
+    Attributes:
+      name: ``"float32"``, ``"bfloat16"`` or ``"float8"``.
+    """
+
+    name: str = flax.struct.field(pytree_node=False)
 
 
 @flax.struct.dataclass
@@ -144,19 +157,35 @@ class StateLeaf(NamedTuple):
 
 
 def leaves_of_state(state: Any) -> list[StateLeaf]:
-    """Return the path of each leaf of a state, and whether the leaf is a moment."""
-
-    def is_known(node: Any) -> bool:
-        return type(node) in _SIGNED or type(node) in _SECOND
-
+    """Return the path of each leaf of a state, and whether the leaf is a moment to store in another format."""
     leaves = []
-    for path, node in jax.tree.leaves_with_path(state, is_leaf=is_known):
-        signed, second = _SIGNED.get(type(node), ()), _SECOND.get(type(node), ())
-        for inner_path, leaf in jax.tree.leaves_with_path(node):
-            # A moment in another dtype than float32 stays as it is: the user chose the dtype, for example by mu_dtype.
-            field = path_name(inner_path[:1]) if is_known(node) and leaf.dtype == jnp.float32 else None
-            leaves.append(StateLeaf(path_name((*path, *inner_path)), field in (*signed, *second), field in second))
+    for path, field, node, leaf in _leaves_with_fields(state):
+        # A moment in another dtype than float32 stays as it is: the user chose the dtype, for example by mu_dtype.
+        is_moment = field in _moments_of(node) and leaf.dtype == jnp.float32
+        is_second = is_moment and field in _SECOND.get(type(node), ())
+        leaves.append(StateLeaf(path_name(path), is_moment, is_second))
     return leaves
+
+
+def paths_of_moments(state: Any) -> list[KeyPath]:
+    """Return the paths of the moments in a state, in any dtype."""
+    return [path for path, field, node, _ in _leaves_with_fields(state) if field in _moments_of(node)]
+
+
+def _leaves_with_fields(state: Any) -> Iterator[tuple[KeyPath, str | None, Any, Any]]:
+    """Yield the path of each leaf, the field and the state of optax that have it, and the leaf.
+
+    Outside of the states with known moments, the field is None, and the state is the leaf.
+    """
+    for path, node in jax.tree.leaves_with_path(state, is_leaf=lambda node: bool(_moments_of(node))):
+        for inner_path, leaf in jax.tree.leaves_with_path(node):
+            field = path_name(inner_path[:1]) if inner_path else None
+            yield (*path, *inner_path), field, node, leaf
+
+
+def _moments_of(node: Any) -> tuple[str, ...]:
+    """Return the names of the fields with moments of a state of optax, empty for anything else."""
+    return (*_SIGNED.get(type(node), ()), *_SECOND.get(type(node), ()))
 
 
 def is_blocks(leaf: Any) -> bool:

@@ -392,6 +392,67 @@ def test_bfloat16_state_is_accepted_only_of_low_precision(rounding: str) -> None
     assert found(update, state.params, halved, X) == ["half-optimizer-state"] * 2
 
 
+NESTED = {
+    "chain": lambda tx: optax.chain(optax.clip(1.0), tx),
+    "partition": lambda tx: optax.partition({"w": tx, "b": optax.sgd(0.1)}, {"w": "w", "b": "b"}),
+    "MultiSteps": lambda tx: optax.MultiSteps(tx, 2),
+}
+
+
+@pytest.mark.parametrize("nested", NESTED)
+@pytest.mark.parametrize("is_inside", [True, False], ids=["inside", "around"])
+def test_half_moments_are_found_unless_low_precision_stores_them_in_half(nested: str, is_inside: bool) -> None:
+    """Put the other transform inside of low_precision, or around it."""
+
+    def state_of(**options: Any) -> Any:
+        nest, adam = NESTED[nested], optax.adam(1e-3)
+        tx = jaxmp.low_precision(nest(adam), **options) if is_inside else nest(jaxmp.low_precision(adam, **options))
+        return jax.eval_shape(tx.init, {"w": jnp.ones((16, 16), BF16), "b": jnp.ones(16, BF16)})
+
+    def halved(state: Any, dtype: Any) -> Any:
+        """Return a state whose moments of ``w`` were cast by hand."""
+
+        def cast(path: Any, leaf: Any) -> Any:
+            return leaf.update(dtype=dtype) if {"mu", "nu"} & {*jaxmp.base.trees.path_parts(path)} else leaf
+
+        return jax.tree.map_with_path(cast, state)
+
+    def found(state: Any) -> set[str]:
+        report = audit(lambda opt_state: opt_state, "mixed_bfloat16", compile=False)(state)
+        assert {finding.kind for finding in report.findings} <= {"half-optimizer-state"}
+        # MultiSteps around low_precision sums gradients in the params' dtype
+        findings = [finding for finding in report.findings if "acc_grads" not in finding.path]
+        return {finding.what.split()[0] for finding in findings}
+
+    wide, half, kahan = state_of(), state_of(moments="bfloat16"), state_of(rounding="kahan", moments="float8")
+    assert found(wide) == found(half) == found(kahan) == set()
+    assert found(halved(wide, BF16)) == {"bfloat16"}
+    assert found(halved(half, F16)) == {"float16"}  # not the format of this optimizer either
+
+
+def test_the_second_moment_that_low_precision_keeps_wide_may_not_be_half() -> None:
+    tx = jaxmp.low_precision(optax.amsgrad(1e-3), moments="bfloat16")  # it keeps the maximum of nu in float32
+    state = jax.eval_shape(tx.init, {"w": jnp.ones(16, BF16)})
+    [amsgrad, *others] = state.inner_state
+    halved = state._replace(inner_state=(amsgrad._replace(nu_max={"w": shape(16, dtype=BF16)}), *others))
+    paths = []
+    for opt_state in (state, halved):
+        report = audit(lambda opt_state: opt_state, "mixed_bfloat16", compile=False)(opt_state)
+        paths.append([finding.path for finding in report.findings])
+    assert paths == [[], ["inner_state/0/nu_max/w"]]
+
+
+@pytest.mark.parametrize("moments", ["float32", "bfloat16"])
+def test_half_moments_of_nnx_are_found_unless_low_precision_stores_them_in_half(moments: str) -> None:
+    model = nnx.Linear(16, 16, rngs=nnx.Rngs(0), param_dtype=BF16)
+    optimizer = jaxmp.nnx.Optimizer(model, jaxmp.low_precision(optax.sgd(0.1, momentum=0.9), moments=moments))
+    for leaf in jax.tree.leaves(optimizer.opt_state, is_leaf=lambda node: isinstance(node, nnx.Variable)):
+        if leaf.get_raw_value().dtype == F32 and leaf.get_raw_value().ndim:
+            leaf.set_raw_value(leaf.get_raw_value().astype(BF16))
+    report = audit(lambda optimizer: optimizer.step[...], "mixed_bfloat16", compile=False)(optimizer)
+    assert kinds(report) == ["half-optimizer-state"] * (2 if moments == "float32" else 0)
+
+
 @pytest.mark.filterwarnings("ignore:updates below")  # of the half params
 def test_state_of_nnx_in_half_is_found_by_its_name() -> None:
     class Model(nnx.Module):

@@ -460,6 +460,7 @@ def test_a_mistake_is_refused():
     adam, weights = optax.adam(0.1), {"w": concrete.ones(4, jnp.bfloat16)}
     sgd = jaxmp.low_precision(optax.sgd(0.1))
     kahan, split = (jaxmp.low_precision(adam, rounding=rounding) for rounding in ("kahan", "split"))
+    half_moments = jaxmp.low_precision(adam, moments="bfloat16")
     pair = {"a": weights["w"], "b": weights["w"]}
     of_a, of_b, of_a_only = (
         jaxmp.low_precision(optax.sgd(0.1), rounding=rounding)
@@ -488,6 +489,10 @@ def test_a_mistake_is_refused():
         (lambda: sgd.update(weights, sgd.init(weights)), "rounds params, got none"),
         (lambda: jaxmp.low_precision(adam).update(weights, adam.init(weights), weights), state_message),
         (lambda: jaxmp.low_precision(adam).update(weights, kahan.init(weights), weights), state_message),
+        (
+            lambda: half_moments.update(weights, jaxmp.low_precision(adam).init(weights), weights),
+            r"got one with moments='float32', not 'bfloat16'; for a train state use state.with_tx\(tx\)",
+        ),
         (
             lambda: jaxmp.low_precision(adam, rounding={"w": "kahan", "v/*": "split"}).init(weights),
             "pattern 'v/\\*' matches no leaf; the nearest paths: 'w'",

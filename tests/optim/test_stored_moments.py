@@ -86,6 +86,17 @@ def test_half_moments_of_an_optimizer_keep_their_dtype():
     assert "0/mu/w: unchanged" in str(tx)
 
 
+def test_the_format_of_the_moments_is_static():
+    weights = {"w": concrete.ones((4, 16), jnp.bfloat16)}
+    adam = optax.adam(1e-3)
+    states = [jax.eval_shape(jaxmp.low_precision(adam, moments=name).init, weights) for name in ("float32", "bfloat16")]
+    assert [state.moments.name for state in states] == ["float32", "bfloat16"]
+    for state in states:
+        fields = {str(path[0]) for path, _ in jax.tree.leaves_with_path(state)}
+        assert fields == {".count", ".inner_state"}  # a checkpoint from before has the same arrays
+    assert jax.tree.structure(states[0]) != jax.tree.structure(states[1])
+
+
 def test_str_describes_an_optimizer_that_needs_other_params():
     tx = jaxmp.low_precision(optax.masked(optax.adam(1e-3), {"x": True}), moments="bfloat16")
     assert "moments: bfloat16, rounded stochastically; their names depend on the params" in str(tx)

@@ -6,13 +6,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax.sharding import NamedSharding
 
 from jaxmp.base.trees import is_key, path_name
 from jaxmp.optim.loss_scale import LossScale
-from jaxmp.optim.low_precision import LowPrecisionState
+from jaxmp.optim.low_precision import LowPrecisionState, paths_in_bfloat16
 from jaxmp.sharding.specs import axes_in_spec as axes_of
 
 _KIND_OF_NAME = {
@@ -40,8 +41,9 @@ class Leaf(NamedTuple):
       is_recognised: whether the type of the leaf or the name of the argument determines the kind. Otherwise, the
         position of the argument determines the kind.
       path_in_state: the path in the params, the optimizer state or the statistics, if the type of the state is known;
-        None for all other leaves. The audit checks the dtypes of leaves with this path. Averaged params, caches and the
-        state of :func:`jaxmp.low_precision` may have any dtype, so their ``path_in_state`` is None too.
+        None for all other leaves. The audit checks the dtypes of leaves with this path. Averaged params and caches may
+        have any dtype, so their ``path_in_state`` is None too. The same holds for the leaves that the state of
+        :func:`jaxmp.low_precision` itself stores in bfloat16.
     """
 
     value: Any
@@ -68,27 +70,30 @@ def leaves_of(args: Sequence[Any], names: Sequence[str]) -> Iterator[Leaf]:
         nodes = jax.tree.leaves_with_path(arg, is_leaf=lambda node: _is_state(node) or isinstance(node, LossScale))
         by_position = "batch" if position and not any(_is_state(node) for _, node in nodes) else "params"
         prefix = [jax.tree_util.DictKey(name)] if name else []
-        low_precision = _paths_of_low_precision(arg)
+        in_bfloat16 = _paths_in_bfloat16(arg)
         for path, node in nodes:
             for inner, leaf in jax.tree.leaves_with_path(node):
                 recognised, path_in_state = _KIND_OF_NAME.get(name), None
                 if _is_state(node):
                     recognised, path_in_state = _kind_and_path_in_state(node, path, inner)
-                if any((*path, *inner)[: len(start)] == start for start in low_precision):
+                if (*path, *inner) in in_bfloat16 and leaf.dtype == jnp.bfloat16:
                     path_in_state = None
                 is_other = is_key(leaf) or isinstance(node, LossScale)
                 kind = "other" if is_other else recognised or by_position
                 yield Leaf(leaf, kind, path_name((*prefix, *path, *inner)), recognised is not None, path_in_state)
 
 
-def _paths_of_low_precision(arg: Any) -> list[tuple[Any, ...]]:
-    """Return the paths of the states of :func:`jaxmp.low_precision` in an argument."""
+def _paths_in_bfloat16(arg: Any) -> set[tuple[Any, ...]]:
+    """Return the paths of the leaves that states of :func:`jaxmp.low_precision` store in bfloat16."""
 
     def is_low_precision(node: Any) -> bool:
         return isinstance(node, LowPrecisionState)
 
-    nodes = jax.tree.leaves_with_path(arg, is_leaf=is_low_precision)
-    return [path for path, node in nodes if is_low_precision(node)]
+    paths = set()
+    for path, node in jax.tree.leaves_with_path(arg, is_leaf=is_low_precision):
+        if is_low_precision(node):
+            paths |= {(*path, *inner) for inner in paths_in_bfloat16(node)}
+    return paths
 
 
 def _is_state(node: Any) -> bool:

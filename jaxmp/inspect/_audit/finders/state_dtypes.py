@@ -21,7 +21,8 @@ def half_params(audited: Audited) -> Faults:
 def half_optimizer_state(audited: Audited) -> Faults:
     """Find optimizer state that is not float32.
 
-    The state of :func:`jaxmp.low_precision` is left out, because it has the dtypes that the user chose.
+    The leaves that a state of :func:`jaxmp.low_precision` itself stores in bfloat16 are left out. A half moment is found
+    if the optimizer stores its moments in another format.
     """
     for value, path in _state(audited, "optimizer"):
         if value.dtype != np.float32:
