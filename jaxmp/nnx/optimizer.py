@@ -95,14 +95,16 @@ class Optimizer(_Object):
         _require_some(params, model, wrt)
         warn_about_params(without_loss_scaling(tx), nnx.as_pure(params))
         with params_are_checked():
-            shapes = jax.eval_shape(tx.init, params)
+            shapes = jax.eval_shape(tx.init, nnx.as_pure(params))
         is_scaled = has_loss_scale(shapes)
         if is_scaled and loss_scale is not None:
             raise ValueError("tx has a loss scale already, got another one as loss_scale=...; drop one of them")
         if not is_scaled:
             tx = loss_scaling(tx, NoOpLossScale() if loss_scale is None else loss_scale)
         with params_are_checked():
-            super().__init__(model, tx, wrt=wrt, **kwargs)
+            init = functools.partial(_init_with_variables, tx)
+            super().__init__(model, optax.GradientTransformation(init, tx.update), wrt=wrt, **kwargs)
+        self.tx = tx
         get_loss_scale(self.opt_state)  # raises if there are several
         require_outermost(tx, self.opt_state)
         self._needs_policy = needs_policy(model)
@@ -208,6 +210,25 @@ class Optimizer(_Object):
         _set((self.opt_state, self.step), (state.opt_state, state.step))
         if self.ema is not None:
             self.ema = nnx.data(state.ema_params)
+
+
+def _init_with_variables(tx: optax.GradientTransformation, params: Any) -> Any:
+    """Return the state of an optimizer, with a Variable in place of each array that has the path and shape of a param.
+
+    Flax would pass ``params``, a State of Variables, to ``tx.init``, but a State of arrays to ``tx.update``. Their paths
+    differ, so masks and labels by path would differ, too. The Variables carry the metadata of the params, for example
+    their sharding.
+    """
+    variables = dict(jax.tree.leaves_with_path(params, is_leaf=lambda node: isinstance(node, nnx.Variable)))
+
+    def as_variable(path: Any, leaf: Any) -> Any:
+        for start in range(len(path)):
+            variable = variables.get(path[start:])
+            if variable is not None and np.shape(variable.get_raw_value()) == np.shape(leaf):
+                return variable.replace(leaf)
+        return leaf
+
+    return jax.tree.map_with_path(as_variable, tx.init(nnx.as_pure(params)))
 
 
 def _set(variables: Any, values: Any) -> None:

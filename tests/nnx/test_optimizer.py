@@ -188,6 +188,40 @@ def test_an_optimizer_with_loss_scaling_is_not_wrapped_again():
     assert int(optimizer.skipped_steps) == 1 and np.all(np.isfinite(model.weight[...]))
 
 
+@pytest.mark.parametrize("makes_step", [True, False], ids=["make_train_step", "update"])
+def test_masks_and_labels_by_path_see_the_paths_of_the_params(makes_step):
+    def labels(params):
+        return jax.tree.map_with_path(lambda path, _: path[-1].key, params)
+
+    def is_kernel(params):
+        return jax.tree.map_with_path(lambda path, _: path[-1].key == "kernel", params)
+
+    decayed = optax.chain(optax.add_decayed_weights(0.5, mask=is_kernel), optax.sgd(1.0))
+    frozen = optax.partition({"kernel": optax.set_to_zero(), "bias": optax.sgd(1.0, momentum=0.9)}, labels)
+    for tx, expected in ((decayed, {"kernel": 0.5, "bias": 1.0}), (frozen, {"kernel": 1.0, "bias": 0.0})):
+        model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+        model.kernel.set_raw_value(jnp.ones((2, 3)))
+        model.bias.set_raw_value(jnp.ones(3))
+        optimizer = Optimizer(model, tx)
+
+        def loss_of_bias(model, is_frozen):
+            return is_frozen * model.bias[...].sum() + 0 * model.kernel[...].sum()
+
+        if makes_step:
+            jaxmp.nnx.make_train_step(loss_of_bias)(model, optimizer, jnp.float32(tx is frozen))
+        else:
+            optimizer.update(model, nnx.grad(loss_of_bias)(model, jnp.float32(tx is frozen)))
+        for name, value in expected.items():
+            np.testing.assert_array_equal(getattr(model, name)[...], np.full_like(getattr(model, name)[...], value))
+
+
+def test_the_state_of_a_param_has_its_metadata():
+    model = Small()
+    model.weight = nnx.Param(model.weight[...], note="kept")
+    trace = Optimizer(model, MOMENTUM).opt_state.inner_state[0].trace["weight"]
+    assert type(trace).__name__ == "OptVariable" and trace.get_metadata()["note"] == "kept"
+
+
 def test_without_a_loss_scale_non_finite_steps_are_skipped_and_nothing_is_scaled():
     model = Small()
     optimizer = Optimizer(model, optax.sgd(0.1))
