@@ -9,7 +9,7 @@ rounding error in another 16 bits. A split master weight stores it in 8 bits.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -37,14 +37,12 @@ from jaxmp.optim.stored_moments import (
     paths_of_moments,
     readable_with_scales,
 )
-from jaxmp.policy.patterns import Path, covers, require_param_match, require_param_pattern
+from jaxmp.policy.patterns import ALL, first_match, require_first_matches, require_param_pattern
 
 Rounding = Literal["stochastic", "kahan", "split", "nearest"]
 Moments = Literal["float32", "bfloat16", "float8"] | DTypeLike
 _ROUNDINGS = ("stochastic", "kahan", "split", "nearest")
 _MOMENTS = ("float32", "bfloat16", "float8")
-_ALL = "**"
-"""The pattern that matches every param."""
 _DEFAULT: Rounding = "stochastic"
 """The rounding of a param that no pattern covers."""
 
@@ -117,7 +115,7 @@ def low_precision(
     >>> new.dtype, round(float(1 - new.astype("float32").mean()), 4)  # rounding to nearest would give 0
     (dtype(bfloat16), 0.001)
     """
-    roundings = dict(rounding) if isinstance(rounding, Mapping) else {_ALL: rounding}
+    roundings = dict(rounding) if isinstance(rounding, Mapping) else {ALL: rounding}
     for pattern, choice in roundings.items():
         require_param_pattern(pattern)
         if choice not in _ROUNDINGS:
@@ -163,7 +161,7 @@ class _LowPrecisionTransform:
     def init(self, weights: optax.Params) -> LowPrecisionState:
         _require_dtypes(weights)
         paths = [path_parts(path) for path, _ in jax.tree.leaves_with_path(weights)]
-        self._require_matches(paths)
+        require_first_matches(self._patterns, paths)
         self.warn_if_nothing_is_rounded(weights)
         state = self.inner.init(widen(weights))
         if rounds_params(state):
@@ -180,22 +178,9 @@ class _LowPrecisionTransform:
             )
         return self.wrap(state, weights)
 
-    def _require_matches(self, paths: Sequence[Path]) -> None:
-        """Raise a ValueError if a pattern, other than ``"**"``, is the first match of none of these paths of params."""
-        first_matches = {path: self._first_match(path) for path in paths}
-        for pattern, _ in self.roundings:
-            if pattern == _ALL or pattern in first_matches.values():
-                continue
-            require_param_match(pattern, paths)
-            earlier = next(first for path, first in first_matches.items() if covers(pattern, path))
-            raise ValueError(
-                f"the first match wins, but {pattern!r} comes after {earlier!r}, which matches the same params; put "
-                f"{earlier!r} last, or leave {pattern!r} out"
-            )
-
-    def _first_match(self, path: Path) -> str | None:
-        """Return the first pattern that covers a param, or None."""
-        return next((pattern for pattern, _ in self.roundings if covers(pattern, path)), None)
+    @property
+    def _patterns(self) -> list[str]:
+        return [pattern for pattern, _ in self.roundings]
 
     def warn_if_nothing_is_rounded(self, weights: Any) -> None:
         """Warn if this transform has a rounding other than the default, but no param is bfloat16."""
@@ -210,11 +195,11 @@ class _LowPrecisionTransform:
     def _rounding_text(self) -> str:
         """Return the argument ``rounding`` as text."""
         roundings = dict(self.roundings)
-        return repr(roundings[_ALL] if list(roundings) == [_ALL] else roundings)
+        return repr(roundings[ALL] if list(roundings) == [ALL] else roundings)
 
     def _rounding_of(self, path: Any) -> str:
         """Return the rounding of the param at a path."""
-        pattern = self._first_match(path_parts(path))
+        pattern = first_match(self._patterns, path_parts(path))
         return _DEFAULT if pattern is None else dict(self.roundings)[pattern]
 
     def _compensation_dtype(self, path: Any, weight: Any) -> Any:
@@ -250,8 +235,8 @@ class _LowPrecisionTransform:
 
             stored = [] if before is None or before.compensation is None else [before.compensation]
             compensation = jax.tree.map_with_path(lost, weights, *stored)
-        stored = self._encoded(inner_state, inner_state, count)
-        return LowPrecisionState(count, stored, compensation, MomentFormat(self.moments))
+        encoded = self._encoded(inner_state, inner_state, count)
+        return LowPrecisionState(count, encoded, compensation, MomentFormat(self.moments))
 
     def update(
         self, updates: optax.Updates, state: LowPrecisionState, weights: optax.Params | None = None, **extra_args: Any
@@ -365,7 +350,7 @@ class _LowPrecisionTransform:
         }[self.moments]
         lines = []
         roundings = dict(self.roundings)
-        roundings.setdefault(_ALL, _DEFAULT)
+        roundings.setdefault(ALL, _DEFAULT)
         for pattern, rounding in roundings.items():
             where = "" if len(roundings) == 1 else f" of {pattern!r}"
             lines.append(f"bfloat16 params{where} {of_params[rounding]}")

@@ -25,6 +25,9 @@ OPERATIONS = ("primitive:", "class:")
 EVERY = "class:*"
 """The override key for all operations that no other key covers."""
 
+ALL = "**"
+"""The pattern that matches every module and every param."""
+
 
 class UnmatchedOverrideError(ValueError):
     """An override matched no module of the model, or no operation of the function."""
@@ -144,6 +147,29 @@ def require_param_match(pattern: str, paths: Sequence[Path]) -> None:
             f"the pattern {pattern!r} matches no leaf; the nearest paths: "
             f"{closest_names(pattern, ['/'.join(path) for path in paths])}"
         )
+
+
+def require_first_matches(patterns: Iterable[str], paths: Sequence[Path]) -> None:
+    """Raise a ValueError if a pattern is the first match of none of these paths of params.
+
+    The first match wins. ``"**"`` may match nothing, because it is the default for all other params.
+    """
+    patterns = list(patterns)
+    first_matches = {path: first_match(patterns, path) for path in paths}
+    for pattern in patterns:
+        if pattern == ALL or pattern in first_matches.values():
+            continue
+        require_param_match(pattern, paths)
+        earlier = next(first for path, first in first_matches.items() if covers(pattern, path))
+        raise ValueError(
+            f"the first match wins, but {pattern!r} comes after {earlier!r}, which matches the same params; put "
+            f"{earlier!r} last, or leave {pattern!r} out"
+        )
+
+
+def first_match(patterns: Iterable[str], path: Path) -> str | None:
+    """Return the first pattern that covers a param, or None."""
+    return next((pattern for pattern in patterns if covers(pattern, path)), None)
 
 
 def better_patterns(pattern: Pattern, paths: Iterable[Path], classes: Iterable[type] = ()) -> str:

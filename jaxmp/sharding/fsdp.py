@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 from jaxmp.base import tables
 from jaxmp.base import trees as _tree
-from jaxmp.policy.patterns import covers, require_param_match
+from jaxmp.policy.patterns import covers, first_match, require_first_matches, require_param_match
 from jaxmp.sharding.specs import (
     Mesh,
     as_tuple,
@@ -63,8 +63,9 @@ def fsdp_specs(
 
     Raises:
       TypeError: ``mesh`` is not a mesh.
-      ValueError: the mesh does not have the axis; a pattern matches nothing; a rule's spec has more entries than the
-        leaf has axes, names an unknown mesh axis, names a mesh axis twice, or splits an axis that is not divisible.
+      ValueError: the mesh does not have the axis; a pattern matches nothing, or only leaves that an earlier rule matches;
+        a rule's spec has more entries than the leaf has axes, names an unknown mesh axis, names a mesh axis twice, or
+        splits an axis that is not divisible.
 
     >>> mesh = jax.sharding.AbstractMesh((2,), ("fsdp",))
     >>> shapes = jax.eval_shape(lambda: {"kernel": jnp.ones((512, 1024)), "bias": jnp.ones(1024)})
@@ -79,14 +80,15 @@ def fsdp_specs(
     rules, stacked = dict(rules or {}), as_tuple(stacked)
     leaves = jax.tree.leaves_with_path(shapes)
     paths = [_tree.path_parts(path) for path, _ in leaves]
-    for pattern in (*rules, *stacked):
+    require_first_matches(rules, paths)
+    for pattern in stacked:
         require_param_match(pattern, paths)
 
     def spec_of(path: Any, leaf: Any) -> PartitionSpec:
         parts, shape = _tree.path_parts(path), tuple(leaf.shape)
-        for pattern, spec in rules.items():
-            if covers(pattern, parts):
-                return fitting(spec, pattern, "/".join(parts), shape, mesh)
+        pattern = first_match(rules, parts)
+        if pattern is not None:
+            return fitting(rules[pattern], pattern, "/".join(parts), shape, mesh)
         first = int(any(covers(pattern, parts) for pattern in stacked))
         sizes = [(size, -dim) for dim, size in enumerate(shape) if dim >= first and size % mesh.shape[axis] == 0]
         if not sizes or math.prod(shape[first:]) < min_size or mesh.shape[axis] == 1:

@@ -41,7 +41,7 @@ def test_axis_0_of_stacked_leaves_is_layers():
 def test_a_rule_is_the_whole_spec_of_all_below_and_the_first_wins():
     mesh = mesh_of(fsdp=2, tensor=2)
     shapes = {"mlp": {"up": shape(512, 1024), "down": shape(1024, 512)}, "head": shape(512, 512)}
-    rules = {"mlp/up": P("fsdp", "tensor"), "**/mlp": P("tensor", "fsdp")}
+    rules = {"mlp/up": P("fsdp", "tensor"), "**/mlp": P("tensor", "fsdp"), "head": P("fsdp"), "**": P()}
     assert sharding.fsdp_specs(shapes, mesh, rules=rules) == {
         "mlp": {"up": P("fsdp", "tensor"), "down": P("tensor", "fsdp")},
         "head": P("fsdp"),
@@ -69,6 +69,10 @@ def test_optimizer_and_average_follow_the_params():
     [
         ({"axis": "data"}, "which has the axes 'fsdp', got 'data'"),
         ({"rules": {"**/kernal": P()}}, r"'\*\*/kernal' matches no leaf; the nearest paths: .*kernel"),
+        (
+            {"rules": {"**": P(), "dense/kernel": P(None, "fsdp")}},
+            r"'dense/kernel' comes after '\*\*', which matches the same params; put '\*\*' last",
+        ),
         ({"rules": {"type:Dense": P()}}, "must be a path, got 'type:Dense'"),
         ({"rules": {"**/kernel": P("fsdp", "fsdp")}}, "each mesh axis at most once"),
         ({"rules": {"**/kernel": P("fsdp")}}, r"got size 6 over 4 devices of 'fsdp' in 'dense/kernel'"),

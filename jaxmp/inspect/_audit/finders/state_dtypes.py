@@ -21,8 +21,8 @@ def half_params(audited: Audited) -> Faults:
 def half_optimizer_state(audited: Audited) -> Faults:
     """Find optimizer state that is not float32.
 
-    The leaves that a state of :func:`jaxmp.low_precision` itself stores in bfloat16 are left out. A half moment is found
-    if the optimizer stores its moments in another format.
+    Arrays that a state of :func:`jaxmp.low_precision` itself stores in bfloat16 are left out. A half moment is found if
+    the optimizer stores its moments in another format.
     """
     for value, path in _state(audited, "optimizer"):
         if value.dtype != np.float32:
