@@ -67,7 +67,7 @@ class LowPrecisionState(NamedTuple):
 def low_precision(
     inner: optax.GradientTransformation,
     *,
-    rounding: Rounding | Mapping[str, Rounding] = "stochastic",
+    rounding: Rounding | Mapping[str, Rounding] | None = None,
     moments: Moments = "float32",
     seed: int = 0,
     block: int = 256,
@@ -76,8 +76,8 @@ def low_precision(
 
     ``inner`` gets float32 params, gradients and state, so any optax optimizer works. The new param is rounded to
     bfloat16, and the update is the float32 difference between the new and the old param. So ``optax.apply_updates``
-    gives exactly the rounded param. float32 params are not rounded, so norms and biases may stay float32. If you choose
-    another rounding than the default, and no param is bfloat16, ``init`` warns.
+    gives exactly the rounded param. float32 params are not rounded, so norms and biases may stay float32. If no param
+    is bfloat16, ``init`` warns, unless you left out ``rounding`` and store the moments in fewer bits.
 
     The only transform that you may put around ``low_precision`` is :func:`jaxmp.loss_scaling`. The random bits of
     stochastic rounding are a hash of the seed, the count of updates, the param's path and the position in the array. So
@@ -93,10 +93,10 @@ def low_precision(
       inner: any optax transform.
       rounding: the rounding of bfloat16 params: ``"stochastic"``; ``"kahan"``, which stores the rounding error in 16
         more bits per param; ``"split"``, which stores 8 more bits of each param's mantissa; or ``"nearest"``, which
-        loses every update that is smaller than half a unit in the param's last place. For several roundings, pass a
-        mapping from patterns of param paths to roundings, such as ``{"embed": "stochastic", "**": "kahan"}``. The first
-        match wins. A pattern is a glob as in :class:`jaxmp.PolicyMap`, and covers all params below the path. A param
-        that no pattern covers is rounded stochastically.
+        loses every update that is smaller than half a unit in the param's last place. None means ``"stochastic"``. For
+        several roundings, pass a mapping from patterns of param paths to roundings, such as ``{"embed": "stochastic",
+        "**": "kahan"}``. The first match wins. A pattern is a glob as in :class:`jaxmp.PolicyMap`, and covers all
+        params below the path. A param that no pattern covers is rounded stochastically.
       moments: the format in which moments are stored between steps: ``"float32"``, ``"bfloat16"`` or ``"float8"``. An
         alias (``"bf16"``) or a dtype will do, too.
       seed: the seed of stochastic rounding.
@@ -115,7 +115,10 @@ def low_precision(
     >>> new.dtype, round(float(1 - new.astype("float32").mean()), 4)  # rounding to nearest would give 0
     (dtype(bfloat16), 0.001)
     """
-    roundings = dict(rounding) if isinstance(rounding, Mapping) else {ALL: rounding}
+    if rounding is None:
+        roundings: dict[str, Rounding] = {}
+    else:
+        roundings = dict(rounding) if isinstance(rounding, Mapping) else {ALL: rounding}
     for pattern, choice in roundings.items():
         require_param_pattern(pattern)
         if choice not in _ROUNDINGS:
@@ -183,18 +186,24 @@ class _LowPrecisionTransform:
         return [pattern for pattern, _ in self.roundings]
 
     def warn_if_nothing_is_rounded(self, weights: Any) -> None:
-        """Warn if this transform has a rounding other than the default, but no param is bfloat16."""
-        if are_params_checked() or all(rounding == _DEFAULT for _, rounding in self.roundings):
+        """Warn if no param is bfloat16, but the user chose a rounding, or no moment is stored in fewer bits."""
+        if are_params_checked() or any(_is_bfloat16(leaf) for leaf in jax.tree.leaves(weights)):
             return
-        if not any(_is_bfloat16(leaf) for leaf in jax.tree.leaves(weights)):
+        if self.roundings:
             warn_user(
                 f"rounding={self._rounding_text()} rounds bfloat16 params, but no param is bfloat16, so it does "
                 "nothing; use a policy with bfloat16 params, such as 'bfloat16_sr', or leave rounding out"
             )
+        elif self.moments == "float32":
+            warn_user(
+                "low_precision rounds bfloat16 params, but no param is bfloat16, so it does nothing; use a policy with "
+                "bfloat16 params, such as 'bfloat16_sr', store the moments with moments='bfloat16', or leave "
+                "low_precision out"
+            )
 
     def _rounding_text(self) -> str:
         """Return the argument ``rounding`` as text."""
-        roundings = dict(self.roundings)
+        roundings = dict(self.roundings) or {ALL: _DEFAULT}
         return repr(roundings[ALL] if list(roundings) == [ALL] else roundings)
 
     def _rounding_of(self, path: Any) -> str:

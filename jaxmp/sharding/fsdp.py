@@ -63,9 +63,9 @@ def fsdp_specs(
 
     Raises:
       TypeError: ``mesh`` is not a mesh.
-      ValueError: the mesh does not have the axis; a pattern matches nothing, or only leaves that an earlier rule matches;
-        a rule's spec has more entries than the leaf has axes, names an unknown mesh axis, names a mesh axis twice, or
-        splits an axis that is not divisible.
+      ValueError: the mesh does not have the axis; a pattern matches nothing, or only leaves that an earlier rule
+        matches; a rule's spec has more entries than the leaf has axes, names an unknown mesh axis, names a mesh axis
+        twice, or splits an axis that is not divisible.
 
     >>> mesh = jax.sharding.AbstractMesh((2,), ("fsdp",))
     >>> shapes = jax.eval_shape(lambda: {"kernel": jnp.ones((512, 1024)), "bias": jnp.ones(1024)})

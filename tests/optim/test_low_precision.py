@@ -251,6 +251,7 @@ def test_with_tx_goes_from_float32_to_low_precision_and_back():
 
 
 @pytest.mark.once
+@pytest.mark.filterwarnings("ignore:low_precision rounds bfloat16 params")  # inside of a chain, it gets float32 params
 def test_only_loss_scaling_may_be_around_low_precision():
     tx, weights = jaxmp.low_precision(optax.adam(1e-3)), {"w": concrete.ones(4, jnp.bfloat16)}
     inside = jaxmp.loss_scaling(optax.chain(optax.clip(1.0), tx), jaxmp.NoOpLossScale())
@@ -270,7 +271,7 @@ def test_only_loss_scaling_may_be_around_low_precision():
 
 @pytest.mark.once
 @pytest.mark.parametrize("make", ["init", "state", "with_tx", "nnx"])
-def test_another_rounding_than_the_default_warns_once_if_no_param_is_bfloat16(make):
+def test_low_precision_warns_once_if_it_has_no_effect_because_no_param_is_bfloat16(make):
     def warned(dtype, **options):
         params, tx = {"w": concrete.ones((2, 2), dtype)}, jaxmp.low_precision(optax.adam(0.1), **options)
         with warnings.catch_warnings(record=True) as caught:
@@ -280,18 +281,21 @@ def test_another_rounding_than_the_default_warns_once_if_no_param_is_bfloat16(ma
             elif make == "state":
                 jaxmp.TrainState.create(params=params, tx=tx)
             elif make == "with_tx":
-                plain = jaxmp.low_precision(optax.adam(0.1))
+                plain = jaxmp.low_precision(optax.adam(0.1), moments="bfloat16")
                 jaxmp.TrainState.create(params=params, tx=plain).with_tx(tx)
             else:
                 jaxmp.nnx.Optimizer(nnx.Linear(2, 2, rngs=nnx.Rngs(0), param_dtype=dtype), tx)
         assert all(warning.filename == __file__ for warning in caught)
         return [str(warning.message) for warning in caught]
 
-    (message,) = warned(jnp.float32, rounding="split", moments="bfloat16")
-    assert message == (
-        "rounding='split' rounds bfloat16 params, but no param is bfloat16, so it does nothing; use a policy with "
-        "bfloat16 params, such as 'bfloat16_sr', or leave rounding out"
-    )
+    for rounding in ("split", "stochastic"):
+        (message,) = warned(jnp.float32, rounding=rounding, moments="bfloat16")
+        assert message == (
+            f"rounding='{rounding}' rounds bfloat16 params, but no param is bfloat16, so it does nothing; use a policy "
+            "with bfloat16 params, such as 'bfloat16_sr', or leave rounding out"
+        )
+    (message,) = warned(jnp.float32)
+    assert message.startswith("low_precision rounds bfloat16 params, but no param is bfloat16, so it does nothing; use")
     assert warned(jnp.float32, moments="bfloat16") == warned(jnp.bfloat16, rounding="split") == []
 
 
@@ -349,7 +353,7 @@ def test_with_tx_keeps_the_dtype_that_the_optimizer_gives_a_moment():
 def test_with_tx_keeps_the_norm_in_the_state():
     tx = jaxmp.loss_scaling(optax.adam(1e-3), jaxmp.NoOpLossScale(), grad_norm=True)
     state = jaxmp.TrainState.create(params={"w": concrete.ones(4)}, tx=tx)
-    assert state.with_tx(jaxmp.low_precision(optax.adam(1e-3))).opt_state.grad_norm.shape == ()
+    assert state.with_tx(jaxmp.low_precision(optax.adam(1e-3), moments="bfloat16")).opt_state.grad_norm.shape == ()
 
 
 def test_with_tx_survives_a_step_that_donates():

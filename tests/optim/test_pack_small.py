@@ -271,9 +271,9 @@ def test_mistakes_are_errors():
     refused(lambda: tx.update(other, state, other), ValueError, "shape (3,) for 'bias', got (4,)")
     half = params | {"bias": concrete.ones(3, jnp.bfloat16)}
     refused(lambda: tx.update(half, state, params), ValueError, "packs leaves of one dtype, got bfloat16 and float32")
-    inside = jaxmp.pack_small(jaxmp.low_precision(optax.adam(0.1)))
+    inside = jaxmp.pack_small(jaxmp.low_precision(optax.adam(0.1), moments="bfloat16"))
     refused(lambda: inside.init(params), ValueError, "low_precision must be directly inside loss_scaling")
-    around = jaxmp.low_precision(tx)
+    around = jaxmp.low_precision(tx, moments="bfloat16")
     refused(lambda: around.init(params), ValueError, "leave pack_small out")
 
 

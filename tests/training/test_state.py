@@ -500,5 +500,6 @@ def test_half_params_that_a_plain_optimizer_updates_are_warned_of(make):
         )
         assert "write tx = jaxmp.low_precision(tx)" in message
     assert len(warned(adam, jnp.float16)) == 1 and warned(adam, jnp.float32) == []
-    for tx in (jaxmp.low_precision(adam), frozen, loss_scaling(frozen, DynamicLossScale())):
+    stored = jaxmp.low_precision(adam, moments="bfloat16")
+    for tx in (stored, frozen, loss_scaling(frozen, DynamicLossScale())):
         assert warned(tx) == []
