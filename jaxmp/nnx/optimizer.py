@@ -215,9 +215,9 @@ class Optimizer(_Object):
 def _init_with_variables(tx: optax.GradientTransformation, params: Any) -> Any:
     """Return the state of an optimizer, with a Variable in place of each array that has the path and shape of a param.
 
-    Flax would pass ``params``, a State of Variables, to ``tx.init``, but a State of arrays to ``tx.update``. Their paths
-    differ, so masks and labels by path would differ, too. The Variables carry the metadata of the params, for example
-    their sharding.
+    Flax would pass ``params``, a State of Variables, to ``tx.init``, but a State of arrays to ``tx.update``. Their
+    paths differ, so masks and labels by path would differ, too. The Variables carry the metadata of the params, for
+    example their sharding.
     """
     variables = dict(jax.tree.leaves_with_path(params, is_leaf=lambda node: isinstance(node, nnx.Variable)))
 

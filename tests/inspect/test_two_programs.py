@@ -130,6 +130,79 @@ def test_all_tokens_at_once_are_compared_with_one_token_at_a_time():
         assert_equal_layers(compare(fun, reference=reference, grad=False)(PARAMS, TOKENS))
 
 
+def _recurrent(loop):
+    """Return a recurrent layer. ``loop(cell, state, x)`` returns the last state."""
+
+    def fun(params, x):  # x has the axes batch, time, features
+        def cell(state, x_t):
+            with jax.named_scope("inputs"):
+                y = x_t @ params["a"]
+            with jax.named_scope("state"):
+                return jnp.tanh(state @ params["b"] + y), None
+
+        state = loop(cell, jnp.zeros((x.shape[0], 8)), x)
+        with jax.named_scope("head"):
+            return state @ params["c"]
+
+    return fun
+
+
+BACKWARDS = {
+    "reverse=True": lambda cell, state, x: jax.lax.scan(cell, state, x.swapaxes(0, 1), reverse=True)[0],
+    "flip before swapaxes": lambda cell, state, x: jax.lax.scan(cell, state, x[:, ::-1].swapaxes(0, 1))[0],
+    "flip after swapaxes": lambda cell, state, x: jax.lax.scan(cell, state, jnp.flip(x.swapaxes(0, 1), 0))[0],
+    "flip twice": lambda cell, state, x: jax.lax.scan(cell, state, x.swapaxes(0, 1)[::-1][::-1], reverse=True)[0],
+    "with a counter": lambda cell, state, x: jax.lax.scan(
+        lambda state, element: cell(state, element[1]), state, (jnp.arange(6), x[:, ::-1].swapaxes(0, 1))
+    )[0],
+}
+
+
+@pytest.mark.parametrize("spelling", BACKWARDS)
+def test_loops_over_a_reversed_array_are_compared_by_its_elements(spelling):
+    x = RNG.normal(size=(5, 6, 8)).astype(np.float32)
+    backwards = _recurrent(BACKWARDS[spelling])
+    for fun, reference in (
+        (backwards, _recurrent(BACKWARDS["reverse=True"])),
+        (_recurrent(BACKWARDS["flip before swapaxes"]), backwards),
+    ):
+        comparison = compare(_loss_of(fun), reference=_loss_of(reference))(W, x)
+        assert _paths(comparison) == ["inputs", "state", "head"] and comparison.entered is None
+        assert comparison.worst.relative_error < 1e-5  # iterations in another order would differ by more than 1
+
+
+def test_a_loop_over_a_reversed_array_is_compared_with_the_whole_array():
+    def over_time(params, tokens):
+        logits = jax.lax.map(lambda column: half_logits(params, column), tokens.T[::-1])
+        return logits[::-1].swapaxes(0, 1)
+
+    for fun, reference in ((over_time, half_logits), (half_logits, over_time)):
+        assert_equal_layers(compare(fun, reference=reference, grad=False)(PARAMS, TOKENS))
+
+
+def test_an_error_in_a_loop_over_a_reversed_array_enters_where_it_is():
+    def loop(cell, state, x):
+        def coarse(state, x_t):
+            state, _ = cell(state, x_t)
+            with jax.named_scope("coarse"):
+                return jnp.round(state * 8) / 8, None
+
+        return BACKWARDS["flip before swapaxes"](coarse, state, x)
+
+    def exact(cell, state, x):
+        def fine(state, x_t):
+            state, _ = cell(state, x_t)
+            with jax.named_scope("coarse"):
+                return state * 1.0, None
+
+        return BACKWARDS["reverse=True"](fine, state, x)
+
+    x = RNG.normal(size=(5, 6, 8)).astype(np.float32)
+    comparison = compare(_recurrent(loop), reference=_recurrent(exact), grad=False)(W, x)
+    errors = {row.path: row.relative_error for row in comparison.rows}
+    assert comparison.entered == "coarse" and errors["inputs"] < 1e-6
+
+
 def test_a_loop_that_fits_several_axes_has_no_row():
     def over_time(params, tokens):
         return jax.lax.map(lambda column: half_logits(params, column), tokens.T).swapaxes(0, 1)

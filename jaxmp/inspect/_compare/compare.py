@@ -158,10 +158,10 @@ def compare(
         float64, and complex ones to complex128. (Random numbers differ in float64, so turn dropout off.) A function
         of the same arguments runs as it is written: use it to compare a model in training with the one that serves it.
         Values of scopes with equal paths and shapes are compared. If one function loops over the batch or over time
-        in a ``jax.lax.map`` or a scan, the values of all iterations are compared as one array, with the first iteration
-        at the start of the axis. If the iterations fit several axes, such as 8 sequences of 8 tokens, the values are
-        not compared. The results must have equal shapes. For a train step, the reference is a train step with the same
-        ``accumulate_steps``.
+        in a ``jax.lax.map`` or a scan, the values of all iterations are compared as one array, in the order of the
+        elements that the iterations read: in a loop over ``x[::-1]``, the last iteration comes first. If the iterations
+        fit several axes, such as 8 sequences of 8 tokens, the values are not compared. The results must have equal
+        shapes. For a train step, the reference is a train step with the same ``accumulate_steps``.
       grad: whether to compare gradients too. These are the gradients with respect to all values that scopes return,
         and with respect to the first argument that has floating arrays.
       loss_scale: the factor by which the loss is multiplied before the differentiation. The gradients in the rows are
@@ -201,10 +201,10 @@ def compare(
         loss_fn, arrays, scale = _loss_of_arrays(fun, args, loss_scale)
         paths = argument_paths(loss_fn, arrays)
         cast = loss_fn if policy is None else autocast(loss_fn, policy, overrides)
-        of_fun = run_and_record(cast, arrays, paths, grad, scale)
+        of_fun = run_and_record(cast, arrays, paths, grad, scale, by_position=other is not None)
         if other is not None:
             other_fn, arrays, scale = _loss_of_arrays(other, args, loss_scale)
-            of_reference = run_and_record(other_fn, arrays, paths, grad, scale)
+            of_reference = run_and_record(other_fn, arrays, paths, grad, scale, by_position=True)
             _require_equal_shapes(of_fun, of_reference)
             return _compared(in_layout_of(of_reference, of_fun), of_reference, name_of(other), is_of_two_functions=True)
         with contextlib.ExitStack() as stack:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmp.base.trees import widen
+from jaxmp.inspect._compare.positions import count_backwards, counted_backwards, scans_of_reversed_arrays
 from jaxmp.inspect.program.borders import AtBorder, passed_in, read_for_recording, returned
 from jaxmp.inspect.program.calls import (
     AS_WRITTEN,
@@ -69,7 +70,13 @@ class RecordedProgram:
 
 
 def run_and_record(
-    fun: Callable[..., Any], args: Sequence[Any], paths: Sequence[str], grad: bool, loss_scale: float
+    fun: Callable[..., Any],
+    args: Sequence[Any],
+    paths: Sequence[str],
+    grad: bool,
+    loss_scale: float,
+    *,
+    by_position: bool = False,
 ) -> RecordedProgram:
     """Run a function, and record the values that enter and leave its scopes.
 
@@ -81,6 +88,8 @@ def run_and_record(
       grad: whether to differentiate.
       loss_scale: the factor by which the loss is multiplied before the differentiation. Recorded gradients are divided
         by this factor.
+      by_position: whether the iterations of a scan over a reversed array are counted from the last to the first, so
+        that each has the position of the element that it reads.
     """
 
     def separate_loss(*args: Any) -> Any:
@@ -92,6 +101,8 @@ def run_and_record(
     ends = [n for n in loss or aux if is_inexact(jaxpr.outvars[n].aval)]
     is_end = [n in ends for n in range(len(jaxpr.outvars))]
     program = read_for_recording(jaxpr, consts)
+    backward_scans = scans_of_reversed_arrays(program) if by_position else set()
+    count_backwards(program, backward_scans)
     leaving, entering = returned(program, is_end), passed_in(program, is_end)
     taps = _ValueTaps((*leaving, *entering))
     inputs = jax.tree.leaves(tuple(args))
@@ -100,12 +111,22 @@ def run_and_record(
     scale = loss_scale if grad else None
     results, records, grads, cotangents = _run_with_taps(jaxpr, consts, inputs, numbers, taps, scale)
     leading = [value for value in leading_to(program.results) if value.is_computed]
+    values = {(value.key, value.position): value for value in leading}
+
+    def arrays_by_slot(records: dict[Key, dict[int, Any]], scale: float = 1.0) -> dict[Slot, np.ndarray]:
+        arrays = {}
+        for key, of_equation in records.items():
+            for position, record in of_equation.items():
+                array = in_double_precision(record) / scale
+                arrays[key, position] = counted_backwards(array, values[key, position], backward_scans)
+        return arrays
+
     return RecordedProgram(
-        values={(value.key, value.position): value for value in leading},
+        values=values,
         returned=_paths_and_slots(leaving),
         passed_in=_paths_and_slots(entering),
-        forward=_arrays_by_slot(records),
-        backward=_arrays_by_slot(cotangents, loss_scale),
+        forward=arrays_by_slot(records),
+        backward=arrays_by_slot(cotangents, loss_scale),
         results=[(program.results[n], in_double_precision(results[n])) for n in ends],
         gradients={
             n: Gradient(paths[n], in_double_precision(gradient) / loss_scale, str(gradient.dtype))
@@ -156,11 +177,3 @@ class _ValueTaps(Taps):
 
 def _paths_and_slots(borders: Sequence[AtBorder]) -> list[tuple[str, Slot]]:
     return [(border.path, (border.key, border.position)) for border in borders]
-
-
-def _arrays_by_slot(records: dict[Key, dict[int, Any]], scale: float = 1.0) -> dict[Slot, np.ndarray]:
-    arrays = {}
-    for key, values in records.items():
-        for position, value in values.items():
-            arrays[key, position] = in_double_precision(value) / scale
-    return arrays
