@@ -6,10 +6,11 @@ import functools
 import itertools
 import math
 import re
+from collections import Counter
 from typing import Any, Literal, get_args
 
 from experiments import language_modeling
-from experiments.benchmarks.measure.sharded import Way, measure
+from experiments.benchmarks.measure.sharded import POLICY, Way, measure
 from experiments.benchmarks.report.goals import Goal
 from experiments.benchmarks.shared import measurements, records
 from experiments.models import gpt2
@@ -38,13 +39,14 @@ ABOUT = (
 SLICES = "tpu_slices"
 """The name of the files with the results for slices of TPUs."""
 SLICE_COLUMNS = (
-    "params", "by", "slice (devices)", "batch", "peak GiB", "state GiB", "sent GB", "B/param", "ideal", "kernels ms",
-    "memory ms", "links ms", "tokens/s at best", "sent by kind")  # fmt: skip
+    "params", "by", "policy", "slice (devices)", "batch", "peak GiB", "state GiB", "sent GB", "B/param", "ideal",
+    "gathered in", "kernels ms", "memory ms", "links ms", "tokens/s at best", "sent by kind")  # fmt: skip
 ABOUT_SLICES = (
     "On TPUs, `kernels ms` is the compiler's own estimate of the cycles of all kernels, divided by the clock. `memory "
     "ms` is the time in which the peak bandwidth moves all bytes, and `links ms` the time in which all links of a "
     "device send its bytes. The three run at the same time, so the step takes at least the longest of them: `tokens/s "
-    "at best` is for the whole slice. Cycles estimated by the compiler, not run."
+    "at best` is for the whole slice. `gathered in` has the dtypes of the all-gathers, by their share of the bytes. "
+    "Cycles estimated by the compiler, not run."
 )
 NAMES: dict[Way, str] = {"linen": "Linen", "autocast": "autocast", "nnx": "NNX", "hand": "hand"}
 
@@ -111,14 +113,34 @@ def table_of_slices(rows: list[dict[str, Any]]) -> Table:
         state = row["by_kind"]["params"] + row["by_kind"]["optimizer"]
         slowest = max(parts.values())
         cells.append((
-            _params_of(row), NAMES[row["way"]], f"{row['topology']} ({row['gpus']})", row["batch"],
+            _params_of(row), NAMES[row["way"]], _policy_of(row), f"{row['topology']} ({row['gpus']})", row["batch"],
             f"{row['peak'] / GIB:.2f}", f"{state / GIB:.2f}", f"{row['wire'] / 1e9:.2f}",
-            f"{row['wire'] / params:.2f}", f"{row['ideal'] / params:.2f}",
+            f"{row['wire'] / params:.2f}", f"{row['ideal'] / params:.2f}", _dtypes_of_gathers(row["sent"]),
             *(f"{parts[part]:,.0f}" for part in ("kernels", "memory", "links")),
             f"{1e3 * row['tokens'] / slowest:,.0f}",
             ", ".join(f"{name} {wire / 1e9:.2f}" for name, wire in row["sent"].items() if wire >= 1e7),
         ))  # fmt: skip
-    return Table("Each TPU", SLICE_COLUMNS, cells, 4, ())
+    return Table("Each TPU", SLICE_COLUMNS, cells, 5, ())
+
+
+def _policy_of(row: dict[str, Any]) -> str:
+    """Return the policy of a row. Older rows do not name it; they have the same one."""
+    policy: str = row.get("policy", POLICY)
+    return policy
+
+
+def _dtypes_of_gathers(sent: dict[str, float]) -> str:
+    """Return the dtypes of all-gathers with their shares of the bytes, largest first.
+
+    Args:
+      sent: the bytes by the kind, the dtype and the mesh axes of the collective operations.
+    """
+    bytes_of = Counter[str]()
+    for name, wire in sent.items():
+        kind, dtype, _ = name.split(" ")
+        if kind == "all-gather":
+            bytes_of[dtype] += wire
+    return ", ".join(f"{dtype} {wire / bytes_of.total():.0%}" for dtype, wire in bytes_of.most_common())
 
 
 def _params_of(row: dict[str, Any]) -> str:

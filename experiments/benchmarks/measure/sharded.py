@@ -26,6 +26,8 @@ from jaxmp.inspect import audit, roofline
 from jaxmp.sharding import Sharding
 
 Way = Literal["linen", "autocast", "nnx", "hand"]
+POLICY = "mixed_bfloat16"
+"""The policy of each way. The step by hand has the same dtypes."""
 
 
 def measure(
@@ -54,7 +56,7 @@ def measure(
     specs = jaxmp.sharding.fsdp_specs(state, mesh, rules=rules, stacked=[blocks])
     options: dict[str, Any] = {} if way == "hand" else {"sharding": Sharding(mesh, specs.params)}
     if way == "autocast":
-        options["policy"] = "mixed_bfloat16"
+        options["policy"] = POLICY
     step = jaxmp.make_train_step(loss_of(specs.params), **options)
 
     def placed(leaf: Any, spec: P) -> jax.ShapeDtypeStruct:
@@ -70,7 +72,7 @@ def measure(
     plan: Any = audited.memory
     wide = [row for row in plan.collectives.rows if (row.kind, row.dtype) == ("all-gather", "float32")]
     return {
-        "way": way, "topology": topology or target, "params": plan.params, "gpus": mesh.size,
+        "way": way, "policy": POLICY, "topology": topology or target, "params": plan.params, "gpus": mesh.size,
         "batch": f"{examples}×{model.sequence}", "peak": plan.peak, "by_kind": plan.by_kind,
         "wire": plan.collectives.wire, "ideal": plan.ideal_wire,
         "wide_gathers": sum(row.count for row in wide if row.bytes > 1e6),
@@ -98,7 +100,7 @@ def _program(
     if way == "nnx":
         sizes = (aligned(model.vocabulary), model.sequence, model.layers, model.width, model.heads, True)
         plain = nnx.eval_shape(lambda: NNXGPT2(*sizes, rngs=nnx.Rngs(0)))
-        graph, shapes = nnx.split(jaxmp.nnx.apply_policy(plain, "mixed_bfloat16"))
+        graph, shapes = nnx.split(jaxmp.nnx.apply_policy(plain, POLICY))
 
         def of_nnx(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
             return nnx.merge(graph, params).loss(batch["inputs"], batch["labels"]), model_state
@@ -111,7 +113,7 @@ def _linen_program(model: Any, way: Way, blocks: str) -> tuple[Any, str, Callabl
     """Return the results of :func:`_program` for a Linen model with a loop over ``blocks``."""
     tokens = jnp.zeros((1, 8), jnp.int32)
     shapes = jax.eval_shape(lambda: model.init(jax.random.key(0), tokens, tokens, method="loss"))["params"]
-    precise = model if way == "autocast" else jaxmp.linen.apply_policy(model, "mixed_bfloat16")
+    precise = model if way == "autocast" else jaxmp.linen.apply_policy(model, POLICY)
 
     def of_linen(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
         return precise.apply({"params": params}, batch["inputs"], batch["labels"], method="loss"), model_state

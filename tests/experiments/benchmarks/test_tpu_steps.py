@@ -42,16 +42,19 @@ def test_each_row_is_compared_with_bfloat16_by_hand():
 
 
 def test_the_best_case_of_a_slice_follows_from_its_slowest_part():
+    sent = {"all-gather bfloat16 fsdp": 3e9, "all-reduce float32 fsdp": 2e9, "all-gather float32 fsdp": 1e9}
     slice_row = {
         "topology": "v5e:2x2", "gpus": 4, "way": "linen", "params": 10**9, "batch": "8×1024", "peak": 2**33,
         "by_kind": {"params": 2**30, "optimizer": 2**31}, "wire": 6e9, "ideal": 6e9, "tokens": 8192,
-        "parts": {"kernels": 400.0, "memory": 100.0, "links": 30.0}, "sent": {"all-gather bfloat16 fsdp": 4e9},
+        "parts": {"kernels": 400.0, "memory": 100.0, "links": 30.0}, "sent": sent,
         "setting": {"size": "llama-8B"},
     }  # fmt: skip
     (cells,) = sharded.table_of_slices([slice_row]).rows
     assert cells[0] == "1,000M (Llama 3)"
-    assert cells[4:] == (
-        "8.00", "3.00", "6.00", "6.00", "6.00", "400", "100", "30", "20,480", "all-gather bfloat16 fsdp 4.00"
+    assert cells[2] == "mixed_bfloat16"
+    assert cells[5:] == (
+        "8.00", "3.00", "6.00", "6.00", "6.00", "bfloat16 75%, float32 25%", "400", "100", "30", "20,480",
+        "all-gather bfloat16 fsdp 3.00, all-reduce float32 fsdp 2.00, all-gather float32 fsdp 1.00",
     )  # fmt: skip
 
 
