@@ -20,9 +20,11 @@ from meshes import mesh_of
 
 import jaxmp
 from jaxmp.inspect import error_budget
+from jaxmp.inspect._budget import rounding
 from jaxmp.inspect._budget.gradient_program import program_of_function
 from jaxmp.inspect._budget.run import BudgetRun
 from jaxmp.inspect._budget.sites import sites_of
+from jaxmp.inspect._budget.tapped_evaluation import Changes, evaluate_wide
 from jaxmp.program.reading import read_program
 
 WITH_CHOICES = ("convolutions", "experts")
@@ -494,6 +496,32 @@ def test_errors_pass_through_functions_with_a_derivative_rule():
     plain = error_budget(lambda x: 3 * (x @ x), "mixed_bfloat16")(X)
     with_rule = error_budget(lambda x: straight_through(x @ x), "mixed_bfloat16")(X)
     assert with_rule.predicted.gradient_error == pytest.approx(plain.predicted.gradient_error, rel=0.1)
+
+
+def kept_bytes(fun, *args):
+    """Return the bytes of the arrays that the backward pass reads, without scalars."""
+    _, pull_back = jax.vjp(fun, *args)
+    arrays = {id(leaf): leaf for leaf in jax.tree.leaves(pull_back) if leaf.ndim}
+    return sum(leaf.nbytes for leaf in arrays.values())
+
+
+def test_a_tap_keeps_two_bytes_for_each_element():
+    dtype, x = np.dtype(jnp.bfloat16), jnp.asarray(X)
+    assert kept_bytes(lambda sink: rounding.tap(dtype, x, jnp.float32(0), sink), rounding.sink_of(dtype)) == 2 * X.size
+
+
+def test_products_keep_no_rounded_copies_of_their_operands():
+    x, w, v = (jnp.asarray(array, jnp.bfloat16) for array in (X, W, 2 * W))
+    program = program_of_function(lambda x, w, v: (x @ w, x @ v), (x, w, v), None, None)
+
+    def at_operand(key, eqn, number, dtype, value):
+        return rounding.round_if(jnp.bool_(True), dtype, value) if eqn.primitive.name == "dot_general" else value
+
+    def results(*inputs):
+        changes = Changes({}, None, None, at_operand)
+        return evaluate_wide(program.jaxpr, program.consts, inputs, changes, {})
+
+    assert kept_bytes(results, x, w, v) == X.nbytes + 2 * W.nbytes  # in float32
 
 
 @pytest.mark.parametrize(

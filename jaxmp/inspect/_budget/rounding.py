@@ -63,13 +63,17 @@ def _forward(
         error = jnp.where(jnp.isfinite(after), error, 0)
         counts = jnp.stack([is_underflow.sum(dtype=jnp.float32), is_overflow.sum(dtype=jnp.float32)])
     result = jax.lax.select(jnp.broadcast_to(is_rounded == 1, value.shape), after, value)
-    return result, (error, counts)
+    # The errors of all taps are kept until the backward pass. They are stored as integers, because XLA for CPUs would
+    # turn arrays of bfloat16 that a loop stacks into float32.
+    bits = jax.lax.bitcast_convert_type(error.astype(jnp.bfloat16), jnp.uint16)
+    return result, (bits, counts)
 
 
 def _backward(
     dtype: np.dtype, residuals: tuple[jax.Array, jax.Array | None], cotangent: jax.Array
 ) -> tuple[jax.Array, None, jax.Array]:
-    error, counts = residuals
+    bits, counts = residuals
+    error = jax.lax.bitcast_convert_type(bits, jnp.bfloat16).astype(cotangent.dtype)
     # XLA compiles this sum faster than a product of vectors.
     change = jax.lax.reduce_sum(cotangent * error, tuple(range(error.ndim)))[None]
     return cotangent, None, change if counts is None else jnp.concatenate([change, counts])

@@ -191,5 +191,6 @@ def norm(arrays: Sequence[np.ndarray]) -> float:
 
 def _normal(key: Any, like: Any) -> Any:
     """Return normal numbers with unit variance, also for each part of complex numbers."""
-    parts = jax.random.normal(key, (2, *like.shape), jnp.float32)
-    return jax.lax.complex(*parts) if jnp.iscomplexobj(like) else parts[0]
+    if jnp.iscomplexobj(like):
+        return jax.lax.complex(*jax.random.normal(key, (2, *like.shape), jnp.float32))
+    return jax.random.normal(key, like.shape, jnp.float32)

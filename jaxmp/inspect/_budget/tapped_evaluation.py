@@ -21,7 +21,7 @@ from jaxmp.inspect._budget.sites import CASTS, Place
 from jaxmp.program.binding import bind_equation, params_in_dtype
 from jaxmp.program.bodies import rebuild
 from jaxmp.program.equations import HIGHEST, Bodies, names_a_dtype, opened
-from jaxmp.program.primitives import Class, Trait, classify, has_trait
+from jaxmp.program.primitives import PRODUCTS, Class, Trait, classify, has_trait
 from jaxmp.program.rewriting import Rewriter
 from jaxmp.program.values import Key
 
@@ -94,16 +94,23 @@ class WideEvaluation(Rewriter):
         if has_fixed_dtypes(eqn):
             self.gaps.setdefault(self._key, "computes in its own dtypes")
             return _in_own_dtypes(eqn, operands)
-        number = self.changes.sites.get((self._key, 0))
-        read = []
-        for atom, operand in zip(eqn.invars, operands, strict=True):
-            if is_narrow_aval(atom.aval):
-                operand = self.changes.at_operand(self._key, eqn, number, atom.aval.dtype, operand)
-            read.append(operand)
         params = params_in_dtype(eqn, _FLOAT32, HIGHEST)
         if "dtype" in params:
             params["dtype"] = _FLOAT32
-        return bind_equation(eqn, read, params)
+        key, number = self._key, self.changes.sites.get((self._key, 0))
+
+        def operation(*operands: Any) -> list[Any]:
+            read = []
+            for atom, operand in zip(eqn.invars, operands, strict=True):
+                if is_narrow_aval(atom.aval):
+                    operand = self.changes.at_operand(key, eqn, number, atom.aval.dtype, operand)
+                read.append(operand)
+            return bind_equation(eqn, read, params)
+
+        if name not in PRODUCTS:
+            return operation(*operands)
+        # The backward pass rounds the operands again. Otherwise each product would keep rounded copies of them.
+        return list(jax.checkpoint(operation, prevent_cse=False)(*operands))
 
     def evaluate_bodies(self, eqn: Any, bodies: Bodies, operands: list[Any]) -> list[Any]:
         key, changes = self._key, self.changes
