@@ -20,6 +20,9 @@ from jaxmp.program.equations import evaluate
 from jaxmp.program.primitives import PRODUCTS
 from jaxmp.program.values import Key
 
+_FEWER_BYTES = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
+"""The compiler option with which XLA orders the operations so that they need less memory, not to run them together."""
+
 
 @dataclass(frozen=True, eq=False)
 class Effects:
@@ -58,6 +61,8 @@ class BudgetRun:
         self._loss_passes = [0] if program.has_loss else []
         options = options_of_few_runs()
         self._policy_run = jax.jit(functools.partial(evaluate, program.jaxpr), compiler_options=options)
+        if jax.default_backend() == "cpu":
+            options = options | _FEWER_BYTES
         self._tapped_run = jax.jit(self._results_and_summaries, compiler_options=options)
 
     def under_policy(self) -> list[np.ndarray]:
