@@ -1,7 +1,8 @@
-"""Find the readers of a value, and search back past its constant factors."""
+"""Search a graph: the readers of a value, the value behind constant factors, and the terms of a sum."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection
 from typing import NamedTuple
 
@@ -46,26 +47,28 @@ class Terms(NamedTuple):
     """The terms of a sum.
 
     Attributes:
-      terms: the terms, without moves, signs and constant factors. A term that is added twice is listed twice.
-      sums: the sums that are terms themselves. Their terms are among ``terms`` in their place.
+      terms: the terms, without moves, signs and constant factors. A term that is added several times is listed at least
+        twice.
+      sums: the sums that are terms themselves. ``terms`` has their terms instead.
     """
 
     terms: list[Node]
-    sums: list[Node]
+    sums: Collection[Node]
 
 
 def terms_of(total: Node) -> Terms:
     """Return the terms of a sum.
 
-    If another operation also reads a term that is a sum, as in a residual stream, its terms are not listed: the search
-    would otherwise go back to the beginning of the stream.
+    A sum that several operations read, as in a residual stream, is a term of its own. Otherwise the search would go
+    back to the beginning of the stream.
     """
-    terms, sums, stack = list[Node](), list[Node](), list(total.inputs)
+    terms, stack = list[Node](), list(total.inputs)
+    visits = Counter[Node]()
     while stack:
         term = multiple_of(stack.pop())
-        if term.name in SUMS and len(term.users) == 1:
-            sums.append(term)
-            stack += term.inputs
-        else:
+        if term.name not in SUMS or len(term.users) > 1:
             terms.append(term)
-    return Terms(terms, sums)
+        elif visits[term] < 2:  # without a limit, a chain of sums of slices would take exponential time
+            visits[term] += 1
+            stack += term.inputs
+    return Terms(terms, visits.keys())
