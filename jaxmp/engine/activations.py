@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from jaxmp.base.graphs import reachable
-from jaxmp.engine.graph_paths import SQUARES, multiple_of
+from jaxmp.engine.graph_paths import SQUARES, value_behind
 from jaxmp.engine.nodes import Graph, Node, shape_read
 from jaxmp.engine.raised_states import States
 from jaxmp.engine.states import CLEAR, HALF, INFER, JOIN, Rule, State
@@ -57,7 +57,7 @@ def _is_square(node: Node) -> bool:
     A product of two slices of one array, as in a gated layer, is not.
     """
     if node.name == "mul":
-        left, right = (multiple_of(operand, has_moves=False) for operand in node.inputs)
+        left, right = (value_behind(operand, has_moves=False) for operand in node.inputs)
         return left is right
     return node.name in SQUARES
 

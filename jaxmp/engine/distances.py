@@ -30,7 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from jaxmp.engine.graph_paths import SCALES, SQUARES, multiple_of, terms_of
+from jaxmp.engine.graph_paths import SCALES, SQUARES, terms_of, value_behind
 from jaxmp.engine.nodes import Graph, Node, shape_read
 from jaxmp.program.primitives import POWERS, PRODUCTS, SUMS, Trait, with_trait
 
@@ -80,7 +80,7 @@ def _vector_of_squared_norm(value: Node) -> Node | None:
         root = value.inputs[0].origin
         if root.name != "sqrt":
             return None
-        value = multiple_of(root.inputs[0])
+        value = value_behind(root.inputs[0])
     summed = _summed(value)
     factors = None if summed is None else _factors(summed)
     if factors is None:
@@ -96,7 +96,7 @@ def _summed(value: Node) -> Node | None:
     this operation itself.
     """
     if value.name == "reduce_sum":
-        return multiple_of(value.inputs[0], _MASKED)
+        return value_behind(value.inputs[0], _MASKED)
     if value.name in PRODUCTS and value.inputs:  # integer operands are no inputs
         has_lost_axes = len(value.shape) < len(shape_read(value, value.inputs[0]))
         return value if has_lost_axes else None
@@ -110,8 +110,8 @@ def _factors(value: Node) -> tuple[Node, Node] | None:
     """
     if (value.name in PRODUCTS or value.name == "mul") and len(value.inputs) == 2:
         first, second = value.inputs
-        return multiple_of(first), multiple_of(second)
+        return value_behind(first), value_behind(second)
     if value.name in POWERS:
-        base = multiple_of(value.inputs[0], _SQUARED)
+        base = value_behind(value.inputs[0], _SQUARED)
         return base, base
     return None

@@ -23,7 +23,7 @@ def readers_of(node: Node) -> list[Node]:
     return [user for user in after if user.kind is not CLEAR]
 
 
-def multiple_of(node: Node, through: Collection[str] = SCALES, has_moves: bool = True) -> Node:
+def value_behind(node: Node, through: Collection[str] = SCALES, has_moves: bool = True) -> Node:
     """Return the value from which ``node`` is computed with constants only.
 
     The search goes back through the operations in ``through``: by default, multiplications by constant factors. All
@@ -31,10 +31,11 @@ def multiple_of(node: Node, through: Collection[str] = SCALES, has_moves: bool =
     """
     while True:
         node = node.origin if has_moves else node
-        below = only_variable(node) if node.name in through else None
-        if below is None or (node.name == "div" and below is not node.inputs[0]):
+        variable = only_variable(node) if node.name in through else None
+        is_divisor = node.name == "div" and variable is not node.inputs[0]
+        if variable is None or is_divisor:
             return node
-        node = below
+        node = variable
 
 
 def only_variable(node: Node) -> Node | None:
@@ -65,7 +66,7 @@ def terms_of(total: Node) -> Terms:
     terms, stack = list[Node](), list(total.inputs)
     visits = Counter[Node]()
     while stack:
-        term = multiple_of(stack.pop())
+        term = value_behind(stack.pop())
         if term.name not in SUMS or len(term.users) > 1:
             terms.append(term)
         elif visits[term] < 2:  # without a limit, a chain of sums of slices would take exponential time

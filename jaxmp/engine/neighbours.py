@@ -102,9 +102,9 @@ class Neighbours(NamedTuple):
 
 
 def _computed_from(node: Node) -> list[Node]:
-    """Return ``INFER`` operations that a node reads, directly or through moves."""
-    below = reachable(node.inputs, lambda operand: operand.inputs if operand.kind is CLEAR else ())
-    return [operand for operand in below if operand.kind is INFER]
+    """Return the operands of the kind ``INFER`` that a node reads, directly or through moves."""
+    operands = reachable(node.inputs, lambda operand: operand.inputs if operand.kind is CLEAR else ())
+    return [operand for operand in operands if operand.kind is INFER]
 
 
 def _is_half_originally(node: Node) -> bool:

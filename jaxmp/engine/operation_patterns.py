@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from jaxmp.base.graphs import reachable
-from jaxmp.engine.graph_paths import OFFSETS, ROOTS, SCALES, SQUARES, multiple_of, readers_of
+from jaxmp.engine.graph_paths import OFFSETS, ROOTS, SCALES, SQUARES, readers_of, value_behind
 from jaxmp.engine.nodes import Graph, Node
 from jaxmp.engine.states import Rule
 from jaxmp.engine.value_decision import Decision
@@ -74,7 +74,7 @@ def _differences(value: Node) -> list[Node]:
 
 
 def _logsumexp(node: Node) -> OperationPattern | None:
-    total = multiple_of(node.inputs[0], OFFSETS | {"abs"})
+    total = value_behind(node.inputs[0], OFFSETS | {"abs"})
     exponential = _exponential(total.inputs[0]) if total.name == "reduce_sum" else None
     if exponential is None:
         return None
@@ -82,7 +82,7 @@ def _logsumexp(node: Node) -> OperationPattern | None:
 
 
 def _normalisation(node: Node) -> OperationPattern | None:
-    square = multiple_of(node.inputs[0], OFFSETS)
+    square = value_behind(node.inputs[0], OFFSETS)
     is_product_with_itself = square.name == "mul" and len({factor.origin for factor in square.inputs}) == 1
     if not is_product_with_itself and square.name not in SQUARES:
         return None
