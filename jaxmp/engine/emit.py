@@ -61,14 +61,15 @@ class Emission:
       decisions: the decisions about the program.
       classifier: the classifier of the operations in derivative rules, which are decided later.
       programs: a cache of rewritten bodies (see ``shared_programs.py``); None to share nothing.
-      casts: the bytes of each cast for an equation, and for the results of a body. Casts of constants do not count.
+      cast_bytes: the bytes of each cast for an equation, and for the results of a body. Casts of constants do not
+        count.
       operand_types: the types of the operands of each equation that changes, after casts.
     """
 
     decisions: Decisions
     classifier: Classifier
     programs: Programs | None
-    casts: dict[Step | StepBody, list[int]] = dataclasses.field(default_factory=dict)
+    cast_bytes: dict[Step | StepBody, list[int]] = dataclasses.field(default_factory=dict)
     operand_types: dict[Step, Sequence[jax.core.AbstractValue]] = dataclasses.field(default_factory=dict)
 
     def results(self, program: Opened, args: Sequence[Array], dtypes: Sequence[np.dtype | None]) -> list[Array]:
@@ -107,8 +108,8 @@ class _Evaluation(Rewriter):
         self.body, self.steps = body, iter(body.steps)
         jaxpr, consts = program
         self.examples = Examples(jaxpr, args, consts, same)
-        # the casts for the current step, and at the end for the results
-        self.casts = emission.casts[body] = list[int]()
+        # the bytes of each cast for the current step, and at the end for the results
+        self.cast_bytes = emission.cast_bytes[body] = list[int]()
         self.shared: dict[tuple[Atom, Casts], Array] = {}
         # For each result of a cast to float32, the half operand of the cast: its value, its variable and its node. Half
         # readers of the result read the operand instead.
@@ -117,13 +118,13 @@ class _Evaluation(Rewriter):
     def evaluate(self, jaxpr: Any, consts: Sequence[Array], args: Sequence[Array]) -> list[Array]:
         """Return the results of the body in the dtypes of their nodes."""
         results = super().evaluate(jaxpr, consts, args)
-        self.casts = self.emission.casts[self.body]
+        self.cast_bytes = self.emission.cast_bytes[self.body]
         return results
 
     def evaluate_equation(self, eqn: JaxprEqn, operands: list[Array]) -> list[Array]:
         """Return the results of the next step of the body."""
         step = next(self.steps)
-        self.casts = self.emission.casts[step] = list[int]()
+        self.cast_bytes = self.emission.cast_bytes[step] = list[int]()
         narrow = step.operands[0] if eqn.primitive.name == CAST else None
         if narrow is not None and is_widening(step, self.decisions.decision_of):
             self.narrow[eqn.outvars[0]] = operands[0], eqn.invars[0], narrow
@@ -169,7 +170,7 @@ class _Evaluation(Rewriter):
             if not isinstance(value, (jax.core.Tracer, jax.Array)):  # the test for jax.Array is slower
                 value = constant_in(value, dtype)
             elif value.dtype != dtype:
-                self.casts.append(value.size * dtype.itemsize)
+                self.cast_bytes.append(value.size * dtype.itemsize)
                 value = jax.lax.convert_element_type(value, dtype)
         return value
 
@@ -182,7 +183,7 @@ class _Evaluation(Rewriter):
         if value.shape == aval.shape and (not like or has_explicit_axes(value)):
             return self.cast(value, (dtype,))
         if value.dtype != dtype:
-            self.casts.append(value.size * dtype.itemsize)
+            self.cast_bytes.append(value.size * dtype.itemsize)
         return cast_repeated(value, dtype, aval, like)
 
     def results_of(self, step: Step, values: list[Array]) -> list[Array]:

@@ -291,7 +291,7 @@ def _plan_of(fun: Callable[..., Any], classifier: Classifier, policy: Policy | N
         rows = tuple(writer.rows_of_program(emission))
         title = "the policies of its models" if policy is None else str(policy)
         overrides = {key: str(level) for key, level in classifier.overrides.items()}
-        return CastPlan(title, overrides, rows, _totals(rows, writer, emission.casts[graph.body]))
+        return CastPlan(title, overrides, rows, _totals(rows, writer, emission.cast_bytes[graph.body]))
 
     return Inspection("cast_plan", fun, planned)
 
@@ -352,10 +352,10 @@ class _PlanWriter:
 
     def _rows_of_inner_program(self, emission: Emission) -> Iterator[PlanRow]:
         """Yield the rows of an inner program. Its last row also counts the casts of the program's results."""
-        rows, casts = list(self.rows_of_program(emission)), emission.casts[emission.decisions.graph.body]
+        rows, added = list(self.rows_of_program(emission)), emission.cast_bytes[emission.decisions.graph.body]
         yield from rows[:-1]
         for last in rows[-1:]:
-            yield dataclasses.replace(last, casts=last.casts + len(casts), cast_bytes=last.cast_bytes + sum(casts))
+            yield dataclasses.replace(last, casts=last.casts + len(added), cast_bytes=last.cast_bytes + sum(added))
 
     def _number(self, step: Step) -> None:
         """Remember that the last row computes the results of an equation."""
@@ -369,9 +369,9 @@ class _PlanWriter:
         operands = filter(None, step.operands)
         read = reachable(operands, lambda node: node.inputs if node.name in (CARRY, BRANCHES) else ())
         iterations = 1 if bodies is None else bodies.iterations
-        casts = _added_casts(step, emission)
+        cast_bytes = _bytes_of_added_casts(step, emission)
         for body in step.inner:
-            casts += [iterations * size for size in emission.casts.get(body, ())]
+            cast_bytes += [iterations * size for size in emission.cast_bytes.get(body, ())]
         self.unknown_trips += bodies is not None and bodies.is_loop and bodies.length is None
         flops = 0 if bodies is not None else flops_of(eqn)
         operand_types = emission.operand_types.get(step) or [atom.aval for atom in eqn.invars]
@@ -385,8 +385,8 @@ class _PlanWriter:
             why=reasons.of(step) + _why_float8(step, emission),
             source=source_of(eqn),
             flops=flops or 0,
-            casts=len(casts),
-            cast_bytes=sum(casts),
+            casts=len(cast_bytes),
+            cast_bytes=sum(cast_bytes),
             depth=0,
             reads=tuple(sorted({self._number_of[node] for node in read if node in self._number_of})),
             pattern=reasons.pattern_of(step),
@@ -414,13 +414,13 @@ def _dtypes_of_results(step: Step, emission: Emission) -> Iterator[str]:
         yield name_of(var.aval) if node is None else decision_of[node].stored_dtype.name
 
 
-def _added_casts(step: Step, emission: Emission) -> list[int]:
+def _bytes_of_added_casts(step: Step, emission: Emission) -> list[int]:
     """Return the bytes of each cast that autocast adds for an equation."""
-    casts = list(emission.casts.get(step, ()))
+    cast_bytes = list(emission.cast_bytes.get(step, ()))
     is_cast = step.eqn.primitive.name == CAST and step.node is not None and step.node.kind is not Kind.KEPT
     if is_cast and aval_of(step.eqn.invars[0]).dtype != aval_of(step.eqn.outvars[0]).dtype:
-        return casts[:-1]  # the author wrote one of them
-    return casts
+        return cast_bytes[:-1]  # the author wrote one of them
+    return cast_bytes
 
 
 def _why_float8(step: Step, emission: Emission) -> str:
