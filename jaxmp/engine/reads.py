@@ -34,10 +34,10 @@ def reads_of_steps(
     graph: Graph, decision_of: Mapping[Node, Decision]
 ) -> tuple[dict[Step | StepBody, Reads], dict[Step, RepeatedReads]]:
     """Return the casts of each step's operands and of each body's results, and the repeated reads of scans."""
-    reader = _ReadsOfSteps(decision_of)
+    finder = _ReadsFinder(decision_of)
     for step in graph.steps:
-        reader.add(step)
-    return reader.reads, reader.repeated
+        finder.add(step)
+    return finder.reads, finder.repeated
 
 
 def is_widening(step: Step, decision_of: Mapping[Node, Decision]) -> bool:
@@ -48,8 +48,8 @@ def is_widening(step: Step, decision_of: Mapping[Node, Decision]) -> bool:
     return decision_of[operand].value_dtype.itemsize < decision_of[node].stored_dtype.itemsize
 
 
-class _ReadsOfSteps:
-    """A reader of steps. It reads the steps in a body before the step around the body."""
+class _ReadsFinder:
+    """A finder of reads. Add the steps in a body before the step around the body."""
 
     def __init__(self, decision_of: Mapping[Node, Decision]) -> None:
         self.decision_of = decision_of
@@ -68,7 +68,8 @@ class _ReadsOfSteps:
             self.reads[body] = _reads_of_results(step, step.bodies, number, self.decision_of)
 
     def _reads_of_bodies(self, step: Step, bodies: Bodies) -> Reads:
-        # Half operands stay half, because a `jax.vmap` may broadcast them for each example.
+        # If a `jax.vmap` repeats a half operand for each example, the emit stage sums its cotangents in float32. It
+        # does this only for operands with a cast. So a half operand is cast to its own dtype.
         reads = [_casts_to_stored_half(operand, self.decision_of) for operand in step.operands]
         if bodies.is_loop:
             for n, join in enumerate(step.joins, bodies.start):
@@ -92,8 +93,8 @@ class _ReadsOfSteps:
             casts_of: dict[Var, set[Casts]] = {}
             for step in body.steps:
                 # A value that the author casts to half may already be half before this cast.
-                is_cast = step.eqn.primitive.name == CAST and step.node is not None
-                reads = [(self.decision_of[step.node].stored_dtype,)] if is_cast and step.node else self.reads[step]
+                cast = step.node if step.eqn.primitive.name == CAST else None
+                reads = self.reads[step] if cast is None else [(self.decision_of[cast].stored_dtype,)]
                 for atom, casts in zip(step.eqn.invars, reads, strict=True):
                     if not is_literal(atom):
                         casts_of.setdefault(atom, set()).add(casts)
@@ -129,9 +130,9 @@ def _reads_of_results(step: Step, bodies: Bodies, number: int, decision_of: Mapp
 
 
 def _casts_to_stored_half(operand: Node | None, decision_of: Mapping[Node, Decision]) -> Casts:
-    """Return the cast that leaves a half value half.
+    """Return a cast of a half value to its own dtype, and no cast for other values.
 
-    It is no cast for a value that is stored in float32, even if all readers see it in half.
+    A value that is stored in float32 is no half value, even if all readers see it in half.
     """
     if operand is None or not is_half(decision_of[operand].stored_dtype):
         return ()
@@ -139,6 +140,7 @@ def _casts_to_stored_half(operand: Node | None, decision_of: Mapping[Node, Decis
 
 
 def _repeated_reads(step: Step, decision_of: Mapping[Node, Decision]) -> RepeatedReads:
+    """Return the half operands that many iterations of a loop read, and whose cotangents are summed."""
     bodies = step.bodies
     if bodies is None or not (bodies.is_loop and bodies.has_gradient) or step.node is None or step.node.in_rule:
         return []
@@ -152,16 +154,16 @@ def _repeated_reads(step: Step, decision_of: Mapping[Node, Decision]) -> Repeate
 
 
 def _reads_of_operation(step: Step, decision_of: Mapping[Node, Decision]) -> Reads:
+    """Return the casts of the operands of an equation without bodies."""
     node = step.node
     compared_in = _dtype_of_comparison(step, decision_of) if node is None else None
-    may_read_any = step.eqn.primitive.name == CAST and (
-        (node is not None and node.kind is KEPT) or is_widening(step, decision_of)
-    )
+    is_kept_cast = node is not None and node.name == CAST and node.kind is KEPT
+    reads_any_dtype = is_kept_cast or is_widening(step, decision_of)
     reads = list[Casts]()
     for operand in step.operands:
         if operand is None:
             reads.append(())
-        elif may_read_any:
+        elif reads_any_dtype:
             reads.append(decision_of[operand].casts_for())
         elif node is None:
             reads.append(decision_of[operand].casts_for(compared_in or operand.original_dtype))
