@@ -4,7 +4,7 @@ An amplifier turns a small error of an operand into a large error of the result.
 becomes 302, which is another pixel, and a phase of 301.4 becomes noise. A search back from each amplifier finds the
 values that must be float32:
 
-- In general, the search goes back through moves, casts, scales, offsets, bounds, selections, joined arrays,
+- In general, the search goes back through moves, casts, scales, offsets, bounds, selections, concatenations,
   products and sums over an axis, because these operations keep the low digits. The search ends at an activation.
 - From a factorisation or a solver, the search goes back to the nearest products, which are float32 too.
 """
@@ -36,7 +36,7 @@ from jaxmp.program.primitives import (
 
 _QUANTISED = frozenset({"int8", "int4", "int2", "uint8", "uint4", "uint2"})
 """The integers of quantised networks. A cast to one of them is not an amplifier."""
-_CHOICES = CHOICES | with_trait(Trait.JOINS)
+_CHOICES = CHOICES | with_trait(Trait.CONCATENATES)
 _TOTALS = frozenset(name for name in of_class(Class.ACCUMULATION) if COMBINATIONS.get(name) == "add") - SUMS
 """Sums of many elements of one array."""
 
@@ -104,7 +104,7 @@ def _keepers_of_digits(node: Node) -> Sequence[Node]:
     is_choice = node.name in _CHOICES
     if is_choice or node.name in SUMS:
         # The search ends at a choice or a sum that one of these readers reads: an activation, or a residual stream.
-        # Joined arrays count as a choice: the angles of rotary embeddings, and points beside shifted points.
+        # A concatenation counts as a choice: the angles of rotary embeddings, and points beside shifted points.
         # (A sum over an axis of selected elements is usually a sum over a mask.)
         is_activation = is_choice or len(computed) > 1
         reads = PRODUCTS if node.name == "select_n" else PRODUCTS | _TOTALS

@@ -12,7 +12,7 @@ from jaxmp.engine.states import CLEAR, SOURCE, State
 from jaxmp.program.primitives import PICKS, Trait, with_trait
 from jaxmp.program.values import CARRY
 
-_FLOAT32, _JOINED = np.dtype(np.float32), with_trait(Trait.JOINS)
+_FLOAT32, _CONCATENATIONS = np.dtype(np.float32), with_trait(Trait.CONCATENATES)
 
 
 def postpone_casts(nodes: Sequence[Node]) -> None:
@@ -32,7 +32,7 @@ def postpone_casts(nodes: Sequence[Node]) -> None:
                 node.is_cast_by_readers = True
         elif node.kind is CLEAR and node.name in PICKS and len(node.inputs) == 1:
             node.is_cast_by_readers = node.inputs[0].is_cast_by_readers
-        elif node.name in _JOINED and all(operand.is_cast_by_readers for operand in node.inputs):
+        elif node.name in _CONCATENATIONS and all(operand.is_cast_by_readers for operand in node.inputs):
             node.kind, node.is_cast_by_readers = CLEAR, True
 
 

@@ -8,7 +8,7 @@ from jaxmp.engine.states import Kind
 from jaxmp.program.primitives import CAST, Class, Trait, of_class, with_trait
 from jaxmp.program.values import BRANCHES, CARRY
 
-COPIES = of_class(Class.CLEAR) | with_trait(Trait.JOINS) | {CAST, CARRY, BRANCHES}
+COPIES = of_class(Class.CLEAR) | with_trait(Trait.CONCATENATES) | {CAST, CARRY, BRANCHES}
 """Operations whose results are copies of their operands."""
 
 

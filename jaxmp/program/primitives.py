@@ -74,8 +74,8 @@ class Trait(enum.Enum):
     """Orders elements. The results of a primitive other than ``sort`` are elements and their indices."""
     COMBINES = enum.auto()
     """Takes each element of the result from one of several operands. So it rounds nothing."""
-    JOINS = enum.auto()
-    """Joins arrays along an axis."""
+    CONCATENATES = enum.auto()
+    """Concatenates arrays along an axis, which may be new."""
     BOUNDS = enum.auto()
     """Takes the larger or smaller of two elements at the same position."""
     SCATTERS = enum.auto()
@@ -241,7 +241,7 @@ _TABLE: dict[Class, tuple[Row, ...]] = {
         _row("select_n", Trait.COMBINES, Trait.ELEMENTWISE),
         _row("eq ne eq_to", Trait.EQUATES, Trait.ELEMENTWISE),
         _row("lt le gt ge lt_to le_to", Trait.ORDERS, Trait.ELEMENTWISE),
-        _row("concatenate stack", Trait.JOINS, Trait.COMBINES),
+        _row("concatenate stack", Trait.CONCATENATES, Trait.COMBINES),
         _row("pad dynamic_update_slice", Trait.COMBINES),
         _row("scatter", Trait.SCATTERS, Trait.COMBINES),
         _row("ragged_all_to_all", Trait.COMBINES, Trait.PER_DEVICE),
@@ -408,7 +408,7 @@ def of_class(*classes: Class) -> frozenset[str]:
 def with_trait(*traits: Trait) -> frozenset[str]:
     """Return the primitives with at least one of these traits.
 
-    >>> sorted(with_trait(Trait.JOINS, Trait.LOOKS_UP))
+    >>> sorted(with_trait(Trait.CONCATENATES, Trait.LOOKS_UP))
     ['concatenate', 'dynamic_slice', 'gather', 'stack']
     """
     return frozenset(name for name, _, row in _rows() if not row.traits.isdisjoint(traits))
