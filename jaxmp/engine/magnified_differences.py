@@ -66,6 +66,8 @@ def _magnified_operand(step: Step) -> Node | None:
     Examples are the operand of a root or a logarithm, and the divisor of a division.
     """
     name = step.eqn.primitive.name
+    if name == "atan2":  # it is singular only where both operands are 0; elsewhere it magnifies nothing
+        return None
     if name not in SINGULAR or (name in POWERS and not _is_exponent_below_1(step.eqn)):
         return None
     operand = step.operands[SINGULAR[name]]

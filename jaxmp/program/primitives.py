@@ -139,7 +139,7 @@ class Row:
       traits: the traits of the primitives.
       amplifies: the number of leading operands whose low digits become high digits of the result.
       singular: the position of the operand at whose zero the result or its derivative is infinite. A power has this
-        singularity only if its exponent is less than 1.
+        singularity only if its exponent is less than 1, and ``atan2`` only if its other operand is 0, too.
       combines: for a sum, maximum, minimum, conjunction or disjunction, the primitive that combines two elements.
       body: for a primitive that only computes its body, the parameter that holds the body.
     """
