@@ -18,7 +18,8 @@ The squared distance ``|x|² + |y|² - 2 x·y`` of two neighbouring points is sm
 
 The search for such products takes these steps:
 
-1. Find each sum that is not a term of another sum: ``k``, but not ``g``. The search begins at the last sum.
+1. Find each sum that is not a term of another sum: ``k``, but not ``g``. The search begins at the last sum, and visits
+   each sum of a long chain once.
 2. List its terms without moves and constant factors: ``b``, ``e`` and ``i``.
 3. Find the terms that are squared norms: ``b`` of the vector ``x``, and ``e`` of ``y``.
 4. Return the products that have one of these vectors as a factor: ``i``, whose factors are ``x`` and ``y``.

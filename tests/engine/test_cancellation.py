@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,10 @@ import pytest
 from autocast_tools import HALVES, both, compiled, half, in_turn, normal, products
 
 import jaxmp
+from jaxmp.engine.classifier import Classifier
+from jaxmp.engine.distances import products_of_distances
+from jaxmp.engine.graph import build
+from jaxmp.program.equations import opened
 
 W, X = jnp.eye(8), normal(9, 16, 8)
 
@@ -227,6 +232,20 @@ def test_the_plan_of_a_long_chain_takes_little_time():
     assert jaxmp.cast_plan(transmittance, "mixed_bfloat16")(X).rows
     assert jaxmp.cast_plan(norm_to_a_power, "mixed_bfloat16")(X).rows
     assert jaxmp.cast_plan(diffusion, "mixed_bfloat16")(X).rows
+
+
+@pytest.mark.once
+def test_the_search_for_distances_visits_a_long_chain_of_sums_once():
+    def fun(x):
+        total = x @ W
+        for i in range(1000):
+            total = total + i * x
+        return total
+
+    graph = build(opened(jax.make_jaxpr(fun)(X)), [X], [None], Classifier(jnp.dtype(jnp.bfloat16)))
+    start = time.process_time()
+    assert products_of_distances(graph) == {}
+    assert time.process_time() - start < 0.5  # quadratic time would take 2 seconds
 
 
 def test_a_zero_or_nonfinite_scale_raises_no_error():
