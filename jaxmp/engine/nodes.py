@@ -37,7 +37,7 @@ class Node:
     requested: str  # the level that a region or an override requests; empty if there is none
     half: np.dtype | None  # the half dtype (float16 or bfloat16) of the code around it
     loop: int  # the number of the innermost loop body around it, 0 outside of loops
-    in_rule: bool  # whether it is computed in a custom_vjp, whose rule may not be the true derivative
+    in_rule: bool  # it is computed in a custom_vjp, whose rule may not be the true derivative
     initial_state: State  # its state before any rule raises it
     inputs: Sequence[Node]
     users: list[Node]
@@ -47,12 +47,12 @@ class Node:
     argument_dtype: np.dtype | None = None  # for an argument, its dtype in this call; for a constant, its dtype
     const: tuple[float, float] | None = None  # for a constant, its smallest nonzero and its largest magnitude
     step: Step | None = None  # the equation that computes it; None for arguments, constants and joins
-    is_constant: bool = False  # whether it depends only on constants and integers
-    is_looked_up: bool = False  # whether it comes from rows of a table; then it is not a weight
-    needs_float32: bool = False  # whether it is a float32 result, or its small differences decide integers or bools
-    after_product: bool = False  # whether it depends on a product or a half argument
-    before_product: bool = False  # whether a product or a half result depends on it
-    # Whether it is a weight that the author casts to half, and each reader performs this cast. Later stages read
+    is_constant: bool = False  # it depends only on constants and integers
+    is_looked_up: bool = False  # it comes from rows of a table, so it is not a weight
+    needs_float32: bool = False  # it is a float32 result, or its small differences decide integers or bools
+    after_product: bool = False  # it depends on a product or a half argument
+    before_product: bool = False  # a product or a half result depends on it
+    # It is a weight that the author casts to half, and each reader performs this cast. Later stages read
     # `Decision.is_cast_by_readers`, because `move_casts` may undo this.
     is_cast_by_readers: bool = False
 
@@ -93,12 +93,12 @@ class Step:
     """An equation with its nodes and its bodies."""
 
     eqn: JaxprEqn
-    names: Names
-    operands: Sequence[Node | None]
-    nodes: Sequence[Node | None]
+    names: Names  # the scopes around it
+    operands: Sequence[Node | None]  # None for an operand that the engine does not cast, such as an integer
+    nodes: Sequence[Node | None]  # of its results
     kind: Kind = KEPT  # the kind of the equation alone; the kinds of its nodes may differ
     reason: str = ""
-    is_sum: bool = False  # whether it is a product that counts as a sum
+    is_sum: bool = False  # it is a product that counts as a sum
     region: Region = _UNMARKED
     recipe: Float8 | None = None  # the recipe of the code around a product
     bodies: Bodies | None = None
