@@ -116,7 +116,7 @@ def _unchanged_steps(graph: Graph, decision_of: Mapping[Node, Decision], changed
 
 
 def _keeps_dtypes(step: Step, decision_of: Mapping[Node, Decision]) -> bool:
-    """Return whether an equation whose operands and results keep their dtypes changes nothing else.
+    """Return whether an equation is emitted as it is if its operands and results keep their dtypes.
 
     The equations in its bodies may change.
     """

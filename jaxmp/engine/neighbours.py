@@ -80,7 +80,10 @@ class Neighbours(NamedTuple):
         return is_float32 and not reader.is_cast_to_float32 and not reader.has_float32_result
 
     def lower(self, nodes: Sequence[Node]) -> None:
-        """Make undecided nodes half if they read a half value, directly or indirectly."""
+        """Make undecided nodes half if they read a half value, directly or indirectly.
+
+        A float32 value that is also read in half counts as a half value, and so does an undecided residual stream.
+        """
         states = self.states
         starts = list[Node]()
         for node in nodes:

@@ -17,7 +17,10 @@ _FLOAT32 = np.dtype(np.float32)
 Dtypes = tuple[np.dtype | None, np.dtype, np.dtype]
 """The first three fields of a :class:`Decision`."""
 Casts = tuple[np.dtype, ...]
-"""The dtypes to which a reader casts a value, one after the other; empty for no cast."""
+"""The dtypes to which a reader casts a value, one after the other; empty for no cast.
+
+A cast to the dtype in which the value is stored does nothing.
+"""
 
 
 class Decision(NamedTuple):
