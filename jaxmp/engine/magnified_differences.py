@@ -23,7 +23,6 @@ Instead of a product, step 3 may find a function that approaches 1, such as the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from jax.extend.core import JaxprEqn
@@ -78,7 +77,7 @@ def _is_exponent_below_1(power: JaxprEqn) -> bool:
     """Return whether a power has a constant exponent below 1, as a root and the inverse of a square have."""
     if "y" in power.params:
         return bool(power.params["y"] < 1)
-    exponent: Any = power.invars[1]
+    exponent = power.invars[1]
     return is_literal(exponent) and np.ndim(exponent.val) == 0 and exponent.val < 1
 
 
