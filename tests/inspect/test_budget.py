@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import inspect
 import json
@@ -232,6 +233,26 @@ def test_the_sentence_says_what_float32_gains_and_the_override_does_it():
     assert after.measured.gradient_error < 0.7 * before.measured.gradient_error
     promised = float(sentence.partition(" to ")[2].partition(" %")[0]) / 100
     assert after.measured.gradient_error == pytest.approx(promised, rel=0.3)
+
+
+@pytest.mark.slow("two unrolled programs")
+def test_the_sentence_says_what_a_float32_region_around_the_line_gains():
+    def budget(region):
+        def loss_fn(w, x):
+            average, new = x @ w + 5, jnp.tanh(x @ w) + 1
+            for _ in range(8):
+                with region():
+                    average = 0.998 * average + 0.002 * new
+                new = jnp.tanh(average @ w) + 1
+            return jnp.mean((jnp.tanh(0.1 * average) - 1) ** 2)
+
+        return error_budget(loss_fn, "mixed_bfloat16", probes=1)(W, X)
+
+    sentence = budget(contextlib.nullcontext).sentences[-1]
+    assert "8 × add" in sentence and "around the line" in sentence and "overrides" not in sentence
+    promised = float(sentence.partition(" to ")[2].partition(" %")[0]) / 100
+    after = budget(functools.partial(jaxmp.precision, "float32")).measured.gradient_error
+    assert after == pytest.approx(promised, rel=0.4)
 
 
 def test_an_error_of_many_lines_is_compared_with_that_of_the_products():

@@ -319,7 +319,11 @@ class _Measurement:
         yield sentences.sentence_of_line(line_run, results)
 
     def _main_operations(self, budget: Budget, line: BudgetGroup) -> list[int]:
-        """Return the sites of the operations that cause most of a line's error: as few operations as possible."""
+        """Return the sites of the operations that cause most of a line's error: as few operations as possible.
+
+        If an override cannot name them, the advice is a float32 region around the line. Then all sites of the line are
+        returned, except its products if they cause little of the error.
+        """
         on_line = [number for number in self.half if self.sites[number].equation.source == line.name]
         operations = tables.grouped(on_line, lambda number: self.sites[number].operation_in_float32)
         operations.sort(key=lambda group: (-budget.counts(group)[1], -budget.share(group)))
@@ -328,7 +332,10 @@ class _Measurement:
             overflows = budget.counts(group)[1]
             if overflows or budget.share(chosen) < _MOST_OF_A_LINE * line.share:
                 chosen += group
-        return chosen
+        if sentences.override_of([self.sites[number] for number in chosen]) is not None:
+            return chosen
+        has_products = any(self.sites[number].operation in PRODUCTS for number in chosen)
+        return [number for number in on_line if has_products or self.sites[number].operation not in PRODUCTS]
 
     def _gaps(self) -> Iterator[NotCovered]:
         """Yield the operations through which errors do not pass, if a rounded value leads to them or is in them."""

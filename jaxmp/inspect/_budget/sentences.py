@@ -23,7 +23,7 @@ _TRUSTED = 2.0
 
 @dataclass(frozen=True)
 class LineRun:
-    """A run without the roundings of the main operations of one line.
+    """A run without the roundings that float32 would save in one line.
 
     Attributes:
       line: the group of the line.
@@ -131,17 +131,23 @@ def _text_of(equation: Equation | None) -> str:
 
 def _how(run: LineRun) -> str:
     """Return how to compute the main operations of a line in float32."""
-    places = {(site.equation.path, site.operation) for site in run.sites if site.phase == "forward"}
     region = 'Put `with jaxmp.precision("float32"):` around the line'
     if run.has_other_products:
         region = (
             'Write the products of this line on a line of their own, and put `with jaxmp.precision("float32"):` around '
             "the rest"
         )
+    override = override_of(run.sites)
+    return f"{region}." if override is None else f'{region}, or pass overrides={{"{override}": "float32"}}.'
+
+
+def override_of(sites: Sequence[Site]) -> str | None:
+    """Return the override that names an operation of one scope, or None if the sites are of several."""
+    places = {(site.equation.path, site.operation) for site in sites if site.phase == "forward"}
     if len(places) != 1 or not min(places)[0]:
-        return f"{region}."
+        return None
     path, operation = min(places)
-    return f'{region}, or pass overrides={{"{glob.escape(path)}:{operation}": "float32"}}.'
+    return f"{glob.escape(path)}:{operation}"
 
 
 def _operations(sites: Sequence[Site]) -> str:
