@@ -352,6 +352,24 @@ def test_state_in_half_is_found_by_its_name() -> None:
     assert kinds(report) == ["half-params", "half-optimizer-state", "half-optimizer-state"]
 
 
+@pytest.mark.filterwarnings("ignore:updates below")  # of the half params
+def test_params_may_have_the_dtype_of_an_override_for_a_class() -> None:
+    def create(kernel_dtype: Any) -> Any:
+        params = {"norm": {"scale": jnp.ones(16)}, "dense": {"kernel": jnp.ones((16, 16), kernel_dtype)}}
+        return jaxmp.TrainState.create(params=params, tx=optax.adam(1e-3))
+
+    def loss_fn(params: Any, batch: Any) -> jax.Array:
+        x = batch.astype(BF16) @ params["dense"]["kernel"].astype(BF16)
+        return jnp.mean(x.astype(F32) * params["norm"]["scale"])
+
+    def paths(kernel_dtype: Any) -> list[str]:
+        state = jax.eval_shape(lambda: create(kernel_dtype))
+        report = audit(jaxmp.make_train_step(loss_fn), "bfloat16_sr", compile=False)(state, X)
+        return [finding.path for finding in report.findings if finding.kind == "half-params"]
+
+    assert paths(BF16) == [] and paths(F16) == ["dense/kernel"]  # the norms of this policy are float32
+
+
 def test_averaged_params_and_caches_may_be_half_and_optimizer_state_outside_of_a_train_state_may_not() -> None:
     half, wide = {"w": shape(8, dtype=BF16)}, {"w": shape(8)}
     state = jax.eval_shape(lambda: jaxmp.TrainState.create(params={"w": jnp.ones(8)}, tx=optax.sgd(0.1)))

@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxmp.inspect._collectives.collectives import Collective
 from jaxmp.inspect.program.argument_kinds import Leaf
+from jaxmp.policy.patterns import is_class_pattern
 from jaxmp.program.values import Equation, Program, Value
 
 EXACT = {"float16": 2**11, "bfloat16": 2**8}
@@ -102,3 +103,9 @@ class Audited:
             return [self.policy]
         resolved = [self.policy.resolve(path[start:]) for start in range(len(path) + 1)]
         return [policy for policy, pattern in resolved if pattern is not None] or [self.policy.root]
+
+    @property
+    def policies_of_classes(self) -> list[Any]:
+        """Return the policies of the overrides for classes of modules, whose paths are unknown."""
+        overrides = getattr(self.policy, "overrides", ())
+        return [override.policy for override in overrides if is_class_pattern(override.pattern)]

@@ -11,10 +11,15 @@ from jaxmp.program.values import Program, Value, computed_at, origins
 
 
 def half_params(audited: Audited) -> Faults:
-    """Find params whose dtype is not the param dtype of their policy."""
+    """Find params whose dtype is not the param dtype of their policy.
+
+    The path of a param does not tell the class of its module. So a param may also have the param dtype of an override
+    for a class, such as the norms of ``bfloat16_sr``.
+    """
+    dtypes_of_classes = {policy.param_dtype for policy in audited.policies_of_classes}
     for value, path in _state(audited, "params"):
         policies = audited.policies_of(path[:-1])
-        if policies and value.dtype != policies[0].param_dtype:
+        if policies and value.dtype != policies[0].param_dtype and value.dtype not in dtypes_of_classes:
             yield _dtype_fault(value, path, policies[0].param_dtype, "the policy keeps params in")
 
 
