@@ -171,6 +171,31 @@ def test_loops_over_a_reversed_array_are_compared_by_its_elements(spelling):
         assert comparison.worst.relative_error < 1e-5  # iterations in another order would differ by more than 1
 
 
+def test_a_second_loop_over_the_states_of_a_reversed_loop_is_compared_by_their_elements():
+    def fun(params, x, *, reverse):  # x has the axes batch, time, features
+        def layer(name, weight):
+            def cell(state, x_t):
+                with jax.named_scope(name):
+                    state = jnp.tanh(state @ params[weight] + x_t)
+                return state, state
+
+            return cell
+
+        x = x.swapaxes(0, 1)
+        start = jnp.zeros((x.shape[1], 8))
+        _, states = jax.lax.scan(layer("first", "a"), start, x if reverse else x[::-1], reverse=reverse)
+        state, _ = jax.lax.scan(layer("second", "b"), start, states, reverse=reverse)
+        return state
+
+    x = RNG.normal(size=(5, 6, 8)).astype(np.float32)
+    comparison = compare(
+        lambda params, x: fun(params, x, reverse=False),
+        reference=lambda params, x: fun(params, x, reverse=True),
+        grad=False,
+    )(W, x)
+    assert _paths(comparison) == ["first", "second"] and comparison.worst.relative_error < 1e-5
+
+
 def test_a_loop_over_a_reversed_array_is_compared_with_the_whole_array():
     def over_time(params, tokens):
         logits = jax.lax.map(lambda column: half_logits(params, column), tokens.T[::-1])

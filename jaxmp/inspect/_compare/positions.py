@@ -10,7 +10,7 @@ from collections.abc import Collection
 
 import numpy as np
 
-from jaxmp.program.values import ELEMENT, Key, Program, Value, depending_on
+from jaxmp.program.values import ELEMENT, STACKED, Key, Program, Value, depending_on
 
 
 def scans_of_reversed_arrays(program: Program) -> set[Key]:
@@ -19,18 +19,22 @@ def scans_of_reversed_arrays(program: Program) -> set[Key]:
     In such a scan, iteration 0 reads the last element of each scanned array that depends on the program's arguments.
     """
     data = set(depending_on(program.arguments, program.values))
-    are_reversed: dict[Key, list[bool]] = {}
+    arrays: dict[Key, list[Value]] = {}
     for value in program.values:
         if value.name == ELEMENT and value in data:
-            [array] = value.inputs
-            are_reversed.setdefault(value.key, []).append(_is_reversed(array))
-    return {key for key, flags in are_reversed.items() if all(flags)}
+            arrays.setdefault(value.key, []).extend(value.inputs)
+    scans: set[Key] = set()
+    for key in sorted(arrays):  # in program order, because a scan may read what an earlier scan stacked
+        if all(_is_reversed(array, scans) for array in arrays[key]):
+            scans.add(key)
+    return scans
 
 
-def _is_reversed(array: Value) -> bool:
+def _is_reversed(array: Value, earlier_scans: Collection[Key]) -> bool:
     """Return whether axis 0 of an array is an axis of another array in reverse.
 
-    Transposes, casts, reshapes and elementwise functions of one array may lie between them.
+    Transposes, casts, reshapes and elementwise functions of one array may lie between them. The results of a scan over
+    a reversed array are reversed, too.
     """
     axis, is_reversed = 0, False
     while array.equation is not None and array.inputs:
@@ -42,7 +46,8 @@ def _is_reversed(array: Value) -> bool:
         elif len(array.inputs) > 1 or array.shape[: axis + 1] != source.shape[: axis + 1]:
             break
         array = source
-    return is_reversed
+    is_of_reversed_scan = array.name == STACKED and axis == 0 and array.key in earlier_scans
+    return is_reversed != is_of_reversed_scan
 
 
 def count_backwards(program: Program, scans: Collection[Key]) -> None:
