@@ -213,7 +213,9 @@ class Optimizer(_Object):
 
 
 def _init_with_variables(tx: optax.GradientTransformation, params: Any) -> Any:
-    """Return the state of an optimizer, with a Variable in place of each array that has the path and shape of a param.
+    """Return the state of an optimizer, with a Variable in place of each array that belongs to a param.
+
+    Such an array has the shape of the param, and its path contains the path of the param.
 
     Flax would pass ``params``, a State of Variables, to ``tx.init``, but a State of arrays to ``tx.update``. Their
     paths differ, so masks and labels by path would differ, too. The Variables carry the metadata of the params, for
@@ -222,10 +224,11 @@ def _init_with_variables(tx: optax.GradientTransformation, params: Any) -> Any:
     variables = dict(jax.tree.leaves_with_path(params, is_leaf=lambda node: isinstance(node, nnx.Variable)))
 
     def as_variable(path: Any, leaf: Any) -> Any:
-        for start in range(len(path)):
-            variable = variables.get(path[start:])
-            if variable is not None and np.shape(variable.get_raw_value()) == np.shape(leaf):
-                return variable.replace(leaf)
+        for end in range(len(path), 0, -1):  # the path of the param is last, but an array in float8 blocks has a name
+            for start in range(end):
+                variable = variables.get(path[start:end])
+                if variable is not None and np.shape(variable.get_raw_value()) == np.shape(leaf):
+                    return variable.replace(leaf)
         return leaf
 
     return jax.tree.map_with_path(as_variable, tx.init(nnx.as_pure(params)))

@@ -215,11 +215,14 @@ def test_masks_and_labels_by_path_see_the_paths_of_the_params(makes_step):
             np.testing.assert_array_equal(getattr(model, name)[...], np.full_like(getattr(model, name)[...], value))
 
 
-def test_the_state_of_a_param_has_its_metadata():
+@pytest.mark.parametrize("moments", [None, "bfloat16", "float8"])
+def test_the_state_of_a_param_has_its_metadata(moments):
     model = Small()
     model.weight = nnx.Param(model.weight[...], note="kept")
-    trace = Optimizer(model, MOMENTUM).opt_state.inner_state[0].trace["weight"]
-    assert type(trace).__name__ == "OptVariable" and trace.get_metadata()["note"] == "kept"
+    tx = MOMENTUM if moments is None else jaxmp.low_precision(MOMENTUM, moments=moments, block=8)
+    state = nnx.to_flat_state(nnx.state(Optimizer(model, tx).opt_state))
+    with_note = [path[-1] for path, variable in state if variable.get_metadata().get("note") == "kept"]
+    assert with_note == ["codes" if moments == "float8" else "weight"]
 
 
 def test_without_a_loss_scale_non_finite_steps_are_skipped_and_nothing_is_scaled():
