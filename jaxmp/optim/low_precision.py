@@ -9,7 +9,7 @@ rounding error in another 16 bits. A split master weight stores it in 8 bits.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -37,7 +37,7 @@ from jaxmp.optim.stored_moments import (
     paths_of_moments,
     readable_with_scales,
 )
-from jaxmp.policy.patterns import ALL, first_match, require_first_matches, require_param_pattern
+from jaxmp.policy.patterns import ALL, Path, first_match, require_first_matches, require_param_pattern
 
 Rounding = Literal["stochastic", "kahan", "split", "nearest"]
 Moments = Literal["float32", "bfloat16", "float8"] | DTypeLike
@@ -163,9 +163,6 @@ class _LowPrecisionTransform:
 
     def init(self, weights: optax.Params) -> LowPrecisionState:
         _require_dtypes(weights)
-        paths = [path_parts(path) for path, _ in jax.tree.leaves_with_path(weights)]
-        require_first_matches(self._patterns, paths)
-        self.warn_if_nothing_is_rounded(weights)
         state = self.inner.init(widen(weights))
         if rounds_params(state):
             raise ValueError(BEHIND_LOW_PRECISION)
@@ -174,12 +171,20 @@ class _LowPrecisionTransform:
                 "low_precision stores the moments of each param on its own, but got pack_small in it; leave pack_small "
                 "out"
             )
+        paths = [path_parts(path) for path, _ in jax.tree.leaves_with_path(weights)]
+        if paths:  # optax.tree_map_params calls init with a placeholder, which has no params
+            self._check_options(state, weights, paths)
+        return self.wrap(state, weights)
+
+    def _check_options(self, state: Any, weights: Any, paths: Sequence[Path]) -> None:
+        """Raise a ValueError, or warn, if an option has no effect on the params or on the state of ``inner``."""
+        require_first_matches(self._patterns, paths)
+        self.warn_if_nothing_is_rounded(weights)
         if self.moments != "float32" and not any(leaf.is_moment for leaf in leaves_of_state(state)):
             raise ValueError(
                 f"moments={self.moments!r} needs an optimizer with known moments, such as optax.adam, and found none; "
                 "leave moments out"
             )
-        return self.wrap(state, weights)
 
     @property
     def _patterns(self) -> list[str]:

@@ -299,6 +299,18 @@ def test_low_precision_warns_once_if_it_has_no_effect_because_no_param_is_bfloat
     assert warned(jnp.float32, moments="bfloat16") == warned(jnp.bfloat16, rounding="split") == []
 
 
+@pytest.mark.once
+@pytest.mark.parametrize("options", [{}, {"moments": "bfloat16"}, {"rounding": {"w": "kahan"}}])
+def test_optax_maps_the_params_in_a_state(options):
+    tx, weights = jaxmp.low_precision(optax.adam(1e-3), **options), {"w": concrete.ones(4, jnp.bfloat16)}
+    specs = optax.tree_map_params(
+        tx, lambda _, spec: spec, tx.init(weights), {"w": P("data")}, transform_non_params=lambda _: P()
+    )
+    [adam, _] = specs.inner_state
+    assert adam.mu == adam.nu == {"w": P("data")} and specs.count == adam.count == P()
+    assert specs.compensation == ({"w": P("data")} if options.get("rounding") else None)
+
+
 def test_with_tx_keeps_the_compensation_and_the_count():
     kahan = jaxmp.low_precision(optax.sgd(1e-4), rounding="kahan")
     params = {"w": concrete.ones((4, 8), jnp.bfloat16), "b": concrete.ones(8), "none": None}
