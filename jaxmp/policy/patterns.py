@@ -160,10 +160,14 @@ def require_first_matches(patterns: Iterable[str], paths: Sequence[Path]) -> Non
         if pattern == ALL or pattern in first_matches.values():
             continue
         require_param_match(pattern, paths)
-        earlier = next(first for path, first in first_matches.items() if covers(pattern, path))
+        earlier = [first for path, first in first_matches.items() if covers(pattern, path)]
+        # A pattern can be put last if it is the default, or if it also matches other params.
+        movable = [first for path, first in first_matches.items() if first == ALL or not covers(pattern, path)]
+        broader = [first for first in earlier if first in movable]
+        remedy = f"put {broader[0]!r} last, or leave {pattern!r} out" if broader else "leave one of the two out"
         raise ValueError(
-            f"the first match wins, but {pattern!r} comes after {earlier!r}, which matches the same params; put "
-            f"{earlier!r} last, or leave {pattern!r} out"
+            f"the first match wins, but {pattern!r} comes after {(broader or earlier)[0]!r}, which matches the same "
+            f"params; {remedy}"
         )
 
 
