@@ -152,6 +152,9 @@ BACKWARDS = {
     "flip before swapaxes": lambda cell, state, x: jax.lax.scan(cell, state, x[:, ::-1].swapaxes(0, 1))[0],
     "flip after swapaxes": lambda cell, state, x: jax.lax.scan(cell, state, jnp.flip(x.swapaxes(0, 1), 0))[0],
     "flip twice": lambda cell, state, x: jax.lax.scan(cell, state, x.swapaxes(0, 1)[::-1][::-1], reverse=True)[0],
+    "flip before a scaling": lambda cell, state, x: jax.lax.scan(
+        cell, state, (1.0 - 0.5 * x[:, ::-1]).swapaxes(0, 1) * -2.0 + 2.0
+    )[0],
     "with a counter": lambda cell, state, x: jax.lax.scan(
         lambda state, element: cell(state, element[1]), state, (jnp.arange(6), x[:, ::-1].swapaxes(0, 1))
     )[0],

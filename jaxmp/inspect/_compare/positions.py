@@ -33,17 +33,20 @@ def scans_of_reversed_arrays(program: Program) -> set[Key]:
 def _is_reversed(array: Value, earlier_scans: Collection[Key]) -> bool:
     """Return whether axis 0 of an array is an axis of another array in reverse.
 
-    Transposes, casts, reshapes and elementwise functions of one array may lie between them. The results of a scan over
-    a reversed array are reversed, too.
+    Transposes, casts, reshapes and elementwise functions of one array and of scalars may lie between them. The results
+    of a scan over a reversed array are reversed, too.
     """
     axis, is_reversed = 0, False
-    while array.equation is not None and array.inputs:
-        params, source = array.at.eqn.params, array.inputs[0]
+    while array.equation is not None:
+        params, sources = array.at.eqn.params, [value for value in array.inputs if value.shape]
+        if len(sources) != 1:
+            break
+        [source] = sources
         if array.name == "rev":
             is_reversed ^= axis in params["dimensions"]
         elif array.name == "transpose":
             axis = params["permutation"][axis]
-        elif len(array.inputs) > 1 or array.shape[: axis + 1] != source.shape[: axis + 1]:
+        elif array.shape[: axis + 1] != source.shape[: axis + 1]:
             break
         array = source
     is_of_reversed_scan = array.name == STACKED and axis == 0 and array.key in earlier_scans
