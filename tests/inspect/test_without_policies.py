@@ -271,7 +271,7 @@ def test_settings_that_a_step_has_itself_are_refused():
         (functools.partial(Watch, every=1), {"tx": optax.sgd(0.1)}),
     ):
         (name,) = settings
-        with pytest.raises(ValueError, match=f"a train step already has .*, got {name}; leave it out"):
+        with pytest.raises(ValueError, match=f"a train step uses its own .*, got {name}; leave it out"):
             tool(step, **settings)(*args)
     with pytest.raises(ValueError, match="already has a policy, got policy='mixed_float16'; leave it out"):
         numerics(step.with_options(policy="mixed_float16"), policy="mixed_float16")

@@ -101,13 +101,11 @@ def loss_of_step(step: Any) -> Callable[..., Any]:
 def require_own_settings(**settings: Any) -> None:
     """Raise a ValueError if a setting is not None.
 
-    A train step already has these settings.
+    A train step uses its own settings.
     """
     for name, value in settings.items():
         if value is not None:
-            raise ValueError(
-                f"a train step already has a policy, an optimizer and a loss scale, got {name}; leave it out"
-            )
+            raise ValueError(f"a train step uses its own policy, optimizer and loss scale, got {name}; leave it out")
 
 
 def step_under_policy(step: Any, policy: Any, overrides: Mapping[str, str] | None = None) -> Any:
