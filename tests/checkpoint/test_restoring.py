@@ -27,6 +27,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:updates below"),  # of half params without low_precision
     pytest.mark.filterwarnings("ignore:the loss has float16 products and no loss scale"),
 ]
+OTHER_DTYPES = pytest.mark.slow("the same with other dtypes")
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +51,7 @@ def restored(folder, state, like, capsys, **settings):
     return new, line
 
 
-@pytest.mark.parametrize("policy", ["mixed_bfloat16", "bfloat16"])
+@pytest.mark.parametrize("policy", ["bfloat16", pytest.param("mixed_bfloat16", marks=OTHER_DTYPES)])
 def test_params_are_cast_once_to_the_dtypes_of_another_policy(policy, trained, tmp_path, capsys):
     state = trained
     like, loss_fn = linen_run(policy, jaxmp.NoOpLossScale(), seed=3)
@@ -224,10 +225,9 @@ def test_keys_of_another_implementation_are_restored_as_they_were(tmp_path, caps
     assert bits(again.rng) == bits(raw)
 
 
-SAME_STATE = pytest.mark.slow("the same state, less the lost part")
-
-
-@pytest.mark.parametrize("rounding", ["kahan", "split", pytest.param("stochastic", marks=SAME_STATE)])
+@pytest.mark.parametrize(
+    "rounding", ["split", *(pytest.param(rounding, marks=OTHER_DTYPES) for rounding in ("kahan", "stochastic"))]
+)
 def test_the_optimizer_may_gain_or_lose_low_precision(rounding, trained, tmp_path, capsys):
     def half_run(seed):
         tx = jaxmp.low_precision(ADAM, rounding=rounding)

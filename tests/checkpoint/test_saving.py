@@ -166,7 +166,13 @@ def test_a_state_without_elements_can_be_saved(state, tmp_path):
     refused(lambda: checkpoint.restore(tmp_path, {"b": jnp.ones(2)}), ValueError, first, "is in ", "but not in ")
 
 
-@pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        jax.sharding.AxisType.Auto,
+        pytest.param(jax.sharding.AxisType.Explicit, marks=pytest.mark.slow("the same for another type of axes")),
+    ],
+)
 def test_a_sharded_state_is_restored_onto_other_devices(tmp_path, kind):
     def sharded(count: int, seed: int) -> jaxmp.TrainState:
         mesh = jax.make_mesh((count,), ("fsdp",), axis_types=(kind,), devices=jax.devices()[:count])

@@ -81,7 +81,7 @@ ROUNDED = 0.004
 """The rounding error of a bfloat16 result."""
 
 
-@pytest.fixture(params=["gpu", "tpu"])
+@pytest.fixture(params=["gpu", pytest.param("tpu", marks=pytest.mark.slow("the same for the other form"))])
 def form(request, monkeypatch):
     """Trace products in the form for GPUs, and in the form for TPUs."""
     if request.param == "tpu":

@@ -105,6 +105,7 @@ def test_many_modules_need_no_more_than_six_compilations():
     assert tuned.evaluations <= 6
 
 
+@SLOW
 def test_no_smaller_set_of_modules_is_enough():
     """The sets are measured one by one, each with a compilation."""
     loss_fn, args, half = _deep_loss([_flow, _steep, _plain]), (_params()[0], X), get_policy("mixed_bfloat16")
@@ -134,7 +135,7 @@ _recomputed = jax.checkpoint(_short_step)
     ("layers", "policy"),
     [
         ([_flow, _plain], "mixed_bfloat16"),
-        ([_traced_once, _plain, _traced_once], "mixed_bfloat16"),
+        pytest.param([_traced_once, _plain, _traced_once], "mixed_bfloat16", marks=SLOW),
         pytest.param([_recomputed, _recomputed, _plain], "mixed_bfloat16", marks=SLOW),
         pytest.param([_flow, _recurrent, _plain], "mixed_float16", marks=SLOW),
         pytest.param([_flow, _plain, _steep, _plain], "mixed_bfloat16", marks=SLOW),

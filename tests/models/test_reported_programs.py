@@ -54,7 +54,9 @@ def statistics(params: Params, x: jax.Array) -> jax.Array:
     return h.mean(-1)[:4] + h.var(-1)[:4] + jnp.diag(jnp.linalg.cholesky(covariance)) + spectrum[:4, 1]
 
 
-PROGRAMS = (noisy_or, timestep, raw_features, small_vectors, statistics)
+QUICK_PROGRAMS = (noisy_or, statistics)
+OTHER_PROGRAMS = (timestep, raw_features, small_vectors)
+other_programs = [pytest.param(body, marks=pytest.mark.slow("another program")) for body in OTHER_PROGRAMS]
 X = data(16, 32) / 4
 
 
@@ -81,7 +83,7 @@ def gradient_of(apply: Callable[[Any], jax.Array], w: jax.Array) -> np.ndarray:
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("body", PROGRAMS)
+@pytest.mark.parametrize("body", [*QUICK_PROGRAMS, *other_programs])
 def test_a_program_inside_of_a_module_has_the_gradient_of_float32(body):
     bare = LinenModel(body)
     w = bare.init(jax.random.key(0), X)["params"]["w"]

@@ -44,6 +44,7 @@ from jaxmp.sharding.specs import specs_in
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+SAME_FOR_EXPLICIT = pytest.mark.slow("the same for another type of axes")
 
 
 @functools.cache
@@ -114,7 +115,7 @@ class TestNumbers:
         specs = specs_of(linen_params, mesh, rules=rules)
         self.require_one_devices(mesh, specs, more={"accumulate_steps": 2}, reduce="once")
 
-    @pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
+    @pytest.mark.parametrize("kind", [AUTO, pytest.param(EXPLICIT, marks=SAME_FOR_EXPLICIT)])
     def test_a_sharding_without_specs_is_data_parallelism_with_the_numbers_of_one_device(self, kind):
         mesh = mesh_of(kind, data=4)
         sharded_state = stacked_state_on(mesh, None)
@@ -150,7 +151,7 @@ class TestNumbers:
     @pytest.mark.once
     @pytest.mark.parametrize(
         ("kind", "reduce"),
-        [(AUTO, "once"), pytest.param(EXPLICIT, "each", marks=pytest.mark.slow("the same for another type of axes"))],
+        [(AUTO, "once"), pytest.param(EXPLICIT, "each", marks=SAME_FOR_EXPLICIT)],
     )
     def test_a_weight_of_many_uses_matches_one_device(self, kind, reduce):
         """Use a weight in nested calls, loops, a remat, a vmap and a branch."""
