@@ -115,7 +115,10 @@ def _operands_that_make_small(node: Node) -> list[Node]:
 
 
 def _is_difference(node: Node) -> bool:
-    """Return whether a sum has one constant, and the other term has the other sign: c - x, x - c, or -x + c."""
+    """Return whether a sum is a constant minus a variable, or the reverse.
+
+    It is written as ``c - x``, ``x - c`` or ``-x + c``.
+    """
     has_one_constant = node.name in SUMS and only_variable(node) is not None
     return has_one_constant and (node.name == "sub" or _is_negated(node))
 
@@ -144,9 +147,10 @@ def _has_large_constant(difference: Node) -> bool:
 
 
 def _rounded_values(difference: Node) -> list[Node]:
-    """Return the values whose last digits decide a difference; empty if half precision would round none of them.
+    """Return the values whose last digits decide a difference.
 
-    These are products, functions that approach 1, and the values between them and the difference.
+    These are products, functions that approach 1, and the values between them and the difference. The result is
+    empty if half precision would round none of them.
     """
     # The search does not go through sums. So it also starts at the terms of an operand that is a sum.
     terms, _ = terms_of(difference)

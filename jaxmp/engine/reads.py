@@ -33,7 +33,10 @@ The scan reads them in float32, so that their cotangents are summed in float32. 
 def reads_of_steps(
     graph: Graph, decision_of: Mapping[Node, Decision]
 ) -> tuple[dict[Step | StepBody, Reads], dict[Step, RepeatedReads]]:
-    """Return the casts of each step's operands and of each body's results, and the repeated reads of scans."""
+    """Return the casts of all operands and results, and the repeated reads of scans.
+
+    The casts are those of each step's operands and of each body's results.
+    """
     finder = _ReadsFinder(decision_of)
     for step in graph.steps:
         finder.add(step)
@@ -173,7 +176,10 @@ def _reads_of_operation(step: Step, decision_of: Mapping[Node, Decision]) -> Rea
 
 
 def _dtype_of_comparison(step: Step, decision_of: Mapping[Node, Decision]) -> np.dtype | None:
-    """Return the dtype in which a comparison reads all operands; None if it reads them in their original dtypes."""
+    """Return the dtype in which a comparison reads all operands.
+
+    The result is None if it reads them in their original dtypes.
+    """
     name, operands = step.eqn.primitive.name, step.operands
     if name not in COMPARISONS:
         return None

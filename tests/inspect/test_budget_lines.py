@@ -354,7 +354,10 @@ def marked_lines(program):
 
 
 def rows_with_marked_lines():
-    """Return the names of the rows that mark lines. Quick tests run every sixth, one of which is unexplained."""
+    """Return the names of the rows that mark lines.
+
+    Quick tests run every sixth row. The budget does not explain one of these.
+    """
     slow = pytest.mark.slow("differentiates a gradient")
     names = [name for name in ROWS if isinstance(ROWS[name].original, functools.partial)]
     return [pytest.param(name, marks=() if number % 6 == 0 else slow) for number, name in enumerate(names)]

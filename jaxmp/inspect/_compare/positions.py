@@ -63,7 +63,10 @@ def count_backwards(program: Program, scans: Collection[Key]) -> None:
 
 
 def counted_backwards(array: np.ndarray, value: Value, scans: Collection[Key]) -> np.ndarray:
-    """Return the record of a value whose iterations were counted from the first to the last in these scans."""
+    """Return the record of a value with its iterations in the reverse order.
+
+    In the record, the iterations of these scans are counted from the first to the last.
+    """
     axes = tuple(axis for axis, is_counted in enumerate(_are_among(value, scans)) if is_counted)
     return np.flip(array, axes) if axes else array
 
