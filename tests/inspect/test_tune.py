@@ -19,7 +19,8 @@ from hypothesis import given, settings
 
 import jaxmp
 from jaxmp.inspect import compare, tune
-from jaxmp.inspect._tune.measurement import Candidate, Measurement, candidates_of
+from jaxmp.inspect._tune.candidates import Candidate, candidates_of, overrides_of
+from jaxmp.inspect._tune.measurement import Measurement
 from jaxmp.inspect._tune.prediction import Prediction
 from jaxmp.inspect._tune.search import search, search_and_measure
 from jaxmp.policy.policy_map import get_policy
@@ -55,8 +56,8 @@ def _loss(planted, at):
     return loss_fn
 
 
-def _params():
-    return [*np.random.default_rng(1).normal(size=(3, 16, 16)).astype("float32") / 4]
+def _params(count=3):
+    return [*np.random.default_rng(1).normal(size=(count, 16, 16)).astype("float32") / 4]
 
 
 @pytest.mark.parametrize(
@@ -105,6 +106,55 @@ def test_many_modules_need_no_more_than_six_compilations():
     assert tuned.evaluations <= 6
 
 
+def _blocks_loss(params, x):
+    """Return a loss of equal blocks and another layer."""
+    for number, weight in enumerate(params["blocks"]):
+        with jax.named_scope(f"block_{number}"):
+            x = _flow(x, weight)
+    with jax.named_scope("head"):
+        return jnp.mean(jnp.tanh(x @ params["head"]) ** 2)
+
+
+@pytest.mark.parametrize(
+    ("strong", "paths"),
+    [
+        (range(3), ["block_*:add"]),
+        pytest.param([2], ["block_2:add"], marks=SLOW),
+    ],
+    ids=["all", "one"],
+)
+def test_equal_layers_that_need_float32_have_one_override_or_few(strong, paths):
+    """A block without weights adds zeros, which is exact."""
+    head, *weights = _params(4)
+    blocks = [weight if number in strong else 0 * weight for number, weight in enumerate(weights)]
+    tuned = tune(_blocks_loss, "mixed_bfloat16")({"blocks": blocks, "head": head}, X)
+    assert list(tuned.overrides) == paths
+    assert tuned.met and tuned.half_flops == 1 and tuned.evaluations <= 6
+    assert [row.path for row in tuned.rows if row.is_float32] == paths
+
+
+def test_a_pattern_of_equal_layers_matches_no_other_module():
+    """The path of an unequal layer matches ``layer_*``."""
+
+    def loss_fn(params, x):
+        for scope, layer in [("layer_0", _flow), ("layer_1", _flow), ("layer_2", _plain), ("layers/0", _flow)]:
+            with jax.named_scope(scope):
+                x = layer(x, params)
+        for number in range(2):
+            with jax.named_scope(f"stack_0/block_{number}/inner"):
+                x = _plain(x, params)
+        return jnp.mean(x**2)
+
+    candidates = candidates_of(loss_fn, (_params()[0], X), get_policy("mixed_bfloat16"))
+    assert {candidate.path: [layer.path for layer in candidate.layers] for candidate in candidates} == {
+        "layer_0": [],
+        "layer_1": [],
+        "layer_2": [],
+        "layers/0": [],
+        "stack_0/block_*/inner": ["stack_0/block_0/inner", "stack_0/block_1/inner"],
+    }
+
+
 @SLOW
 def test_no_smaller_set_of_modules_is_enough():
     """The sets are measured one by one, each with a compilation."""
@@ -115,7 +165,7 @@ def test_no_smaller_set_of_modules_is_enough():
     assert tuned.met and 0 < count < len(candidates)
     for smaller in range(count):
         for chosen in itertools.combinations(candidates, smaller):
-            assert measurement.error(measurement.overrides(candidates, chosen)) > tuned.tolerance
+            assert measurement.error(overrides_of(candidates, chosen, half)) > tuned.tolerance
 
 
 def _recurrent(x, weight):
@@ -148,7 +198,7 @@ def test_predicted_errors_are_those_that_are_measured(layers, policy):
     assert prediction.is_possible
     additions = [operation for candidate in candidates for operation in candidate.operations if "add" in operation.path]
     for chosen in [frozenset(), *(frozenset([candidate]) for candidate in [*candidates, *additions])]:
-        overrides = measurement.overrides(candidates, chosen)
+        overrides = overrides_of(candidates, chosen, half)
         predicted = measurement.error_of_result(0, prediction.results(overrides))
         assert predicted == pytest.approx(measurement.error(overrides), rel=0.05)
 
@@ -397,6 +447,25 @@ def test_the_search_meets_the_tolerance_with_no_candidate_to_spare(sizes, tolera
     assert not result.interrupted
     for candidate in result.chosen:
         assert errors.error(result.chosen - {candidate}) > tolerance
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.floats(0.0, 10.0), min_size=2, max_size=9), st.floats(0.1, 20.0))
+def test_single_layers_are_chosen_if_a_third_of_them_is_enough(sizes, tolerance):
+    layers = tuple(Candidate(f"layer_{n}", 1) for n in range(len(sizes)))
+    stack, head = Candidate("layer_*", len(layers), layers=layers), Candidate("head", 1)
+    errors = _Additive({**dict(zip(layers, sizes, strict=True)), head: 1.0})
+
+    def error_of(chosen):
+        return errors.error(chosen | {*layers} if stack in chosen else chosen)
+
+    result = search([stack, head], error_of, tolerance)
+    single = result.chosen & {*layers}
+    assert result.error == error_of(result.chosen) <= tolerance
+    assert not (single and stack in result.chosen) and 3 * len(single) <= len(layers)
+    assert set(result.layers) == single
+    for candidate in result.chosen:
+        assert error_of(result.chosen - {candidate}) > tolerance
 
 
 @settings(max_examples=50, deadline=None)

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from jaxmp.inspect import tune
-from jaxmp.inspect._tune.measurement import Measurement, candidates_of
+from jaxmp.inspect._tune.candidates import candidates_of, overrides_of
+from jaxmp.inspect._tune.measurement import Measurement
 from jaxmp.policy.policy_map import get_policy
 
 pytestmark = pytest.mark.slow("searches a model for each plant; test_tune.py has one plant")
@@ -114,7 +115,7 @@ def test_no_choice_of_as_few_modules_has_much_more_in_half():
     count_in_float32 = sum(row.is_float32 for row in module_tuned.rows)
     choices = itertools.chain(*(itertools.combinations(candidates, count) for count in range(count_in_float32 + 1)))
     for chosen in choices:
-        overrides = measurement.overrides(candidates, chosen)
+        overrides = overrides_of(candidates, chosen, policy)
         share = measurement.half_flops(overrides)
         if share > best and measurement.error(overrides) <= module_tuned.tolerance:
             best = share

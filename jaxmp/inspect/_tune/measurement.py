@@ -1,14 +1,8 @@
-"""Measure the errors of a loss and its gradients, relative to float32.
-
-A half policy computes in half precision (float16 or bfloat16). Overrides are exceptions to the policy: a mapping from
-the path of a module, scope or operation to another policy.
-"""
+"""Measure the errors of a loss and its gradients, relative to float32."""
 
 from __future__ import annotations
 
-import glob
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,9 +12,8 @@ import numpy as np
 from jaxmp.base.cache_keys import policies_off
 from jaxmp.base.trees import widen
 from jaxmp.engine.autocast import autocast
-from jaxmp.engine.overrides import FIXED
 from jaxmp.engine.plan import cast_plan
-from jaxmp.inspect._tune.prediction import Prediction, is_half_operation, named_copy
+from jaxmp.inspect._tune.prediction import Prediction, named_copy
 from jaxmp.inspect._tune.rounded_products import Rounding, with_rounded_products
 from jaxmp.inspect.program.calls import (
     differentiated,
@@ -30,34 +23,10 @@ from jaxmp.inspect.program.calls import (
     options_of_few_runs,
     with_leaves,
 )
-from jaxmp.inspect.program.tracing import program_of
 from jaxmp.policy.policies import Policy
-from jaxmp.program.primitives import PRODUCTS, classify
-from jaxmp.program.reading import read_program
-from jaxmp.program.scopes import CALL_SCOPE, path_in
 
 Result = tuple[float, np.ndarray]
 """A loss, and its gradients as one vector."""
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A module, scope or operation that the search can switch to float32.
-
-    Attributes:
-      path: the path in the form of an override's key, such as ``"flow"`` or ``"flow:add"``.
-      flops: the FLOPs of the candidate's products, without products in submodules.
-      operations: the half operations of a module or scope, without those in submodules; empty for an operation.
-    """
-
-    path: str
-    flops: int
-    operations: tuple[Candidate, ...] = ()
-
-    @property
-    def is_product(self) -> bool:
-        """Return whether the candidate is an operation, and a product."""
-        return self.path.rpartition(":")[2] in PRODUCTS
 
 
 def without_policies(fun: Callable[..., Any]) -> Callable[..., Any]:
@@ -88,66 +57,6 @@ def _is_key(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def candidates_of(
-    plain: Callable[..., Any], args: Sequence[Any], half: Policy, *, modules_only: bool = False
-) -> list[Candidate]:
-    """Return the modules and scopes with half operations, children before parents.
-
-    With ``modules_only``, a named scope in a module counts as a part of the module. Without any module, the named
-    scopes are the candidates.
-
-    Raises:
-      ValueError: no operation in a module or scope is half.
-    """
-    modules = _paths_of_modules(plain, args) if modules_only else set()
-    flops: dict[str, dict[str, int]] = {}
-    for row in cast_plan(plain, half)(*named_copy(args)).rows:
-        key = _key_of_module(row.path, modules) if modules else glob.escape(row.path)
-        if key and is_half_operation(row):
-            by_name = flops.setdefault(key, {})
-            if classify(row.primitive) not in (None, *FIXED):
-                by_name.setdefault(row.primitive, 0)
-                by_name[row.primitive] += row.flops if row.primitive in PRODUCTS else 0
-    if not flops:
-        raise ValueError(
-            "tune needs half operations in modules or named scopes, got none; put jax.named_scope around the parts"
-        )
-    candidates = []
-    for path in sorted(flops, key=lambda path: -path.count("/")):
-        operations = tuple(Candidate(f"{path}:{name}", count) for name, count in flops[path].items())
-        candidates.append(Candidate(path, sum(flops[path].values()), operations))
-    return candidates
-
-
-def _paths_of_modules(fun: Callable[..., Any], args: Sequence[Any]) -> set[str]:
-    """Return the paths of the modules that a function calls."""
-    jaxpr, _, _ = program_of(fun, *named_copy(args))
-    paths = set()
-    for equation in read_program(jaxpr).equations.values():
-        for number, name in enumerate(equation.names):
-            if name.startswith(CALL_SCOPE):
-                paths.add(path_in(equation.names[:number]))
-    return paths
-
-
-def _key_of_module(path: str, modules: Collection[str]) -> str:
-    """Return an override's key for the innermost module around a path; empty if there is none.
-
-    A method of a Linen module has a scope such as ``"Model.encode"``, which is not the path of a module. The key of a
-    module that the method calls begins with ``"**"``.
-    """
-    while path and (path not in modules or "." in path.rpartition("/")[2]):
-        path = path.rpartition("/")[0]
-    names = path.split("/")
-    methods = [number for number, name in enumerate(names) if "." in name]
-    if not methods:
-        return glob.escape(path)
-    module, inside = names[methods[-1]].partition(".")[0], names[methods[-1] + 1 :]
-    if inside[0] == module:  # the method calls its module's __call__
-        inside = inside[1:]
-    return "**/" + glob.escape("/".join(inside)) if inside else ""
-
-
 class Measurement:
     """A measurement of the errors of a function under overrides.
 
@@ -160,13 +69,14 @@ class Measurement:
         reference is not multiplied.
 
     Attributes:
+      half: the half policy.
       compilations: the number of programs that were compiled.
     """
 
     def __init__(
         self, plain: Callable[..., Any], all_args: Sequence[Sequence[Any]], half: Policy, loss_scale: float
     ) -> None:
-        self._plain, self._all_args, self._half = plain, all_args, half
+        self._plain, self._all_args, self.half = plain, all_args, half
         self.loss_scale = loss_scale
         self.compilations = 0
         self._with_rounded_products = self._compiled(
@@ -206,7 +116,7 @@ class Measurement:
         bits.
         """
         floor = self._error_of_rounded(Rounding.OPERANDS)
-        if np.isfinite(floor) or self._half.compute_dtype != np.float16:
+        if np.isfinite(floor) or self.half.compute_dtype != np.float16:
             return floor
         return self._error_of_rounded(Rounding.OPERANDS_TO_BFLOAT16) / 8
 
@@ -219,7 +129,7 @@ class Measurement:
 
         The error is infinite if a loss or a gradient is not finite.
         """
-        cast = autocast(self._plain, self._half, overrides)
+        cast = autocast(self._plain, self.half, overrides)
         gradient = self._compiled(self._scaled_loss_and_gradients(cast))
         results = []
         for args in self._all_args:
@@ -241,28 +151,12 @@ class Measurement:
     def prediction(self, batch: int) -> Prediction:
         """Return a prediction of the errors of one batch."""
         self.compilations += 1
-        return Prediction(self._plain, self._all_args[batch], self._half, self.loss_scale)
+        return Prediction(self._plain, self._all_args[batch], self.half, self.loss_scale)
 
     def half_flops(self, overrides: Mapping[str, str]) -> float:
         """Return the share of the products' FLOPs in half precision under overrides."""
-        summary = cast_plan(self._plain, self._half, overrides)(*named_copy(self._all_args[0])).summary
+        summary = cast_plan(self._plain, self.half, overrides)(*named_copy(self._all_args[0])).summary
         return summary.half_product_flops / summary.product_flops if summary.product_flops else 0.0
-
-    def overrides(self, candidates: Sequence[Candidate], chosen: Collection[Candidate]) -> dict[str, str]:
-        """Return overrides that give float32 to the chosen candidates and operations.
-
-        Submodules of a chosen module keep the half policy, unless they are chosen too.
-        """
-        overrides = {}
-        touched = {candidate for candidate in candidates if not {candidate, *candidate.operations}.isdisjoint(chosen)}
-        for candidate in candidates:  # children come before parents, and the first pattern that matches wins
-            if candidate in chosen:
-                overrides[candidate.path] = "float32"
-                continue
-            overrides |= {operation.path: "float32" for operation in candidate.operations if operation in chosen}
-            if _parent(candidate, candidates) in touched:
-                overrides[candidate.path] = str(self._half)
-        return overrides
 
     def _scaled_loss_and_gradients(self, fun: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function of the arguments' arrays and the loss scale.
@@ -306,12 +200,6 @@ class Measurement:
         loss, gradients = loss_and_gradients
         flat = [in_double_precision(leaf).ravel() / scale for leaf in gradients]
         return float(loss), np.concatenate(flat)
-
-
-def _parent(candidate: Candidate, candidates: Sequence[Candidate]) -> Candidate | None:
-    """Return the nearest candidate that encloses a candidate, or None."""
-    above = [other for other in candidates if candidate.path.startswith(f"{other.path}/")]
-    return max(above, key=lambda other: len(other.path), default=None)
 
 
 def _relative(value: Any, true: Any, least: float = 0.0) -> float:

@@ -13,9 +13,11 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxmp.inspect._tune.measurement import Candidate
+from jaxmp.inspect._tune.candidates import Candidate
 
 Chosen = frozenset[Candidate]
+_FEW_LAYERS = 1 / 3
+"""The largest share of equal layers for which each layer gets its own override."""
 
 
 @dataclasses.dataclass
@@ -30,6 +32,7 @@ class Result:
       errors: for each candidate, the error with the candidate and all overflowing candidates in float32. Empty if the
         search did not need these errors.
       operations: the operations that the search tried to choose in place of their module or scope.
+      layers: the chosen single layers.
       interrupted: whether Ctrl-C ended the search.
     """
 
@@ -39,6 +42,7 @@ class Result:
     error_before: float = math.inf
     errors: dict[Candidate, float] = dataclasses.field(default_factory=dict)
     operations: list[Candidate] = dataclasses.field(default_factory=list)
+    layers: list[Candidate] = dataclasses.field(default_factory=list)
     interrupted: bool = False
 
 
@@ -61,6 +65,7 @@ def search(
        candidate. The candidates with the most FLOPs are tried first.
     5. It replaces each module in the choice by the module's operations if the tolerance is still met. It then removes
        operations from the choice as in step 4.
+    6. It replaces equal layers in the choice by single layers, if a third of the layers or fewer are enough.
 
     At Ctrl-C, the search ends with the best choice so far.
 
@@ -77,6 +82,7 @@ def search(
             run.modules()
             if operations:
                 run.operations()
+            run.layers()
     except KeyboardInterrupt:
         run.result.interrupted = True
     return run.result
@@ -230,6 +236,22 @@ class _Search:
             with_all = self.result.chosen - {module} | {*module.operations}
             if self.meets(with_all):
                 self.take_back(with_all, module.operations)
+
+    def layers(self) -> None:
+        """Choose single layers in place of equal layers: step 6 of :func:`search`."""
+        if self.result.error > self.tolerance:
+            return
+        for candidate in sorted(self.result.chosen, key=lambda candidate: (-candidate.flops, candidate.path)):
+            with_pattern = self.result.chosen
+            with_layers = with_pattern - {candidate} | {*candidate.layers}
+            if not candidate.layers or not self.meets(with_layers):
+                continue
+            self.take_back(with_layers, candidate.layers)
+            layers = [layer for layer in candidate.layers if layer in self.result.chosen]
+            if candidate in self.result.chosen or len(layers) > _FEW_LAYERS * len(candidate.layers):
+                self.accept(with_pattern)
+            else:
+                self.result.layers += layers
 
 
 def _usefulness(candidate: Candidate, errors: dict[Candidate, float], tolerance: float) -> tuple[Any, ...]:

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxmp.inspect._tune.measurement import Candidate, Measurement
+from jaxmp.inspect._tune.candidates import Candidate, overrides_of
+from jaxmp.inspect._tune.measurement import Measurement
 from jaxmp.inspect._tune.search import Chosen, Result, search, search_and_measure
 
 _MOST_COMPILATIONS = 6
@@ -43,8 +44,11 @@ class Trials:
             return 1.0
         return self._error_before / predicted if predicted else math.nan
 
+    def _overrides(self, chosen: Chosen) -> dict[str, str]:
+        return overrides_of(self._candidates, chosen, self._measurement.half)
+
     def _predicted(self, chosen: Chosen) -> float:
-        result = self._prediction.results(self._measurement.overrides(self._candidates, chosen))
+        result = self._prediction.results(self._overrides(chosen))
         return self._measurement.error_of_result(self._batch, result)
 
     def predict(self, chosen: Chosen) -> float:
@@ -55,7 +59,7 @@ class Trials:
         """Return the measured error of a choice."""
         if not chosen:
             return self._error_before
-        return self._measurement.error(self._measurement.overrides(self._candidates, chosen))
+        return self._measurement.error(self._overrides(chosen))
 
     def error_of_half_products(self) -> float:
         """Return the error if all half operations except products are float32.

@@ -17,7 +17,8 @@ from jaxmp.base.inspection import tool
 from jaxmp.inspect._compare.compare import loss_of
 from jaxmp.inspect._first_nonfinite.first_nonfinite import first_nonfinite
 from jaxmp.inspect._numerics.numerics import numerics
-from jaxmp.inspect._tune.measurement import Measurement, candidates_of, with_folded_keys, without_policies
+from jaxmp.inspect._tune.candidates import candidates_of, overrides_of
+from jaxmp.inspect._tune.measurement import Measurement, with_folded_keys, without_policies
 from jaxmp.inspect._tune.search import Result
 from jaxmp.inspect._tune.trials import Trials
 from jaxmp.inspect.program.calls import is_step, require_arguments_not_deleted, step_call
@@ -37,7 +38,8 @@ class TunedRow:
     """A module, scope or operation that the search can switch to float32.
 
     Attributes:
-      path: the path in the form of an override's key, such as ``"flow"`` or ``"flow:add"``.
+      path: the path in the form of an override's key, such as ``"flow"`` or ``"flow:add"``. A ``*`` stands for the
+        numbers of equal layers.
       error: the error of the function if this module and all modules that overflow in half precision compute in
         float32. It is predicted, or measured if predictions are wrong. NaN if the search did not need this error.
       flops: the FLOPs of the products in the module, scope or operation, without products in submodules.
@@ -156,7 +158,8 @@ def tune(
 
     The reference is ``fun`` in float32, without policies and autocast. If the error of ``fun`` under
     :func:`jaxmp.autocast` with ``policy`` is above the tolerance, a search tries modules in float32 instead of half
-    precision (float16 or bfloat16), and then single operations of these modules. The error of each trial is predicted
+    precision (float16 or bfloat16), and then single operations of these modules. Equal layers are tried together, and
+    have one override for all of them if more than a third of them need float32. The error of each trial is predicted
     with one compiled program, in which the roundings of each operation can be turned off. The error of the result is
     measured. There are usually at most 6 compilations, whatever the number of modules. If predictions are wrong for
     this function, as with float8 products, errors are measured instead, with a compilation for each trial.
@@ -283,12 +286,12 @@ def _tuned(
     result: Result, half: Policy, floor: float, tolerance: float, scale: float | None, measurement: Measurement
 ) -> Tuned:
     rows = []
-    for candidate in [*result.candidates, *result.operations]:
+    for candidate in [*result.candidates, *result.operations, *result.layers]:
         rows.append(
             TunedRow(candidate.path, result.errors.get(candidate, np.nan), candidate.flops, candidate in result.chosen)
         )
     rows.sort(key=lambda row: (not row.is_float32, np.nan_to_num(row.error)))
-    overrides = measurement.overrides(result.candidates, result.chosen)
+    overrides = overrides_of(result.candidates, result.chosen, half)
     return Tuned(
         policy=PolicyMap(half, overrides),
         overrides=overrides,
