@@ -22,7 +22,7 @@ QUICK := not slow and not ($(ABSENT))
 # The tests of the library, and the tests of two training scripts, which show that the scripts run.
 SCRIPTS := tests/experiments/test_language_modeling.py tests/experiments/test_masked_lm.py
 FOLDERS := $(patsubst %/,%,$(wildcard tests/*/)) $(wildcard tests/test_*.py)
-LIBRARY := jaxmp $(filter-out %/tools %/experiments %/repository,$(FOLDERS)) $(SCRIPTS)
+LIBRARY := jaxmp $(filter-out %/tools %/experiments %/repository %/__pycache__,$(FOLDERS)) $(SCRIPTS)
 check nightly: WITHOUT := $(addprefix --ignore=,$(SCRIPTS))# for `make experiments`, because `make test` ran them
 # The tests that JAX's internals may break: they run on the newest JAX, too.
 INTERNALS := $(wildcard $(addprefix tests/,engine program models linen nnx))
@@ -58,7 +58,7 @@ slow-changed: .venv/installed ## the slow tests of the library that cover these 
 	@tests=$$($(PY) .ci/quick.py --slow) && { $(PY) $(PYTEST) -m slow --cases 1 $$tests || [ $$? -eq 5 ]; } # 5 means that none of them is slow
 
 newest: .venv/installed ## the tests of JAX's internals on the newest Python and JAX, and those that compile for an absent GPU
-	@$(SELF) --no-print-directory on-newest PATHS="$(call paths,$(INTERNALS))"
+	@$(SELF) --no-print-directory on-newest PATHS="$(call paths,$(INTERNALS))" COMPILED="($(ABSENT)) and not slow"
 
 check: lint types test experiments slow-changed newest ## everything that a change must pass, 10 to 15 minutes on two cores
 
@@ -101,17 +101,18 @@ format: .venv/installed ## fix and format the code with ruff
 types: .venv/installed ## check the types of the library and of a user's program with mypy
 	$(PY) -m mypy
 
-# Run PATHS on the newest Python, and the tests for an absent GPU. Only the first case of each test runs.
+# Run PATHS on the newest Python, and the tests for an absent GPU or TPU. Only the first case of each test runs.
+on-newest: COMPILED ?= $(ABSENT)
 on-newest:
 	@newest=$$(.ci/pythons.sh "$$PYTHON" | tail -n 1); \
 	current=$$($(PY) -c $(VERSION)); \
 	if [ "$${newest%% *}" = "$$current" ]; then \
 	  echo "No supported Python newer than $$current on this machine: the tests ran on $$current only"; \
-	  $(PY) $(PYTEST) -m "$(ABSENT)" tests; \
+	  $(PY) $(PYTEST) -m "$(COMPILED)" tests; \
 	else \
 	  $(SELF) --no-print-directory .venv-newest/installed && \
 	  .venv-newest/bin/python $(PYTEST) -m "$(QUICK) and not once" --cases 1 $(PATHS) && \
-	  .venv-newest/bin/python $(PYTEST) -m "$(ABSENT)" tests; \
+	  .venv-newest/bin/python $(PYTEST) -m "$(COMPILED)" tests; \
 	fi
 
 docs: .venv/installed ## build the site in build/site

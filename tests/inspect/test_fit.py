@@ -247,9 +247,7 @@ def test_the_best_combination_compiles_within_the_limit():
 
     args = jax.eval_shape(make_state, batch), batch
     step = jaxmp.make_train_step(lambda params, x: (model.apply({"params": params}, x) ** 2).mean())
-    unsplit = fit(step, device="h100")(*args)
-    assert [trial.remat for trial in unsplit.trials] == ["none"] and unsplit.best is not None
-    limit = int(0.8 * unsplit.best.peak)
+    limit = 64 * 2**20
     result = fit(step, device="h100", memory=limit)(*args)
     assert {trial.remat for trial in result.trials} == set(REMATS)
     assert result.best is not None and result.memory is not None

@@ -169,6 +169,7 @@ def test_half_attention_is_compiled_for_cudnn_without_cudnn_and_without_a_gpu():
         gpu_targets._described("cores { 132 }", "1x1x1")
 
 
+@pytest.mark.slow("compiles whole train steps")
 @pytest.mark.absent_gpu
 def test_the_benchmark_writes_a_table_a_picture_and_json_and_resumes(tmp_path, capsys, monkeypatch):
     config = compile_only.Config(models=("gpt2",), variants=("jaxmp-bf16",), smoke=True, layers=1, run_dir=tmp_path)
@@ -193,6 +194,7 @@ def test_the_benchmark_writes_a_table_a_picture_and_json_and_resumes(tmp_path, c
     assert compile_only.main(config) == written["results"]
 
 
+@pytest.mark.slow("compiles whole train steps")
 @pytest.mark.absent_gpu
 def test_sizes_split_over_many_gpus_make_a_table_and_the_next_command_continues(tmp_path, capsys, monkeypatch):
     config = compile_only.Config(

@@ -70,6 +70,7 @@ def test_llama_has_no_step_by_hand(capsys):
     assert "--ways of llama-8B are linen and autocast, got hand" in capsys.readouterr().err
 
 
+@pytest.mark.slow("compiles whole train steps")
 @pytest.mark.absent_tpu
 def test_the_benchmark_compiles_a_step_and_a_slice_for_tpus(tmp_path, capsys):
     small = {"smoke": True, "run_dir": tmp_path / "steps", "layers": 1}
