@@ -11,7 +11,9 @@ differs from main, the base is the commit before HEAD. The tests of a changed fi
 The tests of CORE and the examples in changed docstrings always run.
 
 With ``--slow``, the tests of scripts, notebooks and docs pages are printed only if their own files changed: they take
-minutes, and ``make nightly`` runs them. ``make slow-changed`` uses this option.
+minutes, and ``make nightly`` runs them. A changed text has no tests in its folder, and a changed inspection tool only
+those with its name: ``tests/inspect/test_tune*.py`` for ``jaxmp/inspect/_tune/search.py``. ``make slow-changed`` uses
+this option.
 """
 
 from __future__ import annotations
@@ -65,6 +67,17 @@ def mirror(path: Path) -> Path:
     return folder
 
 
+def is_in_tool(path: Path) -> bool:
+    """Return whether a file is a part of an inspection tool, as in ``jaxmp/inspect/_tune``."""
+    return path.parent.name.startswith("_") and path.parent.parent.name == "inspect"
+
+
+def named_after(path: Path) -> set[Path]:
+    """Return the tests with the name of a file, or of the inspection tool that it is a part of."""
+    names = [path.stem, path.parent.name.removeprefix("_")] if is_in_tool(path) else [path.stem]
+    return {test for name in names for test in mirror(path).glob(f"test_{name}*.py")}
+
+
 def users(path: Path) -> list[Path]:
     """Return the files that import a module, or that contain the name of another file."""
     if path.name in ("__init__.py", "conftest.py"):
@@ -81,8 +94,20 @@ def users(path: Path) -> list[Path]:
     return [Path(line) for line in lines if line != str(path)]
 
 
-def tests_of(changed: list[str]) -> list[str]:
-    """Return the tests to run for changed files."""
+def own_tests(path: Path, for_slow: bool) -> set[Path]:
+    """Return the tests of a file's folder; with ``for_slow``, none for a text, and the tool's own for a tool."""
+    if for_slow and path.suffix == ".md":
+        return set()
+    if for_slow and is_in_tool(path):
+        return named_after(path)
+    return set(mirror(path).glob("test_*.py"))
+
+
+def tests_of(changed: list[str], *, for_slow: bool = False) -> list[str]:
+    """Return the tests to run for changed files.
+
+    With ``for_slow``, they are those whose slow tests to run.
+    """
     tests = {Path(test) for test in CORE}
     paths = [Path(name) for name in changed]
     for path in paths:  # helpers that use a changed file are added to the list
@@ -91,14 +116,14 @@ def tests_of(changed: list[str]) -> list[str]:
         elif path.name == "conftest.py":
             tests |= set(Path("tests").rglob("test_*.py") if len(path.parts) == 1 else path.parent.rglob("test_*.py"))
         elif path.parts[0] != "tests":
-            tests |= set(mirror(path).glob("test_*.py"))
+            tests |= own_tests(path, for_slow)
         for user in users(path):
             if is_test(user):
                 tests.add(user)
             elif is_helper(user) and user not in paths:
                 paths.append(user)
             elif user.suffix == ".py" and path.suffix == ".py":
-                tests |= set(mirror(user).glob(f"test_{user.stem}*.py"))
+                tests |= named_after(user)
     return sorted(str(test) for test in tests if test.exists())
 
 
@@ -108,7 +133,8 @@ def slow_tests_of(changed: list[str]) -> list[str]:
     Those of scripts, notebooks and pages are left out, unless they changed themselves.
     """
     programs = (("tests", "experiments"), ("tests", "docs"))
-    return [test for test in tests_of(changed) if test in changed or Path(test).parts[:2] not in programs]
+    tests = tests_of(changed, for_slow=True)
+    return [test for test in tests if test in changed or Path(test).parts[:2] not in programs]
 
 
 if __name__ == "__main__":

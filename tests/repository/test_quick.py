@@ -20,6 +20,9 @@ FILES = {
     "jaxmp/optim/scale.py": "def grow(): ...",
     "jaxmp/training/step.py": "from jaxmp.optim import scale",
     "jaxmp/training/state.py": "",
+    "jaxmp/inspect/_tune/search.py": "",
+    "jaxmp/inspect/_tune/tune.py": "from jaxmp.inspect._tune import search",
+    "jaxmp/cli/tune.py": "from jaxmp.inspect._tune import tune",
     "docs/page.md": "",
     "tests/conftest.py": "",
     "tests/nnx/conftest.py": "",
@@ -29,6 +32,9 @@ FILES = {
     "tests/training/test_step.py": "",
     "tests/training/test_state.py": "",
     "tests/docs/test_pages.py": "",
+    "tests/inspect/test_tune.py": "",
+    "tests/inspect/test_tune_plants.py": "",
+    "tests/inspect/test_memory.py": "",
     "tests/nnx/test_imports.py": "from jaxmp.optim import checks, scale",
     "tests/nnx/test_names.py": "COMMAND = 'python -m jaxmp.optim.scale'",
     "tests/nnx/test_words.py": "SUM = jaxmp.optim.scales",
@@ -89,6 +95,14 @@ def test_slow_tests_of_pages_and_scripts_run_only_if_their_own_file_changed(repo
     assert "tests/docs/test_pages.py" not in quick.slow_tests_of(["docs/page.md"])
     assert "tests/docs/test_pages.py" in quick.slow_tests_of(["tests/docs/test_pages.py"])
     assert "tests/optim/test_skip.py" in quick.slow_tests_of(["jaxmp/optim/scale.py"])
+
+
+def test_slow_tests_of_an_inspection_tool_have_its_name(repository):
+    write(FILES)
+    of_inspect = ["tests/inspect/test_memory.py", "tests/inspect/test_tune.py", "tests/inspect/test_tune_plants.py"]
+    assert quick.tests_of(["jaxmp/inspect/_tune/search.py"]) == [*of_inspect, "tests/training/test_step.py"]
+    assert quick.slow_tests_of(["jaxmp/inspect/README.md"]) == ["tests/training/test_step.py"]
+    assert quick.slow_tests_of(["jaxmp/inspect/_tune/search.py"]) == [*of_inspect[1:], "tests/training/test_step.py"]
 
 
 def test_the_tests_that_always_run_exist():
