@@ -89,6 +89,8 @@ def test_equal_programs_have_no_difference_at_all():
     assert _paths(comparison) == PATHS and len(comparison.rows) > 2 * len(PATHS)
     assert {(row.relative_error, row.mean_absolute_difference, row.ulps) for row in comparison.rows} == {(0, 0, 0)}
     assert comparison.dtype == "bfloat16" and str(comparison).startswith("All compared numbers are equal\n")
+    of_results = compare(jnp.sin, reference=lambda x: jnp.sin(x), grad=False)(X)
+    assert str(of_results).startswith("The results are equal; no values of scopes are compared\n")
 
 
 def test_a_difference_enters_in_the_layer_that_the_functions_compute_differently():

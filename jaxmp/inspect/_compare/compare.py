@@ -95,7 +95,9 @@ class Comparison(tables.Shown):
                     "jaxmp.inspect.first_nonfinite finds the operation"
                 )
         if not any(row.relative_error for row in self.rows):
-            return "All compared numbers are equal"
+            if any(row.path for row in self.rows if row.phase == "forward"):
+                return "All compared numbers are equal"
+            return "The results are equal; no values of scopes are compared"
         worst = f"{self.worst.relative_error:.2e} in {self.worst.path or 'the result'}, {self.worst.phase}"
         if self.entered == "":
             return f"The largest error is {worst}; it enters in code without a module or named scope"
