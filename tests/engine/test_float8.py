@@ -372,7 +372,11 @@ class TestTransformations:
         assert in_float8(jax.grad(loss_of(mapped)), MLP, x) == ([2, 0], [3, 0])
 
     @pytest.mark.once
-    @pytest.mark.parametrize("inside", [False, True], ids=["autocast of scan", "scan of autocast"])
+    @pytest.mark.parametrize(
+        "inside",
+        [False, pytest.param(True, marks=pytest.mark.slow("the same in another order"))],
+        ids=["autocast of scan", "scan of autocast"],
+    )
     def test_a_scan_over_layers_equals_its_unrolled_loop(self, inside):
         weights = normal(1, 3, 16, 16, scale=0.25)
 

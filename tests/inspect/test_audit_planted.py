@@ -254,7 +254,9 @@ def planted(report: Audit) -> set[tuple[str, str, str]]:
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast")  # a warning of JAX about 1e6 in float16
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize(
+    "style", [*OTHER_STYLES, pytest.param("functional", marks=pytest.mark.slow("plants all faults"))]
+)
 def test_a_fault_is_found_where_it_is_and_in_the_gradient_once(style: str) -> None:
     for kind, fault, dtype in PLANTED[style]:
         with jax.enable_x64(kind == "float64"):

@@ -34,8 +34,8 @@ IN_LOOPS = ("language model", "recurrent")
 """Programs in which a rounding in one iteration changes the rounding errors of the next."""
 
 
-QUICK = ("distances", "experts")
-"""The programs that quick tests measure: one without choices, and one with them."""
+QUICK = ("distances",)
+"""The programs that quick tests measure."""
 
 
 def norm(arrays):
@@ -188,8 +188,9 @@ def updates_in_place(w, x):
     return y @ w
 
 
-QUICK_PLANTS = (small_steps_in_a_scan_over_layers, product_of_a_small_difference)
+QUICK_PLANTS = (product_of_a_small_difference,)
 OTHER_PLANTS = (
+    small_steps_in_a_scan_over_layers,
     factors_near_one, large_offset, small_steps, moving_average, interpolation, steps_of_another_spelling,
     sum_of_a_list, updates_in_place,
 )  # fmt: skip
@@ -205,6 +206,7 @@ def test_the_planted_line_comes_first(plant):
     assert budget.rows[0].source == f"test_budget.py:{planted}"
 
 
+@pytest.mark.slow("differentiates a gradient")
 def test_the_advice_for_a_line_with_a_product_keeps_the_product_half():
     def loss_fn(w, x):
         for _ in range(6):
@@ -256,6 +258,7 @@ def test_the_sentence_says_what_a_float32_region_around_the_line_gains():
     assert after == pytest.approx(promised, rel=0.4)
 
 
+@pytest.mark.slow("differentiates two gradients")
 def test_an_error_of_many_lines_is_compared_with_that_of_the_products():
     weights = [np.random.default_rng(seed).normal(size=(32, 32)).astype(np.float32) / 12 for seed in range(6)]
     x = np.random.default_rng(100).normal(size=(64, 32)).astype(np.float32)
@@ -561,6 +564,7 @@ def test_wrong_arguments_are_refused(call, message):
         call()
 
 
+@pytest.mark.slow("differentiates the gradient of a model")
 @pytest.mark.usefixtures("standard_promotion")
 def test_an_nnx_step_in_float16_has_paths_reasons_and_true_gradients():
     class Net(nnx.Module):

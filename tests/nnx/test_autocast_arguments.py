@@ -74,6 +74,10 @@ TRANSFORMS: dict[str, Callable[[Any], Callable[..., Any]]] = {
 }
 
 
+QUICK = ("nnx.remat", "value_and_grad", "nnx.scan")
+SLOW = pytest.mark.slow("the same under another transform")
+
+
 def arrays(model: Any, *filters: Any) -> Any:
     """Return the values of the Variables, with random keys as integers."""
 
@@ -88,7 +92,10 @@ def state_of(model: Any) -> Any:
     return arrays(model, nnx.BatchStat), arrays(model, nnx.Not(nnx.BatchStat))
 
 
-@pytest.mark.parametrize(("name", "policy"), in_turn(TRANSFORMS))
+@pytest.mark.parametrize(
+    ("name", "policy"),
+    [pytest.param(*case, marks=() if case[0] in QUICK else SLOW) for case in in_turn(TRANSFORMS)],
+)
 def test_statistics_rng_counts_and_masks_are_the_same_as_without_autocast(name, policy):
     model, bare = Net(rngs()), Net(rngs())
     run, run_bare = TRANSFORMS[name](half(loss_fn, policy)), nnx.jit(TRANSFORMS[name](loss_fn))

@@ -71,7 +71,9 @@ def on_mesh():
 X = np.random.default_rng(1).normal(size=(8, TOKENS, WIDTH)).astype(np.float32)
 
 
-@pytest.mark.parametrize("loss_fn", [loss_fn, loss_of_rows])
+@pytest.mark.parametrize(
+    "loss_fn", [loss_fn, pytest.param(loss_of_rows, marks=pytest.mark.slow("the same with another loss"))]
+)
 def test_a_step_is_near_that_of_one_device(loss_fn):
     _, sharding, state = on_mesh()
     start = make_params()

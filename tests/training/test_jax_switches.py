@@ -74,6 +74,9 @@ def loss_of(model: Any, tokens: jax.Array) -> jax.Array:
     return jnp.mean(jaxmp.losses.cross_entropy(model(tokens[:, :-1]), tokens[:, 1:]))
 
 
+SLOW = pytest.mark.slow("the same with other options of a step")
+
+
 def optimizer() -> Any:
     # Adam in optax raises a float to an integer power, which strict promotion forbids.
     return jaxmp.loss_scaling(optax.sgd(0.1, momentum=0.9), jaxmp.DynamicLossScale())
@@ -83,9 +86,9 @@ def optimizer() -> Any:
     ("how", "policy"),
     [
         ("policy", "mixed_bfloat16"),
-        ("autocast", "mixed_float16"),
-        ("accumulated", "mixed_bfloat16"),
         ("mesh", "mixed_float16"),
+        pytest.param("autocast", "mixed_float16", marks=SLOW),
+        pytest.param("accumulated", "mixed_bfloat16", marks=SLOW),
     ],
 )
 def test_a_linen_step_sums_nothing_in_half(how: str, policy: str) -> None:

@@ -126,7 +126,7 @@ def train(run, change=CHANGE):
     return bits(as_tree(run.saved()))
 
 
-@pytest.mark.parametrize("api", [LinenRun, NNXRun])
+@pytest.mark.parametrize("api", [NNXRun, pytest.param(LinenRun, marks=pytest.mark.slow("the same in Linen"))])
 def test_two_precisions_share_a_state_and_resume_at_every_step(api, tmp_path, monkeypatch):
     monkeypatch.setenv("JAXMP_FLOAT8", "emulate")
     expected = train(api(seed=0))
