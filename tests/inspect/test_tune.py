@@ -133,26 +133,46 @@ def test_equal_layers_that_need_float32_have_one_override_or_few(strong, paths):
     assert [row.path for row in tuned.rows if row.is_float32] == paths
 
 
-def test_a_pattern_of_equal_layers_matches_no_other_module():
-    """The path of an unequal layer matches ``layer_*``."""
+def _scoped(scopes):
+    """Return a loss that calls each layer in its scope."""
 
-    def loss_fn(params, x):
-        for scope, layer in [("layer_0", _flow), ("layer_1", _flow), ("layer_2", _plain), ("layers/0", _flow)]:
+    def loss_fn(weight, x):
+        for scope, layer in scopes:
             with jax.named_scope(scope):
-                x = layer(x, params)
-        for number in range(2):
-            with jax.named_scope(f"stack_0/block_{number}/inner"):
-                x = _plain(x, params)
+                x = layer(x, weight)
         return jnp.mean(x**2)
 
-    candidates = candidates_of(loss_fn, (_params()[0], X), get_policy("mixed_bfloat16"))
-    assert {candidate.path: [layer.path for layer in candidate.layers] for candidate in candidates} == {
-        "layer_0": [],
-        "layer_1": [],
-        "layer_2": [],
-        "layers/0": [],
-        "stack_0/block_*/inner": ["stack_0/block_0/inner", "stack_0/block_1/inner"],
+    return loss_fn
+
+
+def _half_candidates(loss_fn):
+    return candidates_of(loss_fn, (_params()[0], X), get_policy("mixed_bfloat16"))
+
+
+def test_a_pattern_of_equal_layers_covers_no_other_module():
+    """The path of an unequal layer matches ``layer_*``, and ``norm_*`` covers the submodule of an unequal layer."""
+    layers = [("layer_0", _flow), ("layer_1", _flow), ("layer_2", _plain), ("layers/0", _flow)]
+    norms = [("norm_0", _flow), ("norm_1/inner", _plain), ("norm_2", _flow)]
+    blocks = [(f"stack_0/block_{number}/inner", _plain) for number in range(2)]
+    candidates = _half_candidates(_scoped([*layers, *norms, *blocks]))
+    assert {candidate.path: candidate.paths for candidate in candidates if candidate.layers} == {
+        "stack_0/block_*/inner": ["stack_0/block_0/inner", "stack_0/block_1/inner"]
     }
+    assert len(candidates) == len(layers) + len(norms) + 1
+
+
+def test_equal_layers_need_no_half_operation_in_each():
+    """The last addition of a stack is float32, because only float32 operations read it."""
+
+    def block(x, weight):
+        with jax.named_scope("inner"):
+            step = jnp.tanh(x @ weight)
+        return x + step
+
+    candidates = _half_candidates(_scoped([(f"block_{number}", block) for number in range(3)]))
+    assert [(candidate.path, len(candidate.paths)) for candidate in candidates] == [("block_*/inner", 3), ("block_*", 3)]
+    [addition] = candidates[1].operations
+    assert addition.path == "block_*:add" and len(addition.paths) == 2
 
 
 @SLOW

@@ -16,7 +16,7 @@ from jaxmp.engine.overrides import FIXED
 from jaxmp.engine.plan import PlanRow, cast_plan
 from jaxmp.inspect._tune.prediction import is_half_operation, named_copy
 from jaxmp.inspect.program.tracing import program_of
-from jaxmp.policy.patterns import matches
+from jaxmp.policy.patterns import covers
 from jaxmp.policy.policies import Policy
 from jaxmp.program.primitives import PRODUCTS, classify
 from jaxmp.program.reading import read_program
@@ -46,6 +46,11 @@ class Candidate:
     def is_product(self) -> bool:
         """Return whether the candidate is an operation, and a product."""
         return self.path.rpartition(":")[2] in PRODUCTS
+
+    @property
+    def paths(self) -> list[str]:
+        """Return the path of each layer, or the only path."""
+        return [layer.path for layer in self.layers or [self]]
 
     def parts(self) -> Iterator[Candidate]:
         """Yield the candidate's operations and single layers, and the single layers of its operations."""
@@ -97,26 +102,28 @@ def candidates_of(
         key = _key_of_module(row.path, modules) if modules else glob.escape(row.path)
         if key:
             in_plan.setdefault(key, _Module()).add(row)
-    half_modules = {key: module for key, module in in_plan.items() if module.is_half}
-    if not half_modules:
+    candidates = []
+    for keys in _equal_layers(in_plan):
+        if any(in_plan[key].is_half for key in keys):
+            candidates.append(_of_layers([_of_module(key, in_plan[key]) for key in keys]))
+    if not candidates:
         raise ValueError(
             "tune needs half operations in modules or named scopes, got none; put jax.named_scope around the parts"
         )
-    candidates = []
-    for keys in _equal_layers(half_modules):
-        candidates.append(_of_layers([_of_module(key, half_modules[key]) for key in keys]))
     return sorted(candidates, key=lambda candidate: -candidate.path.count("/"))
 
 
 def _equal_layers(modules: Mapping[str, _Module]) -> Iterator[list[str]]:
     """Yield the keys of equal layers together, and each other key alone.
 
-    The keys of equal layers differ in numbers only, the layers have the same code, and one pattern matches these keys
-    and no others.
+    The keys of equal layers differ in numbers only, the layers have the same code, and one pattern covers these layers
+    and no half operation outside of them.
     """
+    half_keys = [key for key, module in modules.items() if module.is_half]
     for keys in tables.grouped(modules, lambda key: (tables.without_numbers(key), frozenset(modules[key].code))):
         pattern = tables.common_path(keys)
-        if [key for key in modules if matches(pattern, tuple(key.split("/")), None)] == keys:
+        covered = [key for key in half_keys if covers(pattern, tuple(key.split("/")))]
+        if all(any(f"{key}/".startswith(f"{layer}/") for layer in keys) for key in covered):
             yield keys
         else:
             yield from ([key] for key in keys)
