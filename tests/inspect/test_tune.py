@@ -170,9 +170,30 @@ def test_equal_layers_need_no_half_operation_in_each():
         return x + step
 
     candidates = _half_candidates(_scoped([(f"block_{number}", block) for number in range(3)]))
-    assert [(candidate.path, len(candidate.paths)) for candidate in candidates] == [("block_*/inner", 3), ("block_*", 3)]
-    [addition] = candidates[1].operations
+    inner, outer = candidates
+    assert (inner.path, len(inner.paths), outer.path, len(outer.paths)) == ("block_*/inner", 3, "block_*", 3)
+    [addition] = outer.operations
     assert addition.path == "block_*:add" and len(addition.paths) == 2
+
+
+def test_equal_submodules_of_a_float32_module_stay_half_if_their_parents_are_unequal():
+    """``block_0`` is not touched, and ``block_1`` is."""
+
+    def loss_fn(weight, x):
+        for number in range(3):
+            with jax.named_scope(f"block_{number}"):
+                x = jnp.tanh(x) if number == 0 else x
+                with jax.named_scope("inner"):
+                    step = jnp.tanh(x @ weight)
+                x = x + step
+        return jnp.mean(x @ weight)
+
+    half = get_policy("mixed_bfloat16")
+    candidates = _half_candidates(loss_fn)
+    by_path = {candidate.path: candidate for candidate in candidates}
+    assert {"block_*/inner", "block_0", "block_1"} <= {*by_path}
+    overrides = overrides_of(candidates, {by_path["block_1"]}, half)
+    assert overrides == {"block_*/inner": str(half), "block_1": "float32"}
 
 
 @SLOW

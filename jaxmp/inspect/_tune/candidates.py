@@ -184,24 +184,21 @@ def overrides_of(candidates: Sequence[Candidate], chosen: Collection[Candidate],
     Submodules of a chosen module keep the half policy, unless they are chosen too.
     """
     overrides = {}
+    by_path = {path: candidate for candidate in candidates for path in candidate.paths}
     touched = {candidate for candidate in candidates if not {candidate, *candidate.parts()}.isdisjoint(chosen)}
     for candidate in candidates:  # children come before parents, and the first pattern that matches wins
         if candidate in chosen:
             overrides[candidate.path] = "float32"
             continue
         overrides |= {part.path: "float32" for part in candidate.parts() if part in chosen}
-        if _parent(candidate, candidates) in touched:
+        if any(_parent(path, by_path) in touched for path in candidate.paths):
             overrides[candidate.path] = str(half)
     return overrides
 
 
-def _parent(candidate: Candidate, candidates: Sequence[Candidate]) -> Candidate | None:
-    """Return the nearest candidate that encloses a candidate, or a layer of it; None if there is none."""
-    above = [other for other in candidates if _encloses(other, candidate)]
-    return max(above, key=lambda other: other.path.count("/"), default=None)
-
-
-def _encloses(outer: Candidate, inner: Candidate) -> bool:
-    inner_paths = [layer.path for layer in inner.layers or [inner]]
-    outer_paths = [layer.path for layer in outer.layers or [outer]]
-    return any(path.startswith(f"{above}/") for path in inner_paths for above in outer_paths)
+def _parent(path: str, by_path: Mapping[str, Candidate]) -> Candidate | None:
+    """Return the nearest candidate around a module or scope; None if there is none."""
+    while path := path.rpartition("/")[0]:
+        if path in by_path:
+            return by_path[path]
+    return None
