@@ -17,7 +17,7 @@ from jaxmp.inspect._tune.candidates import Candidate
 
 Chosen = frozenset[Candidate]
 _FEW_LAYERS = 1 / 3
-"""The largest share of equal layers for which each layer gets its own override."""
+"""The largest share of equal layers for which each layer gets its own override. One layer always does."""
 
 
 @dataclasses.dataclass
@@ -32,7 +32,6 @@ class Result:
       errors: for each candidate, the error with the candidate and all overflowing candidates in float32. Empty if the
         search did not need these errors.
       operations: the operations that the search tried to choose in place of their module or scope.
-      layers: the chosen single layers.
       interrupted: whether Ctrl-C ended the search.
     """
 
@@ -42,7 +41,6 @@ class Result:
     error_before: float = math.inf
     errors: dict[Candidate, float] = dataclasses.field(default_factory=dict)
     operations: list[Candidate] = dataclasses.field(default_factory=list)
-    layers: list[Candidate] = dataclasses.field(default_factory=list)
     interrupted: bool = False
 
 
@@ -65,7 +63,7 @@ def search(
        candidate. The candidates with the most FLOPs are tried first.
     5. It replaces each module in the choice by the module's operations if the tolerance is still met. It then removes
        operations from the choice as in step 4.
-    6. It replaces equal layers in the choice by single layers, if a third of the layers or fewer are enough.
+    6. It replaces equal layers in the choice by single layers, if one layer or at most a third of them is enough.
 
     At Ctrl-C, the search ends with the best choice so far.
 
@@ -247,11 +245,8 @@ class _Search:
             if not candidate.layers or not self.meets(with_layers):
                 continue
             self.take_back(with_layers, candidate.layers)
-            layers = [layer for layer in candidate.layers if layer in self.result.chosen]
-            if candidate in self.result.chosen or len(layers) > _FEW_LAYERS * len(candidate.layers):
+            if len(self.result.chosen.intersection(candidate.layers)) > max(1, _FEW_LAYERS * len(candidate.layers)):
                 self.accept(with_pattern)
-            else:
-                self.result.layers += layers
 
 
 def _usefulness(candidate: Candidate, errors: dict[Candidate, float], tolerance: float) -> tuple[Any, ...]:
