@@ -7,9 +7,9 @@ the path of a module, scope or operation to another policy.
 from __future__ import annotations
 
 import glob
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from jaxmp.base import tables
 from jaxmp.engine.overrides import FIXED
@@ -21,6 +21,8 @@ from jaxmp.policy.policies import Policy
 from jaxmp.program.primitives import PRODUCTS, classify
 from jaxmp.program.reading import read_program
 from jaxmp.program.scopes import CALL_SCOPE, path_in
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -114,19 +116,37 @@ def candidates_of(
 
 
 def _equal_layers(modules: Mapping[str, _Module]) -> Iterator[list[str]]:
-    """Yield the keys of equal layers together, and each other key alone.
+    """Yield the keys of equal layers together, and each other key alone; parents come before children.
 
-    The keys of equal layers differ in numbers only, the layers have the same code, and one pattern covers these layers
-    and no half operation outside of them.
+    The keys of equal layers differ in numbers only. The layers have the same code, their parents are equal layers, and
+    one pattern covers these layers and no half operation outside of them.
     """
+    first_layers: dict[str, str] = {}  # for each layer, the first of its equal layers
+
+    def kind(key: str) -> Hashable:
+        return tables.without_numbers(key), frozenset(modules[key].code), _nearest_above(key, first_layers)
+
     half_keys = [key for key, module in modules.items() if module.is_half]
-    for keys in tables.grouped(modules, lambda key: (tables.without_numbers(key), frozenset(modules[key].code))):
-        pattern = tables.common_path(keys)
-        covered = [key for key in half_keys if covers(pattern, tuple(key.split("/")))]
-        if all(any(f"{key}/".startswith(f"{layer}/") for layer in keys) for key in covered):
-            yield keys
-        else:
-            yield from ([key] for key in keys)
+    for depth in sorted({key.count("/") for key in modules}):
+        for keys in tables.grouped([key for key in modules if key.count("/") == depth], kind):
+            for layers in [keys] if _has_own_pattern(keys, half_keys) else [[key] for key in keys]:
+                first_layers |= dict.fromkeys(layers, layers[0])
+                yield layers
+
+
+def _has_own_pattern(layers: Sequence[str], keys: Sequence[str]) -> bool:
+    """Return whether the pattern of these layers covers no key outside of them."""
+    pattern = tables.common_path(layers)
+    covered = [key for key in keys if covers(pattern, tuple(key.split("/")))]
+    return all(any(f"{key}/".startswith(f"{layer}/") for layer in layers) for key in covered)
+
+
+def _nearest_above(path: str, by_path: Mapping[str, T]) -> T | None:
+    """Return the value of the nearest module or scope around a path; None if there is none."""
+    while path := path.rpartition("/")[0]:
+        if path in by_path:
+            return by_path[path]
+    return None
 
 
 def _of_module(key: str, module: _Module) -> Candidate:
@@ -191,14 +211,6 @@ def overrides_of(candidates: Sequence[Candidate], chosen: Collection[Candidate],
             overrides[candidate.path] = "float32"
             continue
         overrides |= {part.path: "float32" for part in candidate.parts() if part in chosen}
-        if any(_parent(path, by_path) in touched for path in candidate.paths):
+        if _nearest_above(candidate.paths[0], by_path) in touched:  # equal layers have equal parents
             overrides[candidate.path] = str(half)
     return overrides
-
-
-def _parent(path: str, by_path: Mapping[str, Candidate]) -> Candidate | None:
-    """Return the nearest candidate around a module or scope; None if there is none."""
-    while path := path.rpartition("/")[0]:
-        if path in by_path:
-            return by_path[path]
-    return None
