@@ -493,7 +493,7 @@ def test_a_choice_has_a_pattern_of_equal_layers_or_few_of_the_layers(sizes, tole
     result = search([stack, Candidate("head", 1)], error_of, tolerance)
     single = result.chosen & {*stack.layers}
     assert result.error == error_of(result.chosen) <= tolerance
-    assert not (single and stack in result.chosen) and len(single) <= max(1, len(sizes) / 3)
+    assert not (single and stack in result.chosen) and 2 * len(single) <= len(sizes)
     for candidate in result.chosen:
         assert error_of(result.chosen - {candidate}) > tolerance
 
@@ -511,12 +511,11 @@ def _stack_and_errors(sizes):
     [
         ([0, 5], {"layer_1"}),
         ([5, 5], {"layer_*"}),
-        ([0, 5, 0], {"layer_1"}),
-        ([5, 5, 0, 0, 0], {"layer_*"}),
-        ([5, 0, 0, 0, 0, 5], {"layer_0", "layer_5"}),
+        ([0, 5, 0, 5], {"layer_1", "layer_3"}),
+        ([5, 5, 0, 0, 5], {"layer_*"}),
     ],
 )
-def test_single_layers_are_chosen_if_one_or_a_third_of_them_is_enough(sizes, paths):
+def test_single_layers_are_chosen_if_50_percent_of_them_are_enough(sizes, paths):
     stack, error_of = _stack_and_errors(sizes)
     result = search([stack, Candidate("head", 1)], error_of, 2.0)
     assert {candidate.path for candidate in result.chosen} == paths

@@ -16,8 +16,8 @@ from typing import Any
 from jaxmp.inspect._tune.candidates import Candidate
 
 Chosen = frozenset[Candidate]
-_FEW_LAYERS = 1 / 3
-"""The largest share of equal layers for which each layer gets its own override. One layer always does."""
+_FEW_LAYERS = 0.5
+"""The largest share of equal layers for which each layer gets its own override."""
 
 
 @dataclasses.dataclass
@@ -63,7 +63,7 @@ def search(
        candidate. The candidates with the most FLOPs are tried first.
     5. It replaces each module in the choice by the module's operations if the tolerance is still met. It then removes
        operations from the choice as in step 4.
-    6. It replaces equal layers in the choice by single layers, if one layer or at most a third of them is enough.
+    6. It replaces equal layers in the choice by single layers, if at most 50 % of the layers are enough.
 
     At Ctrl-C, the search ends with the best choice so far.
 
@@ -245,7 +245,7 @@ class _Search:
             if not candidate.layers or not self.meets(with_layers):
                 continue
             self.take_back(with_layers, candidate.layers)
-            if len(self.result.chosen.intersection(candidate.layers)) > max(1, _FEW_LAYERS * len(candidate.layers)):
+            if len(self.result.chosen.intersection(candidate.layers)) > _FEW_LAYERS * len(candidate.layers):
                 self.accept(with_pattern)
 
 
