@@ -10,10 +10,13 @@ differs from main, the base is the commit before HEAD. The tests of a changed fi
 
 The tests of CORE and the examples in changed docstrings always run.
 
-With ``--slow``, the tests of scripts, notebooks and docs pages are printed only if their own files changed: they take
-minutes, and ``make nightly`` runs them. A changed text has no tests in its folder, and a changed inspection tool only
-those with its name: ``tests/inspect/test_tune*.py`` for ``jaxmp/inspect/_tune/search.py``. ``make slow-changed`` uses
-this option.
+With ``--slow``, fewer files are printed, because ``make nightly`` runs all slow tests. ``make slow-changed`` uses this
+option:
+
+- The tests of scripts, notebooks and docs pages are printed only if their own files changed.
+- A changed Markdown file does not print the tests of its folder.
+- A changed file of an inspection tool prints the tests with the name of the tool, not all tests of its folder:
+  ``tests/inspect/test_tune*.py`` for ``jaxmp/inspect/_tune/search.py``.
 """
 
 from __future__ import annotations
@@ -95,7 +98,10 @@ def users(path: Path) -> list[Path]:
 
 
 def own_tests(path: Path, for_slow: bool) -> set[Path]:
-    """Return the tests of a file's folder; with ``for_slow``, none for a text, and the tool's own for a tool."""
+    """Return the tests of a file's folder.
+
+    With ``for_slow``, a Markdown file has none, and a file of an inspection tool has those with the tool's name.
+    """
     if for_slow and path.suffix == ".md":
         return set()
     if for_slow and is_in_tool(path):
@@ -104,9 +110,9 @@ def own_tests(path: Path, for_slow: bool) -> set[Path]:
 
 
 def tests_of(changed: list[str], *, for_slow: bool = False) -> list[str]:
-    """Return the tests to run for changed files.
+    """Return the files of tests to run for changed files.
 
-    With ``for_slow``, they are those whose slow tests to run.
+    With ``for_slow``, return the files whose slow tests to run.
     """
     tests = {Path(test) for test in CORE}
     paths = [Path(name) for name in changed]

@@ -29,7 +29,7 @@ T = TypeVar("T")
 class Candidate:
     """A module, scope or operation that the search can switch to float32.
 
-    It may stand for this part of all equal layers.
+    It may stand for the same part of several equal layers.
 
     Attributes:
       path: the path in the form of an override's key, such as ``"flow"`` or ``"flow:add"``. A ``*`` stands for the
