@@ -129,7 +129,8 @@ def _equal_layers(modules: Mapping[str, _Module]) -> Iterator[list[str]]:
     half_keys = [key for key, module in modules.items() if module.is_half]
     for depth in sorted({key.count("/") for key in modules}):
         for keys in tables.grouped([key for key in modules if key.count("/") == depth], kind):
-            for layers in [keys] if _has_own_pattern(keys, half_keys) else [[key] for key in keys]:
+            is_stack = len(keys) > 1 and _has_own_pattern(keys, half_keys)
+            for layers in [keys] if is_stack else [[key] for key in keys]:
                 first_layers |= dict.fromkeys(layers, layers[0])
                 yield layers
 
