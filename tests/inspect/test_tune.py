@@ -115,14 +115,8 @@ def _blocks_loss(params, x):
         return jnp.mean(jnp.tanh(x @ params["head"]) ** 2)
 
 
-@pytest.mark.parametrize(
-    ("strong", "paths"),
-    [
-        (range(3), ["block_*:add"]),
-        pytest.param([2], ["block_2:add"], marks=SLOW),
-    ],
-    ids=["all", "one"],
-)
+@SLOW
+@pytest.mark.parametrize(("strong", "paths"), [(range(3), ["block_*:add"]), ([2], ["block_2:add"])], ids=["all", "one"])
 def test_equal_layers_that_need_float32_have_one_override_or_few(strong, paths):
     """A block without weights adds zeros, which is exact."""
     head, *weights = _params(4)
