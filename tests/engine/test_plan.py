@@ -166,6 +166,7 @@ def test_a_plan_counts_a_jitted_inner_autocast_at_each_call():
     once, twice = (plan(fun, shape(8, 8), shape(8, 8)).summary for fun in (inner, lambda x, w: inner(inner(x, w), w)))
     assert (once.product_flops, once.casts) == (1024, 3)  # the casts of both operands and of the result
     assert (twice.product_flops, twice.casts) == (2 * once.product_flops, 2 * once.casts)
+    assert (once.cast_bytes, twice.cast_bytes) == (2 * 128 + 256, 4 * 128 + 2 * 256)
 
 
 def test_a_plan_of_a_transformed_inner_autocast_counts_what_runs():
