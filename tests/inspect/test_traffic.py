@@ -52,6 +52,8 @@ def test_groups_are_read_in_each_notation_of_xla():
         "replica_groups=mesh['a'=2,'b'=2] {'b'}": [[0, 1], [2, 3]],
         "replica_groups=mesh['a'=2,'b'=2] {'a'}": [[0, 2], [1, 3]],
         "replica_groups=mesh['a'=8] {'a':(2)2}": [[0, 2], [1, 3], [4, 6], [5, 7]],
+        "replica_groups=mesh['a'=2,'b'=2], device_ids=[3,2,1,0] {'b'}": [[3, 2], [1, 0]],
+        "replica_groups=mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'b'}": [[0, 2], [1, 3]],
         "replica_groups={}": [],
         "source_target_pairs={{0,1},{1,0}}": [[0, 1], [1, 0]],
     }

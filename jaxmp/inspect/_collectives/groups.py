@@ -11,7 +11,8 @@ import numpy as np
 
 _LISTED = re.compile(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{} ]*\})\}")
 _RESHAPED = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
-_OF_MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\[([\d,]*)\])? ?\{([^}]*)\}")
+_OF_MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=([\d,T()\[\]]*))? ?\{([^}]*)\}")
+_TRANSPOSED_IDS = re.compile(r"\(\[([\d,]+)\]T\(([\d,]+)\)\)")
 _MESH_AXIS = re.compile(r"'(\w+)'(?::\((\d+)\)(\d+))?")
 _WRITTEN = re.compile(r"(?:replica_groups|source_target_pairs)=(?!\{\})[^ ]*[^ ,]")
 
@@ -36,7 +37,7 @@ def groups_of(text: str) -> Groups:
         return _groups_of_reshaped(_numbers(match[1]), _numbers(match[2]), _numbers(match[3] or ""))
     if match := _OF_MESH.search(text):
         sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", match[1])}
-        return _groups_of_mesh(sizes, _numbers(match[2] or ""), match[3])
+        return _groups_of_mesh(sizes, _device_ids(match[2] or ""), match[3])
     if match := _WRITTEN.search(text):
         raise ValueError(
             "groups of devices must be in one of XLA's notations {{0,1},…}, [2,4]<=[8] or mesh['x'=8], got "
@@ -47,6 +48,15 @@ def groups_of(text: str) -> Groups:
 
 def _numbers(text: str) -> list[int]:
     return [int(number) for number in text.split(",") if number]
+
+
+def _device_ids(text: str) -> list[int]:
+    """Return the numbers in a text such as ``[0,2,1,3]``, or ``([2,2]T(1,0))`` for the same numbers."""
+    if match := _TRANSPOSED_IDS.fullmatch(text):
+        sizes = _numbers(match[1])
+        ids: list[int] = np.arange(math.prod(sizes)).reshape(sizes).transpose(_numbers(match[2])).ravel().tolist()
+        return ids
+    return _numbers(text.strip("[]"))
 
 
 def _groups_of_reshaped(shape: list[int], order: list[int], transposed: list[int]) -> Groups:
