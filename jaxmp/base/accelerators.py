@@ -14,7 +14,7 @@ ACCELERATORS: dict[str, Gpu | Tpu] = {**GPUS, **TPUS}
 BY_DEVICE_KIND = {device.device_kind: device for device in ACCELERATORS.values()}
 
 
-_PRODUCTS = {"trillium": "v6e", "ironwood": "tpu7x"}
+_PRODUCTS = {"v5litepod": "v5e", "trillium": "v6e", "ironwood": "tpu7x"}
 """The short names of TPUs by the names under which the vendor sells them."""
 
 
@@ -25,7 +25,7 @@ def accelerator_named(name: str) -> Gpu | Tpu:
     with "TPU", and may end in the shape of a slice, such as ``"v5e:4x4"``.
 
     Raises:
-      ValueError: the name is unknown.
+      ValueError: the name is unknown, or is Google Cloud's name of a slice, such as ``"v5e-16"``.
 
     >>> accelerator_named("RTX 4090") is accelerator_named("NVIDIA GeForce RTX 4090") is accelerator_named("4090")
     True
@@ -39,6 +39,13 @@ def accelerator_named(name: str) -> Gpu | Tpu:
     by_name |= {product: TPUS[short] for product, short in _PRODUCTS.items()}
     device = by_name.get(_bare(chip))
     is_slice = isinstance(device, Tpu) and re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", slice_shape)
+    if device is None and (in_cloud := re.fullmatch(r"(.+)-(\d+)", chip)):
+        tpu = by_name.get(_bare(in_cloud[1]))
+        if isinstance(tpu, Tpu):
+            chips = int(in_cloud[2]) // tpu.cores_per_chip
+            raise ValueError(
+                f"a slice of TPUs is named by its chips along each axis, got {name!r}; write {tpu.slice_of(chips)!r}"
+            )
     if device is None or (colon and not is_slice):
         raise ValueError(
             "device must be None, for the attached device, or the name of a known GPU or TPU, got "

@@ -29,6 +29,8 @@ class Tpu:
       link_gb: the GB/s that a device can send to its neighbours, over all its links.
       axes: the number of axes of a slice, such as 3 for a torus of 4 × 4 × 4 chips.
       devices_per_chip: the number of JAX devices in a chip.
+      cores_per_chip: the number of TensorCores in a chip. The number in Google Cloud's name of a slice, such as
+        ``"v5p-128"``, counts TensorCores.
       source: the title of the vendor's page with the figures.
       core_memory_mib: the MiB of vector memory (VMEM) in a core, where operands of a kernel may stay between kernels.
       chip_config: the compiler's name for this use of the chip; empty for its default.
@@ -45,6 +47,7 @@ class Tpu:
     link_gb: int
     axes: int
     devices_per_chip: int
+    cores_per_chip: int
     source: str
     core_memory_mib: int
     chip_config: str = ""
@@ -80,19 +83,41 @@ class Tpu:
         }
         return {dtype: float(rate) for dtype, rate in rates.items() if rate is not None}
 
+    def slice_of(self, chips: int) -> str:
+        """Return the name of a slice with so many chips, as close to a square or a cube as possible.
+
+        >>> TPUS["v5e"].slice_of(16)
+        'v5e:4x4'
+        """
+        shape = [1] * self.axes
+        for factor in _prime_factors(chips):
+            shape[shape.index(min(shape))] *= factor
+        return f"{self.generation}:{'x'.join(map(str, sorted(shape)))}"
+
+
+def _prime_factors(number: int) -> list[int]:
+    """Return the prime factors of a positive number, largest first."""
+    factors, divisor = [], 2
+    while number > 1:
+        while number % divisor == 0:
+            factors.append(divisor)
+            number //= divisor
+        divisor += 1
+    return factors[::-1]
+
 
 # Columns: name, device kind, GiB, GB/s; TFLOP/s in bfloat16, float8, int8; clock in GHz, GB/s of the links, axes,
-# devices of a chip; source, MiB of VMEM. The memory is what libtpu 0.0.42 names when a program does not fit. The clock
-# is the peak rate divided by the FLOPs of a cycle. The page on TPU7x gives the figures of a chip, which is two devices.
-# The MiB of VMEM are those of JAX 0.10.2 (jax/_src/pallas/mosaic/tpu_info.py).
+# devices of a chip, TensorCores of a chip; source, MiB of VMEM. The memory is what libtpu 0.0.42 names when a program
+# does not fit. The clock is the peak rate divided by the FLOPs of a cycle. The page on TPU7x gives the figures of a
+# chip, which is two devices. The MiB of VMEM are those of JAX 0.10.2 (jax/_src/pallas/mosaic/tpu_info.py).
 TPUS: Mapping[str, Tpu] = {
     row.generation: row
     for row in (
-        Tpu("v4", "TPU v4", 30.75, 1228, 275, None, 275, 1.05, 300, 3, 1, "Cloud TPU v4", 16, "megacore"),
-        Tpu("v5e", "TPU v5 lite", 15.75, 819, 197, None, 393, 1.5, 200, 2, 1, "Cloud TPU v5e", 128),
-        Tpu("v5p", "TPU v5", 95.74, 2765, 459, None, 918, 1.75, 600, 3, 1, "Cloud TPU v5p", 64),
-        Tpu("v6e", "TPU v6 lite", 31.25, 1638, 918, None, 1836, 1.75, 400, 2, 1, "Cloud TPU v6e", 128),
-        Tpu("tpu7x", "TPU7x", 94.75, 3690, 1153.5, 2307, None, 2.2, 300, 3, 2, "Cloud TPU7x (Ironwood)", 64),
+        Tpu("v4", "TPU v4", 30.75, 1228, 275, None, 275, 1.05, 300, 3, 1, 2, "Cloud TPU v4", 16, "megacore"),
+        Tpu("v5e", "TPU v5 lite", 15.75, 819, 197, None, 393, 1.5, 200, 2, 1, 1, "Cloud TPU v5e", 128),
+        Tpu("v5p", "TPU v5", 95.74, 2765, 459, None, 918, 1.75, 600, 3, 1, 2, "Cloud TPU v5p", 64),
+        Tpu("v6e", "TPU v6 lite", 31.25, 1638, 918, None, 1836, 1.75, 400, 2, 1, 1, "Cloud TPU v6e", 128),
+        Tpu("tpu7x", "TPU7x", 94.75, 3690, 1153.5, 2307, None, 2.2, 300, 3, 2, 2, "Cloud TPU7x (Ironwood)", 64),
     )
 }
 """The TPUs with known figures, by short name."""

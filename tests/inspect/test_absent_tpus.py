@@ -74,7 +74,11 @@ def test_a_slice_has_as_many_axes_as_the_torus_of_its_generation():
     for name, suggestion in {"v5e:16": "v5e:4x4", "v5p:4x4": "v5p:2x2x4", "tpu7x:2": "tpu7x:2x2x4"}.items():
         with pytest.raises(ValueError, match=f"axes of chips, got '{name}'; write e.g. '{suggestion}'"):
             targets.target_of(name)
-    for name in ("h200:2x2", "h200:", "v5e:banana"):
+    cloud = {"v5e-16": "v5e:4x4", "v5litepod-8": "v5e:2x4", "v6e-256": "v6e:16x16", "v5p-128": "v5p:4x4x4"}
+    for name, suggestion in cloud.items():
+        with pytest.raises(ValueError, match=f"chips along each axis, got '{name}'; write '{suggestion}'"):
+            targets.target_of(name)
+    for name in ("h200:2x2", "h200:", "v5e:banana", "h200-8"):
         with pytest.raises(ValueError, match=f"known GPU or TPU, got '{name}'"):
             jaxmp.hardware.detect(name)
 

@@ -76,7 +76,7 @@ class TpuTarget:
         if colon and len(shape) != tpu.axes:
             raise ValueError(
                 f"a slice of {tpu.generation} has {tpu.axes} axes of chips, got {name!r}; write e.g. "
-                f"{_slice_name(tpu, 16 * tpu.devices_per_chip)!r}"
+                f"{tpu.slice_of(16)!r}"
             )
         return cls(tpu, shape)
 
@@ -145,7 +145,7 @@ class TpuTarget:
         if topology is not None:
             raise ValueError(
                 f"a topology describes GPUs, got {topology!r} for {self.tpu.generation}; write the slice of a TPU into "
-                f"its name: device={_slice_name(self.tpu, mesh.size)!r}"
+                f"its name: device={self._slice_with(mesh.size)!r}"
             )
         devices_of_slice = math.prod(self.slice_shape) * self.tpu.devices_per_chip if self.slice_shape else 1
         if devices_of_slice != mesh.size:
@@ -153,11 +153,15 @@ class TpuTarget:
             named = "x".join(map(str, self.slice_shape)) or "one device"
             raise ValueError(
                 f"the slice must have as many devices as the mesh, got {named} with {devices_of_slice} and a mesh with "
-                f"{mesh.size} ({axes}); write e.g. device={_slice_name(self.tpu, mesh.size)!r}"
+                f"{mesh.size} ({axes}); write e.g. device={self._slice_with(mesh.size)!r}"
             )
         sizes = tuple(mesh.shape.values())
         devices = self.devices()[: mesh.size]
         return jax.make_mesh(sizes, mesh.axis_names, axis_types=mesh.axis_types, devices=devices)
+
+    def _slice_with(self, devices: int) -> str:
+        """Return the name of a slice with so many devices."""
+        return self.tpu.slice_of(devices // self.tpu.devices_per_chip)
 
 
 def missing() -> str | None:
@@ -196,23 +200,3 @@ def _environment_of_libtpu() -> Iterator[None]:
     finally:
         for name in added:
             os.environ.pop(name, None)
-
-
-def _slice_name(tpu: Tpu, devices: int) -> str:
-    """Return the name of a slice with so many devices, as close to a square or a cube as possible."""
-    chips = max(devices // tpu.devices_per_chip, 1)
-    shape = [1] * tpu.axes
-    for factor in _prime_factors(chips):
-        shape[shape.index(min(shape))] *= factor
-    return f"{tpu.generation}:{'x'.join(map(str, sorted(shape)))}"
-
-
-def _prime_factors(number: int) -> list[int]:
-    """Return the prime factors of a positive number, largest first."""
-    factors, divisor = [], 2
-    while number > 1:
-        while number % divisor == 0:
-            factors.append(divisor)
-            number //= divisor
-        divisor += 1
-    return factors[::-1]
