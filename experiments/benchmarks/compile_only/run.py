@@ -74,13 +74,14 @@ class Config(records.Small):
     """Clusters to compile for: slices x hosts x GPUs per host, or a slice of TPUs such as v5e:4x4. --sizes, --ways and
     --mesh have an effect only with --topology. --models, --variants and --layers have an effect only without it."""
     sizes: tuple[sharded.Size, ...] = ("124M", "355M", "774M", "1558M", "7B")
-    """Sizes of GPT-2 by number of params, or llama-8B. Each device has 8 sequences of 1,024 tokens; with 7B and
-    llama-8B, 2 sequences of 2,048."""
+    """Sizes of GPT-2 by number of params, or llama-8B. The batch has 8 sequences of 1,024 tokens for each device; with
+    7B and llama-8B, 2 sequences of 2,048."""
     ways: tuple[Way, ...] = ("linen",)
     """linen, nnx: jaxmp's train step of the Linen or NNX model under a policy. autocast: jaxmp's train step of the
     Linen model under autocast. hand: a train step by hand."""
     mesh: str = ""
-    """Axes of the mesh, as in data=2,fsdp=4. (default: fsdp alone)"""
+    """Axes of the mesh, as in data=2,fsdp=4. With llama-8B also tensor, which splits the products of each block, as in
+    fsdp=16,tensor=4. (default: fsdp alone)"""
 
 
 def case_of(name: Name, config: Config) -> Workload:

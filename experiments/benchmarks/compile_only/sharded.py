@@ -39,7 +39,7 @@ ABOUT = (
 SLICES = "tpu_slices"
 """The name of the files with the results for slices of TPUs."""
 SLICE_COLUMNS = (
-    "params", "by", "policy", "slice (devices)", "batch", "peak GiB", "state GiB", "sent GB", "B/param", "ideal",
+    "params", "by", "policy", "slice", "mesh", "batch", "peak GiB", "state GiB", "sent GB", "B/param", "ideal",
     "gathered in", "kernels ms", "memory ms", "links ms", "tokens/s at best", "sent by kind")  # fmt: skip
 ABOUT_SLICES = (
     "On TPUs, `kernels ms` is the compiler's own estimate of the cycles of all kernels, divided by the clock. `memory "
@@ -69,7 +69,7 @@ def model_of(size: Size, smoke: bool = False) -> gpt2.GPT2 | Llama:
     """Return a model of this size, or with ``smoke`` a small one."""
     if size != "llama-8B":
         return gpt2.sized(None if smoke else size)
-    return Llama(vocabulary=96, sequence=32, layers=2, heads=2, groups=1, width=64, hidden=96) if smoke else Llama()
+    return Llama(vocabulary=96, sequence=32, layers=2, heads=4, groups=2, width=64, hidden=96) if smoke else Llama()
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
@@ -113,20 +113,19 @@ def table_of_slices(rows: list[dict[str, Any]]) -> Table:
         state = row["by_kind"]["params"] + row["by_kind"]["optimizer"]
         slowest = max(parts.values())
         cells.append((
-            _params_of(row), NAMES[row["way"]], _policy_of(row), f"{row['topology']} ({row['gpus']})", row["batch"],
-            f"{row['peak'] / GIB:.2f}", f"{state / GIB:.2f}", f"{row['wire'] / 1e9:.2f}",
+            _params_of(row), NAMES[row["way"]], row.get("policy", POLICY), row["topology"], _mesh_text(row),
+            row["batch"], f"{row['peak'] / GIB:.2f}", f"{state / GIB:.2f}", f"{row['wire'] / 1e9:.2f}",
             f"{row['wire'] / params:.2f}", f"{row['ideal'] / params:.2f}", _dtypes_of_gathers(row["sent"]),
             *(f"{parts[part]:,.0f}" for part in ("kernels", "memory", "links")),
             f"{1e3 * row['tokens'] / slowest:,.0f}",
             ", ".join(f"{name} {wire / 1e9:.2f}" for name, wire in row["sent"].items() if wire >= 1e7),
         ))  # fmt: skip
-    return Table("Each TPU", SLICE_COLUMNS, cells, 5, ())
+    return Table("Each TPU", SLICE_COLUMNS, cells, 6, ())
 
 
-def _policy_of(row: dict[str, Any]) -> str:
-    """Return the policy of a row. Older rows do not name it; they have the same one."""
-    policy: str = row.get("policy", POLICY)
-    return policy
+def _mesh_text(row: dict[str, Any]) -> str:
+    """Return the axes of a row's mesh and their sizes."""
+    return ", ".join(f"{axis}={size}" for axis, size in row.get("mesh", {"fsdp": row["gpus"]}).items())
 
 
 def _dtypes_of_gathers(sent: dict[str, float]) -> str:
@@ -151,7 +150,8 @@ def _params_of(row: dict[str, Any]) -> str:
 
 def _order(row: dict[str, Any]) -> tuple[Any, ...]:
     sizes, ways = get_args(Size), list(NAMES)
-    return sizes.index(row["setting"]["size"]), row["gpus"], row["topology"], ways.index(row["way"])
+    mesh = row.get("mesh", {})  # older rows of GPUs do not have it
+    return sizes.index(row["setting"]["size"]), row["gpus"], row["topology"], len(mesh), ways.index(row["way"])
 
 
 def main(config: Any) -> list[dict[str, Any]]:
@@ -162,6 +162,8 @@ def main(config: Any) -> list[dict[str, Any]]:
             raise ValueError("--topology has clusters of GPUs and slices of TPUs; compile them with two commands")
         if "llama-8B" in config.sizes and (others := set(config.ways) - {"linen", "autocast"}):
             raise ValueError(f"--ways of llama-8B are linen and autocast, got {' '.join(sorted(others))}")
+        if "tensor=" in config.mesh and (others := set(config.sizes) - {"llama-8B"}):
+            raise ValueError(f"--mesh with the axis tensor needs --sizes llama-8B, got {' '.join(sorted(others))}")
         meshes = {topology: mesh_of(config.mesh, devices_of(config.target, topology)) for topology in config.topology}
         folder = records.folder_of(SLICES if of_tpus else "sharded", config)
         where_now = environment(("libtpu",)) if of_tpus else environment(target=config.target)

@@ -28,6 +28,18 @@ from jaxmp.sharding import Sharding
 Way = Literal["linen", "autocast", "nnx", "hand"]
 POLICY = "mixed_bfloat16"
 """The policy of each way. The step by hand has the same dtypes."""
+FSDP = {"**/kernel": P(None, "fsdp")}
+"""The specs of kernels. XLA gathers this axis without changing the layout."""
+COLUMNS, ROWS = P(None, "fsdp", "tensor"), P(None, "tensor", "fsdp")
+TENSOR_OF_LLAMA = {
+    **{f"**/{name}/kernel": COLUMNS for name in ("query", "key", "value", "gate", "up")},
+    **{f"**/{name}/kernel": ROWS for name in ("attention_output", "down")},
+    **{f"{name}/embedding": P("tensor", "fsdp") for name in ("embeddings", "output")},
+}
+"""The specs of Llama's products on a mesh with the axis ``"tensor"``.
+
+The first products of attention and of the perceptron are split by columns, so by heads, and the second ones by rows.
+"""
 
 
 def measure(
@@ -35,14 +47,15 @@ def measure(
 ) -> dict[str, Any]:
     """Return the memory and the traffic of a train step on each device.
 
-    The traffic is the bytes that a device sends. Each device has 8 sequences if they have at most 1,024 tokens, else 2.
-    The blocks are a loop, and the backward pass recomputes each block.
+    The traffic is the bytes that a device sends. The batch has 8 sequences for each device if they have at most 1,024
+    tokens, else 2. The blocks are a loop, and the backward pass recomputes each block.
 
     Args:
       model: the model, which gives the sizes.
       target: a name that :func:`jaxmp.inspect.compiled.targets.target_of` reads.
       topology: the cluster of GPUs, as in ``"1x2x4"``; None for a slice of TPUs, which ``target`` names.
-      sizes: the sizes of the mesh axes by name. Params are split along the axis ``"fsdp"``, the batch along all axes.
+      sizes: the sizes of the mesh axes by name. Params are split along the axis ``"fsdp"``. The batch is split along
+        all axes but ``"tensor"``, which splits Llama's products.
       way: ``"linen"`` and ``"nnx"`` are jaxmp's train step of that model under a policy. ``"autocast"`` is jaxmp's
         train step of the Linen model under autocast. ``"hand"`` is the program by hand in
         :mod:`experiments.benchmarks.models.stacked`. Llama has the ways ``"linen"`` and ``"autocast"`` only.
@@ -50,9 +63,10 @@ def measure(
     axes, kind = tuple(sizes), AxisType.Explicit if way == "hand" else AxisType.Auto
     mesh = jax.sharding.AbstractMesh(tuple(sizes.values()), axes, (kind,) * len(axes))
     tx = jaxmp.loss_scaling(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-4)), jaxmp.NoOpLossScale())
-    params, blocks, loss_of = _program(model, way, axes)
+    batch_axes = tuple(name for name in axes if name != "tensor")
+    params, blocks, loss_of = _program(model, way, batch_axes)
     state = jax.eval_shape(lambda params: jaxmp.TrainState.create(params=params, tx=tx), params)
-    rules = {"**/kernel": P(None, "fsdp")}  # the axis that XLA gathers without changing the layout
+    rules = TENSOR_OF_LLAMA if "tensor" in axes else FSDP
     specs = jaxmp.sharding.fsdp_specs(state, mesh, rules=rules, stacked=[blocks])
     options: dict[str, Any] = {} if way == "hand" else {"sharding": Sharding(mesh, specs.params)}
     if way == "autocast":
@@ -63,7 +77,7 @@ def measure(
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
 
     examples = (2 if model.sequence > 1024 else 8) * mesh.size
-    tokens = placed(jax.ShapeDtypeStruct((examples, model.sequence), jnp.int32), P(axes))
+    tokens = placed(jax.ShapeDtypeStruct((examples, model.sequence), jnp.int32), P(batch_axes))
     args = jax.tree.map(placed, state, specs), {"inputs": tokens, "labels": tokens}
     with attention.implementation(attention.implementation_on(target)):
         audited = audit(step, device=target, topology=topology)(*args)
@@ -73,6 +87,7 @@ def measure(
     wide = [row for row in plan.collectives.rows if (row.kind, row.dtype) == ("all-gather", "float32")]
     return {
         "way": way, "policy": POLICY, "topology": topology or target, "params": plan.params, "gpus": mesh.size,
+        "mesh": sizes,
         "batch": f"{examples}×{model.sequence}", "peak": plan.peak, "by_kind": plan.by_kind,
         "wire": plan.collectives.wire, "ideal": plan.ideal_wire,
         "wide_gathers": sum(row.count for row in wide if row.bytes > 1e6),

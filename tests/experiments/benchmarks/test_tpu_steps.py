@@ -44,15 +44,16 @@ def test_each_row_is_compared_with_bfloat16_by_hand():
 def test_the_best_case_of_a_slice_follows_from_its_slowest_part():
     sent = {"all-gather bfloat16 fsdp": 3e9, "all-reduce float32 fsdp": 2e9, "all-gather float32 fsdp": 1e9}
     slice_row = {
-        "topology": "v5e:2x2", "gpus": 4, "way": "linen", "params": 10**9, "batch": "8×1024", "peak": 2**33,
+        "topology": "v5e:2x2", "gpus": 4, "mesh": {"fsdp": 2, "tensor": 2}, "way": "linen", "policy": "mixed_bfloat16",
+        "params": 10**9, "batch": "8×1024", "peak": 2**33,
         "by_kind": {"params": 2**30, "optimizer": 2**31}, "wire": 6e9, "ideal": 6e9, "tokens": 8192,
         "parts": {"kernels": 400.0, "memory": 100.0, "links": 30.0}, "sent": sent,
         "setting": {"size": "llama-8B"},
     }  # fmt: skip
     (cells,) = sharded.table_of_slices([slice_row]).rows
     assert cells[0] == "1,000M (Llama 3)"
-    assert cells[2] == "mixed_bfloat16"
-    assert cells[5:] == (
+    assert cells[2:5] == ("mixed_bfloat16", "v5e:2x2", "fsdp=2, tensor=2")
+    assert cells[6:] == (
         "8.00", "3.00", "6.00", "6.00", "6.00", "bfloat16 75%, float32 25%", "400", "100", "30", "20,480",
         "all-gather bfloat16 fsdp 3.00, all-reduce float32 fsdp 2.00, all-gather float32 fsdp 1.00",
     )  # fmt: skip
@@ -70,6 +71,12 @@ def test_llama_has_no_step_by_hand(capsys):
     assert "--ways of llama-8B are linen and autocast, got hand" in capsys.readouterr().err
 
 
+def test_only_llama_has_products_split_over_tensor(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        compile_only.main(compile_only.Config(topology=("v5e:2x2",), sizes=("llama-8B", "7B"), mesh="fsdp=2,tensor=2"))
+    assert "--mesh with the axis tensor needs --sizes llama-8B, got 7B" in capsys.readouterr().err
+
+
 @pytest.mark.slow("compiles whole train steps")
 @pytest.mark.absent_tpu
 def test_the_benchmark_compiles_a_step_and_a_slice_for_tpus(tmp_path, capsys):
@@ -79,7 +86,13 @@ def test_the_benchmark_compiles_a_step_and_a_slice_for_tpus(tmp_path, capsys):
             compile_only.Config(models=("gpt2",), variants=("jaxmp-bf16",), target="v5e", **small)
         )
         (of_slice,) = compile_only.main(
-            compile_only.Config(topology=("v5e:2x2",), sizes=("124M",), smoke=True, run_dir=tmp_path / "slices")
+            compile_only.Config(
+                topology=("v5e:2x2",),
+                sizes=("llama-8B",),
+                mesh="fsdp=2,tensor=2",
+                smoke=True,
+                run_dir=tmp_path / "slices",
+            )
         )
     compiled = result["variants"]["jaxmp-bf16"]
     assert compiled["half"] == 1 and 0 < compiled["cycles"] <= 1.5e6 * compiled["parts"]["kernels"]
