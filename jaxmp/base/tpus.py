@@ -92,7 +92,8 @@ class Tpu:
         shape = [1] * self.axes
         for factor in _prime_factors(chips):
             shape[shape.index(min(shape))] *= factor
-        return f"{self.generation}:{'x'.join(map(str, sorted(shape)))}"
+        shape.sort(key=lambda size: (size == 1, size))  # the compiler has a slice of 2x2x1 chips, but none of 1x2x2
+        return f"{self.generation}:{'x'.join(map(str, shape))}"
 
 
 def _prime_factors(number: int) -> list[int]:

@@ -74,7 +74,7 @@ def test_a_slice_has_as_many_axes_as_the_torus_of_its_generation():
     for name, suggestion in {"v5e:16": "v5e:4x4", "v5p:4x4": "v5p:2x2x4", "tpu7x:2": "tpu7x:2x2x4"}.items():
         with pytest.raises(ValueError, match=f"axes of chips, got '{name}'; write e.g. '{suggestion}'"):
             targets.target_of(name)
-    cloud = {"v5e-16": "v5e:4x4", "v5litepod-8": "v5e:2x4", "v6e-256": "v6e:16x16", "v5p-128": "v5p:4x4x4"}
+    cloud = {"v5e-16": "v5e:4x4", "v5litepod-8": "v5e:2x4", "v6e-256": "v6e:16x16", "v5p-8": "v5p:2x2x1"}
     for name, suggestion in cloud.items():
         with pytest.raises(ValueError, match=f"chips along each axis, got '{name}'; write '{suggestion}'"):
             targets.target_of(name)
@@ -85,7 +85,7 @@ def test_a_slice_has_as_many_axes_as_the_torus_of_its_generation():
 
 def test_the_mesh_must_have_the_devices_of_the_slice():
     mesh = jax.sharding.AbstractMesh((8,), ("fsdp",))
-    for name, slice_of_mesh in {"v5e": "v5e:2x4", "v5p:4x4x4": "v5p:2x2x2", "tpu7x:2x2x2": "tpu7x:1x2x2"}.items():
+    for name, slice_of_mesh in {"v5e": "v5e:2x4", "v5p:4x4x4": "v5p:2x2x2", "tpu7x:2x2x2": "tpu7x:2x2x1"}.items():
         with pytest.raises(ValueError, match=rf"a mesh with 8 \(fsdp=8\); write e.g. device='{slice_of_mesh}'"):
             targets.target_of(name).mesh(mesh)
     with pytest.raises(ValueError, match=r"describes GPUs, got '1x1x8' for v5e; write the slice .*='v5e:2x4'"):
