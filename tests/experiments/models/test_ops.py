@@ -139,6 +139,14 @@ def test_max_pool_and_its_gradient_are_flax_s_bit_for_bit_with_ties(geometry):
         np.testing.assert_array_equal(ours, theirs)
 
 
+def test_max_pool_is_flax_s_on_a_tpu():
+    x = numbers((2, 7, 10, 3), jnp.bfloat16)
+    with jaxmp.hardware.assumed("v5e"):
+        jaxpr = jax.make_jaxpr(max_pool)(x)
+        assert saved(max_pool, x) == saved(flax_max_pool, x)
+    assert str(jaxpr) == str(jax.make_jaxpr(flax_max_pool)(x))
+
+
 def test_padding_never_wins_a_dtype_may_lack_infinity_and_nan_passes_on():
     x = np.full((1, 4, 4, 1), np.finfo(np.float16).min)
     y, gradient = with_gradient(max_pool, x, np.ones((1, 2, 2, 1), np.float16))
