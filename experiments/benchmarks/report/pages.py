@@ -33,6 +33,8 @@ from jaxmp.base.tpus import TPUS
 ROOT = Path(__file__).resolve().parents[3]
 RESULTS = ROOT / "experiments" / "results"
 COMMAND = "python -m experiments.benchmarks.report.pages"
+TPUS_IN_README = ("tpu_steps-v5e", "tpu_steps-v5e-bert", "tpu_steps-v5p", "tpu_steps-v6e")
+"""The results in the README's table of TPUs. The page on TPUs has all results."""
 FOR_MANY_GPUS = ("h200", "h100", "a100", "b200", "l4")
 """The GPUs in the table of models on many GPUs."""
 
@@ -253,7 +255,8 @@ def tpu_steps() -> str:
 def tpu_summary() -> str:
     """Return a table of jaxmp's train steps on TPUs, relative to bfloat16 by hand."""
     rows = []
-    for result in reversed(all_of("tpu_steps")):
+    shown = [result for result in all_of("tpu_steps") if result.file.parent.name in TPUS_IN_README]
+    for result in reversed(shown):
         for of_model in result.data["results"]:
             model, _, _ = of_model["model"].partition(",")  # without its sizes
             rows += [(result.facts["target"], model, *cells) for cells in tpu_report.summary(of_model)]
