@@ -10,7 +10,7 @@ from collections import Counter
 from typing import Any, Literal, get_args
 
 from experiments import language_modeling
-from experiments.benchmarks.measure.sharded import POLICY, Way, measure
+from experiments.benchmarks.measure.sharded import Way, measure
 from experiments.benchmarks.report.goals import Goal
 from experiments.benchmarks.shared import measurements, records
 from experiments.models import gpt2
@@ -113,8 +113,8 @@ def table_of_slices(rows: list[dict[str, Any]]) -> Table:
         state = row["by_kind"]["params"] + row["by_kind"]["optimizer"]
         slowest = max(parts.values())
         cells.append((
-            _params_of(row), NAMES[row["way"]], row.get("policy", POLICY), row["topology"], _mesh_text(row),
-            row["batch"], f"{row['peak'] / GIB:.2f}", f"{state / GIB:.2f}", f"{row['wire'] / 1e9:.2f}",
+            _params_of(row), NAMES[row["way"]], row["policy"], row["topology"], _mesh_text(row), row["batch"],
+            f"{row['peak'] / GIB:.2f}", f"{state / GIB:.2f}", f"{row['wire'] / 1e9:.2f}",
             f"{row['wire'] / params:.2f}", f"{row['ideal'] / params:.2f}", _dtypes_of_gathers(row["sent"]),
             *(f"{parts[part]:,.0f}" for part in ("kernels", "memory", "links")),
             f"{1e3 * row['tokens'] / slowest:,.0f}",
@@ -125,7 +125,7 @@ def table_of_slices(rows: list[dict[str, Any]]) -> Table:
 
 def _mesh_text(row: dict[str, Any]) -> str:
     """Return the axes of a row's mesh and their sizes."""
-    return ", ".join(f"{axis}={size}" for axis, size in row.get("mesh", {"fsdp": row["gpus"]}).items())
+    return ", ".join(f"{axis}={size}" for axis, size in row["mesh"].items())
 
 
 def _dtypes_of_gathers(sent: dict[str, float]) -> str:
