@@ -435,6 +435,23 @@ def test_a_tolerance_below_the_floor_is_allowed_if_autocast_keeps_the_inexact_pr
     assert tuned.met and tuned.overrides == {} and tuned.error < tuned.tolerance < tuned.floor
 
 
+@SLOW
+def test_the_default_tolerance_does_not_count_products_that_autocast_keeps_in_float32():
+    """The products of the distances cancel. Rounding them would hide the error of the small steps."""
+    codes = 6 + _params()[1]
+
+    def loss_fn(params, x):
+        with jax.named_scope("flow"):
+            x = _flow(x, params)
+        with jax.named_scope("distances"):
+            x = x + 6
+            return jnp.mean(jnp.tanh(jnp.sum(x**2, 1)[:, None] + jnp.sum(codes**2, 1) - 2 * x @ codes.T))
+
+    tuned = tune(loss_fn, "mixed_bfloat16")(_params()[0], X)
+    assert list(tuned.overrides) == ["flow:add"] and tuned.met
+    assert tuned.floor < tuned.error_before / 2
+
+
 def test_wrong_arguments_raise():
     loss_fn, params = _loss(None, None), _params()
     for tolerance, remedy in (

@@ -158,6 +158,10 @@ class Measurement:
         summary = cast_plan(self._plain, self.half, overrides)(*named_copy(self._all_args[0])).summary
         return summary.half_product_flops / summary.product_flops if summary.product_flops else 0.0
 
+    def has_float32_products(self) -> bool:
+        """Return whether autocast keeps some products in float32, and others not."""
+        return 0 < self.half_flops({}) < 1
+
     def _scaled_loss_and_gradients(self, fun: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function of the arguments' arrays and the loss scale.
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxmp.base import tables, versions
@@ -71,7 +72,8 @@ class Tuned(tables.Shown):
       error: the measured error with the overrides. If Ctrl-C ended the search, it may be the predicted error.
       error_before: the measured error without overrides.
       floor: the error if only the operands of products are rounded to half precision (float16 or bfloat16), and all
-        computations are in float32.
+        computations are in float32. If it is above ``error_before``, products that autocast keeps in float32 do not
+        count.
       tolerance: the largest allowed error.
       met: whether ``error`` is at most ``tolerance``.
       interrupted: whether Ctrl-C ended the search, so that fewer overrides may be enough.
@@ -184,9 +186,9 @@ def tune(
 
     Raises:
       ValueError: the policy does not compute in half precision, or has overrides; the float32 loss or gradients are not
-        finite, or all gradients are zero; the tolerance is not a share from 0 to 1, or is below the floor (if autocast
-        keeps products in float32, below the error of the other products); no module or named scope has an operation in
-        half precision; or ``seeds`` is more than 1, but no argument has a typed PRNG key.
+        finite, or all gradients are zero; the tolerance is not a share from 0 to 1, or is below the floor; no module or
+        named scope has an operation in half precision; or ``seeds`` is more than 1, but no argument has a typed PRNG
+        key.
       TypeError: the first result of ``fun`` is not a floating scalar; or ``batches`` are not tuples.
       RuntimeError: an argument was donated to an earlier step.
 
@@ -237,26 +239,43 @@ def tune(
         if half.compute_dtype == np.float16:
             measurement.lower_loss_scale()
         floor = measurement.floor()
-        allowed = _FLOORS_ALLOWED * floor if tolerance is None else tolerance
         if not np.isfinite(floor):
             raise ValueError("tune compares with float32, but the float32 gradient is zero; tune other params or data")
         candidates = candidates_of(plain, args, half, modules_only=not operations)
         errors = measurement.errors({})
         result = Result(candidates, error=max(errors), error_before=max(errors))
-        if result.error > allowed:
+        trials = None
+        if _is_floor_doubtful(floor, result.error, tolerance) and measurement.has_float32_products():
             trials = Trials(measurement, candidates, errors)
-            if tolerance is not None and tolerance < _as_printed(floor):
-                # Autocast may keep the products with the largest errors in float32.
-                least = min(floor, trials.error_of_half_products())
-                if tolerance < _as_printed(least):
-                    raise ValueError(
-                        f"the tolerance is below the floor, got {tolerance:.2e} and a floor of {least:.2e}, the error "
-                        "of half products alone;\nallow a larger error, or train in float32"
-                    )
+            least = _error_of_a_rounding(half) if tolerance is None else 0.0
+            floor = min(floor, max(trials.error_of_half_products(), least))
+        allowed = _FLOORS_ALLOWED * floor if tolerance is None else tolerance
+        if result.error > allowed:
+            if allowed < _as_printed(floor):
+                raise ValueError(
+                    f"the tolerance is below the floor, got {allowed:.2e} and a floor of {floor:.2e}, the error of "
+                    "half products alone;\nallow a larger error, or train in float32"
+                )
+            trials = trials or Trials(measurement, candidates, errors)
             result = trials.search(allowed, operations=operations)
         return _tuned(result, half, floor, allowed, scale, measurement)
 
     return run
+
+
+def _is_floor_doubtful(floor: float, error: float, tolerance: float | None) -> bool:
+    """Return whether the result depends on a floor that may be too high.
+
+    The floor counts all products. The program rounds fewer of them if its error is below the floor.
+    """
+    if tolerance is None:
+        return error < floor
+    return tolerance < min(error, _as_printed(floor))
+
+
+def _error_of_a_rounding(half: Policy) -> float:
+    """Return the typical relative error of one rounding: half of the largest one."""
+    return float(jnp.finfo(half.compute_dtype).eps) / 4
 
 
 def _as_printed(error: float) -> float:
