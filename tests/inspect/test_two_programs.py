@@ -282,6 +282,22 @@ def test_scopes_without_a_row_are_listed():
     assert _paths(comparison) == [] and comparison.unmatched == tuple(PATHS)
     assert comparison.worst.relative_error < 2**-7
     assert "No value of a scope has a match in the other function" in str(comparison)
+    assert "no values of scopes are compared" in str(comparison) and "Rename" not in str(comparison)
+
+
+def test_models_with_other_class_names_are_told_apart():
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(8, name="dense")(x)
+
+    class Rewritten(Net):
+        pass
+
+    params = numbers(jax.eval_shape(Net().init, jax.random.key(0), X))
+    text = str(compare(Net().apply, reference=Rewritten().apply, grad=False)(params, X))
+    assert text.startswith("The results are equal; no values of scopes are compared\n")
+    assert "Rename Net or Rewritten, so that all paths begin alike." in text
 
     def with_another_scope(params, x):
         with jax.named_scope("extra_0"):

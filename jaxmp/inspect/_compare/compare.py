@@ -95,14 +95,20 @@ class Comparison(tables.Shown):
                     "jaxmp.inspect.first_nonfinite finds the operation"
                 )
         if not any(row.relative_error for row in self.rows):
-            if any(row.path for row in self.rows if row.phase == "forward"):
+            if self._has_scopes():
                 return "All compared numbers are equal"
             return "The results are equal; no values of scopes are compared"
         worst = f"{self.worst.relative_error:.2e} in {self.worst.path or 'the result'}, {self.worst.phase}"
+        if self.unmatched and not self._has_scopes():
+            return f"The largest error is {worst}; no values of scopes are compared"
         if self.entered == "":
             return f"The largest error is {worst}; it enters in code without a module or named scope"
         where = "nowhere" if self.entered is None else f"in {self.entered}"
         return f"The error enters {where}; worst: {worst}"
+
+    def _has_scopes(self) -> bool:
+        """Return whether a value of a module or named scope has a row."""
+        return any(row.path for row in self.rows if row.phase == "forward")
 
     def _shown(self) -> Any:
         cells = []
@@ -123,8 +129,11 @@ class Comparison(tables.Shown):
             if not self.is_changed:
                 yield "No policy, region or autocast changes a product here; both runs have only the code's casts."
         elif scopes:
-            if not any(row.path for row in self.rows if row.phase == "forward"):
+            if not self._has_scopes():
                 yield "No value of a scope has a match in the other function, so only the results are compared."
+                roots = list(dict.fromkeys(path.partition("/")[0] for path in self.unmatched))
+                if len(roots) == 2:
+                    yield f"Scopes match by path. Rename {roots[0]} or {roots[1]}, so that all paths begin alike."
             yield f"scopes with values without a match, because of their number, shape or loop: {scopes}"
 
 
