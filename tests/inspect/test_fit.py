@@ -237,6 +237,7 @@ class Block(nn.Module):
         return x + nn.Dense(256)(jnp.tanh(nn.Dense(2048)(x)))
 
 
+@pytest.mark.slow("compiles nine programs; the page on fit compiles five of them")
 @pytest.mark.absent_gpu
 def test_the_best_combination_compiles_within_the_limit():
     model = jaxmp.linen.apply_policy(nn.Sequential([Block(), Block()]), "mixed_bfloat16")
