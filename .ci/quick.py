@@ -1,7 +1,8 @@
-"""Print the tests that cover the changes since a base commit, committed or not. ``make quick`` runs them.
+"""Print the tests that cover the changes since a base commit. ``make quick`` runs them.
 
-The base is the commit in the environment variable BASE, or else the commit where the branch left main. If nothing
-differs from main, the base is the commit before HEAD. The tests of a changed file are:
+Changes that are not committed count too. The base is the commit in the environment variable BASE, or else the commit
+where the branch left main. If nothing differs from main, the base is the commit before HEAD. The tests of a changed
+file are:
 
 1. the file itself, if it is a test;
 2. the tests of the folder that mirrors its own: ``tests/optim`` for ``jaxmp/optim/loss_scale.py``;

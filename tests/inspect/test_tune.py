@@ -144,7 +144,7 @@ def _half_candidates(loss_fn):
 
 
 def test_a_pattern_of_equal_layers_covers_no_other_module():
-    """The path of an unequal layer matches ``layer_*``, and ``norm_*`` covers the submodule of an unequal layer."""
+    """An unequal layer matches ``layer_*``, and ``norm_*`` covers the submodule of another."""
     layers = [("layer_0", _flow), ("layer_1", _flow), ("layer_2", _plain), ("layers/0", _flow)]
     norms = [("norm_0", _flow), ("norm_1/inner", _plain), ("norm_2", _flow)]
     blocks = [(f"stack_0/block_{number}/inner", _plain) for number in range(2)]
@@ -510,7 +510,7 @@ def test_a_choice_has_a_pattern_of_equal_layers_or_few_of_the_layers(sizes, tole
 
 
 def _stack_and_errors(sizes):
-    """Return a candidate of equal layers with these errors, and a function that returns the error of a choice."""
+    """Return a candidate of equal layers, and a function that returns the error of a choice."""
     layers = tuple(Candidate(f"layer_{n}", 1) for n in range(len(sizes)))
     stack = Candidate("layer_*", len(layers), layers=layers)
     errors = _Additive({**dict(zip(layers, sizes, strict=True)), Candidate("head", 1): 1.0})

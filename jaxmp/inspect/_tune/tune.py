@@ -72,8 +72,8 @@ class Tuned(tables.Shown):
       error: the measured error with the overrides. If Ctrl-C ended the search, it may be the predicted error.
       error_before: the measured error without overrides.
       floor: the error if only the operands of products are rounded to half precision (float16 or bfloat16), and all
-        computations are in float32. If it is above ``error_before``, products that autocast keeps in float32 do not
-        count.
+        computations are in float32. Products that autocast keeps in float32 count only if the result of the
+        search does not depend on them.
       tolerance: the largest allowed error.
       met: whether ``error`` is at most ``tolerance``.
       interrupted: whether Ctrl-C ended the search, so that fewer overrides may be enough.
