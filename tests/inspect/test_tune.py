@@ -498,6 +498,25 @@ def test_the_search_meets_the_tolerance_with_no_candidate_to_spare(sizes, tolera
 
 
 @settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.floats(-9.0, 9.0), st.floats(-9.0, 9.0)), min_size=1, max_size=9))
+def test_no_product_is_float32_if_all_may_stay_half(sizes):
+    """Errors have signs, so they cancel: a product in float32 may lower the error most."""
+    modules, errors = [], {}
+    for n, (by_product, by_sum) in enumerate(sizes):
+        product, addition = Candidate(f"layer_{n}:dot_general", 1), Candidate(f"layer_{n}:add", 0)
+        modules.append(Candidate(f"layer_{n}", 1, (product, addition)))
+        errors |= {product: by_product, addition: by_sum}
+
+    def error_of(chosen):
+        in_half = [part for module in modules if module not in chosen for part in module.operations]
+        return abs(sum(errors[part] for part in in_half if part not in chosen))
+
+    additions = frozenset(module.operations[1] for module in modules)
+    result = search(modules, error_of, error_of(additions))
+    assert result.chosen <= additions and result.error == error_of(result.chosen) <= error_of(additions)
+
+
+@settings(max_examples=50, deadline=None)
 @given(st.lists(st.floats(0.0, 10.0), min_size=2, max_size=9), st.floats(0.1, 20.0))
 def test_a_choice_has_a_pattern_of_equal_layers_or_few_of_the_layers(sizes, tolerance):
     stack, error_of = _stack_and_errors(sizes)

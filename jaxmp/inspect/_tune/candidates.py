@@ -50,6 +50,11 @@ class Candidate:
         return self.path.rpartition(":")[2] in PRODUCTS
 
     @property
+    def operations_except_products(self) -> list[Candidate]:
+        """Return the operations of a module or scope that are not products."""
+        return [operation for operation in self.operations if not operation.is_product]
+
+    @property
     def paths(self) -> list[str]:
         """Return the path of each layer, or the only path."""
         return [layer.path for layer in self.layers or [self]]

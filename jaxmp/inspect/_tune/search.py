@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxmp.inspect._tune.candidates import Candidate
@@ -29,8 +29,8 @@ class Result:
       chosen: the best choice: the modules, scopes and operations in float32.
       error: the error of the best choice.
       error_before: the error with no candidate in float32.
-      errors: for each candidate, the error with the candidate and all overflowing candidates in float32. Empty if the
-        search did not need these errors.
+      errors: for each candidate, the error with the candidate and all overflowing candidates in float32. If all
+        products may stay half, those of the candidate do. Empty if the search did not need these errors.
       operations: the operations that the search tried to choose in place of their module or scope.
       interrupted: whether Ctrl-C ended the search.
     """
@@ -56,14 +56,16 @@ def search(
     1. If the tolerance is not met with all candidates in float32, the search ends.
     2. If the error without overrides is infinite, the search finds the candidates that overflow, by bisection, and
        chooses them.
-    3. For each other candidate, it takes the error with this candidate and the overflowing candidates in float32. It
+    3. If the tolerance is met with all operations but products in float32, all products may stay half. The search then
+       chooses no module from here on, but a module's operations except products.
+    4. For each other candidate, it takes the error with this candidate and the overflowing candidates in float32. It
        sorts the other candidates by this error.
-    4. It adds candidates to the choice in this order until the tolerance is met. Bisection finds the smallest number
+    5. It adds candidates to the choice in this order until the tolerance is met. Bisection finds the smallest number
        that is enough. It then removes each added candidate from the choice if the tolerance is met without this
        candidate. The candidates with the most FLOPs are tried first.
-    5. It replaces each module in the choice by the module's operations if the tolerance is still met. It then removes
-       operations from the choice as in step 4.
-    6. It replaces equal layers in the choice by single layers, if at most 50 % of the layers are enough.
+    6. It replaces each module in the choice by the module's operations if the tolerance is still met. It then removes
+       operations from the choice as in step 5.
+    7. It replaces equal layers in the choice by single layers, if at most 50 % of the layers are enough.
 
     At Ctrl-C, the search ends with the best choice so far.
 
@@ -77,10 +79,11 @@ def search(
     run = _Search(candidates, error_of, tolerance, progress)
     try:
         with progress:
-            run.modules()
+            run.modules(may_split=operations)
             if operations:
                 run.operations()
             run.layers()
+            run.errors_of_chosen()
     except KeyboardInterrupt:
         run.result.interrupted = True
     return run.result
@@ -146,6 +149,7 @@ class _Search:
         self.candidates, self.find_error, self.tolerance = candidates, find_error, tolerance
         self.result = Result(candidates)
         self.errors: dict[Chosen, float] = {}
+        self.overflowing: Chosen = frozenset()
         self.progress = progress
         self.task = progress.add_task("tuning", total=None)
 
@@ -168,28 +172,44 @@ class _Search:
     def accept(self, chosen: Chosen) -> None:
         self.result.chosen, self.result.error = chosen, self.errors[chosen]
 
-    def modules(self) -> None:
-        """Choose modules: steps 1 to 4 of :func:`search`."""
+    def modules(self, *, may_split: bool) -> None:
+        """Choose modules: steps 1 to 5 of :func:`search`.
+
+        With ``may_split``, a module's products may stay half.
+        """
         self.result.error_before = self.error_of(frozenset())
         if self.meets(frozenset()) or not self.meets(frozenset(self.candidates)):
             return
-        overflowing = self.overflowing()
-        if self.meets(frozenset(overflowing)):
-            self.accept(frozenset(overflowing))
+        self.overflowing = frozenset(self.find_overflowing())
+        if self.meets(self.overflowing):
+            self.accept(self.overflowing)
             return
-        order = self.most_helpful(overflowing)
+        choices = self.choices(may_split=may_split)
+        order = [choices[candidate] for candidate in self.most_helpful(choices)]
         too_few, enough = 0, len(order)
         while enough - too_few > 1:
             middle = (too_few + enough) // 2
-            if self.meets(frozenset([*overflowing, *order[:middle]])):
+            if self.meets(self.overflowing.union(*order[:middle])):
                 enough = middle
             else:
                 too_few = middle
-        chosen = frozenset([*overflowing, *order[:enough]])
+        chosen = self.overflowing.union(*order[:enough])
         self.accept(chosen)
         self.take_back(chosen, order[: enough - 1])  # the last of these candidates is needed
 
-    def overflowing(self) -> list[Candidate]:
+    def choices(self, *, may_split: bool) -> dict[Candidate, Chosen]:
+        """Return what may become float32 for each candidate that does not overflow.
+
+        It is the candidate, or its operations except products if all products may stay half.
+        """
+        finite = [candidate for candidate in self.candidates if candidate not in self.overflowing]
+        if may_split:
+            others = {candidate: frozenset(candidate.operations_except_products) for candidate in finite}
+            if self.meets(self.overflowing.union(*others.values())):
+                return {candidate: operations for candidate, operations in others.items() if operations}
+        return {candidate: frozenset([candidate]) for candidate in finite}
+
+    def find_overflowing(self) -> list[Candidate]:
         """Return the candidates that must be float32 for a finite error."""
         overflowing: list[Candidate] = []
         while math.isinf(self.error_of(frozenset(overflowing))):
@@ -205,38 +225,38 @@ class _Search:
             overflowing.append(self.candidates[infinite - 1])
         return overflowing
 
-    def most_helpful(self, overflowing: Sequence[Candidate]) -> list[Candidate]:
+    def most_helpful(self, choices: Mapping[Candidate, Chosen]) -> list[Candidate]:
         """Return the candidates that do not overflow, the most helpful first."""
-        finite = [candidate for candidate in self.candidates if candidate not in overflowing]
-        for candidate in finite:
-            self.result.errors[candidate] = self.error_of(frozenset([*overflowing, candidate]))
-        return sorted(finite, key=lambda candidate: _usefulness(candidate, self.result.errors, self.tolerance))
+        for candidate, choice in choices.items():
+            self.result.errors[candidate] = self.error_of(self.overflowing | choice)
+        return sorted(choices, key=lambda candidate: _usefulness(candidate, self.result.errors, self.tolerance))
 
-    def take_back(self, chosen: Chosen, some: Sequence[Candidate]) -> None:
-        """Remove each of ``some`` from the choice if the tolerance is still met.
+    def take_back(self, chosen: Chosen, parts: Sequence[Chosen]) -> None:
+        """Remove each of ``parts`` from the choice if the tolerance is still met.
 
-        The candidates with the most FLOPs are tried first. Candidates with equal FLOPs are tried from last to first.
+        The parts with the most FLOPs are tried first. Parts with equal FLOPs are tried from last to first.
         """
-        for candidate in sorted(reversed(some), key=lambda candidate: -candidate.flops):
-            if self.meets(chosen - {candidate}):
-                chosen -= {candidate}
+        for part in sorted(reversed(parts), key=lambda part: -_cost(part)[1]):
+            if self.meets(chosen - part):
+                chosen -= part
                 self.accept(chosen)
 
     def operations(self) -> None:
-        """Choose single operations of the chosen modules: step 5 of :func:`search`."""
-        modules = sorted(self.result.chosen, key=lambda candidate: (-candidate.flops, candidate.path))
+        """Choose single operations of the chosen modules: step 6 of :func:`search`."""
         if self.result.error > self.tolerance:
             return
-        for module in modules:
-            if len(module.operations) < 2:
+        for module in sorted(self.candidates, key=lambda candidate: (-candidate.flops, candidate.path)):
+            is_whole = module in self.result.chosen
+            operations = [part for part in module.operations if is_whole or part in self.result.chosen]
+            if not operations or (is_whole and len(operations) < 2):
                 continue
             self.result.operations += module.operations
-            with_all = self.result.chosen - {module} | {*module.operations}
-            if self.meets(with_all):
-                self.take_back(with_all, module.operations)
+            with_operations = self.result.chosen - {module} | {*operations}
+            if self.meets(with_operations):
+                self.take_back(with_operations, _alone(operations))
 
     def layers(self) -> None:
-        """Choose single layers in place of equal layers: step 6 of :func:`search`."""
+        """Choose single layers in place of equal layers: step 7 of :func:`search`."""
         if self.result.error > self.tolerance:
             return
         for candidate in sorted(self.result.chosen, key=lambda candidate: (-candidate.flops, candidate.path)):
@@ -244,9 +264,20 @@ class _Search:
             with_layers = with_pattern - {candidate} | {*candidate.layers}
             if not candidate.layers or not self.meets(with_layers):
                 continue
-            self.take_back(with_layers, candidate.layers)
+            self.take_back(with_layers, _alone(candidate.layers))
             if len(self.result.chosen.intersection(candidate.layers)) > _FEW_LAYERS * len(candidate.layers):
                 self.accept(with_pattern)
+
+    def errors_of_chosen(self) -> None:
+        """Take the errors of chosen operations and single layers, if the errors of modules were needed."""
+        if not self.result.errors or self.result.error > self.tolerance:
+            return
+        for candidate in self.result.chosen - self.overflowing - self.result.errors.keys():
+            self.result.errors[candidate] = self.error_of(self.overflowing | {candidate})
+
+
+def _alone(candidates: Sequence[Candidate]) -> list[Chosen]:
+    return [frozenset([candidate]) for candidate in candidates]
 
 
 def _usefulness(candidate: Candidate, errors: dict[Candidate, float], tolerance: float) -> tuple[Any, ...]:

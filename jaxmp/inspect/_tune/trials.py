@@ -66,8 +66,7 @@ class Trials:
 
         Products that autocast keeps in float32 stay float32.
         """
-        operations = [operation for candidate in self._candidates for operation in candidate.operations]
-        chosen = frozenset(operation for operation in operations if not operation.is_product)
+        chosen = frozenset().union(*(candidate.operations_except_products for candidate in self._candidates))
         return self.predict(chosen) if self._is_predicted else self.measure(chosen)
 
     def search(self, tolerance: float, *, operations: bool) -> Result:

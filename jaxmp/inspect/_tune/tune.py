@@ -41,8 +41,9 @@ class TunedRow:
     Attributes:
       path: the path in the form of an override's key, such as ``"flow"`` or ``"flow:add"``. A ``*`` stands for the
         numbers of equal layers.
-      error: the error of the function if this module and all modules that overflow in half precision compute in
-        float32. It is predicted, or measured if predictions are wrong. NaN if the search did not need this error.
+      error: the error of the function if this module or operation and all modules that overflow in half precision
+        compute in float32. The module's products stay half if all products may stay half. The error is predicted, or
+        measured if predictions are wrong. NaN if the search did not need this error.
       flops: the FLOPs of the products in the module, scope or operation, without products in submodules.
       is_float32: whether the search chose float32.
     """
@@ -160,8 +161,9 @@ def tune(
 
     The reference is ``fun`` in float32, without policies and autocast. If the error of ``fun`` under
     :func:`jaxmp.autocast` with ``policy`` is above the tolerance, a search tries modules in float32 instead of half
-    precision (float16 or bfloat16), and then single operations of these modules. Equal layers are tried together, and
-    have one override for all of them if more than 50 % of them need float32. The error of each trial is predicted
+    precision (float16 or bfloat16), and then single operations of these modules. All products stay half if the tolerance
+    allows it. Equal layers are tried together, and have one override for all of them if more than 50 % of them need
+    float32. The error of each trial is predicted
     with one compiled program, in which the roundings of each operation can be turned off. The error of the result is
     measured. There are usually at most 6 compilations, whatever the number of modules. If predictions are wrong for
     this function, as with float8 products, errors are measured instead, with a compilation for each trial.
