@@ -302,6 +302,8 @@ def test_a_wrong_reference_and_functions_without_a_loss_or_floating_results_are_
     for wrong in ("float16", jnp.bfloat16, 32):
         with pytest.raises(ValueError, match=r"reference must be one of 'float32', 'float64', got .*"):
             compare(_chain(_exact, "a"), "mixed_bfloat16", reference=wrong)
+    with pytest.raises(TypeError, match=r"write compare\(fun, reference=other_fun\)"):
+        compare(_chain(_exact, "a"), _chain(_exact, "a"))
     with pytest.raises(
         TypeError, match=r"a loss must be a floating scalar, got .*, or check only the results: grad=False"
     ):

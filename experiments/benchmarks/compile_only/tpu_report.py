@@ -14,8 +14,8 @@ NAME = "tpu_steps"
 """The name of the benchmark's files."""
 MIB = 2**20
 VARIANTS = (
-    "hand-fp32", "hand-tf32", "hand-bf16", "jaxmp-bf16", "jaxmp-bf16-1chunk", "autocast-bf16", "unprepared-bf16",
-    "jmp-bf16", "jaxmp-bf16-remat-full")  # fmt: skip
+    "hand-fp32", "hand-tf32", "hand-bf16", "jaxmp-bf16", "jaxmp-bf16-1chunk", "jaxmp-bf16-auto", "autocast-bf16",
+    "unprepared-bf16", "jmp-bf16", "jaxmp-bf16-remat-full")  # fmt: skip
 """The rows of benchmarks.train_step that make sense on a TPU."""
 LABELS = {
     "hand-fp32": "JAX by hand, float32, highest precision",
@@ -29,6 +29,7 @@ COLUMNS = (
 LIMITS = {
     "jaxmp-bf16": (1.01, 1.0),
     "jaxmp-bf16-1chunk": (1.01, 1.0),
+    "jaxmp-bf16-auto": (1.01, 1.0),
     "autocast-bf16": (1.05, None),
     "unprepared-bf16": (1.05, None),
     "jaxmp-bf16-remat-full": (1.35, 0.45),

@@ -85,13 +85,13 @@ class Workload:
       name: a name in ``NAMES``, or ``"lstm"``, which exists only in :mod:`experiments.benchmarks.models.by_hand`.
       sizes: the sizes of the model and its batch.
       remat: the part of each transformer block that its backward pass recomputes.
-      chunks: the number of chunks of a transformer's cross-entropy; 0 for the model's default.
+      chunks: the number of chunks of a transformer's cross-entropy, or ``"auto"``; 0 for the model's default.
     """
 
     name: str
     sizes: Sizes
     remat: Remat = "none"
-    chunks: int = 0
+    chunks: int | Literal["auto"] = 0
 
     @property
     def images(self) -> bool:
@@ -182,14 +182,16 @@ class Workload:
         return {name: draw(spec) for name, spec in self.batch.items()}
 
 
-def workload(name: str, sizes: Sizes | None = None, remat: Any = "none", chunks: int = 0, **changes: int) -> Workload:
+def workload(
+    name: str, sizes: Sizes | None = None, remat: Any = "none", chunks: int | Literal["auto"] = 0, **changes: int
+) -> Workload:
     """Return a workload in the full sizes, or in other sizes.
 
     Args:
       name: a name in ``NAMES``, or ``"lstm"``.
       sizes: the sizes; None for ``FULL``, which has no LSTM.
       remat: the part of each transformer block that its backward pass recomputes.
-      chunks: the number of chunks of a transformer's cross-entropy; 0 for the model's default.
+      chunks: the number of chunks of a transformer's cross-entropy, or ``"auto"``; 0 for the model's default.
       **changes: changed fields of ``sizes``. A value of 0 does not change the field.
 
     Raises:

@@ -29,7 +29,8 @@ class Row:
       scaled: whether the loss has a dynamic scale.
       constant_scale: whether the loss has a constant scale. Only a float16 row of jaxmp may have one.
       remat: the part of a transformer's blocks that is recomputed in the backward pass.
-      chunks: the chunks of a transformer's cross-entropy; 0 for the model's default. Only a row of jaxmp may have some.
+      chunks: the chunks of a transformer's cross-entropy, or ``"auto"``; 0 for the model's default. Only a row of jaxmp
+        may have some.
       triton: whether XLA may compute products in Triton. If it may, bias and activation are kernels of their own, also
         where cuBLAS turns out to be faster and could have computed them with the product.
       packed: whether small params are updated as one vector, by ``jaxmp.pack_small``. Only a row of jaxmp may do so.
@@ -43,7 +44,7 @@ class Row:
     scaled: bool = False
     constant_scale: bool = False
     remat: str = "none"
-    chunks: int = 0
+    chunks: int | Literal["auto"] = 0
     triton: bool = True
     packed: bool = False
     forward: bool = True
@@ -62,7 +63,7 @@ class Row:
     @property
     def transformers_only(self) -> bool:
         """Return whether the row needs a transformer."""
-        return self.remat != "none" or self.chunks > 0
+        return self.remat != "none" or self.chunks != 0
 
     @property
     def missing(self) -> str | None:
@@ -77,6 +78,7 @@ class Row:
 ROWS: dict[str, Row] = {
     "jaxmp-bf16": Row("jaxmp, bf16", "jaxmp", "bf16"),
     "jaxmp-bf16-1chunk": Row("jaxmp, bf16, loss in 1 chunk", "jaxmp", "bf16", chunks=1, forward=False),
+    "jaxmp-bf16-auto": Row('jaxmp, bf16, loss with chunks="auto"', "jaxmp", "bf16", chunks="auto", forward=False),
     "jaxmp-bf16-2chunks": Row("jaxmp, bf16, loss in 2 chunks", "jaxmp", "bf16", chunks=2, forward=False),
     "jaxmp-bf16-4chunks": Row("jaxmp, bf16, loss in 4 chunks", "jaxmp", "bf16", chunks=4, forward=False),
     "jaxmp-bf16-8chunks": Row("jaxmp, bf16, loss in 8 chunks", "jaxmp", "bf16", chunks=8, forward=False),

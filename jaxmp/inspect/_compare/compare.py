@@ -188,7 +188,8 @@ def compare(
         other shapes; ``overrides`` is set without a policy; only one of ``fun`` and ``reference`` is a train step, or
         both have different ``accumulate_steps``; a train step is on a mesh; ``loss_scale`` is set for a train step; or
         :func:`jaxmp.autocast` rejects ``policy`` or ``overrides``.
-      TypeError: ``grad`` is True, and the first result of ``fun`` is not a floating scalar.
+      TypeError: ``policy`` is a function; or ``grad`` is True, and the first result of ``fun`` is not a floating
+        scalar.
       RuntimeError: an argument was donated to an earlier step.
 
     >>> def loss_fn(params, x):
@@ -200,6 +201,11 @@ def compare(
     >>> comparison.entered is None, comparison.rows[0].path, comparison.rows[0].relative_error < 2**-8
     (True, 'layer', True)
     """
+    if callable(policy):
+        raise TypeError(
+            f"the second argument of compare is a policy, got the function {name_of(policy)}; "
+            "write compare(fun, reference=other_fun)"
+        )
     if callable(reference) and not isinstance(reference, type):  # jnp.float32 is a class
         other, reference_dtype = reference, ""
         _require_same_kind(fun, other)

@@ -161,12 +161,12 @@ def tune(
 
     The reference is ``fun`` in float32, without policies and autocast. If the error of ``fun`` under
     :func:`jaxmp.autocast` with ``policy`` is above the tolerance, a search tries modules in float32 instead of half
-    precision (float16 or bfloat16), and then single operations of these modules. All products stay half if the tolerance
-    allows it. Equal layers are tried together, and have one override for all of them if more than 50 % of them need
-    float32. The error of each trial is predicted
-    with one compiled program, in which the roundings of each operation can be turned off. The error of the result is
-    measured. There are usually at most 6 compilations, whatever the number of modules. If predictions are wrong for
-    this function, as with float8 products, errors are measured instead, with a compilation for each trial.
+    precision (float16 or bfloat16), and then single operations of these modules. If the tolerance allows it, all
+    products stay half. Equal layers are tried together, and have one override for all of them if more than 50 % of them
+    need float32. The error of each trial is predicted with one compiled program, in which the roundings of each
+    operation can be turned off. The error of the result is measured. There are usually at most 6 compilations, whatever
+    the number of modules. If predictions are wrong for this function, as with float8 products, errors are measured
+    instead, with a compilation for each trial.
 
     Args:
       fun: a function that returns the loss, or a tuple whose first element is the loss. It may also be a train
