@@ -11,7 +11,7 @@ python -m experiments.benchmarks.float8 --device tpu7x --parts block --sizes 204
 - block, step: two blocks and a train step of GPT-2, in float8 only where the policy's defaults expect a speed-up.
 
 A way is a format with a kind of accumulation. The way `float8` accumulates precisely only in the backward pass. All
-parts have 16,384 tokens. Each way is compared with bfloat16 by the same route:
+parts have 16,384 tokens, or as many as --tokens says. Each way is compared with bfloat16 by the same route:
 
 - jaxmp: a policy on the model.
 - autocast: jaxmp.autocast, for blocks only.
@@ -82,6 +82,7 @@ TITLES = {
     "step": "A step of GPT-2 in a loop over its blocks, AdamW",
 }
 TOKENS = 16_384
+"""The tokens of a part for which the goals are set."""
 BY_CYCLES = "speed-up by cycles"
 """The speed-up on a TPU that is not attached. All goals for a TPU are about it."""
 FIGURES = {
@@ -112,6 +113,8 @@ class Config(records.Timed, records.Pieces, records.Small, records.Absent):
     sizes: Annotated[tuple[str, ...], tyro.conf.arg(metavar="SIZE", help_behavior_hint="")] = ()
     """Sizes to measure: widths of products, layers and blocks, and sizes of GPT-2, such as 2048 and 1.3B. (default:
     all)"""
+    tokens: int = TOKENS
+    """Tokens of each part: a multiple of 2048. Another number needs another run folder."""
 
 
 def label(way: str, route: Route) -> str:
@@ -225,7 +228,7 @@ def measure(part: Part, size: Any, route: Route, config: Config, progress: Progr
 
     A way that fails has an ``error`` instead.
     """
-    tokens = 64 if config.smoke else TOKENS
+    tokens = 64 if config.smoke else config.tokens
     if route != "torch":
         ways = WAYS[part][: 2 if config.device else None]  # the accumulation changes only the time
         make = {}
@@ -247,7 +250,12 @@ def measure(part: Part, size: Any, route: Route, config: Config, progress: Progr
         if "million cycles" in row and "million cycles" in base:
             row[BY_CYCLES] = base["million cycles"] / row["million cycles"]
     missing = {row.label: {"error": f"not installed: {row.missing}"} for row in PEERS if row.missing}
-    return {"part": part, "size": size, "rows": rows | (missing if route == "torch" else {})}
+    return {"part": part, "size": size, "tokens": tokens, "rows": rows | (missing if route == "torch" else {})}
+
+
+def tokens_of(case: dict[str, Any]) -> int:
+    """Return the tokens of a recorded case."""
+    return int(case.get("tokens", TOKENS))
 
 
 def table(part: str, cases: list[dict[str, Any]], smoke: bool) -> Table:
@@ -256,11 +264,14 @@ def table(part: str, cases: list[dict[str, Any]], smoke: bool) -> Table:
     for case in cases:
         model = model_of(case["size"])
         size = f"{model.layers} layers of {model.width}" if part == "step" else f"K = {case['size']}"
+        tokens = tokens_of(case)
+        if tokens != TOKENS and not smoke:
+            size = f"{size}, {tokens:,} tokens"
         for way, row in case["rows"].items():
             row = {"float8 of products": row["error"]} if "error" in row else row
             cells.append((size, way, *(f"{row[key]:{form}}" if key in row else "" for key, form in FIGURES.items())))
         for (of, of_size, figure), limit in GOALS.items():
-            if (of, of_size) == (part, case["size"]) and not smoke:
+            if (of, of_size, tokens) == (part, case["size"], TOKENS):
                 for way in (DEFAULT, label(DEFAULT, "autocast")):
                     row = case["rows"].get(way)
                     if row is not None and ("million cycles" in row) == (figure == BY_CYCLES):
@@ -294,6 +305,10 @@ def main(config: Config) -> list[dict[str, Any]]:
         where = environment(("torch", "torchao", "transformer_engine"), config.device)
         folder = records.folder_of("float8", config, rounds=2)
         setting = {name: getattr(config, name) for name in ("smoke", "rounds", "block_ms")}
+        if config.tokens != TOKENS:
+            setting["tokens"] = config.tokens
+        if config.tokens < 1 or config.tokens % 2048:
+            raise ValueError(f"--tokens must be a multiple of 2048, got {config.tokens}")
         saved = measurements.Measurements(folder, config.minutes, where, **setting)
         saved.require_alike("*-*-*.json")
     routes = {*config.routes} - ({"torch"} if config.device else set())

@@ -29,7 +29,6 @@ COLUMNS = (
 LIMITS = {
     "jaxmp-bf16": (1.01, 1.0),
     "jaxmp-bf16-1chunk": (1.01, 1.0),
-    "jaxmp-bf16-auto": (1.01, 1.0),
     "autocast-bf16": (1.05, None),
     "unprepared-bf16": (1.05, None),
     "jaxmp-bf16-remat-full": (1.35, 0.45),

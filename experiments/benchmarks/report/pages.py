@@ -275,14 +275,15 @@ def tpu_slices() -> str:
 
 def float8_on_tpu() -> str:
     """Return the table of float8 compiled for a TPU, without the columns that only GPUs have."""
-    result = next(result for result in all_of("float8") if "TPU" in result.facts["target"])
+    results = [result for result in all_of("float8") if "TPU" in result.facts["target"]]
     columns = ("float8 of products", "million cycles", "speed-up by cycles", "peak MiB")
     rows = []
-    for case in result.data["results"]:
+    for case in [case for result in results for case in result.data["results"]]:
         for way, figures in case["rows"].items():
             cells = [f"{figures[column]:{float8.FIGURES[column]}}" for column in columns]
-            rows.append((f"{case['part']}, {case['size']}", way, *cells))
-    return f"{markdown(('part, size', 'way', *columns), rows, left=2)}\n\n{result.origin()}"
+            rows.append((f"{case['part']}, {case['size']}", f"{float8.tokens_of(case):,}", way, *cells))
+    table = markdown(("part, size", "tokens", "way", *columns), rows, left=3)
+    return "\n\n".join([table, *(result.origin() for result in results)])
 
 
 def real_libraries() -> str:

@@ -138,8 +138,12 @@ def _interrupted(result: Result) -> Result:
 
 
 def _cost(chosen: Chosen) -> tuple[int, int]:
-    """Return the number of candidates in a choice, and their FLOPs."""
-    return len(chosen), sum(candidate.flops for candidate in chosen)
+    """Return the FLOPs of a choice, and the number of its candidates."""
+    return _flops(chosen), len(chosen)
+
+
+def _flops(chosen: Chosen) -> int:
+    return sum(candidate.flops for candidate in chosen)
 
 
 class _Search:
@@ -236,7 +240,7 @@ class _Search:
 
         The parts with the most FLOPs are tried first. Parts with equal FLOPs are tried from last to first.
         """
-        for part in sorted(reversed(parts), key=lambda part: -_cost(part)[1]):
+        for part in sorted(reversed(parts), key=lambda part: -_flops(part)):
             if self.meets(chosen - part):
                 chosen -= part
                 self.accept(chosen)
