@@ -21,6 +21,8 @@ from jaxmp.sharding.mesh_plan import plan_being_traced
 
 Remat = Literal["none", "attention", "dots", "float8", "full"]
 NORMAL = nn.initializers.normal(0.02)
+_WIDE = 1536
+"""The width from which a layer's projections are a single product."""
 
 
 class Embed(nn.Embed):
@@ -55,7 +57,7 @@ class Projections(nn.Dense):
     @nn.compact
     def __call__(self, x: jax.Array) -> tuple[jax.Array, ...]:
         # A train step on a mesh sums the gradients of weights in single products over devices.
-        if x.shape[-1] >= jaxmp.Float8().min_dim or plan_being_traced() is not None:
+        if x.shape[-1] >= _WIDE or plan_being_traced() is not None:
             return tuple(jnp.split(super().__call__(x), self.parts, axis=-1))
         kernel = self.param("kernel", self.kernel_init, (x.shape[-1], self.features), self.param_dtype)
         bias = self.param("bias", self.bias_init, (self.features,), self.param_dtype)

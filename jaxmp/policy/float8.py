@@ -23,6 +23,11 @@ _CHOICES = {
     "accumulate": ("fast", "precise", "fast_forward"),
 }
 _DIVISOR = 16  # divides each dimension of a float8 product, because XLA copies and pads operands of other sizes
+_MIN_DIM, _MIN_DIM_ON_TPU = 1536, 4096
+"""The default of ``min_dim``: a width at which two blocks of GPT-2 gain from float8.
+
+The benchmark ``experiments.benchmarks.float8`` measures it, and compares the compiler's cycles for a TPU7x.
+"""
 _VARIABLE = "JAXMP_FLOAT8"
 _warned: list[str] = []
 
@@ -41,7 +46,8 @@ class Float8:
         the policy's compute dtype.
       accumulate: how precisely Hopper's tensor cores sum: ``"fast"`` (about 14 bits), ``"precise"`` (float32), or
         ``"fast_forward"`` (fast in the forward pass, precise in the backward pass). A TPU always sums in float32.
-      min_dim: the minimum size of both dimensions of a weight. Products with smaller weights are not float8.
+      min_dim: the minimum size of both dimensions of a weight. Products with smaller weights are not float8. None
+        means 1,536, or 4,096 on a TPU7x.
       min_tokens: the minimum number of rows (tokens) that a product multiplies by the weight. Smaller products are not
         float8.
 
@@ -55,7 +61,7 @@ class Float8:
     gradient: str = _E5M2
     weight_gradient: str = "float8"
     accumulate: str = "fast_forward"
-    min_dim: int = 1536
+    min_dim: int | None = None
     min_tokens: int = 1024
 
     def __post_init__(self) -> None:
@@ -70,6 +76,8 @@ class Float8:
                 )
         for name in ("min_dim", "min_tokens"):
             size = getattr(self, name)
+            if size is None and name == "min_dim":
+                continue
             if isinstance(size, bool) or not isinstance(size, (int, np.integer)) or size < 1:
                 raise ValueError(
                     f"{name} of a Float8 must be a positive integer, got {size!r}; it is the minimum size of a float8 "
@@ -150,14 +158,19 @@ def refusal(lhs: Any, rhs: Any, dimension_numbers: Any, recipe: Float8, *, weigh
     tokens, outer = (left, right) if weight == "rhs" else (right, left)
     if not all(isinstance(size, int) for size in (inner, outer, tokens)):
         return "a dimension that jax.export leaves open"
-    if min(inner, outer) < recipe.min_dim:
-        return f"{min(inner, outer)} < {recipe.min_dim}"
+    min_dim = _default_min_dim() if recipe.min_dim is None else recipe.min_dim
+    if min(inner, outer) < min_dim:
+        return f"{min(inner, outer)} < {min_dim}"
     if tokens < recipe.min_tokens:
         return f"{tokens} tokens < {recipe.min_tokens}"
     for size in (inner, outer, tokens):
         if size % _DIVISOR:
             return f"{size} % {_DIVISOR}"
     return None
+
+
+def _default_min_dim() -> int:
+    return _MIN_DIM_ON_TPU if hardware.detect().platform == "tpu" else _MIN_DIM
 
 
 def available() -> str:

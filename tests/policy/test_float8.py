@@ -73,6 +73,9 @@ class TestRecipe:
         assert why(1024, 768, 3072) == why(1024, 3072, 768) == "768 < 1536"
         assert why(1024, 2048, 50257) == "50257 % 16" and why(1032, 2048, 2048) == "1032 % 16"
         assert why(512, 2048, 2048) == "512 tokens < 1024"
+        with jaxmp.hardware.assumed("tpu7x"):
+            assert why(1024, 4096, 8192) is None and why(1024, 2048, 8192) == "2048 < 4096"
+            assert why(1024, 2048, 8192, Float8(min_dim=2048)) is None
         assert why(512, 768, 768, Float8(min_dim=512, min_tokens=256)) is None
         assert why(2048, 2048, 1024, weight="lhs") is None and why(1024, 2048, 512, weight="lhs") == "1024 < 1536"
         heads = jax.ShapeDtypeStruct((8, 256, 16, 128), "bfloat16"), jax.ShapeDtypeStruct((16, 128, 2048), "bfloat16")
