@@ -302,15 +302,15 @@ def main(config: Config) -> list[dict[str, Any]]:
              for route in ROUTES[part]]  # fmt: skip
     with cli.bad_values_end_it():
         sizes = cli.chosen("--sizes", config.sizes, {str(size): size for _, size, _ in cases})
+        if config.tokens < 1 or config.tokens % 2048:
+            raise ValueError(f"--tokens must be a multiple of 2048, got {config.tokens}")
         if not config.device:
             require_gpu(config.smoke)
         where = environment(("torch", "torchao", "transformer_engine"), config.device)
         folder = records.folder_of("float8", config, rounds=2)
         setting = {name: getattr(config, name) for name in ("smoke", "rounds", "block_ms")}
-        if config.tokens != TOKENS:
+        if config.tokens != TOKENS and not config.smoke:
             setting["tokens"] = config.tokens
-        if config.tokens < 1 or config.tokens % 2048:
-            raise ValueError(f"--tokens must be a multiple of 2048, got {config.tokens}")
         saved = measurements.Measurements(folder, config.minutes, where, **setting)
         saved.require_alike("*-*-*.json")
     routes = {*config.routes} - ({"torch"} if config.device else set())

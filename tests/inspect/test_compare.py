@@ -304,6 +304,7 @@ def test_a_wrong_reference_and_functions_without_a_loss_or_floating_results_are_
             compare(_chain(_exact, "a"), "mixed_bfloat16", reference=wrong)
     with pytest.raises(TypeError, match=r"write compare\(fun, reference=other_fun\)"):
         compare(_chain(_exact, "a"), _chain(_exact, "a"))
+    compare(_chain(_exact, "a"), jnp.float32)  # a dtype is a policy
     with pytest.raises(
         TypeError, match=r"a loss must be a floating scalar, got .*, or check only the results: grad=False"
     ):

@@ -22,7 +22,7 @@ from jaxmp.inspect import compare, tune
 from jaxmp.inspect._tune.candidates import Candidate, candidates_of, overrides_of
 from jaxmp.inspect._tune.measurement import Measurement
 from jaxmp.inspect._tune.prediction import Prediction
-from jaxmp.inspect._tune.search import search, search_and_measure
+from jaxmp.inspect._tune.search import search, search_and_measure, with_errors_of_operations
 from jaxmp.policy.policy_map import get_policy
 
 pytestmark = pytest.mark.once
@@ -69,6 +69,8 @@ def test_the_planted_operation_is_found_and_no_other(planted, operation, at, pol
     assert list(tuned.overrides) == [f"layer_{at}:{operation}"]
     assert tuned.met and tuned.error <= tuned.tolerance < tuned.error_before
     assert tuned.half_flops == (1 if operation == "add" else 0.5) and tuned.evaluations <= 6
+    if operation == "add":  # an error needs a finite error without overrides
+        assert tuned.rows[0].error <= tuned.tolerance
     assert tuned.rows[0].path == f"layer_{at}:{operation}" and f"These need float32: layer_{at}" in str(tuned)
     assert "overrides:" not in str(tuned)
     assert (tuned.loss_scale is None) == (policy == "mixed_bfloat16")
@@ -497,23 +499,85 @@ def test_the_search_meets_the_tolerance_with_no_candidate_to_spare(sizes, tolera
         assert errors.error(result.chosen - {candidate}) > tolerance
 
 
+def _module(path, *additions):
+    """Return a module with a product and additions."""
+    operations = [Candidate(f"{path}:dot_general", 1), *(Candidate(f"{path}:{name}", 0) for name in additions)]
+    return Candidate(path, 1, tuple(operations))
+
+
+def _half_operations(modules, chosen):
+    return [part for module in modules if module not in chosen for part in module.operations if part not in chosen]
+
+
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(st.floats(-9.0, 9.0), st.floats(-9.0, 9.0)), min_size=1, max_size=9))
 def test_no_product_is_float32_if_all_may_stay_half(sizes):
     """Errors have signs, so they cancel: a product in float32 may lower the error most."""
-    modules, errors = [], {}
-    for n, (by_product, by_sum) in enumerate(sizes):
-        product, addition = Candidate(f"layer_{n}:dot_general", 1), Candidate(f"layer_{n}:add", 0)
-        modules.append(Candidate(f"layer_{n}", 1, (product, addition)))
-        errors |= {product: by_product, addition: by_sum}
+    modules = [_module(f"layer_{n}", "add") for n in range(len(sizes))]
+    errors = {}
+    for module, size in zip(modules, sizes, strict=True):
+        errors |= dict(zip(module.operations, size, strict=True))
 
     def error_of(chosen):
-        in_half = [part for module in modules if module not in chosen for part in module.operations]
-        return abs(sum(errors[part] for part in in_half if part not in chosen))
+        return abs(sum(errors[operation] for operation in _half_operations(modules, chosen)))
 
     additions = frozenset(module.operations[1] for module in modules)
     result = search(modules, error_of, error_of(additions))
     assert result.chosen <= additions and result.error == error_of(result.chosen) <= error_of(additions)
+
+
+def _errors_by_name(modules, **by_path):
+    """Return the error of a choice: the root of the sum of squares, infinite if a product is in ``overflowing``."""
+
+    def error_of(chosen):
+        half = [operation.path for operation in _half_operations(modules, chosen)]
+        return math.sqrt(sum(by_path.get(path.replace(":", "_"), 0.0) ** 2 for path in half))
+
+    return error_of
+
+
+def test_only_the_operations_that_need_float32_are_chosen_beside_a_module_that_overflows():
+    modules = [_module(name, "add", "mul") for name in ("first", "middle", "last")]
+    error_of = _errors_by_name(modules, first_dot_general=math.inf, first_add=1, middle_add=4, middle_dot_general=1)
+    result = search(modules, error_of, 2.0)
+    assert result.products_stay_half and result.error <= 2
+    assert {candidate.path for candidate in result.chosen} == {"first:dot_general", "middle:add"}
+    with_errors = with_errors_of_operations(result, error_of)
+    assert with_errors.errors[modules[1].operations[1]] == 1  # with the module that overflows in float32
+    result = search(modules, error_of, 2.0, operations=False)
+    assert {candidate.path for candidate in result.chosen} == {"first", "middle"}
+
+
+def test_a_module_without_products_is_one_override_if_it_needs_all_its_operations():
+    update = Candidate("update", 0, (Candidate("update:add", 0), Candidate("update:tanh", 0)))
+    modules = [_module("head", "add"), update]
+    error_of = _errors_by_name(modules, update_add=3, update_tanh=3, head_dot_general=1)
+    assert search(modules, error_of, 2.0).chosen == {update}
+    error_of = _errors_by_name(modules, update_add=3, update_tanh=1, head_dot_general=1)
+    assert search(modules, error_of, 2.0).chosen == {update.operations[0]}
+
+
+def test_of_two_measured_choices_the_one_with_fewer_flops_wins():
+    """The first search chooses the product. The measured error shows that two sums are enough."""
+    modules = [_module("first", "add"), _module("last", "add", "mul")]
+    predict = _errors_by_name(modules, first_dot_general=5, last_add=1.3, last_mul=1.3)
+    assert {candidate.path for candidate in search(modules, predict, 2.0).chosen} == {"first:dot_general"}
+    result = search_and_measure(modules, predict, lambda chosen: 0.394 * predict(chosen), 2.0)
+    assert {candidate.path for candidate in result.chosen} == {"last:add", "last:mul"}
+
+
+def test_an_interrupt_keeps_the_products_half_if_they_may_stay_half():
+    modules = [_module(f"layer_{n}", "add") for n in range(9)]
+    predict = _errors_by_name(modules, **{f"layer_{n}_add": 2 for n in range(9)})
+    errors = iter([predict(frozenset()), 0.0, 0.0])
+
+    def error_of(_):
+        if (error := next(errors, None)) is None:
+            raise KeyboardInterrupt
+        return error
+
+    result = search(modules, error_of, 1.0)
+    assert result.interrupted and result.chosen == {module.operations[1] for module in modules}
 
 
 @settings(max_examples=50, deadline=None)

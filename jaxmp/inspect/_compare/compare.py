@@ -201,12 +201,12 @@ def compare(
     >>> comparison.entered is None, comparison.rows[0].path, comparison.rows[0].relative_error < 2**-8
     (True, 'layer', True)
     """
-    if callable(policy):
+    if callable(policy) and not isinstance(policy, type):  # jnp.float32 is a class
         raise TypeError(
             f"the second argument of compare is a policy, got the function {name_of(policy)}; "
             "write compare(fun, reference=other_fun)"
         )
-    if callable(reference) and not isinstance(reference, type):  # jnp.float32 is a class
+    if callable(reference) and not isinstance(reference, type):
         other, reference_dtype = reference, ""
         _require_same_kind(fun, other)
     else:

@@ -7,6 +7,7 @@ the loss and the gradients, relative to float32. It is predicted (``prediction.p
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -29,9 +30,11 @@ class Result:
       chosen: the best choice: the modules, scopes and operations in float32.
       error: the error of the best choice.
       error_before: the error with no candidate in float32.
-      errors: for each candidate, the error with the candidate and all overflowing candidates in float32. If all
-        products may stay half, those of the candidate do. Empty if the search did not need these errors.
-      operations: the operations that the search tried to choose in place of their module or scope.
+      errors: the errors of candidates. The candidate and all overflowing candidates are in float32, but if
+        ``products_stay_half``, the candidate's products are half. Empty if the search did not need these errors.
+      operations: the operations of modules and scopes from which the search tried to choose single operations.
+      overflowing: the candidates that must be float32 for a finite error.
+      products_stay_half: whether the tolerance is met with half products in all candidates that do not overflow.
       interrupted: whether Ctrl-C ended the search.
     """
 
@@ -41,6 +44,8 @@ class Result:
     error_before: float = math.inf
     errors: dict[Candidate, float] = dataclasses.field(default_factory=dict)
     operations: list[Candidate] = dataclasses.field(default_factory=list)
+    overflowing: Chosen = frozenset()
+    products_stay_half: bool = False
     interrupted: bool = False
 
 
@@ -56,8 +61,9 @@ def search(
     1. If the tolerance is not met with all candidates in float32, the search ends.
     2. If the error without overrides is infinite, the search finds the candidates that overflow, by bisection, and
        chooses them.
-    3. If the tolerance is met with all operations but products in float32, all products may stay half. The search then
-       chooses no module from here on, but a module's operations except products.
+    3. It tries half products in all other candidates, and all their other operations in float32. If the tolerance is
+       met, these products stay half: where a module has products, the next steps choose its other operations, and not
+       the module.
     4. For each other candidate, it takes the error with this candidate and the overflowing candidates in float32. It
        sorts the other candidates by this error.
     5. It adds candidates to the choice in this order until the tolerance is met. Bisection finds the smallest number
@@ -79,11 +85,10 @@ def search(
     run = _Search(candidates, error_of, tolerance, progress)
     try:
         with progress:
-            run.modules(may_split=operations)
+            run.modules(operations=operations)
             if operations:
                 run.operations()
             run.layers()
-            run.errors_of_chosen()
     except KeyboardInterrupt:
         run.result.interrupted = True
     return run.result
@@ -153,7 +158,6 @@ class _Search:
         self.candidates, self.find_error, self.tolerance = candidates, find_error, tolerance
         self.result = Result(candidates)
         self.errors: dict[Chosen, float] = {}
-        self.overflowing: Chosen = frozenset()
         self.progress = progress
         self.task = progress.add_task("tuning", total=None)
 
@@ -176,42 +180,35 @@ class _Search:
     def accept(self, chosen: Chosen) -> None:
         self.result.chosen, self.result.error = chosen, self.errors[chosen]
 
-    def modules(self, *, may_split: bool) -> None:
-        """Choose modules: steps 1 to 5 of :func:`search`.
-
-        With ``may_split``, a module's products may stay half.
-        """
+    def modules(self, *, operations: bool) -> None:
+        """Choose modules, or all their operations except products: steps 1 to 5 of :func:`search`."""
         self.result.error_before = self.error_of(frozenset())
         if self.meets(frozenset()) or not self.meets(frozenset(self.candidates)):
             return
-        self.overflowing = frozenset(self.find_overflowing())
-        if self.meets(self.overflowing):
-            self.accept(self.overflowing)
+        overflowing = self.result.overflowing = frozenset(self.find_overflowing())
+        if self.meets(overflowing):
+            self.accept(overflowing)
             return
-        choices = self.choices(may_split=may_split)
-        order = [choices[candidate] for candidate in self.most_helpful(choices)]
+        finite = [candidate for candidate in self.candidates if candidate not in overflowing]
+        parts = {candidate: frozenset([candidate]) for candidate in finite}
+        if operations:
+            without_products = {candidate: _without_products(candidate) for candidate in finite}
+            all_of_them = overflowing.union(*without_products.values())
+            if self.meets(all_of_them):
+                self.accept(all_of_them)
+                self.result.products_stay_half = True
+                parts = {candidate: part for candidate, part in without_products.items() if part}
+        order = self.most_helpful(parts)
         too_few, enough = 0, len(order)
         while enough - too_few > 1:
             middle = (too_few + enough) // 2
-            if self.meets(self.overflowing.union(*order[:middle])):
+            if self.meets(overflowing.union(*order[:middle])):
                 enough = middle
             else:
                 too_few = middle
-        chosen = self.overflowing.union(*order[:enough])
+        chosen = overflowing.union(*order[:enough])
         self.accept(chosen)
-        self.take_back(chosen, order[: enough - 1])  # the last of these candidates is needed
-
-    def choices(self, *, may_split: bool) -> dict[Candidate, Chosen]:
-        """Return what may become float32 for each candidate that does not overflow.
-
-        It is the candidate, or its operations except products if all products may stay half.
-        """
-        finite = [candidate for candidate in self.candidates if candidate not in self.overflowing]
-        if may_split:
-            others = {candidate: frozenset(candidate.operations_except_products) for candidate in finite}
-            if self.meets(self.overflowing.union(*others.values())):
-                return {candidate: operations for candidate, operations in others.items() if operations}
-        return {candidate: frozenset([candidate]) for candidate in finite}
+        self.take_back(chosen, order[: enough - 1])  # the last part is needed
 
     def find_overflowing(self) -> list[Candidate]:
         """Return the candidates that must be float32 for a finite error."""
@@ -229,11 +226,15 @@ class _Search:
             overflowing.append(self.candidates[infinite - 1])
         return overflowing
 
-    def most_helpful(self, choices: Mapping[Candidate, Chosen]) -> list[Candidate]:
-        """Return the candidates that do not overflow, the most helpful first."""
-        for candidate, choice in choices.items():
-            self.result.errors[candidate] = self.error_of(self.overflowing | choice)
-        return sorted(choices, key=lambda candidate: _usefulness(candidate, self.result.errors, self.tolerance))
+    def most_helpful(self, parts: Mapping[Candidate, Chosen]) -> list[Chosen]:
+        """Return the parts of candidates that do not overflow, the most helpful first."""
+        for candidate, part in parts.items():
+            self.result.errors[candidate] = self.error_of(self.result.overflowing | part)
+
+        def usefulness(candidate: Candidate) -> tuple[Any, ...]:
+            return _usefulness(candidate, parts[candidate], self.result.errors[candidate], self.tolerance)
+
+        return [parts[candidate] for candidate in sorted(parts, key=usefulness)]
 
     def take_back(self, chosen: Chosen, parts: Sequence[Chosen]) -> None:
         """Remove each of ``parts`` from the choice if the tolerance is still met.
@@ -251,7 +252,7 @@ class _Search:
             return
         for module in sorted(self.candidates, key=lambda candidate: (-candidate.flops, candidate.path)):
             is_whole = module in self.result.chosen
-            operations = [part for part in module.operations if is_whole or part in self.result.chosen]
+            operations = [operation for operation in module.operations if is_whole or operation in self.result.chosen]
             if not operations or (is_whole and len(operations) < 2):
                 continue
             self.result.operations += module.operations
@@ -272,29 +273,39 @@ class _Search:
             if len(self.result.chosen.intersection(candidate.layers)) > _FEW_LAYERS * len(candidate.layers):
                 self.accept(with_pattern)
 
-    def errors_of_chosen(self) -> None:
-        """Take the errors of chosen operations and single layers, if the errors of modules were needed."""
-        if not self.result.errors or self.result.error > self.tolerance:
-            return
-        for candidate in self.result.chosen - self.overflowing - self.result.errors.keys():
-            self.result.errors[candidate] = self.error_of(self.overflowing | {candidate})
+
+def with_errors_of_operations(result: Result, error_of: Callable[[Chosen], float]) -> Result:
+    """Return a result with the errors of all chosen operations and layers, if it has those of modules."""
+    errors = dict(result.errors)
+    if not errors:
+        return result
+    with contextlib.suppress(KeyboardInterrupt):
+        for candidate in result.chosen - result.overflowing - errors.keys():
+            errors[candidate] = error_of(result.overflowing | {candidate})
+    return dataclasses.replace(result, errors=errors)
+
+
+def _without_products(candidate: Candidate) -> Chosen:
+    """Return a candidate's operations except products, or the candidate if it has no product."""
+    has_products = any(operation.is_product for operation in candidate.operations)
+    return frozenset(candidate.operations_except_products if has_products else [candidate])
 
 
 def _alone(candidates: Sequence[Candidate]) -> list[Chosen]:
     return [frozenset([candidate]) for candidate in candidates]
 
 
-def _usefulness(candidate: Candidate, errors: dict[Candidate, float], tolerance: float) -> tuple[Any, ...]:
-    """Return a key that sorts candidates by their error, the smallest first.
+def _usefulness(candidate: Candidate, part: Chosen, error: float, tolerance: float) -> tuple[Any, ...]:
+    """Return a key that sorts candidates by the error with a part of each in float32, the smallest first.
 
     Errors within the tolerance count as equal, and so do errors that differ by less than about 10 %. If errors are
     equal, modules with half operations other than products come first, because products alone cause at most the error
-    ``Measurement.floor``. After that, modules with fewer FLOPs come first.
+    ``Measurement.floor``. After that, parts with fewer FLOPs come first, and then smaller parts.
     """
-    error = max(errors[candidate], tolerance)
+    error = max(error, tolerance)
     size = round(math.log(error, 1.1)) if 0 < error < math.inf else error
     has_only_products = all(operation.flops for operation in candidate.operations)
-    return error > tolerance, size, has_only_products, candidate.flops, candidate.path
+    return error > tolerance, size, has_only_products, *_cost(part), candidate.path
 
 
 def _progress(total: int) -> Any:

@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxmp.inspect._tune.candidates import Candidate, overrides_of
 from jaxmp.inspect._tune.measurement import Measurement
-from jaxmp.inspect._tune.search import Chosen, Result, search, search_and_measure
+from jaxmp.inspect._tune.search import Chosen, Result, search, search_and_measure, with_errors_of_operations
 
 _MOST_COMPILATIONS = 6
 """The number of compilations after which no predicted choice is measured."""
@@ -72,7 +72,8 @@ class Trials:
     def search(self, tolerance: float, *, operations: bool) -> Result:
         """Search for a small choice whose measured error is within the tolerance."""
         if not self._is_predicted:
-            return search(self._candidates, self.measure, tolerance, operations=operations)
+            result = search(self._candidates, self.measure, tolerance, operations=operations)
+            return with_errors_of_operations(result, self.measure)
         result = search_and_measure(
             self._candidates,
             self.predict,
@@ -81,4 +82,5 @@ class Trials:
             operations=operations,
             measurements=_MOST_COMPILATIONS - self._measurement.compilations,
         )
-        return dataclasses.replace(result, error_before=self._error_before)
+        result = dataclasses.replace(result, error_before=self._error_before)
+        return with_errors_of_operations(result, self.predict)

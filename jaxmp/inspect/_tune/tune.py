@@ -42,7 +42,7 @@ class TunedRow:
       path: the path in the form of an override's key, such as ``"flow"`` or ``"flow:add"``. A ``*`` stands for the
         numbers of equal layers.
       error: the error of the function if this module or operation and all modules that overflow in half precision
-        compute in float32. The module's products stay half if all products may stay half. The error is predicted, or
+        compute in float32. With ``products_stay_half``, the module's products are half. The error is predicted, or
         measured if predictions are wrong. NaN if the search did not need this error.
       flops: the FLOPs of the products in the module, scope or operation, without products in submodules.
       is_float32: whether the search chose float32.
@@ -58,7 +58,8 @@ class TunedRow:
 class Tuned(tables.Shown):
     """Overrides that keep the loss and the gradients near their float32 values.
 
-    The overrides are the smallest set that the search found. The error of a function is the larger of two numbers:
+    The overrides leave the most FLOPs in half precision (float16 or bfloat16) among the results that the search found,
+    and then have the fewest parts. The error of a function is the larger of two numbers:
 
     - the error of the loss, divided by the absolute value of the loss or by 1, whichever is larger;
     - the relative L2 error of all gradients together.
@@ -72,14 +73,16 @@ class Tuned(tables.Shown):
         half policy.
       error: the measured error with the overrides. If Ctrl-C ended the search, it may be the predicted error.
       error_before: the measured error without overrides.
-      floor: the error if only the operands of products are rounded to half precision (float16 or bfloat16), and all
-        computations are in float32. Products that autocast keeps in float32 count only if the result of the
+      floor: the error if only the operands of products are rounded to half precision, and all computations are in
+        float32. Products that autocast keeps in float32 count only if the result of the
         search does not depend on them.
       tolerance: the largest allowed error.
       met: whether ``error`` is at most ``tolerance``.
       interrupted: whether Ctrl-C ended the search, so that fewer overrides may be enough.
       half_flops: the share of the products' FLOPs in half precision with the overrides, from 0 to 1.
       loss_scale: a good initial loss scale for float16; None for bfloat16.
+      products_stay_half: whether the search kept all products half, except in modules that overflow. The errors of
+        modules in ``rows`` are then with half products.
       rows: the modules, scopes and operations that the search could switch to float32; those in float32 come first.
       evaluations: the number of programs that were compiled. Errors are predicted without a compilation.
     """
@@ -94,6 +97,7 @@ class Tuned(tables.Shown):
     interrupted: bool
     half_flops: float
     loss_scale: float | None
+    products_stay_half: bool
     rows: tuple[TunedRow, ...]
     evaluations: int
 
@@ -131,6 +135,8 @@ class Tuned(tables.Shown):
             notes.append(
                 f"{count} overrides: {count - count_in_half} for float32, {count_in_half} for submodules that stay half"
             )
+        if self.products_stay_half:
+            notes.append("the errors of modules are with half products, because all products may stay half")
         if self.half_flops < _FEW_IN_HALF:
             notes.append("few products are left in half: train in float32, or allow a larger error with tolerance=")
         if self.loss_scale is not None:
@@ -307,13 +313,13 @@ def _tuned(
     result: Result, half: Policy, floor: float, tolerance: float, scale: float | None, measurement: Measurement
 ) -> Tuned:
     candidates = [*result.candidates, *result.operations]
-    single_layers = sorted(result.chosen.difference(candidates), key=lambda candidate: candidate.path)
+    others = sorted(result.chosen.difference(candidates), key=lambda candidate: candidate.path)
     rows = []
-    for candidate in [*candidates, *single_layers]:
+    for candidate in [*candidates, *others]:
         rows.append(
             TunedRow(candidate.path, result.errors.get(candidate, np.nan), candidate.flops, candidate in result.chosen)
         )
-    rows.sort(key=lambda row: (not row.is_float32, np.nan_to_num(row.error)))
+    rows.sort(key=lambda row: (not row.is_float32, np.nan_to_num(row.error, nan=np.inf)))
     overrides = overrides_of(result.candidates, result.chosen, half)
     return Tuned(
         policy=PolicyMap(half, overrides),
@@ -326,6 +332,7 @@ def _tuned(
         interrupted=result.interrupted,
         half_flops=measurement.half_flops(overrides),
         loss_scale=None if scale is None else measurement.loss_scale,
+        products_stay_half=result.products_stay_half,
         rows=tuple(rows),
         evaluations=measurement.compilations,
     )
