@@ -6,6 +6,7 @@ A region wins over an override, and an override wins over the class.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -62,15 +63,18 @@ class Classifier:
         path that matches wins, as in a PolicyMap. A path with a primitive matches only that primitive.
       float8: the recipe for float8 products in code outside of marked modules; None for half products.
       in_model: whether the first scope of each path is the model, which keys of overrides may leave out.
+      modules_before: for a path with a primitive, the number of overrides of modules that come before it. If a model
+        has overrides of modules, they are in the marks around the code of these modules.
     """
 
     half: np.dtype | None
     overrides: dict[str, Level] = dataclasses.field(default_factory=dict)
     float8: Float8 | None = None
     in_model: bool = False
+    modules_before: dict[str, int] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.key = (self.half, tuple(self.overrides.items()), self.in_model)
+        self.key = (self.half, tuple(self.overrides.items()), self.in_model, tuple(self.modules_before.items()))
         self.matcher = OverrideMatcher(self.overrides, self.in_model)
 
     def kind_of(self, eqn: JaxprEqn, constants: Constants, names: Names) -> OperationKind:
@@ -135,9 +139,11 @@ class Classifier:
         region, levels = region_of(names), self.matcher.levels_of(name, names)
         if region.level is not None:
             return Request(region.level, region.asked_by, region.asked_products)
-        if region.is_policy or not levels:
+        if not levels:
             return None
         key, level = next(iter(levels.items()))
+        if region.override is not None and self.modules_before.get(key, math.inf) > region.override:
+            return None  # the override of the module comes first
         source = f"override {key!r}"
         if isinstance(level, str):
             return Request(level, source)

@@ -53,6 +53,8 @@ class ModelPolicy:
     Attributes:
       policies: the policy, and the overrides of modules.
       operations: the overrides of operations, such as ``("primitive:exp", "half")``.
+      modules_before: for each path with a primitive, such as ``("layer:add", 0)``, the number of overrides of modules
+        that come before it. The first override that matches wins.
       stores: whether params are stored in the param dtype, and results are cast to the output dtype. ``apply_policy``
         does both, ``autocast`` does neither.
       has_scope: whether the model itself has a scope, as in Linen. Paths of operations then begin with its name.
@@ -60,6 +62,7 @@ class ModelPolicy:
 
     policies: PolicyMap
     operations: tuple[tuple[str, Level], ...] = ()
+    modules_before: tuple[tuple[str, int], ...] = ()
     stores: bool = True
     has_scope: bool = False
 
@@ -71,9 +74,16 @@ class ModelPolicy:
         if any(map(_names_operations, policy_map.patterns)):  # as in a file that tune has saved
             patterns = {**{override.pattern: override.policy for override in policy_map.overrides}, **patterns}
             policy_map = PolicyMap(policy_map.root)
-        operations = {key: patterns.pop(key) for key in [*patterns] if _names_operations(key)}
+        operations, modules, modules_before = {}, {}, {}
+        for key, value in patterns.items():
+            if not _names_operations(key):
+                modules[key] = value
+                continue
+            operations[key] = value
+            if not key.startswith(OPERATIONS):
+                modules_before[key] = len(modules)
         levels = levels_of(operations, policy_map.compute_dtype)
-        return cls(PolicyMap(policy_map, patterns), tuple(levels.items()), stores)
+        return cls(PolicyMap(policy_map, modules), tuple(levels.items()), tuple(modules_before.items()), stores)
 
     @property
     def default(self) -> Policy:
@@ -91,7 +101,8 @@ class ModelPolicy:
     def classifier(self) -> Classifier:
         """Return a classifier for the operations of a call of the model."""
         half = self.policies.compute_dtype if is_half(self.policies.compute_dtype) else None
-        return Classifier(half, dict(self.operations), self.policies.float8, self.has_scope)
+        modules_before = dict(self.modules_before)
+        return Classifier(half, dict(self.operations), self.policies.float8, self.has_scope, modules_before)
 
     def cast_to_output(self, result: Any) -> Any:
         """Return the result of the model in the output dtype."""
@@ -121,7 +132,7 @@ class ModelPolicy:
             policy=policy,
             written=written,
             dtype=dtype if author.dtype is None else None,
-            is_overridden=pattern is not None,
+            override=None if pattern is None else self.policies.patterns.index(pattern),
             param_dtype=policy.param_dtype if casts_params else None,
             cache_dtype=policy.compute_dtype if casts_caches else None,
             not_half=reason_not_half(policy, computes, pattern, self.operations),
@@ -147,7 +158,8 @@ class Treatment:
         casts to the ``"dtype"`` of the module, or jaxmp casts the ``"operands"``, which are arguments and params.
       dtype: the value that replaces the ``dtype`` of the module. It is float32 for code that the engine decides, and
         the compute dtype for code that runs as it is written. None to keep the author's ``dtype``.
-      is_overridden: whether an override names the module, so that it wins over the author's dtypes.
+      override: the number of the override that names the module; None if there is none. It wins over the author's
+        dtypes, and over overrides of operations that come after it.
       param_dtype: the dtype in which new params are stored; None to store them as they are initialised.
       cache_dtype: the dtype in which new float32 caches are stored; None to store them as they are created.
       not_half: the reason why the module does not compute in half precision; None if it does.
@@ -156,7 +168,7 @@ class Treatment:
     policy: Policy
     written: Literal["", "dtype", "operands"]
     dtype: np.dtype | None
-    is_overridden: bool
+    override: int | None
     param_dtype: np.dtype | None
     cache_dtype: np.dtype | None
     not_half: Reason | None
@@ -164,7 +176,7 @@ class Treatment:
     def mark(self) -> contextlib.AbstractContextManager[None]:
         """Return the scope in which the methods of the module run."""
         dtype = None if self.written else self.policy.compute_dtype
-        return computing(dtype, self.policy.matmul_precision, self.policy.float8, self.is_overridden)
+        return computing(dtype, self.policy.matmul_precision, self.policy.float8, self.override)
 
     def convert_for_code(self, value: Any, is_operand: bool = True) -> Any:
         """Return a leaf in the dtype in which the code of the module reads it.

@@ -169,6 +169,23 @@ def test_overrides_of_operations_hold_with_overrides_of_modules(api):
 
 
 @each_api
+def test_of_an_operation_on_a_path_and_a_module_the_first_override_wins(api):
+    """tune writes such overrides: a half module around an operation that needs float32."""
+    bare = api.named(block=lambda: three_layers(api), head=api.dense)
+    first = {"block/second:dot_general": "float32"}
+    for under in api.adapters:
+        for half in ("mixed_bfloat16", "half"):
+            model = under(bare, "mixed_bfloat16", {**first, "block": half})
+            assert dtypes_of_products(model, X) == ["bfloat16", "float32", "bfloat16", "bfloat16"]
+            model = under(bare, "mixed_bfloat16", {"head": half, **first, "block": half})
+            assert dtypes_of_products(model, X) == ["bfloat16", "float32", "bfloat16", "bfloat16"]
+            model = under(bare, "mixed_bfloat16", {"block": half, **first})
+            assert dtypes_of_products(model, X) == ["bfloat16"] * 4
+        saved = jaxmp.PolicyMap("mixed_bfloat16", {**first, "block": "mixed_bfloat16"})
+        assert dtypes_of_products(under(bare, saved), X) == ["bfloat16", "float32", "bfloat16", "bfloat16"]
+
+
+@each_api
 def test_autocast_of_a_model_is_jaxmp_autocast_of_its_function_and_keeps_the_params(api):
     bare = api.named(conv=api.conv, norm=api.norm, dense=api.dense)
     model = pure(api.autocast(bare, "float16"), X)

@@ -59,7 +59,7 @@ def half_products(audited: Audited) -> Faults:
             continue
         region = region_of(equation.names)
         (dtype,) = dtypes
-        if dtype not in ("bfloat16", "float16") or (region.level == "half" and not region.is_policy):
+        if dtype not in ("bfloat16", "float16") or (region.level == "half" and region.override is None):
             continue
         yield Fault(
             equation,
