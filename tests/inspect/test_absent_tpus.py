@@ -247,6 +247,27 @@ def test_memory_and_time_of_a_step_are_what_the_compiler_says():
 
 
 @absent_tpu
+def test_the_peak_of_a_loop_is_the_compilers_peak_and_not_the_sum_of_its_sizes(monkeypatch):
+    raw, facts = [], stored_programs._facts
+    monkeypatch.setattr(stored_programs, "_facts", lambda compiled: raw.append(compiled) or facts(compiled))
+
+    @jax.checkpoint
+    def layer(x, w):
+        return jnp.tanh(x @ w.astype(jnp.bfloat16)), None
+
+    def loss(layers, x):
+        return jnp.square(jax.lax.scan(layer, x, layers)[0].astype(jnp.float32)).mean()
+
+    layers, x = shape(6, 2048, 2048), shape(16384, 2048, dtype="bfloat16")
+    used = memory(jax.grad(loss), device="v5e")(layers, x)
+    (compiled,) = raw
+    sizes = compiled.memory_analysis()
+    total = sizes.argument_size_in_bytes + sizes.output_size_in_bytes + sizes.temp_size_in_bytes
+    assert used.peak == sizes.peak_memory_in_bytes < 0.9 * total
+    assert used.peak > 6 * (2 * 2048**2 * 4 + 16384 * 2048 * 2)  # params, gradients and the inputs of layers
+
+
+@absent_tpu
 def test_the_body_of_a_scan_counts_for_each_layer_and_reads_one_layer_at_a_time():
     def f(x, layers):
         return jax.lax.scan(lambda carry, w: (jnp.tanh(carry @ w), None), x, layers)[0]

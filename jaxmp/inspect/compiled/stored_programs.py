@@ -24,7 +24,7 @@ from jaxmp._internals.jax.sources import source_among
 from jaxmp.inspect.compiled.hlo import HloProgram
 from jaxmp.inspect.compiled.meshes import mesh_of
 
-_FORM = 1
+_FORM = 2
 """The form of the files. A file of another form has another name."""
 _SETTINGS = ("jax_exec_time_optimization_effort", "jax_memory_fitting_effort", "jax_optimization_level")
 """The settings of JAX that change what the compiler does."""
@@ -132,13 +132,26 @@ def _facts(compiled: Any) -> dict[str, Any]:
     """Return the parts of a compiled program as plain values."""
     shardings = compiled.in_tree.flatten_up_to(compiled.input_shardings)
     mesh = mesh_of(compiled.input_shardings)
-    memory = compiled.memory_analysis()
     return {
         "text": compiled.as_text(),
-        "sizes": {name: int(getattr(memory, name)) for name in _SIZES},
+        "sizes": _sizes_of(compiled.memory_analysis()),
         "is_used": [sharding is not None for sharding in shardings],
         "mesh": {} if mesh is None else dict(mesh.shape),
     }
+
+
+def _sizes_of(memory: Any) -> dict[str, int]:
+    """Return the sizes of a program, with no more temporaries than at its memory peak.
+
+    If a program has a loop, libtpu's size of the temporaries may be larger than all its buffers for them. Its peak also
+    counts the memory of the core, so it may be larger than the other sizes together.
+    """
+    sizes = {name: int(getattr(memory, name)) for name in _SIZES}
+    results = sizes["output_size_in_bytes"] - sizes["alias_size_in_bytes"]
+    at_peak = int(memory.peak_memory_in_bytes) - sizes["argument_size_in_bytes"] - results
+    if at_peak >= 0:
+        sizes["temp_size_in_bytes"] = min(at_peak, sizes["temp_size_in_bytes"])
+    return sizes
 
 
 def _read(file: Path) -> dict[str, Any] | None:
