@@ -252,7 +252,9 @@ def test_steps_of_peers_give_a_state_for_the_next_one():
 
 def test_rows_are_chosen_by_name_and_know_what_they_need(monkeypatch):
     assert list(rows_of("gpt2", ("hand-fp16", "jaxmp-bf16"))) == ["jaxmp-bf16", "hand-fp16"]
-    assert set(rows_of("gpt2")) - set(rows_of("resnet50")) == {key for key in ROWS if re.search("remat|chunk", key)}
+    assert set(rows_of("gpt2")) - set(rows_of("resnet50")) == {
+        key for key in ROWS if re.search("remat|chunk|-auto$", key)
+    }
     with pytest.raises(ValueError, match=r"--rows must be among jaxmp-bf16, .*; got fp8"):
         rows_of("gpt2", ("fp8",))
 
