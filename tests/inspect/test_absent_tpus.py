@@ -263,7 +263,7 @@ def test_the_peak_of_a_loop_is_the_compilers_peak_and_not_the_sum_of_its_sizes(m
     (compiled,) = raw
     sizes = compiled.memory_analysis()
     total = sizes.argument_size_in_bytes + sizes.output_size_in_bytes + sizes.temp_size_in_bytes
-    assert used.peak == sizes.peak_memory_in_bytes < 0.9 * total
+    assert used.peak == sizes.peak_memory_in_bytes < 0.95 * total
     assert used.peak > 6 * (2 * 2048**2 * 4 + 16384 * 2048 * 2)  # params, gradients and the inputs of layers
 
 
