@@ -91,7 +91,10 @@ class ModelPolicy:
         return self.policies.root
 
     def in_scope(self, name: str) -> ModelPolicy:
-        """Return a copy for a model that has a scope of this name. The paths of overrides may begin with the name."""
+        """Return a copy for a model that has a scope of this name.
+
+        The paths of overrides may begin with the name.
+        """
         return dataclasses.replace(self, policies=self.policies.below(name), has_scope=True)
 
     def __str__(self) -> str:

@@ -527,7 +527,7 @@ def test_no_product_is_float32_if_all_may_stay_half(sizes):
 
 
 def _errors_by_name(modules, **by_path):
-    """Return the error of a choice: the root of the sum of squares, infinite if a product is in ``overflowing``."""
+    """Return a function from a choice to its error: the root of the sum of squares over half operations."""
 
     def error_of(chosen):
         half = [operation.path for operation in _half_operations(modules, chosen)]

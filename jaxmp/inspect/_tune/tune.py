@@ -58,8 +58,9 @@ class TunedRow:
 class Tuned(tables.Shown):
     """Overrides that keep the loss and the gradients near their float32 values.
 
-    The overrides leave the most FLOPs in half precision (float16 or bfloat16) among the results that the search found,
-    and then have the fewest parts. The error of a function is the larger of two numbers:
+    Of the results that the search found, this one leaves the most FLOPs in half precision (float16 or bfloat16). If
+    FLOPs are equal, it has the fewest modules and operations in float32. The error of a function is the larger of two
+    numbers:
 
     - the error of the loss, divided by the absolute value of the loss or by 1, whichever is larger;
     - the relative L2 error of all gradients together.
@@ -74,8 +75,7 @@ class Tuned(tables.Shown):
       error: the measured error with the overrides. If Ctrl-C ended the search, it may be the predicted error.
       error_before: the measured error without overrides.
       floor: the error if only the operands of products are rounded to half precision, and all computations are in
-        float32. Products that autocast keeps in float32 count only if the result of the
-        search does not depend on them.
+        float32. Products that autocast keeps in float32 count only if the result of the search does not depend on them.
       tolerance: the largest allowed error.
       met: whether ``error`` is at most ``tolerance``.
       interrupted: whether Ctrl-C ended the search, so that fewer overrides may be enough.
@@ -313,9 +313,9 @@ def _tuned(
     result: Result, half: Policy, floor: float, tolerance: float, scale: float | None, measurement: Measurement
 ) -> Tuned:
     candidates = [*result.candidates, *result.operations]
-    others = sorted(result.chosen.difference(candidates), key=lambda candidate: candidate.path)
+    layers_and_operations = sorted(result.chosen.difference(candidates), key=lambda candidate: candidate.path)
     rows = []
-    for candidate in [*candidates, *others]:
+    for candidate in [*candidates, *layers_and_operations]:
         rows.append(
             TunedRow(candidate.path, result.errors.get(candidate, np.nan), candidate.flops, candidate in result.chosen)
         )
