@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from jaxmp.base.graphs import reachable
-from jaxmp.engine.graph_paths import SCALES, readers_of
+from jaxmp.engine.graph_paths import SCALES, TOTALS, readers_of
 from jaxmp.engine.nodes import Graph, Node, Step
 from jaxmp.engine.raised_states import States
 from jaxmp.engine.states import CLEAR, HALF, INFER, JOIN, Rule, State
@@ -23,22 +23,17 @@ from jaxmp.program.primitives import (
     AMPLIFIERS,
     CAST,
     CHOICES,
-    COMBINATIONS,
     EXTREMES,
     PRODUCTS,
     SOLVERS,
     SUMS,
-    Class,
     Trait,
-    of_class,
     with_trait,
 )
 
 _QUANTISED = frozenset({"int8", "int4", "int2", "uint8", "uint4", "uint2"})
 """The integers of quantised networks. A cast to one of them is not an amplifier."""
 _CHOICES = CHOICES | with_trait(Trait.CONCATENATES)
-_TOTALS = frozenset(name for name in of_class(Class.ACCUMULATION) if COMBINATIONS.get(name) == "add") - SUMS
-"""Sums of many elements of one array."""
 
 
 def raise_amplified(graph: Graph, states: States) -> None:
@@ -96,7 +91,7 @@ def _keepers_of_digits(node: Node) -> Sequence[Node]:
     """Return the operands whose low digits the result of ``node`` keeps."""
     if node.name in EXTREMES or not node.after_product:
         return ()
-    if node.kind in (CLEAR, JOIN) or node.name in _TOTALS or node.name == CAST:
+    if node.kind in (CLEAR, JOIN) or node.name in TOTALS or node.name == CAST:
         return node.inputs
     computed = [operand for operand in node.inputs if operand.after_product]
     if node.name in PRODUCTS or node.name in SCALES:
@@ -107,7 +102,7 @@ def _keepers_of_digits(node: Node) -> Sequence[Node]:
         # A concatenation counts as a choice: the angles of rotary embeddings, and points beside shifted points.
         # (A sum over an axis of selected elements is usually a sum over a mask.)
         is_activation = is_choice or len(computed) > 1
-        reads = PRODUCTS if node.name == "select_n" else PRODUCTS | _TOTALS
+        reads = PRODUCTS if node.name == "select_n" else PRODUCTS | TOTALS
         is_read = any(reader.name in reads for reader in readers_of(node))
         return () if is_activation and is_read else computed
     return ()

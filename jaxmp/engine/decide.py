@@ -22,11 +22,12 @@ from jaxmp.engine.neighbours import Neighbours
 from jaxmp.engine.nodes import Graph, Node, Step, StepBody
 from jaxmp.engine.raised_states import States
 from jaxmp.engine.reads import Reads, RepeatedReads, reads_of_steps
+from jaxmp.engine.updates import raise_updated
 from jaxmp.engine.value_decision import Decision, decided_dtypes, original_dtypes
 from jaxmp.program.equations import asks_for_what_is_missing
 from jaxmp.program.repeated_casts import sums_half
 
-RAISERS = (raise_joins, raise_amplified, raise_cancelled, raise_in_loops)
+RAISERS = (raise_joins, raise_amplified, raise_cancelled, raise_in_loops, raise_updated)
 """The rules that do not read the states of neighbours. Their order does not matter."""
 
 

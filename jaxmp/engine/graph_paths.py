@@ -9,12 +9,14 @@ from typing import NamedTuple
 from jaxmp.base.graphs import reachable
 from jaxmp.engine.nodes import Node
 from jaxmp.engine.states import CLEAR
-from jaxmp.program.primitives import BOUNDS, POWERS, SUMS, Trait, with_trait
+from jaxmp.program.primitives import BOUNDS, COMBINATIONS, POWERS, SUMS, Class, Trait, of_class, with_trait
 
 SQUARES = POWERS - {"pow"}
 ROOTS = with_trait(Trait.SQUARE_ROOT)
 SCALES = with_trait(Trait.MULTIPLIES) | {"neg"}
 OFFSETS = SUMS | SCALES | BOUNDS
+TOTALS = frozenset(name for name in of_class(Class.ACCUMULATION) if COMBINATIONS.get(name) == "add") - SUMS
+"""Sums of many elements of one array."""
 
 
 def readers_of(node: Node) -> list[Node]:
@@ -36,6 +38,20 @@ def value_behind(node: Node, through: Collection[str] = SCALES, has_moves: bool 
         if variable is None or is_divisor:
             return node
         node = variable
+
+
+def constant_factor(node: Node) -> float:
+    """Return the largest magnitude of the constants that multiply a value; 1 for a mean, and if there are none."""
+    factor = 1.0
+    while (node := node.origin).name in SCALES and (variable := only_variable(node)) is not None:
+        constants = [operand.const for operand in node.inputs if operand is not variable]
+        magnitudes = constants[0] if constants else (1.0, 1.0)  # a negation has no constant
+        if magnitudes is None or (node.name == "div" and variable is not node.inputs[0]):
+            break
+        smallest, largest = magnitudes
+        factor *= 1 / smallest if node.name == "div" and smallest else largest
+        node = variable
+    return 1.0 if node.name in TOTALS else factor
 
 
 def only_variable(node: Node) -> Node | None:

@@ -5,6 +5,7 @@ in bfloat16 loses terms that are less than a 256th of the sum. In these bodies o
 
     h + relu(h @ w)             # a stack of layers: each iteration reads a weight w of its own
     h + 0.1 * tanh(h @ p)       # an integrator: all iterations read the same weight p
+    h + 0.001 * tanh(h @ w)     # an integrator too: half precision would round away most of the small term
     h - 0.1 * grad(f)(h, x)     # gradient descent: f and its derivative both read the minibatch x
     h + x                       # a running sum: no product
 
@@ -25,10 +26,11 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxmp.base.graphs import cycles, reachable
+from jaxmp.engine.graph_paths import constant_factor
 from jaxmp.engine.nodes import Graph, Node, Step, shape_read
 from jaxmp.engine.raised_states import States
 from jaxmp.engine.states import HALF, INFER, JOIN, Rule, State
-from jaxmp.program.primitives import PRODUCTS, Trait, with_trait
+from jaxmp.program.primitives import PRODUCTS, SUMS, Trait, with_trait
 from jaxmp.program.searches import is_search
 
 _LOOKUPS = with_trait(Trait.LOOKS_UP)
@@ -112,7 +114,7 @@ def _half_carries(loop: _Loop, accumulations: Sequence[Sequence[Node]]) -> set[N
     These are the carries of a stack of layers, and those that are half in the traced program. If a region or an
     override requests a dtype for a value of an accumulation, this request decides the carries of the accumulation.
     """
-    layered = _in_stack_of_layers(loop)
+    layered = _in_stack_of_layers(loop, accumulations)
     requested_half = _with_level(accumulations, ["half"])
     requested_float32 = _with_level(accumulations, ["float32", "tensorfloat32"])
     half_carries = set[Node]()
@@ -135,15 +137,28 @@ def _with_level(accumulations: Sequence[Sequence[Node]], levels: Collection[str]
 # -- stacks of layers --------------------------------------------------------------------------------------------------
 
 
-def _in_stack_of_layers(loop: _Loop) -> set[Node]:
+def _in_stack_of_layers(loop: _Loop, accumulations: Sequence[Sequence[Node]]) -> set[Node]:
     """Return the nodes on cycles through a stack of layers."""
     elements = _elements(loop)
+    small_sums = {node for cycle in accumulations for node in cycle if _adds_small_term(node)}
     layered = set[Node]()
     for cycle in loop.cycles(through_products=True):
         has_carry = not loop.carries.isdisjoint(cycle)  # not only a carry of a loop inside
-        if has_carry and _goes_through_layers(frozenset(cycle), elements):
+        if has_carry and small_sums.isdisjoint(cycle) and _goes_through_layers(frozenset(cycle), elements):
             layered.update(cycle)
     return layered
+
+
+_SMALL_FACTOR = 2**-6
+"""A term with a smaller constant factor keeps at most two of bfloat16's eight bits in the sum."""
+
+
+def _adds_small_term(node: Node) -> bool:
+    """Return whether a node is a sum that multiplies a term by a small constant, as an integrator does."""
+    if node.name not in SUMS:
+        return False
+    factors = [constant_factor(operand) for operand in node.inputs]
+    return min(factors) < _SMALL_FACTOR * max(factors)
 
 
 def _elements(loop: _Loop) -> set[Node]:

@@ -47,11 +47,14 @@ class Neighbours(NamedTuple):
         if node.kind is CLEAR:
             highest = max(node.inputs, key=states.__getitem__, default=None)
             return highest is not None and states.raise_to(node, states[highest], Rule.FOLLOWS, highest)
-        if node.kind not in (INFER, JOIN) or self._is_stream(node):
+        if node.kind not in (INFER, JOIN):
             return False
         dragging = max(filter(self._drags, node.inputs), key=states.__getitem__, default=None)
-        if dragging is not None:
+        is_stream = self._is_stream(node)
+        if dragging is not None and (not is_stream or states[dragging] is State.BEYOND_HALF):
             return states.raise_to(node, states[dragging], Rule.FOLLOWS, dragging)
+        if is_stream:
+            return False
         if node.kind is INFER and node.after_product:
             readers = readers_of(node)
             if readers and all(map(self._is_float32, readers)):

@@ -19,6 +19,7 @@ _BY_RULE = {
     Rule.CANCELLATION: "a term that others cancel in {}",
     Rule.SEARCH: "in a loop that runs until it converges",
     Rule.CARRY: "added to the state of a loop",
+    Rule.UPDATED: "added to a value that no product computed",
     Rule.FEEDS: "feeds only float32: {}",
     Rule.FOLLOWS: "follows float32: {}",
     Rule.RANGE: "a constant beyond the largest half number",

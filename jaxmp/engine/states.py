@@ -54,6 +54,7 @@ class Rule(enum.StrEnum):
     CANCELLATION = "cancellation"
     SEARCH = "search"
     CARRY = "carry"
+    UPDATED = "updated"
     FEEDS = "feeds only float32"
     FOLLOWS = "follows float32"
     RANGE = "range"

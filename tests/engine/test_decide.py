@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from autocast_tools import HALVES, compiled, cosine, dtypes_of, half, layer_norm, normal, operations, products
+from autocast_tools import HALVES, both, compiled, cosine, dtypes_of, half, layer_norm, normal, operations, products
 
 import jaxmp
 from jaxmp.engine import decide as decide_module
@@ -163,7 +163,7 @@ def test_a_gate_that_is_a_part_of_a_layers_output_leaves_the_stream_half():
 
 def test_a_float32_position_code_leaves_the_stream_half():
     def fun(x, w):
-        x = x + jnp.sin(jnp.arange(4.0))[:, None]
+        x = x @ w + jnp.sin(jnp.arange(4.0))[:, None]
         for _ in range(2):
             x = x + jax.nn.relu(layer_norm(x) @ w) @ w
         return layer_norm(x) @ w
@@ -173,7 +173,23 @@ def test_a_float32_position_code_leaves_the_stream_half():
         for eqn in jax.make_jaxpr(half(fun))(X, W).eqns
         if eqn.primitive.name == "add" and eqn.outvars[0].aval.shape == X.shape
     ]
-    assert streams == ["float32", "float32", "bfloat16"]
+    assert streams == ["float32", "bfloat16", "bfloat16"]
+
+
+@pytest.mark.parametrize("lowest", [-1e9, float(jnp.finfo(jnp.float32).min)])
+def test_a_sum_of_scores_and_masked_scores_stays_finite(lowest):
+    """Attention with relative positions is an example. The mask hides all keys from one query."""
+
+    def attention(query, key, positions, value):
+        mask = jnp.tril(jnp.ones((16, 16), bool)).at[2].set(False)
+        scores = query @ key.T + jnp.where(mask, query @ positions.T, lowest)
+        return jax.nn.softmax(scores) @ value
+
+    args = [normal(seed, 16, 8) for seed in range(4)]
+    for policy, dtype in HALVES.items():
+        assert set(products(half(attention, policy), *args)) == {dtype}
+        result, expected = both(attention, policy, *args)
+        np.testing.assert_allclose(result, expected, atol=0.02)
 
 
 def test_moves_of_data_between_half_products_are_half():
@@ -482,6 +498,11 @@ def masked_or_computed(x, w):
     return jax.lax.cond(x.sum() > 0, lambda: masked, lambda: x @ w) @ w
 
 
+def updated_twice(x, w):
+    updated = jnp.where(x > 0, x + x @ w, x)
+    return jnp.tanh(0.5 * updated + updated @ w) @ w
+
+
 def amplified_beside_a_distance(x, w):
     point = x[0]
     outer = jax.lax.dot_general(point, w[0], (((), ()), ((), ())))
@@ -495,6 +516,7 @@ ORDERED = [
     distances,
     searched_and_amplified,
     masked_or_computed,
+    updated_twice,
     amplified_beside_a_distance,
 ]
 

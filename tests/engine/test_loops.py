@@ -74,6 +74,39 @@ def test_rows_of_a_table_start_a_half_residual_stream(is_in_a_loop):
     assert [aval.dtype.name for aval in adds if aval.shape == (4, 8)] == ["bfloat16"]
 
 
+STEPS = jnp.float32(0.002)
+SMALL_STEPS = {
+    "a factor": lambda h, f: h + 0.002 * f,
+    "a divisor": lambda h, f: h - f / 500,
+    "a constant array": lambda h, f: h + STEPS * f,
+    "a moving average": lambda h, f: (1 - 0.002) * h + 0.002 * f,
+}
+
+
+@pytest.mark.parametrize("step", SMALL_STEPS)
+def test_a_carry_to_which_each_layer_adds_a_small_constant_part_is_float32(step):
+    """A neural ODE whose weights change over time is an example."""
+
+    def moved(h, weights):
+        start = h
+        h, _ = jax.lax.scan(lambda h, w: (SMALL_STEPS[step](h, jnp.tanh(h @ w)), None), h, weights)
+        return h - start
+
+    args = (X, normal(2, 64, 8, 8, scale=0.3))
+    assert carries(half(moved), *args) == ["float32"]
+    assert products(half(moved), *args) == ["bfloat16"]
+    result, expected = both(moved, "mixed_bfloat16", *args)
+    assert np.linalg.norm(result - expected) < 0.01 * np.linalg.norm(expected)
+
+
+def test_a_mean_of_many_elements_is_no_small_part_of_a_stream():
+    def fun(x, weights):
+        x, _ = jax.lax.scan(lambda x, w: (layer_norm(x + 0.1 * jax.nn.relu(x @ w)), None), x, weights)
+        return x @ weights[0]
+
+    assert carries(half(fun), normal(0, 4, 128), normal(1, 3, 128, 128)) == ["bfloat16"]
+
+
 def test_a_sum_of_products_is_carried_in_float32():
     def fun(x, w):
         def body(carry, row):
@@ -255,6 +288,17 @@ def test_a_mask_that_starts_a_carry_or_ends_a_branch_stays_finite(join):
         return jax.nn.softmax(filled(x @ w)) @ w
 
     np.testing.assert_allclose(*both(fun, "mixed_float16", X, W), atol=2e-3)
+
+
+def test_a_stack_of_layers_with_a_masked_stream_stays_finite():
+    def fun(scores, weights):
+        def layer(scores, w):
+            return scores + jnp.where(jnp.arange(4)[:, None] != 2, jnp.tanh(scores @ w), -1e9), None
+
+        return jax.nn.softmax(jax.lax.scan(layer, scores, weights)[0]) @ weights[0]
+
+    result, expected = both(fun, "mixed_float16", X, normal(1, 3, 8, 8, scale=0.3))
+    np.testing.assert_allclose(result, expected, atol=0.02)
 
 
 def test_a_loop_over_float_time_is_half():

@@ -137,6 +137,7 @@ SWITCHES = (
     Switch("6", "nonlinearities read half", ((activations, "_NO_NONLINEARITIES", _Everything()),)),
     Switch("7", "residual streams", ((neighbours, "is_stream", _only_carries),)),
     Switch("7", "rows of a table", ((graph, "mark_looked_up", _forget_rows),)),
+    Switch("7", "updated values", ((decide, "RAISERS", _raisers_without(decide.raise_updated)),)),
     Switch(
         "9", "differences of two products are no activations", ((activations, "_is_difference_of_activations", _no),)
     ),

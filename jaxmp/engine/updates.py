@@ -1,0 +1,81 @@
+"""Keep the sum of a float32 value and a product in float32, as type promotion does.
+
+In these examples, no product computes the coordinates ``x``, which are arguments::
+
+    a = x + h @ w                             # coordinates that a network updates
+    b = jnp.clip(0.5 * a, 0.0, 512.0) + g @ v # a sum with `a`, which is scaled and clipped
+
+A half sum would round ``x``, too. So the sums are float32, and so are the scaled and clipped values between them.
+Products read a rounded copy. The residual stream of a network stays half, because it begins with a product or with rows
+of a table.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from jaxmp.base.graphs import reachable
+from jaxmp.engine.graph_paths import SCALES, readers_of
+from jaxmp.engine.nodes import Graph, Node, shape_read
+from jaxmp.engine.raised_states import States
+from jaxmp.engine.states import CLEAR, INFER, JOIN, Rule, State
+from jaxmp.program.equations import size_of
+from jaxmp.program.primitives import CHOICES, SUMS
+from jaxmp.program.values import BRANCHES
+
+
+def raise_updated(graph: Graph, states: States) -> None:
+    """Make sums of a value without products and a value after a product float32."""
+    is_bias = functools.cache(_is_bias)
+    updated = set[Node]()  # the sums, and the values that keep their low digits
+    for node in graph.nodes:
+        if node.after_product and node.before_product and node.original_dtype == np.float32:
+            keeps_sum = any(operand in updated for operand in _operands_kept(node))
+            if keeps_sum or (node.name in SUMS and any(_is_updated(value, node, is_bias) for value in node.inputs)):
+                updated.add(node)
+    sums = [node for node in updated if node.name in SUMS]
+    for node in reachable(sums, lambda node: [operand for operand in _operands_kept(node) if operand in updated]):
+        if node.kind in (INFER, JOIN):
+            states.raise_to(node, State.FLOAT32, Rule.UPDATED)
+
+
+def _operands_kept(node: Node) -> Sequence[Node]:
+    """Return the operands whose low digits the result of ``node`` keeps."""
+    if node.kind is CLEAR or node.name == BRANCHES:
+        return node.inputs
+    if node.name in SUMS or node.name in CHOICES:
+        return [operand for operand in node.inputs if shape_read(node, operand) == node.shape]
+    if node.name in SCALES:
+        computed = [operand for operand in node.inputs if operand.after_product]
+        return computed if len(computed) == 1 else ()
+    return ()
+
+
+def _is_updated(value: Node, total: Node, is_bias: Callable[[Node], bool]) -> bool:
+    """Return whether a sum adds a product to a value that no product computed.
+
+    Values that are repeated do not count, such as biases and tables of positions. Nor do noise and other values that
+    are computed from integers.
+    """
+    if value.after_product or value.is_constant or value.is_looked_up or shape_read(total, value) != total.shape:
+        return False
+    is_vector = sum(size != 1 for size in total.shape) <= 1  # a single example: the bias of a layer has its shape
+    return not (_is_repeated(value) or (is_vector and is_bias(value.origin)))
+
+
+def _is_repeated(value: Node) -> bool:
+    """Return whether a value repeats elements of another value."""
+    while value.kind is CLEAR and len(value.inputs) == 1:
+        (operand,) = value.inputs
+        if size_of(value.shape) > size_of(shape_read(value, operand)):
+            return True
+        value = operand
+    return False
+
+
+def _is_bias(value: Node) -> bool:
+    """Return whether only sums read a value."""
+    return all(reader.name in SUMS for reader in readers_of(value))
