@@ -40,7 +40,7 @@ help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
 
 demo: .venv/installed ## train on real data under five precisions and compare the results, in 3 to 6 minutes on two cores
-	@$(PY) -m experiments.compare --demo --report $(ARGS)
+	@$(PY) -m experiments.compare --demo $(ARGS)
 
 test: .venv/installed ## the tests of the library, 2 to 4 minutes on two cores: make test ARGS="tests/cli -x"
 	$(PY) $(PYTEST) -m "$(QUICK)" $(call paths,$(LIBRARY))
