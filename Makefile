@@ -25,7 +25,7 @@ FOLDERS := $(patsubst %/,%,$(wildcard tests/*/)) $(wildcard tests/test_*.py)
 LIBRARY := jaxmp $(filter-out %/tools %/experiments %/repository %/__pycache__,$(FOLDERS)) $(SCRIPTS)
 check nightly: WITHOUT := $(addprefix --ignore=,$(SCRIPTS))# for `make experiments`, because `make test` ran them
 # The tests that JAX's internals may break: they run on the newest JAX, too.
-INTERNALS := $(wildcard $(addprefix tests/,engine program models linen nnx))
+INTERNALS := $(wildcard $(addprefix tests/,engine program models linen nnx test_explicit_x64.py))
 # $(call paths,DEFAULT): the files and folders that ARGS names, or else DEFAULT
 paths = $(if $(filter tests% jaxmp%,$(ARGS)),,$(1)) $(ARGS)
 SOURCES := jaxmp experiments tests notebooks docs .ci
