@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="jaxmp",
-        description="Mixed precision for JAX: inspect devices, number formats, programs and runs.",
+        description="Mixed precision for JAX: inspect devices, number formats and programs.",
         epilog="jaxmp COMMAND --help describes a command.",
     )
     parser.add_argument("--version", action="version", version=f"jaxmp {jaxmp.__version__}")
