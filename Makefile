@@ -25,7 +25,7 @@ FOLDERS := $(patsubst %/,%,$(wildcard tests/*/)) $(wildcard tests/test_*.py)
 LIBRARY := jaxmp $(filter-out %/tools %/experiments %/repository %/__pycache__,$(FOLDERS)) $(SCRIPTS)
 check nightly: WITHOUT := $(addprefix --ignore=,$(SCRIPTS))# for `make experiments`, because `make test` ran them
 # The tests that JAX's internals may break: they run on the newest JAX, too.
-INTERNALS := $(wildcard $(addprefix tests/,engine program models linen nnx))
+INTERNALS := $(wildcard $(addprefix tests/,engine program models linen nnx test_explicit_x64.py))
 # $(call paths,DEFAULT): the files and folders that ARGS names, or else DEFAULT
 paths = $(if $(filter tests% jaxmp%,$(ARGS)),,$(1)) $(ARGS)
 SOURCES := jaxmp experiments tests notebooks docs .ci
@@ -40,7 +40,7 @@ help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
 
 demo: .venv/installed ## train on real data under five precisions and compare the results, in 3 to 6 minutes on two cores
-	@$(PY) -m experiments.compare --demo --report $(ARGS)
+	@$(PY) -m experiments.compare --demo $(ARGS)
 
 test: .venv/installed ## the tests of the library, 2 to 4 minutes on two cores: make test ARGS="tests/cli -x"
 	$(PY) $(PYTEST) -m "$(QUICK)" $(call paths,$(LIBRARY))
@@ -62,8 +62,9 @@ newest: .venv/installed ## the tests of JAX's internals on the newest Python and
 
 check: lint types test experiments slow-changed newest ## everything that a change must pass, 10 to 15 minutes on two cores
 
-nightly: lint types test experiments slow ## everything that there is to run, half an hour
-	@$(SELF) --no-print-directory on-newest PATHS="tests jaxmp"
+# The last run compiles with XLA's default flags: see conftest.py.
+nightly: lint types test experiments slow ## everything that there is to run, an hour on two cores
+	@JAXMP_TESTS_OPTIMISED=1 $(SELF) --no-print-directory on-newest PATHS="tests jaxmp"
 
 compare: .venv/installed ## train one task under several policies: make compare ARGS="--help"
 	@$(PY) -m experiments.compare $(ARGS)

@@ -11,21 +11,24 @@ from pathlib import Path
 
 # JAX reads these variables when it is first imported, so they are set before. Subprocesses inherit them.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# By default, XLA ends a process whose devices wait for 40 s in a collective. A busy machine may need longer.
+flags = [
+    "--xla_force_host_platform_device_count=4",
+    "--xla_cpu_collective_call_warn_stuck_timeout_seconds=300",
+    "--xla_cpu_collective_call_terminate_timeout_seconds=600",
+]
 # Each program runs once on little data. So LLVM does not optimise it, XLA does not split it into 32 parts, and jaxlib
-# 0.10 does not use MLIR's emitters of fusions. Compilation then takes a tenth of the time.
-os.environ["XLA_FLAGS"] = " ".join(
-    (
-        os.environ.get("XLA_FLAGS", ""),
-        "--xla_force_host_platform_device_count=4",
+# 0.10 does not use MLIR's emitters of fusions. Compilation then takes a tenth of the time. `make nightly` sets this
+# variable to run the tests once with XLA's defaults, as users run their programs.
+if not os.environ.get("JAXMP_TESTS_OPTIMISED"):
+    flags += [
         "--xla_backend_optimization_level=0",
         "--xla_llvm_disable_expensive_passes=true",
         "--xla_cpu_parallel_codegen_split_count=1",
-        # By default, XLA ends a process whose devices wait for 40 s in a collective. A busy machine may need longer.
-        "--xla_cpu_collective_call_warn_stuck_timeout_seconds=300",
-        "--xla_cpu_collective_call_terminate_timeout_seconds=600",
-        "--xla_cpu_use_fusion_emitters=false" if metadata.version("jaxlib").startswith("0.10.") else "",
-    )
-).strip()
+    ]
+    if metadata.version("jaxlib").startswith("0.10."):
+        flags.append("--xla_cpu_use_fusion_emitters=false")
+os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags]).strip()
 
 # Other workers, processes that tests start, and later runs read the programs that are compiled here.
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(Path(__file__).parent / ".cache" / "compiled")

@@ -6,7 +6,7 @@
 # Each candidate is run, because a command on PATH can be a shim that fails.
 probe='
 import sys, ensurepip, venv
-if not (3, 11) <= sys.version_info[:2] <= (3, 13): sys.exit(1)
+if not (3, 11) <= sys.version_info[:2] <= (3, 14): sys.exit(1)
 print("%d.%d" % sys.version_info[:2], sys.executable)'
 try() { "$1" -c "$probe" 2>/dev/null; }
 
@@ -18,9 +18,9 @@ siblings=$(for command in python3 python; do
 done | sort -u)
 newest=$({
   [ -z "$default" ] || echo "$default"
-  for minor in 13 12 11; do try "python3.$minor"; done
+  for minor in 14 13 12 11; do try "python3.$minor"; done
   for folder in $siblings; do
-    for python in "$folder"/*3.1[1-3]*/bin/python3; do [ ! -x "$python" ] || try "$python"; done
+    for python in "$folder"/*3.1[1-4]*/bin/python3; do [ ! -x "$python" ] || try "$python"; done
   done
 } | sort -s -t. -k2,2nr | head -n 1)
 [ -n "$newest" ] || exit 0

@@ -7,7 +7,7 @@ set -eu
 dir=$1 which=$2 pins=${3:-}
 pythons=$("$(dirname "$0")/pythons.sh" "${PYTHON:-}")
 if [ -z "$pythons" ]; then
-  echo "jaxmp needs Python 3.11, 3.12 or 3.13 with the modules venv and ensurepip${PYTHON:+, and $PYTHON is not one}." >&2
+  echo "jaxmp needs Python 3.11 to 3.14 with the modules venv and ensurepip${PYTHON:+, and $PYTHON is not one}." >&2
   echo "Install one (on Debian or Ubuntu: apt install python3 python3-venv), or name one: make PYTHON=/path/to/python3.12" >&2
   exit 1
 fi

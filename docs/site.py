@@ -1,4 +1,4 @@
-"""Build hooks of the site: addresses, the reference, the notebooks, the report of real runs, links out of docs/.
+"""Build hooks of the site: addresses, the reference, the notebooks, links out of docs/.
 
 `make docs` builds the site with mkdocs, which calls these functions by their names.
 """
@@ -10,7 +10,6 @@ import inspect
 import posixpath
 import re
 import runpy
-import tempfile
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,6 @@ from typing import Any
 import griffe
 from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files
-
-from jaxmp.inspect import write_report
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -61,9 +58,6 @@ PAGES: dict[str, tuple[str, str, str]] = {
     "jaxmp_hardware": ("Hardware", "The dtypes that a device computes fast.", ""),
     "jaxmp_jmp": ("jmp", "The names of jmp, for programs that use it.", ""),
 }
-
-#: The folder of runs that pages link to, and the page of the site that the build makes of them.
-RUNS, REPORT = "experiments/results/report", "tools/example_report.html"
 
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(((?:\.\./)+[^)\s#]+)(#[^)\s]*)?\)")
 
@@ -129,24 +123,20 @@ def on_config(config: Any) -> Any:
 
 @event_priority(100)  # before mkdocs-jupyter, which turns notebooks into pages
 def on_files(files: Files, config: Any) -> Files:
-    """Add the reference's pages, the notebooks, the report of real runs, and the pictures that pages show."""
+    """Add the reference's pages, the notebooks, and the pictures that pages show."""
     files.append(File.generated(config, "reference/index.md", content=_reference_index()))
     for page in PAGES:
         files.append(File.generated(config, f"reference/{page}.md", content=_reference_page(page)))
     for notebook in sorted((ROOT / "notebooks").glob("*.ipynb")):
         name = f"notebooks/{notebook.name}"
         files.append(File(name, str(ROOT), config.site_dir, config.use_directory_urls))
-    with tempfile.TemporaryDirectory() as folder:
-        float16_run, *compared_runs = (ROOT / RUNS / name for name in ("float16", "float32", "bfloat16"))
-        page_of_runs = write_report(float16_run, compared_runs, Path(folder) / "report.html").read_text()
-    files.append(File.generated(config, REPORT, content=page_of_runs))
     for picture in _pictures_outside(files):
         files.append(File.generated(config, f"pictures/{picture}", abs_src_path=str(ROOT / picture)))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Point links to pictures and runs outside of docs/ at the site's own, and name other files there."""
+    """Point links to pictures outside of docs/ at the site's own, and name other files there."""
     folder = posixpath.dirname(page.file.src_uri)
 
     def replace(match: re.Match[str]) -> str:
@@ -154,8 +144,6 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         outside = _outside(folder, target)
         if outside is None:
             return match[0]
-        if outside == RUNS:
-            return f"[{text}]({posixpath.relpath(REPORT, folder or '.')})"
         if outside.startswith("notebooks/"):
             return f"[{text}]({posixpath.relpath(outside, folder or '.')})"
         if is_picture:

@@ -11,8 +11,8 @@ python -m experiments.compare --demo
 Every policy is trained with every seed. A policy that computes in float16 is trained with each of the loss scales,
 other policies without one. A policy may name its loss scale, as in float16@static:4096. autocast:mixed_bfloat16 leaves
 the model in float32 and runs the loss function under autocast. float32 is always trained too, and the others are
-compared with it. The run folder holds compare.md, compare.json and compare.png. --report adds a page of all runs.
---demo compares policies on digits and on pysource, in 3 to 6 minutes on two cores.
+compared with it. The run folder holds compare.md, compare.json and compare.png. --demo compares policies on digits and
+on pysource, in 3 to 6 minutes on two cores.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ import jaxmp
 from experiments import data, image_classification, language_modeling, masked_lm
 from experiments.comparison import report as comparison_report
 from experiments.comparison.outcomes import BASELINE, RESERVED, Outcome, Task, compare, read_variant
-from experiments.comparison.page import write_page
 from experiments.comparison.picture import picture
 from experiments.report.json_files import write_json
 from experiments.report.progress import Progress
@@ -88,11 +87,6 @@ class Config:
     demo: tyro.conf.FlagCreatePairsOff[bool] = False
     """Compare five variants on digits and on pysource: float32, mixed_float16 with loss scaling, mixed_float16 without
     it, mixed_bfloat16, and float16 without loss scaling."""
-    report: Annotated[
-        tuple[Path, ...] | None, tyro.conf.arg(metavar="[FILE]", help_behavior_hint="(default: none)")
-    ] = None
-    """Write a page of all runs that opens in any browser, as jaxmp report does. Without FILE it is report.html in the
-    run folder. With --demo, there is a page for each task, and its file name ends in the task's name."""
     data_dir: cli.Folder = None
     """Folder of the prepared data sets. (default: ~/.cache/jaxmp/data)"""
     run_dir: cli.Folder = None
@@ -167,40 +161,18 @@ def main(config: Config) -> dict[str, list[Outcome]]:
     with cli.bad_values_end_it():
         prepared = [(part, prepare(part)) for part in plan(config)]
         folder = run_folder("compare", config.run_dir)
-        pages = page_files(config, folder)
     total = sum(
         len(part.seeds) * sum(experiment.steps for experiment in experiments.values()) + part.rounds
         for part, experiments in prepared
     )
     with Progress("compare", total) as progress:
         results: dict[str, list[Outcome]] = {
-            part.task: compare(
-                experiments, list(part.seeds), part.rounds, progress, part.task, folder / part.task if pages else None
-            )
+            part.task: compare(experiments, list(part.seeds), part.rounds, progress, part.task)
             for part, experiments in prepared
         }
     data = {part.task: next(iter(all_.values())).precision.get("data") for part, all_ in prepared}
     report(results, folder, time.perf_counter() - started, [origin for origin in data.values() if origin])
-    for (part, _), file in zip(prepared, pages, strict=False):
-        print(f"Report: {write_page(folder / part.task, results[part.task], part.seeds, file)}")
     return results
-
-
-def page_files(config: Config, folder: Path) -> list[Path]:
-    """Return the file of each comparison's page; an empty list without ``--report``.
-
-    Raises:
-      ValueError: the flag names several files, or a file in a folder that does not exist.
-    """
-    if config.report is None:
-        return []
-    if len(config.report) > 1:
-        raise ValueError(f"--report takes one file, got {len(config.report)}; leave out the others")
-    (file,) = config.report or (folder / "report.html",)
-    if file.is_dir() or not file.parent.is_dir():
-        raise ValueError(f"--report must be a file in a folder that exists, got {file}; name another")
-    tasks = [part.task for part in plan(config)]
-    return [file] if len(tasks) == 1 else [file.with_stem(f"{file.stem}-{task}") for task in tasks]
 
 
 def report(results: dict[str, list[Outcome]], folder: Path, seconds: float, data: list[str]) -> None:

@@ -10,7 +10,7 @@ classifies 99 % of the held-out digits correctly. The second command trains on C
 Benchmarks of GPUs use --image-size 224 and resnet50.
 
 The run folder holds config.json, metrics.csv, plan.json, memory.json, curves.png, checkpoints/, summary.json and
-summary.md. --resume continues a run that was stopped. jaxmp report makes a page of a run.
+summary.md. --resume continues a run that was stopped.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ are pairs of bytes.
 250 steps) and takes a minute or two. --size has larger models, up to 7B. At the end the model writes a text.
 
 The run folder holds config.json, metrics.csv, plan.json, memory.json, curves.png, checkpoints/, summary.json and
-summary.md. --resume continues a run that was stopped. jaxmp report makes a page of a run.
+summary.md. --resume continues a run that was stopped.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ BERT-Base with 64 sequences of 512 tokens. On other devices it is small (4 layer
 steps) and takes a minute or two. At the end the script shows some predictions.
 
 The run folder holds config.json, metrics.csv, plan.json, memory.json, curves.png, checkpoints/, summary.json and
-summary.md. --resume continues a run that was stopped. jaxmp report makes a page of a run.
+summary.md. --resume continues a run that was stopped.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import math
@@ -10,7 +9,6 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Set
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -24,9 +22,8 @@ from experiments.measure import flops, memory, timing
 from experiments.measure.gradients import gradients, zero_share
 from experiments.report.progress import Progress
 from experiments.training import loop
-from experiments.training.experiment import Experiment, PendingMetrics, describe
+from experiments.training.experiment import Experiment, PendingMetrics
 from experiments.training.precision import read_low_precision
-from jaxmp.inspect import record
 from jaxmp.inspect.compiled import compiling
 
 BASELINE = ("float32", "none")
@@ -139,12 +136,6 @@ class Outcome:
         return label(self.policy, self.loss_scale)
 
 
-def run_folder(folder: Path, outcome: Outcome, seed: int) -> Path:
-    """Return the folder of a run in the folder of a task's runs."""
-    name = outcome.policy if outcome.loss_scale == "none" else f"{outcome.policy}@{outcome.loss_scale}"
-    return folder / name.replace("/", "_") / f"seed{seed}"
-
-
 def label(policy: str, loss_scale: str) -> str:
     """Return the policy, and the loss scale if there is one."""
     return policy if loss_scale == "none" else f"{policy}, {loss_scale}"
@@ -156,7 +147,6 @@ def compare(
     rounds: int,
     progress: Progress,
     title: str,
-    folder: Path | None = None,
 ) -> list[Outcome]:
     """Train every variant with every seed, and time all variants in turn.
 
@@ -169,7 +159,6 @@ def compare(
       rounds: the number of rounds of timing. A round counts as one step of progress.
       progress: the progress bar.
       title: the name of the task in the progress bar.
-      folder: the folder in which each run is recorded for its report; None for no record.
     """
     experiments = list(variants.values())
     outcomes = [Outcome(*variant) for variant in variants]
@@ -190,8 +179,7 @@ def compare(
         for i in sorted(range(len(variants)), key=lambda i: outcomes[i].step_bytes or 0):
             before = memory.device_peak()
             for seed in seeds:
-                recorded = None if folder is None else run_folder(folder, outcomes[i], seed)
-                state = train(experiments[i], baseline, seed, outcomes[i], progress, title, recorded)
+                state = train(experiments[i], baseline, seed, outcomes[i], progress, title)
                 final[i] = state if seed == seeds[0] else final[i]
             outcomes[i].device_bytes = memory.device_peak()
             outcomes[i].device_bytes_is_bound = before is not None and outcomes[i].device_bytes == before
@@ -248,41 +236,33 @@ def train(
     outcome: Outcome,
     progress: Progress,
     title: str,
-    folder: Path | None = None,
 ) -> jaxmp.TrainState:
     """Train once and add the results to ``outcome``.
 
-    If training stops early, the metrics are nan. The run is recorded in ``folder``, unless it is None.
+    If training stops early, the metrics are nan.
     """
     state = start(experiment, baseline, seed)
     title = f"{title}: {outcome.label}, seed {seed}"
     curve, pending = [], PendingMetrics()
 
     def read(old: Iterable[tuple[int, dict[str, float]]]) -> None:
-        for step, metrics in old:
-            if recorded:
-                recorded.log(step, metrics)
+        for _, metrics in old:
             curve.append(metrics["loss"])
             right = f"  accuracy {metrics['accuracy']:.1%}" if "accuracy" in metrics else ""
             progress.advance(1, f"loss {metrics['loss']:.4f}{right}", title)
 
     batches = itertools.islice(experiment.train_batches(seed), experiment.steps)
-    with contextlib.nullcontext() if folder is None else record(folder) as recorded:
-        try:
-            for step, batch in enumerate(batches, 1):
-                state, metrics = experiment.step(state, batch)
-                if folder and step == 1:
-                    describe(experiment, state, batch, folder)
-                read(pending.push(step, metrics))
-            read(pending.drain())
-            test = experiment.evaluate(state)
-        except FloatingPointError as error:  # jaxmp.NonFiniteTrainingError
-            outcome.failure = str(error)
-            read(pending.drain())
-            progress.advance(experiment.steps - len(curve), "stopped: not finite", title)
-            test = dict.fromkeys(("loss", "accuracy"), math.nan)
-        if recorded:
-            recorded.log(len(curve), test, "test")
+    try:
+        for step, batch in enumerate(batches, 1):
+            state, metrics = experiment.step(state, batch)
+            read(pending.push(step, metrics))
+        read(pending.drain())
+        test = experiment.evaluate(state)
+    except FloatingPointError as error:  # jaxmp.NonFiniteTrainingError
+        outcome.failure = str(error)
+        read(pending.drain())
+        progress.advance(experiment.steps - len(curve), "stopped: not finite", title)
+        test = dict.fromkeys(("loss", "accuracy"), math.nan)
     outcome.test.append(test)
     outcome.curves.append(curve)
     outcome.skipped.append(int(state.skipped_steps))

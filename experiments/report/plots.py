@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxmp.inspect.plots.drawing import BLUE, GREY, LIGHT, RED, set_title
 from jaxmp.inspect.plots.drawing import COLORS as COLORS
-from jaxmp.inspect.plots.drawing import GREY, LIGHT
 from jaxmp.inspect.plots.drawing import figure as figure
 from jaxmp.inspect.plots.drawing import style as style
-from jaxmp.inspect.plots.runs import draw_loss_scale
+
+_MARKS = 800
+"""The largest number of marks for skipped steps in a picture."""
 
 
 def drawn(draw: Callable[..., None]) -> Callable[..., None]:
@@ -182,6 +185,44 @@ def curves(rows: list[dict[str, Any]], path: Path, title: str) -> None:
         axes.plot([row["step"] for row in test], [row[name] for row in test], "o-", color=COLORS[1],
                   markersize=4, linewidth=1, label="held out")  # fmt: skip
         axes.legend(frameon=False, fontsize=8)
-    draw_loss_scale(last, train)
+    _draw_loss_scale(last, train)
     page.suptitle(title, fontsize=11, x=0.01, ha="left")
     page.savefig(path, dpi=110)
+
+
+def loss_scale(rows: Sequence[Mapping[str, Any]]) -> Any:
+    """Return a figure of the loss scale of a run and of the steps that were skipped.
+
+    Args:
+      rows: the metrics of each step: ``step``, ``loss_scale``, and ``skipped`` (nonzero if the step was skipped).
+    """
+    page = figure(9.5, 2.9)
+    _draw_loss_scale(page.subplots(), rows)
+    skipped = sum(row["skipped"] != 0 for row in rows)
+    count = f"{skipped} of {len(rows)} steps {'was' if skipped == 1 else 'were'} skipped"
+    first, last = (f"2^{math.log2(rows[i]['loss_scale']):g}" for i in (0, -1))
+    set_title(page, f"{count}; the loss scale went from {first} to {last}")
+    return page
+
+
+def _draw_loss_scale(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Draw the loss scale and the skipped steps, from the metrics of each step."""
+    style(axes, "", "step", "loss scale")
+    axes.set_yscale("log", base=2)
+    known = [row for row in rows if 0 < row["loss_scale"] < math.inf]
+    if not known:
+        return
+    scales = [row["loss_scale"] for row in known]
+    marker = "o" if len(known) == 1 else None  # one point makes no line
+    axes.step(
+        [row["step"] for row in known], scales, where="post", color=BLUE, linewidth=1.6, label="loss scale",
+        marker=marker,
+    )  # fmt: skip
+    skipped = [row for row in known if row["skipped"]]
+    if skipped:
+        shown = skipped[:: -(-len(skipped) // _MARKS)]
+        x, y = ([row[name] for row in shown] for name in ("step", "loss_scale"))
+        axes.vlines(x, 0, 1, transform=axes.get_xaxis_transform(), color=RED, linewidth=0.9, alpha=0.45)
+        axes.plot(x, y, "X", color=RED, markersize=7, label="skipped step", linestyle="none", zorder=3)
+    axes.set_ylim(min(scales) / 2.5, max(scales) * 2.5)
+    axes.legend(frameon=False, fontsize=8)

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, NoReturn, TypeVar
 import tyro
 
 from experiments.training import processes
-from jaxmp.base.environment import program_line
+from experiments.training.origin import program_line
 
 C = TypeVar("C")
 T = TypeVar("T")
@@ -96,7 +96,7 @@ class EvaluationFlags:
     """Decay of a moving average of the params, for example 0.99. The average is used to evaluate. 0 for no average."""
     watch: int = 0
     """Steps between watched steps; 0 for none. A watched step trains as usual. It also counts the values of weights,
-    activations and gradients by magnitude. The counts are in watch.jsonl, and jaxmp watch RUN shows them."""
+    activations and gradients by magnitude. The counts are in watch.jsonl."""
     tensorboard: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Also write the metrics and the counts of --watch for TensorBoard, with tensorboardX."""
     wandb: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False

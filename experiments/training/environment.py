@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from jaxmp.base import environment as base_environment
+from experiments.training import origin
 from jaxmp.inspect.compiled import targets
 
 _COMPILERS = ("jax-cuda13-plugin", "nvidia-cuda-nvcc", "libtpu")
@@ -33,7 +33,7 @@ def environment(packages: tuple[str, ...] = (), target: str | None = None) -> di
     """
     compiled_for = {"target": targets.target_of(target).name} if target else {}
     packages = (*packages, *(_COMPILERS if target else ()))
-    return {**compiled_for, **base_environment.environment([*filter(_installed, packages)])}
+    return {**compiled_for, **origin.environment([*filter(_installed, packages)])}
 
 
 def place() -> dict[str, Any]:

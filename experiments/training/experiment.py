@@ -122,7 +122,7 @@ def describe(experiment: Experiment, state: jaxmp.TrainState, batch: Batch, fold
         try:
             (folder / name).write_text(text())
         except Exception as error:  # the run continues without this file
-            warnings.warn(f"this run has no {name}, which jaxmp report reads: {error}", stacklevel=2)
+            warnings.warn(f"this run has no {name}: {error}", stacklevel=2)
 
 
 def accuracy(logits: jax.Array, labels: jax.Array, where: jax.Array | None = None) -> jax.Array:

@@ -29,15 +29,13 @@ from experiments.training import cli, processes
 from experiments.training.environment import environment
 from experiments.training.experiment import Batch, Experiment, PendingMetrics, describe
 from experiments.training.run_folders import checkpoints_folder
+from experiments.training.run_writer import METRICS_FILE, RunWriter
 from jaxmp.inspect import Watch
-from jaxmp.inspect.run_files import WATCH_FILE
-from jaxmp.inspect.run_writer import COLUMNS as RECORDED
-from jaxmp.inspect.run_writer import RunWriter
 
 if TYPE_CHECKING:  # the module imports Orbax, which is needed only for checkpoints
     from experiments.training.checkpoints import Checkpoint
 
-COLUMNS = (*RECORDED, "examples_per_s", "input_wait")
+COLUMNS = ("step", "split", "loss", "accuracy", "grad_norm", "loss_scale", "skipped", "examples_per_s", "input_wait")
 
 
 class Run:
@@ -98,8 +96,6 @@ class Run:
             write_json(folder / "config.json", {**self._record, "environment": self._environment})
             boards = {"tensorboard": config.tensorboard, "wandb": config.wandb}
             self._writer = RunWriter(folder, COLUMNS, start=self._start, metrics_bytes=size, **boards)
-            if self._watch:
-                (folder / WATCH_FILE).touch()  # jaxmp watch shows that a step will be watched
         self._pending = PendingMetrics()
         self._progress = Progress(name, experiment.steps, self._start)
         self._skipped = int(sum(row.get("skipped", 0) for row in self._rows))
@@ -215,7 +211,7 @@ class Run:
         waited = self._paused_s
         with self._pause():
             self._write_watched(wait=True)
-            size = (self.folder / "metrics.csv").stat().st_size if self._writes else 0
+            size = (self.folder / METRICS_FILE).stat().st_size if self._writes else 0
             about = {**self._record, "experiment": self._name, "batches": self._step, "metrics_bytes": size}
             self._checkpoints.save(self._step, state, strict_json(about))
         self._saving_s += self._paused_s - waited
@@ -300,7 +296,7 @@ class Run:
         """Read the rows in the first ``size`` bytes of the file of metrics."""
         if not size:
             return []
-        path, rows = self.folder / "metrics.csv", []
+        path, rows = self.folder / METRICS_FILE, []
         try:
             for row in csv.DictReader(path.read_bytes()[:size].decode().splitlines()):
                 numbers = {name: float(text) for name, text in row.items() if text and name != "split"}

@@ -27,16 +27,14 @@ from jaxmp.cli import (
     numerics,
     plan,
     profile,
-    report,
     roofline,
     tune,
-    watch,
 )
 from jaxmp.cli.errors import UsageError
 from jaxmp.cli.printing import check_plot
 
 _MODULES = (
-    doctor, formats, plan, audit, memory, fit, roofline, profile, numerics, blame, compare, budget, tune, watch, report,
+    doctor, formats, plan, audit, memory, fit, roofline, profile, numerics, blame, compare, budget, tune,
 )  # fmt: skip
 _COMMANDS = {module.__name__.rpartition(".")[2]: module for module in _MODULES}
 
@@ -74,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="jaxmp",
-        description="Mixed precision for JAX: inspect devices, number formats, programs and runs.",
+        description="Mixed precision for JAX: inspect devices, number formats and programs.",
         epilog="jaxmp COMMAND --help describes a command.",
     )
     parser.add_argument("--version", action="version", version=f"jaxmp {jaxmp.__version__}")

@@ -58,7 +58,6 @@ CALL = (
     | _named("--args", metavar="MODULE:FUNCTION", help=_ARGUMENTS)
 )  # fmt: skip
 """A function that is run, and its arguments."""
-RUN = _named("run", metavar="RUN", help="the folder of the run to show, usually a run in half precision")
 DEVICE = _named(
     "--device",
     metavar="NAME",
@@ -103,10 +102,6 @@ OPERATIONS = _named("--operations", action="store_true", help="show each operati
 SAVE = _named(
     "--save", metavar="FILE.toml", help="also write the policy to this file, which get_policy and --policy read"
 )
-AGAINST = _named(
-    "--against", metavar="RUN", help="a run to compare with; repeat for more runs, a float32 run first", **_REPEATED
-)
-OUT = _named("--out", metavar="FILE.html", help="default: report.html in the run's folder")
 STEPS = _named("--steps", type=int, default=5, metavar="N", help="the number of calls under the profiler; default: 5")
 NO_GRAD = _named("--no-grad", action="store_true", help="check only the results, not the gradients")
 PLOT = _named("--plot", metavar="FILE", help="also write a picture: .png, .pdf or .svg; needs matplotlib")

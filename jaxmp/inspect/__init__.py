@@ -20,8 +20,6 @@ from jaxmp.inspect._memory.memory import Memory, memory
 from jaxmp.inspect._numerics.numerics import Numerics, numerics
 from jaxmp.inspect._profile.kernel_rows import ProfileRow
 from jaxmp.inspect._profile.profile import Profile, profile
-from jaxmp.inspect._record.record import Record, record
-from jaxmp.inspect._report.report import write_report
 from jaxmp.inspect._roofline.roofline import Roofline, roofline
 from jaxmp.inspect._tune.tune import Tuned, tune
 from jaxmp.inspect._watch.watch import Watch
@@ -46,7 +44,6 @@ __all__ = [
     "Product",
     "Profile",
     "ProfileRow",
-    "Record",
     "Roofline",
     "Statistics",
     "Trial",
@@ -64,8 +61,6 @@ __all__ = [
     "memory",
     "numerics",
     "profile",
-    "record",
     "roofline",
     "tune",
-    "write_report",
 ]

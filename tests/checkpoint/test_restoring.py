@@ -286,6 +286,32 @@ def test_an_nnx_model_is_restored_under_another_policy_and_loss_scale(tmp_path, 
     jaxmp.nnx.make_train_step(nnx_loss)(other, other_optimizer, BATCH)
 
 
+def test_an_nnx_run_that_is_saved_between_two_microbatches_continues_bit_for_bit(tmp_path):
+    step = jaxmp.nnx.make_train_step(nnx_loss)
+
+    def fresh():
+        model, _ = nnx_run(ema=False)
+        tx = optax.MultiSteps(optax.adam(1e-2), every_k_schedule=4)
+        return model, jaxmp.nnx.Optimizer(model, tx, loss_scale=jaxmp.DynamicLossScale(2.0**8, period=2))
+
+    def numbers(run):
+        model, optimizer = run
+        return bits((nnx.as_pure(nnx.state(model, nnx.Param)), nnx.as_pure(nnx.state(optimizer))))
+
+    whole, run = fresh(), fresh()
+    for n in range(10):
+        step(*whole, BATCH)
+        if n < 6:  # an update and two microbatches
+            step(*run, BATCH)
+    checkpoint.save(tmp_path, run)
+    checkpoint.wait()
+    run = fresh()
+    checkpoint.restore(tmp_path, run)
+    for _ in range(4):
+        step(*run, BATCH)
+    assert numbers(run) == numbers(whole)
+
+
 def test_another_model_or_optimizer_is_refused_with_the_first_path(tmp_path):
     state, _ = linen_run()
     checkpoint.save(tmp_path, state)

@@ -36,6 +36,3 @@ def test_the_site_builds_without_a_warning_and_shows_every_public_name(tmp_path:
     texts = {entry["location"]: re.sub("<.*?>", "", entry["text"]) for entry in index["docs"]}
     words = [word.strip(",") for word in texts["glossary.html#words-of-other-libraries"].split()]
     assert set(words) >= WORDS
-    page, report = (tmp_path / "tools" / name for name in ("report.html", "example_report.html"))
-    assert 'href="example_report.html"' in page.read_text() and report.stat().st_size < 2e6
-    assert "missing" not in report.read_text().split("<body>")[1]  # every section has data

@@ -132,6 +132,24 @@ def test_a_half_model_of_another_library_matches_float32(name: str) -> None:
     assert cosine(got_grads, grads) > (0.99 if half == "bfloat16" else 0.9999)
 
 
+def test_equinox_differentiates_a_whole_model_under_autocast() -> None:
+    eqx = pytest.importorskip("equinox")
+    model = eqx.nn.MLP(8, 4, 16, 1, key=jax.random.key(0))
+    params, static = eqx.partition(model, eqx.is_inexact_array)
+
+    def loss_fn(model: Any, x: jax.Array) -> jax.Array:
+        return jnp.mean(jax.vmap(model)(x) ** 2)
+
+    def loss_of_params(params: Any, x: jax.Array) -> jax.Array:
+        return loss_fn(eqx.combine(params, static), x)
+
+    whole = eqx.filter_value_and_grad(jaxmp.autocast(loss_fn, "mixed_bfloat16"))
+    loss, grads = eqx.filter_jit(whole)(model, data(8, 8))
+    expected = jax.jit(jax.value_and_grad(jaxmp.autocast(loss_of_params, "mixed_bfloat16")))(params, data(8, 8))
+    np.testing.assert_array_equal(flat((loss, eqx.filter(grads, eqx.is_array))), flat(expected))
+    assert not np.array_equal(flat(jax.grad(loss_of_params)(params, data(8, 8))), flat(expected[1]))
+
+
 def test_the_extra_autocast_peers_names_these_libraries() -> None:
     text = (ROOT / "pyproject.toml").read_text()
     extras = tomllib.loads(text)["project"]["optional-dependencies"]

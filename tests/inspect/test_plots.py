@@ -1,7 +1,6 @@
 """The plots show the measured values, and their titles state the result."""
 
 import dataclasses
-import json
 
 import concrete
 import jax
@@ -13,9 +12,7 @@ import pytest
 import jaxmp
 from jaxmp import cli
 from jaxmp.inspect import Memory, Watch, compare, error_budget, memory, numerics, plots
-from jaxmp.inspect._watch.watch import line
 from jaxmp.inspect.counts.statistics import statistics_of
-from jaxmp.inspect.run_files import WATCH_FILE
 
 pytestmark = pytest.mark.once
 
@@ -95,7 +92,7 @@ def heat(axes):
     return np.asarray(mesh.get_array())
 
 
-def test_a_heat_map_has_the_shares_of_each_tensor_by_step(watched, tmp_path):
+def test_a_heat_map_has_the_shares_of_each_tensor_by_step(watched):
     page = plots.underflow(watched, "gradients")
     shares = watched.shares("gradients")
     assert shares["a"][0] < shares["b"][0] == 1
@@ -103,75 +100,23 @@ def test_a_heat_map_has_the_shares_of_each_tensor_by_step(watched, tmp_path):
     assert [text.get_text() for text in page.axes[0].get_yticklabels()] == ["a", "b"]
     assert [text.get_text() for text in page.axes[0].get_xticklabels()] == ["2", "4", "6"]
     assert page.get_suptitle() == "The gradients of b vanish most in float16: 100% at step 2"
-    rows = [line(step, step_numerics) for step, step_numerics in watched.steps.items()]
-    (tmp_path / WATCH_FILE).write_text("\n".join(rows))
-    np.testing.assert_array_equal(heat(plots.underflow(tmp_path, "gradients").axes[0]), heat(page.axes[0]))
-    zeros = [[row["zeros"]["gradients"][path] for row in map(json.loads, rows)] for path in shares]
+    zeros = [
+        [step.gradients[path].zeros / step.gradients[path].count for step in watched.steps.values()] for path in "ab"
+    ]
     np.testing.assert_array_equal(heat(page.axes[1]), 100 * np.array(zeros))
 
 
-def test_without_underflow_the_title_of_a_heat_map_says_so(watched, tmp_path):
-    row = json.loads(line(2, watched.steps[2]))
-    row["vanished"]["gradients"] = row["zeros"]["gradients"] = {"layer": 0.0}
-    (tmp_path / WATCH_FILE).write_text(json.dumps(row))
-    assert plots.underflow(tmp_path, "gradients").get_suptitle() == "No gradients vanish in float16"
+def test_without_underflow_the_title_of_a_heat_map_says_so(watched):
+    assert plots.underflow(watched, "gradients", "float32").get_suptitle() == "No gradients vanish in float32"
 
 
-def test_each_picture_says_what_it_needs(watched, tmp_path):
+def test_each_picture_says_what_it_needs():
     with pytest.raises(ValueError, match="loss_scale must be a power of two here"):
         plots.exponents(statistics_of(X), loss_scale=3)
     with pytest.raises(ValueError, match=r"dtype must be one of 'float32', .*, got 'float64'"):
         plots.exponents(statistics_of(X), "float64")
     with pytest.raises(ValueError, match="a heat map needs a watched step, but there is none yet"):
         plots.underflow(Watch(lambda w: w, every=2))
-    with pytest.raises(FileNotFoundError, match=rf"{tmp_path} has no {WATCH_FILE}: watch the steps with"):
-        plots.underflow(tmp_path)
-    (tmp_path / WATCH_FILE).write_text(line(2, watched.steps[2]))
-    with pytest.raises(ValueError, match="has counts for float16, got dtype='bfloat16'; use that dtype, or a Watch"):
-        plots.underflow(tmp_path, dtype="bfloat16")
-    with pytest.raises(ValueError, match="a timeline needs a step, but there is none yet; wait for the first step"):
-        plots.loss_scale([])
-    with pytest.raises(FileNotFoundError, match=r"a run's folder has metrics.csv, but .* has none; pass the folder of"):
-        plots.loss_scale(tmp_path)
-
-
-@pytest.fixture
-def run(watched, tmp_path):
-    """Write the files of a run, and return its folder."""
-    rows = [f"{row['step']},train,1,2,{row['loss_scale']},{int(row['skipped'])}" for row in STEPS]
-    (tmp_path / "metrics.csv").write_text(
-        "\n".join(["step,split,loss,grad_norm,loss_scale,skipped", *rows, "9,test,,,,"])
-    )
-    (tmp_path / WATCH_FILE).write_text(
-        "\n".join(line(step, step_numerics) for step, step_numerics in watched.steps.items())
-    )
-    return tmp_path
-
-
-def test_a_run_is_drawn_in_one_picture_and_by_its_command(run, capsys):
-    page = plots.training(run, "gradients")
-    titles = [part.get_suptitle() for part in page.subfigs]
-    assert titles == [plots.underflow(run, "gradients").get_suptitle(), plots.loss_scale(run).get_suptitle()]
-    (run / WATCH_FILE).write_text(
-        (run / WATCH_FILE).read_text().replace('"activation_gradients": {}', '"activation_gradients": {"a": 0.5}')
-    )
-    assert cli.main(["watch", str(run), "--plot", str(run / "watch.svg")]) == 0
-    assert "vanish most" in (run / "watch.svg").read_text() and "step 8" in capsys.readouterr().out
-
-
-STEPS = [{"step": n, "loss_scale": 2.0 ** (15 - (n > 4)), "skipped": n == 4} for n in range(9)]
-
-
-def test_a_timeline_has_the_scale_of_each_step_and_marks_those_that_were_skipped(run):
-    page = plots.loss_scale(STEPS)
-    scale, skipped = page.axes[0].lines
-    assert [*zip(scale.get_xdata(), scale.get_ydata(), strict=True)] == [(r["step"], r["loss_scale"]) for r in STEPS]
-    assert (skipped.get_xdata(), skipped.get_ydata()) == ((4.0,), (2.0**15,))
-    assert page.get_suptitle() == "1 of 9 steps was skipped; the loss scale went from 2^15 to 2^14"
-    assert plots.loss_scale(STEPS[:4]).get_suptitle() == "0 of 4 steps were skipped; the loss scale stayed at 2^15"
-    assert plots.loss_scale(run).get_suptitle() == page.get_suptitle()
-    (alone,) = plots.loss_scale(STEPS[:1]).axes[0].lines
-    assert alone.get_marker() == "o" and scale.get_marker() == "None"  # a line needs two points
 
 
 def mlp(params, x):

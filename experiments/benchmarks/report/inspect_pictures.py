@@ -41,7 +41,8 @@ from experiments.benchmarks.train_step import jax_steps
 from experiments.benchmarks.train_step.rows import Row
 from experiments.models import attention
 from experiments.models.gpt2 import GPT2
-from experiments.training import cli, loop, text_training
+from experiments.report.plots import loss_scale as draw_loss_scale
+from experiments.training import cli, text_training
 from experiments.training.environment import environment
 from experiments.training.run_folders import run_folder
 from jaxmp.inspect import Memory, Watch, compare, error_budget, memory, plots
@@ -144,11 +145,14 @@ def of_compare(folder: Path, smoke: bool) -> Iterator[Picture]:
 def of_scale(folder: Path, smoke: bool) -> Iterator[Picture]:
     """Draw the dynamic loss scale of a short run in float16."""
     scale = "dynamic:loss_scale=65536,period=5"
-    config = language_model(smoke, policy="mixed_float16", loss_scale=scale, run_dir=folder / "float16")
-    if not (config.run_dir / "summary.json").is_file():
-        loop.train("language_modeling", config, language_modeling.prepare)
+    config = language_model(smoke, policy="mixed_float16", loss_scale=scale, run_dir=folder)
+    experiment = language_modeling.prepare(config)
+    state, batches, rows = experiment.init(0), experiment.train_batches(0), []
+    for step in range(1, config.steps + 1):
+        state, metrics = experiment.step(state, next(batches))
+        rows.append({"step": step, "loss_scale": float(metrics["loss_scale"]), "skipped": int(metrics["skipped"])})
     text = f"{words(config)}, {config.steps} steps in mixed_float16 under `--loss-scale {scale}`."
-    yield Picture("loss_scale", plots.loss_scale(config.run_dir), text)
+    yield Picture("loss_scale", draw_loss_scale(rows), text)
 
 
 def of_plan(folder: Path, smoke: bool) -> Iterator[Picture]:

@@ -137,19 +137,32 @@ def demo_conclusion() -> str:
     return DEMO.file.read_text().splitlines()[2]
 
 
-def step_results() -> dict[str, Result]:
-    """Return the newest result with train steps of each model, all on the device that was measured last."""
+def step_results(row: str = "") -> dict[str, Result]:
+    """Return the newest result with train steps of each model, all on the device that was measured last.
+
+    Args:
+      row: a row that the result must have measured beside torch.compile; empty for any result.
+    """
     results, chosen = all_of("train_step"), dict[str, Result]()
     for result in results:
-        for model in result.data["models"]:
-            if result.facts["device"] == results[0].facts["device"]:
+        data = result.data
+        for model in data["models"]:
+            has_row = not row or gpu_steps.relative(gpu_steps.read(model, data), row) is not None
+            if has_row and result.facts["device"] == results[0].facts["device"]:
                 chosen.setdefault(model, result)
     return {model: chosen[model] for model in gpu_steps.MODELS if model in chosen}
 
 
-def steps() -> dict[str, Results]:
-    """Return the measured train steps of each model."""
-    return {model: gpu_steps.read(model, result.data) for model, result in step_results().items()}
+def steps(row: str = "") -> dict[str, Results]:
+    """Return the measured train steps of each model, from the results that :func:`step_results` chooses."""
+    return {model: gpu_steps.read(model, result.data) for model, result in step_results(row).items()}
+
+
+def unchanged_sentence() -> str:
+    """Return the sentences on autocast of code that nobody changed, with a link to the result."""
+    results = dict.fromkeys(step_results(gpu_steps.UNCHANGED).values())
+    links = ", ".join(f"[Record]({result.file.relative_to(ROOT)})" for result in results)
+    return f"{gpu_steps.unchanged_sentence(steps(gpu_steps.UNCHANGED), device())} {links}".strip()
 
 
 def device() -> str:
@@ -158,9 +171,9 @@ def device() -> str:
 
 
 def step_table() -> str:
-    """Return the table of measured train steps, after its title."""
+    """Return the sentences on unchanged code, and the table of measured train steps."""
     title = "step time · peak memory, relative to torch.compile AMP in bfloat16 in the same run"
-    return f"A train step on {device()}: {title}.\n\n{gpu_steps.table(steps())}"
+    return f"{unchanged_sentence()}\n\nA train step on {device()}: {title}.\n\n{gpu_steps.table(steps())}"
 
 
 def goals_table() -> str:
@@ -177,7 +190,8 @@ def memory_sentence() -> str:
 
 def step_origins() -> str:
     """Return where the tables of train steps come from."""
-    results = dict.fromkeys([*step_results().values(), newest("compile_only"), newest("remat")])
+    unchanged = step_results(gpu_steps.UNCHANGED).values()
+    results = dict.fromkeys([*step_results().values(), *unchanged, newest("compile_only"), newest("remat")])
     return "\n\n".join([gpu_steps.recorded_peaks(), *(result.origin() for result in results)])
 
 
@@ -253,16 +267,16 @@ def tpu_steps() -> str:
 
 
 def tpu_summary() -> str:
-    """Return a table of jaxmp's train steps on TPUs, relative to bfloat16 by hand."""
+    """Return a table of autocast of unchanged code on TPUs, relative to bfloat16 by hand."""
     rows = []
     shown = [result for result in all_of("tpu_steps") if result.file.parent.name in TPUS_IN_README]
     for result in reversed(shown):
         for of_model in result.data["results"]:
             model, _, _ = of_model["model"].partition(",")  # without its sizes
-            rows += [(result.facts["target"], model, *cells) for cells in tpu_report.summary(of_model)]
-    table = markdown(("TPU", "model", "step", "cycles", "memory"), rows, left=3)
+            rows.append((result.facts["target"], model, *tpu_report.of_unchanged_code(of_model)))
     return (
-        f"Compiled for a TPU, not run, relative to bfloat16 by hand; the compiler estimates the cycles:\n\n{table}\n\n"
+        "`jaxmp.autocast` of unchanged code, compiled for a TPU, not run, relative to bfloat16 by hand; the compiler "
+        f"estimates the cycles:\n\n{markdown(('TPU', 'model', 'cycles', 'memory'), rows, left=2)}\n\n"
         "[Sizes, more rows, and pods](docs/tpus.md#train-steps-compiled-for-a-tpu)"
     )
 
@@ -341,7 +355,7 @@ def roofline() -> str:
 BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {
         "results": lambda: "\n\n".join(
-            [gradient_sums_sentence(), gpu_steps.sentence(steps(), device()), memory_sentence()]
+            [unchanged_sentence(), gradient_sums_sentence(), gpu_steps.sentence(steps(), device()), memory_sentence()]
         ),
         "tpus": tpu_summary,
     },

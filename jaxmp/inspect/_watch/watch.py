@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from typing import Any
 
-from jaxmp.base import tables
 from jaxmp.inspect._numerics.numerics import Numerics, numerics, read_records
 from jaxmp.inspect.counts.counting_step import CountingStep
-from jaxmp.inspect.counts.statistics import merged_statistics
 from jaxmp.inspect.counts.step_records import TENSORS, StepRecords
 from jaxmp.inspect.program.calls import require_own_settings
 from jaxmp.nnx.training import TrainStep as NNXTrainStep
@@ -38,7 +35,7 @@ class Watch:
         ``jaxmp.inspect.roofline`` and other tools.
 
     Raises:
-      ValueError: ``policy`` or ``tx`` is set for a train step.
+      ValueError: ``every`` is not a positive int, or ``policy`` or ``tx`` is set for a train step.
 
     >>> watch = Watch(lambda params, x: jnp.sum(x * params), every=100)
     >>> for step in range(1, 201):
@@ -55,6 +52,8 @@ class Watch:
     """
 
     def __init__(self, loss_fn: Callable[..., Any], *, every: int, policy: Any = None, tx: Any = None) -> None:
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise ValueError(f"every must be a positive int, got {every!r}; every=100 watches every 100th step")
         self.every = every
         self._steps: dict[int, Numerics] = {}
         self._unread: dict[int, tuple[StepRecords, Any]] = {}
@@ -123,17 +122,52 @@ class Watch:
             self._steps[step] = read_records(records, math.floor(math.log2(float(scale))))
             del self._unread[step]
 
+    def scalars(self, step: int | None = None, dtype: Any = "float16") -> dict[str, float]:
+        """Return the counts of a watched step as a flat dict of floats, for a tracker such as TensorBoard.
+
+        The names in the dict are:
+
+        - ``KIND/vanished/PATH``: the share of values that become 0 in ``dtype``, as in :meth:`shares`;
+        - ``KIND/zeros/PATH``: the share of values that are 0;
+        - ``updates/ratio/PATH``: the norm of a param's update divided by the norm of the param;
+        - ``not_finite``: the number of values that are infinite or NaN;
+        - ``recommended_scale``: the loss scale with which the fewest gradients become 0 in ``dtype``.
+
+        KIND is ``activations``, ``activation_gradients``, ``gradients`` or ``updates``.
+
+        Args:
+          step: the number of the step; None for the last watched step.
+          dtype: the dtype for which underflow is counted.
+
+        Returns:
+          The dict; it is empty if the step was not watched. For a watched step, the call waits for the device.
+
+        >>> watch = Watch(lambda params, x: 1e-9 * jnp.sum(x * params), every=2)
+        >>> for step in (1, 2, 3):
+        ...     _ = watch(step, jnp.float32(2), jnp.ones(3))
+        >>> watch.scalars(2)["gradients/vanished"], watch.scalars(3)
+        (1.0, {})
+        """
+        if step is not None and step % self.every:
+            return {}  # without waiting for the device
+        number = step if step is not None else next(reversed(self.steps), None)
+        return scalars_of(self.steps[number], dtype) if number in self.steps else {}
+
     def shares(self, kind: str = "activation_gradients", dtype: Any = "float16") -> dict[str, list[float]]:
         """Return the shares of values that become 0 in ``dtype``, by path.
 
         Each list has one share for each watched step. Gradients are first multiplied by the loss scale of their step.
         """
-        vanished = [_vanished_shares(step, kind, dtype) for step in self.steps.values()]
+        vanished = [vanished_shares(step, kind, dtype) for step in self.steps.values()]
         paths = dict.fromkeys(path for shares in vanished for path in shares)
         return {path: [shares.get(path, 0.0) for shares in vanished] for path in paths}
 
 
-def _vanished_shares(step: Numerics, kind: str, dtype: Any) -> dict[str, float]:
+def vanished_shares(step: Numerics, kind: str, dtype: Any) -> dict[str, float]:
+    """Return the share of values that become 0 in ``dtype``, by path.
+
+    Gradients are first multiplied by the loss scale of the step.
+    """
     scale = step.loss_scale if kind.endswith("gradients") else 1.0
     shares = {}
     for path, tensor in getattr(step, kind).items():
@@ -141,45 +175,28 @@ def _vanished_shares(step: Numerics, kind: str, dtype: Any) -> dict[str, float]:
     return shares
 
 
-def _zero_shares(step: Numerics, kind: str) -> dict[str, float]:
+def zero_shares(step: Numerics, kind: str) -> dict[str, float]:
+    """Return the share of values that are 0, by path."""
     return {path: tensor.zeros / max(tensor.count, 1) for path, tensor in getattr(step, kind).items()}
 
 
-def _exponents(step: Numerics, kind: str, dtype: Any) -> dict[int, int]:
-    """Count the values of all tensors of a kind, by binary exponent.
-
-    Gradients are first multiplied by the loss scale of the step.
-    """
-    tensors = list(getattr(step, kind).values())
-    scale = step.loss_scale if kind.endswith("gradients") else 1.0
-    return dict(merged_statistics(tensors).under(dtype, scale).histogram) if tensors else {}
-
-
-def line(step: int, numerics: Numerics, dtype: Any = "float16") -> str:
-    """Return a watched step as a line of JSON.
-
-    The line has:
-
-    - the number of the step, the loss scale, the recommended loss scale, and the dtype;
-    - ``not_finite``: the number of values that are not finite;
-    - ``vanished``: by kind and path, the share of values that become 0 in ``dtype``;
-    - ``zeros``: by kind and path, the share of values that are 0;
-    - ``exponents``: by kind, the number of values for each binary exponent;
-    - ``ratio``: by path, the norm of a param's update divided by the norm of the param.
-
-    For ``vanished`` and ``exponents``, gradients are first multiplied by the loss scale. The weights are left out of
-    ``vanished``, ``zeros`` and ``exponents``.
-    """
-    kinds = [kind for kind in TENSORS if kind != "weights"]
-    row = {
-        "step": step,
-        "loss_scale": numerics.loss_scale,
-        "recommended_scale": numerics.recommended_scale(dtype),
-        "dtype": str(dtype),
-        "not_finite": sum(tensor.overflow for _, _, tensor in numerics.rows()),
-        "vanished": {kind: _vanished_shares(numerics, kind, dtype) for kind in kinds},
-        "zeros": {kind: _zero_shares(numerics, kind) for kind in kinds},
-        "exponents": {kind: _exponents(numerics, kind, dtype) for kind in kinds},
-        "ratio": {path: tensor.ratio for path, tensor in numerics.updates.items()},
+def scalars_of(step: Numerics, dtype: Any = "float16") -> dict[str, float]:
+    """Return the counts of a watched step as numbers with names: see :meth:`Watch.scalars`."""
+    scalars = {
+        "recommended_scale": step.recommended_scale(dtype),
+        "not_finite": float(sum(tensor.overflow for _, _, tensor in step.rows())),
     }
-    return json.dumps(tables.plain(row), allow_nan=False)
+    for kind in TENSORS:
+        if kind == "weights":
+            continue
+        for name, shares in (("vanished", vanished_shares(step, kind, dtype)), ("zeros", zero_shares(step, kind))):
+            scalars |= {_joined(kind, name, path): share for path, share in shares.items()}
+    for path, tensor in step.updates.items():
+        if tensor.ratio is not None:
+            scalars[_joined("updates", "ratio", path)] = float(tensor.ratio)
+    return scalars
+
+
+def _joined(*names: str) -> str:
+    """Return a name with slashes; the result of a function without modules has an empty path."""
+    return "/".join(filter(None, names))

@@ -11,6 +11,6 @@ from jaxmp.inspect.plots.errors import errors
 from jaxmp.inspect.plots.exponents import exponents
 from jaxmp.inspect.plots.memory import memory
 from jaxmp.inspect.plots.profile import profile
-from jaxmp.inspect.plots.runs import loss_scale, training, underflow
+from jaxmp.inspect.plots.underflow import underflow
 
-__all__ = ["budget", "casts", "errors", "exponents", "loss_scale", "memory", "profile", "training", "underflow"]
+__all__ = ["budget", "casts", "errors", "exponents", "memory", "profile", "underflow"]

@@ -76,7 +76,7 @@ def exponents(
     low, high = _limits(tensors, form)
     for axes, tensor in zip(panels, tensors, strict=False):
         counts = tensor.in_format
-        draw_histogram(axes, tensor.name, counts.histogram, counts.count, form)
+        _draw_histogram(axes, tensor.name, counts.histogram, counts.count, form)
         axes.text(1.01, 0.5, _fate_lines(counts), transform=axes.transAxes, va="center", fontsize=8, color=BLACK)
         if tensor.scale != 1:
             _draw_unscaled(axes, tensor.unscaled, low, high)
@@ -120,7 +120,7 @@ def _smallest_exponent(form: Any) -> int:
     return int(form.min_exponent - form.mantissa_bits)
 
 
-def draw_histogram(axes: Any, name: str, histogram: Mapping[int, int], total: int, form: Any) -> None:
+def _draw_histogram(axes: Any, name: str, histogram: Mapping[int, int], total: int, form: Any) -> None:
     """Draw one histogram of binary exponents, coloured by the effect of a format.
 
     Args:

@@ -65,7 +65,7 @@ def memory(plans: Mapping[str, Memory]) -> Any:
     page = figure(9.5, 1.9 + 0.62 * len(plans) * 2)
     by_kind, by_dtype = page.subplots(2, 1, sharex=True)
     style(by_kind, "by kind", grid="x")
-    draw_by_kind(by_kind, {name: plan.by_kind for name, plan in plans.items()})
+    _draw_by_kind(by_kind, {name: plan.by_kind for name, plan in plans.items()})
     by_kind.set_xlabel("")
     style(by_dtype, "by dtype", grid="x")
     sizes = {name: plan.by_dtype for name, plan in plans.items()}
@@ -74,7 +74,7 @@ def memory(plans: Mapping[str, Memory]) -> Any:
     return page
 
 
-def draw_by_kind(axes: Any, sizes: Mapping[str, Mapping[str, int]]) -> None:
+def _draw_by_kind(axes: Any, sizes: Mapping[str, Mapping[str, int]]) -> None:
     """Draw a bar for each program, with a part for each kind of arrays.
 
     Args:

@@ -13,7 +13,6 @@ import optax
 import pytest
 import rich.console
 from PIL import Image
-from run_tools import train as run_script
 
 import jaxmp
 from experiments import compare, image_classification, language_modeling, masked_lm
@@ -201,24 +200,6 @@ def test_variants_cross_float16_with_the_loss_scales_and_the_demo_has_five():
             ("mixed_bfloat16", "none"),
             ("float16", "none"),
         ]
-
-
-@pytest.mark.slow("trains in a process of its own")
-def test_the_report_is_on_the_run_that_ends_best_with_all_others(tmp_path, data_dir):
-    flags = ["--policies", "mixed_bfloat16", "--seeds", "0", "1", "--steps", "2", "--rounds", "1", "--report"]
-    done = run_script("compare", *flags, "--data-dir", str(data_dir), "--run-dir", "run", cwd=tmp_path)
-    assert done.stdout.splitlines()[-1] == "Report: run/report.html"
-    text = (tmp_path / "run" / "report.html").read_text()
-    assert "<h1>mixed_bfloat16</h1>" in text and "float32 (2 seeds)" in text
-    assert "CNN/Conv_0" in text and "a CPU does not show gains" in text and "at the peak" in text and len(text) < 2e6
-
-
-def test_the_demo_has_a_page_for_each_task_and_a_page_is_one_file_in_a_folder(tmp_path):
-    demo = compare.Config(demo=True, report=(tmp_path / "page.html",))
-    assert [file.name for file in compare.page_files(demo, tmp_path)] == ["page-pysource.html", "page-digits.html"]
-    for files in [(tmp_path / "none" / "page.html",), (tmp_path,), (tmp_path / "a", tmp_path / "b")]:
-        with pytest.raises(ValueError, match="--report"):
-            compare.page_files(dataclasses.replace(demo, report=files), tmp_path)
 
 
 def test_a_task_takes_the_flags_of_its_script_except_those_that_the_comparison_sets():

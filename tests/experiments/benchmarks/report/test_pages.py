@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import numpy as np
 import pytest
 
 from experiments.benchmarks.report import gpu_steps, pages, predictions
@@ -22,6 +23,7 @@ STEPS = {  # ms, MiB
 VARIANTS = {
     "jaxmp-bf16": {"label": "jaxmp, bf16", "peak": 11_000 * MIB, "half": 0.998},
     "jaxmp-bf16-remat": {"label": "remat", "peak": 9_000 * MIB, "half": 1.0},
+    "hand-bf16": {"label": "JAX by hand, bf16", "peak": 22_000 * MIB, "half": 1.0},
     "hand-fp32": {"label": "JAX by hand, fp32", "peak": 44_000 * MIB, "half": 0.0},
 }
 NOTHING = Results({"model": "gpt2"}, {}, {}, {})
@@ -75,7 +77,7 @@ def compiled(name: str = "gpt2"):
 
 def cells(steps: Results, results=(), groups=()) -> dict[str, str]:
     """Return the cells of GPT-2 in the table of goals, by row."""
-    results = results or [{"name": "gpt2", "full": True, "variants": {}}]
+    results = results or compiled()
     lines = gpu_steps.goals_table({"gpt2": steps}, results, groups).partition("\n\n")[0].splitlines()
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     assert rows[0] == ["", gpu_steps.MODELS["gpt2"]]
@@ -109,7 +111,9 @@ def test_compiled_steps_fill_the_rows_of_memory_and_are_marked():
         "| FLOPs of products in half on tensor cores | ✓ 99.8%ᶜ (≥ 99%) |",
     ):
         assert row in text.splitlines()
-    assert text.endswith("without cuDNN's workspaces, the memory saved is BERT-Base 75%.")
+    assert (
+        "without cuDNN's workspaces, the memory saved is BERT-Base 75%. By hand, bfloat16 saves BERT-Base 50%:" in text
+    )
     assert "BERT-Base 13,938 and 51,175" in gpu_steps.recorded_peaks()
 
 
@@ -117,10 +121,40 @@ def test_the_memory_saved_is_that_of_the_compiled_steps():
     light = {**VARIANTS, "jaxmp-bf16": {**VARIANTS["jaxmp-bf16"], "peak": 6_600 * MIB}}  # 85% less than 44,000 MiB
     results = [*compiled("gpt2"), {"name": "bert", "full": True, "variants": light}]
     steps = {"bert": Results({"model": "bert"}, {}, {}, {}), "gpt2": measured(STEPS)}
-    assert gpu_steps.memory_sentence(steps, results, "an H200") == (
-        "A train step in bfloat16 needs 75 % to 85 % less memory than a step in float32 without jaxmp (BERT-Base, "
-        "GPT-2 124M; compiled for an H200, not run)."
-    )
+    text = gpu_steps.memory_sentence(steps, results, "an H200")
+    assert "memory: BERT-Base 50 %, GPT-2 124M 50 %. This is the part of the precision." in text
+    assert "own models save BERT-Base 85 %, GPT-2 124M 75 %: most of" in text and "compiled for an H200, not" in text
+
+
+def test_the_readme_begins_with_the_recorded_figures_of_unchanged_code():
+    with_row = []
+    for result in pages.all_of("train_step"):
+        models = result.data["models"].values()
+        if any("milliseconds" in of_model["train"].get("unprepared-bf16", {}) for of_model in models):
+            with_row.append(result)
+    newest = with_row[0]
+    recorded = newest.data["models"]["gpt2"]
+    (rounds,) = (turns for turns in recorded["turns"]["train"] if "unprepared-bf16" in turns)
+    times = {row: np.array(rounds[row]["milliseconds"]) for row in ("unprepared-bf16", "hand-bf16", "compile-bf16")}
+    peaks = {row: recorded["train"][row]["peak"] for row in (*times, "hand-fp32")}
+    expected = []
+    for row in ("hand-bf16", "compile-bf16"):
+        expected += [np.median(times["unprepared-bf16"] / times[row]), peaks["unprepared-bf16"] / peaks[row]]
+    saved = [100 * (1 - peaks[row] / peaks["hand-fp32"]) for row in ("unprepared-bf16", "hand-bf16")]
+    first, *_ = read_marked(pages.ROOT / "README.md", "results", pages.COMMAND).split("\n\n")
+    assert first.startswith("`jaxmp.autocast` of unchanged float32 code (GPT-2 124M;")
+    assert f"/{newest.file.parent.name}/" in first
+    assert re.findall(r"\d\.\d\d(?= times)", first) == [f"{ratio:.2f}" for ratio in expected]
+    assert re.findall(r"\d+(?= %)", first) == [f"{share:.0f}" for share in saved]
+
+
+def test_the_readme_says_which_part_of_the_saved_memory_is_the_precision():
+    variants = [result["variants"] for result in pages.newest("compile_only").data["results"]]
+    text = read_marked(pages.ROOT / "README.md", "results", pages.COMMAND).split("\n\n")[-1]
+    by_hand, ours = text.split("This is the part of the precision.")
+    for sentence, row in ((by_hand, "hand-bf16"), (ours, "jaxmp-bf16")):
+        saved = [1 - of_model[row]["peak"] / of_model["hand-fp32"]["peak"] for of_model in variants]
+        assert sorted(re.findall(r"\d+(?= %)", sentence)) == sorted(f"{100 * share:.0f}" for share in saved)
 
 
 def test_compiled_peaks_are_compared_with_measured_peaks_if_there_are_any():
@@ -154,9 +188,11 @@ def test_the_table_of_steps_compares_the_rows_of_one_run_and_leaves_out_one_long
         "| torch.compile AMP, bf16 | 31.0 ms · 7.8 GiB |",
     ]
     text = gpu_steps.sentence({"gpt2": steps}, "1 × H200")
-    assert text.endswith("as with torch.compile AMP, and 0.75 to 0.75 times the memory (GPT-2 124M; 1 × H200).")
+    assert text.endswith("with torch.compile AMP, and 0.75 times the memory (GPT-2 124M; 1 × H200).")
     text = gpu_steps.sentence({"gpt2": measured({"jaxmp-bf16": STEPS["jaxmp-bf16"]})}, "1 × H200")
     assert text == "No train step was compared with torch.compile AMP on 1 × H200 yet."
+    text = gpu_steps.unchanged_sentence({"gpt2": measured({"jaxmp-bf16": STEPS["jaxmp-bf16"]})}, "1 × H200")
+    assert text == "Autocast of unchanged code was not measured on 1 × H200 yet."
 
 
 # Files of results.

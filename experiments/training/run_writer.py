@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
-from jaxmp.inspect._watch.watch import Watch, line
-from jaxmp.inspect.run_files import WATCH_FILE, read_watched_steps
+from jaxmp.base import tables
+from jaxmp.inspect import Watch
+from jaxmp.inspect._watch.watch import scalars_of
 
-COLUMNS = ("step", "split", "loss", "accuracy", "grad_norm", "loss_scale", "skipped")
+METRICS_FILE, WATCH_FILE = "metrics.csv", "watch.jsonl"
 
 
 class RunWriter:
@@ -38,7 +39,7 @@ class RunWriter:
     def __init__(
         self,
         folder: Path,
-        columns: Sequence[str] = COLUMNS,
+        columns: Sequence[str],
         *,
         start: int = 0,
         metrics_bytes: int = 0,
@@ -48,12 +49,8 @@ class RunWriter:
         self._wandb = _wandb(folder) if wandb else None
         self._board = _tensorboard(folder, start) if tensorboard else None
         self._watch_file = folder / WATCH_FILE
-        earlier = read_watched_steps(folder) if start and self._watch_file.is_file() else []
-        self._watch_file.unlink(missing_ok=True)  # left by an earlier run
-        if earlier:
-            lines = [f"{json.dumps(row)}\n" for row in earlier if row["step"] <= start]
-            self._watch_file.write_text("".join(lines))
-        file = folder / "metrics.csv"
+        _keep_steps(self._watch_file, start)
+        file = folder / METRICS_FILE
         if metrics_bytes:
             with file.open("r+") as earlier_metrics:
                 earlier_metrics.truncate(metrics_bytes)
@@ -63,30 +60,23 @@ class RunWriter:
         if not metrics_bytes:
             self._writer.writeheader()
 
-    def write_metrics(
-        self, step: int, split: str, metrics: Mapping[str, Any], defaults: Mapping[str, float] = MappingProxyType({})
-    ) -> None:
+    def write_metrics(self, step: int, split: str, metrics: Mapping[str, Any]) -> None:
         """Write the metrics of a step.
 
-        ``metrics.csv`` has only those with a column, and ``defaults`` for those that are missing. The other writers get
-        all metrics that are numbers.
+        ``metrics.csv`` has only those with a column. The trackers get all metrics that are numbers.
         """
-        cells = {name: _text(float(value)) for name, value in {**defaults, **metrics}.items() if name in self._columns}
+        numbers = {name: float(value) for name, value in metrics.items() if _is_number(value)}
+        cells = {name: _text(number) for name, number in numbers.items() if name in self._columns}
         self._writer.writerow({"step": step, "split": split, **cells})
-        numbers = {f"{split}/{name}": float(value) for name, value in metrics.items() if _is_number(value)}
-        self._track(step, numbers)
+        self._track(step, {f"{split}/{name}": number for name, number in numbers.items()})
 
-    def write_watched(self, watch: Watch, dtype: Any = "float16", *, wait: bool = False) -> None:
+    def write_watched(self, watch: Watch, *, wait: bool = False) -> None:
         """Write the watched steps that the device has finished; with ``wait``, wait for all of them."""
         for step, numerics in watch.take(wait).items():
-            text = line(step, numerics, dtype)
+            scalars = scalars_of(numerics)
             with self._watch_file.open("a") as file:
-                file.write(f"{text}\n")
-            row, shares = json.loads(text), dict[str, float]()
-            for name in ("vanished", "zeros"):
-                for kind, by_path in row[name].items():
-                    shares |= {f"{kind}/{name}/{path}": share for path, share in by_path.items()}
-            self._track(step, shares)
+                file.write(f"{json.dumps(tables.plain({'step': step, **scalars}), allow_nan=False)}\n")
+            self._track(step, scalars)
 
     def close(self) -> None:
         """Close all files."""
@@ -102,6 +92,18 @@ class RunWriter:
                 self._board.add_scalar(name, number, step)
         if self._wandb is not None:
             self._wandb.log({"step": step, **numbers})
+
+
+def _keep_steps(file: Path, start: int) -> None:
+    """Remove the lines of watched steps after ``start``; without any others, remove the file."""
+    lines = []
+    for text in file.read_text().splitlines() if start and file.is_file() else []:
+        with contextlib.suppress(ValueError):  # the run was killed while it wrote the last line
+            if json.loads(text)["step"] <= start:
+                lines.append(f"{text}\n")
+    file.unlink(missing_ok=True)
+    if lines:
+        file.write_text("".join(lines))
 
 
 def _is_number(value: Any) -> bool:

@@ -1,6 +1,6 @@
 """The environment that a result records."""
 
-from jaxmp.base.environment import environment
+from experiments.training.origin import environment
 
 
 def test_the_command_says_whether_float8_is_emulated(monkeypatch):

@@ -1,1 +1,0 @@
-"""Record a training loop in a folder: :func:`jaxmp.inspect.record`."""
