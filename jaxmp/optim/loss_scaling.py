@@ -21,6 +21,7 @@ from jaxmp.base.arguments import require_flag
 from jaxmp.base.donation import require_not_deleted
 from jaxmp.base.trees import all_finite, is_finite_sum, is_key, max_abs, select_tree, sum_of_squares, widen
 from jaxmp.optim.checks import as_optimizer, check_same_shapes, check_state
+from jaxmp.optim.discarded_grads import without_discarded
 from jaxmp.optim.half_params import warn_if_updates_vanish
 from jaxmp.optim.loss_scale import LossScale, as_loss_scale
 from jaxmp.optim.loss_scale_state import is_concrete
@@ -53,7 +54,8 @@ def loss_scaling(
     in float32. If it is finite, ``inner`` updates the params and the scale may grow. If not, the step is skipped: the
     scale backs off, ``inner``'s state does not change, and all updates are -0.0. (Adding -0.0 changes no bit of a
     param.) ``inner`` gets float32 gradients and params, so its state is float32. Only a :func:`jaxmp.low_precision`
-    optimizer gets the params without a cast.
+    optimizer gets the params without a cast. In ``jax.jit``, gradients that ``inner`` discards do not count, such as
+    those of params that ``optax.set_to_zero`` freezes.
 
     Put clipping, momentum, weight decay and schedules into ``inner``. A transform that follows ``loss_scaling`` in a
     chain does not know that a step was skipped. :func:`value_and_grad` refuses such a transform if it has a state. It
@@ -178,10 +180,13 @@ class _ScalingTransform:
             grads, state.inner_state, self._params_of_inner(params), **extra_args
         )
         check_same_shapes(new_updates, unpacked(updates) if params is None else params)
+        counted = without_discarded(grads, (new_updates, inner_state))
+        if counted is not grads:
+            squares = sum_of_squares(counted)
         finite = is_finite_sum(squares)
         if self.check_updates:
             finite &= all_finite(new_updates)
-        finite, grad_max = self._agreed(finite, max_abs(grads) if state.loss_scale.needs_grad_max else None)
+        finite, grad_max = self._agreed(finite, max_abs(counted) if state.loss_scale.needs_grad_max else None)
         inner_state = select_tree(finite, inner_state, state.inner_state)
         new_state = self._new_state(state, inner_state, finite, grad_max, squares)
         return zero_unless(finite, new_updates), new_state
@@ -286,7 +291,7 @@ def take_step(
     updates, new_state = tx.update(nan_if_infinite(grads), opt_state, params, **extra_args)
     # The counter shows whether loss_scaling skipped: a transform around it may not have called it in this step.
     was_skipped = get_loss_scaling_state(new_state).skipped_steps > get_loss_scaling_state(opt_state).skipped_steps
-    finite = jnp.isfinite(global_norm(grads)) & ~was_skipped
+    finite = jnp.isfinite(global_norm(without_discarded(grads, (updates, new_state)))) & ~was_skipped
     return updates, _keep_scale(finite, new_state, opt_state), finite
 
 

@@ -197,8 +197,9 @@ def explanation(loss: Any, grads: Any, scale: Any, params: Any, batch: Any, skip
 
 
 _REMEDY = (
-    "Look for NaN in the data, lower the learning rate, or compute modules in float32 (by overrides). To find the "
-    "operation, call jaxmp.inspect.first_nonfinite(step) with the arguments of the step"
+    "Look for NaN in the data, lower the learning rate, compute modules in float32 (by overrides), or write "
+    "jax.lax.stop_gradient(...) for params that are not trained. To find the operation, call "
+    "jaxmp.inspect.first_nonfinite(step) with the arguments of the step"
 )
 
 

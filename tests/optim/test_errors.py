@@ -107,8 +107,8 @@ MISTAKES = {
             f"{place} that does not cover all params": (
                 lambda tx=tx: value_and_grad(loss_of_pair, tx.init(PAIR)),
                 ValueError,
-                "must be around the whole optimizer, got it inside of a partition or a mask: it does not skip the steps "
-                "of the other params;\nwrite loss_scaling(optax.partition(...), loss_scale)",
+                "must be around the whole optimizer, got it inside of a partition or a mask: it does not skip the "
+                "steps of the other params;\nwrite loss_scaling(optax.partition(...), loss_scale)",
             )
             for place, tx in {
                 "a partition with momentum": partition(optax.sgd(0.1, momentum=0.9)),
