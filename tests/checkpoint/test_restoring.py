@@ -88,6 +88,18 @@ def test_a_finite_param_that_is_not_finite_in_the_new_dtype_is_refused(tmp_path)
     checkpoint.restore(tmp_path, linen_run("bfloat16")[0])
 
 
+def test_numbers_that_become_zero_in_the_new_dtype_are_counted(tmp_path, capsys):
+    state, _ = linen_run()
+    kernel = state.params["Dense_1"]["kernel"]
+    small = jnp.zeros_like(kernel).at[0].set(1e-9).at[1, 0].set(6e-8)  # float16's smallest number is 6e-8
+    state = state.replace(params={**state.params, "Dense_1": {**state.params["Dense_1"], "kernel": small}})
+    new, line = restored(tmp_path, state, linen_run("float16")[0], capsys)
+    assert f"; {kernel.shape[1]} numbers of params become 0 in float16" in line
+    assert new.params["Dense_1"]["kernel"][1, 0] > 0
+    for policy in ("bfloat16", "mixed_float16"):
+        assert "become 0" not in restored(tmp_path, state, linen_run(policy)[0], capsys)[1]
+
+
 def with_counters(state, **counters):
     """Return the state with other counters of skipped steps."""
     counters = {name: jnp.int32(count) for name, count in counters.items()}
@@ -108,6 +120,48 @@ def test_a_loss_scale_of_the_same_class_continues_with_the_settings_of_the_new_r
     after = jaxmp.get_loss_scale(new.opt_state)
     assert after.running_max == 3 and after.dtype == "float16"
     assert "the loss scale's dtype 'bfloat16' -> 'float16'" in line
+
+
+@pytest.mark.parametrize(
+    ("saved", "new", "scale", "changes"),
+    [
+        (
+            jaxmp.DynamicLossScale(2.0**20),
+            jaxmp.DynamicLossScale(2.0**8, max_loss_scale=2.0**12),
+            2.0**12,
+            ["loss_scale 1048576.0 -> 4096.0"],
+        ),
+        (
+            jaxmp.DynamicLossScale(2.0),
+            jaxmp.DynamicLossScale(min_loss_scale=2.0**4),
+            2.0**4,
+            ["loss_scale 2.0 -> 16.0"],
+        ),
+        (
+            jaxmp.DynamicLossScale(hysteresis=50),
+            jaxmp.DynamicLossScale(hysteresis=2),
+            2.0**15,
+            ["countdown 50 -> 2"],
+        ),
+        (
+            jaxmp.HeadroomLossScale(loss_scale=2.0**20),
+            jaxmp.HeadroomLossScale(max_loss_scale=2.0**16),
+            2.0**16,
+            ["loss_scale 1048576.0 -> 65536.0"],
+        ),
+        (jaxmp.DynamicLossScale(2.0**12, period=9), jaxmp.DynamicLossScale(max_loss_scale=2.0**15), 2.0**12, []),
+    ],
+    ids=["above the maximum", "below the minimum", "a long countdown", "headroom", "allowed"],
+)
+def test_a_restored_loss_scale_stays_within_the_bounds_of_the_new_run(saved, new, scale, changes, tmp_path, capsys):
+    state, line = restored(tmp_path, linen_run(scale=saved)[0], linen_run(scale=new)[0], capsys)
+    after = jaxmp.get_loss_scale(state.opt_state)
+    assert after.loss_scale == scale and getattr(after, "countdown", None) in (None, 2)
+    bounded = [part for part in line.split("; ") if "within the bounds" in part]
+    assert [part.strip() for part in bounded] == [
+        f"the loss scale's {change}, within the bounds of the new run" for change in changes
+    ]
+    dataclasses.replace(after)  # the constructor accepts it
 
 
 @dataclasses.dataclass(frozen=True)

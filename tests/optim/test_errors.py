@@ -307,6 +307,7 @@ BAD_FIELDS = [
     ({"hysteresis": 0}, "hysteresis must be a whole number"),
     ({"counter": -1}, "counter must be a whole number of steps, 0 or more, got -1"),
     ({"countdown": -1, "hysteresis": 2}, "countdown must be a whole number"),
+    ({"countdown": 50, "hysteresis": 2}, "countdown must be at most hysteresis, got 50 and 2"),
     ({"min_loss_scale": -1}, "min_loss_scale must be finite in float32 and not negative, got -1"),
     ({"max_loss_scale": math.inf}, "max_loss_scale must be positive and finite in float32, got inf"),
     ({"min_loss_scale": 8, "max_loss_scale": 4}, "min_loss_scale must not be above max_loss_scale, got 8.0 and 4"),
