@@ -25,7 +25,6 @@ from jaxmp.checkpoint.named_leaves import (
 )
 from jaxmp.checkpoint.saving import orbax_folders, require_folder, wait
 from jaxmp.nnx.training import take_state
-from jaxmp.optim.compensation import read_compensation
 from jaxmp.optim.loss_scale_state import ScaleState
 from jaxmp.optim.scaling_state import LossScalingState
 
@@ -268,8 +267,7 @@ def _convert(
         array = arrays[source]
         if name in matched.lost_parts:
             array = array.astype(form.dtype)
-            lost_part = read_compensation(array, arrays[matched.lost_parts[name]])
-            array = array + (lost_part if isinstance(array, jax.Array) else np.asarray(lost_part))
+            array = array + arrays[matched.lost_parts[name]].astype(form.dtype)
         new[name] = _in_form(name, array, form, record["keys"].get(source))
         cast = f"numbers of {name.split('/')[0]} become 0 in {form.dtype}"
         zeros[cast] = zeros.get(cast, 0) + _count_new_zeros(array, new[name])
