@@ -9,6 +9,7 @@ rounding error in another 16 bits.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Hashable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -17,6 +18,7 @@ import optax
 from jax.tree_util import GetAttrKey, KeyPath
 from jax.typing import DTypeLike
 
+from jaxmp._internals.jax.traces import manual_axes, shows_what_varies
 from jaxmp.base.arguments import require_whole_number
 from jaxmp.base.dtypes import closest_names, dtype_among
 from jaxmp.base.trees import is_float_array, nodes_of_type, path_name, widen
@@ -66,6 +68,7 @@ def low_precision(
     moments: Moments = "float32",
     seed: int = 0,
     block: int = 256,
+    axis_name: Hashable | Sequence[Hashable] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Train bfloat16 params without a float32 copy, and store moments in fewer bits.
 
@@ -76,7 +79,9 @@ def low_precision(
 
     The only transform that you may put around ``low_precision`` is :func:`jaxmp.loss_scaling`. The random bits of
     stochastic rounding are a hash of the seed, the count of updates, the param's path and the position in the array. So
-    no PRNG key is needed, and the bits are the same on any number of devices and after a resume.
+    no PRNG key is needed, and the bits are the same on any number of devices and after a resume. Inside of
+    ``shard_map``, the position in the whole array is unknown: there, each device draws other bits for its part, and
+    ``axis_name`` must say which mesh axes split the params.
 
     Moments are recognised by the types of optax's states. ``print(tx)`` shows how each moment is stored. With
     ``moments="bfloat16"`` or ``"float8"``, moments are rounded stochastically. (With rounding to nearest, a second
@@ -92,12 +97,15 @@ def low_precision(
         alias (``"bf16"``) or a dtype will do, too.
       seed: the seed of stochastic rounding.
       block: the number of values along the last axis that share one scale in ``"float8"``.
+      axis_name: the mesh axes over which a ``shard_map`` around ``update`` splits the params, and ``()`` if all devices
+        hold the same params. Params that do not vary over these axes get the same bits on all devices.
 
     Raises:
       TypeError: ``inner`` is not an optimizer.
       ValueError: another argument has a value that is not allowed; ``init`` got float16 or float8 params; ``moments``
         is set for an optimizer without moments; ``update`` got no params, params in other dtypes than those of
-        ``init``, or the state of another optimizer.
+        ``init``, or the state of another optimizer; or ``update`` is called inside of ``shard_map``, and it is unknown
+        which params are split.
 
     >>> tx = low_precision(optax.sgd(1e-3), seed=1)
     >>> weights = {"w": jnp.ones(10_000, jnp.bfloat16)}
@@ -114,7 +122,7 @@ def low_precision(
     moments = dtype_among("moments", moments, _MOMENTS)
     require_whole_number("block", block)
     require_whole_number("seed", seed, least=0)
-    transform = _LowPrecisionTransform(as_optimizer(inner), rounding, moments, seed, block)
+    transform = _LowPrecisionTransform(as_optimizer(inner), rounding, moments, seed, block, _as_axes(axis_name))
     tx = LowPrecision(transform.init, transform.update)
     tx.transform = transform
     return tx
@@ -141,6 +149,7 @@ class _LowPrecisionTransform:
     moments: str
     seed: int
     block: int
+    axes: tuple[Hashable, ...] | None
 
     def init(self, weights: optax.Params) -> LowPrecisionState:
         _require_dtypes(weights)
@@ -264,7 +273,7 @@ class _LowPrecisionTransform:
         def rounded(path: Any, weight: Any, change: Any, lost: Any = None) -> Any:
             if not _is_bfloat16(weight):
                 return change, None
-            draw = None if self._is_compensated else Draw(self.seed, state.count, f"params/{path_name(path)}")
+            draw = None if self._is_compensated else self._draw(weight, state.count, f"params/{path_name(path)}")
             update, remainder = _rounded_update(weight, change, lost, draw)
             return update, None if lost is None else remainder
 
@@ -291,16 +300,36 @@ class _LowPrecisionTransform:
         for leaf, old_leaf, (path, is_moment, is_second), scale in zip(
             leaves, old_leaves, leaves_of_state(state), scales, strict=True
         ):
-            draw = Draw(self.seed, count, path)
             if not is_moment or self.moments == "float32":
                 encoded.append(in_dtype_of(leaf, old_leaf))  # the update computed it in float32
             elif not leaf.size:
                 encoded.append(leaf)
             elif self.moments == "bfloat16":
-                encoded.append(in_bfloat16(leaf, draw))
+                encoded.append(in_bfloat16(leaf, self._draw(leaf, count, path)))
             else:
+                draw = self._draw(leaf, count, path)
                 encoded.append(as_float8_blocks(leaf, is_second, self.block, draw, scale))
         return jax.tree.unflatten(structure, encoded)
+
+    def _draw(self, array: Any, count: jax.Array, name: str) -> Draw:
+        """Return the random bits of an array.
+
+        Raises:
+          ValueError: the code runs in a ``shard_map``, and it is unknown whether the array is split.
+        """
+        varying = manual_axes(array)
+        if varying and self.axes is None:
+            raise ValueError(
+                f"inside of shard_map, low_precision must know whether the axes {varying} split {name!r}; write "
+                f"low_precision(…, axis_name={varying}), or axis_name=() if all devices hold the same values"
+            )
+        split = tuple(axis for axis in varying if axis in (self.axes or ()))
+        if split and not shows_what_varies():
+            raise ValueError(
+                f"low_precision(…, axis_name={self.axes}) must know which params vary, but shard_map(…, "
+                "check_vma=False) and pmap hide it; write shard_map(…, check_vma=True)"
+            )
+        return Draw(self.seed, count, name, jax.lax.axis_index(split) if split else None)
 
     def shown(self) -> str:
         """Return a description of how params and moments are stored."""
@@ -381,6 +410,13 @@ def _rounded_update(weight: Any, change: Any, lost: Any, draw: Draw | None) -> t
     new = rounded.astype(jnp.float32)
     update = jnp.where(new == old, jnp.float32(-0.0), jnp.where(jnp.isfinite(exact), new - old, change))
     return update, ((old - new) + wanted).astype(jnp.bfloat16)  # `exact` is rounded to float32, so this is nearer
+
+
+def _as_axes(axis_name: Hashable | Sequence[Hashable] | None) -> tuple[Hashable, ...] | None:
+    """Return the names of axes as a tuple, or None."""
+    if axis_name is None:
+        return None
+    return tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
 
 
 def in_dtype_of(leaf: Any, other: Any) -> Any:

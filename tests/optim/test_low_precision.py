@@ -210,6 +210,50 @@ def test_params_and_state_have_the_same_bits_on_any_devices(rounding, moments):
     assert all(run == runs[0] for run in runs)
 
 
+def rounded_in_shard_map(spec, check_vma=True, moments="float32", **options):
+    """Return the new params and the momentum of an update in ``shard_map``, and those of the update under ``jit``."""
+    tx = jaxmp.low_precision(optax.sgd(1e-3, momentum=0.9), seed=1, moments=moments, **options)
+    weights, grads = {"w": concrete.ones((4, 1000), jnp.bfloat16)}, {"w": concrete.full((4, 1000), 1.1)}
+
+    def step(weights, state, grads):
+        updates, state = tx.update(grads, state, weights)
+        return optax.apply_updates(weights, updates)["w"], state.inner_state[0].trace["w"]
+
+    state = tx.init(weights)
+    specs = (spec, jax.tree.map(lambda leaf: spec if leaf.ndim else P(), state), spec)
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=spec, check_vma=check_vma)
+    results = [jax.jit(fun)(weights, state, grads) for fun in (mapped, step)]
+    return [[np.asarray(array, np.float32) for array in arrays] for arrays in results]
+
+
+def test_each_device_of_a_shard_map_draws_its_own_bits_for_its_part():
+    (params, momentum), _ = rounded_in_shard_map(P("data"), moments="bfloat16", axis_name="data")
+    for rows, share in ((params < 1, 0.28), (momentum > momentum.min(), None)):
+        share = rows.mean() if share is None else share  # 0.0011 of the spacing of 0.0039 below 1
+        assert 0.02 < share < 0.98 and abs(rows.mean() - share) < 0.03
+        agreement = [(rows[m] == rows[n]).mean() for m in range(4) for n in range(m)]
+        np.testing.assert_allclose(agreement, share**2 + (1 - share) ** 2, atol=0.06)  # of independent draws
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("options", [{}, {"axis_name": "data"}, {"axis_name": (), "check_vma": False}])
+def test_params_that_all_devices_of_a_shard_map_hold_have_the_bits_of_jit(options):
+    in_shard_map, in_jit = rounded_in_shard_map(P(), moments="bfloat16", **options)
+    jax.tree.map(np.testing.assert_array_equal, in_shard_map, in_jit)
+
+
+@pytest.mark.once
+def test_in_a_shard_map_it_must_be_known_which_params_are_split():
+    asked = r"must know whether the axes \('data',\) split 'params/w'; write .*, or axis_name=\(\) if all devices hold"
+    for spec, check_vma in ((P("data"), True), (P("data"), False), (P(), False)):
+        with pytest.raises(ValueError, match=asked):
+            rounded_in_shard_map(spec, check_vma)
+    with pytest.raises(ValueError, match=r"must know which params vary, .* write shard_map.*check_vma=True"):
+        rounded_in_shard_map(P("data"), check_vma=False, axis_name="data")
+    rounded_in_shard_map(P("data"), check_vma=False, rounding="kahan")  # draws no bits
+
+
 @pytest.mark.once
 def test_with_tx_goes_from_float32_to_low_precision_and_back():
     loss_fn, x, params = problem(jnp.float32)
