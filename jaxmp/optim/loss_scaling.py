@@ -31,8 +31,6 @@ from jaxmp.optim.low_precision import (
     LowPrecisionState,
     rounds_params,
 )
-from jaxmp.optim.pack_small import PackSmall, packed_as, without_packing
-from jaxmp.optim.packed_tree import unpacked
 from jaxmp.optim.remembered import remembered
 from jaxmp.optim.scale_power import warn_if_scaled
 from jaxmp.optim.scaled_grad import global_norm, nan_if_infinite
@@ -174,12 +172,12 @@ class _ScalingTransform:
     ) -> tuple[optax.Updates, LossScalingState]:
         check_state(state)
         warn_if_scaled(updates, state.loss_scale)
-        grads = packed_as(state.inner_state, widen(updates))
+        grads = widen(updates)
         squares = sum_of_squares(grads)
         new_updates, inner_state = self.inner.update(
             grads, state.inner_state, self._params_of_inner(params), **extra_args
         )
-        check_same_shapes(new_updates, unpacked(updates) if params is None else params)
+        check_same_shapes(new_updates, updates if params is None else params)
         counted = without_discarded(grads, (new_updates, inner_state))
         if counted is not grads:
             squares = sum_of_squares(counted)
@@ -227,20 +225,10 @@ def _is_outermost_low_precision(tx: Any) -> bool:
 def in_precision_of(tx: Any, inner_state: Any, params: Any) -> Any:
     """Return the state of an optimizer in the dtypes in which ``tx`` stores it."""
     before = inner_state if isinstance(inner_state, LowPrecisionState) else None
-    inner_state = decoded(before.inner_state) if before else without_packing(inner_state)
+    inner_state = decoded(before.inner_state) if before else inner_state
     if _is_outermost_low_precision(tx):
         return tx.inner.transform.wrap(inner_state, params, before)
-    if isinstance(tx, LossScaling) and isinstance(tx.inner, PackSmall):
-        return tx.inner.transform.wrap(inner_state, widen(params))
     return inner_state
-
-
-def packed_grads(tx: Any, opt_state: Any, grads: Any) -> Any:
-    """Return gradients packed for a :func:`jaxmp.pack_small` directly inside loss_scaling.
-
-    For any other optimizer, return ``grads``.
-    """
-    return packed_as(opt_state.inner_state, grads) if isinstance(tx, LossScaling) else grads
 
 
 def _copied_key(leaf: Any) -> Any:

@@ -25,7 +25,6 @@ from jaxmp.base.trees import is_float_array, nodes_of_type, path_name, widen
 from jaxmp.base.user_warnings import warn_user
 from jaxmp.optim.checked_params import are_params_checked
 from jaxmp.optim.checks import as_optimizer
-from jaxmp.optim.packed_tree import is_packed
 from jaxmp.optim.stochastic_rounding import Draw, stochastic_bfloat16
 from jaxmp.optim.stored_moments import (
     MomentFormat,
@@ -156,11 +155,6 @@ class _LowPrecisionTransform:
         state = self.inner.init(widen(weights))
         if rounds_params(state):
             raise ValueError(BEHIND_LOW_PRECISION)
-        if any(map(is_packed, jax.tree.leaves(state, is_leaf=is_packed))):
-            raise ValueError(
-                "low_precision stores the moments of each param on its own, but got pack_small in it; leave pack_small "
-                "out"
-            )
         if jax.tree.leaves(weights):  # optax.tree_map_params calls init with a placeholder, which has no params
             self.warn_if_nothing_is_rounded(weights)
             self._require_moments(state)

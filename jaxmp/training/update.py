@@ -15,7 +15,6 @@ import jax
 from jaxmp.base import trees as _tree
 from jaxmp.optim.checks import require_no_line_search
 from jaxmp.optim.discarded_grads import without_discarded
-from jaxmp.optim.loss_scaling import packed_grads
 from jaxmp.optim.scaled_grad import global_norm, scaled_value_and_grad
 from jaxmp.optim.scaling_state import get_loss_scale, get_loss_scaling_state
 from jaxmp.sharding.devices import DevicesOfArrays
@@ -61,8 +60,7 @@ class Update:
             rng, loss_rng = (None, None) if state.rng is None else jax.random.split(state.rng)
             result = self.gradients(state, batch, loss_rng)
             loss_scale = get_loss_scale(state.opt_state)
-            scaled_grads = packed_grads(state.tx, state.opt_state, _tree.widen(result.grads))
-            grads = loss_scale.unscale(scaled_grads)
+            grads = loss_scale.unscale(_tree.widen(result.grads))
             norm = global_norm(grads)
             new_state = self._update_state(state, grads, result.model_state, result.loss, rng)
             counted = without_discarded(grads, (new_state.params, new_state.opt_state))
