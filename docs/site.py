@@ -32,7 +32,7 @@ PAGES: dict[str, tuple[str, str, str]] = {
         "Train step",
         "A compiled step with its state, or the parts for a step of your own.",
         "make_train_step nnx.make_train_step make_eval_step TrainState nnx.Optimizer value_and_grad nnx.value_and_grad "
-        "low_precision pack_small raise_if_stuck NonFiniteTrainingError",
+        "low_precision raise_if_stuck NonFiniteTrainingError",
     ),
     "loss_scale": (
         "Loss scale",

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from jaxmp.optim.loss_scale import StaticLossScale as StaticLossScale
     from jaxmp.optim.loss_scaling import loss_scaling as loss_scaling
     from jaxmp.optim.low_precision import low_precision as low_precision
-    from jaxmp.optim.pack_small import pack_small as pack_small
     from jaxmp.optim.scaled_grad import value_and_grad as value_and_grad
     from jaxmp.optim.scaling_state import LossScalingState as LossScalingState
     from jaxmp.optim.scaling_state import get_loss_scale as get_loss_scale
@@ -79,7 +78,6 @@ _NAMES = {
     ),
     "jaxmp.optim.loss_scaling": ("loss_scaling",),
     "jaxmp.optim.low_precision": ("low_precision",),
-    "jaxmp.optim.pack_small": ("pack_small",),
     "jaxmp.optim.scaled_grad": ("value_and_grad",),
     "jaxmp.optim.scaling_state": (
         "get_loss_scale",

@@ -145,8 +145,6 @@ PIECES = (
              "--policies", "tensorfloat32"),
     *steps("chunks", "time and memory by the chunks of the cross-entropy", (*CHUNKS, "compile-bf16"),
            models=TRANSFORMERS),
-    *steps("packed", "small params updated one by one and as one vector",
-           ("jaxmp-bf16", "jaxmp-bf16-packed", "jaxmp-fp16", "jaxmp-fp16-packed")),
     alone("float8", "the speed-up of float8 in products, blocks and steps", "--routes", "jaxmp", "autocast"),
     alone("low_precision", "an update's bytes and time by the storage of params and moments",
           smoke=(*_BRIEF, "--rows", "8"), limited=False),

@@ -65,7 +65,7 @@ class PrecisionFlags:
     override: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="PATTERN=POLICY")] = ()
     """Another policy for the modules whose path matches PATTERN, as in '**/Dense_1=float32'. Under autocast, paths
     begin with the model's name."""
-    low_precision: Literal["none", "nearest", "kahan", "split", "stochastic", "bfloat16", "float8"] = "none"
+    low_precision: Literal["none", "kahan", "stochastic", "bfloat16", "float8"] = "none"
     """A way to round bfloat16 params (--policy bfloat16_sr), so that they learn without float32 copies. bfloat16 and
     float8 round stochastically and also store the optimizer's moments in that format."""
 

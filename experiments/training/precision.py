@@ -156,7 +156,7 @@ def read_low_precision(inner: Any, low_precision: str, seed: int) -> Any:
     """
     if low_precision == "none":
         return inner
-    if low_precision in ("nearest", "kahan", "split", "stochastic"):
+    if low_precision in ("kahan", "stochastic"):
         return jaxmp.low_precision(inner, rounding=low_precision, seed=seed)
     return jaxmp.low_precision(inner, moments=low_precision, seed=seed)
 

@@ -85,15 +85,20 @@ class _Matching:
         self._casts: dict[str, int] = {}
 
     def match_low_precision(self) -> None:
-        """Match the optimizer's state if one side has ``jaxmp.low_precision`` around it, or another rounding."""
+        """Match the optimizer's state if one side has ``jaxmp.low_precision`` around it, or another rounding.
+
+        Raises:
+          ValueError: the compensation is not Kahan's, but the int8 part of split master weights.
+        """
         new_paths, old_paths = low_precision_paths(self._like), self._record["low_precision"]
+        for path in old_paths:
+            self._require_no_split_weights(f"{path}/compensation")
         for path in new_paths:
             if path not in old_paths:
                 self._move_below(path, source=path, target=f"{path}/inner_state")
                 self._keep_values_below(f"{path}/count")
                 self.changes.append("the optimizer becomes low_precision")
             self._keep_values_below(f"{path}/compensation")
-            self._forget_other_compensation(f"{path}/compensation")
         for path in old_paths:
             if path not in new_paths:
                 self._move_below(path, source=f"{path}/inner_state", target=path)
@@ -111,13 +116,13 @@ class _Matching:
         for name in [name for name in self._leaves if is_below(name, target)]:
             self._use(name, source + name.removeprefix(target))
 
-    def _forget_other_compensation(self, compensation: str) -> None:
-        """Do not use a saved compensation of another rounding, which has another dtype."""
-        self.sources = {
-            name: source
-            for name, source in self.sources.items()
-            if not is_below(name, compensation) or dtype_of(self._leaves[name]) == self._saved[source].dtype
-        }
+    def _require_no_split_weights(self, compensation: str) -> None:
+        for name, array in self._saved.items():
+            if is_below(name, compensation) and array.dtype == jnp.int8:
+                raise ValueError(
+                    f"{name!r} in {self._where} is a part of split master weights (rounding='split'), which this "
+                    "version of jaxmp does not have;\nrestore the checkpoint with the version that saved it"
+                )
 
     def _add_lost_parts(self, compensation: str) -> None:
         """Add the saved rounding errors to float32 params."""

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxmp.base.trees import is_key
+from jaxmp.base.trees import is_key, map_nodes_of_type
 from jaxmp.checkpoint.matching import Match, match
 from jaxmp.checkpoint.named_leaves import (
     as_tree,
@@ -25,7 +25,8 @@ from jaxmp.checkpoint.named_leaves import (
 )
 from jaxmp.checkpoint.saving import orbax_folders, require_folder, wait
 from jaxmp.nnx.training import take_state
-from jaxmp.optim.compensation import read_compensation
+from jaxmp.optim.loss_scale_state import ScaleState
+from jaxmp.optim.scaling_state import LossScalingState
 
 T = TypeVar("T")
 
@@ -37,9 +38,10 @@ def restore(folder: str | PathLike[str], like: T, *, step: int | None = None, do
     optimizers in ``like`` are also changed in place. One line is printed, with the step and the folder. If the new run
     differs from the saved one, the state is converted, and the line also lists the conversions:
 
-    - Floating arrays are cast to the dtypes of ``like``, and so are integers if their values fit.
-    - A loss scale of the same class continues with the saved value and counters, and with the settings of ``like``. A
-      loss scale of another class starts fresh.
+    - Floating arrays are cast to the dtypes of ``like``, and so are integers if their values fit. The line counts the
+      numbers that become 0.
+    - A loss scale of the same class continues with the saved value and counters, and with the settings of ``like``. If
+      these do not allow a number, it moves to the nearest that they allow. A loss scale of another class starts fresh.
     - A moving average that was not saved starts at the restored params. A saved average that ``like`` does not have is
       dropped. The same holds for the random key, which starts fresh. (If ``like`` is a dict of NNX models and
       optimizers, both runs need the same ``ema``.)
@@ -88,6 +90,7 @@ def restore(folder: str | PathLike[str], like: T, *, step: int | None = None, do
         arrays = {**reading.arrays(_places(matched, forms, saved, empty)), **empty}
     new_leaves = _convert(matched, forms, leaves, arrays, reading.record)
     new: Any = jax.tree.unflatten(jax.tree.structure(tree), [new_leaves[name] for name in leaves])
+    new = map_nodes_of_type(lambda state: _within_bounds(state, matched.changes), new, LossScalingState)
     if jax.process_index() == 0:
         changes = f": {'; '.join(matched.changes)}" if matched.changes else ""
         print(f"restored step {reading.path.name} of {reading.path.parent}{changes}")
@@ -97,6 +100,20 @@ def restore(folder: str | PathLike[str], like: T, *, step: int | None = None, do
     pair: Any = like
     take_state(pair[0], pair[1], new)
     return like
+
+
+def _within_bounds(state: LossScalingState, changes: list[str]) -> LossScalingState:
+    """Move the numbers of a loss scale into the bounds of the new run, and append a text for each that moves."""
+    scale = state.loss_scale
+    if not isinstance(scale, ScaleState):
+        return state
+    bounded, has_moved = scale.within_bounds(), False
+    for name, number in vars(bounded).items():
+        before, after = np.asarray(getattr(scale, name)), np.asarray(number)
+        if not np.array_equal(before, after):
+            has_moved = True
+            changes.append(f"the loss scale's {name} {before} -> {after}, within the bounds of the new run")
+    return state._replace(loss_scale=bounded) if has_moved else state
 
 
 def _is_nnx_object(node: Any) -> bool:
@@ -239,6 +256,7 @@ def _convert(
 ) -> dict[str, Any]:
     """Return the leaves of the new state by name."""
     new: dict[str, Any] = {}
+    zeros: dict[str, int] = {}
     for name, form in forms.items():
         if name in matched.derived:
             continue
@@ -249,9 +267,11 @@ def _convert(
         array = arrays[source]
         if name in matched.lost_parts:
             array = array.astype(form.dtype)
-            lost_part = read_compensation(array, arrays[matched.lost_parts[name]])
-            array = array + (lost_part if isinstance(array, jax.Array) else np.asarray(lost_part))
+            array = array + arrays[matched.lost_parts[name]].astype(form.dtype)
         new[name] = _in_form(name, array, form, record["keys"].get(source))
+        cast = f"numbers of {name.split('/')[0]} become 0 in {form.dtype}"
+        zeros[cast] = zeros.get(cast, 0) + _count_new_zeros(array, new[name])
+    matched.changes += [f"{count} {cast}" for cast, count in zeros.items() if count]
     for name, param in matched.derived.items():
         form = forms[name]
         start = np.array(new[param]) if form.sharding is None else jnp.copy(new[param])  # a step donates both
@@ -291,6 +311,21 @@ def _require_finite(name: str, before: Any, after: Any) -> None:
             f"{name!r} has numbers above {float(jnp.finfo(after.dtype).max):g}, the largest number of {after.dtype};\n"
             f"restore it as {before.dtype}, for example with float32 params under a mixed policy"
         )
+
+
+def _count_new_zeros(before: Any, after: Any) -> int:
+    """Return how many numbers a cast to a dtype of a smaller range turns into 0."""
+    dtypes = [getattr(array, "dtype", np.dtype(bool)) for array in (before, after)]
+    if not all(jnp.issubdtype(dtype, jnp.inexact) for dtype in dtypes):
+        return 0
+    if jnp.finfo(dtypes[1]).tiny <= jnp.finfo(dtypes[0]).tiny:
+        return 0
+    return int(_jitted_new_zeros(before, after))
+
+
+@jax.jit
+def _jitted_new_zeros(before: Any, after: Any) -> Any:
+    return ((before != 0) & (after == 0)).sum()
 
 
 def _overflows(before: Any, after: Any) -> Any:

@@ -13,7 +13,6 @@ from jaxmp.base.trees import path_name, widen
 from jaxmp.base.user_warnings import warn_user
 from jaxmp.optim.checked_params import are_params_checked, params_are_checked
 from jaxmp.optim.low_precision import LowPrecision, rounds_params
-from jaxmp.optim.pack_small import packed_as
 from jaxmp.program.invariants import SAME_FOR_EXAMPLES
 
 
@@ -71,7 +70,7 @@ def _are_updated(inner: optax.GradientTransformationExtraArgs, shapes: Any) -> l
     def updates_of(grads: Any, params: Any) -> Any:
         weights = widen(params)
         state = inner.init(weights)
-        return inner.update(packed_as(state, grads), state, weights, value=jnp.zeros(()))[0]
+        return inner.update(grads, state, weights, value=jnp.zeros(()))[0]
 
     count = len(jax.tree.leaves(shapes))
     try:

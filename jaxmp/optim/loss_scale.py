@@ -279,6 +279,18 @@ class DynamicLossScale(ScaleState, LossScale):
             self.__dict__["countdown"] = None
         elif self.countdown is None:
             self.__dict__["countdown"] = jnp.asarray(self.hysteresis, jnp.int32)
+        elif is_concrete(self.countdown) and np.any(self.countdown > self.hysteresis):
+            raise ValueError(
+                f"countdown must be at most hysteresis, got {self.countdown} and {self.hysteresis}: with None, it "
+                "starts at hysteresis"
+            )
+
+    def within_bounds(self) -> Self:
+        """Return the loss scale with its numbers moved into the bounds of its settings."""
+        bounded = super().within_bounds()
+        if bounded.countdown is None:
+            return bounded
+        return bounded._with(countdown=jnp.minimum(bounded.countdown, self.hysteresis))
 
     def is_stuck(self, before: LossScale) -> jax.Array:
         """See :meth:`LossScale.is_stuck`; False while hysteresis delays the backoff."""

@@ -39,6 +39,11 @@ class ScaleState:
             self.__dict__[name] = self._checked(name, x)
         self._check_bounds()
 
+    def within_bounds(self) -> Self:
+        """Return the loss scale with its numbers moved into the bounds of its settings."""
+        low, high = max(vars(self)["min_loss_scale"], TINY), vars(self)["max_loss_scale"]
+        return self._with(loss_scale=jnp.clip(vars(self)["loss_scale"], low, high))
+
     def _checked(self, name: str, x: Any) -> Any:
         """Check a field, and return it as an array, an int or a float."""
         if name not in self._leaves:

@@ -21,6 +21,7 @@ from jaxmp.base.arguments import require_flag
 from jaxmp.base.donation import require_not_deleted
 from jaxmp.base.trees import all_finite, is_finite_sum, is_key, max_abs, select_tree, sum_of_squares, widen
 from jaxmp.optim.checks import as_optimizer, check_same_shapes, check_state
+from jaxmp.optim.discarded_grads import without_discarded
 from jaxmp.optim.half_params import warn_if_updates_vanish
 from jaxmp.optim.loss_scale import LossScale, as_loss_scale
 from jaxmp.optim.loss_scale_state import is_concrete
@@ -30,8 +31,6 @@ from jaxmp.optim.low_precision import (
     LowPrecisionState,
     rounds_params,
 )
-from jaxmp.optim.pack_small import PackSmall, packed_as, without_packing
-from jaxmp.optim.packed_tree import unpacked
 from jaxmp.optim.remembered import remembered
 from jaxmp.optim.scale_power import warn_if_scaled
 from jaxmp.optim.scaled_grad import global_norm, nan_if_infinite
@@ -53,7 +52,8 @@ def loss_scaling(
     in float32. If it is finite, ``inner`` updates the params and the scale may grow. If not, the step is skipped: the
     scale backs off, ``inner``'s state does not change, and all updates are -0.0. (Adding -0.0 changes no bit of a
     param.) ``inner`` gets float32 gradients and params, so its state is float32. Only a :func:`jaxmp.low_precision`
-    optimizer gets the params without a cast.
+    optimizer gets the params without a cast. In ``jax.jit``, gradients that ``inner`` discards do not count, such as
+    those of params that ``optax.set_to_zero`` freezes.
 
     Put clipping, momentum, weight decay and schedules into ``inner``. A transform that follows ``loss_scaling`` in a
     chain does not know that a step was skipped. :func:`value_and_grad` refuses such a transform if it has a state. It
@@ -172,16 +172,19 @@ class _ScalingTransform:
     ) -> tuple[optax.Updates, LossScalingState]:
         check_state(state)
         warn_if_scaled(updates, state.loss_scale)
-        grads = packed_as(state.inner_state, widen(updates))
+        grads = widen(updates)
         squares = sum_of_squares(grads)
         new_updates, inner_state = self.inner.update(
             grads, state.inner_state, self._params_of_inner(params), **extra_args
         )
-        check_same_shapes(new_updates, unpacked(updates) if params is None else params)
+        check_same_shapes(new_updates, updates if params is None else params)
+        counted = without_discarded(grads, (new_updates, inner_state))
+        if counted is not grads:
+            squares = sum_of_squares(counted)
         finite = is_finite_sum(squares)
         if self.check_updates:
             finite &= all_finite(new_updates)
-        finite, grad_max = self._agreed(finite, max_abs(grads) if state.loss_scale.needs_grad_max else None)
+        finite, grad_max = self._agreed(finite, max_abs(counted) if state.loss_scale.needs_grad_max else None)
         inner_state = select_tree(finite, inner_state, state.inner_state)
         new_state = self._new_state(state, inner_state, finite, grad_max, squares)
         return zero_unless(finite, new_updates), new_state
@@ -222,20 +225,10 @@ def _is_outermost_low_precision(tx: Any) -> bool:
 def in_precision_of(tx: Any, inner_state: Any, params: Any) -> Any:
     """Return the state of an optimizer in the dtypes in which ``tx`` stores it."""
     before = inner_state if isinstance(inner_state, LowPrecisionState) else None
-    inner_state = decoded(before.inner_state) if before else without_packing(inner_state)
+    inner_state = decoded(before.inner_state) if before else inner_state
     if _is_outermost_low_precision(tx):
         return tx.inner.transform.wrap(inner_state, params, before)
-    if isinstance(tx, LossScaling) and isinstance(tx.inner, PackSmall):
-        return tx.inner.transform.wrap(inner_state, widen(params))
     return inner_state
-
-
-def packed_grads(tx: Any, opt_state: Any, grads: Any) -> Any:
-    """Return gradients packed for a :func:`jaxmp.pack_small` directly inside loss_scaling.
-
-    For any other optimizer, return ``grads``.
-    """
-    return packed_as(opt_state.inner_state, grads) if isinstance(tx, LossScaling) else grads
 
 
 def _copied_key(leaf: Any) -> Any:
@@ -286,7 +279,7 @@ def take_step(
     updates, new_state = tx.update(nan_if_infinite(grads), opt_state, params, **extra_args)
     # The counter shows whether loss_scaling skipped: a transform around it may not have called it in this step.
     was_skipped = get_loss_scaling_state(new_state).skipped_steps > get_loss_scaling_state(opt_state).skipped_steps
-    finite = jnp.isfinite(global_norm(grads)) & ~was_skipped
+    finite = jnp.isfinite(global_norm(without_discarded(grads, (updates, new_state)))) & ~was_skipped
     return updates, _keep_scale(finite, new_state, opt_state), finite
 
 

@@ -3,13 +3,13 @@
 A bfloat16 param has 8 significant bits. Rounding to nearest loses every update below half a unit in the last place.
 Stochastic rounding goes up or down at random, so that the average is the exact update (Gupta et al. 2015,
 arXiv:1502.02551; for bfloat16 language models, Ozkara et al. 2025, arXiv:2502.20566). Kahan's compensation stores the
-rounding error in another 16 bits. A split master weight stores it in 8 bits.
+rounding error in another 16 bits.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -18,14 +18,13 @@ import optax
 from jax.tree_util import GetAttrKey, KeyPath
 from jax.typing import DTypeLike
 
+from jaxmp._internals.jax.traces import manual_axes, shows_what_varies
 from jaxmp.base.arguments import require_whole_number
 from jaxmp.base.dtypes import closest_names, dtype_among
-from jaxmp.base.trees import is_float_array, nodes_of_type, path_name, path_parts, widen
+from jaxmp.base.trees import is_float_array, nodes_of_type, path_name, widen
 from jaxmp.base.user_warnings import warn_user
 from jaxmp.optim.checked_params import are_params_checked
 from jaxmp.optim.checks import as_optimizer
-from jaxmp.optim.compensation import COMPENSATION_DTYPES, compensation_of, read_compensation
-from jaxmp.optim.packed_tree import is_packed
 from jaxmp.optim.stochastic_rounding import Draw, stochastic_bfloat16
 from jaxmp.optim.stored_moments import (
     MomentFormat,
@@ -37,14 +36,11 @@ from jaxmp.optim.stored_moments import (
     paths_of_moments,
     readable_with_scales,
 )
-from jaxmp.policy.patterns import ALL, Path, first_match, require_first_matches, require_param_pattern
 
-Rounding = Literal["stochastic", "kahan", "split", "nearest"]
+Rounding = Literal["stochastic", "kahan"]
 Moments = Literal["float32", "bfloat16", "float8"] | DTypeLike
-_ROUNDINGS = ("stochastic", "kahan", "split", "nearest")
+_ROUNDINGS = ("stochastic", "kahan")
 _MOMENTS = ("float32", "bfloat16", "float8")
-_DEFAULT: Rounding = "stochastic"
-"""The rounding of a param that no pattern covers."""
 
 
 class LowPrecisionState(NamedTuple):
@@ -53,8 +49,8 @@ class LowPrecisionState(NamedTuple):
     Attributes:
       count: the number of updates so far, an int32 scalar. The random bits of an update depend on the count.
       inner_state: the state of the wrapped optimizer, with the moments in their storage format.
-      compensation: the rounding error of each bfloat16 param, in bfloat16 with ``"kahan"`` and in int8 with
-        ``"split"``; None for other params. If no param has one of these two roundings, ``compensation`` is None.
+      compensation: with ``"kahan"``, the rounding error of each bfloat16 param, in bfloat16, and None for other params.
+        With ``"stochastic"``, ``compensation`` is None.
       moments: the storage format of the moments.
     """
 
@@ -67,10 +63,11 @@ class LowPrecisionState(NamedTuple):
 def low_precision(
     inner: optax.GradientTransformation,
     *,
-    rounding: Rounding | Mapping[str, Rounding] | None = None,
+    rounding: Rounding | None = None,
     moments: Moments = "float32",
     seed: int = 0,
     block: int = 256,
+    axis_name: Hashable | Sequence[Hashable] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Train bfloat16 params without a float32 copy, and store moments in fewer bits.
 
@@ -81,7 +78,9 @@ def low_precision(
 
     The only transform that you may put around ``low_precision`` is :func:`jaxmp.loss_scaling`. The random bits of
     stochastic rounding are a hash of the seed, the count of updates, the param's path and the position in the array. So
-    no PRNG key is needed, and the bits are the same on any number of devices and after a resume.
+    no PRNG key is needed, and the bits are the same on any number of devices and after a resume. Inside of
+    ``shard_map``, the position in the whole array is unknown: there, each device draws other bits for its part, and
+    ``axis_name`` must say which mesh axes split the params.
 
     Moments are recognised by the types of optax's states. ``print(tx)`` shows how each moment is stored. With
     ``moments="bfloat16"`` or ``"float8"``, moments are rounded stochastically. (With rounding to nearest, a second
@@ -91,22 +90,21 @@ def low_precision(
 
     Args:
       inner: any optax transform.
-      rounding: the rounding of bfloat16 params: ``"stochastic"``; ``"kahan"``, which stores the rounding error in 16
-        more bits per param; ``"split"``, which stores 8 more bits of each param's mantissa; or ``"nearest"``, which
-        loses every update that is smaller than half a unit in the param's last place. None means ``"stochastic"``. For
-        several roundings, pass a mapping from patterns of param paths to roundings, such as ``{"embed": "stochastic",
-        "**": "kahan"}``. The first match wins. A pattern is a glob as in :class:`jaxmp.PolicyMap`, and covers all
-        params below the path. A param that no pattern covers is rounded stochastically.
+      rounding: the rounding of bfloat16 params: ``"stochastic"``; or ``"kahan"``, which rounds to nearest and stores
+        the rounding error in 16 more bits per param. None means ``"stochastic"``.
       moments: the format in which moments are stored between steps: ``"float32"``, ``"bfloat16"`` or ``"float8"``. An
         alias (``"bf16"``) or a dtype will do, too.
       seed: the seed of stochastic rounding.
       block: the number of values along the last axis that share one scale in ``"float8"``.
+      axis_name: the mesh axes over which a ``shard_map`` around ``update`` splits the params, and ``()`` if all devices
+        hold the same params. Params that do not vary over these axes get the same bits on all devices.
 
     Raises:
       TypeError: ``inner`` is not an optimizer.
-      ValueError: another argument has a value that is not allowed; ``init`` got float16 or float8 params; a pattern of
-        ``rounding`` is the first match of no param; ``moments`` is set for an optimizer without moments; ``update`` got
-        no params, params in other dtypes than those of ``init``, or the state of another optimizer.
+      ValueError: another argument has a value that is not allowed; ``init`` got float16 or float8 params; ``moments``
+        is set for an optimizer without moments; ``update`` got no params, params in other dtypes than those of
+        ``init``, or the state of another optimizer; or ``update`` is called inside of ``shard_map``, and it is unknown
+        which params are split.
 
     >>> tx = low_precision(optax.sgd(1e-3), seed=1)
     >>> weights = {"w": jnp.ones(10_000, jnp.bfloat16)}
@@ -115,21 +113,15 @@ def low_precision(
     >>> new.dtype, round(float(1 - new.astype("float32").mean()), 4)  # rounding to nearest would give 0
     (dtype(bfloat16), 0.001)
     """
-    if rounding is None:
-        roundings: dict[str, Rounding] = {}
-    else:
-        roundings = dict(rounding) if isinstance(rounding, Mapping) else {ALL: rounding}
-    for pattern, choice in roundings.items():
-        require_param_pattern(pattern)
-        if choice not in _ROUNDINGS:
-            raise ValueError(
-                f"rounding must be one of {', '.join(map(repr, _ROUNDINGS))}, got {choice!r}; nearest: "
-                f"{closest_names(str(choice), _ROUNDINGS)}"
-            )
+    if rounding not in (None, *_ROUNDINGS):
+        raise ValueError(
+            f"rounding must be one of {', '.join(map(repr, _ROUNDINGS))}, got {rounding!r}; nearest: "
+            f"{closest_names(str(rounding), _ROUNDINGS)}"
+        )
     moments = dtype_among("moments", moments, _MOMENTS)
     require_whole_number("block", block)
     require_whole_number("seed", seed, least=0)
-    transform = _LowPrecisionTransform(as_optimizer(inner), tuple(roundings.items()), moments, seed, block)
+    transform = _LowPrecisionTransform(as_optimizer(inner), rounding, moments, seed, block, _as_axes(axis_name))
     tx = LowPrecision(transform.init, transform.update)
     tx.transform = transform
     return tx
@@ -149,54 +141,40 @@ class LowPrecision(optax.GradientTransformationExtraArgs):
 
 @dataclasses.dataclass(frozen=True)
 class _LowPrecisionTransform:
-    """The arguments and the methods of the transform :func:`low_precision`.
-
-    ``roundings`` has the user's pairs of a pattern and a rounding. The first match wins. A param without a match is
-    rounded stochastically.
-    """
+    """The arguments and the methods of the transform :func:`low_precision`."""
 
     inner: optax.GradientTransformationExtraArgs
-    roundings: tuple[tuple[str, str], ...]
+    rounding: Rounding | None
     moments: str
     seed: int
     block: int
+    axes: tuple[Hashable, ...] | None
 
     def init(self, weights: optax.Params) -> LowPrecisionState:
         _require_dtypes(weights)
         state = self.inner.init(widen(weights))
         if rounds_params(state):
             raise ValueError(BEHIND_LOW_PRECISION)
-        if any(map(is_packed, jax.tree.leaves(state, is_leaf=is_packed))):
-            raise ValueError(
-                "low_precision stores the moments of each param on its own, but got pack_small in it; leave pack_small "
-                "out"
-            )
-        paths = [path_parts(path) for path, _ in jax.tree.leaves_with_path(weights)]
-        if paths:  # optax.tree_map_params calls init with a placeholder, which has no params
-            self._check_options(state, weights, paths)
+        if jax.tree.leaves(weights):  # optax.tree_map_params calls init with a placeholder, which has no params
+            self.warn_if_nothing_is_rounded(weights)
+            self._require_moments(state)
         return self.wrap(state, weights)
 
-    def _check_options(self, state: Any, weights: Any, paths: Sequence[Path]) -> None:
-        """Raise a ValueError, or warn, if an option has no effect on the params or on the state of ``inner``."""
-        require_first_matches(self._patterns, paths)
-        self.warn_if_nothing_is_rounded(weights)
+    def _require_moments(self, state: Any) -> None:
+        """Raise a ValueError if ``moments`` has no effect on the state of ``inner``."""
         if self.moments != "float32" and not any(leaf.is_moment for leaf in leaves_of_state(state)):
             raise ValueError(
                 f"moments={self.moments!r} needs an optimizer with known moments, such as optax.adam, and found none; "
                 "leave moments out"
             )
 
-    @property
-    def _patterns(self) -> list[str]:
-        return [pattern for pattern, _ in self.roundings]
-
     def warn_if_nothing_is_rounded(self, weights: Any) -> None:
         """Warn if no param is bfloat16, but the user chose a rounding, or no moment is stored in fewer bits."""
         if are_params_checked() or any(_is_bfloat16(leaf) for leaf in jax.tree.leaves(weights)):
             return
-        if self.roundings:
+        if self.rounding is not None:
             warn_user(
-                f"rounding={self._rounding_text()} rounds bfloat16 params, but no param is bfloat16, so it does "
+                f"rounding={self.rounding!r} rounds bfloat16 params, but no param is bfloat16, so it does "
                 "nothing; use a policy with bfloat16 params, such as 'bfloat16_sr', or leave rounding out"
             )
         elif self.moments == "float32":
@@ -206,24 +184,10 @@ class _LowPrecisionTransform:
                 "low_precision out"
             )
 
-    def _rounding_text(self) -> str:
-        """Return the argument ``rounding`` as text."""
-        roundings = dict(self.roundings) or {ALL: _DEFAULT}
-        return repr(roundings[ALL] if list(roundings) == [ALL] else roundings)
-
-    def _rounding_of(self, path: Any) -> str:
-        """Return the rounding of the param at a path."""
-        pattern = first_match(self._patterns, path_parts(path))
-        return _DEFAULT if pattern is None else dict(self.roundings)[pattern]
-
-    def _compensation_dtype(self, path: Any, weight: Any) -> Any:
-        """Return the dtype of the compensation of a param, or None if the param has none."""
-        return COMPENSATION_DTYPES.get(self._rounding_of(path)) if _is_bfloat16(weight) else None
-
     @property
     def _is_compensated(self) -> bool:
-        """Return whether a rounding has a compensation."""
-        return any(rounding in COMPENSATION_DTYPES for _, rounding in self.roundings)
+        """Return whether bfloat16 params have a compensation."""
+        return self.rounding == "kahan"
 
     def wrap(
         self, inner_state: Any, weights: optax.Params, before: LowPrecisionState | None = None
@@ -235,20 +199,14 @@ class _LowPrecisionTransform:
         count = jnp.zeros((), jnp.int32) if before is None else before.count
         compensation = None
         if self._is_compensated:
-
-            def lost(path: Any, weight: Any, old: Any = None) -> Any:
-                dtype = self._compensation_dtype(path, weight)
-                if dtype is None:
-                    return None
-                if old is None:
-                    return jnp.zeros_like(weight, dtype)
-                if old.dtype == dtype:
-                    return old
-                wide = weight.astype(jnp.float32)
-                return compensation_of(wide + read_compensation(wide, old), wide, dtype)
-
             stored = [] if before is None or before.compensation is None else [before.compensation]
-            compensation = jax.tree.map_with_path(lost, weights, *stored)
+
+            def lost(weight: Any, old: Any = None) -> Any:
+                if not _is_bfloat16(weight):
+                    return None
+                return jnp.zeros_like(weight) if old is None else old
+
+            compensation = jax.tree.map(lost, weights, *stored)
         encoded = self._encoded(inner_state, inner_state, count)
         return LowPrecisionState(count, encoded, compensation, MomentFormat(self.moments))
 
@@ -284,24 +242,24 @@ class _LowPrecisionTransform:
 
     def _error_of_state(self, came: str) -> ValueError:
         return ValueError(
-            f"low_precision(…, rounding={self._rounding_text()}) needs the state of its own init, got {came}; for a "
-            "train state use state.with_tx(tx)"
+            f"low_precision(…, rounding={self.rounding or 'stochastic'!r}) needs the state of its own init, got "
+            f"{came}; for a train state use state.with_tx(tx)"
         )
 
     def _require_compensation(self, compensation: Any, weights: Any) -> None:
-        """Raise a ValueError if a compensation is not the one that these roundings store for these params."""
+        """Raise a ValueError if a compensation is not one of these params."""
         dtype_of = {path_name(path): leaf.dtype for path, leaf in jax.tree.leaves_with_path(compensation)}
-        for path, weight in jax.tree.leaves_with_path(weights):
+        for path, weight in jax.tree.leaves_with_path(weights if self._is_compensated else None):
             name = path_name(path)
-            dtype, expected = dtype_of.get(name), self._compensation_dtype(path, weight)
-            if dtype == expected:
+            dtype = dtype_of.get(name)
+            if dtype == (jnp.bfloat16 if _is_bfloat16(weight) else None):
                 continue
             if not _is_bfloat16(weight):
                 raise ValueError(
                     f"update takes the params of init, got {name!r} of {weight.dtype}, which was bfloat16; pass the "
                     "bfloat16 params, not a copy in another dtype"
                 )
-            raise self._error_of_state(f"one of another rounding of {name!r}, or of params in other dtypes")
+            raise self._error_of_state(f"one in which {name!r} has another rounding or another dtype")
 
     def _rounded_updates(self, changes: Any, state: LowPrecisionState, weights: Any) -> tuple[Any, Any]:
         """Return the updates to the rounded new params, and the compensation."""
@@ -309,8 +267,7 @@ class _LowPrecisionTransform:
         def rounded(path: Any, weight: Any, change: Any, lost: Any = None) -> Any:
             if not _is_bfloat16(weight):
                 return change, None
-            is_random = self._rounding_of(path) == "stochastic"
-            draw = Draw(self.seed, state.count, f"params/{path_name(path)}") if is_random else None
+            draw = None if self._is_compensated else self._draw(weight, state.count, f"params/{path_name(path)}")
             update, remainder = _rounded_update(weight, change, lost, draw)
             return update, None if lost is None else remainder
 
@@ -337,38 +294,51 @@ class _LowPrecisionTransform:
         for leaf, old_leaf, (path, is_moment, is_second), scale in zip(
             leaves, old_leaves, leaves_of_state(state), scales, strict=True
         ):
-            draw = Draw(self.seed, count, path)
             if not is_moment or self.moments == "float32":
                 encoded.append(in_dtype_of(leaf, old_leaf))  # the update computed it in float32
             elif not leaf.size:
                 encoded.append(leaf)
             elif self.moments == "bfloat16":
-                encoded.append(in_bfloat16(leaf, draw))
+                encoded.append(in_bfloat16(leaf, self._draw(leaf, count, path)))
             else:
+                draw = self._draw(leaf, count, path)
                 encoded.append(as_float8_blocks(leaf, is_second, self.block, draw, scale))
         return jax.tree.unflatten(structure, encoded)
 
+    def _draw(self, array: Any, count: jax.Array, name: str) -> Draw:
+        """Return the random bits of an array.
+
+        Raises:
+          ValueError: the code runs in a ``shard_map``, and it is unknown whether the array is split.
+        """
+        varying = manual_axes(array)
+        if varying and self.axes is None:
+            raise ValueError(
+                f"inside of shard_map, low_precision must know whether the axes {varying} split {name!r}; write "
+                f"low_precision(…, axis_name={varying}), or axis_name=() if all devices hold the same values"
+            )
+        split = tuple(axis for axis in varying if axis in (self.axes or ()))
+        if split and not shows_what_varies():
+            raise ValueError(
+                f"low_precision(…, axis_name={self.axes}) must know which params vary, but shard_map(…, "
+                "check_vma=False) and pmap hide it; write shard_map(…, check_vma=True)"
+            )
+        return Draw(self.seed, count, name, jax.lax.axis_index(split) if split else None)
+
     def shown(self) -> str:
         """Return a description of how params and moments are stored."""
-        of_params = {
-            "stochastic": f"rounded stochastically (seed {self.seed})",
-            "kahan": "with Kahan's compensation in bfloat16",
-            "split": "with 8 more bits of the mantissa in int8",
-            "nearest": "rounded to nearest",
-        }
+        of_params = (
+            "with Kahan's compensation in bfloat16"
+            if self._is_compensated
+            else f"rounded stochastically (seed {self.seed})"
+        )
         of_moments = {
             "float32": "float32",
             "bfloat16": "bfloat16, rounded stochastically",
             "float8": f"float8_e4m3fn, rounded stochastically, one scale for {self.block} values; float32 if "
             f"{self.block} does not divide the last axis",
         }[self.moments]
-        lines = []
-        roundings = dict(self.roundings)
-        roundings.setdefault(ALL, _DEFAULT)
-        for pattern, rounding in roundings.items():
-            where = "" if len(roundings) == 1 else f" of {pattern!r}"
-            lines.append(f"bfloat16 params{where} {of_params[rounding]}")
-        lines[-1] += ", other params unchanged"
+        lines = [f"bfloat16 params {of_params}, other params unchanged"]
         try:
             example = jax.ShapeDtypeStruct((self.block, self.block), jnp.float32)
             state = jax.eval_shape(self.inner.init, {"w": example})
@@ -413,7 +383,7 @@ def with_compensation(weights: Any, opt_state: Any) -> Any:
         return weights
 
     def whole(leaf: Any, lost: Any) -> Any:
-        return leaf if lost is None or leaf.dtype != jnp.float32 else leaf + read_compensation(leaf, lost)
+        return leaf if lost is None or leaf.dtype != jnp.float32 else leaf + lost.astype(jnp.float32)
 
     return jax.tree.map(whole, weights, opt_state.compensation)
 
@@ -428,14 +398,19 @@ def _rounded_update(weight: Any, change: Any, lost: Any, draw: Draw | None) -> t
       draw: the random bits of stochastic rounding; None to round to nearest.
     """
     old, change = weight.astype(jnp.float32), change.astype(jnp.float32)
-    wanted = change if lost is None else change + read_compensation(old, lost)
+    wanted = change if lost is None else change + lost.astype(jnp.float32)
     exact = old + wanted
     rounded = exact.astype(jnp.bfloat16) if draw is None else stochastic_bfloat16(exact, draw.bits(weight.shape)[0])
     new = rounded.astype(jnp.float32)
     update = jnp.where(new == old, jnp.float32(-0.0), jnp.where(jnp.isfinite(exact), new - old, change))
-    if lost is not None and lost.dtype == jnp.int8:
-        return update, compensation_of(exact, new, jnp.int8)
     return update, ((old - new) + wanted).astype(jnp.bfloat16)  # `exact` is rounded to float32, so this is nearer
+
+
+def _as_axes(axis_name: Hashable | Sequence[Hashable] | None) -> tuple[Hashable, ...] | None:
+    """Return the names of axes as a tuple, or None."""
+    if axis_name is None:
+        return None
+    return tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
 
 
 def in_dtype_of(leaf: Any, other: Any) -> Any:

@@ -2,7 +2,8 @@
 
 The optimizer takes true gradients. While ``jax.jit`` traces a step, the program up to ``tx.update`` says how often the
 loss scale is a factor of each gradient. Its power is 0 for true gradients, 1 for gradients of the scaled loss, and -1
-for gradients that were unscaled twice.
+for gradients that were unscaled twice. Clipping hides the power: it divides a gradient by its norm only if the norm is
+large. So the program also says whether a gradient is ever divided by the loss scale.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from jaxmp.base.user_warnings import warn_user
 from jaxmp.optim.loss_scale import LossScale
 from jaxmp.program.equations import aval_of, is_literal
 from jaxmp.program.facts import Analysis
-from jaxmp.program.primitives import CAST, COMBINATIONS, MOVES, PRODUCTS, SUMS, Trait, with_trait
+from jaxmp.program.primitives import CAST, COMBINATIONS, MOVES, POWERS, PRODUCTS, SUMS, Trait, with_trait
 
 _ANY: Final = "any"
 _Power = int | str | None
@@ -36,13 +37,22 @@ class _Factor(NamedTuple):
     Attributes:
       power: the power of the loss scale.
       was_multiplied: whether the value is computed from one in which the loss scale is a factor.
+      was_divided: whether the value is computed from one that was divided by a function of the loss scale.
+      origin: the inputs from which the value is computed.
     """
 
     power: _Power
     was_multiplied: bool = False
+    was_divided: bool = False
+    origin: int = 0
+
+
+_CONSTANTS, _SCALE, _OTHERS = range(3)
+"""The origin of a value: constants only, the loss scale and constants, or other inputs too."""
 
 
 _MULTIPLIES = PRODUCTS | with_trait(Trait.MULTIPLIES)
+_ROOTS = with_trait(Trait.SQUARE_ROOT)
 _SUMS = frozenset(name for name, kind in COMBINATIONS.items() if kind == "add")
 # The power of the result is that of the floating operands.
 _KEEPS_POWER = MOVES | SUMS | _SUMS | with_trait(Trait.KEEPS_MAGNITUDE) | {CAST}
@@ -56,8 +66,9 @@ class _FactorOfScale(Analysis[_Factor]):
     def solve_equation(self, eqn: Any, operands: Sequence[_Factor]) -> Sequence[_Factor]:
         atoms = zip(eqn.invars, operands, strict=True)
         operands = [_Factor(_ANY) if _is_unchanged(atom) else factor for atom, factor in atoms]
-        if all(factor == self.constant for factor in operands):  # most of the forward pass: its bodies need not be read
-            return [self.constant] * len(eqn.outvars)
+        whole = _factor(0, operands)
+        if whole.origin != _SCALE and all(factor == _Factor(0, origin=factor.origin) for factor in operands):
+            return [whole] * len(eqn.outvars)  # most of the forward pass: its bodies need not be read
         factors = super().solve_equation(eqn, operands)
         return [
             factor if _is_floating(var) else self.constant for var, factor in zip(eqn.outvars, factors, strict=True)
@@ -66,16 +77,22 @@ class _FactorOfScale(Analysis[_Factor]):
     def transfer(self, eqn: Any, operands: Sequence[_Factor]) -> Sequence[_Factor]:
         name = eqn.primitive.name
         factors = [factor for atom, factor in zip(eqn.invars, operands, strict=True) if _is_floating(atom)]
-        power = self._power_of_operation(name, [factor.power for factor in factors])
-        sources = factors[:1] if name == "div" else factors  # a divisor makes the power smaller
-        return [_factor(power, sources)] * len(eqn.outvars)
+        power = self._power_of_operation(eqn, [factor.power for factor in factors])
+        result = _factor(power, factors)
+        if name == "div":  # a divisor makes the power smaller
+            result = result._replace(was_multiplied=factors[0].was_multiplied)
+        is_divided = name in _MULTIPLIES and result.origin == _OTHERS and _divides(name, factors)
+        return [result._replace(was_divided=result.was_divided or is_divided)] * len(eqn.outvars)
 
-    def _power_of_operation(self, name: str, powers: Sequence[_Power]) -> _Power:
+    def _power_of_operation(self, eqn: Any, powers: Sequence[_Power]) -> _Power:
+        name = eqn.primitive.name
         if name in _MULTIPLIES and len(powers) == 2:
             return _quotient(*powers) if name == "div" else _product(*powers)
         if name in _KEEPS_POWER:
             start: _Power = _ANY if powers else 0
             return reduce(_common_power, powers, start)
+        if name in _ROOTS | POWERS and len(powers) == 1:
+            return _raised(powers[0], _exponent(eqn))
         return 0 if all(power in (0, _ANY) for power in powers) else None
 
     def join(self, first: _Factor, second: _Factor) -> _Factor:
@@ -87,7 +104,32 @@ _FACTORS = _FactorOfScale()
 
 def _factor(power: _Power, sources: Sequence[_Factor]) -> _Factor:
     """Return the factor of a value with this power that is computed from ``sources``."""
-    return _Factor(power, any(source.was_multiplied for source in sources))
+    was_multiplied = any(source.was_multiplied for source in sources)
+    was_divided = any(source.was_divided for source in sources)
+    return _Factor(power, was_multiplied, was_divided, max((source.origin for source in sources), default=_CONSTANTS))
+
+
+def _divides(name: str, factors: Sequence[_Factor]) -> bool:
+    """Return whether a product or a quotient may divide a value by a function of the loss scale."""
+    for number, factor in enumerate(factors):
+        is_multiplier = isinstance(factor.power, int) and factor.power > 0
+        is_divisor = name == "div" and number == 1
+        if factor.origin == _SCALE and (is_divisor or not is_multiplier):
+            return True
+    return False
+
+
+def _exponent(eqn: Any) -> float:
+    """Return the exponent of a root or of a power with a constant exponent."""
+    if eqn.primitive.name in _ROOTS:
+        return -0.5 if eqn.primitive.name == "rsqrt" else 0.5
+    return float(eqn.params.get("y", 2))
+
+
+def _raised(power: _Power, exponent: float) -> _Power:
+    if not isinstance(power, int):
+        return power
+    return int(power * exponent) if (power * exponent).is_integer() else None
 
 
 def _common_power(first: _Power, second: _Power) -> _Power:
@@ -128,18 +170,27 @@ def warn_if_scaled(grads: Any, loss_scale: LossScale) -> None:
     program = program_so_far([scale, *leaves]) if leaves else None
     if program is None:
         return
-    is_scale = [_Factor(1, True) if var is program.outvars[0] else _Factor(0) for var in program.invars]
-    for power, was_multiplied in _FACTORS.solve(program, is_scale).results[1:]:
-        if was_multiplied and isinstance(power, int) and power != 0:
+    inputs = [
+        _Factor(1, True, origin=_SCALE) if var is program.outvars[0] else _Factor(0, origin=_OTHERS)
+        for var in program.invars
+    ]
+    for factor in _FACTORS.solve(program, inputs).results[1:]:
+        mistake = _mistake(factor)
+        if mistake is not None:
             warn_user(
-                f"the optimizer takes true gradients, but got gradients {_described(power)};\nwrite loss, grads = "
+                f"the optimizer takes true gradients, but got gradients {mistake};\nwrite loss, grads = "
                 "jaxmp.value_and_grad(loss_fn, opt_state)(params), or for NNX jaxmp.nnx.value_and_grad(loss_fn,\n"
                 "optimizer)(model), with the plain loss, and do not scale or unscale anything yourself"
             )
             return
 
 
-def _described(power: int) -> str:
-    if power > 0:
+def _mistake(factor: _Factor) -> str | None:
+    """Return what is wrong with a gradient, or None."""
+    if not factor.was_multiplied or factor.power in (0, _ANY):
+        return None
+    if factor.power is None:
+        return None if factor.was_divided else "that were multiplied by the loss scale and never divided by it"
+    if isinstance(factor.power, int) and factor.power > 0:
         return "that are still multiplied by the loss scale"
     return "that were divided by the loss scale once too often"

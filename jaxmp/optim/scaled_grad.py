@@ -94,7 +94,8 @@ def value_and_grad(
     Args:
       fun: a function that returns the loss, a floating scalar, or ``(loss, aux)`` with ``has_aux``.
       opt_state: the state of an optimizer that :func:`loss_scaling` wraps. It may be chained with other transforms, but
-        not with a transform that has a state.
+        not with a transform that has a state. If params differ in their optimizers, or some are frozen, write
+        ``loss_scaling(optax.partition(...), loss_scale)``.
       argnums: the arguments to differentiate, as for ``jax.value_and_grad``.
       has_aux: whether ``fun`` returns ``(loss, aux)``.
       allow_int: whether the arguments to differentiate may have integer and bool leaves, such as indices. As in
@@ -115,7 +116,7 @@ def value_and_grad(
     Raises:
       ValueError: ``opt_state`` has no loss scale, or several; a transform with a state is chained with
         ``loss_scaling`` (a skipped step would change this state or the params); or ``loss_scaling`` is inside of
-        ``optax.MultiSteps`` or ``optax.apply_if_finite``.
+        ``optax.partition``, ``optax.masked``, ``optax.MultiSteps`` or ``optax.apply_if_finite``.
       TypeError: ``fun`` is not a function; the loss is not a floating scalar, or is half precision; an argument to
         differentiate has leaves that are not floating, such as functions (or integers without ``allow_int``), or is an
         NNX model with batch statistics or random state; ``argnums`` are not integers.

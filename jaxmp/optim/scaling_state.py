@@ -131,20 +131,18 @@ def _require_no_state_beside(opt_state: optax.OptState) -> None:
                 )
 
 
-def _require_no_params_beside(opt_state: optax.OptState) -> None:
-    """Raise a ValueError if ``loss_scaling`` is around some optimizers of a partition only.
+def _require_all_params(opt_state: optax.OptState) -> None:
+    """Raise a ValueError if ``loss_scaling`` is inside of a partition or a mask.
 
-    The others would apply non-finite gradients to their params. ``optax.set_to_zero`` applies none.
+    It then sees only some params, and non-finite gradients reach the others. The state does not show what happens to
+    them: ``optax.set_to_zero`` and ``optax.scale`` have the same state. Inside of ``loss_scaling``, both are correct.
     """
-    for state in nodes_of_type(opt_state, optax.MultiTransformState):
-        if not has_loss_scale(state):
-            continue
-        for label, masked in state.inner_states.items():
-            if not has_loss_scale(masked) and not isinstance(masked.inner_state, optax.EmptyState):
-                raise ValueError(
-                    f"loss_scaling must be around all optimizers of a partition, but that of {label!r} is outside of "
-                    "it and does not skip steps; write loss_scaling(optax.partition(...), loss_scale)"
-                )
+    for state in nodes_of_type(opt_state, optax.MaskedState):  # a partition has one for each label
+        if has_loss_scale(state):
+            raise ValueError(
+                "loss_scaling must be around the whole optimizer, got it inside of a partition or a mask: it does not "
+                "skip the steps of the other params;\nwrite loss_scaling(optax.partition(...), loss_scale)"
+            )
 
 
 def require_every_step(opt_state: optax.OptState) -> None:
@@ -203,12 +201,13 @@ def usable_loss_scale(opt_state: optax.OptState) -> LossScale:
 
     Raises:
       ValueError: ``opt_state`` has no loss scale, or several; a transform with a state is chained with
-        ``loss_scaling``; or ``loss_scaling`` is inside of a transform that does not call it in every step.
+        ``loss_scaling``; or ``loss_scaling`` is inside of a partition, a mask, or a transform that does not call it in
+        every step.
       RuntimeError: ``opt_state`` was donated to an earlier step.
     """
     loss_scale = get_loss_scale(opt_state)
+    _require_all_params(opt_state)
     _require_no_state_beside(opt_state)
-    _require_no_params_beside(opt_state)
     require_every_step(opt_state)
     require_not_deleted(loss_scale)
     return loss_scale

@@ -38,11 +38,19 @@ def stochastic_float8(values: jax.Array, bits: jax.Array) -> jax.Array:
 
 
 class Draw(NamedTuple):
-    """The random bits of one array in one update."""
+    """The random bits of one array in one update.
+
+    Attributes:
+      seed: the seed of the optimizer.
+      step: the number of updates so far.
+      name: the path of the array.
+      device: in a ``shard_map``, the index of the device's part of the array; None for a whole array.
+    """
 
     seed: int
     step: jax.Array
     name: str
+    device: jax.Array | None = None
 
     def bits(self, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
         """Return two arrays of uint32 below 2^16, from a hash of each number's position.
@@ -54,6 +62,8 @@ class Draw(NamedTuple):
         # The step is hashed first. With step ^ seed, step 0 of seed 1 would draw the same bits as step 1 of seed 0.
         first = _mixed(_mixed(self.step.astype(jnp.uint32)) ^ jnp.uint32(self.seed & 0xFFFFFFFF))
         second = _mixed(first ^ path ^ jnp.uint32(self.seed >> 32 & 0xFFFFFFFF))
+        if self.device is not None:
+            second = _mixed(second ^ _mixed(self.device.astype(jnp.uint32) + 1))
         index = jnp.zeros(shape, jnp.uint32)
         stride = 1
         for axis in reversed(range(len(shape))):

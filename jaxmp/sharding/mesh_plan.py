@@ -23,7 +23,6 @@ from jaxmp._internals.jax.traces import is_tracing
 from jaxmp.base import trees as _tree
 from jaxmp.base.context_variables import setting
 from jaxmp.base.dtypes import at_least_float32, canonical_dtype, dtype_among
-from jaxmp.optim.pack_small import require_packed_are_whole
 from jaxmp.sharding.placement import moved_to
 from jaxmp.sharding.specs import (
     Mesh,
@@ -156,11 +155,9 @@ class Plan:
         """Return the sharding of each leaf of a train state.
 
         Raises:
-          ValueError: the specs do not have the structure of the params, or do not fit their shapes; or a spec splits a
-            param that ``pack_small`` packs.
+          ValueError: the specs do not have the structure of the params, or do not fit their shapes.
         """
         specs = specs_in(self.specs_for(state.params))
-        require_packed_are_whole(state.opt_state, state.params, specs)
         for (path, leaf), spec in zip(jax.tree.leaves_with_path(state.params), specs, strict=True):
             name = _tree.path_name(path)
             fitting(spec, name, name, tuple(leaf.shape), self.mesh)

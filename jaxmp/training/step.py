@@ -86,7 +86,8 @@ def make_train_step(
     The new state has the same sharding as the old state. ``metrics`` has these entries:
 
     - ``loss``: the loss without the loss scale, in float32.
-    - ``grad_norm``: the global norm of the gradients without the loss scale.
+    - ``grad_norm``: the global norm of the gradients without the loss scale. Gradients that the optimizer discards,
+      such as those of frozen params, do not count.
     - ``loss_scale``: the loss scale of this step.
     - ``skipped``: a bool, true if the step was skipped.
     - The metrics that the loss function returns.

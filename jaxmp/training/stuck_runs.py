@@ -13,8 +13,7 @@ from jaxmp._internals.flax.nnx_if_imported import imported_nnx
 from jaxmp.base import trees as _tree
 from jaxmp.base.arguments import require_whole_number
 from jaxmp.base.donation import is_deleted, require_not_deleted
-from jaxmp.optim.dropped_state import counts_among, warn_if_dropped
-from jaxmp.optim.scaling_state import LossScalingState, get_loss_scaling_state
+from jaxmp.optim.scaling_state import get_loss_scaling_state
 
 _LAG = 4  # the number of steps after which a report is read if there are several processes
 
@@ -41,9 +40,6 @@ def raise_if_stuck(state: Any, max_consecutive_skips: int = 25) -> None:
     :func:`jaxmp.make_train_step` does this check itself, unless you wrap the step in your own ``jax.jit``. The function
     reads a few numbers from the device, so it waits until the step that computes ``state`` is finished.
 
-    The 20th call in a row with a state that no step has changed warns: the step then probably does not return the new
-    state of ``tx.update``.
-
     Args:
       state: a :class:`jaxmp.TrainState`, a :class:`jaxmp.nnx.Optimizer`, or the state of an optimizer with
         :func:`jaxmp.loss_scaling`.
@@ -65,9 +61,9 @@ def raise_if_stuck(state: Any, max_consecutive_skips: int = 25) -> None:
     jaxmp.training.stuck_runs.NonFiniteTrainingError: 3 steps in a row were skipped, and the loss scale 8 ...
     """
     require_whole_number("max_consecutive_skips", max_consecutive_skips)
-    opt_state, steps = getattr(state, "opt_state", state), getattr(state, "step", None)
+    opt_state = getattr(state, "opt_state", state)
     if (nnx := imported_nnx()) is not None:  # the arrays of an NNX optimizer are in Variables
-        opt_state, steps = nnx.as_pure((opt_state, steps))
+        opt_state = nnx.as_pure(opt_state)
     scaling = get_loss_scaling_state(opt_state)
     if _tree.is_traced(scaling.consecutive_skipped):
         raise TypeError(
@@ -75,9 +71,7 @@ def raise_if_stuck(state: Any, max_consecutive_skips: int = 25) -> None:
             "state that the step returned"
         )
     require_not_deleted(scaling.consecutive_skipped)
-    counts = counts_among(jax.tree.leaves((steps, _without_scaling(opt_state))), like=scaling.consecutive_skipped)
-    numbers, counts = _read_now((scaling._replace(inner_state=None), counts))
-    warn_if_dropped(numbers, counts)
+    numbers = _read_now(scaling._replace(inner_state=None))
     is_stuck = _are_stuck(numbers, max_consecutive_skips)
     if is_stuck.any():
         skips, scales = np.broadcast_arrays(numbers.consecutive_skipped, numbers.loss_scale.loss_scale)
@@ -103,11 +97,6 @@ def _are_stuck(scaling: Any, limit: int) -> np.ndarray:
 
 def _cause(skips: int, scale: float) -> str:
     return f"{skips} steps in a row were skipped, and the loss scale {scale:g} cannot fall further"
-
-
-def _without_scaling(opt_state: Any) -> Any:
-    """Return an optimizer's state without the loss scale and its counters."""
-    return _tree.map_nodes_of_type(lambda state: state.inner_state, opt_state, LossScalingState)
 
 
 class _Report(NamedTuple):
@@ -197,8 +186,9 @@ def explanation(loss: Any, grads: Any, scale: Any, params: Any, batch: Any, skip
 
 
 _REMEDY = (
-    "Look for NaN in the data, lower the learning rate, or compute modules in float32 (by overrides). To find the "
-    "operation, call jaxmp.inspect.first_nonfinite(step) with the arguments of the step"
+    "Look for NaN in the data, lower the learning rate, compute modules in float32 (by overrides), or write "
+    "jax.lax.stop_gradient(...) for params that are not trained. To find the operation, call "
+    "jaxmp.inspect.first_nonfinite(step) with the arguments of the step"
 )
 
 

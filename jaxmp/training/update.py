@@ -14,7 +14,7 @@ import jax
 
 from jaxmp.base import trees as _tree
 from jaxmp.optim.checks import require_no_line_search
-from jaxmp.optim.loss_scaling import packed_grads
+from jaxmp.optim.discarded_grads import without_discarded
 from jaxmp.optim.scaled_grad import global_norm, scaled_value_and_grad
 from jaxmp.optim.scaling_state import get_loss_scale, get_loss_scaling_state
 from jaxmp.sharding.devices import DevicesOfArrays
@@ -60,10 +60,12 @@ class Update:
             rng, loss_rng = (None, None) if state.rng is None else jax.random.split(state.rng)
             result = self.gradients(state, batch, loss_rng)
             loss_scale = get_loss_scale(state.opt_state)
-            scaled_grads = packed_grads(state.tx, state.opt_state, _tree.widen(result.grads))
-            grads = loss_scale.unscale(scaled_grads)
+            grads = loss_scale.unscale(_tree.widen(result.grads))
             norm = global_norm(grads)
             new_state = self._update_state(state, grads, result.model_state, result.loss, rng)
+            counted = without_discarded(grads, (new_state.params, new_state.opt_state))
+            if counted is not grads:
+                norm = global_norm(counted)
             skipped = ~get_loss_scaling_state(new_state.opt_state).last_finite
             metrics = self.metrics(state, result)
         own_metrics = dict(zip(OWN_METRICS, (result.loss, norm, state.loss_scale, skipped), strict=True))

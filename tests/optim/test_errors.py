@@ -8,6 +8,7 @@ import math
 import concrete
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from error_tools import refused
@@ -40,8 +41,15 @@ WRAP = "wrap the optimizer, tx = jaxmp.loss_scaling(tx, jaxmp.DynamicLossScale()
 PAIR = {"a": concrete.ones(2), "b": concrete.ones(2)}
 
 
-def partition(other):
-    return optax.partition({"a": tx_of(), "b": other}, {"a": "a", "b": "b"})
+AB = {"a": "x", "b": "y"}
+
+
+def partition(other, a=None):
+    return optax.partition({"x": a or tx_of(), "y": other}, AB)
+
+
+def all_x(params):
+    return jax.tree.map(lambda _: "x", params)
 
 
 def loss_of_pair(params):
@@ -95,11 +103,27 @@ MISTAKES = {
                 "after the chain of it": optax.chain(optax.chain(tx_of(), optax.identity()), optax.adam(0.1)),
             }.items()
         },
-        "sgd in another branch of a partition": (
-            lambda: value_and_grad(loss_of_pair, partition(optax.sgd(0.1)).init(PAIR)),
-            ValueError,
-            "but that of 'b' is outside of it and does not skip steps; write loss_scaling(optax.partition(...)",
-        ),
+        **{
+            f"{place} that does not cover all params": (
+                lambda tx=tx: value_and_grad(loss_of_pair, tx.init(PAIR)),
+                ValueError,
+                "must be around the whole optimizer, got it inside of a partition or a mask: it does not skip the "
+                "steps of the other params;\nwrite loss_scaling(optax.partition(...), loss_scale)",
+            )
+            for place, tx in {
+                "a partition with momentum": partition(optax.sgd(0.1, momentum=0.9)),
+                "a partition without a state": partition(optax.scale(-0.1)),
+                "a partition with set_to_zero": partition(optax.set_to_zero()),
+                "a multi_transform": optax.multi_transform({"x": tx_of(), "y": optax.scale_by_learning_rate(0.1)}, AB),
+                "a partition in a chain": optax.chain(optax.clip(1.0), partition(optax.scale(-0.1))),
+                "a partition in a partition": partition(optax.scale(-0.1), a=optax.partition({"x": tx_of()}, all_x)),
+                "a mask": optax.masked(tx_of(), {"a": True, "b": False}),
+                "a mask in a chain": optax.chain(
+                    optax.masked(tx_of(), {"a": True, "b": False}),
+                    optax.masked(optax.scale(-0.1), {"a": False, "b": True}),
+                ),
+            }.items()
+        },
         "the params as its state": (
             lambda: value_and_grad(jnp.sum, {"w": jnp.ones(2)}),
             ValueError,
@@ -283,6 +307,7 @@ BAD_FIELDS = [
     ({"hysteresis": 0}, "hysteresis must be a whole number"),
     ({"counter": -1}, "counter must be a whole number of steps, 0 or more, got -1"),
     ({"countdown": -1, "hysteresis": 2}, "countdown must be a whole number"),
+    ({"countdown": 50, "hysteresis": 2}, "countdown must be at most hysteresis, got 50 and 2"),
     ({"min_loss_scale": -1}, "min_loss_scale must be finite in float32 and not negative, got -1"),
     ({"max_loss_scale": math.inf}, "max_loss_scale must be positive and finite in float32, got inf"),
     ({"min_loss_scale": 8, "max_loss_scale": 4}, "min_loss_scale must not be above max_loss_scale, got 8.0 and 4"),
@@ -393,6 +418,20 @@ def test_an_update_with_a_donated_state_or_params_is_refused():
     refused(lambda: tx.update(jnp.ones(2), new.opt_state, old.params), RuntimeError, "'params' was donated")
 
 
-def test_a_partition_may_freeze_the_params_that_loss_scaling_does_not_train():
-    frozen = partition(optax.set_to_zero()).init(PAIR)
-    assert value_and_grad(loss_of_pair, frozen)(PAIR)[0] == 2
+@pytest.mark.parametrize("other", [optax.scale(-0.1), optax.set_to_zero()], ids=["scale", "set_to_zero"])
+def test_inside_of_loss_scaling_a_partition_skips_the_steps_of_all_params(other):
+    tx = loss_scaling(optax.partition({"x": SGD, "y": other}, AB), DynamicLossScale())
+    state = tx.init(PAIR)
+    for bad, is_skipped in ((jnp.inf, True), (1.0, False)):
+        grads = value_and_grad(lambda params, bad=bad: loss_of_pair(params) * bad, state)(PAIR)[1]
+        new = optax.apply_updates(PAIR, tx.update(grads, state, PAIR)[0])
+        expected = 1 if is_skipped else 1 - np.float32(0.1)
+        np.testing.assert_array_equal(new["a"], np.full(2, expected, np.float32))
+
+
+def test_a_train_state_skips_the_steps_of_all_params_of_a_partition_around_loss_scaling():
+    state = jaxmp.TrainState.create(params=PAIR, tx=partition(optax.scale(-0.1)))
+    skipped = state.apply_gradients(grads={"a": jnp.ones(2), "b": jnp.full(2, jnp.inf)})
+    stepped = state.apply_gradients(grads={"a": jnp.ones(2), "b": jnp.ones(2)})
+    assert all((leaf == 1).all() for leaf in jax.tree.leaves(skipped.params))
+    assert all((leaf == np.float32(1) - np.float32(0.1)).all() for leaf in jax.tree.leaves(stepped.params))

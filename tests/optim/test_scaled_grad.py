@@ -190,7 +190,22 @@ def over(grads, number):
     return jax.tree.map(lambda grad: grad / number, grads)
 
 
+def clipped(grads, norm):
+    return optax.clip_by_global_norm(norm).update(grads, optax.EmptyState())[0]
+
+
+def clipped_by_hand(grads, norm):
+    factor = jnp.minimum(1.0, norm / (optax.tree.norm(grads) + 1e-6))
+    return jax.tree.map(lambda grad: grad * factor, grads)
+
+
+def normalized(grads):
+    norm = optax.tree.norm(grads)
+    return jax.tree.map(lambda grad: grad / norm, grads)
+
+
 TWICE, NEVER = "divided by the loss scale once too often", "still multiplied by the loss scale"
+LOST = "were multiplied by the loss scale and never divided by it"
 STEPS = {  # the gradients of a step, and what the warning says
     "unscaled twice": (lambda p, b, s, true: s.unscale(true(p, b, s)), TWICE),
     "unscaled twice after accumulation": (lambda p, b, s, true: s.unscale(microbatches(true, p, b, s)), TWICE),
@@ -200,6 +215,30 @@ STEPS = {  # the gradients of a step, and what the warning says
         lambda p, b, s, true: over(microbatches(scaled_by_hand, p, b, s), 2.0),
         NEVER,
     ),
+    "clipped and never unscaled": (lambda p, b, s, true: clipped(scaled_by_hand(p, b, s), 1.0), LOST),
+    "clipped by hand and never unscaled": (
+        lambda p, b, s, true: clipped_by_hand(scaled_by_hand(p, b, s), 1.0),
+        LOST,
+    ),
+    "clipped by value and never unscaled": (
+        lambda p, b, s, true: jax.tree.map(lambda grad: jnp.clip(grad, -1.0, 1.0), scaled_by_hand(p, b, s)),
+        LOST,
+    ),
+    "clipped to a scaled norm and never unscaled": (
+        lambda p, b, s, true: clipped(scaled_by_hand(p, b, s), 1.0 * s.loss_scale),
+        NEVER,
+    ),
+    "unscaled, then clipped": (lambda p, b, s, true: clipped(s.unscale(scaled_by_hand(p, b, s)), 1.0), None),
+    "unscaled, then clipped by hand": (
+        lambda p, b, s, true: clipped_by_hand(over(scaled_by_hand(p, b, s), s.loss_scale), 1.0),
+        None,
+    ),
+    "clipped to a scaled norm, then unscaled": (
+        lambda p, b, s, true: s.unscale(clipped_by_hand(scaled_by_hand(p, b, s), 1.0 * s.loss_scale)),
+        None,
+    ),
+    "of jaxmp, then clipped": (lambda p, b, s, true: clipped_by_hand(true(p, b, s), 1.0), None),
+    "divided by their norm": (lambda p, b, s, true: normalized(scaled_by_hand(p, b, s)), None),
     "of jaxmp": (lambda p, b, s, true: true(p, b, s), None),
     "of jaxmp after accumulation": (lambda p, b, s, true: over(microbatches(true, p, b, s), 2.0), None),
     "by hand": (lambda p, b, s, true: s.unscale(scaled_by_hand(p, b, s)), None),

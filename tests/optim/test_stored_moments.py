@@ -176,4 +176,3 @@ def test_stored_moments_need_fewer_bytes_per_param():
     assert round(bytes_a_param(moments="bfloat16"), 2) == 4.00
     assert round(bytes_a_param(moments="float8"), 2) == 2.03
     assert round(bytes_a_param(rounding="kahan", moments="bfloat16"), 2) == 6.00
-    assert round(bytes_a_param(rounding="split", moments="bfloat16"), 2) == 5.00

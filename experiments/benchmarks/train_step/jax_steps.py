@@ -63,8 +63,6 @@ def train_step(case: Workload, row: Row) -> tuple[Start, Step]:
         if row.precision == "fp16" and not row.scaled:
             make_step = scaled_steps.with_constant_scale if row.constant_scale else scaled_steps.no_scaling
             return make_step(loss_fn, tx, case.init)
-        if row.packed:
-            tx = jaxmp.pack_small(tx)
         if row.scaled:
             tx = jaxmp.loss_scaling(tx, jaxmp.DynamicLossScale())
         policy = None if explicit else POLICIES[row.precision]

@@ -33,7 +33,6 @@ class Row:
         may have some.
       triton: whether XLA may compute products in Triton. If it may, bias and activation are kernels of their own, also
         where cuBLAS turns out to be faster and could have computed them with the product.
-      packed: whether small params are updated as one vector, by ``jaxmp.pack_small``. Only a row of jaxmp may do so.
       forward: whether the forward pass is measured too; False if another row has the same forward pass.
       mode: the mode of torch.compile.
     """
@@ -46,7 +45,6 @@ class Row:
     remat: str = "none"
     chunks: int | Literal["auto"] = 0
     triton: bool = True
-    packed: bool = False
     forward: bool = True
     mode: str = "default"
 
@@ -83,9 +81,6 @@ ROWS: dict[str, Row] = {
     "jaxmp-bf16-4chunks": Row("jaxmp, bf16, loss in 4 chunks", "jaxmp", "bf16", chunks=4, forward=False),
     "jaxmp-bf16-8chunks": Row("jaxmp, bf16, loss in 8 chunks", "jaxmp", "bf16", chunks=8, forward=False),
     "jaxmp-fp16": Row("jaxmp, fp16, dynamic scaling", "jaxmp", "fp16", scaled=True),
-    "jaxmp-bf16-packed": Row("jaxmp, bf16, small params packed", "jaxmp", "bf16", packed=True, forward=False),
-    "jaxmp-fp16-packed": Row("jaxmp, fp16, dynamic scaling, small params packed", "jaxmp", "fp16", scaled=True,
-                             packed=True, forward=False),
     "jaxmp-bf16-cublas": Row("jaxmp, bf16, no product in Triton", "jaxmp", "bf16", triton=False, forward=False),
     "jaxmp-bf16-2chunks-cublas": Row("jaxmp, bf16, no product in Triton, loss in 2 chunks", "jaxmp", "bf16",
                                      triton=False, chunks=2, forward=False),

@@ -321,14 +321,14 @@ def test_policies_are_read_as_compare_reads_them_and_float32_is_trained_only_if_
         ("autocast:mixed_bfloat16", "none"),
     ]
     assert accuracy.variants(("bfloat16", "float32"))[0] == accuracy.BASELINE
-    low = ("bfloat16_sr+nearest", "bfloat16_sr+float8")
+    low = ("bfloat16_sr+stochastic", "bfloat16_sr+float8")
     assert accuracy.variants(low) == [(policy, "none") for policy in low]
     task = Task(types.SimpleNamespace(prepare=lambda flags: flags), {})
     flags = [
         task.prepare(LineConfig(low_precision="kahan"), policy, "none") for policy in (*low, "autocast:mixed_float16")
     ]
     assert [(config.policy, config.low_precision, config.autocast) for config in flags] == [
-        ("bfloat16_sr", "nearest", False), ("bfloat16_sr", "float8", False), ("mixed_float16", "kahan", True)
+        ("bfloat16_sr", "stochastic", False), ("bfloat16_sr", "float8", False), ("mixed_float16", "kahan", True)
     ]  # fmt: skip
 
 
