@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from jaxmp.base.arguments import checks_arguments, printed, require_flag, require_step_arguments, require_whole_number
-from jaxmp.base.donation import require_not_deleted
+from jaxmp.base.donation import is_deleted, require_not_deleted
 from jaxmp.base.trees import is_traced
 from jaxmp.base.user_warnings import warn_user
 from jaxmp.optim.checks import as_float
@@ -27,7 +27,7 @@ from jaxmp.training.loss_function import LossFn, compute_dtype_of, under_policy,
 from jaxmp.training.product_check import ignores_params, mismatch_of_products
 from jaxmp.training.remat import recompute_layers, with_remat
 from jaxmp.training.state import TrainState
-from jaxmp.training.stuck_runs import NonFiniteTrainingError, StuckRuns, explanation
+from jaxmp.training.stuck_runs import NonFiniteTrainingError, StuckRuns, message, non_finite_parts
 from jaxmp.training.update import Metrics, S, Update
 
 P = ParamSpec("P")
@@ -81,7 +81,7 @@ def make_train_step(
 
     The step differentiates the scaled loss. If the norm of the gradients is not finite, the step is skipped: only the
     loss scale, the counters and the rng change. The step is compiled once for each set of shapes. The host waits for
-    the device only after a skipped step.
+    the device only if too many steps in a row were skipped. Runs that share a step are counted apart.
 
     The new state has the same sharding as the old state. ``metrics`` has these entries:
 
@@ -281,9 +281,9 @@ class TrainStep:
     def __call__(self, state: S, batch: Any) -> tuple[S, Metrics]:
         """Take one step; see :func:`make_train_step`."""
         self.require_state(state)
-        bad_batches = self._stuck_runs.bad_batches_of(state)
-        if bad_batches:
-            raise self._error(state, bad_batches[-1])
+        report = self._stuck_runs.report_if_stuck(state)
+        if report is not None:
+            raise self._error(state, report.batch)
         try:
             flat, placed_batch = self._place(state, batch)
             placed: S = flat.state
@@ -297,7 +297,7 @@ class TrainStep:
             if "previously donated in the same call" in str(error):
                 error.add_note(_SHARED_MEMORY)
             raise
-        self._stuck_runs.add(metrics["skipped"], metrics["loss_scale"], batch)
+        self._stuck_runs.add(new_state, metrics["loss_scale"], batch)
         return new_state, metrics
 
     @classmethod
@@ -395,11 +395,14 @@ class TrainStep:
     def _error(self, state: TrainState, batch: Any) -> NonFiniteTrainingError:
         """Return the error for a stuck run.
 
-        The method computes the gradients of a skipped batch again, to name the arrays that are not finite.
+        The method computes the gradients of a skipped batch again, to name the arrays that are not finite. Without the
+        batch, it names no arrays.
         """
+        skips = int(get_loss_scaling_state(state.opt_state).consecutive_skipped)
+        if is_deleted(batch):
+            return NonFiniteTrainingError(message(skips, float(state.loss_scale)))
         placed_batch = self.update.devices.place_batch(batch, self.update.accumulate_steps)
         rng = None if state.rng is None else jax.random.split(state.rng)[1]
         result = jax.jit(self.update.gradients)(state, placed_batch, rng)
-        skips = int(get_loss_scaling_state(state.opt_state).consecutive_skipped)
-        text = explanation(result.loss, result.grads, state.loss_scale, state.params, placed_batch, skips)
-        return NonFiniteTrainingError(text, batch)
+        parts = non_finite_parts(result.loss, result.grads, state.params, placed_batch)
+        return NonFiniteTrainingError(message(skips, float(state.loss_scale), parts), batch)
