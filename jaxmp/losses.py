@@ -72,6 +72,7 @@ class _Options(NamedTuple):
     label_smoothing: float
     z_loss: float
     softcap: Softcap | None
+    has_ignored: bool = False  # whether tokens with an ignored label do not count in the mean
 
 
 class _Denominators(NamedTuple):
@@ -185,7 +186,7 @@ def projected_cross_entropy(
         and on a TPU 1/8. (If the memory is unknown, as on a CPU, there are 8 chunks.) Pass a number if your own
         ``jax.jit`` splits the tokens over devices.
       ignore_index: the label to ignore. Tokens with this label do not count in the mean. If all labels are ignored, the
-        loss is 0.
+        loss is 0. In a train step with ``accumulate_steps``, also set ``mean_over``.
       label_smoothing: as in :func:`cross_entropy`.
       z_loss: as in :func:`cross_entropy`.
       softcap: as in :func:`cross_entropy`.
@@ -219,7 +220,7 @@ def projected_cross_entropy(
         raise ValueError(f"classes must be an integer from 1 to {weights.shape[0]}, the rows of weights, got {classes}")
     if not (chunks == "auto" or (_is(Integral, chunks) and chunks >= 1)):
         raise ValueError(f"chunks must be an integer of at least 1 or 'auto', got {chunks!r}; write chunks='auto'")
-    options = _Options(classes, label_smoothing, z_loss, softcap)
+    options = _Options(classes, label_smoothing, z_loss, softcap, ignore_index is not None)
     _check_options(labels, x.shape[:1], options)
     # Under autocast, `x` is float32 here, and autocast does not see the casts to float32 below. So `x` is cast to half
     # precision here, and code below that must be float32 is marked with `mark_of("float32")`.
@@ -262,8 +263,8 @@ def _mean_over_devices(
 
     means = jax.vmap(mean, in_axes=(0, 0, None if bias is None else 0, 0))(x, weights, bias, labels)
     with mark_of("float32"):
-        counted = (labels != _IGNORED).sum(1)
-        return (means * (counted / jnp.maximum(counted.sum(), 1)).astype(means.dtype)).sum()
+        counts = jax.vmap(functools.partial(_count, options=options, dtype=means.dtype))(labels)
+        return (means * counts).sum() / _count(labels, options, means.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
@@ -274,7 +275,7 @@ def _projected(x: Any, weights: Any, bias: Any, labels: Any, options: _Options, 
 
     layer = _layer(weights, bias, x.dtype, options)
     total, _ = jax.lax.scan(add, jnp.zeros_like(x, at_least_float32(x.dtype), ()), _in_chunks(x, labels, chunks))
-    return total / _count(labels, total.dtype)
+    return total / _count(labels, options, total.dtype)
 
 
 def _projected_forward(
@@ -307,7 +308,7 @@ def _projected_forward(
     (total, by_weights, by_bias), by_x = jax.lax.scan(add, start, _in_chunks(x, labels, chunks))
     if has_ones:
         by_weights, by_bias = by_weights[:, :dim], by_weights[:, dim] / _gradient_shift(x.dtype, options)
-    count = _count(labels, wide)
+    count = _count(labels, options, wide)
     return total / count, (by_x.swapaxes(0, 1).reshape(-1, x.shape[1])[: len(x)], by_weights, by_bias, count)
 
 
@@ -368,8 +369,10 @@ def _in_chunks(x: jax.Array, labels: jax.Array, chunks: int) -> tuple[jax.Array,
     return x.swapaxes(0, 1), labels.swapaxes(0, 1)
 
 
-def _count(labels: jax.Array, dtype: Any) -> jax.Array:
-    return jnp.maximum((labels != _IGNORED).sum(), 1).astype(dtype)
+def _count(labels: jax.Array, options: _Options, dtype: Any) -> jax.Array:
+    """Return the number of tokens that count in the mean, at least 1."""
+    count = (labels != _IGNORED).sum() if options.has_ignored else labels.size
+    return jnp.maximum(count, 1).astype(dtype)
 
 
 # The functions below must not create constants that are as large as the logits. If a checkpoint differentiates the
@@ -400,7 +403,7 @@ def _losses(logits: jax.Array, labels: jax.Array, options: _Options) -> tuple[ja
     softcap is applied to the largest logit, which is the largest capped logit. (XLA would store capped logits in
     float32, if two sums over the classes read them.)
     """
-    classes, smoothing, z_loss, softcap = options
+    classes, smoothing, z_loss, softcap, _ = options
     with mark_of("float32"):  # autocast traces this in float32, and does not see the cast below
         uncapped = logits.astype(at_least_float32(logits.dtype))
         table = uncapped
@@ -428,7 +431,7 @@ def _gradient(logits: jax.Array, labels: jax.Array, denominators: _Denominators,
 
     The logits of ignored labels must be finite: their gradient is then 0.
     """
-    classes, smoothing, z_loss, softcap = options
+    classes, smoothing, z_loss, softcap, _ = options
     with mark_of("float32"):
         # Without the barrier, XLA would compute `wide - largest` once for the loss and the gradient, and store it in
         # float32. The softcap is computed before that, so with it the logits need a barrier too.
@@ -480,7 +483,7 @@ def _targets(labels: jax.Array, classes: int, ignore_index: int | None) -> jax.A
 
 
 def _check_options(labels: jax.Array, shape: tuple[int, ...], options: _Options) -> None:
-    classes, label_smoothing, z_loss, softcap = options
+    classes, label_smoothing, z_loss, softcap, _ = options
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise TypeError(
             f"labels must have an integer dtype, got {labels.dtype.name}; cast them, or take the argmax of one-hot "

@@ -24,6 +24,7 @@ from jaxmp.sharding.devices import DevicesOfArrays, DevicesOfMesh, FlatState, La
 from jaxmp.sharding.mesh_plan import Sharding
 from jaxmp.sharding.placement import each_once
 from jaxmp.training.loss_function import LossFn, compute_dtype_of, under_policy, with_loss_chunks
+from jaxmp.training.mean_check import divides_by_own_count
 from jaxmp.training.product_check import ignores_params, mismatch_of_products
 from jaxmp.training.remat import recompute_layers, with_remat
 from jaxmp.training.state import TrainState
@@ -69,6 +70,7 @@ def make_train_step(
     policy: Any = None,
     overrides: Mapping[str, str] | None = None,
     accumulate_steps: int = 1,
+    mean_over: str | None = None,
     ema_decay: float | None = None,
     remat: str | Callable[..., Any] | None = None,
     loss_chunks: int | None = None,
@@ -101,6 +103,10 @@ def make_train_step(
       accumulate_steps: the number n of microbatches per step. Gradients are averaged over the microbatches in float32,
         and so are the loss and the metrics. If the gradients of one microbatch are not finite, the whole step is
         skipped. Example i goes into microbatch i % n, so that no example of a split batch moves to another device.
+      mean_over: the name of a metric that the loss function returns: the number of tokens or examples that the loss is
+        a mean over, such as ``mask.sum()``. If microbatches have different numbers, the loss, the gradients and the
+        metrics are then those of the whole batch, and this metric is summed. None if the loss is a mean over all
+        examples.
       ema_decay: the decay of the moving average ``state.ema_params``. It needs ``TrainState.create(ema=True)``.
       remat: the values that the backward pass recomputes: None or ``"none"`` (none); ``"dots"`` (all except results of
         products); ``"dots_no_batch"`` (all except results of products without batch dimensions); ``"layers"`` (one
@@ -139,6 +145,8 @@ def make_train_step(
     - a step with a half-precision policy has a model whose own policy makes all products float32;
     - the policy is float32, and the model has a half-precision policy of its own;
     - the loss does not depend on the params;
+    - with ``accumulate_steps``, the loss divides by a number that it computes from the microbatch, such as
+      ``mask.sum()``, and ``mean_over`` is not set;
     - the params are half precision, and the optimizer is not :func:`jaxmp.low_precision`.
 
     >>> def loss_fn(params, batch):
@@ -160,6 +168,8 @@ def make_train_step(
             f"compiler_options must be a dict from names of XLA's options to values, got {printed(compiler_options)}; "
             'write e.g. {"xla_gpu_enable_latency_hiding_scheduler": True}'
         )
+    if not (mean_over is None or isinstance(mean_over, str)):
+        raise TypeError(f"mean_over must be the name of a metric, got {printed(mean_over)}; write mean_over='tokens'")
     decay = _checked_decay(ema_decay)
     loss_fn = under_policy(loss_fn, policy, overrides)
     if loss_chunks is not None:
@@ -171,7 +181,7 @@ def make_train_step(
         _check_sharding(sharding, accumulate_steps)
         devices = DevicesOfMesh(sharding, loss_fn, is_remat=remat not in (None, "none"))
         loss_fn = devices.gathered
-    update = Update(with_remat(loss_fn, remat), devices, accumulate_steps, decay)
+    update = Update(with_remat(loss_fn, remat), devices, accumulate_steps, decay, mean_over)
     return TrainStep(
         update,
         donate=donate,
@@ -387,6 +397,13 @@ class TrainStep:
             warn_user(
                 "the loss does not depend on the params, so they are not trained; in the loss function, use its own "
                 "argument, and no params or model from outside of it"
+            )
+        update = self.update
+        if update.accumulate_steps > 1 and update.mean_over is None and divides_by_own_count(traced):
+            warn_user(
+                "each microbatch divides its loss by a number that it counts itself, such as mask.sum(), so the mean "
+                "over microbatches is not that of the batch;\nreturn loss, {'count': mask.sum()}, and write "
+                "make_train_step(..., mean_over='count')"
             )
         message = mismatch_of_products(traced, get_loss_scale(state.opt_state), self._policy_dtype)
         if message is not None:
