@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 
 from jaxmp.base.arguments import require_whole_number
 from jaxmp.base.dtypes import closest_names, dtype_among
-from jaxmp.base.trees import is_float_array, nodes_of_type, path_name, path_parts, widen
+from jaxmp.base.trees import is_float_array, nodes_of_type, path_name, path_parts, require_no_raw_bytes, widen
 from jaxmp.base.user_warnings import warn_user
 from jaxmp.optim.checked_params import are_params_checked
 from jaxmp.optim.checks import as_optimizer
@@ -162,6 +162,7 @@ class _LowPrecisionTransform:
     block: int
 
     def init(self, weights: optax.Params) -> LowPrecisionState:
+        require_no_raw_bytes(weights)
         _require_dtypes(weights)
         state = self.inner.init(widen(weights))
         if rounds_params(state):

@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxmp.base.arguments import checks_arguments, printed, require_flag, require_step_arguments, require_whole_number
 from jaxmp.base.donation import is_deleted, require_not_deleted
-from jaxmp.base.trees import is_traced
+from jaxmp.base.trees import is_traced, require_no_raw_bytes
 from jaxmp.base.user_warnings import warn_user
 from jaxmp.optim.checks import as_float
 from jaxmp.optim.half_params import warn_if_updates_vanish
@@ -302,6 +302,9 @@ class TrainStep:
                 if not self._has_warned:
                     self._warn(program.trace(placed, placed_batch), state)  # the call reuses this trace
                 new_state, metrics = program(placed, placed_batch)
+        except TypeError:
+            require_no_raw_bytes((state, batch))
+            raise
         except (RuntimeError, ValueError) as error:
             require_not_deleted(state, error)
             if "previously donated in the same call" in str(error):
