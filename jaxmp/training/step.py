@@ -14,12 +14,13 @@ import numpy as np
 
 from jaxmp.base.arguments import checks_arguments, printed, require_flag, require_step_arguments, require_whole_number
 from jaxmp.base.donation import is_deleted, require_not_deleted
-from jaxmp.base.trees import is_traced, require_no_raw_bytes
+from jaxmp.base.trees import is_traced, non_finite, require_no_raw_bytes
 from jaxmp.base.user_warnings import warn_user
 from jaxmp.optim.checks import as_float
 from jaxmp.optim.half_params import warn_if_updates_vanish
 from jaxmp.optim.loss_scaling import without_loss_scaling
 from jaxmp.optim.scaling_state import get_loss_scale, get_loss_scaling_state
+from jaxmp.program.walk import product_dtypes
 from jaxmp.sharding.devices import DevicesOfArrays, DevicesOfMesh, FlatState, Layout
 from jaxmp.sharding.mesh_plan import Sharding
 from jaxmp.sharding.placement import each_once
@@ -28,7 +29,7 @@ from jaxmp.training.mean_check import divides_by_own_count
 from jaxmp.training.product_check import ignores_params, mismatch_of_products
 from jaxmp.training.remat import recompute_layers, with_remat
 from jaxmp.training.state import TrainState
-from jaxmp.training.stuck_runs import NonFiniteTrainingError, StuckRuns, message, non_finite_parts
+from jaxmp.training.stuck_runs import FLOAT16_RANGE, NonFiniteTrainingError, StuckRuns, message, non_finite_parts
 from jaxmp.training.update import Metrics, S, Update
 
 P = ParamSpec("P")
@@ -423,6 +424,11 @@ class TrainStep:
             return NonFiniteTrainingError(message(skips, float(state.loss_scale)))
         placed_batch = self.update.devices.place_batch(batch, self.update.accumulate_steps)
         rng = None if state.rng is None else jax.random.split(state.rng)[1]
-        result = jax.jit(self.update.gradients)(state, placed_batch, rng)
+        gradients = jax.jit(self.update.gradients)
+        products = product_dtypes(gradients.trace(state, placed_batch, rng).jaxpr)
+        result = gradients(state, placed_batch, rng)
         parts = non_finite_parts(result.loss, result.grads, state.params, placed_batch)
-        return NonFiniteTrainingError(message(skips, float(state.loss_scale), parts), batch)
+        text = message(skips, float(state.loss_scale), parts)
+        if "float16" in products and not np.isfinite(result.loss) and not non_finite((state.params, placed_batch)):
+            text += FLOAT16_RANGE
+        return NonFiniteTrainingError(text, batch)

@@ -217,6 +217,11 @@ _REMEDY = (
     "operation, call jaxmp.inspect.first_nonfinite(step) with the arguments of the step"
 )
 
+FLOAT16_RANGE = (
+    '.\nIf a residual stream passes 65,504, the largest float16 number, write the override {"primitive:add": "float32"}'
+)
+"""Another remedy, for a forward pass with float16 products that is not finite although its inputs are."""
+
 
 def non_finite_parts(loss: Any, grads: Any, params: Any, batch: Any) -> list[str]:
     """Return descriptions of all non-finite arrays of a step.
