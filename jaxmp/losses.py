@@ -37,7 +37,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 from numbers import Integral, Real
 from typing import Any, Literal, NamedTuple
 
@@ -55,8 +54,6 @@ from jaxmp.sharding.mesh_plan import Plan, on_auto_axes, plan_being_traced
 
 __all__ = ["cross_entropy", "projected_cross_entropy"]
 
-Softcap = float | Callable[[jax.Array], jax.Array]
-
 _IGNORED = -1
 _CHUNKS = 8
 """The number of chunks with ``chunks="auto"`` on a device whose memory is unknown."""
@@ -71,7 +68,8 @@ class _Options(NamedTuple):
     classes: int  # the number of classes; later columns of the logits are padding
     label_smoothing: float
     z_loss: float
-    softcap: Softcap | None
+    softcap: float | None
+    has_ignored: bool = False  # whether tokens with an ignored label do not count in the mean
 
 
 class _Denominators(NamedTuple):
@@ -93,7 +91,7 @@ def cross_entropy(
     ignore_index: int | None = None,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
-    softcap: Softcap | None = None,
+    softcap: float | None = None,
 ) -> jax.Array:
     """Return the cross-entropy of each label, in nats; it is 0 for ignored labels.
 
@@ -105,9 +103,8 @@ def cross_entropy(
       ignore_index: the label to ignore, often one that is not a class (-100).
       label_smoothing: the share of the target that is spread evenly over all classes, as in torch and optax.
       z_loss: a factor. This factor times the squared log-sum-exp of the logits is added to the loss. PaLM uses 1e-4.
-      softcap: a number c, to replace the logits by ``c * tanh(logits / c)``; Gemma 2 uses 30.0. Or an increasing
-        elementwise function with slopes of at most 1, such as ``lambda logits: 30 * jax.nn.sigmoid(logits / 7.5)``. The
-        function gets float32 logits and returns float32. It must not close over arrays that are differentiated.
+      softcap: a number c, to replace the logits by ``c * tanh(logits / c)``; Gemma 2 uses 30.0. For the cap
+        ``2 * c * sigmoid(2 * logits / c)``, which is ``c`` more, also pass c: without a z-loss, the losses are equal.
 
     Returns:
       The losses, with the shape of the labels, in float32 (float64 for float64 logits).
@@ -115,7 +112,7 @@ def cross_entropy(
     Raises:
       TypeError: the logits are not floating, or the labels are not integers.
       ValueError: the shapes do not match; ``label_smoothing`` is outside of [0, 1); ``z_loss`` is negative, or not a
-        Python or NumPy number; or ``softcap`` is neither a positive number nor an elementwise function.
+        Python or NumPy number; or ``softcap`` is not a positive number.
       OverflowError: ``ignore_index`` is outside of int32 (int64 for 64-bit labels).
 
     >>> logits = jnp.array([[2.0, 0.0, 0.0], [0.0, 0.0, 0.0]], jnp.bfloat16)
@@ -162,7 +159,7 @@ def projected_cross_entropy(
     ignore_index: int | None = None,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
-    softcap: Softcap | None = None,
+    softcap: float | None = None,
 ) -> jax.Array:
     """Return the mean cross-entropy of ``x @ weights.T + bias``, computed in chunks.
 
@@ -185,7 +182,7 @@ def projected_cross_entropy(
         and on a TPU 1/8. (If the memory is unknown, as on a CPU, there are 8 chunks.) Pass a number if your own
         ``jax.jit`` splits the tokens over devices.
       ignore_index: the label to ignore. Tokens with this label do not count in the mean. If all labels are ignored, the
-        loss is 0.
+        loss is 0. In a train step with ``accumulate_steps``, also set ``mean_over``.
       label_smoothing: as in :func:`cross_entropy`.
       z_loss: as in :func:`cross_entropy`.
       softcap: as in :func:`cross_entropy`.
@@ -219,7 +216,7 @@ def projected_cross_entropy(
         raise ValueError(f"classes must be an integer from 1 to {weights.shape[0]}, the rows of weights, got {classes}")
     if not (chunks == "auto" or (_is(Integral, chunks) and chunks >= 1)):
         raise ValueError(f"chunks must be an integer of at least 1 or 'auto', got {chunks!r}; write chunks='auto'")
-    options = _Options(classes, label_smoothing, z_loss, softcap)
+    options = _Options(classes, label_smoothing, z_loss, softcap, ignore_index is not None)
     _check_options(labels, x.shape[:1], options)
     # Under autocast, `x` is float32 here, and autocast does not see the casts to float32 below. So `x` is cast to half
     # precision here, and code below that must be float32 is marked with `mark_of("float32")`.
@@ -262,8 +259,8 @@ def _mean_over_devices(
 
     means = jax.vmap(mean, in_axes=(0, 0, None if bias is None else 0, 0))(x, weights, bias, labels)
     with mark_of("float32"):
-        counted = (labels != _IGNORED).sum(1)
-        return (means * (counted / jnp.maximum(counted.sum(), 1)).astype(means.dtype)).sum()
+        counts = jax.vmap(functools.partial(_count, options=options, dtype=means.dtype))(labels)
+        return (means * counts).sum() / _count(labels, options, means.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
@@ -274,7 +271,7 @@ def _projected(x: Any, weights: Any, bias: Any, labels: Any, options: _Options, 
 
     layer = _layer(weights, bias, x.dtype, options)
     total, _ = jax.lax.scan(add, jnp.zeros_like(x, at_least_float32(x.dtype), ()), _in_chunks(x, labels, chunks))
-    return total / _count(labels, total.dtype)
+    return total / _count(labels, options, total.dtype)
 
 
 def _projected_forward(
@@ -307,7 +304,7 @@ def _projected_forward(
     (total, by_weights, by_bias), by_x = jax.lax.scan(add, start, _in_chunks(x, labels, chunks))
     if has_ones:
         by_weights, by_bias = by_weights[:, :dim], by_weights[:, dim] / _gradient_shift(x.dtype, options)
-    count = _count(labels, wide)
+    count = _count(labels, options, wide)
     return total / count, (by_x.swapaxes(0, 1).reshape(-1, x.shape[1])[: len(x)], by_weights, by_bias, count)
 
 
@@ -339,16 +336,15 @@ def _layer(
     """Return the matrix and the bias of the logits in the compute dtype.
 
     The logits of padding are 0 - inf, so that no other operation has to leave them out. (The product adds the bias in
-    its own kernel.) The weights of padding are zeroed, because a logit that overflows would be inf - inf. With a
-    softcap, the logits of padding are below all others, but finite, because the derivative of a softcap may be NaN at
-    -inf. They become -inf after the softcap.
+    its own kernel.) The weights of padding are zeroed, because a logit that overflows would be inf - inf. A softcap
+    makes the logits of padding finite; they become -inf again after it.
     """
     rows = weights.shape[0]
     if options.classes < rows:
         is_class = jnp.arange(rows) < options.classes
         weights = jnp.where(is_class[:, None], weights, 0)
         bias = jnp.zeros(rows, dtype) if bias is None else bias.astype(dtype)
-        bias = jnp.where(is_class, bias, -jnp.inf if options.softcap is None else -65504)
+        bias = jnp.where(is_class, bias, -jnp.inf)
     # Without the barrier, the compiler for TPUs casts the weights again in the kernel of each product, tile by tile.
     weights = jax.lax.optimization_barrier(weights.astype(dtype))
     return weights, None if bias is None else bias.astype(dtype)
@@ -368,19 +364,19 @@ def _in_chunks(x: jax.Array, labels: jax.Array, chunks: int) -> tuple[jax.Array,
     return x.swapaxes(0, 1), labels.swapaxes(0, 1)
 
 
-def _count(labels: jax.Array, dtype: Any) -> jax.Array:
-    return jnp.maximum((labels != _IGNORED).sum(), 1).astype(dtype)
+def _count(labels: jax.Array, options: _Options, dtype: Any) -> jax.Array:
+    """Return the number of tokens that count in the mean, at least 1."""
+    count = (labels != _IGNORED).sum() if options.has_ignored else labels.size
+    return jnp.maximum(count, 1).astype(dtype)
 
 
 # The functions below must not create constants that are as large as the logits. If a checkpoint differentiates the
 # loop over chunks, JAX moves loop-invariant values out of the loop and would store them.
 
 
-def _capped(wide: jax.Array, softcap: Softcap | None) -> jax.Array:
+def _capped(wide: jax.Array, softcap: float | None) -> jax.Array:
     if softcap is None:
         return wide
-    if callable(softcap):
-        return softcap(wide)
     cap = float(softcap)
     return cap * jnp.tanh(wide / cap)
 
@@ -400,7 +396,7 @@ def _losses(logits: jax.Array, labels: jax.Array, options: _Options) -> tuple[ja
     softcap is applied to the largest logit, which is the largest capped logit. (XLA would store capped logits in
     float32, if two sums over the classes read them.)
     """
-    classes, smoothing, z_loss, softcap = options
+    classes, smoothing, z_loss, softcap, _ = options
     with mark_of("float32"):  # autocast traces this in float32, and does not see the cast below
         uncapped = logits.astype(at_least_float32(logits.dtype))
         table = uncapped
@@ -428,7 +424,7 @@ def _gradient(logits: jax.Array, labels: jax.Array, denominators: _Denominators,
 
     The logits of ignored labels must be finite: their gradient is then 0.
     """
-    classes, smoothing, z_loss, softcap = options
+    classes, smoothing, z_loss, softcap, _ = options
     with mark_of("float32"):
         # Without the barrier, XLA would compute `wide - largest` once for the loss and the gradient, and store it in
         # float32. The softcap is computed before that, so with it the logits need a barrier too.
@@ -480,7 +476,7 @@ def _targets(labels: jax.Array, classes: int, ignore_index: int | None) -> jax.A
 
 
 def _check_options(labels: jax.Array, shape: tuple[int, ...], options: _Options) -> None:
-    classes, label_smoothing, z_loss, softcap = options
+    _, label_smoothing, z_loss, softcap, _ = options
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise TypeError(
             f"labels must have an integer dtype, got {labels.dtype.name}; cast them, or take the argmax of one-hot "
@@ -495,27 +491,8 @@ def _check_options(labels: jax.Array, shape: tuple[int, ...], options: _Options)
         )
     if not (_is(Real, label_smoothing) and 0 <= label_smoothing < 1):
         raise ValueError(f"label_smoothing must be at least 0 and less than 1, got {label_smoothing}")
-    if callable(softcap):
-        _check_softcap(softcap, classes)
-    elif softcap is not None and not (_is(Real, softcap) and 0 < softcap < math.inf):
-        raise ValueError(
-            f"softcap must be a Python number above 0 or an elementwise function, got {softcap}; write softcap=30.0 or "
-            "leave it out"
-        )
-
-
-def _check_softcap(softcap: Callable[[jax.Array], jax.Array], classes: int) -> None:
-    """Raise a ValueError if a softcap is not an elementwise function from float32 to float32."""
-    for shape in ((), (1, classes)):
-        example = jax.ShapeDtypeStruct(shape, jnp.float32)
-        try:
-            result = jax.eval_shape(softcap, example)
-        except Exception as error:  # such as that of a mean over the last axis, for a single logit
-            raise ValueError(f"softcap must be elementwise, but it fails for logits of the shape {shape}") from error
-        if getattr(result, "shape", None) != shape:
-            raise ValueError(f"softcap must be elementwise, got {result} for logits of the shape {shape}")
-        if result.dtype != example.dtype:
-            raise ValueError(f"softcap must return float32 logits, got {result.dtype.name}; leave out the cast")
+    if softcap is not None and not (_is(Real, softcap) and 0 < softcap < math.inf):
+        raise ValueError(f"softcap must be a Python number above 0, got {softcap}; write softcap=30.0 or leave it out")
 
 
 def _is(kind: type, value: Any) -> bool:

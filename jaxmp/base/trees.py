@@ -196,6 +196,18 @@ def map_nodes_of_type(fun: Callable[[Any], Any], tree: Any, types: type | tuple[
     return jax.tree.map(lambda node: fun(node) if is_of_type(node) else node, tree, is_leaf=is_of_type)
 
 
+def require_no_raw_bytes(tree: Any) -> None:
+    """Raise a TypeError if an array of ``tree`` has a dtype of raw bytes, such as ``|V2``."""
+    for path, leaf in jax.tree.leaves_with_path(tree):
+        is_of_bytes = isinstance(leaf, np.ndarray) and leaf.dtype.type is np.void and leaf.dtype.names is None
+        if is_of_bytes:
+            dtype = "bfloat16" if leaf.dtype.itemsize == 2 else "float8_e4m3fn"
+            raise TypeError(
+                f"{path_name(path)!r} has the dtype {leaf.dtype.str}, raw bytes: np.savez forgets {dtype};\n"
+                f"write array.view(ml_dtypes.{dtype}) after np.load"
+            )
+
+
 def path_name(path: tuple[Any, ...]) -> str:
     """Return a JAX key path as users write it: ``encoder/Dense_0/kernel``."""
     return jax.tree_util.keystr(path, simple=True, separator="/")

@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 
 from jaxmp._internals.flax.nnx_variables import is_module
-from jaxmp.base.trees import is_key, path_name
+from jaxmp.base.trees import is_key, path_name, require_no_raw_bytes
 from jaxmp.nnx.training import state_of
 from jaxmp.optim.loss_scale import LossScale
 from jaxmp.optim.low_precision import LowPrecisionState
@@ -44,8 +44,9 @@ def leaves_by_name(tree: Any) -> dict[str, Any]:
 
     Raises:
       ValueError: two leaves have the same name.
-      TypeError: a leaf is neither an array nor a number.
+      TypeError: a leaf is neither an array nor a number, or has a dtype of raw bytes.
     """
+    require_no_raw_bytes(tree)
     leaves: dict[str, Any] = {}
     for path, leaf in jax.tree.leaves_with_path(tree):
         name = path_name(path)

@@ -39,6 +39,7 @@ def make_train_step(
     policy: Any = None,
     overrides: Mapping[str, str] | None = None,
     accumulate_steps: int = 1,
+    mean_over: str | None = None,
     ema_decay: float | None = None,
     remat: str | Callable[..., Any] | None = None,
     loss_chunks: int | None = None,
@@ -69,6 +70,7 @@ def make_train_step(
         :func:`jaxmp.make_train_step` describes this argument and the following ones in full.
       overrides: the overrides of ``policy``.
       accumulate_steps: the number of microbatches per step.
+      mean_over: the name of the metric that counts what the loss is a mean over.
       ema_decay: the decay of the moving average of an ``Optimizer(model, tx, ema=True)``.
       remat: the values that the backward pass recomputes.
       loss_chunks: the number of chunks in :func:`jaxmp.losses.projected_cross_entropy` with ``chunks="auto"``.
@@ -100,6 +102,7 @@ def make_train_step(
         policy=policy,
         overrides=overrides,
         accumulate_steps=accumulate_steps,
+        mean_over=mean_over,
         ema_decay=ema_decay,
         remat=remat,
         loss_chunks=loss_chunks,

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxmp.base.dtypes import is_narrow
-from jaxmp.base.trees import path_name, widen
+from jaxmp.base.trees import path_name, require_no_raw_bytes, widen
 from jaxmp.base.user_warnings import warn_user
 from jaxmp.optim.checked_params import are_params_checked, params_are_checked
 from jaxmp.optim.low_precision import LowPrecision, rounds_params
@@ -50,6 +50,7 @@ def warn_if_updates_vanish(inner: optax.GradientTransformationExtraArgs, params:
 
 def _first_half_param(inner: optax.GradientTransformationExtraArgs, params: Any) -> tuple[str, Any] | None:
     """Return the path and the dtype of the first half-precision param that a plain optimizer updates."""
+    require_no_raw_bytes(params)
     on_devices = jax.eval_shape(lambda params: params, params)
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), on_devices)  # without shardings
     leaves = jax.tree.leaves_with_path(shapes)

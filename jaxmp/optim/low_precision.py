@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 from jaxmp._internals.jax.traces import manual_axes, shows_what_varies
 from jaxmp.base.arguments import require_whole_number
 from jaxmp.base.dtypes import closest_names, dtype_among
-from jaxmp.base.trees import is_float_array, nodes_of_type, path_name, widen
+from jaxmp.base.trees import is_float_array, nodes_of_type, path_name, require_no_raw_bytes, widen
 from jaxmp.base.user_warnings import warn_user
 from jaxmp.optim.checked_params import are_params_checked
 from jaxmp.optim.checks import as_optimizer
@@ -151,6 +151,7 @@ class _LowPrecisionTransform:
     axes: tuple[Hashable, ...] | None
 
     def init(self, weights: optax.Params) -> LowPrecisionState:
+        require_no_raw_bytes(weights)
         _require_dtypes(weights)
         state = self.inner.init(widen(weights))
         if rounds_params(state):

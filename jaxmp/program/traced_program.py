@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from jaxmp.base.dtypes import AsComputed
+from jaxmp.base.trees import require_no_raw_bytes
 from jaxmp.program.equations import opened
 
 
@@ -42,7 +43,11 @@ class TracedProgram:
             self._leaves = [_ARRAY if is_array(leaf) else leaf for leaf in results]
             return arrays_in(results)
 
-        self.open_jaxpr = opened(jax.make_jaxpr(flat)(*itertools.compress(leaves, are_traced)))
+        try:
+            self.open_jaxpr = opened(jax.make_jaxpr(flat)(*itertools.compress(leaves, are_traced)))
+        except TypeError:
+            require_no_raw_bytes({"argument": leaves})
+            raise
         self._write = write
 
     @property

@@ -111,6 +111,20 @@ def _with_model_state(loss_fn: Callable[[Any, Any], Any]) -> LossFn:
     return with_model_state
 
 
+def require_count(metrics: Mapping[str, Any], name: str) -> None:
+    """Raise an error unless the metric ``name`` can count what a loss is a mean over.
+
+    Raises:
+      ValueError: there is no such metric, or it is not a real scalar.
+    """
+    remedy = f"return loss, {{{name!r}: mask.sum()}}, say"
+    if name not in metrics:
+        raise ValueError(f"mean_over={name!r} must be a metric of the loss function, got {sorted(metrics)}; {remedy}")
+    metric = metrics[name]
+    if jnp.shape(metric) != () or _kind(metric) not in (1, 2):
+        raise ValueError(f"the metric of mean_over={name!r} must be a number, got {described(metric)}; {remedy}")
+
+
 def as_key(rng: Any) -> Any:
     """Return a key made from ``rng`` if it is an integer seed, else ``rng`` itself."""
     is_seed = isinstance(rng, (int, np.integer)) and not isinstance(rng, bool)

@@ -88,11 +88,15 @@ def ignores_params(traced: jax.stages.Traced) -> bool:
 
     ``traced`` is as for :func:`mismatch_of_products`.
     """
+    is_used = inputs_used(traced.jaxpr, loss_among_results(traced))
+    return not any(map(operator.and_, params_among_arguments(traced), is_used))
+
+
+def params_among_arguments(traced: jax.stages.Traced) -> list[bool]:
+    """Return for each argument of a train step's program whether it is a param."""
     state, batch = traced.args_info[0]
     no_state, no_batch = jax.tree.map(lambda _: False, (state, batch))
-    is_param = jax.tree.leaves((no_state.replace(params=jax.tree.map(lambda _: True, state.params)), no_batch))
-    is_used = inputs_used(traced.jaxpr, _is_loss(traced))
-    return not any(map(operator.and_, is_param, is_used))
+    return jax.tree.leaves((no_state.replace(params=jax.tree.map(lambda _: True, state.params)), no_batch))
 
 
 def _follows_model(scopes: Names) -> bool:
@@ -102,10 +106,10 @@ def _follows_model(scopes: Names) -> bool:
 
 def _products_of_loss(traced: jax.stages.Traced) -> list[tuple[Any, Names]]:
     """Return the equations of all products that the loss depends on, with the scopes around them."""
-    return list(_products_in(computing_only(traced.jaxpr, _is_loss(traced)), ()))
+    return list(_products_in(computing_only(traced.jaxpr, loss_among_results(traced)), ()))
 
 
-def _is_loss(traced: jax.stages.Traced) -> list[bool]:
+def loss_among_results(traced: jax.stages.Traced) -> list[bool]:
     """Return for each result of a train step's program whether it is the loss."""
     state, metrics = traced.out_info
     is_loss = {name: jax.tree.map(lambda _, name=name: name == "loss", value) for name, value in metrics.items()}

@@ -163,8 +163,8 @@ class TrainState(flax.struct.PyTreeNode):
           **fields: the additional fields of a subclass.
 
         Raises:
-          TypeError: ``tx`` is not an optimizer, a leaf of ``params`` is a function, or ``fields`` has a name that is
-            not a field of the class.
+          TypeError: ``tx`` is not an optimizer, a leaf of ``params`` is a function, an array has a dtype of raw bytes,
+            or ``fields`` has a name that is not a field of the class.
           ValueError: ``tx`` has several loss scales; a transform other than ``loss_scaling`` wraps ``low_precision``;
             ``params`` are empty; or ``params`` are Flax variables with other collections beside the params.
           RuntimeError: the params were donated to an earlier step.
@@ -180,6 +180,7 @@ class TrainState(flax.struct.PyTreeNode):
         require_params(params)
         require_no_functions(params, "TrainState.create")
         require_not_deleted({"params": params, "model_state": model_state, "rng": rng})
+        _tree.require_no_raw_bytes({"params": params, "model_state": model_state})
         warn_about_params(without_loss_scaling(tx), params)
         with params_are_checked():
             if not has_loss_scale(jax.eval_shape(tx.init, params)):

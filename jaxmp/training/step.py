@@ -13,21 +13,23 @@ import jax
 import numpy as np
 
 from jaxmp.base.arguments import checks_arguments, printed, require_flag, require_step_arguments, require_whole_number
-from jaxmp.base.donation import require_not_deleted
-from jaxmp.base.trees import is_traced
+from jaxmp.base.donation import is_deleted, require_not_deleted
+from jaxmp.base.trees import is_traced, non_finite, require_no_raw_bytes
 from jaxmp.base.user_warnings import warn_user
 from jaxmp.optim.checks import as_float
 from jaxmp.optim.half_params import warn_if_updates_vanish
 from jaxmp.optim.loss_scaling import without_loss_scaling
 from jaxmp.optim.scaling_state import get_loss_scale, get_loss_scaling_state
+from jaxmp.program.walk import product_dtypes
 from jaxmp.sharding.devices import DevicesOfArrays, DevicesOfMesh, FlatState, Layout
 from jaxmp.sharding.mesh_plan import Sharding
 from jaxmp.sharding.placement import each_once
 from jaxmp.training.loss_function import LossFn, compute_dtype_of, under_policy, with_loss_chunks
+from jaxmp.training.mean_check import divides_by_own_count
 from jaxmp.training.product_check import ignores_params, mismatch_of_products
 from jaxmp.training.remat import recompute_layers, with_remat
 from jaxmp.training.state import TrainState
-from jaxmp.training.stuck_runs import NonFiniteTrainingError, StuckRuns, explanation
+from jaxmp.training.stuck_runs import FLOAT16_RANGE, NonFiniteTrainingError, StuckRuns, message, non_finite_parts
 from jaxmp.training.update import Metrics, S, Update
 
 P = ParamSpec("P")
@@ -69,6 +71,7 @@ def make_train_step(
     policy: Any = None,
     overrides: Mapping[str, str] | None = None,
     accumulate_steps: int = 1,
+    mean_over: str | None = None,
     ema_decay: float | None = None,
     remat: str | Callable[..., Any] | None = None,
     loss_chunks: int | None = None,
@@ -81,7 +84,7 @@ def make_train_step(
 
     The step differentiates the scaled loss. If the norm of the gradients is not finite, the step is skipped: only the
     loss scale, the counters and the rng change. The step is compiled once for each set of shapes. The host waits for
-    the device only after a skipped step.
+    the device only if too many steps in a row were skipped. Runs that share a step are counted apart.
 
     The new state has the same sharding as the old state. ``metrics`` has these entries:
 
@@ -102,6 +105,10 @@ def make_train_step(
       accumulate_steps: the number n of microbatches per step. Gradients are averaged over the microbatches in float32,
         and so are the loss and the metrics. If the gradients of one microbatch are not finite, the whole step is
         skipped. Example i goes into microbatch i % n, so that no example of a split batch moves to another device.
+      mean_over: the name of a metric that the loss function returns: the number of tokens or examples that the loss is
+        a mean over, such as ``mask.sum()``. If microbatches have different numbers, the loss, the gradients and the
+        metrics are then those of the whole batch, and this metric is summed. None if the loss is a mean over all
+        examples.
       ema_decay: the decay of the moving average ``state.ema_params``. It needs ``TrainState.create(ema=True)``.
       remat: the values that the backward pass recomputes: None or ``"none"`` (none); ``"dots"`` (all except results of
         products); ``"dots_no_batch"`` (all except results of products without batch dimensions); ``"layers"`` (one
@@ -140,6 +147,8 @@ def make_train_step(
     - a step with a half-precision policy has a model whose own policy makes all products float32;
     - the policy is float32, and the model has a half-precision policy of its own;
     - the loss does not depend on the params;
+    - with ``accumulate_steps``, the loss divides by a number that it computes from the microbatch, such as
+      ``mask.sum()``, and ``mean_over`` is not set;
     - the params are half precision, and the optimizer is not :func:`jaxmp.low_precision`.
 
     >>> def loss_fn(params, batch):
@@ -161,6 +170,8 @@ def make_train_step(
             f"compiler_options must be a dict from names of XLA's options to values, got {printed(compiler_options)}; "
             'write e.g. {"xla_gpu_enable_latency_hiding_scheduler": True}'
         )
+    if not (mean_over is None or isinstance(mean_over, str)):
+        raise TypeError(f"mean_over must be the name of a metric, got {printed(mean_over)}; write mean_over='tokens'")
     decay = _checked_decay(ema_decay)
     loss_fn = under_policy(loss_fn, policy, overrides)
     if loss_chunks is not None:
@@ -172,7 +183,7 @@ def make_train_step(
         _check_sharding(sharding, accumulate_steps)
         devices = DevicesOfMesh(sharding, loss_fn, is_remat=remat not in (None, "none"))
         loss_fn = devices.gathered
-    update = Update(with_remat(loss_fn, remat), devices, accumulate_steps, decay)
+    update = Update(with_remat(loss_fn, remat), devices, accumulate_steps, decay, mean_over)
     return TrainStep(
         update,
         donate=donate,
@@ -282,9 +293,9 @@ class TrainStep:
     def __call__(self, state: S, batch: Any) -> tuple[S, Metrics]:
         """Take one step; see :func:`make_train_step`."""
         self.require_state(state)
-        bad_batches = self._stuck_runs.bad_batches_of(state)
-        if bad_batches:
-            raise self._error(state, bad_batches[-1])
+        report = self._stuck_runs.report_if_stuck(state)
+        if report is not None:
+            raise self._error(state, report.batch)
         try:
             flat, placed_batch = self._place(state, batch)
             placed: S = flat.state
@@ -293,12 +304,15 @@ class TrainStep:
                 if not self._has_warned:
                     self._warn(program.trace(placed, placed_batch), state)  # the call reuses this trace
                 new_state, metrics = program(placed, placed_batch)
+        except TypeError:
+            require_no_raw_bytes((state, batch))
+            raise
         except (RuntimeError, ValueError) as error:
             require_not_deleted(state, error)
             if "previously donated in the same call" in str(error):
                 error.add_note(_SHARED_MEMORY)
             raise
-        self._stuck_runs.add(metrics["skipped"], metrics["loss_scale"], batch)
+        self._stuck_runs.add(new_state, metrics["loss_scale"], batch)
         return new_state, metrics
 
     @classmethod
@@ -389,6 +403,13 @@ class TrainStep:
                 "the loss does not depend on the params, so they are not trained; in the loss function, use its own "
                 "argument, and no params or model from outside of it"
             )
+        update = self.update
+        if update.accumulate_steps > 1 and update.mean_over is None and divides_by_own_count(traced):
+            warn_user(
+                "each microbatch divides its loss by a number that it counts itself, such as mask.sum(), so the mean "
+                "over microbatches is not that of the batch;\nreturn loss, {'count': mask.sum()}, and write "
+                "make_train_step(..., mean_over='count')"
+            )
         message = mismatch_of_products(traced, get_loss_scale(state.opt_state), self._policy_dtype)
         if message is not None:
             warn_user(message)
@@ -396,11 +417,19 @@ class TrainStep:
     def _error(self, state: TrainState, batch: Any) -> NonFiniteTrainingError:
         """Return the error for a stuck run.
 
-        The method computes the gradients of a skipped batch again, to name the arrays that are not finite.
+        The method computes the gradients of a skipped batch again, to name the arrays that are not finite. Without the
+        batch, it names no arrays.
         """
+        skips = int(get_loss_scaling_state(state.opt_state).consecutive_skipped)
+        if is_deleted(batch):
+            return NonFiniteTrainingError(message(skips, float(state.loss_scale)))
         placed_batch = self.update.devices.place_batch(batch, self.update.accumulate_steps)
         rng = None if state.rng is None else jax.random.split(state.rng)[1]
-        result = jax.jit(self.update.gradients)(state, placed_batch, rng)
-        skips = int(get_loss_scaling_state(state.opt_state).consecutive_skipped)
-        text = explanation(result.loss, result.grads, state.loss_scale, state.params, placed_batch, skips)
+        gradients = jax.jit(self.update.gradients)
+        products = product_dtypes(gradients.trace(state, placed_batch, rng).jaxpr)
+        result = gradients(state, placed_batch, rng)
+        parts = non_finite_parts(result.loss, result.grads, state.params, placed_batch)
+        text = message(skips, float(state.loss_scale), parts)
+        if "float16" in products and not np.isfinite(result.loss) and not non_finite((state.params, placed_batch)):
+            text += FLOAT16_RANGE
         return NonFiniteTrainingError(text, batch)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections import deque
+import random
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxmp._internals.flax.nnx_if_imported import imported_nnx
@@ -15,7 +16,10 @@ from jaxmp.base.arguments import require_whole_number
 from jaxmp.base.donation import is_deleted, require_not_deleted
 from jaxmp.optim.scaling_state import get_loss_scaling_state
 
-_LAG = 4  # the number of steps after which a report is read if there are several processes
+_LAG = 4
+"""The number of calls after which a report is read if there are several processes."""
+_PATIENCE = 1_000
+"""The number of calls in which a stuck run that others take turns with must come up. Later, it counts as given up."""
 
 
 class NonFiniteTrainingError(FloatingPointError):
@@ -76,7 +80,7 @@ def raise_if_stuck(state: Any, max_consecutive_skips: int = 25) -> None:
     if is_stuck.any():
         skips, scales = np.broadcast_arrays(numbers.consecutive_skipped, numbers.loss_scale.loss_scale)
         worst = np.unravel_index(np.argmax(np.where(is_stuck, skips, -1)), is_stuck.shape)
-        raise NonFiniteTrainingError(f"{_cause(int(skips[worst]), float(scales[worst]))}. {_REMEDY}")
+        raise NonFiniteTrainingError(message(int(skips[worst]), float(scales[worst])))
 
 
 def _are_stuck(scaling: Any, limit: int) -> np.ndarray:
@@ -95,70 +99,84 @@ def _are_stuck(scaling: Any, limit: int) -> np.ndarray:
         return is_skipping & np.asarray(scale.adjust(False, np.inf).is_stuck(scale))
 
 
-def _cause(skips: int, scale: float) -> str:
-    return f"{skips} steps in a row were skipped, and the loss scale {scale:g} cannot fall further"
+class Report(NamedTuple):
+    """The report of a step.
 
+    Attributes:
+      counter: a copy of the counter of steps that were skipped in a row. The next step may donate the counter itself.
+      loss_scale: the loss scale of the step.
+      batch: the batch of the step.
+      call: the number of the call.
+    """
 
-class _Report(NamedTuple):
-    """The report of a step: whether it was skipped, its loss scale and its batch."""
-
-    skipped: Any
+    counter: Any
     loss_scale: Any
     batch: Any
+    call: int
 
 
 class StuckRuns:
     """Detect a run that has been skipping steps for too long.
 
-    A step reports whether it was skipped. The report is read some steps later, when the device has finished the step.
-    So the host does not wait for the device. It waits only after a skipped step, for the counter in the state.
+    Runs may share a step, so the counters in the state of each run decide. A step reports its counter, and a later call
+    reads the report when the device has finished the step. So no call waits for the device, with one exception: after
+    a report with too many skipped steps, each call waits for the counters of its own state.
     """
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self._reports: deque[_Report] = deque()
+        self._calls = 0
+        self._next_report = 0  # the call that makes the next report
+        self._report: Report | None = None  # the report of a step that may not be finished
+        self._suspect: Report | None = None  # the last report with too many skipped steps
+        self._random = random.Random(0)  # gives the same numbers in all processes
 
-    def add(self, skipped: Any, loss_scale: Any, batch: Any) -> None:
-        """Remember the report of a step: whether it was skipped, its loss scale and its batch.
+    def add(self, state: Any, loss_scale: Any, batch: Any) -> None:
+        """Report a step: the state that it returned, its loss scale and its batch.
 
         A step inside another JAX transformation, such as ``jit``, has no report.
         """
-        if not isinstance(skipped, jax.core.Tracer):
-            self._reports.append(_Report(skipped, loss_scale, batch))
+        self._calls += 1
+        if self._report is None and self._calls >= self._next_report and not _tree.is_traced(loss_scale):
+            counter = get_loss_scaling_state(state.opt_state).consecutive_skipped
+            self._report = Report(_copied(counter), loss_scale, batch, self._calls)
 
-    def bad_batches_of(self, state: Any) -> list[Any]:
-        """Return the latest skipped batches if the run of ``state`` is stuck.
+    def report_if_stuck(self, state: Any) -> Report | None:
+        """Return the report of a skipped step if the run of ``state`` is stuck, else None.
 
-        Otherwise return an empty list. A run is stuck if ``limit`` steps in a row were skipped, the last of them at a
-        loss scale that cannot fall. Batches whose arrays were deleted are left out.
+        A run is stuck if ``limit`` steps in a row were skipped, the last of them at a loss scale that cannot fall.
         """
-        bad: list[_Report] = []
-        with contextlib.suppress(IndexError):  # another thread has read the last report
-            while self._reports and self._is_due(self._reports[0].skipped):
-                report = self._reports.popleft()
-                if _is_true(report.skipped) and not is_deleted(report.batch):
-                    bad.append(report)
-        if not bad:
-            return []
+        self._read_report()
+        suspect = self._suspect
+        if suspect is None:
+            return None
         scaling = get_loss_scaling_state(state.opt_state)._replace(inner_state=None)
         if _tree.is_traced(scaling) or is_deleted(scaling):
-            return []
+            return None
         scaling = _read_now(scaling)
-        has_fallen = np.any(_read_now(bad[-1].loss_scale) > scaling.loss_scale.loss_scale)
-        return [] if has_fallen or not _are_stuck(scaling, self.limit).any() else [report.batch for report in bad]
+        has_fallen = np.any(_read_now(suspect.loss_scale) > scaling.loss_scale.loss_scale)
+        is_stuck = not has_fallen and _are_stuck(scaling, self.limit).any()
+        if is_stuck or self._calls - suspect.call > _PATIENCE:
+            self._suspect = None
+        return suspect if is_stuck else None
 
-    def _is_due(self, report: Any) -> bool:
-        # Processes may finish at different times, but all must raise the error at the same step.
-        return report.is_ready() if report.is_fully_addressable else len(self._reports) > _LAG
+    def _read_report(self) -> None:
+        """Read the last report if its step is finished."""
+        report = self._report
+        if report is None:
+            return
+        age = self._calls - report.call
+        # Processes may finish a step at different times, but all must raise the error in the same call.
+        if not (report.counter.is_ready() if report.counter.is_fully_addressable else age >= _LAG):
+            return
+        self._report = None
+        # If runs take turns, reports at equal distances could miss some of the runs.
+        self._next_report = self._calls + 1 + self._random.randrange(age + 1)
+        if np.any(_read_now(report.counter) >= self.limit):
+            self._suspect = report
 
 
-def _is_true(flag: Any) -> bool:
-    """Return the value of a bool array, also if a transfer guard is on.
-
-    Each step calls this function, and ``jax.tree.map`` would take longer than the rest of it.
-    """
-    with jax.transfer_guard_device_to_host("allow"):
-        return bool(np.asarray(flag))
+_copied = jax.jit(jnp.copy)
 
 
 def _read_now(arrays: Any) -> Any:
@@ -167,22 +185,20 @@ def _read_now(arrays: Any) -> Any:
         return jax.tree.map(np.asarray, arrays)
 
 
-def explanation(loss: Any, grads: Any, scale: Any, params: Any, batch: Any, skips: int) -> str:
+def message(skips: int, scale: float, non_finite: Sequence[str] | None = None) -> str:
     """Return the message of the error that ends a stuck run.
 
-    The message names the arrays that are not finite, and the remedy.
-
     Args:
-      loss: the true loss of the step.
-      grads: the gradients of the scaled loss.
-      scale: the factor of the loss in this step.
-      params: the params of the step.
-      batch: the batch of the step.
       skips: the number of steps that were skipped in a row.
+      scale: the loss scale.
+      non_finite: the result of :func:`non_finite_parts` for the last step; None if it is unknown.
     """
-    parts = _non_finite_parts(loss, grads, params, batch)
-    listed = "; ".join(parts) or "no gradient, so it must be the gradients' norm or the optimizer's updates"
-    return f"{_cause(skips, float(scale))}; not finite now: {listed}. {_REMEDY}"
+    text = f"{skips} steps in a row were skipped, and the loss scale {scale:g} cannot fall further"
+    if non_finite is not None:
+        listed = "; ".join(non_finite)
+        listed = listed or "no gradient, so it must be the gradients' norm or the optimizer's updates"
+        text += f"; not finite now: {listed}"
+    return f"{text}. {_REMEDY}"
 
 
 _REMEDY = (
@@ -191,9 +207,21 @@ _REMEDY = (
     "jaxmp.inspect.first_nonfinite(step) with the arguments of the step"
 )
 
+FLOAT16_RANGE = (
+    '.\nIf a residual stream passes 65,504, the largest float16 number, write the override {"primitive:add": "float32"}'
+)
+"""Another remedy, for a forward pass with float16 products that is not finite although its inputs are."""
 
-def _non_finite_parts(loss: Any, grads: Any, params: Any, batch: Any) -> list[str]:
-    """Return descriptions of all non-finite arrays of a step."""
+
+def non_finite_parts(loss: Any, grads: Any, params: Any, batch: Any) -> list[str]:
+    """Return descriptions of all non-finite arrays of a step.
+
+    Args:
+      loss: the true loss.
+      grads: the gradients of the scaled loss.
+      params: the params.
+      batch: the batch.
+    """
     parts = []
     if not np.isfinite(loss):
         parts.append(f"the loss ({loss})")

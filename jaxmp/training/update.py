@@ -18,10 +18,10 @@ from jaxmp.optim.discarded_grads import without_discarded
 from jaxmp.optim.scaled_grad import global_norm, scaled_value_and_grad
 from jaxmp.optim.scaling_state import get_loss_scale, get_loss_scaling_state
 from jaxmp.sharding.devices import DevicesOfArrays
-from jaxmp.training.accumulation import Gradients, accumulate, average
+from jaxmp.training.accumulation import Gradients, accumulate, average, mean_gradients
 from jaxmp.training.batches import microbatches, require_examples
 from jaxmp.training.error_notes import error_notes
-from jaxmp.training.loss_function import OWN_METRICS, CheckedLossFn, require_same_structure
+from jaxmp.training.loss_function import OWN_METRICS, CheckedLossFn, require_count, require_same_structure
 from jaxmp.training.remat import REMAT
 from jaxmp.training.state import TrainState
 
@@ -38,12 +38,14 @@ class Update:
       devices: the devices of the step.
       accumulate_steps: the number of microbatches.
       ema_decay: the decay of the moving average; None without one.
+      mean_over: the name of the metric that counts what the loss is a mean over; None if microbatches count equally.
     """
 
     loss_fn: CheckedLossFn
     devices: DevicesOfArrays
     accumulate_steps: int = 1
     ema_decay: float | None = None
+    mean_over: str | None = None
 
     def __call__(self, state: S, batch: Any) -> tuple[S, Metrics]:
         """Compute the gradients of a batch, and update the state with them.
@@ -95,8 +97,7 @@ class Update:
 
     def metrics(self, state: TrainState, result: Gradients) -> dict[str, Any]:
         """Return the metrics of a whole batch from the results of :meth:`gradients`."""
-        averaged: dict[str, Any] = average(result.metrics, self.accumulate_steps)
-        return averaged
+        return average(result.metrics, self.accumulate_steps, self.mean_over)
 
     def _gradients(self, state: TrainState, batch: Any, rng: Any) -> tuple[Any, ...]:
         require_examples(batch)
@@ -118,9 +119,9 @@ class Update:
             state_of_learned = state.replace(params=learned)
             return self._gradients_of(microbatch_loss.loss_fn, state_of_learned, model_state, batch, rng)
 
-        result = accumulate(gradients_of_microbatch, learned, state.model_state, inputs, count)
-        grads = jax.tree.map(lambda leaf: leaf / count, microbatch_loss.reduce(result.grads))
-        return result._replace(grads=grads)
+        result = accumulate(gradients_of_microbatch, learned, state.model_state, inputs, count, self.mean_over)
+        result = result._replace(grads=microbatch_loss.reduce(result.grads))
+        return result._replace(grads=mean_gradients(result, count, self.mean_over))
 
     def _gradients_of(
         self, loss_fn: CheckedLossFn, state: TrainState, model_state: Any, batch: Any, rng: Any
@@ -131,6 +132,8 @@ class Update:
             return loss_fn(params, model_state, batch, rng)
 
         (loss, (new_model_state, metrics)), grads = self.differentiate(loss_of_params, state)
+        if self.mean_over is not None:
+            require_count(metrics, self.mean_over)
         return Gradients(loss, grads, require_same_structure(new_model_state, model_state), metrics)
 
     def differentiate(self, loss_fn: Callable[[Any], Any], state: TrainState) -> tuple[Any, Any]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import io
 
 import concrete
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import optax
 import pytest
@@ -130,6 +132,46 @@ BAD_ARGUMENTS = {
 def test_a_wrong_argument_is_refused():
     for what, row in BAD_ARGUMENTS.items():
         refused(*row, what=what)
+
+
+def bfloat16_from_numpy():
+    """Return what ``np.load`` returns for an array of bfloat16: raw bytes."""
+    file = io.BytesIO()
+    np.savez(file, w=np.full((2, 2), 1.5, ml_dtypes.bfloat16))
+    file.seek(0)
+    return np.load(file)["w"]
+
+
+RAW = {"a": {"w": bfloat16_from_numpy()}}
+WHOLE = {"a": {"w": concrete.ones((2, 2))}}
+
+
+def nnx_model(array):
+    return nnx.Dict(w=nnx.Param(array))
+
+
+@pytest.mark.parametrize(
+    ("take", "name"),
+    [
+        (lambda folder: TrainState.create(params=RAW, tx=optax.sgd(0.1)), "params/a/w"),
+        (lambda folder: TrainState.create(params=WHOLE, model_state=RAW, tx=optax.sgd(0.1)), "model_state/a/w"),
+        (lambda folder: loss_scaling(optax.sgd(0.1), DynamicLossScale()).init(RAW), "a/w"),
+        (lambda folder: jaxmp.low_precision(optax.sgd(0.1)).init(RAW), "a/w"),
+        (lambda folder: jaxmp.nnx.Optimizer(nnx_model(RAW["a"]["w"]), optax.sgd(0.1)), "w"),
+        (lambda folder: jaxmp.autocast(lambda params: params["a"]["w"].sum(), "mixed_bfloat16")(RAW), "argument/0"),
+        (lambda folder: make_train_step(lambda p, x: x.sum())(state_of(), RAW["a"]["w"]), "1"),
+        (lambda folder: jaxmp.checkpoint.save(folder, RAW, step=0), "a/w"),
+    ],
+)
+def test_bfloat16_that_numpy_saved_as_bytes_is_refused_with_the_remedy(take, name, tmp_path):
+    with pytest.raises(TypeError, match=rf"'{name}' has the dtype \|V2, raw bytes.*\n.*view\(ml_dtypes.bfloat16\)"):
+        take(tmp_path)
+
+
+def test_the_view_that_the_error_names_has_the_values():
+    params = jax.tree.map(lambda array: array.view(ml_dtypes.bfloat16), RAW)
+    state = TrainState.create(params=params, tx=jaxmp.low_precision(optax.sgd(0.1)))
+    assert state.params["a"]["w"].dtype == jnp.bfloat16 and np.all(state.params["a"]["w"] == 1.5)
 
 
 def test_a_decay_lies_between_0_and_1():

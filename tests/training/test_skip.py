@@ -20,6 +20,7 @@ from recompiles import compiled_once
 
 import jaxmp
 from jaxmp import DynamicLossScale, TrainState, loss_scaling, make_train_step
+from jaxmp.training import stuck_runs
 from jaxmp.training.stuck_runs import NonFiniteTrainingError
 
 pytestmark = pytest.mark.once
@@ -285,6 +286,82 @@ def test_two_runs_and_after_an_error_a_third_run_share_a_step():
     assert compiled_once(step)
 
 
+def train_in_turn(step, states, batch, steps):
+    """Train runs that take turns; return the number of the run that raises the error of a stuck run, and the error."""
+    for n in range(steps):
+        turn = n % len(states)
+        try:
+            states[turn], metrics = step(states[turn], batch)
+        except NonFiniteTrainingError as error:
+            return turn, str(error)
+        jax.block_until_ready(metrics)
+    return None, ""
+
+
+def runs_with_one_of_nan(count, api="linen"):
+    """Return ``count`` states of runs, of which the second has NaN as params, and their step."""
+    if api == "nnx":
+        pairs = []
+        for n in range(count):
+            model = nnx.Dict(w=nnx.Param(concrete.full(3, jnp.nan if n == 1 else 1.0)))
+            pairs.append((model, jaxmp.nnx.Optimizer(model, optax.sgd(0.1))))
+        nnx_step = jaxmp.nnx.make_train_step(lambda model, x: jnp.mean((model["w"] * x) ** 2), max_consecutive_skips=5)
+        return pairs, lambda pair, batch: (pair, nnx_step(*pair, batch))
+    values = [jnp.nan if n == 1 else 1.0 for n in range(count)]
+    states = [TrainState.create(params={"w": concrete.full(3, value)}, tx=optax.sgd(0.1)) for value in values]
+    return states, make_train_step(lambda params, x: jnp.mean((params["w"] * x) ** 2), max_consecutive_skips=5)
+
+
+@pytest.mark.parametrize("api", ["linen", "nnx"])
+@pytest.mark.parametrize("count", [2, 3])
+def test_of_runs_that_take_turns_only_the_stuck_one_raises(api, count):
+    states, step = runs_with_one_of_nan(count, api)
+    turn, text = train_in_turn(step, states, concrete.ones(3), 6 * count)
+    assert turn == 1 and "5 steps in a row were skipped" in text and "params 'w'" in text
+    good, step = states[::2], runs_with_one_of_nan(count, api)[1]
+    assert train_in_turn(step, good, concrete.ones(3), 20) == (None, "")
+
+
+@pytest.mark.parametrize("count", [2, 4, 5, 10])
+def test_reports_that_are_late_miss_no_run(count, monkeypatch):
+    class Late:
+        """A counter that is read a fixed number of calls later, as if another process had a part of it."""
+
+        is_fully_addressable = False
+
+        def __init__(self, counter):
+            self.counter = jnp.copy(counter)
+
+        def __array__(self, *args, **kwargs):
+            return np.asarray(self.counter)
+
+    monkeypatch.setattr(stuck_runs, "_copied", Late)
+    states, step = runs_with_one_of_nan(count)
+    turn, _ = train_in_turn(step, states, concrete.ones(3), 40 * count)
+    assert turn == 1
+
+
+def test_a_run_that_is_given_up_while_it_is_stuck_is_forgotten(monkeypatch):
+    monkeypatch.setattr(stuck_runs, "_PATIENCE", 10)
+    (good, bad), step = runs_with_one_of_nan(2)
+    x = concrete.ones(3)
+    for _ in range(5):
+        bad, metrics = step(bad, x)
+    jax.block_until_ready(metrics)
+    assert train_in_turn(step, [good], x, 20) == (None, "")
+    assert step._stuck_runs._suspect is None
+
+
+def test_the_error_of_a_stuck_run_without_its_batch_names_no_arrays():
+    (_, bad), step = runs_with_one_of_nan(2)
+    with pytest.raises(NonFiniteTrainingError, match=r"the loss scale 1 cannot fall further\. Look for NaN") as raised:
+        for _ in range(9):
+            x = jnp.ones(3)
+            bad, _ = jax.block_until_ready(step(bad, x))
+            x.delete()
+    assert raised.value.batch is None
+
+
 def test_effects_of_an_optimizer_happen_in_skipped_steps_too():
     params, batch = problem()
     norms_finite = []
@@ -331,7 +408,7 @@ def test_a_report_is_read_when_it_is_finished_and_not_before():
         def __array__(self, *args, **kwargs):
             raise AssertionError("waited")
 
-    step._stuck_runs.add(Unfinished(), Unfinished(), batch)
+    step._stuck_runs._report = stuck_runs.Report(Unfinished(), Unfinished(), batch, call=0)
     bad = {**batch, "x": batch["x"] * jnp.nan}
     state = TrainState.create(params=params, tx=optax.sgd(0.1))
     with jax.transfer_guard("disallow"):

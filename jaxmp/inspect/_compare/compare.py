@@ -302,7 +302,9 @@ def loss_of(call: StepCall) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         raise ValueError(
             "compare takes a train step without a mesh, got one with sharding=; pass the same step without sharding="
         )
-    update = _LossOnly(step.update.loss_fn, step.update.devices, step.update.accumulate_steps)
+    update = _LossOnly(
+        step.update.loss_fn, step.update.devices, step.update.accumulate_steps, mean_over=step.update.mean_over
+    )
 
     def loss_fn(params: Any, model_state: Any, batch: Any, rng: Any = call.rng) -> Any:
         step_state = state.replace(params=params, model_state=model_state)

@@ -31,7 +31,9 @@ class CountingStep:
 
     def __init__(self, step: TrainStep) -> None:
         update = step.update
-        self._update = _CountingUpdate(update.loss_fn, update.devices, update.accumulate_steps, update.ema_decay)
+        self._update = _CountingUpdate(
+            update.loss_fn, update.devices, update.accumulate_steps, update.ema_decay, update.mean_over
+        )
         self._step = step.with_update(self._update)
         self.records: StepRecords | None = None
         self.loss_scale: Any = None
