@@ -367,7 +367,7 @@ def test_a_cache_is_float32_under_a_float32_policy_and_under_autocast():
         assert out.dtype == jnp.float32
 
 
-def test_eager_calls_keep_no_model_alive():
+def test_calls_outside_of_jit_keep_no_model_alive():
     def live_bytes() -> int:
         gc.collect()
         return sum(array.nbytes for array in jax.live_arrays())
