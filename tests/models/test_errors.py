@@ -23,6 +23,21 @@ def two_layers(api: Any, **dtypes: Any) -> Any:
     return api.named(body=api.dense, head=functools.partial(api.dense, **dtypes))
 
 
+@each_api
+def test_float16_raises_on_a_tpu(api, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    for adapter in api.adapters:
+        for policy, overrides in (
+            ("mixed_float16", {}),
+            ("mixed_float16", {"body": "written"}),
+            ("mixed_bfloat16", {"head": "mixed_float16"}),
+            ("float32", {"head": "mixed_float16"}),
+        ):
+            with pytest.raises(ValueError, match="got float16 on a TPU, which only has bfloat16 products"):
+                dtypes_of_products(adapter(two_layers(api), policy, overrides), X)
+        assert dtypes_of_products(adapter(two_layers(api), "mixed_bfloat16"), X) == ["bfloat16"] * 2
+
+
 # --- patterns ---------------------------------------------------------------------------------------------------------
 
 
