@@ -143,11 +143,12 @@ class Classifier:
         region, levels = region_of(names), self.matcher.levels_of(name, names)
         if region.level is not None:
             return Request(region.level, region.asked_by, region.asked_products)
+        of_module = Request("half", "the override of its module") if region.all_half else None
         if not levels:
-            return None
+            return of_module
         key, level = next(iter(levels.items()))
         if region.override is not None and self.modules_before.get(key, math.inf) > region.override:
-            return None  # the override of the module comes first
+            return of_module  # the override of the module comes first
         source = f"override {key!r}"
         if isinstance(level, str):
             return Request(level, source)

@@ -58,8 +58,8 @@ def apply_policy(module: M, policy: Any, overrides: Mapping[Any, Any] | None = N
         :func:`jaxmp.autocast`, such as ``"primitive:exp"`` or ``"head:dot_general"``. The levels are:
 
         - ``"float32"`` and ``"tensorfloat32"``;
-        - ``"half"``, the compute dtype of ``policy``;
-        - any other policy;
+        - ``"half"``: all operations of the module are half, except linear algebra;
+        - a policy: the rules decide for each operation of the module;
         - ``"written"``: the code of the module runs as it is written, in the compute dtype. A module with a ``dtype``
           field gets this dtype. Any other module gets its arguments and params in this dtype. Use it for kernels of
           your own.

@@ -194,7 +194,7 @@ def test_the_error_for_a_half_policy_without_half_products_is_raised_in_every_tr
             pytest.raises(
                 ValueError,
                 match=r"computes in float16, but every product stays as it was: layers/0 \(its own dtype=float32\)\.\n"
-                r"To overrule .*: overrides=\{'\*\*': 'half'\}",
+                r"To overrule .*: overrides=\{'\*\*': 'mixed_float16'\}",
             ),
         ):
             call()
