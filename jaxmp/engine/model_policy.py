@@ -196,6 +196,11 @@ class Treatment:
         is_cast = is_operand and self.written == "operands" and _is_narrow_float(value)
         return value.astype(self.policy.compute_dtype) if is_cast else value
 
+    def round_param(self, value: Any) -> Any:
+        """Return a leaf of a param, rounded to the dtype in which new params of the module are stored."""
+        is_rounded = is_half(self.param_dtype) and _tree.is_float_array(value) and not is_narrow(value.dtype)
+        return value.astype(self.param_dtype) if is_rounded else value
+
     def convert_for_storage(self, value: Any, old: Any, kind: VariableKind) -> Any:
         """Return a value that the module writes to a variable, in the dtypes in which it is stored.
 
