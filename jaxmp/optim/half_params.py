@@ -33,9 +33,7 @@ def warn_about_params(inner: optax.GradientTransformationExtraArgs, params: Any)
         inner.transform.warn_if_nothing_is_rounded(params)
 
 
-def warn_if_updates_vanish(
-    inner: optax.GradientTransformationExtraArgs, params: Any, *, in_step: bool = False
-) -> None:
+def warn_if_updates_vanish(inner: optax.GradientTransformationExtraArgs, params: Any, *, in_step: bool = False) -> None:
     """Warn if an optimizer updates half-precision params and is not ``low_precision``.
 
     Frozen params, such as those of ``optax.set_to_zero``, are ignored.
