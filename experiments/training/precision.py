@@ -145,7 +145,7 @@ def read_autocast(autocast: bool, opt_level: str | None, policy: Any, override: 
                 f"under autocast an override computes in float32 or in {policy.compute_dtype.name}, got "
                 f"'{pattern}={text}'; write '{pattern}=float32', for example"
             )
-        overrides[pattern] = "float32" if dtype == jnp.float32 else "half"
+        overrides[pattern] = "float32" if dtype == jnp.float32 else policy
     return {"policy": policy, "overrides": overrides}
 
 

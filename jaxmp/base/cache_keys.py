@@ -22,5 +22,7 @@ planned: Any = jax.make_user_context(default_value=None)
 """A new object for each cast plan, while its function is traced. So each plan traces inner jitted functions again."""
 assumed_hardware: Any = jax.make_user_context(default_value=None)
 """The short name of the GPU to compile for; None for the attached device."""
+rounded_params: Any = jax.make_user_context(default_value=False)
+"""True while Linen models read params as they would store them: rounded to the param dtype of their policy."""
 auto_chunks: Any = jax.make_user_context(default_value=None)
 """The number of chunks of a loss with ``chunks="auto"``; None if it follows the memory of the device."""

@@ -25,7 +25,7 @@ from jaxmp.engine.overrides import level_of, policy_and_exceptions
 from jaxmp.engine.shared_programs import Programs, SharedPrograms, key_of_jitted_call, remember
 from jaxmp.engine.trace import result_dtypes, traced
 from jaxmp.policy.off_switch import unless_policies_off
-from jaxmp.policy.policies import Policy, check_backend
+from jaxmp.policy.policies import Policy
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -102,7 +102,6 @@ def autocast(fun: F, policy: Any = None, overrides: Mapping[str, Any] | None = N
         if one_policy.compute_dtype == np.float32 and not exceptions:
             with donation_note(), mark_of(level_of(one_policy)), one_policy.matmul_context():
                 return one_policy.cast_to_output(fun(*args, **kwargs))
-        check_backend(one_policy)
         classifier = Classifier(one_policy.compute_dtype, exceptions, one_policy.float8)
         results = computed(fun, classifier, args, kwargs, one_policy, programs.of_trace())
         return one_policy.cast_to_output(results) if one_policy.compute_dtype == np.float32 else results

@@ -21,7 +21,7 @@ from jaxmp.engine.override_matching import OverrideMatcher
 from jaxmp.engine.overrides import FLOAT32_RESULT, Level, is_float32
 from jaxmp.engine.states import Kind
 from jaxmp.policy.float8 import Float8, get_recipe
-from jaxmp.policy.policies import Policy
+from jaxmp.policy.policies import Policy, check_backend
 from jaxmp.program.equations import HIGHEST, Precision, asks_for_highest, aval_of, names_a_dtype, precision_named
 from jaxmp.program.primitives import BOUNDS, PICKS, Class, Trait, classify, with_trait
 
@@ -85,6 +85,9 @@ class Classifier:
           constants: for each floating operand, its smallest nonzero magnitude and its largest magnitude; None for an
             operand that is not a constant.
           names: the scopes around the equation.
+
+        Raises:
+          ValueError: the policy around the equation computes in float16, and the backend is a TPU.
         """
         name, cls = eqn.primitive.name, classify(eqn.primitive.name)
         if DECIDED in names:
@@ -102,6 +105,7 @@ class Classifier:
         if name == "convert_element_type":
             return self._kind_of_cast(eqn, names)
         half = region.half or self.half
+        check_backend(half)
         if region.level == "written" or (half is None and region.level is None):
             moves = name in PICKS
             return OperationKind(Kind.CLEAR, "moves data") if moves else OperationKind(Kind.KEPT, "as it is written")
@@ -139,11 +143,12 @@ class Classifier:
         region, levels = region_of(names), self.matcher.levels_of(name, names)
         if region.level is not None:
             return Request(region.level, region.asked_by, region.asked_products)
+        of_module = Request("half", "the override of its module") if region.all_half else None
         if not levels:
-            return None
+            return of_module
         key, level = next(iter(levels.items()))
         if region.override is not None and self.modules_before.get(key, math.inf) > region.override:
-            return None  # the override of the module comes first
+            return of_module  # the override of the module comes first
         source = f"override {key!r}"
         if isinstance(level, str):
             return Request(level, source)

@@ -135,5 +135,7 @@ def _unchanged(extent: str, policy: Policy, modules: Sequence[NotHalf]) -> str:
     if any(module.reason.override is not None for module in modules):
         remedy = "Drop the override, or narrow its pattern."
     else:
-        remedy = "To overrule the dtype of a module, override it: overrides={'**': 'half'}."
+        prefix = "" if is_half(policy.param_dtype) else "mixed_"
+        name = f"{prefix}{policy.compute_dtype.name}"
+        remedy = f"To overrule the dtype of a module, override it: overrides={{'**': {name!r}}}."
     return f"the policy computes in {policy.compute_dtype.name}, but {extent}: {shown}{more}.\n{remedy}"

@@ -32,7 +32,7 @@ WIDE_SUMS = "jaxmp.wide_sums"
 """The scope around casts that jaxmp adds, so that gradients are summed in float32."""
 FLOAT32_RESULT = "jaxmp.float32_result"
 """The scope of a product of half operands with a float32 result, whose derivatives are half products."""
-_MARK = re.compile(r"jaxmp\.(precision|compute)\((\w+):?(\w*)(?:;override=(\d+))?(?:;recipe=(.*))?\)")
+_MARK = re.compile(r"jaxmp\.(precision|compute)\((\w+):?(\w*)(;half)?(?:;override=(\d+))?(?:;recipe=(.*))?\)")
 
 
 class Region(NamedTuple):
@@ -45,6 +45,7 @@ class Region(NamedTuple):
     asked_products: str = ""  # the precision of float32 products that a region asks for; empty for that of its level
     recipe: str = ""  # the recipe of float8 products as text; "none" for half products, empty for the program's recipe
     override: int | None = None  # the number of the override that gives the module a half policy, from 0
+    all_half: bool = False  # whether this override makes every operation of the module half
 
 
 def precision(level: str | Policy) -> contextlib.AbstractContextManager[None]:
@@ -116,16 +117,21 @@ def names_here() -> Names:
 
 
 def computing(
-    dtype: np.dtype | None, products: str | None = None, recipe: Any = None, override: int | None = None
+    dtype: np.dtype | None,
+    products: str | None = None,
+    recipe: Any = None,
+    override: int | None = None,
+    all_half: bool = False,
 ) -> contextlib.AbstractContextManager[None]:
     """Return a context that marks a module's code with its policy's compute dtype.
 
     With the dtype None, the code computes in its original dtypes. If an override names the module, ``override`` is the
-    number of this override among the overrides of modules.
+    number of this override among the overrides of modules, and ``all_half`` says whether its level is ``"half"``.
     """
     name = "written" if dtype is None else dtype.name
+    level = ";half" if all_half else ""
     suffix = ("" if override is None else f";override={override}") + (f";recipe={recipe}" if recipe else "")
-    return jax.named_scope(f"jaxmp.compute({name}:{products or ''}{suffix})")
+    return jax.named_scope(f"jaxmp.compute({name}:{products or ''}{level}{suffix})")
 
 
 def widened(value: jax.Array) -> jax.Array:
@@ -149,7 +155,7 @@ def region_of(names: Names) -> Region:
     products = next((products for kind, _, products, *_ in marks if kind == "compute"), "")
     recipe = next((recipe or "none" for kind, *_, recipe in marks if kind == "compute"), "")
     region = Region(products=products, recipe=recipe)
-    for kind, text, asked_products, override, _ in marks:
+    for kind, text, asked_products, all_half, override, _ in marks:
         if kind == "precision" and region.level is None:
             argument = f"matmul_precision={asked_products}" if asked_products else text
             asked_by = f"region jaxmp.precision({argument!r})"
@@ -158,7 +164,7 @@ def region_of(names: Names) -> Region:
             if text in ("written", "float32"):
                 return region if region.level else region._replace(level=text, asked_by=OF_POLICY)
             number = None if override is None else int(override)
-            region = region._replace(half=np.dtype(jnp.dtype(text)), override=number)
+            region = region._replace(half=np.dtype(jnp.dtype(text)), override=number, all_half=bool(all_half))
     return region
 
 

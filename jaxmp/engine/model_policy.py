@@ -72,7 +72,7 @@ class ModelPolicy:
         policy_map = PolicyMap(policy)
         patterns = checked_overrides(overrides)
         if any(map(_names_operations, policy_map.patterns)):  # as in a file that tune has saved
-            patterns = {**{override.pattern: override.policy for override in policy_map.overrides}, **patterns}
+            patterns = {**{override.pattern: override.level for override in policy_map.overrides}, **patterns}
             policy_map = PolicyMap(policy_map.root)
         operations, modules, modules_before = {}, {}, {}
         for key, value in patterns.items():
@@ -120,6 +120,7 @@ class ModelPolicy:
           author: the dtypes that the author of the module set.
         """
         policy, pattern = self.policies.resolve(path, classes)
+        number = None if pattern is None else self.policies.patterns.index(pattern)
         if pattern is not None:  # an override wins over the author
             author = AuthorDtypes(None, None, author.has_dtype)
         written: Literal["", "dtype", "operands"] = ""
@@ -135,7 +136,8 @@ class ModelPolicy:
             policy=policy,
             written=written,
             dtype=dtype if author.dtype is None else None,
-            override=None if pattern is None else self.policies.patterns.index(pattern),
+            override=number,
+            all_half=number is not None and self.policies.overrides[number].all_half,
             param_dtype=policy.param_dtype if casts_params else None,
             cache_dtype=policy.compute_dtype if casts_caches else None,
             not_half=reason_not_half(policy, computes, pattern, self.operations),
@@ -163,6 +165,7 @@ class Treatment:
         the compute dtype for code that runs as it is written. None to keep the author's ``dtype``.
       override: the number of the override that names the module; None if there is none. It wins over the author's
         dtypes, and over overrides of operations that come after it.
+      all_half: whether this override has the level ``"half"``, which makes every operation of the module half.
       param_dtype: the dtype in which new params are stored; None to store them as they are initialised.
       cache_dtype: the dtype in which new float32 caches are stored; None to store them as they are created.
       not_half: the reason why the module does not compute in half precision; None if it does.
@@ -172,6 +175,7 @@ class Treatment:
     written: Literal["", "dtype", "operands"]
     dtype: np.dtype | None
     override: int | None
+    all_half: bool
     param_dtype: np.dtype | None
     cache_dtype: np.dtype | None
     not_half: Reason | None
@@ -179,7 +183,7 @@ class Treatment:
     def mark(self) -> contextlib.AbstractContextManager[None]:
         """Return the scope in which the methods of the module run."""
         dtype = None if self.written else self.policy.compute_dtype
-        return computing(dtype, self.policy.matmul_precision, self.policy.float8, self.override)
+        return computing(dtype, self.policy.matmul_precision, self.policy.float8, self.override, self.all_half)
 
     def convert_for_code(self, value: Any, is_operand: bool = True) -> Any:
         """Return a leaf in the dtype in which the code of the module reads it.
@@ -191,6 +195,11 @@ class Treatment:
             return _widen(value)
         is_cast = is_operand and self.written == "operands" and _is_narrow_float(value)
         return value.astype(self.policy.compute_dtype) if is_cast else value
+
+    def round_param(self, value: Any) -> Any:
+        """Return a leaf of a param, rounded to the dtype in which new params of the module are stored."""
+        is_rounded = is_half(self.param_dtype) and _tree.is_float_array(value) and not is_narrow(value.dtype)
+        return value.astype(self.param_dtype) if is_rounded else value
 
     def convert_for_storage(self, value: Any, old: Any, kind: VariableKind) -> Any:
         """Return a value that the module writes to a variable, in the dtypes in which it is stored.

@@ -56,8 +56,8 @@ def policy_and_exceptions(policy: Any, overrides: Mapping[str, Any] | None = Non
             "'written' is a level for modules of a model, but jaxmp.autocast takes a function; use apply_policy"
         )
     exceptions = checked_overrides(overrides)
-    for pattern, exception, _ in policies.overrides:
-        exceptions.setdefault(pattern, exception)
+    for override in policies.overrides:
+        exceptions.setdefault(override.pattern, override.level)
     root, on_paths = policies.root, (value for key, value in exceptions.items() if not str(key).startswith(OPERATIONS))
     of_half = next((policy for policy in map(_policy_of, on_paths) if policy and is_half(policy.compute_dtype)), None)
     if root.compute_dtype != np.float32:

@@ -34,7 +34,7 @@ from jaxmp.engine.plan_by_module import PlanByModule, rows_by_module
 from jaxmp.engine.reasons import Reasons
 from jaxmp.engine.states import Kind
 from jaxmp.engine.trace import result_dtypes, traced
-from jaxmp.policy.policies import Policy, check_backend
+from jaxmp.policy.policies import Policy
 from jaxmp.program.equations import aval_of, bodies_of, opened
 from jaxmp.program.primitives import CAST, Class, classify
 from jaxmp.program.values import BRANCHES, CARRY
@@ -270,8 +270,6 @@ def _plan_of(fun: Callable[..., Any], classifier: Classifier, policy: Policy | N
 
     @functools.wraps(fun)
     def planned(*args: Any, **kwargs: Any) -> CastPlan:
-        if policy is not None:
-            check_backend(policy)
         with collecting_emissions() as inner_emissions:
             program, operands = traced(fun, args, kwargs, classifier)
         if policy is None and not inner_emissions:

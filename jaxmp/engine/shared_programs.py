@@ -17,6 +17,7 @@ from jax.extend.core import Jaxpr
 
 from jaxmp._internals.jax.sources import names_of
 from jaxmp._internals.jax.traces import is_tracing, staging_trace
+from jaxmp.policy import float8
 from jaxmp.program.equations import Array, bodies_of
 
 Programs = dict[Any, Any]
@@ -28,16 +29,19 @@ class SharedPrograms:
 
     A body that is rewritten in a trace may keep values of this trace alive, in closures of derivative rules. So each
     trace has a new cache, and calls share nothing while JAX checks for leaked tracers.
+
+    Outside of traces, there is one cache for each value of ``JAXMP_FLOAT8``. JAX does not know this variable, but it
+    traces jitted functions again for each of its own settings on which decisions depend.
     """
 
     def __init__(self) -> None:
-        self._outside: Programs = {}
+        self._outside: dict[str, Programs] = {}
         self._latest: tuple[weakref.ref[Any] | None, Programs] = (None, {})
 
     def of_trace(self) -> Programs:
         """Return the cache of the trace around the call."""
         if not is_tracing():
-            return self._outside
+            return self._outside.setdefault(float8.emulation(), {})
         config: Any = jax.config  # its flags have no types
         trace = staging_trace()
         if trace is None or config.jax_check_tracer_leaks:

@@ -18,15 +18,14 @@ import jax
 from flax.core import lift
 from flax.linen.transforms import decorator_lift_transform
 
-from jaxmp._internals.flax.linen import Hooks, has_interceptors, is_checked
+from jaxmp._internals.flax.linen import Hooks, is_checked
 from jaxmp.base.arguments import require_no_policy, require_order
 from jaxmp.base.cache_keys import policies_off
 from jaxmp.base.donation import require_not_deleted
 from jaxmp.base.dtypes import AsComputed
-from jaxmp.engine.eager_calls import call_eagerly, key_of
 from jaxmp.engine.model_call import ModelCall
 from jaxmp.engine.model_policy import ModelPolicy, require_no_operations, wrong_model
-from jaxmp.linen.run import author_fields, current_run, key_of_module, start_run
+from jaxmp.linen.run import author_fields, current_run, start_run
 from jaxmp.linen.scopes import ACTIVATIONS, PARAMS, PoliciedModel, add_model, without_models
 
 M = TypeVar("M", bound=nn.Module)
@@ -44,8 +43,8 @@ def apply_policy(module: M, policy: Any, overrides: Mapping[Any, Any] | None = N
     the module wins over both.
 
     While JAX traces the model, its code sees float32, as under autocast. So Python code that reads ``x.dtype`` sees
-    float32, and cannot branch on values of arrays. Outside of ``jax.jit``, ``apply`` compiles the second call with the
-    same shapes, and later calls are quick.
+    float32, and cannot branch on values of arrays. Call ``apply`` under ``jax.jit``, because without it the model is
+    traced again in every call.
 
     Caches are stored in the compute dtype. The collections ``intermediates`` and ``perturbations`` have the dtypes in
     which their values are computed. Batch statistics and all other collections keep their dtypes.
@@ -59,8 +58,8 @@ def apply_policy(module: M, policy: Any, overrides: Mapping[Any, Any] | None = N
         :func:`jaxmp.autocast`, such as ``"primitive:exp"`` or ``"head:dot_general"``. The levels are:
 
         - ``"float32"`` and ``"tensorfloat32"``;
-        - ``"half"``, the compute dtype of ``policy``;
-        - any other policy;
+        - ``"half"``: all operations of the module are half, except linear algebra;
+        - a policy: the rules decide for each operation of the module;
         - ``"written"``: the code of the module runs as it is written, in the compute dtype. A module with a ``dtype``
           field gets this dtype. Any other module gets its arguments and params in this dtype. Use it for kernels of
           your own.
@@ -154,23 +153,15 @@ class _PolicyHooks(Hooks):
         **kwargs: Any,
     ) -> Any:
         require_not_deleted(variables)
-        apply = functools.partial(
-            super().apply,
+        return super().apply(
+            variables,
+            *args,
+            rngs=rngs,
             method=_as_one_run(method),
             mutable=mutable,
             capture_intermediates=capture_intermediates,
+            **kwargs,
         )
-
-        def fun(variables: Any, rngs: Any, args: Any, kwargs: Any) -> Any:
-            return apply(variables, *args, rngs=rngs, **kwargs)
-
-        if has_interceptors():  # they run in Python, in every call
-            return fun(variables, rngs, args, kwargs)
-
-        def make_key() -> Any:
-            return key_of((self, method, repr(mutable), capture_intermediates), key_of_module)
-
-        return call_eagerly(fun, make_key, (variables, rngs, args, kwargs))
 
     @functools.wraps(nn.Module.init_with_output)
     def init_with_output(self, *args: Any, method: Any = None, **kwargs: Any) -> Any:

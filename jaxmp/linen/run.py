@@ -20,7 +20,6 @@ from jaxmp._internals.flax.linen import is_checked
 from jaxmp._internals.flax.nnx_if_imported import imported_nnx
 from jaxmp.base import trees as _tree
 from jaxmp.base.context_variables import setting
-from jaxmp.engine.eager_calls import key_of
 from jaxmp.engine.half_check import NotHalf, Reason
 from jaxmp.engine.model_policy import AuthorDtypes, CallStack, MethodCall, Treatment, is_default, is_floating
 from jaxmp.linen.scopes import PARAMS, PoliciedModel, convert_variables, models_around
@@ -40,13 +39,6 @@ def author_fields(module: Any) -> dict[str, Any]:
     names = [field.name for field in dataclasses.fields(module) if field.init]
     fields = {name: getattr(module, name) for name in names if name not in ("parent", "name")}
     return {**fields, **vars(module).get(_REPLACED, {})}
-
-
-def key_of_module(module: Any) -> Any:
-    """Return a key of a module and its fields; None if ``module`` is not a module."""
-    if not isinstance(module, nn.Module):
-        return None
-    return (type(module), module.name, key_of(author_fields(module), key_of_module))
 
 
 @dataclasses.dataclass(eq=False)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 from flax.core import Scope
 
+from jaxmp.base.cache_keys import rounded_params
 from jaxmp.engine.model_policy import ModelPolicy, Treatment, VariableKind
 from jaxmp.policy.patterns import Path, is_class_pattern
 
@@ -115,7 +116,10 @@ class _ConvertingScope(Scope):
         return scope
 
     def _for_code(self, col: str, value: Any) -> Any:
-        return jax.tree.map(lambda leaf: self.jaxmp_treatment.convert_for_code(leaf, col == PARAMS), value)
+        treatment = self.jaxmp_treatment
+        if col == PARAMS and rounded_params.value:
+            value = jax.tree.map(treatment.round_param, value)
+        return jax.tree.map(lambda leaf: treatment.convert_for_code(leaf, col == PARAMS), value)
 
 
 def _has_path_patterns(policy: ModelPolicy) -> bool:

@@ -53,9 +53,9 @@ def apply_policy(model: M, policy: Any, overrides: Mapping[Any, Any] | None = No
     matches the module wins over both.
 
     While JAX traces the model, its code sees float32, as under autocast. So Python code that reads ``x.dtype`` sees
-    float32, and cannot branch on values of arrays. Outside of ``jax.jit``, the second call with the same shapes is
-    compiled, and later calls are quick. Code outside of a module's methods reads the module's Params in their stored
-    dtype. The module's generator methods and operators, such as ``__add__``, do too.
+    float32, and cannot branch on values of arrays. Call the model under ``nnx.jit``, because without it the model is
+    traced again in every call. Code outside of a module's methods reads the module's Params in their stored dtype. The
+    module's generator methods and operators, such as ``__add__``, do too.
 
     A new cache has the compute dtype. Intermediates have the dtypes in which they are computed. Batch statistics and
     other Variables keep their dtypes.

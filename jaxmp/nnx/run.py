@@ -26,7 +26,6 @@ from jaxmp._internals.flax.nnx_calls import make_array_call
 from jaxmp._internals.flax.nnx_variables import is_module, is_object, modules_in, own_variables
 from jaxmp.base.context_variables import setting
 from jaxmp.base.donation import require_not_deleted
-from jaxmp.engine.eager_calls import call_eagerly
 from jaxmp.engine.half_check import NotHalf
 from jaxmp.engine.model_call import ModelCall
 from jaxmp.engine.model_policy import CallStack, MethodCall, ModelPolicy, Treatment, VariableKind
@@ -160,20 +159,14 @@ def _run_model(module: Any, method: Any, args: Any, kwargs: Any) -> Any:
         called_all = run.called_all()
         return result
 
-    of_call, arguments, write, key = make_array_call(fun, (module, args, kwargs), {})
-
-    def pure(*arguments: Any) -> Any:
-        call = ModelCall(decision.model_policy)
-        results = call.computed(of_call, *arguments)
-        call.check(called_all and decision.is_root, decision.not_half)
-        return results
-
+    pure, arguments, write = make_array_call(fun, (module, args, kwargs), {})
+    call = ModelCall(decision.model_policy)
     try:
-        results = call_eagerly(pure, lambda: (method, key, call_numbers.get() is None), arguments)
-    except RuntimeError as error:
-        # The error of call_eagerly has no path in the model. Its cause is JAX's error or None.
-        require_not_deleted(nnx.as_pure(nnx.state(module, graph=True)), error.__cause__, TO_COPY)
+        results = call.computed(pure, *arguments)
+    except (RuntimeError, ValueError) as error:
+        require_not_deleted(nnx.as_pure(nnx.state(module, graph=True)), error, TO_COPY)
         raise
+    call.check(called_all and decision.is_root, decision.not_half)
     return write(*results)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import jax
@@ -14,6 +15,9 @@ from jaxmp.base.user_warnings import warn_user
 from jaxmp.optim.checked_params import are_params_checked, params_are_checked
 from jaxmp.optim.low_precision import LowPrecision, rounds_params
 from jaxmp.program.invariants import SAME_FOR_EXAMPLES
+
+_reported: Any = weakref.WeakKeyDictionary()
+"""The params of earlier warnings, by the ``init`` of their optimizer, because no weak reference to a tuple exists."""
 
 
 def warn_about_params(inner: optax.GradientTransformationExtraArgs, params: Any) -> None:
@@ -28,17 +32,24 @@ def warn_about_params(inner: optax.GradientTransformationExtraArgs, params: Any)
         inner.transform.warn_if_nothing_is_rounded(params)
 
 
-def warn_if_updates_vanish(inner: optax.GradientTransformationExtraArgs, params: Any) -> None:
+def warn_if_updates_vanish(inner: optax.GradientTransformationExtraArgs, params: Any, *, in_step: bool = False) -> None:
     """Warn if an optimizer updates half-precision params and is not ``low_precision``.
 
-    Frozen params, such as those of ``optax.set_to_zero``, are ignored. The arguments are those of
-    :func:`warn_about_params`.
+    Frozen params, such as those of ``optax.set_to_zero``, are ignored.
+
+    Args:
+      inner, params: as for :func:`warn_about_params`.
+      in_step: whether a step checks params that the user may have cast since the state was created. It does not repeat
+        the warning of the creation.
     """
     if are_params_checked():
         return
     with params_are_checked():
         param = _first_half_param(inner, params)
-    if param is not None:
+    reported = _reported.setdefault(inner.init, set())
+    if param is not None and not (in_step and param in reported):
+        if not in_step:
+            reported.add(param)
         path, dtype = param
         smallest = round(4 / float(jnp.finfo(dtype).eps))
         warn_user(

@@ -185,7 +185,7 @@ def available() -> str:
     Raises:
       ValueError: ``JAXMP_FLOAT8`` has another value than ``emulate``.
     """
-    setting = os.environ.get(_VARIABLE, "")
+    setting = emulation()
     if setting not in ("", "emulate"):
         raise ValueError(
             f"{_VARIABLE} must be unset or 'emulate', got {setting!r}; {_VARIABLE}=emulate computes float8 products "
@@ -206,10 +206,15 @@ def available() -> str:
     return "no"
 
 
+def emulation() -> str:
+    """Return the value of ``JAXMP_FLOAT8``; empty if it is unset."""
+    return os.environ.get(_VARIABLE, "")
+
+
 def is_direct() -> bool:
     """Return whether float8 arrays are multiplied directly, without casts to bfloat16.
 
     TPUs multiply directly. The device is that of :func:`available`.
     """
     device = hardware.detect()
-    return device.platform == "tpu" and FORWARD_FORMAT in device.tensor_cores and not os.environ.get(_VARIABLE)
+    return device.platform == "tpu" and FORWARD_FORMAT in device.tensor_cores and not emulation()

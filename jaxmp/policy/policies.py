@@ -168,9 +168,9 @@ def _cast(tree: T, dtype: np.dtype) -> T:
         return _tree.cast(tree, dtype)
 
 
-def check_backend(policy: Policy) -> None:
-    """Raise a ValueError if the backend has no products in the compute dtype."""
-    if policy.compute_dtype == np.float16 and jax.default_backend() == "tpu":
+def check_backend(compute_dtype: np.dtype | None) -> None:
+    """Raise a ValueError if the backend has no products in the compute dtype of a policy."""
+    if compute_dtype == np.float16 and jax.default_backend() == "tpu":
         raise ValueError(
             "autocast needs a backend with products in the policy's compute dtype, got float16 on a TPU, which only "
             "has bfloat16 products; use 'mixed_bfloat16'"

@@ -31,7 +31,7 @@ def write_policy(file: str | Path, policy: Any, *, loss_scale: float | None, com
     if loss_scale is not None:
         lines += [f"loss_scale = {loss_scale!r}"]
     lines += ["", "[overrides]"]
-    lines += [f"{_quoted(override.pattern)} = {_quoted(str(override.policy))}" for override in policy.overrides]
+    lines += [f"{_quoted(override.pattern)} = {_quoted(str(override.level))}" for override in policy.overrides]
     Path(file).write_text("\n".join([*lines, ""]), encoding="utf-8")
 
 

@@ -39,11 +39,18 @@ class Override(NamedTuple):
       pattern: the pattern of the modules that the override covers.
       policy: the policy of these modules.
       strict: whether it is an error if the pattern matches nothing in the model.
+      all_half: whether the level is ``"half"``: every operation is half, and no rule of autocast decides.
     """
 
     pattern: Pattern
     policy: Policy
     strict: bool
+    all_half: bool = False
+
+    @property
+    def level(self) -> str | Policy:
+        """Return ``"half"``, or the policy under which the rules of autocast decide."""
+        return "half" if self.all_half else self.policy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +88,9 @@ class PolicyMap:
             root, overrides_of_default = root.root, root.overrides
         override_of: dict[Pattern, Override] = {}
         for pattern, policy in checked_overrides(overrides).items():
-            override_of[check_pattern(pattern)] = Override(pattern, _of_override(policy, root, pattern), strict)
+            override_of[check_pattern(pattern)] = Override(
+                pattern, _of_override(policy, root, pattern), strict, _is_level(policy, "half")
+            )
         for override in overrides_of_default:
             override_of.setdefault(override.pattern, override)
         object.__setattr__(self, "root", root)
@@ -129,9 +138,9 @@ class PolicyMap:
           classes: the classes of this module and of the modules above it, by path. Modules that share a scope have one
             path with several classes.
         """
-        for pattern, policy, _ in self.overrides:
-            if covers(pattern, path, classes):
-                return policy, pattern
+        for override in self.overrides:
+            if covers(override.pattern, path, classes):
+                return override.policy, override.pattern
         return self.root, None
 
     def below(self, root: str) -> PolicyMap:
@@ -161,10 +170,9 @@ class PolicyMap:
           UnmatchedOverrideError: a pattern matched nothing; the error names the nearest paths or classes of the model.
         """
         paths = {path[:depth] for path in variables for depth in range(len(path))}
-        for pattern, _, strict in self.overrides:
-            if any(matches(pattern, path, cls) for path, cls in modules.items()):
-                continue
-            if not strict:
+        for override in self.overrides:
+            pattern = override.pattern
+            if not override.strict or any(matches(pattern, path, cls) for path, cls in modules.items()):
                 continue
             if is_class_pattern(pattern):
                 may_match_unknown = not complete
@@ -180,7 +188,7 @@ class PolicyMap:
                 count = len(overrides) - len(preset.overrides)
                 if overrides[count:] == preset.overrides:
                     default, overrides = name, overrides[:count]
-        texts = [f"{pattern_text(override.pattern)} -> {override.policy}" for override in overrides]
+        texts = [f"{pattern_text(override.pattern)} -> {override.level}" for override in overrides]
         return "; ".join([default, *texts])
 
 
@@ -307,17 +315,16 @@ def _of_dtype(dtype: np.dtype) -> Policy | PolicyMap:
 def _of_override(policy: Any, root: Policy, pattern: Pattern) -> Policy:
     """Return the policy that an override describes.
 
-    ``"half"`` means ``root``, and ``"written"`` means ``root`` for code that runs as it is written.
+    ``"half"`` has the dtypes of ``root``, and ``"written"`` means ``root`` for code that runs as it is written.
     """
-    level = policy.strip().lower() if isinstance(policy, str) else ""
-    if level == "written":
+    if _is_level(policy, "written"):
         return dataclasses.replace(root, float8=None, written=True)
-    if level == "float32_result":
+    if _is_level(policy, "float32_result"):
         raise ValueError(
             f"'float32_result' is a level of products, got it for the module {pattern_text(pattern)!r}; write "
             f"'{pattern_text(pattern)}:dot_general'"
         )
-    if level == "half":
+    if _is_level(policy, "half"):
         if not is_half(root.compute_dtype):
             raise ValueError(
                 f"'half' in overrides means the policy's compute dtype, but {root} computes in "
@@ -334,6 +341,11 @@ def _of_override(policy: Any, root: Policy, pattern: Pattern) -> Policy:
             f"an override must be a single policy, got the PolicyMap {result}; write its overrides one by one"
         )
     return result
+
+
+def _is_level(policy: Any, level: str) -> bool:
+    """Return whether the value of an override is this level."""
+    return isinstance(policy, str) and policy.strip().lower() == level
 
 
 def _parse_policy(text: str) -> Policy | PolicyMap:

@@ -19,7 +19,6 @@ from jaxmp.engine.overrides import policy_and_exceptions
 from jaxmp.optim.checks import described, require_loss
 from jaxmp.policy.off_switch import unless_policies_off
 from jaxmp.policy.patterns import checked_overrides
-from jaxmp.policy.policies import check_backend
 from jaxmp.policy.policy_map import PolicyMap
 
 LossFn = Callable[..., Any]
@@ -204,7 +203,6 @@ def under_policy(loss_fn: LossFn, policy: Any, overrides: Mapping[str, str] | No
         with widest.matmul_context():
             if is_as_written:
                 return checked_loss_fn(*args)
-            check_backend(widest)
             classifier = Classifier(widest.compute_dtype, exceptions, widest.float8)
             return computed(checked_loss_fn, classifier, args, {}, widest)
 

@@ -396,8 +396,7 @@ class TrainStep:
     def _warn(self, traced: jax.stages.Traced, state: TrainState) -> None:
         """Warn of a step that runs, but is probably not what the user wants."""
         self._has_warned = True
-        # also of params that the user has cast since ``create``
-        warn_if_updates_vanish(without_loss_scaling(state.tx), state.params)
+        warn_if_updates_vanish(without_loss_scaling(state.tx), state.params, in_step=True)
         if ignores_params(traced):
             warn_user(
                 "the loss does not depend on the params, so they are not trained; in the loss function, use its own "

@@ -190,6 +190,17 @@ class TestWhichProducts:
             (("float32", "float32"), "region jaxmp.precision('float32')"), (FORWARD, "product; float8"),
         ]  # fmt: skip
 
+    def test_a_call_outside_of_jit_computes_by_the_current_setting(self, monkeypatch):
+        monkeypatch.setattr(float8, "_warned", ["cpu"])
+        jitted, args = jax.jit(lambda x, w: x @ w), (normal(0, 16, 16), normal(1, 16, 16))
+        fun = jaxmp.autocast(lambda x, w: jitted(x, w), SMALL)
+        in_float8 = jaxmp.autocast(lambda x, w: x @ w, SMALL)(*args)
+        in_half = jaxmp.autocast(lambda x, w: x @ w, "mixed_bfloat16")(*args)
+        assert np.any(in_float8 != in_half)
+        for setting, expected in (("emulate", in_float8), ("", in_half), ("emulate", in_float8)):
+            monkeypatch.setenv("JAXMP_FLOAT8", setting)
+            np.testing.assert_array_equal(fun(*args), expected)
+
     def test_a_device_without_float8_computes_in_bfloat16_and_warns_once(self, monkeypatch):
         monkeypatch.delenv("JAXMP_FLOAT8")
         monkeypatch.setattr(float8, "_warned", [])

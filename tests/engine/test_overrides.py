@@ -170,14 +170,13 @@ def test_a_region_applies_to_functions_models_and_steps_under_a_policy_of_their_
         assert [row.why for row in plan.rows if row.cls == "half"] == ["region jaxmp.precision('float32')"]
 
 
-def test_eager_calls_in_a_region_are_compiled_for_it():
+def test_a_call_outside_of_jit_is_computed_for_the_region_around_it():
     model = jaxmp.linen.apply_policy(nn.Dense(8), "mixed_bfloat16")
     variables = model.init(jax.random.key(0), X)
     half_result = model.apply(variables, X)
-    for _ in range(3):
-        with jaxmp.precision("float32"):
-            np.testing.assert_allclose(model.apply(variables, X), nn.Dense(8).apply(variables, X), rtol=1e-6)
-        np.testing.assert_array_equal(model.apply(variables, X), half_result)
+    with jaxmp.precision("float32"):
+        np.testing.assert_allclose(model.apply(variables, X), nn.Dense(8).apply(variables, X), rtol=1e-6)
+    np.testing.assert_array_equal(model.apply(variables, X), half_result)
 
 
 def test_a_region_changes_nothing_outside_of_autocast():
@@ -457,8 +456,12 @@ def test_invalid_policies_raise():
 
 def test_float16_raises_on_a_tpu(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
-    with pytest.raises(ValueError, match="got float16 on a TPU, which only has bfloat16 products; use 'mixed_bf"):
-        half(model, "mixed_float16")(X, W)
+    state = jaxmp.TrainState.create(params=W, tx=optax.sgd(0.1))
+    step = jaxmp.make_train_step(lambda w, x: jnp.sum(model(x, w) ** 2), policy="mixed_float16")
+    for call in (half(model, "mixed_float16"), jaxmp.cast_plan(model, "mixed_float16"), lambda x, _: step(state, x)):
+        with pytest.raises(ValueError, match="got float16 on a TPU, which only has bfloat16 products; use 'mixed_bf"):
+            call(X, W)
+    assert products(half(model), X, W) == ["bfloat16"] * 3
 
 
 def test_overrides_must_be_a_mapping():

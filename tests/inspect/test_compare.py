@@ -1,5 +1,6 @@
 """Comparisons of functions with planted errors, and their numbers against NumPy."""
 
+import functools
 import io
 import json
 
@@ -336,3 +337,51 @@ def test_a_comparison_is_shown_as_text_json_and_a_table():
     console = Console(width=200, record=True, file=io.StringIO())
     console.print(comparison.table())
     assert "result" in console.export_text()
+
+
+class _Served(nn.Module):
+    """A model with a table, a norm and a scan over two layers."""
+
+    @nn.compact
+    def __call__(self, tokens):
+        class Layer(nn.Module):
+            @nn.compact
+            def __call__(self, x, _):
+                return x + nn.Dense(8)(nn.LayerNorm(name="norm")(x)), None
+
+        layers = nn.scan(Layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=2)
+        x, _ = layers(name="layers")(nn.Embed(8, 8, name="embed")(tokens), None)
+        return nn.Dense(8, name="head")(x)
+
+
+def test_each_linen_model_reads_the_params_as_its_policy_stores_them():
+    tokens, half = np.arange(8).reshape(2, 4), "params=bfloat16,compute=bfloat16,output=float32"
+    trainer = jaxmp.linen.apply_policy(_Served(), "mixed_bfloat16")
+    params = numbers(jax.eval_shape(trainer.init, jax.random.key(0), tokens))
+    compiled = functools.partial(jax.jit, compiler_options={"xla_allow_excess_precision": False})
+    trained = np.asarray(compiled(trainer.apply)(params, tokens), np.float64)
+    as_stored = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
+    layers = {**as_stored["params"]["layers"], "norm": params["params"]["layers"]["norm"]}
+    but_norms = {"params": {**as_stored["params"], "layers": layers}}
+    for policy, overrides, stored in (
+        (half, None, as_stored),
+        (half, {"**/norm": "float32"}, but_norms),
+        ("mixed_bfloat16", None, params),
+    ):
+        server = jaxmp.linen.apply_policy(_Served(), policy, overrides)
+        served = np.asarray(compiled(server.apply)(stored, tokens), np.float64)
+        expected = np.linalg.norm(trained - served) / np.linalg.norm(served)
+        assert (expected > 0) == (policy == half)
+        jitted = jax.jit(server.apply)
+        before = jitted(params, tokens)  # JAX keeps this trace
+        for reference in (server.apply, jitted):
+            comparison = compare(trainer.apply, reference=reference, grad=False)(params, tokens)
+            assert comparison.rows[-1].relative_error == pytest.approx(expected, rel=1e-5)
+        np.testing.assert_array_equal(jitted(params, tokens), before)
+    # Against float32, a function runs with the params that it gets.
+    server = jaxmp.linen.apply_policy(_Served(), half)
+    in_float32 = np.asarray(compiled(_Served().apply)(params, tokens), np.float64)
+    run = compiled(server.apply)(params, tokens)
+    comparison = compare(server.apply, grad=False)(params, tokens)
+    expected = np.linalg.norm(run - in_float32) / np.linalg.norm(in_float32)
+    assert comparison.rows[-1].relative_error == pytest.approx(expected, rel=1e-3)

@@ -223,66 +223,6 @@ def test_methods_have_the_signatures_of_the_bare_module_and_raise_its_errors_out
         apply_policy(MLP(), "mixed_float16")(X)
 
 
-# --- calls outside of jit ---------------------------------------------------------------------------------------------
-
-
-def test_an_eager_call_is_traced_twice_and_then_compiled():
-    traces = []
-
-    class Net(nn.Module):
-        widths: Any
-
-        @nn.compact
-        def __call__(self, x, times=1.0):
-            traces.append(times)
-            for width in self.widths:
-                x = nn.relu(nn.Dense(width)(x))
-            return x * times
-
-    model = apply_policy(Net([8, 8]), "mixed_float16")
-    variables = model.init(rngs(), X)
-    traces.clear()
-    for times in (1.0, 1.0, 1.0, 1.0, 2.0, 2.0, 2.0):
-        model.apply(variables, X, times=times)
-    assert traces == [1.0, 1.0, 2.0, 2.0]
-
-
-def test_an_eager_call_sees_changes_of_an_object_in_a_field_and_the_types_of_fields():
-    class Config:
-        scale = 1.0
-
-    class Net(nn.Module):
-        config: Any
-
-        @nn.compact
-        def __call__(self, x):
-            return nn.Dense(8)(x) * getattr(self.config, "scale", self.config)
-
-    config = Config()
-    model = apply_policy(Net(config), "mixed_float16")
-    variables = model.init(rngs(), X)
-    before = [model.apply(variables, X) for _ in range(3)]
-    config.scale = 2.0
-    same_bits(model.apply(variables, X), 2 * before[-1])
-    for scale in (2, 2.0, 3):
-        model = apply_policy(Net(scale), "mixed_float16")
-        for _ in range(3):
-            same_bits(model.apply(variables, X), float(scale) * before[-1])
-
-
-def test_an_eager_call_tells_apart_the_orders_of_an_array_and_a_number():
-    class Difference(nn.Module):
-        @nn.compact
-        def __call__(self, a, b):
-            return nn.Dense(8)(X) * 0 + a - b
-
-    model, array = apply_policy(Difference(), "mixed_float16"), jnp.float32(10)
-    variables = model.init(rngs(), array, 2.0)
-    for args, result in (((2.0, array), -8), ((array, 2.0), 8)):
-        for _ in range(3):
-            assert float(model.apply(variables, *args)[0, 0]) == result
-
-
 def test_an_override_of_an_operation_may_match_nothing_in_a_call_of_a_part():
     model = apply_policy(Coder(), "mixed_float16", {"primitive:add_any": "float32"})
     variables = shapes(Coder(), X)

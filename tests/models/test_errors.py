@@ -23,6 +23,21 @@ def two_layers(api: Any, **dtypes: Any) -> Any:
     return api.named(body=api.dense, head=functools.partial(api.dense, **dtypes))
 
 
+@each_api
+def test_float16_raises_on_a_tpu(api, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    for adapter in api.adapters:
+        for policy, overrides in (
+            ("mixed_float16", {}),
+            ("mixed_float16", {"body": "written"}),
+            ("mixed_bfloat16", {"head": "mixed_float16"}),
+            ("float32", {"head": "mixed_float16"}),
+        ):
+            with pytest.raises(ValueError, match="got float16 on a TPU, which only has bfloat16 products"):
+                dtypes_of_products(adapter(two_layers(api), policy, overrides), X)
+        assert dtypes_of_products(adapter(two_layers(api), "mixed_bfloat16"), X) == ["bfloat16"] * 2
+
+
 # --- patterns ---------------------------------------------------------------------------------------------------------
 
 
@@ -74,9 +89,11 @@ def test_the_error_for_a_half_policy_without_half_products_names_the_modules_and
     for under in api.adapters:
         assert refusal(under(bare, "mixed_bfloat16")) == (
             "the policy computes in bfloat16, but every product stays as it was: body (its own dtype=float32), head "
-            "(its own dtype=float32).\nTo overrule the dtype of a module, override it: overrides={'**': 'half'}."
+            "(its own dtype=float32).\nTo overrule the dtype of a module, override it: overrides={'**': "
+            "'mixed_bfloat16'}."
         )
-        assert dtypes_of_products(under(bare, "mixed_bfloat16", {"**": "half"}), X) == ["bfloat16", "bfloat16"]
+        overruled = under(bare, "mixed_bfloat16", {"**": "mixed_bfloat16"})
+        assert dtypes_of_products(overruled, X) == ["bfloat16", "bfloat16"]
 
 
 @each_api
@@ -107,7 +124,7 @@ def test_dtypes_of_the_author_that_leave_most_products_in_float32_are_warned_of(
 
     expected = (
         r"computes in float16, but 2 of 3 products stay as they were: b \(its own dtype=float32\), c "
-        r"\(its own dtype=float32\)\.\n.* overrides=\{'\*\*': 'half'\}"
+        r"\(its own dtype=float32\)\.\n.* overrides=\{'\*\*': 'mixed_float16'\}"
     )
     with pytest.warns(UserWarning, match=expected):
         dtypes_of_products(mixed(layers(None, jnp.float32, jnp.float32), "mixed_float16"), X)

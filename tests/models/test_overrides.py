@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
-from both_apis import X, dtypes_of_products, each_api, mixed, pure
+from both_apis import Linen, X, dtypes_of_products, each_api, mixed, pure
+from flax import nnx
 from linen_zoo import dtypes_of, products, same_computation
 
 import jaxmp
@@ -183,6 +185,69 @@ def test_of_an_operation_on_a_path_and_a_module_the_first_override_wins(api):
             assert dtypes_of_products(model, X) == ["bfloat16"] * 4
         saved = jaxmp.PolicyMap("mixed_bfloat16", {**first, "block": "mixed_bfloat16"})
         assert dtypes_of_products(under(bare, saved), X) == ["bfloat16", "float32", "bfloat16", "bfloat16"]
+
+
+def norms(api: Any) -> list[Any]:
+    library = nn if api is Linen else nnx
+    return [library.LayerNorm, library.RMSNorm, functools.partial(library.GroupNorm, num_groups=2)]
+
+
+def between_layers(api: Any, norm: Any) -> Any:
+    """Return a model with a norm, which the model calls in a scope."""
+
+    def run(model: Any, x: jax.Array) -> jax.Array:
+        hidden = model.first(x)
+        with jax.named_scope("scope"):
+            hidden = model.norm(hidden)
+        return model.last(hidden)
+
+    return api.named(run, first=api.dense, norm=lambda: api.norm(norm), last=api.dense)
+
+
+@each_api
+@pytest.mark.parametrize("level", ["half", " HALF ", "mixed_bfloat16", "float32"])
+def test_a_level_of_a_norm_means_the_same_as_under_jaxmp_autocast(api, level):
+    for norm in norms(api):
+        bare = between_layers(api, norm)
+        function, params = pure(bare, X)
+        expected = jaxmp.autocast(function, "mixed_bfloat16", {"**/scope": level})
+        for policy, overrides in (
+            ("mixed_bfloat16", {"norm": level}),
+            ("mixed_bfloat16", {f"type:{getattr(norm, 'func', norm).__name__}": level}),
+            (f"mixed_bfloat16; norm -> {level}", None),
+        ):
+            model = mixed(bare, policy, overrides)
+            same_computation(pure(model, X).apply, expected, params, X)
+        as_text = jaxmp.autocast(function, f"mixed_bfloat16; **/scope -> {level}")
+        same_computation(as_text, expected, params, X)
+
+
+@each_api
+def test_an_override_of_one_operation_wins_over_a_later_half_of_its_module(api):
+    bare = between_layers(api, api.LayerNorm)
+    function, params = pure(bare, X)
+    overrides = {"**/norm:rsqrt": "float32", "norm": "half", "primitive:sub": "float32"}
+    expected = {"**/scope:rsqrt": "float32", "**/scope": "half", "primitive:sub": "float32"}
+    model = pure(mixed(bare, "mixed_bfloat16", overrides), X)
+    same_computation(model.apply, jaxmp.autocast(function, "mixed_bfloat16", expected), params, X)
+
+
+@each_api
+def test_half_makes_every_operation_of_a_module_half_but_a_region_wins(api):
+    def of_norm(model: Any) -> set[str]:
+        apply, params = pure(model, X)
+        rows = [row for row in jaxmp.cast_plan(apply)(params, X).rows if row.cls not in ("clear", "opaque")]
+        return {row.result for row in rows if "norm" in row.path.split("/")}
+
+    bare = between_layers(api, api.LayerNorm)
+    for under in api.adapters:
+        for key in ("norm", api.LayerNorm, "**"):
+            model = under(bare, "mixed_bfloat16", {key: "half"})
+            assert of_norm(model) == {"bfloat16"}
+            with jaxmp.precision("float32"):
+                assert of_norm(model) == {"float32"}
+        for overrides in (None, {"norm": "mixed_bfloat16"}, {"norm": "float32", "**": "half"}):
+            assert of_norm(under(bare, "mixed_bfloat16", overrides)) == {"float32"}
 
 
 @each_api

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import gc
+import sys
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from both_apis import Linen, X, mixed
+from both_apis import Linen, X, each_api, mixed, pure
 from flax import nnx
 from linen_zoo import numbers, rngs, same_bits, standard_promotion
 
@@ -21,6 +22,25 @@ pytestmark = pytest.mark.once
 def variables(model):
     """Return the identities of the Variables of an NNX model."""
     return [id(node) for _, node in nnx.iter_graph(model) if isinstance(node, nnx.Variable)]
+
+
+SCALE = 1.0
+
+
+@each_api
+def test_a_call_outside_of_jit_computes_with_the_current_value_of_all_that_its_code_reads(api, monkeypatch):
+    scales = [1.0]
+    bare = api.WithParam(lambda w, x: x @ w * SCALE * scales[0])
+    function, params = pure(bare, X)
+    under_policy, _ = pure(mixed(bare, "mixed_bfloat16"), X)
+    for call in (under_policy, jaxmp.autocast(function, "mixed_bfloat16")):
+        before = [call(params, X) for _ in range(3)][-1]
+        monkeypatch.setattr(sys.modules[__name__], "SCALE", 4.0)
+        same_bits(call(params, X), 4 * before)
+        scales[0] = 2.0
+        same_bits(call(params, X), 8 * before)
+        monkeypatch.undo()
+        scales[0] = 1.0
 
 
 def test_an_evaluation_of_an_nnx_model_leaves_its_variables_alone():

@@ -194,7 +194,7 @@ def test_the_error_for_a_half_policy_without_half_products_is_raised_in_every_tr
             pytest.raises(
                 ValueError,
                 match=r"computes in float16, but every product stays as it was: layers/0 \(its own dtype=float32\)\.\n"
-                r"To overrule .*: overrides=\{'\*\*': 'half'\}",
+                r"To overrule .*: overrides=\{'\*\*': 'mixed_float16'\}",
             ),
         ):
             call()
@@ -367,7 +367,7 @@ def test_a_cache_is_float32_under_a_float32_policy_and_under_autocast():
         assert out.dtype == jnp.float32
 
 
-def test_eager_calls_keep_no_model_alive():
+def test_calls_outside_of_jit_keep_no_model_alive():
     def live_bytes() -> int:
         gc.collect()
         return sum(array.nbytes for array in jax.live_arrays())

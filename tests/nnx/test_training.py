@@ -694,10 +694,9 @@ def test_the_error_for_arrays_that_a_step_deleted_in_another_model_says_to_copy_
     for graph in (True, False):
         with (
             nnx.set_graph_mode(graph),
-            pytest.raises(RuntimeError, match=r"'layers/0/bias' was donated .*; before the step, copy") as caught,
+            pytest.raises(RuntimeError, match=r"'layers/0/bias' was donated .*; before the step, copy"),
         ):
             target(ROWS["x"])
-        assert caught.value.__cause__ is None
 
     def mean(target: Any) -> jax.Array:
         return jnp.mean(target(ROWS["x"]))

@@ -277,7 +277,7 @@ class Shared(nnx.Module):
 def test_shared_modules_and_variables_stay_shared_in_a_trace(adapter, counts):
     model, twin = (adapter(Shared(rngs()), "mixed_bfloat16") for _ in range(2))
     traced = nnx.jit(lambda model, x: model(x, counts))
-    for _ in range(2):  # a compiled program rounds less often than eager calls
+    for _ in range(2):  # a compiled program rounds less often than a call outside of jit
         out, expected = traced(model, VECTORS), twin(VECTORS, counts)
         np.testing.assert_allclose(np.asarray(out, np.float32), np.asarray(expected, np.float32), atol=0.1)
     assert model.calls == twin.calls == 2 * counts

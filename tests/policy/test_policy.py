@@ -155,12 +155,12 @@ def test_a_map_has_the_dtypes_of_its_root():
 
 
 @pytest.mark.parametrize("policy", ["bfloat16", "O2"])
-def test_half_in_an_override_means_the_policy_of_the_map(policy):
+def test_half_in_an_override_has_the_dtypes_of_the_map(policy):
     policies = PolicyMap(PolicyMap(policy, {"body": "float32"}), {"body/head": "half"})
     assert policies.resolve(("body", "head"))[0] == policies.root == PolicyMap(policy).root
-    assert get_policy("mixed_bfloat16; body/head -> half; body -> float32").resolve(("body", "head"))[0] == get_policy(
-        "mixed_bfloat16"
-    )
+    text = "mixed_bfloat16; body/head -> half; body -> float32"
+    assert get_policy(text).resolve(("body", "head"))[0] == get_policy("mixed_bfloat16")
+    assert get_policy(str(get_policy(text))) == get_policy(text) != get_policy(text.replace("half", "mixed_bfloat16"))
 
 
 def test_a_policy_as_a_static_argument_compiles_once_for_equal_ones():

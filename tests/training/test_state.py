@@ -458,6 +458,22 @@ def test_an_unknown_field_raises_pythons_error():
             TrainState.create(params=concrete.ones(2), tx=optax.sgd(0.1), **{name: 1})
 
 
+@pytest.mark.parametrize("is_nnx", [False, True], ids=["Linen", "NNX"])
+def test_a_step_does_not_repeat_the_warning_of_its_state(is_nnx):
+    tx, losses = optax.sgd(0.1), lambda params: jnp.mean(params.astype("float32") ** 2)
+    for _ in range(2):  # two runs with one optimizer
+        with pytest.warns(UserWarning, match="updates below 1/512") as caught:
+            if is_nnx:
+                model = nnx.Linear(3, 2, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+                optimizer = jaxmp.nnx.Optimizer(model, tx)
+                step = jaxmp.nnx.make_train_step(lambda model, _: losses(model.kernel[...]))
+                step(model, optimizer, 0.0)
+            else:
+                state = TrainState.create(params=jnp.ones(2, jnp.bfloat16), tx=tx)
+                jax.eval_shape(make_train_step(lambda params, _: losses(params)), state, 0.0)
+        assert len(caught) == 1
+
+
 @pytest.mark.parametrize("make", ["state", "with_tx", "replace", "sharded", "nnx", "own step"])
 def test_half_params_that_a_plain_optimizer_updates_are_warned_of(make):
     def warned(tx, dtype=jnp.bfloat16):

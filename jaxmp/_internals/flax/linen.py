@@ -18,11 +18,6 @@ def is_checked(module: nn.Module) -> bool:
     return module.scope is not None and isinstance(module.scope.root, _module.TestScope)
 
 
-def has_interceptors() -> bool:
-    """Return whether the code runs in an ``nn.intercept_methods``."""
-    return bool(_module._global_interceptor_stack)
-
-
 _Object: Any = object  # typed as Any, because `super()` in `Hooks` is the user's module class
 
 

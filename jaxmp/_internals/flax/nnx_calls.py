@@ -28,13 +28,11 @@ class ArrayCall(NamedTuple):
       arguments: the arguments of ``pure``.
       write: a function that takes the two values from ``pure``, changes the objects, and returns the results of the
         call.
-      key: a hashable key of everything that ``pure`` depends on besides the called function and ``arguments``.
     """
 
     pure: Callable[..., Any]
     arguments: tuple[Any, ...]
     write: Callable[..., Any]
-    key: Any
 
 
 def make_array_call(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> ArrayCall:
@@ -44,7 +42,7 @@ def make_array_call(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     created outside of the current transformation, NNX raises a TraceContextError.
     """
     # The code follows the steps of nnx.update_context: split outside, merge inside, split inside, merge outside.
-    plain, objects, fill, tree = _split((args, kwargs), lambda node: True)
+    plain, objects, fill = _split((args, kwargs), lambda node: True)
     refs = RefMap()
     graphdef, state = nnx.flatten(objects, ref_index=refs, graph=True)
     outside = IndexMap.from_refmap(refs)
@@ -54,7 +52,7 @@ def make_array_call(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
         copies = nnx.unflatten(graphdef, values, index_ref=inside)
         arrays = {index: _arrays_of(node) for index, node in inside.items() if isinstance(node, nnx.Variable)}
         args, kwargs = fill(plain, copies)
-        results, new_objects, fill_results, _ = _split(fun(*args, **kwargs), _may_change)
+        results, new_objects, fill_results = _split(fun(*args, **kwargs), _may_change)
 
         maps: dict[str, Any] = {"ref_index": RefMap(), "ref_outer_index": RefMap.from_indexmap(inside), "graph": True}
         structure, after = nnx.flatten(copies, **maps)
@@ -72,7 +70,7 @@ def make_array_call(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
         results, new_objects, changes = results
         return changes.carry_out(outside, results, new_objects, written)
 
-    return ArrayCall(pure, (plain, [value_of(leaf) for _, leaf in state]), write, (tree, graphdef))
+    return ArrayCall(pure, (plain, [value_of(leaf) for _, leaf in state]), write)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -113,15 +111,14 @@ class _Changes:
         )
 
 
-def _split(tree: Any, may_change: Callable[[Any], bool]) -> tuple[dict[int, Any], dict[int, Any], Any, Any]:
+def _split(tree: Any, may_change: Callable[[Any], bool]) -> tuple[dict[int, Any], dict[int, Any], Any]:
     """Split a tree into NNX objects and other leaves.
 
-    Return four values:
+    Return three values:
 
     - the leaves that are not NNX objects
     - the NNX objects that may change
     - a function that rebuilds the tree from these leaves and objects
-    - the structure of the tree
     """
     leaves, structure = jax.tree.flatten(tree, is_leaf=is_node)
     plain, objects, fixed = dict[int, Any](), dict[int, Any](), dict[int, Any]()
@@ -137,7 +134,7 @@ def _split(tree: Any, may_change: Callable[[Any], bool]) -> tuple[dict[int, Any]
         filled = plain | objects | fixed
         return jax.tree.unflatten(structure, [filled[n] for n in range(len(filled))])
 
-    return plain, objects, fill, structure
+    return plain, objects, fill
 
 
 def _may_change(node: Any) -> bool:

@@ -27,5 +27,4 @@ def make_pure_call(
         return lambda args, kwargs: (fun(*args, **kwargs), ()), (args, kwargs), lambda results, _: results
     from jaxmp._internals.flax.nnx_calls import make_array_call
 
-    pure, arguments, write, _ = make_array_call(fun, args, kwargs)
-    return pure, arguments, write
+    return make_array_call(fun, args, kwargs)

@@ -15,7 +15,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jaxmp.base import tables
-from jaxmp.base.cache_keys import policies_off
+from jaxmp.base.cache_keys import policies_off, rounded_params
 from jaxmp.base.dtypes import dtype_among, is_half
 from jaxmp.base.inspection import name_of, tool
 from jaxmp.base.trees import widen
@@ -168,6 +168,7 @@ def compare(
         products, not TensorFloat-32. ``"float64"`` traces under ``jax.enable_x64`` and casts floating arguments to
         float64, and complex ones to complex128. (Random numbers differ in float64, so turn dropout off.) A function
         of the same arguments runs as it is written: use it to compare a model in training with the one that serves it.
+        Pass float32 params: in both functions, a Linen model under a policy rounds them to the policy's param dtype.
         Values of scopes with equal paths and shapes are compared. If one function loops over the batch or over time
         in a ``jax.lax.map`` or a scan, the values of all iterations are compared as one array, in the order of the
         elements that the iterations read: in a loop over ``x[::-1]``, the last iteration comes first. If the iterations
@@ -218,10 +219,12 @@ def compare(
         loss_fn, arrays, scale = _loss_of_arrays(fun, args, loss_scale)
         paths = argument_paths(loss_fn, arrays)
         cast = loss_fn if policy is None else autocast(loss_fn, policy, overrides)
-        of_fun = run_and_record(cast, arrays, paths, grad, scale, by_position=other is not None)
+        with rounded_params(other is not None):  # two models may store the params in other dtypes
+            of_fun = run_and_record(cast, arrays, paths, grad, scale, by_position=other is not None)
         if other is not None:
             other_fn, arrays, scale = _loss_of_arrays(other, args, loss_scale)
-            of_reference = run_and_record(other_fn, arrays, paths, grad, scale, by_position=True)
+            with rounded_params(True):
+                of_reference = run_and_record(other_fn, arrays, paths, grad, scale, by_position=True)
             _require_equal_shapes(of_fun, of_reference)
             return _compared(in_layout_of(of_reference, of_fun), of_reference, name_of(other), is_of_two_functions=True)
         with contextlib.ExitStack() as stack:
