@@ -9,7 +9,8 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from jaxmp.program.equations import Atom, Literal, aval_of, is_literal, opened
+from jaxmp._internals.jax.hi_primitives import expansion_of, hi_primitive_of
+from jaxmp.program.equations import Atom, Literal, aval_of, is_literal, opened, params_of
 from jaxmp.program.primitives import PRODUCTS
 
 T = TypeVar("T")
@@ -66,7 +67,12 @@ def equations(jaxpr: Jaxpr | ClosedJaxpr) -> Iterator[JaxprEqn]:
 
 def jaxprs_in(eqn: JaxprEqn) -> Iterator[Jaxpr | ClosedJaxpr]:
     """Yield the jaxprs in an equation's parameters."""
-    yield from filter(is_jaxpr, jax.tree.leaves(list(eqn.params.values()), is_leaf=is_jaxpr))
+    params = params_of(eqn)
+    if (primitive := hi_primitive_of(eqn)) is not None and params is eqn.params:  # it replaces no other primitive
+        params = primitive.params
+        if not any(map(is_jaxpr, params.values())):
+            params = {"expansion": expansion_of(primitive)}
+    yield from filter(is_jaxpr, jax.tree.leaves(list(params.values()), is_leaf=is_jaxpr))
 
 
 def is_jaxpr(param: object) -> bool:
