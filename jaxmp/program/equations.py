@@ -152,7 +152,6 @@ class Bodies(NamedTuple):
 
 
 _PARAMS_OF_HI_PRIMITIVES = {
-    "remat2": hi_primitives.params_of_remat,
     "custom_jvp_call": hi_primitives.params_of_custom_jvp,
     "custom_vjp_call": hi_primitives.params_of_custom_vjp,
     "remat_opt": hi_primitives.params_of_remat_opt,
@@ -169,19 +168,20 @@ def primitive_of(eqn: JaxprEqn) -> str:
     if primitive is None:
         return str(eqn.primitive.name)
     name = replaced_by(primitive.params)
-    if name is None or (name not in _PARAMS_OF_HI_PRIMITIVES and not hi_primitives.is_identity(primitive)):
-        return type(primitive).__name__
-    return name
+    is_other = name == "name" and not hi_primitives.is_identity(primitive)
+    return type(primitive).__name__ if name is None or is_other else name
 
 
 def params_of(eqn: JaxprEqn) -> Params:
     """Return the parameters of an equation.
 
-    A hi primitive has the parameters of the primitive that it replaces.
+    Those of a hi primitive have the names that they have in the primitive that it replaces.
     """
     primitive = hi_primitives.hi_primitive_of(eqn)
-    read = None if primitive is None else _PARAMS_OF_HI_PRIMITIVES.get(primitive_of(eqn))
-    return eqn.params if read is None else read(primitive)
+    if primitive is None:
+        return cast(Params, eqn.params)
+    read = _PARAMS_OF_HI_PRIMITIVES.get(primitive_of(eqn))
+    return dict(primitive.params) if read is None else read(primitive)
 
 
 # A body that is inlined has no rule of its own.

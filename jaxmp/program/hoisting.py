@@ -9,6 +9,7 @@ import jax
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from jaxmp._internals.jax.core import partial_eval_jaxpr_custom
+from jaxmp._internals.jax.hi_primitives import policy_of_names
 from jaxmp.program.equations import evaluate, opened
 
 
@@ -30,7 +31,7 @@ def hoist(
     closed, shapes = jax.make_jaxpr(fun, return_shape=True)(fixed, *args)
     (jaxpr, consts), known = opened(closed), jax.tree.leaves(fixed)
     varies = [n >= len(known) for n in range(len(jaxpr.invars))]
-    before, turn, *_ = partial_eval_jaxpr_custom(jaxpr, varies, True, True, True, is_kept)
+    before, turn, *_ = partial_eval_jaxpr_custom(jaxpr, varies, True, True, True, policy_of_names(is_kept))
     # Equations without results have effects, such as prints. Each iteration must run these effects.
     before = before.replace(eqns=[eqn for eqn in before.eqns if eqn.outvars])
     before, turn = (dce_jaxpr(body, [True] * len(body.outvars), True)[0] for body in (before, turn))

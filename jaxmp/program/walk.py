@@ -10,8 +10,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from jaxmp._internals.jax.hi_primitives import expansion_of, hi_primitive_of
-from jaxmp.program.equations import Atom, Literal, aval_of, is_literal, opened, params_of
-from jaxmp.program.primitives import PRODUCTS
+from jaxmp.program.equations import Atom, Literal, aval_of, is_literal, opened, params_of, primitive_of
+from jaxmp.program.primitives import PRODUCTS, classify
 
 T = TypeVar("T")
 
@@ -66,13 +66,15 @@ def equations(jaxpr: Jaxpr | ClosedJaxpr) -> Iterator[JaxprEqn]:
 
 
 def jaxprs_in(eqn: JaxprEqn) -> Iterator[Jaxpr | ClosedJaxpr]:
-    """Yield the jaxprs in an equation's parameters."""
-    params = params_of(eqn)
-    if (primitive := hi_primitive_of(eqn)) is not None and params is eqn.params:  # it replaces no other primitive
-        params = primitive.params
-        if not any(map(is_jaxpr, params.values())):
-            params = {"expansion": expansion_of(primitive)}
-    yield from filter(is_jaxpr, jax.tree.leaves(list(params.values()), is_leaf=is_jaxpr))
+    """Yield the jaxprs in an equation's parameters.
+
+    If a hi primitive outside of the table has none, yield the jaxpr that JAX compiles in its place.
+    """
+    jaxprs = list(filter(is_jaxpr, jax.tree.leaves(list(params_of(eqn).values()), is_leaf=is_jaxpr)))
+    primitive = hi_primitive_of(eqn)
+    if primitive is not None and not jaxprs and classify(primitive_of(eqn)) is None:
+        jaxprs = list(filter(is_jaxpr, [expansion_of(primitive)]))
+    yield from jaxprs
 
 
 def is_jaxpr(param: object) -> bool:

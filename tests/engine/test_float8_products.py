@@ -20,6 +20,7 @@ from jaxmp import Float8
 from jaxmp.inspect.compiled import compiling, targets
 from jaxmp.inspect.compiled.hlo import HloProgram
 from jaxmp.policy import float8_product, quantisation
+from jaxmp.program.equations import primitive_of
 from jaxmp.sharding import Sharding
 from jaxmp.training import remat
 
@@ -247,7 +248,7 @@ class TestTransformations:
         policy = remat.REMAT["float8"]
         fun = jax.checkpoint(lambda x, w: loss(jnp.sin(x), w), policy=policy)
         program = jax.make_jaxpr(jax.grad(fun, (0, 1)))(x, w)
-        recomputation = next(eqn for eqn in reversed(program.eqns) if eqn.primitive.name == "remat2")
+        recomputation = next(eqn for eqn in reversed(program.eqns) if primitive_of(eqn) == "remat2")
         sizes = [atom.aval for atom in recomputation.invars if atom.aval.size > 1]
         assert sorted(f"{aval.dtype}{aval.shape}" for aval in sizes if aval.dtype.itemsize == 1) == [
             "uint8(48, 64)", "uint8(64, 32)",

@@ -7,10 +7,13 @@ rules, and the types of the operands. The functions here return the parameters o
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+from jax._src import config
+from jax._src.ad_checkpoint import name_p
 from jax.custom_derivatives import SymbolicZero
 from jax.interpreters.ad import Zero
 
@@ -28,12 +31,18 @@ def bind_to(primitive: Any, operand: Any) -> Any:
 
 
 def expansion_of(primitive: Any) -> Any:
-    """Return the jaxpr of a hi primitive's operands that JAX compiles in its place."""
+    """Return the jaxpr that JAX compiles in place of a hi primitive.
+
+    The result is None if the hi primitive is always differentiated before it is compiled.
+    """
 
     def expand(*operands: Any) -> Any:
         return primitive.expand(*jax.tree.unflatten(primitive.in_tree, operands))
 
-    return jax.make_jaxpr(expand)(*primitive.in_avals_flat)
+    try:
+        return jax.make_jaxpr(expand)(*primitive.in_avals_flat)
+    except NotImplementedError:
+        return None
 
 
 def is_identity(primitive: Any) -> bool:
@@ -48,9 +57,28 @@ def is_identity(primitive: Any) -> bool:
 _IDENTITIES: dict[type, bool] = {}
 
 
-def params_of_remat(primitive: Any) -> Params:
-    """Return the parameters of a ``jax.checkpoint``."""
-    return dict(primitive.params)
+def transposable_checkpoint(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``jax.checkpoint`` of a linear function, as an equation that JAX can transpose.
+
+    JAX 0.12 cannot transpose the hi primitive of ``jax_remat3``.
+    """
+    flag = getattr(config, "remat3", None)
+
+    def call(*args: Any) -> Any:
+        with contextlib.nullcontext() if flag is None else flag(False):
+            return jax.checkpoint(fun, prevent_cse=False)(*args)
+
+    return call
+
+
+def policy_of_names(policy: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a policy of ``jax.checkpoint`` that decides on the hi primitive of a name as on the older primitive."""
+
+    def is_kept(primitive: Any, *avals: Any, **params: Any) -> Any:
+        held = getattr(params.get("_prim"), "params", {})
+        return policy(name_p, *avals, **held) if held.keys() == {"name"} else policy(primitive, *avals, **params)
+
+    return is_kept
 
 
 def params_of_remat_opt(primitive: Any) -> Params:
