@@ -434,7 +434,7 @@ def _inside(step: Step) -> Iterator[Step]:
     """Yield the equations in the bodies of an equation, decided or not."""
     if step.bodies is not None:
         yield from (inner for body in step.inner for inner in body.steps)
-    elif classify(primitive_of(step.eqn)) in (Class.RECURSE, Class.LINALG):
+    elif classify(primitive_of(step.eqn)) in (Class.RECURSE, Class.LINALG, None):
         for eqn in (eqn for jaxpr in jaxprs_in(step.eqn) for eqn in opened(jaxpr)[0].eqns):
             yield Step(eqn, (*step.names, *names_of(eqn)), step.operands, [], Kind.KEPT, step.reason)
 

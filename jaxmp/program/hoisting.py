@@ -19,7 +19,8 @@ def hoist(
     """Return ``fun`` as a function of ``args``, and compute its invariant part now.
 
     The invariant part depends only on ``fixed``, so it can be computed once, before a loop over ``args``. Invariant
-    parts of calls, scans and recomputations are included, but not those of custom derivative rules.
+    parts of calls, scans and recomputations are included, but not those of custom derivative rules. With the flag
+    ``jax_remat3``, those of recomputations are left out, because JAX cannot split the hi primitive.
 
     Args:
       fun: a function of arrays.
