@@ -20,7 +20,6 @@ from jaxmp import Float8
 from jaxmp.inspect.compiled import compiling, targets
 from jaxmp.inspect.compiled.hlo import HloProgram
 from jaxmp.policy import float8_product, quantisation
-from jaxmp.program.equations import primitive_of
 from jaxmp.sharding import Sharding
 from jaxmp.training import remat
 
@@ -248,9 +247,13 @@ class TestTransformations:
         policy = remat.REMAT["float8"]
         fun = jax.checkpoint(lambda x, w: loss(jnp.sin(x), w), policy=policy)
         program = jax.make_jaxpr(jax.grad(fun, (0, 1)))(x, w)
-        recomputation = next(eqn for eqn in reversed(program.eqns) if primitive_of(eqn) == "remat2")
+        # JAX's newer checkpoint reads its residuals through a barrier.
+        reader = "optimization_barrier" if getattr(jax.config, "jax_remat3", False) else "remat2"
+        recomputation = next(eqn for eqn in reversed(program.eqns) if eqn.primitive.name == reader)
         sizes = [atom.aval for atom in recomputation.invars if atom.aval.size > 1]
-        assert sorted(aval.shape for aval in sizes if aval.dtype.itemsize == 1) == [(48, 64), (64, 32)]
+        assert sorted(f"{aval.dtype}{aval.shape}" for aval in sizes if aval.dtype.itemsize == 1) == [
+            "uint8(48, 64)", "uint8(64, 32)",
+        ]  # fmt: skip
         assert len(sizes) == 4  # the other two are the arguments
 
     def test_a_scan_stacks_only_float8_residuals(self):
