@@ -26,6 +26,9 @@ LIBRARY := jaxmp $(filter-out %/tools %/experiments %/repository %/__pycache__,$
 check nightly: WITHOUT := $(addprefix --ignore=,$(SCRIPTS))# for `make experiments`, because `make test` ran them
 # The tests that JAX's internals may break: they run on the newest JAX, too.
 INTERNALS := $(wildcard $(addprefix tests/,engine program models linen nnx test_explicit_x64.py))
+# Those of checkpoints and derivative rules run once more with the newer transforms of JAX, which will be the default.
+NEWER := JAX_REMAT3=1 JAX_CUSTOM_VJP3=1 JAX_CUSTOM_JVP3=1
+CHANGED := remat or checkpoint or custom or derivative or rule or transform or primitive or float8
 # $(call paths,DEFAULT): the files and folders that ARGS names, or else DEFAULT
 paths = $(if $(filter tests% jaxmp%,$(ARGS)),,$(1)) $(ARGS)
 SOURCES := jaxmp experiments tests notebooks docs .ci
@@ -113,6 +116,7 @@ on-newest:
 	else \
 	  $(SELF) --no-print-directory .venv-newest/installed && \
 	  .venv-newest/bin/python $(PYTEST) -m "$(QUICK) and not once" --cases 1 $(PATHS) && \
+	  $(NEWER) .venv-newest/bin/python $(PYTEST) -m "$(QUICK) and not once" --cases 1 -k "$(CHANGED)" $(INTERNALS) && \
 	  .venv-newest/bin/python $(PYTEST) -m "$(COMPILED)" tests; \
 	fi
 

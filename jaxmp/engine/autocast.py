@@ -24,6 +24,7 @@ from jaxmp.engine.marks import DECIDED, mark_of, names_around
 from jaxmp.engine.overrides import level_of, policy_and_exceptions
 from jaxmp.engine.shared_programs import Programs, SharedPrograms, key_of_jitted_call, remember
 from jaxmp.engine.trace import result_dtypes, traced
+from jaxmp.engine.unread_check import warn_of_unread_products
 from jaxmp.policy.off_switch import unless_policies_off
 from jaxmp.policy.policies import Policy
 
@@ -147,6 +148,7 @@ def computed(
     if decisions is None:
         graph = build(program.open_jaxpr, operands, dtypes, classifier, names_around(), force=policy is None)
         warn_of_float64(program.open_jaxpr, graph, classifier)
+        warn_of_unread_products(graph, classifier)
         decisions = decide_program(graph)
     emission = Emission(decisions, classifier, programs)
     with donation_note(), jax.named_scope(DECIDED), around_emitted(emission):

@@ -22,7 +22,15 @@ from jaxmp.engine.overrides import FLOAT32_RESULT, Level, is_float32
 from jaxmp.engine.states import Kind
 from jaxmp.policy.float8 import Float8, get_recipe
 from jaxmp.policy.policies import Policy, check_backend
-from jaxmp.program.equations import HIGHEST, Precision, asks_for_highest, aval_of, names_a_dtype, precision_named
+from jaxmp.program.equations import (
+    HIGHEST,
+    Precision,
+    asks_for_highest,
+    aval_of,
+    names_a_dtype,
+    precision_named,
+    primitive_of,
+)
 from jaxmp.program.primitives import BOUNDS, PICKS, Class, Trait, classify, with_trait
 
 
@@ -89,7 +97,8 @@ class Classifier:
         Raises:
           ValueError: the policy around the equation computes in float16, and the backend is a TPU.
         """
-        name, cls = eqn.primitive.name, classify(eqn.primitive.name)
+        name = primitive_of(eqn)
+        cls = classify(name)
         if DECIDED in names:
             return OperationKind(Kind.KEPT, "decided by the autocast inside")
         self.matcher.visit(name, names)

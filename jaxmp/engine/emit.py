@@ -26,6 +26,7 @@ from jaxmp.engine.separate_casts import with_separate_cast
 from jaxmp.engine.shared_programs import Programs, remember
 from jaxmp.engine.states import KEPT
 from jaxmp.engine.trace import tracing
+from jaxmp.engine.unread_check import warn_of_unread_products
 from jaxmp.engine.value_decision import Casts
 from jaxmp.program.binding import bind_equation, params_in_dtype
 from jaxmp.program.derivative_rules import BodyFunction, RuleEvaluation
@@ -305,6 +306,7 @@ class _StepRewriter(Rewriter):
         in_rule = step.bodies is not None and step.bodies.has_backward_rule
         names = (*step.names, WITH_RULE)
         graph = build(program, args, dtypes, emission.classifier, names, in_rule=in_rule, force=True)
+        warn_of_unread_products(graph, emission.classifier)
         inner = Emission(decide_program(graph), emission.classifier, emission.programs)
         return inner.results(program, args, dtypes)
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from jaxmp.program.equations import aval_of
+from jaxmp.program.equations import aval_of, primitive_of
 from jaxmp.program.primitives import BOUNDS, COMBINES, Class, Trait, classify, has_trait, with_trait
 
 _OF_UPDATES = with_trait(Trait.SCATTERS) - {"scatter"}
@@ -36,7 +36,8 @@ def flops_of(eqn: JaxprEqn, counts_padding: bool = True) -> int | None:
     >>> flops_of(dot) == 2 * 8 * 16 * 4
     True
     """
-    name, cls = eqn.primitive.name, classify(eqn.primitive.name)
+    name = primitive_of(eqn)
+    cls = classify(name)
     match name:
         case "dot_general":
             return _flops_of_dot(eqn)

@@ -18,6 +18,7 @@ from jaxmp.engine.nodes import Step
 from jaxmp.engine.overrides import Level, is_float32
 from jaxmp.policy.patterns import EVERY, Pattern, pattern_text
 from jaxmp.policy.policies import Policy
+from jaxmp.program.equations import primitive_of
 from jaxmp.program.primitives import PRODUCTS, Class, classify
 
 
@@ -120,7 +121,7 @@ def _may_multiply(step: Step) -> bool:
 
     The engine does not look into an opaque equation, such as a kernel of cuDNN.
     """
-    is_closed = step.bodies is None and classify(step.eqn.primitive.name) in (Class.OPAQUE, Class.RECURSE, None)
+    is_closed = step.bodies is None and classify(primitive_of(step.eqn)) in (Class.OPAQUE, Class.RECURSE, None)
     return is_closed and sum(map(_is_narrow_array, step.eqn.invars)) > 1
 
 

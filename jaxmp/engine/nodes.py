@@ -22,7 +22,7 @@ from jaxmp.engine.marks import Region
 from jaxmp.engine.overrides import FLOAT32_RESULT
 from jaxmp.engine.states import FULL, KEPT, Kind, State
 from jaxmp.policy.float8 import Float8
-from jaxmp.program.equations import Bodies, aval_of
+from jaxmp.program.equations import Bodies, aval_of, primitive_of
 from jaxmp.program.primitives import CAST
 
 
@@ -108,7 +108,7 @@ class Step:
     loops: range = range(0)  # for a loop, the numbers of its body and of the loops inside
 
     def __repr__(self) -> str:
-        return f"Step({self.eqn.primitive.name})"
+        return f"Step({primitive_of(self.eqn)})"
 
     @property
     def joins(self) -> Sequence[Node | None]:

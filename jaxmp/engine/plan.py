@@ -35,7 +35,7 @@ from jaxmp.engine.reasons import Reasons
 from jaxmp.engine.states import Kind
 from jaxmp.engine.trace import result_dtypes, traced
 from jaxmp.policy.policies import Policy
-from jaxmp.program.equations import aval_of, bodies_of, opened
+from jaxmp.program.equations import aval_of, bodies_of, opened, primitive_of
 from jaxmp.program.primitives import CAST, Class, classify
 from jaxmp.program.values import BRANCHES, CARRY
 from jaxmp.program.walk import jaxprs_in
@@ -361,7 +361,7 @@ class _PlanWriter:
 
     def _rows_of_step(self, step: Step, program: _Emitted) -> Iterator[PlanRow]:
         self._last = next(self._numbers)
-        eqn, name = step.eqn, step.eqn.primitive.name
+        eqn, name = step.eqn, primitive_of(step.eqn)
         emission, reasons = program
         bodies = bodies_of(eqn)
         operands = filter(None, step.operands)
@@ -432,7 +432,7 @@ def _inside(step: Step) -> Iterator[Step]:
     """Yield the equations in the bodies of an equation, decided or not."""
     if step.bodies is not None:
         yield from (inner for body in step.inner for inner in body.steps)
-    elif classify(step.eqn.primitive.name) in (Class.RECURSE, Class.LINALG):
+    elif classify(primitive_of(step.eqn)) in (Class.RECURSE, Class.LINALG, None):
         for eqn in (eqn for jaxpr in jaxprs_in(step.eqn) for eqn in opened(jaxpr)[0].eqns):
             yield Step(eqn, (*step.names, *names_of(eqn)), step.operands, [], Kind.KEPT, step.reason)
 

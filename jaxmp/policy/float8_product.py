@@ -19,6 +19,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from jaxmp._internals.jax.cast_with_transpose import cast_with_transpose
+from jaxmp._internals.jax.hi_primitives import transposable_checkpoint
 from jaxmp._internals.jax.sources import names_of
 from jaxmp._internals.jax.traces import may_be_skipped
 from jaxmp.policy import direct_product, float8
@@ -116,7 +117,7 @@ class _Product:
     def with_derivatives(self) -> Callable[..., Any]:
         """Return the product as a function of two results of :func:`quantised`."""
         # The checkpoint stores the float8 operands, not their dequantised values.
-        tangent = jax.checkpoint(self._tangent, prevent_cse=False)
+        tangent = transposable_checkpoint(self._tangent)
 
         @jax.custom_jvp
         def product(*operands: Any) -> Any:

@@ -7,12 +7,15 @@ from collections.abc import Sequence
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from jaxmp.program.equations import Array, Params, Precision, in_dtype_of_scatter
+from jaxmp._internals.jax.hi_primitives import bind_to, hi_primitive_of
+from jaxmp.program.equations import Array, Params, Precision, in_dtype_of_scatter, primitive_of
 from jaxmp.program.primitives import PRODUCTS
 
 
 def bind_equation(eqn: JaxprEqn, operands: Sequence[Array], params: Params) -> list[Array]:
     """Bind an equation to other operands and parameters, and return its results."""
+    if primitive_of(eqn) == "name" and (primitive := hi_primitive_of(eqn)) is not None:
+        return [bind_to(primitive, *operands)]  # it has the type of its operand
     out = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(params))
     return list(out) if eqn.primitive.multiple_results else [out]
 

@@ -29,7 +29,7 @@ from jaxmp.program.derivative_rules import (
     call_with_vjp,
     rename,
 )
-from jaxmp.program.equations import Array, Bodies, Params, aval_of, opened
+from jaxmp.program.equations import Array, Bodies, Params, aval_of, opened, params_of, primitive_of
 from jaxmp.program.primitives import Trait, with_trait
 
 
@@ -49,7 +49,7 @@ def rebuild(
       the function is jitted. For a remat, a scan or a conditional, you may pass more operands than ``eqn`` has. Each
       body takes these operands (in a scan, slices of them) after its inputs. It may then return more results.
     """
-    params, name = eqn.params, eqn.primitive.name
+    params, name = eqn.params, primitive_of(eqn)
     if name in _INLINED:
         return functions[0]
     match name:
@@ -77,7 +77,8 @@ def is_body_alone(eqn: JaxprEqn) -> bool:
 
     A ``jit`` without shardings and compiler options is such an equation.
     """
-    return eqn.primitive.name in _INLINED or (eqn.primitive.name == "jit" and not _compile_options(eqn.params))
+    name = primitive_of(eqn)
+    return name in _INLINED or (name == "jit" and not _compile_options(eqn.params))
 
 
 def _compile_options(params: Params) -> dict[str, Any]:
@@ -180,14 +181,20 @@ _INLINED = with_trait(Trait.INLINED)
 def _bind_remat(eqn: JaxprEqn, function: BodyFunction, *operands: Array) -> list[Array]:
     """Bind a remat with the parameters of ``eqn``.
 
-    The parameter ``differentiated`` decides whether XLA may merge the recomputation with the original computation.
+    The parameter ``differentiated`` decides whether XLA may merge the recomputation with the original computation. A
+    hi primitive does not have it.
     """
-    jaxpr, consts = opened(jax.make_jaxpr(lambda *args: function(*args))(*operands))
-    prevent_cse = eqn.params["prevent_cse"]
+    params = params_of(eqn)
+    prevent_cse = params["prevent_cse"]
     if isinstance(prevent_cse, tuple):
-        more = len(operands) - len(prevent_cse)  # the number of operands that `eqn` does not have
-        prevent_cse = (*(False,) * len(consts), *prevent_cse, *(False,) * more)
+        prevent_cse += (False,) * (len(operands) - len(prevent_cse))  # for operands that `eqn` does not have
+    if "differentiated" not in params:
+        checkpointed = jax.checkpoint(lambda *args: function(*args), policy=params["policy"], prevent_cse=prevent_cse)
+        return list(checkpointed(*operands))
+    jaxpr, consts = opened(jax.make_jaxpr(lambda *args: function(*args))(*operands))
+    if isinstance(prevent_cse, tuple):
+        prevent_cse = (*(False,) * len(consts), *prevent_cse)
     if jaxpr.constvars:
         jaxpr = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
-    params = {**eqn.params, "jaxpr": jaxpr, "prevent_cse": prevent_cse}
+    params = {**params, "jaxpr": jaxpr, "prevent_cse": prevent_cse}
     return list(eqn.primitive.bind(*consts, *operands, **params))

@@ -17,7 +17,7 @@ from jax.dtypes import float0
 from jax.extend.core import JaxprEqn
 from jax.interpreters.ad import zeros_like_aval
 
-from jaxmp.program.equations import Array, Opened, evaluate, opened, shape_of
+from jaxmp.program.equations import Array, Opened, Params, evaluate, opened, params_of, shape_of
 
 Arrays = Sequence[Array]
 BodyFunction = Callable[..., list[Array]]
@@ -46,10 +46,10 @@ def rename(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     return call
 
 
-def _function_name(eqn: JaxprEqn) -> str:
+def _function_name(params: Params) -> str:
     """Return the name of a function with a custom derivative rule."""
-    jaxpr, _ = opened(eqn.params["call_jaxpr"])
-    return str(getattr(jaxpr.debug_info, "func_name", "") or eqn.primitive.name)
+    jaxpr, _ = opened(params["call_jaxpr"])
+    return str(getattr(jaxpr.debug_info, "func_name", "") or "custom_rule")
 
 
 def _evaluate_rule(
@@ -67,11 +67,11 @@ def _evaluate_rule(
 
 def call_with_jvp(eqn: JaxprEqn, function: BodyFunction, rules: RuleEvaluation, *operands: Array) -> list[Array]:
     """Call ``function`` in place of the body of a custom_jvp, with its rule."""
-    params = eqn.params
+    params = params_of(eqn)
     # The constants are arrays that the function closes over. A custom_jvp has no derivative with respect to them.
     count = params["num_consts"]
     consts, primals = operands[:count], operands[count:]
-    call = jax.custom_jvp(rename(lambda *args: function(*consts, *args), _function_name(eqn)))
+    call = jax.custom_jvp(rename(lambda *args: function(*consts, *args), _function_name(params)))
 
     def jvp(primals: Arrays, tangents: Arrays) -> tuple[list[Array], list[Array]]:
         zeros = [isinstance(tangent, SymbolicZero) for tangent in tangents]
@@ -94,11 +94,11 @@ def call_with_jvp(eqn: JaxprEqn, function: BodyFunction, rules: RuleEvaluation, 
 
 def call_with_vjp(eqn: JaxprEqn, function: BodyFunction, rules: RuleEvaluation, *operands: Array) -> list[Array]:
     """Call ``function`` in place of the body of a custom_vjp, with its rule."""
-    params = eqn.params
+    params = params_of(eqn)
     count = params["num_consts"]
     consts, primals = operands[:count], operands[count:]
     dtypes = [jax.typeof(primal).dtype for primal in primals]  # a literal may be a Python bool
-    call = jax.custom_vjp(rename(lambda *args: function(*consts, *args), _function_name(eqn)))
+    call = jax.custom_vjp(rename(lambda *args: function(*consts, *args), _function_name(params)))
 
     # Which operands are differentiated. An operand may be an array that the function closed over before it was batched;
     # its forward rule raises an error if JAX says that such an array is differentiated.
@@ -150,4 +150,7 @@ def call_with_vjp(eqn: JaxprEqn, function: BodyFunction, rules: RuleEvaluation, 
         return tuple(next(out) if here else None for here in present)
 
     call.defvjp(fwd, bwd, symbolic_zeros=True)
+    # A hi primitive keeps these options, which `defvjp` refuses together with symbolic zeros or does not have.
+    for option in params.keys() & {"optimize_remat", "generic_batching"}:
+        setattr(call, option, params[option])
     return list(call(*primals))

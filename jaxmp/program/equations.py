@@ -15,8 +15,9 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jax.extend.core import Literal as Literal
 
+from jaxmp._internals.jax import hi_primitives
 from jaxmp._internals.jax.core import Tracer, eval_jaxpr, evaluate_dimension
-from jaxmp.program.primitives import BODIES, Trait, with_trait
+from jaxmp.program.primitives import BODIES, Trait, replaced_by, with_trait
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
@@ -150,6 +151,39 @@ class Bodies(NamedTuple):
         return range(len(opened(self.jaxprs[number])[0].outvars) if self.is_conditional else self.carry)
 
 
+_PARAMS_OF_HI_PRIMITIVES = {
+    "custom_jvp_call": hi_primitives.params_of_custom_jvp,
+    "custom_vjp_call": hi_primitives.params_of_custom_vjp,
+    "remat_opt": hi_primitives.params_of_remat_opt,
+}
+
+
+def primitive_of(eqn: JaxprEqn) -> str:
+    """Return the name under which the table of primitives has the primitive of an equation.
+
+    The name of a hi primitive is that of the primitive that it replaces. If it replaces none, its name is that of its
+    class, which the table does not have.
+    """
+    primitive = hi_primitives.hi_primitive_of(eqn)
+    if primitive is None:
+        return str(eqn.primitive.name)
+    name = replaced_by(primitive.params)
+    is_other = name == "name" and not hi_primitives.is_identity(primitive)
+    return type(primitive).__name__ if name is None or is_other else name
+
+
+def params_of(eqn: JaxprEqn) -> Params:
+    """Return the parameters of an equation.
+
+    Those of a hi primitive have the names that they have in the primitive that it replaces.
+    """
+    primitive = hi_primitives.hi_primitive_of(eqn)
+    if primitive is None:
+        return cast(Params, eqn.params)
+    read = _PARAMS_OF_HI_PRIMITIVES.get(primitive_of(eqn))
+    return dict(primitive.params) if read is None else read(primitive)
+
+
 # A body that is inlined has no rule of its own.
 _WITH_RULES = with_trait(Trait.CUSTOM_DERIVATIVE) - with_trait(Trait.INLINED)
 
@@ -159,9 +193,9 @@ def bodies_of(eqn: JaxprEqn) -> Bodies | None:
 
     Return None for all other equations.
     """
-    name, params = eqn.primitive.name, eqn.params
+    name, params = primitive_of(eqn), eqn.params
     if name in BODIES:
-        return Bodies("call", (params[BODIES[name]],), primitive=name)
+        return Bodies("call", (params_of(eqn)[BODIES[name]],), primitive=name)
     if name == "scan":
         if "ft_in" in params:  # from 0.11 on
             consts, carry, _ = (len(part) for part in params["ft_in"].unpack())

@@ -9,6 +9,7 @@ import jax
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from jaxmp._internals.jax.core import partial_eval_jaxpr_custom
+from jaxmp._internals.jax.hi_primitives import policy_of_names
 from jaxmp.program.equations import evaluate, opened
 
 
@@ -18,7 +19,8 @@ def hoist(
     """Return ``fun`` as a function of ``args``, and compute its invariant part now.
 
     The invariant part depends only on ``fixed``, so it can be computed once, before a loop over ``args``. Invariant
-    parts of calls, scans and recomputations are included, but not those of custom derivative rules.
+    parts of calls, scans and recomputations are included, but not those of custom derivative rules. With the flag
+    ``jax_remat3``, those of recomputations are left out, because JAX cannot split the hi primitive.
 
     Args:
       fun: a function of arrays.
@@ -30,7 +32,7 @@ def hoist(
     closed, shapes = jax.make_jaxpr(fun, return_shape=True)(fixed, *args)
     (jaxpr, consts), known = opened(closed), jax.tree.leaves(fixed)
     varies = [n >= len(known) for n in range(len(jaxpr.invars))]
-    before, turn, *_ = partial_eval_jaxpr_custom(jaxpr, varies, True, True, True, is_kept)
+    before, turn, *_ = partial_eval_jaxpr_custom(jaxpr, varies, True, True, True, policy_of_names(is_kept))
     # Equations without results have effects, such as prints. Each iteration must run these effects.
     before = before.replace(eqns=[eqn for eqn in before.eqns if eqn.outvars])
     before, turn = (dce_jaxpr(body, [True] * len(body.outvars), True)[0] for body in (before, turn))

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import JaxprEqn
 
-from jaxmp.program.equations import Bodies, bodies_of, opened
+from jaxmp.program.equations import Bodies, bodies_of, opened, primitive_of
 from jaxmp.program.facts import Analysis
 from jaxmp.program.primitives import Trait, with_trait
 
@@ -25,7 +25,7 @@ class _SameForExamples(Analysis[bool]):
         return [False] * len(eqn.outvars) if eqn.primitive.name in _PER_DEVICE else None
 
     def transfer(self, eqn: JaxprEqn, operands: Sequence[bool]) -> Sequence[bool]:
-        if eqn.primitive.name in _ONE_BY_ONE:
+        if primitive_of(eqn) in _ONE_BY_ONE:
             return operands
         is_same = all(operands) and eqn.primitive.name not in _PER_DEVICE
         return [is_same] * len(eqn.outvars)

@@ -15,7 +15,7 @@ import dataclasses
 import enum
 import fnmatch
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 
 class Class(enum.StrEnum):
@@ -452,3 +452,32 @@ COMBINATIONS = {name: row.combines for name, _, row in _rows() if row.combines}
 """For each sum, maximum, minimum, conjunction and disjunction, the primitive that combines two elements."""
 BODIES = {name: row.body for name, _, row in _rows() if row.body}
 """For each primitive that only computes its body, the parameter that holds the body."""
+
+_FIELDS_OF_HI_PRIMITIVES = {
+    frozenset(fields.split()): name
+    for name, fields in {
+        "remat2": "jaxpr policy prevent_cse",
+        "custom_jvp_call": "traced jvp_rule symbolic_zeros",
+        "custom_vjp_call": (
+            "traced fwd bwd symbolic_zeros opt_remat with_logs remat_rules bwd_accums generic_batching"
+        ),
+        "remat_opt": "orig traced_fwd",
+        "name": "name",
+    }.items()
+}
+
+
+def replaced_by(fields: Mapping[str, object]) -> str | None:
+    """Return the primitive that a hi primitive replaces.
+
+    A hi primitive is the object in a ``call_hi_primitive`` equation of newer versions of JAX. The result is None if it
+    replaces no primitive, or has a rule that this primitive does not have.
+
+    Args:
+      fields: the parameters of the hi primitive.
+
+    >>> replaced_by({"orig": None, "traced_fwd": None})
+    'remat_opt'
+    """
+    has_own_rule = fields.get("remat_rules") is not None  # from `jax.custom_vjp.defremat`
+    return None if has_own_rule else _FIELDS_OF_HI_PRIMITIVES.get(frozenset(fields))

@@ -36,6 +36,7 @@ from jaxmp._internals.jax.sources import Names, scopes_and_transforms
 from jaxmp.program.equations import Array, Atom, Bodies, Literal, bodies_of, is_literal, opened
 from jaxmp.program.invariants import unchanged
 from jaxmp.program.primitives import Trait, with_trait
+from jaxmp.program.scopes import RECOMPUTED
 from jaxmp.program.values import (
     ARGUMENT,
     BRANCHES,
@@ -168,6 +169,16 @@ def _phase(around: str, transforms: Sequence[str], has_gradients: bool) -> str:
     return "update" if has_gradients and "jvp" not in transforms else "forward"
 
 
+def _nested(around: Names, names: Names) -> Names:
+    """Return the scopes of an equation in a body, from those around the body and those that JAX lists in it.
+
+    With the flag ``jax_remat3``, JAX lists the scopes around a recomputation again in its body.
+    """
+    outer = len(around) - 1
+    is_listed_again = around[-1:] == (RECOMPUTED,) and names[:outer] == around[:-1]
+    return (*around, *names[outer:]) if is_listed_again else (*around, *names)
+
+
 _ENTERS = -1
 """The ``position`` of a value that enters a body. Results have their position among the results."""
 
@@ -237,7 +248,7 @@ class _Reader:
             names, transforms = scopes_and_transforms(eqn)
             key = (*around.key, len(equations))
             phase = _phase(around.phase, (*around.transforms, *transforms), not self.gradients.isdisjoint(operands))
-            names = (*around.names, *names)
+            names = _nested(around.names, names)
             equation = Equation(key, eqn, names, phase, around.lengths, bodies_of(eqn), around.equation, operands)
             equations.append(equation)
             self.equations[key] = equation

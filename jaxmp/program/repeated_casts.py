@@ -31,7 +31,7 @@ from jax.interpreters import ad, batching, mlir
 
 from jaxmp.base.dtypes import is_castable, is_half, may_sum_half
 from jaxmp.program.binding import bind_equation
-from jaxmp.program.equations import aval_of, bodies_of, has_explicit_axes, is_literal, opened, size_of
+from jaxmp.program.equations import aval_of, bodies_of, has_explicit_axes, is_literal, opened, primitive_of, size_of
 from jaxmp.program.invariants import unchanged
 from jaxmp.program.primitives import BROADCAST, PICKS, Trait, with_trait
 from jaxmp.program.vmap_sharing import Examples
@@ -111,7 +111,7 @@ def _summed_cotangents_in(jaxpr: Jaxpr, var: Any) -> float:
                     readers[atom].append((eqn, place))
     total = 0.0
     for eqn, place in readers.get(var, ()):
-        is_moved = len(eqn.outvars) == 1 and eqn.primitive.name in PICKS
+        is_moved = len(eqn.outvars) == 1 and primitive_of(eqn) in PICKS
         total += _summed_cotangents(eqn, place) * (
             max(_summed_cotangents_in(jaxpr, eqn.outvars[0]), 1) if is_moved else 1
         )

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from jaxmp.program.equations import Bodies, aval_of
+from jaxmp.program.equations import Bodies, aval_of, primitive_of
 from jaxmp.program.facts import Analysis
 from jaxmp.program.primitives import CAST, COMPARISONS, MOVES, PRODUCTS, SUMS, Trait, with_trait
 
@@ -48,7 +48,7 @@ class _ProductOrigins(Analysis[_ProductOrigin]):
         return [FIXED if is_integer else origin for is_integer, origin in zip(are_integers, origins, strict=True)]
 
     def transfer(self, eqn: JaxprEqn, operands: Sequence[_ProductOrigin]) -> Sequence[_ProductOrigin]:
-        return [self._of_operation(eqn.primitive.name, operands)] * len(eqn.outvars)
+        return [self._of_operation(primitive_of(eqn), operands)] * len(eqn.outvars)
 
     def _of_operation(self, name: str, operands: Sequence[_ProductOrigin]) -> _ProductOrigin:
         highest = max(operands, default=FIXED)

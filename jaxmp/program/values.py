@@ -19,7 +19,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 
 from jaxmp._internals.jax.sources import Names, user_source_of
 from jaxmp.base.graphs import reachable
-from jaxmp.program.equations import Array, Bodies, elements_of
+from jaxmp.program.equations import Array, Bodies, elements_of, primitive_of
 from jaxmp.program.primitives import CAST, MOVES, Trait, with_trait
 from jaxmp.program.scopes import path_in
 
@@ -79,7 +79,7 @@ class Equation:
     @property
     def name(self) -> str:
         """Return the name of the primitive."""
-        return str(self.eqn.primitive.name)
+        return primitive_of(self.eqn)
 
     @property
     def path(self) -> str:

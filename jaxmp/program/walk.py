@@ -9,8 +9,9 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from jaxmp.program.equations import Atom, Literal, aval_of, is_literal, opened
-from jaxmp.program.primitives import PRODUCTS
+from jaxmp._internals.jax.hi_primitives import expansion_of, hi_primitive_of
+from jaxmp.program.equations import Atom, Literal, aval_of, is_literal, opened, params_of, primitive_of
+from jaxmp.program.primitives import PRODUCTS, classify
 
 T = TypeVar("T")
 
@@ -65,8 +66,15 @@ def equations(jaxpr: Jaxpr | ClosedJaxpr) -> Iterator[JaxprEqn]:
 
 
 def jaxprs_in(eqn: JaxprEqn) -> Iterator[Jaxpr | ClosedJaxpr]:
-    """Yield the jaxprs in an equation's parameters."""
-    yield from filter(is_jaxpr, jax.tree.leaves(list(eqn.params.values()), is_leaf=is_jaxpr))
+    """Yield the jaxprs in an equation's parameters.
+
+    If a hi primitive outside of the table has none, yield the jaxpr that JAX compiles in its place.
+    """
+    jaxprs = list(filter(is_jaxpr, jax.tree.leaves(list(params_of(eqn).values()), is_leaf=is_jaxpr)))
+    primitive = hi_primitive_of(eqn)
+    if primitive is not None and not jaxprs and classify(primitive_of(eqn)) is None:
+        jaxprs = list(filter(is_jaxpr, [expansion_of(primitive)]))
+    yield from jaxprs
 
 
 def is_jaxpr(param: object) -> bool:

@@ -26,7 +26,7 @@ from jaxmp.policy.quantisation import as_float8, dequantised, quantised
 from jaxmp.program.binding import bind_equation, params_in_dtype
 from jaxmp.program.equations import bodies_of, names_a_dtype, opened
 from jaxmp.program.primitives import PRODUCTS
-from jaxmp.program.walk import equations, interpreted
+from jaxmp.program.walk import equations, interpreted, jaxprs_in
 from jaxmp.sharding.mesh_plan import Plan
 from jaxmp.sharding.weights import Use, anywhere
 
@@ -162,7 +162,9 @@ def float8_row_product(eqn: Any, recipe: Any, values: Sequence[Any]) -> Any | No
     In the backward pass, each device sums over its own rows in float32. Return None if both operands are weights, or if
     no axis of the other operand can be split over the devices.
     """
-    product = next(inner for inner in equations(eqn.params["call_jaxpr"]) if inner.primitive.name == "dot_general")
+    product = next(
+        inner for jaxpr in jaxprs_in(eqn) for inner in equations(jaxpr) if inner.primitive.name == "dot_general"
+    )
     sides = [side for side in (0, 1) if isinstance(values[3 * side], Use)]
     if len(sides) != 1:
         return None

@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxmp._internals.jax.sources import Names, names_of
 from jaxmp.engine.marks import DECIDED, region_of
-from jaxmp.program.equations import bodies_of, is_literal, opened
+from jaxmp.program.equations import bodies_of, is_literal, opened, primitive_of
 from jaxmp.program.primitives import Trait, with_trait
 from jaxmp.sharding.mesh_plan import COPIES
 
@@ -27,7 +27,7 @@ def only_moves_or_casts(eqn: Any) -> bool:
     """
     if eqn.primitive.name == "convert_element_type":
         return bool(jnp.issubdtype(eqn.params["new_dtype"], jnp.floating))
-    return eqn.primitive.name in _REARRANGES and len(eqn.invars) == 1 and not is_copying(eqn)
+    return primitive_of(eqn) in _REARRANGES and len(eqn.invars) == 1 and not is_copying(eqn)
 
 
 def is_copying(eqn: Any) -> bool:

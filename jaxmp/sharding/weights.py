@@ -20,6 +20,7 @@ from jaxmp.base.dtypes import at_least_float32
 from jaxmp.base.trees import is_float_array
 from jaxmp.engine.marks import WIDE_SUMS
 from jaxmp.program.binding import bind_equation
+from jaxmp.program.equations import primitive_of
 from jaxmp.sharding.mesh_plan import Plan
 
 RewrittenValue = tuple[Any, bool]
@@ -79,7 +80,7 @@ class Use:
 
     def followed(self, eqn: Any) -> list[Use]:
         """Return the results of an equation that only moves or casts the weight."""
-        if eqn.primitive.name == "name":
+        if primitive_of(eqn) == "name":
             return [self]  # JAX cannot transpose checkpoint_name
         if eqn.primitive.name == "convert_element_type":
             new = np.dtype(eqn.params["new_dtype"])

@@ -506,6 +506,7 @@ class TestAccumulation:
         ("route", "remat"),
         [pytest.param("flat", "nothing_saveable", marks=WITHOUT_A_MODULE), ("linen", None)],
     )
+    @pytest.mark.skipif(getattr(jax.config, "jax_remat3", False), reason="JAX cannot split its new checkpoint")
     def test_a_weight_is_cast_once_per_step_without_changing_a_bit(self, route, remat, monkeypatch):
         loss, params = self.loss_and_params(route)
         tx = jaxmp.loss_scaling(optax.sgd(0.1), jaxmp.NoOpLossScale())

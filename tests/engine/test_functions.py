@@ -18,6 +18,7 @@ from autocast_tools import compiled, in_turn
 from autocast_zoo import PARTS, after_a_product, arguments, between_products, float64, table, ulps
 
 import jaxmp
+from jaxmp.program.equations import primitive_of
 from jaxmp.program.primitives import PRODUCTS
 from jaxmp.program.walk import equations
 
@@ -157,7 +158,7 @@ def described(jaxpr: Any) -> list[tuple[str, ...]]:
     Weak types, and conversions to the same dtype, do not affect the precision and are ignored.
     """
     rows = [
-        (eqn.primitive.name, *(atom.aval.str_short().replace("~", "") for atom in (*eqn.invars, *eqn.outvars)))
+        (primitive_of(eqn), *(atom.aval.str_short().replace("~", "") for atom in (*eqn.invars, *eqn.outvars)))
         for eqn in equations(jaxpr)
     ]
     floating = [row for row in rows if any("float" in aval for aval in row[1:])]

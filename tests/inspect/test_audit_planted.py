@@ -584,7 +584,7 @@ def test_every_kind_is_planted_or_has_a_test_of_its_own() -> None:
         "cast-in-loop",
     }
     tested_on_devices = {"float32-gather", "activation-gather", "gradient-all-reduce"}  # in test_many_devices.py
-    tested_elsewhere = {*tested_on_devices, "half-product", "compiled-otherwise"}
+    tested_elsewhere = {*tested_on_devices, "half-product", "compiled-otherwise", "unknown-primitive"}
     assert {kind for kind, *_ in FAULTS} | tested_here | tested_elsewhere == set(FINDERS)
 
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
+from jaxmp.program.equations import primitive_of
 from jaxmp.program.facts import Analysis
 from jaxmp.program.invariants import SAME_FOR_EXAMPLES
 
@@ -74,7 +75,7 @@ class CountsScans(Analysis[int]):
         return fact + 10
 
     def transfer_whole(self, eqn, operands):
-        return [-1] * len(eqn.outvars) if eqn.primitive.name == "custom_jvp_call" else None
+        return [-1] * len(eqn.outvars) if primitive_of(eqn) == "custom_jvp_call" else None
 
 
 def test_elements_stacks_and_equations_that_are_not_entered_have_facts_of_their_own():

@@ -21,6 +21,7 @@ from jax.extend.core import Primitive
 from jax.sharding import PartitionSpec as P
 from primitive_tools import SKIPPED, installed_primitives
 
+from jaxmp.program.equations import primitive_of
 from jaxmp.program.primitives import (
     COMBINES,
     MONOTONE,
@@ -32,7 +33,7 @@ from jaxmp.program.primitives import (
     of_class,
     with_trait,
 )
-from jaxmp.program.walk import equations
+from jaxmp.program.walk import equations, jaxprs_in
 
 ALL = frozenset().union(*map(of_class, Class))
 PATTERNS = {name for name in ALL if "*" in name}
@@ -280,7 +281,7 @@ def traced():
 
 
 def test_programs_contain_only_primitives_that_have_a_class(traced):
-    primitives = {name: {eqn.primitive.name for eqn in eqns} for name, eqns in traced.items()}
+    primitives = {name: {primitive_of(eqn) for eqn in eqns} for name, eqns in traced.items()}
     unclassified = {}
     for name, names in primitives.items():
         if unknown := {primitive for primitive in names if classify(primitive) is None}:
@@ -299,9 +300,8 @@ def test_programs_contain_only_primitives_that_have_a_class(traced):
 def test_primitives_with_a_body_are_recurse_opaque_or_linalg(traced):
     bodies = set()
     for eqn in (eqn for eqns in traced.values() for eqn in eqns):
-        params = jax.tree.leaves(list(eqn.params.values()))
-        if any(hasattr(param, "eqns") or hasattr(param, "jaxpr") for param in params):
-            bodies.add(eqn.primitive.name)
+        if any(jaxprs_in(eqn)):
+            bodies.add(primitive_of(eqn))
     assert {"scan", "while", "cond", "jit", "shard_map", "custom_jvp_call"} <= bodies
     # The body of a scatter is one operation, which the name of the scatter tells.
     scatters = {name for name in bodies if name.startswith("scatter")}

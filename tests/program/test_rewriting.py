@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 import jaxmp
 from jaxmp._internals.jax.sources import names_of, source_of
 from jaxmp.program.derivative_rules import RuleEvaluation
-from jaxmp.program.equations import Bodies, bodies_of, evaluate, opened
+from jaxmp.program.equations import Bodies, bodies_of, evaluate, opened, primitive_of
 from jaxmp.program.primitives import BODIES
 from jaxmp.program.rewriting import Rewriter
 from jaxmp.program.walk import equations
@@ -45,7 +45,7 @@ def described(jaxpr):
     for eqn in opened(jaxpr)[0].eqns:
         avals = [(atom.aval, getattr(atom.aval, "weak_type", None)) for atom in (*eqn.invars, *eqn.outvars)]
         effects = sorted(type(effect).__name__ for effect in eqn.effects)
-        yield eqn.primitive.name, avals, str(eqn.source_info.name_stack), source_of(eqn), effects
+        yield primitive_of(eqn), avals, str(eqn.source_info.name_stack), source_of(eqn), effects
         for body in (bodies_of(eqn) or Bodies("", ())).jaxprs:
             yield from described(body)
 
@@ -171,7 +171,7 @@ def test_an_operation_is_changed_without_jit(outcomes):
 
 def test_the_cases_have_every_primitive_with_a_body():
     pairs = [
-        (eqn.primitive.name, bodies_of(eqn)) for case in CASES for eqn in equations(jax.make_jaxpr(case, 0)(jnp.sin, X))
+        (primitive_of(eqn), bodies_of(eqn)) for case in CASES for eqn in equations(jax.make_jaxpr(case, 0)(jnp.sin, X))
     ]
     inlined = {"closed_call", "call", "eval_jaxpr", "remat_opt"}
     assert {name for name, bodies in pairs if bodies} == {*BODIES, "scan", "while", "cond"} - inlined

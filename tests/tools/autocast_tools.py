@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxmp
+from jaxmp.program.equations import primitive_of
 from jaxmp.program.walk import equations
 
 # Compile quickly, without optimisation, and keep every rounding of the program.
@@ -49,7 +50,7 @@ def operations(fun: Any, *args: Any) -> list[tuple[str, str]]:
     for eqn in equations(jax.make_jaxpr(fun)(*args)):
         dtypes = [var.aval.dtype for var in eqn.outvars if hasattr(var.aval, "dtype")]
         if dtypes and jnp.issubdtype(dtypes[0], jnp.floating):
-            names_and_dtypes.append((eqn.primitive.name, dtypes[0].name))
+            names_and_dtypes.append((primitive_of(eqn), dtypes[0].name))
     return names_and_dtypes
 
 

@@ -16,8 +16,9 @@ import numpy as np
 from jax.interpreters import partial_eval
 
 from jaxmp.linen import apply_policy
+from jaxmp.program.equations import primitive_of
 from jaxmp.program.primitives import BROADCAST, PICKS, PRODUCTS
-from jaxmp.program.walk import equations
+from jaxmp.program.walk import equations, jaxprs_in
 
 HALVES = {"mixed_float16": "float16", "mixed_bfloat16": "bfloat16"}
 
@@ -179,7 +180,7 @@ def computation(jaxpr: Any, inputs: Any = None) -> list[Any]:
         return _fingerprint(atom.val) if hasattr(atom, "val") else known[atom]
 
     for eqn in jaxpr.eqns:
-        operands, name = [read(atom) for atom in eqn.invars], eqn.primitive.name
+        operands, name = [read(atom) for atom in eqn.invars], primitive_of(eqn)
         if name == "convert_element_type":
             old, new = eqn.invars[0].aval.dtype, np.dtype(eqn.params["new_dtype"])
             if old == new:
@@ -196,7 +197,7 @@ def computation(jaxpr: Any, inputs: Any = None) -> list[Any]:
         ):  # JAX clamps the index of a switch once or twice
             results = [operands[1]]
         elif name in _CALLS:
-            results = computation(eqn.params.get("jaxpr") or eqn.params["call_jaxpr"], operands)
+            results = computation(next(jaxprs_in(eqn)), operands)
         else:
             if name in BROADCAST:  # the primitive repeats operands implicitly
                 shape = eqn.outvars[0].aval.shape

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmp._internals.jax.sources import names_of
-from jaxmp.program.equations import bodies_of, in_dtype_of_scatter, is_literal, opened
+from jaxmp.program.equations import bodies_of, in_dtype_of_scatter, is_literal, opened, primitive_of
 from jaxmp.program.walk import equations
 
 FACTORS = frozenset({"mul", "div"})  # they count as moves if one operand is a literal
@@ -108,7 +108,7 @@ class _Place:
         eqn, index = self.definitions[var]
         if bodies := self.bodies(eqn):
             return [(body, body.jaxpr.outvars[index]) for body in bodies]
-        name = eqn.primitive.name
+        name = primitive_of(eqn)
         if name in MOVES | SUMS or (name in FACTORS and any(map(is_literal, eqn.invars))):
             return [(self, atom) for atom in eqn.invars]
         assert name in COMPUTES, f"unknown primitive {name}: add it to MOVES, SUMS or COMPUTES"
@@ -174,7 +174,7 @@ class _Place:
         if self is end and atom in self.index:
             return [(atom, False)] if atom is goal else None
         eqn, _ = self.definitions.get(atom, (None, 0))
-        if eqn is not None and eqn.primitive.name not in MOVES | SUMS and not self.bodies(eqn):
+        if eqn is not None and primitive_of(eqn) not in MOVES | SUMS and not self.bodies(eqn):
             return None
         for place, source in self.sources(atom):
             if (cycle := place._cycle(source, end, goal, visited)) is not None:

@@ -16,6 +16,7 @@ from jaxmp.inspect._audit.finders.products import (
     float32_products,
     half_products,
     mixed_products,
+    products_in_unknown_primitives,
     unaligned_products,
 )
 from jaxmp.inspect._audit.finders.state_dtypes import half_optimizer_state, half_params, half_statistics, strong_float64
@@ -50,6 +51,7 @@ FINDERS: dict[str, Callable[[Audited], Faults]] = {
     "float32-product": float32_products,
     "half-product": half_products,
     "mixed-product": mixed_products,
+    "unknown-primitive": products_in_unknown_primitives,
     "unaligned-product": unaligned_products,
     "half-sum": half_sums,
     "half-exponential": half_exponentials,

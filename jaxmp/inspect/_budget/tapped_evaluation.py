@@ -20,7 +20,7 @@ from jaxmp.base.trees import widen
 from jaxmp.inspect._budget.sites import CASTS, Place
 from jaxmp.program.binding import bind_equation, params_in_dtype
 from jaxmp.program.bodies import rebuild
-from jaxmp.program.equations import HIGHEST, Bodies, names_a_dtype, opened
+from jaxmp.program.equations import HIGHEST, Bodies, names_a_dtype, opened, primitive_of
 from jaxmp.program.primitives import PRODUCTS, Class, Trait, classify, has_trait
 from jaxmp.program.rewriting import Rewriter
 from jaxmp.program.values import Key
@@ -81,7 +81,7 @@ class WideEvaluation(Rewriter):
         return results
 
     def _results(self, eqn: Any, operands: list[Any]) -> list[Any]:
-        name = eqn.primitive.name
+        name = primitive_of(eqn)
         if name == "stop_gradient":
             return operands
         is_changed = any(is_narrow_aval(atom.aval) for atom in (*eqn.invars, *eqn.outvars))
@@ -149,15 +149,16 @@ def is_narrow_aval(aval: Any) -> bool:
 
 def has_fixed_dtypes(eqn: Any) -> bool:
     """Return whether an equation without bodies cannot be computed in another dtype."""
-    if eqn.primitive.name in CASTS or eqn.primitive.name == "iota":
+    name = primitive_of(eqn)
+    if name in CASTS or name == "iota":
         return False
-    cls = classify(eqn.primitive.name)
+    cls = classify(name)
     return cls in (Class.OPAQUE, Class.RECURSE, None) or names_a_dtype(eqn)
 
 
 def reason_against(eqn: Any) -> str:
     """Return why errors cannot pass through an equation without bodies; empty if they can."""
-    name = eqn.primitive.name
+    name = primitive_of(eqn)
     if not any(_is_float(var.aval) for var in eqn.outvars) or not any(_is_float(atom.aval) for atom in eqn.invars):
         return ""
     if has_trait(name, Trait.ONLY_FORWARD):
@@ -172,7 +173,7 @@ def _error_of_derivative(eqn: Any, operands: Sequence[Any]) -> str:
 
     For example, lineax's solve has no derivative with respect to the factors of its matrix.
     """
-    if classify(eqn.primitive.name) is not None:
+    if classify(primitive_of(eqn)) is not None:
         return ""
     is_float = [_is_float(jax.typeof(operand)) for operand in operands]
 

@@ -12,6 +12,7 @@ import numpy as np
 from jaxmp.inspect._first_nonfinite import stepping
 from jaxmp.inspect._first_nonfinite.origins import Origin, on_host, origin_of, where_nan
 from jaxmp.inspect.program.iterations import Iteration, operands_of, time_of
+from jaxmp.program.equations import primitive_of
 from jaxmp.program.values import Value
 
 
@@ -43,7 +44,7 @@ class ProgramRun:
         def visit(moment: stepping.Moment, eqn: Any, operands: list[Any], results: list[Any], flags: list[Any]) -> None:
             bad = _numbers_of_bad(flags)
             if bad:
-                failure = Failure(eqn.primitive.name, bad, moment.while_turn)
+                failure = Failure(primitive_of(eqn), bad, moment.while_turn)
                 self.failures.setdefault((moment.key, moment.turns), failure)
 
         self.results, self.branches = stepping.step_through(jaxpr, consts, inputs, visit)
@@ -54,7 +55,7 @@ class ProgramRun:
         def visit(moment: stepping.Moment, eqn: Any, operands: list[Any], results: list[Any], flags: list[Any]) -> None:
             at = moment.key, moment.turns
             if at in wanted and at not in self.origins and _numbers_of_bad(flags):
-                self.origins[at] = origin_of(eqn.primitive.name, operands, results)
+                self.origins[at] = origin_of(primitive_of(eqn), operands, results)
 
         stepping.step_through(self._jaxpr, self._consts, self.inputs, visit)
 

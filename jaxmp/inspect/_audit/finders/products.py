@@ -15,7 +15,9 @@ from jaxmp.engine.marks import region_of
 from jaxmp.inspect._audit.evidence import Audited, Fault, Faults
 from jaxmp.inspect._audit.products import work
 from jaxmp.inspect._audit.weight_operands import unaligned
+from jaxmp.program.primitives import PRODUCTS, classify
 from jaxmp.program.values import Equation
+from jaxmp.program.walk import equations, jaxprs_in
 
 _FLOAT32_LEVELS = frozenset({"float32", "tensorfloat32"})
 
@@ -66,6 +68,21 @@ def half_products(audited: Audited) -> Faults:
             f"a product of {dtype} operands, although the policy computes in {' or '.join(expected)}",
             "put the model under this policy, or audit with the policy of the model, a PolicyMap if it has overrides",
         )
+
+
+def products_in_unknown_primitives(audited: Audited) -> Faults:
+    """Find products in primitives that jaxmp does not know, so that nothing is known about their precision."""
+    for equation in audited.program.equations.values():
+        if equation.bodies is not None or classify(equation.name) is not None:
+            continue
+        inner = [eqn for jaxpr in jaxprs_in(equation.eqn) for eqn in equations(jaxpr)]
+        if count := sum(eqn.primitive.name in PRODUCTS for eqn in inner):
+            yield Fault(
+                equation,
+                f"the unknown primitive {equation.name!r} holds products ({count}), which autocast leaves as they are, "
+                "and which run an unknown number of times",
+                "cast their operands to half yourself, then accept the finding: check(allow='unknown-primitive')",
+            )
 
 
 def mixed_products(audited: Audited) -> Faults:
