@@ -158,7 +158,8 @@ def test_an_nnx_step_has_the_paths_of_a_model_without_a_policy_and_the_errors_of
 def test_written_infinities_and_what_the_dtype_holds_are_no_findings() -> None:
     def fun(x: Any, mask: Any) -> Any:
         x = jnp.where(mask, x, -jnp.inf) + 1e-6
-        x = jnp.maximum(x, jnp.finfo(x.dtype).min) + 0.0
+        x = x + np.where(np.arange(256) < 8, -np.inf, 0).astype(jnp.float16)
+        x = sum([jnp.maximum(x, jnp.finfo(x.dtype).min), x])  # which adds to 0
         gelu = jax.nn.gelu(x, approximate=False) + jax.nn.gelu(x) + jax.nn.sigmoid(x) * jnp.tanh(x)
         few = jnp.arange(256).astype(BF16)
         return jnp.sum((gelu + few.astype(jnp.float16)).astype(F32)), x

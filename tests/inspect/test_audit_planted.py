@@ -118,6 +118,19 @@ def overflowing_mask(h: Any, w: Any) -> Any:
     return jnp.where(h > 0, h.astype(F32) * 0.1, -1e9).astype(h.dtype)  # here
 
 
+def vanishing_term(h: Any, w: Any) -> Any:
+    return h + 1e-9  # here
+
+
+def vanishing_term_in_a_scan(h: Any, w: Any) -> Any:
+    return jax.lax.scan(lambda carry, x: (carry, x - 1e-9), h[0], h)[1]  # here
+
+
+def overflowing_factor(h: Any, w: Any) -> Any:
+    mask = (h > 0).astype(h.dtype)
+    return h + (1 - mask) * -1e9  # here
+
+
 def inexact_positions(h: Any, w: Any) -> Any:
     positions = jnp.arange(4096)
     return h * positions.astype(h.dtype)[:, None]  # here
@@ -161,6 +174,9 @@ FAULTS: list[tuple[str, Callable[..., Any], Any]] = [
     ("inexact-integers", inexact_iota, F16),
     ("inexact-integers", inexact_constant, BF16),
     ("float64", float64_product, BF16),
+    ("vanishing-constant", vanishing_term, F16),
+    ("vanishing-constant", vanishing_term_in_a_scan, F16),
+    ("overflowing-constant", overflowing_factor, F16),
 ]
 
 
