@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -102,15 +102,18 @@ def _dtypes_of_group(values: Sequence[Value], dtypes: Sequence[str]) -> dict[Val
     ran = {}
     for value, dtype in written.items():
         size = _itemsize(dtype)
-        missing = sum(_itemsize(other) <= size for other in written.values()) - sum(
-            _itemsize(d) <= size for d in dtypes
-        )
-        added = sum(_itemsize(d) > size for d in dtypes) - sum(_itemsize(other) > size for other in written.values())
-        if missing > 0 and added > 0:
+        narrow_before, narrow_after = _count_up_to(size, written.values()), _count_up_to(size, dtypes)
+        wide_before, wide_after = len(written) - narrow_before, len(dtypes) - narrow_after
+        if narrow_after < narrow_before and wide_after > wide_before:
             ran[value] = max(dtypes, key=_itemsize)
         elif dtype in dtypes:
             ran[value] = dtype
     return ran
+
+
+def _count_up_to(size: int, dtypes: Iterable[str]) -> int:
+    """Return the number of dtypes with at most ``size`` bytes."""
+    return sum(_itemsize(dtype) <= size for dtype in dtypes)
 
 
 def _itemsize(dtype: str) -> int:

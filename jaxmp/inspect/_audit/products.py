@@ -156,9 +156,8 @@ def uncounted(products: Sequence[Product]) -> tuple[str, ...]:
     for product in products:
         if product.count is None:
             where = f"{product.path or '(no scope)'} ({product.source or 'no line known'})"
-            sentences.append(
-                f"the executions of the {widest(product.operands)} product {where}, in a loop or a kernel of unknown length"
-            )
+            dtype = widest(product.operands)
+            sentences.append(f"the executions of the {dtype} product {where}, in a loop or a kernel of unknown length")
     return tuple(dict.fromkeys(sentences))
 
 

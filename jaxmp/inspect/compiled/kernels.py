@@ -83,7 +83,7 @@ def products_of(
 def multiplied_dtype(program: HloProgram, product: Instruction, operands: Sequence[Array]) -> str:
     """Return the dtype in which a product multiplies its operands.
 
-    It is the dtype of the product's algorithm (see :func:`algorithm_dtype`). Without an algorithm, it is the wider dtype
+    It is the dtype of the product's algorithm, see :func:`algorithm_dtype`. Without an algorithm, it is the wider dtype
     of the operands. Float32 operands are rounded, unless the product asks for the highest precision. On a GPU they may
     be rounded to TensorFloat-32. On a TPU they are rounded to bfloat16, or to ``"bf16x3"`` at the precision ``"high"``:
     three products of bfloat16 parts.
