@@ -186,9 +186,9 @@ def not_counted(names: Sequence[str]) -> list[str]:
     """Return the line that names what a result does not count; no line if it counts everything.
 
     >>> not_counted(["loop a", "loop b", "loop c", "loop d"]), not_counted([])
-    (['not counted: loop a; loop b; loop c; 1 more'], [])
+    (['not counted: loop a; loop b; loop c; loop d'], [])
     """
-    shown = [*names[:3], *([f"{len(names) - 3} more"] if len(names) > 3 else [])]
+    shown = [*names[:5], *([f"{len(names) - 5} more"] if len(names) > 5 else [])]
     return [f"not counted: {'; '.join(shown)}"] if names else []
 
 

@@ -76,6 +76,13 @@ DEVICE = _named(
 MEMORY = _named(
     "--memory", type=gibibytes, metavar="GIB", help="the limit of each device; default: the share that JAX takes, 75 %%"
 )
+MARGIN = _named(
+    "--margin",
+    type=share,
+    default=0.07,
+    metavar="SHARE",
+    help="the room above the compiled peak, as a share of the peak; default: 0.07",
+)
 TOPOLOGY = _named("--topology", metavar="1x2x4", help=_TOPOLOGY)
 POLICY = _named("--policy", help="run under autocast with this policy; default: run without autocast")
 EXPECTED_POLICY = _named("--policy", help="the policy that the program should follow; the program does not change")

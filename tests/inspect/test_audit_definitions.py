@@ -426,7 +426,7 @@ SCALED = {
     ),
     "of an array": (of_scale(lambda s: s[0]), PARAMS, X, shape(1)),
     "an exponent": (of_scale(lambda s: 2.0**s), PARAMS, X, SCALAR),
-    "a negative exponent": (lambda p, x, s: 2.0**-s * jax.grad(lambda p: mean(p, x) * 2.0**s)(p)["w"], PARAMS, X, SCALAR),
+    "a negative exponent": (of_scale(lambda s: 2.0**s, lambda s: 2.0 ** -jnp.log2(s)), PARAMS, X, SCALAR),
     "a negative power": (of_scale(lambda s: s, lambda s: s**-1), PARAMS, X, SCALAR),
     "of a shard_map": (jax.grad(lambda p, x: shared(p, x) * 1024), PARAMS, X),
     "a constant": (jax.grad(lambda p, x: mean(p, x) * 1024), PARAMS, X),

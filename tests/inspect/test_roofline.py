@@ -212,10 +212,47 @@ def test_operations_that_are_not_counted_are_named():
   %sum = f32[256,128]{1,0} all-reduce-start(%a), replica_groups={{0,1}}, to_apply=%add
   ROOT %end""",
     )
-    assert module.of_program(hlo.HloProgram(TEXT), H200).uncounted == ()
+    assert module.of_program(hlo.HloProgram(TEXT), H200).not_counted == ()
     roofline = module.of_program(hlo.HloProgram(text), H200)
-    assert roofline.uncounted == ("__gpu$xla.gpu.triton", "all-reduce", "cusolver_geqrf_ffi")
-    assert "take longer than predicted, because only their bytes are counted: __gpu$xla.gpu.triton, all-reduce" in str(
-        roofline
+    assert roofline.not_counted == (
+        "the FLOPs of __gpu$xla.gpu.triton",
+        "the FLOPs of cusolver_geqrf_ffi",
+        "the time on the network of all-reduce",
     )
-    assert json.loads(roofline.to_json())["uncounted"] == list(roofline.uncounted)
+    assert f"not counted: {'; '.join(roofline.not_counted)}" in str(roofline).splitlines()
+    assert json.loads(roofline.to_json())["not_counted"] == list(roofline.not_counted)
+
+
+def test_a_loop_of_unknown_length_is_named():
+    text = TEXT.replace(', backend_config={"known_trip_count":{"n":"3"}}', "")
+    text = text.replace(
+        "ENTRY",
+        """%cond (c: f32[256,512]) -> pred[] {
+  %c = f32[256,512]{1,0} parameter(0)
+  ROOT %flag = pred[] custom-call(%c), custom_call_target="__cub$"
+}
+
+ENTRY""",
+    )
+    roofline = module.of_program(hlo.HloProgram(text), H200)
+    assert roofline.not_counted == ("the iterations of the loop (loop) after the first",)
+    assert "so the call takes longer than predicted" in str(roofline).splitlines()
+    assert {kernel.count for kernel in roofline.kernels if kernel.name == "turn"} == {1}
+
+
+@pytest.mark.absent_gpu
+def test_the_command_fails_if_a_loop_is_not_counted(capsys):
+    arguments = ["--arg", "float32[64,64]", "--device", "h200"]
+    assert main(["roofline", f"{__name__}:repeated", *arguments]) == 0
+    assert "not counted" not in capsys.readouterr().out
+    assert main(["roofline", f"{__name__}:until_large", *arguments]) == 1
+    assert "not counted: the iterations of the loop grow (test_roofline.py:" in capsys.readouterr().out
+
+
+def repeated(x):
+    return jax.lax.fori_loop(0, 5, lambda _, x: jnp.tanh(x @ x), x)
+
+
+def until_large(x):
+    with jax.named_scope("grow"):
+        return jax.lax.while_loop(lambda x: jnp.sum(x) < 1e3, lambda x: x @ x, x)

@@ -334,5 +334,5 @@ def _audit_of(
         memory,
         findings(audited),
         is_half_expected,
-        uncounted(all_products),
+        (*uncounted(all_products), *(() if compiled is None else compiled.not_counted)),
     )
