@@ -193,7 +193,7 @@ def _not_counted(program: HloProgram) -> tuple[str, ...]:
             kernels.add(f"the FLOPs of {target}")
         if instruction.collective and not program.is_for_tpu:
             kernels.add(f"the time on the network of {instruction.collective}")
-        if instruction.opcode == "while" and program.trips(instruction) is None:
+        if program.is_loop_of_unknown_length(instruction):
             place = " ".join(filter(None, (instruction.path, f"({program.source(instruction) or instruction.name})")))
             loops.add(f"the iterations of the loop {place} after the first")
     return (*program.not_counted, *sorted(loops), *sorted(kernels))

@@ -323,6 +323,10 @@ class HloProgram:
         """Return the number of iterations of a loop; None if it is unknown, or if the instruction is no loop."""
         return self._trips.get(loop.name)
 
+    def is_loop_of_unknown_length(self, instruction: Instruction) -> bool:
+        """Return whether an instruction is a loop whose number of iterations is unknown."""
+        return instruction.name in self._trips and self.trips(instruction) is None
+
     @functools.cached_property
     def _trips(self) -> dict[str, int | None]:
         trips: dict[str, int | None] = {}

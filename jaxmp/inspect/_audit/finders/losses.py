@@ -160,30 +160,30 @@ def _factors(seed: Value) -> list[Value]:
 
 
 def _is_constant_scale(value: Value) -> bool:
-    number = constant(value)
-    if number is None:
-        return False
-    factor = abs(float(number.reshape(())))
-    return factor >= 8 and math.frexp(factor)[0] == 0.5
+    number = _number(value)
+    return number is not None and abs(number) >= 8 and math.frexp(abs(number))[0] == 0.5
+
+
+def _number(value: Value) -> float | None:
+    """Return the number of a constant scalar; None for other values."""
+    numbers = constant(value)
+    return float(numbers.reshape(())) if numbers is not None and numbers.size == 1 else None
 
 
 def _is_divided_by(factors: Sequence[Value], audited: Audited) -> bool:
     """Return whether the update divides the gradients by one of the scalar factors."""
-    numbers = [float(constant(factor).reshape(())) for factor in factors if _is_constant_scale(factor)]
+    scales = [_number(factor) for factor in factors if _is_constant_scale(factor)]
     arguments = {argument for argument, _ in _scalar_sources(factors)}
     for value in audited.program.values:
         if value.equation is None or value.at.phase != "update" or value.name not in _FACTORS:
             continue
         for position, operand in enumerate(value.inputs):
-            is_divisor = value.name == "div" and position == 1
-            for source, is_inverted in _scalar_sources([operand]):
-                if source in arguments and is_divisor != is_inverted:
-                    return True
-            number = constant(operand)
-            if number is not None and number.size == 1:
-                inverse = float(number.reshape(()))
-                if any((inverse if is_divisor else 1 / inverse) == factor for factor in numbers if inverse):
-                    return True
+            is_divisor = _inverts(value, position)
+            if any(source in arguments and is_divisor != inverse for source, inverse in _scalar_sources([operand])):
+                return True
+            number = _number(operand)
+            if number and (number if is_divisor else 1 / number) in scales:
+                return True
     return False
 
 
