@@ -30,8 +30,15 @@ _SINCE = (
 _TURING_WITHOUT = re.compile(r"\bGTX 16\d\d|\bMX[45]\d0\b|\bT(4|5|6|10|12|20)00\b|\bT550\b")
 
 
-_PASSES = {"float32": 6, "bf16x3": 3}
-"""The products in bfloat16 that compute a product of float32 operands on a TPU, by the product's precision."""
+_SPLIT = {
+    "bf16x3": ("bfloat16", 3),
+    "bf16x6": ("bfloat16", 6),
+    "bf16x9": ("bfloat16", 9),
+    "tf32x3": ("tensorfloat32", 3),
+}
+"""Algorithms that split float32 operands, with the dtype of the parts and the number of products of parts."""
+_PASSES = 6
+"""The products in bfloat16 that compute a product of float32 operands on a TPU."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,14 +75,18 @@ class Hardware:
     def product_rate(self, dtype: str) -> float | None:
         """Return the peak TFLOP/s of products of a dtype; None if it is unknown.
 
-        On a TPU, a float32 product is computed as several products in bfloat16: six at the highest precision, and three
-        at JAX's precision ``"high"``, whose name here is ``"bf16x3"``. Other dtypes without a rate of their own are no
-        faster than bfloat16.
+        ``dtype`` may also be the name of an algorithm that computes a product of float32 operands as several products
+        of bfloat16 or TensorFloat-32 parts: ``"bf16x3"``, ``"bf16x6"``, ``"bf16x9"`` or ``"tf32x3"``. On a TPU, a
+        float32 product is six products in bfloat16. Other dtypes without a rate of their own are no faster than
+        bfloat16 there.
         """
         rates = self.peak_tflops
+        if dtype in _SPLIT:
+            part, products = _SPLIT[dtype]
+            return rates[part] / products if part in rates else None
         if self.platform != "tpu" or dtype in rates or "bfloat16" not in rates:
             return rates.get(dtype)
-        return rates["bfloat16"] / _PASSES.get(dtype, 1)
+        return rates["bfloat16"] / (_PASSES if dtype == "float32" else 1)
 
 
 def detect(device: Any = None) -> Hardware:

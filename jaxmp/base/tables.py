@@ -182,6 +182,16 @@ def common_path(paths: Sequence[str]) -> str:
     return "".join(part[0] if len(set(part)) == 1 else "*" for part in parts)
 
 
+def not_counted(names: Sequence[str]) -> list[str]:
+    """Return the line that names what a result does not count; no line if it counts everything.
+
+    >>> not_counted(["loop a", "loop b", "loop c", "loop d"]), not_counted([])
+    (['not counted: loop a; loop b; loop c; loop d'], [])
+    """
+    shown = [*names[:5], *([f"{len(names) - 5} more"] if len(names) > 5 else [])]
+    return [f"not counted: {'; '.join(shown)}"] if names else []
+
+
 def counts(numbers: Mapping[str, int]) -> str:
     """Return the numbers with their names as text, or ``"none"``.
 

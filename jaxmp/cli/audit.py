@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import sys
 
-from jaxmp.cli.flags import DEVICE, EXPECTED_POLICY, SHAPES, TOPOLOGY
+from jaxmp.cli.flags import DEVICE, EXPECTED_POLICY, MIN_HALF, SHAPES, TOPOLOGY
 from jaxmp.cli.inspecting import of_shapes, where
 from jaxmp.cli.printing import show
 
-ARGUMENTS = SHAPES | DEVICE | TOPOLOGY | EXPECTED_POLICY
+ARGUMENTS = SHAPES | DEVICE | TOPOLOGY | EXPECTED_POLICY | MIN_HALF
 
 
 def run(options: argparse.Namespace) -> int:
@@ -16,7 +17,8 @@ def run(options: argparse.Namespace) -> int:
 
     The function is compiled, not run. It may be a train step. With --topology (see jaxmp memory --help), the function
     is compiled for several GPUs, and the audit includes the data that the GPUs send to each other. The exit code is 0
-    if no problem is found, 1 if a problem is found, and 2 if an argument is wrong or the function fails.
+    if no problem is found. It is 1 if there is a finding, if something was not counted, or if less than --min-half of
+    the products' FLOPs are in half precision. It is 2 if an argument is wrong or the function fails.
 
     Example:
       jaxmp audit jax.numpy:matmul --policy mixed_bfloat16 --arg bfloat16[8,16] --arg bfloat16[16,8]
@@ -25,4 +27,6 @@ def run(options: argparse.Namespace) -> int:
 
     result = of_shapes(options, lambda fun: audit(fun, options.policy, **where(options)))
     show(options, result)
-    return 1 if result.findings else 0
+    too_little_half = result.faults_of_flops(options.min_half)
+    print(*too_little_half, sep="\n", end="\n" * len(too_little_half), file=sys.stderr)
+    return 1 if result.findings or result.not_counted or too_little_half else 0

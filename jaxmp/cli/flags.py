@@ -33,6 +33,15 @@ def gibibytes(text: str) -> float:
     return _positive(text, f"a memory limit must be a positive number of GiB, got {text!r}; write e.g. 40")
 
 
+def share(text: str) -> float:
+    """Return the share from 0 to 1 that ``text`` describes."""
+    with contextlib.suppress(ValueError):
+        number = float(text)
+        if 0 <= number <= 1:
+            return number
+    raise argparse.ArgumentTypeError(f"a share must be a number from 0 to 1, got {text!r}; write e.g. 0.9 for 90 %")
+
+
 def _positive(text: str, message: str) -> float:
     """Return the positive finite number that ``text`` describes, or raise an error with ``message``."""
     with contextlib.suppress(ValueError):
@@ -66,9 +75,23 @@ DEVICE = _named(
 MEMORY = _named(
     "--memory", type=gibibytes, metavar="GIB", help="the limit of each device; default: the share that JAX takes, 75 %%"
 )
+MARGIN = _named(
+    "--margin",
+    type=share,
+    default=0.07,
+    metavar="SHARE",
+    help="the room above the compiled peak, as a share of the peak; default: 0.07",
+)
 TOPOLOGY = _named("--topology", metavar="1x2x4", help=_TOPOLOGY)
 POLICY = _named("--policy", help="run under autocast with this policy; default: run without autocast")
 EXPECTED_POLICY = _named("--policy", help="the policy that the program should follow; the program does not change")
+MIN_HALF = _named(
+    "--min-half",
+    type=share,
+    default=0.0,
+    metavar="SHARE",
+    help="the smallest share of the products' FLOPs in half precision, such as 0.8; default: 0",
+)
 OVERRIDE = _named("--override", metavar="KEY=LEVEL", help=_OVERRIDE, **_REPEATED)
 AUTOCAST = (
     _named("--policy", help="autocast's policy; default: the policies of the models, or mixed_bfloat16 without any")

@@ -17,8 +17,8 @@ def run(options: argparse.Namespace) -> int:
     """Measure where the time of a function or train step goes on this device.
 
     The function runs for about a second, then --steps times under JAX's profiler. The report begins with the reasons
-    why it is not faster. With --policy, the function is jitted and runs under autocast. The exit code is 2 if an
-    argument is wrong.
+    why it is not faster. With --policy, the function is jitted and runs under autocast. The exit code is 1 if something
+    was not counted, and 2 if an argument is wrong.
 
     Example:
       jaxmp profile train:step --args train:state_and_batch
@@ -34,4 +34,4 @@ def run(options: argparse.Namespace) -> int:
 
     result = of_arrays(options, make)
     show(options, result, lambda plots: plots.profile({options.function: result}))
-    return 0
+    return 1 if result.not_counted else 0

@@ -1,6 +1,7 @@
 """``jaxmp blame``, ``compare`` and ``budget``; ``--policy`` of ``memory`` and ``roofline``."""
 
 import json
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import pytest
@@ -103,9 +104,10 @@ def test_compare_names_the_module_in_which_the_error_enters(capsys):
 
 def test_memory_and_roofline_run_a_function_under_a_policy(monkeypatch):
     functions = []
+    result = SimpleNamespace(not_counted=())
     for command in ("memory", "roofline"):
         monkeypatch.setattr(
-            f"jaxmp.inspect.{command}", lambda fun, **where: functions.append(fun) or (lambda *args: fun)
+            f"jaxmp.inspect.{command}", lambda fun, **where: functions.append(fun) or (lambda *args: result)
         )
         monkeypatch.setattr(f"jaxmp.cli.{command}.show", lambda *args: None)
         assert _main(command, "good", "--policy", "mixed_float16") == 0

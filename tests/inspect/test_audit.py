@@ -103,6 +103,65 @@ def test_products_in_loops_branches_kernels_and_rules_are_counted() -> None:
     assert audit(jnp.sin, compile=False)(shape(3)).half_flops is None
 
 
+def test_the_grid_of_a_kernel_multiplies_its_products() -> None:
+    from jax.experimental import pallas as pl
+
+    def kernel(x_ref: Any, w_ref: Any, out_ref: Any) -> None:
+        def turn(_: Any, total: Any) -> Any:
+            return total + jnp.dot(x_ref[...], w_ref[...], preferred_element_type=F32)
+
+        out_ref[...] = jax.lax.fori_loop(0, 3, turn, jnp.zeros((64, 64)))
+
+    def fun(rows: Any, x: Any, w: Any, h: Any) -> Any:
+        blocks = [pl.BlockSpec((64, 512), lambda i, j: (i, 0)), pl.BlockSpec((512, 64), lambda i, j: (0, j))]
+        block = pl.BlockSpec((64, 64), lambda i, j: (i, j))
+        out = jax.ShapeDtypeStruct((512, 512), F32)
+        return pl.pallas_call(kernel, out, grid=(rows, 8), in_specs=blocks, out_specs=block)(x, w), h @ h
+
+    wide, half = shape(512, 512), shape(512, 512, dtype=BF16)
+    report = audit(functools.partial(fun, 8), compile=False)(wide, wide, half)
+    assert [product.count for product in report.products] == [1, 8 * 8 * 3]
+    assert report.half_flops == 0.25 and report.not_counted == ()
+    report.check(min_half_flops=0.25)
+
+    report = audit(fun, compile=False)(shape(dtype=jnp.int32), wide, wide, half)  # a grid of unknown size
+    assert [product.count for product in report.products] == [1, None]
+    with pytest.raises(
+        AuditError, match=r"1 fault:\nnot-counted: the executions of the float32 product .*test_audit.py"
+    ):
+        report.check()
+
+
+def test_products_in_a_loop_of_unknown_length_are_not_counted() -> None:
+    def fun(x: Any, w: Any, h: Any) -> Any:
+        def turn(carry: Any) -> Any:
+            return carry[0] + 1, carry[1] @ w
+
+        return jax.lax.while_loop(lambda carry: carry[0] < 100, turn, (0, x)), h @ h
+
+    wide, half = shape(8, 8), shape(64, 64, dtype=BF16)
+    report = audit(fun, compile=False)(wide, wide, half)
+    (name,) = report.not_counted
+    assert f"not counted: {name}" in str(report).splitlines() and "no findings" in str(report)
+    with pytest.raises(AuditError, match="not-counted: the executions of the float32 product"):
+        report.check()
+    report.check(allow="not-counted")
+    half_loop = audit(fun, compile=False)(*[shape(8, 8, dtype=BF16)] * 2, half)  # its share is 100 %
+    assert half_loop.not_counted == ()
+    half_loop.check()
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "operands", "half"),
+    [("BF16_BF16_F32", F32, 1.0), ("BF16_BF16_F32_X3", F32, 0.0), ("F32_F32_F32", BF16, 0.0), (None, BF16, 1.0)],
+)
+def test_the_algorithm_of_a_product_decides_its_dtype(algorithm: Any, operands: Any, half: float) -> None:
+    precision = algorithm and jax.lax.DotAlgorithmPreset[algorithm]
+    product = functools.partial(jnp.matmul, precision=precision, preferred_element_type=F32)
+    report = audit(product, "mixed_bfloat16", compile=False)(*[shape(8, 8, dtype=operands)] * 2)
+    assert report.half_flops == half and report.findings == ()
+
+
 def test_the_policy_is_what_a_map_an_override_or_a_region_says() -> None:
     class Model(nn.Module):
         @nn.compact
@@ -158,7 +217,8 @@ def test_an_nnx_step_has_the_paths_of_a_model_without_a_policy_and_the_errors_of
 def test_written_infinities_and_what_the_dtype_holds_are_no_findings() -> None:
     def fun(x: Any, mask: Any) -> Any:
         x = jnp.where(mask, x, -jnp.inf) + 1e-6
-        x = jnp.maximum(x, jnp.finfo(x.dtype).min) + 0.0
+        x = x + np.where(np.arange(256) < 8, -np.inf, 0).astype(jnp.float16)
+        x = sum([jnp.maximum(x, jnp.finfo(x.dtype).min), x])  # which adds to 0
         gelu = jax.nn.gelu(x, approximate=False) + jax.nn.gelu(x) + jax.nn.sigmoid(x) * jnp.tanh(x)
         few = jnp.arange(256).astype(BF16)
         return jnp.sum((gelu + few.astype(jnp.float16)).astype(F32)), x
@@ -294,6 +354,68 @@ ENTRY %main (x: f32[8,8]) -> f32[8,8] {
         assert [finding.kind for finding in findings(audited)] == kinds
 
 
+TWO_PRODUCTS = """HloModule m
+
+FileNames
+1 "FILE"
+
+FunctionNames
+1 "two"
+
+FileLocations
+1 {file_name_id=1 function_name_id=1 line=FIRST end_line=FIRST column=1 end_column=2}
+2 {file_name_id=1 function_name_id=1 line=SECOND end_line=SECOND column=1 end_column=2}
+
+StackFrames
+1 {file_location_id=1 parent_frame_id=1}
+2 {file_location_id=2 parent_frame_id=2}
+
+ENTRY %main (h: bf16[8,8], x: f32[8,8]) -> (bf16[8,8], f32[8,8]) {
+  %h = bf16[8,8]{1,0} parameter(0)
+  %x = f32[8,8]{1,0} parameter(1)
+  %a = bf16[8,8]{1,0} dot(%h, %h), metadata={op_name="jit(f)/layer/dot_general" stack_frame_id=1}
+  %b = f32[8,8]{1,0} dot(%x, %x), metadata={op_name="jit(f)/layer/dot_general" stack_frame_id=2}
+  ROOT %both = (bf16[8,8]{1,0}, f32[8,8]{1,0}) tuple(%a, %b)
+}"""
+
+
+def on_two_lines(h: Any, x: Any) -> Any:
+    with jax.named_scope("layer"):
+        first = h @ h
+        return first, x @ x
+
+
+def on_one_line(h: Any, x: Any) -> Any:
+    with jax.named_scope("layer"):
+        return h @ h, x @ x
+
+
+@pytest.mark.parametrize("fun", [on_two_lines, on_one_line])
+def test_one_widened_product_of_two_equal_ones_is_found(fun: Any) -> None:
+    half, wide = jnp.ones((8, 8), BF16), jnp.ones((8, 8), F32)
+    first, second = line_of(fun, "h @ h"), line_of(fun, "x @ x")
+    text = TWO_PRODUCTS.replace("FILE", __file__).replace("FIRST", str(first)).replace("SECOND", str(second))
+    program = hlo.HloProgram(text)
+    (row,) = audit(jnp.matmul, compile=False)(*HALF).products
+
+    def lines_found(args: Any) -> list[str]:
+        values = read_program(jax.make_jaxpr(fun)(*args))
+        ran = dtypes_that_ran(program, values.values)
+        products = []
+        for value in values.values:
+            if value.name == "dot_general":
+                dtype = value.inputs[0].dtype.name
+                products.append((value, dataclasses.replace(row, operands=(dtype, dtype), ran=ran.get(value))))
+        arguments = [Leaf(argument, "batch", "", False, None) for argument in values.arguments]
+        audited = Audited(values, products, arguments, lambda value: 1, None, None, False, ())
+        found = findings(audited)
+        assert {finding.kind for finding in found} <= {"compiled-otherwise"}
+        return [finding.source.rpartition(":")[2] for finding in found]
+
+    assert lines_found((half, half)) == [str(second)]  # on one line, both products have this line
+    assert lines_found((half, wide)) == []  # as they are written
+
+
 def test_arguments_may_be_python_values_and_objects_of_nnx() -> None:
     def fun(x: Any, scale: float, train: bool) -> Any:
         return x @ x * scale if train else x
@@ -322,6 +444,15 @@ def two() -> Any:
 def test_the_command_line_audits_a_function(capsys: Any) -> None:
     assert main(["audit", "jax.numpy:matmul", "--policy", "mixed_bfloat16", "--args", f"{__name__}:two"]) == 0
     assert "no findings" in capsys.readouterr().out
+    wide = ["audit", "jax.numpy:matmul", "--arg", "float32[8,8]", "--arg", "float32[8,8]"]
+    assert main(wide) == 0
+    assert "no product is in half precision (float16 or bfloat16)\nno findings" in capsys.readouterr().out
+    assert main([*wide, "--min-half", "0.5"]) == 1
+    assert "half_flops: 0.0% of the products' FLOPs are in 16 bits or fewer, not 50.0%" in capsys.readouterr().err
+    assert main(["audit", "jax.numpy:matmul", "--args", f"{__name__}:two", "--min-half", "1"]) == 0
+    with pytest.raises(SystemExit, match="2"):
+        main([*wide, "--min-half", "50"])
+    assert "a share must be a number from 0 to 1, got '50'" in capsys.readouterr().err
     assert main(["audit", f"{__name__}:faulty", "--arg", "bfloat16[8]", "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["findings"][0]["kind"] == "half-exponential"
     assert main(["audit", "jax.numpy:matmul", "--arg", "float32[8,8]", "--arg", "float32[8,8]", "--device", "x"]) == 2

@@ -391,8 +391,9 @@ def mean(p: Any, x: Any) -> Any:
     return jnp.mean(half(p, x) ** 2)
 
 
-def of_scale(scaled: Any) -> Any:
-    return lambda p, x, s: jax.grad(lambda p: scaled(mean(p, x), s))(p)
+def of_scale(factor: Any, inverse: Any = lambda s: 1 / s) -> Any:
+    """Return the gradients of a loss times a factor, divided by it."""
+    return lambda p, x, s: inverse(factor(s)) * jax.grad(lambda p: mean(p, x) * factor(s))(p)["w"]
 
 
 def shared(p: Any, x: Any) -> Any:
@@ -410,6 +411,10 @@ UNSCALED = {
     "a learned temperature": (
         jax.grad(lambda p, x: jnp.mean((half(p, x) * p["t"]) ** 2)), {**PARAMS, "t": SCALAR}, X
     ),
+    "the weight of an example": (lambda p, x, s: jax.grad(lambda p: mean(p, x) * s)(p), PARAMS, X, SCALAR),
+    "a weight that multiplies the gradients": (
+        lambda p, x, s: s * jax.grad(lambda p: mean(p, x) * s)(p)["w"], PARAMS, X, SCALAR
+    ),
     "a learned weight": (jax.grad(lambda p, x: mean(p, x) * p["t"]), {**PARAMS, "t": SCALAR}, X),
     "a scale of another loss": (
         jax.grad(lambda p, x: mean(p, x) + 1024.0 * jnp.mean((x @ p["v"]) ** 2)), {**PARAMS, "v": shape(16, 16)}, X
@@ -419,8 +424,10 @@ SCALED = {
     "in a tuple with the params": (
         lambda state, x: jax.grad(lambda p: state[1].scale(mean(p, x)))(state[0]), (PARAMS, jaxmp.DynamicLossScale()), X
     ),
-    "of an array": (of_scale(lambda loss, s: loss * s[0]), PARAMS, X, shape(1)),
-    "an exponent": (of_scale(lambda loss, s: loss * 2.0**s), PARAMS, X, SCALAR),
+    "of an array": (of_scale(lambda s: s[0]), PARAMS, X, shape(1)),
+    "an exponent": (of_scale(lambda s: 2.0**s), PARAMS, X, SCALAR),
+    "a negative exponent": (of_scale(lambda s: 2.0**s, lambda s: 2.0 ** -jnp.log2(s)), PARAMS, X, SCALAR),
+    "a negative power": (of_scale(lambda s: s, lambda s: s**-1), PARAMS, X, SCALAR),
     "of a shard_map": (jax.grad(lambda p, x: shared(p, x) * 1024), PARAMS, X),
     "a constant": (jax.grad(lambda p, x: mean(p, x) * 1024), PARAMS, X),
     "of each example": (

@@ -118,6 +118,19 @@ def overflowing_mask(h: Any, w: Any) -> Any:
     return jnp.where(h > 0, h.astype(F32) * 0.1, -1e9).astype(h.dtype)  # here
 
 
+def vanishing_term(h: Any, w: Any) -> Any:
+    return h + 1e-9  # here
+
+
+def vanishing_term_in_a_scan(h: Any, w: Any) -> Any:
+    return jax.lax.scan(lambda carry, x: (carry, x - 1e-9), h[0], h)[1]  # here
+
+
+def overflowing_factor(h: Any, w: Any) -> Any:
+    mask = (h > 0).astype(h.dtype)
+    return h + (1 - mask) * -1e9  # here
+
+
 def inexact_positions(h: Any, w: Any) -> Any:
     positions = jnp.arange(4096)
     return h * positions.astype(h.dtype)[:, None]  # here
@@ -161,6 +174,9 @@ FAULTS: list[tuple[str, Callable[..., Any], Any]] = [
     ("inexact-integers", inexact_iota, F16),
     ("inexact-integers", inexact_constant, BF16),
     ("float64", float64_product, BF16),
+    ("vanishing-constant", vanishing_term, F16),
+    ("vanishing-constant", vanishing_term_in_a_scan, F16),
+    ("overflowing-constant", overflowing_factor, F16),
 ]
 
 
@@ -505,8 +521,16 @@ def test_float16_products_without_a_loss_scale_are_found() -> None:
     assert [(finding.kind, finding.source.rpartition("/")[2]) for finding in unscaled] == [
         ("unscaled-float16", line_of(loss))
     ]
-    scaled = lambda params, x, scale: jax.value_and_grad(lambda params: loss(params, x) * scale)(params)  # noqa: E731
-    assert kinds(audit(scaled, "mixed_float16", compile=False)(PARAMS, X, shape())) == []
+    scaled = lambda params, x, scale: jax.grad(lambda params: loss(params, x) * scale)(params)["w"]  # noqa: E731
+    divided = lambda params, x, scale: scaled(params, x, scale) / scale  # noqa: E731
+    inverted = lambda params, x, scale: scaled(params, x, scale) * (1 / scale)  # noqa: E731
+    for fun in (divided, inverted):
+        assert kinds(audit(fun, "mixed_float16", compile=False)(PARAMS, X, shape())) == []
+    # The weight of an example multiplies the loss, too, and the gradients are not divided by it.
+    assert kinds(audit(scaled, "mixed_float16", compile=False)(PARAMS, X, shape())) == ["unscaled-float16"]
+    of_jaxmp = lambda params, x, scale: jax.grad(lambda params: scale.scale(loss(params, x)))(params)  # noqa: E731
+    scale = jax.eval_shape(lambda: jaxmp.DynamicLossScale())
+    assert kinds(audit(of_jaxmp, "mixed_float16", compile=False)(PARAMS, X, scale)) == []
     constant = functools.partial(scaled, scale=1024.0)
     assert kinds(audit(constant, "mixed_float16", compile=False)(PARAMS, X)) == []
     assert kinds(audit(loss, "mixed_float16", compile=False)(PARAMS, X)) == []  # no gradients, no scale
@@ -515,6 +539,9 @@ def test_float16_products_without_a_loss_scale_are_found() -> None:
         return loss(params, batch), model_state
 
     tx = jaxmp.loss_scaling(optax.adam(1e-3), jaxmp.DynamicLossScale())
+
+    def weighted(params: Any, x: Any) -> Any:
+        return loss(params, x) * x[0, 0]
 
     def own_step(value_and_grad: Any) -> Any:
         def steps(params: Any, opt_state: Any, batches: Any) -> Any:
@@ -529,13 +556,48 @@ def test_float16_products_without_a_loss_scale_are_found() -> None:
         return audit(steps, "mixed_float16", compile=False)(PARAMS, jax.eval_shape(tx.init, PARAMS), shape(3, *X.shape))
 
     assert kinds(own_step(lambda opt_state: jaxmp.value_and_grad(loss, opt_state))) == []
-    assert kinds(own_step(lambda opt_state: jax.value_and_grad(loss))) == ["unscaled-float16"]  # forgets the scale
+    assert kinds(own_step(lambda opt_state: jaxmp.value_and_grad(weighted, opt_state))) == []
+    for fun in (loss, weighted):  # forgets the scale
+        assert kinds(own_step(lambda opt_state, fun=fun: jax.value_and_grad(fun))) == ["unscaled-float16"]
 
     for scale, expected in ((jaxmp.NoOpLossScale(), ["unscaled-float16"]), (jaxmp.DynamicLossScale(), [])):
         tx = jaxmp.loss_scaling(optax.sgd(0.1), scale)
         create = lambda tx=tx: jaxmp.TrainState.create(params={"w": jnp.ones((16, 16))}, tx=tx)  # noqa: E731
         step = jaxmp.make_train_step(loss_fn)
         assert kinds(audit(step, "mixed_float16", compile=False)(jax.eval_shape(create), X)) == expected
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16])
+def test_gradients_that_are_never_divided_by_the_loss_scale_are_found(dtype: Any) -> None:
+    def gradient(w: Any, x: Any, scale: Any) -> Any:
+        return jax.grad(lambda w: jnp.mean((x.astype(dtype) @ w.astype(dtype)).astype(F32) ** 2) * scale)(w)
+
+    def clipped(w: Any, x: Any, scale: Any = 1024.0) -> Any:
+        gradients = gradient(w, x, scale)
+        norm = jnp.sqrt(jnp.sum(gradients**2))
+        return w - 0.1 * gradients / jnp.maximum(norm, 1)  # here
+
+    def divided(w: Any, x: Any, scale: Any = 1024.0) -> Any:
+        return w - 0.1 * (gradient(w, x, scale) / scale)
+
+    def inverted(w: Any, x: Any, scale: Any = 1024.0) -> Any:
+        return w - 0.1 * (1 / scale * gradient(w, x, scale))
+
+    def steps(step: Any) -> Any:
+        return lambda w, xs: jax.lax.scan(lambda w, x: (step(w, x), None), w, xs)[0]
+
+    def of_jaxmp(w: Any, x: Any, scale: Any) -> Any:
+        return clipped(w, x, scale.loss_scale)
+
+    def found(fun: Any, *args: Any) -> list[tuple[str, str]]:
+        findings = audit(fun, compile=False)(shape(16, 16), *args).findings
+        return [(finding.kind, finding.source.rpartition("/")[2]) for finding in findings]
+
+    scale, expected = jax.eval_shape(lambda: jaxmp.DynamicLossScale()), [("never-unscaled", line_of(clipped))]
+    assert found(clipped, X) == found(steps(clipped), shape(3, *X.shape)) == found(of_jaxmp, X, scale) == expected
+    for fun in (divided, inverted):
+        assert found(fun, X) == found(fun, X, shape()) == found(steps(fun), shape(3, *X.shape)) == []
+    assert found(lambda w, x: gradient(w, x, 1024.0), X) == []  # the caller may divide
 
 
 def test_a_cast_that_the_compiler_leaves_in_a_loop_is_found() -> None:
@@ -581,6 +643,7 @@ def test_every_kind_is_planted_or_has_a_test_of_its_own() -> None:
         "half-optimizer-state",
         "half-statistics",
         "unscaled-float16",
+        "never-unscaled",
         "cast-in-loop",
     }
     tested_on_devices = {"float32-gather", "activation-gather", "gradient-all-reduce"}  # in test_many_devices.py

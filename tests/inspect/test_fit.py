@@ -134,6 +134,8 @@ def test_wrong_arguments_are_errors(capsys):
     for memory in ("40GB", True, math.inf):
         with pytest.raises(ValueError, match="memory is a positive number of bytes"):
             fit(jnp.sin, memory=memory)
+    with pytest.raises(ValueError, match=r"margin is a share of the peak from 0 to 1, got 7; write e.g. 0.1"):
+        fit(jnp.sin, margin=7)
     with pytest.raises(ValueError, match=r"a number of bytes, got 40; for 40 GiB, write memory=40 \* 2\*\*30"):
         fit(jnp.sin, memory=40)
     state = jaxmp.TrainState.create(params=jnp.ones(()), tx=optax.sgd(0.1))
@@ -157,6 +159,33 @@ def fit_on_cpu(monkeypatch):
 def step_and_state(loss_fn, **options):
     tx = optax.sgd(0.1)
     return jaxmp.make_train_step(loss_fn, **options), jaxmp.TrainState.create(params=jnp.ones((8, 8)), tx=tx)
+
+
+def test_a_step_fits_only_with_a_margin_above_its_compiled_peak(fit_on_cpu):
+    step = jaxmp.make_train_step(lambda params, x: jnp.mean(jnp.tanh(x @ params) @ params))
+    state = jaxmp.TrainState.create(params=jnp.ones((64, 64)), tx=optax.sgd(0.1))
+    batch = np.ones((1, 64), np.float32)  # too small to be split
+    peak = fit_on_cpu(step, 2**20)(state, batch).best.peak
+    limit = int(1.05 * peak)
+    tight = fit_on_cpu(step, limit)(state, batch)
+    assert tight.best is None and str(tight).startswith("nothing fits into ")
+    assert " with a margin of 7%, batch of 1" in str(tight).splitlines()[0]
+    assert fit_on_cpu(step, int(1.08 * peak))(state, batch).best.peak == peak
+    assert fit(step, memory=limit, margin=0.0)(state, batch).best.peak == peak
+    assert fit(step, memory=peak, margin=0.0)(state, batch).best.peak == peak
+
+
+def test_a_loop_of_unknown_length_is_not_counted(fit_on_cpu):
+    def loss_fn(params, x):
+        turns = jax.lax.while_loop(lambda n: n < jnp.sum(x), lambda n: n + 1, 0.0)
+        return jnp.mean(x @ params) * turns
+
+    step, state = step_and_state(loss_fn)
+    result = fit_on_cpu(step, 2**20)(state, np.ones((4, 8), np.float32))
+    assert any("the iterations of the loop" in name for name in result.not_counted)
+    assert "not counted: " in str(result)
+    step, state = step_and_state(lambda params, x: jnp.mean(x @ params))
+    assert fit_on_cpu(step, 2**20)(state, np.ones((4, 8), np.float32)).not_counted == ()
 
 
 def test_a_batch_that_cannot_be_split_is_not_split(fit_on_cpu):
@@ -202,7 +231,7 @@ def test_chunks_are_tried_if_the_loss_leaves_their_number_open(fit_on_cpu):
     unsplit = fit_on_cpu(step, 2**30)(state, batch)
     assert len(unsplit.trials) == 1
     assert unsplit.options == {"remat": "none", "loss_chunks": 1, "accumulate_steps": 1}
-    result = fit_on_cpu(step, unsplit.trials[0].peak - 1)(state, batch)
+    result = fit_on_cpu(step, int(1.07 * unsplit.trials[0].peak) - 1)(state, batch)
     assert result.options == {"remat": "none", "loss_chunks": 4, "accumulate_steps": 1}
     assert str(result).splitlines()[1].split()[:3] == ["remat", "loss_chunks", "accumulate_steps"]
 
@@ -252,8 +281,8 @@ def test_the_best_combination_compiles_within_the_limit():
     result = fit(step, device="h100", memory=limit)(*args)
     assert {trial.remat for trial in result.trials} == set(REMATS)
     assert result.best is not None and result.memory is not None
-    assert result.best.peak == result.memory.peak <= limit
-    assert all(trial.peak > limit for trial in result.trials if not trial.fits)
+    assert result.best.peak == result.memory.peak <= limit / 1.07
+    assert all(trial.peak > limit / 1.07 for trial in result.trials if not trial.fits)
     proposed = step.with_options(**result.options)
     assert jaxmp.inspect.memory(proposed, device="h100")(*args).peak == result.best.peak
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 
 import jax
 import jax.numpy as jnp
 import pytest
 
+import jaxmp
 from experiments.benchmarks.measure import programs
+from jaxmp.cli import main
 from jaxmp.inspect.compiled import hlo, memory_of_hlo
 
 # A shortened program, as XLA schedules it for GPUs. It has a loop of four products that read slices of their operand, a
@@ -151,6 +154,34 @@ ENTRY %main (x: f32[1024]) -> f32[] {
 }
 """)
     assert [buffer.bytes for buffer in memory_of_hlo.buffers_at_peak(program)] == [4096]
+
+
+def test_a_line_that_cannot_be_read_is_counted():
+    assert PROGRAM.not_counted == ()
+    line = "  %dot = f32[8,8] dot<new>(%a, %b)"
+    with pytest.warns(UserWarning, match="not counted: 1 line of the compiled program .*dot<new>.*please report it"):
+        program = hlo.HloProgram(TEXT.replace("ENTRY", f"{line}\n\nENTRY"))
+    assert program.not_counted == (f"1 line of the compiled program that jaxmp cannot read, such as {line.strip()!r}",)
+
+
+def matmul(x):
+    return x @ x
+
+
+@pytest.mark.filterwarnings("ignore:not counted")
+def test_tools_fail_if_they_cannot_read_a_line(monkeypatch, capsys):
+    half = jax.ShapeDtypeStruct((8, 8), jnp.bfloat16)
+    whole = jaxmp.inspect.audit(matmul)(half)
+    assert whole.not_counted == () and main(["memory", f"{__name__}:matmul", "--arg", "float32[8,8]"]) == 0
+    whole.check()
+    without_dot = hlo._INSTRUCTION.pattern.replace(r"([\w-]+)\(", r"((?!dot|custom)[\w-]+)\(")
+    monkeypatch.setattr(hlo, "_INSTRUCTION", re.compile(without_dot))
+    report = jaxmp.inspect.audit(matmul)(half)
+    with pytest.raises(jaxmp.inspect.AuditError, match="not-counted: 1 line of the compiled program"):
+        report.check()
+    for tool in ("audit", "memory"):
+        assert main([tool, f"{__name__}:matmul", "--arg", "float32[8,8]"]) == 1
+        assert "not counted: 1 line of the compiled program" in capsys.readouterr().out
 
 
 def test_a_text_that_is_no_program_is_an_error():

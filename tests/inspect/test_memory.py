@@ -310,6 +310,25 @@ def test_it_is_shown_as_text_a_table_and_json():
     assert plain["peak"] == plan.peak and plain["by_kind"] == plan.by_kind and "_peak_with" not in plain
 
 
+def test_on_a_cpu_the_result_says_that_half_arrays_are_stored_in_float32():
+    def product(x):
+        return x @ x
+
+    half, wide = (jax.ShapeDtypeStruct((64, 64), dtype) for dtype in (jnp.bfloat16, jnp.float32))
+    result = memory(jax.jit(product))(half)
+    (note,) = result.notes
+    assert "A CPU stores most half-precision arrays in float32" in note
+    assert "device='h200'" in note and "compile-only" in note
+    assert note in str(result).splitlines()
+    assert memory(jax.jit(product))(wide).notes == ()
+
+
+@pytest.mark.absent_gpu
+def test_the_figures_of_a_gpu_have_no_note_about_cpus():
+    half = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
+    assert memory(lambda x: x @ x, device="h200")(half).notes == ()
+
+
 def test_arrays_of_equal_layers_share_a_row():
     params = {f"layer_{number}": shape(64, 64) for number in range(3)}
     plan = memory(lambda params, batch: functools.reduce(jnp.matmul, params.values(), batch))(params, shape(8, 64))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 import itertools
 import json
 import time
@@ -138,6 +139,20 @@ def test_the_products_of_an_attention_have_the_dtype_of_the_program():
     assert {row.dtype for row in measured.rows if row.size} == {"bfloat16"}
 
 
+@pytest.mark.once
+@pytest.mark.parametrize(("with_profiler", "is_slowed"), [(2000.0, False), (4000.0, True)])
+def test_a_profiler_that_slows_the_call_is_not_taken_for_a_busy_device(with_profiler, is_slowed, monkeypatch):
+    module = importlib.import_module("jaxmp.inspect._profile.profile")
+    milliseconds = iter([2000.0, with_profiler])
+    row = module._row
+    monkeypatch.setattr(module, "_row", lambda call, calls: row(call, calls)._replace(milliseconds=next(milliseconds)))
+    measured = profile(jax.jit(jnp.matmul), steps=2)(concrete.ones((8, 8)), concrete.ones((8, 8)))
+    assert (measured.milliseconds, measured.milliseconds_without_profiler) == (with_profiler / 2, 1000.0)
+    assert measured.not_counted == (("how busy the device is without the profiler",) if is_slowed else ())
+    assert ("not counted: how busy" in str(measured)) == is_slowed
+    assert any("slows the call down from 1 s to 2 s" in text for text in measured.sentences) == is_slowed
+
+
 def test_tiny_products_are_named_with_their_size():
     def fun(x, w):
         def body(x, _):
@@ -174,7 +189,7 @@ def test_a_python_function_runs_as_it_is_and_its_programs_are_counted():
         return jax.tree.map(lambda w, g: w - 0.1 * g, w, grads)
 
     measured = profile(own_step, steps=2)(concrete.ones((32, 32)), concrete.ones((32, 32)))
-    assert len(calls) == 4  # two to warm up, two under the profiler
+    assert len(calls) == 6  # two to warm up, two without the profiler, two under the profiler
     assert "programs that a call runs, Python computes" in _sentence(measured, "The device waits")
     assert len({row.program for row in measured.rows}) > 1
     # The dtypes of such a function's products are not known on a CPU.
@@ -458,6 +473,7 @@ _READING = PowerReading(
     ("changes", "phrases"),
     [
         ({}, ["95% of the time is in products, convolutions and attention: half precision makes these faster."]),
+        ({"without_profiler": 2.5}, ["The profiler slows the call down from 2.5 ms to 10 ms, so the shares"]),
         ({"is_cpu": True}, ["a CPU computes them more slowly in half precision"]),
         ({"power": _READING}, ["power limit of 700 W lowers the clocks 80% of the time, to 1410 of 1980 MHz"]),
         ({"busy": 0.6}, ["The device waits 40% of the time: the host takes longer to start a call"]),

@@ -95,6 +95,48 @@ def test_the_time_is_that_of_arithmetic_bytes_and_launches():
     assert roofline.model_flop_utilisation == pytest.approx(1e3 * least / roofline.milliseconds)
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "dtype", "tflops"),
+    [
+        ("ALG_DOT_F32_F32_F32", "float32", 67.0),
+        ("ALG_DOT_TF32_TF32_F32", "tensorfloat32", 494.7),
+        ("ALG_DOT_TF32_TF32_F32_X3", "tf32x3", 494.7 / 3),
+        ("ALG_DOT_BF16_BF16_F32", "bfloat16", 989.4),
+        ("ALG_DOT_BF16_BF16_F32_X3", "bf16x3", 989.4 / 3),
+        ("ALG_DOT_BF16_BF16_F32_X6", "bf16x6", 989.4 / 6),
+        ("ALG_DOT_BF16_BF16_F32_X9", "bf16x9", 989.4 / 9),
+        ("ALG_DOT_F16_F16_F32", "float16", 989.4),
+        ("ALG_UNSET", "tensorfloat32", 494.7),
+    ],
+)
+def test_each_algorithm_of_a_product_has_its_rate(algorithm, dtype, tflops):
+    in_library = TEXT.replace('"operand_precision":["DEFAULT","DEFAULT"]}', f'"algorithm":"{algorithm}"}}', 1)
+    name = algorithm.removeprefix("ALG_").lower()
+    in_fusion = TEXT.replace('"operand_precision":["DEFAULT","DEFAULT"]}', f"}}, algorithm={name}", 1)
+    for text in (in_library, in_fusion):
+        kernels = {kernel.name: kernel for kernel in module.of_program(hlo.HloProgram(text), H200).kernels}
+        product = kernels["tf32"]
+        seconds = product.flops / (0.8 * tflops * 1e12) + product.bytes / (0.9 * 4.8e12) + 2e-6
+        assert product.dtype == dtype and product.milliseconds == pytest.approx(1e3 * seconds)
+
+
+@pytest.mark.absent_gpu
+def test_the_compiler_keeps_the_algorithm_of_a_product():
+    shape = jax.ShapeDtypeStruct((2048, 2048), jnp.float32)
+    rates = {}
+    for name in ("F32_F32_F32", "TF32_TF32_F32", "BF16_BF16_F32"):
+        product = lambda a, b, name=name: jnp.matmul(a, b, precision=jax.lax.DotAlgorithmPreset[name])  # noqa: E731
+        (kernel,) = (
+            kernel for kernel in jaxmp.inspect.roofline(product, device="h200")(shape, shape).kernels if kernel.flops
+        )
+        rates[name] = kernel.dtype
+    assert rates == {
+        "F32_F32_F32": "float32",
+        "TF32_TF32_F32": "tensorfloat32",
+        "BF16_BF16_F32": "bfloat16",
+    }
+
+
 def test_large_products_are_bound_by_arithmetic_and_moves_by_bytes():
     text = (
         TEXT.replace("[256,128]", "[8192,8192]").replace("[128,512]", "[8192,8192]").replace("[256,512]", "[8192,8192]")
@@ -170,10 +212,47 @@ def test_operations_that_are_not_counted_are_named():
   %sum = f32[256,128]{1,0} all-reduce-start(%a), replica_groups={{0,1}}, to_apply=%add
   ROOT %end""",
     )
-    assert module.of_program(hlo.HloProgram(TEXT), H200).uncounted == ()
+    assert module.of_program(hlo.HloProgram(TEXT), H200).not_counted == ()
     roofline = module.of_program(hlo.HloProgram(text), H200)
-    assert roofline.uncounted == ("__gpu$xla.gpu.triton", "all-reduce", "cusolver_geqrf_ffi")
-    assert "take longer than predicted, because only their bytes are counted: __gpu$xla.gpu.triton, all-reduce" in str(
-        roofline
+    assert roofline.not_counted == (
+        "the FLOPs of __gpu$xla.gpu.triton",
+        "the FLOPs of cusolver_geqrf_ffi",
+        "the time on the network of all-reduce",
     )
-    assert json.loads(roofline.to_json())["uncounted"] == list(roofline.uncounted)
+    assert f"not counted: {'; '.join(roofline.not_counted)}" in str(roofline).splitlines()
+    assert json.loads(roofline.to_json())["not_counted"] == list(roofline.not_counted)
+
+
+def test_a_loop_of_unknown_length_is_named():
+    text = TEXT.replace(', backend_config={"known_trip_count":{"n":"3"}}', "")
+    text = text.replace(
+        "ENTRY",
+        """%cond (c: f32[256,512]) -> pred[] {
+  %c = f32[256,512]{1,0} parameter(0)
+  ROOT %flag = pred[] custom-call(%c), custom_call_target="__cub$"
+}
+
+ENTRY""",
+    )
+    roofline = module.of_program(hlo.HloProgram(text), H200)
+    assert roofline.not_counted == ("the iterations of the loop (loop) after the first",)
+    assert "so the call takes longer than predicted" in str(roofline).splitlines()
+    assert {kernel.count for kernel in roofline.kernels if kernel.name == "turn"} == {1}
+
+
+@pytest.mark.absent_gpu
+def test_the_command_fails_if_a_loop_is_not_counted(capsys):
+    arguments = ["--arg", "float32[64,64]", "--device", "h200"]
+    assert main(["roofline", f"{__name__}:repeated", *arguments]) == 0
+    assert "not counted" not in capsys.readouterr().out
+    assert main(["roofline", f"{__name__}:until_large", *arguments]) == 1
+    assert "not counted: the iterations of the loop grow (test_roofline.py:" in capsys.readouterr().out
+
+
+def repeated(x):
+    return jax.lax.fori_loop(0, 5, lambda _, x: jnp.tanh(x @ x), x)
+
+
+def until_large(x):
+    with jax.named_scope("grow"):
+        return jax.lax.while_loop(lambda x: jnp.sum(x) < 1e3, lambda x: x @ x, x)

@@ -16,7 +16,7 @@ from jaxmp.inspect._audit.arguments import arguments_of, sent_over_batch_axes
 from jaxmp.inspect._audit.compiled import CastsInLoops, dtypes_that_ran
 from jaxmp.inspect._audit.evidence import Audited
 from jaxmp.inspect._audit.findings import FINDERS, Finding, findings
-from jaxmp.inspect._audit.products import Product, product_of, products_in_kernels, shares_of_flops, work
+from jaxmp.inspect._audit.products import Product, product_of, products_in_kernels, shares_of_flops, uncounted, work
 from jaxmp.inspect._audit.weight_operands import weights_in
 from jaxmp.inspect._memory.memory import Memory, of_call
 from jaxmp.inspect.compiled import compiling, hlo
@@ -26,6 +26,8 @@ from jaxmp.policy.policy_map import get_policy
 from jaxmp.program.primitives import PRODUCTS
 from jaxmp.program.reading import read_program
 
+NOT_COUNTED = "not-counted"
+"""The kind with which :meth:`Audit.check` accepts that something was not counted."""
 _COLUMNS = ("path", "source", "phase", "dtypes", "ran", "FLOP", "bound by", "aligned", "products")
 
 
@@ -43,12 +45,13 @@ class Audit(tables.Shown):
     Attributes:
       products: the matrix products and convolutions, in program order.
       flops: for each compute dtype, its share of the products' FLOPs. A loop with an unknown number of iterations
-        counts as one iteration.
+        counts as one iteration; if this changes the shares, its products are in ``not_counted``.
       half_flops: the share of the products' FLOPs in compute dtypes of 16 bits or fewer; None if there are no
         products.
       memory: the result of :func:`jaxmp.inspect.memory`; None if nothing was compiled.
       findings: the precision problems.
       is_half_expected: whether products should be half: False if the policy that :func:`audit` got computes in float32.
+      not_counted: what the audit could not count, such as products in a loop of unknown length.
     """
 
     products: tuple[Product, ...]
@@ -57,6 +60,7 @@ class Audit(tables.Shown):
     memory: Memory | None
     findings: tuple[Finding, ...]
     is_half_expected: bool = True
+    not_counted: tuple[str, ...] = ()
 
     def check(
         self,
@@ -72,6 +76,7 @@ class Audit(tables.Shown):
             None means 0.8, or 0 if the policy of the audit computes in float32.
           allow: the findings to accept: a kind of finding, or a list. Each item of the list is a kind, or a pair
             ``(kind, glob)``. A pair accepts findings of this kind in modules and scopes whose path matches the glob.
+            The kind ``"not-counted"`` accepts that something was not counted.
           max_bytes: the maximum number of bytes at the memory peak.
 
         Raises:
@@ -82,12 +87,17 @@ class Audit(tables.Shown):
         >>> half = jax.ShapeDtypeStruct((8, 8), jnp.bfloat16)
         >>> jaxmp.inspect.audit(jnp.matmul, compile=False)(half, half).check()
         """
-        not_allowed = self._findings_not_allowed(allow)
+        items = [allow] if isinstance(allow, str) else [*allow]
+        not_allowed = self._findings_not_allowed([item for item in items if item != NOT_COUNTED])
         if min_half_flops is None:
             min_half_flops = 0.8 if self.is_half_expected else 0.0
-        faults = [*_lines(not_allowed), *self._faults_of_flops(min_half_flops)]
+        faults = [*_lines(not_allowed), *self.faults_of_flops(min_half_flops)]
         if max_bytes is not None:
             faults += self._faults_of_memory(max_bytes)
+        if NOT_COUNTED not in items:
+            faults += [
+                f"{NOT_COUNTED}: {name}; to accept this, write allow={NOT_COUNTED!r}" for name in self.not_counted
+            ]
         if not faults:
             return
         lines = [f"the audit found {len(faults)} fault{'s' * (len(faults) > 1)}:", *faults]
@@ -96,13 +106,14 @@ class Audit(tables.Shown):
             lines.append(f"to accept findings of a kind, write check(allow={kinds!r})")
         raise AuditError("\n".join(lines))
 
-    def _findings_not_allowed(self, allow: str | Collection[str | tuple[str, str]]) -> list[Finding]:
+    def _findings_not_allowed(self, allow: Collection[str | tuple[str, str]]) -> list[Finding]:
         allowed = []
-        for kind_or_pair in [allow] if isinstance(allow, str) else allow:
+        for kind_or_pair in allow:
             kind, pattern = (kind_or_pair, "**") if isinstance(kind_or_pair, str) else kind_or_pair
             if kind not in FINDERS:
                 raise ValueError(
-                    f"unknown kind of finding {kind!r}; kinds, nearest first: {closest_names(kind, FINDERS)}"
+                    f"unknown kind of finding {kind!r}; kinds, nearest first: "
+                    f"{closest_names(kind, [*FINDERS, NOT_COUNTED])}"
                 )
             allowed.append((kind, pattern))
         not_allowed = []
@@ -111,7 +122,8 @@ class Audit(tables.Shown):
                 not_allowed.append(finding)
         return not_allowed
 
-    def _faults_of_flops(self, min_half_flops: float) -> list[str]:
+    def faults_of_flops(self, min_half_flops: float) -> list[str]:
+        """Return the fault that less than ``min_half_flops`` of the FLOPs are half; empty without this fault."""
         if not 0 <= min_half_flops <= 1:
             raise ValueError(f"min_half_flops is a share from 0 to 1, got {min_half_flops}; write e.g. 0.99 for 99 %")
         if (self.half_flops or 0.0) >= min_half_flops:
@@ -155,6 +167,9 @@ class Audit(tables.Shown):
             notes.append(f"peak memory: {tables.byte_text(self.memory.peak)}")
             if self.memory.devices > 1:
                 notes.append(self.memory.sent)
+        if self.products and not self.half_flops:
+            notes.append("no product is in half precision (float16 or bfloat16)")
+        notes += tables.not_counted(self.not_counted)
         notes += _lines(self.findings) if self.findings else ["no findings"]
         return title, _COLUMNS, _rows(self.products), notes
 
@@ -312,4 +327,12 @@ def _audit_of(
     flops = shares_of_flops(all_products)
     half = sum(share for dtype, share in flops.items() if np.dtype(dtype).itemsize <= 2)
     is_half_expected = policy is None or is_half(policy.compute_dtype)
-    return Audit(all_products, flops, half if flops else None, memory, findings(audited), is_half_expected)
+    return Audit(
+        all_products,
+        flops,
+        half if flops else None,
+        memory,
+        findings(audited),
+        is_half_expected,
+        (*uncounted(all_products), *(() if compiled is None else compiled.not_counted)),
+    )

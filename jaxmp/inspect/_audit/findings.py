@@ -10,7 +10,7 @@ from jaxmp.inspect._audit.finders.casts import casts_in_loops, round_trips
 from jaxmp.inspect._audit.finders.collectives import activation_gathers, float32_gathers, gradient_all_reduces
 from jaxmp.inspect._audit.finders.constants import inexact_integers, overflowing_constants, vanishing_constants
 from jaxmp.inspect._audit.finders.exponentials import half_exponentials
-from jaxmp.inspect._audit.finders.losses import half_losses, unscaled_float16
+from jaxmp.inspect._audit.finders.losses import half_losses, never_unscaled, unscaled_float16
 from jaxmp.inspect._audit.finders.products import (
     compiled_otherwise,
     float32_products,
@@ -65,6 +65,7 @@ FINDERS: dict[str, Callable[[Audited], Faults]] = {
     "half-optimizer-state": half_optimizer_state,
     "half-statistics": half_statistics,
     "unscaled-float16": unscaled_float16,
+    "never-unscaled": never_unscaled,
     "float64": strong_float64,
     "compiled-otherwise": compiled_otherwise,
     "float32-gather": float32_gathers,

@@ -6,18 +6,18 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
+from jax.extend.core import JaxprEqn
 
 from jaxmp.base.hardware import Hardware
 from jaxmp.engine.flops import flops_of
 from jaxmp.inspect._audit.weight_operands import unaligned
-from jaxmp.inspect.program.product_dtypes import multiplied, widest
-from jaxmp.program.equations import asks_for_highest
+from jaxmp.inspect.program.product_dtypes import algorithm_dtype, operand_dtypes, widest
+from jaxmp.program.equations import asks_for_highest, bodies_of, opened
 from jaxmp.program.primitives import PRODUCTS
 from jaxmp.program.values import ARGUMENT, Program, Value
-from jaxmp.program.walk import equations, jaxprs_in
+from jaxmp.program.walk import jaxprs_in
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,8 +28,8 @@ class Product:
       path: the modules and scopes around the product, joined by ``/``.
       source: the file and line in the user's code.
       primitive: the name of JAX's primitive.
-      operands: the dtypes of the two operands in the traced program. Operands that are float8 values times a scale
-        count as float8.
+      operands: the dtypes in which the traced program multiplies the two operands. Operands that are float8 values
+        times a scale count as float8. A product with an ``algorithm`` of JAX has the dtype of this algorithm.
       result: the dtype of the result.
       ran: the wider dtype of the operands in the compiled program; None if this dtype is unknown.
       flops: the FLOPs of one execution. A multiplication and an addition count as two. Padding, and the zeros of a
@@ -67,7 +67,7 @@ def product_of(value: Value, ran: str | None, device: Hardware, weight: int) -> 
       weight: the position of the operand that is the product's weight.
     """
     equation, (left, right) = value.at, value.inputs[:2]
-    operands = multiplied(left), multiplied(right)
+    operands = operand_dtypes(value)
     flops = flops_of(equation.eqn, counts_padding=False) or 0
     size = 0
     for array, dtype in zip((left, right, value), (*operands, value.dtype.name), strict=True):
@@ -82,16 +82,25 @@ def product_of(value: Value, ran: str | None, device: Hardware, weight: int) -> 
         flops=flops,
         count=equation.count,
         bytes=size,
-        bound=_bound_by(flops, size, widest(operands), equation.eqn.params.get("precision"), device),
+        bound=_bound_by(flops, size, _rate_name(widest(operands), equation.eqn, device), device),
         aligned=not unaligned(value, weight),
         phase=equation.phase,
     )
 
 
-def _bound_by(flops: int, size: int, dtype: str, precision: Any, device: Hardware) -> str | None:
+def _rate_name(dtype: str, eqn: JaxprEqn, device: Hardware) -> str:
+    """Return the name of a product's rate for :meth:`Hardware.product_rate`."""
+    precision = eqn.params.get("precision")
+    algorithm = algorithm_dtype(getattr(precision, "name", ""))
+    if algorithm is not None:
+        return algorithm
     rounded = "bfloat16" if device.platform == "tpu" else "tensorfloat32"
     is_rounded = dtype == "float32" and rounded in device.peak_tflops and not asks_for_highest(precision)
-    rate = device.product_rate(rounded if is_rounded else dtype)
+    return rounded if is_rounded else dtype
+
+
+def _bound_by(flops: int, size: int, rate_name: str, device: Hardware) -> str | None:
+    rate = device.product_rate(rate_name)
     if rate is None or device.peak_bandwidth is None:
         return None
     return "arithmetic" if flops / (rate * 1e12) >= size / device.peak_bandwidth else "bytes"
@@ -100,20 +109,56 @@ def _bound_by(flops: int, size: int, dtype: str, precision: Any, device: Hardwar
 def products_in_kernels(program: Program, device: Hardware) -> Iterator[Product]:
     """Yield the products inside equations that count as one operation.
 
-    Examples of these equations are kernels and solvers. The ``count`` of these products is None, because the number of
-    executions is unknown.
+    Examples of these equations are kernels and solvers. The grid of a Pallas kernel and the loops in it multiply the
+    ``count`` of a product. The ``count`` is None inside a solver, whose number of iterations is unknown.
     """
     for equation in program.equations.values():
         if equation.bodies is not None:
             continue
-        for jaxpr in jaxprs_in(equation.eqn):
-            for eqn in equations(jaxpr):
-                if eqn.primitive.name in PRODUCTS:
-                    operands = [Value(atom.aval, ARGUMENT) for atom in eqn.invars]
-                    lengths = (*equation.lengths, None)
-                    in_kernel = dataclasses.replace(equation, eqn=eqn, lengths=lengths, operands=operands)
-                    value = Value(eqn.outvars[0].aval, eqn.primitive.name, equation=in_kernel)
-                    yield product_of(value, None, device, 1)
+        for eqn, lengths in _products_inside(equation.eqn, equation.lengths):
+            operands = [Value(atom.aval, ARGUMENT) for atom in eqn.invars]
+            in_kernel = dataclasses.replace(equation, eqn=eqn, lengths=lengths, operands=operands)
+            value = Value(eqn.outvars[0].aval, eqn.primitive.name, equation=in_kernel)
+            yield product_of(value, None, device, 1)
+
+
+def _products_inside(
+    eqn: JaxprEqn, lengths: tuple[int | None, ...]
+) -> Iterator[tuple[JaxprEqn, tuple[int | None, ...]]]:
+    """Yield the products in the jaxprs of an equation, each with the lengths of the loops around it."""
+    lengths = (*lengths, *_lengths_of(eqn))
+    for jaxpr in jaxprs_in(eqn):
+        for inner in opened(jaxpr)[0].eqns:
+            if inner.primitive.name in PRODUCTS:
+                yield inner, lengths
+            yield from _products_inside(inner, lengths)
+
+
+def _lengths_of(eqn: JaxprEqn) -> tuple[int | None, ...]:
+    """Return how often an equation runs its jaxprs, as factors; None for an unknown factor."""
+    grid = getattr(eqn.params.get("grid_mapping"), "grid", None)
+    if grid is not None:  # a Pallas kernel, whose grid may have sizes that are known only at run time
+        return tuple(size if isinstance(size, int) else None for size in grid)
+    bodies = bodies_of(eqn)
+    if bodies is None:
+        return (None,)
+    return (bodies.length if bodies.is_loop else 1,)
+
+
+def uncounted(products: Sequence[Product]) -> tuple[str, ...]:
+    """Return a sentence for each product whose number of executions is unknown.
+
+    The result is empty if all products have the same compute dtype, because their shares are then known.
+    """
+    if len({widest(product.operands) for product in products}) < 2:
+        return ()
+    sentences = []
+    for product in products:
+        if product.count is None:
+            where = f"{product.path or '(no scope)'} ({product.source or 'no line known'})"
+            dtype = widest(product.operands)
+            sentences.append(f"the executions of the {dtype} product {where}, in a loop or a kernel of unknown length")
+    return tuple(dict.fromkeys(sentences))
 
 
 def work(product: Product) -> int:

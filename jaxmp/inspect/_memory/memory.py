@@ -31,6 +31,10 @@ from jaxmp.training.step import TrainStep
 
 KINDS = ("params", "optimizer", "model_state", "batch", "activations", "temporaries", "other")
 _SHOWN = 20
+_OF_CPU = (
+    "A CPU stores most half-precision arrays in float32, so half precision seems to save little memory here. For the "
+    "figures of a GPU, write device='h200' (--device h200), which needs pip install -e '.[compile-only]'."
+)
 _DOES_NOT_COMPILE = 2**62
 """The peak of a program whose compilation fails, because XLA runs out of memory when it tries kernels."""
 
@@ -56,6 +60,8 @@ class Memory(tables.Shown):
       ideal_wire: the minimum number of bytes that each device must send in a training step, see
         :func:`jaxmp.inspect.ideal_wire`; None if the params are not on a mesh or no mesh axis splits the batch.
       params: the number of values in the params.
+      not_counted: lines of the compiled program that could not be read, so that their arrays are unknown.
+      notes: remarks on the figures, such as that a CPU stores half-precision arrays in float32.
     """
 
     device: str
@@ -70,6 +76,8 @@ class Memory(tables.Shown):
     ideal_wire: float | None = None
     params: int = 0
     _parts: int = dataclasses.field(default=1, repr=False)
+    not_counted: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def largest_batch(self, limit: int, *, multiple_of: int = 1, at_most: int | None = None) -> int:
         """Return the largest batch size with a peak of at most ``limit`` bytes.
@@ -122,7 +130,8 @@ class Memory(tables.Shown):
             _, kind, shape, source = _key_of_array(group[0])
             path = tables.common_path([array.path for array in group])
             rows.append((number(_bytes_of(group)), len(group), kind, shape, path, source))
-        return "\n".join(lines), (unit, "arrays", "kind", "shape", "path", "source"), rows, ()
+        columns = unit, "arrays", "kind", "shape", "path", "source"
+        return "\n".join([*lines, *self.notes]), columns, rows, tables.not_counted(self.not_counted)
 
     @property
     def sent(self) -> str:
@@ -236,7 +245,15 @@ def of_call(
         params=sum(math.prod(np.shape(leaf)) for leaf in params),
         _peak_with=peak_with,
         _parts=math.prod(axes.values()) * microbatches,
+        not_counted=program.not_counted,
+        notes=(_OF_CPU,) if device is None and jax.default_backend() == "cpu" and _has_half(program) else (),
     )
+
+
+def _has_half(program: HloProgram) -> bool:
+    """Return whether a program has arrays in half precision."""
+    instructions = (known for computation in program.computations.values() for known in computation.values())
+    return any(array.dtype in ("bf16", "f16") for known in instructions for array in known.arrays)
 
 
 def _resized(leaf: Leaf, size: int | None, new_size: int) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -50,8 +51,8 @@ class Ceilings:
 def measure_ceilings(dtypes: Iterable[str]) -> Ceilings:
     """Measure the products of ``dtypes`` and a copy, once for each device and process.
 
-    A product or copy for which the device has no memory left has no ceiling, and neither has a product of 8 bits, whose
-    speed depends on how its operands are scaled.
+    A product or copy for which the device has no memory left has no ceiling. Neither has a product of 8 bits, whose
+    speed depends on how its operands are scaled, nor a product of split operands, such as ``"bf16x3"``.
     """
     device = jax.local_devices()[0]
     flops = {}
@@ -64,6 +65,8 @@ def measure_ceilings(dtypes: Iterable[str]) -> Ceilings:
 
 @functools.lru_cache
 def _product_speed(device: jax.Device, dtype: str) -> float | None:
+    if re.fullmatch(r"\w+x\d", dtype):
+        return None
     stored = jnp.dtype("float32" if dtype == "tensorfloat32" else dtype)
     if not jnp.issubdtype(stored, jnp.floating) or stored.itemsize not in (2, 4):
         return None

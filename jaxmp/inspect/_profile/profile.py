@@ -28,6 +28,9 @@ _SECONDS = 1.0
 _ROUND_MILLISECONDS = 50.0
 _LEAST_ROUNDS = 3
 _SHOWN = 20
+_SLOW_PROFILER, _SLOW_PROFILER_ON_CPU = 1.05, 1.5
+"""The ratio of the times with and without the profiler above which the report says that the shares may be wrong. Times
+on a CPU vary more."""
 WITHOUT_CUDA_GRAPHS = {"xla_gpu_enable_command_buffer": ""}
 """The options of XLA for a program whose kernels a trace joins to instructions. XLA launches many kernels at once, as a
 CUDA graph, and a trace has only the name of the graph."""
@@ -43,7 +46,9 @@ class Profile(tables.Shown):
       device: the name of the device.
       milliseconds: the time of a call. On a GPU, it is the median over rounds of several calls, without the profiler.
         On a CPU, the calls under the profiler are timed.
-      busy: the share of the time in which the device ran a kernel.
+      milliseconds_without_profiler: the time of a call without the profiler, which is shorter if the profiler slows
+        down the kernels.
+      busy: the share of ``milliseconds`` in which the device ran a kernel.
       tensor_core_time: the milliseconds in kernels with products whose dtype the device's tensor cores multiply.
       groups: the milliseconds by kind: ``"half products"`` (at most 16 bits), ``"float32 products"``, ``"attention"``,
         ``"convolutions"``, ``"reductions"``, ``"elementwise"``, ``"casts"``, ``"copies and layout"``,
@@ -53,10 +58,12 @@ class Profile(tables.Shown):
       sentences: the reasons why the call takes this time.
       ceilings: the fastest product by dtype and the fastest copy, measured on this device.
       power: the power, clocks and throttling; None without an NVIDIA GPU or the package nvidia-ml-py.
+      not_counted: what the report cannot tell, such as how busy the device is if the profiler slows down the call.
     """
 
     device: str
     milliseconds: float
+    milliseconds_without_profiler: float
     busy: float
     tensor_core_time: float
     groups: dict[str, float]
@@ -64,6 +71,7 @@ class Profile(tables.Shown):
     sentences: tuple[str, ...]
     ceilings: Ceilings
     power: PowerReading | None
+    not_counted: tuple[str, ...] = ()
 
     def _shown(self) -> Any:
         title = f"{tables.time_text(self.milliseconds)} a call on {self.device}, busy {self.busy:.0%} of the time"
@@ -74,6 +82,7 @@ class Profile(tables.Shown):
         groups = [f"{kind} {tables.time_text(time)}" for kind, time in self.groups.items() if time]
         lines = [title, *self.sentences, f"by kind: {', '.join(groups)}"]
         notes = [f"… and {len(layers) - _SHOWN} more"] if len(layers) > _SHOWN else []
+        notes += tables.not_counted(self.not_counted)
         return "\n".join(lines), _COLUMNS, [_cells(rows, self.milliseconds) for rows in layers[:_SHOWN]], notes
 
 
@@ -112,10 +121,10 @@ def profile(fun: Callable[..., Any], *, steps: int = 5) -> Callable[..., Profile
     """Return a function that measures where the time of a call of ``fun`` goes.
 
     The returned function runs the call on copies of its arguments: twice to warm up, for a second to measure the time
-    (on a GPU), and ``steps`` times under JAX's profiler. Each kernel is joined to the instruction of the compiled
-    program that launched it, and so to a path, a phase and a kind of work. For this, a program for a GPU is compiled
-    again without CUDA graphs. The sentences of the report say why half precision is not faster here. A function that
-    donates a state continues with the state that it returns.
+    (on a CPU, ``steps`` times), and ``steps`` times under JAX's profiler. Each kernel is joined to the instruction of
+    the compiled program that launched it, and so to a path, a phase and a kind of work. For this, a program for a GPU
+    is compiled again without CUDA graphs. The sentences of the report say why half precision is not faster here. A
+    function that donates a state continues with the state that it returns.
 
     Args:
       fun: a train step, a jitted function, or a Python function. A Python function runs as it is, without ``jax.jit``,
@@ -150,7 +159,7 @@ def _profile_of(call: RepeatedCall, steps: int) -> Profile:
     device = hardware.detect()
     is_cpu = device.platform == "cpu"
     trace = None if call.is_python else compiling.trace_of_call(call.fun, call.args)
-    timed = reading = None
+    reading = None
     text = ""
     if not is_cpu:
         with power.monitor() as gpu:
@@ -159,8 +168,11 @@ def _profile_of(call: RepeatedCall, steps: int) -> Profile:
         if trace is not None:
             call.run, text = compiling.call_with_options(call.fun, call.args, WITHOUT_CUDA_GRAPHS)
             _warm_up(call)
-    elif trace is not None:
-        text = str(compiling.compiled_of(trace).as_text())
+    else:
+        timed = _row(call, steps).per_call(steps)
+        if trace is not None:
+            text = str(compiling.compiled_of(trace).as_text())
+    without_profiler = timed.milliseconds
     in_trace: list[_Timed] = []
     events = traced(lambda: in_trace.append(_row(call, steps)))
     if not events:
@@ -168,7 +180,8 @@ def _profile_of(call: RepeatedCall, steps: int) -> Profile:
             f"the trace of {device.name} has no kernels; profile reads traces of GPUs and CPUs, of a function that "
             "runs operations of JAX"
         )
-    timed = timed or in_trace[0].per_call(steps)  # on a CPU, the program is the same with and without a trace
+    if is_cpu:  # the profiler slows down the kernels and the time between them alike
+        timed = in_trace[0].per_call(steps)
     rows = [_as_on_device(row, device) for row in rows_of(events, steps, text)]
     if trace is not None and is_cpu:
         rows = with_traced_dtypes(rows, trace)
@@ -180,6 +193,9 @@ def _profile_of(call: RepeatedCall, steps: int) -> Profile:
     running = sum(groups.values())
     milliseconds = max(timed.milliseconds, running)
     groups[kinds.WAITING] = milliseconds - running
+    program = HloProgram(text) if text else None
+    is_slowed = milliseconds > (_SLOW_PROFILER_ON_CPU if is_cpu else _SLOW_PROFILER) * without_profiler
+    not_counted = ("how busy the device is without the profiler",) if is_slowed else ()
     measured = Measured(
         milliseconds=milliseconds,
         busy=running / milliseconds,
@@ -192,12 +208,14 @@ def _profile_of(call: RepeatedCall, steps: int) -> Profile:
         has_program_dtypes=trace is not None or not is_cpu,
         copied=call.copied,
         drawing=timed.drawing,
-        callbacks=_callbacks_in(text),
+        callbacks=_callbacks_in(program),
         has_graphs=any(event.is_in_graph for event in events),
+        without_profiler=without_profiler if is_slowed else None,
     )
     return Profile(
         device=device.name,
         milliseconds=milliseconds,
+        milliseconds_without_profiler=without_profiler,
         busy=measured.busy,
         tensor_core_time=sum(row.milliseconds for row in rows if row.dtype in device.tensor_cores),
         groups=groups,
@@ -205,13 +223,14 @@ def _profile_of(call: RepeatedCall, steps: int) -> Profile:
         sentences=sentences_of(measured),
         ceilings=ceilings,
         power=measured.power,
+        not_counted=not_counted if program is None else (*program.not_counted, *not_counted),
     )
 
 
-def _callbacks_in(text: str) -> list[str]:
+def _callbacks_in(program: HloProgram | None) -> list[str]:
     """Return the paths of the calls of Python in a compiled program."""
     paths = []
-    for instructions in HloProgram(text).computations.values() if text else ():
+    for instructions in program.computations.values() if program else ():
         for instruction in instructions.values():
             if kinds.is_callback(instruction):
                 paths.append("/".join(filter(None, (instruction.path, instruction.op_name.rpartition("/")[2]))))

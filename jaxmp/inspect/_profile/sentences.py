@@ -48,6 +48,7 @@ class Measured:
       drawing: the milliseconds that the host takes to draw a batch.
       callbacks: the paths of the program's calls of Python.
       has_graphs: whether kernels ran in CUDA graphs, so that their instructions are unknown.
+      without_profiler: the milliseconds of a call without the profiler if the profiler makes it much slower, else None.
     """
 
     milliseconds: float
@@ -63,6 +64,7 @@ class Measured:
     drawing: float = 0.0
     callbacks: Sequence[str] = ()
     has_graphs: bool = False
+    without_profiler: float | None = None
 
     def share(self, *names: str) -> float:
         """Return the share of the time in kinds of work."""
@@ -72,6 +74,7 @@ class Measured:
 def sentences_of(measured: Measured) -> tuple[str, ...]:
     """Return the sentences, those on the whole call first."""
     return (
+        *_on_profiler(measured),
         *_on_products(measured),
         *_on_waiting(measured),
         *_on_callbacks(measured),
@@ -80,6 +83,16 @@ def sentences_of(measured: Measured) -> tuple[str, ...]:
         *_on_other_kinds(measured),
         *_on_power(measured),
     )
+
+
+def _on_profiler(measured: Measured) -> list[str]:
+    if measured.without_profiler is None:
+        return []
+    with_profiler, without = tables.time_text(measured.milliseconds), tables.time_text(measured.without_profiler)
+    return [
+        f"The profiler slows the call down from {without} to {with_profiler}, so the shares and the busy time are not "
+        "those of a call without it."
+    ]
 
 
 def _on_products(measured: Measured) -> list[str]:

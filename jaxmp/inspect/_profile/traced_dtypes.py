@@ -13,7 +13,7 @@ from typing import Any
 from jaxmp.inspect._profile import kinds
 from jaxmp.inspect._profile.kernel_rows import ProfileRow
 from jaxmp.inspect.compiled.hlo import BACKWARD
-from jaxmp.inspect.program.product_dtypes import multiplied, widest
+from jaxmp.inspect.program.product_dtypes import operand_dtypes, widest
 from jaxmp.program.primitives import PRODUCTS
 from jaxmp.program.reading import read_program
 
@@ -55,8 +55,7 @@ def _traced_dtypes(trace: Any) -> dict[_PathAndPass, set[str]]:
     for value in read_program(getattr(trace, "traced", trace).jaxpr).values:  # nnx.jit wraps the trace of jax.jit
         if value.name in PRODUCTS:
             key = value.at.path, value.at.phase == "backward"
-            operands = [multiplied(operand) for operand in value.inputs[:2]]
-            dtypes.setdefault(key, set()).add(widest(operands))
+            dtypes.setdefault(key, set()).add(widest(operand_dtypes(value)))
     return dtypes
 
 

@@ -56,8 +56,9 @@ class Roofline(tables.Shown):
       kernels: the kernels, slowest first.
       model_flop_utilisation: the share of ``milliseconds`` that the products would take at the device's peak FLOP/s.
         Recomputed products are left out.
-      uncounted: the names of kernels with unknown FLOPs (of Triton, Pallas or a solver), and on a GPU those of
-        collectives. All of them take longer than predicted, because only their bytes are counted.
+      not_counted: the parts of the time that are not in ``milliseconds``: loops of unknown length, which count as one
+        iteration; kernels with unknown FLOPs (of Triton, Pallas or a solver), and on a GPU collectives, of which only
+        the bytes count; lines of the compiled program that could not be read.
       parts: on a TPU, the milliseconds of three things that run at the same time; empty on a GPU. ``"kernels"`` is the
         sum of the kernels' times, by the cycles that the compiler estimates. ``"memory"`` is the time in which the
         peak bandwidth moves all bytes of the program. ``"links"`` is the time in which a device's links send the bytes
@@ -68,7 +69,7 @@ class Roofline(tables.Shown):
     milliseconds: float
     kernels: tuple[Kernel, ...]
     model_flop_utilisation: float
-    uncounted: tuple[str, ...] = ()
+    not_counted: tuple[str, ...] = ()
     parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def _shown(self) -> Any:
@@ -82,9 +83,9 @@ class Roofline(tables.Shown):
         if self.parts:
             parts = [f"{part} {tables.time_text(time)}" for part, time in self.parts.items() if time]
             notes.append(f"cycles estimated by the compiler, not run; at the same time: {', '.join(parts)}")
-        if self.uncounted:
-            names = ", ".join(self.uncounted)
-            notes.append(f"these take longer than predicted, because only their bytes are counted: {names}")
+        notes += tables.not_counted(self.not_counted)
+        if self.not_counted:
+            notes.append("so the call takes longer than predicted")
         limits = dict.fromkeys(LIMITS_OF_TPU if self.parts else LIMITS_OF_GPU, 0.0)
         for kernel in self.kernels:
             limits[kernel.bound] += kernel.milliseconds
@@ -180,16 +181,19 @@ def of_program(program: HloProgram, device: hardware.Hardware, sent: float = 0.0
     kernels.sort(key=lambda kernel: -kernel.milliseconds)
     at_peak = 1e3 * sum(kernel.flops / rate_of(kernel.dtype, device) for kernel in kernels if not kernel.recomputed)
     utilisation = at_peak / total if total else 0.0
-    return Roofline(device.name, total, tuple(kernels), utilisation, tuple(_uncounted(program)), parts)
+    return Roofline(device.name, total, tuple(kernels), utilisation, _not_counted(program), parts)
 
 
-def _uncounted(program: HloProgram) -> list[str]:
-    """Return the names of kernels with unknown FLOPs, and on a GPU those of collectives."""
-    names = set()
+def _not_counted(program: HloProgram) -> tuple[str, ...]:
+    """Return sentences on the loops, kernels and collectives that take longer than predicted."""
+    loops, kernels = set(), set()
     for computation, instruction, _ in program.instructions_by_run():
         target = instruction.target
         if target and not products_of(program, computation, instruction) and not target.startswith(_ONLY_MOVE):
-            names.add(target)
+            kernels.add(f"the FLOPs of {target}")
         if instruction.collective and not program.is_for_tpu:
-            names.add(instruction.collective)
-    return sorted(names)
+            kernels.add(f"the time on the network of {instruction.collective}")
+        if program.is_loop_of_unknown_length(instruction):
+            place = " ".join(filter(None, (instruction.path, f"({program.source(instruction) or instruction.name})")))
+            loops.add(f"the iterations of the loop {place} after the first")
+    return (*program.not_counted, *sorted(loops), *sorted(kernels))

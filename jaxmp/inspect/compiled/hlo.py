@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import math
 import re
+import warnings
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -38,6 +39,8 @@ _OPERAND = re.compile(r"%?([A-Za-z_][\w.$-]*)")
 _CALLED = re.compile(r"(?:to_apply|calls|body|condition|true_computation|false_computation)=%?([\w.$-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _CONDITION = re.compile(r"condition=%?[\w.$-]+,? ?")
+_SECTION = re.compile(r"^(\w+|\}.*)?$")
+"""A line that is empty, names a table of source lines, or ends a computation."""
 _FRAME = re.compile(r"^(\d+) (?:\{(.*)\}|\"(.*)\")$")
 _FACT = re.compile(r"(\w+)=(\d+)")
 _TRIPS = re.compile(r'known_trip_count":\{"n":"(\d+)"')
@@ -258,6 +261,7 @@ class HloProgram:
       aliases: a dict from the number of a result to the number of the parameter whose buffer the result reuses.
       partitions: the number of devices that run the program together.
       is_for_tpu: whether the program was compiled for a TPU, whose arrays are split into tiles.
+      not_counted: a sentence on the lines that could not be read; empty if all were read. A warning has this sentence.
 
     Raises:
       ValueError: the text has no entry computation.
@@ -274,16 +278,24 @@ class HloProgram:
         self.is_for_tpu = _TILE.search(header) is not None
         aliases = header.partition("input_output_alias={")[2].partition("entry_computation_layout")[0]
         self.aliases = {int(result or 0): int(parameter) for result, parameter in WRITES_INTO.findall(aliases)}
-        self._parse(lines)
+        unread = self._parse(lines)
         if not self.entry:  # otherwise the program would seem to compute and send nothing
             raise ValueError(
                 f"the text of an XLA program must have an ENTRY, got {text[:60]!r}; pass compiled.as_text() of a "
                 "backend that shows its programs"
             )
+        self.not_counted: tuple[str, ...] = ()
+        if unread:
+            count = "1 line" if len(unread) == 1 else f"{len(unread)} lines"
+            self.not_counted = (f"{count} of the compiled program that jaxmp cannot read, such as {unread[0]!r}",)
+            warnings.warn(f"not counted: {self.not_counted[0]}; please report it", stacklevel=3)
 
-    def _parse(self, lines: list[str]) -> None:
-        """Read the tables of source lines, which come first, and the computations."""
-        section, computation = "", None
+    def _parse(self, lines: list[str]) -> list[str]:
+        """Read the tables of source lines, which come first, and the computations.
+
+        Return the lines that are neither.
+        """
+        section, computation, unread = "", None, list[str]()
         for line in lines:
             frame = _FRAME.match(line) if computation is None else None
             if frame:
@@ -303,10 +315,17 @@ class HloProgram:
                     opcode = "bitcast"
                 operands = () if opcode == "constant" else _operands(arguments)
                 computation[name] = Instruction(name, opcode, result, operands, line)
+            elif not _SECTION.match(line):
+                unread.append(line.strip())
+        return unread
 
     def trips(self, loop: Instruction) -> int | None:
         """Return the number of iterations of a loop; None if it is unknown, or if the instruction is no loop."""
         return self._trips.get(loop.name)
+
+    def is_loop_of_unknown_length(self, instruction: Instruction) -> bool:
+        """Return whether an instruction is a loop whose number of iterations is unknown."""
+        return instruction.name in self._trips and self.trips(instruction) is None
 
     @functools.cached_property
     def _trips(self) -> dict[str, int | None]:

@@ -8,10 +8,12 @@ import re
 from collections.abc import Sequence
 
 from jaxmp.inspect.compiled.hlo import WRITES_INTO, Array, HloProgram, Instruction, bytes_of_element, dtype_name
+from jaxmp.inspect.program.product_dtypes import algorithm_dtype
 
 _LIBRARIES = {"__cublas": "dot", "__cudnn$conv": "convolution", "__cudnn$fmha": "attention"}
 """The kinds of products, by the prefix of a library call's name."""
 _PRECISION = re.compile(r'operand_precision"?[=:][\[{]([^\]}]*)')
+_ALGORITHM = re.compile(r'\balgorithm"?[=:]"?(?:ALG_)?dot_(\w+)', re.IGNORECASE)
 _PICKS = frozenset({"slice", "dynamic-slice", "gather"})
 _DESTINATION = {"copy-start": 0, "slice-start": 1}
 """Instructions that copy beside other kernels, and the position of the copy among the arrays of their result."""
@@ -81,10 +83,14 @@ def products_of(
 def multiplied_dtype(program: HloProgram, product: Instruction, operands: Sequence[Array]) -> str:
     """Return the dtype in which a product multiplies its operands.
 
-    It is the wider dtype of the operands. Float32 operands are rounded, unless the product asks for the highest
-    precision. On a GPU they may be rounded to TensorFloat-32. On a TPU they are rounded to bfloat16, or to ``"bf16x3"``
-    at the precision ``"high"``: three products of bfloat16 parts.
+    It is the dtype of the product's algorithm, see :func:`algorithm_dtype`. Without an algorithm, it is the wider dtype
+    of the operands. Float32 operands are rounded, unless the product asks for the highest precision. On a GPU they may
+    be rounded to TensorFloat-32. On a TPU they are rounded to bfloat16, or to ``"bf16x3"`` at the precision ``"high"``:
+    three products of bfloat16 parts.
     """
+    algorithm = _ALGORITHM.search(product.text)
+    if algorithm and (dtype_of_algorithm := algorithm_dtype(algorithm[1])):
+        return dtype_of_algorithm
     dtype = dtype_name(max((operand.dtype for operand in operands[:2]), key=bytes_of_element))
     precision = _PRECISION.search(product.text)
     levels = precision[1].lower() if precision else ""

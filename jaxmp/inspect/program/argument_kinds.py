@@ -44,6 +44,7 @@ class Leaf(NamedTuple):
         None for all other leaves. The audit checks the dtypes of leaves with this path. Averaged params and caches may
         have any dtype, so their ``path_in_state`` is None too. The same holds for the leaves that the state of
         :func:`jaxmp.low_precision` itself stores in bfloat16.
+      is_loss_scale: whether the leaf belongs to a loss scale of jaxmp.
     """
 
     value: Any
@@ -51,6 +52,7 @@ class Leaf(NamedTuple):
     path: str
     is_recognised: bool
     path_in_state: tuple[str, ...] | None
+    is_loss_scale: bool = False
 
 
 def leaves_of(args: Sequence[Any], names: Sequence[str]) -> Iterator[Leaf]:
@@ -70,7 +72,7 @@ def leaves_of(args: Sequence[Any], names: Sequence[str]) -> Iterator[Leaf]:
         nodes = jax.tree.leaves_with_path(arg, is_leaf=lambda node: _is_state(node) or isinstance(node, LossScale))
         by_position = "batch" if position and not any(_is_state(node) for _, node in nodes) else "params"
         prefix = [jax.tree_util.DictKey(name)] if name else []
-        in_bfloat16 = _paths_in_bfloat16(arg)
+        in_bfloat16, in_loss_scale = _paths_in_bfloat16(arg), _paths_in_loss_scales(arg)
         for path, node in nodes:
             for inner, leaf in jax.tree.leaves_with_path(node):
                 recognised, path_in_state = _KIND_OF_NAME.get(name), None
@@ -80,7 +82,9 @@ def leaves_of(args: Sequence[Any], names: Sequence[str]) -> Iterator[Leaf]:
                     path_in_state = None
                 is_other = is_key(leaf) or isinstance(node, LossScale)
                 kind = "other" if is_other else recognised or by_position
-                yield Leaf(leaf, kind, path_name((*prefix, *path, *inner)), recognised is not None, path_in_state)
+                is_scale = (*path, *inner) in in_loss_scale
+                name_of_leaf = path_name((*prefix, *path, *inner))
+                yield Leaf(leaf, kind, name_of_leaf, recognised is not None, path_in_state, is_scale)
 
 
 def _paths_in_bfloat16(arg: Any) -> set[tuple[Any, ...]]:
@@ -93,6 +97,19 @@ def _paths_in_bfloat16(arg: Any) -> set[tuple[Any, ...]]:
     for path, node in jax.tree.leaves_with_path(arg, is_leaf=is_low_precision):
         if is_low_precision(node):
             paths |= {(*path, *inner) for inner in paths_in_bfloat16(node)}
+    return paths
+
+
+def _paths_in_loss_scales(arg: Any) -> set[tuple[Any, ...]]:
+    """Return the paths of the leaves of jaxmp's loss scales."""
+
+    def is_loss_scale(node: Any) -> bool:
+        return isinstance(node, LossScale)
+
+    paths = set()
+    for path, node in jax.tree.leaves_with_path(arg, is_leaf=is_loss_scale):
+        if is_loss_scale(node):
+            paths |= {(*path, *inner) for inner, _ in jax.tree.leaves_with_path(node)}
     return paths
 
 

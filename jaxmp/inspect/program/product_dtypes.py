@@ -2,12 +2,45 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 import jax.numpy as jnp
 import numpy as np
 
 from jaxmp.program.values import Value
+
+_ALGORITHM = re.compile(r"(bf16|f16|tf32|f32|f64)_\1_.*?(?:_x(\d))?")
+_NAMES = {"bf16": "bfloat16", "f16": "float16", "tf32": "tensorfloat32", "f32": "float32", "f64": "float64"}
+
+
+def algorithm_dtype(algorithm: str) -> str | None:
+    """Return the dtype in which an algorithm of ``jax.lax.DotAlgorithmPreset`` multiplies.
+
+    The name of an algorithm that splits each operand has the number of its products, such as ``"bf16x3"``. Return None
+    for an algorithm that multiplies operands in their own dtypes, and for other precisions.
+
+    >>> algorithm_dtype("BF16_BF16_F32"), algorithm_dtype("TF32_TF32_F32_X3"), algorithm_dtype("ANY_F8_ANY_F8_F32")
+    ('bfloat16', 'tf32x3', None)
+    """
+    match = _ALGORITHM.fullmatch(algorithm.lower())
+    if match is None:
+        return None
+    return f"{match[1]}x{match[2]}" if match[2] else _NAMES[match[1]]
+
+
+def operand_dtypes(product: Value) -> tuple[str, str]:
+    """Return the dtypes in which a traced product multiplies its two operands.
+
+    The algorithm of the product decides, or else the dtypes of the operands. TensorFloat-32, and an algorithm that
+    splits float32 operands, count as float32.
+    """
+    dtype = algorithm_dtype(getattr(product.at.eqn.params.get("precision"), "name", ""))
+    if dtype is None:
+        left, right = product.inputs[:2]
+        return multiplied(left), multiplied(right)
+    dtype = dtype if dtype in ("bfloat16", "float16", "float64") else "float32"
+    return dtype, dtype
 
 
 def multiplied(operand: Value) -> str:

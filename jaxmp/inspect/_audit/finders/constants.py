@@ -9,14 +9,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxmp.inspect._audit.evidence import EXACT, Audited, Fault, Faults, rounded_to
-from jaxmp.program.primitives import BOUNDS, EXTREMES, POWERS, SINGULAR
-from jaxmp.program.values import Value, constant, is_move_or_cast, is_zero, origins
+from jaxmp.program.primitives import BOUNDS, EXTREMES, POWERS, SINGULAR, SUMS, Trait, with_trait
+from jaxmp.program.values import CONSTANT, Value, constant, is_move_or_cast, is_zero, origins
 
 # Most powers have no pole, because their exponents are at least 1.
 _POLES = {name: position for name, position in SINGULAR.items() if name not in POWERS}
 """Operations with a pole at 0 (``sqrt`` in its derivative), and the index of the operand that must not be 0."""
 _BOUNDS = BOUNDS | EXTREMES
 """Operations that compare operands, so that their result may contain no element of a constant operand."""
+
+_FACTORS = with_trait(Trait.MULTIPLIES)
+"""Multiplications and divisions."""
 
 
 def vanishing_constants(audited: Audited) -> Faults:
@@ -40,14 +43,25 @@ def vanishing_constants(audited: Audited) -> Faults:
             if source.name == "add" and source.dtype == np.float16 and any(map(is_zero, source.inputs)):
                 what = f"0 is added before {value.name}: an epsilon that is 0 in float16"
                 yield Fault(source.at, what, remedy)
+    for value in audited.program.values:
+        # Python's `sum` adds to a 0 on the left, so only the right operand counts.
+        if value.name in SUMS and value.dtype == np.float16 and _is_rounded_literal(value.inputs[-1], np.float16(0)):
+            yield Fault(value.at, "0 is added or subtracted: a constant that is 0 in float16", remedy)
 
 
 def overflowing_constants(audited: Audited) -> Faults:
-    """Find constants that a cast to half makes infinite, such as -1e9 in float16."""
+    """Find constants that a cast to half makes infinite, such as -1e9 in float16.
+
+    An infinity that is a factor or a scalar term was a finite constant, because JAX rounds literals during tracing. An
+    infinity that is selected, as in ``jnp.where``, may be intended, and so may an array of constants that is added.
+    """
+    remedy = "use jnp.finfo(x.dtype).min or .max, or compute this in float32"
     for value, numbers, rounded in _cast_constants(audited):
         if np.any(np.isfinite(numbers) & np.isinf(rounded)):
-            remedy = "use jnp.finfo(x.dtype).min or .max, or compute this in float32"
             yield Fault(value.at, _loss_of_constant(value, numbers, "infinite"), remedy)
+    for value in audited.program.values:
+        if value.is_half and value.name in _FACTORS | SUMS and any(map(_is_infinite_literal, value.inputs)):
+            yield Fault(value.at, f"{value.name} with a constant that is infinite in {value.dtype.name}", remedy)
 
 
 def inexact_integers(audited: Audited) -> Faults:
@@ -97,6 +111,22 @@ def _cast_constants(audited: Audited) -> Iterator[tuple[Value, NDArray[np.float6
             numbers = constant(origin)
             if numbers is not None and numbers.size and jnp.issubdtype(numbers.dtype, jnp.number):
                 yield value, numbers.astype(np.float64), rounded_to(value.dtype, numbers.astype(np.float64))
+
+
+def _is_rounded_literal(value: Value, number: np.generic) -> bool:
+    """Return whether a value is a scalar constant that equals ``number`` and has been in its dtype since tracing."""
+    while value.is_move and len(value.inputs) == 1:
+        (value,) = value.inputs
+    if value.name != CONSTANT or value.shape or value.dtype != number.dtype:
+        return False
+    numbers = constant(value)
+    return numbers is not None and bool(numbers == number)
+
+
+def _is_infinite_literal(value: Value) -> bool:
+    if not value.is_half:
+        return False
+    return any(_is_rounded_literal(value, value.dtype.type(number)) for number in (np.inf, -np.inf))
 
 
 def _returns_each(value: Value) -> bool:

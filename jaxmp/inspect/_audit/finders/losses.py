@@ -6,21 +6,30 @@ multiplies the loss by a loss scale, the backward pass multiplies this 1 by the 
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from jaxmp._internals.jax.sources import scopes_and_transforms
 from jaxmp.engine.graph_paths import SCALES
 from jaxmp.inspect._audit.evidence import Audited, Fault, Faults
-from jaxmp.program.primitives import Trait, with_trait
-from jaxmp.program.values import Value, computed_at, constant, depending_on, leading_to
+from jaxmp.program.primitives import POWERS, SUMS, Trait, with_trait
+from jaxmp.program.values import (
+    ARGUMENT,
+    CARRY,
+    Value,
+    computed_at,
+    constant,
+    depending_on,
+    is_move_or_cast,
+    leading_to,
+    origins,
+)
 
+_FACTORS = with_trait(Trait.MULTIPLIES)
+"""Multiplications and divisions."""
 _SCALING = SCALES | with_trait(Trait.CASTS, Trait.PERMUTES, Trait.REPEATS)
-"""The two bits of a mark.
-
-The first bit means that the value depends on the cotangent of the loss. The second bit means that the value depends on
-this cotangent times a loss scale.
-"""
+"""Operations whose result is a multiple of their operand."""
 
 
 def half_losses(audited: Audited) -> Faults:
@@ -76,6 +85,32 @@ def unscaled_float16(audited: Audited) -> Faults:
         )
 
 
+def never_unscaled(audited: Audited) -> Faults:
+    """Find an update of params with gradients of a scaled loss that are never divided by the loss scale."""
+    scales = [seed for seed in _seeds(audited) if _is_loss_scale(seed, audited)]
+    if not scales or any(_is_divided_by(_factors(seed), audited) for seed in scales):
+        return
+    scaled = depending_on(scales, audited.program.values)
+    for value in audited.program.values:
+        if value.name not in SUMS or value.equation is None or value.at.phase != "update":
+            continue
+        if any(
+            update in scaled and _is_update(param, update) for param, update in itertools.permutations(value.inputs)
+        ):
+            what = "the loss is multiplied by a loss scale, and the gradients are never divided by it"
+            remedy = "divide the gradients by the scale before the optimizer, or use jaxmp.loss_scaling, which does so"
+            yield Fault(value.at, what, remedy)
+            return  # the other params have the same fault
+
+
+def _is_update(param: Value, update: Value) -> bool:
+    """Return whether ``param`` is an argument or a carry, possibly moved or cast, on which ``update`` depends."""
+    sources = list(origins(param, is_move_or_cast))
+    if not sources or any(source.name not in (ARGUMENT, CARRY) for source in sources):
+        return False
+    return not leading_to([update]).isdisjoint(sources)
+
+
 def _unscaled(products: Sequence[Value], audited: Audited) -> list[Value]:
     """Return the products that depend on the cotangent of a loss, but not on a scaled one."""
     seeds = _seeds(audited)
@@ -105,29 +140,78 @@ def _is_one(value: Value) -> bool:
 def _is_loss_scale(seed: Value, audited: Audited) -> bool:
     """Return whether ``seed`` is a scalar cotangent times a loss scale.
 
-    A loss scale is a constant power of two of at least 8, or is computed from a scalar argument that is not a param.
+    A loss scale is a constant power of two of at least 8, a loss scale of jaxmp, or a scalar that also divides the
+    gradients. Any other scalar, such as the weight of an example, is not.
     """
+    factors = _factors(seed)
+    if any(map(_is_constant_scale, factors)):
+        return True
+    for argument, _ in _scalar_sources(factors):
+        if argument.name == ARGUMENT and audited.arguments[argument.position].is_loss_scale:
+            return True
+    return _is_divided_by(factors, audited)
+
+
+def _factors(seed: Value) -> list[Value]:
+    """Return the factors of a product of scalars; none for other values."""
     floats = [operand for operand in seed.inputs if operand.is_float]
-    if seed.name != "mul" or any(math.prod(operand.shape) != 1 for operand in floats):
-        return False
-    return any(_is_constant_scale(factor) or _is_scale_of_arguments(factor, audited) for factor in floats)
+    is_product = seed.name == "mul" and all(math.prod(operand.shape) == 1 for operand in floats)
+    return floats if is_product else []
 
 
 def _is_constant_scale(value: Value) -> bool:
-    number = constant(value)
-    if number is None:
-        return False
-    factor = abs(float(number.reshape(())))
-    return factor >= 8 and math.frexp(factor)[0] == 0.5
+    number = _number(value)
+    return number is not None and abs(number) >= 8 and math.frexp(abs(number))[0] == 0.5
 
 
-def _is_scale_of_arguments(value: Value, audited: Audited) -> bool:
-    """Return whether a scalar argument that is not a param is among the sources of ``value``.
+def _number(value: Value) -> float | None:
+    """Return the number of a constant scalar; None for other values."""
+    numbers = constant(value)
+    return float(numbers.reshape(())) if numbers is not None and numbers.size == 1 else None
 
-    In a loop over steps, a loss scale also depends on params, because it shrinks if their gradients overflow.
+
+def _is_divided_by(factors: Sequence[Value], audited: Audited) -> bool:
+    """Return whether the update divides the gradients by one of the scalar factors."""
+    scales = [_number(factor) for factor in factors if _is_constant_scale(factor)]
+    arguments = {argument for argument, _ in _scalar_sources(factors)}
+    for value in audited.program.values:
+        if value.equation is None or value.at.phase != "update" or value.name not in _FACTORS:
+            continue
+        for position, operand in enumerate(value.inputs):
+            is_divisor = _inverts(value, position)
+            if any(source in arguments and is_divisor != inverse for source, inverse in _scalar_sources([operand])):
+                return True
+            number = _number(operand)
+            if number and (number if is_divisor else 1 / number) in scales:
+                return True
+    return False
+
+
+def _scalar_sources(values: Iterable[Value]) -> set[tuple[Value, bool]]:
+    """Return the arguments from which scalars are computed, and whether they are inverted on the way.
+
+    Only paths through scalars count. In a loop over steps, a loss scale also depends on the gradients, but through
+    whole arrays.
     """
-    if constant(value) is not None:
-        return False
-    arguments = [source for source in leading_to([value]) if source.name == "argument"]
-    scalars = [argument for argument in arguments if math.prod(argument.shape) == 1]
-    return any(audited.arguments[scalar.position].kind != "params" for scalar in scalars)
+    sources = set[tuple[Value, bool]]()
+    visited = set[tuple[Value, bool]]()
+    stack = [(value, False) for value in values]
+    while stack:
+        value, is_inverted = stack.pop()
+        while is_move_or_cast(value) and len(value.inputs) == 1:
+            (value,) = value.inputs
+        if math.prod(value.shape) != 1 or (value, is_inverted) in visited:
+            continue
+        visited.add((value, is_inverted))
+        if value.name == ARGUMENT:
+            sources.add((value, is_inverted))
+        for position, operand in enumerate(value.inputs):
+            stack.append((operand, is_inverted != _inverts(value, position)))
+    return sources
+
+
+def _inverts(value: Value, position: int) -> bool:
+    """Return whether an operand becomes a divisor, or a negative exponent as in ``2.0**-n``."""
+    if value.name in POWERS:
+        return position == 0 and bool(value.at.eqn.params.get("y", 1) < 0)
+    return value.name == "neg" or (value.name == "div" and position == 1)
