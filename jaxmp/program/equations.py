@@ -151,13 +151,6 @@ class Bodies(NamedTuple):
         return range(len(opened(self.jaxprs[number])[0].outvars) if self.is_conditional else self.carry)
 
 
-_PARAMS_OF_HI_PRIMITIVES = {
-    "custom_jvp_call": hi_primitives.params_of_custom_jvp,
-    "custom_vjp_call": hi_primitives.params_of_custom_vjp,
-    "remat_opt": hi_primitives.params_of_remat_opt,
-}
-
-
 def primitive_of(eqn: JaxprEqn) -> str:
     """Return the name under which the table of primitives has the primitive of an equation.
 
@@ -179,9 +172,9 @@ def params_of(eqn: JaxprEqn) -> Params:
     """
     primitive = hi_primitives.hi_primitive_of(eqn)
     if primitive is None:
-        return cast(Params, eqn.params)
-    read = _PARAMS_OF_HI_PRIMITIVES.get(primitive_of(eqn))
-    return dict(primitive.params) if read is None else read(primitive)
+        return eqn.params
+    is_replaced = replaced_by(primitive.params) is not None
+    return hi_primitives.older_params(primitive) if is_replaced else dict(primitive.params)
 
 
 # A body that is inlined has no rule of its own.

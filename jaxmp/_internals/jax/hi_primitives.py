@@ -81,12 +81,19 @@ def policy_of_names(policy: Callable[..., Any]) -> Callable[..., Any]:
     return is_kept
 
 
-def params_of_remat_opt(primitive: Any) -> Params:
-    """Return the parameters of a forward rule with ``optimize_remat``."""
-    return {"fwd_jaxpr": primitive.traced_fwd.jaxpr}
+def older_params(primitive: Any) -> Params:
+    """Return the parameters of a hi primitive, as the primitive that it replaces has them."""
+    fields = primitive.params
+    if "jvp_rule" in fields:
+        return _params_of_custom_jvp(primitive)
+    if "bwd" in fields:
+        return _params_of_custom_vjp(primitive)
+    if "traced_fwd" in fields:  # a forward rule with `optimize_remat`
+        return {"fwd_jaxpr": primitive.traced_fwd.jaxpr}
+    return dict(fields)
 
 
-def params_of_custom_jvp(primitive: Any) -> Params:
+def _params_of_custom_jvp(primitive: Any) -> Params:
     """Return the parameters of a ``jax.custom_jvp``."""
 
     def trace_rule(*are_zero: bool) -> tuple[Any, list[Any], list[bool]]:
@@ -118,7 +125,7 @@ def params_of_custom_jvp(primitive: Any) -> Params:
     }
 
 
-def params_of_custom_vjp(primitive: Any) -> Params:
+def _params_of_custom_vjp(primitive: Any) -> Params:
     """Return the parameters of a ``jax.custom_vjp``."""
     trees: list[Any] = []  # the tree of the residuals
 
@@ -146,7 +153,8 @@ def params_of_custom_vjp(primitive: Any) -> Params:
         )
         # The first two operands hold arrays that the functions closed over, and have no cotangents.
         closed_over = len(jax.tree.leaves(primitive.in_avals[:2]))
-        return [*[None] * closed_over, *jax.tree.structure(primitive.in_avals[2:]).flatten_up_to(results)]
+        arguments: Any = jax.tree.structure(primitive.in_avals[2:])
+        return [*[None] * closed_over, *arguments.flatten_up_to(results)]
 
     return {
         # Arrays that only the forward rule reads are operands, but not inputs of the body.
