@@ -522,10 +522,14 @@ def test_the_command_prints_the_profile(tmp_path, monkeypatch, capsys):
     )
     monkeypatch.chdir(tmp_path)
     command = ["profile", "planted_profile:fun", "--args", "planted_profile:args", "--steps", "1"]
-    assert main([*command, "--policy", "mixed_bfloat16", "--plot", "p.png"]) == 0
-    assert "half products" in capsys.readouterr().out and (tmp_path / "p.png").stat().st_size > 1000
-    assert main([*command, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["groups"]["float32 products"] > 0
+    # The profiler may slow down so short a call, and then the code is 1.
+    code = main([*command, "--policy", "mixed_bfloat16", "--plot", "p.png"])
+    text = capsys.readouterr().out
+    assert "half products" in text and (tmp_path / "p.png").stat().st_size > 1000
+    assert code == ("not counted: " in text)
+    code = main([*command, "--json"])
+    report = json.loads(capsys.readouterr().out)
+    assert report["groups"]["float32 products"] > 0 and code == bool(report["not_counted"])
 
 
 @pytest.mark.absent_gpu
