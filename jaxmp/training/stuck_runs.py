@@ -19,6 +19,8 @@ from jaxmp.optim.scaling_state import LossScalingState, get_loss_scaling_state
 
 _LAG = 4
 """The number of calls after which a report is read if there are several processes."""
+_DISTANCE = 16
+"""The largest distance of reports, in calls, while no step is skipped and reports are finished at once."""
 _PATIENCE = 1_000
 """The number of calls in which a stuck run that others take turns with must come up. Later, it counts as given up."""
 
@@ -180,10 +182,11 @@ class StuckRuns:
         # Processes may finish a step at different times, but all must raise the error in the same call.
         if not (report.counter.is_ready() if report.counter.is_fully_addressable else age >= _LAG):
             return
-        self._report = None
+        self._report, skips = None, _read_now(report.counter)
         # If runs take turns, reports at equal distances could miss some of the runs.
-        self._next_report = self._calls + 1 + self._random.randrange(age + 1)
-        if np.any(_read_now(report.counter) >= self.limit):
+        most = age + (1 if np.any(skips) else _DISTANCE)
+        self._next_report = self._calls + 1 + self._random.randrange(most)
+        if np.any(skips >= self.limit):
             self._suspect = report
 
 
