@@ -408,7 +408,7 @@ def test_a_report_is_read_when_it_is_finished_and_not_before():
         def __array__(self, *args, **kwargs):
             raise AssertionError("waited")
 
-    step._stuck_runs._report = stuck_runs.Report(Unfinished(), Unfinished(), batch, call=0)
+    step._stuck_runs._report = stuck_runs.Report(*[Unfinished()] * 3, batch, call=0)
     bad = {**batch, "x": batch["x"] * jnp.nan}
     state = TrainState.create(params=params, tx=optax.sgd(0.1))
     with jax.transfer_guard("disallow"):
