@@ -312,7 +312,7 @@ class TrainStep:
             if "previously donated in the same call" in str(error):
                 error.add_note(_SHARED_MEMORY)
             raise
-        self._stuck_runs.add(new_state, metrics["loss_scale"], batch)
+        self._stuck_runs.add(new_state, metrics, batch)
         return new_state, metrics
 
     @classmethod

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +18,8 @@ from jaxmp.optim.scaling_state import get_loss_scaling_state
 
 _LAG = 4
 """The number of calls after which a report is read if there are several processes."""
+_DISTANCE = 16
+"""The largest distance of reports, in calls, while no step is skipped and reports are finished at once."""
 _PATIENCE = 1_000
 """The number of calls in which a stuck run that others take turns with must come up. Later, it counts as given up."""
 
@@ -104,12 +106,14 @@ class Report(NamedTuple):
 
     Attributes:
       counter: a copy of the counter of steps that were skipped in a row. The next step may donate the counter itself.
+      skipped: whether the step was skipped.
       loss_scale: the loss scale of the step.
       batch: the batch of the step.
       call: the number of the call.
     """
 
     counter: Any
+    skipped: Any
     loss_scale: Any
     batch: Any
     call: int
@@ -131,15 +135,16 @@ class StuckRuns:
         self._suspect: Report | None = None  # the last report with too many skipped steps
         self._random = random.Random(0)  # gives the same numbers in all processes
 
-    def add(self, state: Any, loss_scale: Any, batch: Any) -> None:
-        """Report a step: the state that it returned, its loss scale and its batch.
+    def add(self, state: Any, metrics: Mapping[str, Any], batch: Any) -> None:
+        """Report a step: the state and the metrics that it returned, and its batch.
 
         A step inside another JAX transformation, such as ``jit``, has no report.
         """
         self._calls += 1
-        if self._report is None and self._calls >= self._next_report and not _tree.is_traced(loss_scale):
+        skipped, loss_scale = metrics["skipped"], metrics["loss_scale"]
+        if self._report is None and self._calls >= self._next_report and not _tree.is_traced(skipped):
             counter = get_loss_scaling_state(state.opt_state).consecutive_skipped
-            self._report = Report(_copied(counter), loss_scale, batch, self._calls)
+            self._report = Report(_copied(counter), skipped, loss_scale, batch, self._calls)
 
     def report_if_stuck(self, state: Any) -> Report | None:
         """Return the report of a skipped step if the run of ``state`` is stuck, else None.
@@ -166,13 +171,15 @@ class StuckRuns:
         if report is None:
             return
         age = self._calls - report.call
-        # Processes may finish a step at different times, but all must raise the error in the same call.
-        if not (report.counter.is_ready() if report.counter.is_fully_addressable else age >= _LAG):
+        # The device copies the counter right after the step. Processes may finish a step at different times, but all
+        # must raise the error in the same call.
+        if not (report.skipped.is_ready() if report.counter.is_fully_addressable else age >= _LAG):
             return
-        self._report = None
+        self._report, skips = None, _read_now(report.counter)
         # If runs take turns, reports at equal distances could miss some of the runs.
-        self._next_report = self._calls + 1 + self._random.randrange(age + 1)
-        if np.any(_read_now(report.counter) >= self.limit):
+        most = age + (1 if np.any(skips) else _DISTANCE)
+        self._next_report = self._calls + 1 + self._random.randrange(most)
+        if np.any(skips >= self.limit):
             self._suspect = report
 
 

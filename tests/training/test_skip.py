@@ -278,7 +278,7 @@ def test_two_runs_and_after_an_error_a_third_run_share_a_step():
     first, _ = step(first, batch)
     second, _ = step(second, batch)
     assert bits(second.params) == bits(alone.params)
-    assert fails_within(step, first, bad, 9)[0] is not None
+    assert fails_within(step, first, bad, 30)[0] is not None
     for _ in range(2):
         third, metrics = step(third, bad)
     third, metrics = step(third, batch)
@@ -316,10 +316,10 @@ def runs_with_one_of_nan(count, api="linen"):
 @pytest.mark.parametrize("count", [2, 3])
 def test_of_runs_that_take_turns_only_the_stuck_one_raises(api, count):
     states, step = runs_with_one_of_nan(count, api)
-    turn, text = train_in_turn(step, states, concrete.ones(3), 6 * count)
-    assert turn == 1 and "5 steps in a row were skipped" in text and "params 'w'" in text
+    turn, text = train_in_turn(step, states, concrete.ones(3), 30 * count)
+    assert turn == 1 and "steps in a row were skipped" in text and "params 'w'" in text
     good, step = states[::2], runs_with_one_of_nan(count, api)[1]
-    assert train_in_turn(step, good, concrete.ones(3), 20) == (None, "")
+    assert train_in_turn(step, good, concrete.ones(3), 60) == (None, "")
 
 
 @pytest.mark.parametrize("count", [2, 4, 5, 10])
@@ -337,7 +337,7 @@ def test_reports_that_are_late_miss_no_run(count, monkeypatch):
 
     monkeypatch.setattr(stuck_runs, "_copied", Late)
     states, step = runs_with_one_of_nan(count)
-    turn, _ = train_in_turn(step, states, concrete.ones(3), 40 * count)
+    turn, _ = train_in_turn(step, states, concrete.ones(3), 100 * count)
     assert turn == 1
 
 
@@ -348,7 +348,7 @@ def test_a_run_that_is_given_up_while_it_is_stuck_is_forgotten(monkeypatch):
     for _ in range(5):
         bad, metrics = step(bad, x)
     jax.block_until_ready(metrics)
-    assert train_in_turn(step, [good], x, 20) == (None, "")
+    assert train_in_turn(step, [good], x, 60) == (None, "")
     assert step._stuck_runs._suspect is None
 
 
@@ -408,7 +408,7 @@ def test_a_report_is_read_when_it_is_finished_and_not_before():
         def __array__(self, *args, **kwargs):
             raise AssertionError("waited")
 
-    step._stuck_runs._report = stuck_runs.Report(Unfinished(), Unfinished(), batch, call=0)
+    step._stuck_runs._report = stuck_runs.Report(*[Unfinished()] * 3, batch, call=0)
     bad = {**batch, "x": batch["x"] * jnp.nan}
     state = TrainState.create(params=params, tx=optax.sgd(0.1))
     with jax.transfer_guard("disallow"):
@@ -446,7 +446,7 @@ def test_a_step_inside_another_transformation_leaves_nothing_behind():
     assert scanned.opt_state.consecutive_skipped == 4 and metrics["skipped"].all()
     new, _ = step(state, batch)  # the count of the scanned run does not affect this run
     assert new.opt_state.consecutive_skipped == 0
-    assert fails_within(step, scanned, {**batch, "x": batch["x"] * jnp.nan}, 9)[0] is not None
+    assert fails_within(step, scanned, {**batch, "x": batch["x"] * jnp.nan}, 30)[0] is not None
 
 
 def test_a_run_that_starts_after_one_that_was_stuck_goes_on():
