@@ -580,6 +580,20 @@ def test_errors_pass_through_functions_with_a_derivative_rule():
     assert with_rule.predicted.gradient_error == pytest.approx(plain.predicted.gradient_error, rel=0.1)
 
 
+def test_arguments_with_rounded_values_are_named():
+    def loss_fn(w, batch):
+        return jnp.mean((jnp.tanh(batch["x"] @ w) - batch["old"]) ** 2)
+
+    old = np.asarray(jnp.asarray(np.tanh(X), jnp.bfloat16))
+    for values in (old, old.astype("float32")):
+        budget = error_budget(loss_fn, "mixed_bfloat16", probes=1)(W, {"x": X, "old": values})
+        assert budget.half_arguments == ("batch/old",)
+        assert "batch/old has values in half precision" in str(budget)
+    for values in (X, np.sign(X), np.round(X), 0 * X):
+        budget = error_budget(loss_fn, "mixed_bfloat16", probes=1)(W, {"x": X, "old": values})
+        assert budget.half_arguments == ()
+
+
 def kept_bytes(fun, *args):
     """Return the bytes of the arrays that the backward pass reads, without scalars."""
     _, pull_back = jax.vjp(fun, *args)

@@ -22,6 +22,7 @@ from jaxmp.inspect._budget.run import BudgetRun, Effects, RoundedOperands, norm,
 from jaxmp.inspect._budget.sites import Site, has_float8, sites_of
 from jaxmp.inspect.gradient_error import LARGEST_GOOD_ERROR, percent, sentence_of_coarse_half
 from jaxmp.inspect.program.calls import (
+    argument_paths,
     is_step,
     loss_of_step,
     require_arguments_not_deleted,
@@ -29,6 +30,7 @@ from jaxmp.inspect.program.calls import (
     step_under_policy,
 )
 from jaxmp.inspect.program.function_leaves import of_arrays
+from jaxmp.inspect.program.half_arguments import half_arguments, sentences_of_half_arguments
 from jaxmp.inspect.status import status_of
 from jaxmp.program.primitives import PRODUCTS
 from jaxmp.program.reading import read_program
@@ -79,6 +81,8 @@ class ErrorBudget(tables.Shown):
       loss: the loss in float32; NaN for a function without a loss.
       not_counted: the operations whose roundings, or through which errors, are not counted, with the reasons.
       sentences: the result in words.
+      half_arguments: the names of arguments, other than params, whose values are all rounded to half precision. If a
+        half program computed them, the float32 reference should not read them: their error is not measured.
     """
 
     rows: tuple[BudgetRow, ...]
@@ -90,6 +94,7 @@ class ErrorBudget(tables.Shown):
     loss: float
     not_counted: tuple[str, ...]
     sentences: tuple[str, ...]
+    half_arguments: tuple[str, ...] = ()
 
     def _shown(self) -> Any:
         cells = []
@@ -110,7 +115,7 @@ class ErrorBudget(tables.Shown):
         )
         if np.isnan(self.loss):
             title = f"The error is {self.measured.gradient_error:.2e}, predicted {self.predicted.gradient_error:.2e}"
-        return title, _COLUMNS, cells, [*notes, *self.sentences]
+        return title, _COLUMNS, cells, [*notes, *sentences_of_half_arguments(self.half_arguments), *self.sentences]
 
 
 def _why_with_counts(row: BudgetRow) -> str:
@@ -179,6 +184,7 @@ def error_budget(
                 call = step_call(step, args)
                 trace = functools.partial(program_of_step, call)
                 rows = plan_rows(loss_of_step(step), args, None, None)
+                plain, arrays = _arguments_of_step, (call.state.params, call.state.model_state, call.batch)
             else:
                 require_arguments_not_deleted(fun, args)
                 plain, arrays = of_arrays(fun, args)
@@ -197,9 +203,14 @@ def error_budget(
                     "policy, such as error_budget(fun, 'mixed_bfloat16')"
                 )
             measurement = _Measurement(trace, program, read, sites, BudgetRun(program, sites, probes, seed), status)
-            return measurement.budget(whys_of(sites, rows))
+            budget = measurement.budget(whys_of(sites, rows))
+            return dataclasses.replace(budget, half_arguments=half_arguments(argument_paths(plain, arrays), arrays))
 
     return run
+
+
+def _arguments_of_step(params: Any, model_state: Any, batch: Any) -> None:
+    """Name the arguments of a train step's loss function."""
 
 
 def _half_dtype(program: Program) -> np.dtype:
@@ -220,7 +231,14 @@ class _Measurement:
         run: BudgetRun,
         status: Any,
     ) -> None:
-        self.trace, self.program, self.read, self.sites, self.run, self.status = trace, program, read, sites, run, status
+        self.trace, self.program, self.read, self.sites, self.run, self.status = (
+            trace,
+            program,
+            read,
+            sites,
+            run,
+            status,
+        )
         self.name_of_results = "gradients" if program.has_loss else "results"
         self.half = [number for number, site in enumerate(sites) if not site.is_float32]
 

@@ -74,9 +74,7 @@ class BudgetRun:
             options = options | _FEWER_BYTES
         self._tapped_run = jax.jit(self._results_and_summaries, compiler_options=options)
 
-    def results(
-        self, rounded: Collection[int], operands: RoundedOperands = RoundedOperands.NONE
-    ) -> list[np.ndarray]:
+    def results(self, rounded: Collection[int], operands: RoundedOperands = RoundedOperands.NONE) -> list[np.ndarray]:
         """Return the results if only the sites with these numbers are rounded, and all others are float32."""
         return self._run(rounded, (), operands=operands)[0]
 

@@ -15,7 +15,18 @@ import numpy as np
 from jaxmp._internals.jax.sources import origin_of
 from jaxmp.base.dtypes import is_narrow
 from jaxmp.program.primitives import CAST, PRODUCTS, Class, Trait, classify, with_trait
-from jaxmp.program.values import CONSTANT, STACKED, Equation, Key, Program, Value, computed_at, is_move_or_cast, leading_to, origins
+from jaxmp.program.values import (
+    CONSTANT,
+    STACKED,
+    Equation,
+    Key,
+    Program,
+    Value,
+    computed_at,
+    is_move_or_cast,
+    leading_to,
+    origins,
+)
 
 _KEEPS_DIGITS = with_trait(Trait.KEEPS_MAGNITUDE) | {"sign"}
 CASTS = frozenset({CAST, "cast_repeated"})
