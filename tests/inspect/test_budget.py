@@ -582,7 +582,7 @@ def test_errors_pass_through_functions_with_a_derivative_rule():
 
 def test_arguments_with_rounded_values_are_named():
     def loss_fn(w, batch):
-        return jnp.mean((jnp.tanh(batch["x"] @ w) - batch["old"]) ** 2)
+        return jnp.mean((jnp.tanh(batch["x"] @ w) - batch["old"].astype("float32")) ** 2)
 
     old = np.asarray(jnp.asarray(np.tanh(X), jnp.bfloat16))
     for values in (old, old.astype("float32")):
