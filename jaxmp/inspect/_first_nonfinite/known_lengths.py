@@ -21,7 +21,7 @@ from jaxmp.program.values import Key
 
 def with_known_lengths(
     jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], lengths: Mapping[Key, int]
-) -> tuple[Any, Sequence[Any]]:
+) -> tuple[Any, list[Any]]:
     """Return an open jaxpr with scans in place of while loops, and its constants.
 
     Args:
@@ -34,8 +34,8 @@ def with_known_lengths(
     def evaluate(*args: Any) -> list[Any]:
         return [jnp.asarray(result) for result in _WithScans(lengths).evaluate(jaxpr, consts, args)]
 
-    program: tuple[Any, Sequence[Any]] = opened(jax.make_jaxpr(evaluate)(*args))
-    return program
+    program, consts = opened(jax.make_jaxpr(evaluate)(*args))
+    return program, list(consts)
 
 
 class _WithScans(Rewriter):
