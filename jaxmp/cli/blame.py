@@ -25,7 +25,7 @@ def run(options: argparse.Namespace) -> int:
     settings = {"grad": not options.no_grad, "loss_scale": options.loss_scale}
     blame = of_arrays(options, lambda fun: first_nonfinite(under(options.policy, fun), **settings))
     if blame is None:
-        print("null" if options.json else "All values are finite.")
+        print("null" if options.json else "All values are finite, operation by operation and compiled.")
         return 0
     show(options, blame)
     return 1

@@ -15,7 +15,8 @@ def run(options: argparse.Namespace) -> int:
     """Show what each rounding to half precision costs, line by line.
 
     The errors of the loss and of the gradients are measured in one backward pass, and the last lines say what float32
-    would gain. The function may be a train step. The exit code is 2 if an argument is wrong.
+    would gain. The function may be a train step. The exit code is 1 if operations are not counted, and 2 if an argument
+    is wrong.
 
     Example:
       jaxmp budget train:loss_fn --args train:example --policy mixed_bfloat16
@@ -27,4 +28,4 @@ def run(options: argparse.Namespace) -> int:
     with usage_errors(ValueError):
         result = of_arrays(options, lambda fun: error_budget(fun, options.policy, **settings))
     show(options, result, lambda plots: plots.budget(result))
-    return 0
+    return 1 if result.not_counted else 0

@@ -17,8 +17,8 @@ def run(options: argparse.Namespace) -> int:
     """Show the errors that policies cause in a function, layer by layer.
 
     The values and gradients of the function are compared with those of a reference run without policies, or of another
-    function. The function may be a train step. With --policy, the compared run is under autocast. The exit code is 2 if
-    an argument is wrong.
+    function. The function may be a train step. With --policy, the compared run is under autocast. The exit code is 1 if
+    values are not compared, such as those inside of while loops, and 2 if an argument is wrong.
 
     Example:
       jaxmp compare train:loss_fn --args train:example --policy mixed_bfloat16
@@ -39,4 +39,4 @@ def run(options: argparse.Namespace) -> int:
 
     result = of_arrays(options, make)
     show(options, result, lambda plots: plots.errors(result))
-    return 0
+    return 1 if result.not_counted else 0

@@ -17,7 +17,8 @@ def run(options: argparse.Namespace) -> int:
     """Find the modules and operations that need float32.
 
     --save writes a policy file that keeps these modules and operations in float32. The function may be a train step.
-    The exit code is 1 if the error stays above the tolerance, and 2 if an argument is wrong or the function fails.
+    The exit code is 1 if the measured error is above the tolerance or Ctrl-C ended the search, and 2 if an argument is
+    wrong or the function fails.
 
     Example:
       jaxmp tune train:loss_fn --args train:example --policy mixed_float16 --save policy.toml
@@ -33,4 +34,4 @@ def run(options: argparse.Namespace) -> int:
     show(options, tuned)
     if options.save is not None:
         tuned.save(options.save)
-    return 0 if tuned.met else 1
+    return 0 if tuned.met and not tuned.interrupted else 1

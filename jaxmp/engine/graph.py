@@ -18,6 +18,7 @@ from jaxmp.engine.postponed_casts import postpone_casts
 from jaxmp.engine.product_flow import mark_looked_up, mark_products
 from jaxmp.engine.small_products import make_sums
 from jaxmp.engine.states import CLEAR, FULL, HALF, JOIN, KEPT, SOURCE, STRICT, Kind, State
+from jaxmp.engine.trial_regions import names_with_trial
 from jaxmp.program.equations import Array, Opened, bodies_of, extremes_of
 from jaxmp.program.primitives import BOUNDS, EXTREMES, PRODUCTS, Trait, with_trait
 from jaxmp.program.reading import read_program
@@ -184,10 +185,11 @@ class _Builder:
 
     def step(self, equation: Equation) -> Step:
         """Add the nodes of an equation's results, and of its bodies."""
-        self.region = region_of(ours(equation.names))
+        names = names_with_trial(equation)
+        self.region = region_of(ours(names))
         operands = [self.read(value) for value in equation.operands]
         bodies = equation.bodies if equation.inside else None
-        step = Step(equation.eqn, equation.names, operands, (), region=self.region, bodies=bodies)
+        step = Step(equation.eqn, names, operands, (), region=self.region, bodies=bodies)
         if all([self.is_fixed(value) for value in equation.operands]):
             self.fixed.update(equation.results)
         if equation.inside:

@@ -88,7 +88,7 @@ def precision(level: str | Policy) -> contextlib.AbstractContextManager[None]:
 def _region(level: Level) -> Iterator[None]:
     # JAX's name stack begins anew in each jitted function and in each function under autocast. So the level is also
     # stored in a context, for which JAX traces jitted functions again.
-    with mark_of(level), cache_keys.region(_scope_of(level)):
+    with mark_of(level), cache_keys.region(scope_of(level)):
         yield
 
 
@@ -97,10 +97,11 @@ def mark_of(level: Level) -> contextlib.AbstractContextManager[None]:
 
     Unlike :func:`precision`, it does not apply to functions and models that have their own policy.
     """
-    return jax.named_scope(_scope_of(level))
+    return jax.named_scope(scope_of(level))
 
 
-def _scope_of(level: Level) -> str:
+def scope_of(level: Level) -> str:
+    """Return the scope that marks a region of a level."""
     text = f"float32:{level.matmul_precision}" if isinstance(level, Policy) else level
     return f"jaxmp.precision({text})"
 

@@ -19,9 +19,10 @@ import numpy as np
 
 from jaxmp.base.graphs import reachable
 from jaxmp.engine.graph_paths import SCALES, readers_of
-from jaxmp.engine.nodes import Graph, Node, shape_read
+from jaxmp.engine.nodes import Graph, Node, shape_read, users_of
 from jaxmp.engine.raised_states import States
 from jaxmp.engine.states import CLEAR, INFER, JOIN, Rule, State
+from jaxmp.engine.weights import has_rows
 from jaxmp.program.equations import size_of
 from jaxmp.program.primitives import CHOICES, SUMS
 from jaxmp.program.values import BRANCHES
@@ -30,11 +31,14 @@ from jaxmp.program.values import BRANCHES
 def raise_updated(graph: Graph, states: States) -> None:
     """Make sums of a value without products and a value after a product float32."""
     is_bias = functools.cache(_is_bias)
+    tables = [node for node in graph.nodes if node.is_looked_up or (node.inputs and has_rows(node))]
+    of_tables = reachable(tables, users_of)
     updated = set[Node]()  # the sums, and the values that keep their low digits
     for node in graph.nodes:
         if node.after_product and node.before_product and node.original_dtype == np.float32:
             keeps_sum = any(operand in updated for operand in _operands_kept(node))
-            if keeps_sum or (node.name in SUMS and any(_is_updated(value, node, is_bias) for value in node.inputs)):
+            values = [value for value in node.inputs if node.name in SUMS and value not in of_tables]
+            if keeps_sum or any(_is_updated(value, node, is_bias) for value in values):
                 updated.add(node)
     sums = [node for node in updated if node.name in SUMS]
     for node in reachable(sums, lambda node: [operand for operand in _operands_kept(node) if operand in updated]):
@@ -60,7 +64,7 @@ def _is_updated(value: Node, total: Node, is_bias: Callable[[Node], bool]) -> bo
     Values that are repeated do not count, such as biases and tables of positions. Nor do noise and other values that
     are computed from integers.
     """
-    if value.after_product or value.is_constant or value.is_looked_up or shape_read(total, value) != total.shape:
+    if value.after_product or value.is_constant or shape_read(total, value) != total.shape:
         return False
     is_vector = sum(size != 1 for size in total.shape) <= 1  # a single example: the bias of a layer has its shape
     return not (_is_repeated(value) or (is_vector and is_bias(value.origin)))

@@ -8,7 +8,7 @@ from jaxmp.base.formats import formats
 from jaxmp.inspect._audit.audit import Audit, AuditError, audit
 from jaxmp.inspect._audit.findings import Finding
 from jaxmp.inspect._audit.products import Product
-from jaxmp.inspect._budget.budget import BudgetTotal, ErrorBudget, NotCovered, error_budget
+from jaxmp.inspect._budget.budget import BudgetTotal, ErrorBudget, error_budget
 from jaxmp.inspect._budget.rows import BudgetGroup, BudgetRow
 from jaxmp.inspect._collectives.collectives import Collectives, collectives, ideal_wire
 from jaxmp.inspect._compare.compare import Comparison, compare
@@ -39,7 +39,6 @@ __all__ = [
     "Fit",
     "LogProbComparison",
     "Memory",
-    "NotCovered",
     "Numerics",
     "Product",
     "Profile",

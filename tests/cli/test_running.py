@@ -64,7 +64,7 @@ def _main(command, example, *more):
 
 def test_blame_names_the_operation_and_ends_with_1(capsys):
     assert _main("blame", "good") == 0
-    assert capsys.readouterr().out == "All values are finite.\n"
+    assert capsys.readouterr().out == "All values are finite, operation by operation and compiled.\n"
     assert _main("blame", "bad") == 1
     assert "forward overflow in exp 'layer' (planted_for_running.py:6)" in capsys.readouterr().out
     assert _main("blame", "good", "--policy", "mixed_float16", "--loss-scale", "1e9", "--json") == 1

@@ -3,6 +3,7 @@
 import functools
 import inspect
 import io
+import itertools
 import json
 import re
 from pathlib import Path
@@ -294,6 +295,39 @@ def test_the_turn_of_a_while_loop_is_found():
 
     blame = check(first_nonfinite(fun, grad=False)(X), "mul", "overflow", turn=4)
     assert blame.operands[0].high == np.float32(1e32)
+
+
+def test_an_infinity_of_a_while_loop_that_a_select_removes_is_not_blamed():
+    def fun(x):
+        def body(carry):
+            n, y = carry
+            quotient = 1 / (n * (n - 3)).astype(jnp.float32)  # infinite in iterations 0 and 3
+            return n + 1, jnp.where(n == 0, y, y * quotient)
+
+        return jax.lax.while_loop(lambda carry: carry[0] < 5, body, (0, x))[1]
+
+    check(first_nonfinite(fun, grad=False)(X), "div", "division by zero", turn=3)
+
+
+def test_the_examples_of_a_while_loop_end_one_by_one():
+    def fun(n, x):
+        return jax.lax.while_loop(lambda c: c[0] < n, lambda c: (c[0] + 1, x / (c[0] - 3)), (0, x))[1]
+
+    ends, x = concrete.array(np.int32([2, 4])), concrete.array(np.float32([1, 2]))
+    check(first_nonfinite(jax.vmap(fun), grad=False)(ends, x), "div", "division by zero", turn=3)
+    assert first_nonfinite(jax.vmap(fun), grad=False)(ends - 1, x) is None
+
+
+def test_a_program_that_is_not_finite_only_if_it_is_compiled_is_told_apart():
+    calls = itertools.count()
+
+    def fun(x):
+        shape = jax.ShapeDtypeStruct((), "float32")
+        return jax.pure_callback(lambda x: np.float32(np.inf if next(calls) else x), shape, x)
+
+    blame = first_nonfinite(fun, grad=False)(jnp.float32(1))
+    assert (blame.phase, blame.kind, blame.primitive) == ("compiled", "compiled", "")
+    assert "operation by operation, all results are finite" in str(blame)
 
 
 def test_the_branch_that_was_taken_is_blamed():

@@ -8,11 +8,13 @@ import functools
 import inspect
 import json
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from autocast_tools import compiled
 from budget_programs import PROGRAMS, language_model, language_model_args
 from flax import nnx
 from jax.extend.core import Primitive
@@ -23,7 +25,7 @@ import jaxmp
 from jaxmp.inspect import error_budget
 from jaxmp.inspect._budget import rounding
 from jaxmp.inspect._budget.gradient_program import program_of_function
-from jaxmp.inspect._budget.run import BudgetRun
+from jaxmp.inspect._budget.run import BudgetRun, results_of
 from jaxmp.inspect._budget.sites import sites_of
 from jaxmp.inspect._budget.tapped_evaluation import Changes, evaluate_wide
 from jaxmp.program.reading import read_program
@@ -60,7 +62,7 @@ class Truth:
             results = run.results([number])
             self.gradients.append((changes[number], norm(differences(results, self.float32))))
             self.losses.append((alone.loss_changes[number], results[0] - self.float32[0]))
-        self.half = run.under_policy()
+        self.half = results_of(program)
         together = run.together(range(len(self.sites)), differences(self.half, self.float32))
         self.predicted = together.loss_changes.sum(), together.parts.sum()
 
@@ -235,7 +237,7 @@ def test_the_sentence_says_what_float32_gains_and_the_override_does_it():
     after = error_budget(loss_fn, "mixed_bfloat16", overrides={"flow:add": "float32"})(W, X)
     assert after.measured.gradient_error < 0.7 * before.measured.gradient_error
     promised = float(sentence.partition(" to ")[2].partition(" %")[0]) / 100
-    assert after.measured.gradient_error == pytest.approx(promised, rel=0.3)
+    assert after.measured.gradient_error == pytest.approx(promised, rel=0.05)
 
 
 @pytest.mark.slow("two unrolled programs")
@@ -252,31 +254,86 @@ def test_the_sentence_says_what_a_float32_region_around_the_line_gains():
         return error_budget(loss_fn, "mixed_bfloat16", probes=1)(W, X)
 
     sentence = budget(contextlib.nullcontext).sentences[-1]
-    assert "8 × add" in sentence and "around the line" in sentence and "overrides" not in sentence
+    assert "16 × mul" in sentence and "around the line" in sentence and "overrides" not in sentence
     promised = float(sentence.partition(" to ")[2].partition(" %")[0]) / 100
     after = budget(functools.partial(jaxmp.precision, "float32")).measured.gradient_error
-    assert after == pytest.approx(promised, rel=0.4)
+    assert after == pytest.approx(promised, rel=0.05)
+
+
+def test_an_error_near_the_floor_gets_no_advice():
+    def loss_fn(w, x):
+        return jnp.mean(jnp.tanh(jnp.tanh(x @ w) @ w) ** 2)
+
+    budget = error_budget(loss_fn, "mixed_bfloat16", probes=1)(W, X)
+    assert budget.by_line[0].share > 0.9  # all operations are on one line
+    (sentence,) = budget.sentences
+    assert "is near the floor of" in sentence and "float32 elsewhere gains little" in sentence
+
+
+def test_a_line_with_several_modules_has_a_group_for_each_of_them():
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(16, name="second")(nn.tanh(nn.Dense(16, name="first")(x) + 300) - 1)
+
+    model = Net()
+    params = jax.tree.map(np.asarray, model.init(jax.random.key(0), X))
+    budget = error_budget(lambda params, x: jnp.mean(model.apply(params, x) ** 2), "mixed_bfloat16")(params, X)
+    line = inspect.getsourcelines(Net)[1] + 3
+    names = {f"test_budget.py:{line} (Net/first)", f"test_budget.py:{line} (Net/second)"}
+    assert names <= {group.name for group in budget.by_line}
+
+
+@pytest.mark.parametrize("spelling", ["override", "region"])
+def test_the_promised_error_is_that_of_a_run_under_the_advice(spelling):
+    scope = functools.partial(jax.named_scope, "flow") if spelling == "override" else contextlib.nullcontext
+
+    def loss_fn(region, w, x):
+        h = jnp.tanh(x @ w)
+        for _ in range(6):
+            step = 0.01 * jnp.tanh(h @ w)
+            with scope(), region():
+                h = h + step
+        return jnp.mean((h @ w - 1) ** 2)
+
+    plain = functools.partial(loss_fn, contextlib.nullcontext)
+    advice = error_budget(plain, "mixed_bfloat16", probes=1)(W, X).sentences[-1]
+    assert "h = h + step, 6 × add: float32 there" in advice
+    if spelling == "override":
+        assert 'overrides={"flow:add": "float32"}' in advice
+        half = jaxmp.autocast(plain, "mixed_bfloat16", overrides={"flow:add": "float32"})
+    else:
+        assert 'Put `with jaxmp.precision("float32"):` around the line.' in advice
+        region = functools.partial(jaxmp.precision, "float32")
+        half = jaxmp.autocast(functools.partial(loss_fn, region), "mixed_bfloat16")
+    exact, rounded = (compiled(jax.grad(fun))(W, X) for fun in (plain, half))
+    promised = float(advice.partition(" to ")[2].partition(" %")[0]) / 100
+    assert promised == pytest.approx(norm(rounded - exact) / norm(exact), rel=0.2)
 
 
 @pytest.mark.slow("differentiates two gradients")
 def test_an_error_of_many_lines_is_compared_with_that_of_the_products():
-    weights = [np.random.default_rng(seed).normal(size=(32, 32)).astype(np.float32) / 12 for seed in range(6)]
+    weights = [np.random.default_rng(seed).normal(size=(32, 32)).astype(np.float32) / 12 for seed in range(9)]
     x = np.random.default_rng(100).normal(size=(64, 32)).astype(np.float32)
 
     def loss_fn(w, x):
-        x = x + jnp.tanh(x @ w[0])
-        x = x + jnp.tanh(x @ w[1])
-        x = x + jnp.tanh(x @ w[2])
-        x = x + jnp.tanh(x @ w[3])
-        x = x + jnp.tanh(x @ w[4])
-        x = x + jnp.tanh(x @ w[5])
-        return jnp.mean((x - 1) ** 2)
+        start = x
+        x = x + 0.1 * jnp.tanh(x @ w[0])
+        x = x + 0.1 * jnp.tanh(x @ w[1])
+        x = x + 0.1 * jnp.tanh(x @ w[2])
+        x = x + 0.1 * jnp.tanh(x @ w[3])
+        x = x + 0.1 * jnp.tanh(x @ w[4])
+        x = x + 0.1 * jnp.tanh(x @ w[5])
+        x = x + 0.1 * jnp.tanh(x @ w[6])
+        x = x + 0.1 * jnp.tanh(x @ w[7])
+        x = x + 0.1 * jnp.tanh(x @ w[8])
+        return jnp.mean((x - start) ** 2)
 
     budget = error_budget(loss_fn, "mixed_bfloat16", probes=1)(weights, x)
     spread, floor = budget.sentences
     assert spread.startswith("No line causes most of the gradients' error")
     promised = float(floor.partition("the error would be ")[2].partition(" %")[0]) / 100
-    overrides = {"primitive:add": "float32", "primitive:tanh": "float32"}
+    overrides = {"primitive:add": "float32", "primitive:tanh": "float32", "primitive:mul": "float32"}
     products_only = jaxmp.autocast(loss_fn, "mixed_bfloat16", overrides=overrides)
     exact, half = (jax.grad(fun)(weights, x) for fun in (loss_fn, products_only))
     assert promised < 0.8 * budget.measured.gradient_error
@@ -374,7 +431,7 @@ def test_shares_of_rows_lines_and_modules_add_up_to_one():
     for groups in (budget.rows, budget.by_line, budget.by_path, budget.by_rule):
         assert sum(group.share for group in groups) == pytest.approx(1)
     assert {row.phase for row in budget.rows} == {"forward", "backward"}
-    assert {group.name for group in budget.by_rule} == {"product", "between half operations", "feeds only float32"}
+    assert {group.name for group in budget.by_rule} == {"product", "between half operations"}
     assert {row.operation for row in budget.rows} >= {"dot_general", "operand of dot_general", "add", "scatter-add"}
     assert json.loads(budget.to_json())["rows"][0]["share"] == budget.rows[0].share
     assert budget.sentences[-1] in str(budget)
@@ -412,8 +469,8 @@ def test_float32_results_count_as_if_they_were_half():
 def test_the_sentence_names_a_line_that_rounds_if_float32_lines_have_rows():
     def loss_fn(w, x):
         y = x @ w  # the only line that rounds
-        total = jnp.cumsum(y.astype("float32") + 1000)
-        return jnp.mean((total / 1000) ** 2)
+        total = jnp.cumsum(jnp.tanh(100 * y.astype("float32")) + 1000)
+        return jnp.mean((total / 1000 - jnp.arange(1.0, 1 + y.size)) ** 2)
 
     budget = error_budget(loss_fn, "mixed_bfloat16", float32=True)(W, X)
     lines = inspect.getsourcelines(loss_fn)[1]
@@ -465,18 +522,19 @@ def test_float32_is_advised_for_a_line_that_overflows():
     assert 'jaxmp.precision("float32")' in advice
 
 
-def test_a_while_loop_is_not_covered_and_is_named():
+def test_a_while_loop_is_not_counted_and_is_named():
     def fun(x):
         _, y = jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, jnp.tanh(c[1] @ x)), (0, x @ x))
         return y @ x
 
     budget = error_budget(fun, "mixed_bfloat16")(X)
-    (gap,) = budget.not_covered
-    assert gap.operation == "while" and "does not differentiate" in gap.why and gap.source in str(budget)
-    assert "not covered may cause the rest" in budget.sentences[0]
+    (gap,) = budget.not_counted
+    assert gap.startswith("while (test_budget.py:") and "does not differentiate" in gap
+    assert f"not counted: {gap}" in str(budget)
+    assert "not counted may cause the rest" in budget.sentences[0]
 
 
-def test_a_function_with_a_rule_for_vmap_is_not_covered_and_is_named():
+def test_a_function_with_a_rule_for_vmap_is_not_counted_and_is_named():
     @jax.custom_batching.custom_vmap
     def double(y):
         return 2 * y
@@ -484,12 +542,12 @@ def test_a_function_with_a_rule_for_vmap_is_not_covered_and_is_named():
     double.def_vmap(lambda size, is_batched, y: (double(y), is_batched[0]))
 
     budget = error_budget(lambda x: double(x @ x) @ x, "mixed_bfloat16")(X)
-    (gap,) = budget.not_covered
-    assert gap.operation == "custom_vmap_call" and "does not differentiate it backwards" in gap.why
+    (gap,) = budget.not_counted
+    assert gap.startswith("custom_vmap_call (") and "does not differentiate it backwards" in gap
     assert budget.measured.gradient_error > 0
 
 
-def test_an_operation_whose_derivative_raises_is_not_covered_and_is_named():
+def test_an_operation_whose_derivative_raises_is_not_counted_and_is_named():
     double = Primitive("double")
     double.def_abstract_eval(lambda y: y)
     mlir.register_lowering(double, mlir.lower_fun(lambda y: 2 * y, multiple_results=False))
@@ -499,8 +557,8 @@ def test_an_operation_whose_derivative_raises_is_not_covered_and_is_named():
 
     ad.primitive_jvps[double] = refuse
     budget = error_budget(lambda x: double.bind(x @ x) @ x, "mixed_bfloat16")(X)
-    (gap,) = budget.not_covered
-    assert gap.operation == "double" and gap.why == "its derivative raises AssertionError"
+    (gap,) = budget.not_counted
+    assert gap.startswith("double (") and gap.endswith(": its derivative raises AssertionError")
     assert budget.measured.gradient_error > budget.predicted.gradient_error > 0
 
 
@@ -520,6 +578,20 @@ def test_errors_pass_through_functions_with_a_derivative_rule():
     plain = error_budget(lambda x: 3 * (x @ x), "mixed_bfloat16")(X)
     with_rule = error_budget(lambda x: straight_through(x @ x), "mixed_bfloat16")(X)
     assert with_rule.predicted.gradient_error == pytest.approx(plain.predicted.gradient_error, rel=0.1)
+
+
+def test_arguments_with_rounded_values_are_named():
+    def loss_fn(w, batch):
+        return jnp.mean((jnp.tanh(batch["x"] @ w) - batch["old"].astype("float32")) ** 2)
+
+    old = np.asarray(jnp.asarray(np.tanh(X), jnp.bfloat16))
+    for values in (old, old.astype("float32")):
+        budget = error_budget(loss_fn, "mixed_bfloat16", probes=1)(W, {"x": X, "old": values})
+        assert budget.half_arguments == ("batch/old",)
+        assert "batch/old has values in half precision" in str(budget)
+    for values in (X, np.sign(X), np.round(X), 0 * X):
+        budget = error_budget(loss_fn, "mixed_bfloat16", probes=1)(W, {"x": X, "old": values})
+        assert budget.half_arguments == ()
 
 
 def kept_bytes(fun, *args):
@@ -582,4 +654,4 @@ def test_an_nnx_step_in_float16_has_paths_reasons_and_true_gradients():
     assert {group.name for group in budget.by_path} >= {"hidden", "head"}
     products = [row for row in budget.rows if row.path == "hidden" and row.operation == "dot_general"]
     assert products and {row.why for row in products} == {"product"}
-    assert {row.dtype for row in budget.rows} == {"float16"} and not budget.not_covered
+    assert {row.dtype for row in budget.rows} == {"float16"} and not budget.not_counted

@@ -314,6 +314,46 @@ def test_recommended_scale_loses_fewest_gradients_and_keeps_two_binary_orders(st
     assert str(nothing_lost).splitlines()[0].endswith("; recommended for float16: 1 (equally good up to 16777216)")
 
 
+def test_a_scale_at_which_gradients_are_infinite_is_not_recommended():
+    def loss_fn(w):
+        return jnp.sum(w.astype(jnp.float16) * np.float16([1e-4, 1e-4, 100]))
+
+    overflowing = numerics(loss_fn, loss_scale=1024.0)(concrete.ones(3))
+    assert overflowing.gradients[""].overflow == 1
+    assert overflowing._good_scales("float16")[-1] <= 1024 / 4
+    finite = numerics(loss_fn, loss_scale=8.0)(concrete.ones(3))
+    assert finite._good_scales("float16")[-1] * 4 * 100 <= 65504 < finite._good_scales("float16")[-1] * 8 * 100
+    text = str(numerics(lambda w: jnp.sum(jnp.sqrt(w)))(concrete.array(np.float32([0, 1]))))
+    assert "1 gradients are not finite at loss scale 1, so no loss scale helps" in text
+
+
+def test_values_that_are_not_counted_are_named():
+    @jax.custom_vjp
+    def product(x, w):
+        return x @ w
+
+    product.defvjp(lambda x, w: (x @ w, (x, w)), lambda saved, ct: (ct @ saved[1].T, saved[0].T @ ct))
+
+    def loss_fn(w, x):
+        with jax.named_scope("layer"):
+            y = product(x, w)
+        fixed = jax.lax.stop_gradient(w)
+        _, z = jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] @ fixed), (0, jax.lax.stop_gradient(y)))
+        return jnp.sum(y * z)
+
+    w = np.eye(8, dtype="float32")
+    by_rule, by_loop = numerics(loss_fn)(w, X).not_counted
+    assert by_rule.startswith("custom_vjp_call (layer, ") and by_rule.endswith(
+        ": a function with a custom derivative rule"
+    )
+    assert by_loop.startswith("while (test_numerics.py:") and by_loop.endswith(": a while loop")
+    assert f"not counted: {by_rule}; {by_loop}" in str(numerics(loss_fn)(w, X))
+    step = jaxmp.make_train_step(lambda params, model_state, batch, rng: (loss_fn(params, batch), model_state))
+    state = jaxmp.TrainState.create(params=jnp.asarray(w), tx=optax.sgd(0.1))
+    assert len(numerics(step.with_options(accumulate_steps=2))(state, X).not_counted) == 2
+    assert numerics(lambda w, x: jnp.sum(jax.nn.relu(x @ w)))(w, X).not_counted == ()  # no scope is in relu
+
+
 def test_the_error_for_a_function_that_changes_other_objects_says_what_to_pass():
     model = nnx.Linear(4, 2, rngs=nnx.Rngs(0))
     optimizer = jaxmp.nnx.Optimizer(model, optax.sgd(0.1))
@@ -348,7 +388,7 @@ def test_the_table_shows_the_layer_that_float16_would_harm_most():
     gradients = {  # of the layers of each stack, and the layer that is shown
         "vanishes": ((1.0, 1e-9, 1e-3), 1),
         "overflows": ((1.0, 1e-9, 1e6), 2),
-        "overflows_first": ((1.0, 1e6, jnp.nan), 1),
+        "overflows_first": ((1.0, 1e6, 1e9), 1),
         "is_largest": ((1.0, 2.0, 1.0), 1),
     }
     stacks = {name: {f"layer_{number}": concrete.ones(4) for number in range(3)} for name in gradients}

@@ -18,7 +18,7 @@ from flax import nnx
 from hypothesis import given, settings
 
 import jaxmp
-from jaxmp.inspect import compare, tune
+from jaxmp.inspect import compare, error_budget, tune
 from jaxmp.inspect._tune.candidates import Candidate, candidates_of, overrides_of
 from jaxmp.inspect._tune.measurement import Measurement
 from jaxmp.inspect._tune.prediction import Prediction
@@ -407,6 +407,65 @@ def test_a_loss_scale_that_overflows_is_lowered_first():
     assert tuned.overrides == {} and tuned.met and tuned.loss_scale < 2.0**24
 
 
+def test_an_interrupted_search_meets_the_tolerance_only_by_a_measured_error(monkeypatch):
+    def interrupt(measurement, overrides):
+        if overrides:
+            raise KeyboardInterrupt
+        return measured(measurement, overrides)
+
+    measured = Measurement.error
+    monkeypatch.setattr(Measurement, "error", interrupt)
+    tuned = tune(_loss(_flow, 1), "mixed_bfloat16", operations=False)(_params(), X)
+    assert tuned.interrupted and tuned.error <= tuned.tolerance  # predicted
+    assert not tuned.met and math.isnan(tuned.loss_error)
+    assert "its error is not measured" in str(tuned)
+
+
+def _policy_gradient(params, batch):
+    """Return the clipped loss of a Gaussian policy with a small standard deviation."""
+    with jax.named_scope("hidden"):
+        h = jnp.tanh(batch["x"] @ params["hidden"])
+    with jax.named_scope("head"):
+        mean = h @ params["head"]
+    log_prob = -jnp.sum(((batch["action"] - mean) / 0.03) ** 2, -1) / 2
+    ratio = jnp.exp(log_prob - batch["old"])
+    clipped = jnp.clip(ratio, 0.8, 1.2)
+    return -jnp.mean(jnp.minimum(ratio * batch["advantage"], clipped * batch["advantage"]))
+
+
+def _policy_gradient_args():
+    rng = np.random.default_rng(0)
+    params = {"hidden": rng.normal(size=(16, 32)) / 4, "head": rng.normal(size=(32, 4)) / 6}
+    x, noise = rng.normal(size=(64, 16)), rng.normal(size=(64, 4))
+    action = np.tanh(x @ params["hidden"]) @ params["head"] + 0.03 * noise
+    batch = {"x": x, "action": action, "old": -np.sum(noise**2, -1) / 2, "advantage": rng.normal(size=64)}
+    return jax.tree.map(lambda leaf: leaf.astype("float32"), (params, batch))
+
+
+def test_a_large_floor_does_not_approve_of_half():
+    params, batch = _policy_gradient_args()
+    tuned = tune(_policy_gradient, "mixed_bfloat16")(params, batch)
+    assert tuned.floor > 0.1 and tuned.error_before > 0.1 and tuned.tolerance == 0.05
+    assert tuned.is_too_coarse and tuned.met and tuned.overrides and tuned.error <= 0.05
+    assert str(tuned).startswith("bfloat16 itself is too coarse here") and "Nothing needs float32" not in str(tuned)
+
+    def gradient(policy, scale):
+        fun = jaxmp.autocast(lambda *args: scale * _policy_gradient(*args), policy)
+        return (
+            np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(jax.jit(jax.grad(fun))(params, batch))]) / scale
+        )
+
+    exact = gradient("float32", 1)
+    error = np.linalg.norm(gradient("mixed_float16", 64) - exact) / np.linalg.norm(exact)
+    assert tuned.float16_error == pytest.approx(error, rel=0.2)
+    assert f"in float16 the error is {100 * tuned.float16_error:.2g} %" in str(tuned)
+    allowed = tune(_policy_gradient, "mixed_bfloat16", tolerance=0.9)(params, batch)
+    assert allowed.overrides == {} and not allowed.is_too_coarse and "Nothing needs float32" in str(allowed)
+    budget = error_budget(_policy_gradient, "mixed_bfloat16", probes=1)(params, batch)
+    assert any("bfloat16 itself is too coarse here" in sentence for sentence in budget.sentences)
+    assert "bfloat16 may be too coarse here" in str(compare(_policy_gradient, "mixed_bfloat16")(params, batch))
+
+
 def test_a_result_with_few_products_in_half_says_so():
     tuned = tune(_loss(None, None), "mixed_bfloat16")(_params(), X)
     assert tuned.overrides == {} and tuned.met and tuned.half_flops == 1 and "Nothing needs float32" in str(tuned)
@@ -656,8 +715,10 @@ def test_an_interrupt_returns_the_best_choice_so_far():
     errors = {candidates[0]: 3.0, candidates[1]: 4.0}
     result = search(candidates, Interrupted(errors).error, 2.0)
     assert result.interrupted and result.chosen == frozenset(candidates) and result.error == 0
+    assert result.is_measured
     result = search_and_measure(candidates, Interrupted(errors).error, _Additive(errors).error, 2.0)
     assert result.interrupted and result.chosen == frozenset(candidates) and result.error == 0
+    assert not result.is_measured
 
 
 def test_policy_files_are_read_back_and_say_what_is_wrong(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def test_code_fits_into_its_column():
 def test_every_recipe_is_there_in_linen_and_in_nnx():
     for page in (DOCS / "cookbook").glob("*.md"):
         tabs = {block.tab for block in blocks(page)}
-        assert page.stem in ("index", "other_libraries") or {"Linen", "NNX"} <= tabs, page
+        assert page.stem in ("index", "other_libraries", "policy_gradients") or {"Linen", "NNX"} <= tabs, page
 
 
 def test_dir_of_an_adapter_has_what_the_docs_name_of_it_and_no_more():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,13 +13,16 @@ import numpy as np
 from jaxmp.base import tables
 from jaxmp.base.dtypes import is_narrow
 from jaxmp.base.inspection import tool
+from jaxmp.engine.trial_regions import trial_region
 from jaxmp.inspect._budget import sentences
 from jaxmp.inspect._budget.gradient_program import GradientProgram, program_of_function, program_of_step
 from jaxmp.inspect._budget.reasons import plan_rows, whys_of
 from jaxmp.inspect._budget.rows import Budget, BudgetGroup, BudgetRow
-from jaxmp.inspect._budget.run import BudgetRun, Effects, norm
+from jaxmp.inspect._budget.run import BudgetRun, Effects, RoundedOperands, norm, results_of
 from jaxmp.inspect._budget.sites import Site, has_float8, sites_of
+from jaxmp.inspect.gradient_error import LARGEST_GOOD_ERROR, percent, sentence_of_coarse_half
 from jaxmp.inspect.program.calls import (
+    argument_paths,
     is_step,
     loss_of_step,
     require_arguments_not_deleted,
@@ -26,10 +30,11 @@ from jaxmp.inspect.program.calls import (
     step_under_policy,
 )
 from jaxmp.inspect.program.function_leaves import of_arrays
+from jaxmp.inspect.program.half_arguments import half_arguments, sentences_of_half_arguments
 from jaxmp.inspect.status import status_of
 from jaxmp.program.primitives import PRODUCTS
 from jaxmp.program.reading import read_program
-from jaxmp.program.values import Key, Program, depending_on
+from jaxmp.program.values import Equation, Key, Program, depending_on
 
 _COLUMNS = (
     "share", "gradients (relative)", "loss (absolute)", "sites", "operation", "dtype", "phase", "path", "source", "why"
@@ -54,23 +59,6 @@ class BudgetTotal:
 
 
 @dataclasses.dataclass(frozen=True)
-class NotCovered:
-    """An operation whose roundings, or through which errors, are not counted.
-
-    Attributes:
-      path: the path of the module or scope.
-      operation: the primitive.
-      source: the user's file and line.
-      why: the reason.
-    """
-
-    path: str
-    operation: str
-    source: str
-    why: str
-
-
-@dataclasses.dataclass(frozen=True)
 class ErrorBudget(tables.Shown):
     """The error that each rounding to half precision (float16 or bfloat16) causes.
 
@@ -83,15 +71,18 @@ class ErrorBudget(tables.Shown):
       rows: the roundings, equal layers together. Rows that overflow in float16 come first, and then rows that
         underflow. The largest share comes first among the others.
       by_path: the roundings of each module or scope, the largest share first.
-      by_line: the roundings of each line of your code.
+      by_line: the roundings of each line of your code. If the operations of a line are in several modules or scopes,
+        each of them has a group.
       by_rule: the roundings by the reason of autocast.
       predicted: the part of the measured error that all roundings together explain, to first order. For the gradients,
         it is the size of their change along the measured error. If the run under the policy is not finite, it is the
         estimated error by all roundings, without the numbers that overflow.
       measured: the error of a run under the policy, relative to a run in float32.
       loss: the loss in float32; NaN for a function without a loss.
-      not_covered: the operations whose errors are not counted.
+      not_counted: the operations whose roundings, or through which errors, are not counted, with the reasons.
       sentences: the result in words.
+      half_arguments: the names of arguments, other than params, whose values are all rounded to half precision. If a
+        half program computed them, the float32 reference should not read them: their error is not measured.
     """
 
     rows: tuple[BudgetRow, ...]
@@ -101,8 +92,9 @@ class ErrorBudget(tables.Shown):
     predicted: BudgetTotal
     measured: BudgetTotal
     loss: float
-    not_covered: tuple[NotCovered, ...]
+    not_counted: tuple[str, ...]
     sentences: tuple[str, ...]
+    half_arguments: tuple[str, ...] = ()
 
     def _shown(self) -> Any:
         cells = []
@@ -113,9 +105,9 @@ class ErrorBudget(tables.Shown):
         notes = []
         if len(self.rows) > _SHOWN:
             rest = sum(row.share for row in self.rows[_SHOWN:])
-            notes.append(f"… and {len(self.rows) - _SHOWN} rows with {sentences.percent(rest)} of the error")
-        for gap in self.not_covered:
-            notes.append(f"not covered: {gap.operation} of {gap.path or gap.source or 'the program'}: {gap.why}")
+            notes.append(f"… and {len(self.rows) - _SHOWN} rows with {percent(rest)} of the error")
+        if self.not_counted:
+            notes.append(f"not counted: {'; '.join(self.not_counted)}")
         title = (
             f"The relative error of the gradients is {self.measured.gradient_error:.2e}, predicted "
             f"{self.predicted.gradient_error:.2e}; the loss of {self.loss:.3g} changes by "
@@ -123,7 +115,7 @@ class ErrorBudget(tables.Shown):
         )
         if np.isnan(self.loss):
             title = f"The error is {self.measured.gradient_error:.2e}, predicted {self.predicted.gradient_error:.2e}"
-        return title, _COLUMNS, cells, [*notes, *self.sentences]
+        return title, _COLUMNS, cells, [*notes, *sentences_of_half_arguments(self.half_arguments), *self.sentences]
 
 
 def _why_with_counts(row: BudgetRow) -> str:
@@ -189,13 +181,16 @@ def error_budget(
         with status_of("error budget: tracing") as status:
             if is_step(fun):
                 step = step_under_policy(fun, policy, overrides)
-                program = program_of_step(step_call(step, args))
+                call = step_call(step, args)
+                trace = functools.partial(program_of_step, call)
                 rows = plan_rows(loss_of_step(step), args, None, None)
+                plain, arrays = _arguments_of_step, (call.state.params, call.state.model_state, call.batch)
             else:
                 require_arguments_not_deleted(fun, args)
                 plain, arrays = of_arrays(fun, args)
-                program = program_of_function(plain, arrays, policy, overrides)
+                trace = functools.partial(program_of_function, plain, arrays, policy, overrides)
                 rows = plan_rows(plain, arrays, policy, overrides)
+            program = trace()
             read = read_program(program.jaxpr, program.consts)
             if has_float8(read):
                 raise ValueError(
@@ -207,10 +202,15 @@ def error_budget(
                     "an error budget needs a program that rounds to half precision, but this one does not; pass a "
                     "policy, such as error_budget(fun, 'mixed_bfloat16')"
                 )
-            measurement = _Measurement(program, read, sites, BudgetRun(program, sites, probes, seed), status)
-            return measurement.budget(whys_of(sites, rows))
+            measurement = _Measurement(trace, program, read, sites, BudgetRun(program, sites, probes, seed), status)
+            budget = measurement.budget(whys_of(sites, rows))
+            return dataclasses.replace(budget, half_arguments=half_arguments(argument_paths(plain, arrays), arrays))
 
     return run
+
+
+def _arguments_of_step(params: Any, model_state: Any, batch: Any) -> None:
+    """Name the arguments of a train step's loss function."""
 
 
 def _half_dtype(program: Program) -> np.dtype:
@@ -224,13 +224,21 @@ class _Measurement:
 
     def __init__(
         self,
+        trace: Callable[[], GradientProgram],
         program: GradientProgram,
         read: Program,
         sites: Sequence[Site],
         run: BudgetRun,
         status: Any,
     ) -> None:
-        self.program, self.read, self.sites, self.run, self.status = program, read, sites, run, status
+        self.trace, self.program, self.read, self.sites, self.run, self.status = (
+            trace,
+            program,
+            read,
+            sites,
+            run,
+            status,
+        )
         self.name_of_results = "gradients" if program.has_loss else "results"
         self.half = [number for number, site in enumerate(sites) if not site.is_float32]
 
@@ -244,7 +252,7 @@ class _Measurement:
                 "jaxmp.inspect.first_nonfinite names the operation"
             )
         self.status.update("error budget: running under the policy")
-        under_policy = self.run.under_policy()
+        under_policy = results_of(self.program)
         together, is_finite = alone, all(np.isfinite(result).all() for result in under_policy)
         if is_finite:
             together = self.run.together(self.half, self._differences(under_policy))
@@ -255,7 +263,8 @@ class _Measurement:
         measured = self._measured(under_policy, budget)
         if not self.program.has_loss:
             predicted = dataclasses.replace(predicted, loss_error=float("nan"))
-        not_covered = *self._gaps(), *(_without_derivative(self.sites[number]) for number in unknown)
+        without_effect = [_gap(self.sites[number].equation, "its effect is not finite") for number in unknown]
+        not_counted = tuple(dict.fromkeys([*self._gaps(), *without_effect]))
         return ErrorBudget(
             rows=budget.rows(),
             by_path=budget.by_path(),
@@ -264,8 +273,8 @@ class _Measurement:
             predicted=predicted,
             measured=measured,
             loss=loss,
-            not_covered=not_covered,
-            sentences=tuple(self._sentences(budget, predicted, measured, not_covered)),
+            not_counted=not_counted,
+            sentences=tuple(self._sentences(budget, predicted, measured, has_gaps=bool(not_counted))),
         )
 
     def _others(self, results: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
@@ -283,48 +292,59 @@ class _Measurement:
         return [result - true for result, true in pairs]
 
     def _sentences(
-        self,
-        budget: Budget,
-        predicted: BudgetTotal,
-        measured: BudgetTotal,
-        not_covered: Sequence[NotCovered],
+        self, budget: Budget, predicted: BudgetTotal, measured: BudgetTotal, *, has_gaps: bool
     ) -> Iterator[str]:
         if not self.half:
             yield "The program rounds nothing to half precision."
             return
-        errors, results = (predicted.gradient_error, measured.gradient_error), self.name_of_results
-        if sentences.is_mismatch(*errors):
-            yield sentences.sentence_of_mismatch(*errors, results, has_gaps=bool(not_covered))
-            results = f"explained {results}" if np.isfinite(measured.gradient_error) else results
+        error, results = measured.gradient_error, self.name_of_results
+        if sentences.is_mismatch(predicted.gradient_error, error):
+            yield sentences.sentence_of_mismatch(predicted.gradient_error, error, results, has_gaps=has_gaps)
+            results = f"explained {results}" if np.isfinite(error) else results
+        self.status.update("error budget: rounding only products")
+        floor = self._error_of([], RoundedOperands.OF_ALL, budget)
+        if error > LARGEST_GOOD_ERROR and LARGEST_GOOD_ERROR < floor < np.inf:
+            half = self.sites[self.half[0]].dtype.name
+            yield f"{sentence_of_coarse_half(half, floor)} jaxmp.inspect.tune measures the ways out."
         largest = budget.by_line(self.half)[0]  # values that stay float32 cause no error
-        if largest.share < sentences.NOTABLE and not largest.overflows:
+        if sentences.is_near_floor(error, floor):
+            yield sentences.sentence_of_floor(error, floor)
+        elif largest.share < sentences.NOTABLE and not largest.overflows:
             yield sentences.sentence_of_spread(largest, results)
             of_products = [number for number in self.half if self.sites[number].operation in PRODUCTS]
             if of_products:
-                self.status.update("error budget: rounding only the products")
-                after = self._measured(self.run.results(of_products, rounds_operands=True), budget)
-                yield sentences.sentence_of_products(measured.gradient_error, after.gradient_error)
-            return
-        self.status.update("error budget: checking the gain")
-        chosen = self._main_operations(budget, largest)
-        after = self._measured(self.run.results(sorted({*self.half} - {*chosen}), rounds_operands=True), budget)
-        sites = [self.sites[number] for number in chosen]
-        not_chosen = [self.sites[number] for number in self.half if number not in chosen]
-        has_other_products = any(
-            site.operation in PRODUCTS and not site.is_operand and site.equation.source == largest.name
-            for site in not_chosen
+                after = self._error_of(of_products, RoundedOperands.OF_CHOSEN, budget)
+                yield sentences.sentence_of_products(error, after)
+        else:
+            yield self._advice(budget, largest, error, results)
+
+    def _error_of(self, rounded: Sequence[int], operands: RoundedOperands, budget: Budget) -> float:
+        """Return the error of the gradients if only some sites and operands of products are rounded."""
+        return self._measured(self.run.results(rounded, operands), budget).gradient_error
+
+    def _advice(self, budget: Budget, line: BudgetGroup, error: float, results: str) -> str:
+        """Return a sentence about a line, with an advice whose effect is measured under this advice."""
+        self.status.update("error budget: measuring the gain")
+        chosen = [self.sites[number] for number in self._main_operations(budget, line)]
+        is_shared = line.name != chosen[0].equation.source
+        advice = sentences.advice_for(chosen, [self.sites[number] for number in self.half], is_shared=is_shared)
+        with trial_region(advice.covers):
+            program = self.trace()
+        after = self._measured(results_of(program), budget).gradient_error
+        return sentences.sentence_of_line(
+            sentences.AdviceRun(line, chosen, advice, error, after, self._products_in(advice)), results
         )
-        errors = measured.gradient_error, after.gradient_error
-        line_run = sentences.LineRun(largest, sites, *errors, has_other_products)
-        yield sentences.sentence_of_line(line_run, results)
+
+    def _products_in(self, advice: sentences.Advice) -> int:
+        """Return the number of half products of the forward pass that an advice makes float32."""
+        return sum(
+            equation.name in PRODUCTS and equation.phase == "forward" and advice.covers(equation)
+            for equation in {value.at for value in self.read.values if value.is_half and value.equation is not None}
+        )
 
     def _main_operations(self, budget: Budget, line: BudgetGroup) -> list[int]:
-        """Return the sites of the operations that cause most of a line's error: as few operations as possible.
-
-        If an override cannot name them, the advice is a float32 region around the line. Then all sites of the line are
-        returned, except its products if they cause little of the error.
-        """
-        on_line = [number for number in self.half if self.sites[number].equation.source == line.name]
+        """Return the sites of the operations that cause most of a line's error: as few operations as possible."""
+        on_line = [number for number in self.half if budget.lines[number] == line.name]
         operations = tables.grouped(on_line, lambda number: self.sites[number].operation_in_float32)
         operations.sort(key=lambda group: (-budget.counts(group)[1], -budget.share(group)))
         chosen: list[int] = []
@@ -332,12 +352,9 @@ class _Measurement:
             overflows = budget.counts(group)[1]
             if overflows or budget.share(chosen) < _MOST_OF_A_LINE * line.share:
                 chosen += group
-        if sentences.override_of([self.sites[number] for number in chosen]) is not None:
-            return chosen
-        has_products = any(self.sites[number].operation in PRODUCTS for number in chosen)
-        return [number for number in on_line if has_products or self.sites[number].operation not in PRODUCTS]
+        return chosen
 
-    def _gaps(self) -> Iterator[NotCovered]:
+    def _gaps(self) -> Iterator[str]:
         """Yield the operations through which errors do not pass, if a rounded value leads to them or is in them."""
         values = {(value.key, value.position): value for value in self.read.values if value.is_computed}
         rounded = [values[site.place] for site in self.sites]
@@ -345,16 +362,16 @@ class _Measurement:
         for key, why in sorted(self.run.gaps.items()):
             inside = any(site.place[0][: len(key)] == key for site in self.sites)
             if inside or key in keys_behind or self._computes_in_half(key):
-                equation = self.read.equations[key]
-                yield NotCovered(equation.path, equation.name, equation.source, why)
+                yield _gap(self.read.equations[key], why)
 
     def _computes_in_half(self, key: Key) -> bool:
         return any(is_narrow(value.dtype) for value in self.read.equations[key].results)
 
 
-def _without_derivative(site: Site) -> NotCovered:
-    equation = site.equation
-    return NotCovered(equation.path, equation.name, equation.source, "its effect is not finite")
+def _gap(equation: Equation, why: str) -> str:
+    """Return a description of an operation that is not counted."""
+    places = ", ".join(filter(None, (equation.path, equation.source)))
+    return f"{equation.name}{f' ({places})' if places else ''}: {why}"
 
 
 def _finite_effects(alone: Effects, together: Effects) -> tuple[Effects, Effects, Sequence[int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Callable, Hashable, Sequence
 
@@ -57,7 +58,8 @@ class BudgetGroup:
     """The roundings of a module, a line or a rule. The fields are those of :class:`BudgetRow`.
 
     Attributes:
-      name: the path, the file and line, or the rule.
+      name: the path, the file and line, or the rule. If the operations of a line are in several modules or scopes, each
+        of them has a group: the path comes after the line.
       sites: the number of roundings in the program.
       share: the share of the error of the gradients.
       loss_error: the signed change of the loss.
@@ -84,6 +86,7 @@ class Budget:
       alone: the effects of the sites if one of them alone is rounded.
       together: the effects if all values are rounded.
       size: the L2 norm of all gradients in float32.
+      lines: the name of each site's line, see :class:`BudgetGroup`.
     """
 
     def __init__(
@@ -91,6 +94,7 @@ class Budget:
     ) -> None:
         self.sites, self.whys, self.alone, self.together, self.size = sites, whys, alone, together, size
         self.is_rounded = np.array([not site.is_float32 for site in sites])
+        self.lines = _lines_of(sites)
         parts = together.parts
         if not parts[self.is_rounded].sum() > 0:  # the run under the policy is not finite, or has no error
             parts = np.mean(np.square(alone.changes), axis=0)
@@ -124,7 +128,7 @@ class Budget:
 
     def by_line(self, numbers: Sequence[int] | None = None) -> tuple[BudgetGroup, ...]:
         """Return a group for each line of the user's code. ``numbers`` are the sites; by default, all sites."""
-        return self.groups(lambda number: self.sites[number].equation.source, numbers)
+        return self.groups(lambda number: self.lines[number], numbers)
 
     def by_rule(self) -> tuple[BudgetGroup, ...]:
         """Return a group for each rule of autocast."""
@@ -176,6 +180,21 @@ class Budget:
             overflows=overflows,
             is_float32=site.is_float32,
         )
+
+
+def _lines_of(sites: Sequence[Site]) -> list[str]:
+    """Return the name of each site's line; equal layers have the same name."""
+    equations = [site.equation for site in sites]
+    places = [(equation.source, tables.without_numbers(equation.path)) for equation in equations]
+    paths: dict[tuple[str, str], list[str]] = {}
+    for place, equation in zip(places, equations, strict=True):
+        paths.setdefault(place, []).append(equation.path)
+    paths_of_line = collections.Counter(source for source, _ in paths)
+    names = {}
+    for (source, pattern), of_place in paths.items():
+        is_shared = paths_of_line[source] > 1 and pattern
+        names[source, pattern] = f"{source} ({tables.common_path(of_place)})" if is_shared else source
+    return [names[place] for place in places]
 
 
 def _mean_square(changes: np.ndarray) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,15 @@ from jaxmp.program.values import Key
 
 _FEWER_BYTES = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
 """The compiler option with which XLA orders the operations so that they need less memory, not to run them together."""
+
+
+class RoundedOperands(enum.IntEnum):
+    """The half products whose operands are rounded, beside the casts among the sites."""
+
+    NONE = 0
+    OF_CHOSEN = 1
+    """Those whose result is rounded."""
+    OF_ALL = 2
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +58,7 @@ class Effects:
 class BudgetRun:
     """The runs of a program that measure the effects of its sites.
 
-    All runs use one compiled program. The program under its policy, without changes, is another one.
+    All runs use one compiled program.
 
     Attributes:
       gaps: the reasons why errors do not pass through an equation, by the equation's key; known after the first run.
@@ -60,21 +70,13 @@ class BudgetRun:
         self._probes, self._key = probes, jax.random.key(seed)
         self._loss_passes = [0] if program.has_loss else []
         options = options_of_few_runs()
-        self._policy_run = jax.jit(functools.partial(evaluate, program.jaxpr), compiler_options=options)
         if jax.default_backend() == "cpu":
             options = options | _FEWER_BYTES
         self._tapped_run = jax.jit(self._results_and_summaries, compiler_options=options)
 
-    def under_policy(self) -> list[np.ndarray]:
-        """Return the results under the policy."""
-        return self._call(self._policy_run)
-
-    def results(self, rounded: Collection[int], *, rounds_operands: bool = False) -> list[np.ndarray]:
-        """Return the results if only the sites with these numbers are rounded, and all others are float32.
-
-        With ``rounds_operands``, each product whose result is rounded also rounds its operands.
-        """
-        return self._run(rounded, (), rounds_operands=rounds_operands)[0]
+    def results(self, rounded: Collection[int], operands: RoundedOperands = RoundedOperands.NONE) -> list[np.ndarray]:
+        """Return the results if only the sites with these numbers are rounded, and all others are float32."""
+        return self._run(rounded, (), operands=operands)[0]
 
     def alone(self) -> tuple[list[np.ndarray], Effects]:
         """Return the results in float32, and the effect of each site if it alone is rounded."""
@@ -97,7 +99,7 @@ class BudgetRun:
         rounded: Collection[int],
         passes: Collection[int],
         direction: Sequence[np.ndarray] = (),
-        rounds_operands: bool = False,
+        operands: RoundedOperands = RoundedOperands.NONE,
     ) -> tuple[list[np.ndarray], np.ndarray]:
         """Return the results, and the summaries of all sites for each of the backward passes in ``passes``."""
         avals = self.program.others
@@ -106,7 +108,7 @@ class BudgetRun:
         is_rounded, is_wanted = np.zeros(len(self.sites), np.float32), np.zeros(2 + self._probes, bool)
         is_rounded[list(rounded)] = 1
         is_wanted[list(passes)] = True
-        arguments = along, is_rounded, is_wanted, rounds_operands, self._key
+        arguments = along, is_rounded, is_wanted, int(operands), self._key
         results, summaries = self._call(self._tapped_run, *arguments)
         return list(results), summaries
 
@@ -130,7 +132,7 @@ class BudgetRun:
         direction: Any,
         is_rounded: Any,
         is_wanted: Any,
-        rounds_operands: Any,
+        rounded_operands: Any,
         key: Any,
     ) -> Any:
         """Return the results, and the summaries of all sites for each backward pass.
@@ -149,8 +151,9 @@ class BudgetRun:
             def at_operand(key: Key, eqn: Any, number: int | None, dtype: np.dtype, value: Any) -> Any:
                 if eqn.primitive.name not in PRODUCTS:
                     return value
-                is_half_product = rounds_operands if number is None else rounds_operands & (masks[number] == 1)
-                return rounding.round_if(is_half_product, dtype, value)
+                is_chosen = number is None or masks[number] == 1
+                is_rounded = (rounded_operands == RoundedOperands.OF_CHOSEN) & is_chosen
+                return rounding.round_if(is_rounded | (rounded_operands == RoundedOperands.OF_ALL), dtype, value)
 
             changes = Changes(self._numbers, at_site, at_site_without_gradient, at_operand)
             return evaluate_wide(self.program.jaxpr, consts, inputs, changes, self.gaps)
@@ -184,9 +187,20 @@ class BudgetRun:
         return cotangents
 
     def _call(self, run: Any, *arguments: Any) -> Any:
-        with self.program.context(), jax.default_matmul_precision("highest"):
-            results = run(self.program.consts, self.program.inputs, *arguments)
-        return jax.tree.map(in_double_precision, results)
+        return _call(self.program, run, *arguments)
+
+
+def results_of(program: GradientProgram) -> list[np.ndarray]:
+    """Return the results of a program under its policies."""
+    run = jax.jit(functools.partial(evaluate, program.jaxpr), compiler_options=options_of_few_runs())
+    results: list[np.ndarray] = _call(program, run)
+    return results
+
+
+def _call(program: GradientProgram, run: Any, *arguments: Any) -> Any:
+    with program.context(), jax.default_matmul_precision("highest"):
+        results = run(program.consts, program.inputs, *arguments)
+    return jax.tree.map(in_double_precision, results)
 
 
 def norm(arrays: Sequence[np.ndarray]) -> float:

@@ -10,36 +10,74 @@ from dataclasses import dataclass
 from jaxmp._internals.jax.sources import user_line_of
 from jaxmp.inspect._budget.rows import BudgetGroup
 from jaxmp.inspect._budget.sites import Site
+from jaxmp.inspect.gradient_error import LARGEST_GOOD_ERROR, percent
+from jaxmp.policy.patterns import covers, path_and_primitive
 from jaxmp.program.primitives import PRODUCTS
+from jaxmp.program.scopes import named_scopes
 from jaxmp.program.values import Equation
 
 NOTABLE = 0.25
 """The share of the error from which a line is worth a sentence and a run."""
 _REST, _REST_WITH_PRODUCTS = 0.9, 0.5
 """The largest share of the error that may remain if float32 is advised; the second, if products would leave half."""
+_NEAR_FLOOR = 2.0
+"""The factor between the error and the floor below which no override is advised."""
 _TRUSTED = 2.0
 """The factor between the predicted and the measured error from which errors are not small."""
 
 
 @dataclass(frozen=True)
-class LineRun:
-    """A run without the roundings that float32 would save in one line.
+class Advice:
+    """Float32 for the operations that cause most of the error of one line.
+
+    Attributes:
+      key: the key of the override; None if a float32 region is advised.
+      source: the line of the region.
+      without: the paths whose operations, and products, the region leaves out; None if it leaves nothing out.
+    """
+
+    key: str | None
+    source: str
+    without: frozenset[str] | None = None
+
+    def covers(self, equation: Equation) -> bool:
+        """Return whether the advice makes an operation float32."""
+        if self.key is not None:
+            pattern, primitive = path_and_primitive(self.key)
+            return primitive in ("", equation.name) and covers(pattern, named_scopes(equation.names))
+        is_left_out = self.without is not None and (equation.name in PRODUCTS or equation.path in self.without)
+        return equation.source == self.source and not is_left_out
+
+    def __str__(self) -> str:
+        if self.key is not None:
+            return f'Pass overrides={{"{self.key}": "float32"}}.'
+        region = 'ut `with jaxmp.precision("float32"):` around the'
+        if self.without is None:
+            return f"P{region} line."
+        return f"Write the products of this line on a line of their own, and p{region} rest."
+
+
+@dataclass(frozen=True)
+class AdviceRun:
+    """A run under an advice.
 
     Attributes:
       line: the group of the line.
-      sites: the sites of the line that are left out.
-      before, after: the relative error of the gradients with and without the roundings.
-      has_other_products: whether the line has half products that are not among its main operations.
+      sites: the sites of the line that cause most of its error.
+      advice: the advice.
+      before, after: the relative error of the gradients without and with the advice.
+      products: the number of products that the advice makes float32.
     """
 
     line: BudgetGroup
     sites: Sequence[Site]
+    advice: Advice
     before: float
     after: float
-    has_other_products: bool = False
+    products: int
 
 
-def sentence_of_line(run: LineRun, results: str) -> str:
+def sentence_of_line(run: AdviceRun, results: str) -> str:
     """Return a sentence about the line that causes the largest share of the error.
 
     ``results`` is the name of the results that have the error: gradients or results.
@@ -52,14 +90,21 @@ def sentence_of_line(run: LineRun, results: str) -> str:
     start = f"{start}, {_operations(run.sites)}"
     was_finite, is_finite = math.isfinite(run.before), math.isfinite(run.after)
     if not was_finite and not is_finite:
-        return f"{start}. Without its roundings the error is still infinite, because of other lines."
-    products = sum(site.operation in PRODUCTS and not site.is_operand for site in run.sites)
-    largest_rest = _REST_WITH_PRODUCTS if products else _REST
+        return f"{start}. With float32 there the error is still infinite, because of other lines."
+    largest_rest = _REST_WITH_PRODUCTS if run.products else _REST
     if was_finite and not run.after < largest_rest * run.before:
-        return f"{start}. Without its roundings the error is {percent(run.after)} instead of {percent(run.before)}."
-    rest = f"{_number(products, 'product')} would leave half" if products else "no product leaves half"
+        return f"{start}. With float32 there the error is {percent(run.after)} instead of {percent(run.before)}."
+    rest = f"{_number(run.products, 'product')} would leave half" if run.products else "no product leaves half"
     gain = f"float32 there lowers the error from {percent(run.before)} to {percent(run.after)}, and {rest}"
-    return f"{start}: {gain}. {_how(run)}"
+    return f"{start}: {gain}. {run.advice}"
+
+
+def sentence_of_floor(error: float, floor: float) -> str:
+    """Return a sentence about an error near the floor, the error if only the operands of products round."""
+    return (
+        f"The error of {percent(error)} is near the floor of {percent(floor)}, the error if only the operands of "
+        "products are rounded, so float32 elsewhere gains little."
+    )
 
 
 def sentence_of_spread(largest: BudgetGroup, results: str) -> str:
@@ -80,6 +125,11 @@ def sentence_of_products(error: float, error_of_products: float) -> str:
     )
 
 
+def is_near_floor(error: float, floor: float) -> bool:
+    """Return whether an error is small, and float32 elsewhere than in products gains little."""
+    return error <= min(_NEAR_FLOOR * floor, LARGEST_GOOD_ERROR)
+
+
 def is_mismatch(predicted: float, measured: float) -> bool:
     """Return whether the roundings do not explain the measured error."""
     if math.isfinite(predicted) and not math.isfinite(measured):
@@ -91,7 +141,7 @@ def is_mismatch(predicted: float, measured: float) -> bool:
 def sentence_of_mismatch(predicted: float, measured: float, results: str, *, has_gaps: bool) -> str:
     """Return a warning that the roundings do not explain the measured error.
 
-    ``has_gaps`` says whether operations are not covered.
+    ``has_gaps`` says whether operations are not counted.
     """
     if not math.isfinite(measured):
         return (
@@ -102,22 +152,11 @@ def sentence_of_mismatch(predicted: float, measured: float, results: str, *, has
         f"The roundings explain an error of {percent(predicted)} of the {results}, but {percent(measured)} is measured."
     )
     if has_gaps:
-        return f"{start} The operations that are not covered may cause the rest."
+        return f"{start} The operations that are not counted may cause the rest."
     return (
         f"{start} So errors are not small somewhere: a number overflows (see jaxmp.inspect.first_nonfinite), or a "
         "choice changes, such as a ReLU, a maximum, a bin or the result of top_k (see jaxmp.inspect.compare)."
     )
-
-
-def percent(share: float) -> str:
-    """Return a share as a percentage with two digits.
-
-    >>> percent(0.00642), percent(0.84)
-    ('0.64 %', '84 %')
-    """
-    if not math.isfinite(share):
-        return "infinite"
-    return f"{100 * share:.0f} %" if share >= 0.0995 else f"{100 * share:.2g} %"
 
 
 def _text_of(equation: Equation | None) -> str:
@@ -129,25 +168,30 @@ def _text_of(equation: Equation | None) -> str:
     return ""
 
 
-def _how(run: LineRun) -> str:
-    """Return how to compute the main operations of a line in float32."""
-    region = 'Put `with jaxmp.precision("float32"):` around the line'
-    if run.has_other_products:
-        region = (
-            'Write the products of this line on a line of their own, and put `with jaxmp.precision("float32"):` around '
-            "the rest"
-        )
-    override = override_of(run.sites)
-    return f"{region}." if override is None else f'{region}, or pass overrides={{"{override}": "float32"}}.'
+def advice_for(sites: Sequence[Site], all_sites: Sequence[Site], *, is_shared: bool) -> Advice:
+    """Return the advice for the sites that cause most of the error of a line.
 
-
-def override_of(sites: Sequence[Site]) -> str | None:
-    """Return the override that names an operation of one scope, or None if the sites are of several."""
-    places = {(site.equation.path, site.operation) for site in sites if site.phase == "forward"}
-    if len(places) != 1 or not min(places)[0]:
-        return None
-    path, operation = min(places)
-    return f"{glob.escape(path)}:{operation}"
+    Args:
+      sites: these sites.
+      all_sites: all sites of the program.
+      is_shared: whether the operations of the line are in several modules or scopes.
+    """
+    source = sites[0].equation.source
+    places = {(site.equation.path, site.operation_in_float32) for site in sites if site.phase == "forward"}
+    paths = {path for path, _ in places}
+    if len(paths) == 1 and min(paths):
+        path = glob.escape(min(paths))
+        if len(places) == 1:
+            (_, operation), *_ = places
+            return Advice(f"{path}:{operation}", source)
+        if is_shared:
+            return Advice(path, source)
+    if any(site.operation in PRODUCTS for site in sites):
+        return Advice(None, source)
+    products = {
+        site.equation.path for site in all_sites if site.operation in PRODUCTS and site.equation.source == source
+    }
+    return Advice(None, source, frozenset(products - paths) if products else None)
 
 
 def _operations(sites: Sequence[Site]) -> str:

@@ -12,10 +12,21 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxmp.base import tables
+from jaxmp._internals.jax.sources import origin_of
 from jaxmp.base.dtypes import is_narrow
 from jaxmp.program.primitives import CAST, PRODUCTS, Class, Trait, classify, with_trait
-from jaxmp.program.values import CONSTANT, STACKED, Equation, Key, Program, Value, is_move_or_cast, leading_to, origins
+from jaxmp.program.values import (
+    CONSTANT,
+    STACKED,
+    Equation,
+    Key,
+    Program,
+    Value,
+    computed_at,
+    is_move_or_cast,
+    leading_to,
+    origins,
+)
 
 _KEEPS_DIGITS = with_trait(Trait.KEEPS_MAGNITUDE) | {"sign"}
 CASTS = frozenset({CAST, "cast_repeated"})
@@ -38,7 +49,8 @@ class Site:
       phase: the phase in which the program rounds.
       equation: the equation to whose line and scope the rounding belongs, usually the one that computes the value. For
         the cast of a loop's carry, it is the equation before the cast, because the cast has the line of the whole loop.
-        For a sum of cotangents, it is the equation that computes the value whose cotangents are summed.
+        For a sum of cotangents, it is the equation that computes the value whose cotangents are summed, or for an
+        argument the operation that reads it.
     """
 
     place: Place
@@ -78,7 +90,7 @@ def sites_of(program: Program, float32_as: np.dtype | None = None) -> list[Site]
     leading = leading_to(program.results)
     readers = _readers(program.values)
     carried = _results_of_bodies(program)
-    owners = _values_with_several_readers(program.values, readers)
+    summed = _summed_values(program)
     sites = []
     for value in program.values:
         if value not in leading or value.equation is None or not value.is_computed:
@@ -94,42 +106,45 @@ def sites_of(program: Program, float32_as: np.dtype | None = None) -> list[Site]
                 operation = computed.name
         is_operand = computed is value and operation != value.name
         place, is_float32 = (value.key, value.position), not is_narrow(value.dtype)
-        equation = owners.get(_place_in_code(value), value.at) if operation == SUM_OF_COTANGENTS else computed.at
+        equation = _owner_of_sum(value, summed) if operation == SUM_OF_COTANGENTS else computed.at
         phase = value.at.phase
         sites.append(Site(place, dtype, operation, is_operand, is_float32, phase, equation))
     return sorted(sites, key=lambda site: site.place)
 
 
-def _place_in_code(value: Value) -> tuple[str, str, tuple[int, ...]]:
-    return value.at.source, value.at.path, value.shape
+_Reader = tuple[int, str, tuple[int, ...]]
+"""The origin and the scope of an operation, and the shape of a value that it reads."""
 
 
-def _values_with_several_readers(
-    values: Sequence[Value], readers: Mapping[Value, list[Value]]
-) -> dict[tuple[str, str, tuple[int, ...]], Equation]:
-    """Return the equations of values that several operations read, by the line, scope and shape of each reader.
+def _summed_values(program: Program) -> dict[_Reader, Value]:
+    """Return the values of the forward pass that several operations read, by each reader.
 
-    The derivative of such a value is a sum of cotangents. JAX gives the sum the line of a reader. If a line reads
-    several such values, as in a loop in Python, most of them are computed by equations like the returned one.
+    The derivative of such a value is a sum of cotangents, which JAX gives the origin and the scope of a reader.
     """
-    owners = collections.defaultdict[tuple[str, str, tuple[int, ...]], list[Equation]](list)
-    for value in values:
-        is_forward = value.equation is not None and value.at.phase == "forward" and value.is_float
-        if not is_forward or is_move_or_cast(value) or len(readers.get(value, ())) < 2:
-            continue
-        for reader in _values_behind(value, readers):
-            if reader.at.phase == "forward":
-                owners[reader.at.source, reader.at.path, value.shape].append(value.at)
-    return {place: _most_common(equations, place[0]) for place, equations in owners.items()}
+    readers = collections.defaultdict[Value, list[Equation]](list)
+    for equation in program.equations.values():
+        if equation.phase == "forward":
+            for operand in dict.fromkeys(equation.operands):
+                readers[operand].append(equation)
+    summed: dict[_Reader, Value] = {}
+    for value, equations in readers.items():
+        if value.is_float and len(equations) > 1:
+            for equation in equations:
+                summed.setdefault((origin_of(equation.eqn), equation.path, value.shape), value)
+    return summed
 
 
-def _most_common(equations: Sequence[Equation], source: str) -> Equation:
-    """Return the first of the equations that are most often in one line, with one primitive.
+def _owner_of_sum(value: Value, summed: Mapping[_Reader, Value]) -> Equation:
+    """Return the equation to which a sum of cotangents belongs.
 
-    Other lines than ``source`` count first, because a derivative may read a value again in the value's own line.
+    It is the equation that computes the value whose cotangents are summed. An argument has none, so the sum belongs to
+    the operation that reads the argument.
     """
-    groups = tables.grouped(equations, lambda equation: (equation.source, equation.path, equation.name))
-    return max(groups, key=lambda group: (group[0].source != source, len(group)))[0]
+    read = summed.get((origin_of(value.at.eqn), value.at.path, value.shape))
+    while read is not None and is_move_or_cast(read) and len(read.inputs) == 1:
+        (read,) = read.inputs
+    owner = None if read is None else computed_at(read)
+    return owner if isinstance(owner, Equation) else value.at
 
 
 def _results_of_bodies(program: Program) -> set[Value]:

@@ -20,7 +20,8 @@ from jaxmp.base.dtypes import dtype_among, is_half
 from jaxmp.base.inspection import name_of, tool
 from jaxmp.base.trees import widen
 from jaxmp.engine.autocast import autocast
-from jaxmp.inspect._compare.entry import entered_in
+from jaxmp.engine.trial_regions import trial_region
+from jaxmp.inspect._compare.entry import entered_in, scopes_where_errors_grow
 from jaxmp.inspect._compare.loops import in_layout_of
 from jaxmp.inspect._compare.rows import (
     ComparedRow,
@@ -31,6 +32,7 @@ from jaxmp.inspect._compare.rows import (
     total_row,
 )
 from jaxmp.inspect._compare.run import RecordedProgram, run_and_record
+from jaxmp.inspect.gradient_error import LARGEST_GOOD_ERROR, percent
 from jaxmp.inspect.program.calls import (
     StepCall,
     argument_paths,
@@ -41,11 +43,17 @@ from jaxmp.inspect.program.calls import (
     step_call,
 )
 from jaxmp.inspect.program.function_leaves import of_arrays
+from jaxmp.inspect.program.half_arguments import half_arguments, sentences_of_half_arguments
+from jaxmp.program.primitives import PRODUCTS
 from jaxmp.sharding.devices import DevicesOfMesh
 from jaxmp.training.state import TrainState
 from jaxmp.training.update import Update
 
 _REFERENCES = ("float32", "float64")
+_MOST_SCOPES = 2
+"""The number of scopes in which the error grows that are tried in float32."""
+_MOST_OF_THE_ERROR = 0.5
+"""The share of the error that remains if it does not enter in a scope."""
 _COLUMNS = ("path", "phase", "dtype", "relative\nerror", "mean\n|difference|", "cosine", "ulps")
 
 
@@ -68,13 +76,18 @@ class Comparison(tables.Shown):
       entered: the path of the module or scope where the error enters, or None if the error enters nowhere. The error
         enters at the first value or gradient whose relative error exceeds two limits: 4 times the largest relative
         error of its inputs, and 4 times the error of one rounding to half. If code between modules computes this value,
-        ``entered`` is the path of the module around this code. The path is empty for code outside of all scopes.
+        ``entered`` is the path of the module around this code. The path is empty for code outside of all scopes. If
+        there is no such value, the error may grow in small steps, as in a sum of many terms. It then enters in the
+        first scope of which two things are true: the error grows there by more than these limits, and a run in which
+        the operations of the scope, except products, are float32 has less than half of the error of ``total``.
       worst: the row with the largest relative error. Gradients of arguments are left out if they consist of rounding
         errors in any precision, such as the gradient of a bias before a batch norm.
-      total: one row for the result and all gradients of arguments together, as one vector. Its largest elements
-        dominate the error, often those of the result.
+      total: one row for all gradients of arguments together, as one vector; for the results if there are no gradients.
+        Its relative error is the error that ``error_budget`` and ``tune`` measure.
       unmatched: the paths of scopes that have values without a row. In one of the runs, the scope returns more or fewer
         values of their shape, or computes them in a loop that fits several axes of the other run's values.
+      not_counted: the operations whose inner values are not compared, such as while loops.
+      half_arguments: the names of arguments with rounded values; see :class:`jaxmp.inspect.ErrorBudget`.
     """
 
     reference: str
@@ -86,6 +99,8 @@ class Comparison(tables.Shown):
     worst: ComparedRow
     total: ComparedRow
     unmatched: tuple[str, ...]
+    not_counted: tuple[str, ...] = ()
+    half_arguments: tuple[str, ...] = ()
 
     def _headline(self) -> str:
         for row in self.rows:
@@ -121,6 +136,14 @@ class Comparison(tables.Shown):
         return self._headline(), _COLUMNS, cells, list(self._notes())
 
     def _notes(self) -> Iterator[str]:
+        if not self.is_of_two_functions and LARGEST_GOOD_ERROR < self.total.relative_error < math.inf:
+            yield (
+                f"The total error of {percent(self.total.relative_error)} is more than {percent(LARGEST_GOOD_ERROR)}: "
+                f"{self.dtype} may be too coarse here. jaxmp.inspect.tune measures the ways out."
+            )
+        yield from sentences_of_half_arguments(self.half_arguments)
+        if self.not_counted:
+            yield f"not counted: {'; '.join(self.not_counted)}"
         groups = tables.grouped(self.unmatched, tables.without_numbers)
         scopes = ", ".join(tables.common_path(paths) for paths in groups)
         if not self.is_of_two_functions:
@@ -234,7 +257,21 @@ def compare(
                 stack.enter_context(jax.enable_x64(True))
                 arrays = jax.tree.map(_in_64_bit_floats, arrays)
             of_reference = run_and_record(loss_fn, widen(arrays), paths, grad, scale)
-            return _compared(of_fun, of_reference, reference_dtype, is_of_two_functions=False)
+        comparison = _compared(of_fun, of_reference, reference_dtype, is_of_two_functions=False)
+        comparison = dataclasses.replace(comparison, half_arguments=half_arguments(paths, arrays))
+        if comparison.entered is not None or not comparison.total.relative_error < math.inf:
+            return comparison
+
+        def error_with_float32_in(path: str) -> float:
+            """Return the total error if the operations of a scope, except products, are float32."""
+            with trial_region(lambda equation: equation.path == path and equation.name not in PRODUCTS):
+                of_trial = run_and_record(cast, arrays, paths, grad, scale)
+            return total_row(of_trial, of_reference, jnp.finfo(comparison.dtype)).relative_error
+
+        for path in _grown(of_fun, of_reference, jnp.finfo(comparison.dtype)):
+            if error_with_float32_in(path) < _MOST_OF_THE_ERROR * comparison.total.relative_error:
+                return dataclasses.replace(comparison, entered=path)
+        return comparison
 
     return run
 
@@ -347,7 +384,14 @@ def _compared(
         worst=max(counted, key=_size_of_error),
         total=total_row(first, reference, finfo),
         unmatched=unmatched,
+        not_counted=first.not_recorded,
     )
+
+
+def _grown(first: RecordedProgram, reference: RecordedProgram, finfo: Any) -> list[str]:
+    """Return the first scopes in which the error grows."""
+    returned, passed_in, _ = matched_pairs(first, reference)
+    return scopes_where_errors_grow(first, reference, [*returned, *passed_in], float(finfo.eps) / 2)[:_MOST_SCOPES]
 
 
 def _size_of_error(row: ComparedRow) -> float:

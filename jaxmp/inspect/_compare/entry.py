@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxmp._internals.jax.sources import Names
 from jaxmp.inspect._compare.rows import Pair, relative_error
 from jaxmp.inspect._compare.run import RecordedProgram
 from jaxmp.inspect.program.iterations import Iteration, operands_of, time_of
@@ -37,6 +38,18 @@ def entered_in(
       rounding: the relative error of one rounding to half precision.
     """
     return _Entry(first, reference, pairs, numbers, rounding).path()
+
+
+def scopes_where_errors_grow(
+    first: RecordedProgram, reference: RecordedProgram, pairs: Sequence[Pair], rounding: float
+) -> list[str]:
+    """Return the paths of scopes in which the error grows, in program order.
+
+    In each of them, a value has a relative error that exceeds two limits: 4 times the largest relative error of the
+    values that enter the scope, and 4 times the error of one rounding. The error may grow by less in each operation, as
+    in a sum of many terms. The arguments are those of :func:`entered_in`.
+    """
+    return _Entry(first, reference, pairs, (), rounding).paths_of_growth()
 
 
 class _Entry:
@@ -65,6 +78,7 @@ class _Entry:
             if value not in self.paths:
                 self.paths[value] = ""
                 self.forward |= _errors_by_turn(value, of_first, of_reference)
+        self.names = {value: tuple(filter(None, path.split("/"))) for value, path in self.paths.items()}
         self.sources = {node: list(_nearest(*node, self.forward)) for node in self.forward}
         self.readers: dict[_Node, list[_Node]] = {}
         for node, sources in self.sources.items():
@@ -84,6 +98,24 @@ class _Entry:
                 first_reader, _ = min(self.readers[node], key=_time)
                 return self.paths[first_reader]
         return None
+
+    def paths_of_growth(self) -> list[str]:
+        """Return the paths of the scopes in which the error of the forward pass grows."""
+        paths = dict[str, None]()
+        errors_before: dict[tuple[_Node, Names], float] = {}  # the largest error of values that enter a scope
+        for node in sorted(self.forward, key=_time):
+            names = self.names[node[0]]
+            for depth in range(len(names) + 1):
+                scope = names[:depth]
+                before = 0.0
+                for source in self.sources[node]:
+                    is_inside = source in self.forward and self.names[source[0]][:depth] == scope
+                    error = errors_before[source, scope] if is_inside else self.forward.get(source, 0.0)
+                    before = max(before, error)
+                errors_before[node, scope] = before
+            if self.forward[node] > _GROWTH * max(self.rounding, before):
+                paths[self.paths[node[0]]] = None
+        return list(paths)
 
     def is_forward_entry(self, node: _Node) -> bool:
         before = [self.forward.get(source, 0.0) for source in self.sources[node]]

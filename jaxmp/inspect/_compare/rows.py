@@ -189,11 +189,11 @@ def numbers_above_rounding(reference: RecordedProgram, eps: float) -> set[int]:
 
 
 def total_row(first: RecordedProgram, reference: RecordedProgram, finfo: jnp.finfo) -> ComparedRow:
-    """Return one row for the results and all gradients of arguments together."""
+    """Return one row for all gradients of arguments together; for all results if there are no gradients."""
 
     def all_numbers(program: RecordedProgram) -> np.ndarray:
-        arrays = [array for _, array in program.results]
-        arrays += [gradient.array for gradient in program.gradients.values()]
+        arrays = [gradient.array for gradient in program.gradients.values()]
+        arrays = arrays or [array for _, array in program.results]
         return np.concatenate([array.ravel() for array in arrays] or [np.zeros(0)])
 
     phase = "backward" if first.gradients else "forward"

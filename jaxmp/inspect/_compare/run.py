@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxmp.base.trees import widen
 from jaxmp.inspect._compare.positions import count_backwards, counted_backwards, scans_of_reversed_arrays
-from jaxmp.inspect.program.borders import AtBorder, passed_in, read_for_recording, returned
+from jaxmp.inspect.program.borders import AtBorder, not_recorded, passed_in, read_for_recording, returned
 from jaxmp.inspect.program.calls import (
     AS_WRITTEN,
     RESULTS_ONLY,
@@ -57,6 +57,7 @@ class RecordedProgram:
       results: the floating and complex results to compare: the loss, or all results if there is no loss.
       gradients: the gradients of arguments, by the index of the argument's leaf.
       products: the compute dtype of each product in the forward pass.
+      not_recorded: the operations whose inner values are not recorded.
     """
 
     values: dict[Slot, Value]
@@ -67,6 +68,7 @@ class RecordedProgram:
     results: list[tuple[Value, np.ndarray]]
     gradients: dict[int, Gradient]
     products: list[str]
+    not_recorded: tuple[str, ...]
 
 
 def run_and_record(
@@ -133,6 +135,7 @@ def run_and_record(
             for n, gradient in zip(numbers, grads, strict=True)
         },
         products=[widest(map(multiplied, value.inputs[:2])) for value in program.values if value.name in PRODUCTS],
+        not_recorded=not_recorded(program),
     )
 
 

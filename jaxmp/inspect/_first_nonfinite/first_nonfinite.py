@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from jaxmp.base import tables
 from jaxmp.base.inspection import tool
 from jaxmp.base.trees import map_nodes_of_type, widen
 from jaxmp.inspect._first_nonfinite import stepping
+from jaxmp.inspect._first_nonfinite.known_lengths import with_known_lengths
 from jaxmp.inspect._first_nonfinite.origins import Range, failure_kind, on_host, ranges_of
 from jaxmp.inspect._first_nonfinite.search import ProgramRun, Rank, first_suspect
 from jaxmp.inspect.program.calls import (
@@ -33,6 +35,7 @@ from jaxmp.inspect.program.iterations import Iteration
 from jaxmp.inspect.program.tracing import program_of
 from jaxmp.optim.loss_scale import StaticLossScale
 from jaxmp.optim.scaling_state import LossScalingState
+from jaxmp.program.equations import evaluate
 from jaxmp.program.reading import is_whole, read_program
 from jaxmp.program.values import Program, Value, leading_to
 
@@ -43,18 +46,22 @@ class Blame(tables.Shown):
 
     Attributes:
       phase: ``"input"`` (an argument or a constant), ``"forward"`` or ``"backward"``. A value that only the derivative
-        uses is backward, such as 0.5/sqrt(0) in the derivative of a square root.
+        uses is backward, such as 0.5/sqrt(0) in the derivative of a square root. It is ``"compiled"`` if a result of
+        the compiled program is not finite, but all results are finite operation by operation; then most fields are
+        empty.
       primitive: the name of the operation's JAX primitive. For a constant, this is the primitive that reads the
         constant. For an argument, it is empty.
       path: the modules and scopes around the operation, joined by ``/``; for an argument, the name of the argument and
         the path of the array in it.
       source: the file and line in the user's code.
       kind: ``"overflow"``, ``"division by zero"`` (a pole: 1/0, log 0, rsqrt 0), ``"invalid"`` (0/0, inf - inf, the
-        square root of a negative number) or ``"input"``.
-      operands: the ranges of the operands in the blamed iteration; for an argument, the range of the argument.
+        square root of a negative number), ``"input"`` or ``"compiled"``.
+      operands: the ranges of the operands in the blamed iteration; for an argument, the range of the argument; for the
+        compiled program, the ranges of the results that are not finite.
       turn: the iteration of the innermost loop, counted from 0; None outside of loops. For a scan, and for the
         derivative of a scan, it is the index into the scanned arrays, also if the scan is reversed.
       scaled_only: whether everything is finite with a loss scale of 1, so that only the loss scale is to blame.
+      not_counted: the operation, with the reason, if the search did not look into it.
     """
 
     phase: str
@@ -65,10 +72,13 @@ class Blame(tables.Shown):
     operands: tuple[Range, ...]
     turn: int | None
     scaled_only: bool
+    not_counted: tuple[str, ...] = ()
 
     def summary(self) -> str:
         """Return the blame in one line."""
         scale = ", by the loss scale alone" if self.scaled_only else ""
+        if self.phase == "compiled":
+            return f"a result of the compiled program; operation by operation, all results are finite{scale}"
         if self.phase == "input" and not self.primitive:
             return f"the input {self.path!r}{scale}"
         turn = "" if self.turn is None else f", iteration {self.turn} of the loop"
@@ -81,10 +91,11 @@ class Blame(tables.Shown):
         rows = []
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.name != "operands" and value not in ("", None):
+            if field.name not in ("operands", "not_counted") and value not in ("", None):
                 rows.append((field.name.replace("_", " "), str(value)))
         rows += [(f"operand {n}", str(operand)) for n, operand in enumerate(self.operands)]
-        return f"First non-finite value: {self.summary()}", ("field", "value"), rows, ()
+        notes = [f"not counted: {'; '.join(self.not_counted)}"] if self.not_counted else []
+        return f"First non-finite value: {self.summary()}", ("field", "value"), rows, notes
 
 
 @tool
@@ -92,7 +103,8 @@ def first_nonfinite(fun: Any, *, grad: bool = True, loss_scale: Any = 1.0) -> Ca
     """Find the operation that made the first infinity or NaN.
 
     ``fun`` and its derivative run one operation at a time, also inside loops. The search starts at the non-finite
-    results and goes back through non-finite values. Some infinities do not reach a result, such as a mask of ``-inf``
+    results and goes back through non-finite values. If all results are finite, the compiled program runs too, because
+    XLA may compute other values. Some infinities do not reach a result, such as a mask of ``-inf``
     before a softmax. They are not blamed. If there are several suspects, the first in this order is blamed:
 
     1. an argument or constant that contains NaN, or an operation that computes an infinity or NaN from finite numbers;
@@ -109,8 +121,9 @@ def first_nonfinite(fun: Any, *, grad: bool = True, loss_scale: Any = 1.0) -> Ca
       loss_scale: the factor by which the loss is multiplied before the differentiation.
 
     Returns:
-      A function of ``fun``'s arguments that returns a :class:`Blame`, or None if everything is finite. When this
-      function runs ``fun``, XLA keeps every rounding to half precision (float16 or bfloat16) of the traced program.
+      A function of ``fun``'s arguments that returns a :class:`Blame`, or None if the results of both runs are
+      finite. In the run operation by operation, XLA keeps every rounding to half precision (float16 or bfloat16) of the
+      traced program.
 
     Raises:
       ValueError: ``loss_scale`` is not a positive finite number, or is set for a train step.
@@ -212,11 +225,17 @@ def _blame_in(fun: Callable[..., Any], args: Sequence[Any], paths: Sequence[str]
     ``fun`` returns a tuple of three items: losses, other results, and gradients.
     """
     jaxpr, consts, structure = program_of(fun, *args)
-    run = ProgramRun(jaxpr, consts, jax.tree.leaves(tuple(args)))
+    inputs = jax.tree.leaves(tuple(args))
+    run = ProgramRun(jaxpr, consts, inputs)
+    bad = _numbers_of_bad(run.results)
+    losses, aux, _ = map(jax.tree.leaves, jax.tree.unflatten(structure, range(len(run.results))))
+    if not bad:
+        return _blame_of_compiled(jaxpr, consts, inputs)
+    if run.lengths:
+        jaxpr, consts = with_known_lengths(jaxpr, consts, inputs, run.lengths)
+        run = ProgramRun(jaxpr, consts, inputs)
     program = read_program(jaxpr, consts, counts_as_one=is_whole)
     results = program.results
-    losses, aux, _ = map(jax.tree.leaves, jax.tree.unflatten(structure, range(len(results))))
-    bad = [n for n, result in enumerate(run.results) if not stepping.is_finite(result)]
     bad_losses_and_gradients = [results[n] for n in bad if n not in aux]
     early = leading_to([results[n] for n in (*losses, *aux)])
     suspect = first_suspect(bad_losses_and_gradients or [results[n] for n in bad], run, early)
@@ -234,6 +253,18 @@ def _blame_in(fun: Callable[..., Any], args: Sequence[Any], paths: Sequence[str]
     return _blame_of_operation(run, program, value, suspect.turns, "forward" if value in early else "backward")
 
 
+def _numbers_of_bad(results: Sequence[Any]) -> list[int]:
+    """Return the positions of the results that are not finite."""
+    return [number for number, result in enumerate(results) if not stepping.is_finite(result)]
+
+
+def _blame_of_compiled(jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any]) -> Blame | None:
+    """Return the blame if only the compiled program is not finite."""
+    results = jax.jit(functools.partial(evaluate, jaxpr))(consts, inputs)
+    bad = [on_host(jnp.asarray(results[number])) for number in _numbers_of_bad(results)]
+    return Blame("compiled", "", "", "", "compiled", ranges_of(bad), None, False) if bad else None
+
+
 def _blame_of_input(array: Any, path: str) -> Blame:
     return Blame("input", "", path, "", "input", ranges_of([on_host(jnp.asarray(array))]), None, False)
 
@@ -241,9 +272,7 @@ def _blame_of_input(array: Any, path: str) -> Blame:
 def _blame_of_operation(run: ProgramRun, program: Program, value: Value, turns: Iteration, phase: str) -> Blame:
     equation, failure = program.equations[value.key], run.failures[value.key, turns]
     origin = run.origin((value.key, turns))
-    turn = None
-    if equation.lengths:
-        is_while = equation.lengths[-1] is None
-        turn = failure.while_turn if is_while else turns[-1]
+    turn = turns[-1] if turns else None
     kind = "input" if phase == "input" else failure_kind(failure.name, origin)
-    return Blame(phase, failure.name, equation.path, equation.source, kind, origin.ranges, turn, False)
+    not_counted = (f"{equation.name}: it runs on each device",) if equation.bodies is not None else ()
+    return Blame(phase, failure.name, equation.path, equation.source, kind, origin.ranges, turn, False, not_counted)

@@ -21,7 +21,6 @@ class Failure(NamedTuple):
 
     name: str
     bad: set[int]  # the positions of the results that are not finite
-    while_turn: int  # the iteration of the innermost while loop; -1 outside of while loops
 
 
 class ProgramRun:
@@ -31,8 +30,9 @@ class ProgramRun:
       inputs: the leaves of the program's arguments.
       results: the leaves of the program's results.
       branches: the branches that the conditionals took.
-      failures: the operations with results that were not finite, by equation and iteration. If an operation in a while
-        loop fails in several iterations, only the first failure is included.
+      lengths: the number of iterations of each while loop, by the key of its equation.
+      failures: the operations with results that were not finite, by equation and iteration. All iterations of a while
+        loop count as one.
       origins: the origins of the failures that :meth:`look_at` examined.
     """
 
@@ -44,10 +44,10 @@ class ProgramRun:
         def visit(moment: stepping.Moment, eqn: Any, operands: list[Any], results: list[Any], flags: list[Any]) -> None:
             bad = _numbers_of_bad(flags)
             if bad:
-                failure = Failure(primitive_of(eqn), bad, moment.while_turn)
+                failure = Failure(primitive_of(eqn), bad)
                 self.failures.setdefault((moment.key, moment.turns), failure)
 
-        self.results, self.branches = stepping.step_through(jaxpr, consts, inputs, visit)
+        self.results, self.branches, self.lengths = stepping.step_through(jaxpr, consts, inputs, visit)
 
     def look_at(self, wanted: set[stepping.At]) -> None:
         """Run the program again to find the origins of the wanted failures."""

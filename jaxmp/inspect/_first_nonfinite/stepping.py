@@ -35,12 +35,10 @@ class Moment(NamedTuple):
     Attributes:
       key: the position of the equation, as in :class:`jaxmp.program.values.Equation`.
       turns: the iteration of each scan around the equation, as an index into the inputs of the scan, outermost first.
-      while_turn: the iteration of the innermost while loop around the equation; -1 outside of while loops.
     """
 
     key: Key = ()
     turns: tuple[int, ...] = ()
-    while_turn: int = -1
 
     def inside(self, number: int) -> Moment:
         """Return a moment with ``number`` at the end of the key.
@@ -48,13 +46,6 @@ class Moment(NamedTuple):
         ``number`` is the index of a body in an equation, or of an equation in a body.
         """
         return self._replace(key=(*self.key, number))
-
-    def in_turn(self, turn: int, is_counted: bool) -> Moment:
-        """Return the moment of an iteration of a loop.
-
-        ``is_counted`` tells whether the loop is a scan, whose number of iterations is known.
-        """
-        return self._replace(turns=(*self.turns, turn)) if is_counted else self._replace(while_turn=turn)
 
 
 Visit = Callable[[Moment, Any, list[Any], list[Any], list[Any]], None]
@@ -64,8 +55,22 @@ Branches = dict[At, set[int]]
 """The branches that each conditional took, by key and iterations. A conditional in a while loop may take several."""
 
 
-def step_through(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], visit: Visit) -> tuple[list[Any], Branches]:
-    """Run an open jaxpr; return its results and the branches of conditionals.
+class Stepped(NamedTuple):
+    """A run of a program one equation at a time.
+
+    Attributes:
+      results: the results.
+      branches: the branches that the conditionals took.
+      lengths: the largest number of iterations of each while loop that ran, by the key of its equation.
+    """
+
+    results: list[Any]
+    branches: Branches
+    lengths: dict[Key, int]
+
+
+def step_through(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], visit: Visit) -> Stepped:
+    """Run an open jaxpr.
 
     After each operation, ``visit`` is called with the moment, the equation, its operands, its results, and a flag for
     each result. The flag is None for results that are not floating.
@@ -73,7 +78,8 @@ def step_through(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], visit: 
     mesh = mesh_of((*consts, *args))
     stepping = _Stepping(visit, waits=mesh is not None)
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
-        return stepping.body(jaxpr, consts, args, Moment()), stepping.branches
+        results = stepping.body(jaxpr, consts, args, Moment())
+    return Stepped(results, stepping.branches, stepping.lengths)
 
 
 class _Stepping:
@@ -83,6 +89,7 @@ class _Stepping:
         self.visit = visit
         self.waits = waits
         self.branches: Branches = {}
+        self.lengths: dict[Key, int] = {}
         self.compiled: dict[Key, Callable[..., Any]] = {}
         self.unused: dict[Any, list[list[Any]]] = {}
 
@@ -110,8 +117,10 @@ class _Stepping:
             inside = moment
             if bodies.is_conditional:
                 self.branches.setdefault((moment.key, moment.turns), set()).add(number)
-            elif bodies.is_loop:
-                inside = moment.in_turn(turn, is_counted=bodies.length is not None)
+            elif bodies.is_loop and bodies.length is not None:
+                inside = moment._replace(turns=(*moment.turns, turn))
+            elif bodies.is_loop:  # the condition also runs after the last iteration
+                self.lengths[moment.key] = max(self.lengths.get(moment.key, 0), turn + number)
             return self.body(*opened(bodies.jaxprs[number]), inputs, inside.inside(number))
 
         return run_bodies(bodies, operands, run)

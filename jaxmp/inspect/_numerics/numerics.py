@@ -50,6 +50,7 @@ class Numerics(tables.Shown):
       activation_gradients: the gradients of the activations.
       gradients: the gradients of the params.
       updates: the updates that the optimizer adds to the params; empty without an optimizer.
+      not_counted: the operations whose inner values are not counted, with the reasons.
     """
 
     loss: float
@@ -59,12 +60,14 @@ class Numerics(tables.Shown):
     activation_gradients: Mapping[str, Statistics]
     gradients: Mapping[str, Statistics]
     updates: Mapping[str, Statistics]
+    not_counted: tuple[str, ...] = ()
 
     def recommended_scale(self, dtype: Any = "float16") -> float:
         """Return the loss scale with which the fewest gradients become 0 in a dtype.
 
         The gradients are those of activations and of params. The scale is a power of two from 1 to 2^24. Under this
-        scale, four times the largest gradient is still finite. If several scales are equally good, the smallest is
+        scale, four times the largest gradient is still finite. A gradient that is infinite or NaN under the step's loss
+        scale counts as the smallest one that overflows there. If several scales are equally good, the smallest is
         returned. If four times the largest gradient overflows even at scale 1, the result is 1.
         """
         return self._good_scales(dtype)[0]
@@ -76,7 +79,8 @@ class Numerics(tables.Shown):
             return [1.0]
         together = statistics.merged_statistics(gradients)
         limit = formats.format_of(dtypes.canonical_dtype(dtype)).largest
-        scales = [2.0**n for n in range(25) if 4 * together.amax * 2.0**n <= limit] or [1.0]
+        largest = max(together.amax, limit / self.loss_scale if together.overflow else 0.0)
+        scales = [2.0**n for n in range(25) if 4 * largest * 2.0**n <= limit] or [1.0]
         vanished = [together.under(dtype, scale).vanished for scale in scales]
         return [scale for scale, count in zip(scales, vanished, strict=True) if count == min(vanished)]
 
@@ -103,7 +107,14 @@ class Numerics(tables.Shown):
                 path, tensor = max(group, key=lambda pair: _harm_in_float16(pair[1], scale))
                 shown = path if len(group) == 1 else f"{path} (worst of {len(group)})"
                 rows.append((f"  {shown}", *_cells(tensor, scale)))
-        return title, _COLUMNS, rows, ()
+        return title, _COLUMNS, rows, list(self._notes())
+
+    def _notes(self) -> Iterator[str]:
+        infinite = sum(tensor.overflow for tensor in [*self.activation_gradients.values(), *self.gradients.values()])
+        if infinite and self.loss_scale <= 1:
+            yield f"{infinite} gradients are not finite at loss scale 1, so no loss scale helps"
+        if self.not_counted:
+            yield f"not counted: {'; '.join(self.not_counted)}"
 
 
 _COLUMNS = ("path", "values", "dtype", "zeros", "not\nfinite", "mean", "amax", "ratio", "0 in\nfloat16")
@@ -151,8 +162,8 @@ def numerics(
 
     The returned function, ``(params, *args, opt_state=None, loss_scale=loss_scale) -> Numerics``, differentiates the
     loss once and does not change its arguments. The function is compiled once for each set of shapes, and copies
-    about 20 kB per tensor to the host. Values inside of a ``jax.lax.while_loop``, or of a function with a custom
-    derivative rule, are not counted.
+    about 20 kB per tensor to the host. Values inside of a ``jax.lax.while_loop``, of a ``jax.shard_map``, or of a
+    function with a custom derivative rule, are not counted; ``not_counted`` lists these operations.
 
     Args:
       loss_fn: ``loss_fn(params, *args)``, which returns the loss (a floating scalar), or a tuple whose first element is
@@ -199,7 +210,7 @@ def numerics(
 def read_records(records: StepRecords, exponent: int) -> Numerics:
     """Return the numerics of a step under the loss scale ``2**exponent``."""
     loss, by_kind = records.read(exponent)
-    return Numerics(loss, 2.0**exponent, **by_kind)
+    return Numerics(loss, 2.0**exponent, **by_kind, not_counted=records.not_counted.operations)
 
 
 def _count_train_step(step: Any) -> Callable[..., Numerics]:

@@ -120,6 +120,12 @@ def candidates_of(
     return sorted(candidates, key=lambda candidate: -candidate.path.count("/"))
 
 
+def half_code_outside(plain: Callable[..., Any], args: Sequence[Any], half: Policy) -> tuple[str, ...]:
+    """Return the half operations outside of modules and named scopes, with their lines."""
+    rows = [row for row in cast_plan(plain, half)(*named_copy(args)).rows if not row.path and is_half_operation(row)]
+    return tuple(dict.fromkeys(f"{row.primitive} ({row.source or 'code of unknown origin'})" for row in rows))
+
+
 def _equal_layers(modules: Mapping[str, _Module]) -> Iterator[list[str]]:
     """Yield the keys of equal layers together, and each other key alone; parents come before children.
 

@@ -1,4 +1,4 @@
-"""Measure the errors of a loss and its gradients, relative to float32."""
+"""Measure the errors of the gradients of a loss, relative to float32."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from jaxmp.engine.autocast import autocast
 from jaxmp.engine.plan import cast_plan
 from jaxmp.inspect._tune.prediction import Prediction, named_copy
 from jaxmp.inspect._tune.rounded_products import Rounding, with_rounded_products
+from jaxmp.inspect.gradient_error import relative_error
 from jaxmp.inspect.program.calls import (
     differentiated,
     in_double_precision,
@@ -79,6 +80,7 @@ class Measurement:
         self._plain, self._all_args, self.half = plain, all_args, half
         self.loss_scale = loss_scale
         self.compilations = 0
+        self._measured: dict[tuple[tuple[str, str], ...], tuple[list[float], float]] = {}
         self._with_rounded_products = self._compiled(
             with_rounded_products(self._scaled_loss_and_gradients(plain), half.compute_dtype)
         )
@@ -129,21 +131,39 @@ class Measurement:
 
         The error is infinite if a loss or a gradient is not finite.
         """
-        cast = autocast(self._plain, self.half, overrides)
+        return self._measure(overrides)[0]
+
+    def loss_error(self, overrides: Mapping[str, str]) -> float:
+        """Return the largest change of the loss under overrides, divided by the loss, or by 1 if that is larger."""
+        return self._measure(overrides)[1]
+
+    def _measure(self, overrides: Mapping[str, str]) -> tuple[list[float], float]:
+        """Return the error of each batch, and the largest change of the loss."""
+        key = tuple(overrides.items())
+        if key not in self._measured:
+            results = self._results_under(self.half, overrides, self.loss_scale)
+            pairs = zip(results, self._references, strict=True)
+            changes = [abs(loss - true_loss) / max(abs(true_loss), 1.0) for (loss, _), (true_loss, _) in pairs]
+            self._measured[key] = self._errors(results), max(changes)
+        return self._measured[key]
+
+    def _results_under(self, policy: Policy, overrides: Mapping[str, str], scale: float) -> list[Result]:
+        cast = autocast(self._plain, policy, overrides)
         gradient = self._compiled(self._scaled_loss_and_gradients(cast))
-        results = []
-        for args in self._all_args:
-            results.append(self._result(gradient(jax.tree.leaves(tuple(args)), self.loss_scale), self.loss_scale))
-        return self._errors(results)
+        return [self._result(gradient(jax.tree.leaves(tuple(args)), scale), scale) for args in self._all_args]
+
+    def error_under(self, policy: Policy, scale: float) -> float:
+        """Return the largest error of all batches under another policy, with a loss scale."""
+        return max(self._errors(self._results_under(policy, {}, scale)))
 
     def error(self, overrides: Mapping[str, str]) -> float:
         """Return the largest error of all batches under overrides."""
         return max(self.errors(overrides))
 
     def error_of_result(self, batch: int, result: Result) -> float:
-        """Return the error of the loss and the gradients of one batch."""
-        (loss, gradient), (true_loss, true_gradient) = result, self._references[batch]
-        return max(_relative(loss, true_loss, least=1.0), _relative(gradient, true_gradient))
+        """Return the error of the gradients of one batch; infinite if the loss is not finite."""
+        loss, gradient = result
+        return relative_error(gradient, self._references[batch][1]) if np.isfinite(loss) else np.inf
 
     def _errors(self, results: Sequence[Result]) -> list[float]:
         return [self.error_of_result(batch, result) for batch, result in enumerate(results)]
@@ -204,14 +224,3 @@ class Measurement:
         loss, gradients = loss_and_gradients
         flat = [in_double_precision(leaf).ravel() / scale for leaf in gradients]
         return float(loss), np.concatenate(flat)
-
-
-def _relative(value: Any, true: Any, least: float = 0.0) -> float:
-    """Return the L2 norm of the difference, divided by the L2 norm of the true value.
-
-    If ``least`` is larger than the norm of the true value, the norm of the difference is divided by ``least``.
-    """
-    difference, size = float(np.linalg.norm(np.subtract(value, true))), max(float(np.linalg.norm(true)), least)
-    if difference == 0:
-        return 0.0
-    return difference / size if size and np.isfinite(difference) else np.inf

@@ -2,7 +2,7 @@
 
 A candidate is a module or scope with half operations, or one such operation. Half operations compute in half precision
 (float16 or bfloat16). A choice is a set of candidates that compute in float32. The error of a choice is the error of
-the loss and the gradients, relative to float32. It is predicted (``prediction.py``) or measured (``measurement.py``).
+the gradients, relative to float32. It is predicted (``prediction.py``) or measured (``measurement.py``).
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ class Result:
       overflowing: the candidates that must be float32 for a finite error.
       products_stay_half: whether the tolerance is met with half products in all candidates that do not overflow.
       interrupted: whether Ctrl-C ended the search.
+      is_measured: whether ``error`` is measured, not predicted.
     """
 
     candidates: Sequence[Candidate]
@@ -47,6 +48,7 @@ class Result:
     overflowing: Chosen = frozenset()
     products_stay_half: bool = False
     interrupted: bool = False
+    is_measured: bool = True
 
 
 def search(
@@ -121,6 +123,7 @@ def search_and_measure(
     best, measured, allowed = None, set[Chosen](), tolerance
     for _ in range(measurements):
         result = search(candidates, predict, allowed, operations=operations)
+        result.is_measured = False
         if result.interrupted:
             return _interrupted(best or dataclasses.replace(result, error=result.error * tolerance / allowed))
         if result.chosen in measured:
@@ -131,7 +134,7 @@ def search_and_measure(
         except KeyboardInterrupt:
             return _interrupted(best or result)
         if error <= tolerance and (best is None or _cost(result.chosen) < _cost(best.chosen)):
-            best = dataclasses.replace(result, error=error)
+            best = dataclasses.replace(result, error=error, is_measured=True)
         if not (0 < error < math.inf and 0 < result.error < math.inf):
             break
         allowed = tolerance * result.error / error

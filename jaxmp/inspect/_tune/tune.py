@@ -18,12 +18,14 @@ from jaxmp.base.inspection import tool
 from jaxmp.inspect._compare.compare import loss_of
 from jaxmp.inspect._first_nonfinite.first_nonfinite import first_nonfinite
 from jaxmp.inspect._numerics.numerics import numerics
-from jaxmp.inspect._tune.candidates import candidates_of, overrides_of
+from jaxmp.inspect._tune.candidates import candidates_of, half_code_outside, overrides_of
 from jaxmp.inspect._tune.measurement import Measurement, with_folded_keys, without_policies
 from jaxmp.inspect._tune.search import Result
 from jaxmp.inspect._tune.trials import Trials
-from jaxmp.inspect.program.calls import is_step, require_arguments_not_deleted, step_call
+from jaxmp.inspect.gradient_error import LARGEST_GOOD_ERROR, percent, sentence_of_coarse_half
+from jaxmp.inspect.program.calls import argument_paths, is_step, require_arguments_not_deleted, step_call
 from jaxmp.inspect.program.function_leaves import of_arrays, without_functions
+from jaxmp.inspect.program.half_arguments import half_arguments, sentences_of_half_arguments
 from jaxmp.optim.checks import as_float
 from jaxmp.policy.policies import Policy
 from jaxmp.policy.policy_files import write_policy
@@ -56,14 +58,11 @@ class TunedRow:
 
 @dataclasses.dataclass(frozen=True)
 class Tuned(tables.Shown):
-    """Overrides that keep the loss and the gradients near their float32 values.
+    """Overrides that keep the gradients near their float32 values.
 
     Of the results that the search found, this one leaves the most FLOPs in half precision (float16 or bfloat16). If
-    FLOPs are equal, it has the fewest modules and operations in float32. The error of a function is the larger of two
-    numbers:
-
-    - the error of the loss, divided by the absolute value of the loss or by 1, whichever is larger;
-    - the relative L2 error of all gradients together.
+    FLOPs are equal, it has the fewest modules and operations in float32. The error of a function is the relative L2
+    error of all gradients together. It is infinite if the loss is not finite.
 
     Overrides of named scopes need :func:`jaxmp.autocast` of a function, or ``make_train_step(policy=)``.
 
@@ -73,11 +72,17 @@ class Tuned(tables.Shown):
         If a module or its operations need float32, and its submodules do not, the submodules have overrides too: the
         half policy.
       error: the measured error with the overrides. If Ctrl-C ended the search, it may be the predicted error.
+      loss_error: the measured change of the loss with the overrides, divided by the absolute value of the loss, or by 1
+        if that is larger; NaN if ``error`` is predicted.
       error_before: the measured error without overrides.
       floor: the error if only the operands of products are rounded to half precision, and all computations are in
         float32. Products that autocast keeps in float32 count only if the result of the search does not depend on them.
       tolerance: the largest allowed error.
-      met: whether ``error`` is at most ``tolerance``.
+      met: whether the measured error is at most ``tolerance``; False if the error is only predicted.
+      is_too_coarse: whether the floor is above 5 %, and the user allowed no more. The half dtype itself is then too
+        coarse for the function, and the overrides set products to float32.
+      float16_error: the measured error under ``"mixed_float16"`` without overrides, if bfloat16 is too coarse, and
+        float16 is available; else None.
       interrupted: whether Ctrl-C ended the search, so that fewer overrides may be enough.
       half_flops: the share of the products' FLOPs in half precision with the overrides, from 0 to 1.
       loss_scale: a good initial loss scale for float16; None for bfloat16.
@@ -85,21 +90,29 @@ class Tuned(tables.Shown):
         modules in ``rows`` are then with half products.
       rows: the modules, scopes and operations that the search could switch to float32; those in float32 come first.
       evaluations: the number of programs that were compiled. Errors are predicted without a compilation.
+      not_counted: if the tolerance is not met, the half operations outside of modules and named scopes, which the
+        search cannot set to float32.
+      half_arguments: the names of arguments with rounded values; see :class:`jaxmp.inspect.ErrorBudget`.
     """
 
     policy: PolicyMap
     overrides: Mapping[str, str]
     error: float
+    loss_error: float
     error_before: float
     floor: float
     tolerance: float
     met: bool
+    is_too_coarse: bool
+    float16_error: float | None
     interrupted: bool
     half_flops: float
     loss_scale: float | None
     products_stay_half: bool
     rows: tuple[TunedRow, ...]
     evaluations: int
+    not_counted: tuple[str, ...]
+    half_arguments: tuple[str, ...]
 
     def save(self, file: str | Path) -> None:
         """Write the policy as a TOML file.
@@ -126,7 +139,7 @@ class Tuned(tables.Shown):
             cells.append((row.path, error, tables.short(row.flops), "yes" if row.is_float32 else ""))
         notes = [
             f"error {self.error:.2e}, without overrides {self.error_before:.2e}; tolerance {self.tolerance:.2e}, "
-            f"floor {self.floor:.2e}",
+            f"floor {self.floor:.2e}; error of the loss {self.loss_error:.2e}",
             f"{100 * self.half_flops:.1f} % of the products' FLOPs in half; {self.evaluations} evaluations",
         ]
         count_in_half = sum(policy != "float32" for policy in self.overrides.values())
@@ -137,20 +150,30 @@ class Tuned(tables.Shown):
             )
         if self.products_stay_half:
             notes.append("the errors of modules are with half products, because all products may stay half")
+        if self.float16_error is not None:
+            notes.append(f"in float16 the error is {percent(self.float16_error)}: policy='mixed_float16'")
         if self.half_flops < _FEW_IN_HALF:
             notes.append("few products are left in half: train in float32, or allow a larger error with tolerance=")
         if self.loss_scale is not None:
             notes.append(f"a good first loss scale: {self.loss_scale:g}")
+        if self.not_counted:
+            notes.append(f"not counted: {'; '.join(self.not_counted)}")
+        notes += sentences_of_half_arguments(self.half_arguments)
         return self._title(), _COLUMNS, cells, notes
 
     def _title(self) -> str:
         if self.interrupted:
-            return "Interrupted: this is the best result so far, and fewer overrides may be enough"
+            measured = "" if self.met else ", and its error is not measured or above the tolerance"
+            return f"Interrupted: this is the best result so far{measured}; fewer overrides may be enough"
         if not self.met:
             return "Tolerance not met, even with all modules in float32: the error comes from code outside of modules"
         if not self.overrides:
             return "Nothing needs float32: no override is needed"
         names = ", ".join(row.path for row in self.rows if row.is_float32)
+        if self.is_too_coarse:
+            half = self.policy.root.compute_dtype.name
+            gain = f"Float32 for these lowers the error to {percent(self.error)}: {names}"
+            return f"{sentence_of_coarse_half(half, self.floor)} {gain}"
         return f"These need float32: {names}"
 
 
@@ -179,7 +202,8 @@ def tune(
         step. Then call the function that ``tune`` returns with the step's arguments.
       policy: a policy that computes in half precision and has no overrides, such as ``"mixed_bfloat16"``.
       tolerance: the largest allowed error relative to float32, such as 0.01 (:class:`Tuned` defines the error). None
-        means twice the ``floor``, which is the error if only the operands of products are rounded to half precision.
+        means twice the ``floor``, but at most 5 %. The floor is the error if only the operands of products are rounded
+        to half precision. If the floor is above 5 %, products become float32 too, and the error in float16 is measured.
       seeds: the number of measurements of each error, with different random numbers; the largest error counts. The
         first measurement uses the unchanged arguments. Later measurements fold 1, 2, … into each typed PRNG key among
         the arguments.
@@ -227,7 +251,7 @@ def tune(
             all_args = [(params, model_state, *more, call.rng) for more in [(batch,), *more_batches]]
         args = all_args[0]
         require_arguments_not_deleted(loss_fn, args)
-        loss_fn, args = of_arrays(loss_fn, args)
+        written, (loss_fn, args) = loss_fn, of_arrays(loss_fn, args)
         all_args = [without_functions(args)[1] for args in all_args]
         all_args += [with_folded_keys(args, seed) for seed in range(1, seeds) for args in all_args]
         plain = without_policies(loss_fn)
@@ -257,18 +281,46 @@ def tune(
             trials = Trials(measurement, candidates, errors)
             least = _error_of_a_rounding(half) if tolerance is None else 0.0
             floor = min(floor, max(trials.error_of_half_products(), least))
-        allowed = _FLOORS_ALLOWED * floor if tolerance is None else tolerance
+        allowed = min(_FLOORS_ALLOWED * floor, LARGEST_GOOD_ERROR) if tolerance is None else tolerance
+        is_too_coarse = tolerance is None and floor > allowed and result.error > allowed
         if result.error > allowed:
-            if allowed < _as_printed(floor):
+            if tolerance is not None and allowed < _as_printed(floor):
                 raise ValueError(
                     f"the tolerance is below the floor, got {allowed:.2e} and a floor of {floor:.2e}, the error of "
                     "half products alone;\nallow a larger error, or train in float32"
                 )
             trials = trials or Trials(measurement, candidates, errors)
             result = trials.search(allowed, operations=operations)
-        return _tuned(result, half, floor, allowed, scale, measurement)
+        float16_error = None
+        if is_too_coarse and half.compute_dtype != np.float16 and not result.interrupted:
+            float16_error = _error_in_float16(plain, args, measurement)
+        met = result.is_measured and result.error <= allowed
+        return _tuned(
+            result,
+            half,
+            measurement,
+            floor=floor,
+            tolerance=allowed,
+            met=bool(met),
+            is_too_coarse=is_too_coarse,
+            float16_error=float16_error,
+            loss_scale=None if scale is None else measurement.loss_scale,
+            not_counted=() if met else half_code_outside(plain, args, half),
+            half_arguments=half_arguments(argument_paths(written, args), args),
+        )
 
     return run
+
+
+def _error_in_float16(plain: Callable[..., Any], args: Sequence[Any], measurement: Measurement) -> float | None:
+    """Return the error under ``"mixed_float16"`` with the loss scale that the gradients need; None on a TPU."""
+    if jax.default_backend() == "tpu":
+        return None
+    measurement.compilations += 1  # by numerics
+    scale = numerics(plain)(*args).recommended_scale("float16")
+    policy = get_policy("mixed_float16")
+    assert isinstance(policy, Policy)
+    return measurement.error_under(policy, scale)
 
 
 def _is_floor_doubtful(floor: float, error: float, tolerance: float | None) -> bool:
@@ -309,9 +361,8 @@ def _checked_batches(batches: Sequence[tuple[Any, ...]] | None) -> list[tuple[An
     return list(batches or ())
 
 
-def _tuned(
-    result: Result, half: Policy, floor: float, tolerance: float, scale: float | None, measurement: Measurement
-) -> Tuned:
+def _tuned(result: Result, half: Policy, measurement: Measurement, **details: Any) -> Tuned:
+    """Return the result of ``tune``. ``details`` are fields of :class:`Tuned`."""
     candidates = [*result.candidates, *result.operations]
     layers_and_operations = sorted(result.chosen.difference(candidates), key=lambda candidate: candidate.path)
     rows = []
@@ -325,16 +376,14 @@ def _tuned(
         policy=PolicyMap(half, overrides),
         overrides=overrides,
         error=result.error,
+        loss_error=measurement.loss_error(overrides) if result.is_measured else float("nan"),
         error_before=result.error_before,
-        floor=floor,
-        tolerance=tolerance,
-        met=bool(result.error <= tolerance),
         interrupted=result.interrupted,
         half_flops=measurement.half_flops(overrides),
-        loss_scale=None if scale is None else measurement.loss_scale,
         products_stay_half=result.products_stay_half,
         rows=tuple(rows),
         evaluations=measurement.compilations,
+        **details,
     )
 
 

@@ -19,7 +19,7 @@ from jaxmp.base.trees import path_name
 from jaxmp.inspect.counts import counting, statistics
 from jaxmp.inspect.counts.counting import Counts
 from jaxmp.inspect.counts.statistics import Statistics
-from jaxmp.inspect.program.borders import read_for_recording, returned
+from jaxmp.inspect.program.borders import not_recorded, read_for_recording, returned
 from jaxmp.inspect.program.calls import is_inexact, with_leaves
 from jaxmp.inspect.program.recorded_evaluation import evaluate_and_record
 from jaxmp.inspect.program.taps import Taps
@@ -55,16 +55,33 @@ TensorRecords = list[tuple[RecordedTensor, jax.Array]]
 """Tensors with their records. A record has a leading axis for each scan around its tensor."""
 
 
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class NotCounted:
+    """The operations whose inner values are not counted, with the reasons."""
+
+    operations: tuple[str, ...] = ()
+
+
+class Activations(NamedTuple):
+    """The records of activations and of their gradients."""
+
+    records: TensorRecords
+    not_counted: NotCounted
+
+
 class StepRecords(NamedTuple):
     """All records of a step.
 
     Attributes:
       loss: the loss.
       groups: groups of tensors, each with its packed records. Axis 0 of the records has one entry for each tensor.
+      not_counted: the operations whose inner values are not counted.
     """
 
     loss: jax.Array
     groups: list[tuple[tuple[RecordedTensor, ...], jax.Array]]
+    not_counted: NotCounted
 
     def read(self, exponent: int) -> tuple[float, dict[str, dict[str, Statistics]]]:
         """Return the loss, and the statistics by kind and path.
@@ -72,7 +89,7 @@ class StepRecords(NamedTuple):
         Args:
           exponent: the binary logarithm of the loss scale.
         """
-        loss, groups = jax.device_get(self)
+        loss, groups, _ = jax.device_get(self)
         parts: dict[str, list[tuple[RecordedTensor, Statistics]]] = {kind: [] for kind in TENSORS}
         for tensors, records in groups:
             for tensor, record in zip(tensors, records, strict=True):
@@ -99,7 +116,7 @@ def _by_path(parts: list[tuple[RecordedTensor, Statistics]]) -> dict[str, Statis
     return {path: statistics.merged_statistics(parts) for path, parts in by_path.items()}
 
 
-def records_of_step(loss: Any, params: Any, grads: Any, updates: Any, activations: TensorRecords) -> StepRecords:
+def records_of_step(loss: Any, params: Any, grads: Any, updates: Any, activations: Activations) -> StepRecords:
     """Return all records of a step.
 
     Args:
@@ -112,11 +129,11 @@ def records_of_step(loss: Any, params: Any, grads: Any, updates: Any, activation
     groups = []
     for kind, tree in (("weights", params), ("gradients", grads), ("updates", updates)):
         groups += _records_of_tree(kind, tree, params)
-    for tensor, packed in activations:
+    for tensor, packed in activations.records:
         has_microbatches = packed.ndim > len(tensor.lengths) + 1
         by_microbatch = packed if has_microbatches else packed[None]
         groups.append(((tensor,) * len(by_microbatch), by_microbatch))
-    return StepRecords(loss, groups)
+    return StepRecords(loss, groups, activations.not_counted)
 
 
 def _records_of_tree(kind: str, tree: Any, params: Any) -> list[tuple[tuple[RecordedTensor, ...], jax.Array]]:
@@ -142,7 +159,7 @@ def _records_of_tree(kind: str, tree: Any, params: Any) -> list[tuple[tuple[Reco
     return records
 
 
-def gradients_and_records(fun: Callable[[Any], tuple[jax.Array, Any]], params: Any) -> tuple[Any, Any, TensorRecords]:
+def gradients_and_records(fun: Callable[[Any], tuple[jax.Array, Any]], params: Any) -> tuple[Any, Any, Activations]:
     """Differentiate a function, and record the activations and their gradients.
 
     Args:
@@ -168,7 +185,7 @@ def gradients_and_records(fun: Callable[[Any], tuple[jax.Array, Any]], params: A
     recorded = [*taps.named("activations", packed), *taps.named("activation_gradients", sinks)]
     grads = with_leaves([jnp.zeros_like(leaf) for leaf in leaves], numbers, differentiated_grads)
     _, aux = jax.tree.unflatten(structure, results)
-    return aux, jax.tree.unflatten(tree, grads), recorded
+    return aux, jax.tree.unflatten(tree, grads), Activations(recorded, NotCounted(taps.not_recorded))
 
 
 class _CountingTaps(Taps):
@@ -179,7 +196,9 @@ class _CountingTaps(Taps):
 
     def __init__(self, jaxpr: Any) -> None:
         is_loss = [True] + [False] * (len(jaxpr.outvars) - 1)
-        super().__init__(returned(read_for_recording(jaxpr), is_loss))
+        program = read_for_recording(jaxpr)
+        super().__init__(returned(program, is_loss))
+        self.not_recorded = not_recorded(program)
 
     def record(self, value: jax.Array) -> Counts:
         return counting.counts_of(value)

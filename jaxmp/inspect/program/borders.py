@@ -9,11 +9,14 @@ import collections
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from jaxmp._internals.jax.sources import Names
+from jaxmp._internals.jax.sources import Names, names_of
+from jaxmp.base import tables
 from jaxmp.inspect.program.calls import is_inexact
+from jaxmp.program.primitives import PRODUCTS
 from jaxmp.program.reading import is_whole_with_rules, read_program
-from jaxmp.program.scopes import enters_scope, paths_left
+from jaxmp.program.scopes import enters_scope, named_scopes, paths_left
 from jaxmp.program.values import Equation, Key, Program, Value, leading_to
+from jaxmp.program.walk import equations
 
 
 class AtBorder(NamedTuple):
@@ -74,6 +77,38 @@ def passed_in(program: Program, roots: Sequence[bool] | None = None) -> list[AtB
         if is_read_inside and not paths_left(equation.names, readers):
             values.append(at_border(equation, position, equation.path))
     return values
+
+
+def not_recorded(program: Program) -> tuple[str, ...]:
+    """Return the operations whose inner values are left out, with the reasons.
+
+    They count as one operation although they contain scopes or products.
+    """
+    texts: dict[tuple[str, str, str], tuple[str, list[str]]] = {}
+    for equation in program.equations.values():
+        if equation.bodies is None or equation.inside or not _has_values_to_record(equation):
+            continue
+        reason = "a function with a custom derivative rule" if equation.bodies.has_rule else "a while loop"
+        reason = "it runs on each device" if equation.bodies.is_per_device else reason
+        key = equation.name, tables.without_numbers(equation.path), equation.source
+        texts.setdefault(key, (reason, []))[1].append(equation.path)
+    described = []
+    for (name, _, source), (reason, paths) in texts.items():
+        places = ", ".join(filter(None, (tables.common_path(paths), source)))
+        described.append(f"{name}{f' ({places})' if places else ''}: {reason}")
+    return tuple(described)
+
+
+def _has_values_to_record(equation: Equation) -> bool:
+    """Return whether a scope or a product is in the bodies of an equation."""
+    assert equation.bodies is not None
+    around = named_scopes(equation.names)
+    for jaxpr in equation.bodies.jaxprs:
+        for eqn in equations(jaxpr):
+            scopes = named_scopes(names_of(eqn))
+            if eqn.primitive.name in PRODUCTS or (scopes and scopes != around):
+                return True
+    return False
 
 
 def at_border(equation: Equation, position: int, path: str) -> AtBorder:
