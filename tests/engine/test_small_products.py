@@ -127,6 +127,26 @@ def test_products_with_a_weight_stay_half(name):
     assert products(half(fun), X, W) == ["bfloat16"] * number
 
 
+def test_a_weight_is_one_after_vmap_makes_selections_of_a_conditional():
+    def layer(h, w):
+        return jax.lax.cond(h.sum() > 0, lambda h: jnp.tanh(h @ w), lambda h: h / 2, h), None
+
+    def switched(h, weights):
+        branches = [lambda h: h @ weights[0], lambda h: h @ weights[1].T, jnp.tanh]
+        return jax.lax.switch((h[0] > 0).astype(int), branches, h)
+
+    def picked(h, weights):
+        return h @ jax.lax.cond(h.sum() > 0, lambda: weights[0], lambda: weights[1])
+
+    weights = jnp.stack([SQUARE] * 3)
+    of_stack = lambda h, weights: jax.lax.scan(layer, h, weights)[0]  # noqa: E731
+    for fun, number in ((of_stack, 1), (switched, 2), (picked, 1)):
+        assert products(half(jax.vmap(fun, (0, None))), X, weights) == ["bfloat16"] * number
+        assert products(jax.vmap(half(fun), (0, None)), X, weights) == ["bfloat16"] * number
+    masked = lambda h, w: h @ jnp.where(jnp.tri(16, dtype=bool), 1.0, 0.0) + h @ w  # noqa: E731
+    assert products(half(masked), X[0], SQUARE) == ["float32", "bfloat16"]  # a selection of scalars is no weight
+
+
 HEADS = {
     "a vector": (lambda w: w[:, 0], "float32"),
     "one column": (lambda w: w[:, :1], "float32"),
