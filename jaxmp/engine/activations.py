@@ -80,7 +80,7 @@ def find_half_copies(graph: Graph, states: States, activations: Collection[Node]
     """Return values that some operations read in half, even if the values are float32."""
     read_in_half = list(graph.wanted)
     for node in graph.nodes:
-        is_half_product = node.kind is HALF and (states[node] is State.HALF or node.has_float32_result)
+        is_half_product = node.kind is HALF and (states[node] is State.HALF or states.has_float32_result(node))
         if is_half_product or node.is_cast_to_half:
             read_in_half += node.inputs
 

@@ -22,6 +22,7 @@ from jaxmp.engine.neighbours import Neighbours
 from jaxmp.engine.nodes import Graph, Node, Step, StepBody
 from jaxmp.engine.raised_states import States
 from jaxmp.engine.reads import Reads, RepeatedReads, reads_of_steps
+from jaxmp.engine.states import Rule, State
 from jaxmp.engine.updates import raise_updated
 from jaxmp.engine.value_decision import Decision, decided_dtypes, original_dtypes
 from jaxmp.program.equations import asks_for_what_is_missing
@@ -88,13 +89,16 @@ def decide(graph: Graph) -> dict[Node, Decision]:
     states = States(graph.nodes)
     for raise_states in RAISERS:
         raise_states(graph, states)
+    for node in graph.nodes:
+        if node.adds_by_mask:  # the other rules may have made the whole product float32
+            states.raise_to(node, State.FLOAT32, Rule.MASK)
     activations = find_activations(graph.nodes, states)
     neighbours = Neighbours(states, activations, find_half_copies(graph, states, activations))
     neighbours.settle(graph.nodes)
     neighbours.lower(graph.nodes)
     decision_of: dict[Node, Decision] = {}
     for node in graph.nodes:
-        dtypes = decided_dtypes(node, states[node], decision_of)
+        dtypes = decided_dtypes(node, states, decision_of)
         decision_of[node] = Decision(*dtypes, states[node], states.rules.get(node), states.causes.get(node))
     move_casts(graph.nodes, decision_of)
     return decision_of

@@ -207,7 +207,7 @@ class _Evaluation(Rewriter):
             with jax.named_scope(WIDE_SUMS):
                 return summed_in_float32(eqn, operands)
         params = self.params_of(step)
-        if node is not None and node.has_float32_result:
+        if node is not None and self.decisions.decision_of[node].has_float32_result:
             return emit_with_float32_result(eqn, operands, params)
         return bind_equation(eqn, operands, params)
 

@@ -19,8 +19,8 @@ from jaxmp.engine.product_flow import mark_looked_up, mark_products
 from jaxmp.engine.small_products import make_sums
 from jaxmp.engine.states import CLEAR, FULL, HALF, JOIN, KEPT, SOURCE, STRICT, Kind, State
 from jaxmp.engine.trial_regions import names_with_trial
-from jaxmp.program.equations import Array, Opened, bodies_of, extremes_of
-from jaxmp.program.primitives import BOUNDS, EXTREMES, PRODUCTS, Trait, with_trait
+from jaxmp.program.equations import Array, Opened, bodies_of, extremes_of, is_mask, is_one_hot
+from jaxmp.program.primitives import BOUNDS, CAST, EXTREMES, PRODUCTS, Trait, with_trait
 from jaxmp.program.reading import read_program
 from jaxmp.program.values import BRANCHES, CARRY, CONSTANT, LAST_CARRY, Body, Equation, Value
 
@@ -54,7 +54,7 @@ def build(
     for value, argument in zip(read.arguments, args, strict=True):
         builder.add_source(value, jax.typeof(argument).dtype)
     body = builder.body(read.body)
-    make_sums(builder.nodes)
+    make_sums(builder.nodes, builder.fixed_nodes())
     wanted = _results_wanted_in_half(body, dtypes)
     changes = force or any(map(_is_product_to_decide, builder.nodes))
     if changes:
@@ -94,6 +94,7 @@ def _scopes_inside(eqn: JaxprEqn) -> Names:
 
 _NO_MOVES = EXTREMES | with_trait(Trait.ROUNDS)
 """Operations of the kind ``CLEAR`` whose results are other values than their operands."""
+_EQUALITIES = with_trait(Trait.EQUATES)
 
 
 def _tells_apart(name: str, operands: Sequence[Node]) -> bool:
@@ -107,6 +108,13 @@ def _origin_of(node: Node) -> Node:
     is_moved = node.kind is CLEAR and node.name not in _NO_MOVES
     is_copy = is_moved or node.is_cast_to_float32
     return node.inputs[0].origin if is_copy and len(node.inputs) == 1 else node.same
+
+
+def _mark_mask(node: Node, value: Value) -> None:
+    """Mark a constant of zeros and ones, or a cast of bools. ``value`` is the constant, or the operand of the cast."""
+    consists_of_ones = value.name == CONSTANT and bool(value.shape) and is_mask(value.constant)
+    node.is_mask = consists_of_ones or value.dtype == bool
+    node.is_one_hot = is_one_hot(value.constant) if consists_of_ones else value.name in _EQUALITIES
 
 
 class _Builder:
@@ -137,6 +145,10 @@ class _Builder:
         """Return whether a value depends only on constants."""
         return value.outer.name == CONSTANT or value.outer in self.fixed
 
+    def fixed_nodes(self) -> set[Node]:
+        """Return the nodes of operations that depend only on constants."""
+        return {node for value in self.fixed if (node := self.node_of[value]) is not None}
+
     # -- nodes ---------------------------------------------------------------------------------------------------------
 
     def add_source(self, value: Value, argument_dtype: np.dtype | None = None) -> Node | None:
@@ -150,7 +162,9 @@ class _Builder:
         node = self.add(SOURCE, "source", value, ())
         node.argument_dtype = value.dtype if argument_dtype is None else np.dtype(argument_dtype)
         node.is_constant = value.name == CONSTANT
-        node.const = extremes_of(value.constant) if node.is_constant else None
+        if node.is_constant:
+            node.const = extremes_of(value.constant)
+            _mark_mask(node, value)
         return node
 
     def add(self, kind: Kind, name: str, value: Value, inputs: Sequence[Node], requested: str = "") -> Node:
@@ -279,6 +293,8 @@ class _Builder:
         if step.node is None:
             for operand in inputs if inputs and _tells_apart(name, inputs) else ():
                 operand.needs_float32 = True
+        elif name == CAST and not inputs:
+            _mark_mask(step.node, equation.operands[0].outer)
         elif is_moved and len(inputs) == 1:
             step.node.const = inputs[0].const
             step.node.is_looked_up = name == "gather" and not self.is_fixed(equation.operands[1])

@@ -80,7 +80,7 @@ class Neighbours(NamedTuple):
         has a float32 result.
         """
         is_float32 = self.states[reader] >= State.FLOAT32
-        return is_float32 and not reader.is_cast_to_float32 and not reader.has_float32_result
+        return is_float32 and not reader.is_cast_to_float32 and not self.states.has_float32_result(reader)
 
     def lower(self, nodes: Sequence[Node]) -> None:
         """Make undecided nodes half if they read a half value, directly or indirectly.

@@ -19,7 +19,6 @@ from jax.extend.core import JaxprEqn
 from jaxmp._internals.jax.sources import Names
 from jaxmp.base.dtypes import is_half
 from jaxmp.engine.marks import Region
-from jaxmp.engine.overrides import FLOAT32_RESULT
 from jaxmp.engine.states import FULL, KEPT, Kind, State
 from jaxmp.policy.float8 import Float8
 from jaxmp.program.equations import Bodies, aval_of, primitive_of
@@ -50,6 +49,9 @@ class Node:
     is_constant: bool = False  # it depends only on constants and integers
     is_looked_up: bool = False  # it comes from rows of a table, so it is not a weight
     needs_float32: bool = False  # it is a float32 result, or its small differences decide integers or bools
+    is_mask: bool = False  # it is a constant of zeros and ones, or a cast of bools
+    is_one_hot: bool = False  # it is a mask that picks elements, as an identity matrix does
+    adds_by_mask: bool = False  # it is a product with a constant mask, which adds elements of the other operand
     after_product: bool = False  # it depends on a product or a half argument
     before_product: bool = False  # a product or a half result depends on it
     # It is a weight that the author casts to half, and each reader performs this cast. Later stages read
@@ -78,11 +80,6 @@ class Node:
         A weight is cast at each use instead, so that its cotangents are summed in float32.
         """
         return self.after_product or self.is_looked_up
-
-    @property
-    def has_float32_result(self) -> bool:
-        """Return whether it is a product with half operands and a float32 result."""
-        return self.requested == FLOAT32_RESULT
 
 
 _UNMARKED = Region()

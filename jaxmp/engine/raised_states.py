@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from jaxmp.engine.nodes import Node
+from jaxmp.engine.overrides import FLOAT32_RESULT
 from jaxmp.engine.states import KEPT, Rule, State
 
 
@@ -36,3 +37,7 @@ class States(dict[Node, State]):
             return False
         self[node], self.rules[node], self.causes[node] = state, rule, cause
         return True
+
+    def has_float32_result(self, node: Node) -> bool:
+        """Return whether a value is the float32 result of a product with half operands."""
+        return node.requested == FLOAT32_RESULT or self.rules.get(node) is Rule.MASK

@@ -46,8 +46,8 @@ class State(enum.IntEnum):
 class Rule(enum.StrEnum):
     """The rules that raise the state of a value.
 
-    ``reasons.py`` has the text that a plan shows for each rule. For a rule of products, the value of the member is also
-    the name of a pattern in plans.
+    ``reasons.py`` has the text that a plan shows for each rule that makes operations float32. For a rule of products,
+    the value of the member is also the name of a pattern in plans.
     """
 
     AMPLIFIED = "amplifier"
@@ -58,3 +58,4 @@ class Rule(enum.StrEnum):
     FEEDS = "feeds only float32"
     FOLLOWS = "follows float32"
     RANGE = "range"
+    MASK = "mask"

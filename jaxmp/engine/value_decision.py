@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxmp.base.dtypes import is_half
 from jaxmp.engine.nodes import Node
+from jaxmp.engine.raised_states import States
 from jaxmp.engine.states import CLEAR, HALF, KEPT, SOURCE, Rule, State
 from jaxmp.program.primitives import CAST
 
@@ -44,6 +45,11 @@ class Decision(NamedTuple):
     cause: Node | None = None
 
     @property
+    def has_float32_result(self) -> bool:
+        """Return whether the operation computes in half and returns float32."""
+        return is_half(self.compute_dtype) and self.stored_dtype == _FLOAT32
+
+    @property
     def is_cast_by_readers(self) -> bool:
         """Return whether each reader casts the value in the author's place."""
         return self.value_dtype != self.stored_dtype
@@ -63,12 +69,12 @@ def original_dtypes(node: Node) -> Dtypes:
     return None, dtype, dtype
 
 
-def decided_dtypes(node: Node, state: State, decision_of: Mapping[Node, Decision]) -> Dtypes:
+def decided_dtypes(node: Node, states: States, decision_of: Mapping[Node, Decision]) -> Dtypes:
     """Return the dtypes of an operation and of its result.
 
     Args:
       node: the operation.
-      state: its state, which no rule raises any more.
+      states: the states of all values, which no rule raises any more.
       decision_of: the decisions on its operands.
     """
     if node.kind is CLEAR and node.inputs:
@@ -77,8 +83,9 @@ def decided_dtypes(node: Node, state: State, decision_of: Mapping[Node, Decision
         return original_dtypes(node)
     is_half_originally = is_half(node.original_dtype)
     half = node.original_dtype if is_half_originally or node.half is None else node.half
-    if node.has_float32_result:
+    if states.has_float32_result(node):
         return half, _FLOAT32, _FLOAT32
+    state = states[node]
     if state >= State.FLOAT32:
         return _FLOAT32, _FLOAT32, _FLOAT32
     if node.kind is HALF or (state is State.HALF and node.before_product):

@@ -10,10 +10,11 @@ from jaxmp.program.values import BRANCHES, CARRY
 
 COPIES = of_class(Class.CLEAR) | with_trait(Trait.CONCATENATES) | {CAST, CARRY, BRANCHES}
 """Operations whose results are copies of their operands."""
+_SELECTION = "select_n"
 
 
 def sources_of_weight(node: Node) -> set[Node]:
-    """Return ``node`` and all values that it copies by moves or casts.
+    """Return ``node`` and all values that it copies by moves, casts or selections.
 
     If ``node`` is computed, or consists of looked-up rows, it is not a weight, and the set is empty.
     """
@@ -21,9 +22,12 @@ def sources_of_weight(node: Node) -> set[Node]:
     def is_moved(value: Node) -> bool:
         # A value that is computed from integers has no inputs here, and is not a weight. Looked-up rows are not a
         # weight either, because they belong to an example.
+        if value.name == _SELECTION:
+            return all(operand.origin.shape for operand in value.inputs)  # a value selected from scalars is a mask
         return bool(value.inputs) and value.name in COPIES and not (value.is_looked_up and has_rows(value))
 
-    path = {*reachable([node], lambda value: value.inputs if value.name in COPIES else ())}
+    copies = COPIES | {_SELECTION}  # `jax.vmap` turns a conditional into selections of its operands
+    path = {*reachable([node], lambda value: value.inputs if value.name in copies else ())}
     return path if all(value.kind is Kind.SOURCE or is_moved(value) for value in path) else set()
 
 

@@ -227,14 +227,19 @@ _ELEMENTS = 2**16
 """Constants with more elements than this count as weights. They are not read: a read would wait for the device."""
 
 
-def elements_of(constant: Array) -> np.ndarray | None:
+_ELEMENTS_OF_MASK = 2**20
+"""Constants with more elements than this do not count as masks."""
+
+
+def elements_of(constant: Array, most: int = _ELEMENTS) -> np.ndarray | None:
     """Return the elements of a constant, or None.
 
-    The result is None if the constant is large, traced, on another host, or does not consist of numbers.
+    The result is None if the constant has more than ``most`` elements, or is traced, or on another host, or does not
+    consist of numbers.
     """
     if isinstance(constant, jax.Array) and (isinstance(constant, Tracer) or not constant.is_fully_addressable):
         return None
-    if np.size(constant) > _ELEMENTS or jax.dtypes.issubdtype(getattr(constant, "dtype", float), jax.dtypes.extended):
+    if np.size(constant) > most or jax.dtypes.issubdtype(getattr(constant, "dtype", float), jax.dtypes.extended):
         return None
     return np.asarray(constant)
 
@@ -250,6 +255,21 @@ def extremes_of(constant: Array) -> tuple[float, float] | None:
     magnitudes = np.abs(elements.astype(np.float32))
     finite = magnitudes[np.isfinite(magnitudes) & (magnitudes > 0)]  # 0, infinity and NaN fit in float16
     return (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
+
+
+def is_mask(constant: Array) -> bool:
+    """Return whether a constant consists of zeros and ones. Ones may be negative; not all elements are zero."""
+    elements = None if constant is None else elements_of(constant, _ELEMENTS_OF_MASK)
+    if elements is None or not elements.any():
+        return False
+    first = elements.flat[:100]  # a weight needs no further look
+    return all(bool(((part == 0) | (abs(part) == 1)).all()) for part in (first, elements))
+
+
+def is_one_hot(mask: Array) -> bool:
+    """Return whether at most one element of a mask is not zero along one of its axes, as in an identity matrix."""
+    elements = np.asarray(mask)
+    return any(np.count_nonzero(elements, axis).max() <= 1 for axis, size in enumerate(elements.shape) if size > 1)
 
 
 def evaluate(jaxpr: Jaxpr, consts: list[Array], args: Sequence[Array]) -> list[Array]:

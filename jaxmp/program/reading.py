@@ -384,7 +384,8 @@ class _Reader:
             elif n in bodies.carries:
                 value = self.add(entering(CARRY, aval, operand), (CARRY, n, loop.first_equal))
             else:  # in the same iteration, the elements of equal arrays are equal, also those of two loops
-                fingerprint = (ELEMENT, operand.same, bodies.reverse)
+                depth = len(around.scans)  # a loop in a loop has other iterations
+                fingerprint = (ELEMENT, operand.same, bodies.reverse, depth)
                 value = self.add(entering(ELEMENT, aval, operand), fingerprint)
             entered.append(value)
         return entered

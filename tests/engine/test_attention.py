@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from autocast_tools import half, normal, products
+from autocast_tools import compiled, half, normal, products
 
 import jaxmp
 from jaxmp._internals.jax.patches import with_cudnn
@@ -95,6 +95,82 @@ def test_a_bias_that_masks_stays_finite(monkeypatch, calls):
     bias = jnp.full((1, 1, 8, 8), jnp.finfo(jnp.float32).min)
     program = jax.make_jaxpr(half(lambda q, b: jax.nn.dot_product_attention(q, q, q, b), "mixed_float16"))(QUERY, bias)
     assert biases[0].dtype == jnp.float16 and "65504" in str(program)
+
+
+LENGTH, SLOPES = 600, np.array([0.3, 0.1], np.float32)
+POSITIONS = np.arange(LENGTH, dtype=np.float32)
+LATER = SLOPES[:, None, None] * np.broadcast_to(POSITIONS, (LENGTH, LENGTH))  # ALiBi on the positions of keys
+MASKED = np.where(POSITIONS < 40, LATER, -np.inf).astype(np.float32)
+NOTHING = np.where(POSITIONS[:, None] < 3, -np.inf, LATER).astype(np.float32)  # some queries may read no key
+# The bias, other arguments, and the keys that each query may read.
+BIASES = {
+    "every key": (LATER, {}, np.full((LENGTH, LENGTH), True)),
+    "three axes and the past": (LATER, {"is_causal": True}, np.tri(LENGTH, dtype=bool)),
+    "four axes and a window of the past": (
+        -LATER[None],
+        {"is_causal": True, "local_window_size": (8, 0)},
+        np.tri(LENGTH, dtype=bool) & ~np.tri(LENGTH, k=-9, dtype=bool),
+    ),
+    "a mask": (LATER, {"mask": (POSITIONS < 20)[None, None, None].repeat(LENGTH, 2)}, POSITIONS < 20),
+    "padding": (LATER, {"key_value_seq_lengths": np.array([30], np.int32)}, POSITIONS < 30),
+    "padding of two examples": (LATER, {"key_value_seq_lengths": np.array([30, 34], np.int32)}, POSITIONS < 30),
+    "an infinite bias": (MASKED, {}, POSITIONS < 40),
+    "queries without a key": (NOTHING, {}, (POSITIONS >= 0) & (POSITIONS[:, None] >= 3)),
+}
+
+
+@pytest.mark.parametrize("name", BIASES)
+def test_a_bias_reaches_cudnn_as_exactly_as_its_weights_need(monkeypatch, name):
+    bias, options, is_read = BIASES[name]
+    biases = []
+
+    def fused(query, key, value, bias=None, mask=None, **kwargs):
+        assert bias.dtype == jnp.bfloat16 and kwargs["implementation"] == "cudnn"
+        assert bias.shape == (1, 2, LENGTH, LENGTH)  # a bias for each example would need more memory
+        biases.append(bias)
+        return query
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", fused)
+
+    def attend(q, bias):
+        attended = jax.nn.dot_product_attention(q, q, q, bias, implementation="cudnn", **options)
+        return attended, biases[-1].astype(jnp.float32)
+
+    query = normal(0, len(options.get("key_value_seq_lengths", [1])), LENGTH, 2, 8)
+    _, rounded = compiled(half(attend))(query, bias)
+    expected, weights = weights_of(bias, is_read), weights_of(rounded, is_read)
+    has_keys = np.broadcast_to(is_read, (LENGTH, LENGTH)).any(-1)
+    assert np.abs(weights - expected)[..., has_keys, :].max() < 0.01
+    assert np.isfinite(rounded).all()
+
+
+def weights_of(bias, is_read):
+    """Return the softmax of a bias in float64, over the keys that each query may read."""
+    scores = np.where(is_read, np.asarray(bias, np.float64), -np.inf)
+    largest = scores.max(-1, keepdims=True)
+    exponentials = np.exp(scores - np.where(np.isfinite(largest), largest, 0))
+    return exponentials / np.maximum(exponentials.sum(-1, keepdims=True), 1e-300)
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_the_gradient_of_a_bias_and_the_log_sums_are_those_without_a_shift(monkeypatch):
+    original = jax.nn.dot_product_attention
+
+    def fused(query, key, value, bias=None, mask=None, implementation=None, **kwargs):
+        return original(query, key, value, bias, mask, **kwargs)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", fused)
+    bias, query = normal(1, 1, 2, 8, 8), normal(0, 1, 8, 2, 8)
+
+    def attend(q, bias):
+        return jax.nn.dot_product_attention(q, q, q, bias, implementation="cudnn", return_residual=True)
+
+    def loss(q, bias):
+        return (attend(q, bias)[0] ** 2).sum()
+
+    gradient = jax.jit(jax.grad(half(loss), 1))(query, bias)
+    np.testing.assert_allclose(gradient, jax.grad(loss, 1)(query, bias), atol=0.03)
+    np.testing.assert_allclose(half(attend)(query, bias + 40)[1], attend(query, bias + 40)[1], atol=0.03)
 
 
 def test_outside_of_autocast_nothing_is_changed(calls):

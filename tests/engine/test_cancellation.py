@@ -292,3 +292,24 @@ STAY_HALF = {
 def test_products_that_do_not_cancel_stay_half():
     dtypes = {name: set(products(half(fun), normal(0, 4, 8))) for name, fun in STAY_HALF.items()}
     assert dtypes == {name: {"bfloat16"} for name in STAY_HALF}
+
+
+def test_a_product_of_an_inner_scan_is_not_that_of_the_scan_around_it():
+    def pairs(w, xs):
+        def outer(total, x):
+            def inner(total, y):
+                return total + jax.nn.relu(y @ w).mean(), None
+
+            return jax.lax.scan(inner, total + jnp.sqrt(1.1 - (x @ w) ** 2).mean(), xs)[0], None
+
+        return jax.lax.scan(outer, 0.0, xs)[0]
+
+    def twice(w, xs):
+        def turn(total, x):
+            return total + jnp.sqrt(1.1 - (x @ w) ** 2).mean() + jax.nn.relu(x @ w).mean(), None
+
+        return jax.lax.scan(turn, 0.0, xs)[0]
+
+    args = normal(0, 16, 16), normal(1, 3, 8, 16)
+    assert products(half(pairs), *args) == ["float32", "bfloat16"]
+    assert products(half(twice), *args) == ["float32", "float32"]  # in one scan, the same product

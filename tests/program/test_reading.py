@@ -125,6 +125,21 @@ def test_loops_with_equal_operands_and_other_bodies_are_not_the_same():
     assert sine.same is sine_again.same is not cosine.same
 
 
+def test_elements_of_a_scan_and_of_a_scan_inside_are_not_the_same():
+    def pairs(x):
+        def row_of(total, row):
+            def other_of(total, other):
+                return total + jnp.sin(row) * jnp.sin(other) + jnp.sin(other), None
+
+            return lax.scan(other_of, total, x)[0], None
+
+        return lax.scan(row_of, x[0], x)[0]
+
+    program = read_program(jax.make_jaxpr(pairs)(X))
+    row, other, other_again = (value.same for value in program.values if value.name == "sin")
+    assert row is not other is other_again
+
+
 def test_a_carry_that_no_iteration_changes_is_a_loop_constant():
     turn = jax.jit(lambda h: (h[0], h[0] + h[1]))  # JAX itself finds such carries only without a call
     program = read_program(jax.make_jaxpr(lambda x: lax.fori_loop(0, 3, lambda _, h: turn(h), (x, x)))(X))

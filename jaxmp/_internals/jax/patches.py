@@ -122,31 +122,71 @@ def _special(original: Any) -> Any:
 @functools.cache
 def _attention(original: Any) -> Any:
     @functools.wraps(original)
-    def dot_product_attention(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+    def dot_product_attention(
+        query: Any, key: Any, value: Any, bias: Any = None, mask: Any = None, **kwargs: Any
+    ) -> Any:
         implementation, operands = kwargs.get("implementation"), (query, key, value)
         written = {np.dtype(getattr(operand, "dtype", None)) for operand in operands}
         wants = implementation == "cudnn" or (implementation is None and jax.default_backend() == "gpu")
         deciding = _deciding.get() if wants and written == {np.dtype(np.float32)} else None
         half = deciding[0]() if deciding else None
         if half is None:
-            return original(*operands, *args, **kwargs)
+            return original(*operands, bias, mask, **kwargs)
         arrays = [operand.astype(half) for operand in operands]  # the backward pass of a cast stores no array
-        more, options = jax.tree.map(functools.partial(_cast_bias, half), (args, kwargs))
-        fused = functools.partial(original, *arrays, *more, **{**options, "implementation": "cudnn"})
+        half_bias, shift = bias, None
+        if getattr(bias, "dtype", None) == np.float32:
+            wide_bias = jnp.asarray(bias)[(None,) * (4 - np.ndim(bias))]
+            shift = _largest_bias(wide_bias, mask, query.shape[-3], key.shape[-3], **kwargs)
+            half_bias = _cast_bias(wide_bias - shift, half)
+        fused = functools.partial(original, *arrays, half_bias, mask, **{**kwargs, "implementation": "cudnn"})
         if implementation is None:
             try:
                 jax.eval_shape(fused)
             except (NotImplementedError, RuntimeError, ValueError):
                 # cuDNN has no kernel for this head size, mask or GPU.
-                return original(*operands, *args, **kwargs)
-        return jax.tree.map(lambda leaf: leaf.astype(np.float32), fused())
+                return original(*operands, bias, mask, **kwargs)
+        results = jax.tree.map(lambda leaf: leaf.astype(np.float32), fused())
+        if shift is None or not isinstance(results, tuple):
+            return results
+        attended, log_sums = results
+        return attended, (log_sums + shift[..., 0].swapaxes(-1, -2)).reshape(log_sums.shape)
 
     return dot_product_attention
 
 
-def _cast_bias(half: np.dtype, leaf: Any) -> Any:
-    """Return a float32 ``leaf`` in ``half``, clipped to the range of this dtype."""
-    if getattr(leaf, "dtype", None) != np.float32:
-        return leaf
+def _largest_bias(
+    bias: Any,
+    mask: Any,
+    queries: int,
+    keys: int,
+    is_causal: bool = False,
+    local_window_size: int | tuple[int, int] | None = None,
+    key_value_seq_lengths: Any = None,
+    **kwargs: Any,
+) -> Any:
+    """Return for each query the largest bias of the keys that it may read, or 0 if none is finite.
+
+    A softmax does not depend on a number that is subtracted from all elements. Without this number, half precision
+    represents a bias best for the keys with the largest weights. Examples that share a bias share the smallest of their
+    numbers, because a bias for each example would need more memory.
+    """
+    query, key = jnp.arange(queries, dtype=np.int32)[:, None], jnp.arange(keys, dtype=np.int32)[None, :]
+    is_read = jnp.ones((1, keys), bool) if mask is None else mask
+    with jax.numpy_rank_promotion("allow"):
+        if is_causal:
+            is_read &= key <= query
+        if local_window_size is not None:
+            left, right = np.broadcast_to(local_window_size, 2).tolist()
+            is_read &= (query - left <= key) & (key <= query + right)
+        if key_value_seq_lengths is not None:
+            is_read &= key < jnp.asarray(key_value_seq_lengths)[:, None, None, None]
+        largest = jnp.where(is_read, bias, -jnp.inf).max(-1, keepdims=True)
+    shared = tuple(axis for axis in range(3) if bias.shape[axis] == 1)
+    largest = jnp.where(jnp.isfinite(largest), largest, jnp.inf).min(shared, keepdims=True)
+    return jax.lax.stop_gradient(jnp.where(jnp.isfinite(largest), largest, 0))
+
+
+def _cast_bias(bias: Any, half: np.dtype) -> Any:
+    """Return a float32 bias in ``half``, clipped to the range of this dtype."""
     info = jnp.finfo(half)
-    return jnp.clip(leaf, float(info.min), float(info.max)).astype(half)
+    return jnp.clip(bias, float(info.min), float(info.max)).astype(half)
