@@ -111,8 +111,15 @@ def _is_mask(node: Node) -> bool:
 
 
 def _adds_elements(node: Node) -> bool:
-    """Return whether a value is a mask by which a product adds elements. A one-hot mask picks them."""
-    return _is_mask(node) and not any(leaf.is_one_hot for leaf in _leaves(node))
+    """Return whether a value is a mask by which a product adds elements.
+
+    A one-hot mask picks elements, and an initial state of zeros is no mask.
+    """
+    if not _is_mask(node):
+        return False
+    leaves = _leaves(node)
+    is_zero = all(leaf.const == (0.0, 0.0) for leaf in leaves)
+    return not is_zero and not any(leaf.is_one_hot for leaf in leaves)
 
 
 def _leaves(node: Node) -> list[Node]:

@@ -199,6 +199,7 @@ LOOKUPS = {
     "rows of a table": lambda x, w: jax.nn.one_hot((x[:, 0] > 0).astype(int), 16) @ w,
     "a mask that is an argument": lambda x, w: (x > 0).astype(jnp.float32) @ w,
     "a closed-over weight": lambda x, w: x @ SQUARE,
+    "an initial state": lambda x, w: jnp.zeros((32, 16)) @ w,
 }
 
 
