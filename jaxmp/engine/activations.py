@@ -20,8 +20,8 @@ _NO_NONLINEARITIES = with_trait(Trait.SUMS, Trait.MULTIPLIES) | {"select_n"}
 def find_activations(nodes: Sequence[Node], states: States) -> dict[Node, int]:
     """Return the activations, each with the position of the last product before it.
 
-    An activation is computed from a half product by elementwise operations and moves of data. A value that a loop
-    accumulates in float32 is not an activation. A difference of activations of two products is not an activation
+    An activation is computed from a product of half operands by elementwise operations and moves of data. A value that
+    a loop accumulates in float32 is not an activation. A difference of activations of two products is not an activation
     either, and neither is a square. So a sum with such a term is not a residual stream.
     """
     activations: dict[Node, int] = {}
@@ -29,7 +29,8 @@ def find_activations(nodes: Sequence[Node], states: States) -> dict[Node, int]:
         rule = states.rules.get(node)
         is_half_carry = rule is Rule.CARRY and node.name == CARRY
         operands: Sequence[Node] = ()
-        if states[node] is State.HALF and (node.kind is HALF or is_half_carry):
+        is_half_product = node.kind is HALF and (states[node] is State.HALF or rule is Rule.MASK)
+        if is_half_product or (is_half_carry and states[node] is State.HALF):
             activations[node] = number
         elif rule is Rule.CARRY:
             continue

@@ -5,6 +5,7 @@ The tools report precision, underflow, rounding errors, the first infinity or Na
 """
 
 from jaxmp.base.formats import formats
+from jaxmp.inspect import plots
 from jaxmp.inspect._audit.audit import Audit, AuditError, audit
 from jaxmp.inspect._audit.findings import Finding
 from jaxmp.inspect._audit.products import Product
@@ -59,6 +60,7 @@ __all__ = [
     "ideal_wire",
     "memory",
     "numerics",
+    "plots",
     "profile",
     "roofline",
     "tune",

@@ -120,6 +120,7 @@ def messages(params, nodes):
     """Return the loss of two rounds of messages on a ring with chords."""
     senders = np.arange(3 * len(nodes)) % len(nodes)
     receivers = (7 * np.arange(3 * len(nodes)) + 1) % len(nodes)
+    nodes = nodes @ params["encoder"]
     for name in ("first", "second"):
         sent = jax.nn.silu(jnp.concatenate([nodes[senders], nodes[receivers]], -1) @ params[name])
         nodes = nodes + jax.ops.segment_sum(sent, receivers, len(nodes)) @ params["update"]
@@ -146,7 +147,10 @@ PROGRAMS = {
         autoencoder,
         lambda: (_weights(encoder=(12, 16), latent=(16, 8), decoder=(4, 16), output=(16, 12)), _batch(8, 12)),
     ),
-    "messages": (messages, lambda: (_weights(first=(16, 8), second=(16, 8), update=(8, 8)), _batch(12, 8))),
+    "messages": (
+        messages,
+        lambda: (_weights(encoder=(8, 8), first=(16, 8), second=(16, 8), update=(8, 8)), _batch(12, 8)),
+    ),
     "flow": (flow, lambda: (_weights(encoder=(8, 16), field=(16, 16), head=(16, 4)), _batch(16, 8))),
     "language model": (language_model, language_model_args),
     "language model, unrolled": (functools.partial(language_model, is_scan=False), language_model_args),
