@@ -11,8 +11,9 @@ python -m experiments.compare --demo
 Every policy is trained with every seed. A policy that computes in float16 is trained with each of the loss scales,
 other policies without one. A policy may name its loss scale, as in float16@static:4096. autocast:mixed_bfloat16 leaves
 the model in float32 and runs the loss function under autocast. float32 is always trained too, and the others are
-compared with it. The run folder holds compare.md, compare.json and compare.png. --demo compares policies on digits and
-on pysource, in 3 to 6 minutes on two cores.
+compared with it. The run folder holds compare.md, compare.json and compare.png.
+
+The demo (--demo) compares policies on digits and on pysource, in 3 to 6 minutes on two cores.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ def test_regions_overrides_and_the_authors_choice_keep_a_call_in_float32(calls):
 def test_a_bias_that_masks_stays_finite(monkeypatch, calls):
     biases, record = [], jax.nn.dot_product_attention
     monkeypatch.setattr(
-        jax.nn, "dot_product_attention", lambda *args, **kw: biases.append(args[3]) or record(*args, **kw)
+        jax.nn, "dot_product_attention", lambda *args, **kw: biases.append(kw["bias"]) or record(*args, **kw)
     )
     bias = jnp.full((1, 1, 8, 8), jnp.finfo(jnp.float32).min)
     program = jax.make_jaxpr(half(lambda q, b: jax.nn.dot_product_attention(q, q, q, b), "mixed_float16"))(QUERY, bias)

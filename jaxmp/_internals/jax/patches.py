@@ -131,20 +131,22 @@ def _attention(original: Any) -> Any:
         deciding = _deciding.get() if wants and written == {np.dtype(np.float32)} else None
         half = deciding[0]() if deciding else None
         if half is None:
-            return original(*operands, bias, mask, **kwargs)
+            return original(*operands, **kwargs, bias=bias, mask=mask)
         arrays = [operand.astype(half) for operand in operands]  # the backward pass of a cast stores no array
         half_bias, shift = bias, None
         if getattr(bias, "dtype", None) == np.float32:
             wide_bias = jnp.asarray(bias)[(None,) * (4 - np.ndim(bias))]
             shift = _largest_bias(wide_bias, mask, query.shape[-3], key.shape[-3], **kwargs)
             half_bias = _cast_bias(wide_bias - shift, half)
-        fused = functools.partial(original, *arrays, half_bias, mask, **{**kwargs, "implementation": "cudnn"})
+        fused = functools.partial(
+            original, *arrays, **{**kwargs, "bias": half_bias, "mask": mask, "implementation": "cudnn"}
+        )
         if implementation is None:
             try:
                 jax.eval_shape(fused)
             except (NotImplementedError, RuntimeError, ValueError):
                 # cuDNN has no kernel for this head size, mask or GPU.
-                return original(*operands, bias, mask, **kwargs)
+                return original(*operands, **kwargs, bias=bias, mask=mask)
         results = jax.tree.map(lambda leaf: leaf.astype(np.float32), fused())
         if shift is None or not isinstance(results, tuple):
             return results
@@ -174,12 +176,12 @@ def _largest_bias(
     is_read = jnp.ones((1, keys), bool) if mask is None else mask
     with jax.numpy_rank_promotion("allow"):
         if is_causal:
-            is_read &= key <= query
+            is_read = is_read & (key <= query)
         if local_window_size is not None:
             left, right = np.broadcast_to(local_window_size, 2).tolist()
-            is_read &= (query - left <= key) & (key <= query + right)
+            is_read = is_read & (query - left <= key) & (key <= query + right)
         if key_value_seq_lengths is not None:
-            is_read &= key < jnp.asarray(key_value_seq_lengths)[:, None, None, None]
+            is_read = is_read & (key < jnp.asarray(key_value_seq_lengths)[:, None, None, None])
         largest = jnp.where(is_read, bias, -jnp.inf).max(-1, keepdims=True)
     shared = tuple(axis for axis in range(3) if bias.shape[axis] == 1)
     largest = jnp.where(jnp.isfinite(largest), largest, jnp.inf).min(shared, keepdims=True)
