@@ -514,7 +514,7 @@ def test_the_default_tolerance_does_not_count_products_that_autocast_keeps_in_fl
 
     def loss_fn(params, x):
         with jax.named_scope("flow"):
-            x = _flow(x, params)
+            x = _flow(_as_rows(x), params)
         with jax.named_scope("distances"):
             x = x + 6
             return jnp.mean(jnp.tanh(jnp.sum(x**2, 1)[:, None] + jnp.sum(codes**2, 1) - 2 * x @ codes.T))
