@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from typing import Any
 
@@ -46,8 +47,12 @@ def warn_if_updates_vanish(inner: optax.GradientTransformationExtraArgs, params:
         return
     with params_are_checked():
         param = _first_half_param(inner, params)
-    reported = _reported.setdefault(inner.init, set())
-    if param is not None and not (in_step and param in reported):
+    if param is None:
+        return
+    reported = set[Any]()
+    with contextlib.suppress(TypeError):  # an init that is no function may have no hash or no weak reference
+        reported = _reported.setdefault(inner.init, reported)
+    if not (in_step and param in reported):
         if not in_step:
             reported.add(param)
         path, dtype = param

@@ -183,8 +183,10 @@ def _largest_bias(
         if key_value_seq_lengths is not None:
             is_read = is_read & (key < jnp.asarray(key_value_seq_lengths)[:, None, None, None])
         largest = jnp.where(is_read, bias, -jnp.inf).max(-1, keepdims=True)
-    shared = tuple(axis for axis in range(3) if bias.shape[axis] == 1)
-    largest = jnp.where(jnp.isfinite(largest), largest, jnp.inf).min(shared, keepdims=True)
+    # A bias that masks all readable keys, as -1e9 does, says nothing about the others.
+    largest = jnp.where(largest > -1e4, largest, jnp.inf)
+    shared = tuple(axis for axis in range(2) if bias.shape[axis] == 1)
+    largest = largest.min(shared, keepdims=True)
     return jax.lax.stop_gradient(jnp.where(jnp.isfinite(largest), largest, 0))
 
 
