@@ -18,7 +18,8 @@ def run(options: argparse.Namespace) -> int:
 
     The values and gradients of the function are compared with those of a reference run without policies, or of another
     function. The function may be a train step. With --policy, the compared run is under autocast. The exit code is 1 if
-    values are not compared, such as those inside of while loops, and 2 if an argument is wrong.
+    no policy changes a product, or if values are not compared, such as those inside of while loops. It is 2 if an
+    argument is wrong.
 
     Example:
       jaxmp compare train:loss_fn --args train:example --policy mixed_bfloat16
@@ -39,4 +40,5 @@ def run(options: argparse.Namespace) -> int:
 
     result = of_arrays(options, make)
     show(options, result, lambda plots: plots.errors(result))
-    return 1 if result.not_counted else 0
+    is_compared = result.is_changed or result.is_of_two_functions
+    return 0 if is_compared and not result.not_counted else 1

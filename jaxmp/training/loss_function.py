@@ -116,7 +116,7 @@ def require_count(metrics: Mapping[str, Any], name: str) -> None:
     Raises:
       ValueError: there is no such metric, or it is not a real scalar.
     """
-    remedy = f"return loss, {{{name!r}: mask.sum()}}, say"
+    remedy = f"return loss, {{{name!r}: mask.sum()}}, or after a model state, return loss, model_state, {{…}}"
     if name not in metrics:
         raise ValueError(f"mean_over={name!r} must be a metric of the loss function, got {sorted(metrics)}; {remedy}")
     metric = metrics[name]
