@@ -1,13 +1,13 @@
 """Keep the sum of a float32 value and a product in float32, as type promotion does.
 
-In these examples, no product computes the coordinates ``x``, which are arguments::
+In these examples, no product computes the coordinates ``x``, which are an argument or a constant array::
 
     a = x + h @ w                             # coordinates that a network updates
     b = jnp.clip(0.5 * a, 0.0, 512.0) + g @ v # a sum with `a`, which is scaled and clipped
 
 A half sum would round ``x``, too. So the sums are float32, and so are the scaled and clipped values between them.
 Products read a rounded copy. The residual stream of a network stays half, because it begins with a product or with rows
-of a table.
+of a table. Noise and other values that are computed from integers are no such values either.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jaxmp.base.graphs import reachable
 from jaxmp.engine.graph_paths import SCALES, readers_of
 from jaxmp.engine.nodes import Graph, Node, shape_read, users_of
 from jaxmp.engine.raised_states import States
-from jaxmp.engine.states import CLEAR, INFER, JOIN, Rule, State
+from jaxmp.engine.states import CLEAR, INFER, JOIN, SOURCE, Rule, State
 from jaxmp.engine.weights import has_rows
 from jaxmp.program.equations import size_of
 from jaxmp.program.primitives import CHOICES, SUMS
@@ -31,13 +31,14 @@ from jaxmp.program.values import BRANCHES
 def raise_updated(graph: Graph, states: States) -> None:
     """Make sums of a value without products and a value after a product float32."""
     is_bias = functools.cache(_is_bias)
+    arrays = [node for node in graph.nodes if node.kind is SOURCE and node.shape and node.const != (0.0, 0.0)]
     tables = [node for node in graph.nodes if node.is_looked_up or (node.inputs and has_rows(node))]
-    of_tables = reachable(tables, users_of)
+    candidates = reachable(arrays, users_of).keys() - reachable(tables, users_of).keys()
     updated = set[Node]()  # the sums, and the values that keep their low digits
     for node in graph.nodes:
         if node.after_product and node.before_product and node.original_dtype == np.float32:
             keeps_sum = any(operand in updated for operand in _operands_kept(node))
-            values = [value for value in node.inputs if node.name in SUMS and value not in of_tables]
+            values = [value for value in node.inputs if node.name in SUMS and value in candidates]
             if keeps_sum or any(_is_updated(value, node, is_bias) for value in values):
                 updated.add(node)
     sums = [node for node in updated if node.name in SUMS]
@@ -61,10 +62,9 @@ def _operands_kept(node: Node) -> Sequence[Node]:
 def _is_updated(value: Node, total: Node, is_bias: Callable[[Node], bool]) -> bool:
     """Return whether a sum adds a product to a value that no product computed.
 
-    Values that are repeated do not count, such as biases and tables of positions. Nor do noise and other values that
-    are computed from integers.
+    Values that are repeated do not count, such as biases and tables of positions.
     """
-    if value.after_product or value.is_constant or shape_read(total, value) != total.shape:
+    if value.after_product or shape_read(total, value) != total.shape:
         return False
     is_vector = sum(size != 1 for size in total.shape) <= 1  # a single example: the bias of a layer has its shape
     return not (_is_repeated(value) or (is_vector and is_bias(value.origin)))

@@ -271,7 +271,9 @@ LAYERS = {
         0, 12, lambda n, h: h + layer({"w": jnp.stack([p["w"]] * 12)[n]}, h), X
     ),
     "gelu": lambda p: jax.nn.gelu(jax.nn.gelu(X @ p["w"]) @ p["w"]) @ p["w"],
-    "a gated layer of each microbatch": lambda p: jax.lax.map(lambda x: (x + p["dt"] * layer(p, x)) @ p["w"], XS),
+    "a gated layer of each microbatch": lambda p: jax.lax.map(
+        lambda x: (x @ p["w"] + p["dt"] * layer(p, x)) @ p["w"], XS
+    ),
 }
 
 

@@ -88,6 +88,8 @@ def blocks(x, w):
 STREAMS = {
     "begins with an argument": (lambda w, x: blocks(x, w), "float32"),
     "begins with a position code of an argument": (lambda w, x: blocks(x + jnp.arange(64.0)[:, None], w), "float32"),
+    "begins with a constant": (lambda w, x: blocks(jnp.asarray(X), w), "float32"),
+    "begins with zeros": (lambda w, x: blocks(jnp.asarray(np.zeros((64, 16), np.float32)) + x @ w, w), "bfloat16"),
     "begins with a product": (lambda w, x: blocks(x @ w, w), "bfloat16"),
     "begins with rows of a table": (lambda w, x: blocks(jnp.asarray(ROWS)[jnp.asarray(x[:, 0], int)], w), "bfloat16"),
     "gets a bias": (lambda w, x: blocks(x @ w + w[0], w), "bfloat16"),

@@ -248,11 +248,13 @@ def test_the_commands_write_a_picture(tmp_path, monkeypatch):
     (tmp_path / "plotted.py").write_text(
         "import jax, numpy as np\n"
         "def loss_fn(w, x):\n    with jax.named_scope('layer'):\n        y = x @ w\n    return 1e-9 * y.sum()\n"
-        "def args():\n    return np.ones((3, 2), np.float32), np.ones((4, 3), np.float32)\n"
+        "def args():\n    return np.ones((16, 16), np.float32), np.ones((16, 16), np.float32)\n"
     )
     monkeypatch.chdir(tmp_path)
     for command in ("numerics", "compare", "memory", "plan"):
-        assert cli.main([command, "plotted:loss_fn", "--args", "plotted:args", "--plot", f"{command}.png"]) == 0
+        policy = ["--policy", "mixed_bfloat16"] if command == "compare" else []
+        options = ["--args", "plotted:args", "--plot", f"{command}.png", *policy]
+        assert cli.main([command, "plotted:loss_fn", *options]) == 0
         assert (tmp_path / f"{command}.png").read_bytes()[:4] == b"\x89PNG"
 
 
