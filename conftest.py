@@ -9,6 +9,8 @@ import os
 from importlib import metadata
 from pathlib import Path
 
+import pytest
+
 # JAX reads these variables when it is first imported, so they are set before. Subprocesses inherit them.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # By default, XLA ends a process whose devices wait for 40 s in a collective. A busy machine may need longer.
@@ -38,8 +40,6 @@ os.environ["JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES"] = "none"
 
 # A lowered operation records the line that wrote it, but not the nine calls around that line.
 os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "1"
-
-import pytest
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -41,7 +41,10 @@ def value_behind(node: Node, through: Collection[str] = SCALES, has_moves: bool 
 
 
 def constant_factor(node: Node) -> float:
-    """Return the largest magnitude of the constants that multiply a value; 1 for a mean, and if there are none."""
+    """Return the constant factor of a value.
+
+    It is the product of the largest magnitudes of the constants, and 1 for a mean and for a value without constants.
+    """
     factor = 1.0
     while (node := node.origin).name in SCALES and (variable := only_variable(node)) is not None:
         constants = [operand.const for operand in node.inputs if operand is not variable]

@@ -1,8 +1,8 @@
 """Find products that count as sums.
 
 A tensor core multiplies blocks of at least 8 columns, so products of fewer columns are float32 sums. XLA computes a
-product with a vector as an elementwise multiplication and a sum. A product with a constant mask adds elements of the
-other operand. Its result is float32, and its operands are half, because half precision represents the mask exactly.
+product with a vector as an elementwise multiplication and a sum. A product with a constant mask, or a mean by a mask,
+adds elements of the other operand. Its result is float32, and its operands are half.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _BLOCK = 8
 
 
 def make_sums(nodes: Sequence[Node], fixed: Collection[Node]) -> None:
-    """Make products float32 if tensor cores would not compute them faster, and mark products with a constant mask.
+    """Make products float32 if tensor cores are no faster, and mark products with masks.
 
     The author's half products do not change, and neither do products that a region or an override of operations makes
     half.

@@ -7,7 +7,7 @@ In these examples, no product computes the coordinates ``x``, which are an argum
 
 A half sum would round ``x``, too. So the sums are float32, and so are the scaled and clipped values between them.
 Products read a rounded copy. The residual stream of a network stays half, because it begins with a product or with rows
-of a table. Noise and other values that are computed from integers are no such values either.
+of a table.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 
+import jax.numpy as jnp
 import numpy as np
 
 from jaxmp.base.graphs import reachable
@@ -23,15 +24,15 @@ from jaxmp.engine.nodes import Graph, Node, shape_read, users_of
 from jaxmp.engine.raised_states import States
 from jaxmp.engine.states import CLEAR, INFER, JOIN, SOURCE, Rule, State
 from jaxmp.engine.weights import has_rows
-from jaxmp.program.equations import size_of
-from jaxmp.program.primitives import CHOICES, SUMS
+from jaxmp.program.equations import aval_of, size_of
+from jaxmp.program.primitives import CAST, CHOICES, SUMS
 from jaxmp.program.values import BRANCHES
 
 
 def raise_updated(graph: Graph, states: States) -> None:
     """Make sums of a value without products and a value after a product float32."""
     is_bias = functools.cache(_is_bias)
-    arrays = [node for node in graph.nodes if node.kind is SOURCE and node.shape and node.const != (0.0, 0.0)]
+    arrays = [node for node in graph.nodes if _is_array(node)]
     tables = [node for node in graph.nodes if node.is_looked_up or (node.inputs and has_rows(node))]
     candidates = reachable(arrays, users_of).keys() - reachable(tables, users_of).keys()
     updated = set[Node]()  # the sums, and the values that keep their low digits
@@ -45,6 +46,18 @@ def raise_updated(graph: Graph, states: States) -> None:
     for node in reachable(sums, lambda node: [operand for operand in _operands_kept(node) if operand in updated]):
         if node.kind in (INFER, JOIN):
             states.raise_to(node, State.FLOAT32, Rule.UPDATED)
+
+
+def _is_array(node: Node) -> bool:
+    """Return whether a node is an array that the program reads, or an array of integers, such as a pixel grid.
+
+    Zeros, masks and random numbers have no low digits that a half sum would lose.
+    """
+    if node.kind is SOURCE:
+        return bool(node.shape) and node.const != (0.0, 0.0)
+    if node.name != CAST or node.inputs or node.step is None:
+        return node.name == "iota"
+    return jnp.issubdtype(aval_of(node.step.eqn.invars[0]).dtype, jnp.integer)
 
 
 def _operands_kept(node: Node) -> Sequence[Node]:

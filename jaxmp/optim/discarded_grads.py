@@ -1,4 +1,8 @@
-"""Find the gradients that an optimizer discards, such as those of params that ``optax.set_to_zero`` freezes."""
+"""Find the gradients that an optimizer discards, such as those of frozen params.
+
+``optax.partition`` with ``optax.set_to_zero`` discards them. A ``set_to_zero`` behind Adam or a clip by the global norm
+does not, because the gradients reach the state of Adam, or the norm.
+"""
 
 from __future__ import annotations
 

@@ -144,6 +144,36 @@ def test_a_bias_reaches_cudnn_as_exactly_as_its_weights_need(monkeypatch, name):
     assert np.isfinite(rounded).all()
 
 
+def test_a_padded_example_does_not_shift_the_bias_of_the_others(monkeypatch):
+    """The bias is causal. In the padded example, it hides all keys that the mask leaves to the first queries."""
+    bias = jnp.where(np.tri(16, dtype=bool), normal(1, 1, 1, 16, 16), -1e9)
+    mask = np.arange(16) >= np.array([0, 8])[:, None, None, None]
+    biases = []
+    monkeypatch.setattr(
+        jax.nn, "dot_product_attention", lambda query, *_, bias, **__: biases.append(bias.astype(jnp.float32)) or query
+    )
+
+    def attend(q):
+        return jax.nn.dot_product_attention(q, q, q, bias, mask, implementation="cudnn"), biases[-1]
+
+    _, rounded = compiled(half(attend))(normal(0, 2, 16, 2, 8))
+    np.testing.assert_allclose(weights_of(rounded[:1], True), weights_of(bias, True), atol=0.01)
+
+
+def test_each_query_has_a_shift_of_a_bias_of_keys(monkeypatch):
+    bias, causal = LATER[None, :, :1], np.tri(LENGTH, dtype=bool)
+    biases = []
+    monkeypatch.setattr(
+        jax.nn, "dot_product_attention", lambda query, *_, bias, **__: biases.append(bias.astype(jnp.float32)) or query
+    )
+
+    def attend(q):
+        return jax.nn.dot_product_attention(q, q, q, bias, causal[None, None], implementation="cudnn"), biases[-1]
+
+    _, rounded = compiled(half(attend))(normal(0, 1, LENGTH, 2, 8))
+    np.testing.assert_allclose(weights_of(rounded, causal), weights_of(bias, causal), atol=0.01)
+
+
 def weights_of(bias, is_read):
     """Return the softmax of a bias in float64, over the keys that each query may read."""
     scores = np.where(is_read, np.asarray(bias, np.float64), -np.inf)

@@ -583,6 +583,9 @@ def test_gradients_that_are_never_divided_by_the_loss_scale_are_found(dtype: Any
     def inverted(w: Any, x: Any, scale: Any = 1024.0) -> Any:
         return w - 0.1 * (1 / scale * gradient(w, x, scale))
 
+    def subtracted(w: Any, x: Any, scale: Any) -> Any:
+        return w + (-(0.1 / scale)) * gradient(w, x, scale)
+
     def steps(step: Any) -> Any:
         return lambda w, xs: jax.lax.scan(lambda w, x: (step(w, x), None), w, xs)[0]
 
@@ -594,7 +597,10 @@ def test_gradients_that_are_never_divided_by_the_loss_scale_are_found(dtype: Any
         return [(finding.kind, finding.source.rpartition("/")[2]) for finding in findings]
 
     scale, expected = jax.eval_shape(lambda: jaxmp.DynamicLossScale()), [("never-unscaled", line_of(clipped))]
-    assert found(clipped, X) == found(steps(clipped), shape(3, *X.shape)) == found(of_jaxmp, X, scale) == expected
+    assert found(of_jaxmp, X, scale) == expected
+    of_constant = expected if dtype == F16 else []  # without float16, 1024 may be a weight of the loss
+    assert found(clipped, X) == found(steps(clipped), shape(3, *X.shape)) == of_constant
+    assert found(subtracted, X, shape()) == []
     for fun in (divided, inverted):
         assert found(fun, X) == found(fun, X, shape()) == found(steps(fun), shape(3, *X.shape)) == []
     assert found(lambda w, x: gradient(w, x, 1024.0), X) == []  # the caller may divide

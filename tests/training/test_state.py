@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import pickle
 import re
@@ -89,6 +90,22 @@ def test_an_optimizer_whose_state_holds_the_params_themselves_can_be_donated():
     )
     state, _ = make_train_step(loss, ema_decay=0.9)(state, batch)
     assert state.step == 1 and same_bits(state.params["hidden"]["b2"], concrete.zeros(4))
+
+
+def test_the_init_of_an_optimizer_needs_no_hash():
+    @dataclasses.dataclass
+    class Init:  # with __eq__, so without __hash__
+        optimizer: Any
+
+        def __call__(self, params):
+            return self.optimizer.init(params)
+
+    optimizer = optax.sgd(0.1)
+    tx = loss_scaling(optax.GradientTransformation(Init(optimizer), optimizer.update), DynamicLossScale())
+    params, _ = problem()
+    assert same_bits(TrainState.create(params=params, tx=tx).params, params)
+    with pytest.warns(UserWarning, match="updates below"):
+        TrainState.create(params=jax.tree.map(lambda param: param.astype(jnp.bfloat16), params), tx=tx)
 
 
 def test_states_of_weak_type_or_numpy_are_compiled_for_once():

@@ -50,7 +50,9 @@ def is_identity(primitive: Any) -> bool:
     cls = type(primitive)
     if cls not in _IDENTITIES:
         jaxpr = expansion_of(primitive)
-        _IDENTITIES[cls] = not jaxpr.eqns and list(jaxpr.jaxpr.outvars) == list(jaxpr.jaxpr.invars)
+        _IDENTITIES[cls] = (
+            jaxpr is not None and not jaxpr.eqns and list(jaxpr.jaxpr.outvars) == list(jaxpr.jaxpr.invars)
+        )
     return _IDENTITIES[cls]
 
 
@@ -72,7 +74,7 @@ def transposable_checkpoint(fun: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def policy_of_names(policy: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a policy of ``jax.checkpoint`` that decides on the hi primitive of a name as on the older primitive."""
+    """Return a policy of ``jax.checkpoint`` that also decides on names in hi primitives."""
 
     def is_kept(primitive: Any, *avals: Any, **params: Any) -> Any:
         held = getattr(params.get("_prim"), "params", {})

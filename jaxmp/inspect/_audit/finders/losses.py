@@ -28,6 +28,7 @@ from jaxmp.program.values import (
 
 _FACTORS = with_trait(Trait.MULTIPLIES)
 """Multiplications and divisions."""
+_EXPONENTIALS = with_trait(Trait.EXPONENTIAL)
 _SCALING = SCALES | with_trait(Trait.CASTS, Trait.PERMUTES, Trait.REPEATS)
 """Operations whose result is a multiple of their operand."""
 
@@ -70,10 +71,7 @@ def unscaled_float16(audited: Audited) -> Faults:
     A program scales the loss if its backward pass multiplies the cotangent of the loss by a loss scale. It is not
     enough that the optimizer has a loss scale, because the user may have forgotten ``jaxmp.value_and_grad``.
     """
-    products = [
-        value for value, product in audited.products if product.phase == "backward" and "float16" in product.operands
-    ]
-    products = _unscaled(products, audited)
+    products = _unscaled(_float16_backward(audited), audited)
     if products:
         count = f"{len(products)} products of the backward pass in float16"
         what = f"{count}, and the loss is not scaled: small gradients become 0"
@@ -85,9 +83,21 @@ def unscaled_float16(audited: Audited) -> Faults:
         )
 
 
+def _float16_backward(audited: Audited) -> list[Value]:
+    """Return the float16 products of the backward pass."""
+    return [
+        value for value, product in audited.products if product.phase == "backward" and "float16" in product.operands
+    ]
+
+
 def never_unscaled(audited: Audited) -> Faults:
-    """Find an update of params with gradients of a scaled loss that are never divided by the loss scale."""
+    """Find an update of params with gradients of a scaled loss that are never divided by the loss scale.
+
+    A constant counts only if the backward pass has float16 products. Otherwise it is a weight of the loss.
+    """
     scales = [seed for seed in _seeds(audited) if _is_loss_scale(seed, audited)]
+    if not _float16_backward(audited):
+        scales = [seed for seed in scales if not any(map(_is_constant_scale, _factors(seed)))]
     if not scales or any(_is_divided_by(_factors(seed), audited) for seed in scales):
         return
     scaled = depending_on(scales, audited.program.values)
@@ -212,6 +222,8 @@ def _scalar_sources(values: Iterable[Value]) -> set[tuple[Value, bool]]:
 
 def _inverts(value: Value, position: int) -> bool:
     """Return whether an operand becomes a divisor, or a negative exponent as in ``2.0**-n``."""
+    if value.name in _EXPONENTIALS or (value.name == "pow" and position == 1):
+        return value.inputs[position].name == "neg"
     if value.name in POWERS:
-        return position == 0 and bool(value.at.eqn.params.get("y", 1) < 0)
-    return value.name == "neg" or (value.name == "div" and position == 1)
+        return bool(value.at.eqn.params.get("y", 1) < 0)
+    return value.name == "div" and position == 1
