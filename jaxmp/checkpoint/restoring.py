@@ -103,7 +103,7 @@ def restore(folder: str | PathLike[str], like: T, *, step: int | None = None, do
 
 
 def _within_bounds(state: LossScalingState, changes: list[str]) -> LossScalingState:
-    """Move the numbers of a loss scale into the bounds of the new run, and append a text for each that moves."""
+    """Move the numbers of a loss scale into the bounds of the new run, and record each change."""
     scale = state.loss_scale
     if not isinstance(scale, ScaleState):
         return state

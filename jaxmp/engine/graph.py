@@ -111,7 +111,10 @@ def _origin_of(node: Node) -> Node:
 
 
 def _mark_mask(node: Node, value: Value) -> None:
-    """Mark a constant of zeros and ones, or a cast of bools. ``value`` is the constant, or the operand of the cast."""
+    """Mark a constant of zeros and ones, or a cast of bools.
+
+    ``value`` is the constant, or the operand of the cast.
+    """
     consists_of_ones = value.name == CONSTANT and bool(value.shape) and is_mask(value.constant)
     node.is_mask = consists_of_ones or value.dtype == bool
     node.is_one_hot = is_one_hot(value.constant) if consists_of_ones else value.name in _EQUALITIES

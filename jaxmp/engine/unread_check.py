@@ -17,7 +17,7 @@ from jaxmp.program.walk import equations, jaxprs_in
 
 
 def warn_of_unread_products(graph: Graph, classifier: Classifier) -> None:
-    """Warn if float32 products under a half policy stay float32 because autocast cannot read the equation around them.
+    """Warn of products that stay float32 because autocast cannot read the equation around them.
 
     The primitive of the equation is one that the table of primitives does not know, or whose bodies are not rebuilt.
     Kernels and solvers are not reported: they are opaque on purpose. Nor are regions that ask for float32.

@@ -49,9 +49,9 @@ def raise_updated(graph: Graph, states: States) -> None:
 
 
 def _is_array(node: Node) -> bool:
-    """Return whether a node is an array that the program reads, or an array of integers, such as a pixel grid.
+    """Return whether a node is an array argument, a constant array, or a cast of integers.
 
-    Zeros, masks and random numbers have no low digits that a half sum would lose.
+    A pixel grid is a cast of integers. Zeros, masks and noise do not count.
     """
     if node.kind is SOURCE:
         return bool(node.shape) and node.const != (0.0, 0.0)

@@ -42,9 +42,10 @@ def without_discarded(grads: Any, results: Any) -> Any:
 
 
 def _reached(eqns: Sequence[Any], sources: set[Any], ends: set[Any]) -> set[Any]:
-    """Return the variables from which ``ends`` are computed, without those from which only ``sources`` are.
+    """Return the variables from which ``ends`` are computed.
 
-    An equation with bodies counts as one operation: all of its results are computed from all of its operands.
+    The search ends at ``sources``. An equation with bodies counts as one operation: all of its results are computed
+    from all of its operands.
     """
     reached = set(ends)
     for eqn in reversed(eqns):

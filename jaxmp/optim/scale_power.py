@@ -66,9 +66,9 @@ class _FactorOfScale(Analysis[_Factor]):
     def solve_equation(self, eqn: Any, operands: Sequence[_Factor]) -> Sequence[_Factor]:
         atoms = zip(eqn.invars, operands, strict=True)
         operands = [_Factor(_ANY) if _is_unchanged(atom) else factor for atom, factor in atoms]
-        whole = _factor(0, operands)
-        if whole.origin != _SCALE and all(factor == _Factor(0, origin=factor.origin) for factor in operands):
-            return [whole] * len(eqn.outvars)  # most of the forward pass: its bodies need not be read
+        combined = _factor(0, operands)
+        if combined.origin != _SCALE and all(factor == _Factor(0, origin=factor.origin) for factor in operands):
+            return [combined] * len(eqn.outvars)  # most of the forward pass: its bodies need not be read
         factors = super().solve_equation(eqn, operands)
         return [
             factor if _is_floating(var) else self.constant for var, factor in zip(eqn.outvars, factors, strict=True)

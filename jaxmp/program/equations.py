@@ -258,7 +258,10 @@ def extremes_of(constant: Array) -> tuple[float, float] | None:
 
 
 def is_mask(constant: Array) -> bool:
-    """Return whether a constant consists of zeros and ones. Ones may be negative; not all elements are zero."""
+    """Return whether a constant consists of zeros and ones.
+
+    Ones may be negative, and at least one element is not zero.
+    """
     elements = None if constant is None else elements_of(constant, _ELEMENTS_OF_MASK)
     if elements is None or not elements.any():
         return False
@@ -267,7 +270,7 @@ def is_mask(constant: Array) -> bool:
 
 
 def is_one_hot(mask: Array) -> bool:
-    """Return whether at most one element of a mask is not zero along one of its axes, as in an identity matrix."""
+    """Return whether a mask has at most one nonzero element along one of its axes, as an identity matrix has."""
     elements = np.asarray(mask)
     return any(np.count_nonzero(elements, axis).max() <= 1 for axis, size in enumerate(elements.shape) if size > 1)
 

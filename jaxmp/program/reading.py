@@ -170,7 +170,7 @@ def _phase(around: str, transforms: Sequence[str], has_gradients: bool) -> str:
 
 
 def _nested(around: Names, names: Names) -> Names:
-    """Return the scopes of an equation in a body, from those around the body and those that JAX lists in it.
+    """Return all scopes of an equation in a body, including those around the body.
 
     With the flag ``jax_remat3``, JAX lists the scopes around a recomputation again in its body.
     """

@@ -77,8 +77,9 @@ def policy_of_names(policy: Callable[..., Any]) -> Callable[..., Any]:
     """Return a policy of ``jax.checkpoint`` that also decides on names in hi primitives."""
 
     def is_kept(primitive: Any, *avals: Any, **params: Any) -> Any:
-        held = getattr(params.get("_prim"), "params", {})
-        return policy(name_p, *avals, **held) if held.keys() == {"name"} else policy(primitive, *avals, **params)
+        fields = getattr(params.get("_prim"), "params", {})
+        is_name = fields.keys() == {"name"}
+        return policy(name_p, *avals, **fields) if is_name else policy(primitive, *avals, **params)
 
     return is_kept
 
@@ -106,10 +107,10 @@ def _params_of_custom_jvp(primitive: Any) -> Params:
         are_results_zero: list[bool] = []
 
         def rule(*arrays: Any) -> list[Any]:
-            primals, rest = arrays[: len(are_zero)], iter(arrays[len(are_zero) :])
+            primals, nonzero_tangents = arrays[: len(are_zero)], iter(arrays[len(are_zero) :])
             tangents = []
             for aval, is_zero in zip(primitive.in_avals_flat, are_zero, strict=True):
-                tangents.append(Zero(aval.to_tangent_aval()) if is_zero else next(rest))
+                tangents.append(Zero(aval.to_tangent_aval()) if is_zero else next(nonzero_tangents))
             trees = (jax.tree.unflatten(primitive.in_tree, leaves) for leaves in (primals, tangents))
             results, tangents_out = map(primitive.out_tree.flatten_up_to, primitive.jvp(*trees))
             are_results_zero[:] = [isinstance(tangent, Zero) for tangent in tangents_out]

@@ -134,7 +134,10 @@ class Measurement:
         return self._measure(overrides)[0]
 
     def loss_error(self, overrides: Mapping[str, str]) -> float:
-        """Return the largest change of the loss under overrides, divided by the loss, or by 1 if that is larger."""
+        """Return the largest relative change of the loss under overrides.
+
+        A change is divided by the loss, or by 1 if that is larger.
+        """
         return self._measure(overrides)[1]
 
     def _measure(self, overrides: Mapping[str, str]) -> tuple[list[float], float]:

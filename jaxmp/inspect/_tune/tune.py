@@ -313,7 +313,7 @@ def tune(
 
 
 def _error_in_float16(plain: Callable[..., Any], args: Sequence[Any], measurement: Measurement) -> float | None:
-    """Return the error under ``"mixed_float16"`` with the loss scale that the gradients need; None on a TPU."""
+    """Return the error under ``"mixed_float16"`` with a suitable loss scale; None on a TPU."""
     if jax.default_backend() == "tpu":
         return None
     measurement.compilations += 1  # by numerics

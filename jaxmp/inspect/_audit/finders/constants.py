@@ -114,7 +114,7 @@ def _cast_constants(audited: Audited) -> Iterator[tuple[Value, NDArray[np.float6
 
 
 def _is_rounded_literal(value: Value, number: np.generic) -> bool:
-    """Return whether a value is a scalar constant that equals ``number`` and has been in its dtype since tracing."""
+    """Return whether a value is a scalar constant that equals ``number`` and that no cast made."""
     while value.is_move and len(value.inputs) == 1:
         (value,) = value.inputs
     if value.name != CONSTANT or value.shape or value.dtype != number.dtype:

@@ -114,7 +114,7 @@ def never_unscaled(audited: Audited) -> Faults:
 
 
 def _is_update(param: Value, update: Value) -> bool:
-    """Return whether ``param`` is an argument or a carry, possibly moved or cast, on which ``update`` depends."""
+    """Return whether ``param`` is an argument or a carry on which ``update`` depends."""
     sources = list(origins(param, is_move_or_cast))
     if not sources or any(source.name not in (ARGUMENT, CARRY) for source in sources):
         return False

@@ -71,7 +71,7 @@ def half_products(audited: Audited) -> Faults:
 
 
 def products_in_unknown_primitives(audited: Audited) -> Faults:
-    """Find products in primitives that jaxmp does not know, so that nothing is known about their precision."""
+    """Find products in primitives that jaxmp does not know."""
     for equation in audited.program.equations.values():
         if equation.bodies is not None or classify(equation.name) is not None:
             continue
