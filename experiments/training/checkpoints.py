@@ -28,8 +28,8 @@ class Checkpoint(NamedTuple):
     about: dict[str, Any]
 
     def restore(self, state: jaxmp.TrainState) -> jaxmp.TrainState:
-        """Return the saved state in the form of the fresh ``state``, whose arrays are deleted."""
-        return jaxmp.checkpoint.restore(self.folder.parent, state, step=self.step, donate=True)
+        """Return the saved state in the form of the fresh ``state``."""
+        return jaxmp.checkpoint.restore(self.folder.parent, state, step=self.step)
 
 
 class Checkpoints:
@@ -76,17 +76,6 @@ class Checkpoints:
         """
         with self._failures_as_one_line():
             jaxmp.checkpoint.save(self._folder, state, step=step, metadata=about, keep=self._keep)
-
-    def check(self) -> None:
-        """Raise if the checkpoint that is being written has failed.
-
-        Without this check, the other processes would wait for this process.
-
-        Raises:
-          OSError: a checkpoint cannot be written.
-        """
-        with self._failures_as_one_line():
-            jaxmp.checkpoint.raise_if_failed()
 
     def wait(self) -> None:
         """Wait until all checkpoints are written.

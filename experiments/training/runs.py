@@ -180,8 +180,6 @@ class Run:
             self.stopped = is_asked and self._step < self.experiment.steps
             if self.stopped or self._due(self._config.checkpoint_every):
                 self.save(self.state)
-            elif processes.several():
-                self._checkpoints.check()
         if self._step > self._start + 1:  # the second step may compile too, because the first may change shardings
             processes.alive()
 

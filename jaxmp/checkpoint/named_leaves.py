@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxmp._internals.flax.nnx_variables import is_module
-from jaxmp.base.trees import is_key, path_name, require_no_raw_bytes
+from jaxmp.base.trees import is_key, nodes_of_type, path_name, require_no_raw_bytes
 from jaxmp.nnx.training import state_of
 from jaxmp.optim.loss_scale import LossScale
 from jaxmp.optim.low_precision import LowPrecisionState
@@ -18,23 +17,23 @@ from jaxmp.optim.scaling_state import LossScalingState
 
 
 def is_nnx_pair(state: Any) -> bool:
-    """Return whether ``state`` is a pair of an NNX model and its optimizer."""
+    """Return whether ``state`` is a pair with an NNX object, which should be a model and its optimizer."""
     is_pair = isinstance(state, (tuple, list)) and len(state) == 2
-    return is_pair and (is_module(state[0]) or isinstance(state[1], nnx.Optimizer))
+    return is_pair and any(isinstance(part, nnx.Pytree) for part in state)
 
 
 def as_tree(state: Any) -> Any:
     """Return a pytree of arrays: ``state``, or the train state of an NNX model with its optimizer.
 
     Raises:
-      TypeError: ``state`` is an NNX object without its optimizer, or the optimizer is not a ``jaxmp.nnx.Optimizer``.
+      TypeError: ``state`` has an NNX object without its optimizer, or the optimizer is not a ``jaxmp.nnx.Optimizer``.
     """
     if is_nnx_pair(state):
         return state_of(*state)
-    if is_module(state) or isinstance(state, nnx.Optimizer):
+    for node in nodes_of_type(state, nnx.Pytree):
         raise TypeError(
-            f"a checkpoint has an NNX model with its optimizer, got {type(state).__name__} alone;\n"
-            "pass the pair (model, optimizer)"
+            f"a checkpoint has one NNX model with its optimizer, got {type(node).__name__} without it;\n"
+            "pass the pair (model, optimizer), or nnx.state(...) of all NNX objects"
         )
     return state
 
@@ -75,13 +74,6 @@ def dtype_of(leaf: Any) -> np.dtype:
     return np.result_type(leaf) if is_of_numpy else jnp.result_type(leaf)
 
 
-def key_impl(leaf: Any) -> str:
-    """Return the name of the implementation of a typed random key, or of its shape."""
-    impls: list[str] = []
-    jax.eval_shape(lambda key: impls.append(str(jax.random.key_impl(key))), leaf)
-    return impls[0]
-
-
 def is_below(name: str, path: str) -> bool:
     """Return whether ``name`` is the path of a node or of a leaf in that node."""
     return name == path or name.startswith(f"{path}/")
@@ -89,12 +81,8 @@ def is_below(name: str, path: str) -> bool:
 
 def loss_scales(tree: Any) -> dict[str, LossScale]:
     """Return the loss scales of a tree by their paths."""
-    return {f"{path}/loss_scale".lstrip("/"): node.loss_scale for path, node in scaling_states(tree).items()}
-
-
-def scaling_states(tree: Any) -> dict[str, LossScalingState]:
-    """Return the states of :func:`jaxmp.loss_scaling` in a tree by their paths."""
-    return _nodes(tree, LossScalingState)
+    states = _nodes(tree, LossScalingState)
+    return {f"{path}/loss_scale".lstrip("/"): state.loss_scale for path, state in states.items()}
 
 
 def low_precision_paths(tree: Any) -> list[str]:
@@ -110,24 +98,14 @@ def _nodes(tree: Any, cls: type) -> dict[str, Any]:
     return {path_name(path): node for path, node in nodes if is_node(node)}
 
 
-def settings_of(scale: LossScale) -> dict[str, str]:
-    """Return the static fields of a loss scale as texts."""
-    return {name: repr(getattr(scale, name)) for name in type(scale).static_fields}
-
-
 def record_of(tree: Any) -> dict[str, Any]:
     """Return a JSON object that describes what the arrays of a tree do not show."""
     leaves = leaves_by_name(tree)
     return {
         "format": 1,
-        "loss_scales": {
-            path: {"class": type(scale).__name__, "settings": settings_of(scale)}
-            for path, scale in loss_scales(tree).items()
-        },
+        "loss_scales": {path: {"class": type(scale).__name__} for path, scale in loss_scales(tree).items()},
         "low_precision": low_precision_paths(tree),
-        "keys": {name: key_impl(leaf) for name, leaf in leaves.items() if is_key(leaf)},
-        # Orbax does not write arrays without elements.
-        "empty": {name: [str(leaf.dtype), list(leaf.shape)] for name, leaf in leaves.items() if np.size(leaf) == 0},
+        "keys": {name: str(jax.random.key_impl(leaf)) for name, leaf in leaves.items() if is_key(leaf)},
     }
 
 

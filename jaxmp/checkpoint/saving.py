@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 import traceback
 from collections.abc import Mapping
@@ -58,16 +59,15 @@ def save(
       folder: the folder of all checkpoints of a run. It is created if it does not exist.
       state: a :class:`jaxmp.TrainState`; a pair ``(model, optimizer)`` with a :class:`jaxmp.nnx.Optimizer`; or any
         other pytree of arrays.
-      step: the number of steps so far; None for that of the state. A checkpoint of the same step is replaced
-        when the new one is complete.
+      step: the number of steps so far; None for that of the state. The steps in a folder must rise.
       metadata: JSON values to save with the state, such as ``{"policy": str(policy)}``. :func:`read_metadata` returns
         them.
       keep: the number of checkpoints to keep in the folder. The oldest are deleted. None keeps all.
       wait: whether to return only when the checkpoint is complete.
 
     Raises:
-      ValueError: the folder has a checkpoint of a later step; the state has no step and ``step`` is None; or the path
-        has a character that Orbax cannot handle.
+      ValueError: the folder has a checkpoint of this step or a later step; the state has no step and ``step`` is None;
+        or the path has a character that Orbax cannot handle.
       TypeError: ``folder`` is not a path; a leaf of the state is not an array, or has a dtype that Orbax cannot write;
         the NNX model or its optimizer is missing; or the metadata are not JSON values.
       RuntimeError: the state was donated to an earlier step.
@@ -80,7 +80,7 @@ def save(
     [0]
     """
     global _writing
-    require_folder("save", folder, state)
+    path = os.fspath(folder)
     if keep is not None:
         require_whole_number("keep", keep)
     tree = as_tree(state)
@@ -91,27 +91,9 @@ def save(
     leaves = {name: array_to_write(leaf) for name, leaf in leaves_by_name(tree).items() if np.size(leaf)}
     with _lock:
         _finish_writing()
-        _finish_before_exit()
-        _writing = orbax_folders().Writing(folder, int(step), leaves, record, keep)
+        _writing = orbax_folders().begin_writing(path, int(step), leaves, record, keep)
         if wait:
             _finish_writing()
-
-
-def require_folder(call: str, folder: Any, state: Any) -> None:
-    """Raise a TypeError if ``folder`` is not a path.
-
-    Args:
-      call: the name of the called function.
-      folder: the first argument of the call.
-      state: the second argument of the call.
-    """
-    if isinstance(folder, (str, PathLike)):
-        return
-    swapped = f", {state!r}), which are swapped" if isinstance(state, (str, PathLike)) else ")"
-    raise TypeError(
-        f"{call} takes the folder first, got ({type(folder).__name__}{swapped};\n"
-        f"write jaxmp.checkpoint.{call}(folder, state)"
-    )
 
 
 def wait() -> None:
@@ -134,40 +116,16 @@ def _finish_writing() -> None:
     global _writing
     if _writing is None:
         return
-    writing, _writing = _writing, None
+    manager, _writing = _writing, None
     try:
-        writing.finish()
+        orbax_folders().finish_writing(manager)
     except Exception as error:
-        error.add_note(f"This error is from the checkpoint that was being written to {writing.folder}")
+        error.add_note(f"This error is from the checkpoint that was being written to {manager.directory}")
         raise
-
-
-def raise_if_failed() -> None:
-    """Raise the error of a write that has failed, without waiting.
-
-    Without this call, the error is raised by the next save.
-
-    Raises:
-      Exception: as for :func:`wait`.
-
-    >>> jaxmp.checkpoint.raise_if_failed()
-    """
-    writing = _writing  # another thread may change the variable
-    if writing is not None and not writing.is_running():
-        wait()
 
 
 _writing: Any = None
 _lock = threading.Lock()  # Orbax writes one checkpoint at a time
-_is_finished_before_exit = False
-
-
-def _finish_before_exit() -> None:
-    """Make the interpreter wait for the last checkpoint before it exits."""
-    global _is_finished_before_exit
-    if not _is_finished_before_exit:
-        call_before_exit(_finish_or_print_error)
-        _is_finished_before_exit = True
 
 
 def _finish_or_print_error() -> None:
@@ -175,6 +133,9 @@ def _finish_or_print_error() -> None:
         wait()
     except Exception:  # an error here would keep Python from ending other threads
         traceback.print_exc()
+
+
+call_before_exit(_finish_or_print_error)
 
 
 def _step_of(tree: Any) -> int:

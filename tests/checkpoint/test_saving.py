@@ -78,25 +78,18 @@ def test_a_restored_nnx_run_continues_bit_for_bit_in_place(nnx_step, tmp_path):
 
 
 @pytest.mark.once
-def test_several_nnx_models_with_their_optimizers_are_restored_in_place(nnx_step, tmp_path):
+def test_several_nnx_models_are_restored_by_their_state(nnx_step, tmp_path):
     def make_runs(seed):
         names = ("generator", "generator_optimizer", "critic", "critic_optimizer")
         return dict(zip(names, (*nnx_run(seed=seed), *nnx_run(seed=seed + 1)), strict=True))
 
-    def train(runs):
-        for batch in (BATCH, BAD, BATCH):
-            nnx_step(runs["generator"], runs["generator_optimizer"], batch)
-            nnx_step(runs["critic"], runs["critic_optimizer"], batch)
-
     runs, fresh = make_runs(seed=0), make_runs(seed=5)
-    train(runs)
-    checkpoint.save(tmp_path, runs, step=3)
-    restored = checkpoint.restore(tmp_path, fresh)
-    assert all(restored[name] is fresh[name] for name in fresh)
+    nnx_step(runs["generator"], runs["generator_optimizer"], BATCH)
+    nnx_step(runs["critic"], runs["critic_optimizer"], BATCH)
+    checkpoint.save(tmp_path, nnx.state(runs), step=3)
+    nnx.update(fresh, checkpoint.restore(tmp_path, nnx.state(fresh)))
     assert bits(nnx.state(fresh)) == bits(nnx.state(runs))
-    train(runs)
-    train(fresh)
-    assert bits(nnx.state(fresh)) == bits(nnx.state(runs))
+    nnx_step(fresh["critic"], fresh["critic_optimizer"], BATCH)
 
 
 @pytest.mark.once
@@ -110,8 +103,8 @@ def test_any_tree_of_arrays_and_numbers_can_be_saved_and_restored_to_shapes(tmp_
         "count": 3,
     }
     checkpoint.save(tmp_path, tree, step=4)
-    restored = checkpoint.restore(tmp_path, tree, donate=True)
-    assert tree["half"][0].is_deleted() and isinstance(restored["numpy"], np.ndarray) and restored["count"] == 3
+    restored = checkpoint.restore(tmp_path, tree)
+    assert bits(restored) == bits(tree) and isinstance(restored["numpy"], np.ndarray) and restored["count"] == 3
     restored["count"] = jnp.int32(3)
     checkpoint.save(tmp_path, restored, step=5)
     place = jax.sharding.SingleDeviceSharding(jax.devices()[1])
@@ -153,7 +146,7 @@ def test_numpy_arrays_and_python_numbers_keep_their_64_bits(tmp_path):
 @pytest.mark.parametrize("leaf", [np.array(["text"]), np.ones(2, "M8[s]"), np.ones(2, np.longdouble), 2**64])
 def test_a_dtype_that_orbax_cannot_write_is_refused(leaf, tmp_path):
     checkpoint.save(tmp_path, {"a": concrete.ones(2)}, step=1, wait=True)
-    refused(lambda: checkpoint.save(tmp_path, {"a": leaf}, step=1), TypeError, "Orbax cannot write ", "got 'a'")
+    refused(lambda: checkpoint.save(tmp_path, {"a": leaf}, step=2), TypeError, "Orbax cannot write ", "got 'a'")
     assert checkpoint.list_steps(tmp_path) == [1]
 
 
@@ -162,8 +155,7 @@ def test_a_state_without_elements_can_be_saved(state, tmp_path):
     checkpoint.save(tmp_path, state, step=4, metadata={"policy": "float32"})
     assert bits(checkpoint.restore(tmp_path, state)) == bits(state)
     assert checkpoint.read_metadata(tmp_path) == {"policy": "float32"}
-    first = "'a'" if state else "'b'"
-    refused(lambda: checkpoint.restore(tmp_path, {"b": jnp.ones(2)}), ValueError, first, "is in ", "but not in ")
+    refused(lambda: checkpoint.restore(tmp_path, {"a": jnp.ones(2)}), ValueError, "'a'", "is in ", "but not in ")
 
 
 @pytest.mark.parametrize(
@@ -246,17 +238,27 @@ def test_a_checkpoint_of_a_program_that_was_killed_while_it_saved_is_ignored_and
     assert checkpoint.list_steps(tmp_path)[-1] == 1000 and not list(tmp_path.glob("*tmp*"))
 
 
-def test_the_newest_checkpoints_are_kept_and_one_of_the_same_step_is_replaced(tmp_path):
-    for step in (1, 2, 3, 4, 4):
-        checkpoint.save(tmp_path / "a", {"w": concrete.full(2, step)}, step=step, keep=2, wait=True)
-    assert checkpoint.list_steps(tmp_path / "a") == [3, 4]
-    checkpoint.save(tmp_path / "a", {"w": concrete.full(2, 40)}, step=4, keep=None, metadata={"policy": "float32"})
+def test_the_newest_checkpoints_are_kept_and_the_steps_of_a_folder_rise(tmp_path):
+    def save(step, **settings):
+        checkpoint.save(tmp_path / "a", {"w": concrete.full(2, step)}, step=step, **settings)
+
+    for step in (1, 2, 3):
+        save(step, keep=2, wait=True)
+    assert checkpoint.list_steps(tmp_path / "a") == [2, 3]
+    save(4, keep=None, metadata={"policy": "float32"})
+    for step in (3, 4):
+        refused(
+            lambda step=step: save(step, keep=1),
+            ValueError,
+            f"steps must rise in a folder, got step {step} for ",
+            "which has a checkpoint of step 4;\nsave to another folder, or remove the later checkpoints",
+        )
     like = {"w": concrete.zeros(2, jnp.int32)}
-    assert checkpoint.restore(tmp_path / "a", like)["w"][0] == 40
+    assert checkpoint.restore(tmp_path / "a", like)["w"][0] == 4
     assert checkpoint.restore(tmp_path / "a", like, step=3)["w"][0] == 3
     assert checkpoint.read_metadata(str(tmp_path / "a")) == {"policy": "float32"}
     assert checkpoint.read_metadata(tmp_path / "a", step=3) == {}
-    assert checkpoint.list_steps(tmp_path / "none") == []
+    assert checkpoint.list_steps(tmp_path / "a") == [2, 3, 4] and checkpoint.list_steps(tmp_path / "none") == []
 
 
 def fail_to_complete(monkeypatch):
@@ -267,75 +269,6 @@ def fail_to_complete(monkeypatch):
         raise OSError("no space left")
 
     monkeypatch.setattr(ocp.path.atomicity.AtomicRenameTemporaryPath, "finalize", fail)
-
-
-@pytest.mark.parametrize("keep", [1, 2])
-def test_a_checkpoint_stays_if_its_replacement_fails(keep, tmp_path, monkeypatch):
-    like = {"w": concrete.zeros(2)}
-    for step in (3, 4):
-        checkpoint.save(tmp_path, {"w": concrete.full(2, float(step))}, step=step, keep=keep, wait=True)
-    steps = checkpoint.list_steps(tmp_path)
-    with monkeypatch.context() as patch:
-        fail_to_complete(patch)
-        with pytest.raises(OSError, match="no space left"):
-            checkpoint.save(tmp_path, {"w": concrete.ones(2)}, step=4, keep=keep, wait=True)
-    assert checkpoint.list_steps(tmp_path) == steps and (tmp_path / "4").exists()
-    assert checkpoint.restore(tmp_path, like)["w"][0] == 4
-
-    from jaxmp.checkpoint.orbax_folders import _Manager
-
-    closed, close = [], _Manager.close
-
-    def fail(*_, **__):
-        raise OSError("no space left")
-
-    def note_close(manager):
-        closed.append(manager)
-        close(manager)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(_Manager, "save", fail)
-        patch.setattr(_Manager, "close", note_close)
-        with pytest.raises(OSError, match="no space left"):
-            checkpoint.save(tmp_path, {"w": concrete.ones(2)}, step=4, keep=keep)
-    assert closed and checkpoint.list_steps(tmp_path) == steps
-    assert checkpoint.restore(tmp_path, like)["w"][0] == 4
-
-    checkpoint.save(tmp_path, {"w": concrete.full(2, 5.0)}, step=4, keep=keep, wait=True)
-    assert checkpoint.list_steps(tmp_path) == steps and checkpoint.restore(tmp_path, like)["w"][0] == 5
-    assert sorted(path.name for path in tmp_path.iterdir()) == [str(step) for step in steps]
-
-
-def test_a_checkpoint_is_read_and_moved_back_if_the_process_was_killed_while_it_was_replaced(tmp_path):
-    like = {"w": concrete.zeros(2)}
-    checkpoint.save(tmp_path, {"w": concrete.full(2, 4.0)}, step=4, wait=True)
-    (tmp_path / "replaced_checkpoints").mkdir()
-    (tmp_path / "4").rename(tmp_path / "replaced_checkpoints" / "4")  # the files after such a kill
-    assert checkpoint.list_steps(tmp_path) == [4] and checkpoint.restore(tmp_path, like)["w"][0] == 4
-    checkpoint.save(tmp_path, {"w": concrete.full(2, 5.0)}, step=5, wait=True)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["4", "5"]
-    assert checkpoint.restore(tmp_path, like, step=4)["w"][0] == 4
-
-
-REPLACING = """
-import os, signal, sys, jax.numpy as jnp, jaxmp
-import orbax.checkpoint as ocp
-jaxmp.checkpoint.save(sys.argv[1], {"w": jnp.ones(2)}, step=4, keep=1, wait=True)
-async def die(*_, **__):
-    os.kill(os.getpid(), signal.SIGKILL)
-ocp.path.atomicity.AtomicRenameTemporaryPath.finalize = die
-jaxmp.checkpoint.save(sys.argv[1], {"w": jnp.zeros(2)}, step=4, keep=1, wait=True)
-"""
-
-
-@pytest.mark.slow("starts and kills a process")
-def test_a_checkpoint_stays_if_the_process_is_killed_while_it_is_replaced(tmp_path):
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    assert subprocess.run([sys.executable, "-c", REPLACING, str(tmp_path)], env=env).returncode == -signal.SIGKILL
-    assert checkpoint.list_steps(tmp_path) == [4]
-    assert checkpoint.restore(tmp_path, {"w": concrete.zeros(2)})["w"][0] == 1
-    checkpoint.save(tmp_path, {"w": concrete.full(2, 2.0)}, step=4, keep=1, wait=True)
-    assert [path.name for path in tmp_path.iterdir()] == ["4"]
 
 
 def test_threads_may_save_at_the_same_time(tmp_path):
@@ -374,16 +307,10 @@ def test_the_error_of_a_write_in_the_background_is_raised_by_a_later_call(tmp_pa
         with pytest.raises(OSError, match="no space left") as error:
             call()
         assert f"was being written to {tmp_path}" in error.value.__notes__[-1]
-    checkpoint.save(tmp_path, arrays, step=1)
-    with pytest.raises(OSError, match="no space left"):
-        for _ in range(1000):
-            checkpoint.raise_if_failed()
-            time.sleep(0.01)
     checkpoint.wait()  # the error was raised already
     monkeypatch.undo()
     assert checkpoint.list_steps(tmp_path) == []
     checkpoint.save(tmp_path, arrays, step=1, wait=True)
-    checkpoint.raise_if_failed()
     assert checkpoint.list_steps(tmp_path) == [1]
 
 
@@ -395,18 +322,14 @@ def test_a_wrong_argument_is_refused(tmp_path):
     model, _ = nnx_run()
     save = checkpoint.save
     refused(lambda: save(tmp_path, {"w": jnp.ones(2)}), ValueError, "step of a dict is unknown; write save(folder, st")
-    for call in (save, checkpoint.restore):
-        name = call.__name__
-        swapped = f"{name} takes the folder first, got (TrainState, 'ck'), which are swapped;\n"
-        refused(
-            lambda call=call: call(state, "ck"), TypeError, swapped, f"write jaxmp.checkpoint.{name}(folder, state)"
-        )
-        refused(lambda call=call: call(None, state), TypeError, "takes the folder first, got (NoneType);")
+    refused(lambda: save(state, "run"), TypeError, "expected str, bytes or os.PathLike object, not TrainState")
     refused(lambda: save(tmp_path, state, keep=0), ValueError, "keep must be a whole number of at least 1, got 0")
     refused(lambda: save(tmp_path, state, step=-1), ValueError, "step must be a whole number of at least 0, got -1")
     refused(lambda: save(tmp_path, {"a": "text"}, step=1), TypeError, "arrays and numbers, got str at 'a'", "metadata=")
     refused(lambda: save(tmp_path, {"a/b": 1, "a": {"b": 2}}, step=1), ValueError, "got 'a/b' twice")
-    refused(lambda: save(tmp_path, model), TypeError, "got NNXNet alone;\npass the pair (model, optimizer)")
+    for alone in (model, {"generator": model, "critic": model}):
+        remedy = "got NNXNet without it;\npass the pair (model, optimizer), or nnx.state(...) of all NNX objects"
+        refused(lambda alone=alone: save(tmp_path, alone, step=1), TypeError, remedy)
     refused(lambda: save(tmp_path, (model, state)), TypeError, "takes a jaxmp.nnx.Optimizer")
     refused(lambda: save(tmp_path / "a[1]", state), ValueError, "[ or \\ in its path", "save to another folder")
     with pytest.raises(TypeError, match="not JSON serializable"):
@@ -416,19 +339,11 @@ def test_a_wrong_argument_is_refused(tmp_path):
         save(tmp_path, state)
     assert checkpoint.list_steps(tmp_path) == []
 
-    with pytest.raises(FileNotFoundError, match="has no complete checkpoint; write one with"):
+    with pytest.raises(FileNotFoundError, match="has no complete checkpoint; pass the folder that"):
         checkpoint.restore(tmp_path, linen_run()[0])
     save(tmp_path, {"w": concrete.ones(2)}, step=5, wait=True)
     with pytest.raises(FileNotFoundError, match=r"has no complete checkpoint of step 4, only of \[5\]"):
         checkpoint.restore(tmp_path, linen_run()[0], step=4)
-    with pytest.raises(FileNotFoundError, match=r"is a checkpoint, not the folder of checkpoints; pass .* and step=5"):
-        checkpoint.restore(tmp_path / "5", linen_run()[0])
-    refused(
-        lambda: save(tmp_path, {"w": jnp.ones(2)}, step=4),
-        ValueError,
-        "steps must rise in a folder, got step 4 for ",
-        "which has a checkpoint of step 5;\nsave to another folder, or remove the later checkpoints",
-    )
 
 
 def test_without_orbax_the_error_says_what_to_install(tmp_path, monkeypatch):
@@ -452,5 +367,5 @@ def test_a_checkpoint_that_orbax_cannot_read_is_an_error_with_the_other_steps(tm
     assert "restore an earlier one" in error.value.__notes__[-1] and "[1, 2]" in error.value.__notes__[-1]
     assert checkpoint.restore(tmp_path, {"w": concrete.zeros(2)}, step=1)["w"][0] == 1
     (tmp_path / "3").mkdir()
-    with pytest.raises(ValueError, match=r"/3 was not written by jaxmp.checkpoint.save"):
+    with pytest.raises(FileNotFoundError, match="record/metadata"):  # another program wrote it
         checkpoint.read_metadata(tmp_path)

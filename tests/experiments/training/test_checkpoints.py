@@ -61,7 +61,7 @@ def test_the_error_that_ended_a_run_comes_before_that_of_a_checkpoint(tmp_path, 
     def fail(*_: Any) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr(orbax_folders.Writing, "finish", fail)
+    monkeypatch.setattr(orbax_folders, "finish_writing", fail)
     with pytest.raises(KeyboardInterrupt), Checkpoints(tmp_path / "a", keep=1) as manager:
         manager.save(1, state(), {})
         raise KeyboardInterrupt

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import orbax.checkpoint as ocp
 import pytest
 from checkpoint_tools import NAME, Config, bits, last, leaves, prepare, rows, train
 from places import ROOT
@@ -22,7 +23,6 @@ import jaxmp
 from experiments import image_classification, language_modeling
 from experiments.report import json_files
 from experiments.training import loop, runs
-from jaxmp.checkpoint import orbax_folders
 
 pytestmark = pytest.mark.usefixtures("empty_curves")
 
@@ -292,10 +292,10 @@ def test_a_second_process_in_the_folder_is_refused_and_may_train_when_the_first_
 def test_a_run_that_can_no_longer_be_written_ends_with_one_line_and_can_be_resumed(
     undisturbed, run, monkeypatch, capsys
 ):
-    def fail(*_: Any) -> None:
+    async def fail(*_: Any, **__: Any) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr(orbax_folders.Writing, "finish", fail)
+    monkeypatch.setattr(ocp.path.atomicity.AtomicRenameTemporaryPath, "finalize", fail)
     capsys.readouterr()
     with pytest.raises(SystemExit) as end:
         train(run)
