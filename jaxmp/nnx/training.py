@@ -206,7 +206,6 @@ class _ModelState(NamedTuple):
 class _State(TrainState):
     """The train state of an NNX model. Its ``model_state`` is a :class:`_ModelState`."""
 
-    _rng_remedy = None  # the model has its own random number generators
     _to_copy = TO_COPY
 
     def apply_gradients(self, *, model_state: Any = None, **changes: Any) -> Self:

@@ -233,34 +233,17 @@ class _LowPrecisionTransform:
         if weights is None:
             raise ValueError("low_precision rounds params, got none; write tx.update(grads, opt_state, params)")
         _require_dtypes(weights)
-        if not isinstance(state, LowPrecisionState):
-            raise self._error_of_state(f"one of another optimizer ({type(state).__name__})")
-        if (state.compensation is not None) != self._is_compensated:
-            raise self._error_of_state("one of another rounding")
-        if state.moments.name != self.moments:
-            raise self._error_of_state(f"one with moments={state.moments.name!r}, not {self.moments!r}")
-        self._require_compensation(state.compensation, weights)
-
-    def _error_of_state(self, came: str) -> ValueError:
-        return ValueError(
-            f"low_precision(…, rounding={self.rounding or 'stochastic'!r}) needs the state of its own init, got "
-            f"{came}; for a train state use state.with_tx(tx)"
+        compensated = None
+        if self._is_compensated:
+            compensated = jax.tree.map(lambda leaf: leaf if _is_bfloat16(leaf) else None, weights)
+        is_own = isinstance(state, LowPrecisionState) and state.moments.name == self.moments
+        structure: Any = jax.tree.structure(compensated)
+        if is_own and jax.tree.structure(state.compensation) == structure:
+            return
+        raise ValueError(
+            f"low_precision(…, rounding={self.rounding or 'stochastic'!r}, moments={self.moments!r}) needs the state "
+            "of its own init, and params in the dtypes of init; for a train state use state.with_tx(tx)"
         )
-
-    def _require_compensation(self, compensation: Any, weights: Any) -> None:
-        """Raise a ValueError if a compensation is not one of these params."""
-        dtype_of = {path_name(path): leaf.dtype for path, leaf in jax.tree.leaves_with_path(compensation)}
-        for path, weight in jax.tree.leaves_with_path(weights if self._is_compensated else None):
-            name = path_name(path)
-            dtype = dtype_of.get(name)
-            if dtype == (jnp.bfloat16 if _is_bfloat16(weight) else None):
-                continue
-            if not _is_bfloat16(weight):
-                raise ValueError(
-                    f"update takes the params of init, got {name!r} of {weight.dtype}, which was bfloat16; pass the "
-                    "bfloat16 params, not a copy in another dtype"
-                )
-            raise self._error_of_state(f"one in which {name!r} has another rounding or another dtype")
 
     def _rounded_updates(self, changes: Any, state: LowPrecisionState, weights: Any) -> tuple[Any, Any]:
         """Return the updates to the rounded new params, and the compensation."""

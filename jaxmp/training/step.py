@@ -12,7 +12,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 import jax
 import numpy as np
 
-from jaxmp.base.arguments import checks_arguments, printed, require_flag, require_step_arguments, require_whole_number
+from jaxmp.base.arguments import checks_arguments, require_step_arguments, require_whole_number
 from jaxmp.base.donation import require_not_deleted
 from jaxmp.base.trees import is_traced, non_finite, require_no_raw_bytes
 from jaxmp.base.user_warnings import warn_user
@@ -134,7 +134,7 @@ def make_train_step(
         model state changes; ``sharding`` does not fit the state; the gradient of a param cannot be summed in the
         ``reduce_dtype`` of ``sharding``.
       TypeError: the loss function has other parameters or results; the loss is half precision or not a scalar; the
-        optimizer has a line search; the state is not a :class:`TrainState`; ``compiler_options`` is not a dict.
+        state is not a :class:`TrainState`.
       RuntimeError: the state was donated to an earlier step.
       NonFiniteTrainingError: ``max_consecutive_skips`` is reached, and this batch would be skipped too. The error is
         raised at most ``max_consecutive_skips`` steps later, before the state is donated. It names the arrays that are
@@ -165,14 +165,6 @@ def make_train_step(
     require_whole_number("max_consecutive_skips", max_consecutive_skips)
     if loss_chunks is not None:
         require_whole_number("loss_chunks", loss_chunks)
-    require_flag("donate", donate, "pass donate=False to keep the states of earlier steps")
-    if compiler_options is not None and not isinstance(compiler_options, Mapping):
-        raise TypeError(
-            f"compiler_options must be a dict from names of XLA's options to values, got {printed(compiler_options)}; "
-            'write e.g. {"xla_gpu_enable_latency_hiding_scheduler": True}'
-        )
-    if not (mean_over is None or isinstance(mean_over, str)):
-        raise TypeError(f"mean_over must be the name of a metric, got {printed(mean_over)}; write mean_over='tokens'")
     decay = _checked_decay(ema_decay)
     loss_fn = under_policy(loss_fn, policy, overrides)
     if loss_chunks is not None:
