@@ -146,9 +146,6 @@ class TrainStep:
         take_state(model, optimizer, state)
         return metrics
 
-    def __repr__(self) -> str:
-        return train_step.repr_of_step(self, "jaxmp.nnx.make_train_step")
-
     def with_options(self, **options: Any) -> TrainStep:
         """Return the same step with other options of :func:`make_train_step`."""
         if self.remake is None:

@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 from jaxmp._internals.jax.traces import manual_axes, shows_what_varies
 from jaxmp.base.arguments import require_whole_number
 from jaxmp.base.dtypes import closest_names, dtype_among
-from jaxmp.base.trees import is_float_array, nodes_of_type, path_name, require_no_raw_bytes, widen
+from jaxmp.base.trees import is_float_array, path_name, require_no_raw_bytes, widen
 from jaxmp.base.user_warnings import warn_user
 from jaxmp.optim.checked_params import are_params_checked
 from jaxmp.optim.checks import as_optimizer
@@ -82,8 +82,8 @@ def low_precision(
     ``shard_map``, the position in the whole array is unknown: there, each device draws other bits for its part, and
     ``axis_name`` must say which mesh axes split the params.
 
-    Moments are recognised by the types of optax's states. ``print(tx)`` shows how each moment is stored. With
-    ``moments="bfloat16"`` or ``"float8"``, moments are rounded stochastically. (With rounding to nearest, a second
+    Moments are recognised by the types of optax's states, and the dtypes in the state show how each moment is stored.
+    With ``moments="bfloat16"`` or ``"float8"``, moments are rounded stochastically. (With rounding to nearest, a second
     moment with a decay of 0.999 would never fall.) ``"float8"`` stores float8_e4m3fn numbers with one float32 scale
     for each block of ``block`` values. It stores the square roots of second moments. If the block size does not divide
     a moment's last axis, the moment stays float32.
@@ -128,15 +128,9 @@ def low_precision(
 
 
 class LowPrecision(optax.GradientTransformationExtraArgs):
-    """The transform of :func:`low_precision`.
-
-    ``str()`` describes how params and moments are stored.
-    """
+    """The transform of :func:`low_precision`."""
 
     transform: _LowPrecisionTransform
-
-    def __str__(self) -> str:
-        return self.transform.shown()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -308,32 +302,6 @@ class _LowPrecisionTransform:
                 "check_vma=False) and pmap hide it; write shard_map(…, check_vma=True)"
             )
         return Draw(self.seed, count, name, jax.lax.axis_index(split) if split else None)
-
-    def shown(self) -> str:
-        """Return a description of how params and moments are stored."""
-        of_params = (
-            "with Kahan's compensation in bfloat16"
-            if self._is_compensated
-            else f"rounded stochastically (seed {self.seed})"
-        )
-        of_moments = {
-            "float32": "float32",
-            "bfloat16": "bfloat16, rounded stochastically",
-            "float8": f"float8_e4m3fn, rounded stochastically, one scale for {self.block} values; float32 if "
-            f"{self.block} does not divide the last axis",
-        }[self.moments]
-        lines = [f"bfloat16 params {of_params}, other params unchanged"]
-        try:
-            example = jax.ShapeDtypeStruct((self.block, self.block), jnp.float32)
-            state = jax.eval_shape(self.inner.init, {"w": example})
-        except Exception:  # inner has a mask or labels for params of another structure
-            state = optax.MaskedNode()
-        if nodes_of_type(state, optax.MaskedNode):  # a part of the optimizer that has no moments for the example
-            return "\n".join([*lines, f"moments: {of_moments}; their names depend on the params"])
-        for path, is_moment, is_second in leaves_of_state(state):
-            root = "square root in " if is_second and self.moments == "float8" else ""
-            lines.append(f"{path}: {root}{of_moments}" if is_moment else f"{path}: unchanged")
-        return "\n".join(lines)
 
 
 BEHIND_LOW_PRECISION = (

@@ -49,21 +49,6 @@ def remembers_options(make: Callable[P, T]) -> Callable[P, T]:
     return make_and_remember
 
 
-def repr_of_step(step: Any, function: str) -> str:
-    """Return the repr of a step: the function that made it, its loss function and its options."""
-    if step.remake is None:
-        return object.__repr__(step)
-    options = dict(step.remake.keywords)
-    loss_fn = step.remake.args[0] if step.remake.args else options.pop("loss_fn")
-    loss_fn = getattr(loss_fn, "func", loss_fn)  # of a functools.partial
-    arguments = [getattr(loss_fn, "__name__", type(loss_fn).__name__)]
-    for name, value in options.items():
-        text = repr(value)
-        is_short = len(text) <= 120 and "\n" not in text
-        arguments.append(f"{name}={text if is_short else f'<{type(value).__name__}>'}")
-    return f"{function}({', '.join(arguments)})"
-
-
 @remembers_options
 def make_train_step(
     loss_fn: LossFn,
@@ -249,9 +234,6 @@ class TrainStep:
         self._stuck_runs = StuckRuns(max_consecutive_skips)
         self._program_with = functools.lru_cache(maxsize=8)(self._jit)
         self.jitted = self._program_with(None)
-
-    def __repr__(self) -> str:
-        return repr_of_step(self, "jaxmp.make_train_step")
 
     def with_options(self, **options: Any) -> TrainStep:
         """Return the same step with other options of :func:`make_train_step`.
