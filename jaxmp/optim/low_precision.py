@@ -167,16 +167,10 @@ class _LowPrecisionTransform:
         """Warn if no param is bfloat16, but the user chose a rounding, or no moment is stored in fewer bits."""
         if are_params_checked() or any(_is_bfloat16(leaf) for leaf in jax.tree.leaves(weights)):
             return
-        if self.rounding is not None:
+        if self.rounding is not None or self.moments == "float32":
             warn_user(
-                f"rounding={self.rounding!r} rounds bfloat16 params, but no param is bfloat16, so it does "
-                "nothing; use a policy with bfloat16 params, such as 'bfloat16_sr', or leave rounding out"
-            )
-        elif self.moments == "float32":
-            warn_user(
-                "low_precision rounds bfloat16 params, but no param is bfloat16, so it does nothing; use a policy with "
-                "bfloat16 params, such as 'bfloat16_sr', store the moments with moments='bfloat16', or leave "
-                "low_precision out"
+                "low_precision rounds bfloat16 params, but no param is bfloat16; use a policy with bfloat16 params, "
+                "such as 'bfloat16_sr', or leave rounding= out and store the moments with moments='bfloat16'"
             )
 
     @property
