@@ -200,9 +200,9 @@ def projected_cross_entropy(
             f"bias must have the shape {weights.shape[:1]}, one number per row of weights, got {bias.shape}"
         )
     classes = weights.shape[0] if classes is None else classes
-    if not (isinstance(classes, Integral) and 1 <= classes <= weights.shape[0]):
+    if not (_is(Integral, classes) and 1 <= classes <= weights.shape[0]):
         raise ValueError(f"classes must be an integer from 1 to {weights.shape[0]}, the rows of weights, got {classes}")
-    if not (chunks == "auto" or (isinstance(chunks, Integral) and chunks >= 1)):
+    if not (chunks == "auto" or (_is(Integral, chunks) and chunks >= 1)):
         raise ValueError(f"chunks must be an integer of at least 1 or 'auto', got {chunks!r}; write chunks='auto'")
     options = _Options(classes, label_smoothing, z_loss, softcap, ignore_index is not None)
     _check_options(labels, x.shape[:1], options)
@@ -471,12 +471,17 @@ def _check_options(labels: jax.Array, shape: tuple[int, ...], options: _Options)
         )
     if labels.shape != shape:
         raise ValueError(f"labels must have the shape {shape}, one per row of logits, got the shape {labels.shape}")
-    if not (isinstance(z_loss, Real) and 0 <= z_loss < math.inf):
+    if not (_is(Real, z_loss) and 0 <= z_loss < math.inf):
         raise ValueError(f"z_loss must be a Python number of at least 0, got {z_loss}")
-    if not (isinstance(label_smoothing, Real) and 0 <= label_smoothing < 1):
+    if not (_is(Real, label_smoothing) and 0 <= label_smoothing < 1):
         raise ValueError(f"label_smoothing must be at least 0 and less than 1, got {label_smoothing}")
-    if softcap is not None and not (isinstance(softcap, Real) and 0 < softcap < math.inf):
+    if softcap is not None and not (_is(Real, softcap) and 0 < softcap < math.inf):
         raise ValueError(f"softcap must be a Python number above 0, got {softcap}; write softcap=30.0 or leave it out")
+
+
+def _is(kind: type, value: Any) -> bool:
+    """Return whether a value is a Python or NumPy number of this kind, not an array."""
+    return isinstance(value, kind)
 
 
 def _check_floating(**arrays: jax.Array) -> None:
