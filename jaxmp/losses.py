@@ -344,7 +344,8 @@ def _in_chunks(x: jax.Array, labels: jax.Array, chunks: int) -> tuple[jax.Array,
     With n chunks, a chunk has every n-th token. Tokens with an ignored label fill up the last chunks. Every ignored
     token is set to 0, so that its logits are finite if the weights are.
     """
-    x = jnp.where((labels == _IGNORED)[:, None], 0, x)
+    # Without the barrier, the compiler for TPUs would select again in the kernel of each product, tile by tile.
+    x = jax.lax.optimization_barrier(jnp.where((labels == _IGNORED)[:, None], 0, x))
     missing = -len(x) % chunks
     x = jnp.pad(x, ((0, missing), (0, 0))).reshape(-1, chunks, x.shape[1])
     labels = jnp.pad(labels, (0, missing), constant_values=_IGNORED).reshape(-1, chunks)
