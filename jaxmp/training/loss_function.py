@@ -140,7 +140,8 @@ def _require_function(loss_fn: Any, names: str) -> None:
         loss_fn,
         rule="a loss function is a function",
         remedy=f"write def loss_fn({names})",
-        model_remedy=f"write def loss_fn({names}), which calls the model",
+        model_remedy="pass a function that calls the model, to jaxmp.make_train_step for Linen and to "
+        "jaxmp.nnx.make_train_step for NNX",
         allows_nnx=False,
     )
 

@@ -52,13 +52,13 @@ BAD_ARGUMENTS = {
     "a Linen model": (
         lambda: make_train_step(linen.Dense(3)),
         TypeError,
-        "got an instance of Dense; write def loss_fn(params, model_state, batch, rng), which calls the model",
+        "got an instance of Dense; pass a function that calls the model, to jaxmp.make_train_step for Linen",
     ),
     "a Linen model in an evaluation": (lambda: make_eval_step(linen.Dense(3)), TypeError, "got an instance of Dense"),
     "an NNX model": (
         lambda: make_train_step(nnx.Linear(2, 3, rngs=nnx.Rngs(0))),
         TypeError,
-        "got an instance of Linear; write def loss_fn(params, model_state, batch, rng), which calls the model",
+        "got an instance of Linear; pass a function that calls the model, to jaxmp.make_train_step for Linen and to",
     ),
     "a class of models": (lambda: make_train_step(linen.Dense), TypeError, "pass a function that calls Dense(...)"),
     "three arguments": (
