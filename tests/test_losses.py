@@ -475,7 +475,7 @@ FUSED = {"x": concrete.ones((4, 3)), "weights": concrete.ones((6, 3)), "labels":
             ValueError,
             r"the shape \(4,\), one per row of logits, got .*\(4, 1\)",
         ),
-        (FUSED, {"z_loss": -1}, ValueError, "a Python number .*add the z-loss yourself"),
+        (FUSED, {"z_loss": -1}, ValueError, "a Python number of at least 0, got -1"),
         (LOGITS, {"softcap": 0.0}, ValueError, r"a Python number above 0, got 0.0; write softcap=30.0"),
         (FUSED, {"softcap": math.nan}, ValueError, "a Python number above 0, got nan"),
         (FUSED, {"softcap": jnp.cumsum}, ValueError, "softcap must be a Python number above 0, got <"),
@@ -489,8 +489,8 @@ def test_invalid_inputs_and_options_are_refused(inputs, changes, error, phrase):
         fun(*args, **options)
 
 
-def test_a_z_loss_that_is_traced_is_refused_with_what_to_do():
-    with pytest.raises(ValueError, match=r"z_loss must be a Python number .*add the z-loss yourself"):
+def test_a_z_loss_that_is_traced_is_refused():
+    with pytest.raises(ValueError, match="z_loss must be a Python number"):
         jax.eval_shape(lambda z: losses.cross_entropy(jnp.ones((2, 3)), jnp.zeros(2, int), z_loss=z), jnp.ones(()))
 
 

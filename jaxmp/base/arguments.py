@@ -41,37 +41,17 @@ def printed(value: Any) -> str:
     return f"an instance of {type(value).__name__}" if "\n" in text or len(text) > 120 else text
 
 
-def require_flag(name: str, value: Any, remedy: str) -> None:
-    """Raise a TypeError if a ``value`` is neither True nor False."""
-    if not isinstance(value, (bool, np.bool_)):
-        raise TypeError(f"{name} must be True or False, got {printed(value)}; {remedy}")
-
-
-def require_no_policy(model: Any, has_policy: bool, call: str, is_submodule: bool = False) -> None:
+def require_no_policy(model: Any, has_policy: bool, call: str) -> None:
     """Raise a ValueError if a model has a policy already.
 
-    A second policy would drop the overrides of the first.
-
-    Args:
-      model: the model.
-      has_policy: whether it has a policy.
-      call: the name of the called function.
-      is_submodule: whether the policy was applied to a larger model that contains ``model``.
+    A second policy would drop the overrides of the first. ``call`` is the name of the called function.
     """
-    if not has_policy:
-        return
-    name = type(model).__name__
-    if is_submodule:
+    if has_policy:
         raise ValueError(
-            f"{call} takes a model without a policy, got a {name} with the policy of a larger model;\n"
-            "use it as it is, or name it in the overrides of the larger model:\n"
-            f"{call}(model, policy, {{'path/of/the/module': 'float32'}})"
+            f"{call} takes a model without a policy, got a {type(model).__name__} that has one (clones, merged models "
+            "and submodules keep it);\nuse it as it is, or apply one policy, with all overrides, to the original "
+            f"model:\n{call}(model, policy, overrides)"
         )
-    raise ValueError(
-        f"{call} takes a model without a policy, got a {name} that has one (clones and merged models keep it);\n"
-        "use it as it is, or apply one policy, with all overrides, to the original model:\n"
-        f"{call}(model, policy, overrides)"
-    )
 
 
 def require_whole_number(name: str, value: Any, least: int = 1) -> None:

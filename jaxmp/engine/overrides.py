@@ -201,15 +201,6 @@ def is_float32(level: Level) -> bool:
     return level.compute_dtype == np.float32 if isinstance(level, Policy) else level not in ("half", FLOAT32_RESULT)
 
 
-_PRIMITIVE_OF_FUNCTION = {
-    **dict.fromkeys(("matmul", "dot", "einsum", "tensordot", "linear", "dense", "mm", "bmm"), "dot_general"),
-    **dict.fromkeys(("conv", "convolution", "conv2d"), "conv_general_dilated"),
-    "sum": "reduce_sum",
-    "sigmoid": "logistic",
-}
-"""The primitives of functions that users of NumPy and torch know by another name."""
-
-
 def primitives_named_by(key: str) -> frozenset[str]:
     """Return the primitives that the key of an override names.
 
@@ -225,12 +216,6 @@ def primitives_named_by(key: str) -> frozenset[str]:
     classes = [cls.value for cls in Class]
     if kind == "class" and name in classes:
         return of_class(Class(name))
-    if kind == "primitive" and name in _PRIMITIVE_OF_FUNCTION:
-        primitive = _PRIMITIVE_OF_FUNCTION[name]
-        raise UnknownOperationError(
-            f"the override {key!r} names a function, which JAX traces as the primitive {primitive!r}; write "
-            f"'primitive:{primitive}'"
-        )
     if kind == "primitive":
         known = sorted(name for cls in Class for name in of_class(cls))
         remedy = "jax.make_jaxpr(fun)(*args) shows the primitives of a function"

@@ -19,7 +19,7 @@ from flax.errors import TraceContextError
 from jaxmp._internals.flax.nnx_calls import value_of
 from jaxmp._internals.flax.nnx_variables import is_module, is_node, is_object
 from jaxmp.base import trees as _tree
-from jaxmp.base.arguments import require_flag, require_function
+from jaxmp.base.arguments import require_function
 from jaxmp.base.donation import donation_note
 from jaxmp.engine.model_policy import full_class_name
 from jaxmp.nnx.model_values import set_values, split_values
@@ -90,7 +90,6 @@ class Optimizer(_Object):
     ) -> None:
         """See the class."""
         require_model(model, "jaxmp.nnx.Optimizer", "(model, tx)")
-        require_flag("ema", ema, "pass ema=True, and the decay to make_train_step(ema_decay=0.999)")
         tx, params = as_optimizer(tx), nnx.state(model, wrt)
         _require_some(params, model, wrt)
         warn_about_params(without_loss_scaling(tx), nnx.as_pure(params))
@@ -261,16 +260,13 @@ def require_model(model: Any, call: str, arguments: str) -> None:
     """
     if is_module(model):
         return
-    wrong_classes = nnx.Optimizer, nnx.State, nnx.Rngs, nnx.Variable
-    if isinstance(model, wrong_classes) or not any(map(is_node, jax.tree.leaves(model, is_leaf=is_object))):
+    is_of_nnx = isinstance(model, (nnx.Optimizer, nnx.State, nnx.Rngs, nnx.Variable))
+    if is_of_nnx or not any(map(is_node, jax.tree.leaves(model, is_leaf=is_object))):
         came = f"the class {model.__name__}" if isinstance(model, type) else full_class_name(model)
-        is_of_nnx = isinstance(model, (*wrong_classes, optax.GradientTransformation))
-        remedy = (
-            "pass the model itself, in this order"
-            if is_of_nnx
-            else "for Linen write jaxmp.TrainState and jaxmp.make_train_step"
+        raise TypeError(
+            f"{call} takes {arguments} with an NNX model, got {came}; for Linen write jaxmp.TrainState and "
+            "jaxmp.make_train_step"
         )
-        raise TypeError(f"{call} takes {arguments} with an NNX model, got {came}; {remedy}")
 
 
 def _require_some(params: Any, model: Any, wrt: Any) -> None:

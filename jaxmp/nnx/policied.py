@@ -108,9 +108,7 @@ def _apply(model: M, policy: Any, overrides: Mapping[Any, Any] | None, function:
     require_order(model, policy, f"jaxmp.nnx.{function}")
     if not isinstance(model, nnx.Module):
         raise wrong_model(model, "nnx", function)
-    earlier = decision_of(model)
-    is_submodule = earlier is not None and not earlier.is_root
-    require_no_policy(model, earlier is not None, f"jaxmp.nnx.{function}", is_submodule)
+    require_no_policy(model, decision_of(model) is not None, f"jaxmp.nnx.{function}")
     copy = nnx.clone(model, variables=False, graph=True)
     model_policy = ModelPolicy.create(policy, overrides, stores=function == "apply_policy")
     graph = read_graph(copy)

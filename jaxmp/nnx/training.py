@@ -146,9 +146,6 @@ class TrainStep:
         take_state(model, optimizer, state)
         return metrics
 
-    def __repr__(self) -> str:
-        return train_step.repr_of_step(self, "jaxmp.nnx.make_train_step")
-
     def with_options(self, **options: Any) -> TrainStep:
         """Return the same step with other options of :func:`make_train_step`."""
         if self.remake is None:
@@ -206,7 +203,6 @@ class _ModelState(NamedTuple):
 class _State(TrainState):
     """The train state of an NNX model. Its ``model_state`` is a :class:`_ModelState`."""
 
-    _rng_remedy = None  # the model has its own random number generators
     _to_copy = TO_COPY
 
     def apply_gradients(self, *, model_state: Any = None, **changes: Any) -> Self:

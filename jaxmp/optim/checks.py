@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 from jaxmp.base.arguments import printed
-from jaxmp.base.trees import nodes_of_type, path_name
+from jaxmp.base.trees import path_name
 from jaxmp.optim.remembered import remembered
 from jaxmp.optim.scaling_state import LossScalingState
 
@@ -45,21 +45,6 @@ def _with_extra_args(tx: Any) -> optax.GradientTransformationExtraArgs:
         return tx.update(updates, state, params, **known_args)
 
     return optax.GradientTransformationExtraArgs(tx.init, update)
-
-
-_LINE_SEARCHES = optax.ScaleByZoomLinesearchState, optax.ScaleByBacktrackingLinesearchState
-
-
-def require_no_line_search(opt_state: optax.OptState) -> None:
-    """Raise a TypeError if an optimizer has a line search, such as ``optax.lbfgs``.
-
-    A line search computes the loss several times in a step, for other params and the same batch.
-    """
-    if nodes_of_type(opt_state, _LINE_SEARCHES):
-        raise TypeError(
-            "a train step computes the loss once, but the optimizer has a line search, as optax.lbfgs has; pass "
-            "linesearch=None, or write your own step with optax.value_and_grad_from_state"
-        )
 
 
 def require_loss(loss: Any, otherwise: str, alternative: str = "") -> Any:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, Self, TypeVar
 
 import jax
@@ -68,7 +68,7 @@ class LossScale:
         Raises:
           TypeError: an argument has the name of an argument of torch's GradScaler.
         """
-        _require_names_of_jaxmp(cls, args, kwargs)
+        _require_names_of_jaxmp(cls, kwargs)
         register(cls)  # type: ignore[arg-type]
         return super().__new__(cls)
 
@@ -139,40 +139,15 @@ _NAMES_OF_OTHERS = {
 """The arguments of torch's GradScaler and of Flax's DynamicScale, and their names here."""
 
 
-def _require_names_of_jaxmp(cls: type, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+def _require_names_of_jaxmp(cls: type, names: Iterable[str]) -> None:
     """Raise a TypeError if an argument of a loss scale has its name in torch or Flax."""
-    if kwargs.keys().isdisjoint({*_NAMES_OF_OTHERS, "enabled"}):
-        return
-    signature = inspect.signature(cls)
-    if _takes(signature, args, kwargs):
-        return
-    if "enabled" in kwargs and "enabled" not in signature.parameters:
-        raise TypeError(
-            f"{cls.__name__} got the argument 'enabled', which it does not have; leave it out, or for enabled=False "
-            "write NoOpLossScale()"
-        )
-    new_names = {}
-    for name in kwargs:
-        new_name = _NAMES_OF_OTHERS.get(name, "")
-        if name not in signature.parameters and new_name in signature.parameters:
-            new_names[name] = new_name
-    if not new_names:
-        return
-    renamed = {new_names.get(name, name): value for name, value in kwargs.items()}
-    name, new_name = next(iter(new_names.items()))
-    remedy = f"{new_name}={kwargs[name]!r}"
-    if len(renamed) == len(kwargs) and _takes(signature, args, renamed):
-        written = [*map(repr, args), *(f"{name}={value!r}" for name, value in renamed.items())]
-        remedy = f"{cls.__name__}({', '.join(written)})"
-    raise TypeError(f"{cls.__name__} got the argument {name!r}, which is called {new_name!r} here; write {remedy}")
-
-
-def _takes(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    try:
-        signature.bind(*args, **kwargs)
-    except TypeError:
-        return False
-    return True
+    parameters = inspect.signature(cls).parameters
+    for name in names:
+        new_name = _NAMES_OF_OTHERS.get(name)
+        if name not in parameters and new_name in parameters:
+            raise TypeError(
+                f"{cls.__name__} got the argument {name!r}, which is called {new_name!r} here; write {new_name}=..."
+            )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxmp.base.arguments import require_flag
+from jaxmp.base.arguments import printed
 from jaxmp.base.donation import require_not_deleted
 from jaxmp.base.trees import all_finite, is_finite_sum, is_key, max_abs, select_tree, sum_of_squares, widen
 from jaxmp.optim.checks import as_optimizer, check_same_shapes, check_state
@@ -94,7 +94,11 @@ def loss_scaling(
     >>> optax.apply_updates(params, updates)["w"]
     Array([1.6], dtype=float32)
     """
-    require_flag("grad_norm", grad_norm, "to clip, put optax.clip_by_global_norm(1.0) inside loss_scaling")
+    if not isinstance(grad_norm, bool):  # a number would look as if it clipped the gradients
+        raise TypeError(
+            f"grad_norm must be True or False, got {printed(grad_norm)}; to clip, put optax.clip_by_global_norm(1.0) "
+            "inside loss_scaling"
+        )
     inner, scale = as_optimizer(inner), _ByValue.of(as_loss_scale(loss_scale))
     return _scaling_of(inner, scale, axis_name, grad_norm, check_updates)
 

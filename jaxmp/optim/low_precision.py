@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 from jaxmp._internals.jax.traces import manual_axes, shows_what_varies
 from jaxmp.base.arguments import require_whole_number
 from jaxmp.base.dtypes import closest_names, dtype_among
-from jaxmp.base.trees import is_float_array, nodes_of_type, path_name, require_no_raw_bytes, widen
+from jaxmp.base.trees import is_float_array, path_name, require_no_raw_bytes, widen
 from jaxmp.base.user_warnings import warn_user
 from jaxmp.optim.checked_params import are_params_checked
 from jaxmp.optim.checks import as_optimizer
@@ -82,8 +82,8 @@ def low_precision(
     ``shard_map``, the position in the whole array is unknown: there, each device draws other bits for its part, and
     ``axis_name`` must say which mesh axes split the params.
 
-    Moments are recognised by the types of optax's states. ``print(tx)`` shows how each moment is stored. With
-    ``moments="bfloat16"`` or ``"float8"``, moments are rounded stochastically. (With rounding to nearest, a second
+    Moments are recognised by the types of optax's states, and the dtypes in the state show how each moment is stored.
+    With ``moments="bfloat16"`` or ``"float8"``, moments are rounded stochastically. (With rounding to nearest, a second
     moment with a decay of 0.999 would never fall.) ``"float8"`` stores float8_e4m3fn numbers with one float32 scale
     for each block of ``block`` values. It stores the square roots of second moments. If the block size does not divide
     a moment's last axis, the moment stays float32.
@@ -128,15 +128,9 @@ def low_precision(
 
 
 class LowPrecision(optax.GradientTransformationExtraArgs):
-    """The transform of :func:`low_precision`.
-
-    ``str()`` describes how params and moments are stored.
-    """
+    """The transform of :func:`low_precision`."""
 
     transform: _LowPrecisionTransform
-
-    def __str__(self) -> str:
-        return self.transform.shown()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,16 +167,10 @@ class _LowPrecisionTransform:
         """Warn if no param is bfloat16, but the user chose a rounding, or no moment is stored in fewer bits."""
         if are_params_checked() or any(_is_bfloat16(leaf) for leaf in jax.tree.leaves(weights)):
             return
-        if self.rounding is not None:
+        if self.rounding is not None or self.moments == "float32":
             warn_user(
-                f"rounding={self.rounding!r} rounds bfloat16 params, but no param is bfloat16, so it does "
-                "nothing; use a policy with bfloat16 params, such as 'bfloat16_sr', or leave rounding out"
-            )
-        elif self.moments == "float32":
-            warn_user(
-                "low_precision rounds bfloat16 params, but no param is bfloat16, so it does nothing; use a policy with "
-                "bfloat16 params, such as 'bfloat16_sr', store the moments with moments='bfloat16', or leave "
-                "low_precision out"
+                "low_precision rounds bfloat16 params, but no param is bfloat16; use a policy with bfloat16 params, "
+                "such as 'bfloat16_sr', or leave rounding= out and store the moments with moments='bfloat16'"
             )
 
     @property
@@ -233,34 +221,17 @@ class _LowPrecisionTransform:
         if weights is None:
             raise ValueError("low_precision rounds params, got none; write tx.update(grads, opt_state, params)")
         _require_dtypes(weights)
-        if not isinstance(state, LowPrecisionState):
-            raise self._error_of_state(f"one of another optimizer ({type(state).__name__})")
-        if (state.compensation is not None) != self._is_compensated:
-            raise self._error_of_state("one of another rounding")
-        if state.moments.name != self.moments:
-            raise self._error_of_state(f"one with moments={state.moments.name!r}, not {self.moments!r}")
-        self._require_compensation(state.compensation, weights)
-
-    def _error_of_state(self, came: str) -> ValueError:
-        return ValueError(
-            f"low_precision(…, rounding={self.rounding or 'stochastic'!r}) needs the state of its own init, got "
-            f"{came}; for a train state use state.with_tx(tx)"
+        compensated = None
+        if self._is_compensated:
+            compensated = jax.tree.map(lambda leaf: leaf if _is_bfloat16(leaf) else None, weights)
+        is_own = isinstance(state, LowPrecisionState) and state.moments.name == self.moments
+        structure: Any = jax.tree.structure(compensated)
+        if is_own and jax.tree.structure(state.compensation) == structure:
+            return
+        raise ValueError(
+            f"low_precision(…, rounding={self.rounding or 'stochastic'!r}, moments={self.moments!r}) needs the state "
+            "of its own init, and params in the dtypes of init; for a train state use state.with_tx(tx)"
         )
-
-    def _require_compensation(self, compensation: Any, weights: Any) -> None:
-        """Raise a ValueError if a compensation is not one of these params."""
-        dtype_of = {path_name(path): leaf.dtype for path, leaf in jax.tree.leaves_with_path(compensation)}
-        for path, weight in jax.tree.leaves_with_path(weights if self._is_compensated else None):
-            name = path_name(path)
-            dtype = dtype_of.get(name)
-            if dtype == (jnp.bfloat16 if _is_bfloat16(weight) else None):
-                continue
-            if not _is_bfloat16(weight):
-                raise ValueError(
-                    f"update takes the params of init, got {name!r} of {weight.dtype}, which was bfloat16; pass the "
-                    "bfloat16 params, not a copy in another dtype"
-                )
-            raise self._error_of_state(f"one in which {name!r} has another rounding or another dtype")
 
     def _rounded_updates(self, changes: Any, state: LowPrecisionState, weights: Any) -> tuple[Any, Any]:
         """Return the updates to the rounded new params, and the compensation."""
@@ -325,32 +296,6 @@ class _LowPrecisionTransform:
                 "check_vma=False) and pmap hide it; write shard_map(…, check_vma=True)"
             )
         return Draw(self.seed, count, name, jax.lax.axis_index(split) if split else None)
-
-    def shown(self) -> str:
-        """Return a description of how params and moments are stored."""
-        of_params = (
-            "with Kahan's compensation in bfloat16"
-            if self._is_compensated
-            else f"rounded stochastically (seed {self.seed})"
-        )
-        of_moments = {
-            "float32": "float32",
-            "bfloat16": "bfloat16, rounded stochastically",
-            "float8": f"float8_e4m3fn, rounded stochastically, one scale for {self.block} values; float32 if "
-            f"{self.block} does not divide the last axis",
-        }[self.moments]
-        lines = [f"bfloat16 params {of_params}, other params unchanged"]
-        try:
-            example = jax.ShapeDtypeStruct((self.block, self.block), jnp.float32)
-            state = jax.eval_shape(self.inner.init, {"w": example})
-        except Exception:  # inner has a mask or labels for params of another structure
-            state = optax.MaskedNode()
-        if nodes_of_type(state, optax.MaskedNode):  # a part of the optimizer that has no moments for the example
-            return "\n".join([*lines, f"moments: {of_moments}; their names depend on the params"])
-        for path, is_moment, is_second in leaves_of_state(state):
-            root = "square root in " if is_second and self.moments == "float8" else ""
-            lines.append(f"{path}: {root}{of_moments}" if is_moment else f"{path}: unchanged")
-        return "\n".join(lines)
 
 
 BEHIND_LOW_PRECISION = (

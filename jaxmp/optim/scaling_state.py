@@ -95,18 +95,11 @@ def get_loss_scaling_state(opt_state: optax.OptState) -> LossScalingState:
     Raises:
       ValueError: ``opt_state`` has no loss scale, or several.
     """
-    if isinstance(opt_state, optax.GradientTransformation):
-        raise ValueError("an optimizer's state is needed, got the optimizer itself; pass opt_state = tx.init(params)")
     scalings = scalings_in(opt_state)
-    if not scalings and not _has_states(opt_state):
-        raise ValueError(
-            f"an optimizer's state is needed, got {type(opt_state).__name__} without one; pass opt_state = "
-            "tx.init(params), with tx = jaxmp.loss_scaling(tx, jaxmp.DynamicLossScale())"
-        )
     if not scalings:
         raise ValueError(
-            f"the optimizer's state has no loss scale, got {type(opt_state).__name__}; wrap the optimizer, "
-            "tx = jaxmp.loss_scaling(tx, jaxmp.DynamicLossScale()), and call tx.init again"
+            f"an optimizer's state with a loss scale is needed, got {type(opt_state).__name__}; wrap the optimizer, "
+            "tx = jaxmp.loss_scaling(tx, jaxmp.DynamicLossScale()), and pass opt_state = tx.init(params)"
         )
     if len(scalings) > 1:
         raise ValueError(
@@ -172,11 +165,6 @@ def _states_beside(opt_state: Any) -> Iterator[Any]:
         if not _has_fields(opt_state):  # the fields of a named tuple belong to one transform
             yield from (other for other in children if other is not child)
         yield from _states_beside(child)
-
-
-def _has_states(tree: Any) -> bool:
-    """Return whether a tree has a state of an optax transform, which is a named tuple."""
-    return any(map(_has_fields, jax.tree.leaves(tree, is_leaf=_has_fields)))
 
 
 def _has_fields(node: Any) -> bool:

@@ -28,7 +28,7 @@ from jaxmp.policy.patterns import (
     pattern_text,
     unmatched,
 )
-from jaxmp.policy.policies import PRECISIONS, Policy, PrecisionError
+from jaxmp.policy.policies import Policy
 from jaxmp.policy.policy_files import read_policy
 
 
@@ -374,7 +374,7 @@ def _parse_policy(text: str) -> Policy | PolicyMap:
 
 
 def _require_clear_name(name: str, text: str) -> None:
-    """Raise a ValueError for ``"o1"``, a precision of products, and a name that could mean two policies."""
+    """Raise a ValueError for ``"o1"``, and for a name that could mean two policies."""
     if name == "o1":
         raise ValueError(
             "O1 is autocast, not a policy; write jaxmp.linen.autocast(model, 'mixed_float16'), "
@@ -382,10 +382,6 @@ def _require_clear_name(name: str, text: str) -> None:
         )
     if name in AMBIGUOUS:
         raise _ambiguous(repr(text), canonical_dtype(name).name)
-    if name in map(str.lower, PRECISIONS):
-        raise PrecisionError(
-            f"{text!r} is a precision of float32 products, not a policy; write 'matmul_precision={text.strip()}'"
-        )
 
 
 def _ambiguous(text: str, half: str) -> ValueError:

@@ -10,12 +10,12 @@ import jax
 from jax.sharding import PartitionSpec
 
 from jaxmp.base import trees as _tree
-from jaxmp.base.arguments import checks_arguments, require_flag, require_step_arguments
+from jaxmp.base.arguments import checks_arguments, require_step_arguments
 from jaxmp.base.donation import require_not_deleted
 from jaxmp.sharding.mesh_plan import BATCH_AXES, on_auto_axes
 from jaxmp.sharding.mesh_types import explicit_mesh_of, typed
 from jaxmp.training.batches import require_examples
-from jaxmp.training.error_notes import error_notes
+from jaxmp.training.error_notes import note_for_explicit_axes
 from jaxmp.training.loss_function import CheckedLossFn, LossFn, under_policy
 from jaxmp.training.state import TrainState
 from jaxmp.training.step import TrainStep
@@ -47,7 +47,6 @@ def make_eval_step(
     >>> make_eval_step(loss_fn)(state, {"x": jnp.ones((4, 2)), "y": jnp.ones((4, 1))})
     {'loss': Array(1., dtype=float32)}
     """
-    require_flag("use_ema", use_ema, "pass True to evaluate the moving average")
     loss_fn = under_policy(loss_fn, policy, overrides)
 
     @jax.jit
@@ -66,10 +65,10 @@ def make_eval_step(
 
         args, mesh = (params, state.model_state, batch, state.rng), explicit_mesh_of(params)
         if mesh is None:
-            with error_notes(state):
+            with note_for_explicit_axes():
                 return metrics_of(loss_fn, *args)
         typed_metrics = functools.partial(metrics_of, typed(loss_fn, mesh, BATCH_AXES))
-        with error_notes(state), jax.sharding.use_abstract_mesh(mesh):
+        with note_for_explicit_axes(), jax.sharding.use_abstract_mesh(mesh):
             return on_auto_axes(typed_metrics, PartitionSpec())(*args)
 
     return EvalStep(jitted)

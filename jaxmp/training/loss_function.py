@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmp.base.arguments import library_of, require_function
+from jaxmp.base.arguments import require_function
 from jaxmp.base.cache_keys import auto_chunks
 from jaxmp.base.trees import path_name
 from jaxmp.engine.autocast import computed
@@ -28,11 +28,6 @@ CheckedLossFn = Callable[[Any, Any, Any, Any], tuple[jax.Array, tuple[Any, Mappi
 """``loss_fn(params, model_state, batch, rng)``, which returns ``(loss, (model_state, metrics))``."""
 FOUR_ARGUMENTS = "params, model_state, batch, rng"
 """The arguments of a loss function that uses the model state or the random key."""
-_STEPS = {
-    "linen": ("jaxmp.make_train_step", FOUR_ARGUMENTS),
-    "nnx": ("jaxmp.nnx.make_train_step", "model, batch"),
-}
-"""The train step for each library of Flax, and the arguments of its loss function."""
 OWN_METRICS = ("loss", "grad_norm", "loss_scale", "skipped")
 """The names of metrics that the step itself adds."""
 
@@ -141,13 +136,12 @@ def _require_function(loss_fn: Any, names: str) -> None:
 
     ``names`` are the arguments that a loss function takes, for the error message.
     """
-    step, names_of_model = _STEPS.get(library_of(type(loss_fn)), ("", names))
-    model_remedy = f"write def loss_fn({names_of_model}), which calls the model"
     require_function(
         loss_fn,
         rule="a loss function is a function",
         remedy=f"write def loss_fn({names})",
-        model_remedy=model_remedy if names_of_model == names else f"{model_remedy}, and use {step}",
+        model_remedy="pass a function that calls the model, to jaxmp.make_train_step for Linen and to "
+        "jaxmp.nnx.make_train_step for NNX",
         allows_nnx=False,
     )
 
@@ -163,12 +157,11 @@ def _require_signature(loss_fn: Any, names: str) -> None:
     except TypeError as error:
         bare = [parameter.replace(annotation=parameter.empty) for parameter in signature.parameters.values()]
         takes = signature.replace(parameters=bare, return_annotation=signature.empty)
-        forms = f"({names})"
-        remedy = f"write def loss_fn({names})"
-        if str(takes) == "(model, batch)":
-            remedy = "for an NNX model use jaxmp.nnx.make_train_step"
-        elif names.startswith("params") and "rng" not in signature.parameters:
-            forms, remedy = f"(params, batch) or ({names})", "put all data into one batch"
+        forms, remedy = f"({names})", f"write def loss_fn({names})"
+        if names == FOUR_ARGUMENTS:
+            is_for_nnx = "model" in signature.parameters
+            forms = f"(params, batch) or {forms}"
+            remedy = "for an NNX model use jaxmp.nnx.make_train_step" if is_for_nnx else "put all data into one batch"
         raise TypeError(f"a loss function takes {forms}, got one of {takes}; {remedy}") from error
 
 

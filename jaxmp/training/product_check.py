@@ -42,35 +42,27 @@ def mismatch_of_products(traced: jax.stages.Traced, loss_scale: LossScale, polic
             "jaxmp.loss_scaling(tx, jaxmp.DynamicLossScale()), or for an NNX model jaxmp.nnx.Optimizer(model, tx, "
             "loss_scale=jaxmp.DynamicLossScale())"
         )
-    halves = {dtype.name for dtype in dtypes if is_narrow(dtype)}
-    if policy_dtype is not None and halves and policy_dtype not in dtypes:
-        is_model_half = any(region_of(ours(scopes)).half is not None for _, scopes in products)
-        if is_model_half or is_half(policy_dtype):
+    narrow = {dtype for dtype in dtypes if is_narrow(dtype)}
+    names = " and ".join(sorted(dtype.name for dtype in narrow or dtypes))
+    if policy_dtype is None:
+        if has_loss_scale and dtypes and not narrow and not any(DECIDED in scopes for _, scopes in products):
             return (
-                f"the step has a policy for {policy_dtype.name}, but the policy of its model computes in "
-                f"{' and '.join(sorted(halves))}; {_remedy_for_two_policies(policy_dtype)}"
+                f"the step has a loss scale, but every product of its loss is {names}; in the loss, use the model that "
+                "apply_policy returned. To see the products, write print(jaxmp.inspect.audit(step)(state, batch))"
             )
-    if not dtypes or any(dtype.itemsize <= 2 for dtype in dtypes):
         return None
-    wide = " or ".join(sorted(dtype.name for dtype in dtypes))
-    audit = "To see the products, write print(jaxmp.inspect.audit(step)(state, batch))"
-    if policy_dtype is None and has_loss_scale and not any(DECIDED in scopes for _, scopes in products):
-        return (
-            f"the step has a loss scale, but every product of its loss is {wide}; in the loss, use the model that "
-            f"apply_policy returned. {audit}"
-        )
-    if is_half(policy_dtype) and all(_follows_model(scopes) for _, scopes in products):
-        return (
-            f"the step has a half-precision policy, but the policy of its model makes every product {wide}; "
-            f"{_remedy_for_two_policies(policy_dtype)}. {audit}"
-        )
-    return None  # somebody asked for float32, or the rules of autocast decided so
-
-
-def _remedy_for_two_policies(policy_dtype: np.dtype) -> str:
-    """Return the remedy for a step whose policy does not apply, because its model has a policy too."""
+    if narrow:
+        is_model_half = any(region_of(ours(scopes)).half is not None for _, scopes in products)
+        is_overruled = policy_dtype not in dtypes and (is_model_half or is_half(policy_dtype))
+    else:  # somebody may have asked for float32, or the rules of autocast may have decided so
+        is_overruled = bool(dtypes) and is_half(policy_dtype) and all(_follows_model(scopes) for _, scopes in products)
+    if not is_overruled:
+        return None
     policy = f"mixed_{policy_dtype.name}" if is_half(policy_dtype) else policy_dtype.name
-    return f"write apply_policy(…, {policy!r}) where the model gets its policy, and leave policy= out of the step"
+    return (
+        f"the step has a policy for {policy_dtype.name}, but the policy of its model computes in {names}; write "
+        f"apply_policy(…, {policy!r}) where the model gets its policy, and leave policy= out of the step"
+    )
 
 
 def _policy_dtype(dtype: np.dtype) -> np.dtype:

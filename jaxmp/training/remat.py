@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 
-from jaxmp.base.arguments import printed
 from jaxmp.base.dtypes import closest_names
 from jaxmp.policy.quantisation import RESIDUALS
 from jaxmp.program import walk
@@ -36,26 +35,18 @@ def with_remat(loss_fn: Callable[..., Any], remat: Any) -> Callable[..., Any]:
     """Return the loss function with the rematerialisation that ``remat`` names.
 
     Raises:
-      ValueError: ``remat`` is not the name of a rematerialisation.
-      TypeError: ``remat`` is neither a name nor a policy.
+      ValueError: ``remat`` is neither a policy nor the name of a rematerialisation.
     """
     if remat is None or remat == "none":
         return loss_fn
-    if remat == "full":
-        raise ValueError(
-            "remat='full' would recompute all activations at once, and free almost no memory; write remat='layers', "
-            "which recomputes one layer at a time"
-        )
-    if isinstance(remat, str):
+    if not callable(remat):
         # The other public functions of jax.checkpoint_policies return a policy and are not policies themselves.
         names = [n for n in dir(jax.checkpoint_policies) if n.endswith("_saveable") or n.startswith("checkpoint_")]
         policies = {**REMAT, **{name: getattr(jax.checkpoint_policies, name) for name in names}}
         if remat not in policies:
-            known = closest_names(remat, ["none", "layers", *policies], 12)
+            known = closest_names(str(remat), ["none", "layers", *policies], 12)
             raise ValueError(f"unknown remat policy {remat!r}; known, nearest first: {known}")
         remat = policies[remat]
-    if not callable(remat):
-        raise TypeError(f"remat must be a name such as 'layers', or a policy of jax.checkpoint, got {printed(remat)}")
     return jax.checkpoint(loss_fn, policy=remat)
 
 

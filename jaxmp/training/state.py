@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import flax.struct
 import jax
@@ -12,7 +11,6 @@ import jax.numpy as jnp
 import optax
 
 from jaxmp.base import trees as _tree
-from jaxmp.base.arguments import require_flag
 from jaxmp.base.donation import require_not_deleted
 from jaxmp.optim.checked_params import params_are_checked
 from jaxmp.optim.checks import as_optimizer, require_no_functions
@@ -56,11 +54,6 @@ class TrainState(flax.struct.PyTreeNode):
     apply_fn: Callable[..., Any] | None = flax.struct.field(pytree_node=False)
     tx: optax.GradientTransformationExtraArgs = flax.struct.field(pytree_node=False)
 
-    _rng_remedy: ClassVar[str | None] = (
-        "The state was created without rng=, so the loss function gets no random key. Write TrainState.create(..., "
-        "rng=0), def loss_fn(params, model_state, batch, rng) and model.apply(..., rngs={'dropout': rng})"
-    )
-
     if TYPE_CHECKING:  # Flax's method has no types, and strict checkers would complain in every subclass
 
         def __init_subclass__(cls, **kwargs: Any) -> None: ...
@@ -102,7 +95,6 @@ class TrainState(flax.struct.PyTreeNode):
             to every device.
 
         Raises:
-          TypeError: ``make_params`` is not a function.
           ValueError: the specs do not have the structure of the params, or do not fit their shapes.
 
         >>> mesh = jax.make_mesh((jax.device_count(),), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -113,11 +105,6 @@ class TrainState(flax.struct.PyTreeNode):
         >>> state.opt_state.inner_state[0].mu["w"].sharding == state.params["w"].sharding
         True
         """
-        if not callable(make_params):
-            raise TypeError(
-                f"create_sharded takes a function that makes the params, got {type(make_params).__name__}; write "
-                "lambda: params"
-            )
         arrays: dict[str, Any] = {}
         static: dict[str, Any] = {}
         for name, value in fields.items():
@@ -163,20 +150,13 @@ class TrainState(flax.struct.PyTreeNode):
           **fields: the additional fields of a subclass.
 
         Raises:
-          TypeError: ``tx`` is not an optimizer, a leaf of ``params`` is a function, an array has a dtype of raw bytes,
-            or ``fields`` has a name that is not a field of the class.
+          TypeError: ``tx`` is not an optimizer, a leaf of ``params`` is a function, or an array has a dtype of raw
+            bytes.
           ValueError: ``tx`` has several loss scales; a transform other than ``loss_scaling`` wraps ``low_precision``;
             ``params`` are empty; or ``params`` are Flax variables with other collections beside the params.
           RuntimeError: the params were donated to an earlier step.
         """
-        unknown = fields.keys() - {field.name for field in dataclasses.fields(cls)}
-        if unknown:
-            raise TypeError(
-                f"{cls.__name__} has no field {min(unknown)!r}; for variables of the model, write "
-                "model_state={'batch_stats': batch_stats}, and for a field of your own, make a subclass"
-            )
         tx = as_optimizer(tx)
-        require_flag("ema", ema, "pass ema=True, and the decay to make_train_step(ema_decay=0.999)")
         require_params(params)
         require_no_functions(params, "TrainState.create")
         require_not_deleted({"params": params, "model_state": model_state, "rng": rng})

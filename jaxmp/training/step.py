@@ -12,8 +12,8 @@ from typing import Any, ParamSpec, TypeVar, cast
 import jax
 import numpy as np
 
-from jaxmp.base.arguments import checks_arguments, printed, require_flag, require_step_arguments, require_whole_number
-from jaxmp.base.donation import is_deleted, require_not_deleted
+from jaxmp.base.arguments import checks_arguments, require_step_arguments, require_whole_number
+from jaxmp.base.donation import require_not_deleted
 from jaxmp.base.trees import is_traced, non_finite, require_no_raw_bytes
 from jaxmp.base.user_warnings import warn_user
 from jaxmp.optim.checks import as_float
@@ -49,21 +49,6 @@ def remembers_options(make: Callable[P, T]) -> Callable[P, T]:
     return make_and_remember
 
 
-def repr_of_step(step: Any, function: str) -> str:
-    """Return the repr of a step: the function that made it, its loss function and its options."""
-    if step.remake is None:
-        return object.__repr__(step)
-    options = dict(step.remake.keywords)
-    loss_fn = step.remake.args[0] if step.remake.args else options.pop("loss_fn")
-    loss_fn = getattr(loss_fn, "func", loss_fn)  # of a functools.partial
-    arguments = [getattr(loss_fn, "__name__", type(loss_fn).__name__)]
-    for name, value in options.items():
-        text = repr(value)
-        is_short = len(text) <= 120 and "\n" not in text
-        arguments.append(f"{name}={text if is_short else f'<{type(value).__name__}>'}")
-    return f"{function}({', '.join(arguments)})"
-
-
 @remembers_options
 def make_train_step(
     loss_fn: LossFn,
@@ -84,7 +69,7 @@ def make_train_step(
 
     The step differentiates the scaled loss. If the norm of the gradients is not finite, the step is skipped: only the
     loss scale, the counters and the rng change. The step is compiled once for each set of shapes. The host waits for
-    the device only if too many steps in a row were skipped. Runs that share a step are counted apart.
+    the device about once in ``max_consecutive_skips`` steps, to read the counters of skipped steps from the state.
 
     The new state has the same sharding as the old state. ``metrics`` has these entries:
 
@@ -134,11 +119,12 @@ def make_train_step(
         model state changes; ``sharding`` does not fit the state; the gradient of a param cannot be summed in the
         ``reduce_dtype`` of ``sharding``.
       TypeError: the loss function has other parameters or results; the loss is half precision or not a scalar; the
-        optimizer has a line search; the state is not a :class:`TrainState`; ``compiler_options`` is not a dict.
+        state is not a :class:`TrainState`.
       RuntimeError: the state was donated to an earlier step.
-      NonFiniteTrainingError: ``max_consecutive_skips`` is reached. The error is raised some steps later and names the
-        arrays that are not finite. To find the operation, use :func:`jaxmp.inspect.first_nonfinite`. If you call the
-        step inside your own ``jax.jit``, it cannot raise this error: call :func:`jaxmp.raise_if_stuck` in your loop.
+      NonFiniteTrainingError: ``max_consecutive_skips`` is reached, and this batch would be skipped too. The error is
+        raised at most ``max_consecutive_skips`` steps later, before the state is donated. It names the arrays that are
+        not finite. To find the operation, use :func:`jaxmp.inspect.first_nonfinite`. If you call the step inside your
+        own ``jax.jit``, it cannot raise this error: call :func:`jaxmp.raise_if_stuck` in your loop.
 
     The first call warns if:
 
@@ -164,14 +150,6 @@ def make_train_step(
     require_whole_number("max_consecutive_skips", max_consecutive_skips)
     if loss_chunks is not None:
         require_whole_number("loss_chunks", loss_chunks)
-    require_flag("donate", donate, "pass donate=False to keep the states of earlier steps")
-    if compiler_options is not None and not isinstance(compiler_options, Mapping):
-        raise TypeError(
-            f"compiler_options must be a dict from names of XLA's options to values, got {printed(compiler_options)}; "
-            'write e.g. {"xla_gpu_enable_latency_hiding_scheduler": True}'
-        )
-    if not (mean_over is None or isinstance(mean_over, str)):
-        raise TypeError(f"mean_over must be the name of a metric, got {printed(mean_over)}; write mean_over='tokens'")
     decay = _checked_decay(ema_decay)
     loss_fn = under_policy(loss_fn, policy, overrides)
     if loss_chunks is not None:
@@ -257,9 +235,6 @@ class TrainStep:
         self._program_with = functools.lru_cache(maxsize=8)(self._jit)
         self.jitted = self._program_with(None)
 
-    def __repr__(self) -> str:
-        return repr_of_step(self, "jaxmp.make_train_step")
-
     def with_options(self, **options: Any) -> TrainStep:
         """Return the same step with other options of :func:`make_train_step`.
 
@@ -293,9 +268,8 @@ class TrainStep:
     def __call__(self, state: S, batch: Any) -> tuple[S, Metrics]:
         """Take one step; see :func:`make_train_step`."""
         self.require_state(state)
-        report = self._stuck_runs.report_if_stuck(state)
-        if report is not None:
-            raise self._error(state, report.batch)
+        if self._stuck_runs.is_stuck(state):
+            self._raise_if_skipped(state, batch)
         try:
             flat, placed_batch = self._place(state, batch)
             placed: S = flat.state
@@ -312,7 +286,6 @@ class TrainStep:
             if "previously donated in the same call" in str(error):
                 error.add_note(_SHARED_MEMORY)
             raise
-        self._stuck_runs.add(new_state, metrics, batch)
         return new_state, metrics
 
     @classmethod
@@ -413,22 +386,22 @@ class TrainStep:
         if message is not None:
             warn_user(message)
 
-    def _error(self, state: TrainState, batch: Any) -> NonFiniteTrainingError:
-        """Return the error for a stuck run.
+    def _raise_if_skipped(self, state: TrainState, batch: Any) -> None:
+        """Raise the error of a stuck run if this batch would be skipped too.
 
-        The method computes the gradients of a skipped batch again, to name the arrays that are not finite. Without the
-        batch, it names no arrays.
+        The state is not donated. The gradients are computed once more, to name the arrays that are not finite.
         """
-        skips = int(get_loss_scaling_state(state.opt_state).consecutive_skipped)
-        if is_deleted(batch):
-            return NonFiniteTrainingError(message(skips, float(state.loss_scale)))
         placed_batch = self.update.devices.place_batch(batch, self.update.accumulate_steps)
+        is_skipped = jax.jit(lambda state, batch: self.update(state, batch)[1]["skipped"])
+        if not is_skipped(state, placed_batch):
+            return
         rng = None if state.rng is None else jax.random.split(state.rng)[1]
         gradients = jax.jit(self.update.gradients)
         products = product_dtypes(gradients.trace(state, placed_batch, rng).jaxpr)
         result = gradients(state, placed_batch, rng)
         parts = non_finite_parts(result.loss, result.grads, state.params, placed_batch)
+        skips = int(get_loss_scaling_state(state.opt_state).consecutive_skipped)
         text = message(skips, float(state.loss_scale), parts)
         if "float16" in products and not np.isfinite(result.loss) and not non_finite((state.params, placed_batch)):
             text += FLOAT16_RANGE
-        return NonFiniteTrainingError(text, batch)
+        raise NonFiniteTrainingError(text, batch)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,13 +15,6 @@ from jaxmp.base.arguments import require_whole_number
 from jaxmp.base.donation import is_deleted, require_not_deleted
 from jaxmp.optim.scaling_state import get_loss_scaling_state
 
-_LAG = 4
-"""The number of calls after which a report is read if there are several processes."""
-_DISTANCE = 16
-"""The largest distance of reports, in calls, while no step is skipped and reports are finished at once."""
-_PATIENCE = 1_000
-"""The number of calls in which a stuck run that others take turns with must come up. Later, it counts as given up."""
-
 
 class NonFiniteTrainingError(FloatingPointError):
     """Too many steps in a row were skipped, and the loss scale could not fall.
@@ -30,7 +23,7 @@ class NonFiniteTrainingError(FloatingPointError):
     ``jaxmp.inspect.first_nonfinite(step)(state, error.batch)``.
 
     Attributes:
-      batch: the batch of the last skipped step, or None if it is unknown.
+      batch: the batch of the step that raised the error; None if :func:`raise_if_stuck` raised it.
     """
 
     def __init__(self, message: str, batch: Any = None) -> None:
@@ -76,121 +69,51 @@ def raise_if_stuck(state: Any, max_consecutive_skips: int = 25) -> None:
             "state that the step returned"
         )
     require_not_deleted(scaling.consecutive_skipped)
-    numbers = _read_now(scaling._replace(inner_state=None))
-    is_stuck = _are_stuck(numbers, max_consecutive_skips)
+    skips, scales, is_stuck = _read(scaling, max_consecutive_skips)
     if is_stuck.any():
-        skips, scales = np.broadcast_arrays(numbers.consecutive_skipped, numbers.loss_scale.loss_scale)
-        worst = np.unravel_index(np.argmax(np.where(is_stuck, skips, -1)), is_stuck.shape)
-        raise NonFiniteTrainingError(message(int(skips[worst]), float(scales[worst])))
+        raise NonFiniteTrainingError(message(int(skips[is_stuck].max()), float(scales[is_stuck].min())))
 
 
-def _are_stuck(scaling: Any, limit: int) -> np.ndarray:
-    """Return whether ``limit`` steps in a row were skipped and the loss scale cannot fall.
+def _read(scaling: Any, limit: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Read the counters of a :class:`jaxmp.LossScalingState` from the device.
 
-    Args:
-      scaling: a :class:`jaxmp.LossScalingState` of NumPy arrays, whose inner state is ignored. It may hold several runs
-        under ``vmap``; the result has an element for each.
-      limit: the number of steps.
+    Return the number of steps that were skipped in a row, the loss scale, and whether at least ``limit`` steps were
+    skipped in a row and the loss scale cannot fall. The state of a ``vmap`` has an element for each run.
     """
-    is_skipping = np.asarray(scaling.consecutive_skipped) >= limit
-    if not is_skipping.any():
-        return is_skipping
-    scale = scaling.loss_scale
     with jax.transfer_guard("allow"):
-        return is_skipping & np.asarray(scale.adjust(False, np.inf).is_stuck(scale))
-
-
-class Report(NamedTuple):
-    """The report of a step.
-
-    Attributes:
-      counter: a copy of the counter of steps that were skipped in a row. The next step may donate the counter itself.
-      skipped: whether the step was skipped.
-      loss_scale: the loss scale of the step.
-      batch: the batch of the step.
-      call: the number of the call.
-    """
-
-    counter: Any
-    skipped: Any
-    loss_scale: Any
-    batch: Any
-    call: int
+        numbers = jax.tree.map(np.asarray, scaling._replace(inner_state=None))
+        scale = numbers.loss_scale
+        is_stuck = numbers.consecutive_skipped >= limit
+        if is_stuck.any():
+            is_stuck = is_stuck & np.asarray(scale.adjust(False, np.inf).is_stuck(scale))
+    skips, scales, is_stuck = np.broadcast_arrays(numbers.consecutive_skipped, scale.loss_scale, is_stuck)
+    return skips, scales, is_stuck
 
 
 class StuckRuns:
-    """Detect a run that has been skipping steps for too long.
+    """Read the counters of skipped steps in one of about ``limit`` calls of a step.
 
-    Runs may share a step, so the counters in the state of each run decide. A step reports its counter, and a later call
-    reads the report when the device has finished the step. So no call waits for the device, with one exception: after
-    a report with too many skipped steps, each call waits for the counters of its own state.
+    Reading waits for the device, so most calls do not read. Runs may share a step, and each read concerns only the
+    run whose state is passed. The distances between the reads are random, because equal distances could miss some of
+    the runs that take turns. All processes draw the same distances, so they read in the same calls.
     """
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self._calls = 0
-        self._next_report = 0  # the call that makes the next report
-        self._report: Report | None = None  # the report of a step that may not be finished
-        self._suspect: Report | None = None  # the last report with too many skipped steps
-        self._random = random.Random(0)  # gives the same numbers in all processes
+        self._random = random.Random(0)
+        self._calls_before_read = limit
 
-    def add(self, state: Any, metrics: Mapping[str, Any], batch: Any) -> None:
-        """Report a step: the state and the metrics that it returned, and its batch.
-
-        A step inside another JAX transformation, such as ``jit``, has no report.
-        """
-        self._calls += 1
-        skipped, loss_scale = metrics["skipped"], metrics["loss_scale"]
-        if self._report is None and self._calls >= self._next_report and not _tree.is_traced(skipped):
-            counter = get_loss_scaling_state(state.opt_state).consecutive_skipped
-            self._report = Report(_copied(counter), skipped, loss_scale, batch, self._calls)
-
-    def report_if_stuck(self, state: Any) -> Report | None:
-        """Return the report of a skipped step if the run of ``state`` is stuck, else None.
-
-        A run is stuck if ``limit`` steps in a row were skipped, the last of them at a loss scale that cannot fall.
-        """
-        self._read_report()
-        suspect = self._suspect
-        if suspect is None:
-            return None
+    def is_stuck(self, state: Any) -> bool:
+        """Return whether this call reads the counters of ``state``, and they say that its run is stuck."""
+        if self._calls_before_read > 0:
+            self._calls_before_read -= 1
+            return False
+        self._calls_before_read = self._random.randrange((self.limit - 1) // 2, self.limit)
         scaling = get_loss_scaling_state(state.opt_state)._replace(inner_state=None)
         if _tree.is_traced(scaling) or is_deleted(scaling):
-            return None
-        scaling = _read_now(scaling)
-        has_fallen = np.any(_read_now(suspect.loss_scale) > scaling.loss_scale.loss_scale)
-        is_stuck = not has_fallen and _are_stuck(scaling, self.limit).any()
-        if is_stuck or self._calls - suspect.call > _PATIENCE:
-            self._suspect = None
-        return suspect if is_stuck else None
-
-    def _read_report(self) -> None:
-        """Read the last report if its step is finished."""
-        report = self._report
-        if report is None:
-            return
-        age = self._calls - report.call
-        # The device copies the counter right after the step. Processes may finish a step at different times, but all
-        # must raise the error in the same call.
-        if not (report.skipped.is_ready() if report.counter.is_fully_addressable else age >= _LAG):
-            return
-        self._report, skips = None, _read_now(report.counter)
-        # If runs take turns, reports at equal distances could miss some of the runs.
-        most = age + (1 if np.any(skips) else _DISTANCE)
-        self._next_report = self._calls + 1 + self._random.randrange(most)
-        if np.any(skips >= self.limit):
-            self._suspect = report
-
-
-def _copied(counter: jax.Array) -> jax.Array:
-    """Return a copy on the same devices, without a compilation and without waiting for the device."""
-    return jax.device_put(counter, counter.sharding, may_alias=False)
-
-
-def _read_now(arrays: Any) -> Any:
-    """Return the arrays of a tree as NumPy arrays, also if a transfer guard is on."""
-    with jax.transfer_guard_device_to_host("allow"):
-        return jax.tree.map(np.asarray, arrays)
+            return False
+        _, _, is_stuck = _read(scaling, self.limit)
+        return bool(is_stuck.any())
 
 
 def message(skips: int, scale: float, non_finite: Sequence[str] | None = None) -> str:
@@ -199,7 +122,7 @@ def message(skips: int, scale: float, non_finite: Sequence[str] | None = None) -
     Args:
       skips: the number of steps that were skipped in a row.
       scale: the loss scale.
-      non_finite: the result of :func:`non_finite_parts` for the last step; None if it is unknown.
+      non_finite: the result of :func:`non_finite_parts`; None if it is unknown.
     """
     text = f"{skips} steps in a row were skipped, and the loss scale {scale:g} cannot fall further"
     if non_finite is not None:
@@ -230,9 +153,7 @@ def non_finite_parts(loss: Any, grads: Any, params: Any, batch: Any) -> list[str
       params: the params.
       batch: the batch.
     """
-    parts = []
-    if not np.isfinite(loss):
-        parts.append(f"the loss ({loss})")
+    parts = [] if np.isfinite(loss) else [f"the loss ({loss})"]
     for of_leaves, of_array, tree in (
         ("gradients of", "the gradient", grads),
         ("params", "the params", params),
@@ -240,10 +161,6 @@ def non_finite_parts(loss: Any, grads: Any, params: Any, batch: Any) -> list[str
     ):
         names = _tree.non_finite(tree)
         if names:
-            parts.append(f"{of_leaves} {_listed(names)}" if names[0] else of_array)
+            listed = ", ".join(repr(name) for name in names[:8]) + (", …" if len(names) > 8 else "")
+            parts.append(f"{of_leaves} {listed}" if names[0] else of_array)
     return parts
-
-
-def _listed(names: list[str]) -> str:
-    shown = ", ".join(repr(name) for name in names[:8])
-    return f"{shown}, …" if len(names) > 8 else shown

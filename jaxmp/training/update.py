@@ -13,14 +13,13 @@ from typing import Any, TypeVar
 import jax
 
 from jaxmp.base import trees as _tree
-from jaxmp.optim.checks import require_no_line_search
 from jaxmp.optim.discarded_grads import without_discarded
 from jaxmp.optim.scaled_grad import global_norm, scaled_value_and_grad
 from jaxmp.optim.scaling_state import get_loss_scale, get_loss_scaling_state
 from jaxmp.sharding.devices import DevicesOfArrays
 from jaxmp.training.accumulation import Gradients, accumulate, average, mean_gradients
 from jaxmp.training.batches import microbatches, require_examples
-from jaxmp.training.error_notes import error_notes
+from jaxmp.training.error_notes import note_for_explicit_axes
 from jaxmp.training.loss_function import OWN_METRICS, CheckedLossFn, require_count, require_same_structure
 from jaxmp.training.remat import REMAT
 from jaxmp.training.state import TrainState
@@ -52,13 +51,12 @@ class Update:
 
         Return the new state and the metrics.
         """
-        require_no_line_search(state.opt_state)
         if self.ema_decay is None and state.ema_params is not None:
             raise ValueError(
                 "the state keeps a moving average that this step would never update; pass "
                 "make_train_step(ema_decay=0.999), say, or leave ema=True out"
             )
-        with error_notes(state), self.devices.set():  # the caller may not have set a mesh
+        with note_for_explicit_axes(), self.devices.set():  # the caller may not have set a mesh
             rng, loss_rng = (None, None) if state.rng is None else jax.random.split(state.rng)
             result = self.gradients(state, batch, loss_rng)
             loss_scale = get_loss_scale(state.opt_state)

@@ -262,8 +262,6 @@ def test_invalid_arguments_are_errors():
     optimizer = Optimizer(model, optax.sgd(0.1), loss_scale=jaxmp.DynamicLossScale())
     with pytest.raises(TypeError, match=r"takes a loss function, got an instance of Small; pass a function that calls"):
         value_and_grad(model, optimizer)
-    with pytest.raises(TypeError, match=r"ema must be True or False, got 0\.99; pass ema=True, and the decay"):
-        Optimizer(model, optax.sgd(0.1), ema=0.99)
     other = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
     text = (
         r"model of \d+ params, got a model of 2 params in another structure;\nwrite optimizer = jaxmp\.nnx\.Optimizer"
@@ -298,7 +296,7 @@ def test_swapped_arguments_of_update_are_errors():
         _, grads = value_and_grad(lambda model: loss_fn(model, TARGET), optimizer)(model)
         return optimizer.update(*(grads, model) if swap is None else (model, grads))
 
-    text = r"takes \(model, grads\) with an NNX model, got flax\.nnx\.statelib\.State; pass the model itself, in "
+    text = r"takes \(model, grads\) with an NNX model, got flax\.nnx\.statelib\.State; for Linen"
     with pytest.raises(TypeError, match=text):
         step(model, optimizer, None)
     assert int(optimizer.step[...]) == 0

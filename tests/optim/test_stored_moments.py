@@ -20,7 +20,7 @@ from jaxmp.optim.stored_moments import as_float8_blocks, in_bfloat16
 pytestmark = [pytest.mark.once, pytest.mark.usefixtures("standard_promotion")]  # optax's Adam mixes dtypes
 
 
-def test_each_moment_is_stored_as_str_says():
+def test_float8_blocks_store_moments_whose_last_axis_they_divide():
     tx = jaxmp.low_precision(optax.chain(optax.clip(1.0), optax.adamw(1e-3)), moments="float8", block=16)
     weights = {"w": concrete.ones((4, 32), jnp.bfloat16), "odd": concrete.ones((4, 20), jnp.bfloat16)}
     state = jax.eval_shape(tx.init, weights)
@@ -28,10 +28,6 @@ def test_each_moment_is_stored_as_str_says():
     assert adam.mu["w"].codes.dtype == jnp.float8_e4m3fn and adam.mu["w"].scales.shape == (4, 2)
     assert adam.nu["w"].squared and not adam.mu["w"].squared
     assert adam.mu["odd"].dtype == adam.nu["odd"].dtype == jnp.float32
-    text = str(tx)
-    assert "bfloat16 params rounded stochastically (seed 0)" in text
-    assert "mu/w: float8_e4m3fn, rounded stochastically, one scale for 16 values" in text
-    assert "nu/w: square root in float8_e4m3fn" in text and "count: unchanged" in text
 
 
 KNOWN = [
@@ -83,7 +79,6 @@ def test_half_moments_of_an_optimizer_keep_their_dtype():
     _, new = jax.eval_shape(tx.update, weights, state, weights)
     assert jax.tree.map(lambda leaf: leaf.dtype, new) == jax.tree.map(lambda leaf: leaf.dtype, state)
     assert new.inner_state[0].mu["w"].dtype == new.inner_state[1].z["w"].dtype == jnp.bfloat16
-    assert "0/mu/w: unchanged" in str(tx)
 
 
 def test_the_format_of_the_moments_is_static():
@@ -95,13 +90,6 @@ def test_the_format_of_the_moments_is_static():
         fields = {str(path[0]) for path, _ in jax.tree.leaves_with_path(state)}
         assert fields == {".count", ".inner_state"}  # the format adds no array to a checkpoint
     assert jax.tree.structure(states[0]) != jax.tree.structure(states[1])
-
-
-def test_str_describes_an_optimizer_that_needs_other_params():
-    tx = jaxmp.low_precision(optax.masked(optax.adam(1e-3), {"x": True}), moments="bfloat16")
-    assert "moments: bfloat16, rounded stochastically; their names depend on the params" in str(tx)
-    muon = jaxmp.low_precision(optax.contrib.muon(0.02), moments="bfloat16")  # an example has Muon's moments only
-    assert str(muon).endswith("their names depend on the params")
 
 
 def test_flax_writes_and_reads_blocks():

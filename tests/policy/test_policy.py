@@ -202,7 +202,6 @@ def test_the_output_dtype_can_be_changed():
             r"matmul_precision must be .* got 'sharp'; nearest: 'high', .*; for true float32 use 'highest'",
         ),
         ("p=f32,m=ANY_F8_ANY_F8_F32", r"got 'ANY_F8_ANY_F8_F32'; nearest: 'F16_F16_F32'"),
-        ("bf16_bf16_f32_x3", r"is a precision of float32 products, .*; write 'matmul_precision=bf16_bf16_f32_x3'"),
         ("O1", r"O1 is autocast, not a policy; write jaxmp\.linen\.autocast\(model, 'mixed_float16'\)"),
         (" F16", r"could mean two policies; write 'mixed_float16' .*, or 'float16'"),
         ("BF16", r"could mean two policies; write 'mixed_bfloat16' .*, or 'bfloat16'"),

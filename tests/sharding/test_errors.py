@@ -78,12 +78,6 @@ def test_a_step_that_cannot_be_made_says_why(make, said):
         jaxmp.make_train_step(loss_fn, sharding=make())
 
 
-def test_params_in_place_of_the_function_that_makes_them_are_refused():
-    text = "takes a function that makes the params, got dict; write lambda: params"
-    with pytest.raises(TypeError, match=text):
-        jaxmp.TrainState.create_sharded({"w": EXAMPLES}, tx_of(), Sharding(mesh_of(), {"w": P("fsdp")}))
-
-
 def test_a_function_that_needs_a_mesh_names_its_arguments():
     mesh, params, specs = mesh_of(), {"w": EXAMPLES}, {"w": P()}
     calls = {

@@ -216,7 +216,7 @@ def test_recomputed_layers_are_differentiated_forward_and_mapped():
     np.testing.assert_allclose(mapped[0], fun(x, w), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(("remat", "words"), [("layers", "none with a product"), ("full", "write remat='layers'")])
+@pytest.mark.parametrize(("remat", "words"), [("layers", "none with a product"), ("full", "unknown remat.* 'layers'")])
 def test_a_remat_that_would_free_no_memory_is_an_error(remat, words):
     state = TrainState.create(params=jnp.ones(()), tx=optax.sgd(0.1))
     with pytest.raises(ValueError, match=words):

@@ -254,7 +254,7 @@ def test_a_run_stops_if_only_the_norm_of_the_gradients_is_not_finite():
     tx = loss_scaling(optax.sgd(1e-20), DynamicLossScale(4.0))
     params = {"w": concrete.ones(2)}
     at, text = fails_within(step, TrainState.create(params=params, tx=tx), 1.0, 9)
-    assert 3 <= at <= 6
+    assert 2 <= at <= 4
     assert "not finite now: no gradient, so it must be the gradients' norm or the optimizer's updates. Look" in text
 
 
@@ -313,53 +313,13 @@ def runs_with_one_of_nan(count, api="linen"):
 
 
 @pytest.mark.parametrize("api", ["linen", "nnx"])
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("count", [2, 3, 10])
 def test_of_runs_that_take_turns_only_the_stuck_one_raises(api, count):
     states, step = runs_with_one_of_nan(count, api)
-    turn, text = train_in_turn(step, states, concrete.ones(3), 30 * count)
+    turn, text = train_in_turn(step, states, concrete.ones(3), 100 * count)
     assert turn == 1 and "steps in a row were skipped" in text and "params 'w'" in text
     good, step = states[::2], runs_with_one_of_nan(count, api)[1]
     assert train_in_turn(step, good, concrete.ones(3), 60) == (None, "")
-
-
-@pytest.mark.parametrize("count", [2, 4, 5, 10])
-def test_reports_that_are_late_miss_no_run(count, monkeypatch):
-    class Late:
-        """A counter that is read a fixed number of calls later, as if another process had a part of it."""
-
-        is_fully_addressable = False
-
-        def __init__(self, counter):
-            self.counter = jnp.copy(counter)
-
-        def __array__(self, *args, **kwargs):
-            return np.asarray(self.counter)
-
-    monkeypatch.setattr(stuck_runs, "_copied", Late)
-    states, step = runs_with_one_of_nan(count)
-    turn, _ = train_in_turn(step, states, concrete.ones(3), 100 * count)
-    assert turn == 1
-
-
-def test_a_run_that_is_given_up_while_it_is_stuck_is_forgotten(monkeypatch):
-    monkeypatch.setattr(stuck_runs, "_PATIENCE", 10)
-    (good, bad), step = runs_with_one_of_nan(2)
-    x = concrete.ones(3)
-    for _ in range(5):
-        bad, metrics = step(bad, x)
-    jax.block_until_ready(metrics)
-    assert train_in_turn(step, [good], x, 60) == (None, "")
-    assert step._stuck_runs._suspect is None
-
-
-def test_the_error_of_a_stuck_run_without_its_batch_names_no_arrays():
-    (_, bad), step = runs_with_one_of_nan(2)
-    with pytest.raises(NonFiniteTrainingError, match=r"the loss scale 1 cannot fall further\. Look for NaN") as raised:
-        for _ in range(9):
-            x = jnp.ones(3)
-            bad, _ = jax.block_until_ready(step(bad, x))
-            x.delete()
-    assert raised.value.batch is None
 
 
 def test_effects_of_an_optimizer_happen_in_skipped_steps_too():
@@ -395,26 +355,16 @@ def test_an_example_of_a_vmap_skips_alone():
             np.testing.assert_allclose(batched[n], leaf, rtol=1e-6, atol=1e-7)
 
 
-def test_a_report_is_read_when_it_is_finished_and_not_before():
+def test_few_calls_wait_for_the_counters(monkeypatch):
+    reads, read = [], stuck_runs._read
+    monkeypatch.setattr(stuck_runs, "_read", lambda *args: reads.append(args) or read(*args))
     params, batch = problem()
-    step = make_train_step(train_loss, max_consecutive_skips=1)
-
-    class Unfinished:
-        is_fully_addressable = True
-
-        def is_ready(self):
-            return False
-
-        def __array__(self, *args, **kwargs):
-            raise AssertionError("waited")
-
-    step._stuck_runs._report = stuck_runs.Report(*[Unfinished()] * 3, batch, call=0)
-    bad = {**batch, "x": batch["x"] * jnp.nan}
+    step = make_train_step(train_loss)
     state = TrainState.create(params=params, tx=optax.sgd(0.1))
-    with jax.transfer_guard("disallow"):
-        for _ in range(4):
-            state, _ = step(state, bad)
-    assert int(state.opt_state.consecutive_skipped) == 4
+    with jax.transfer_guard_device_to_host("disallow"):
+        for _ in range(200):
+            state, _ = step(state, batch)
+    assert 200 // 25 - 1 <= len(reads) <= 200 // 12
 
 
 @pytest.mark.parametrize(
@@ -461,16 +411,19 @@ def test_a_run_that_starts_after_one_that_was_stuck_goes_on():
     assert not metrics["skipped"] and new.step == 1
 
 
-def test_the_error_of_a_stuck_run_explains_the_bad_batch_and_not_the_next_one():
+def test_a_run_whose_next_batch_is_finite_goes_on():
     params, batch = problem()
     step = make_train_step(train_loss, max_consecutive_skips=5)
     state = TrainState.create(params=params, tx=loss_scaling(optax.sgd(0.1), jaxmp.NoOpLossScale()))
     bad = {**batch, "x": batch["x"] * jnp.nan}
     for _ in range(5):
-        state, _ = jax.block_until_ready(step(state, bad))
+        state, _ = step(state, bad)
+    state, metrics = step(state, batch)  # this call reads the counters
+    assert not metrics["skipped"] and state.opt_state.consecutive_skipped == 0
     with pytest.raises(NonFiniteTrainingError, match="batch entries 'x'") as raised:
-        step(state, batch)
-    assert raised.value.batch is bad
+        for _ in range(11):
+            state, _ = step(state, bad)
+    assert raised.value.batch is bad and not state.params["out"]["w"].is_deleted()
 
 
 def test_threads_may_share_a_step():
