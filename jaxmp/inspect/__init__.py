@@ -13,7 +13,6 @@ from jaxmp.inspect._budget.budget import BudgetTotal, ErrorBudget, error_budget
 from jaxmp.inspect._budget.rows import BudgetGroup, BudgetRow
 from jaxmp.inspect._collectives.collectives import Collectives, collectives, ideal_wire
 from jaxmp.inspect._compare.compare import Comparison, compare
-from jaxmp.inspect._compare.log_probs import LogProbComparison, compare_log_probs
 from jaxmp.inspect._first_nonfinite.first_nonfinite import Blame, first_nonfinite
 from jaxmp.inspect._fit.fit import Fit, fit
 from jaxmp.inspect._fit.search import Trial
@@ -38,7 +37,6 @@ __all__ = [
     "ErrorBudget",
     "Finding",
     "Fit",
-    "LogProbComparison",
     "Memory",
     "Numerics",
     "Product",
@@ -52,7 +50,6 @@ __all__ = [
     "audit",
     "collectives",
     "compare",
-    "compare_log_probs",
     "error_budget",
     "first_nonfinite",
     "fit",
