@@ -7,10 +7,10 @@ import contextlib
 from collections.abc import Sequence
 from typing import Any
 
-from jaxmp.cli.flags import AUTOCAST, OPERATIONS, PLOT, SHAPES
+from jaxmp.cli.flags import AUTOCAST, OPERATIONS, SHAPES
 from jaxmp.cli.printing import show
 
-ARGUMENTS = SHAPES | AUTOCAST | OPERATIONS | PLOT
+ARGUMENTS = SHAPES | AUTOCAST | OPERATIONS
 
 
 def run(options: argparse.Namespace) -> int:
@@ -28,7 +28,7 @@ def run(options: argparse.Namespace) -> int:
     """
     result = plan(options.function, options.policy, options.arg, options.args, options.override)
     is_whole = options.operations or options.json
-    show(options, result if is_whole else result.by_module, lambda plots: plots.casts(result))
+    show(options, result if is_whole else result.by_module)
     if not is_whole:
         print("--operations shows each operation, and the casts")
     return 0
