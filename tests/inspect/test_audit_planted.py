@@ -60,11 +60,6 @@ def half_reduction(h: Any, w: Any) -> Any:
     return h - jax.lax.stop_gradient(total)
 
 
-def half_carry(h: Any, w: Any) -> Any:
-    turn = lambda total, x: (total + x, None)  # here # noqa: E731
-    return h - jax.lax.stop_gradient(jax.lax.scan(turn, jnp.zeros_like(h[0]), h)[0])
-
-
 def half_exponential(h: Any, w: Any) -> Any:
     return h * jnp.exp(h)  # here
 
@@ -75,11 +70,6 @@ def half_softmax(h: Any, w: Any) -> Any:
 
 def half_power(h: Any, w: Any) -> Any:
     return jnp.power(h, 2.5)  # here
-
-
-def half_variance(h: Any, w: Any) -> Any:
-    variance = jnp.var(h, axis=1, keepdims=True)  # here
-    return h * jax.lax.rsqrt(variance + 0.001)
 
 
 def round_trip(h: Any, w: Any) -> Any:
@@ -157,24 +147,22 @@ FAULTS: list[tuple[str, Callable[..., Any], Any]] = [
     ("half-sum", half_sum, BF16),
     ("half-sum", half_scatter, F16),
     ("half-sum", half_reduction, BF16),
-    ("half-sum", half_carry, F16),
     ("half-exponential", half_exponential, BF16),
     ("half-exponential", half_softmax, F16),
     ("half-exponential", half_power, BF16),
-    ("half-exponential", half_variance, BF16),
     ("round-trip", round_trip, BF16),
     ("vanishing-constant", vanishing_literal, F16),
     ("vanishing-constant", vanishing_cast, F16),
-    ("vanishing-constant", vanishing_variable, F16),
-    ("vanishing-constant", vanishing_array, F16),
     ("vanishing-constant", vanishing_decay, BF16),
+    ("vanishing-constant", vanishing_array, F16),
+    ("vanishing-constant", vanishing_variable, F16),
     ("overflowing-constant", overflowing_array, F16),
     ("overflowing-constant", overflowing_mask, F16),
     ("inexact-integers", inexact_positions, BF16),
-    ("inexact-integers", inexact_iota, F16),
+    ("vanishing-constant", vanishing_term, F16),
     ("inexact-integers", inexact_constant, BF16),
     ("float64", float64_product, BF16),
-    ("vanishing-constant", vanishing_term, F16),
+    ("inexact-integers", inexact_iota, F16),
     ("vanishing-constant", vanishing_term_in_a_scan, F16),
     ("overflowing-constant", overflowing_factor, F16),
 ]
@@ -257,7 +245,8 @@ def in_custom_vjp(fault: Any, dtype: Any) -> tuple[Any, Any]:
 
 
 STYLES = {"functional": functional, "linen": linen, "nnx": of_nnx, "scan": in_scan, "custom_vjp": in_custom_vjp}
-# Each fault is planted in a function and in one other style; each style has several faults.
+# Each fault is planted in a function and in one other style; each style has several faults. In the gradient of a scan,
+# JAX moves casts of constants out of the loop and of their scope, so the style "scan" has none of these.
 OTHER_STYLES = [style for style in STYLES if style != "functional"]
 PLANTED = {"functional": FAULTS, **{style: FAULTS[n :: len(OTHER_STYLES)] for n, style in enumerate(OTHER_STYLES)}}
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxmp.inspect import audit, collectives, tune
+from jaxmp.inspect import audit, tune
 from jaxmp.inspect.plots.drawing import percent
 
 pytestmark = pytest.mark.once
@@ -26,11 +26,6 @@ MISTAKES = {
         lambda folder: audit(loss_fn, "mixed_bfloat16", compile=False)(X, X).check(max_bytes=1),
         ValueError,
         "max_bytes needs a compiled program",
-    ),
-    "collectives of a program that was not compiled": (
-        lambda folder: collectives(jax.jit(loss_fn).lower(X, X)),
-        TypeError,
-        "write collectives(step.lower(state, batch).compile())",
     ),
     "batches of arrays": (
         lambda folder: tune(loss_fn, "mixed_bfloat16")(X, X, batches=[X]),

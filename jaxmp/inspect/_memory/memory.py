@@ -14,7 +14,6 @@ import numpy as np
 
 from jaxmp.base import tables
 from jaxmp.base.inspection import tool
-from jaxmp.inspect._collectives.collectives import Collectives, collectives, ideal_wire
 from jaxmp.inspect._memory.arrays import (
     ArrayInMemory,
     arguments_in_memory,
@@ -23,6 +22,7 @@ from jaxmp.inspect._memory.arrays import (
 )
 from jaxmp.inspect._memory.batch import largest_multiple_that_fits
 from jaxmp.inspect.compiled import compiling, targets
+from jaxmp.inspect.compiled.collectives import Collectives, collectives_of
 from jaxmp.inspect.compiled.hlo import HloProgram
 from jaxmp.inspect.compiled.tpu_targets import DoesNotFitError
 from jaxmp.inspect.program.argument_kinds import Leaf, batch_axes, leaves_of, sharding_on_mesh
@@ -57,8 +57,6 @@ class Memory(tables.Shown):
       batch: the size of axis 0 of the batch, on all devices together; None if there is no batch.
       devices: the number of devices.
       collectives: the operations with which one device sends data to others.
-      ideal_wire: the minimum number of bytes that each device must send in a training step, see
-        :func:`jaxmp.inspect.ideal_wire`; None if the params are not on a mesh or no mesh axis splits the batch.
       params: the number of values in the params.
       not_counted: lines of the compiled program that could not be read, so that their arrays are unknown.
       notes: remarks on the figures, such as that a CPU stores half-precision arrays in float32.
@@ -73,7 +71,6 @@ class Memory(tables.Shown):
     _peak_with: Callable[[int], int] = dataclasses.field(repr=False, compare=False)
     devices: int = 1
     collectives: Collectives = dataclasses.field(default_factory=lambda: Collectives(()))
-    ideal_wire: float | None = None
     params: int = 0
     _parts: int = dataclasses.field(default=1, repr=False)
     not_counted: tuple[str, ...] = ()
@@ -137,11 +134,10 @@ class Memory(tables.Shown):
     def sent(self) -> str:
         """Return a line of text with the bytes that each device sends.
 
-        The line has the total, the bytes per param with the ideal number, and the parts by kind, dtype and mesh axis.
+        The line has the total, the bytes per param, and the parts by kind, dtype and mesh axis.
         """
-        wire, per_param = self.collectives.wire, ""
-        if self.ideal_wire is not None:
-            per_param = f", {wire / self.params:.2f} bytes per param (ideal {self.ideal_wire / self.params:.2f})"
+        wire = self.collectives.wire
+        per_param = f", {wire / self.params:.2f} bytes per param" if self.params else ""
         parts = (f"{' '.join(key)} {tables.byte_text(size)}" for key, size in self.collectives.totals.items())
         return f"sent by each device: {tables.byte_text(wire)}{per_param}: {', '.join(parts)}".removesuffix(": ")
 
@@ -230,7 +226,6 @@ def of_call(
     params = [leaf.value for leaf in leaves if leaf.kind == "params" and "ema_params" not in leaf.path.split("/")]
     axes = batch_axes(batch)
     microbatches = call.update.accumulate_steps if isinstance(call, TrainStep) else 1
-    has_ideal = bool(params and axes) and all(map(sharding_on_mesh, params))
     peak, by_kind, by_dtype, arrays = _measured(compiled, program, leaves)
     return Memory(
         device=targets.target_of(device).name if device else jax.devices()[0].device_kind,
@@ -240,8 +235,7 @@ def of_call(
         at_peak=arrays,
         batch=size,
         devices=program.partitions,
-        collectives=collectives(compiled, program),
-        ideal_wire=ideal_wire(params, axes) if has_ideal else None,
+        collectives=collectives_of(compiled, program),
         params=sum(math.prod(np.shape(leaf)) for leaf in params),
         _peak_with=peak_with,
         _parts=math.prod(axes.values()) * microbatches,

@@ -236,7 +236,7 @@ def _relative_speed(row: ProfileRow, ceilings: Ceilings) -> float | None:
 _ADVICE = {
     kinds.CAST: "Casts: audit shows those that repeat or undo each other.",
     kinds.MOVE: "Copies and layout: they compute nothing; keep the axes of activations in one order.",
-    kinds.COLLECTIVE: "Collectives: jaxmp.inspect.collectives shows what the devices send each other.",
+    kinds.COLLECTIVE: "Collectives: jaxmp.inspect.memory shows what the devices send each other.",
     kinds.UPDATE: "Optimizer and finite check: their time does not depend on the batch, so a larger batch hides them.",
     kinds.OTHER: "Other: kernels of libraries, sorts and random numbers.",
 }

@@ -14,7 +14,6 @@ from jaxmp.base import hardware, tables
 from jaxmp.base.accelerators import BY_DEVICE_KIND
 from jaxmp.base.inspection import tool
 from jaxmp.base.tpus import Tpu
-from jaxmp.inspect._collectives.collectives import collectives
 from jaxmp.inspect._roofline.kernels import (
     LIMITS_OF_GPU,
     LIMITS_OF_TPU,
@@ -25,6 +24,7 @@ from jaxmp.inspect._roofline.kernels import (
     rate_of,
 )
 from jaxmp.inspect.compiled import compiling, targets
+from jaxmp.inspect.compiled.collectives import collectives_of
 from jaxmp.inspect.compiled.hlo import HloProgram
 from jaxmp.inspect.compiled.kernels import products_of
 
@@ -146,7 +146,7 @@ def roofline(fun: Callable[..., Any], *, device: str | None = None) -> Callable[
         device_hardware = hardware_of(device)
         compiled = compiling.compiled(fun, args, device)
         program = HloProgram(str(compiled.as_text()))
-        return of_program(program, device_hardware, collectives(compiled, program).wire)
+        return of_program(program, device_hardware, collectives_of(compiled, program).wire)
 
     return predict
 
