@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 from jaxmp.base import hardware, tables
 from jaxmp.base.arguments import require_whole_number
 from jaxmp.base.inspection import tool
-from jaxmp.inspect._profile import kinds, power
+from jaxmp.inspect._profile import kinds
 from jaxmp.inspect._profile.ceilings import Ceilings, measure_ceilings
 from jaxmp.inspect._profile.kernel_rows import ProfileRow, rows_of
-from jaxmp.inspect._profile.power import PowerReading
 from jaxmp.inspect._profile.repeated_call import RepeatedCall
 from jaxmp.inspect._profile.sentences import Measured, sentences_of
 from jaxmp.inspect._profile.trace import traced
@@ -24,7 +23,7 @@ from jaxmp.inspect.compiled import compiling
 from jaxmp.inspect.compiled.hlo import HloProgram
 
 _SECONDS = 1.0
-"""The seconds for which calls are timed on a GPU, which updates its power about ten times a second."""
+"""The seconds for which calls are timed on a GPU."""
 _ROUND_MILLISECONDS = 50.0
 _LEAST_ROUNDS = 3
 _SHOWN = 20
@@ -57,7 +56,6 @@ class Profile(tables.Shown):
       rows: the kernels by instruction of the compiled program, slowest first.
       sentences: the reasons why the call takes this time.
       ceilings: the fastest product by dtype and the fastest copy, measured on this device.
-      power: the power, clocks and throttling; None without an NVIDIA GPU or the package nvidia-ml-py.
       not_counted: what the report cannot tell, such as how busy the device is if the profiler slows down the call.
     """
 
@@ -70,13 +68,10 @@ class Profile(tables.Shown):
     rows: tuple[ProfileRow, ...]
     sentences: tuple[str, ...]
     ceilings: Ceilings
-    power: PowerReading | None
     not_counted: tuple[str, ...] = ()
 
     def _shown(self) -> Any:
         title = f"{tables.time_text(self.milliseconds)} a call on {self.device}, busy {self.busy:.0%} of the time"
-        if self.power is not None:
-            title += f" at {self.power.watts:.0f} W and {self.power.sm_clock:.0f} MHz"
         layers = tables.grouped(self.rows, _same_layer)
         layers.sort(key=lambda rows: -sum(row.milliseconds for row in rows))
         groups = [f"{kind} {tables.time_text(time)}" for kind, time in self.groups.items() if time]
@@ -159,12 +154,9 @@ def _profile_of(call: RepeatedCall, steps: int) -> Profile:
     device = hardware.detect()
     is_cpu = device.platform == "cpu"
     trace = None if call.is_python else compiling.trace_of_call(call.fun, call.args)
-    reading = None
     text = ""
     if not is_cpu:
-        with power.monitor() as gpu:
-            timed = _timed(call, steps)
-        reading = gpu.result()
+        timed = _timed(call, steps)
         if trace is not None:
             call.run, text = compiling.call_with_options(call.fun, call.args, WITHOUT_CUDA_GRAPHS)
             _warm_up(call)
@@ -202,7 +194,6 @@ def _profile_of(call: RepeatedCall, steps: int) -> Profile:
         groups=groups,
         rows=rows,
         ceilings=ceilings,
-        power=reading,
         is_cpu=is_cpu,
         is_python=call.is_python,
         has_program_dtypes=trace is not None or not is_cpu,
@@ -222,7 +213,6 @@ def _profile_of(call: RepeatedCall, steps: int) -> Profile:
         rows=tuple(rows),
         sentences=sentences_of(measured),
         ceilings=ceilings,
-        power=measured.power,
         not_counted=not_counted if program is None else (*program.not_counted, *not_counted),
     )
 
