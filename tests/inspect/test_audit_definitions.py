@@ -24,7 +24,7 @@ def shape(*sizes: int, dtype: Any = F32) -> jax.ShapeDtypeStruct:
 
 
 def finding_kinds(fun: Any, *args: Any, policy: str = "mixed_bfloat16") -> list[str]:
-    return [finding.kind for finding in audit(fun, policy, compile=False)(*args).findings]
+    return [finding.kind for finding in audit(fun, expect=policy, compile=False)(*args).findings]
 
 
 UNALIGNED = "output features 13: not a multiple of 8, which tensor cores need for bfloat16"
@@ -40,7 +40,7 @@ def all_are(kinds: list[str], *tables: dict[str, Any]) -> dict[str, list[str]]:
 
 
 def features(fun: Any, *args: Any) -> list[str]:
-    return [finding.what for finding in audit(fun, "mixed_bfloat16", compile=False)(*args).findings]
+    return [finding.what for finding in audit(fun, expect="mixed_bfloat16", compile=False)(*args).findings]
 
 
 def normalised(x: Any) -> Any:

@@ -23,7 +23,7 @@ def loss_fn(w: Any, x: Any) -> Any:
 
 MISTAKES = {
     "memory of a program that was not compiled": (
-        lambda folder: audit(loss_fn, "mixed_bfloat16", compile=False)(X, X).check(max_bytes=1),
+        lambda folder: audit(loss_fn, expect="mixed_bfloat16", compile=False)(X, X).check(max_bytes=1),
         ValueError,
         "max_bytes needs a compiled program",
     ),
@@ -48,7 +48,7 @@ def test_a_wrong_argument_is_refused(mistake, tmp_path):
 
 
 def test_an_audit_that_was_not_compiled_does_not_know_what_ran():
-    shown = str(audit(jax.grad(loss_fn), "mixed_bfloat16", compile=False)(X, X))
+    shown = str(audit(jax.grad(loss_fn), expect="mixed_bfloat16", compile=False)(X, X))
     assert "peak memory" not in shown and "?" in shown
 
 

@@ -119,7 +119,7 @@ def kinds(report):
 @pytest.mark.absent_gpu
 class TestAudit:
     def test_gathers_in_half_and_sums_that_are_scattered_are_clean(self):
-        report = audit(jax.grad(loss), "mixed_bfloat16", device="h200", topology="1x1x8")(WEIGHTS, X)
+        report = audit(jax.grad(loss), expect="mixed_bfloat16", device="h200", topology="1x1x8")(WEIGHTS, X)
         assert not kinds(report) and report.memory.devices == 8
         assert "sent by each device: 7.88 MiB, 5.25 bytes per param" in str(report)
 
@@ -179,7 +179,9 @@ def test_the_casts_that_a_step_on_a_mesh_adds_are_no_round_trips():
     options = sharding.Sharding(mesh, {name: P("fsdp") for name in params})
     step = jaxmp.make_train_step(loss_fn, policy="mixed_bfloat16", sharding=options)
     state = jax.eval_shape(lambda params: jaxmp.TrainState.create(params=params, tx=optax.sgd(0.1)), params)
-    report = audit(step, "mixed_bfloat16", compile=False)(state, placed(P("fsdp"), 8, 16, dtype="int32", mesh=mesh))
+    report = audit(step, expect="mixed_bfloat16", compile=False)(
+        state, placed(P("fsdp"), 8, 16, dtype="int32", mesh=mesh)
+    )
     assert report.half_flops == 1 and report.findings == ()
 
 

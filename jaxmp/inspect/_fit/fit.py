@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,7 +23,7 @@ from jaxmp.inspect.compiled import compiling
 from jaxmp.inspect.compiled.hlo import HloProgram
 from jaxmp.inspect.compiled.tpu_targets import DoesNotFitError
 from jaxmp.inspect.program.argument_kinds import batch_axes, sharding_on_mesh
-from jaxmp.inspect.program.calls import is_step
+from jaxmp.inspect.program.calls import is_step, under_policy
 from jaxmp.inspect.status import status_of
 from jaxmp.nnx.training import TrainStep as NNXTrainStep
 from jaxmp.training.remat import NoLayersError
@@ -119,7 +119,9 @@ def _time_text(trial: Trial) -> str:
 @tool
 def fit(
     step: Any,
+    policy: Any = None,
     *,
+    overrides: Mapping[str, str] | None = None,
     device: str | None = None,
     memory: int | None = None,
     topology: str | None = None,
@@ -134,6 +136,8 @@ def fit(
 
     Args:
       step: a train step for Linen or NNX.
+      policy: the policy of the step. Leave it out for a step that was made with a policy.
+      overrides: overrides of ``policy``, as for :func:`jaxmp.autocast`.
       device: None for the attached device, or the name of a GPU or TPU that is not attached, as for
         :func:`jaxmp.inspect.memory`.
       memory: the limit in bytes, for each device. By default, it is the memory that JAX takes: the whole memory of a
@@ -170,6 +174,7 @@ def fit(
             "jaxmp.nnx.make_train_step returned"
         )
 
+    step = under_policy(step, policy, overrides)
     inner_step: TrainStep = step.of_trees if isinstance(step, NNXTrainStep) else step
 
     def fit_call(*args: Any) -> Fit:

@@ -26,7 +26,7 @@ from jaxmp.inspect.compiled.collectives import Collectives, collectives_of
 from jaxmp.inspect.compiled.hlo import HloProgram
 from jaxmp.inspect.compiled.tpu_targets import DoesNotFitError
 from jaxmp.inspect.program.argument_kinds import Leaf, batch_axes, leaves_of, sharding_on_mesh
-from jaxmp.inspect.program.calls import names_of_arguments
+from jaxmp.inspect.program.calls import names_of_arguments, under_policy
 from jaxmp.training.step import TrainStep
 
 KINDS = ("params", "optimizer", "model_state", "batch", "activations", "temporaries", "other")
@@ -153,7 +153,14 @@ def _bytes_of(arrays: Sequence[ArrayInMemory]) -> int:
 
 
 @tool
-def memory(fun: Callable[..., Any], *, device: str | None = None, topology: str | None = None) -> Callable[..., Memory]:
+def memory(
+    fun: Callable[..., Any],
+    policy: Any = None,
+    *,
+    overrides: Mapping[str, str] | None = None,
+    device: str | None = None,
+    topology: str | None = None,
+) -> Callable[..., Memory]:
     """Return a function that computes the memory of a call of ``fun``.
 
     ``fun`` is compiled but not executed. Each array of the arguments has a kind (params, batch and so on). For a
@@ -164,6 +171,9 @@ def memory(fun: Callable[..., Any], *, device: str | None = None, topology: str 
     Args:
       fun: a train step, a function that JAX can compile, or a jitted function. If results reuse the memory of donated
         arguments, this memory is counted once.
+      policy: a policy with which :func:`jaxmp.autocast` runs ``fun``. Then no argument is donated, except those of a
+        train step. Leave it out for a train step that was made with a policy.
+      overrides: overrides of ``policy``, as for :func:`jaxmp.autocast`.
       device: None for the attached device, or the name of a device that is not attached: a GPU (``"h200"``,
         ``"a100"``, ``"b200"``, ``"l4"``, …), a TPU (``"v5e"``, ``"v5p"``, ``"v6e"``, ``"v4"``, ``"tpu7x"``) or a slice
         of TPUs (``"v5p:4x4x4"``). These devices need the packages of the extra ``compile-only``.
@@ -184,6 +194,7 @@ def memory(fun: Callable[..., Any], *, device: str | None = None, topology: str 
     >>> plan.by_kind["params"], plan.by_kind["batch"], sum(plan.by_kind.values()) == plan.peak
     (128, 64, True)
     """
+    fun = under_policy(fun, policy, overrides)
 
     def memory_of_call(*args: Any) -> Memory:
         call, inputs = compiling.call_of(fun, args)

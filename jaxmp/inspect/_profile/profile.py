@@ -6,8 +6,10 @@ import dataclasses
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
+
+import jax
 
 from jaxmp.base import hardware, tables
 from jaxmp.base.arguments import require_whole_number
@@ -21,6 +23,7 @@ from jaxmp.inspect._profile.trace import traced
 from jaxmp.inspect._profile.traced_dtypes import with_traced_dtypes
 from jaxmp.inspect.compiled import compiling
 from jaxmp.inspect.compiled.hlo import HloProgram
+from jaxmp.inspect.program.calls import is_step, under_policy
 
 _SECONDS = 1.0
 """The seconds for which calls are timed on a GPU."""
@@ -112,7 +115,13 @@ def _percent_of_ceiling(share: float) -> str:
 
 
 @tool
-def profile(fun: Callable[..., Any], *, steps: int = 5) -> Callable[..., Profile]:
+def profile(
+    fun: Callable[..., Any],
+    policy: Any = None,
+    *,
+    overrides: Mapping[str, str] | None = None,
+    steps: int = 5,
+) -> Callable[..., Profile]:
     """Return a function that measures where the time of a call of ``fun`` goes.
 
     The returned function runs the call on copies of its arguments: twice to warm up, for a second to measure the time
@@ -125,6 +134,9 @@ def profile(fun: Callable[..., Any], *, steps: int = 5) -> Callable[..., Profile
       fun: a train step, a jitted function, or a Python function. A Python function runs as it is, without ``jax.jit``,
         so that the report shows what it costs. Pass an iterator in place of a batch, and each call draws the next
         batch: the time that this takes is a part of the measured time.
+      policy: a policy with which :func:`jaxmp.autocast` runs ``fun``, under ``jax.jit``. Leave it out for a train step
+        that was made with a policy.
+      overrides: overrides of ``policy``, as for :func:`jaxmp.autocast`.
       steps: the number of calls under the profiler.
 
     Returns:
@@ -142,6 +154,8 @@ def profile(fun: Callable[..., Any], *, steps: int = 5) -> Callable[..., Profile
     ['All products run in float32, ...: no policy and no autocast is in effect.']
     """
     require_whole_number("steps", steps)
+    under = under_policy(fun, policy, overrides)
+    fun = under if policy is None or is_step(fun) else jax.jit(under)
 
     def measure(*args: Any) -> Profile:
         return _profile_of(RepeatedCall(fun, args), steps)

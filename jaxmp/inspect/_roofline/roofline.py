@@ -27,6 +27,7 @@ from jaxmp.inspect.compiled import compiling, targets
 from jaxmp.inspect.compiled.collectives import collectives_of
 from jaxmp.inspect.compiled.hlo import HloProgram
 from jaxmp.inspect.compiled.kernels import products_of
+from jaxmp.inspect.program.calls import under_policy
 
 _ONLY_MOVE = (
     "__cub$",
@@ -113,7 +114,13 @@ _SHOWN = 20
 
 
 @tool
-def roofline(fun: Callable[..., Any], *, device: str | None = None) -> Callable[..., Roofline]:
+def roofline(
+    fun: Callable[..., Any],
+    policy: Any = None,
+    *,
+    overrides: Mapping[str, str] | None = None,
+    device: str | None = None,
+) -> Callable[..., Roofline]:
     """Return a function that predicts the time of a call of ``fun``.
 
     Nothing is executed. On a GPU, the time of a kernel is the sum of the time of its products, the time of its bytes,
@@ -131,6 +138,9 @@ def roofline(fun: Callable[..., Any], *, device: str | None = None) -> Callable[
 
     Args:
       fun: a train step, a function that JAX can compile, or a jitted function.
+      policy: a policy with which :func:`jaxmp.autocast` runs ``fun``, in addition to the policies in ``fun``. Leave it
+        out for a train step that was made with a policy.
+      overrides: overrides of ``policy``, as for :func:`jaxmp.autocast`.
       device: None for the attached device, or the name of a GPU or TPU that is not attached, as for
         :func:`jaxmp.inspect.memory`.
 
@@ -141,6 +151,7 @@ def roofline(fun: Callable[..., Any], *, device: str | None = None) -> Callable[
       ValueError: ``device`` is unknown, or the attached device has no known peak rates (such as a CPU).
       ModuleNotFoundError: the packages that compile for ``device`` are missing.
     """
+    fun = under_policy(fun, policy, overrides)
 
     def predict(*args: Any) -> Roofline:
         device_hardware = hardware_of(device)
