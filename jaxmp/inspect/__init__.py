@@ -13,8 +13,8 @@ from jaxmp.inspect._budget.budget import BudgetTotal, ErrorBudget, error_budget
 from jaxmp.inspect._budget.rows import BudgetGroup, BudgetRow
 from jaxmp.inspect._compare.compare import Comparison, compare
 from jaxmp.inspect._first_nonfinite.first_nonfinite import Blame, first_nonfinite
+from jaxmp.inspect._fit.combinations import Trial
 from jaxmp.inspect._fit.fit import Fit, fit
-from jaxmp.inspect._fit.search import Trial
 from jaxmp.inspect._memory.memory import Memory, memory
 from jaxmp.inspect._numerics.numerics import Numerics, numerics
 from jaxmp.inspect._profile.kernel_rows import ProfileRow

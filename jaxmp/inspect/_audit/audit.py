@@ -284,17 +284,17 @@ def audit(
     hardware_of_device = hardware.detect(device)
 
     def audit_call(*args: Any) -> Audit:
-        jitted, inputs = compiling.call_of(fun, args)
+        function, inputs = compiling.call_of(fun, args)
         with warnings.catch_warnings():
             for reported_as_finding in ("the loss has float16 products", ".*but products are float64"):
                 warnings.filterwarnings("ignore", message=reported_as_finding)
-            trace = compiling.trace_of_call(jitted, inputs, device, compile, topology)
+            trace = compiling.trace_of_call(function, inputs, device, compile, topology)
         program = memory = None
         if compile:
             compiled = compiling.compiled_of(trace, device)
-            program = hlo.HloProgram(str(compiled.as_text()))
-            memory = of_call(jitted, inputs, compiled, program, device, topology)
-        return _audit_of(trace, jitted, inputs, expected, hardware_of_device, program, memory)
+            call = compiling.CompiledCall(function, inputs, trace, compiled, device, topology)
+            program, memory = call.program, of_call(call)
+        return _audit_of(trace, function, inputs, expected, hardware_of_device, program, memory)
 
     return audit_call
 

@@ -16,7 +16,7 @@ from jaxmp.base.trees import map_nodes_of_type, widen
 from jaxmp.inspect._first_nonfinite import stepping
 from jaxmp.inspect._first_nonfinite.known_lengths import with_known_lengths
 from jaxmp.inspect._first_nonfinite.origins import Range, failure_kind, on_host, ranges_of
-from jaxmp.inspect._first_nonfinite.search import ProgramRun, Rank, first_suspect
+from jaxmp.inspect._first_nonfinite.suspects import ProgramRun, Rank, first_suspect
 from jaxmp.inspect.program.calls import (
     RESULTS_ONLY,
     StepCall,

@@ -22,7 +22,7 @@ from jaxmp.inspect._memory.arrays import (
 )
 from jaxmp.inspect._memory.batch import largest_multiple_that_fits
 from jaxmp.inspect.compiled import compiling, targets
-from jaxmp.inspect.compiled.collectives import Collectives, collectives_of
+from jaxmp.inspect.compiled.collectives import Collectives
 from jaxmp.inspect.compiled.hlo import HloProgram
 from jaxmp.inspect.compiled.tpu_targets import DoesNotFitError
 from jaxmp.inspect.program.argument_kinds import Leaf, batch_axes, leaves_of, sharding_on_mesh
@@ -197,26 +197,15 @@ def memory(
     fun = under_policy(fun, policy, overrides)
 
     def memory_of_call(*args: Any) -> Memory:
-        call, inputs = compiling.call_of(fun, args)
-        compiled = compiling.compiled(call, inputs, device, topology)
-        return of_call(call, inputs, compiled, HloProgram(str(compiled.as_text())), device, topology)
+        return of_call(compiling.compile_call(fun, args, device, topology))
 
     return memory_of_call
 
 
-def of_call(
-    call: Any,
-    inputs: tuple[Any, ...],
-    compiled: jax.stages.Compiled,
-    program: HloProgram,
-    device: str | None,
-    topology: str | None,
-) -> Memory:
-    """Return the memory of a compiled call.
-
-    ``call`` and ``inputs`` come from :func:`jaxmp.inspect.compiled.compiling.call_of`.
-    """
-    leaves = list(leaves_of(inputs, names_of_arguments(call)))
+def of_call(call: compiling.CompiledCall) -> Memory:
+    """Return the memory of a compiled call."""
+    function, inputs, compiled, program = call.function, call.inputs, call.compiled, call.program
+    leaves = list(leaves_of(inputs, names_of_arguments(function)))
     batch = [leaf.value for leaf in leaves if leaf.kind == "batch"]
     sizes = [np.shape(array)[0] for array in batch if np.shape(array)]
     size = sizes[0] if sizes else None
@@ -226,7 +215,7 @@ def of_call(
         resized = [_resized(leaf, size, new_size) for leaf in leaves]
         args = jax.tree.unflatten(jax.tree.structure(inputs), resized)
         try:
-            return _peak(compiling.compiled(call, args, device, topology))
+            return _peak(compiling.compiled(function, args, call.device, call.topology))
         except DoesNotFitError as error:
             return error.needed
         except jax.errors.JaxRuntimeError as error:
@@ -236,22 +225,22 @@ def of_call(
 
     params = [leaf.value for leaf in leaves if leaf.kind == "params" and "ema_params" not in leaf.path.split("/")]
     axes = batch_axes(batch)
-    microbatches = call.update.accumulate_steps if isinstance(call, TrainStep) else 1
+    microbatches = function.update.accumulate_steps if isinstance(function, TrainStep) else 1
     peak, by_kind, by_dtype, arrays = _measured(compiled, program, leaves)
     return Memory(
-        device=targets.target_of(device).name if device else jax.devices()[0].device_kind,
+        device=targets.target_of(call.device).name if call.device else jax.devices()[0].device_kind,
         peak=peak,
         by_kind=by_kind,
         by_dtype=by_dtype,
         at_peak=arrays,
         batch=size,
         devices=program.partitions,
-        collectives=collectives_of(compiled, program),
+        collectives=call.collectives,
         params=sum(math.prod(np.shape(leaf)) for leaf in params),
         _peak_with=peak_with,
         _parts=math.prod(axes.values()) * microbatches,
         not_counted=program.not_counted,
-        notes=(_OF_CPU,) if device is None and jax.default_backend() == "cpu" and _has_half(program) else (),
+        notes=(_OF_CPU,) if call.device is None and jax.default_backend() == "cpu" and _has_half(program) else (),
     )
 
 

@@ -24,7 +24,6 @@ from jaxmp.inspect._roofline.kernels import (
     rate_of,
 )
 from jaxmp.inspect.compiled import compiling, targets
-from jaxmp.inspect.compiled.collectives import collectives_of
 from jaxmp.inspect.compiled.hlo import HloProgram
 from jaxmp.inspect.compiled.kernels import products_of
 from jaxmp.inspect.program.calls import under_policy
@@ -155,9 +154,7 @@ def roofline(
 
     def predict(*args: Any) -> Roofline:
         device_hardware = hardware_of(device)
-        compiled = compiling.compiled(fun, args, device)
-        program = HloProgram(str(compiled.as_text()))
-        return of_program(program, device_hardware, collectives_of(compiled, program).wire)
+        return of_call(compiling.compile_call(fun, args, device), device_hardware)
 
     return predict
 
@@ -171,6 +168,11 @@ def hardware_of(device: str | None) -> hardware.Hardware:
             f"name a known device: {targets.choice()}"
         )
     return known
+
+
+def of_call(call: compiling.CompiledCall, device: hardware.Hardware) -> Roofline:
+    """Return the prediction for a compiled call on ``device``."""
+    return of_program(call.program, device, call.collectives.wire)
 
 
 def of_program(program: HloProgram, device: hardware.Hardware, sent: float = 0.0) -> Roofline:
