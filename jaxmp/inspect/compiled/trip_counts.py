@@ -7,11 +7,26 @@ from the loop itself: from the first value of its counter, the step, and the lim
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from jaxmp.inspect.compiled.hlo import Instruction
+
+class _Instruction(Protocol):
+    """The attributes of :class:`jaxmp.inspect.compiled.hlo.Instruction` that this module reads."""
+
+    @property
+    def opcode(self) -> str: ...
+    @property
+    def operands(self) -> Sequence[str]: ...
+    @property
+    def text(self) -> str: ...
+    @property
+    def index(self) -> int | None: ...
+    @property
+    def known_trips(self) -> int | None: ...
+
+
+Computations = Mapping[str, Mapping[str, _Instruction]]
 
 _CONDITION = re.compile(r"condition=%?([\w.$-]+)")
 _BODY = re.compile(r"body=%?([\w.$-]+)")
@@ -19,9 +34,7 @@ _INTEGER = re.compile(r"constant\((-?\d+)\)")
 _COPIES = frozenset({"copy", "copy-start", "copy-done", "bitcast"})
 
 
-def trip_count(
-    computations: Mapping[str, Mapping[str, Instruction]], computation: str, loop: Instruction
-) -> int | None:
+def trip_count(computations: Computations, computation: str, loop: _Instruction) -> int | None:
     """Return the number of iterations of a loop in ``computation``; None if it is unknown."""
     if loop.known_trips is not None:
         return loop.known_trips
@@ -48,7 +61,7 @@ def trip_count(
     return max(-(-(limit - start) // step), 0)
 
 
-def _step(body: Mapping[str, Instruction], counter: int) -> int | None:
+def _step(body: Mapping[str, _Instruction], counter: int) -> int | None:
     """Return the constant that each iteration adds to an element of the carry; None if it adds none."""
     root = _root(body)
     if root is None or root.opcode != "tuple":
@@ -62,17 +75,17 @@ def _step(body: Mapping[str, Instruction], counter: int) -> int | None:
     return _integer(body, left) if _element(body, right) == counter else None
 
 
-def _is_unchanged(body: Mapping[str, Instruction], element: int) -> bool:
+def _is_unchanged(body: Mapping[str, _Instruction], element: int) -> bool:
     root = _root(body)
     return root is not None and root.opcode == "tuple" and _element(body, root.operands[element]) == element
 
 
-def _root(instructions: Mapping[str, Instruction]) -> Instruction | None:
+def _root(instructions: Mapping[str, _Instruction]) -> _Instruction | None:
     """Return the last instruction behind copies, which computes the result."""
     return _behind_copies(instructions, list(instructions)[-1]) if instructions else None
 
 
-def _element(instructions: Mapping[str, Instruction], name: str) -> int | None:
+def _element(instructions: Mapping[str, _Instruction], name: str) -> int | None:
     """Return the number of the carry's element that an instruction reads; None for other instructions."""
     read = _behind_copies(instructions, name)
     if read is None or read.opcode != "get-tuple-element":
@@ -81,14 +94,14 @@ def _element(instructions: Mapping[str, Instruction], name: str) -> int | None:
     return read.index if carry is not None and carry.opcode == "parameter" else None
 
 
-def _integer(instructions: Mapping[str, Instruction], name: str) -> int | None:
+def _integer(instructions: Mapping[str, _Instruction], name: str) -> int | None:
     """Return the value of an integer constant; None for other instructions."""
     constant = _behind_copies(instructions, name)
     match = _INTEGER.search(constant.text) if constant is not None and constant.opcode == "constant" else None
     return int(match[1]) if match else None
 
 
-def _behind_copies(instructions: Mapping[str, Instruction], name: str) -> Instruction | None:
+def _behind_copies(instructions: Mapping[str, _Instruction], name: str) -> _Instruction | None:
     instruction = instructions.get(name)
     while instruction is not None and instruction.opcode in _COPIES:
         instruction = instructions.get(instruction.operands[0])
