@@ -52,7 +52,6 @@ PAGES = {
     "loss_scale": "numerics",
     "errors": "compare",
     "budget": "budget",
-    "casts": "index",
     "memory": "memory",
 }
 """The page in docs/tools that shows each picture."""
