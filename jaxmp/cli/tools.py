@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import inspect
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -106,11 +107,17 @@ _LEFT_OUT = ("tx", "memory")
 """Parameters that have no flag, or another unit."""
 
 
+def _function_of(name: str) -> Callable[..., Any]:
+    """Return a tool of jaxmp.inspect, which imports JAX."""
+    import jaxmp.inspect
+
+    fun: Callable[..., Any] = getattr(jaxmp.inspect, name)
+    return fun
+
+
 def add_arguments(name: str, command: argparse.ArgumentParser) -> None:
     """Add the description and the arguments of a tool to the parser of its command."""
-    from jaxmp import inspect
-
-    tool, fun = TOOLS[name], getattr(inspect, name)
+    tool, fun = TOOLS[name], _function_of(name)
     command.description = (
         f"{description(fun)}\n\nThe exit code is 1 if {tool.failure}, and 2 if an argument is wrong or the function "
         f"fails.\n\nExample:\n  jaxmp {name} {tool.example}"
@@ -132,9 +139,7 @@ def add_arguments(name: str, command: argparse.ArgumentParser) -> None:
 
 def run(name: str, options: argparse.Namespace) -> int:
     """Run a tool, show its result, and return the exit code."""
-    from jaxmp import inspect
-
-    tool, fun = TOOLS[name], getattr(inspect, name)
+    tool, fun = TOOLS[name], _function_of(name)
     if name == "tune" and options.save is not None and Path(options.save).suffix != ".toml":
         raise UsageError(f"--save needs a file that ends in .toml, got {options.save!r}")
     if name == "audit" and not 0 <= options.min_half <= 1:
@@ -157,8 +162,6 @@ def run(name: str, options: argparse.Namespace) -> int:
 
 def _result(fun: Callable[..., Any], tool: Tool, options: argparse.Namespace) -> Any:
     """Return the result of a tool on the function and the arguments that the options name."""
-    import inspect
-
     import jax
 
     from jaxmp.base.accelerators import accelerator_named
