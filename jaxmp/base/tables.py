@@ -23,6 +23,11 @@ class Shown:
     def __str__(self) -> str:
         return text(*self._shown())
 
+    @property
+    def headline(self) -> str:
+        """Return the first line of the text, which says the main result."""
+        return self._shown()[0].partition("\n")[0]
+
     def table(self) -> Any:
         """Return the result as a ``rich.table.Table``."""
         return table(*self._shown())

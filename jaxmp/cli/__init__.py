@@ -1,6 +1,6 @@
 """The ``jaxmp`` command.
 
-Each subcommand has a file with its arguments and a function ``run``. The docstring of ``run`` is the help text.
+The commands of the tools are derived from the tools of :mod:`jaxmp.inspect`. Each other command has a file.
 """
 
 from __future__ import annotations
@@ -12,31 +12,15 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from typing import Any
 
 import jaxmp
-from jaxmp.cli import (
-    audit,
-    blame,
-    budget,
-    compare,
-    doctor,
-    fit,
-    flags,
-    formats,
-    memory,
-    numerics,
-    plan,
-    profile,
-    roofline,
-    tune,
-)
+from jaxmp.cli import doctor, formats, plan, tools
 from jaxmp.cli.errors import UsageError
 from jaxmp.cli.printing import check_plot
 
-_MODULES = (
-    doctor, formats, plan, audit, memory, fit, roofline, profile, numerics, blame, compare, budget, tune,
-)  # fmt: skip
-_COMMANDS = {module.__name__.rpartition(".")[2]: module for module in _MODULES}
+_MODULES: dict[str, Any] = {"doctor": doctor, "formats": formats, "plan": plan}
+COMMANDS = (*_MODULES, *tools.TOOLS)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,15 +30,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal may lack arrows and other characters
-    parser = _parser()
-    options = parser.parse_args(argv)
+    words = sys.argv[1:] if argv is None else [*argv]
+    parser = _parser(words[0] if words else "")
+    options = parser.parse_args(words)
     if options.command is None:
         parser.print_help()
         return 0
     try:
         if getattr(options, "plot", None) is not None:
             check_plot(options.plot)
-        code = _COMMANDS[options.command].run(options)
+        module = _MODULES.get(options.command)
+        code: int = tools.run(options.command, options) if module is None else module.run(options)
         sys.stdout.flush()
         return code
     except UsageError as error:
@@ -69,7 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2  # because 1 means that a tool has found a problem
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(first_word: str) -> argparse.ArgumentParser:
+    """Return the parser, in which only the command ``first_word`` has arguments, because tools import JAX."""
     parser = argparse.ArgumentParser(
         prog="jaxmp",
         description="Mixed precision for JAX: inspect devices, number formats and programs.",
@@ -77,8 +64,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"jaxmp {jaxmp.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
-    for name, module in _COMMANDS.items():
-        text = inspect.cleandoc(module.run.__doc__ or "")
+    for name in COMMANDS:
+        module = _MODULES.get(name)
+        text = tools.TOOLS[name].summary if module is None else inspect.cleandoc(module.run.__doc__)
         command = commands.add_parser(
             name,
             help=text.splitlines()[0],
@@ -86,6 +74,11 @@ def _parser() -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
-        for argument, settings in (module.ARGUMENTS | flags.JSON).items():
-            command.add_argument(argument, **settings)
+        command.add_argument("--json", action="store_true", help="print JSON, for programs")
+        if name != first_word:
+            continue
+        if module is None:
+            tools.add_arguments(name, command)
+        elif hasattr(module, "add_arguments"):
+            module.add_arguments(command)
     return parser

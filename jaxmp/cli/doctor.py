@@ -6,10 +6,7 @@ import argparse
 import dataclasses
 from typing import Any
 
-from jaxmp.cli.flags import Arguments
 from jaxmp.cli.printing import print_json, print_pairs
-
-ARGUMENTS: Arguments = {}
 
 
 def run(options: argparse.Namespace) -> int:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 
-from jaxmp.cli.flags import Arguments
 from jaxmp.cli.printing import console, print_json, print_rich
 
-ARGUMENTS: Arguments = {}
 _COLUMNS = (
     "format",
     "bits",

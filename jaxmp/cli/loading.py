@@ -25,7 +25,7 @@ from jaxmp.cli.errors import UsageError
 
 
 class Loaded(NamedTuple):
-    """A function and the shapes of its positional arguments."""
+    """A function and its positional arguments, or their shapes."""
 
     function: Callable[..., Any]
     operands: tuple[Any, ...]
@@ -64,6 +64,15 @@ def load(name: str, shapes: Sequence[str] = (), example: str | None = None) -> L
     if example is not None:
         operands = _shapes(example_function(example))
         operands = operands if isinstance(operands, tuple) else (operands,)
+    check_count(name, fun, operands)
+    return Loaded(fun, operands)
+
+
+def load_arrays(name: str, example: str | None) -> Loaded:
+    """Return a function and its arguments, which the function ``example`` returns; none without an example."""
+    fun = function(name)
+    operands: Any = () if example is None else example_function(example)()
+    operands = operands if isinstance(operands, tuple) else (operands,)
     check_count(name, fun, operands)
     return Loaded(fun, operands)
 
@@ -184,12 +193,12 @@ def check_count(name: str, fun: Callable[..., Any], operands: Sequence[Any]) -> 
         raise UsageError(f"{name} takes ({takes}), got {len(operands)} from --arg or --args: {error}") from error
 
 
-def levels(overrides: Sequence[str]) -> dict[str, str]:
+def levels(overrides: Sequence[str] | None) -> dict[str, str]:
     """Return the overrides ``"KEY=LEVEL"`` as a dict; the last one for a key wins."""
     overridden: dict[str, str] = {}
-    for text in overrides:
+    for text in overrides or ():
         key, _, level = text.rpartition("=")
         if "=" not in text:
-            raise UsageError(f"an --override must be KEY=LEVEL, such as '**/head=float32', got {text!r}")
+            raise UsageError(f"an override must be KEY=LEVEL, such as '**/head=float32', got {text!r}")
         overridden[key] = level
     return overridden

@@ -7,10 +7,18 @@ import contextlib
 from collections.abc import Sequence
 from typing import Any
 
-from jaxmp.cli.flags import AUTOCAST, OPERATIONS, PLOT, SHAPES
+from jaxmp.cli.arguments import add_function, add_settings
+from jaxmp.cli.errors import UsageError
 from jaxmp.cli.printing import show
 
-ARGUMENTS = SHAPES | AUTOCAST | OPERATIONS | PLOT
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    from jaxmp.engine.plan import cast_plan
+
+    add_function(command, runs=False)
+    add_settings(command, cast_plan)
+    command.add_argument("--operations", action="store_true", help="show each operation, not only each module")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -26,9 +34,9 @@ def run(options: argparse.Namespace) -> int:
     Example:
       jaxmp plan jax.numpy:matmul --policy mixed_bfloat16 --arg float32[8,16] --arg float32[16,4]
     """
-    result = plan(options.function, options.policy, options.arg, options.args, options.override)
+    result = plan(options.function, options.policy, options.arg, options.args, options.overrides)
     is_whole = options.operations or options.json
-    show(options, result if is_whole else result.by_module, lambda plots: plots.casts(result))
+    show(options, result if is_whole else result.by_module)
     if not is_whole:
         print("--operations shows each operation, and the casts")
     return 0
@@ -39,7 +47,7 @@ def plan(
     policy: str | None = None,
     shapes: Sequence[str] = (),
     example: str | None = None,
-    overrides: Sequence[str] = (),
+    overrides: Sequence[str] | None = None,
 ) -> Any:
     """Return the :class:`jaxmp.CastPlan` of a function on abstract arguments.
 
@@ -69,9 +77,11 @@ def plan(
         planned_function = loss_of_step(loaded.function) if is_step(loaded.function) else loaded.function
         with usage_errors(ValueError, TypeError):
             planned = cast_plan(planned_function, policy or "mixed_bfloat16", exceptions)
-        jax.eval_shape(loaded.function, *loaded.operands)  # raises the errors of the function itself
-        if policy is None and not exceptions:
-            with contextlib.suppress(ValueError):  # no model under a policy
-                return cast_plan(planned_function)(*loaded.operands)
-        with usage_errors(ValueError):
+        try:
+            if policy is None and not exceptions:
+                with contextlib.suppress(ValueError):  # no model under a policy
+                    return cast_plan(planned_function)(*loaded.operands)
             return planned(*loaded.operands)
+        except ValueError as error:
+            jax.eval_shape(loaded.function, *loaded.operands)  # raises the errors of the function itself
+            raise UsageError(str(error).partition("\n")[0]) from error

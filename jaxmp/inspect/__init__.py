@@ -11,12 +11,10 @@ from jaxmp.inspect._audit.findings import Finding
 from jaxmp.inspect._audit.products import Product
 from jaxmp.inspect._budget.budget import BudgetTotal, ErrorBudget, error_budget
 from jaxmp.inspect._budget.rows import BudgetGroup, BudgetRow
-from jaxmp.inspect._collectives.collectives import Collectives, collectives, ideal_wire
 from jaxmp.inspect._compare.compare import Comparison, compare
-from jaxmp.inspect._compare.log_probs import LogProbComparison, compare_log_probs
 from jaxmp.inspect._first_nonfinite.first_nonfinite import Blame, first_nonfinite
+from jaxmp.inspect._fit.combinations import Trial
 from jaxmp.inspect._fit.fit import Fit, fit
-from jaxmp.inspect._fit.search import Trial
 from jaxmp.inspect._memory.memory import Memory, memory
 from jaxmp.inspect._numerics.numerics import Numerics, numerics
 from jaxmp.inspect._profile.kernel_rows import ProfileRow
@@ -24,6 +22,7 @@ from jaxmp.inspect._profile.profile import Profile, profile
 from jaxmp.inspect._roofline.roofline import Roofline, roofline
 from jaxmp.inspect._tune.tune import Tuned, tune
 from jaxmp.inspect._watch.watch import Watch
+from jaxmp.inspect.compiled.collectives import Collectives
 from jaxmp.inspect.counts.statistics import Statistics
 
 __all__ = [
@@ -38,7 +37,6 @@ __all__ = [
     "ErrorBudget",
     "Finding",
     "Fit",
-    "LogProbComparison",
     "Memory",
     "Numerics",
     "Product",
@@ -50,14 +48,11 @@ __all__ = [
     "Tuned",
     "Watch",
     "audit",
-    "collectives",
     "compare",
-    "compare_log_probs",
     "error_budget",
     "first_nonfinite",
     "fit",
     "formats",
-    "ideal_wire",
     "memory",
     "numerics",
     "plots",

@@ -50,9 +50,9 @@ def problems():
 def test_help_names_every_command_and_every_command_has_help(capsys):
     assert main([]) == 0
     overview = capsys.readouterr().out
-    assert set(cli._COMMANDS) >= {"doctor", "formats"}
-    for name in cli._COMMANDS:
-        assert re.search(rf"^ +{name} +\w", overview, re.MULTILINE)
+    assert set(cli.COMMANDS) >= {"doctor", "formats"}
+    for name in cli.COMMANDS:
+        assert re.search(rf"^ +{name}\s+\w", overview, re.MULTILINE)
         with pytest.raises(SystemExit) as stop:
             main([name, "--help"])
         assert stop.value.code == 0
@@ -63,10 +63,9 @@ def test_help_names_every_command_and_every_command_has_help(capsys):
 def test_an_unknown_command_or_option_exits_with_2_and_says_which(capsys):
     wrong = [(["doctr"], "invalid choice: 'doctr'"), (["formats", "--yaml"], "unrecognized arguments: --yaml")]
     wrong += [
-        ([command, "mymod:f", f"--loss-scale={text}"],
-         f"argument --loss-scale: a loss scale must be a positive finite number, got {text!r}; write e.g. 1024\n")
-        for command in ("numerics", "blame") for text in ("abc", "dynamic", "0", "-1", "inf", "nan")
-    ]  # fmt: skip
+        ([command, "mymod:f", "--loss-scale=abc"], "argument --loss-scale: invalid float value: 'abc'")
+        for command in ("numerics", "first_nonfinite")
+    ]
     for words, phrase in wrong:
         with pytest.raises(SystemExit) as stop:
             main(words)

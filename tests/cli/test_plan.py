@@ -130,7 +130,7 @@ def test_the_example_of_the_help_works(capsys):
 
 
 def test_the_text_is_the_short_form_and_with_operations_the_whole_plan(capsys):
-    command = ["plan", *MATMUL, "--policy", "mixed_float16", "--override", "primitive:dot_general=half"]
+    command = ["plan", *MATMUL, "--policy", "mixed_float16", "--overrides", "primitive:dot_general=half"]
     overrides = {"primitive:dot_general": "half"}
     plan = jaxmp.cast_plan(jnp.matmul, "mixed_float16", overrides)(jnp.ones((8, 16)), jnp.ones((16, 4)))
     assert main(command) == 0
@@ -265,16 +265,16 @@ def test_policies_and_overrides_are_refused_as_autocast_refuses_them(capsys):
     assert error(capsys, *MATMUL, "--policy", "mixed").startswith("unknown policy 'mixed'")
     assert error(capsys, *MATMUL, "--policy", "float32").startswith("cast_plan needs a policy with a half compute")
     assert error(capsys, *MATMUL, "--policy", "O2").startswith("a function under autocast has no modules")
-    assert "matched none" in error(capsys, *MATMUL, "--override", "**/head=float32")
-    assert "names a primitive that does not exist" in error(capsys, *MATMUL, "--override", "primitive:expo=half")
-    assert "'tensorfloat32', 'half'" in error(capsys, *MATMUL, "--override", "primitive:exp=fully")
-    assert error(capsys, *MATMUL, "--override", "head") == (
-        "an --override must be KEY=LEVEL, such as '**/head=float32', got 'head'"
+    assert "matched none" in error(capsys, *MATMUL, "--overrides", "**/head=float32")
+    assert "names a primitive that does not exist" in error(capsys, *MATMUL, "--overrides", "primitive:expo=half")
+    assert "'tensorfloat32', 'half'" in error(capsys, *MATMUL, "--overrides", "primitive:exp=fully")
+    assert error(capsys, *MATMUL, "--overrides", "head") == (
+        "an override must be KEY=LEVEL, such as '**/head=float32', got 'head'"
     )
 
 
 def test_the_text_is_the_one_that_is_kept(monkeypatch, capsys):
     monkeypatch.chdir(TOOLS)  # the plan names lines of a file in that folder
-    arguments = ["plan_block:loss", "--args", "plan_block:example", "--override", "**/head=float32"]
+    arguments = ["plan_block:loss", "--args", "plan_block:example", "--overrides", "**/head=float32"]
     assert main(["plan", *arguments, "--operations"]) == 0
     assert capsys.readouterr().out == (TOOLS / "plan_block.txt").read_text()

@@ -1,13 +1,13 @@
-"""``jaxmp blame``, ``compare`` and ``budget``; ``--policy`` of ``memory`` and ``roofline``."""
+"""The commands of the tools run the tools, and their arguments are those of the tools."""
 
 import json
-from types import SimpleNamespace
+from inspect import signature
 
-import jax.numpy as jnp
 import pytest
 
+import jaxmp.inspect
 from jaxmp.cli import main
-from jaxmp.inspect import audit
+from jaxmp.cli.tools import TOOLS
 
 pytestmark = pytest.mark.once
 
@@ -63,32 +63,35 @@ def _main(command, example, *more):
 
 
 def test_blame_names_the_operation_and_ends_with_1(capsys):
-    assert _main("blame", "good") == 0
+    assert _main("first_nonfinite", "good") == 0
     assert capsys.readouterr().out == "All values are finite, operation by operation and compiled.\n"
-    assert _main("blame", "bad") == 1
+    assert _main("first_nonfinite", "bad") == 1
     assert "forward overflow in exp 'layer' (planted_for_running.py:6)" in capsys.readouterr().out
-    assert _main("blame", "good", "--policy", "mixed_float16", "--loss-scale", "1e9", "--json") == 1
+    assert _main("first_nonfinite", "good", "--policy", "mixed_float16", "--loss-scale", "1e9", "--json") == 1
     blame = json.loads(capsys.readouterr().out)
     assert blame["scaled_only"] and blame["phase"] == "backward"
 
 
 def test_a_policy_file_that_is_missing_is_an_error_of_one_line(capsys):
-    assert _main("blame", "good", "--policy", "no.toml") == 2
-    assert capsys.readouterr().err == "jaxmp blame: error: there is no policy file 'no.toml'; Tuned.save writes one\n"
+    assert _main("first_nonfinite", "good", "--policy", "no.toml") == 2
+    assert (
+        capsys.readouterr().err
+        == "jaxmp first_nonfinite: error: there is no policy file 'no.toml'; Tuned.save writes one\n"
+    )
 
 
 def test_budget_names_the_line_with_the_largest_share(capsys, tmp_path):
     picture = str(tmp_path / "budget.png")
-    assert _main("budget", "good", "--policy", "mixed_bfloat16", "--plot", picture) == 0
+    assert _main("error_budget", "good", "--policy", "mixed_bfloat16", "--plot", picture) == 0
     shown = capsys.readouterr().out
     assert "planted_for_running.py:6" in shown and (tmp_path / "budget.png").stat().st_size
-    assert _main("budget", "good", "--policy", "mixed_bfloat16", "--probes", "2", "--float32", "--json") == 0
+    assert _main("error_budget", "good", "--policy", "mixed_bfloat16", "--probes", "2", "--float32", "--json") == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert {row["operation"] for row in rows} >= {"dot_general", "exp"}
     step = ["planted_for_running:half_step", "--args", "planted_for_running:state"]
-    assert main(["budget", *step, "--probes", "1"]) == 0
+    assert main(["error_budget", *step, "--probes", "1"]) == 0
     assert "planted_for_running.py:6" in capsys.readouterr().out
-    assert _main("budget", "good") == 2
+    assert _main("error_budget", "good") == 2
     assert "rounds to half precision, but this one does not" in capsys.readouterr().err
 
 
@@ -102,40 +105,58 @@ def test_compare_names_the_module_in_which_the_error_enters(capsys):
     assert capsys.readouterr().out.startswith("All compared numbers are equal")
 
 
-def test_memory_and_roofline_run_a_function_under_a_policy(monkeypatch):
-    functions = []
-    result = SimpleNamespace(not_counted=())
-    for command in ("memory", "roofline"):
-        monkeypatch.setattr(
-            f"jaxmp.inspect.{command}", lambda fun, **where: functions.append(fun) or (lambda *args: result)
-        )
-        monkeypatch.setattr(f"jaxmp.cli.{command}.show", lambda *args: None)
-        assert _main(command, "good", "--policy", "mixed_float16") == 0
-        assert _main(command, "good") == 0
-    args = {"w": jnp.ones((8, 8))}, jnp.ones((2, 8))
-    assert [audit(fun, compile=False)(*args).products[0].operands[0] for fun in functions] == ["float16", "float32"] * 2
+def test_memory_and_audit_run_a_function_under_a_policy(capsys):
+    assert _main("audit", "good", "--policy", "mixed_float16", "--no-compile", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["products"][0]["operands"] == ["float16", "float16"]
+    assert _main("audit", "good", "--overrides", "layer=float32", "--policy", "mixed_float16", "--no-compile") == 0
+    capsys.readouterr()
+    for command in ("memory", "profile", "first_nonfinite"):
+        assert _main(command, "good", "--policy", "mixed_bfloat") == 2
+        assert "unknown policy 'mixed_bfloat'" in capsys.readouterr().err
 
 
-def test_a_train_step_has_its_policy_already(capsys):
-    for command in ("memory", "roofline", "blame"):
-        arguments = [command, "planted_for_running:trained", "--args", "planted_for_running:state"]
-        assert main([*arguments, "--policy", "mixed_float16"]) == 2
+def test_a_train_step_may_have_its_policy_already(capsys):
+    for command in ("memory", "numerics", "first_nonfinite"):
+        step = [command, "planted_for_running:half_step", "--args", "planted_for_running:state"]
+        assert main([*step, "--policy", "mixed_float16"]) == 2
+        assert "this train step already has a policy, got policy='mixed_float16'" in capsys.readouterr().err
+    step = ["audit", "planted_for_running:trained", "--args", "planted_for_running:state", "--no-compile", "--json"]
+    assert main([*step, "--policy", "mixed_bfloat16"]) == 0
+    assert json.loads(capsys.readouterr().out)["products"][0]["operands"] == ["bfloat16", "bfloat16"]
+
+
+@pytest.mark.parametrize("name", TOOLS)
+def test_a_command_has_the_parameters_of_its_tool_with_their_help(name, capsys):
+    with pytest.raises(SystemExit):
+        main([name, "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    for parameter in [*signature(getattr(jaxmp.inspect, name)).parameters][1:]:
+        if parameter != "tx":
+            assert f"--{parameter.replace('_', '-')}" in shown
+    assert shown.count("MODULE:FUNCTION") >= 2 and f"jaxmp {name} " in shown
+
+
+def test_a_loss_scale_that_a_tool_refuses_is_an_error_of_one_line(capsys):
+    for command, text in (("numerics", "3"), ("first_nonfinite", "-1"), ("first_nonfinite", "inf")):
+        assert _main(command, "good", f"--loss-scale={text}") == 2
         error = capsys.readouterr().err
-        assert "--policy cannot set the policy of a train step, got --policy mixed_float16" in error
-        assert "write make_train_step(loss_fn, policy=…), or name the loss function instead of the step" in error
+        assert error.startswith(f"jaxmp {command}: error: loss_scale must be a p") and error.count("\n") == 1
 
 
 def test_wrong_arguments_are_named(capsys):
     for arguments, text in (
-        (("blame", "vector"), "loss takes (params, x), got 1 from --arg or --args: missing a required argument: 'x'"),
+        (
+            ("first_nonfinite", "vector"),
+            "loss takes (params, x), got 1 from --arg or --args: missing a required argument: 'x'",
+        ),
         (
             ("compare", "arrays"),
             "returns the arguments, got planted_for_running:arrays of type 'tuple'; write e.g.",
         ),
         (("numerics", "of_seed"), "a function without parameters that returns the arguments, got planted_for_running"),
         (
-            ("compare", "good", "--override", "layer"),
-            "an --override must be KEY=LEVEL, such as '**/head=float32', got 'layer'",
+            ("compare", "good", "--overrides", "layer"),
+            "an override must be KEY=LEVEL, such as '**/head=float32', got 'layer'",
         ),
         (("compare", "good", "--reference", "half"), "reference must be one of 'float32', 'float64', got 'half'"),
     ):
@@ -145,8 +166,8 @@ def test_wrong_arguments_are_named(capsys):
 
 def test_errors_of_the_users_code_end_with_2_and_the_traceback(capsys):
     for command, example, error in (
-        ("blame", "text", TypeError),
-        ("blame", "broken", OSError),
+        ("first_nonfinite", "text", TypeError),
+        ("first_nonfinite", "broken", OSError),
         ("audit", "broken", OSError),
     ):
         assert _main(command, example) == 2

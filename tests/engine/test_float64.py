@@ -104,7 +104,7 @@ def test_the_audit_finds_float64_if_all_products_are_float64() -> None:
         return ENTRIES["linspace"](x) @ w.astype(x.dtype)
 
     def kinds(fun: Any, policy: Any = None) -> set[str]:
-        findings = jaxmp.inspect.audit(fun, policy, compile=False)(X, W).findings
+        findings = jaxmp.inspect.audit(fun, expect=policy, compile=False)(X, W).findings
         return {finding.kind for finding in findings} - {"mixed-product"}
 
     with warnings.catch_warnings():

@@ -538,7 +538,7 @@ def test_the_policy_of_an_inner_autocast_decides_on_float8():
 
 
 def test_the_audit_finds_no_fault_with_float8_products():
-    report = jaxmp.inspect.audit(jax.grad(loss_of(jaxmp.autocast(mlp, SMALL))), "mixed_bfloat16")(
+    report = jaxmp.inspect.audit(jax.grad(loss_of(jaxmp.autocast(mlp, SMALL))), expect="mixed_bfloat16")(
         MLP, normal(0, 32, 16)
     )
     assert report.findings == () and report.half_flops == 1 and report.flops[E5M2] + report.flops[E4M3] == 1

@@ -14,6 +14,7 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from meshes import collectives_in
 
 import jaxmp
 from jaxmp import Float8
@@ -531,7 +532,7 @@ def compiled_step_on_a_mesh(device):
 
 def dtypes_of_collectives(executable):
     """Return the dtypes in which weights are gathered and gradients are summed."""
-    rows = jaxmp.inspect.collectives(executable).rows
+    rows = collectives_in(executable).rows
     return {kind: [row.dtype for row in rows if row.kind == kind] for kind in ("reduce-scatter", "all-gather")}
 
 

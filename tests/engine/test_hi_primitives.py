@@ -144,7 +144,7 @@ def test_the_plan_the_audit_and_the_budget_are_the_same(newer):
 
     def described():
         plan = jaxmp.cast_plan(loss, "mixed_bfloat16")(params, X)
-        audited = audit(jax.grad(half(loss)), "mixed_bfloat16", compile=False)(params, X)
+        audited = audit(jax.grad(half(loss)), expect="mixed_bfloat16", compile=False)(params, X)
         rows = [(row.path, row.primitive, row.operands, row.result, row.why) for row in plan.rows]
         return rows, sorted((p.path, p.phase, p.operands, p.count) for p in audited.products), audited.findings
 

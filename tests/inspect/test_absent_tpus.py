@@ -18,8 +18,9 @@ import pytest
 
 import jaxmp
 from jaxmp.cli import main
-from jaxmp.inspect import audit, collectives, memory, roofline
+from jaxmp.inspect import audit, memory, roofline
 from jaxmp.inspect.compiled import compiling, kernels, stored_programs, targets, tpu_targets
+from jaxmp.inspect.compiled.collectives import collectives_of
 from jaxmp.inspect.compiled.hlo import Array, HloProgram
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -175,7 +176,7 @@ def test_a_sum_in_the_form_of_a_scatter_or_a_gather_is_told_as_what_it_is():
     for body, (kind, share) in expected.items():
         program = program_of(parameters + body)
         compiled = stored_programs.StoredProgram("", {}, None, None, ())
-        (row,) = collectives(compiled, program).rows
+        (row,) = collectives_of(compiled, program).rows
         assert (row.kind, row.bytes, row.wire) == (kind, size, share * size)
 
 

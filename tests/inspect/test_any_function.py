@@ -198,7 +198,9 @@ def test_params_of_a_split_nnx_model_are_found_by_their_paths() -> None:
             return self.head(self.block(x.astype(jnp.bfloat16)))
 
     graph, state = nnx.split(Half())
-    report = audit(lambda state, x: nnx.merge(graph, state)(x), "mixed_bfloat16", compile=False)(state, shape(8, 8))
+    report = audit(lambda state, x: nnx.merge(graph, state)(x), expect="mixed_bfloat16", compile=False)(
+        state, shape(8, 8)
+    )
     paths = sorted((finding.kind, finding.path) for finding in report.findings)
     assert paths == [("half-params", name) for name in ("block/kernel", "head/bias", "head/kernel")]
 

@@ -87,16 +87,16 @@ def test_linen_models_are_clean(name: str, form: tuple[str, str]) -> None:
     options = {"policy": policy} if form_name == "step" else {}
     step = jaxmp.make_train_step(loss_fn, **options)
     if form_name != "autocast":  # a step contains the loss and its gradients
-        assert_clean(audit(step, policy, compile=False)(state, batch), half)
+        assert_clean(audit(step, expect=policy, compile=False)(state, batch), half)
         return
 
     def loss(params: Any, model_state: Any, batch: Any, scale: Any) -> jax.Array:
         return loss_fn(params, model_state, batch, None)[0] * scale
 
     args = state.params, state.model_state, batch, jax.ShapeDtypeStruct((), jnp.float32)
-    assert_clean(audit(jax.value_and_grad(loss), policy, compile=False)(*args), half)
+    assert_clean(audit(jax.value_and_grad(loss), expect=policy, compile=False)(*args), half)
     if name == "mlp":
-        assert_clean(audit(loss, policy, compile=False)(*args), half)
+        assert_clean(audit(loss, expect=policy, compile=False)(*args), half)
 
 
 NNX = {
@@ -127,6 +127,6 @@ def test_a_model_of_nnx_is_clean(form_name: str, policy: str) -> None:
 
     batch = BATCHES["images"]
     if form_name == "autocast":
-        assert_clean(audit(loss_fn, policy, compile=False)(model, batch), half)
-        assert_clean(audit(step, policy, compile=False)(model, optimizer, batch), half)
-    assert_clean(audit(jaxmp.nnx.make_train_step(loss_fn), policy, compile=False)(model, optimizer, batch), half)
+        assert_clean(audit(loss_fn, expect=policy, compile=False)(model, batch), half)
+        assert_clean(audit(step, expect=policy, compile=False)(model, optimizer, batch), half)
+    assert_clean(audit(jaxmp.nnx.make_train_step(loss_fn), expect=policy, compile=False)(model, optimizer, batch), half)

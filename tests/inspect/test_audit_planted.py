@@ -60,11 +60,6 @@ def half_reduction(h: Any, w: Any) -> Any:
     return h - jax.lax.stop_gradient(total)
 
 
-def half_carry(h: Any, w: Any) -> Any:
-    turn = lambda total, x: (total + x, None)  # here # noqa: E731
-    return h - jax.lax.stop_gradient(jax.lax.scan(turn, jnp.zeros_like(h[0]), h)[0])
-
-
 def half_exponential(h: Any, w: Any) -> Any:
     return h * jnp.exp(h)  # here
 
@@ -75,11 +70,6 @@ def half_softmax(h: Any, w: Any) -> Any:
 
 def half_power(h: Any, w: Any) -> Any:
     return jnp.power(h, 2.5)  # here
-
-
-def half_variance(h: Any, w: Any) -> Any:
-    variance = jnp.var(h, axis=1, keepdims=True)  # here
-    return h * jax.lax.rsqrt(variance + 0.001)
 
 
 def round_trip(h: Any, w: Any) -> Any:
@@ -157,24 +147,22 @@ FAULTS: list[tuple[str, Callable[..., Any], Any]] = [
     ("half-sum", half_sum, BF16),
     ("half-sum", half_scatter, F16),
     ("half-sum", half_reduction, BF16),
-    ("half-sum", half_carry, F16),
     ("half-exponential", half_exponential, BF16),
     ("half-exponential", half_softmax, F16),
     ("half-exponential", half_power, BF16),
-    ("half-exponential", half_variance, BF16),
     ("round-trip", round_trip, BF16),
     ("vanishing-constant", vanishing_literal, F16),
     ("vanishing-constant", vanishing_cast, F16),
-    ("vanishing-constant", vanishing_variable, F16),
-    ("vanishing-constant", vanishing_array, F16),
     ("vanishing-constant", vanishing_decay, BF16),
+    ("vanishing-constant", vanishing_array, F16),
+    ("vanishing-constant", vanishing_variable, F16),
     ("overflowing-constant", overflowing_array, F16),
     ("overflowing-constant", overflowing_mask, F16),
     ("inexact-integers", inexact_positions, BF16),
-    ("inexact-integers", inexact_iota, F16),
+    ("vanishing-constant", vanishing_term, F16),
     ("inexact-integers", inexact_constant, BF16),
     ("float64", float64_product, BF16),
-    ("vanishing-constant", vanishing_term, F16),
+    ("inexact-integers", inexact_iota, F16),
     ("vanishing-constant", vanishing_term_in_a_scan, F16),
     ("overflowing-constant", overflowing_factor, F16),
 ]
@@ -257,7 +245,8 @@ def in_custom_vjp(fault: Any, dtype: Any) -> tuple[Any, Any]:
 
 
 STYLES = {"functional": functional, "linen": linen, "nnx": of_nnx, "scan": in_scan, "custom_vjp": in_custom_vjp}
-# Each fault is planted in a function and in one other style; each style has several faults.
+# Each fault is planted in a function and in one other style; each style has several faults. In the gradient of a scan,
+# JAX moves casts of constants out of the loop and of their scope, so the style "scan" has none of these.
 OTHER_STYLES = [style for style in STYLES if style != "functional"]
 PLANTED = {"functional": FAULTS, **{style: FAULTS[n :: len(OTHER_STYLES)] for n, style in enumerate(OTHER_STYLES)}}
 
@@ -279,14 +268,14 @@ def test_a_fault_is_found_where_it_is_and_in_the_gradient_once(style: str) -> No
             apply, params = STYLES[style](fault, dtype)
             policy = f"mixed_{np.dtype(dtype).name}"
             x, expected = shape(4096, 16), {(kind, "planted", line_of(fault))}
-            assert planted(audit(apply, policy, compile=False)(params, x)) == expected
+            assert planted(audit(apply, expect=policy, compile=False)(params, x)) == expected
             if style == "nnx":
                 continue
 
             def loss(params: Any, x: Any, apply: Any = apply) -> jax.Array:
                 return jnp.mean(apply(params, x).astype(F32)) * 1024.0
 
-            assert planted(audit(jax.value_and_grad(loss), policy, compile=False)(params, x)) == expected
+            assert planted(audit(jax.value_and_grad(loss), expect=policy, compile=False)(params, x)) == expected
 
 
 def test_a_fault_in_a_backward_rule_is_found() -> None:
@@ -300,7 +289,7 @@ def test_a_fault_in_a_backward_rule_is_found() -> None:
     custom.defvjp(lambda h, w: (h, None), backward)
     apply, params = functional(None, BF16, custom)
     grad = jax.grad(lambda params, x: jnp.mean(apply(params, x).astype(F32)))
-    findings = audit(grad, "mixed_bfloat16", compile=False)(params, shape(8, 16)).findings
+    findings = audit(grad, expect="mixed_bfloat16", compile=False)(params, shape(8, 16)).findings
     assert [(finding.kind, finding.path) for finding in findings] == [("half-exponential", "planted")]
 
 
@@ -322,7 +311,7 @@ def test_a_half_loss_is_found() -> None:
 
     expected = [("half-loss", line_of(loss))]
     for fun in (loss, jax.grad(loss), jax.value_and_grad(loss), jax.jit(jax.value_and_grad(loss))):
-        findings = audit(fun, "mixed_bfloat16", compile=False)(PARAMS, X).findings
+        findings = audit(fun, expect="mixed_bfloat16", compile=False)(PARAMS, X).findings
         assert [(finding.kind, finding.source.rpartition("/")[2]) for finding in findings] == expected
 
 
@@ -341,7 +330,7 @@ def test_state_in_half_is_found_by_its_name() -> None:
         new = {**model_state, "batch_stats": {"norm": {"mean": mean * jnp.bfloat16(0.5)}}}
         return loss + jnp.sum(mean.astype(F32)), new
 
-    findings = audit(jaxmp.make_train_step(loss_fn), "mixed_bfloat16", compile=False)(
+    findings = audit(jaxmp.make_train_step(loss_fn), expect="mixed_bfloat16", compile=False)(
         jax.eval_shape(create), X
     ).findings
     assert [(finding.kind, finding.path.rpartition("/")[2]) for finding in findings] == [
@@ -354,19 +343,19 @@ def test_state_in_half_is_found_by_its_name() -> None:
     def apply(variables: Any, x: Any) -> Any:
         return half_model(variables["params"], x) + variables["batch_stats"]["mean"].astype(BF16)
 
-    report = audit(apply, "mixed_bfloat16", compile=False)(variables, X)
+    report = audit(apply, expect="mixed_bfloat16", compile=False)(variables, X)
     assert [(finding.kind, finding.path) for finding in report.findings] == [
         ("half-params", "w"),
         ("half-statistics", "mean"),
     ]
-    assert kinds(audit(half_model, "mixed_bfloat16", compile=False)({"w": shape(16, 16, dtype=BF16)}, X)) == []
+    assert kinds(audit(half_model, expect="mixed_bfloat16", compile=False)({"w": shape(16, 16, dtype=BF16)}, X)) == []
     policy = jaxmp.Policy(BF16, BF16, BF16)
-    assert kinds(audit(apply, policy, compile=False)(variables, X)) == ["half-statistics"]
+    assert kinds(audit(apply, expect=policy, compile=False)(variables, X)) == ["half-statistics"]
 
     def flax() -> Any:
         return train_state.TrainState.create(apply_fn=None, params={"w": jnp.ones(8, F16)}, tx=optax.adam(1e-3))
 
-    report = audit(lambda state: state.params["w"], "mixed_float16", compile=False)(jax.eval_shape(flax))
+    report = audit(lambda state: state.params["w"], expect="mixed_float16", compile=False)(jax.eval_shape(flax))
     assert kinds(report) == ["half-params", "half-optimizer-state", "half-optimizer-state"]
 
 
@@ -382,7 +371,7 @@ def test_params_may_have_the_dtype_of_an_override_for_a_class() -> None:
 
     def paths(kernel_dtype: Any) -> list[str]:
         state = jax.eval_shape(lambda: create(kernel_dtype))
-        report = audit(jaxmp.make_train_step(loss_fn), "bfloat16_sr", compile=False)(state, X)
+        report = audit(jaxmp.make_train_step(loss_fn), expect="bfloat16_sr", compile=False)(state, X)
         return [finding.path for finding in report.findings if finding.kind == "half-params"]
 
     assert paths(BF16) == [] and paths(F16) == ["dense/kernel"]  # the norms of this policy are float32
@@ -392,11 +381,11 @@ def test_averaged_params_and_caches_may_be_half_and_optimizer_state_outside_of_a
     half, wide = {"w": shape(8, dtype=BF16)}, {"w": shape(8)}
     state = jax.eval_shape(lambda: jaxmp.TrainState.create(params={"w": jnp.ones(8)}, tx=optax.sgd(0.1)))
     state = state.replace(ema_params=half, model_state={"cache": half})
-    assert kinds(audit(lambda state: state.params["w"], "mixed_bfloat16", compile=False)(state)) == []
+    assert kinds(audit(lambda state: state.params["w"], expect="mixed_bfloat16", compile=False)(state)) == []
     variables = {"params": wide, "cache": half}
-    assert kinds(audit(lambda variables: variables, "mixed_bfloat16", compile=False)(variables)) == []
+    assert kinds(audit(lambda variables: variables, expect="mixed_bfloat16", compile=False)(variables)) == []
     momentum = jax.eval_shape(optax.sgd(0.1, momentum=0.9).init, half)
-    report = audit(lambda w, momentum: w, "mixed_bfloat16", compile=False)(shape(8), momentum)
+    report = audit(lambda w, momentum: w, expect="mixed_bfloat16", compile=False)(shape(8), momentum)
     assert [(finding.kind, finding.path) for finding in report.findings] == [("half-optimizer-state", "0/trace/w")]
 
 
@@ -413,7 +402,7 @@ def test_bfloat16_state_is_accepted_only_of_low_precision(rounding: str) -> None
         return jaxmp.base.trees.widen(optax.tree_utils.tree_get(state.opt_state, "mu"))
 
     def found(fun: Any, *arguments: Any) -> list[str]:
-        return kinds(audit(fun, jaxmp.Policy(BF16, BF16, F32), compile=False)(*arguments))
+        return kinds(audit(fun, expect=jaxmp.Policy(BF16, BF16, F32), compile=False)(*arguments))
 
     tx = jaxmp.low_precision(optax.adam(1e-3), rounding=rounding, moments="bfloat16")
     state = jax.eval_shape(lambda: jaxmp.TrainState.create(params={"w": jnp.ones((16, 16), BF16)}, tx=tx))
@@ -454,7 +443,7 @@ def test_half_moments_are_found_unless_low_precision_stores_them_in_half(nested:
         return jax.tree.map_with_path(cast, state)
 
     def found(state: Any) -> set[str]:
-        report = audit(lambda opt_state: opt_state, "mixed_bfloat16", compile=False)(state)
+        report = audit(lambda opt_state: opt_state, expect="mixed_bfloat16", compile=False)(state)
         assert {finding.kind for finding in report.findings} <= {"half-optimizer-state"}
         # MultiSteps around low_precision sums gradients in the params' dtype
         findings = [finding for finding in report.findings if "acc_grads" not in finding.path]
@@ -473,7 +462,7 @@ def test_the_second_moment_that_low_precision_keeps_wide_may_not_be_half() -> No
     halved = state._replace(inner_state=(amsgrad._replace(nu_max={"w": shape(16, dtype=BF16)}), *others))
     paths = []
     for opt_state in (state, halved):
-        report = audit(lambda opt_state: opt_state, "mixed_bfloat16", compile=False)(opt_state)
+        report = audit(lambda opt_state: opt_state, expect="mixed_bfloat16", compile=False)(opt_state)
         paths.append([finding.path for finding in report.findings])
     assert paths == [[], ["inner_state/0/nu_max/w"]]
 
@@ -485,7 +474,7 @@ def test_half_moments_of_nnx_are_found_unless_low_precision_stores_them_in_half(
     for leaf in jax.tree.leaves(optimizer.opt_state, is_leaf=lambda node: isinstance(node, nnx.Variable)):
         if leaf.get_raw_value().dtype == F32 and leaf.get_raw_value().ndim:
             leaf.set_raw_value(leaf.get_raw_value().astype(BF16))
-    report = audit(lambda optimizer: optimizer.step[...], "mixed_bfloat16", compile=False)(optimizer)
+    report = audit(lambda optimizer: optimizer.step[...], expect="mixed_bfloat16", compile=False)(optimizer)
     assert kinds(report) == ["half-optimizer-state"] * (2 if moments == "float32" else 0)
 
 
@@ -508,7 +497,7 @@ def test_state_of_nnx_in_half_is_found_by_its_name() -> None:
         model.mean[...] *= jnp.bfloat16(0.5)
 
     for fun in (step, nnx.jit(step)):
-        findings = audit(fun, "mixed_bfloat16", compile=False)(model, optimizer, X).findings
+        findings = audit(fun, expect="mixed_bfloat16", compile=False)(model, optimizer, X).findings
         assert [finding.kind for finding in findings] == ["half-params", "half-optimizer-state", "half-statistics"]
         assert (findings[0].path, findings[2].path) == ("w", "mean")
 
@@ -517,7 +506,7 @@ def test_float16_products_without_a_loss_scale_are_found() -> None:
     def loss(params: Any, x: Any) -> jax.Array:
         return jnp.mean((x.astype(F16) @ params["w"].astype(F16)).astype(F32))  # here
 
-    unscaled = audit(jax.value_and_grad(loss), "mixed_float16", compile=False)(PARAMS, X).findings
+    unscaled = audit(jax.value_and_grad(loss), expect="mixed_float16", compile=False)(PARAMS, X).findings
     assert [(finding.kind, finding.source.rpartition("/")[2]) for finding in unscaled] == [
         ("unscaled-float16", line_of(loss))
     ]
@@ -525,15 +514,15 @@ def test_float16_products_without_a_loss_scale_are_found() -> None:
     divided = lambda params, x, scale: scaled(params, x, scale) / scale  # noqa: E731
     inverted = lambda params, x, scale: scaled(params, x, scale) * (1 / scale)  # noqa: E731
     for fun in (divided, inverted):
-        assert kinds(audit(fun, "mixed_float16", compile=False)(PARAMS, X, shape())) == []
+        assert kinds(audit(fun, expect="mixed_float16", compile=False)(PARAMS, X, shape())) == []
     # The weight of an example multiplies the loss, too, and the gradients are not divided by it.
-    assert kinds(audit(scaled, "mixed_float16", compile=False)(PARAMS, X, shape())) == ["unscaled-float16"]
+    assert kinds(audit(scaled, expect="mixed_float16", compile=False)(PARAMS, X, shape())) == ["unscaled-float16"]
     of_jaxmp = lambda params, x, scale: jax.grad(lambda params: scale.scale(loss(params, x)))(params)  # noqa: E731
     scale = jax.eval_shape(lambda: jaxmp.DynamicLossScale())
-    assert kinds(audit(of_jaxmp, "mixed_float16", compile=False)(PARAMS, X, scale)) == []
+    assert kinds(audit(of_jaxmp, expect="mixed_float16", compile=False)(PARAMS, X, scale)) == []
     constant = functools.partial(scaled, scale=1024.0)
-    assert kinds(audit(constant, "mixed_float16", compile=False)(PARAMS, X)) == []
-    assert kinds(audit(loss, "mixed_float16", compile=False)(PARAMS, X)) == []  # no gradients, no scale
+    assert kinds(audit(constant, expect="mixed_float16", compile=False)(PARAMS, X)) == []
+    assert kinds(audit(loss, expect="mixed_float16", compile=False)(PARAMS, X)) == []  # no gradients, no scale
 
     def loss_fn(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
         return loss(params, batch), model_state
@@ -553,7 +542,9 @@ def test_float16_products_without_a_loss_scale_are_found() -> None:
 
             return jax.lax.scan(step, (params, opt_state), batches)[0]
 
-        return audit(steps, "mixed_float16", compile=False)(PARAMS, jax.eval_shape(tx.init, PARAMS), shape(3, *X.shape))
+        return audit(steps, expect="mixed_float16", compile=False)(
+            PARAMS, jax.eval_shape(tx.init, PARAMS), shape(3, *X.shape)
+        )
 
     assert kinds(own_step(lambda opt_state: jaxmp.value_and_grad(loss, opt_state))) == []
     assert kinds(own_step(lambda opt_state: jaxmp.value_and_grad(weighted, opt_state))) == []
@@ -564,7 +555,7 @@ def test_float16_products_without_a_loss_scale_are_found() -> None:
         tx = jaxmp.loss_scaling(optax.sgd(0.1), scale)
         create = lambda tx=tx: jaxmp.TrainState.create(params={"w": jnp.ones((16, 16))}, tx=tx)  # noqa: E731
         step = jaxmp.make_train_step(loss_fn)
-        assert kinds(audit(step, "mixed_float16", compile=False)(jax.eval_shape(create), X)) == expected
+        assert kinds(audit(step, expect="mixed_float16", compile=False)(jax.eval_shape(create), X)) == expected
 
 
 @pytest.mark.parametrize("dtype", [F16, BF16])
@@ -621,13 +612,13 @@ def test_a_cast_that_the_compiler_leaves_in_a_loop_is_found() -> None:
         return jax.lax.scan(lambda carry, row: (carry + table[row].astype(BF16), None), x, ids)[0]
 
     args = shape(16, 16), shape(8, 16, dtype=BF16), shape(4, dtype=bool)
-    findings = audit(fun, "mixed_bfloat16")(*args).findings
+    findings = audit(fun, expect="mixed_bfloat16")(*args).findings
     assert [(finding.kind, finding.source.rpartition("/")[2]) for finding in findings] == [
         ("cast-in-loop", line_of(fun))
     ]
-    assert audit(fun, "mixed_bfloat16", compile=False)(*args).findings == ()
-    assert audit(hoisted, "mixed_bfloat16")(*args).findings == ()
-    assert audit(looked_up, "mixed_bfloat16")(*args[:2], shape(4, 8, dtype=jnp.int32)).findings == ()
+    assert audit(fun, expect="mixed_bfloat16", compile=False)(*args).findings == ()
+    assert audit(hoisted, expect="mixed_bfloat16")(*args).findings == ()
+    assert audit(looked_up, expect="mixed_bfloat16")(*args[:2], shape(4, 8, dtype=jnp.int32)).findings == ()
 
 
 def test_a_step_that_recomputes_its_layers_in_each_microbatch_has_no_finding() -> None:
@@ -639,7 +630,7 @@ def test_a_step_that_recomputes_its_layers_in_each_microbatch_has_no_finding() -
 
     state = jax.eval_shape(lambda: jaxmp.TrainState.create(params=jnp.ones((16, 16)), tx=optax.sgd(0.1)))
     step = jaxmp.make_train_step(loss_fn, policy="mixed_bfloat16", remat="layers", accumulate_steps=2)
-    assert audit(step, "mixed_bfloat16")(state, shape(8, 16)).findings == ()
+    assert audit(step, expect="mixed_bfloat16")(state, shape(8, 16)).findings == ()
 
 
 def test_every_kind_is_planted_or_has_a_test_of_its_own() -> None:
@@ -660,6 +651,6 @@ def test_every_kind_is_planted_or_has_a_test_of_its_own() -> None:
 def test_the_remedy_for_a_mixed_product_in_a_derivative_is_autocast():
     operands = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((64, 16), (16, 64))]
     derivative = jax.grad(lambda h, w: mixed_product(h, w).astype(F32).sum(), argnums=(0, 1))
-    findings = audit(derivative, "mixed_bfloat16", compile=False)(*operands).findings
+    findings = audit(derivative, expect="mixed_bfloat16", compile=False)(*operands).findings
     (mixed,) = [finding for finding in findings if finding.kind == "mixed-product"]
     assert mixed.remedy == "cast both operands to bfloat16, or use autocast, which does so in derivatives"

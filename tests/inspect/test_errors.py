@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxmp.inspect import audit, collectives, tune
+from jaxmp.inspect import audit, tune
 from jaxmp.inspect.plots.drawing import percent
 
 pytestmark = pytest.mark.once
@@ -23,14 +23,9 @@ def loss_fn(w: Any, x: Any) -> Any:
 
 MISTAKES = {
     "memory of a program that was not compiled": (
-        lambda folder: audit(loss_fn, "mixed_bfloat16", compile=False)(X, X).check(max_bytes=1),
+        lambda folder: audit(loss_fn, expect="mixed_bfloat16", compile=False)(X, X).check(max_bytes=1),
         ValueError,
         "max_bytes needs a compiled program",
-    ),
-    "collectives of a program that was not compiled": (
-        lambda folder: collectives(jax.jit(loss_fn).lower(X, X)),
-        TypeError,
-        "write collectives(step.lower(state, batch).compile())",
     ),
     "batches of arrays": (
         lambda folder: tune(loss_fn, "mixed_bfloat16")(X, X, batches=[X]),
@@ -53,7 +48,7 @@ def test_a_wrong_argument_is_refused(mistake, tmp_path):
 
 
 def test_an_audit_that_was_not_compiled_does_not_know_what_ran():
-    shown = str(audit(jax.grad(loss_fn), "mixed_bfloat16", compile=False)(X, X))
+    shown = str(audit(jax.grad(loss_fn), expect="mixed_bfloat16", compile=False)(X, X))
     assert "peak memory" not in shown and "?" in shown
 
 

@@ -20,8 +20,8 @@ import jaxmp
 from jaxmp.cli import main
 from jaxmp.inspect import Fit, Trial, fit
 from jaxmp.inspect._fit import fit as fit_module
+from jaxmp.inspect._fit.combinations import LOSS_CHUNKS, REMATS, SMALL_COST, fastest, measure_combinations
 from jaxmp.inspect._fit.fit import limit_of
-from jaxmp.inspect._fit.search import LOSS_CHUNKS, REMATS, SMALL_COST, fastest, search
 from jaxmp.losses import projected_cross_entropy
 
 pytestmark = [pytest.mark.once, pytest.mark.usefixtures("standard_promotion")]  # optax's Adam mixes dtypes
@@ -58,7 +58,7 @@ def test_the_search_finds_the_fastest_of_all_combinations(activations, times, co
     milliseconds = dict(zip(REMATS, times, strict=True)) | {"none": 50.0}
     limit = min(limit, compiles_below)
     every = trials_of(activations, milliseconds, [None], counts, limit, compiles_below)
-    measured = search(lambda *options: every.get(options), REMATS, [None], counts, limit)
+    measured = measure_combinations(lambda *options: every.get(options), REMATS, [None], counts, limit)
     best, best_measured = fastest(list(every.values())), fastest(measured)
     assert (best_measured and best_measured.milliseconds) == (best and best.milliseconds)
     assert len(measured) == len(set(measured))
@@ -79,7 +79,7 @@ def test_the_search_finds_no_slower_combination_because_it_also_tries_chunks(
     every = trials_of(activations, milliseconds, LOSS_CHUNKS, counts, limit, logits=500.0, per_chunk=per_chunk)
 
     def fastest_with(chunks):
-        measured = search(lambda *options: every[options], REMATS, chunks, counts, limit)
+        measured = measure_combinations(lambda *options: every[options], REMATS, chunks, counts, limit)
         assert len(measured) == len(set(measured))
         best = fastest(measured)
         return math.inf if best is None else best.milliseconds
@@ -92,7 +92,7 @@ def test_the_search_finds_no_slower_combination_because_it_also_tries_chunks(
 
 def test_a_step_that_fits_as_it_is_needs_one_compilation():
     every = trials_of(dict.fromkeys(REMATS, 10.0), dict.fromkeys(REMATS, 1.0), [1, 4], [1, 2], 200)
-    assert search(lambda *options: every[options], REMATS, [1, 4], [1, 2], 200) == [every["none", 1, 1]]
+    assert measure_combinations(lambda *options: every[options], REMATS, [1, 4], [1, 2], 200) == [every["none", 1, 1]]
 
 
 def report(limit: int) -> Fit:
@@ -146,7 +146,7 @@ def test_wrong_arguments_are_errors(capsys):
     assert "fit takes a train step" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["fit", "jax.numpy:sin", "--arg", "float32[8]", "--memory", "4GB"])
-    assert "a memory limit must be a positive number of GiB" in capsys.readouterr().err
+    assert "argument --memory: invalid float value: '4GB'" in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -240,7 +240,7 @@ def test_a_loss_with_its_own_number_of_chunks_keeps_it(fit_on_cpu, monkeypatch):
     def only_chunks(measure, remats, chunks, counts, limit):
         return [measure(remats[0], number, counts[0]) for number in chunks]
 
-    monkeypatch.setattr(fit_module, "search", only_chunks)
+    monkeypatch.setattr(fit_module, "measure_combinations", only_chunks)
     step, state, batch = chunked_step(8)
     result = fit_on_cpu(step, 2**30)(state, batch)
     assert [trial.loss_chunks for trial in result.trials] == [None]
@@ -249,7 +249,7 @@ def test_a_loss_with_its_own_number_of_chunks_keeps_it(fit_on_cpu, monkeypatch):
 
 
 def test_batch_statistics_are_mentioned_only_if_the_model_has_them(fit_on_cpu, monkeypatch):
-    monkeypatch.setattr(fit_module, "search", lambda measure, *_: [measure("none", None, 2)])
+    monkeypatch.setattr(fit_module, "measure_combinations", lambda measure, *_: [measure("none", None, 2)])
     rngs = nnx.Rngs(0)
     for last_layer, has_statistics in ((nnx.BatchNorm(8, rngs=rngs), True), (nnx.Dropout(0.5, rngs=rngs), False)):
         model = nnx.Sequential(nnx.Linear(8, 8, rngs=rngs), last_layer)

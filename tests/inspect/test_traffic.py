@@ -1,17 +1,16 @@
-"""The bytes that devices send in a compiled step, and the ideal number of bytes."""
+"""The bytes that devices send in a compiled step."""
 
 from __future__ import annotations
 
 import jax
 import optax
 import pytest
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from meshes import explicit_mesh
+from meshes import collectives_in, explicit_mesh
 from stacked_layers import LAYERS, SPECS, WIDTH, a_batch, loss_on, make_params
 
 import jaxmp
-from jaxmp.inspect._collectives.groups import axis_of, groups_of
+from jaxmp.inspect.compiled.groups import axis_of, groups_of
 from jaxmp.sharding import Sharding
 
 
@@ -21,27 +20,13 @@ def test_collectives_of_a_gather_and_its_gradient_are_counted_by_layer():
     with jax.set_mesh(mesh):
         batch = jax.device_put(a_batch(), P("fsdp"))
         step = jaxmp.make_train_step(loss_on(SPECS, "float32"))
-        collectives = jaxmp.inspect.collectives(step.lower(state, batch).compile())
+        collectives = collectives_in(step.lower(state, batch).compile())
     weight = 4 * WIDTH * 2 * WIDTH
     gathers = [row for row in collectives.rows if row.kind == "all-gather" and row.bytes == weight]
     assert sum(row.count for row in gathers) == 2 * LAYERS  # once for two weights in each turn: the result is kept
     assert {(row.dtype, row.axis) for row in collectives.rows} == {("float32", "fsdp")}
     assert sum(row.wire for row in gathers) == 2 * LAYERS * weight * 3 / 4
     assert f"{collectives.wire:,.0f} bytes sent by each device" in str(collectives)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "spec", "axes", "expected"),
-    [
-        ({"fsdp": 8}, P(), ("fsdp",), 2 * 4 * 7 / 8),  # one all-reduce
-        ({"data": 2, "fsdp": 4}, P("fsdp"), ("data", "fsdp"), 8 * 3 / 4 + 2 * 4 / 4 / 2),
-        ({"fsdp": 4, "tensor": 2}, P("fsdp", "tensor"), ("fsdp",), 8 / 2 * 3 / 4),
-    ],
-)
-def test_the_ideal_traffic_is_the_one_by_hand(sizes, spec, axes, expected):
-    mesh = jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes))
-    leaf = jax.ShapeDtypeStruct((64, 64), "float32", sharding=NamedSharding(mesh, spec))
-    assert jaxmp.inspect.ideal_wire([leaf, leaf], axes) == 2 * 64 * 64 * expected
 
 
 def test_groups_are_read_in_each_notation_of_xla():

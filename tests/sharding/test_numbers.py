@@ -32,7 +32,7 @@ from mesh_steps import (
     tx_of,
     untyped,
 )
-from meshes import mesh_of
+from meshes import collectives_in, mesh_of
 from nnx_zoo import module_with_numbers
 from recompiles import compiled_once
 
@@ -363,7 +363,7 @@ class TestNumbers:
         on_no_mesh = jaxmp.TrainState.create(params={"w": jnp.ones((WIDTH, WIDTH))}, tx=optax.sgd(1.0))
         step = jaxmp.make_train_step(loss_fn, sharding=Sharding(mesh, specs), max_consecutive_skips=1)
         batch = np.zeros((BATCH, WIDTH), np.float32)
-        moved = jaxmp.inspect.collectives(step.lower(state, batch).compile())
+        moved = collectives_in(step.lower(state, batch).compile())
         assert "reduce-scatter" in {row.kind for row in moved.rows}
         message = r"not finite now: the loss \(-inf\); gradients of 'w'\. "
         with pytest.raises(jaxmp.NonFiniteTrainingError, match=message) as caught:
@@ -389,7 +389,7 @@ class TestNumbers:
             assert set(batch_specs) == {P("data", None)}
             return
         for program in (step.lower(state, batch), *programs):
-            moved = jaxmp.inspect.collectives(program.compile())
+            moved = collectives_in(program.compile())
             # The gradient and the mean are reduced. Examples are not moved.
             assert {row.kind for row in moved.rows} == {"all-reduce"}
 

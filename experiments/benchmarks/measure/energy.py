@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from jaxmp.inspect._profile import power
+from experiments.benchmarks.measure import power
 
 CALLS = 4
 """The calls after which the host waits for the device, so that the device is as busy as in a turn."""
@@ -25,8 +25,8 @@ def of_call(turn: Callable[[], Any], seconds: float) -> dict[str, Any]:
       seconds: how long to repeat the call; 0 to measure nothing.
 
     Returns:
-      ``joules`` of a call, and ``power``, the fields of a :class:`jaxmp.inspect._profile.power.PowerReading`. Both are
-      None if nothing can be read.
+      ``joules`` of a call, and ``power``, the fields of a :class:`experiments.benchmarks.measure.power.PowerReading`.
+      Both are None if nothing can be read.
     """
     reading, calls = None, 0
     if seconds:

@@ -5,7 +5,8 @@ The step is compiled for GPUs, or for a slice of TPUs, that are not attached.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import jax
@@ -24,6 +25,7 @@ from experiments.models.llama import Llama
 from experiments.models.transformer import aligned
 from jaxmp.inspect import audit, roofline
 from jaxmp.sharding import Sharding
+from jaxmp.sharding.specs import axes_in_spec
 
 Way = Literal["linen", "autocast", "nnx", "hand"]
 POLICY = "mixed_bfloat16"
@@ -89,7 +91,7 @@ def measure(
         "way": way, "policy": POLICY, "topology": topology or target, "params": plan.params, "gpus": mesh.size,
         "mesh": sizes,
         "batch": f"{examples}×{model.sequence}", "peak": plan.peak, "by_kind": plan.by_kind,
-        "wire": plan.collectives.wire, "ideal": plan.ideal_wire,
+        "wire": plan.collectives.wire, "ideal": ideal_wire(args[0].params, batch_axes),
         "wide_gathers": sum(row.count for row in wide if row.bytes > 1e6),
         "sent": {" ".join(key): wire for key, wire in plan.collectives.totals.items()},
         "tokens": examples * model.sequence,
@@ -98,6 +100,32 @@ def measure(
         # the cotangent is cast to float32 and back.
         "findings": [str(finding) for finding in audited.findings if finding.kind != "round-trip"],
     }  # fmt: skip
+
+
+def ideal_wire(params: Any, axes: Iterable[str]) -> float:
+    """Return the minimum number of bytes that one device sends in a training step.
+
+    If n devices split the batch and no other axes split the params, the minimum is 8 (n - 1)/n bytes per weight. For
+    this minimum, each weight is gathered in 16 bits for the forward pass, and again for the backward pass. The gradient
+    of each weight is reduced in float32.
+
+    Args:
+      params: a tree of arrays or shapes, each with a ``NamedSharding``.
+      axes: the mesh axes that split the batch.
+    """
+    batch_axes = set(axes)
+    return sum((_ideal_wire_of(leaf, batch_axes) for leaf in jax.tree.leaves(params)), 0.0)
+
+
+def _ideal_wire_of(leaf: Any, batch_axes: set[str]) -> float:
+    mesh, names = leaf.sharding.mesh, set(axes_in_spec(leaf.sharding.spec))
+
+    def size(axes: set[str]) -> int:
+        return math.prod(mesh.shape[name] for name in axes)
+
+    parts, copies = size(names & batch_axes), size(batch_axes - names)
+    numbers = math.prod(leaf.shape) / size(names - batch_axes)
+    return 8 * numbers * ((parts - 1) / parts + (copies - 1) / copies / parts)
 
 
 def _program(

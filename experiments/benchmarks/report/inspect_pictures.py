@@ -10,7 +10,6 @@ The names of the pictures:
 - compare: the errors of bfloat16 in that model after training.
 - budget: the error budget of bfloat16 in a GPT-2 with two layers.
 - scale: the dynamic loss scale while a model of the same size trains in float16.
-- plan: the decisions of autocast for a GPT-2 with one layer.
 - memory: a train step of BERT-Large compiled for an H200.
 
 The memory picture needs the packages of the extra compile-only, and each of its rows takes minutes. The rows are saved
@@ -30,9 +29,7 @@ if __name__ == "__main__":  # must come before JAX is imported, because its CUDA
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import jax
-import jax.numpy as jnp
 
-import jaxmp
 from experiments import language_modeling
 from experiments.benchmarks.models.workloads import Workload, workload
 from experiments.benchmarks.report.marked_text import write_marked
@@ -47,7 +44,7 @@ from experiments.training.environment import environment
 from experiments.training.run_folders import run_folder
 from jaxmp.inspect import Memory, Watch, compare, error_budget, memory, plots
 
-Name = Literal["training", "compare", "budget", "scale", "plan", "memory"]
+Name = Literal["training", "compare", "budget", "scale", "memory"]
 DOCS = Path(__file__).resolve().parents[3] / "docs"
 PAGES = {
     "exponents": "numerics",
@@ -55,7 +52,6 @@ PAGES = {
     "loss_scale": "numerics",
     "errors": "compare",
     "budget": "budget",
-    "casts": "index",
     "memory": "memory",
 }
 """The page in docs/tools that shows each picture."""
@@ -155,17 +151,6 @@ def of_scale(folder: Path, smoke: bool) -> Iterator[Picture]:
     yield Picture("loss_scale", draw_loss_scale(rows), text)
 
 
-def of_plan(folder: Path, smoke: bool) -> Iterator[Picture]:
-    """Draw the decisions of autocast for the loss of a model with one block."""
-    config = language_model(smoke, layers=1)
-    model = GPT2(256, config.context, config.layers, config.heads, config.width)
-    tokens = jax.ShapeDtypeStruct((config.batch_size, config.context), jnp.int32)
-    variables = jax.eval_shape(lambda tokens: model.init(jax.random.key(0), tokens), tokens)
-    plan = jaxmp.cast_plan(lambda *args: model.apply(*args, method="loss"), "mixed_bfloat16")
-    text = f"The loss of GPT-2 with one layer of {config.width} on {config.batch_size}×{config.context} bytes."
-    yield Picture("casts", plots.casts(plan(variables, tokens, tokens)), text)
-
-
 def of_budget(folder: Path, smoke: bool) -> Iterator[Picture]:
     """Draw the error budget of a model with its initial weights."""
     config = language_model(smoke)
@@ -243,7 +228,6 @@ OF = {
     "compare": of_compare,
     "budget": of_budget,
     "scale": of_scale,
-    "plan": of_plan,
     "memory": of_memory,
 }
 

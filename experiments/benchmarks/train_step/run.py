@@ -30,7 +30,7 @@ from typing import Any
 
 import jax
 
-from experiments.benchmarks.measure import ceiling, processes, turns
+from experiments.benchmarks.measure import ceiling, power, processes, turns
 from experiments.benchmarks.measure.caches import caches_in
 from experiments.benchmarks.models.workloads import Workload
 from experiments.benchmarks.shared import measurements, records
@@ -41,7 +41,6 @@ from experiments.report.progress import Progress
 from experiments.training import cli
 from experiments.training.environment import environment, require_gpu
 from experiments.training.run_folders import run_folder
-from jaxmp.inspect._profile import power
 
 READY_SECONDS = 10.0
 """The seconds to prepare a row whose programs are in the compilation cache."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from jaxmp.inspect._audit.evidence import Sent
-from jaxmp.inspect._collectives.collectives import Collective
+from jaxmp.inspect.compiled.collectives import Collective
 from jaxmp.inspect.program.argument_kinds import Leaf, batch_axes, leaves_of, sharding_on_mesh
 from jaxmp.inspect.program.calls import names_of_arguments
 from jaxmp.sharding.specs import axes_in_spec as axes_of

@@ -20,6 +20,7 @@ from jaxmp.inspect._audit.products import Product, product_of, products_in_kerne
 from jaxmp.inspect._audit.weight_operands import weights_in
 from jaxmp.inspect._memory.memory import Memory, of_call
 from jaxmp.inspect.compiled import compiling, hlo
+from jaxmp.inspect.program.calls import under_policy
 from jaxmp.inspect.program.product_dtypes import widest
 from jaxmp.policy.patterns import matches
 from jaxmp.policy.policy_map import get_policy
@@ -244,6 +245,8 @@ def audit(
     fun: Callable[..., Any],
     policy: Any = None,
     *,
+    overrides: Mapping[str, str] | None = None,
+    expect: Any = None,
     device: str | None = None,
     topology: str | None = None,
     compile: bool = True,
@@ -254,8 +257,11 @@ def audit(
 
     Args:
       fun: a train step, a loss or any other function that JAX can trace.
-      policy: the policy or PolicyMap that the program should already follow; the audit does not apply it. With None,
-        only the policies of modules are checked, such as those of :func:`jaxmp.linen.apply_policy`.
+      policy: a policy with which :func:`jaxmp.autocast` runs ``fun``, in addition to the policies in ``fun``. Leave it
+        out for a train step that was made with a policy.
+      overrides: overrides of ``policy``, as for :func:`jaxmp.autocast`.
+      expect: the policy or PolicyMap that the program should follow, by default ``policy``. Without either, only the
+        policies of modules are checked, such as those of :func:`jaxmp.linen.apply_policy`.
       device: the device to compile for: None for the attached device, or the name of a GPU or TPU that is not
         attached, as for :func:`jaxmp.inspect.memory`.
       topology: the topology of a cluster of such GPUs, as for :func:`jaxmp.inspect.memory`.
@@ -268,26 +274,27 @@ def audit(
 
     >>> shapes = jax.ShapeDtypeStruct((16, 32), jnp.float32), jax.ShapeDtypeStruct((32, 8), jnp.float32)
     >>> half_product = jaxmp.autocast(jnp.matmul, "mixed_float16")
-    >>> report = jaxmp.inspect.audit(half_product, "mixed_float16", compile=False)(*shapes)
+    >>> report = jaxmp.inspect.audit(half_product, expect="mixed_float16", compile=False)(*shapes)
     >>> report.flops, report.findings
     ({'float16': 1.0}, ())
     """
-    if policy is not None:
-        policy = get_policy(policy)
+    fun = under_policy(fun, policy, overrides)
+    expected = policy if expect is None else expect
+    expected = None if expected is None else get_policy(expected)
     hardware_of_device = hardware.detect(device)
 
     def audit_call(*args: Any) -> Audit:
-        jitted, inputs = compiling.call_of(fun, args)
+        function, inputs = compiling.call_of(fun, args)
         with warnings.catch_warnings():
             for reported_as_finding in ("the loss has float16 products", ".*but products are float64"):
                 warnings.filterwarnings("ignore", message=reported_as_finding)
-            trace = compiling.trace_of_call(jitted, inputs, device, compile, topology)
+            trace = compiling.trace_of_call(function, inputs, device, compile, topology)
         program = memory = None
         if compile:
             compiled = compiling.compiled_of(trace, device)
-            program = hlo.HloProgram(str(compiled.as_text()))
-            memory = of_call(jitted, inputs, compiled, program, device, topology)
-        return _audit_of(trace, jitted, inputs, policy, hardware_of_device, program, memory)
+            call = compiling.CompiledCall(function, inputs, trace, compiled, device, topology)
+            program, memory = call.program, of_call(call)
+        return _audit_of(trace, function, inputs, expected, hardware_of_device, program, memory)
 
     return audit_call
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxmp.inspect._collectives.collectives import Collective
+from jaxmp.inspect.compiled.collectives import Collective
 from jaxmp.inspect.program.argument_kinds import Leaf
 from jaxmp.policy.patterns import is_class_pattern
 from jaxmp.program.values import Equation, Program, Value
@@ -48,7 +48,7 @@ class Sent:
     """The bytes that devices send in a group of similar collective operations.
 
     Attributes:
-      row: the operations, as one row of :func:`jaxmp.inspect.collectives`.
+      row: the operations, as one row of ``Memory.collectives``.
       weights: the bytes of weights. An array counts as a weight if it has the size of an argument that is not the
         batch, or of one layer of that argument.
       others: the bytes of other arrays.

@@ -22,7 +22,6 @@ from jaxmp.base.trees import widen
 from jaxmp.engine.autocast import autocast
 from jaxmp.engine.trial_regions import trial_region
 from jaxmp.inspect._compare.entry import entered_in, scopes_where_errors_grow
-from jaxmp.inspect._compare.loops import in_layout_of
 from jaxmp.inspect._compare.rows import (
     ComparedRow,
     matched_pairs,
@@ -192,11 +191,8 @@ def compare(
         float64, and complex ones to complex128. (Random numbers differ in float64, so turn dropout off.) A function
         of the same arguments runs as it is written: use it to compare a model in training with the one that serves it.
         Pass float32 params: in both functions, a Linen model under a policy rounds them to the policy's param dtype.
-        Values of scopes with equal paths and shapes are compared. If one function loops over the batch or over time
-        in a ``jax.lax.map`` or a scan, the values of all iterations are compared as one array, in the order of the
-        elements that the iterations read: in a loop over ``x[::-1]``, the last iteration comes first. If the iterations
-        fit several axes, such as 8 sequences of 8 tokens, the values are not compared. The results must have equal
-        shapes. For a train step, the reference is a train step with the same ``accumulate_steps``.
+        Values of scopes with equal paths and shapes are compared, those of a loop iteration by iteration. The results
+        must have equal shapes. For a train step, the reference is a train step with the same ``accumulate_steps``.
       grad: whether to compare gradients too. These are the gradients with respect to all values that scopes return,
         and with respect to the first argument that has floating arrays.
       loss_scale: the factor by which the loss is multiplied before the differentiation. The gradients in the rows are
@@ -243,13 +239,13 @@ def compare(
         paths = argument_paths(loss_fn, arrays)
         cast = loss_fn if policy is None else autocast(loss_fn, policy, overrides)
         with rounded_params(other is not None):  # two models may store the params in other dtypes
-            of_fun = run_and_record(cast, arrays, paths, grad, scale, by_position=other is not None)
+            of_fun = run_and_record(cast, arrays, paths, grad, scale)
         if other is not None:
             other_fn, arrays, scale = _loss_of_arrays(other, args, loss_scale)
             with rounded_params(True):
-                of_reference = run_and_record(other_fn, arrays, paths, grad, scale, by_position=True)
+                of_reference = run_and_record(other_fn, arrays, paths, grad, scale)
             _require_equal_shapes(of_fun, of_reference)
-            return _compared(in_layout_of(of_reference, of_fun), of_reference, name_of(other), is_of_two_functions=True)
+            return _compared(of_fun, of_reference, name_of(other), is_of_two_functions=True)
         with contextlib.ExitStack() as stack:
             stack.enter_context(policies_off(True))
             stack.enter_context(jax.default_matmul_precision("highest"))

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmp.base.trees import widen
-from jaxmp.inspect._compare.positions import count_backwards, counted_backwards, scans_of_reversed_arrays
 from jaxmp.inspect.program.borders import AtBorder, not_recorded, passed_in, read_for_recording, returned
 from jaxmp.inspect.program.calls import (
     AS_WRITTEN,
@@ -77,8 +76,6 @@ def run_and_record(
     paths: Sequence[str],
     grad: bool,
     loss_scale: float,
-    *,
-    by_position: bool = False,
 ) -> RecordedProgram:
     """Run a function, and record the values that enter and leave its scopes.
 
@@ -90,8 +87,6 @@ def run_and_record(
       grad: whether to differentiate.
       loss_scale: the factor by which the loss is multiplied before the differentiation. Recorded gradients are divided
         by this factor.
-      by_position: whether the iterations of a scan over a reversed array are counted from the last to the first, so
-        that each has the position of the element that it reads.
     """
 
     def separate_loss(*args: Any) -> Any:
@@ -103,8 +98,6 @@ def run_and_record(
     ends = [n for n in loss or aux if is_inexact(jaxpr.outvars[n].aval)]
     is_end = [n in ends for n in range(len(jaxpr.outvars))]
     program = read_for_recording(jaxpr, consts)
-    backward_scans = scans_of_reversed_arrays(program) if by_position else set()
-    count_backwards(program, backward_scans)
     leaving, entering = returned(program, is_end), passed_in(program, is_end)
     taps = _ValueTaps((*leaving, *entering))
     inputs = jax.tree.leaves(tuple(args))
@@ -119,8 +112,7 @@ def run_and_record(
         arrays = {}
         for key, of_equation in records.items():
             for position, record in of_equation.items():
-                array = in_double_precision(record) / scale
-                arrays[key, position] = counted_backwards(array, values[key, position], backward_scans)
+                arrays[key, position] = in_double_precision(record) / scale
         return arrays
 
     return RecordedProgram(

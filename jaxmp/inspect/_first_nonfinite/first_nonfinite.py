@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ from jaxmp.base.trees import map_nodes_of_type, widen
 from jaxmp.inspect._first_nonfinite import stepping
 from jaxmp.inspect._first_nonfinite.known_lengths import with_known_lengths
 from jaxmp.inspect._first_nonfinite.origins import Range, failure_kind, on_host, ranges_of
-from jaxmp.inspect._first_nonfinite.search import ProgramRun, Rank, first_suspect
+from jaxmp.inspect._first_nonfinite.suspects import ProgramRun, Rank, first_suspect
 from jaxmp.inspect.program.calls import (
     RESULTS_ONLY,
     StepCall,
@@ -28,6 +28,7 @@ from jaxmp.inspect.program.calls import (
     require_arguments_not_deleted,
     require_own_settings,
     step_call,
+    under_policy,
     with_leaves,
 )
 from jaxmp.inspect.program.function_leaves import of_arrays
@@ -99,7 +100,14 @@ class Blame(tables.Shown):
 
 
 @tool
-def first_nonfinite(fun: Any, *, grad: bool = True, loss_scale: Any = 1.0) -> Callable[..., Blame | None]:
+def first_nonfinite(
+    fun: Any,
+    policy: Any = None,
+    *,
+    overrides: Mapping[str, str] | None = None,
+    grad: bool = True,
+    loss_scale: float = 1.0,
+) -> Callable[..., Blame | None]:
     """Find the operation that made the first infinity or NaN.
 
     ``fun`` and its derivative run one operation at a time, also inside loops. The search starts at the non-finite
@@ -116,6 +124,9 @@ def first_nonfinite(fun: Any, *, grad: bool = True, loss_scale: Any = 1.0) -> Ca
       fun: a function that returns the loss (a floating scalar), or a tuple whose first element is the loss. ``fun`` may
         also be a train step. Then call the returned function with the step's arguments. The loss scale and the random
         key come from the step's state.
+      policy: a policy with which :func:`jaxmp.autocast` runs ``fun``, in addition to the policies in ``fun``. Leave it
+        out for a train step that was made with a policy.
+      overrides: overrides of ``policy``, as for :func:`jaxmp.autocast`.
       grad: whether to check the gradients too, with respect to the first argument that has floating arrays. If False,
         ``fun`` may return anything.
       loss_scale: the factor by which the loss is multiplied before the differentiation.
@@ -139,6 +150,7 @@ def first_nonfinite(fun: Any, *, grad: bool = True, loss_scale: Any = 1.0) -> Ca
     scale = float(loss_scale)
     if not 0 < scale < float("inf"):
         raise ValueError(f"loss_scale must be a positive finite number, got {loss_scale!r}; 1.0 means no scaling")
+    fun = under_policy(fun, policy, overrides)
 
     def find(*args: Any) -> Blame | None:
         if is_step(fun):

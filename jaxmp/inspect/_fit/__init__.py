@@ -1,4 +1,4 @@
 """Find the fastest way to make a train step fit into a GPU's memory: :func:`jaxmp.inspect.fit`.
 
-``search.py`` chooses which combinations of rematerialisation and microbatches to compile.
+``combinations.py`` chooses which combinations of rematerialisation and microbatches to compile.
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,14 +16,15 @@ from jaxmp.base import hardware, tables
 from jaxmp.base.arguments import printed
 from jaxmp.base.inspection import tool
 from jaxmp.base.trees import path_name
-from jaxmp.inspect._fit.search import LOSS_CHUNKS, REMATS, Trial, fastest, search
-from jaxmp.inspect._memory.memory import Memory, of_call
-from jaxmp.inspect._roofline.roofline import ERROR, ON_RECORD, Roofline, hardware_of, of_program
+from jaxmp.inspect._fit.combinations import LOSS_CHUNKS, REMATS, Trial, fastest, measure_combinations
+from jaxmp.inspect._memory.memory import Memory
+from jaxmp.inspect._memory.memory import of_call as memory_of_call
+from jaxmp.inspect._roofline.roofline import ERROR, ON_RECORD, Roofline, hardware_of
+from jaxmp.inspect._roofline.roofline import of_call as time_of_call
 from jaxmp.inspect.compiled import compiling
-from jaxmp.inspect.compiled.hlo import HloProgram
 from jaxmp.inspect.compiled.tpu_targets import DoesNotFitError
 from jaxmp.inspect.program.argument_kinds import batch_axes, sharding_on_mesh
-from jaxmp.inspect.program.calls import is_step
+from jaxmp.inspect.program.calls import is_step, under_policy
 from jaxmp.inspect.status import status_of
 from jaxmp.nnx.training import TrainStep as NNXTrainStep
 from jaxmp.training.remat import NoLayersError
@@ -119,7 +120,9 @@ def _time_text(trial: Trial) -> str:
 @tool
 def fit(
     step: Any,
+    policy: Any = None,
     *,
+    overrides: Mapping[str, str] | None = None,
     device: str | None = None,
     memory: int | None = None,
     topology: str | None = None,
@@ -134,6 +137,8 @@ def fit(
 
     Args:
       step: a train step for Linen or NNX.
+      policy: the policy of the step. Leave it out for a step that was made with a policy.
+      overrides: overrides of ``policy``, as for :func:`jaxmp.autocast`.
       device: None for the attached device, or the name of a GPU or TPU that is not attached, as for
         :func:`jaxmp.inspect.memory`.
       memory: the limit in bytes, for each device. By default, it is the memory that JAX takes: the whole memory of a
@@ -170,6 +175,7 @@ def fit(
             "jaxmp.nnx.make_train_step returned"
         )
 
+    step = under_policy(step, policy, overrides)
     inner_step: TrainStep = step.of_trees if isinstance(step, NNXTrainStep) else step
 
     def fit_call(*args: Any) -> Fit:
@@ -184,7 +190,7 @@ def fit(
             usable = limit / (1 + margin)
             compiler = _Compiler(step, args, device, topology, gpu, usable, status)
             chunks = LOSS_CHUNKS if compiler.uses_chunks(batch.microbatches[0]) else [None]
-            trials = search(compiler.measure, remats, chunks, batch.microbatches, usable)
+            trials = measure_combinations(compiler.measure, remats, chunks, batch.microbatches, usable)
         if not trials:
             raise ValueError("; ".join(compiler.notes))
         trials.sort(key=lambda trial: (0, trial.milliseconds) if trial.fits else (1, trial.peak))
@@ -274,9 +280,9 @@ class _Compiler:
         options = {"remat": remat, "loss_chunks": loss_chunks, "accumulate_steps": accumulate_steps}
         self.status.update("compiling " + ", ".join(f"{name}={value!r}" for name, value in options.items()))
         step = self.step.with_options(**options)
-        call, inputs = compiling.call_of(step, self.args)
+        function, inputs = compiling.call_of(step, self.args)
         try:
-            trace = compiling.trace_of_call(call, inputs, self.device, topology=self.topology)
+            trace = compiling.trace_of_call(function, inputs, self.device, topology=self.topology)
             text = compiling.lowered_of(trace, self.device).as_text()
             if text in self.measured:  # such as "dots" and "dots_no_batch" of a step without batched products
                 return self._record(options, *self.measured[text])
@@ -294,9 +300,8 @@ class _Compiler:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
             return Trial(remat, accumulate_steps, math.inf, math.inf, fits=False, loss_chunks=loss_chunks)
-        program = HloProgram(str(compiled.as_text()))
-        memory = of_call(call, inputs, compiled, program, self.device, self.topology)
-        self.measured[text] = memory, of_program(program, self.gpu, memory.collectives.wire)
+        call = compiling.CompiledCall(function, inputs, trace, compiled, self.device, self.topology)
+        self.measured[text] = memory_of_call(call), time_of_call(call, self.gpu)
         return self._record(options, *self.measured[text])
 
     def _record(self, options: dict[str, Any], memory: Memory, time: Roofline) -> Trial:

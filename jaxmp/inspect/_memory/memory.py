@@ -14,7 +14,6 @@ import numpy as np
 
 from jaxmp.base import tables
 from jaxmp.base.inspection import tool
-from jaxmp.inspect._collectives.collectives import Collectives, collectives, ideal_wire
 from jaxmp.inspect._memory.arrays import (
     ArrayInMemory,
     arguments_in_memory,
@@ -23,10 +22,11 @@ from jaxmp.inspect._memory.arrays import (
 )
 from jaxmp.inspect._memory.batch import largest_multiple_that_fits
 from jaxmp.inspect.compiled import compiling, targets
+from jaxmp.inspect.compiled.collectives import Collectives
 from jaxmp.inspect.compiled.hlo import HloProgram
 from jaxmp.inspect.compiled.tpu_targets import DoesNotFitError
 from jaxmp.inspect.program.argument_kinds import Leaf, batch_axes, leaves_of, sharding_on_mesh
-from jaxmp.inspect.program.calls import names_of_arguments
+from jaxmp.inspect.program.calls import names_of_arguments, under_policy
 from jaxmp.training.step import TrainStep
 
 KINDS = ("params", "optimizer", "model_state", "batch", "activations", "temporaries", "other")
@@ -57,8 +57,6 @@ class Memory(tables.Shown):
       batch: the size of axis 0 of the batch, on all devices together; None if there is no batch.
       devices: the number of devices.
       collectives: the operations with which one device sends data to others.
-      ideal_wire: the minimum number of bytes that each device must send in a training step, see
-        :func:`jaxmp.inspect.ideal_wire`; None if the params are not on a mesh or no mesh axis splits the batch.
       params: the number of values in the params.
       not_counted: lines of the compiled program that could not be read, so that their arrays are unknown.
       notes: remarks on the figures, such as that a CPU stores half-precision arrays in float32.
@@ -73,7 +71,6 @@ class Memory(tables.Shown):
     _peak_with: Callable[[int], int] = dataclasses.field(repr=False, compare=False)
     devices: int = 1
     collectives: Collectives = dataclasses.field(default_factory=lambda: Collectives(()))
-    ideal_wire: float | None = None
     params: int = 0
     _parts: int = dataclasses.field(default=1, repr=False)
     not_counted: tuple[str, ...] = ()
@@ -137,11 +134,10 @@ class Memory(tables.Shown):
     def sent(self) -> str:
         """Return a line of text with the bytes that each device sends.
 
-        The line has the total, the bytes per param with the ideal number, and the parts by kind, dtype and mesh axis.
+        The line has the total, the bytes per param, and the parts by kind, dtype and mesh axis.
         """
-        wire, per_param = self.collectives.wire, ""
-        if self.ideal_wire is not None:
-            per_param = f", {wire / self.params:.2f} bytes per param (ideal {self.ideal_wire / self.params:.2f})"
+        wire = self.collectives.wire
+        per_param = f", {wire / self.params:.2f} bytes per param" if self.params else ""
         parts = (f"{' '.join(key)} {tables.byte_text(size)}" for key, size in self.collectives.totals.items())
         return f"sent by each device: {tables.byte_text(wire)}{per_param}: {', '.join(parts)}".removesuffix(": ")
 
@@ -157,7 +153,14 @@ def _bytes_of(arrays: Sequence[ArrayInMemory]) -> int:
 
 
 @tool
-def memory(fun: Callable[..., Any], *, device: str | None = None, topology: str | None = None) -> Callable[..., Memory]:
+def memory(
+    fun: Callable[..., Any],
+    policy: Any = None,
+    *,
+    overrides: Mapping[str, str] | None = None,
+    device: str | None = None,
+    topology: str | None = None,
+) -> Callable[..., Memory]:
     """Return a function that computes the memory of a call of ``fun``.
 
     ``fun`` is compiled but not executed. Each array of the arguments has a kind (params, batch and so on). For a
@@ -168,6 +171,9 @@ def memory(fun: Callable[..., Any], *, device: str | None = None, topology: str 
     Args:
       fun: a train step, a function that JAX can compile, or a jitted function. If results reuse the memory of donated
         arguments, this memory is counted once.
+      policy: a policy with which :func:`jaxmp.autocast` runs ``fun``. Then no argument is donated, except those of a
+        train step. Leave it out for a train step that was made with a policy.
+      overrides: overrides of ``policy``, as for :func:`jaxmp.autocast`.
       device: None for the attached device, or the name of a device that is not attached: a GPU (``"h200"``,
         ``"a100"``, ``"b200"``, ``"l4"``, …), a TPU (``"v5e"``, ``"v5p"``, ``"v6e"``, ``"v4"``, ``"tpu7x"``) or a slice
         of TPUs (``"v5p:4x4x4"``). These devices need the packages of the extra ``compile-only``.
@@ -188,28 +194,18 @@ def memory(fun: Callable[..., Any], *, device: str | None = None, topology: str 
     >>> plan.by_kind["params"], plan.by_kind["batch"], sum(plan.by_kind.values()) == plan.peak
     (128, 64, True)
     """
+    fun = under_policy(fun, policy, overrides)
 
     def memory_of_call(*args: Any) -> Memory:
-        call, inputs = compiling.call_of(fun, args)
-        compiled = compiling.compiled(call, inputs, device, topology)
-        return of_call(call, inputs, compiled, HloProgram(str(compiled.as_text())), device, topology)
+        return of_call(compiling.compile_call(fun, args, device, topology))
 
     return memory_of_call
 
 
-def of_call(
-    call: Any,
-    inputs: tuple[Any, ...],
-    compiled: jax.stages.Compiled,
-    program: HloProgram,
-    device: str | None,
-    topology: str | None,
-) -> Memory:
-    """Return the memory of a compiled call.
-
-    ``call`` and ``inputs`` come from :func:`jaxmp.inspect.compiled.compiling.call_of`.
-    """
-    leaves = list(leaves_of(inputs, names_of_arguments(call)))
+def of_call(call: compiling.CompiledCall) -> Memory:
+    """Return the memory of a compiled call."""
+    function, inputs, compiled, program = call.function, call.inputs, call.compiled, call.program
+    leaves = list(leaves_of(inputs, names_of_arguments(function)))
     batch = [leaf.value for leaf in leaves if leaf.kind == "batch"]
     sizes = [np.shape(array)[0] for array in batch if np.shape(array)]
     size = sizes[0] if sizes else None
@@ -219,7 +215,7 @@ def of_call(
         resized = [_resized(leaf, size, new_size) for leaf in leaves]
         args = jax.tree.unflatten(jax.tree.structure(inputs), resized)
         try:
-            return _peak(compiling.compiled(call, args, device, topology))
+            return _peak(compiling.compiled(function, args, call.device, call.topology))
         except DoesNotFitError as error:
             return error.needed
         except jax.errors.JaxRuntimeError as error:
@@ -229,24 +225,22 @@ def of_call(
 
     params = [leaf.value for leaf in leaves if leaf.kind == "params" and "ema_params" not in leaf.path.split("/")]
     axes = batch_axes(batch)
-    microbatches = call.update.accumulate_steps if isinstance(call, TrainStep) else 1
-    has_ideal = bool(params and axes) and all(map(sharding_on_mesh, params))
+    microbatches = function.update.accumulate_steps if isinstance(function, TrainStep) else 1
     peak, by_kind, by_dtype, arrays = _measured(compiled, program, leaves)
     return Memory(
-        device=targets.target_of(device).name if device else jax.devices()[0].device_kind,
+        device=targets.target_of(call.device).name if call.device else jax.devices()[0].device_kind,
         peak=peak,
         by_kind=by_kind,
         by_dtype=by_dtype,
         at_peak=arrays,
         batch=size,
         devices=program.partitions,
-        collectives=collectives(compiled, program),
-        ideal_wire=ideal_wire(params, axes) if has_ideal else None,
+        collectives=call.collectives,
         params=sum(math.prod(np.shape(leaf)) for leaf in params),
         _peak_with=peak_with,
         _parts=math.prod(axes.values()) * microbatches,
         not_counted=program.not_counted,
-        notes=(_OF_CPU,) if device is None and jax.default_backend() == "cpu" and _has_half(program) else (),
+        notes=(_OF_CPU,) if call.device is None and jax.default_backend() == "cpu" and _has_half(program) else (),
     )
 
 

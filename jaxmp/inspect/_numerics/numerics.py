@@ -18,13 +18,12 @@ from jaxmp.base import dtypes, formats, tables
 from jaxmp.base.donation import require_not_deleted
 from jaxmp.base.inspection import tool
 from jaxmp.base.trees import widen
-from jaxmp.engine.autocast import autocast
 from jaxmp.inspect.counts import statistics
 from jaxmp.inspect.counts.counting_step import CountingStep, updates_of
 from jaxmp.inspect.counts.statistics import Statistics
 from jaxmp.inspect.counts.step_records import TENSORS, StepRecords, gradients_and_records, records_of_step
 from jaxmp.inspect.program import nnx_models
-from jaxmp.inspect.program.calls import is_inexact, is_step, require_own_settings, step_call, step_under_policy
+from jaxmp.inspect.program.calls import is_inexact, is_step, require_own_settings, step_call, under_policy
 from jaxmp.inspect.program.function_leaves import PythonLeaves, with_functions, without_functions
 from jaxmp.optim.checks import require_loss
 from jaxmp.training.step import TrainStep
@@ -153,8 +152,9 @@ def _cells(tensor: Statistics, scale: float) -> tuple[Any, ...]:
 @tool
 def numerics(
     loss_fn: Callable[..., Any],
-    *,
     policy: Any = None,
+    *,
+    overrides: Mapping[str, str] | None = None,
     loss_scale: float = 1.0,
     tx: optax.GradientTransformation | None = None,
 ) -> Callable[..., Numerics]:
@@ -172,6 +172,7 @@ def numerics(
         arguments. The returned function counts the values of the next step, but does not change the state.
       policy: a policy with which :func:`jaxmp.autocast` runs the loss function, or None. Leave it out for a train step
         that was made with a policy.
+      overrides: overrides of ``policy``, as for :func:`jaxmp.autocast`.
       loss_scale: a power of two by which the loss is multiplied before the differentiation, so that gradients in half
         precision underflow as in training. The magnitudes in the result do not include this factor.
       tx: an optimizer that computes ``updates`` from the gradients, with or without :func:`jaxmp.loss_scaling`. If
@@ -195,9 +196,9 @@ def numerics(
     """
     if is_step(loss_fn):
         require_own_settings(tx=tx, loss_scale=None if loss_scale == 1 else loss_scale)
-        return _count_train_step(step_under_policy(loss_fn, policy))
+        return _count_train_step(under_policy(loss_fn, policy, overrides))
     statistics.exponent_of(loss_scale)
-    count = _counting_program(loss_fn, policy, tx)
+    count = _counting_program(loss_fn, policy, overrides, tx)
 
     def run(params: Any, *args: Any, opt_state: Any = None, loss_scale: float = loss_scale) -> Numerics:
         exponent = statistics.exponent_of(loss_scale)
@@ -232,7 +233,7 @@ _NOTE_FOR_LOSSES = (
 )
 
 
-def _counting_program(loss_fn: Callable[..., Any], policy: Any, tx: Any) -> Callable[..., StepRecords]:
+def _counting_program(loss_fn: Callable[..., Any], policy: Any, overrides: Any, tx: Any) -> Callable[..., StepRecords]:
     """Return a function that counts the values of a step.
 
     The returned function takes the params, the other arguments of ``loss_fn``, the optimizer state and the loss scale.
@@ -256,7 +257,7 @@ def _counting_program(loss_fn: Callable[..., Any], policy: Any, tx: Any) -> Call
             loss = result[0] if isinstance(result, tuple) and result else result
             return jnp.asarray(require_loss(loss, "return the loss, or a tuple that begins with it"))
 
-        run = loss_of if policy is None else autocast(loss_of, policy)
+        run = under_policy(loss_of, policy, overrides)
 
         def scaled(params: Any) -> tuple[jax.Array, jax.Array]:
             loss = run(params, *args).astype(jnp.float32)

@@ -7,6 +7,5 @@
 - ``traced_dtypes.py``: the dtypes of products in the traced program, for a CPU
 - ``kinds.py``: the kinds of kernels
 - ``ceilings.py``: the fastest product and copy of the device
-- ``power.py``: the power and clocks of an NVIDIA GPU
 - ``sentences.py``: the reasons why a call is slow
 """

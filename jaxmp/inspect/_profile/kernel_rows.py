@@ -93,7 +93,7 @@ class _Launches:
         return min(map(len, self.by_kernel.values()))
 
 
-class _Program:
+class _ProfiledProgram:
     """A compiled program whose kernels are in a trace."""
 
     def __init__(self, hlo: HloProgram) -> None:
@@ -133,7 +133,7 @@ def rows_of(events: Sequence[Event], steps: int, text: str = "") -> list[Profile
     return sorted(rows, key=lambda row: -row.milliseconds)
 
 
-def _programs_of(events: Sequence[Event], text: str) -> dict[_Key, _Program]:
+def _programs_of(events: Sequence[Event], text: str) -> dict[_Key, _ProfiledProgram]:
     """Return the programs of the kernels, by name and id.
 
     A program must have the instructions of its kernels. The program of the profiled call may lack a tenth of them,
@@ -147,7 +147,7 @@ def _programs_of(events: Sequence[Event], text: str) -> dict[_Key, _Program]:
             instructions.setdefault((event.module, event.program_id), set()).add(event.instruction)
     programs = {}
     unknown = {}
-    call = _Program(HloProgram(text)) if text else None
+    call = _ProfiledProgram(HloProgram(text)) if text else None
     for key, names in instructions.items():
         if call is not None and call.hlo.name == key[0] and _share_in(call, names) >= _ENOUGH:
             programs[key] = call
@@ -156,19 +156,19 @@ def _programs_of(events: Sequence[Event], text: str) -> dict[_Key, _Program]:
     return programs | _live_programs(unknown)
 
 
-def _share_in(program: _Program, names: set[str]) -> float:
+def _share_in(program: _ProfiledProgram, names: set[str]) -> float:
     """Return the share of the names that are instructions of a program."""
     return sum(name in program.instructions for name in names) / len(names)
 
 
-def _live_programs(instructions: dict[_Key, set[str]]) -> dict[_Key, _Program]:
+def _live_programs(instructions: dict[_Key, set[str]]) -> dict[_Key, _ProfiledProgram]:
     """Return the programs of this process that have the instructions, by name and id."""
     modules = live_modules({name for name, _ in instructions}) if instructions else []
-    parsed = {text: _Program(HloProgram(text)) for text in {text for _, _, text in modules}}
+    parsed = {text: _ProfiledProgram(HloProgram(text)) for text in {text for _, _, text in modules}}
     programs = {}
     for (name, program_id), names in instructions.items():
-        by_name: dict[str, _Program] = {}
-        by_id: dict[str, _Program] = {}
+        by_name: dict[str, _ProfiledProgram] = {}
+        by_id: dict[str, _ProfiledProgram] = {}
         for other_name, number, text in modules:
             if other_name == name and _share_in(parsed[text], names) == 1:
                 by_name[text] = parsed[text]
@@ -180,7 +180,7 @@ def _live_programs(instructions: dict[_Key, set[str]]) -> dict[_Key, _Program]:
     return programs
 
 
-def _only_runs_others(event: Event, programs: dict[_Key, _Program]) -> bool:
+def _only_runs_others(event: Event, programs: dict[_Key, _ProfiledProgram]) -> bool:
     """Return whether an event is a loop or a branch on a CPU, whose kernels have events of their own.
 
     On a GPU, the events of a loop are kernels with other names: the copies of its condition.
@@ -194,7 +194,7 @@ def _only_runs_others(event: Event, programs: dict[_Key, _Program]) -> bool:
     return instruction.opcode in CONTROL
 
 
-def _row(program: _Program | None, module: str, name: str, launches: _Launches, steps: int) -> ProfileRow:
+def _row(program: _ProfiledProgram | None, module: str, name: str, launches: _Launches, steps: int) -> ProfileRow:
     row = ProfileRow(
         kernel=launches.longest,
         kind=kinds.MOVE if launches.longest.startswith(("Memcpy", "Memset")) else kinds.UNKNOWN,

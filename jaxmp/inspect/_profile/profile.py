@@ -6,25 +6,27 @@ import dataclasses
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
+
+import jax
 
 from jaxmp.base import hardware, tables
 from jaxmp.base.arguments import require_whole_number
 from jaxmp.base.inspection import tool
-from jaxmp.inspect._profile import kinds, power
+from jaxmp.inspect._profile import kinds
 from jaxmp.inspect._profile.ceilings import Ceilings, measure_ceilings
 from jaxmp.inspect._profile.kernel_rows import ProfileRow, rows_of
-from jaxmp.inspect._profile.power import PowerReading
 from jaxmp.inspect._profile.repeated_call import RepeatedCall
 from jaxmp.inspect._profile.sentences import Measured, sentences_of
 from jaxmp.inspect._profile.trace import traced
 from jaxmp.inspect._profile.traced_dtypes import with_traced_dtypes
 from jaxmp.inspect.compiled import compiling
 from jaxmp.inspect.compiled.hlo import HloProgram
+from jaxmp.inspect.program.calls import is_step, under_policy
 
 _SECONDS = 1.0
-"""The seconds for which calls are timed on a GPU, which updates its power about ten times a second."""
+"""The seconds for which calls are timed on a GPU."""
 _ROUND_MILLISECONDS = 50.0
 _LEAST_ROUNDS = 3
 _SHOWN = 20
@@ -57,7 +59,6 @@ class Profile(tables.Shown):
       rows: the kernels by instruction of the compiled program, slowest first.
       sentences: the reasons why the call takes this time.
       ceilings: the fastest product by dtype and the fastest copy, measured on this device.
-      power: the power, clocks and throttling; None without an NVIDIA GPU or the package nvidia-ml-py.
       not_counted: what the report cannot tell, such as how busy the device is if the profiler slows down the call.
     """
 
@@ -70,13 +71,10 @@ class Profile(tables.Shown):
     rows: tuple[ProfileRow, ...]
     sentences: tuple[str, ...]
     ceilings: Ceilings
-    power: PowerReading | None
     not_counted: tuple[str, ...] = ()
 
     def _shown(self) -> Any:
         title = f"{tables.time_text(self.milliseconds)} a call on {self.device}, busy {self.busy:.0%} of the time"
-        if self.power is not None:
-            title += f" at {self.power.watts:.0f} W and {self.power.sm_clock:.0f} MHz"
         layers = tables.grouped(self.rows, _same_layer)
         layers.sort(key=lambda rows: -sum(row.milliseconds for row in rows))
         groups = [f"{kind} {tables.time_text(time)}" for kind, time in self.groups.items() if time]
@@ -117,7 +115,13 @@ def _percent_of_ceiling(share: float) -> str:
 
 
 @tool
-def profile(fun: Callable[..., Any], *, steps: int = 5) -> Callable[..., Profile]:
+def profile(
+    fun: Callable[..., Any],
+    policy: Any = None,
+    *,
+    overrides: Mapping[str, str] | None = None,
+    steps: int = 5,
+) -> Callable[..., Profile]:
     """Return a function that measures where the time of a call of ``fun`` goes.
 
     The returned function runs the call on copies of its arguments: twice to warm up, for a second to measure the time
@@ -130,6 +134,9 @@ def profile(fun: Callable[..., Any], *, steps: int = 5) -> Callable[..., Profile
       fun: a train step, a jitted function, or a Python function. A Python function runs as it is, without ``jax.jit``,
         so that the report shows what it costs. Pass an iterator in place of a batch, and each call draws the next
         batch: the time that this takes is a part of the measured time.
+      policy: a policy with which :func:`jaxmp.autocast` runs ``fun``, under ``jax.jit``. Leave it out for a train step
+        that was made with a policy.
+      overrides: overrides of ``policy``, as for :func:`jaxmp.autocast`.
       steps: the number of calls under the profiler.
 
     Returns:
@@ -147,6 +154,8 @@ def profile(fun: Callable[..., Any], *, steps: int = 5) -> Callable[..., Profile
     ['All products run in float32, ...: no policy and no autocast is in effect.']
     """
     require_whole_number("steps", steps)
+    under = under_policy(fun, policy, overrides)
+    fun = under if policy is None or is_step(fun) else jax.jit(under)
 
     def measure(*args: Any) -> Profile:
         return _profile_of(RepeatedCall(fun, args), steps)
@@ -159,12 +168,9 @@ def _profile_of(call: RepeatedCall, steps: int) -> Profile:
     device = hardware.detect()
     is_cpu = device.platform == "cpu"
     trace = None if call.is_python else compiling.trace_of_call(call.fun, call.args)
-    reading = None
     text = ""
     if not is_cpu:
-        with power.monitor() as gpu:
-            timed = _timed(call, steps)
-        reading = gpu.result()
+        timed = _timed(call, steps)
         if trace is not None:
             call.run, text = compiling.call_with_options(call.fun, call.args, WITHOUT_CUDA_GRAPHS)
             _warm_up(call)
@@ -202,7 +208,6 @@ def _profile_of(call: RepeatedCall, steps: int) -> Profile:
         groups=groups,
         rows=rows,
         ceilings=ceilings,
-        power=reading,
         is_cpu=is_cpu,
         is_python=call.is_python,
         has_program_dtypes=trace is not None or not is_cpu,
@@ -222,7 +227,6 @@ def _profile_of(call: RepeatedCall, steps: int) -> Profile:
         rows=tuple(rows),
         sentences=sentences_of(measured),
         ceilings=ceilings,
-        power=measured.power,
         not_counted=not_counted if program is None else (*program.not_counted, *not_counted),
     )
 

@@ -9,7 +9,6 @@ from jaxmp.base import tables
 from jaxmp.inspect._profile import kinds
 from jaxmp.inspect._profile.ceilings import Ceilings
 from jaxmp.inspect._profile.kernel_rows import ProfileRow
-from jaxmp.inspect._profile.power import PowerReading
 
 _NOTABLE = 0.10
 """The share of the time from which a kind of work is worth a sentence."""
@@ -39,7 +38,6 @@ class Measured:
       groups: the milliseconds by kind.
       rows: the rows by instruction.
       ceilings: the fastest products and copy of the device.
-      power: the power reading, or None.
       is_cpu: whether the device is a CPU.
       is_python: whether the function is a Python function, which runs without ``jax.jit``.
       has_program_dtypes: whether the dtypes of products are those that the program asks for. On a CPU, the dtypes of a
@@ -56,7 +54,6 @@ class Measured:
     groups: Mapping[str, float]
     rows: Sequence[ProfileRow]
     ceilings: Ceilings
-    power: PowerReading | None = None
     is_cpu: bool = False
     is_python: bool = False
     has_program_dtypes: bool = True
@@ -81,7 +78,6 @@ def sentences_of(measured: Measured) -> tuple[str, ...]:
         *_on_float32(measured),
         *_on_small_products(measured),
         *_on_other_kinds(measured),
-        *_on_power(measured),
     )
 
 
@@ -236,7 +232,7 @@ def _relative_speed(row: ProfileRow, ceilings: Ceilings) -> float | None:
 _ADVICE = {
     kinds.CAST: "Casts: audit shows those that repeat or undo each other.",
     kinds.MOVE: "Copies and layout: they compute nothing; keep the axes of activations in one order.",
-    kinds.COLLECTIVE: "Collectives: jaxmp.inspect.collectives shows what the devices send each other.",
+    kinds.COLLECTIVE: "Collectives: jaxmp.inspect.memory shows what the devices send each other.",
     kinds.UPDATE: "Optimizer and finite check: their time does not depend on the batch, so a larger batch hides them.",
     kinds.OTHER: "Other: kernels of libraries, sorts and random numbers.",
 }
@@ -245,21 +241,6 @@ _ADVICE = {
 
 def _on_other_kinds(measured: Measured) -> list[str]:
     return [advice for kind, advice in _ADVICE.items() if measured.share(kind) >= _NOTABLE]
-
-
-def _on_power(measured: Measured) -> list[str]:
-    power = measured.power
-    if power is None:
-        return []
-    lines = []
-    for reason, share in power.throttled.items():
-        if share >= _NOTABLE:
-            limit = f"power limit of {power.power_limit:.0f} W" if reason == "power limit" else reason
-            lines.append(
-                f"The {limit} lowers the clocks {share:.0%} of the time, to {power.sm_clock:.0f} of "
-                f"{power.max_sm_clock:.0f} MHz on average."
-            )
-    return lines
 
 
 def _paths(rows: Sequence[ProfileRow]) -> str:

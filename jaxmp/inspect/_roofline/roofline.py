@@ -14,7 +14,6 @@ from jaxmp.base import hardware, tables
 from jaxmp.base.accelerators import BY_DEVICE_KIND
 from jaxmp.base.inspection import tool
 from jaxmp.base.tpus import Tpu
-from jaxmp.inspect._collectives.collectives import collectives
 from jaxmp.inspect._roofline.kernels import (
     LIMITS_OF_GPU,
     LIMITS_OF_TPU,
@@ -27,6 +26,7 @@ from jaxmp.inspect._roofline.kernels import (
 from jaxmp.inspect.compiled import compiling, targets
 from jaxmp.inspect.compiled.hlo import HloProgram
 from jaxmp.inspect.compiled.kernels import products_of
+from jaxmp.inspect.program.calls import under_policy
 
 _ONLY_MOVE = (
     "__cub$",
@@ -113,7 +113,13 @@ _SHOWN = 20
 
 
 @tool
-def roofline(fun: Callable[..., Any], *, device: str | None = None) -> Callable[..., Roofline]:
+def roofline(
+    fun: Callable[..., Any],
+    policy: Any = None,
+    *,
+    overrides: Mapping[str, str] | None = None,
+    device: str | None = None,
+) -> Callable[..., Roofline]:
     """Return a function that predicts the time of a call of ``fun``.
 
     Nothing is executed. On a GPU, the time of a kernel is the sum of the time of its products, the time of its bytes,
@@ -131,6 +137,9 @@ def roofline(fun: Callable[..., Any], *, device: str | None = None) -> Callable[
 
     Args:
       fun: a train step, a function that JAX can compile, or a jitted function.
+      policy: a policy with which :func:`jaxmp.autocast` runs ``fun``, in addition to the policies in ``fun``. Leave it
+        out for a train step that was made with a policy.
+      overrides: overrides of ``policy``, as for :func:`jaxmp.autocast`.
       device: None for the attached device, or the name of a GPU or TPU that is not attached, as for
         :func:`jaxmp.inspect.memory`.
 
@@ -141,12 +150,11 @@ def roofline(fun: Callable[..., Any], *, device: str | None = None) -> Callable[
       ValueError: ``device`` is unknown, or the attached device has no known peak rates (such as a CPU).
       ModuleNotFoundError: the packages that compile for ``device`` are missing.
     """
+    fun = under_policy(fun, policy, overrides)
 
     def predict(*args: Any) -> Roofline:
         device_hardware = hardware_of(device)
-        compiled = compiling.compiled(fun, args, device)
-        program = HloProgram(str(compiled.as_text()))
-        return of_program(program, device_hardware, collectives(compiled, program).wire)
+        return of_call(compiling.compile_call(fun, args, device), device_hardware)
 
     return predict
 
@@ -160,6 +168,11 @@ def hardware_of(device: str | None) -> hardware.Hardware:
             f"name a known device: {targets.choice()}"
         )
     return known
+
+
+def of_call(call: compiling.CompiledCall, device: hardware.Hardware) -> Roofline:
+    """Return the prediction for a compiled call on ``device``."""
+    return of_program(call.program, device, call.collectives.wire)
 
 
 def of_program(program: HloProgram, device: hardware.Hardware, sent: float = 0.0) -> Roofline:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,6 +15,8 @@ from jaxmp._internals.flax.nnx import note_for_changes
 from jaxmp._internals.jax.traces import static_arguments
 from jaxmp.base import hardware
 from jaxmp.inspect.compiled import meshes, targets
+from jaxmp.inspect.compiled.collectives import Collectives, collectives_of
+from jaxmp.inspect.compiled.hlo import HloProgram
 from jaxmp.inspect.program.calls import named, scoped_state_of
 from jaxmp.inspect.program.function_leaves import separated
 from jaxmp.inspect.program.tracing import NOTE_FOR_TOOLS
@@ -164,6 +167,48 @@ def compiled_of(trace: Any, device: str | None = None) -> jax.stages.Compiled:
         with target.tracing():
             program = target.compile(lowered)
     return program
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledCall:
+    """A call that was compiled, but not executed.
+
+    Attributes:
+      function: the function, as :func:`call_of` returns it.
+      inputs: the arguments of ``function``.
+      trace: the traced call.
+      compiled: the compiled call.
+      device, topology: as for :func:`trace_of_call`.
+    """
+
+    function: Any
+    inputs: tuple[Any, ...]
+    trace: Any
+    compiled: jax.stages.Compiled
+    device: str | None = None
+    topology: str | None = None
+
+    @functools.cached_property
+    def program(self) -> HloProgram:
+        """The compiled program."""
+        return HloProgram(str(self.compiled.as_text()))
+
+    @functools.cached_property
+    def collectives(self) -> Collectives:
+        """The data that the program moves between devices."""
+        return collectives_of(self.compiled, self.program)
+
+
+def compile_call(
+    fun: Callable[..., Any], args: Sequence[Any], device: str | None = None, topology: str | None = None
+) -> CompiledCall:
+    """Compile the call ``fun(*args)`` for a tool.
+
+    The arguments and errors are those of :func:`trace_of_call`.
+    """
+    function, inputs = call_of(fun, args)
+    trace = trace_of_call(function, inputs, device, topology=topology)
+    return CompiledCall(function, inputs, trace, compiled_of(trace, device), device, topology)
 
 
 def compiled(

@@ -1,7 +1,6 @@
-"""Count the values of an array by exponent and mantissa, on the device.
+"""Count the values of an array by binary exponent, on the device.
 
-From these counts, ``statistics.py`` computes exactly how the values would round in another format, or under another
-loss scale. A mantissa is the integer of the 23 bits after the leading 1. Its fraction is the mantissa divided by 2^23.
+From these counts, ``statistics.py`` computes how many values another format, or another loss scale, would lose.
 """
 
 from __future__ import annotations
@@ -21,20 +20,8 @@ LOWEST = -149
 EXPONENTS = 277
 MANTISSA = 23
 _INFINITE = 0x7F800000
-# A format rounds a number up to the next power of two if the number's fraction is 1 - 2^-k or more. Just below the
-# smallest normal number, k is the number of mantissa bits of the format. At the largest exponent, k is larger by 1,
-# and a number that is rounded up overflows. In float8_e4m3fn, the last mantissa is NaN, so numbers overflow above the
-# fraction 0.8125. Ties go to the even neighbour, so exactly 1 - 2^-k rounds up, but exactly 0.8125 does not overflow.
-# The first entry is a mantissa of 1, because 0.5 times the smallest subnormal has a mantissa of 0 and rounds to 0.
-# Larger numbers with the same exponent do not round to 0.
-_BORDERS = (1, *(round((1 - 2.0**-k) * 2**MANTISSA) for k in (2, 3, 7, 8, 10, 11, 23)))
-_ABOVE_E4M3 = round(0.8125 * 2**MANTISSA) + 1
-STARTS = tuple(sorted({0, *_BORDERS, _ABOVE_E4M3}))
-"""The first mantissa of each range of mantissas. For each exponent, each range has a counter."""
-CLASSES = len(STARTS)
-BINS = EXPONENTS * CLASSES
-ZERO, NOT_FINITE = BINS, BINS + 1
-COUNTERS = BINS + 2
+ZERO, NOT_FINITE = EXPONENTS, EXPONENTS + 1
+COUNTERS = EXPONENTS + 2
 _COPIES = 256  # the number of copies of the counters on a GPU, so that threads wait less for each other
 SIZE = 2 * (COUNTERS + 2) + 1
 """The number of float32 values in a vector of :func:`packed`, without ``movement``."""
@@ -48,8 +35,8 @@ class Counts(NamedTuple):
     iteration. In nested loops, the record has such an axis for each loop.
 
     Attributes:
-      counters: uint32 (…, n), the number of values for each exponent and range of mantissas, then the number of zeros,
-        then the number of values that are not finite.
+      counters: uint32 (…, n), the number of values for each exponent, then the number of zeros, then the number of
+        values that are not finite.
       limits: uint32 (…, 2), the bits of the largest magnitude, and the inverted bits of the smallest nonzero magnitude.
         Because of the inversion, both limits are computed by a maximum.
       mean: float32 (…), the mean of the magnitudes; values that are not finite count as 0.
@@ -81,10 +68,8 @@ def number_of_values(x: Any) -> int:
 @jax.jit  # tensors of the same shape are traced once
 def _record(x: jax.Array) -> Counts:
     magnitude = _magnitude(x).reshape(-1)
-    exponent, mantissa = _exponents_and_mantissas(magnitude)
     is_finite, is_zero = magnitude < _INFINITE, magnitude == 0
-    index = (exponent - LOWEST) * CLASSES + sum((mantissa >= start).astype(jnp.int32) for start in STARTS[1:])
-    index = jnp.where(is_finite, jnp.where(is_zero, ZERO, index), NOT_FINITE)
+    index = jnp.where(is_finite, jnp.where(is_zero, ZERO, _exponents(magnitude) - LOWEST), NOT_FINITE)
     copies = 1 << min((x.size >> 12).bit_length(), _COPIES.bit_length() - 1)
     counters = lax.platform_dependent(
         index, cpu=functools.partial(_counted, 1), default=functools.partial(_counted, copies)
@@ -129,16 +114,10 @@ def _magnitude(x: jax.Array) -> jax.Array:
     return bits & 0x7FFFFFFF
 
 
-def _exponents_and_mantissas(magnitude: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return binary exponents (int32) and mantissas.
-
-    A mantissa is the 23 bits after the leading 1. A magnitude of 0 has the exponent -150.
-    """
-    leading = lax.clz(magnitude)
-    below = magnitude < 1 << MANTISSA
-    mantissa = jnp.where(below, magnitude << (leading - 8), magnitude) & ((1 << MANTISSA) - 1)
-    exponent = jnp.where(below, -118 - leading.astype(jnp.int32), (magnitude >> MANTISSA).astype(jnp.int32) - 127)
-    return exponent, mantissa
+def _exponents(magnitude: jax.Array) -> jax.Array:
+    """Return binary exponents (int32). A magnitude of 0 has the exponent -150."""
+    subnormal = -118 - lax.clz(magnitude).astype(jnp.int32)
+    return jnp.where(magnitude < 1 << MANTISSA, subnormal, (magnitude >> MANTISSA).astype(jnp.int32) - 127)
 
 
 def packed(counts: Counts, *movement: jax.Array) -> jax.Array:
@@ -171,54 +150,18 @@ def distance_moved(update: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax
 
     Returns:
       Two arrays. The first array (uint32) has a number for each format in ``dtypes.NAMES``: how many updates are too
-      small to change their weight. Such an update is less than 0.5 ulp. (Round the weight to the format. An ulp is the
-      distance from the rounded weight to the next larger number.) Weights that overflow in the format are not counted.
-      The second array (float32) has the norm of all updates and the norm of all weights.
+      small to change their weight, because they are less than 0.5 ulp. An ulp is the distance from the weight to the
+      next larger number of the format. Weights that overflow in the format are not counted. The second array (float32)
+      has the norm of all updates and the norm of all weights.
     """
     update, weight = parts_of(update).reshape(-1), parts_of(weight).reshape(-1)
-    step, (size, mantissa) = _magnitude(update), _exponents_and_mantissas(_magnitude(weight))
-    exponent = jnp.where(step == 0, -1000, _exponents_and_mantissas(step)[0])
-    finite = (step < _INFINITE) & (size < 128)
+    step, size = _magnitude(update), _exponents(_magnitude(weight))
+    exponent = jnp.where(step == 0, -1000, _exponents(step))
     lost = []
     for name in dtypes.NAMES:
-        layout = layout_of(name)
-        border = start_of_ones(layout.mantissa_bits + 1)
-        rounded = size + (mantissa >= border).astype(jnp.int32) if border is not None else size
-        ulp = jnp.maximum(rounded, layout.min_exponent) - layout.mantissa_bits
-        fits = (size < layout.max_exponent) | ((size == layout.max_exponent) & (mantissa < layout.overflow))
-        lost.append((finite & fits & (exponent < ulp - 1)).sum(dtype=jnp.uint32))
+        form = formats.format_of(name)
+        ulp = jnp.maximum(size, form.min_exponent) - form.mantissa_bits
+        is_lost = (step < _INFINITE) & (size <= min(form.max_exponent, 127)) & (exponent < ulp - 1)
+        lost.append(is_lost.sum(dtype=jnp.uint32))
     norms = [jnp.linalg.norm(x.astype(jnp.float32)) for x in (update, weight)]
     return jnp.stack(lost), jnp.stack(norms)
-
-
-class Layout(NamedTuple):
-    """The figures of a format that determine rounding and overflow.
-
-    Attributes:
-      mantissa_bits: the mantissa bits without the leading one.
-      min_exponent: the exponent of the smallest normal number.
-      max_exponent: the exponent of the largest number.
-      overflow: the smallest mantissa with which a number of the largest exponent overflows.
-    """
-
-    mantissa_bits: int
-    min_exponent: int
-    max_exponent: int
-    overflow: int
-
-
-@functools.cache
-def layout_of(name: str) -> Layout:
-    """Return the layout of the format ``name``."""
-    form = formats.format_of(name)
-    top = start_of_ones(form.mantissa_bits + 1) or 1 << MANTISSA
-    overflow = top if form.has_infinity else _ABOVE_E4M3
-    return Layout(form.mantissa_bits, form.min_exponent, form.max_exponent, overflow)
-
-
-def start_of_ones(count: int) -> int | None:
-    """Return the smallest mantissa with ``count`` leading ones.
-
-    Return None if a float32 has fewer mantissa bits than ``count``.
-    """
-    return round((1 - 2.0**-count) * 2**MANTISSA) if count <= MANTISSA else None

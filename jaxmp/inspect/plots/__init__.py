@@ -1,4 +1,4 @@
-"""Pictures of the results of :mod:`jaxmp.inspect`, and of the plan of autocast.
+"""Pictures of the results of :mod:`jaxmp.inspect`.
 
 Each function returns a ``matplotlib.figure.Figure``, which needs no display. ``.savefig(file)`` writes the figure, and
 a notebook shows it. The title of the figure states the result. matplotlib is imported when a function is called; if
@@ -6,11 +6,10 @@ matplotlib is not installed, the functions raise ModuleNotFoundError.
 """
 
 from jaxmp.inspect.plots.budget import budget
-from jaxmp.inspect.plots.casts import casts
 from jaxmp.inspect.plots.errors import errors
 from jaxmp.inspect.plots.exponents import exponents
 from jaxmp.inspect.plots.memory import memory
 from jaxmp.inspect.plots.profile import profile
 from jaxmp.inspect.plots.underflow import underflow
 
-__all__ = ["budget", "casts", "errors", "exponents", "memory", "profile", "underflow"]
+__all__ = ["budget", "errors", "exponents", "memory", "profile", "underflow"]

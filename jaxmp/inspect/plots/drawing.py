@@ -54,10 +54,12 @@ def style(axes: Any, title: str, x: str = "", y: str = "", grid: str = "y") -> N
     axes.set_axisbelow(True)
 
 
-def set_title(page: Any, text: str) -> None:
-    """Write the title of a figure, in as many lines as it needs."""
-    lines = textwrap.fill(text, int(page.bbox.width / _TITLE_LETTER))
-    page.suptitle(lines, x=0.01, ha="left", fontsize=11, fontweight="bold")
+def set_title(page: Any, *texts: str) -> None:
+    """Write texts above a figure, each in as many lines as it needs."""
+    width = int(page.bbox.width / _TITLE_LETTER)
+    page.suptitle(
+        "\n".join(textwrap.fill(text, width) for text in texts), x=0.01, ha="left", fontsize=11, fontweight="bold"
+    )
 
 
 def ink(color: str) -> str:

@@ -17,7 +17,6 @@ from jaxmp.inspect.plots.drawing import (
     figure,
     label_rows,
     set_title,
-    short_path,
     style,
 )
 
@@ -44,7 +43,7 @@ def errors(comparison: Comparison) -> Any:
     ...     return jnp.mean(y**2)
     >>> x = jnp.linspace(0, 1, 64).reshape(8, 8)
     >>> errors(jaxmp.inspect.compare(loss_fn, "mixed_bfloat16")(x, x)).get_suptitle()
-    'The error enters nowhere at once; largest: ... in w, backward'
+    'The error enters nowhere; worst: ...'
     """
     scopes = list(dict.fromkeys(row.path for row in comparison.rows if row.phase == "forward"))
     arguments = list(dict.fromkeys(row.path for row in comparison.rows if row.path not in scopes))
@@ -67,7 +66,7 @@ def errors(comparison: Comparison) -> Any:
     if panels[0].get_legend_handles_labels()[0]:
         panels[0].legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1))
     panels[-1].set_xlabel("relative error: L2 norm of the difference over the reference's", fontsize=9, color=GREY)
-    set_title(page, _summary(comparison))
+    set_title(page, comparison.headline)
     return page
 
 
@@ -94,13 +93,3 @@ def _draw_errors(axes: Any, comparison: Comparison, paths: Sequence[str], high: 
         axes.axhspan(n - 0.5, n + 0.5, color=ORANGE, alpha=0.25, linewidth=0, label="enters here")
     label_rows(axes, paths)
     axes.set_ylim(len(paths) - 0.4, -0.6)
-
-
-def _summary(comparison: Comparison) -> str:
-    worst = comparison.worst
-    backward = ", backward" if worst.phase == "backward" else ""
-    largest = f"{worst.relative_error:.1e} in {short_path(worst.path)}{backward}"
-    if comparison.entered == "":
-        return f"The largest error is {largest}; it enters in code without a module or named scope"
-    entered = "nowhere at once" if comparison.entered is None else f"in {short_path(comparison.entered)}"
-    return f"The error enters {entered}; largest: {largest}"

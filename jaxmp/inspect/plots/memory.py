@@ -70,7 +70,7 @@ def memory(plans: Mapping[str, Memory]) -> Any:
     style(by_dtype, "by dtype", grid="x")
     sizes = {name: plan.by_dtype for name, plan in plans.items()}
     _draw_bars(by_dtype, sizes, _colors_of_dtypes(sizes))
-    set_title(page, _summary(plans))
+    set_title(page, *(f"{name}: {plan.headline}" for name, plan in plans.items()))
     return page
 
 
@@ -126,16 +126,3 @@ def _draw_bars(axes: Any, sizes: Mapping[str, Mapping[str, int]], colors: Mappin
 
 def _scale_of(totals: Sequence[int]) -> _Scale:
     return _Scale(*tables.byte_unit(max(totals)), max(totals))
-
-
-def _summary(plans: Mapping[str, Memory]) -> str:
-    first = next(iter(plans))
-    where = f"on {plans[first].device}"
-    if len(plans) == 1:
-        scale = _scale_of([plans[first].peak])
-        return f"{first} needs {scale.text(plans[first].peak)} {scale.name} {where}"
-    best = min(plans, key=lambda name: plans[name].peak)
-    saved = 1 - plans[best].peak / plans[first].peak
-    if saved > 0:
-        return f"{best} needs {saved:.0%} less memory than {first} {where}"
-    return f"Nothing needs less memory than {first} {where}"

@@ -77,7 +77,7 @@ def profile(profiles: Mapping[str, Profile]) -> Any:
     axes.set_ylim(len(profiles) - 0.5, -0.5)
     axes.set_xlim(0, 1.12 * longest)
     _add_legend(axes, profiles, longest)
-    set_title(page, _summary(profiles))
+    set_title(page, *(f"{name}: {measured.headline}" for name, measured in profiles.items()))
     return page
 
 
@@ -90,15 +90,3 @@ def _add_legend(axes: Any, profiles: Mapping[str, Profile], longest: float) -> N
         if max(measured.groups[kind] for measured in profiles.values()) > 0.003 * longest:
             visible.append(Patch(color=color, label=kind))
     axes.legend(handles=visible, frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1))
-
-
-def _summary(profiles: Mapping[str, Profile]) -> str:
-    first = next(iter(profiles))
-    where = f"on {profiles[first].device}"
-    if len(profiles) == 1:
-        return f"{first} takes {tables.time_text(profiles[first].milliseconds)} {where}"
-    fastest = min(profiles, key=lambda name: profiles[name].milliseconds)
-    ratio = profiles[fastest].milliseconds / profiles[first].milliseconds
-    if fastest == first:
-        return f"Nothing is faster than {first} {where}"
-    return f"{fastest} takes {ratio:.2f} of the time of {first} {where}"

@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxmp.base.donation import require_not_deleted
 from jaxmp.base.trees import path_name
+from jaxmp.engine.autocast import autocast
 from jaxmp.inspect.program import nnx_models
 from jaxmp.nnx.training import TrainStep as NNXTrainStep
 from jaxmp.nnx.training import state_of
@@ -122,6 +123,21 @@ def step_under_policy(step: Any, policy: Any, overrides: Mapping[str, str] | Non
             "step.with_options(policy=…)"
         )
     return step.with_options(policy=policy, overrides=overrides)
+
+
+def under_policy(fun: Callable[..., Any], policy: Any, overrides: Mapping[str, str] | None) -> Callable[..., Any]:
+    """Return a function under :func:`jaxmp.autocast`, or a train step under a policy.
+
+    Without a policy, return ``fun``.
+
+    Raises:
+      ValueError: there are overrides without a policy, or the train step was made with another policy.
+    """
+    if policy is None and overrides:
+        raise ValueError(f"overrides need a policy, got {overrides} and policy=None; pass the policy")
+    if is_step(fun):
+        return step_under_policy(fun, policy, overrides)
+    return fun if policy is None else autocast(fun, policy, overrides)
 
 
 def named(args: Any) -> Any:

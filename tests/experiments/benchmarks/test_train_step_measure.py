@@ -15,13 +15,12 @@ import types
 import jax
 import pytest
 
-from experiments.benchmarks.measure import caches, energy, processes, turns
+from experiments.benchmarks.measure import caches, energy, power, processes, turns
 from experiments.benchmarks.measure.turns import Prepared
 from experiments.benchmarks.models.workloads import workload
 from experiments.benchmarks.train_step import measure
 from experiments.benchmarks.train_step.rows import ROWS
 from experiments.report.progress import Progress
-from jaxmp.inspect._profile import power
 from jaxmp.inspect._profile.trace import Event
 
 

@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from experiments.benchmarks.measure import energy, profiling
-from jaxmp.inspect._profile import power
+from experiments.benchmarks.measure import energy, power, profiling
 
 
 def test_kernels_with_tensor_cores_are_told_by_their_names():

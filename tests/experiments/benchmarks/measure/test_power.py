@@ -9,7 +9,7 @@ import types
 
 import pytest
 
-from jaxmp.inspect._profile import power
+from experiments.benchmarks.measure import power
 
 
 class NVMLError(Exception):

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import math
 import re
-from collections.abc import Iterable
 from typing import Any
 
 import jax
 
 from jaxmp.base import tables
-from jaxmp.base.arguments import printed
-from jaxmp.inspect._collectives.groups import axis_of, groups_of
 from jaxmp.inspect.compiled import hlo
+from jaxmp.inspect.compiled.groups import axis_of, groups_of
 from jaxmp.inspect.compiled.kernels import written_into
 from jaxmp.inspect.compiled.meshes import mesh_of
-from jaxmp.sharding.specs import axes_in_spec
 
 _CHANNEL = re.compile(r"channel_id=(\d+)")
 
@@ -88,61 +84,12 @@ class Collectives(tables.Shown):
         return f"{self.wire:,.0f} bytes sent by each device", columns, cells, ()
 
 
-def ideal_wire(params: Any, axes: Iterable[str] = ("fsdp",)) -> float:
-    """Return the minimum number of bytes that one device sends in a training step.
-
-    If n devices split the batch and no other axes split the params, the minimum is 8 (n - 1)/n bytes per weight. For
-    this minimum, each weight is gathered in 16 bits for the forward pass, and again for the backward pass. The gradient
-    of each weight is reduced in float32.
-
-    Args:
-      params: a tree of arrays or shapes, each with a ``NamedSharding``.
-      axes: the mesh axes that split the batch.
-
-    >>> mesh = jax.sharding.AbstractMesh((8,), ("fsdp",))
-    >>> ideal_wire(jax.ShapeDtypeStruct((8, 4), "float32", sharding=jax.NamedSharding(mesh, jax.P("fsdp"))))
-    224.0
-    """
-    batch_axes = set(axes)
-    return sum((_ideal_wire_of(leaf, batch_axes) for leaf in jax.tree.leaves(params)), 0.0)
-
-
-def _ideal_wire_of(leaf: Any, batch_axes: set[str]) -> float:
-    mesh, names = leaf.sharding.mesh, set(axes_in_spec(leaf.sharding.spec))
-
-    def size(axes: set[str]) -> int:
-        return math.prod(mesh.shape[name] for name in axes)
-
-    parts, copies = size(names & batch_axes), size(batch_axes - names)
-    numbers = math.prod(leaf.shape) / size(names - batch_axes)
-    return 8 * numbers * ((parts - 1) / parts + (copies - 1) / copies / parts)
-
-
-def collectives(compiled: jax.stages.Compiled, program: hlo.HloProgram | None = None) -> Collectives:
-    """Return the collectives of a compiled program.
+def collectives_of(compiled: jax.stages.Compiled, program: hlo.HloProgram) -> Collectives:
+    """Return the collectives of a compiled program, whose HLO is ``program``.
 
     Equal collectives are counted together. Collectives in half precision (float16 or bfloat16) are shown as float32 if
     the program was compiled for a CPU, because XLA runs them in float32 there.
-
-    Args:
-      compiled: ``jax.jit(fun).lower(*args).compile()`` with arguments on a mesh.
-      program: the parsed program, if you already have it.
-
-    Raises:
-      TypeError: ``compiled`` is not a compiled program.
-
-    >>> mesh = jax.make_mesh((jax.device_count(),), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
-    >>> x = jax.device_put(jnp.ones((8, 4)), jax.NamedSharding(mesh, jax.P("fsdp")))
-    >>> moved = collectives(jax.jit(jnp.sum).lower(x).compile())
-    >>> [(row.kind, row.dtype, row.axis, row.bytes) for row in moved.rows]
-    [('all-reduce', 'float32', 'fsdp', 4)]
     """
-    if not hasattr(compiled, "input_shardings"):
-        raise TypeError(
-            f"collectives takes a compiled program, got {printed(compiled)}; write "
-            "collectives(step.lower(state, batch).compile()), or jax.jit(fun) in place of step"
-        )
-    program = program or hlo.HloProgram(str(compiled.as_text()))
     mesh = mesh_of(compiled.input_shardings)
     counts: collections.Counter[Any] = collections.Counter()
     chains: set[str] = set()

@@ -44,7 +44,7 @@ Measure = Callable[[Any, int | None, int], Trial | None]
 """A function of ``remat``, ``loss_chunks`` and ``accumulate_steps``. It returns None if they are not possible."""
 
 
-def search(
+def measure_combinations(
     measure: Measure, remats: Sequence[Any], chunks: Sequence[int | None], counts: Sequence[int], limit: float
 ) -> list[Trial]:
     """Return all combinations that were measured.
@@ -126,9 +126,9 @@ def _trials_of_microbatches(
     try, until a number fits. Then the search bisects.
 
     Args:
-      measure: as in :func:`search`.
+      measure: as in :func:`measure_combinations`.
       first: the trial with the largest microbatch.
-      counts: as in :func:`search`.
+      counts: as in :func:`measure_combinations`.
       room: the limit of the memory besides the state, in bytes.
       state_bytes: the bytes of the state.
       best_time: the time of the best combination so far, in milliseconds.
