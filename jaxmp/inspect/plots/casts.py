@@ -254,15 +254,13 @@ def _word(primitive: str) -> str:
 def _contents(box: _Box) -> str:
     """Name the computations of a box.
 
-    Matrix products and convolutions come first. The patterns of the box follow, such as softmax. If the box has no
-    patterns, its other primitives follow.
+    Matrix products and convolutions come first. The other primitives follow.
     """
     counts = collections.Counter(_word(row.primitive) for row in box.rows if row.cls != "clear")
     products = [name for name in counts if name in ("product", "convolution")]
     words = [f"{counts[name]} {name}s" if counts[name] > 1 else name for name in products]
-    patterns = dict.fromkeys(row.pattern for row in box.rows if row.pattern)
     others = [name for name, _ in counts.most_common() if name not in products]
-    words += list(patterns) or others
+    words += others
     if not words:
         return "moves data"
     return ", ".join(words[:3]) + (", …" if len(words) > 3 else "")
