@@ -148,7 +148,7 @@ def _repeated_reads(step: Step, decision_of: Mapping[Node, Decision]) -> Repeate
     if bodies is None or not (bodies.is_loop and bodies.has_gradient) or step.node is None or step.node.in_rule:
         return []
     repeated = []
-    for position in (*range(bodies.start), *(bodies.start + n for n in step.unchanged_carries)):
+    for position in range(bodies.start):
         operand = step.operands[position]
         dtype = decision_of[operand].stored_dtype if operand is not None else None
         if is_half(dtype) and read_often(step.eqn, position):

@@ -32,7 +32,6 @@ from jax.interpreters import ad, batching, mlir
 from jaxmp.base.dtypes import is_castable, is_half, may_sum_half
 from jaxmp.program.binding import bind_equation
 from jaxmp.program.equations import aval_of, bodies_of, has_explicit_axes, is_literal, opened, primitive_of, size_of
-from jaxmp.program.invariants import unchanged
 from jaxmp.program.primitives import BROADCAST, PICKS, Trait, with_trait
 from jaxmp.program.vmap_sharing import Examples
 
@@ -86,9 +85,8 @@ def _summed_cotangents(eqn: JaxprEqn, place: int) -> float:
     bodies = bodies_of(eqn)
     if bodies is None:
         return _repeats(eqn, aval_of(eqn.invars[place]).shape) if eqn.primitive.name in _ADDS_UP else 1
-    # The cotangents of scanned elements and changing carries are not summed over iterations. A while loop has no
-    # cotangents.
-    varies = bodies.kind == "scan" and place >= bodies.start and place - bodies.start not in unchanged(bodies)
+    # The cotangents of scanned elements and carries are not summed over iterations. A while loop has no cotangents.
+    varies = bodies.kind == "scan" and place >= bodies.start
     if bodies.kind == "while" or varies:
         return 1
     inside, jaxprs = place - (bodies.kind == "cond"), [opened(body)[0] for body in bodies.jaxprs]
