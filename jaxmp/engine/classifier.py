@@ -16,7 +16,7 @@ from jax.extend.core import JaxprEqn
 
 from jaxmp._internals.jax.sources import Names
 from jaxmp.base.dtypes import CASTABLE, is_castable, is_half, is_other_float, may_sum_half, range_of
-from jaxmp.engine.marks import DECIDED, OF_POLICY, SPECIAL, is_widened, region_of
+from jaxmp.engine.marks import DECIDED, OF_POLICY, is_widened, region_of
 from jaxmp.engine.override_matching import OverrideMatcher
 from jaxmp.engine.overrides import FLOAT32_RESULT, Level, is_float32
 from jaxmp.engine.states import Kind
@@ -143,8 +143,6 @@ class Classifier:
             return self._kind_of_product(eqn)
         if cls in (Class.POINTWISE, Class.ACCUMULATION, Class.LINALG):
             return OperationKind(Kind.FULL, f"{cls.value} is float32")
-        if SPECIAL in names:
-            return OperationKind(Kind.FULL, "part of a special function")
         return self._kind_by_constants(name, constants, half)
 
     def request_of(self, name: str, names: Names) -> Request | None:

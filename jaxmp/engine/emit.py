@@ -260,10 +260,7 @@ class _Evaluation(Rewriter):
         # Outside of jit, JAX compiles each of these as a whole, and the next call finds the program in JAX's cache.
         is_jitted = bodies.is_compiled and not is_tracing()
         run = _result_of_equal_step(self.emission, step, same, lambda: jax.jit(make())) if is_jitted else make()
-        results = list(run(*operands))
-        for number in step.unchanged_carries:
-            results[number] = values[bodies.start + number]
-        return results
+        return list(run(*operands))
 
 
 class _StepRewriter(Rewriter):
@@ -292,8 +289,6 @@ class _StepRewriter(Rewriter):
         results = evaluation.evaluate(*program, inputs)
         for n, casts in enumerate(decisions.reads[body]):
             results[n] = evaluation.cast(results[n], casts)
-        for n in step.unchanged_carries:  # JAX hoists a carry out of the loop if the body returns it unchanged
-            results[n] = args[bodies.start + n]
         return results
 
     def make_rule_evaluation(self, eqn: JaxprEqn) -> RuleEvaluation:

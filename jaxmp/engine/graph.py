@@ -222,8 +222,6 @@ class _Builder:
             for value in body.inputs:
                 self.add_input(value)
         loop_around, in_rule_around = self.loop, self.in_rule
-        if equation.carries:
-            step.unchanged_carries = [n for n, carry in enumerate(equation.carries) if carry.name != CARRY]
         self.in_rule = self.in_rule or equation.has_backward_rule
         if equation.is_loop:
             self.last_loop += 1
@@ -236,8 +234,7 @@ class _Builder:
         for value in equation.results:
             self.add_result(value, equation)
         step.nodes = [self.node_of[value] for value in equation.results]
-        varying = [node for n, node in enumerate(step.nodes) if n not in step.unchanged_carries]
-        step.node = next((node for node in varying if node is not None), None)
+        step.node = next((node for node in step.nodes if node is not None), None)
 
     def add_input(self, value: Value) -> None:
         """Add the node of a body's input, or give it the node of the operand that enters the body."""
@@ -252,7 +249,7 @@ class _Builder:
     def close_carries(self, equation: Equation) -> None:
         """Add the value that each iteration returns to the inputs of a carry's node."""
         for value in equation.carries:
-            if value.name != CARRY or (join := self.node_of[value]) is None:
+            if (join := self.node_of[value]) is None:
                 continue
             (_, (_, result)) = value.reads
             if (node := self.node_of[result]) is not None:

@@ -23,8 +23,6 @@ from jaxmp.policy.policies import Policy
 DECIDED = "jaxmp.decided"
 """The scope around all operations that the engine has emitted; an outer engine does not change them."""
 _WIDENED = "jaxmp.widened"
-SPECIAL = "jaxmp.special"
-"""The scope around a special function, whose polynomials and series must not be rounded."""
 OF_POLICY = "the policy of its module"
 WITH_RULE = "jaxmp.rule"
 """The scope of the body of a function with a custom derivative rule, and of the rule."""

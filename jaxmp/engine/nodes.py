@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from jax.extend.core import JaxprEqn
@@ -100,7 +100,6 @@ class Step:
     recipe: Float8 | None = None  # the recipe of the code around a product
     bodies: Bodies | None = None
     inner: Sequence[StepBody] = ()
-    unchanged_carries: Collection[int] = ()  # for a scan, the numbers of the carries that no iteration changes
     node: Node | None = None  # the node of the first floating result
     loops: range = range(0)  # for a loop, the numbers of its body and of the loops inside
 
@@ -113,7 +112,7 @@ class Step:
         if self.bodies is None:
             return []
         joined = self.bodies.joined(len(self.bodies.jaxprs) - 1)
-        return [None if n in self.unchanged_carries else self.nodes[n] for n in joined]
+        return [self.nodes[n] for n in joined]
 
 
 @dataclasses.dataclass(slots=True, eq=False, repr=False)

@@ -56,7 +56,7 @@ class PlanRow:
         After a row of the class ``"recurse"``, the equations of its bodies follow.
       operands: the dtypes of its operands, after casts.
       result: the dtype of its result; the dtypes of several results are joined by commas.
-      why: the reason for the dtypes: a rule, a neighbour or a pattern.
+      why: the reason for the dtypes: a rule or a neighbour.
       source: the user's file and line, ``"package/module.py:12"`` (without a package, the file name); empty if unknown.
       flops: the floating-point operations, over all trips of the loops around it (see :mod:`jaxmp.engine.flops`).
       casts: the number of casts that are added for it. A shared cast counts only for its first reader. A postponed
@@ -67,7 +67,6 @@ class PlanRow:
       reads: the numbers of the earlier rows that compute its floating operands. These rows may be in bodies. For a
         carry, they are the rows of its initial value. For a loop's final carry, they are the rows of the initial value
         and of the loop's last iteration.
-      pattern: the pattern of its operation, such as ``"softmax"`` or ``"normalisation"``; empty if there is none.
     """
 
     path: str
@@ -82,7 +81,6 @@ class PlanRow:
     cast_bytes: int
     depth: int
     reads: tuple[int, ...]
-    pattern: str = ""
 
     @property
     def is_floating(self) -> bool:
@@ -117,7 +115,6 @@ class Summary:
       casts: the number of casts that autocast adds, including those of the function's results.
       cast_bytes: the bytes that these casts write.
       operations: the number of rows of each class.
-      groups: the number of float32 patterns by name (``"softmax"``, ``"normalisation"``, …).
       full_products: the products that stay float32, as (path or source, why); see :class:`PlanRow`.
       float8: the numbers of products in code with a float8 recipe. The key ``"float8"`` has the number of float8
         products. The other keys are reasons, such as ``"no float8: 768 < 1536"``, with the number of half products
@@ -136,7 +133,6 @@ class Summary:
     casts: int
     cast_bytes: int
     operations: Mapping[str, int]
-    groups: Mapping[str, int]
     full_products: tuple[tuple[str, str], ...]
     float8: Mapping[str, int]
     unknown: tuple[str, ...]
@@ -149,7 +145,6 @@ class Summary:
         yield from self._shares()
         yield f"operations by class: {tables.counts(self.operations)}"
         yield f"casts added: {self.casts}, which write {self.cast_bytes} bytes"
-        yield f"groups in float32: {tables.counts(self.groups)}"
         if self.float8:
             not_so = [f", {why} ({count})" for why, count in self.float8.items() if why != "float8"]
             yield f"products in float8: {self.float8.get('float8', 0)} of {sum(self.float8.values())}{''.join(not_so)}"
@@ -248,8 +243,8 @@ def cast_plan(
     >>> row = plan.rows[0]
     >>> row.primitive, row.operands, row.result, row.why, row.flops
     ('dot_general', ('bfloat16', 'bfloat16'), 'bfloat16', 'product', 1024)
-    >>> plan.summary.groups
-    {'logsumexp': 1}
+    >>> plan.summary.operations["half"]
+    1
     """
     require_function(fun, rule="jaxmp.cast_plan takes a function of arrays", remedy="pass e.g. a loss function")
     if policy is None and not overrides:
@@ -387,7 +382,6 @@ class _PlanWriter:
             cast_bytes=sum(cast_bytes),
             depth=0,
             reads=tuple(sorted({self._number_of[node] for node in read if node in self._number_of})),
-            pattern=reasons.pattern_of(step),
         )
         yield row
         for inner in self._rows(_inside(step), program):
@@ -442,7 +436,6 @@ def _totals(rows: Sequence[PlanRow], writer: _PlanWriter, of_results: Sequence[i
 
     ``of_results`` are the bytes of the casts of the function's results.
     """
-    groups = Counter(group for reasons in writer.reasons for group in reasons.groups)
     half = [row for row in rows if row.is_half]
     full = [row for row in rows if row.cls == Class.HALF and "float32" in row.operands]
     counts = Counter(row.why.rpartition("; ")[2] for row in rows if row.cls == Class.HALF)
@@ -456,7 +449,6 @@ def _totals(rows: Sequence[PlanRow], writer: _PlanWriter, of_results: Sequence[i
         casts=sum(row.casts for row in rows) + len(of_results),
         cast_bytes=sum(row.cast_bytes for row in rows) + sum(of_results),
         operations=dict(sorted(Counter(row.cls for row in rows).items())),
-        groups=dict(sorted(groups.items())),
         full_products=tuple((row.path or row.source or row.primitive, row.why) for row in full),
         float8={why: counts[why] for why in sorted(counts) if why == "float8" or why.startswith("no float8: ")},
         unknown=tuple(sorted({row.primitive for row in rows if row.cls == "unknown"})),

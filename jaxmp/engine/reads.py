@@ -15,9 +15,9 @@ from jaxmp.engine.casts import casts_of_operand
 from jaxmp.engine.nodes import Graph, Node, Step, StepBody
 from jaxmp.engine.states import KEPT
 from jaxmp.engine.value_decision import Casts, Decision
-from jaxmp.program.equations import Bodies, is_literal, opened
+from jaxmp.program.equations import Bodies, is_literal, opened, size_of
 from jaxmp.program.primitives import BOUNDS, CAST, COMPARISONS, Trait, with_trait
-from jaxmp.program.repeated_casts import read_often
+from jaxmp.program.repeated_casts import has_too_many_terms
 
 _EQUALITIES, _FLOAT32 = with_trait(Trait.EQUATES), np.dtype(np.float32)
 
@@ -147,11 +147,13 @@ def _repeated_reads(step: Step, decision_of: Mapping[Node, Decision]) -> Repeate
     bodies = step.bodies
     if bodies is None or not (bodies.is_loop and bodies.has_gradient) or step.node is None or step.node.in_rule:
         return []
+    if not has_too_many_terms(size_of([bodies.iterations])):
+        return []
     repeated = []
-    for position in (*range(bodies.start), *(bodies.start + n for n in step.unchanged_carries)):
+    for position in range(bodies.start):
         operand = step.operands[position]
         dtype = decision_of[operand].stored_dtype if operand is not None else None
-        if is_half(dtype) and read_often(step.eqn, position):
+        if is_half(dtype):
             repeated.append((position, dtype))
     return repeated
 

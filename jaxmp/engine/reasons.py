@@ -1,4 +1,4 @@
-"""The reason for an operation's dtypes: a rule, a neighbour or a pattern."""
+"""The reason for an operation's dtypes: a rule or a neighbour."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from jaxmp.base.graphs import nearest_ends
 from jaxmp.engine.decide import Decisions
 from jaxmp.engine.marks import path_of
 from jaxmp.engine.nodes import Node, Step
-from jaxmp.engine.operation_patterns import find_patterns
 from jaxmp.engine.states import Kind, Rule, State
 from jaxmp.program.primitives import Class, classify
 from jaxmp.program.values import CARRY
@@ -27,20 +26,12 @@ _BY_RULE = {
 
 
 class Reasons:
-    """The reasons for the dtypes of one program.
-
-    Attributes:
-      groups: the names of the float32 patterns.
-    """
+    """The reasons for the dtypes of one program."""
 
     def __init__(self, decisions: Decisions) -> None:
         graph = decisions.graph
         self.changes, self._decision_of = graph.changes, decisions.decision_of
         self.scopes = {node: step.names for step in graph.steps for node in step.nodes if node is not None}
-        patterns = find_patterns(graph, decisions.decision_of) if graph.changes else []
-        patterns = [pattern for pattern in patterns if self._is_float32(pattern.nodes[0])]
-        self.groups = [pattern.name for pattern in patterns]
-        self.group_of = {node.same: pattern.name for pattern in patterns for node in pattern.nodes}
         nodes, ends = graph.nodes, dict.fromkeys(graph.wanted)  # the end None stands for the function's result
         self.above = nearest_ends(nodes, lambda node: node.inputs, self._is_half)
         self.below = nearest_ends(nodes[::-1], lambda node: node.users, self._is_half, known=ends)
@@ -59,15 +50,7 @@ class Reasons:
             return step.reason if is_product else "no product in half: nothing changes"
         if node is None:
             return step.reason or "no floating result"
-        pattern = self.pattern_of(step)
-        return f"{pattern}: {self._of_node(node, step)}" if pattern else self._of_node(node, step)
-
-    def pattern_of(self, step: Step) -> str:
-        """Return the name of the pattern of an equation, or an empty text."""
-        node = step.node
-        if node is None or step.bodies is not None or step.kind is Kind.KEPT or not self._is_float32(node):
-            return ""
-        return self.group_of.get(node.same, "")
+        return self._of_node(node, step)
 
     def _of_node(self, node: Node, step: Step) -> str:
         decision = self._decision_of[node]

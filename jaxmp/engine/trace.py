@@ -11,11 +11,11 @@ import jax
 import numpy as np
 
 from jaxmp._internals.flax.nnx_if_imported import make_pure_call
-from jaxmp._internals.jax.patches import stand_ins
+from jaxmp._internals.jax.patches import half_attention
 from jaxmp.base.context_variables import setting
 from jaxmp.base.dtypes import is_castable, is_half
 from jaxmp.engine.classifier import Classifier
-from jaxmp.engine.marks import SPECIAL, names_here
+from jaxmp.engine.marks import names_here
 from jaxmp.policy.policies import Policy
 from jaxmp.program.equations import Array, aval_of
 from jaxmp.program.traced_program import TracedProgram, arrays_in
@@ -38,7 +38,7 @@ def tracing(classifier: Classifier, products: str = "") -> Iterator[None]:
     precision: Any = contextlib.nullcontext()
     if products or classifier.half is not None:
         precision = jax.default_matmul_precision(products or None)
-    with setting(_tracing, ask), stand_ins(classifier.key, ask, SPECIAL), precision:
+    with setting(_tracing, ask), half_attention(classifier.key, ask), precision:
         yield
 
 

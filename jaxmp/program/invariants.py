@@ -1,12 +1,12 @@
-"""Find values that are the same in all iterations of a loop or for all examples.
+"""Find values that are the same for all examples, and results that are arguments.
 
 An example is one element of the axis over which a ``jax.vmap`` maps. ``SAME_FOR_EXAMPLES`` finds the
-values that are equal for all examples.
+values that are equal for all examples, and ``passed_on`` finds the results of a program that are its arguments.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from jax.extend.core import JaxprEqn
@@ -97,11 +97,3 @@ def passed_on(program: Any) -> list[int | None]:
     jaxpr, _ = opened(program)
     ends = _PASSED_ON.solve(jaxpr, [_Passed(n) for n in range(len(jaxpr.invars))]).results
     return [None if end is None or end.scans else end.argument for end in ends]
-
-
-def unchanged(bodies: Bodies) -> Collection[int]:
-    """Return the positions of a scan's carries that no iteration changes."""
-    if bodies.kind != "scan":
-        return ()
-    ends = passed_on(bodies.jaxprs[0])
-    return [n for n in range(bodies.carry) if ends[n] == bodies.start + n]

@@ -19,13 +19,13 @@ has these values, besides ``1.0``, ``w``, ``xs``, and ``y`` and ``h + x`` in the
 - ``sums`` is stacked. It reads ``h + x`` of all iterations.
 
 Equal operations on equal operands have equal results (``Value.same``). The reader finds equal values by a
-*fingerprint*: a hashable object that is equal for values that are computed in the same way.
+*fingerprint*: a hashable object that is equal for values that are computed in the same way. Values of two loops are
+never equal.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -33,9 +33,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from jaxmp._internals.jax.sources import Names, scopes_and_transforms
-from jaxmp.program.equations import Array, Atom, Bodies, Literal, bodies_of, is_literal, opened
-from jaxmp.program.invariants import unchanged
-from jaxmp.program.primitives import Trait, with_trait
+from jaxmp.program.equations import Array, Bodies, Literal, bodies_of, opened
 from jaxmp.program.scopes import RECOMPUTED
 from jaxmp.program.values import (
     ARGUMENT,
@@ -57,8 +55,6 @@ from jaxmp.program.values import (
     Value,
 )
 from jaxmp.program.walk import interpreted
-
-_PER_DEVICE = with_trait(Trait.PER_DEVICE)
 
 
 def _never(eqn: JaxprEqn, names: Names) -> bool:
@@ -141,15 +137,11 @@ class _LoopReading(NamedTuple):
       equation: the equation of the loop.
       bodies: the bodies of the equation.
       scan: the iterations; None for a while loop.
-      constants: the positions of the operands that no iteration changes.
-      first_equal: the first loop with an equal fingerprint; often the loop itself.
     """
 
     equation: Equation
     bodies: Bodies
     scan: Scan | None
-    constants: Collection[int]
-    first_equal: Equation
 
 
 def _phase(around: str, transforms: Sequence[str], has_gradients: bool) -> str:
@@ -204,7 +196,6 @@ class _Reader:
         self.equations: dict[Key, Equation] = {}
         self.gradients = set[Value]()  # values that are computed from gradients
         self.first: dict[Hashable, Value] = {}  # the first value with each fingerprint
-        self.first_loops: dict[Hashable, Equation] = {}  # the first loop with each fingerprint
 
     # -- values --------------------------------------------------------------------------------------------------------
 
@@ -226,7 +217,13 @@ class _Reader:
         return value
 
     def add_result(
-        self, equation: Equation, name: str, position: int, reads: list[Read], around: _Around, fingerprint: Hashable
+        self,
+        equation: Equation,
+        name: str,
+        position: int,
+        reads: list[Read],
+        around: _Around,
+        fingerprint: Hashable = None,
     ) -> Value:
         """Add a result of an equation with bodies."""
         value = _at_border(equation, name, equation.eqn.outvars[position].aval, position, reads, around)
@@ -320,7 +317,7 @@ class _Reader:
                 self.gradients.add(part)
         results = self.read_call(equation, parts, around).results
         equation.results = [
-            self.add_result(equation, WHOLE, n, [(0, value)], around, None) for n, value in enumerate(results)
+            self.add_result(equation, WHOLE, n, [(0, value)], around) for n, value in enumerate(results)
         ]
 
     def read_conditional(self, equation: Equation, bodies: Bodies, around: _Around) -> None:
@@ -354,10 +351,7 @@ class _Reader:
         def around_body(number: int) -> _Around:
             return around._replace(phase=equation.phase, scans=scans, loops=(*around.loops, (*equation.key, number)))
 
-        fingerprint = (_fingerprint_of_equation(equation.eqn), *[operand.same for operand in equation.operands])
-        first_equal = self.first_loops.setdefault(fingerprint, equation)
-        constants = {bodies.start + n for n in unchanged(bodies)}.union(range(bodies.start))
-        loop = _LoopReading(equation, bodies, scan, constants, first_equal)
+        loop = _LoopReading(equation, bodies, scan)
         last = len(bodies.jaxprs) - 1
         entered = self.enter_loop(loop, around_body(last))
         for number in range(last + 1):
@@ -378,22 +372,19 @@ class _Reader:
         avals += [var.aval for var in opened(bodies.jaxprs[-1])[0].invars[first_element - bodies.consts :]]
         entered = []
         for n, (operand, aval) in enumerate(zip(equation.operands, avals, strict=True)):
-            if n in loop.constants:
+            if n < bodies.start:
                 value = entering(LOOP_CONSTANT, aval, operand)
                 value.same = operand.same
-            elif n in bodies.carries:
-                value = self.add(entering(CARRY, aval, operand), (CARRY, n, loop.first_equal))
-            else:  # in the same iteration, the elements of equal arrays are equal, also those of two loops
-                depth = len(around.scans)  # a loop in a loop has other iterations
-                fingerprint = (ELEMENT, operand.same, bodies.reverse, depth)
-                value = self.add(entering(ELEMENT, aval, operand), fingerprint)
+            else:
+                name = CARRY if n in bodies.carries else ELEMENT
+                value = self.add(entering(name, aval, operand))
             entered.append(value)
         return entered
 
     def leave_loop(
         self, loop: _LoopReading, entered: Sequence[Value], returned: Sequence[Value], around: _Around
     ) -> list[Value]:
-        """Return the results of a loop: constants, last carries, and stacked arrays.
+        """Return the results of a loop: last carries and stacked arrays.
 
         Args:
           loop: the loop.
@@ -406,9 +397,6 @@ class _Reader:
         results = []
         for n, value in enumerate(returned):
             position = bodies.start + n  # for a carry, its position among the operands
-            if position in loop.constants:
-                results.append(equation.operands[position])
-                continue
             if position in bodies.carries:
                 name = LAST_CARRY
                 entered[position].reads.append((1, value))
@@ -418,7 +406,7 @@ class _Reader:
             else:
                 name = STACKED
                 reads = [(1, value)]
-            results.append(self.add_result(equation, name, n, reads, around, (n, loop.first_equal)))
+            results.append(self.add_result(equation, name, n, reads, around))
         return results
 
 
@@ -435,39 +423,3 @@ def _fingerprint_of_operation(eqn: JaxprEqn) -> Hashable:
     except TypeError:  # a parameter is not hashable
         return object()
     return fingerprint
-
-
-def _fingerprint_of_equation(eqn: JaxprEqn) -> Hashable:
-    """Return an object that is equal for equations that compute the same from equal operands.
-
-    Equal bodies have equal fingerprints, even if they are different jaxprs.
-    """
-    bodies = bodies_of(eqn)
-    if bodies is None or eqn.effects or eqn.primitive.name in _PER_DEVICE:
-        return _fingerprint_of_operation(eqn)
-    inner = [(_fingerprint_of_jaxpr(jaxpr), *map(id, consts)) for jaxpr, consts in map(opened, bodies.jaxprs)]
-    roles = bodies.length, bodies.reverse, bodies.consts, bodies.start, bodies.carry
-    return bodies.primitive, *roles, *inner
-
-
-def _fingerprint_of_jaxpr(jaxpr: Jaxpr) -> Hashable:
-    """Return an object that is equal for open jaxprs with equal equations."""
-    if jaxpr not in _FINGERPRINTS:
-        numbers = {var: n for n, var in enumerate((*jaxpr.constvars, *jaxpr.invars))}
-
-        def number_of(atom: Atom) -> Hashable:
-            if is_literal(atom):
-                array = np.asarray(atom.val)
-                return array.dtype, array.tobytes()
-            return numbers[atom]
-
-        equations = []
-        for eqn in jaxpr.eqns:
-            equations.append((_fingerprint_of_equation(eqn), *map(number_of, eqn.invars)))
-            for var in eqn.outvars:
-                numbers[var] = len(numbers)
-        _FINGERPRINTS[jaxpr] = (*equations, tuple(map(number_of, jaxpr.outvars)))
-    return _FINGERPRINTS[jaxpr]
-
-
-_FINGERPRINTS: Any = weakref.WeakKeyDictionary()  # equal layers share a jaxpr

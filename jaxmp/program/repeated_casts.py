@@ -17,8 +17,6 @@ cotangents.
 
 from __future__ import annotations
 
-import collections
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,14 +24,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import jet
-from jax.extend.core import Jaxpr, JaxprEqn, Primitive
+from jax.extend.core import JaxprEqn, Primitive
 from jax.interpreters import ad, batching, mlir
 
 from jaxmp.base.dtypes import is_castable, is_half, may_sum_half
 from jaxmp.program.binding import bind_equation
-from jaxmp.program.equations import aval_of, bodies_of, has_explicit_axes, is_literal, opened, primitive_of, size_of
-from jaxmp.program.invariants import unchanged
-from jaxmp.program.primitives import BROADCAST, PICKS, Trait, with_trait
+from jaxmp.program.equations import aval_of, has_explicit_axes, is_literal, size_of
+from jaxmp.program.primitives import BROADCAST, Trait, with_trait
 from jaxmp.program.vmap_sharing import Examples
 
 _cast = Primitive("cast_repeated")
@@ -67,58 +64,9 @@ def sums_half(eqn: JaxprEqn) -> bool:
     return any([is_castable(aval) and is_half(aval.dtype) and _is_long(eqn, aval.shape) for aval in avals])
 
 
-def _has_too_many_terms(terms: float) -> bool:
+def has_too_many_terms(terms: float) -> bool:
     """Return whether a sum with this number of terms must be float32."""
     return terms > (MAX_TERMS if may_sum_half() else 1)
-
-
-def read_often(eqn: JaxprEqn, place: int) -> bool:
-    """Return whether more cotangents add up in an operand than may be half.
-
-    ``place`` is the position of the operand. The count is for one element of the operand. It covers all iterations of
-    a loop, all equations that read the element, and all repetitions in these equations.
-    """
-    return _has_too_many_terms(_summed_cotangents(eqn, place))
-
-
-def _summed_cotangents(eqn: JaxprEqn, place: int) -> float:
-    """Return how many cotangents add up in an element of the operand at ``place``."""
-    bodies = bodies_of(eqn)
-    if bodies is None:
-        return _repeats(eqn, aval_of(eqn.invars[place]).shape) if eqn.primitive.name in _ADDS_UP else 1
-    # The cotangents of scanned elements and changing carries are not summed over iterations. A while loop has no
-    # cotangents.
-    varies = bodies.kind == "scan" and place >= bodies.start and place - bodies.start not in unchanged(bodies)
-    if bodies.kind == "while" or varies:
-        return 1
-    inside, jaxprs = place - (bodies.kind == "cond"), [opened(body)[0] for body in bodies.jaxprs]
-    per_turn = max(_summed_cotangents_in(jaxpr, jaxpr.invars[inside]) for jaxpr in jaxprs)
-    return max(per_turn, 1) * size_of([bodies.iterations])
-
-
-def _summed_cotangents_in(jaxpr: Jaxpr, var: Any) -> float:
-    """Return how many cotangents add up in an element of a variable.
-
-    The number is the sum of :func:`_summed_cotangents` over the equations that read the variable. If an operation of
-    ``PICKS`` moves the variable, the equations that read the moved value count too.
-    """
-    readers: Any = _READERS.get(jaxpr)
-    if readers is None:
-        readers = _READERS[jaxpr] = collections.defaultdict(list)
-        for eqn in jaxpr.eqns:
-            for place, atom in enumerate(eqn.invars):
-                if not is_literal(atom):
-                    readers[atom].append((eqn, place))
-    total = 0.0
-    for eqn, place in readers.get(var, ()):
-        is_moved = len(eqn.outvars) == 1 and primitive_of(eqn) in PICKS
-        total += _summed_cotangents(eqn, place) * (
-            max(_summed_cotangents_in(jaxpr, eqn.outvars[0]), 1) if is_moved else 1
-        )
-    return total
-
-
-_READERS: Any = weakref.WeakKeyDictionary()
 
 
 def _repeats(eqn: JaxprEqn, shape: Any) -> float:
@@ -137,7 +85,7 @@ def _is_long(eqn: JaxprEqn, shape: Any) -> bool:
 
     ``shape`` is the shape of the operand.
     """
-    return eqn.primitive.name in _ADDS_UP and _has_too_many_terms(_repeats(eqn, shape))
+    return eqn.primitive.name in _ADDS_UP and has_too_many_terms(_repeats(eqn, shape))
 
 
 def summed_in_float32(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:

@@ -25,11 +25,11 @@ def test_the_rows_of_an_mlp_with_a_softmax_are_those_by_hand():
         ("head", "dot_general", "half", (half, half), half, "product", 2 * 4 * 16 * 2, 2 * 32),
         ("", "reduce_max", "clear", (half,), half, "moves data", 0, 0),
         ("", "broadcast_in_dim", "clear", (half,), half, "moves data", 0, 0),
-        ("", "sub", "pointwise", (full, full), full, "softmax: pointwise is float32", 8, 4 * (8 + 8)),
-        ("", "exp", "pointwise", (full,), full, "softmax: pointwise is float32", 8, 0),
-        ("", "reduce_sum", "accumulation", (full,), full, "softmax: accumulation is float32", 8, 0),
+        ("", "sub", "pointwise", (full, full), full, "pointwise is float32", 8, 4 * (8 + 8)),
+        ("", "exp", "pointwise", (full,), full, "pointwise is float32", 8, 0),
+        ("", "reduce_sum", "accumulation", (full,), full, "accumulation is float32", 8, 0),
         ("", "broadcast_in_dim", "clear", (full,), full, "moves data", 0, 0),
-        ("", "div", "widest", (full, full), full, "softmax: follows float32: exp", 8, 0),
+        ("", "div", "widest", (full, full), full, "follows float32: exp", 8, 0),
     ]
     keys = ("path", "primitive", "cls", "operands", "result", "why", "flops", "cast_bytes")
     actual = [tuple(getattr(row, key) for key in keys) for row in rows(mlp, *MLP)]
@@ -38,7 +38,7 @@ def test_the_rows_of_an_mlp_with_a_softmax_are_those_by_hand():
         assert actual[number] == row
 
 
-def test_a_flax_layer_norm_is_a_normalisation_at_its_path():
+def test_the_root_of_a_flax_layer_norm_is_float32_at_its_path():
     model = linen.Sequential([linen.Dense(8, use_bias=False), linen.LayerNorm(), linen.Dense(8, use_bias=False)])
     params = jax.eval_shape(model.init, jax.random.key(0), shape(4, 8))
     plan_rows = rows(model.apply, params, shape(4, 8))
@@ -47,7 +47,7 @@ def test_a_flax_layer_norm_is_a_normalisation_at_its_path():
     assert all(row.result == "bfloat16" for row in products)
     (root,) = (row for row in plan_rows if row.primitive == "rsqrt")
     assert root.path.endswith("layers_1") and root.operands == ("float32",)
-    assert root.why == "normalisation: pointwise is float32"
+    assert root.why == "pointwise is float32"
     assert all(row.result == "float32" for row in plan_rows if row.primitive == "reduce_sum")
 
 
@@ -82,7 +82,7 @@ def test_reasons_name_the_rule_or_neighbour():
         why[row.primitive].append(row.why)
     assert why["select_n"] == ["a constant beyond float16's largest number"]
     after = ["follows float32: broadcast_in_dim", "leads to no product", "no product before it"]
-    assert why["mul"] == ["normalisation: feeds only float32: reduce_sum", *after]
+    assert why["mul"] == ["feeds only float32: reduce_sum", *after]
     assert why["add"][0] == "a constant below float16's smallest normal number"
     assert why["add"][1] == "leads to no product"
 

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import collections
 import itertools
-import re
 
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from flax import linen
 from jax import lax
-from places import ROOT
 from plan_tools import custom, doubled, looped, plan, rows, shape
 
 import jaxmp
@@ -217,45 +214,7 @@ def test_casts_in_a_scan_count_each_trip_and_casts_of_its_carry_count_for_the_sc
     assert (dot.casts, dot.cast_bytes) == (1, 7 * 2 * 64)
 
 
-# --- groups and the summary
-
-
-PATTERNS = {
-    "softmax": lambda x, w: jax.nn.softmax(x @ w),
-    "logsumexp": lambda x, w: jax.nn.log_softmax(x @ w),
-    "normalisation": lambda x, w: jax.nn.standardize(x @ w),
-    "cancellation": lambda x, w: (lambda gram: jnp.diag(gram) - 2 * gram)(x @ x.T),
-    "amplifier": lambda x, w: jnp.sin(x @ w),
-    "search": lambda x, w: lax.while_loop(lambda x: jnp.max(x) > 1, lambda x: x @ w, x),
-}
-
-
-def test_a_plan_names_float32_patterns():
-    groups = {name: plan(fun, shape(4, 8), shape(8, 8)).summary.groups for name, fun in PATTERNS.items()}
-    assert groups == {name: {name: 1} for name in PATTERNS}
-
-
-def test_the_documentation_names_all_patterns():
-    page = (ROOT / "docs" / "autocast.md").read_text(encoding="utf-8")
-    names = page.partition("If the operation belongs to a known pattern")[2].partition("\n## ")[0]
-    assert {*re.findall(r"`([a-z -]+)`", names)} == {*PATTERNS}
-
-
-def test_flax_normalisations_are_named():
-    for layer in (linen.LayerNorm(), linen.RMSNorm(), linen.GroupNorm(2), linen.BatchNorm(False)):
-
-        def fun(x, w, layer=layer):
-            return layer.init_with_output(jax.random.key(0), x @ w)[0]
-
-        assert plan(fun, shape(4, 8), shape(8, 8)).summary.groups == {"normalisation": 1}, layer
-
-
-def test_single_sums_and_exponentials_have_no_name():
-    def fun(x, w):
-        y = x @ w
-        return jnp.mean(y), y / (1 + jnp.sum(y)), lax.exp(y), jnp.sum(y * x)
-
-    assert plan(fun, shape(4, 8), shape(8, 8)).summary.groups == {}
+# --- the summary
 
 
 def test_the_summary_lists_float32_products_with_their_reasons():

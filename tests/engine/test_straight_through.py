@@ -67,7 +67,7 @@ def test_the_distance_to_the_nearest_code_counts_as_a_cancellation():
         return codes[jnp.argmin(jnp.sum(z**2, -1, keepdims=True) - 2 * z @ codes.T + jnp.sum(codes**2, -1), -1)]
 
     plan = jaxmp.cast_plan(reconstruction(nearest, plain), "mixed_float16")(PARAMS, X)
-    assert "cancellation" in plan.summary.groups
+    assert any(why.startswith("a term that others cancel") for _, why in plan.summary.full_products)
 
 
 def test_products_and_streams_around_a_straight_through_estimator_are_half():

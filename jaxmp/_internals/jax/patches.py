@@ -1,10 +1,8 @@
-"""Replacements of JAX's attention and special functions during tracing.
+"""A replacement of JAX's attention during tracing.
 
 ``jax.nn.dot_product_attention`` chooses its implementation during tracing, by the dtypes of its operands. cuDNN
 supports only half precision (float16 or bfloat16). So the operands must be cast before the call, not in the finished
-program. A function of ``jax.scipy.special`` or ``jax.scipy.stats`` is traced to polynomials and series, which cannot be
-recognised later. So while the engine traces a function, wrappers replace these functions of JAX. The wrapper of the
-attention casts the operands first. The wrappers of special functions add a named scope.
+program. So while the engine traces a function, a wrapper replaces this function of JAX, and casts the operands first.
 """
 
 from __future__ import annotations
@@ -12,58 +10,50 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-import types
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jax.scipy.special
-import jax.scipy.stats
 import numpy as np
 
 from jaxmp.base.cache_keys import decided
 from jaxmp.base.context_variables import setting
 
-_deciding: ContextVar[tuple[Callable[[], np.dtype | None], str] | None] = ContextVar("jaxmp_stand_ins", default=None)
+_deciding: ContextVar[Callable[[], np.dtype | None] | None] = ContextVar("jaxmp_attention", default=None)
 _lock = threading.Lock()
-_originals: list[tuple[dict[str, Any], dict[str, Any]]] = []  # the dicts of modules, and the functions to restore
+_original = jax.nn.dot_product_attention  # the function to restore
 _depth = 0
 
 
 @contextlib.contextmanager
-def stand_ins(key: Any, dtype: Callable[[], np.dtype | None], scope: str) -> Iterator[None]:
-    """Replace JAX's attention and special functions in this context.
+def half_attention(key: Any, dtype: Callable[[], np.dtype | None]) -> Iterator[None]:
+    """Replace JAX's attention in this context.
 
     Float32 calls of ``jax.nn.dot_product_attention`` run in half precision with cuDNN, where cuDNN has a kernel. A call
-    with ``implementation="xla"`` does not change. Special functions run in a named scope. In other threads, JAX's
-    functions behave as usual.
+    with ``implementation="xla"`` does not change. In other threads, JAX's function behaves as usual.
 
     Args:
       key: a hashable key of everything that ``dtype`` depends on.
       dtype: a function that returns the half-precision dtype for a call of the attention, or None to leave the call in
         float32.
-      scope: the name of the scope around special functions.
     """
-    with setting(_deciding, (dtype, scope)), _replacing(), decided(key):
+    with setting(_deciding, dtype), _replacing(), decided(key):
         yield
 
 
 @contextlib.contextmanager
 def _replacing() -> Iterator[None]:
-    """Replace JAX's functions in this context.
+    """Replace JAX's attention in this context.
 
-    If several contexts overlap, the last context to end restores the functions.
+    If several contexts overlap, the last context to end restores the function.
     """
-    global _depth
+    global _depth, _original
     with _lock:
         if _depth == 0:
-            _originals.clear()
-            for holder, names, stand_in in _replaced():
-                originals = {name: holder[name] for name in names}
-                _originals.append((holder, originals))
-                holder.update({name: stand_in(original) for name, original in originals.items()})
+            _original = jax.nn.dot_product_attention
+            jax.nn.dot_product_attention = _attention(_original)
         _depth += 1
     try:
         yield
@@ -71,8 +61,7 @@ def _replacing() -> Iterator[None]:
         with _lock:
             _depth -= 1
             if _depth == 0:
-                for holder, originals in _originals:
-                    holder.update(originals)
+                jax.nn.dot_product_attention = _original
 
 
 @contextlib.contextmanager
@@ -93,33 +82,6 @@ def with_cudnn(version: tuple[int, int, int]) -> Iterator[None]:
 
 
 @functools.cache
-def _replaced() -> list[tuple[dict[str, Any], list[str], Callable[[Any], Any]]]:
-    """Return the functions to replace, and their wrappers.
-
-    Each entry has the dict of a module, the names of functions in it, and the function that wraps them.
-    """
-    stats = (value for value in vars(jax.scipy.stats).values() if isinstance(value, types.ModuleType))
-
-    def functions_in(module: Any) -> list[str]:
-        public = [(name, value) for name, value in vars(module).items() if not name.startswith("_")]
-        return [name for name, value in public if callable(value) and not isinstance(value, type)]
-
-    special = [(vars(module), functions_in(module), _special) for module in (jax.scipy.special, *stats)]
-    return [(vars(jax.nn), ["dot_product_attention"], _attention), *special]
-
-
-@functools.cache
-def _special(original: Any) -> Any:
-    @functools.wraps(original)
-    def special(*args: Any, **kwargs: Any) -> Any:
-        deciding = _deciding.get()
-        with jax.named_scope(deciding[1]) if deciding else contextlib.nullcontext():
-            return original(*args, **kwargs)
-
-    return special
-
-
-@functools.cache
 def _attention(original: Any) -> Any:
     @functools.wraps(original)
     def dot_product_attention(
@@ -129,7 +91,7 @@ def _attention(original: Any) -> Any:
         written = {np.dtype(getattr(operand, "dtype", None)) for operand in operands}
         wants = implementation == "cudnn" or (implementation is None and jax.default_backend() == "gpu")
         deciding = _deciding.get() if wants and written == {np.dtype(np.float32)} else None
-        half = deciding[0]() if deciding else None
+        half = deciding() if deciding else None
         if half is None:
             return original(*operands, **kwargs, bias=bias, mask=mask)
         arrays = [operand.astype(half) for operand in operands]  # the backward pass of a cast stores no array
