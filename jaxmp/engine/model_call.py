@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from jaxmp.engine.autocast import computed
 from jaxmp.engine.decide import Decisions
-from jaxmp.engine.half_check import NotHalf, check_half_products
+from jaxmp.engine.half_check import check_half_products
 from jaxmp.engine.model_policy import ModelPolicy
 
 
@@ -28,12 +28,11 @@ class ModelCall:
     def _receive(self, decisions: Decisions) -> None:
         self._decisions = decisions
 
-    def check(self, called_all: bool, not_half: Sequence[NotHalf]) -> None:
+    def check(self, called_all: bool) -> None:
         """Check that the policy has an effect. Call it after :meth:`computed`.
 
         Args:
           called_all: whether the call ran every module with params. A call of a part of the model is not checked.
-          not_half: the modules that do not compute in half precision. If it is empty, products are not checked.
 
         Raises:
           UnmatchedOverrideError: an override of an operation matched nothing.
@@ -42,4 +41,4 @@ class ModelCall:
         assert self._decisions is not None
         if called_all:
             self._classifier.matcher.check()
-            check_half_products(self._decisions, self._policy.default, not_half)
+            check_half_products(self._decisions, self._policy.default)

@@ -22,7 +22,6 @@ import numpy as np
 from jaxmp.base import trees as _tree
 from jaxmp.base.dtypes import is_half, is_narrow
 from jaxmp.engine.classifier import Classifier
-from jaxmp.engine.half_check import Reason, reason_not_half
 from jaxmp.engine.marks import computing, widened
 from jaxmp.engine.overrides import Level, levels_of
 from jaxmp.policy.patterns import OPERATIONS, Path, checked_overrides, path_and_primitive
@@ -129,7 +128,6 @@ class ModelPolicy:
         elif policy.written:
             written = "operands"
         dtype = policy.compute_dtype if written else np.dtype(np.float32)
-        computes = policy.compute_dtype if author.dtype is None else author.dtype
         casts_params = self.stores and author.param_dtype is None
         casts_caches = self.stores and not written and is_half(policy.compute_dtype)
         return Treatment(
@@ -140,7 +138,6 @@ class ModelPolicy:
             all_half=number is not None and self.policies.overrides[number].all_half,
             param_dtype=policy.param_dtype if casts_params else None,
             cache_dtype=policy.compute_dtype if casts_caches else None,
-            not_half=reason_not_half(policy, computes, pattern, self.operations),
         )
 
 
@@ -168,7 +165,6 @@ class Treatment:
       all_half: whether this override has the level ``"half"``, which makes every operation of the module half.
       param_dtype: the dtype in which new params are stored; None to store them as they are initialised.
       cache_dtype: the dtype in which new float32 caches are stored; None to store them as they are created.
-      not_half: the reason why the module does not compute in half precision; None if it does.
     """
 
     policy: Policy
@@ -178,7 +174,6 @@ class Treatment:
     all_half: bool
     param_dtype: np.dtype | None
     cache_dtype: np.dtype | None
-    not_half: Reason | None
 
     def mark(self) -> contextlib.AbstractContextManager[None]:
         """Return the scope in which the methods of the module run."""

@@ -20,7 +20,6 @@ from jaxmp._internals.flax.linen import is_checked
 from jaxmp._internals.flax.nnx_if_imported import imported_nnx
 from jaxmp.base import trees as _tree
 from jaxmp.base.context_variables import setting
-from jaxmp.engine.half_check import NotHalf, Reason
 from jaxmp.engine.model_policy import AuthorDtypes, CallStack, MethodCall, Treatment, is_default, is_floating
 from jaxmp.linen.scopes import PARAMS, PoliciedModel, convert_variables, models_around
 from jaxmp.policy.patterns import Path
@@ -47,11 +46,9 @@ class _CalledModules:
 
     Attributes:
       classes: the classes of the modules. Modules that share a scope have one path.
-      not_half: the reason why each called module does not compute in half precision, or None.
     """
 
     classes: dict[Path, tuple[type, ...]] = dataclasses.field(default_factory=dict)
-    not_half: dict[Path, Reason | None] = dataclasses.field(default_factory=dict)
 
     def add(self, model: PoliciedModel, module: Any) -> dict[Path, tuple[type, ...]]:
         """Record a module; return its class and those of the modules that contain it, by path in the model.
@@ -106,7 +103,6 @@ class Run:
         with convert_variables(module.scope, treatment):
             if context.method_name == "setup" or _calls_itself(self._stack.innermost, module):
                 return method(*args, **kwargs)
-            self._called_modules(model).not_half.setdefault(model.relative(module.path), treatment.not_half)
             return self._stack.run(MethodCall(module, module.path, treatment), method, args, kwargs)
 
     def _model_of(self, module: Any) -> PoliciedModel | None:
@@ -149,20 +145,6 @@ class Run:
         inner = self._paths_of_inner_models(model)
         owners = {path for path in _owners_of_params(module) if not _is_below(path, inner)}
         return owners <= self._called_modules(model).classes.keys()
-
-    def modules_not_half(self, model: PoliciedModel, module: Any) -> list[NotHalf]:
-        """Return the called modules that are not half.
-
-        The list is empty if there is another policy inside.
-        """
-        if self._paths_of_inner_models(model):
-            return []
-        owners = _owners_of_params(module)
-        return [
-            NotHalf("/".join(path) or type(module).__name__, reason, path in owners)
-            for path, reason in self._called_modules(model).not_half.items()
-            if reason is not None
-        ]
 
     def _called_modules(self, model: PoliciedModel) -> _CalledModules:
         return self._called.setdefault(model, _CalledModules())

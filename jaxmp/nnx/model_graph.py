@@ -6,11 +6,10 @@ import dataclasses
 import inspect
 from typing import Any
 
-import jax
 import numpy as np
 from flax import nnx
 
-from jaxmp._internals.flax.nnx_variables import is_module, items, own_variables
+from jaxmp._internals.flax.nnx_variables import is_module, items
 from jaxmp.engine.model_policy import is_default, is_floating
 from jaxmp.nnx.run import bare_class, decision_of
 from jaxmp.policy.patterns import Path
@@ -50,16 +49,6 @@ class ModuleNode:
         # If the author passes no dtype to an Embed, its constructor sets `dtype` to the `param_dtype`.
         is_embed = name == "dtype" and isinstance(self.module, nnx.Embed)
         return is_default(dtype, vars(self.module).get("param_dtype") if is_embed else _default(self.module, name))
-
-    def has_matrix(self) -> bool:
-        """Return whether a product may read a Param of the module.
-
-        For a module that wraps a Linen module, the answer is always yes.
-        """
-        params = [var for var in own_variables(self.module) if isinstance(var, nnx.Param)]
-        leaves = jax.tree.leaves([var.get_raw_value() for var in params])
-        is_matrix = any(len(getattr(leaf, "shape", ())) >= 2 for leaf in leaves)
-        return self.wraps_linen or (is_matrix and not isinstance(self.module, nnx.Embed))
 
     @property
     def wraps_linen(self) -> bool:

@@ -8,7 +8,7 @@ their classes, which add a decision and run the methods under it (see ``jaxmp/nn
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import numpy as np
@@ -17,7 +17,6 @@ from flax import nnx
 from jaxmp._internals.flax.nnx_variables import cast_variable, replace_variables
 from jaxmp.base.arguments import require_no_policy, require_order
 from jaxmp.base.dtypes import is_narrow
-from jaxmp.engine.half_check import NotHalf
 from jaxmp.engine.model_policy import (
     AuthorDtypes,
     ModelPolicy,
@@ -120,8 +119,6 @@ def _apply(model: M, policy: Any, overrides: Mapping[Any, Any] | None, function:
         _require_policies_in_bridges(graph)
     model_policy.policies.check(graph.classes, graph.variables)
     decisions = [_decide(model_policy, node, graph) for node in graph.nodes]  # before any change
-    if not graph.nested:
-        decisions[0] = dataclasses.replace(decisions[0], not_half=tuple(_modules_not_half(graph, decisions)))
     casts: dict[int, nnx.Variable[Any]] = {}
     for node, decision in zip(graph.nodes, decisions, strict=True):
         _apply_decision(node, decision, graph, casts)
@@ -182,14 +179,6 @@ def _deciding_path(policies: PolicyMap, node: ModuleNode, graph: ModuleGraph) ->
     """
     order = [*policies.patterns, None]
     return min(node.paths, key=lambda path: order.index(policies.resolve(path, graph.classes)[1]))
-
-
-def _modules_not_half(graph: ModuleGraph, decisions: list[NnxDecision]) -> Iterator[NotHalf]:
-    """Yield the modules that do not compute in half precision."""
-    for node, decision in zip(graph.nodes, decisions, strict=True):
-        if decision.treatment.not_half is not None:
-            name = "/".join(node.paths[0]) or bare_class(node.module).__name__
-            yield NotHalf(name, decision.treatment.not_half, node.has_matrix())
 
 
 def _apply_decision(

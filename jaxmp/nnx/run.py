@@ -26,7 +26,6 @@ from jaxmp._internals.flax.nnx_calls import make_array_call
 from jaxmp._internals.flax.nnx_variables import is_module, is_object, modules_in, own_variables
 from jaxmp.base.context_variables import setting
 from jaxmp.base.donation import require_not_deleted
-from jaxmp.engine.half_check import NotHalf
 from jaxmp.engine.model_call import ModelCall
 from jaxmp.engine.model_policy import CallStack, MethodCall, ModelPolicy, Treatment, VariableKind
 from jaxmp.policy.off_switch import unless_policies_off
@@ -47,7 +46,6 @@ class NnxDecision:
       replaced_dtype: the ``dtype`` of the author, in a tuple, if the policy replaced it.
       level: a number that makes the classes of two nested modules differ if all else is equal. Without this number, a
         call of the inner module would look like a call of the outer module's copy in a transform.
-      not_half: for a root, the modules that do not compute in half precision.
     """
 
     model_policy: ModelPolicy
@@ -55,7 +53,6 @@ class NnxDecision:
     is_root: bool
     replaced_dtype: tuple[Any, ...]
     level: int = 0
-    not_half: tuple[NotHalf, ...] = ()
 
 
 def decision_of(module: Any) -> NnxDecision | None:
@@ -166,7 +163,7 @@ def _run_model(module: Any, method: Any, args: Any, kwargs: Any) -> Any:
     except (RuntimeError, ValueError) as error:
         require_not_deleted(nnx.as_pure(nnx.state(module, graph=True)), error, TO_COPY)
         raise
-    call.check(called_all and decision.is_root, decision.not_half)
+    call.check(called_all and decision.is_root)
     return write(*results)
 
 
