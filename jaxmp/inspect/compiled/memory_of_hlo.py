@@ -103,7 +103,7 @@ def _is_written(program: HloProgram, loop: Instruction, number: int) -> bool:
     match = _BODY.search(loop.text)
     body = program.computations[match[1]] if match else {}
     (*_, root) = body.values()
-    if root.opcode != "tuple":
+    if root.opcode != "tuple" or number >= len(root.operands):  # the arrays of a nested tuple count as written
         return True
     result = body[root.operands[number]]
     while result.opcode in ("bitcast", "copy"):
