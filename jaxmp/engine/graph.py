@@ -218,6 +218,7 @@ class _Builder:
 
     def enter(self, step: Step, equation: Equation) -> None:
         """Add the nodes of an equation with bodies."""
+        first_node = len(self.nodes)
         for body in equation.inside:
             for value in body.inputs:
                 self.add_input(value)
@@ -227,6 +228,7 @@ class _Builder:
             self.last_loop += 1
             self.loop = first = self.last_loop
         step.inner = [self.body(body) for body in equation.inside]
+        step.span = range(first_node, len(self.nodes))
         if equation.is_loop:
             step.loops = range(first, self.last_loop + 1)
         self.loop, self.in_rule, self.region = loop_around, in_rule_around, step.region

@@ -54,9 +54,14 @@ def _raise_products(graph: Graph, step: Step, states: States) -> None:
 
     With the rounding errors of half products, the search may never converge.
     """
-    for node in graph.nodes:
+    for node in _nodes_in(graph, step):
         if node.loop in step.loops and node.kind is HALF and node.name in PRODUCTS:
             states.raise_to(node, State.FLOAT32, Rule.SEARCH)
+
+
+def _nodes_in(graph: Graph, step: Step) -> Sequence[Node]:
+    """Return the nodes of the inputs and bodies of a step."""
+    return graph.nodes[step.span.start : step.span.stop]
 
 
 class _Loop(NamedTuple):
@@ -95,7 +100,8 @@ def _decide_carries(graph: Graph, step: Step, states: States) -> None:
     carries = {join for join in step.joins if join is not None}
     if not carries:
         return
-    loop = _Loop(step, carries, [node for node in graph.nodes if node.loop in step.loops or node in carries])
+    nodes = [node for node in _nodes_in(graph, step) if node.loop in step.loops or node in carries]
+    loop = _Loop(step, carries, nodes)
     accumulations = loop.cycles(through_products=False)
     half_carries = _half_carries(loop, accumulations)
     for carry in carries:

@@ -102,6 +102,7 @@ class Step:
     inner: Sequence[StepBody] = ()
     node: Node | None = None  # the node of the first floating result
     loops: range = range(0)  # for a loop, the numbers of its body and of the loops inside
+    span: range = range(0)  # for an equation with bodies, the positions of their nodes in the graph's nodes
 
     def __repr__(self) -> str:
         return f"Step({primitive_of(self.eqn)})"

@@ -367,22 +367,6 @@ def test_examples_of_an_inner_vmap_may_differ_in_their_iterations(of_examples):
     np.testing.assert_allclose(results, expected, atol=0.02)
 
 
-def test_an_activation_that_nested_loops_read_often_enters_them_in_float32():
-    def fun(x, w):
-        y = jnp.tanh(x @ w)
-
-        def turn(state, _):
-            inner = jax.lax.scan(lambda c, _: (jnp.tanh(c + y) @ w, None), state + y, length=20)[0]
-            return inner, None
-
-        return jax.lax.scan(turn, y, length=20)[0] @ w
-
-    program = jax.make_jaxpr(half(fun))(jnp.full((8, 8), 1 / 8), jnp.ones((8, 8)))
-    (loop,) = (eqn for eqn in program.eqns if eqn.primitive.name == "scan")
-    operands = [atom.aval.dtype.name for atom in loop.invars[: bodies_of(loop).start]]
-    assert operands == ["float32"] * 2  # the activation and `w`
-
-
 def test_a_carry_that_another_scan_stacks_from_a_row_changes():
     """Only the scan that picks a row may stack it again to the same array."""
 

@@ -165,9 +165,9 @@ def test_overrides_of_operations_hold_with_overrides_of_modules(api):
         assert dtypes_of_products(model, X) == ["bfloat16", "float32", "float32"]
         model = under(three_layers(api), "mixed_bfloat16", {"class:half": "float32", "third": "half"})
         assert dtypes_of_products(model, X) == ["float32", "float32", "bfloat16"]
-    # An override of one primitive may keep every product in float32 under autocast.
-    model = api.autocast(three_layers(api), "mixed_float16", {"primitive:dot_general": "float32"})
-    assert set(dtypes_of_products(model, X)) == {"float32"}
+        model = under(three_layers(api), "mixed_float16", {"primitive:dot_general": "float32"})
+        with pytest.raises(ValueError, match="every product stays as it was"):
+            dtypes_of_products(model, X)
 
 
 @each_api
