@@ -114,12 +114,6 @@ TOLERANCE = _named(
     help="the largest error to allow; default: twice the error of half-precision products alone",
 )
 SEEDS = _named("--seeds", type=int, default=1, metavar="N", help="the number of PRNG keys to measure with; default: 1")
-PROBES = _named(
-    "--probes", type=int, default=8, metavar="N", help="the number of random directions for the gradients; default: 8"
-)
-FLOAT32_ROWS = _named(
-    "--float32", action="store_true", help="also show what half would cost where the program keeps float32"
-)
 NO_OPERATIONS = _named("--no-operations", action="store_true", help="choose only modules, not single operations")
 OPERATIONS = _named("--operations", action="store_true", help="show each operation, not only each module")
 SAVE = _named(

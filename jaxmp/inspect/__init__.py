@@ -10,7 +10,7 @@ from jaxmp.inspect._audit.audit import Audit, AuditError, audit
 from jaxmp.inspect._audit.findings import Finding
 from jaxmp.inspect._audit.products import Product
 from jaxmp.inspect._budget.budget import BudgetTotal, ErrorBudget, error_budget
-from jaxmp.inspect._budget.rows import BudgetGroup, BudgetRow
+from jaxmp.inspect._budget.measurement import BudgetGroup
 from jaxmp.inspect._collectives.collectives import Collectives, collectives, ideal_wire
 from jaxmp.inspect._compare.compare import Comparison, compare
 from jaxmp.inspect._compare.log_probs import LogProbComparison, compare_log_probs
@@ -31,7 +31,6 @@ __all__ = [
     "AuditError",
     "Blame",
     "BudgetGroup",
-    "BudgetRow",
     "BudgetTotal",
     "Collectives",
     "Comparison",
