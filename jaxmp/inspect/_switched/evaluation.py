@@ -131,7 +131,7 @@ def is_narrow_aval(aval: Any) -> bool:
 def has_fixed_dtypes(eqn: Any) -> bool:
     """Return whether an equation without bodies cannot be computed in another dtype."""
     name = primitive_of(eqn)
-    if name in CASTS or name in ("iota", "reduce_precision"):
+    if name in CASTS or name == "reduce_precision" or name == "iota":
         return False
     cls = classify(name)
     return cls in (Class.OPAQUE, Class.RECURSE, None) or names_a_dtype(eqn)
