@@ -18,9 +18,9 @@ from hypothesis import given, settings
 
 import jaxmp
 from jaxmp.inspect import compare, error_budget, tune
+from jaxmp.inspect._switched.switched import smallest_prefix
 from jaxmp.inspect._tune.candidates import modules_of
 from jaxmp.inspect._tune.measurement import Measurement
-from jaxmp.inspect._tune.search import smallest_prefix
 from jaxmp.policy.policy_map import get_policy
 
 pytestmark = pytest.mark.once

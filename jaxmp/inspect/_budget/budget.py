@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxmp.base import tables
@@ -16,6 +17,7 @@ from jaxmp.engine.trial_regions import trial_region
 from jaxmp.inspect._budget import sentences
 from jaxmp.inspect._budget.measurement import Budget, BudgetGroup
 from jaxmp.inspect._switched.gradient_program import GradientProgram, program_of_function, program_of_step
+from jaxmp.inspect._switched.sites import FLOAT64, HALF, Pair
 from jaxmp.inspect._switched.switched import SwitchedProgram, results_under_policy
 from jaxmp.inspect.gradient_error import LARGEST_GOOD_ERROR, percent, sentence_of_coarse_half
 from jaxmp.inspect.program.calls import (
@@ -28,6 +30,7 @@ from jaxmp.inspect.program.calls import (
 from jaxmp.inspect.program.function_leaves import of_arrays
 from jaxmp.inspect.program.half_arguments import half_arguments, sentences_of_half_arguments
 from jaxmp.inspect.status import status_of
+from jaxmp.policy.policy_map import get_policy
 
 _COLUMNS = "share", "error if float32", "error alone", "loss alone", "sites", "operations", "path or line"
 _SHOWN = 20
@@ -105,6 +108,7 @@ def error_budget(
     policy: Any = None,
     *,
     overrides: Mapping[str, str] | None = None,
+    tolerance: float | None = None,
 ) -> Callable[..., ErrorBudget]:
     """Measure what the roundings of each line to half precision cost.
 
@@ -119,7 +123,11 @@ def error_budget(
         are those of its floating results.
       policy: a policy with which :func:`jaxmp.autocast` runs ``fun``, in addition to the policies in ``fun``. Leave it
         out for a train step that was made with a policy.
+        For a function that computes in float64, ``"float32"`` measures what its lines cost in float32. (Autocast
+        itself leaves float64 alone.)
       overrides: overrides of ``policy``, as for :func:`jaxmp.autocast`.
+      tolerance: for float64 and float32: the result names the lines that must stay float64, so that the error is
+        within this tolerance if all other lines are float32.
 
     Returns:
       A function of ``fun``'s arguments that returns an :class:`ErrorBudget`.
@@ -141,6 +149,7 @@ def error_budget(
     """
     if overrides and policy is None:
         raise ValueError(f"overrides need a policy, got {overrides} and policy=None; pass the policy")
+    is_float32 = policy is not None and getattr(get_policy(policy), "compute_dtype", None) == np.float32
 
     def run(*args: Any) -> ErrorBudget:
         with status_of("error budget: tracing") as status:
@@ -152,6 +161,14 @@ def error_budget(
                 require_arguments_not_deleted(fun, args)
                 plain, arrays = of_arrays(fun, args)
                 trace = functools.partial(program_of_function, plain, arrays, policy, overrides)
+                if is_float32 and any(getattr(leaf, "dtype", None) == np.float64 for leaf in jax.tree.leaves(arrays)):
+                    trace = functools.partial(program_of_function, plain, arrays, None, None)
+                    return _Measurement(trace, status, FLOAT64).wide_budget(tolerance)
+            if tolerance is not None:
+                raise ValueError(
+                    f"a tolerance needs float64 arguments and the policy 'float32', got tolerance={tolerance}; "
+                    "jaxmp.inspect.tune takes a tolerance for half precision"
+                )
             rounded = half_arguments(argument_paths(plain, arrays), arrays)
             return _Measurement(trace, status).budget(rounded)
 
@@ -168,17 +185,41 @@ class _Measurement:
     Args:
       trace: returns the program under its policies.
       status: shows the stage on the terminal.
+      pair: the wide and the narrow dtype.
     """
 
-    def __init__(self, trace: Callable[[], GradientProgram], status: Any) -> None:
+    def __init__(self, trace: Callable[[], GradientProgram], status: Any, pair: Pair = HALF) -> None:
         self.trace, self.status = trace, status
-        self.program = SwitchedProgram(trace(), are_counted=True)
+        self.program = SwitchedProgram(trace(), pair, are_counted=True)
         if not self.program.sites:
             raise ValueError(
                 "an error budget needs a program that rounds to half precision, but this one does not; pass a "
                 "policy, such as error_budget(fun, 'mixed_bfloat16')"
             )
         self.results = "gradients" if self.program.program.has_loss else "results"
+
+    def wide_budget(self, tolerance: float | None) -> ErrorBudget:
+        """Run the program in float64 with roundings to float32, and return its budget."""
+        budget = Budget(self.program)
+        modules = budget.by_path()
+        texts = []
+        if tolerance is not None:
+            self.status.update("error budget: running lines")
+            needed, error = budget.lines_needed(tolerance)
+            names = ", ".join(sorted(needed)) or "no line"
+            texts.append(
+                f"For a tolerance of {tolerance:.1e}, these lines need float64: {names}. With the other lines in "
+                f"float32 the error is {error:.1e}; with all lines in float32 it is {budget.error:.1e}."
+            )
+        return ErrorBudget(
+            by_path=tuple(modules),
+            by_line=tuple(budget.by_line(modules)),
+            measured=BudgetTotal(budget.loss_error, budget.error),
+            floor=budget.error_with(self.program.operands_of_products),
+            loss=budget.reference.loss,
+            not_counted=self.program.not_counted,
+            sentences=tuple(texts),
+        )
 
     def budget(self, rounded_arguments: tuple[str, ...]) -> ErrorBudget:
         """Run the program, and return its budget."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from jaxmp.base import tables
 from jaxmp.inspect._switched.sites import Site
-from jaxmp.inspect._switched.switched import Mask, SwitchedProgram
+from jaxmp.inspect._switched.switched import Mask, SwitchedProgram, smallest_prefix
 
 _MOST_MODULES, _MOST_LINES = 10, 12
 _NOTABLE = 0.1
@@ -111,6 +111,20 @@ class Budget:
         """Return a key that sorts lines: those that overflow first, and then those with the largest share."""
         numbers = [number for line in lines for number in line]
         return -self.overflows[numbers].sum(), -self.share_of(self.error_without(numbers))
+
+    def lines_needed(self, tolerance: float) -> tuple[list[str], float]:
+        """Return the lines that must be wide for an error within a tolerance, as few as possible, and the error.
+
+        All other lines round the values that they read, too. The lines that cause the largest error alone come first.
+        """
+        lines = tables.grouped(range(len(self.sites)), lambda number: self.lines[number])
+        lines.sort(key=lambda line: -self.error_with(self.program.only(line)))
+
+        def error_of(needed: Sequence[Sequence[int]]) -> float:
+            return self.error_with(~self.program.only([number for line in needed for number in line]))
+
+        needed = lines[: smallest_prefix(lines, error_of, tolerance)]
+        return [self.lines[line[0]] for line in needed], error_of(needed)
 
     def numbers_of_line(self, name: str) -> list[int]:
         """Return the sites of a line."""

@@ -56,6 +56,8 @@ class Pair:
 
 HALF = Pair()
 """The pair of a program that computes in half precision."""
+FLOAT64 = Pair(np.dtype(np.float64), np.dtype(np.float32))
+"""The pair of a program in float64."""
 
 
 @dataclass(frozen=True, eq=False)

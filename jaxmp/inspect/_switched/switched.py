@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -22,6 +22,7 @@ from jaxmp.inspect.program.recorded_evaluation import Records
 from jaxmp.program.reading import read_program
 from jaxmp.program.values import leading_to
 
+T = TypeVar("T")
 Mask = np.ndarray
 """A boolean for each site: whether its rounding is on."""
 
@@ -178,3 +179,20 @@ def results_from(program: GradientProgram, values: Sequence[Any]) -> Results:
     arrays = [in_double_precision(value) for value in values]
     loss = float(arrays.pop(0)) if program.has_loss else float("nan")
     return Results(loss, np.concatenate([array.ravel() for array in arrays]))
+
+
+def smallest_prefix(
+    order: Sequence[T], error_of: Callable[[Sequence[T]], float], tolerance: float, least: int = 0
+) -> int:
+    """Return the smallest number of first items whose error is within the tolerance, by bisection.
+
+    The result is at least ``least``, and the number of all items if no smaller number is enough.
+    """
+    too_few, enough = least - 1, len(order)
+    while enough - too_few > 1:
+        middle = (too_few + enough) // 2
+        if error_of(order[:middle]) <= tolerance:
+            enough = middle
+        else:
+            too_few = middle
+    return enough

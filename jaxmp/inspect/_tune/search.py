@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from jaxmp.inspect._switched.switched import smallest_prefix
 from jaxmp.inspect._tune.candidates import Candidate, Module, candidates_in, module_at, overrides_of
 from jaxmp.inspect._tune.measurement import Measurement
 from jaxmp.program.scopes import named_scopes
@@ -42,23 +43,6 @@ class Found:
     errors: dict[Candidate, float] = dataclasses.field(default_factory=dict)
     is_measured: bool = True
     interrupted: bool = False
-
-
-def smallest_prefix(
-    order: Sequence[Candidate], error_of: Callable[[Sequence[Candidate]], float], tolerance: float, least: int = 0
-) -> int:
-    """Return the smallest number of candidates whose error is within the tolerance, by bisection.
-
-    The result is at least ``least``, and the number of all candidates if no smaller number is enough.
-    """
-    too_few, enough = least - 1, len(order)
-    while enough - too_few > 1:
-        middle = (too_few + enough) // 2
-        if error_of(order[:middle]) <= tolerance:
-            enough = middle
-        else:
-            too_few = middle
-    return enough
 
 
 class Search:
