@@ -57,7 +57,6 @@ class Budget:
       error: the error with all roundings.
       loss_error: the relative error of the loss with all roundings.
       lines: the name of each site's line, see :class:`BudgetGroup`.
-      runs: the number of runs.
     """
 
     def __init__(self, program: SwitchedProgram) -> None:
@@ -68,11 +67,9 @@ class Budget:
         everything = program.run(~program.no_rounding)
         self.error, self.loss_error = everything.error(self.reference), everything.loss_error(self.reference)
         self.lines = _lines_of(self.sites)
-        self.runs = 2
 
     def error_with(self, mask: Mask) -> float:
         """Return the error with the roundings of a mask."""
-        self.runs += 1
         return self.program.run(mask).error(self.reference)
 
     def error_without(self, numbers: Sequence[int]) -> float:
@@ -147,7 +144,6 @@ class Budget:
         return tables.common_path(["/".join(path[:depth]) for path in paths])
 
     def _group(self, numbers: Sequence[int], name: str) -> BudgetGroup:
-        self.runs += 1
         alone = self.program.run(self.program.only(numbers))
         remaining = self.error_without(numbers)
         return BudgetGroup(
