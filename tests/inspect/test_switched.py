@@ -17,9 +17,9 @@ from jaxmp.inspect._switched.switched import SwitchedProgram, results_under_poli
 POLICY = "mixed_bfloat16"
 
 
-def switched(loss_fn, args, policy=POLICY, overrides=None, **options):
-    program = program_of_function(loss_fn, args, policy, overrides)
-    return program, SwitchedProgram(program, **options)
+def switched(loss_fn, args, policy=POLICY):
+    program = program_of_function(loss_fn, args, policy, None)
+    return program, SwitchedProgram(program)
 
 
 @functools.cache
@@ -141,8 +141,8 @@ def test_underflows_and_overflows_are_counted_also_in_a_scan():
         gram = (40 * x).T @ (40 * x)  # overflows
         return jnp.sum((gram / 1e5) @ w) + jnp.sum(y.reshape(x.shape) @ w)
 
-    _, sites = switched(loss_fn, (W, 3 * X), "mixed_float16", are_counted=True)
-    underflows, overflows = sites.counts(sites.no_rounding)
+    _, sites = switched(loss_fn, (W, 3 * X), "mixed_float16")
+    underflows, overflows = sites.counts()
     lines = {site.equation.source for site, count in zip(sites.sites, overflows, strict=True) if count}
     assert len(lines) == 1 and underflows.sum() > X.size
     products = [n for n, site in enumerate(sites.sites) if site.key[1:] and site.equation.name == "dot_general"]

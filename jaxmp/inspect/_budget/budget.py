@@ -190,7 +190,7 @@ class _Measurement:
 
     def __init__(self, trace: Callable[[], GradientProgram], status: Any, pair: Pair = HALF) -> None:
         self.trace, self.status = trace, status
-        self.program = SwitchedProgram(trace(), pair, are_counted=True)
+        self.program = SwitchedProgram(trace(), pair)
         if not self.program.sites:
             raise ValueError(
                 "an error budget needs a program that rounds to half precision, but this one does not; pass a "

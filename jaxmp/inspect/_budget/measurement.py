@@ -63,7 +63,7 @@ class Budget:
         self.program = program
         self.sites = program.sites
         self.reference = program.run(program.no_rounding)
-        self.underflows, self.overflows = program.counts(program.no_rounding)
+        self.underflows, self.overflows = program.counts()
         everything = program.run(~program.no_rounding)
         self.error, self.loss_error = everything.error(self.reference), everything.loss_error(self.reference)
         self.lines = _lines_of(self.sites)

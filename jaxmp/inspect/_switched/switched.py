@@ -61,7 +61,6 @@ class SwitchedProgram:
     Args:
       program: the program under its policies.
       pair: the wide and the narrow dtype.
-      are_counted: whether runs count the elements that underflow and overflow in float16.
 
     Attributes:
       read: the program, read into equations.
@@ -72,7 +71,7 @@ class SwitchedProgram:
       ValueError: the program has float8 values.
     """
 
-    def __init__(self, program: GradientProgram, pair: Pair = HALF, *, are_counted: bool = False) -> None:
+    def __init__(self, program: GradientProgram, pair: Pair = HALF) -> None:
         self.program = program
         self.read = read_program(program.jaxpr, program.consts)
         if has_float8(self.read):
@@ -82,10 +81,8 @@ class SwitchedProgram:
         self._operations = Operations(self.read)
         self.sites: Sequence[Site] = sites_of(self.read, self._operations, pair)
         self.not_counted = tuple(dict.fromkeys(self._without_switches()))
-        self._are_counted = are_counted and any(has_small_range(site.dtype) for site in self.sites)
         self._places = [(site.key, site.position) for site in self.sites]
-        sites = dict(zip(self._places, self.sites, strict=True))
-        self._run = runner(program, sites, are_counted=self._are_counted)
+        self._run = runner(program, dict(zip(self._places, self.sites, strict=True)))
 
     def mask(self, accepts: Callable[[Site], bool]) -> Mask:
         """Return the mask in which the switches of accepted sites are on."""
@@ -127,23 +124,22 @@ class SwitchedProgram:
 
     def run(self, mask: Mask, inputs: Sequence[Any] | None = None) -> Results:
         """Return the results of a run with a mask, for the program's inputs or others with their shapes."""
-        return self._results(mask, inputs)[0]
+        are_on = dict(zip(self._places, mask.tolist(), strict=True))
+        values, _ = self._run(self.program.inputs if inputs is None else inputs, are_on)
+        return results_from(self.program, values)
 
-    def counts(self, mask: Mask) -> tuple[np.ndarray, np.ndarray]:
-        """Return how many elements underflow and overflow at each site in a run with a mask."""
+    def counts(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return how many elements underflow and overflow at each site in float16, in a run without rounding."""
         counts = np.zeros((2, len(self.sites)))
-        records = self._results(mask, None)[1] if self._are_counted else {}
+        if not any(has_small_range(site.dtype) for site in self.sites):
+            return counts[0], counts[1]
+        run = runner(self.program, dict(zip(self._places, self.sites, strict=True)), are_counted=True)
+        _, records = run(self.program.inputs, dict.fromkeys(self._places, False))
         for number, site in enumerate(self.sites):
             if site.key in records:  # not in while loops
                 of_iterations = records[site.key].get(site.position, np.zeros(2))
                 counts[:, number] = np.asarray(of_iterations, np.float64).reshape(-1, 2).sum(0)
         return counts[0], counts[1]
-
-    def _results(self, mask: Mask, inputs: Sequence[Any] | None) -> tuple[Results, Any]:
-        program = self.program
-        are_on = dict(zip(self._places, mask.tolist(), strict=True))
-        values, records = self._run(program.inputs if inputs is None else inputs, are_on)
-        return results_from(program, values), records
 
     def _without_switches(self) -> Any:
         leading = leading_to(self.read.results)

@@ -60,7 +60,7 @@ class _Loss:
             return evaluate(jaxpr, consts, jax.tree.leaves(args))[0]
 
         self.loss_of, self._args, self._half = loss_of, args, half
-        self.program = SwitchedProgram(self.trace(half, {}), are_counted=True)
+        self.program = SwitchedProgram(self.trace(half, {}))
         variables = [var for eqn in equations(jaxpr) for var in eqn.outvars]
         self.reference = self.program.no_rounding
         if any(is_narrow(getattr(var.aval, "dtype", None)) for var in variables):
@@ -130,11 +130,14 @@ class Measurement:
     def floor(self) -> float:
         """Return the error if only the operands of half products are rounded.
 
-        Operands that overflow in float16 are left out.
+        If it is not finite, operands that overflow in float16 are left out.
         """
+        floor = max(self._errors_of(lambda program: program.operands_of_products))
+        if np.isfinite(floor):
+            return floor
 
         def mask(program: SwitchedProgram) -> Mask:
-            _, overflows = program.counts(program.no_rounding)
+            _, overflows = program.counts()
             of_products = {site.part for site, count in zip(program.sites, overflows, strict=True) if count}
             return program.operands_of_products & program.mask(lambda site: site.part not in of_products)
 

@@ -111,13 +111,12 @@ class Search:
     def _rank(self) -> None:
         """Sort the candidates by what float32 gains there."""
         program, found = self._program, self.found
-        _, overflows = program.counts(program.no_rounding)
+        overflows = program.counts()[1] if math.isinf(found.error_before) else np.zeros(len(program.sites))
         keys = {}
         for candidate in found.candidates:
             numbers = self._sites[candidate]
             found.errors[candidate] = self._measurement.predicted(self._batch, program.without(numbers))
-            overflow = overflows[numbers].sum() if math.isinf(found.error_before) else 0
-            keys[candidate] = (-overflow, found.errors[candidate])
+            keys[candidate] = (-overflows[numbers].sum(), found.errors[candidate])
         self._overflowing = [candidate for candidate in found.candidates if keys[candidate][0]]
         found.candidates = sorted(found.candidates, key=keys.__getitem__)
 
