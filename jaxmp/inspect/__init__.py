@@ -10,7 +10,7 @@ from jaxmp.inspect._audit.audit import Audit, AuditError, audit
 from jaxmp.inspect._audit.findings import Finding
 from jaxmp.inspect._audit.products import Product
 from jaxmp.inspect._budget.budget import BudgetTotal, ErrorBudget, error_budget
-from jaxmp.inspect._budget.rows import BudgetGroup, BudgetRow
+from jaxmp.inspect._budget.measurement import BudgetGroup
 from jaxmp.inspect._compare.compare import Comparison, compare
 from jaxmp.inspect._first_nonfinite.first_nonfinite import Blame, first_nonfinite
 from jaxmp.inspect._fit.combinations import Trial
@@ -30,7 +30,6 @@ __all__ = [
     "AuditError",
     "Blame",
     "BudgetGroup",
-    "BudgetRow",
     "BudgetTotal",
     "Collectives",
     "Comparison",

@@ -54,6 +54,22 @@ def interpreted(
     return [read(atom) for atom in jaxpr.outvars]
 
 
+def unused_after(jaxpr: Any) -> list[list[Any]]:
+    """Return for each equation the variables that nothing reads after it."""
+    last = {}
+    for number, eqn in enumerate(jaxpr.eqns):
+        for atom in (*eqn.invars, *eqn.outvars):
+            if not is_literal(atom):
+                last[atom] = number
+    for atom in jaxpr.outvars:
+        if not is_literal(atom):
+            last.pop(atom, None)
+    unused: list[list[Any]] = [[] for _ in jaxpr.eqns]
+    for var, number in last.items():
+        unused[number].append(var)
+    return unused
+
+
 def equations(jaxpr: Jaxpr | ClosedJaxpr) -> Iterator[JaxprEqn]:
     """Yield every equation of a jaxpr and of the jaxprs nested in it.
 

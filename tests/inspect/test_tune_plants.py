@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxmp.inspect import tune
-from jaxmp.inspect._tune.candidates import candidates_of, overrides_of
+from jaxmp.inspect._tune.candidates import Candidate, modules_of, overrides_of
 from jaxmp.inspect._tune.measurement import Measurement
 from jaxmp.policy.policy_map import get_policy
 
@@ -90,12 +90,14 @@ def _params(count):
 
 
 @pytest.mark.parametrize(("plant", "half"), PLANTS)
-def test_the_planted_operation_is_found_and_no_other(plant, half):
+def test_the_planted_operations_are_found(plant, half):
     tuned = tune(_loss(layer, plant, layer), half)(_params(3), X)
     operations = [row.path for row in tuned.rows if row.path.startswith("layer_1:")]
-    assert tuned.overrides and set(tuned.overrides) < set(operations)
+    planted = set(tuned.overrides).intersection(operations)
+    assert planted and len(tuned.overrides) <= 3
+    assert len(planted) == len(tuned.overrides) or plant is growth_by_factors_near_one  # which reads a rounded tanh
     assert tuned.met and tuned.error_before > tuned.tolerance and tuned.half_flops == 1
-    assert tuned.evaluations <= 6
+    assert tuned.evaluations <= 4
 
 
 def test_without_a_plant_nothing_is_found():
@@ -110,12 +112,13 @@ def test_no_choice_of_as_few_modules_has_much_more_in_half():
     module_tuned, operation_tuned = tune(loss_fn, half, operations=False)(*args), tune(loss_fn, half)(*args)
     policy = get_policy(half)
     measurement = Measurement(loss_fn, [args], policy, module_tuned.loss_scale or 1.0)
-    candidates = candidates_of(loss_fn, args, policy)
+    modules = modules_of(loss_fn, args, policy)
+    candidates = list(map(Candidate, modules))
     best = 0.0
     count_in_float32 = sum(row.is_float32 for row in module_tuned.rows)
     choices = itertools.chain(*(itertools.combinations(candidates, count) for count in range(count_in_float32 + 1)))
     for chosen in choices:
-        overrides = overrides_of(candidates, chosen, policy)
+        overrides = overrides_of(modules, chosen, policy)
         share = measurement.half_flops(overrides)
         if share > best and measurement.error(overrides) <= module_tuned.tolerance:
             best = share

@@ -336,14 +336,6 @@ def rules_and_memory() -> str:
     )
 
 
-def error_budgets() -> str:
-    """Return the tables of error budgets: the programs with the largest shares, and what float32 avoids."""
-    result = newest("budgets")
-    data = numbers(result.data)
-    tables = rule_tables.largest_shares(data["programs"]), rule_tables.avoided_errors(data["programs"])
-    return "\n\n".join([rule_tables.count_of_budgets(data), *tables, result.origin("All programs")])
-
-
 def roofline() -> str:
     """Return the table of predicted and measured step times, for an H200."""
     result = newest("compile_only")
@@ -377,7 +369,7 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
     "docs/tools/roofline.md": {"results": roofline},
     "docs/tools/index.md": {"gpus": gpus},
     "docs/tpus.md": {"tpus": tpus, "steps": tpu_steps, "slices": tpu_slices},
-    "docs/real_libraries.md": {"results": real_libraries, "rules": rules_and_memory, "budgets": error_budgets},
+    "docs/real_libraries.md": {"results": real_libraries, "rules": rules_and_memory},
     "docs/tools/tune.md": {"results": lambda: copied("tune")},
     "docs/concepts/float8.md": {"tpu": float8_on_tpu},
     "docs/concepts/formats.md": {"results": lambda: copied("matmul_precision")},

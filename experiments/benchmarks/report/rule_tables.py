@@ -1,17 +1,15 @@
-"""Tables of the rules of autocast, of the memory that they save, and of error budgets."""
+"""Tables of the rules of autocast, and of the memory that they save."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from experiments.benchmarks.real_libraries import ablation, budgets
+from experiments.benchmarks.real_libraries import ablation
 from experiments.benchmarks.real_libraries.ablation_memory import ALL_RULES, EACH_ALONE
 from experiments.report.tables import markdown, percent
 
 LEAST_CHANGE = 0.005
 """The smallest change of memory that the table shows."""
-MOST_BUDGETS = 8
-"""The number of programs, and of reasons, that the tables of error budgets show."""
 
 
 def without_a_graph(programs: list[dict[str, Any]]) -> str:
@@ -40,24 +38,3 @@ def memory(rows: list[dict[str, Any]]) -> str:
         if row["off"] == EACH_ALONE or abs(change) >= LEAST_CHANGE:
             cells.append((row["model"], row["off"], f"{100 * change:+.1f} %"))
     return markdown(("model, compiled for an H200", "switched off", "memory compared with all rules"), cells, left=2)
-
-
-def largest_shares(programs: list[dict[str, Any]]) -> str:
-    """Return the table of programs in which one line causes most of the error.
-
-    The rows are from the benchmark `budgets`. Programs whose error is not predicted are left out.
-    """
-    explained = [row for row in programs if budgets.is_explained(row)]
-    return markdown(budgets.PROGRAM_COLUMNS, budgets.rows_of_programs(explained)[:MOST_BUDGETS], left=3)
-
-
-def avoided_errors(programs: list[dict[str, Any]]) -> str:
-    """Return the table of the errors that float32 avoids, from the benchmark `budgets`."""
-    return markdown(budgets.RULE_COLUMNS, budgets.rows_of_reasons(programs)[:MOST_BUDGETS])
-
-
-def count_of_budgets(data: dict[str, Any]) -> str:
-    """Return a sentence with the numbers of programs with and without an error budget."""
-    measured, failed = len(data["programs"]), len(data["failed"])
-    rest = f" The record names the {failed} others, which were not reached or took too long." if failed else ""
-    return f"{measured} programs are measured.{rest}"

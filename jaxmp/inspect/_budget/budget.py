@@ -1,30 +1,28 @@
-"""Measure in one pass what each rounding to half precision costs."""
+"""Measure what the roundings of each line to half precision cost."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 
 from jaxmp.base import tables
-from jaxmp.base.dtypes import is_narrow
 from jaxmp.base.inspection import tool
 from jaxmp.engine.trial_regions import trial_region
 from jaxmp.inspect._budget import sentences
-from jaxmp.inspect._budget.gradient_program import GradientProgram, program_of_function, program_of_step
-from jaxmp.inspect._budget.reasons import plan_rows, whys_of
-from jaxmp.inspect._budget.rows import Budget, BudgetGroup, BudgetRow
-from jaxmp.inspect._budget.run import BudgetRun, Effects, RoundedOperands, norm, results_of
-from jaxmp.inspect._budget.sites import Site, has_float8, sites_of
+from jaxmp.inspect._budget.measurement import Budget, BudgetGroup
+from jaxmp.inspect._switched.gradient_program import GradientProgram, program_of_function, program_of_step
+from jaxmp.inspect._switched.sites import FLOAT64, HALF, Pair
+from jaxmp.inspect._switched.switched import SwitchedProgram, results_under_policy
 from jaxmp.inspect.gradient_error import LARGEST_GOOD_ERROR, percent, sentence_of_coarse_half
 from jaxmp.inspect.program.calls import (
     argument_paths,
     is_step,
-    loss_of_step,
     require_arguments_not_deleted,
     step_call,
     step_under_policy,
@@ -32,24 +30,24 @@ from jaxmp.inspect.program.calls import (
 from jaxmp.inspect.program.function_leaves import of_arrays
 from jaxmp.inspect.program.half_arguments import half_arguments, sentences_of_half_arguments
 from jaxmp.inspect.status import status_of
-from jaxmp.program.primitives import PRODUCTS
-from jaxmp.program.reading import read_program
-from jaxmp.program.values import Equation, Key, Program, depending_on
+from jaxmp.policy.policy_map import get_policy
 
-_COLUMNS = (
-    "share", "gradients (relative)", "loss (absolute)", "sites", "operation", "dtype", "phase", "path", "source", "why"
-)  # fmt: skip
+_COLUMNS = "share", "error if float32", "error alone", "loss alone", "sites", "operations", "path or line"
 _SHOWN = 20
-_MOST_OF_A_LINE = 0.8
+_MOST_OF_A_LINE = 0.7
 """The share of a line's error that its main operations cause."""
+_MOST_TRIALS = 3
+"""The number of lines in which float32 is tried if no line's own roundings cause most of the error."""
+_TRUSTED = 2.0
+"""The factor between the error of the roundings and the measured error from which the result warns."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class BudgetTotal:
-    """The measured error of a program, or the part of it that the roundings explain.
+    """The error of a program under its policies.
 
     Attributes:
-      loss_error: the signed change of the loss; NaN for a function without a loss.
+      loss_error: the relative error of the loss; NaN for a function without a loss.
       gradient_error: the relative L2 error of all gradients together. For a function without a loss, that of all
         results.
     """
@@ -58,39 +56,29 @@ class BudgetTotal:
     gradient_error: float
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class ErrorBudget(tables.Shown):
-    """The error that each rounding to half precision (float16 or bfloat16) causes.
+    """The error that the roundings to half precision (float16 or bfloat16) cause, by module and by line.
 
-    The errors are exact to first order: they are derivatives of the loss and of the gradients with respect to each
-    rounded value, times its rounding error on these arguments. The errors of gradients in ``rows`` and in groups are
-    estimates from a few random directions. With 8 directions, they are good to about a factor of two; more ``probes``
-    are more exact.
+    All errors are measured, by runs of the program with some of its roundings.
 
     Attributes:
-      rows: the roundings, equal layers together. Rows that overflow in float16 come first, and then rows that
-        underflow. The largest share comes first among the others.
-      by_path: the roundings of each module or scope, the largest share first.
-      by_line: the roundings of each line of your code. If the operations of a line are in several modules or scopes,
-        each of them has a group.
-      by_rule: the roundings by the reason of autocast.
-      predicted: the part of the measured error that all roundings together explain, to first order. For the gradients,
-        it is the size of their change along the measured error. If the run under the policy is not finite, it is the
-        estimated error by all roundings, without the numbers that overflow.
+      by_path: the roundings of each module or scope. Groups that overflow in float16 come first, and then the largest
+        share. Equal layers are one group. If there are many modules, those in the same parent are one group.
+      by_line: the roundings of the lines of your code, in the modules that cause a notable share of the error.
       measured: the error of a run under the policy, relative to a run in float32.
+      floor: the error of the gradients if only the operands of half products are rounded.
       loss: the loss in float32; NaN for a function without a loss.
-      not_counted: the operations whose roundings, or through which errors, are not counted, with the reasons.
+      not_counted: the operations whose roundings have no switch, with the reasons.
       sentences: the result in words.
       half_arguments: the names of arguments, other than params, whose values are all rounded to half precision. If a
         half program computed them, the float32 reference should not read them: their error is not measured.
     """
 
-    rows: tuple[BudgetRow, ...]
     by_path: tuple[BudgetGroup, ...]
     by_line: tuple[BudgetGroup, ...]
-    by_rule: tuple[BudgetGroup, ...]
-    predicted: BudgetTotal
     measured: BudgetTotal
+    floor: float
     loss: float
     not_counted: tuple[str, ...]
     sentences: tuple[str, ...]
@@ -98,30 +86,20 @@ class ErrorBudget(tables.Shown):
 
     def _shown(self) -> Any:
         cells = []
-        for row in self.rows[:_SHOWN]:
-            changes = f"{row.gradient_error:.1e}", f"{row.loss_error:+.1e}"
-            where = row.operation, row.dtype, row.phase, row.path, row.source, _why_with_counts(row)
-            cells.append((f"{row.share:.1%}", *changes, row.sites, *where))
-        notes = []
-        if len(self.rows) > _SHOWN:
-            rest = sum(row.share for row in self.rows[_SHOWN:])
-            notes.append(f"… and {len(self.rows) - _SHOWN} rows with {percent(rest)} of the error")
-        if self.not_counted:
-            notes.append(f"not counted: {'; '.join(self.not_counted)}")
-        title = (
-            f"The relative error of the gradients is {self.measured.gradient_error:.2e}, predicted "
-            f"{self.predicted.gradient_error:.2e}; the loss of {self.loss:.3g} changes by "
-            f"{self.measured.loss_error:+.2e}, predicted {self.predicted.loss_error:+.2e}"
-        )
+        for group in [*self.by_path, *self.by_line][:_SHOWN]:
+            errors = (group.error_in_float32, group.error_alone, group.loss_error_alone)
+            counts = {"overflow": group.overflows, "underflow": group.underflows}
+            texts = [f"{tables.short(count)} {name}" for name, count in counts.items() if count]
+            operations = "; ".join([*texts, group.operations])
+            shown = [f"{error:.1e}" for error in errors]
+            cells.append((f"{group.share:.1%}", *shown, group.sites, operations, group.name or "outside of modules"))
+        measured = self.measured
+        title = f"The relative error of the gradients is {measured.gradient_error:.2e}, and of the loss "
+        title += f"{measured.loss_error:.2e}; the floor is {self.floor:.2e}"
         if np.isnan(self.loss):
-            title = f"The error is {self.measured.gradient_error:.2e}, predicted {self.predicted.gradient_error:.2e}"
+            title = f"The relative error of the results is {measured.gradient_error:.2e}; the floor is {self.floor:.2e}"
+        notes = [f"not counted: {'; '.join(self.not_counted)}"] if self.not_counted else []
         return title, _COLUMNS, cells, [*notes, *sentences_of_half_arguments(self.half_arguments), *self.sentences]
-
-
-def _why_with_counts(row: BudgetRow) -> str:
-    counts = {"overflow": row.overflows, "underflow": row.underflows}
-    texts = [f"{tables.short(count)} {name}" for name, count in counts.items() if count]
-    return "; ".join([*texts, row.why])
 
 
 @tool
@@ -130,16 +108,14 @@ def error_budget(
     policy: Any = None,
     *,
     overrides: Mapping[str, str] | None = None,
-    probes: int = 8,
-    seed: int = 0,
-    float32: bool = False,
+    tolerance: float | None = None,
 ) -> Callable[..., ErrorBudget]:
-    """Measure what each rounding to half precision costs, in one backward pass.
+    """Measure what the roundings of each line to half precision cost.
 
-    The program of ``fun`` under its policies runs in float32. A tap at each value that the policies round has its
-    rounding error on these arguments. Reverse-mode differentiation through the program, and through its gradient, then
-    gives the effect of each rounding on the loss and on the gradients. The result names the lines of your code that
-    cause the error, and says what float32 would gain there.
+    The program of ``fun`` under its policies, with its gradient, runs in float32. Each of its roundings has a switch.
+    For each module, and then for the lines of the modules that matter, one run without their roundings shows what
+    float32 would gain there, and one run with only their roundings shows what they cause alone. The last sentence of
+    the result says which line to change. Its promise is measured under the very override that it names.
 
     Args:
       fun: a function that returns the loss (a floating scalar), or a tuple whose first element is the loss. It may also
@@ -147,19 +123,18 @@ def error_budget(
         are those of its floating results.
       policy: a policy with which :func:`jaxmp.autocast` runs ``fun``, in addition to the policies in ``fun``. Leave it
         out for a train step that was made with a policy.
+        For a function that computes in float64, ``"float32"`` measures what its lines cost in float32. (Autocast
+        itself leaves float64 alone.)
       overrides: overrides of ``policy``, as for :func:`jaxmp.autocast`.
-      probes: the number of random directions in which the errors of the gradients are measured. With more directions,
-        the estimates are more exact and take longer.
-      seed: the seed of the random directions.
-      float32: whether results that stay float32 also get rows, as if they were half: the errors that float32 avoids.
+      tolerance: for float64 and float32: the result names the lines that must stay float64, so that the error is
+        within this tolerance if all other lines are float32.
 
     Returns:
       A function of ``fun``'s arguments that returns an :class:`ErrorBudget`.
 
     Raises:
       ValueError: the results are not floating, or not finite in float32; the program rounds nothing, or has float8
-        values; ``probes`` is less than 1; ``policy`` is set for a train step that has one; or
-        :func:`jaxmp.autocast` rejects them.
+        values; ``policy`` is set for a train step that has one; or :func:`jaxmp.autocast` rejects them.
       RuntimeError: an argument was donated to an earlier step.
 
     >>> def loss_fn(w, x):
@@ -172,39 +147,30 @@ def error_budget(
     >>> budget.by_line[0].share > 0.5
     True
     """
-    if probes < 1:
-        raise ValueError(f"probes is the number of random directions, at least 1, got {probes}; leave it out for 8")
     if overrides and policy is None:
         raise ValueError(f"overrides need a policy, got {overrides} and policy=None; pass the policy")
+    is_float32 = policy is not None and getattr(get_policy(policy), "compute_dtype", None) == np.float32
 
     def run(*args: Any) -> ErrorBudget:
         with status_of("error budget: tracing") as status:
             if is_step(fun):
-                step = step_under_policy(fun, policy, overrides)
-                call = step_call(step, args)
+                call = step_call(step_under_policy(fun, policy, overrides), args)
                 trace = functools.partial(program_of_step, call)
-                rows = plan_rows(loss_of_step(step), args, None, None)
                 plain, arrays = _arguments_of_step, (call.state.params, call.state.model_state, call.batch)
             else:
                 require_arguments_not_deleted(fun, args)
                 plain, arrays = of_arrays(fun, args)
                 trace = functools.partial(program_of_function, plain, arrays, policy, overrides)
-                rows = plan_rows(plain, arrays, policy, overrides)
-            program = trace()
-            read = read_program(program.jaxpr, program.consts)
-            if has_float8(read):
+                if is_float32 and any(getattr(leaf, "dtype", None) == np.float64 for leaf in jax.tree.leaves(arrays)):
+                    trace = functools.partial(program_of_function, plain, arrays, None, None)
+                    return _Measurement(trace, status, FLOAT64).wide_budget(tolerance)
+            if tolerance is not None:
                 raise ValueError(
-                    "an error budget does not cover float8, but this program has float8 values; measure mixed_bfloat16"
+                    f"a tolerance needs float64 arguments and the policy 'float32', got tolerance={tolerance}; "
+                    "jaxmp.inspect.tune takes a tolerance for half precision"
                 )
-            sites = sites_of(read, _half_dtype(read) if float32 else None)
-            if not sites:
-                raise ValueError(
-                    "an error budget needs a program that rounds to half precision, but this one does not; pass a "
-                    "policy, such as error_budget(fun, 'mixed_bfloat16')"
-                )
-            measurement = _Measurement(trace, program, read, sites, BudgetRun(program, sites, probes, seed), status)
-            budget = measurement.budget(whys_of(sites, rows))
-            return dataclasses.replace(budget, half_arguments=half_arguments(argument_paths(plain, arrays), arrays))
+            rounded = half_arguments(argument_paths(plain, arrays), arrays)
+            return _Measurement(trace, status).budget(rounded)
 
     return run
 
@@ -213,176 +179,126 @@ def _arguments_of_step(params: Any, model_state: Any, batch: Any) -> None:
     """Name the arguments of a train step's loss function."""
 
 
-def _half_dtype(program: Program) -> np.dtype:
-    """Return the half dtype of a program; bfloat16 if it has none."""
-    dtypes = [value.dtype for value in program.values if value.is_half]
-    return dtypes[0] if dtypes else np.dtype(jnp.bfloat16)
-
-
 class _Measurement:
-    """The measurement of a program's error budget."""
+    """The measurement of a program's error budget.
 
-    def __init__(
-        self,
-        trace: Callable[[], GradientProgram],
-        program: GradientProgram,
-        read: Program,
-        sites: Sequence[Site],
-        run: BudgetRun,
-        status: Any,
-    ) -> None:
-        self.trace, self.program, self.read, self.sites, self.run, self.status = (
-            trace,
-            program,
-            read,
-            sites,
-            run,
-            status,
+    Args:
+      trace: returns the program under its policies.
+      status: shows the stage on the terminal.
+      pair: the wide and the narrow dtype.
+    """
+
+    def __init__(self, trace: Callable[[], GradientProgram], status: Any, pair: Pair = HALF) -> None:
+        self.trace, self.status = trace, status
+        self.program = SwitchedProgram(trace(), pair)
+        if not self.program.sites:
+            raise ValueError(
+                "an error budget needs a program that rounds to half precision, but this one does not; pass a "
+                "policy, such as error_budget(fun, 'mixed_bfloat16')"
+            )
+        self.results = "gradients" if self.program.program.has_loss else "results"
+
+    def wide_budget(self, tolerance: float | None) -> ErrorBudget:
+        """Run the program in float64 with roundings to float32, and return its budget."""
+        budget = Budget(self.program)
+        modules = budget.by_path()
+        texts = []
+        if tolerance is not None:
+            self.status.update("error budget: running lines")
+            needed, error = budget.lines_needed(tolerance)
+            names = ", ".join(sorted(needed)) or "no line"
+            texts.append(
+                f"For a tolerance of {tolerance:.1e}, these lines need float64: {names}. With the other lines in "
+                f"float32 the error is {error:.1e}; with all lines in float32 it is {budget.error:.1e}."
+            )
+        return ErrorBudget(
+            by_path=tuple(modules),
+            by_line=tuple(budget.by_line(modules)),
+            measured=BudgetTotal(budget.loss_error, budget.error),
+            floor=budget.error_with(self.program.operands_of_products),
+            loss=budget.reference.loss,
+            not_counted=self.program.not_counted,
+            sentences=tuple(texts),
         )
-        self.name_of_results = "gradients" if program.has_loss else "results"
-        self.half = [number for number, site in enumerate(sites) if not site.is_float32]
 
-    def budget(self, whys: Sequence[str]) -> ErrorBudget:
+    def budget(self, rounded_arguments: tuple[str, ...]) -> ErrorBudget:
         """Run the program, and return its budget."""
-        self.status.update("error budget: compiling and differentiating")
-        self.float32, alone = self.run.alone()
-        if not all(np.isfinite(result).all() for result in self.float32):
+        self.status.update("error budget: running modules")
+        budget = Budget(self.program)
+        if not budget.reference.is_finite:
             raise ValueError(
                 "an error budget compares with float32, but float32 is not finite on these arguments; "
                 "jaxmp.inspect.first_nonfinite names the operation"
             )
-        self.status.update("error budget: running under the policy")
-        under_policy = results_of(self.program)
-        together, is_finite = alone, all(np.isfinite(result).all() for result in under_policy)
-        if is_finite:
-            together = self.run.together(self.half, self._differences(under_policy))
-        alone, together, unknown = _finite_effects(alone, together)
-        budget = Budget(self.sites, whys, alone, together, norm(self._others(self.float32)))
-        loss = float(self.float32[0]) if self.program.has_loss else float("nan")
-        predicted = BudgetTotal(*(budget.total() if is_finite else budget.errors(self.half)))
-        measured = self._measured(under_policy, budget)
-        if not self.program.has_loss:
-            predicted = dataclasses.replace(predicted, loss_error=float("nan"))
-        without_effect = [_gap(self.sites[number].equation, "its effect is not finite") for number in unknown]
-        not_counted = tuple(dict.fromkeys([*self._gaps(), *without_effect]))
+        under_policy = results_under_policy(self.program.program)
+        loss_error, error = under_policy.loss_error(budget.reference), under_policy.error(budget.reference)
+        floor = budget.error_with(self.program.operands_of_products)
+        modules = budget.by_path()
+        self.status.update("error budget: running lines")
+        lines = budget.by_line(modules)
         return ErrorBudget(
-            rows=budget.rows(),
-            by_path=budget.by_path(),
-            by_line=budget.by_line(),
-            by_rule=budget.by_rule(),
-            predicted=predicted,
-            measured=measured,
-            loss=loss,
-            not_counted=not_counted,
-            sentences=tuple(self._sentences(budget, predicted, measured, has_gaps=bool(not_counted))),
+            by_path=tuple(modules),
+            by_line=tuple(lines),
+            measured=BudgetTotal(loss_error, error),
+            floor=floor,
+            loss=budget.reference.loss,
+            not_counted=self.program.not_counted,
+            sentences=tuple(self._sentences(budget, error, floor, lines)),
+            half_arguments=rounded_arguments,
         )
 
-    def _others(self, results: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
-        """Return the results without the loss."""
-        return results[1:] if self.program.has_loss else results
-
-    def _measured(self, results: Sequence[np.ndarray], budget: Budget) -> BudgetTotal:
-        """Return the error of results."""
-        loss_error = float(results[0] - self.float32[0]) if self.program.has_loss else float("nan")
-        return BudgetTotal(loss_error, budget.relative(norm(self._differences(results))))
-
-    def _differences(self, results: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Return the errors of results without the loss."""
-        pairs = zip(self._others(results), self._others(self.float32), strict=True)
-        return [result - true for result, true in pairs]
-
-    def _sentences(
-        self, budget: Budget, predicted: BudgetTotal, measured: BudgetTotal, *, has_gaps: bool
-    ) -> Iterator[str]:
-        if not self.half:
-            yield "The program rounds nothing to half precision."
-            return
-        error, results = measured.gradient_error, self.name_of_results
-        if sentences.is_mismatch(predicted.gradient_error, error):
-            yield sentences.sentence_of_mismatch(predicted.gradient_error, error, results, has_gaps=has_gaps)
-            results = f"explained {results}" if np.isfinite(error) else results
-        self.status.update("error budget: rounding only products")
-        floor = self._error_of([], RoundedOperands.OF_ALL, budget)
-        if error > LARGEST_GOOD_ERROR and LARGEST_GOOD_ERROR < floor < np.inf:
-            half = self.sites[self.half[0]].dtype.name
+    def _sentences(self, budget: Budget, measured: float, floor: float, lines: Sequence[BudgetGroup]) -> Iterator[str]:
+        error, line = budget.error, lines[0]
+        small, large = sorted((error, measured))
+        if large > _TRUSTED * small:
+            yield (
+                f"The roundings cause an error of {percent(error)} of the {self.results}, but {percent(measured)} is "
+                "measured: some operations are not counted, or the compiler rounds inside of an operation."
+            )
+        if not math.isfinite(error):
+            yield (
+                f"The error of the {self.results} is not finite under the policy; jaxmp.inspect.first_nonfinite names "
+                "the operation."
+            )
+        elif error > LARGEST_GOOD_ERROR and floor > LARGEST_GOOD_ERROR:
+            half = self.program.sites[0].dtype.name
             yield f"{sentence_of_coarse_half(half, floor)} jaxmp.inspect.tune measures the ways out."
-        largest = budget.by_line(self.half)[0]  # values that stay float32 cause no error
         if sentences.is_near_floor(error, floor):
             yield sentences.sentence_of_floor(error, floor)
-        elif largest.share < sentences.NOTABLE and not largest.overflows:
-            yield sentences.sentence_of_spread(largest, results)
-            of_products = [number for number in self.half if self.sites[number].operation in PRODUCTS]
-            if of_products:
-                after = self._error_of(of_products, RoundedOperands.OF_CHOSEN, budget)
-                yield sentences.sentence_of_products(error, after)
-        else:
-            yield self._advice(budget, largest, error, results)
+            return
+        advised = self._advised(budget, line)
+        if line.share < sentences.NOTABLE and not line.overflows:
+            # An operation that reads a float32 value may become float32 too, and no group of roundings shows this.
+            advised = max([advised, *(self._advised(budget, other) for other in lines[1:_MOST_TRIALS])])
+            if not advised.is_enough(budget.error):
+                of_products = budget.error_with(self.program.mask(lambda site: site.is_of_product))
+                yield sentences.sentence_of_spread(line, error, of_products, self.results)
+                return
+        yield sentences.sentence_of_line(advised, error, self.results)
 
-    def _error_of(self, rounded: Sequence[int], operands: RoundedOperands, budget: Budget) -> float:
-        """Return the error of the gradients if only some sites and operands of products are rounded."""
-        return self._measured(self.run.results(rounded, operands), budget).gradient_error
-
-    def _advice(self, budget: Budget, line: BudgetGroup, error: float, results: str) -> str:
-        """Return a sentence about a line, with an advice whose effect is measured under this advice."""
+    def _advised(self, budget: Budget, line: BudgetGroup) -> sentences.AdviceRun:
+        """Return a run under an advice about a line."""
         self.status.update("error budget: measuring the gain")
-        chosen = [self.sites[number] for number in self._main_operations(budget, line)]
-        is_shared = line.name != chosen[0].equation.source
-        advice = sentences.advice_for(chosen, [self.sites[number] for number in self.half], is_shared=is_shared)
+        sites = [self.program.sites[number] for number in self._main_operations(budget, line)]
+        is_shared = line.name != sites[0].equation.source
+        advice = sentences.advice_for(sites, self.program.sites, is_shared=is_shared)
         with trial_region(advice.covers):
-            program = self.trace()
-        after = self._measured(results_of(program), budget).gradient_error
-        return sentences.sentence_of_line(
-            sentences.AdviceRun(line, chosen, advice, error, after, self._products_in(advice)), results
-        )
-
-    def _products_in(self, advice: sentences.Advice) -> int:
-        """Return the number of half products of the forward pass that an advice makes float32."""
-        return sum(
-            equation.name in PRODUCTS and equation.phase == "forward" and advice.covers(equation)
-            for equation in {value.at for value in self.read.values if value.is_half and value.equation is not None}
-        )
+            variant = self.trace()
+        after = budget.error_with(self.program.mask_of(variant))
+        products = {site.equation for site in self.program.sites if site.is_of_product and advice.covers(site.equation)}
+        return sentences.AdviceRun(line, sites, advice, after, max(line.share, budget.share_of(after)), len(products))
 
     def _main_operations(self, budget: Budget, line: BudgetGroup) -> list[int]:
         """Return the sites of the operations that cause most of a line's error: as few operations as possible."""
-        on_line = [number for number in self.half if budget.lines[number] == line.name]
-        operations = tables.grouped(on_line, lambda number: self.sites[number].operation_in_float32)
-        operations.sort(key=lambda group: (-budget.counts(group)[1], -budget.share(group)))
+        numbers = budget.numbers_of_line(line.name)
+        equations = [site.equation for site in budget.sites]
+        groups = tables.grouped(numbers, lambda number: (equations[number].path, equations[number].name))
+        errors = {id(group): budget.error_without(group) for group in groups if len(groups) > 1}
+        groups.sort(key=lambda group: (-budget.overflows[group].sum(), errors.get(id(group), 0.0)))
         chosen: list[int] = []
-        for group in operations:
-            overflows = budget.counts(group)[1]
-            if overflows or budget.share(chosen) < _MOST_OF_A_LINE * line.share:
-                chosen += group
+        for group in groups:
+            chosen += group
+            is_enough = budget.share_of(budget.error_without(chosen)) >= _MOST_OF_A_LINE * line.share
+            if is_enough and not (line.overflows and budget.overflows[chosen].sum() < line.overflows):
+                break
         return chosen
-
-    def _gaps(self) -> Iterator[str]:
-        """Yield the operations through which errors do not pass, if a rounded value leads to them or is in them."""
-        values = {(value.key, value.position): value for value in self.read.values if value.is_computed}
-        rounded = [values[site.place] for site in self.sites]
-        keys_behind = {value.key for value in depending_on(rounded, self.read.values)}
-        for key, why in sorted(self.run.gaps.items()):
-            inside = any(site.place[0][: len(key)] == key for site in self.sites)
-            if inside or key in keys_behind or self._computes_in_half(key):
-                yield _gap(self.read.equations[key], why)
-
-    def _computes_in_half(self, key: Key) -> bool:
-        return any(is_narrow(value.dtype) for value in self.read.equations[key].results)
-
-
-def _gap(equation: Equation, why: str) -> str:
-    """Return a description of an operation that is not counted."""
-    places = ", ".join(filter(None, (equation.path, equation.source)))
-    return f"{equation.name}{f' ({places})' if places else ''}: {why}"
-
-
-def _finite_effects(alone: Effects, together: Effects) -> tuple[Effects, Effects, Sequence[int]]:
-    """Return effects with 0 in place of numbers that are not finite, and the numbers of these sites."""
-    is_finite = np.ones(alone.loss_changes.shape, bool)
-    for effects in (alone, together):
-        is_finite &= np.isfinite(effects.loss_changes) & np.isfinite(effects.changes).all(axis=0)
-        is_finite &= np.isfinite(effects.parts)
-    cleaned = []
-    for effects in (alone, together):
-        names = "loss_changes", "changes", "parts"
-        numbers = {name: np.where(is_finite, getattr(effects, name), 0) for name in names}
-        cleaned.append(dataclasses.replace(effects, **numbers))
-    return cleaned[0], cleaned[1], np.flatnonzero(~is_finite).tolist()

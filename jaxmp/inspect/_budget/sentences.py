@@ -1,4 +1,4 @@
-"""Say in sentences which roundings cause the error, and what float32 would change."""
+"""Say in sentences which line causes the error, and what float32 would change."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxmp._internals.jax.sources import user_line_of
-from jaxmp.inspect._budget.rows import BudgetGroup
-from jaxmp.inspect._budget.sites import Site
+from jaxmp.inspect._budget.measurement import BudgetGroup, operations_of
+from jaxmp.inspect._switched.sites import Site
 from jaxmp.inspect.gradient_error import LARGEST_GOOD_ERROR, percent
 from jaxmp.policy.patterns import covers, path_and_primitive
 from jaxmp.program.primitives import PRODUCTS
@@ -22,8 +22,6 @@ _REST, _REST_WITH_PRODUCTS = 0.9, 0.5
 """The largest share of the error that may remain if float32 is advised; the second, if products would leave half."""
 _NEAR_FLOOR = 2.0
 """The factor between the error and the floor below which no override is advised."""
-_TRUSTED = 2.0
-"""The factor between the predicted and the measured error from which errors are not small."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +55,30 @@ class Advice:
         return f"Write the products of this line on a line of their own, and p{region} rest."
 
 
+def advice_for(sites: Sequence[Site], all_sites: Sequence[Site], *, is_shared: bool) -> Advice:
+    """Return the advice for the sites that cause most of the error of a line.
+
+    Args:
+      sites: these sites.
+      all_sites: all sites of the program.
+      is_shared: whether the operations of the line are in several modules or scopes.
+    """
+    source = sites[0].equation.source
+    places = {(site.equation.path, site.equation.name) for site in sites}
+    paths = {path for path, _ in places}
+    if len(paths) == 1 and min(paths):
+        path = glob.escape(min(paths))
+        if len(places) == 1:
+            (_, operation), *_ = places
+            return Advice(f"{path}:{operation}", source)
+        if is_shared:
+            return Advice(path, source)
+    if any(site.is_of_product for site in sites):
+        return Advice(None, source)
+    products = {site.equation.path for site in all_sites if site.is_of_product and site.equation.source == source}
+    return Advice(None, source, frozenset(products - paths) if products else None)
+
+
 @dataclass(frozen=True)
 class AdviceRun:
     """A run under an advice.
@@ -65,37 +87,48 @@ class AdviceRun:
       line: the group of the line.
       sites: the sites of the line that cause most of its error.
       advice: the advice.
-      before, after: the relative error of the gradients without and with the advice.
+      after: the error with the advice.
+      share: the share of the squared error that comes from the line.
       products: the number of products that the advice makes float32.
     """
 
     line: BudgetGroup
     sites: Sequence[Site]
     advice: Advice
-    before: float
     after: float
+    share: float
     products: int
 
+    def __lt__(self, other: AdviceRun) -> bool:
+        return self.after > other.after
 
-def sentence_of_line(run: AdviceRun, results: str) -> str:
+    def is_enough(self, before: float) -> bool:
+        """Return whether the advice lowers an error notably, also for the products that it costs."""
+        return self.after < (_REST_WITH_PRODUCTS if self.products else _REST) * before
+
+
+def sentence_of_line(run: AdviceRun, before: float, results: str) -> str:
     """Return a sentence about the line that causes the largest share of the error.
 
-    ``results`` is the name of the results that have the error: gradients or results.
+    Args:
+      run: the run under the advice.
+      before: the error without the advice.
+      results: the name of the results that have the error: gradients or results.
     """
-    text = _text_of(run.sites[0].equation)
-    place = f"{run.line.name or 'code of unknown origin'}{f', {text}' if text else ''}"
-    start = f"{percent(min(run.line.share, 1))} of the {results}' error comes from one line: {place}"
-    if run.line.overflows:
-        start = f"{_number(run.line.overflows, 'number')} overflow in one line: {place}"
-    start = f"{start}, {_operations(run.sites)}"
-    was_finite, is_finite = math.isfinite(run.before), math.isfinite(run.after)
+    line, sites, after = run.line, run.sites, run.after
+    text = _text_of(sites[0].equation)
+    place = f"{line.name or 'code of unknown origin'}{f', {text}' if text else ''}"
+    start = f"{percent(run.share)} of the {results}' error comes from one line: {place}"
+    if line.overflows:
+        start = f"{_number(line.overflows, 'number')} overflow in one line: {place}"
+    start = f"{start}, {operations_of(sites)}"
+    was_finite, is_finite = math.isfinite(before), math.isfinite(after)
     if not was_finite and not is_finite:
         return f"{start}. With float32 there the error is still infinite, because of other lines."
-    largest_rest = _REST_WITH_PRODUCTS if run.products else _REST
-    if was_finite and not run.after < largest_rest * run.before:
-        return f"{start}. With float32 there the error is {percent(run.after)} instead of {percent(run.before)}."
+    if was_finite and not run.is_enough(before):
+        return f"{start}. With float32 there the error is {percent(after)} instead of {percent(before)}."
     rest = f"{_number(run.products, 'product')} would leave half" if run.products else "no product leaves half"
-    gain = f"float32 there lowers the error from {percent(run.before)} to {percent(run.after)}, and {rest}"
+    gain = f"float32 there lowers the error from {percent(before)} to {percent(after)}, and {rest}"
     return f"{start}: {gain}. {run.advice}"
 
 
@@ -107,56 +140,25 @@ def sentence_of_floor(error: float, floor: float) -> str:
     )
 
 
-def sentence_of_spread(largest: BudgetGroup, results: str) -> str:
+def sentence_of_spread(largest: BudgetGroup, error: float, error_of_products: float, results: str) -> str:
     """Return a sentence about an error to which many lines contribute.
 
-    ``largest`` is the line with the largest share.
+    Args:
+      largest: the line with the largest share.
+      error: the error.
+      error_of_products: the error if only products round.
+      results: the name of the results that have the error.
     """
     return (
         f"No line causes most of the {results}' error: the largest share is {percent(largest.share)}, of "
-        f"{largest.name or 'code of unknown origin'}."
-    )
-
-
-def sentence_of_products(error: float, error_of_products: float) -> str:
-    """Return a sentence that compares an error with the error if only products round. Both are relative."""
-    return (
-        f"If only the products were half, the error would be {percent(error_of_products)} instead of {percent(error)}."
+        f"{largest.name or 'code of unknown origin'}. If only the products were half, the error would be "
+        f"{percent(error_of_products)} instead of {percent(error)}."
     )
 
 
 def is_near_floor(error: float, floor: float) -> bool:
     """Return whether an error is small, and float32 elsewhere than in products gains little."""
     return error <= min(_NEAR_FLOOR * floor, LARGEST_GOOD_ERROR)
-
-
-def is_mismatch(predicted: float, measured: float) -> bool:
-    """Return whether the roundings do not explain the measured error."""
-    if math.isfinite(predicted) and not math.isfinite(measured):
-        return True
-    small, large = sorted((predicted, measured))
-    return large > _TRUSTED * small
-
-
-def sentence_of_mismatch(predicted: float, measured: float, results: str, *, has_gaps: bool) -> str:
-    """Return a warning that the roundings do not explain the measured error.
-
-    ``has_gaps`` says whether operations are not counted.
-    """
-    if not math.isfinite(measured):
-        return (
-            f"The error of the {results} is not finite under the policy; jaxmp.inspect.first_nonfinite names the "
-            f"operation. Without the numbers that overflow, the roundings cause an error of {percent(predicted)}."
-        )
-    start = (
-        f"The roundings explain an error of {percent(predicted)} of the {results}, but {percent(measured)} is measured."
-    )
-    if has_gaps:
-        return f"{start} The operations that are not counted may cause the rest."
-    return (
-        f"{start} So errors are not small somewhere: a number overflows (see jaxmp.inspect.first_nonfinite), or a "
-        "choice changes, such as a ReLU, a maximum, a bin or the result of top_k (see jaxmp.inspect.compare)."
-    )
 
 
 def _text_of(equation: Equation | None) -> str:
@@ -166,41 +168,6 @@ def _text_of(equation: Equation | None) -> str:
             return text.partition("  #")[0].rstrip()  # without a comment
         equation = equation.around
     return ""
-
-
-def advice_for(sites: Sequence[Site], all_sites: Sequence[Site], *, is_shared: bool) -> Advice:
-    """Return the advice for the sites that cause most of the error of a line.
-
-    Args:
-      sites: these sites.
-      all_sites: all sites of the program.
-      is_shared: whether the operations of the line are in several modules or scopes.
-    """
-    source = sites[0].equation.source
-    places = {(site.equation.path, site.operation_in_float32) for site in sites if site.phase == "forward"}
-    paths = {path for path, _ in places}
-    if len(paths) == 1 and min(paths):
-        path = glob.escape(min(paths))
-        if len(places) == 1:
-            (_, operation), *_ = places
-            return Advice(f"{path}:{operation}", source)
-        if is_shared:
-            return Advice(path, source)
-    if any(site.operation in PRODUCTS for site in sites):
-        return Advice(None, source)
-    products = {
-        site.equation.path for site in all_sites if site.operation in PRODUCTS and site.equation.source == source
-    }
-    return Advice(None, source, frozenset(products - paths) if products else None)
-
-
-def _operations(sites: Sequence[Site]) -> str:
-    """Return how often each operation of the line is rounded in the forward pass, or in all if there is none."""
-    forward = [site for site in sites if site.phase == "forward"] or list(sites)
-    counts: dict[str, int] = {}
-    for site in forward:
-        counts[site.rounded_operation] = counts.get(site.rounded_operation, 0) + (site.equation.count or 1)
-    return ", ".join(f"{count} × {name}" for name, count in counts.items())
 
 
 def _number(count: int, noun: str) -> str:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmp.inspect import gradient_error
 from jaxmp.inspect._compare.run import RecordedProgram, Slot
 from jaxmp.inspect.program.iterations import time_of
 
@@ -136,15 +137,9 @@ def compared_row(
 
 
 def relative_error(first: np.ndarray, reference: np.ndarray) -> float:
-    """Return the L2 norm of the difference, divided by the L2 norm of the reference.
-
-    The error is infinite if the difference is not finite, or if the reference is zero and the difference is not.
-    """
-    _, reference, difference = _differences(first, reference)
-    error, size = np.linalg.norm(difference.ravel()), np.linalg.norm(reference.ravel())
-    if error == 0:
-        return 0.0
-    return float(error / size) if size and np.isfinite(error) else np.inf
+    """Return the relative error of a value, without the infinities and NaNs that the reference has too."""
+    first, reference, _ = _differences(first, reference)
+    return gradient_error.relative_error(first, reference)
 
 
 def rows_of_scopes(

@@ -27,6 +27,7 @@ from jaxmp.program.equations import aval_of, bodies_of, is_literal, opened
 from jaxmp.program.reading import is_whole
 from jaxmp.program.running import run_bodies
 from jaxmp.program.values import Key
+from jaxmp.program.walk import unused_after
 
 
 class Moment(NamedTuple):
@@ -95,7 +96,7 @@ class _Stepping:
 
     def body(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], around: Moment) -> list[Any]:
         if jaxpr not in self.unused:
-            self.unused[jaxpr] = _unused_after(jaxpr)
+            self.unused[jaxpr] = unused_after(jaxpr)
         values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
 
         def read(atom: Any) -> Any:
@@ -134,22 +135,6 @@ class _Stepping:
             jax.block_until_ready((results, flags))
         self.visit(moment, eqn, operands, results, flags)
         return results
-
-
-def _unused_after(jaxpr: Any) -> list[list[Any]]:
-    """Return for each equation the variables that nothing reads after it."""
-    last = {}
-    for number, eqn in enumerate(jaxpr.eqns):
-        for atom in (*eqn.invars, *eqn.outvars):
-            if not is_literal(atom):
-                last[atom] = number
-    for atom in jaxpr.outvars:
-        if not is_literal(atom):
-            last.pop(atom, None)
-    unused: list[list[Any]] = [[] for _ in jaxpr.eqns]
-    for var, number in last.items():
-        unused[number].append(var)
-    return unused
 
 
 class Operation:

@@ -6,15 +6,18 @@ the path of a module, scope or operation to another policy.
 
 from __future__ import annotations
 
+import collections
 import glob
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import jax
+
 from jaxmp.base import tables
 from jaxmp.engine.overrides import FIXED
 from jaxmp.engine.plan import PlanRow, cast_plan
-from jaxmp.inspect._tune.prediction import is_half_operation, named_copy
+from jaxmp.inspect.program.calls import named
 from jaxmp.inspect.program.tracing import program_of
 from jaxmp.policy.patterns import covers
 from jaxmp.policy.policies import Policy
@@ -23,52 +26,66 @@ from jaxmp.program.reading import read_program
 from jaxmp.program.scopes import CALL_SCOPE, path_in
 
 T = TypeVar("T")
+_HALF = {"float16", "bfloat16"}
+
+
+@dataclass(frozen=True)
+class Module:
+    """A module or scope with half operations, or equal layers.
+
+    Attributes:
+      path: the path in the form of an override's key, such as ``"flow"``. A ``*`` stands for the numbers of equal
+        layers, as in ``"blocks/*"``.
+      layers: the path of each layer, or the only path.
+      flops: the FLOPs of the half operations by name, without those in submodules. Operations other than products have
+        none.
+    """
+
+    path: str
+    layers: tuple[str, ...]
+    flops: Mapping[str, int] = field(hash=False)
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A module, scope or operation that the search can switch to float32.
-
-    It may stand for the same part of several equal layers.
+    """A module, or an operation of a module, that the search can switch to float32.
 
     Attributes:
-      path: the path in the form of an override's key, such as ``"flow"`` or ``"flow:add"``. A ``*`` stands for the
-        numbers of equal layers, as in ``"blocks/*:add"``.
-      flops: the FLOPs of the candidate's products, without products in submodules.
-      operations: the half operations of a module or scope, without those in submodules; empty for an operation.
-      layers: the candidates of the single layers; empty if there is one layer.
+      module: the module.
+      primitive: the operation; empty for the whole module.
     """
 
-    path: str
-    flops: int
-    operations: tuple[Candidate, ...] = ()
-    layers: tuple[Candidate, ...] = ()
+    module: Module
+    primitive: str = ""
 
     @property
-    def is_product(self) -> bool:
-        """Return whether the candidate is an operation, and a product."""
-        return self.path.rpartition(":")[2] in PRODUCTS
+    def path(self) -> str:
+        """Return the key of an override, such as ``"flow:add"``."""
+        return f"{self.module.path}:{self.primitive}" if self.primitive else self.module.path
 
     @property
-    def operations_except_products(self) -> list[Candidate]:
-        """Return the operations of a module or scope that are not products."""
-        return [operation for operation in self.operations if not operation.is_product]
+    def flops(self) -> int:
+        """Return the FLOPs of the products."""
+        return self.module.flops[self.primitive] if self.primitive else sum(self.module.flops.values())
 
     @property
-    def paths(self) -> list[str]:
-        """Return the path of each layer, or the only path."""
-        return [layer.path for layer in self.layers or [self]]
+    def has_products(self) -> bool:
+        """Return whether the candidate has products."""
+        return not PRODUCTS.isdisjoint([self.primitive] if self.primitive else self.module.flops)
 
-    def parts(self) -> Iterator[Candidate]:
-        """Yield the candidate's operations and single layers, and the single layers of its operations."""
-        for operation in self.operations:
-            yield operation
-            yield from operation.layers
-        yield from self.layers
+
+def candidates_in(modules: Sequence[Module], *, operations: bool) -> list[Candidate]:
+    """Return the candidates: the operations of modules, or the modules."""
+    if not operations:
+        return [Candidate(module) for module in modules]
+    candidates = []
+    for module in modules:
+        candidates += [Candidate(module, name) for name in module.flops] or [Candidate(module)]
+    return candidates
 
 
 @dataclass
-class _Module:
+class _Rows:
     """The operations of a module or scope in a plan, without those in submodules.
 
     Attributes:
@@ -92,32 +109,35 @@ class _Module:
             self.flops[row.primitive] = self.flops.get(row.primitive, 0) + flops
 
 
-def candidates_of(
+def modules_of(
     plain: Callable[..., Any], args: Sequence[Any], half: Policy, *, modules_only: bool = False
-) -> list[Candidate]:
+) -> list[Module]:
     """Return the modules and scopes with half operations, children before parents.
 
-    Equal layers are one candidate. With ``modules_only``, a named scope in a module counts as a part of the module.
-    Without any module, the named scopes are the candidates.
+    Equal layers are one module. With ``modules_only``, a named scope in a module counts as a part of the module.
+    Without any module, the named scopes are the modules.
 
     Raises:
       ValueError: no operation in a module or scope is half.
     """
     modules = _paths_of_modules(plain, args) if modules_only else set()
-    in_plan: dict[str, _Module] = {}
+    in_plan: dict[str, _Rows] = {}
     for row in cast_plan(plain, half)(*named_copy(args)).rows:
         key = _key_of_module(row.path, modules) if modules else glob.escape(row.path)
         if key:
-            in_plan.setdefault(key, _Module()).add(row)
-    candidates = []
+            in_plan.setdefault(key, _Rows()).add(row)
+    half_modules = []
     for keys in _equal_layers(in_plan):
         if any(in_plan[key].is_half for key in keys):
-            candidates.append(_of_layers([_of_module(key, in_plan[key]) for key in keys]))
-    if not candidates:
+            flops = collections.Counter[str]()
+            for key in keys:
+                flops.update(in_plan[key].flops)
+            half_modules.append(Module(tables.common_path(keys), tuple(keys), flops))
+    if not half_modules:
         raise ValueError(
             "tune needs half operations in modules or named scopes, got none; put jax.named_scope around the parts"
         )
-    return sorted(candidates, key=lambda candidate: -candidate.path.count("/"))
+    return sorted(half_modules, key=lambda module: -module.path.count("/"))
 
 
 def half_code_outside(plain: Callable[..., Any], args: Sequence[Any], half: Policy) -> tuple[str, ...]:
@@ -126,7 +146,7 @@ def half_code_outside(plain: Callable[..., Any], args: Sequence[Any], half: Poli
     return tuple(dict.fromkeys(f"{row.primitive} ({row.source or 'code of unknown origin'})" for row in rows))
 
 
-def _equal_layers(modules: Mapping[str, _Module]) -> Iterator[list[str]]:
+def _equal_layers(modules: Mapping[str, _Rows]) -> Iterator[list[str]]:
     """Yield the keys of equal layers together, and each other key alone; parents come before children.
 
     The keys of equal layers differ in numbers only. The layers have the same code, their parents are equal layers, and
@@ -161,26 +181,6 @@ def _nearest_above(path: str, by_path: Mapping[str, T]) -> T | None:
     return None
 
 
-def _of_module(key: str, module: _Module) -> Candidate:
-    """Return the candidate of a module or scope."""
-    operations = tuple(Candidate(f"{key}:{name}", flops) for name, flops in module.flops.items())
-    return Candidate(key, sum(module.flops.values()), operations)
-
-
-def _of_layers(layers: Sequence[Candidate]) -> Candidate:
-    """Return the candidate of equal layers, or the only layer."""
-    if len(layers) == 1:
-        return layers[0]
-    path = tables.common_path([layer.path for layer in layers])
-    operations = [operation for layer in layers for operation in layer.operations]
-    by_name = tables.grouped(operations, lambda operation: operation.path.rpartition(":")[2])
-    return Candidate(path, _flops(layers), tuple(map(_of_layers, by_name)), tuple(layers))
-
-
-def _flops(candidates: Sequence[Candidate]) -> int:
-    return sum(candidate.flops for candidate in candidates)
-
-
 def _paths_of_modules(fun: Callable[..., Any], args: Sequence[Any]) -> set[str]:
     """Return the paths of the modules that a function calls."""
     jaxpr, _, _ = program_of(fun, *named_copy(args))
@@ -210,19 +210,37 @@ def _key_of_module(path: str, modules: Collection[str]) -> str:
     return "**/" + glob.escape("/".join(inside)) if inside else ""
 
 
-def overrides_of(candidates: Sequence[Candidate], chosen: Collection[Candidate], half: Policy) -> dict[str, str]:
-    """Return overrides that give float32 to the chosen candidates and parts of candidates.
+def overrides_of(modules: Sequence[Module], chosen: Collection[Candidate], half: Policy) -> dict[str, str]:
+    """Return overrides that give float32 to the chosen modules and operations.
 
-    Submodules of a chosen module keep the half policy, unless they are chosen too.
+    Submodules of a chosen module keep the half policy, unless they are chosen too. A module has one override if all its
+    operations are chosen.
     """
     overrides = {}
-    by_path = {path: candidate for candidate in candidates for path in candidate.paths}
-    touched = {candidate for candidate in candidates if not {candidate, *candidate.parts()}.isdisjoint(chosen)}
-    for candidate in candidates:  # children come before parents, and the first pattern that matches wins
-        if candidate in chosen:
-            overrides[candidate.path] = "float32"
+    by_path = {path: module for module in modules for path in module.layers}
+    touched = {candidate.module for candidate in chosen}
+    for module in modules:  # children come before parents, and the first pattern that matches wins
+        primitives = [candidate.primitive for candidate in chosen if candidate.module is module]
+        if "" in primitives or (len(primitives) > 1 and set(primitives) == set(module.flops)):
+            overrides[module.path] = "float32"
             continue
-        overrides |= {part.path: "float32" for part in candidate.parts() if part in chosen}
-        if _nearest_above(candidate.paths[0], by_path) in touched:  # equal layers have equal parents
-            overrides[candidate.path] = str(half)
+        overrides |= {f"{module.path}:{primitive}": "float32" for primitive in primitives}
+        if _nearest_above(module.layers[0], by_path) in touched:  # equal layers have equal parents
+            overrides[module.path] = str(half)
     return overrides
+
+
+def module_at(modules: Sequence[Module], names: Sequence[str]) -> Module | None:
+    """Return the module whose override applies to an operation in some scopes."""
+    return next((module for module in modules if covers(module.path, tuple(names))), None)
+
+
+def is_half_operation(row: PlanRow) -> bool:
+    """Return whether an operation of a plan has a half operand or result."""
+    return not _HALF.isdisjoint([*row.operands, *row.result.split(", ")])
+
+
+def named_copy(args: Sequence[Any]) -> Any:
+    """Return a copy of arguments in which each call of an NNX module has a scope."""
+    leaves, structure = jax.tree.flatten(tuple(args))
+    return named(jax.tree.unflatten(structure, leaves))

@@ -18,10 +18,9 @@ from jaxmp.base.inspection import tool
 from jaxmp.inspect._compare.compare import loss_of
 from jaxmp.inspect._first_nonfinite.first_nonfinite import first_nonfinite
 from jaxmp.inspect._numerics.numerics import numerics
-from jaxmp.inspect._tune.candidates import candidates_of, half_code_outside, overrides_of
+from jaxmp.inspect._tune.candidates import half_code_outside, modules_of
 from jaxmp.inspect._tune.measurement import Measurement, with_folded_keys, without_policies
-from jaxmp.inspect._tune.search import Result
-from jaxmp.inspect._tune.trials import Trials
+from jaxmp.inspect._tune.search import Found, Search
 from jaxmp.inspect.gradient_error import LARGEST_GOOD_ERROR, percent, sentence_of_coarse_half
 from jaxmp.inspect.program.calls import argument_paths, is_step, require_arguments_not_deleted, step_call
 from jaxmp.inspect.program.function_leaves import of_arrays, without_functions
@@ -43,9 +42,8 @@ class TunedRow:
     Attributes:
       path: the path in the form of an override's key, such as ``"flow"`` or ``"flow:add"``. A ``*`` stands for the
         numbers of equal layers.
-      error: the error of the function if this module or operation and all modules that overflow in half precision
-        compute in float32. With ``products_stay_half``, the module's products are half. The error is predicted, or
-        measured if predictions are wrong. NaN if the search did not need this error.
+      error: the error of the function without the roundings of this module or operation. NaN if the search did not
+        need this error.
       flops: the FLOPs of the products in the module, scope or operation, without products in submodules.
       is_float32: whether the search chose float32.
     """
@@ -60,9 +58,8 @@ class TunedRow:
 class Tuned(tables.Shown):
     """Overrides that keep the gradients near their float32 values.
 
-    Of the results that the search found, this one leaves the most FLOPs in half precision (float16 or bfloat16). If
-    FLOPs are equal, it has the fewest modules and operations in float32. The error of a function is the relative L2
-    error of all gradients together. It is infinite if the loss is not finite.
+    The error of a function is the relative L2 error of all gradients together. It is infinite if the loss is not
+    finite.
 
     Overrides of named scopes need :func:`jaxmp.autocast` of a function, or ``make_train_step(policy=)``.
 
@@ -75,8 +72,8 @@ class Tuned(tables.Shown):
       loss_error: the measured change of the loss with the overrides, divided by the absolute value of the loss, or by 1
         if that is larger; NaN if ``error`` is predicted.
       error_before: the measured error without overrides.
-      floor: the error if only the operands of products are rounded to half precision, and all computations are in
-        float32. Products that autocast keeps in float32 count only if the result of the search does not depend on them.
+      floor: the error if only the operands of half products are rounded to half precision (float16 or bfloat16), and
+        all computations are in float32. Products that autocast keeps in float32 do not count.
       tolerance: the largest allowed error.
       met: whether the measured error is at most ``tolerance``; False if the error is only predicted.
       is_too_coarse: whether the floor is above 5 %, and the user allowed no more. The half dtype itself is then too
@@ -86,10 +83,8 @@ class Tuned(tables.Shown):
       interrupted: whether Ctrl-C ended the search, so that fewer overrides may be enough.
       half_flops: the share of the products' FLOPs in half precision with the overrides, from 0 to 1.
       loss_scale: a good initial loss scale for float16; None for bfloat16.
-      products_stay_half: whether the search kept all products half, except in modules that overflow. The errors of
-        modules in ``rows`` are then with half products.
       rows: the modules, scopes and operations that the search could switch to float32; those in float32 come first.
-      evaluations: the number of programs that were compiled. Errors are predicted without a compilation.
+      evaluations: the number of programs that were measured in half precision.
       not_counted: if the tolerance is not met, the half operations outside of modules and named scopes, which the
         search cannot set to float32.
       half_arguments: the names of arguments with rounded values; see :class:`jaxmp.inspect.ErrorBudget`.
@@ -108,7 +103,6 @@ class Tuned(tables.Shown):
     interrupted: bool
     half_flops: float
     loss_scale: float | None
-    products_stay_half: bool
     rows: tuple[TunedRow, ...]
     evaluations: int
     not_counted: tuple[str, ...]
@@ -148,8 +142,6 @@ class Tuned(tables.Shown):
             notes.append(
                 f"{count} overrides: {count - count_in_half} for float32, {count_in_half} for submodules that stay half"
             )
-        if self.products_stay_half:
-            notes.append("the errors of modules are with half products, because all products may stay half")
         if self.float16_error is not None:
             notes.append(f"in float16 the error is {percent(self.float16_error)}: policy='mixed_float16'")
         if self.half_flops < _FEW_IN_HALF:
@@ -189,13 +181,10 @@ def tune(
     """Find the modules and operations that need float32 under a half policy.
 
     The reference is ``fun`` in float32, without policies and autocast. If the error of ``fun`` under
-    :func:`jaxmp.autocast` with ``policy`` is above the tolerance, a search tries modules in float32 instead of half
-    precision (float16 or bfloat16), and then single operations of these modules. If the tolerance allows it, all
-    products stay half. Equal layers are tried together, and have one override for all of them if more than 50 % of them
-    need float32. The error of each trial is predicted with one compiled program, in which the roundings of each
-    operation can be turned off. The error of the result is measured. There are usually at most 6 compilations, whatever
-    the number of modules. If predictions are wrong for this function, as with float8 products, errors are measured
-    instead, with a compilation for each trial.
+    :func:`jaxmp.autocast` with ``policy`` is above the tolerance, a search sets operations to float32 instead of half
+    precision (float16 or bfloat16), those with the largest gain first. If the tolerance allows it, all products stay
+    half. Equal layers have one override. The errors of the search are those of a program in which each rounding has a
+    switch, as in :func:`error_budget`. The error of the result is measured in half precision.
 
     Args:
       fun: a function that returns the loss, or a tuple whose first element is the loss. It may also be a train
@@ -261,7 +250,6 @@ def tune(
         if needs_scale:
             scale = numerics(plain)(*args).recommended_scale("float16")
         measurement = Measurement(plain, all_args, half, scale or 1.0)
-        measurement.compilations += int(needs_scale)  # by numerics
         if (number := measurement.batch_that_is_not_finite()) is not None:
             blame = first_nonfinite(plain)(*all_args[number])
             raise ValueError(
@@ -273,15 +261,12 @@ def tune(
         floor = measurement.floor()
         if not np.isfinite(floor):
             raise ValueError("tune compares with float32, but the float32 gradient is zero; tune other params or data")
-        candidates = candidates_of(plain, args, half, modules_only=not operations)
-        errors = measurement.errors({})
-        result = Result(candidates, error=max(errors), error_before=max(errors))
-        trials = None
-        if _is_floor_doubtful(floor, result.error, tolerance) and measurement.has_float32_products():
-            trials = Trials(measurement, candidates, errors)
-            least = _error_of_a_rounding(half) if tolerance is None else 0.0
-            floor = min(floor, max(trials.error_of_half_products(), least))
-        allowed = min(_FLOORS_ALLOWED * floor, LARGEST_GOOD_ERROR) if tolerance is None else tolerance
+        modules = modules_of(plain, args, half, modules_only=not operations)
+        allowed = tolerance
+        if allowed is None:
+            allowed = min(_FLOORS_ALLOWED * max(floor, _error_of_a_rounding(half)), LARGEST_GOOD_ERROR)
+        search = Search(measurement, modules, allowed, operations=operations)
+        result = search.found
         is_too_coarse = tolerance is None and floor > allowed and result.error > allowed
         if result.error > allowed:
             if tolerance is not None and allowed < _as_printed(floor):
@@ -289,15 +274,14 @@ def tune(
                     f"the tolerance is below the floor, got {allowed:.2e} and a floor of {floor:.2e}, the error of "
                     "half products alone;\nallow a larger error, or train in float32"
                 )
-            trials = trials or Trials(measurement, candidates, errors)
-            result = trials.search(allowed, operations=operations)
+            result = search.run()
         float16_error = None
         if is_too_coarse and half.compute_dtype != np.float16 and not result.interrupted:
             float16_error = _error_in_float16(plain, args, measurement)
         met = result.is_measured and result.error <= allowed
         return _tuned(
             result,
-            half,
+            search.overrides(result.chosen),
             measurement,
             floor=floor,
             tolerance=allowed,
@@ -316,21 +300,10 @@ def _error_in_float16(plain: Callable[..., Any], args: Sequence[Any], measuremen
     """Return the error under ``"mixed_float16"`` with a suitable loss scale; None on a TPU."""
     if jax.default_backend() == "tpu":
         return None
-    measurement.compilations += 1  # by numerics
     scale = numerics(plain)(*args).recommended_scale("float16")
     policy = get_policy("mixed_float16")
     assert isinstance(policy, Policy)
     return measurement.error_under(policy, scale)
-
-
-def _is_floor_doubtful(floor: float, error: float, tolerance: float | None) -> bool:
-    """Return whether the result depends on a floor that may be too high.
-
-    The floor counts all products. The program rounds fewer of them if its error is below the floor.
-    """
-    if tolerance is None:
-        return error < floor
-    return tolerance < min(error, _as_printed(floor))
 
 
 def _error_of_a_rounding(half: Policy) -> float:
@@ -361,28 +334,23 @@ def _checked_batches(batches: Sequence[tuple[Any, ...]] | None) -> list[tuple[An
     return list(batches or ())
 
 
-def _tuned(result: Result, half: Policy, measurement: Measurement, **details: Any) -> Tuned:
+def _tuned(result: Found, overrides: Mapping[str, str], measurement: Measurement, **details: Any) -> Tuned:
     """Return the result of ``tune``. ``details`` are fields of :class:`Tuned`."""
-    candidates = [*result.candidates, *result.operations]
-    layers_and_operations = sorted(result.chosen.difference(candidates), key=lambda candidate: candidate.path)
     rows = []
-    for candidate in [*candidates, *layers_and_operations]:
-        rows.append(
-            TunedRow(candidate.path, result.errors.get(candidate, np.nan), candidate.flops, candidate in result.chosen)
-        )
+    for candidate in result.candidates:
+        error = result.errors.get(candidate, np.nan)
+        rows.append(TunedRow(candidate.path, error, candidate.flops, candidate in result.chosen))
     rows.sort(key=lambda row: (not row.is_float32, np.nan_to_num(row.error, nan=np.inf)))
-    overrides = overrides_of(result.candidates, result.chosen, half)
     return Tuned(
-        policy=PolicyMap(half, overrides),
+        policy=PolicyMap(measurement.half, overrides),
         overrides=overrides,
         error=result.error,
         loss_error=measurement.loss_error(overrides) if result.is_measured else float("nan"),
         error_before=result.error_before,
         interrupted=result.interrupted,
         half_flops=measurement.half_flops(overrides),
-        products_stay_half=result.products_stay_half,
         rows=tuple(rows),
-        evaluations=measurement.compilations,
+        evaluations=measurement.evaluations,
         **details,
     )
 

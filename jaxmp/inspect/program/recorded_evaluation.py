@@ -48,7 +48,7 @@ def evaluate_and_record(
       sinks: pytrees of arrays for ``taps.at``, by equation key. The arrays have the same leading axes as the records of
         the equation.
     """
-    rewriter = _RecordingRewriter(taps, (), dict(sinks or {}))
+    rewriter = RecordingRewriter(taps, (), dict(sinks or {}))
     results = rewriter.evaluate(jaxpr, consts, args)
     for n, var in enumerate(jaxpr.outvars):
         if is_literal(var):  # the function returns a constant
@@ -56,58 +56,74 @@ def evaluate_and_record(
     return results, rewriter.records
 
 
-class _RecordingRewriter(Rewriter):
+class RecordingRewriter(Rewriter):
     """A rewriter of one body, which records results of its equations.
 
     Attributes:
+      key: the key of the current equation.
       records: the records by equation key, also those of equations in bodies.
     """
 
-    def __init__(self, taps: Taps, around: Key, sinks: Records) -> None:
+    def __init__(self, taps: Any, around: Key, sinks: Records) -> None:
         """Record the results of a body. ``around`` is the key of the body."""
         self.taps, self.around, self.sinks = taps, around, sinks
         self.records: Records = {}
         self._numbers = itertools.count()
-        self._key: Key = ()  # the key of the current equation
+        self.key: Key = ()
+
+    def inside(self, around: Key, sinks: Records) -> RecordingRewriter:
+        """Return a rewriter of a body of the current equation."""
+        return RecordingRewriter(self.taps, around, sinks)
+
+    def is_whole(self, eqn: Any) -> bool:
+        """Return whether an equation with bodies counts as one operation."""
+        return is_whole_with_rules(eqn)
 
     def evaluate_equation(self, eqn: Any, operands: list[Any]) -> list[Any]:
-        self._key = (*self.around, next(self._numbers))
-        if is_whole_with_rules(eqn):
+        """Return the results of an equation, and record them if it counts as one operation."""
+        self.key = (*self.around, next(self._numbers))
+        if self.is_whole(eqn):
             return self.evaluate_operation(eqn, operands)
         return super().evaluate_equation(eqn, operands)
 
     def evaluate_operation(self, eqn: Any, operands: list[Any]) -> list[Any]:
+        """Return the results of an operation, and record them."""
         return self._tap(super().evaluate_operation(eqn, operands))
 
     def evaluate_bodies(self, eqn: Any, bodies: Bodies, operands: list[Any]) -> list[Any]:
+        """Return the results of an equation with bodies, and add their records."""
         if bodies.is_call and not bodies.is_recomputed:
-            inside = _RecordingRewriter(self.taps, (*self._key, 0), self.sinks)
-            results = inside.evaluate_body(eqn, bodies, 0, *operands)
-            self.records |= inside.records
-            return results
-        results, records = self._with_records(eqn, bodies, operands)
+            return self.evaluate_call(eqn, bodies, operands)
+        results, records = self.with_records(eqn, bodies, operands)
         self.records |= records
         return results if bodies.is_call else self._tap(results)
 
-    def _tap(self, results: list[Any]) -> list[Any]:
-        """Record the results of the current equation."""
-        results, record = self.taps.at(self._key, results, self.sinks.get(self._key))
-        if record is not None:
-            self.records[self._key] = record
+    def evaluate_call(self, eqn: Any, bodies: Bodies, operands: list[Any]) -> list[Any]:
+        """Return the results of a call, whose body is evaluated in its place."""
+        inside = self.inside((*self.key, 0), self.sinks)
+        results = inside.evaluate_body(eqn, bodies, 0, *operands)
+        self.records |= inside.records
         return results
 
-    def _with_records(self, eqn: Any, bodies: Bodies, operands: list[Any]) -> tuple[list[Any], Records]:
+    def _tap(self, results: list[Any]) -> list[Any]:
+        """Record the results of the current equation."""
+        results, record = self.taps.at(self.key, results, self.sinks.get(self.key))
+        if record is not None:
+            self.records[self.key] = record
+        return results
+
+    def with_records(self, eqn: Any, bodies: Bodies, operands: list[Any]) -> tuple[list[Any], Records]:
         """Evaluate an equation with bodies, and return its results and records.
 
         The equation is rebuilt so that its bodies take the sinks as operands, and return the records.
         """
-        key = self._key
+        key = self.key
         inside = {place: value for place, value in self.sinks.items() if place[: len(key)] == key != place}
         sinks_inside, tree = jax.tree.flatten(inside)
 
         def body(number: int, *values: Any) -> tuple[list[Any], Records]:
             count = len(values) - len(sinks_inside)
-            rewriter = _RecordingRewriter(self.taps, (*key, number), jax.tree.unflatten(tree, values[count:]))
+            rewriter = self.inside((*key, number), jax.tree.unflatten(tree, values[count:]))
             return rewriter.evaluate_body(eqn, bodies, number, *values[:count]), rewriter.records
 
         shapes: Records = {}  # branches must have equal structures, so each returns the records of all branches

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmp.base.dtypes import is_narrow
 from jaxmp.base.trees import widen
 from jaxmp.engine.autocast import autocast
 from jaxmp.engine.constant_casts import casting_constants_in_program
@@ -45,24 +44,19 @@ class GradientProgram:
     has_loss: bool
     context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
 
-    @property
-    def others(self) -> list[jax.ShapeDtypeStruct]:
-        """Return the types of the results without the loss, in float32 or wider."""
-        avals = [atom.aval for atom in self.jaxpr.outvars[int(self.has_loss) :]]
-        return [jax.ShapeDtypeStruct(aval.shape, np.float32 if is_narrow(aval.dtype) else aval.dtype) for aval in avals]
-
 
 def program_of_function(
     fun: Callable[..., Any],
     args: Sequence[Any],
     policy: Any,
     overrides: Mapping[str, str] | None,
-    loss_scale: float = 1.0,
+    loss_scale: float | None = None,
 ) -> GradientProgram:
     """Return the program of a function under a policy.
 
     If the first result is a floating scalar, it is a loss. It is then differentiated with respect to the first argument
-    that has floating arrays. The gradients are those of the loss times ``loss_scale``.
+    that has floating arrays. With a ``loss_scale``, the program has another argument, the last one. The gradients are
+    those of the loss times this argument.
     """
     cast = fun if policy is None else autocast(fun, policy, overrides)
     leaves, structure = jax.tree.flatten(tuple(args))
@@ -75,15 +69,19 @@ def program_of_function(
     if not has_loss:
         return _traced(lambda *leaves: (None, of_leaves(*leaves)), leaves)
 
+    count = len(leaves)
+
     def loss_and_gradients(*leaves: Any) -> Any:
+        leaves, scales = leaves[:count], leaves[count:]
+
         def loss_of(chosen: Sequence[Any]) -> Any:
             loss, _ = loss_and_rest(of_leaves(*with_leaves(leaves, numbers, chosen)))
-            return (loss if loss_scale == 1 else widen(loss) * loss_scale), loss
+            return (widen(loss) * scales[0] if scales else loss), loss
 
         (_, loss), gradients = jax.value_and_grad(loss_of, has_aux=True)([leaves[n] for n in numbers])
         return loss, gradients
 
-    return _traced(loss_and_gradients, leaves)
+    return _traced(loss_and_gradients, [*leaves, *([] if loss_scale is None else [np.float32(loss_scale)])])
 
 
 def program_of_step(call: StepCall) -> GradientProgram:
