@@ -200,6 +200,23 @@ def test_a_line_with_several_modules_has_a_group_for_each_of_them():
     assert names <= {group.name for group in budget.by_line}
 
 
+def test_many_modules_are_measured_in_their_parents():
+    def loss_fn(w, x):
+        for number in range(12):
+            with jax.named_scope(f"{'abcdefghijkl'[number]}/inner/product"):
+                y = x @ w
+            with jax.named_scope("other"):
+                x = jnp.tanh(y)
+        return jnp.mean(x**2)
+
+    def nested(w, x):
+        with jax.named_scope("stack"):
+            return loss_fn(w, x)
+
+    budget = error_budget(nested, "mixed_bfloat16")(W, X)
+    assert [group.name for group in budget.by_path] == ["stack"]
+
+
 @pytest.mark.parametrize("spelling", ["override", "region"])
 def test_the_promised_error_is_that_of_a_run_under_the_advice(spelling):
     scope = functools.partial(jax.named_scope, "flow") if spelling == "override" else contextlib.nullcontext

@@ -139,9 +139,12 @@ class Budget:
         return list(groups.values())
 
     def _path_of(self, numbers: Sequence[int]) -> str:
-        paths = [self.sites[number].equation.path.split("/") for number in numbers]
-        depth = min(map(len, paths))
-        return tables.common_path(["/".join(path[:depth]) for path in paths])
+        """Return the path of a module, with ``*`` for the numbers of equal layers."""
+        paths = {self.sites[number].equation.path for number in numbers}
+        while len(set(map(tables.without_numbers, paths))) > 1:
+            depth = max(path.count("/") for path in paths)
+            paths = {"/".join(path.split("/")[:depth]) for path in paths}
+        return tables.common_path(sorted(paths))
 
     def _group(self, numbers: Sequence[int], name: str) -> BudgetGroup:
         alone = self.program.run(self.program.only(numbers))
