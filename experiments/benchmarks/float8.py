@@ -45,8 +45,8 @@ import jaxmp
 from experiments.benchmarks.measure import programs
 from experiments.benchmarks.measure.turns import Prepared, compared
 from experiments.benchmarks.models.workloads import Sizes, workload
-from experiments.benchmarks.report.goals import Goal
 from experiments.benchmarks.shared import measurements, records, scaled_steps
+from experiments.benchmarks.shared.goals import Goal
 from experiments.benchmarks.train_step.measure import start_anew
 from experiments.benchmarks.train_step.rows import Row
 from experiments.measure import memory, timing

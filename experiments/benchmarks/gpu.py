@@ -148,8 +148,6 @@ PIECES = (
     alone("float8", "the speed-up of float8 in products, blocks and steps", "--routes", "jaxmp", "autocast"),
     alone("low_precision", "an update's bytes and time by the storage of params and moments",
           smoke=(*_BRIEF, "--rows", "8"), limited=False),
-    alone("remat", "the memory that recomputation saves, and the largest batch", "--policies", "mixed_bfloat16",
-          "--remats", "none", "attention", smoke=SMOKE),
     *steps("scaling", "fp16 with the loss scaling of jaxmp, jmp and Flax",
            ("jaxmp-fp16", "hand-fp16", "jmp-fp16", "flax-fp16")),
     *steps("torch", "half precision in torch", ("compile-bf16", "compile-fp16", "torch-bf16", "torch-fp16")),
@@ -166,13 +164,6 @@ PIECES = (
     look("width", "the width from which half precision is faster"),
     look("depth", "the depth from which half precision is faster"),
     look("busy", "the train step while the host is busy"),
-    alone("numerics", "the cost of a watched step of GPT-2", "--policy", "mixed_bfloat16", "--batch", "16", "--context",
-          "1024", "--rounds", "10", limited=False,
-          smoke=("--layers", "1", "--width", "64", "--vocabulary", "64", "--batch", "1", "--context", "8", "--rounds",
-                 "1")),
-    alone("matmul_precision", "the errors and times of float32 products by precision", limited=False),
-    alone("input_pipeline", "the images per second that are prepared", limited=False,
-          smoke=("--image-size", "32", "--batch-size", "8", "--examples", "64", "--rounds", "2", "--block-ms", "1")),
 )  # fmt: skip
 """All pieces, the most valuable first. Variants of a step are rows that differ in an option of `Row`."""
 
@@ -302,7 +293,7 @@ class Run:
         for file in files:
             shutil.copyfile(file, target / file.name)
         self._keep(piece, self.of(piece)["state"], 0.0, self.of(piece)["reason"])
-        print(f"== the result is in {target}; python -m experiments.benchmarks.report.pages shows it", flush=True)
+        print(f"== the result is in {target}", flush=True)
 
     def table(self, pieces: list[Piece]) -> Table:
         """Return a table with the state and the minutes of each piece, and why it failed or is not done."""

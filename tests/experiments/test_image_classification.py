@@ -17,7 +17,6 @@ from recompiles import compiled_once
 from run_tools import start
 
 from experiments import compare, data, image_classification
-from experiments.benchmarks import input_pipeline
 from experiments.comparison import report as comparison_report
 from experiments.data import stock
 from experiments.models import nnx as nnx_models
@@ -235,18 +234,6 @@ def test_compare_hands_the_flags_of_the_task_on_and_refuses_unknown_ones(capsys)
     assert "--foo" in shown and "python -m experiments.image_classification --help" in shown
 
 
-def test_invalid_flags_of_the_input_pipeline_are_an_error(capsys):
-    for flags, message in [
-        ({"dtypes": ()}, "the number of --dtypes must be at least 1, got 0"),
-        ({"block_ms": math.nan}, "--block-ms must be at least 0.1, got nan"),
-        ({"examples": 0}, "--examples must be at least 1, got 0"),
-        ({"batch_size": 9, "examples": 8}, "--batch-size must be at least 1 and below 9, got 9"),
-    ]:
-        with pytest.raises(SystemExit, match="2"):
-            input_pipeline.main(input_pipeline.Config(**flags))
-        assert message in capsys.readouterr().err
-
-
 @pytest.mark.slow("trains a network")
 def test_image_classification_trains_two_steps_in_nnx_on_a_folder_of_images(tmp_path, image_dir):
     flags = ["--dataset", "cifar10", "--api", "nnx", "--image-size", "12", "--flip", "--policy", "mixed_float16"]
@@ -257,20 +244,3 @@ def test_image_classification_trains_two_steps_in_nnx_on_a_folder_of_images(tmp_
         )
     config, summary = (json.loads((tmp_path / "run" / f"{name}.json").read_text()) for name in ("config", "summary"))
     assert "image files in" in config["precision"]["data"] == summary["data"] and summary["skipped"] == 0
-
-
-def test_the_benchmark_of_the_input_pipeline_writes_what_it_found(tmp_path, capsys):
-    folder = tmp_path / "run"
-    config = input_pipeline.Config(examples=64, batch_size=16, image_size=40, rounds=2, block_ms=1, run_dir=folder)
-    with jax.numpy_dtype_promotion("standard"):
-        input_pipeline.main(config)
-    printed = capsys.readouterr().out
-    assert sorted(path.name for path in folder.iterdir()) == ["input_pipeline.json", "input_pipeline.md"]
-    result = json.loads((folder / "input_pipeline.json").read_text())
-    assert result["size"] == 40 and "jax " in result["environment"]["versions"]
-    for place, dtype in itertools.product(("device", "host"), ("float32", "bfloat16")):
-        name = f"{dtype}, held on the {place}"
-        row = result["variants"][name]
-        assert len(row["milliseconds"]) == 2 and row["share"] == pytest.approx(7000 * row["ms"] / 16_000)
-        assert row["images_per_s"][1] == pytest.approx(16_000 / row["ms"])
-        assert name in printed and name in (folder / "input_pipeline.md").read_text()

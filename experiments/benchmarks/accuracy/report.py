@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from experiments.benchmarks.report.goals import Goal, share
 from experiments.benchmarks.shared import measurements, records
+from experiments.benchmarks.shared.goals import Goal, share
 from experiments.comparison.outcomes import BASELINE, label
 from experiments.report import plots
 from experiments.report.tables import Table, deviating, titled

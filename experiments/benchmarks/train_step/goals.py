@@ -6,7 +6,7 @@ import dataclasses
 from typing import NamedTuple
 
 from experiments.benchmarks.models.workloads import FULL
-from experiments.benchmarks.report.goals import Goal, saved, share
+from experiments.benchmarks.shared.goals import Goal, saved, share
 from experiments.benchmarks.train_step.results import Results
 from experiments.benchmarks.train_step.rows import REMAT, ROWS, SETTINGS
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from experiments.benchmarks.measure import ceiling, profiling
-from experiments.benchmarks.report.goals import share
 from experiments.benchmarks.shared import measurements, records
+from experiments.benchmarks.shared.goals import share
 from experiments.benchmarks.train_step import goals as train_step_goals
 from experiments.benchmarks.train_step.results import Results, read
 from experiments.benchmarks.train_step.rows import ROWS, Pass, rows_of

@@ -52,12 +52,12 @@ def states(folder):
 @pytest.mark.slow("a whole run of a benchmark")
 def test_a_piece_runs_small_and_is_not_run_again(on, tmp_path, capsys):
     on()
-    config = gpu.Config(smoke=True, minutes=0, pieces=("input_pipeline",), run_dir=tmp_path / "run")
+    config = gpu.Config(smoke=True, minutes=0, pieces=("low_precision",), run_dir=tmp_path / "run")
     gpu.main(config)
     out = capsys.readouterr().out
-    assert states(tmp_path / "run") == {"input_pipeline": "done"}
-    assert "== input_pipeline: the images per second" in out and "images/s" in out  # the output of the piece
-    assert (tmp_path / "run/input_pipeline/input_pipeline.md").exists() and not (tmp_path / "results").exists()
+    assert states(tmp_path / "run") == {"low_precision": "done"}
+    assert "== low_precision: an update" in out and "stored B/param" in out  # the output of the piece
+    assert (tmp_path / "run/low_precision/low_precision.md").exists() and not (tmp_path / "results").exists()
     gpu.main(config)
     assert "==" not in capsys.readouterr().out
 

@@ -14,11 +14,11 @@ from run_tools import run_main
 
 import jaxmp
 from experiments import compare, data, image_classification, language_modeling, masked_lm
-from experiments.benchmarks import input_pipeline, loss_scaling
+from experiments.benchmarks import loss_scaling
 from experiments.training import cli
 from experiments.training.precision import read_loss_scale, read_overrides, read_policy
 
-SCRIPTS = [image_classification, language_modeling, masked_lm, compare, loss_scaling, input_pipeline]
+SCRIPTS = [image_classification, language_modeling, masked_lm, compare, loss_scaling]
 
 
 def test_a_policy_or_an_opt_level_brings_its_loss_scale():
