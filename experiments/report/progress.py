@@ -13,6 +13,8 @@ import rich.progress
 import rich.text
 
 _SECONDS_BETWEEN_LINES = 10.0
+UNFINISHED = "not everything is measured: the same command continues from here"
+"""The last line of a command that leaves measurements to the next one."""
 
 
 class _Bar(rich.progress.Progress):

@@ -40,7 +40,6 @@ from experiments.benchmarks.train_step.rows import PEERS, ROWS, Pass, Row, rows_
 from experiments.report.progress import Progress
 from experiments.training import cli
 from experiments.training.environment import environment, require_gpu
-from experiments.training.run_folders import run_folder
 
 READY_SECONDS = 10.0
 """The seconds to prepare a row whose programs are in the compilation cache."""
@@ -226,7 +225,7 @@ def main(config: Config) -> Any:
         if config.alone:
             measure_alone(config)
             return {}
-        folder = run_folder("train_step", config.run_dir).absolute()
+        folder = cli.run_folder("train_step", config.run_dir).absolute()
         measurement = None if config.report_only or config.look else Measurement(config, folder)
     if config.look:
         return looks.run(config, folder)
