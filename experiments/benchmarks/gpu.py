@@ -186,7 +186,7 @@ def place() -> dict[str, Any]:
 
     Another process reads them and exits, so that this process does not use the GPU.
     """
-    command = [sys.executable, "-m", "experiments.training.environment"]
+    command = [sys.executable, "-m", "experiments.benchmarks.shared.devices"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         raise ValueError(f"JAX must find a device, but the process that looked for it failed: {last_line(done.stderr)}")

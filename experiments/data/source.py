@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from experiments.data import folders
-
 IMAGES = ("digits", "mnist", "fashion_mnist", "cifar10")
 """The data sets of images that the scripts offer. An example has an `image`, uint8 (height, width, channels), and a
 `label`."""
+
+_SUFFIXES = (".jpg", ".jpeg", ".png")
 
 Columns = dict[str, Any]
 """The examples of a split by feature: an array of a fixed shape, or a list of bytes."""
@@ -61,7 +61,7 @@ def read(name: str, data_dir: str | os.PathLike[str] | None = None) -> tuple[dic
     root = data_folder(data_dir)
     try:
         if (root / name / "train").is_dir():
-            return folders.read(root / name), f"{name}: image files in the folder {name}"
+            return _folder(root / name), f"{name}: image files in the folder {name}"
         return _tfds(name, root)
     except ModuleNotFoundError as error:
         raise DataError(
@@ -101,6 +101,32 @@ def _pysource() -> tuple[dict[str, Columns], str]:
     test, train = sources[9::10], [source for i, source in enumerate(sources) if i % 10 != 9]
     origin = f"pysource: the standard library of Python {platform.python_version()}, sha256 {digest}"
     return {"train": {"source": train}, "test": {"source": test}}, origin
+
+
+def _folder(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return the columns ``image`` and ``label`` of each split.
+
+    Labels number the class folders in alphabetical order. All images must have the same size.
+
+    Raises:
+      ValueError: a split lacks a class, or images have different sizes.
+    """
+    from PIL import Image
+
+    classes = sorted(path.name for path in (folder / "train").iterdir() if path.is_dir())
+    splits = {}
+    for split in ("train", "test"):
+        images, labels = [], []
+        for label, name in enumerate(classes):
+            files = sorted(path for path in (folder / split / name).glob("*") if path.suffix.lower() in _SUFFIXES)
+            if not files:
+                raise ValueError(f"every class must have images, but {folder / split / name} has none")
+            images += [np.asarray(Image.open(file).convert("RGB")) for file in files]
+            labels += [label] * len(files)
+        if len({image.shape for image in images}) > 1:
+            raise ValueError(f"all images must have the same size, but those in {folder / split} have several")
+        splits[split] = {"image": np.stack(images), "label": np.asarray(labels)}
+    return splits
 
 
 def _tfds(name: str, root: Path) -> tuple[dict[str, Columns], str]:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import datetime
-import json
 import os
 import platform
 import shlex
 import sys
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -70,32 +68,8 @@ def program_line() -> list[str]:
     return ["python", str(script.relative_to(Path.cwd()) if script.is_relative_to(Path.cwd()) else script.name)]
 
 
-def place() -> dict[str, Any]:
-    """Return the device, versions and backend."""
-    description = environment()
-    return {"device": description["device"], "versions": description["versions"], "backend": jax.default_backend()}
-
-
-def require_gpu(smoke: bool) -> None:
-    """Raise if there is no GPU, unless ``smoke`` is true.
-
-    Raises:
-      ValueError: there is no GPU.
-    """
-    if not smoke and jax.default_backend() != "gpu":
-        raise ValueError(
-            f"this benchmark needs a GPU, but JAX finds only {jax.devices()[0].device_kind} "
-            f"({jax.default_backend()}); install jax[cuda13] on a machine with a GPU, or run it at small size with "
-            "--smoke"
-        )
-
-
 def _is_installed(package: str) -> bool:
     try:
         return bool(metadata.version(package))
     except metadata.PackageNotFoundError:
         return False
-
-
-if __name__ == "__main__":
-    print(json.dumps(place()))

@@ -17,7 +17,7 @@ from typing import Any, Self, TypeVar
 import jax
 
 import jaxmp
-from experiments.report import plots
+from experiments.report.curves import curves
 from experiments.report.json_files import write_json
 from experiments.report.progress import Progress
 from experiments.training import cli
@@ -211,7 +211,7 @@ class Run:
             **({"texts": texts} if texts else {}),
         }
         write_json(self.folder / "summary.json", self.summary)
-        plots.curves(self._rows, self.folder / "curves.png", self._name)
+        curves(self._rows, self.folder / "curves.png", self._name)
 
     def _read(self, old: Iterable[tuple[int, dict[str, float]]]) -> None:
         for step, metrics in old:

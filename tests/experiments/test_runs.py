@@ -68,7 +68,7 @@ def test_image_classification_trains_two_steps_with_every_flag(tmp_path, data_di
 
 
 def test_a_resumed_run_ends_bit_for_bit_where_the_other_ends_and_may_change_its_policy(tmp_path, data_dir, monkeypatch):
-    monkeypatch.setattr(loop.plots, "curves", lambda *_: None)
+    monkeypatch.setattr(loop, "curves", lambda *_: None)
     flags = {"batch_size": 32, "checkpoint_every": 2, "evaluate_every": 2, "data_dir": data_dir, "policy": "float32"}
     whole = image_classification.Config(steps=4, run_dir=tmp_path / "whole", **flags)
     parts = dataclasses.replace(whole, steps=2, run_dir=tmp_path / "parts")
@@ -91,7 +91,7 @@ def test_a_resumed_run_ends_bit_for_bit_where_the_other_ends_and_may_change_its_
 
 
 def test_a_folder_with_another_run_or_without_one_is_an_error(tmp_path, data_dir, capsys, monkeypatch):
-    monkeypatch.setattr(loop.plots, "curves", lambda *_: None)
+    monkeypatch.setattr(loop, "curves", lambda *_: None)
     config = image_classification.Config(data_dir=data_dir, run_dir=tmp_path, batch_size=32, steps=1, evaluate_every=0)
     image_classification.train(config)
     for changes, message in [

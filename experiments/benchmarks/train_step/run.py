@@ -34,12 +34,13 @@ from experiments.benchmarks.measure import ceiling, power, processes, turns
 from experiments.benchmarks.measure.caches import caches_in
 from experiments.benchmarks.models.workloads import Workload
 from experiments.benchmarks.shared import measurements, records
+from experiments.benchmarks.shared.devices import require_gpu
 from experiments.benchmarks.train_step import jax_steps, looks, measure, report
 from experiments.benchmarks.train_step.config import Config, case_of
 from experiments.benchmarks.train_step.rows import PEERS, ROWS, Pass, Row, rows_of
 from experiments.report.progress import Progress
 from experiments.training import cli
-from experiments.training.environment import environment, require_gpu
+from experiments.training.environment import environment
 
 READY_SECONDS = 10.0
 """The seconds to prepare a row whose programs are in the compilation cache."""

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import itertools
 import math
-import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import rich.console
 from PIL import Image
 
 import jaxmp
@@ -111,23 +108,6 @@ def test_the_picture_is_drawn_and_small(tmp_path):
     with Image.open(tmp_path / "compare.png") as image:
         assert image.width > 1000 and len(image.convert("L").getcolors()) > 20
     assert (tmp_path / "compare.png").stat().st_size < 300_000
-
-
-def test_the_progress_bar_shows_whole_fields_on_one_line_of_the_terminal(monkeypatch):
-    monkeypatch.setenv("TERM", "xterm")  # no progress bar on a dumb terminal
-    make = rich.console.Console
-    for width in [80, 60, 200]:
-        console = make(file=io.StringIO(), width=width, force_terminal=True)
-        monkeypatch.setattr(rich.console, "Console", lambda console=console, **_: console)
-        fields = "loss 0.0607  accuracy 98.7%  12,345 examples/s  scale 32768  skipped 0  and one more field"
-        progress = Progress("image_classification", 2000)
-        progress.advance(5, fields)
-        with console.capture() as capture:
-            for renderable in progress._bar.get_renderables():
-                console.print(renderable)
-        first, second = re.sub(r"\x1b\[[\d;]*m", "", capture.get()).splitlines()
-        assert fields.startswith(second) and (second == fields or fields[len(second) :].startswith("  "))
-        assert len(second) <= width and len(first) <= width and "5/2000" in first
 
 
 def test_variants_cross_float16_with_the_loss_scales_and_the_demo_has_five():

@@ -59,7 +59,7 @@ def test_images_are_read_from_folders_of_classes(tmp_path):
     assert splits["test"]["image"][:, 0, 0, 0].tolist() == [30, 40] and splits["test"]["label"].tolist() == [0, 1]
     assert origin == "mnist: image files in the folder mnist"
     (tmp_path / "mnist" / "test" / "a" / "0.png").unlink()
-    with pytest.raises(data.DataError, match=r"every class must have images .*test/a has none"):
+    with pytest.raises(data.DataError, match=r"every class must have images, but .*test/a has none"):
         data.read("mnist", tmp_path)
 
 
