@@ -223,7 +223,7 @@ def peer(part: Part, size: Any, row: Row, tokens: int) -> Prepared:
     model = model_of(size)
     sizes = Sizes(tokens // model.sequence, model.sequence, model.layers, model.width, model.vocabulary)
     case = workload("gpt2", sizes)
-    return torch_steps.prepare(case, row, "train", case.random_batch())
+    return torch_steps.prepare(case, row, case.random_batch())
 
 
 def measure(part: Part, size: Any, route: Route, config: Config, progress: Progress) -> dict[str, Any]:

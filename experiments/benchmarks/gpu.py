@@ -103,7 +103,7 @@ def steps(
     """Return a piece for each model that compares rows of the benchmark `train_step`, which take turns."""
     pieces = []
     for model in models:
-        flags = ("--models", model, "--rows", *rows, "--passes", "train", "--rounds", str(rounds))
+        flags = ("--models", model, "--rows", *rows, "--rounds", str(rounds))
         text = f"{MODELS[model]}'s train step: {title}"
         pieces.append(Piece(f"{kind}-{model}", text, "train_step", flags, SMOKE, "train_step"))
     return pieces
