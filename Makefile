@@ -54,7 +54,7 @@ experiments: .venv/installed ## the tests of the scripts and benchmarks, 1 to 2 
 quick: .venv/installed ## the tests that cover your changes since main, or since the commit BASE
 	@tests=$$($(PY) .ci/quick.py) && $(PY) $(PYTEST) -m "$(QUICK)" $$tests $(ARGS)
 
-slow: .venv/installed ## all slow tests: notebooks, real models, killed processes
+slow: .venv/installed ## all slow tests: notebooks, real models
 	$(PY) $(PYTEST) -m slow $(call paths,tests)
 
 slow-changed: .venv/installed ## the slow tests of the library that cover these changes, the first case of each

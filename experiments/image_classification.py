@@ -9,8 +9,8 @@ With the defaults (1,797 digits of 8×8 pixels, 20 epochs, AdamW) the first comm
 classifies 99 % of the held-out digits correctly. The second command trains on CIFAR-10 with the usual settings.
 Benchmarks of GPUs use --image-size 224 and resnet50.
 
-The run folder holds config.json, metrics.csv, plan.json, memory.json, curves.png, checkpoints/, summary.json and
-summary.md. --resume continues a run that was stopped.
+The run folder holds config.json, metrics.csv, plan.json, memory.json, curves.png, checkpoints/ and summary.json.
+--resume continues a run that was stopped.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class ImageFlags:
     """The images, the network and its training."""
 
     dataset: Literal[tuple(IMAGES)] = "digits"
-    """The images. All data sets but the digits are downloaded, or built from files below --data-dir."""
+    """The images. The digits are in scikit-learn. The others are read from a folder of images in --data-dir, or from
+    tensorflow-datasets."""
     model: Literal["cnn", "resnet18", "resnet50"] = "cnn"
     """The network. A ResNet has its stem for small images if their height is at most 64 pixels, and otherwise its
     usual stem."""
@@ -59,7 +60,7 @@ class ImageFlags:
     steps: int = 0
     """Steps to train; 0 for as many as --epochs needs."""
     batch_size: cli.BatchSize = 64
-    """Images per step; auto for the largest number that fits in the device's memory."""
+    """Images per step."""
     optimizer: Literal["adamw", "sgd"] = "adamw"
     """The optimizer. sgd has Nesterov momentum of 0.9."""
     learning_rate: float = 1e-3
@@ -127,10 +128,10 @@ class Batches(NamedTuple):
     origin: str
 
 
-def batches(config: Config, dtype: str, place: Any) -> Batches:
+def batches(config: Config, dtype: str, devices: Any) -> Batches:
     """Return the batches that the flags describe.
 
-    Images have the dtype ``dtype``, and ``place`` puts each batch on the devices.
+    Images have the dtype ``dtype``. The batches are on the mesh ``devices``, or on one device if it is None.
     """
     dataset = images.load(config.dataset, config.data_dir)
     height, width, channels = dataset.train.image.shape[1:]
@@ -139,10 +140,10 @@ def batches(config: Config, dtype: str, place: Any) -> Batches:
     shape = pixels.shape((height, width, channels))
     size = config.batch_size
     return Batches(
-        train=lambda seed, start=0: images.epochs(
-            dataset.train, size, seed, config.shift, start, config.flip, pixels, place
+        train=lambda seed, start=0: mesh.placed(
+            devices, images.epochs(dataset.train, size, seed, config.shift, start, config.flip, pixels)
         ),
-        test=lambda: images.in_order(dataset.test, 1024 if shape[0] <= SMALL else size, pixels, place),
+        test=lambda: mesh.placed(devices, images.in_order(dataset.test, 1024 if shape[0] <= SMALL else size, pixels)),
         shape=shape,
         classes=dataset.classes,
         steps=config.steps or config.epochs * images.steps_per_epoch(dataset.train, size),
@@ -238,10 +239,10 @@ def prepare(config: Config) -> Experiment:
       DataError: the data cannot be read, or a batch does not fit.
     """
     check(config)
-    devices, place = mesh.placing(config)
+    devices = mesh.read(config)
     mesh.require_no_tensor(devices, f"--model {config.model}")
     precision = read_precision(config)
-    data = batches(config, precision.input_dtype(config), place)
+    data = batches(config, precision.input_dtype(config), devices)
     net = network(config, precision.module_policy, data.shape, data.classes)
     tx = read_low_precision(optimizer(config, data.steps), config.low_precision, config.seed)
     tx = jaxmp.loss_scaling(tx, precision.loss_scale)
@@ -278,14 +279,9 @@ def prepare(config: Config) -> Experiment:
     return experiment
 
 
-def largest_batch(config: Config) -> int:
-    """Return the largest useful batch: the whole training set."""
-    return len(images.load(config.dataset, config.data_dir).train.label)
-
-
 def train(config: Config) -> dict[str, Any]:
     """Train as the flags say, and return the summary."""
-    with loop.running("image_classification", config, prepare, largest_batch) as run:
+    with loop.running("image_classification", config, prepare) as run:
         for batch in run.batches():
             run.state, metrics = run.experiment.step(run.state, batch)
             run.log(metrics)

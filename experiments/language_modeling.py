@@ -12,11 +12,11 @@ down. A run takes about 30 s on two CPU cores. The text is the source code of Py
 are pairs of bytes.
 
 --model gpt2 trains GPT-2. On a GPU it has 12 layers of width 768 and batches of 16 sequences of 1,024 tokens. That is
-124M params with GPT-2's tokens and 86M with bytes. On other devices it is small (4 layers of width 128, 16×128 tokens,
+86M params with bytes as tokens. On other devices it is small (4 layers of width 128, 16×128 tokens,
 250 steps) and takes a minute or two. --size has larger models, up to 7B. At the end the model writes a text.
 
-The run folder holds config.json, metrics.csv, plan.json, memory.json, curves.png, checkpoints/, summary.json and
-summary.md. --resume continues a run that was stopped.
+The run folder holds config.json, metrics.csv, plan.json, memory.json, curves.png, checkpoints/ and summary.json.
+--resume continues a run that was stopped.
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ import jaxmp
 from experiments.data import DataError, text, tokens
 from experiments.models.gpt2 import GPT2, SIZES
 from experiments.models.next_token import NextToken
-from experiments.models.weights import PUBLISHED_GPT2
 from experiments.training import cli, loop, mesh, sampling, text_training
 from experiments.training.experiment import Batch, Closing, Experiment, accuracy
 from experiments.training.precision import read_precision
@@ -102,12 +101,12 @@ def check(config: Config) -> None:
     cli.check(config)
     cli.require("--steps", config.steps, 1)
     cli.require("--context", config.context, 1)
-    for name in ("size", "layers", "heads", "width", "weight_decay", "clip", "weights", "save_weights"):
+    for name in ("size", "layers", "heads", "width", "weight_decay", "clip"):
         if getattr(config, name) is not None:
             raise ValueError(
                 f"--model next_token has no --{name.replace('_', '-')}, got {getattr(config, name)}; --model gpt2 has"
             )
-    if config.tokens not in ("auto", "pairs") or config.schedule != "constant":
+    if config.tokens not in (None, "pairs") or config.schedule != "constant":
         raise ValueError(
             "--model next_token has pairs of bytes as tokens and a constant learning rate, got --tokens "
             f"{config.tokens} and --schedule {config.schedule}; take --model gpt2 for others"
@@ -124,11 +123,11 @@ def prepare(config: Config) -> Experiment:
     config = settled(config)
     check(config)
     precision = read_precision(config)
-    devices, place = mesh.placing(config)
+    devices = mesh.read(config)
     if config.model == "next_token":
         mesh.require_no_tensor(devices, "--model next_token")
     dataset = load(config)
-    task = gpt2(config, dataset, place) if config.model == "gpt2" else next_token(config, dataset, place)
+    task = gpt2(config, dataset) if config.model == "gpt2" else next_token(config, dataset)
     setup = text_training.set_up(config, task, precision, devices)  # model and optimizer under the precision
     step = jaxmp.make_train_step(
         setup.loss_fn,
@@ -148,11 +147,11 @@ def load(config: Config) -> tokens.Text:
     The flags must come from :func:`settled`.
     """
     if config.model == "next_token":
-        return tokens.load(config.dataset, config.data_dir, "pairs", config.vocabulary)
+        return tokens.load(config.dataset, "pairs", config.vocabulary)
     return text_training.load(config)
 
 
-def next_token(config: Config, dataset: tokens.Text, place: text.Place | None = None) -> Task:
+def next_token(config: Config, dataset: tokens.Text) -> Task:
     """Return the task of the small model. Its ``--batch-size`` counts tokens."""
     if len(dataset.test) <= config.context:
         raise DataError(
@@ -177,16 +176,14 @@ def next_token(config: Config, dataset: tokens.Text, place: text.Place | None = 
         model=NextToken(config.vocabulary),
         losses=losses,
         optimizer=optax.adam(config.learning_rate),
-        train_batches=functools.partial(text.windows, dataset.train, config.context, config.batch_size, place=place),
-        test_batches=lambda: text.spread(
-            dataset.test, config.context, config.batch_size, config.test_batches, place=place
-        ),
+        train_batches=functools.partial(text.windows, dataset.train, config.context, config.batch_size),
+        test_batches=lambda: text.spread(dataset.test, config.context, config.batch_size, config.test_batches),
         tokens=config.batch_size,
         remat=config.remat,
     )
 
 
-def gpt2(config: Config, dataset: tokens.Text, place: text.Place | None = None) -> Task:
+def gpt2(config: Config, dataset: tokens.Text) -> Task:
     """Return the task of GPT-2.
 
     Sequences have one token more than the context, because the last token is only predicted.
@@ -213,12 +210,12 @@ def gpt2(config: Config, dataset: tokens.Text, place: text.Place | None = None) 
         return loss_fn, eval_loss_fn
 
     def train_batches(seed: int, start: int = 0) -> Iterator[Batch]:
-        batches = text.sequences(dataset.train, config.context + 1, config.batch_size, seed, start, place=place)
+        batches = text.sequences(dataset.train, config.context + 1, config.batch_size, seed, start)
         return ({"tokens": batch} for batch in batches)
 
     def test_batches() -> Iterator[Batch]:
         rows = text_training.rows_to_evaluate(config)
-        batches = text.spread_sequences(dataset.test, config.context + 1, rows, config.test_batches, place=place)
+        batches = text.spread_sequences(dataset.test, config.context + 1, rows, config.test_batches)
         return ({"tokens": batch} for batch in batches)
 
     def closing(model: nn.Module, params: Any, test: dict[str, float]) -> Closing:
@@ -248,29 +245,14 @@ def gpt2(config: Config, dataset: tokens.Text, place: text.Place | None = None) 
         test_batches=test_batches,
         tokens=config.batch_size * config.context,
         remat=remat,
-        weights=PUBLISHED_GPT2,
         closing=closing,
         tensor=text_training.split_products(["c_attn", "c_fc"], ["c_proj"], ["wte"]),
     )
 
 
-def largest_batch(config: Config) -> int:
-    """Return the largest useful batch.
-
-    For next_token, ``--test-batches`` batches of this size cover the held-out text once. For gpt2, one batch of this
-    size is the whole training text.
-    """
-    dataset = load(config)
-    return (
-        len(dataset.test) // config.test_batches
-        if config.model == "next_token"
-        else len(dataset.train) // config.context
-    )
-
-
 def train(config: Config) -> dict[str, Any]:
     """Train as the flags say, and return the summary."""
-    with loop.running("language_modeling", settled(config), prepare, largest_batch) as run:
+    with loop.running("language_modeling", settled(config), prepare) as run:
         for batch in run.batches():
             run.state, metrics = run.experiment.step(run.state, batch)
             run.log(metrics)

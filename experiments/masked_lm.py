@@ -2,7 +2,7 @@
 
 python -m experiments.masked_lm --policy mixed_float16
 
-python -m experiments.masked_lm --dataset shakespeare.txt --policy mixed_bfloat16 --remat attention --batch-size auto
+python -m experiments.masked_lm --dataset shakespeare.txt --policy mixed_bfloat16 --remat attention
 
 The model predicts 15 % of the tokens. Of the tokens to predict, 80 % are [MASK] in the input, 10 % are random tokens
 and 10 % are unchanged (Devlin et al. 2018, arXiv 1810.04805). The tokens to predict are drawn on the device from the
@@ -10,8 +10,8 @@ seed and the step number. In the held-out text, the drawn tokens are the same ev
 BERT-Base with 64 sequences of 512 tokens. On other devices it is small (4 layers of width 128, 16×128 tokens, 250
 steps) and takes a minute or two. At the end the script shows some predictions.
 
-The run folder holds config.json, metrics.csv, plan.json, memory.json, curves.png, checkpoints/, summary.json and
-summary.md. --resume continues a run that was stopped.
+The run folder holds config.json, metrics.csv, plan.json, memory.json, curves.png, checkpoints/ and summary.json.
+--resume continues a run that was stopped.
 """
 
 from __future__ import annotations
@@ -33,11 +33,9 @@ import numpy as np
 import optax
 
 import jaxmp
-from experiments import data
-from experiments.data import text, tokens
+from experiments.data import DataError, text, tokens
 from experiments.data.masking import IGNORE, mask
 from experiments.models.bert import BERT
-from experiments.models.weights import PUBLISHED_BERT
 from experiments.training import cli, loop, mesh, text_training
 from experiments.training.experiment import Batch, Closing, Experiment, accuracy
 from experiments.training.precision import read_precision
@@ -61,9 +59,9 @@ def prepare(config: Config) -> Experiment:
     config = text_training.settled(config, "bert")
     text_training.check(config)
     precision = read_precision(config)
-    devices, place = mesh.placing(config)
+    devices = mesh.read(config)
     dataset = text_training.load(config)
-    task = bert(config, dataset, place)
+    task = bert(config, dataset)
     setup = text_training.set_up(config, task, precision, devices)  # model and optimizer under the precision
     step = jaxmp.make_train_step(
         setup.loss_fn,
@@ -77,7 +75,7 @@ def prepare(config: Config) -> Experiment:
     return setup.experiment(step, eval_step, dataset.origin)
 
 
-def bert(config: Config, dataset: tokens.Text, place: text.Place | None = None) -> Task:
+def bert(config: Config, dataset: tokens.Text) -> Task:
     """Return the task of BERT, with the text's vocabulary and [MASK].
 
     ``guesses`` in a batch is the number of predicted tokens per row. With this number all predicted tokens have the
@@ -120,16 +118,16 @@ def bert(config: Config, dataset: tokens.Text, place: text.Place | None = None) 
 
     def train_batches(seed: int, start: int = 0) -> Iterator[Batch]:
         key = jax.random.split(jax.random.key(seed))[1]  # not the key that draws the order of the text
-        batches = text.sequences(dataset.train, config.context, config.batch_size, seed, start, place=place)
+        batches = text.sequences(dataset.train, config.context, config.batch_size, seed, start)
         return (masked(key, step, batch) for step, batch in enumerate(batches, start))
 
     def test_batches() -> Iterator[Batch]:
         rows, key = text_training.rows_to_evaluate(config), jax.random.key(0)
-        batches = text.spread_sequences(dataset.test, config.context, rows, config.test_batches, place=place)
+        batches = text.spread_sequences(dataset.test, config.context, rows, config.test_batches)
         drawn = [masked(key, step, batch) for step, batch in enumerate(batches)]
         guesses = sum(batch["guesses"] for batch in drawn) / len(drawn)
         if not guesses.any():
-            raise data.DataError(
+            raise DataError(
                 f"the held-out text has no token to predict in {len(drawn)} batches of {rows}×{config.context} tokens; "
                 "raise --test-batches, --batch-size or --context"
             )
@@ -139,7 +137,7 @@ def bert(config: Config, dataset: tokens.Text, place: text.Place | None = None) 
         places = text.spread_sequences(dataset.test, config.context, _SHOWN, 1)
         batch = masked(jax.random.key(1), 0, next(places))
         guesses = jax.jit(functools.partial(_guess, model, size))(params, batch["tokens"])
-        shown = mesh.on_host([batch["tokens"], batch["targets"], guesses])
+        shown = jax.device_get([batch["tokens"], batch["targets"], guesses])
         shown = [leaf[:, :_SHOWN_TOKENS] for leaf in shown]
         texts = [in_brackets(*row, dataset.tokenizer) for row in zip(*shown, strict=True)]
         return Closing({}, {"Predictions: [right], [wrong|right token]": "\n\n".join(texts)})
@@ -152,7 +150,6 @@ def bert(config: Config, dataset: tokens.Text, place: text.Place | None = None) 
         test_batches=test_batches,
         tokens=config.batch_size * config.context,
         remat=remat,
-        weights=PUBLISHED_BERT,
         closing=closing,
         tensor=text_training.split_products(
             ["query_key_value", "intermediate"], ["attention_output", "output"], ["word_embeddings"]
@@ -188,14 +185,9 @@ def _guess(model: nn.Module, size: int, params: Any, shown: jax.Array) -> jax.Ar
     return jnp.argmax(model.apply({"params": params}, shown)[..., :size], axis=-1)
 
 
-def largest_batch(config: Config) -> int:
-    """Return the largest useful batch: the whole training text."""
-    return len(text_training.load(config).train) // config.context
-
-
 def train(config: Config) -> dict[str, Any]:
     """Train as the flags say, and return the summary."""
-    with loop.running("masked_lm", text_training.settled(config, "bert"), prepare, largest_batch) as run:
+    with loop.running("masked_lm", text_training.settled(config, "bert"), prepare) as run:
         for batch in run.batches():
             run.state, metrics = run.experiment.step(run.state, batch)
             run.log(metrics)

@@ -67,7 +67,7 @@ def pytest_configure(config: pytest.Config) -> None:
 # Tests that take up to a minute each. They begin first, so that no worker runs one alone at the end, and no two workers
 # set up the same module.
 LONG = (
-    "test_several_processes", "test_notebooks", "test_inspect_pictures", "test_checkpoints_kill", "test_runs",
+    "test_notebooks", "test_runs",
     "test_language_modeling", "test_eight_gpus", "test_audit_clean", "test_image_classification", "test_processes",
 )  # fmt: skip
 

@@ -45,8 +45,9 @@ import jaxmp
 from experiments.benchmarks.measure import programs
 from experiments.benchmarks.measure.turns import Prepared, compared
 from experiments.benchmarks.models.workloads import Sizes, workload
-from experiments.benchmarks.report.goals import Goal
 from experiments.benchmarks.shared import measurements, records, scaled_steps
+from experiments.benchmarks.shared.devices import require_gpu
+from experiments.benchmarks.shared.goals import Goal
 from experiments.benchmarks.train_step.measure import start_anew
 from experiments.benchmarks.train_step.rows import Row
 from experiments.measure import memory, timing
@@ -55,7 +56,7 @@ from experiments.report import plots
 from experiments.report.progress import Progress
 from experiments.report.tables import Table, spread, titled
 from experiments.training import cli
-from experiments.training.environment import environment, require_gpu
+from experiments.training.environment import environment
 from jaxmp import hardware
 from jaxmp.inspect._roofline.roofline import of_program
 from jaxmp.inspect.compiled import hlo
@@ -222,7 +223,7 @@ def peer(part: Part, size: Any, row: Row, tokens: int) -> Prepared:
     model = model_of(size)
     sizes = Sizes(tokens // model.sequence, model.sequence, model.layers, model.width, model.vocabulary)
     case = workload("gpt2", sizes)
-    return torch_steps.prepare(case, row, "train", case.random_batch())
+    return torch_steps.prepare(case, row, case.random_batch())
 
 
 def measure(part: Part, size: Any, route: Route, config: Config, progress: Progress) -> dict[str, Any]:

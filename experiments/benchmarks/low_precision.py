@@ -23,8 +23,8 @@ import optax
 
 import jaxmp
 from experiments.benchmarks.measure import programs
-from experiments.benchmarks.report.goals import Goal
 from experiments.benchmarks.shared import records
+from experiments.benchmarks.shared.goals import Goal
 from experiments.measure import memory, timing
 from experiments.models.gpt2 import GPT2
 from experiments.report.tables import Table, titled

@@ -1,1 +1,1 @@
-"""Train and time one task under several policies, for `experiments.compare`."""
+"""Compare one task under several policies and loss scales."""

@@ -1,14 +1,13 @@
-"""Train and measure a task under several policies and loss scales."""
+"""Train and measure a task under a policy and a loss scale."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 import math
-import os
+import time
 import warnings
-from collections.abc import Callable, Iterable, Set
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Set
 from types import ModuleType
 from typing import Any
 
@@ -18,7 +17,7 @@ import optax
 import tyro
 
 import jaxmp
-from experiments.measure import flops, memory, timing
+from experiments.measure import flops
 from experiments.measure.gradients import gradients, zero_share
 from experiments.report.progress import Progress
 from experiments.training import loop
@@ -26,10 +25,7 @@ from experiments.training.experiment import Experiment, PendingMetrics
 from experiments.training.precision import read_low_precision
 from jaxmp.inspect.compiled import compiling
 
-BASELINE = ("float32", "none")
 AUTOCAST = "autocast:"  # prefix of a policy with which the loss function runs under autocast
-RESERVED = loop.OF_A_RUN | {"seed"}
-"""Flags of a training script that every comparison sets itself."""
 
 
 def read_variant(text: str) -> tuple[str, str]:
@@ -53,13 +49,13 @@ class Task:
     script: ModuleType
     preset: dict[str, Any]
 
-    def flags(self, changes: Iterable[Iterable[str]], reserved: Set[str], owner: str) -> Any:
+    def flags(self, changes: Iterable[Iterable[str]], reserved: Set[str]) -> Any:
         """Return the preset flags, changed by the flags in ``changes``.
 
         An example of such a flag is ``model=resnet18``.
 
         Raises:
-          ValueError: a flag is ``reserved``. The error says that the ``owner`` sets this flag.
+          ValueError: a flag is ``reserved``, because the comparison sets it.
         """
         preset = self.script.Config(**self.preset)
         flags = tyro.cli(
@@ -72,7 +68,7 @@ class Task:
         for field in dataclasses.fields(flags):
             if field.name in reserved and getattr(flags, field.name) != getattr(preset, field.name):
                 raise ValueError(
-                    f"--flags sets the task's flags, but --{field.name.replace('_', '-')} is set by the {owner}"
+                    f"--flags sets the task's flags, but --{field.name.replace('_', '-')} is set by the comparison"
                 )
         return flags
 
@@ -95,129 +91,29 @@ class Task:
 class Outcome:
     """The results of a policy with a loss scale.
 
-    ``test``, ``curves``, ``skipped`` and ``final_scale`` have one entry for each seed.
-
     Attributes:
       policy: the name of the policy.
       loss_scale: the name of the loss scale; ``none`` without one.
-      test: the held-out metrics.
-      curves: the training loss at each step.
-      skipped: the number of skipped steps.
-      final_scale: the loss scale after the last step.
-      failure: the reason why training stopped early, or empty.
-      milliseconds: the time of a step, one figure per round (see :func:`experiments.measure.timing.interleaved`).
-      step_bytes: the memory of the compiled step; None if the compiler does not say.
-      device_bytes: the device's peak memory; None if the device does not count its memory.
-      device_bytes_is_bound: whether an earlier variant had the same peak, so that ``device_bytes`` is an upper bound.
-      flops: the FLOPs of a step's products, by dtype.
-      zero_activations: the share of the activations' gradients that became zero
-        (:func:`experiments.measure.gradients.zero_share`).
-      zero_params: the share of the params' gradients that became zero.
+      runs: the result of :func:`train` for each seed.
     """
 
     policy: str
     loss_scale: str
-    test: list[dict[str, float]] = dataclasses.field(default_factory=list)
-    curves: list[list[float]] = dataclasses.field(default_factory=list)
-    skipped: list[int] = dataclasses.field(default_factory=list)
-    final_scale: list[float] = dataclasses.field(default_factory=list)
-    failure: str = ""
-    milliseconds: list[float] = dataclasses.field(default_factory=list)
-    step_bytes: int | None = None
-    device_bytes: int | None = None
-    device_bytes_is_bound: bool = False
-    flops: dict[str, int] = dataclasses.field(default_factory=dict)
-    zero_activations: float = math.nan
-    zero_params: float = math.nan
+    runs: list[dict[str, Any]]
 
     @property
     def label(self) -> str:
         """Return the name of the variant in tables and pictures."""
-        return label(self.policy, self.loss_scale)
+        return self.policy if self.loss_scale == "none" else f"{self.policy}, {self.loss_scale}"
 
+    @property
+    def failure(self) -> str:
+        """Return the reason why a run stopped early, or an empty text."""
+        return next((run["failure"] for run in self.runs if run["failure"]), "")
 
-def label(policy: str, loss_scale: str) -> str:
-    """Return the policy, and the loss scale if there is one."""
-    return policy if loss_scale == "none" else f"{policy}, {loss_scale}"
-
-
-def compare(
-    variants: dict[tuple[str, str], Experiment],
-    seeds: list[int],
-    rounds: int,
-    progress: Progress,
-    title: str,
-) -> list[Outcome]:
-    """Train every variant with every seed, and time all variants in turn.
-
-    The zeros in the gradients of each variant are counted too. With the same seed, all variants start from the
-    baseline's params, rounded to their param dtypes.
-
-    Args:
-      variants: experiments by policy and loss scale, :data:`BASELINE` first.
-      seeds: the seeds of the params and of the order of the examples.
-      rounds: the number of rounds of timing. A round counts as one step of progress.
-      progress: the progress bar.
-      title: the name of the task in the progress bar.
-    """
-    experiments = list(variants.values())
-    outcomes = [Outcome(*variant) for variant in variants]
-    baseline = experiments[0]
-
-    def first_batch(experiment: Experiment) -> Any:
-        return next(experiment.train_batches(seeds[0]))  # images have the experiment's dtype
-
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*no loss scale", category=UserWarning)  # compared on purpose
-        progress.advance(0, "compiling", title)
-        # XLA compiles on one core, so compile in parallel. Not on a GPU, where XLA also times kernels.
-        with ThreadPoolExecutor(os.cpu_count() if jax.default_backend() == "cpu" else 1) as pool:
-            list(pool.map(_compile, outcomes, experiments, map(first_batch, experiments)))
-
-        final: list[Any] = [None] * len(variants)
-        # The device's peak never falls, so train in order of memory. Then each variant sets a new peak.
-        for i in sorted(range(len(variants)), key=lambda i: outcomes[i].step_bytes or 0):
-            before = memory.device_peak()
-            for seed in seeds:
-                state = train(experiments[i], baseline, seed, outcomes[i], progress, title)
-                final[i] = state if seed == seeds[0] else final[i]
-            outcomes[i].device_bytes = memory.device_peak()
-            outcomes[i].device_bytes_is_bound = before is not None and outcomes[i].device_bytes == before
-
-        progress.advance(0, "the zeros among the gradients", title)
-        reference, batch = None, first_batch(baseline)
-        for outcome, experiment, state in zip(outcomes, experiments, final, strict=True):
-            # All variants are compared at float32's final params, each with its own final loss scale.
-            state = state.replace(params=_cast_like(final[0].params, state.params))
-            params, activations = gradients(experiment.loss_fn, state, batch)
-            reference = reference or (params, activations)
-            outcome.zero_params = zero_share(reference[0], params)
-            outcome.zero_activations = zero_share(reference[1], activations)
-        del final, reference, batch
-
-        progress.advance(0, "timing, in turn", title)
-        turns = {
-            variant: _turn(start(experiment, baseline, seeds[0]), experiment, first_batch(experiment))
-            for variant, experiment in variants.items()
-        }
-        times = timing.interleaved(turns, rounds, after_round=lambda i: progress.advance(int(i >= 0), "timing"))
-        for outcome, variant in zip(outcomes, variants, strict=True):
-            outcome.milliseconds = times[variant]
-    return outcomes
-
-
-def _compile(outcome: Outcome, experiment: Experiment, batch: Any) -> None:
-    state = jax.eval_shape(experiment.init, 0)
-    outcome.step_bytes = compiling.peak_bytes(experiment.step.lower(state, batch).compile())
-    outcome.flops = flops.count(experiment.step.jitted, state, batch)
-
-
-def start(experiment: Experiment, baseline: Experiment, seed: int) -> jaxmp.TrainState:
-    """Return the initial state of an experiment.
-
-    The state has the baseline's params, in this experiment's param dtypes.
-    """
-    return experiment.create(init_params(experiment, baseline, seed))
+    def of_first(self, name: str) -> Any:
+        """Return a figure of the run with the first seed."""
+        return self.runs[0][name]
 
 
 def init_params(experiment: Experiment, baseline: Experiment, seed: int) -> Any:
@@ -225,25 +121,28 @@ def init_params(experiment: Experiment, baseline: Experiment, seed: int) -> Any:
 
     Params drawn in half precision would differ from the baseline's.
     """
-    shapes = jax.eval_shape(experiment.init_params, seed)
-    return _cast_like(baseline.init_params(seed), shapes)
+    return _cast_like(baseline.init_params(seed), jax.eval_shape(experiment.init_params, seed))
 
 
 def train(
-    experiment: Experiment,
-    baseline: Experiment,
-    seed: int,
-    outcome: Outcome,
-    progress: Progress,
-    title: str,
-) -> jaxmp.TrainState:
-    """Train once and add the results to ``outcome``.
+    experiment: Experiment, baseline: Experiment, seed: int, progress: Progress, title: str, count_zeros: bool = True
+) -> dict[str, Any]:
+    """Train once from the baseline's params, and return the results.
 
-    If training stops early, the metrics are nan.
+    Returns:
+      A dictionary:
+
+      - ``test``: the held-out metrics; nan if training stopped early
+      - ``curve``: the training loss at each step
+      - ``skipped``, ``final_scale``: the number of skipped steps, and the loss scale after the last step
+      - ``failure``: the reason why training stopped early, or empty
+      - ``ms``: the milliseconds of a step, without the first one, which compiles
+      - ``step_bytes``: the peak memory of the compiled step; None if the compiler does not say
+      - ``flops``: the FLOPs of a step's products, by dtype
+      - ``zero_activations``, ``zero_params``: the share of gradients that became zero (see :func:`zeros`); nan
+        without ``count_zeros``
     """
-    state = start(experiment, baseline, seed)
-    title = f"{title}: {outcome.label}, seed {seed}"
-    curve, pending = [], PendingMetrics()
+    curve, pending, failure, started = [], PendingMetrics(), "", 0.0
 
     def read(old: Iterable[tuple[int, dict[str, float]]]) -> None:
         for _, metrics in old:
@@ -251,32 +150,55 @@ def train(
             right = f"  accuracy {metrics['accuracy']:.1%}" if "accuracy" in metrics else ""
             progress.advance(1, f"loss {metrics['loss']:.4f}{right}", title)
 
-    batches = itertools.islice(experiment.train_batches(seed), experiment.steps)
-    try:
-        for step, batch in enumerate(batches, 1):
-            state, metrics = experiment.step(state, batch)
-            read(pending.push(step, metrics))
-        read(pending.drain())
-        test = experiment.evaluate(state)
-    except FloatingPointError as error:  # jaxmp.NonFiniteTrainingError
-        outcome.failure = str(error)
-        read(pending.drain())
-        progress.advance(experiment.steps - len(curve), "stopped: not finite", title)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*no loss scale", category=UserWarning)  # compared on purpose
+        state = experiment.create(init_params(experiment, baseline, seed))
+        batch = next(experiment.train_batches(seed))
+        compiled = experiment.step.lower(state, batch).compile()  # the loop reuses this program
+        counted = flops.count(experiment.step.jitted, state, batch)
         test = dict.fromkeys(("loss", "accuracy"), math.nan)
-    outcome.test.append(test)
-    outcome.curves.append(curve)
-    outcome.skipped.append(int(state.skipped_steps))
-    outcome.final_scale.append(float(state.loss_scale))
-    return state
+        try:
+            for step, batch in enumerate(itertools.islice(experiment.train_batches(seed), experiment.steps), 1):
+                state, metrics = experiment.step(state, batch)
+                if step == 1:
+                    jax.block_until_ready(metrics)
+                    started = time.perf_counter()
+                read(pending.push(step, metrics))
+            read(pending.drain())
+            seconds = time.perf_counter() - started
+            test = experiment.evaluate(state)
+        except FloatingPointError as error:  # jaxmp.NonFiniteTrainingError
+            failure, seconds = str(error), math.nan
+            read(pending.drain())
+            progress.advance(experiment.steps - len(curve), "stopped: not finite", title)
+        zero_params = zero_activations = math.nan
+        if count_zeros and not failure:
+            zero_params, zero_activations = zeros(experiment, baseline, state, seed)
+    return {
+        "test": test,
+        "curve": curve,
+        "skipped": int(state.skipped_steps),
+        "final_scale": float(state.loss_scale),
+        "failure": failure,
+        "ms": 1000 * seconds / max(1, experiment.steps - 1),
+        "step_bytes": compiling.peak_bytes(compiled),
+        "flops": counted,
+        "zero_params": zero_params,
+        "zero_activations": zero_activations,
+    }
 
 
-def _turn(state: jaxmp.TrainState, experiment: Experiment, batch: Any) -> Callable[[], Any]:
-    def step() -> Any:
-        nonlocal state
-        state, metrics = experiment.step(state, batch)
-        return state, metrics
+def zeros(experiment: Experiment, baseline: Experiment, state: jaxmp.TrainState, seed: int) -> tuple[float, float]:
+    """Return the shares of gradients that are zero here and not in the baseline, for params and activations.
 
-    return step
+    Both are computed for the first batch with the params of ``state``.
+    """
+    before = jax.eval_shape(baseline.init_params, seed)
+    exact = baseline.create(_cast_like(state.params, before)).replace(model_state=state.model_state)
+    reference = gradients(baseline.loss_fn, exact, next(baseline.train_batches(seed)))
+    found = gradients(experiment.loss_fn, state, next(experiment.train_batches(seed)))
+    params, activations = (zero_share(*pair) for pair in zip(reference, found, strict=True))
+    return params, activations
 
 
 def _cast_like(params: Any, like: Any) -> Any:
@@ -285,3 +207,7 @@ def _cast_like(params: Any, like: Any) -> Any:
     A copy is needed because the step donates its state.
     """
     return jax.tree.map(lambda param, other: jnp.array(param, other.dtype), params, like)
+
+
+RESERVED = loop.OF_A_RUN
+"""Flags of a training script that every comparison sets itself."""

@@ -34,7 +34,7 @@ def _training(axes: Any, task: str, outcomes: list[Outcome]) -> None:
 
     plots.style(axes, f"{task}: training loss", "step")
     for i, outcome in enumerate(outcomes):
-        runs = [run for run in outcome.curves if run]
+        runs = [run["curve"] for run in outcome.runs if run["curve"]]
         length = min(map(len, runs), default=0)
         if not length:
             continue
@@ -59,15 +59,15 @@ def _held_out(axes: Any, outcomes: list[Outcome], metric: str) -> None:
     from matplotlib import ticker
 
     unit, scale, digits = (" in %", 100, 1) if metric == "accuracy" else ("", 1, 3)
-    plots.style(axes, f"held-out {metric}{unit}{', mean and seeds' if len(outcomes[0].test) > 1 else ''}")
-    means = [scale * np.mean([test[metric] for test in outcome.test]) for outcome in outcomes]
+    plots.style(axes, f"held-out {metric}{unit}{', mean and seeds' if len(outcomes[0].runs) > 1 else ''}")
+    means = [scale * np.mean([run["test"][metric] for run in outcome.runs]) for outcome in outcomes]
     axes.axvline(means[0], color=plots.COLORS[0], linewidth=1, linestyle=(0, (4, 3)))
     for i, (outcome, mean) in enumerate(zip(outcomes, means, strict=True)):
         if not np.isfinite(mean):
             axes.text(means[0], i, "  not finite", va="center", fontsize=9, color=plots.color(i))
             continue
-        if len(outcome.test) > 1:
-            seeds = [scale * test[metric] for test in outcome.test]
+        if len(outcome.runs) > 1:
+            seeds = [scale * run["test"][metric] for run in outcome.runs]
             axes.plot(seeds, [i] * len(seeds), "o", color=plots.color(i), markersize=4, alpha=0.35, markeredgewidth=0)
         axes.plot([mean], [i], "o", color=plots.color(i), markersize=9)
         axes.annotate(f"{mean:.{digits}f}", (mean, i), (9, 5), textcoords="offset points", fontsize=9)
@@ -77,8 +77,8 @@ def _held_out(axes: Any, outcomes: list[Outcome], metric: str) -> None:
 
 def _zeros(axes: Any, outcomes: list[Outcome]) -> None:
     plots.style(axes, "activation gradients zeroed, %")
-    shares = [100 * outcome.zero_activations for outcome in outcomes]
+    shares = [100 * outcome.of_first("zero_activations") for outcome in outcomes]
     axes.barh(range(len(shares)), shares, color=[plots.color(i) for i in range(len(shares))], height=0.5)
     for i, share in enumerate(shares):
         axes.annotate(f"{share:.3g}", (share, i), (4, 0), textcoords="offset points", va="center", fontsize=9)
-    axes.set_xlim(0, max(1.0, 1.2 * max(shares)))
+    axes.set_xlim(0, max(1.0, 1.2 * np.nanmax(shares)))

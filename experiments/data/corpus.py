@@ -9,8 +9,8 @@ import hashlib
 from pathlib import Path
 from typing import NamedTuple
 
-from experiments import data
-from experiments.data.errors import DataError
+from experiments.data import source
+from experiments.data.source import DataError
 
 SUFFIXES = (".txt", ".py", ".md")  # the files of a folder that are read
 
@@ -23,7 +23,7 @@ class Corpus(NamedTuple):
     origin: str
 
 
-def read(dataset: str, data_dir: Path | None) -> Corpus:
+def read(dataset: str) -> Corpus:
     """Read the documents of ``pysource``, of a file or of a folder.
 
     With ten files or more, every tenth file in the order of names is held out. With fewer files, the last tenth of each
@@ -31,14 +31,13 @@ def read(dataset: str, data_dir: Path | None) -> Corpus:
 
     Args:
       dataset: ``pysource``, or a path.
-      data_dir: the folder of prepared data sets.
 
     Raises:
       DataError: the path does not exist, has no text, or cannot be read.
     """
     if dataset == "pysource":
-        columns = data.read(dataset, data_dir)
-        return Corpus(columns["train"]["source"], columns["test"]["source"], data.origin(dataset, data_dir))
+        splits, origin = source.read(dataset)
+        return Corpus(splits["train"]["source"], splits["test"]["source"], origin)
     path = Path(dataset).expanduser()
     if not dataset or not path.exists():
         raise DataError(

@@ -1,8 +1,6 @@
 """Read labelled images, and make batches of them on the device.
 
-The images are shuffled, augmented, normalised and resized under jit. ``place`` is a function that
-:mod:`experiments.data.text` describes. With ``place``, a batch is on several devices, and each process sends only the
-images for its devices.
+The images are shuffled, augmented, normalised and resized under jit.
 """
 
 from __future__ import annotations
@@ -12,18 +10,13 @@ import functools
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments import data
-from experiments.data.errors import DataError
-from experiments.data.source import Columns
-
-if TYPE_CHECKING:
-    from experiments.data.text import Place
+from experiments.data.source import Columns, DataError, read
 
 Batch = dict[str, jax.Array]
 T = TypeVar("T")
@@ -140,15 +133,11 @@ class Images(NamedTuple):
     def on_host(self) -> bool:
         return isinstance(self.image, np.ndarray)
 
-    def from_host(self) -> Images:
-        """Return the images and labels as arrays on the host."""
-        return Images(np.asarray(self.image), np.asarray(self.label))
-
 
 def hold(columns: Columns, share: float = DEVICE_SHARE) -> Images:
     """Put a split on the device if it takes at most a share of the device's memory.
 
-    The split comes from :func:`experiments.data.read`.
+    The split comes from :func:`experiments.data.source.read`.
     """
     limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", np.inf)
     images = Images(columns["image"], columns["label"].astype(np.int32))
@@ -156,7 +145,7 @@ def hold(columns: Columns, share: float = DEVICE_SHARE) -> Images:
 
 
 def on_device(columns: Columns) -> Images:
-    """Put a split from :func:`experiments.data.read` on the device."""
+    """Put a split from :func:`experiments.data.source.read` on the device."""
     return Images(jnp.asarray(columns["image"]), jnp.asarray(columns["label"].astype(np.int32)))
 
 
@@ -179,7 +168,6 @@ def epochs(
     start: int = 0,
     flip: bool = False,
     pixels: Pixels = AS_STORED,
-    place: Place | None = None,
 ) -> Iterator[Batch]:
     """Yield batches without end, shuffled in every epoch.
 
@@ -193,13 +181,11 @@ def epochs(
       start: the number of the first batch, counted from 0.
       flip: whether each image is mirrored left to right with probability 1/2.
       pixels: the normalisation and resizing of the images.
-      place: puts a batch on several devices.
 
     Yields:
       ``image``: ``pixels.dtype`` (batch, height, width, channels); ``label``: int32 (batch,).
     """
     steps, key = steps_per_epoch(images, batch_size), jax.random.key(seed)
-    images = images if place is None else images.from_host()
 
     def raw() -> Iterator[tuple[jax.Array, jax.Array, jax.Array, int]]:
         first_epoch, first_step = divmod(start, steps)
@@ -209,7 +195,7 @@ def epochs(
             order = np.asarray(order) if images.on_host else order
             for step in range(first_step if epoch == first_epoch else 0, steps):
                 if images.on_host:
-                    taken = _send(images, order[step * batch_size : (step + 1) * batch_size], place)
+                    taken = _send(images, order[step * batch_size : (step + 1) * batch_size])
                 else:
                     taken = _take(images, order, step * batch_size, batch_size)
                 yield *taken, shift_key, step
@@ -218,18 +204,15 @@ def epochs(
         yield {"image": augmented(image, shift_key, step, shift, flip, pixels), "label": label}
 
 
-def in_order(
-    images: Images, batch_size: int, pixels: Pixels = AS_STORED, place: Place | None = None
-) -> Iterator[Batch]:
+def in_order(images: Images, batch_size: int, pixels: Pixels = AS_STORED) -> Iterator[Batch]:
     """Yield the batches of a split in order and once, for evaluation.
 
     The last batch may be smaller.
     """
-    images = images if place is None else images.from_host()
     n = len(images.label)
     parts = (slice(start, min(start + batch_size, n)) for start in range(0, n, batch_size))
     if images.on_host:
-        raw = _ahead(_send(images, np.arange(n)[part], place) for part in parts)
+        raw = _ahead(_send(images, np.arange(n)[part]) for part in parts)
     else:
         order = jnp.arange(n)
         raw = (_take(images, order, part.start, part.stop - part.start) for part in parts)
@@ -249,10 +232,8 @@ def _take(images: Images, order: jax.Array, start: int, count: int) -> tuple[jax
     return images.image[rows], images.label[rows]
 
 
-def _send(images: Images, rows: np.ndarray, place: Place | None) -> tuple[jax.Array, jax.Array]:
-    if place is None:
-        return jax.device_put((images.image[rows], images.label[rows]))
-    return tuple(place((len(rows), *array.shape[1:]), lambda part, array=array: array[rows[part]]) for array in images)
+def _send(images: Images, rows: np.ndarray) -> tuple[jax.Array, jax.Array]:
+    return jax.device_put((images.image[rows], images.label[rows]))
 
 
 def _ahead(items: Iterator[T]) -> Iterator[T]:
@@ -285,9 +266,9 @@ class Data(NamedTuple):
 @functools.cache
 def load(dataset: str, data_dir: Path | None) -> Data:
     """Read the training and held-out images. They are kept on the device if they fit."""
-    splits = data.read(dataset, data_dir)
+    splits, origin = read(dataset, data_dir)
     # The digits are not normalised and stay in [0, 1].
     mean, std = ((), ()) if dataset == "digits" else statistics(splits["train"]["image"])
     classes = 1 + max(int(split["label"].max()) for split in splits.values())
     train, test = hold(splits["train"]), hold(splits["test"])
-    return Data(train, test, classes, mean, std, data.origin(dataset, data_dir))
+    return Data(train, test, classes, mean, std, origin)

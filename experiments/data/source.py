@@ -1,192 +1,143 @@
-"""Prepare a data set with tensorflow-datasets (TFDS), and read it.
+"""Read a whole data set: embedded data, folders of images, or what tensorflow-datasets (TFDS) has prepared.
 
-The files are array_record files. TensorFlow is never imported.
+Digits and the source code of Python's library are on every machine. TensorFlow is never imported.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import io
-import json
-import logging
+import hashlib
 import os
-import tempfile
-from collections.abc import Callable, Iterator
+import platform
+import sysconfig
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from experiments.data.class_names import CLASSES
-from experiments.data.errors import DataError
+IMAGES = ("digits", "mnist", "fashion_mnist", "cifar10")
+"""The data sets of images that the scripts offer. An example has an `image`, uint8 (height, width, channels), and a
+`label`."""
 
-if TYPE_CHECKING:  # not imported here, because not every script reads a data set
-    import tensorflow_datasets as tfds
+_SUFFIXES = (".jpg", ".jpeg", ".png")
 
-
-def _digits(**kwargs: Any) -> tfds.core.DatasetBuilder:
-    from experiments.data.digits import Digits
-
-    return Digits(**kwargs)
+Columns = dict[str, Any]
+"""The examples of a split by feature: an array of a fixed shape, or a list of bytes."""
 
 
-def _stock(name: str, **kwargs: Any) -> tfds.core.DatasetBuilder:
-    from experiments.data import stock
+class DataError(ValueError):
+    """A data set could not be read or split into batches.
 
-    return stock.builder(name, **kwargs)
-
-
-def _pysource(**kwargs: Any) -> tfds.core.DatasetBuilder:
-    from experiments.data.pysource import pysource
-
-    return pysource(**kwargs)
-
-
-Builders = dict[str, Callable[..., "tfds.core.DatasetBuilder"]]
-# The data sets of images that the scripts offer. An example has an `image`, uint8 (height, width, channels), and a
-# `label`.
-IMAGES: Builders = {"digits": _digits, **{name: functools.partial(_stock, name) for name in CLASSES}}
-BUILDERS: Builders = {**IMAGES, "pysource": _pysource}
-_ORIGIN = "origin.json"  # a file in the folder of a data set that says what it was prepared from
-
-Columns = dict[str, Any]  # by feature: an array (fixed shape) or a list of bytes
-
-
-def default_data_dir() -> Path:
-    """Return the default data folder.
-
-    The folder is ``$XDG_CACHE_HOME/jaxmp/data`` or ``~/.cache/jaxmp/data``.
+    The message says what to do.
     """
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxmp" / "data"
 
 
 def data_folder(data_dir: str | os.PathLike[str] | None) -> Path:
-    """Return ``data_dir`` as an absolute path, or the default data folder.
+    """Return ``data_dir`` as an absolute path.
 
-    The folder may also have a tokenizer's files.
+    The default is ``$XDG_CACHE_HOME/jaxmp/data`` or ``~/.cache/jaxmp/data``.
     """
-    return Path(data_dir or default_data_dir()).expanduser().absolute()
+    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxmp" / "data"
+    return Path(data_dir or default).expanduser().absolute()
 
 
-def read(name: str, data_dir: str | os.PathLike[str] | None = None) -> dict[str, Columns]:
-    """Read a whole data set in its stored order. Return the columns of each split.
+def read(name: str, data_dir: str | os.PathLike[str] | None = None) -> tuple[dict[str, Columns], str]:
+    """Read a whole data set in its stored order.
 
-    A column is an array or, for text, a list of bytes. The first call prepares the data set under ``data_dir`` (see
-    :func:`default_data_dir`), unless TFDS has already prepared it there as array_record files. Several processes may
-    call this function at the same time.
+    Images other than the digits come from a folder ``NAME`` in ``data_dir`` with ``train/CLASS/*.jpg`` and
+    ``test/CLASS/*.jpg``, or else from TFDS.
+
+    Returns:
+      The columns of each split, and a line on their origin.
 
     Raises:
-      DataError: the data set is unknown, damaged or not available, or the folder cannot be written to.
+      DataError: the data set is unknown, damaged or not available.
     """
-    with _prepared(name, data_dir) as builder:
-        return {split: _columns(source) for split, source in builder.as_data_source().items()}
-
-
-def origin(name: str, data_dir: str | os.PathLike[str] | None = None) -> str:
-    """Return the origin of the data set, for the record of a result.
-
-    Raises:
-      DataError: for the reasons given in :func:`read`.
-    """
-    with _prepared(name, data_dir) as builder:
-        path = Path(builder.data_dir) / _ORIGIN
-        made_from = json.loads(path.read_text())["origin"] if path.is_file() else "as prepared by tensorflow-datasets"
-        return f"{builder.info.full_name}: {made_from}"
-
-
-@contextlib.contextmanager
-def _prepared(name: str, data_dir: str | os.PathLike[str] | None) -> Iterator[tfds.core.DatasetBuilder]:
-    """Yield the builder of a prepared data set.
-
-    Silence TFDS, and turn errors into :class:`DataError`.
-    """
-    if name not in BUILDERS:
-        raise DataError(f"unknown data set {name!r}; there are: {', '.join(BUILDERS)}")
+    if name == "digits":
+        return _digits(), "digits: scikit-learn's copy of the optical recognition of handwritten digits"
+    if name == "pysource":
+        return _pysource()
+    if name not in IMAGES:
+        raise DataError(f"unknown data set {name!r}; there are: {', '.join((*IMAGES, 'pysource'))}")
     root = data_folder(data_dir)
     try:
-        with _quiet():
-            nowhere = (
-                root / ".nothing"
-            )  # a builder reads its folder, which may be damaged, so use a folder that does not exist
-            final = root / Path(BUILDERS[name](data_dir=nowhere).data_dir).relative_to(nowhere)
-            if not final.is_dir():
-                _prepare(name, root, final)
-            with _names_the_damaged(final):
-                yield _readable(name, root, final)
+        if (root / name / "train").is_dir():
+            return _folder(root / name), f"{name}: image files in the folder {name}"
+        return _tfds(name, root)
     except ModuleNotFoundError as error:
-        remedy = "pip install -e '.[experiments]'"
-        raise DataError(f"{name} is read with {error.name}, which is not installed; {remedy}") from error
-    # For a full disk, array_record's writer raises a RuntimeError.
-    except (OSError, RuntimeError) as error:
-        reason = " ".join(str(error).split())
-        raise DataError(f"cannot keep {name} under {root} ({reason}); name another folder with --data-dir") from error
-
-
-def _readable(name: str, root: Path, final: Path) -> tfds.core.DatasetBuilder:
-    import tensorflow_datasets as tfds
-
-    if not (final / "dataset_info.json").is_file():
-        raise FileNotFoundError("it lacks dataset_info.json")
-    builder = BUILDERS[name](data_dir=root)
-    if builder.info.file_format != tfds.core.FileFormat.ARRAY_RECORD:
         raise DataError(
-            f"{final} has {name} as {builder.info.file_format.value} files, which only TensorFlow reads, but this "
-            "project reads array_record; prepare it with file_format='array_record', or move that folder away and it "
-            "is prepared again"
-        )
-    return builder
+            f"{name} is read with {error.name}, which is not installed; pip install -e '.[experiments]', or put images "
+            f"there: {root / name}/train/CLASS/*.png and test/CLASS/*.png"
+        ) from error
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise DataError(
+            f"{name} cannot be read from {root} ({reason}); prepare it with tensorflow-datasets and "
+            f"file_format='array_record', or put images there: {root / name}/train/CLASS/*.png and test/CLASS/*.png"
+        ) from error
 
 
-@contextlib.contextmanager
-def _names_the_damaged(final: Path) -> Iterator[None]:
-    try:
-        yield
-    except (DataError, MemoryError, ModuleNotFoundError, PermissionError):
-        raise
-    except Exception as error:  # TFDS, protobuf, array_record and pillow have errors of their own
-        reason = " ".join(str(error).split())
-        raise DataError(f"{final} is damaged ({reason}); remove {final} and it is prepared again") from error
+def _digits() -> dict[str, Columns]:
+    """Return 1,797 digits of 8×8 pixels. Every fifth image of each class is in the test split."""
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    images = np.round(digits.images * (255 / 16)).astype(np.uint8)[..., None]  # scikit-learn counts from 0 to 16
+    is_test = np.zeros(len(images), bool)
+    for label in range(10):
+        is_test[np.flatnonzero(digits.target == label)[4::5]] = True
+    masks = {"train": ~is_test, "test": is_test}
+    return {split: {"image": images[mask], "label": digits.target[mask]} for split, mask in masks.items()}
 
 
-def _prepare(name: str, root: Path, final: Path) -> None:
-    """Prepare a data set in a temporary folder, and move the result.
+def _pysource() -> tuple[dict[str, Columns], str]:
+    """Return the sources of Python's standard library. Every tenth file in the order of names is in the test split."""
+    root = Path(sysconfig.get_path("stdlib"))
+    files = sorted(path for path in root.rglob("*.py") if path.is_file())
+    files = [path for path in files if not {"site-packages", "dist-packages"} & {*path.parts}]
+    if not files:
+        raise DataError(f"pysource needs the standard library's sources, but {root} has no .py files")
+    sources = [path.read_bytes() for path in files]
+    digest = hashlib.sha256(b"".join(sources)).hexdigest()[:8]
+    test, train = sources[9::10], [source for i, source in enumerate(sources) if i % 10 != 9]
+    origin = f"pysource: the standard library of Python {platform.python_version()}, sha256 {digest}"
+    return {"train": {"source": train}, "test": {"source": test}}, origin
 
-    So no process sees an incomplete data set. If two processes prepare it at the same time, one result is kept.
+
+def _folder(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return the columns ``image`` and ``label`` of each split.
+
+    Labels number the class folders in alphabetical order. All images must have the same size.
+
+    Raises:
+      ValueError: a split lacks a class, or images have different sizes.
     """
-    root.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".preparing-", dir=root) as scratch:
-        builder = BUILDERS[name](data_dir=scratch, file_format="array_record")
-        # Only TFDS's own data sets have files in the download folder.
-        builder.download_and_prepare(download_dir=root / "downloads" if name in CLASSES else None)
-        made_from = getattr(builder, "origin", builder.info.description)
-        (Path(builder.data_dir) / _ORIGIN).write_text(json.dumps({"origin": made_from}))
-        final.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            os.rename(builder.data_dir, final)
-        except OSError:  # another process was faster
-            if not final.is_dir():
-                raise
+    from PIL import Image
+
+    classes = sorted(path.name for path in (folder / "train").iterdir() if path.is_dir())
+    splits = {}
+    for split in ("train", "test"):
+        images, labels = [], []
+        for label, name in enumerate(classes):
+            files = sorted(path for path in (folder / split / name).glob("*") if path.suffix.lower() in _SUFFIXES)
+            if not files:
+                raise ValueError(f"every class must have images, but {folder / split / name} has none")
+            images += [np.asarray(Image.open(file).convert("RGB")) for file in files]
+            labels += [label] * len(files)
+        if len({image.shape for image in images}) > 1:
+            raise ValueError(f"all images must have the same size, but those in {folder / split} have several")
+        splits[split] = {"image": np.stack(images), "label": np.asarray(labels)}
+    return splits
 
 
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence TFDS's progress bars, its output on stdout, and absl's warnings."""
+def _tfds(name: str, root: Path) -> tuple[dict[str, Columns], str]:
+    """Return a data set that TFDS has prepared as array_record files, or prepares now."""
     import tensorflow_datasets as tfds
 
-    logger = logging.getLogger("absl")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    tfds.disable_progress_bar()
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            yield
-    finally:
-        tfds.enable_progress_bar()
-        logger.setLevel(level)
-
-
-def _columns(source: Any) -> Columns:
-    records = source.__getitems__(range(len(source)))
-    columns = {key: [record[key] for record in records] for key in records[0]}
-    return {key: column if isinstance(column[0], bytes) else np.asarray(column) for key, column in columns.items()}
+    builder = tfds.builder(name, data_dir=root, file_format="array_record")
+    if not Path(builder.data_dir).is_dir():
+        builder.download_and_prepare()
+    splits = {}
+    for split, source in builder.as_data_source().items():
+        records = source.__getitems__(range(len(source)))
+        splits[split] = {key: np.asarray([record[key] for record in records]) for key in ("image", "label")}
+    return splits, f"{builder.info.full_name}: as prepared by tensorflow-datasets"

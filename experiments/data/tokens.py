@@ -1,28 +1,19 @@
-"""Turn text into tokens: bytes, pairs of bytes, or GPT-2's byte pairs.
-
-GPT-2's tokens are cached on disk.
-"""
+"""Turn text into tokens: bytes, or pairs of bytes."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import hashlib
-import os
-import sys
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.data import bpe, corpus
-from experiments.data.errors import DataError
-from experiments.data.source import data_folder
+from experiments.data import corpus
+from experiments.data.source import DataError
 
-Kind = Literal["auto", "bytes", "bpe", "pairs"]
+Kind = Literal["bytes", "pairs"]
 
 
 class Tokenizer(Protocol):
@@ -32,13 +23,11 @@ class Tokenizer(Protocol):
       name: the name of the tokenizer.
       size: the number of tokens.
       end: the number of the token between documents; None if there is no such token.
-      fingerprint: a hash under which tokens are cached on disk; empty if they are not cached.
     """
 
     name: str
     size: int
     end: int | None
-    fingerprint: str
 
     def encode(self, document: bytes) -> np.ndarray: ...
 
@@ -52,7 +41,7 @@ class Bytes:
     ([65, 66], 'AB')
     """
 
-    name, size, end, fingerprint = "bytes", 257, 256, ""
+    name, size, end = "bytes", 257, 256
 
     def encode(self, document: bytes) -> np.ndarray:
         return np.frombuffer(document, np.uint8).astype(np.int32)
@@ -76,7 +65,7 @@ class Pairs:
     ([0, 1, 2], 'cdab�')
     """
 
-    name, end, fingerprint = "pairs of bytes", None, ""
+    name, end = "pairs of bytes", None
 
     def __init__(self, documents: Sequence[bytes], vocabulary: int) -> None:
         if not 2 <= vocabulary <= 2**16:
@@ -115,59 +104,23 @@ class Text(NamedTuple):
 
 
 @functools.cache
-def load(dataset: str, data_dir: Path | None, kind: Kind, vocabulary: int) -> Text:
+def load(dataset: str, kind: Kind, vocabulary: int) -> Text:
     """Return a text as tokens on the device.
 
     Args:
       dataset: ``pysource``, or the path of a file or a folder.
-      data_dir: the data folder.
-      kind: the kind of tokens. ``auto`` is ``bpe`` if GPT-2's files are in the data folder, else ``bytes``.
+      kind: the kind of tokens.
       vocabulary: the number of tokens if they are pairs of bytes.
 
     Raises:
-      DataError: the text or GPT-2's files are missing or damaged.
+      DataError: the text is missing or cannot be read.
     """
-    folder = data_folder(data_dir)
-    files = bpe.find(folder) if kind in ("auto", "bpe") else None
-    if kind == "bpe" and files is None:
-        raise bpe.absent(folder)
-    documents = corpus.read(dataset, data_dir)
-    tokenizer: Tokenizer = Bytes()
-    if kind == "pairs":
-        tokenizer = Pairs(documents.train, vocabulary)
-    elif files:
-        tokenizer = bpe.BPE(*files)
-    train, test = (_tokens(split, tokenizer, folder / "tokens") for split in (documents.train, documents.test))
+    documents = corpus.read(dataset)
+    tokenizer: Tokenizer = Pairs(documents.train, vocabulary) if kind == "pairs" else Bytes()
+    train, test = (_encode(split, tokenizer) for split in (documents.train, documents.test))
     per_token = sum(map(len, documents.test)) / max(1, len(test))
-    # For pairs, leave out the tokenizer's name. Earlier versions had only pairs, so their runs can then be resumed.
-    origin = documents.origin if kind == "pairs" else f"{documents.origin}, {tokenizer.name}"
+    origin = f"{documents.origin}, {tokenizer.name}"
     return Text(jnp.asarray(train), jnp.asarray(test), tokenizer, per_token, origin)
-
-
-def _tokens(documents: list[bytes], tokenizer: Tokenizer, folder: Path) -> np.ndarray:
-    """Return the tokens of documents, from the cache in ``folder`` if possible.
-
-    A damaged file is written again.
-    """
-    if not tokenizer.fingerprint:
-        return _encode(documents, tokenizer)
-    key = hashlib.sha256(f"{tokenizer.fingerprint} {corpus.digest(documents)}".encode()).hexdigest()[:24]
-    path = folder / f"{key}.npy"
-    try:
-        return np.load(path, allow_pickle=False)
-    except (OSError, ValueError, EOFError):
-        tokens = _encode(documents, tokenizer)
-    new = folder / f"{key}-{os.getpid()}.new"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with new.open("wb") as file:
-            np.save(file, tokens)
-        os.replace(new, path)  # atomic
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            new.unlink(missing_ok=True)
-        print(f"note: the tokens are not cached for the next run ({error})", file=sys.stderr)
-    return tokens
 
 
 def _encode(documents: list[bytes], tokenizer: Tokenizer) -> np.ndarray:

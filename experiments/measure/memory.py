@@ -1,4 +1,4 @@
-"""The peak memory of a step, compiled and as the device reports it, and the largest batch that fits."""
+"""The peak memory of a step, compiled and as the device reports it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 
-import jaxmp
 from experiments.models import attention
 from jaxmp.inspect.compiled import compiling
 from jaxmp.training.step import TrainStep
@@ -26,26 +25,6 @@ def of_step(step: Callable[..., Any], args: tuple[Any, Any], device: str | None 
             "device that is not attached"
         )
     return needed
-
-
-def largest_batch(
-    step: Callable[..., Any], args: tuple[Any, Any], limit: int, device: str | None = None, at_most: int | None = None
-) -> int:
-    """Return the largest batch whose step needs at most ``limit`` bytes; 0 if nothing fits.
-
-    The result is a multiple of 8, unless not even 8 examples fit.
-
-    Args:
-      step: as for :func:`compiled`.
-      args: the state and a batch of any size.
-      limit: the bytes that the step may take.
-      device: as for :func:`compiled`.
-      at_most: the largest useful batch; None for no limit.
-    """
-    with attention.implementation(attention.implementation_on(device)):
-        plan = jaxmp.inspect.memory(_jitted(step), device=device)(*args)
-        largest = plan.largest_batch(limit, multiple_of=8, at_most=at_most)
-        return largest or plan.largest_batch(limit, at_most=at_most)
 
 
 def compiled(step: Callable[..., Any], args: tuple[Any, Any], device: str | None = None) -> Any:

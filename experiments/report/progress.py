@@ -4,38 +4,15 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable
 from types import TracebackType
 from typing import Self
 
 import rich.console
 import rich.progress
-import rich.text
 
 _SECONDS_BETWEEN_LINES = 10.0
-
-
-class _Bar(rich.progress.Progress):
-    """A progress bar with its text on a separate line.
-
-    On a narrow terminal the last fields of the text are dropped.
-    """
-
-    def get_renderables(self) -> Iterable[rich.console.RenderableType]:
-        yield self.make_tasks_table(self.tasks)
-        for task in self.tasks:
-            yield rich.text.Text(_fitting(task.fields["text"], self.console.width))
-
-
-def _fitting(text: str, width: int) -> str:
-    """Drop the last fields of ``text`` that do not fit into ``width``.
-
-    Two spaces separate the fields.
-    """
-    fields = text.split("  ")
-    while len(fields) > 1 and len("  ".join(fields)) > width:
-        fields.pop()
-    return "  ".join(fields)
+UNFINISHED = "not everything is measured: the same command continues from here"
+"""The last line of a command that leaves measurements to the next one."""
 
 
 class Progress:
@@ -53,11 +30,12 @@ class Progress:
         self._done, self._last_line = done, time.monotonic()
         self._bar: rich.progress.Progress | None = None
         if self._console.is_terminal and not self._console.is_dumb_terminal:
-            self._bar = _Bar(
+            self._bar = rich.progress.Progress(
                 "[bold]{task.description}",
                 rich.progress.BarColumn(bar_width=24),
                 rich.progress.MofNCompleteColumn(),
                 rich.progress.TimeRemainingColumn(compact=True),
+                "{task.fields[text]}",
                 console=self._console,
             )
             self._task = self._bar.add_task(title, total=total, completed=done, text="")
@@ -76,7 +54,7 @@ class Progress:
 
         Args:
           steps: the number of steps done since the last call.
-          text: fields with two spaces between them. A narrow terminal shows only those that fit.
+          text: fields with two spaces between them.
           title: the title from now on; None keeps the last one.
         """
         self._done += steps
@@ -87,7 +65,4 @@ class Progress:
         now = time.monotonic()
         if self._done == self._total or now - self._last_line > _SECONDS_BETWEEN_LINES:
             self._last_line = now
-            line = f"{self._title}  {self._done}/{self._total}  {text}"
-            if self._console.is_terminal:
-                line = _fitting(line, self._console.width)
-            print(line, file=sys.stderr, flush=True)
+            print(f"{self._title}  {self._done}/{self._total}  {text}", file=sys.stderr, flush=True)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import datetime
 import io
 import math
 import os
 import sys
-import threading
-import traceback
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,15 +18,14 @@ from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
 import tyro
 
-from experiments.training import processes
-from experiments.training.origin import program_line
+from experiments.training.environment import program_line
 
 C = TypeVar("C")
 T = TypeVar("T")
 GPU_SHARE = 0.95
 """The share of a GPU's memory that a script may take. JAX's default would leave a quarter unused."""
 _MMAP_MAX, _TRIM_THRESHOLD, _ARENA_MAX = -4, -1, -8  # glibc's malloc.h; mallopt(3)
-BatchSize = Annotated[int | Literal["auto"], tyro.conf.arg(metavar="INT|auto", aliases=("--batch",))]
+BatchSize = Annotated[int, tyro.conf.arg(aliases=("--batch",))]
 
 
 def _path(words: list[str]) -> Path:
@@ -81,9 +80,6 @@ class MemoryFlags:
     operands of mixed_float8), or the name of a policy of jax.checkpoint_policies. Transformers also have attention,
     which keeps the results of attention and recomputes the rest of each block. It saves the most memory for the least
     time."""
-    memory_limit: Annotated[str | None, tyro.conf.arg(metavar="BYTES", help_behavior_hint="")] = None
-    """Memory for --batch-size auto, such as 20GB or 512MiB. (default: nine tenths of the free memory. On a GPU this is
-    the free part of the 95 % of its memory that JAX takes)"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -113,32 +109,19 @@ class CheckpointFlags:
     keep: int = 3
     """Number of checkpoints to keep. The oldest are removed."""
     resume: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Continue from the last checkpoint in --run-dir, or in the newest run of this experiment below runs/. The result
-    is the same, bit for bit, as without the stop. Give the flags with which the run began. You may change the number of
-    steps; a finished run then trains further. You may change the policy if the params keep their dtype. You may also
-    change the loss scale, and flags that do not affect training. A loss scale of the same kind (static, dynamic or
-    headroom) continues from its value. The data must be the same, but may be in another folder."""
+    """Continue from the last checkpoint in --run-dir. Give the flags with which the run began, or change some: more
+    steps train further, and another policy or loss scale converts the state. With the same flags the result is the
+    same, bit for bit, as without the stop."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeviceFlags:
-    """Several devices and processes."""
+    """Several devices."""
 
     mesh: Annotated[str | None, tyro.conf.arg(metavar="data=N,fsdp=N,tensor=N", help_behavior_hint="")] = None
-    """How the devices of all processes share the work. data splits the batch and copies the params. fsdp splits the
+    """How the devices of this machine share the work. data splits the batch and copies the params. fsdp splits the
     batch, the params and the optimizer state. tensor splits each product (gpt2 and bert only). A number that is left
-    out is 1. (default: one device; with several processes, data over all devices)"""
-    coordinator: Annotated[str | None, tyro.conf.arg(metavar="HOST:PORT", help_behavior_hint="")] = None
-    """Address at which process 0 waits for the others. It needs --processes and --process-id. (default: one process, or
-    the processes that SLURM or Kubernetes started)"""
-    processes: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")] = None
-    """Number of processes. (default: see --coordinator)"""
-    process_id: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")] = None
-    """Number of this process, from 0. (default: see --coordinator)"""
-    stall_seconds: int = 40
-    """Largest number of seconds for a step, if there are several processes. A process that takes longer prints where
-    it hangs, and ends, because the others wait for it. Compiling, evaluating and saving may take 20 times as long. 0
-    for no limit."""
+    out is 1. (default: one device)"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -188,8 +171,6 @@ def check(config: Any) -> None:
     Raises:
       ValueError: a number is out of range.
     """
-    if config.batch_size == "auto":
-        raise ValueError("--batch-size auto works only in a training script; give a number here")
     require("--accumulate", config.accumulate, 1)
     require("--batch-size", config.batch_size, 1)
     require("--ema", config.ema, 0, 1)
@@ -198,7 +179,6 @@ def check(config: Any) -> None:
     require("--evaluate-every", config.evaluate_every, 0)
     require("--checkpoint-every", config.checkpoint_every, 0)
     require("--keep", config.keep, 1)
-    require("--stall-seconds", config.stall_seconds, 0)
     if not 0 < config.learning_rate < math.inf:
         raise ValueError(f"--learning-rate must be positive and finite, got {config.learning_rate:g}")
     if config.batch_size % config.accumulate:
@@ -245,28 +225,12 @@ def bad_values_end_it() -> Iterator[None]:
 def fail(message: str, code: int = 2) -> NoReturn:
     """End the process with one line on stderr."""
     print(f"error: {' '.join(message.split())}", file=sys.stderr)
-    processes.leave(code)
     raise SystemExit(code)
 
 
 def plain_warnings() -> None:
     """Print each warning in one line, without its position in the code."""
     warnings.showwarning = lambda message, *_, **__: print(f"warning: {message}", file=sys.stderr)
-
-
-def plain_threads() -> None:
-    """Silence the tracebacks of tensorstore's threads.
-
-    These threads print a traceback for each array that cannot be written, and no code can catch their exceptions. The
-    error itself is raised when the run waits for the checkpoint.
-    """
-    report = sys.unraisablehook
-
-    def in_the_main_thread(error: Any) -> None:
-        if threading.current_thread() is threading.main_thread():
-            report(error)
-
-    sys.unraisablehook = in_the_main_thread
 
 
 def keep_freed_memory() -> None:
@@ -284,22 +248,14 @@ def main(config_type: type[C], train: Callable[[C], Any], description: str) -> N
     """Run a training script: read the flags, train, and print errors in one line."""
     config = parse(config_type, description)
     plain_warnings()
-    plain_threads()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # the terminal's encoding may lack letters of a sample
             stream.reconfigure(errors="replace")
     keep_freed_memory()
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(GPU_SHARE))  # read when JAX first looks for a device
-    if isinstance(config, Training):
-        with bad_values_end_it():
-            processes.start(config)
-            processes.require_alike(dataclasses.asdict(config))
-        if not processes.first():
-            warnings.showwarning = lambda *_, **__: None  # the first process prints them
     try:
         train(config)
         sys.stdout.flush()
-        processes.end()
     except OSError as error:
         os.dup2(
             os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
@@ -315,22 +271,21 @@ def main(config_type: type[C], train: Callable[[C], Any], description: str) -> N
         fail(str(error), 1)
     except Exception as error:
         if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
-            fail(f"out of memory{_remedy(config_type)} ({(str(error).splitlines() or [type(error).__name__])[0]})", 1)
-        if not processes.several():
-            raise
-        traceback.print_exc()
-        fail(
-            "this process cannot continue; if another process ended first, its output says why. Once all have ended, "
-            "start all again with --resume",
-            1,
-        )
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            fail(f"out of memory; use a smaller --batch-size, --accumulate or --remat layers ({reason})", 1)
+        raise
 
 
-def _remedy(config_type: Any) -> str:
-    """Return advice on using less memory, for a script with these flags."""
-    known = {"batch_size": "a smaller --batch-size", "accumulate": "--accumulate", "remat": "--remat layers"}
-    flags = [text for name, text in known.items() if name in config_type.__dataclass_fields__]
-    if not flags:
-        return ""
-    *others, last = flags
-    return f"; use {', '.join(others)} or {last}" if others else f"; use {last}"
+def run_folder(name: str, folder: Path | None) -> Path:
+    """Return ``folder``, or a new folder ``runs/NAME-TIME``; make it if necessary.
+
+    Raises:
+      ValueError: no file can be written to the folder.
+    """
+    folder = folder or Path("runs") / f"{name}-{datetime.datetime.now():%Y%m%d-%H%M%S-%f}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()  # an existing folder may not be writable
+    except OSError as error:
+        raise ValueError(f"nothing can be written to {folder} ({error.strerror}); take another --run-dir") from error
+    return folder

@@ -1,20 +1,22 @@
-"""Describe the origin of a result: device, versions, date and command.
-
-The module also checks that there is a GPU.
-"""
+"""Describe the origin of a result: device, versions, date and command."""
 
 from __future__ import annotations
 
-import json
+import datetime
+import os
+import platform
+import shlex
+import sys
 from importlib import metadata
-from typing import Any
+from pathlib import Path
 
 import jax
 
-from experiments.training import origin
-from jaxmp.inspect.compiled import targets
+from jaxmp.base import versions
 
+_PACKAGES = ("jaxmp", "jax", "jaxlib", "flax", "optax", "numpy")
 _COMPILERS = ("jax-cuda13-plugin", "nvidia-cuda-nvcc", "libtpu")
+_FLOAT8 = "JAXMP_FLOAT8"
 
 
 def environment(packages: tuple[str, ...] = (), target: str | None = None) -> dict[str, str]:
@@ -31,37 +33,43 @@ def environment(packages: tuple[str, ...] = (), target: str | None = None) -> di
     Raises:
       ValueError: ``target`` is unknown.
     """
-    compiled_for = {"target": targets.target_of(target).name} if target else {}
-    packages = (*packages, *(_COMPILERS if target else ()))
-    return {**compiled_for, **origin.environment([*filter(_installed, packages)])}
+    compiled_for = {}
+    if target:
+        from jaxmp.inspect.compiled import targets
+
+        compiled_for, packages = {"target": targets.target_of(target).name}, (*packages, *_COMPILERS)
+    device = jax.devices()[0]
+    cores = f", {os.cpu_count()} cores" if device.platform == "cpu" else ""
+    installed = [f"{name} {versions.of(name)}" for name in (*_PACKAGES, *filter(_is_installed, packages))]
+    return {
+        **compiled_for,
+        "device": f"{jax.device_count()} × {device.device_kind} ({device.platform}{cores})",
+        "versions": ", ".join([f"Python {platform.python_version()}", *installed]),
+        "date": datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %z"),
+        "command": command(),
+    }
 
 
-def place() -> dict[str, Any]:
-    """Return the device, versions and backend."""
-    description = environment()
-    return {"device": description["device"], "versions": description["versions"], "backend": jax.default_backend()}
+def command() -> str:
+    """Return the command line of this process, as one would type it.
 
-
-def require_gpu(smoke: bool) -> None:
-    """Raise if there is no GPU, unless ``smoke`` is true.
-
-    Raises:
-      ValueError: there is no GPU.
+    If the variable JAXMP_FLOAT8 is set, the line begins with the variable, because it changes how float8 is computed.
     """
-    if not smoke and jax.default_backend() != "gpu":
-        raise ValueError(
-            f"this benchmark needs a GPU, but JAX finds only {jax.devices()[0].device_kind} "
-            f"({jax.default_backend()}); install jax[cuda13] on a machine with a GPU, or run it at small size with "
-            "--smoke"
-        )
+    variables = [f"{_FLOAT8}={shlex.quote(os.environ[_FLOAT8])}"] if os.environ.get(_FLOAT8) else []
+    return " ".join([*variables, shlex.join([*program_line(), *sys.argv[1:]])])
 
 
-def _installed(package: str) -> bool:
+def program_line() -> list[str]:
+    """Return the command that started this process, without its arguments."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    if spec is not None:
+        return ["python", "-m", spec.name.removesuffix(".__main__")]
+    script = Path(sys.argv[0]).absolute()
+    return ["python", str(script.relative_to(Path.cwd()) if script.is_relative_to(Path.cwd()) else script.name)]
+
+
+def _is_installed(package: str) -> bool:
     try:
         return bool(metadata.version(package))
     except metadata.PackageNotFoundError:
         return False
-
-
-if __name__ == "__main__":
-    print(json.dumps(place()))

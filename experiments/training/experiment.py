@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import hashlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -15,10 +14,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 import jaxmp
-from experiments.training import mesh
 
 Batch = dict[str, jax.Array]
 # After this many steps, the device has computed the metrics, and further steps are in its queue.
@@ -75,15 +72,6 @@ class Experiment:
         if self.create_on_mesh is not None:
             return self.create_on_mesh(seed)
         return self.create(self.init_params(seed))
-
-    def examples(self, seed: int) -> str:
-        """Return a hash of the first batch's labels or tokens, to recognise the data.
-
-        Floats are left out, because a policy may round them.
-        """
-        leaves = jax.tree.leaves(mesh.on_host(next(self.train_batches(seed))))
-        whole = [leaf.tobytes() for leaf in leaves if np.issubdtype(leaf.dtype, np.integer)]
-        return hashlib.sha256(b"".join(whole)).hexdigest()[:12]
 
     def evaluate(self, state: jaxmp.TrainState) -> dict[str, float]:
         """Return the metrics of ``eval_step``, averaged over the held-out examples.

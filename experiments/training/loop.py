@@ -1,269 +1,245 @@
-"""The training loop of every script.
+"""The run of every script: its folder, its metrics, its evaluations and its checkpoints.
 
-The loop starts a run, or resumes a run from its last checkpoint.
+The run does not wait for the device after each step. The folder has the config, metrics, curves, checkpoints and
+summary.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
-import shlex
-import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+import time
+import unicodedata
+from collections.abc import Callable, Iterable, Iterator
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import jax
 
 import jaxmp
-from experiments.report.json_files import strict_json
-from experiments.training import cli, processes
-from experiments.training.experiment import Experiment
-from experiments.training.run_folders import alone_in, checkpoints_folder, folder_to_resume, run_folder
-from experiments.training.runs import Run
-
-if TYPE_CHECKING:  # the module imports Orbax, which is needed only for checkpoints
-    from experiments.training.checkpoints import Checkpoint
+from experiments.report.curves import curves
+from experiments.report.json_files import write_json
+from experiments.report.progress import Progress
+from experiments.training import cli
+from experiments.training.environment import environment
+from experiments.training.experiment import Batch, Experiment, PendingMetrics, describe
+from experiments.training.run_writer import RunWriter
+from jaxmp.inspect import Watch
 
 C = TypeVar("C", bound=cli.Training)
-
-# Flags in which runs of an experiment may differ. A comparison sets them itself, and a resumed run may change them.
+COLUMNS = ("step", "split", "loss", "accuracy", "grad_norm", "loss_scale", "skipped", "examples_per_s")
 OF_A_RUN = frozenset(
     ("policy", "loss_scale", "opt_level", "autocast", "checkpoint_every", "keep", "resume", "data_dir", "run_dir",
-     "watch", "tensorboard", "wandb", "mesh", "coordinator", "processes", "process_id", "stall_seconds")
+     "watch", "tensorboard", "wandb", "mesh", "seed")
 )  # fmt: skip
-# Flags that a resumed run may change. If the precision changes, the state is converted.
-MAY_CHANGE = OF_A_RUN | {
-    "override", "remat", "steps", "epochs", "evaluate_every", "memory_limit", "prompt", "sample_tokens", "temperature",
-    "top_k",
-}  # fmt: skip
-_LENGTH = frozenset(("steps", "epochs"))
-
-
-def train(name: str, config: C, prepare: Callable[[C], Experiment]) -> dict[str, Any]:
-    """Train as the scripts do, and return the summary of the run.
-
-    See :func:`running`.
-    """
-    with running(name, config, prepare) as run:
-        for batch in run.batches():
-            run.state, metrics = run.experiment.step(run.state, batch)
-            run.log(metrics)
-    return run.summary
+"""Flags in which the runs of a comparison may differ. The comparison sets them itself."""
 
 
 @contextlib.contextmanager
-def running(
-    name: str, config: C, prepare: Callable[[C], Experiment], largest_batch: Callable[[C], int] | None = None
-) -> Iterator[Any]:
+def running(name: str, config: C, prepare: Callable[[C], Experiment]) -> Iterator[Run]:
     """Open a run in its folder, from its first step or its last checkpoint.
 
-    The block loops over its batches. When the block ends, the run is evaluated and ``run.summary`` has the results,
-    unless SIGTERM stopped the run before its last step. If the folder cannot be written to any more, the process ends
-    with one line. If there are several processes, all call this function. The first process makes the folder, writes to
-    it and shows progress.
+    The block loops over its batches. When the block ends, the run is evaluated, and ``run.summary`` has the results.
 
     Args:
       name: the name of the experiment, for the run folder.
       config: the flags.
       prepare: makes the experiment that the flags describe.
-      largest_batch: returns the largest useful batch for the flags, for ``--batch-size auto``.
     """
-    with contextlib.ExitStack() as locks:
-        with cli.bad_values_end_it():
-            if largest_batch is not None and (config.batch_size == "auto" or config.memory_limit is not None):
-                from experiments.training import batch_size
-
-                config = batch_size.settled(name, config, prepare, largest_batch)
-            if processes.several() and config.watch:
-                raise ValueError("--watch works in a single process only; leave it out with --processes")
-            run = (_resume if config.resume else _start)(name, config, prepare, locks)
-        if isinstance(run, Finished):
-            yield run
-            return
-        try:
-            with run:
-                yield run
-                if not run.stopped:
-                    run.finish()
-        except OSError as error:
-            folder = checkpoints_folder(run.folder)
-            is_saved = folder.is_dir() and jaxmp.checkpoint.list_steps(folder)
-            remedy = "continue with --resume" if is_saved else "start again"
-            cli.fail(f"the run in {run.folder} cannot continue: {error}; once there is room, {remedy}", 1)
-    _tell_the_end(run)
-
-
-def _start(name: str, config: C, prepare: Callable[[C], Experiment], locks: contextlib.ExitStack) -> Run:
-    """Begin a run in a new folder, or in ``--run-dir``."""
-    experiment = processes.together(lambda: prepare(config), first_before=True)
-
-    def new_folder() -> Path:
-        folder = locks.enter_context(alone_in(run_folder(name, config.run_dir)))
-        require_new(folder)
-        return folder
-
-    folder = processes.folder_of_first(new_folder)
-    return Run(name, config, experiment, experiment.init(config.seed), folder, None)
-
-
-def _resume(name: str, config: C, prepare: Callable[[C], Experiment], locks: contextlib.ExitStack) -> Run | Finished:
-    """Resume the run that the flags name, from its last checkpoint."""
-
-    def locked_folder() -> Path:
-        return locks.enter_context(alone_in(folder_to_resume(name, config.run_dir)))
-
-    folder = processes.folder_of_first(locked_folder)
-    checkpoint = processes.together(lambda: to_resume(name, config, folder))
-    experiment = processes.together(lambda: prepare(config), first_before=True)
-    require_same_data(checkpoint, experiment, config.seed)
-    summary = finished(folder, checkpoint, experiment)
-    if summary is not None:
-        tell(f"{folder} has trained all its {experiment.steps} steps; raise --steps to train further")
-        return Finished(summary)
-    state = checkpoint.restore(experiment.init(config.seed))
-    tell(f"resuming {folder} at step {checkpoint.step}", file=sys.stderr)
-    return Run(name, config, experiment, state, folder, checkpoint)
-
-
-def _tell_the_end(run: Run) -> None:
-    """Print the result of a run, or how to continue it."""
-    if run.stopped:
-        tell(
-            f"stopped by SIGTERM after step {run.step}, which is saved; to continue, run the same command with "
-            f"--resume --run-dir {shlex.quote(str(run.folder))}"
-        )
-        return
-    tell(
-        f"held-out accuracy {run.summary['test_accuracy']:.2%}, loss {run.summary['test_loss']:.4f}, "
-        f"{run.summary['skipped']} of {run.summary['steps']} steps skipped; written to {run.folder}"
+    with cli.bad_values_end_it():
+        run = Run(name, config, prepare(config))
+    with run:
+        yield run
+        run.finish()
+    summary = run.summary
+    print(
+        f"held-out accuracy {summary['test_accuracy']:.2%}, loss {summary['test_loss']:.4f}, "
+        f"{summary['skipped']} of {summary['steps']} steps skipped; written to {run.folder}"
     )
-    for title, text in run.summary.get("texts", {}).items():
-        tell(f"\n{title}\n\n{text}")
+    for title, text in summary.get("texts", {}).items():
+        print(f"\n{title}\n\n{text}")
 
 
-def tell(text: str, **options: Any) -> None:
-    """Print a text in the first process only."""
-    if processes.first():
-        print(text, **options)
+class Run:
+    """A training run, from its first step or from a checkpoint, as a context manager.
 
+    When the context ends, the last checkpoint is written and the file of metrics is closed.
 
-class Finished(NamedTuple):
-    """A run that trained all its steps in an earlier process."""
+    Attributes:
+      experiment: the experiment that is trained.
+      state: the current train state.
+      folder: the run folder.
+      step: the number of steps that the run has trained.
+      summary: the results, once the run has finished.
 
-    summary: dict[str, Any]
-
-    def batches(self) -> tuple[()]:
-        """Return no batches, because no steps are left."""
-        return ()
-
-
-def require_new(folder: Path) -> None:
-    """Check that a run may begin in a folder.
+    Args:
+      name: the name of the experiment.
+      config: the flags.
+      experiment: the experiment that the flags describe.
 
     Raises:
-      ValueError: the folder has checkpoints or the summary of another run.
+      ValueError: there is no checkpoint to resume from, or the folder has another run.
     """
-    earlier = checkpoints_folder(folder)
-    steps = jaxmp.checkpoint.list_steps(earlier) if earlier.is_dir() else []
-    if steps:
-        raise ValueError(
-            f"a run begins in a folder without checkpoints, but {folder} has one of step {steps[-1]}; continue "
-            "with --resume, or take another --run-dir"
-        )
-    if (folder / "summary.json").exists():
-        raise ValueError(
-            f"a run begins in a folder without a finished run, but {folder} has summary.json; take another --run-dir, "
-            "or remove that folder"
-        )
+
+    def __init__(self, name: str, config: cli.Training, experiment: Experiment) -> None:
+        if config.resume and config.run_dir is None:
+            raise ValueError("--resume continues the run in --run-dir; give its folder")
+        self.experiment, self.summary = experiment, dict[str, Any]()
+        self.folder = cli.run_folder(name, config.run_dir)
+        self._name, self._config, self._environment = name, config, environment()
+        self._checkpoints = self.folder / "checkpoints"
+        self.state, self._start = self._first_state(experiment.init(config.seed))
+        self.step = self._start
+        about = {"config": dataclasses.asdict(config), "precision": experiment.precision}
+        write_json(self.folder / "config.json", {**about, "environment": self._environment})
+        boards = {"tensorboard": config.tensorboard, "wandb": config.wandb}
+        self._writer = RunWriter(self.folder, COLUMNS, start=self._start, **boards)
+        self._rows = self._writer.rows
+        self._watch = Watch(experiment.step, every=config.watch) if config.watch else None
+        if self._watch:
+            self.experiment = dataclasses.replace(experiment, step=self._watched)
+        self._unwatched = experiment
+        self._pending, self._progress = PendingMetrics(), Progress(name, experiment.steps, self._start)
+        self._skipped = int(sum(row.get("skipped", 0) for row in self._rows))
+        self._started = time.perf_counter()
+        self._compile_s = self._paused_s = self._last_read = 0.0
+        self._test: dict[str, float] = {}
+
+    def _first_state(self, state: jaxmp.TrainState) -> tuple[jaxmp.TrainState, int]:
+        """Return the state that the run begins with, and its number of steps."""
+        steps = jaxmp.checkpoint.list_steps(self._checkpoints) if self._checkpoints.is_dir() else []
+        if not self._config.resume:
+            if steps:
+                raise ValueError(
+                    f"{self.folder} has a run with {steps[-1]} steps; continue with --resume, or take another --run-dir"
+                )
+            return state, 0
+        if not steps:
+            raise ValueError(f"{self.folder} has no checkpoint to resume from; start without --resume")
+        if steps[-1] > self.experiment.steps:
+            raise ValueError(f"--steps must be at least the {steps[-1]} that {self.folder} has trained")
+        return jaxmp.checkpoint.restore(self._checkpoints, state, step=steps[-1]), steps[-1]
+
+    def __enter__(self) -> Self:
+        self._progress.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # the error that ended the run is raised instead
+            self._read(self._pending.drain())  # the last steps of a run that was stopped
+            if self._watch:
+                self._writer.write_watched(self._watch, wait=True)
+        self._progress.__exit__(kind, error, at)
+        self._writer.close()
+        if self._config.checkpoint_every:
+            jaxmp.checkpoint.wait()
+
+    def batches(self) -> Iterator[Batch]:
+        """Yield the batches of the remaining steps."""
+        batches = self.experiment.train_batches(self._config.seed, self._start)
+        while self.step < self.experiment.steps:
+            self.step += 1
+            batch = next(batches)
+            yield batch
+            if self.step == 1:
+                with self._pause():
+                    describe(self._unwatched, self.state, batch, self.folder)
+
+    def _watched(self, state: jaxmp.TrainState, batch: Batch) -> Any:
+        """Run the next step, watched if its number is a multiple of ``--watch``."""
+        assert self._watch is not None
+        return self._watch(self.step, state, batch)
+
+    def log(self, metrics: dict[str, jax.Array]) -> None:
+        """Take a step's metrics, and write those of earlier steps.
+
+        The metrics stay on the device until they are written some steps later. Evaluate and save if it is time: every
+        ``--evaluate-every`` and ``--checkpoint-every`` steps, and after the last step.
+        """
+        if self.step == self._start + 1:  # the first step compiles, so the clock starts after it
+            jax.block_until_ready(metrics)
+            self._compile_s = time.perf_counter() - self._started
+            self._started = self._last_read = time.perf_counter()
+            self._paused_s = 0.0
+        if self._watch:
+            self._writer.write_watched(self._watch)
+        self._read(self._pending.push(self.step, metrics))
+        if self._is_due(self._config.evaluate_every):
+            with self._pause():
+                self._test = self.experiment.evaluate(self.state)
+                self._write({"step": self.step, "split": "test", **self._test})
+        if self._config.checkpoint_every and self._is_due(self._config.checkpoint_every):
+            with self._pause():
+                jaxmp.checkpoint.save(self._checkpoints, self.state, step=self.step, keep=self._config.keep)
+
+    def _is_due(self, every: int) -> bool:
+        return self.step == self.experiment.steps or (every > 0 and self.step % every == 0)
+
+    @contextlib.contextmanager
+    def _pause(self) -> Iterator[None]:
+        """Leave the time of the block out of the time of training."""
+        self._read(self._pending.drain())
+        started = time.perf_counter()
+        yield
+        pause = time.perf_counter() - started
+        self._paused_s += pause
+        self._last_read += pause
+
+    def finish(self) -> None:
+        """Write the curves and the summary."""
+        self._read(self._pending.drain())
+        seconds = time.perf_counter() - self._started - self._paused_s
+        timed = self.step - self._start - 1  # the first step compiles
+        test = self._test or self.experiment.evaluate(self.state)
+        closing = self.experiment.closing(self.state, test)
+        texts = {title: _readable(text) for title, text in closing.texts.items()}
+        self.summary = {
+            "experiment": self._name,
+            **{f"test_{name}": value for name, value in test.items()},
+            **closing.numbers,
+            "steps": self.experiment.steps,
+            "skipped": int(self.state.skipped_steps),
+            "loss_scale": float(self.state.loss_scale),
+            "ms_per_step": 1000 * seconds / timed if timed > 0 else None,
+            "examples_per_s": timed * self.experiment.batch_size / seconds if timed > 0 else None,
+            "examples_are": self.experiment.unit,
+            "first_step_s": self._compile_s,
+            "resumed_at_step": self._start,
+            **self.experiment.precision,
+            **self._environment,
+            "platform": jax.default_backend(),
+            **({"texts": texts} if texts else {}),
+        }
+        write_json(self.folder / "summary.json", self.summary)
+        curves(self._rows, self.folder / "curves.png", self._name)
+
+    def _read(self, old: Iterable[tuple[int, dict[str, float]]]) -> None:
+        for step, metrics in old:
+            now = time.perf_counter()
+            elapsed, self._last_read = now - self._last_read, now
+            row: dict[str, Any] = {**metrics, "step": step, "split": "train", "skipped": int(metrics["skipped"])}
+            self._skipped += row["skipped"]
+            shown = [f"loss {row['loss']:.4f}"]
+            if "accuracy" in row:
+                shown.append(f"accuracy {row['accuracy']:.1%}")
+            if step > self._start + 1:
+                row["examples_per_s"] = self.experiment.batch_size / max(elapsed, 1e-9)
+                timed = (step - self._start - 1) * self.experiment.batch_size
+                rate = timed / max(now - self._started - self._paused_s, 1e-9)
+                shown.append(f"{rate:,.0f} {self.experiment.unit}/s")
+            self._write(row)
+            shown += [f"scale {row['loss_scale']:g}", f"skipped {self._skipped}"]
+            self._progress.advance(1, "  ".join(shown))
+
+    def _write(self, row: dict[str, Any]) -> None:
+        self._rows.append(row)
+        metrics = {name: value for name, value in row.items() if name not in ("step", "split")}
+        self._writer.write_metrics(row["step"], row["split"], metrics)
 
 
-def to_resume(name: str, config: cli.Training, folder: Path) -> Checkpoint:
-    """Return the last checkpoint of the run in a folder.
+def _readable(text: str) -> str:
+    """Replace control characters, which would control the terminal.
 
-    Raises:
-      ValueError: there is no checkpoint, or the flags differ from those of the run.
+    A model may write such characters.
     """
-    from experiments.training import checkpoints
-
-    for path in checkpoints.unfinished(checkpoints_folder(folder)):
-        tell(f"warning: {path} was not finished when its process ended, and is ignored", file=sys.stderr)
-    checkpoint = checkpoints.read_last(checkpoints_folder(folder))
-    require_same_flags(name, config, checkpoint)
-    metrics, size = folder / "metrics.csv", checkpoint.about["metrics_bytes"]
-    if not metrics.is_file() or metrics.stat().st_size < size:
-        raise ValueError(
-            f"a resumed run continues after the first {size} bytes of its metrics, but {metrics} has fewer; put the "
-            "file back, or start another run"
-        )
-    return checkpoint
-
-
-def require_same_flags(name: str, config: cli.Training, checkpoint: Checkpoint) -> None:
-    """Check that no flag was changed that a resumed run must keep.
-
-    Raises:
-      ValueError: such a flag was changed, or the checkpoint is of another experiment.
-    """
-    began = checkpoint.about["experiment"]
-    if began != name:
-        raise ValueError(f"--resume continues a run of {name}, but {checkpoint.folder} is of {began}")
-    before = checkpoint.about["config"]
-    # With a schedule, the learning rate depends on the number of steps.
-    may_change = MAY_CHANGE if getattr(config, "schedule", "constant") == "constant" else MAY_CHANGE - _LENGTH
-    changed, remedy = [], []
-    for field in dataclasses.fields(config):
-        now = strict_json(getattr(config, field.name))
-        then = before.get(field.name, strict_json(field.default))
-        if field.name not in may_change and now != then:
-            flag = f"--{field.name.replace('_', '-')}"
-            changed.append(f"{flag} was {then} and is {now} now")
-            remedy.append(f"without {flag}" if then is False else f"with {flag if then is True else f'{flag} {then}'}")
-    if changed:
-        raise ValueError(
-            f"a resumed run keeps its flags, but in {checkpoint.folder.parents[1]} {', '.join(changed)}; resume "
-            f"{' and '.join(remedy)}, or start another run"
-        )
-
-
-def require_same_data(checkpoint: Checkpoint, experiment: Experiment, seed: int) -> None:
-    """Check that the examples are the same as when the run began.
-
-    The data may be in another folder.
-
-    Raises:
-      ValueError: the examples are different.
-    """
-    there = checkpoint.about["precision"].get("data", "data"), checkpoint.about["examples"]
-    here = experiment.precision.get("data", "data"), experiment.examples(seed)
-    if there != here:
-        was, now = (f"{origin!r} (first batch {examples})" for origin, examples in (there, here))
-        raise ValueError(
-            f"a resumed run keeps its data, but {checkpoint.folder.parents[1]} was trained on {was} and here is {now}; "
-            "resume with the --data-dir of that run, or start another run"
-        )
-
-
-def finished(folder: Path, checkpoint: Checkpoint, experiment: Experiment) -> dict[str, Any] | None:
-    """Return the summary of a run that has trained all its steps.
-
-    The result is None if the run has steps left.
-
-    Raises:
-      ValueError: the run has trained more steps than the flags ask for, or its summary is damaged.
-    """
-    if checkpoint.step > experiment.steps:
-        raise ValueError(
-            f"--steps must be at least the {checkpoint.step} that {folder} has trained, got {experiment.steps}; "
-            "start another run to train less"
-        )
-    path = folder / "summary.json"
-    if checkpoint.step < experiment.steps or not path.is_file():
-        return None
-    try:
-        summary = json.loads(path.read_text())
-        return summary if summary["steps"] == experiment.steps else None
-    except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(
-            f"{path} is not a summary of a run ({type(error).__name__}: {error}); remove it, and --resume writes a new "
-            "one"
-        ) from error
+    return "".join(c if c in "\n\t" or unicodedata.category(c) != "Cc" else "\N{REPLACEMENT CHARACTER}" for c in text)

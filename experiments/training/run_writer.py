@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import json
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,38 +25,34 @@ class RunWriter:
     Args:
       folder: the folder, which must exist.
       columns: the columns of ``metrics.csv``.
-      start: the last step of an earlier process whose watched steps stay; 0 for a new run.
-      metrics_bytes: the size of ``metrics.csv`` after the step ``start``. The rest of the file is removed.
+      start: the step from which the run continues. Later lines of an earlier process are removed.
       tensorboard: whether tensorboardX writes the numbers to the subfolder ``tensorboard`` too.
       wandb: whether the numbers are sent to Weights & Biases too, as a run with the name of the folder.
+
+    Attributes:
+      rows: the metrics of an earlier process, up to the step ``start``.
 
     Raises:
       ModuleNotFoundError: tensorboardX or wandb is asked for and not installed.
     """
 
     def __init__(
-        self,
-        folder: Path,
-        columns: Sequence[str],
-        *,
-        start: int = 0,
-        metrics_bytes: int = 0,
-        tensorboard: bool = False,
-        wandb: bool = False,
+        self, folder: Path, columns: Sequence[str], *, start: int = 0, tensorboard: bool = False, wandb: bool = False
     ) -> None:
         self._wandb = _wandb(folder) if wandb else None
         self._board = _tensorboard(folder, start) if tensorboard else None
         self._watch_file = folder / WATCH_FILE
-        _keep_steps(self._watch_file, start)
-        file = folder / METRICS_FILE
-        if metrics_bytes:
-            with file.open("r+") as earlier_metrics:
-                earlier_metrics.truncate(metrics_bytes)
+        self.rows = _rows_until(folder / METRICS_FILE, start)
+        watched = [line for line in _lines(self._watch_file) if json.loads(line)["step"] <= start]
+        self._watch_file.unlink(missing_ok=True)
+        if watched:
+            self._watch_file.write_text("".join(f"{line}\n" for line in watched))
         self._columns = columns
-        self._metrics = file.open("a" if metrics_bytes else "w", buffering=1, newline="")
+        self._metrics = (folder / METRICS_FILE).open("w", buffering=1, newline="")
         self._writer = csv.DictWriter(self._metrics, columns, restval="")
-        if not metrics_bytes:
-            self._writer.writeheader()
+        self._writer.writeheader()
+        for row in self.rows:
+            self._write(row["step"], row["split"], row)
 
     def write_metrics(self, step: int, split: str, metrics: Mapping[str, Any]) -> None:
         """Write the metrics of a step.
@@ -66,8 +60,7 @@ class RunWriter:
         ``metrics.csv`` has only those with a column. The trackers get all metrics that are numbers.
         """
         numbers = {name: float(value) for name, value in metrics.items() if _is_number(value)}
-        cells = {name: _text(number) for name, number in numbers.items() if name in self._columns}
-        self._writer.writerow({"step": step, "split": split, **cells})
+        self._write(step, split, numbers)
         self._track(step, {f"{split}/{name}": number for name, number in numbers.items()})
 
     def write_watched(self, watch: Watch, *, wait: bool = False) -> None:
@@ -86,6 +79,10 @@ class RunWriter:
             self._wandb.finish()
         self._metrics.close()
 
+    def _write(self, step: int, split: str, numbers: Mapping[str, Any]) -> None:
+        names = [name for name in self._columns if name in numbers and name not in ("step", "split")]
+        self._writer.writerow({"step": step, "split": split, **{name: _text(numbers[name]) for name in names}})
+
     def _track(self, step: int, numbers: Mapping[str, float]) -> None:
         if self._board is not None:
             for name, number in numbers.items():
@@ -94,16 +91,18 @@ class RunWriter:
             self._wandb.log({"step": step, **numbers})
 
 
-def _keep_steps(file: Path, start: int) -> None:
-    """Remove the lines of watched steps after ``start``; without any others, remove the file."""
-    lines = []
-    for text in file.read_text().splitlines() if start and file.is_file() else []:
-        with contextlib.suppress(ValueError):  # the run was killed while it wrote the last line
-            if json.loads(text)["step"] <= start:
-                lines.append(f"{text}\n")
-    file.unlink(missing_ok=True)
-    if lines:
-        file.write_text("".join(lines))
+def _rows_until(file: Path, step: int) -> list[dict[str, Any]]:
+    """Return the rows of ``metrics.csv`` up to a step."""
+    rows = []
+    for row in csv.DictReader(_lines(file)) if step else []:
+        numbers = {name: float(text) for name, text in row.items() if text and name != "split"}
+        if numbers["step"] <= step:
+            rows.append({**numbers, "split": row["split"], "step": int(row["step"])})
+    return rows
+
+
+def _lines(file: Path) -> list[str]:
+    return file.read_text().splitlines() if file.is_file() else []
 
 
 def _is_number(value: Any) -> bool:
@@ -120,10 +119,7 @@ def _tensorboard(folder: Path, start: int) -> Any:
         from tensorboardX import SummaryWriter
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError("TensorBoard's files need tensorboardX: pip install tensorboardX") from error
-    events = folder / "tensorboard"
-    if not start:
-        shutil.rmtree(events, ignore_errors=True)  # left by an earlier run
-    return SummaryWriter(str(events), purge_step=start + 1 if start else None)
+    return SummaryWriter(str(folder / "tensorboard"), purge_step=start + 1 if start else None)
 
 
 def _wandb(folder: Path) -> Any:

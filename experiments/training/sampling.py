@@ -10,8 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.training import mesh
-
 
 def sample(
     apply: Callable[[Any, jax.Array], jax.Array],
@@ -49,7 +47,7 @@ def sample(
     last_tokens = np.asarray(prompt, np.int32)[-context:]
     window = jnp.asarray(np.pad(last_tokens, (0, context - len(last_tokens))))
     run = jax.jit(functools.partial(_run, apply, count, temperature, top_k))
-    return mesh.on_host(run(params, window, jnp.asarray(len(last_tokens)), jax.random.key(seed))).tolist()
+    return jax.device_get(run(params, window, jnp.asarray(len(last_tokens)), jax.random.key(seed))).tolist()
 
 
 def _run(

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import tyro
 from jax.sharding import Mesh, PartitionSpec
 
 import jaxmp
-from experiments import data
+from experiments.data import DataError
 from experiments.data.tokens import Kind, Text
 from experiments.data.tokens import load as load_text
 from experiments.models.transformer import Remat
-from experiments.models.weights import Published
-from experiments.training import cli, mesh, processes
+from experiments.training import cli, mesh
 from experiments.training.experiment import Batch, Closing, Experiment
 from experiments.training.precision import Precision, read_low_precision, read_overrides, split_overrides
 from jaxmp.sharding import Sharding
@@ -31,7 +28,6 @@ _ROOM_TO_EVALUATE = 4096  # tokens per evaluation batch; their logits are in mem
 _HINT = tyro.conf.arg(help_behavior_hint="(default: depends on model and device)")
 Number = Annotated[int | None, _HINT, tyro.conf.arg(metavar="INT")]
 Real = Annotated[float | None, _HINT, tyro.conf.arg(metavar="FLOAT")]
-File = Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="(default: none)")]
 
 _NEXT_TOKEN = {
     "vocabulary": 2048, "context": 4, "batch_size": 8192, "steps": 150, "learning_rate": 3e-3, "test_batches": 8,
@@ -58,9 +54,8 @@ class TextFlags:
     dataset: Annotated[str, tyro.conf.arg(metavar="pysource|PATH")] = "pysource"
     """The text: pysource (the source code of Python's standard library), or the path of a text file or folder. The last
     tenth of a file is held out. In a folder, .txt, .py and .md files are read, and every tenth file is held out."""
-    tokens: Kind = "auto"
-    """The tokens: bytes; pairs (of bytes); bpe (GPT-2's byte pairs, which need encoder.json and vocab.bpe in --data-dir
-    or in gpt2_bpe there); or auto, which is bpe if its files exist, else bytes."""
+    tokens: Annotated[Kind | None, _HINT, tyro.conf.arg(metavar="{bytes,pairs}")] = None
+    """The tokens: bytes, or pairs of bytes."""
     layers: Number = None
     """Blocks of the transformer."""
     heads: Number = None
@@ -74,10 +69,8 @@ class TextFlags:
     the number of different tokens."""
     steps: Number = None
     """Steps to train."""
-    batch_size: Annotated[
-        int | Literal["auto"] | None, _HINT, tyro.conf.arg(metavar="INT|auto", aliases=("--batch",))
-    ] = None
-    """Sequences per step; auto for the largest number that fits in the device's memory."""
+    batch_size: Annotated[int | None, _HINT, tyro.conf.arg(metavar="INT", aliases=("--batch",))] = None
+    """Sequences per step."""
     test_batches: Number = None
     """Batches of sequences, spread over the held-out text, to evaluate on."""
     learning_rate: Real = None
@@ -88,12 +81,6 @@ class TextFlags:
     """Weight decay of AdamW, for params with more than one dimension."""
     clip: Real = None
     """Largest global norm of the gradients. Gradients with a larger norm are scaled down to it."""
-    weights: File = None
-    """Pretrained params to start from: a safetensors file in the published format of GPT-2 or BERT. --layers, --heads,
-    --width and the vocabulary must match the file, and --context may be shorter. GPT-2's weights need --tokens bpe.
-    BERT's weights are for word pieces, which --tokens does not have."""
-    save_weights: File = None
-    """File to write the trained params to, in the format of --weights, which other libraries can read."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -121,8 +108,6 @@ def check(config: Any) -> None:
     cli.require("--weight-decay", config.weight_decay, 0)
     if not config.clip > 0:
         raise ValueError(f"--clip must be positive, got {config.clip:g}")
-    if (path := config.save_weights) is not None and (path.is_dir() or not path.parent.is_dir()):
-        raise ValueError(f"--save-weights must be a file in an existing folder, got {path}")
     if config.width % config.heads:
         raise ValueError(f"--width must be a multiple of --heads, got {config.width} for {config.heads} heads")
 
@@ -135,7 +120,7 @@ def load(config: Any) -> Text:
       DataError: the text or its tokenizer is not available, or the text is not longer than the context.
     """
     pairs = 2048 if config.vocabulary is None else config.vocabulary
-    text = load_text(config.dataset, config.data_dir, config.tokens, pairs)
+    text = load_text(config.dataset, config.tokens or "bytes", pairs)
     if config.vocabulary is not None and config.vocabulary < text.tokenizer.size:
         raise ValueError(
             f"--vocabulary must be at least the {text.tokenizer.size} tokens of {text.tokenizer.name}, got "
@@ -143,7 +128,7 @@ def load(config: Any) -> Text:
         )
     for split, part in (("training", text.train), ("held-out", text.test)):
         if len(part) <= config.context:
-            raise data.DataError(
+            raise DataError(
                 f"a context must be shorter than the {split} text of {len(part)} tokens, got --context {config.context}"
             )
     return text
@@ -189,7 +174,6 @@ class Task(NamedTuple):
       test_batches: see :class:`experiments.training.experiment.Experiment`.
       tokens: the number of tokens that a step predicts.
       remat: the remat of the step.
-      weights: reads and writes the published format of the weights; None if there is none.
       closing: makes further numbers and texts for the summary from the model, params and held-out metrics.
       tensor: the specs that split params over the mesh axis ``tensor``, keyed by patterns of the params' paths.
     """
@@ -201,7 +185,6 @@ class Task(NamedTuple):
     test_batches: Callable[[], Iterable[Batch]]
     tokens: int
     remat: str
-    weights: Published | None = None
     closing: Callable[[nn.Module, Any, dict[str, float]], Closing] = lambda model, params, test: Closing({}, {})
     tensor: Mapping[str, PartitionSpec] = MappingProxyType({})
 
@@ -244,7 +227,6 @@ class Setup:
       eval_loss_fn: the loss function for evaluation.
       autocast: the arguments of :func:`jaxmp.autocast` for ``loss_fn``; empty without autocast.
       eval_autocast: the arguments of :func:`jaxmp.autocast` for ``eval_loss_fn``; empty without autocast.
-      loaded: published weights to start from, on the host, or None.
     """
 
     config: Any
@@ -259,7 +241,6 @@ class Setup:
     eval_loss_fn: Callable[..., Any]
     autocast: dict[str, Any]
     eval_autocast: dict[str, Any]
-    loaded: Any = None
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -268,8 +249,6 @@ class Setup:
 
     def init_params(self, seed: int) -> Any:
         """Return the params that training starts from."""
-        if self.loaded is not None:
-            return jax.tree.map(lambda array, param: jnp.array(array, param.dtype), self.loaded, self.params)
         return self.init(seed)
 
     def create(self, params: Any) -> jaxmp.TrainState:
@@ -279,35 +258,26 @@ class Setup:
     def create_on_mesh(self, seed: int) -> jaxmp.TrainState:
         """Return the state that training starts from, on the mesh."""
         assert self.sharding is not None
-        if self.loaded is not None:
-            cast = jax.tree.map(lambda array, param: np.asarray(array, param.dtype), self.loaded, self.params)
-            return self.create(mesh.place(cast, self.sharding.specs, self.sharding.mesh))
         return jaxmp.TrainState.create_sharded(lambda: self.init_params(seed), self.tx, self.sharding, **self.fields)
 
     def closing(self, state: jaxmp.TrainState, test: dict[str, float]) -> Closing:
-        """Save the trained params, and return the task's numbers and texts.
-
-        The params are saved to the file of ``--save-weights``.
-        """
+        """Return the task's numbers and texts for the trained params."""
         params = state.params
         if state.ema_params is not None:
             params = jax.tree.map(lambda ema, param: ema.astype(param.dtype), state.ema_params, params)
-        if self.config.save_weights is not None and self.task.weights is not None:
-            whole = mesh.on_host(params)
-            if processes.first():
-                self.task.weights.save(whole, self.config.save_weights, vocabulary=self.task.model.vocabulary)
         return self.task.closing(self.model, params, test)
 
     def experiment(self, step: Any, eval_step: Any, origin: str) -> Experiment:
         """Return the experiment with its steps and with data from ``origin``."""
+        devices = None if self.sharding is None else self.sharding.mesh
         return Experiment(
             loss_fn=jaxmp.autocast(self.loss_fn, **self.autocast) if self.autocast else self.loss_fn,
             step=step,
             eval_step=eval_step,
             init_params=self.init_params,
             create=self.create,
-            train_batches=self.task.train_batches,
-            test_batches=self.task.test_batches,
+            train_batches=lambda seed, start=0: mesh.placed(devices, self.task.train_batches(seed, start)),
+            test_batches=lambda: mesh.placed(devices, iter(self.task.test_batches())),
             steps=self.config.steps,
             batch_size=self.task.tokens,
             precision=self.precision.description(origin),
@@ -322,7 +292,7 @@ def set_up(config: Any, task: Task, precision: Precision, devices: Mesh | None) 
     """Put a task under its precision, on a mesh or on one device.
 
     Raises:
-      ValueError: an override matches nothing, or the weights are for another model.
+      ValueError: an override matches nothing.
     """
     policy, model = precision.policy, task.model
     if isinstance(policy, jaxmp.Policy):  # the model also returns its loss, which must be float32
@@ -345,9 +315,6 @@ def set_up(config: Any, task: Task, precision: Precision, devices: Mesh | None) 
         batches = next(task.train_batches(0)), next(iter(task.test_batches()))
         args = [(params, None, batch, None) for batch in batches]
         autocast, eval_autocast = split_overrides(autocast, [(loss_fn, args[0]), (eval_loss_fn, args[1])])
-    loaded = None
-    if config.weights is not None and task.weights is not None:
-        loaded = task.weights.load_for(params, config.weights)
     return Setup(
         config=config,
         task=task,
@@ -361,5 +328,4 @@ def set_up(config: Any, task: Task, precision: Precision, devices: Mesh | None) 
         eval_loss_fn=eval_loss_fn,
         autocast=autocast,
         eval_autocast=eval_autocast,
-        loaded=loaded,
     )

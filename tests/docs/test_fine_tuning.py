@@ -18,10 +18,10 @@ from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 from pages import blocks
 from places import ROOT
+from safetensors.numpy import load_file
 
 import jaxmp
 from experiments.models.gpt2 import GPT2
-from experiments.models.weights import PUBLISHED_GPT2
 from jaxmp.base.trees import path_name
 from jaxmp.training.remat import recompute_layers
 
@@ -32,6 +32,10 @@ LORA = [block for block in blocks(PAGE) if block.needs != "qwix"]
 QLORA = [block for block in blocks(PAGE) if block.needs == "qwix"]
 TABS = pytest.mark.parametrize("tab", ["Linen", "NNX"])
 Scope = dict[str, Any]
+SIZES = (
+    published_gpt2.VOCABULARY, published_gpt2.CONTEXT, published_gpt2.LAYERS, published_gpt2.WIDTH // 64,
+    published_gpt2.WIDTH,
+)  # fmt: skip
 
 
 def relative_error(tree: Any, exact: Any) -> float:
@@ -143,12 +147,22 @@ def pairs(adapters: Any) -> dict[str, list[jax.Array]]:
     return by_layer
 
 
+def published_params(folder: Path) -> dict[str, jax.Array]:
+    """Return the tensors of a file by the paths that the params of the model have here."""
+    shapes = jax.eval_shape(GPT2(*SIZES).init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
+    params, tensors = {}, load_file(folder / "model.safetensors")
+    for path, shape in flatten_dict(shapes, sep="/").items():
+        module, _, leaf = path.rpartition("/")
+        name = f"{module.replace('h_', 'h.').replace('/', '.')}.{'bias' if leaf == 'bias' else 'weight'}"
+        rows = shape.shape[0] - len(tensors[name])  # the vocabulary is padded
+        params[path] = jnp.pad(tensors[name], [(0, rows), *[(0, 0)] * (shape.ndim - 1)])
+    return params
+
+
 def float32_logits(adapters: dict[str, list[jax.Array]], folder: Path, tokens: Any) -> jax.Array:
     """Return GPT-2's float32 logits, with merged adapters and bfloat16 weights."""
-    sizes = published_gpt2.VOCABULARY, published_gpt2.CONTEXT, published_gpt2.LAYERS
-    model = GPT2(*sizes, heads=published_gpt2.WIDTH // 64, width=published_gpt2.WIDTH)
-    params = flatten_dict(PUBLISHED_GPT2.load(folder / "model.safetensors"), sep="/")
-    params = {path: jnp.asarray(leaf).astype(jnp.bfloat16).astype(jnp.float32) for path, leaf in params.items()}
+    model = GPT2(*SIZES)
+    params = {path: leaf.astype(jnp.bfloat16).astype(jnp.float32) for path, leaf in published_params(folder).items()}
     for name, (down, up) in adapters.items():
         path = name.replace("h.", "h_", 1).replace(".", "/") + "/kernel"
         params[path] += jnp.matmul(down, up, precision="highest")

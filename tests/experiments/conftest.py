@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.report import plots
+from experiments.training import loop
 
 HERE = Path(__file__).parent
 NEWEST = (
@@ -48,5 +48,5 @@ def empty_curves() -> Iterator[None]:
     `test_runs.py` tests the real picture.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plots, "curves", lambda rows, path, title: path.touch())
+        patch.setattr(loop, "curves", lambda rows, path, title: path.touch())
         yield

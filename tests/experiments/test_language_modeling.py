@@ -5,17 +5,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import shutil
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checkpoint_tools import bits, last, rows
 
 from experiments import language_modeling
 from experiments.data import DataError, tokens
-from experiments.training import loop, runs, sampling, text_training
+from experiments.training import loop, sampling, text_training
 
 NEXT_TOKEN = dict.fromkeys(("layers", "heads", "width", "schedule")) | {"vocabulary": 50}
 LINES = "to be or not to be, that is the question\n\nwhether tis nobler in the mind to suffer\n\n"
@@ -37,59 +35,20 @@ def config(tmp_path_factory):
     )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def experiment(config):
-    return language_modeling.prepare(config)
-
-
-@pytest.fixture(scope="module")
-def run(config, experiment):
-    """Return the summary and the final state."""
-    states = []
-
-    def closing(state, test):
-        states.append(state)
-        return experiment.closing(state, test)
-
-    watched = dataclasses.replace(experiment, closing=closing)
-    summary = loop.train("language_modeling", text_training.settled(config, "gpt2"), lambda _: watched)
-    return summary, *states
-
-
-@pytest.mark.slow("trains 160 steps, and goes on from a checkpoint")
-def test_gpt2_learns_a_text_writes_in_its_words_and_goes_on_bit_for_bit_when_it_was_stopped(
-    run, config, experiment, tmp_path
-):
-    done, state = run
+@pytest.mark.slow("trains 160 steps")
+def test_gpt2_learns_a_text_and_writes_in_its_words(config):
+    done = language_modeling.train(config)
     text = done["texts"]["Sample"]
     assert text.startswith("\n\n") and len(text) == 32
     assert any(word in text for word in (" to", " be", "the", "not", "whe"))
-    assert done["test_loss"] < 2.2 < 4 < float(rows(config.run_dir)[0][2])
+    assert done["test_loss"] < 2.2
     assert done["test_perplexity"] == pytest.approx(math.exp(done["test_loss"]))
-    text_tokens = tokens.load(config.dataset, config.data_dir, "auto", 2048)
+    text_tokens = tokens.load(config.dataset, "bytes", 2048)
     assert done["test_bits_per_byte"] == pytest.approx(done["test_loss"] / math.log(2) / text_tokens.bytes_per_token)
     assert done["examples_are"] == "tokens" and done["data"].endswith(", bytes") and done["examples_per_s"] > 0
     flags = json.loads((config.run_dir / "config.json").read_text())["config"]
     assert (flags["schedule"], flags["clip"], flags["weight_decay"]) == ("cosine", 1.0, 0.1)
-    summary = (config.run_dir / "summary.md").read_text()
-    assert "| test_perplexity |" in summary and "## Sample\n\n    \n    \n" in summary and "| texts |" not in summary
     assert (config.run_dir / "curves.png").stat().st_size > 10_000
-
-    batch = next(iter(experiment.test_batches()))
-    assert batch["tokens"].shape == (8, 17) and batch["tokens"].dtype == np.int32
-    loss, _ = jax.jit(experiment.loss_fn)(state.params, None, batch, None)
-    metrics = experiment.eval_step(state, batch)
-    assert float(loss) == pytest.approx(float(metrics["loss"]), rel=0.01)
-    assert 0.2 < float(metrics["accuracy"]) < 1
-
-    shutil.copytree(config.run_dir, tmp_path / "run")
-    (tmp_path / "run" / "summary.json").unlink()
-    shutil.rmtree(tmp_path / "run" / "checkpoints" / "160")
-    resumed = dataclasses.replace(config, run_dir=tmp_path / "run", resume=True, prompt="to be")
-    again = loop.train("language_modeling", text_training.settled(resumed, "gpt2"), lambda _: experiment)
-    assert again["resumed_at_step"] == 120 and again["texts"] == done["texts"]
-    assert bits(last(tmp_path / "run")) == bits(last(config.run_dir))
-    assert rows(tmp_path / "run") == rows(config.run_dir)
 
 
 # --- flags ----------------------------------------------------------------------------------------------------------
@@ -152,7 +111,7 @@ def test_a_prompt_may_be_invalid_utf8_and_a_text_is_shown_without_control_charac
     task = language_modeling.gpt2(flags, text_training.load(flags))
     assert task.closing(task.model, None, {"loss": 1.0}).texts["Sample"] == "to \ufffd!"
 
-    assert runs._readable("ä☃\n\t\x1b[2J\x07\r\x85") == "ä☃\n\t\ufffd[2J\ufffd\ufffd\ufffd"
+    assert loop._readable("ä☃\n\t\x1b[2J\x07\r\x85") == "ä☃\n\t\ufffd[2J\ufffd\ufffd\ufffd"
 
 
 def test_only_matrices_decay_long_gradients_are_clipped_and_the_schedule_rises_and_falls(config):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from experiments.benchmarks.compile_only.predictions import TIMES, predictions
 from experiments.benchmarks.measure import programs
-from experiments.benchmarks.report.goals import Goal, saved, share
-from experiments.benchmarks.report.predictions import TIMES, predictions
 from experiments.benchmarks.shared import records
+from experiments.benchmarks.shared.goals import Goal, saved, share
 from experiments.benchmarks.train_step.goals import LIMITS, MEMORY, RECORDED, TENSOR_FLOPS
 from experiments.report import plots
 from experiments.report.tables import Table

@@ -43,7 +43,6 @@ from experiments.models import attention
 from experiments.report.progress import Progress
 from experiments.training import cli
 from experiments.training.environment import environment
-from experiments.training.run_folders import run_folder
 from jaxmp import hardware
 from jaxmp.inspect._roofline import roofline
 from jaxmp.inspect.compiled import hlo, targets
@@ -128,7 +127,7 @@ def main(config: Config) -> list[dict[str, Any]]:
                 f"--variants {' '.join(config.variants)} do not exist for --models {' '.join(config.models)}"
             )
         target.devices()
-        folder = run_folder(tpu_report.NAME if is_tpu else "compile_only", config.run_dir)
+        folder = cli.run_folder(tpu_report.NAME if is_tpu else "compile_only", config.run_dir)
         saved = measurements.Measurements(folder, 0, environment(target=config.target), smoke=config.smoke)
         for name, case in cases.items():
             saved.require_alike(f"{name}-*.json", sizes=dataclasses.asdict(case.sizes))

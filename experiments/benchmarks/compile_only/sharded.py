@@ -11,8 +11,8 @@ from typing import Any, Literal, get_args
 
 from experiments import language_modeling
 from experiments.benchmarks.measure.sharded import Way, measure
-from experiments.benchmarks.report.goals import Goal
 from experiments.benchmarks.shared import measurements, records
+from experiments.benchmarks.shared.goals import Goal
 from experiments.models import gpt2
 from experiments.models.llama import Llama
 from experiments.report.progress import Progress

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from experiments.benchmarks.report.goals import Goal, share
 from experiments.benchmarks.shared import records
+from experiments.benchmarks.shared.goals import Goal, share
 from experiments.report import plots
 from experiments.report.tables import Table
 
@@ -56,12 +56,6 @@ def table(result: dict[str, Any]) -> Table:
             f"{row['peak'] / MIB:,.0f}", _ratio(peak), f"{row['half']:.2%}",
             f"{row['kernels']:,}"))  # fmt: skip
     return Table(result["model"], COLUMNS, cells, notes=tuple(goal.sentence() for goal in goals(result)))
-
-
-def of_unchanged_code(result: dict[str, Any]) -> tuple[str, str]:
-    """Return the cycles and the peak of autocast of float32 code by hand, relative to bfloat16 by hand."""
-    unchanged, by_hand = (result["variants"][key] for key in ("unprepared-bf16", "hand-bf16"))
-    return f"{unchanged['cycles'] / by_hand['cycles']:.2f}", f"{unchanged['peak'] / by_hand['peak']:.2f}"
 
 
 def _ratio(value: float | None) -> str:

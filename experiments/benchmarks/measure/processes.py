@@ -1,8 +1,7 @@
-"""Measure each row in a separate process, and keep cores busy."""
+"""Measure each row in a separate process."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import os
@@ -72,24 +71,6 @@ def answer(measure: Callable[[], dict[str, Any]]) -> None:
         raise ValueError("--alone is for the benchmark's own use: it waits for the benchmark's process number on stdin")
     threading.Thread(target=_end_after, args=(int(line),), daemon=True).start()
     print(json.dumps(strict_json(measure())), flush=True)
-
-
-@contextlib.contextmanager
-def busy_cores(count: int | None = None) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Keep every core of the host busy, or ``count`` of them.
-
-    Yield the processes that keep the cores busy.
-    """
-    program = [sys.executable, "-S", "-c", "print(flush=True)\nwhile True: pass"]
-    started = [subprocess.Popen(program, stdout=subprocess.PIPE) for _ in range(count or os.cpu_count() or 1)]
-    try:
-        for process in started:
-            process.stdout.readline()  # wait until the process is running
-        yield started
-    finally:
-        for process in started:
-            process.kill()
-            process.communicate()
 
 
 def _end_after(parent: int) -> None:

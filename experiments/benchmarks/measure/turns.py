@@ -32,8 +32,6 @@ class Prepared:
       compile_seconds: the seconds to lower and compile the function, without making the model and its state. For torch,
         the seconds of the first call.
       compiled_bytes: the peak bytes of the program as planned by the compiler; None for torch.
-      joinable: compiles the function again so that a trace joins its kernels to instructions, and returns such a
-        ``turn`` and the HLO text of its program; None if that is not worth its time.
       about: further figures of the function.
     """
 
@@ -41,7 +39,6 @@ class Prepared:
     loss: Callable[[], float] | None = None
     compile_seconds: float = 0.0
     compiled_bytes: int | None = None
-    joinable: Callable[[], tuple[Callable[[], Any], str]] | None = None
     about: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 

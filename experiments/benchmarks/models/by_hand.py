@@ -1,4 +1,4 @@
-"""ResNet-50, GPT-2, BERT and an LSTM with half precision by hand.
+"""ResNet-50, GPT-2 and BERT with half precision by hand.
 
 Flax users write such code without jaxmp. Every module has ``dtype=``, attention on a GPU is JAX's, and the loss is
 optax's cross-entropy on float32 logits. With None as dtype, the model is plain code without half precision.
@@ -131,46 +131,6 @@ class ResNet(nn.Module):
         return nn.Dense(self.classes, dtype=self.dtype, name="dense")(x.mean((1, 2)))
 
 
-class Recurrence(nn.Module):
-    """An LSTM layer under ``lax.scan`` (Hochreiter & Schmidhuber 1997).
-
-    The layer maps (tokens, batch, width) to the same shape.
-    """
-
-    dtype: Any
-
-    @nn.compact
-    def __call__(self, xs: jax.Array) -> jax.Array:
-        width = xs.shape[-1]
-        inner = self.param("inner", nn.initializers.orthogonal(), (width, 4 * width)).astype(xs.dtype)
-        projected = nn.Dense(4 * width, dtype=self.dtype, name="outer")(xs)
-
-        def cell(carry: tuple[jax.Array, jax.Array], x: jax.Array) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
-            state, memory = carry
-            i, f, g, o = jnp.split(x + state @ inner, 4, axis=-1)
-            memory = nn.sigmoid(f + 1) * memory + nn.sigmoid(i) * nn.tanh(g)
-            state = nn.sigmoid(o) * nn.tanh(memory)
-            return (state, memory), state
-
-        return jax.lax.scan(cell, (jnp.zeros_like(xs[0]), jnp.zeros_like(xs[0])), projected)[1]
-
-
-class LSTM(nn.Module):
-    """A model from tokens (batch, tokens) to the logits of the next tokens."""
-
-    vocabulary: int
-    layers: int
-    width: int
-    dtype: Any = None
-
-    @nn.compact
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        xs = _embed(self, self.vocabulary, "embed")(tokens.T)
-        for i in range(self.layers):
-            xs = Recurrence(self.dtype, name=f"layer{i}")(xs)
-        return nn.Dense(self.vocabulary, dtype=self.dtype, name="head")(xs.swapaxes(0, 1))
-
-
 def build(case: Workload, dtype: Any = None) -> nn.Module:
     """Return the model of a workload, with ``dtype`` on every module.
 
@@ -180,8 +140,6 @@ def build(case: Workload, dtype: Any = None) -> nn.Module:
     if case.images:
         return ResNet(sizes.stages, sizes.vocabulary, sizes.width, dtype)
     vocabulary = -(-sizes.vocabulary // 64) * 64
-    if case.name == "lstm":
-        return LSTM(vocabulary, sizes.layers, sizes.width, dtype)
     shape = (vocabulary, sizes.length, sizes.layers, sizes.width // 64, sizes.width)
     return (GPT2 if case.name == "gpt2" else BERT)(*shape, dtype)
 

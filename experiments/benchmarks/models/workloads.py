@@ -82,7 +82,7 @@ class Workload:
     """A model to train.
 
     Attributes:
-      name: a name in ``NAMES``, or ``"lstm"``, which exists only in :mod:`experiments.benchmarks.models.by_hand`.
+      name: a name in ``NAMES``.
       sizes: the sizes of the model and its batch.
       remat: the part of each transformer block that its backward pass recomputes.
       chunks: the number of chunks of a transformer's cross-entropy, or ``"auto"``; 0 for the model's default.
@@ -116,7 +116,7 @@ class Workload:
         if self.images:
             model = f"ResNet of {_count(sizes.layers, 'block')} a stage" if sizes.layers else "ResNet-50"
             return f"{model}, {shape}×{sizes.length}×3"
-        model = {"gpt2": "GPT-2", "bert": "BERT", "lstm": "LSTM"}[self.name]
+        model = {"gpt2": "GPT-2", "bert": "BERT"}[self.name]
         return f"{model}, {_count(sizes.layers, 'layer')} of {sizes.width}, {shape}"
 
     @property
@@ -188,8 +188,8 @@ def workload(
     """Return a workload in the full sizes, or in other sizes.
 
     Args:
-      name: a name in ``NAMES``, or ``"lstm"``.
-      sizes: the sizes; None for ``FULL``, which has no LSTM.
+      name: a name in ``NAMES``.
+      sizes: the sizes; None for ``FULL``.
       remat: the part of each transformer block that its backward pass recomputes.
       chunks: the number of chunks of a transformer's cross-entropy, or ``"auto"``; 0 for the model's default.
       **changes: changed fields of ``sizes``. A value of 0 does not change the field.
@@ -198,8 +198,8 @@ def workload(
       ValueError: the name or ``remat`` is unknown, or a model that is not a transformer has a ``remat``. Except for
         ResNets, the width must also be a multiple of 64, the width of a head.
     """
-    if name not in (*NAMES, "lstm"):
-        raise ValueError(f"a workload must be one of {', '.join(NAMES)}, lstm, got {name!r}")
+    if name not in NAMES:
+        raise ValueError(f"a workload must be one of {', '.join(NAMES)}, got {name!r}")
     if remat not in (get_args(Remat) if name in ("bert", "gpt2") else ("none",)):
         raise ValueError(f"remat is one of {', '.join(get_args(Remat))}, for transformers only, got {remat!r}")
     nonzero = {field: value for field, value in changes.items() if value}

@@ -12,10 +12,7 @@ from typing import Any
 
 from experiments.benchmarks.measure.turns import LACKS
 from experiments.report.json_files import strict_json, write_json
-from experiments.report.progress import Progress
-
-UNFINISHED = "not everything is measured: the same command continues from here"
-"""The last line of a command that leaves measurements to the next one."""
+from experiments.report.progress import UNFINISHED, Progress
 
 
 def read(file: Path) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from experiments.report import plots
 from experiments.report.json_files import write_json
 from experiments.report.tables import Table, terminal
 from experiments.training import cli
-from experiments.training.run_folders import run_folder
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,7 +103,7 @@ def check(config: Config, **least: float) -> None:
 def folder_of(name: str, config: Config, **least: float) -> Path:
     """Check the flags, and return the run folder, which is made if necessary."""
     check(config, **least)
-    return run_folder(name, config.run_dir)
+    return cli.run_folder(name, config.run_dir)
 
 
 def record(

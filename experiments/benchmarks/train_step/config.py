@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Any, Literal
+from typing import Annotated
 
 import tyro
 
 from experiments.benchmarks.models.workloads import FULL, NAMES, SMOKE, Name, Workload, workload
 from experiments.benchmarks.shared import records
-from experiments.benchmarks.train_step.rows import Pass
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,18 +19,10 @@ class Config(records.Timed, records.Pieces, records.Small):
     """Models to measure."""
     rows: Annotated[tuple[str, ...], tyro.conf.arg(metavar="ROW [ROW ...]", help_behavior_hint="")] = ()
     """Rows to measure; --list prints them. A ratio needs both of its rows in one command. (default: all)"""
-    passes: tuple[Pass, ...] = ("train", "forward")
-    """The train step, the forward pass alone, or both."""
     energy_s: float = 1.5
     """Seconds for which a row runs to measure its energy; 0 to measure no energy."""
-    ceilings: bool = True
-    """Measure the fastest products of the device too, once for each run folder."""
     batch_size: int = 0
     """Examples per step; 0 for 256 (resnet50), 64 (bert) and 16 (gpt2)."""
-    look: Annotated[Literal["", "width", "depth", "busy"], tyro.conf.arg(metavar="{width,depth,busy}")] = ""
-    """Measure something else in place of the table. width, depth: the train step of the transformers at several widths
-    or depths, to find where half precision stops being faster. busy: the train step with idle host cores, and with a
-    busy process on every core."""
     report_only: tyro.conf.FlagCreatePairsOff[bool] = False
     """Measure nothing. Write the report of the results in --run-dir."""
     list: tyro.conf.FlagCreatePairsOff[bool] = False
@@ -45,6 +36,6 @@ class Config(records.Timed, records.Pieces, records.Small):
         return (2, 1.0) if self.smoke else (self.rounds, self.block_ms)
 
 
-def case_of(name: Name, config: Config, **sizes: Any) -> Workload:
-    """Return a model with the sizes of the flags, changed by ``sizes``."""
-    return workload(name, (SMOKE if config.smoke else FULL)[name], **{"batch_size": config.batch_size, **sizes})
+def case_of(name: Name, config: Config) -> Workload:
+    """Return a model with the sizes of the flags."""
+    return workload(name, (SMOKE if config.smoke else FULL)[name], batch_size=config.batch_size)

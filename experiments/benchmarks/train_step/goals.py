@@ -6,7 +6,7 @@ import dataclasses
 from typing import NamedTuple
 
 from experiments.benchmarks.models.workloads import FULL
-from experiments.benchmarks.report.goals import Goal, saved, share
+from experiments.benchmarks.shared.goals import Goal, saved, share
 from experiments.benchmarks.train_step.results import Results
 from experiments.benchmarks.train_step.rows import REMAT, ROWS, SETTINGS
 
@@ -59,17 +59,17 @@ def fastest_setting(results: Results) -> str:
     """
     ratios, within = dict[str, float](), dict[str, float]()
     for row in SETTINGS:
-        torch = results.reference("train", row)
-        ratio = results.ratio("train", row, torch) if torch else None
+        torch = results.reference(row)
+        ratio = results.ratio(row, torch) if torch else None
         if ratio is None:
             continue
         ratios[row] = ratio[1]
-        memory = share(results.memory("train", row), results.memory("train", torch or ""))
+        memory = share(results.memory(row), results.memory(torch or ""))
         if memory is not None and memory <= MEMORY:
             within[row] = ratio[1]
     if known := within or ratios:
         return min(known, key=known.__getitem__)
-    return results.fastest("train", *SETTINGS) or SETTINGS[0]
+    return results.fastest(*SETTINGS) or SETTINGS[0]
 
 
 def goals(results: Results) -> list[Goal]:
@@ -78,18 +78,18 @@ def goals(results: Results) -> list[Goal]:
     The goals apply to the full sizes on a GPU. Figures that were not measured are None.
     """
     limits = LIMITS[results.about["model"]]
-    ours, remat = fastest_setting(results), results.fastest("train", *REMAT) or REMAT[0]
+    ours, remat = fastest_setting(results), results.fastest(*REMAT) or REMAT[0]
     auto = "autocast-bf16"
 
     def time(row: str, other: str | None) -> float | None:
-        ratio = results.ratio("train", row, other) if other else None
+        ratio = results.ratio(row, other) if other else None
         return ratio[1] if ratio else None
 
     def torch(row: str) -> str | None:
-        return results.reference("train", row) or results.reference("train")
+        return results.reference(row) or results.reference()
 
     def memory(row: str, other: str | None) -> float | None:
-        return share(results.memory("train", row), results.memory("train", other)) if other else None
+        return share(results.memory(row), results.memory(other)) if other else None
 
     def over(precision: str, name: str, limit: float) -> Goal:
         half = next((row for row in (ours, *SETTINGS) if time(f"jaxmp-{precision}", row)), ours)
@@ -101,7 +101,7 @@ def goals(results: Results) -> list[Goal]:
     label, peer = ROWS[ours].label, ROWS[against].label if (against := torch(ours)) else "torch.compile AMP"
     autocast, plain = "autocast of the float32 model, bf16 /", "unprepared-bf16"
     less = saved(memory(ours, "hand-fp32"))
-    flops = results.figures("train", ours).get("flops") or {}
+    flops = results.figures(ours).get("flops") or {}
     half = share(flops.get("bfloat16", 0) + flops.get("float16", 0), sum(flops.values()))  # TF32 is not half
     judged = [
         Goal("time", f"step time of {label} / {peer}", time(ours, torch(ours)), TIME),

@@ -1,4 +1,4 @@
-"""Build the train steps and forward passes that run in JAX.
+"""Build the train steps that run in JAX.
 
 Each row is written as users of the library write it:
 
@@ -12,12 +12,10 @@ Each row is written as users of the library write it:
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -30,10 +28,9 @@ from experiments.benchmarks.models import by_hand
 from experiments.benchmarks.models.workloads import LossFn, Workload, workload
 from experiments.benchmarks.shared import scaled_steps
 from experiments.benchmarks.shared.scaled_steps import LEARNING_RATE, Init, Start, Step
-from experiments.benchmarks.train_step.rows import Pass, Row
+from experiments.benchmarks.train_step.rows import Row
 from experiments.measure import flops, timing
 from experiments.models import attention
-from jaxmp.inspect._profile.profile import WITHOUT_CUDA_GRAPHS
 from jaxmp.inspect.compiled import compiling
 
 WEIGHT_DECAY, CLIP = 0.01, 1.0
@@ -98,70 +95,30 @@ def _under_jmp_policy(loss_fn: LossFn, dtype: Any) -> LossFn:
     return with_casts
 
 
-def forward(case: Workload, row: Row) -> tuple[Start, Callable[..., jax.Array]]:
-    """Return ``start() -> variables`` and ``forward(variables, inputs) -> logits``.
-
-    The logits have the dtype of the products. They include the padding of the vocabulary in all rows, because cutting
-    the padding off would copy the logits.
-    """
-    if not case.images:
-        vocabulary = jaxmp.hardware.align_dim(case.sizes.vocabulary, 64)
-        case = workload(case.name, case.sizes, row.remat, vocabulary=vocabulary)
-    policy: Any = jaxmp.get_policy(POLICIES[row.precision])
-    policy = policy.with_output_dtype(policy.compute_dtype)
-    init: Init
-    if row.library in ("jaxmp", "autocast"):
-        explicit = row.library == "jaxmp"
-        model: Any = jaxmp.linen.apply_policy(case.model, policy) if explicit else case.model
-        init, precision = case.init, None
-    else:
-        model, explicit = _by_hand(case, row), row.library != "unprepared"
-        init, precision = functools.partial(by_hand.init, case, model), "highest" if row.precision == "fp32" else None
-
-    def apply(variables: Any, inputs: jax.Array) -> jax.Array:
-        with jax.default_matmul_precision(precision) if precision else contextlib.nullcontext():
-            return model.apply({"params": variables[0], **variables[1]}, inputs)
-
-    return functools.partial(init, jax.random.key(0)), apply if explicit else jaxmp.autocast(apply, policy)
-
-
 def _by_hand(case: Workload, row: Row) -> Any:
     is_float32_code = row.library == "unprepared" or _has_jmp_policy(row)
     return by_hand.build(case, None if is_float32_code else HALF.get(row.precision))
 
 
-def prepare(case: Workload, row: Row, which: Pass, batch: Any) -> Prepared:
-    """Compile a row's train step or forward pass, and put its state on the device.
+def prepare(case: Workload, row: Row, batch: Any) -> Prepared:
+    """Compile a row's train step, and put its state on the device.
 
-    A turn of a train step is the call that a user makes, including its Python code.
+    A turn is the call that a user makes, including its Python code.
     """
     batch = jax.device_put(batch)
-    if which == "train":
-        start, step = train_step(case, row)
-        args = (start(), batch)
-        if isinstance(step, Made):
-            call, jitted = step, step.train
-        else:
-            call = jitted = jax.jit(step, donate_argnums=0, compiler_options=row.compiler_options)
+    start, step = train_step(case, row)
+    state = start()
+    if isinstance(step, Made):
+        call, jitted = step, step.train
     else:
-        start, fun = forward(case, row)
-        args = (jax.jit(start)(), batch["inputs"])
-        call = jitted = jax.jit(fun)
+        call = jitted = jax.jit(step, donate_argnums=0, compiler_options=row.compiler_options)
     started = time.perf_counter()
-    compiled = jitted.lower(*args).compile()  # the call reuses this program
+    compiled = jitted.lower(state, batch).compile()  # the call reuses this program
     seconds = time.perf_counter() - started
-    if which == "train" and row.constant_scale:
-        args = (scaled_steps.settled(start, compiled, batch), batch)
-    turn = timing.turn(call, *args) if which == "train" else functools.partial(compiled, *args)
-    loss = (lambda: float(turn()[1])) if which == "train" else None
-
-    def joinable() -> tuple[Callable[[], Any], str]:
-        program = jitted.lower(start(), batch).compile(compiler_options=WITHOUT_CUDA_GRAPHS)
-        state = scaled_steps.settled(start, program, batch) if row.constant_scale else start()
-        return timing.turn(program, state, batch), program.as_text()
-
-    is_joined = which == "train" and row.library == "jaxmp"  # of the other rows, the names of the kernels say enough
-    return Prepared(turn, loss, seconds, compiling.peak_bytes(compiled), joinable if is_joined else None)
+    if row.constant_scale:
+        state = scaled_steps.settled(start, compiled, batch)
+    turn = timing.turn(call, state, batch)
+    return Prepared(turn, lambda: float(turn()[1]), seconds, compiling.peak_bytes(compiled))
 
 
 def step_flops(case: Workload, row: Row) -> dict[str, int]:

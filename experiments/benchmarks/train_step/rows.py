@@ -13,7 +13,6 @@ Precision = Literal["bf16", "fp16", "tf32", "fp32"]
 Library = Literal[
     "jaxmp", "autocast", "unprepared", "hand", "jmp", "flax", "torch", "compile", "torchao", "transformer_engine"
 ]
-Pass = Literal["train", "forward"]
 PEERS = ("jmp", "torch")
 """The packages besides JAX whose versions are recorded."""
 
@@ -33,7 +32,6 @@ class Row:
         may have some.
       triton: whether XLA may compute products in Triton. If it may, bias and activation are kernels of their own, also
         where cuBLAS turns out to be faster and could have computed them with the product.
-      forward: whether the forward pass is measured too; False if another row has the same forward pass.
       mode: the mode of torch.compile.
     """
 
@@ -45,7 +43,6 @@ class Row:
     remat: str = "none"
     chunks: int | Literal["auto"] = 0
     triton: bool = True
-    forward: bool = True
     mode: str = "default"
 
     @property
@@ -75,34 +72,31 @@ class Row:
 
 ROWS: dict[str, Row] = {
     "jaxmp-bf16": Row("jaxmp, bf16", "jaxmp", "bf16"),
-    "jaxmp-bf16-1chunk": Row("jaxmp, bf16, loss in 1 chunk", "jaxmp", "bf16", chunks=1, forward=False),
-    "jaxmp-bf16-auto": Row('jaxmp, bf16, loss with chunks="auto"', "jaxmp", "bf16", chunks="auto", forward=False),
-    "jaxmp-bf16-2chunks": Row("jaxmp, bf16, loss in 2 chunks", "jaxmp", "bf16", chunks=2, forward=False),
-    "jaxmp-bf16-4chunks": Row("jaxmp, bf16, loss in 4 chunks", "jaxmp", "bf16", chunks=4, forward=False),
-    "jaxmp-bf16-8chunks": Row("jaxmp, bf16, loss in 8 chunks", "jaxmp", "bf16", chunks=8, forward=False),
+    "jaxmp-bf16-1chunk": Row("jaxmp, bf16, loss in 1 chunk", "jaxmp", "bf16", chunks=1),
+    "jaxmp-bf16-auto": Row('jaxmp, bf16, loss with chunks="auto"', "jaxmp", "bf16", chunks="auto"),
+    "jaxmp-bf16-2chunks": Row("jaxmp, bf16, loss in 2 chunks", "jaxmp", "bf16", chunks=2),
+    "jaxmp-bf16-4chunks": Row("jaxmp, bf16, loss in 4 chunks", "jaxmp", "bf16", chunks=4),
+    "jaxmp-bf16-8chunks": Row("jaxmp, bf16, loss in 8 chunks", "jaxmp", "bf16", chunks=8),
     "jaxmp-fp16": Row("jaxmp, fp16, dynamic scaling", "jaxmp", "fp16", scaled=True),
-    "jaxmp-bf16-cublas": Row("jaxmp, bf16, no product in Triton", "jaxmp", "bf16", triton=False, forward=False),
+    "jaxmp-bf16-cublas": Row("jaxmp, bf16, no product in Triton", "jaxmp", "bf16", triton=False),
     "jaxmp-bf16-2chunks-cublas": Row("jaxmp, bf16, no product in Triton, loss in 2 chunks", "jaxmp", "bf16",
-                                     triton=False, chunks=2, forward=False),
-    "jaxmp-fp16-unscaled": Row("jaxmp, fp16, no scaling", "jaxmp", "fp16", forward=False),
-    "jaxmp-fp16-constant": Row("jaxmp, fp16, constant scale, unchecked", "jaxmp", "fp16", constant_scale=True,
-                               forward=False),
-    "jaxmp-bf16-remat": Row("jaxmp, bf16, remat of all but attention", "jaxmp", "bf16", remat="attention", chunks=8,
-                            forward=False),
+                                     triton=False, chunks=2),
+    "jaxmp-fp16-unscaled": Row("jaxmp, fp16, no scaling", "jaxmp", "fp16"),
+    "jaxmp-fp16-constant": Row("jaxmp, fp16, constant scale, unchecked", "jaxmp", "fp16", constant_scale=True),
+    "jaxmp-bf16-remat": Row("jaxmp, bf16, remat of all but attention", "jaxmp", "bf16", remat="attention", chunks=8),
     "jaxmp-bf16-remat-cublas": Row("jaxmp, bf16, no product in Triton, remat of all but attention", "jaxmp", "bf16",
-                                   triton=False, remat="attention", chunks=8, forward=False),
-    "jaxmp-bf16-remat-dots": Row("jaxmp, bf16, remat of all but products", "jaxmp", "bf16", remat="dots",
-                                 forward=False),
-    "jaxmp-bf16-remat-full": Row("jaxmp, bf16, remat of all", "jaxmp", "bf16", remat="full", forward=False),
+                                   triton=False, remat="attention", chunks=8),
+    "jaxmp-bf16-remat-dots": Row("jaxmp, bf16, remat of all but products", "jaxmp", "bf16", remat="dots"),
+    "jaxmp-bf16-remat-full": Row("jaxmp, bf16, remat of all", "jaxmp", "bf16", remat="full"),
     "autocast-bf16": Row("jaxmp.autocast, bf16", "autocast", "bf16"),
     "autocast-fp16": Row("jaxmp.autocast, fp16, dynamic scaling", "autocast", "fp16", scaled=True),
     "unprepared-bf16": Row("jaxmp.autocast of float32 code by hand, bf16", "unprepared", "bf16"),
     "hand-bf16": Row("JAX by hand, bf16", "hand", "bf16"),
-    "hand-bf16-cublas": Row("JAX by hand, bf16, no product in Triton", "hand", "bf16", triton=False, forward=False),
+    "hand-bf16-cublas": Row("JAX by hand, bf16, no product in Triton", "hand", "bf16", triton=False),
     "hand-fp16": Row("JAX by hand, fp16, no scaling", "hand", "fp16"),
-    "jmp-bf16": Row("jmp's policy on float32 code by hand, bf16", "jmp", "bf16", forward=False),
-    "jmp-fp16": Row("by hand, fp16, jmp.DynamicLossScale", "jmp", "fp16", scaled=True, forward=False),
-    "flax-fp16": Row("by hand, fp16, flax DynamicScale", "flax", "fp16", scaled=True, forward=False),
+    "jmp-bf16": Row("jmp's policy on float32 code by hand, bf16", "jmp", "bf16"),
+    "jmp-fp16": Row("by hand, fp16, jmp.DynamicLossScale", "jmp", "fp16", scaled=True),
+    "flax-fp16": Row("by hand, fp16, flax DynamicScale", "flax", "fp16", scaled=True),
     "torch-bf16": Row("torch AMP, bf16", "torch", "bf16"),
     "torch-fp16": Row("torch AMP, fp16, GradScaler", "torch", "fp16", scaled=True),
     "compile-bf16": Row("torch.compile AMP, bf16", "compile", "bf16"),

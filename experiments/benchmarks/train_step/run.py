@@ -5,14 +5,14 @@ The table compares jaxmp, JAX by hand, jmp, flax and torch.
 python -m experiments.benchmarks.train_step --run-dir runs/train_step
 
 The models are ResNet-50 (256×224×224), BERT-Base (64×512) and GPT-2 (16×1024). A step is forward, backward, clipping,
-AdamW and loss scaling. The forward pass is also measured alone. First, a separate process measures the compile time,
-peak memory, energy and profile of each row. Then all rows of a model take turns in one process. They are warmed up,
-each turn ends by waiting for the last call, and every state is donated. A ratio is the time of a row divided by the
-time of another row in the same round. The median over the rounds is shown.
+AdamW and loss scaling. First, a separate process measures the compile time, the peak memory and the energy of each row.
+Then all rows of a model take turns in one process. They are warmed up, each turn ends by waiting for the last call, and
+every state is donated. A ratio is the time of a row divided by the time of another row in the same round. The median
+over the rounds is shown.
 
-torch is optional. Rows whose library is not installed say so. The run folder keeps the results, and the same command
-continues from there with the same device, versions, rounds and turn lengths. Rows that failed are tried again. The run
-folder holds train_step.md, .json and .png.
+torch is optional. Rows whose library is not installed are left out. The run folder keeps the results, and the same
+command continues from there with the same device, versions, rounds and turn lengths. Rows that failed are tried again.
+The run folder holds train_step.md, .json and .png.
 """
 
 from __future__ import annotations
@@ -21,26 +21,24 @@ import dataclasses
 import datetime
 import functools
 import hashlib
-import itertools
 import os
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from experiments.benchmarks.measure import ceiling, power, processes, turns
+from experiments.benchmarks.measure import processes, turns
 from experiments.benchmarks.measure.caches import caches_in
 from experiments.benchmarks.models.workloads import Workload
 from experiments.benchmarks.shared import measurements, records
-from experiments.benchmarks.train_step import jax_steps, looks, measure, report
+from experiments.benchmarks.shared.devices import require_gpu
+from experiments.benchmarks.train_step import jax_steps, measure, report
 from experiments.benchmarks.train_step.config import Config, case_of
-from experiments.benchmarks.train_step.rows import PEERS, ROWS, Pass, Row, rows_of
+from experiments.benchmarks.train_step.rows import PEERS, ROWS, Row, rows_of
 from experiments.report.progress import Progress
 from experiments.training import cli
-from experiments.training.environment import environment, require_gpu
-from experiments.training.run_folders import run_folder
+from experiments.training.environment import environment
 
 READY_SECONDS = 10.0
 """The seconds to prepare a row whose programs are in the compilation cache."""
@@ -61,21 +59,18 @@ class Measurement:
 
     def __init__(self, config: Config, folder: Path) -> None:
         self.config, self.folder = config, folder
-        where = environment(PEERS)
         setting = {"smoke": config.smoke, "energy_s": config.energy_s}
-        self.saved = measurements.Measurements(folder, config.minutes, where, **setting)
+        self.saved = measurements.Measurements(folder, config.minutes, environment(PEERS), **setting)
         self.lengths = {"rounds": config.rounds, "block_ms": config.block_ms}
         self.cases = [case_of(name, config) for name in config.models]
         self.rows = {
             case: {key: row for key, row in rows_of(case.name, config.rows).items() if row.missing is None}
             for case in self.cases
         }
-        self.saved.require_alike("ceiling.json")
         for case in self.cases:
             sizes = dataclasses.asdict(case.sizes)
             self.saved.require_alike(f"alone-{case.name}-*.json", sizes=sizes)
-            for which in config.passes:
-                self.saved.require_alike(f"{self._turns(case, which)[1]}*.json", sizes=sizes, **self.lengths)
+            self.saved.require_alike(f"{self._turns(case)[1]}.json", sizes=sizes, **self.lengths)
 
     def run(self, progress: Progress) -> None:
         """Measure what the flags ask for and the folder lacks.
@@ -85,72 +80,49 @@ class Measurement:
         """
         for case in self.cases:
             self._alone(case, progress)
-        turns = list(itertools.product(self.cases, self.config.passes))
-        turns.sort(key=lambda turn: bool(self.saved.read(self._turns(*turn)[1])))  # second tries last
-        for case, which in turns:
-            self._together(case, which, progress)
-        if self.config.ceilings:
-            progress.advance(0, "matrix products", "ceilings")
-            self.saved.get("ceiling", ceiling.ceilings)
+        for case in self.cases:
+            self._together(case, progress)
 
     def _alone(self, case: Workload, progress: Progress) -> None:
         rows = self.rows[case]
-        lacking = {key: self._not_yet(case, key, row) for key, row in rows.items()}
-        todo = sorted((key for key in rows if lacking[key]), key=lambda key: bool(self._known(case, key)))  # new first
+        todo = [key for key in rows if "error" in self._known(case, key)]
         progress.advance(len(rows) - len(todo), "measured before", case.name)
         flags = ["--models", case.name, "--batch-size", str(case.sizes.batch_size), "--run-dir", str(self.folder)]
         flags += ["--energy-s", str(self.config.energy_s)]
         program = [sys.executable, "-m", "experiments.benchmarks.train_step", *flags]
-        commands = {key: [*program, "--alone", key, "--passes", *lacking[key]] for key in todo}
-        here = ((key, functools.partial(measure.alone, case, rows[key], lacking[key], 0.1)) for key in todo)
-        for key, find in here if self.config.smoke else processes.in_processes(commands):
+        here = ((key, functools.partial(measure.alone, case, rows[key], 0.1)) for key in todo)
+        apart = processes.in_processes({key: [*program, "--alone", key] for key in todo})
+        for key, find in here if self.config.smoke else apart:
             if self.saved.clock.late():
                 break
             progress.advance(0, f"{rows[key].label}, alone", case.name)
-            known = self._known(case, key)
-            known.pop("error", None)
-            started = time.perf_counter()
-            figures = find()
-            if "train" in figures:
-                figures["train"]["wall_seconds"] = time.perf_counter() - started
-            self._save(f"alone-{case.name}-{key}", case, {"row": key, **known, **figures})
+            self._save(f"alone-{case.name}-{key}", case, {"row": key, "figures": find()})
             progress.advance(1, f"{rows[key].label}, alone", case.name)
 
-    def _turns(self, case: Workload, which: Pass) -> tuple[dict[str, Row], str]:
+    def _turns(self, case: Workload) -> tuple[dict[str, Row], str]:
         """Return the rows that can take turns, and the name of the file with their times."""
-        able = {
-            key: row for key, row in self.rows[case].items()
-            if "error" not in self._known(case, key).get(which, {"error": ""})
-        }  # fmt: skip
-        digest = hashlib.sha1(" ".join(able).encode()).hexdigest()[
-            :8
-        ]  # so that the same set of rows is not timed again
-        return able, f"together-{case.name}-{which}-{digest}"
+        able = {key: row for key, row in self.rows[case].items() if "error" not in self._known(case, key)}
+        digest = hashlib.sha1(" ".join(able).encode()).hexdigest()[:8]  # the same set of rows is not timed again
+        return able, f"together-{case.name}-{digest}"
 
-    def _together(self, case: Workload, which: Pass, progress: Progress) -> None:
-        able, name = self._turns(case, which)
-        again = f"{name}-again"  # a second file, because each try may have times that the other lacks
-        tries = [record["rows"] for record in (self.saved.read(name), self.saved.read(again)) if record]
+    def _together(self, case: Workload, progress: Progress) -> None:
+        able, name = self._turns(case)
+        record = self.saved.read(name)
+        is_done = bool(record) and all("milliseconds" in row for row in record["rows"].values())
         rounds, block_ms = self.config.length
         seconds = len(able) * (READY_SECONDS + 2 * rounds * block_ms / 1000)
-        if not able or (tries and not _to_try_again(tries)) or self.saved.clock.late(seconds):
+        if not able or is_done or self.saved.clock.late(seconds):
             return
-        watch = measure.Stopwatch()
-        prepared, errors = measure.prepare_all(case, able, which, progress)
-        watch.lap("preparing")
+        prepared, errors = measure.prepare_all(case, able, progress)
 
         def tell(i: int) -> None:
             progress.advance(0, f"timing, in turn: round {max(i, 0) + 1} of {rounds}", case.name)
 
-        with power.monitor(interval=0.1) as monitor:  # rarely, so that it does not disturb the timing
-            figures = turns.together(prepared, rounds, block_ms, tell)
-        watch.lap("timing")
-        reading = monitor.result()
+        figures = turns.together(prepared, rounds, block_ms, tell)
         prepared.clear()
         measure.start_anew(able.values())
         figures |= {key: {"error": f"{why} beside the other rows"} for key, why in errors.items()}
-        about = {"pass": which, "seconds": watch.laps, "power": reading and dataclasses.asdict(reading)}
-        self._save(again if tries else name, case, {**about, "rows": figures}, **self.lengths)
+        self._save(name, case, {"rows": figures}, **self.lengths)
 
     def _save(self, name: str, case: Workload, figures: dict[str, Any], **setting: Any) -> None:
         sizes = dataclasses.asdict(case.sizes)
@@ -159,31 +131,9 @@ class Measurement:
         self.saved.save(name, {**about, **figures}, sizes=sizes, **setting)
 
     def _known(self, case: Workload, key: str) -> dict[str, Any]:
-        """Return the figures of a row from its separate process, by pass.
-
-        If the process failed, its ``error`` is returned instead.
-        """
+        """Return the figures of a row from its separate process; an ``error`` if there are none."""
         record = self.saved.read(f"alone-{case.name}-{key}")
-        return {name: record[name] for name in ("train", "forward", "error") if name in record}
-
-    def _not_yet(self, case: Workload, key: str, row: Row) -> list[Pass]:
-        """Return the passes that the flags ask for but that have no figures.
-
-        The figures are those from the row's separate process.
-        """
-        known = self._known(case, key)
-        passes: list[Pass] = [which for which in self.config.passes if which == "train" or row.forward]
-        return [which for which in passes if "error" in known.get(which, {"error": ""})]
-
-
-def _to_try_again(tries: list[dict[str, Any]]) -> bool:
-    """Return whether a row without times should be timed again.
-
-    A row should be timed again if its last try failed for another reason than a lack of memory.
-    """
-    timed = {key for rows in tries for key, row in rows.items() if "milliseconds" in row}
-    failed = {key: row["error"] for key, row in tries[-1].items() if "error" in row and key not in timed}
-    return any(not why.startswith(turns.OUT_OF_MEMORY) for why in failed.values())
+        return record["figures"] if record else {"error": "not measured"}
 
 
 def check(config: Config) -> None:
@@ -197,10 +147,7 @@ def check(config: Config) -> None:
     if config.alone:
         if len(config.models) != 1:
             raise ValueError(f"--alone needs a single model, got --models {' '.join(config.models)}; name one of them")
-        return
-    if config.look:
-        looks.check(config)
-    if not config.report_only:
+    elif not config.report_only:
         require_gpu(config.smoke)
     elif config.run_dir is None or not config.run_dir.is_dir():
         raise ValueError(f"--report-only reads results from --run-dir, an existing folder, got {config.run_dir}")
@@ -212,7 +159,7 @@ def measure_alone(config: Config) -> None:
     if row.torch:
         jax.config.update("jax_platforms", "cpu")  # so that only torch uses the GPU
     with caches_in((config.run_dir or Path("runs")) / "cache"):
-        processes.answer(lambda: measure.alone(case_of(name, config), row, config.passes, config.energy_s))
+        processes.answer(lambda: measure.alone(case_of(name, config), row, config.energy_s))
 
 
 def main(config: Config) -> Any:
@@ -226,10 +173,8 @@ def main(config: Config) -> Any:
         if config.alone:
             measure_alone(config)
             return {}
-        folder = run_folder("train_step", config.run_dir).absolute()
-        measurement = None if config.report_only or config.look else Measurement(config, folder)
-    if config.look:
-        return looks.run(config, folder)
+        folder = cli.run_folder("train_step", config.run_dir).absolute()
+        measurement = None if config.report_only else Measurement(config, folder)
     if measurement:
         total = sum(map(len, measurement.rows.values()))
         with caches_in(folder / "cache"), Progress("train step", total) as progress:
@@ -237,19 +182,10 @@ def main(config: Config) -> Any:
     with cli.bad_values_end_it():
         results = report.write(folder)
         if not results and not (measurement and measurement.saved.clock.unfinished):
-            raise ValueError(_why_nothing(config, folder))
+            raise ValueError(f"there is nothing to measure or to report in {folder}; see --list")
     if measurement:
         measurement.saved.end()
     wrong = [row for of_model in results.values() for row in of_model.failed()] if config.smoke else []
     if wrong:
         cli.fail(f"in a smoke test every row must run, but {', '.join(wrong)} did not; see above", 1)
     return results
-
-
-def _why_nothing(config: Config, folder: Path) -> str:
-    if config.report_only:
-        return f"a report needs results, but {folder} has none"
-    rows = [row for name in config.models for row in rows_of(name, config.rows).values()]
-    missing = dict.fromkeys(f"{row.label} (not installed: {row.missing})" for row in rows if row.missing)
-    flags = (f"--{name} {' '.join(getattr(config, name))}" for name in ("rows", "models", "passes"))
-    return f"{' '.join(flags)}: there is nothing to measure{': ' + ', '.join(missing) if missing else ''}; see --list"

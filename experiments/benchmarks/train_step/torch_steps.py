@@ -26,7 +26,7 @@ from experiments.benchmarks.models import in_torch
 from experiments.benchmarks.models.workloads import Workload
 from experiments.benchmarks.shared.scaled_steps import LEARNING_RATE
 from experiments.benchmarks.train_step.jax_steps import CLIP, WEIGHT_DECAY
-from experiments.benchmarks.train_step.rows import Pass, Row
+from experiments.benchmarks.train_step.rows import Row
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -82,22 +82,6 @@ def train_step(case: Workload, row: Row, batch: dict[str, np.ndarray]) -> Callab
     return step
 
 
-def forward(case: Workload, row: Row, batch: dict[str, np.ndarray]) -> Callable[[], torch.Tensor]:
-    """Return the forward pass alone, in inference mode.
-
-    The logits have the dtype of the products.
-    """
-    model, (inputs, _) = _build(case, row).eval(), _on_device(case, batch)
-    call = torch.compile(model, mode=row.mode, dynamic=False) if row.library != "torch" else model
-
-    def run() -> torch.Tensor:
-        _float32_products(row)
-        with torch.inference_mode(), _autocast(row):
-            return call(inputs)
-
-    return run
-
-
 def layers(row: Row, width: int, blocks: int, shape: tuple[int, int]) -> Prepared:
     """Prepare blocks of GPT-2, or a single layer, with gradients.
 
@@ -120,20 +104,20 @@ def layers(row: Row, width: int, blocks: int, shape: tuple[int, int]) -> Prepare
     return Prepared(run)
 
 
-def prepare(case: Workload, row: Row, which: Pass, batch: dict[str, np.ndarray]) -> Prepared:
-    """Prepare a row's train step or forward pass, and call it once to compile it.
+def prepare(case: Workload, row: Row, batch: dict[str, np.ndarray]) -> Prepared:
+    """Prepare a row's train step, and call it once to compile it.
 
     :func:`peak` is reset after this call, because the memory in which cuDNN and torch.compile try kernels is not part
     of a step.
     """
     torch.backends.cudnn.benchmark = True
-    run = (train_step if which == "train" else forward)(case, row, batch)
+    run = train_step(case, row, batch)
     started = time.perf_counter()
     Result(run()).block_until_ready()
     seconds = time.perf_counter() - started
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-    return Prepared(lambda: Result(run()), (lambda: float(run())) if which == "train" else None, seconds)
+    return Prepared(lambda: Result(run()), lambda: float(run()), seconds)
 
 
 def peak() -> int | None:

@@ -9,9 +9,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from experiments.benchmarks.compile_only import report, sharded
+from experiments.benchmarks.compile_only import predictions, report, sharded
 from experiments.benchmarks.compile_only import run as compile_only
-from experiments.benchmarks.report import predictions
 from experiments.benchmarks.train_step.rows import rows_of
 from jaxmp.inspect.compiled import gpu_targets, targets
 

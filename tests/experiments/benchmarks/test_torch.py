@@ -112,11 +112,9 @@ def test_images_are_channels_last_and_are_not_copied():
 def test_a_prepared_step_and_a_prepared_pass_take_turns_and_can_be_waited_for():
     case = workload("gpt2", SMALL["gpt2"])
     row = Row("torch AMP, bf16", "torch", "bf16")
-    step = torch_steps.prepare(case, row, "train", case.random_batch())
+    step = torch_steps.prepare(case, row, case.random_batch())
     result = jax.block_until_ready(step.turn())
     assert step.loss() == pytest.approx(float(result.value), rel=1e-4) and step.compile_seconds > 0
-    logits = torch_steps.prepare(case, row, "forward", case.random_batch()).turn().value
-    assert logits.shape == (2, 8, 64) and logits.dtype == torch.bfloat16
     assert torch_steps.peak() is None  # no GPU
 
 
@@ -128,9 +126,9 @@ def test_a_prepared_rows_peak_and_compile_time_are_without_the_search_for_kernel
     monkeypatch.setattr(torch_steps.time, "perf_counter", lambda: done.append("clock") or 0.0)
     on_gpu = types.SimpleNamespace(is_cuda=True)
     monkeypatch.setattr(
-        torch_steps, "forward", lambda *_: done.append("made") or (lambda: done.append("run") or on_gpu)
+        torch_steps, "train_step", lambda *_: done.append("made") or (lambda: done.append("run") or on_gpu)
     )
-    torch_steps.prepare(workload("gpt2", SMALL["gpt2"]), ROWS["torch-bf16"], "forward", {})
+    torch_steps.prepare(workload("gpt2", SMALL["gpt2"]), ROWS["torch-bf16"], {})
     assert done == ["made", "clock", "run", "synchronize", "clock", "reset_peak_memory_stats"]
 
 
@@ -142,5 +140,4 @@ def test_a_row_is_compiled_in_its_own_mode(monkeypatch, key, mode):
     monkeypatch.setattr(torch, "compile", lambda fun, mode, dynamic: modes.append(mode) or fun)
     case = workload("gpt2", dataclasses.replace(SMALL["gpt2"], vocabulary=97))
     torch_steps.train_step(case, ROWS[key], case.random_batch())
-    logits = torch_steps.forward(case, ROWS[key], case.random_batch())()
-    assert modes == [mode, mode] and logits.shape == (2, 8, 128)  # as in the rows of JAX
+    assert modes == [mode]

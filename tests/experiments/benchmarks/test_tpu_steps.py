@@ -33,7 +33,6 @@ def test_each_row_is_compared_with_bfloat16_by_hand():
         "met: jaxmp: peak memory / by hand is 0.500, the goal at most 1",
         "met: autocast: cycles / by hand is 1.040, the goal at most 1.05",
     )
-    assert tpu_report.of_unchanged_code({"variants": rows}) == ("1.04", "1.00")
     del rows["hand-bf16"]
     table = tpu_report.table({"name": "gpt2", "model": "GPT-2", "variants": rows})
     assert table.rows[1][2] == "" and table.notes == ()

@@ -1,10 +1,11 @@
-"""The rows of the train step benchmark: models, precisions and flags."""
+"""The train step benchmark: models, precisions, flags, runs and figures."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import re
+import sys
 
 import flax.traverse_util
 import jax
@@ -15,10 +16,13 @@ import pytest
 from benchmark_tools import SMALL, drawn, once
 
 import jaxmp
+from experiments.benchmarks.measure import processes
+from experiments.benchmarks.measure.turns import Prepared
 from experiments.benchmarks.models import by_hand
-from experiments.benchmarks.models.workloads import NAMES, workload
-from experiments.benchmarks.shared import scaled_steps
-from experiments.benchmarks.train_step import jax_steps
+from experiments.benchmarks.models.workloads import FULL, NAMES, workload
+from experiments.benchmarks.shared import measurements, scaled_steps
+from experiments.benchmarks.train_step import config as train_step_config
+from experiments.benchmarks.train_step import goals, jax_steps, measure, report
 from experiments.benchmarks.train_step import run as train_step
 from experiments.benchmarks.train_step.rows import CHUNKS, ROWS, Row, rows_of
 from experiments.measure import flops
@@ -158,19 +162,10 @@ def test_the_constant_scale_is_the_first_of_the_dynamic_scale_with_finite_gradie
 @pytest.mark.slow("compiles a step")
 def test_a_steps_loss_stays_where_it_begins(name):
     case = workload(name, SMALL[name])
-    prepared = jax_steps.prepare(case, ROWS["hand-bf16"], "train", case.random_batch())
+    prepared = jax_steps.prepare(case, ROWS["hand-bf16"], case.random_batch())
     losses = [prepared.loss() for _ in range(20)]
     assert losses == pytest.approx([losses[0]] * 20, rel=1e-4)
     assert losses[0] == pytest.approx(np.log(case.sizes.vocabulary), rel=0.5)
-
-
-def test_the_logits_of_the_forward_pass_have_the_padding_of_the_vocabulary_in_every_row():
-    for name, key in [("bert", "autocast-fp16"), ("gpt2", "jaxmp-bf16"), ("gpt2", "hand-tf32")]:
-        case = workload(name, dataclasses.replace(SMALL[name], vocabulary=97))
-        init, forward = jax_steps.forward(case, ROWS[key])
-        logits = jax.eval_shape(forward, jax.eval_shape(init), case.batch["inputs"])
-        half = {"bf16": "bfloat16", "fp16": "float16"}.get(ROWS[key].precision, "float32")
-        assert (logits.shape, logits.dtype) == ((2, 8, 128), half)
 
 
 def test_the_rows_of_jaxmp_are_steps_of_make_train_step_but_those_without_dynamic_scaling_in_fp16():
@@ -212,7 +207,7 @@ def test_a_turn_is_the_call_that_a_user_makes_and_is_compiled_once(is_train_step
 
     row_step = jax_steps.Made(jaxmp.make_train_step(loss_fn)) if is_train_step else step
     monkeypatch.setattr(jax_steps, "train_step", lambda case, row: (start, row_step))
-    prepared = jax_steps.prepare(workload("gpt2", SMALL["gpt2"]), ROWS["jaxmp-bf16"], "train", jnp.zeros(3))
+    prepared = jax_steps.prepare(workload("gpt2", SMALL["gpt2"]), ROWS["jaxmp-bf16"], jnp.zeros(3))
     assert not called and prepared.compile_seconds > 0 and prepared.compiled_bytes > 0
 
     def listen(event, duration, **_):
@@ -225,10 +220,6 @@ def test_a_turn_is_the_call_that_a_user_makes_and_is_compiled_once(is_train_step
         jax.monitoring.unregister_event_duration_listener(listen)
     assert losses == pytest.approx([1.0, (1 - 0.2 / 3) ** 2]) and len(called) == (2 if is_train_step else 0)
     assert not compiled
-    turn, text = prepared.joinable()  # for the trace of kernels, which needs another program
-    turn()
-    loss = turn()[1]["loss"] if is_train_step else turn()[1]
-    assert float(loss) == losses[1] and "HloModule" in text
 
 
 @pytest.mark.slow("traces every peer")
@@ -275,14 +266,138 @@ def test_a_bad_flag_ends_the_benchmark_with_one_line(capsys):
         (train_step.Config(smoke=True, block_ms=float("nan")), "--block-ms must be at least 0.1, got nan"),
         (train_step.Config(smoke=True, models=()), "the number of --models must be at least 1, got 0"),
         (train_step.Config(alone="hand-bf16"), "--alone needs a single model, got --models resnet50 bert gpt2"),
-        (train_step.Config(look="width", report_only=True), "writes its report when it measures, got --report-only"),
-        (train_step.Config(smoke=True, look="width", models=("resnet50",)), "need a transformer, got"),
-        (
-            train_step.Config(smoke=True, look="busy", passes=("forward",)),
-            "measures the train step, got --passes forward",
-        ),
     ]:
         with pytest.raises(SystemExit) as stopped:
             train_step.main(config)
         said = capsys.readouterr().err
         assert stopped.value.code == 2 and text in said and said.count("\n") == 1
+
+
+# Runs. Compiling is replaced, and the timed steps do nothing.
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Replace the steps by empty ones, and return the rows that were prepared."""
+    prepared = []
+
+    def prepare(case, row):
+        prepared.append(row.label)
+        if row.library == "flax" and len(prepared) < 3:
+            raise RuntimeError("no such kernel")
+        return Prepared(lambda: None, lambda: 2.5, 1.5, 2**20)
+
+    monkeypatch.setattr(measure, "prepare", prepare)
+    monkeypatch.setattr(train_step_config, "SMOKE", SMALL)
+    monkeypatch.setattr(report.plots, "panels", lambda *_: None)
+    return prepared
+
+
+def test_a_run_writes_its_table_continues_and_tries_failed_rows_again(quick, tmp_path, capsys):
+    config = train_step.Config(smoke=True, models=("gpt2",), rows=("hand-bf16", "flax-fp16"), run_dir=tmp_path)
+    with pytest.raises(SystemExit, match="1"):  # a smoke test
+        train_step.main(config)
+    assert "every row must run, but flax-fp16 did not" in capsys.readouterr().err
+    assert "RuntimeError: no such kernel" in (tmp_path / "train_step.md").read_text()
+    results = train_step.main(config)["gpt2"]
+    assert results.failed() == [] and results.figures("flax-fp16")["compiled_bytes"] == 2**20
+    assert results.ratio("hand-bf16", "flax-fp16") is not None
+    before = len(quick)
+    train_step.main(dataclasses.replace(config, report_only=True))
+    train_step.main(config)
+    assert len(quick) == before
+    with pytest.raises(SystemExit, match="2"):
+        train_step.main(dataclasses.replace(config, rounds=3))
+    assert "rounds is 20 there and 3 here" in capsys.readouterr().err
+
+
+def test_without_time_rows_are_left_to_the_next_command(quick, tmp_path, capsys):
+    config = train_step.Config(smoke=True, models=("gpt2",), rows=("hand-bf16",), run_dir=tmp_path, minutes=1e-9)
+    assert train_step.main(config) == {} and not quick
+    assert capsys.readouterr().out == f"{measurements.UNFINISHED}\n"
+
+
+def test_each_row_is_measured_in_a_new_process_and_one_that_hangs_is_killed(monkeypatch):
+    monkeypatch.setattr(processes, "PATIENCE", 0.5)
+    program = "import json, sys, time; sys.stdin.readline(); {}; print('noise'); print(json.dumps(dict(said='A')))"
+    bodies = {"a": "pass", "b": "sys.exit('no room')", "c": "time.sleep(999)", "d": "pass"}
+    commands = {row: [sys.executable, "-S", "-c", program.format(body)] for row, body in bodies.items()}
+    results = {row: find() for row, find in processes.in_processes(commands)}
+    assert results["a"] == results["d"] == {"said": "A"}
+    assert results["b"] == {"error": "its process ended with code 1: no room"}
+    assert results["c"] == {"error": "its process had not ended after 0.5 s"}
+
+
+# Figures.
+
+
+def results_of(**rows):
+    """Return results of GPT-2 with the milliseconds and MiB of each row."""
+    about = {"model": "gpt2", "text": "GPT-2", "sizes": dataclasses.asdict(FULL["gpt2"]), "items": 1000,
+             "unit": "tokens", "setting": {"smoke": False}, "model_flops": 2e12}  # fmt: skip
+    rows = {name.replace("_", "-"): value for name, value in rows.items()}
+    turns = {name: {"milliseconds": [ms, ms, ms]} for name, (ms, _) in rows.items()}
+    flop_figures = {"tensor_flops": 0.995, "flops": {"float16": 985, "tensorfloat32": 10, "float32": 5}}
+    alone = {name: {"peak": mib * 2**20, **flop_figures} for name, (_, mib) in rows.items()}
+    return report.Results(about, alone, [turns])
+
+
+def test_goals_are_met_or_not_with_their_figures_against_the_faster_dtype_of_the_peer():
+    results = results_of(
+        jaxmp_bf16=(30, 70), jaxmp_fp16=(31, 70), jaxmp_fp16_constant=(30, 70), jaxmp_bf16_remat=(32, 40),
+        autocast_bf16=(30.5, 71), unprepared_bf16=(30.5, 101), hand_bf16=(30.4, 100),
+        compile_bf16=(33, 100), compile_fp16=(32, 80),
+        jaxmp_fp32=(270, 300), hand_fp32=(330, 400), jaxmp_tf32=(96, 300),
+    )  # fmt: skip
+    figures = {goal.key: round(goal.value, 3) for goal in goals.goals(results)}
+    assert figures == {
+        "time": 0.938, "memory": 0.875, "remat_memory": 0.5, "remat_time": 1.0, "over_fp32": 9.0, "over_tf32": 3.2,
+        "saved": 0.825, "scaling": 1.033, "autocast_by_hand": 1.003, "autocast": 1.017, "half": 0.985,
+    }  # fmt: skip
+    assert goals.sentences(results)[1] == (
+        "met: peak memory of jaxmp, bf16 / torch.compile AMP, fp16, GradScaler is 0.875, the goal at most 1"
+    )
+    missing = goals.sentences(results_of(jaxmp_bf16=(30, 70)))
+    assert sum(line.startswith("not measured") for line in missing) == 10
+
+
+def test_the_fastest_setting_needs_at_most_the_memory_of_torch_compile_if_any_does():
+    rows = {"jaxmp_bf16": (30, 70), "jaxmp_bf16_2chunks": (29, 98), "jaxmp_bf16_1chunk": (28, 110)}
+    assert goals.fastest_setting(results_of(compile_bf16=(32, 100), **rows)) == "jaxmp-bf16-2chunks"
+    assert goals.fastest_setting(results_of(compile_bf16=(32, 60), **rows)) == "jaxmp-bf16-1chunk"
+    assert goals.fastest_setting(results_of(**rows)) == "jaxmp-bf16-1chunk"
+
+
+def test_rows_are_not_judged_if_their_loss_moved_or_is_not_near_the_others():
+    results = results_of(jaxmp_bf16=(30, 70), jaxmp_fp16=(31, 70), hand_bf16=(32, 70), compile_bf16=(33, 100))
+    losses = {"jaxmp-bf16": (10.8, 10.7), "jaxmp-fp16": (10.8, 9.0), "hand-bf16": (3.0, 3.0), "compile-bf16": (11, 11)}
+    for row, (before, after) in losses.items():
+        results.turns[0][row] |= {"loss_before": before, "loss": after}
+    errors = {row: results.figures(row).get("error") for row in losses}
+    assert errors == {
+        "jaxmp-bf16": None,
+        "jaxmp-fp16": "not judged: its loss moved from 10.8 to 9 while it was timed",
+        "hand-bf16": "not judged: its loss is 3, and that of the other rows is 10.7",
+        "compile-bf16": None,
+    }
+    assert results.ratio("jaxmp-bf16", "compile-bf16") is not None
+    assert results.ratio("jaxmp-fp16", "compile-bf16") is None
+    results.turns[0]["compile-bf16"]["loss"] = "nan"  # nan is a string in JSON
+    assert results.memory("compile-bf16") is None
+
+
+def test_the_table_has_times_memory_and_joules_and_why_a_row_failed():
+    results = results_of(jaxmp_bf16=(30, 70), hand_fp32=(300, 400))
+    del results.turns[0]["hand-fp32"]
+    results.alone["hand-fp32"] = {"error": "out of memory"}
+    power = {"watts": 690.4, "sm_clock": 1500.0, "throttled": {"power limit": 0.83}}
+    results.alone["jaxmp-bf16"] |= {"joules": 25.71, "power": power, "compiled_bytes": 2**21}
+    ours, failed = report.table(results).rows
+    assert failed == ("JAX by hand, fp32", "out of memory")
+    assert dict(zip(report.COLUMNS, ours, strict=True)) | {"/ torch.compile": ""} == {
+        "row": "jaxmp, bf16", "ms": "30", "quartiles": "30 to 30", "/ torch.compile": "", "{unit}/s": "33,333",
+        "peak MiB": "70.0", "program MiB": "2.0", "FLOPs on tensor cores": "99.5%", "J per call": "25.7", "W": "690",
+        "SM MHz": "1500", "clocks lowered by": "power limit 83%", "loss": "", "compile s": "",
+    }  # fmt: skip
+    results.turns.append({"jaxmp-bf16": {"milliseconds": [20, 20, 20]}})
+    assert results.figures("jaxmp-bf16")["ms"] == (20, 20, 20)

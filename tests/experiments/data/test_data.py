@@ -4,35 +4,24 @@ from __future__ import annotations
 
 import collections
 import hashlib
-import os
-import subprocess
 import sys
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
 import tensorflow_datasets as tfds
-from places import ROOT
+from PIL import Image
 
 from experiments import data
 from experiments.data import images, text
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("data")
-
-
-@pytest.fixture(scope="module")
-def digits(folder: Path) -> dict[str, data.source.Columns]:
-    return data.read("digits", folder)
-
-
-@pytest.fixture(scope="module")
-def pysource(data_dir: Path) -> dict[str, data.source.Columns]:
-    return data.read("pysource", data_dir)
+def digits() -> dict[str, Any]:
+    return data.read("digits")[0]
 
 
 def test_digits_are_scikit_learns_and_every_fifth_of_a_class_is_for_the_test(digits):
@@ -53,65 +42,59 @@ def test_digits_are_scikit_learns_and_every_fifth_of_a_class_is_for_the_test(dig
     assert digest[:16] == "c828ed8d66d49993"  # on every machine
 
 
-def test_the_stock_reader_of_tfds_reads_what_was_prepared_and_reading_again_prepares_nothing(digits, folder):
-    source = tfds.data_source("digits", data_dir=folder)["train"]
-    assert len(source) == len(digits["train"]["label"])
-    np.testing.assert_array_equal(source[3]["image"], digits["train"]["image"][3])
-    assert "tensorflow" not in sys.modules
-
-    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*digits*")}
-    again = data.read("digits", folder)
-    assert before == {path: path.stat().st_mtime_ns for path in folder.rglob("*digits*")}
-    for split in ("train", "test"):
-        np.testing.assert_array_equal(digits[split]["image"], again[split]["image"])
-
-
 @pytest.mark.slow("reads the whole standard library")
-def test_pysource_is_the_standard_library_and_every_tenth_file_is_for_the_test(pysource):
-    root = Path(sysconfig.get_path("stdlib"))
-    names = sorted(
-        name
-        for path in root.rglob("*.py")
-        if not (name := path.relative_to(root).as_posix()).startswith(("site-packages/", "dist-packages/"))
-    )
-    assert [name.decode() for name in pysource["test"]["name"]] == names[9::10]
-    assert len(pysource["train"]["name"]) + len(pysource["test"]["name"]) == len(names) > 500
-    for name, source in list(zip(pysource["train"]["name"], pysource["train"]["source"], strict=True))[::200]:
-        assert (root / name.decode()).read_bytes() == source
+def test_pysource_is_the_standard_library_and_every_tenth_file_is_for_the_test():
+    splits, origin = data.read("pysource")
+    train, test = (splits[split]["source"] for split in ("train", "test"))
+    assert len(train) > 500 and len(test) == (len(train) + len(test)) // 10
+    assert (Path(sysconfig.get_path("stdlib")) / "ast.py").read_bytes() in train + test
+    assert origin.startswith("pysource: the standard library of Python 3.")
 
 
-@pytest.mark.slow("two processes that import all anew")
-def test_two_processes_may_prepare_at_once_in_a_home_that_is_new_and_empty(tmp_path):
-    program = (
-        "from experiments import data; import hashlib; d = data.read('digits');"
-        "print(hashlib.sha256(d['train']['image'].tobytes()).hexdigest())"
-    )
-    env = {name: value for name, value in os.environ.items() if name != "XDG_CACHE_HOME"}
-    env |= {"HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
-    running = [
-        subprocess.Popen([sys.executable, "-c", program], env=env, stdout=subprocess.PIPE, text=True) for _ in range(2)
-    ]
-    outputs = [process.communicate()[0].strip() for process in running]
-    assert [process.returncode for process in running] == [0, 0]
-    assert outputs[0] == outputs[1] != ""
-    data_folder = tmp_path / ".cache" / "jaxmp" / "data"
-    assert [path.name for path in data_folder.iterdir()] == ["digits"]
+def test_images_are_read_from_folders_of_classes(tmp_path):
+    for split, name, value in (("train", "a", 10), ("train", "b", 20), ("test", "a", 30), ("test", "b", 40)):
+        (tmp_path / "mnist" / split / name).mkdir(parents=True)
+        Image.fromarray(np.full((4, 4, 3), value, np.uint8)).save(tmp_path / "mnist" / split / name / "0.png")
+    splits, origin = data.read("mnist", tmp_path)
+    assert splits["test"]["image"][:, 0, 0, 0].tolist() == [30, 40] and splits["test"]["label"].tolist() == [0, 1]
+    assert origin == "mnist: image files in the folder mnist"
+    (tmp_path / "mnist" / "test" / "a" / "0.png").unlink()
+    with pytest.raises(data.DataError, match=r"every class must have images, but .*test/a has none"):
+        data.read("mnist", tmp_path)
 
 
-def test_an_unknown_set_a_folder_that_cannot_be_written_and_what_is_too_large_are_errors(tmp_path, monkeypatch):
-    known = ", ".join(data.BUILDERS)
-    with pytest.raises(data.DataError, match=f"unknown data set 'digit'; there are: {known}"):
+def test_a_set_that_tfds_has_prepared_is_read_without_tensorflow(tmp_path):
+    class Mnist(tfds.core.GeneratorBasedBuilder, skip_registration=True):
+        name, VERSION = "mnist", tfds.builder_cls("mnist").VERSION
+
+        def _info(self):
+            image = tfds.features.Image(shape=(28, 28, 1))
+            features = {"image": image, "label": tfds.features.ClassLabel(num_classes=10)}
+            return tfds.core.DatasetInfo(builder=self, features=tfds.features.FeaturesDict(features))
+
+        def _split_generators(self, _):
+            return {"train": self._generate_examples(3), "test": self._generate_examples(2)}
+
+        def _generate_examples(self, count):
+            for i in range(count):
+                yield i, {"image": Image.fromarray(np.full((28, 28), i, np.uint8)), "label": i}
+
+    Mnist(data_dir=tmp_path, file_format="array_record").download_and_prepare()
+    splits, origin = data.read("mnist", tmp_path)
+    assert sorted(splits["train"]["label"].tolist()) == [0, 1, 2] and splits["test"]["image"].shape == (2, 28, 28, 1)
+    np.testing.assert_array_equal(splits["train"]["image"][:, 0, 0, 0], splits["train"]["label"])
+    assert origin.endswith("as prepared by tensorflow-datasets") and "tensorflow" not in sys.modules
+
+
+def test_an_unknown_set_and_what_is_too_large_are_errors(monkeypatch, tmp_path):
+    with pytest.raises(data.DataError, match="unknown data set 'digit'; there are: digits, mnist"):
         data.read("digit")
-    (tmp_path / "file").write_text("")
-    with pytest.raises(data.DataError, match=r"cannot keep digits under .*file.*name another folder with --data-dir"):
-        data.read("digits", tmp_path / "file")
     with pytest.raises(data.DataError, match="a batch must fit in the set's 12 examples, got --batch-size 13"):
         images.steps_per_epoch(numbered_images(12), 13)
     with pytest.raises(data.DataError, match="shorter than the text of 4 tokens, got --context 4"):
         next(text.windows(jax.numpy.zeros(4, np.int32), 4, 2, seed=0))
-
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert data.default_data_dir() == tmp_path / "jaxmp" / "data"
+    assert data.source.data_folder(None) == tmp_path / "jaxmp" / "data"
 
 
 def numbered_images(n: int) -> images.Images:
@@ -177,17 +160,3 @@ def test_windows_are_cut_from_the_text_and_repeat_with_the_seed():
         np.testing.assert_array_equal(np.c_[batch["context"], batch["target"]], expected)
     np.testing.assert_array_equal(batches[0]["context"], batches[1]["context"])
     assert not np.array_equal(batches[0]["context"], batches[2]["context"])
-
-
-def test_the_name_of_pysource_depends_on_the_files(monkeypatch, tmp_path):
-    from experiments.data import pysource as module
-
-    (tmp_path / "a.py").write_text("x = 1")
-    monkeypatch.setattr(module.sysconfig, "get_path", lambda _: str(tmp_path))
-    names = [module.pysource(data_dir=tmp_path / "data").builder_config.name]
-    (tmp_path / "a.py").write_text("x = 12")
-    names.append(module.pysource(data_dir=tmp_path / "data").builder_config.name)
-    assert names[0] != names[1]
-    (tmp_path / "a.py").unlink()
-    with pytest.raises(data.DataError, match=r"needs the standard library's sources, but .* has no \.py files"):
-        module.pysource(data_dir=tmp_path / "data")

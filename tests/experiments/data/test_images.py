@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 
 import jax
@@ -11,7 +10,6 @@ import numpy as np
 from recompiles import compiled_once
 
 from experiments.data import images
-from experiments.training import mesh
 
 
 def random_columns(n: int, height: int = 6, channels: int = 3) -> dict[str, np.ndarray]:
@@ -41,16 +39,6 @@ def test_batches_from_the_host_are_those_from_the_device_bit_for_bit():
     assert_same_batches(*training)
     test = [images.in_order(split, 4, prepared) for split in (on_host(columns), images.on_device(columns))]
     assert_same_batches(*test)
-
-
-def test_batches_on_several_devices_are_those_on_one_bit_for_bit():
-    split = images.on_device(random_columns(10))
-    place = functools.partial(mesh.spread, mesh.read("data=2,fsdp=2"))
-    assert_same_batches(
-        itertools.islice(images.epochs(split, 4, 7, shift=2, flip=True), 5),
-        itertools.islice(images.epochs(split, 4, 7, shift=2, flip=True, place=place), 5),
-    )
-    assert_same_batches(images.in_order(split, 4), images.in_order(split, 4, place=place))
 
 
 def test_batches_from_the_middle_on_are_those_that_would_have_come():

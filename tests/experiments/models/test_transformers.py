@@ -194,7 +194,7 @@ def test_an_unknown_remat_or_workload_and_sequences_that_are_too_long_are_refuse
         jax.eval_shape(GPT2(*SIZES).init, jax.random.key(0), np.zeros((1, 9), np.int32))
 
     for name, remat, message in [
-        ("gpt3", "none", "a workload must be one of resnet50, bert, gpt2, lstm, got 'gpt3'"),
+        ("gpt3", "none", "a workload must be one of resnet50, bert, gpt2, got 'gpt3'"),
         ("gpt2", "some", "remat is one of none, attention, dots, float8, full, for transformers only, got 'some'"),
         ("resnet50", "full", "for transformers only, got 'full'"),
     ]:

@@ -7,18 +7,17 @@ import re
 import subprocess
 import sys
 import warnings
-from pathlib import Path
 
 import pytest
 from run_tools import run_main
 
 import jaxmp
 from experiments import compare, data, image_classification, language_modeling, masked_lm
-from experiments.benchmarks import input_pipeline, loss_scaling
+from experiments.benchmarks import loss_scaling
 from experiments.training import cli
 from experiments.training.precision import read_loss_scale, read_overrides, read_policy
 
-SCRIPTS = [image_classification, language_modeling, masked_lm, compare, loss_scaling, input_pipeline]
+SCRIPTS = [image_classification, language_modeling, masked_lm, compare, loss_scaling]
 
 
 def test_a_policy_or_an_opt_level_brings_its_loss_scale():
@@ -124,16 +123,10 @@ def test_an_invalid_flag_is_an_error_before_anything_is_read(monkeypatch):
         (image_classification, {"keep": 0}, "--keep must be at least 1, got 0"),
         (language_modeling, {"layers": 2}, "--model next_token has no --layers, got 2; --model gpt2 has"),
         (language_modeling, {"tokens": "bytes"}, "got --tokens bytes and --schedule constant; take --model gpt2"),
-        (
-            language_modeling,
-            {"model": "gpt2", "save_weights": Path("no/folder/file")},
-            "--save-weights must be a file in an existing folder, got no/folder/file",
-        ),
         (language_modeling, {"model": "gpt2", "heads": 3}, "--width must be a multiple of --heads, got 128 for 3"),
         (language_modeling, {"model": "gpt2", "clip": 0.0}, "--clip must be positive, got 0"),
         (language_modeling, {"top_k": -1}, "--top-k must be at least 0, got -1"),
         (masked_lm, {"width": 0}, "--width must be at least 1, got 0"),
-        (compare, {"rounds": 0}, "--rounds must be at least 1, got 0"),
         (compare, {"policies": ("mixed_float61",)}, "unknown policy 'mixed_float61'"),
         (compare, {"loss_scales": ("dynamc",)}, "unknown loss scale 'dynamc'"),
         (compare, {"policies": ("float16@statc:2",)}, "unknown loss scale 'statc:2'"),
@@ -142,7 +135,8 @@ def test_an_invalid_flag_is_an_error_before_anything_is_read(monkeypatch):
         def no_data(*_):
             raise AssertionError("the data were read before the flags were checked")
 
-        monkeypatch.setattr(data, "read", no_data)
+        monkeypatch.setattr(data.source, "read", no_data)
+        monkeypatch.setattr(data.images, "read", no_data)
         with pytest.raises(ValueError, match=message):
             script.prepare(script.Config(**flags))
 
@@ -167,7 +161,6 @@ def test_user_errors_are_one_line_and_exit_code_2_and_failed_training_is_exit_co
     monkeypatch.setattr(cli, "parse", lambda *_: None)
     monkeypatch.setattr(cli, "keep_freed_memory", lambda: None)
     monkeypatch.setattr(cli, "plain_warnings", lambda: None)
-    monkeypatch.setattr(cli, "plain_threads", lambda: None)
     with pytest.raises(SystemExit) as end:
         cli.main(object, diverge, "")
     assert end.value.code == 1
