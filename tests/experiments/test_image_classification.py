@@ -132,15 +132,6 @@ def test_flags_that_do_not_fit_together_or_the_data_set_are_an_error(image_dir):
         compare.prepare(compare.Config(task="cifar10", batch_size=41, data_dir=image_dir))
 
 
-@pytest.mark.parametrize(("api", "model", "least"), [("linen", "cnn", 2), ("nnx", "resnet18", 1)])
-def test_the_least_image_size_makes_a_network(api, model, least, image_dir):
-    experiment = image_classification.prepare(config(image_dir, api=api, model=model, image_size=least))
-    batch = next(iter(experiment.test_batches()))
-    assert batch["image"].shape[1:3] == (least, least)
-    state = jax.eval_shape(lambda: experiment.init(0))
-    assert jax.eval_shape(experiment.eval_step, state, batch)["loss"].shape == ()
-
-
 def test_the_cosine_rises_and_falls_to_zero_and_adamw_is_as_it_was():
     import optax
 

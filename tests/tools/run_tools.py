@@ -24,12 +24,6 @@ def start(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *command], cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
 
 
-def train(module: str, *flags: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    done = start("-m", f"experiments.{module}", *flags, cwd=cwd)
-    assert done.returncode == 0, done.stderr
-    return done
-
-
 def run_main(monkeypatch: pytest.MonkeyPatch, config_type: type, script: Callable[[Any], Any], *flags: str) -> None:
     """Call ``cli.main`` as a process with these flags in its command line does."""
     monkeypatch.setattr(sys, "argv", [sys.argv[0], *flags])

@@ -113,44 +113,6 @@ def test_a_description_has_the_figures_of_the_chip():
         assert f"{line}\n" in gpu_targets.TARGETS["h200"].text()
 
 
-def test_a_missing_plugin_or_assembler_is_an_error_that_says_so(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(gpu_targets, "PLUGINS", ("no_such_plugin",))
-    with pytest.raises(ModuleNotFoundError, match=r"CUDA plugin, which is not installed: pip install -e"):
-        targets.target_of("h200").devices()
-    with pytest.raises(SystemExit, match="2"):
-        compile_only.main(compile_only.Config(run_dir=tmp_path / "run"))
-    assert "'.[compile-only]'" in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()
-
-    monkeypatch.setattr(gpu_targets, "PLUGINS", ("jax",))
-    monkeypatch.setattr(gpu_targets, "_bundled", lambda path: False)
-    monkeypatch.setattr(gpu_targets.shutil, "which", lambda name: None)
-    monkeypatch.setattr(gpu_targets, "CUDA", gpu_targets.Path("/no/such/folder"))
-    assert gpu_targets.missing().startswith("to compile for a GPU, XLA needs the assembler ptxas of nvidia-cuda-nvcc")
-
-
-def test_bad_flags_end_it_with_one_line(capsys):
-    for flags, text in [
-        ({"variants": ("jaxmp-bf17",)}, "--variants must be among jaxmp-bf16, jaxmp-fp16"),
-        ({"target": "h20"}, "got 'h20'; nearest: 'h200'"),
-        ({"layers": -1}, "--layers must be at least 0, got -1"),
-        ({"models": ()}, "the number of --models must be at least 1, got 0"),
-        ({"topology": ("1x8",)}, "slices × hosts × GPUs per host"),
-        (
-            {"models": ("resnet50",), "variants": ("jaxmp-bf16-remat",)},
-            "--variants jaxmp-bf16-remat do not exist for --models resnet50",
-        ),
-    ]:
-        with pytest.raises(SystemExit, match="2"):
-            compile_only.main(compile_only.Config(**flags))
-        error = capsys.readouterr().err
-        assert text in error and error.count("\n") == 1
-
-    for mesh in ["fsdp=4", "fsdp", "data=2,fsdp=4,", "fsdp=8 data=1"]:
-        with pytest.raises(ValueError, match=f"--mesh must have all GPUs of --topology, .* got '{mesh}' for 8"):
-            sharded.mesh_of(mesh, 8)
-
-
 # Compiling.
 
 
@@ -231,41 +193,6 @@ def compiles(monkeypatch):
     monkeypatch.setattr(gpu_targets.GpuTarget, "devices", lambda target: [])
     monkeypatch.setattr(report.plots, "panels", lambda *_: None)
     return compiled_rows, now
-
-
-def test_existing_results_are_not_compiled_again_and_all_commands_are_recorded(compiles, tmp_path):
-    compiled_rows, now = compiles
-    config = compile_only.Config(models=("gpt2",), variants=("jaxmp-bf16",), smoke=True, run_dir=tmp_path)
-    now |= {"date": "2026-11-20 10:00", "command": "first"}
-    compile_only.main(config)
-    now |= {"date": "2026-11-20 11:00", "command": "second"}
-    more = dataclasses.replace(config, models=("gpt2", "bert"), variants=("jaxmp-bf16", "hand-fp32"))
-    results = compile_only.main(more)
-    assert [(result["name"], list(result["variants"])) for result in results] == [
-        ("bert", ["jaxmp-bf16", "hand-fp32"]),
-        ("gpt2", ["jaxmp-bf16", "hand-fp32"]),
-    ]
-    assert len(compiled_rows) == 4 and compiled_rows[0] == ("gpt2", "jaxmp, bf16")
-    written, text = json.loads((tmp_path / "compile_only.json").read_text()), (tmp_path / "compile_only.md").read_text()
-    assert written["results"] == results and set(written["environment"]["command"].split("; ")) == {"first", "second"}
-    assert written["environment"]["date"] == "2026-11-20 11:00" and "- date: 2026-11-20 11:00\n" in text
-
-
-def test_a_folder_has_results_of_one_gpu_with_the_same_versions_and_sizes(compiles, tmp_path, capsys):
-    fact = "versions"
-    compiled_rows, now = compiles
-    config = compile_only.Config(models=("gpt2",), variants=("jaxmp-bf16",), smoke=True, run_dir=tmp_path)
-    compile_only.main(config)
-    capsys.readouterr()
-    with pytest.raises(SystemExit, match="2"):
-        compile_only.main(dataclasses.replace(config, layers=1))
-    assert "sizes is " in capsys.readouterr().err
-    now[fact] = "others"
-    with pytest.raises(SystemExit, match="2"):
-        compile_only.main(config)
-    said = capsys.readouterr().err
-    assert f"gpt2-jaxmp-bf16.json {fact} is " in said and "there and others here; use the device" in said
-    assert len(compiled_rows) == 1
 
 
 def test_every_variant_is_a_row_and_remat_is_of_transformers_only():

@@ -56,24 +56,6 @@ def test_the_best_case_of_a_slice_follows_from_its_slowest_part():
     )  # fmt: skip
 
 
-def test_clusters_of_gpus_and_slices_of_tpus_need_two_commands(capsys):
-    with pytest.raises(SystemExit, match="2"):
-        compile_only.main(compile_only.Config(topology=("1x1x8", "v5e:2x2")))
-    assert "compile them with two commands" in capsys.readouterr().err
-
-
-def test_llama_has_no_step_by_hand(capsys):
-    with pytest.raises(SystemExit, match="2"):
-        compile_only.main(compile_only.Config(topology=("v5e:2x2",), sizes=("llama-8B",), ways=("hand", "linen")))
-    assert "--ways of llama-8B are linen and autocast, got hand" in capsys.readouterr().err
-
-
-def test_only_llama_has_products_split_over_tensor(capsys):
-    with pytest.raises(SystemExit, match="2"):
-        compile_only.main(compile_only.Config(topology=("v5e:2x2",), sizes=("llama-8B", "7B"), mesh="fsdp=2,tensor=2"))
-    assert "--mesh with the axis tensor needs --sizes llama-8B, got 7B" in capsys.readouterr().err
-
-
 @pytest.mark.slow("compiles whole train steps")
 @pytest.mark.absent_tpu
 def test_the_benchmark_compiles_a_step_and_a_slice_for_tpus(tmp_path, capsys):

@@ -7,7 +7,6 @@ import itertools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from recompiles import compiled_once
 
 from experiments.data import images
 
@@ -54,16 +53,6 @@ def test_a_split_that_takes_more_than_its_share_of_the_device_stays_on_the_host(
     monkeypatch.setattr(images.jax, "local_devices", lambda: [device])
     assert not images.hold(columns).on_host
     assert images.hold(columns, share=0.24).on_host
-
-
-def test_a_set_of_many_batches_compiles_once_and_once_more_for_a_smaller_last_batch():
-    split = images.on_device(random_columns(11, height=5))
-    images.augmented.clear_cache()
-    images.plain.clear_cache()
-    list(itertools.islice(images.epochs(split, 4, 0, shift=1), 6))
-    assert compiled_once(images.augmented)
-    list(images.in_order(split, 4))
-    assert images.plain._cache_size() <= 2
 
 
 def test_statistics_are_those_of_float64_and_normalise():

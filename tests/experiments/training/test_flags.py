@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import subprocess
-import sys
-import warnings
 
 import pytest
-from run_tools import run_main
 
 import jaxmp
 from experiments import compare, data, image_classification, language_modeling, masked_lm
@@ -141,14 +137,6 @@ def test_an_invalid_flag_is_an_error_before_anything_is_read(monkeypatch):
             script.prepare(script.Config(**flags))
 
 
-def test_a_batch_larger_than_the_held_out_text_is_blamed_itself(tmp_path):
-    text = tmp_path / "text.txt"
-    text.write_text("some words and more words\n" * 200)
-    config = language_modeling.Config(batch_size=99_999_999, vocabulary=64, dataset=str(text), data_dir=tmp_path)
-    with pytest.raises(ValueError, match=r"^--batch-size must be at most the \d+ tokens .* held out, got 99999999$"):
-        language_modeling.prepare(config)
-
-
 def test_user_errors_are_one_line_and_exit_code_2_and_failed_training_is_exit_code_1(capsys, monkeypatch):
     with pytest.raises(SystemExit) as end, cli.bad_values_end_it():
         raise ValueError("a rule,\nand what came")
@@ -165,37 +153,3 @@ def test_user_errors_are_one_line_and_exit_code_2_and_failed_training_is_exit_co
         cli.main(object, diverge, "")
     assert end.value.code == 1
     assert capsys.readouterr().err == "error: gradients of 'w'\n"
-
-
-def test_a_warning_is_one_line(capsys, monkeypatch):
-    monkeypatch.setattr(warnings, "showwarning", None)
-    cli.plain_warnings()
-    warnings.showwarning(UserWarning("no loss scale"), UserWarning, "file.py", 3)
-    assert capsys.readouterr().err == "warning: no loss scale\n"
-
-
-@pytest.mark.slow("a process of its own")
-def test_an_interrupted_script_ends_with_one_line_and_code_130():
-    script = "\n".join(
-        [
-            "import dataclasses, sys, threading, time",
-            "from experiments.training import cli",
-            "class Config: ...",
-            "def train(config):",
-            "    threading.Thread(target=time.sleep, args=(999,)).start()  # as XLA's, which nobody waits for",
-            "    raise KeyboardInterrupt",
-            "sys.argv = ['script']",
-            "cli.main(dataclasses.dataclass(Config), train, '')",
-        ]
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
-    assert (done.returncode, done.stderr) == (130, "error: interrupted\n")
-
-
-def test_an_output_that_cannot_be_written_is_one_line(monkeypatch, capsys):
-    with open("/dev/full", "w") as full:  # closing it fails if the output is still to be written there
-        monkeypatch.setattr(sys, "stdout", full)
-        with pytest.raises(SystemExit) as end:
-            run_main(monkeypatch, cli.PrecisionFlags, print)
-    assert end.value.code == 1
-    assert capsys.readouterr().err == "error: the output cannot be written: No space left on device\n"
