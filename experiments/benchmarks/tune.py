@@ -5,12 +5,11 @@ The time that `jaxmp.inspect.tune` takes is measured too.
 python -m experiments.benchmarks.tune --run-dir experiments/results/tune
 
 The models are small and untrained, with random data. The error is the one that tune uses: the larger of the error of
-the loss and the error of all gradients together, relative to float32. Three errors without tune are measured for
+the loss and the error of all gradients together, relative to float32. Two errors without tune are measured for
 comparison:
 
 - under autocast's rules
 - with every operation in half precision
-- with every operation in half precision except norms and softmaxes
 
 The run folder holds tune.md and tune.json.
 """
@@ -36,14 +35,12 @@ from experiments.report.progress import Progress
 from experiments.report.tables import Table, titled
 from experiments.training import cli
 from experiments.training.environment import environment
-from jaxmp.engine.overrides import FIXED
 from jaxmp.inspect._tune.measurement import Measurement, without_policies
 
 MODELS = ("ResNet-18", "BERT", "GPT-2", "VQ-VAE", "GRU", "neural ODE", "Gaussian process")
 POLICIES = {"bfloat16": "mixed_bfloat16", "float16": "mixed_float16"}
-NORMS = ("normalisation", "softmax", "logsumexp")
 COLUMNS = (
-    "model", "half", "all in half", "but norms, softmax", "autocast", "tuned", "floor", "overrides", "FLOPs in half",
+    "model", "half", "all in half", "autocast", "tuned", "floor", "overrides", "FLOPs in half",
     "evaluations", "s",
 )  # fmt: skip
 NOTE = (
@@ -165,17 +162,6 @@ def problem(name: str, smoke: bool) -> tuple[Loss, tuple[Any, ...]]:
     raise ValueError(f"a model must be one of {', '.join(MODELS)}, got {name!r}")
 
 
-def only_norms_in_float32(loss_fn: Loss, args: Any, policy: str) -> dict[str, str]:
-    """Return overrides that keep only norms and softmaxes in float32."""
-    rows = jaxmp.cast_plan(loss_fn, policy)(*args).rows
-    keys = {
-        f"{row.path}:{row.primitive}"
-        for row in rows
-        if row.path and row.pattern in NORMS and row.cls not in ("unknown", *FIXED)
-    }
-    return {**dict.fromkeys(sorted(keys), "float32"), "**": "half"}
-
-
 def measure(name: str, half: str, smoke: bool) -> dict[str, Any]:
     """Tune a model, and measure the errors that tune's error is compared with."""
     loss_fn, args = problem(name, smoke)
@@ -188,7 +174,6 @@ def measure(name: str, half: str, smoke: bool) -> dict[str, Any]:
         "model": name,
         "half": half,
         "all in half": measurement.error({"**": "half"}),
-        "but norms": measurement.error(only_norms_in_float32(loss_fn, args, POLICIES[half])),
         "autocast": tuned.error_before,
         "tuned": tuned.error,
         "floor": tuned.floor,
@@ -209,7 +194,7 @@ def table(results: list[dict[str, Any]], title: str) -> Table:
     """Return a table with a row for each model and half format."""
     rows = []
     for result in results:
-        errors = [percent(result[name]) for name in ("all in half", "but norms", "autocast", "tuned", "floor")]
+        errors = [percent(result[name]) for name in ("all in half", "autocast", "tuned", "floor")]
         needed = [path for path, level in result["overrides"].items() if level == "float32"]
         rows.append((
             result["model"], result["half"], *errors, str(len(needed)), f"{100 * result['half flops']:.0f} %",
