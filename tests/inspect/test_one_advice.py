@@ -17,7 +17,6 @@ from jaxmp.inspect import compare, error_budget, tune
 pytestmark = pytest.mark.once
 
 PAGES = {  # where the model of each page ends, and its batch begins and ends
-    "tune": ("model = Net()", "x = np.random.default_rng(0)", "params ="),
     "budget": ("model = Net()", "x = np.random.default_rng(0)", "params ="),
     "compare": ("def compare(", "x = np.random.default_rng(0)", "params ="),
 }
