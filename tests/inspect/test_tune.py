@@ -22,6 +22,8 @@ from jaxmp.inspect._switched.switched import smallest_prefix
 from jaxmp.inspect._tune.candidates import modules_of
 from jaxmp.inspect._tune.measurement import Measurement
 from jaxmp.policy.policy_map import get_policy
+from jaxmp.program.equations import opened
+from jaxmp.program.rewriting import Rewriter
 
 pytestmark = pytest.mark.once
 
@@ -463,6 +465,32 @@ def test_the_default_tolerance_does_not_count_products_that_autocast_keeps_in_fl
     tuned = tune(loss_fn, "mixed_bfloat16")(_params()[0], X)
     assert list(tuned.overrides) == ["flow:add"] and tuned.met
     assert tuned.floor < tuned.error_before / 2
+
+
+class _RoundedProducts(Rewriter):
+    """The oracle of the floor: it rounds the operands of all products to bfloat16, and nothing else."""
+
+    def evaluate_operation(self, eqn, operands):
+        if eqn.primitive.name == "dot_general":
+            operands = [jax.lax.reduce_precision(operand, 8, 7) for operand in operands]
+        return super().evaluate_operation(eqn, operands)
+
+
+def test_the_floor_counts_the_products_of_a_loss_with_its_own_derivative():
+    def loss_fn(params, x, labels):
+        with jax.named_scope("layer"):
+            x = jnp.tanh(x @ params["w"])
+        with jax.named_scope("loss"):
+            return jaxmp.losses.projected_cross_entropy(x, params["head"], labels, chunks=2)
+
+    w, head = jax.random.normal(jax.random.key(0), (2, 16, 16))
+    args = {"w": w, "head": head}, X, jnp.arange(len(X)) % 16
+    program = jax.make_jaxpr(jax.grad(loss_fn))(*args)
+    leaves = jax.tree.leaves(args)
+    exact = np.concatenate([np.ravel(leaf) for leaf in Rewriter().evaluate(*opened(program), leaves)])
+    rounded = np.concatenate([np.ravel(leaf) for leaf in _RoundedProducts().evaluate(*opened(program), leaves)])
+    tuned = tune(loss_fn, "mixed_bfloat16")(*args)
+    assert tuned.floor == pytest.approx(np.linalg.norm(rounded - exact) / np.linalg.norm(exact), rel=1e-3)
 
 
 def test_wrong_arguments_raise():

@@ -42,7 +42,7 @@ _ONLY_MOVE = (
 """Prefixes of the targets of custom calls that only move or sort data."""
 ON_RECORD = "NVIDIA H200"
 ERROR = 0.12
-"""The largest measured relative error of a prediction. All measurements were on an H200; see docs/tools/memory.md#roofline."""
+"""The largest measured relative error of a prediction. The measurements are in docs/tools/memory.md."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,12 +7,12 @@ and autocast makes casts for it. All of them have the traceback and the scopes o
 from __future__ import annotations
 
 import collections
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable, Sequence
 from typing import NamedTuple
 
 from jaxmp._internals.jax.sources import origin_of
 from jaxmp.base.dtypes import is_narrow
-from jaxmp.program.primitives import CAST
+from jaxmp.program.primitives import CAST, PRODUCTS
 from jaxmp.program.values import Equation, Key, Program, Value
 
 CASTS = frozenset({CAST, "cast_repeated"})
@@ -68,11 +68,12 @@ class Operations:
                 groups[origin_of(equation.eqn), equation.path].append(equation)
         numbers = collections.Counter[Hashable]()
         for equations in groups.values():
-            first = min(equations, key=_rank)
-            kind = first.path, first.source, first.name, first.results[0].shape
-            operation = Operation((*kind, numbers[kind]), first)
-            numbers[kind] += 1
-            self._by_key |= dict.fromkeys((equation.key for equation in equations), operation)
+            for equations_of_one in _single_operations(equations):
+                first = min(equations_of_one, key=_rank)
+                kind = first.path, first.source, first.name, first.results[0].shape
+                operation = Operation((*kind, numbers[kind]), first)
+                numbers[kind] += 1
+                self._by_key |= dict.fromkeys((equation.key for equation in equations_of_one), operation)
         self._casts_of_operands, self._read_inside, self._read_outside = set[Key](), set[Key](), set[Key]()
         for key in self._by_key:
             for operand in program.equations[key].operands:
@@ -133,6 +134,32 @@ class Operations:
     def names(self) -> set[Hashable]:
         """Return the names of all operations."""
         return {operation.name for operation in self._by_key.values()}
+
+
+def _single_operations(equations: Sequence[Equation]) -> Iterable[list[Equation]]:
+    """Split equations with one traceback into those of single operations.
+
+    Usually they are one operation. The equations of a function with a derivative rule of its own, such as a loss or an
+    attention, all have the traceback of its call. If one of them is a product, each is an operation of its own, with
+    the casts that it reads.
+    """
+    forward = {equation.name for equation in equations if equation.phase == "forward" and not _moves_or_casts(equation)}
+    if len(forward) < 2 or forward.isdisjoint(PRODUCTS):
+        return [list(equations)]
+    by_reader: dict[Key, list[Equation]] = {}
+    reader_of: dict[Key, Key] = {}
+    for equation in reversed(equations):
+        reader = equation.key
+        if equation.name in CASTS:
+            reader = reader_of.get(equation.key, reader)
+        by_reader.setdefault(reader, []).append(equation)
+        for operand in equation.operands:
+            reader_of[operand.key] = reader
+    return reversed(by_reader.values())
+
+
+def _moves_or_casts(equation: Equation) -> bool:
+    return equation.name in CASTS or equation.results[0].is_move
 
 
 def _rank(equation: Equation) -> tuple[bool, bool, bool]:

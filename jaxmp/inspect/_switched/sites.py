@@ -119,14 +119,20 @@ def sites_of(program: Program, operations: Operations, pair: Pair = HALF) -> lis
         is_operation = equation.bodies is None and equation.name not in CASTS and not equation.results[0].is_move
         if not is_operation or leading.isdisjoint(equation.results):
             continue
-        # An operation rounds the values that it computes itself, also those of its backward pass.
-        read = [value for value in equation.operands if operations.get(value) is not operations[equation.key]]
+        read = [
+            value for value in equation.operands if not _is_computed_by(operations[equation.key], value, operations)
+        ]
         dtypes = [dtype for operand in read if (dtype := pair.rounded_to(operand.dtype)) is not None]
         if dtypes:
             part = operations.part_of_operands(equation)
             owner = _owner(equation, operations, summed)
             sites.append(Site(equation.key, OPERANDS, dtypes[0], equation.phase, part, owner.equation))
     return sorted(sites, key=lambda site: (site.key, site.position))
+
+
+def _is_computed_by(operation: Operation, value: Value, operations: Operations) -> bool:
+    """Return whether an operation, or its backward pass, computes a value and does not only move it."""
+    return all(operations.get(source) is operation for source in origins(value, lambda source: source.is_move))
 
 
 _Reader = tuple[int, str, tuple[int, ...]]

@@ -15,10 +15,7 @@ from jaxmp.engine.plan import cast_plan
 from jaxmp.inspect._switched.gradient_program import GradientProgram, program_of_function
 from jaxmp.inspect._switched.switched import Mask, Results, SwitchedProgram, results_under_policy
 from jaxmp.inspect._tune.candidates import named_copy
-from jaxmp.inspect.program.calls import loss_and_rest
-from jaxmp.inspect.program.tracing import program_of
 from jaxmp.policy.policies import Policy
-from jaxmp.program.equations import evaluate
 from jaxmp.program.walk import equations
 
 
@@ -54,22 +51,22 @@ class _Loss:
     """A loss function for arguments of one shape, and its switched program under the half policy."""
 
     def __init__(self, plain: Callable[..., Any], args: Sequence[Any], half: Policy) -> None:
-        jaxpr, consts, _ = program_of(lambda *args: loss_and_rest(plain(*args))[0], *named_copy(args))
-
-        def loss_of(*args: Any) -> Any:
-            return evaluate(jaxpr, consts, jax.tree.leaves(args))[0]
-
-        self.loss_of, self._args, self._half = loss_of, args, half
+        self._plain, self._args = plain, args
+        self._programs: dict[Hashable, GradientProgram] = {}
         self.program = SwitchedProgram(self.trace(half, {}))
-        variables = [var for eqn in equations(jaxpr) for var in eqn.outvars]
         self.reference = self.program.no_rounding
+        as_written = self.trace(None, None)
+        variables = [var for eqn in equations(as_written.jaxpr) for var in eqn.outvars]
         if any(is_narrow(getattr(var.aval, "dtype", None)) for var in variables):
             # The casts to half in the code of the function stay in the reference.
-            self.reference = self.program.mask_of(self.trace(None, None))
+            self.reference = self.program.mask_of(as_written)
 
     def trace(self, policy: Any, overrides: Mapping[str, str] | None) -> GradientProgram:
         """Return the program under a policy."""
-        return program_of_function(self.loss_of, self._args, policy, overrides, 1.0)
+        key = policy, tuple((overrides or {}).items())
+        if key not in self._programs:
+            self._programs[key] = program_of_function(self._plain, self._args, policy, overrides, 1.0)
+        return self._programs[key]
 
 
 class Measurement:
