@@ -39,7 +39,7 @@ _MOST_OF_A_LINE = 0.7
 _MOST_TRIALS = 3
 """The number of lines in which float32 is tried if no line's own roundings cause most of the error."""
 _TRUSTED = 2.0
-"""The factor between the error of the roundings and the measured error from which the result warns."""
+"""The factor between the error of the roundings and the measured error up to which the roundings explain it."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,8 @@ class ErrorBudget(tables.Shown):
       measured: the error of a run under the policy, relative to a run in float32.
       floor: the error of the gradients if only the operands of half products are rounded.
       loss: the loss in float32; NaN for a function without a loss.
-      not_counted: the operations whose roundings have no switch, with the reasons.
+      not_counted: the operations whose roundings have no switch, with the reasons. There is another entry if the
+        measured error differs by more than a factor of two from that of the roundings.
       sentences: the result in words.
       half_arguments: the names of arguments, other than params, whose values are all rounded to half precision. If a
         half program computed them, the float32 reference should not read them: their error is not measured.
@@ -242,19 +243,21 @@ class _Measurement:
             measured=BudgetTotal(loss_error, error),
             floor=floor,
             loss=budget.reference.loss,
-            not_counted=self.program.not_counted,
-            sentences=tuple(self._sentences(budget, error, floor, lines)),
+            not_counted=self._not_counted(budget.error, error),
+            sentences=tuple(self._sentences(budget, floor, lines)),
             half_arguments=rounded_arguments,
         )
 
-    def _sentences(self, budget: Budget, measured: float, floor: float, lines: Sequence[BudgetGroup]) -> Iterator[str]:
-        error, line = budget.error, lines[0]
+    def _not_counted(self, error: float, measured: float) -> tuple[str, ...]:
+        """Return what the roundings do not explain, if the measured error differs much from theirs."""
         small, large = sorted((error, measured))
-        if large > _TRUSTED * small:
-            yield (
-                f"The roundings cause an error of {percent(error)} of the {self.results}, but {percent(measured)} is "
-                "measured: some operations are not counted, or the compiler rounds inside of an operation."
-            )
+        if large <= _TRUSTED * small:
+            return self.program.not_counted
+        explained = f"the roundings cause an error of {percent(error)}, but {percent(measured)} is measured"
+        return *self.program.not_counted, f"roundings inside of operations: {explained}"
+
+    def _sentences(self, budget: Budget, floor: float, lines: Sequence[BudgetGroup]) -> Iterator[str]:
+        error, line = budget.error, lines[0]
         if not math.isfinite(error):
             yield (
                 f"The error of the {self.results} is not finite under the policy; jaxmp.inspect.first_nonfinite names "
