@@ -63,7 +63,7 @@ class Decisions:
         Steps with equal equations and keys are emitted alike.
         """
         results = [self.decision_of[node] for node in step.nodes if node is not None]
-        dtypes = tuple((result.compute_dtype, result.stored_dtype, result.value_dtype) for result in results)
+        dtypes = tuple((result.compute_dtype, result.stored_dtype) for result in results)
         are_cast_once = tuple(node is not None and node.is_cast_once for node in step.operands)
         bodies = tuple((*map(self.key_of, body.steps), tuple(self.reads[body])) for body in step.inner)
         reads = tuple(self.reads[step])
