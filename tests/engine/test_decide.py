@@ -195,7 +195,7 @@ def test_a_sum_of_scores_and_masked_scores_stays_finite(lowest):
 def test_moves_of_data_between_half_products_are_half():
     def fun(x, w):
         h = (x @ w).reshape(2, 2, 8).transpose(1, 0, 2)[:, ::-1]
-        return h.reshape(4, 8) @ w.T
+        return h.reshape(4, 8) @ w
 
     program = operations(half(fun), X, W)
     for name in ("reshape", "transpose", "rev"):
@@ -315,17 +315,9 @@ def test_a_network_equals_one_with_casts_by_hand_bit_for_bit(policy):
         assert jnp.allclose(got, want, rtol=0.02, atol=2 * jnp.finfo(dtype).eps * float(jnp.max(jnp.abs(want))))
 
 
-WEIGHTS = {
-    "rounded": lambda w: w.astype(jnp.bfloat16).astype(jnp.float32),
-    "rounded and transposed": lambda w: w.astype(jnp.bfloat16).T.astype(jnp.float32),
-    "rows picked by constants": lambda w: w[jnp.clip(jnp.arange(8), 1, 6)],
-}
-
-
-@pytest.mark.parametrize("weight", WEIGHTS)
-def test_gradients_of_a_rounded_or_moved_weight_are_summed_in_float32(weight):
+def test_gradients_of_rows_that_constants_pick_are_summed_in_float32():
     def fun(x, w):
-        moved = WEIGHTS[weight](w)
+        moved = w[jnp.clip(jnp.arange(8), 1, 6)]
         return jnp.sum(x @ moved @ moved)
 
     gradient = jax.make_jaxpr(jax.grad(half(fun), 1))(X, W)
@@ -415,23 +407,6 @@ def test_a_transposed_result_is_not_rounded_for_the_product_that_reads_it():
         return p @ x, p
 
     assert dtypes_of("transpose", half(fun), X, W) == ["float32"]
-
-
-def test_a_comparison_with_zero_needs_no_float32_copy():
-    def fun(x, w):
-        y = x.T
-        return y @ w, y > 0
-
-    assert dtypes_of("transpose", half(fun), X, X) == ["bfloat16"]
-
-
-@pytest.mark.parametrize("bound", [lambda w: jnp.exp(jnp.zeros(8)), lambda w: jnp.maximum(w, 0.5)])
-def test_a_comparison_with_another_value_reads_float32(bound):
-    def fun(x, w):
-        y = x.T
-        return y @ w, y > bound(w)
-
-    assert dtypes_of("transpose", half(fun), W, W) == ["float32"]
 
 
 def test_values_behind_a_barrier_are_half_if_they_were_half_before():
