@@ -135,7 +135,14 @@ class _Evaluation(Rewriter):
     def read(self, value: Array, atom: Atom, node: Node, dtype: np.dtype, repeat: _Repeat | None = None) -> Array:
         """Return ``value`` in the ``dtype`` in which an equation reads it.
 
-        Pass the equation as ``repeat`` if it may repeat the value.
+        Pass the equation as ``repeat`` if it may repeat the value. The first case that applies counts:
+
+        - a literal or a constant: it is rounded here
+        - the result of a cast to float32: a half reader reads the operand of this cast
+        - a weight or a long sum that the equation repeats: cast and broadcast together, with a float32 gradient sum
+        - an activation that becomes half: one cast for all readers
+        - a weight that becomes half: a cast for each reader, so that its cotangents are summed in float32
+        - a value that becomes float32: a cast for each reader, so that XLA stores no shared float32 copy
         """
         if is_literal(atom):
             return constant_in(value, dtype)
@@ -150,8 +157,6 @@ class _Evaluation(Rewriter):
             is_summed = is_half(dtype) and must_widen(repeat.step.eqn, atom, value, self.examples)
             if is_summed or (is_narrowed and not node.is_cast_once):
                 return self.repeated(value, dtype, repeat.step, _batched_operands(repeat, self.examples.others, node))
-        # A weight is cast at each use, so that its cotangents are summed in float32; other values are cast once.
-        # A cast to float32 is made at each use, so that XLA stores the half value and no shared float32 copy.
         is_widened = dtype.itemsize > value.dtype.itemsize
         if node.is_cast_once and not is_widened and value.dtype != dtype:
             return self.cast_once(value, atom, dtype)
@@ -196,7 +201,7 @@ class _Evaluation(Rewriter):
             return [self.cast_by_author(step, node, values[0], operands[0])]
         if step.bodies is not None:
             return self.results_of_bodies(step, step.bodies, values, operands)
-        if (product := self.decisions.float8_product(step)) is not None:
+        if (product := self.decisions.float8.get(step)) is not None:
             results, self.emission.operand_types[step] = emit_float8(step, product, operands)
             return results
         is_repeat = node is not None and eqn.primitive.name in REPEATS
@@ -227,7 +232,7 @@ class _Evaluation(Rewriter):
         if self.examples.are_many:
             self.examples.at(eqn, values)
             repeats = repeats or self.examples.repeated(step.bodies)
-        operands, is_float8 = list(values), self.decisions.float8_product(step) is not None
+        operands, is_float8 = list(values), step in self.decisions.float8
         for n, (node, dtype) in enumerate(zip(step.operands, self.decisions.reads[step], strict=True)):
             if node is not None and dtype is not None:
                 repeat = _Repeat(step, values) if n in repeats else None

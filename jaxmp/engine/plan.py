@@ -415,10 +415,10 @@ def _bytes_of_added_casts(step: Step, emission: Emission) -> list[int]:
 
 
 def _why_float8(step: Step, emission: Emission) -> str:
-    choice = emission.decisions.float8.get(step, "")
-    if isinstance(choice, str):
-        return f"; no float8: {choice}" if choice else ""
-    return "; float8"
+    if step in emission.decisions.float8:
+        return "; float8"
+    refusal = emission.decisions.float8_refusals.get(step)
+    return f"; no float8: {refusal}" if refusal else ""
 
 
 def _inside(step: Step) -> Iterator[Step]:
