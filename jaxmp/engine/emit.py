@@ -289,8 +289,8 @@ class _StepRewriter(Rewriter):
         for position, dtype in decisions.repeated_reads.get(step, ()):
             inputs[position] = jax.lax.convert_element_type(args[position], dtype)
         results = evaluation.evaluate(*program, inputs)
-        for n, dtype in enumerate(decisions.reads[body]):
-            results[n] = results[n] if dtype is None else evaluation.cast(results[n], dtype)
+        for n, dtype_read in enumerate(decisions.reads[body]):
+            results[n] = results[n] if dtype_read is None else evaluation.cast(results[n], dtype_read)
         return results
 
     def make_rule_evaluation(self, eqn: JaxprEqn) -> RuleEvaluation:

@@ -70,9 +70,9 @@ class _ReadsFinder:
             self.reads[body] = _reads_of_results(step, step.bodies, number, self.decision_of)
 
     def _reads_of_bodies(self, step: Step, bodies: Bodies) -> Reads:
-        # A half operand is cast to its own dtype, for two reasons. If a `jax.vmap` repeats it for each example, the emit
-        # stage sums its cotangents in float32, but only for operands with a cast. And calls of equal layers share one
-        # program if the first reads a float32 argument, and the others read half activations.
+        # A half operand is cast to its own dtype, for two reasons. If a `jax.vmap` repeats it for each example, the
+        # emit stage sums its cotangents in float32, but only for operands with a cast. And calls of equal layers share
+        # one program if the first reads a float32 argument, and the others read half activations.
         dtypes = [None if node is None else self.decision_of[node].stored_dtype for node in step.operands]
         reads = [dtype if is_half(dtype) else None for dtype in dtypes]
         if bodies.is_loop:
