@@ -1,4 +1,4 @@
-"""The decision on one value: the dtypes in which it is computed, and stored."""
+"""The decision on one value: the dtypes in which it is computed and stored."""
 
 from __future__ import annotations
 
