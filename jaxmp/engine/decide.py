@@ -14,6 +14,7 @@ from jaxmp.base.dtypes import is_half
 from jaxmp.engine.activations import find_activations, find_read_in_half
 from jaxmp.engine.amplifiers import raise_amplified
 from jaxmp.engine.cancellation import raise_cancelled
+from jaxmp.engine.casts import move_casts
 from jaxmp.engine.float8_products import Float8Product, choose_float8
 from jaxmp.engine.joins import raise_joins
 from jaxmp.engine.loops import raise_in_loops
@@ -95,6 +96,7 @@ def decide(graph: Graph) -> dict[Node, Decision]:
     for node in graph.nodes:
         dtypes = decided_dtypes(node, states, decision_of)
         decision_of[node] = Decision(*dtypes, states[node], states.rules.get(node), states.causes.get(node))
+    move_casts(graph.nodes, decision_of)
     return decision_of
 
 

@@ -19,7 +19,7 @@ from jaxmp.engine.small_products import make_sums
 from jaxmp.engine.states import CLEAR, FULL, HALF, JOIN, KEPT, SOURCE, STRICT, Kind, State
 from jaxmp.engine.trial_regions import names_with_trial
 from jaxmp.program.equations import Array, Opened, bodies_of, extremes_of, is_mask, is_one_hot
-from jaxmp.program.primitives import CAST, EXTREMES, PRODUCTS, Trait, with_trait
+from jaxmp.program.primitives import BOUNDS, CAST, EXTREMES, PRODUCTS, Trait, with_trait
 from jaxmp.program.reading import read_program
 from jaxmp.program.values import BRANCHES, CARRY, CONSTANT, LAST_CARRY, Body, Equation, Value
 
@@ -68,9 +68,14 @@ def _is_product_to_decide(node: Node) -> bool:
 
 
 def _results_wanted_in_half(body: StepBody, dtypes: Sequence[np.dtype | None]) -> list[Node]:
-    """Return the results that are requested in half."""
-    pairs = zip(body.results, dtypes, strict=True)
-    return [*dict.fromkeys(node for node, dtype in pairs if node is not None and is_half(dtype))]
+    """Return the results that are requested in half, and mark those that are requested in float32."""
+    wanted = list[Node]()
+    for node, dtype in zip(body.results, dtypes, strict=True):
+        if node is not None and is_half(dtype) and node not in wanted:
+            wanted.append(node)
+        elif node is not None and dtype is not None:
+            node.needs_float32 = True
+    return wanted
 
 
 def _is_emitted(eqn: JaxprEqn, names: Names) -> bool:
@@ -86,6 +91,12 @@ def _scopes_inside(eqn: JaxprEqn) -> Names:
 _NO_MOVES = EXTREMES | with_trait(Trait.ROUNDS)
 """Operations of the kind ``CLEAR`` whose results are other values than their operands."""
 _EQUALITIES = with_trait(Trait.EQUATES)
+
+
+def _tells_apart(name: str, operands: Sequence[Node]) -> bool:
+    """Return whether small differences of operands may change integers or bools."""
+    is_largest = any(operand.name in BOUNDS and other in operand.inputs for operand in operands for other in operands)
+    return name != "is_finite" and not is_largest and all(operand.const != (0.0, 0.0) for operand in operands)
 
 
 def _origin_of(node: Node) -> Node:
@@ -278,8 +289,9 @@ class _Builder:
         step.nodes = nodes
         step.node = next((node for node in nodes if node is not None), None)
         if step.node is None:
-            return
-        if name == CAST and not inputs:
+            for operand in inputs if inputs and _tells_apart(name, inputs) else ():
+                operand.needs_float32 = True
+        elif name == CAST and not inputs:
             _mark_mask(step.node, equation.operands[0].outer)
         elif is_moved and len(inputs) == 1:
             step.node.const = inputs[0].const

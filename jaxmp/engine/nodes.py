@@ -48,6 +48,7 @@ class Node:
     step: Step | None = None  # the equation that computes it; None for arguments, constants and joins
     is_constant: bool = False  # it depends only on constants and integers
     is_looked_up: bool = False  # it comes from rows of a table, so it is not a weight
+    needs_float32: bool = False  # it is a float32 result, or its small differences decide integers or bools
     is_mask: bool = False  # it is a constant of zeros and ones, or a cast of bools
     is_one_hot: bool = False  # it is a mask that picks elements, as an identity matrix does
     adds_by_mask: bool = False  # it is a product with a constant mask, which adds elements of the other operand

@@ -11,8 +11,9 @@ import numpy as np
 from jax.extend.core import Var
 
 from jaxmp.base.dtypes import is_half
+from jaxmp.engine.casts import dtype_read_by
 from jaxmp.engine.nodes import Graph, Node, Step, StepBody
-from jaxmp.engine.states import CLEAR, KEPT
+from jaxmp.engine.states import KEPT
 from jaxmp.engine.value_decision import Decision
 from jaxmp.program.equations import Bodies, is_literal, opened, size_of
 from jaxmp.program.primitives import BOUNDS, CAST, COMPARISONS, Trait, with_trait
@@ -141,19 +142,18 @@ def _repeated_reads(step: Step, decision_of: Mapping[Node, Decision]) -> Repeate
 def _reads_of_operation(step: Step, decision_of: Mapping[Node, Decision]) -> Reads:
     """Return the casts of the operands of an equation without bodies."""
     node = step.node
-    if node is None:
-        dtype = _dtype_of_comparison(step, decision_of)
-    elif _reads_any_dtype(step, node, decision_of):
-        return [None] * len(step.operands)
-    else:
-        dtype = decision_of[node].compute_dtype
-    return [None if operand is None else dtype or operand.original_dtype for operand in step.operands]
-
-
-def _reads_any_dtype(step: Step, node: Node, decision_of: Mapping[Node, Decision]) -> bool:
-    """Return whether an operation reads its operands in the dtypes in which they are stored."""
-    is_kept_cast = node.name == CAST and node.kind is KEPT
-    return node.kind is CLEAR or is_kept_cast or is_widening(step, decision_of)
+    compared_in = _dtype_of_comparison(step, decision_of) if node is None else None
+    is_kept_cast = node is not None and node.name == CAST and node.kind is KEPT
+    reads_any_dtype = is_kept_cast or is_widening(step, decision_of)
+    reads = list[np.dtype | None]()
+    for operand in step.operands:
+        if operand is None or reads_any_dtype:
+            reads.append(None)
+        elif node is None:
+            reads.append(compared_in or operand.original_dtype)
+        else:
+            reads.append(dtype_read_by(node, operand, decision_of))
+    return reads
 
 
 def _dtype_of_comparison(step: Step, decision_of: Mapping[Node, Decision]) -> np.dtype | None:

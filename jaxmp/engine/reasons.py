@@ -53,7 +53,7 @@ class Reasons:
     def _of_node(self, node: Node, step: Step) -> str:
         decision = self._decision_of[node]
         if node.kind is Kind.CLEAR:
-            return "moves data"
+            return "moves data that only half operations read" if decision.compute_dtype else "moves data"
         in_float32 = decision.compute_dtype == np.float32
         if in_float32 and decision.rule is not None:
             is_cast_to_integers = decision.rule is Rule.AMPLIFIED and decision.cause is None  # its result has no node

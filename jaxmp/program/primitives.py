@@ -422,10 +422,11 @@ PICKS = with_trait(Trait.IDENTITY, Trait.PERMUTES, Trait.REPEATS, Trait.SLICES, 
 MOVES = PICKS | with_trait(Trait.COMBINES, Trait.EXTREME, Trait.POOLS, Trait.SORTS)
 """Operations whose results contain only elements of their operands, so they round nothing."""
 MONOTONE = with_trait(Trait.PERMUTES, Trait.POOLS) | {CAST}
-"""Operations whose result is the same if a cast comes before them instead of after them.
+"""Operations before which a value can be cast instead of after them.
 
 Each element of the operand becomes one element of the result, or the operation takes an extreme element, and rounding
-keeps the order. The set has no operation whose gradient is a sum, such as a lookup or a broadcast.
+keeps the order. The set has no operation whose gradient is a sum, such as a lookup or a broadcast. A cast before such
+an operation would compute the sum in half precision.
 """
 COMBINES = with_trait(Trait.COMBINES)
 """Operations of several operands that do not round. In a loop, they accumulate no error."""

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from autocast_tools import HALVES, both, compiled, cosine, dtypes_of, half, layer_norm, normal, operations, products
+from jax.ad_checkpoint import checkpoint_name
 
 import jaxmp
 from jaxmp.engine import decide as decide_module
@@ -195,11 +196,18 @@ def test_a_sum_of_scores_and_masked_scores_stays_finite(lowest):
 def test_moves_of_data_between_half_products_are_half():
     def fun(x, w):
         h = (x @ w).reshape(2, 2, 8).transpose(1, 0, 2)[:, ::-1]
-        return h.reshape(4, 8) @ w
+        return h.reshape(4, 8) @ w.T
 
     program = operations(half(fun), X, W)
     for name in ("reshape", "transpose", "rev"):
         assert {dtype for primitive, dtype in program if primitive == name} == {"bfloat16"}
+
+
+def test_a_float32_value_with_a_name_is_saved_in_half_for_products():
+    def fun(x, w):
+        return checkpoint_name(jax.nn.softmax(x @ w), "probs") @ w
+
+    assert dtypes_of("name", half(fun), X, W) == ["bfloat16"]
 
 
 def test_a_table_is_looked_up_in_float32_and_cast_afterwards():
@@ -407,6 +415,23 @@ def test_a_transposed_result_is_not_rounded_for_the_product_that_reads_it():
         return p @ x, p
 
     assert dtypes_of("transpose", half(fun), X, W) == ["float32"]
+
+
+def test_a_comparison_with_zero_needs_no_float32_copy():
+    def fun(x, w):
+        y = x.T
+        return y @ w, y > 0
+
+    assert dtypes_of("transpose", half(fun), X, X) == ["bfloat16"]
+
+
+@pytest.mark.parametrize("bound", [lambda w: jnp.exp(jnp.zeros(8)), lambda w: jnp.maximum(w, 0.5)])
+def test_a_comparison_with_another_value_reads_float32(bound):
+    def fun(x, w):
+        y = x.T
+        return y @ w, y > bound(w)
+
+    assert dtypes_of("transpose", half(fun), W, W) == ["float32"]
 
 
 def test_values_behind_a_barrier_are_half_if_they_were_half_before():
