@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
-import numpy as np
-
 T = TypeVar("T", bound=Hashable)
 
 
@@ -25,18 +23,36 @@ def reachable(start: Iterable[T], follow: Callable[[T], Iterable[T]]) -> dict[T,
 def cycles(nodes: Sequence[T], inputs_of: Callable[[T], Iterable[T]]) -> list[list[T]]:
     """Return the cycles of a graph.
 
-    A cycle here is a strongly connected component of more than one node.
+    A cycle here is a strongly connected component of more than one node. This is Tarjan's algorithm, without recursion.
     """
-    from scipy.sparse import coo_array, csgraph
-
-    number = {node: n for n, node in enumerate(nodes)}
-    edges = [(number[operand], n) for n, node in enumerate(nodes) for operand in inputs_of(node)]
-    if not edges:
-        return []
-    matrix = coo_array((np.ones(len(edges)), np.array(edges).T), (len(nodes), len(nodes)))
+    number: dict[T, int] = {}  # in the order of the first visit
+    lowest: dict[T, int] = {}  # the smallest number on the stack that can be reached
+    stack: dict[T, None] = {}  # the visited nodes without a component
+    label: dict[T, int] = {}
+    for start in nodes:
+        path = [] if start in number else [(start, iter(inputs_of(start)))]
+        while path:
+            node, operands = path[-1]
+            if node not in number:
+                number[node] = lowest[node] = len(number)
+                stack[node] = None
+            for operand in operands:
+                if operand not in number:
+                    path.append((operand, iter(inputs_of(operand))))
+                    break
+                if operand in stack:
+                    lowest[node] = min(lowest[node], number[operand])
+            else:
+                path.pop()
+                if path:
+                    lowest[path[-1][0]] = min(lowest[path[-1][0]], lowest[node])
+                member = None
+                while lowest[node] == number[node] and member is not node:
+                    member, _ = stack.popitem()
+                    label[member] = number[node]
     cycles_of: dict[int, list[T]] = {}
-    for node, label in zip(nodes, csgraph.connected_components(matrix, connection="strong")[1], strict=True):
-        cycles_of.setdefault(label, []).append(node)
+    for node in nodes:
+        cycles_of.setdefault(label[node], []).append(node)
     return [cycle for cycle in cycles_of.values() if len(cycle) > 1]
 
 

@@ -77,7 +77,7 @@ def is_stream(node: Node, states: States, activations: Mapping[Node, int]) -> bo
     return len(products) > 1
 
 
-def find_half_copies(graph: Graph, states: States, activations: Collection[Node]) -> set[Node]:
+def find_read_in_half(graph: Graph, states: States, activations: Collection[Node]) -> set[Node]:
     """Return values that some operations read in half, even if the values are float32."""
     read_in_half = list(graph.wanted)
     for node in graph.nodes:

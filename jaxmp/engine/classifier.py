@@ -31,7 +31,7 @@ from jaxmp.program.equations import (
     precision_named,
     primitive_of,
 )
-from jaxmp.program.primitives import BOUNDS, PICKS, Class, Trait, classify, with_trait
+from jaxmp.program.primitives import BOUNDS, CAST, PICKS, Class, Trait, classify, with_trait
 
 
 class OperationKind(NamedTuple):
@@ -98,12 +98,30 @@ class Classifier:
           ValueError: the policy around the equation computes in float16, and the backend is a TPU.
         """
         name = primitive_of(eqn)
-        cls = classify(name)
+        cls, half = classify(name), region_of(names).half or self.half
         if DECIDED in names:
             return OperationKind(Kind.KEPT, "decided by the autocast inside")
         self.matcher.visit(name, names)
         if cls is Class.HALF:
             self.matcher.match(name, names)  # also for a float64 product, which keeps its dtype
+        if (fixed := self._fixed_kind(eqn, cls, half, names)) is not None:
+            return fixed
+        self.matcher.match(name, names)
+        request = self.request_of(name, names)
+        if cls is Class.CLEAR:
+            return self._kind_of_move(eqn, half, request)
+        if request is not None and (requested := self._requested_kind(eqn, cls, request, names)) is not None:
+            return requested
+        if cls is Class.HALF:
+            return self._kind_of_product(eqn)
+        if cls in (Class.POINTWISE, Class.ACCUMULATION, Class.LINALG):
+            return OperationKind(Kind.FULL, f"{cls.value} is float32")
+        return self._kind_by_constants(name, constants, half)
+
+    def _fixed_kind(
+        self, eqn: JaxprEqn, cls: Class | None, half: np.dtype | None, names: Names
+    ) -> OperationKind | None:
+        """Return the kind of an operation that overrides do not change, or None: a cast, or an operation left alone."""
         region = region_of(names)
         if any([is_other_float(getattr(atom.aval, "dtype", None)) for atom in (*eqn.invars, *eqn.outvars)]):
             return OperationKind(Kind.KEPT, "float64, complex and fp8 are left alone")
@@ -111,39 +129,36 @@ class Classifier:
             return OperationKind(Kind.KEPT, "no floating result")
         if cls is None:
             return OperationKind(Kind.KEPT, "an unknown primitive keeps its dtypes")
-        if name == "convert_element_type":
+        if primitive_of(eqn) == CAST:
             return self._kind_of_cast(eqn, names)
-        half = region.half or self.half
         check_backend(half)
         if region.level == "written" or (half is None and region.level is None):
-            moves = name in PICKS
+            moves = primitive_of(eqn) in PICKS
             return OperationKind(Kind.CLEAR, "moves data") if moves else OperationKind(Kind.KEPT, "as it is written")
         if cls is Class.RECURSE:
             return OperationKind(Kind.KEPT, "a body that autocast does not look into")
         if cls is Class.OPAQUE or names_a_dtype(eqn):
             return OperationKind(Kind.KEPT, "opaque: its meaning depends on its dtypes")
-        self.matcher.match(name, names)
-        request = self.request_of(name, names)
-        if cls is Class.CLEAR:
-            asks_for_half = request is not None and request.level == "half"
-            if name in _COUNTS_TIES and not asks_for_half and not may_sum_half():
-                return OperationKind(Kind.FULL, "jax_allow_f16_reductions is off")
-            fill = abs(eqn.params.get("fill_value") or 0)  # a gather returns it for indices beyond the end
-            by_constants = self._kind_by_constants(name, [(fill, fill)] if np.isfinite(fill) else [], half)
-            return OperationKind(Kind.CLEAR, "moves data") if by_constants.kind is Kind.INFER else by_constants
-        if request is not None and request.level == FLOAT32_RESULT:
-            if cls is Class.HALF and self._kind_of_product(eqn).kind in (Kind.HALF, Kind.FULL):
-                return OperationKind(Kind.HALF, request.source, request.level)
-        elif request is not None:
-            if request.level != "half":
-                return OperationKind(Kind.FULL, request.source, request.level)
-            if cls is not Class.LINALG or self._is_named_half(name, names):
-                return OperationKind(Kind.HALF, request.source, request.level)
-        if cls is Class.HALF:
-            return self._kind_of_product(eqn)
-        if cls in (Class.POINTWISE, Class.ACCUMULATION, Class.LINALG):
-            return OperationKind(Kind.FULL, f"{cls.value} is float32")
-        return self._kind_by_constants(name, constants, half)
+        return None
+
+    def _kind_of_move(self, eqn: JaxprEqn, half: np.dtype | None, request: Request | None) -> OperationKind:
+        name, asks_for_half = primitive_of(eqn), request is not None and request.level == "half"
+        if name in _COUNTS_TIES and not asks_for_half and not may_sum_half():
+            return OperationKind(Kind.FULL, "jax_allow_f16_reductions is off")
+        fill = abs(eqn.params.get("fill_value") or 0)  # a gather returns it for indices beyond the end
+        by_constants = self._kind_by_constants(name, [(fill, fill)] if np.isfinite(fill) else [], half)
+        return OperationKind(Kind.CLEAR, "moves data") if by_constants.kind is Kind.INFER else by_constants
+
+    def _requested_kind(self, eqn: JaxprEqn, cls: Class | None, request: Request, names: Names) -> OperationKind | None:
+        """Return the kind that a region or an override requests, or None if the operation cannot have it."""
+        if request.level == FLOAT32_RESULT:
+            is_product = cls is Class.HALF and self._kind_of_product(eqn).kind in (Kind.HALF, Kind.FULL)
+            return OperationKind(Kind.HALF, request.source, request.level) if is_product else None
+        if request.level != "half":
+            return OperationKind(Kind.FULL, request.source, request.level)
+        if cls is Class.LINALG and not self._is_named_half(primitive_of(eqn), names):
+            return None
+        return OperationKind(Kind.HALF, request.source, request.level)
 
     def request_of(self, name: str, names: Names) -> Request | None:
         """Return the request for a primitive in these scopes, or None."""

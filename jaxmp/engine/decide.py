@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Collection, Hashable, Mapping
 
 from jaxmp.base.dtypes import is_half
-from jaxmp.engine.activations import find_activations, find_half_copies
+from jaxmp.engine.activations import find_activations, find_read_in_half
 from jaxmp.engine.amplifiers import raise_amplified
 from jaxmp.engine.cancellation import raise_cancelled
 from jaxmp.engine.casts import move_casts
@@ -41,7 +41,8 @@ class Decisions:
       decision_of: the decision on each value.
       reads: the casts of the operands of each step, and of the results of each body.
       repeated_reads: for each scan, the half operands that it reads in float32.
-      float8: the float8 products; for each other half product with a recipe, the reason why it is not float8.
+      float8: the float8 products.
+      float8_refusals: for each other half product with a recipe, the reason why it is not float8.
       unchanged: the steps that are emitted as they are, with their bodies.
     """
 
@@ -49,13 +50,9 @@ class Decisions:
     decision_of: Mapping[Node, Decision]
     reads: Mapping[Step | StepBody, Reads] = dataclasses.field(default_factory=dict)
     repeated_reads: Mapping[Step, RepeatedReads] = dataclasses.field(default_factory=dict)
-    float8: Mapping[Step, Float8Product | str] = dataclasses.field(default_factory=dict)
+    float8: Mapping[Step, Float8Product] = dataclasses.field(default_factory=dict)
+    float8_refusals: Mapping[Step, str] = dataclasses.field(default_factory=dict)
     unchanged: Collection[Step] = ()
-
-    def float8_product(self, step: Step) -> Float8Product | None:
-        """Return how a step is emitted in float8, or None."""
-        choice = self.float8.get(step)
-        return choice if isinstance(choice, Float8Product) else None
 
     def key_of(self, step: Step) -> Hashable:
         """Return a key of the decisions about a step and its bodies.
@@ -63,11 +60,11 @@ class Decisions:
         Steps with equal equations and keys are emitted alike.
         """
         results = [self.decision_of[node] for node in step.nodes if node is not None]
-        dtypes = tuple((result.compute_dtype, result.stored_dtype, result.value_dtype) for result in results)
+        dtypes = tuple((result.compute_dtype, result.stored_dtype) for result in results)
         are_cast_once = tuple(node is not None and node.is_cast_once for node in step.operands)
         bodies = tuple((*map(self.key_of, body.steps), tuple(self.reads[body])) for body in step.inner)
         reads = tuple(self.reads[step])
-        return dtypes, are_cast_once, step in self.unchanged, self.float8_product(step), reads, bodies
+        return dtypes, are_cast_once, step in self.unchanged, self.float8.get(step), reads, bodies
 
 
 def decide_program(graph: Graph) -> Decisions:
@@ -75,11 +72,10 @@ def decide_program(graph: Graph) -> Decisions:
     decision_of = decide(graph)
     if not graph.changes:
         return Decisions(graph, decision_of)
-    float8 = choose_float8(graph, decision_of)
+    float8, refusals = choose_float8(graph, decision_of)
     reads, repeated_reads = reads_of_steps(graph, decision_of)
-    changed = {step for step, choice in float8.items() if isinstance(choice, Float8Product)} | repeated_reads.keys()
-    unchanged = _unchanged_steps(graph, decision_of, changed)
-    return Decisions(graph, decision_of, reads, repeated_reads, float8, unchanged)
+    unchanged = _unchanged_steps(graph, decision_of, float8.keys() | repeated_reads.keys())
+    return Decisions(graph, decision_of, reads, repeated_reads, float8, refusals, unchanged)
 
 
 def decide(graph: Graph) -> dict[Node, Decision]:
@@ -93,7 +89,7 @@ def decide(graph: Graph) -> dict[Node, Decision]:
         if node.adds_by_mask:  # the other rules may have made the whole product float32
             states.raise_to(node, State.FLOAT32, Rule.MASK)
     activations = find_activations(graph.nodes, states)
-    neighbours = Neighbours(states, activations, find_half_copies(graph, states, activations))
+    neighbours = Neighbours(states, activations, find_read_in_half(graph, states, activations))
     neighbours.settle(graph.nodes)
     neighbours.lower(graph.nodes)
     decision_of: dict[Node, Decision] = {}

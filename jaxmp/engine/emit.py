@@ -27,7 +27,6 @@ from jaxmp.engine.shared_programs import Programs, remember
 from jaxmp.engine.states import KEPT
 from jaxmp.engine.trace import tracing
 from jaxmp.engine.unread_check import warn_of_unread_products
-from jaxmp.engine.value_decision import Casts
 from jaxmp.program.binding import bind_equation, params_in_dtype
 from jaxmp.program.derivative_rules import BodyFunction, RuleEvaluation
 from jaxmp.program.equations import (
@@ -79,12 +78,12 @@ class Emission:
         ``dtypes`` has the requested dtype of each result, or None. An emission does not store the program and its
         constants, because cached programs of equal steps keep the emission alive.
         """
-        body, decision_of = self.decisions.graph.body, self.decisions.decision_of
+        body = self.decisions.graph.body
         evaluation = _Evaluation(self, body, program, args)
         run = evaluation.evaluate if self.decisions.graph.changes else evaluate
         results = run(*program, args)
         return [
-            value if node is None or dtype is None else evaluation.cast(value, decision_of[node].casts_for(dtype))
+            value if node is None or dtype is None else evaluation.cast(value, dtype)
             for value, node, dtype in zip(results, body.results, dtypes, strict=True)
         ]
 
@@ -111,7 +110,7 @@ class _Evaluation(Rewriter):
         self.examples = Examples(jaxpr, args, consts, same)
         # the bytes of each cast for the current step, and at the end for the results
         self.cast_bytes = emission.cast_bytes[body] = list[int]()
-        self.shared: dict[tuple[Atom, Casts], Array] = {}
+        self.shared: dict[tuple[Atom, np.dtype], Array] = {}
         # For each result of a cast to float32, the half operand of the cast: its value, its variable and its node. Half
         # readers of the result read the operand instead.
         self.narrow: dict[Atom, tuple[Array, Atom, Node]] = {}
@@ -133,47 +132,50 @@ class _Evaluation(Rewriter):
             return bind_equation(eqn, operands, eqn.params)
         return self.results_of(step, operands)
 
-    def read(self, value: Array, atom: Atom, node: Node, casts: Casts, repeat: _Repeat | None = None) -> Array:
-        """Return ``value`` after the ``casts`` for an equation that reads it.
+    def read(self, value: Array, atom: Atom, node: Node, dtype: np.dtype, repeat: _Repeat | None = None) -> Array:
+        """Return ``value`` in the ``dtype`` in which an equation reads it.
 
-        Pass the equation as ``repeat`` if it may repeat the value.
+        Pass the equation as ``repeat`` if it may repeat the value. The first case that applies counts:
+
+        - a literal or a constant: it is rounded here
+        - the result of a cast to float32: a half reader reads the operand of this cast
+        - a weight or a long sum that the equation repeats: cast and broadcast together, with a float32 gradient sum
+        - an activation that becomes half: one cast for all readers
+        - a weight that becomes half: a cast for each reader, so that its cotangents are summed in float32
+        - a value that becomes float32: a cast for each reader, so that XLA stores no shared float32 copy
         """
-        dtype = casts[-1]
         if is_literal(atom):
             return constant_in(value, dtype)
         if atom in self.narrow:
             narrow_value, narrow_atom, narrow_node = self.narrow[atom]
-            if self.decisions.decision_of[narrow_node].value_dtype == dtype:
-                return self.read(narrow_value, narrow_atom, narrow_node, (dtype,), repeat)
+            if self.decisions.decision_of[narrow_node].stored_dtype == dtype:
+                return self.read(narrow_value, narrow_atom, narrow_node, dtype, repeat)
         if isinstance(value, np.ndarray):
-            return self.cast_once(value, atom, casts)
+            return self.cast_once(value, atom, dtype)
         is_narrowed = dtype.itemsize < value.dtype.itemsize
-        if repeat is not None and len(casts) == 1:
+        if repeat is not None:
             is_summed = is_half(dtype) and must_widen(repeat.step.eqn, atom, value, self.examples)
             if is_summed or (is_narrowed and not node.is_cast_once):
                 return self.repeated(value, dtype, repeat.step, _batched_operands(repeat, self.examples.others, node))
-        # A weight is cast at each use, so that its cotangents are summed in float32; other values are cast once.
-        # A cast to float32 is made at each use, so that XLA stores the half value and no shared float32 copy.
         is_widened = dtype.itemsize > value.dtype.itemsize
         if node.is_cast_once and not is_widened and value.dtype != dtype:
-            return self.cast_once(value, atom, casts)
-        return self.cast(value, casts)
+            return self.cast_once(value, atom, dtype)
+        return self.cast(value, dtype)
 
-    def cast_once(self, value: Array, atom: Atom, casts: Casts) -> Array:
-        """Return ``value`` after the ``casts``, which all readers of the variable ``atom`` share."""
-        if (atom, casts) not in self.shared:
-            self.shared[atom, casts] = self.cast(value, casts)
-        return self.shared[atom, casts]
+    def cast_once(self, value: Array, atom: Atom, dtype: np.dtype) -> Array:
+        """Return ``value`` in ``dtype``, in a cast that all readers of the variable ``atom`` share."""
+        if (atom, dtype) not in self.shared:
+            self.shared[atom, dtype] = self.cast(value, dtype)
+        return self.shared[atom, dtype]
 
-    def cast(self, value: Array, casts: Casts) -> Array:
-        """Return ``value`` after the ``casts``."""
-        for dtype in casts:
-            if not isinstance(value, (jax.core.Tracer, jax.Array)):  # the test for jax.Array is slower
-                value = constant_in(value, dtype)
-            elif value.dtype != dtype:
-                self.cast_bytes.append(value.size * dtype.itemsize)
-                value = jax.lax.convert_element_type(value, dtype)
-        return value
+    def cast(self, value: Array, dtype: np.dtype) -> Array:
+        """Return ``value`` in ``dtype``."""
+        if not isinstance(value, (jax.core.Tracer, jax.Array)):  # the test for jax.Array is slower
+            return constant_in(value, dtype)
+        if value.dtype == dtype:
+            return value
+        self.cast_bytes.append(value.size * dtype.itemsize)
+        return jax.lax.convert_element_type(value, dtype)
 
     def repeated(self, value: Array, dtype: np.dtype, step: Step, like: Sequence[Array]) -> Array:
         """Return ``value`` in ``dtype``, broadcast as in ``step``.
@@ -182,7 +184,7 @@ class _Evaluation(Rewriter):
         """
         aval = aval_of(step.eqn.outvars[0]) if step.eqn.primitive.name in BROADCAST else jax.typeof(value)
         if value.shape == aval.shape and (not like or has_explicit_axes(value)):
-            return self.cast(value, (dtype,))
+            return self.cast(value, dtype)
         if value.dtype != dtype:
             self.cast_bytes.append(value.size * dtype.itemsize)
         return cast_repeated(value, dtype, aval, like)
@@ -199,7 +201,7 @@ class _Evaluation(Rewriter):
             return [self.cast_by_author(step, node, values[0], operands[0])]
         if step.bodies is not None:
             return self.results_of_bodies(step, step.bodies, values, operands)
-        if (product := self.decisions.float8_product(step)) is not None:
+        if (product := self.decisions.float8.get(step)) is not None:
             results, self.emission.operand_types[step] = emit_float8(step, product, operands)
             return results
         is_repeat = node is not None and eqn.primitive.name in REPEATS
@@ -230,11 +232,11 @@ class _Evaluation(Rewriter):
         if self.examples.are_many:
             self.examples.at(eqn, values)
             repeats = repeats or self.examples.repeated(step.bodies)
-        operands, is_float8 = list(values), self.decisions.float8_product(step) is not None
-        for n, (node, casts) in enumerate(zip(step.operands, self.decisions.reads[step], strict=True)):
-            if node is not None and casts:
+        operands, is_float8 = list(values), step in self.decisions.float8
+        for n, (node, dtype) in enumerate(zip(step.operands, self.decisions.reads[step], strict=True)):
+            if node is not None and dtype is not None:
                 repeat = _Repeat(step, values) if n in repeats else None
-                operands[n] = self.read(values[n], eqn.invars[n], node, casts, repeat)
+                operands[n] = self.read(values[n], eqn.invars[n], node, dtype, repeat)
                 if not (node.is_cast_once or repeat or is_float8):
                     operands[n] = with_separate_cast(values[n], operands[n])
         return operands
@@ -246,7 +248,7 @@ class _Evaluation(Rewriter):
         """
         if not is_widening(step, self.decisions.decision_of):
             self.emission.operand_types[step] = [jax.typeof(value)]
-        return self.cast(operand, (self.decisions.decision_of[node].stored_dtype,))
+        return self.cast(operand, self.decisions.decision_of[node].stored_dtype)
 
     def results_of_bodies(self, step: Step, bodies: Bodies, values: list[Array], operands: list[Array]) -> list[Array]:
         """Return the results of an equation whose bodies change."""
@@ -287,8 +289,8 @@ class _StepRewriter(Rewriter):
         for position, dtype in decisions.repeated_reads.get(step, ()):
             inputs[position] = jax.lax.convert_element_type(args[position], dtype)
         results = evaluation.evaluate(*program, inputs)
-        for n, casts in enumerate(decisions.reads[body]):
-            results[n] = evaluation.cast(results[n], casts)
+        for n, dtype_read in enumerate(decisions.reads[body]):
+            results[n] = results[n] if dtype_read is None else evaluation.cast(results[n], dtype_read)
         return results
 
     def make_rule_evaluation(self, eqn: JaxprEqn) -> RuleEvaluation:

@@ -33,21 +33,24 @@ class Float8Product(NamedTuple):
     is_fused: bool  # whether XLA may fuse the operations that read the result into the product
 
 
-def choose_float8(graph: Graph, decision_of: Mapping[Node, Decision]) -> dict[Step, Float8Product | str]:
-    """Return the float8 products of a graph.
+def choose_float8(
+    graph: Graph, decision_of: Mapping[Node, Decision]
+) -> tuple[dict[Step, Float8Product], dict[Step, str]]:
+    """Return the float8 products of a graph, and the refusals.
 
-    For each other half product with a recipe, return the reason why it is not float8.
+    A refusal is the reason why another half product with a recipe is not float8.
     """
-    choices: dict[Step, Float8Product | str] = {}
+    products: dict[Step, Float8Product] = {}
+    refusals: dict[Step, str] = {}
     for step in graph.steps:
         if step.recipe is None or step.node is None:
             continue
         weight, reason = _weight_or_reason(step, step.node, step.recipe, decision_of)
         if weight:
-            choices[step] = Float8Product(weight, step.recipe, _is_fused(step.node, decision_of))
+            products[step] = Float8Product(weight, step.recipe, _is_fused(step.node, decision_of))
         elif reason:
-            choices[step] = reason
-    return choices
+            refusals[step] = reason
+    return products, refusals
 
 
 def emit_float8(step: Step, product: Float8Product, operands: Sequence[Array]) -> tuple[list[Array], list[Array]]:

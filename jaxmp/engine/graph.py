@@ -14,7 +14,6 @@ from jaxmp.engine.classifier import Classifier
 from jaxmp.engine.marks import DECIDED, WITH_RULE, Region, ours, region_of
 from jaxmp.engine.nodes import Graph, Node, Step, StepBody
 from jaxmp.engine.overrides import FLOAT32_RESULT
-from jaxmp.engine.postponed_casts import postpone_casts
 from jaxmp.engine.product_flow import mark_looked_up, mark_products
 from jaxmp.engine.small_products import make_sums
 from jaxmp.engine.states import CLEAR, FULL, HALF, JOIN, KEPT, SOURCE, STRICT, Kind, State
@@ -58,11 +57,8 @@ def build(
     wanted = _results_wanted_in_half(body, dtypes)
     changes = force or any(map(_is_product_to_decide, builder.nodes))
     if changes:
-        # Each reads the marks of those before it: a postponed cast is one of a weight, which does not depend on
-        # products, and is not looked up.
         mark_products(builder.nodes, wanted)
         mark_looked_up(builder.nodes)
-        postpone_casts(builder.nodes)
     return Graph(builder.nodes, body, builder.steps, wanted, changes)
 
 

@@ -24,12 +24,12 @@ class Neighbours(NamedTuple):
     Attributes:
       states: the states that the rules raise.
       activations: the activations, each with the number of the last product before it.
-      half_copies: the values that are also read in half.
+      read_in_half: the values that some operations read in half, even if the values are float32.
     """
 
     states: States
     activations: Mapping[Node, int]
-    half_copies: Collection[Node]
+    read_in_half: Collection[Node]
 
     def settle(self, nodes: Iterable[Node]) -> None:
         """Apply the rules until no state rises."""
@@ -67,11 +67,11 @@ class Neighbours(NamedTuple):
     def _drags(self, operand: Node) -> bool:
         """Return whether a float32 operand makes its reader float32.
 
-        An operand with a half copy does not make its reader float32, because the reader may read the copy. An operand
-        that half precision cannot represent always makes its reader float32.
+        An operand that is also read in half does not, because this reader may read it in half too. An operand that half
+        precision cannot represent always makes its reader float32.
         """
         state = self.states[operand]
-        return state is State.BEYOND_HALF or (state is State.FLOAT32 and operand not in self.half_copies)
+        return state is State.BEYOND_HALF or (state is State.FLOAT32 and operand not in self.read_in_half)
 
     def _is_float32(self, reader: Node) -> bool:
         """Return whether a reader computes in float32.
@@ -92,8 +92,8 @@ class Neighbours(NamedTuple):
         for node in nodes:
             if _is_half_originally(node) or (node.kind is INFER and self._is_undecided_stream(node)):
                 states[node] = State.HALF
-            has_rounded_copy = states[node] is State.FLOAT32 and node in self.half_copies
-            if states[node] is State.HALF or has_rounded_copy:
+            is_read_in_half = states[node] is State.FLOAT32 and node in self.read_in_half
+            if states[node] is State.HALF or is_read_in_half:
                 starts.append(node)
 
         def lowered(node: Node) -> list[Node]:

@@ -54,9 +54,6 @@ class Node:
     adds_by_mask: bool = False  # it is a product with a constant mask, which adds elements of the other operand
     after_product: bool = False  # it depends on a product or a half argument
     before_product: bool = False  # a product or a half result depends on it
-    # It is a weight that the author casts to half, and each reader performs this cast. Later stages read
-    # `Decision.is_cast_by_readers`, because `move_casts` may undo this.
-    is_cast_by_readers: bool = False
 
     def __repr__(self) -> str:
         # without the operands, which have operands too

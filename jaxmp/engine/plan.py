@@ -59,9 +59,8 @@ class PlanRow:
       why: the reason for the dtypes: a rule or a neighbour.
       source: the user's file and line, ``"package/module.py:12"`` (without a package, the file name); empty if unknown.
       flops: the floating-point operations, over all trips of the loops around it (see :mod:`jaxmp.engine.flops`).
-      casts: the number of casts that are added for it. A shared cast counts only for its first reader. A postponed
-        cast of the author counts for each reader. The last row of an inner autocast call also counts the casts of
-        its results.
+      casts: the number of casts that are added for it. A shared cast counts only for its first reader. The last
+        row of an inner autocast call also counts the casts of its results.
       cast_bytes: the bytes that these casts write, over all trips of the loops around it.
       depth: the number of equations whose bodies contain it.
       reads: the numbers of the earlier rows that compute its floating operands. These rows may be in bodies. For a
@@ -416,10 +415,10 @@ def _bytes_of_added_casts(step: Step, emission: Emission) -> list[int]:
 
 
 def _why_float8(step: Step, emission: Emission) -> str:
-    choice = emission.decisions.float8.get(step, "")
-    if isinstance(choice, str):
-        return f"; no float8: {choice}" if choice else ""
-    return "; float8"
+    if step in emission.decisions.float8:
+        return "; float8"
+    refusal = emission.decisions.float8_refusals.get(step)
+    return f"; no float8: {refusal}" if refusal else ""
 
 
 def _inside(step: Step) -> Iterator[Step]:

@@ -1,6 +1,6 @@
 """Mark values that depend on a product, values on which a product depends, and looked-up rows.
 
-An outer product that depends on a product becomes a product. ``postponed_casts.py`` reads these marks.
+An outer product that depends on a product becomes a product.
 """
 
 from __future__ import annotations

@@ -11,18 +11,18 @@ import numpy as np
 from jax.extend.core import Var
 
 from jaxmp.base.dtypes import is_half
-from jaxmp.engine.casts import casts_of_operand
+from jaxmp.engine.casts import dtype_read_by
 from jaxmp.engine.nodes import Graph, Node, Step, StepBody
 from jaxmp.engine.states import KEPT
-from jaxmp.engine.value_decision import Casts, Decision
+from jaxmp.engine.value_decision import Decision
 from jaxmp.program.equations import Bodies, is_literal, opened, size_of
 from jaxmp.program.primitives import BOUNDS, CAST, COMPARISONS, Trait, with_trait
 from jaxmp.program.repeated_casts import has_too_many_terms
 
 _EQUALITIES, _FLOAT32 = with_trait(Trait.EQUATES), np.dtype(np.float32)
 
-Reads = Sequence[Casts]
-"""The casts of each operand of an equation, or of each result of a body."""
+Reads = Sequence[np.dtype | None]
+"""The dtype of each operand of an equation, or of each result of a body, after its cast; None for no cast."""
 RepeatedReads = Sequence[tuple[int, np.dtype]]
 """Operands of a scan that are half, and that many iterations read: the position and the dtype of each.
 
@@ -48,7 +48,7 @@ def is_widening(step: Step, decision_of: Mapping[Node, Decision]) -> bool:
     node, operand = step.node, step.operands[0] if step.eqn.primitive.name == CAST else None
     if node is None or operand is None:
         return False
-    return decision_of[operand].value_dtype.itemsize < decision_of[node].stored_dtype.itemsize
+    return decision_of[operand].stored_dtype.itemsize < decision_of[node].stored_dtype.itemsize
 
 
 class _ReadsFinder:
@@ -58,7 +58,7 @@ class _ReadsFinder:
         self.decision_of = decision_of
         self.reads: dict[Step | StepBody, Reads] = {}
         self.repeated: dict[Step, RepeatedReads] = {}
-        self._reads_in_body: dict[StepBody, Mapping[Var, set[Casts]]] = {}
+        self._reads_in_body: dict[StepBody, Mapping[Var, set[np.dtype | None]]] = {}
 
     def add(self, step: Step) -> None:
         if step.bodies is None:
@@ -71,75 +71,56 @@ class _ReadsFinder:
             self.reads[body] = _reads_of_results(step, step.bodies, number, self.decision_of)
 
     def _reads_of_bodies(self, step: Step, bodies: Bodies) -> Reads:
-        # If a `jax.vmap` repeats a half operand for each example, the emit stage sums its cotangents in float32. It
-        # does this only for operands with a cast. So a half operand is cast to its own dtype.
-        reads = [_casts_to_stored_half(operand, self.decision_of) for operand in step.operands]
+        # A half operand is cast to its own dtype, for two reasons. If a `jax.vmap` repeats it for each example, the
+        # emit stage sums its cotangents in float32, but only for operands with a cast. And calls of equal layers share
+        # one program if the first reads a float32 argument, and the others read half activations.
+        dtypes = [None if node is None else self.decision_of[node].stored_dtype for node in step.operands]
+        reads = [dtype if is_half(dtype) else None for dtype in dtypes]
         if bodies.is_loop:
             for n, join in enumerate(step.joins, bodies.start):
                 operand = step.operands[n]
                 if join is not None and operand is not None:
-                    reads[n] = self.decision_of[operand].casts_for(self.decision_of[join].stored_dtype)
+                    reads[n] = self.decision_of[join].stored_dtype
             for position, _ in self.repeated.get(step, ()):
-                reads[position] = (_FLOAT32,)
+                reads[position] = _FLOAT32
         elif bodies.is_call:
             for position, operand in enumerate(step.operands):
                 if operand is not None and operand.is_cast_once:  # so that the call does not save a float32 copy
                     reads[position] = self._half_read(step.inner[0], bodies, position)
-                # The body of a derivative rule is traced in the original dtypes, so the author's cast comes before it.
-                if operand is not None and bodies.has_rule:
-                    reads[position] = reads[position] or self.decision_of[operand].casts_for()
         return reads
 
-    def _half_read(self, body: StepBody, bodies: Bodies, position: int) -> Casts:
-        """Return the cast to half with which all readers read a body's operand, or no cast."""
+    def _half_read(self, body: StepBody, bodies: Bodies, position: int) -> np.dtype | None:
+        """Return the half dtype in which all readers read a body's operand, or None."""
         if body not in self._reads_in_body:
-            casts_of: dict[Var, set[Casts]] = {}
+            dtypes_of: dict[Var, set[np.dtype | None]] = {}
             for step in body.steps:
                 # A value that the author casts to half may already be half before this cast.
                 cast = step.node if step.eqn.primitive.name == CAST else None
-                reads = self.reads[step] if cast is None else [(self.decision_of[cast].stored_dtype,)]
-                for atom, casts in zip(step.eqn.invars, reads, strict=True):
+                reads = self.reads[step] if cast is None else [self.decision_of[cast].stored_dtype]
+                for atom, dtype in zip(step.eqn.invars, reads, strict=True):
                     if not is_literal(atom):
-                        casts_of.setdefault(atom, set()).add(casts)
-            self._reads_in_body[body] = casts_of
+                        dtypes_of.setdefault(atom, set()).add(dtype)
+            self._reads_in_body[body] = dtypes_of
         jaxpr, _ = opened(bodies.jaxprs[0])
         var = jaxpr.invars[position]
         if var in jaxpr.outvars:
-            return ()
-        different_casts = self._reads_in_body[body].get(var, set())
-        casts = next(iter(different_casts)) if len(different_casts) == 1 else ()
-        return casts if len(casts) == 1 and is_half(casts[0]) else ()
+            return None
+        dtypes = self._reads_in_body[body].get(var, set())
+        dtype = next(iter(dtypes)) if len(dtypes) == 1 else None
+        return dtype if is_half(dtype) else None
 
 
-def _reads_of_results(step: Step, bodies: Bodies, number: int, decision_of: Mapping[Node, Decision]) -> list[Casts]:
-    """Return the casts of the results of body ``number`` of a step.
+def _reads_of_results(step: Step, bodies: Bodies, number: int, decision_of: Mapping[Node, Decision]) -> Reads:
+    """Return the dtypes of the results of body ``number`` of a step.
 
-    A result that becomes a join is cast to the dtype of the join. The results of a call without a derivative rule are
-    not cast, because their readers outside of the call cast them.
+    A result that becomes a join is cast to the dtype of the join. The readers outside of the body cast the others.
     """
     joins, joined = step.joins, bodies.joined(number)
-    reads = list[Casts]()
+    reads = list[np.dtype | None]()
     for n, node in enumerate(step.inner[number].results):
         join = joins[n] if n in joined else None
-        if node is None:
-            reads.append(())
-        elif join is not None:
-            reads.append(decision_of[node].casts_for(decision_of[join].stored_dtype))
-        elif bodies.is_call and not bodies.has_rule:
-            reads.append(())
-        else:
-            reads.append(decision_of[node].casts_for())
+        reads.append(None if node is None or join is None else decision_of[join].stored_dtype)
     return reads
-
-
-def _casts_to_stored_half(operand: Node | None, decision_of: Mapping[Node, Decision]) -> Casts:
-    """Return a cast of a half value to its own dtype, and no cast for other values.
-
-    A value that is stored in float32 is no half value, even if all readers see it in half.
-    """
-    if operand is None or not is_half(decision_of[operand].stored_dtype):
-        return ()
-    return (decision_of[operand].stored_dtype,)
 
 
 def _repeated_reads(step: Step, decision_of: Mapping[Node, Decision]) -> RepeatedReads:
@@ -164,16 +145,14 @@ def _reads_of_operation(step: Step, decision_of: Mapping[Node, Decision]) -> Rea
     compared_in = _dtype_of_comparison(step, decision_of) if node is None else None
     is_kept_cast = node is not None and node.name == CAST and node.kind is KEPT
     reads_any_dtype = is_kept_cast or is_widening(step, decision_of)
-    reads = list[Casts]()
+    reads = list[np.dtype | None]()
     for operand in step.operands:
-        if operand is None:
-            reads.append(())
-        elif reads_any_dtype:
-            reads.append(decision_of[operand].casts_for())
+        if operand is None or reads_any_dtype:
+            reads.append(None)
         elif node is None:
-            reads.append(decision_of[operand].casts_for(compared_in or operand.original_dtype))
+            reads.append(compared_in or operand.original_dtype)
         else:
-            reads.append(casts_of_operand(node, operand, decision_of))
+            reads.append(dtype_read_by(node, operand, decision_of))
     return reads
 
 
@@ -191,6 +170,6 @@ def _dtype_of_comparison(step: Step, decision_of: Mapping[Node, Decision]) -> np
         bounded = [operand for operand in operands if operand and operand.name in BOUNDS]
         largest = [bound for bound in bounded if {*bound.inputs} & {*operands}]
     compared = [operand for operand in largest or operands if operand and operand.const != (0.0, 0.0)]
-    dtypes = {decision_of[operand].value_dtype for operand in compared}
+    dtypes = {decision_of[operand].stored_dtype for operand in compared}
     is_rounded = len(dtypes) == 1 and (largest or dtypes != {_FLOAT32})
     return dtypes.pop() if is_rounded else None

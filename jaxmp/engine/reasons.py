@@ -42,8 +42,6 @@ class Reasons:
         if step.bodies is not None:
             return self._of_bodies(step)
         if step.kind is Kind.KEPT:
-            if node is not None and self._decision_of[node].is_cast_by_readers:
-                return "postponed to each operation that reads it"
             return step.reason
         if not self.changes:
             is_product = classify(step.eqn.primitive.name) is Class.HALF

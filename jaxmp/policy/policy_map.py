@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import os
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Literal, NamedTuple, overload
 
@@ -29,7 +28,6 @@ from jaxmp.policy.patterns import (
     unmatched,
 )
 from jaxmp.policy.policies import Policy
-from jaxmp.policy.policy_files import read_policy
 
 
 class Override(NamedTuple):
@@ -272,22 +270,21 @@ def get_policy(policy: Any) -> Policy | PolicyMap:
         - a dtype that is not half precision, such as ``jnp.float32``, for params, compute and output;
         - a text in jmp's long or short form, such as ``"p=f32,c=bf16"``. A missing compute dtype is that of the params,
           and a missing output dtype is the compute dtype;
-        - the name or the path of a TOML file that :func:`jaxmp.inspect.tune` has saved;
+        - a text with overrides, as :func:`jaxmp.inspect.tune` saves it, such as ``"mixed_bfloat16; head -> float32"``;
         - a Policy, a PolicyMap, or any object with jmp's three attributes.
 
     Raises:
       ValueError: the name, a key or a dtype is unknown; the name is ambiguous, such as ``"fp16"``, ``"bf16"`` and
         ``jnp.bfloat16``; or the name is ``"O1"``, Apex's name for autocast (use :func:`jaxmp.autocast`).
       TypeError: the object is none of the above.
-      FileNotFoundError: there is no such TOML file.
 
     >>> get_policy("p=f32, c=bf16, o=f32") == get_policy("mixed_bfloat16")
     True
     """
     if isinstance(policy, (Policy, PolicyMap)):
         return policy
-    if isinstance(policy, (str, os.PathLike)):
-        return _parse_policy(os.fspath(policy))
+    if isinstance(policy, str):
+        return _parse_policy(policy)
     if all(hasattr(policy, name) for name in ("param_dtype", "compute_dtype", "output_dtype")):
         return Policy(policy.param_dtype, policy.compute_dtype, policy.output_dtype)
     if isinstance(policy, Mapping):
@@ -349,9 +346,6 @@ def _is_level(policy: Any, level: str) -> bool:
 
 
 def _parse_policy(text: str) -> Policy | PolicyMap:
-    if text.endswith(".toml"):
-        policy, overrides = read_policy(text)
-        return PolicyMap(_parse_policy(policy), overrides) if overrides else _parse_policy(policy)
     default, *texts = text.split(";")
     if texts:
         return PolicyMap(_parse_policy(default), dict(_parse_overrides(texts)))

@@ -225,7 +225,7 @@ def test_4096_uses_of_a_weight_have_a_gradient_of_4096(loop, policy):
     np.testing.assert_array_equal(compiled(lambda w: [gradient(w) for gradient in gradients])(ONES), 4096)
 
 
-def test_a_weight_that_the_author_casts_before_a_loop_is_cast_in_each_iteration():
+def test_the_sum_over_a_loop_is_float32_for_a_weight_that_the_author_casts():
     def loop(w):
         cast = w.astype(jnp.bfloat16)
         return lax.scan(lambda c, _: (c + (in_half(EIGHTHS) @ cast).sum().astype(w.dtype), None), 0.0, None, 4096)[0]

@@ -141,7 +141,7 @@ def emitted(fun, policy, args):
 
 
 def casts_by_author(fun, args, cast_plan):
-    """Return the bytes of the author's casts that are not postponed."""
+    """Return the bytes of the author's casts."""
     written = [leaf for leaf in leaves(jax.make_jaxpr(fun)(*args)) if leaf[0].primitive.name == "convert_element_type"]
     shown = [row for row in cast_plan.rows if row.primitive == "convert_element_type"]
     return [
@@ -192,17 +192,6 @@ def test_casts_count_the_bytes_they_write_and_shared_casts_count_once():
 def test_the_cast_of_a_repeated_weight_writes_the_weight_once():
     *_, add, _ = rows(biased, shape(4, 8), shape(8, 8))
     assert (add.operands, add.casts, add.cast_bytes) == (("bfloat16", "bfloat16"), 1, 2 * 8)
-
-
-def test_a_postponed_cast_counts_for_its_readers():
-    def fun(x, w):
-        half = w.astype("bfloat16")
-        return (x @ half.astype("float32") @ w, half[0], half[1])
-
-    plan_rows = rows(fun, shape(4, 8), shape(8, 8))
-    assert (plan_rows[0].operands, plan_rows[0].result, plan_rows[0].casts) == (("float32",), "float32", 0)
-    assert plan_rows[0].why == "postponed to each operation that reads it"
-    assert plan(fun, shape(4, 8), shape(8, 8)).summary.casts == 7  # the widened value; x and w; w; three results
 
 
 def test_casts_in_a_scan_count_each_trip_and_casts_of_its_carry_count_for_the_scan():

@@ -32,11 +32,6 @@ MISTAKES = {
         TypeError,
         "write [(batch,)]",
     ),
-    "a policy file without its ending": (
-        lambda folder: tune(loss_fn, "mixed_bfloat16", tolerance=1.0)(X, X).save(folder / "policy.txt"),
-        ValueError,
-        "must end in .toml",
-    ),
 }
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import datetime
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmp.base import tables, versions
+from jaxmp.base import tables
 from jaxmp.base.dtypes import is_half
 from jaxmp.base.inspection import tool
 from jaxmp.inspect._compare.compare import loss_of
@@ -27,7 +26,6 @@ from jaxmp.inspect.program.function_leaves import of_arrays, without_functions
 from jaxmp.inspect.program.half_arguments import half_arguments, sentences_of_half_arguments
 from jaxmp.optim.checks import as_float
 from jaxmp.policy.policies import Policy
-from jaxmp.policy.policy_files import write_policy
 from jaxmp.policy.policy_map import PolicyMap, get_policy
 
 _COLUMNS = ("path", "error if float32", "FLOPs", "float32")
@@ -109,22 +107,11 @@ class Tuned(tables.Shown):
     half_arguments: tuple[str, ...]
 
     def save(self, file: str | Path) -> None:
-        """Write the policy as a TOML file.
+        """Write the text of the policy to a file.
 
-        Pass the file's name to :func:`jaxmp.get_policy` to read it.
-
-        Args:
-          file: the path, which ends in ``.toml``.
-
-        Raises:
-          ValueError: the path does not end in ``.toml``.
+        ``Path(file).read_text()`` is the policy: :func:`jaxmp.get_policy` reads it, and so does each ``policy=``.
         """
-        comments = [
-            f"error {self.error:.3g} (without overrides {self.error_before:.3g}, tolerance {self.tolerance:.3g})",
-            f"{100 * self.half_flops:.1f} % of the products' FLOPs in half",
-            f"jaxmp {versions.of('jaxmp')}, jax {jax.__version__}, {datetime.date.today()}",
-        ]
-        write_policy(file, self.policy, loss_scale=self.loss_scale, comments=comments)
+        Path(file).write_text(f"{self.policy}\n", encoding="utf-8")
 
     def _shown(self) -> Any:
         cells = []
