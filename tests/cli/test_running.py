@@ -95,6 +95,12 @@ def test_budget_names_the_line_with_the_largest_share(capsys, tmp_path):
     assert "rounds to half precision, but this one does not" in capsys.readouterr().err
 
 
+def test_budget_ends_with_1_if_the_roundings_do_not_explain_the_measured_error(capsys, monkeypatch):
+    monkeypatch.setattr("jaxmp.inspect._budget.budget._TRUSTED", 0.5)
+    assert _main("error_budget", "good", "--policy", "mixed_bfloat16") == 1
+    assert "not counted: the roundings cause an error" in capsys.readouterr().out
+
+
 def test_compare_names_the_module_in_which_the_error_enters(capsys):
     assert _main("compare", "good", "--policy", "mixed_float16", "--json") == 0
     comparison = json.loads(capsys.readouterr().out)

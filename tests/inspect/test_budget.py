@@ -29,7 +29,7 @@ def norm(arrays):
 def test_a_changed_choice_is_counted():
     loss_fn, make_args = PROGRAMS["experts"]
     budget = error_budget(loss_fn, "mixed_bfloat16")(*make_args())
-    assert not budget.not_counted and not any("is measured" in sentence for sentence in budget.sentences)
+    assert not budget.not_counted
 
 
 # -- planted lines ---------------------------------------------------------------------------------------------------

@@ -39,7 +39,9 @@ _MOST_OF_A_LINE = 0.7
 _MOST_TRIALS = 3
 """The number of lines in which float32 is tried if no line's own roundings cause most of the error."""
 _TRUSTED = 2.0
-"""The factor between the error of the roundings and the measured error from which the result warns."""
+"""The factor between the error of the roundings and the measured error above which errors are not counted."""
+_ERROR_OF_FLOAT32 = 1e-6
+"""The error below which roundings to float32 explain a difference."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,8 @@ class ErrorBudget(tables.Shown):
       measured: the error of a run under the policy, relative to a run in float32.
       floor: the error of the gradients if only the operands of half products are rounded.
       loss: the loss in float32; NaN for a function without a loss.
-      not_counted: the operations whose roundings have no switch, with the reasons.
+      not_counted: the operations whose roundings have no switch, with the reasons; and a difference between the error
+        of the roundings and the measured error, if one is more than twice the other.
       sentences: the result in words.
       half_arguments: the names of arguments, other than params, whose values are all rounded to half precision. If a
         half program computed them, the float32 reference should not read them: their error is not measured.
@@ -232,6 +235,13 @@ class _Measurement:
             )
         under_policy = results_under_policy(self.program.program)
         loss_error, error = under_policy.loss_error(budget.reference), under_policy.error(budget.reference)
+        not_counted = self.program.not_counted
+        small, large = sorted((budget.error, error))
+        if large > _TRUSTED * max(small, _ERROR_OF_FLOAT32):
+            not_counted += (
+                f"the roundings cause an error of {percent(budget.error)} of the {self.results}, but {percent(error)} "
+                "is measured: the compiler rounds inside of an operation, or some operations have no switch",
+            )
         floor = budget.error_with(self.program.operands_of_products)
         modules = budget.by_path()
         self.status.update("error budget: running lines")
@@ -242,19 +252,13 @@ class _Measurement:
             measured=BudgetTotal(loss_error, error),
             floor=floor,
             loss=budget.reference.loss,
-            not_counted=self.program.not_counted,
-            sentences=tuple(self._sentences(budget, error, floor, lines)),
+            not_counted=not_counted,
+            sentences=tuple(self._sentences(budget, floor, lines)),
             half_arguments=rounded_arguments,
         )
 
-    def _sentences(self, budget: Budget, measured: float, floor: float, lines: Sequence[BudgetGroup]) -> Iterator[str]:
+    def _sentences(self, budget: Budget, floor: float, lines: Sequence[BudgetGroup]) -> Iterator[str]:
         error, line = budget.error, lines[0]
-        small, large = sorted((error, measured))
-        if large > _TRUSTED * small:
-            yield (
-                f"The roundings cause an error of {percent(error)} of the {self.results}, but {percent(measured)} is "
-                "measured: some operations are not counted, or the compiler rounds inside of an operation."
-            )
         if not math.isfinite(error):
             yield (
                 f"The error of the {self.results} is not finite under the policy; jaxmp.inspect.first_nonfinite names "
