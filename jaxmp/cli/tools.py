@@ -90,6 +90,7 @@ TOOLS = {
     "error_budget": Tool(
         "Show what each rounding to half precision costs, line by line.",
         "train:loss_fn --args train:example --policy mixed_bfloat16",
+        "something was not counted, or the measured error is not that of the counted roundings",
         runs=True,
         draw=lambda plots, result, options: plots.budget(result),
     ),

@@ -40,6 +40,8 @@ _MOST_TRIALS = 3
 """The number of lines in which float32 is tried if no line's own roundings cause most of the error."""
 _TRUSTED = 2.0
 """The factor between the error of the roundings and the measured error up to which the roundings explain it."""
+_ERROR_OF_FLOAT32 = 1e-6
+"""The error below which roundings to float32 explain a difference."""
 
 
 @dataclass(frozen=True)
@@ -233,6 +235,13 @@ class _Measurement:
             )
         under_policy = results_under_policy(self.program.program)
         loss_error, error = under_policy.loss_error(budget.reference), under_policy.error(budget.reference)
+        not_counted = self.program.not_counted
+        small, large = sorted((budget.error, error))
+        if large > _TRUSTED * max(small, _ERROR_OF_FLOAT32):
+            not_counted += (
+                f"the roundings cause an error of {percent(budget.error)} of the {self.results}, but {percent(error)} "
+                "is measured: the compiler rounds inside of an operation, or some operations have no switch",
+            )
         floor = budget.error_with(self.program.operands_of_products)
         modules = budget.by_path()
         self.status.update("error budget: running lines")
@@ -251,7 +260,7 @@ class _Measurement:
     def _not_counted(self, error: float, measured: float) -> tuple[str, ...]:
         """Return what the roundings do not explain, if the measured error differs much from theirs."""
         small, large = sorted((error, measured))
-        if large <= _TRUSTED * small:
+        if large <= _TRUSTED * max(small, _ERROR_OF_FLOAT32):
             return self.program.not_counted
         explained = f"the roundings cause an error of {percent(error)}, but {percent(measured)} is measured"
         return *self.program.not_counted, f"roundings inside of operations: {explained}"

@@ -7,5 +7,6 @@
 - ``sites.py``: the roundings in a program
 - ``rounding.py``: rounding behind a switch
 - ``evaluation.py``: the program in a wider dtype, with a switch at each rounding
-- ``switched.py``: the program as one compiled function of its switches
+- ``stepping.py``: the compiled equations of the program, run one at a time
+- ``switched.py``: runs of the program with some of its roundings, and their errors
 """

@@ -109,7 +109,7 @@ def _traced(
     loss, _ = jax.tree.unflatten(structure, range(len(jaxpr.outvars)))
     are_floats = [bool(jnp.issubdtype(atom.aval.dtype, jnp.inexact)) for atom in jaxpr.outvars]
     if not any(are_floats):
-        raise ValueError("an error budget needs a function with floating results, got none; return floating arrays")
+        raise ValueError("error_budget needs a function with floating results, got none; return floating arrays")
     return GradientProgram(computing_only(jaxpr, are_floats), consts, leaves, loss is not None, context)
 
 

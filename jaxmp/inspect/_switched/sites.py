@@ -7,7 +7,7 @@ operation reads. Moves of data, and casts of values that the narrow dtype repres
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,7 +31,6 @@ from jaxmp.program.values import (
 
 _KEEPS_DIGITS = with_trait(Trait.KEEPS_MAGNITUDE) | {"sign"}
 _DRAWS = ("random_", "rng_")
-
 
 OPERANDS = -1
 """The position of a site at which the operands of an equation are rounded."""
@@ -213,11 +212,6 @@ def _readers(values: Sequence[Value]) -> Mapping[Value, list[Value]]:
 
 def _is_read(value: Value, readers: Mapping[Value, list[Value]]) -> bool:
     """Return whether an operation reads a value, directly or after moves of data and casts."""
-    return next(_values_behind(value, readers), None) is not None
-
-
-def _values_behind(value: Value, readers: Mapping[Value, list[Value]]) -> Iterator[Value]:
-    """Yield the results of the operations that read a value, directly or after moves of data and casts."""
     stack, visited = [value], {value}
     while stack:
         for reader in readers.get(stack.pop(), ()):
@@ -229,4 +223,5 @@ def _values_behind(value: Value, readers: Mapping[Value, list[Value]]) -> Iterat
             if is_move_or_cast(reader):
                 stack.append(reader)
             elif reader.equation is not None:
-                yield reader
+                return True
+    return False

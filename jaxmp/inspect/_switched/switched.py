@@ -1,8 +1,8 @@
-"""A program as one compiled function of its switches."""
+"""A program in a wide dtype, with a switch at each of its roundings."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -56,7 +56,7 @@ class Results:
 class SwitchedProgram:
     """A program in a wide dtype, with a switch for each of its roundings.
 
-    All runs use one compiled program.
+    All runs share the compiled equations of the program.
 
     Args:
       program: the program under its policies.
@@ -81,12 +81,12 @@ class SwitchedProgram:
         self._operations = Operations(self.read)
         self.sites: Sequence[Site] = sites_of(self.read, self._operations, pair)
         self.not_counted = tuple(dict.fromkeys(self._without_switches()))
-        self._places = [(site.key, site.position) for site in self.sites]
-        self._run = runner(program, dict(zip(self._places, self.sites, strict=True)))
+        self._by_place = {(site.key, site.position): site for site in self.sites}
+        self._run = runner(program, self._by_place)
 
-    def mask(self, accepts: Callable[[Site], bool]) -> Mask:
-        """Return the mask in which the switches of accepted sites are on."""
-        return np.array([accepts(site) for site in self.sites], bool)
+    def mask(self, is_on: Callable[[Site], bool]) -> Mask:
+        """Return the mask in which the switches of the sites for which ``is_on`` is true are on."""
+        return np.array([is_on(site) for site in self.sites], bool)
 
     def only(self, numbers: Sequence[int]) -> Mask:
         """Return the mask in which only the switches of these sites are on."""
@@ -124,7 +124,7 @@ class SwitchedProgram:
 
     def run(self, mask: Mask, inputs: Sequence[Any] | None = None) -> Results:
         """Return the results of a run with a mask, for the program's inputs or others with their shapes."""
-        are_on = dict(zip(self._places, mask.tolist(), strict=True))
+        are_on = dict(zip(self._by_place, mask.tolist(), strict=True))
         values, _ = self._run(self.program.inputs if inputs is None else inputs, are_on)
         return results_from(self.program, values)
 
@@ -133,15 +133,15 @@ class SwitchedProgram:
         counts = np.zeros((2, len(self.sites)))
         if not any(has_small_range(site.dtype) for site in self.sites):
             return counts[0], counts[1]
-        run = runner(self.program, dict(zip(self._places, self.sites, strict=True)), are_counted=True)
-        _, records = run(self.program.inputs, dict.fromkeys(self._places, False))
+        run = runner(self.program, self._by_place, are_counted=True)
+        _, records = run(self.program.inputs, dict.fromkeys(self._by_place, False))
         for number, site in enumerate(self.sites):
             if site.key in records:  # not in while loops
                 of_iterations = records[site.key].get(site.position, np.zeros(2))
                 counts[:, number] = np.asarray(of_iterations, np.float64).reshape(-1, 2).sum(0)
         return counts[0], counts[1]
 
-    def _without_switches(self) -> Any:
+    def _without_switches(self) -> Iterator[str]:
         leading = leading_to(self.read.results)
         for equation in self.read.equations.values():
             values = [*equation.operands, *equation.results]

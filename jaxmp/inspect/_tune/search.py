@@ -94,8 +94,8 @@ class Search:
             least = len(found.chosen) + 1
             count = smallest_prefix(order, self._predicted, self._tolerance / ratio, least)
             found.chosen, found.is_measured = order[:count], False
-            found.error = ratio * self._predicted(found.chosen)
             predicted = self._predicted(found.chosen)
+            found.error = ratio * predicted
             found.error, found.is_measured = measurement.error(self.overrides(found.chosen)), True
             if found.error <= self._tolerance or count == len(order):
                 break
