@@ -49,9 +49,8 @@ from jaxmp.inspect.compiled import hlo, targets
 from jaxmp.inspect.compiled.tpu_targets import TpuTarget
 
 VARIANTS = (
-    "hand-fp32", "hand-tf32", "hand-fp16", "hand-bf16", "jaxmp-fp32", "jaxmp-tf32", "jaxmp-bf16", "autocast-bf16",
-    "jaxmp-bf16-remat", "jaxmp-bf16-remat-dots", "jaxmp-bf16-remat-full", "jaxmp-fp16-unscaled", "jaxmp-fp16",
-    "jmp-fp16", "flax-fp16")  # fmt: skip
+    "hand-fp32", "hand-tf32", "hand-bf16", "jaxmp-fp32", "jaxmp-tf32", "jaxmp-bf16", "autocast-bf16",
+    "jaxmp-bf16-remat", "jaxmp-bf16-remat-full", "jaxmp-fp16")  # fmt: skip
 """The rows of benchmarks.train_step that ``--variants`` takes."""
 
 
@@ -62,9 +61,8 @@ class Config(records.Small):
     models: tuple[Name, ...] = NAMES
     """Models to compile."""
     variants: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = ()
-    """Rows to compile, among hand-fp32, hand-tf32, hand-fp16, hand-bf16, jaxmp-fp32, jaxmp-tf32, jaxmp-bf16,
-    autocast-bf16, jaxmp-bf16-remat, jaxmp-bf16-remat-dots, jaxmp-bf16-remat-full, jaxmp-fp16-unscaled, jaxmp-fp16,
-    jmp-fp16 and flax-fp16. (default: all)"""
+    """Rows to compile, among hand-fp32, hand-tf32, hand-bf16, jaxmp-fp32, jaxmp-tf32, jaxmp-bf16, autocast-bf16,
+    jaxmp-bf16-remat, jaxmp-bf16-remat-full and jaxmp-fp16. (default: all)"""
     target: str = "h200"
     """GPU or TPU to compile for: h200, a100, v5e, v5p, v6e, tpu7x and others. Only the H200 is compared with torch."""
     layers: int = 0
@@ -77,7 +75,7 @@ class Config(records.Small):
     7B and llama-8B, 2 sequences of 2,048."""
     ways: tuple[Way, ...] = ("linen",)
     """linen, nnx: jaxmp's train step of the Linen or NNX model under a policy. autocast: jaxmp's train step of the
-    Linen model under autocast. hand: a train step by hand."""
+    Linen model under autocast."""
     mesh: str = ""
     """Axes of the mesh, as in data=2,fsdp=4. With llama-8B also tensor, which splits the products of each block, as in
     fsdp=16,tensor=4. (default: fsdp alone)"""

@@ -12,7 +12,6 @@ from typing import Any, Literal, get_args
 from experiments import language_modeling
 from experiments.benchmarks.measure.sharded import Way, measure
 from experiments.benchmarks.shared import measurements, records
-from experiments.benchmarks.shared.goals import Goal
 from experiments.models import gpt2
 from experiments.models.llama import Llama
 from experiments.report.progress import Progress
@@ -24,14 +23,12 @@ from jaxmp.inspect.compiled import targets
 Size = Literal[language_modeling.Size, "llama-8B"]
 """A size of GPT-2 by number of params, or Llama 3 with 8 billion params."""
 GIB = 2**30
-PEAKS, WIRE = {"1558M": 5.7, "7B": 16.8}, 1.02
-"""Goals for eight GPUs: the peak in GiB on each GPU, and the bytes that a GPU sends relative to the ideal."""
 COLUMNS = ("params", "by", "GPUs", "batch", "peak GiB", "state GiB", "sent GB", "B/param", "ideal", "sent by kind")
 ABOUT = (
     "Compiled, not run: forward, backward, clipping and AdamW of GPT-2. The blocks are a loop, and the backward pass "
     "recomputes each block. `by` says how the step was written. Linen and NNX: `make_train_step(sharding=)` with a "
-    "model under a policy; autocast: the same with the Linen model under autocast; hand: "
-    "experiments/benchmarks/models/stacked.py. All figures are per GPU. `peak`: arguments, temporaries, and results "
+    "model under a policy; autocast: the same with the Linen model under autocast. All figures are "
+    "per GPU. `peak`: arguments, temporaries, and results "
     "that do not reuse an argument's memory, without the memory of CUDA and NCCL themselves. `state`: params and "
     "optimizer state in float32. `sent`: bytes sent in a step with ring algorithms. `ideal`: weights gathered twice in "
     "16 bits, gradients reduced once in float32."
@@ -48,7 +45,7 @@ ABOUT_SLICES = (
     "at best` is for the whole slice. `gathered in` has the dtypes of the all-gathers, by their share of the bytes. "
     "Cycles estimated by the compiler, not run."
 )
-NAMES: dict[Way, str] = {"linen": "Linen", "autocast": "autocast", "nnx": "NNX", "hand": "hand"}
+NAMES: dict[Way, str] = {"linen": "Linen", "autocast": "autocast", "nnx": "NNX"}
 
 
 def mesh_of(text: str, gpus: int) -> dict[str, int]:
@@ -73,8 +70,11 @@ def model_of(size: Size, smoke: bool = False) -> gpt2.GPT2 | Llama:
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
-    """Return a table with a row for each model and cluster, and the goals."""
-    cells, goals = [], []
+    """Return a table with a row for each model and cluster.
+
+    The findings of the audit are below the table.
+    """
+    cells, notes = [], []
     for row in rows:
         sent, peak, params = row["sent"], row["peak"] / GIB, row["params"]
         cells.append((
@@ -84,13 +84,9 @@ def table(rows: list[dict[str, Any]]) -> Table:
             f"{row['wire'] / params:.2f}", f"{row['ideal'] / params:.2f}",
             ", ".join(f"{name} {wire / 1e9:.2f}" for name, wire in sent.items() if wire >= 1e7),
         ))  # fmt: skip
-        name = f"{row['setting']['size']} by {NAMES[row['way']]} on {row['topology']}:"
-        if row["gpus"] == 8 and row["setting"]["size"] in PEAKS:
-            goals.append(Goal("peak", f"{name} GiB at the peak", peak, PEAKS[row["setting"]["size"]], form=".2f"))
-            goals.append(Goal("wire", f"{name} bytes sent / ideal", row["wire"] / row["ideal"], WIRE))
-            goals.append(Goal("wide", f"{name} float32 gathers of over 1 MB", row["wide_gathers"], 0, form="d"))
-        goals += [Goal("", f"{name} findings of the audit", len(row["findings"]), 0, form="d")]
-    return Table("Each GPU", COLUMNS, cells, 4, tuple(goal.sentence() for goal in goals))
+        name = f"{row['setting']['size']} by {NAMES[row['way']]} on {row['topology']}"
+        notes += [f"{name}: {finding}" for finding in row["findings"]]
+    return Table("Each GPU", COLUMNS, cells, 4, tuple(notes))
 
 
 def is_slice(topology: str) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import types
 
@@ -16,7 +15,7 @@ from benchmark_tools import drawn, once
 from experiments.benchmarks.models import by_hand
 from experiments.benchmarks.models.workloads import NAMES, Sizes, workload
 from experiments.benchmarks.train_step import jax_steps
-from experiments.benchmarks.train_step.rows import ROWS, Row
+from experiments.benchmarks.train_step.rows import ROWS
 
 torch = pytest.importorskip("torch")
 
@@ -94,9 +93,10 @@ def test_two_steps_with_the_same_weights_have_the_losses_of_the_models_by_hand(m
         init, step = jax_steps.train_step(case, ROWS["hand-fp32"])
         state, first = (jitted := jax.jit(step))(init(), batch)
         _, second = jitted(state, batch)
-    turn = torch_steps.train_step(case, ROWS["torch-fp32"], batch)
+    monkeypatch.setattr(torch, "compile", lambda fun, dynamic: fun)
+    turn = torch_steps.train_step(case, batch)
     losses = [float(turn()), float(turn())]
-    assert losses == pytest.approx([float(first), float(second)], rel=2e-5)
+    assert losses == pytest.approx([float(first), float(second)], rel=2e-2)  # bfloat16
     assert losses[1] < 0.999 * losses[0]  # clipping and AdamW changed the params
 
 
@@ -109,10 +109,10 @@ def test_images_are_channels_last_and_are_not_copied():
     assert stem.is_contiguous(memory_format=torch.channels_last)
 
 
-def test_a_prepared_step_and_a_prepared_pass_take_turns_and_can_be_waited_for():
+def test_a_prepared_step_can_be_waited_for(monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda fun, dynamic: fun)
     case = workload("gpt2", SMALL["gpt2"])
-    row = Row("torch AMP, bf16", "torch", "bf16")
-    step = torch_steps.prepare(case, row, case.random_batch())
+    step = torch_steps.prepare(case, case.random_batch())
     result = jax.block_until_ready(step.turn())
     assert step.loss() == pytest.approx(float(result.value), rel=1e-4) and step.compile_seconds > 0
     assert torch_steps.peak() is None  # no GPU
@@ -128,16 +128,5 @@ def test_a_prepared_rows_peak_and_compile_time_are_without_the_search_for_kernel
     monkeypatch.setattr(
         torch_steps, "train_step", lambda *_: done.append("made") or (lambda: done.append("run") or on_gpu)
     )
-    torch_steps.prepare(workload("gpt2", SMALL["gpt2"]), ROWS["torch-bf16"], {})
+    torch_steps.prepare(workload("gpt2", SMALL["gpt2"]), {})
     assert done == ["made", "clock", "run", "synchronize", "clock", "reset_peak_memory_stats"]
-
-
-@pytest.mark.parametrize(
-    ("key", "mode"), [("compile-bf16", "default"), ("compile-bf16-tuned", "max-autotune-no-cudagraphs")]
-)
-def test_a_row_is_compiled_in_its_own_mode(monkeypatch, key, mode):
-    modes = []
-    monkeypatch.setattr(torch, "compile", lambda fun, mode, dynamic: modes.append(mode) or fun)
-    case = workload("gpt2", dataclasses.replace(SMALL["gpt2"], vocabulary=97))
-    torch_steps.train_step(case, ROWS[key], case.random_batch())
-    assert modes == [mode]
