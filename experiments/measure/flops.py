@@ -1,7 +1,4 @@
-"""Count the FLOPs of a function's products by dtype in its jaxpr.
-
-Also compute the share of FLOPs for tensor cores.
-"""
+"""Count the FLOPs of a function's products by dtype in its jaxpr."""
 
 from __future__ import annotations
 
@@ -16,9 +13,6 @@ from jaxmp.engine.flops import flops_of
 from jaxmp.program.primitives import PRODUCTS
 from jaxmp.program.reading import read_program
 from jaxmp.program.values import Body
-
-# The dtypes that tensor cores multiply, from Volta to Blackwell. tensorfloat32 is their format for float32 arrays.
-TENSOR_CORE_DTYPES = ("float16", "bfloat16", "tensorfloat32", "float8_e4m3fn", "float8_e5m2")
 
 
 def count(fun: Callable[..., Any], *args: Any, default_float32: str | None = None) -> dict[str, int]:
@@ -48,15 +42,6 @@ def count(fun: Callable[..., Any], *args: Any, default_float32: str | None = Non
         default_float32 = "tensorfloat32" if is_tf32 else "float32"
     program = read_program(jax.make_jaxpr(fun)(*args))
     return dict(_of_body(program.body, default_float32))
-
-
-def tensor_core_share(flops: dict[str, int]) -> float:
-    """Return the share of FLOPs in dtypes that tensor cores multiply.
-
-    The share is 0 if there are no FLOPs.
-    """
-    total = sum(flops.values())
-    return sum(flops.get(dtype, 0) for dtype in TENSOR_CORE_DTYPES) / total if total else 0.0
 
 
 def _of_body(body: Body, default_float32: str) -> collections.Counter[str]:
