@@ -6,13 +6,10 @@ import dataclasses
 import json
 
 import jax
-import jax.numpy as jnp
 import pytest
 
 from experiments.benchmarks.compile_only import report, sharded
 from experiments.benchmarks.compile_only import run as compile_only
-from experiments.benchmarks.train_step.rows import rows_of
-from jaxmp.inspect.compiled import gpu_targets, targets
 
 ROW = {
     "label": "a step",
@@ -53,34 +50,7 @@ def test_the_table_has_a_predicted_time_for_each_variant_and_no_torch_below_full
 # Targets.
 
 
-def test_a_description_has_the_figures_of_the_chip():
-    for line in (
-        "core_count: 132",
-        "shared_memory_per_block_optin: 232448",
-        "device_memory_size: 151397597184",
-        "l2_cache_size: 52428800",
-        "cuda_compute_capability { major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES }",
-        "dnn_version_info { major: 9 minor: 19 patch: 0 }",
-        'device_description_str: "NVIDIA H200 141GB HBM3e"',
-    ):
-        assert f"{line}\n" in gpu_targets.TARGETS["h200"].text()
-
-
 # Compiling.
-
-
-@pytest.mark.absent_gpu
-def test_half_attention_is_compiled_for_cudnn_without_cudnn_and_without_a_gpu():
-    device = targets.target_of("h200").devices()[0]
-    x = targets.on(device, jax.ShapeDtypeStruct((2, 64, 2, 64), jnp.bfloat16))
-    target = targets.target_of("h200")
-    with target.tracing():
-        fun = jax.jit(lambda x: jax.nn.dot_product_attention(x, x, x, implementation="cudnn"))
-        compiled = fun.trace(x).lower(lowering_platforms=("cuda",)).compile(dict(target.compiler_options))
-    assert "__cudnn$fmhaSoftmax" in compiled.as_text()
-
-    with pytest.raises(jax.errors.JaxRuntimeError):
-        gpu_targets._described("cores { 132 }", "1x1x1")
 
 
 @pytest.mark.slow("compiles whole train steps")
@@ -129,14 +99,3 @@ def test_sizes_split_over_many_gpus_make_a_table_and_the_next_command_continues(
         assert text in markdown and text in printed
     monkeypatch.setattr(sharded, "measure", pytest.fail)  # existing results are not compiled again
     assert compile_only.main(config) == json.loads((tmp_path / "sharded.json").read_text())["rows"] == rows
-
-
-def test_every_variant_is_a_row_and_remat_is_of_transformers_only():
-    rows = rows_of("resnet50", (), compile_only.VARIANTS)
-    assert set(compile_only.VARIANTS) - set(rows) == {"jaxmp-bf16-remat", "jaxmp-bf16-remat-full"}
-    assert list(rows_of("gpt2", ("jaxmp-bf16-remat", "hand-fp32"), compile_only.VARIANTS)) == [
-        "jaxmp-bf16-remat",
-        "hand-fp32",
-    ]
-    case = compile_only.case_of("gpt2", compile_only.Config(layers=3))
-    assert case.sizes == dataclasses.replace(compile_only.FULL["gpt2"], layers=3)

@@ -8,7 +8,6 @@ import jax
 import numpy as np
 import pytest
 
-import jaxmp
 from experiments.benchmarks import float8
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")  # optax's Adam needs it
@@ -18,26 +17,6 @@ E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
 @pytest.fixture
 def emulated(monkeypatch):
     monkeypatch.setenv("JAXMP_FLOAT8", "emulate")
-
-
-def in_float8(part, size, way, tokens=64):
-    """Return how many products of a way are float8."""
-    start, step = float8.case_of(part, size, way, tokens)
-    products = jaxmp.inspect.audit(step, compile=False)(*jax.eval_shape(start)).products
-    return sum({*product.operands} <= {E4M3, E5M2} for product in products)
-
-
-@pytest.mark.slow("a part of a benchmark")
-def test_the_products_of_weights_are_float8_and_those_of_bfloat16_are_not(emulated):
-    assert in_float8("step", 64, float8.DEFAULT) == 9  # the three of q, k and v are narrower than `min_dim`
-    assert in_float8("layer", 64, float8.DEFAULT) == 3 and in_float8("layer", 64, float8.HALF) == 0
-
-
-@pytest.mark.slow("traces a block of a large model")
-def test_by_default_a_small_block_has_no_float8_products_and_a_large_block_has_only_float8(emulated):
-    assert in_float8("block", 768, float8.DEFAULT, float8.TOKENS) == 0
-    assert in_float8("block", 2048, float8.DEFAULT, float8.TOKENS) == 24
-    assert in_float8("layer", 768, float8.DEFAULT, float8.TOKENS) == 3  # at any size
 
 
 def test_a_layer_has_the_gradients_of_bfloat16_but_for_the_rounding(emulated):

@@ -56,30 +56,12 @@ def test_a_piece_is_stopped_when_the_minutes_are_up(pieces, tmp_path, capsys):
     assert not list(tmp_path.glob("*.done"))
 
 
-def test_results_are_copied_to_a_dated_folder(pieces, tmp_path):
-    pieces(one="pass")
-    (tmp_path / "one").mkdir()
-    for name in ("one.md", "one.json", "alone-one.json"):
-        (tmp_path / "one" / name).touch()
-    gpu.publish(gpu.PIECES[0], tmp_path, "h200")
-    (folder,) = (tmp_path / "results").iterdir()
-    assert folder.name.endswith("-h200") and sorted(file.name for file in folder.iterdir()) == ["one.json", "one.md"]
-
-
 def test_without_a_gpu_only_a_smoke_test_runs(pieces, tmp_path, capsys):
     pieces(one="pass")
     with pytest.raises(SystemExit, match="2"):
         gpu.main(gpu.Config(run_dir=tmp_path / "run"))
     assert "this benchmark needs a GPU, but JAX finds only 1 × cpu" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
-
-
-def test_pieces_are_listed_with_their_commands(capsys):
-    gpu.main(gpu.Config(list=True, pieces=("step-gpt2",)))
-    assert capsys.readouterr().out.startswith(
-        "step-gpt2: GPT-2's train step: bf16 at three settings, by hand and torch.compile\n"
-        "  python -m experiments.benchmarks.train_step --models gpt2 --rows jaxmp-bf16 jaxmp-bf16-"
-    )
 
 
 def test_every_piece_has_flags_that_its_benchmark_takes(tmp_path):

@@ -8,17 +8,6 @@ import pytest
 
 from experiments.benchmarks.shared import measurements
 
-
-def test_the_remaining_time_decides_whether_a_measurement_starts(monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr(measurements.time, "monotonic", lambda: now[0])
-    clock, endless = measurements.Clock(minutes=8), measurements.Clock(minutes=0)
-    now[0] = 7 * 60.0
-    assert not clock.late() and not clock.late(59) and not clock.unfinished
-    assert clock.late(61) and clock.unfinished and clock.late()  # once the time is up, it stays up
-    assert not endless.late(1e9) and not endless.unfinished
-
-
 WHERE = {"device": "one", "versions": "1", "date": "2026-11-20", "command": "a"}
 
 

@@ -3,97 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 import sys
 
-import flax.traverse_util
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from benchmark_tools import SMALL, drawn, once
+from benchmark_tools import SMALL
 
 import jaxmp
 from experiments.benchmarks.measure import processes
 from experiments.benchmarks.measure.turns import Prepared
-from experiments.benchmarks.models import by_hand
-from experiments.benchmarks.models.workloads import FULL, NAMES, workload
-from experiments.benchmarks.shared import measurements, scaled_steps
+from experiments.benchmarks.models.workloads import FULL, workload
+from experiments.benchmarks.shared import scaled_steps
 from experiments.benchmarks.train_step import jax_steps, measure, report
 from experiments.benchmarks.train_step import run as train_step
-from experiments.benchmarks.train_step.rows import ROWS, rows_of
+from experiments.benchmarks.train_step.rows import ROWS
 from experiments.measure import flops
-from jaxmp.training.step import TrainStep
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")  # optax's own Adam needs it
 
 
 # The models.
-
-NAMES_IN_EXPERIMENTS = {
-    "gpt2": {
-        r"^embed/": "wte/",
-        r"^positions/": "wpe/",
-        r"^attention(\d+)/qkv": r"h_\1/attn/c_attn",
-        r"^attention(\d+)/out": r"h_\1/attn/c_proj",
-        r"^norm(\d)_(\d+)": r"h_\2/ln_\1",
-        r"^up(\d+)": r"h_\1/mlp/c_fc",
-        r"^down(\d+)": r"h_\1/mlp/c_proj",
-        r"^norm/": "ln_f/",
-    },
-    "bert": {
-        r"^embed/": "word_embeddings/",
-        r"^positions/": "position_embeddings/",
-        r"^types/": "token_type_embeddings/",
-        r"^attention(\d+)/qkv": r"layer_\1/query_key_value",
-        r"^attention(\d+)/out": r"layer_\1/attention_output",
-        r"^norm1_(\d+)": r"layer_\1/attention_norm",
-        r"^norm2_(\d+)": r"layer_\1/output_norm",
-        r"^up(\d+)": r"layer_\1/intermediate",
-        r"^down(\d+)": r"layer_\1/output",
-        r"^norm/": "embeddings_norm/",
-        r"^head/": "transform/",
-        r"^head_norm": "transform_norm",
-        r"^bias": "decoder_bias",
-    },
-    "resnet50": {
-        r"^stem": "Conv_0",
-        r"^norm/": "BatchNorm_0/",
-        r"^dense": "Dense_0",
-        r"^conv(\d)_(\d)_0": lambda m: f"Block_{m[2]}/Conv_{int(m[1]) - 1}",
-        r"^norm(\d)_(\d)_0": lambda m: f"Block_{m[2]}/BatchNorm_{int(m[1]) - 1}",
-    },
-}
-
-
-def in_experiments(name, tree):
-    """Rename params by hand to the names in the models of the experiments."""
-    flat = {}
-    for key, value in flax.traverse_util.flatten_dict(tree, sep="/").items():
-        new = key
-        for pattern, replacement in NAMES_IN_EXPERIMENTS[name].items():
-            if re.search(pattern, key):
-                new = re.sub(pattern, replacement, key)
-                break
-        flat[new] = value
-    return flax.traverse_util.unflatten_dict(flat, sep="/")
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.slow("a part of a benchmark")
-def test_the_models_by_hand_give_the_loss_of_those_of_the_experiments(name):
-    case = workload(name, SMALL[name])
-    model = by_hand.build(case)
-    params, state = drawn(case, model)
-    batch = case.random_batch()
-    by_name = once(by_hand.loss_fn_of(model), params, state, batch, None)
-    ours = in_experiments(name, params), {key: in_experiments(name, value) for key, value in state.items()}
-    loss, new_state = once(case.loss_fn(), *ours, batch, None)
-    assert float(loss) == pytest.approx(float(by_name[0]), rel=2e-6)
-    expected = {key: in_experiments(name, value) for key, value in by_name[1].items()}
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), new_state, expected)
-
 
 # The rows.
 
@@ -128,65 +60,6 @@ def test_the_constant_scale_is_the_first_of_the_dynamic_scale_with_finite_gradie
     assert scale == jaxmp.get_loss_scale(state[1]).loss_scale == 2**11
     with pytest.raises(FloatingPointError, match="even without a scale"):
         scaled_steps.settled(start, half, np.full((1, 3), np.inf, np.float32))
-
-
-def test_a_step_with_a_constant_scale_computes_what_a_step_without_scaling_computes():
-    def loss_fn(params, model_state, batch, rng):
-        return jnp.mean((batch @ params) ** 2), model_state
-
-    batch, results = np.arange(6, dtype=np.float32).reshape(2, 3), []
-    for make in (scaled_steps.no_scaling, scaled_steps.with_constant_scale):
-        start, step = make(loss_fn, optax.sgd(0.1), lambda key: (jnp.ones(3), None))
-        (params, *_), loss = step(start(), batch)
-        results.append((np.asarray(params), float(loss)))
-    np.testing.assert_array_equal(results[0][0], results[1][0])
-    assert results[0][1] == results[1][1] and not np.array_equal(results[0][0], np.ones(3))
-
-
-@pytest.mark.parametrize("is_train_step", [True, False])
-def test_a_turn_is_the_call_that_a_user_makes_and_is_compiled_once(is_train_step, monkeypatch):
-    def loss_fn(params, model_state, batch, rng=None):
-        return jnp.mean((params["w"] - batch) ** 2), model_state
-
-    def step(w, batch):
-        loss, grad = jax.value_and_grad(lambda w: loss_fn({"w": w}, None, batch)[0])(w)
-        return w - 0.1 * grad, loss
-
-    called, compiled = [], []
-    kind = TrainStep
-    call = kind.__call__
-    monkeypatch.setattr(kind, "__call__", lambda self, *args: called.append(1) or call(self, *args))
-    tx = optax.sgd(0.1)
-
-    def start():
-        return jaxmp.TrainState.create(params={"w": jnp.ones(3)}, tx=tx) if is_train_step else jnp.ones(3)
-
-    row_step = jax_steps.Made(jaxmp.make_train_step(loss_fn)) if is_train_step else step
-    monkeypatch.setattr(jax_steps, "train_step", lambda case, row: (start, row_step))
-    prepared = jax_steps.prepare(workload("gpt2", SMALL["gpt2"]), ROWS["jaxmp-bf16"], jnp.zeros(3))
-    assert not called and prepared.compile_seconds > 0 and prepared.compiled_bytes > 0
-
-    def listen(event, duration, **_):
-        compiled.extend([event] if "backend_compile" in event else [])
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        losses = [prepared.loss(), prepared.loss()]
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
-    assert losses == pytest.approx([1.0, (1 - 0.2 / 3) ** 2]) and len(called) == (2 if is_train_step else 0)
-    assert not compiled
-
-
-def test_rows_are_chosen_by_name_and_know_what_they_need(monkeypatch):
-    assert list(rows_of("gpt2", ("hand-tf32", "jaxmp-bf16"))) == ["jaxmp-bf16", "hand-tf32"]
-    assert set(rows_of("gpt2")) - set(rows_of("resnet50")) == {
-        key for key in ROWS if re.search("remat|chunk|-auto$", key)
-    }
-    with pytest.raises(ValueError, match=r"--rows must be among jaxmp-bf16, .*; got fp8"):
-        rows_of("gpt2", ("fp8",))
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert [key for key, row in ROWS.items() if row.missing] == ["compile-bf16"]
 
 
 def test_a_bad_flag_ends_the_benchmark_with_one_line(capsys):
@@ -242,12 +115,6 @@ def test_a_run_writes_its_table_continues_and_tries_failed_rows_again(quick, tmp
     with pytest.raises(SystemExit, match="2"):
         train_step.main(dataclasses.replace(config, rounds=3))
     assert "rounds is 20 there and 3 here" in capsys.readouterr().err
-
-
-def test_without_time_rows_are_left_to_the_next_command(quick, tmp_path, capsys):
-    config = train_step.Config(smoke=True, models=("gpt2",), rows=("hand-bf16",), run_dir=tmp_path, minutes=1e-9)
-    assert train_step.main(config) == {} and not quick
-    assert capsys.readouterr().out == f"{measurements.UNFINISHED}\n"
 
 
 def test_each_row_is_measured_in_a_new_process_and_one_that_hangs_is_killed(monkeypatch):

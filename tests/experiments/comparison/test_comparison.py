@@ -128,17 +128,6 @@ def test_training_states_the_zero_gradients_and_the_accuracy_that_follow_from_th
         assert run["test"]["accuracy"] == 1 - zeros and len(run["curve"]) == 2
 
 
-def test_training_that_stops_counts_as_nan(monkeypatch):
-    def stops(*_, **__):
-        raise jaxmp.NonFiniteTrainingError("gradients of 'w'")
-
-    experiment = experiment_of("mixed_float16", 8.0)
-    monkeypatch.setattr(type(experiment.step), "__call__", stops)
-    with Progress("", 2) as progress:
-        run = train(experiment, experiment, 0, progress, "")
-    assert run["failure"] == "gradients of 'w'" and run["curve"] == [] and math.isnan(run["test"]["loss"])
-
-
 @pytest.mark.usefixtures("standard_promotion")  # optax's own Adam needs it
 def test_compare_writes_tables_and_a_picture_and_trains_no_run_twice(tmp_path, data_dir, capsys):
     config = compare.Config(policies=("mixed_float16@none",), seeds=(0,), steps=2, batch_size=32, run_dir=tmp_path)
