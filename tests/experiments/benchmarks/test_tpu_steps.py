@@ -40,15 +40,15 @@ def test_the_best_case_of_a_slice_follows_from_its_slowest_part():
         "params": 10**9, "batch": "8×1024", "peak": 2**33,
         "by_kind": {"params": 2**30, "optimizer": 2**31}, "wire": 6e9, "ideal": 6e9, "tokens": 8192,
         "parts": {"kernels": 400.0, "memory": 100.0, "links": 30.0}, "sent": sent,
-        "setting": {"size": "llama-8B"},
+        "setting": {"size": "llama-8B"}, "findings": [],
     }  # fmt: skip
-    (cells,) = sharded.table_of_slices([slice_row]).rows
-    assert cells[0] == "1,000M (Llama 3)"
-    assert cells[2:5] == ("mixed_bfloat16", "v5e:2x2", "fsdp=2, tensor=2")
-    assert cells[6:] == (
-        "8.00", "3.00", "6.00", "6.00", "6.00", "bfloat16 75%, float32 25%", "400", "100", "30", "20,480",
-        "all-gather bfloat16 fsdp 3.00, all-reduce float32 fsdp 2.00, all-gather float32 fsdp 1.00",
-    )  # fmt: skip
+    table = sharded.table([slice_row], of_tpus=True)
+    cells = dict(zip(table.columns, table.rows[0], strict=True))
+    assert (cells["params"], cells["devices"], cells["mesh"]) == ("1,000M (Llama 3)", "4 (v5e:2x2)", "fsdp=2, tensor=2")
+    assert (cells["peak GiB"], cells["state GiB"], cells["B/param"]) == ("8.00", "3.00", "6.00")
+    assert (cells["kernels ms"], cells["links ms"], cells["tokens/s at best"]) == ("400", "30", "20,480")
+    assert cells["gathered in"] == "bfloat16 75%, float32 25%"
+    assert cells["sent by kind"].startswith("all-gather bfloat16 fsdp 3.00, all-reduce float32 fsdp 2.00")
 
 
 @pytest.mark.slow("compiles whole train steps")
