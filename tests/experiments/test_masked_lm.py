@@ -8,11 +8,11 @@ import jax
 import numpy as np
 import pytest
 
+import jaxmp
 from experiments import masked_lm
 from experiments.data import DataError
 from experiments.data.masking import IGNORE
 from experiments.data.tokens import Bytes
-from experiments.measure import flops
 
 SOON = {"xla_backend_optimization_level": 0}  # compiles faster
 
@@ -54,7 +54,7 @@ def test_products_are_in_half_and_the_loss_is_in_float32(config):
     new_state, metrics = jax.eval_shape(experiment.step.jitted, state, batch)
     assert metrics["loss"].dtype == np.float32
     assert jax.tree.map(lambda leaf: leaf.dtype, new_state) == jax.tree.map(lambda leaf: leaf.dtype, state)
-    assert set(flops.count(experiment.step.jitted, state, batch)) == {"float16"}
+    assert set(jaxmp.inspect.audit(experiment.step, compile=False)(state, batch).flops) == {"float16"}
     assert experiment.batch_size == 16 * 16 and experiment.unit == "tokens"
 
 

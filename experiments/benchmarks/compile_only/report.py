@@ -28,12 +28,11 @@ ABOUT = (
     "`/ torch.compile`: relative to the measured peak of torch.compile under AMP in bfloat16 (torch 2.11.0+cu130, one "
     "H200, 2026-11-20, the same shapes and optimizer): "
     + ", ".join(f"{name} {peak:,} MiB" for name, peak in TORCH_MIB.items()) +
-    ". `saved of fp32`: share saved of the peak by hand in float32. `half FLOPs`: share of the FLOPs that tensor cores "
-    "do in float16 or bfloat16. An attention of cuDNN counts as two products forward and five backward over the whole "
-    "square. `kernels`: kernels that a step launches; a library call counts as one. `GB moved`: bytes read and written "
-    "by kernels other than products, convolutions and attention. `layout GB`: the part of them in kernels that only "
-    "change a layout. `predicted ms`: by `jaxmp.inspect.roofline`. `measured ms`: on one H200, JAX 0.11.2, 2026-11-20, "
-    "with the error of the prediction in brackets."
+    ". `saved of fp32`: share saved of the peak by hand in float32. `half FLOPs`: share of the products' FLOPs in "
+    "float16 or bfloat16. `kernels`: kernels that a step launches; a library call counts as one. `GB moved`: bytes "
+    "read and written by kernels other than products, convolutions and attention. `layout GB`: the part of them in "
+    "kernels that only change a layout. `predicted ms`: by `jaxmp.inspect.roofline`. `measured ms`: on one H200, JAX "
+    "0.11.2, 2026-11-20, with the error of the prediction in brackets."
 )  # fmt: skip
 
 

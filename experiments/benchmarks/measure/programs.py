@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxmp.inspect.compiled import compiling
 from jaxmp.inspect.compiled.hlo import HloProgram, Instruction
-from jaxmp.inspect.compiled.kernels import moved_bytes, product_kind, products_of
+from jaxmp.inspect.compiled.kernels import moved_bytes, product_kind
 
 
 def facts(compiled: Any, program: HloProgram) -> dict[str, Any]:
@@ -54,19 +54,6 @@ def launches(program: HloProgram) -> int:
     """
     kernels = program.instructions_by_run(into_fusions=False, repeat_loops=True)
     return sum(times for _, kernel, times in kernels if kernel.is_kernel)
-
-
-def attention_flops(program: HloProgram) -> dict[str, int]:
-    """Return the FLOPs of cuDNN's fused attentions by dtype.
-
-    An attention has two products forward and five backward. Masked entries count too.
-    """
-    flops = Counter[str]()
-    for computation, instruction, times in program.instructions_by_run(into_fusions=False, repeat_loops=True):
-        for product in products_of(program, computation, instruction, masked=False):
-            if product.kind == "attention":
-                flops[product.dtype] += times * product.flops
-    return dict(flops)
 
 
 def traffic(program: HloProgram) -> tuple[float, float]:
