@@ -37,12 +37,12 @@ import tyro
 import jaxmp
 from experiments import data, image_classification, language_modeling, masked_lm
 from experiments.comparison import report as comparison_report
-from experiments.comparison.outcomes import RESERVED, Outcome, Task, read_variant, train
+from experiments.comparison.outcomes import Outcome, Task, read_variant, train
 from experiments.comparison.picture import picture
 from experiments.report.json_files import numbers, strict_json, write_json
 from experiments.report.progress import UNFINISHED, Progress
 from experiments.report.tables import terminal
-from experiments.training import cli
+from experiments.training import cli, loop
 from experiments.training.environment import environment
 from experiments.training.experiment import Experiment
 from experiments.training.precision import compute_dtype, read_policy
@@ -53,7 +53,7 @@ TASKS = {
     "gpt2": Task(language_modeling, {"model": "gpt2"}),
     "bert": Task(masked_lm, {}),
 }
-# The metric that the picture and the conclusion show for each task.
+# The metric that the picture shows for each task.
 METRICS = {name: "accuracy" if name in data.IMAGES else "loss" for name in TASKS}
 _DEMO_POLICIES = ("mixed_float16@none", "mixed_float16@dynamic", "mixed_bfloat16", "float16@none")
 
@@ -155,7 +155,7 @@ def task_flags(config: Config) -> Any:
       ValueError: ``--flags`` names a flag that the comparison sets.
     """
     task, names = TASKS[config.task], {field.name for field in dataclasses.fields(config)}
-    flags = task.flags(config.flags, RESERVED | names | task.preset.keys() | {"evaluate_every"})
+    flags = task.flags(config.flags, loop.OF_A_RUN | names | task.preset.keys() | {"evaluate_every"})
     changes = {name: value for name in ("steps", "batch_size") if (value := getattr(config, name))}
     return dataclasses.replace(flags, remat=config.remat, data_dir=config.data_dir, **changes)
 
@@ -232,15 +232,12 @@ def missing(outcomes: list[Outcome], seeds: tuple[int, ...]) -> Iterator[tuple[O
 
 
 def report(results: dict[str, list[Outcome]], folder: Path, data: list[str]) -> None:
-    """Print and write the tables and a conclusion, and draw the picture."""
+    """Print and write the tables, and draw the picture."""
     where = environment()
     cores = bool(jaxmp.hardware.detect().tensor_cores)
-    tables = [table for task, outcomes in results.items() for table in comparison_report.tables(task, outcomes, cores)]
-    conclusion = " ".join(
-        comparison_report.conclusion(task, outcomes, METRICS[task]) for task, outcomes in results.items()
-    )
+    tables = [comparison_report.table(task, outcomes, cores) for task, outcomes in results.items()]
     picture(results, METRICS, folder / "compare.png", f"{where['device']}, {where['date'][:10]}")
-    lines = ["# Comparison", "", conclusion, "", "![comparison](compare.png)", ""]
+    lines = ["# Comparison", "", "![comparison](compare.png)", ""]
     lines += [*(f"- {name}: {value}" for name, value in where.items()), *(f"- data: {origin}" for origin in data), ""]
     (folder / "compare.md").write_text("\n".join([*lines, *(table.markdown() for table in tables)]))
     console = terminal()
@@ -249,7 +246,6 @@ def report(results: dict[str, list[Outcome]], folder: Path, data: list[str]) -> 
         console.print()
     for outcome in [o for all_ in results.values() for o in all_ if o.failure]:
         console.print(f"{outcome.label} stopped: {outcome.failure}", markup=False, highlight=False)
-    console.print(conclusion, style="bold", markup=False, highlight=False)
     console.print(f"Picture: {folder / 'compare.png'}", markup=False, highlight=False, soft_wrap=True)
 
 

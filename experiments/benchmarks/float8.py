@@ -15,15 +15,13 @@ parts have 16,384 tokens, or as many as --tokens says. Each way is compared with
 
 - jaxmp: a policy on the model.
 - autocast: jaxmp.autocast, for blocks only.
-- torch: torch.compile with torchao or Transformer Engine. The model has attention heads of width 64 here.
 
 A speed-up is the time in bfloat16 divided by the time of the way in the same round. The median over the rounds is
 shown.
 
 With --device all programs of jaxmp are compiled for a GPU or TPU that is not attached, and nothing is run. For a TPU,
-the speed-up by cycles is that of the cycles that the compiler estimates for all kernels. The run folder
-keeps the results, and the same command continues from there. On one GPU, run a command for each of --routes, because
-JAX does not give back the memory that it once allocated. The run folder holds float8.md, .json and .png.
+the speed-up by cycles is that of the cycles that the compiler estimates for all kernels. The run folder keeps the
+results, and the same command continues from there. It holds float8.md, .json and .png.
 """
 
 from __future__ import annotations
@@ -44,12 +42,8 @@ from jax import lax
 import jaxmp
 from experiments.benchmarks.measure import programs
 from experiments.benchmarks.measure.turns import Prepared, compared
-from experiments.benchmarks.models.workloads import Sizes, workload
 from experiments.benchmarks.shared import measurements, records, scaled_steps
 from experiments.benchmarks.shared.devices import require_gpu
-from experiments.benchmarks.shared.goals import Goal
-from experiments.benchmarks.train_step.measure import start_anew
-from experiments.benchmarks.train_step.rows import Row
 from experiments.measure import memory, timing
 from experiments.models import gpt2
 from experiments.report import plots
@@ -62,20 +56,17 @@ from jaxmp.inspect._roofline.roofline import of_program
 from jaxmp.inspect.compiled import hlo
 
 Part = Literal["product", "layer", "block", "step"]
-Route = Literal["jaxmp", "autocast", "torch"]
+Route = Literal["jaxmp", "autocast"]
 HALF, DEFAULT, FAST, PRECISE = "bfloat16", "float8", "float8, fast", "float8, precise"
 ALL, WIDTHS = (HALF, DEFAULT, FAST, PRECISE), (768, 1024, 2048, 4096, 8192)
 WAYS = {"product": (HALF, FAST, PRECISE), "layer": ALL, "block": ALL, "step": (HALF, DEFAULT)}
 ROUTES: dict[Part, tuple[Route, ...]] = {
     "product": ("jaxmp",),
-    "layer": ("jaxmp", "torch"),
-    "block": ("jaxmp", "autocast", "torch"),
-    "step": ("jaxmp", "torch"),
+    "layer": ("jaxmp",),
+    "block": ("jaxmp", "autocast"),
+    "step": ("jaxmp",),
 }
 SIZES = {"product": WIDTHS, "layer": WIDTHS, "block": (2048, 4096), "step": ("124M", "1.3B", "1.8B")}
-PEERS = (
-    Row("torch.compile, bfloat16", "compile", "bf16"), Row("torchao", "torchao", "bf16"),
-    Row("Transformer Engine", "transformer_engine", "bf16"))  # fmt: skip
 TITLES = {
     "product": "A product with a K×4K matrix in float8",
     "layer": "A layer with a K×4K matrix, with its gradients and quantisation",
@@ -83,11 +74,11 @@ TITLES = {
     "step": "A step of GPT-2 in a loop over its blocks, AdamW",
 }
 TOKENS = 16_384
-"""The tokens of a part for which the goals are set."""
+"""The tokens of a part, unless a flag says otherwise."""
 MIN_DIM = 1536
 """The minimum dimension of a float8 weight in blocks and steps: the default on GPUs."""
 BY_CYCLES = "speed-up by cycles"
-"""The speed-up on a TPU that is not attached. All goals for a TPU are about it."""
+"""The speed-up on a TPU that is not attached."""
 FIGURES = {
     "float8 of products": "", "kernels": ",", "GB moved": ".2f", "GB / bfloat16": ".3f", "peak MiB": ",.0f",
     "MiB / bfloat16": ".3f", "million cycles": ",.1f", BY_CYCLES: ".3f", "ms": ".4g", "speed-up": ".3f",
@@ -98,11 +89,6 @@ ABOUT = (
     "repeated; estimated by the compiler, not run."
 )
 PICTURED = ("speed-up", BY_CYCLES, "GB / bfloat16", "MiB / bfloat16")
-GOALS = {
-    ("block", 2048, "GB / bfloat16"): 1.5, ("step", "1.3B", "MiB / bfloat16"): 0.89,
-    ("step", "1.3B", "speed-up"): 1.15, ("step", "1.8B", "speed-up"): 1.3,
-    ("block", 2048, BY_CYCLES): 1.3, ("block", 4096, BY_CYCLES): 1.3,
-    ("step", "1.3B", BY_CYCLES): 1.3}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,7 +98,7 @@ class Config(records.Timed, records.Pieces, records.Small, records.Absent):
     parts: tuple[Part, ...] = get_args(Part)
     """Parts to measure."""
     routes: tuple[Route, ...] = get_args(Route)
-    """jaxmp: a policy on the model. autocast: jaxmp.autocast. torch: torchao and Transformer Engine, if installed."""
+    """jaxmp: a policy on the model. autocast: jaxmp.autocast."""
     sizes: Annotated[tuple[str, ...], tyro.conf.arg(metavar="SIZE", help_behavior_hint="")] = ()
     """Sizes to measure: widths of products, layers and blocks, and sizes of GPT-2, such as 2048 and 1.3B. (default:
     all)"""
@@ -213,36 +199,18 @@ def ready(part: Part, size: Any, way: str, tokens: int, device: str | None, rout
     return Prepared(turn, about=about)
 
 
-def peer(part: Part, size: Any, row: Row, tokens: int) -> Prepared:
-    """Prepare a way of torch, without figures of its program."""
-    from experiments.benchmarks.train_step import torch_steps
-
-    if part != "step":
-        batch = max(2, tokens // 2048)
-        return torch_steps.layers(row, size, 2 if part == "block" else 0, (batch, tokens // batch))
-    model = model_of(size)
-    sizes = Sizes(tokens // model.sequence, model.sequence, model.layers, model.width, model.vocabulary)
-    case = workload("gpt2", sizes)
-    return torch_steps.prepare(case, row, case.random_batch())
-
-
 def measure(part: Part, size: Any, route: Route, config: Config, progress: Progress) -> dict[str, Any]:
     """Return the figures of each way, relative to bfloat16.
 
     A way that fails has an ``error`` instead.
     """
     tokens = 64 if config.smoke else config.tokens
-    if route != "torch":
-        ways = WAYS[part][: 2 if config.device else None]  # the accumulation changes only the time
-        make = {}
-        for way in ways:
-            make[label(way, route)] = functools.partial(ready, part, size, way, tokens, config.device, route)
-    else:
-        there = [row for row in PEERS if not row.missing]
-        make = {row.label: functools.partial(peer, part, size, row, tokens) for row in there if len(there) > 1}
-        start_anew(there)
+    ways = WAYS[part][: 2 if config.device else None]  # the accumulation changes only the time
+    make = {}
+    for way in ways:
+        make[label(way, route)] = functools.partial(ready, part, size, way, tokens, config.device, route)
     rounds = 0 if config.device else config.rounds
-    rows = compared(make, rounds, config.block_ms, lambda _, text: progress.advance(0, text)) if make else {}
+    rows = compared(make, rounds, config.block_ms, lambda _, text: progress.advance(0, text))
     base = next(iter(rows.values()), {})
     for row in rows.values():
         if "ratio" in row:
@@ -252,8 +220,7 @@ def measure(part: Part, size: Any, route: Route, config: Config, progress: Progr
                 if base.get(key) and key in row}  # fmt: skip
         if "million cycles" in row and "million cycles" in base:
             row[BY_CYCLES] = base["million cycles"] / row["million cycles"]
-    missing = {row.label: {"error": f"not installed: {row.missing}"} for row in PEERS if row.missing}
-    return {"part": part, "size": size, "tokens": tokens, "rows": rows | (missing if route == "torch" else {})}
+    return {"part": part, "size": size, "tokens": tokens, "rows": rows}
 
 
 def tokens_of(case: dict[str, Any]) -> int:
@@ -262,8 +229,8 @@ def tokens_of(case: dict[str, Any]) -> int:
 
 
 def table(part: str, cases: list[dict[str, Any]], smoke: bool) -> Table:
-    """Return a table with a row for each size and way, and the goals."""
-    cells, goals = [], list[str]()
+    """Return a table with a row for each size and way."""
+    cells = []
     for case in cases:
         model = model_of(case["size"])
         size = f"{model.layers} layers of {model.width}" if part == "step" else f"K = {case['size']}"
@@ -273,14 +240,7 @@ def table(part: str, cases: list[dict[str, Any]], smoke: bool) -> Table:
         for way, row in case["rows"].items():
             row = {"float8 of products": row["error"]} if "error" in row else row
             cells.append((size, way, *(f"{row[key]:{form}}" if key in row else "" for key, form in FIGURES.items())))
-        for (of, of_size, figure), limit in GOALS.items():
-            if (of, of_size, tokens) == (part, case["size"], TOKENS):
-                for way in (DEFAULT, label(DEFAULT, "autocast")):
-                    row = case["rows"].get(way)
-                    if row is not None and ("million cycles" in row) == (figure == BY_CYCLES):
-                        name, least = f"{size}{way.removeprefix(DEFAULT)}: {figure}", figure.startswith("speed-up")
-                        goals.append(Goal("", name, row.get(figure), limit, least=least).sentence())
-    return Table(titled(TITLES[part], smoke), ("size", "way", *FIGURES), cells, 2, tuple(goals))
+    return Table(titled(TITLES[part], smoke), ("size", "way", *FIGURES), cells, 2)
 
 
 def pictures(part: str, cases: list[dict[str, Any]]) -> list[plots.Panel]:
@@ -296,7 +256,6 @@ def pictures(part: str, cases: list[dict[str, Any]]) -> list[plots.Panel]:
 
 
 def main(config: Config) -> list[dict[str, Any]]:
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX shares the GPU with torch
     if config.smoke and not config.device and jax.default_backend() != "gpu":
         os.environ.setdefault("JAXMP_FLOAT8", "emulate")
     cases = [(part, size, route) for part in get_args(Part) for size in ((64,) if config.smoke else SIZES[part])
@@ -307,17 +266,16 @@ def main(config: Config) -> list[dict[str, Any]]:
             raise ValueError(f"--tokens must be a multiple of 2048, got {config.tokens}")
         if not config.device:
             require_gpu(config.smoke)
-        where = environment(("torch", "torchao", "transformer_engine"), config.device)
+        where = environment(target=config.device)
         folder = records.folder_of("float8", config, rounds=2)
         setting = {name: getattr(config, name) for name in ("smoke", "rounds", "block_ms")}
         if config.tokens != TOKENS and not config.smoke:
             setting["tokens"] = config.tokens
         saved = measurements.Measurements(folder, config.minutes, where, **setting)
         saved.require_alike("*-*-*.json")
-    routes = {*config.routes} - ({"torch"} if config.device else set())
-    chosen = [case for case in cases if case[0] in config.parts and case[2] in routes and str(case[1]) in sizes]
+    chosen = [case for case in cases if case[0] in config.parts and case[2] in config.routes and str(case[1]) in sizes]
     with Progress("float8", len(chosen)) as progress:
-        for case in sorted(chosen, key=lambda case: case[2]):  # torch last
+        for case in chosen:
             name = "-".join(map(str, case))
             saved.get(name, functools.partial(measure, *case, config, progress), progress)
     results = [record for case in cases if (record := saved.read("-".join(map(str, case))))]

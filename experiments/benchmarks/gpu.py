@@ -29,7 +29,6 @@ import tyro
 
 from experiments.benchmarks.measure import caches
 from experiments.benchmarks.shared import records
-from experiments.benchmarks.train_step.rows import CHUNKS
 from experiments.report.progress import UNFINISHED
 from experiments.training import cli
 
@@ -47,12 +46,10 @@ class Piece(NamedTuple):
     Attributes:
       name: the name of the piece.
       title: what the piece measures.
-      benchmark: the benchmark that the piece runs, or ``compare``.
+      benchmark: the benchmark that the piece runs, or ``compare``. Its results are files of this name.
       flags: the flags of the benchmark.
       smoke: the flags that make the benchmark small.
-      result: the name of the result's files, such as NAME.md.
-      folder: the folder inside the run folder; empty for ``result``. Pieces with the same folder are reported together.
-      limited: whether the benchmark takes ``--minutes``.
+      folder: the folder inside the run folder. Pieces with the same folder are reported together.
       full: the flags at full size.
     """
 
@@ -61,14 +58,8 @@ class Piece(NamedTuple):
     benchmark: str
     flags: tuple[str, ...]
     smoke: tuple[str, ...]
-    result: str
-    folder: str = ""
-    limited: bool = True
+    folder: str
     full: tuple[str, ...] = ()
-
-    def folder_in(self, run_dir: Path) -> Path:
-        """Return the folder that the piece writes to."""
-        return run_dir / (self.folder or self.result)
 
     @property
     def module(self) -> str:
@@ -78,20 +69,17 @@ class Piece(NamedTuple):
     def command(self, run_dir: Path, small: bool, minutes: float) -> list[str]:
         """Return the command line of the piece."""
         flags = [*self.flags, *(self.smoke if small else self.full)]
-        flags += ["--minutes", f"{minutes:.2f}"] if self.limited and minutes else []
-        folder = self.folder_in(run_dir)
+        flags += ["--minutes", f"{minutes:.2f}"] if minutes else []
+        folder = run_dir / self.folder
         if folder.is_relative_to(ROOT):
             folder = folder.relative_to(ROOT)  # results record the command, and should not name this machine's folders
         return [sys.executable, "-m", self.module, *flags, "--run-dir", str(folder)]
 
 
 MODELS = {"bert": "BERT", "gpt2": "GPT-2", "resnet50": "ResNet-50"}
-TRANSFORMERS = ("bert", "gpt2")
 SMOKE = ("--smoke",)
-_TINY = ("--layers", "1", "--width", "64", "--vocabulary", "64", "--rounds", "2", "--block-ms", "1")
-_BRIEF = (*SMOKE, "--rounds", "2", "--block-ms", "1")
 _SHORT = ("--steps", "2", "--batch-size", "4")
-_RESNET = (
+_TRAIN_RESNET = (
     "--task", "cifar10", "--batch-size", "256", "--flags", "model=resnet50", "image-size=224", "epochs=11",
     "optimizer=sgd", "learning-rate=0.1", "weight-decay=5e-4", "schedule=cosine", "flip", "shift=4",
 )  # fmt: skip
@@ -109,12 +97,11 @@ def steps(
     return pieces
 
 
-def images(kind: str, title: str, *flags: str, folder: str = "") -> Piece:
-    """Return a piece that trains ResNet-50 on CIFAR-10, or with ``folder`` only some steps of it."""
-    full = (*_RESNET, "--steps", "200") if folder else (*_RESNET, "--reference", "tensorfloat32")
+def images(kind: str, title: str, policy: str, folder: str = "images") -> Piece:
+    """Return a piece that trains ResNet-50 on CIFAR-10, or with another ``folder`` only some steps of it."""
+    full = (*_TRAIN_RESNET, *(("--reference", "tensorfloat32") if folder == "images" else ("--steps", "200")))
     title = f"ResNet-50 on CIFAR-10 at 224×224: {title}"
-    folder = f"images_{folder}" if folder else "images"
-    return Piece(f"images-{kind}", title, "compare", ("--seeds", "0", *flags), _SHORT, "compare", folder, full=full)
+    return Piece(f"images-{kind}", title, "compare", ("--seeds", "0", "--policies", policy), _SHORT, folder, full)
 
 
 def losses(model: str, steps: str) -> Piece:
@@ -122,19 +109,13 @@ def losses(model: str, steps: str) -> Piece:
     title = f"{MODELS[model]}'s loss in half precision and in float32, over seeds"
     flags = ("--task", model, "--policies", "mixed_bfloat16", "mixed_float16", "--loss-scales", "dynamic")
     small = ("--seeds", "0", *_SHORT, "--flags", "layers=1", "heads=2", "width=32", "context=8", "test-batches=1")
-    full = ("--steps", steps)
-    return Piece(f"accuracy-{model}", title, "compare", flags, small, "compare", f"accuracy_{model}", full=full)
-
-
-def alone(name: str, title: str, *flags: str, smoke: tuple[str, ...] = _BRIEF, limited: bool = True) -> Piece:
-    """Return a piece that runs the benchmark of its name."""
-    return Piece(name, title, name, flags, smoke, name, limited=limited)
+    return Piece(f"accuracy-{model}", title, "compare", flags, small, f"accuracy_{model}", ("--steps", steps))
 
 
 PIECES = (
     *steps("cublas", "bf16 at three settings without products in Triton",
            ("jaxmp-bf16-cublas", "jaxmp-bf16-2chunks-cublas", "jaxmp-bf16-remat-cublas", "hand-bf16",
-            "hand-bf16-cublas", "compile-bf16"), models=TRANSFORMERS),
+            "hand-bf16-cublas", "compile-bf16"), models=("bert", "gpt2")),
     *steps("step", "bf16 at three settings, by hand and torch.compile",
            ("jaxmp-bf16", "jaxmp-bf16-2chunks", "jaxmp-bf16-remat", "hand-bf16", "compile-bf16")),
     *steps("fp16", "fp16 with a dynamic and a constant scale", ("jaxmp-fp16", "jaxmp-fp16-constant", "compile-bf16")),
@@ -143,26 +124,17 @@ PIECES = (
     *steps("tf32", "bf16 and TF32", ("jaxmp-bf16", "jaxmp-tf32"), rounds=5),
     *steps("fp32", "bf16 and fp32", ("jaxmp-bf16", "jaxmp-fp32"), rounds=5),
     *steps("hand-fp32", "bf16, and fp32 by hand", ("jaxmp-bf16", "hand-fp32"), rounds=5),
-    images("bf16", "bf16", "--policies", "mixed_bfloat16"),
-    images("fp16", "fp16", "--policies", "mixed_float16"),
-    images("fp32", "some steps of fp32, for its time and memory", "--policies", "float32", folder="fp32"),
-    images("tf32", "TF32, which accuracies are compared with", "--policies", "tensorfloat32"),
-    *steps("chunks", "time and memory by the chunks of the cross-entropy", (*CHUNKS, "compile-bf16"),
-           models=TRANSFORMERS),
-    alone("float8", "the speed-up of float8 in products, blocks and steps", "--routes", "jaxmp", "autocast"),
-    alone("low_precision", "an update's bytes and time by the storage of params and moments",
-          smoke=(*_BRIEF, "--rows", "8"), limited=False),
-    *steps("scaling", "fp16 with the loss scaling of jaxmp, jmp and Flax",
-           ("jaxmp-fp16", "hand-fp16", "jmp-fp16", "flax-fp16")),
-    *steps("torch", "half precision in torch", ("compile-bf16", "compile-fp16", "torch-bf16", "torch-fp16")),
-    *steps("float32-peers", "TF32 and fp32 by hand and in torch",
-           ("jaxmp-tf32", "hand-tf32", "torch-tf32", "compile-tf32", "torch-fp32", "compile-fp32"), rounds=5),
-    alone("loss_scaling", "the time that loss scaling adds to a step", "--models", "gpt2", "mlp",
-          smoke=(*_TINY, "--batch-size", "2", "--sequence", "8")),
+    images("bf16", "bf16", "mixed_bfloat16"),
+    images("fp16", "fp16", "mixed_float16"),
+    images("fp32", "some steps of fp32, for its time and memory", "float32", "images_fp32"),
+    images("tf32", "TF32, which accuracies are compared with", "tensorfloat32"),
+    Piece("float8", "the speed-up of float8 in products, blocks and steps", "float8", (),
+          (*SMOKE, "--rounds", "2", "--block-ms", "1"), "float8"),
+    Piece("loss_scaling", "the time that loss scaling adds to a step", "loss_scaling", ("--models", "gpt2", "mlp"),
+          ("--layers", "1", "--width", "64", "--vocabulary", "64", "--rounds", "2", "--block-ms", "1",
+           "--batch-size", "2", "--sequence", "8"), "loss_scaling"),
     losses("gpt2", "1000"),
     losses("bert", "750"),
-    Piece("float8-peers", "the speed-up of float8 in torchao and Transformer Engine", "float8", ("--routes", "torch"),
-          _BRIEF, "float8"),
 )  # fmt: skip
 """All pieces, the most valuable first. Variants of a step are rows that differ in an option of `Row`."""
 
@@ -234,8 +206,8 @@ def run(piece: Piece, folder: Path, small: bool, minutes: float) -> bool:
 
 def publish(piece: Piece, folder: Path, device: str) -> None:
     """Copy a result, complete or not, to the results of today."""
-    name = f"{piece.folder or piece.result}-{datetime.date.today():%Y%m%d}-{device}"
-    for file in piece.folder_in(folder).glob(f"{piece.result}.*"):
+    name = f"{piece.folder}-{datetime.date.today():%Y%m%d}-{device}"
+    for file in (folder / piece.folder).glob(f"{piece.benchmark}.*"):
         (RESULTS / name).mkdir(parents=True, exist_ok=True)
         shutil.copyfile(file, RESULTS / name / file.name)
 

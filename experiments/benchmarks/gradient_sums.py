@@ -27,7 +27,7 @@ import numpy as np
 import jaxmp
 from experiments.benchmarks.shared import records
 from experiments.report import plots
-from experiments.report.tables import Table
+from experiments.report.tables import Table, percent
 from experiments.training import cli
 from experiments.training.environment import environment
 
@@ -133,11 +133,6 @@ def measure(case: Case, half: str) -> dict[str, Any]:
     want = gradient(case, half, "float64")
     errors = {way: float(np.linalg.norm(gradient(case, half, way) - want) / np.linalg.norm(want)) for way in WAYS}
     return {"case": case.name, "text": case.text, "half": half, "errors": errors}
-
-
-def percent(value: float) -> str:
-    """Format an error in percent."""
-    return f"{100 * value:.2g} %" if value < 0.1 else f"{100 * value:.0f} %"
 
 
 def main(config: Config) -> list[dict[str, Any]]:

@@ -17,7 +17,6 @@ The run folder holds tune.md and tune.json.
 from __future__ import annotations
 
 import dataclasses
-import math
 import time
 from collections.abc import Callable
 from typing import Any, Literal
@@ -32,7 +31,7 @@ from experiments.benchmarks.models.workloads import SMOKE, workload
 from experiments.benchmarks.shared import records
 from experiments.models.images import ResNet
 from experiments.report.progress import Progress
-from experiments.report.tables import Table, titled
+from experiments.report.tables import Table, percent, titled
 from experiments.training import cli
 from experiments.training.environment import environment
 from jaxmp.inspect._tune.measurement import Measurement, without_policies
@@ -183,11 +182,6 @@ def measure(name: str, half: str, smoke: bool) -> dict[str, Any]:
         "evaluations": tuned.evaluations,
         "seconds": seconds,
     }
-
-
-def percent(error: float) -> str:
-    """Format an error in percent for a table cell."""
-    return f"{100 * error:.2g} %" if math.isfinite(error) else "not finite"
 
 
 def table(results: list[dict[str, Any]], title: str) -> Table:

@@ -17,10 +17,8 @@ import optax
 import tyro
 
 import jaxmp
-from experiments.measure import flops
 from experiments.measure.gradients import gradients, zero_share
 from experiments.report.progress import Progress
-from experiments.training import loop
 from experiments.training.experiment import Experiment, PendingMetrics
 from experiments.training.precision import read_low_precision
 from jaxmp.inspect.compiled import compiling
@@ -138,7 +136,6 @@ def train(
       - ``failure``: the reason why training stopped early, or empty
       - ``ms``: the milliseconds of a step, without the first one, which compiles
       - ``step_bytes``: the peak memory of the compiled step; None if the compiler does not say
-      - ``flops``: the FLOPs of a step's products, by dtype
       - ``zero_activations``, ``zero_params``: the share of gradients that became zero (see :func:`zeros`); nan
         without ``count_zeros``
     """
@@ -155,7 +152,6 @@ def train(
         state = experiment.create(init_params(experiment, baseline, seed))
         batch = next(experiment.train_batches(seed))
         compiled = experiment.step.lower(state, batch).compile()  # the loop reuses this program
-        counted = flops.count(experiment.step.jitted, state, batch)
         test = dict.fromkeys(("loss", "accuracy"), math.nan)
         try:
             for step, batch in enumerate(itertools.islice(experiment.train_batches(seed), experiment.steps), 1):
@@ -182,7 +178,6 @@ def train(
         "failure": failure,
         "ms": 1000 * seconds / max(1, experiment.steps - 1),
         "step_bytes": compiling.peak_bytes(compiled),
-        "flops": counted,
         "zero_params": zero_params,
         "zero_activations": zero_activations,
     }
@@ -207,7 +202,3 @@ def _cast_like(params: Any, like: Any) -> Any:
     A copy is needed because the step donates its state.
     """
     return jax.tree.map(lambda param, other: jnp.array(param, other.dtype), params, like)
-
-
-RESERVED = loop.OF_A_RUN
-"""Flags of a training script that every comparison sets itself."""

@@ -10,7 +10,7 @@ import functools
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +19,6 @@ import numpy as np
 from experiments.data.source import Columns, DataError, read
 
 Batch = dict[str, jax.Array]
-T = TypeVar("T")
-
-DEVICE_SHARE = 0.25  # the share of the device's memory that a split may take; larger splits stay on the host
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,28 +117,10 @@ plain = jax.jit(as_input, static_argnames="pixels")
 
 
 class Images(NamedTuple):
-    """A split: ``image`` uint8 (n, height, width, channels) and ``label`` int32 (n,).
+    """A split on the device: ``image`` uint8 (n, height, width, channels) and ``label`` int32 (n,)."""
 
-    Both arrays are on the device or both are on the host. From the host, each batch is sent while the device works on
-    the previous batch. Batches from the host and from the device are equal, bit for bit.
-    """
-
-    image: jax.Array | np.ndarray
-    label: jax.Array | np.ndarray
-
-    @property
-    def on_host(self) -> bool:
-        return isinstance(self.image, np.ndarray)
-
-
-def hold(columns: Columns, share: float = DEVICE_SHARE) -> Images:
-    """Put a split on the device if it takes at most a share of the device's memory.
-
-    The split comes from :func:`experiments.data.source.read`.
-    """
-    limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", np.inf)
-    images = Images(columns["image"], columns["label"].astype(np.int32))
-    return images if images.image.nbytes > share * limit else on_device(columns)
+    image: jax.Array
+    label: jax.Array
 
 
 def on_device(columns: Columns) -> Images:
@@ -187,21 +166,13 @@ def epochs(
     """
     steps, key = steps_per_epoch(images, batch_size), jax.random.key(seed)
 
-    def raw() -> Iterator[tuple[jax.Array, jax.Array, jax.Array, int]]:
-        first_epoch, first_step = divmod(start, steps)
-        for epoch in itertools.count(first_epoch):
-            order_key, shift_key = jax.random.split(jax.random.fold_in(key, epoch))
-            order = _order(order_key, len(images.label))
-            order = np.asarray(order) if images.on_host else order
-            for step in range(first_step if epoch == first_epoch else 0, steps):
-                if images.on_host:
-                    taken = _send(images, order[step * batch_size : (step + 1) * batch_size])
-                else:
-                    taken = _take(images, order, step * batch_size, batch_size)
-                yield *taken, shift_key, step
-
-    for image, label, shift_key, step in _ahead(raw()) if images.on_host else raw():
-        yield {"image": augmented(image, shift_key, step, shift, flip, pixels), "label": label}
+    first_epoch, first_step = divmod(start, steps)
+    for epoch in itertools.count(first_epoch):
+        order_key, shift_key = jax.random.split(jax.random.fold_in(key, epoch))
+        order = _order(order_key, len(images.label))
+        for step in range(first_step if epoch == first_epoch else 0, steps):
+            image, label = _take(images, order, step * batch_size, batch_size)
+            yield {"image": augmented(image, shift_key, step, shift, flip, pixels), "label": label}
 
 
 def in_order(images: Images, batch_size: int, pixels: Pixels = AS_STORED) -> Iterator[Batch]:
@@ -210,13 +181,9 @@ def in_order(images: Images, batch_size: int, pixels: Pixels = AS_STORED) -> Ite
     The last batch may be smaller.
     """
     n = len(images.label)
-    parts = (slice(start, min(start + batch_size, n)) for start in range(0, n, batch_size))
-    if images.on_host:
-        raw = _ahead(_send(images, np.arange(n)[part]) for part in parts)
-    else:
-        order = jnp.arange(n)
-        raw = (_take(images, order, part.start, part.stop - part.start) for part in parts)
-    for image, label in raw:
+    order = jnp.arange(n)
+    for start in range(0, n, batch_size):
+        image, label = _take(images, order, start, min(batch_size, n - start))
         yield {"image": plain(image, pixels=pixels), "label": label}
 
 
@@ -225,24 +192,10 @@ def _order(key: jax.Array, n: int) -> jax.Array:
     return jax.random.permutation(key, n)
 
 
-# A separate function, so that the program of the augmentation is the same for images from the host.
 @functools.partial(jax.jit, static_argnames="count")
 def _take(images: Images, order: jax.Array, start: int, count: int) -> tuple[jax.Array, jax.Array]:
     rows = jax.lax.dynamic_slice(order, (start,), (count,))
     return images.image[rows], images.label[rows]
-
-
-def _send(images: Images, rows: np.ndarray) -> tuple[jax.Array, jax.Array]:
-    return jax.device_put((images.image[rows], images.label[rows]))
-
-
-def _ahead(items: Iterator[T]) -> Iterator[T]:
-    """Yield the items; before yielding an item, compute the next one."""
-    ahead = next(items)
-    for item in items:
-        yield ahead
-        ahead = item
-    yield ahead
 
 
 class Data(NamedTuple):
@@ -265,10 +218,10 @@ class Data(NamedTuple):
 
 @functools.cache
 def load(dataset: str, data_dir: Path | None) -> Data:
-    """Read the training and held-out images. They are kept on the device if they fit."""
+    """Read the training and held-out images onto the device."""
     splits, origin = read(dataset, data_dir)
     # The digits are not normalised and stay in [0, 1].
     mean, std = ((), ()) if dataset == "digits" else statistics(splits["train"]["image"])
     classes = 1 + max(int(split["label"].max()) for split in splits.values())
-    train, test = hold(splits["train"]), hold(splits["test"])
+    train, test = on_device(splits["train"]), on_device(splits["test"])
     return Data(train, test, classes, mean, std, origin)

@@ -1,1 +1,1 @@
-"""Measure a step: time, memory, FLOPs and zero gradients."""
+"""Measure a step: time, memory and zero gradients."""

@@ -12,21 +12,6 @@ from jaxmp.inspect.compiled import compiling
 from jaxmp.training.step import TrainStep
 
 
-def of_step(step: Callable[..., Any], args: tuple[Any, Any], device: str | None = None) -> int:
-    """Return the peak bytes of a step. The arguments are those of :func:`compiled`.
-
-    Raises:
-      ValueError: the compiler does not report the memory of a step.
-    """
-    needed = compiling.peak_bytes(compiled(step, args, device))
-    if needed is None:
-        raise ValueError(
-            "the compiler must report how much memory a step needs, but this device's compiler does not; compile for a "
-            "device that is not attached"
-        )
-    return needed
-
-
 def compiled(step: Callable[..., Any], args: tuple[Any, Any], device: str | None = None) -> Any:
     """Compile a step for a state, which is donated, and a batch.
 

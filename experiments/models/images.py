@@ -14,8 +14,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from experiments.models.pooling import max_pool
-
 KERNEL_INIT = nn.initializers.variance_scaling(2.0, "fan_out", "normal")
 MOMENTUM = 0.9  # the momentum of the running statistics
 WIDTHS = {"basic": 1, "bottleneck": 4}  # the output channels of a block, in multiples of its width
@@ -108,7 +106,7 @@ class ResNet(nn.Module):
         x = _conv(self.width, 3, 1)(images) if self.small_images else _conv(self.width, 7, 2)(images)
         x = nn.relu(nn.BatchNorm(use_running_average=not train, momentum=MOMENTUM)(x))
         if not self.small_images:
-            x = max_pool(x)
+            x = nn.max_pool(x, (3, 3), (2, 2), padding=((1, 1), (1, 1)))
         for stage, blocks in enumerate(self.stages):
             for i in range(blocks):
                 stride = 2 if stage and i == 0 else 1

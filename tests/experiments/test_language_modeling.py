@@ -1,4 +1,4 @@
-"""GPT-2 on any text: training, resuming, sampling, and defaults of flags."""
+"""GPT-2 on any text: training, the optimizer and sampling."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 
 from experiments import language_modeling
-from experiments.data import DataError, tokens
-from experiments.training import loop, sampling, text_training
+from experiments.data import tokens
+from experiments.training import sampling, text_training
 
-NEXT_TOKEN = dict.fromkeys(("layers", "heads", "width", "schedule")) | {"vocabulary": 50}
 LINES = "to be or not to be, that is the question\n\nwhether tis nobler in the mind to suffer\n\n"
 
 
@@ -52,66 +51,6 @@ def test_gpt2_learns_a_text_and_writes_in_its_words(config):
 
 
 # --- flags ----------------------------------------------------------------------------------------------------------
-
-
-def test_flags_that_are_not_given_depend_on_the_model_its_size_and_the_device(monkeypatch):
-    plain = text_training.settled(language_modeling.Config(), "next_token")
-    assert (plain.vocabulary, plain.context, plain.batch_size, plain.steps) == (2048, 4, 8192, 150)
-    assert (plain.learning_rate, plain.test_batches, plain.layers) == (3e-3, 8, None)
-    small = text_training.settled(language_modeling.Config(layers=2), "gpt2")
-    assert (small.layers, small.width, small.context) == (2, 128, 128)
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    large = text_training.settled(language_modeling.Config(), "gpt2")
-    assert (large.layers, large.heads, large.width, large.context, large.batch_size) == (12, 12, 768, 1024, 16)
-    assert text_training.settled(language_modeling.Config(), "bert").context == 512
-
-    flags = language_modeling.settled(language_modeling.Config(model="gpt2", size="7B", layers=2))
-    assert (flags.layers, flags.heads, flags.width, flags.context) == (2, 32, 4096, 2048)
-    with pytest.raises(ValueError, match="--model next_token has no --size, got 7B; --model gpt2 has"):
-        language_modeling.prepare(language_modeling.Config(size="7B"))
-
-
-def test_a_size_has_the_params_that_its_name_says(config):
-    def count(vocabulary, layers, heads, width, context):
-        assert width // heads in (64, 128)
-        return (vocabulary + context) * width + layers * (12 * width + 13) * width + 2 * width
-
-    for size, flags in language_modeling.SIZES.items():
-        unit = {"M": 10**6, "B": 10**9}[size[-1]]
-        decimals = len(size.partition(".")[2][:-1])
-        assert f"{count(50304, **flags) / unit:.{decimals}f}" == size[:-1]
-        assert flags["context"] == (1024 if unit == 10**6 else 2048)
-    none = dict.fromkeys(("layers", "heads", "width", "context"))
-    flags = language_modeling.settled(dataclasses.replace(config, size="355M", **none))
-    flags = dataclasses.replace(flags, vocabulary=1000, layers=2, context=16)  # these flags are kept
-    model = language_modeling.gpt2(flags, text_training.load(flags)).model
-    shapes = jax.tree.leaves(jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32)))
-    assert sum(leaf.size for leaf in shapes) == count(1024, 2, 16, 1024, 16)
-
-
-def test_flags_that_do_not_suit_the_text_or_the_model_are_errors(config):
-    for flags, message in [
-        ({"vocabulary": 100}, "--vocabulary must be at least the 257 tokens of bytes, got 100"),
-        ({"tokens": "pairs", "vocabulary": 0}, "2 to 65536 tokens, got --vocabulary 0"),
-        ({"weight_decay": math.inf}, "--weight-decay must be at least 0 and finite, got inf"),
-        ({"model": "next_token", **NEXT_TOKEN, "context": 9000}, "more than the 9000 pairs of bytes of --context, got"),
-        ({"context": 5000}, "shorter than the held-out text of .* tokens, got --context 5000"),
-        ({"tokens": "pairs", "prompt": "a"}, "--prompt must have at least one token, got 'a', which has no pairs"),
-        ({"remat": "atention"}, "unknown remat policy 'atention'"),
-        ({"override": ("ln_g=float32",)}, "ln_g"),
-    ]:
-        with pytest.raises((ValueError, DataError), match=message):
-            language_modeling.prepare(dataclasses.replace(config, **{"override": (), **flags}))
-
-
-def test_a_prompt_may_be_invalid_utf8_and_a_text_is_shown_without_control_characters(config, monkeypatch):
-    monkeypatch.setattr(sampling, "sample", lambda apply, params, prompt, count, **options: [33])
-    flags = text_training.settled(config, "gpt2")
-    flags = dataclasses.replace(flags, prompt=b"to \xff".decode(errors="surrogateescape"))
-    task = language_modeling.gpt2(flags, text_training.load(flags))
-    assert task.closing(task.model, None, {"loss": 1.0}).texts["Sample"] == "to \ufffd!"
-
-    assert loop._readable("ä☃\n\t\x1b[2J\x07\r\x85") == "ä☃\n\t\ufffd[2J\ufffd\ufffd\ufffd"
 
 
 def test_only_matrices_decay_long_gradients_are_clipped_and_the_schedule_rises_and_falls(config):
@@ -166,19 +105,6 @@ def test_a_sample_goes_on_from_its_prompt_through_a_window_that_moves():
 
     with pytest.raises(ValueError, match="a prompt of at least one token, got none; write --prompt"):
         sampling.sample(counting, jnp.float32(1.0), [], 3, context=4)
-
-
-def test_tokens_are_drawn_by_temperature_among_the_likeliest():
-    logits = jnp.log(jnp.asarray([0.5, 0.3, 0.15, 0.05]))
-    keys = jax.random.split(jax.random.key(0), 4000)
-
-    def shares(temperature: float, top_k: int) -> np.ndarray:
-        draw = jax.jit(jax.vmap(lambda key: sampling.choose(key, logits, temperature, top_k)))
-        return np.bincount(np.asarray(draw(keys)), minlength=4) / 4000
-
-    np.testing.assert_allclose(shares(1.0, 0), [0.5, 0.3, 0.15, 0.05], atol=0.03)
-    sharp = np.asarray([0.5, 0.3, 0.15, 0]) ** 2
-    np.testing.assert_allclose(shares(0.5, 3), sharp / sharp.sum(), atol=0.03)
 
 
 def test_bfloat16_params_that_are_rounded_stochastically_are_a_flag(config, tmp_path):

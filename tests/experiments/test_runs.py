@@ -18,8 +18,7 @@ from run_tools import run_main, start
 import jaxmp
 from experiments import image_classification, language_modeling
 from experiments.benchmarks import loss_scaling
-from experiments.training import cli, loop
-from experiments.training.experiment import describe
+from experiments.training import loop
 
 SOURCES = str(Path(sysconfig.get_path("stdlib"), "asyncio"))  # reading the whole library takes seconds
 FILES = ["checkpoints", "config.json", "curves.png", "memory.json", "metrics.csv", "plan.json", "summary.json"]
@@ -104,41 +103,6 @@ def test_a_folder_with_another_run_or_without_one_is_an_error(tmp_path, data_dir
         assert message in capsys.readouterr().err
 
 
-def test_the_plan_and_the_memory_of_a_step_that_ran_compile_nothing_and_an_error_is_a_warning(tmp_path, data_dir):
-    compiled = []
-
-    def count(event, *_, **__):
-        compiled.append(event) if event.endswith("backend_compile_duration") else None
-
-    config = image_classification.Config(policy="mixed_bfloat16", autocast=True, data_dir=data_dir)
-    experiment = image_classification.prepare(config)
-    batch = next(experiment.train_batches(0))
-    state, metrics = jax.block_until_ready(experiment.step(experiment.init(0), batch))
-    jax.monitoring.register_event_duration_secs_listener(count)
-    try:
-        describe(experiment, state, batch, tmp_path)
-    finally:
-        jax.monitoring.unregister_event_duration_listener(count)
-    plan, memory = (json.loads((tmp_path / name).read_text()) for name in ("plan.json", "memory.json"))
-    assert not compiled and "product" in {row["why"] for row in plan["rows"]} and memory["peak"] > 0
-
-    broken = dataclasses.replace(experiment, cast_plan=None, step=None)
-    with pytest.warns(UserWarning, match="has no (plan|memory).json"):
-        describe(broken, state, batch, tmp_path / "none")
-    assert metrics["loss"] > 0 and not (tmp_path / "none").exists()
-
-
-def test_a_folder_that_cannot_be_written_to_or_has_no_name_is_an_error(tmp_path, capsys):
-    (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match=r"nothing can be written to .*file/run \(.+\); take another --run-dir"):
-        cli.run_folder("name", tmp_path / "file" / "run")
-    with pytest.raises(SystemExit) as end:
-        cli.parse(cli.Training, "", ["--run-dir", ""])
-    shown = " ".join(capsys.readouterr().err.replace("│", " ").split())
-    assert end.value.code == 2 and "a folder must have a name, got ''" in shown
-    assert cli.parse(cli.Training, "", ["--run-dir", "."]).run_dir == Path()
-
-
 @pytest.mark.once
 def test_language_modeling_trains_two_steps_and_warns_without_a_loss_scale(tmp_path, data_dir):
     flags = {"dataset": SOURCES, "vocabulary": 64, "batch_size": 128, "steps": 2, "test_batches": 2}
@@ -175,15 +139,3 @@ def test_the_benchmark_of_loss_scaling_times_every_variant_and_writes_what_it_fo
     assert len(losses) == 8 and losses == pytest.approx([losses[0]] * 8, rel=0.2)  # all trained in the same way
     for label in ("no scaling", "jaxmp.loss_scaling", "jmp.DynamicLossScale", "flax DynamicScale"):
         assert label in printed and label in (folder / "loss_scaling.md").read_text()
-
-
-def test_a_run_that_is_stopped_has_the_rows_of_all_its_steps(tmp_path, data_dir):
-    config = image_classification.Config(data_dir=data_dir, run_dir=tmp_path, steps=9, checkpoint_every=0)
-    experiment = image_classification.prepare(config)
-    with pytest.raises(KeyboardInterrupt), loop.Run("image_classification", config, experiment) as run:
-        for step, batch in enumerate(run.batches(), 1):
-            run.state, metrics = experiment.step(run.state, batch)
-            run.log(metrics)
-            if step == 5:
-                raise KeyboardInterrupt
-    assert [row["step"] for row in read_rows(tmp_path)] == ["1", "2", "3", "4", "5"]

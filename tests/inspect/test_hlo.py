@@ -13,6 +13,7 @@ import jaxmp
 from experiments.benchmarks.measure import programs
 from jaxmp.cli import main
 from jaxmp.inspect.compiled import hlo, memory_of_hlo
+from jaxmp.inspect.compiled.kernels import products_of
 
 # A shortened program, as XLA schedules it for GPUs. It has a loop of four products that read slices of their operand, a
 # fused attention forward and backward, a transpose and a reduction.
@@ -118,7 +119,11 @@ ENTRY %main (x: bf16[4,8,16], i: s32[], y: bf16[1,8,16]) -> bf16[1,8,16] {
 
 def test_attention_has_two_products_forward_and_five_backward():
     product_flops = 2 * (2 * 8 * 4 * 16) * 8
-    assert programs.attention_flops(PROGRAM) == {"bfloat16": 7 * product_flops}
+    kernels = PROGRAM.instructions_by_run(into_fusions=False)
+    products = [product for name, kernel, _ in kernels for product in products_of(PROGRAM, name, kernel, masked=False)]
+    attention = [product for product in products if product.kind == "attention"]
+    assert {product.dtype for product in attention} == {"bfloat16"}
+    assert sum(product.flops for product in attention) == 7 * product_flops
     assert programs.products(PROGRAM) == Counter({"dot bf16×bf16": 1, "attention bf16×bf16": 2})
 
 

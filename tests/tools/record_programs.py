@@ -19,7 +19,6 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
 
 import argparse
 import functools
-import importlib
 import re
 import sys
 import urllib.parse
@@ -37,8 +36,7 @@ import mesh_steps
 from autocast_tools import in_turn
 
 import jaxmp
-from experiments.benchmarks.real_libraries import collect
-from experiments.benchmarks.real_libraries.registry import PROGRAMS
+from experiments.benchmarks.real_libraries.registry import programs
 from jaxmp.sharding import Sharding
 
 PARTS = ("cases", "layers", "models", "steps", "libraries")
@@ -125,10 +123,8 @@ def steps() -> Iterator[tuple[str, Callable[[], str]]]:
 
 def libraries() -> Iterator[tuple[str, Callable[[], str]]]:
     """Yield the programs of real libraries and of papers, with their gradients."""
-    for family in collect.FAMILIES:
-        importlib.import_module(f"experiments.benchmarks.real_libraries.{family}")
-    for program in PROGRAMS:
-        if not collect.is_installed(program.library):
+    for program in programs():
+        if not program.is_installed:
             continue
 
         def record(program: Any = program) -> str:

@@ -12,7 +12,6 @@ from typing import Any, Literal, get_args
 from experiments import language_modeling
 from experiments.benchmarks.measure.sharded import Way, measure
 from experiments.benchmarks.shared import measurements, records
-from experiments.benchmarks.shared.goals import Goal
 from experiments.models import gpt2
 from experiments.models.llama import Llama
 from experiments.report.progress import Progress
@@ -24,31 +23,27 @@ from jaxmp.inspect.compiled import targets
 Size = Literal[language_modeling.Size, "llama-8B"]
 """A size of GPT-2 by number of params, or Llama 3 with 8 billion params."""
 GIB = 2**30
-PEAKS, WIRE = {"1558M": 5.7, "7B": 16.8}, 1.02
-"""Goals for eight GPUs: the peak in GiB on each GPU, and the bytes that a GPU sends relative to the ideal."""
-COLUMNS = ("params", "by", "GPUs", "batch", "peak GiB", "state GiB", "sent GB", "B/param", "ideal", "sent by kind")
+COLUMNS = ("params", "by", "policy", "devices", "mesh", "batch", "peak GiB", "state GiB", "sent GB", "B/param", "ideal")
+TPU_COLUMNS = ("kernels ms", "memory ms", "links ms", "tokens/s at best")
+LAST_COLUMNS = ("gathered in", "sent by kind")
 ABOUT = (
     "Compiled, not run: forward, backward, clipping and AdamW of GPT-2. The blocks are a loop, and the backward pass "
     "recomputes each block. `by` says how the step was written. Linen and NNX: `make_train_step(sharding=)` with a "
-    "model under a policy; autocast: the same with the Linen model under autocast; hand: "
-    "experiments/benchmarks/models/stacked.py. All figures are per GPU. `peak`: arguments, temporaries, and results "
-    "that do not reuse an argument's memory, without the memory of CUDA and NCCL themselves. `state`: params and "
-    "optimizer state in float32. `sent`: bytes sent in a step with ring algorithms. `ideal`: weights gathered twice in "
-    "16 bits, gradients reduced once in float32."
+    "model under a policy; autocast: the same with the Linen model under autocast. All figures are "
+    "per device. `peak`: arguments, temporaries, and results that do not reuse an argument's memory, without the "
+    "memory of CUDA and NCCL themselves. `state`: params and optimizer state in float32. `sent`: bytes sent in a step "
+    "with ring algorithms. `ideal`: weights gathered twice in 16 bits, gradients reduced once in float32. `gathered "
+    "in`: the dtypes of the all-gathers, by their share of the bytes."
 )
 SLICES = "tpu_slices"
 """The name of the files with the results for slices of TPUs."""
-SLICE_COLUMNS = (
-    "params", "by", "policy", "slice", "mesh", "batch", "peak GiB", "state GiB", "sent GB", "B/param", "ideal",
-    "gathered in", "kernels ms", "memory ms", "links ms", "tokens/s at best", "sent by kind")  # fmt: skip
 ABOUT_SLICES = (
     "On TPUs, `kernels ms` is the compiler's own estimate of the cycles of all kernels, divided by the clock. `memory "
     "ms` is the time in which the peak bandwidth moves all bytes, and `links ms` the time in which all links of a "
     "device send its bytes. The three run at the same time, so the step takes at least the longest of them: `tokens/s "
-    "at best` is for the whole slice. `gathered in` has the dtypes of the all-gathers, by their share of the bytes. "
-    "Cycles estimated by the compiler, not run."
+    "at best` is for the whole slice. Cycles estimated by the compiler, not run."
 )
-NAMES: dict[Way, str] = {"linen": "Linen", "autocast": "autocast", "nnx": "NNX", "hand": "hand"}
+NAMES: dict[Way, str] = {"linen": "Linen", "autocast": "autocast", "nnx": "NNX"}
 
 
 def mesh_of(text: str, gpus: int) -> dict[str, int]:
@@ -72,25 +67,33 @@ def model_of(size: Size, smoke: bool = False) -> gpt2.GPT2 | Llama:
     return Llama(vocabulary=96, sequence=32, layers=2, heads=4, groups=2, width=64, hidden=96) if smoke else Llama()
 
 
-def table(rows: list[dict[str, Any]]) -> Table:
-    """Return a table with a row for each model and cluster, and the goals."""
-    cells, goals = [], []
+def table(rows: list[dict[str, Any]], of_tpus: bool) -> Table:
+    """Return a table with a row for each model and cluster or slice.
+
+    The findings of the audit are below the table.
+    """
+    cells, notes = [], []
     for row in rows:
-        sent, peak, params = row["sent"], row["peak"] / GIB, row["params"]
+        params, state = row["params"], row["by_kind"]["params"] + row["by_kind"]["optimizer"]
         cells.append((
-            _params_of(row), NAMES[row["way"]], f"{row['gpus']} ({row['topology']})", row["batch"],
-            f"{peak:.1f}",
-            f"{(row['by_kind']['params'] + row['by_kind']['optimizer']) / GIB:.1f}", f"{row['wire'] / 1e9:.2f}",
+            _params_of(row), NAMES[row["way"]], row["policy"], f"{row['gpus']} ({row['topology']})", _mesh_text(row),
+            row["batch"], f"{row['peak'] / GIB:.2f}", f"{state / GIB:.2f}", f"{row['wire'] / 1e9:.2f}",
             f"{row['wire'] / params:.2f}", f"{row['ideal'] / params:.2f}",
-            ", ".join(f"{name} {wire / 1e9:.2f}" for name, wire in sent.items() if wire >= 1e7),
+            *(_best_case(row) if of_tpus else ()),
+            _dtypes_of_gathers(row["sent"]),
+            ", ".join(f"{name} {wire / 1e9:.2f}" for name, wire in row["sent"].items() if wire >= 1e7),
         ))  # fmt: skip
-        name = f"{row['setting']['size']} by {NAMES[row['way']]} on {row['topology']}:"
-        if row["gpus"] == 8 and row["setting"]["size"] in PEAKS:
-            goals.append(Goal("peak", f"{name} GiB at the peak", peak, PEAKS[row["setting"]["size"]], form=".2f"))
-            goals.append(Goal("wire", f"{name} bytes sent / ideal", row["wire"] / row["ideal"], WIRE))
-            goals.append(Goal("wide", f"{name} float32 gathers of over 1 MB", row["wide_gathers"], 0, form="d"))
-        goals += [Goal("", f"{name} findings of the audit", len(row["findings"]), 0, form="d")]
-    return Table("Each GPU", COLUMNS, cells, 4, tuple(goal.sentence() for goal in goals))
+        name = f"{row['setting']['size']} by {NAMES[row['way']]} on {row['topology']}"
+        notes += [f"{name}: {finding}" for finding in row["findings"]]
+    columns = (*COLUMNS, *(TPU_COLUMNS if of_tpus else ()), *LAST_COLUMNS)
+    return Table("Each device", columns, cells, 6, tuple(notes))
+
+
+def _best_case(row: dict[str, Any]) -> tuple[str, ...]:
+    """Return the milliseconds of a step's parts on TPUs, and the tokens per second if the slowest part decides."""
+    parts = row["parts"]
+    milliseconds = (f"{parts[part]:,.0f}" for part in ("kernels", "memory", "links"))
+    return *milliseconds, f"{1e3 * row['tokens'] / max(parts.values()):,.0f}"
 
 
 def is_slice(topology: str) -> bool:
@@ -103,24 +106,6 @@ def devices_of(target: str, topology: str) -> int:
     if is_slice(topology):
         return len(targets.target_of(topology).devices())
     return len(targets.target_of(target).devices(topology))
-
-
-def table_of_slices(rows: list[dict[str, Any]]) -> Table:
-    """Return a table with a row for each model and slice of TPUs."""
-    cells = []
-    for row in rows:
-        parts, params = row["parts"], row["params"]
-        state = row["by_kind"]["params"] + row["by_kind"]["optimizer"]
-        slowest = max(parts.values())
-        cells.append((
-            _params_of(row), NAMES[row["way"]], row["policy"], row["topology"], _mesh_text(row), row["batch"],
-            f"{row['peak'] / GIB:.2f}", f"{state / GIB:.2f}", f"{row['wire'] / 1e9:.2f}",
-            f"{row['wire'] / params:.2f}", f"{row['ideal'] / params:.2f}", _dtypes_of_gathers(row["sent"]),
-            *(f"{parts[part]:,.0f}" for part in ("kernels", "memory", "links")),
-            f"{1e3 * row['tokens'] / slowest:,.0f}",
-            ", ".join(f"{name} {wire / 1e9:.2f}" for name, wire in row["sent"].items() if wire >= 1e7),
-        ))  # fmt: skip
-    return Table("Each TPU", SLICE_COLUMNS, cells, 6, ())
 
 
 def _mesh_text(row: dict[str, Any]) -> str:
@@ -179,9 +164,7 @@ def main(config: Any) -> list[dict[str, Any]]:
     rows = sorted(map(measurements.read, folder.glob("*-*.json")), key=_order)
     where = measurements.joined([row["environment"] for row in rows])
     data = {"smoke": config.smoke, "rows": rows}
-    if all(is_slice(row["topology"]) for row in rows):
-        title, tables = "Train steps compiled for slices of TPUs", [table_of_slices(rows)]
-        records.record(folder, SLICES, title, where, tables, data, [ABOUT, ABOUT_SLICES])
-    else:
-        records.record(folder, "sharded", "Train steps compiled for many GPUs", where, [table(rows)], data, [ABOUT])
+    title = f"Train steps compiled for {'slices of TPUs' if of_tpus else 'many GPUs'}"
+    about = [ABOUT, ABOUT_SLICES] if of_tpus else [ABOUT]
+    records.record(folder, SLICES if of_tpus else "sharded", title, where, [table(rows, of_tpus)], data, about)
     return rows

@@ -1,4 +1,4 @@
-"""Tables and a picture of train steps that were compiled for a TPU, with their goals."""
+"""Tables and a picture of train steps that were compiled for a TPU."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from experiments.benchmarks.shared import records
-from experiments.benchmarks.shared.goals import Goal, share
 from experiments.report import plots
 from experiments.report.tables import Table
 
@@ -15,7 +14,7 @@ NAME = "tpu_steps"
 MIB = 2**20
 VARIANTS = (
     "hand-fp32", "hand-tf32", "hand-bf16", "jaxmp-bf16", "jaxmp-bf16-1chunk", "jaxmp-bf16-auto", "autocast-bf16",
-    "unprepared-bf16", "jmp-bf16", "jaxmp-bf16-remat-full")  # fmt: skip
+    "unprepared-bf16", "jaxmp-bf16-remat-full")  # fmt: skip
 """The rows of benchmarks.train_step that make sense on a TPU."""
 LABELS = {
     "hand-fp32": "JAX by hand, float32, highest precision",
@@ -26,14 +25,6 @@ LABELS = {
 COLUMNS = (
     "step", "million cycles", "/ by hand", "ms", "memory ms", "peak MiB", "/ by hand", "half FLOPs", "kernels",
 )  # fmt: skip
-LIMITS = {
-    "jaxmp-bf16": (1.01, 1.0),
-    "jaxmp-bf16-1chunk": (1.01, 1.0),
-    "autocast-bf16": (1.05, None),
-    "unprepared-bf16": (1.05, None),
-    "jaxmp-bf16-remat-full": (1.35, 0.45),
-}
-"""The goals of a row: its cycles and its peak memory, both relative to bfloat16 by hand."""
 ABOUT = (
     "Compiled for a TPU, cycles estimated by the compiler, not run. `million cycles`: the sum over all kernels of a "
     "step, with the bodies of loops repeated. `ms`: the cycles divided by the clock. `memory ms`: the time in which "
@@ -44,42 +35,17 @@ ABOUT = (
 
 
 def table(result: dict[str, Any]) -> Table:
-    """Return a table with a row for each variant, and the goals."""
+    """Return a table with a row for each variant."""
     rows, by_hand = result["variants"], result["variants"].get("hand-bf16")
     cells = []
     for key, row in rows.items():
-        cycles = share(row["cycles"], by_hand["cycles"]) if by_hand else None
-        peak = share(row["peak"], by_hand["peak"]) if by_hand else None
+        cycles, peak = (f"{row[figure] / by_hand[figure]:.3f}" if by_hand else "" for figure in ("cycles", "peak"))
         cells.append((
-            LABELS.get(key, row["label"]), f"{row['cycles'] / 1e6:,.1f}", _ratio(cycles),
+            LABELS.get(key, row["label"]), f"{row['cycles'] / 1e6:,.1f}", cycles,
             f"{row['parts']['kernels']:,.1f}", f"{row['parts']['memory']:,.1f}",
-            f"{row['peak'] / MIB:,.0f}", _ratio(peak), f"{row['half']:.2%}",
+            f"{row['peak'] / MIB:,.0f}", peak, f"{row['half']:.2%}",
             f"{row['kernels']:,}"))  # fmt: skip
-    return Table(result["model"], COLUMNS, cells, notes=tuple(goal.sentence() for goal in goals(result)))
-
-
-def _ratio(value: float | None) -> str:
-    return "" if value is None else f"{value:.3f}"
-
-
-def goals(result: dict[str, Any]) -> list[Goal]:
-    """Return the goals of the rows that were compiled, if bfloat16 by hand was compiled too."""
-    rows = result["variants"]
-    by_hand = rows.get("hand-bf16")
-    if by_hand is None:
-        return []
-    judged = []
-    for key, (cycles, peak) in LIMITS.items():
-        if (row := rows.get(key)) is None:
-            continue
-        judged.append(
-            Goal(f"{key}_cycles", f"{row['label']}: cycles / by hand", row["cycles"] / by_hand["cycles"], cycles)
-        )
-        if peak is not None:
-            judged.append(
-                Goal(f"{key}_peak", f"{row['label']}: peak memory / by hand", row["peak"] / by_hand["peak"], peak)
-            )
-    return judged
+    return Table(result["model"], COLUMNS, cells)
 
 
 def picture(result: dict[str, Any]) -> plots.Panel:

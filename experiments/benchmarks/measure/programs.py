@@ -1,4 +1,4 @@
-"""Count products, casts, kernels and bytes in XLA's programs."""
+"""Count products, kernels and bytes in XLA's programs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxmp.inspect.compiled import compiling
 from jaxmp.inspect.compiled.hlo import HloProgram, Instruction
-from jaxmp.inspect.compiled.kernels import moved_bytes, product_kind, products_of
+from jaxmp.inspect.compiled.kernels import moved_bytes, product_kind
 
 
 def facts(compiled: Any, program: HloProgram) -> dict[str, Any]:
@@ -29,14 +29,6 @@ def facts(compiled: Any, program: HloProgram) -> dict[str, Any]:
     }
 
 
-def counts(program: HloProgram) -> dict[str, Any]:
-    """Return the numbers of ``products``, ``casts`` and ``round_trips``.
-
-    A round trip is a cast that undoes the cast before.
-    """
-    return {"products": products(program), "casts": casts(program), "round_trips": round_trips(program)}
-
-
 def products(program: HloProgram) -> Counter[str]:
     """Count products and fused attentions by operand dtypes.
 
@@ -54,45 +46,6 @@ def words(numbers: Mapping[str, int]) -> str:
     return ", ".join(f"{number} {kind}" for kind, number in sorted(numbers.items())) or "none"
 
 
-def difference(ours: Mapping[str, int], theirs: Mapping[str, int]) -> str:
-    """Return the kinds of products whose numbers differ, as text."""
-    return ", ".join(
-        f"{ours.get(name, 0)} {name} for {theirs.get(name, 0)}"
-        for name in sorted({*ours, *theirs})
-        if ours.get(name, 0) != theirs.get(name, 0)
-    )
-
-
-def casts(program: HloProgram) -> Counter[str]:
-    """Count the casts between floating dtypes by kind, as in ``"f32→bf16"``."""
-    counts = Counter[str]()
-    for computation, instruction, times in program.instructions_by_run():
-        if cast := _cast(program, computation, instruction):
-            counts[cast] += times
-    return counts
-
-
-def round_trips(program: HloProgram) -> int:
-    """Count casts that undo the cast before.
-
-    Such a pair casts float32 to half precision and back, or half precision to float32 and back.
-    """
-    count = 0
-    for computation, instruction, times in program.instructions_by_run():
-        before = program.computations[computation].get(next(iter(instruction.operands), ""))
-        if before is not None and (cast := _cast(program, computation, instruction)):
-            old, new = cast.split("→")
-            count += times * (_cast(program, computation, before) == f"{new}→{old}")
-    return count
-
-
-def _cast(program: HloProgram, computation: str, instruction: Instruction) -> str | None:
-    if instruction.opcode != "convert":
-        return None
-    (old, *_), new = program.dtypes(computation, instruction) or ("",), instruction.arrays[0].dtype
-    return f"{old}→{new}" if "f" in old and "f" in new else None
-
-
 def launches(program: HloProgram) -> int:
     """Return how many kernels a run of the program launches.
 
@@ -101,19 +54,6 @@ def launches(program: HloProgram) -> int:
     """
     kernels = program.instructions_by_run(into_fusions=False, repeat_loops=True)
     return sum(times for _, kernel, times in kernels if kernel.is_kernel)
-
-
-def attention_flops(program: HloProgram) -> dict[str, int]:
-    """Return the FLOPs of cuDNN's fused attentions by dtype.
-
-    An attention has two products forward and five backward. Masked entries count too.
-    """
-    flops = Counter[str]()
-    for computation, instruction, times in program.instructions_by_run(into_fusions=False, repeat_loops=True):
-        for product in products_of(program, computation, instruction, masked=False):
-            if product.kind == "attention":
-                flops[product.dtype] += times * product.flops
-    return dict(flops)
 
 
 def traffic(program: HloProgram) -> tuple[float, float]:

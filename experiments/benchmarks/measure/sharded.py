@@ -17,7 +17,6 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-from experiments.benchmarks.models import stacked
 from experiments.benchmarks.models.nnx_gpt2 import GPT2 as NNXGPT2
 from experiments.models import attention
 from experiments.models.gpt2 import GPT2
@@ -27,9 +26,9 @@ from jaxmp.inspect import audit, roofline
 from jaxmp.sharding import Sharding
 from jaxmp.sharding.specs import axes_in_spec
 
-Way = Literal["linen", "autocast", "nnx", "hand"]
+Way = Literal["linen", "autocast", "nnx"]
 POLICY = "mixed_bfloat16"
-"""The policy of each way. The step by hand has the same dtypes."""
+"""The policy of each way."""
 FSDP = {"**/kernel": P(None, "fsdp")}
 """The specs of kernels. XLA gathers this axis without changing the layout."""
 COLUMNS, ROWS = P(None, "fsdp", "tensor"), P(None, "tensor", "fsdp")
@@ -59,21 +58,18 @@ def measure(
       sizes: the sizes of the mesh axes by name. Params are split along the axis ``"fsdp"``. The batch is split along
         all axes but ``"tensor"``, which splits Llama's products.
       way: ``"linen"`` and ``"nnx"`` are jaxmp's train step of that model under a policy. ``"autocast"`` is jaxmp's
-        train step of the Linen model under autocast. ``"hand"`` is the program by hand in
-        :mod:`experiments.benchmarks.models.stacked`. Llama has the ways ``"linen"`` and ``"autocast"`` only.
+        train step of the Linen model under autocast. Llama has the ways ``"linen"`` and ``"autocast"`` only.
     """
-    axes, kind = tuple(sizes), AxisType.Explicit if way == "hand" else AxisType.Auto
-    mesh = jax.sharding.AbstractMesh(tuple(sizes.values()), axes, (kind,) * len(axes))
+    axes = tuple(sizes)
+    mesh = jax.sharding.AbstractMesh(tuple(sizes.values()), axes, (AxisType.Auto,) * len(axes))
     tx = jaxmp.loss_scaling(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-4)), jaxmp.NoOpLossScale())
     batch_axes = tuple(name for name in axes if name != "tensor")
-    params, blocks, loss_of = _program(model, way, batch_axes)
+    params, blocks, loss_fn = _program(model, way)
     state = jax.eval_shape(lambda params: jaxmp.TrainState.create(params=params, tx=tx), params)
     rules = TENSOR_OF_LLAMA if "tensor" in axes else FSDP
     specs = jaxmp.sharding.fsdp_specs(state, mesh, rules=rules, stacked=[blocks])
-    options: dict[str, Any] = {} if way == "hand" else {"sharding": Sharding(mesh, specs.params)}
-    if way == "autocast":
-        options["policy"] = POLICY
-    step = jaxmp.make_train_step(loss_of(specs.params), **options)
+    policy = POLICY if way == "autocast" else None
+    step = jaxmp.make_train_step(loss_fn, policy=policy, sharding=Sharding(mesh, specs.params))
 
     def placed(leaf: Any, spec: P) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
@@ -128,18 +124,8 @@ def _ideal_wire_of(leaf: Any, batch_axes: set[str]) -> float:
     return 8 * numbers * ((parts - 1) / parts + (copies - 1) / copies / parts)
 
 
-def _program(
-    model: GPT2 | Llama, way: Way, axes: tuple[str, ...]
-) -> tuple[Any, str, Callable[[Any], Callable[..., Any]]]:
-    """Return the params' shapes, the name of their stacked part, and the loss.
-
-    The third result is a function that takes the specs of the params and returns the loss function.
-    """
-    if isinstance(model, Llama):
-        return _linen_program(model, way, "blocks")
-    if way == "hand":
-        shapes = jax.eval_shape(lambda: stacked.make_params(model))
-        return shapes, "h", lambda specs: stacked.loss_fn_of(model, specs, axes)
+def _program(model: GPT2 | Llama, way: Way) -> tuple[Any, str, Callable[..., Any]]:
+    """Return the params' shapes, the name of their stacked part, and the loss function."""
     if way == "nnx":
         sizes = (aligned(model.vocabulary), model.sequence, model.layers, model.width, model.heads, True)
         plain = nnx.eval_shape(lambda: NNXGPT2(*sizes, rngs=nnx.Rngs(0)))
@@ -148,17 +134,15 @@ def _program(
         def of_nnx(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
             return nnx.merge(graph, params).loss(batch["inputs"], batch["labels"]), model_state
 
-        return nnx.as_pure(shapes), "blocks", lambda specs: of_nnx
-    return _linen_program(model.clone(loop=True, remat="full"), way, "h_0")
-
-
-def _linen_program(model: Any, way: Way, blocks: str) -> tuple[Any, str, Callable[[Any], Callable[..., Any]]]:
-    """Return the results of :func:`_program` for a Linen model with a loop over ``blocks``."""
+        return nnx.as_pure(shapes), "blocks", of_nnx
+    blocks, linen = "blocks", model
+    if isinstance(model, GPT2):
+        blocks, linen = "h_0", model.clone(loop=True, remat="full")
     tokens = jnp.zeros((1, 8), jnp.int32)
-    shapes = jax.eval_shape(lambda: model.init(jax.random.key(0), tokens, tokens, method="loss"))["params"]
-    precise = model if way == "autocast" else jaxmp.linen.apply_policy(model, POLICY)
+    params = jax.eval_shape(lambda: linen.init(jax.random.key(0), tokens, tokens, method="loss"))["params"]
+    precise = linen if way == "autocast" else jaxmp.linen.apply_policy(linen, POLICY)
 
     def of_linen(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
         return precise.apply({"params": params}, batch["inputs"], batch["labels"], method="loss"), model_state
 
-    return shapes, blocks, lambda specs: of_linen
+    return params, blocks, of_linen

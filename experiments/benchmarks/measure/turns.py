@@ -18,8 +18,6 @@ import jax
 from experiments.measure import timing
 
 OUT_OF_MEMORY = "out of memory"
-LACKS = "not installed: "
-"""The text with which a row's error begins if a package is missing. Once it is installed, the row is measured."""
 
 
 @dataclasses.dataclass
@@ -85,7 +83,7 @@ def reason(error: BaseException) -> str:
     if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in text or "out of memory" in text.lower():
         return OUT_OF_MEMORY
     if isinstance(error, ModuleNotFoundError) and error.name:
-        return f"{LACKS}{error.name.partition('.')[0]}"
+        return f"not installed: {error.name.partition('.')[0]}"
     return f"{type(error).__name__}: {' '.join((text.splitlines() or [''])[0].split())[:160]}"
 
 

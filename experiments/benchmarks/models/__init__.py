@@ -1,1 +1,1 @@
-"""Models that only benchmarks use: without jaxmp, in torch, stacked, and in the usual sizes."""
+"""Models that only benchmarks use: without jaxmp, in torch, in NNX, and in the usual sizes."""

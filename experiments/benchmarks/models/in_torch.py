@@ -171,22 +171,3 @@ def _normal(module: nn.Module) -> None:
         nn.init.normal_(module.weight, std=0.02)
     if isinstance(module, nn.Linear):
         nn.init.zeros_(module.bias)
-
-
-def of_library(model: nn.Module, library: str) -> nn.Module:
-    """Return the model with the float8 layers of a library.
-
-    Only torchao and Transformer Engine have such layers.
-    """
-    if library == "torchao":
-        from torchao.float8 import convert_to_float8_training
-
-        return convert_to_float8_training(model)
-    if library == "transformer_engine":
-        from transformer_engine import pytorch as te
-
-        linear = [(module, *named) for module in model.modules() for named in module.named_children()]
-        for module, name, layer in linear:
-            if isinstance(layer, nn.Linear):
-                setattr(module, name, te.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None))
-    return model

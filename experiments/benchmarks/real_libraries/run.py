@@ -17,15 +17,15 @@ and real_libraries.json.
 from __future__ import annotations
 
 import dataclasses
+import time
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
 import jaxmp
-from experiments.benchmarks.real_libraries import collect
 from experiments.benchmarks.real_libraries.errors import DRAWS, draw_params, exact_results, median_errors
-from experiments.benchmarks.real_libraries.registry import Program
+from experiments.benchmarks.real_libraries.registry import Program, programs
 from experiments.benchmarks.real_libraries.simulated import half_everything, half_products
 from experiments.benchmarks.shared import records
 from experiments.report.tables import Table, percent
@@ -38,9 +38,13 @@ FACTOR, ABSOLUTE = 3.0, 0.01
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(collect.Config):
+class Config(records.Config):
     """Flags of the benchmark."""
 
+    libraries: tuple[str, ...] = ()
+    """Libraries to measure, by their names on PyPI, or paper for programs of papers. (default: all)"""
+    programs: tuple[str, ...] = ()
+    """Measure the programs whose names contain one of these texts. (default: all)"""
     halves: tuple[Literal["bfloat16", "float16"], ...] = ("bfloat16", "float16")
     """Half formats."""
 
@@ -75,18 +79,41 @@ def _verdict(row: dict[str, Any]) -> str:
     return "worse than T" if row["T"][1] <= ILL_CONDITIONED else "ill-conditioned"
 
 
+def chosen(config: Config) -> list[Program]:
+    """Return the programs that the flags choose."""
+    return [
+        program
+        for program in programs()
+        if not config.libraries or program.library in config.libraries
+        if not config.programs or any(part in program.name for part in config.programs)
+    ]
+
+
 def main(config: Config) -> dict[str, Any]:
     with cli.bad_values_end_it():
         folder = records.folder_of("real_libraries", config)
-    setting = {"versions": environment()["versions"], "halves": list(config.halves)}
-    collected = collect.collect(
-        folder, config, setting, lambda program: measure(program, config.halves), lambda row: " ".join(_cells(row))
-    )
-    rows = [_cells(row) for row in collected.rows]
-    table = Table("Relative errors to float32", COLUMNS, rows, 2, collected.notes())
-    data = {"programs": collected.rows, "not_installed": collected.not_installed, "failed": collected.failed}
+    rows: list[dict[str, Any]] = []
+    absent, failed = set[str](), dict[str, str]()
+    for program in chosen(config):
+        if not program.is_installed:
+            absent.add(program.library)
+            continue
+        started = time.perf_counter()
+        try:
+            measured = measure(program, config.halves)
+        except Exception as error:  # if one program fails, the others still run
+            title = f"{program.library}: {program.name}"
+            failed[title] = f"{type(error).__name__}: {error}".splitlines()[0]
+            print(f"{title}: {failed[title]}", flush=True)
+            continue
+        rows += measured
+        for row in measured:
+            print(*_cells(row), f"({time.perf_counter() - started:.0f} s)", flush=True)
+    notes = [f"not installed: {', '.join(sorted(absent))}"] if absent else []
+    notes += [f"failed: {title}: {text}" for title, text in failed.items()]
+    table = Table("Relative errors to float32", COLUMNS, [_cells(row) for row in rows], 2, tuple(notes))
+    data = {"programs": rows, "not_installed": sorted(absent), "failed": failed}
     records.record(folder, "real_libraries", "Programs of real libraries", environment(), [table], data)
-    (folder / collect.PART).unlink(missing_ok=True)
     return data
 
 

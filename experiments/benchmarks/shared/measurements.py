@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import re
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from experiments.benchmarks.measure.turns import LACKS
 from experiments.report.json_files import strict_json, write_json
 from experiments.report.progress import UNFINISHED, Progress
 
@@ -32,25 +29,10 @@ def read(file: Path) -> dict[str, Any]:
     return content
 
 
-def _is_part(before: str | None, now: str | None) -> bool:
-    """Return whether one of two lists of versions contains the other.
-
-    A further package does not change figures.
-    """
-    earlier, current = (set(text.split(", ")) if text else set() for text in (before, now))
-    return bool(earlier and current) and (earlier <= current or current <= earlier)
-
-
-def _may_be_had_now(record: dict[str, Any]) -> bool:
-    """Return whether a row of the record lacked a package that is installed now."""
-    return any(map(importlib.util.find_spec, re.findall(rf"{LACKS}(\w+)", json.dumps(record))))
-
-
 def require_alike(file: Path, now: dict[str, Any]) -> None:
     """Check that new measurements have the setting of an earlier result.
 
-    Only measurements with equal settings can be compared. The versions may differ in packages that only one side has,
-    because a package may have been installed since.
+    Only measurements with equal settings can be compared.
 
     Args:
       file: the earlier result.
@@ -61,8 +43,6 @@ def require_alike(file: Path, now: dict[str, Any]) -> None:
     """
     before, now = read(file)["setting"], strict_json(now)
     different = [name for name in {**now, **before} if before.get(name) != now.get(name)]
-    if {"versions"} == {*different} and _is_part(before.get("versions"), now.get("versions")):
-        return
     if "smoke" in different:  # then everything else differs too
         different = ["smoke"]
     if different:
@@ -152,8 +132,7 @@ class Measurements:
     ) -> dict[str, Any] | None:
         """Return the record of a name, or measure it now; None if there is no time left.
 
-        A record with an ``error``, or one that lacked a package that is installed now, is measured again. ``progress``
-        shows the name, and advances by one.
+        A record with an ``error`` is measured again. ``progress`` shows the name, and advances by one.
 
         Args:
           name: the name of the record.
@@ -168,8 +147,7 @@ class Measurements:
         if progress:
             progress.advance(0, name)
         record = self.read(name)
-        again = "error" in record or _may_be_had_now(record)
-        if (not record or again) and not self.clock.late() and (figures := find()):
+        if (not record or "error" in record) and not self.clock.late() and (figures := find()):
             self.save(name, figures, **setting)
             record = self.read(name)
         self.environments += [record["environment"]] if record else []

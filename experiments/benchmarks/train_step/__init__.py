@@ -1,4 +1,4 @@
 """Measure a whole train step in mixed precision on one GPU.
 
-The table compares jaxmp, JAX by hand, jmp, flax and torch.
+The table compares jaxmp, JAX by hand and torch.compile.
 """

@@ -14,13 +14,15 @@ from experiments.benchmarks.measure.turns import Prepared, all_of, failed
 from experiments.benchmarks.models.workloads import Workload
 from experiments.benchmarks.train_step import jax_steps
 from experiments.benchmarks.train_step.rows import Row
-from experiments.measure import flops, memory
+from experiments.measure import memory
 from experiments.report.progress import Progress
 
 
 def prepare(case: Workload, row: Row) -> Prepared:
     """Compile a row's step, and put its arrays on the device."""
-    return (_torch_steps() if row.torch else jax_steps).prepare(case, row, case.random_batch())
+    if row.torch:
+        return _torch_steps().prepare(case, case.random_batch())
+    return jax_steps.prepare(case, row, case.random_batch())
 
 
 def start_anew(rows: Iterable[Row]) -> None:
@@ -43,26 +45,21 @@ def alone(case: Workload, row: Row, seconds: float) -> dict[str, Any]:
 
       - ``compile_seconds``, ``compiled_bytes``: see :class:`experiments.benchmarks.measure.turns.Prepared`
       - ``peak``: the peak bytes on the GPU
-      - ``joules``, ``power``: see :func:`experiments.benchmarks.measure.energy.of_call`
-      - ``flops``: the FLOPs by dtype
-      - ``tensor_flops``: the share of FLOPs in tensor-core dtypes
+      - ``joules``: the energy of a step, see :func:`experiments.benchmarks.measure.energy.of_call`
     """
     try:
         prepared = prepare(case, row)
         for _ in range(3):
             jax.block_until_ready(prepared.turn())
         peak = _torch_steps().peak() if row.torch else memory.device_peak()
-        used = energy.of_call(prepared.turn, 0.0 if peak is None else seconds)  # only a GPU counts its memory
-        counted = {} if row.torch else jax_steps.step_flops(case, row)
+        joules = energy.of_call(prepared.turn, 0.0 if peak is None else seconds)  # only a GPU counts its memory
     except Exception as error:  # if a row fails, the others are still measured
         return {"error": failed(error)}
     return {
         "compile_seconds": prepared.compile_seconds,
         "compiled_bytes": prepared.compiled_bytes,
         "peak": peak,
-        **used,
-        "flops": counted,
-        "tensor_flops": flops.tensor_core_share(counted) if counted else None,
+        "joules": joules,
     }
 
 

@@ -5,28 +5,24 @@ from __future__ import annotations
 from pathlib import Path
 
 from experiments.benchmarks.shared import measurements, records
-from experiments.benchmarks.shared.goals import share
-from experiments.benchmarks.train_step import goals as train_step_goals
 from experiments.benchmarks.train_step.results import Results, read
-from experiments.benchmarks.train_step.rows import ROWS, rows_of
+from experiments.benchmarks.train_step.rows import REFERENCE, ROWS, rows_of
 from experiments.report import plots
 from experiments.report.tables import Table, cell, spread, titled
 
 COLUMNS = (
     "row", "ms", "quartiles", "/ torch.compile", "{unit}/s", "peak MiB", "/ torch.compile", "program MiB",
-    "FLOPs on tensor cores", "J per call", "W", "SM MHz", "clocks lowered by", "loss", "compile s")  # fmt: skip
+    "J per call", "loss", "compile s")  # fmt: skip
 EXPLANATION = (
-    "A ratio of times is the time of a row divided by the time of torch.compile's fastest half-precision row in the "
+    "A ratio of times is the time of a row divided by the time of torch.compile under AMP in bfloat16 in the "
     "same round. The median over the rounds is shown. Each peak is measured in a separate process, by the allocator "
     "of JAX or torch. torch's peak begins after the row was compiled and run once, so it leaves out the search for "
     "kernels. JAX's peak is of the whole process and includes XLA's search for kernels, because it cannot be reset. "
     "Program MiB is the memory that XLA plans for the program, without the search. If the device does not count its "
-    "memory, program MiB takes the place of the peak, marked c. FLOPs on tensor cores: the share of a step's product "
-    "FLOPs in dtypes that tensor cores multiply. Energy, power and clocks are read while the row repeats alone. Clocks "
-    "lowered by: the share of samples in which the power limit or the temperature lowered the clocks. The learning "
-    "rate is almost 0, so that all rows compute on the same numbers. Loss: after the timing. A row is not judged if "
-    "its loss moved, or if it is not near those of the other rows. Rows share XLA's choice of kernels, so most of the "
-    "search is in the compile time of the first row."
+    "memory, program MiB takes the place of the peak, marked c. The energy is read while the row repeats alone. The "
+    "learning rate is almost 0, so that all rows compute on the same numbers. Loss: after the timing. A row is not "
+    "judged if its loss moved, or if it is not near those of the other rows. Rows share XLA's choice of kernels, so "
+    "most of the search is in the compile time of the first row."
 )
 
 
@@ -44,29 +40,23 @@ def table(results: Results) -> Table:
         elif figures:
             rows.append((row.label, *_cells(results, key)))
     title = titled(f"{results.about['text']}: the train step", results.about["setting"]["smoke"])
-    return Table(title, columns, rows, notes=tuple(train_step_goals.sentences(results)))
+    return Table(title, columns, rows)
 
 
 def _cells(results: Results, key: str) -> list[str]:
-    figures, reference = results.figures(key), results.reference(key) or results.reference()
+    figures = results.figures(key)
     ms = figures["ms"][1] if "ms" in figures else None
-    ratio = results.ratio(key, reference) if reference else None
-    memory, compiled = results.memory(key), figures.get("compiled_bytes")
-    other = results.memory(reference) if reference else None
-    power = figures.get("power") or {}
+    ratio = results.ratio(key, REFERENCE)
+    memory, compiled, other = results.memory(key), figures.get("compiled_bytes"), results.memory(REFERENCE)
     return [
         cell(ms, ".4g"),
         spread(figures["ms"], ".4g") if ms else "",
         cell(ratio and ratio[1], ".3f"),
         cell(ms and 1000 * results.about["items"] / ms, ",.0f"),
         cell(memory and memory / 2**20, ",.1f") + (" c" if memory and figures.get("peak") is None else ""),
-        cell(share(memory, other), ".3f"),
+        cell(memory / other if memory and other else None, ".3f"),
         cell(compiled and compiled / 2**20, ",.1f"),
-        cell(figures.get("tensor_flops"), ".1%"),
         cell(figures.get("joules"), ".3g"),
-        cell(power.get("watts"), ".0f"),
-        cell(power.get("sm_clock"), ".0f"),
-        ", ".join(f"{reason} {part:.0%}" for reason, part in power.get("throttled", {}).items()),
         cell(figures.get("loss"), ".4g"),
         cell(figures.get("compile_seconds"), ".1f"),
     ]
@@ -86,10 +76,9 @@ def write(folder: Path) -> dict[str, Results]:
     where = measurements.joined([of_model.about["environment"] for of_model in results.values()])
     models = {}
     for name, of_model in results.items():
-        about = {key: of_model.about[key] for key in ("text", "sizes", "items", "unit", "model_flops", "environment")}
+        about = {key: of_model.about[key] for key in ("text", "sizes", "items", "unit", "environment")}
         rows = {key: of_model.figures(key) for key in rows_of(name)}
-        goals = train_step_goals.sentences(of_model)
-        models[name] = {**about, "goals": goals, "rows": rows, "turns": of_model.turns}
+        models[name] = {**about, "rows": rows, "turns": of_model.turns}
     grid = list(zip(*map(pictures, results.values()), strict=True))
     title, shows = "A train step in mixed precision", "milliseconds and peak memory of a train step"
     tables = [table(of_model) for of_model in results.values()]

@@ -9,11 +9,7 @@ from typing import Any
 from experiments.benchmarks.measure.turns import broken, not_judged
 from experiments.benchmarks.models.workloads import NAMES
 from experiments.benchmarks.shared import measurements
-from experiments.benchmarks.train_step.rows import ROWS
 from experiments.measure import timing
-
-REFERENCES = tuple(key for key, row in ROWS.items() if row.library == "compile" and row.precision in ("bf16", "fp16"))
-"""The half-precision rows of torch.compile. The goals are relative to the fastest of them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,21 +66,6 @@ class Results:
             if a and b and not not_judged(turns).keys() & {row, other}:
                 return timing.ratio(a, b)
         return None
-
-    def fastest(self, *rows: str) -> str | None:
-        """Return the fastest of ``rows``; None if none of them has a time."""
-        times = {row: self.figures(row)["ms"][1] for row in rows if "ms" in self.figures(row)}
-        return min(times, key=times.__getitem__) if times else None
-
-    def reference(self, row: str | None = None) -> str | None:
-        """Return the fastest half-precision row of torch.compile.
-
-        With ``row``, only rows that took turns with it count. The result is None if there is no such row with a time.
-        """
-        if row is None:
-            return self.fastest(*REFERENCES)
-        ratios = {name: ratio[1] for name in REFERENCES if (ratio := self.ratio(row, name))}
-        return max(ratios, key=ratios.__getitem__) if ratios else None
 
 
 def read(folder: Path) -> dict[str, Results]:

@@ -1,6 +1,6 @@
 """Measure a whole train step in mixed precision on one GPU.
 
-The table compares jaxmp, JAX by hand, jmp, flax and torch.
+The table compares jaxmp, JAX by hand and torch.compile.
 
 python -m experiments.benchmarks.train_step --run-dir runs/train_step
 
@@ -24,24 +24,54 @@ import hashlib
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import jax
+import tyro
 
 from experiments.benchmarks.measure import processes, turns
 from experiments.benchmarks.measure.caches import caches_in
-from experiments.benchmarks.models.workloads import Workload
+from experiments.benchmarks.models.workloads import FULL, NAMES, SMOKE, Name, Workload, workload
 from experiments.benchmarks.shared import measurements, records
 from experiments.benchmarks.shared.devices import require_gpu
-from experiments.benchmarks.train_step import jax_steps, measure, report
-from experiments.benchmarks.train_step.config import Config, case_of
-from experiments.benchmarks.train_step.rows import PEERS, ROWS, Row, rows_of
+from experiments.benchmarks.train_step import measure, report
+from experiments.benchmarks.train_step.rows import ROWS, Row, rows_of
 from experiments.report.progress import Progress
 from experiments.training import cli
 from experiments.training.environment import environment
 
 READY_SECONDS = 10.0
 """The seconds to prepare a row whose programs are in the compilation cache."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(records.Timed, records.Pieces, records.Small):
+    """Flags of the benchmark."""
+
+    models: tuple[Name, ...] = NAMES
+    """Models to measure."""
+    rows: Annotated[tuple[str, ...], tyro.conf.arg(metavar="ROW [ROW ...]", help_behavior_hint="")] = ()
+    """Rows to measure; --list prints them. A ratio needs both of its rows in one command. (default: all)"""
+    energy_s: float = 1.5
+    """Seconds for which a row runs to measure its energy; 0 to measure no energy."""
+    batch_size: int = 0
+    """Examples per step; 0 for 256 (resnet50), 64 (bert) and 16 (gpt2)."""
+    report_only: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Measure nothing. Write the report of the results in --run-dir."""
+    list: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Print the rows and exit."""
+    alone: Annotated[str, tyro.conf.arg(metavar="ROW", help_behavior_hint="")] = ""
+    """Measure one row of one model and print JSON. The benchmark calls itself with this flag for each row."""
+
+    @property
+    def length(self) -> tuple[int, float]:
+        """Return the number of rounds, and the milliseconds of a turn."""
+        return (2, 1.0) if self.smoke else (self.rounds, self.block_ms)
+
+
+def case_of(name: Name, config: Config) -> Workload:
+    """Return a model with the sizes of the flags."""
+    return workload(name, (SMOKE if config.smoke else FULL)[name], batch_size=config.batch_size)
 
 
 class Measurement:
@@ -60,7 +90,7 @@ class Measurement:
     def __init__(self, config: Config, folder: Path) -> None:
         self.config, self.folder = config, folder
         setting = {"smoke": config.smoke, "energy_s": config.energy_s}
-        self.saved = measurements.Measurements(folder, config.minutes, environment(PEERS), **setting)
+        self.saved = measurements.Measurements(folder, config.minutes, environment(("torch",)), **setting)
         self.lengths = {"rounds": config.rounds, "block_ms": config.block_ms}
         self.cases = [case_of(name, config) for name in config.models]
         self.rows = {
@@ -126,7 +156,7 @@ class Measurement:
 
     def _save(self, name: str, case: Workload, figures: dict[str, Any], **setting: Any) -> None:
         sizes = dataclasses.asdict(case.sizes)
-        about = {**case.facts, "sizes": sizes, "model_flops": jax_steps.model_flops(case)}
+        about = {**case.facts, "sizes": sizes}
         about["measured"] = datetime.datetime.now().isoformat(timespec="seconds")
         self.saved.save(name, {**about, **figures}, sizes=sizes, **setting)
 

@@ -1,6 +1,6 @@
-"""Build the rows of benchmarks.train_step that run in torch.
+"""Build the row of benchmarks.train_step that runs in torch.
 
-The rows have torch's fastest settings for one GPU:
+The row has torch's fastest settings for one GPU:
 
 - fused AdamW, gradients set to None, and clipping by foreach
 - scaled dot-product attention
@@ -13,10 +13,9 @@ This module needs torch.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -26,9 +25,6 @@ from experiments.benchmarks.models import in_torch
 from experiments.benchmarks.models.workloads import Workload
 from experiments.benchmarks.shared.scaled_steps import LEARNING_RATE
 from experiments.benchmarks.train_step.jax_steps import CLIP, WEIGHT_DECAY
-from experiments.benchmarks.train_step.rows import Row
-
-HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Result:
@@ -54,64 +50,38 @@ def device() -> torch.device:
     return torch.device("cpu")
 
 
-def train_step(case: Workload, row: Row, batch: dict[str, np.ndarray]) -> Callable[[], torch.Tensor]:
-    """Return a whole train step on a batch in host memory.
+def train_step(case: Workload, batch: dict[str, np.ndarray]) -> Callable[[], torch.Tensor]:
+    """Return a whole train step under AMP in bfloat16, on a batch in host memory.
 
-    The step has forward, backward, clipping, AdamW, and, if the row is scaled, the GradScaler.
+    The step has forward, backward, clipping and AdamW.
     """
-    model, (inputs, labels) = _build(case, row), _on_device(case, batch)
-    loss_of: Callable[..., torch.Tensor] = in_torch.loss_of
-    if row.library != "torch":
-        loss_of = torch.compile(loss_of, mode=row.mode, dynamic=False)
+    torch.manual_seed(0)
+    model, (inputs, labels) = in_torch.build(case).to(device()), _on_device(case, batch)
+    loss_of = torch.compile(in_torch.loss_of, dynamic=False)
     params = [*model.parameters()]
     optimizer = torch.optim.AdamW(params, LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=True)
-    scaler = torch.amp.GradScaler(device().type, enabled=row.scaled)
+    torch.set_float32_matmul_precision("high")  # the few float32 products may use TF32
 
     def step() -> torch.Tensor:
-        _float32_products(row)
-        with _autocast(row):
+        with torch.autocast(device().type, torch.bfloat16):
             loss = loss_of(model, inputs, labels)
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(params, CLIP, foreach=True)
-        scaler.step(optimizer)
-        scaler.update()
+        optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return loss.detach()
 
     return step
 
 
-def layers(row: Row, width: int, blocks: int, shape: tuple[int, int]) -> Prepared:
-    """Prepare blocks of GPT-2, or a single layer, with gradients.
-
-    If ``blocks`` is 0, the function prepares a layer of width × 4·width. The inputs are random numbers in bfloat16.
-    """
-    stack = [in_torch.Block(width, max(1, width // 64), causal=True) for _ in range(blocks)]
-    model = torch.nn.Sequential(*(stack or [torch.nn.Linear(width, 4 * width, bias=False)]))
-    model = in_torch.of_library(model, row.library).to(device())
-    call = torch.compile(model, dynamic=False)
-    x = torch.randn(*shape, width, device=device(), dtype=torch.bfloat16, requires_grad=True)
-
-    def run() -> Result:
-        with _autocast(row):
-            y = call(x)
-        y.backward(y.detach())
-        x.grad = None
-        model.zero_grad(set_to_none=True)
-        return Result(y.detach())
-
-    return Prepared(run)
-
-
-def prepare(case: Workload, row: Row, batch: dict[str, np.ndarray]) -> Prepared:
-    """Prepare a row's train step, and call it once to compile it.
+def prepare(case: Workload, batch: dict[str, np.ndarray]) -> Prepared:
+    """Prepare the train step, and call it once to compile it.
 
     :func:`peak` is reset after this call, because the memory in which cuDNN and torch.compile try kernels is not part
     of a step.
     """
     torch.backends.cudnn.benchmark = True
-    run = train_step(case, row, batch)
+    run = train_step(case, batch)
     started = time.perf_counter()
     Result(run()).block_until_ready()
     seconds = time.perf_counter() - started
@@ -139,34 +109,7 @@ def start_anew() -> None:
     torch.cuda.empty_cache()
 
 
-def _build(case: Workload, row: Row) -> torch.nn.Module:
-    torch.manual_seed(0)
-    return in_torch.of_library(in_torch.build(case), row.library).to(device())
-
-
 def _on_device(case: Workload, batch: dict[str, np.ndarray]) -> tuple[torch.Tensor, torch.Tensor]:
     inputs, labels = (torch.from_numpy(batch[name]).to(device()) for name in ("inputs", "labels"))
     # The images lie in memory as (batch, height, width, 3), which is channels-last already, so nothing is copied.
     return inputs.permute(0, 3, 1, 2) if case.images else inputs, labels.long()
-
-
-@contextlib.contextmanager
-def _autocast(row: Row) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        if row.precision in HALF:
-            stack.enter_context(torch.autocast(device().type, HALF[row.precision]))
-        if row.library == "transformer_engine":
-            from transformer_engine import pytorch as te
-            from transformer_engine.common import recipe
-
-            stack.enter_context(te.autocast(enabled=True, recipe=recipe.Float8CurrentScaling()))
-        yield
-
-
-def _float32_products(row: Row) -> None:
-    """Set whether float32 products may use tensor cores.
-
-    torch's switches are global, so every row sets them.
-    """
-    torch.set_float32_matmul_precision("highest" if row.precision == "fp32" else "high")
-    torch.backends.cudnn.allow_tf32 = row.precision != "fp32"

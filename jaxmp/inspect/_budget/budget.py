@@ -235,13 +235,6 @@ class _Measurement:
             )
         under_policy = results_under_policy(self.program.program)
         loss_error, error = under_policy.loss_error(budget.reference), under_policy.error(budget.reference)
-        not_counted = self.program.not_counted
-        small, large = sorted((budget.error, error))
-        if large > _TRUSTED * max(small, _ERROR_OF_FLOAT32):
-            not_counted += (
-                f"the roundings cause an error of {percent(budget.error)} of the {self.results}, but {percent(error)} "
-                "is measured: the compiler rounds inside of an operation, or some operations have no switch",
-            )
         floor = budget.error_with(self.program.operands_of_products)
         modules = budget.by_path()
         self.status.update("error budget: running lines")

@@ -2,24 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 
 import pytest
 
-from experiments.benchmarks.measure import turns
 from experiments.benchmarks.shared import measurements
-
-
-def test_the_remaining_time_decides_whether_a_measurement_starts(monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr(measurements.time, "monotonic", lambda: now[0])
-    clock, endless = measurements.Clock(minutes=8), measurements.Clock(minutes=0)
-    now[0] = 7 * 60.0
-    assert not clock.late() and not clock.late(59) and not clock.unfinished
-    assert clock.late(61) and clock.unfinished and clock.late()  # once the time is up, it stays up
-    assert not endless.late(1e9) and not endless.unfinished
-
 
 WHERE = {"device": "one", "versions": "1", "date": "2026-11-20", "command": "a"}
 
@@ -61,27 +48,3 @@ def test_without_time_earlier_results_stay_and_the_command_says_that_something_i
     assert results.get("a", lambda: {"ms": 1})["error"] == "no room" and results.get("b", lambda: {"ms": 1}) is None
     results.end()
     assert capsys.readouterr().out == f"{measurements.UNFINISHED}\n"
-
-
-def test_a_package_that_was_installed_since_is_no_other_version(tmp_path):
-    def has(versions):
-        return measurements.Measurements(tmp_path, 0, {**WHERE, "versions": versions})
-
-    has("Python 3.12.1, jax 1").save("a", {})
-    has("Python 3.12.1, jax 1, torch 3").require_alike("a.json")
-    with pytest.raises(
-        ValueError, match=r"a\.json versions is Python 3\.12\.1, jax 1 there and .*, jax 2, torch 3 here"
-    ):
-        has("Python 3.12.1, jax 2, torch 3").require_alike("a.json")
-
-
-def test_a_row_that_lacked_a_package_is_measured_once_it_is_installed(tmp_path, monkeypatch):
-    with pytest.raises(ModuleNotFoundError) as error:
-        importlib.import_module("no_such_package.within")
-    lacking = {"rows": {"jmp": {"error": turns.reason(error.value)}, "own": {"ms": 1}}}
-    results = measurements.Measurements(tmp_path, 0, WHERE)
-    outcomes = [lacking, {"rows": {"jmp": {"ms": 2}, "own": {"ms": 1}}}]
-    assert [results.get("a", lambda: outcomes.pop(0)) for _ in range(2)] == [lacking] * 2 and len(outcomes) == 1
-    (tmp_path / "no_such_package.py").touch()
-    monkeypatch.syspath_prepend(tmp_path)
-    assert [results.get("a", lambda: outcomes.pop(0))["rows"]["jmp"] for _ in range(2)] == [{"ms": 2}] * 2

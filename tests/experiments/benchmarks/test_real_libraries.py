@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import importlib
 import importlib.metadata
 import json
 import pathlib
@@ -13,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.benchmarks.real_libraries import collect, registry, run
+from experiments.benchmarks.real_libraries import registry, run
 from experiments.benchmarks.real_libraries.simulated import half_everything, half_products
 
 X, W = jax.random.normal(jax.random.key(0), (4, 8)), jax.random.normal(jax.random.key(1), (8, 8))
@@ -63,9 +62,8 @@ def test_the_table_has_programs_and_the_libraries_that_are_not_installed(monkeyp
         registry.Program("optax", "old", failing),
         registry.Program("nobody-has-this", "a program", absent),
     ]
-    monkeypatch.setattr(collect, "FAMILIES", ())
-    monkeypatch.setattr(collect, "PROGRAMS", programs)
-    monkeypatch.setattr(collect.importlib.metadata, "version", version)
+    monkeypatch.setattr(run, "programs", lambda: programs)
+    monkeypatch.setattr(registry.importlib.metadata, "version", version)
     monkeypatch.chdir(tmp_path)
     result = run.main(run.Config(run_dir=tmp_path / "run", halves=("bfloat16",)))
     (row,) = result["programs"]
@@ -78,36 +76,7 @@ def test_the_table_has_programs_and_the_libraries_that_are_not_installed(monkeyp
     assert json.loads((tmp_path / "run" / "real_libraries.json").read_text())["programs"] == [row]
 
 
-def test_a_stopped_run_continues_and_a_finished_run_starts_again(monkeypatch, tmp_path):
-    programs = [registry.Program("optax", name, lambda: None) for name in ("first", "second")]
-    measured = []
-
-    def measure(program, halves):
-        if program.name == "second" and not measured[1:]:
-            measured.append(program.name)
-            raise KeyboardInterrupt
-        measured.append(program.name)
-        errors = {way: [0.0, float("inf")] for way in ("autocast", "T", "N")}
-        row = {"library": program.library, "program": program.name, "half": "bfloat16", "half_share": 1.0}
-        return [{**row, **errors, "verdict": ""}]
-
-    monkeypatch.setattr(collect, "FAMILIES", ())
-    monkeypatch.setattr(collect, "PROGRAMS", programs)
-    monkeypatch.setattr(run, "measure", measure)
-    config = run.Config(run_dir=tmp_path / "run", halves=("bfloat16",))
-    with pytest.raises(KeyboardInterrupt):
-        run.main(config)
-    result = run.main(config)
-    assert measured == ["first", "second", "second"]
-    assert [row["program"] for row in result["programs"]] == ["first", "second"]
-    assert result["programs"][0]["N"] == [0.0, float("inf")]
-    run.main(config)
-    assert measured[3:] == ["first", "second"]
-
-
-for family in collect.FAMILIES:
-    importlib.import_module(f"{run.__package__}.{family}")
-PAPERS = {program.name: program for program in registry.PROGRAMS if program.library == registry.PAPER}
+PAPERS = {program.name: program for program in registry.programs() if program.library == registry.PAPER}
 
 
 @pytest.mark.slow("compiles nine programs in three ways")
@@ -120,7 +89,7 @@ def test_programs_of_papers_meet_the_goal(monkeypatch, name):
 
 
 def test_the_page_counts_the_programs():
-    libraries = collections.Counter(program.library for program in registry.PROGRAMS)
+    libraries = collections.Counter(program.library for program in registry.programs())
     of_papers = libraries.pop(registry.PAPER)
     page = " ".join((pathlib.Path(__file__).parents[3] / "docs" / "real_libraries.md").read_text().split())
     assert f"{libraries.total()} loss functions" in page and f"{len(libraries)} JAX libraries" in page

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
-import types
 
 import benchmark_tools
 import flax.traverse_util
@@ -16,7 +14,7 @@ from benchmark_tools import drawn, once
 from experiments.benchmarks.models import by_hand
 from experiments.benchmarks.models.workloads import NAMES, Sizes, workload
 from experiments.benchmarks.train_step import jax_steps
-from experiments.benchmarks.train_step.rows import ROWS, Row
+from experiments.benchmarks.train_step.rows import ROWS
 
 torch = pytest.importorskip("torch")
 
@@ -66,15 +64,6 @@ def both(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_models_have_as_many_params_as_the_models_in_jax(name):
-    case = workload(name)
-    ours, _ = jax.eval_shape(case.init, jax.random.key(0))
-    with torch.device("meta"):
-        theirs = in_torch.build(case)
-    assert sum(p.numel() for p in theirs.parameters()) == sum(leaf.size for leaf in jax.tree.leaves(ours))
-
-
-@pytest.mark.parametrize("name", NAMES)
 def test_the_same_weights_give_the_loss_of_the_models_by_hand(name):
     case, model, (params, state), theirs = both(name)
     batch = case.random_batch()
@@ -94,50 +83,8 @@ def test_two_steps_with_the_same_weights_have_the_losses_of_the_models_by_hand(m
         init, step = jax_steps.train_step(case, ROWS["hand-fp32"])
         state, first = (jitted := jax.jit(step))(init(), batch)
         _, second = jitted(state, batch)
-    turn = torch_steps.train_step(case, ROWS["torch-fp32"], batch)
+    monkeypatch.setattr(torch, "compile", lambda fun, dynamic: fun)
+    turn = torch_steps.train_step(case, batch)
     losses = [float(turn()), float(turn())]
-    assert losses == pytest.approx([float(first), float(second)], rel=2e-5)
+    assert losses == pytest.approx([float(first), float(second)], rel=2e-2)  # bfloat16
     assert losses[1] < 0.999 * losses[0]  # clipping and AdamW changed the params
-
-
-def test_images_are_channels_last_and_are_not_copied():
-    case = workload("resnet50", SMALL["resnet50"])
-    inputs, labels = torch_steps._on_device(case, case.random_batch())
-    assert inputs.shape == (4, 3, 64, 64) and inputs.is_contiguous(memory_format=torch.channels_last)
-    assert labels.dtype == torch.int64
-    stem = in_torch.build(case).stem.weight
-    assert stem.is_contiguous(memory_format=torch.channels_last)
-
-
-def test_a_prepared_step_and_a_prepared_pass_take_turns_and_can_be_waited_for():
-    case = workload("gpt2", SMALL["gpt2"])
-    row = Row("torch AMP, bf16", "torch", "bf16")
-    step = torch_steps.prepare(case, row, case.random_batch())
-    result = jax.block_until_ready(step.turn())
-    assert step.loss() == pytest.approx(float(result.value), rel=1e-4) and step.compile_seconds > 0
-    assert torch_steps.peak() is None  # no GPU
-
-
-def test_a_prepared_rows_peak_and_compile_time_are_without_the_search_for_kernels_and_the_models_making(monkeypatch):
-    done = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for name in ("synchronize", "reset_peak_memory_stats"):
-        monkeypatch.setattr(torch.cuda, name, lambda name=name: done.append(name))
-    monkeypatch.setattr(torch_steps.time, "perf_counter", lambda: done.append("clock") or 0.0)
-    on_gpu = types.SimpleNamespace(is_cuda=True)
-    monkeypatch.setattr(
-        torch_steps, "train_step", lambda *_: done.append("made") or (lambda: done.append("run") or on_gpu)
-    )
-    torch_steps.prepare(workload("gpt2", SMALL["gpt2"]), ROWS["torch-bf16"], {})
-    assert done == ["made", "clock", "run", "synchronize", "clock", "reset_peak_memory_stats"]
-
-
-@pytest.mark.parametrize(
-    ("key", "mode"), [("compile-bf16", "default"), ("compile-bf16-tuned", "max-autotune-no-cudagraphs")]
-)
-def test_a_row_is_compiled_in_its_own_mode(monkeypatch, key, mode):
-    modes = []
-    monkeypatch.setattr(torch, "compile", lambda fun, mode, dynamic: modes.append(mode) or fun)
-    case = workload("gpt2", dataclasses.replace(SMALL["gpt2"], vocabulary=97))
-    torch_steps.train_step(case, ROWS[key], case.random_batch())
-    assert modes == [mode]

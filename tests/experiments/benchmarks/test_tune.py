@@ -4,19 +4,11 @@ from __future__ import annotations
 
 import json
 
-import jax
 import pytest
 
 from experiments.benchmarks import tune
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
-
-
-@pytest.mark.parametrize("name", tune.MODELS)
-@pytest.mark.slow("a part of a benchmark")
-def test_every_model_has_a_loss(name):
-    loss_fn, args = tune.problem(name, smoke=True)
-    assert jax.eval_shape(loss_fn, *args).shape == ()
 
 
 @pytest.mark.slow("tunes a model twice")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import collections
 import hashlib
 import sys
-import sysconfig
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -40,15 +38,6 @@ def test_digits_are_scikit_learns_and_every_fifth_of_a_class_is_for_the_test(dig
         assert digits[split]["image"].dtype == np.uint8
     digest = hashlib.sha256(digits["test"]["image"].tobytes() + digits["test"]["label"].tobytes()).hexdigest()
     assert digest[:16] == "c828ed8d66d49993"  # on every machine
-
-
-@pytest.mark.slow("reads the whole standard library")
-def test_pysource_is_the_standard_library_and_every_tenth_file_is_for_the_test():
-    splits, origin = data.read("pysource")
-    train, test = (splits[split]["source"] for split in ("train", "test"))
-    assert len(train) > 500 and len(test) == (len(train) + len(test)) // 10
-    assert (Path(sysconfig.get_path("stdlib")) / "ast.py").read_bytes() in train + test
-    assert origin.startswith("pysource: the standard library of Python 3.")
 
 
 def test_images_are_read_from_folders_of_classes(tmp_path):
@@ -116,28 +105,6 @@ def test_an_epoch_has_every_image_once_in_an_order_of_its_own():
     assert not np.array_equal(*epochs)
 
 
-def test_the_same_seed_gives_the_same_batches_and_another_seed_others():
-    def first(seed: int) -> list[np.ndarray]:
-        batches = images.epochs(numbered_images(12), 5, seed, 1)
-        return [np.asarray(leaf) for _ in range(4) for leaf in jax.tree.leaves(next(batches))]
-
-    assert all(np.array_equal(a, b) for a, b in zip(first(1), first(1), strict=True))
-    assert not all(np.array_equal(a, b) for a, b in zip(first(1), first(2), strict=True))
-
-
-def test_a_shift_moves_an_image_whole_and_fills_with_zeros():
-    square = np.zeros((1, 6, 6, 1), np.uint8)
-    square[0, 2:4, 2:4] = 255
-    batches = images.epochs(images.on_device({"image": square, "label": np.zeros(1, int)}), 1, seed=0, shift=2)
-    corners = set()
-    for _ in range(60):
-        image = np.asarray(next(batches)["image"])[0, :, :, 0]
-        rows, columns = np.nonzero(image)
-        assert image.sum() == 4 and len(set(rows)) == len(set(columns)) == 2
-        corners.add((int(rows.min()), int(columns.min())))
-    assert {row for row, _ in corners} == {column for _, column in corners} == {0, 1, 2, 3, 4}
-
-
 def test_evaluation_sees_every_image_once_in_order_and_windows_from_the_first_token_to_the_last():
     labels = [np.asarray(batch["label"]) for batch in images.in_order(numbered_images(7), 3)]
     assert [len(batch) for batch in labels] == [3, 3, 1]
@@ -148,15 +115,3 @@ def test_evaluation_sees_every_image_once_in_order_and_windows_from_the_first_to
     starts = np.concatenate([first["context"][:, 0], last["context"][:, 0]])
     np.testing.assert_array_equal(starts, [0, 19, 38, 57, 76, 96])
     assert int(last["target"][-1]) == 100
-
-
-def test_windows_are_cut_from_the_text_and_repeat_with_the_seed():
-    tokens = jax.numpy.arange(50, dtype=np.int32) * 3
-    batches = [next(text.windows(tokens, 4, 16, seed)) for seed in (5, 5, 6)]
-    for batch in batches:
-        assert (batch["context"].shape, batch["target"].shape) == ((16, 4), (16,))
-        starts = np.asarray(batch["context"])[:, 0] // 3
-        expected = (starts[:, None] + np.arange(5)) * 3
-        np.testing.assert_array_equal(np.c_[batch["context"], batch["target"]], expected)
-    np.testing.assert_array_equal(batches[0]["context"], batches[1]["context"])
-    assert not np.array_equal(batches[0]["context"], batches[2]["context"])

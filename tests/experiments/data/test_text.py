@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import collections
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,33 +9,11 @@ import pytest
 from jax.sharding import AxisType
 
 from experiments import data
-from experiments.data import corpus, text, tokens
+from experiments.data import corpus, text
 from experiments.data.masking import IGNORE, mask
 from experiments.training import mesh
 
-PAIRS = [b"abababcdc", b"", b"x", b"ababefef"]  # an odd last byte belongs to no pair
-
-
-@pytest.fixture(autouse=True)
-def nothing_remembered():
-    tokens.load.cache_clear()
-
-
 # --- documents ------------------------------------------------------------------------------------------------------
-
-
-def test_the_last_tenth_of_a_file_is_held_out_and_a_missing_file_is_an_error(tmp_path):
-    (tmp_path / "a.log").write_bytes(bytes(range(100)))
-    documents = corpus.read(str(tmp_path / "a.log"))
-    assert documents.train == [bytes(range(90))] and documents.test == [bytes(range(90, 100))]
-    assert documents.origin.startswith("a.log: 1 file, 100 bytes, sha256 ")
-
-    with pytest.raises(data.DataError, match=r"--dataset is pysource, or the path of a text file .* there is no .*/a"):
-        corpus.read(str(tmp_path / "a"))
-    with pytest.raises(data.DataError, match="but there is no ''"):  # not the current folder
-        corpus.read("")
-    with pytest.raises(data.DataError, match=r"--dataset needs text, but .* has none; a folder's [.]txt"):
-        corpus.read(str(tmp_path))
 
 
 def test_every_tenth_file_of_a_folder_is_held_out_or_the_end_of_each_of_few_files(tmp_path):
@@ -59,20 +35,6 @@ def test_every_tenth_file_of_a_folder_is_held_out_or_the_end_of_each_of_few_file
 
 
 # --- tokenizers -----------------------------------------------------------------------------------------------------
-
-
-def test_pairs_are_ranks_of_byte_pairs_and_rare_pairs_share_the_last():
-    pairs = [document[i : i + 2] for document in PAIRS for i in range(0, len(document) - 1, 2)]
-    counts = collections.Counter(pairs)
-    ranked = sorted(counts, key=lambda pair: (-counts[pair], pair))
-    vocabulary = {pair: rank for rank, pair in enumerate(ranked[:2])}
-    tokenizer = tokens.Pairs(PAIRS, vocabulary=3)
-    encoded = [token for document in PAIRS for token in tokenizer.encode(document).tolist()]
-    assert encoded == [vocabulary.get(pair, 2) for pair in pairs] == [0, 0, 0, 2, 0, 0, 1, 1]
-    assert tokenizer.encode(b"cdefzz").tolist() == [2, 1, 2]
-    for vocabulary in (1, 2**16 + 1):
-        with pytest.raises(data.DataError, match=f"2 to 65536 tokens, got --vocabulary {vocabulary}"):
-            tokens.Pairs(PAIRS, vocabulary)
 
 
 def test_sequences_are_cut_from_the_text_and_go_on_where_they_stopped():

@@ -67,13 +67,6 @@ def test_overrides_are_split_at_the_first_equals_sign_and_have_both_sides():
             read_overrides((text,))
 
 
-def test_o1_as_a_policy_and_an_opt_level_beside_one_are_errors():
-    with pytest.raises(ValueError, match="O1 is autocast; use --opt-level O1, or --policy mixed_float16 and --auto"):
-        read_policy("o1", "auto")
-    with pytest.raises(ValueError, match="got --opt-level O2 and --policy float32; leave out one of them"):
-        read_policy("float32", "auto", "O2")
-
-
 def test_help_has_every_flag_with_a_text_and_a_default(capsys, monkeypatch):
     for script in SCRIPTS:
         monkeypatch.setenv("COLUMNS", "100")
@@ -89,20 +82,6 @@ def test_help_has_every_flag_with_a_text_and_a_default(capsys, monkeypatch):
             assert len(words) > 3, f"{flag} has no text"
             assert "(default:" in words or "(repeatable)" in words, f"{flag} has no default"
         assert script.__doc__.splitlines()[0] in shown
-
-
-def test_an_unknown_flag_ends_with_code_2_and_flags_may_repeat(capsys):
-    with pytest.raises(SystemExit) as end:
-        cli.parse(masked_lm.Config, "", ["--polcy", "float32"])
-    assert end.value.code == 2
-    assert "--polcy" in capsys.readouterr().err
-
-    config = cli.parse(
-        image_classification.Config, "", ["--override", "a=float32", "--override", "b=O3", "--opt-level", "O2"]
-    )
-    assert config.override == ("a=float32", "b=O3") and config.opt_level == "O2"
-    config = cli.parse(compare.Config, "", ["--policies", "O2", "float16@none", "--seeds", "3", "4"])
-    assert config.policies == ("O2", "float16@none") and config.seeds == (3, 4)
 
 
 def test_an_invalid_flag_is_an_error_before_anything_is_read(monkeypatch):

@@ -1,25 +1,34 @@
-"""The energy that a GPU used."""
+"""The energy that a GPU used, read from a fake NVML."""
 
 from __future__ import annotations
 
-import contextlib
+import itertools
+import sys
 import types
 
 import pytest
 
-from experiments.benchmarks.measure import energy, power
+from experiments.benchmarks.measure import energy
 
 
-def test_the_energy_of_a_call_is_that_of_the_counter_or_else_the_power_in_the_time(monkeypatch):
-    calls = []
-    for joules, expected in ((1200.0, 1200.0), (None, 2.0 * 600.0)):
-        reading = power.PowerReading(2.0, 600.0, 700.0, joules, 1500.0, 1980.0, {"power limit": 0.5}, 60.0)
-        fake_monitor = types.SimpleNamespace(result=lambda reading=reading: reading)
-        monkeypatch.setattr(energy.power, "monitor", lambda fake=fake_monitor: contextlib.nullcontext(fake))
-        calls.clear()
-        measured = energy.of_call(lambda: calls.append(1), seconds=0.01)
-        assert calls and measured["joules"] == pytest.approx(expected / len(calls))
-        assert measured["power"]["throttled"] == {"power limit": 0.5}
-    monkeypatch.undo()
-    nothing = {"joules": None, "power": None}
-    assert energy.of_call(lambda: None, 0.0) == energy.of_call(lambda: None, 0.001) == nothing  # here is no GPU
+def test_the_energy_of_a_call_is_that_of_the_counter_of_the_first_visible_gpu(monkeypatch):
+    counter, calls = itertools.count(1_000_000, 350_000), []
+    nvml = types.ModuleType("pynvml")
+    nvml.NVMLError = type("NVMLError", (Exception,), {})
+    nvml.nvmlInit = lambda: None
+    nvml.nvmlDeviceGetHandleByIndex = lambda index: index
+
+    def energy_of(handle):
+        if handle != 3:
+            raise nvml.NVMLError("not supported")
+        return next(counter)
+
+    nvml.nvmlDeviceGetTotalEnergyConsumption = energy_of
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
+    assert energy.of_call(lambda: calls.append(1), 0.01) == pytest.approx(350 / len(calls))
+    assert energy.of_call(lambda: None, 0.0) is None
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert energy.of_call(lambda: None, 0.01) is None
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert energy.of_call(lambda: None, 0.01) is None
