@@ -1,4 +1,4 @@
-"""Private names of JAX and Flax are used in few files."""
+"""Private names of JAX and Flax are used in jaxmp/_internals only."""
 
 from __future__ import annotations
 
@@ -14,10 +14,6 @@ pytestmark = pytest.mark.once
 OF_PYTHON = {"_replace", "_fields", "_asdict", "_slotnames"}  # of named tuples and copyreg
 
 
-def is_private(name: str) -> bool:
-    return name.startswith("_") and not name.endswith("__")
-
-
 def own_names(nodes: Iterable[ast.AST]) -> Iterator[str]:
     """Yield the names of any kind that these nodes define."""
     for node in nodes:
@@ -27,6 +23,16 @@ def own_names(nodes: Iterable[ast.AST]) -> Iterator[str]:
             yield node.id if isinstance(node, ast.Name) else node.attr
 
 
+def used_names(node: ast.AST) -> list[str]:
+    """Return the parts of an attribute or of an import of another package."""
+    if isinstance(node, ast.Attribute):
+        return [node.attr]
+    module = getattr(node, "module", None) or ""
+    if not isinstance(node, (ast.Import, ast.ImportFrom)) or module.split(".")[0] in ("jaxmp", "__future__"):
+        return []
+    return [part for alias in node.names for part in f"{module}.{alias.name}".split(".")]
+
+
 def foreign_names(folder: Path) -> dict[str, set[str]]:
     """Return, by file, the private names of other packages that it uses."""
     files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*.py")}
@@ -34,37 +40,17 @@ def foreign_names(folder: Path) -> dict[str, set[str]]:
     our_names = {name for of_file in nodes.values() for name in own_names(of_file)} | OF_PYTHON
     foreign: dict[str, set[str]] = {}
     for path, of_file in nodes.items():
-        for node in of_file:
-            names = [node.attr] if isinstance(node, ast.Attribute) else []
-            if isinstance(node, (ast.Import, ast.ImportFrom)):
-                module = getattr(node, "module", None) or ""
-                names = [part for alias in node.names for part in f"{module}.{alias.name}".split(".")]
-                names = [] if names[0] in ("jaxmp", "__future__") else names
-            if private := {name for name in names if is_private(name)} - our_names:
-                foreign.setdefault(path, set()).update(private)
+        names = {name for node in of_file for name in used_names(node)}
+        if private := {name for name in names if name.startswith("_") and not name.endswith("__")} - our_names:
+            foreign[path] = private
     return foreign
 
 
-def test_private_names_of_jax_and_flax_stand_in_the_rooms_for_them():
+def test_private_names_of_jax_and_flax_are_used_in_the_room_for_them():
     foreign = foreign_names(ROOT / "jaxmp")
     rooms = {path for path in foreign if path.startswith("_internals/")}
     assert {path: foreign[path] for path in foreign.keys() - rooms} == {}
-    assert {"_internals/flax/nnx.py", "_internals/jax/traces.py"} <= rooms and len(rooms) > 2
-
-
-def test_inspect_uses_and_overrides_no_private_name_of_a_train_step():
-    private = set[str]()
-    for path in ("training/step.py", "nnx/training.py"):
-        classes = {getattr(node, "name", ""): node for node in ast.parse((ROOT / "jaxmp" / path).read_text()).body}
-        private.update(name for name in own_names(ast.walk(classes["TrainStep"])) if is_private(name))
-    private -= {"_"}
-    assert len(private) > 10
-    for path in (ROOT / "jaxmp" / "inspect").rglob("*.py"):
-        nodes = [*ast.walk(ast.parse(path.read_text()))]
-        used = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
-        classes = [node for node in nodes if isinstance(node, ast.ClassDef)]
-        overridden = {name for cls in classes for name in own_names(ast.walk(cls))}
-        assert (path.name, (used | overridden) & private) == (path.name, set())
+    assert {"_internals/flax/nnx.py", "_internals/jax/traces.py"} <= rooms
 
 
 def test_a_private_name_is_found_as_an_attribute_and_in_an_import(tmp_path):
