@@ -43,7 +43,7 @@ COLUMNS = (
     "evaluations", "s",
 )  # fmt: skip
 NOTE = (
-    "Errors of loss and gradients, relative to float32. The floor is the error if only the operands of products are "
+    "Errors of all gradients together, relative to float32. The floor is the error if only the operands of products are "
     "rounded to half; tune allows twice as much. The loss scale in float16 is the one that tune recommends."
 )
 Loss = Callable[..., Any]
