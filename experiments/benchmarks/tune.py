@@ -4,9 +4,8 @@ The time that `jaxmp.inspect.tune` takes is measured too.
 
 python -m experiments.benchmarks.tune --run-dir experiments/results/tune
 
-The models are small and untrained, with random data. The error is the one that tune uses: the larger of the error of
-the loss and the error of all gradients together, relative to float32. Two errors without tune are measured for
-comparison:
+The models are small and untrained, with random data. The error is the one that tune uses: that of all gradients
+together, relative to float32. Two errors without tune are measured for comparison:
 
 - under autocast's rules
 - with every operation in half precision
@@ -43,8 +42,8 @@ COLUMNS = (
     "evaluations", "s",
 )  # fmt: skip
 NOTE = (
-    "Errors of all gradients together, relative to float32. The floor is the error if only the operands of products are "
-    "rounded to half; tune allows twice as much. The loss scale in float16 is the one that tune recommends."
+    "Errors of all gradients together, relative to float32. The floor is the error if only the operands of products "
+    "are rounded to half; tune allows twice as much. The loss scale in float16 is the one that tune recommends."
 )
 Loss = Callable[..., Any]
 
