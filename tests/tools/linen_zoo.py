@@ -135,7 +135,7 @@ def same_computation(fun: Callable[..., Any], other: Callable[..., Any], *args: 
     """Assert that two functions have the same operations on the same values.
 
     This is stronger than equal bits. A cast to half may come before or after an operation that only moves, selects or
-    repeats elements.
+    repeats elements, and before or in the branches of a conditional.
 
     Returns:
       The shapes and dtypes of the results.
@@ -198,6 +198,10 @@ def computation(jaxpr: Any, inputs: Any = None) -> list[Any]:
             results = [operands[1]]
         elif name in _CALLS:
             results = computation(next(jaxprs_in(eqn)), operands)
+        elif name == "cond":  # a cast may come before the branches or in them
+            index, *read_in_branches = operands
+            branches = [computation(branch, read_in_branches) for branch in eqn.params["branches"]]
+            results = [_digest(name, index, *of_branches) for of_branches in zip(*branches, strict=True)]
         else:
             if name in BROADCAST:  # the primitive repeats operands implicitly
                 shape = eqn.outvars[0].aval.shape
