@@ -19,7 +19,6 @@ from jaxmp._internals.jax.sources import is_transformed_around, names_of, source
 from jaxmp.base import tables
 from jaxmp.base.arguments import require_function
 from jaxmp.base.dtypes import name_of
-from jaxmp.base.graphs import reachable
 from jaxmp.base.inspection import Inspection
 from jaxmp.engine.classifier import Classifier
 from jaxmp.engine.decide import decide_program
@@ -28,7 +27,7 @@ from jaxmp.engine.flops import flops_of
 from jaxmp.engine.graph import build
 from jaxmp.engine.inner_emissions import collecting_emissions, scope_in
 from jaxmp.engine.marks import names_around, path_of
-from jaxmp.engine.nodes import Node, Step
+from jaxmp.engine.nodes import Step
 from jaxmp.engine.overrides import policy_and_exceptions
 from jaxmp.engine.plan_by_module import PlanByModule, rows_by_module
 from jaxmp.engine.reasons import Reasons
@@ -37,7 +36,6 @@ from jaxmp.engine.trace import result_dtypes, traced
 from jaxmp.policy.policies import Policy
 from jaxmp.program.equations import aval_of, bodies_of, opened, primitive_of
 from jaxmp.program.primitives import CAST, Class, classify
-from jaxmp.program.values import BRANCHES, CARRY
 from jaxmp.program.walk import jaxprs_in
 
 _HALF = {"float16", "bfloat16", "float8_e4m3fn"}
@@ -63,9 +61,6 @@ class PlanRow:
         row of an inner autocast call also counts the casts of its results.
       cast_bytes: the bytes that these casts write, over all trips of the loops around it.
       depth: the number of equations whose bodies contain it.
-      reads: the numbers of the earlier rows that compute its floating operands. These rows may be in bodies. For a
-        carry, they are the rows of its initial value. For a loop's final carry, they are the rows of the initial value
-        and of the loop's last iteration.
     """
 
     path: str
@@ -79,7 +74,6 @@ class PlanRow:
     casts: int
     cast_bytes: int
     depth: int
-    reads: tuple[int, ...]
 
     @property
     def is_floating(self) -> bool:
@@ -310,9 +304,6 @@ class _PlanWriter:
         self.reasons: list[Reasons] = []
         self.uncounted: set[str] = set()
         self.unknown_trips = 0
-        self._numbers = itertools.count()
-        self._last = -1
-        self._number_of: dict[Node, int] = {}
         self._transformed: set[str] = set()
 
     def rows_of_program(self, emission: Emission) -> Iterator[PlanRow]:
@@ -340,7 +331,6 @@ class _PlanWriter:
             if scope not in planned:
                 planned.add(scope)
                 yield from self._rows_of_inner_program(self.inner_emissions[scope])
-            self._number(step)
 
     def _rows_of_inner_program(self, emission: Emission) -> Iterator[PlanRow]:
         """Yield the rows of an inner program. Its last row also counts the casts of the program's results."""
@@ -349,17 +339,10 @@ class _PlanWriter:
         for last in rows[-1:]:
             yield dataclasses.replace(last, casts=last.casts + len(added), cast_bytes=last.cast_bytes + sum(added))
 
-    def _number(self, step: Step) -> None:
-        """Remember that the last row computes the results of an equation."""
-        self._number_of |= dict.fromkeys(filter(None, step.nodes), self._last)
-
     def _rows_of_step(self, step: Step, program: _Emitted) -> Iterator[PlanRow]:
-        self._last = next(self._numbers)
         eqn, name = step.eqn, primitive_of(step.eqn)
         emission, reasons = program
         bodies = bodies_of(eqn)
-        operands = filter(None, step.operands)
-        read = reachable(operands, lambda node: node.inputs if node.name in (CARRY, BRANCHES) else ())
         iterations = 1 if bodies is None else bodies.iterations
         cast_bytes = _bytes_of_added_casts(step, emission)
         for body in step.inner:
@@ -380,7 +363,6 @@ class _PlanWriter:
             casts=len(cast_bytes),
             cast_bytes=sum(cast_bytes),
             depth=0,
-            reads=tuple(sorted({self._number_of[node] for node in read if node in self._number_of})),
         )
         yield row
         for inner in self._rows(_inside(step), program):
@@ -391,8 +373,6 @@ class _PlanWriter:
                 cast_bytes=iterations * inner.cast_bytes,
                 depth=inner.depth + 1,
             )
-        if step.bodies is None:
-            self._number(step)
 
 
 def _dtypes_of_results(step: Step, emission: Emission) -> Iterator[str]:
