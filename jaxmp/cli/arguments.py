@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 _RETURNS = "a function without parameters that returns the arguments, as in def arguments(): return params, batch"
@@ -27,22 +27,24 @@ def add_settings(
     command: argparse.ArgumentParser,
     fun: Callable[..., Any],
     left_out: tuple[str, ...] = (),
-    defaults: Mapping[str, Any] | None = None,
 ) -> None:
     """Add a flag for each parameter of a function, but not for the first one.
+
+    A parameter without a default is a required flag.
 
     Args:
       command: the parser of the command.
       fun: a function with a docstring in Google's style.
       left_out: the names of parameters without a flag.
-      defaults: values for parameters without a default.
     """
     texts = help_of_parameters(fun)
     for parameter in list(inspect.signature(fun).parameters.values())[1:]:
-        name, default = parameter.name, (defaults or {}).get(parameter.name, parameter.default)
+        name, default = parameter.name, parameter.default
         if name in left_out:
             continue
         settings: dict[str, Any] = {"default": default, "help": texts.get(name, "").replace("%", "%%")}
+        if default is inspect.Parameter.empty:
+            settings = {"required": True, "help": settings["help"]}
         if isinstance(default, bool):
             settings["action"] = argparse.BooleanOptionalAction
         elif str(parameter.annotation).startswith("Mapping"):

@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from jaxmp.cli.arguments import add_function, add_settings, description
@@ -26,7 +26,6 @@ class Tool:
       runs: whether the function is run on arrays. Otherwise it is traced on shapes.
       has_failed: a function of the result that returns whether the exit code is 1.
       draw: a function of ``jaxmp.inspect.plots``, the result and the options, which returns a figure.
-      defaults: values for parameters without a default.
     """
 
     summary: str
@@ -35,7 +34,6 @@ class Tool:
     runs: bool = False
     has_failed: Callable[[Any], Any] = lambda result: result.not_counted
     draw: Callable[[Any, Any, argparse.Namespace], Any] | None = None
-    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 TOOLS = {
@@ -100,7 +98,6 @@ TOOLS = {
         "the measured error is above the tolerance, or Ctrl-C ended the search",
         runs=True,
         has_failed=lambda result: not result.met or result.interrupted,
-        defaults={"policy": "mixed_bfloat16"},
     ),
 }
 _LEFT_OUT = ("tx", "memory")
@@ -123,7 +120,7 @@ def add_arguments(name: str, command: argparse.ArgumentParser) -> None:
         f"fails.\n\nExample:\n  jaxmp {name} {tool.example}"
     )
     add_function(command, tool.runs)
-    add_settings(command, fun, _LEFT_OUT, tool.defaults)
+    add_settings(command, fun, _LEFT_OUT)
     if name == "audit":
         text = "the smallest share of the products' FLOPs in half precision, such as 0.8"
         command.add_argument("--min-half", type=float, default=0.0, metavar="SHARE", help=text)

@@ -167,9 +167,9 @@ def test_errors_of_the_users_code_end_with_2_and_the_traceback(capsys):
 
 
 def test_tune_saves_a_policy(capsys):
-    assert _main("tune", "good", "--no-operations", "--save", "policy.txt") == 0
+    assert _main("tune", "good", "--policy", "mixed_bfloat16", "--no-operations", "--save", "policy.txt") == 0
     assert "Nothing needs float32" in capsys.readouterr().out
     with open("policy.txt") as file:
         assert file.read() == "params=float32,compute=bfloat16,output=float32\n"
-    assert _main("tune", "good", "--seeds", "2") == 2
+    assert _main("tune", "good", "--policy", "mixed_bfloat16", "--seeds", "2") == 2
     assert "typed PRNG keys" in capsys.readouterr().err

@@ -233,7 +233,7 @@ def test_the_promised_error_is_that_of_a_run_under_the_advice(spelling):
     advice = error_budget(plain, "mixed_bfloat16")(W, X).sentences[-1]
     assert "h = h + step, 6 × add: float32 there" in advice
     if spelling == "override":
-        assert 'overrides={"flow:add": "float32"}' in advice
+        assert 'override {"flow:add": "float32"}' in advice
         half = jaxmp.autocast(plain, "mixed_bfloat16", overrides={"flow:add": "float32"})
     else:
         assert 'Put `with jaxmp.precision("float32"):` around the line.' in advice
@@ -414,7 +414,7 @@ def test_roundings_inside_of_an_operation_are_not_counted():
     x = np.random.default_rng(0).uniform(size=(4096, 2)).astype("float32")
     budget = error_budget(lambda x: jnp.cumsum(x, 0), "mixed_bfloat16", overrides={"**": "half"})(x)
     (inside,) = budget.not_counted
-    assert "roundings inside of operations" in inside
+    assert "unexplained error" in inside
 
 
 def test_a_function_with_a_rule_for_vmap_is_not_counted_and_is_named():

@@ -86,5 +86,5 @@ def test_the_lines_that_need_float64_are_named(name):
 
 
 def test_a_tolerance_needs_float64_arguments():
-    with pytest.raises(ValueError, match="needs float64 arguments and the policy 'float32'"):
+    with pytest.raises(ValueError, match="is for a float64 program under the policy 'float32'"):
         error_budget(jnp.sum, "mixed_bfloat16", tolerance=1e-3)(jnp.ones(3))

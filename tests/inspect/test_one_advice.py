@@ -55,7 +55,7 @@ def test_the_tools_advise_the_same_for_the_model_of_a_page_and_keep_their_promis
     budget = error_budget(loss_fn, "mixed_bfloat16")(params, batch)
     comparison = compare(loss_fn, "mixed_bfloat16")(params, batch)
     assert {key: level for key, level in tuned.overrides.items() if level == "float32"} == advice
-    assert 'Pass overrides={"Net/flow:add": "float32"}' in budget.sentences[-1]
+    assert 'Add the override {"Net/flow:add": "float32"}' in budget.sentences[-1]
     assert comparison.entered == "Net/flow"
     before = error({})
     for measured in (tuned.error_before, budget.measured.gradient_error, comparison.total.relative_error):

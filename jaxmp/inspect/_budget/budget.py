@@ -24,6 +24,7 @@ from jaxmp.inspect.program.calls import (
     argument_paths,
     is_step,
     require_arguments_not_deleted,
+    require_policy_of,
     step_call,
     step_under_policy,
 )
@@ -32,7 +33,7 @@ from jaxmp.inspect.program.half_arguments import half_arguments, sentences_of_ha
 from jaxmp.inspect.status import status_of
 from jaxmp.policy.policy_map import get_policy
 
-_COLUMNS = "share", "error if float32", "error alone", "loss alone", "sites", "operations", "path or line"
+_COLUMNS = "share", "error without", "error alone", "loss alone", "sites", "operations", "path or line"
 _SHOWN = 20
 _MOST_OF_A_LINE = 0.7
 """The share of a line's error that its main operations cause."""
@@ -72,7 +73,7 @@ class ErrorBudget(tables.Shown):
       floor: the error of the gradients if only the operands of half products are rounded.
       loss: the loss in float32; NaN for a function without a loss.
       not_counted: the operations whose roundings have no switch, with the reasons. There is another entry if the
-        measured error differs by more than a factor of two from that of the roundings.
+        measured error is more than twice that of the roundings, or less than half of it.
       sentences: the result in words.
       half_arguments: the names of arguments, other than params, whose values are all rounded to half precision. If a
         half program computed them, the float32 reference should not read them: their error is not measured.
@@ -94,7 +95,7 @@ class ErrorBudget(tables.Shown):
             counts = {"overflow": group.overflows, "underflow": group.underflows}
             texts = [f"{tables.short(count)} {name}" for name, count in counts.items() if count]
             operations = "; ".join([*texts, group.operations])
-            shown = [f"{error:.1e}" for error in errors]
+            shown = ["" if math.isnan(error) else f"{error:.1e}" for error in errors]
             cells.append((f"{group.share:.1%}", *shown, group.sites, operations, group.name or "outside of modules"))
         measured = self.measured
         title = f"The relative error of the gradients is {measured.gradient_error:.2e}, and of the loss "
@@ -150,8 +151,7 @@ def error_budget(
     >>> budget.by_line[0].share > 0.5
     True
     """
-    if overrides and policy is None:
-        raise ValueError(f"overrides need a policy, got {overrides} and policy=None; pass the policy")
+    require_policy_of(overrides, policy)
     is_float32 = policy is not None and getattr(get_policy(policy), "compute_dtype", None) == np.float32
 
     def run(*args: Any) -> ErrorBudget:
@@ -164,18 +164,28 @@ def error_budget(
                 require_arguments_not_deleted(fun, args)
                 plain, arrays = of_arrays(fun, args)
                 trace = functools.partial(program_of_function, plain, arrays, policy, overrides)
-                if is_float32 and any(getattr(leaf, "dtype", None) == np.float64 for leaf in jax.tree.leaves(arrays)):
+                if is_float32 and _has_float64(jax.tree.leaves(arrays)):
                     trace = functools.partial(program_of_function, plain, arrays, None, None)
                     return _Measurement(trace, status, FLOAT64).wide_budget(tolerance)
             if tolerance is not None:
                 raise ValueError(
-                    f"a tolerance needs float64 arguments and the policy 'float32', got tolerance={tolerance}; "
-                    "jaxmp.inspect.tune takes a tolerance for half precision"
+                    f"tolerance={tolerance} is for a float64 program under the policy 'float32', but no argument is "
+                    "float64; set JAX_ENABLE_X64=1 and pass float64 arrays. For half precision, use jaxmp.inspect.tune"
                 )
             rounded = half_arguments(argument_paths(plain, arrays), arrays)
             return _Measurement(trace, status).budget(rounded)
 
     return run
+
+
+def _has_float64(leaves: Sequence[Any]) -> bool:
+    return any(getattr(leaf, "dtype", None) == np.float64 for leaf in leaves)
+
+
+def _message_without_roundings(program: GradientProgram) -> str:
+    if _has_float64(program.inputs):
+        return "this program computes in float64; pass the policy 'float32', and the allowed error as tolerance="
+    return "error_budget needs a program that rounds to half precision, but this one does not; pass a half policy"
 
 
 def _arguments_of_step(params: Any, model_state: Any, batch: Any) -> None:
@@ -195,25 +205,22 @@ class _Measurement:
         self.trace, self.status = trace, status
         self.program = SwitchedProgram(trace(), pair)
         if not self.program.sites:
-            raise ValueError(
-                "an error budget needs a program that rounds to half precision, but this one does not; pass a "
-                "policy, such as error_budget(fun, 'mixed_bfloat16')"
-            )
+            raise ValueError(_message_without_roundings(self.program.program))
         self.results = "gradients" if self.program.program.has_loss else "results"
 
     def wide_budget(self, tolerance: float | None) -> ErrorBudget:
         """Run the program in float64 with roundings to float32, and return its budget."""
         budget = Budget(self.program)
         modules = budget.by_path()
-        texts = []
+        texts = ["Pass tolerance= to learn which lines need float64."]
         if tolerance is not None:
             self.status.update("error budget: running lines")
             needed, error = budget.lines_needed(tolerance)
             names = ", ".join(sorted(needed)) or "no line"
-            texts.append(
+            texts = [
                 f"For a tolerance of {tolerance:.1e}, these lines need float64: {names}. With the other lines in "
                 f"float32 the error is {error:.1e}; with all lines in float32 it is {budget.error:.1e}."
-            )
+            ]
         return ErrorBudget(
             by_path=tuple(modules),
             by_line=tuple(budget.by_line(modules)),
@@ -230,7 +237,7 @@ class _Measurement:
         budget = Budget(self.program)
         if not budget.reference.is_finite:
             raise ValueError(
-                "an error budget compares with float32, but float32 is not finite on these arguments; "
+                "error_budget compares with float32, but float32 is not finite on these arguments; "
                 "jaxmp.inspect.first_nonfinite names the operation"
             )
         under_policy = results_under_policy(self.program.program)
@@ -256,7 +263,7 @@ class _Measurement:
         if large <= _TRUSTED * max(small, _ERROR_OF_FLOAT32):
             return self.program.not_counted
         explained = f"the roundings cause an error of {percent(error)}, but {percent(measured)} is measured"
-        return *self.program.not_counted, f"roundings inside of operations: {explained}"
+        return *self.program.not_counted, f"unexplained error: {explained}"
 
     def _sentences(self, budget: Budget, floor: float, lines: Sequence[BudgetGroup]) -> Iterator[str]:
         error, line = budget.error, lines[0]

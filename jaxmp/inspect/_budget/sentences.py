@@ -48,7 +48,7 @@ class Advice:
 
     def __str__(self) -> str:
         if self.key is not None:
-            return f'Pass overrides={{"{self.key}": "float32"}}.'
+            return f'Add the override {{"{self.key}": "float32"}}.'
         region = 'ut `with jaxmp.precision("float32"):` around the'
         if self.without is None:
             return f"P{region} line."

@@ -33,20 +33,14 @@ from jaxmp.inspect._compare.rows import (
 from jaxmp.inspect._compare.run import RecordedProgram, run_and_record
 from jaxmp.inspect.gradient_error import LARGEST_GOOD_ERROR, percent
 from jaxmp.inspect.program.calls import (
-    StepCall,
     argument_paths,
     is_inexact,
     is_step,
-    require_arguments_not_deleted,
-    require_own_settings,
-    step_call,
+    require_policy_of,
 )
-from jaxmp.inspect.program.function_leaves import of_arrays
 from jaxmp.inspect.program.half_arguments import half_arguments, sentences_of_half_arguments
+from jaxmp.inspect.program.loss_calls import loss_call
 from jaxmp.program.primitives import PRODUCTS
-from jaxmp.sharding.devices import DevicesOfMesh
-from jaxmp.training.state import TrainState
-from jaxmp.training.update import Update
 
 _REFERENCES = ("float32", "float64")
 _MOST_SCOPES = 2
@@ -231,17 +225,16 @@ def compare(
         _require_same_kind(fun, other)
     else:
         other, reference_dtype = None, dtype_among("reference", reference, _REFERENCES)
-    if overrides and policy is None:
-        raise ValueError(f"overrides need a policy, got {overrides} and policy=None; pass the policy")
+    require_policy_of(overrides, policy)
 
     def run(*args: Any) -> Comparison:
-        loss_fn, arrays, scale = _loss_of_arrays(fun, args, loss_scale)
+        loss_fn, arrays, scale = loss_call(fun, args, loss_scale)
         paths = argument_paths(loss_fn, arrays)
         cast = loss_fn if policy is None else autocast(loss_fn, policy, overrides)
         with rounded_params(other is not None):  # two models may store the params in other dtypes
             of_fun = run_and_record(cast, arrays, paths, grad, scale)
         if other is not None:
-            other_fn, arrays, scale = _loss_of_arrays(other, args, loss_scale)
+            other_fn, arrays, scale = loss_call(other, args, loss_scale)
             with rounded_params(True):
                 of_reference = run_and_record(other_fn, arrays, paths, grad, scale)
             _require_equal_shapes(of_fun, of_reference)
@@ -294,19 +287,6 @@ def _microbatches(step: Any) -> int:
     return count
 
 
-def _loss_of_arrays(
-    fun: Callable[..., Any], args: tuple[Any, ...], loss_scale: float
-) -> tuple[Callable[..., Any], tuple[Any, ...], float]:
-    """Return a function without a train step, its arguments as arrays and numbers, and the loss scale."""
-    if is_step(fun):
-        require_own_settings(loss_scale=None if loss_scale == 1 else loss_scale)
-        call = step_call(fun, args)
-        fun, args = loss_of(call)
-        loss_scale = call.loss_scale
-    require_arguments_not_deleted(fun, args)
-    return *of_arrays(fun, args), loss_scale
-
-
 def _require_equal_shapes(first: RecordedProgram, reference: RecordedProgram) -> None:
     """Raise a ValueError if the results of two functions have different shapes."""
     shapes = [array.shape for _, array in first.results]
@@ -316,37 +296,6 @@ def _require_equal_shapes(first: RecordedProgram, reference: RecordedProgram) ->
             f"compare needs two functions whose floating results have equal shapes, got {shapes} and {others}; return "
             "the results that correspond"
         )
-
-
-class _LossOnly(Update):
-    """A computation of the loss without gradients. The caller differentiates the loss."""
-
-    def differentiate(self, loss_fn: Callable[[Any], Any], state: TrainState) -> tuple[Any, Any]:
-        """Return the results of a loss function, and zeros in place of gradients."""
-        loss, (model_state, metrics) = loss_fn(state.params)
-        zeros = jax.tree.map(jnp.zeros_like, state.params)
-        return (loss, (jax.lax.stop_gradient(model_state), metrics)), zeros
-
-
-def loss_of(call: StepCall) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Return the loss function of a train step, and the arguments to call it with.
-
-    The loss function also takes a random key as the last argument. The default is the key of the step.
-    """
-    step, state, batch = call
-    if isinstance(step.update.devices, DevicesOfMesh):
-        raise ValueError(
-            "compare takes a train step without a mesh, got one with sharding=; pass the same step without sharding="
-        )
-    update = _LossOnly(
-        step.update.loss_fn, step.update.devices, step.update.accumulate_steps, mean_over=step.update.mean_over
-    )
-
-    def loss_fn(params: Any, model_state: Any, batch: Any, rng: Any = call.rng) -> Any:
-        step_state = state.replace(params=params, model_state=model_state)
-        return update.gradients(step_state, batch, rng).loss
-
-    return loss_fn, (state.params, state.model_state, batch)
 
 
 def _in_64_bit_floats(leaf: Any) -> Any:

@@ -12,27 +12,24 @@ import jax.numpy as jnp
 
 from jaxmp.base import tables
 from jaxmp.base.inspection import tool
-from jaxmp.base.trees import map_nodes_of_type, widen
+from jaxmp.base.trees import map_nodes_of_type
 from jaxmp.inspect._first_nonfinite import stepping
 from jaxmp.inspect._first_nonfinite.known_lengths import with_known_lengths
 from jaxmp.inspect._first_nonfinite.origins import Range, failure_kind, on_host, ranges_of
 from jaxmp.inspect._first_nonfinite.suspects import ProgramRun, Rank, first_suspect
 from jaxmp.inspect.program.calls import (
-    RESULTS_ONLY,
     StepCall,
     argument_paths,
-    differentiated,
     is_step,
-    loss_and_rest,
     named,
     require_arguments_not_deleted,
     require_own_settings,
     step_call,
     under_policy,
-    with_leaves,
 )
 from jaxmp.inspect.program.function_leaves import of_arrays
 from jaxmp.inspect.program.iterations import Iteration
+from jaxmp.inspect.program.loss_calls import with_gradients
 from jaxmp.inspect.program.tracing import program_of
 from jaxmp.optim.loss_scale import StaticLossScale
 from jaxmp.optim.scaling_state import LossScalingState
@@ -161,7 +158,7 @@ def first_nonfinite(
         paths = argument_paths(fun, args)
         if not grad:
             return _blame_in(lambda *args: ((), function(*named(args)), ()), args, paths)
-        program = _losses_and_gradients(function, args)
+        program = with_gradients(function, args)
 
         def unscaled(*args: Any) -> Any:
             return program(None, *args)
@@ -203,32 +200,6 @@ def _without_loss_scale(opt_state: Any) -> Any:
     """Return an optimizer state whose loss scale is 1."""
     unscaled = StaticLossScale(1.0)
     return map_nodes_of_type(lambda state: state._replace(loss_scale=unscaled), opt_state, LossScalingState)
-
-
-def _losses_and_gradients(fun: Any, args: Sequence[Any]) -> Callable[..., Any]:
-    """Return a function of a loss scale and ``fun``'s arguments.
-
-    The returned function returns the loss and the scaled loss, the other results of ``fun``, and the gradients. If the
-    loss scale is None, the loss is not scaled.
-    """
-    numbers = differentiated(args)
-
-    def program(scale: Any, *args: Any) -> Any:
-        leaves, structure = jax.tree.flatten(args)
-
-        def losses(differentiated_leaves: Sequence[Any]) -> Any:
-            all_leaves = with_leaves(leaves, numbers, differentiated_leaves)
-            loss, aux = loss_and_rest(fun(*named(jax.tree.unflatten(structure, all_leaves))), RESULTS_ONLY)
-            scaled = loss
-            if scale is not None:
-                with jax.named_scope("loss_scale"):
-                    scaled = widen(loss) * scale.astype(widen(loss).dtype)
-            return scaled, (loss, aux)
-
-        (scaled, (loss, aux)), grads = jax.value_and_grad(losses, has_aux=True)([leaves[n] for n in numbers])
-        return (loss, scaled), aux, grads
-
-    return program
 
 
 def _blame_in(fun: Callable[..., Any], args: Sequence[Any], paths: Sequence[str]) -> Blame | None:

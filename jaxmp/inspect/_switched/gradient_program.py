@@ -14,14 +14,8 @@ import numpy as np
 from jaxmp.base.trees import widen
 from jaxmp.engine.autocast import autocast
 from jaxmp.engine.constant_casts import casting_constants_in_program
-from jaxmp.inspect.program.calls import (
-    StepCall,
-    differentiated,
-    is_inexact,
-    loss_and_rest,
-    named,
-    with_leaves,
-)
+from jaxmp.inspect.program.calls import StepCall, is_inexact, named
+from jaxmp.inspect.program.loss_calls import with_gradients
 from jaxmp.inspect.program.tracing import program_of
 from jaxmp.program.walk import computing_only
 
@@ -64,21 +58,15 @@ def program_of_function(
     def of_leaves(*leaves: Any) -> Any:
         return cast(*named(jax.tree.unflatten(structure, leaves)))
 
-    numbers = differentiated(args) if any(map(is_inexact, leaves)) else []
-    has_loss = bool(numbers) and _returns_loss(jax.eval_shape(of_leaves, *leaves))
+    has_loss = any(map(is_inexact, leaves)) and _returns_loss(jax.eval_shape(of_leaves, *leaves))
     if not has_loss:
         return _traced(lambda *leaves: (None, of_leaves(*leaves)), leaves)
 
-    count = len(leaves)
+    count, program = len(leaves), with_gradients(cast, args)
 
     def loss_and_gradients(*leaves: Any) -> Any:
-        leaves, scales = leaves[:count], leaves[count:]
-
-        def loss_of(chosen: Sequence[Any]) -> Any:
-            loss, _ = loss_and_rest(of_leaves(*with_leaves(leaves, numbers, chosen)))
-            return (widen(loss) * scales[0] if scales else loss), loss
-
-        (_, loss), gradients = jax.value_and_grad(loss_of, has_aux=True)([leaves[n] for n in numbers])
+        scale = leaves[count] if len(leaves) > count else None
+        (loss, _), _, gradients = program(scale, *jax.tree.unflatten(structure, leaves[:count]))
         return loss, gradients
 
     return _traced(loss_and_gradients, [*leaves, *([] if loss_scale is None else [np.float32(loss_scale)])])

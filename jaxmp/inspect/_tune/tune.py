@@ -14,7 +14,6 @@ import numpy as np
 from jaxmp.base import tables
 from jaxmp.base.dtypes import is_half
 from jaxmp.base.inspection import tool
-from jaxmp.inspect._compare.compare import loss_of
 from jaxmp.inspect._first_nonfinite.first_nonfinite import first_nonfinite
 from jaxmp.inspect._numerics.numerics import numerics
 from jaxmp.inspect._tune.candidates import half_code_outside, modules_of
@@ -24,6 +23,7 @@ from jaxmp.inspect.gradient_error import LARGEST_GOOD_ERROR, percent, sentence_o
 from jaxmp.inspect.program.calls import argument_paths, is_step, require_arguments_not_deleted, step_call
 from jaxmp.inspect.program.function_leaves import of_arrays, without_functions
 from jaxmp.inspect.program.half_arguments import half_arguments, sentences_of_half_arguments
+from jaxmp.inspect.program.loss_calls import loss_of
 from jaxmp.optim.checks import as_float
 from jaxmp.policy.policies import Policy
 from jaxmp.policy.policy_map import PolicyMap, get_policy

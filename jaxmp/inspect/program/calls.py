@@ -133,11 +133,16 @@ def under_policy(fun: Callable[..., Any], policy: Any, overrides: Mapping[str, s
     Raises:
       ValueError: there are overrides without a policy, or the train step was made with another policy.
     """
-    if policy is None and overrides:
-        raise ValueError(f"overrides need a policy, got {overrides} and policy=None; pass the policy")
+    require_policy_of(overrides, policy)
     if is_step(fun):
         return step_under_policy(fun, policy, overrides)
     return fun if policy is None else autocast(fun, policy, overrides)
+
+
+def require_policy_of(overrides: Mapping[str, str] | None, policy: Any) -> None:
+    """Raise a ValueError if there are overrides without a policy."""
+    if overrides and policy is None:
+        raise ValueError(f"overrides need a policy, got {overrides} and policy=None; pass the policy")
 
 
 def named(args: Any) -> Any:
