@@ -9,12 +9,10 @@ from typing import NamedTuple
 from jaxmp.base.graphs import reachable
 from jaxmp.engine.nodes import Node
 from jaxmp.engine.states import CLEAR
-from jaxmp.program.primitives import BOUNDS, COMBINATIONS, POWERS, SUMS, Class, Trait, of_class, with_trait
+from jaxmp.program.primitives import COMBINATIONS, POWERS, SUMS, Class, Trait, of_class, with_trait
 
 SQUARES = POWERS - {"pow"}
-ROOTS = with_trait(Trait.SQUARE_ROOT)
 SCALES = with_trait(Trait.MULTIPLIES) | {"neg"}
-OFFSETS = SUMS | SCALES | BOUNDS
 TOTALS = frozenset(name for name in of_class(Class.ACCUMULATION) if COMBINATIONS.get(name) == "add") - SUMS
 """Sums of many elements of one array."""
 

@@ -362,6 +362,8 @@ def _parse_policy(text: str) -> Policy | PolicyMap:
     try:
         return _of_dtype(canonical_dtype(name))
     except UnknownDtypeError:
+        if text.endswith((".toml", ".txt")):
+            raise ValueError(f"a policy is a text, got the file {text!r}; pass Path({text!r}).read_text()") from None
         raise ValueError(
             f"unknown policy {text!r}; known policies, nearest first: {', '.join(_nearest_presets(name))}, …"
         ) from None

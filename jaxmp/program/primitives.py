@@ -440,7 +440,6 @@ BOUNDS = with_trait(Trait.BOUNDS)
 CHOICES = COMBINES & with_trait(Trait.ELEMENTWISE)
 """Bounds and selections: each element of the result is an element of an operand at the same position."""
 POWERS = with_trait(Trait.POWER)
-LOGARITHMS = with_trait(Trait.LOGARITHM)
 COMPARISONS = with_trait(Trait.EQUATES, Trait.ORDERS)
 SOLVERS = with_trait(Trait.SOLVES)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,9 @@ from jaxmp.inspect._switched.switched import Mask, Results, SwitchedProgram, res
 from jaxmp.inspect._tune.candidates import named_copy
 from jaxmp.policy.policies import Policy
 from jaxmp.program.walk import equations
+
+_KEPT_PROGRAMS = 8
+"""The number of traced programs that a search keeps, because it needs the last ones again."""
 
 
 def without_policies(fun: Callable[..., Any]) -> Callable[..., Any]:
@@ -52,7 +56,7 @@ class _Loss:
 
     def __init__(self, plain: Callable[..., Any], args: Sequence[Any], half: Policy) -> None:
         self._plain, self._args = plain, args
-        self._programs: dict[Hashable, GradientProgram] = {}
+        self._traced = functools.lru_cache(_KEPT_PROGRAMS)(self._trace)
         self.program = SwitchedProgram(self.trace(half, {}))
         self.reference = self.program.no_rounding
         as_written = self.trace(None, None)
@@ -63,10 +67,10 @@ class _Loss:
 
     def trace(self, policy: Any, overrides: Mapping[str, str] | None) -> GradientProgram:
         """Return the program under a policy."""
-        key = policy, tuple((overrides or {}).items())
-        if key not in self._programs:
-            self._programs[key] = program_of_function(self._plain, self._args, policy, overrides, 1.0)
-        return self._programs[key]
+        return self._traced(policy, tuple((overrides or {}).items()))
+
+    def _trace(self, policy: Any, overrides: tuple[tuple[str, str], ...]) -> GradientProgram:
+        return program_of_function(self._plain, self._args, policy, dict(overrides), 1.0)
 
 
 class Measurement:
