@@ -91,7 +91,7 @@ def test_programs_of_papers_meet_the_goal(monkeypatch, name):
 def test_the_page_counts_the_programs():
     libraries = collections.Counter(program.library for program in registry.programs())
     of_papers = libraries.pop(registry.PAPER)
-    page = " ".join((pathlib.Path(__file__).parents[3] / "docs" / "real_libraries.md").read_text().split())
+    page = " ".join((pathlib.Path(__file__).parents[3] / "docs" / "measured.md").read_text().split())
     assert f"{libraries.total()} loss functions" in page and f"{len(libraries)} JAX libraries" in page
     assert f"{of_papers} loss functions of papers" in page
 
