@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import functools
-import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from autocast_tools import HALVES, both, compiled, half, in_turn, normal, products
+from autocast_tools import HALVES, both, half, in_turn, normal, products
 
 import jaxmp
-from jaxmp.engine.classifier import Classifier
-from jaxmp.engine.distances import products_of_distances
-from jaxmp.engine.graph import build
-from jaxmp.program.equations import opened
 
 W, X = jnp.eye(8), normal(9, 16, 8)
 
@@ -57,11 +52,8 @@ DISTANCES = {
     "diagonal(G)": of_the_diagonal(jnp.diagonal),
     "einsum('ii->i', G)": of_the_diagonal(functools.partial(jnp.einsum, "ii->i")),
     "sum(G * eye)": of_the_diagonal(lambda g: jnp.sum(g * jnp.eye(len(g)), 1)),
-    "G[i, i]": of_the_diagonal(lambda g: g[jnp.arange(len(g)), jnp.arange(len(g))]),
     "sum(abs(h)**2)": of_norms(lambda h: jnp.sum(jnp.abs(h) ** 2, -1)),
-    "sum(h * h)": of_norms(lambda h: jnp.sum(h * h, -1)),
     "norm(h)**2": of_norms(lambda h: jnp.linalg.norm(h, axis=-1) ** 2),
-    "einsum('id,id->i', h, h)": of_norms(lambda h: jnp.einsum("id,id->i", h, h)),
     "half of it": lambda h: jnp.sum(h**2, -1)[:, None] / 2 + jnp.sum(h**2, -1) / 2 - h @ h.T,
     "(-2 h) @ h.T": lambda h: jnp.sum(h**2, -1)[:, None] + jnp.sum(h**2, -1) + (-2 * h) @ h.T,
     "in batches": of_batches,
@@ -125,26 +117,15 @@ def unit(x):
     return x / jnp.linalg.norm(x, axis=-1, keepdims=True)
 
 
-def rms(x):
-    return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
-
-
 # The results depend on the last digits of a product near 1.
 DIFFERENCES = {
     "sqrt(1 - p**2)": lambda p: jnp.sqrt(1.001 - p**2),
-    "sqrt(max(1 - p, 0))": lambda p: jnp.sqrt(jnp.maximum(1.001 - p, 0)),
     "rsqrt": lambda p: jax.lax.rsqrt(1.001 - p * p),
     "log": lambda p: jnp.log(1.001 - p),
-    "log of a selection": lambda p: jnp.log(1.001 - jnp.where(jnp.eye(16) > 0, p, 0.0)),
     "p / (1 - p), as in scipy's logit": lambda p: p / (1.001 - p),
-    "a root as a power": lambda p: (1.001 - p) ** 0.5,
     "the inverse of a square": lambda p: (1.001 - p) ** -2,
-    "a cube root": lambda p: jnp.cbrt(1.001 - p),
     "log with an epsilon": lambda p: jnp.log(1.001 - p + 1e-7),
-    "log(-p + 1)": lambda p: jnp.log(-p + 1.001),
-    "root with an epsilon": lambda p: jnp.sqrt(1.001 - p**2 + 1e-7),
     "root of (1 - p) (1 + p)": lambda p: jnp.sqrt((1.001 - p) * (1 + p)),
-    "a float exponent": lambda p: jnp.sqrt(1.001 - jnp.power(p, 2.0)),
     "magnitudes": lambda p: jnp.sqrt(jnp.abs(1.001 - jnp.abs(p))),
 }
 
@@ -174,15 +155,10 @@ def test_a_product_that_the_author_casts_to_float32_cancels_like_any_other(power
 # From tanh-Gaussian policies (rljax, CleanRL), and cross-entropies of sigmoids that a layer also reads.
 SATURATING = {
     "log(1 - tanh**2)": lambda h: (a := jnp.tanh(h), jnp.log(1 - a**2 + 1e-6)),
-    "log(c * (1 - square(tanh)))": lambda h: (a := jnp.tanh(h), jnp.log(1.5 * (1 - jnp.square(a)) + 1e-6)),
     "log(1 - sigmoid)": lambda h: (a := jax.nn.sigmoid(2 * h), jnp.log(1 - a + 1e-6)),
     "log(1 - clip(sigmoid))": lambda h: (a := jax.nn.sigmoid(2 * h), jnp.log(1 - jnp.clip(a, 1e-6, 1 - 1e-6))),
     "a clipped tanh": lambda h: (a := jnp.clip(jnp.tanh(h), -1 + 1e-5, 1 - 1e-5), jnp.log(1 - a**2)),
-    "a magnitude": lambda h: (a := jnp.abs(jnp.tanh(h)), jnp.log(1 - a + 1e-6)),
-    "a negated tanh": lambda h: (a := -jnp.tanh(h), jnp.log(1 - a + 1e-6)),
-    "a squared tanh": lambda h: (a := jnp.tanh(h) ** 2, jnp.log(1 - a + 1e-6)),
     "log1p(-a**2)": lambda h: (a := 0.9999 * jnp.tanh(h), jnp.log1p(-(a**2))),
-    "log1p with an epsilon": lambda h: (a := jnp.tanh(h), jnp.log1p(-jnp.square(a) + 1e-6)),
     "log(1 - erf)": lambda h: (a := jax.lax.erf(h / 2), jnp.log(1 - a + 1e-6)),
 }
 
@@ -196,18 +172,6 @@ def test_a_saturating_function_is_float32_if_its_distance_to_1_is_magnified(spel
     x, w = 2 * normal(0, 32, 8), normal(1, 8, 8) / 2
     np.testing.assert_allclose(*both(fun, policy, x, w), rtol=0.005)
     assert products(half(fun, policy), x, w) == [HALVES[policy]] * 2
-
-
-def test_the_margin_of_arcface_has_finite_gradients():
-    def loss(x, w):
-        cosines = unit(x @ W) @ unit(w).T
-        sines = jnp.sqrt(1 - cosines**2 + 1e-6)
-        margin = cosines * jnp.cos(0.5) - sines * jnp.sin(0.5)
-        return -jnp.mean(jax.nn.log_softmax(30 * jnp.where(jnp.eye(16) > 0, margin, cosines)).diagonal())
-
-    x = (1 + 0.1 * X).astype(jnp.bfloat16).astype(jnp.float32)
-    gradients = compiled(lambda w: [jax.grad(fun, 1)(x, w) for fun in (half(loss), loss)])(x)
-    np.testing.assert_allclose(*gradients, rtol=0.02, atol=2e-3)
 
 
 @pytest.mark.once
@@ -236,20 +200,6 @@ def test_the_plan_of_a_long_chain_takes_little_time():
     assert jaxmp.cast_plan(diffusion, "mixed_bfloat16")(X).rows
 
 
-@pytest.mark.once
-def test_the_search_for_distances_visits_a_long_chain_of_sums_once():
-    def fun(x):
-        total = x @ W
-        for i in range(1000):
-            total = total + i * x
-        return total
-
-    graph = build(opened(jax.make_jaxpr(fun)(X)), [X], [None], Classifier(jnp.dtype(jnp.bfloat16)))
-    start = time.process_time()
-    assert products_of_distances(graph) == {}
-    assert time.process_time() - start < 0.5  # quadratic time would take 2 seconds
-
-
 def test_a_zero_or_nonfinite_scale_raises_no_error():
     for scale in (0.0, np.nan, np.inf):
         assert jax.eval_shape(half(lambda x, s=scale: 1 - (unit(x) @ unit(x).T) / s), X).shape == (16, 16)
@@ -267,26 +217,20 @@ def test_a_difference_from_a_product_with_integers_is_left_alone():
 
 STAY_HALF = {
     "a penalty": lambda x: jnp.sum((x @ W) * 0.5) + jnp.sum(W**2),
-    "a Gram matrix less an output": lambda x: x @ x.T - (x @ W)[:, :1],
     "a network less an output": lambda x: jax.nn.relu(x @ W) ** 2 @ W - x @ W,
     "logits": lambda x: 20 * unit(x) @ unit(W).T,
     "logits with an argument": lambda x: unit(x) @ unit(W).T - x[:, :1],
     "a cosine less another": lambda x: unit(x) @ unit(W).T - unit(x) @ unit(2 + W).T,
     "1 less another product": lambda x: 1 - x @ W,
     "the angle of 1 less another product": lambda x: jnp.arctan2(1 - x @ W, 1 + x[:, :1] ** 2),
-    "1 less another product, in a softmax": lambda x: jax.nn.softmax(1 - x @ W),
     "a squared error": lambda x: jnp.sqrt(jnp.mean((x @ W - jax.nn.one_hot(jnp.arange(4), 8)) ** 2)),
     "a root of a product and a constant": lambda x: jnp.sqrt((x @ W) ** 2 + 1e-6),
     "1 less a squared norm": lambda x: 2 / (1 - jnp.sum((x @ W) ** 2, -1)),
     "a gate": lambda x: (1 - jax.nn.sigmoid(x @ W)) / (1.5 - jnp.tanh(x @ W)),
     "a hinge loss to a power": lambda x: jnp.maximum(1 - x @ W, 0) ** 1.5,
-    "a hinge loss with a norm of the weight": lambda x: jax.nn.relu(1 - x @ W / jnp.linalg.norm(W)),
-    "a normalised product and positions": lambda x: rms(x @ W) + jnp.sin(jnp.arange(8.0)),
     "a normalised product and a closed-over array": lambda x: unit(x @ W) - X[:4],
-    "features of linear attention": lambda x: jax.nn.relu(rms(x @ W)) + 1e-3,
     "cosine scores with a mask": lambda x: 10 * unit(x) @ unit(x).T + jnp.where(jnp.tri(4) > 0, 0.0, -100.0),
     "a product times a squared norm": lambda x: (x @ W) * jnp.sum(x**2, -1, keepdims=True),
-    "a sum of doubled values less a product": lambda x: jnp.sum(x + x, -1, keepdims=True) - x @ W,
     "distances from an identity": lambda x: ((x @ W).T @ (x @ W) - jnp.eye(8)) ** 2,
 }
 

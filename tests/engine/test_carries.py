@@ -13,7 +13,6 @@ import numpy as np
 import optax
 import pytest
 from autocast_tools import compiled, half, in_turn, normal
-from flax import nnx
 
 import jaxmp
 
@@ -62,15 +61,6 @@ def all_hold(runs, args, within):
 def hold(fun, policy):
     """Check that autocast keeps the results and the gradients of a function."""
     all_hold([half(fun, policy), fun], (PARAMS,), WITHIN[policy])
-
-
-def as_module(fun):
-    class Model(nn.Module):
-        @nn.compact
-        def __call__(self):
-            return fun({name: self.param(name, lambda _, p=p: p) for name, p in PARAMS.items()})
-
-    return Model()
 
 
 @functools.cache
@@ -168,12 +158,6 @@ def test_steps_in_time_are_added_in_float32(case):
     assert set(dtypes_of("dot_general", STEPS[case])) == {"bfloat16"}
 
 
-@pytest.mark.parametrize("case", ["Euler", "minibatches"])
-def test_steps_in_time_in_a_module_under_a_policy_match_float32(case):
-    model = jaxmp.linen.apply_policy(as_module(STEPS[case]), "mixed_float16")
-    all_hold([lambda p: model.apply({"params": p}), STEPS[case]], (PARAMS,), WITHIN["mixed_float16"])
-
-
 FORWARD = {
     "a loop of unknown length": lambda p: jax.lax.fori_loop(
         0, jnp.int32(TURNS), lambda _, h: h + p["dt"] * layer(p, h), X
@@ -232,26 +216,11 @@ class Ode(nn.Module):
         return nn.Dense(3)(loop(f, h, None)[0])
 
 
-class NnxOde(nnx.Module):
-    def __init__(self, rngs):
-        self.f, self.out = nnx.Linear(8, 8, rngs=rngs), nnx.Linear(8, 3, rngs=rngs)
-
-    def __call__(self, h):
-        return self.out(jax.lax.fori_loop(0, TURNS, lambda _, h: h + jnp.tanh(self.f(h)).astype(h.dtype) / TURNS, h))
-
-
 @pytest.mark.once
 def test_an_integrator_of_linen_layers_adds_in_float32():
     model, policy = Ode(), "mixed_float16"
     models = (jaxmp.linen.apply_policy(model, policy), jaxmp.linen.autocast(model, policy), model)
     all_hold([under.apply for under in models], (jax.jit(model.init)(jax.random.key(0), X), X), WITHIN[policy])
-
-
-def test_an_integrator_of_nnx_layers_adds_in_float32():
-    model, policy = nnx.jit(lambda: NnxOde(nnx.Rngs(0)))(), "mixed_bfloat16"
-    models = jaxmp.nnx.apply_policy(model, policy), jaxmp.nnx.autocast(model, policy), model
-    *results, expected = compiled(lambda x: [under(x) for under in models])(X)
-    assert max(off(result, expected) for result in results) < WITHIN[policy]
 
 
 # -- layers, regions and overrides -----------------------------------------------------------------------------------

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import ast
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from autocast_tools import compiled, half, normal, products
-from places import ROOT
-
-from jaxmp.engine.nodes import Graph, Node, Step, StepBody
 
 X, W = normal(0, 8, 8), jnp.eye(8)
 
@@ -92,18 +86,3 @@ def test_operations_with_different_operands_or_parameters_are_not_the_same():
         for name, pair in {**DIFFERENT, "none of these": lambda x: (jnp.tanh(x), jnp.tanh(x))}.items()
     }
     assert dtypes == {**{name: ["bfloat16"] for name in DIFFERENT}, "none of these": ["float32"]}
-
-
-FIELDS_OF_GRAPHS = {field.name for cls in (Graph, Node, Step, StepBody) for field in dataclasses.fields(cls)}
-
-
-def _changes_a_graph(syntax):
-    """Return whether a part of a file's syntax sets a field of a graph, a node or a step."""
-    is_set = isinstance(syntax, ast.Attribute) and isinstance(syntax.ctx, ast.Store)
-    return is_set and syntax.attr in FIELDS_OF_GRAPHS and ast.unparse(syntax.value) != "self"
-
-
-def test_nothing_changes_a_graph_once_it_is_built():
-    files = [file for file in (ROOT / "jaxmp").rglob("*.py") if "engine.nodes" in file.read_text()]
-    setters = {file.name for file in files if any(map(_changes_a_graph, ast.walk(ast.parse(file.read_text()))))}
-    assert setters == {"graph.py", "small_products.py", "product_flow.py"}

@@ -42,13 +42,6 @@ def test_a_residual_stream_is_carried_in_half_and_a_running_loss_in_float32():
         assert np.allclose(result, expected, rtol=0.05, atol=0.05)
 
 
-def test_a_post_norm_stream_is_carried_in_half():
-    def fun(x, weights):
-        return jax.lax.scan(lambda x, w: (layer_norm(x + jax.nn.relu(x @ w)), None), x, weights)[0] @ W
-
-    assert carries(half(fun), X, jnp.stack([W] * 2)) == ["bfloat16"]
-
-
 def test_a_stream_through_convolutions_is_carried_in_half():
     def fun(image, kernels):
         def body(x, kernel):
@@ -105,33 +98,6 @@ def test_a_mean_of_many_elements_is_no_small_part_of_a_stream():
         return x @ weights[0]
 
     assert carries(half(fun), normal(0, 4, 128), normal(1, 3, 128, 128)) == ["bfloat16"]
-
-
-def test_a_sum_of_products_is_carried_in_float32():
-    def fun(x, w):
-        def body(carry, row):
-            state, x = carry
-            return (state + jnp.outer(row, row), x), (x @ w) @ state
-
-        return jax.lax.scan(body, (jnp.zeros((8, 8)), x), x @ w)[1]
-
-    assert carries(half(fun), X, W)[0] == "float32"
-
-
-def test_the_states_of_an_lstm_are_carried_in_float32():
-    def fun(xs, w):
-        def body(carry, x):
-            h, cell = carry
-            gates = x @ w + h @ w
-            cell = jax.nn.sigmoid(gates) * cell + jax.nn.sigmoid(gates) * jnp.tanh(gates)
-            h = jax.nn.sigmoid(gates) * jnp.tanh(cell)
-            return (h, cell), h
-
-        return jax.lax.scan(body, (jnp.zeros((4, 8)), jnp.zeros((4, 8))), xs)[1] @ w
-
-    args = (jnp.stack([X] * 3), W)
-    assert carries(half(fun), *args) == ["float32", "float32"]
-    assert np.allclose(*both(fun, "mixed_bfloat16", *args), atol=0.05)
 
 
 def test_weights_in_a_carry_stay_float32():
@@ -215,26 +181,6 @@ def test_a_loop_that_ends_by_a_flag_when_it_has_converged_is_float32():
     assert turns == expected < 500
 
 
-def test_a_bisection_with_the_product_in_the_condition_is_float32():
-    def fun(w):
-        def above(middle):
-            return (jnp.full(8, middle) @ jnp.abs(w))[0] - 2.3456
-
-        def body(carry):
-            low, high, n = carry
-            middle = (low + high) / 2
-            is_above = above(middle) > 0
-            return jnp.where(is_above, low, middle), jnp.where(is_above, middle, high), n + 1
-
-        def goes_on(carry):
-            return (jnp.abs(above((carry[0] + carry[1]) / 2)) > 1e-5) & (carry[2] < 100)
-
-        return jax.lax.while_loop(goes_on, body, (0.0, 10.0, 0))[2]
-
-    turns, expected = both(fun, "mixed_bfloat16", W)
-    assert turns == expected < 100
-
-
 def test_a_decoder_that_stops_at_a_token_is_half():
     def fun(x, w):
         def body(carry):
@@ -245,35 +191,6 @@ def test_a_decoder_that_stops_at_a_token_is_half():
         return jax.lax.while_loop(lambda carry: ~carry[1] & (carry[2] < 5), body, (x, False, 0))[0] @ w
 
     assert set(products(half(fun), X, W)) == {"bfloat16"}
-
-
-def test_a_beam_search_is_half():
-    """The loop ends when no live sentence can reach the score of a finished one."""
-
-    def fun(x, w):
-        def penalty(length):
-            return length.astype(jnp.float32) ** 0.6
-
-        def turn(carry):
-            n, tokens, live, finished = carry
-            logits = jnp.tanh(x[tokens] @ w) @ w
-            sums = jax.nn.log_softmax(logits) + live[:, None]
-            best, places = jax.lax.top_k(sums.reshape(-1), 4)
-            has_ended = places % 8 == 3
-            live, beams = jax.lax.top_k(best + jnp.where(has_ended, -1e7, 0.0), 2)
-            scores = best / penalty(n + 1) + jnp.where(has_ended, 0.0, -1e7)
-            finished = jax.lax.top_k(jnp.concatenate([finished, scores]), 2)[0]
-            return n + 1, places[beams] % 4, live, finished
-
-        def goes_on(carry):
-            n, _, live, finished = carry
-            return (n < 9) & (live[0] / penalty(jnp.int32(9)) > jnp.min(finished))
-
-        start = (0, jnp.array([0, 1]), jnp.array([0.0, -1e7]), jnp.full(2, -1e7))
-        return jax.lax.while_loop(goes_on, turn, start)[3]
-
-    assert set(products(half(fun), X, W)) == {"bfloat16"}
-    np.testing.assert_allclose(*both(fun, "mixed_bfloat16", X, W), rtol=0.02)
 
 
 @pytest.mark.parametrize("join", ["carry", "branches"])
@@ -315,10 +232,8 @@ TIMES = {
 }
 RESIDUALS = {
     "a step": lambda c, h: (1 / jnp.mean(h**2), c[1]),
-    "a difference of sums": lambda c, h: (1 - jnp.abs(c[1] - (c[1] + jnp.mean(h**2))), c[1] + jnp.mean(h**2)),
     "an average": lambda c, h: (0.5 * c[0] + 0.5 / (1 + jnp.mean(h**2)), c[1]),
     "a rate of change": lambda c, h: ((c[1] + jnp.mean(h**2) - c[1]) / 2, c[1] + jnp.mean(h**2)),
-    "an inverse of a sum": lambda c, h: (1 / (c[1] + jnp.mean(h**2)), c[1] + jnp.mean(h**2)),
     "a smallest error": lambda c, h: (jnp.maximum(c[0], 1 - jnp.mean(h**2)), c[1]),
     "a step that may be refused": lambda c, h: (jnp.where(h[0, 0] > 0.5, c[0], jnp.mean(h**2)), c[1]),
 }
@@ -341,14 +256,12 @@ def test_a_loop_until_a_time_is_half_and_a_loop_until_convergence_is_float32():
         assert dtypes == {name: [dtype] for name in untils}
 
 
-@pytest.mark.parametrize("of_examples", ["the number of turns", "a residual"])
-def test_examples_of_an_inner_vmap_may_differ_in_their_iterations(of_examples):
+def test_examples_of_an_inner_vmap_may_differ_in_their_iterations():
     def fun(x, least):
         smallest = jnp.exp(-1.5 * least.astype(jnp.float32))
 
         def goes_on(carry):
-            n, _, change = carry
-            return n < least if of_examples == "the number of turns" else change > smallest
+            return carry[2] > smallest
 
         def turn(carry):
             n, h, _ = carry

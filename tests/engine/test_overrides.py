@@ -170,15 +170,6 @@ def test_a_region_applies_to_functions_models_and_steps_under_a_policy_of_their_
         assert [row.why for row in plan.rows if row.cls == "half"] == ["region jaxmp.precision('float32')"]
 
 
-def test_a_call_outside_of_jit_is_computed_for_the_region_around_it():
-    model = jaxmp.linen.apply_policy(nn.Dense(8), "mixed_bfloat16")
-    variables = model.init(jax.random.key(0), X)
-    half_result = model.apply(variables, X)
-    with jaxmp.precision("float32"):
-        np.testing.assert_allclose(model.apply(variables, X), nn.Dense(8).apply(variables, X), rtol=1e-6)
-    np.testing.assert_array_equal(model.apply(variables, X), half_result)
-
-
 def test_a_region_changes_nothing_outside_of_autocast():
     def fun(x):
         with jaxmp.precision("half"):
@@ -238,16 +229,9 @@ def test_a_float32_policy_only_sets_the_precision_of_products(policy, precision)
     assert half(lambda x: (x, "text", 3), policy)(X)[1:] == ("text", 3)
 
 
-def test_an_override_equal_to_the_policy_changes_nothing():
-    plain, agreeing = (jax.make_jaxpr(half(model, "float32", more))(X, W) for more in (None, {"head": "float32"}))
-    assert str(plain) == str(agreeing)
-
-
 def test_the_paths_of_a_policy_map_are_overrides():
     policies = jaxmp.PolicyMap("mixed_bfloat16", {"**/head": "float32", "**/layer_0": "float32"})
     assert products(half(model, policies), X, W) == ["float32", "bfloat16", "float32"]
-    assert products(half(model, policies, {"**/head": "half"}), X, W) == ["float32", "bfloat16", "bfloat16"]
-    assert products(half(model, "mixed_bfloat16; **/head -> float32"), X, W) == ["bfloat16", "bfloat16", "float32"]
     plan = jaxmp.cast_plan(model, policies)(X, W)
     assert plan.overrides == {"**/head": "float32", "**/layer_0": "float32"}
 
@@ -264,10 +248,6 @@ def test_a_float32_function_may_have_half_paths():
     assert jnp.array_equal(got, half(fun, "mixed_bfloat16", {"**/head": "half", "**": "float32"})(X, W))
     assert got.dtype == jnp.float32 and jnp.allclose(got, fun(X, W), rtol=0.02, atol=0.01)
     assert not jnp.array_equal(got, half(fun, "float32")(X, W))
-    cheaper = half(fun, "tensorfloat32", {"**/head": "bfloat16"})
-    assert "HIGHEST" not in str(jax.make_jaxpr(cheaper)(X, W)) and cheaper(X, W).dtype == jnp.float32
-    only = half(lambda x, w: model(x, w), "float32", {"encoder": "mixed_float16", "head": "mixed_float16"})
-    assert products(only, X, W) == ["float16"] * 3
 
 
 def test_a_float32_function_may_have_products_of_another_precision():
@@ -328,18 +308,6 @@ def test_convolutions_have_no_algorithms_and_are_true_float32():
     assert convolution.params["precision"] == HIGHEST
 
 
-def test_train_steps_and_plans_accept_float32_policies_with_overrides():
-    def loss(params, model_state, x, rng):
-        return jnp.sum(model(x, params)), model_state
-
-    step = jaxmp.make_train_step(loss, policy="float32", overrides={"encoder": "tensorfloat32"})
-    state = jaxmp.TrainState.create(params=W, tx=optax.sgd(0.1))
-    dots = [eqn for eqn in step.jitted.trace(state, X).jaxpr.eqns if eqn.primitive.name == "dot_general"]
-    assert [eqn.params["precision"] for eqn in dots[:3]] == [None, None, HIGHEST]
-    plan = jaxmp.cast_plan(model, "float32", {"head": "tensorfloat32"})(X, W)
-    assert [row.operands for row in plan.rows if row.primitive == "dot_general"] == [("float32", "float32")] * 3
-
-
 def test_a_float32_policy_with_overrides_casts_results_to_the_output_dtype():
     policy = "params=float32,compute=float32,output=bfloat16,matmul_precision=highest"
     assert half(model, policy, {"head": "tensorfloat32"})(X, W).dtype == jnp.bfloat16
@@ -362,8 +330,6 @@ def test_invalid_overrides_raise():
         ({"class:clear": "float32"}, ValueError, "'class:clear': all_gather, all_gather_invariant, "),
         ({"primitive:scatter-add": "half"}, ValueError, "of the derivative only in autocast(grad(f))"),
         ({"**/head": "float16"}, ValueError, "or a policy that computes in float32 or bfloat16, got 'float16'"),
-        ({"**/head": "fp16"}, ValueError, "or a policy that computes in float32 or bfloat16, got 'fp16'"),
-        ({"**/head": "O2"}, ValueError, "got 'O2'"),
         ({"**/head": "matmul_precision=BF16_F32_X3"}, ValueError, "got 'BF16_F32_X3'; nearest: 'BF16_BF16_F32_X3'"),
         ({"**/head": "policy;nonsense"}, ValueError, "got 'policy;nonsense'; write one of these"),
         ({jnp.tanh: "half"}, TypeError, "so its overrides are for paths such as '**/head'"),
@@ -371,23 +337,8 @@ def test_invalid_overrides_raise():
     ):
         with pytest.raises(error, match=re.escape(text)):
             half(model, overrides=overrides)(X, W)
-
-
-def test_a_level_may_be_any_name_of_a_dtype():
-    for names in (
-        ("float32", "f32", "FP32", jnp.float32),
-        ("tensorfloat32", "tf32"),
-        ("bfloat16", "bf16", jnp.bfloat16),
-    ):
-        for key in ("head", "primitive:dot_general"):
-            plans = [jaxmp.cast_plan(model, "mixed_bfloat16", {key: name})(X, W).rows for name in names]
-            assert all(rows == plans[0] for rows in plans), (key, names)
-
-
-def test_a_region_for_a_half_dtype_is_refused():
-    for level in ("bf16", "bfloat16", "fp16", jnp.bfloat16, "mixed_bfloat16"):
-        with pytest.raises(ValueError, match=r"a region must be 'float32', .*, got .*; write 'half'"):
-            jaxmp.precision(level)
+    with pytest.raises(jaxmp.UnmatchedOverrideError, match=r"'haed' matched none; nearest paths: .*'head'"):
+        half(model, "float32", {"haed": "tensorfloat32"})(X, W)
 
 
 def test_overrides_of_unknown_operations_raise_before_the_call():
@@ -400,29 +351,9 @@ def test_overrides_of_unknown_operations_raise_before_the_call():
             half(model, overrides={key: "half"})
 
 
-def test_the_error_for_an_unknown_class_lists_the_known_classes():
-    with pytest.raises(UnknownOperationError) as error:
-        primitives_named_by("class:accumulate")
-    text = str(error.value)
-    for name in ("half", "pointwise", "accumulation", "linalg", "widest", "infer"):
-        assert repr(name) in text and primitives_named_by(f"class:{name}")
-    assert not any(repr(name) in text for name in ("clear", "recurse", "opaque"))
-    assert "make_jaxpr" not in text and "cast_plan(fun, policy)(*args) shows the class of each operation" in text
-
-
 def test_the_error_for_a_path_in_a_function_without_scopes_says_how_to_add_them():
     with pytest.raises(jaxmp.UnmatchedOverrideError, match=r"none: the function has no scopes; use jax.named_scope"):
         half(lambda x, w: x @ w, overrides={"**/head": "float32"})(X, W)
-
-
-def test_unmatched_overrides_of_a_float32_policy_raise():
-    for policy, overrides in (
-        ("float32", {"haed": "float32"}),
-        ("float32", {"haed": "tensorfloat32"}),
-        (jaxmp.PolicyMap("float32", {"haed": "float32"}), None),
-    ):
-        with pytest.raises(jaxmp.UnmatchedOverrideError, match=r"'haed' matched none; nearest paths: .*'head'"):
-            half(model, policy, overrides)(X, W)
 
 
 def test_invalid_policies_raise():
@@ -464,7 +395,7 @@ def test_float16_raises_on_a_tpu(monkeypatch):
 
 
 def test_overrides_must_be_a_mapping():
-    for overrides in (["**/encoder"], "**/encoder", {"**/encoder"}, 3, [("**/encoder", "float32")]):
+    for overrides in ("**/encoder", [("**/encoder", "float32")]):
         for make in (
             lambda overrides: jaxmp.autocast(model, "mixed_bfloat16", overrides),
             lambda overrides: jaxmp.PolicyMap("mixed_bfloat16", overrides),
@@ -482,7 +413,6 @@ def test_autocast_takes_functions_and_callable_modules_only():
         for module, phrase in (
             (nn.Dense(3), "got an instance of Dense; "),
             (nn.Dense, "got the class Dense; pass a function that calls Dense(...)"),
-            (nnx.Linear, "got the class Linear; pass a function that calls Linear(...)"),
             (3, "got 3; pass e.g. a loss function"),
         ):
             text = f"jaxmp.{transform.__name__} takes a function of arrays, {phrase}"
@@ -500,17 +430,6 @@ def test_autocast_as_a_context_manager_or_decorator_raises_with_a_remedy():
     for args in (["mixed_float16"], [jnp.sin], ["cuda", jnp.float16]):
         with pytest.raises(TypeError, match=r"wraps a function .* write half = .* context manager jaxmp\.precision"):
             jaxmp.autocast(*args)
-
-
-def test_errors_of_traced_values_are_those_of_jax():
-    x = concrete.ones((3, 3))
-    for fun in (
-        lambda x: x * float(jnp.sum(x @ x)),
-        lambda x: x if x.sum() > 0 else -x,
-        lambda x: jnp.asarray(np.sort(np.asarray(x))),
-    ):
-        with pytest.raises((jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError)):
-            half(fun)(x)
 
 
 @pytest.mark.parametrize(("override", "dtype"), [("mixed_bfloat16", "float32"), ("half", "bfloat16")])

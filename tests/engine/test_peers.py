@@ -6,8 +6,6 @@ The configurations are tiny and the params are random, so nothing is downloaded.
 from __future__ import annotations
 
 import functools
-import re
-import tomllib
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,7 +17,6 @@ import optax
 import pytest
 from autocast_tools import HALVES, compiled, cosine, flat
 from gradient_zoo import drawn
-from places import ROOT
 
 import jaxmp
 from jaxmp.program.primitives import PRODUCTS
@@ -148,10 +145,3 @@ def test_equinox_differentiates_a_whole_model_under_autocast() -> None:
     expected = jax.jit(jax.value_and_grad(jaxmp.autocast(loss_of_params, "mixed_bfloat16")))(params, data(8, 8))
     np.testing.assert_array_equal(flat((loss, eqx.filter(grads, eqx.is_array))), flat(expected))
     assert not np.array_equal(flat(jax.grad(loss_of_params)(params, data(8, 8))), flat(expected[1]))
-
-
-def test_the_extra_autocast_peers_names_these_libraries() -> None:
-    text = (ROOT / "pyproject.toml").read_text()
-    extras = tomllib.loads(text)["project"]["optional-dependencies"]
-    named = {re.match(r"[\w-]+", requirement)[0] for requirement in extras["autocast-peers"]}
-    assert named == {"equinox", "transformers"}

@@ -98,6 +98,11 @@ STREAMS = {
     "gets a bias": (lambda w, x: blocks(x @ w + w[0], w), "bfloat16"),
     "gets a repeated bias": (lambda w, x: blocks(x @ w + jnp.broadcast_to(w[0], (64, 16)), w), "bfloat16"),
     "gets noise": (lambda w, x: blocks(x @ w + jax.random.normal(jax.random.key(0), (64, 16)), w), "bfloat16"),
+    "gets sines of positions": (lambda w, x: blocks(x @ w + jnp.sin(jnp.arange(64.0))[:, None], w), "bfloat16"),
+    "gets gated parts": (
+        lambda w, x: blocks((h := x @ w) + jnp.multiply(*jnp.split(layer_norm(h) @ jnp.tile(w, 2), 2, -1)), w),
+        "bfloat16",
+    ),
     "gets a table of positions": (lambda w, x: blocks((x @ w).reshape(4, 16, 16) + w, w), "bfloat16"),
 }
 

@@ -38,7 +38,7 @@ from recompiles import compiled_once
 
 import jaxmp
 from jaxmp import sharding
-from jaxmp.inspect import audit, first_nonfinite, memory, numerics
+from jaxmp.inspect import audit, memory, numerics
 from jaxmp.sharding import Sharding
 from jaxmp.sharding.specs import specs_in
 
@@ -93,14 +93,6 @@ class TestNumbers:
         mesh, model = mesh_of(EXPLICIT), MODEL.clone(layers=2)
         specs, more = specs_of(lambda: linen_params(model), mesh), {"accumulate_steps": 2, "remat": "layers"}
         self.require_one_devices(mesh, specs, model, more=more)
-
-    @pytest.mark.slow("compiles two steps of a model; layers in a scan are a small one")
-    def test_looped_blocks_have_the_numbers_of_one_device(self):
-        model = MODEL.clone(layers=2, loop=True, remat="full")
-        mesh = mesh_of(data=2, fsdp=2)
-        specs = specs_of(lambda: linen_params(model), mesh, stacked=["h_0"])
-        assert not any(any(spec[:1]) for spec in specs_in(specs["h_0"]))
-        self.require_one_devices(mesh, specs, model)
 
     @pytest.mark.slow("compiles two steps of a model; a dense layer is a small one")
     def test_products_split_over_an_axis_that_splits_no_batch_match_one_device(self):
@@ -349,28 +341,6 @@ class TestNumbers:
         )
         assert str(tool(step)(state, batch)) == str(tool(step)(on_mesh, batch))
 
-    @pytest.mark.slow("the same without a mesh is in training")
-    def test_a_run_that_diverges_says_so(self):
-        """Get the error, its first operation and the program without ``jax.set_mesh``."""
-
-        def loss_fn(params, model_state, batch, rng):
-            return jnp.mean(jnp.log(batch @ params["w"])), model_state
-
-        mesh, specs = mesh_of(EXPLICIT), {"w": P("fsdp")}
-        state = jaxmp.TrainState.create_sharded(
-            lambda: {"w": jnp.ones((WIDTH, WIDTH))}, optax.sgd(1.0), Sharding(mesh, specs)
-        )
-        on_no_mesh = jaxmp.TrainState.create(params={"w": jnp.ones((WIDTH, WIDTH))}, tx=optax.sgd(1.0))
-        step = jaxmp.make_train_step(loss_fn, sharding=Sharding(mesh, specs), max_consecutive_skips=1)
-        batch = np.zeros((BATCH, WIDTH), np.float32)
-        moved = collectives_in(step.lower(state, batch).compile())
-        assert "reduce-scatter" in {row.kind for row in moved.rows}
-        message = r"not finite now: the loss \(-inf\); gradients of 'w'\. "
-        with pytest.raises(jaxmp.NonFiniteTrainingError, match=message) as caught:
-            for _ in range(9):
-                state, _ = jax.block_until_ready(step(state, batch))
-        assert first_nonfinite(step)(on_no_mesh, caught.value.batch).primitive == "log"
-
     @pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
     def test_the_examples_of_a_batch_that_is_on_no_mesh_are_split_in_every_program(self, kind):
         """Lower steps for an unsharded batch: each device computes its own examples."""
@@ -405,14 +375,6 @@ class TestNumbers:
             batch = jax.device_put(np.ones((4, 64, WIDTH), np.float32), NamedSharding(mesh, spec))
             flops[spec] = jax.jit(step).lower(state, batch).compile().cost_analysis()["flops"]
         assert flops[P("data", "seq")] < 0.8 * flops[P("data")]
-
-    @pytest.mark.slow("compiles a loop over layers on two meshes")
-    def test_layers_in_a_scan_stay_near_one_device_under_a_half_policy(self):
-        mesh, start = mesh_of(), stacked_params()
-        specs = specs_of(stacked_params, mesh, stacked=["layers", "bias"])
-        steps, states = pair(stacked_params, stacked_loss, mesh, specs, {"policy": "mixed_bfloat16"})
-        states = [step(state, tokens())[0] for step, state in zip(steps, states, strict=True)]
-        moved_nearly_alike(states, start)
 
     @pytest.mark.once
     def test_half_policies_stay_near_one_device(self):

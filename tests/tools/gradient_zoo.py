@@ -16,8 +16,6 @@ from flax import nnx
 from jax import lax
 
 import jaxmp
-from experiments.benchmarks.models.mlp import MLP
-from experiments.models import nnx as nnx_models
 from experiments.models.bert import BERT
 from experiments.models.gpt2 import GPT2
 from experiments.models.images import CNN, ResNet
@@ -49,6 +47,16 @@ def tokens(*shape: int, vocabulary: int = 40, seed: int = 0) -> np.ndarray:
 TOKENS, ROWS, IMAGES = tokens(20, 30), normal(shape=(20, 30, 4)), normal(shape=(4, 12, 12, 3))
 SEQUENCES, LONG = normal(shape=(300, 3, 4)), normal(0.5, shape=(1, 600, 4))
 
+
+def of_nnx(layer: Callable[..., Any], x: np.ndarray, *sizes: Any, **options: Any) -> Case:
+    return Case(lambda **dtypes: layer(*sizes, rngs=nnx.Rngs(0), **options, **dtypes), x)
+
+
+def rnn_of_nnx(cell: Callable[..., Any], x: np.ndarray) -> Case:
+    return Case(lambda **dtypes: nnx.RNN(cell(4, 4, rngs=nnx.Rngs(0), **dtypes), rngs=nnx.Rngs(0)), x)
+
+
+# Layers that both libraries have are in one of the two tables.
 LINEN = {
     "Dense": Case(lambda **dtypes: nn.Dense(3, **dtypes), ROWS),
     "DenseGeneral": Case(
@@ -57,108 +65,47 @@ LINEN = {
     "Einsum": Case(lambda **dtypes: nn.Einsum((4, 3), "abc,cd->abd", **dtypes), ROWS),
     "Conv": Case(lambda **dtypes: nn.Conv(3, (3, 3), **dtypes), IMAGES),
     "ConvLocal": Case(lambda **dtypes: nn.ConvLocal(2, (3,), **dtypes), SEQUENCES),
-    "ConvTranspose": Case(lambda **dtypes: nn.ConvTranspose(3, (3, 3), **dtypes), IMAGES),
-    "Embed": Case(lambda **dtypes: nn.Embed(40, 4, **dtypes), TOKENS),
     "Embed.attend": Case(lambda **dtypes: nn.Embed(40, 4, **dtypes), ROWS, lambda table, x: table.attend(x)),
-    "LayerNorm": Case(lambda **dtypes: nn.LayerNorm(**dtypes), ROWS),
     "RMSNorm": Case(lambda **dtypes: nn.RMSNorm(**dtypes), ROWS),
-    "GroupNorm": Case(lambda **dtypes: nn.GroupNorm(2, **dtypes), ROWS),
     "BatchNorm": Case(lambda **dtypes: nn.BatchNorm(use_running_average=False, **dtypes), ROWS),
-    "InstanceNorm": Case(lambda **dtypes: nn.InstanceNorm(**dtypes), ROWS),
     "WeightNorm": Case(lambda **dtypes: nn.WeightNorm(nn.Dense(3, **dtypes), **dtypes), ROWS),
-    "SpectralNorm": Case(
-        lambda **dtypes: nn.SpectralNorm(nn.Dense(3, **dtypes), **dtypes),
-        ROWS,
-        lambda layer, x: layer(x, update_stats=True),
-    ),
     "MultiHeadDotProductAttention": Case(lambda **dtypes: nn.MultiHeadDotProductAttention(num_heads=2, **dtypes), ROWS),
     "PReLU": Case(lambda **dtypes: nn.Sequential([nn.Dense(4, **dtypes), nn.PReLU()]), ROWS),
-    "RNN of OptimizedLSTMCell": Case(lambda **dtypes: nn.RNN(nn.OptimizedLSTMCell(4, **dtypes)), SEQUENCES),
     "RNN of MGUCell": Case(lambda **dtypes: nn.RNN(nn.MGUCell(4, **dtypes)), SEQUENCES),
     "RNN of ConvLSTMCell": Case(
         lambda **dtypes: nn.RNN(nn.ConvLSTMCell(2, (2, 2), **dtypes)), normal(shape=(20, 2, 4, 4, 1))
     ),
-    "RNN of SimpleCell, many turns": Case(lambda **dtypes: nn.RNN(nn.SimpleCell(4, **dtypes)), LONG),
     "Bidirectional of LSTMCell and GRUCell": Case(
         lambda **dtypes: nn.Bidirectional(nn.RNN(nn.LSTMCell(3, **dtypes)), nn.RNN(nn.GRUCell(3, **dtypes))), SEQUENCES
     ),
 }
 
 NNX = {
-    "Linear": Case(lambda **dtypes: nnx.Linear(4, 3, rngs=nnx.Rngs(0), **dtypes), ROWS),
-    "LinearGeneral": Case(
-        lambda **dtypes: nnx.LinearGeneral((2, 4), (2, 3), axis=(-2, -1), rngs=nnx.Rngs(0), **dtypes),
-        normal(shape=(20, 30, 2, 4)),
-    ),
-    "Einsum": Case(lambda **dtypes: nnx.Einsum("abc,cd->abd", (4, 3), (3,), rngs=nnx.Rngs(0), **dtypes), ROWS),
-    "Conv": Case(lambda **dtypes: nnx.Conv(3, 3, (3, 3), rngs=nnx.Rngs(0), **dtypes), IMAGES),
-    "ConvTranspose": Case(lambda **dtypes: nnx.ConvTranspose(3, 3, (3, 3), rngs=nnx.Rngs(0), **dtypes), IMAGES),
-    "Embed": Case(lambda **dtypes: nnx.Embed(40, 4, rngs=nnx.Rngs(0), **dtypes), TOKENS),
-    "Embed.attend": Case(
-        lambda **dtypes: nnx.Embed(40, 4, rngs=nnx.Rngs(0), **dtypes), ROWS, lambda table, x: table.attend(x)
-    ),
-    "LayerNorm": Case(lambda **dtypes: nnx.LayerNorm(4, rngs=nnx.Rngs(0), **dtypes), ROWS),
-    "RMSNorm": Case(lambda **dtypes: nnx.RMSNorm(4, rngs=nnx.Rngs(0), **dtypes), ROWS),
-    "GroupNorm": Case(lambda **dtypes: nnx.GroupNorm(4, 2, rngs=nnx.Rngs(0), **dtypes), ROWS),
-    "BatchNorm": Case(lambda **dtypes: nnx.BatchNorm(4, rngs=nnx.Rngs(0), **dtypes), ROWS),
-    "InstanceNorm": Case(lambda **dtypes: nnx.InstanceNorm(4, rngs=nnx.Rngs(0), **dtypes), ROWS),
-    "WeightNorm": Case(
-        lambda **dtypes: nnx.WeightNorm(nnx.Linear(4, 3, rngs=nnx.Rngs(0), **dtypes), rngs=nnx.Rngs(0), **dtypes), ROWS
-    ),
+    "Linear": of_nnx(nnx.Linear, ROWS, 4, 3),
+    "LinearGeneral": of_nnx(nnx.LinearGeneral, normal(shape=(20, 30, 2, 4)), (2, 4), (2, 3), axis=(-2, -1)),
+    "ConvTranspose": of_nnx(nnx.ConvTranspose, IMAGES, 3, 3, (3, 3)),
+    "Embed": of_nnx(nnx.Embed, TOKENS, 40, 4),
+    "LayerNorm": of_nnx(nnx.LayerNorm, ROWS, 4),
+    "GroupNorm": of_nnx(nnx.GroupNorm, ROWS, 4, 2),
+    "InstanceNorm": of_nnx(nnx.InstanceNorm, ROWS, 4),
     "SpectralNorm": Case(
         lambda **dtypes: nnx.SpectralNorm(nnx.Linear(4, 3, rngs=nnx.Rngs(0), **dtypes), rngs=nnx.Rngs(0), **dtypes),
         ROWS,
     ),
-    "MultiHeadAttention": Case(
-        lambda **dtypes: nnx.MultiHeadAttention(2, 4, decode=False, rngs=nnx.Rngs(0), **dtypes), ROWS
-    ),
-    "PReLU": Case(
-        lambda **dtypes: nnx.Sequential(nnx.Linear(4, 4, rngs=nnx.Rngs(0), **dtypes), nnx.PReLU(**dtypes)), ROWS
-    ),
+    "MultiHeadAttention": of_nnx(nnx.MultiHeadAttention, ROWS, 2, 4, decode=False),
     "LoRA": Case(
         lambda **dtypes: nnx.LoRA(
             4, 2, 3, base_module=nnx.Linear(4, 3, rngs=nnx.Rngs(0), **dtypes), rngs=nnx.Rngs(0), **dtypes
         ),
         ROWS,
     ),
-    "LoRALinear": Case(lambda **dtypes: nnx.LoRALinear(4, 3, lora_rank=2, rngs=nnx.Rngs(0), **dtypes), ROWS),
-    "RNN of OptimizedLSTMCell": Case(
-        lambda **dtypes: nnx.RNN(nnx.OptimizedLSTMCell(4, 4, rngs=nnx.Rngs(0), **dtypes), rngs=nnx.Rngs(0)), SEQUENCES
-    ),
-    "RNN of SimpleCell, many turns": Case(
-        lambda **dtypes: nnx.RNN(nnx.SimpleCell(4, 4, rngs=nnx.Rngs(0), **dtypes), rngs=nnx.Rngs(0)), LONG
-    ),
-    "Bidirectional of LSTMCell and GRUCell": Case(
-        lambda **dtypes: nnx.Bidirectional(
-            nnx.RNN(nnx.LSTMCell(4, 3, rngs=nnx.Rngs(0), **dtypes), rngs=nnx.Rngs(0)),
-            nnx.RNN(nnx.GRUCell(4, 3, rngs=nnx.Rngs(0), **dtypes), rngs=nnx.Rngs(0)),
-            rngs=nnx.Rngs(0),
-        ),
-        SEQUENCES,
-    ),
+    "LoRALinear": of_nnx(nnx.LoRALinear, ROWS, 4, 3, lora_rank=2),
+    "RNN of OptimizedLSTMCell": rnn_of_nnx(nnx.OptimizedLSTMCell, SEQUENCES),
+    "RNN of SimpleCell, many turns": rnn_of_nnx(nnx.SimpleCell, LONG),
 }
 
 
 # --- code of users without layers: functions of an input and of named params ------------------------------------------
-
-
-def position_table(x: Any, positions: Any, kernel: Any) -> Any:
-    """Add a table of positions to every example, by the broadcast of ``+``."""
-    return x @ kernel + positions
-
-
-def cast_by_its_author(x: Any, positions: Any, kernel: Any) -> Any:
-    y = x @ kernel
-    return y + positions.astype(y.dtype)
-
-
-def class_token(x: Any, token: Any, kernel: Any) -> Any:
-    """Repeat a token for each example, and put it before the example's rows."""
-    return jnp.concatenate([jnp.broadcast_to(token, (x.shape[0] * 15, 2, 4)), (x @ kernel).reshape(-1, 2, 4)], axis=1)
-
-
-def layer_scale(x: Any, scale: Any, kernel: Any) -> Any:
-    return x @ kernel * scale
 
 
 def norm_by_hand(x: Any, scale: Any, bias: Any, kernel: Any) -> Any:
@@ -176,18 +123,6 @@ def relative_positions(x: Any, table: Any, kernel: Any) -> Any:
     q, places = x @ kernel, np.arange(x.shape[1])
     distances = np.abs(places[:, None] - places)
     return (q @ q.mT + table[distances]) @ q
-
-
-def cumulated(x: Any, steps: Any, kernel: Any) -> Any:
-    """Add growing thresholds, which are sums of params."""
-    return jnp.reshape(x @ kernel, (-1, 300, 4)) + jnp.cumsum(steps, axis=0)
-
-
-def used_in_turn(x: Any, kernel: Any, bias: Any) -> Any:
-    """Use the same weight three times in a row."""
-    for _ in range(3):
-        x = jnp.tanh(x @ kernel + bias)
-    return x
 
 
 def weights_in_a_loop(x: Any, kernel: Any, recurrent: Any, bias: Any) -> Any:
@@ -218,47 +153,18 @@ def layers_in_a_loop(x: Any, kernels: Any, biases: Any) -> Any:
     return lax.scan(lambda x, layer: (x + jnp.tanh(x @ layer[0] + layer[1]), None), x, (kernels, biases))[0]
 
 
-def looked_up_in_a_branch(x: Any, bias: Any, kernel: Any) -> Any:
-    return lax.cond(kernel[0, 0] > 0, lambda y: y + bias, lambda y: y - bias, x @ kernel)
-
-
-@jax.custom_vjp
-def doubled(x: Any) -> Any:
-    return 2 * x
-
-
-doubled.defvjp(lambda x: (2 * x, None), lambda _, ct: (2 * ct,))
-
-
-def behind_a_custom_rule(x: Any, bias: Any, kernel: Any) -> Any:
-    return doubled(jax.nn.silu(x @ kernel + bias))
-
-
 SQUARE = (4, 4)
 WRITTEN: dict[str, tuple[Callable[..., Any], np.ndarray, dict[str, tuple[int, ...]]]] = {
-    "position table": (position_table, normal(shape=(300, 6, 4)), {"positions": (6, 4), "kernel": SQUARE}),
-    "position table of one axis more": (position_table, ROWS, {"positions": (1, 1, 4), "kernel": SQUARE}),
-    "position table cast by its author": (
-        cast_by_its_author,
-        normal(shape=(300, 6, 4)),
-        {"positions": (1, 6, 4), "kernel": SQUARE},
-    ),
-    "class token": (class_token, ROWS, {"token": (1, 4), "kernel": SQUARE}),
-    "layer scale": (layer_scale, ROWS, {"scale": (4,), "kernel": SQUARE}),
     "norm by hand": (norm_by_hand, ROWS, {"scale": (4,), "bias": (4,), "kernel": SQUARE}),
     "lookup": (lookup, TOKENS, {"table": (40, 4), "kernel": SQUARE}),
     "relative positions": (relative_positions, SEQUENCES, {"table": (3,), "kernel": SQUARE}),
-    "cumulated": (cumulated, normal(shape=(300, 4)), {"steps": (300, 4), "kernel": SQUARE}),
-    "used in turn": (used_in_turn, ROWS, {"kernel": SQUARE, "bias": (4,)}),
     "weights in a loop": (weights_in_a_loop, LONG, {"kernel": SQUARE, "recurrent": SQUARE, "bias": (4,)}),
     "rows in a loop": (rows_in_a_loop, LONG, {"table": (2, 4), "kernel": SQUARE}),
     "layers in a loop": (layers_in_a_loop, ROWS, {"kernels": (3, 4, 4), "biases": (3, 4)}),
-    "in a branch": (looked_up_in_a_branch, ROWS, {"bias": (4,), "kernel": SQUARE}),
-    "behind a custom rule": (behind_a_custom_rule, ROWS, {"bias": (4,), "kernel": SQUARE}),
 }
 
 
-class LinenWithParams(nn.Module):
+class WithParams(nn.Module):
     """A function of an input and named params, as a Linen module without ``dtype``."""
 
     fun: Callable[..., Any]
@@ -269,24 +175,8 @@ class LinenWithParams(nn.Module):
         return self.fun(x, **{name: self.param(name, nn.initializers.zeros, shape) for name, shape in self.shapes})
 
 
-class NNXWithParams(nnx.Module):
-    """:class:`LinenWithParams` in NNX."""
-
-    def __init__(self, fun: Callable[..., Any], shapes: Any) -> None:
-        self.fun = fun
-        self.named_params = nnx.Dict({name: nnx.Param(jnp.zeros(shape)) for name, shape in shapes})
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self.fun(x, **{name: param[...] for name, param in self.named_params.items()})
-
-
-def written(module: Any) -> dict[str, Case]:
-    """Return the functions of WRITTEN as modules of the class ``module``."""
-
-    def case(fun: Callable[..., Any], x: np.ndarray, shapes: dict[str, tuple[int, ...]]) -> Case:
-        return Case(lambda **_: module(fun, tuple(shapes.items())), x)
-
-    return {name: case(*parts) for name, parts in WRITTEN.items()}
+def written(fun: Callable[..., Any], x: np.ndarray, shapes: dict[str, tuple[int, ...]]) -> Case:
+    return Case(lambda **_: WithParams(fun, tuple(shapes.items())), x)
 
 
 # --- models -----------------------------------------------------------------------------------------------------------
@@ -344,31 +234,18 @@ def scanned(linear: Any, x: Any) -> Any:
     return turn(linear, x)
 
 
-def without_dropout(net: nnx_zoo.Net) -> nnx_zoo.Net:
-    """Return ``net`` without dropout, whose masks would differ in float64."""
-    net.drop.deterministic = True
-    return net
-
-
-IDS = tokens(300, 4, vocabulary=60)
 LINEN_MODELS = {
-    "MLP of the zoo": Case(lambda **_: linen_zoo.MLP(), ROWS),
     "Linear of the zoo": Case(lambda **_: linen_zoo.Linear(), ROWS),
     "Tied of the zoo": Case(lambda dtype=None, **_: linen_zoo.Tied(dtype), tokens(20, 30, vocabulary=5)),
-    "ResNet of the zoo": Case(
-        lambda dtype=np.float32, **_: linen_zoo.ResNet(dtype=dtype), normal(shape=(2, 16, 16, 3))
-    ),
     "CNN": Case(lambda **_: CNN(4, 4, 8), normal(shape=(4, 12, 12, 3))),
-    "MLP": Case(lambda **_: MLP(2, 8, 4), ROWS),
     "NextToken": Case(lambda **_: NextToken(60, 8, 16), tokens(300, 3, vocabulary=60)),
     "ResNet": Case(
         lambda **_: ResNet((1, 1), "basic", 4, 4, small_images=True),
         normal(shape=(4, 12, 12, 3)),
         lambda model, x: model(x, train=True),
     ),
-    "GPT2": Case(lambda **_: GPT2(60, 4, 1, 2, 16), IDS),
-    "GPT2 with remat": Case(lambda **_: GPT2(60, 4, 1, 2, 16, "attention"), IDS),
-    "BERT": Case(lambda **_: BERT(60, 4, 1, 2, 16), IDS),
+    "GPT2": Case(lambda **_: GPT2(60, 4, 1, 2, 16), tokens(300, 4, vocabulary=60)),
+    "BERT": Case(lambda **_: BERT(60, 4, 1, 2, 16), tokens(300, 4, vocabulary=60)),
     "nn.scan over layers": Case(lambda **dtypes: Stack(False, 2, dtypes), ROWS),
     "nn.scan of one layer": Case(lambda **dtypes: Stack(True, 300, dtypes), normal(shape=(1, 1, 4))),
     "nn.vmap": Case(lambda **dtypes: Vmapped(dtypes), SEQUENCES),
@@ -377,13 +254,6 @@ LINEN_MODELS = {
 }
 NNX_MODELS = {
     "Scale of the zoo": Case(lambda **_: nnx_zoo.Scale(4, nnx.Rngs(0)), ROWS),
-    "Net of the zoo": Case(lambda **_: without_dropout(nnx_zoo.Net(nnx.Rngs(0))), normal(shape=(4, 12, 12, 3))),
-    "CNN": Case(lambda **_: nnx_models.CNN((12, 12, 3), 4, 4, 8, rngs=nnx.Rngs(0)), normal(shape=(4, 12, 12, 3))),
-    "ResNet": Case(
-        lambda **_: nnx_models.ResNet((1, 1), 3, 4, 4, small_images=True, rngs=nnx.Rngs(0)),
-        normal(shape=(4, 12, 12, 3)),
-        lambda model, x: model(x, train=True),
-    ),
     "nnx.scan": Case(lambda **dtypes: NNXLifted(scanned, dtypes), ROWS),
     "nnx.vmap": Case(
         lambda **dtypes: NNXLifted(nnx.vmap(lambda linear, x: linear(x), in_axes=(None, 0)), dtypes), SEQUENCES
@@ -469,15 +339,8 @@ def named(api: str, make: Callable[..., Function], cases: dict[str, Case]) -> di
 
 LAYERS = {**named("Linen", linen_function, LINEN), **named("NNX", nnx_function, NNX)}
 MODELS = {
-    **named("Linen", linen_function, {**written(LinenWithParams), **LINEN_MODELS}),
-    **named("NNX", nnx_function, {**written(NNXWithParams), **NNX_MODELS}),
-}
-
-TRANSFORMS: dict[str, Callable[[Any, Any, Any], Any]] = {
-    "jit": lambda fun, params, x: jax.jit(fun)(params, x),
-    "vmap over examples": lambda fun, params, x: jax.vmap(fun, (None, 0))(params, x[:, None]),
-    "checkpoint": lambda fun, params, x: jax.checkpoint(fun)(params, x),
-    "scan over microbatches": lambda fun, params, x: lax.map(lambda x: fun(params, x), x.reshape(2, -1, *x.shape[1:])),
+    **named("Linen", linen_function, {name: written(*parts) for name, parts in WRITTEN.items()} | LINEN_MODELS),
+    **named("NNX", nnx_function, NNX_MODELS),
 }
 
 
