@@ -134,3 +134,20 @@ def is_close(got, want, policy):
     got, want = (np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)]) for tree in (got, want))
     bound = {"mixed_bfloat16": 0.02, "mixed_float16": 0.003}[policy]
     assert np.linalg.norm(got - want) <= bound * np.linalg.norm(want)
+
+
+@pytest.mark.once
+@each_api
+@pytest.mark.parametrize(("casts_its_weight", "expected"), [(True, 4096), (False, 4800)])
+def test_gradients_of_a_weight_are_summed_in_half_only_if_its_author_casts_it(api, casts_its_weight, expected):
+    x = jnp.ones((16, 8))
+
+    def total_of_products(w, x):
+        h = w.astype("bfloat16") if casts_its_weight else w
+        return sum(jnp.sum((x.astype(h.dtype) @ h[:, :4]).astype("float32")) for _ in range(300))
+
+    apply, params = pure(mixed(api.WithParam(total_of_products), "mixed_bfloat16"), x)
+    (gradient,) = jax.tree.leaves(quick_jit(jax.grad(lambda params: apply(params, x)))(params))
+    assert gradient.dtype == jnp.float32
+    # Each of 300 products adds 16. In bfloat16, 4096 + 16 is 4096.
+    np.testing.assert_array_equal(gradient[:, :4], np.full((8, 4), expected))
