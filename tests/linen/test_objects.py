@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from error_tools import refused
 from linen_zoo import (
     MLP,
     Linear,
@@ -31,7 +30,7 @@ from linen_zoo import (
 )
 
 import jaxmp
-from jaxmp.linen import apply_policy, autocast
+from jaxmp.linen import apply_policy
 
 pytestmark = pytest.mark.once
 
@@ -157,25 +156,6 @@ def test_a_nested_model_keeps_its_policy_if_its_modules_are_arguments():
     middle = apply_policy(nn.Sequential([nn.Dense(8), inner]), "float32")
     model = apply_policy(nn.Sequential([nn.Dense(8), middle]), "mixed_float16")
     assert model_products(model, X) == ["float16", "float32", "bfloat16", "bfloat16"]
-
-
-def test_a_pattern_of_the_outer_policy_does_not_cover_a_nested_model_with_a_policy():
-    model = apply_policy(
-        nn.Sequential([apply_policy(MLP(), "mixed_bfloat16"), nn.Dense(8)]), "mixed_float16", {nn.Dense: "float32"}
-    )
-    assert model_products(model, X) == ["bfloat16", "bfloat16", "float32"]
-
-
-@pytest.mark.parametrize("under", [apply_policy, autocast])
-def test_a_second_policy_is_refused_because_it_would_drop_the_overrides_of_the_first(under):
-    model = apply_policy(MLP(), "mixed_float16", {"Dense_1": "float32"})
-    for whole in (model, model.clone()):
-        refused(
-            lambda whole=whole: under(whole, "mixed_bfloat16"),
-            ValueError,
-            f"jaxmp.linen.{under.__name__} takes a model without a policy, got a MLP that has one",
-            "use it as it is, or apply one policy, with all overrides, to the original model:",
-        )
 
 
 def test_a_module_that_two_modules_share_has_one_policy():

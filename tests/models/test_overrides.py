@@ -271,10 +271,11 @@ def call_of_head(model: Any) -> Any:
 
 
 @each_api
-def test_overrides_of_operations_must_match_in_a_call_of_the_whole_model_and_not_of_a_part(api):
-    bare = api.named(body=api.dense, head=api.dense)
+def test_overrides_must_match_in_a_call_of_the_whole_model_and_not_of_a_part(api):
+    bare = api.named(body=api.dense, head=lambda: api.WithParam(lambda w, x: x @ w))
     for under in api.adapters:
-        model = under(bare, "mixed_float16", {"primitive:sin": "float32", "head": "float32"})
+        overrides = {"primitive:sin": "float32", api.Dense: "mixed_bfloat16", "body": "float32", "head": "float32"}
+        model = under(bare, "mixed_float16", overrides)
         assert products(call_of_head(model), X) == ["float32"]
         with pytest.raises(jaxmp.UnmatchedOverrideError, match="'primitive:sin' matched none"):
             dtypes_of_products(model, X)
