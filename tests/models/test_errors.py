@@ -76,12 +76,12 @@ def test_a_pattern_may_match_a_nested_model_with_its_own_policy_and_does_not_cha
 @each_api
 def test_a_second_policy_is_refused_because_it_would_drop_the_overrides_of_the_first(api):
     model = mixed(two_layers(api), "mixed_float16", {"head": "float32"})
-    copied = model.clone() if api is Linen else nnx.clone(model)
-    for under, whole in itertools.product(api.adapters, (model, copied)):
+    others = (nnx.clone(model), nnx.merge(*nnx.split(model)), model.body) if api is NNX else (model.clone(),)
+    for under, whole in itertools.product(api.adapters, (model, *others)):
         refused(
             lambda under=under, whole=whole: under(whole, "mixed_bfloat16"),
             ValueError,
-            f"{under.__name__} takes a model without a policy, got a {type(model).__name__} that has one",
+            f"{under.__name__} takes a model without a policy, got a {type(whole).__name__} that has one",
             "use it as it is, or apply one policy, with all overrides, to the original model:",
         )
 
