@@ -283,22 +283,6 @@ def test_a_residual_between_half_layers_stays_half_though_a_parent_with_params_i
     assert [eqn.outvars[0].aval.dtype.name for eqn in residuals] == ["bfloat16"]
 
 
-@pytest.mark.once
-@each_api
-def test_a_fourier_transform_of_a_layer_runs_in_float32(api):
-    def spectrum(model: Any, x: jax.Array) -> jax.Array:
-        return model.head(jnp.abs(jnp.fft.fft(model.dense(x))))
-
-    bare = api.named(spectrum, dense=api.dense, head=api.dense)
-    models = [bare, *(under(bare, "mixed_float16") for under in api.adapters)]
-    for model in models[1:]:
-        assert dtypes_of_products(model, X) == ["float16", "float16"]
-    params = pure(bare, X).params
-    want, *results = quick_jit(lambda params: [pure(model, X).apply(params, X) for model in models])(params)
-    for got in results:
-        np.testing.assert_allclose(got, want, rtol=0.01, atol=0.01)
-
-
 # --- dtypes that the author set ---------------------------------------------------------------------------------------
 
 

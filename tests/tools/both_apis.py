@@ -91,51 +91,6 @@ class NNXWithParam(nnx.Module):
         return self.fun(*by_hand(self.hand, self.w[...], *args))
 
 
-class LinenBeside(nn.Module):
-    """A layer that has a param and also a submodule."""
-
-    fun: Callable[..., Any]
-    hand: Any = None
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        w = self.param("w", nn.initializers.lecun_normal(), (8, 8))
-        y = nn.Dense(8, dtype=self.hand)(x)
-        return self.fun(*by_hand(self.hand, w, x)) + y
-
-
-class NNXBeside(NNXWithParam):
-    """:class:`LinenBeside` in NNX."""
-
-    def __init__(self, fun: Callable[..., Any], hand: Any = None):
-        super().__init__(fun, hand)
-        self.dense = nnx.Linear(8, 8, dtype=hand, rngs=nnx.Rngs(0))
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return super().__call__(x) + self.dense(x)
-
-
-class LinenCalls(nn.Module):
-    """A module that calls ``fun`` with its submodules and its inputs."""
-
-    parts: Any
-    fun: Callable[..., Any]
-
-    @nn.compact
-    def __call__(self, *args: Any) -> Any:
-        return self.fun(*self.parts, *args)
-
-
-class NNXCalls(nnx.Module):
-    """:class:`LinenCalls` in NNX."""
-
-    def __init__(self, parts: Any, fun: Callable[..., Any]):
-        self.parts, self.fun = nnx.List(parts), fun
-
-    def __call__(self, *args: Any) -> Any:
-        return self.fun(*self.parts, *args)
-
-
 class LinenNamed(nn.Module):
     """A module that creates its submodules in ``setup``, and calls ``fun`` with itself and its inputs."""
 
@@ -176,7 +131,7 @@ def in_order(makers: Any) -> Callable[..., Any]:
 class Linen:
     """The Linen models of this file, and Linen's layers."""
 
-    WithParam, Beside, Calls, part = LinenWithParam, LinenBeside, LinenCalls, "parts_{}"
+    WithParam = LinenWithParam
     Dense, Conv, LayerNorm = nn.Dense, nn.Conv, nn.LayerNorm
     adapters = (jaxmp.linen.apply_policy, jaxmp.linen.autocast)
     autocast = staticmethod(jaxmp.linen.autocast)
@@ -202,7 +157,7 @@ class Linen:
 class NNX:
     """The NNX models of this file, and NNX's layers."""
 
-    WithParam, Beside, Calls, part = NNXWithParam, NNXBeside, NNXCalls, "parts/{}"
+    WithParam = NNXWithParam
     Dense, Conv, LayerNorm = nnx.Linear, nnx.Conv, nnx.LayerNorm
     adapters = (jaxmp.nnx.apply_policy, jaxmp.nnx.autocast)
     autocast = staticmethod(jaxmp.nnx.autocast)
