@@ -61,34 +61,27 @@ def dtypes_of_products(model: Any, *args: Any) -> list[str]:
         return products(apply, params, *args)
 
 
-# --- models in Linen, and the same models in NNX; `hand` is the dtype of casts by hand --------------------------------
-
-
-def by_hand(hand: Any, *values: Any) -> Any:
-    return values if hand is None else tuple(value.astype(hand) for value in values)
+# --- models in Linen, and the same models in NNX ---------------------------------------------------------------------
 
 
 class LinenWithParam(nn.Module):
     """A layer without a ``dtype`` that calls ``fun`` with its param and its inputs."""
 
     fun: Callable[..., Any]
-    hand: Any = None
 
     @nn.compact
     def __call__(self, *args: Any) -> Any:
-        w = self.param("w", nn.initializers.lecun_normal(), (8, 8))
-        return self.fun(*by_hand(self.hand, w, *args))
+        return self.fun(self.param("w", nn.initializers.lecun_normal(), (8, 8)), *args)
 
 
 class NNXWithParam(nnx.Module):
     """:class:`LinenWithParam` in NNX."""
 
-    def __init__(self, fun: Callable[..., Any], hand: Any = None):
-        self.w = nnx.Param(nnx.initializers.lecun_normal()(jax.random.key(0), (8, 8)))
-        self.fun, self.hand = fun, hand
+    def __init__(self, fun: Callable[..., Any]):
+        self.w, self.fun = nnx.Param(nnx.initializers.lecun_normal()(jax.random.key(0), (8, 8))), fun
 
     def __call__(self, *args: Any) -> Any:
-        return self.fun(*by_hand(self.hand, self.w[...], *args))
+        return self.fun(self.w[...], *args)
 
 
 class LinenNamed(nn.Module):
