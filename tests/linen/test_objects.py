@@ -216,15 +216,6 @@ class HashedByHand(nn.Module):
         return 7
 
 
-class SharesItsScope(nn.Module):
-    def setup(self):
-        self.linear = Linear(8)
-        nn.share_scope(self, self.linear)
-
-    def __call__(self, x):
-        return self.linear(x)
-
-
 class NamesScopesAfterMethods(nn.Module):
     @nn.compact_name_scope
     def up(self, x):
@@ -253,7 +244,7 @@ class SetsFieldsAfterwards(nn.Module):
         return nn.Dense(self.twice)(x)
 
 
-CLASSES = [KeywordOnly(width=8), SharesItsScope(), NamesScopesAfterMethods(), Derived(), SetsFieldsAfterwards(4)]
+CLASSES = [KeywordOnly(width=8), NamesScopesAfterMethods(), Derived(), SetsFieldsAfterwards(4)]
 
 
 def test_a_module_of_any_kind_keeps_its_variables_and_its_hash_and_has_half_products():

@@ -92,16 +92,6 @@ class DecoratedMethod(nn.Module):
         return nn.Dense(8, dtype=self.hand, name="head")(x)
 
 
-def functional_scan(mdl: nn.Module, x: jax.Array, hand: Any) -> jax.Array:
-    scan = nn.scan(
-        lambda block, carry, _: (block(carry).astype(carry.dtype) if hand else block(carry), None),
-        variable_broadcast="params",
-        split_rngs={"params": False},
-        length=3,
-    )
-    return scan(Block(hand), x, None)[0]
-
-
 def functional_while(mdl: nn.Module, x: jax.Array, hand: Any) -> jax.Array:
     block = Block(hand)
     block(x)  # creates the params, because a while loop cannot
@@ -147,17 +137,14 @@ ENSEMBLE = {"variable_axes": {"params": 0}, "split_rngs": {"params": True, "drop
 MODELS: dict[str, Any] = {
     "scan": scanned,
     "remat_scan": functools.partial(Calls, functional_remat_scan),
-    "remat that saves products": lambda hand=None: nn.remat(Block, policy=jax.checkpoint_policies.dots_saveable)(hand),
     "vmap over members": lambda hand=None: nn.vmap(Block, **ENSEMBLE, in_axes=None, axis_size=3)(hand, 0.5),
-    "jit": lambda hand=None: nn.jit(Block)(hand),
     "decorated methods": lambda hand=None: DecoratedMethod(hand),
-    "functional scan": functools.partial(Calls, functional_scan),
     "while_loop": functools.partial(Calls, functional_while),
     "cond and switch": Branches,
     "vjp": functools.partial(Calls, functional_vjp),
     "map_variables": functools.partial(Calls, mapped_variables),
 }
-LOOPS = ("scan", "remat_scan", "functional scan", "while_loop")  # by hand, the body casts its carry
+LOOPS = ("scan", "remat_scan", "while_loop")  # by hand, the body casts its carry
 
 
 def transformed_model_is_as_by_hand(name: Any, policy: Any) -> None:
@@ -180,14 +167,11 @@ def test_a_transformed_model_computes_the_same_as_with_dtype_set_by_hand():
         transformed_model_is_as_by_hand(name, policy)
 
 
-OVER_MEMBERS = functools.partial(nn.vmap, **ENSEMBLE, in_axes=None, axis_size=2)
-
-
 def test_a_layer_without_a_dtype_field_follows_the_policy_through_a_transform():
-    for transform in (nn.jit, OVER_MEMBERS):
-        model = apply_policy(transform(Linear)(), "mixed_float16")
-        assert model_products(model, X) == ["float16"]
-        same_computation(model.apply, jaxmp.autocast(transform(Linear)().apply, "mixed_float16"), shapes(model, X), X)
+    lifted = nn.vmap(Linear, **ENSEMBLE, in_axes=None, axis_size=2)
+    model = apply_policy(lifted(), "mixed_float16")
+    assert model_products(model, X) == ["float16"]
+    same_computation(model.apply, jaxmp.autocast(lifted().apply, "mixed_float16"), shapes(model, X), X)
 
 
 class Statistics(nn.Module):
