@@ -129,20 +129,6 @@ def test_haiku_gives_the_same_bits_under_a_policy_of_jaxmps_as_under_jmps(policy
     assert hk.mixed_precision.get_policy(kind) is None
 
 
-def test_batch_norm_in_haiku_keeps_float32_params_and_state():
-    def forward(x: jax.Array) -> jax.Array:
-        return hk.BatchNorm(True, True, 0.9)(hk.Linear(4)(x), is_training=True)
-
-    network = hk.transform_with_state(forward)
-    push, half = hk.mixed_precision.push_policy, jaxmp.get_policy("mixed_float16").with_output_dtype("float16")
-    policies = push(hk.Linear, half), push(hk.BatchNorm, jaxmp.get_policy("float32"))
-    with policies[0], policies[1], jax.numpy_dtype_promotion("standard"):  # Haiku's counter meets a float
-        params, state = jax.eval_shape(network.init, jax.random.PRNGKey(0), X)
-        out, state = jax.eval_shape(network.apply, params, state, None, X)
-    assert {leaf.dtype for leaf in jax.tree.leaves((params, state)) if leaf.dtype != jnp.int32} == {F32}
-    assert out.dtype == F32
-
-
 # --- jaxmp's objects in code that knows jmp's by their attributes -----------------------------------------------------
 
 
