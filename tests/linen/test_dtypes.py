@@ -24,7 +24,6 @@ from linen_zoo import (
 )
 
 from jaxmp.linen import apply_policy
-from jaxmp.program.walk import equations
 
 SEQUENCE, VECTOR = (2, 8, 8), (2, 8)
 
@@ -78,14 +77,6 @@ def test_decoding_step_by_step_fills_a_half_cache_as_with_dtype_set_by_hand():
 
 
 # --- dtypes that the author set, and overrides ------------------------------------------------------------------------
-
-
-def test_a_value_that_only_a_module_in_the_authors_float32_reads_is_not_rounded():
-    model = apply_policy(nn.Sequential([nn.Dense(8), nn.LayerNorm(dtype="float32"), nn.Dense(8)]), "mixed_bfloat16")
-    x = data(*VECTOR)
-    program = jax.make_jaxpr(model.apply)(shapes(model, x), x)
-    (bias, *_) = (eqn for eqn in equations(program) if eqn.primitive.name == "add")
-    assert bias.outvars[0].aval.dtype == jnp.float32
 
 
 def test_modules_below_a_container_without_a_dtype_follow_their_own_paths():

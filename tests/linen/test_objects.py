@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import pickle
 import threading
 from typing import Any
@@ -22,7 +21,6 @@ from linen_zoo import (
     dtypes_of,
     model_products,
     products,
-    quick_jit,
     rngs,
     same_bits,
     same_computation,
@@ -89,20 +87,6 @@ def test_a_model_has_the_class_of_the_bare_model_which_does_not_change_and_shows
     assert (bare.layers[0].dtype, model_products(bare, X)) == (None, ["float32"])
 
 
-def test_an_equal_model_as_a_static_argument_compiles_once():
-    traces = []
-
-    @functools.partial(quick_jit, static_argnums=0)
-    def step(model, variables, x):
-        traces.append(model)
-        return model.apply(variables, x)
-
-    variables = MLP().init(rngs(), X)
-    for policy in ("mixed_float16", "mixed_float16", "mixed_bfloat16", "mixed_float16"):
-        step(apply_policy(MLP(), policy), variables, X)
-    assert len(traces) == 2
-
-
 # --- nested -----------------------------------------------------------------------------------------------------------
 
 
@@ -137,21 +121,6 @@ def test_a_nested_model_keeps_its_policy_if_its_modules_are_arguments():
     middle = apply_policy(nn.Sequential([nn.Dense(8), inner]), "float32")
     model = apply_policy(nn.Sequential([nn.Dense(8), middle]), "mixed_float16")
     assert model_products(model, X) == ["float16", "float32", "bfloat16", "bfloat16"]
-
-
-def test_a_module_that_two_modules_share_has_one_policy():
-    class Shared(nn.Module):
-        embed: Any
-        again: Any
-
-        @nn.compact
-        def __call__(self, ids):
-            return self.again.attend(nn.Dense(8)(self.embed(ids)))
-
-    embed, ids = nn.Embed(8, 8), jnp.array([0, 3])
-    model = apply_policy(Shared(embed, embed), "mixed_float16")
-    assert set(shapes(model, ids)["params"]) == {"embed", "Dense_0"}
-    assert model_products(model, ids) == ["float16", "float16"]
 
 
 def test_a_model_whose_apply_is_called_inside_another_model_is_part_of_the_call_and_not_a_submodule():

@@ -229,24 +229,6 @@ def test_statistics_of_a_wrapped_linen_module_stay_float32_and_dropout_keeps_its
 # --- autocast of a model with a bridge --------------------------------------------------------------------------------
 
 
-@pytest.mark.once
-def test_a_bridged_model_under_autocast_computes_as_the_module_under_autocast():
-    policy = "mixed_float16"
-    model, linen = jaxmp.nnx.autocast(to_nnx(), policy), jaxmp.linen.autocast(Linen(), policy, {"exact": "half"})
-    (out, grads), (want, want_grads) = of_nnx(model), of_linen(linen, linen_variables(model))
-    same_bits(out, want)
-    same_bits(grads, want_grads)
-
-    linen = jaxmp.linen.autocast(bridge.ToLinen(Nnx), policy)
-    model = jaxmp.nnx.autocast(module_with_numbers(lambda: Nnx(nnx.Rngs(0))), policy, {"exact": "half"})
-    variables = variables_with_numbers(linen)
-    for collection in variables.values():
-        nnx.update(model, collection)
-    (out, grads), (want, want_grads) = of_linen(linen, variables), of_nnx(model)
-    same_bits(out, want)
-    same_bits(grads, want_grads)
-
-
 def test_an_override_of_autocast_matches_a_wrapped_module_but_no_module_inside_it():
     nnx_model, linen_model = around_linen(), AroundNnx()
     variables = variables_with_numbers(linen_model)
