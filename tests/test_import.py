@@ -1,15 +1,11 @@
 from __future__ import annotations
 
 import ast
-import contextlib
 import os
 import subprocess
 import sys
-from importlib import metadata
 
 import pytest
-from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
 from places import ROOT
 
 import jaxmp
@@ -92,69 +88,3 @@ def test_a_name_that_is_none_is_pythons_error():
 def test_the_error_for_a_name_of_another_library_or_module_says_what_to_write(name, remedy):
     with pytest.raises(AttributeError, match=remedy):
         getattr(jaxmp, name)
-
-
-def not_required(*names: str) -> set[str]:
-    """Return the installed distributions other than these and their requirements."""
-    distributions, new = set(), {Requirement(name) for name in names}
-    while new:
-        requirement = new.pop()
-        extras = {"", *requirement.extras}
-        if (key := (canonicalize_name(requirement.name), *sorted(extras))) in distributions:
-            continue
-        distributions.add(key)
-        # A requirement may be absent: it is for another platform, or of an extra that is not installed.
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            for text in metadata.requires(requirement.name) or []:
-                other = Requirement(text)
-                if not other.marker or any(other.marker.evaluate({"extra": extra}) for extra in extras):
-                    new.add(other)
-    installed = {name for name, *_ in distributions}
-    tops = metadata.packages_distributions()
-    return {top for top, owners in tops.items() if not installed & {canonicalize_name(owner) for owner in owners}}
-
-
-def helps(names: list[str]) -> None:
-    """Run the modules with --help where nothing else is installed."""
-    hidden = not_required("jaxmp", "jax", "flax", "optax", "rich", "tyro")
-    code = f"""
-import contextlib, io, runpy, sys
-
-class Installed:
-    finders = [*sys.meta_path]
-
-    @classmethod
-    def find_spec(cls, name, path=None, target=None):
-        if name.partition(".")[0] not in {sorted(hidden)}:
-            found = (finder.find_spec(name, path, target) for finder in cls.finders)
-            return next((spec for spec in found if spec), None)
-
-sys.meta_path[:] = [Installed]
-for name in {names}:
-    sys.argv, text = ["", "--help"], io.StringIO()
-    try:
-        with contextlib.redirect_stdout(text):
-            runpy.run_module(name, run_name="__main__", alter_sys=True)
-    except SystemExit as end:
-        assert not end.code and "--run-dir" in text.getvalue(), (name, end.code)
-    else:
-        raise AssertionError(name)
-"""
-    python(code)
-
-
-@pytest.mark.slow("starts a process for each benchmark")
-def test_every_benchmark_helps_with_jax_flax_optax_rich_and_tyro_only():
-    folder = ROOT / "experiments" / "benchmarks"
-    names = [file.stem for file in folder.glob("[a-z]*.py")] + [
-        file.parent.name for file in folder.glob("*/__main__.py")
-    ]
-    assert {"loss_scaling", "train_step", "compile_only"} <= set(names)
-    helps([f"experiments.benchmarks.{name}" for name in sorted(names)])
-
-
-@pytest.mark.slow("starts a process, to check the slow test above")
-def test_a_package_that_these_five_do_not_require_cannot_be_imported_there():
-    with pytest.raises(subprocess.CalledProcessError) as error:
-        helps(["matplotlib"])
-    assert "No module named matplotlib" in error.value.stderr

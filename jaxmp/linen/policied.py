@@ -36,7 +36,8 @@ def apply_policy(module: M, policy: Any, overrides: Mapping[Any, Any] | None = N
 
     A call of the model computes what :func:`jaxmp.autocast` of this call computes: products are half precision, and the
     rules of docs/autocast.md decide every other operation. Params are initialised in float32 and stored in the param
-    dtype. The result is cast to the output dtype. Gradients of params are summed in float32.
+    dtype. The result is cast to the output dtype. Gradients of params are summed in float32. If your own code casts a
+    param to half, JAX sums its gradient in half.
 
     A module whose author set a ``dtype`` is computed as Flax defines for this dtype. The author has set it if its value
     differs from the default of the field. A ``param_dtype`` that the author set is kept, too. An override that matches

@@ -38,9 +38,10 @@ def apply_policy(model: M, policy: Any, overrides: Mapping[Any, Any] | None = No
     """Return ``model`` under a policy: a copy that shares its Variables.
 
     A call of the model computes what :func:`jaxmp.autocast` of this call computes: products are half precision, and the
-    rules of docs/autocast.md decide every other operation. Params are stored in the param dtype. The result is cast to
-    the output dtype. Gradients of Params are summed in float32. The copy shares all Variables with ``model``, except
-    Params that must be cast to the param dtype.
+    rules of docs/autocast.md decide every other operation. Params are stored in the param dtype, and the result is
+    cast to the output dtype. Gradients of Params are summed in float32. If your own code casts a Param to half, JAX
+    sums its gradient in half. The copy shares all Variables with ``model``, except Params that must be cast to the
+    param dtype.
 
     From then on use the copy: in the loss, in the optimizer, for ``eval()`` and ``train()``. A train step raises an
     error for the original ``model``. To train in float32 on purpose, use ``apply_policy(model, "float32")``. A module

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jmp._src import policy as jmp_policy
 
 import jaxmp
 from jaxmp import jmp
@@ -61,22 +62,24 @@ def test_every_public_name_of_jmp_is_there_and_its_classes_are_jaxmps():
 
 TEXTS = [
     *("half", "full", "f16", "bf16", "f32", "f64", "float16", "float32", "bfloat16", "float64"),
-    *("c=f16", "p=f16", "o=f16", "p=f16,c=f32", "p=bf16,o=full", "c=half,o=full", "o=f64,c=bf16"),
-    *("params=float32,compute=float16,output=float32", "p=f32,compute=half,output=f32"),
+    *("c=f16", "p=f16,c=f32", "p=bf16,o=full", "c=half,o=full", "o=f64,c=bf16"),
+    "params=float32,compute=float16,output=float32",
 ]
 
 
 def test_a_string_means_what_it_means_to_jmp_and_is_written_as_jmp_writes_it():
     for text in TEXTS:
         ours, theirs = jmp.get_policy(text), real.get_policy(text)
-        assert dtypes(ours) == dtypes(theirs)
-        assert str(ours) == str(theirs)
+        assert str(ours) == str(theirs) and type(ours) is jmp.Policy
         assert ours.matmul_precision is None  # jaxmp.get_policy sets a precision for float32, jmp does not
-        assert type(ours) is jmp.Policy
-        for read in (jmp.get_policy(str(ours)), jaxmp.get_policy(str(ours))):
-            assert dtypes(read) == dtypes(ours)
-        assert dtypes(real.get_policy(str(ours))) == dtypes(ours)
-        assert dtypes(jaxmp.get_policy(ours)) == dtypes(ours)
+        reads = (
+            jmp.get_policy(str(ours)),
+            jaxmp.get_policy(str(ours)),
+            real.get_policy(str(ours)),
+            jaxmp.get_policy(ours),
+        )
+        for policy in (ours, *reads):
+            assert dtypes(policy) == dtypes(theirs)
 
 
 def test_text_that_jmp_cannot_read_is_refused_with_the_forms_that_can_be_read():
@@ -107,12 +110,8 @@ def test_a_policy_equals_any_with_the_same_dtypes_and_keeps_its_type():
 
 
 def test_names_of_dtypes_are_found_by_a_policys_dtype_and_by_what_people_write():
-    from jmp._src.policy import dtype_to_names
-
-    for dtype, names in dtype_to_names.items():
+    for dtype, names in jmp_policy.dtype_to_names.items():
         assert jmp.dtype_to_names[dtype] == jmp.dtype_to_names[np.dtype(dtype)] == names
-        assert jmp.get_policy(names[0]).compute_dtype == dtype
-    assert jmp.dtype_to_names[np.float32][0] == "full"
 
 
 def test_a_policy_with_a_field_more_can_be_made_of_it():
@@ -124,28 +123,6 @@ def test_a_policy_with_a_field_more_can_be_made_of_it():
     assert dtypes(policy.with_output_dtype("f16")) == (F32, F16, F16)
     assert policy.with_output_dtype("f16").reduce_dtype == jnp.float64
     assert policy != jmp.get_policy("c=f16,o=f32")
-
-
-def test_casts_are_those_of_jmp():
-    tree: Any = {
-        "jax": concrete.ones(2),
-        "half": concrete.ones(2, jnp.bfloat16),
-        "numpy": np.ones(2),
-        "int": concrete.arange(2),
-    }
-    tree |= {"rest": [None, 1.5, np.ones(2, bool), "a"]}
-    text = "p=f16,c=bf16,o=f32"
-    for name in ("cast_to_param", "cast_to_compute", "cast_to_output", "cast_to_full", "cast_to_half"):
-        ours, theirs = (
-            getattr(module.get_policy(text) if hasattr(jmp.Policy, name) else module, name)(tree)
-            for module in (jmp, real)
-        )
-        assert jax.tree.map(lambda x: (type(x), getattr(x, "dtype", x)), ours) == jax.tree.map(
-            lambda x: (type(x), getattr(x, "dtype", x)), theirs
-        )
-
-    assert jmp.half_dtype() is real.half_dtype()
-    assert jmp.half_dtype()(2).dtype == jmp.half_dtype()
 
 
 # --- loss scales: what they share with jmp's --------------------------------------------------------------------------
@@ -228,12 +205,9 @@ def test_loss_scales_are_kept_whole():
 
 
 def test_selection_asks_for_a_boolean_scalar_and_says_what_came():
-    assert jmp.select_tree(np.bool_(True), {"a": concrete.ones(2)}, {"a": concrete.zeros(2)})["a"].tolist() == [1, 1]
     for pred, got in ((concrete.ones(1, bool), r"bool of shape \(1,\)"), (jnp.float32(1), r"float32 of shape \(\)")):
         with pytest.raises(AssertionError, match=f"expected boolean scalar, got {got}: pass the result of all_finite"):
             jmp.select_tree(pred, None, None)
-        with pytest.raises(AssertionError, match="expected boolean scalar"):
-            real.select_tree(pred, None, None)
 
 
 # --- jmp's defects ----------------------------------------------------------------------------------------------------
@@ -318,24 +292,17 @@ def test_keys_and_integers_pass_through_a_scale_where_jmp_raises_or_makes_them_f
 
 
 def test_a_static_scale_of_zero_can_be_made_but_not_used():
-    for zero in (0, 0.0, np.float32(0), jnp.float32(0)):
+    for zero in (0, np.float32(0), jnp.float32(0)):
         scale = jmp.StaticLossScale(zero)
         assert not jax.tree.leaves(scale)
-        for use in (
-            scale.scale,
-            scale.unscale,
-            jax.jit(scale.scale),
-            lambda x, scale=scale: as_loss_scale(scale).scale(x),
-        ):
+        for use in (scale.scale, scale.unscale, jax.jit(scale.scale), as_loss_scale(scale).scale):
             with pytest.raises(ValueError, match=r"loss_scale must be positive and finite.*, got 0"):
                 use(concrete.ones(2))
-    with pytest.raises(ZeroDivisionError):
-        real.StaticLossScale(0).unscale(concrete.ones(2))
     with pytest.raises(ValueError, match="loss_scale must be positive and finite"):
         as_loss_scale(real.StaticLossScale(0))
 
 
-def test_any_other_scale_that_is_none_is_refused():
+def test_a_scale_that_is_not_positive_and_finite_is_refused():
     for bad in (-1, np.inf, np.nan, None, "big", np.zeros(2)):
         with pytest.raises(ValueError, match="loss_scale must be positive and finite"):
             jmp.StaticLossScale(bad)
@@ -343,11 +310,7 @@ def test_any_other_scale_that_is_none_is_refused():
         jax.jit(lambda x: jmp.StaticLossScale(x).scale(x))(2.0)
 
 
-def test_integer_arrays_are_warned_about_as_in_jmp_but_at_the_callers_line():
-    warnings = {}
-    for module in (real, jmp):
-        with pytest.warns(UserWarning, match="Expected floating type for loss_scale, got int32") as caught:
-            module.DynamicLossScale(jnp.int32(2))
-        warnings[module] = caught[0]
-    assert warnings[jmp].filename == __file__
-    assert warnings[real].filename != __file__
+def test_integer_arrays_are_warned_about_at_the_callers_line():
+    with pytest.warns(UserWarning, match="Expected floating type for loss_scale, got int32") as caught:
+        jmp.DynamicLossScale(jnp.int32(2))
+    assert caught[0].filename == __file__

@@ -13,7 +13,7 @@ import jmp as real
 import numpy as np
 import optax
 import pytest
-from linen_zoo import numbers, products, quick_jit
+from linen_zoo import products, quick_jit
 from optimizer_tools import problem as train_problem
 from optimizer_tools import same_bits, standard, train_loss
 
@@ -50,15 +50,14 @@ def test_a_policy_of_jmps_is_taken_by_get_policy_and_policy_map():
 
 
 def test_a_policy_of_jmps_is_taken_by_linen_as_policy_and_as_override():
-    def programs(policy: Any, full: Any) -> Any:
+    def programs(policy: Any, full: Any) -> tuple[str, list[str]]:
         model = jaxmp.linen.apply_policy(Net(), policy, {"head": full})
-        init = jax.make_jaxpr(model.init)(jax.random.key(0), X)
-        return str(init), str(jax.make_jaxpr(model.apply)(variables, X)), products(model.apply, variables, X)
+        variables = jax.eval_shape(model.init, jax.random.key(0), X)
+        return str(jax.make_jaxpr(model.apply)(variables, X)), products(model.apply, variables, X)
 
-    variables = numbers(jax.eval_shape(Net().init, jax.random.key(0), X))
     of_jmp = programs(real.get_policy(MIXED), real.get_policy(FULL))
     assert of_jmp == programs("mixed_float16", "p=f32")
-    assert of_jmp[2] == ["float16", "float32"]
+    assert of_jmp[1] == ["float16", "float32"]
 
 
 @pytest.mark.parametrize(
@@ -87,15 +86,6 @@ def test_a_loss_scale_of_jmps_is_taken_by_the_optimizer_the_train_state_and_the_
     limits = {"max_loss_scale": np.finfo(np.float32).max} if name == "DynamicLossScale" else {}  # jmp has none
     assert same_bits(got, run(getattr(jaxmp, name)(*arguments, **limits)))
     assert got[2] and got[3] == 1
-
-
-def test_a_loss_scale_of_jmp_scales_a_loss_through_the_state():
-    for module in (real, jmp):
-        params, _ = train_problem()
-        for scale in (module.StaticLossScale(8), module.DynamicLossScale(jnp.float32(8.0))):
-            state = jaxmp.loss_scaling(standard(optax.sgd(1.0)), scale).init(params)
-            assert jaxmp.get_loss_scale(state).scale(jnp.float32(2)) == 16
-            assert jaxmp.get_loss_scale(state).unscale(jnp.float16(2)) == 0.25
 
 
 # --- jaxmp's objects in Haiku -----------------------------------------------------------------------------------------
@@ -137,44 +127,6 @@ def test_haiku_gives_the_same_bits_under_a_policy_of_jaxmps_as_under_jmps(policy
     assert {leaf.dtype for leaf in jax.tree.leaves((params, grads))} == {policy.param_dtype}
     assert out.dtype == policy.output_dtype
     assert hk.mixed_precision.get_policy(kind) is None
-
-
-def test_haikus_set_get_current_and_clear_take_a_policy_of_jaxmps():
-    policy = jaxmp.get_policy("mixed_float16")
-    calls = []
-
-    class Layer(hk.Module):
-        def __call__(self, x: jax.Array) -> jax.Array:
-            calls.append((hk.mixed_precision.current_policy(), x.dtype))
-            return x @ hk.get_parameter("w", [3, 2], init=hk.initializers.RandomNormal())
-
-    network = hk.transform(lambda x: Layer()(x))
-    hk.mixed_precision.set_policy(Layer, policy)
-    try:
-        assert hk.mixed_precision.get_policy(Layer) is policy
-        params = network.init(jax.random.PRNGKey(0), X)
-        out = network.apply(params, None, X)
-    finally:
-        hk.mixed_precision.clear_policy(Layer)
-    assert hk.mixed_precision.get_policy(Layer) is None
-    assert calls == [(policy, F16)] * 2
-    assert params["layer"]["w"].dtype == out.dtype == F32
-    half = X.astype(jnp.float16) @ params["layer"]["w"].astype(jnp.float16)
-    np.testing.assert_array_equal(out, half.astype(jnp.float32))
-
-
-def test_batch_norm_in_haiku_keeps_float32_params_and_state():
-    def forward(x: jax.Array) -> jax.Array:
-        return hk.BatchNorm(True, True, 0.9)(hk.Linear(4)(x), is_training=True)
-
-    network = hk.transform_with_state(forward)
-    push, half = hk.mixed_precision.push_policy, jaxmp.get_policy("mixed_float16").with_output_dtype("float16")
-    policies = push(hk.Linear, half), push(hk.BatchNorm, jaxmp.get_policy("float32"))
-    with policies[0], policies[1], jax.numpy_dtype_promotion("standard"):  # Haiku's counter meets a float
-        params, state = jax.eval_shape(network.init, jax.random.PRNGKey(0), X)
-        out, state = jax.eval_shape(network.apply, params, state, None, X)
-    assert {leaf.dtype for leaf in jax.tree.leaves((params, state)) if leaf.dtype != jnp.int32} == {F32}
-    assert out.dtype == F32
 
 
 # --- jaxmp's objects in code that knows jmp's by their attributes -----------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import pickle
 import threading
 from typing import Any
@@ -14,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from error_tools import refused
 from linen_zoo import (
     MLP,
     Linear,
@@ -23,7 +21,6 @@ from linen_zoo import (
     dtypes_of,
     model_products,
     products,
-    quick_jit,
     rngs,
     same_bits,
     same_computation,
@@ -31,7 +28,7 @@ from linen_zoo import (
 )
 
 import jaxmp
-from jaxmp.linen import apply_policy, autocast
+from jaxmp.linen import apply_policy
 
 pytestmark = pytest.mark.once
 
@@ -76,38 +73,18 @@ def test_a_class_that_is_not_in_a_file_is_pickled_by_value_also_after_a_call():
         assert pickle.loads(cloudpickle.dumps(module)).apply(variables, X).shape == (2, 8)
 
 
-def test_models_under_different_policies_are_different():
+def test_a_model_has_the_class_of_the_bare_model_which_does_not_change_and_shows_its_policy():
     models = [apply_policy(MLP(), policy) for policy in ("mixed_float16", "mixed_bfloat16", "float32")]
     assert len({MLP(), *models}) == 4
-    assert apply_policy(MLP(), "mixed_float16") == apply_policy(MLP(), "p=f32,c=f16,o=f32")
-
-
-def test_a_model_has_the_class_of_the_bare_model_which_does_not_change_and_shows_its_policy():
-    model = apply_policy(MLP(), "mixed_float16")
-    assert isinstance(model, MLP)
+    model = models[0]
+    assert model == apply_policy(MLP(), "p=f32,c=f16,o=f32") and isinstance(model, MLP)
     assert repr(model) == f"{MLP()!r}  # policy: {jaxmp.get_policy('mixed_float16')}"
     assert (type(model).__name__, type(model).__doc__) == ("MLP", MLP.__doc__)
     assert (type(model).__module__, model.features) == (MLP.__module__, MLP().features)
 
-    inner = nn.Dense(8)
-    bare = nn.Sequential([inner])
-    model = apply_policy(bare, "mixed_float16")
-    model_products(model, X)
-    assert (inner.dtype, bare.layers[0].dtype, model_products(bare, X)) == (None, None, ["float32"])
-
-
-def test_an_equal_model_as_a_static_argument_compiles_once():
-    traces = []
-
-    @functools.partial(quick_jit, static_argnums=0)
-    def step(model, variables, x):
-        traces.append(model)
-        return model.apply(variables, x)
-
-    variables = MLP().init(rngs(), X)
-    for policy in ("mixed_float16", "mixed_float16", "mixed_bfloat16", "mixed_float16"):
-        step(apply_policy(MLP(), policy), variables, X)
-    assert len(traces) == 2
+    bare = nn.Sequential([nn.Dense(8)])
+    model_products(apply_policy(bare, "mixed_float16"), X)
+    assert (bare.layers[0].dtype, model_products(bare, X)) == (None, ["float32"])
 
 
 # --- nested -----------------------------------------------------------------------------------------------------------
@@ -139,58 +116,11 @@ def test_a_policy_on_a_submodule_of_a_bare_model_covers_only_the_submodule():
     same_computation(parent.init, Parent(MLP(), "field").init, rngs(), X)
 
 
-def test_a_nested_model_keeps_its_policy_and_the_outer_policy_covers_the_others():
-    class Outer(nn.Module):
-        part: Any
-
-        @nn.compact
-        def __call__(self, x):
-            y = self.part(nn.Dense(8)(x) * self.param("scale", nn.initializers.ones, ()))
-            return nn.Dense(8)(y), y
-
-    model = apply_policy(Outer(apply_policy(MLP(), "mixed_bfloat16", {"Dense_1": "float32"})), "mixed_float16")
-    assert model_products(model, X) == ["float16", "bfloat16", "float32", "float16"]
-
-
 def test_a_nested_model_keeps_its_policy_if_its_modules_are_arguments():
     inner = apply_policy(nn.Sequential([nn.Dense(8), nn.Dense(8)]), "mixed_bfloat16")
     middle = apply_policy(nn.Sequential([nn.Dense(8), inner]), "float32")
     model = apply_policy(nn.Sequential([nn.Dense(8), middle]), "mixed_float16")
     assert model_products(model, X) == ["float16", "float32", "bfloat16", "bfloat16"]
-
-
-def test_a_pattern_of_the_outer_policy_does_not_cover_a_nested_model_with_a_policy():
-    model = apply_policy(
-        nn.Sequential([apply_policy(MLP(), "mixed_bfloat16"), nn.Dense(8)]), "mixed_float16", {nn.Dense: "float32"}
-    )
-    assert model_products(model, X) == ["bfloat16", "bfloat16", "float32"]
-
-
-@pytest.mark.parametrize("under", [apply_policy, autocast])
-def test_a_second_policy_is_refused_because_it_would_drop_the_overrides_of_the_first(under):
-    model = apply_policy(MLP(), "mixed_float16", {"Dense_1": "float32"})
-    for whole in (model, model.clone()):
-        refused(
-            lambda whole=whole: under(whole, "mixed_bfloat16"),
-            ValueError,
-            f"jaxmp.linen.{under.__name__} takes a model without a policy, got a MLP that has one",
-            "use it as it is, or apply one policy, with all overrides, to the original model:",
-        )
-
-
-def test_a_module_that_two_modules_share_has_one_policy():
-    class Shared(nn.Module):
-        embed: Any
-        again: Any
-
-        @nn.compact
-        def __call__(self, ids):
-            return self.again.attend(nn.Dense(8)(self.embed(ids)))
-
-    embed, ids = nn.Embed(8, 8), jnp.array([0, 3])
-    model = apply_policy(Shared(embed, embed), "mixed_float16")
-    assert set(shapes(model, ids)["params"]) == {"embed", "Dense_0"}
-    assert model_products(model, ids) == ["float16", "float16"]
 
 
 def test_a_model_whose_apply_is_called_inside_another_model_is_part_of_the_call_and_not_a_submodule():
@@ -255,15 +185,6 @@ class HashedByHand(nn.Module):
         return 7
 
 
-class SharesItsScope(nn.Module):
-    def setup(self):
-        self.linear = Linear(8)
-        nn.share_scope(self, self.linear)
-
-    def __call__(self, x):
-        return self.linear(x)
-
-
 class NamesScopesAfterMethods(nn.Module):
     @nn.compact_name_scope
     def up(self, x):
@@ -292,7 +213,7 @@ class SetsFieldsAfterwards(nn.Module):
         return nn.Dense(self.twice)(x)
 
 
-CLASSES = [KeywordOnly(width=8), SharesItsScope(), NamesScopesAfterMethods(), Derived(), SetsFieldsAfterwards(4)]
+CLASSES = [KeywordOnly(width=8), NamesScopesAfterMethods(), Derived(), SetsFieldsAfterwards(4)]
 
 
 def test_a_module_of_any_kind_keeps_its_variables_and_its_hash_and_has_half_products():

@@ -1,18 +1,19 @@
-"""Policies of Linen modules: a residual network, and modules that share a scope."""
+"""Paths and classes of Linen modules in overrides, and a residual network with dtypes by hand."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import pytest
 from linen_zoo import (
     HALVES,
     MLP,
     ResNet,
     data,
-    dtypes_of,
     float32,
     model_products,
     products,
@@ -23,62 +24,25 @@ from linen_zoo import (
     written,
 )
 
-import jaxmp
 from jaxmp.linen import apply_policy, autocast
 
-pytestmark = [
-    pytest.mark.once,
-    pytest.mark.usefixtures("standard_promotion"),  # Linen's BatchNorm adds half and float32 arrays
-]
+pytestmark = pytest.mark.once
 
-IMAGE, X = data(2, 8, 8, 3), data(2, 8)
+X = data(2, 8)
+HALF, WIDE = "bfloat16", "float32"
 
 
-def trained(model: nn.Module) -> Any:
-    """Return a function from variables to outputs in training and new statistics."""
+def test_a_residual_network_and_its_statistics_are_as_by_hand_though_its_dtype_defaults_to_float32():
+    policy, image = "mixed_float16", data(2, 8, 8, 3)
 
-    def apply(variables: Any) -> Any:
-        out, state = model.apply(variables, IMAGE, mutable=["batch_stats"])
-        return float32(out), state
+    def trained(model: nn.Module) -> Any:
+        return lambda variables: float32(model.apply(variables, image, mutable=["batch_stats"]))
 
-    return apply
-
-
-@pytest.fixture(scope="module")
-def resnet() -> Any:
-    """Return the shapes of the variables of a residual network."""
-    with standard_promotion():
-        return shapes(ResNet(), IMAGE)
-
-
-def dtypes_in(model: nn.Module, variables: Any) -> tuple[list[str], set[str]]:
-    """Return the dtypes of product operands and of BatchNorm results."""
-
-    def norms(module: nn.Module, _: str) -> bool:
-        return isinstance(module, nn.BatchNorm)
-
-    returned = {}
-
-    def apply(variables: Any) -> Any:
-        out, state = model.apply(variables, IMAGE, capture_intermediates=norms, mutable=True)
-        returned.update(state["intermediates"])
-        return out
-
-    return products(apply, variables), dtypes_of(returned)
-
-
-def test_every_product_of_the_residual_network_is_half_though_its_dtype_defaults_to_float32(resnet):
-    policy = "mixed_float16"
-    model, by_hand = apply_policy(ResNet(), policy), ResNet(dtype=HALVES[policy])
-    assert dtypes_in(model, resnet)[0] == [HALVES[policy]] * 10
-    assert shapes(model, IMAGE) == resnet
-    same_computation(trained(written(ResNet(), policy)), trained(by_hand), resnet)
-
-
-def test_norms_are_float32_and_products_half_by_pattern_or_O2(resnet):
-    norms = {"**/BatchNorm_*": "float32", "**/bn_init": "float32", "**/norm_proj": "float32"}
-    assert dtypes_in(apply_policy(ResNet(), "mixed_bfloat16", norms), resnet) == (["bfloat16"] * 10, {"float32"})
-    assert dtypes_in(apply_policy(ResNet(), "O2"), resnet) == (["float16"] * 10, {"float32"})
+    with standard_promotion():  # BatchNorm adds half and float32 arrays
+        variables, model = shapes(ResNet(), image), apply_policy(ResNet(), policy)
+        assert products(trained(model), variables) == [HALVES[policy]] * 10
+        assert shapes(model, image) == variables
+        same_computation(trained(written(ResNet(), policy)), trained(ResNet(dtype=HALVES[policy])), variables)
 
 
 def test_a_pattern_on_a_class_covers_the_transformed_class():
@@ -86,18 +50,50 @@ def test_a_pattern_on_a_class_covers_the_transformed_class():
     assert model_products(apply_policy(bare, "mixed_float16", {MLP: "float32"}), X) == ["float32", "float32", "float16"]
 
 
-def test_a_float32_region_in_a_module_with_a_dtype_field_is_float32():
-    class Careful(nn.Module):
-        dtype: Any = None
+class Helped(nn.Module):
+    """A module that calls a submodule in a method other than ``__call__``."""
 
-        @nn.compact
-        def __call__(self, x):
-            x = x.astype(self.dtype)
-            with jaxmp.precision("float32"):
-                return x @ self.param("kernel", nn.initializers.ones, (8, 8)).astype(self.dtype)
+    def setup(self) -> None:
+        self.body, self.head = nn.Dense(8), nn.Dense(8)
 
-    bare = nn.Sequential([nn.Dense(8), Careful()])
-    assert model_products(apply_policy(bare, "mixed_float16"), X) == ["float16", "float32"]
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.head(self.encode(x))
+
+    def encode(self, x: jax.Array) -> jax.Array:
+        return nn.relu(self.body(x))
+
+
+class Lifted(nn.Module):
+    """A module that creates two submodules of one lifted class."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        layer = nn.jit(nn.Dense)
+        return layer(8, name="head")(layer(8, name="body")(x))
+
+
+class Stacked(nn.Module):
+    """Layers in a scan, and a head."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        class Step(nn.Module):
+            @nn.compact
+            def __call__(self, x: jax.Array, _: None) -> tuple[jax.Array, None]:
+                return jnp.tanh(nn.Dense(8)(x)), None
+
+        scanned = nn.scan(Step, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
+        return nn.Dense(8)(scanned(name="body")(x, None)[0])
+
+
+@pytest.mark.parametrize("under", [apply_policy, autocast])
+def test_paths_are_those_of_the_params_whatever_methods_and_transforms_lead_to_a_module(under):
+    for bare in (Helped(), Lifted(), Stacked()):
+        for pattern in ("body", "body/**"):
+            assert model_products(under(bare, "mixed_bfloat16", {pattern: "float32"}), X) == [WIDE, HALF]
+    model = under(Helped(), "mixed_bfloat16", {"body": "float32"})
+    encode = functools.partial(model.apply, method="encode")
+    assert products(encode, shapes(Helped(), X), X) == [WIDE]
 
 
 # --- modules that share a scope ---------------------------------------------------------------------------------------
@@ -132,17 +128,14 @@ class Holds(nn.Module):
         return nn.Dense(8, name="beside")(SharesInSetup(name="within")(x))
 
 
-HALF, WIDE = "bfloat16", "float32"
-
-
-def test_an_override_by_class_covers_modules_below_a_module_with_a_shared_scope():
-    for put_under in (apply_policy, autocast):
-        for bare, pattern, expected in (
-            (SharesInSetup(), "type:Inn*", [WIDE, WIDE, HALF]),
-            (SharesInSetup(), nn.Dense, [WIDE, HALF, WIDE]),
-            (SharesInCompact(), Inner, [WIDE, WIDE, HALF]),
-            (Holds(), Inner, [WIDE, WIDE, HALF, HALF]),
-            (Holds(), SharesInSetup, [WIDE, WIDE, WIDE, HALF]),
-        ):
-            model = put_under(bare, "mixed_bfloat16", {pattern: "float32"})
-            assert products(model.apply, jax.eval_shape(bare.init, rngs(), X), X) == expected, pattern
+@pytest.mark.parametrize("under", [apply_policy, autocast])
+def test_an_override_by_class_covers_modules_below_a_module_with_a_shared_scope(under):
+    for bare, pattern, expected in (
+        (SharesInSetup(), "type:Inn*", [WIDE, WIDE, HALF]),
+        (SharesInSetup(), nn.Dense, [WIDE, HALF, WIDE]),
+        (SharesInCompact(), Inner, [WIDE, WIDE, HALF]),
+        (Holds(), Inner, [WIDE, WIDE, HALF, HALF]),
+        (Holds(), SharesInSetup, [WIDE, WIDE, WIDE, HALF]),
+    ):
+        model = under(bare, "mixed_bfloat16", {pattern: "float32"})
+        assert products(model.apply, jax.eval_shape(bare.init, rngs(), X), X) == expected, pattern

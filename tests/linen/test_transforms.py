@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from autocast_tools import in_turn
-from jax.experimental.jet import jet
 from linen_zoo import (
     HALVES,
+    MLP,
     Linear,
     data,
     dtypes_of,
@@ -23,8 +23,10 @@ from linen_zoo import (
     products,
     quick_jit,
     rngs,
+    same_bits,
     same_computation,
     shapes,
+    standard_promotion,
     written,
     zeros,
 )
@@ -90,16 +92,6 @@ class DecoratedMethod(nn.Module):
         return nn.Dense(8, dtype=self.hand, name="head")(x)
 
 
-def functional_scan(mdl: nn.Module, x: jax.Array, hand: Any) -> jax.Array:
-    scan = nn.scan(
-        lambda block, carry, _: (block(carry).astype(carry.dtype) if hand else block(carry), None),
-        variable_broadcast="params",
-        split_rngs={"params": False},
-        length=3,
-    )
-    return scan(Block(hand), x, None)[0]
-
-
 def functional_while(mdl: nn.Module, x: jax.Array, hand: Any) -> jax.Array:
     block = Block(hand)
     block(x)  # creates the params, because a while loop cannot
@@ -145,17 +137,14 @@ ENSEMBLE = {"variable_axes": {"params": 0}, "split_rngs": {"params": True, "drop
 MODELS: dict[str, Any] = {
     "scan": scanned,
     "remat_scan": functools.partial(Calls, functional_remat_scan),
-    "remat that saves products": lambda hand=None: nn.remat(Block, policy=jax.checkpoint_policies.dots_saveable)(hand),
     "vmap over members": lambda hand=None: nn.vmap(Block, **ENSEMBLE, in_axes=None, axis_size=3)(hand, 0.5),
-    "jit": lambda hand=None: nn.jit(Block)(hand),
     "decorated methods": lambda hand=None: DecoratedMethod(hand),
-    "functional scan": functools.partial(Calls, functional_scan),
     "while_loop": functools.partial(Calls, functional_while),
     "cond and switch": Branches,
     "vjp": functools.partial(Calls, functional_vjp),
     "map_variables": functools.partial(Calls, mapped_variables),
 }
-LOOPS = ("scan", "remat_scan", "functional scan", "while_loop")  # by hand, the body casts its carry
+LOOPS = ("scan", "remat_scan", "while_loop")  # by hand, the body casts its carry
 
 
 def transformed_model_is_as_by_hand(name: Any, policy: Any) -> None:
@@ -178,72 +167,11 @@ def test_a_transformed_model_computes_the_same_as_with_dtype_set_by_hand():
         transformed_model_is_as_by_hand(name, policy)
 
 
-OVER_MEMBERS = functools.partial(nn.vmap, **ENSEMBLE, in_axes=None, axis_size=2)
-
-
 def test_a_layer_without_a_dtype_field_follows_the_policy_through_a_transform():
-    for transform in (nn.jit, OVER_MEMBERS):
-        model = apply_policy(transform(Linear)(), "mixed_float16")
-        assert model_products(model, X) == ["float16"]
-        same_computation(model.apply, jaxmp.autocast(transform(Linear)().apply, "mixed_float16"), shapes(model, X), X)
-
-
-class Residual(nn.Module):
-    """A layer with a ``dtype`` field, added to the stream."""
-
-    @nn.compact
-    def __call__(self, x: jax.Array, _: Any = None) -> tuple[jax.Array, None]:
-        return x + nn.Dense(8)(x), None
-
-
-class Looped(nn.Module):
-    """A layer and a head that are both called in the body of a loop of JAX's own."""
-
-    def setup(self) -> None:
-        self.layer, self.head = nn.Dense(8), nn.Dense(8)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        if self.is_initializing():
-            return self.head(self.layer(x))
-        return jax.lax.scan(lambda h, row: (self.layer(h), self.head(row)), x, self.layer(x))[1]
-
-
-def test_in_a_loop_a_float32_head_is_not_rounded_and_the_carry_keeps_its_dtype():
-    model = apply_policy(Looped(), "mixed_bfloat16", {"head": "float32"})
-    variables = model.init(jax.random.key(0), X)
-    layer, head = (variables["params"][name] for name in ("layer", "head"))
-    rows = (X.astype("bfloat16") @ layer["kernel"].astype("bfloat16")).astype("float32") + layer["bias"]
-    want = np.asarray(rows, np.float64) @ np.asarray(head["kernel"], np.float64) + np.asarray(head["bias"])
-    np.testing.assert_allclose(quick_jit(model.apply)(variables, X), want, rtol=1e-5, atol=1e-5)
-
-
-def test_a_residual_stream_whose_only_products_are_in_layers_is_half_also_in_a_loop():
-    class Deep(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            loop = nn.scan(Residual, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
-            return nn.Dense(8)(loop()(nn.Dense(8)(x), None)[0])
-
-    model = apply_policy(Deep(), "mixed_bfloat16")
-    for apply in (model.apply, jaxmp.autocast(Deep().apply, "mixed_bfloat16")):
-        jaxpr = jax.make_jaxpr(apply)(shapes(model, X), X)
-        (loop,) = (eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan")
-        assert loop.outvars[0].aval.dtype == jnp.bfloat16
-
-
-def test_a_carry_keeps_its_integers_and_its_structure():
-    class Count(nn.Module):
-        @nn.compact
-        def __call__(self, carry, _):
-            count, x = carry["count"], carry["x"]
-            return {"count": count + 1, "x": nn.Dense(8)(x)}, count
-
-    model = apply_policy(
-        nn.scan(Count, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)(), "mixed_bfloat16"
-    )
-    carry = {"count": jnp.int32(0), "x": X}
-    (out, counts) = jax.eval_shape(model.apply, shapes(model, carry, None), carry, None)
-    assert (out["count"].dtype, out["x"].dtype, counts.dtype) == (jnp.int32, jnp.float32, jnp.int32)
+    lifted = nn.vmap(Linear, **ENSEMBLE, in_axes=None, axis_size=2)
+    model = apply_policy(lifted(), "mixed_float16")
+    assert model_products(model, X) == ["float16"]
+    same_computation(model.apply, jaxmp.autocast(lifted().apply, "mixed_float16"), shapes(model, X), X)
 
 
 class Statistics(nn.Module):
@@ -297,13 +225,12 @@ class Stack(nn.Module):
         return x
 
 
-JITTED = nn.jit(Block)
-
-
 def test_nn_jit_of_the_root_does_not_reuse_the_trace_of_another_policy():
-    half = [set(model_products(apply_policy(JITTED(), policy), X)) for policy in ("mixed_float16", "mixed_bfloat16")]
-    assert [set(model_products(JITTED(), X)), *half] == [{"float32"}, {"float16"}, {"bfloat16"}]
-    assert set(model_products(apply_policy(JITTED(), "mixed_float16"), X)) == {"float16"}
+    half = [
+        set(model_products(apply_policy(nn.jit(Block)(), policy), X)) for policy in ("mixed_float16", "mixed_bfloat16")
+    ]
+    assert [set(model_products(nn.jit(Block)(), X)), *half] == [{"float32"}, {"float16"}, {"bfloat16"}]
+    assert set(model_products(apply_policy(nn.jit(Block)(), "mixed_float16"), X)) == {"float16"}
 
 
 def test_nn_jit_traces_once_for_each_policy_and_reuses_the_trace():
@@ -336,17 +263,66 @@ def test_nn_jit_shares_its_trace_between_siblings_under_one_policy():
     assert traces == [("JitCounted_0",)]
 
 
-def test_taylor_series_of_each_example_are_close_to_float32():
-    bare, x = nn.Sequential([nn.Dense(16), nn.tanh, nn.Dense(1)]), data(128, 8)
-    models = (bare, apply_policy(bare, "mixed_float16"))
+# --- JAX's transforms -------------------------------------------------------------------------------------------------
 
-    def second_derivatives(model, variables):
-        def of_example(x):
-            _, (_, second) = jet(lambda x: model.apply(variables, x), (x,), ((jnp.ones_like(x), jnp.zeros_like(x)),))
-            return second
 
-        return jax.vmap(of_example)(x)
+def test_vmap_and_loops_around_a_model_give_the_bits_of_calls():
+    model, batches = apply_policy(MLP(), "mixed_float16"), data(3, 2, 8).astype("float16")
 
-    both = quick_jit(lambda variables: [second_derivatives(model, variables) for model in models])
-    exact, result = both(numbers(shapes(bare, x)))
-    assert 0 < np.linalg.norm(result - exact) / np.linalg.norm(exact) < 0.02
+    @quick_jit
+    def run(variables):
+        def add(total, batch):
+            out = model.apply(variables, batch)
+            return total + out, out
+
+        want = jnp.stack([model.apply(variables, batches[i]) for i in range(3)])
+        mapped = jax.vmap(model.apply, in_axes=(None, 0))(variables, batches)
+        total, outs = jax.lax.scan(add, jnp.zeros_like(want[0]), batches)
+        total_of_loop = jax.lax.fori_loop(0, 3, lambda i, total: add(total, batches[i])[0], jnp.zeros_like(total))
+        return (mapped, outs, total, total_of_loop), (want, want, *[want[0] + want[1] + want[2]] * 2)
+
+    with standard_promotion():
+        same_bits(*run(numbers(shapes(model, X))))
+
+
+def test_no_tracer_is_leaked():
+    class Reads(nn.Module):
+        """A module whose initializer reads the module and the input."""
+
+        width: int = 8
+
+        @nn.compact
+        def __call__(self, x):
+            gain = self.param("gain", lambda key: jnp.ones(x.shape[-1:]) + 0 * self.width)
+            return nn.Dense(self.width)(x * gain.astype(x.dtype))
+
+    model = apply_policy(nn.Sequential([nn.remat(MLP)((8,)), Reads(), nn.jit(nn.Dense)(8)]), "mixed_float16")
+    variables = shapes(model, X)
+    with jax.checking_leaks():
+        jax.eval_shape(jax.value_and_grad(lambda variables: model.apply(variables, X).sum()), variables)
+
+
+def test_partitioned_params_keep_their_names_through_a_scan():
+    class Layer(nn.Module):
+        @nn.compact
+        def __call__(self, carry, _):
+            init = nn.with_partitioning(nn.initializers.lecun_normal(), (None, "model"))
+            return carry @ self.param("w", init, (8, 8)), None
+
+    metadata = {nn.PARTITION_NAME: "layers"}
+    options = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}, "length": 3, "metadata_params": metadata}
+    model = apply_policy(nn.scan(Layer, **options)(), "mixed_float16")
+    assert shapes(model, X, None)["params"]["w"].names == ("layers", None, "model")
+    assert model_products(model, X, None) == ["float16"]
+
+
+def test_float8_operations_inside_a_layer_are_the_same_as_with_dtype_set_by_hand():
+    def make(**hand):
+        return nn.Dense(4, dot_general_cls=nn.Fp8DirectDotGeneralOp, **hand)
+
+    x = data(4, 16)  # few elements, so that sums are computed in the same order as in the model with dtype=
+    model = apply_policy(make(), "mixed_bfloat16")
+    with standard_promotion():
+        assert shapes(model, x) == shapes(make(), x)
+        assert set(model_products(model, x)) == set(model_products(make(dtype="bfloat16"), x))
+        is_as_by_hand(written(make(), "mixed_bfloat16"), make(dtype="bfloat16"), shapes(make(), x), x)

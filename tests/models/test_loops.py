@@ -7,8 +7,9 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
-from both_apis import NNX, SEQUENCE, Linen, mixed, pure
+from both_apis import NNX, SEQUENCE, Linen, each_api, mixed, pure
 from flax import nnx
 from linen_zoo import HALVES, data, products, quick_jit, same_bits, standard_promotion
 
@@ -111,3 +112,20 @@ def test_a_loop_gives_the_bits_of_steps_with_casts_by_hand(api, policy):
 
     end, ys = quick_jit(lambda carry, xs: jax.lax.scan(by_hand, carry, xs))(carry, jnp.swapaxes(SEQUENCE, 0, 1))
     same_bits(quick_jit(got.apply)(got.params, carry, SEQUENCE), (end, jnp.swapaxes(ys, 0, 1).astype(jnp.float32)))
+
+
+@each_api
+def test_in_a_loop_a_float32_head_is_not_rounded_and_the_carry_keeps_its_dtype(api):
+    def run(model, x):
+        y = model.layer(x)
+        first = model.head(y)  # Linen creates no params inside of a loop of JAX's own
+        return first, jax.lax.scan(lambda h, row: (model.layer(h), model.head(row)), x, y)[1]
+
+    model = mixed(api.named(run, layer=api.dense, head=api.dense), "mixed_bfloat16", {"head": "float32"})
+    x = SEQUENCE[0]
+    apply, params = pure(model, x)
+    (layer_bias, layer), (head_bias, head) = (jax.tree.leaves(params[name]) for name in ("layer", "head"))
+    y = (x.astype("bfloat16") @ layer.astype("bfloat16")).astype("float32") + layer_bias
+    want = np.asarray(y, np.float64) @ np.asarray(head, np.float64) + np.asarray(head_bias)
+    for got in quick_jit(apply)(params, x):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)

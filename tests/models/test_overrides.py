@@ -127,16 +127,6 @@ def test_an_override_by_param_dtype_changes_the_params_of_its_modules(api):
     ]
 
 
-@each_api
-def test_a_float32_region_of_a_half_module_is_float32(api):
-    def careful(w: jax.Array, x: jax.Array) -> jax.Array:
-        with jaxmp.precision("float32"):
-            return x @ w
-
-    bare = api.named(layer=api.dense, careful=lambda: api.WithParam(careful))
-    assert dtypes_of_products(mixed(bare, "mixed_float16"), X) == ["float16", "float32"]
-
-
 def first_two(model: Any) -> Any:
     """Return a function from params to the first two results of ``model``."""
     apply = pure(model, X).apply
@@ -159,37 +149,29 @@ def test_a_float32_part_of_a_half_model_returns_unrounded_float32(api):
 
 
 @each_api
-def test_overrides_of_operations_hold_with_overrides_of_modules(api):
+def test_of_overrides_of_operations_and_of_modules_the_first_wins(api):
+    """tune writes such overrides: a half module around an operation that needs float32."""
+    bare = api.named(block=lambda: three_layers(api), head=api.dense)
+    half, wide, second = "bfloat16", "float32", {"block/second:dot_general": "float32"}
     for under in api.adapters:
-        model = under(three_layers(api), "mixed_bfloat16", {"primitive:dot_general": "float32", "first": "half"})
-        assert dtypes_of_products(model, X) == ["bfloat16", "float32", "float32"]
-        model = under(three_layers(api), "mixed_bfloat16", {"class:half": "float32", "third": "half"})
-        assert dtypes_of_products(model, X) == ["float32", "float32", "bfloat16"]
-        model = under(three_layers(api), "mixed_float16", {"primitive:dot_general": "float32"})
+        for overrides, expected in (
+            ({"primitive:dot_general": wide, "block/first": "half"}, [half, wide, wide, wide]),
+            ({"class:half": wide, "head": "half"}, [wide, wide, wide, half]),
+            ({**second, "block": "half"}, [half, wide, half, half]),
+            ({"head": "mixed_bfloat16", **second, "block": "mixed_bfloat16"}, [half, wide, half, half]),
+            ({"block": "half", **second}, [half] * 4),
+        ):
+            assert dtypes_of_products(under(bare, "mixed_bfloat16", overrides), X) == expected
+        saved = jaxmp.PolicyMap("mixed_bfloat16", {**second, "block": "mixed_bfloat16"})
+        assert dtypes_of_products(under(bare, saved), X) == [half, wide, half, half]
+        model = under(bare, "mixed_bfloat16", {"primitive:dot_general": "float32"})
         with pytest.raises(ValueError, match="every product stays as it was"):
             dtypes_of_products(model, X)
 
 
-@each_api
-def test_of_an_operation_on_a_path_and_a_module_the_first_override_wins(api):
-    """tune writes such overrides: a half module around an operation that needs float32."""
-    bare = api.named(block=lambda: three_layers(api), head=api.dense)
-    first = {"block/second:dot_general": "float32"}
-    for under in api.adapters:
-        for half in ("mixed_bfloat16", "half"):
-            model = under(bare, "mixed_bfloat16", {**first, "block": half})
-            assert dtypes_of_products(model, X) == ["bfloat16", "float32", "bfloat16", "bfloat16"]
-            model = under(bare, "mixed_bfloat16", {"head": half, **first, "block": half})
-            assert dtypes_of_products(model, X) == ["bfloat16", "float32", "bfloat16", "bfloat16"]
-            model = under(bare, "mixed_bfloat16", {"block": half, **first})
-            assert dtypes_of_products(model, X) == ["bfloat16"] * 4
-        saved = jaxmp.PolicyMap("mixed_bfloat16", {**first, "block": "mixed_bfloat16"})
-        assert dtypes_of_products(under(bare, saved), X) == ["bfloat16", "float32", "bfloat16", "bfloat16"]
-
-
 def norms(api: Any) -> list[Any]:
     library = nn if api is Linen else nnx
-    return [library.LayerNorm, library.RMSNorm, functools.partial(library.GroupNorm, num_groups=2)]
+    return [library.LayerNorm, functools.partial(library.GroupNorm, num_groups=2)]
 
 
 def between_layers(api: Any, norm: Any) -> Any:
@@ -205,7 +187,7 @@ def between_layers(api: Any, norm: Any) -> Any:
 
 
 @each_api
-@pytest.mark.parametrize("level", ["half", " HALF ", "mixed_bfloat16", "float32"])
+@pytest.mark.parametrize("level", [" HALF ", "mixed_bfloat16", "float32"])
 def test_a_level_of_a_norm_means_the_same_as_under_jaxmp_autocast(api, level):
     for norm in norms(api):
         bare = between_layers(api, norm)
@@ -220,16 +202,6 @@ def test_a_level_of_a_norm_means_the_same_as_under_jaxmp_autocast(api, level):
             same_computation(pure(model, X).apply, expected, params, X)
         as_text = jaxmp.autocast(function, f"mixed_bfloat16; **/scope -> {level}")
         same_computation(as_text, expected, params, X)
-
-
-@each_api
-def test_an_override_of_one_operation_wins_over_a_later_half_of_its_module(api):
-    bare = between_layers(api, api.LayerNorm)
-    function, params = pure(bare, X)
-    overrides = {"**/norm:rsqrt": "float32", "norm": "half", "primitive:sub": "float32"}
-    expected = {"**/scope:rsqrt": "float32", "**/scope": "half", "primitive:sub": "float32"}
-    model = pure(mixed(bare, "mixed_bfloat16", overrides), X)
-    same_computation(model.apply, jaxmp.autocast(function, "mixed_bfloat16", expected), params, X)
 
 
 @each_api
@@ -271,10 +243,11 @@ def call_of_head(model: Any) -> Any:
 
 
 @each_api
-def test_overrides_of_operations_must_match_in_a_call_of_the_whole_model_and_not_of_a_part(api):
-    bare = api.named(body=api.dense, head=api.dense)
+def test_overrides_must_match_in_a_call_of_the_whole_model_and_not_of_a_part(api):
+    bare = api.named(body=api.dense, head=lambda: api.WithParam(lambda w, x: x @ w))
     for under in api.adapters:
-        model = under(bare, "mixed_float16", {"primitive:sin": "float32", "head": "float32"})
+        overrides = {"primitive:sin": "float32", api.Dense: "mixed_bfloat16", "body": "float32", "head": "float32"}
+        model = under(bare, "mixed_float16", overrides)
         assert products(call_of_head(model), X) == ["float32"]
         with pytest.raises(jaxmp.UnmatchedOverrideError, match="'primitive:sin' matched none"):
             dtypes_of_products(model, X)

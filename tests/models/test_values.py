@@ -33,15 +33,14 @@ def test_params_products_and_results_have_the_dtypes_of_the_policy(api):
 def test_the_code_of_a_model_sees_float32_whatever_the_dtypes_of_its_parts(api):
     inside = []
 
-    def fun(half, full, brain, x):
-        h, f, b = half(x), full(x), brain(x)
-        results = [full(h), h + f, h * b, jnp.concatenate([h, b]), jnp.where(f > 0, h, f)]
+    def run(model, x):
+        h, f, b = model.half(x), model.full(x), model.brain(x)
+        results = [model.full(h), h + f, h * b, jnp.concatenate([h, b]), jnp.where(f > 0, h, f)]
         inside.extend(y.dtype.name for y in (h, f, b, *results))
         return results
 
-    overrides = {api.part.format(1): "float32", api.part.format(2): "mixed_bfloat16"}
-    model = mixed(api.Calls([api.dense() for _ in range(3)], fun), "mixed_float16", overrides)
-    got = pure(model, X, abstract=True)
+    bare = api.named(run, half=api.dense, full=api.dense, brain=api.dense)
+    got = pure(mixed(bare, "mixed_float16", {"full": "float32", "brain": "mixed_bfloat16"}), X, abstract=True)
     inside.clear()
     assert products(got.apply, got.params, X.astype("float16")) == ["float16", "float32", "bfloat16", "float32"]
     assert inside == ["float32"] * 8
@@ -49,12 +48,12 @@ def test_the_code_of_a_model_sees_float32_whatever_the_dtypes_of_its_parts(api):
 
 @each_api
 def test_a_float64_part_computes_the_same_under_a_policy(api):
-    def fun(wide, other, x):
-        return wide(x), other(x.astype("float32"))
+    def run(model, x):
+        return model.wide(x), model.other(x.astype("float32"))
 
     with jax.enable_x64(True), standard_promotion():
         x = jnp.linspace(0, 1, 16, dtype="float64").reshape(2, 8)
-        bare = api.Calls([api.dense(dtype="float64", param_dtype="float64"), api.dense()], fun)
+        bare = api.named(run, wide=lambda: api.dense(dtype="float64", param_dtype="float64"), other=api.dense)
         got, want = pure(mixed(bare, "p=f32,c=f16,o=f64"), x, abstract=True), pure(bare, x)
         assert {leaf.dtype.name for leaf in jax.tree.leaves(got.params)} == {"float32", "float64"}
         assert products(got.apply, got.params, x) == ["float64", "float16"]
@@ -115,18 +114,17 @@ def product_with_a_derivative_of_its_own(records):
 
 
 @pytest.mark.once
-@pytest.mark.parametrize(
-    ("api", "kind", "policy"), [(NNX, "WithParam", "mixed_bfloat16"), (Linen, "Beside", "mixed_float16")]
-)
-def test_a_custom_derivative_sees_the_policys_dtype_forward_and_backward(api, kind, policy):
+@pytest.mark.parametrize(("api", "policy"), [(NNX, "mixed_bfloat16"), (Linen, "mixed_float16")])
+def test_a_custom_derivative_sees_the_policys_dtype_forward_and_backward(api, policy):
     """Trace the rule in float32, as written, and compute it under the policy."""
-    records, half, make = [], HALVES[policy], getattr(api, kind)
-    product = product_with_a_derivative_of_its_own(records)
-    got, bare = pure(mixed(make(product), policy), X, abstract=True), pure(make(product), X)
-    gradient, exact = (jax.grad(pure_model.loss(X)) for pure_model in (got, bare))
-    assert set(products(gradient, bare.params)) == {half}
+    records, half = [], HALVES[policy]
+    layer = api.WithParam(product_with_a_derivative_of_its_own(records))
+    bare = api.named(lambda model, x: model.layer(x) + model.dense(x), layer=lambda: layer, dense=api.dense)
+    got, exact = (pure(model, X) for model in (mixed(bare, policy), bare))
+    gradient, exact_gradient = (jax.grad(model.loss(X)) for model in (got, exact))
+    assert set(products(gradient, exact.params)) == {half}
     assert {name for name, *_ in records} == {"forward", "backward"}
-    is_close(quick_jit(gradient)(bare.params), quick_jit(exact)(bare.params), policy)
+    is_close(quick_jit(gradient)(exact.params), quick_jit(exact_gradient)(exact.params), policy)
 
 
 def is_close(got, want, policy):
@@ -134,3 +132,20 @@ def is_close(got, want, policy):
     got, want = (np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)]) for tree in (got, want))
     bound = {"mixed_bfloat16": 0.02, "mixed_float16": 0.003}[policy]
     assert np.linalg.norm(got - want) <= bound * np.linalg.norm(want)
+
+
+@pytest.mark.once
+@each_api
+@pytest.mark.parametrize(("casts_its_weight", "expected"), [(True, 4096), (False, 4800)])
+def test_gradients_of_a_weight_are_summed_in_half_only_if_its_author_casts_it(api, casts_its_weight, expected):
+    x = jnp.ones((16, 8))
+
+    def total_of_products(w, x):
+        h = w.astype("bfloat16") if casts_its_weight else w
+        return sum(jnp.sum((x.astype(h.dtype) @ h[:, :4]).astype("float32")) for _ in range(300))
+
+    apply, params = pure(mixed(api.WithParam(total_of_products), "mixed_bfloat16"), x)
+    (gradient,) = jax.tree.leaves(quick_jit(jax.grad(lambda params: apply(params, x)))(params))
+    assert gradient.dtype == jnp.float32
+    # Each of 300 products adds 16. In bfloat16, 4096 + 16 is 4096.
+    np.testing.assert_array_equal(gradient[:, :4], np.full((8, 4), expected))

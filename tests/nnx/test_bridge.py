@@ -141,34 +141,28 @@ def test_a_policy_on_an_nnx_model_around_a_linen_module_raises_with_the_remedy()
     for make, policy, at in ((to_nnx, "mixed_bfloat16", ""), (around_linen, "float32", "'wrapped', ")):
         with pytest.raises(ValueError, match=r"a policy does not reach into nnx\.bridge\.ToNNX") as error:
             jaxmp.nnx.apply_policy(make(), policy, {"wrapped": "float32"})
-        rule, _, remedy = str(error.value).splitlines()
-        assert f"got {at}ToNNX(Linen(...))" in rule
-        assert remedy == "nnx.bridge.ToNNX(jaxmp.linen.apply_policy(Linen(...), policy), rngs=rngs)"
+        assert f"got {at}ToNNX(Linen(...))" in str(error.value)
+        assert "nnx.bridge.ToNNX(jaxmp.linen.apply_policy(Linen(...), policy), rngs=rngs)" in str(error.value)
 
     part = nn.Sequential([jaxmp.linen.apply_policy(nn.Dense(4), "mixed_bfloat16"), nn.Dense(4)])
     with pytest.raises(ValueError, match=r"does not reach into nnx\.bridge\.ToNNX, got ToNNX\(Sequential"):
         jaxmp.nnx.apply_policy(to_nnx(part), "mixed_bfloat16")
 
 
-def says_to_wrap(make: Any, wrap: Any, at: Any) -> None:
-    """Assert that a Linen model around an NNX module raises the error."""
-    model, variables = jaxmp.linen.apply_policy(wrap(make), "mixed_bfloat16"), variables_with_numbers(wrap(make))
-    for call in (
-        lambda: model.init(rngs(), X),
-        lambda: model.apply(variables, X),
-        lambda: model.bind(variables)(X),
-    ):
-        with pytest.raises(ValueError) as error:
-            call()
-        rule, _, remedy, *_ = str(error.value).splitlines()
-        assert rule == f"a policy does not reach into nnx.bridge.ToLinen, got {at}ToLinen of Nnx."
-        assert "ToLinen(lambda *args, **kw: jaxmp.nnx.apply_policy(Nnx(*args, **kw), policy), ...)" in remedy
-
-
 @pytest.mark.once
 def test_a_policy_on_a_linen_model_around_an_nnx_module_raises_with_the_remedy():
     for wrap, at in ((bridge.ToLinen, ""), (AroundNnx, "'wrapped', ")):
-        says_to_wrap(Nnx, wrap, at)
+        model, variables = jaxmp.linen.apply_policy(wrap(Nnx), "mixed_bfloat16"), variables_with_numbers(wrap(Nnx))
+        for call, first in (
+            (model.init, rngs()),
+            (model.apply, variables),
+            (lambda variables, x, model=model: model.bind(variables)(x), variables),
+        ):
+            with pytest.raises(ValueError) as error:
+                call(first, X)
+            assert f"a policy does not reach into nnx.bridge.ToLinen, got {at}ToLinen of Nnx." in str(error.value)
+            remedy = "ToLinen(lambda *args, **kw: jaxmp.nnx.apply_policy(Nnx(*args, **kw), policy), ...)"
+            assert remedy in str(error.value)
     model = jaxmp.linen.apply_policy(AroundNnx(lambda rngs: Nnx(rngs)), "mixed_bfloat16")
     assert products(model.apply, variables_with_numbers(AroundNnx()), X) == [HALF, *[WIDE] * 4]
 
@@ -208,10 +202,6 @@ def test_a_wrapped_module_keeps_its_policy_inside_a_model_under_another_policy(a
     model = getattr(jaxmp.nnx, adapter)(around_linen(linen), "mixed_bfloat16", {"first": "float32"})
     assert model_products(model, X) == [WIDE, "float16", "float16", WIDE, WIDE]
     assert {leaf.dtype.name for leaf in jax.tree.leaves(values(model.wrapped, nnx.Param))} == {"float16", WIDE}
-    if adapter == "apply_policy":
-        out, first = compiled(lambda model: (model(X), model.first(X)), model)
-        inner = quick_jit(linen.apply)(linen_variables(model.wrapped), first)
-        np.testing.assert_allclose(out, inner, rtol=1e-2, atol=1e-2)
 
     def make(rngs):
         return jaxmp.nnx.apply_policy(Nnx(rngs), "float16", {"b": "float32"})
@@ -236,68 +226,7 @@ def test_statistics_of_a_wrapped_linen_module_stay_float32_and_dropout_keeps_its
         np.testing.assert_allclose(np.asarray(got - old), np.asarray(wanted - old), rtol=0.05, atol=2e-4)
 
 
-@pytest.mark.once
-def test_statistics_of_a_wrapped_nnx_module_stay_float32_and_dropout_keeps_its_mask():
-    bare = bridge.ToLinen(Nnx)
-    model = bridge.ToLinen(lambda rngs: jaxmp.nnx.apply_policy(Nnx(rngs), "mixed_bfloat16"))
-    got, variables = quick_jit(lambda: [m.init(rngs(), X) for m in (model, bare)])()
-    same_bits(got, variables)
-
-    def both(variables):
-        return [m.apply(variables, X, train=True, rngs=rngs(), mutable=["batch_stats"]) for m in (model, bare)]
-
-    results = quick_jit(both)(variables)
-    assert dtypes(results[0]) == dtypes(results[1])
-    for got, want in zip(*map(jax.tree.leaves, results), strict=True):
-        np.testing.assert_allclose(got, want, rtol=0.1, atol=0.1)
-    old, new = variables["batch_stats"], results[0][1]["batch_stats"]
-    assert all(np.any(a != b) for a, b in zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True))
-
-
 # --- autocast of a model with a bridge --------------------------------------------------------------------------------
-
-
-class Two(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return nn.Dense(3, use_bias=False, name="b")(jnp.tanh(nn.Dense(8, use_bias=False, name="a")(x)))
-
-
-def test_autocast_of_a_model_with_a_bridge_rounds_the_operands_of_products():
-    bridged = to_nnx(Two())
-    nnx_model = jaxmp.nnx.autocast(bridged, "mixed_bfloat16")
-    function = jaxmp.autocast(lambda model, x: model(x), "mixed_bfloat16")
-
-    def results(models):
-        nnx_model, bridged = models
-        a, b = (values(bridged, nnx.Param)[name]["kernel"].astype(HALF) for name in ("a", "b"))
-        hidden = jnp.tanh(jnp.dot(X.astype(HALF), a))
-        want = jnp.dot(hidden, b).astype(WIDE)
-        return [nnx_model(X), function(bridged, X)], want, bridged(X)
-
-    both, want, in_float32 = compiled(results, (nnx_model, bridged))
-    for got in both:
-        assert got.dtype == jnp.float32
-        np.testing.assert_allclose(got, want, rtol=2**-7, atol=2**-7)
-        assert np.any(got != in_float32)
-
-
-@pytest.mark.once
-def test_a_bridged_model_under_autocast_computes_as_the_module_under_autocast():
-    policy = "mixed_float16"
-    model, linen = jaxmp.nnx.autocast(to_nnx(), policy), jaxmp.linen.autocast(Linen(), policy, {"exact": "half"})
-    (out, grads), (want, want_grads) = of_nnx(model), of_linen(linen, linen_variables(model))
-    same_bits(out, want)
-    same_bits(grads, want_grads)
-
-    linen = jaxmp.linen.autocast(bridge.ToLinen(Nnx), policy)
-    model = jaxmp.nnx.autocast(module_with_numbers(lambda: Nnx(nnx.Rngs(0))), policy, {"exact": "half"})
-    variables = variables_with_numbers(linen)
-    for collection in variables.values():
-        nnx.update(model, collection)
-    (out, grads), (want, want_grads) = of_linen(linen, variables), of_nnx(model)
-    same_bits(out, want)
-    same_bits(grads, want_grads)
 
 
 def test_an_override_of_autocast_matches_a_wrapped_module_but_no_module_inside_it():
@@ -314,13 +243,3 @@ def test_an_override_of_autocast_matches_a_wrapped_module_but_no_module_inside_i
         with pytest.raises(ValueError, match="every override must match a module"):
             model = jaxmp.linen.autocast(linen_model, "mixed_bfloat16", {pattern: "float32"})
             jax.eval_shape(model.apply, variables, X)
-
-
-@pytest.mark.once
-def test_overrides_that_keep_every_product_of_a_model_with_a_bridge_in_float32_raise():
-    text = r"every product stays as it was: first \(the policy of its module\), wrapped/"
-    with pytest.raises(ValueError, match=text):
-        model_products(jaxmp.nnx.autocast(around_linen(), "mixed_bfloat16", {"**": "float32"}), X)
-    model = jaxmp.linen.autocast(AroundNnx(), "mixed_bfloat16", {"**": "float32"})
-    with pytest.raises(ValueError, match="every product stays as it was: AroundNnx/first"):
-        products(model.apply, variables_with_numbers(AroundNnx()), X)

@@ -15,8 +15,7 @@ from flax import nnx
 from linen_zoo import data, same_bits
 
 import jaxmp
-from jaxmp.inspect import numerics
-from jaxmp.nnx import Optimizer, apply_policy, make_train_step, value_and_grad
+from jaxmp.nnx import Optimizer, apply_policy, make_train_step
 
 X = data(4, 8)
 SGD = optax.sgd(0.1, momentum=0.9)
@@ -99,26 +98,3 @@ def test_a_checkpoint_restores_the_dicts(trained: list[Any], tmp_path: Path):
     restored = jaxmp.checkpoint.restore(tmp_path, setup(Trees()))
     same_bits(arrays(restored[0]), arrays(pair[0]))
     same_bits(restored[1].ema, pair[1].ema)
-
-
-def test_a_step_by_hand_gives_the_same_bits():
-    @nnx.jit
-    def step(model: Any, optimizer: Any, x: jax.Array) -> None:
-        _, grads = value_and_grad(loss_fn, optimizer)(model, x)
-        optimizer.update(model, grads)
-
-    pairs = []
-    for make in (Trees, Flat):
-        model = apply_policy(make(), "mixed_float16")
-        pairs.append((model, Optimizer(model, SGD)))
-    for batch in (X, X):
-        for model, optimizer in pairs:
-            step(model, optimizer, batch)
-    same_bits(*[arrays(model)[:3] for model, _ in pairs])
-
-
-def test_numerics_counts_the_same_values():
-    trees, flat = (numerics(loss_fn)(make(), X).gradients for make in (Trees, Flat))
-    assert [str(trees[name]) for name in ("layer/w", "layer/bias/0", "layer/bias/1")] == [
-        str(flat[name]) for name in ("w", "bias", "scale")
-    ]

@@ -61,79 +61,27 @@ def dtypes_of_products(model: Any, *args: Any) -> list[str]:
         return products(apply, params, *args)
 
 
-# --- models in Linen, and the same models in NNX; `hand` is the dtype of casts by hand --------------------------------
-
-
-def by_hand(hand: Any, *values: Any) -> Any:
-    return values if hand is None else tuple(value.astype(hand) for value in values)
+# --- models in Linen, and the same models in NNX ---------------------------------------------------------------------
 
 
 class LinenWithParam(nn.Module):
     """A layer without a ``dtype`` that calls ``fun`` with its param and its inputs."""
 
     fun: Callable[..., Any]
-    hand: Any = None
 
     @nn.compact
     def __call__(self, *args: Any) -> Any:
-        w = self.param("w", nn.initializers.lecun_normal(), (8, 8))
-        return self.fun(*by_hand(self.hand, w, *args))
+        return self.fun(self.param("w", nn.initializers.lecun_normal(), (8, 8)), *args)
 
 
 class NNXWithParam(nnx.Module):
     """:class:`LinenWithParam` in NNX."""
 
-    def __init__(self, fun: Callable[..., Any], hand: Any = None):
-        self.w = nnx.Param(nnx.initializers.lecun_normal()(jax.random.key(0), (8, 8)))
-        self.fun, self.hand = fun, hand
+    def __init__(self, fun: Callable[..., Any]):
+        self.w, self.fun = nnx.Param(nnx.initializers.lecun_normal()(jax.random.key(0), (8, 8))), fun
 
     def __call__(self, *args: Any) -> Any:
-        return self.fun(*by_hand(self.hand, self.w[...], *args))
-
-
-class LinenBeside(nn.Module):
-    """A layer that has a param and also a submodule."""
-
-    fun: Callable[..., Any]
-    hand: Any = None
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        w = self.param("w", nn.initializers.lecun_normal(), (8, 8))
-        y = nn.Dense(8, dtype=self.hand)(x)
-        return self.fun(*by_hand(self.hand, w, x)) + y
-
-
-class NNXBeside(NNXWithParam):
-    """:class:`LinenBeside` in NNX."""
-
-    def __init__(self, fun: Callable[..., Any], hand: Any = None):
-        super().__init__(fun, hand)
-        self.dense = nnx.Linear(8, 8, dtype=hand, rngs=nnx.Rngs(0))
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return super().__call__(x) + self.dense(x)
-
-
-class LinenCalls(nn.Module):
-    """A module that calls ``fun`` with its submodules and its inputs."""
-
-    parts: Any
-    fun: Callable[..., Any]
-
-    @nn.compact
-    def __call__(self, *args: Any) -> Any:
-        return self.fun(*self.parts, *args)
-
-
-class NNXCalls(nnx.Module):
-    """:class:`LinenCalls` in NNX."""
-
-    def __init__(self, parts: Any, fun: Callable[..., Any]):
-        self.parts, self.fun = nnx.List(parts), fun
-
-    def __call__(self, *args: Any) -> Any:
-        return self.fun(*self.parts, *args)
+        return self.fun(self.w[...], *args)
 
 
 class LinenNamed(nn.Module):
@@ -176,7 +124,7 @@ def in_order(makers: Any) -> Callable[..., Any]:
 class Linen:
     """The Linen models of this file, and Linen's layers."""
 
-    WithParam, Beside, Calls, part = LinenWithParam, LinenBeside, LinenCalls, "parts_{}"
+    WithParam = LinenWithParam
     Dense, Conv, LayerNorm = nn.Dense, nn.Conv, nn.LayerNorm
     adapters = (jaxmp.linen.apply_policy, jaxmp.linen.autocast)
     autocast = staticmethod(jaxmp.linen.autocast)
@@ -202,7 +150,7 @@ class Linen:
 class NNX:
     """The NNX models of this file, and NNX's layers."""
 
-    WithParam, Beside, Calls, part = NNXWithParam, NNXBeside, NNXCalls, "parts/{}"
+    WithParam = NNXWithParam
     Dense, Conv, LayerNorm = nnx.Linear, nnx.Conv, nnx.LayerNorm
     adapters = (jaxmp.nnx.apply_policy, jaxmp.nnx.autocast)
     autocast = staticmethod(jaxmp.nnx.autocast)

@@ -28,11 +28,6 @@ def written(model: nn.Module, policy: str) -> nn.Module:
     return apply_policy(model, policy, {"**": "written"})
 
 
-def of_dtype(x: Any, dtype: str) -> Any:
-    """Return an input in another dtype; an integer input is returned as it is."""
-    return x if jnp.issubdtype(x.dtype, jnp.integer) else (x * (3 if dtype == "int32" else 1)).astype(dtype)
-
-
 # Linen's norms and cells add half and float32 arrays, even if every dtype is written by hand.
 standard_promotion = functools.partial(jax.numpy_dtype_promotion, "standard")
 
