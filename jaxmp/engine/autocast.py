@@ -13,18 +13,17 @@ import numpy as np
 
 from jaxmp.base.arguments import printed, require_function
 from jaxmp.base.donation import donation_note
+from jaxmp.engine.checks import warn_of_float64, warn_of_unread_products
 from jaxmp.engine.classifier import Classifier
 from jaxmp.engine.constant_casts import casts_constants_in_program
 from jaxmp.engine.decide import Decisions, decide_program
 from jaxmp.engine.emit import Emission
-from jaxmp.engine.float64_check import warn_of_float64
 from jaxmp.engine.graph import build
 from jaxmp.engine.inner_emissions import around_emitted, is_collecting
 from jaxmp.engine.marks import DECIDED, mark_of, names_around
 from jaxmp.engine.overrides import level_of, policy_and_exceptions
 from jaxmp.engine.shared_programs import Programs, SharedPrograms, key_of_jitted_call, remember
 from jaxmp.engine.trace import result_dtypes, traced
-from jaxmp.engine.unread_check import warn_of_unread_products
 from jaxmp.policy.off_switch import unless_policies_off
 from jaxmp.policy.policies import Policy
 

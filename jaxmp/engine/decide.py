@@ -14,14 +14,13 @@ from jaxmp.base.dtypes import is_half
 from jaxmp.engine.activations import find_activations, find_read_in_half
 from jaxmp.engine.amplifiers import raise_amplified
 from jaxmp.engine.cancellation import raise_cancelled
-from jaxmp.engine.casts import move_casts
 from jaxmp.engine.float8_products import Float8Product, choose_float8
 from jaxmp.engine.joins import raise_joins
 from jaxmp.engine.loops import raise_in_loops
 from jaxmp.engine.neighbours import Neighbours
 from jaxmp.engine.nodes import Graph, Node, Step, StepBody
 from jaxmp.engine.raised_states import States
-from jaxmp.engine.reads import Reads, RepeatedReads, reads_of_steps
+from jaxmp.engine.reads import Reads, RepeatedReads, move_casts, reads_of_steps
 from jaxmp.engine.states import Rule, State
 from jaxmp.engine.updates import raise_updated
 from jaxmp.engine.value_decision import Decision, decided_dtypes, original_dtypes

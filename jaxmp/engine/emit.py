@@ -13,6 +13,7 @@ from jax.extend.core import JaxprEqn
 
 from jaxmp._internals.jax.traces import is_staged, is_tracing, may_be_skipped
 from jaxmp.base.dtypes import is_half
+from jaxmp.engine.checks import warn_of_unread_products
 from jaxmp.engine.classifier import Classifier
 from jaxmp.engine.constant_casts import constant_in
 from jaxmp.engine.decide import Decisions, decide_program
@@ -26,7 +27,6 @@ from jaxmp.engine.separate_casts import with_separate_cast
 from jaxmp.engine.shared_programs import Programs, remember
 from jaxmp.engine.states import KEPT
 from jaxmp.engine.trace import tracing
-from jaxmp.engine.unread_check import warn_of_unread_products
 from jaxmp.program.binding import bind_equation, params_in_dtype
 from jaxmp.program.derivative_rules import BodyFunction, RuleEvaluation
 from jaxmp.program.equations import (

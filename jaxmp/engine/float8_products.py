@@ -13,11 +13,11 @@ import jax
 from jaxmp._internals.jax.sources import scopes_and_transforms
 from jaxmp.base.dtypes import is_half
 from jaxmp.base.graphs import reachable
+from jaxmp.engine.graph_paths import COPIES, has_rows, sources_of_weight
 from jaxmp.engine.marks import WITH_RULE
 from jaxmp.engine.nodes import Graph, Node, Step
 from jaxmp.engine.states import Kind
 from jaxmp.engine.value_decision import Decision
-from jaxmp.engine.weights import COPIES, has_rows, sources_of_weight
 from jaxmp.policy import float8, float8_product
 from jaxmp.program.equations import Array
 from jaxmp.program.primitives import PRODUCTS

@@ -11,13 +11,12 @@ from jax.extend.core import JaxprEqn
 from jaxmp._internals.jax.sources import Names
 from jaxmp.base.dtypes import is_castable, is_half
 from jaxmp.engine.classifier import Classifier
-from jaxmp.engine.marks import DECIDED, WITH_RULE, Region, ours, region_of
+from jaxmp.engine.marks import DECIDED, WITH_RULE, Region, names_with_trial, ours, region_of
 from jaxmp.engine.nodes import Graph, Node, Step, StepBody
 from jaxmp.engine.overrides import FLOAT32_RESULT
 from jaxmp.engine.product_flow import mark_looked_up, mark_products
 from jaxmp.engine.small_products import make_sums
 from jaxmp.engine.states import CLEAR, FULL, HALF, JOIN, KEPT, SOURCE, STRICT, Kind, State
-from jaxmp.engine.trial_regions import names_with_trial
 from jaxmp.program.equations import Array, Opened, bodies_of, extremes_of, is_mask, is_one_hot
 from jaxmp.program.primitives import BOUNDS, CAST, EXTREMES, PRODUCTS, Trait, with_trait
 from jaxmp.program.reading import read_program

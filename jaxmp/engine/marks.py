@@ -8,7 +8,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import jax
@@ -17,8 +18,11 @@ import numpy as np
 
 from jaxmp._internals.jax.sources import Names, current_names
 from jaxmp.base import cache_keys
+from jaxmp.base.cache_keys import planned
+from jaxmp.base.context_variables import setting
 from jaxmp.engine.overrides import Level, checked_level
 from jaxmp.policy.policies import Policy
+from jaxmp.program.values import Equation
 
 DECIDED = "jaxmp.decided"
 """The scope around all operations that the engine has emitted; an outer engine does not change them."""
@@ -177,3 +181,26 @@ def ours(names: Names) -> Names:
 def path_of(names: Names) -> Names:
     """Return the scopes of modules and of the author, without jaxmp's."""
     return tuple(part for part in names if not part.startswith("jaxmp."))
+
+
+IsInside = Callable[[Equation], bool]
+"""Whether an operation is in a region."""
+_is_inside: ContextVar[IsInside | None] = ContextVar("jaxmp_trial_region", default=None)
+
+
+@contextlib.contextmanager
+def trial_region(is_inside: IsInside) -> Iterator[None]:
+    """Decide as if the operations that ``is_inside`` accepts were in ``jaxmp.precision("float32")``.
+
+    Programs in caches are not used.
+    """
+    with setting(_is_inside, is_inside), planned(object()):
+        yield
+
+
+def names_with_trial(equation: Equation) -> Names:
+    """Return the scopes around an equation, with the region that a tool tries."""
+    is_inside = _is_inside.get()
+    if is_inside is None or equation.bodies is not None or not is_inside(equation):
+        return equation.names
+    return (*equation.names, scope_of("float32"))

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxmp.engine.autocast import computed
+from jaxmp.engine.checks import check_half_products
 from jaxmp.engine.decide import Decisions
-from jaxmp.engine.half_check import check_half_products
 from jaxmp.engine.model_policy import ModelPolicy
 
 

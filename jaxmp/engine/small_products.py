@@ -11,9 +11,9 @@ import math
 from collections.abc import Collection, Sequence
 
 from jaxmp.base.graphs import reachable
+from jaxmp.engine.graph_paths import sources_of_weight
 from jaxmp.engine.nodes import Node, Step, inputs_of
 from jaxmp.engine.states import FULL, HALF, SOURCE, State
-from jaxmp.engine.weights import sources_of_weight
 from jaxmp.program.equations import Size, aval_of
 from jaxmp.program.primitives import PRODUCTS
 

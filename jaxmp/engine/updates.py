@@ -19,11 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmp.base.graphs import reachable
-from jaxmp.engine.graph_paths import SCALES, readers_of
+from jaxmp.engine.graph_paths import SCALES, has_rows, readers_of
 from jaxmp.engine.nodes import Graph, Node, shape_read, users_of
 from jaxmp.engine.raised_states import States
 from jaxmp.engine.states import CLEAR, INFER, JOIN, SOURCE, Rule, State
-from jaxmp.engine.weights import has_rows
 from jaxmp.program.equations import aval_of, size_of
 from jaxmp.program.primitives import CAST, CHOICES, SUMS
 from jaxmp.program.values import BRANCHES

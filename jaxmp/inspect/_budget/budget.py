@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxmp.base import tables
 from jaxmp.base.inspection import tool
-from jaxmp.engine.trial_regions import trial_region
+from jaxmp.engine.marks import trial_region
 from jaxmp.inspect._budget import sentences
 from jaxmp.inspect._budget.measurement import Budget, BudgetGroup
 from jaxmp.inspect._switched.gradient_program import GradientProgram, program_of_function, program_of_step

@@ -20,7 +20,7 @@ from jaxmp.base.dtypes import dtype_among, is_half
 from jaxmp.base.inspection import name_of, tool
 from jaxmp.base.trees import widen
 from jaxmp.engine.autocast import autocast
-from jaxmp.engine.trial_regions import trial_region
+from jaxmp.engine.marks import trial_region
 from jaxmp.inspect._compare.entry import entered_in, scopes_where_errors_grow
 from jaxmp.inspect._compare.rows import (
     ComparedRow,
