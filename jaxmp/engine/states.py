@@ -11,7 +11,7 @@ class Kind(enum.Enum):
     SOURCE = "source"
     """An argument or a constant."""
     HALF = "half"
-    """A matrix product or convolution, or an operation that a region or an override makes half."""
+    """Computed in half, unless a rule raises it: a product, or an operation that a region or an override requests."""
     FULL = "float32"
     """Computed in float32."""
     STRICT = "beyond half"
