@@ -105,14 +105,12 @@ NOTHING = np.where(POSITIONS[:, None] < 3, -np.inf, LATER).astype(np.float32)  #
 # The bias, other arguments, and the keys that each query may read.
 BIASES = {
     "every key": (LATER, {}, np.full((LENGTH, LENGTH), True)),
-    "three axes and the past": (LATER, {"is_causal": True}, np.tri(LENGTH, dtype=bool)),
     "four axes and a window of the past": (
         -LATER[None],
         {"is_causal": True, "local_window_size": (8, 0)},
         np.tri(LENGTH, dtype=bool) & ~np.tri(LENGTH, k=-9, dtype=bool),
     ),
     "a mask": (LATER, {"mask": (POSITIONS < 20)[None, None, None].repeat(LENGTH, 2)}, POSITIONS < 20),
-    "padding": (LATER, {"key_value_seq_lengths": np.array([30], np.int32)}, POSITIONS < 30),
     "padding of two examples": (LATER, {"key_value_seq_lengths": np.array([30, 34], np.int32)}, POSITIONS < 30),
     "an infinite bias": (MASKED, {}, POSITIONS < 40),
     "queries without a key": (NOTHING, {}, (POSITIONS >= 0) & (POSITIONS[:, None] >= 3)),

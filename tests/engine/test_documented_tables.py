@@ -146,45 +146,6 @@ def lstm(params, xs, labels):
 LSTM = {"input": shape(16, 128), "state": shape(32, 128), "bias": shape(128), "head": shape(32, 10)}
 
 
-def unet_block(params, images, times, noise):
-    with scope("angles"):
-        frequencies = jnp.exp(-jnp.log(10_000.0) * jnp.arange(16.0) / 16)
-        angles = times[:, None] * frequencies
-    with scope("sines, cosines"):
-        waves = jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], -1)
-    with scope("time perceptron"):
-        time = jax.nn.silu(waves @ params["time_in"] + params["bias"]) @ params["time_out"] + params["bias"]
-    with scope("convolutions"):
-        x = convolution(images, params["conv_in"])
-    with scope("norms"):
-        y = layer_norm(x, params["scale"], params["shift"])
-    with scope("silus"):
-        y = jax.nn.silu(y)
-    with scope("convolutions"):
-        y = convolution(y, params["first"])
-    with scope("sum with time"):
-        y = y + time[:, None, None]
-    with scope("norms"):
-        y = layer_norm(y, params["scale"], params["shift"])
-    with scope("silus"):
-        y = jax.nn.silu(y)
-    with scope("convolutions"):
-        y = convolution(y, params["second"])
-    with scope("residual sum"):
-        x = x + y
-    with scope("convolutions"):
-        predicted = convolution(x, params["conv_out"])
-    with scope("squared error"):
-        return jnp.square(predicted - noise).mean()
-
-
-UNET = {
-    "time_in": shape(32, 32), "time_out": shape(32, 32), "bias": shape(32), "conv_in": shape(3, 3, 3, 32),
-    "first": shape(3, 3, 32, 32), "second": shape(3, 3, 32, 32), "conv_out": shape(3, 3, 32, 3), "scale": shape(32),
-    "shift": shape(32),
-}  # fmt: skip
-
-
 def vq_vae(params, x):
     with scope("encoder"):
         h = jax.nn.relu(x @ params["in"] + params["bias"]) @ params["code"]
@@ -207,36 +168,13 @@ VQ_VAE = {
     "in": shape(64, 32), "bias": shape(32), "code": shape(32, 8), "code_bias": shape(8), "codes": shape(128, 8),
     "decode": shape(8, 32), "out": shape(32, 64),
 }  # fmt: skip
-
-
-def contrastive_loss(params, images, texts):
-    with scope("encoders"):
-        a, b = images @ params["images"], jax.nn.gelu(texts @ params["texts"]) @ params["project"]
-    with scope("unit vectors"):
-        a = a / jnp.linalg.norm(a, axis=-1, keepdims=True)
-        b = b / jnp.linalg.norm(b, axis=-1, keepdims=True)
-    with scope("similarities"):
-        similarities = a @ b.T
-    with scope("temperature"):
-        logits = similarities * jnp.exp(params["scale"])
-    with scope("cross-entropies"):
-        labels = jnp.arange(16)
-        return (
-            optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
-            + optax.softmax_cross_entropy_with_integer_labels(logits.T, labels).mean()
-        ) / 2
-
-
-CONTRASTIVE = {"images": shape(64, 32), "texts": shape(48, 64), "project": shape(64, 32), "scale": shape()}
 LABELS = jax.ShapeDtypeStruct((8,), "int32")
 
 PROGRAMS = {
     "GPT block": (gpt_block, (GPT, TOKENS, TOKENS)),
     "ResNet block": (resnet_block, (RESNET, shape(8, 8, 8, 3), LABELS)),
     "LSTM in a scan": (lstm, (LSTM, shape(12, 8, 16), LABELS)),
-    "UNet block": (unet_block, (UNET, shape(4, 8, 8, 3), shape(4), shape(4, 8, 8, 3))),
     "VQ-VAE": (vq_vae, (VQ_VAE, shape(16, 64))),
-    "contrastive loss": (contrastive_loss, (CONTRASTIVE, shape(16, 64), shape(16, 48))),
 }
 TABLES = {
     "GPT block": {
@@ -252,16 +190,9 @@ TABLES = {
         "products": HALF, "sum of products": HALF, "bias": FULL, "gates": FULL, "cell state": FULL,
         "hidden state": FULL, "logits": HALF, "cross-entropy": FULL,
     },
-    "UNet block": {
-        "angles": FULL, "sines, cosines": FULL, "time perceptron": HALF, "convolutions": HALF, "norms": FULL,
-        "silus": HALF, "sum with time": HALF, "residual sum": HALF, "squared error": FULL,
-    },
     "VQ-VAE": {
         "encoder": HALF, "last bias of the encoder": FULL, "distances": FULL, "straight-through estimator": FULL,
         "decoder": HALF, "losses": FULL,
-    },
-    "contrastive loss": {
-        "encoders": HALF, "unit vectors": FULL, "similarities": HALF, "temperature": FULL, "cross-entropies": FULL,
     },
 }  # fmt: skip
 

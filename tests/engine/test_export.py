@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from autocast_tools import half, normal
-from flax import nnx
 from gradient_zoo import drawn
 from jax import export
 
@@ -31,19 +30,9 @@ def linen_net(policy):
     return lambda x: model.apply(params, x)
 
 
-def nnx_net(policy):
-    model = jaxmp.nnx.apply_policy(nnx.Linear(8, 3, rngs=nnx.Rngs(0)), policy)
-    return lambda x: model(x)
-
-
 def by_autocast(policy):
     w, b = normal(1, 8, 8), normal(2, 8)
     return half(lambda x: jax.nn.softmax((x @ w + b) @ w + (b * b) @ w) @ w, policy)
-
-
-def in_a_loop(policy):
-    w = normal(1, 8, 8, scale=0.3)
-    return half(lambda x: jax.lax.scan(lambda h, _: (h + jnp.tanh(h @ w) + w[0], None), x, length=3)[0] @ w, policy)
 
 
 def over_examples(policy):
@@ -61,9 +50,7 @@ def over_examples(policy):
     ("make", "policy"),
     [
         (linen_net, "mixed_bfloat16"),
-        (nnx_net, "mixed_float16"),
         (by_autocast, "mixed_bfloat16"),
-        (in_a_loop, "mixed_float16"),
         (over_examples, "mixed_float16"),
     ],
 )

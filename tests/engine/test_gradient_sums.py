@@ -206,15 +206,6 @@ def test_a_weight_and_an_activation_do_not_share_the_program_of_a_jitted_body():
     np.testing.assert_allclose(compiled(gradient)(ONES, ONES), 277 + np.exp(1.0), rtol=1e-5)
 
 
-def test_the_gradient_of_a_table_is_summed_in_float32():
-    def fun(table):
-        return jnp.sum(table[jnp.zeros(4096, int)] @ jnp.eye(4))
-
-    gradients = both_orders(fun, "mixed_float16")
-    for result in compiled(lambda table: [gradient(table) for gradient in gradients])(concrete.zeros((10, 4))):
-        np.testing.assert_array_equal(result, concrete.zeros((10, 4)).at[0].set(4096))
-
-
 # --- every layer and every model, under a policy and under autocast ---------------------------------------------------
 
 

@@ -18,16 +18,6 @@ from jaxmp.engine.plan import PlanRow
 pytestmark = pytest.mark.once
 
 
-def test_one_change_of_precision_changes_its_line_and_the_totals():
-    def lines(**overrides):
-        return str(plan(mlp, *MLP, **overrides)).splitlines()[3:]
-
-    before = lines()
-    after = [line for line in lines(overrides={"primitive:tanh": "float32"}) if not line.startswith("override")]
-    changed = {line.split()[0] for line in set(after) - set(before)}
-    assert "tanh" in changed and "exp" not in changed and "sub" not in changed
-
-
 def test_json_has_all_data_of_the_plan():
     cast_plan = plan(looped, shape(4, 8), shape(8, 8))
     read = json.loads(cast_plan.to_json())
@@ -66,12 +56,6 @@ def test_the_short_form_has_a_row_for_each_module():
 # --- nothing runs, overrides, errors
 
 
-def test_nothing_is_executed():
-    huge = shape(1 << 20, 1 << 20)  # 4 TB
-    cast_plan = plan(lambda x: x @ x, huge)
-    assert cast_plan.summary.product_flops == 2 * 2**60
-
-
 def test_a_plan_takes_arrays_python_values_and_keywords():
     def fun(x, transpose, *, w, name):
         assert transpose is True and name == "w"
@@ -96,19 +80,10 @@ def test_a_plan_gives_overrides_and_regions_as_reasons():
 
 
 def test_errors_are_those_of_autocast():
-    def fun(x, w):
-        return x @ w
-
     with pytest.raises(ValueError, match=r"every override must match an operation, but '\*\*/heed' matched none"):
-        plan(fun, shape(4, 8), shape(8, 8), overrides={"**/heed": "float32"})
-    with pytest.raises(ValueError, match="names a primitive that does not exist; the nearest: 'exp'"):
-        jaxmp.cast_plan(fun, "mixed_bfloat16", {"primitive:expo": "float32"})
+        plan(mlp, *MLP, overrides={"**/heed": "float32"})
     with pytest.raises(ValueError, match="cast_plan needs a policy with a half compute dtype, got float32"):
-        jaxmp.cast_plan(fun, "float32")
-    with pytest.raises(TypeError, match="has no modules"):
-        jaxmp.cast_plan(fun, "O2")
-    with pytest.raises(ValueError, match="unknown policy 'mixed_float61'"):
-        jaxmp.cast_plan(fun, "mixed_float61")
+        jaxmp.cast_plan(mlp, "float32")
 
 
 def test_a_plan_without_arguments_says_how_to_call_it():

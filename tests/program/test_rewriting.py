@@ -212,25 +212,6 @@ def test_an_unchanged_rewriter_gives_an_equal_program(rewriter):
     assert len(equations) > 60 and equations[0][2] == "around/layer"
 
 
-def test_bodies_tell_their_inputs_and_joins():
-    def bodies(case):
-        eqns = jax.make_jaxpr(case, 0)(jnp.sin, X).eqns
-        (with_bodies,) = [(eqn, bodies_of(eqn)) for eqn in eqns if bodies_of(eqn)]
-        return with_bodies
-
-    def types(atoms):
-        return [(atom.aval.shape, atom.aval.dtype) for atom in atoms]
-
-    for case in CASES:
-        eqn, eqn_bodies = bodies(case)
-        for number, body in enumerate(eqn_bodies.jaxprs):
-            jaxpr, _ = opened(body)
-            assert len(eqn_bodies.inputs(number, eqn.invars)) == len(jaxpr.invars)
-            for n in eqn_bodies.joined(number):
-                assert types([jaxpr.outvars[n]]) == types([eqn.outvars[n]])
-        assert types([eqn.invars[n] for n in eqn_bodies.carries]) == types(eqn.outvars[: eqn_bodies.carry])
-
-
 def test_autocast_keeps_the_scopes_the_source_and_the_context_of_products():
     def loss(w, x):
         with jax.named_scope("block"), set_xla_metadata(group="first"):

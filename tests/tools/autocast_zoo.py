@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import flax.linen as nn
+import gradient_zoo
 import jax
 import jax.numpy as jnp
 import jax.scipy as jsp
@@ -440,20 +441,8 @@ def optax_losses() -> Iterator[Case]:
 
 
 def drawn(tree: Any) -> Any:
-    """Return random params.
-
-    Scales, biases and variances are near 1, and kernels keep the variance.
-    """
-    rng = np.random.default_rng(0)
-
-    def draw(x: Any) -> Any:
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            return jax.random.key(0) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else jnp.zeros(x.shape, x.dtype)
-        if len(x.shape) > 1:
-            return exact(rng.normal(size=x.shape) * (x.shape[-1] / x.size) ** 0.5)
-        return exact(rng.uniform(0.5, 1.5, size=x.shape))
-
-    return jax.tree.map(draw, tree)
+    """Return random params that are exact in both half dtypes."""
+    return jax.tree.map(lambda leaf: exact(leaf) if leaf.dtype == np.float32 else leaf, gradient_zoo.drawn(tree))
 
 
 def linen(module: nn.Module, *inputs: np.ndarray, method: Any = None, **kwargs: Any) -> Callable[..., Any]:
