@@ -12,6 +12,7 @@ import pytest
 from linen_zoo import (
     HALVES,
     MLP,
+    ResNet,
     data,
     float32,
     model_products,
@@ -29,21 +30,6 @@ pytestmark = pytest.mark.once
 
 X = data(2, 8)
 HALF, WIDE = "bfloat16", "float32"
-
-
-class ResNet(nn.Module):
-    """A residual network as in Flax's examples: its dtype has a default, and reaches layers through partials."""
-
-    dtype: Any = jnp.float32
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        conv = functools.partial(nn.Conv, kernel_size=(3, 3), use_bias=False, dtype=self.dtype)
-        norm = functools.partial(nn.BatchNorm, use_running_average=False, dtype=self.dtype)
-        y = nn.relu(norm()(conv(8)(x)))
-        y = norm(scale_init=nn.initializers.zeros_init())(conv(8)(y))
-        y = nn.relu(norm(name="norm_proj")(conv(8, name="conv_proj")(x)) + y)
-        return jnp.asarray(nn.Dense(3, dtype=self.dtype)(jnp.mean(y, axis=(1, 2))), self.dtype)
 
 
 def test_a_residual_network_and_its_statistics_are_as_by_hand_though_its_dtype_defaults_to_float32():

@@ -246,6 +246,21 @@ def _digest(*parts: Any) -> str:
 # --- models -----------------------------------------------------------------------------------------------------------
 
 
+class ResNet(nn.Module):
+    """A residual network as in Flax's examples: its dtype has a default, and reaches layers through partials."""
+
+    dtype: Any = jnp.float32
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        conv = functools.partial(nn.Conv, kernel_size=(3, 3), use_bias=False, dtype=self.dtype)
+        norm = functools.partial(nn.BatchNorm, use_running_average=False, dtype=self.dtype)
+        y = nn.relu(norm()(conv(8)(x)))
+        y = norm(scale_init=nn.initializers.zeros_init())(conv(8)(y))
+        y = nn.relu(norm(name="norm_proj")(conv(8, name="conv_proj")(x)) + y)
+        return jnp.asarray(nn.Dense(3, dtype=self.dtype)(jnp.mean(y, axis=(1, 2))), self.dtype)
+
+
 class Tied(nn.Module):
     """A model that also uses its embeddings to compute the logits."""
 
