@@ -114,17 +114,6 @@ def test_names_of_dtypes_are_found_by_a_policys_dtype_and_by_what_people_write()
         assert jmp.dtype_to_names[dtype] == jmp.dtype_to_names[np.dtype(dtype)] == names
 
 
-def test_a_policy_with_a_field_more_can_be_made_of_it():
-    @dataclasses.dataclass(frozen=True)
-    class Policy(jmp.Policy):
-        reduce_dtype: Any
-
-    policy = Policy(jnp.float32, jnp.float16, jnp.float32, jnp.float64)
-    assert dtypes(policy.with_output_dtype("f16")) == (F32, F16, F16)
-    assert policy.with_output_dtype("f16").reduce_dtype == jnp.float64
-    assert policy != jmp.get_policy("c=f16,o=f32")
-
-
 # --- loss scales: what they share with jmp's --------------------------------------------------------------------------
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import flax.linen as nn
@@ -127,49 +126,3 @@ def test_haiku_gives_the_same_bits_under_a_policy_of_jaxmps_as_under_jmps(policy
     assert {leaf.dtype for leaf in jax.tree.leaves((params, grads))} == {policy.param_dtype}
     assert out.dtype == policy.output_dtype
     assert hk.mixed_precision.get_policy(kind) is None
-
-
-# --- jaxmp's objects in code that knows jmp's by their attributes -----------------------------------------------------
-
-
-class Trainer:
-    """A trainer that knows only jmp's documented attributes, and ``dataclasses``."""
-
-    def __init__(self, policy: Any, loss_scale: Any) -> None:
-        self.policy = dataclasses.replace(policy, output_dtype=jnp.float32)
-        self.loss_scale = loss_scale
-
-    def step(self, params: Any, x: jax.Array, y: jax.Array) -> Any:
-        def loss_fn(params: Any) -> jax.Array:
-            half, inputs = self.policy.cast_to_compute((params, x))
-            assert inputs.dtype == half["w"].dtype == self.policy.compute_dtype
-            out = self.policy.cast_to_output(inputs @ half["w"])
-            return self.loss_scale.scale(jnp.mean((out - y) ** 2))
-
-        grads = self.loss_scale.unscale(jax.grad(loss_fn)(params))
-        grads_finite = real.all_finite(grads)
-        self.loss_scale = self.loss_scale.adjust(grads_finite)
-        updated = jax.tree.map(lambda p, g: p - 0.2 * g, params, grads)
-        return real.select_tree(grads_finite, updated, params)
-
-
-@pytest.mark.parametrize(
-    ("policy", "scale"),
-    [
-        (jaxmp.get_policy("mixed_float16"), jaxmp.DynamicLossScale(2.0**15, period=2)),
-        (jmp.get_policy("c=half"), jmp.StaticLossScale(2**10)),
-    ],
-)
-def test_a_trainer_written_for_jmp_trains_with_jaxmps_policies_and_scales(policy, scale):
-    trainer = Trainer(policy, scale)
-    params = {"w": jnp.zeros((3, 1))}
-    target = X @ jnp.float32([[1.0], [-2.0], [0.5]])
-    before = jnp.mean(target**2)
-    for i in range(12):
-        x = X * jnp.inf if i == 3 else X
-        params = trainer.step(params, x, target)
-    assert params["w"].dtype == F32
-    assert jnp.mean((X @ params["w"] - target) ** 2) < 0.2 * before
-    if isinstance(scale, jaxmp.DynamicLossScale):
-        assert dataclasses.asdict(trainer.loss_scale)["period"] == 2
-        assert trainer.loss_scale.loss_scale > 1

@@ -11,8 +11,6 @@ import numpy as np
 from linen_zoo import (
     HALVES,
     data,
-    dtypes_of,
-    float32,
     model_products,
     numbers,
     quick_jit,
@@ -32,21 +30,6 @@ def test_every_gate_of_an_optimized_cell_is_half():
     model = apply_policy(nn.RNN(nn.OptimizedLSTMCell(8)), "mixed_float16")
     with standard_promotion():
         assert set(model_products(model, data(*SEQUENCE))) == {"float16"}
-
-
-def test_spectral_norm_computes_the_same_as_with_dtype_set_by_hand_and_its_statistics_stay_float32():
-    def make(**hand: Any) -> nn.Module:
-        return nn.SpectralNorm(nn.Dense(8, **hand), **hand)
-
-    x = data(*VECTOR)
-    variables = shapes(make(), x, update_stats=False)
-
-    def apply(model: nn.Module) -> Any:
-        return lambda variables: float32(model.apply(variables, x, update_stats=True, mutable=["batch_stats"]))
-
-    same_computation(apply(written(make(), "mixed_float16")), apply(make(dtype=jnp.float16)), variables)
-    _, state = jax.eval_shape(apply(apply_policy(make(), "mixed_float16")), variables)
-    assert dtypes_of(state) == {"float32"}
 
 
 def test_decoding_step_by_step_fills_a_half_cache_as_with_dtype_set_by_hand():

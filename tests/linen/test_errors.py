@@ -83,19 +83,6 @@ def test_an_error_in_the_users_code_is_raised_unchanged_and_leaves_no_state_behi
     assert model_products(apply_policy(MLP(), "mixed_bfloat16"), X) == ["bfloat16", "bfloat16"]
 
 
-def test_a_model_that_catches_an_error_of_a_submodule_continues():
-    class Tries(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            try:
-                Fails("call")(x)
-            except RuntimeError:
-                x = nn.Dense(8)(x)
-            return apply_policy(nn.Dense(8), "mixed_bfloat16")(x)
-
-    assert model_products(apply_policy(Tries(), "mixed_float16"), X) == ["float16", "float16", "bfloat16"]
-
-
 # --- params that were deleted ----------------------------------------------------------------------------------------
 
 

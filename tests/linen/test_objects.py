@@ -224,20 +224,6 @@ def test_a_module_of_any_kind_keeps_its_variables_and_its_hash_and_has_half_prod
     assert hash(apply_policy(HashedByHand(np.ones(3)), "mixed_float16")) == 7
 
 
-def test_an_interceptor_of_the_user_is_called_once_for_every_call():
-    calls = []
-
-    def note(next_fun, args, kwargs, context):
-        if context.method_name != "<lambda>":  # Linen checks `setup` with a lambda before it lifts a method
-            calls.append((*context.module.path, context.method_name))
-        return next_fun(*args, **kwargs)
-
-    model, variables = apply_policy(MLP(), "mixed_float16"), shapes(MLP(), X)
-    with nn.intercept_methods(note):
-        jax.eval_shape(model.apply, variables, X)
-    assert calls == [("__call__",), ("Dense_0", "__call__"), ("Dense_1", "__call__")]
-
-
 def test_a_policy_can_be_applied_to_a_bound_model():
     variables = Tied().init(rngs(), jnp.array([1]))
     bound = Tied().bind(variables)

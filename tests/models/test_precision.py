@@ -66,11 +66,3 @@ def test_the_precision_of_a_region_or_of_the_code_wins_over_the_policy_of_its_mo
         for policy in ("float32", "mixed_float16", "matmul_precision=high"):
             model = mixed(careful(functools.partial(jaxmp.precision, level)), policy)
             assert precisions(model)[0] == expected
-
-    def run(model: Any, x: jax.Array) -> jax.Array:
-        with jax.default_matmul_precision("highest"):
-            x = model.first(x)
-        return model.second(x)
-
-    bare = api.named(run, first=api.dense, second=api.dense)
-    assert precisions(mixed(bare, "mixed_float16")) == ["HIGHEST", "-"]

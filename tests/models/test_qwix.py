@@ -12,8 +12,6 @@ import pytest
 from both_apis import X, each_api, mixed, pure
 from linen_zoo import dtypes_of, products, quick_jit, same_bits
 
-from jaxmp.program.walk import equations
-
 qwix = pytest.importorskip("qwix")
 
 pytestmark = [
@@ -68,30 +66,6 @@ def test_an_override_does_not_change_the_products_that_a_rule_quantises(api: Any
         assert products_of_gradient(model) == [E4M3, *["bfloat16"] * 3, *[f"{E5M2}*{E4M3}"] * 2]
     for model in in_each_order(api, "mixed_bfloat16", {"first": "float32"}, **FORWARD):
         assert products_of_gradient(model) == ["int8", *["bfloat16"] * 3, "float32", "float32"]
-
-
-@each_api
-def test_the_level_written_makes_stored_weights_float32_and_float8_results_half(api: Any) -> None:
-    def stored(**settings: Any) -> Any:
-        bare = bare_model(api)
-        provider = qwix.PtqProvider([qwix.QuantizationRule(module_path="first", **settings)])
-        return qwix.quantize_model(bare, provider, *(() if isinstance(bare, nn.Module) else (X,)))
-
-    def first_product(model: Any, overrides: Any) -> tuple[str, ...]:
-        """Return the dtypes of the operands and of the result."""
-        whole = pure(mixed(model, "mixed_bfloat16", overrides), X, abstract=True)
-        program = jax.make_jaxpr(whole.apply)(whole.params, X)
-        product = next(eqn for eqn in equations(program) if eqn.primitive.name == "dot_general")
-        return tuple(var.aval.dtype.name for var in (*product.invars, *product.outvars))
-
-    half, int8 = ("bfloat16",) * 3, ("int8", "int8", "int32")
-    for make_model, without, under_written in (
-        (lambda: stored(weight_qtype="int8"), half, ("bfloat16", "float32", "float32")),
-        (lambda: quantised(bare_model(api), **FLOAT8), (E4M3, E4M3, "float32"), (E4M3, E4M3, "bfloat16")),
-        (lambda: stored(**FORWARD), int8, int8),
-    ):
-        assert first_product(make_model(), None) == without
-        assert first_product(make_model(), {"first": "written"}) == under_written
 
 
 @each_api

@@ -262,20 +262,6 @@ def test_no_tracer_outlives_the_trace():
         nnx.eval_shape(nnx.value_and_grad(half(loss_fn)), model, X)
 
 
-@pytest.mark.once
-def test_nested_autocasts_run_every_call_once():
-    def both(model: Any, x: jax.Array) -> jax.Array:
-        return half(loss_fn, "float32")(model, x) + half(loss_fn)(model, x) + nnx.jit(loss_fn)(model, x)
-
-    model, bare = Net(rngs()), Net(rngs())
-    half(both)(model, X)
-    for _ in range(3):
-        bare(X)
-    assert int(model.calls[...]) == 3
-    same_bits(model.mask[...], bare.mask[...])
-    assert int(model.drop.rngs.count[...]) == 3
-
-
 def test_a_plan_accepts_models_of_arrays_or_shapes_and_changes_nothing():
     model = Net(rngs())
     before = arrays(model)

@@ -46,30 +46,6 @@ def test_a_pure_half_policy_casts_params_and_the_original_model_keeps_its_params
     same_bits(values(bare, nnx.Param), before)
 
 
-class Mixer(nnx.Module):
-    """A module with a Param and submodules; autocast's rules cast its inputs."""
-
-    def __init__(self, rngs: nnx.Rngs) -> None:
-        self.gain = nnx.Param(jax.random.normal(rngs.params(), (8,)))
-        self.linear = nnx.Linear(8, 8, rngs=rngs)
-        self.exact = nnx.Linear(8, 8, rngs=rngs)
-
-    def __call__(self, x: jax.Array) -> Any:
-        return self.linear(x * self.gain) @ jnp.diag(self.gain[...]), self.exact(x)
-
-
-def test_in_a_module_with_params_and_submodules_inputs_are_rounded_only_for_half_products():
-    bare = Mixer(rngs())
-    model = apply_policy(bare, "mixed_bfloat16", {"exact": "float32"})
-    mixed, exact = model(SEQUENCE)
-    kernel, bias = bare.linear.kernel[...].astype("bfloat16"), bare.linear.bias[...].astype("bfloat16")
-    scaled = (SEQUENCE * bare.gain[...]).astype("bfloat16")  # no product before it, so it is computed in float32
-    hidden = jax.lax.dot_general(scaled, kernel, (((2,), (0,)), ((), ()))) + bias
-    same_bits(mixed, (hidden @ jnp.diag(bare.gain[...].astype("bfloat16"))).astype("float32"))
-    with jax.default_matmul_precision("highest"):
-        same_bits(exact, bare.exact(SEQUENCE))
-
-
 def test_an_rngs_object_or_a_module_can_be_an_argument_of_a_method():
     class Noisy(nnx.Module):
         def __init__(self, rngs: nnx.Rngs) -> None:

@@ -142,15 +142,20 @@ def test_vmap_over_stacked_modules_gives_the_same_results_as_single_modules():
     assert model.layers.mean[...].dtype == jnp.float32
 
 
-class Decorated(nnx.Module):
-    """A module whose methods are results of transforms."""
+class Mixin:
+    def forward(self, x: jax.Array) -> jax.Array:
+        return x @ self.kernel
+
+
+class Methods(nnx.Module, Mixin):
+    """A module without ``__call__``, whose methods come from transforms, a mixin and a partial."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.kernel = nnx.Param(jax.random.normal(rngs.params(), (8, 8)))
-        self.calls = nnx.Variable(jnp.zeros((), jnp.int32))
+        self.calls, self.steps = nnx.Variable(jnp.zeros((), jnp.int32)), 0
 
     @nnx.jit
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def counted(self, x: jax.Array) -> jax.Array:
         self.calls[...] += 1
         return self.product(x)
 
@@ -158,15 +163,32 @@ class Decorated(nnx.Module):
     def product(self, x: jax.Array) -> jax.Array:
         return x @ self.kernel
 
+    def scaled(self, x: jax.Array, by: int) -> jax.Array:
+        self.steps += 1
+        return x @ self.kernel * by
 
-def test_methods_that_are_results_of_transforms_run_under_the_policy():
-    model = apply_policy(Decorated(rngs()), "mixed_float16")
+    doubled = functools.partialmethod(scaled, by=2)
+
+
+METHODS = [
+    lambda model: model.counted(VECTORS),
+    lambda model: model.product(VECTORS),
+    lambda model: model.forward(VECTORS),
+    lambda model: model.doubled(VECTORS) / 2,
+]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_methods_of_any_kind_run_under_the_policy(method):
+    model = apply_policy(Methods(rngs()), "mixed_float16")
     want = (VECTORS.astype("float16") @ model.kernel[...].astype("float16")).astype("float32")
-    same_bits(model(VECTORS), want)
-    assert int(model.calls[...]) == 1
-    assert model.kernel[...].dtype == jnp.float32
-    _, grads, _ = outcome(model, VECTORS)
-    assert grads["kernel"].dtype == jnp.float32 and np.all(np.isfinite(grads["kernel"]))
+    same_bits(method(model), want)
+    assert int(model.calls[...]) + model.steps == int(method in (METHODS[0], METHODS[3]))
+    assert model.kernel[...].dtype == outcome(model, call=method)[1]["kernel"].dtype == jnp.float32
+    overridden = apply_policy(Methods(rngs()), "mixed_float16", {Methods: "mixed_bfloat16"})
+    nested = apply_policy(nnx.Dict(part=apply_policy(Methods(rngs()), "mixed_bfloat16")), "mixed_float16")
+    for part in (overridden, nested["part"]):
+        assert model_products(part, call=method) == ["bfloat16"]
 
 
 def test_a_policy_can_be_applied_to_an_abstract_model():
@@ -248,27 +270,6 @@ def test_an_exception_in_a_model_leaves_no_state_behind():
     assert outcomes((apply_policy(Net(rngs()), "mixed_float16"),), IMAGE)[0][0].dtype == jnp.float32
 
 
-class Coder(nnx.Module):
-    """A module without ``__call__``."""
-
-    def __init__(self, rngs: nnx.Rngs) -> None:
-        self.kernel, self.linear = nnx.Param(jnp.ones((8, 8))), nnx.Linear(8, 8, rngs=rngs)
-        self.steps = 0
-
-    def encode(self, x: jax.Array) -> jax.Array:
-        self.steps += 1
-        return self.linear(x @ self.kernel)
-
-
-def test_a_module_without_call_runs_under_its_policy():
-    model = apply_policy(Coder(rngs()), "mixed_float16")
-    assert model.encode(VECTORS).dtype == jnp.float32 and model.steps == 1
-    overridden = apply_policy(Coder(rngs()), "mixed_float16", {Coder: "mixed_bfloat16"})
-    nested = apply_policy(nnx.Dict(coder=apply_policy(Coder(rngs()), "mixed_bfloat16")), "mixed_float16")
-    for coder, half in ((model, "float16"), (overridden, "bfloat16"), (nested["coder"], "bfloat16")):
-        assert model_products(coder, VECTORS, call=lambda coder, x: coder.encode(x)) == [half] * 2
-
-
 class Owner(nnx.Module):
     """A module whose methods swap, alias, replace and train its Params."""
 
@@ -333,25 +334,6 @@ def test_a_weight_norm_stores_the_kernel_in_float32():
     model = apply_policy(nnx.WeightNorm(nnx.Linear(8, 4, rngs=rngs()), rngs=rngs()), "mixed_float16")
     assert model(VECTORS).dtype == model.layer_instance.kernel.dtype == jnp.float32
     assert model_products(model, VECTORS) == ["float16"]
-
-
-def test_methods_of_a_mixin_and_partial_methods_run_under_the_policy():
-    class Forward:
-        def __call__(self, x: jax.Array) -> jax.Array:
-            return x @ self.kernel
-
-    class Net(nnx.Module, Forward):
-        def __init__(self) -> None:
-            self.kernel = nnx.Param(jnp.ones((8, 8)))
-
-        def scaled(self, x: jax.Array, by: int) -> jax.Array:
-            return x @ self.kernel * by
-
-        doubled = functools.partialmethod(scaled, by=2)
-
-    model = apply_policy(Net(), "mixed_float16")
-    for call in (lambda model: model(VECTORS), lambda model: model.doubled(VECTORS)):
-        assert model_products(model, call=call) == ["float16"]
 
 
 def test_a_policy_covers_params_and_layers_in_a_registered_dataclass():
