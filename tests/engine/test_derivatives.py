@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from autocast_tools import compiled, cosine, half, in_turn, layer_norm, normal, operations, products
-from jax.ad_checkpoint import checkpoint_name
 
 import jaxmp
 from jaxmp.program.walk import equations
@@ -201,32 +200,6 @@ def test_a_custom_jvp_keeps_its_rule_and_the_rule_is_half(symbolic):
     assert np.isclose(np.linalg.norm(result), np.linalg.norm(expected), rtol=0.02)
     assert set(products(jax.grad(half(fun)), W)) == {"bfloat16"}
     assert ("custom_jvp_call", "bfloat16") in operations(half(fun), W)
-
-
-POLICIES = {
-    "everything again": None,
-    "dots": jax.checkpoint_policies.dots_saveable,
-    "names": jax.checkpoint_policies.save_only_these_names("hidden"),
-}
-
-
-def test_checkpoint_keeps_its_policy():
-    def block(x, w):
-        return checkpoint_name(jnp.tanh(x @ w), "hidden") @ w
-
-    def twice(block):
-        return lambda w: jnp.sum(block(block(X, w), w))
-
-    gradients = {}
-    for name, policy in POLICIES.items():
-        fun = twice(jax.checkpoint(block, policy=policy))
-        expected = products(jax.grad(fun), W)
-        for way, transformed in (("inside", jax.grad(half(fun))), ("outside", half(jax.grad(fun)))):
-            assert products(transformed, W) == ["bfloat16"] * len(expected), name  # as many products are recomputed
-            if name == "names":
-                gradients[name, way] = transformed
-    expected, results = compiled(lambda w: (jax.grad(twice(block))(w), {n: f(w) for n, f in gradients.items()}))(W)
-    assert not {name for name, gradient in results.items() if not cosine(gradient, expected) > 0.999}
 
 
 def test_the_compiled_program_keeps_recomputations():

@@ -73,12 +73,7 @@ def error(got: list[Any], want: list[np.ndarray], half: Any, of: str) -> float:
     return max((ulps(a, b, half, of) for a, b in zip(floats(got), floats(want), strict=True)), default=0.0)
 
 
-USUAL = ("float32_functions", "softmaxes", "sums")
-SLOW = pytest.mark.slow("compiles a program of many functions in half and in float64")
-EACH = [pytest.param(part, marks=[SLOW] * (part not in USUAL)) for part in PARTS]
-
-
-@pytest.mark.parametrize("part", EACH)
+@pytest.mark.parametrize("part", PARTS)
 def test_errors_between_two_products_stay_within_the_table(part: str) -> None:
     wrong = []
     for case, half, got in in_half(between_products, table(part).values()):
@@ -106,11 +101,10 @@ def without_a_product(part: str) -> dict[str, tuple[Case, list[tuple[str, ...]]]
 
 # The error of float32 itself, which is larger where terms cancel.
 FLOAT32_ULPS = 16
-RETURNED = ("softmaxes", "optax_losses")
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("part", [pytest.param(part, marks=[SLOW] * (part != "softmaxes")) for part in RETURNED])
+@pytest.mark.parametrize("part", ["softmaxes", "optax_losses"])
 def test_results_that_no_product_reads_have_float32_accuracy(part: str) -> None:
     wrong = []
     for case, half, got in in_half(after_a_product, (case for case, _ in without_a_product(part).values())):
@@ -131,7 +125,6 @@ ALL_BUT: dict[str, set[str]] = {
 
 
 @pytest.mark.once
-@SLOW
 @pytest.mark.parametrize("part", ALL_BUT)
 def test_gradients_between_two_products_match_float64(part: str) -> None:
     cases = [case for name, case in table(part).items() if name not in ALL_BUT[part]]
@@ -173,6 +166,3 @@ def test_a_function_without_a_product_is_left_alone() -> None:
             with naming(case):
                 traced = jax.make_jaxpr(jaxmp.autocast(case.fun, "mixed_float16"))(*map(jnp.asarray, arguments(case)))
                 assert described(traced) == program
-
-
-# The figures of the specification.
