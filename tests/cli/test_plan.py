@@ -7,7 +7,6 @@ import sys
 import jax
 import jax.numpy as jnp
 import pytest
-from places import TOOLS
 
 import jaxmp
 from jaxmp.cli import main
@@ -253,14 +252,6 @@ def test_jax_warns_of_a_dtype_that_it_narrows(capsys):
         assert f"{name} -> {name}" in capsys.readouterr().out
 
 
-def test_arrays_in_a_wide_dtype_are_taken_as_jax_takes_them(here, capsys):
-    assert main(["plan", "plan_cli_module:kernel", "--args", "plan_cli_module:doubles"]) == 0
-    assert "FLOPs of products: 1024, 100.0 % in half precision" in capsys.readouterr().out
-    with jax.enable_x64(True):
-        assert main(["plan", "plan_cli_module:kernel", "--args", "plan_cli_module:shapes", "--operations"]) == 0
-    assert "float64" in capsys.readouterr().out
-
-
 def test_policies_and_overrides_are_refused_as_autocast_refuses_them(capsys):
     assert error(capsys, *MATMUL, "--policy", "mixed").startswith("unknown policy 'mixed'")
     assert error(capsys, *MATMUL, "--policy", "float32").startswith("cast_plan needs a policy with a half compute")
@@ -271,10 +262,3 @@ def test_policies_and_overrides_are_refused_as_autocast_refuses_them(capsys):
     assert error(capsys, *MATMUL, "--overrides", "head") == (
         "an override must be KEY=LEVEL, such as '**/head=float32', got 'head'"
     )
-
-
-def test_the_text_is_the_one_that_is_kept(monkeypatch, capsys):
-    monkeypatch.chdir(TOOLS)  # the plan names lines of a file in that folder
-    arguments = ["plan_block:loss", "--args", "plan_block:example", "--overrides", "**/head=float32"]
-    assert main(["plan", *arguments, "--operations"]) == 0
-    assert capsys.readouterr().out == (TOOLS / "plan_block.txt").read_text()

@@ -105,17 +105,3 @@ def test_a_sample_goes_on_from_its_prompt_through_a_window_that_moves():
 
     with pytest.raises(ValueError, match="a prompt of at least one token, got none; write --prompt"):
         sampling.sample(counting, jnp.float32(1.0), [], 3, context=4)
-
-
-def test_bfloat16_params_that_are_rounded_stochastically_are_a_flag(config, tmp_path):
-    config = dataclasses.replace(
-        config, run_dir=tmp_path, policy="bfloat16_sr", low_precision="float8", override=(), steps=2, sample_tokens=0,
-        loss_scale="none", evaluate_every=0, checkpoint_every=0,
-    )  # fmt: skip
-    experiment = language_modeling.prepare(config)
-    state = jax.eval_shape(experiment.init, 0)
-    dtypes = {jax.tree_util.keystr(path): leaf.dtype.name for path, leaf in jax.tree.leaves_with_path(state.params)}
-    assert {dtype for path, dtype in dtypes.items() if "ln_" in path} == {"float32"}
-    assert {dtype for path, dtype in dtypes.items() if "ln_" not in path} == {"bfloat16"}
-    after, _ = jax.eval_shape(experiment.step.jitted, state, next(experiment.train_batches(0)))
-    assert jax.tree.map(lambda leaf: leaf.dtype, after) == jax.tree.map(lambda leaf: leaf.dtype, state)

@@ -9,7 +9,6 @@ from typing import Any
 import concrete
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from flax import linen as nn
@@ -83,30 +82,6 @@ def test_modules_of_a_plain_nnx_model_are_paths_in_every_tool() -> None:
     assert type(model) is Model and type(model.block) is Block  # the tools did not change the user's model
 
 
-def test_a_step_on_a_plain_nnx_model_is_audited_by_paths() -> None:
-    model = Model(nnx.Rngs(0))
-    optimizer = jaxmp.nnx.Optimizer(model, optax.sgd(0.1))
-
-    def step(model: Any, optimizer: Any, x: Any) -> Any:
-        loss, grads = nnx.value_and_grad(loss_fn)(model, x)
-        optimizer.update(model, grads)
-        return loss
-
-    report = audit(step, compile=False)(model, optimizer, concrete.ones((2, 4)))
-    assert {(product.path, product.phase) for product in report.products} == {
-        (path, phase) for path in ("block/dense", "head") for phase in ("forward", "backward")
-    }
-
-
-def test_a_train_step_of_a_plain_nnx_model_has_the_paths_of_its_modules() -> None:
-    model, x = Model(nnx.Rngs(0)), concrete.ones((2, 4))
-    optimizer = jaxmp.nnx.Optimizer(model, optax.sgd(0.1))
-    step = jaxmp.nnx.make_train_step(loss_fn, policy="mixed_bfloat16")
-    forward = [row.path for row in compare(step)(model, optimizer, x).rows if row.phase == "forward"]
-    assert forward == [*PATHS, ""]
-    assert type(model) is Model and type(model.block) is Block
-
-
 def test_static_arguments_of_a_jitted_function_are_left_to_it() -> None:
     def fun(params: Any, times: int, batch: Any) -> Any:
         for _ in range(times):
@@ -172,11 +147,6 @@ def test_a_constant_loss_has_zero_gradients() -> None:
         assert (step_numerics.loss, gradients.zeros, gradients.count) == (3.0, 16, 16)
 
 
-def test_a_batch_is_a_multiple_of_an_integer() -> None:
-    plan = memory(lambda params, batch: batch @ params)(shape(4), shape(32, 4))
-    assert plan.largest_batch(10_000, multiple_of=np.int64(8)) % 8 == 0
-
-
 @pytest.mark.once
 def test_a_batch_is_a_multiple_of_the_microbatches() -> None:
     def loss_fn(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
@@ -186,33 +156,6 @@ def test_a_batch_is_a_multiple_of_the_microbatches() -> None:
     step = jaxmp.make_train_step(loss_fn, accumulate_steps=4)
     size = memory(step)(state, concrete.ones((32, 4))).largest_batch(12_000)
     assert size > 4 and size % 4 == 0
-
-
-def test_params_of_a_split_nnx_model_are_found_by_their_paths() -> None:
-    class Half(nnx.Module):
-        def __init__(self) -> None:
-            self.block = nnx.Linear(8, 8, use_bias=False, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
-            self.head = nnx.Linear(8, 8, param_dtype=jnp.bfloat16, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
-
-        def __call__(self, x: Any) -> Any:
-            return self.head(self.block(x.astype(jnp.bfloat16)))
-
-    graph, state = nnx.split(Half())
-    report = audit(lambda state, x: nnx.merge(graph, state)(x), expect="mixed_bfloat16", compile=False)(
-        state, shape(8, 8)
-    )
-    paths = sorted((finding.kind, finding.path) for finding in report.findings)
-    assert paths == [("half-params", name) for name in ("block/kernel", "head/bias", "head/kernel")]
-
-
-def test_an_argument_that_is_no_array_is_kept_out_of_the_compiled_program_too() -> None:
-    def fun(w: Any, x: Any, mode: str) -> Any:
-        return (x @ w).sum() if mode == "a" else 0.0
-
-    args = shape(16, 16), shape(8, 16)
-    report = audit(fun)(*args, "a")
-    assert len(report.products) == 1 and report.memory.peak == memory(lambda w, x: fun(w, x, "a"))(*args).peak
-    assert len(audit(fun)(*args, "b").products) == 0
 
 
 @pytest.mark.once

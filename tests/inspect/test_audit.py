@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import sys
 import types
 from typing import Any
 
@@ -287,21 +286,6 @@ def test_a_check_of_a_float32_policy_asks_for_no_half_products():
         report.check(min_half_flops=0.8)
 
 
-def test_it_is_shown_as_text_a_table_and_json() -> None:
-    from rich.console import Console
-
-    report = audit(lambda x, w: jnp.exp(x) @ w, compile=False)(*HALF)
-    text = str(report)
-    assert text.startswith("1 product, 8.19kFLOP: bfloat16 100.0%\npath")
-    assert "half-exponential: (no scope)" in text
-    assert json.loads(report.to_json())["findings"][0]["kind"] == "half-exponential"
-    console = Console(width=200, record=True, file=sys.stderr)
-    console.print(report)
-    assert "dot_general" not in (shown := console.export_text())
-    assert "half-exponential" in shown
-    assert "no findings" in str(audit(jnp.matmul, compile=False)(*HALF))
-
-
 def test_equal_layers_share_a_row_of_the_printed_table() -> None:
     def fun(x: Any, weights: Any) -> Any:
         for number, w in enumerate(weights):
@@ -314,19 +298,6 @@ def test_equal_layers_share_a_row_of_the_printed_table() -> None:
     assert (first[0], first[-1]) == ("layer_*/dense_1", "3")
     assert (second[0], second[-1]) == ("layer_3/dense_1", "1")  # it has other FLOPs
     assert [product.path for product in report.products] == [f"layer_{number}/dense_1" for number in range(4)]
-
-
-def test_equal_findings_share_a_line() -> None:
-    def fun(x: Any, w: Any) -> Any:
-        for number in range(3):
-            with jax.named_scope(f"layer_{number}"):
-                x = jnp.exp(x)
-        return x @ w
-
-    report = audit(fun, compile=False)(*HALF)
-    (line,) = (line for line in str(report).splitlines() if "half-exponential" in line)
-    assert line.startswith("half-exponential: layer_* (") and line.endswith(" (3 times)")
-    assert len(report.findings) == 3
 
 
 def test_the_dtype_that_ran_is_read_from_the_compiled_program() -> None:
@@ -352,78 +323,6 @@ ENTRY %main (x: f32[8,8]) -> f32[8,8] {
         arguments = [Leaf(argument, "batch", "", False, None) for argument in values.arguments]
         audited = Audited(values, [(value, product)], arguments, lambda value: 1, None, None, on_cpu, ())
         assert [finding.kind for finding in findings(audited)] == kinds
-
-
-TWO_PRODUCTS = """HloModule m
-
-FileNames
-1 "FILE"
-
-FunctionNames
-1 "two"
-
-FileLocations
-1 {file_name_id=1 function_name_id=1 line=FIRST end_line=FIRST column=1 end_column=2}
-2 {file_name_id=1 function_name_id=1 line=SECOND end_line=SECOND column=1 end_column=2}
-
-StackFrames
-1 {file_location_id=1 parent_frame_id=1}
-2 {file_location_id=2 parent_frame_id=2}
-
-ENTRY %main (h: bf16[8,8], x: f32[8,8]) -> (bf16[8,8], f32[8,8]) {
-  %h = bf16[8,8]{1,0} parameter(0)
-  %x = f32[8,8]{1,0} parameter(1)
-  %a = bf16[8,8]{1,0} dot(%h, %h), metadata={op_name="jit(f)/layer/dot_general" stack_frame_id=1}
-  %b = f32[8,8]{1,0} dot(%x, %x), metadata={op_name="jit(f)/layer/dot_general" stack_frame_id=2}
-  ROOT %both = (bf16[8,8]{1,0}, f32[8,8]{1,0}) tuple(%a, %b)
-}"""
-
-
-def on_two_lines(h: Any, x: Any) -> Any:
-    with jax.named_scope("layer"):
-        first = h @ h
-        return first, x @ x
-
-
-def on_one_line(h: Any, x: Any) -> Any:
-    with jax.named_scope("layer"):
-        return h @ h, x @ x
-
-
-@pytest.mark.parametrize("fun", [on_two_lines, on_one_line])
-def test_one_widened_product_of_two_equal_ones_is_found(fun: Any) -> None:
-    half, wide = jnp.ones((8, 8), BF16), jnp.ones((8, 8), F32)
-    first, second = line_of(fun, "h @ h"), line_of(fun, "x @ x")
-    text = TWO_PRODUCTS.replace("FILE", __file__).replace("FIRST", str(first)).replace("SECOND", str(second))
-    program = hlo.HloProgram(text)
-    (row,) = audit(jnp.matmul, compile=False)(*HALF).products
-
-    def lines_found(args: Any) -> list[str]:
-        values = read_program(jax.make_jaxpr(fun)(*args))
-        ran = dtypes_that_ran(program, values.values)
-        products = []
-        for value in values.values:
-            if value.name == "dot_general":
-                dtype = value.inputs[0].dtype.name
-                products.append((value, dataclasses.replace(row, operands=(dtype, dtype), ran=ran.get(value))))
-        arguments = [Leaf(argument, "batch", "", False, None) for argument in values.arguments]
-        audited = Audited(values, products, arguments, lambda value: 1, None, None, False, ())
-        found = findings(audited)
-        assert {finding.kind for finding in found} <= {"compiled-otherwise"}
-        return [finding.source.rpartition(":")[2] for finding in found]
-
-    assert lines_found((half, half)) == [str(second)]  # on one line, both products have this line
-    assert lines_found((half, wide)) == []  # as they are written
-
-
-def test_arguments_may_be_python_values_and_objects_of_nnx() -> None:
-    def fun(x: Any, scale: float, train: bool) -> Any:
-        return x @ x * scale if train else x
-
-    assert len(audit(fun, compile=False)(shape(8, 8), 2.0, True).products) == 1
-    assert len(audit(fun, compile=False)(np.ones((8, 8)), 2.0, False).products) == 0
-    model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
-    assert len(audit(lambda model, x: model(x), compile=False)(model, shape(8, 8)).products) == 1
 
 
 def test_a_device_or_policy_that_there_is_not_is_refused() -> None:

@@ -71,28 +71,6 @@ def test_the_batch_is_no_output_feature_and_a_weight_is_one_wherever_it_comes_fr
 
 
 @pytest.mark.once
-def test_an_embedding_of_tokens_is_no_weight() -> None:
-    def fun(params: Any, tokens: Any) -> Any:
-        h = params["table"].astype(BF16)[tokens]
-        return params["w"].astype(BF16) @ h.T
-
-    params = {"table": shape(32, 16), "w": shape(16, 16)}
-    assert features(fun, params, shape(7, dtype=jnp.int32)) == []
-    assert features(fun, {**params, "w": shape(13, 16)}, shape(8, dtype=jnp.int32)) == [UNALIGNED]
-
-
-def test_in_a_shard_map_the_same_is_a_weight() -> None:
-    mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
-
-    def fun(x: Any, w: Any) -> Any:
-        return x.astype(BF16) @ w.astype(BF16)
-
-    sharded = jax.shard_map(fun, mesh=mesh, in_specs=(P("d"), P()), out_specs=P("d"))
-    assert features(sharded, shape(8, 16), shape(16, 16)) == []
-    assert features(sharded, shape(32, 16), shape(16, 13)) == [UNALIGNED]
-
-
-@pytest.mark.once
 def test_a_sum_is_one_however_it_is_written() -> None:
     def pool(x: Any) -> Any:
         return nn.avg_pool(x[None, :, :, None], (20, 20), (20, 20))
@@ -142,57 +120,6 @@ def test_the_derivative_of_what_is_computed_in_float32_is_no_round_trip() -> Non
         return jnp.mean(h.astype(F32) ** 2)
 
     assert finding_kinds(jax.grad(ruled), params, shape(8, 16)) == ["round-trip"]
-
-
-@pytest.mark.once
-def test_a_move_that_autocast_computes_in_float32_for_its_gradient_is_no_round_trip() -> None:
-    rows = np.arange(80) % 8  # each node sends to ten others
-    moves = {
-        "index": lambda h: h[rows],
-        "take": lambda h: jnp.take(h, rows, axis=0),
-        "repeat": lambda h: jnp.repeat(h, 10, axis=0),
-        "broadcast": lambda h: jnp.broadcast_to(h, (10, *h.shape)),
-    }
-
-    def gradient_with(move: Any) -> Any:
-        return jax.grad(jaxmp.autocast(lambda w, v, x: jnp.mean(move(x @ w) @ v), "mixed_bfloat16"))
-
-    args = shape(16, 16), shape(16, 16), shape(8, 16)
-    assert kinds_by_name({name: (gradient_with(move), *args) for name, move in moves.items()}) == all_are([], moves)
-    by_the_author = gradient_with(lambda h: h.astype(BF16).astype(F32)[rows].astype(BF16))
-    assert finding_kinds(by_the_author, *args) == ["round-trip"]
-
-
-@pytest.mark.once
-def test_a_float32_sum_in_a_loop_is_not_a_round_trip() -> None:
-    def fun(h: Any) -> Any:
-        total = jax.lax.fori_loop(0, 3, lambda _, z: z + h.astype(F32), jnp.zeros(h.shape, F32))
-        return total.astype(BF16)
-
-    assert finding_kinds(fun, shape(64, 16, dtype=BF16)) == []
-
-
-@pytest.mark.once
-def test_a_carry_of_an_engine_s_module_is_no_round_trip() -> None:
-    cell = nn.RNN(nn.SimpleCell(16))  # its carry begins in float32
-    model, x = jaxmp.linen.apply_policy(cell, "mixed_bfloat16"), shape(2, 8, 16)
-    assert finding_kinds(model.apply, jax.eval_shape(cell.init, jax.random.key(0), x), x) == []
-
-    def hand_written(h: Any) -> Any:
-        return jax.lax.fori_loop(0, 3, lambda _, z: jnp.tanh(z.astype(BF16)).astype(F32), h.astype(F32))
-
-    assert finding_kinds(hand_written, shape(8, 16, dtype=BF16)) == ["round-trip"]
-
-
-@pytest.mark.once
-def test_a_sum_that_nothing_reads_is_not_found() -> None:
-    def loss(p: Any, x: Any) -> Any:
-        y = x @ p["w"]
-        top = jnp.max(y, axis=1, keepdims=True).astype(F32)  # its derivative counts ties, but nothing reads it
-        return jnp.mean((y.astype(F32) - jax.lax.stop_gradient(top)) ** 2)
-
-    grad = jax.grad(jaxmp.autocast(loss, "mixed_bfloat16"))
-    assert finding_kinds(grad, {"w": shape(16, 512)}, shape(8, 16)) == []
 
 
 OVERFLOWING = {

@@ -23,11 +23,9 @@ from places import ROOT
 
 import jaxmp
 from jaxmp.inspect import error_budget
-from jaxmp.program.walk import equations
 
 no_mark = contextlib.nullcontext
 float32_mark = functools.partial(jaxmp.precision, "float32")
-half_mark = functools.partial(jaxmp.precision, "half")
 
 
 class Row(NamedTuple):
@@ -367,37 +365,6 @@ def test_products_before_sines_are_float32_unless_an_override_makes_sines_half()
     for fun in (siren, snake):
         assert products(half(fun), X, W, W, W) == ["float32", "float32", "bfloat16"]
         assert products(half(fun, overrides={"primitive:sin": "half"}), X, W, W, W) == ["bfloat16"] * 3
-
-
-def test_a_weight_that_a_layer_uses_twice_doubles_the_memory_of_the_residual_stream():
-    ws = draw(2, 6, 16, 16, scale=0.1)
-
-    def layers(mark, h, ws):
-        @jax.checkpoint  # which saves the residual stream for the gradient
-        def layer(h, w):
-            y = jax.nn.relu(h @ w) @ w.T
-            with mark():
-                h = h + y
-            return h, None
-
-        return jax.lax.scan(layer, h, ws)[0]
-
-    def saved_streams(mark):
-        fun = half(functools.partial(layers, mark))
-        program = jax.make_jaxpr(jax.grad(lambda ws: fun(X, ws).sum()))(ws)
-        results = [var.aval for eqn in equations(program) if eqn.primitive.name == "scan" for var in eqn.outvars]
-        return [aval.dtype.name for aval in results if aval.shape == (6, *X.shape)]
-
-    assert saved_streams(no_mark) == ["float32"]
-    assert saved_streams(half_mark) == ["bfloat16"]
-    fun = functools.partial(layers, no_mark)
-    assert error(compiled(half(fun))(X, ws), in_float64(fun, (X, ws))) < 0.005
-
-
-def test_products_of_exponentials_overflow_in_float16():
-    exponentials = functools.partial(log_of_a_product_of_exponentials, no_mark)
-    logarithms = compiled(half(exponentials, "mixed_float16"))(*LOG_FACTORS)
-    assert np.isposinf(logarithms[0, 0]) and np.isneginf(logarithms[1, 1])
 
 
 def number_before_a_product(mark, x, w):

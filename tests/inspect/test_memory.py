@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import subprocess
@@ -11,7 +10,6 @@ import sys
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from flax import nnx
@@ -230,17 +228,6 @@ def test_the_largest_batch_fits_and_one_more_does_not():
     assert plan.largest_batch(1000) == 0
 
 
-@pytest.mark.once
-def test_int64_of_numpy_is_int32_as_in_jax_and_gives_no_warning():
-    def loss(params, batch):
-        return jnp.mean((batch["x"] @ params) * batch["y"].astype(F32))
-
-    plan = memory(loss)(shape(4), {"x": np.ones((8, 4), "float32"), "y": np.arange(8)})
-    assert plan.by_kind["batch"] == 8 * 4 * 4 + 8 * 4
-    assert plan.largest_batch(10_000) > 8  # compiles for other shapes of the batch
-    assert targets.on(jax.devices()[0], np.arange(8)).dtype == np.int32
-
-
 def test_the_search_compiles_few_sizes_and_trusts_no_line():
     compiled = []
 
@@ -321,19 +308,6 @@ def test_on_a_cpu_the_result_says_that_half_arrays_are_stored_in_float32():
     assert "device='h200'" in note and "compile-only" in note
     assert note in str(result).splitlines()
     assert memory(jax.jit(product))(wide).notes == ()
-
-
-@pytest.mark.absent_gpu
-def test_the_figures_of_a_gpu_have_no_note_about_cpus():
-    half = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
-    assert memory(lambda x: x @ x, device="h200")(half).notes == ()
-
-
-def test_arrays_of_equal_layers_share_a_row():
-    params = {f"layer_{number}": shape(64, 64) for number in range(3)}
-    plan = memory(lambda params, batch: functools.reduce(jnp.matmul, params.values(), batch))(params, shape(8, 64))
-    (row,) = (line for line in str(plan).splitlines() if "layer_" in line)
-    assert row.split() == ["48.0", "3", "params", "float32[64,64]", "params/layer_*"]
 
 
 def test_the_command_prints_it_and_says_in_one_line_what_is_wrong(capsys):

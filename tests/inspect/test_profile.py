@@ -25,7 +25,7 @@ from jaxmp.inspect import profile
 from jaxmp.inspect._profile import kernel_rows, kinds
 from jaxmp.inspect._profile.ceilings import Ceilings
 from jaxmp.inspect._profile.sentences import Measured, sentences_of
-from jaxmp.inspect._profile.trace import Event, busy_times, events_of
+from jaxmp.inspect._profile.trace import Event, events_of
 from jaxmp.inspect.compiled import compiling
 from jaxmp.inspect.compiled.hlo import HloProgram
 
@@ -107,35 +107,10 @@ def test_a_profile_prints_its_reasons_first_and_is_json_and_a_picture(half_step)
     assert picture.get_suptitle().startswith(f"float32: {half_step.measured.headline[:20]}")
 
 
-def test_equal_layers_are_printed_in_one_row(half_step):
-    rows = [
-        dataclasses.replace(half_step.measured.rows[0], path=f"Net/block_{n}/dense", milliseconds=1.0, calls=1.0)
-        for n in range(30)
-    ]
-    table = dataclasses.replace(half_step.measured, rows=tuple(rows)).table()
-    assert table.row_count == 1
-
-
 @pytest.mark.once
 def test_a_model_without_a_policy_is_said_to_run_in_float32():
     step, state, x = _step("float32")
     assert "no policy" in _sentence(profile(step, steps=2)(state, x), "All products run in float32")
-
-
-@pytest.mark.once
-def test_the_products_of_an_attention_have_the_dtype_of_the_program():
-    class Layer(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return x + nn.MultiHeadDotProductAttention(4, name="attn")(nn.LayerNorm()(x))
-
-    model = jaxmp.linen.apply_policy(Layer(), "mixed_bfloat16")
-    x = concrete.ones((8, 32, 32))
-    params = numbers(jax.eval_shape(model.init, jax.random.key(0), x))["params"]
-    state = jaxmp.TrainState.create(params=params, tx=optax.sgd(0.1))
-    step = jaxmp.make_train_step(lambda params, x: jnp.mean(model.apply({"params": params}, x) ** 2))
-    measured = profile(step, steps=1)(state, x)
-    assert {row.dtype for row in measured.rows if row.size} == {"bfloat16"}
 
 
 @pytest.mark.once
@@ -212,19 +187,6 @@ def test_a_callback_in_a_jitted_step_is_named():
     assert "log/pure_callback" in _sentence(measured, "Python functions that the program calls")
 
 
-def test_programs_with_one_name_are_told_apart():
-    def product(width):
-        def step(x):
-            return x @ x
-
-        return jax.jit(step), jnp.ones((width, width))
-
-    for width in (24, 40):
-        fun, x = product(width)
-        (row,) = [row for row in profile(fun, steps=1)(x).rows if row.size]
-        assert row.size == f"{width}×{width}×{width}"
-
-
 def test_the_step_of_an_nnx_model_is_profiled_and_the_model_stays_the_same():
     model = jaxmp.nnx.apply_policy(nnx.Linear(64, 64, rngs=nnx.Rngs(0)), "mixed_bfloat16")
     optimizer = jaxmp.nnx.Optimizer(model, optax.sgd(0.1))
@@ -234,19 +196,6 @@ def test_the_step_of_an_nnx_model_is_profiled_and_the_model_stays_the_same():
     assert measured.groups[kinds.HALF] > 0
     np.testing.assert_array_equal(model.kernel[...], before)
     assert int(optimizer.step[...]) == 0
-
-
-def test_a_jitted_function_may_change_a_copy_of_an_nnx_model():
-    model, x = nnx.Linear(64, 64, rngs=nnx.Rngs(0)), concrete.ones((32, 64))
-    before = np.asarray(model.kernel[...])
-
-    @nnx.jit
-    def own_step(model, x):
-        grads = nnx.grad(lambda model: jnp.mean(model(x) ** 2))(model)
-        nnx.update(model, jax.tree.map(lambda w, g: w - 0.1 * g, nnx.state(model, nnx.Param), grads))
-
-    assert profile(own_step, steps=1)(model, x).groups[kinds.FLOAT32] > 0
-    np.testing.assert_array_equal(model.kernel[...], before)
 
 
 def test_wrong_calls_are_refused():
@@ -266,17 +215,6 @@ def test_wrong_calls_are_refused():
         profile(lambda x: 1.0)(2.0)
     with pytest.raises(TypeError, match="argument 0 is donated"):
         profile(donating)({"w": concrete.ones(3)})
-
-
-def test_two_donated_arguments_of_one_structure_get_their_own_results():
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(params, average, x):
-        params = params - 0.1 * jax.grad(lambda w: jnp.mean((x @ w) ** 2))(params)
-        return params, 0.9 * average + 0.1 * params
-
-    params = concrete.ones((32, 32))
-    assert profile(step, steps=2)(params, concrete.zeros((32, 32)), concrete.ones((32, 32))).groups[kinds.FLOAT32] > 0
-    assert not params.is_deleted()
 
 
 @functools.partial(jax.jit, static_argnums=1, donate_argnums=0)
@@ -324,29 +262,6 @@ def test_for_a_gpu_the_kernels_of_a_second_program_without_cuda_graphs_are_trace
     monkeypatch.setattr("jaxmp.inspect._profile.profile.WITHOUT_CUDA_GRAPHS", {"xla_unknown_option": ""})
     with pytest.raises(jax.errors.JaxRuntimeError, match="xla_unknown_option"):
         profile(fun, steps=2)(*args)
-
-
-def test_for_a_gpu_batches_may_have_several_shapes(assumed_gpu):
-    batches = itertools.cycle([concrete.ones((32, 64)), concrete.ones((16, 64))])
-    measured = profile(jax.jit(lambda w, x: x @ w), steps=4)(concrete.ones((64, 64)), batches)
-    assert measured.milliseconds > 0
-
-
-def test_a_model_that_two_arguments_share_stays_one_model():
-    model = nnx.Linear(16, 16, rngs=nnx.Rngs(0))
-    are_one = []
-
-    def own_step(models, same, x):
-        are_one.append(models[0] is same)
-        return same(x)
-
-    profile(own_step, steps=1)([model], model, concrete.ones((4, 16)))
-    assert are_one and all(are_one)
-
-
-def test_a_kernel_without_a_duration_takes_no_time():
-    events = [Event("", "", "", 0, start, end) for start, end in [(1.0, 1.0), (2.0, 3.0), (8.0, 9.0)]]
-    assert busy_times(events) == [0.0, 1.0, 1.0]
 
 
 # What XLA compiles for a GPU: a product of cuBLAS, an attention of cuDNN, casts, a copy, a sum and an update.
@@ -496,12 +411,6 @@ def test_other_kernels_are_limited_by_bytes_only_if_they_are_fast(share, phrase)
     cast = dataclasses.replace(product, kind=kinds.CAST, dtype="", size="", milliseconds=3.0, ceiling_share=share)
     measured = _measured(rows=[product, cast], groups={kinds.HALF: 6.5, kinds.CAST: 3.0, kinds.WAITING: 0.5})
     assert any(f"Other kernels{phrase}" in sentence for sentence in sentences_of(measured))
-
-
-def test_a_wait_between_many_short_kernels_asks_for_a_larger_batch():
-    short = [dataclasses.replace(_measured().rows[0], calls=2000.0)]
-    (sentence,) = [text for text in sentences_of(_measured(busy=0.6, rows=short)) if "waits" in text]
-    assert "2 µs at each of 2000 kernels" in sentence and "larger batch" in sentence
 
 
 def test_the_command_prints_the_profile(tmp_path, monkeypatch, capsys):

@@ -84,10 +84,6 @@ def _short_step(x, weight):
     return x + 0.004 * jnp.tanh(x @ weight)
 
 
-def _steep(x, weight):
-    return x + 100 * (x * (1 + 0.002 * jnp.tanh(x @ weight)) + -x)
-
-
 def _deep_loss(layers):
     """Return a loss that calls each of ``layers`` in its own scope, with the same param."""
 
@@ -162,36 +158,6 @@ def test_a_pattern_of_equal_layers_covers_no_other_module():
         "stack_0/block_*/inner": ("stack_0/block_0/inner", "stack_0/block_1/inner")
     }
     assert len(modules) == len(layers) + len(norms) + 1
-
-
-def test_equal_layers_need_no_half_operation_in_each():
-    """The last addition of a stack is float32, because only float32 operations read it."""
-
-    def block(x, weight):
-        with jax.named_scope("inner"):
-            step = jnp.tanh(x @ weight)
-        return x + step
-
-    inner, outer = _half_modules(_scoped([(f"block_{number}", block) for number in range(3)]))
-    assert (inner.path, len(inner.layers), outer.path, len(outer.layers)) == ("block_*/inner", 3, "block_*", 3)
-    assert dict(outer.flops) == {"add": 0}
-
-
-def test_layers_are_equal_only_if_their_parents_are():
-    """Otherwise the inner layers would be tried together, and their parents one by one."""
-
-    def loss_fn(weight, x):
-        x = _as_rows(x)
-        for number in range(3):
-            with jax.named_scope(f"block_{number}"):
-                x = jnp.tanh(x) if number == 0 else x
-                with jax.named_scope("inner"):
-                    step = jnp.tanh(x @ weight)
-                x = x + step
-        return jnp.mean(x @ weight)
-
-    paths = {module.path for module in _half_modules(loss_fn)}
-    assert paths == {f"block_{number}{inner}" for number in range(3) for inner in ("", "/inner")}
 
 
 def test_seeds_measure_with_other_keys_and_compile_once():

@@ -138,25 +138,6 @@ def test_models_with_other_class_names_are_told_apart():
     assert str(comparison).splitlines()[-1].endswith("without a match, because of their number, shape or loop: extra_*")
 
 
-def test_a_function_with_the_name_of_a_dtype_is_another_function():
-    def float32(params, x):
-        return _layers(jnp.matmul)(params, x)
-
-    comparison = compare(_layers(jnp.matmul), reference=float32, grad=False)(W, X)
-    assert comparison.reference == "float32" and comparison.is_of_two_functions
-    assert "No policy" not in str(comparison)
-    assert not compare(_layers(jnp.matmul), "mixed_bfloat16", grad=False)(W, X).is_of_two_functions
-
-
-def test_the_dtype_of_a_comparison_is_half_even_if_most_products_are_in_float8():
-    def fun(x, w):
-        y = jax.lax.dot(x.astype(jnp.float8_e4m3fn), w.astype(jnp.float8_e4m3fn), preferred_element_type=jnp.float32)
-        z = jax.lax.dot(y.astype(jnp.float8_e4m3fn), w.astype(jnp.float8_e4m3fn), preferred_element_type=jnp.float32)
-        return _in_bfloat16(z, w)
-
-    assert compare(fun, grad=False)(X, W["a"]).dtype == "bfloat16"
-
-
 def test_a_model_of_another_class_has_the_same_paths_under_the_same_name():
     served = _logits_of(ServedNet())
     assert "ServedNet/head" in compare(half_logits, reference=served, grad=False)(PARAMS, TOKENS).unmatched

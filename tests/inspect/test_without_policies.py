@@ -344,41 +344,6 @@ def test_a_loss_scale_keeps_small_gradients_and_the_rows_are_without_it():
     assert scaled.rows[-1].mean_absolute_difference < 1e-9
 
 
-class Energy(nn.Module):
-    """A model that overflows in float16 between its two layers."""
-
-    @nn.compact
-    def __call__(self, x):
-        y = nn.Dense(4, name="first")(x)
-        with jaxmp.precision("half"):
-            y = y * 300 * 300
-        return nn.Dense(1, name="second")(jnp.tanh(y * 1e-5))
-
-
-def test_an_overflow_between_two_layers_enters_in_the_module_around():
-    model = Energy()
-    params = numbers(jax.eval_shape(model.init, jax.random.key(0), X))["params"]
-    half_model = jaxmp.linen.apply_policy(model, "mixed_float16")
-    comparison = compare(lambda params, x: jnp.sum(half_model.apply({"params": params}, x)), grad=False)(params, X)
-    first, second = (row.relative_error for row in comparison.rows[:2])
-    assert first < 1e-3 and second > 0.01 and comparison.entered == "Energy"
-
-
-def test_the_dtype_of_a_row_is_that_of_the_value_the_module_returns():
-    class Deep(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            x = nn.Dense(8, name="body")(x)
-            return nn.Dense(4, name="head")(nn.Dense(8, name="neck")(nn.LayerNorm()(nn.Dense(8, name="chest")(x))))
-
-    model = jaxmp.linen.apply_policy(Deep(), "mixed_float16")
-    params = numbers(jax.eval_shape(model.init, jax.random.key(0), X))["params"]
-    comparison = compare(lambda params, x: jnp.sum(model.apply({"params": params}, x)), grad=False)(params, X)
-    dtypes = {row.path: row.dtype for row in comparison.rows}
-    assert dtypes["Deep/body"] == dtypes["Deep/neck"] == "float16"  # a product reads them
-    assert dtypes["Deep/chest"] == dtypes["Deep/head"] == dtypes["Deep"] == "float32"
-
-
 def _paths_in_float32(report):
     return {product.path for product in report.products if product.operands == ("float32", "float32")}
 

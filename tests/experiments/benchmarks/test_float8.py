@@ -46,24 +46,6 @@ def test_every_part_has_its_rows_and_is_measured_once(emulated, tmp_path, monkey
     assert json.loads((tmp_path / "float8.json").read_text())["results"] == [ours]
 
 
-def test_a_speed_up_is_relative_to_the_first_way(monkeypatch):
-    def compared(make, rounds, *_):
-        half, ours = {"GB moved": 2.0, "peak MiB": 100.0}, {"GB moved": 3.0, "peak MiB": 88.0}
-        ratios = [[1.0, 1.0, 1.0], [0.8, 0.8, 0.9]]
-        times = [{"ms": [9.0, 10.0, 11.0], "ratio": ratio} if rounds else {} for ratio in ratios]
-        return {way: {**row, **time} for way, row, time in zip(make, (half, ours), times, strict=True)}
-
-    monkeypatch.setattr(float8, "compared", compared)
-    for device in (None, "h200"):
-        case = float8.measure("step", "1.3B", "jaxmp", float8.Config(device=device), float8.Progress("float8", 1))
-        row = case["rows"]["float8"]
-        assert (row["GB / bfloat16"], row["MiB / bfloat16"]) == (1.5, 0.88)
-        if device:
-            assert "speed-up" not in row
-        else:
-            assert row["speed-up"] == 1.25 and row["quartiles"] == "1.111 to 1.250"
-
-
 @pytest.mark.absent_gpu
 def test_compiled_for_a_gpu_the_products_of_a_layer_are_float8_calls(tmp_path, monkeypatch):
     monkeypatch.setattr(float8.plots, "panels", lambda *_: None)

@@ -94,19 +94,3 @@ def test_the_page_counts_the_programs():
     page = " ".join((pathlib.Path(__file__).parents[3] / "docs" / "measured.md").read_text().split())
     assert f"{libraries.total()} loss functions" in page and f"{len(libraries)} JAX libraries" in page
     assert f"{of_papers} loss functions of papers" in page
-
-
-VERDICTS = {
-    (0.009, 0.0): "",
-    (0.05, 0.02): "",
-    (0.07, 0.02): "worse than T",
-    (0.5, 0.15): "ill-conditioned",
-    (0.5, float("nan")): "ill-conditioned",
-    (float("nan"), 0.02): "worse than T",
-}
-
-
-def test_a_program_is_worse_than_half_products_or_ill_conditioned():
-    for errors in VERDICTS:
-        ours, of_t = errors
-        assert run._verdict({"autocast": [0.0, ours], "T": [0.0, of_t]}) == VERDICTS[errors]

@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from experiments.benchmarks.compile_only import run as compile_only
-from experiments.benchmarks.compile_only import sharded, tpu_report
+from experiments.benchmarks.compile_only import tpu_report
 
 
 def row(label, cycles, peak, **more):
@@ -31,24 +31,6 @@ def test_each_row_is_compared_with_bfloat16_by_hand():
     del rows["hand-bf16"]
     table = tpu_report.table({"name": "gpt2", "model": "GPT-2", "variants": rows})
     assert table.rows[1][2] == ""
-
-
-def test_the_best_case_of_a_slice_follows_from_its_slowest_part():
-    sent = {"all-gather bfloat16 fsdp": 3e9, "all-reduce float32 fsdp": 2e9, "all-gather float32 fsdp": 1e9}
-    slice_row = {
-        "topology": "v5e:2x2", "gpus": 4, "mesh": {"fsdp": 2, "tensor": 2}, "way": "linen", "policy": "mixed_bfloat16",
-        "params": 10**9, "batch": "8×1024", "peak": 2**33,
-        "by_kind": {"params": 2**30, "optimizer": 2**31}, "wire": 6e9, "ideal": 6e9, "tokens": 8192,
-        "parts": {"kernels": 400.0, "memory": 100.0, "links": 30.0}, "sent": sent,
-        "setting": {"size": "llama-8B"}, "findings": [],
-    }  # fmt: skip
-    table = sharded.table([slice_row], of_tpus=True)
-    cells = dict(zip(table.columns, table.rows[0], strict=True))
-    assert (cells["params"], cells["devices"], cells["mesh"]) == ("1,000M (Llama 3)", "4 (v5e:2x2)", "fsdp=2, tensor=2")
-    assert (cells["peak GiB"], cells["state GiB"], cells["B/param"]) == ("8.00", "3.00", "6.00")
-    assert (cells["kernels ms"], cells["links ms"], cells["tokens/s at best"]) == ("400", "30", "20,480")
-    assert cells["gathered in"] == "bfloat16 75%, float32 25%"
-    assert cells["sent by kind"].startswith("all-gather bfloat16 fsdp 3.00, all-reduce float32 fsdp 2.00")
 
 
 @pytest.mark.slow("compiles whole train steps")

@@ -11,13 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from PIL import Image
 
 import jaxmp
 from experiments import compare, image_classification, language_modeling, masked_lm
 from experiments.comparison import report
 from experiments.comparison.outcomes import Outcome, train
-from experiments.comparison.picture import picture
 from experiments.report.progress import UNFINISHED, Progress
 from experiments.training import loop
 from experiments.training.experiment import Experiment
@@ -52,28 +50,6 @@ def test_the_table_has_a_row_for_each_variant_and_no_costs_without_tensor_cores(
     assert table.rows[1][-4:] == ("4.5", "2.22", "60.0", "40%")
     table = report.table("digits", [BASELINE, FAST], tensor_cores=False)
     assert table.columns == report.COLUMNS and "no tensor cores" in table.notes[-1]
-
-
-def test_the_picture_is_drawn_and_small(tmp_path):
-    outcomes, metrics = [BASELINE, FAST, WORSE, LOST], {"pysource": "loss", "digits": "accuracy"}
-    picture({"pysource": outcomes, "digits": outcomes}, metrics, tmp_path / "compare.png", "a device")
-    with Image.open(tmp_path / "compare.png") as image:
-        assert image.width > 1000 and len(image.convert("L").getcolors()) > 20
-    assert (tmp_path / "compare.png").stat().st_size < 300_000
-
-
-def test_variants_cross_float16_with_the_loss_scales_and_the_demo_has_five():
-    policies = ("mixed_float16", "mixed_bfloat16", "O3@static:8", "float32")
-    assert compare.variants(compare.Config(policies=policies)) == [
-        ("float32", "none"),
-        ("mixed_float16", "none"),
-        ("mixed_float16", "dynamic"),
-        ("mixed_bfloat16", "none"),
-        ("O3", "static:8"),
-    ]
-    text, digits = compare.plan(compare.Config(demo=True))
-    assert (text.task, len(text.seeds), digits.task, len(digits.seeds)) == ("pysource", 1, "digits", 3)
-    assert len(compare.variants(text)) == len(compare.variants(digits)) == 5
 
 
 def test_a_task_takes_the_flags_of_its_script_except_those_that_the_comparison_sets():

@@ -75,17 +75,6 @@ def test_a_set_that_tfds_has_prepared_is_read_without_tensorflow(tmp_path):
     assert origin.endswith("as prepared by tensorflow-datasets") and "tensorflow" not in sys.modules
 
 
-def test_an_unknown_set_and_what_is_too_large_are_errors(monkeypatch, tmp_path):
-    with pytest.raises(data.DataError, match="unknown data set 'digit'; there are: digits, mnist"):
-        data.read("digit")
-    with pytest.raises(data.DataError, match="a batch must fit in the set's 12 examples, got --batch-size 13"):
-        images.steps_per_epoch(numbered_images(12), 13)
-    with pytest.raises(data.DataError, match="shorter than the text of 4 tokens, got --context 4"):
-        next(text.windows(jax.numpy.zeros(4, np.int32), 4, 2, seed=0))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert data.source.data_folder(None) == tmp_path / "jaxmp" / "data"
-
-
 def numbered_images(n: int) -> images.Images:
     """Return a data set in which all pixels of image i, and its label, are i."""
     numbers = np.arange(n)

@@ -6,12 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
 
 from experiments import data
 from experiments.data import corpus, text
 from experiments.data.masking import IGNORE, mask
-from experiments.training import mesh
 
 # --- documents ------------------------------------------------------------------------------------------------------
 
@@ -49,17 +47,6 @@ def test_sequences_are_cut_from_the_text_and_go_on_where_they_stopped():
     np.testing.assert_array_equal(spread[:, 0], [0, 15, 30, 45])
     with pytest.raises(data.DataError, match="shorter than the text of 50 tokens, got --context 50"):
         next(text.sequences(token_ids, 51, 1, seed=0))
-
-
-def test_on_several_devices_the_batches_are_the_same_and_each_device_has_rows_of_its_own():
-    token_ids = jnp.arange(50, dtype=jnp.uint16)
-    devices = jax.make_mesh((2, 2, 1), mesh.AXES, axis_types=(AxisType.Auto,) * 3)
-    for rows, of_each in ((8, 2), (3, 3)):  # four devices do not divide three rows, so each device has all rows
-        batches = [text.windows(token_ids, 4, rows, 3, 5) for _ in range(2)]
-        alone, spread = next(batches[0]), next(mesh.placed(devices, batches[1]))
-        for name in ("context", "target"):
-            np.testing.assert_array_equal(alone[name], spread[name])
-            assert spread[name].addressable_shards[0].data.shape[0] == of_each
 
 
 # --- masking --------------------------------------------------------------------------------------------------------

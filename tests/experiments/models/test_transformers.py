@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,11 +14,9 @@ import pytest
 import jaxmp
 from experiments.benchmarks.models import workloads
 from experiments.measure import memory
-from experiments.models import transformer
 from experiments.models.bert import BERT
 from experiments.models.gpt2 import GPT2
 
-KINDS = (GPT2, BERT)
 SIZES = (41, 8, 2, 2, 16)  # vocabulary, sequence, layers, heads, width
 ONE_LAYER = (41, 8, 1, 2, 16)
 TOKENS = np.random.default_rng(0).integers(0, 41, (2, 8)).astype(np.int32)
@@ -98,31 +95,6 @@ def test_blocks_in_a_loop_with_remat_compute_what_they_do_one_by_one_without():
 
 # The number of products that a block recomputes, counted by hand. With "attention": c_proj and c_fc, in BERT also the
 # last product, whose sum is normalised. With "dots": the two products of attention. With "full": all products.
-AGAIN = {GPT2: {"attention": 2, "dots": 2, "full": 7}, BERT: {"attention": 3, "dots": 2, "full": 8}}
-
-
-@pytest.mark.parametrize("rows", [(5,), (2, 3)], ids=["tokens", "examples of tokens"])
-def test_three_projections_are_those_of_a_single_dense_layer_in_one_product_backward(rows):
-    x = jax.random.normal(jax.random.key(0), (*rows, 16), jnp.bfloat16)
-    cotangents = tuple(jax.random.normal(jax.random.key(seed), (*rows, 4), jnp.bfloat16) for seed in (1, 2, 3))
-    dense = nn.Dense(12, dtype=jnp.bfloat16, bias_init=nn.initializers.normal(1))
-    layer = transformer.Projections(12, dtype=jnp.bfloat16)
-    params = dense.init(jax.random.key(4), x)
-    outputs, vjp = jax.vjp(layer.apply, params, x)
-    expected, vjp_of_dense = jax.vjp(lambda params, x: tuple(jnp.split(dense.apply(params, x), 3, axis=-1)), params, x)
-    for actual, wanted in zip(jax.tree.leaves(outputs), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_array_equal(actual, wanted)
-    for actual, wanted in zip(jax.tree.leaves(vjp(cotangents)), jax.tree.leaves(vjp_of_dense(cotangents)), strict=True):
-        assert actual.dtype == wanted.dtype
-        np.testing.assert_allclose(np.float32(actual), np.float32(wanted), rtol=0.02, atol=0.02)
-
-    def loss(params, x):
-        return sum(jnp.sum(part.astype(jnp.float32)) for part in layer.apply(params, x))
-
-    assert len(list(products(jax.make_jaxpr(jax.grad(loss, (0, 1)))(params, x).jaxpr))) == 3 + 2
-    wide = jax.ShapeDtypeStruct((5, 1536), jnp.bfloat16)
-    params = jax.eval_shape(layer.init, jax.random.key(4), wide)
-    assert len(list(products(jax.make_jaxpr(layer.apply)(params, wide).jaxpr))) == 1
 
 
 @pytest.mark.absent_gpu
@@ -138,14 +110,3 @@ def test_on_a_gpu_the_product_before_gelu_computes_it_and_q_k_and_v_are_not_slic
     text = memory.compiled(gradients, (params, case.batch), "h200").as_text()
     assert text.count('"epilogue":"BIAS_GELU_AUX"') == 1
     assert "bf16[4096,768]{1,0} slice(" not in text
-
-
-@pytest.mark.slow("traces a model under each kind of remat")
-def test_remat_computes_again_what_it_says():
-    for kind in KINDS:
-        plain = kind(*SIZES)
-        params = random_variables(plain)["params"]
-        count = len(list(products(jax.make_jaxpr(jax.grad(loss_of(plain)))(params).jaxpr)))
-        for remat, again in AGAIN[kind].items():
-            step = jax.make_jaxpr(jax.grad(loss_of(plain.clone(remat=remat))))(params)
-            assert len(list(products(step.jaxpr))) == count + again * SIZES[2], (kind, remat)

@@ -11,7 +11,7 @@ import jaxmp
 from experiments import compare, data, image_classification, language_modeling, masked_lm
 from experiments.benchmarks import loss_scaling
 from experiments.training import cli
-from experiments.training.precision import read_loss_scale, read_overrides, read_policy
+from experiments.training.precision import read_loss_scale, read_policy
 
 SCRIPTS = [image_classification, language_modeling, masked_lm, compare, loss_scaling]
 
@@ -57,14 +57,6 @@ def test_a_loss_scale_is_read_with_its_parameters_or_an_error():
     ]:
         with pytest.raises(ValueError, match=message):
             read_loss_scale(text)
-
-
-def test_overrides_are_split_at_the_first_equals_sign_and_have_both_sides():
-    texts = ("**/Dense_1=float32", "head=p=f32,c=bf16,o=f32")
-    assert read_overrides(texts) == {"**/Dense_1": "float32", "head": "p=f32,c=bf16,o=f32"}
-    for text in ("head", "=float32", "head="):
-        with pytest.raises(ValueError, match=re.escape(f"an override is PATTERN=POLICY, got {text!r}; write")):
-            read_overrides((text,))
 
 
 def test_help_has_every_flag_with_a_text_and_a_default(capsys, monkeypatch):
