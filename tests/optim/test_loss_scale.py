@@ -148,6 +148,12 @@ def test_a_period_lowered_below_the_counter_still_grows_at_the_next_finite_step(
     assert float(scale.adjust(True).loss_scale) == 8
 
 
+def test_growth_that_would_pass_the_maximum_does_not_happen_and_the_count_starts_again() -> None:
+    states = run(DynamicLossScale(600, period=2, max_loss_scale=1000), [True] * 5)
+    assert states.loss_scale.tolist() == [600] * 5
+    assert states.counter.tolist() == [1, 0, 1, 0, 1]
+
+
 def test_growth_never_reaches_infinity_and_backoff_never_zero() -> None:
     bounds = {"min_loss_scale": 0, "max_loss_scale": HUGE}
     assert run(DynamicLossScale(2.0**100, period=1, **bounds), [True] * 60).loss_scale[-1] == 2.0**127
@@ -161,6 +167,11 @@ def test_hysteresis_forgives_until_used_up_and_only_growth_refills_it() -> None:
     states = run(scale, flags)
     assert states.loss_scale.tolist() == [64, 32, 16, 16, 16, 8, 8, 8, 16, 16, 16, 8]
     assert states.countdown.tolist() == [1, 0, 0, 0, 0, 0, 0, 0, 2, 1, 1, 0]
+
+
+def test_hysteresis_is_refilled_when_growth_is_due_even_at_the_maximum() -> None:
+    states = run(DynamicLossScale(64.0, period=1, max_loss_scale=64, hysteresis=2), [False, True, False])
+    assert states.loss_scale.tolist() == [64, 64, 64]
 
 
 def test_adjust_takes_python_numpy_and_jax_bools() -> None:

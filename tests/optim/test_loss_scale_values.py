@@ -139,6 +139,12 @@ def test_headroom_settles_on_the_largest_power_of_two_that_fits_and_never_overfl
     assert np.log2(states.loss_scale[50:]).std() < 1
 
 
+def test_headroom_for_a_steady_gradient_is_the_largest_scale_that_fits() -> None:
+    for grad_max in (1e-3, 0.7, 3.0):
+        states = run(HeadroomLossScale(headroom=2), [True] * 20, grad_max)
+        assert states.loss_scale[-1] == largest_fitting(grad_max, 2)
+
+
 def test_headroom_drops_at_once_and_returns_after_the_running_maximum_decayed() -> None:
     grad_max = np.array([1.0] * 3 + [64.0] + [1.0] * 100, np.float32)
     scales = run(HeadroomLossScale(period=10), [True] * 104, grad_max).loss_scale
@@ -160,6 +166,13 @@ def test_gradients_that_are_all_zero_or_unknown_change_nothing_while_finite() ->
         scale = HeadroomLossScale(loss_scale=2.0**9, running_max=running_max)
         for grad_max in (0.0, math.nan, math.inf):
             assert_same(scale.adjust(True, grad_max), scale)
+
+
+def test_non_finite_steps_at_the_minimum_leave_a_usable_scale() -> None:
+    scale = HeadroomLossScale(loss_scale=2.0, min_loss_scale=1.0)
+    states = run(scale, [False] * 5 + [True] * 5, [math.nan] * 5 + [1e-6] * 5)
+    assert states.loss_scale.tolist() == [1] * 10
+    assert np.isfinite(states.running_max).all()
 
 
 def test_headroom_counts_from_the_largest_number_of_the_dtype() -> None:

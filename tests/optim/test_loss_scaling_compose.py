@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+
+import concrete
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -64,6 +67,15 @@ def test_masked_may_be_inside_of_loss_scaling():
     assert get_loss_scale(state).loss_scale == 2.0**14
 
 
+def test_a_mask_that_excludes_all_params_is_not_an_error():
+    params, _ = problem()
+    tx = standard(
+        optax.masked(loss_scaling(optax.adam(1e-2), DynamicLossScale()), jax.tree.map(lambda _: False, params))
+    )
+    updates, state = jax.jit(tx.update)(params, tx.init(params), params)
+    assert same_bits(updates, params) and state.inner_state.last_finite
+
+
 def test_around_multi_transform_one_loss_has_one_scale():
     params, batch = problem()
     tx = loss_scaling(
@@ -104,6 +116,21 @@ def test_a_schedule_inside_does_not_advance_on_a_skipped_step():
     assert [int(leaf) for leaf in jax.tree.leaves(state.inner_state) if leaf.dtype == jnp.int32] == [2, 2]
 
 
+def test_inject_hyperparams_may_be_around_loss_scaling():
+    params, batch = problem()
+
+    def make(learning_rate):
+        return loss_scaling(optax.sgd(learning_rate), DynamicLossScale())
+
+    tx = standard(optax.inject_hyperparams(make)(learning_rate=0.1))
+    end, state = run(tx, [True, False, True], params, batch)
+    assert get_loss_scale(state).loss_scale == 2.0**14
+    close(end, run(loss_scaling(optax.sgd(0.1), DynamicLossScale()), [True, True], params, batch)[0])
+    state.hyperparams["learning_rate"] = jnp.float32(0.0)
+    grads = gradients(params, state, batch)
+    assert all((leaf == 0).all() for leaf in jax.tree.leaves(tx.update(grads, state, params)[0]))
+
+
 # ---- MultiSteps
 
 
@@ -130,3 +157,34 @@ def test_around_apply_if_finite_the_scale_decides():
 
 
 # ---- extra arguments
+
+
+def squares(params):
+    return jnp.sum((params["w"] - 0.5) ** 2)
+
+
+@pytest.mark.slow("compiles a line search twice; extra arguments alone are quick")
+def test_a_line_search_sees_true_values_and_gradients():
+    params = plain_params = {"w": concrete.array([1.0, -2.0, 3.0])}
+    tx, plain = loss_scaling(standard(optax.lbfgs()), DynamicLossScale()), standard(optax.lbfgs())
+    state, plain_state = tx.init(params), plain.init(params)
+    update, plain_update = (jax.jit(functools.partial(optimizer.update, value_fn=squares)) for optimizer in (tx, plain))
+    for _ in range(2):
+        value, grad = value_and_grad(squares, state)(params)
+        updates, state = update(grad, state, params, value=value, grad=grad)
+        params = optax.apply_updates(params, updates)
+        value, grad = jax.value_and_grad(squares)(plain_params)
+        updates, plain_state = plain_update(grad, plain_state, plain_params, value=value, grad=grad)
+        plain_params = optax.apply_updates(plain_params, updates)
+    assert same_bits(params, plain_params) and same_bits(state.inner_state, plain_state)
+
+
+def test_an_inner_transform_without_extra_arguments_gets_none():
+    def update(updates, state, params=None):
+        return jax.tree.map(lambda update: -0.1 * update, updates), state
+
+    plain = optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+    params, batch = problem()
+    stepped, _ = run(loss_scaling(plain, DynamicLossScale()), [True], params, batch, value=1.0, anything=2.0)
+    expected, _ = run(loss_scaling(optax.sgd(0.1), DynamicLossScale()), [True], params, batch)
+    assert same_bits(stepped, expected)

@@ -116,6 +116,22 @@ def test_a_scan_over_steps_equals_the_steps():
     assert jaxmp.get_loss_scale(scanned_state).loss_scale == jaxmp.get_loss_scale(state).loss_scale
 
 
+@pytest.mark.once
+def test_donating_the_state_leaves_the_optimizer_usable_for_a_second_run():
+    params, batch = problem()
+    loss_scale = DynamicLossScale()
+    tx = loss_scaling(standard(optax.adam(1e-2)), loss_scale)
+    step = jax.jit(make_step(tx), donate_argnums=1)
+    ends = []
+    for _ in range(2):
+        state = tx.init(params)
+        end, new_state, _ = step(params, state, batch)
+        assert state.skipped_steps.is_deleted() and not new_state.skipped_steps.is_deleted()
+        ends.append(end)
+    assert same_bits(*ends) and compiled_once(step)
+    assert loss_scale.loss_scale == 2.0**15  # the user's loss scale was not deleted
+
+
 # ---- vmap over models, and mapped axes
 
 
@@ -259,3 +275,15 @@ def test_a_sharded_step_equals_that_of_one_device_and_keeps_its_shardings():
         params = new
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), params, single_params)
     assert state.skipped_steps == 1
+
+
+def test_a_mesh_with_explicit_shardings_works_too():
+    params, batch = jax.device_get(sharded_problem("sharded"))
+    with jax.set_mesh(mesh_of_four(AxisType.Explicit)):
+        params = jax.device_put(params, PartitionSpec())
+        batch = jax.device_put(batch, PartitionSpec("d"))
+        tx = loss_scaling(optax.sgd(1e-2, momentum=0.9), DynamicLossScale())
+        new, _, _ = jax.jit(lambda params, batch: make_step(tx)(params, tx.init(params), batch))(params, batch)
+        updates, state = jax.jit(lambda batch: tx.update(batch, tx.init(batch), batch))(batch)
+    assert state.last_finite and updates["x"].sharding.is_equivalent_to(batch["x"].sharding, 2)
+    assert not same_bits(new, params)

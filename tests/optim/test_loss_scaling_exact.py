@@ -55,6 +55,21 @@ def test_scaled_and_unscaled_runs_agree_in_every_bit(name):
     assert state.skipped_steps == 0
 
 
+def test_a_scale_that_is_no_power_of_two_agrees_to_rounding():
+    params, batch = problem()
+    tx = loss_scaling(standard(optax.adam(1e-2)), jaxmp.StaticLossScale(1000.0))
+    plain = standard(optax.adam(1e-2))
+
+    @jax.jit
+    def both_updates(state, plain_state):
+        _, grads = value_and_grad(loss_fn, state)(params, batch)
+        expected, _ = plain.update(jax.grad(loss_fn)(params, batch), plain_state, params)
+        return tx.update(grads, state, params)[0], expected
+
+    updates, expected = both_updates(tx.init(params), plain.init(params))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), updates, expected)
+
+
 @pytest.mark.filterwarnings("ignore:updates below")  # of half params, on purpose
 def test_small_float16_gradients_do_not_underflow_adams_second_moment():
     """Keep the squares of small gradients, which are 0 in float16.
@@ -113,6 +128,17 @@ def test_the_inner_transform_sees_float32_params_and_gradients():
     assert set(dtypes) == {jnp.dtype("float32")} and updates == jnp.float32(0.1) * jnp.float32(1.0009765625)
 
 
+def test_clipping_sees_true_gradients():
+    params, batch = problem()
+    half = jax.tree.map(lambda g: np.asarray(g).astype(np.float16), jax.jit(jax.grad(loss_fn))(params, batch))
+    tx = loss_scaling(optax.clip_by_global_norm(0.5), jaxmp.StaticLossScale(2.0**8))
+    clipped, _ = jax.jit(tx.update)(half, tx.init(params), params)
+    true = jax.tree.map(lambda g: g.astype(np.float32), half)
+    expected, _ = jax.jit(optax.clip_by_global_norm(0.5).update)(true, optax.EmptyState())
+    assert same_bits(clipped, expected)
+    assert np.sqrt(sum(np.sum(g**2) for g in jax.tree.leaves(true))) > 0.5  # so the gradients were clipped
+
+
 def test_a_gradient_penalty_is_that_of_the_true_loss():
     """Scale only the total loss, so the penalty in it uses true gradients."""
     params, batch = problem()
@@ -142,3 +168,31 @@ def test_the_norm_in_the_state_is_that_of_the_true_gradients():
     true_norm = jax.jit(lambda params: optax.tree.norm(jax.grad(loss_fn)(params, batch)))
     assert update(state).grad_norm == true_norm(params)
     assert loss_scaling(optax.sgd(0.1), DynamicLossScale()).init(params).grad_norm is None
+
+
+def test_params_may_be_left_out_if_the_inner_transform_needs_none():
+    params, batch = problem()
+    tx = loss_scaling(optax.sgd(0.1), DynamicLossScale())
+
+    @jax.jit
+    def updates(state):
+        _, grads = value_and_grad(loss_fn, state)(params, batch)
+        return tx.update(grads, state)[0], tx.update(grads, state, params)[0]
+
+    without_params, with_params = updates(tx.init(params))
+    assert same_bits(without_params, with_params)
+
+
+def test_float64_gradients_stay_float64():
+    with jax.enable_x64(True):
+        params, tx = np.ones(2), loss_scaling(standard(optax.adam(1e-3)), DynamicLossScale())
+
+        @jax.jit
+        def step(params):
+            state = tx.init(params)
+            loss, grads = value_and_grad(lambda p: jnp.sum(p**2) / 3, state)(params)
+            return loss, grads, *tx.update(grads, state, params)
+
+        loss, grads, updates, state = step(params)
+        assert {loss.dtype, grads.dtype, updates.dtype, state.inner_state[0].nu.dtype} == {jnp.dtype("float64")}
+        np.testing.assert_allclose(grads, 2 / 3, rtol=1e-15)

@@ -320,6 +320,18 @@ def test_low_precision_warns_once_if_it_has_no_effect_because_no_param_is_bfloat
     assert warned(jnp.float32, moments="bfloat16") == warned(jnp.bfloat16, rounding="kahan") == []
 
 
+@pytest.mark.once
+@pytest.mark.parametrize("options", [{}, {"moments": "bfloat16"}, {"rounding": "kahan"}])
+def test_optax_maps_the_params_in_a_state(options):
+    tx, weights = jaxmp.low_precision(optax.adam(1e-3), **options), {"w": concrete.ones(4, jnp.bfloat16)}
+    specs = optax.tree_map_params(
+        tx, lambda _, spec: spec, tx.init(weights), {"w": P("data")}, transform_non_params=lambda _: P()
+    )
+    [adam, _] = specs.inner_state
+    assert adam.mu == adam.nu == {"w": P("data")} and specs.count == adam.count == P()
+    assert specs.compensation == ({"w": P("data")} if options.get("rounding") else None)
+
+
 def test_with_tx_keeps_the_compensation_and_the_count():
     kahan = jaxmp.low_precision(optax.sgd(1e-4), rounding="kahan")
     params = {"w": concrete.ones((4, 8), jnp.bfloat16), "b": concrete.ones(8), "none": None}
@@ -346,6 +358,30 @@ def test_with_tx_starts_the_compensation_of_params_that_had_none():
     stored = update(half.with_tx(kahan)).opt_state.inner_state
     np.testing.assert_allclose(stored.compensation["w"].astype(jnp.float32), -2e-4, rtol=1e-2)
     np.testing.assert_allclose(stored.compensation["v"].astype(jnp.float32), -1e-4, rtol=1e-2)
+
+
+def test_with_tx_keeps_the_dtype_that_the_optimizer_gives_a_moment():
+    adam = optax.adam(1e-3, mu_dtype=jnp.bfloat16)
+    state = jaxmp.TrainState.create(params={"w": concrete.ones(4, jnp.bfloat16)}, tx=jaxmp.low_precision(adam))
+    with pytest.warns(UserWarning, match=r"write tx = jaxmp.low_precision\(tx\)"):
+        plain = state.with_tx(adam)
+    assert plain.opt_state.inner_state[0].mu["w"].dtype == jnp.bfloat16
+
+
+def test_with_tx_keeps_the_norm_in_the_state():
+    tx = jaxmp.loss_scaling(optax.adam(1e-3), jaxmp.NoOpLossScale(), grad_norm=True)
+    state = jaxmp.TrainState.create(params={"w": concrete.ones(4)}, tx=tx)
+    assert state.with_tx(jaxmp.low_precision(optax.adam(1e-3), moments="bfloat16")).opt_state.grad_norm.shape == ()
+
+
+def test_with_tx_survives_a_step_that_donates():
+    loss_fn, x, params = problem(jnp.bfloat16)
+    tx = jaxmp.loss_scaling(optax.adam(1e-3), jaxmp.DynamicLossScale())
+    with pytest.warns(UserWarning, match=r"write tx = jaxmp.low_precision\(tx\)"):
+        state = jaxmp.TrainState.create(params=params, tx=tx)
+    state = state.with_tx(jaxmp.low_precision(optax.adam(1e-3)))
+    state, _ = jaxmp.make_train_step(loss_fn)(state, x)
+    assert float(state.tx.init(state.params).loss_scale.loss_scale) == 2.0**15
 
 
 @pytest.mark.once
@@ -422,6 +458,23 @@ def test_muons_momentum_is_sharded_like_its_param():
     momentum = many.opt_state.inner_state.inner_state.inner_states["muon"].inner_state[0].mu["w"]
     assert momentum.dtype == jnp.bfloat16 and momentum.sharding.spec == many.params["w"].sharding.spec == P("fsdp")
     np.testing.assert_allclose(metrics_of_many["loss"], metrics_of_one["loss"], rtol=1e-3)
+
+
+def test_a_device_with_part_of_a_block_on_explicit_axes_is_jaxs_error():
+    with jax.set_mesh(jax.make_mesh((4,), ("fsdp",), axis_types=(jax.sharding.AxisType.Explicit,))):
+        params = jax.device_put(concrete.ones((8, 32), jnp.bfloat16), P(None, "fsdp"))
+        tx = jaxmp.low_precision(optax.adam(1e-3), moments="float8", block=16)
+        with pytest.raises(Exception, match="specify the sharding of the output"):
+            tx.init(params)
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("moments", ["bfloat16", " BF16", jnp.bfloat16, np.dtype(jnp.bfloat16)])
+def test_moments_may_be_any_name_of_a_dtype(moments):
+    tx = jaxmp.low_precision(optax.sgd(0.1, momentum=0.9), moments=moments)
+    state = jax.eval_shape(tx.init, {"w": jax.ShapeDtypeStruct((4, 8), jnp.float32)})
+    assert state.inner_state[0].trace["w"].dtype == jnp.bfloat16
+    assert jaxmp.low_precision(optax.adam(0.1), moments="fp8").transform.moments == "float8"
 
 
 @pytest.mark.once

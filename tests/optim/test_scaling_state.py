@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 
 import cloudpickle
@@ -92,6 +93,12 @@ def test_argnums_aux_and_keyword_arguments_work_as_in_jax():
     assert value_and_grad(lambda p: p**2, state)(3.0)[1] == 6  # a Python float has a gradient too
 
 
+def test_functions_without_a_name_can_be_differentiated():
+    state = loss_scaling(optax.sgd(0.1), jaxmp.StaticLossScale(4.0)).init(concrete.ones(1))
+    assert value_and_grad(functools.partial(jnp.dot, concrete.ones(2)), state)(concrete.ones(2))[0] == 2
+    assert value_and_grad(loss_fn, state).__name__ == "loss_fn"
+
+
 @pytest.mark.filterwarnings("ignore:updates below")  # of half params, on purpose
 def test_the_returned_loss_and_gradients_are_float32():
     params = {"half": concrete.ones(2, jnp.float16), "full": concrete.ones(2)}
@@ -133,6 +140,22 @@ def test_a_wrapped_state_has_the_structure_that_updates_keep():
     wrapped = jaxmp.wrap_opt_state(optax.sgd(0.1).init(params), DynamicLossScale(), grad_norm=True)
     assert same_bits(wrapped, tx.init(params))
     assert jax.tree.structure(train(tx, params, wrapped, batch, [True])[1]) == jax.tree.structure(wrapped)
+
+
+def test_the_headroom_scale_follows_the_largest_gradient_and_skips_nothing_in_steady_state():
+    """Let float16 gradients vary by less than the headroom: no step overflows."""
+    tx = loss_scaling(optax.sgd(0.1), jaxmp.HeadroomLossScale(headroom=4, period=4))
+    update = jax.jit(tx.update)
+    state, rng = tx.init(concrete.ones(3)), np.random.default_rng(0)
+    for _ in range(60):
+        true = concrete.array(rng.normal(size=3) * 0.01 * 2.0 ** rng.uniform(-1, 1), jnp.float32)
+        scaled = (true * state.loss_scale.loss_scale).astype(jnp.float16)
+        _, state = update(get_loss_scale(state).unscale(scaled), state)
+    assert state.skipped_steps == 0
+    assert 0.01 < state.loss_scale.running_max < 0.1
+    assert 2.0**14 <= state.loss_scale.loss_scale <= 2.0**19
+    _, state = update(concrete.full(3, jnp.inf, jnp.float16), state)
+    assert state.skipped_steps == 1
 
 
 def test_loss_scales_of_jmp_are_accepted():
