@@ -116,6 +116,13 @@ def test_the_labels_may_have_any_axes_or_none():
     np.testing.assert_allclose(cross_entropy(logits[1, 2], labels[1, 2]), got[1, 2], rtol=1e-6)
 
 
+def test_large_and_infinite_logits_are_no_trouble():
+    logits = np.array([[60000.0, -60000.0, -np.inf]], np.float16)
+    loss, gradient = jax.jit(jax.value_and_grad(lambda z: cross_entropy(z, np.array([0])).sum()))(logits)
+    assert loss == 0 and not np.any(gradient)
+    assert np.asarray(cross_entropy(logits, np.array([1]))).tolist() == [120000]
+
+
 @pytest.mark.parametrize(
     ("dtype", "largest"), [(jnp.float32, 2.0**27), (jnp.bfloat16, 2.0**14), (jnp.float16, 2.0**15)]
 )
@@ -253,6 +260,22 @@ def test_no_logits_make_float16_gradients_overflow():
 
     for half, exact in gradients(weights):
         np.testing.assert_allclose(half, exact, rtol=2e-3)
+
+
+def test_a_loss_scale_of_65536_neither_overflows_float16_nor_costs_precision():
+    x, weights = normal(1, TOKENS, DIM, dtype=jnp.float16), normal(2, ROWS, DIM) / 50
+
+    @jax.jit
+    def scaled(scale):
+        def loss(x, weights):
+            return scale * projected_cross_entropy(x, weights, LABELS, ignore_index=-100)
+
+        return jax.grad(loss, (0, 1))(x, weights)
+
+    (x_scaled, weights_scaled), (x_true, weights_true) = scaled(jnp.float32(2**16)), scaled(jnp.float32(1))
+    np.testing.assert_array_equal(np.asarray(weights_scaled) / 2**16, weights_true)
+    x_scaled = np.asarray(x_scaled, np.float32)
+    assert np.isfinite(x_scaled).all() and error(x_scaled / 2**16, x_true) < 1e-3
 
 
 def test_automatic_chunks_are_as_few_as_a_share_of_the_devices_memory_allows():

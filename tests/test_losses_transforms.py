@@ -77,6 +77,14 @@ def test_the_gradient_has_a_gradient(loss):
     assert_close(*all_of([jax.grad(fun, (0, 1)) for fun in penalties], X, WEIGHTS))
 
 
+@pytest.mark.once
+def test_a_hessian_times_a_vector_is_a_derivative_of_the_gradient():
+    def product(loss, x, tangent):
+        return jax.jvp(lambda x: jax.grad(loss)(x, WEIGHTS), (x,), (tangent,))[1]
+
+    assert_close(*all_of([functools.partial(product, fun) for fun in (fused, naive)], X, 1 - X))
+
+
 @pytest.mark.parametrize("loss", [stored, fused])
 def test_forward_mode_is_refused(loss):
     with pytest.raises(TypeError, match="forward-mode"):
@@ -109,6 +117,19 @@ def test_a_checkpoint_keeps_no_constant_of_the_size_of_a_chunk_s_logits():
     assert (16, 30) not in shapes
 
 
+def test_float64_stays_float64():
+    with jax.enable_x64(True):
+        x, weights, labels = X.astype(np.float64), WEIGHTS.astype(np.float64), LABELS.astype(np.int64)
+
+        def loss(x, weights):
+            return projected_cross_entropy(x, weights, labels, chunks=5, ignore_index=-100)
+
+        got, want = all_of([jax.value_and_grad(fun, (0, 1)) for fun in (loss, naive)], x, weights)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(got)} == {"float64"}
+    for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(np.asarray(ours), np.asarray(theirs), rtol=1e-12, atol=1e-14)
+
+
 # ---- autocast and policies
 
 
@@ -137,6 +158,17 @@ def test_the_fused_loss_under_autocast_is_that_by_hand_bit_for_bit(loss):
     for ours, by_hand in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert ours.dtype == jnp.float32
         np.testing.assert_array_equal(ours, by_hand)
+
+
+def test_the_fused_loss_under_autocast_multiplies_half_and_sums_in_float32():
+    autocast = jaxmp.autocast(of_float32(fused), "mixed_bfloat16")
+    jaxpr = jax.make_jaxpr(jax.grad(autocast, (0, 1)))(LAYER, WEIGHTS).jaxpr
+    products = [eqn for eqn in equations(jaxpr) if eqn.primitive.name == "dot_general"]
+    dtypes = [tuple(var.aval.dtype.name for var in (*eqn.invars, *eqn.outvars)) for eqn in products]
+    half, summed = ("bfloat16",) * 3, ("bfloat16", "bfloat16", "float32")
+    # The forward pass computes the layer, the logits, and the gradients of x and of the weights.
+    # The backward pass computes the gradient of the layer.
+    assert sorted(dtypes) == sorted([half, half, summed, summed, half])
 
 
 @pytest.mark.once

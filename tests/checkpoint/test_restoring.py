@@ -201,6 +201,24 @@ def test_a_moving_average_and_a_random_key_may_begin_or_end(trained, tmp_path, c
     assert bits(again.rng) == bits(like.rng) and "the random key starts fresh" in line
 
 
+def test_a_new_moving_average_keeps_its_own_place(tmp_path):
+    def run(**fields):
+        return jaxmp.TrainState.create(params={"w": concrete.arange(4.0)}, tx=optax.sgd(0.1), **fields)
+
+    checkpoint.save(tmp_path, run())
+    mesh = jax.make_mesh((4,), ("fsdp",), devices=jax.devices()[:4])
+    sharded, on_one = jax.NamedSharding(mesh, jax.P("fsdp")), jax.sharding.SingleDeviceSharding(jax.devices()[1])
+    like = run(ema=True)
+    like = like.replace(params=jax.device_put(like.params, sharded))
+    new = checkpoint.restore(tmp_path, like)
+    assert new.params["w"].sharding == sharded and not new.ema_params["w"].committed
+    assert new.ema_params["w"].devices() == {jax.devices()[0]}
+    new = checkpoint.restore(tmp_path, like.replace(ema_params=jax.device_put(like.ema_params, on_one)))
+    assert new.ema_params["w"].sharding == on_one and bits(new.ema_params) == bits(new.params)
+    shapes = jax.eval_shape(lambda: run(ema=True))
+    assert bits(checkpoint.restore(tmp_path, shapes).ema_params) == bits(new.params)
+
+
 @pytest.mark.parametrize("place", [None, 1])
 def test_an_integer_or_a_float64_number_that_does_not_fit_is_refused(place, tmp_path):
     def like(dtype):
@@ -219,6 +237,23 @@ def test_an_integer_or_a_float64_number_that_does_not_fit_is_refused(place, tmp_
     refused(lambda: checkpoint.restore(tmp_path, like("int8")), ValueError, "'a' has integers outside int8")
     checkpoint.save(tmp_path, {"a": np.array([1 + 2j, 1e300j])}, step=5)
     refused(lambda: checkpoint.restore(tmp_path, like("complex64")), ValueError, "the largest number of complex64")
+
+
+def test_python_numbers_restore_from_arrays_and_into_arrays(tmp_path, capsys):
+    new, line = restored(
+        tmp_path / "a", {"step": jnp.int32(7), "rate": jnp.float32(0.5)}, {"step": 0, "rate": 0.1}, capsys, step=1
+    )
+    assert new == {"step": 7, "rate": 0.5} and type(new["step"]) is int and line.endswith("/a\n")
+    new, line = restored(tmp_path / "b", {"step": 7}, {"step": jnp.int32(0)}, capsys, step=1)
+    assert new["step"].dtype == jnp.int32 and new["step"] == 7 and "step int64 -> int32" in line
+
+
+def test_keys_of_another_implementation_are_restored_as_they_were(tmp_path, capsys):
+    rbg = jax.random.key(1, impl="rbg")
+    new, _ = restored(tmp_path / "a", linen_run(rng=rbg)[0], linen_run()[0], capsys)
+    assert str(jax.random.key_impl(new.rng)) == "rbg" and bits(new.rng) == bits(rbg)
+    raw, _ = restored(tmp_path / "b", linen_run(rng=1)[0], linen_run(rng=jax.random.PRNGKey(5))[0], capsys)
+    assert bits(raw.rng) == bits(jax.random.PRNGKey(1))
 
 
 @pytest.mark.parametrize("rounding", ["kahan", pytest.param("stochastic", marks=OTHER_DTYPES)])

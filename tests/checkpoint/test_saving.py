@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import concrete
@@ -120,11 +121,41 @@ def test_any_tree_of_arrays_and_numbers_can_be_saved_and_restored_to_shapes(tmp_
     assert str(jax.random.key_impl(again["keys"][1])) == "rbg" and not again["flag"].committed
 
 
+def test_numpy_arrays_and_python_numbers_keep_their_64_bits(tmp_path):
+    tree = {
+        "position": np.array([2**40]),
+        "seed": np.array([2**63, 2**63 + 1], np.uint64),
+        "large": np.array([1e300]),
+        "complex": np.array([1e300j]),
+        "scalar": np.float64(0.1),
+        "big_endian": np.array([2**40], ">i8"),
+        "count": 2**40,
+        "word": 2**64 - 1,
+        "rate": 0.1,
+        "root": 0.1j,
+        "flag": True,
+    }
+    checkpoint.save(tmp_path, tree, step=1)
+    like = {name: type(leaf)(0) if np.ndim(leaf) == 0 else np.zeros_like(leaf) for name, leaf in tree.items()}
+    restored = checkpoint.restore(tmp_path, like)
+    for name, leaf in tree.items():
+        assert type(restored[name]) is type(leaf) and np.array_equal(restored[name], leaf), name
+        assert np.result_type(restored[name]) == np.result_type(leaf), name
+
+
 @pytest.mark.parametrize("leaf", [np.array(["text"]), np.ones(2, "M8[s]"), np.ones(2, np.longdouble), 2**64])
 def test_a_dtype_that_orbax_cannot_write_is_refused(leaf, tmp_path):
     checkpoint.save(tmp_path, {"a": concrete.ones(2)}, step=1, wait=True)
     refused(lambda: checkpoint.save(tmp_path, {"a": leaf}, step=2), TypeError, "Orbax cannot write ", "got 'a'")
     assert checkpoint.list_steps(tmp_path) == [1]
+
+
+@pytest.mark.parametrize("state", [{"a": np.zeros((0, 2))}, {}])
+def test_a_state_without_elements_can_be_saved(state, tmp_path):
+    checkpoint.save(tmp_path, state, step=4, metadata={"policy": "float32"})
+    assert bits(checkpoint.restore(tmp_path, state)) == bits(state)
+    assert checkpoint.read_metadata(tmp_path) == {"policy": "float32"}
+    refused(lambda: checkpoint.restore(tmp_path, {"a": jnp.ones(2)}), ValueError, "'a'", "is in ", "but not in ")
 
 
 @pytest.mark.parametrize(
@@ -238,6 +269,29 @@ def fail_to_complete(monkeypatch):
         raise OSError("no space left")
 
     monkeypatch.setattr(ocp.path.atomicity.AtomicRenameTemporaryPath, "finalize", fail)
+
+
+def test_threads_may_save_at_the_same_time(tmp_path):
+    errors = []
+
+    def save_twice(thread):
+        try:
+            for step in (1, 2):
+                checkpoint.save(tmp_path / str(thread), {"w": jnp.full(200_000, thread)}, step=step)
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=save_twice, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    checkpoint.wait()
+    assert errors == []
+    for number in range(4):
+        assert checkpoint.list_steps(tmp_path / str(number)) == [1, 2]
+        restored = checkpoint.restore(tmp_path / str(number), {"w": concrete.zeros(200_000, jnp.int32)})
+        assert (restored["w"] == number).all()
 
 
 def test_the_error_of_a_write_in_the_background_is_raised_by_a_later_call(tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import time
 from typing import Any
 
 import concrete
@@ -15,7 +16,7 @@ import pytest
 from error_tools import noted
 from flax import nnx
 from flax.errors import TraceContextError
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from linen_zoo import data, same_bits
 from nnx_zoo import rngs, values
 from optimizer_tools import bits
@@ -23,6 +24,7 @@ from recompiles import compiled_once
 
 import jaxmp
 from jaxmp.nnx import Optimizer, apply_policy, make_train_step, value_and_grad
+from jaxmp.program.walk import product_dtypes
 
 ROWS = {"x": data(8, 8), "y": data(8, 8, seed=5)}
 BAD = {**ROWS, "x": jnp.asarray(np.where(np.arange(8)[:, None] == 3, np.inf, ROWS["x"]))}
@@ -305,6 +307,34 @@ def test_steps_compile_once_do_not_wait_and_reuse_the_memory_of_the_model():
 
 
 @pytest.mark.once
+def test_a_weakly_typed_param_compiles_a_step_once():
+    class Scale(nnx.Module):
+        def __init__(self) -> None:
+            self.scale = nnx.Param(jnp.asarray(1.0))
+
+    model = Scale()
+    assert model.scale[...].weak_type
+    optimizer, step = Optimizer(model, SGD), make_train_step(lambda model, x: x * model.scale[...])
+    for _ in range(2):
+        step(model, optimizer, jnp.float32(0.1))
+    assert compiled_once(step.of_trees)
+
+
+@pytest.mark.once
+def test_without_donation_an_earlier_clone_stays_alive():
+    model, optimizer = setup(mlp(), tx=SGD)
+    twin = nnx.clone(model)
+    make_train_step(loss_fn, donate=False)(model, optimizer, ROWS)
+    kernel, old = (np.asarray(node.layers[0].kernel[...]) for node in (model, twin))
+    assert np.all(np.isfinite(old)) and np.any(kernel != old)
+    step_of_loss(model, optimizer, ROWS)
+    stale = nnx.clone(model)
+    step_of_loss(model, optimizer, ROWS)
+    with pytest.raises(RuntimeError, match=r"'params/layers/0/bias' was donated .*donate=False"):
+        step_of_loss(stale, optimizer, ROWS)
+
+
+@pytest.mark.once
 def test_a_target_network_in_the_batch_may_be_a_clone():
     def distance(model: Any, batch: Any) -> jax.Array:
         return jnp.mean((model(batch["x"]) - batch["target"](batch["x"]) - 1) ** 2)
@@ -323,6 +353,22 @@ def test_a_step_works_inside_of_nnx_jit():
     before = np.array(model.layers[0].kernel[...])
     metrics = nnx.jit(lambda model, optimizer, batch: step(model, optimizer, batch))(model, optimizer, ROWS)
     assert np.isfinite(metrics["loss"]) and np.any(np.asarray(model.layers[0].kernel[...]) != before)
+
+
+@pytest.mark.once
+def test_a_sharded_batch_beside_a_replicated_model_compiles_once():
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
+    model, optimizer = setup(mlp(), tx=SGD)
+    replicated, rows = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), ("d",)))
+    nnx.update(model, jax.device_put(nnx.state(model), replicated))
+    (twin, twin_optimizer), step = setup(mlp(), tx=SGD), make_train_step(loss_fn)
+    for n in (1, np.inf, 2):
+        metrics = step(model, optimizer, jax.device_put({**ROWS, "x": n * ROWS["x"]}, rows))
+    assert compiled_once(step.of_trees) and metrics["loss_scale"] == 512 and int(optimizer.skipped_steps) == 1
+    for n in (1, np.inf, 2):
+        step_of_loss(twin, twin_optimizer, {**ROWS, "x": n * ROWS["x"]})
+    close(values(model), values(twin), rtol=2e-2, atol=2e-3)
+    assert model.layers[0].kernel[...].sharding.is_equivalent_to(replicated, 2)
 
 
 def test_the_arrays_of_an_optimizer_are_not_those_of_the_model():
@@ -346,6 +392,27 @@ def test_the_arrays_of_an_optimizer_are_not_those_of_the_model():
 # ---- random numbers and skipped steps
 
 
+class Masks(nnx.Module):
+    def __init__(self) -> None:
+        self.linear, self.drop = nnx.Linear(64, 64, rngs=rngs()), nnx.Dropout(0.5, rngs=rngs())
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.drop(jnp.ones((64,))) * self.linear(x)
+
+
+def test_every_microbatch_of_every_step_has_a_different_dropout_mask():
+    def loss_fn(model: Any, x: jax.Array) -> Any:
+        mask = model.drop(jnp.ones(64))
+        return jnp.mean(model.linear(x) * mask), {"mask": mask}
+
+    model, optimizer = setup(Masks(), "float32", tx=optax.sgd(0.0))
+    step = make_train_step(loss_fn, accumulate_steps=2)
+    masks = [np.asarray(step(model, optimizer, concrete.full((2, 64), x))["mask"]) for x in (1.0, np.nan, 1.0)]
+    # A mask has entries 0 and 2. If the mean of two masks has a 1, the masks differ.
+    assert all(set(np.unique(mask)) == {0, 1, 2} for mask in masks)
+    assert len({mask.tobytes() for mask in masks}) == 3 and int(model.drop.rngs.count[...]) == 6
+
+
 @pytest.mark.once
 def test_a_skipped_step_changes_only_the_scale_the_counters_and_the_rng_counts():
     accumulate_steps = 2
@@ -360,6 +427,36 @@ def test_a_skipped_step_changes_only_the_scale_the_counters_and_the_rng_counts()
     assert (int(optimizer.skipped_steps), float(optimizer.loss_scale), int(optimizer.step[...])) == (1, 512.0, 2)
     step(model, optimizer, ROWS)
     assert np.any(np.asarray(model.norm.mean[...]) != before[0]["norm"]["mean"]) and int(optimizer.skipped_steps) == 1
+
+
+@pytest.mark.once
+def test_a_run_that_skips_every_step_raises_with_the_reason():
+    model, optimizer = setup(mlp(), "mixed_bfloat16", jaxmp.StaticLossScale(8.0), optax.sgd(0.1))
+    step = make_train_step(loss_fn, max_consecutive_skips=3)
+    text = (
+        r"3 steps in a row were skipped, and the loss scale 8 cannot fall further; "
+        r".*the loss \(nan\); gradients of 'layers/0/bias'.*batch"
+    )
+    with pytest.raises(jaxmp.NonFiniteTrainingError, match=text):
+        for _ in range(50):
+            jax.block_until_ready(step(model, optimizer, {**ROWS, "x": ROWS["x"] * np.nan}))
+            time.sleep(0.001)
+    assert np.all(np.isfinite(model.layers[0].kernel[...]))
+
+
+@pytest.mark.once
+def test_a_saved_optimizer_resumes_bit_for_bit():
+    (model, optimizer), (twin, twin_optimizer) = (
+        setup(nnx.Sequential(mlp(), nnx.Dropout(0.5, rngs=rngs())), ema=True) for _ in range(2)
+    )
+    step = make_train_step(loss_fn, ema_decay=0.9)
+    for n in (1, np.nan):
+        step(model, optimizer, {**ROWS, "x": n * ROWS["x"]})
+    saved = jax.tree.map(jnp.copy, nnx.state((model, optimizer)))
+    nnx.update((twin, twin_optimizer), saved)
+    for pair in ((model, optimizer), (twin, twin_optimizer)):
+        step(*pair, ROWS)
+    assert bits(nnx.state((twin, twin_optimizer))) == bits(nnx.state((model, optimizer)))
 
 
 # ---- errors
@@ -633,3 +730,10 @@ def test_a_loss_function_cannot_write_to_objects_in_the_batch():
         with pytest.raises(TraceContextError, match="Cannot mutate") as error:
             make_train_step(loss, **options)(model, Optimizer(model, optax.sgd(0.1)), batch)
         assert any("put both models into one module" in note for note in error.value.__notes__)
+
+
+def test_the_products_of_a_model_under_a_policy_have_its_compute_dtype():
+    model, optimizer = setup(mlp(), "mixed_float16")
+    step = make_train_step(loss_fn, accumulate_steps=2)
+    program = jax.make_jaxpr(lambda batch: step(*nnx.clone((model, optimizer)), batch))(ROWS)
+    assert product_dtypes(program) == {"float16"}

@@ -89,6 +89,11 @@ def test_a_function_that_needs_a_mesh_names_its_arguments():
         refused(call, TypeError, "mesh must be a jax.sharding.Mesh, got ", f"AxisType.Auto,)), and write {form}")
 
 
+def test_a_mesh_alone_is_no_sharding():
+    with pytest.raises(TypeError, match=r"sharding must be a jaxmp.sharding.Sharding\(mesh, specs\), got Mesh"):
+        jaxmp.make_train_step(loss_fn, sharding=mesh_of())
+
+
 @pytest.mark.parametrize(
     ("specs", "said"),
     [
@@ -179,6 +184,17 @@ def test_types_that_the_loss_leaves_open_are_jaxs_error_and_each_way_out_of_it_t
     error = noted(lambda: loss_on(explicit), "axes of type Explicit", NAMES_AUTO)
     assert type(error).__name__ == "ShardingTypeError" and "select `which` must be scalar" in str(error)
     np.testing.assert_allclose(loss_on(explicit, untyped(loss_fn)), loss_on(mesh_of()), rtol=1e-5)
+
+
+def test_a_lookup_that_leaves_its_type_open_is_jaxs_error():
+    def loss_fn(params, model_state, batch, rng):
+        return jnp.mean(params["table"][batch] ** 2), model_state
+
+    mesh, params = mesh_of(AxisType.Explicit), {"table": jnp.ones((WIDTH, WIDTH))}
+    step = jaxmp.make_train_step(loss_fn, sharding=Sharding(mesh, {"table": P("fsdp")}))
+    state = jaxmp.TrainState.create(params=params, tx=tx_of())
+    error = noted(lambda: step(state, np.zeros(BATCH, np.int32)), "axes of type Explicit", NAMES_AUTO)
+    assert "Use `.at[...].get(out_sharding=)`" in str(error)
 
 
 @pytest.mark.once

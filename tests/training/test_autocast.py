@@ -9,6 +9,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from linen_zoo import data, dtypes_of, numbers, same_bits, same_computation
@@ -93,6 +94,31 @@ def test_under_autocast_the_state_stays_float32_and_one_program_is_compiled(kwar
     assert losses[-1] < losses[0] / 2
     assert dtypes_of((state.params, state.model_state, state.ema_params)) == {"float32"}
     assert compiled_once(step) and int(state.skipped_steps) == 0
+
+
+def test_a_skipped_step_changes_nothing_but_the_scale():
+    step, state = make("mixed_float16"), new_state()
+    state, _ = step(state, BATCH)
+    after, metrics = step(state, {**BATCH, "x": BATCH["x"].at[0, 0].set(jnp.inf)})
+    assert bool(metrics["skipped"]) and int(after.skipped_steps) == 1
+    for name in ("params", "model_state", "ema_params"):
+        same_bits(getattr(after, name), getattr(state, name))
+    same_bits(after.opt_state.inner_state, state.opt_state.inner_state)
+    assert float(after.loss_scale) == 2.0**9
+
+
+def test_gradients_have_the_direction_of_float32_gradients():
+    state = new_state()
+
+    def gradients(policy: Any) -> np.ndarray:
+        fun = jaxmp.autocast(loss_fn, policy) if policy else loss_fn
+        grads = jax.jit(jax.grad(lambda params: fun(params, state.model_state, BATCH, None)[0]))(state.params)
+        return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(grads)])
+
+    want = gradients(None)
+    for policy in ("mixed_float16", "mixed_bfloat16"):
+        got = gradients(policy)
+        assert got @ want / (np.linalg.norm(got) * np.linalg.norm(want)) > 0.99
 
 
 def test_overrides_reach_the_autocast():

@@ -20,6 +20,7 @@ from jaxmp.sharding import Sharding
 pytestmark = pytest.mark.once
 
 EXAMPLES, TOKENS, WIDTH, CLASSES, IGNORED = 8, 6, 8, 11, -100
+TOLERANCE = {"rtol": 2e-6, "atol": 2e-6}
 
 
 def batches():
@@ -140,6 +141,14 @@ def test_a_nan_in_a_microbatch_with_valid_tokens_skips_the_step():
     assert report["skipped"] and np.isnan(report["loss"])
 
 
+def test_a_nan_as_the_count_is_not_hidden():
+    def loss_fn(params, batch):
+        return token_losses(params, batch).mean(), {"tokens": jnp.sqrt(jnp.float32(-1) - batch["x"].max())}
+
+    _, reports = train(loss_fn, mean_over="tokens", accumulate_steps=2)
+    assert all(report["skipped"] for report in reports)
+
+
 def test_a_fraction_may_be_the_weight():
     def loss_fn(params, batch):
         loss, metrics = masked(params, batch)
@@ -157,6 +166,12 @@ def test_on_a_mesh_the_step_is_that_of_the_whole_batch(kind, reduce):
     expected = train(projected)
     # Two devices have 4 examples of the batch each, and 1 example of each of four microbatches.
     assert_equal(train(projected, sharding=sharding, accumulate_steps=4, mean_over="tokens"), expected)
+
+
+def test_without_accumulation_a_mesh_changes_no_mean():
+    sharding = Sharding(jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,)))
+    for loss_fn in (projected, masked):
+        assert_equal(train(loss_fn, sharding=sharding), train(loss_fn))
 
 
 def test_an_nnx_model_trains_as_on_the_whole_batch():

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import pickle
+import re
+import threading
 import warnings
 from typing import Any
 
@@ -23,7 +26,7 @@ from optimizer_tools import bits, loss_fn, problem, same_bits, standard, train_l
 from recompiles import compiled_once
 
 import jaxmp
-from jaxmp import DynamicLossScale, TrainState, loss_scaling, make_train_step
+from jaxmp import DynamicLossScale, StaticLossScale, TrainState, loss_scaling, make_train_step
 
 pytestmark = pytest.mark.once  # test_step.py makes states with the newest JAX
 
@@ -89,6 +92,22 @@ def test_an_optimizer_whose_state_holds_the_params_themselves_can_be_donated():
     assert state.step == 1 and same_bits(state.params["hidden"]["b2"], concrete.zeros(4))
 
 
+def test_the_init_of_an_optimizer_needs_no_hash():
+    @dataclasses.dataclass
+    class Init:  # with __eq__, so without __hash__
+        optimizer: Any
+
+        def __call__(self, params):
+            return self.optimizer.init(params)
+
+    optimizer = optax.sgd(0.1)
+    tx = loss_scaling(optax.GradientTransformation(Init(optimizer), optimizer.update), DynamicLossScale())
+    params, _ = problem()
+    assert same_bits(TrainState.create(params=params, tx=tx).params, params)
+    with pytest.warns(UserWarning, match="updates below"):
+        TrainState.create(params=jax.tree.map(lambda param: param.astype(jnp.bfloat16), params), tx=tx)
+
+
 def test_states_of_weak_type_or_numpy_are_compiled_for_once():
     params = {"weak": jnp.asarray(1.0), "numpy": np.ones(3, np.float32)}
     assert params["weak"].weak_type
@@ -109,6 +128,22 @@ def test_a_new_state_of_the_same_optimizer_does_not_compile_the_step_again(tx, i
         scaled = loss_scaling(tx, DynamicLossScale(4.0)) if is_scaled else tx
         step(TrainState.create(params=params, tx=scaled), batch)
     assert compiled_once(step)
+
+
+def test_a_loss_scale_of_other_numbers_is_another_optimizer():
+    tx, params = optax.sgd(0.1), problem()[0]
+    for scale in (DynamicLossScale(4.0), DynamicLossScale(8.0), DynamicLossScale(8.0, period=3), StaticLossScale(8.0)):
+        assert same_bits(loss_scaling(tx, scale).init(params).loss_scale, scale)
+
+
+def test_an_optimizer_made_in_a_trace_keeps_no_tracer():
+    def updated(learning_rate):
+        tx = loss_scaling(optax.sgd(learning_rate), DynamicLossScale())
+        params = {"w": jnp.ones(3)}
+        return tx.update(params, tx.init(params), params)[0]["w"]
+
+    with jax.checking_leaks():
+        np.testing.assert_allclose(jax.jit(updated)(0.1), -0.1 * np.ones(3), rtol=1e-6)
 
 
 def test_a_state_can_be_made_under_jit_and_abstractly():
@@ -203,6 +238,18 @@ def test_sharded_params_and_batches_are_compiled_for_once_and_stay_where_they_ar
         single_state, _ = step(single_state, step_batch)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-7), third.params, single_state.params)
     assert third.skipped_steps == single_state.skipped_steps == 1
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_microbatches_of_a_sharded_batch_stay_where_they_are(kind):
+    state, batch, single_state, single_batch = sharded_state("replicated", kind)
+    step = make_train_step(train_loss, accumulate_steps=4, ema_decay=0.9, donate=False)
+    text = step.lower(state, batch).compile().as_text()
+    moved = re.findall(r" (all-gather|all-to-all|collective-permute)(?:-start)?\(", text)
+    assert not moved and re.search(r" all-reduce(?:-start)?\(", text)
+    new, _ = step(state, batch)
+    expected, _ = step(single_state, single_batch)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-7), new.params, expected.params)
 
 
 def per_example(params, model_state, batch, rng):
@@ -300,6 +347,45 @@ def test_a_state_on_one_device_moves_to_the_mesh_of_a_later_batch(compilations):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), third.params, again.params)
 
 
+def on_meshes_of(count):
+    """Yield a state and a batch for each of several meshes without common devices."""
+    params, batch = problem()
+    for n in range(count):
+        mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,), devices=jax.devices()[2 * n : 2 * n + 2])
+        replicated, split = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), ("d",)))
+        yield TrainState.create(params=jax.device_put(params, replicated), tx=sgd()), jax.device_put(batch, split)
+
+
+def test_a_call_on_another_mesh_that_fails_changes_nothing_for_the_next():
+    (state, batch), (other, other_batch) = on_meshes_of(2)
+    step = make_train_step(train_loss)
+    state, _ = step(state, batch)
+    with pytest.raises(KeyError, match="y"):
+        step(other, {"x": other_batch["x"]})
+    state, _ = step(state, batch)
+    assert state.step == 2 and state.params["out"]["w"].sharding.device_set == {*jax.devices()[:2]}
+
+
+def test_threads_whose_states_lie_on_different_meshes_can_share_a_step():
+    (state, batch), (other, other_batch) = on_meshes_of(2)
+    step, ends = make_train_step(train_loss), []
+    place = step._place
+
+    def place_while_another_thread_takes_a_step(*args):
+        step._place, placed = place, place(*args)
+        thread = threading.Thread(target=lambda: ends.append(step(other, other_batch)[0]))
+        thread.start()
+        thread.join()
+        return placed
+
+    step._place = place_while_another_thread_takes_a_step
+    ends.append(step(state, batch)[0])
+    assert [leaf.params["out"]["w"].sharding.device_set for leaf in ends] == [
+        {*jax.devices()[2:]},
+        {*jax.devices()[:2]},
+    ]
+
+
 @pytest.mark.parametrize(("put", "device"), [("params", 1), ("state", 0), ("batch", 1)])
 def test_uncommitted_arrays_follow_committed_ones_and_one_program_is_compiled(put, device):
     params, batch = problem()
@@ -372,6 +458,21 @@ def test_a_state_that_has_an_array_twice_can_be_donated(shared):
     for _ in range(2):
         got, _ = steps[1](shared(got), 1.0)
     assert steps[1].lower(got, 1.0).compile() is not None
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_a_key_that_an_optimizer_holds_outlives_a_donating_step():
+    key = jax.random.key(0)
+    tx = loss_scaling(optax.chain(optax.add_noise(0.1, 0.5, key), optax.sgd(0.1)), jaxmp.DynamicLossScale())
+    step = make_train_step(lambda p, s, b, r: (jnp.sum(p**2), s))
+    runs = [step(TrainState.create(params=concrete.ones(2), tx=tx), 1.0)[0].params for _ in range(2)]
+    assert jnp.array_equal(*runs) and jax.random.key_data(key).shape == (2,)
+
+
+def test_an_unknown_field_raises_pythons_error():
+    for name in ("batch_stats", "loss_scale", "step"):
+        with pytest.raises(TypeError, match=name):
+            TrainState.create(params=concrete.ones(2), tx=optax.sgd(0.1), **{name: 1})
 
 
 @pytest.mark.parametrize("is_nnx", [False, True], ids=["Linen", "NNX"])

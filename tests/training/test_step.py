@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import typing
 import warnings
 
 import concrete
@@ -284,6 +285,16 @@ def test_the_options_of_the_compiler_reach_xla_for_the_step_only(place):
         train({"xla_no_such_option": 1})
 
 
+def test_an_evaluation_step_has_a_jitted_function_that_type_checkers_know():
+    evaluate = make_eval_step(train_loss)
+    kind = typing.get_type_hints(make_eval_step)["return"]
+    assert typing.get_type_hints(kind)["jitted"] is jax.stages.Wrapped and isinstance(evaluate, kind)
+    params, batch = problem()
+    state = fresh(params)
+    compiled = evaluate.jitted.lower(state, batch).compile()
+    assert jnp.array_equal(compiled(state, batch)["loss"], evaluate(state, batch)["loss"])
+
+
 def test_every_kind_of_remat_gives_the_same_gradients():
     params, batch = problem()
     expected = bits(make_train_step(train_loss, remat="none")(fresh(params), batch))
@@ -352,6 +363,15 @@ def test_the_metrics_are_the_true_loss_the_scale_used_and_the_users_own():
     assert set(metrics) == {"loss", "grad_norm", "loss_scale", "skipped", "accuracy", "per_class", "nested"}
     assert metrics["accuracy"] == metrics["loss"] * 2 and metrics["per_class"].dtype == jnp.int32
     assert metrics["skipped"].dtype == jnp.bool_ and metrics["loss_scale"].dtype == jnp.float32
+
+
+@pytest.mark.once
+def test_the_metrics_have_the_scale_of_every_kind_of_loss_scale():
+    params, batch = problem()
+    for scale in (jaxmp.NoOpLossScale(), jaxmp.HeadroomLossScale()):
+        expected = float(scale.loss_scale)
+        _, metrics = make_train_step(train_loss)(fresh(params, scale), batch)
+        assert metrics["loss_scale"] == expected and metrics["loss_scale"].dtype == jnp.float32
 
 
 @pytest.mark.once
@@ -536,3 +556,17 @@ def test_a_step_leaks_no_tracer(options, check_updates):
     state = TrainState.create(params=params, tx=tx)
     with jax.checking_leaks():
         jax.eval_shape(make_train_step(train_loss, **options).jitted, state, batch)
+
+
+def test_an_inner_optimizer_is_computed_once_though_its_updates_are_tested():
+    calls = []
+
+    def update(updates, state, params=None):
+        calls.append(updates)
+        return updates, state
+
+    inner = optax.GradientTransformation(lambda params: (), update)
+    params, batch = problem()
+    state = TrainState.create(params=params, tx=loss_scaling(inner, DynamicLossScale(), check_updates=True))
+    jax.eval_shape(make_train_step(train_loss).jitted, state, batch)
+    assert len(calls) == 1
